@@ -1,0 +1,19 @@
+"""lipbound: exact local Lipschitz constants of attention heads, beside every published upper bound.
+
+>>> import lipbound as lb
+>>> ds = lb.compare("builtin:gpt2", samples=1, max_length=16, bounds=["castin", "yudin"], progress=False)
+>>> ds["exact"].dims
+('sample', 'layer', 'head')
+"""
+
+from lipbound import bounds, plots, tables
+from lipbound.attention import Attention
+from lipbound.capture import capture
+from lipbound.compare import compare
+from lipbound.errors import LipboundError
+from lipbound.lanczos import Norm
+from lipbound.norms import spectral_norm
+from lipbound.store import load
+
+__all__ = ["Attention", "LipboundError", "Norm", "bounds", "capture", "compare", "load", "plots", "spectral_norm", "tables"]
+__version__ = "0.1.0"

@@ -1,0 +1,164 @@
+"""Castin, Ablin, Peyré 2024, "How Smooth Is Attention?" (ICML)."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from lipbound.attention import Attention
+from lipbound.bounds import quantities as qty
+from lipbound.bounds.registry import bound
+
+CITATION = "castin2024smooth"
+ROOT3 = math.sqrt(3)
+
+
+def _no_query_bias(att: Attention) -> Tensor:
+    return ~qty.has_query_bias(att)
+
+
+def _never(att: Attention) -> Tensor:
+    return torch.zeros(1, 1, dtype=torch.bool, device=att.device)
+
+
+def _always(att: Attention) -> Tensor:
+    return torch.ones(1, 1, dtype=torch.bool, device=att.device)
+
+
+@bound(
+    "castin",
+    label="Castin 2024, 3.3",
+    citation=CITATION,
+    statement="||J|| <= sqrt(3) ||W_V|| (||A||^2 R^4 (4N+1) + N)^(1/2), R = max_i |x_i|",
+    source="Theorem 3.3; Theorem 4.3 with a causal mask",
+    assumptions="no query bias; any mask",
+    condition=_no_query_bias,
+    cost="O(N D + D d^2)",
+)
+def castin(att: Attention) -> Tensor:
+    r"""Theorem 3.3 (Theorem 2 of Yudin et al. 2025), with the radius of the smallest centred ball that holds the tokens:
+
+    .. math:: \|J\| \le \sqrt 3\,\|W_V\|\,\big(\|A\|^2 R^4 (4N+1) + N\big)^{1/2},\quad A = scale\,W_Q W_K^T,\ R = \max_i |x_i|
+
+    Theorem 4.3 is the same formula with a causal mask. For any additive mask it follows from Yudin et al.'s
+    :math:`\|W_V\|\sqrt N (1 + 2\|A\|R^2)`, which it exceeds. With a query bias it fails: use ``castin_bias``.
+    """
+    n = qty.count(att)
+    return ROOT3 * qty.norm_v(att) * (qty.norm_a(att) ** 2 * qty.radius(att) ** 4 * (4 * n + 1) + n).sqrt()
+
+
+@bound(
+    "castin_bias",
+    label="Castin + biases (ours)",
+    citation=CITATION,
+    statement="||J|| <= sqrt(3) ||W_V|| (||A||^2 R^4 + N R^2 (||A|| R + |a|)^2 + N)^(1/2), a = scale W_K b_Q",
+    source="after appendix E.3; this form is ours, the printed one could not be recovered",
+    assumptions="any biases, any mask",
+    condition=_always,
+    cost="O(N D + D d^2)",
+)
+def castin_bias(att: Attention) -> Tensor:
+    r"""A form of Theorem 3.3 that allows biases. Ours, in the spirit of their appendix E.3.
+
+    .. math:: \|J\| \le \sqrt 3\,\|W_V\|\,\big(\|A\|^2 R^4 + N R^2 (\|A\| R + |a|)^2 + N\big)^{1/2},\quad a = scale\,W_K b_Q
+
+    The key bias shifts each row of scores by a constant and the value bias drops out, so only the query bias enters: the gradient of row i's scores with respect to its keys' tokens is :math:`A^T x_i + a`. *Proof.* :math:`J = J_V + J_K + J_Q` with
+    :math:`\|J_V\| = \|P\|\|W_V\| \le \sqrt N \|W_V\|`; row i of :math:`J_K` has norm at most
+    :math:`\|W_V\| (\sum_j P_{ij}^2 |x_j - \bar x_i|^2)^{1/2} |A^T x_i + a| \le \|W_V\| R (\|A\| R + |a|)`, because
+    :math:`\sum_j P_{ij}|x_j - \bar x_i|^2 \le R^2`; the block of :math:`J_Q` is
+    :math:`\|W_V^T Cov_{P_i}(x) A^T\| \le \|W_V\|\|A\|R^2`. Add the three with :math:`(a+b+c)^2 \le 3(a^2+b^2+c^2)`. Any row-stochastic P, hence any mask, will do.
+    """
+    n, a, r = qty.count(att), qty.norm_a(att), qty.radius(att)
+    shift = torch.zeros_like(a) if att.b_q is None else torch.linalg.vector_norm(_shift(att), dim=-1)
+    return ROOT3 * qty.norm_v(att) * (a**2 * r**4 + n * r**2 * (a * r + shift) ** 2 + n).sqrt()
+
+
+def _shift(att: Attention) -> Tensor:
+    """a = scale W_K b_Q, (heads, D)."""
+    assert att.b_q is not None
+    return att.scale * (att.w_k.double() @ att.b_q.double()[..., None])[..., 0]
+
+
+def _sides(att: Attention) -> tuple[Tensor, Tensor]:
+    """max_i |A x_i| and max_i |A^T x_i| per (sample, head), A = scale W_Q W_K^T; from q and k without biases."""
+
+    def make() -> tuple[Tensor, Tensor]:
+        x = att.x.double()
+
+        def largest(outer: Tensor, inner: Tensor) -> Tensor:
+            r = torch.linalg.qr(outer.double(), mode="r").R
+            y = torch.einsum("snd,hde->shne", x, inner.double()) @ r.mT
+            return abs(att.scale) * y.norm(dim=-1).amax(-1) * (1 + 1e-12)
+
+        return largest(att.w_q, att.w_k), largest(att.w_k, att.w_q)
+
+    return att.memo("sides", make)
+
+
+@bound(
+    "castin_c3",
+    label="Castin 2024, C.3",
+    citation=CITATION,
+    statement="||J|| <= sqrt(3) ||W_V|| (R'^2 r^2 (N+1) + N)^(1/2), R' = max_i max(|A x_i|, |A' x_i|), r = max_ij |x_i - x_j|",
+    source="Theorem C.3, with R' taken on both sides",
+    assumptions="no query bias; any mask",
+    condition=_no_query_bias,
+    cost="O(N^2 D + N D d)",
+)
+def castin_c3(att: Attention) -> Tensor:
+    r"""Theorem C.3 in the form we can prove.
+
+    .. math:: \|J\| \le \sqrt 3\,\|W_V\|\,\big(R'^2 r^2 (N+1) + N\big)^{1/2}
+
+    with :math:`r = \max_{ij}|x_i - x_j|` and :math:`R' = \max_i \max(|A x_i|, |A^T x_i|)`: the key path sees
+    :math:`|x_j - \bar x_i| \le r` and :math:`A^T x_i`, the query path the covariance of :math:`x` and :math:`A x` under :math:`P_i`, so both sides are
+    needed. With one side alone the statement fails (see ``castin_c3_as_coded``).
+    """
+    n = qty.count(att)
+    side = torch.maximum(*_sides(att))
+    return ROOT3 * qty.norm_v(att) * (side**2 * qty.diameter(att) ** 2 * (n + 1) + n).sqrt()
+
+
+@bound(
+    "castin_c3_as_coded",
+    label="Castin C.3, as coded",
+    citation=CITATION,
+    statement="||W_V|| (R'^2 r^2 (N+1) + N)^(1/2), R' = max_i |A x_i|",
+    source="Theorem C.3 as recalled from the authors' code: without sqrt(3), R' on one side",
+    assumptions="none known under which it is a bound",
+    condition=_never,
+    cost="O(N^2 D + N D d)",
+)
+def castin_c3_as_coded(att: Attention) -> Tensor:
+    r"""Theorem C.3 as the authors' code computes it (recalled): no :math:`\sqrt 3`, and :math:`R' = \max_i |A x_i|` alone.
+
+    Not a bound: down to about half of the exact norm on random heads even with the :math:`\sqrt 3` put back. Kept because published figures use it.
+    """
+    n = qty.count(att)
+    return qty.norm_v(att) * (_sides(att)[0] ** 2 * qty.diameter(att) ** 2 * (n + 1) + n).sqrt()
+
+
+def _mean_field_condition(att: Attention) -> Tensor:
+    return qty.unmasked(att) & ~qty.has_query_bias(att)
+
+
+@bound(
+    "castin_mean_field",
+    label="Castin 3.5, mean field",
+    citation=CITATION,
+    statement="||J|| <= ||W_V|| (1 + 3 ||A|| R^2) exp(2 ||A|| R^2)",
+    source="Theorem 3.5 with Lemma 3.2",
+    assumptions="no mask, no query bias",
+    condition=_mean_field_condition,
+    cost="O(N D + D d^2)",
+)
+def castin_mean_field(att: Attention) -> Tensor:
+    r"""The bound that does not depend on N (2-Wasserstein Lipschitz constant; bounds :math:`\|J\|` by their Lemma 3.2):
+
+    .. math:: \|J\| \le \|W_V\|\,(1 + 3\|A\|R^2)\,e^{2\|A\|R^2}
+
+    Infinite where the exponential exceeds the range of float64 (:math:`\|A\|R^2 > 354`), which pretrained heads do reach. Unmasked only: with a
+    causal mask and A = 0 the Jacobian is :math:`P \otimes W_V^T`, whose norm tends to :math:`2\|W_V\|`.
+    """
+    t = qty.norm_a(att) * qty.radius(att) ** 2
+    return qty.norm_v(att) * (1 + 3 * t) * (2 * t).exp()

@@ -1,0 +1,46 @@
+"""Kim, Papamakarios, Mnih 2021, "The Lipschitz Constant of Self-Attention" (ICML)."""
+
+import math
+
+import numpy as np
+import torch
+from scipy.special import lambertw
+from torch import Tensor
+
+from lipbound.attention import Attention
+from lipbound.bounds import quantities as qty
+from lipbound.bounds.registry import bound
+
+
+def inverse_phi(y: Tensor) -> Tensor:
+    r"""Inverse of :math:`\phi(x) = x e^{x+1}` on x >= 0: the Lambert function :math:`W_0(y / e)`; float64, any shape."""
+    return torch.from_numpy(np.real(lambertw(y.cpu().numpy() / math.e)).astype(np.float64)).to(y.device)
+
+
+@bound(
+    "kim",
+    label="Kim 2021 (L2 map)",
+    citation="kim2021lipschitz",
+    statement="||J|| <= sqrt(N) scale (4 phi^-1(N-1) + 1) ||W_Q||^2 ||W_V||, phi(x) = x e^(x+1), on L2 attention",
+    source="Theorem 3.2, in the degree-two form",
+    assumptions="bounds L2 attention with these W_Q, W_V, not the checkpoint's head; masks may only forbid, never a token to itself",
+    condition=qty.hides_or_shows,
+    cost="O(D d^2)",
+    map="l2",
+)
+def kim(att: Attention) -> Tensor:
+    r"""Global Lipschitz constant of L2 attention :math:`P\,X A W_V`, :math:`A = W_Q W_Q^T/\sqrt d`, P from :math:`-|q_i - q_j|^2/\sqrt d`.
+
+    .. math:: Lip \le \sqrt{N/d}\,(4\,\phi^{-1}(N-1) + 1)\,\|W_Q\|^2 \|W_V\|
+
+    ``att.scale`` stands for :math:`1/\sqrt d`. It holds everywhere, hence at any X, for *this other map*: ``w_k`` and all biases are
+    ignored, and the value must be compared with `lipbound.norms.l2_spectral_norm` (variable ``exact_l2``), never with the dot-product head.
+
+    The theorem is printed with :math:`\sqrt{\sum_h \|W_{Q,h}\|^2 \|W_{V,h}\|^2}`, of degree one in :math:`W_Q` where the map is of degree two. That
+    reading is false: at N = 1 the map is :math:`X A W_V`, whose norm reaches :math:`\|W_Q\|^2\|W_V\|/\sqrt d`. This is the degree-two form.
+
+    The proof bounds each block row through :math:`\sum_j P_{ij} |q_i - q_j|^2`, where the token's own zero distance must take part: so a
+    mask that only forbids, but never a token to itself, leaves it valid.
+    """
+    n = qty.count(att)
+    return n.sqrt() * abs(att.scale) * (4 * inverse_phi(n - 1) + 1) * qty.norm_q(att) ** 2 * qty.norm_v(att)

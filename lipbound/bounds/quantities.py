@@ -1,0 +1,119 @@
+"""The ingredients that several bounds share, each computed once per `Attention` and rounded upwards (float64)."""
+
+import torch
+from torch import Tensor
+
+from lipbound.attention import BLOCKED, Attention
+from lipbound.linalg import matrix_norm, nonnegative_norm, product_norm
+from lipbound.softmax import g, largest_jacobian_norm
+
+# -- weights: (heads,) -----------------------------------------------------------------------------------------------
+
+
+def norm_v(att: Attention) -> Tensor:
+    """||W_V|| per head, (heads,)."""
+    return att.memo("norm_v", lambda: matrix_norm(att.w_v))
+
+
+def norm_q(att: Attention) -> Tensor:
+    """||W_Q|| per head, (heads,)."""
+    return att.memo("norm_q", lambda: matrix_norm(att.w_q))
+
+
+def norm_k(att: Attention) -> Tensor:
+    """||W_K|| per head, (heads,)."""
+    return att.memo("norm_k", lambda: matrix_norm(att.w_k))
+
+
+def norm_a(att: Attention) -> Tensor:
+    """||A||, A = scale W_Q W_K^T (D x D), per head, (heads,)."""
+    return att.memo("norm_a", lambda: abs(att.scale) * product_norm(att.w_q, att.w_k))
+
+
+def has_query_bias(att: Attention) -> Tensor:
+    """Whether a head has a nonzero query bias, (heads,), bool: the only bias that enters the Jacobian's shape."""
+    if att.b_q is None:
+        return torch.zeros(att.heads, dtype=torch.bool, device=att.device)
+    return (att.b_q != 0).any(-1)
+
+
+# -- inputs: (samples, 1), so that they broadcast against heads ---------------------------------------------------------
+
+
+def count(att: Attention) -> Tensor:
+    """N, the tokens that are not padding, (samples, 1)."""
+    return att.lengths[:, None]
+
+
+def token_norms(att: Attention) -> Tensor:
+    """|x_i|, zero for padding, (samples, N)."""
+    return att.memo("token_norms", lambda: att.x.double().norm(dim=-1))
+
+
+def radius(att: Attention) -> Tensor:
+    """R = max_i |x_i|, (samples, 1)."""
+    return token_norms(att).amax(-1, keepdim=True)
+
+
+def frobenius(att: Attention) -> Tensor:
+    """||X||_F, (samples, 1)."""
+    return torch.linalg.vector_norm(token_norms(att), dim=-1, keepdim=True)
+
+
+def norm_x(att: Attention) -> Tensor:
+    """||X||, spectral, (samples, 1)."""
+    return att.memo("norm_x", lambda: matrix_norm(att.x)[:, None])
+
+
+def diameter(att: Attention) -> Tensor:
+    """max_ij |x_i - x_j| over tokens that are not padding, (samples, 1)."""
+
+    def make() -> Tensor:
+        x = att.x.double()
+        distances = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist")
+        if att.valid is not None:
+            distances = distances * (att.valid[:, None, :] & att.valid[:, :, None])
+        return distances.amax((-1, -2))[:, None] * (1 + 1e-13)
+
+    return att.memo("diameter", make)
+
+
+# -- attention: (samples, heads) ---------------------------------------------------------------------------------------
+
+
+def norm_p(att: Attention) -> Tensor:
+    """||P||, spectral, (samples, heads)."""
+    return att.memo("norm_p", lambda: nonnegative_norm(att.p))
+
+
+def norm_m(att: Attention) -> Tensor:
+    """max_i ||M(P_i)||, exact, (samples, heads)."""
+    return att.memo("norm_m", lambda: largest_jacobian_norm(att.p))
+
+
+def largest_g1(att: Attention) -> Tensor:
+    """max_i g_1(P_i), (samples, heads)."""
+    return att.memo("largest_g1", lambda: g(att.p.double()).amax(-1) * (1 + 1e-13))
+
+
+def hides_or_shows(att: Attention) -> Tensor:
+    """Whether the mask only forbids or allows (no finite offsets) and lets every token attend to itself, (1, 1), bool."""
+    if att.mask is None:
+        return torch.ones(1, 1, dtype=torch.bool, device=att.device)
+    blocked = att.mask <= BLOCKED
+    n = att.tokens
+    diagonal = blocked.expand(*blocked.shape[:-2], n, n).diagonal(dim1=-2, dim2=-1)
+    if att.valid is not None:
+        diagonal = diagonal & att.valid[:, None]
+    return (((att.mask == 0) | blocked).all() & ~diagonal.any()).view(1, 1)
+
+
+def unmasked(att: Attention) -> Tensor:
+    """Whether every token may attend to every other that is not padding, at no offset, (1, 1), bool."""
+    if att.mask is None:
+        return torch.ones(1, 1, dtype=torch.bool, device=att.device)
+    free = att.mask == 0
+    if att.valid is not None:
+        both = att.valid[:, None, :, None] & att.valid[:, None, None, :]
+        free = free | ~both
+    return free.all().view(1, 1)

@@ -1,0 +1,38 @@
+"""Hu, Zheng, Wang, Leung, Wu, Xie 2024, "Specformer" (ECCV)."""
+
+from torch import Tensor
+
+from lipbound.attention import Attention
+from lipbound.bounds import quantities as qty
+from lipbound.bounds.registry import bound
+
+
+def _condition(att: Attention) -> Tensor:
+    n = qty.count(att)
+    large = (n + 1) * n.sqrt() * qty.frobenius(att) ** 2 >= 1
+    return large & (abs(att.scale) <= n * (n + 1)) & ~qty.has_query_bias(att)
+
+
+@bound(
+    "specformer",
+    label="Specformer 2024",
+    citation="hu2024specformer",
+    statement="||J|| <= N (N+1) ||X||_F^2 (||W_V|| ||W_Q|| ||W_K|| + ||W_V||)",
+    source="as stated in Theorem 1 of Yudin et al. 2025, at radius 0",
+    assumptions="no query bias; inputs not small: (N+1) sqrt(N) ||X||_F^2 >= 1",
+    condition=_condition,
+    cost="O(N D + D d^2)",
+)
+def specformer(att: Attention) -> Tensor:
+    r"""As printed, at the point X (radius R = 0 of their ball):
+
+    .. math:: \|J\| \le N(N+1)\,\|X\|_F^2\,\big[\|W_V\|\|W_Q\|\|W_K\| + \|W_V\|\big]
+
+    False as printed for small inputs: its value term is multiplied by :math:`\|X\|_F^2`, so it vanishes with X, while
+    :math:`\|J\| \ge \|W_V\|` for equal tokens. The condition under which it is a bound follows from Theorem 3 of Yudin et al. 2025 with
+    :math:`\|P\| \le \sqrt N` and :math:`\|M\| \le 1/2`: it holds without query bias once :math:`(N+1)\sqrt N\,\|X\|_F^2 \ge 1`
+    (and scale at most N(N+1)). No bias enters the statement.
+    """
+    n = qty.count(att)
+    factor = qty.norm_q(att) * qty.norm_k(att) + 1
+    return n * (n + 1) * qty.frobenius(att) ** 2 * qty.norm_v(att) * factor

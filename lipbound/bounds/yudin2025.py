@@ -1,0 +1,144 @@
+"""Yudin, Gaponov, Kudriashov, Rakhuba 2025, "Pay Attention to Attention Distribution"."""
+
+import torch
+from torch import Tensor
+
+from lipbound.attention import Attention
+from lipbound.bounds import quantities as qty
+from lipbound.bounds.moments import weighted_deviation_norm
+from lipbound.bounds.registry import bound
+
+CITATION = "yudin2025pay"
+ANY = "any biases (Remark 2), any mask"
+
+
+def _always(att: Attention) -> Tensor:
+    return torch.ones(1, 1, dtype=torch.bool, device=att.device)
+
+
+def _no_query_bias(att: Attention) -> Tensor:
+    return ~qty.has_query_bias(att)
+
+
+def with_ones(att: Attention) -> Attention:
+    """Remark 2: the layer on inputs [x_i, 1], biases as an extra row of the weights; the same q, k, v and P.
+
+    The key and value biases do not change J, so their rows are zero, which makes the bounds a little sharper than with them. Layers
+    without query bias are returned as they are.
+    """
+
+    if not bool(qty.has_query_bias(att).any()):
+        return att
+
+    def make() -> Attention:
+        ones = torch.ones_like(att.x[..., :1])
+
+        def row(w: Tensor, b: Tensor | None) -> Tensor:
+            last = torch.zeros_like(w[:, :1]) if b is None else b[:, None]
+            return torch.cat([w, last], 1)
+
+        extended = Attention(
+            torch.cat([att.x, ones], -1), row(att.w_q, att.b_q), row(att.w_k, None), row(att.w_v, None),
+            scale=att.scale, mask=att.mask, valid=att.valid,
+        )  # fmt: skip
+        extended.__dict__["p"] = att.p
+        return extended
+
+    return att.memo("with_ones", make)
+
+
+def _theorem3(att: Attention, largest_m: Tensor, norm_p: Tensor) -> Tensor:
+    return qty.norm_v(att) * (norm_p + 2 * qty.norm_x(att) ** 2 * qty.norm_a(att) * largest_m)
+
+
+@bound(
+    "yudin",
+    label="Yudin 2025, Thm 3",
+    citation=CITATION,
+    statement="||J|| <= ||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i ||M(P_i)||)",
+    source="Theorem 3 with Remark 2",
+    assumptions=ANY,
+    condition=_always,
+    cost="O(N^2 d) (attention itself), O(N^2) more",
+)
+def yudin(att: Attention) -> Tensor:
+    r"""Theorem 3 with the exact norm of the softmax Jacobians and, for heads with a query bias, Remark 2.
+
+    .. math:: \|J\| \le \|W_V\|\,\big(\|P\| + 2\,\|X\|^2 \|A\| \max_i \|M(P_i)\|\big),\quad M(p) = diag(p) - p p^T
+
+    With a query bias X becomes [X 1] and :math:`W_Q` gains the row :math:`b_Q` (`with_ones`). The paper's Remark 2 appends all three biases; key
+    and value biases do not change J, so they are left out, which is sound and slightly sharper.
+    """
+    return _theorem3(with_ones(att), qty.norm_m(att), qty.norm_p(att))
+
+
+@bound(
+    "yudin_g1",
+    label="Yudin Thm 3, g1",
+    citation=CITATION,
+    statement="||J|| <= ||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i g_1(P_i)), g_1(p) = p_(1) (1 - p_(1) + p_(2))",
+    source="Theorem 3, Corollary 1 and Remark 2",
+    assumptions=ANY,
+    condition=_always,
+    cost="O(N^2 d) (attention itself), O(N^2) more",
+)
+def yudin_g1(att: Attention) -> Tensor:
+    """`yudin` with g_1 (Corollary 1) in place of the exact norm of the softmax Jacobian; at most twice as large."""
+    return _theorem3(with_ones(att), qty.largest_g1(att), qty.norm_p(att))
+
+
+@bound(
+    "yudin_nobias",
+    label="Yudin Thm 3, no bias",
+    citation=CITATION,
+    statement="||J|| <= ||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i ||M(P_i)||), whatever the biases",
+    source="Theorem 3 without Remark 2",
+    assumptions="no query bias; any mask",
+    condition=_no_query_bias,
+    cost="O(N^2 d) (attention itself), O(N^2) more",
+)
+def yudin_nobias(att: Attention) -> Tensor:
+    """Theorem 3 with weights and inputs as they are. With a query bias it is not a bound (0.07 of the exact norm has been seen)."""
+    return _theorem3(att, qty.norm_m(att), qty.norm_p(att))
+
+
+@bound(
+    "yudin_sqrt_n",
+    label="Yudin 2025, sqrt(N)",
+    citation=CITATION,
+    statement="||J|| <= ||W_V|| (||P|| + 2 max_i ||X^T M(P_i)|| ||X|| ||A||)",
+    source="appendix C, data-dependent form, with Remark 2",
+    assumptions=ANY,
+    condition=_always,
+    cost="O(N^3 + N^2 D), and a few N x N eigenvalue problems",
+)
+def yudin_sqrt_n(att: Attention) -> Tensor:
+    r"""The refinement of Theorem 3 that grows like :math:`\sqrt N` instead of N, in its data-dependent form, with Remark 2.
+
+    .. math:: \|J\| \le \|W_V\|\,\big(\|P\| + 2 \max_i \|X^T M(P_i)\|\,\|X\|\,\|A\|\big)
+
+    The appended ones of Remark 2 drop out of :math:`X^T M(P_i)`, since :math:`1^T M = 0`.
+    """
+    extended = with_ones(att)
+    deviation = att.memo("deviation", lambda: weighted_deviation_norm(att.x, att.p))
+    return qty.norm_v(extended) * (qty.norm_p(att) + 2 * deviation * qty.norm_x(extended) * qty.norm_a(extended))
+
+
+@bound(
+    "yudin_closed",
+    label="Yudin 2025, closed",
+    citation=CITATION,
+    statement="||J|| <= ||W_V|| (sqrt(N) + 2 sqrt(N) R^2 ||A||), R = max_i |x_i|",
+    source="appendix C, closed form, with Remark 2",
+    assumptions=ANY,
+    condition=_always,
+    cost="O(N D + D d^2)",
+)
+def yudin_closed(att: Attention) -> Tensor:
+    r"""The :math:`\sqrt N` refinement without attention maps; :math:`R = \max_i |[x_i, 1]|` when the head has a query bias (Remark 2).
+
+    .. math:: \|J\| \le \|W_V\|\,\big(\sqrt N + 2 \sqrt N R^2 \|A\|\big)
+    """
+    extended = with_ones(att)
+    n = qty.count(att)
+    return qty.norm_v(extended) * n.sqrt() * (1 + 2 * qty.radius(extended) ** 2 * qty.norm_a(extended))

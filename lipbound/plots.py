@@ -1,0 +1,211 @@
+"""Layer x head heatmaps of a run, in the manner of Figure 6 of Yudin et al. 2025."""
+
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import xarray as xr
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+
+from lipbound import tables
+from lipbound.bounds import get
+from lipbound.errors import LipboundError, StoreError, UnknownNameError, nearest
+
+WIDTHS = {"page": 7.1, "column": 3.45, "slide": 12.0}
+"""Figure widths in inches: across two columns of a paper, one column, a slide."""
+REDUCTIONS = ("mean", "geomean", "max", "median")
+COLORMAP = "cividis"
+OFF_SCALE = 4.0
+"""Decades by which a panel's median may exceed every other panel's before it leaves the shared scale."""
+STYLE: Any = {
+    "pdf.fonttype": 42,  # TrueType, embedded and editable
+    "svg.fonttype": "path",
+    "svg.hashsalt": "lipbound",  # the same figure is the same file
+    "font.family": "sans-serif",
+    "axes.linewidth": 0.5,
+}
+
+
+def reduce_samples(values: xr.DataArray, how: str | float) -> xr.DataArray:
+    """One value per layer and head: the mean, geometric mean, maximum, median or a quantile (a number in [0, 1]) over samples.
+
+    Samples without a value (NaN) do not count.
+    """
+    if not isinstance(how, str):
+        if not 0 <= how <= 1:
+            raise LipboundError(f"reduce is {how}; a quantile lies between 0 and 1")
+        top = np.finfo(np.float64).max / 4  # infinite values are ordered like any others, but cannot be interpolated
+        quantile = values.clip(max=top).quantile(how, "sample", skipna=True)
+        return quantile.where(~(quantile > top * 1e-6), np.inf)
+    if how == "geomean":
+        with np.errstate(divide="ignore"):
+            logs: xr.DataArray = xr.apply_ufunc(np.log, values)
+            return xr.apply_ufunc(np.exp, logs.mean("sample", skipna=True))
+    if how not in REDUCTIONS:
+        raise UnknownNameError(f"unknown reduction {how!r}; {nearest(how, REDUCTIONS)}, or a quantile between 0 and 1")
+    reduced: xr.DataArray = getattr(values, how)("sample", skipna=True)
+    return reduced
+
+
+def heatmaps(
+    ds: xr.Dataset,
+    path: str | Path | None = None,
+    *,
+    bounds: Iterable[str] | None = None,
+    reduce: str | float = "mean",
+    scale: str = "shared",
+    width: str | float = "page",
+    columns: int | None = None,
+    font_size: float | None = None,
+) -> Figure:
+    """A panel for the exact norm and one per bound: head number across, layer number down, log10 of the values.
+
+    Args:
+        ds: a run, from `lipbound.compare` or `lipbound.load`.
+        path: where to write it (.pdf, .svg, .png, ...); fonts are embedded, files are reproducible.
+        bounds: which bounds, in this order; all of the run by default.
+        reduce: "mean" (as in Figure 6), "geomean", "max", "median" or a quantile in [0, 1], over samples.
+        scale: "shared" (one colour scale; panels far above all others are drawn in the colour beyond it) or "panel" (a scale each).
+        width: "page", "column", "slide", or inches.
+        columns: panels in a row. font_size: points; 7, and 12 on a slide.
+
+    Returns:
+        A matplotlib Figure that is not registered with pyplot.
+
+    Raises:
+        LipboundError: unknown bound, reduction, scale or file type; a file that cannot be written.
+    """
+    if scale not in ("shared", "panel"):
+        raise UnknownNameError(f"unknown scale {scale!r}; {nearest(scale, ['shared', 'panel'])}")
+    if isinstance(width, str) and width not in WIDTHS:
+        raise UnknownNameError(f"unknown width {width!r}; {nearest(width, WIDTHS)}, or a number of inches")
+    panels = _panels(ds, bounds)
+    with np.errstate(divide="ignore"):
+        grids = {name: np.log10(reduce_samples(ds[name], reduce).transpose("layer", "head").values) for name in panels}
+    inches = WIDTHS[width] if isinstance(width, str) else float(width)
+    points = font_size or (12.0 if width == "slide" else 7.0)
+    across = columns or max(1, min(len(panels), round(inches * 7 / points / 1.75)))
+    with matplotlib.rc_context(STYLE | {"font.size": points}):
+        figure = _draw(ds, panels, grids, across, inches, points, scale, reduce)
+        if path is not None:
+            _write(figure, Path(path))
+    return figure
+
+
+def _panels(ds: xr.Dataset, bounds: Iterable[str] | None) -> list[str]:
+    names = list(ds.attrs["bounds"]) if bounds is None else [get(name).name for name in bounds]
+    missing = [name for name in names if name not in ds]
+    if missing:
+        raise UnknownNameError(f"the run has no bound {missing[0]!r}; it has {', '.join(ds.attrs['bounds'])}")
+    panels = ["exact"]
+    for name in names:
+        if get(name).exact != "exact" and get(name).exact not in panels:
+            panels.append(get(name).exact)  # a bound on another map stands next to the exact norm of that map
+        panels.append(name)
+    return panels
+
+
+def shared_scale(grids: dict[str, np.ndarray]) -> tuple[float, float]:
+    """Limits of the common colour scale: all panels, except those whose median lies decades above every other one."""
+    medians = {name: float(np.nanmedian(np.where(np.isneginf(grid), np.nan, grid))) for name, grid in grids.items() if np.isfinite(grid).any()}
+    kept: list[str] = []
+    for name in sorted(medians, key=lambda n: medians[n]):
+        if kept and medians[name] > max(medians[n] for n in kept) + OFF_SCALE:
+            break
+        kept.append(name)
+    finite = np.concatenate([grids[name][np.isfinite(grids[name])] for name in kept]) if kept else np.zeros(1)
+    return float(finite.min()), float(finite.max())
+
+
+def _draw(
+    ds: xr.Dataset, panels: list[str], grids: dict[str, np.ndarray], across: int, inches: float, points: float, scale: str, reduce: str | float
+) -> Figure:
+    down = -(-len(panels) // across)
+    layers, heads = ds.sizes["layer"], ds.sizes["head"]
+    line = points / 72 * 1.35
+    caption = _caption(ds, panels, reduce, scale)
+    wrapped = textwrap.wrap(caption, int(inches * 72 / points * 1.95))
+    bar = 0.16 * inches / 7 + 2.6 * line if scale == "shared" else 0.0
+    cell = inches / across
+    side = cell - 4.2 * line - (2.6 * line if scale == "panel" else 0.0)
+    height = min(max(side * layers / heads, 0.55 * side), 1.25 * side)
+    row = height + 4.1 * line
+    total = down * row + bar + (len(wrapped) + 2.4) * line
+    figure = Figure(figsize=(inches, total))
+    FigureCanvasAgg(figure)
+    limits = shared_scale(grids) if scale == "shared" else None
+    colormap = matplotlib.colormaps[COLORMAP].with_extremes(over="#fff7bc", bad="#dddddd", under="#000000")
+    image = None
+    for k, name in enumerate(panels):
+        left = (k % across) * cell + 3.0 * line
+        bottom = total - (k // across) * row - 2.6 * line - height
+        axes = figure.add_axes((left / inches, bottom / total, side / inches, height / total))
+        grid = grids[name]
+        finite = grid[np.isfinite(grid)]
+        low, high = limits or ((float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0))
+        high = high if high > low else low + 1e-6
+        image = axes.imshow(np.ma.masked_invalid(np.where(np.isposinf(grid), 1e300, grid)), cmap=colormap, norm=Normalize(low, high), aspect="auto")
+        _label(axes, ds, name, grid, high, points)
+        axes.set_xlabel("head" if k + across >= len(panels) else "", labelpad=1)
+        axes.set_ylabel("layer" if k % across == 0 else "", labelpad=1)
+        if scale == "panel":
+            own = figure.add_axes(((left + side + 0.3 * line) / inches, bottom / total, 0.35 * line / inches, height / total))
+            figure.colorbar(image, cax=own, extend="max" if np.isposinf(grid).any() else "neither").ax.tick_params(labelsize=points - 1, width=0.5)
+    if scale == "shared" and image is not None:
+        over = any((grid > image.norm.vmax).any() for grid in grids.values())
+        below = (len(wrapped) + 4.0) * line
+        axes = figure.add_axes((0.2, below / total, 0.6, 0.11 * inches / 7 / total))
+        colorbar = figure.colorbar(image, cax=axes, orientation="horizontal", extend="max" if over else "neither")
+        colorbar.set_label("log10 of the local Lipschitz constant and its bounds", labelpad=2)
+        colorbar.ax.tick_params(width=0.5, length=2)
+    figure.text(0.5, 0.6 * line / total, "\n".join(wrapped), ha="center", va="bottom", fontsize=points - 0.5, linespacing=1.3, parse_math=False)
+    return figure
+
+
+def _label(axes: Axes, ds: xr.Dataset, name: str, grid: np.ndarray, high: float, points: float) -> None:
+    """Title with the mean ratio to the exact norm and the audit's marks, ticks, and the range of values beyond the colour scale."""
+    lines = [ds[name].attrs["label"]]
+    if name in ds.attrs["bounds"]:
+        entry = ds.attrs["audit"][name]
+        lines[0] += " \u2021" if entry["violations"] else " \u2020" if entry["sound"] < entry["compared"] else ""
+        ratio = tables.summary(ds).loc[name, "geomean"]
+        lines.append(f"{tables.number(ratio)} \u00d7 exact" if np.isfinite(ratio) else "infinite for some heads")
+        finite = grid[np.isfinite(grid)]
+        if finite.size and np.median(finite) > high:
+            upper = "\u221e" if np.isposinf(grid).any() else f"{finite.max():.1f}"
+            axes.text(0.5, 0.5, f"off scale:\n{finite.min():.1f} to {upper}", transform=axes.transAxes, ha="center", va="center", color="black")
+    axes.set_title("\n".join(lines), fontsize=points, pad=3, parse_math=False)
+    for axis, ticks in ((axes.xaxis, ds["head"].values), (axes.yaxis, ds["layer"].values)):
+        step = max(1, -(-len(ticks) // 6))
+        axis.set_ticks(range(0, len(ticks), step), [str(t) for t in ticks[::step]])
+    axes.tick_params(length=1.5, width=0.5, pad=1.5, labelsize=points - 1)
+
+
+def _caption(ds: xr.Dataset, panels: list[str], reduce: str | float, scale: str) -> str:
+    what = f"{reduce:g}-quantile" if not isinstance(reduce, str) else {"geomean": "geometric mean", "max": "maximum"}.get(reduce, reduce)
+    each = "" if scale == "shared" else " (a colour scale for each panel)"
+    samples = "" if ds.attrs["samples"] == 1 else f", {what} over samples"
+    marks = {"\u2020": "its assumptions do not hold on every head here", "\u2021": "it is below the exact norm of some head"}
+    counts = [ds.attrs["audit"][name] for name in panels if name in ds.attrs["bounds"]]
+    used = ["\u2021"] * any(e["violations"] for e in counts) + ["\u2020"] * any(e["sound"] < e["compared"] and not e["violations"] for e in counts)
+    legend = "".join(f" {mark} {marks[mark]}." for mark in used)
+    return f"log10 of the local Lipschitz constant and its bounds{samples}{each}. {tables.caption(ds)}; ratios are geometric means.{legend}"
+
+
+def _write(figure: Figure, path: Path) -> None:
+    kind = path.suffix.removeprefix(".").lower()
+    supported = figure.canvas.get_supported_filetypes()
+    if kind not in supported:
+        raise LipboundError(f"{path} has no file type that can be drawn; use one of {', '.join(sorted(supported))}")
+    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=300, metadata=metadata)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,133 @@
+r"""The Jacobian of the softmax, :math:`M(p) = \mathrm{diag}(p) - p p^T`: its exact spectral norm, and bounds on its spectrum.
+
+Rows are always the last axis. No N x N matrix is formed for a row.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ROWS = 2**21
+"""Entries handled at a time by `jacobian_norm`, which works in float64 whatever it is given."""
+
+
+class Enclosure(NamedTuple):
+    """Lower and upper end of an interval that contains the exact value."""
+
+    lower: Tensor
+    upper: Tensor
+
+
+def jacobian_norm(p: Tensor, *, max_iterations: int = 40) -> Enclosure:
+    r"""Spectral norm of M(p) for every probability row, enclosed to rounding: O(N) a row.
+
+    With :math:`p_1 \ge p_2` the two largest entries, :math:`s = \sum_{i \ge 2} p_i` and :math:`\lambda = p_2 (1 + x)`, the secular equation
+    :math:`\sum_i p_i^2 / (p_i - \lambda) = 1` becomes, after dividing out :math:`\lambda`,
+
+    .. math:: F(x) = p_2 x + p_1 T(x) = p_1 - p_2, \qquad T(x) = 1 \Big/ \sum_{i \ge 2} \frac{p_i / p_2}{x + (p_2 - p_i)/p_2}
+
+    in which every term is positive. F is concave and increasing, so Newton's iterates approach the root from the left; its slope is at least
+    :math:`p_2 (1 + p_1/s)`, which turns the residual at the last iterate into a guaranteed enclosure.
+
+    Args:
+        p: (..., N), non-negative, any floating dtype; rows are normalised in float64 (they need only sum to one up to rounding).
+            All-zero rows (padding) have norm 0.
+
+    Returns:
+        `Enclosure` of shape (...), float64; relative width about 1e-14 (N + 20 roundings), down to subnormal norms.
+
+    >>> float(jacobian_norm(torch.tensor([0.5, 0.5])).upper)
+    0.5...
+    """
+    rows = p.reshape(-1, p.shape[-1])
+    parts = [_enclose(part.double(), max_iterations) for part in rows.split(max(1, ROWS // p.shape[-1]))]
+    lower = torch.cat([part.lower for part in parts]) if parts else rows.new_zeros(0, dtype=torch.float64)
+    upper = torch.cat([part.upper for part in parts]) if parts else rows.new_zeros(0, dtype=torch.float64)
+    return Enclosure(lower.view(p.shape[:-1]), upper.view(p.shape[:-1]))
+
+
+def _enclose(p: Tensor, max_iterations: int) -> Enclosure:
+    n = p.shape[-1]
+    total = p.sum(-1, keepdim=True)
+    zero = torch.zeros_like(total[:, 0])
+    if n == 1:
+        return Enclosure(zero, zero.clone())
+    p = p / torch.where(total > 0, total, 1.0)
+    where = p.argmax(-1, keepdim=True)
+    p1 = p.gather(-1, where)
+    rest = p.scatter(-1, where, 0.0)
+    p2 = rest.amax(-1, keepdim=True)
+    delta = p1 - p2
+    simple = (p2 <= 0) | (delta <= 0)  # one-hot: norm 0; a tie at the top: norm p1
+    safe = torch.where(simple, 1.0, p2)
+    r = rest / safe
+    gap = torch.where(rest > 0, (p2 - rest) / safe, 1.0)
+    s_hat = r.sum(-1, keepdim=True)
+    slope = s_hat / (rest.sum(-1, keepdim=True) + p1).clamp_min(torch.finfo(p.dtype).tiny)  # 1 / smallest F', up to rounding
+    unit = torch.finfo(p.dtype).eps / 2
+    gamma = 2 * (n + 20) * unit
+
+    # Start at the Rayleigh quotient of (1, -p_i/s), exact for two tokens or a tied rest.
+    w = r / s_hat.clamp_min(1e-300)
+    mean = p1 - (rest * w).sum(-1, keepdim=True)
+    x = ((p1 + (rest * w * w).sum(-1, keepdim=True) - mean * mean) / (1 + (w * w).sum(-1, keepdim=True)) - p2) / safe
+    top = s_hat * delta
+    x = torch.where(simple, 1.0, torch.minimum(x.clamp_min(0), top).maximum(1e-6 * top))
+    for _ in range(max_iterations):
+        q = r / (x + gap)
+        t = 1 / q.sum(-1, keepdim=True)
+        f = p2 * x + p1 * t
+        miss = (delta - f) * slope
+        if bool((simple | (miss.abs() <= gamma * (1 + x))).all()):
+            break
+        step = (delta - f) / (p2 + p1 * t * t * (q / (x + gap)).sum(-1, keepdim=True))
+        x = torch.where(simple, x, (x + step).minimum(top).maximum(1e-9 * top))
+    f = p2 * x + p1 / (r / (x + gap)).sum(-1, keepdim=True)
+    up = x + ((delta * (1 + 4 * unit) - f * (1 - gamma)) * slope).clamp_min(0)
+    low = x - ((f * (1 + gamma) - delta * (1 - 4 * unit)) * slope).clamp_min(0)
+    exact = torch.where(delta <= 0, p2, torch.zeros_like(p2))
+    upper = torch.where(simple, exact, p2 * (1 + torch.minimum(up, top * (1 + gamma)))) * (1 + gamma)
+    lower = torch.where(simple, exact, p2 * (1 + low.clamp_min(0))) * (1 - gamma)
+    return Enclosure(lower[:, 0], upper[:, 0])
+
+
+def g(p: Tensor, k: int = 1) -> Tensor:
+    r""":math:`g_k(p) = p_{(k)} (1 - p_{(k)} + p_{(k+1)})` for every row, an upper bound on the k-th singular value of M(p).
+
+    Order statistics are decreasing, :math:`p_{(N+1)} = 0` (Yudin et al. 2025, Definition 1 and Theorem 4). For k = 1 the factor is evaluated as
+    :math:`\sum_{i \ge 2} p_{(i)} + p_{(2)}`: the printed form cancels, and in float32 falls below the norm it should bound.
+
+    Args:
+        p: (..., N), rows summing to one.
+        k: 1 ... N.
+
+    Returns:
+        (...), in the dtype of ``p``; differentiable.
+    """
+    n = p.shape[-1]
+    if not 1 <= k <= n:
+        raise ValueError(f"k is {k}; it must be between 1 and the row length {n}")
+    top, where = p.topk(min(k + 1, n), -1)
+    value = top[..., k - 1]
+    following = top[..., k] if k < n else torch.zeros_like(value)
+    if k == 1:
+        others = p.scatter(-1, where[..., :1], 0.0).sum(-1)
+        return value * (others + following)
+    return value * (1 - value + following)
+
+
+def largest_jacobian_norm(p: Tensor) -> Tensor:
+    """max_i ||M(p_i)|| over the rows of each matrix, rounded upwards: (..., N, N) -> (...), float64.
+
+    Rows whose g_1 lies below the largest known lower bound (second order statistic of a row, Theorem 4) cannot hold the maximum, and
+    are not solved for.
+    """
+    double = p.double()
+    upper = g(double) * (1 + 1e-13)
+    lower = double.topk(min(2, p.shape[-1]), -1).values[..., -1] if p.shape[-1] > 1 else torch.zeros_like(upper)
+    candidates = upper >= lower.amax(-1, keepdim=True)
+    norms = torch.full_like(upper, -math.inf)
+    norms[candidates] = jacobian_norm(double[candidates]).upper
+    return norms.amax(-1)
