@@ -56,7 +56,8 @@ def compare(
     layers: Annotated[str | None, typer.Option(help="Layer numbers, e.g. 0,5,11; all by default.")] = None,
     bounds: Annotated[str, typer.Option(help="'default', 'all', or names separated by commas (see `lipbound bounds`).")] = "default",
     map: Annotated[str, typer.Option(help="'head', or 'head_out' with the head's slice of the output projection.")] = "head",
-    tol: Annotated[float, typer.Option(help="Relative error at which exact norms stop.")] = 1e-3,
+    tol: Annotated[float, typer.Option(help="Relative width (or error, with --delta 0) of exact norms.")] = 1e-3,
+    delta: Annotated[float, typer.Option(help="Total failure probability of exact_upper; 0 for plain estimates.")] = 1e-10,
     device: Annotated[str, typer.Option(help="'auto', 'cpu', 'cuda', 'cuda:1', ...")] = "auto",
     dtype: Annotated[str, typer.Option(help="'float32' or 'float64'.")] = "float32",
     seed: Annotated[int, typer.Option(help="Seed of the start vectors.")] = 0,
@@ -66,8 +67,9 @@ def compare(
 ) -> None:
     """Measure every attention head of a checkpoint and set every bound beside it."""
     ds = _run(
-        model, data, bounds=bounds, map=map, samples=samples, exact_samples=exact_samples, max_length=max_length, layers=_numbers(layers),
-        split=split, column=column, revision=revision, tol=tol, device=device, dtype=dtype, seed=seed, out=out, progress=not quiet,
+        model, data, split=split, column=column, bounds=bounds, map=map, samples=samples, exact_samples=exact_samples,
+        max_length=max_length, layers=_numbers(layers), revision=revision, tol=tol, delta=delta or None, device=device, dtype=dtype,
+        seed=seed, out=out, progress=not quiet,
     )  # fmt: skip
     _show(ds)
     if out is not None:

@@ -47,6 +47,7 @@ def compare(
     column: str | None = None,
     revision: str | None = None,
     tol: float = 1e-3,
+    delta: float | None = 1e-10,
     device: str = "auto",
     dtype: str = "float32",
     seed: int = 0,
@@ -66,14 +67,17 @@ def compare(
         max_length: tokens per text.
         layers: indices of attention layers; all by default.
         split, column: of a dataset. revision: of a hub model.
-        tol: relative error at which exact norms stop.
+        tol: relative width of the enclosure of exact norms, ``exact_upper / exact - 1``.
+        delta: probability that any ``exact_upper`` of the run fails (see `lipbound.spectral_norm`); None for plain
+            estimates, about twice as fast.
         device: "auto" (CUDA where there is one), or a torch device. dtype: "float32" or "float64".
         seed: of the start vectors of exact norms. The same seed gives the same numbers on the same machine.
         out: where to save the run, a Zarr store that must not exist yet.
         progress: show a progress bar on standard error.
 
     Returns:
-        Dataset with dims (sample, layer, head): ``exact`` (lower end), ``exact_steps``, one variable per bound under its registry name and
+        Dataset with dims (sample, layer, head): ``exact`` (lower end), ``exact_upper``, ``exact_steps``, ``exact_converged``, one
+        variable per bound under its registry name and
         ``<name>_sound`` (whether its assumptions held), ``exact_l2`` where a bound is about L2 attention. Values are natural, not logarithms.
         attrs carry provenance and, in ``audit``, how often each bound fell below the exact norm.
 
@@ -105,19 +109,20 @@ def compare(
             start, stop = stop, min(count, stop + _block_size(captured))
             captured = capturer.run(inputs.block(start, stop, where))
             if not tables:
-                tables = _allocate(names, count, captured)
+                tables = _allocate(names, count, captured, delta is not None)
             lengths[start:stop] = captured[0].attention.lengths.long().cpu().numpy()
             for i, layer in enumerate(captured):
                 error = max(error, layer.error)
                 seeds = [_seed(seed, i, s) for s in range(start, stop)]
                 attention = layer.attention if map == "head" else layer.attention.fold_output()[0]
-                values = _measure(attention, names, tol, seeds, exact_count - start)
+                share = None if delta is None else delta * attention.heads / (exact_count * tables["exact"][0].size)
+                values = _measure(attention, names, tol, share, seeds, exact_count - start)
                 for name, value in values.items():
                     tables[name][start : start + len(value), i, : value.shape[1]] = value
                 layer.attention = layer.attention.select(slice(0, 1))  # frees P and what hangs on it
                 advance(stop - start, len(captured))
     ds = _dataset(tables, names, captured, lengths, layers)
-    ds.attrs = _provenance(checkpoint, inputs, captured, names=names, map=map, tol=tol, device=where, dtype=dtype, seed=seed) | {
+    ds.attrs = _provenance(checkpoint, inputs, captured, names=names, map=map, tol=tol, delta=delta, device=where, dtype=dtype, seed=seed) | {
         "samples": count, "exact_samples": exact_count, "tokens": int(lengths.max()), "capture_error": error,
     }  # fmt: skip
     ds.attrs["audit"] = audit(ds)
@@ -131,8 +136,11 @@ def compare(
     return ds
 
 
-def _measure(att: Attention, names: list[str], tol: float, seeds: list[int], exact_count: int) -> dict[str, np.ndarray]:
-    """Everything about one layer at one block of samples, (samples, heads) each; exact norms for the first ``exact_count`` samples."""
+def _measure(att: Attention, names: list[str], tol: float, delta: float | None, seeds: list[int], exact_count: int) -> dict[str, np.ndarray]:
+    """Everything about one layer at one block of samples, (samples, heads) each; exact norms for the first ``exact_count`` samples.
+
+    ``delta``: failure probability allowed for the upper ends of one sample.
+    """
     values: dict[str, np.ndarray] = {}
     for name in names:
         values[name] = get(name)(att).cpu().numpy()
@@ -140,17 +148,18 @@ def _measure(att: Attention, names: list[str], tol: float, seeds: list[int], exa
     exact_count = min(exact_count, att.samples)
     if exact_count > 0:
         part = att if exact_count == att.samples else att.select(slice(0, exact_count))
-        norm = spectral_norm(part, tol=tol, seed=seeds[:exact_count])
-        values["exact"], values["exact_steps"] = norm.lower.numpy(), norm.steps.numpy()
-        values["exact_converged"] = norm.converged.numpy()
+        norm = spectral_norm(part, tol=tol, delta=None if delta is None else delta * exact_count, seed=seeds[:exact_count])
+        values |= {"exact": norm.lower.numpy(), "exact_steps": norm.steps.numpy(), "exact_converged": norm.converged.numpy()}
+        if delta is not None:
+            values["exact_upper"] = norm.upper.numpy()
         if any(get(name).exact == "exact_l2" for name in names):
             values["exact_l2"] = l2_spectral_norm(part, tol=tol, seed=seeds[:exact_count]).lower.numpy()
     return values
 
 
-def _allocate(names: list[str], count: int, captured: list[LayerCapture]) -> dict[str, np.ndarray]:
+def _allocate(names: list[str], count: int, captured: list[LayerCapture], certify: bool) -> dict[str, np.ndarray]:
     shape = (count, len(captured), max(layer.attention.heads for layer in captured))
-    tables: dict[str, np.ndarray] = {name: np.full(shape, np.nan) for name in ("exact", *names)}
+    tables: dict[str, np.ndarray] = {name: np.full(shape, np.nan) for name in ("exact", *(["exact_upper"] if certify else []), *names)}
     if any(get(name).exact == "exact_l2" for name in names):
         tables["exact_l2"] = np.full(shape, np.nan)
     tables["exact_steps"] = np.zeros(shape, dtype=np.int32)
@@ -176,13 +185,17 @@ def _dataset(
     tables: dict[str, np.ndarray], names: list[str], captured: list[LayerCapture], lengths: np.ndarray, layers: Sequence[int] | None
 ) -> xr.Dataset:
     dims = ("sample", "layer", "head")
-    ds = xr.Dataset({name: (dims, table) for name, table in tables.items()})
+    first = [name for name in ("exact", "exact_upper", "exact_l2", *names) if name in tables]
+    order = first + [name for name in tables if name not in first]
+    ds = xr.Dataset({name: (dims, tables[name]) for name in order})
     index = list(range(len(captured))) if layers is None else [int(i) for i in layers]
     ds = ds.assign_coords(
         sample=np.arange(len(lengths)), layer=index, head=np.arange(ds.sizes["head"]),
         layer_name=("layer", np.array([layer.name for layer in captured], dtype=object)), length=("sample", lengths),
     )  # fmt: skip
     ds["exact"].attrs = {"label": "Exact", "long_name": "local Lipschitz constant (spectral norm of the Jacobian), lower end"}
+    if "exact_upper" in ds:
+        ds["exact_upper"].attrs = {"label": "Exact, upper end", "long_name": "probabilistic upper bound on the local Lipschitz constant"}
     if "exact_l2" in ds:
         ds["exact_l2"].attrs = {"label": "Exact, L2 attention", "long_name": "the same for L2 attention with these weights (Kim et al. 2021)"}
     for name in names:
@@ -209,6 +222,7 @@ def _provenance(checkpoint: Checkpoint, inputs: Inputs, captured: list[LayerCapt
         "map_description": MAPS[settings["map"]],
         "method": "lanczos",
         "tol": settings["tol"],
+        "delta": settings["delta"],
         "dtype": settings["dtype"],
         "device": _device_name(settings["device"]),
         "seed": settings["seed"],

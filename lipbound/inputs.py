@@ -72,8 +72,9 @@ def prepare(
     Args:
         checkpoint: what the inputs are for; its modality decides how data is read.
         data: None (a text of ours, or photographs from scikit-image), a hub dataset id ("ag_news", or with a configuration
-            "wikitext:wikitext-2-raw-v1"), a text file (cut into consecutive windows of ``max_length`` tokens), a folder of
-            images, a .parquet, .csv or .json table, a .safetensors file of ready inputs, a ``datasets.Dataset``, a list of strings or PIL images, or a dict of ready tensors.
+            "wikitext:wikitext-2-raw-v1"), a text file (cut into consecutive windows of ``max_length`` tokens), a folder of images,
+            a .parquet, .csv or .json table, a .safetensors file of ready inputs, a ``datasets.Dataset``, a list of strings or PIL
+            images, or a dict of ready tensors.
         samples: how many; fewer are used where there are fewer.
         max_length: tokens per text, special tokens included.
         split: split of a hub dataset; its only split, else "test", "validation" or "train".

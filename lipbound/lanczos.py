@@ -1,7 +1,8 @@
-r"""Eigensolvers for the top singular value of a batch of Jacobians (`lipbound.operators.JacobianOperator`).
+r"""Iterative and dense solvers for the top singular value of a batch of Jacobians (`lipbound.operators.JacobianOperator`).
 
-All of them work on the whole batch at once, drop the entries that have converged, and return a `Norm`. What they return in
-``lower`` is a Rayleigh quotient, hence a lower bound on the norm up to rounding; ``error`` is an estimate of its relative error.
+All of them work on the whole batch at once and return a `Norm`. What they return in ``lower`` is a Rayleigh quotient, hence a lower bound on the norm
+up to rounding. The Lanczos methods stop on the probabilistic upper bound of `lipbound.certificates`, not on a residual: residuals say that *some*
+singular value is near, and on real heads stop at the wrong one.
 """
 
 import math
@@ -11,8 +12,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lipbound.certificates import ROUNDING, excludes, log_inverse_epsilon, upper_bound
 from lipbound.errors import LipboundError
 from lipbound.operators import JacobianOperator
+
+ESTIMATE_DELTA = 1e-3
+"""Failure probability, per norm, behind the error estimate of a norm for which no certificate was asked."""
+DENSE = 512
+"""Largest output dimension for which a Krylov space that ends before a certificate is reached is replaced by a dense decomposition."""
 
 
 @dataclass(frozen=True)
@@ -21,10 +28,10 @@ class Norm:
 
     Attributes:
         lower: attained value, a lower bound on the norm (up to rounding of the dtype), float64.
-        upper: upper bound on the norm, infinite where none was computed, float64.
-        steps: matrix products with J J^T (or J^T J) spent, int64; 0 for dense methods.
+        upper: upper bound on the norm where one was asked for (``delta``, or a dense method), else infinite, float64.
+        steps: products with J J^T (or J^T J) spent, int64; 0 for dense methods.
         converged: whether the stopping rule was met.
-        error: estimate of the relative error of ``lower`` (an estimate, not a bound), float64.
+        error: estimate of the relative error of ``lower`` (exceeded with probability at most 1e-3 each), float64; NaN for power iteration.
         left, right: top singular pair, unit vectors, when asked for; else None.
     """
 
@@ -59,10 +66,11 @@ def start_vectors(op: JacobianOperator, shape: tuple[int, ...], seed: int | Sequ
 
 
 class _Results:
-    """Values of the entries that have stopped, and the positions of those that have not."""
+    """Values of the entries that have stopped."""
 
     def __init__(self, op: JacobianOperator, vectors: bool):
         self.lower = torch.zeros(op.batch, dtype=torch.float64)
+        self.upper = torch.full((op.batch,), math.inf, dtype=torch.float64)
         self.error = torch.zeros(op.batch, dtype=torch.float64)
         self.steps = torch.zeros(op.batch, dtype=torch.int64)
         self.converged = torch.zeros(op.batch, dtype=torch.bool)
@@ -70,44 +78,103 @@ class _Results:
         self.done = torch.zeros(op.batch, dtype=torch.bool)
 
     def norm(self, op: JacobianOperator) -> Norm:
+        """The results as a `Norm`; singular vectors are refined by one product, which also clears directions that J does not reach."""
         if not bool(torch.isfinite(self.lower).all()):
             remedy = " in float32; use dtype='float64'" if op.dtype == torch.float32 else "; rescale the inputs or the weights"
             raise LipboundError(f"Jacobian products overflow{remedy}")
-        right = None
+        left = right = None
         if self.left is not None:
-            right = op.vjp(self.left)
-            right = right / right.flatten(1).norm(dim=1).clamp_min(torch.finfo(op.dtype).tiny).view(-1, *(1,) * (right.ndim - 1))
-        upper = torch.full_like(self.lower, math.inf)
-        return Norm(self.lower, upper, self.steps, self.converged, self.error, self.left, right)
+            right = _unit(op.vjp(self.left))
+            left = _unit(op.jvp(right))
+        return Norm(self.lower, self.upper, self.steps, self.converged, self.error, left, right)
 
 
-def ritz_error(top: Tensor, second: Tensor, residual: Tensor) -> Tensor:
-    """A-posteriori estimate of the relative error of sqrt(top), top the largest Ritz value of a symmetric matrix.
+def _unit(x: Tensor) -> Tensor:
+    size = torch.linalg.vector_norm(x.flatten(1), dim=1).clamp_min(torch.finfo(x.dtype).tiny)
+    return x / size.view(-1, *(1,) * (x.ndim - 1))
 
-    An eigenvalue lies within ``residual`` of ``top``, and within ``residual**2 / gap`` once the gap to the rest of the
-    spectrum, here read off the second Ritz value, exceeds the residual.
+
+class _Rule:
+    """When a Lanczos recurrence may stop, and what it has then shown.
+
+    Args:
+        n: dimension of the sphere the start vectors were drawn from.
+        batch: how many norms share the failure probability ``delta`` (union bound).
+        tol: relative width ``upper / lower - 1`` to reach.
+        delta: total failure probability of the upper bounds, or None for an estimate.
+        dtype: of the products.
     """
-    gap = top - second - residual
-    error = torch.where(gap > residual, residual**2 / gap.clamp_min(1e-300), residual)
-    return torch.where(top > 0, error / (2 * top.clamp_min(1e-300)), 0.0)
+
+    def __init__(self, n: int, batch: int, tol: float, delta: float | None, dtype: torch.dtype):
+        self.certify = delta is not None
+        if delta is not None and not 0 < delta < 1:
+            raise LipboundError(f"delta is {delta}; the failure probability must be between 0 and 1")
+        self.rounding = ROUNDING[dtype] if self.certify else 0.0
+        if self.certify and tol <= self.rounding:
+            raise LipboundError(
+                f"tol {tol:g} cannot be certified in {str(dtype).removeprefix('torch.')}, whose rounding takes {self.rounding:g}; "
+                "use float64 or a larger tol"
+            )
+        self.log_inverse = log_inverse_epsilon(n, ESTIMATE_DELTA if delta is None else delta / max(1, batch))
+        self.tol = tol
+        self.floor = 4 * torch.finfo(dtype).eps
+
+    def look(self, alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """After k steps, alpha and beta (batch, k): top Ritz value, its vector (batch, k), whether tol is reached, whether the space is exhausted."""
+        t = torch.diag_embed(alpha) + torch.diag_embed(beta[:, :-1], 1) + torch.diag_embed(beta[:, :-1], -1)
+        ritz, s = torch.linalg.eigh(torch.nan_to_num(t))
+        top = ritz[:, -1].clamp_min(0)
+        exhausted = beta[:, -1] <= self.floor * top
+        reached = excludes(alpha, self._floored(beta, top), top * ((1 + self.tol) / (1 + self.rounding)) ** 2, self.log_inverse)
+        return top, s[:, :, -1], reached | (top == 0), exhausted
+
+    def upper(self, alpha: Tensor, beta: Tensor, top: Tensor) -> Tensor:
+        """Upper bound on the norm (the square root), (batch,)."""
+        return upper_bound(alpha, self._floored(beta, top), top, self.log_inverse).sqrt() * (1 + self.rounding)
+
+    def _floored(self, beta: Tensor, top: Tensor) -> Tensor:
+        """A beta below rounding is rounding: taking it larger makes the bound larger."""
+        return torch.maximum(beta, (self.floor * top)[:, None]).clamp_min(1e-300)
+
+    def close(self, results: _Results, op: JacobianOperator, index: Tensor, stop: Tensor, state: dict[str, Tensor], unit: Tensor) -> None:
+        """Store what the entries ``stop`` (positions in the current batch; ``index`` in the whole) have shown."""
+        alpha, beta, top = state["alpha"][stop], state["beta"][stop], state["top"][stop]
+        exhausted, reached = state["exhausted"][stop], state["reached"][stop]
+        upper = self.upper(alpha, beta, top)
+        lower = top.sqrt()
+        error = torch.where(lower > 0, upper / lower.clamp_min(1e-300) - 1, 0.0)
+        if not self.certify:
+            error = torch.where(exhausted, torch.minimum(error, torch.tensor(self.floor, dtype=torch.float64)), error)
+        converged = reached | (exhausted & (not self.certify))
+        unit = unit[stop].sqrt()
+        lower, upper = lower * unit, upper * unit
+        open_ = ~converged & exhausted
+        if bool(open_.any()) and math.prod(op.out_shape) <= DENSE:
+            dense = dense_svd(op.select(stop.nonzero()[open_.nonzero()[:, 0], 0].to(op.device)))
+            lower[open_], upper[open_], error[open_], converged[open_] = dense.lower, dense.upper, dense.error, True
+        results.lower[index], results.error[index] = lower, error
+        results.steps[index], results.converged[index] = alpha.shape[1], converged
+        if self.certify:
+            results.upper[index] = upper
+        results.done[index] = True
 
 
-def lanczos(op: JacobianOperator, *, tol: float, max_steps: int, seed: int | Sequence[int], vectors: bool = False) -> Norm:
+def lanczos(
+    op: JacobianOperator, *, tol: float, max_steps: int, seed: int | Sequence[int], delta: float | None = None, vectors: bool = False
+) -> Norm:
     """Norms of J by the Lanczos method on J J^T with full reorthogonalisation.
 
-    An entry stops when the a-posteriori relative error of its top singular value (`ritz_error`) is at most ``tol``, when its Krylov
-    space is exhausted, or after ``max_steps`` products (then it is marked as not converged).
+    An entry stops when its upper bound (at failure probability ``delta`` for the whole batch, or 1e-3 each for an estimate) is within
+    ``tol`` of its Ritz value, when its Krylov space is exhausted, or after ``max_steps`` products; it is then no longer computed.
     """
     n = math.prod(op.out_shape)
     limit = min(max_steps, n)
-    whole, results = op, _Results(op, vectors)
+    whole, results, rule = op, _Results(op, vectors), _Rule(n, op.batch, tol, delta, op.dtype)
     active = torch.arange(op.batch)
     v = start_vectors(op, op.out_shape, seed)
     basis = v.new_empty(op.batch, min(16, limit), n)
-    alpha = torch.zeros(op.batch, limit, dtype=torch.float64)
-    beta = torch.zeros(op.batch, limit, dtype=torch.float64)
+    alpha, beta = (torch.zeros(op.batch, limit, dtype=torch.float64) for _ in range(2))
     unit = torch.ones(op.batch, dtype=torch.float64)
-    eps = torch.finfo(op.dtype).eps
     for j in range(limit):
         if j == basis.shape[1]:
             basis = torch.cat([basis, basis.new_empty(len(active), min(j, limit - j), n)], 1)
@@ -121,52 +188,49 @@ def lanczos(op: JacobianOperator, *, tol: float, max_steps: int, seed: int | Seq
         known = basis[:, : j + 1]
         for _ in range(2):
             w = torch.baddbmm(w[:, :, None], known.mT, known @ w[:, :, None], alpha=-1)[..., 0]
-        b = w.norm(dim=1)
+        b = torch.linalg.vector_norm(w, dim=1)
         beta[:, j] = b.double().cpu()
         v = w / b.clamp_min(torch.finfo(op.dtype).tiny)[:, None]
 
-        t = torch.diag_embed(alpha[:, : j + 1]) + sum(torch.diag_embed(beta[:, :j], k) for k in (1, -1))
-        ritz, s = torch.linalg.eigh(torch.nan_to_num(t))
-        top = ritz[:, -1]
-        second = ritz[:, -2] if j else torch.zeros_like(top)
-        error = ritz_error(top, second, beta[:, j] * s[:, -1, -1].abs())
-        exhausted = (beta[:, j] <= 4 * eps * ritz.abs().amax(1)) | torch.tensor(j + 1 == n)
-        error = torch.where(exhausted, 0.0, error)
-        good = exhausted | ((error <= tol) & (j >= 1))
-        stop = (good | ~torch.isfinite(alpha[:, j]) | torch.tensor(j + 1 == limit)) & ~results.done[active]
-        if bool(stop.any()):
-            index = active[stop]
-            value = top.clamp_min(0).sqrt() * unit.sqrt()
-            results.lower[index] = torch.where(torch.isfinite(alpha[:, j]), value, math.nan)[stop]
-            results.error[index], results.steps[index], results.converged[index] = error[stop], j + 1, good[stop]
-            if results.left is not None:
-                left = (s[stop, :, -1].to(v)[:, None] @ basis[stop.to(op.device), : j + 1])[:, 0]
-                results.left[index.to(op.device)] = left.view(-1, *op.out_shape)
-            results.done[index] = True
-            going = ~results.done[active]
-            if not bool(going.any()):
-                break
-            if int(going.sum()) <= 0.8 * len(active):  # worth copying the rest to a smaller batch
-                where = going.nonzero()[:, 0]
-                on_device = where.to(op.device)
-                op, basis, v = op.select(on_device), basis[on_device], v[on_device]
-                active, alpha, beta, unit = active[where], alpha[where], beta[where], unit[where]
+        a, c = alpha[:, : j + 1], beta[:, : j + 1]
+        top, s, reached, exhausted = rule.look(a, c)
+        exhausted |= torch.tensor(j + 1 == n)
+        broken = ~torch.isfinite(a[:, j])
+        stop = (reached | exhausted | broken | torch.tensor(j + 1 == limit)) & ~results.done[active]
+        if not bool(stop.any()):
+            continue
+        index = active[stop]
+        rule.close(results, op, index, stop, {"alpha": a, "beta": c, "top": top, "exhausted": exhausted, "reached": reached}, unit)
+        results.lower[active[broken & stop]] = math.nan
+        if results.left is not None:
+            left = (s[stop].to(v)[:, None] @ known[stop.to(op.device)])[:, 0]
+            results.left[index.to(op.device)] = left.view(-1, *op.out_shape)
+        going = ~results.done[active]
+        if not bool(going.any()):
+            break
+        if int(going.sum()) <= 0.8 * len(active):  # worth copying the rest to a smaller batch
+            where = going.nonzero()[:, 0]
+            there = where.to(op.device)
+            op, basis, v = op.select(there), basis[there], v[there]
+            active, alpha, beta, unit = active[where], alpha[where], beta[where], unit[where]
     return results.norm(whole)
 
 
-def golub_kahan(op: JacobianOperator, *, tol: float, max_steps: int, seed: int | Sequence[int], vectors: bool = False) -> Norm:
-    """Norms of J by Golub-Kahan-Lanczos bidiagonalisation with full reorthogonalisation.
+def golub_kahan(
+    op: JacobianOperator, *, tol: float, max_steps: int, seed: int | Sequence[int], delta: float | None = None, vectors: bool = False
+) -> Norm:
+    """Norms of J by Golub-Kahan-Lanczos bidiagonalisation with full reorthogonalisation, for any operator.
 
-    The same Krylov spaces as `lanczos` on J^T J, without squaring the singular values; for any operator. Stops as `lanczos` does.
+    Its bidiagonal B gives the Lanczos recurrence of J^T J (B^T B), by which entries stop as in `lanczos`; singular values are not squared.
     """
     n, m = math.prod(op.in_shape), math.prod(op.out_shape)
-    limit = min(max_steps, n, m)
-    results = _Results(op, vectors)
+    limit = min(max_steps, n, m + 1)
+    results, rule = _Results(op, vectors), _Rule(n, op.batch, tol, delta, op.dtype)
     v = start_vectors(op, op.in_shape, seed)
     right, left = v[:, None], v.new_empty(op.batch, 0, m)
-    alpha = torch.zeros(op.batch, limit, dtype=torch.float64)
-    beta = torch.zeros(op.batch, limit, dtype=torch.float64)
-    tiny, eps = torch.finfo(op.dtype).tiny, torch.finfo(op.dtype).eps
+    a, b, alpha, beta = (torch.zeros(op.batch, limit, dtype=torch.float64) for _ in range(4))
+    unit = torch.ones(op.batch, dtype=torch.float64)
+    tiny = torch.finfo(op.dtype).tiny
 
     def orthogonal(x: Tensor, basis: Tensor) -> Tensor:
         for _ in range(2):
@@ -175,30 +239,33 @@ def golub_kahan(op: JacobianOperator, *, tol: float, max_steps: int, seed: int |
 
     for j in range(limit):
         u = orthogonal(op.jvp(v.view(-1, *op.in_shape)).flatten(1), left)
-        a = torch.linalg.vector_norm(u, dim=1)
-        u = u / a.clamp_min(tiny)[:, None]
+        size = torch.linalg.vector_norm(u, dim=1)
+        if j == 0:
+            unit = torch.where(size > 0, size.double(), 1.0).cpu()
+        u = u / size.clamp_min(tiny)[:, None]
         left = torch.cat([left, u[:, None]], 1)
         w = orthogonal(op.vjp(u.view(-1, *op.out_shape)).flatten(1), right)
-        b = torch.linalg.vector_norm(w, dim=1)
-        v = w / b.clamp_min(tiny)[:, None]
+        following = torch.linalg.vector_norm(w, dim=1)
+        v = w / following.clamp_min(tiny)[:, None]
         right = torch.cat([right, v[:, None]], 1)
-        alpha[:, j], beta[:, j] = a.double().cpu(), b.double().cpu()
-        bidiagonal = torch.diag_embed(alpha[:, : j + 1]) + torch.diag_embed(beta[:, :j], 1)
+        a[:, j], b[:, j] = size.double().cpu() / unit, following.double().cpu() / unit
+        alpha[:, j] = a[:, j] ** 2 + (b[:, j - 1] ** 2 if j else 0.0)
+        beta[:, j] = a[:, j] * b[:, j]
+        bidiagonal = torch.diag_embed(a[:, : j + 1]) + torch.diag_embed(b[:, :j], 1)
         s_left, sigma, _ = torch.linalg.svd(torch.nan_to_num(bidiagonal))
-        second = sigma[:, 1] if j else torch.zeros_like(sigma[:, 0])
-        residual = beta[:, j] * s_left[:, -1, 0].abs() * sigma[:, 0]
-        error = ritz_error(sigma[:, 0] ** 2, second**2, residual)
-        exhausted = (torch.minimum(alpha[:, j], beta[:, j]) <= 4 * eps * sigma[:, 0]) | torch.tensor(j + 1 == min(n, m))
-        error = torch.where(exhausted, 0.0, error)
-        good = exhausted | ((error <= tol) & (j >= 1))
-        stop = (good | ~torch.isfinite(alpha[:, j]) | torch.tensor(j + 1 == limit)) & ~results.done
-        results.lower[stop] = torch.where(torch.isfinite(alpha[:, j]), sigma[:, 0], math.nan)[stop]
-        results.error[stop], results.steps[stop], results.converged[stop] = error[stop], j + 1, good[stop]
+        _, _, reached, exhausted = rule.look(alpha[:, : j + 1], beta[:, : j + 1])
+        exhausted |= torch.tensor(j + 1 == min(n, m + 1))
+        broken = ~torch.isfinite(a[:, j])
+        stop = (reached | exhausted | broken | torch.tensor(j + 1 == limit)) & ~results.done
+        if not bool(stop.any()):
+            continue
+        state = {"alpha": alpha[:, : j + 1], "beta": beta[:, : j + 1], "top": sigma[:, 0] ** 2, "exhausted": exhausted, "reached": reached}
+        rule.close(results, op, stop.nonzero()[:, 0], stop, state, unit**2)
+        results.lower[broken & stop] = math.nan
         if results.left is not None:
             vector = (s_left[:, :, 0].to(u)[:, None] @ left)[:, 0].view(-1, *op.out_shape)
             chosen = stop.to(op.device)
             results.left[chosen] = vector[chosen]
-        results.done |= stop
         if bool(results.done.all()):
             break
     return results.norm(op)
@@ -207,30 +274,27 @@ def golub_kahan(op: JacobianOperator, *, tol: float, max_steps: int, seed: int |
 def power_iteration(op: JacobianOperator, *, tol: float, max_steps: int, seed: int | Sequence[int], vectors: bool = False) -> Norm:
     r"""Norms of J by power iteration on J^T J, as papers on attention define it (Castin et al. 2024, appendix E.1).
 
-    :math:`x_{k+1} = J^T J x_k / |J^T J x_k|`, :math:`\mu_k = |J x_k|`; stops when
-    :math:`|\mu_{k+1} - \mu_k| <` ``tol``, an *absolute* change, or after ``max_steps``. It approaches the norm from below, and the rule
-    depends on the scale of J: the result is a lower estimate without an error (``error`` is NaN); `lanczos` is there for the number itself.
+    :math:`x_{k+1} = J^T J x_k / |J^T J x_k|`, :math:`\mu_k = |J x_k|`; stops when :math:`|\mu_{k+1} - \mu_k| <` ``tol``, an *absolute* change, or
+    after ``max_steps``. It approaches the norm from below, and the rule depends on the scale of J: the result is a lower estimate without an error
+    (``error`` is NaN); `lanczos` is there for the number itself.
     """
     results = _Results(op, vectors)
     x = start_vectors(op, op.in_shape, seed).view(-1, *op.in_shape)
     previous = torch.full((op.batch,), math.inf, dtype=torch.float64)
     for step in range(1, max_steps + 1):
         y = op.jvp(x)
-        size = torch.linalg.vector_norm(y.flatten(1), dim=1)
-        mu = size.double().cpu()
+        mu = torch.linalg.vector_norm(y.flatten(1), dim=1).double().cpu()
         good = (mu - previous).abs() < tol
         stop = (good | torch.tensor(step == max_steps)) & ~results.done
         results.lower[stop], results.steps[stop], results.converged[stop] = mu[stop], step, good[stop]
         if results.left is not None:
             chosen = stop.to(op.device)
-            unit = y / size.clamp_min(torch.finfo(op.dtype).tiny).view(-1, *(1,) * (y.ndim - 1))
-            results.left[chosen] = unit[chosen]
+            results.left[chosen] = _unit(y)[chosen]
         results.done |= stop
         if bool(results.done.all()):
             break
         previous = mu
-        x = op.vjp(y)
-        x = x / torch.linalg.vector_norm(x.flatten(1), dim=1).clamp_min(torch.finfo(op.dtype).tiny).view(-1, *(1,) * (x.ndim - 1))
+        x = _unit(op.vjp(y))
     results.error.fill_(math.nan)
     return results.norm(op)
 
@@ -238,29 +302,26 @@ def power_iteration(op: JacobianOperator, *, tol: float, max_steps: int, seed: i
 def dense_svd(op: JacobianOperator, *, vectors: bool = False, memory: float = 4e9) -> Norm:
     """Norms of J from the singular values of the matrices themselves, in float64, one batch entry at a time.
 
-    ``lower`` and ``upper`` are the computed value less and plus a generous rounding allowance of LAPACK's SVD.
+    ``lower`` and ``upper`` are the computed value less and plus a rounding allowance for forming and decomposing the matrix.
 
     Raises:
         LipboundError: when one matrix and its decomposition would take more than ``memory`` bytes.
     """
     out, into = math.prod(op.out_shape), math.prod(op.in_shape)
-    if 3 * 8 * out * into > memory:
-        raise LipboundError(
-            f"method 'dense' needs a matrix of {out} x {into} per head, about {3 * 8 * out * into / 1e9:.0f} GB of memory; use method='lanczos'"
-        )
+    needed = 3 * 8 * out * into
+    if needed > memory:
+        raise LipboundError(f"method 'dense' needs a matrix of {out} x {into} per head, about {needed / 1e9:.0f} GB of memory; use method='lanczos'")
     results = _Results(op, vectors)
-    rounding = torch.zeros(op.batch, dtype=torch.float64)
+    rounding = 4 * (out + into) * torch.finfo(op.dtype).eps
     for i in range(op.batch):
-        one = op.select(torch.tensor([i], device=op.device))
-        matrix = one.dense()[0].double()
+        matrix = op.select(torch.tensor([i], device=op.device)).dense()[0].double()
         if results.left is None:
             sigma = torch.linalg.svdvals(matrix)
         else:
             u, sigma, _ = torch.linalg.svd(matrix, full_matrices=False)
             results.left[i] = u[:, 0].view(op.out_shape).to(op.dtype)
         results.lower[i] = sigma[0].cpu()
-        rounding[i] = (out + into) * torch.finfo(torch.float64).eps
     results.converged.fill_(True)
-    results.error.copy_(rounding)
+    results.error.fill_(rounding)
     norm = results.norm(op)
     return replace(norm, lower=norm.lower * (1 - rounding), upper=norm.lower * (1 + rounding))

@@ -24,6 +24,7 @@ def operator_norm(
     *,
     method: str = "lanczos",
     tol: float = 1e-4,
+    delta: float | None = None,
     vectors: bool = False,
     seed: int | Sequence[int] = 0,
     max_steps: int | None = None,
@@ -45,8 +46,12 @@ def operator_norm(
     steps = DEFAULT_STEPS[method] if max_steps is None else max_steps
     if steps < 1:
         raise LipboundError(f"max_steps is {steps}; at least one step is needed")
-    solver = {"lanczos": lanczos, "golub-kahan": golub_kahan, "power": power_iteration}[method]
-    return solver(op, tol=tol, max_steps=steps, seed=seed, vectors=vectors)
+    if method == "power":
+        if delta is not None:
+            raise LipboundError("method 'power' gives no upper bound; use 'lanczos' or 'golub-kahan' with delta, or delta=None")
+        return power_iteration(op, tol=tol, max_steps=steps, seed=seed, vectors=vectors)
+    solver = {"lanczos": lanczos, "golub-kahan": golub_kahan}[method]
+    return solver(op, tol=tol, max_steps=steps, seed=seed, delta=delta, vectors=vectors)
 
 
 def spectral_norm(
@@ -55,6 +60,7 @@ def spectral_norm(
     map: str = "head",
     method: str = "lanczos",
     tol: float = 1e-4,
+    delta: float | None = None,
     vectors: bool = False,
     seed: int | Sequence[int] = 0,
     max_steps: int | None = None,
@@ -66,20 +72,26 @@ def spectral_norm(
         map: "head" (no output projection) or "head_out" (with the head's slice ``w_o``).
         method: "lanczos" (on J J^T in output coordinates, full reorthogonalisation), "golub-kahan", "power" (as papers define it: an
             absolute stopping rule, a lower estimate) or "dense" (SVD in float64, small cases).
-        tol: relative error of the norm at which the Lanczos methods stop (a-posteriori estimate); absolute change for "power".
+        tol: relative error of the norm at which the Lanczos methods stop (``upper / lower - 1`` where ``upper`` is asked for, else an
+            a-posteriori estimate that fails with probability at most 1e-3 a norm); absolute change for "power".
+        delta: total failure probability of the ``upper`` of all norms of this call, over the random start vectors
+            (`lipbound.certificates`); None for plain estimates, which take about half the steps.
         vectors: also return the top singular pair.
         seed: of the random start vectors, which are independent across samples and heads; a sequence gives each sample its own.
         max_steps: 500 products by default (100 for "power"); where they do not suffice, ``converged`` is False.
 
     Returns:
         `Norm` with fields of shape (samples, heads), values in float64 whatever the dtype of ``att``, whose dtype the products have.
-        ``upper`` is infinite except for "dense". With ``vectors``, ``left`` is (samples, heads, N, d_v) (D_out instead of d_v for
+        ``upper`` is infinite unless ``delta`` is given or the method is "dense". With ``vectors``, ``left`` is
+        (samples, heads, N, d_v) (D_out instead of d_v for
         "head_out") and ``right`` (samples, heads, N, D).
 
     Raises:
         LipboundError: unknown map or method, a matrix too large for "dense", overflow in float32.
 
-    The Jacobian is that of the tensors given: P is computed once in their dtype, and rounding in it is not part of ``error``.
+    The Jacobian is that of the tensors given: P is computed once in their dtype, and rounding in it is part of neither ``error`` nor ``upper``.
+    Where attention saturates, ``v_j - o_i`` cancels, and rounding adds about ``eps max|v| max|scale w_k q|`` in absolute terms; prefer float64 there.
+    For a fixed seed the certificate presumes that the input was not chosen with knowledge of it.
 
     >>> import torch
     >>> g = torch.Generator().manual_seed(0)
@@ -90,9 +102,9 @@ def spectral_norm(
     if map not in MAPS:
         raise UnknownNameError(f"unknown map {map!r}; {nearest(map, MAPS)}")
     attention, basis = (att, None) if map == "head" else att.fold_output()
-    scaled, unit = _unit_values(attention)
-    op = HeadJacobian(scaled)
-    norm = operator_norm(op, method=method, tol=tol, vectors=vectors, seed=seed, max_steps=max_steps)
+    scaled, unit = (attention, torch.ones(att.heads, dtype=torch.float64)) if method == "power" else _unit_values(attention)
+    op = HeadJacobian(scaled)  # an absolute stopping rule must see J itself
+    norm = operator_norm(op, method=method, tol=tol, delta=delta, vectors=vectors, seed=seed, max_steps=max_steps)
     norm = _scale(norm.view(att.samples, att.heads), unit)
     if norm.left is None or norm.right is None:
         return norm
@@ -102,13 +114,13 @@ def spectral_norm(
     return replace(norm, left=left, right=op.lift(norm.right).view(att.samples, att.heads, att.tokens, -1))
 
 
-def l2_spectral_norm(att: Attention, *, tol: float = 1e-4, seed: int | Sequence[int] = 0) -> Norm:
+def l2_spectral_norm(att: Attention, *, tol: float = 1e-4, delta: float | None = None, seed: int | Sequence[int] = 0) -> Norm:
     """Exact local Lipschitz constant of L2 attention with the layer's weights (see `L2HeadJacobian`), samples x heads.
 
     This is the map that Kim et al. 2021 bound; it is not the head of the checkpoint.
     """
     scaled, unit = _unit_values(att)
-    return _scale(operator_norm(L2HeadJacobian(scaled), tol=tol, seed=seed).view(att.samples, att.heads), unit)
+    return _scale(operator_norm(L2HeadJacobian(scaled), tol=tol, delta=delta, seed=seed).view(att.samples, att.heads), unit)
 
 
 def _unit_values(att: Attention) -> tuple[Attention, Tensor]:

@@ -125,9 +125,11 @@ def largest_jacobian_norm(p: Tensor) -> Tensor:
     are not solved for.
     """
     double = p.double()
+    total = double.sum(-1, keepdim=True)
+    double = double / torch.where(total > 0, total, 1.0)  # float32 rows do not sum to one well enough for Theorem 4
     upper = g(double) * (1 + 1e-13)
     lower = double.topk(min(2, p.shape[-1]), -1).values[..., -1] if p.shape[-1] > 1 else torch.zeros_like(upper)
-    candidates = upper >= lower.amax(-1, keepdim=True)
+    candidates = upper >= lower.amax(-1, keepdim=True) * (1 - 1e-13)
     norms = torch.full_like(upper, -math.inf)
     norms[candidates] = jacobian_norm(double[candidates]).upper
     return norms.amax(-1)

@@ -82,10 +82,11 @@ def caption(ds: xr.Dataset) -> str:
     """One line that says what the numbers of a run are of."""
     a = ds.attrs
     exact = "" if a["exact_samples"] == a["samples"] else f" (exact norms on the first {a['exact_samples']})"
+    how = f"enclosed to {a['tol']:g} with failure probability {a['delta']:g}" if a["delta"] else f"estimated to {a['tol']:g}"
     plural = "s" if a["samples"] > 1 else ""
     return (
         f"{a['model']} ({a['architecture']}, {str(a['revision'])[:15]}); map: {a['map_description']}; data: {a['data']}, "
-        f"{a['samples']} sample{plural} of at most {a['tokens']} tokens{exact}; exact norms by {a['method']} to {a['tol']:g} relative in {a['dtype']}"
+        f"{a['samples']} sample{plural} of at most {a['tokens']} tokens{exact}; exact norms by {a['method']} in {a['dtype']}, {how}"
     ).replace("\n", " ")
 
 

@@ -62,11 +62,14 @@ def castin_bias(att: Attention) -> Tensor:
 
     .. math:: \|J\| \le \sqrt 3\,\|W_V\|\,\big(\|A\|^2 R^4 + N R^2 (\|A\| R + |a|)^2 + N\big)^{1/2},\quad a = scale\,W_K b_Q
 
-    The key bias shifts each row of scores by a constant and the value bias drops out, so only the query bias enters: the gradient of row i's scores with respect to its keys' tokens is :math:`A^T x_i + a`. *Proof.* :math:`J = J_V + J_K + J_Q` with
-    :math:`\|J_V\| = \|P\|\|W_V\| \le \sqrt N \|W_V\|`; row i of :math:`J_K` has norm at most
+    The key bias shifts each row of scores by a constant and the value bias drops out, so only the query bias enters: the gradient
+    of row i's scores with respect to its keys' tokens is :math:`A^T x_i + a`.
+
+    *Proof.* :math:`J = J_V + J_K + J_Q` with :math:`\|J_V\| = \|P\|\|W_V\| \le \sqrt N \|W_V\|`. Row i of :math:`J_K` has norm at most
     :math:`\|W_V\| (\sum_j P_{ij}^2 |x_j - \bar x_i|^2)^{1/2} |A^T x_i + a| \le \|W_V\| R (\|A\| R + |a|)`, because
-    :math:`\sum_j P_{ij}|x_j - \bar x_i|^2 \le R^2`; the block of :math:`J_Q` is
-    :math:`\|W_V^T Cov_{P_i}(x) A^T\| \le \|W_V\|\|A\|R^2`. Add the three with :math:`(a+b+c)^2 \le 3(a^2+b^2+c^2)`. Any row-stochastic P, hence any mask, will do.
+    :math:`\sum_j P_{ij}|x_j - \bar x_i|^2 \le R^2`. The block of :math:`J_Q` is
+    :math:`\|W_V^T Cov_{P_i}(x) A^T\| \le \|W_V\|\|A\|R^2`. Add the three with :math:`(a+b+c)^2 \le 3(a^2+b^2+c^2)`. Any row-stochastic P,
+    hence any mask, will do.
     """
     n, a, r = qty.count(att), qty.norm_a(att), qty.radius(att)
     shift = torch.zeros_like(a) if att.b_q is None else torch.linalg.vector_norm(_shift(att), dim=-1)
@@ -99,7 +102,7 @@ def _sides(att: Attention) -> tuple[Tensor, Tensor]:
     "castin_c3",
     label="Castin 2024, C.3",
     citation=CITATION,
-    statement="||J|| <= sqrt(3) ||W_V|| (R'^2 r^2 (N+1) + N)^(1/2), R' = max_i max(|A x_i|, |A' x_i|), r = max_ij |x_i - x_j|",
+    statement="||J|| <= sqrt(3) ||W_V|| (R'^2 r^2 (N+1) + N)^(1/2), R' >= |A x_i| and |A^T x_i|, r = max_ij |x_i - x_j|",
     source="Theorem C.3, with R' taken on both sides",
     assumptions="no query bias; any mask",
     condition=_no_query_bias,
@@ -111,8 +114,8 @@ def castin_c3(att: Attention) -> Tensor:
     .. math:: \|J\| \le \sqrt 3\,\|W_V\|\,\big(R'^2 r^2 (N+1) + N\big)^{1/2}
 
     with :math:`r = \max_{ij}|x_i - x_j|` and :math:`R' = \max_i \max(|A x_i|, |A^T x_i|)`: the key path sees
-    :math:`|x_j - \bar x_i| \le r` and :math:`A^T x_i`, the query path the covariance of :math:`x` and :math:`A x` under :math:`P_i`, so both sides are
-    needed. With one side alone the statement fails (see ``castin_c3_as_coded``).
+    :math:`|x_j - \bar x_i| \le r` and :math:`A^T x_i`, the query path the covariance of :math:`x` and :math:`A x` under :math:`P_i`, so
+    both sides are needed. With one side alone the statement fails (see ``castin_c3_as_coded``).
     """
     n = qty.count(att)
     side = torch.maximum(*_sides(att))

@@ -14,7 +14,7 @@ from lipbound.bounds.registry import bound
 
 def inverse_phi(y: Tensor) -> Tensor:
     r"""Inverse of :math:`\phi(x) = x e^{x+1}` on x >= 0: the Lambert function :math:`W_0(y / e)`; float64, any shape."""
-    return torch.from_numpy(np.real(lambertw(y.cpu().numpy() / math.e)).astype(np.float64)).to(y.device)
+    return torch.from_numpy(np.asarray(np.real(lambertw(y.cpu().numpy() / math.e)), dtype=np.float64)).to(y.device)
 
 
 @bound(

@@ -1,0 +1,60 @@
+r"""How far above its Ritz value can the largest eigenvalue be? Probabilistic upper bounds from a Lanczos run.
+
+Lanczos on a symmetric positive semi-definite :math:`G` (n x n) from a start vector :math:`v_1` uniform on the sphere gives
+:math:`v_{k+1} = p_k(G) v_1`, :math:`\beta_k p_k(\lambda) = (\lambda - \alpha_k) p_{k-1}(\lambda) - \beta_{k-1} p_{k-2}(\lambda)`.
+Let x be a unit eigenvector of the largest eigenvalue. Then :math:`1 = |v_{k+1}| \ge |\langle v_1, x\rangle|\, p_k(\lambda_{max})`, while
+:math:`|\langle v_1, x\rangle| < \varepsilon` has probability :math:`\delta = I_{\varepsilon^2}(1/2, (n-1)/2)`. So the solution of
+:math:`p_k(\lambda) = 1/\varepsilon` beyond the largest Ritz value is an upper bound on :math:`\lambda_{max}` with probability at least
+:math:`1 - \delta` (Hochstenbach 2013, "Probabilistic upper bounds for the matrix two-norm"). Unlike residuals, it cannot be fooled by
+clustered eigenvalues.
+"""
+
+import math
+
+import torch
+from scipy.special import betaincinv
+from torch import Tensor
+
+ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-11}
+"""Relative allowance for products in this dtype: the recurrence belongs to a matrix that is off by rounding."""
+
+
+def log_inverse_epsilon(n: int, delta: float) -> float:
+    """log(1 / eps), where a uniform unit vector of R^n has a component below eps along a given direction with probability delta."""
+    if n == 1:
+        return 0.0
+    return -0.5 * math.log(float(betaincinv(0.5, (n - 1) / 2, delta)))
+
+
+def log_polynomial(alpha: Tensor, beta: Tensor, x: Tensor) -> Tensor:
+    """log p_k(x) for a batch of recurrences alpha, beta (batch, k) at points x (batch,) beyond the Ritz values; -inf below them."""
+    older, p = torch.zeros_like(x), torch.ones_like(x)
+    total, before = torch.zeros_like(x), torch.zeros_like(x)
+    for j in range(alpha.shape[1]):
+        p, older = ((x - alpha[:, j]) * p - before * older) / beta[:, j], p
+        size = torch.maximum(p.abs(), older.abs()).clamp_min(1e-300)
+        p, older, total, before = p / size, older / size, total + size.log(), beta[:, j]
+    return torch.where(p > 0, total + p.clamp_min(1e-300).log(), -math.inf)
+
+
+def excludes(alpha: Tensor, beta: Tensor, x: Tensor, log_inverse: float) -> Tensor:
+    """Whether the largest eigenvalue is below x, (batch,) bool, at the failure probability behind ``log_inverse``."""
+    return log_polynomial(alpha, beta, x) >= log_inverse
+
+
+def upper_bound(alpha: Tensor, beta: Tensor, top: Tensor, log_inverse: float) -> Tensor:
+    """Smallest upper bound on the largest eigenvalue that the recurrences give, (batch,); top: their largest Ritz values.
+
+    Found by bisection on the logarithm of its excess over ``top``, down to rounding, and rounded upwards.
+    """
+    low, high = torch.full_like(top, -36.0), torch.zeros_like(top)
+    for _ in range(60):
+        outside = ~excludes(alpha, beta, top * (1 + high.exp()), log_inverse)
+        if not bool(outside.any()):
+            break
+        high = torch.where(outside, high + 3.0, high)
+    for _ in range(40):
+        middle = (low + high) / 2
+        inside = excludes(alpha, beta, top * (1 + middle.exp()), log_inverse)
+        high, low = torch.where(inside, middle, high), torch.where(inside, low, middle)
+    return torch.where(top > 0, top * (1 + high.exp()), 0.0)

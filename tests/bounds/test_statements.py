@@ -1,0 +1,202 @@
+"""Every bound against its statement, written out naively with dense matrices, and the conditions under which it is sound."""
+
+import math
+
+import pytest
+import torch
+from conftest import causal, random_attention
+from strategies import dense_norms
+from torch import Tensor
+
+from lipbound import bounds
+from lipbound.attention import Attention
+from lipbound.bounds.kim2021 import inverse_phi
+from lipbound.bounds.moments import weighted_deviation_norm
+from lipbound.errors import UnknownNameError
+from lipbound.norms import l2_spectral_norm
+
+
+def norm(m: Tensor) -> float:
+    return float(torch.linalg.matrix_norm(m.double(), 2))
+
+
+def naive(att: Attention, s: int, h: int) -> dict[str, float]:
+    """The statements, term by term, on one head at one sample."""
+    keep = torch.ones(att.tokens, dtype=torch.bool) if att.valid is None else att.valid[s]
+    x, p = att.x[s][keep], att.p[s, h][keep][:, keep]
+    n = len(x)
+    w_q, w_k, w_v = att.w_q[h], att.w_k[h], att.w_v[h]
+    b_q = torch.zeros(att.d, dtype=x.dtype) if att.b_q is None else att.b_q[h]
+    a, v, r = att.scale * w_q @ w_k.mT, norm(w_v), float(x.norm(dim=1).max())
+    m = [torch.diag(row) - row[:, None] * row for row in p]
+    largest_m = max(norm(mi) for mi in m)
+    top = p.sort(dim=1, descending=True).values
+    second = top[:, 1] if n > 1 else torch.zeros(n)
+    g1 = float((top[:, 0] * (1 - top[:, 0] + second)).max())
+    biased = att.b_q is not None
+    xe = torch.cat([x, torch.ones(n, 1, dtype=x.dtype)], 1) if biased else x
+    qe = torch.cat([w_q, b_q[None]]) if biased else w_q
+    ke = torch.cat([w_k, torch.zeros(1, att.d, dtype=x.dtype)]) if biased else w_k
+    ae = norm(att.scale * qe @ ke.mT)
+    side, other = float((x @ a.mT).norm(dim=1).max()), float((x @ a).norm(dim=1).max())
+    diameter = max(float((y - z).norm()) for y in x for z in x)
+    frobenius = float(x.norm())
+    t = norm(a) * r * r
+    shift = float((att.scale * w_k @ b_q).norm())
+    return {
+        "kim": math.sqrt(n) * att.scale * (4 * float(inverse_phi(torch.tensor(n - 1.0, dtype=torch.float64))) + 1) * norm(w_q) ** 2 * v,
+        "specformer": n * (n + 1) * frobenius**2 * (v * norm(w_q) * norm(w_k) + v),
+        "castin": math.sqrt(3) * v * math.sqrt(norm(a) ** 2 * r**4 * (4 * n + 1) + n),
+        "castin_bias": math.sqrt(3) * v * math.sqrt(t**2 + n * r**2 * (norm(a) * r + shift) ** 2 + n),
+        "castin_c3": math.sqrt(3) * v * math.sqrt(max(side, other) ** 2 * diameter**2 * (n + 1) + n),
+        "castin_c3_as_coded": v * math.sqrt(side**2 * diameter**2 * (n + 1) + n),
+        "castin_mean_field": v * (1 + 3 * t) * math.exp(2 * t) if t < 350 else math.inf,
+        "yudin": v * (norm(p) + 2 * norm(xe) ** 2 * ae * largest_m),
+        "yudin_g1": v * (norm(p) + 2 * norm(xe) ** 2 * ae * g1),
+        "yudin_nobias": v * (norm(p) + 2 * norm(x) ** 2 * norm(a) * largest_m),
+        "yudin_sqrt_n": v * (norm(p) + 2 * max(norm(x.mT @ mi) for mi in m) * norm(xe) * ae),
+        "yudin_closed": v * math.sqrt(n) * (1 + 2 * float(xe.norm(dim=1).max()) ** 2 * ae),
+    }
+
+
+def test_bounds_are_their_statements(att: Attention) -> None:
+    values = bounds.evaluate(att)
+    for s in range(att.samples):
+        for h in range(att.heads):
+            expected = naive(att, s, h)
+            assert set(expected) == set(values)
+            for name, value in expected.items():
+                assert float(values[name][s, h]) == pytest.approx(value, rel=2e-6), name
+                assert float(values[name][s, h]) >= value * (1 - 1e-12), name  # rounded upwards, never down
+
+
+@pytest.mark.parametrize("y", [0.0, 1e-9, 1.0, 127.0, 1e6])
+def test_inverse_phi(y: float) -> None:
+    x = float(inverse_phi(torch.tensor(y, dtype=torch.float64)))
+    assert x * math.exp(x + 1) == pytest.approx(y, rel=1e-12)
+
+
+def test_kim_is_attained_by_one_token() -> None:
+    one = torch.ones(1, 1, 1, dtype=torch.float64)
+    att = Attention(one, 3 * one, one, 2 * one)
+    assert float(bounds.get("kim")(att)) == pytest.approx(float(l2_spectral_norm(att).lower), rel=1e-9)
+    assert float(bounds.get("kim")(att)) == pytest.approx(18.0, rel=1e-9)  # degree two in W_Q; the printed degree one would give 6
+
+
+def test_yudin_improves_castin_and_g1_exceeds_the_norm() -> None:
+    att = random_attention("plain")
+    values = bounds.evaluate(att)
+    assert bool((values["yudin_closed"] <= values["castin"]).all())
+    assert bool((values["yudin"] <= values["yudin_g1"]).all())
+    assert bool((values["yudin_sqrt_n"] <= values["yudin_closed"]).all())
+
+
+@pytest.mark.parametrize("spread", [0.02, 0.5, 3.0])
+def test_deviation_norm_never_falls_short(spread: float) -> None:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 40, 64, generator=g, dtype=torch.float64)
+    p = torch.softmax(spread * torch.randn(2, 3, 40, 40, generator=g, dtype=torch.float64), -1)
+    m = torch.diag_embed(p) - p[..., :, None] * p[..., None, :]
+    exact = torch.linalg.matrix_norm(x[:, None, None].mT @ m, 2).amax(-1)
+    value = weighted_deviation_norm(x, p)
+    assert bool((value >= exact * (1 - 1e-12)).all())
+    assert bool((value <= exact * 1.5).all())
+    if spread == 3.0:
+        torch.testing.assert_close(value, exact, rtol=1e-9, atol=0)
+
+
+# -- published statements that fail, and the smallest cases that show it ---------------------------------------------------
+
+
+def shortfall(name: str, att: Attention) -> float:
+    """Smallest bound / exact."""
+    return float((bounds.get(name)(att) / dense_norms(att)).min())
+
+
+def test_specformer_fails_for_small_inputs() -> None:
+    att = random_attention("plain")
+    small = Attention(att.x * 1e-4, att.w_q, att.w_k, att.w_v)
+    assert shortfall("specformer", small) < 0.001
+    assert not bool(bounds.get("specformer").sound(small).any())
+    assert bool(bounds.get("specformer").sound(att).all())
+    assert shortfall("specformer", att) >= 1
+
+
+def biased() -> Attention:
+    """Queries that come from their bias alone, so A = 0, while values differ by much: |J| grows with the bias."""
+    x = torch.tensor([[[0.0, 10], [0, -10], [0, 5], [0, -5]]], dtype=torch.float64)
+    w_q, w_k = (torch.tensor([[[c], [0.0]]], dtype=torch.float64) for c in (0.0, 1.0))
+    return Attention(x, w_q, w_k, torch.eye(2, dtype=torch.float64)[None], b_q=torch.tensor([[10.0]], dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("plain", "repaired"), [("castin", "castin_bias"), ("yudin_nobias", "yudin")])
+def test_query_biases_break_the_plain_statements(plain: str, repaired: str) -> None:
+    assert shortfall(plain, biased()) < 0.1
+    assert not bool(bounds.get(plain).sound(biased()).any())
+    assert shortfall(repaired, biased()) >= 1
+    assert bool(bounds.get(repaired).sound(biased()).all())
+
+
+def test_c3_as_coded_fails() -> None:
+    worst = 1.0
+    for seed in range(40):
+        g = torch.Generator().manual_seed(seed)
+        x = torch.randn(1, 2, 6, generator=g, dtype=torch.float64)
+        w_q, w_k, w_v = (torch.randn(8, 6, 1, generator=g, dtype=torch.float64) for _ in range(3))
+        w_k = w_k - x[0, 0][:, None] * (x[0, 0] @ w_k)[:, None] / (x[0, 0] @ x[0, 0])  # one token unseen by the keys
+        att = Attention(x, w_q, w_k, w_v)
+        worst = min(worst, shortfall("castin_c3_as_coded", att))
+        assert shortfall("castin_c3", att) >= 1
+        assert not bool(bounds.get("castin_c3_as_coded").sound(att).any())
+    assert worst < 1
+
+
+def test_mean_field_fails_with_a_causal_mask() -> None:
+    n = 64
+    one = torch.ones(1, n, 1, dtype=torch.float64)
+    w = torch.ones(1, 1, 1, dtype=torch.float64)
+    att = Attention(one, 0 * w, w, w, mask=causal(n))
+    bound = bounds.get("castin_mean_field")
+    assert float(bound(att)) == pytest.approx(1.0)
+    assert 1.5 < float(dense_norms(att)) < 2.0
+    assert not bool(bound.sound(att).any())
+    assert bool(bound.sound(Attention(one, 0 * w, w, w)).all())
+
+
+def test_conditions_see_masks_and_padding() -> None:
+    kim, field = bounds.get("kim"), bounds.get("castin_mean_field")
+    assert bool(kim.sound(random_attention("causal")).all())
+    assert bool(kim.sound(random_attention("window")).all())
+    assert not bool(kim.sound(random_attention("offsets")).any())
+    att = random_attention("plain")
+    valid = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
+    padding = torch.zeros(2, 1, 6, 6, dtype=torch.float64).masked_fill(~valid[:, None, None], -math.inf)
+    padded = Attention(att.x, att.w_q, att.w_k, att.w_v, mask=padding, valid=valid)
+    assert bool(field.sound(padded).all())  # forbidding padding is no mask
+    assert bool(kim.sound(padded).all())
+
+
+# -- the registry --------------------------------------------------------------------------------------------------------
+
+
+def test_unknown_names_get_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'yudin_g1'"):
+        bounds.get("yudin_g2")
+    with pytest.raises(UnknownNameError, match="unknown bound 'nothing'"):
+        bounds.evaluate(random_attention("plain"), ["nothing"])
+
+
+def test_registry_is_complete() -> None:
+    for name in bounds.names():
+        bound = bounds.get(name)
+        assert bound.citation in bounds.BIBTEX
+        assert all((bound.label, bound.statement, bound.source, bound.assumptions, bound.cost))
+        assert bound.function.__doc__
+    assert bounds.names()[0] == "kim"
+    assert bounds.resolve("castin, yudin,castin") == ["castin", "yudin"]
+    assert bounds.resolve("default") == bounds.names()
+
+
+def test_names_are_unique() -> None:
+    with pytest.raises(ValueError, match="already registered"):
+        bounds.bound("yudin", label="", citation="", statement="", source="", assumptions="", condition=lambda a: a.p, cost="")(lambda a: a.p)

@@ -1,0 +1,44 @@
+import pytest
+import torch
+
+from lipbound.linalg import matrix_norm, nonnegative_norm, product_norm
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("shape", [(3, 20, 4), (3, 4, 20), (5, 5), (1, 7), (7, 1)])
+def test_matrix_norm_is_an_upper_value(shape: tuple[int, ...]) -> None:
+    w = draw(*shape)
+    exact = torch.linalg.matrix_norm(w, 2)
+    assert bool((matrix_norm(w) >= exact).all())
+    torch.testing.assert_close(matrix_norm(w), exact, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("width", [3, 40])
+def test_product_norm(width: int) -> None:
+    a, b = draw(2, width, 5), draw(2, width, 5).flip(0)
+    torch.testing.assert_close(product_norm(a, b), torch.linalg.matrix_norm(a @ b.mT, 2), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 10.0, 300.0])
+@pytest.mark.parametrize("lower", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_nonnegative_norm_is_an_upper_value(spread: float, lower: bool, dtype: torch.dtype) -> None:
+    scores = spread * draw(4, 3, 50, 50)
+    if lower:
+        scores = scores.masked_fill(torch.ones(50, 50).triu(1) > 0, -torch.inf)
+    p = torch.softmax(scores, -1).to(dtype)
+    exact = torch.linalg.matrix_norm(p.double(), 2)
+    value = nonnegative_norm(p)
+    assert bool((value >= exact * (1 - 1e-15)).all())
+    torch.testing.assert_close(value, exact, rtol=2e-6, atol=0)
+
+
+def test_nonnegative_norm_with_empty_rows_and_columns() -> None:
+    p = torch.softmax(draw(1, 6, 6), -1)
+    p[:, :, 4:] = 0
+    p[:, 4:] = 0
+    torch.testing.assert_close(nonnegative_norm(p), torch.linalg.matrix_norm(p, 2), rtol=1e-5, atol=0)
+    assert float(nonnegative_norm(torch.zeros(3, 3))) == pytest.approx(0, abs=1e-6)

@@ -1,0 +1,108 @@
+import mpmath
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lipbound.softmax import g, jacobian_norm, largest_jacobian_norm
+
+REGIMES = ("random", "tie", "tied_rest", "uniform", "one_hot", "near_tie")
+
+
+def rows(regime: str, n: int, spread: float, seed: int) -> Tensor:
+    """16 probability rows of one regime."""
+    generator = torch.Generator().manual_seed(seed)
+    s = spread * torch.randn(16, n, generator=generator, dtype=torch.float64)
+    if regime == "tie":
+        s[:, 0] = s[:, 1] = s.amax(-1) + 1
+    if regime == "tied_rest":
+        s[:, 1:] = s[:, 1:2]
+    if regime == "uniform":
+        s[:] = 0
+    if regime == "one_hot":
+        s[:, 0] = s.amax() + 40 * spread
+    if regime == "near_tie":
+        s[:, 1] = s[:, 0] + 1e-13
+    return torch.softmax(s, -1)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.sampled_from(REGIMES), st.integers(2, 40), st.floats(1e-4, 30), st.integers(0, 1000))
+def test_enclosure_holds_the_dense_norm(regime: str, n: int, spread: float, seed: int) -> None:
+    p = rows(regime, n, spread, seed)
+    norm = jacobian_norm(p)
+    q = p / p.sum(-1, keepdim=True)
+    dense = torch.linalg.eigvalsh(torch.diag_embed(q) - q[..., :, None] * q[..., None, :])[..., -1]
+    absolute = 3e-15 * n  # accuracy of the dense reference
+    assert bool((norm.lower <= dense + absolute).all())
+    assert bool((dense <= norm.upper + absolute).all())
+    assert bool((norm.upper - norm.lower <= 1e-13 * norm.upper + 1e-300).all())
+    # Theorem 4 of Yudin et al.: p_(1) >= g_1 >= sigma_1 >= p_(2)
+    top = p.sort(-1, descending=True).values
+    assert bool((norm.lower <= g(p) * (1 + 1e-13)).all())
+    assert bool((g(p) <= top[:, 0] * (1 + 1e-13)).all())
+    assert bool((top[:, 1] <= norm.upper * (1 + 1e-13)).all())
+
+
+@pytest.mark.parametrize("a", [1e-3, 1e-8, 1e-16, 1e-100, 1e-290, 1e-310])
+def test_relative_accuracy_near_one_hot(a: float) -> None:
+    """Against 60 digits: a norm of 1e-310 is still enclosed to rounding."""
+    rest = np.array([a, 0.7 * a, 1e-5 * a, 0.7 * a])
+    with mpmath.workdps(400):
+        q = [mpmath.mpf(float(x)) for x in rest]
+        p1 = 1 - sum(q)
+        low, high = max(q), p1 * (sum(q) + max(q))
+        for _ in range(300):
+            mid = (low + high) / 2
+            low, high = (mid, high) if p1 / (p1 - mid) - sum(x / (mid - x) for x in q) < 0 else (low, mid)
+        exact = low
+        norm = jacobian_norm(torch.tensor([[1 - rest.sum(), *rest]], dtype=torch.float64))
+        slack = 1e-13 if a > 1e-300 else 1e-12
+        assert mpmath.mpf(float(norm.lower)) <= exact * (1 + slack)
+        assert exact <= mpmath.mpf(float(norm.upper)) * (1 + slack)
+        assert float(mpmath.mpf(float(norm.upper)) / exact) < 1 + 1e-12
+
+
+def test_degenerate_rows() -> None:
+    assert jacobian_norm(torch.ones(3, 1)).upper.tolist() == [0, 0, 0]
+    assert float(jacobian_norm(torch.zeros(5)).upper) == 0  # padding
+    assert float(jacobian_norm(torch.tensor([0.0, 1.0, 0.0])).upper) == 0
+    assert jacobian_norm(torch.zeros(0, 4)).upper.shape == (0,)
+    assert float(jacobian_norm(torch.full((8,), 0.125)).upper) == pytest.approx(0.125, rel=1e-12)
+
+
+def test_g1_does_not_cancel_in_float32() -> None:
+    z = torch.zeros(1, 300, dtype=torch.float64)
+    z[0, 0] = 22
+    p = torch.softmax(z, -1)
+    naive = p.float().topk(2).values[0]
+    assert float(naive[0] * (1 - naive[0] + naive[1])) < 0.5 * float(jacobian_norm(p).lower)  # the printed form is no upper bound
+    assert float(g(p.float())) == pytest.approx(float(g(p)), rel=1e-5)
+    assert float(g(p)) >= float(jacobian_norm(p).lower)
+
+
+def test_g_k_bounds_the_kth_singular_value() -> None:
+    p = rows("random", 9, 1.5, 3)
+    sigma = torch.linalg.svdvals(torch.diag_embed(p) - p[..., :, None] * p[..., None, :])
+    for k in range(1, 9):
+        assert bool((g(p, k) >= sigma[:, k - 1] * (1 - 1e-12)).all())
+    assert g(p, 9).shape == (16,)
+    with pytest.raises(ValueError, match="k is 10"):
+        g(p, 10)
+
+
+def test_g1_is_differentiable() -> None:
+    z = torch.randn(3, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda t: g(torch.softmax(t, -1)), z)
+
+
+def test_largest_norm_is_the_maximum_over_rows() -> None:
+    p = torch.stack([rows(regime, 16, 2.0, 1) for regime in REGIMES])
+    p = torch.softmax(p.log() * 1.3, -1)
+    torch.testing.assert_close(largest_jacobian_norm(p), jacobian_norm(p).upper.amax(-1), rtol=1e-14, atol=0)
+    padded = p.clone()
+    padded[:, 8:] = 0
+    torch.testing.assert_close(largest_jacobian_norm(padded), jacobian_norm(p[:, :8]).upper.amax(-1), rtol=1e-14, atol=0)
+    assert largest_jacobian_norm(torch.ones(2, 3, 1, 1)).tolist() == [[0, 0, 0], [0, 0, 0]]
