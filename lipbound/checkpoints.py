@@ -9,7 +9,7 @@ from typing import Any
 
 import huggingface_hub.errors as hub_errors
 import torch
-from huggingface_hub import constants, hf_hub_download
+from huggingface_hub import HfApi, constants, snapshot_download
 from torch import Tensor
 from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -62,7 +62,7 @@ class Checkpoint:
             raise CheckpointError(f"the loaded model does not say where its {what} is; give data as {instead}")
         try:
             with quiet():
-                return loader.from_pretrained(self.source, revision=self.commit, trust_remote_code=False)
+                return loader.from_pretrained(self.source, trust_remote_code=False)
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise CheckpointError(f"{self.name} has no usable {what} ({_first_line(error)}); give data as {instead}") from error
 
@@ -107,22 +107,21 @@ def load(model: str | Path | PreTrainedModel, *, revision: str | None = None, dt
         raise CheckpointError(f"model is a {type(model).__name__}; give a hub id, a directory, 'builtin:NAME' or a transformers model")
     name = str(model)
     folder, commit = _locate(name, revision)
-    loaded = _load_model(name, folder, commit).to(device=device, dtype=target)
+    loaded = _load_model(name, folder).to(device=device, dtype=target)
     _check_finite(loaded, name)
-    digest = commit or _files_hash(Path(folder))
-    return Checkpoint(loaded.eval(), name, digest, folder, commit)
+    return Checkpoint(loaded.eval(), name, commit or _files_hash(folder), str(folder), commit)
 
 
-def _locate(name: str, revision: str | None) -> tuple[str, str | None]:
-    """The directory or hub id to load from, and the commit of a hub model."""
+def _locate(name: str, revision: str | None) -> tuple[Path, str | None]:
+    """The directory to load from, and the commit of a hub model."""
     if name.startswith("builtin:"):
-        return str(_builtin(name.removeprefix("builtin:"))), None
+        return _builtin(name.removeprefix("builtin:")), None
     path = Path(name).expanduser()
     if path.is_dir():
         if revision is not None:
             raise CheckpointError(f"revision {revision!r} was given for the directory {name}; revisions are for hub models")
-        _check_directory(path)
-        return str(path), None
+        _check_directory(path, str(path))
+        return path, None
     if path.exists():
         raise CheckpointError(f"{name} is a file; give the directory that holds config.json and the weights")
     if name.startswith((".", "~", os.sep)) or name.count("/") > 1:
@@ -130,7 +129,7 @@ def _locate(name: str, revision: str | None) -> tuple[str, str | None]:
     repo, _, suffix = name.partition("@")
     if suffix and revision and suffix != revision:
         raise CheckpointError(f"two revisions were given, {suffix!r} in the name and {revision!r}; give one")
-    return repo, _resolve_commit(repo, suffix or revision)
+    return _snapshot(repo, suffix or revision)
 
 
 def _builtin(name: str) -> Path:
@@ -153,11 +152,12 @@ def _builtin(name: str) -> Path:
     return weights[0].parent
 
 
-def _resolve_commit(repo: str, revision: str | None) -> str:
-    """The commit a hub revision stands for, from the hub or, offline, from the cache."""
+def _snapshot(repo: str, revision: str | None) -> tuple[Path, str]:
+    """Folder and commit of a hub model, fetched, or, when the hub is out of reach, from the cache."""
     at = f" at revision {revision!r}" if revision else ""
     try:
-        config = hf_hub_download(repo, "config.json", revision=revision)
+        patterns = _wanted(repo, revision)
+        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns, local_files_only=patterns is None))
     except hub_errors.HFValidationError as error:
         raise CheckpointError(f"{repo!r} is neither a directory here nor a valid hub id ('owner/name'); nothing was looked up") from error
     except hub_errors.GatedRepoError as error:
@@ -178,29 +178,46 @@ def _resolve_commit(repo: str, revision: str | None) -> str:
         raise CheckpointError(
             f"the hub cannot be reached and {repo}{at} is not in the local cache; connect, give a directory, or try 'builtin:minilm'"
         ) from error
-    except hub_errors.EntryNotFoundError as error:
-        raise CheckpointError(f"{repo}{at} has no config.json on the hub, so it is not a transformers checkpoint") from error
-    except (OSError, hub_errors.HfHubHTTPError) as error:
+    except OSError as error:
         raise CheckpointError(f"{repo}{at} could not be fetched from the hub: {_first_line(error)}") from error
-    return Path(config).parent.name
+    _check_directory(folder, f"{repo}{at} on the hub")
+    return folder, folder.name
 
 
-def _check_directory(path: Path) -> None:
+def _wanted(repo: str, revision: str | None) -> list[str] | None:
+    """The files of a hub model that are needed: configuration, tokenizer or processor, and one format of weights. None: the hub is out of reach."""
+    try:
+        info = HfApi().model_info(repo, revision=revision, timeout=15)
+    except hub_errors.HfHubHTTPError as error:
+        if error.response is not None and error.response.status_code < 500:
+            raise
+        return None
+    except hub_errors.HFValidationError:
+        raise
+    except Exception:  # no connection, in whatever type the HTTP client of the day reports it
+        return None
+    names = [sibling.rfilename for sibling in info.siblings or [] if "/" not in sibling.rfilename]
+    weights = [n for n in names if n.endswith(".safetensors") and not n.startswith("consolidated")]
+    weights = weights or [n for n in names if n.startswith("pytorch_model") and n.endswith(".bin")]
+    return weights + [n for n in names if n.endswith((".json", ".txt", ".model", ".jinja", ".tiktoken"))]
+
+
+def _check_directory(path: Path, name: str) -> None:
     if not (path / "config.json").exists():
-        raise CheckpointError(f"{path} has no config.json; give a directory written by save_pretrained, or a hub id")
+        raise CheckpointError(f"{name} has no config.json; give a directory written by save_pretrained, or the hub id of a transformers model")
     if not any(next(path.glob(pattern), None) for pattern in WEIGHT_FILES):
-        raise CheckpointError(f"{path} has a config.json but no weights (model.safetensors or pytorch_model.bin)")
+        raise CheckpointError(f"{name} has a config.json but no weights (model.safetensors or pytorch_model.bin)")
 
 
-def _load_model(name: str, source: str, commit: str | None) -> PreTrainedModel:
+def _load_model(name: str, folder: Path) -> PreTrainedModel:
     try:
         with quiet():
-            config = AutoConfig.from_pretrained(source, revision=commit, trust_remote_code=False)
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             model, report = AutoModel.from_pretrained(
-                source, config=config, revision=commit, attn_implementation="eager", dtype=torch.float32, trust_remote_code=False,
+                folder, config=config, attn_implementation="eager", dtype=torch.float32, trust_remote_code=False,
                 output_loading_info=True,
             )  # fmt: skip
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except Exception as error:  # broken files raise a zoo of types, down to those of single parsers
         raise CheckpointError(f"{name} could not be loaded: {_first_line(error)}") from error
     missing = [key for key in report["missing_keys"] if not any(part in key for part in HEADS_ONLY)]
     wrong = missing + [str(item[0] if isinstance(item, tuple) else item) for item in report["mismatched_keys"]]

@@ -74,8 +74,8 @@ def test_degenerate_rows() -> None:
 
 
 def test_g1_does_not_cancel_in_float32() -> None:
-    z = torch.zeros(1, 300, dtype=torch.float64)
-    z[0, 0] = 22
+    z = torch.zeros(1, 100, dtype=torch.float64)
+    z[0, 0] = 22.1
     p = torch.softmax(z, -1)
     naive = p.float().topk(2).values[0]
     assert float(naive[0] * (1 - naive[0] + naive[1])) < 0.5 * float(jacobian_norm(p).lower)  # the printed form is no upper bound

@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--dropout", type=float, default=0.2)
     parser.add_argument("--threads", type=int, default=0)

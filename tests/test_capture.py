@@ -1,0 +1,143 @@
+import pytest
+import torch
+import transformers as tf
+from models import AFFINE, REFUSED, TEXT, build, inputs_for
+
+import lipbound.recording as recording
+from lipbound.capture import Capturer, capture
+from lipbound.errors import CaptureError
+from lipbound.norms import spectral_norm
+from lipbound.operators import dense_jacobian
+
+
+@pytest.mark.parametrize("family", AFFINE)
+def test_families_are_captured(family: str) -> None:
+    model = build(AFFINE[family])
+    before = model.config._attn_implementation
+    layers = Capturer(model).run(inputs_for(model))
+    assert len(layers) == 2
+    for layer in layers:
+        assert layer.error < 1e-5
+        assert layer.attention.heads == 4
+        assert layer.attention.w_o is not None
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "gpt2", "vit", "dinov2", "albert", "opt"])
+def test_captured_jacobian_is_that_of_the_models_own_module(family: str) -> None:
+    """Dense SVD of autograd through the model's eager attention module, in float64, against ours."""
+    model = build(AFFINE[family]).double()
+    batch = {name: t.double() if t.is_floating_point() else t for name, t in inputs_for(model).items()}
+    model.set_attn_implementation("eager")
+    calls = recording.record
+    with recording.implementation(model, recording.NAME):
+        call = calls(model, batch)[1]
+    att = capture(model, batch)[1]
+    model.set_attn_implementation("eager")
+    seen: list[torch.Tensor] = []
+    consumer = call.consumer
+    hook = consumer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    whole_kwargs = {k: v for k, v in call.kwargs.items() if k not in ("past_key_values", "hidden_states")}
+
+    def heads(x: torch.Tensor) -> torch.Tensor:
+        """Flattened head outputs of the first sample, by the model's own code."""
+        seen.clear()
+        kwargs = {k: v[:1] if isinstance(v, torch.Tensor) and v.ndim == 4 and len(v) == 2 else v for k, v in whole_kwargs.items()}
+        args = [a[:1] if isinstance(a, torch.Tensor) and a.ndim == 4 and len(a) == 2 else a for a in call.args[1:]]
+        out = call.module(x[None], *args, **kwargs) if call.args else call.module(hidden_states=x[None], **kwargs)
+        flat = seen[0] if seen else out[0]
+        return flat[0].view(len(x), att.heads, att.d_v)
+
+    jacobian = torch.func.jacrev(heads)(att.x[0])
+    hook.remove()
+    norm = spectral_norm(att, tol=1e-9)
+    for h in range(att.heads):
+        sigma = torch.linalg.svdvals(jacobian[:, h].reshape(att.tokens * att.d_v, -1))[0]
+        assert abs(float(norm.lower[0, h] / sigma) - 1) < 1e-6
+        assert abs(float(torch.linalg.svdvals(dense_jacobian(att, 0, h))[0] / sigma) - 1) < 1e-6
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "gpt2", "opt", "distilbert"])
+def test_padding_is_left_out(family: str) -> None:
+    model = build(AFFINE[family])
+    layers = capture(model, inputs_for(model, padded=True))
+    short = capture(model, {name: t[1:, :6] for name, t in inputs_for(model, padded=True).items()})
+    for padded, alone in zip(layers, short, strict=True):
+        assert padded.lengths.tolist() == [9, 6]
+        torch.testing.assert_close(padded.out[1:, :, :6], alone.out, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(spectral_norm(padded, tol=1e-6).lower[1:], spectral_norm(alone, tol=1e-6).lower, rtol=1e-4, atol=0)
+
+
+def test_bidirectional_padding_is_no_mask() -> None:
+    model = build(AFFINE["bert"])
+    assert capture(model, inputs_for(model, padded=True))[0].mask is None
+
+
+def test_output_projection_is_the_models() -> None:
+    model = build(AFFINE["gpt2"])
+    att = capture(model, inputs_for(model))[1]
+    torch.testing.assert_close(att.w_o.flatten(0, 1), model.h[1].attn.c_proj.weight.detach(), rtol=1e-5, atol=1e-6)
+    bert = build(AFFINE["bert"])
+    att = capture(bert, inputs_for(bert))[0]
+    dense = bert.encoder.layer[0].attention.output.dense.weight.detach()
+    torch.testing.assert_close(att.w_o.flatten(0, 1), dense.T, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_are_those_of_the_model() -> None:
+    model = build(AFFINE["bert"])
+    att = capture(model, inputs_for(model))[1]
+    own = model.encoder.layer[1].attention.self
+    torch.testing.assert_close(att.w_q.transpose(0, 1).flatten(1), own.query.weight.detach().T, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(att.b_k.flatten(), own.key.bias.detach(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_cannot_be_right_is_refused(family: str) -> None:
+    make, reason = REFUSED[family]
+    model = build(make)
+    batch = {"pixel_values": torch.randn(1, 3, 32, 32)} if family == "resnet" else inputs_for(model)
+    with pytest.raises(CaptureError, match=reason):
+        capture(model, batch)
+
+
+def test_a_capture_without_its_mask_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second pass through eager attention is what tells: q, k and v alone would agree."""
+    model = build(AFFINE["gpt2"])
+    monkeypatch.setitem(recording.AttentionMaskInterface._global_mapping, recording.NAME, lambda *args, **kwargs: None)
+    with pytest.raises(CaptureError, match="differ from the model's own eager attention"):
+        capture(model, inputs_for(model))
+
+
+def test_layers_can_be_chosen_and_batches_follow() -> None:
+    model = build(AFFINE["vit"])
+    capturer = Capturer(model, [1])
+    batch = inputs_for(model)
+    first, second = capturer.run({"pixel_values": batch["pixel_values"][:1]}), capturer.run(batch)
+    assert len(first) == len(second) == 1
+    torch.testing.assert_close(second[0].attention.out[:1], first[0].attention.out, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(second[0].attention.x, capture(model, batch)[1].x)
+    with pytest.raises(CaptureError, match=r"layers \[7\] do not exist: the model has 2"):
+        capture(model, batch, layers=[7])
+
+
+def test_training_mode_and_gradients_are_restored() -> None:
+    model = tf.BertModel(tf.BertConfig(**TEXT)).train()
+    layers = capture(model, inputs_for(model))
+    assert model.training
+    assert not layers[0].x.requires_grad
+
+
+def test_half_precision_and_other_objects_are_refused() -> None:
+    model = build(AFFINE["bert"]).to(torch.bfloat16)
+    with pytest.raises(CaptureError, match="bfloat16"):
+        capture(model, inputs_for(model))
+    with pytest.raises(CaptureError, match="takes a transformers model"):
+        capture(torch.nn.Linear(2, 2), {})
+
+
+def test_cross_attention_is_refused() -> None:
+    config = tf.BertConfig(**TEXT, is_decoder=True, add_cross_attention=True)
+    model = build(lambda: tf.BertModel(config))
+    batch = inputs_for(model) | {"encoder_hidden_states": torch.randn(2, 5, 24)}
+    with pytest.raises(CaptureError, match=r"only self-attention|cross-attention"):
+        capture(model, batch)
