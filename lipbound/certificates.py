@@ -26,35 +26,37 @@ def log_inverse_epsilon(n: int, delta: float) -> float:
     return -0.5 * math.log(float(betaincinv(0.5, (n - 1) / 2, delta)))
 
 
-def log_polynomial(alpha: Tensor, beta: Tensor, x: Tensor) -> Tensor:
-    """log p_k(x) for a batch of recurrences alpha, beta (batch, k) at points x (batch,) beyond the Ritz values; -inf below them."""
+def log_polynomial(alpha: Tensor, beta: Tensor, steps: Tensor, x: Tensor) -> Tensor:
+    """log p_k(x) for a batch of recurrences alpha, beta (batch, >= k) after k = ``steps`` (batch,) steps; -inf where p_k(x) <= 0."""
     older, p = torch.zeros_like(x), torch.ones_like(x)
-    total, before = torch.zeros_like(x), torch.zeros_like(x)
-    for j in range(alpha.shape[1]):
-        p, older = ((x - alpha[:, j]) * p - before * older) / beta[:, j], p
-        size = torch.maximum(p.abs(), older.abs()).clamp_min(1e-300)
-        p, older, total, before = p / size, older / size, total + size.log(), beta[:, j]
-    return torch.where(p > 0, total + p.clamp_min(1e-300).log(), -math.inf)
+    total = torch.zeros_like(x)
+    before = torch.zeros_like(x)
+    for j in range(int(steps.max())):
+        following = torch.where(j < steps, ((x - alpha[:, j]) * p - before * older) / beta[:, j], p)
+        older, before = p, beta[:, j]
+        size = following.abs().clamp_min(1e-300)
+        p, older, total = following / size, older / size, total + size.log()
+    return torch.where(p > 0, total, -math.inf)
 
 
-def excludes(alpha: Tensor, beta: Tensor, x: Tensor, log_inverse: float) -> Tensor:
-    """Whether the largest eigenvalue is below x, (batch,) bool, at the failure probability behind ``log_inverse``."""
-    return log_polynomial(alpha, beta, x) >= log_inverse
+def excludes(alpha: Tensor, beta: Tensor, steps: Tensor, x: Tensor, log_inverse: float) -> Tensor:
+    """Whether the largest eigenvalue is below x, (batch,) bool, at the failure probability behind ``log_inverse``; x beyond the Ritz values."""
+    return log_polynomial(alpha, beta, steps, x) >= log_inverse
 
 
-def upper_bound(alpha: Tensor, beta: Tensor, top: Tensor, log_inverse: float) -> Tensor:
-    """Smallest upper bound on the largest eigenvalue that the recurrences give, (batch,); top: their largest Ritz values.
+def upper_bound(alpha: Tensor, beta: Tensor, steps: Tensor, top: Tensor, log_inverse: float) -> Tensor:
+    """An upper bound on the largest eigenvalue, within 2 % of the excess over ``top`` (largest Ritz values) that the recurrences allow, (batch,).
 
-    Found by bisection on the logarithm of its excess over ``top``, down to rounding, and rounded upwards.
+    Found by bisection on the logarithm of the excess, and rounded upwards.
     """
-    low, high = torch.full_like(top, -36.0), torch.zeros_like(top)
-    for _ in range(60):
-        outside = ~excludes(alpha, beta, top * (1 + high.exp()), log_inverse)
+    low, high = torch.full_like(top, -36.0), torch.full_like(top, -6.0)
+    for _ in range(40):
+        outside = ~excludes(alpha, beta, steps, top * (1 + high.exp()), log_inverse)
         if not bool(outside.any()):
             break
-        high = torch.where(outside, high + 3.0, high)
-    for _ in range(40):
+        low, high = torch.where(outside, high, low), torch.where(outside, high + 4.0, high)
+    for _ in range(11):
         middle = (low + high) / 2
-        inside = excludes(alpha, beta, top * (1 + middle.exp()), log_inverse)
+        inside = excludes(alpha, beta, steps, top * (1 + middle.exp()), log_inverse)
         high, low = torch.where(inside, middle, high), torch.where(inside, low, middle)
     return torch.where(top > 0, top * (1 + high.exp()), 0.0)

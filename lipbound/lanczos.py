@@ -66,9 +66,12 @@ def start_vectors(op: JacobianOperator, shape: tuple[int, ...], seed: int | Sequ
 
 
 class _Results:
-    """Values of the entries that have stopped."""
+    """What the entries that have stopped have shown: recurrences of the operator in units of ``unit``, then values."""
 
-    def __init__(self, op: JacobianOperator, vectors: bool):
+    def __init__(self, op: JacobianOperator, vectors: bool, limit: int = 0):
+        self.alpha, self.beta = (torch.ones(op.batch, limit, dtype=torch.float64) for _ in range(2))
+        self.unit = torch.ones(op.batch, dtype=torch.float64)
+        self.exhausted = torch.zeros(op.batch, dtype=torch.bool)
         self.lower = torch.zeros(op.batch, dtype=torch.float64)
         self.upper = torch.full((op.batch,), math.inf, dtype=torch.float64)
         self.error = torch.zeros(op.batch, dtype=torch.float64)
@@ -76,6 +79,11 @@ class _Results:
         self.converged = torch.zeros(op.batch, dtype=torch.bool)
         self.left = torch.zeros(op.batch, *op.out_shape, dtype=op.dtype, device=op.device) if vectors else None
         self.done = torch.zeros(op.batch, dtype=torch.bool)
+
+    def stop(self, index: Tensor, steps: int, alpha: Tensor, beta: Tensor, unit: Tensor, exhausted: Tensor, reached: Tensor) -> None:
+        """Store the recurrences of the entries ``index`` after ``steps`` steps."""
+        self.alpha[index, :steps], self.beta[index, :steps], self.unit[index] = alpha, beta, unit
+        self.exhausted[index], self.converged[index], self.steps[index], self.done[index] = exhausted, reached, steps, True
 
     def norm(self, op: JacobianOperator) -> Norm:
         """The results as a `Norm`; singular vectors are refined by one product, which also clears directions that J does not reach."""
@@ -125,38 +133,34 @@ class _Rule:
         ritz, s = torch.linalg.eigh(torch.nan_to_num(t))
         top = ritz[:, -1].clamp_min(0)
         exhausted = beta[:, -1] <= self.floor * top
-        reached = excludes(alpha, self._floored(beta, top), top * ((1 + self.tol) / (1 + self.rounding)) ** 2, self.log_inverse)
+        steps = torch.full((len(alpha),), alpha.shape[1])
+        target = top * ((1 + self.tol) / (1 + self.rounding)) ** 2
+        reached = excludes(alpha, self._floored(beta, top), steps, target, self.log_inverse)
         return top, s[:, :, -1], reached | (top == 0), exhausted
-
-    def upper(self, alpha: Tensor, beta: Tensor, top: Tensor) -> Tensor:
-        """Upper bound on the norm (the square root), (batch,)."""
-        return upper_bound(alpha, self._floored(beta, top), top, self.log_inverse).sqrt() * (1 + self.rounding)
 
     def _floored(self, beta: Tensor, top: Tensor) -> Tensor:
         """A beta below rounding is rounding: taking it larger makes the bound larger."""
         return torch.maximum(beta, (self.floor * top)[:, None]).clamp_min(1e-300)
 
-    def close(self, results: _Results, op: JacobianOperator, index: Tensor, stop: Tensor, state: dict[str, Tensor], unit: Tensor) -> None:
-        """Store what the entries ``stop`` (positions in the current batch; ``index`` in the whole) have shown."""
-        alpha, beta, top = state["alpha"][stop], state["beta"][stop], state["top"][stop]
-        exhausted, reached = state["exhausted"][stop], state["reached"][stop]
-        upper = self.upper(alpha, beta, top)
-        lower = top.sqrt()
-        error = torch.where(lower > 0, upper / lower.clamp_min(1e-300) - 1, 0.0)
-        if not self.certify:
-            error = torch.where(exhausted, torch.minimum(error, torch.tensor(self.floor, dtype=torch.float64)), error)
-        converged = reached | (exhausted & (not self.certify))
-        unit = unit[stop].sqrt()
-        lower, upper = lower * unit, upper * unit
-        open_ = ~converged & exhausted
-        if bool(open_.any()) and math.prod(op.out_shape) <= DENSE:
-            dense = dense_svd(op.select(stop.nonzero()[open_.nonzero()[:, 0], 0].to(op.device)))
-            lower[open_], upper[open_], error[open_], converged[open_] = dense.lower, dense.upper, dense.error, True
-        results.lower[index], results.error[index] = lower, error
-        results.steps[index], results.converged[index] = alpha.shape[1], converged
+    def finish(self, results: _Results, op: JacobianOperator, top: Tensor) -> None:
+        """Values of all entries from their recurrences and largest Ritz values ``top``; dense ones where the Krylov space ended too early."""
+        upper = upper_bound(results.alpha, self._floored(results.beta, top), results.steps, top, self.log_inverse).sqrt() * (1 + self.rounding)
+        upper = torch.where(results.converged, upper.minimum(top.sqrt() * (1 + self.tol)), upper)  # what `look` has shown
+        results.lower = top.sqrt()
+        results.error = torch.where(top > 0, upper / results.lower.clamp_min(1e-300) - 1, 0.0)
         if self.certify:
-            results.upper[index] = upper
-        results.done[index] = True
+            results.upper = upper
+            early = results.exhausted & ~results.converged & torch.isfinite(top)
+        else:  # a random start reaches every direction: an exhausted space holds the norm, up to rounding
+            results.converged |= results.exhausted
+            results.error = torch.where(results.exhausted, results.error.clamp_max(self.floor), results.error)
+            early = torch.zeros_like(results.exhausted)
+        scale = results.unit.sqrt()
+        results.lower, results.upper = results.lower * scale, results.upper * scale
+        if bool(early.any()) and math.prod(op.out_shape) <= DENSE:
+            dense = dense_svd(op.select(early.nonzero()[:, 0].to(op.device)))
+            results.lower[early], results.upper[early], results.error[early] = dense.lower, dense.upper, dense.error
+            results.converged[early] = True
 
 
 def lanczos(
@@ -169,7 +173,8 @@ def lanczos(
     """
     n = math.prod(op.out_shape)
     limit = min(max_steps, n)
-    whole, results, rule = op, _Results(op, vectors), _Rule(n, op.batch, tol, delta, op.dtype)
+    whole, results, rule = op, _Results(op, vectors, limit), _Rule(n, op.batch, tol, delta, op.dtype)
+    tops = torch.zeros(op.batch, dtype=torch.float64)
     active = torch.arange(op.batch)
     v = start_vectors(op, op.out_shape, seed)
     basis = v.new_empty(op.batch, min(16, limit), n)
@@ -186,8 +191,10 @@ def lanczos(
         w = w / unit.to(op.device, op.dtype)[:, None]
         alpha[:, j] = (w * v).sum(1).double().cpu()
         known = basis[:, : j + 1]
-        for _ in range(2):
-            w = torch.baddbmm(w[:, :, None], known.mT, known @ w[:, :, None], alpha=-1)[..., 0]
+        # The recurrence removes the large components, then one pass against the whole basis what rounding has left of it.
+        recent = basis[:, max(0, j - 1) : j + 1]
+        for part in (recent, known):
+            w = torch.baddbmm(w[:, :, None], part.mT, part @ w[:, :, None], alpha=-1)[..., 0]
         b = torch.linalg.vector_norm(w, dim=1)
         beta[:, j] = b.double().cpu()
         v = w / b.clamp_min(torch.finfo(op.dtype).tiny)[:, None]
@@ -200,8 +207,8 @@ def lanczos(
         if not bool(stop.any()):
             continue
         index = active[stop]
-        rule.close(results, op, index, stop, {"alpha": a, "beta": c, "top": top, "exhausted": exhausted, "reached": reached}, unit)
-        results.lower[active[broken & stop]] = math.nan
+        tops[index] = torch.where(broken, math.nan, top)[stop]
+        results.stop(index, j + 1, a[stop], c[stop], unit[stop], exhausted[stop], reached[stop])
         if results.left is not None:
             left = (s[stop].to(v)[:, None] @ known[stop.to(op.device)])[:, 0]
             results.left[index.to(op.device)] = left.view(-1, *op.out_shape)
@@ -213,6 +220,7 @@ def lanczos(
             there = where.to(op.device)
             op, basis, v = op.select(there), basis[there], v[there]
             active, alpha, beta, unit = active[where], alpha[where], beta[where], unit[where]
+    rule.finish(results, whole, tops)
     return results.norm(whole)
 
 
@@ -225,7 +233,8 @@ def golub_kahan(
     """
     n, m = math.prod(op.in_shape), math.prod(op.out_shape)
     limit = min(max_steps, n, m + 1)
-    results, rule = _Results(op, vectors), _Rule(n, op.batch, tol, delta, op.dtype)
+    results, rule = _Results(op, vectors, limit), _Rule(n, op.batch, tol, delta, op.dtype)
+    tops = torch.zeros(op.batch, dtype=torch.float64)
     v = start_vectors(op, op.in_shape, seed)
     right, left = v[:, None], v.new_empty(op.batch, 0, m)
     a, b, alpha, beta = (torch.zeros(op.batch, limit, dtype=torch.float64) for _ in range(4))
@@ -259,15 +268,16 @@ def golub_kahan(
         stop = (reached | exhausted | broken | torch.tensor(j + 1 == limit)) & ~results.done
         if not bool(stop.any()):
             continue
-        state = {"alpha": alpha[:, : j + 1], "beta": beta[:, : j + 1], "top": sigma[:, 0] ** 2, "exhausted": exhausted, "reached": reached}
-        rule.close(results, op, stop.nonzero()[:, 0], stop, state, unit**2)
-        results.lower[broken & stop] = math.nan
+        tops[stop] = torch.where(broken, math.nan, sigma[:, 0] ** 2)[stop]
+        index = stop.nonzero()[:, 0]
+        results.stop(index, j + 1, alpha[stop, : j + 1], beta[stop, : j + 1], unit[stop] ** 2, exhausted[stop], reached[stop])
         if results.left is not None:
             vector = (s_left[:, :, 0].to(u)[:, None] @ left)[:, 0].view(-1, *op.out_shape)
             chosen = stop.to(op.device)
             results.left[chosen] = vector[chosen]
         if bool(results.done.all()):
             break
+    rule.finish(results, op, tops)
     return results.norm(op)
 
 
