@@ -73,7 +73,7 @@ def compare(
         device: "auto" (CUDA where there is one), or a torch device. dtype: "float32" or "float64".
         seed: of the start vectors of exact norms. The same seed gives the same numbers on the same machine.
         out: where to save the run, a Zarr store that must not exist yet.
-        progress: show a progress bar on standard error.
+        progress: show a progress bar on standard error, where that is a terminal or a notebook.
 
     Returns:
         Dataset with dims (sample, layer, head): ``exact`` (lower end), ``exact_upper``, ``exact_steps``, ``exact_converged``, one
@@ -252,7 +252,8 @@ def _bar(show: bool, title: str, count: int) -> Iterator[Any]:
     """A progress bar over samples x layers; yields ``advance(samples, layers per sample)``."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TaskProgressColumn(show_speed=True))
     console = Console(stderr=True)
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True, disable=not show) as bar:
+    silent = not (show and (console.is_terminal or console.is_jupyter))
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True, disable=silent) as bar:
         task = bar.add_task(title, total=None)
 
         def advance(samples: int, layers: int) -> None:

@@ -40,17 +40,20 @@ def nonnegative_norm(p: Tensor, *, rtol: float = 1e-6, max_steps: int = 40) -> T
     active = torch.arange(len(flat), device=p.device)
     part = flat.double()
     y = torch.ones(len(flat), n, 1, dtype=torch.float64, device=p.device)
+    going = torch.ones(len(flat), dtype=torch.bool, device=p.device)
     for _ in range(max_steps):
         z = part.mT @ (part @ y)
-        upper[active] = torch.minimum(upper[active], (z / y).amax((-1, -2)))
+        ratio = (z / y).amax((-1, -2))
+        upper[active] = torch.where(going, torch.minimum(upper[active], ratio), upper[active])  # settled values stay as they are
         rayleigh = (y * z).sum((-1, -2)) / (y * y).sum((-1, -2))
-        going = upper[active] > rayleigh * (1 + 2 * rtol)
+        going = going & (upper[active] > rayleigh * (1 + 2 * rtol))
         unsettled = active[going]
         if not len(unsettled):
             break
         y = (z / z.amax((-1, -2), keepdim=True).clamp_min(1e-300)).clamp_min(1e-14)  # any y > 0 will do: keep it off zero
         if len(unsettled) <= 0.7 * len(active):
             active, part, y = unsettled, part[going], y[going]
+            going = torch.ones(len(active), dtype=torch.bool, device=p.device)
     if len(unsettled) and n <= DENSE:
         dense = flat[unsettled].double()
         exact = torch.linalg.eigvalsh(dense.mT @ dense)[:, -1].clamp_min(0)

@@ -129,8 +129,8 @@ def _draw(
     down = -(-len(panels) // across)
     layers, heads = ds.sizes["layer"], ds.sizes["head"]
     line = points / 72 * 1.35
-    caption = _caption(ds, panels, reduce, scale)
-    wrapped = textwrap.wrap(caption, int(inches * 72 / points * 1.95))
+    text = caption(ds, bounds=[name for name in panels if name in ds.attrs["bounds"]], reduce=reduce, scale=scale)
+    wrapped = textwrap.wrap(text, int(inches * 72 / points * 1.95))
     bar = 0.16 * inches / 7 + 2.6 * line if scale == "shared" else 0.0
     cell = inches / across
     side = cell - 4.2 * line - (2.6 * line if scale == "panel" else 0.0)
@@ -187,12 +187,13 @@ def _label(axes: Axes, ds: xr.Dataset, name: str, grid: np.ndarray, high: float,
     axes.tick_params(length=1.5, width=0.5, pad=1.5, labelsize=points - 1)
 
 
-def _caption(ds: xr.Dataset, panels: list[str], reduce: str | float, scale: str) -> str:
+def caption(ds: xr.Dataset, *, bounds: Iterable[str] | None = None, reduce: str | float = "mean", scale: str = "shared") -> str:
+    """The caption that `heatmaps` writes under the figure with these arguments."""
     what = f"{reduce:g}-quantile" if not isinstance(reduce, str) else {"geomean": "geometric mean", "max": "maximum"}.get(reduce, reduce)
     each = "" if scale == "shared" else " (a colour scale for each panel)"
     samples = "" if ds.attrs["samples"] == 1 else f", {what} over samples"
     marks = {"\u2020": "its assumptions do not hold on every head here", "\u2021": "it is below the exact norm of some head"}
-    counts = [ds.attrs["audit"][name] for name in panels if name in ds.attrs["bounds"]]
+    counts = [ds.attrs["audit"][name] for name in _panels(ds, bounds) if name in ds.attrs["bounds"]]
     used = ["\u2021"] * any(e["violations"] for e in counts) + ["\u2020"] * any(e["sound"] < e["compared"] and not e["violations"] for e in counts)
     legend = "".join(f" {mark} {marks[mark]}." for mark in used)
     return f"log10 of the local Lipschitz constant and its bounds{samples}{each}. {tables.caption(ds)}; ratios are geometric means.{legend}"

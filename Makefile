@@ -1,0 +1,39 @@
+# `make demo` and `make test` set everything up by themselves: a virtual environment in .venv with pinned versions.
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+
+.PHONY: demo test lint figures bench clean
+
+$(STAMP): setup.cfg pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3 ..."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt "torch==2.13.0"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+# Exact norms and every bound on three real checkpoints: tables on the terminal, runs and figures in lipbound-demo/.
+demo: $(STAMP)
+	rm -rf lipbound-demo
+	$(BIN)/lipbound demo --out lipbound-demo
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# The figures that README.md shows, from fresh runs.
+figures: $(STAMP)
+	$(BIN)/python figures/make_figures.py
+
+# Timings of exact norms against what people use instead, with an accuracy check in the same run.
+bench: $(STAMP)
+	$(BIN)/python benchmarks/exact_norms.py
+
+clean:
+	rm -rf $(VENV) lipbound-demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,133 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from models import REFUSED, build, save_bert, save_vit
+
+import lipbound as lb
+from lipbound import cli
+
+
+def call(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error of the command line, in this process."""
+    monkeypatch.setattr(sys, "argv", ["lipbound", *map(str, arguments)])
+    status = 0
+    try:
+        cli.main()
+    except SystemExit as end:
+        status = int(end.code or 0)
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_bert(tmp_path_factory.mktemp("bert"))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    file = tmp_path / "text.txt"
+    file.write_text("the ferry is in a clock of the keeper and the lighthouse " * 8)
+    return file
+
+
+def test_compare_heatmap_table_cite(bert: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run.zarr"
+    options = ("--data", text, "--samples", 2, "--max-length", 16, "--bounds", "yudin,castin", "--layers", "1", "--quiet")
+    status, out, err = call(capsys, monkeypatch, "compare", bert, *options, "--out", run)
+    assert status == 0, err
+    assert "Yudin 2025, Thm 3" in out
+    assert "8 heads" in out
+    ds = lb.load(run)
+    assert ds.sizes == {"sample": 2, "layer": 1, "head": 4}
+    assert ds.attrs["command"].startswith("lipbound compare")
+    figure = tmp_path / "figure.pdf"
+    status, out, _ = call(capsys, monkeypatch, "heatmap", run, "-o", figure, "--reduce", "0.9", "--scale", "panel", "--bounds", "yudin")
+    assert (status, figure.stat().st_size > 1000) == (0, True)
+    for format in ("text", "markdown", "latex", "csv"):
+        status, out, _ = call(capsys, monkeypatch, "table", run, "--format", format)
+        assert status == 0
+        assert "Castin 2024, 3.3" in out
+    status, out, _ = call(capsys, monkeypatch, "cite", run)
+    assert "@misc{yudin2025pay" in out
+
+
+def test_bounds_are_listed(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, out, _ = call(capsys, monkeypatch, "bounds")
+    assert status == 0
+    for name in lb.bounds.names():
+        assert lb.bounds.get(name).statement in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["compare", "/no/such/dir"], "there is no directory"),
+        (["compare", "builtin:gpt3"], "did you mean 'gpt2'"),
+        (["compare", "builtin:gpt2", "--bounds", "yudn"], "did you mean"),
+        (["compare", "builtin:gpt2", "--max-length", "1000"], "exceeds the 256 positions"),
+        (["compare", "builtin:gpt2", "--layers", "a"], "give numbers separated by commas"),
+        (["compare", "builtin:gpt2", "--layers", "9"], "numbered 0 to 5"),
+        (["compare", "builtin:gpt2", "--data", "/no/file.txt"], "there is no file"),
+        (["table", "/no/run.zarr"], "there is no run"),
+        (["heatmap", "/no/run.zarr", "-o", "x.pdf"], "there is no run"),
+    ],
+)
+def test_errors_are_one_sentence_and_status_two(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, _, err = call(capsys, monkeypatch, *arguments)
+    assert status == 2
+    assert sentence in err
+    assert err.startswith("error: ")
+    assert "Traceback" not in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_a_model_without_attention(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_vit(tmp_path)  # its processor serves
+    build(REFUSED["resnet"][0]).save_pretrained(tmp_path)
+    status, _, err = call(capsys, monkeypatch, "compare", tmp_path, "--samples", 1)
+    assert (status, "no attention that can be captured" in err) == (2, True)
+
+
+def test_wrong_modality(bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    from PIL import Image
+
+    Image.new("RGB", (4, 4)).save(tmp_path / "p.png")
+    status, _, err = call(capsys, monkeypatch, "compare", bert, "--data", tmp_path / "p.png", "--max-length", 8)
+    assert (status, "reads text" in err) == (2, True)
+
+
+def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, _, err = call(capsys, monkeypatch, "--debug", "compare", "builtin:gpt3")
+    assert (status, "Traceback" in err) == (2, True)
+    cli.state["debug"] = False
+
+
+def test_a_finished_run_is_rescued(bert: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["lipbound.compare"]
+
+    def full(ds: object, path: Path) -> None:
+        raise lb.store.StoreError(f"{path} could not be written: No space left on device")
+
+    monkeypatch.setattr(module, "save", full)
+    options = ("--data", text, "--samples", 1, "--max-length", 8, "--bounds", "castin", "--quiet")
+    status, _, err = call(capsys, monkeypatch, "compare", bert, *options, "--out", tmp_path / "run.zarr")
+    assert status == 2
+    refuge = Path(err.split("was saved to ")[1].split(" instead")[0])
+    assert lb.load(refuge).sizes["sample"] == 1
+
+
+def test_help_has_examples() -> None:
+    for command in ("compare", "heatmap", "table", "cite", "bounds", "demo"):
+        assert "Example: lipbound" in (next(c for c in cli.app.registered_commands if (c.name or c.callback.__name__).endswith(command)).epilog or "")
+
+
+@pytest.mark.slow
+def test_the_installed_command_runs() -> None:
+    done = subprocess.run([sys.executable, "-m", "lipbound.cli", "compare", "builtin:nope"], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: unknown builtin checkpoint 'nope'")
