@@ -175,7 +175,8 @@ def _label(axes: Axes, ds: xr.Dataset, name: str, grid: np.ndarray, high: float,
         entry = ds.attrs["audit"][name]
         lines[0] += " \u2021" if entry["violations"] else " \u2020" if entry["sound"] < entry["compared"] else ""
         ratio = tables.summary(ds).loc[name, "geomean"]
-        lines.append(f"{tables.number(ratio)} \u00d7 exact" if np.isfinite(ratio) else "infinite for some heads")
+        of = "exact" if get(name).exact == "exact" else "exact L2"
+        lines.append(f"{tables.number(ratio)} \u00d7 {of}" if np.isfinite(ratio) else "infinite for some heads")
         finite = grid[np.isfinite(grid)]
         if finite.size and np.median(finite) > high:
             upper = "\u221e" if np.isposinf(grid).any() else f"{finite.max():.1f}"
