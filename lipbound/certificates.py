@@ -11,10 +11,11 @@ clustered eigenvalues.
 
 import math
 
+import numpy as np
 import torch
 from scipy.special import betaincinv
-from torch import Tensor
 
+Array = np.ndarray
 ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-11}
 """Relative allowance for products in this dtype: the recurrence belongs to a matrix that is off by rounding."""
 
@@ -26,37 +27,40 @@ def log_inverse_epsilon(n: int, delta: float) -> float:
     return -0.5 * math.log(float(betaincinv(0.5, (n - 1) / 2, delta)))
 
 
-def log_polynomial(alpha: Tensor, beta: Tensor, steps: Tensor, x: Tensor) -> Tensor:
-    """log p_k(x) for a batch of recurrences alpha, beta (batch, >= k) after k = ``steps`` (batch,) steps; -inf where p_k(x) <= 0."""
-    older, p = torch.zeros_like(x), torch.ones_like(x)
-    total = torch.zeros_like(x)
-    before = torch.zeros_like(x)
+def log_polynomial(alpha: Array, beta: Array, steps: Array, x: Array) -> Array:
+    """log p_k(x) for a batch of recurrences alpha, beta (batch, >= k) after k = ``steps`` (batch,) steps; -inf where p_k(x) <= 0.
+
+    float64 arrays of numpy, as everywhere in this module: the arithmetic is of a few numbers per norm.
+    """
+    older, p = np.zeros_like(x), np.ones_like(x)
+    total, before = np.zeros_like(x), np.zeros_like(x)
     for j in range(int(steps.max())):
-        following = torch.where(j < steps, ((x - alpha[:, j]) * p - before * older) / beta[:, j], p)
+        following = ((x - alpha[:, j]) * p - before * older) / beta[:, j]
+        following = np.where(j < steps, following, p)
         older, before = p, beta[:, j]
-        size = following.abs().clamp_min(1e-300)
-        p, older, total = following / size, older / size, total + size.log()
-    return torch.where(p > 0, total, -math.inf)
+        size = np.maximum(np.abs(following), 1e-300)
+        p, older, total = following / size, older / size, total + np.log(size)
+    return np.where(p > 0, total, -math.inf)
 
 
-def excludes(alpha: Tensor, beta: Tensor, steps: Tensor, x: Tensor, log_inverse: float) -> Tensor:
+def excludes(alpha: Array, beta: Array, steps: Array, x: Array, log_inverse: float) -> Array:
     """Whether the largest eigenvalue is below x, (batch,) bool, at the failure probability behind ``log_inverse``; x beyond the Ritz values."""
     return log_polynomial(alpha, beta, steps, x) >= log_inverse
 
 
-def upper_bound(alpha: Tensor, beta: Tensor, steps: Tensor, top: Tensor, log_inverse: float) -> Tensor:
+def upper_bound(alpha: Array, beta: Array, steps: Array, top: Array, log_inverse: float) -> Array:
     """An upper bound on the largest eigenvalue, within 2 % of the excess over ``top`` (largest Ritz values) that the recurrences allow, (batch,).
 
     Found by bisection on the logarithm of the excess, and rounded upwards.
     """
-    low, high = torch.full_like(top, -36.0), torch.full_like(top, -6.0)
+    low, high = np.full_like(top, -36.0), np.full_like(top, -6.0)
     for _ in range(40):
-        outside = ~excludes(alpha, beta, steps, top * (1 + high.exp()), log_inverse)
-        if not bool(outside.any()):
+        outside = ~excludes(alpha, beta, steps, top * (1 + np.exp(high)), log_inverse)
+        if not outside.any():
             break
-        low, high = torch.where(outside, high, low), torch.where(outside, high + 4.0, high)
+        low, high = np.where(outside, high, low), np.where(outside, high + 4.0, high)
     for _ in range(11):
         middle = (low + high) / 2
-        inside = excludes(alpha, beta, steps, top * (1 + middle.exp()), log_inverse)
-        high, low = torch.where(inside, middle, high), torch.where(inside, low, middle)
-    return torch.where(top > 0, top * (1 + high.exp()), 0.0)
+        inside = excludes(alpha, beta, steps, top * (1 + np.exp(middle)), log_inverse)
+        high, low = np.where(inside, middle, high), np.where(inside, low, middle)
+    return np.where(top > 0, top * (1 + np.exp(high)), 0.0)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -129,22 +130,28 @@ class _Rule:
 
     def look(self, alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """After k steps, alpha and beta (batch, k): top Ritz value, its vector (batch, k), whether tol is reached, whether the space is exhausted."""
-        t = torch.diag_embed(alpha) + torch.diag_embed(beta[:, :-1], 1) + torch.diag_embed(beta[:, :-1], -1)
-        ritz, s = torch.linalg.eigh(torch.nan_to_num(t))
-        top = ritz[:, -1].clamp_min(0)
-        exhausted = beta[:, -1] <= self.floor * top
-        steps = torch.full((len(alpha),), alpha.shape[1])
+        a, b = np.nan_to_num(alpha.numpy()), np.nan_to_num(beta.numpy())
+        k = a.shape[1]
+        t = np.zeros((len(a), k, k))
+        i = np.arange(k)
+        t[:, i, i] = a
+        t[:, i[1:], i[:-1]] = b[:, :-1]  # eigh reads the lower triangle
+        ritz, s = np.linalg.eigh(t)
+        top = np.maximum(ritz[:, -1], 0)
         target = top * ((1 + self.tol) / (1 + self.rounding)) ** 2
-        reached = excludes(alpha, self._floored(beta, top), steps, target, self.log_inverse)
-        return top, s[:, :, -1], reached | (top == 0), exhausted
+        reached = excludes(a, self._floored(b, top), np.full(len(a), k), target, self.log_inverse) | (top == 0)
+        exhausted = b[:, -1] <= self.floor * top
+        return torch.from_numpy(top), torch.from_numpy(s[:, :, -1]), torch.from_numpy(reached), torch.from_numpy(exhausted)
 
-    def _floored(self, beta: Tensor, top: Tensor) -> Tensor:
+    def _floored(self, beta: np.ndarray, top: np.ndarray) -> np.ndarray:
         """A beta below rounding is rounding: taking it larger makes the bound larger."""
-        return torch.maximum(beta, (self.floor * top)[:, None]).clamp_min(1e-300)
+        return np.maximum(np.maximum(beta, self.floor * top[:, None]), 1e-300)
 
     def finish(self, results: _Results, op: JacobianOperator, top: Tensor) -> None:
         """Values of all entries from their recurrences and largest Ritz values ``top``; dense ones where the Krylov space ended too early."""
-        upper = upper_bound(results.alpha, self._floored(results.beta, top), results.steps, top, self.log_inverse).sqrt() * (1 + self.rounding)
+        beta = self._floored(results.beta.numpy(), top.numpy())
+        bound = upper_bound(results.alpha.numpy(), beta, results.steps.numpy(), top.numpy(), self.log_inverse)
+        upper = torch.from_numpy(bound).sqrt() * (1 + self.rounding)
         upper = torch.where(results.converged, upper.minimum(top.sqrt() * (1 + self.tol)), upper)  # what `look` has shown
         results.lower = top.sqrt()
         results.error = torch.where(top > 0, upper / results.lower.clamp_min(1e-300) - 1, 0.0)

@@ -16,6 +16,7 @@ so that the eigensolvers in `lipbound.norms` work on any of them.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -107,18 +108,26 @@ class HeadJacobian(JacobianOperator):
         self.batch = att.samples * heads
         self.dtype, self.device = att.dtype, att.device
         self.out_shape = (att.tokens, att.d_v)
-        w = torch.cat([att.scale * att.w_q, att.scale * att.w_k, att.w_v], -1)
+        self._w = torch.cat([att.scale * att.w_q, att.scale * att.w_k, att.w_v], -1)
         self._sizes = [att.d, att.d, att.d_v]
-        self._u, self._r = torch.linalg.qr(w.double())  # (heads, D, m'), (heads, m', m)
-        self.in_shape = (att.tokens, self._r.shape[1])
+        self.in_shape = (att.tokens, min(self._w.shape[1:]))
         self._head = torch.arange(heads, device=att.device).repeat(att.samples)
         self._p = _flat(att.p)
         self._q = _flat(att.q)
         self._k = _flat(att.k - att.k.mean(-2, keepdim=True))
         self._v = _flat(att.v - att.v.mean(-2, keepdim=True))
         self._o = self._p @ self._v
-        self._weights = self._r.to(self.dtype)[self._head]
-        self._weights_gram = (self._r.mT @ self._r).to(self.dtype)[self._head]
+        self._weights_gram = (self._w.mT @ self._w)[self._head]
+
+    @cached_property
+    def _reduction(self) -> tuple[Tensor, Tensor]:
+        """The thin QR of w: u (heads, D, m') and r (heads, m', m). ``gram`` does without it."""
+        u, r = torch.linalg.qr(self._w.double())
+        return u.to(self.dtype), r.to(self.dtype)
+
+    @property
+    def _weights(self) -> Tensor:
+        return self._reduction[1][self._head]
 
     def _pull(self, y: Tensor) -> Tensor:
         """The cotangents of q, k, v under y, side by side, (batch, N, m)."""
@@ -154,13 +163,13 @@ class HeadJacobian(JacobianOperator):
 
     def lift(self, x: Tensor) -> Tensor:
         """Reduced input vectors (batch, N, m') in the coordinates of X, (batch, N, D)."""
-        return x @ self._u[self._head].mT.to(x.dtype)
+        return x @ self._reduction[0][self._head].mT
 
     def select(self, index: Tensor) -> "HeadJacobian":
         part = object.__new__(type(self))
         part.__dict__.update(self.__dict__)
         part.batch = len(index)
-        for name in ("_p", "_q", "_k", "_v", "_o", "_head", "_weights", "_weights_gram"):
+        for name in ("_p", "_q", "_k", "_v", "_o", "_head", "_weights_gram"):
             setattr(part, name, getattr(self, name)[index])
         return part
 
