@@ -21,6 +21,8 @@ ESTIMATE_DELTA = 1e-3
 """Failure probability, per norm, behind the error estimate of a norm for which no certificate was asked."""
 DENSE = 512
 """Largest output dimension for which a Krylov space that ends before a certificate is reached is replaced by a dense decomposition."""
+LOOK = 2
+"""Steps between two looks at the recurrences, whose small eigenvalue problems cost as much as a step on small layers."""
 
 
 @dataclass(frozen=True)
@@ -207,6 +209,8 @@ def lanczos(
         v = w / b.clamp_min(torch.finfo(op.dtype).tiny)[:, None]
 
         a, c = alpha[:, : j + 1], beta[:, : j + 1]
+        if j % LOOK and j + 1 < limit and bool((c[:, j] > 0).all()):
+            continue
         top, s, reached, exhausted = rule.look(a, c)
         exhausted |= torch.tensor(j + 1 == n)
         broken = ~torch.isfinite(a[:, j])
