@@ -28,6 +28,38 @@ def product_norm(a: Tensor, b: Tensor) -> Tensor:
     return matrix_norm(r_a @ r_b.mT)
 
 
+def block_norm(b: Tensor, *, squarings: int = 2) -> Tensor:
+    r"""Spectral norms of many small matrices (..., m, n), rounded upwards: (...), float64.
+
+    No iteration to convergence: the Gram matrix of the shorter side is squared ``squarings`` times, then Wolkowicz and Styan's
+    :math:`\lambda_{max} \le t/k + \sqrt{(1 - 1/k)(f - t^2/k)}` (t, f: trace and squared Frobenius norm, k: order) is taken of the power and
+    rooted back. An upper value for every number of squarings; each of them halves the logarithm of the excess.
+    """
+    b = b.double()
+    b = b if b.shape[-2] <= b.shape[-1] else b.mT
+    size = b.abs().amax((-1, -2), keepdim=True)
+    b = b / torch.where(size > 0, size, 1.0)
+    gram = b @ b.mT
+    logarithm, power = torch.zeros_like(size[..., 0, 0]), 1.0  # gram^power = exp(logarithm) * g
+    g = gram
+    for _ in range(squarings):
+        unit = g.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(1e-300)
+        g = g / unit[..., None, None]
+        g = g @ g
+        logarithm, power = 2 * (logarithm + unit.log()), 2 * power
+    k = g.shape[-1]
+    t, f = g.diagonal(dim1=-2, dim2=-1).sum(-1), (g * g).sum((-1, -2))
+    top = torch.minimum(t / k + ((1 - 1 / k) * (f - t * t / k).clamp_min(0)).sqrt(), f.sqrt())
+    value = ((top.clamp_min(1e-300).log() + logarithm) / (2 * power)).exp()
+    return torch.where(size[..., 0, 0] > 0, value * size[..., 0, 0], 0.0) * (1 + 1e-13 * k)
+
+
+def symmetric_norm(g: Tensor) -> Tensor:
+    """Largest eigenvalues of symmetric positive semi-definite matrices (..., n, n), rounded upwards, zero at least: (...), float64."""
+    top = torch.linalg.eigvalsh(g.double())[..., -1].clamp_min(0)
+    return _upwards(top, g.shape[-1])
+
+
 def nonnegative_norm(p: Tensor, *, rtol: float = 1e-6, max_steps: int = 40) -> Tensor:
     r"""Spectral norms of entrywise nonnegative matrices, rounded upwards: (..., n, n) -> (...), float64.
 

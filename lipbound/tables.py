@@ -92,5 +92,5 @@ def caption(ds: xr.Dataset) -> str:
 
 def bibtex(ds: xr.Dataset) -> str:
     """BibTeX entries of every source the run's bounds come from, and of lipbound."""
-    keys = dict.fromkeys([ds[name].attrs["citation"] for name in ds.attrs["bounds"]] + ["lipbound"])
+    keys = dict.fromkeys([ds[name].attrs["citation"] for name in ds.attrs["bounds"]] + ["lipbound2026"])
     return "\n\n".join(BIBTEX[key] for key in keys) + "\n"

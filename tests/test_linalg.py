@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lipbound.linalg import matrix_norm, nonnegative_norm, product_norm
+from lipbound.linalg import block_norm, matrix_norm, nonnegative_norm, product_norm, symmetric_norm
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -42,3 +42,24 @@ def test_nonnegative_norm_with_empty_rows_and_columns() -> None:
     p[:, 4:] = 0
     torch.testing.assert_close(nonnegative_norm(p), torch.linalg.matrix_norm(p, 2), rtol=1e-5, atol=0)
     assert float(nonnegative_norm(torch.zeros(3, 3))) == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(500, 5, 9), (50, 32, 32), (7, 1, 3), (3, 64, 20)])
+@pytest.mark.parametrize("size", [1e-150, 1.0, 1e100])
+@pytest.mark.parametrize("squarings", [0, 2, 4])
+def test_block_norm_is_an_upper_value(shape: tuple[int, ...], size: float, squarings: int) -> None:
+    b = draw(*shape) * size
+    b[0] = 0
+    b[1] = b[1, :, :1] @ b[1, :1] / size  # rank one
+    exact = torch.linalg.matrix_norm(b, 2)
+    value = block_norm(b, squarings=squarings)
+    assert bool((value >= exact * (1 - 1e-15)).all())
+    assert bool((value <= exact * (1.5, 1, 1.06, 1, 1.02)[squarings]).all())
+    assert float(value[0]) == 0
+    assert float(value[1]) == pytest.approx(float(exact[1]), rel=1e-10)
+
+
+def test_symmetric_norm() -> None:
+    b = draw(4, 6, 3)
+    torch.testing.assert_close(symmetric_norm(b @ b.mT), torch.linalg.matrix_norm(b, 2) ** 2, rtol=1e-12, atol=0)
+    assert float(symmetric_norm(torch.zeros(2, 2))) == 0

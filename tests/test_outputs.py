@@ -68,7 +68,7 @@ def test_latex_escapes(ds: xr.Dataset) -> None:
 
 def test_bibtex_has_every_source_once(ds: xr.Dataset) -> None:
     text = tables.bibtex(ds)
-    for key in ("kim2021lipschitz", "hu2024specformer", "castin2024smooth", "yudin2025pay", "lipbound"):
+    for key in ("kim2021lipschitz", "hu2024specformer", "castin2024smooth", "yudin2025pay", "lipbound2026"):
         assert text.count(f"{{{key},") == 1
 
 

@@ -27,7 +27,7 @@ BIBTEX = {
   year   = {2025},
   note   = {arXiv:2507.07814}
 }""",
-    "lipbound": """@software{lipbound,
+    "lipbound2026": """@software{lipbound2026,
   title  = {lipbound: exact local {L}ipschitz constants of attention heads, and every published bound},
   author = {{The lipbound developers}},
   year   = {2026}

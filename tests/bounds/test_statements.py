@@ -44,6 +44,7 @@ def naive(att: Attention, s: int, h: int) -> dict[str, float]:
     t = norm(a) * r * r
     shift = float((att.scale * w_k @ b_q).norm())
     return {
+        "lipbound": path_gram(x, p, att, s, h),
         "kim": math.sqrt(n) * att.scale * (4 * float(inverse_phi(torch.tensor(n - 1.0, dtype=torch.float64))) + 1) * norm(w_q) ** 2 * v,
         "specformer": n * (n + 1) * frobenius**2 * (v * norm(w_q) * norm(w_k) + v),
         "castin": math.sqrt(3) * v * math.sqrt(norm(a) ** 2 * r**4 * (4 * n + 1) + n),
@@ -59,6 +60,33 @@ def naive(att: Attention, s: int, h: int) -> dict[str, float]:
     }
 
 
+def path_gram(x: Tensor, p: Tensor, att: Attention, s: int, h: int) -> float:
+    """Our bound pair by pair, from explicit blocks and dense norms."""
+    n = len(x)
+    keep = torch.ones(att.tokens, dtype=torch.bool) if att.valid is None else att.valid[s]
+    q, k, v = (t[s, h][keep] for t in (att.q, att.k, att.v))
+    w_q, w_k, w_v, c = att.w_q[h], att.w_k[h], att.w_v[h], att.scale
+    o = p @ v
+    a = [(p[i][:, None] * (v - o[i])).T for i in range(n)]
+    b = [c * a[i] @ k @ w_q.T for i in range(n)]
+    qt = c * q @ w_k.T
+    e0, kk = torch.zeros(n, n, dtype=x.dtype), torch.zeros(n, n, dtype=x.dtype)
+    lengths = torch.stack([ai.norm(dim=0) for ai in a])
+    norms = [norm(ai) for ai in a]
+    for i in range(n):
+        for j in range(n):
+            reach = min(float(lengths[i] @ p[j]), norms[i] * float(p[j].norm()))
+            cross = float(p[i, j]) * norm(b[j] @ w_v) + float(p[j, i] * (b[i] @ qt[j]).norm() * (v[i] - o[j]).norm())
+            cross += float((w_v.T @ qt[i]).norm()) * reach
+            e0[i, j] += cross + float(p[i] @ p[j]) * norm(w_v) ** 2
+            e0[j, i] += cross
+            kk[i, j] = abs(float(qt[i] @ qt[j])) * min(norms[i] * norms[j], float(lengths[i] @ lengths[j]))
+        e0[i, i] += norm(b[i]) ** 2
+    stacked = sum(float(qt[i] @ qt[i]) * a[i].T @ a[i] for i in range(n))
+    key = min(norm(torch.tensor(norms, dtype=x.dtype)[:, None] * qt) ** 2, norm(stacked))
+    return math.sqrt(min(norm(e0 + kk), norm(e0) + key))
+
+
 def test_bounds_are_their_statements(att: Attention) -> None:
     values = bounds.evaluate(att)
     for s in range(att.samples):
@@ -66,7 +94,8 @@ def test_bounds_are_their_statements(att: Attention) -> None:
             expected = naive(att, s, h)
             assert set(expected) == set(values)
             for name, value in expected.items():
-                assert float(values[name][s, h]) == pytest.approx(value, rel=2e-6), name
+                # ours takes the norms of small blocks rounded upwards by up to a percent
+                assert float(values[name][s, h]) == pytest.approx(value, rel=1e-2 if name == "lipbound" else 2e-6), name
                 assert float(values[name][s, h]) >= value * (1 - 1e-12), name  # rounded upwards, never down
 
 

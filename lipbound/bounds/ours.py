@@ -1,0 +1,127 @@
+r"""Our own bound: compression of the blocks of :math:`J J^T` by token pairs.
+
+Notation, for one head: :math:`o_i = \sum_j P_{ij} v_j`, :math:`A_i` (d_v x N) with columns :math:`P_{ij}(v_j - o_i)`,
+:math:`C_i = A_i K` (d_v x d), :math:`\tilde q_i = c\,W_K q_i`, :math:`B_i = c\,C_i W_Q^T` with :math:`c` = ``scale``. The block of J from token j
+to output i is
+
+.. math:: J_{ij} = P_{ij} W_V^T + A_i[:,j]\,\tilde q_i^T + \delta_{ij} B_i
+"""
+
+import torch
+from torch import Tensor
+
+from lipbound.attention import Attention
+from lipbound.bounds.registry import bound
+from lipbound.linalg import block_norm, matrix_norm, nonnegative_norm, symmetric_norm
+
+CHUNK = 2**27
+"""Bytes of the largest temporary, the N x d_v x d moments of some heads of one sample."""
+
+
+def _always(att: Attention) -> Tensor:
+    return torch.ones(1, 1, dtype=torch.bool, device=att.device)
+
+
+@bound(
+    "lipbound",
+    label="lipbound (ours)",
+    citation="lipbound2026",
+    statement="||J||^2 <= min(||E + K||, ||E|| + L), N x N matrices of norms of the blocks of J J^T (see its docstring)",
+    source="lipbound.bounds.ours",
+    assumptions="any biases, any mask",
+    condition=_always,
+    cost="O(N^3 + N^2 d d_v)",
+)
+def lipbound(att: Attention) -> Tensor:
+    r"""Path-Gram compression: within a factor of about 1.3 of the exact norm on pretrained heads, in float64 throughout.
+
+    With :math:`S = P P^T`, :math:`E_{ij} = P_{ij}|v_j - o_i|`, :math:`z_i = W_V^T \tilde q_i` and
+    :math:`a_{ik} = \min((E P^T)_{ik}, \|A_i\| |P_k|)`, let
+
+    .. math::
+        X_{ik} &= P_{ik}\,\|B_k W_V\| + P_{ki}\,|B_i \tilde q_k|\,|v_i - o_k| + |z_i|\,a_{ik} \\
+        E_0 &= S\,\|W_V\|^2 + \mathrm{diag}\,\|B_i\|^2 + X + X^T \\
+        K_{ik} &= |\tilde q_i \cdot \tilde q_k|\,\min(\|A_i\|\|A_k\|, (E E^T)_{ik}) \\
+        L &= \min\big(\|\mathrm{diag}(\|A_i\|)\,\tilde Q\|^2,\ \|\textstyle\sum_i |\tilde q_i|^2 A_i^T A_i\|\big)
+
+    Then :math:`\|J\|^2 \le \min(\|E_0 + K\|, \|E_0\| + L)`.
+
+    *Proof.* Write :math:`J = J_V + J_K + J_Q` after the three terms of its blocks. Block (i, k) of :math:`J J^T` is a sum of their products:
+
+    - (V,V): :math:`S_{ik} W_V^T W_V`, and (Q,Q): :math:`\delta_{ik} B_i B_i^T`;
+    - (V,Q): :math:`P_{ik} W_V^T B_k^T`, and (Q,K): :math:`P_{ki} B_i \tilde q_k (v_i - o_k)^T`, each with its transpose;
+    - (K,V), with its transpose: :math:`(\sum_j P_{kj} A_i[:,j])\,z_i^T`, where the sum is at most :math:`a_{ik}` long, by the triangle
+      inequality or as :math:`A_i P_k`;
+    - (K,K): :math:`(\tilde q_i \cdot \tilde q_k) A_i A_k^T`, where :math:`\|A_i A_k^T\| \le \min(\|A_i\|\|A_k\|, \sum_j E_{ij} E_{kj})`.
+
+    So block (i, k) has norm at most :math:`(E_0 + K)_{ik}`. A block matrix is no larger in norm than the matrix of its blocks' norms, which
+    grows with its entries: the first branch. For the second, leave :math:`J_K J_K^T` out of the compression. Its row blocks are
+    :math:`\tilde q_i^T \otimes A_i`. Pulling out :math:`\|A_i\|` leaves a block diagonal contraction times
+    :math:`\mathrm{diag}(\|A_i\|) \tilde Q \otimes I`; pulling out :math:`|\tilde q_i|` leaves the Schur product of the correlation matrix
+    :math:`\hat q_i \cdot \hat q_k` with the positive semi-definite :math:`[|\tilde q_i||\tilde q_k| A_i A_k^T]`, which does not increase its norm,
+    that of :math:`\sum_i |\tilde q_i|^2 A_i^T A_i`. QED
+
+    J depends on keys and values only through differences, so both are centred first; the norms of small matrices are upper values
+    (`lipbound.linalg.block_norm`, within 1 %). Memory O(N^2 + N d d_v) per head.
+    """
+    heads = max(1, int(CHUNK // (8 * att.tokens * max(att.d_v * max(att.d, att.d_v), att.tokens))))
+    rows = [torch.cat([_heads(att, s, slice(h, min(att.heads, h + heads))) for h in range(0, att.heads, heads)]) for s in range(att.samples)]
+    return torch.stack(rows)
+
+
+def _heads(att: Attention, sample: int, heads: slice) -> Tensor:
+    """The bound for some heads of one sample, (heads,)."""
+    p, q = att.p[sample, heads].double(), att.q[sample, heads].double()
+    k, v = (t[sample, heads].double() for t in (att.k, att.v))
+    k, v = k - k.mean(-2, keepdim=True), v - v.mean(-2, keepdim=True)
+    w_q, w_k, w_v = (w[heads].double() for w in (att.w_q, att.w_k, att.w_v))
+    n, d, d_v, c = att.tokens, att.d, att.d_v, att.scale
+    o = p @ v
+    size = v.norm(dim=-1).amax(-1)[:, None]  # scale of rounding in differences of values
+
+    distance = torch.cdist(o, v, compute_mode="donot_use_mm_for_euclid_dist")  # |v_j - o_i|
+    r_q, r_k = (torch.linalg.qr(w, mode="r").R for w in (w_q, w_k))
+    qt = c * q @ r_k.mT
+    length = qt.norm(dim=-1)
+    z = (c * q @ (w_k.mT @ w_v)).norm(dim=-1)
+
+    moments = (p @ _outer(v, k)).unflatten(-1, (d_v, d)) - o[..., :, None] * (p @ k)[..., None, :]  # C_i
+    b = block_norm(c * moments @ r_q.mT[:, None])
+    b_v = block_norm(c * moments @ (w_q.mT @ w_v)[:, None])
+    b_q = _image_norms(c * moments, q @ (c * w_q.mT @ w_k).mT)  # |B_i qt_k|
+
+    w2 = p * p
+    first, total = w2 @ v, w2.sum(-1)
+    gram = (w2 @ _outer(v, v)).unflatten(-1, (d_v, d_v)) - first[..., :, None] * o[..., None, :] - o[..., :, None] * first[..., None, :]
+    gram = gram + total[..., None, None] * o[..., :, None] * o[..., None, :]  # A_i A_i^T
+    a2 = block_norm(gram) + 1e-13 * total * size**2
+    a = a2.sqrt()
+
+    e = p * distance
+    s = p @ p.mT
+    reach = torch.minimum(e @ p.mT, a[..., :, None] * p.norm(dim=-1)[..., None, :])
+    x = p * b_v[..., None, :] + p.mT * b_q * distance.mT + z[..., :, None] * reach
+    e0 = s * (matrix_norm(w_v) ** 2)[:, None, None] + torch.diag_embed(b**2) + x + x.mT
+    kk = (qt @ qt.mT).abs() * torch.minimum(a[..., :, None] * a[..., None, :], e @ e.mT)
+
+    rows = p * length[..., None]
+    pair = rows.mT @ rows
+    mixed = (rows * (o @ v.mT)).mT @ rows
+    own = (rows * (o * o).sum(-1, keepdim=True)).mT @ rows
+    second = symmetric_norm((v @ v.mT) * pair - mixed - mixed.mT + own) + 1e-13 * n * pair.diagonal(dim1=-2, dim2=-1).amax(-1) * size[:, 0] ** 2
+    key = torch.minimum(matrix_norm(a[..., None] * qt) ** 2, second)
+    squared = torch.minimum(nonnegative_norm(e0 + kk), nonnegative_norm(e0) + key)
+    return squared.sqrt() * (1 + 1e-11)
+
+
+def _image_norms(maps: Tensor, vectors: Tensor) -> Tensor:
+    """|M_i y_k| for maps (heads, N, d_v, d) and vectors (heads, N, d): (heads, N, N), by blocks of rows."""
+    n, d_v = maps.shape[1:3]
+    rows = max(1, int(CHUNK // (8 * maps.shape[0] * d_v * n)))
+    parts = [(m.flatten(1, 2) @ vectors.mT).unflatten(1, (-1, d_v)).norm(dim=2) for m in maps.split(rows, 1)]
+    return torch.cat(parts, 1)
+
+
+def _outer(x: Tensor, y: Tensor) -> Tensor:
+    """Rows of outer products, (heads, N, a) and (heads, N, b) -> (heads, N, a b)."""
+    return (x[..., :, None] * y[..., None, :]).flatten(-2)
