@@ -209,8 +209,9 @@ def lanczos(
         v = w / b.clamp_min(torch.finfo(op.dtype).tiny)[:, None]
 
         a, c = alpha[:, : j + 1], beta[:, : j + 1]
-        if j % LOOK and j + 1 < limit and bool((c[:, j] > 0).all()):
-            continue
+        largest = a.abs().amax(1) + 2 * c.amax(1)  # above every Ritz value (Gershgorin)
+        if j % LOOK and j + 1 < limit and bool((c[:, j] > rule.floor * largest).all()):
+            continue  # nobody's Krylov space has ended: look at the next step
         top, s, reached, exhausted = rule.look(a, c)
         exhausted |= torch.tensor(j + 1 == n)
         broken = ~torch.isfinite(a[:, j])
