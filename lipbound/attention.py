@@ -129,24 +129,24 @@ class Attention:
 
     # -- derived tensors ---------------------------------------------------------------------------------------------
 
-    def _project(self, w: Tensor, b: Tensor | None) -> Tensor:
-        y = torch.einsum("snd,hde->shne", self.x, w)
+    def _project(self, w: Tensor, b: Tensor | None, x: Tensor) -> Tensor:
+        y = torch.einsum("snd,hde->shne", x, w.to(x.dtype))
         return y if b is None else y + b[:, None]
 
     @cached_property
     def q(self) -> Tensor:
         """Queries, (samples, heads, N, d)."""
-        return self._project(self.w_q, self.b_q)
+        return self._project(self.w_q, self.b_q, self.x)
 
     @cached_property
     def k(self) -> Tensor:
         """Keys, (samples, heads, N, d)."""
-        return self._project(self.w_k, self.b_k)
+        return self._project(self.w_k, self.b_k, self.x)
 
     @cached_property
     def v(self) -> Tensor:
         """Values, (samples, heads, N, d_v)."""
-        return self._project(self.w_v, self.b_v)
+        return self._project(self.w_v, self.b_v, self.x)
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """What the softmax sees, (samples, heads, N, N): the one place where queries and keys meet.
@@ -171,14 +171,18 @@ class Attention:
             padded = ~self.valid[:, None, :, None]
             p = torch.softmax(scores.masked_fill(padded, 0.0), -1).masked_fill(padded, 0.0)
         if not bool(torch.isfinite(p).all()):
-            remedy = "use float64, or smaller inputs" if self.dtype == torch.float32 else "rescale the inputs or the weights"
-            raise AttentionError(f"the attention scores overflow {self.dtype}, so their softmax is not finite; {remedy}")
+            raise AttentionError("the attention scores overflow, so their softmax is not finite; rescale the inputs or the weights")
         return p
 
     @cached_property
     def p(self) -> Tensor:
-        """Attention probabilities, (samples, heads, N, N)."""
-        return self.probabilities(self.scores(self.q, self.k))
+        """Attention probabilities, (samples, heads, N, N).
+
+        Computed in float64 whatever the dtype: scores of size s would otherwise carry an absolute error of s times the rounding unit into P.
+        """
+        x = self.x.double()
+        q, k = (self._project(w, b, x) for w, b in ((self.w_q, self.b_q), (self.w_k, self.b_k)))
+        return self.probabilities(self.scores(q, k)).to(self.dtype)
 
     @cached_property
     def out(self) -> Tensor:

@@ -22,16 +22,25 @@ AFFINE = 1e-4
 """Largest relative error of a rebuilt tensor. Affine projections rebuild to 1e-5 or better in float32, others miss by orders of magnitude."""
 
 
-def relative_error(value: Tensor, reference: Tensor) -> float:
-    """Largest absolute difference over the largest absolute entry of the reference."""
-    scale = reference.abs().amax().clamp_min(torch.finfo(reference.dtype).tiny)
-    return float((value - reference).abs().amax() / scale)
+def head_error(mine: Tensor, reference: Tensor, floor: Tensor, valid: Tensor | None) -> float:
+    """Largest difference of two (samples, heads, N, d) tensors, relative to each head's own largest entry, padding left out.
+
+    ``floor`` (samples or 1, heads): size of the numbers a head is computed from, below a thousandth of which no head's entries are taken
+    seriously: they are sums that cancel.
+    """
+    difference, size = (mine - reference).abs(), reference.abs()
+    if valid is not None:
+        padded = ~valid[:, None, :, None]
+        difference, size = difference.masked_fill(padded, 0), size.masked_fill(padded, 0)
+    scale = torch.maximum(size.amax((-1, -2)), 1e-3 * floor.to(size.dtype)).clamp_min(torch.finfo(size.dtype).tiny)
+    return float((difference.amax((-1, -2)) / scale).amax())
 
 
 @dataclass
 class LayerCapture:
     """Attention of one layer with what the check against the model said."""
 
+    index: int
     name: str
     attention: Attention
     error: float
@@ -50,7 +59,7 @@ class Capturer:
     model: PreTrainedModel
     layers: Sequence[int] | None = None
     _weights: dict[int, Weights] = field(default_factory=dict)
-    _verified: dict[int, float] = field(default_factory=dict)
+    _verified: dict[bool, float] = field(default_factory=dict)
 
     def run(self, inputs: Mapping[str, Tensor]) -> list[LayerCapture]:
         """The attention of every (chosen) layer at these model inputs, in the model's dtype and on its device.
@@ -72,12 +81,12 @@ class Capturer:
         captures = []
         for i in chosen:
             attention, error = self._assemble(calls[i], self._weights[i], inputs)
-            captures.append(LayerCapture(calls[i].name, attention, error))
-            calls[i].q = calls[i].k = calls[i].v = calls[i].out = torch.empty(0)
-        if not self._verified:
-            self._verified = self._verify(inputs, [calls[i] for i in chosen], captures, chosen)
-        for i, capture in zip(chosen, captures, strict=True):
-            capture.error = max(capture.error, self._verified[i])
+            captures.append(LayerCapture(i, calls[i].name, attention, error))
+        padded = captures[0].attention.valid is not None
+        if padded not in self._verified:  # once without padding, once with
+            self._verified[padded] = self._verify(inputs, [calls[i] for i in chosen], captures)
+        for capture in captures:
+            capture.error = max(capture.error, *self._verified.values())
         return captures
 
     def _chosen(self, count: int) -> list[int]:
@@ -86,7 +95,9 @@ class Capturer:
         wrong = [i for i in self.layers if not -count <= i < count]
         if wrong:
             raise CaptureError(f"layers {wrong} do not exist: the model has {count} attention layers, numbered 0 to {count - 1}")
-        return [i % count for i in self.layers]
+        if not len(self.layers):
+            raise CaptureError(f"layers is empty; name some of the {count} attention layers, or None for all")
+        return list(dict.fromkeys(i % count for i in self.layers))
 
     def _assemble(self, call: Call, weights: Weights, inputs: Mapping[str, Tensor]) -> tuple[Attention, float]:
         x = hidden_states(call)
@@ -113,22 +124,34 @@ class Capturer:
         w_q, w_k, w_v = (w.to(dtype) for w in weights.w)
         w_o = None if weights.w_o is None else weights.w_o.to(dtype)
         attention = Attention(x.detach(), w_q, w_k, w_v, b_q=b_q, b_k=b_k, b_v=b_v, w_o=w_o, scale=float(scale), mask=mask, valid=valid)
+        return attention, self._check(call, attention)
+
+    def _check(self, call: Call, attention: Attention) -> float:
+        """Largest error of rebuilt queries, keys, values and head outputs, on every sample and head of this forward pass."""
+        valid, groups = attention.valid, call.q.shape[1] // call.k.shape[1]
+        reach = torch.linalg.vector_norm(attention.x, dim=-1).amax(-1, keepdim=True)
         error = 0.0
-        groups = call.q.shape[1] // call.k.shape[1]
-        for name, mine, model in (
-            ("queries", attention.q, call.q),
-            ("keys", attention.k, call.k.repeat_interleave(groups, 1)),
-            ("values", attention.v, call.v.repeat_interleave(groups, 1)),
+        for name, mine, model, w in (
+            ("queries", attention.q, call.q, attention.w_q),
+            ("keys", attention.k, call.k.repeat_interleave(groups, 1), attention.w_k),
+            ("values", attention.v, call.v.repeat_interleave(groups, 1), attention.w_v),
         ):
-            keep = slice(None) if valid is None else valid
-            difference = relative_error(mine.transpose(1, 2)[keep], model.transpose(1, 2)[keep])
+            difference = head_error(mine, model, reach * torch.linalg.matrix_norm(w), valid)
             if not difference <= AFFINE:
                 raise CaptureError(_not_affine(call, name, difference))
             error = max(error, difference)
-        return attention, error
+        difference = head_error(attention.out, call.out.transpose(1, 2), attention.v.abs().amax((-1, -2)), valid)
+        if not difference <= AFFINE:
+            raise CaptureError(_different(call.name, difference))
+        for name in ("p", "out"):  # of all layers at once they would fill the memory
+            attention.__dict__.pop(name, None)
+        return max(error, difference)
 
-    def _verify(self, inputs: Mapping[str, Tensor], calls: list[Call], captures: list[LayerCapture], chosen: list[int]) -> dict[int, float]:
-        """Errors of the rebuilt head outputs of the first sample, against the model running its own eager attention."""
+    def _verify(self, inputs: Mapping[str, Tensor], calls: list[Call], captures: list[LayerCapture]) -> float:
+        """Largest error of the head outputs of one sample, padded if any is, against the model's untouched eager attention."""
+        valid = captures[0].attention.valid
+        sample = 0 if valid is None else int((~valid).any(-1).nonzero()[0])
+        part = slice(sample, sample + 1)
         seen: dict[int, list[Tensor]] = {id(c.consumer or c.module): [] for c in calls}
 
         def before(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -143,27 +166,29 @@ class Capturer:
             hooks.append(module.register_forward_pre_hook(before) if consumer else module.register_forward_hook(after))
         try:
             with implementation(self.model, "eager"):
-                forward(self.model, {name: t[:1] if isinstance(t, Tensor) and t.ndim else t for name, t in inputs.items()})
+                forward(self.model, {name: t[part] if len(t) == len(captures[0].attention.x) else t for name, t in inputs.items()})
         finally:
             for hook in hooks:
                 hook.remove()
-        errors = {}
-        for i, call, capture in zip(chosen, calls, captures, strict=True):
+        error = 0.0
+        for call, capture in zip(calls, captures, strict=True):
             own = seen[id(call.consumer or call.module)][call.turn]
-            att = capture.attention.select(samples=slice(0, 1))
-            mine = att.out.transpose(1, 2).flatten(2)
-            if own.numel() != mine.numel():
+            att = capture.attention.select(samples=part)
+            if own.numel() != att.tokens * att.heads * att.d_v:
                 raise CaptureError(f"layer {capture.name}: no point of the model could be found where its head outputs can be checked")
-            own = own.reshape(mine.shape)
-            keep = slice(None) if att.valid is None else att.valid
-            difference = relative_error(mine[keep], own[keep])
+            own = own.reshape(1, att.tokens, att.heads, att.d_v).transpose(1, 2)
+            difference = head_error(att.out, own, att.v.abs().amax((-1, -2)), att.valid)
             if not difference <= AFFINE:
-                raise CaptureError(
-                    f"layer {capture.name}: rebuilt head outputs differ from the model's own eager attention by {difference:.1e} relative "
-                    f"(allowed {AFFINE:.0e}); its attention is not softmax(scale q k^T + mask) v"
-                )
-            errors[i] = difference
-        return errors
+                raise CaptureError(_different(capture.name, difference))
+            error = max(error, difference)
+        return error
+
+
+def _different(name: str, difference: float) -> str:
+    return (
+        f"layer {name}: rebuilt head outputs differ from the model's own eager attention by {difference:.1e} relative "
+        f"(allowed {AFFINE:.0e}); its attention is not softmax(scale q k^T + mask) v"
+    )
 
 
 def capture(model: PreTrainedModel, inputs: Mapping[str, Tensor], *, layers: Sequence[int] | None = None) -> list[Attention]:

@@ -24,7 +24,7 @@ from lipbound.capture import Capturer, LayerCapture
 from lipbound.checkpoints import Checkpoint, load
 from lipbound.errors import LipboundError, StoreError, UnknownNameError, nearest
 from lipbound.inputs import Inputs, prepare
-from lipbound.norms import MAPS, l2_spectral_norm, spectral_norm
+from lipbound.norms import MAPS, l2_spectral_norm, rounding, spectral_norm
 from lipbound.store import check_target, save
 
 BLOCK_BYTES = 1.5e9
@@ -76,10 +76,10 @@ def compare(
         progress: show a progress bar on standard error, where that is a terminal or a notebook.
 
     Returns:
-        Dataset with dims (sample, layer, head): ``exact`` (lower end), ``exact_upper``, ``exact_steps``, ``exact_converged``, one
-        variable per bound under its registry name and
-        ``<name>_sound`` (whether its assumptions held), ``exact_l2`` where a bound is about L2 attention. Values are natural, not logarithms.
-        attrs carry provenance and, in ``audit``, how often each bound fell below the exact norm.
+        Dataset with dims (sample, layer, head): ``exact`` (lower end), ``exact_upper``, ``exact_steps``, ``exact_converged``, ``exact_rounding``
+        (see `lipbound.norms.rounding`), one variable per bound under its registry name and ``<name>_sound`` (whether its assumptions held),
+        ``exact_l2`` where a bound is about L2 attention. Values are natural, not logarithms. attrs carry provenance and, in ``audit``, how
+        often each bound fell below the exact norm.
 
     Raises:
         LipboundError: see its subclasses; nothing is computed when the output cannot be written.
@@ -121,7 +121,7 @@ def compare(
                     tables[name][start : start + len(value), i, : value.shape[1]] = value
                 layer.attention = layer.attention.select(slice(0, 1))  # frees P and what hangs on it
                 advance(stop - start, len(captured))
-    ds = _dataset(tables, names, captured, lengths, layers)
+    ds = _dataset(tables, names, captured, lengths)
     ds.attrs = _provenance(checkpoint, inputs, captured, names=names, map=map, tol=tol, delta=delta, device=where, dtype=dtype, seed=seed) | {
         "samples": count, "exact_samples": exact_count, "tokens": int(lengths.max()), "capture_error": error,
     }  # fmt: skip
@@ -145,6 +145,7 @@ def _measure(att: Attention, names: list[str], tol: float, delta: float | None, 
     for name in names:
         values[name] = get(name)(att).cpu().numpy()
         values[f"{name}_sound"] = get(name).sound(att).cpu().numpy()
+    values["exact_rounding"] = rounding(att).cpu().numpy()
     exact_count = min(exact_count, att.samples)
     if exact_count > 0:
         part = att if exact_count == att.samples else att.select(slice(0, exact_count))
@@ -162,6 +163,7 @@ def _allocate(names: list[str], count: int, captured: list[LayerCapture], certif
     tables: dict[str, np.ndarray] = {name: np.full(shape, np.nan) for name in ("exact", *(["exact_upper"] if certify else []), *names)}
     if any(get(name).exact == "exact_l2" for name in names):
         tables["exact_l2"] = np.full(shape, np.nan)
+    tables["exact_rounding"] = np.full(shape, np.nan)
     tables["exact_steps"] = np.zeros(shape, dtype=np.int32)
     tables["exact_converged"] = np.zeros(shape, dtype=bool)
     tables |= {f"{name}_sound": np.zeros(shape, dtype=bool) for name in names}
@@ -181,16 +183,13 @@ def _seed(seed: int, layer: int, sample: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{layer}/{sample}".encode()).digest()[:6], "big")
 
 
-def _dataset(
-    tables: dict[str, np.ndarray], names: list[str], captured: list[LayerCapture], lengths: np.ndarray, layers: Sequence[int] | None
-) -> xr.Dataset:
+def _dataset(tables: dict[str, np.ndarray], names: list[str], captured: list[LayerCapture], lengths: np.ndarray) -> xr.Dataset:
     dims = ("sample", "layer", "head")
     first = [name for name in ("exact", "exact_upper", "exact_l2", *names) if name in tables]
     order = first + [name for name in tables if name not in first]
     ds = xr.Dataset({name: (dims, tables[name]) for name in order})
-    index = list(range(len(captured))) if layers is None else [int(i) for i in layers]
     ds = ds.assign_coords(
-        sample=np.arange(len(lengths)), layer=index, head=np.arange(ds.sizes["head"]),
+        sample=np.arange(len(lengths)), layer=[layer.index for layer in captured], head=np.arange(ds.sizes["head"]),
         layer_name=("layer", np.array([layer.name for layer in captured], dtype=object)), length=("sample", lengths),
     )  # fmt: skip
     ds["exact"].attrs = {"label": "Exact", "long_name": "local Lipschitz constant (spectral norm of the Jacobian), lower end"}

@@ -157,19 +157,19 @@ class _Rule:
         upper = torch.where(results.converged, upper.minimum(top.sqrt() * (1 + self.tol)), upper)  # what `look` has shown
         results.lower = top.sqrt()
         results.error = torch.where(top > 0, upper / results.lower.clamp_min(1e-300) - 1, 0.0)
+        results.converged |= results.error <= self.tol
         if self.certify:
             results.upper = upper
-            early = results.exhausted & ~results.converged & torch.isfinite(top)
-        else:  # a random start reaches every direction: an exhausted space holds the norm, up to rounding
-            results.converged |= results.exhausted
-            results.error = torch.where(results.exhausted, results.error.clamp_max(self.floor), results.error)
-            early = torch.zeros_like(results.exhausted)
         scale = results.unit.sqrt()
         results.lower, results.upper = results.lower * scale, results.upper * scale
+        # A Krylov space that has ended may have ended on rounding, short of the top: what it shows is in `error`; small cases are settled densely.
+        early = results.exhausted & ~results.converged & torch.isfinite(top)
         if bool(early.any()) and math.prod(op.out_shape) <= DENSE:
             dense = dense_svd(op.select(early.nonzero()[:, 0].to(op.device)))
-            results.lower[early], results.upper[early], results.error[early] = dense.lower, dense.upper, dense.error
-            results.converged[early] = True
+            results.lower[early], results.error[early] = dense.lower, dense.error
+            if self.certify:
+                results.upper[early] = dense.upper
+            results.converged[early] = dense.error <= max(self.tol, 1e-12)
 
 
 def lanczos(
@@ -197,6 +197,8 @@ def lanczos(
         if j == 0:  # a power of two brings squares of the entries into range, exactly
             size = w.abs().amax(1).double().cpu()
             unit = torch.where(size > 0, 2.0 ** size.clamp_min(1e-300).log2().round(), 1.0)
+            if bool((size == 0).any()) and bool((op.vjp(v.view(-1, *op.out_shape)).flatten(1).abs().amax(1).cpu()[size == 0] > 0).any()):
+                raise LipboundError(f"Jacobian products underflow {op.dtype}; use float64, or rescale the weights")
         w = w / unit.to(op.device, op.dtype)[:, None]
         alpha[:, j] = (w * v).sum(1).double().cpu()
         known = basis[:, : j + 1]
@@ -324,7 +326,8 @@ def power_iteration(op: JacobianOperator, *, tol: float, max_steps: int, seed: i
 def dense_svd(op: JacobianOperator, *, vectors: bool = False, memory: float = 4e9) -> Norm:
     """Norms of J from the singular values of the matrices themselves, in float64, one batch entry at a time.
 
-    ``lower`` and ``upper`` are the computed value less and plus a rounding allowance for forming and decomposing the matrix.
+    ``lower`` and ``upper`` are the computed value less and plus a relative rounding allowance for forming and decomposing the matrix; where
+    attention saturates, the cancellation in ``v_j - o_i`` comes on top (`lipbound.norms.rounding`).
 
     Raises:
         LipboundError: when one matrix and its decomposition would take more than ``memory`` bytes.
@@ -334,9 +337,10 @@ def dense_svd(op: JacobianOperator, *, vectors: bool = False, memory: float = 4e
     if needed > memory:
         raise LipboundError(f"method 'dense' needs a matrix of {out} x {into} per head, about {needed / 1e9:.0f} GB of memory; use method='lanczos'")
     results = _Results(op, vectors)
-    rounding = 4 * (out + into) * torch.finfo(op.dtype).eps
+    precise = op.double()
+    rounding = 4 * (out + into) * torch.finfo(precise.dtype).eps
     for i in range(op.batch):
-        matrix = op.select(torch.tensor([i], device=op.device)).dense()[0].double()
+        matrix = precise.select(torch.tensor([i], device=op.device)).dense()[0].double()
         if results.left is None:
             sigma = torch.linalg.svdvals(matrix)
         else:

@@ -49,7 +49,8 @@ def block_norm(b: Tensor, *, squarings: int = 2) -> Tensor:
         logarithm, power = 2 * (logarithm + unit.log()), 2 * power
     k = g.shape[-1]
     t, f = g.diagonal(dim1=-2, dim2=-1).sum(-1), (g * g).sum((-1, -2))
-    top = torch.minimum(t / k + ((1 - 1 / k) * (f - t * t / k).clamp_min(0)).sqrt(), f.sqrt())
+    spread = (f - t * t / k).clamp_min(0) + 16 * k * torch.finfo(torch.float64).eps * f  # the difference cancels
+    top = torch.minimum(t / k + ((1 - 1 / k) * spread).sqrt(), f.sqrt())
     value = ((top.clamp_min(1e-300).log() + logarithm) / (2 * power)).exp()
     return torch.where(size[..., 0, 0] > 0, value * size[..., 0, 0], 0.0) * (1 + 1e-13 * k)
 

@@ -90,7 +90,7 @@ def spectral_norm(
         LipboundError: unknown map or method, a matrix too large for "dense", overflow in float32.
 
     The Jacobian is that of the tensors given: P is computed once in their dtype, and rounding in it is part of neither ``error`` nor ``upper``.
-    Where attention saturates, ``v_j - o_i`` cancels, and rounding adds about ``eps max|v| max|scale w_k q|`` in absolute terms; prefer float64 there.
+    Where attention saturates, ``v_j - o_i`` cancels, and rounding adds an absolute error of the size of `rounding`; prefer float64 there.
     For a fixed seed the certificate presumes that the input was not chosen with knowledge of it.
 
     >>> import torch
@@ -123,6 +123,17 @@ def l2_spectral_norm(att: Attention, *, tol: float = 1e-4, delta: float | None =
     return _scale(operator_norm(L2HeadJacobian(scaled), tol=tol, delta=delta, seed=seed).view(att.samples, att.heads), unit)
 
 
+def rounding(att: Attention) -> Tensor:
+    """Size of the absolute error that rounding of v and P leaves in the norms of a layer, (samples, heads), float64.
+
+    ``eps max_i |v_i| max_i |scale w_k q_i|``: the terms ``(v_j - o_i) (scale w_k q_i)^T`` of J cancel where attention saturates. Far below
+    the norm on ordinary heads; an estimate of size, not a bound.
+    """
+    gradient = torch.linalg.vector_norm(att.scale * att.q @ att.w_k.mT, dim=-1).amax(-1).double()
+    spread = torch.linalg.vector_norm(att.v - att.v.mean(-2, keepdim=True), dim=-1).amax(-1).double()
+    return torch.finfo(att.dtype).eps * gradient * spread
+
+
 def _unit_values(att: Attention) -> tuple[Attention, Tensor]:
     """The layer with each head's values divided by a power of two near their size, and these numbers (heads,).
 
@@ -130,9 +141,9 @@ def _unit_values(att: Attention) -> tuple[Attention, Tensor]:
     """
     size = att.w_v.abs().amax((-1, -2)).double()
     unit = torch.where(size > 0, 2.0 ** size.clamp_min(1e-300).log2().round(), 1.0)
-    factor = (1 / unit).to(att.dtype)
-    b_v = None if att.b_v is None else att.b_v * factor[:, None]
-    return att.with_values(att.w_v * factor[:, None, None], b_v), unit.cpu()
+    w_v = (att.w_v.double() / unit[:, None, None]).to(att.dtype)
+    b_v = None if att.b_v is None else (att.b_v.double() / unit[:, None]).to(att.dtype)
+    return att.with_values(w_v, b_v), unit.cpu()
 
 
 def _scale(norm: Norm, unit: Tensor) -> Norm:

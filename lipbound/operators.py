@@ -17,6 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -51,6 +52,10 @@ class JacobianOperator(ABC):
         """J J^T y for every entry: (batch, *out_shape) -> (batch, *out_shape)."""
         return self.jvp(self.vjp(y))
 
+    def double(self) -> "JacobianOperator":
+        """The same maps with products in float64, where the operator can do that; else itself."""
+        return self
+
     def dense(self) -> Tensor:
         """The matrices, (batch, out, in), one column of J per product; for small cases."""
         size = math.prod(self.in_shape)
@@ -81,8 +86,21 @@ class JacobianOperator(ABC):
         )
 
 
+Operator = TypeVar("Operator", bound=JacobianOperator)
+
+
 def _flat(t: Tensor) -> Tensor:
     return t.reshape(-1, *t.shape[2:])
+
+
+def _cast(op: Operator, names: tuple[str, ...]) -> Operator:
+    """A copy of an operator with the named tensors in float64, and what was derived from them dropped."""
+    other = object.__new__(type(op))
+    other.__dict__.update({name: value for name, value in op.__dict__.items() if name != "_reduction"})
+    other.dtype = torch.float64
+    for name in names:
+        setattr(other, name, getattr(op, name).double())
+    return other
 
 
 class HeadJacobian(JacobianOperator):
@@ -165,6 +183,9 @@ class HeadJacobian(JacobianOperator):
         """Reduced input vectors (batch, N, m') in the coordinates of X, (batch, N, D)."""
         return x @ self._reduction[0][self._head].mT
 
+    def double(self) -> "HeadJacobian":
+        return _cast(self, ("_p", "_q", "_k", "_v", "_o", "_w", "_weights_gram"))
+
     def select(self, index: Tensor) -> "HeadJacobian":
         part = object.__new__(type(self))
         part.__dict__.update(self.__dict__)
@@ -215,6 +236,9 @@ class L2HeadJacobian(JacobianOperator):
         g = self._p * (y @ self._v.mT - (y * self._o).sum(-1, keepdim=True))
         dq = g @ self._q + g.mT @ self._q - g.sum(-2)[..., None] * self._q
         return torch.cat([dq, self._p.mT @ y], -1) @ self._r.mT
+
+    def double(self) -> "L2HeadJacobian":
+        return _cast(self, ("_p", "_q", "_v", "_o", "_r"))
 
     def select(self, index: Tensor) -> "L2HeadJacobian":
         part = object.__new__(type(self))

@@ -73,15 +73,27 @@ def handling(function: Callable[..., tuple[Tensor, Any]]) -> Iterator[None]:
 @contextmanager
 def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
     """The model with another attention implementation, restored afterwards, in evaluation mode and without gradients."""
-    before, training = model.config._attn_implementation, model.training
+    training = {module: module.training for module in model.modules()}
+    configs = {id(c): c for module in model.modules() for c in _configs(getattr(module, "config", None))}
+    before = {key: config._attn_implementation_internal for key, config in configs.items()}
     try:
         model.set_attn_implementation(name)
         model.eval()
         with torch.no_grad():
             yield
     finally:
-        model.set_attn_implementation(before or "eager")
-        model.train(training)
+        for key, config in configs.items():
+            config._attn_implementation_internal = before[key]
+        for module, mode in training.items():
+            module.training = mode
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    """A model configuration and those inside it."""
+    if hasattr(config, "_attn_implementation_internal"):
+        yield config
+        for name in getattr(config, "sub_configs", {}):
+            yield from _configs(getattr(config, name, None))
 
 
 def forward(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> None:

@@ -48,13 +48,18 @@ def jacobian_norm(p: Tensor, *, max_iterations: int = 40) -> Enclosure:
     return Enclosure(lower.view(p.shape[:-1]), upper.view(p.shape[:-1]))
 
 
+def normalised(p: Tensor) -> Tensor:
+    """Rows in float64 that sum to one (all-zero rows stay): float32 rows do not, well enough for Theorem 4 of Yudin et al."""
+    p = p.double()
+    total = p.sum(-1, keepdim=True)
+    return p / torch.where(total > 0, total, 1.0)
+
+
 def _enclose(p: Tensor, max_iterations: int) -> Enclosure:
     n = p.shape[-1]
-    total = p.sum(-1, keepdim=True)
-    zero = torch.zeros_like(total[:, 0])
     if n == 1:
-        return Enclosure(zero, zero.clone())
-    p = p / torch.where(total > 0, total, 1.0)
+        return Enclosure(torch.zeros_like(p[:, 0]), torch.zeros_like(p[:, 0]))
+    p = normalised(p)
     where = p.argmax(-1, keepdim=True)
     p1 = p.gather(-1, where)
     rest = p.scatter(-1, where, 0.0)
@@ -90,6 +95,7 @@ def _enclose(p: Tensor, max_iterations: int) -> Enclosure:
     exact = torch.where(delta <= 0, p2, torch.zeros_like(p2))
     upper = torch.where(simple, exact, p2 * (1 + torch.minimum(up, top * (1 + gamma)))) * (1 + gamma)
     lower = torch.where(simple, exact, p2 * (1 + low.clamp_min(0))) * (1 - gamma)
+    upper = torch.where(upper > 0, upper + n * 5e-324, upper)  # rounding of subnormal numbers is absolute
     return Enclosure(lower[:, 0], upper[:, 0])
 
 
@@ -124,9 +130,7 @@ def largest_jacobian_norm(p: Tensor) -> Tensor:
     Rows whose g_1 lies below the largest known lower bound (second order statistic of a row, Theorem 4) cannot hold the maximum, and
     are not solved for.
     """
-    double = p.double()
-    total = double.sum(-1, keepdim=True)
-    double = double / torch.where(total > 0, total, 1.0)  # float32 rows do not sum to one well enough for Theorem 4
+    double = normalised(p)
     upper = g(double) * (1 + 1e-13)
     lower = double.topk(min(2, p.shape[-1]), -1).values[..., -1] if p.shape[-1] > 1 else torch.zeros_like(upper)
     candidates = upper >= lower.amax(-1, keepdim=True) * (1 - 1e-13)

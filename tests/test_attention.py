@@ -91,8 +91,8 @@ def test_bad_input_gets_a_sentence(changes: dict, message: str) -> None:
 
 
 def test_overflowing_scores_are_refused() -> None:
-    att = build(x=torch.full((2, 5, 8), 1e30))
-    with pytest.raises(AttentionError, match="use float64"):
+    att = build(x=torch.full((2, 5, 8), 1e200, dtype=torch.float64), **{n: torch.ones(GOOD[n], dtype=torch.float64) for n in GOOD if n != "x"})
+    with pytest.raises(AttentionError, match="scores overflow"):
         _ = att.p
 
 

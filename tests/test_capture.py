@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import pytest
 import torch
 import transformers as tf
@@ -116,6 +118,9 @@ def test_layers_can_be_chosen_and_batches_follow() -> None:
     assert len(first) == len(second) == 1
     torch.testing.assert_close(second[0].attention.out[:1], first[0].attention.out, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(second[0].attention.x, capture(model, batch)[1].x)
+    assert [layer.index for layer in Capturer(model, [-1, 1]).run(batch)] == [1]
+    with pytest.raises(CaptureError, match="layers is empty"):
+        capture(model, batch, layers=[])
     with pytest.raises(CaptureError, match=r"layers \[7\] do not exist: the model has 2"):
         capture(model, batch, layers=[7])
 
@@ -141,3 +146,54 @@ def test_cross_attention_is_refused() -> None:
     batch = inputs_for(model) | {"encoder_hidden_states": torch.randn(2, 5, 24)}
     with pytest.raises(CaptureError, match=r"only self-attention|cross-attention"):
         capture(model, batch)
+
+
+def altered(change: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """BERT's eager attention with another mask or other probabilities."""
+
+    def forward(module, query, key, value, mask, scaling=None, dropout=0.0, **kwargs):
+        p = change(query @ key.transpose(2, 3) * scaling, mask)
+        return (p @ value).transpose(1, 2).contiguous(), p
+
+    return forward
+
+
+def test_every_sample_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that attends to padding is refused, also when the padded sample comes second or in a later block."""
+    soft = altered(lambda s, m: torch.softmax(s if m is None else s + m.clamp_min(-1), -1))
+    monkeypatch.setattr(tf.models.bert.modeling_bert, "eager_attention_forward", soft)
+    model = build(AFFINE["bert"])
+    batch = inputs_for(model, padded=True)
+    with pytest.raises(CaptureError, match="differ from the model's own"):
+        capture(model, batch)
+    capturer = Capturer(model)
+    capturer.run({name: t[:1] for name, t in batch.items()})
+    with pytest.raises(CaptureError, match="differ from the model's own"):
+        capturer.run(batch)
+
+
+def test_a_loud_head_does_not_hide_a_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(s: torch.Tensor, m: torch.Tensor | None) -> torch.Tensor:
+        p = torch.softmax(s, -1)
+        return torch.cat([p[:, :1], torch.softmax(-3 * s[:, 1:2] ** 2, -1), p[:, 2:]], 1)
+
+    monkeypatch.setattr(tf.models.bert.modeling_bert, "eager_attention_forward", altered(change))
+    model = build(AFFINE["bert"])
+    with torch.no_grad():
+        model.encoder.layer[0].attention.self.value.weight[:6] *= 1e5
+    with pytest.raises(CaptureError, match="differ from the model's own"):
+        capture(model, inputs_for(model))
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    vision = tf.CLIPVisionConfig(hidden_size=24, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, image_size=16, patch_size=4)
+    text = tf.CLIPTextConfig(**TEXT)
+    model = tf.CLIPModel(tf.CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=8))
+    model.set_attn_implementation({"text_config": "eager", "vision_config": "sdpa"})
+    model.train()
+    model.text_model.eval()
+    with recording.implementation(model, recording.NAME):
+        assert model.config.text_config._attn_implementation == recording.NAME
+    assert model.config.text_config._attn_implementation == "eager"
+    assert model.config.vision_config._attn_implementation == "sdpa"
+    assert (model.training, model.text_model.training) == (True, False)

@@ -63,3 +63,13 @@ def test_symmetric_norm() -> None:
     b = draw(4, 6, 3)
     torch.testing.assert_close(symmetric_norm(b @ b.mT), torch.linalg.matrix_norm(b, 2) ** 2, rtol=1e-12, atol=0)
     assert float(symmetric_norm(torch.zeros(2, 2))) == 0
+
+
+@pytest.mark.parametrize("delta", [0.0, 1e-12, 1e-9, 1e-8, 1e-6])
+@pytest.mark.parametrize("k", [2, 16, 64])
+def test_block_norm_of_nearly_orthogonal_matrices(k: int, delta: float) -> None:
+    q = torch.linalg.qr(draw(2, k, k)).Q
+    sigma = torch.ones(k, dtype=torch.float64)
+    sigma[0] += delta
+    b = (q[0] * sigma) @ q[1]
+    assert float(block_norm(b)) >= (1 + delta) * (1 - 1e-14)

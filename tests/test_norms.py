@@ -6,7 +6,7 @@ from conftest import oracle, random_attention
 
 from lipbound.attention import Attention
 from lipbound.errors import LipboundError
-from lipbound.norms import l2_spectral_norm, operator_norm, spectral_norm
+from lipbound.norms import l2_spectral_norm, operator_norm, rounding, spectral_norm
 from lipbound.operators import AutogradJacobian, HeadJacobian, L2HeadJacobian, dense_jacobian, head_function
 
 
@@ -102,10 +102,10 @@ def test_huge_and_tiny_inputs(size: float) -> None:
 
 
 def test_overflow_is_a_sentence() -> None:
-    att = random_attention("plain", dtype=torch.float32)
-    huge = Attention(att.x * 1e20, att.w_q * 1e-25, att.w_k * 1e20, att.w_v)
-    with pytest.raises(LipboundError, match="float64"):
-        spectral_norm(huge)
+    op = AutogradJacobian(lambda x: 1e30 * x, torch.ones(4))
+    for method in ("lanczos", "golub-kahan"):
+        with pytest.raises(LipboundError, match="float64"):
+            operator_norm(op, method=method)
 
 
 def test_unconverged_is_said() -> None:
@@ -161,3 +161,44 @@ def test_dense_encloses() -> None:
     assert bool((oracle(att) <= norm.upper).all())
     assert float((norm.upper / norm.lower).max()) < 1 + 1e-11
     assert operator_norm(HeadJacobian(att), method="dense").lower.shape == (6,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_exhausted_spaces_are_not_taken_for_convergence(dtype: torch.dtype) -> None:
+    """One token, values diag(1, ..., 1, 1 + g): the Krylov space ends on rounding before it has found the last direction."""
+    d, g, tol = 100, 3e-5, 1e-6
+    w_v = torch.eye(d, dtype=dtype)
+    w_v[-1, -1] += g
+    zero = torch.zeros(1, d, 1, dtype=dtype)
+    att = Attention(torch.ones(40, 1, d, dtype=dtype), zero, zero, w_v[None])
+    norm = spectral_norm(att, tol=tol)
+    exact = float(w_v[-1, -1].double())
+    wrong = norm.converged & ((1 - norm.lower / exact).abs() > tol)
+    assert not bool(wrong.any())
+    certified = spectral_norm(att, tol=1e-4, delta=1e-10)
+    assert bool((certified.upper >= exact * (1 - 1e-12)).all())
+    assert bool((certified.upper / certified.lower <= 1 + 1e-4).all())
+    assert bool(certified.converged.all())
+
+
+def test_underflow_is_a_sentence() -> None:
+    op = AutogradJacobian(lambda x: 1e-25 * x, torch.ones(4))
+    with pytest.raises(LipboundError, match="underflow"):
+        operator_norm(op, delta=1e-6)
+
+
+def test_subnormal_values_are_measured() -> None:
+    att = random_attention("plain", dtype=torch.float32)
+    tiny = Attention(att.x, att.w_q, att.w_k, att.w_v * 1e-36)
+    torch.testing.assert_close(spectral_norm(tiny, tol=1e-5).lower, oracle(tiny), rtol=1e-4, atol=0)
+
+
+def test_saturated_attention_in_float32() -> None:
+    """Logits of hundreds: P comes from float64 scores, so what is left is the rounding that is reported."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 48, 32, generator=g)
+    w_q, w_k, w_v = (torch.randn(4, 32, 8, generator=g) for _ in range(3))
+    att = Attention(x, 10 * w_q, w_k, w_v)
+    exact = spectral_norm(att.double(), tol=1e-8).lower
+    difference = (spectral_norm(att, tol=1e-5).lower - exact).abs()
+    assert bool((difference <= 2e-5 * exact + rounding(att)).all())

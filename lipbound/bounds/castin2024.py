@@ -164,4 +164,4 @@ def castin_mean_field(att: Attention) -> Tensor:
     causal mask and A = 0 the Jacobian is :math:`P \otimes W_V^T`, whose norm tends to :math:`2\|W_V\|`.
     """
     t = qty.norm_a(att) * qty.radius(att) ** 2
-    return qty.norm_v(att) * (1 + 3 * t) * (2 * t).exp()
+    return torch.where(qty.norm_v(att) > 0, qty.norm_v(att) * (1 + 3 * t) * (2 * t).exp(), 0.0)  # not 0 x infinity

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from lipbound.attention import BLOCKED, Attention
 from lipbound.linalg import matrix_norm, nonnegative_norm, product_norm
-from lipbound.softmax import g, largest_jacobian_norm
+from lipbound.softmax import g, largest_jacobian_norm, normalised
 
 # -- weights: (heads,) -----------------------------------------------------------------------------------------------
 
@@ -93,7 +93,7 @@ def norm_m(att: Attention) -> Tensor:
 
 def largest_g1(att: Attention) -> Tensor:
     """max_i g_1(P_i), (samples, heads)."""
-    return att.memo("largest_g1", lambda: g(att.p.double()).amax(-1) * (1 + 1e-13))
+    return att.memo("largest_g1", lambda: g(normalised(att.p)).amax(-1) * (1 + 1e-13))
 
 
 def hides_or_shows(att: Attention) -> Tensor:

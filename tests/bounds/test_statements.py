@@ -205,6 +205,20 @@ def test_conditions_see_masks_and_padding() -> None:
     assert bool(kim.sound(padded).all())
 
 
+def test_kim_needs_a_positive_scale() -> None:
+    x = torch.tensor([[[0.0], [10.0], [-10.0]]], dtype=torch.float64)
+    one = torch.ones(1, 1, 1, dtype=torch.float64)
+    att = Attention(x, one, one, one, scale=-1.0)
+    assert float(bounds.get("kim")(att) / dense_norms(att, "l2")) < 0.1
+    assert not bool(bounds.get("kim").sound(att).any())
+
+
+def test_mean_field_of_zero_values_is_zero() -> None:
+    att = random_attention("sharp")
+    zero = Attention(100 * att.x, att.w_q, att.w_k, 0 * att.w_v)
+    assert float(bounds.get("castin_mean_field")(zero).abs().max()) == 0.0
+
+
 # -- the registry --------------------------------------------------------------------------------------------------------
 
 
