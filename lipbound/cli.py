@@ -15,7 +15,7 @@ from rich.table import Table
 from lipbound import bounds as registry
 from lipbound import compare as run_compare
 from lipbound import plots, store, tables
-from lipbound.bounds.audit import audit
+from lipbound.bounds.auditing import audit
 from lipbound.errors import LipboundError, StoreError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from lipbound.attention import Attention
 from lipbound.bounds import get, resolve
-from lipbound.bounds.audit import audit
+from lipbound.bounds.auditing import audit
 from lipbound.capture import Capturer, LayerCapture
 from lipbound.checkpoints import Checkpoint, load
 from lipbound.errors import LipboundError, StoreError, UnknownNameError, nearest

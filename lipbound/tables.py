@@ -5,7 +5,7 @@ import pandas as pd
 import xarray as xr
 
 from lipbound.bounds import BIBTEX, get
-from lipbound.bounds.audit import audit
+from lipbound.bounds.auditing import audit
 from lipbound.errors import UnknownNameError, nearest
 
 FORMATS = ("text", "markdown", "latex", "csv")

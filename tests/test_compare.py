@@ -10,7 +10,7 @@ from transformers import BertConfig, BertModel
 
 import lipbound as lb
 from lipbound import store
-from lipbound.bounds.audit import audit
+from lipbound.bounds.auditing import audit
 from lipbound.errors import LipboundError, StoreError
 
 

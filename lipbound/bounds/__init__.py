@@ -1,7 +1,8 @@
 """Upper bounds on the local Lipschitz constant of attention heads: one file per paper, one registry."""
 
 from lipbound.bounds import castin2024, kim2021, ours, specformer2024, yudin2025  # noqa: F401  (importing a paper registers its bounds)
+from lipbound.bounds.auditing import audit
 from lipbound.bounds.citations import BIBTEX
 from lipbound.bounds.registry import Bound, bound, evaluate, get, names, resolve
 
-__all__ = ["BIBTEX", "Bound", "bound", "evaluate", "get", "names", "resolve"]
+__all__ = ["BIBTEX", "Bound", "audit", "bound", "evaluate", "get", "names", "resolve"]

@@ -7,7 +7,7 @@ from strategies import dense_norms, layers
 
 from lipbound import bounds
 from lipbound.attention import Attention
-from lipbound.bounds.audit import SLACK
+from lipbound.bounds.auditing import SLACK
 from lipbound.norms import l2_spectral_norm, spectral_norm
 
 MODERATE = ("plain", "duplicates", "pairs", "collinear", "tied", "no_query", "rank_one_values", "tiny")

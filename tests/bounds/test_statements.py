@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import xarray as xr
 from conftest import causal, random_attention
 from strategies import dense_norms
 from torch import Tensor
@@ -13,7 +14,7 @@ from lipbound.attention import Attention
 from lipbound.bounds.kim2021 import inverse_phi
 from lipbound.bounds.moments import weighted_deviation_norm
 from lipbound.errors import UnknownNameError
-from lipbound.norms import l2_spectral_norm
+from lipbound.norms import l2_spectral_norm, rounding
 
 
 def norm(m: Tensor) -> float:
@@ -142,6 +143,24 @@ def shortfall(name: str, att: Attention) -> float:
     return float((bounds.get(name)(att) / dense_norms(att)).min())
 
 
+def audited(name: str, att: Attention) -> dict:
+    """What the audit of a run of one layer says of a bound."""
+    bound = bounds.get(name)
+    values = {"exact": dense_norms(att), name: bound(att), f"{name}_sound": bound.sound(att), "exact_rounding": rounding(att)}
+    ds = xr.Dataset({key: (("sample", "head"), value.numpy()) for key, value in values.items()}, attrs={"dtype": "float64", "bounds": [name]})
+    return bounds.audit(ds)[name]
+
+
+def test_the_audit_sees_missing_numbers() -> None:
+    att = random_attention("plain")
+    bound = bounds.get("yudin")
+    value = bound(att).clone()
+    value[0, 0] = math.nan
+    columns = {"exact": dense_norms(att), "yudin": value, "yudin_sound": bound.sound(att), "exact_rounding": rounding(att)}
+    ds = xr.Dataset({k: (("sample", "head"), v.numpy()) for k, v in columns.items()}, attrs={"dtype": "float64", "bounds": ["yudin"]})
+    assert bounds.audit(ds)["yudin"]["broken"] == 1
+
+
 def test_specformer_fails_for_small_inputs() -> None:
     att = random_attention("plain")
     small = Attention(att.x * 1e-4, att.w_q, att.w_k, att.w_v)
@@ -167,7 +186,7 @@ def test_query_biases_break_the_plain_statements(plain: str, repaired: str) -> N
 
 
 def test_c3_as_coded_fails() -> None:
-    worst = 1.0
+    worst, caught = 1.0, 0
     for seed in range(40):
         g = torch.Generator().manual_seed(seed)
         x = torch.randn(1, 2, 6, generator=g, dtype=torch.float64)
@@ -177,7 +196,11 @@ def test_c3_as_coded_fails() -> None:
         worst = min(worst, shortfall("castin_c3_as_coded", att))
         assert shortfall("castin_c3", att) >= 1
         assert not bool(bounds.get("castin_c3_as_coded").sound(att).any())
+        if shortfall("castin_c3_as_coded", att) < 1:
+            caught += audited("castin_c3_as_coded", att)["violations"]
+            assert audited("castin_c3", att)["violations"] == 0
     assert worst < 1
+    assert caught > 0
 
 
 def test_mean_field_fails_with_a_causal_mask() -> None:
