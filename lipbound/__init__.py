@@ -11,8 +11,8 @@ from lipbound.attention import Attention
 from lipbound.capture import capture
 from lipbound.compare import compare
 from lipbound.errors import LipboundError
-from lipbound.lanczos import Norm
 from lipbound.norms import spectral_norm
+from lipbound.solution import Norm
 from lipbound.store import load
 
 __all__ = ["Attention", "LipboundError", "Norm", "bounds", "capture", "compare", "load", "plots", "spectral_norm", "tables"]

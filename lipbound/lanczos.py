@@ -1,13 +1,12 @@
-r"""Iterative and dense solvers for the top singular value of a batch of Jacobians (`lipbound.operators.JacobianOperator`).
+r"""Lanczos methods for the top singular value of a batch of Jacobians (`lipbound.operators.JacobianOperator`).
 
-All of them work on the whole batch at once and return a `Norm`. What they return in ``lower`` is a Rayleigh quotient, hence a lower bound on the norm
-up to rounding. The Lanczos methods stop on the probabilistic upper bound of `lipbound.certificates`, not on a residual: residuals say that *some*
-singular value is near, and on real heads stop at the wrong one.
+They work on the whole batch at once. What they return in ``lower`` is a Rayleigh quotient, hence a lower bound on the norm up to rounding. They
+stop on the probabilistic upper bound of `lipbound.certificates`, not on a residual: residuals say that *some* singular value is near, and on
+real heads stop at the wrong one.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,6 +15,8 @@ from torch import Tensor
 from lipbound.certificates import ROUNDING, excludes, log_inverse_epsilon, upper_bound
 from lipbound.errors import LipboundError
 from lipbound.operators import JacobianOperator
+from lipbound.simple import dense_svd
+from lipbound.solution import Norm, Results, start_vectors
 
 ESTIMATE_DELTA = 1e-3
 """Failure probability, per norm, behind the error estimate of a norm for which no certificate was asked."""
@@ -23,86 +24,6 @@ DENSE = 512
 """Largest output dimension for which a Krylov space that ends before a certificate is reached is replaced by a dense decomposition."""
 LOOK = 2
 """Steps between two looks at the recurrences, whose small eigenvalue problems cost as much as a step on small layers."""
-
-
-@dataclass(frozen=True)
-class Norm:
-    """Spectral norms of a batch of Jacobians.
-
-    Attributes:
-        lower: attained value, a lower bound on the norm (up to rounding of the dtype), float64.
-        upper: upper bound on the norm where one was asked for (``delta``, or a dense method), else infinite, float64.
-        steps: products with J J^T (or J^T J) spent, int64; 0 for dense methods.
-        converged: whether the stopping rule was met.
-        error: estimate of the relative error of ``lower`` (exceeded with probability at most 1e-3 each), float64; NaN for power iteration.
-        left, right: top singular pair, unit vectors, when asked for; else None.
-    """
-
-    lower: Tensor
-    upper: Tensor
-    steps: Tensor
-    converged: Tensor
-    error: Tensor
-    left: Tensor | None = None
-    right: Tensor | None = None
-
-    def view(self, *shape: int) -> "Norm":
-        """The same values with the batch axis reshaped."""
-        return replace(self, **{name: getattr(self, name).view(*shape) for name in ("lower", "upper", "steps", "converged", "error")})
-
-
-def start_vectors(op: JacobianOperator, shape: tuple[int, ...], seed: int | Sequence[int]) -> Tensor:
-    """Independent directions, uniform on the sphere: one unit vector per batch entry, (batch, prod(shape)), drawn on the CPU in float64.
-
-    With a sequence of seeds the batch is cut into that many equal parts, each with a generator of its own, so that a part's vectors do not
-    depend on what else is in the batch.
-    """
-    seeds = [seed] if isinstance(seed, int) else list(seed)
-    if not seeds or op.batch % len(seeds):
-        raise LipboundError(f"{len(seeds)} seeds were given for {op.batch} norms; give one seed, or one per sample")
-    parts = []
-    for one in seeds:
-        generator = torch.Generator().manual_seed(one)
-        parts.append(torch.randn(op.batch // len(seeds), math.prod(shape), generator=generator, dtype=torch.float64))
-    x = torch.cat(parts)
-    return (x / torch.linalg.vector_norm(x, dim=1, keepdim=True)).to(op.device, op.dtype)
-
-
-class _Results:
-    """What the entries that have stopped have shown: recurrences of the operator in units of ``unit``, then values."""
-
-    def __init__(self, op: JacobianOperator, vectors: bool, limit: int = 0):
-        self.alpha, self.beta = (torch.ones(op.batch, limit, dtype=torch.float64) for _ in range(2))
-        self.unit = torch.ones(op.batch, dtype=torch.float64)
-        self.exhausted = torch.zeros(op.batch, dtype=torch.bool)
-        self.lower = torch.zeros(op.batch, dtype=torch.float64)
-        self.upper = torch.full((op.batch,), math.inf, dtype=torch.float64)
-        self.error = torch.zeros(op.batch, dtype=torch.float64)
-        self.steps = torch.zeros(op.batch, dtype=torch.int64)
-        self.converged = torch.zeros(op.batch, dtype=torch.bool)
-        self.left = torch.zeros(op.batch, *op.out_shape, dtype=op.dtype, device=op.device) if vectors else None
-        self.done = torch.zeros(op.batch, dtype=torch.bool)
-
-    def stop(self, index: Tensor, steps: int, alpha: Tensor, beta: Tensor, unit: Tensor, exhausted: Tensor, reached: Tensor) -> None:
-        """Store the recurrences of the entries ``index`` after ``steps`` steps."""
-        self.alpha[index, :steps], self.beta[index, :steps], self.unit[index] = alpha, beta, unit
-        self.exhausted[index], self.converged[index], self.steps[index], self.done[index] = exhausted, reached, steps, True
-
-    def norm(self, op: JacobianOperator) -> Norm:
-        """The results as a `Norm`; singular vectors are refined by one product, which also clears directions that J does not reach."""
-        if not bool(torch.isfinite(self.lower).all()):
-            remedy = " in float32; use dtype='float64'" if op.dtype == torch.float32 else "; rescale the inputs or the weights"
-            raise LipboundError(f"Jacobian products overflow{remedy}")
-        left = right = None
-        if self.left is not None:
-            right = _unit(op.vjp(self.left))
-            left = _unit(op.jvp(right))
-        return Norm(self.lower, self.upper, self.steps, self.converged, self.error, left, right)
-
-
-def _unit(x: Tensor) -> Tensor:
-    size = torch.linalg.vector_norm(x.flatten(1), dim=1).clamp_min(torch.finfo(x.dtype).tiny)
-    return x / size.view(-1, *(1,) * (x.ndim - 1))
 
 
 class _Rule:
@@ -149,7 +70,7 @@ class _Rule:
         """A beta below rounding is rounding: taking it larger makes the bound larger."""
         return np.maximum(np.maximum(beta, self.floor * top[:, None]), 1e-300)
 
-    def finish(self, results: _Results, op: JacobianOperator, top: Tensor) -> None:
+    def finish(self, results: Results, op: JacobianOperator, top: Tensor) -> None:
         """Values of all entries from their recurrences and largest Ritz values ``top``; dense ones where the Krylov space ended too early."""
         beta = self._floored(results.beta.numpy(), top.numpy())
         bound = upper_bound(results.alpha.numpy(), beta, results.steps.numpy(), top.numpy(), self.log_inverse)
@@ -182,7 +103,7 @@ def lanczos(
     """
     n = math.prod(op.out_shape)
     limit = min(max_steps, n)
-    whole, results, rule = op, _Results(op, vectors, limit), _Rule(n, op.batch, tol, delta, op.dtype)
+    whole, results, rule = op, Results(op, vectors, limit), _Rule(n, op.batch, tol, delta, op.dtype)
     tops = torch.zeros(op.batch, dtype=torch.float64)
     active = torch.arange(op.batch)
     v = start_vectors(op, op.out_shape, seed)
@@ -247,7 +168,7 @@ def golub_kahan(
     """
     n, m = math.prod(op.in_shape), math.prod(op.out_shape)
     limit = min(max_steps, n, m + 1)
-    results, rule = _Results(op, vectors, limit), _Rule(n, op.batch, tol, delta, op.dtype)
+    results, rule = Results(op, vectors, limit), _Rule(n, op.batch, tol, delta, op.dtype)
     tops = torch.zeros(op.batch, dtype=torch.float64)
     v = start_vectors(op, op.in_shape, seed)
     right, left = v[:, None], v.new_empty(op.batch, 0, m)
@@ -293,61 +214,3 @@ def golub_kahan(
             break
     rule.finish(results, op, tops)
     return results.norm(op)
-
-
-def power_iteration(op: JacobianOperator, *, tol: float, max_steps: int, seed: int | Sequence[int], vectors: bool = False) -> Norm:
-    r"""Norms of J by power iteration on J^T J, as papers on attention define it (Castin et al. 2024, appendix E.1).
-
-    :math:`x_{k+1} = J^T J x_k / |J^T J x_k|`, :math:`\mu_k = |J x_k|`; stops when :math:`|\mu_{k+1} - \mu_k| <` ``tol``, an *absolute* change, or
-    after ``max_steps``. It approaches the norm from below, and the rule depends on the scale of J: the result is a lower estimate without an error
-    (``error`` is NaN); `lanczos` is there for the number itself.
-    """
-    results = _Results(op, vectors)
-    x = start_vectors(op, op.in_shape, seed).view(-1, *op.in_shape)
-    previous = torch.full((op.batch,), math.inf, dtype=torch.float64)
-    for step in range(1, max_steps + 1):
-        y = op.jvp(x)
-        mu = torch.linalg.vector_norm(y.flatten(1), dim=1).double().cpu()
-        good = (mu - previous).abs() < tol
-        stop = (good | torch.tensor(step == max_steps)) & ~results.done
-        results.lower[stop], results.steps[stop], results.converged[stop] = mu[stop], step, good[stop]
-        if results.left is not None:
-            chosen = stop.to(op.device)
-            results.left[chosen] = _unit(y)[chosen]
-        results.done |= stop
-        if bool(results.done.all()):
-            break
-        previous = mu
-        x = _unit(op.vjp(y))
-    results.error.fill_(math.nan)
-    return results.norm(op)
-
-
-def dense_svd(op: JacobianOperator, *, vectors: bool = False, memory: float = 4e9) -> Norm:
-    """Norms of J from the singular values of the matrices themselves, in float64, one batch entry at a time.
-
-    ``lower`` and ``upper`` are the computed value less and plus a relative rounding allowance for forming and decomposing the matrix; where
-    attention saturates, the cancellation in ``v_j - o_i`` comes on top (`lipbound.norms.rounding`).
-
-    Raises:
-        LipboundError: when one matrix and its decomposition would take more than ``memory`` bytes.
-    """
-    out, into = math.prod(op.out_shape), math.prod(op.in_shape)
-    needed = 3 * 8 * out * into
-    if needed > memory:
-        raise LipboundError(f"method 'dense' needs a matrix of {out} x {into} per head, about {needed / 1e9:.0f} GB of memory; use method='lanczos'")
-    results = _Results(op, vectors)
-    precise = op.double()
-    rounding = 4 * (out + into) * torch.finfo(precise.dtype).eps
-    for i in range(op.batch):
-        matrix = precise.select(torch.tensor([i], device=op.device)).dense()[0].double()
-        if results.left is None:
-            sigma = torch.linalg.svdvals(matrix)
-        else:
-            u, sigma, _ = torch.linalg.svd(matrix, full_matrices=False)
-            results.left[i] = u[:, 0].view(op.out_shape).to(op.dtype)
-        results.lower[i] = sigma[0].cpu()
-    results.converged.fill_(True)
-    results.error.fill_(rounding)
-    norm = results.norm(op)
-    return replace(norm, lower=norm.lower * (1 - rounding), upper=norm.lower * (1 + rounding))

@@ -8,8 +8,10 @@ from torch import Tensor
 
 from lipbound.attention import Attention
 from lipbound.errors import LipboundError, UnknownNameError, nearest
-from lipbound.lanczos import Norm, dense_svd, golub_kahan, lanczos, power_iteration
+from lipbound.lanczos import golub_kahan, lanczos
 from lipbound.operators import HeadJacobian, JacobianOperator, L2HeadJacobian
+from lipbound.simple import dense_svd, power_iteration
+from lipbound.solution import Norm
 
 MAPS = {
     "head": "one attention head without output projection, x -> softmax(q k^T) v",

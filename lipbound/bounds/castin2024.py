@@ -13,18 +13,6 @@ CITATION = "castin2024smooth"
 ROOT3 = math.sqrt(3)
 
 
-def _no_query_bias(att: Attention) -> Tensor:
-    return ~qty.has_query_bias(att)
-
-
-def _never(att: Attention) -> Tensor:
-    return torch.zeros(1, 1, dtype=torch.bool, device=att.device)
-
-
-def _always(att: Attention) -> Tensor:
-    return torch.ones(1, 1, dtype=torch.bool, device=att.device)
-
-
 @bound(
     "castin",
     label="Castin 2024, 3.3",
@@ -32,7 +20,7 @@ def _always(att: Attention) -> Tensor:
     statement="||J|| <= sqrt(3) ||W_V|| (||A||^2 R^4 (4N+1) + N)^(1/2), R = max_i |x_i|",
     source="Theorem 3.3; Theorem 4.3 with a causal mask",
     assumptions="no query bias; any mask",
-    condition=_no_query_bias,
+    condition=qty.no_query_bias,
     cost="O(N D + D d^2)",
 )
 def castin(att: Attention) -> Tensor:
@@ -54,7 +42,7 @@ def castin(att: Attention) -> Tensor:
     statement="||J|| <= sqrt(3) ||W_V|| (||A||^2 R^4 + N R^2 (||A|| R + |a|)^2 + N)^(1/2), a = scale W_K b_Q",
     source="after appendix E.3; this form is ours, the printed one could not be recovered",
     assumptions="any biases, any mask",
-    condition=_always,
+    condition=qty.always,
     cost="O(N D + D d^2)",
 )
 def castin_bias(att: Attention) -> Tensor:
@@ -105,7 +93,7 @@ def _sides(att: Attention) -> tuple[Tensor, Tensor]:
     statement="||J|| <= sqrt(3) ||W_V|| (R'^2 r^2 (N+1) + N)^(1/2), R' >= |A x_i| and |A^T x_i|, r = max_ij |x_i - x_j|",
     source="Theorem C.3, with R' taken on both sides",
     assumptions="no query bias; any mask",
-    condition=_no_query_bias,
+    condition=qty.no_query_bias,
     cost="O(N^2 D + N D d)",
 )
 def castin_c3(att: Attention) -> Tensor:
@@ -129,7 +117,7 @@ def castin_c3(att: Attention) -> Tensor:
     statement="||W_V|| (R'^2 r^2 (N+1) + N)^(1/2), R' = max_i |A x_i|",
     source="Theorem C.3 as recalled from the authors' code: without sqrt(3), R' on one side",
     assumptions="none known under which it is a bound",
-    condition=_never,
+    condition=qty.never,
     cost="O(N^2 D + N D d)",
 )
 def castin_c3_as_coded(att: Attention) -> Tensor:

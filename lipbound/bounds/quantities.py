@@ -117,3 +117,21 @@ def unmasked(att: Attention) -> Tensor:
         both = att.valid[:, None, :, None] & att.valid[:, None, None, :]
         free = free | ~both
     return free.all().view(1, 1)
+
+
+# -- conditions that several statements share: (1 or samples, 1 or heads), bool -------------------------------------------
+
+
+def always(att: Attention) -> Tensor:
+    """True for every layer."""
+    return torch.ones(1, 1, dtype=torch.bool, device=att.device)
+
+
+def never(att: Attention) -> Tensor:
+    """False for every layer."""
+    return ~always(att)
+
+
+def no_query_bias(att: Attention) -> Tensor:
+    """Where queries have no bias, (heads,)."""
+    return ~has_query_bias(att)

@@ -12,14 +12,6 @@ CITATION = "yudin2025pay"
 ANY = "any biases (Remark 2), any mask"
 
 
-def _always(att: Attention) -> Tensor:
-    return torch.ones(1, 1, dtype=torch.bool, device=att.device)
-
-
-def _no_query_bias(att: Attention) -> Tensor:
-    return ~qty.has_query_bias(att)
-
-
 def with_ones(att: Attention) -> Attention:
     """Remark 2: the layer on inputs [x_i, 1], biases as an extra row of the weights; the same q, k, v and P.
 
@@ -58,7 +50,7 @@ def _theorem3(att: Attention, largest_m: Tensor, norm_p: Tensor) -> Tensor:
     statement="||J|| <= ||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i ||M(P_i)||)",
     source="Theorem 3 with Remark 2",
     assumptions=ANY,
-    condition=_always,
+    condition=qty.always,
     cost="O(N^2 d) (attention itself), O(N^2) more",
 )
 def yudin(att: Attention) -> Tensor:
@@ -79,7 +71,7 @@ def yudin(att: Attention) -> Tensor:
     statement="||J|| <= ||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i g_1(P_i)), g_1(p) = p_(1) (1 - p_(1) + p_(2))",
     source="Theorem 3, Corollary 1 and Remark 2",
     assumptions=ANY,
-    condition=_always,
+    condition=qty.always,
     cost="O(N^2 d) (attention itself), O(N^2) more",
 )
 def yudin_g1(att: Attention) -> Tensor:
@@ -94,7 +86,7 @@ def yudin_g1(att: Attention) -> Tensor:
     statement="||J|| <= ||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i ||M(P_i)||), whatever the biases",
     source="Theorem 3 without Remark 2",
     assumptions="no query bias; any mask",
-    condition=_no_query_bias,
+    condition=qty.no_query_bias,
     cost="O(N^2 d) (attention itself), O(N^2) more",
 )
 def yudin_nobias(att: Attention) -> Tensor:
@@ -109,7 +101,7 @@ def yudin_nobias(att: Attention) -> Tensor:
     statement="||J|| <= ||W_V|| (||P|| + 2 max_i ||X^T M(P_i)|| ||X|| ||A||)",
     source="appendix C, data-dependent form, with Remark 2",
     assumptions=ANY,
-    condition=_always,
+    condition=qty.always,
     cost="O(N^3 + N^2 D), and a few N x N eigenvalue problems",
 )
 def yudin_sqrt_n(att: Attention) -> Tensor:
@@ -131,7 +123,7 @@ def yudin_sqrt_n(att: Attention) -> Tensor:
     statement="||J|| <= ||W_V|| (sqrt(N) + 2 sqrt(N) R^2 ||A||), R = max_i |x_i|",
     source="appendix C, closed form, with Remark 2",
     assumptions=ANY,
-    condition=_always,
+    condition=qty.always,
     cost="O(N D + D d^2)",
 )
 def yudin_closed(att: Attention) -> Tensor:
