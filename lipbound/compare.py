@@ -113,7 +113,7 @@ def compare(
             lengths[start:stop] = captured[0].attention.lengths.long().cpu().numpy()
             for i, layer in enumerate(captured):
                 error = max(error, layer.error)
-                seeds = [_seed(seed, i, s) for s in range(start, stop)]
+                seeds = [_seed(seed, layer.index, s) for s in range(start, stop)]
                 attention = layer.attention if map == "head" else layer.attention.fold_output()[0]
                 share = None if delta is None else delta * attention.heads / (exact_count * tables["exact"][0].size)
                 values = _measure(attention, names, tol, share, seeds, exact_count - start)

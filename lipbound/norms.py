@@ -85,13 +85,13 @@ def spectral_norm(
     Returns:
         `Norm` with fields of shape (samples, heads), values in float64 whatever the dtype of ``att``, whose dtype the products have.
         ``upper`` is infinite unless ``delta`` is given or the method is "dense". With ``vectors``, ``left`` is
-        (samples, heads, N, d_v) (D_out instead of d_v for
-        "head_out") and ``right`` (samples, heads, N, D).
+        (samples, heads, N, d_v), or (samples, heads, N, D_out) for "head_out", and ``right`` (samples, heads, N, D).
 
     Raises:
         LipboundError: unknown map or method, a matrix too large for "dense", overflow in float32.
 
-    The Jacobian is that of the tensors given: P is computed once in their dtype, and rounding in it is part of neither ``error`` nor ``upper``.
+    The Jacobian is that of the tensors given: P is computed once, from float64 scores, and rounded to their dtype; that rounding is part of
+    neither ``error`` nor ``upper``.
     Where attention saturates, ``v_j - o_i`` cancels, and rounding adds an absolute error of the size of `rounding`; prefer float64 there.
     For a fixed seed the certificate presumes that the input was not chosen with knowledge of it.
 
@@ -104,8 +104,11 @@ def spectral_norm(
     if map not in MAPS:
         raise UnknownNameError(f"unknown map {map!r}; {nearest(map, MAPS)}")
     attention, basis = (att, None) if map == "head" else att.fold_output()
-    scaled, unit = (attention, torch.ones(att.heads, dtype=torch.float64)) if method == "power" else _unit_values(attention)
-    op = HeadJacobian(scaled)  # an absolute stopping rule must see J itself
+    if method == "power":  # its absolute stopping rule must see J itself
+        scaled, unit = attention, torch.ones(att.heads, dtype=torch.float64)
+    else:
+        scaled, unit = _unit_values(attention)
+    op = HeadJacobian(scaled)
     norm = operator_norm(op, method=method, tol=tol, delta=delta, vectors=vectors, seed=seed, max_steps=max_steps)
     norm = _scale(norm.view(att.samples, att.heads), unit)
     if norm.left is None or norm.right is None:
