@@ -60,7 +60,7 @@ def compare(
         model: hub id ("google/vit-base-patch16-224", "name@revision"), directory, "builtin:minilm" | "builtin:gpt2" | "builtin:vit", or a
             loaded transformers model.
         data: None for a default of the model's modality, or anything `lipbound.inputs.prepare` takes.
-        bounds: names of bounds, or "default" or "all" (see `lipbound.bounds.names`).
+        bounds: names of bounds, "default" (every published bound and the cheap ones of ours) or "all" (costly ones too; see `lipbound.bounds.names`).
         map: "head" (no output projection) or "head_out" (with the head's slice of it; bounds then have ||W_V W_O|| for ||W_V||).
         samples: how many samples of the data.
         exact_samples: compute exact norms on the first so many samples only (bounds on all).

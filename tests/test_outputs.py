@@ -21,7 +21,7 @@ def ds() -> xr.Dataset:
 
 def test_summary_is_the_ratio_to_the_norm_of_the_bounds_own_map(ds: xr.Dataset) -> None:
     table = tables.summary(ds)
-    assert list(table.index) == lb.bounds.names()
+    assert list(table.index) == lb.bounds.resolve("default")
     for name, exact in (("yudin", "exact"), ("kim", "exact_l2")):
         ratio = (ds[name] / ds[exact]).values
         assert table.loc[name, "geomean"] == pytest.approx(np.exp(np.log(ratio).mean()))

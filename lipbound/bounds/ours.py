@@ -1,4 +1,4 @@
-r"""Our own bound: compression of the blocks of :math:`J J^T` by token pairs.
+r"""Our own closed-form bounds: compression of the blocks of :math:`J J^T`, and of J, by token pairs.
 
 Notation, for one head: :math:`o_i = \sum_j P_{ij} v_j`, :math:`A_i` (d_v x N) with columns :math:`P_{ij}(v_j - o_i)`,
 :math:`C_i = A_i K` (d_v x d), :math:`\tilde q_i = c\,W_K q_i`, :math:`B_i = c\,C_i W_Q^T` with :math:`c` = ``scale``. The block of J from token j
@@ -6,6 +6,8 @@ to output i is
 
 .. math:: J_{ij} = P_{ij} W_V^T + A_i[:,j]\,\tilde q_i^T + \delta_{ij} B_i
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,6 +19,29 @@ from lipbound.linalg import block_norm, matrix_norm, nonnegative_norm, symmetric
 
 CHUNK = 2**27
 """Bytes of the largest temporary, the N x d_v x d moments of some heads of one sample."""
+RTOL = 1e-5
+"""How far above the exact norms of N x N matrices their upper values may stay."""
+
+
+@bound(
+    "lipbound_block",
+    label="lipbound, blocks of J",
+    citation="lipbound2026",
+    statement="||J|| <= ||[P_ij (||W_V|| + |v_j - o_i| |c W_K q_i|)]_ij + diag ||B_i|| ||, an N x N matrix",
+    source="lipbound.bounds.ours",
+    assumptions="any biases, any mask",
+    condition=qty.always,
+    cost="O(N^2 d d_v)",
+)
+def lipbound_block(att: Attention) -> Tensor:
+    r"""Compression of J itself: about 2 times the exact norm on pretrained heads.
+
+    .. math:: \|J\| \le \big\|\,[P_{ij}(\|W_V\| + |v_j - o_i||\tilde q_i|)]_{ij} + \mathrm{diag}\,\|B_i\|\,\big\|
+
+    *Proof.* The entries bound the norms of the blocks of J, by the triangle inequality; a block matrix is no larger in norm than the
+    matrix of its blocks' norms: :math:`|\sum y_i^T J_{ij} x_j| \le \sum |y_i|\|J_{ij}\||x_j|`. QED
+    """
+    return _in_chunks(att, _block)
 
 
 @bound(
@@ -59,56 +84,87 @@ def lipbound(att: Attention) -> Tensor:
     that of :math:`\sum_i |\tilde q_i|^2 A_i^T A_i`. QED
 
     J depends on keys and values only through differences, so both are centred first; the norms of small matrices are upper values
-    (`lipbound.linalg.block_norm`, within 1 %). Memory O(N^2 + N d d_v) per head.
+    (`lipbound.linalg.block_norm`, within 1 %). Memory O(N^2 + N d d_v) per head. Differentiable in everything an `Attention` is made of; where
+    the norm of a matrix has no derivative (several equal top singular values), the derivative is that along one of its top pairs.
     """
+    return _in_chunks(att, _lipbound)
+
+
+def _in_chunks(att: Attention, values: Callable[[Attention, int, slice], Tensor]) -> Tensor:
+    """``values`` of every head of every sample, as many heads at a time as memory allows, (samples, heads)."""
     heads = max(1, int(CHUNK // (8 * att.tokens * max(att.d_v * max(att.d, att.d_v), att.tokens))))
-    rows = [torch.cat([_heads(att, s, slice(h, min(att.heads, h + heads))) for h in range(0, att.heads, heads)]) for s in range(att.samples)]
+    rows = [torch.cat([values(att, s, slice(h, min(att.heads, h + heads))) for h in range(0, att.heads, heads)]) for s in range(att.samples)]
     return torch.stack(rows)
 
 
-def _heads(att: Attention, sample: int, heads: slice) -> Tensor:
+class _Parts:
+    """What both bounds are made of, for some heads of one sample, in float64: norms of the parts of the blocks of J."""
+
+    def __init__(self, att: Attention, sample: int, heads: slice):
+        p, q = att.p[sample, heads].double(), att.q[sample, heads].double()
+        k, v = (t[sample, heads].double() for t in (att.k, att.v))
+        k, v = k - k.mean(-2, keepdim=True), v - v.mean(-2, keepdim=True)
+        self.w_q, self.w_k, self.w_v = (w[heads].double() for w in (att.w_q, att.w_k, att.w_v))
+        self.scale, self.p, self.q, self.v = att.scale, p, q, v
+        self.o = o = p @ v
+        self.distance = torch.cdist(o, v, compute_mode="donot_use_mm_for_euclid_dist")  # |v_j - o_i|, (heads, N, N)
+        self.qt = self.scale * q @ _factor(self.w_k).mT  # qt_i, in coordinates of the columns of W_K
+        moments = (p @ _outer(v, k)).unflatten(-1, (att.d_v, att.d)) - o[..., :, None] * (p @ k)[..., None, :]
+        self.c = self.scale * moments  # c C_i
+        self.b = block_norm(self.c @ _factor(self.w_q).mT[:, None])  # ||B_i||
+        self.norm_v = matrix_norm(self.w_v)[:, None, None]
+
+
+def _lipbound(att: Attention, sample: int, heads: slice) -> Tensor:
     """The bound for some heads of one sample, (heads,)."""
-    p, q = att.p[sample, heads].double(), att.q[sample, heads].double()
-    k, v = (t[sample, heads].double() for t in (att.k, att.v))
-    k, v = k - k.mean(-2, keepdim=True), v - v.mean(-2, keepdim=True)
-    w_q, w_k, w_v = (w[heads].double() for w in (att.w_q, att.w_k, att.w_v))
-    n, d, d_v, c = att.tokens, att.d, att.d_v, att.scale
-    o = p @ v
-    size = v.norm(dim=-1).amax(-1)[:, None]  # scale of rounding in differences of values
-
-    distance = torch.cdist(o, v, compute_mode="donot_use_mm_for_euclid_dist")  # |v_j - o_i|
-    r_q, r_k = (torch.linalg.qr(w, mode="r").R for w in (w_q, w_k))
-    qt = c * q @ r_k.mT
-    length = qt.norm(dim=-1)
-    z = (c * q @ (w_k.mT @ w_v)).norm(dim=-1)
-
-    moments = (p @ _outer(v, k)).unflatten(-1, (d_v, d)) - o[..., :, None] * (p @ k)[..., None, :]  # C_i
-    b = block_norm(c * moments @ r_q.mT[:, None])
-    b_v = block_norm(c * moments @ (w_q.mT @ w_v)[:, None])
-    b_q = _image_norms(c * moments, q @ (c * w_q.mT @ w_k).mT)  # |B_i qt_k|
+    parts = _Parts(att, sample, heads)
+    p, q, v, o, qt, c, b, distance = parts.p, parts.q, parts.v, parts.o, parts.qt, parts.c, parts.b, parts.distance
+    n, d_v = att.tokens, att.d_v
+    size = v.detach().norm(dim=-1).amax(-1)[:, None]  # scale of rounding in differences of values
+    z = (att.scale * q @ (parts.w_k.mT @ parts.w_v)).norm(dim=-1)
+    b_v = block_norm(c @ (parts.w_q.mT @ parts.w_v)[:, None])
+    b_q = _image_norms(c, q @ (att.scale * parts.w_q.mT @ parts.w_k).mT)  # |B_i qt_k|
 
     w2 = p * p
     first, total = w2 @ v, w2.sum(-1)
     gram = (w2 @ _outer(v, v)).unflatten(-1, (d_v, d_v)) - first[..., :, None] * o[..., None, :] - o[..., :, None] * first[..., None, :]
     gram = gram + total[..., None, None] * o[..., :, None] * o[..., None, :]  # A_i A_i^T
-    a2 = block_norm(gram) + 1e-13 * total * size**2
-    a = a2.sqrt()
+    a = _root(block_norm(gram) + 1e-13 * total * size**2)
 
     e = p * distance
     s = p @ p.mT
     reach = torch.minimum(e @ p.mT, a[..., :, None] * p.norm(dim=-1)[..., None, :])
     x = p * b_v[..., None, :] + p.mT * b_q * distance.mT + z[..., :, None] * reach
-    e0 = s * (matrix_norm(w_v) ** 2)[:, None, None] + torch.diag_embed(b**2) + x + x.mT
+    e0 = s * parts.norm_v**2 + torch.diag_embed(b**2) + x + x.mT
     kk = (qt @ qt.mT).abs() * torch.minimum(a[..., :, None] * a[..., None, :], e @ e.mT)
 
-    rows = p * length[..., None]
+    rows = p * qt.norm(dim=-1, keepdim=True)
     pair = rows.mT @ rows
     mixed = (rows * (o @ v.mT)).mT @ rows
     own = (rows * (o * o).sum(-1, keepdim=True)).mT @ rows
-    second = symmetric_norm((v @ v.mT) * pair - mixed - mixed.mT + own) + 1e-13 * n * pair.diagonal(dim1=-2, dim2=-1).amax(-1) * size[:, 0] ** 2
+    allowance = 1e-13 * n * pair.detach().diagonal(dim1=-2, dim2=-1).amax(-1) * size[:, 0] ** 2
+    second = symmetric_norm((v @ v.mT) * pair - mixed - mixed.mT + own) + allowance
     key = torch.minimum(matrix_norm(a[..., None] * qt) ** 2, second)
-    squared = torch.minimum(nonnegative_norm(e0 + kk), nonnegative_norm(e0) + key)
-    return squared.sqrt() * (1 + 1e-11)
+    squared = torch.minimum(nonnegative_norm(e0 + kk, rtol=RTOL), nonnegative_norm(e0, rtol=RTOL) + key)
+    return _root(squared) * (1 + 1e-11)
+
+
+def _block(att: Attention, sample: int, heads: slice) -> Tensor:
+    parts = _Parts(att, sample, heads)
+    sizes = parts.p * (parts.norm_v + parts.distance * parts.qt.norm(dim=-1, keepdim=True)) + torch.diag_embed(parts.b)
+    return nonnegative_norm(sizes, rtol=RTOL) * (1 + 1e-11)
+
+
+def _factor(w: Tensor) -> Tensor:
+    """F with F^T F = w^T w: the triangular factor, small; w itself where gradients are wanted, which QR has not at every w."""
+    if w.requires_grad or w.shape[-2] <= w.shape[-1]:
+        return w
+    return torch.linalg.qr(w, mode="r").R
+
+
+def _root(x: Tensor) -> Tensor:
+    """Square root whose derivative at 0 is 0."""
+    return torch.where(x > 0, torch.where(x > 0, x, 1.0).sqrt(), 0.0)
 
 
 def _image_norms(maps: Tensor, vectors: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ class Bound:
         cost: leading cost per head.
         condition: the same assumptions as a test on an `Attention`, True per (sample, head) where they hold.
         function: the bound itself.
+        costly: whether it takes far longer than the exact norm; such bounds are computed on request, not by default.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Bound:
     cost: str
     condition: Callable[[Attention], Tensor]
     function: Callable[[Attention], Tensor]
+    costly: bool = False
 
     def __call__(self, att: Attention) -> Tensor:
         """Value of the bound, (samples, heads), float64."""
@@ -74,13 +76,14 @@ def bound(
     condition: Callable[[Attention], Tensor],
     cost: str,
     map: str = "head",
+    costly: bool = False,
 ) -> Callable[[Callable[[Attention], Tensor]], Callable[[Attention], Tensor]]:
     """Decorator: enter a function of an `Attention` into the registry under ``name``."""
 
     def enter(function: Callable[[Attention], Tensor]) -> Callable[[Attention], Tensor]:
         if name in _BOUNDS:
             raise ValueError(f"a bound named {name!r} is already registered")
-        _BOUNDS[name] = Bound(name, label, citation, statement, source, assumptions, map, cost, condition, function)
+        _BOUNDS[name] = Bound(name, label, citation, statement, source, assumptions, map, cost, condition, function, costly)
         return function
 
     return enter
@@ -103,10 +106,10 @@ def get(name: str) -> Bound:
 
 
 def resolve(bounds: str | Iterable[str]) -> list[str]:
-    """Names for "default", "all", one name, comma-separated names, or a list of names; unknown ones raise."""
+    """Names for "all", "default" (all but the costly), one name, comma-separated names, or a list of names; unknown ones raise."""
     if isinstance(bounds, str):
         if bounds in ("default", "all"):
-            return names()
+            return [name for name in names() if bounds == "all" or not get(name).costly]
         bounds = [part.strip() for part in bounds.split(",") if part.strip()]
     return list(dict.fromkeys(get(name).name for name in bounds))
 

@@ -1,0 +1,36 @@
+import pytest
+import torch
+from conftest import random_attention
+from torch import Tensor
+
+from lipbound import gram
+from lipbound.attention import Attention
+from lipbound.gram import Gram
+from lipbound.operators import dense_jacobian
+
+
+def jacobians(att: Attention, sample: int) -> Tensor:
+    """Autograd Jacobians of all heads side by side: (n, heads, d_v, inputs)."""
+    heads = [dense_jacobian(att, sample, h) for h in range(att.heads)]
+    return torch.stack([j.view(-1, att.d_v, j.shape[1]) for j in heads], 1)
+
+
+@pytest.mark.parametrize("tile", [2**23, 3000])
+@pytest.mark.parametrize("stacking", ["head", "heads", "layer"])
+def test_gram_is_the_product_of_autograd_jacobians(att: Attention, stacking: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gram.TILE, "cpu", tile)
+    for s in range(att.samples):
+        j = jacobians(att, s)
+        heads = [1] if stacking == "head" else [0, 1, 2]
+        g = Gram(att, s, heads, att.w_o if stacking == "layer" else None)
+        j = torch.einsum("nhvx,hvo->nox", j, att.w_o) if stacking == "layer" else j[:, heads]
+        j = j.reshape(g.tokens * g.width, -1)
+        reference = j @ j.mT
+        assert float(torch.linalg.matrix_norm(g.dense() - reference, 2)) <= g.error + 1e-14 * float(reference.norm())
+        y = torch.randn(g.tokens, g.width, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        torch.testing.assert_close(g.apply(y).reshape(-1, 3), reference @ y.reshape(-1, 3), rtol=0, atol=1e-12 * float(reference.norm() * y.norm()))
+
+
+def test_the_allowance_for_rounding_is_small() -> None:
+    g = Gram(random_attention("plain"), 0, [0])
+    assert 0 < g.error < 1e-12 * float(g.dense().norm())
