@@ -234,10 +234,10 @@ class Attention:
         fold = r.mT
         return self.with_values(self.w_v @ fold, None if self.b_v is None else (self.b_v[:, None] @ fold)[:, 0]), e
 
-    def with_values(self, w_v: Tensor, b_v: Tensor | None) -> "Attention":
-        """The same attention pattern over other values; queries, keys and probabilities already computed are shared."""
+    def with_values(self, w_v: Tensor, b_v: Tensor | None, w_o: Tensor | None = None) -> "Attention":
+        """The same attention pattern over other values and output projection; queries, keys and probabilities already computed are shared."""
         other = Attention(
-            self.x, self.w_q, self.w_k, w_v, b_q=self.b_q, b_k=self.b_k, b_v=b_v,
+            self.x, self.w_q, self.w_k, w_v, b_q=self.b_q, b_k=self.b_k, b_v=b_v, w_o=w_o,
             scale=self.scale, mask=self.mask, valid=self.valid,
         )  # fmt: skip
         for name in ("q", "k", "p"):

@@ -55,7 +55,9 @@ def compare(
     max_length: Annotated[int, typer.Option(help="Tokens per text, special tokens included.")] = 128,
     layers: Annotated[str | None, typer.Option(help="Layer numbers, e.g. 0,5,11; all by default.")] = None,
     bounds: Annotated[str, typer.Option(help="'default', 'all', or names separated by commas (see `lipbound bounds`).")] = "default",
-    map: Annotated[str, typer.Option(help="'head', or 'head_out' with the head's slice of the output projection.")] = "head",
+    map: Annotated[
+        str, typer.Option(help="'head', 'head_out' (with its slice of the output projection), 'heads' or 'layer' (all heads together).")
+    ] = "head",
     tol: Annotated[float, typer.Option(help="Relative width (or error, with --delta 0) of exact norms.")] = 1e-3,
     delta: Annotated[float, typer.Option(help="Total failure probability of exact_upper; 0 for plain estimates.")] = 1e-10,
     device: Annotated[str, typer.Option(help="'auto', 'cpu', 'cuda', 'cuda:1', ...")] = "auto",

@@ -18,13 +18,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressC
 from transformers import PreTrainedModel
 
 from lipbound.attention import Attention
-from lipbound.bounds import get, resolve
+from lipbound.bounds import get
 from lipbound.bounds.auditing import audit
+from lipbound.bounds.multihead import names_for, whole_layer
 from lipbound.capture import Capturer, LayerCapture
 from lipbound.checkpoints import Checkpoint, load
 from lipbound.errors import LipboundError, StoreError, UnknownNameError, nearest
 from lipbound.inputs import Inputs, prepare
-from lipbound.norms import MAPS, l2_spectral_norm, rounding, spectral_norm
+from lipbound.norms import MAPS, WHOLE, l2_spectral_norm, rounding, spectral_norm
 from lipbound.store import check_target, save
 
 BLOCK_BYTES = 1.5e9
@@ -61,7 +62,8 @@ def compare(
             loaded transformers model.
         data: None for a default of the model's modality, or anything `lipbound.inputs.prepare` takes.
         bounds: names of bounds, "default" (every published bound and the cheap ones of ours) or "all" (costly ones too; see `lipbound.bounds.names`).
-        map: "head" (no output projection) or "head_out" (with the head's slice of it; bounds then have ||W_V W_O|| for ||W_V||).
+        map: "head" (no output projection), "head_out" (with the head's slice of it; bounds then have ||W_V W_O|| for ||W_V||), "heads" (all heads
+            of a layer side by side) or "layer" (with the output projection; bounds on heads are put together by `lipbound.bounds.whole_layer`).
         samples: how many samples of the data.
         exact_samples: compute exact norms on the first so many samples only (bounds on all).
         max_length: tokens per text.
@@ -76,7 +78,8 @@ def compare(
         progress: show a progress bar on standard error, where that is a terminal or a notebook.
 
     Returns:
-        Dataset with dims (sample, layer, head): ``exact`` (lower end), ``exact_upper``, ``exact_steps``, ``exact_converged``, ``exact_rounding``
+        Dataset with dims (sample, layer, head), or (sample, layer) for the maps "heads" and "layer": ``exact`` (lower end), ``exact_upper``,
+        ``exact_steps``, ``exact_converged``, ``exact_rounding``
         (see `lipbound.norms.rounding`), one variable per bound under its registry name and ``<name>_sound`` (whether its assumptions held),
         ``exact_l2`` where a bound is about L2 attention. Values are natural, not logarithms. attrs carry provenance and, in ``audit``, how
         often each bound fell below the exact norm.
@@ -84,9 +87,9 @@ def compare(
     Raises:
         LipboundError: see its subclasses; nothing is computed when the output cannot be written.
     """
-    names = resolve(bounds)
     if map not in MAPS:
         raise UnknownNameError(f"unknown map {map!r}; {nearest(map, MAPS)}")
+    names = names_for(bounds if isinstance(bounds, str) else list(bounds), map)
     if not 0 < tol < 1:
         raise LipboundError(f"tol is {tol}; it must be between 0 and 1 (relative error of the exact norms)")
     if exact_samples is not None and exact_samples < 1:
@@ -109,19 +112,22 @@ def compare(
             start, stop = stop, min(count, stop + _block_size(captured))
             captured = capturer.run(inputs.block(start, stop, where))
             if not tables:
-                tables = _allocate(names, count, captured, delta is not None)
+                tables = _allocate(names, count, captured, delta is not None, map)
             lengths[start:stop] = captured[0].attention.lengths.long().cpu().numpy()
             for i, layer in enumerate(captured):
                 error = max(error, layer.error)
                 seeds = [_seed(seed, layer.index, s) for s in range(start, stop)]
-                attention = layer.attention if map == "head" else layer.attention.fold_output()[0]
-                share = None if delta is None else delta * attention.heads / (exact_count * tables["exact"][0].size)
-                values = _measure(attention, names, tol, share, seeds, exact_count - start)
+                attention = layer.attention.fold_output()[0] if map == "head_out" else layer.attention
+                norms = 1 if map in WHOLE else attention.heads
+                share = None if delta is None else delta * norms / (exact_count * tables["exact"][0].size)
+                values = _measure(attention, names, map, tol, share, seeds, exact_count - start)
                 for name, value in values.items():
                     tables[name][start : start + len(value), i, : value.shape[1]] = value
                 layer.attention = layer.attention.select(slice(0, 1))  # frees P and what hangs on it
                 advance(stop - start, len(captured))
     ds = _dataset(tables, names, captured, lengths)
+    if map in WHOLE:
+        ds = ds.isel(head=0, drop=True)
     ds.attrs = _provenance(checkpoint, inputs, captured, names=names, map=map, tol=tol, delta=delta, device=where, dtype=dtype, seed=seed) | {
         "samples": count, "exact_samples": exact_count, "tokens": int(lengths.max()), "capture_error": error,
     }  # fmt: skip
@@ -136,30 +142,36 @@ def compare(
     return ds
 
 
-def _measure(att: Attention, names: list[str], tol: float, delta: float | None, seeds: list[int], exact_count: int) -> dict[str, np.ndarray]:
+def _measure(
+    att: Attention, names: list[str], map: str, tol: float, delta: float | None, seeds: list[int], exact_count: int
+) -> dict[str, np.ndarray]:
     """Everything about one layer at one block of samples, (samples, heads) each; exact norms for the first ``exact_count`` samples.
 
-    ``delta``: failure probability allowed for the upper ends of one sample.
+    ``delta``: failure probability allowed for the upper ends of one sample. A whole layer counts as one head.
     """
-    values: dict[str, np.ndarray] = {}
+    values: dict[str, Any] = {}
+    whole = map in WHOLE
     for name in names:
-        values[name] = get(name)(att).cpu().numpy()
-        values[f"{name}_sound"] = get(name).sound(att).cpu().numpy()
-    values["exact_rounding"] = rounding(att).cpu().numpy()
+        sound = get(name).sound(att)
+        values[name] = whole_layer(att, name, map=map) if whole else get(name)(att)
+        values[f"{name}_sound"] = sound.all(-1) if whole else sound
+    values["exact_rounding"] = rounding(att, map="head" if map == "head_out" else map)
     exact_count = min(exact_count, att.samples)
     if exact_count > 0:
         part = att if exact_count == att.samples else att.select(slice(0, exact_count))
-        norm = spectral_norm(part, tol=tol, delta=None if delta is None else delta * exact_count, seed=seeds[:exact_count])
-        values |= {"exact": norm.lower.numpy(), "exact_steps": norm.steps.numpy(), "exact_converged": norm.converged.numpy()}
+        share = None if delta is None else delta * exact_count
+        norm = spectral_norm(part, map="head" if map == "head_out" else map, tol=tol, delta=share, seed=seeds[:exact_count])
+        values |= {"exact": norm.lower, "exact_steps": norm.steps, "exact_converged": norm.converged}
         if delta is not None:
-            values["exact_upper"] = norm.upper.numpy()
+            values["exact_upper"] = norm.upper
         if any(get(name).exact == "exact_l2" for name in names):
-            values["exact_l2"] = l2_spectral_norm(part, tol=tol, seed=seeds[:exact_count]).lower.numpy()
-    return values
+            values["exact_l2"] = l2_spectral_norm(part, tol=tol, seed=seeds[:exact_count]).lower
+    return {name: value.reshape(len(value), -1).cpu().numpy() for name, value in values.items()}
 
 
-def _allocate(names: list[str], count: int, captured: list[LayerCapture], certify: bool) -> dict[str, np.ndarray]:
-    shape = (count, len(captured), max(layer.attention.heads for layer in captured))
+def _allocate(names: list[str], count: int, captured: list[LayerCapture], certify: bool, map: str) -> dict[str, np.ndarray]:
+    heads = 1 if map in WHOLE else max(layer.attention.heads for layer in captured)
+    shape = (count, len(captured), heads)
     tables: dict[str, np.ndarray] = {name: np.full(shape, np.nan) for name in ("exact", *(["exact_upper"] if certify else []), *names)}
     if any(get(name).exact == "exact_l2" for name in names):
         tables["exact_l2"] = np.full(shape, np.nan)

@@ -214,3 +214,35 @@ def golub_kahan(
             break
     rule.finish(results, op, tops)
     return results.norm(op)
+
+
+def ritz_vectors(op: JacobianOperator, *, steps: int, count: int, seed: int | Sequence[int]) -> Tensor:
+    """The top ``count`` Ritz vectors of J J^T after so many Lanczos steps, largest first: (batch, count, n), float64; fewer when n is smaller.
+
+    Where a Krylov space ends early, the recurrence goes on from a fresh random direction orthogonal to it.
+    """
+    op = op.double()
+    n = math.prod(op.out_shape)
+    steps = min(steps, n)
+    fresh = torch.Generator().manual_seed(0)
+    v = start_vectors(op, op.out_shape, seed)
+    basis = v.new_zeros(op.batch, steps, n)
+    images = v.new_zeros(op.batch, steps, n)
+    for j in range(steps):
+        basis[:, j] = v
+        images[:, j] = op.gram(v.view(-1, *op.out_shape)).flatten(1)
+        known = basis[:, : j + 1]
+        w = images[:, j]
+        size = torch.linalg.vector_norm(w, dim=1)
+        for _ in range(2):
+            w = w - (known.mT @ (known @ w[..., None]))[..., 0]
+        ended = torch.linalg.vector_norm(w, dim=1) <= 1e-12 * size
+        if bool(ended.any()):
+            other = torch.randn(w.shape, generator=fresh, dtype=torch.float64).to(w.device)
+            for _ in range(2):
+                other = other - (known.mT @ (known @ other[..., None]))[..., 0]
+            w = torch.where(ended[:, None], other, w)
+        v = w / torch.linalg.vector_norm(w, dim=1, keepdim=True).clamp_min(1e-300)
+    projected = basis @ images.mT
+    _, s = torch.linalg.eigh((projected + projected.mT) / 2)
+    return s.flip(-1)[..., :count].mT @ basis

@@ -1,14 +1,19 @@
 """Exact local Lipschitz constants: the spectral norm of the Jacobian of every head."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from lipbound import deterministic
 from lipbound.attention import Attention
 from lipbound.errors import LipboundError, UnknownNameError, nearest
+from lipbound.gram import Gram
 from lipbound.lanczos import golub_kahan, lanczos
+from lipbound.layer import LayerJacobian
+from lipbound.linalg import matrix_norm
 from lipbound.operators import HeadJacobian, JacobianOperator, L2HeadJacobian
 from lipbound.simple import dense_svd, power_iteration
 from lipbound.solution import Norm
@@ -16,8 +21,14 @@ from lipbound.solution import Norm
 MAPS = {
     "head": "one attention head without output projection, x -> softmax(q k^T) v",
     "head_out": "one attention head followed by its slice of the output projection",
+    "heads": "all attention heads of a layer, side by side, without output projection",
+    "layer": "multi-head attention: all heads of a layer, with the output projection",
 }
+WHOLE = ("heads", "layer")
+"""Maps of a whole layer: one norm per sample, not per head."""
 METHODS = ("lanczos", "golub-kahan", "power", "dense")
+PROOFS = {"deflation": deterministic.deflation, "cholesky": deterministic.cholesky}
+"""Methods with deterministic upper bounds, for maps whose J J^T has a closed form."""
 DEFAULT_STEPS = {"lanczos": 500, "golub-kahan": 500, "power": 100}
 
 
@@ -71,9 +82,12 @@ def spectral_norm(
 
     Args:
         att: the layer, samples x heads.
-        map: "head" (no output projection) or "head_out" (with the head's slice ``w_o``).
+        map: "head" (no output projection), "head_out" (with the head's slice ``w_o``), "heads" (all heads side by side) or "layer" (all heads,
+            projected by ``w_o`` and added).
         method: "lanczos" (on J J^T in output coordinates, full reorthogonalisation), "golub-kahan", "power" (as papers define it: an
-            absolute stopping rule, a lower estimate) or "dense" (SVD in float64, small cases).
+            absolute stopping rule, a lower estimate), "dense" (SVD in float64, small cases), or one of two whose ``upper`` is a proof without
+            probability, in float64 whatever the dtype: "deflation" (`lipbound.deterministic.deflate`; memory as for Lanczos) and
+            "cholesky" (`lipbound.deterministic.cholesky_bound`; memory three square matrices of order N d_v).
         tol: relative error of the norm at which the Lanczos methods stop (``upper / lower - 1`` where ``upper`` is asked for, else an
             a-posteriori estimate that fails with probability at most 1e-3 a norm); absolute change for "power".
         delta: total failure probability of the ``upper`` of all norms of this call, over the random start vectors
@@ -83,12 +97,13 @@ def spectral_norm(
         max_steps: 500 products by default (100 for "power"); where they do not suffice, ``converged`` is False.
 
     Returns:
-        `Norm` with fields of shape (samples, heads), values in float64 whatever the dtype of ``att``, whose dtype the products have.
-        ``upper`` is infinite unless ``delta`` is given or the method is "dense". With ``vectors``, ``left`` is
-        (samples, heads, N, d_v), or (samples, heads, N, D_out) for "head_out", and ``right`` (samples, heads, N, D).
+        `Norm` with fields of shape (samples, heads), or (samples,) for the maps "heads" and "layer"; values in float64 whatever the dtype of
+        ``att``, whose dtype the products have. ``upper`` is infinite unless ``delta`` is given or the method is "dense", "deflation" or
+        "cholesky", whose upper ends hold for every ``delta``. With ``vectors``, ``left`` is (samples, heads, N, d_v), or (samples, heads, N, D_out)
+        for "head_out", and ``right`` (samples, heads, N, D); without the axis of heads for a whole layer.
 
     Raises:
-        LipboundError: unknown map or method, a matrix too large for "dense", overflow in float32.
+        LipboundError: unknown map or method, more memory needed than there is, overflow in float32.
 
     The Jacobian is that of the tensors given: P is computed once, from float64 scores, and rounded to their dtype; that rounding is part of
     neither ``error`` nor ``upper``.
@@ -103,20 +118,38 @@ def spectral_norm(
     """
     if map not in MAPS:
         raise UnknownNameError(f"unknown map {map!r}; {nearest(map, MAPS)}")
-    attention, basis = (att, None) if map == "head" else att.fold_output()
-    if method == "power":  # its absolute stopping rule must see J itself
-        scaled, unit = attention, torch.ones(att.heads, dtype=torch.float64)
+    if method not in (*METHODS, *PROOFS):
+        raise UnknownNameError(f"unknown method {method!r}; {nearest(method, (*METHODS, *PROOFS))}")
+    att = att.double() if method in PROOFS else att
+    attention, basis = att.fold_output() if map == "head_out" else (att, None)
+    unit = torch.ones(att.heads, dtype=torch.float64)
+    if method != "power":  # whose absolute stopping rule must see J itself
+        attention, unit = _unit_values(attention, together=map in WHOLE)
+    op = LayerJacobian(attention, project=map == "layer") if map in WHOLE else HeadJacobian(attention)
+    if method in PROOFS:
+        if not tol > 0:
+            raise LipboundError(f"tol is {tol}; it must be a number > 0")
+        norm = PROOFS[method](op, _grams(attention, map), tol=tol, seed=seed, vectors=vectors)
     else:
-        scaled, unit = _unit_values(attention)
-    op = HeadJacobian(scaled)
-    norm = operator_norm(op, method=method, tol=tol, delta=delta, vectors=vectors, seed=seed, max_steps=max_steps)
+        norm = operator_norm(op, method=method, tol=tol, delta=delta, vectors=vectors, seed=seed, max_steps=max_steps)
+    if map in WHOLE:
+        return _scale(norm, unit[0])
     norm = _scale(norm.view(att.samples, att.heads), unit)
     if norm.left is None or norm.right is None:
         return norm
     left = norm.left.view(att.samples, att.heads, *op.out_shape)
     if basis is not None:
         left = left @ basis.mT
+    assert isinstance(op, HeadJacobian)
     return replace(norm, left=left, right=op.lift(norm.right).view(att.samples, att.heads, att.tokens, -1))
+
+
+def _grams(att: Attention, map: str) -> list[Callable[[], Gram]]:
+    """J J^T for every entry of the batch, made when it is needed."""
+    if map in WHOLE:
+        w_o = att.w_o if map == "layer" else None
+        return [partial(Gram, att, s, list(range(att.heads)), w_o) for s in range(att.samples)]
+    return [partial(Gram, att, s, [h]) for s in range(att.samples) for h in range(att.heads)]
 
 
 def l2_spectral_norm(att: Attention, *, tol: float = 1e-4, delta: float | None = None, seed: int | Sequence[int] = 0) -> Norm:
@@ -128,27 +161,33 @@ def l2_spectral_norm(att: Attention, *, tol: float = 1e-4, delta: float | None =
     return _scale(operator_norm(L2HeadJacobian(scaled), tol=tol, delta=delta, seed=seed).view(att.samples, att.heads), unit)
 
 
-def rounding(att: Attention) -> Tensor:
-    """Size of the absolute error that rounding of v and P leaves in the norms of a layer, (samples, heads), float64.
+def rounding(att: Attention, *, map: str = "head") -> Tensor:
+    r"""Size of the absolute error that rounding of v and P leaves in the norms of a layer, (samples, heads) or (samples,), float64.
 
-    ``eps max_i |v_i| max_i |scale w_k q_i|``: the terms ``(v_j - o_i) (scale w_k q_i)^T`` of J cancel where attention saturates. Far below
-    the norm on ordinary heads; an estimate of size, not a bound.
+    For one head ``eps max_i |v_i| max_i |scale w_k q_i|``: the terms ``(v_j - o_i) (scale w_k q_i)^T`` of J cancel where attention saturates. For
+    whole layers the heads' errors, times :math:`\|W_O^h\|` for "layer", add up. Far below the norm on
+    ordinary heads; an estimate of size, not a bound.
     """
     gradient = torch.linalg.vector_norm(att.scale * att.q @ att.w_k.mT, dim=-1).amax(-1).double()
     spread = torch.linalg.vector_norm(att.v - att.v.mean(-2, keepdim=True), dim=-1).amax(-1).double()
-    return torch.finfo(att.dtype).eps * gradient * spread
+    error = torch.finfo(att.dtype).eps * gradient * spread
+    if map in WHOLE:
+        return (error if map == "heads" or att.w_o is None else error * matrix_norm(att.w_o)).sum(-1)
+    return error
 
 
-def _unit_values(att: Attention) -> tuple[Attention, Tensor]:
-    """The layer with each head's values divided by a power of two near their size, and these numbers (heads,).
+def _unit_values(att: Attention, *, together: bool = False) -> tuple[Attention, Tensor]:
+    """The layer with each head's values (or all heads' ``together``) divided by a power of two near their size, and these numbers (heads,).
 
     Exact, since J is linear in the values; keeps float32 products away from overflow and underflow.
     """
     size = att.w_v.abs().amax((-1, -2)).double()
+    if together:
+        size = size.amax().expand(att.heads)
     unit = torch.where(size > 0, 2.0 ** size.clamp_min(1e-300).log2().round(), 1.0)
     w_v = (att.w_v.double() / unit[:, None, None]).to(att.dtype)
     b_v = None if att.b_v is None else (att.b_v.double() / unit[:, None]).to(att.dtype)
-    return att.with_values(w_v, b_v), unit.cpu()
+    return att.with_values(w_v, b_v, att.w_o), unit.cpu()
 
 
 def _scale(norm: Norm, unit: Tensor) -> Norm:

@@ -147,25 +147,25 @@ class HeadJacobian(JacobianOperator):
     def _weights(self) -> Tensor:
         return self._reduction[1][self._head]
 
-    def _pull(self, y: Tensor) -> Tensor:
+    def pull(self, y: Tensor) -> Tensor:
         """The cotangents of q, k, v under y, side by side, (batch, N, m)."""
         g = self._p * (y @ self._v.mT - (y * self._o).sum(-1, keepdim=True))
         return torch.cat([g @ self._k, g.mT @ self._q, self._p.mT @ y], -1)
 
-    def _push(self, z: Tensor) -> Tensor:
+    def push(self, z: Tensor) -> Tensor:
         """The output perturbation under perturbations z of q, k, v (scores already scaled), (batch, N, d_v)."""
         z_q, z_k, z_v = z.split(self._sizes, -1)
         t = self._p * (torch.cat([z_q, self._q], -1) @ torch.cat([self._k, z_k], -1).mT)
         return t @ self._v - t.sum(-1, keepdim=True) * self._o + self._p @ z_v
 
     def jvp(self, x: Tensor) -> Tensor:
-        return self._push(x @ self._weights)
+        return self.push(x @ self._weights)
 
     def vjp(self, y: Tensor) -> Tensor:
-        return self._pull(y) @ self._weights.mT
+        return self.pull(y) @ self._weights.mT
 
     def gram(self, y: Tensor) -> Tensor:
-        return self._push(self._pull(y) @ self._weights_gram)
+        return self.push(self.pull(y) @ self._weights_gram)
 
     def dense(self) -> Tensor:
         """The matrices block by block: ``J_ij = P_ij [r_v^T + (v_j - o_i) qt_i^T] + [i = j] B_i`` with ``qt_i = r_k q_i``."""

@@ -64,7 +64,7 @@ def heatmaps(
     columns: int | None = None,
     font_size: float | None = None,
 ) -> Figure:
-    """A panel for the exact norm and one per bound: head number across, layer number down, log10 of the values.
+    """A panel for the exact norm and one per bound: head number across (sample number for whole layers), layer number down, log10 of the values.
 
     Args:
         ds: a run, from `lipbound.compare` or `lipbound.load`.
@@ -87,7 +87,7 @@ def heatmaps(
         raise UnknownNameError(f"unknown width {width!r}; {nearest(width, WIDTHS)}, or a number of inches")
     panels = _panels(ds, bounds)
     with np.errstate(divide="ignore"):
-        grids = {name: np.log10(reduce_samples(ds[name], reduce).transpose("layer", "head").values) for name in panels}
+        grids = {name: np.log10(_grid(ds[name], reduce).values) for name in panels}
     inches = WIDTHS[width] if isinstance(width, str) else float(width)
     points = font_size or (12.0 if width == "slide" else 7.0)
     across = columns or max(1, min(len(panels), round(inches * 7 / points / 1.75)))
@@ -96,6 +96,18 @@ def heatmaps(
         if path is not None:
             _write(figure, Path(path))
     return figure
+
+
+def _across(ds: xr.Dataset) -> str:
+    """What stands next to each other in a panel: heads, or samples for maps of whole layers."""
+    return "head" if "head" in ds.dims else "sample"
+
+
+def _grid(values: xr.DataArray, reduce: str | float) -> xr.DataArray:
+    """The values of a panel, (layer, head), or (layer, sample) for maps of whole layers, which need no reduction."""
+    if "head" in values.dims:
+        return reduce_samples(values, reduce).transpose("layer", "head")
+    return values.transpose("layer", "sample")
 
 
 def _panels(ds: xr.Dataset, bounds: Iterable[str] | None) -> list[str]:
@@ -127,7 +139,7 @@ def _draw(
     ds: xr.Dataset, panels: list[str], grids: dict[str, np.ndarray], across: int, inches: float, points: float, scale: str, reduce: str | float
 ) -> Figure:
     down = -(-len(panels) // across)
-    layers, heads = ds.sizes["layer"], ds.sizes["head"]
+    layers, heads = ds.sizes["layer"], ds.sizes[_across(ds)]
     line = points / 72 * 1.35
     text = caption(ds, bounds=[name for name in panels if name in ds.attrs["bounds"]], reduce=reduce, scale=scale)
     wrapped = textwrap.wrap(text, int(inches * 72 / points * 1.95))
@@ -152,7 +164,7 @@ def _draw(
         high = high if high > low else low + 1e-6
         image = axes.imshow(np.ma.masked_invalid(np.where(np.isposinf(grid), 1e300, grid)), cmap=colormap, norm=Normalize(low, high), aspect="auto")
         _label(axes, ds, name, grid, high, points)
-        axes.set_xlabel("head" if k + across >= len(panels) else "", labelpad=1)
+        axes.set_xlabel(_across(ds) if k + across >= len(panels) else "", labelpad=1)
         axes.set_ylabel("layer" if k % across == 0 else "", labelpad=1)
         if scale == "panel":
             own = figure.add_axes(((left + side + 0.3 * line) / inches, bottom / total, 0.35 * line / inches, height / total))
@@ -182,7 +194,7 @@ def _label(axes: Axes, ds: xr.Dataset, name: str, grid: np.ndarray, high: float,
             upper = "\u221e" if np.isposinf(grid).any() else f"{finite.max():.1f}"
             axes.text(0.5, 0.5, f"off scale:\n{finite.min():.1f} to {upper}", transform=axes.transAxes, ha="center", va="center", color="black")
     axes.set_title("\n".join(lines), fontsize=points, pad=3, parse_math=False)
-    for axis, ticks in ((axes.xaxis, ds["head"].values), (axes.yaxis, ds["layer"].values)):
+    for axis, ticks in ((axes.xaxis, ds[_across(ds)].values), (axes.yaxis, ds["layer"].values)):
         step = max(1, -(-len(ticks) // 6))
         axis.set_ticks(range(0, len(ticks), step), [str(t) for t in ticks[::step]])
     axes.tick_params(length=1.5, width=0.5, pad=1.5, labelsize=points - 1)
@@ -192,7 +204,7 @@ def caption(ds: xr.Dataset, *, bounds: Iterable[str] | None = None, reduce: str 
     """The caption that `heatmaps` writes under the figure with these arguments."""
     what = f"{reduce:g}-quantile" if not isinstance(reduce, str) else {"geomean": "geometric mean", "max": "maximum"}.get(reduce, reduce)
     each = "" if scale == "shared" else " (a colour scale for each panel)"
-    samples = "" if ds.attrs["samples"] == 1 else f", {what} over samples"
+    samples = "" if ds.attrs["samples"] == 1 or _across(ds) == "sample" else f", {what} over samples"
     marks = {"\u2020": "its assumptions do not hold on every head here", "\u2021": "it is below the exact norm of some head"}
     counts = [ds.attrs["audit"][name] for name in _panels(ds, bounds) if name in ds.attrs["bounds"]]
     used = ["\u2021"] * any(e["violations"] for e in counts) + ["\u2020"] * any(e["sound"] < e["compared"] and not e["violations"] for e in counts)

@@ -129,7 +129,8 @@ def test_errors_come_before_the_work(bert: Path, tmp_path: Path) -> None:
     blocked.write_text("")
     for options, message in [
         ({"bounds": "yudn"}, "did you mean"),
-        ({"map": "layer"}, "unknown map 'layer'"),
+        ({"map": "layers"}, "did you mean .layer."),
+        ({"map": "layer", "bounds": "kim"}, "use map=.head. or leave it out"),
         ({"tol": 0}, "tol is 0"),
         ({"tol": 1e-6}, "cannot be certified in float32"),
         ({"exact_samples": 0}, "exact_samples is 0"),
