@@ -8,6 +8,7 @@
 
 from lipbound import bounds, plots, tables
 from lipbound.attention import Attention
+from lipbound.balls import attack, radius_curve
 from lipbound.capture import capture
 from lipbound.compare import compare
 from lipbound.errors import LipboundError
@@ -15,5 +16,5 @@ from lipbound.norms import spectral_norm
 from lipbound.solution import Norm
 from lipbound.store import load
 
-__all__ = ["Attention", "LipboundError", "Norm", "bounds", "capture", "compare", "load", "plots", "spectral_norm", "tables"]
+__all__ = ["Attention", "LipboundError", "Norm", "attack", "bounds", "capture", "compare", "load", "plots", "radius_curve", "spectral_norm", "tables"]
 __version__ = "0.1.0"

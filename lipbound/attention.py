@@ -216,6 +216,19 @@ class Attention:
             scale=self.scale, mask=mask, valid=None if self.valid is None else self.valid[samples],
         )  # fmt: skip
 
+    def unpadded(self, sample: int) -> "Attention":
+        """One sample without its padding tokens: samples = 1 and no ``valid``."""
+        part = self.select(slice(sample, sample + 1))
+        if self.valid is None:
+            return part
+        keep = self.valid[sample]
+        mask = part.mask
+        if mask is not None:
+            mask = mask.expand(*mask.shape[:-2], self.tokens, self.tokens)[..., keep, :][..., keep]
+        return Attention(
+            part.x[:, keep], part.w_q, part.w_k, part.w_v, b_q=part.b_q, b_k=part.b_k, b_v=part.b_v, w_o=part.w_o, scale=self.scale, mask=mask
+        )
+
     def fold_output(self) -> tuple["Attention", Tensor]:
         """Heads with their output slice, as plain heads of the same Jacobian norm.
 

@@ -164,6 +164,10 @@ class HeadJacobian(JacobianOperator):
     def vjp(self, y: Tensor) -> Tensor:
         return self.pull(y) @ self._weights.mT
 
+    def along(self, dx: Tensor) -> Tensor:
+        """J dX in the coordinates of X, (batch, N, D) -> (batch, N, d_v); unlike the other products differentiable in what the layer is made of."""
+        return self.push(dx @ self._w[self._head])
+
     def gram(self, y: Tensor) -> Tensor:
         return self.push(self.pull(y) @ self._weights_gram)
 

@@ -200,6 +200,47 @@ def _label(axes: Axes, ds: xr.Dataset, name: str, grid: np.ndarray, high: float,
     axes.tick_params(length=1.5, width=0.5, pad=1.5, labelsize=points - 1)
 
 
+def ball_curve(ds: xr.Dataset, path: str | Path | None = None, *, sample: int = 0, heads: Iterable[int] | None = None, title: str = "") -> Figure:
+    """Bounds over balls against the radius, a panel for each head, with what an adversary found: the true supremum lies in the shaded gap.
+
+    Args:
+        ds: from `lipbound.radius_curve`; radius 0 is left out of the logarithmic axis.
+        path: where to write it. sample, heads: what to show; all heads of sample 0 by default. title: what the heads are of, for the caption.
+
+    Raises:
+        LipboundError: a file type that cannot be drawn, a file that cannot be written.
+    """
+    chosen = list(range(ds.sizes["head"])) if heads is None else list(heads)
+    across = min(len(chosen), 4)
+    down = -(-len(chosen) // across)
+    ds = ds.isel(sample=sample).where(ds["radius"] > 0, drop=True)
+    radius = ds["radius"].values
+    with matplotlib.rc_context(STYLE | {"font.size": 7.0}):
+        figure = Figure(figsize=(7.1, 1.9 * down + 0.9), layout="constrained")
+        FigureCanvasAgg(figure)
+        panels = np.atleast_1d(figure.subplots(down, across, sharex=True, sharey=True)).ravel()
+        for axes, head in zip(panels, chosen, strict=False):
+            one = ds.isel(head=head)
+            for name in ds.attrs["bounds"]:
+                axes.plot(radius, one[name], lw=1, label=get(name).label)
+            axes.plot(radius, one["over_ball"], color="black", lw=1.5, label="lipbound, over the ball")
+            if "adversary" in one:
+                axes.plot(radius, one["adversary"], color="black", lw=1, ls=":", label="found by an adversary")
+                axes.fill_between(radius, one["adversary"].values, one["over_ball"].values, color="0.85", lw=0)
+            axes.set(xscale="log", yscale="log", title=f"head {head}")
+        for axes in panels[len(chosen) :]:
+            axes.set_axis_off()
+        figure.supxlabel(
+            f"radius ({'each token' if ds.attrs['norm'] == 'token' else 'Frobenius'}); tokens are {ds.attrs['token_norm']:.3g} long\n{title}"
+        )
+        figure.supylabel("local Lipschitz constant")
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
+        if path is not None:
+            _write(figure, Path(path))
+    return figure
+
+
 def caption(ds: xr.Dataset, *, bounds: Iterable[str] | None = None, reduce: str | float = "mean", scale: str = "shared") -> str:
     """The caption that `heatmaps` writes under the figure with these arguments."""
     what = f"{reduce:g}-quantile" if not isinstance(reduce, str) else {"geomean": "geometric mean", "max": "maximum"}.get(reduce, reduce)

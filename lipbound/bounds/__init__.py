@@ -2,8 +2,9 @@
 
 from lipbound.bounds import castin2024, kim2021, ours, ours_gram, specformer2024, yudin2025  # noqa: F401  (importing a paper registers its bounds)
 from lipbound.bounds.auditing import audit
+from lipbound.bounds.ball import over_ball
 from lipbound.bounds.citations import BIBTEX
 from lipbound.bounds.multihead import whole_layer
 from lipbound.bounds.registry import Bound, bound, evaluate, get, names, resolve
 
-__all__ = ["BIBTEX", "Bound", "audit", "bound", "evaluate", "get", "names", "resolve", "whole_layer"]
+__all__ = ["BIBTEX", "Bound", "audit", "bound", "evaluate", "get", "names", "over_ball", "resolve", "whole_layer"]

@@ -13,6 +13,12 @@ CITATION = "castin2024smooth"
 ROOT3 = math.sqrt(3)
 
 
+def _theorem_3_3(att: Attention, radius: float, norm: str = "token") -> Tensor:
+    """In both balls every token stays within R + radius of 0."""
+    n, r = qty.count(att), qty.radius(att) + radius
+    return ROOT3 * qty.norm_v(att) * (qty.norm_a(att) ** 2 * r**4 * (4 * n + 1) + n).sqrt()
+
+
 @bound(
     "castin",
     label="Castin 2024, 3.3",
@@ -22,6 +28,7 @@ ROOT3 = math.sqrt(3)
     assumptions="no query bias; any mask",
     condition=qty.no_query_bias,
     cost="O(N D + D d^2)",
+    ball=_theorem_3_3,
 )
 def castin(att: Attention) -> Tensor:
     r"""Theorem 3.3 (Theorem 2 of Yudin et al. 2025), with the radius of the smallest centred ball that holds the tokens:
@@ -31,8 +38,13 @@ def castin(att: Attention) -> Tensor:
     Theorem 4.3 is the same formula with a causal mask. For any additive mask it follows from Yudin et al.'s
     :math:`\|W_V\|\sqrt N (1 + 2\|A\|R^2)`, which it exceeds. With a query bias it fails: use ``castin_bias``.
     """
-    n = qty.count(att)
-    return ROOT3 * qty.norm_v(att) * (qty.norm_a(att) ** 2 * qty.radius(att) ** 4 * (4 * n + 1) + n).sqrt()
+    return _theorem_3_3(att, 0.0)
+
+
+def _with_biases(att: Attention, radius: float, norm: str = "token") -> Tensor:
+    n, a, r = qty.count(att), qty.norm_a(att), qty.radius(att) + radius
+    shift = torch.zeros_like(a) if att.b_q is None else torch.linalg.vector_norm(_shift(att), dim=-1)
+    return ROOT3 * qty.norm_v(att) * (a**2 * r**4 + n * r**2 * (a * r + shift) ** 2 + n).sqrt()
 
 
 @bound(
@@ -44,6 +56,7 @@ def castin(att: Attention) -> Tensor:
     assumptions="any biases, any mask",
     condition=qty.always,
     cost="O(N D + D d^2)",
+    ball=_with_biases,
 )
 def castin_bias(att: Attention) -> Tensor:
     r"""A form of Theorem 3.3 that allows biases. Ours, in the spirit of their appendix E.3.
@@ -59,9 +72,7 @@ def castin_bias(att: Attention) -> Tensor:
     :math:`\|W_V^T Cov_{P_i}(x) A^T\| \le \|W_V\|\|A\|R^2`. Add the three with :math:`(a+b+c)^2 \le 3(a^2+b^2+c^2)`. Any row-stochastic P,
     hence any mask, will do.
     """
-    n, a, r = qty.count(att), qty.norm_a(att), qty.radius(att)
-    shift = torch.zeros_like(a) if att.b_q is None else torch.linalg.vector_norm(_shift(att), dim=-1)
-    return ROOT3 * qty.norm_v(att) * (a**2 * r**4 + n * r**2 * (a * r + shift) ** 2 + n).sqrt()
+    return _with_biases(att, 0.0)
 
 
 def _shift(att: Attention) -> Tensor:
@@ -86,6 +97,14 @@ def _sides(att: Attention) -> tuple[Tensor, Tensor]:
     return att.memo("sides", make)
 
 
+def _theorem_c3(att: Attention, radius: float, norm: str = "token") -> Tensor:
+    """|A x_i| grows by at most ||A|| radius; the distance of two tokens by 2 radius, or sqrt(2) radius when they share a Frobenius ball."""
+    n = qty.count(att)
+    side = torch.maximum(*_sides(att)) + qty.norm_a(att) * radius
+    distance = qty.diameter(att) + (2 if norm == "token" else math.sqrt(2)) * radius
+    return ROOT3 * qty.norm_v(att) * (side**2 * distance**2 * (n + 1) + n).sqrt()
+
+
 @bound(
     "castin_c3",
     label="Castin 2024, C.3",
@@ -95,6 +114,7 @@ def _sides(att: Attention) -> tuple[Tensor, Tensor]:
     assumptions="no query bias; any mask",
     condition=qty.no_query_bias,
     cost="O(N^2 D + N D d)",
+    ball=_theorem_c3,
 )
 def castin_c3(att: Attention) -> Tensor:
     r"""Theorem C.3 in the form we can prove.
@@ -105,9 +125,7 @@ def castin_c3(att: Attention) -> Tensor:
     :math:`|x_j - \bar x_i| \le r` and :math:`A^T x_i`, the query path the covariance of :math:`x` and :math:`A x` under :math:`P_i`, so
     both sides are needed. With one side alone the statement fails (see ``castin_c3_as_coded``).
     """
-    n = qty.count(att)
-    side = torch.maximum(*_sides(att))
-    return ROOT3 * qty.norm_v(att) * (side**2 * qty.diameter(att) ** 2 * (n + 1) + n).sqrt()
+    return _theorem_c3(att, 0.0)
 
 
 @bound(
@@ -133,6 +151,11 @@ def _mean_field_condition(att: Attention) -> Tensor:
     return qty.unmasked(att) & ~qty.has_query_bias(att)
 
 
+def _mean_field(att: Attention, radius: float, norm: str = "token") -> Tensor:
+    t = qty.norm_a(att) * (qty.radius(att) + radius) ** 2
+    return torch.where(qty.norm_v(att) > 0, qty.norm_v(att) * (1 + 3 * t) * (2 * t).exp(), 0.0)  # not 0 x infinity
+
+
 @bound(
     "castin_mean_field",
     label="Castin 3.5, mean field",
@@ -142,6 +165,7 @@ def _mean_field_condition(att: Attention) -> Tensor:
     assumptions="no mask, no query bias",
     condition=_mean_field_condition,
     cost="O(N D + D d^2)",
+    ball=_mean_field,
 )
 def castin_mean_field(att: Attention) -> Tensor:
     r"""The bound that does not depend on N (2-Wasserstein Lipschitz constant; bounds :math:`\|J\|` by their Lemma 3.2):
@@ -151,5 +175,4 @@ def castin_mean_field(att: Attention) -> Tensor:
     Infinite where the exponential exceeds the range of float64 (:math:`\|A\|R^2 > 354`), which pretrained heads do reach. Unmasked only: with a
     causal mask and A = 0 the Jacobian is :math:`P \otimes W_V^T`, whose norm tends to :math:`2\|W_V\|`.
     """
-    t = qty.norm_a(att) * qty.radius(att) ** 2
-    return torch.where(qty.norm_v(att) > 0, qty.norm_v(att) * (1 + 3 * t) * (2 * t).exp(), 0.0)  # not 0 x infinity
+    return _mean_field(att, 0.0)

@@ -97,7 +97,7 @@ def _in_chunks(att: Attention, values: Callable[[Attention, int, slice], Tensor]
     return torch.stack(rows)
 
 
-class _Parts:
+class Parts:
     """What both bounds are made of, for some heads of one sample, in float64: norms of the parts of the blocks of J."""
 
     def __init__(self, att: Attention, sample: int, heads: slice):
@@ -117,7 +117,7 @@ class _Parts:
 
 def _lipbound(att: Attention, sample: int, heads: slice) -> Tensor:
     """The bound for some heads of one sample, (heads,)."""
-    parts = _Parts(att, sample, heads)
+    parts = Parts(att, sample, heads)
     p, q, v, o, qt, c, b, distance = parts.p, parts.q, parts.v, parts.o, parts.qt, parts.c, parts.b, parts.distance
     n, d_v = att.tokens, att.d_v
     size = v.detach().norm(dim=-1).amax(-1)[:, None]  # scale of rounding in differences of values
@@ -150,7 +150,7 @@ def _lipbound(att: Attention, sample: int, heads: slice) -> Tensor:
 
 
 def _block(att: Attention, sample: int, heads: slice) -> Tensor:
-    parts = _Parts(att, sample, heads)
+    parts = Parts(att, sample, heads)
     sizes = parts.p * (parts.norm_v + parts.distance * parts.qt.norm(dim=-1, keepdim=True)) + torch.diag_embed(parts.b)
     return nonnegative_norm(sizes, rtol=RTOL) * (1 + 1e-11)
 

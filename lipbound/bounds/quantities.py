@@ -78,6 +78,11 @@ def diameter(att: Attention) -> Tensor:
     return att.memo("diameter", make)
 
 
+def total_radius(att: Attention, radius: float, norm: str) -> Tensor:
+    """How far X can move in the Frobenius norm within a ball, hence also in the spectral norm, (samples, 1)."""
+    return radius * (count(att).sqrt() if norm == "token" else torch.ones_like(count(att)))
+
+
 # -- attention: (samples, heads) ---------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention import Attention
-from lipbound.errors import UnknownNameError, nearest
+from lipbound.errors import LipboundError, UnknownNameError, nearest
 
 MAP_NORMS = {"head": "exact", "l2": "exact_l2"}
 """The variable that holds the exact norm of the map a bound is about."""
@@ -29,6 +29,7 @@ class Bound:
         condition: the same assumptions as a test on an `Attention`, True per (sample, head) where they hold.
         function: the bound itself.
         costly: whether it takes far longer than the exact norm; such bounds are computed on request, not by default.
+        ball: the statement for all inputs near X, or None where the source has none: see `over_ball`.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Bound:
     condition: Callable[[Attention], Tensor]
     function: Callable[[Attention], Tensor]
     costly: bool = False
+    ball: Callable[[Attention, float, str], Tensor] | None = None
 
     def __call__(self, att: Attention) -> Tensor:
         """Value of the bound, (samples, heads), float64."""
@@ -50,6 +52,24 @@ class Bound:
     def sound(self, att: Attention) -> Tensor:
         """Whether the statement is a valid upper bound here, by its assumptions: (samples, heads), bool."""
         return self.condition(att).expand(att.samples, att.heads)
+
+    def over_ball(self, att: Attention, radius: float, *, norm: str = "token") -> Tensor:
+        """The source's bound over a ball of inputs, (samples, heads), float64; `lipbound.bounds.over_ball` is ours.
+
+        Args:
+            att: the layer at the centre.
+            radius: of the ball, in the units of ``x``.
+            norm: "token" (every token moves by at most ``radius``) or "frobenius" (all of X does).
+
+        Raises:
+            LipboundError: where the source has no such statement, a negative radius, an unknown norm.
+        """
+        if self.ball is None:
+            raise LipboundError(
+                f"bound {self.name!r} is a statement about one input, without a radius; use lipbound.bounds.over_ball(..., at={self.name!r})"
+            )
+        check_ball(radius, norm)
+        return self.ball(att, float(radius), norm).to(torch.float64).expand(att.samples, att.heads)
 
     @property
     def year(self) -> int:
@@ -60,6 +80,17 @@ class Bound:
     def exact(self) -> str:
         """Name of the variable with the exact norm this bound is compared with."""
         return MAP_NORMS[self.map]
+
+
+BALLS = {"token": "every token moves by at most the radius", "frobenius": "X moves by at most the radius in the Frobenius norm"}
+
+
+def check_ball(radius: float, norm: str) -> None:
+    """Raise LipboundError unless ``radius`` is a number >= 0 and ``norm`` one of `BALLS`."""
+    if norm not in BALLS:
+        raise UnknownNameError(f"unknown norm {norm!r} of a ball; {nearest(norm, BALLS)}")
+    if not 0 <= radius < float("inf"):
+        raise LipboundError(f"radius is {radius}; it must be a finite number >= 0")
 
 
 _BOUNDS: dict[str, Bound] = {}
@@ -77,13 +108,14 @@ def bound(
     cost: str,
     map: str = "head",
     costly: bool = False,
+    ball: Callable[[Attention, float, str], Tensor] | None = None,
 ) -> Callable[[Callable[[Attention], Tensor]], Callable[[Attention], Tensor]]:
     """Decorator: enter a function of an `Attention` into the registry under ``name``."""
 
     def enter(function: Callable[[Attention], Tensor]) -> Callable[[Attention], Tensor]:
         if name in _BOUNDS:
             raise ValueError(f"a bound named {name!r} is already registered")
-        _BOUNDS[name] = Bound(name, label, citation, statement, source, assumptions, map, cost, condition, function, costly)
+        _BOUNDS[name] = Bound(name, label, citation, statement, source, assumptions, map, cost, condition, function, costly, ball)
         return function
 
     return enter

@@ -13,6 +13,13 @@ def _condition(att: Attention) -> Tensor:
     return large & (abs(att.scale) <= n * (n + 1)) & ~qty.has_query_bias(att)
 
 
+def _theorem(att: Attention, radius: float, norm: str = "frobenius") -> Tensor:
+    """Their ball is one in the Frobenius norm."""
+    n = qty.count(att)
+    size = qty.frobenius(att) + qty.total_radius(att, radius, norm)
+    return n * (n + 1) * size**2 * qty.norm_v(att) * (qty.norm_q(att) * qty.norm_k(att) + 1)
+
+
 @bound(
     "specformer",
     label="Specformer 2024",
@@ -22,9 +29,10 @@ def _condition(att: Attention) -> Tensor:
     assumptions="no query bias; inputs not small: (N+1) sqrt(N) ||X||_F^2 >= 1",
     condition=_condition,
     cost="O(N D + D d^2)",
+    ball=_theorem,
 )
 def specformer(att: Attention) -> Tensor:
-    r"""As printed, at the point X (radius R = 0 of their ball):
+    r"""As printed, at the point X (radius R = 0 of their ball; ``over_ball`` has :math:`(\|X\|_F + R)^2`):
 
     .. math:: \|J\| \le N(N+1)\,\|X\|_F^2\,\big[\|W_V\|\|W_Q\|\|W_K\| + \|W_V\|\big]
 
@@ -33,6 +41,4 @@ def specformer(att: Attention) -> Tensor:
     :math:`\|P\| \le \sqrt N` and :math:`\|M\| \le 1/2`: it holds without query bias once :math:`(N+1)\sqrt N\,\|X\|_F^2 \ge 1`
     (and scale at most N(N+1)). No bias enters the statement.
     """
-    n = qty.count(att)
-    factor = qty.norm_q(att) * qty.norm_k(att) + 1
-    return n * (n + 1) * qty.frobenius(att) ** 2 * qty.norm_v(att) * factor
+    return _theorem(att, 0.0)

@@ -5,8 +5,10 @@ from torch import Tensor
 
 from lipbound.attention import Attention
 from lipbound.bounds import quantities as qty
+from lipbound.bounds.interval import largest_g1, reachable_rows
 from lipbound.bounds.moments import weighted_deviation_norm
 from lipbound.bounds.registry import bound
+from lipbound.linalg import nonnegative_norm
 
 CITATION = "yudin2025pay"
 ANY = "any biases (Remark 2), any mask"
@@ -43,6 +45,22 @@ def _theorem3(att: Attention, largest_m: Tensor, norm_p: Tensor) -> Tensor:
     return qty.norm_v(att) * (norm_p + 2 * qty.norm_x(att) ** 2 * qty.norm_a(att) * largest_m)
 
 
+def _remark_1(att: Attention, radius: float, norm: str) -> Tensor:
+    """Theorem 3 for every input of a ball, which Remark 1 leaves to continuity: each factor is replaced by its largest value there.
+
+    ||X'|| grows by at most the Frobenius radius; ||P'|| and max_i ||M(P'_i)|| are bounded over the box of softmax rows that scores can reach
+    (`lipbound.bounds.interval`), the latter through g_1.
+    """
+    extended = with_ones(att)
+    size = qty.norm_x(extended) + qty.total_radius(att, radius, norm)
+    values = []
+    for s in range(att.samples):
+        low, high = reachable_rows(att.double().unpadded(s), radius, norm)
+        norm_p = nonnegative_norm(high).minimum(qty.count(att)[s].sqrt())
+        values.append(norm_p + 2 * size[s] ** 2 * qty.norm_a(extended) * largest_g1(low, high).amax(-1))
+    return qty.norm_v(att) * torch.stack(values)
+
+
 @bound(
     "yudin",
     label="Yudin 2025, Thm 3",
@@ -52,6 +70,7 @@ def _theorem3(att: Attention, largest_m: Tensor, norm_p: Tensor) -> Tensor:
     assumptions=ANY,
     condition=qty.always,
     cost="O(N^2 d) (attention itself), O(N^2) more",
+    ball=_remark_1,
 )
 def yudin(att: Attention) -> Tensor:
     r"""Theorem 3 with the exact norm of the softmax Jacobians and, for heads with a query bias, Remark 2.
@@ -116,6 +135,12 @@ def yudin_sqrt_n(att: Attention) -> Tensor:
     return qty.norm_v(extended) * (qty.norm_p(att) + 2 * deviation * qty.norm_x(extended) * qty.norm_a(extended))
 
 
+def _closed(att: Attention, radius: float, norm: str = "token") -> Tensor:
+    extended = with_ones(att)
+    r = qty.radius(extended) + radius
+    return qty.norm_v(extended) * qty.count(att).sqrt() * (1 + 2 * r**2 * qty.norm_a(extended))
+
+
 @bound(
     "yudin_closed",
     label="Yudin 2025, closed",
@@ -125,12 +150,11 @@ def yudin_sqrt_n(att: Attention) -> Tensor:
     assumptions=ANY,
     condition=qty.always,
     cost="O(N D + D d^2)",
+    ball=_closed,
 )
 def yudin_closed(att: Attention) -> Tensor:
     r"""The :math:`\sqrt N` refinement without attention maps; :math:`R = \max_i |[x_i, 1]|` when the head has a query bias (Remark 2).
 
     .. math:: \|J\| \le \|W_V\|\,\big(\sqrt N + 2 \sqrt N R^2 \|A\|\big)
     """
-    extended = with_ones(att)
-    n = qty.count(att)
-    return qty.norm_v(extended) * n.sqrt() * (1 + 2 * qty.radius(extended) ** 2 * qty.norm_a(extended))
+    return _closed(att, 0.0)
