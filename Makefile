@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: demo test lint figures bench clean
+.PHONY: demo test lint figures bench accuracy clean
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3 ..."; exit 1; }
@@ -31,9 +31,15 @@ lint: $(STAMP)
 figures: $(STAMP)
 	$(BIN)/python figures/make_figures.py
 
-# Timings of exact norms against what people use instead, with an accuracy check in the same run.
+# Timings of exact norms against what people use instead, with an accuracy check in the same run, and of bounds against exact norms.
 bench: $(STAMP)
 	$(BIN)/python benchmarks/exact_norms.py
+	$(BIN)/python benchmarks/bounds.py
+
+# The generated tables of README.md, the accuracy of every method measured anew.
+accuracy: $(STAMP)
+	$(BIN)/python benchmarks/accuracy.py
+	$(BIN)/python benchmarks/readme.py
 
 clean:
 	rm -rf $(VENV) lipbound-demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -185,7 +185,7 @@ def _label(axes: Axes, ds: xr.Dataset, name: str, grid: np.ndarray, high: float,
     lines = [ds[name].attrs["label"]]
     if name in ds.attrs["bounds"]:
         entry = ds.attrs["audit"][name]
-        lines[0] += " \u2021" if entry["violations"] else " \u2020" if entry["sound"] < entry["compared"] else ""
+        lines[0] += tables.mark(entry)
         ratio = tables.summary(ds).loc[name, "geomean"]
         of = "exact" if get(name).exact == "exact" else "exact L2"
         lines.append(f"{tables.number(ratio)} \u00d7 {of}" if np.isfinite(ratio) else "infinite for some heads")

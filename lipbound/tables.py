@@ -1,5 +1,7 @@
 """Summary tables of a run, and the citations that belong to it."""
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 import xarray as xr
@@ -45,8 +47,24 @@ def number(x: float) -> str:
     return f"{x:.3g}" if 1e-3 <= abs(x) < 1e3 else f"{x:.2e}".replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")
 
 
+def mark(entry: dict[str, Any]) -> str:
+    """What the audit puts behind a bound's label: a double dagger where it is below exact, a dagger where its assumptions fail somewhere."""
+    return " \u2021" if entry["violations"] else " \u2020" if entry["sound"] < entry["compared"] else ""
+
+
+def footnotes(ds: xr.Dataset) -> list[str]:
+    """One line for every marked bound: why its statement is no bound where its assumptions fail."""
+    lines = []
+    for name, entry in audit(ds).items():
+        if sign := mark(entry).strip():
+            below = f"below exact on {entry['violations']} of {entry['compared']}; " if entry["violations"] else ""
+            lines.append(f"{sign} {name}: {below}{entry['why']}")
+    return lines
+
+
 def _readable(ds: xr.Dataset) -> pd.DataFrame:
     table = summary(ds)
+    table["label"] = [label + mark(entry) for label, entry in zip(table["label"], audit(ds).values(), strict=True)]
     for name in ("geomean", "min", "max"):
         table[name] = table[name].map(number)
     table["sound"] = [holds(s, c) for s, c in zip(table["sound"], table["compared"], strict=True)]
@@ -67,15 +85,20 @@ def render(ds: xr.Dataset, format: str = "text") -> str:
     if format == "latex":
         return latex(ds)
     table = _readable(ds).reset_index()
+    notes = footnotes(ds)
     if format == "markdown":
-        return str(table.to_markdown(index=False, disable_numparse=True))
-    return str(table.to_markdown(index=False, disable_numparse=True, tablefmt="simple"))
+        return "\n".join([str(table.to_markdown(index=False, disable_numparse=True)), "", *(f"{note}<br>" for note in notes)]).rstrip()
+    return "\n".join([str(table.to_markdown(index=False, disable_numparse=True, tablefmt="simple")), *notes])
 
 
 def latex(ds: xr.Dataset) -> str:
     """`summary` as a LaTeX tabular (booktabs), cells escaped, with the run in a comment above it."""
+    signs = {"\u2021": "$^\\ddagger$", "\u2020": "$^\\dagger$"}
     styler = _readable(ds).reset_index(drop=True).style.hide(axis="index").format(escape="latex").format_index(escape="latex", axis=1)
-    return f"% {caption(ds)}\n" + str(styler.to_latex(hrules=True, column_format="lrrrrrl"))
+    text = str(styler.to_latex(hrules=True, column_format="lrrrrrl"))
+    for sign, command in signs.items():
+        text = text.replace(f" {sign}", command)
+    return "".join(f"% {line}\n" for line in [caption(ds), *footnotes(ds)]) + text
 
 
 def caption(ds: xr.Dataset) -> str:

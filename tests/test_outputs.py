@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
+from conftest import random_attention
 from models import AFFINE, build, inputs_for
 
 import lipbound as lb
@@ -159,3 +160,22 @@ def test_one_head_one_layer_and_zero_norms(tmp_path: Path) -> None:
     assert not ds.attrs["violations"]["yudin"]
     plots.heatmaps(ds, tmp_path / "x.png")
     assert "n/a" in tables.render(ds)
+
+
+def test_tables_say_why_a_statement_is_no_bound(ds: xr.Dataset) -> None:
+    entry = ds.attrs["audit"]["castin"]
+    assert entry["sound"] < entry["compared"]
+    assert "query bias" in entry["why"]
+    assert ds.attrs["audit"]["lipbound"]["why"] == ""
+    for format in ("text", "markdown", "latex"):
+        assert "castin: it ignores the query bias" in tables.render(ds, format)
+    assert "Castin 2024, 3.3$^\\dagger$" in tables.latex(ds)
+
+
+def test_ball_curves_are_drawn(tmp_path: Path) -> None:
+    att = random_attention("biases")
+    curve = lb.radius_curve(att, [0.0, 0.01, 0.1], steps=2, starts=1)
+    figure = lb.plots.ball_curve(curve, tmp_path / "ball.pdf", heads=[0, 2])
+    assert (tmp_path / "ball.pdf").stat().st_size > 1000
+    assert [axes.get_title() for axes in figure.axes] == ["head 0", "head 2"]
+    assert len(figure.axes[0].lines) == 5

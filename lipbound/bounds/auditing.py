@@ -16,8 +16,8 @@ def audit(ds: xr.Dataset) -> dict[str, dict[str, Any]]:
 
     Returns:
         Per bound: ``compared`` (heads x samples with an exact norm), ``violations`` (of them, where the bound is below it), ``worst`` (smallest
-        bound / exact), ``sound`` (where its assumptions held) and ``broken`` (violations although they held: an error in the theorem
-        or in this program).
+        bound / exact), ``sound`` (where its assumptions held), ``broken`` (violations although they held: an error in the theorem
+        or in this program) and ``why`` (where its assumptions did not hold: why the statement is then no bound; else empty).
     """
     slack = SLACK[ds.attrs["dtype"]]
     rounding = ds["exact_rounding"].values
@@ -34,5 +34,6 @@ def audit(ds: xr.Dataset) -> dict[str, dict[str, Any]]:
             "worst": float((value[positive] / exact[positive]).min()) if positive.any() else float("nan"),
             "sound": int((known & sound).sum()),
             "broken": int((below & sound).sum()),
+            "why": "" if bool(sound[known].all()) else get(name).caveat,
         }
     return report

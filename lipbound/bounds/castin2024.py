@@ -29,6 +29,7 @@ def _theorem_3_3(att: Attention, radius: float, norm: str = "token") -> Tensor:
     condition=qty.no_query_bias,
     cost="O(N D + D d^2)",
     ball=_theorem_3_3,
+    caveat="it ignores the query bias, which enters the scores; with a large one the exact norm exceeds it",
 )
 def castin(att: Attention) -> Tensor:
     r"""Theorem 3.3 (Theorem 2 of Yudin et al. 2025), with the radius of the smallest centred ball that holds the tokens:
@@ -115,6 +116,7 @@ def _theorem_c3(att: Attention, radius: float, norm: str = "token") -> Tensor:
     condition=qty.no_query_bias,
     cost="O(N^2 D + N D d)",
     ball=_theorem_c3,
+    caveat="it ignores the query bias, which enters the scores; with a large one the exact norm exceeds it",
 )
 def castin_c3(att: Attention) -> Tensor:
     r"""Theorem C.3 in the form we can prove.
@@ -137,6 +139,7 @@ def castin_c3(att: Attention) -> Tensor:
     assumptions="none known under which it is a bound",
     condition=qty.never,
     cost="O(N^2 D + N D d)",
+    caveat="it lacks the factor sqrt(3) and takes R' on one side only, while both enter J; random heads exceed it twofold",
 )
 def castin_c3_as_coded(att: Attention) -> Tensor:
     r"""Theorem C.3 as the authors' code computes it (recalled): no :math:`\sqrt 3`, and :math:`R' = \max_i |A x_i|` alone.
@@ -166,6 +169,7 @@ def _mean_field(att: Attention, radius: float, norm: str = "token") -> Tensor:
     condition=_mean_field_condition,
     cost="O(N D + D d^2)",
     ball=_mean_field,
+    caveat="it ignores masks, with which rows of P may gather on one token (norm up to 2 ||W_V|| at A = 0), and the query bias",
 )
 def castin_mean_field(att: Attention) -> Tensor:
     r"""The bound that does not depend on N (2-Wasserstein Lipschitz constant; bounds :math:`\|J\|` by their Lemma 3.2):

@@ -84,9 +84,9 @@ def reachable_rows(att: Attention, radius: float, norm: str) -> tuple[Tensor, Te
 def largest_g1(low: Tensor, high: Tensor) -> Tensor:
     """An upper bound on g_1, hence on ||M(p)||, over all probability rows between ``low`` and ``high``: (..., N) -> (...).
 
-    With q = 1 - p_1, the sum of all but the largest entry, g_1 = (1 - q)(q + p_2) grows with the second entry, which is at most u_2, the second largest
-    of ``high``, and q. And q lies between one less the largest of ``high`` and the smaller of one less the largest of ``low`` and the sum of all but the
-    largest of ``high``: near one-hot rows only the latter does not cancel. What remains is one concave arc on either side of q = u_2.
+    With q = 1 - p_1, the sum of all but the largest entry, g_1 = (1 - q)(q + p_2) grows with the second entry, which is at most u_2, the second
+    largest of ``high``, and q. And q lies between one less the largest of ``high`` and the smaller of one less the largest of ``low`` and the sum of
+    all but the largest of ``high``: near one-hot rows only the latter does not cancel. What remains is one concave arc on either side of q = u_2.
     """
     top, where = high.max(-1, keepdim=True)
     others = high.scatter(-1, where, 0.0)

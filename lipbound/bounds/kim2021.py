@@ -27,6 +27,7 @@ def inverse_phi(y: Tensor) -> Tensor:
     condition=lambda att: qty.hides_or_shows(att) & (att.scale >= 0),
     cost="O(D d^2)",
     map="l2",
+    caveat="finite offsets on the scores, or a token that may not attend to itself, are outside its proof",
 )
 def kim(att: Attention) -> Tensor:
     r"""Global Lipschitz constant of L2 attention :math:`P\,X A W_V`, :math:`A = W_Q W_Q^T/\sqrt d`, P from :math:`-|q_i - q_j|^2/\sqrt d`.

@@ -29,6 +29,7 @@ class Bound:
         condition: the same assumptions as a test on an `Attention`, True per (sample, head) where they hold.
         function: the bound itself.
         costly: whether it takes far longer than the exact norm; such bounds are computed on request, not by default.
+        caveat: why the statement is no bound where its assumptions fail; empty when they always hold.
         ball: the statement for all inputs near X, or None where the source has none: see `over_ball`.
     """
 
@@ -44,6 +45,7 @@ class Bound:
     function: Callable[[Attention], Tensor]
     costly: bool = False
     ball: Callable[[Attention, float, str], Tensor] | None = None
+    caveat: str = ""
 
     def __call__(self, att: Attention) -> Tensor:
         """Value of the bound, (samples, heads), float64."""
@@ -109,13 +111,14 @@ def bound(
     map: str = "head",
     costly: bool = False,
     ball: Callable[[Attention, float, str], Tensor] | None = None,
+    caveat: str = "",
 ) -> Callable[[Callable[[Attention], Tensor]], Callable[[Attention], Tensor]]:
     """Decorator: enter a function of an `Attention` into the registry under ``name``."""
 
     def enter(function: Callable[[Attention], Tensor]) -> Callable[[Attention], Tensor]:
         if name in _BOUNDS:
             raise ValueError(f"a bound named {name!r} is already registered")
-        _BOUNDS[name] = Bound(name, label, citation, statement, source, assumptions, map, cost, condition, function, costly, ball)
+        _BOUNDS[name] = Bound(name, label, citation, statement, source, assumptions, map, cost, condition, function, costly, ball, caveat)
         return function
 
     return enter

@@ -30,6 +30,7 @@ def _theorem(att: Attention, radius: float, norm: str = "frobenius") -> Tensor:
     condition=_condition,
     cost="O(N D + D d^2)",
     ball=_theorem,
+    caveat="its value term is multiplied by ||X||_F^2 and vanishes with X while ||J|| does not; and it ignores the query bias",
 )
 def specformer(att: Attention) -> Tensor:
     r"""As printed, at the point X (radius R = 0 of their ball; ``over_ball`` has :math:`(\|X\|_F + R)^2`):

@@ -107,6 +107,7 @@ def yudin_g1(att: Attention) -> Tensor:
     assumptions="no query bias; any mask",
     condition=qty.no_query_bias,
     cost="O(N^2 d) (attention itself), O(N^2) more",
+    caveat="it ignores the query bias, which enters the scores (Remark 2 adds it); 0.07 of the exact norm has been seen",
 )
 def yudin_nobias(att: Attention) -> Tensor:
     """Theorem 3 with weights and inputs as they are. With a query bias it is not a bound (0.07 of the exact norm has been seen)."""

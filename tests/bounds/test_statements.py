@@ -313,3 +313,12 @@ def test_our_bounds_are_ordered(att: Attention) -> None:
 
 def test_costly_bounds_are_computed_on_request_only() -> None:
     assert set(bounds.resolve("all")) - set(bounds.resolve("default")) == {"lipbound_gram"}
+
+
+def test_conditions_come_with_a_reason() -> None:
+    """A statement that may fail to be a bound says why."""
+    att = random_attention("biases")
+    for name in bounds.names():
+        bound = bounds.get(name)
+        if not bool(bound.sound(att).all()):
+            assert bound.caveat, name

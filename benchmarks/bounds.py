@@ -1,0 +1,81 @@
+"""Time our bounds and the certificates against plain exact norms, in one run: ``make bench``. Writes benchmarks/bounds.json.
+
+On all heads of builtin:minilm (N = 128, real text): bound / exact, and time of each bound and of the enclosures as a multiple of the plain norms'
+time (tol 1e-4). Scaling: the same ratio of times for 12 heads of width 32 at N = 64 ... 1024, random weights at a trained scale, N = 1024 on 2 of
+them. Medians of interleaved repeats.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lipbound import bounds
+from lipbound.attention import Attention
+from lipbound.capture import Capturer
+from lipbound.checkpoints import load
+from lipbound.inputs import prepare
+from lipbound.norms import spectral_norm
+
+REPEATS = 3
+
+
+def fresh(att: Attention) -> Attention:
+    """The same layer with P at hand and nothing else remembered."""
+    other = att.select()
+    other.__dict__["p"] = att.p
+    return other
+
+
+def timed(jobs: dict[str, Callable[[Attention], Any]], layers: list[Attention], repeats: int = REPEATS) -> dict[str, float]:
+    """Median seconds of each job over all layers, interleaved."""
+    seconds: dict[str, list[float]] = {name: [] for name in jobs}
+    for _ in range(repeats):
+        for name, job in jobs.items():
+            inputs = [fresh(att) for att in layers]
+            start = time.perf_counter()
+            for att in inputs:
+                job(att)
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def main() -> None:
+    """Measure, print and write."""
+    torch.set_num_threads(2)
+    checkpoint = load("builtin:minilm")
+    layers = [layer.attention for layer in Capturer(checkpoint.model).run(prepare(checkpoint, samples=1, max_length=128).batch)]
+    heads = sum(att.heads for att in layers)
+    jobs: dict[str, Callable[[Attention], Any]] = {
+        "exact": lambda att: spectral_norm(att, tol=1e-4),
+        "enclosure": lambda att: spectral_norm(att, tol=1e-3, delta=1e-10 * att.heads / heads),
+        "lipbound": bounds.get("lipbound"),
+        "lipbound_block": bounds.get("lipbound_block"),
+    }
+    seconds = timed(jobs, layers, 5) | timed({"lipbound_gram": bounds.get("lipbound_gram")}, layers, 1)
+    exact = torch.cat([spectral_norm(att, tol=1e-6).lower for att in layers])
+    result: dict[str, Any] = {"minilm": {"heads": heads, "exact_seconds": seconds.pop("exact")}}
+    for name, value in seconds.items():
+        row = {"time_over_exact": value / result["minilm"]["exact_seconds"]}
+        if name != "enclosure":
+            ratio = torch.cat([bounds.get(name)(att) for att in layers]) / exact
+            row |= {"geomean": float(ratio.log().mean().exp()), "max": float(ratio.max())}
+        result["minilm"][name] = row
+    result["scaling"] = {}
+    for n in (64, 128, 256, 512, 1024):
+        g = torch.Generator().manual_seed(0)
+        count = 2 if n == 1024 else 12
+        att = Attention(torch.randn(1, n, 384, generator=g), *(torch.randn(count, 384, 32, generator=g) * 0.06 for _ in range(3)))
+        att.p  # noqa: B018  (computed before the clock starts)
+        pair = timed({name: jobs[name] for name in ("exact", "lipbound")}, [att])
+        result["scaling"][n] = {"heads": count, "lipbound_seconds": pair["lipbound"], "lipbound_over_exact": pair["lipbound"] / pair["exact"]}
+    print(json.dumps(result, indent=1))
+    Path(__file__).with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
