@@ -37,7 +37,7 @@ def attack(att: Attention, radius: float, *, norm: str = "token", steps: int = 2
         steps, starts: of the ascent, for each head. seed: of the starts.
 
     Returns:
-        `Attack`; the norm is the float64 value at the input found, never below that at X itself.
+        `Attack`; the norm is the float64 value at the input found (``x``, rounded to the layer's dtype), never below that at X itself.
 
     Raises:
         LipboundError: a negative radius, an unknown norm, no steps or no starts.
@@ -61,7 +61,7 @@ def attack(att: Attention, radius: float, *, norm: str = "token", steps: int = 2
 def _attack_head(att: Attention, radius: float, norm: str, steps: int, starts: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """One head of one unpadded sample: the largest norm found, (), float64, and its input (N, D)."""
     move = torch.randn(starts, *att.x.shape[1:], generator=generator, dtype=torch.float64).to(att.x)
-    move = _unit(move, norm) * radius
+    move = _project(_unit(move, norm) * radius, radius, norm)
     move[0] = 0
     best = torch.full((starts,), -torch.inf, dtype=torch.float64)
     where = move.clone()
