@@ -40,6 +40,11 @@ def product_norm(a: Tensor, b: Tensor) -> Tensor:
     return matrix_norm(r_a @ r_b.mT)
 
 
+def reproducible_float32() -> bool:
+    """Whether float32 products are float32 throughout, and not bfloat16 or TF32, which torch can be told to use."""
+    return all(backend.matmul.fp32_precision in ("none", "ieee") for backend in (torch.backends.cuda, torch.backends.mkldnn))
+
+
 def block_norm(b: Tensor, *, squarings: int = 2) -> Tensor:
     r"""Spectral norms of many small matrices (..., m, n), rounded upwards: (...), float64; differentiable.
 
@@ -54,7 +59,8 @@ def block_norm(b: Tensor, *, squarings: int = 2) -> Tensor:
     b = b if b.shape[-2] <= b.shape[-1] else b.mT
     k, m = b.shape[-2:]
     slack = k * (2 * m + 2 * k + 20)
-    work = torch.float32 if slack * torch.finfo(torch.float32).eps / 2 <= 1e-3 and squarings <= 2 and k * m <= 10_000 else torch.float64
+    small = slack * torch.finfo(torch.float32).eps / 2 <= 1e-3 and squarings <= 2 and k * m <= 10_000
+    work = torch.float32 if small and reproducible_float32() else torch.float64
     size = b.detach().abs().amax((-1, -2), keepdim=True).double()
     b = (b / size.clamp_min(1e-290)).to(work)  # entries are at most 1: powers stay in range
     g = b @ b.mT

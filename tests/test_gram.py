@@ -5,6 +5,7 @@ from torch import Tensor
 
 from lipbound import gram
 from lipbound.attention import Attention
+from lipbound.bounds import ours_gram
 from lipbound.gram import Gram
 from lipbound.operators import dense_jacobian
 
@@ -34,3 +35,21 @@ def test_gram_is_the_product_of_autograd_jacobians(att: Attention, stacking: str
 def test_the_allowance_for_rounding_is_small() -> None:
     g = Gram(random_attention("plain"), 0, [0])
     assert 0 < g.error < 1e-12 * float(g.dense().norm())
+
+
+@pytest.mark.parametrize("float32", [True, False])
+@pytest.mark.parametrize("tile", [2**23, 3000])
+def test_squaring_tightens_and_stays_above(att: Attention, tile: int, float32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gram.TILE, "cpu", tile)
+    monkeypatch.setattr(ours_gram, "reproducible_float32", lambda: float32)
+    for s in range(att.samples):
+        for h in range(att.heads):
+            g = Gram(att, s, [h])
+            sigma = float(torch.linalg.matrix_norm(g.dense(), 2).sqrt())
+            monkeypatch.setattr(ours_gram, "LOOSE", 0.0)
+            squared = ours_gram.compressed_norm(g)
+            monkeypatch.setattr(ours_gram, "LOOSE", torch.inf)
+            plain = ours_gram.compressed_norm(g)
+            assert sigma <= squared <= plain
+            if plain > 1.05 * sigma:
+                assert squared < plain

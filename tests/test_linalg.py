@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lipbound.linalg import block_norm, matrix_norm, nonnegative_norm, product_norm, symmetric_norm
+from lipbound.linalg import block_norm, matrix_norm, nonnegative_norm, product_norm, reproducible_float32, symmetric_norm
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -80,3 +80,13 @@ def test_block_norm_at_the_end_of_the_range(size: float) -> None:
     value = block_norm(torch.full((2, 3, 4), size, dtype=torch.float64))
     assert bool((value >= size * 12**0.5).all())
     assert bool((value <= size * 4).all())
+
+
+def test_coarser_float32_products_are_noticed() -> None:
+    assert reproducible_float32()
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert not reproducible_float32()
+    finally:
+        torch.set_float32_matmul_precision(before)
