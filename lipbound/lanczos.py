@@ -93,6 +93,17 @@ class _Rule:
             results.converged[early] = dense.error <= max(self.tol, 1e-12)
 
 
+def project_out(x: Tensor, basis: Tensor, passes: int = 1) -> Tensor:
+    """x (batch, n), in place, without its components along the orthonormal rows of basis (batch, k, n).
+
+    Vectors are rows here: a product with a single column is an order of magnitude slower on a CPU.
+    """
+    row = x[:, None]
+    for _ in range(passes):
+        row.baddbmm_(row @ basis.mT, basis, alpha=-1)
+    return x
+
+
 def lanczos(
     op: JacobianOperator, *, tol: float, max_steps: int, seed: int | Sequence[int], delta: float | None = None, vectors: bool = False
 ) -> Norm:
@@ -107,7 +118,7 @@ def lanczos(
     tops = torch.zeros(op.batch, dtype=torch.float64)
     active = torch.arange(op.batch)
     v = start_vectors(op, op.out_shape, seed)
-    basis = v.new_empty(op.batch, min(16, limit), n)
+    basis = v.new_empty(op.batch, min(32, limit), n)
     alpha, beta = (torch.zeros(op.batch, limit, dtype=torch.float64) for _ in range(2))
     unit = torch.ones(op.batch, dtype=torch.float64)
     for j in range(limit):
@@ -121,12 +132,14 @@ def lanczos(
             if bool((size == 0).any()) and bool((op.vjp(v.view(-1, *op.out_shape)).flatten(1).abs().amax(1).cpu()[size == 0] > 0).any()):
                 raise LipboundError(f"Jacobian products underflow {op.dtype}; use float64, or rescale the weights")
         w = w / unit.to(op.device, op.dtype)[:, None]
-        alpha[:, j] = (w * v).sum(1).double().cpu()
+        a_j = (w * v).sum(1, keepdim=True)
+        alpha[:, j] = a_j[:, 0].double().cpu()
         known = basis[:, : j + 1]
         # The recurrence removes the large components, then one pass against the whole basis what rounding has left of it.
-        recent = basis[:, max(0, j - 1) : j + 1]
-        for part in (recent, known):
-            w = torch.baddbmm(w[:, :, None], part.mT, part @ w[:, :, None], alpha=-1)[..., 0]
+        w.addcmul_(v, a_j, value=-1)
+        if j:
+            w.addcmul_(basis[:, j - 1], b[:, None], value=-1)
+        w = project_out(w, known)
         b = torch.linalg.vector_norm(w, dim=1)
         beta[:, j] = b.double().cpu()
         v = w / b.clamp_min(torch.finfo(op.dtype).tiny)[:, None]
@@ -153,7 +166,10 @@ def lanczos(
         if int(going.sum()) <= 0.8 * len(active):  # worth copying the rest to a smaller batch
             where = going.nonzero()[:, 0]
             there = where.to(op.device)
-            op, basis, v = op.select(there), basis[there], v[there]
+            for new, old in enumerate(where.tolist()):  # in place: a fresh copy would cost more than a step
+                if new != old:
+                    basis[new, : j + 1] = basis[old, : j + 1]
+            op, basis, v, b = op.select(there), basis[: len(where)], v[there], b[there]
             active, alpha, beta, unit = active[where], alpha[where], beta[where], unit[where]
     rule.finish(results, whole, tops)
     return results.norm(whole)
@@ -176,19 +192,14 @@ def golub_kahan(
     unit = torch.ones(op.batch, dtype=torch.float64)
     tiny = torch.finfo(op.dtype).tiny
 
-    def orthogonal(x: Tensor, basis: Tensor) -> Tensor:
-        for _ in range(2):
-            x = x - (basis.mT @ (basis @ x[..., None]))[..., 0]
-        return x
-
     for j in range(limit):
-        u = orthogonal(op.jvp(v.view(-1, *op.in_shape)).flatten(1), left)
+        u = project_out(op.jvp(v.view(-1, *op.in_shape)).flatten(1), left, 2)
         size = torch.linalg.vector_norm(u, dim=1)
         if j == 0:
             unit = torch.where(size > 0, size.double(), 1.0).cpu()
         u = u / size.clamp_min(tiny)[:, None]
         left = torch.cat([left, u[:, None]], 1)
-        w = orthogonal(op.vjp(u.view(-1, *op.out_shape)).flatten(1), right)
+        w = project_out(op.vjp(u.view(-1, *op.out_shape)).flatten(1), right, 2)
         following = torch.linalg.vector_norm(w, dim=1)
         v = w / following.clamp_min(tiny)[:, None]
         right = torch.cat([right, v[:, None]], 1)
@@ -232,16 +243,13 @@ def ritz_vectors(op: JacobianOperator, *, steps: int, count: int, seed: int | Se
         basis[:, j] = v
         images[:, j] = op.gram(v.view(-1, *op.out_shape)).flatten(1)
         known = basis[:, : j + 1]
-        w = images[:, j]
+        w = images[:, j].clone()
         size = torch.linalg.vector_norm(w, dim=1)
-        for _ in range(2):
-            w = w - (known.mT @ (known @ w[..., None]))[..., 0]
+        w = project_out(w, known, 2)
         ended = torch.linalg.vector_norm(w, dim=1) <= 1e-12 * size
         if bool(ended.any()):
             other = torch.randn(w.shape, generator=fresh, dtype=torch.float64).to(w.device)
-            for _ in range(2):
-                other = other - (known.mT @ (known @ other[..., None]))[..., 0]
-            w = torch.where(ended[:, None], other, w)
+            w = torch.where(ended[:, None], project_out(other, known, 2), w)
         v = w / torch.linalg.vector_norm(w, dim=1, keepdim=True).clamp_min(1e-300)
     projected = basis @ images.mT
     _, s = torch.linalg.eigh((projected + projected.mT) / 2)

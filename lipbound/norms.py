@@ -62,9 +62,11 @@ def operator_norm(
     if method == "power":
         if delta is not None:
             raise LipboundError("method 'power' gives no upper bound; use 'lanczos' or 'golub-kahan' with delta, or delta=None")
-        return power_iteration(op, tol=tol, max_steps=steps, seed=seed, vectors=vectors)
+        with torch.no_grad():
+            return power_iteration(op, tol=tol, max_steps=steps, seed=seed, vectors=vectors)
     solver = {"lanczos": lanczos, "golub-kahan": golub_kahan}[method]
-    return solver(op, tol=tol, max_steps=steps, seed=seed, delta=delta, vectors=vectors)
+    with torch.no_grad():
+        return solver(op, tol=tol, max_steps=steps, seed=seed, delta=delta, vectors=vectors)
 
 
 def spectral_norm(

@@ -147,16 +147,24 @@ class HeadJacobian(JacobianOperator):
     def _weights(self) -> Tensor:
         return self._reduction[1][self._head]
 
+    def _pulled(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The cotangents of q, k, v under y."""
+        g = y @ self._v.mT
+        shift = (y * self._o).sum(-1, keepdim=True)
+        g = self._p * (g - shift) if torch.is_grad_enabled() else g.sub_(shift).mul_(self._p)
+        return g @ self._k, g.mT @ self._q, self._p.mT @ y
+
     def pull(self, y: Tensor) -> Tensor:
         """The cotangents of q, k, v under y, side by side, (batch, N, m)."""
-        g = self._p * (y @ self._v.mT - (y * self._o).sum(-1, keepdim=True))
-        return torch.cat([g @ self._k, g.mT @ self._q, self._p.mT @ y], -1)
+        return torch.cat(self._pulled(y), -1)
 
     def push(self, z: Tensor) -> Tensor:
         """The output perturbation under perturbations z of q, k, v (scores already scaled), (batch, N, d_v)."""
         z_q, z_k, z_v = z.split(self._sizes, -1)
-        t = self._p * (torch.cat([z_q, self._q], -1) @ torch.cat([self._k, z_k], -1).mT)
-        return t @ self._v - t.sum(-1, keepdim=True) * self._o + self._p @ z_v
+        s = (z_q @ self._k.mT).baddbmm_(self._q, z_k.mT)
+        t = self._p * s if torch.is_grad_enabled() else s.mul_(self._p)
+        # at a one-hot row the difference is exactly zero, which a fused multiply-add would spoil
+        return (t @ self._v - t.sum(-1, keepdim=True) * self._o).baddbmm_(self._p, z_v)
 
     def jvp(self, x: Tensor) -> Tensor:
         return self.push(x @ self._weights)
@@ -169,7 +177,11 @@ class HeadJacobian(JacobianOperator):
         return self.push(dx @ self._w[self._head])
 
     def gram(self, y: Tensor) -> Tensor:
-        return self.push(self.pull(y) @ self._weights_gram)
+        first, *others = zip(self._pulled(y), self._weights_gram.split(self._sizes, 1), strict=True)
+        z = torch.bmm(*first)
+        for part, w in others:
+            z.baddbmm_(part, w)
+        return self.push(z)
 
     def dense(self) -> Tensor:
         """The matrices block by block: ``J_ij = P_ij [r_v^T + (v_j - o_i) qt_i^T] + [i = j] B_i`` with ``qt_i = r_k q_i``."""
