@@ -20,17 +20,17 @@ TOLERANCES = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7)
 
 
 def power_iteration(att: Attention, head: int, tol: float, max_steps: int = 2000) -> tuple[float, int]:
-    """Power iteration on J^T J through autograd (Castin et al. 2024, appendix E.1), stopped when a step changes the value by at most tol, relatively."""
+    """Power iteration on J^T J through autograd (Castin et al. 2024, appendix E.1), stopped when a step changes the value by less than tol."""
     op = AutogradJacobian(head_function(att, 0, head), att.x[0])
     x = torch.randn(1, *op.in_shape, generator=torch.Generator().manual_seed(head), dtype=att.dtype)
-    value = 0.0
-    for step in range(1, max_steps + 1):
+    value, products = 0.0, 0
+    for _ in range(max_steps):
         y = op.jvp(x / x.norm())
-        before, value = value, float(y.norm())
+        before, value, products = value, float(y.norm()), products + 1
         if abs(value - before) <= tol * value:
             break
-        x = op.vjp(y)
-    return value, 2 * step - 1
+        x, products = op.vjp(y), products + 1
+    return value, products
 
 
 def arpack(att: Attention, head: int, tol: float) -> tuple[float, int]:

@@ -129,24 +129,41 @@ class Attention:
 
     # -- derived tensors ---------------------------------------------------------------------------------------------
 
-    def _project(self, w: Tensor, b: Tensor | None, x: Tensor) -> Tensor:
-        y = torch.einsum("snd,hde->shne", x, w.to(x.dtype))
+    def _project(self, w: Tensor, b: Tensor | None = None) -> Tensor:
+        """In float64: cancellations within a projection would otherwise cost digits of everything after it."""
+        y = torch.einsum("snd,hde->shne", self.x.double(), w.double())
         return y if b is None else y + b[:, None]
+
+    @cached_property
+    def _wide_q(self) -> Tensor:
+        return self._project(self.w_q, self.b_q)
 
     @cached_property
     def q(self) -> Tensor:
         """Queries, (samples, heads, N, d)."""
-        return self._project(self.w_q, self.b_q, self.x)
+        return self._wide_q.to(self.dtype)
 
     @cached_property
     def k(self) -> Tensor:
         """Keys, (samples, heads, N, d)."""
-        return self._project(self.w_k, self.b_k, self.x)
+        return self._project(self.w_k, self.b_k).to(self.dtype)
 
     @cached_property
     def v(self) -> Tensor:
         """Values, (samples, heads, N, d_v)."""
-        return self._project(self.w_v, self.b_v, self.x)
+        return self._project(self.w_v, self.b_v).to(self.dtype)
+
+    @cached_property
+    def centred_k(self) -> Tensor:
+        """Keys without bias and without their mean over tokens, float64: attention, and its Jacobian, see only differences of keys."""
+        k = self._project(self.w_k)
+        return k - k.mean(-2, keepdim=True)
+
+    @cached_property
+    def centred_v(self) -> Tensor:
+        """Values without bias and without their mean over tokens, float64: the Jacobian sees only differences of values."""
+        v = self._project(self.w_v)
+        return v - v.mean(-2, keepdim=True)
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """What the softmax sees, (samples, heads, N, N): the one place where queries and keys meet.
@@ -178,11 +195,10 @@ class Attention:
     def p(self) -> Tensor:
         """Attention probabilities, (samples, heads, N, N).
 
-        Computed in float64 whatever the dtype: scores of size s would otherwise carry an absolute error of s times the rounding unit into P.
+        Computed in float64 whatever the dtype, and from centred keys: scores of size s would otherwise carry an absolute error of s times the
+        rounding unit into P.
         """
-        x = self.x.double()
-        q, k = (self._project(w, b, x) for w, b in ((self.w_q, self.b_q), (self.w_k, self.b_k)))
-        return self.probabilities(self.scores(q, k)).to(self.dtype)
+        return self.probabilities(self.scores(self._wide_q, self.centred_k)).to(self.dtype)
 
     @cached_property
     def out(self) -> Tensor:
@@ -253,10 +269,25 @@ class Attention:
             self.x, self.w_q, self.w_k, w_v, b_q=self.b_q, b_k=self.b_k, b_v=b_v, w_o=w_o,
             scale=self.scale, mask=self.mask, valid=self.valid,
         )  # fmt: skip
-        for name in ("q", "k", "p"):
+        for name in ("_wide_q", "q", "k", "centred_k", "p"):
             if name in self.__dict__:
                 other.__dict__[name] = self.__dict__[name]
         return other
+
+    def unit_values(self, *, together: bool = False) -> tuple["Attention", Tensor]:
+        """The layer with each head's values (or all heads' ``together``) divided by a power of two near their size, and these numbers (heads,).
+
+        Exact, since J is linear in the values; keeps products away from overflow and underflow.
+        """
+        size = self.w_v.detach().abs().amax((-1, -2)).double()
+        if together:
+            size = size.amax().expand(self.heads)
+        unit = torch.where(size > 0, 2.0 ** size.clamp_min(1e-300).log2().round(), 1.0)
+        w_v = (self.w_v.double() / unit[:, None, None]).to(self.dtype)
+        b_v = None if self.b_v is None else (self.b_v.double() / unit[:, None]).to(self.dtype)
+        other = self.with_values(w_v, b_v, self.w_o)
+        other.__dict__["centred_v"] = self.centred_v / unit[:, None, None]
+        return other, unit
 
     def memo(self, key: Any, make: Callable[[], T]) -> T:
         """``make()``, computed once for this attention: bounds share their ingredients through it."""

@@ -37,7 +37,8 @@ def attack(att: Attention, radius: float, *, norm: str = "token", steps: int = 2
         steps, starts: of the ascent, for each head. seed: of the starts.
 
     Returns:
-        `Attack`; the norm is the float64 value at the input found (``x``, rounded to the layer's dtype), never below that at X itself.
+        `Attack`; the norm is the float64 value at the input found, ``x``, which lies in the ball as the layer's dtype holds it; never below that at
+        X itself.
 
     Raises:
         LipboundError: a negative radius, an unknown norm, no steps or no starts.
@@ -80,10 +81,10 @@ def _attack_head(att: Attention, radius: float, norm: str, steps: int, starts: i
         (gradient,) = torch.autograd.grad(form, x)
         length = 0.5 if step < steps / 2 else 0.15
         move = _project(move + length * radius * _unit(torch.nan_to_num(gradient), norm), radius, norm)
-    candidates = torch.cat([att.x, att.x + where[int(best.argmax())]]).double()
-    exact = spectral_norm(_at(att.double(), candidates), tol=1e-6).lower[:, 0]
+    candidates = torch.cat([att.x, _inside(att.x, where[int(best.argmax())], radius, norm)])
+    exact = spectral_norm(_at(att.double(), candidates.double()), tol=1e-6).lower[:, 0]
     winner = int(exact.argmax())
-    return exact[winner], candidates[winner].to(att.dtype)
+    return exact[winner], candidates[winner]
 
 
 def _at(att: Attention, x: Tensor) -> Attention:
@@ -105,6 +106,15 @@ def _unit(move: Tensor, norm: str) -> Tensor:
 def _project(move: Tensor, radius: float, norm: str) -> Tensor:
     """The nearest point of the ball, a rounding inside it."""
     return move * (radius * (1 - 1e-6) / _sizes(move, norm).clamp_min(torch.finfo(move.dtype).tiny)).clamp(max=1.0)
+
+
+def _inside(x: Tensor, move: Tensor, radius: float, norm: str) -> Tensor:
+    """The point x + move (1, N, D) as its dtype holds it, moved back where rounding has put it outside the ball: to x itself at worst."""
+    for part in (1.0, 0.99, 0.9, 0.5):
+        point = (x.double() + part * move.double()).to(x.dtype)
+        if bool((_sizes(point.double() - x.double(), norm) <= radius).all()):
+            return point
+    return x
 
 
 def radius_curve(

@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 import torch
-from scipy.special import betaincinv
+from scipy.special import betaincinv, betaln
 
 Array = np.ndarray
 ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-11}
@@ -24,6 +24,8 @@ def log_inverse_epsilon(n: int, delta: float) -> float:
     """log(1 / eps), where a uniform unit vector of R^n has a component below eps along a given direction with probability delta."""
     if n == 1:
         return 0.0
+    if delta < 1e-100 and n > 2:  # beyond the range of the quantile: the density of the squared component is at most x^(-1/2) / B
+        return -math.log(delta) - float(betaln(0.5, (n - 1) / 2)) + math.log(2)
     return -0.5 * math.log(float(betaincinv(0.5, (n - 1) / 2, delta)))
 
 

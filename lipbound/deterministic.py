@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lipbound.gram import UNIT, Gram, gamma
+from lipbound.gram import Gram, gamma
 from lipbound.lanczos import lanczos, ritz_vectors
-from lipbound.linalg import block_norm, nonnegative_norm
+from lipbound.linalg import UNIT, block_norm, nonnegative_norm
 from lipbound.memory import require
 from lipbound.operators import JacobianOperator
 from lipbound.solution import Norm, unit_vectors
@@ -68,7 +68,7 @@ def deflate(gram: Gram, q: Tensor) -> tuple[float, float, Tensor]:
     bordered = torch.cat([torch.cat([t, r_c.mT], 1), torch.cat([r_c, phi * torch.eye(len(r_c), dtype=t.dtype, device=t.device)], 1)])
     values, vectors = torch.linalg.eigh(t)
     # G is rounded in the tiles and in Y; Q is orthonormal, and Y, T, C are products, up to O(n) roundings of the size of tr G.
-    slack = 2 * gram.error + 8 * (n * w + n + 4 * r + 40) * UNIT * trace
+    slack = (2 + r**0.5) * gram.error + 8 * (n * w + n + 4 * r + 40) * UNIT * trace
     upper = float(torch.linalg.eigvalsh(bordered)[-1]) + slack
     return max(float(values[-1]) - slack, 0.0), upper, q @ vectors[:, -1]
 

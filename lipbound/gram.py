@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from lipbound.attention import Attention
+from lipbound.linalg import UNIT
 
 TILE = {"cpu": 2**23, "cuda": 2**28}
 """Bytes of one tile of G and of the arrays it is made from: what a core's cache holds, and what keeps a GPU busy."""
-UNIT = 2.0**-53
 
 
 def gamma(k: int) -> float:
@@ -50,8 +50,7 @@ class Gram:
         keep = slice(None) if att.valid is None else att.valid[sample]
         self.keep = keep
         self._p = att.p[sample, heads][:, keep][..., keep].double()
-        self._q, k, v = (t[sample, heads][:, keep].double() for t in (att.q, att.k, att.v))
-        k, self._v = k - k.mean(-2, keepdim=True), v - v.mean(-2, keepdim=True)
+        self._q, k, self._v = (t[sample, heads][:, keep].double() for t in (att.q, att.centred_k, att.centred_v))
         self._o = self._p @ self._v
         self._w = {name: w[heads].double() for name, w in (("q", att.w_q), ("k", att.w_k), ("v", att.w_v))}
         self._scale, self._w_o = att.scale, None if w_o is None else w_o.double()
@@ -84,12 +83,12 @@ class Gram:
         total = 0.0
         for h in range(self.heads):
             w_q, w_k, w_v = (float(self._w[name][h].norm()) for name in "qkv")
-            part = self._scale * w_k * float((lengths[h].norm(dim=1) * self._q[h].norm(dim=1)).norm())
+            part = abs(self._scale) * w_k * float((lengths[h].norm(dim=1) * self._q[h].norm(dim=1)).norm())
             part += float(self._p[h].norm()) * w_v
-            part += self._scale * w_q * float((lengths[h] @ k[h].norm(dim=1)).norm())
-            total += abs(part) * (1.0 if self._w_o is None else float(self._w_o[h].norm()))
+            part += abs(self._scale) * w_q * float((lengths[h] @ k[h].norm(dim=1)).norm())
+            total += part * (1.0 if self._w_o is None else float(self._w_o[h].norm()))
         outer = 0 if self._w_o is None else 2 * self.heads * self._d_v
-        return gamma(self.tokens + inputs + 2 * self._w["q"].shape[2] + self._d_v + outer + 20) * total**2
+        return gamma(2 * self.tokens + inputs + 2 * self._w["q"].shape[2] + self._d_v + outer + 20) * total**2
 
     @property
     def error(self) -> float:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from scipy.linalg import eigh_tridiagonal
+from scipy.linalg.lapack import dstemr
 from torch import Tensor
 
 from lipbound.certificates import ROUNDING, excludes, log_inverse_epsilon, upper_bound
@@ -55,16 +57,12 @@ class _Rule:
         """After k steps, alpha and beta (batch, k): top Ritz value, its vector (batch, k), whether tol is reached, whether the space is exhausted."""
         a, b = np.nan_to_num(alpha.numpy()), np.nan_to_num(beta.numpy())
         k = a.shape[1]
-        t = np.zeros((len(a), k, k))
-        i = np.arange(k)
-        t[:, i, i] = a
-        t[:, i[1:], i[:-1]] = b[:, :-1]  # eigh reads the lower triangle
-        ritz, s = np.linalg.eigh(t)
-        top = np.maximum(ritz[:, -1], 0)
+        ritz, s = top_eigenpairs(a, b)
+        top = np.maximum(ritz, 0)
         target = top * ((1 + self.tol) / (1 + self.rounding)) ** 2
         reached = excludes(a, self._floored(b, top), np.full(len(a), k), target, self.log_inverse) | (top == 0)
         exhausted = b[:, -1] <= self.floor * top
-        return torch.from_numpy(top), torch.from_numpy(s[:, :, -1]), torch.from_numpy(reached), torch.from_numpy(exhausted)
+        return torch.from_numpy(top), torch.from_numpy(s), torch.from_numpy(reached), torch.from_numpy(exhausted)
 
     def _floored(self, beta: np.ndarray, top: np.ndarray) -> np.ndarray:
         """A beta below rounding is rounding: taking it larger makes the bound larger."""
@@ -91,6 +89,21 @@ class _Rule:
             if self.certify:
                 results.upper[early] = dense.upper
             results.converged[early] = dense.error <= max(self.tol, 1e-12)
+
+
+def top_eigenpairs(alpha: np.ndarray, beta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Largest eigenvalues (batch,) and their vectors (batch, k) of tridiagonal matrices: diagonal alpha, off-diagonal beta[:, :-1], both (batch, k).
+
+    By LAPACK's tridiagonal solver: a dense one costs more than a step, and numpy's threads would fight with torch's over the cores.
+    """
+    k = alpha.shape[1]
+    values, vectors = np.empty(len(alpha)), np.empty((len(alpha), k))
+    for i in range(len(alpha)):
+        found, value, vector, info = dstemr(alpha[i].copy(), beta[i].copy(), 2, 0.0, 0.0, k, k)  # which overwrites them
+        if info or found != 1:
+            value, vector = eigh_tridiagonal(alpha[i], beta[i, :-1], select="i", select_range=(k - 1, k - 1))
+        values[i], vectors[i] = value[0], vector[:, 0]
+    return values, vectors
 
 
 def project_out(x: Tensor, basis: Tensor, passes: int = 1) -> Tensor:
@@ -121,6 +134,7 @@ def lanczos(
     basis = v.new_empty(op.batch, min(32, limit), n)
     alpha, beta = (torch.zeros(op.batch, limit, dtype=torch.float64) for _ in range(2))
     unit = torch.ones(op.batch, dtype=torch.float64)
+    b = v.new_zeros(op.batch)
     for j in range(limit):
         if j == basis.shape[1]:
             basis = torch.cat([basis, basis.new_empty(len(active), min(j, limit - j), n)], 1)

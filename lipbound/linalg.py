@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+UNIT = 2.0**-53
 DENSE = 1024
 """Largest matrix handed to a dense eigensolver where an iterative upper bound has not settled."""
 
@@ -98,7 +99,10 @@ def nonnegative_norm(p: Tensor, *, rtol: float = 1e-6, max_steps: int = 40) -> T
     """
     flat = p.reshape(-1, *p.shape[-2:])
     with torch.no_grad():
-        upper, y = _collatz_wielandt(flat.double(), rtol, max_steps)
+        size = flat.detach().double().amax((-1, -2))  # squares of the entries must stay in range
+        size = torch.where(size > 0, size, 1.0)
+        upper, y = _collatz_wielandt(flat.double() / size[:, None, None], rtol, max_steps)
+        upper = upper * size * (1 + 4 * UNIT)
     if p.requires_grad:
         y = y / y.norm(dim=1, keepdim=True)
         u = flat.detach().double() @ y

@@ -126,7 +126,7 @@ def spectral_norm(
     attention, basis = att.fold_output() if map == "head_out" else (att, None)
     unit = torch.ones(att.heads, dtype=torch.float64)
     if method != "power":  # whose absolute stopping rule must see J itself
-        attention, unit = _unit_values(attention, together=map in WHOLE)
+        attention, unit = attention.unit_values(together=map in WHOLE)
     op = LayerJacobian(attention, project=map == "layer") if map in WHOLE else HeadJacobian(attention)
     if method in PROOFS:
         if not tol > 0:
@@ -135,8 +135,8 @@ def spectral_norm(
     else:
         norm = operator_norm(op, method=method, tol=tol, delta=delta, vectors=vectors, seed=seed, max_steps=max_steps)
     if map in WHOLE:
-        return _scale(norm, unit[0])
-    norm = _scale(norm.view(att.samples, att.heads), unit)
+        return _scale(norm, unit.cpu()[0])
+    norm = _scale(norm.view(att.samples, att.heads), unit.cpu())
     if norm.left is None or norm.right is None:
         return norm
     left = norm.left.view(att.samples, att.heads, *op.out_shape)
@@ -159,37 +159,29 @@ def l2_spectral_norm(att: Attention, *, tol: float = 1e-4, delta: float | None =
 
     This is the map that Kim et al. 2021 bound; it is not the head of the checkpoint.
     """
-    scaled, unit = _unit_values(att)
-    return _scale(operator_norm(L2HeadJacobian(scaled), tol=tol, delta=delta, seed=seed).view(att.samples, att.heads), unit)
+    scaled, unit = att.unit_values()
+    return _scale(operator_norm(L2HeadJacobian(scaled), tol=tol, delta=delta, seed=seed).view(att.samples, att.heads), unit.cpu())
 
 
 def rounding(att: Attention, *, map: str = "head") -> Tensor:
-    r"""Size of the absolute error that rounding of v and P leaves in the norms of a layer, (samples, heads) or (samples,), float64.
+    r"""Size of the absolute error that rounding of q, k, v and P leaves in the norms of a layer, (samples, heads) or (samples,), float64.
 
-    For one head ``eps max_i |v_i| max_i |scale w_k q_i|``: the terms ``(v_j - o_i) (scale w_k q_i)^T`` of J cancel where attention saturates. For
-    whole layers the heads' errors, times :math:`\|W_O^h\|` for "layer", add up. Far below the norm on
-    ordinary heads; an estimate of size, not a bound.
+    For one head :math:`\varepsilon\,\max_i|v_i|\,(\max_i|c W_K q_i| + \max_j|c W_Q k_j|)`, v and k centred and c = ``scale``: the differences
+    ``v_j - o_i`` of J cancel where attention saturates. To this comes the rounding of scores in float64, relative to
+    :math:`\|W_V\|_F` and to the same product. For whole layers the heads' errors, times :math:`\|W_O^h\|` for "layer", add up. Far below the norm
+    on ordinary heads; an estimate of size, not a bound.
     """
-    gradient = torch.linalg.vector_norm(att.scale * att.q @ att.w_k.mT, dim=-1).amax(-1).double()
-    spread = torch.linalg.vector_norm(att.v - att.v.mean(-2, keepdim=True), dim=-1).amax(-1).double()
-    error = torch.finfo(att.dtype).eps * gradient * spread
+
+    def longest(x: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(x, dim=-1).amax(-1).double()
+
+    q, k, v = longest(att.q), longest(att.centred_k), longest(att.centred_v)
+    gradient = abs(att.scale) * (longest(att.q @ att.w_k.mT) + longest(att.centred_k @ att.w_q.double().mT))
+    error = torch.finfo(att.dtype).eps * gradient * v
+    error = error + torch.finfo(torch.float64).eps * abs(att.scale) * q * k * (torch.linalg.matrix_norm(att.w_v.double()) + gradient * v)
     if map in WHOLE:
         return (error if map == "heads" or att.w_o is None else error * matrix_norm(att.w_o)).sum(-1)
     return error
-
-
-def _unit_values(att: Attention, *, together: bool = False) -> tuple[Attention, Tensor]:
-    """The layer with each head's values (or all heads' ``together``) divided by a power of two near their size, and these numbers (heads,).
-
-    Exact, since J is linear in the values; keeps float32 products away from overflow and underflow.
-    """
-    size = att.w_v.abs().amax((-1, -2)).double()
-    if together:
-        size = size.amax().expand(att.heads)
-    unit = torch.where(size > 0, 2.0 ** size.clamp_min(1e-300).log2().round(), 1.0)
-    w_v = (att.w_v.double() / unit[:, None, None]).to(att.dtype)
-    b_v = None if att.b_v is None else (att.b_v.double() / unit[:, None]).to(att.dtype)
-    return att.with_values(w_v, b_v, att.w_o), unit.cpu()
 
 
 def _scale(norm: Norm, unit: Tensor) -> Norm:

@@ -132,8 +132,8 @@ class HeadJacobian(JacobianOperator):
         self._head = torch.arange(heads, device=att.device).repeat(att.samples)
         self._p = _flat(att.p)
         self._q = _flat(att.q)
-        self._k = _flat(att.k - att.k.mean(-2, keepdim=True))
-        self._v = _flat(att.v - att.v.mean(-2, keepdim=True))
+        self._k = _flat(att.centred_k.to(att.dtype))
+        self._v = _flat(att.centred_v.to(att.dtype))
         self._o = self._p @ self._v
         self._weights_gram = (self._w.mT @ self._w)[self._head]
 

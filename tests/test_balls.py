@@ -98,6 +98,31 @@ def test_softmax_interval_is_attained_at_corners() -> None:
     assert float(low[0, 3]) == float(high[0, 3]) == 0
 
 
+def test_intervals_reach_zero_where_scores_are_far_apart() -> None:
+    low, high = softmax_interval(torch.tensor([[0.0, -1.0]], dtype=torch.float64), torch.tensor([[1600.0, 800.0]], dtype=torch.float64))
+    assert float(low.max()) < 1e-300
+    assert float(high.min()) > 1 - 1e-12
+    # two one-hot tokens that a wide ball lets tie: the norm there is far above what rows that stay one-hot would allow
+    eye = torch.eye(2, dtype=torch.float64)
+    move = torch.tensor([[30.0, -30.0], [30.0, -30.0]], dtype=torch.float64) * 0.98
+    att = Attention(5 * eye[None], eye[None], eye[None], eye[None], scale=1.0)
+    moved = Attention(att.x + move, eye[None], eye[None], eye[None], scale=1.0)
+    assert float(bounds.get("yudin").over_ball(att, 60.0, norm="frobenius")) >= float(oracle(moved))
+    assert float(bounds.get("yudin").over_ball(att, 60.0, norm="frobenius")) >= 985
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("relative", [1e-7, 1e-6, 1e-4])
+def test_float32_attacks_stay_in_the_ball(norm: str, relative: float) -> None:
+    att = random_attention("biases", dtype=torch.float32)
+    radius = relative * float(att.x.norm(dim=-1).mean())
+    found = balls.attack(att, radius, norm=norm, steps=3, starts=2)
+    move = found.x.double() - att.x[:, None].double()
+    size = move.norm(dim=-1).amax() if norm == "token" else move.flatten(2).norm(dim=-1).amax()
+    assert float(size) <= radius
+    assert bool((found.norm <= bounds.over_ball(att, radius, norm=norm) * (1 + 1e-9)).all())
+
+
 def test_the_curve_brackets() -> None:
     att = random_attention("biases")
     ds = balls.radius_curve(att, [0.0, 0.1, 1.0], steps=4, starts=2)

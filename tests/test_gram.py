@@ -32,6 +32,12 @@ def test_gram_is_the_product_of_autograd_jacobians(att: Attention, stacking: str
         torch.testing.assert_close(g.apply(y).reshape(-1, 3), reference @ y.reshape(-1, 3), rtol=0, atol=1e-12 * float(reference.norm() * y.norm()))
 
 
+def test_the_allowance_does_not_depend_on_the_sign_of_the_scale() -> None:
+    att = random_attention("plain")
+    flipped = Attention(att.x, att.w_q, -att.w_k, att.w_v, scale=-att.scale)
+    assert Gram(flipped, 0, [0]).error == pytest.approx(Gram(att, 0, [0]).error)
+
+
 def test_the_allowance_for_rounding_is_small() -> None:
     g = Gram(random_attention("plain"), 0, [0])
     assert 0 < g.error < 1e-12 * float(g.dense().norm())

@@ -82,6 +82,12 @@ def test_block_norm_at_the_end_of_the_range(size: float) -> None:
     assert bool((value <= size * 4).all())
 
 
+def test_nonnegative_norms_of_tiny_and_huge_entries() -> None:
+    for size in (1e-170, 1e-300, 1e160):
+        norm = nonnegative_norm(torch.full((3, 3), size, dtype=torch.float64))
+        assert 3 * size <= float(norm) <= 3 * size * (1 + 1e-6)
+
+
 def test_coarser_float32_products_are_noticed() -> None:
     assert reproducible_float32()
     before = torch.get_float32_matmul_precision()

@@ -4,7 +4,9 @@ import pytest
 import torch
 from conftest import oracle, random_attention
 
+from lipbound import bounds
 from lipbound.attention import Attention
+from lipbound.certificates import log_inverse_epsilon
 from lipbound.errors import LipboundError
 from lipbound.norms import l2_spectral_norm, operator_norm, rounding, spectral_norm
 from lipbound.operators import AutogradJacobian, HeadJacobian, L2HeadJacobian, dense_jacobian, head_function
@@ -217,3 +219,33 @@ def test_failure_rate_of_certificates_agrees_with_theory() -> None:
         failures += int((norm.upper < exact * (1 - 1e-9)).sum())
         assert bool((norm.lower <= exact * (1 + 1e-9)).all())
     assert 0 < failures <= 100 + 3 * 9.5
+
+
+@pytest.mark.parametrize("offset", ["x", "b_k", "b_v"])
+def test_common_offsets_cost_no_digits(offset: str) -> None:
+    """Keys and values matter through differences alone: offsets of 1e4 in float32 leave norms and bounds where they are."""
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 24, 16, generator=g) + (1e3 if offset == "x" else 0.0)
+    w = [torch.randn(3, 16, 4, generator=g) * 0.3 for _ in range(3)]
+    att = Attention(x, *w, scale=0.01, **{name: torch.full((3, 4), 1e4) for name in ("b_k", "b_v") if name == offset})
+    exact = torch.stack([torch.linalg.matrix_norm(dense_jacobian(att.double(), s, h), 2) for s in range(2) for h in range(3)]).view(2, 3)
+    error = (spectral_norm(att, tol=1e-6).lower / exact - 1).abs().max()
+    assert float(error) <= 3e-6
+    for name in ("lipbound", "lipbound_block", "lipbound_gram"):
+        assert bool((bounds.get(name)(att) >= exact * (1 - 1e-6)).all())
+
+
+def test_tiny_values_do_not_vanish() -> None:
+    """Squares of 1e-170 underflow; bounds must not."""
+    att = random_attention("plain")
+    tiny = Attention(att.x, att.w_q, att.w_k, att.w_v * 1e-170)
+    for name in ("lipbound", "lipbound_block", "lipbound_gram"):
+        torch.testing.assert_close(bounds.get(name)(tiny), bounds.get(name)(att) * 1e-170, rtol=1e-9, atol=0)
+    torch.testing.assert_close(bounds.over_ball(tiny, 0.1), bounds.over_ball(att, 0.1) * 1e-170, rtol=1e-6, atol=0)
+
+
+def test_certificates_honour_vanishing_failure_probabilities() -> None:
+    """log(1/eps) is continuous where the closed form takes over, and goes on growing."""
+    for n in (3, 100, 6000):
+        assert log_inverse_epsilon(n, 0.99e-100) - log_inverse_epsilon(n, 1.01e-100) == pytest.approx(math.log(1.01 / 0.99), rel=1e-6)
+        assert log_inverse_epsilon(n, 1e-200) - log_inverse_epsilon(n, 1e-100) == pytest.approx(100 * math.log(10), rel=1e-6)

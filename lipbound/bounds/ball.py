@@ -11,7 +11,7 @@ from lipbound.bounds.interval import key_spread, query_lengths, score_changes, s
 from lipbound.bounds.ours import Parts
 from lipbound.bounds.registry import check_ball, get
 from lipbound.errors import LipboundError
-from lipbound.linalg import block_norm, nonnegative_norm
+from lipbound.linalg import UNIT, block_norm, nonnegative_norm
 from lipbound.norms import spectral_norm
 
 CERTIFIED_TOL = 1e-3
@@ -73,18 +73,19 @@ def over_ball(att: Attention, radius: float | Sequence[float], *, norm: str = "t
 
     As the radius goes to 0, (a) goes to the value at the centre; (c) grows like :math:`\rho^2 \sqrt N`, as global bounds must.
     """
-    radii = [float(radius)] if isinstance(radius, (int, float)) else [float(r) for r in radius]
+    single = not isinstance(radius, Sequence) and getattr(radius, "ndim", 0) == 0
+    radii = [float(radius)] if single else [float(r) for r in radius]  # type: ignore[arg-type, union-attr]
     for one in radii:
         check_ball(one, norm)
-    double = att.double()
+    double, unit = att.double().unit_values()  # everything below is linear in the values
     centre = _centre(double, at)
     with torch.no_grad():
         rows = []
         for s in range(att.samples):
             around = _Surroundings(double.unpadded(s))
             rows.append(torch.stack([around.bound(r, norm, centre[s]) for r in radii], -1))
-    values = torch.stack(rows)
-    return values[..., 0] if isinstance(radius, (int, float)) else values
+    values = torch.stack(rows) * unit[:, None]
+    return values[..., 0] if single else values
 
 
 def _centre(att: Attention, at: str) -> Tensor:
@@ -104,7 +105,7 @@ class _Surroundings:
 
     def __init__(self, att: Attention):
         parts = Parts(att, 0, slice(None))
-        self.scores, self.p = att.scores(att.q, att.k)[0], parts.p
+        self.scores, self.p = att.scores(att.q, att.centred_k)[0], parts.p
         allowed = self.scores > -torch.inf
         self.u, self.d = query_lengths(att), torch.where(allowed, parts.distance, 0.0)
         f, kt = key_spread(att)
@@ -148,4 +149,4 @@ def _covariance_norm(p: Tensor, v: Tensor) -> Tensor:
     o = p @ v
     second = (p @ (v[..., :, None] * v[..., None, :]).flatten(-2)).unflatten(-1, (d, d))
     size = v.norm(dim=-1).amax(-1)[:, None] ** 2
-    return block_norm(second - o[..., :, None] * o[..., None, :]) + 1e-13 * size  # the difference cancels
+    return block_norm(second - o[..., :, None] * o[..., None, :]) + (1e-13 + 2 * p.shape[-1] * UNIT) * size  # the difference cancels

@@ -27,8 +27,7 @@ from lipbound.bounds import quantities as qty
 def key_spread(att: Attention) -> tuple[Tensor, Tensor]:
     """F_ij (heads, N, N) and the keys kt_j in coordinates of dimension min(D, d), centred (heads, N, .), of an unpadded float64 layer."""
     w_q = att.w_q if att.w_q.shape[1] <= att.w_q.shape[2] else torch.linalg.qr(att.w_q, mode="r").R
-    k = att.k[0] - att.k[0].mean(-2, keepdim=True)
-    kt = att.scale * k @ w_q.mT
+    kt = att.scale * att.centred_k[0] @ w_q.mT
     return torch.cdist(att.p[0] @ kt, kt, compute_mode="donot_use_mm_for_euclid_dist"), kt
 
 
@@ -66,19 +65,21 @@ def softmax_interval(scores: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _others(x: Tensor) -> Tensor:
-    """log of the sum of exp over the other entries of each row; the sum without the largest entry is formed anew, where subtraction would cancel."""
+    """log of the sum of exp over the other entries of each row.
+
+    The sum without the largest entry is formed anew, in units of its own largest: subtraction would cancel, and exp underflow.
+    """
     top, where = x.max(-1, keepdim=True)
     e = (x - top).exp()
-    rest = e.sum(-1, keepdim=True) - e
-    rest = rest.scatter(-1, where, e.scatter(-1, where, 0.0).sum(-1, keepdim=True))
-    return rest.clamp_min(0).log() + top
+    rest = (e.sum(-1, keepdim=True) - e).clamp_min(0).log() + top
+    return rest.scatter(-1, where, x.scatter(-1, where, -math.inf).logsumexp(-1, keepdim=True))
 
 
 def reachable_rows(att: Attention, radius: float, norm: str) -> tuple[Tensor, Tensor]:
     """Smallest and largest P' over the ball around an unpadded float64 layer of one sample, two tensors (heads, N, N)."""
     f, _ = key_spread(att)
     tau = score_changes(f, query_lengths(att), qty.norm_a(att), radius, norm)
-    return softmax_interval(att.scores(att.q, att.k)[0], tau)
+    return softmax_interval(att.scores(att.q, att.centred_k)[0], tau)
 
 
 def largest_g1(low: Tensor, high: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from lipbound.attention import Attention
 from lipbound.bounds import quantities as qty
 from lipbound.bounds.registry import bound
-from lipbound.linalg import block_norm, matrix_norm, nonnegative_norm, symmetric_norm
+from lipbound.linalg import UNIT, block_norm, matrix_norm, nonnegative_norm, symmetric_norm
 
 CHUNK = 2**27
 """Bytes of the largest temporary, the N x d_v x d moments of some heads of one sample."""
@@ -92,9 +92,10 @@ def lipbound(att: Attention) -> Tensor:
 
 def _in_chunks(att: Attention, values: Callable[[Attention, int, slice], Tensor]) -> Tensor:
     """``values`` of every head of every sample, as many heads at a time as memory allows, (samples, heads)."""
+    att, unit = att.unit_values()
     heads = max(1, int(CHUNK // (8 * att.tokens * max(att.d_v * max(att.d, att.d_v), att.tokens))))
     rows = [torch.cat([values(att, s, slice(h, min(att.heads, h + heads))) for h in range(0, att.heads, heads)]) for s in range(att.samples)]
-    return torch.stack(rows)
+    return torch.stack(rows) * unit
 
 
 class Parts:
@@ -102,8 +103,7 @@ class Parts:
 
     def __init__(self, att: Attention, sample: int, heads: slice):
         p, q = att.p[sample, heads].double(), att.q[sample, heads].double()
-        k, v = (t[sample, heads].double() for t in (att.k, att.v))
-        k, v = k - k.mean(-2, keepdim=True), v - v.mean(-2, keepdim=True)
+        k, v = att.centred_k[sample, heads], att.centred_v[sample, heads]
         self.w_q, self.w_k, self.w_v = (w[heads].double() for w in (att.w_q, att.w_k, att.w_v))
         self.scale, self.p, self.q, self.v = att.scale, p, q, v
         self.o = o = p @ v
@@ -129,7 +129,7 @@ def _lipbound(att: Attention, sample: int, heads: slice) -> Tensor:
     first, total = w2 @ v, w2.sum(-1)
     gram = (w2 @ _outer(v, v)).unflatten(-1, (d_v, d_v)) - first[..., :, None] * o[..., None, :] - o[..., :, None] * first[..., None, :]
     gram = gram + total[..., None, None] * o[..., :, None] * o[..., None, :]  # A_i A_i^T
-    a = _root(block_norm(gram) + 1e-13 * total * size**2)
+    a = _root(block_norm(gram) + (1e-13 + 2 * n * UNIT) * total * size**2)
 
     e = p * distance
     s = p @ p.mT
@@ -142,7 +142,7 @@ def _lipbound(att: Attention, sample: int, heads: slice) -> Tensor:
     pair = rows.mT @ rows
     mixed = (rows * (o @ v.mT)).mT @ rows
     own = (rows * (o * o).sum(-1, keepdim=True)).mT @ rows
-    allowance = 1e-13 * n * pair.detach().diagonal(dim1=-2, dim2=-1).amax(-1) * size[:, 0] ** 2
+    allowance = (1e-13 + 2 * n * UNIT) * n * pair.detach().diagonal(dim1=-2, dim2=-1).amax(-1) * size[:, 0] ** 2
     second = symmetric_norm((v @ v.mT) * pair - mixed - mixed.mT + own) + allowance
     key = torch.minimum(matrix_norm(a[..., None] * qt) ** 2, second)
     squared = torch.minimum(nonnegative_norm(e0 + kk, rtol=RTOL), nonnegative_norm(e0, rtol=RTOL) + key)

@@ -97,5 +97,6 @@ def lipbound_gram(att: Attention) -> Tensor:
     `lipbound.bounds.multihead`.
     """
     with torch.no_grad():
+        att, unit = att.unit_values()
         rows = [[compressed_norm(Gram(att, s, [h])) for h in range(att.heads)] for s in range(att.samples)]
-    return torch.tensor(rows, dtype=torch.float64, device=att.device)
+    return torch.tensor(rows, dtype=torch.float64, device=att.device) * unit

@@ -290,7 +290,7 @@ def test_our_bounds_have_derivatives(kind: str, name: str) -> None:
     def total(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         return bounds.get(name)(Attention(**tensors, mask=att.mask, valid=att.valid)).sum()
 
-    gradients = dict(zip(leaves, torch.autograd.grad(total(leaves), list(leaves.values())), strict=True))
+    gradients = dict(zip(leaves, torch.autograd.grad(total(leaves), list(leaves.values()), materialize_grads=True), strict=True))
     step = 1e-6
     ahead, back = (total({key: t + sign * step * direction[key] for key, t in given.items()}) for sign in (1, -1))
     slope = sum(float((gradients[key] * direction[key]).sum()) for key in given)
