@@ -16,7 +16,7 @@ from lipbound.attention import Attention
 from lipbound.operators import AutogradJacobian, dense_jacobian, head_function
 
 Rival = Callable[[Attention, int, float], tuple[float, int]]
-TOLERANCES = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7)
+TOLERANCES = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 
 
 def power_iteration(att: Attention, head: int, tol: float, max_steps: int = 2000) -> tuple[float, int]:

@@ -17,7 +17,7 @@ from lipbound.bounds import quantities as qty
 from lipbound.bounds.registry import bound
 from lipbound.linalg import UNIT, block_norm, matrix_norm, nonnegative_norm, symmetric_norm
 
-CHUNK = 2**27
+CHUNK = 2**22
 """Bytes of the largest temporary, the N x d_v x d moments of some heads of one sample."""
 RTOL = 1e-5
 """How far above the exact norms of N x N matrices their upper values may stay."""
