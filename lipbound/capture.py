@@ -89,6 +89,10 @@ class Capturer:
             capture.error = max(capture.error, *self._verified.values())
         return captures
 
+    def forget(self) -> None:
+        """Verify the next batch against the model again, whatever was verified before; probed weights stay."""
+        self._verified.clear()
+
     def _chosen(self, count: int) -> list[int]:
         if self.layers is None:
             return list(range(count))

@@ -3,6 +3,8 @@
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +19,7 @@ from lipbound import compare as run_compare
 from lipbound import plots, store, tables
 from lipbound.bounds.auditing import audit
 from lipbound.errors import LipboundError, StoreError
+from lipbound.sweep import sweep as run_sweep
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 DEMO = ("builtin:minilm", "builtin:gpt2", "builtin:vit")
@@ -65,17 +68,49 @@ def compare(
     seed: Annotated[int, typer.Option(help="Seed of the start vectors.")] = 0,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
     out: Annotated[Path | None, typer.Option(help="Save the run here, a Zarr store that does not exist yet.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Take up the unfinished run of --out where it stopped.")] = False,
+    memory: Annotated[str, typer.Option(help="Working memory, e.g. 4GB: how many samples are taken at a time.")] = "auto",
+    scheduler: Annotated[
+        str | None, typer.Option(help="Address of a dask scheduler whose workers share the run, or local:N for N processes here.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
 ) -> None:
     """Measure every attention head of a checkpoint and set every bound beside it."""
-    ds = _run(
+    with _client(scheduler) as client:
+        ds = _run(
         model, data, split=split, column=column, bounds=bounds, map=map, samples=samples, exact_samples=exact_samples,
         max_length=max_length, layers=_numbers(layers), revision=revision, tol=tol, delta=delta or None, device=device, dtype=dtype,
-        seed=seed, out=out, progress=not quiet,
+        seed=seed, out=out, resume=resume, memory=memory, client=client, progress=not quiet,
     )  # fmt: skip
     _show(ds)
     if out is not None:
         typer.echo(f"saved {out}; draw it with: lipbound heatmap {out} -o heatmap.pdf")
+
+
+@contextmanager
+def _client(scheduler: str | None) -> Iterator[Any]:
+    """A dask.distributed client: of N processes of one thread here ("local:N"), or of a scheduler at an address; None for None."""
+    if scheduler is None:
+        yield None
+        return
+    try:
+        from dask.distributed import Client, LocalCluster
+    except ImportError as error:
+        raise LipboundError("--scheduler needs dask.distributed; pip install 'lipbound[distributed]'") from error
+    if not scheduler.startswith("local:"):
+        try:
+            client = Client(scheduler, timeout=10)
+        except (OSError, ValueError) as error:
+            raise LipboundError(f"no dask scheduler answers at {scheduler!r}; give its address, such as tcp://host:8786, or local:N") from error
+        with client:
+            yield client
+        return
+    count = scheduler.removeprefix("local:")
+    if not count.isdigit() or int(count) < 1:
+        raise LipboundError(f"--scheduler is {scheduler!r}; the number of local processes must be at least 1, such as local:2")
+    with LocalCluster(n_workers=int(count), threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster) as client:
+        typer.echo(f"dashboard: {client.dashboard_link}", err=True)
+        yield client
 
 
 def _run(model: str, data: Any = None, **options: Any) -> xr.Dataset:
@@ -115,6 +150,23 @@ def _show(ds: xr.Dataset) -> None:
     broken = {name: entry["broken"] for name, entry in audit(ds).items() if entry["broken"]}
     if broken:
         console.print(f"[bold red]A bound fell below the exact norm although its assumptions hold: {broken}. Please report this run.[/bold red]")
+
+
+@app.command(epilog="Example: lipbound sweep sweep.yaml --out runs")
+def sweep(
+    file: Annotated[Path, typer.Argument(help="YAML: model, data, max_length (values or lists), and options that hold for every run.")],
+    out: Annotated[Path, typer.Option(help="Folder for the runs and their index.csv; what it holds already is kept.")] = Path("runs"),
+    scheduler: Annotated[str | None, typer.Option(help="As in `lipbound compare`.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
+) -> None:
+    """Do every combination of models, data and lengths; a run that fails does not stop the others."""
+    failed = 0
+    with _client(scheduler) as client:
+        for row in run_sweep(file, out, client=client, progress=not quiet):
+            failed += row["status"] == "failed"
+            typer.echo(f"{row['status']}: {row['run']}{'  ' + row['error'] if row['error'] else ''}")
+    if failed:
+        raise LipboundError(f"{failed} runs of the sweep failed; {out / 'index.csv'} says why, and the same command tries them again")
 
 
 @app.command(epilog="Example: lipbound heatmap minilm.zarr -o minilm.pdf --reduce geomean")

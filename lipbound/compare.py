@@ -1,12 +1,9 @@
 """The main job: exact norm and every bound of every head of a checkpoint, as one labelled Dataset."""
 
-import hashlib
-import importlib.metadata
-import shlex
-import sys
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +12,29 @@ import torch
 import xarray as xr
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from lipbound.attention import Attention
-from lipbound.bounds import get
 from lipbound.bounds.auditing import audit
-from lipbound.bounds.multihead import names_for, whole_layer
-from lipbound.capture import Capturer, LayerCapture
-from lipbound.checkpoints import Checkpoint, load
+from lipbound.bounds.multihead import names_for
+from lipbound.capture import LayerCapture
+from lipbound.checkpoints import load
+from lipbound.dataset import allocate, dataset, provenance, versions
+from lipbound.devices import name_of, resolve
 from lipbound.errors import LipboundError, StoreError, UnknownNameError, nearest
-from lipbound.inputs import Inputs, prepare
-from lipbound.norms import MAPS, WHOLE, l2_spectral_norm, rounding, spectral_norm
+from lipbound.inputs import prepare
+from lipbound.measuring import Job, Measured, Measurer, Recipe, work
+from lipbound.memory import available
+from lipbound.norms import MAPS, WHOLE
 from lipbound.store import check_target, save
+from lipbound.store import load as load_run
+from lipbound.unfinished import Unfinished, partial, same_configuration, stored_block
 
 BLOCK_BYTES = 1.5e9
-"""Working memory that decides how many samples are taken at a time."""
+"""Working memory on a CPU, unless asked otherwise."""
 BYTES_PER_SCORE = 80
 """Bytes of working memory per entry of the attention matrices (P and its temporaries, some in float64)."""
+UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
 def compare(
@@ -53,6 +56,9 @@ def compare(
     dtype: str = "float32",
     seed: int = 0,
     out: str | Path | None = None,
+    resume: bool = False,
+    memory: str | float = "auto",
+    client: Any = None,
     progress: bool = True,
 ) -> xr.Dataset:
     """Exact local Lipschitz constant and upper bounds of every attention head of a checkpoint.
@@ -74,7 +80,13 @@ def compare(
             estimates, about twice as fast.
         device: "auto" (CUDA where there is one), or a torch device. dtype: "float32" or "float64".
         seed: of the start vectors of exact norms. The same seed gives the same numbers on the same machine.
-        out: where to save the run, a Zarr store that must not exist yet.
+        out: where to save the run, a Zarr store that must not exist yet. While it is computed, its finished blocks are kept beside it, in
+            ``<out>.partial``.
+        resume: take up the unfinished run of ``out`` where it stopped (and return a finished one as it is): what is stored is not computed
+            again, and the result is that of an uninterrupted run. Without an unfinished run it starts one.
+        memory: working memory that decides how many samples are taken at a time: bytes, "4GB", or "auto".
+        client: a ``dask.distributed`` client whose workers measure blocks of samples; each loads the checkpoint once, so ``model`` must be a name
+            that they can load, and computes with the ``device`` asked for. Start it with one thread per worker.
         progress: show a progress bar on standard error, where that is a terminal or a notebook.
 
     Returns:
@@ -94,180 +106,139 @@ def compare(
         raise LipboundError(f"tol is {tol}; it must be between 0 and 1 (relative error of the exact norms)")
     if exact_samples is not None and exact_samples < 1:
         raise LipboundError(f"exact_samples is {exact_samples}; at least one sample is needed")
-    target = None if out is None else check_target(out)
-    where = _device(device)
+    if client is not None and not isinstance(model, (str, Path)):
+        raise LipboundError("with a client, model must be a name that every worker can load (hub id, directory or builtin), not a loaded model")
+    if resume and out is None:
+        raise LipboundError("resume=True needs out, the name of the run to take up")
+    where = resolve(device)
+    budget = _bytes(memory, where)
+    finished = resume and out is not None and Path(out).expanduser().exists()
+    target = None if out is None else Path(out).expanduser() if finished else check_target(out)
     checkpoint = load(model, revision=revision, dtype=dtype, device=where)
     inputs = prepare(checkpoint, data, samples=samples, max_length=max_length, split=split, column=column)
     count = inputs.samples
     exact_count = count if exact_samples is None else min(exact_samples, count)
+    settings = {
+        "model": checkpoint.name, "revision": checkpoint.revision, "data_fingerprint": inputs.fingerprint, "samples": count, "bounds": list(names),
+        "map": map, "exact_samples": exact_count, "tol": tol, "delta": delta, "dtype": dtype, "seed": seed,
+    }  # fmt: skip
+    if finished:
+        assert target is not None
+        return _finished(target, settings, layers)
 
-    capturer = Capturer(checkpoint.model, layers)
-    tables: dict[str, np.ndarray] = {}
+    job = Job(tuple(names), map, tol, None, seed, exact_count)
+    captured = Measurer(checkpoint.model, layers, job).look(inputs.block(0, 1, where))
+    tables = allocate(names, count, captured, certify=delta is not None, map=map)
+    if delta is not None:
+        job = replace(job, delta=delta / (exact_count * tables["exact"][0].size))
+    block = _block_size(captured, count, budget, 1 if client is None else 4 * max(1, len(client.ncores())))
+    unfinished = None
+    if target is not None:
+        config = settings | {"layers": [layer.index for layer in captured], "device": device if client else where, "versions": versions()}
+        path = partial(target)
+        block = stored_block(path, default=block) if resume else block
+        unfinished = Unfinished(target, config | {"block": block}, tables, block, resume=resume)
     lengths = np.zeros(count, dtype=np.int64)
-    captured: list[LayerCapture] = []
-    error = 0.0
-    with _bar(progress, f"{checkpoint.name}: layers", count) as advance:
-        stop = 0
-        while stop < count:
-            start, stop = stop, min(count, stop + _block_size(captured))
-            captured = capturer.run(inputs.block(start, stop, where))
-            if not tables:
-                tables = _allocate(names, count, captured, delta is not None, map)
-            lengths[start:stop] = captured[0].attention.lengths.long().cpu().numpy()
-            for i, layer in enumerate(captured):
-                error = max(error, layer.error)
-                seeds = [_seed(seed, layer.index, s) for s in range(start, stop)]
-                attention = layer.attention.fold_output()[0] if map == "head_out" else layer.attention
-                norms = 1 if map in WHOLE else attention.heads
-                share = None if delta is None else delta * norms / (exact_count * tables["exact"][0].size)
-                values = _measure(attention, names, map, tol, share, seeds, exact_count - start)
-                for name, value in values.items():
-                    tables[name][start : start + len(value), i, : value.shape[1]] = value
-                layer.attention = layer.attention.select(slice(0, 1))  # frees P and what hangs on it
-                advance(stop - start, len(captured))
-    ds = _dataset(tables, names, captured, lengths)
+    errors = [0.0]
+    done = np.zeros((-(-count // block), len(captured)), dtype=bool) if unfinished is None else unfinished.done
+    todo = [(b, frozenset(np.flatnonzero(done[b]).tolist())) for b in range(len(done)) if not done[b].all()]
+    blocks = [(inputs.block(b * block, min(count, (b + 1) * block), "cpu"), b * block, skip) for b, skip in todo]
+    try:
+        with _bar(progress, f"{checkpoint.name}: layers", count * len(captured)) as advance:
+            advance(int(sum(min(block, count - b * block) * row.sum() for b, row in enumerate(done))))
+            if client is None:
+                measurer = Measurer(checkpoint.model, layers, job)
+                results: Iterator[tuple[int, Measured]] = (
+                    (start, m) for x, start, skip in blocks for m in measurer.block({k: t.to(where) for k, t in x.items()}, start, skip)
+                )
+            else:
+                chosen = None if layers is None else tuple(layers)
+                results = distribute(client, Recipe(str(model), revision, dtype, device, chosen, job), blocks)
+            for start, measured in results:
+                if unfinished is not None:
+                    unfinished.write(start, measured)
+                for name, value in measured.values.items():
+                    tables[name][start : start + len(value), measured.layer, : value.shape[1]] = value
+                lengths[start : start + len(measured.lengths)] = measured.lengths
+                errors.append(measured.error)
+                advance(len(measured.lengths))
+        if unfinished is not None:
+            lengths, error = unfinished.read(tables)
+            errors.append(error)
+    except BaseException:
+        if unfinished is not None:
+            unfinished.close(finished=False)
+        raise
+    ds = dataset(tables, names, captured, lengths)
     if map in WHOLE:
         ds = ds.isel(head=0, drop=True)
-    ds.attrs = _provenance(checkpoint, inputs, captured, names=names, map=map, tol=tol, delta=delta, device=where, dtype=dtype, seed=seed) | {
-        "samples": count, "exact_samples": exact_count, "tokens": int(lengths.max()), "capture_error": error,
+    ds.attrs = provenance(checkpoint, inputs, names=names, map=map, tol=tol, delta=delta, device=name_of(where), dtype=dtype, seed=seed) | {
+        "samples": count, "exact_samples": exact_count, "tokens": int(lengths.max()), "capture_error": max(errors), "block": block,
     }  # fmt: skip
     ds.attrs["audit"] = audit(ds)
     ds.attrs["violations"] = {name: entry["violations"] for name, entry in ds.attrs["audit"].items()}
-    if target is not None:
+    if target is not None and unfinished is not None:
         try:
             save(ds, target)
         except StoreError as failure:
+            unfinished.close(finished=False)
             failure.dataset = ds  # type: ignore[attr-defined]  # hours of work must not be lost to a full disk
             raise
+        unfinished.close(finished=True)
     return ds
 
 
-def _measure(
-    att: Attention, names: list[str], map: str, tol: float, delta: float | None, seeds: list[int], exact_count: int
-) -> dict[str, np.ndarray]:
-    """Everything about one layer at one block of samples, (samples, heads) each; exact norms for the first ``exact_count`` samples.
+def _finished(path: Path, settings: dict[str, Any], layers: Sequence[int] | None) -> xr.Dataset:
+    """A run that was finished before, if it is the one that is asked for."""
+    ds = load_run(path)
+    stored = {key: ds.attrs[key] for key in settings} | {"layers": ds["layer"].values.tolist()}
+    asked = settings | {"layers": stored["layers"] if layers is None else sorted(dict.fromkeys(layers))}
+    stored["layers"] = sorted(stored["layers"])
+    same_configuration(path, stored, asked)
+    return ds
 
-    ``delta``: failure probability allowed for the upper ends of one sample. A whole layer counts as one head.
+
+def distribute(client: Any, recipe: Recipe, blocks: list[tuple[dict[str, Tensor], int, frozenset[int]]]) -> Iterator[tuple[int, Measured]]:
+    """Blocks measured by the workers of a dask.distributed client, in the order in which they end; this process alone writes what they return.
+
+    Blocks of a worker that dies go to another (dask's own rule: three deaths on one block and it is given up).
     """
-    values: dict[str, Any] = {}
-    whole = map in WHOLE
-    for name in names:
-        sound = get(name).sound(att)
-        values[name] = whole_layer(att, name, map=map) if whole else get(name)(att)
-        values[f"{name}_sound"] = sound.all(-1) if whole else sound
-    values["exact_rounding"] = rounding(att, map="head" if map == "head_out" else map)
-    exact_count = min(exact_count, att.samples)
-    if exact_count > 0:
-        part = att if exact_count == att.samples else att.select(slice(0, exact_count))
-        share = None if delta is None else delta * exact_count
-        norm = spectral_norm(part, map="head" if map == "head_out" else map, tol=tol, delta=share, seed=seeds[:exact_count])
-        values |= {"exact": norm.lower, "exact_steps": norm.steps, "exact_converged": norm.converged}
-        if delta is not None:
-            values["exact_upper"] = norm.upper
-        if any(get(name).exact == "exact_l2" for name in names):
-            values["exact_l2"] = l2_spectral_norm(part, tol=tol, seed=seeds[:exact_count]).lower
-    return {name: value.reshape(len(value), -1).cpu().numpy() for name, value in values.items()}
+    from dask.distributed import as_completed
 
-
-def _allocate(names: list[str], count: int, captured: list[LayerCapture], certify: bool, map: str) -> dict[str, np.ndarray]:
-    heads = 1 if map in WHOLE else max(layer.attention.heads for layer in captured)
-    shape = (count, len(captured), heads)
-    tables: dict[str, np.ndarray] = {name: np.full(shape, np.nan) for name in ("exact", *(["exact_upper"] if certify else []), *names)}
-    if any(get(name).exact == "exact_l2" for name in names):
-        tables["exact_l2"] = np.full(shape, np.nan)
-    tables["exact_rounding"] = np.full(shape, np.nan)
-    tables["exact_steps"] = np.zeros(shape, dtype=np.int32)
-    tables["exact_converged"] = np.zeros(shape, dtype=bool)
-    tables |= {f"{name}_sound": np.zeros(shape, dtype=bool) for name in names}
-    return tables
-
-
-def _block_size(captured: list[LayerCapture]) -> int:
-    """How many samples to take at a time: one at first, to learn the shapes, then as many as memory allows."""
-    if not captured:
-        return 1
-    scores = max(layer.attention.heads * layer.attention.tokens**2 for layer in captured)
-    return max(1, int(BLOCK_BYTES // (BYTES_PER_SCORE * scores)))
-
-
-def _seed(seed: int, layer: int, sample: int) -> int:
-    """Seeds that differ by layer and sample, and do not depend on how samples are grouped into blocks."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{layer}/{sample}".encode()).digest()[:6], "big")
-
-
-def _dataset(tables: dict[str, np.ndarray], names: list[str], captured: list[LayerCapture], lengths: np.ndarray) -> xr.Dataset:
-    dims = ("sample", "layer", "head")
-    first = [name for name in ("exact", "exact_upper", "exact_l2", *names) if name in tables]
-    order = first + [name for name in tables if name not in first]
-    ds = xr.Dataset({name: (dims, tables[name]) for name in order})
-    ds = ds.assign_coords(
-        sample=np.arange(len(lengths)), layer=[layer.index for layer in captured], head=np.arange(ds.sizes["head"]),
-        layer_name=("layer", np.array([layer.name for layer in captured], dtype=object)), length=("sample", lengths),
-    )  # fmt: skip
-    ds["exact"].attrs = {"label": "Exact", "long_name": "local Lipschitz constant (spectral norm of the Jacobian), lower end"}
-    if "exact_upper" in ds:
-        ds["exact_upper"].attrs = {"label": "Exact, upper end", "long_name": "probabilistic upper bound on the local Lipschitz constant"}
-    if "exact_l2" in ds:
-        ds["exact_l2"].attrs = {"label": "Exact, L2 attention", "long_name": "the same for L2 attention with these weights (Kim et al. 2021)"}
-    for name in names:
-        bound = get(name)
-        ds[name].attrs = {
-            "label": bound.label, "citation": bound.citation, "statement": bound.statement, "source": bound.source,
-            "assumptions": bound.assumptions, "compared_with": bound.exact,
-        }  # fmt: skip
-    return ds
-
-
-def _provenance(checkpoint: Checkpoint, inputs: Inputs, captured: list[LayerCapture], **settings: Any) -> dict[str, Any]:
-    packages = ("lipbound", "torch", "transformers", "numpy", "scipy", "xarray", "tokenizers", "datasets")
-    versions = {name: importlib.metadata.version(name) for name in packages}
-    return {
-        "lipbound": versions["lipbound"],
-        "model": checkpoint.name,
-        "revision": checkpoint.revision,
-        "architecture": type(checkpoint.model).__name__,
-        "data": inputs.description,
-        "data_fingerprint": inputs.fingerprint,
-        "bounds": settings["names"],
-        "map": settings["map"],
-        "map_description": MAPS[settings["map"]],
-        "method": "lanczos",
-        "tol": settings["tol"],
-        "delta": settings["delta"],
-        "dtype": settings["dtype"],
-        "device": _device_name(settings["device"]),
-        "seed": settings["seed"],
-        "versions": versions,
-        "python": sys.version.split()[0],
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-    }
-
-
-def _device(device: str) -> str:
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+    futures = {client.submit(work, recipe, x, start, skip, pure=False): start for x, start, skip in blocks}
     try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise LipboundError(f"device {device!r} cannot be used here ({str(error).splitlines()[0]}); try 'cpu' or 'auto'") from error
-    return device
+        for future in as_completed(futures):
+            for measured in future.result():
+                yield futures[future], measured
+            future.release()
+    finally:
+        client.cancel(list(futures))
 
 
-def _device_name(device: str) -> str:
-    return f"{device} ({torch.cuda.get_device_name(device)})" if device.startswith("cuda") else device
+def _block_size(captured: list[LayerCapture], count: int, budget: float, parts: int) -> int:
+    """How many samples to take at a time: as many as memory allows, and few enough to make so many parts."""
+    scores = max(layer.attention.heads * layer.attention.tokens**2 for layer in captured)
+    return max(1, min(int(budget // (BYTES_PER_SCORE * scores)), -(-count // parts)))
+
+
+def _bytes(memory: str | float, device: str) -> float:
+    """Bytes that ``memory`` means."""
+    if memory == "auto":
+        return min(BLOCK_BYTES, available(torch.device("cpu")) / 4) if device == "cpu" else available(torch.device(device)) / 4
+    if isinstance(memory, str):
+        match = re.fullmatch(r"([0-9.]+)\s*([kMGT]?)i?B?", memory.strip())
+        memory = float(match[1]) * UNITS[match[2]] if match else -1.0
+    if not memory > 0:
+        raise LipboundError(f"memory is {memory!r}; give bytes, a size such as '4GB', or 'auto'")
+    return memory
 
 
 @contextmanager
-def _bar(show: bool, title: str, count: int) -> Iterator[Any]:
-    """A progress bar over samples x layers; yields ``advance(samples, layers per sample)``."""
+def _bar(show: bool, title: str, total: int) -> Iterator[Any]:
+    """A progress bar over samples x layers; yields ``advance(layers)``."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TaskProgressColumn(show_speed=True))
     console = Console(stderr=True)
     silent = not (show and (console.is_terminal or console.is_jupyter))
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True, disable=silent) as bar:
-        task = bar.add_task(title, total=None)
-
-        def advance(samples: int, layers: int) -> None:
-            bar.update(task, advance=samples, total=count * layers)
-
-        yield advance
+        task = bar.add_task(title, total=total)
+        yield lambda layers: bar.update(task, advance=layers)

@@ -121,7 +121,11 @@ def test_a_full_disk_does_not_cost_the_run(bert: Path, tmp_path: Path, monkeypat
     with pytest.raises(StoreError, match="No space left on device") as caught:
         lb.compare(bert, TEXTS, bounds=["castin"], out=tmp_path / "run.zarr", **OPTIONS)
     assert caught.value.dataset["exact"].shape == (3, 2, 4)
-    assert not list(tmp_path.iterdir())
+    assert [p.name for p in tmp_path.iterdir()] == ["run.zarr.partial"]
+    monkeypatch.undo()
+    again = lb.compare(bert, TEXTS, bounds=["castin"], out=tmp_path / "run.zarr", resume=True, **OPTIONS)
+    xr.testing.assert_identical(again.drop_attrs(), caught.value.dataset.drop_attrs())
+    assert [p.name for p in tmp_path.iterdir()] == ["run.zarr"]
 
 
 def test_errors_come_before_the_work(bert: Path, tmp_path: Path) -> None:

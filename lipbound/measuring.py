@@ -1,0 +1,135 @@
+"""Exact norms and bounds of every layer at a block of samples, as arrays: the unit of work of a run."""
+
+import hashlib
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lipbound.attention import Attention
+from lipbound.bounds import get
+from lipbound.bounds.multihead import whole_layer
+from lipbound.capture import Capturer, LayerCapture
+from lipbound.checkpoints import load
+from lipbound.devices import resolve
+from lipbound.norms import WHOLE, l2_spectral_norm, rounding, spectral_norm
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is measured, and how.
+
+    Attributes:
+        names: registry names of bounds.
+        map: as in `lipbound.spectral_norm`.
+        tol: relative width of the enclosures of exact norms.
+        delta: failure probability of one upper end, or None for plain estimates.
+        seed: of the run.
+        exact_samples: exact norms are computed for samples before this one.
+    """
+
+    names: tuple[str, ...]
+    map: str
+    tol: float
+    delta: float | None
+    seed: int
+    exact_samples: int
+
+
+class Measured(NamedTuple):
+    """One layer at one block: its position among the chosen layers, values (samples, heads), lengths of the inputs, error of the capture."""
+
+    layer: int
+    values: dict[str, np.ndarray]
+    lengths: np.ndarray
+    error: float
+
+
+class Measurer:
+    """Measures blocks of samples on one loaded model."""
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int] | None, job: Job):
+        self._capturer, self._job = Capturer(model, layers), job
+
+    def look(self, inputs: Mapping[str, Tensor]) -> list[LayerCapture]:
+        """The layers at some inputs: their names and shapes."""
+        return self._capturer.run(inputs)
+
+    def block(self, inputs: Mapping[str, Tensor], start: int, skip: Collection[int] = ()) -> Iterator[Measured]:
+        """Every layer but those at the positions ``skip``, at inputs whose first sample has number ``start``.
+
+        What comes out depends on the block alone, not on blocks measured before.
+        """
+        self._capturer.forget()
+        job = self._job
+        for i, layer in enumerate(self._capturer.run(inputs)):
+            attention = layer.attention
+            if i in skip:
+                continue
+            lengths = attention.lengths.long().cpu().numpy()
+            seeds = [_seed(job.seed, layer.index, s) for s in range(start, start + attention.samples)]
+            attention = attention.fold_output()[0] if job.map == "head_out" else attention
+            values = _measure(attention, job, seeds, job.exact_samples - start)
+            layer.attention = layer.attention.select(slice(0, 1))  # frees P and what hangs on it
+            yield Measured(i, values, lengths, layer.error)
+
+
+class Recipe(NamedTuple):
+    """How another process makes the same `Measurer`."""
+
+    model: str
+    revision: str | None
+    dtype: str
+    device: str
+    layers: tuple[int, ...] | None
+    job: Job
+
+
+_MEASURERS: dict[Recipe, Measurer] = {}
+_TURN = threading.Lock()
+
+
+def work(recipe: Recipe, inputs: Mapping[str, Tensor], start: int, skip: Collection[int] = ()) -> list[Measured]:
+    """`Measurer.block` in a process of its own, which loads the checkpoint once; threads of one process take turns, since they share the model."""
+    device = resolve(recipe.device)
+    with _TURN:
+        if recipe not in _MEASURERS:
+            _MEASURERS.clear()
+            checkpoint = load(recipe.model, revision=recipe.revision, dtype=recipe.dtype, device=device)
+            _MEASURERS[recipe] = Measurer(checkpoint.model, recipe.layers, recipe.job)
+        return list(_MEASURERS[recipe].block({name: t.to(device) for name, t in inputs.items()}, start, skip))
+
+
+def _measure(att: Attention, job: Job, seeds: list[int], exact_count: int) -> dict[str, np.ndarray]:
+    """Everything about one layer at one block of samples, (samples, heads) each; exact norms for the first ``exact_count`` samples.
+
+    A whole layer counts as one head.
+    """
+    values: dict[str, Any] = {}
+    whole = job.map in WHOLE
+    for name in job.names:
+        sound = get(name).sound(att)
+        values[name] = whole_layer(att, name, map=job.map) if whole else get(name)(att)
+        values[f"{name}_sound"] = sound.all(-1) if whole else sound
+    inner = "head" if job.map == "head_out" else job.map  # the output projection is folded into the values
+    values["exact_rounding"] = rounding(att, map=inner)
+    exact_count = min(exact_count, att.samples)
+    if exact_count > 0:
+        part = att if exact_count == att.samples else att.select(slice(0, exact_count))
+        share = None if job.delta is None else job.delta * exact_count * (1 if whole else att.heads)
+        norm = spectral_norm(part, map=inner, tol=job.tol, delta=share, seed=seeds[:exact_count])
+        values |= {"exact": norm.lower, "exact_steps": norm.steps, "exact_converged": norm.converged}
+        if job.delta is not None:
+            values["exact_upper"] = norm.upper
+        if any(get(name).exact == "exact_l2" for name in job.names):
+            values["exact_l2"] = l2_spectral_norm(part, tol=job.tol, seed=seeds[:exact_count]).lower
+    return {name: value.reshape(len(value), -1).cpu().numpy() for name, value in values.items()}
+
+
+def _seed(seed: int, layer: int, sample: int) -> int:
+    """Seeds that differ by layer and sample, and do not depend on how samples are grouped into blocks."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{layer}/{sample}".encode()).digest()[:6], "big")
