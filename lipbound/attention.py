@@ -135,13 +135,14 @@ class Attention:
         return y if b is None else y + b[:, None]
 
     @cached_property
-    def _wide_q(self) -> Tensor:
+    def wide_q(self) -> Tensor:
+        """Queries in float64, (samples, heads, N, d)."""
         return self._project(self.w_q, self.b_q)
 
     @cached_property
     def q(self) -> Tensor:
         """Queries, (samples, heads, N, d)."""
-        return self._wide_q.to(self.dtype)
+        return self.wide_q.to(self.dtype)
 
     @cached_property
     def k(self) -> Tensor:
@@ -172,10 +173,15 @@ class Attention:
         """
         return self.forbid(self.scale * (q @ k.mT))
 
+    @staticmethod
+    def add_mask(scores: Tensor, mask: Tensor) -> Tensor:
+        """``scores`` plus an additive mask of theirs, -inf where it forbids attention."""
+        return (scores + mask).masked_fill(mask <= BLOCKED, -math.inf)
+
     def forbid(self, scores: Tensor) -> Tensor:
         """``scores`` plus the mask, -inf where attention is forbidden."""
         if self.mask is not None:
-            scores = (scores + self.mask).masked_fill(self.mask <= BLOCKED, -math.inf)
+            scores = self.add_mask(scores, self.mask)
         if self.valid is not None:
             scores = scores.masked_fill(~self.valid[:, None, None, :], -math.inf)
         return scores
@@ -198,7 +204,7 @@ class Attention:
         Computed in float64 whatever the dtype, and from centred keys: scores of size s would otherwise carry an absolute error of s times the
         rounding unit into P.
         """
-        return self.probabilities(self.scores(self._wide_q, self.centred_k)).to(self.dtype)
+        return self.probabilities(self.scores(self.wide_q, self.centred_k)).to(self.dtype)
 
     @cached_property
     def out(self) -> Tensor:
@@ -269,7 +275,7 @@ class Attention:
             self.x, self.w_q, self.w_k, w_v, b_q=self.b_q, b_k=self.b_k, b_v=b_v, w_o=w_o,
             scale=self.scale, mask=self.mask, valid=self.valid,
         )  # fmt: skip
-        for name in ("_wide_q", "q", "k", "centred_k", "p"):
+        for name in ("wide_q", "q", "k", "centred_k", "p"):
             if name in self.__dict__:
                 other.__dict__[name] = self.__dict__[name]
         return other

@@ -16,6 +16,8 @@ import torch
 from scipy.special import betaincinv, betaln
 
 Array = np.ndarray
+RESCALE = 8
+"""Steps between two rescalings of the polynomial, which grows at most by the inverse of the rounding unit in each: far from overflow."""
 ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-11}
 """Relative allowance for products in this dtype: the recurrence belongs to a matrix that is off by rounding."""
 
@@ -36,13 +38,18 @@ def log_polynomial(alpha: Array, beta: Array, steps: Array, x: Array) -> Array:
     """
     older, p = np.zeros_like(x), np.ones_like(x)
     total, before = np.zeros_like(x), np.zeros_like(x)
+    fewest = int(steps.min())
+    ahead, b = x - alpha.T, np.ascontiguousarray(beta.T)
     for j in range(int(steps.max())):
-        following = ((x - alpha[:, j]) * p - before * older) / beta[:, j]
-        following = np.where(j < steps, following, p)
-        older, before = p, beta[:, j]
-        size = np.maximum(np.abs(following), 1e-300)
-        p, older, total = following / size, older / size, total + np.log(size)
-    return np.where(p > 0, total, -math.inf)
+        following = (ahead[j] * p - before * older) / b[j]
+        if j >= fewest:
+            following = np.where(j < steps, following, p)
+        older, p, before = p, following, b[j]
+        if j % RESCALE == RESCALE - 1:
+            size = np.maximum(np.maximum(np.abs(p), np.abs(older)), 1e-300)
+            p, older, total = p / size, older / size, total + np.log(size)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(p > 0, total + np.log(p), -math.inf)
 
 
 def excludes(alpha: Array, beta: Array, steps: Array, x: Array, log_inverse: float) -> Array:

@@ -55,7 +55,9 @@ class _Rule:
 
     def look(self, alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """After k steps, alpha and beta (batch, k): top Ritz value, its vector (batch, k), whether tol is reached, whether the space is exhausted."""
-        a, b = np.nan_to_num(alpha.numpy()), np.nan_to_num(beta.numpy())
+        a, b = alpha.numpy().copy(), beta.numpy().copy()
+        if not np.isfinite(b[:, -1]).all() or not np.isfinite(a[:, -1]).all():
+            a, b = np.nan_to_num(a), np.nan_to_num(b)
         k = a.shape[1]
         ritz, s = top_eigenpairs(a, b)
         top = np.maximum(ritz, 0)

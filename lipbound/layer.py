@@ -5,7 +5,8 @@ from torch import Tensor
 
 from lipbound.attention import Attention
 from lipbound.errors import AttentionError
-from lipbound.operators import HeadJacobian, JacobianOperator
+from lipbound.operators import JacobianOperator
+from lipbound.streaming import head_jacobian
 
 
 class LayerJacobian(JacobianOperator):
@@ -25,7 +26,7 @@ class LayerJacobian(JacobianOperator):
     def __init__(self, att: Attention, *, project: bool):
         if project and att.w_o is None:
             raise AttentionError("map 'layer' needs the output projection w_o, which this layer does not have; use map='heads'")
-        self._heads = HeadJacobian(att)
+        self._heads = head_jacobian(att)
         self._count = att.heads
         self._w = torch.cat([att.scale * att.w_q, att.scale * att.w_k, att.w_v], -1)
         self._w_o = att.w_o if project else None

@@ -17,6 +17,7 @@ from lipbound.linalg import matrix_norm
 from lipbound.operators import HeadJacobian, JacobianOperator, L2HeadJacobian
 from lipbound.simple import dense_svd, power_iteration
 from lipbound.solution import Norm
+from lipbound.streaming import head_jacobian
 
 MAPS = {
     "head": "one attention head without output projection, x -> softmax(q k^T) v",
@@ -127,7 +128,7 @@ def spectral_norm(
     unit = torch.ones(att.heads, dtype=torch.float64)
     if method != "power":  # whose absolute stopping rule must see J itself
         attention, unit = attention.unit_values(together=map in WHOLE)
-    op = LayerJacobian(attention, project=map == "layer") if map in WHOLE else HeadJacobian(attention)
+    op = LayerJacobian(attention, project=map == "layer") if map in WHOLE else head_jacobian(attention)
     if method in PROOFS:
         if not tol > 0:
             raise LipboundError(f"tol is {tol}; it must be a number > 0")

@@ -93,7 +93,7 @@ def _flat(t: Tensor) -> Tensor:
     return t.reshape(-1, *t.shape[2:])
 
 
-def _cast(op: Operator, names: tuple[str, ...]) -> Operator:
+def cast(op: Operator, names: tuple[str, ...]) -> Operator:
     """A copy of an operator with the named tensors in float64, and what was derived from them dropped."""
     other = object.__new__(type(op))
     other.__dict__.update({name: value for name, value in op.__dict__.items() if name != "_reduction"})
@@ -101,6 +101,16 @@ def _cast(op: Operator, names: tuple[str, ...]) -> Operator:
     for name in names:
         setattr(other, name, getattr(op, name).double())
     return other
+
+
+def select_entries(op: Operator, names: tuple[str, ...], index: Tensor) -> Operator:
+    """A copy of an operator with some entries of the named tensors, all of which have the batch axis."""
+    part = object.__new__(type(op))
+    part.__dict__.update(op.__dict__)
+    part.batch = len(index)
+    for name in names:
+        setattr(part, name, getattr(op, name)[index])
+    return part
 
 
 class HeadJacobian(JacobianOperator):
@@ -122,6 +132,12 @@ class HeadJacobian(JacobianOperator):
     """
 
     def __init__(self, att: Attention):
+        self._set(att)
+        self._p = _flat(att.p)
+        self._o = self._p @ self._v
+
+    def _set(self, att: Attention) -> None:
+        """Everything that does not depend on P."""
         heads = att.heads
         self.batch = att.samples * heads
         self.dtype, self.device = att.dtype, att.device
@@ -130,11 +146,9 @@ class HeadJacobian(JacobianOperator):
         self._sizes = [att.d, att.d, att.d_v]
         self.in_shape = (att.tokens, min(self._w.shape[1:]))
         self._head = torch.arange(heads, device=att.device).repeat(att.samples)
-        self._p = _flat(att.p)
         self._q = _flat(att.q)
         self._k = _flat(att.centred_k.to(att.dtype))
         self._v = _flat(att.centred_v.to(att.dtype))
-        self._o = self._p @ self._v
         self._weights_gram = (self._w.mT @ self._w)[self._head]
 
     @cached_property
@@ -200,15 +214,10 @@ class HeadJacobian(JacobianOperator):
         return x @ self._reduction[0][self._head].mT
 
     def double(self) -> "HeadJacobian":
-        return _cast(self, ("_p", "_q", "_k", "_v", "_o", "_w", "_weights_gram"))
+        return cast(self, ("_p", "_q", "_k", "_v", "_o", "_w", "_weights_gram"))
 
     def select(self, index: Tensor) -> "HeadJacobian":
-        part = object.__new__(type(self))
-        part.__dict__.update(self.__dict__)
-        part.batch = len(index)
-        for name in ("_p", "_q", "_k", "_v", "_o", "_head", "_weights_gram"):
-            setattr(part, name, getattr(self, name)[index])
-        return part
+        return select_entries(self, ("_p", "_q", "_k", "_v", "_o", "_head", "_weights_gram"), index)
 
 
 class L2HeadJacobian(JacobianOperator):
@@ -254,15 +263,10 @@ class L2HeadJacobian(JacobianOperator):
         return torch.cat([dq, self._p.mT @ y], -1) @ self._r.mT
 
     def double(self) -> "L2HeadJacobian":
-        return _cast(self, ("_p", "_q", "_v", "_o", "_r"))
+        return cast(self, ("_p", "_q", "_v", "_o", "_r"))
 
     def select(self, index: Tensor) -> "L2HeadJacobian":
-        part = object.__new__(type(self))
-        part.__dict__.update(self.__dict__)
-        part.batch = len(index)
-        for name in ("_p", "_q", "_v", "_o", "_r", "_head"):
-            setattr(part, name, getattr(self, name)[index])
-        return part
+        return select_entries(self, ("_p", "_q", "_v", "_o", "_r", "_head"), index)
 
 
 class AutogradJacobian(JacobianOperator):
