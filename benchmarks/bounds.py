@@ -2,13 +2,15 @@
 
 On all heads of builtin:minilm (N = 128, real text): bound / exact, and time of each bound and of the enclosures as a multiple of the plain norms'
 time (tol 1e-4). Scaling: the same ratio of times for 12 heads of width 32 at N = 64 ... 1024, random weights at a trained scale, N = 1024 on 2 of
-them. Medians of interleaved repeats.
+them. Default: all default bounds but `yudin_sqrt_n` together, which and `lipbound_gram` are timed apart, for heads of width 64 at N = 197 and 1024.
+Medians of interleaved repeats.
 """
 
 import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,23 @@ def main() -> None:
         att.p  # noqa: B018  (computed before the clock starts)
         pair = timed({name: jobs[name] for name in ("exact", "lipbound")}, [att])
         result["scaling"][n] = {"heads": count, "lipbound_seconds": pair["lipbound"], "lipbound_over_exact": pair["lipbound"] / pair["exact"]}
+    result["default"] = {}
+    for n, count in ((197, 12), (1024, 2)):
+        g = torch.Generator().manual_seed(0)
+        att = Attention(torch.randn(1, n, 768, generator=g), *(torch.randn(count, 768, 64, generator=g) * 0.04 for _ in range(3)))
+        att.p  # noqa: B018
+        names = [name for name in bounds.resolve("default") if name != "yudin_sqrt_n"]
+        several: dict[str, Callable[[Attention], Any]] = {
+            "exact": jobs["exact"],
+            "default": partial(bounds.evaluate, bounds=names),
+            **{name: bounds.get(name) for name in ("lipbound", "yudin_sqrt_n")},
+        }
+        row = timed(several, [att]) | (timed({"lipbound_gram": bounds.get("lipbound_gram")}, [att.select(heads=slice(0, 1))], 1) if n < 1024 else {})
+        if "lipbound_gram" in row:
+            row["lipbound_gram"] *= count
+        result["default"][n] = {"heads": count, "exact_seconds": row["exact"]} | {
+            f"{k}_over_exact": v / row["exact"] for k, v in row.items() if k != "exact"
+        }
     print(json.dumps(result, indent=1))
     Path(__file__).with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
 

@@ -55,12 +55,12 @@ def block_norm(b: Tensor, *, squarings: int = 2) -> Tensor:
 
     Small blocks are multiplied in float32. A product of k x k matrices is then off by at most gamma = (k + 2) u times the product of their
     Frobenius norms, which are at most sqrt(k) times the 2-norms: k gamma, relatively, for each squaring. The allowance for all of them is added
-    to the result (about 1e-4 for k = 32); where it would exceed 1e-3, products are in float64.
+    to the result (about 1e-4 for k = 32); where it would exceed 2e-3, products are in float64.
     """
     b = b if b.shape[-2] <= b.shape[-1] else b.mT
     k, m = b.shape[-2:]
     slack = k * (2 * m + 2 * k + 20)
-    small = slack * torch.finfo(torch.float32).eps / 2 <= 1e-3 and squarings <= 2 and k * m <= 10_000
+    small = slack * torch.finfo(torch.float32).eps / 2 <= 2e-3 and squarings <= 2 and k * m <= 10_000
     work = torch.float32 if small and reproducible_float32() else torch.float64
     size = b.detach().abs().amax((-1, -2), keepdim=True).double()
     b = (b / size.clamp_min(1e-290)).to(work)  # entries are at most 1: powers stay in range

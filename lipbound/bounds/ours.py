@@ -19,29 +19,9 @@ from lipbound.linalg import UNIT, block_norm, matrix_norm, nonnegative_norm, sym
 
 CHUNK = 2**22
 """Bytes of the largest temporary, the N x d_v x d moments of some heads of one sample."""
+BOTH = "lipbound and lipbound_block"
 RTOL = 1e-5
 """How far above the exact norms of N x N matrices their upper values may stay."""
-
-
-@bound(
-    "lipbound_block",
-    label="lipbound, blocks of J",
-    citation="lipbound2026",
-    statement="||J|| <= ||[P_ij (||W_V|| + |v_j - o_i| |c W_K q_i|)]_ij + diag ||B_i|| ||, an N x N matrix",
-    source="lipbound.bounds.ours",
-    assumptions="any biases, any mask",
-    condition=qty.always,
-    cost="O(N^2 d d_v)",
-)
-def lipbound_block(att: Attention) -> Tensor:
-    r"""Compression of J itself: about 2 times the exact norm on pretrained heads.
-
-    .. math:: \|J\| \le \big\|\,[P_{ij}(\|W_V\| + |v_j - o_i||\tilde q_i|)]_{ij} + \mathrm{diag}\,\|B_i\|\,\big\|
-
-    *Proof.* The entries bound the norms of the blocks of J, by the triangle inequality; a block matrix is no larger in norm than the
-    matrix of its blocks' norms: :math:`|\sum y_i^T J_{ij} x_j| \le \sum |y_i|\|J_{ij}\||x_j|`. QED
-    """
-    return _in_chunks(att, _block)
 
 
 @bound(
@@ -87,72 +67,129 @@ def lipbound(att: Attention) -> Tensor:
     (`lipbound.linalg.block_norm`, within 1 %). Memory O(N^2 + N d d_v) per head. Differentiable in everything an `Attention` is made of; where
     the norm of a matrix has no derivative (several equal top singular values), the derivative is that along one of its top pairs.
     """
-    return _in_chunks(att, _lipbound)
+    return _both(att)[0]
+
+
+@bound(
+    "lipbound_block",
+    label="lipbound, blocks of J",
+    citation="lipbound2026",
+    statement="||J|| <= ||[P_ij (||W_V|| + |v_j - o_i| |c W_K q_i|)]_ij + diag ||B_i|| ||, an N x N matrix",
+    source="lipbound.bounds.ours",
+    assumptions="any biases, any mask",
+    condition=qty.always,
+    cost="O(N^2 d d_v)",
+)
+def lipbound_block(att: Attention) -> Tensor:
+    r"""Compression of J itself: about 2 times the exact norm on pretrained heads.
+
+    .. math:: \|J\| \le \big\|\,[P_{ij}(\|W_V\| + |v_j - o_i||\tilde q_i|)]_{ij} + \mathrm{diag}\,\|B_i\|\,\big\|
+
+    *Proof.* The entries bound the norms of the blocks of J, by the triangle inequality; a block matrix is no larger in norm than the
+    matrix of its blocks' norms: :math:`|\sum y_i^T J_{ij} x_j| \le \sum |y_i|\|J_{ij}\||x_j|`. QED
+    """
+    return _both(att)[1] if BOTH in att.memory else _in_chunks(att, _block)[..., 0]
+
+
+def _both(att: Attention) -> tuple[Tensor, Tensor]:
+    """`lipbound` and `lipbound_block`, whose parts are the same; remembered unless derivatives are wanted."""
+    values = att.memory.get(BOTH)
+    if values is None:
+        values = _in_chunks(att, _lipbound)
+        if not values.requires_grad:
+            att.memory[BOTH] = values
+    return values[..., 0], values[..., 1]
 
 
 def _in_chunks(att: Attention, values: Callable[[Attention, int, slice], Tensor]) -> Tensor:
-    """``values`` of every head of every sample, as many heads at a time as memory allows, (samples, heads)."""
+    """``values`` (heads, r) of every head of every sample, as many heads at a time as memory allows, (samples, heads, r)."""
     att, unit = att.unit_values()
     heads = max(1, int(CHUNK // (8 * att.tokens * max(att.d_v * max(att.d, att.d_v), att.tokens))))
     rows = [torch.cat([values(att, s, slice(h, min(att.heads, h + heads))) for h in range(0, att.heads, heads)]) for s in range(att.samples)]
-    return torch.stack(rows) * unit
+    return torch.stack(rows) * unit[:, None]
 
 
 class Parts:
-    """What both bounds are made of, for some heads of one sample, in float64: norms of the parts of the blocks of J."""
+    """What both bounds are made of, for some heads of one sample, in float64: norms of the parts of the blocks of J.
 
-    def __init__(self, att: Attention, sample: int, heads: slice):
+    Attributes:
+        p, q, v, o: probabilities, queries, centred values, outputs. qt: :math:`\\tilde q_i` in coordinates of the columns of W_K.
+        distance: :math:`|v_j - o_i|`, (heads, N, N). norm_v: :math:`\\|W_V\\|`, (heads, 1, 1).
+        b: :math:`\\|B_i\\|`, (heads, N). With ``gram`` also b_v: :math:`\\|B_i W_V\\|`, a: :math:`\\|A_i\\|`, (heads, N), and
+        b_q: :math:`|B_i \\tilde q_k|`, (heads, N, N).
+    """
+
+    def __init__(self, att: Attention, sample: int, heads: slice, *, gram: bool = False):
         p, q = att.p[sample, heads].double(), att.q[sample, heads].double()
         k, v = att.centred_k[sample, heads], att.centred_v[sample, heads]
-        self.w_q, self.w_k, self.w_v = (w[heads].double() for w in (att.w_q, att.w_k, att.w_v))
-        self.scale, self.p, self.q, self.v = att.scale, p, q, v
+        w_q, w_k, w_v = (w[heads].double() for w in (att.w_q, att.w_k, att.w_v))
+        n, d, d_v = att.tokens, att.d, att.d_v
+        self.p, self.q, self.v = p, q, v
         self.o = o = p @ v
-        self.distance = torch.cdist(o, v, compute_mode="donot_use_mm_for_euclid_dist")  # |v_j - o_i|, (heads, N, N)
-        self.qt = self.scale * q @ _factor(self.w_k).mT  # qt_i, in coordinates of the columns of W_K
-        moments = (p @ _outer(v, k)).unflatten(-1, (att.d_v, att.d)) - o[..., :, None] * (p @ k)[..., None, :]
-        self.c = self.scale * moments  # c C_i
-        self.b = block_norm(self.c @ _factor(self.w_q).mT[:, None])  # ||B_i||
-        self.norm_v = matrix_norm(self.w_v)[:, None, None]
+        self.distance = torch.cdist(o, v, compute_mode="donot_use_mm_for_euclid_dist")
+        self.qt = att.scale * q @ _factor(w_k).mT
+        self.norm_v = matrix_norm(w_v)[:, None, None]
+        self.z = (att.scale * q @ (w_k.mT @ w_v)).norm(dim=-1)  # |z_i|
+        self.size = v.detach().norm(dim=-1).amax(-1)[:, None]  # scale of rounding in differences of values
+
+        # Row by row, since the d_v x d matrices of all rows would not fit.
+        keys, mean_k, factor = _outer(v, k), p @ k, _factor(w_q).mT[:, None]
+        if gram:
+            images, projected = att.scale * q @ (w_q.mT @ w_k).mT, (w_q.mT @ w_v)[:, None]
+            pairs, lengths = _pairs(images), images.norm(dim=-1)
+            w2, squares = p * p, _outer(v, v)
+            total = w2.sum(-1)
+            side = w2 @ v - total[..., None] / 2 * o
+        step = max(1, int(CHUNK // (8 * len(p) * d_v * max(d, d_v))))
+        found: list[tuple[Tensor, ...]] = []
+        for i in range(0, n, step):
+            r = slice(i, i + step)
+            c = att.scale * ((p[:, r] @ keys).unflatten(-1, (d_v, d)) - o[:, r, :, None] * mean_k[:, r, None, :])  # c C_i
+            norms: tuple[Tensor, ...] = (block_norm(c @ factor),)
+            if gram:
+                cross = side[:, r, :, None] * o[:, r, None, :]
+                squared = (w2[:, r] @ squares).unflatten(-1, (d_v, d_v)) - cross - cross.mT  # A_i A_i^T
+                a = _root(block_norm(squared) + (1e-13 + 2 * n * UNIT) * total[:, r] * self.size**2)
+                norms += (block_norm(c @ projected), a, _image_norms(c, pairs, lengths))
+            found.append(norms)
+        whole = [torch.cat(part, 1) for part in zip(*found, strict=True)]
+        self.b = whole[0]
+        if gram:
+            self.b_v, self.a, self.b_q = whole[1:]
+
+    def block(self) -> Tensor:
+        """The compression of J itself, (heads,)."""
+        sizes = self.p * (self.norm_v + self.distance * self.qt.norm(dim=-1, keepdim=True)) + torch.diag_embed(self.b)
+        return nonnegative_norm(sizes, rtol=RTOL) * (1 + 1e-11)
+
+
+def _block(att: Attention, sample: int, heads: slice) -> Tensor:
+    """`lipbound_block` for some heads of one sample, (heads, 1)."""
+    return Parts(att, sample, heads).block()[:, None]
 
 
 def _lipbound(att: Attention, sample: int, heads: slice) -> Tensor:
-    """The bound for some heads of one sample, (heads,)."""
-    parts = Parts(att, sample, heads)
-    p, q, v, o, qt, c, b, distance = parts.p, parts.q, parts.v, parts.o, parts.qt, parts.c, parts.b, parts.distance
-    n, d_v = att.tokens, att.d_v
-    size = v.detach().norm(dim=-1).amax(-1)[:, None]  # scale of rounding in differences of values
-    z = (att.scale * q @ (parts.w_k.mT @ parts.w_v)).norm(dim=-1)
-    b_v = block_norm(c @ (parts.w_q.mT @ parts.w_v)[:, None])
-    b_q = _image_norms(c, q @ (att.scale * parts.w_q.mT @ parts.w_k).mT)  # |B_i qt_k|
-
-    w2 = p * p
-    first, total = w2 @ v, w2.sum(-1)
-    gram = (w2 @ _outer(v, v)).unflatten(-1, (d_v, d_v)) - first[..., :, None] * o[..., None, :] - o[..., :, None] * first[..., None, :]
-    gram = gram + total[..., None, None] * o[..., :, None] * o[..., None, :]  # A_i A_i^T
-    a = _root(block_norm(gram) + (1e-13 + 2 * n * UNIT) * total * size**2)
+    """Both bounds for some heads of one sample, (heads, 2)."""
+    parts = Parts(att, sample, heads, gram=True)
+    p, v, o, qt, a, b, size, distance = parts.p, parts.v, parts.o, parts.qt, parts.a, parts.b, parts.size, parts.distance
+    n = att.tokens
 
     e = p * distance
     s = p @ p.mT
     reach = torch.minimum(e @ p.mT, a[..., :, None] * p.norm(dim=-1)[..., None, :])
-    x = p * b_v[..., None, :] + p.mT * b_q * distance.mT + z[..., :, None] * reach
+    x = p * parts.b_v[..., None, :] + p.mT * parts.b_q * distance.mT + parts.z[..., :, None] * reach
     e0 = s * parts.norm_v**2 + torch.diag_embed(b**2) + x + x.mT
     kk = (qt @ qt.mT).abs() * torch.minimum(a[..., :, None] * a[..., None, :], e @ e.mT)
 
     rows = p * qt.norm(dim=-1, keepdim=True)
     pair = rows.mT @ rows
-    mixed = (rows * (o @ v.mT)).mT @ rows
-    own = (rows * (o * o).sum(-1, keepdim=True)).mT @ rows
+    shifted = (v @ v.mT) * pair
+    mixed = (rows * (o @ v.mT - (o * o).sum(-1, keepdim=True) / 2)).mT @ rows
     allowance = (1e-13 + 2 * n * UNIT) * n * pair.detach().diagonal(dim1=-2, dim2=-1).amax(-1) * size[:, 0] ** 2
-    second = symmetric_norm((v @ v.mT) * pair - mixed - mixed.mT + own) + allowance
+    second = symmetric_norm(shifted - mixed - mixed.mT) + allowance
     key = torch.minimum(matrix_norm(a[..., None] * qt) ** 2, second)
     squared = torch.minimum(nonnegative_norm(e0 + kk, rtol=RTOL), nonnegative_norm(e0, rtol=RTOL) + key)
-    return _root(squared) * (1 + 1e-11)
-
-
-def _block(att: Attention, sample: int, heads: slice) -> Tensor:
-    parts = Parts(att, sample, heads)
-    sizes = parts.p * (parts.norm_v + parts.distance * parts.qt.norm(dim=-1, keepdim=True)) + torch.diag_embed(parts.b)
-    return nonnegative_norm(sizes, rtol=RTOL) * (1 + 1e-11)
+    return torch.stack([_root(squared) * (1 + 1e-11), parts.block()], -1)
 
 
 def _factor(w: Tensor) -> Tensor:
@@ -167,12 +204,24 @@ def _root(x: Tensor) -> Tensor:
     return torch.where(x > 0, torch.where(x > 0, x, 1.0).sqrt(), 0.0)
 
 
-def _image_norms(maps: Tensor, vectors: Tensor) -> Tensor:
-    """|M_i y_k| for maps (heads, N, d_v, d) and vectors (heads, N, d): (heads, N, N), by blocks of rows."""
-    n, d_v = maps.shape[1:3]
-    rows = max(1, int(CHUNK // (8 * maps.shape[0] * d_v * n)))
-    parts = [(m.flatten(1, 2) @ vectors.mT).unflatten(1, (-1, d_v)).norm(dim=2) for m in maps.split(rows, 1)]
-    return torch.cat(parts, 1)
+def _pairs(y: Tensor) -> Tensor:
+    """Products y_i y_j of coordinates of y (heads, N, d), doubled where i < j: (heads, N, d (d + 1) / 2). Quadratic forms become inner products."""
+    i, j = torch.triu_indices(y.shape[-1], y.shape[-1], device=y.device)
+    return y[..., i] * y[..., j] * torch.where(i == j, 1.0, 2.0)
+
+
+def _image_norms(maps: Tensor, pairs: Tensor, lengths: Tensor) -> Tensor:
+    r"""|M_i y_k|, rounded upwards, for maps (heads, n, d_v, d), `_pairs` of y_k and their lengths (heads, N): (heads, n, N).
+
+    As :math:`(y^T M^T M y)^{1/2}`, one product of matrices for all of them; to its square the rounding error is added, relative to
+    :math:`\|M\|_F^2 |y|^2`.
+    """
+    d_v, d = maps.shape[-2:]
+    i, j = torch.triu_indices(d, d, device=maps.device)
+    forms = (maps.mT @ maps)[..., i, j]
+    size = (maps.detach() ** 2).sum((-1, -2))
+    allowance = 2 * (d * d + d_v) * UNIT * size[..., :, None] * lengths.detach()[..., None, :] ** 2
+    return _root((forms @ pairs.mT).clamp_min(0) + allowance)
 
 
 def _outer(x: Tensor, y: Tensor) -> Tensor:

@@ -1,0 +1,56 @@
+"""Time and peak memory of the exact norm of one head of width 64 at N = 1024 ... 16384, each in a process of its own. Writes long.json."""
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from lipbound.attention import Attention
+from lipbound.norms import spectral_norm
+
+LENGTHS = (1024, 2048, 4096, 8192, 16384)
+
+
+def one(n: int) -> dict[str, float]:
+    """Seconds, steps, and peak resident memory in GB of this process."""
+    torch.set_num_threads(2)
+    g = torch.Generator().manual_seed(0)
+    att = Attention(torch.randn(1, n, 256, generator=g), *(torch.randn(1, 256, 64, generator=g) * 0.06 for _ in range(3)))
+    start = time.perf_counter()
+    norm = spectral_norm(att, tol=1e-4)
+    seconds = time.perf_counter() - start
+    return {
+        "seconds": seconds,
+        "steps": int(norm.steps),
+        "error": float(norm.error),
+        "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
+    }
+
+
+def main() -> None:
+    """Run all lengths, fit exponents, print, write."""
+    if len(sys.argv) > 1:
+        print(json.dumps(one(int(sys.argv[1]))))
+        return
+    runs = {}
+    for n in LENGTHS:
+        done = subprocess.run([sys.executable, __file__, str(n)], capture_output=True, text=True, check=True)
+        runs[n] = json.loads(done.stdout)
+        print(n, runs[n], flush=True)
+    x = np.log(LENGTHS)
+    report = {
+        "runs": runs,
+        "time_exponent": float(np.polyfit(x, np.log([r["seconds"] for r in runs.values()]), 1)[0]),
+        "memory_exponent": float(np.polyfit(x, np.log([r["peak_gb"] for r in runs.values()]), 1)[0]),
+    }
+    print({key: value for key, value in report.items() if key != "runs"})
+    Path(__file__).with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
