@@ -35,6 +35,9 @@ figures: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/exact_norms.py
 	$(BIN)/python benchmarks/bounds.py
+	$(BIN)/python benchmarks/long.py
+	$(BIN)/python benchmarks/cluster.py
+	$(BIN)/python benchmarks/readme.py
 
 # The generated tables of README.md, the accuracy of every method measured anew.
 accuracy: $(STAMP)

@@ -1,4 +1,4 @@
-"""Rewrite the generated tables of README.md: the bounds, from the registry, and the accuracy of every method, from accuracy.json."""
+"""Rewrite the generated tables of README.md: bounds, from the registry; accuracy and speed, from accuracy.json and exact_norms.json."""
 
 import json
 import re
@@ -29,7 +29,33 @@ def accuracy_table() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"bounds": bounds_table, "accuracy": accuracy_table}
+def speed_table() -> str:
+    """What benchmarks/exact_norms.py has measured."""
+    report = json.loads((ROOT / "benchmarks" / "exact_norms.json").read_text())
+    names = {
+        "lanczos": "`spectral_norm`", "enclosure": "`spectral_norm`, enclosed to 1e-3 at delta 1e-10", "power_iteration": "power iteration",
+        "arpack": "`svds`, ARPACK", "propack": "`svds`, PROPACK", "lobpcg": "`svds`, LOBPCG", "torch_lobpcg": "`torch.lobpcg` of dense J J^T",
+        "torch_svd_lowrank": "`torch.svd_lowrank` of dense J",
+    }  # fmt: skip
+    lines = ["| shape | method | ms per head | largest error | time over ours |", "|---|---|---|---|---|"]
+    for shape, entry in report["shapes"].items():
+        for name, row in entry["methods"].items():
+            times = row["speedup"] if name != "enclosure" else 1 / row["speedup"]
+            missed = " (not reached)" if name != "enclosure" and row["error"] > report["accuracy"] else ""
+            lines.append(f"| {shape} | {names[name]} | {1e3 * row['seconds_per_head']:.3g} | {row['error']:.0e}{missed} | {times:.3g} |")
+    lines.append("")
+    fractions = [
+        f"{shape}: {100 * entry['fraction_of_gemm_rate']['product']:.0f} % and {100 * entry['fraction_of_gemm_rate']['whole']:.0f} %"
+        for shape, entry in report["shapes"].items()
+    ]
+    lines.append(
+        f"Float32, {report['device']}, whose large matrix products run at {report['gemm_gflops']:.0f} GFLOP/s; one product with J J^T, and all of "
+        f"`spectral_norm`, reach these fractions of it: {'; '.join(fractions)}."
+    )
+    return "\n".join(lines)
+
+
+TABLES = {"bounds": bounds_table, "accuracy": accuracy_table, "speed": speed_table}
 
 
 def written(text: str) -> str:

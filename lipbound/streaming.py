@@ -10,7 +10,7 @@ from lipbound.operators import HeadJacobian, JacobianOperator, cast, select_entr
 
 WHOLE_BYTES = {"cpu": 2e9, "cuda": 8e9}
 """Bytes of attention matrices and their temporaries above which they are not kept."""
-ROW_BYTES = {"cpu": 2**25, "cuda": 2**29}
+ROW_BYTES = {"cpu": 2**23, "cuda": 2**29}
 """Bytes of the rows of float64 scores that are formed at a time."""
 SCORE_BYTES = 20
 """Bytes for one entry of P while it is computed in float64, and in the products."""
@@ -66,7 +66,7 @@ class StreamedHeadJacobian(HeadJacobian):
     def _rows(self, b: int, rows: slice, scores: Tensor | None = None) -> Tensor:
         """Some rows of P, (rows, N), in the dtype of the products."""
         scores = self._scores(b, rows) if scores is None else scores
-        return scores.sub_(self._top[b, rows]).exp_().div_(self._sum[b, rows]).to(self.dtype)
+        return scores.sub_(self._top[b, rows]).exp_().to(self.dtype).div_(self._sum[b, rows].to(self.dtype))
 
     def _pulled(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         to_q, to_k, to_v = torch.empty_like(self._q), torch.zeros_like(self._k), torch.zeros_like(self._v)

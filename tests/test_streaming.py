@@ -11,7 +11,7 @@ from lipbound.operators import HeadJacobian
 from lipbound.streaming import StreamedHeadJacobian, head_jacobian
 
 
-@pytest.fixture(params=[1, 150, 2**25])
+@pytest.fixture(params=[1, 150, 2**23])
 def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row at a time, three, all."""
     monkeypatch.setitem(streaming.ROW_BYTES, "cpu", request.param)
