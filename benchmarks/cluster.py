@@ -10,7 +10,7 @@ from dask.distributed import Client, LocalCluster
 import lipbound as lb
 
 SAMPLES = 48
-OPTIONS = {"samples": SAMPLES, "max_length": 128, "progress": False, "memory": "64MB"}
+OPTIONS = {"samples": SAMPLES, "max_length": 128, "progress": False, "memory": "30MB"}
 
 
 def timed(workers: int) -> tuple[float, np.ndarray, int]:

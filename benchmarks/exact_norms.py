@@ -21,6 +21,7 @@ import matplotlib
 import numpy as np
 import rivals
 import torch
+from matplotlib.ticker import FuncFormatter, LogLocator
 
 from lipbound.attention import Attention
 from lipbound.capture import Capturer
@@ -193,10 +194,13 @@ def plot(result: dict[str, Any], path: Path) -> None:
                 slope = f", N^{row[f'{name}_exponent']:.2f}" if f"{name}_exponent" in row else ""
                 ax.loglog(row["x"][: len(row[name])], np.array(row[name]) * 1e3, marker="o", markersize=3.5, label=label + slope)
         ax.set_xticks(row["x"], [str(x) for x in row["x"]])
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if key != "N" else (1,)))
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         ax.minorticks_off()
         ax.set_xlabel(key)
         ax.grid(alpha=0.3)
     axes[0].set_ylabel("ms per head")
+    axes[0].set_ylim(bottom=0.2)  # room for the legend
     axes[0].legend(fontsize=7.5, title="fit over the last three N", title_fontsize=7.5)
     fig.savefig(path, dpi=160)
 

@@ -153,7 +153,7 @@ def compare(
                 )
             else:
                 chosen = None if layers is None else tuple(layers)
-                results = distribute(client, Recipe(str(model), revision, dtype, device, chosen, job), blocks)
+                results = distribute(client, Recipe(str(model), revision, checkpoint.revision, dtype, device, chosen, job), blocks)
             for start, measured in results:
                 if unfinished is not None:
                     unfinished.write(start, measured)
@@ -203,7 +203,7 @@ def distribute(client: Any, recipe: Recipe, blocks: list[tuple[dict[str, Tensor]
 
     Blocks of a worker that dies go to another (dask's own rule: three deaths on one block and it is given up).
     """
-    from dask.distributed import as_completed
+    from dask.distributed import KilledWorker, as_completed
 
     futures = {client.submit(work, recipe, x, start, skip, pure=False): start for x, start, skip in blocks}
     try:
@@ -211,6 +211,8 @@ def distribute(client: Any, recipe: Recipe, blocks: list[tuple[dict[str, Tensor]
             for measured in future.result():
                 yield futures[future], measured
             future.release()
+    except KilledWorker as error:
+        raise LipboundError(f"workers of the cluster died again and again ({error.args[0]}); give them more memory, or a smaller memory=") from error
     finally:
         client.cancel(list(futures))
 
@@ -226,7 +228,7 @@ def _bytes(memory: str | float, device: str) -> float:
     if memory == "auto":
         return min(BLOCK_BYTES, available(torch.device("cpu")) / 4) if device == "cpu" else available(torch.device(device)) / 4
     if isinstance(memory, str):
-        match = re.fullmatch(r"([0-9.]+)\s*([kMGT]?)i?B?", memory.strip())
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?)\s*([kMGT]?)i?B?", memory.strip())
         memory = float(match[1]) * UNITS[match[2]] if match else -1.0
     if not memory > 0:
         raise LipboundError(f"memory is {memory!r}; give bytes, a size such as '4GB', or 'auto'")

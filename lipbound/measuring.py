@@ -16,6 +16,7 @@ from lipbound.bounds.multihead import whole_layer
 from lipbound.capture import Capturer, LayerCapture
 from lipbound.checkpoints import load
 from lipbound.devices import resolve
+from lipbound.errors import CheckpointError
 from lipbound.norms import WHOLE, l2_spectral_norm, rounding, spectral_norm
 
 
@@ -79,10 +80,11 @@ class Measurer:
 
 
 class Recipe(NamedTuple):
-    """How another process makes the same `Measurer`."""
+    """How another process makes the same `Measurer`; ``weights`` is the `lipbound.checkpoints.Checkpoint.revision` that it must find."""
 
     model: str
     revision: str | None
+    weights: str
     dtype: str
     device: str
     layers: tuple[int, ...] | None
@@ -100,6 +102,8 @@ def work(recipe: Recipe, inputs: Mapping[str, Tensor], start: int, skip: Collect
         if recipe not in _MEASURERS:
             _MEASURERS.clear()
             checkpoint = load(recipe.model, revision=recipe.revision, dtype=recipe.dtype, device=device)
+            if checkpoint.revision != recipe.weights:
+                raise CheckpointError(f"{recipe.model} is {checkpoint.revision} on a worker but {recipe.weights} here; give all the same checkpoint")
             _MEASURERS[recipe] = Measurer(checkpoint.model, recipe.layers, recipe.job)
         return list(_MEASURERS[recipe].block({name: t.to(device) for name, t in inputs.items()}, start, skip))
 

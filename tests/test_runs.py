@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
 import zarr
 from models import save_bert
@@ -17,9 +18,10 @@ from typer.testing import CliRunner
 
 import lipbound as lb
 from lipbound import store
+from lipbound.checkpoints import load
 from lipbound.cli import app
-from lipbound.errors import LipboundError, StoreError
-from lipbound.measuring import Measured
+from lipbound.errors import CheckpointError, LipboundError, StoreError
+from lipbound.measuring import Job, Measured, Recipe, work
 from lipbound.sweep import plan, sweep
 from lipbound.unfinished import DONE, Unfinished, partial
 
@@ -199,6 +201,16 @@ def test_workers_measure_what_one_process_measures(bert: Path, whole: xr.Dataset
             lb.compare(lb.checkpoints.load(bert).model, TEXTS, client=client, **OPTIONS)
     assert identical(ds, whole)
     assert identical(store.load(out), whole)
+
+
+def test_workers_refuse_other_weights(bert: Path) -> None:
+    checkpoint = load(bert)
+    job = Job(("yudin",), "head", 1e-3, None, 0, 1)
+    recipe = Recipe(str(bert), None, checkpoint.revision, "float32", "cpu", None, job)
+    inputs = {"input_ids": torch.tensor([[3, 4, 5]])}
+    assert [m.layer for m in work(recipe, inputs, 0, {0})] == [1]
+    with pytest.raises(CheckpointError, match="on a worker"):
+        work(recipe._replace(weights="sha256:other"), inputs, 0)
 
 
 @pytest.mark.slow
