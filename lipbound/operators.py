@@ -87,6 +87,8 @@ class JacobianOperator(ABC):
 
 
 Operator = TypeVar("Operator", bound=JacobianOperator)
+GRAM_BYTES = {"cpu": 2**22, "cuda": 2**30}
+"""Bytes of the attention matrices that one product works on at a time: what a cache holds, and what keeps a GPU busy."""
 
 
 def _flat(t: Tensor) -> Tensor:
@@ -103,13 +105,13 @@ def cast(op: Operator, names: tuple[str, ...]) -> Operator:
     return other
 
 
-def select_entries(op: Operator, names: tuple[str, ...], index: Tensor) -> Operator:
-    """A copy of an operator with some entries of the named tensors, all of which have the batch axis."""
+def select_entries(op: Operator, names: tuple[str, ...], index: Tensor | slice) -> Operator:
+    """A copy of an operator with some entries of the named tensors, all of which have the batch axis; views of them for a slice."""
     part = object.__new__(type(op))
     part.__dict__.update(op.__dict__)
-    part.batch = len(index)
     for name in names:
         setattr(part, name, getattr(op, name)[index])
+    part.batch = len(getattr(part, names[0]))
     return part
 
 
@@ -191,6 +193,17 @@ class HeadJacobian(JacobianOperator):
         return self.push(dx @ self._w[self._head])
 
     def gram(self, y: Tensor) -> Tensor:
+        together = max(1, int(GRAM_BYTES.get(self.device.type, GRAM_BYTES["cpu"]) // (self.out_shape[0] ** 2 * self.dtype.itemsize)))
+        if self.batch <= together or "_p" not in self.__dict__:
+            return self._gram(y)
+        parts = range(0, self.batch, together)
+        return torch.cat([self._slice(slice(i, i + together))._gram(y[i : i + together]) for i in parts])
+
+    def _slice(self, entries: slice) -> "HeadJacobian":
+        """Some neighbours of the batch, without copies."""
+        return select_entries(self, ("_p", "_q", "_k", "_v", "_o", "_head", "_weights_gram"), entries)
+
+    def _gram(self, y: Tensor) -> Tensor:
         first, *others = zip(self._pulled(y), self._weights_gram.split(self._sizes, 1), strict=True)
         z = torch.bmm(*first)
         for part, w in others:

@@ -4,6 +4,7 @@ import torch
 from conftest import oracle, random_attention
 from scipy.sparse.linalg import svds
 
+from lipbound import operators
 from lipbound.attention import Attention
 from lipbound.operators import AutogradJacobian, HeadJacobian, JacobianOperator, L2HeadJacobian, dense_jacobian, head_function
 
@@ -86,3 +87,13 @@ def test_huge_biases_do_not_cancel() -> None:
     shifted = Attention(att.x, att.w_q, att.w_k, att.w_v, b_v=torch.full((3, 4), 1e4))
     ratio = torch.linalg.svdvals(HeadJacobian(shifted).dense().double())[:, 0] / torch.linalg.svdvals(HeadJacobian(att).dense().double())[:, 0]
     assert float((ratio - 1).abs().max()) < 2e-3  # v itself is rounded at 1e-3 there
+
+
+def test_products_do_not_depend_on_how_many_heads_they_take_at_a_time(att: Attention, monkeypatch: pytest.MonkeyPatch) -> None:
+    op = HeadJacobian(att)
+    y = torch.randn(op.batch, *op.out_shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with torch.no_grad():
+        whole = op.gram(y)
+        for size in (1, 4 * 8 * att.tokens**2):
+            monkeypatch.setitem(operators.GRAM_BYTES, "cpu", size)
+            torch.testing.assert_close(op.gram(y), whole, rtol=0, atol=1e-13 * float(whole.abs().max()))
