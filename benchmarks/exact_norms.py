@@ -1,8 +1,9 @@
 """Exact norms against what people use instead, and against the machine itself: ``make bench``. Writes exact_norms.json and exact_norms.png.
 
-Shapes: all 72 heads of builtin:minilm at N = 128 (real weights and text); a layer of the shape of ViT-B/16 (N = 197) and one of GPT-2 (N = 1024,
-causal), random weights at a trained scale. Everything is asked for a relative error of 1e-4 against float64 Lanczos run to 1e-9; each rival gets
-the loosest tolerance with which all of its heads are that accurate (`rivals.loosest`). Float32, medians of interleaved repeats; seconds per head.
+Shapes: all 72 heads of builtin:minilm at N = 128 (real weights and text); a layer of the shape of ViT-B/16 (N = 197), one of GPT-2 (N = 1024,
+causal), and a small one where dense Jacobians fit, with random weights at a trained scale. Everything is asked for a relative error of 1e-4 against
+float64 Lanczos run to 1e-9; each rival gets the loosest tolerance with which all of its heads are that accurate (`rivals.loosest`). Float32, medians
+of interleaved repeats; seconds per head.
 Sweeps: one of N, d, heads and samples at a time, from 8 heads of N = 128, d = 32.
 """
 
@@ -69,6 +70,10 @@ SHAPES: dict[str, tuple[Callable[[], list[Attention]], dict[str, range]]] = {
     "GPT-2 shape, 12 heads, N = 1024": (
         lambda: [random_layer(1024, 64, 12, causal=True)],
         {"power_iteration": range(2), "arpack": range(2)},
+    ),
+    "8 heads, N = 32": (
+        lambda: [random_layer(32, 32, 8, width=128)],
+        {"power_iteration": range(8), "arpack": range(8), "dense_svd": range(8)},
     ),
 }
 """Layers, and on which heads of each the rivals run: a few where a head takes them seconds."""
