@@ -111,6 +111,7 @@ def against_rivals(layers: list[Attention], who: dict[str, range], repeats: int)
     for att in layers:  # once to warm up
         spectral_norm(att, tol=ACCURACY)
     for repeat in range(repeats):
+        time.sleep(0.5)  # the last rival's threads spin for a while
         times["lanczos"].append(seconds(lambda: [spectral_norm(att, tol=ACCURACY) for att in layers]) / count)
         times["enclosure"].append(seconds(lambda: [spectral_norm(att, tol=1e-3, delta=1e-10) for att in layers]) / count)
         for name, (few, heads, tol, _, _) in settings.items():
