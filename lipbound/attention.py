@@ -74,7 +74,7 @@ class Attention:
             raise AttentionError(f"scale is {self.scale}; it must be a finite number")
         if valid is not None:
             self.x = torch.where(valid[..., None], x, torch.zeros_like(x))
-        self.memory: dict[Any, Any] = {}
+        self.remembered: dict[Any, Any] = {}
 
     # -- shapes ------------------------------------------------------------------------------------------------------
 
@@ -297,9 +297,9 @@ class Attention:
 
     def memo(self, key: Any, make: Callable[[], T]) -> T:
         """``make()``, computed once for this attention: bounds share their ingredients through it."""
-        if key not in self.memory:
-            self.memory[key] = make()
-        value: T = self.memory[key]
+        if key not in self.remembered:
+            self.remembered[key] = make()
+        value: T = self.remembered[key]
         return value
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "Attention":

@@ -40,15 +40,16 @@ def log_polynomial(alpha: Array, beta: Array, steps: Array, x: Array) -> Array:
     total, before = np.zeros_like(x), np.zeros_like(x)
     fewest = int(steps.min())
     ahead, b = x - alpha.T, np.ascontiguousarray(beta.T)
-    for j in range(int(steps.max())):
-        following = (ahead[j] * p - before * older) / b[j]
-        if j >= fewest:
-            following = np.where(j < steps, following, p)
-        older, p, before = p, following, b[j]
-        if j % RESCALE == RESCALE - 1:
-            size = np.maximum(np.maximum(np.abs(p), np.abs(older)), 1e-300)
-            p, older, total = p / size, older / size, total + np.log(size)
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(all="ignore"):  # what overflows all the same is counted as "not excluded"
+        for j in range(int(steps.max())):
+            following = (ahead[j] * p - before * older) / b[j]
+            if j >= fewest:
+                following = np.where(j < steps, following, p)
+            older, p, before = p, following, b[j]
+            if j % RESCALE == RESCALE - 1:
+                size = np.maximum(np.maximum(np.abs(p), np.abs(older)), 1e-300)
+                p, older, total = p / size, older / size, total + np.log(size)
+        p = np.where(np.isfinite(p), p, 0.0)
         return np.where(p > 0, total + np.log(p), -math.inf)
 
 

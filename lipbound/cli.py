@@ -78,10 +78,10 @@ def compare(
     """Measure every attention head of a checkpoint and set every bound beside it."""
     with _client(scheduler) as client:
         ds = _run(
-        model, data, split=split, column=column, bounds=bounds, map=map, samples=samples, exact_samples=exact_samples,
-        max_length=max_length, layers=_numbers(layers), revision=revision, tol=tol, delta=delta or None, device=device, dtype=dtype,
-        seed=seed, out=out, resume=resume, memory=memory, client=client, progress=not quiet,
-    )  # fmt: skip
+            model, data, split=split, column=column, bounds=bounds, map=map, samples=samples, exact_samples=exact_samples,
+            max_length=max_length, layers=_numbers(layers), revision=revision, tol=tol, delta=delta or None, device=device, dtype=dtype,
+            seed=seed, out=out, resume=resume, memory=memory, client=client, progress=not quiet,
+        )  # fmt: skip
     _show(ds)
     if out is not None:
         typer.echo(f"saved {out}; draw it with: lipbound heatmap {out} -o heatmap.pdf")

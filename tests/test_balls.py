@@ -123,6 +123,15 @@ def test_float32_attacks_stay_in_the_ball(norm: str, relative: float) -> None:
     assert bool((found.norm <= bounds.over_ball(att, radius, norm=norm) * (1 + 1e-9)).all())
 
 
+def test_radii_come_as_any_number_that_is_in_range() -> None:
+    att = random_attention("plain")
+    for radius in (torch.tensor(0.25), torch.tensor([0.25])):
+        torch.testing.assert_close(bounds.over_ball(att, radius).flatten(), bounds.over_ball(att, 0.25).flatten())
+    with pytest.raises(LipboundError, match="at most 1e60"):
+        bounds.over_ball(att, 1e200)
+    assert bool(torch.isfinite(bounds.over_ball(att, 1e60)).all())
+
+
 def test_the_curve_brackets() -> None:
     att = random_attention("biases")
     ds = balls.radius_curve(att, [0.0, 0.1, 1.0], steps=4, starts=2)

@@ -104,6 +104,11 @@ def test_the_block_of_an_unfinished_run_is_kept(bert: Path, whole: xr.Dataset, t
     assert identical(lb.compare(bert, TEXTS, out=out, resume=True, **OPTIONS | {"memory": "1GB"}), whole)
 
 
+def test_a_run_killed_before_its_first_file_is_begun_anew(bert: Path, whole: xr.Dataset, tmp_path: Path) -> None:
+    partial(tmp_path / "run.zarr").mkdir()
+    assert identical(lb.compare(bert, TEXTS, out=tmp_path / "run.zarr", resume=True, **OPTIONS), whole)
+
+
 def test_other_configurations_are_refused(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "run.zarr"
     monkeypatch.setattr(Unfinished, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))

@@ -73,8 +73,8 @@ def over_ball(att: Attention, radius: float | Sequence[float], *, norm: str = "t
 
     As the radius goes to 0, (a) goes to the value at the centre; (c) grows like :math:`\rho^2 \sqrt N`, as global bounds must.
     """
-    single = not isinstance(radius, Sequence) and getattr(radius, "ndim", 0) == 0
-    radii = [float(radius)] if single else [float(r) for r in radius]  # type: ignore[arg-type, union-attr]
+    given = torch.as_tensor(radius, dtype=torch.float64)
+    single, radii = given.ndim == 0, given.reshape(-1).tolist()
     for one in radii:
         check_ball(one, norm)
     double, unit = att.double().unit_values()  # everything below is linear in the values

@@ -35,7 +35,7 @@ RTOL = 1e-5
     cost="O(N^3 + N^2 d d_v)",
 )
 def lipbound(att: Attention) -> Tensor:
-    r"""Path-Gram compression: within a factor of about 1.3 of the exact norm on pretrained heads, in float64 throughout.
+    r"""Path-Gram compression: within a factor of about 1.3 of the exact norm on pretrained heads, in float64.
 
     With :math:`S = P P^T`, :math:`E_{ij} = P_{ij}|v_j - o_i|`, :math:`z_i = W_V^T \tilde q_i` and
     :math:`a_{ik} = \min((E P^T)_{ik}, \|A_i\| |P_k|)`, let
@@ -64,7 +64,7 @@ def lipbound(att: Attention) -> Tensor:
     that of :math:`\sum_i |\tilde q_i|^2 A_i^T A_i`. QED
 
     J depends on keys and values only through differences, so both are centred first; the norms of small matrices are upper values
-    (`lipbound.linalg.block_norm`, within 1 %). Memory O(N^2 + N d d_v) per head. Differentiable in everything an `Attention` is made of; where
+    (`lipbound.linalg.block_norm`, within 1 %). Memory O(N^2 + N d d_v) per head. Differentiable in all that enters J (not ``b_k``, ``b_v``); where
     the norm of a matrix has no derivative (several equal top singular values), the derivative is that along one of its top pairs.
     """
     return _both(att)[0]
@@ -88,16 +88,16 @@ def lipbound_block(att: Attention) -> Tensor:
     *Proof.* The entries bound the norms of the blocks of J, by the triangle inequality; a block matrix is no larger in norm than the
     matrix of its blocks' norms: :math:`|\sum y_i^T J_{ij} x_j| \le \sum |y_i|\|J_{ij}\||x_j|`. QED
     """
-    return _both(att)[1] if BOTH in att.memory else _in_chunks(att, _block)[..., 0]
+    return _both(att)[1] if BOTH in att.remembered else _in_chunks(att, _block)[..., 0]
 
 
 def _both(att: Attention) -> tuple[Tensor, Tensor]:
     """`lipbound` and `lipbound_block`, whose parts are the same; remembered unless derivatives are wanted."""
-    values = att.memory.get(BOTH)
+    values = att.remembered.get(BOTH)
     if values is None:
         values = _in_chunks(att, _lipbound)
         if not values.requires_grad:
-            att.memory[BOTH] = values
+            att.remembered[BOTH] = values
     return values[..., 0], values[..., 1]
 
 

@@ -74,11 +74,11 @@ def _squared(gram: Gram, size: float) -> float:
     "lipbound_gram",
     label="lipbound, blocks of JJ^T",
     citation="lipbound2026",
-    statement="||J||^2 <= ||[ ||G_ik|| ]_ik||, G_ik = sum_j J_ij J_kj^T the blocks of J J^T by token pairs",
+    statement="||J||^2 <= ||[ ||G_ik|| ]_ik||, G_ik = sum_j J_ij J_kj^T blocks of J J^T by token pairs; the same of G^2 where that is loose",
     source="lipbound.bounds.ours_gram",
     assumptions="any biases, any mask",
     condition=qty.always,
-    cost="O(N^3 d_v^2)",
+    cost="O(N^3 d_v^2), O(N^3 d_v^3) where it squares",
     costly=True,
 )
 def lipbound_gram(att: Attention) -> Tensor:

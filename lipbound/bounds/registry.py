@@ -88,11 +88,11 @@ BALLS = {"token": "every token moves by at most the radius", "frobenius": "X mov
 
 
 def check_ball(radius: float, norm: str) -> None:
-    """Raise LipboundError unless ``radius`` is a number >= 0 and ``norm`` one of `BALLS`."""
+    """Raise LipboundError unless ``radius`` is a number from 0 to 1e60, whose fourth power is in range, and ``norm`` one of `BALLS`."""
     if norm not in BALLS:
         raise UnknownNameError(f"unknown norm {norm!r} of a ball; {nearest(norm, BALLS)}")
-    if not 0 <= radius < float("inf"):
-        raise LipboundError(f"radius is {radius}; it must be a finite number >= 0")
+    if not 0 <= radius <= 1e60:
+        raise LipboundError(f"radius is {radius}; it must be a finite number >= 0, and at most 1e60")
 
 
 _BOUNDS: dict[str, Bound] = {}
