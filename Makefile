@@ -34,6 +34,7 @@ figures: $(STAMP)
 # Timings of exact norms against what people use instead, with an accuracy check in the same run, and of bounds against exact norms.
 bench: $(STAMP)
 	$(BIN)/python benchmarks/exact_norms.py
+	$(BIN)/python benchmarks/compiled.py
 	$(BIN)/python benchmarks/bounds.py
 	$(BIN)/python benchmarks/long.py
 	$(BIN)/python benchmarks/cluster.py

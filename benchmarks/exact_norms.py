@@ -57,7 +57,7 @@ def minilm() -> list[Attention]:
     return [ready(layer.attention) for layer in Capturer(checkpoint.model).run(prepare(checkpoint, samples=1, max_length=128).batch)]
 
 
-ALL_HEADS = dict.fromkeys(("power_iteration", "arpack", "propack", "lobpcg"), range(12))
+ALL_HEADS = dict.fromkeys(("power_iteration", "patient_power_iteration", "arpack", "propack", "lobpcg"), range(12))
 SHAPES: dict[str, tuple[Callable[[], list[Attention]], dict[str, range]]] = {
     "MiniLM, 72 heads, N = 128": (
         minilm,
@@ -69,11 +69,11 @@ SHAPES: dict[str, tuple[Callable[[], list[Attention]], dict[str, range]]] = {
     ),
     "GPT-2 shape, 12 heads, N = 1024": (
         lambda: [random_layer(1024, 64, 12, causal=True)],
-        {"power_iteration": range(2), "arpack": range(2)},
+        {"power_iteration": range(2), "patient_power_iteration": range(2), "arpack": range(2)},
     ),
     "8 heads, N = 32": (
         lambda: [random_layer(32, 32, 8, width=128)],
-        {"power_iteration": range(8), "arpack": range(8), "dense_svd": range(8)},
+        {"power_iteration": range(8), "patient_power_iteration": range(8), "arpack": range(8), "dense_svd": range(8)},
     ),
 }
 """Layers, and on which heads of each the rivals run: a few where a head takes them seconds."""

@@ -34,6 +34,7 @@ def speed_table() -> str:
     report = json.loads((ROOT / "benchmarks" / "exact_norms.json").read_text())
     names = {
         "lanczos": "`spectral_norm`", "enclosure": "`spectral_norm`, enclosed to 1e-3 at delta 1e-10", "power_iteration": "power iteration",
+        "patient_power_iteration": "power iteration, stopped on the change over 20 steps",
         "arpack": "`svds`, ARPACK", "propack": "`svds`, PROPACK", "lobpcg": "`svds`, LOBPCG", "torch_lobpcg": "`torch.lobpcg` of dense J J^T",
         "torch_svd_lowrank": "`torch.svd_lowrank` of dense J", "dense_svd": "all singular values of dense J",
     }  # fmt: skip

@@ -1,7 +1,7 @@
 """The main job: exact norm and every bound of every head of a checkpoint, as one labelled Dataset."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -69,7 +69,8 @@ def compare(
         data: None for a default of the model's modality, or anything `lipbound.inputs.prepare` takes.
         bounds: names of bounds, "default" (every published bound and the cheap ones of ours) or "all" (costly ones too; see `lipbound.bounds.names`).
         map: "head" (no output projection), "head_out" (with the head's slice of it; bounds then have ||W_V W_O|| for ||W_V||), "heads" (all heads
-            of a layer side by side) or "layer" (with the output projection; bounds on heads are put together by `lipbound.bounds.whole_layer`).
+            of a layer side by side), "layer" (with the output projection; bounds on heads are put together by `lipbound.bounds.whole_layer`),
+            or the layer with its residual connection, "residual", and layer normalisation, "pre_norm" or "post_norm" (see `lipbound.spectral_norm`).
         samples: how many samples of the data.
         exact_samples: compute exact norms on the first so many samples only (bounds on all).
         max_length: tokens per text.
@@ -90,7 +91,7 @@ def compare(
         progress: show a progress bar on standard error, where that is a terminal or a notebook.
 
     Returns:
-        Dataset with dims (sample, layer, head), or (sample, layer) for the maps "heads" and "layer": ``exact`` (lower end), ``exact_upper``,
+        Dataset with dims (sample, layer, head), or (sample, layer) for maps of whole layers: ``exact`` (lower end), ``exact_upper``,
         ``exact_steps``, ``exact_converged``, ``exact_rounding``
         (see `lipbound.norms.rounding`), one variable per bound under its registry name and ``<name>_sound`` (whether its assumptions held),
         ``exact_l2`` where a bound is about L2 attention. Values are natural, not logarithms. attrs carry provenance and, in ``audit``, how
@@ -138,42 +139,25 @@ def compare(
         path = partial(target)
         block = stored_block(path, default=block) if resume else block
         unfinished = Unfinished(target, config | {"block": block}, tables, block, resume=resume)
-    lengths = np.zeros(count, dtype=np.int64)
-    errors = [0.0]
     done = np.zeros((-(-count // block), len(captured)), dtype=bool) if unfinished is None else unfinished.done
     todo = [(b, frozenset(np.flatnonzero(done[b]).tolist())) for b in range(len(done)) if not done[b].all()]
     blocks = [(inputs.block(b * block, min(count, (b + 1) * block), "cpu"), b * block, skip) for b, skip in todo]
-    try:
-        with _bar(progress, f"{checkpoint.name}: layers", count * len(captured)) as advance:
-            advance(int(sum(min(block, count - b * block) * row.sum() for b, row in enumerate(done))))
-            if client is None:
-                measurer = Measurer(checkpoint.model, layers, job)
-                results: Iterator[tuple[int, Measured]] = (
-                    (start, m) for x, start, skip in blocks for m in measurer.block({k: t.to(where) for k, t in x.items()}, start, skip)
-                )
-            else:
-                chosen = None if layers is None else tuple(layers)
-                results = distribute(client, Recipe(str(model), revision, checkpoint.revision, dtype, device, chosen, job), blocks)
-            for start, measured in results:
-                if unfinished is not None:
-                    unfinished.write(start, measured)
-                for name, value in measured.values.items():
-                    tables[name][start : start + len(value), measured.layer, : value.shape[1]] = value
-                lengths[start : start + len(measured.lengths)] = measured.lengths
-                errors.append(measured.error)
-                advance(len(measured.lengths))
-        if unfinished is not None:
-            lengths, error = unfinished.read(tables)
-            errors.append(error)
-    except BaseException:
-        if unfinished is not None:
-            unfinished.close(finished=False)
-        raise
+    if client is None:
+        measurer = Measurer(checkpoint.model, layers, job)
+        results: Iterator[tuple[int, Measured]] = (
+            (start, m) for x, start, skip in blocks for m in measurer.block({k: t.to(where) for k, t in x.items()}, start, skip)
+        )
+    else:
+        chosen = None if layers is None else tuple(layers)
+        results = distribute(client, Recipe(str(model), revision, checkpoint.revision, dtype, device, chosen, job), blocks)
+    with _bar(progress, f"{checkpoint.name}: layers", count * len(captured)) as advance:
+        advance(int(sum(min(block, count - b * block) * row.sum() for b, row in enumerate(done))))
+        lengths, error = _fill(tables, results, unfinished, advance)
     ds = dataset(tables, names, captured, lengths)
     if map in WHOLE:
         ds = ds.isel(head=0, drop=True)
     ds.attrs = provenance(checkpoint, inputs, names=names, map=map, tol=tol, delta=delta, device=name_of(where), dtype=dtype, seed=seed) | {
-        "samples": count, "exact_samples": exact_count, "tokens": int(lengths.max()), "capture_error": max(errors), "block": block,
+        "samples": count, "exact_samples": exact_count, "tokens": int(lengths.max()), "capture_error": error, "block": block,
     }  # fmt: skip
     ds.attrs["audit"] = audit(ds)
     ds.attrs["violations"] = {name: entry["violations"] for name, entry in ds.attrs["audit"].items()}
@@ -186,6 +170,27 @@ def compare(
             raise
         unfinished.close(finished=True)
     return ds
+
+
+def _fill(
+    tables: dict[str, np.ndarray], results: Iterator[tuple[int, Measured]], unfinished: Unfinished | None, advance: Callable[[int], None]
+) -> tuple[np.ndarray, float]:
+    """Put results where they belong, in the tables and in the unfinished run; lengths of all samples, and the largest error of their captures."""
+    lengths, error = np.zeros(len(tables["exact"]), dtype=np.int64), 0.0
+    try:
+        for start, measured in results:
+            if unfinished is not None:
+                unfinished.write(start, measured)
+            for name, value in measured.values.items():
+                tables[name][start : start + len(value), measured.layer, : value.shape[1]] = value
+            lengths[start : start + len(measured.lengths)] = measured.lengths
+            error = max(error, measured.error)
+            advance(len(measured.lengths))
+        return (lengths, error) if unfinished is None else unfinished.read(tables)
+    except BaseException:
+        if unfinished is not None:
+            unfinished.close(finished=False)
+        raise
 
 
 def _finished(path: Path, settings: dict[str, Any], layers: Sequence[int] | None) -> xr.Dataset:
