@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lipbound.errors import AttentionError
+from lipbound.normalisation import Surroundings
 
 T = TypeVar("T")
 BLOCKED = -1e30
@@ -36,6 +37,7 @@ class Attention:
             forbid attention.
         valid: (samples, N) bool; tokens that are False (padding) are dropped both as queries and as keys: their rows of
             ``x``, ``p`` and ``out`` are zero, and no quantity counts them.
+        surroundings: layer normalisation and residual connection around the layer, which only maps that include them look at.
 
     All floating tensors must share one dtype, float32 or float64, which is the dtype of everything derived.
 
@@ -64,10 +66,11 @@ class Attention:
         scale: float | None = None,
         mask: Tensor | None = None,
         valid: Tensor | None = None,
+        surroundings: Surroundings | None = None,
     ):
         self.x, self.w_q, self.w_k, self.w_v = x, w_q, w_k, w_v
         self.b_q, self.b_k, self.b_v, self.w_o = b_q, b_k, b_v, w_o
-        self.mask, self.valid = mask, valid
+        self.mask, self.valid, self.surroundings = mask, valid, surroundings
         self._check()
         self.scale = self.d**-0.5 if scale is None else float(scale)
         if not math.isfinite(self.scale):
@@ -236,6 +239,7 @@ class Attention:
             self.x[samples], self.w_q[heads], self.w_k[heads], self.w_v[heads],
             b_q=part(self.b_q), b_k=part(self.b_k), b_v=part(self.b_v), w_o=part(self.w_o),
             scale=self.scale, mask=mask, valid=None if self.valid is None else self.valid[samples],
+            surroundings=None if self.surroundings is None else self.surroundings.map(lambda norm: norm.select(samples)),
         )  # fmt: skip
 
     def unpadded(self, sample: int) -> "Attention":
@@ -273,7 +277,7 @@ class Attention:
         """The same attention pattern over other values and output projection; queries, keys and probabilities already computed are shared."""
         other = Attention(
             self.x, self.w_q, self.w_k, w_v, b_q=self.b_q, b_k=self.b_k, b_v=b_v, w_o=w_o,
-            scale=self.scale, mask=self.mask, valid=self.valid,
+            scale=self.scale, mask=self.mask, valid=self.valid, surroundings=self.surroundings,
         )  # fmt: skip
         for name in ("wide_q", "q", "k", "centred_k", "p"):
             if name in self.__dict__:
@@ -307,7 +311,8 @@ class Attention:
             name: None if (t := getattr(self, name)) is None else change(t)
             for name in ("x", "w_q", "w_k", "w_v", "b_q", "b_k", "b_v", "w_o", "mask", "valid")
         }
-        return Attention(**tensors, scale=self.scale)  # type: ignore[arg-type]
+        around = None if self.surroundings is None else self.surroundings.map(lambda norm: norm.map(change))
+        return Attention(**tensors, scale=self.scale, surroundings=around)  # type: ignore[arg-type]
 
     # -- validation --------------------------------------------------------------------------------------------------
 

@@ -67,7 +67,7 @@ def _attack_head(att: Attention, radius: float, norm: str, steps: int, starts: i
     best = torch.full((starts,), -torch.inf, dtype=torch.float64)
     where = move.clone()
     for step in range(steps + 1):
-        here = _at(att, att.x + move)
+        here = at_inputs(att, att.x + move)
         top = spectral_norm(here, tol=1e-3, vectors=True)
         better = (top.lower[:, 0] > best).to(att.device)
         best = torch.maximum(best, top.lower[:, 0])
@@ -77,17 +77,17 @@ def _attack_head(att: Attention, radius: float, norm: str, steps: int, starts: i
         assert top.left is not None
         assert top.right is not None
         x = (att.x + move).requires_grad_()
-        form = (top.left[:, 0] * HeadJacobian(_at(att, x)).along(top.right[:, 0])).sum()
+        form = (top.left[:, 0] * HeadJacobian(at_inputs(att, x)).along(top.right[:, 0])).sum()
         (gradient,) = torch.autograd.grad(form, x)
         length = 0.5 if step < steps / 2 else 0.15
         move = _project(move + length * radius * _unit(torch.nan_to_num(gradient), norm), radius, norm)
     candidates = torch.cat([att.x, _inside(att.x, where[int(best.argmax())], radius, norm)])
-    exact = spectral_norm(_at(att.double(), candidates.double()), tol=1e-6).lower[:, 0]
+    exact = spectral_norm(at_inputs(att.double(), candidates.double()), tol=1e-6).lower[:, 0]
     winner = int(exact.argmax())
     return exact[winner], candidates[winner]
 
 
-def _at(att: Attention, x: Tensor) -> Attention:
+def at_inputs(att: Attention, x: Tensor) -> Attention:
     """The layer at other inputs (any number of samples)."""
     return Attention(
         x, att.w_q, att.w_k, att.w_v, b_q=att.b_q, b_k=att.b_k, b_v=att.b_v, scale=att.scale, mask=att.mask,

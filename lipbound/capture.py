@@ -17,6 +17,7 @@ from lipbound.attention import Attention
 from lipbound.errors import CaptureError
 from lipbound.probing import Weights, hidden_states, probe
 from lipbound.recording import NAME, Call, forward, implementation, record
+from lipbound.surroundings import surroundings, watching
 
 AFFINE = 1e-4
 """Largest relative error of a rebuilt tensor. Affine projections rebuild to 1e-5 or better in float32, others miss by orders of magnitude."""
@@ -54,10 +55,12 @@ class Capturer:
     Args:
         model: a transformers model whose attention goes through ``AttentionInterface``.
         layers: indices of attention calls, in the order of the forward pass; all by default.
+        around: also find what stands around each layer (`lipbound.surroundings`).
     """
 
     model: PreTrainedModel
     layers: Sequence[int] | None = None
+    around: bool = False
     _weights: dict[int, Weights] = field(default_factory=dict)
     _verified: dict[bool, float] = field(default_factory=dict)
 
@@ -73,7 +76,8 @@ class Capturer:
         if model_dtype not in (torch.float32, torch.float64):
             raise CaptureError(f"the model computes in {model_dtype}; convert it first, model.float() or model.double()")
         with implementation(self.model, NAME):
-            calls = record(self.model, inputs)
+            with watching(self.model if self.around else None) as seen:
+                calls = record(self.model, inputs)
             chosen = self._chosen(len(calls))
             for i in chosen:
                 if i not in self._weights:
@@ -81,6 +85,7 @@ class Capturer:
         captures = []
         for i in chosen:
             attention, error = self._assemble(calls[i], self._weights[i], inputs)
+            attention.surroundings = surroundings(attention, seen) if self.around else None
             captures.append(LayerCapture(i, calls[i].name, attention, error))
         padded = captures[0].attention.valid is not None
         if padded not in self._verified:  # once without padding, once with
@@ -195,13 +200,14 @@ def _different(name: str, difference: float) -> str:
     )
 
 
-def capture(model: PreTrainedModel, inputs: Mapping[str, Tensor], *, layers: Sequence[int] | None = None) -> list[Attention]:
+def capture(model: PreTrainedModel, inputs: Mapping[str, Tensor], *, layers: Sequence[int] | None = None, around: bool = False) -> list[Attention]:
     """The `Attention` of every layer of a transformers model at a batch of ready inputs, checked against the model.
 
     Args:
         model: a loaded transformers model, in float32 or float64; any task class.
         inputs: what its forward takes, e.g. ``tokenizer(texts, return_tensors="pt", padding=True)``.
         layers: indices of the attention layers wanted; all by default.
+        around: also find residual connection and layer normalisation, for the maps "pre_norm" and "post_norm".
 
     Returns:
         One `Attention` per layer, in the order of the forward pass, with ``w_o`` where the projection of the concatenated heads was found.
@@ -211,7 +217,7 @@ def capture(model: PreTrainedModel, inputs: Mapping[str, Tensor], *, layers: Seq
     """
     if not isinstance(model, PreTrainedModel):
         raise CaptureError(f"model is a {type(model).__name__}; capture takes a transformers model (a PreTrainedModel)")
-    return [layer.attention for layer in Capturer(model, layers).run(inputs)]
+    return [layer.attention for layer in Capturer(model, layers, around).run(inputs)]
 
 
 def _valid(inputs: Mapping[str, Tensor], x: Tensor) -> Tensor | None:

@@ -19,6 +19,7 @@ from lipbound import compare as run_compare
 from lipbound import plots, store, tables
 from lipbound.bounds.auditing import audit
 from lipbound.errors import LipboundError, StoreError
+from lipbound.recipes import RECIPES, Setting, recipe
 from lipbound.sweep import sweep as run_sweep
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
@@ -59,7 +60,8 @@ def compare(
     layers: Annotated[str | None, typer.Option(help="Layer numbers, e.g. 0,5,11; all by default.")] = None,
     bounds: Annotated[str, typer.Option(help="'default', 'all', or names separated by commas (see `lipbound bounds`).")] = "default",
     map: Annotated[
-        str, typer.Option(help="'head', 'head_out' (with its slice of the output projection), 'heads' or 'layer' (all heads together).")
+        str,
+        typer.Option(help="head, head_out (with its slice of the output projection), heads, layer (all together), residual, pre_norm or post_norm."),
     ] = "head",
     tol: Annotated[float, typer.Option(help="Relative width (or error, with --delta 0) of exact norms.")] = 1e-3,
     delta: Annotated[float, typer.Option(help="Total failure probability of exact_upper; 0 for plain estimates.")] = 1e-10,
@@ -215,6 +217,33 @@ def list_bounds() -> None:
         bound = registry.get(name)
         typer.echo(f"{name}: {bound.label}\n    {bound.statement}")
         typer.echo(f"    source: {bound.source} [{bound.citation}]\n    a bound when: {bound.assumptions}\n    cost per head: {bound.cost}\n")
+
+
+@app.command(epilog="Example: lipbound reproduce castin-1 bert-base-uncased --data alice.txt --full -o figures")
+def reproduce(
+    name: Annotated[str | None, typer.Argument(help="A recipe, or 'all'; without one the recipes are listed.")] = None,
+    model: Annotated[str, typer.Argument(help="As for `lipbound compare`.")] = "builtin:minilm",
+    data: Annotated[list[str] | None, typer.Option(help="As for `lipbound compare`; may be given several times.")] = None,
+    split: Annotated[str | None, typer.Option(help="Split of a hub dataset.")] = None,
+    column: Annotated[str | None, typer.Option(help="Column of a table.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Samples, or sequences of each length.")] = None,
+    full: Annotated[bool, typer.Option("--full", help="The paper's sizes rather than small ones.")] = False,
+    device: Annotated[str, typer.Option(help="As for `lipbound compare`.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="As for `lipbound compare`.")] = "float32",
+    seed: Annotated[int, typer.Option(help="As for `lipbound compare`.")] = 0,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for data, figures and captions; runs it holds are drawn again.")] = Path(
+        "reproduced"
+    ),
+) -> None:
+    """Compute and draw a figure or a claim of a paper, for any checkpoint."""
+    if name is None:
+        for one in RECIPES.values():
+            typer.echo(f"{one.name}: {one.title}\n    {one.source}; about {one.cost} with small settings on two cores")
+        return
+    setting = Setting(model, tuple(data or ()), column, split, samples, full, device, dtype, seed)
+    for one in RECIPES.values() if name == "all" else [recipe(name)]:
+        ds = one.run(setting, output)
+        typer.echo(f"{one.title} ({one.source}).\n{one.caption(ds)}\nwrote {output / one.name}.zarr, .pdf, .png and .txt\n")
 
 
 @app.command(epilog="Example: lipbound demo --out results")

@@ -78,7 +78,7 @@ def prepare(
         samples: how many; fewer are used where there are fewer.
         max_length: tokens per text, special tokens included.
         split: split of a hub dataset; its only split, else "test", "validation" or "train".
-        column: column of a table; guessed from its usual names.
+        column: column of a table; guessed from its usual names. A number, from 0, for a .csv file without a line of names.
 
     Raises:
         InputsError: no such data, empty data, data of the wrong modality, text longer than the model's positions allow.
@@ -133,11 +133,7 @@ def _text(checkpoint: Checkpoint, data: Any, samples: int, max_length: int, spli
     if isinstance(path, str | Path) and Path(path).is_file() and Path(path).suffix not in TABLES:
         if Path(path).suffix.lower() in IMAGE_FILES:
             raise InputsError(f"{path} is an image, but {checkpoint.name} reads text")
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise InputsError(f"{path} is not a UTF-8 text file") from error
-        batch = _windows(tokenizer, text, samples, max_length, str(path))
+        batch = _windows(tokenizer, _read(Path(path)), samples, max_length, str(path))
         return Inputs(batch, "the text that comes with lipbound" if data is None else Path(path).name)
     rows, description = _rows(path, split, column, TEXT_COLUMNS, str, checkpoint)
     texts = list(islice((row for row in rows if row.strip()), samples))
@@ -181,6 +177,38 @@ def _windows(tokenizer: Any, text: str, samples: int, max_length: int, name: str
         size *= 4
     keep = full[:samples] or [0]
     return {name: torch.tensor([encoded[name][k] for k in keep]) for name in tokenizer.model_input_names if name in encoded}
+
+
+def stream(checkpoint: Checkpoint, data: Any, count: int, *, split: str | None = None, column: str | None = None) -> tuple[Tensor, str]:
+    """The first ``count`` tokens of a text, without special tokens, as one tensor (count,), and a description; data as for `prepare`.
+
+    Rows of a table are joined by spaces.
+
+    Raises:
+        InputsError: no text, or less of it.
+    """
+    if checkpoint.modality != "text":
+        raise InputsError(f"{checkpoint.name} takes {checkpoint.modality}, not text")
+    path = Path(__file__).parent / "builtin" / "text.txt" if data is None else data
+    if isinstance(path, str | Path) and Path(path).is_file() and Path(path).suffix not in TABLES:
+        pieces, description = iter([_read(Path(path))]), "the text that comes with lipbound" if data is None else Path(path).name
+    else:
+        pieces, description = _rows(path, split, column, TEXT_COLUMNS, str, checkpoint)
+    tokenizer = checkpoint.tokenizer()
+    ids: list[int] = []
+    for piece in pieces:
+        with quiet():
+            ids += tokenizer(piece, add_special_tokens=False)["input_ids"]
+        if len(ids) >= count:
+            return torch.tensor(ids[:count]), description
+    raise InputsError(f"{description} has {len(ids)} tokens, and {count} are needed; give more text, fewer sequences or shorter ones")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputsError(f"{path} is not a UTF-8 text file") from error
 
 
 def _tokens(tokenizer: Any, texts: Sequence[str], max_length: int) -> dict[str, Tensor]:
@@ -251,7 +279,7 @@ def _rows(data: Any, split: str | None, column: str | None, usual: Sequence[str]
     if isinstance(data, Image.Image | str | Path) and not isinstance(data, kind if kind is not str else ()):
         if isinstance(data, Image.Image):
             raise InputsError(f"data is an image, but {checkpoint.name} takes {what}")
-        table, description = _load_table(str(data), split)
+        table, description = _load_table(str(data), split, header=column is None or not column.isdigit())
     elif isinstance(data, Image.Image):
         return iter([data]), "an image"
     elif isinstance(data, Sequence):
@@ -291,9 +319,12 @@ def _column(table: Any, column: str | None, usual: Sequence[str], what: str, des
     raise InputsError(f"which column of {description} holds {what} is not clear; name one of {', '.join(names)} with column=")
 
 
-def _load_table(name: str, split: str | None) -> tuple[Any, str]:
+def _load_table(name: str, split: str | None, *, header: bool = True) -> tuple[Any, str]:
     path = Path(name).expanduser()
     try:
+        if path.suffix == ".csv" and path.is_file() and not header:
+            table = datasets.load_dataset("csv", data_files=str(path), split="train", header=None)
+            return table.rename_columns({old: str(i) for i, old in enumerate(table.column_names)}), path.name
         if path.suffix in TABLES and path.is_file():
             return datasets.load_dataset(TABLES[path.suffix], data_files=str(path), split="train"), path.name
         if path.exists() or name.startswith((".", "~", "/")) or path.suffix in TABLES:

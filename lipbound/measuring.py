@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lipbound.attention import Attention
+from lipbound.block import BLOCKS
 from lipbound.bounds import get
 from lipbound.bounds.multihead import whole_layer
 from lipbound.capture import Capturer, LayerCapture
@@ -54,7 +55,7 @@ class Measurer:
     """Measures blocks of samples on one loaded model."""
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int] | None, job: Job):
-        self._capturer, self._job = Capturer(model, layers), job
+        self._capturer, self._job = Capturer(model, layers, around=job.map in BLOCKS), job
 
     def look(self, inputs: Mapping[str, Tensor]) -> list[LayerCapture]:
         """The layers at some inputs: their names and shapes."""

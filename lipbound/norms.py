@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lipbound import deterministic
 from lipbound.attention import Attention
+from lipbound.block import BLOCKS, BlockJacobian, block_bound
 from lipbound.errors import LipboundError, UnknownNameError, nearest
 from lipbound.gram import Gram
 from lipbound.lanczos import golub_kahan, lanczos
@@ -24,8 +25,9 @@ MAPS = {
     "head_out": "one attention head followed by its slice of the output projection",
     "heads": "all attention heads of a layer, side by side, without output projection",
     "layer": "multi-head attention: all heads of a layer, with the output projection",
+    **BLOCKS,
 }
-WHOLE = ("heads", "layer")
+WHOLE = ("heads", "layer", *BLOCKS)
 """Maps of a whole layer: one norm per sample, not per head."""
 METHODS = ("lanczos", "golub-kahan", "power", "dense")
 PROOFS = {"deflation": deterministic.deflation, "cholesky": deterministic.cholesky}
@@ -85,8 +87,9 @@ def spectral_norm(
 
     Args:
         att: the layer, samples x heads.
-        map: "head" (no output projection), "head_out" (with the head's slice ``w_o``), "heads" (all heads side by side) or "layer" (all heads,
-            projected by ``w_o`` and added).
+        map: "head" (no output projection), "head_out" (with the head's slice ``w_o``), "heads" (all heads side by side), "layer" (all heads,
+            projected by ``w_o`` and added), or the layer with what stands around it: "residual" (x + layer(x)), "pre_norm" (h + layer(norm(h))),
+            "post_norm" (norm(x + layer(x))); the last two need ``att.surroundings``, from ``lipbound.capture(..., around=True)``.
         method: "lanczos" (on J J^T in output coordinates, full reorthogonalisation), "golub-kahan", "power" (as papers define it: an
             absolute stopping rule, a lower estimate), "dense" (SVD in float64, small cases), or one of two whose ``upper`` is a proof without
             probability, in float64 whatever the dtype: "deflation" (`lipbound.deterministic.deflate`; memory as for Lanczos) and
@@ -100,7 +103,7 @@ def spectral_norm(
         max_steps: 500 products by default (100 for "power"); where they do not suffice, ``converged`` is False.
 
     Returns:
-        `Norm` with fields of shape (samples, heads), or (samples,) for the maps "heads" and "layer"; values in float64 whatever the dtype of
+        `Norm` with fields of shape (samples, heads), or (samples,) for maps of the whole layer; values in float64 whatever the dtype of
         ``att``, whose dtype the products have. ``upper`` is infinite unless ``delta`` is given or the method is "dense", "deflation" or
         "cholesky", whose upper ends hold for every ``delta``. With ``vectors``, ``left`` is (samples, heads, N, d_v), or (samples, heads, N, D_out)
         for "head_out", and ``right`` (samples, heads, N, D); without the axis of heads for a whole layer.
@@ -126,10 +129,12 @@ def spectral_norm(
     att = att.double() if method in PROOFS else att
     attention, basis = att.fold_output() if map == "head_out" else (att, None)
     unit = torch.ones(att.heads, dtype=torch.float64)
-    if method != "power":  # whose absolute stopping rule must see J itself
+    if method != "power" and map not in BLOCKS:  # the former's absolute stopping rule must see J itself, and so must the identity of a residual
         attention, unit = attention.unit_values(together=map in WHOLE)
-    op = LayerJacobian(attention, project=map == "layer") if map in WHOLE else head_jacobian(attention)
+    op = _operator(attention, map)
     if method in PROOFS:
+        if map in BLOCKS:
+            raise LipboundError(f"method {method!r} has no closed form of map {map!r}; use 'lanczos' with delta")
         if not tol > 0:
             raise LipboundError(f"tol is {tol}; it must be a number > 0")
         norm = PROOFS[method](op, _grams(attention, map), tol=tol, seed=seed, vectors=vectors)
@@ -145,6 +150,12 @@ def spectral_norm(
         left = left @ basis.mT
     assert isinstance(op, HeadJacobian)
     return replace(norm, left=left, right=op.lift(norm.right).view(att.samples, att.heads, att.tokens, -1))
+
+
+def _operator(att: Attention, map: str) -> JacobianOperator:
+    if map in BLOCKS:
+        return BlockJacobian(att, map)
+    return LayerJacobian(att, project=map == "layer") if map in WHOLE else head_jacobian(att)
 
 
 def _grams(att: Attention, map: str) -> list[Callable[[], Gram]]:
@@ -181,7 +192,8 @@ def rounding(att: Attention, *, map: str = "head") -> Tensor:
     error = torch.finfo(att.dtype).eps * gradient * v
     error = error + torch.finfo(torch.float64).eps * abs(att.scale) * q * k * (torch.linalg.matrix_norm(att.w_v.double()) + gradient * v)
     if map in WHOLE:
-        return (error if map == "heads" or att.w_o is None else error * matrix_norm(att.w_o)).sum(-1)
+        total = (error if map == "heads" or att.w_o is None else error * matrix_norm(att.w_o)).sum(-1)
+        return block_bound(att, total, map) - block_bound(att, torch.zeros_like(total), map) if map in BLOCKS else total
     return error
 
 

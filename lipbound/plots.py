@@ -94,7 +94,7 @@ def heatmaps(
     with matplotlib.rc_context(STYLE | {"font.size": points}):
         figure = _draw(ds, panels, grids, across, inches, points, scale, reduce)
         if path is not None:
-            _write(figure, Path(path))
+            write(figure, Path(path))
     return figure
 
 
@@ -237,7 +237,7 @@ def ball_curve(ds: xr.Dataset, path: str | Path | None = None, *, sample: int = 
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
         if path is not None:
-            _write(figure, Path(path))
+            write(figure, Path(path))
     return figure
 
 
@@ -253,7 +253,8 @@ def caption(ds: xr.Dataset, *, bounds: Iterable[str] | None = None, reduce: str 
     return f"log10 of the local Lipschitz constant and its bounds{samples}{each}. {tables.caption(ds)}; ratios are geometric means.{legend}"
 
 
-def _write(figure: Figure, path: Path) -> None:
+def write(figure: Figure, path: Path) -> None:
+    """A figure as a file; the same figure gives the same file."""
     kind = path.suffix.removeprefix(".").lower()
     supported = figure.canvas.get_supported_filetypes()
     if kind not in supported:

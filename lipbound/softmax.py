@@ -3,14 +3,19 @@ r"""The Jacobian of the softmax, :math:`M(p) = \mathrm{diag}(p) - p p^T`: its ex
 Rows are always the last axis. No N x N matrix is formed for a row.
 """
 
+import itertools
 import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lipbound.errors import LipboundError
+
 ROWS = 2**21
 """Entries handled at a time by `jacobian_norm`, which works in float64 whatever it is given."""
+BISECTED = 2**17
+"""Entries handled at a time by `singular_value`: what a cache holds."""
 
 
 class Enclosure(NamedTuple):
@@ -113,8 +118,7 @@ def g(p: Tensor, k: int = 1) -> Tensor:
         (...), in the dtype of ``p``; differentiable.
     """
     n = p.shape[-1]
-    if not 1 <= k <= n:
-        raise ValueError(f"k is {k}; it must be between 1 and the row length {n}")
+    _check_order(k, n)
     top, where = p.topk(min(k + 1, n), -1)
     value = top[..., k - 1]
     following = top[..., k] if k < n else torch.zeros_like(value)
@@ -122,6 +126,80 @@ def g(p: Tensor, k: int = 1) -> Tensor:
         others = p.scatter(-1, where[..., :1], 0.0).sum(-1)
         return value * (others + following)
     return value * (1 - value + following)
+
+
+def singular_value(p: Tensor, k: int) -> Enclosure:
+    r"""The k-th singular value of M(p) for every probability row, between two numbers: O(N) a row and round.
+
+    It lies between the order statistics :math:`p_{(k+1)}` and :math:`p_{(k)}` (interlacing), where the secular equation
+    :math:`\sum_i p_i / (p_i - \lambda) = 0` (that of `jacobian_norm`, :math:`\lambda` divided out) has one root and its left side increases from
+    :math:`-\infty` to :math:`\infty`: bisection in :math:`\mu = \lambda - p_{(k+1)}`, so that differences :math:`p_i - \lambda` do not cancel,
+    over the
+    floating-point numbers themselves, which takes 64 rounds however small :math:`\mu` is.
+
+    Args:
+        p: (..., N), rows summing to one.
+        k: 1 ... N.
+
+    Returns:
+        `Enclosure` of shape (...), float64: neighbouring numbers between which the computed left side changes sign; to a few roundings.
+
+    Raises:
+        LipboundError: k outside 1 ... N.
+    """
+    n = p.shape[-1]
+    _check_order(k, n)
+    rows = p.reshape(-1, n)
+    parts = [_bisect(part, k) for part in rows.split(max(1, BISECTED // n))]
+    lower, upper = (torch.cat(ends).view(p.shape[:-1]) for ends in zip(*parts, strict=True))
+    return Enclosure(lower, upper)
+
+
+def _bisect(p: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    p = normalised(p).sort(-1, descending=True).values
+    if k == p.shape[-1]:
+        return torch.zeros_like(p[:, 0]), torch.zeros_like(p[:, 0])
+    base, top = p[:, k : k + 1], p[:, k - 1 : k]
+    shifted = p - base  # exact where p is within a factor of two of it
+    low, high = torch.zeros_like(base, dtype=torch.int64), (top - base).view(torch.int64)  # bit patterns of numbers >= 0 are in their order
+    for _ in range(64):
+        middle = low + (high - low) // 2
+        rises = (p / (shifted - middle.view(torch.float64))).sum(-1, keepdim=True) > 0
+        low, high = torch.where(rises, low, middle), torch.where(rises, middle, high)
+    ends = ((base + low.view(torch.float64))[:, 0], (base + high.view(torch.float64))[:, 0])
+    ended = (base == 0)[:, 0]  # only k entries are positive: M has rank k - 1
+    return torch.where(ended, 0.0, ends[0]), torch.where(ended, 0.0, ends[1])
+
+
+def interlacing(p: Tensor, links: int) -> Tensor:
+    r"""Slack of the first links of Theorem 4 of Yudin et al. 2025, (..., links), float64: never negative, up to rounding, where it holds.
+
+    The chain is :math:`p_{(1)} \ge g_1 \ge \sigma_1 \ge p_{(2)} \ge g_2 \ge \sigma_2 \ge \dots \ge p_{(n)} \ge g_n \ge \sigma_n = 0`, of 3 N - 1
+    links. Slack is the difference of neighbours over the left one (0 where both are 0); of the interval that encloses a singular value the
+    end is taken that makes it smaller.
+
+    Args:
+        p: (..., N), rows summing to one, N at least 2.
+        links: how many, at most 3 N - 1; a third of them need a singular value each.
+    """
+    n = p.shape[-1]
+    if not 1 <= links <= 3 * n - 1:
+        raise LipboundError(f"links is {links}; the chain for rows of length {n} has 1 to {3 * n - 1}")
+    p = normalised(p)
+    ordered = p.sort(-1, descending=True).values
+    members: list[tuple[Tensor, Tensor]] = []
+    for k in range(1, links // 3 + 2):
+        members += [(ordered[..., k - 1],) * 2, (g(p, k),) * 2]
+        members.append(singular_value(p, k) if k < n else (torch.zeros_like(ordered[..., 0]),) * 2)
+    slacks = []
+    for (left, _), (_, right) in itertools.pairwise(members[: links + 1]):
+        slacks.append(torch.where(left > 0, (left - right) / left.clamp_min(torch.finfo(left.dtype).tiny), -right))
+    return torch.stack(slacks, -1)
+
+
+def _check_order(k: int, n: int) -> None:
+    if not 1 <= k <= n:
+        raise LipboundError(f"k is {k}; it must be between 1 and the row length {n}")
 
 
 def largest_jacobian_norm(p: Tensor) -> Tensor:

@@ -60,6 +60,6 @@ def load(path: str | Path) -> xr.Dataset:
         raise StoreError(f"{path} is not a run of lipbound: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from error
     if "lipbound" not in ds.attrs:
         raise StoreError(f"{path} is a Zarr store but not a run of lipbound")
-    names = ["exact", "exact_upper", "exact_l2", *ds.attrs["bounds"]]
+    names = ["exact", "exact_upper", "exact_l2", *ds.attrs.get("bounds", [])]
     first = [name for name in names if name in ds]
     return ds[first + [name for name in ds.data_vars if name not in first]]  # a store does not keep their order

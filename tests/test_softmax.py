@@ -1,3 +1,5 @@
+import itertools
+
 import mpmath
 import numpy as np
 import pytest
@@ -6,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lipbound.softmax import g, jacobian_norm, largest_jacobian_norm
+from lipbound.errors import LipboundError
+from lipbound.softmax import g, interlacing, jacobian_norm, largest_jacobian_norm, singular_value
 
 REGIMES = ("random", "tie", "tied_rest", "uniform", "one_hot", "near_tie")
 
@@ -106,3 +109,48 @@ def test_largest_norm_is_the_maximum_over_rows() -> None:
     padded[:, 8:] = 0
     torch.testing.assert_close(largest_jacobian_norm(padded), jacobian_norm(p[:, :8]).upper.amax(-1), rtol=1e-14, atol=0)
     assert largest_jacobian_norm(torch.ones(2, 3, 1, 1)).tolist() == [[0, 0, 0], [0, 0, 0]]
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.sampled_from(REGIMES), st.integers(1, 12), st.floats(1e-4, 30), st.integers(0, 1000))
+def test_all_singular_values_against_dense_ones(regime: str, n: int, spread: float, seed: int) -> None:
+    p = rows(regime, n, spread, seed) if n > 1 else torch.ones(3, 1, dtype=torch.float64)
+    q = p / p.sum(-1, keepdim=True)
+    dense = torch.linalg.eigvalsh(torch.diag_embed(q) - q[..., :, None] * q[..., None, :]).flip(-1)
+    for k in range(1, n + 1):
+        found = singular_value(p, k)
+        assert bool((found.lower <= found.upper).all())
+        torch.testing.assert_close(found.lower, dense[..., k - 1].clamp_min(0), rtol=1e-9, atol=3e-15 * n)
+        torch.testing.assert_close(found.upper, dense[..., k - 1].clamp_min(0), rtol=1e-9, atol=3e-15 * n)
+
+
+def test_largest_singular_value_is_the_norm() -> None:
+    p = rows("random", 30, 5.0, 3)
+    norm = jacobian_norm(p)
+    torch.testing.assert_close(singular_value(p, 1).upper, norm.upper, rtol=1e-12, atol=0)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.sampled_from(REGIMES), st.integers(2, 9), st.floats(1e-4, 30), st.integers(0, 1000))
+def test_interlacing_holds(regime: str, n: int, spread: float, seed: int) -> None:
+    slack = interlacing(rows(regime, n, spread, seed), 3 * n - 1)
+    assert slack.shape == (16, 3 * n - 1)
+    assert float(slack.min()) > -1e-13
+
+
+def test_interlacing_would_notice() -> None:
+    """The chain of other numbers than a softmax Jacobian's: g_1 without its second term is no bound."""
+    p = torch.tensor([[0.4, 0.35, 0.25]], dtype=torch.float64)
+    assert float(jacobian_norm(p).lower) > 0.4 * (1 - 0.4)
+    slack = interlacing(p, 8)[0]
+    values = [0.4, float(g(p)), float(singular_value(p, 1).upper), 0.35, float(g(p, 2)), float(singular_value(p, 2).upper), 0.25, float(g(p, 3)), 0.0]
+    expected = [(a - b) / a for a, b in itertools.pairwise(values)]
+    np.testing.assert_allclose(slack.numpy(), expected, rtol=1e-12)
+
+
+def test_orders_outside_the_row() -> None:
+    p = rows("random", 4, 1.0, 0)
+    with pytest.raises(LipboundError, match="k is 5"):
+        singular_value(p, 5)
+    with pytest.raises(LipboundError, match="has 1 to 11"):
+        interlacing(p, 12)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention import Attention
+from lipbound.block import BLOCKS, block_bound
 from lipbound.bounds.ours_gram import compressed_norm
 from lipbound.bounds.registry import get, resolve
 from lipbound.errors import AttentionError, LipboundError, UnknownNameError, nearest
@@ -30,7 +31,7 @@ def names_for(bounds: str | list[str], map: str) -> list[str]:
         LipboundError: when such a bound is asked for by name.
     """
     names = resolve(bounds)
-    other = [name for name in names if map in ("heads", "layer") and get(name).map != "head"]
+    other = [name for name in names if map in ("heads", "layer", *BLOCKS) and get(name).map != "head"]
     if other and bounds not in ("default", "all"):
         raise LipboundError(
             f"{other[0]!r} bounds {get(other[0]).map} attention head by head and has no value for map={map!r}; use map='head' or leave it out"
@@ -45,14 +46,16 @@ def whole_layer(att: Attention, name: str, *, map: str = "layer", rule: str = "b
         att: the layer.
         name: registry name of a bound on heads. ``lipbound_gram`` compresses the blocks of the layer's own J J^T under the rule "best", which costs
             O(N^3 D^2 + N^2 D^3) for "layer" and is far sharper than any combination.
-        map: "heads" (side by side) or "layer" (with the output projection).
+        map: "heads" (side by side), "layer" (with the output projection), or one of `lipbound.block.BLOCKS`, by `lipbound.block.block_bound`.
         rule: one of `RULES`, see the module's header.
 
     Raises:
         LipboundError: unknown rule, map or bound, a bound on another map, an unknown output projection.
     """
+    if map in BLOCKS:
+        return block_bound(att, whole_layer(att, name, rule=rule), map)
     if map not in ("heads", "layer"):
-        raise UnknownNameError(f"unknown map {map!r} of a whole layer; {nearest(map, ('heads', 'layer'))}")
+        raise UnknownNameError(f"unknown map {map!r} of a whole layer; {nearest(map, ('heads', 'layer', *BLOCKS))}")
     if rule not in RULES:
         raise UnknownNameError(f"unknown rule {rule!r}; {nearest(rule, RULES)}")
     (name,) = names_for([name], map)

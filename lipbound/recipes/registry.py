@@ -1,0 +1,143 @@
+"""What a recipe is, and the table of them: one figure or claim of a paper each, computed and drawn for any checkpoint."""
+
+import shlex
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import xarray as xr
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from lipbound import store
+from lipbound.attention import Attention
+from lipbound.capture import Capturer
+from lipbound.checkpoints import Checkpoint, load
+from lipbound.dataset import versions
+from lipbound.devices import name_of, resolve
+from lipbound.errors import UnknownNameError, nearest
+from lipbound.inputs import prepare
+from lipbound.plots import STYLE, write
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a recipe runs on.
+
+    Attributes:
+        model: as for `lipbound.compare`.
+        data: texts or image sets, as for `lipbound.compare`; none for the default. column, split: of tables.
+        samples: how many samples, or sequences of a length; None for the recipe's own number.
+        full: the paper's sizes rather than the small ones.
+        device, dtype, seed: as for `lipbound.compare`.
+    """
+
+    model: Any = "builtin:minilm"
+    data: tuple[Any, ...] = ()
+    column: str | None = None
+    split: str | None = None
+    samples: int | None = None
+    full: bool = False
+    device: str = "auto"
+    dtype: str = "float32"
+    seed: int = 0
+
+    def count(self, small: int, full: int) -> int:
+        """How many samples: asked for, or the small or the paper's number."""
+        return self.samples if self.samples is not None else (full if self.full else small)
+
+    @property
+    def texts(self) -> tuple[Any, ...]:
+        """The data, at least the default one."""
+        return self.data or (None,)
+
+    def capture(self, samples: int, max_length: int = 128) -> tuple[Checkpoint, list[Attention], str]:
+        """The checkpoint, its layers at some samples, and what the samples are."""
+        where = resolve(self.device)
+        checkpoint = load(self.model, dtype=self.dtype, device=where)
+        inputs = prepare(checkpoint, self.texts[0], samples=samples, max_length=max_length, column=self.column, split=self.split)
+        layers = Capturer(checkpoint.model, around=True).run(inputs.block(0, samples, where))
+        return checkpoint, [layer.attention for layer in layers], inputs.description
+
+    def attributes(self, checkpoint: Checkpoint | None, data: str) -> dict[str, Any]:
+        """Provenance."""
+        found = versions()
+        return {
+            "lipbound": found["lipbound"], "versions": found, "data": data, "dtype": self.dtype, "device": name_of(resolve(self.device)),
+            "seed": self.seed, "full": int(self.full), "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        } | ({} if checkpoint is None else {"model": checkpoint.name, "revision": checkpoint.revision})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One figure or claim.
+
+    Attributes:
+        name: what it is called on the command line. title: one line. source: paper and place.
+        compute: what it measures. draw: its figure. caption: what exactly the figure shows, with the numbers that matter.
+        cost: time of the small setting on two CPU cores.
+    """
+
+    name: str
+    title: str
+    source: str
+    compute: Callable[[Setting], xr.Dataset]
+    draw: Callable[[xr.Dataset], Figure]
+    caption: Callable[[xr.Dataset], str]
+    cost: str
+
+    def run(self, setting: Setting, folder: Path, *, kinds: Sequence[str] = ("pdf", "png")) -> xr.Dataset:
+        """Compute, save as ``folder/NAME.zarr``, then `render`. A run that is there already is drawn again, not computed."""
+        path = folder / f"{self.name}.zarr"
+        if path.exists():
+            ds = store.load(path)
+        else:
+            ds = self.compute(setting)
+            ds.attrs["recipe"] = self.name
+            store.save(ds, path)
+        self.render(ds, folder, kinds=kinds)
+        return ds
+
+    def render(self, ds: xr.Dataset, folder: Path, *, kinds: Sequence[str] = ("pdf", "png")) -> None:
+        """Figure and caption file of a computed Dataset."""
+        for kind in kinds:
+            write(self.draw(ds), folder / f"{self.name}.{kind}")
+        (folder / f"{self.name}.txt").write_text("\n".join(textwrap.wrap(f"{self.title} ({self.source}). {self.caption(ds)}", 140)) + "\n")
+
+
+RECIPES: dict[str, Recipe] = {}
+
+
+def recipe(name: str) -> Recipe:
+    """The recipe of that name; UnknownNameError with the nearest one otherwise."""
+    if name not in RECIPES:
+        raise UnknownNameError(f"unknown recipe {name!r}; {nearest(name, RECIPES)}")
+    return RECIPES[name]
+
+
+def register(**fields: Any) -> None:
+    """Enter a recipe in the table."""
+    RECIPES[fields["name"]] = Recipe(**fields)
+
+
+@contextmanager
+def sheet(rows: int, columns: int, *, height: float = 2.1, width: float = 7.1, **options: Any) -> Iterator[tuple[Figure, list[Axes]]]:
+    """A figure of the house style that pyplot does not know of, and its axes, row by row."""
+    with matplotlib.rc_context(STYLE | {"font.size": 7.0}):
+        figure = Figure(figsize=(width, rows * height), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots(rows, columns, squeeze=False, **options)
+        yield figure, list(axes.ravel())
+
+
+def of(ds: xr.Dataset) -> str:
+    """Model and data of a Dataset, for captions."""
+    return f"{ds.attrs['model']}, {ds.attrs['data']}, {ds.attrs['dtype']}"

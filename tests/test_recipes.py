@@ -1,0 +1,107 @@
+"""Recipes: small settings run through, drawn, described; their numbers against oracles."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lipbound import store
+from lipbound.cli import app
+from lipbound.errors import UnknownNameError
+from lipbound.recipes import RECIPES, Setting, recipe
+from lipbound.recipes.yudin import consequences
+
+SLOW = ("castin-1", "castin-6")
+
+
+@pytest.mark.parametrize("name", [n for n in RECIPES if n not in SLOW])
+def test_recipe_from_the_command_line(name: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["reproduce", name, "builtin:gpt2", "--samples", "1", "-o", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    for kind in ("pdf", "png", "txt"):
+        assert (tmp_path / f"{name}.{kind}").stat().st_size > 100
+    ds = store.load(tmp_path / f"{name}.zarr")
+    assert ds.attrs["recipe"] == name
+    first = (tmp_path / f"{name}.png").read_bytes()
+    again = CliRunner().invoke(app, ["reproduce", name, "builtin:gpt2", "-o", str(tmp_path)])
+    assert again.exit_code == 0
+    assert (tmp_path / f"{name}.png").read_bytes() == first  # from the saved run
+
+
+def test_growth_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lipbound.recipes.castin.LENGTHS", (2, 10, 14, 20, 26))
+    text = tmp_path / "words.txt"
+    text.write_text("the lighthouse keeper wound the clock of the island " * 600)
+    ds = recipe("castin-1").compute(Setting("builtin:gpt2", (str(text),), samples=1))
+    assert ds["mode"].values.tolist() == ["decoder"]  # GPT-2 is one anyway
+    assert ds.sizes["length"] == 5
+    assert "exponents of N" in recipe("castin-1").caption(ds)
+    recipe("castin-1").render(ds, tmp_path)
+    recipe("castin-6").render(ds, tmp_path)
+
+
+def test_list_and_unknown() -> None:
+    listing = CliRunner().invoke(app, ["reproduce"])
+    assert all(name in listing.output for name in RECIPES)
+    with pytest.raises(UnknownNameError, match="castin-1"):
+        recipe("castin1")
+
+
+def test_statistics_are_those_of_the_rows() -> None:
+    setting = Setting("builtin:gpt2", samples=1)
+    ds = recipe("yudin-2").compute(setting)
+    _, layers, _ = setting.capture(1)
+    p = layers[1].double().p[:, :2]
+    m = torch.diag_embed(p) - p[..., :, None] * p[..., None, :]
+    norms = torch.linalg.eigvalsh(m)[..., -1]
+    np.testing.assert_allclose(ds["norm"].isel(layer=1, head=[0, 1]), norms.mean((0, 2)), rtol=1e-6)
+    top = p.sort(-1, descending=True).values
+    np.testing.assert_allclose(ds["g1"].isel(layer=1, head=[0, 1]), (top[..., 0] * (1 - top[..., 0] + top[..., 1])).mean((0, 2)), rtol=1e-9)
+    assert ds.attrs["below"] == 0
+
+
+def test_consequences_hold_and_would_notice() -> None:
+    g = torch.Generator().manual_seed(0)
+    for spread in (0.1, 1.0, 5.0):
+        p = torch.softmax(spread * torch.randn(500, 12, generator=g, dtype=torch.float64), -1)
+        for slack in consequences(p).values():
+            assert float(slack) >= -1e-12
+    flat = torch.full((1, 12), 1 / 12, dtype=torch.float64)
+    assert 0 <= float(consequences(flat)["proposition_1"]) < 0.03  # gamma = 1
+
+
+def test_radius_regimes_of_the_papers() -> None:
+    ds = recipe("castin-3").compute(Setting("builtin:gpt2"))
+    np.testing.assert_allclose(ds["generic"].isel(reach=-1), ds["limit"], rtol=1e-3)
+    far = ds["quadratic"].isel(radius=[-2, -1])
+    slope = np.log(far.isel(radius=1) / far.isel(radius=0)) / np.log(ds["radius"].values[-1] / ds["radius"].values[-2])
+    np.testing.assert_allclose(slope, 2, atol=0.01)
+    late = ds["scaling"] >= 6
+    np.testing.assert_allclose(ds["dirac"][late], ds["dirac_predicted"][late], rtol=1e-3)
+
+
+def test_maps_of_a_pretrained_layer() -> None:
+    ds = recipe("which-map").compute(Setting("builtin:gpt2", samples=1))
+    assert "pre_norm" in ds
+    assert "post_norm" not in ds
+    assert bool((ds["head_out, sum over heads"] >= ds["layer"] * (1 - 1e-3)).all())
+    assert bool((ds["head_out, largest"] <= ds["head_out, sum over heads"]).all())
+    assert bool((np.abs(ds["residual"] - 1) <= ds["layer"] * (1 + 1e-3)).all())
+
+
+def test_ellipsoids_hold_all_tokens() -> None:
+    for model in ("builtin:gpt2", "builtin:vit"):
+        ds = recipe("castin-2").compute(Setting(model, samples=2))
+        assert bool((ds["largest_token"] <= ds["ellipsoid_radius"] * (1 + 1e-6)).all())
+
+
+def test_sound_bounds_hold_on_every_map() -> None:
+    from lipbound.compare import compare
+
+    for map in ("residual", "pre_norm"):
+        ds = compare("builtin:gpt2", samples=2, max_length=24, map=map, bounds=["lipbound", "yudin", "castin_bias"], progress=False)
+        for name, entry in ds.attrs["audit"].items():
+            assert entry["broken"] == 0, (map, name)
+        assert ds["exact"].dims == ("sample", "layer")
