@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: demo test lint figures bench accuracy clean
+.PHONY: demo test lint figures notebooks bench accuracy clean
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3 ..."; exit 1; }
@@ -27,9 +27,13 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The figures that README.md shows, from fresh runs.
+# All figures, from runs kept in figures/runs; what is missing there is computed.
 figures: $(STAMP)
 	$(BIN)/python figures/make_figures.py
+
+# Run the notebooks and keep their outputs.
+notebooks: $(STAMP)
+	$(BIN)/python notebooks/execute.py
 
 # Timings of exact norms against what people use instead, with an accuracy check in the same run, and of bounds against exact norms.
 bench: $(STAMP)

@@ -1,38 +1,71 @@
-"""Render the figures of this folder from fresh runs: ``make figures``.
+"""Render the figures of this folder from saved runs: ``make figures``.
 
-For each builtin checkpoint a PDF, a PNG and a caption file, in the manner of Figure 6 of Yudin et al. 2025; and bounds over balls against the radius.
+Runs are kept in figures/runs (not in git) and computed where they are missing: heatmaps of each builtin checkpoint, bounds over balls, and every
+recipe of
+`lipbound.recipes` on builtin:minilm. Each figure is a PDF, a PNG and a caption file. ``--text`` gives texts to the recipes that the paper ran on text
+(``--text alice.txt --text ag_news.csv --column 2 --sequences 10``); without it they take the text that comes with lipbound.
 """
 
+import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import lipbound as lb
+from lipbound import store
 from lipbound.capture import Capturer
 from lipbound.checkpoints import load
 from lipbound.inputs import prepare
+from lipbound.recipes import RECIPES, Setting
 
 HERE = Path(__file__).parent
+RUNS = HERE / "runs"
+GROWTH = ("castin-1", "castin-6")
+"""One computation, two figures."""
 
 
 def main() -> None:
-    """Compare, draw, and write the caption next to the figure."""
+    """Compute what is missing, then draw everything and write the captions."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", action="append", default=[], help="texts for the growth study; may be given several times")
+    parser.add_argument("--column", help="column of those that are tables")
+    parser.add_argument("--sequences", type=int, help="sequences of each length")
+    options = parser.parse_args()
+    RUNS.mkdir(exist_ok=True)
     for name in ("minilm", "gpt2", "vit"):
-        ds = lb.compare(f"builtin:{name}", samples=8, max_length=128)
+        path = RUNS / f"{name}.zarr"
+        ds = lb.load(path) if path.exists() else lb.compare(f"builtin:{name}", samples=8, max_length=128, out=path)
         for kind in ("pdf", "png"):
             lb.plots.heatmaps(ds, HERE / f"{name}.{kind}")
         (HERE / f"{name}.txt").write_text(lb.plots.caption(ds) + "\n\n" + lb.tables.render(ds) + "\n")
-        print(f"{name}: figures/{name}.pdf, .png and .txt")
+        print(f"figures/{name}.pdf, .png and .txt", flush=True)
     ball()
-    print("figures/ball.pdf and .png")
+    growth = Setting(data=tuple(options.text), column=options.column, samples=options.sequences)
+    for name, recipe in RECIPES.items():
+        if name == "yudin-6":  # the heatmaps above
+            continue
+        saved = "castin-1" if name in GROWTH else name
+        ds = RECIPES[saved].saved(growth if name in GROWTH else replace(growth, data=(), samples=None), RUNS)
+        recipe.render(ds, HERE)
+        print(f"figures/{name}.pdf, .png and .txt", flush=True)
 
 
 def ball() -> None:
     """Bounds over balls for four real heads, from 1e-4 of the tokens' length to three times it, with an adversary."""
-    checkpoint = load("builtin:minilm")
-    att = Capturer(checkpoint.model, [2]).run(prepare(checkpoint, samples=1, max_length=128).batch)[0].attention.select(heads=slice(0, 4))
-    length = float(att.x.norm(dim=-1).mean())
-    ds = lb.radius_curve(att, [length * r for r in (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)])
+    path = RUNS / "ball.zarr"
+    if not path.exists():
+        checkpoint = load("builtin:minilm")
+        att = Capturer(checkpoint.model, [2]).run(prepare(checkpoint, samples=1, max_length=128).batch)[0].attention.select(heads=slice(0, 4))
+        length = float(att.x.norm(dim=-1).mean())
+        store.save(lb.radius_curve(att, [length * r for r in (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)]), path)
+    title = "builtin:minilm, layer 2, 128 tokens"
     for kind in ("pdf", "png"):
-        lb.plots.ball_curve(ds, HERE / f"ball.{kind}", title="builtin:minilm, layer 2, 128 tokens")
+        lb.plots.ball_curve(store.read(path), HERE / f"ball.{kind}", title=title)
+    (HERE / "ball.txt").write_text(
+        f"Bounds over balls, and what an adversary finds in them, against the radius, for four heads of {title}: every token moves by at most the "
+        "radius. "
+        "The true supremum lies in the shaded gap.\n"
+    )
+    print("figures/ball.pdf, .png and .txt", flush=True)
 
 
 if __name__ == "__main__":

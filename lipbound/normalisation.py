@@ -20,6 +20,9 @@ class Normaliser:
         x: what it normalises, (samples, N, D).
         weight: (D,). bias: (D,), or None.
         eps: under the root. centred: LayerNorm, else RMSNorm.
+
+    Attributes:
+        unit: u, (samples, N, D). size: s, (samples, N, 1), float64.
     """
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float = 0.0, centred: bool = True):
@@ -29,13 +32,13 @@ class Normaliser:
             )
         self.x, self.weight, self.bias, self.eps, self.centred = x, weight, bias, float(eps), centred
         deviation = x.double() - x.double().mean(-1, keepdim=True) if centred else x.double()
-        self._size = (deviation.square().mean(-1, keepdim=True) + eps).sqrt().clamp_min(torch.finfo(torch.float64).tiny)
-        self._unit = (deviation / self._size).to(x.dtype)
+        self.size = (deviation.square().mean(-1, keepdim=True) + eps).sqrt().clamp_min(torch.finfo(torch.float64).tiny)
+        self.unit = (deviation / self.size).to(x.dtype)
 
     @property
     def out(self) -> Tensor:
         """What it returns, (samples, N, D)."""
-        return self.weight * self._unit if self.bias is None else self.weight * self._unit + self.bias
+        return self.weight * self.unit if self.bias is None else self.weight * self.unit + self.bias
 
     def jvp(self, dx: Tensor) -> Tensor:
         """J dx, (samples, N, D)."""
@@ -47,12 +50,12 @@ class Normaliser:
 
     def _project(self, dx: Tensor) -> Tensor:
         dx = dx - dx.mean(-1, keepdim=True) if self.centred else dx
-        return (dx - self._unit * (self._unit * dx).mean(-1, keepdim=True)) / self._size.to(dx.dtype)
+        return (dx - self.unit * (self.unit * dx).mean(-1, keepdim=True)) / self.size.to(dx.dtype)
 
     @property
     def norms(self) -> Tensor:
         r"""Upper values of the norms of each token's Jacobian, :math:`\max_k |w_k| / s`, (samples, N), float64."""
-        return self.weight.double().abs().amax() / self._size[..., 0] * (1 + 1e-12)
+        return self.weight.double().abs().amax() / self.size[..., 0] * (1 + 1e-12)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Normaliser":
         """Another one with changed tensors."""

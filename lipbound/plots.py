@@ -1,5 +1,6 @@
 """Layer x head heatmaps of a run, in the manner of Figure 6 of Yudin et al. 2025."""
 
+import io
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
@@ -30,6 +31,15 @@ STYLE: Any = {
     "font.family": "sans-serif",
     "axes.linewidth": 0.5,
 }
+
+
+class Drawing(Figure):
+    """A figure that notebooks show although pyplot does not know of it."""
+
+    def _repr_png_(self) -> bytes:
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png", dpi=150)
+        return buffer.getvalue()
 
 
 def reduce_samples(values: xr.DataArray, how: str | float) -> xr.DataArray:
@@ -149,7 +159,7 @@ def _draw(
     height = min(max(side * layers / heads, 0.55 * side), 1.25 * side)
     row = height + 4.1 * line
     total = down * row + bar + (len(wrapped) + 2.4) * line
-    figure = Figure(figsize=(inches, total))
+    figure = Drawing(figsize=(inches, total))
     FigureCanvasAgg(figure)
     limits = shared_scale(grids) if scale == "shared" else None
     colormap = matplotlib.colormaps[COLORMAP].with_extremes(over="#fff7bc", bad="#dddddd", under="#000000")
@@ -216,7 +226,7 @@ def ball_curve(ds: xr.Dataset, path: str | Path | None = None, *, sample: int = 
     ds = ds.isel(sample=sample).where(ds["radius"] > 0, drop=True)
     radius = ds["radius"].values
     with matplotlib.rc_context(STYLE | {"font.size": 7.0}):
-        figure = Figure(figsize=(7.1, 1.9 * down + 0.9), layout="constrained")
+        figure = Drawing(figsize=(7.1, 1.9 * down + 0.9), layout="constrained")
         FigureCanvasAgg(figure)
         panels = np.atleast_1d(figure.subplots(down, across, sharex=True, sharey=True)).ravel()
         for axes, head in zip(panels, chosen, strict=False):

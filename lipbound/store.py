@@ -54,12 +54,17 @@ def load(path: str | Path) -> xr.Dataset:
     path = Path(path).expanduser()
     if not path.exists():
         raise StoreError(f"there is no run {path}; `lipbound compare MODEL --out {path}` makes one")
-    try:
-        ds = xr.open_zarr(path, consolidated=False).load()
-    except Exception as error:  # zarr and xarray raise a zoo of types for a folder that is no store
-        raise StoreError(f"{path} is not a run of lipbound: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from error
+    ds = read(path)
     if "lipbound" not in ds.attrs:
         raise StoreError(f"{path} is a Zarr store but not a run of lipbound")
     names = ["exact", "exact_upper", "exact_l2", *ds.attrs.get("bounds", [])]
     first = [name for name in names if name in ds]
     return ds[first + [name for name in ds.data_vars if name not in first]]  # a store does not keep their order
+
+
+def read(path: Path) -> xr.Dataset:
+    """Any Dataset that `save` has written."""
+    try:
+        return xr.open_zarr(path, consolidated=False).load()
+    except Exception as error:  # zarr and xarray raise a zoo of types for a folder that is no store
+        raise StoreError(f"{path} is not a run of lipbound: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from error

@@ -11,6 +11,7 @@ from models import AFFINE, build, inputs_for
 from lipbound.attention import Attention
 from lipbound.block import BLOCKS, BlockJacobian, block_bound
 from lipbound.bounds.multihead import whole_layer
+from lipbound.bounds.normalised import after_norm, fold_normalisation
 from lipbound.capture import Capturer, capture
 from lipbound.errors import AttentionError, LipboundError
 from lipbound.normalisation import Normaliser, Surroundings, ellipsoid_radius
@@ -205,3 +206,31 @@ def test_needs() -> None:
     with pytest.raises(AttentionError, match="weight has shape"):
         Normaliser(torch.zeros(1, 2, 3), torch.ones(4))
     torch.testing.assert_close(block_bound(random_attention("plain"), torch.ones(2), "residual"), torch.full((2,), 2.0), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize("kind", ["plain", "biases", "causal", "one_token"])
+def test_bounds_after_a_norm(kind: str, centred: bool) -> None:
+    att = around(random_attention(kind), "pre", centred)
+    folded = fold_normalisation(att)
+    for name in ("q", "k", "v", "p"):
+        torch.testing.assert_close(getattr(folded, name), getattr(att, name), rtol=1e-9, atol=1e-9)
+    norm = att.surroundings.fed_by
+    assert float(folded.x.norm(dim=-1).amax()) <= att.x.shape[2] ** 0.5
+    values = {name: after_norm(att, name) for name in ("lipbound", "yudin", "castin_bias")}
+    for s in range(att.samples):
+        for h in range(att.heads):
+
+            def head(y: torch.Tensor, s: int = s, h: int = h) -> torch.Tensor:
+                x = normalise(y, norm)
+                q, k, v = (x @ w[h] + (0 if b is None else b[h]) for w, b in ((att.w_q, att.b_q), (att.w_k, att.b_k), (att.w_v, att.b_v)))
+                scores = att.scale * q @ k.mT
+                if att.mask is not None:
+                    scores = scores + att.mask
+                return torch.softmax(scores, -1) @ v
+
+            exact = float(torch.linalg.matrix_norm(torch.func.jacrev(head)(norm.x[s]).flatten(2).flatten(0, 1), 2))
+            for value in values.values():
+                assert float(value[s, h]) >= exact * (1 - 1e-9)
+    with pytest.raises(AttentionError, match="around=True"):
+        after_norm(random_attention("plain"), "lipbound")

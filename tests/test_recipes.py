@@ -84,11 +84,13 @@ def test_radius_regimes_of_the_papers() -> None:
 
 def test_maps_of_a_pretrained_layer() -> None:
     ds = recipe("which-map").compute(Setting("builtin:gpt2", samples=1))
-    assert "pre_norm" in ds
-    assert "post_norm" not in ds
-    assert bool((ds["head_out, sum over heads"] >= ds["layer"] * (1 - 1e-3)).all())
-    assert bool((ds["head_out, largest"] <= ds["head_out, sum over heads"]).all())
-    assert bool((np.abs(ds["residual"] - 1) <= ds["layer"] * (1 + 1e-3)).all())
+    norms = {name: ds["norm"].sel(map=name) for name in ds["map"].values}
+    assert "pre_norm" in norms
+    assert "post_norm" not in norms
+    assert norms["layer"].dims == ("layer", "sample")
+    assert bool((norms["head_out, sum over heads"] >= norms["layer"] * (1 - 1e-3)).all())
+    assert bool((norms["head_out, largest"] <= norms["head_out, sum over heads"]).all())
+    assert bool((abs(norms["residual"] - 1) <= norms["layer"] * (1 + 1e-3)).all())
 
 
 def test_ellipsoids_hold_all_tokens() -> None:

@@ -5,6 +5,7 @@ from lipbound.bounds.auditing import audit
 from lipbound.bounds.ball import over_ball
 from lipbound.bounds.citations import BIBTEX
 from lipbound.bounds.multihead import whole_layer
+from lipbound.bounds.normalised import after_norm
 from lipbound.bounds.registry import Bound, bound, evaluate, get, names, resolve
 
-__all__ = ["BIBTEX", "Bound", "audit", "bound", "evaluate", "get", "names", "over_ball", "resolve", "whole_layer"]
+__all__ = ["BIBTEX", "Bound", "after_norm", "audit", "bound", "evaluate", "get", "names", "over_ball", "resolve", "whole_layer"]

@@ -32,8 +32,8 @@ def growth(setting: Setting) -> xr.Dataset:
                 column=setting.column if _table(text) else None, split=setting.split, device=setting.device, dtype=setting.dtype, seed=setting.seed,
             )  # fmt: skip
             modes["decoder" if ds.attrs["causal"] else mode] = ds
-        parts.append(xr.concat(list(modes.values()), pd.Index(list(modes), name="mode"), combine_attrs="override"))
-    whole = xr.concat(parts, pd.Index([part.attrs["data"] for part in parts], name="text"), combine_attrs="override")
+        parts.append(xr.concat(list(modes.values()), pd.Index(list(modes), name="mode", dtype=object), combine_attrs="override"))
+    whole = xr.concat(parts, pd.Index([part.attrs["data"] for part in parts], name="text", dtype=object), combine_attrs="override")
     whole.attrs = parts[0].attrs | {"data": ", ".join(whole["text"].values.tolist())}
     return whole
 
@@ -67,8 +67,7 @@ def draw_growth(ds: xr.Dataset) -> Figure:
                 )
                 axes_.set(xscale="log", yscale="log")
                 axes_.set_title(
-                    f"{mode}: "
-                    + {"layer_exact": "whole layers, text", "head_exact": "heads (geometric mean), text"}.get(name, "whole layers, adversarial")
+                    f"{mode}: " + {"layer_exact": "whole layers, text", "head_exact": "heads, text"}.get(name, "whole layers, adversarial")
                 )
                 if row == len(modes) - 1:
                     axes_.set_xlabel("tokens N")
@@ -135,7 +134,7 @@ def draw_magnitude(ds: xr.Dataset) -> Figure:
         for i, layer in enumerate(ds["layer"].values):
             values = ds["magnitude"].isel(mode=-1).sel(layer=layer).mean(("text", "sequence"))
             axes.plot(ds["length"], values, color=COLOURS[i % len(COLOURS)], linewidth=0.9, label=f"layer {layer}")
-        axes.set(xlabel="tokens N", ylabel="mean length of tokens entering the layer", ylim=(0, None))
+        axes.set(xlabel="tokens N", ylabel="mean length of tokens", ylim=(0, None))
         axes.legend(fontsize=5.5, ncols=2)
     return figure
 

@@ -29,16 +29,17 @@ def which_map(setting: Setting) -> xr.Dataset:
                     raise
                 tables[name].append(torch.full((att.samples,), torch.nan, dtype=torch.float64))
     kept = {name: torch.stack(values).numpy() for name, values in tables.items()}
-    ds = xr.Dataset({name: (("layer", "sample"), values) for name, values in kept.items() if not np.isnan(values).all()})
-    ds.attrs = setting.attributes(checkpoint, data) | {"maps": list(map(str, ds.data_vars))}
+    kept = {name: values for name, values in kept.items() if not np.isnan(values).all()}
+    ds = xr.Dataset({"norm": (("map", "layer", "sample"), np.stack(list(kept.values())))}, coords={"map": np.array(list(kept), dtype=object)})
+    ds.attrs = setting.attributes(checkpoint, data)
     return ds
 
 
 def draw_which_map(ds: xr.Dataset) -> Figure:
     """A line for each map over layers."""
     with sheet(1, 1, width=4.8, height=2.8) as (figure, (axes,)):
-        for name in ds.attrs["maps"]:
-            axes.plot(ds["layer"], ds[name].mean("sample"), "o-", markersize=2.5, linewidth=0.8, label=name)
+        for name, values in zip(ds["map"].values, ds["norm"].mean("sample").values, strict=True):
+            axes.plot(range(len(values)), values, "o-", markersize=2.5, linewidth=0.8, label=name)
         axes.set(xlabel="layer", ylabel="exact local Lipschitz constant", yscale="log")
         axes.legend(fontsize=5.5, ncols=2)
     return figure
@@ -46,8 +47,9 @@ def draw_which_map(ds: xr.Dataset) -> Figure:
 
 def caption_which_map(ds: xr.Dataset) -> str:
     """What the names mean, and how far apart they are."""
-    ratio = ds["head_out, sum over heads"] / ds["layer"]
-    meaning = "; ".join(f"{name}: {text}" for name, text in MAPS.items() if name in ds or f"{name}, largest" in ds)
+    ratio = ds["norm"].sel(map="head_out, sum over heads") / ds["norm"].sel(map="layer")
+    names = ds["map"].values.tolist()
+    meaning = "; ".join(f"{name}: {text}" for name, text in MAPS.items() if name in names or f"{name}, largest" in names)
     return (
         f"{of(ds)}, exact norms, mean over samples. {meaning}. The sum over heads exceeds the exact norm of the layer by {float(ratio.min()):.3g} to "
         f"{float(ratio.max()):.3g} times."

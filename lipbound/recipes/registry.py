@@ -24,7 +24,7 @@ from lipbound.dataset import versions
 from lipbound.devices import name_of, resolve
 from lipbound.errors import UnknownNameError, nearest
 from lipbound.inputs import prepare
-from lipbound.plots import STYLE, write
+from lipbound.plots import STYLE, Drawing, write
 
 
 @dataclass(frozen=True)
@@ -94,15 +94,18 @@ class Recipe:
     caption: Callable[[xr.Dataset], str]
     cost: str
 
-    def run(self, setting: Setting, folder: Path, *, kinds: Sequence[str] = ("pdf", "png")) -> xr.Dataset:
-        """Compute, save as ``folder/NAME.zarr``, then `render`. A run that is there already is drawn again, not computed."""
+    def saved(self, setting: Setting, folder: Path) -> xr.Dataset:
+        """What ``folder/NAME.zarr`` holds; computed and stored there where it is missing."""
         path = folder / f"{self.name}.zarr"
-        if path.exists():
-            ds = store.load(path)
-        else:
+        if not path.exists():
             ds = self.compute(setting)
             ds.attrs["recipe"] = self.name
             store.save(ds, path)
+        return store.load(path)
+
+    def run(self, setting: Setting, folder: Path, *, kinds: Sequence[str] = ("pdf", "png")) -> xr.Dataset:
+        """`saved`, and figure and caption in the same folder."""
+        ds = self.saved(setting, folder)
         self.render(ds, folder, kinds=kinds)
         return ds
 
@@ -132,7 +135,7 @@ def register(**fields: Any) -> None:
 def sheet(rows: int, columns: int, *, height: float = 2.1, width: float = 7.1, **options: Any) -> Iterator[tuple[Figure, list[Axes]]]:
     """A figure of the house style that pyplot does not know of, and its axes, row by row."""
     with matplotlib.rc_context(STYLE | {"font.size": 7.0}):
-        figure = Figure(figsize=(width, rows * height), layout="constrained")
+        figure = Drawing(figsize=(width, rows * height), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots(rows, columns, squeeze=False, **options)
         yield figure, list(axes.ravel())

@@ -99,7 +99,7 @@ def attention_statistics(setting: Setting) -> xr.Dataset:
             "map": (("layer", "head", "query", "key"), torch.stack(rows["map"]).cpu().numpy().astype(np.float32)),
             "histogram": (("layer", "bound", "bin"), np.array(rows["histogram"])),
         },
-        coords={"bound": list(names), "bin": edges[:-1]},
+        coords={"bound": np.array(names, dtype=object), "bin": edges[:-1]},
     )
     ds.attrs = setting.attributes(checkpoint, data) | {"below": below, "rows": int(ds["histogram"].isel(bound=0).sum())}
     return ds
@@ -247,6 +247,7 @@ def draw_interlacing(ds: xr.Dataset) -> Figure:
         axes.axvline(0, color="black", linewidth=0.6)
         axes.invert_yaxis()
         axes.set_xscale("symlog", linthresh=1e-16)
+        axes.set_xticks([0, 1e-15, 1e-12, 1e-9, 1e-6])
         axes.set_xlabel("worst relative slack")
     return figure
 
@@ -259,7 +260,8 @@ def _links() -> list[tuple[str, str]]:
 def caption_interlacing(ds: xr.Dataset) -> str:
     """The worst slacks."""
     return (
-        f"{of(ds)}, float64: the first {LINKS} links of Theorem 4 on {ds.attrs['rows']:,} attention rows, worst relative slack "
+        f"{of(ds)}; rows, singular values and slack in float64: the first {LINKS} links of Theorem 4 on {ds.attrs['rows']:,} attention rows, "
+        "worst relative slack "
         f"{float(ds['worst_slack'].min()):.1e} "
         f"(0 where neighbours coincide; rounding may make it -1e-15); all links on {ds.attrs['rows_full']:,} rows, worst "
         f"{float(ds['worst_slack_full']):.1e}. "
