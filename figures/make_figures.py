@@ -43,10 +43,12 @@ def main() -> None:
     for name, recipe in RECIPES.items():
         if name == "yudin-6":  # the heatmaps above
             continue
-        saved = "castin-1" if name in GROWTH else name
-        ds = RECIPES[saved].saved(growth if name in GROWTH else replace(growth, data=(), samples=None), RUNS)
-        recipe.render(ds, HERE)
+        saved = RECIPES["castin-1"] if name in GROWTH else recipe
+        recipe.render(saved.saved(growth if name in GROWTH else Setting(), RUNS), HERE)
         print(f"figures/{name}.pdf, .png and .txt", flush=True)
+    gpt2 = replace(RECIPES["castin-1"], name="castin-4-gpt2")
+    gpt2.render(gpt2.saved(replace(growth, model="builtin:gpt2", data=growth.data[:1]), RUNS), HERE)
+    print(f"figures/{gpt2.name}.pdf, .png and .txt", flush=True)
 
 
 def ball() -> None:
