@@ -6,15 +6,19 @@
 ('sample', 'layer', 'head')
 """
 
-from lipbound import bounds, plots, tables
+from lipbound import bounds, plots, regularizers, tables
 from lipbound.attention import Attention
 from lipbound.balls import attack, radius_curve
 from lipbound.capture import capture
 from lipbound.compare import compare
 from lipbound.errors import LipboundError
+from lipbound.network import network_norm
 from lipbound.norms import spectral_norm
 from lipbound.solution import Norm
 from lipbound.store import load
 
-__all__ = ["Attention", "LipboundError", "Norm", "attack", "bounds", "capture", "compare", "load", "plots", "radius_curve", "spectral_norm", "tables"]
+__all__ = [
+    "Attention", "LipboundError", "Norm", "attack", "bounds", "capture", "compare", "load", "network_norm", "plots", "radius_curve", "regularizers",
+    "spectral_norm", "tables",
+]  # fmt: skip
 __version__ = "0.1.0"
