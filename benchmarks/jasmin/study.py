@@ -1,0 +1,200 @@
+"""What penalties on attention do to a vision transformer: accuracy, accuracy under attack, and local constants of heads and of the whole network.
+
+    python benchmarks/jasmin/study.py benchmarks/jasmin/small.yaml --data uoft-cs/cifar10 --out jasmin
+
+Fine-tunes a checkpoint once for every method and seed of the configuration, with the recipe of Yudin et al. 2025 (SGD with momentum 0.9, weight decay
+1e-4, cosine schedule, flips, CutMix and MixUp), and measures each result. Results are kept as they come (OUT/results.jsonl); what is there is not computed
+again. Writes a table with mean and standard deviation over seeds, the distribution of the network's local constant (Figure 4 of the paper) and
+attention statistics by layer and head (Figure 5).
+
+small.yaml fits in half an hour on two CPU cores. cifar10.yaml and cifar100.yaml have the paper's grid for a ViT-B: start one process per method and GPU with
+``--only METHOD``, or the whole under ``accelerate launch`` on one.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import torch
+import yaml
+from torch import Tensor, nn
+from transformers import ViTForImageClassification
+
+from lipbound import softmax
+from lipbound.checkpoints import load
+from lipbound.network import network_norm
+from lipbound.regularizers import JaSMin, Specformer
+from lipbound.robustness import ATTACKS, robust_accuracy
+from lipbound.training import attention_probabilities
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
+from train_vit import pixels
+
+MEAN = STD = (0.5, 0.5, 0.5)
+
+
+def mixed(images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """A batch with flips, then MixUp or CutMix, by halves of the time: images, and targets (n, classes) in their proportions."""
+    flip = torch.rand(len(images)) < 0.5
+    images = torch.where(flip[:, None, None, None], images.flip(-1), images)
+    order = torch.randperm(len(images))
+    share = float(torch.distributions.Beta(1.0, 1.0).sample())
+    if torch.rand(()) < 0.5:
+        images = share * images + (1 - share) * images[order]
+    else:
+        height, width = images.shape[-2:]
+        h, w = (round(size * (1 - share) ** 0.5) for size in (height, width))
+        top, left = int(torch.randint(height - h + 1, ())), int(torch.randint(width - w + 1, ()))
+        images = images.clone()
+        images[..., top : top + h, left : left + w] = images[order][..., top : top + h, left : left + w]
+        share = 1 - h * w / (height * width)
+    return images, share * targets + (1 - share) * targets[order]
+
+
+def penalty(method: dict[str, Any]) -> Any:
+    """What a method of the configuration adds to the loss: (model, attentions) -> scalar, and whether it needs attentions."""
+    kind = method.get("penalty")
+    if kind is None:
+        return None, False
+    if kind == "specformer":
+        specformer = Specformer(*method["strengths"])
+        return (lambda model, attentions: specformer(model)), False
+    jasmin = JaSMin(method["k"], method["reduce"])
+    return (lambda model, attentions: method["strength"] * jasmin(attentions)), True
+
+
+def fine_tune(config: dict[str, Any], method: dict[str, Any], seed: int, images: Tensor, labels: Tensor, device: str) -> tuple[nn.Module, float]:
+    """The checkpoint after its epochs, and seconds per step."""
+    torch.manual_seed(seed)
+    folder = load(config["start"]).source
+    model = ViTForImageClassification.from_pretrained(
+        folder, ignore_mismatched_sizes=True, num_labels=int(labels.max()) + 1, **config.get("model", {})
+    )
+    model = model.float().to(device).train()
+    model.set_attn_implementation("sdpa")
+    extra, needs_attention = penalty(method)
+    epochs, batch, per_epoch = config["epochs"], config["batch"], min(config.get("images", len(labels)), len(labels))
+    steps = epochs * (per_epoch // batch)
+    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9, weight_decay=1e-4)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    began = time.perf_counter()
+    for _ in range(epochs):
+        for index in torch.randperm(len(labels))[: per_epoch // batch * batch].split(batch):
+            x = images[index].float().div(255).sub(MEAN[0]).div(STD[0]).to(device)
+            x, targets = mixed(x, nn.functional.one_hot(labels[index], model.config.num_labels).float().to(device))
+            if needs_attention:
+                with attention_probabilities(model) as attentions:
+                    logits = model(pixel_values=x).logits
+            else:
+                attentions, logits = [], model(pixel_values=x).logits
+            loss = nn.functional.cross_entropy(logits, targets)
+            if extra is not None:
+                loss = loss + extra(model, attentions)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    return model.eval(), (time.perf_counter() - began) / max(1, steps)
+
+
+def measure(config: dict[str, Any], model: nn.Module, images: Tensor, labels: Tensor, device: str) -> dict[str, Any]:
+    """Everything about one network."""
+    count = config["evaluate"]
+    x, y = images[: count["attacks"]].float().div(255).to(device), labels[: count["attacks"]]
+    cheap = [name for name in ATTACKS if not name.startswith("autoattack")]
+    found: dict[str, Any] = robust_accuracy(model, x, y, mean=MEAN, std=STD, attacks=cheap)
+    few = count["autoattack"]
+    found |= robust_accuracy(model, x[:few], y[:few], mean=MEAN, std=STD, attacks=[name for name in ATTACKS if name not in cheap])
+    right = 0
+    with torch.no_grad():
+        for part, wanted in zip(images[: count["clean"]].split(500), labels[: count["clean"]].split(500), strict=True):
+            right += int((model(pixel_values=(part.float().div(255).to(device) - 0.5) / 0.5).logits.argmax(-1).cpu() == wanted).sum())
+    found["clean"] = 100 * right / min(count["clean"], len(labels))
+    inputs = {"pixel_values": (images[: count["norms"]].float().div(255).to(device) - 0.5) / 0.5}
+    found["network_norm"] = network_norm(model, inputs).lower.tolist()
+    with torch.no_grad(), attention_probabilities(model) as attentions:
+        model(pixel_values=inputs["pixel_values"][:32])
+    found["softmax_norm"] = [softmax.jacobian_norm(p).upper.mean((0, 2)).tolist() for p in attentions]
+    found["largest_probability"] = [p.double().amax(-1).mean((0, 2)).tolist() for p in attentions]
+    return found
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Mean and standard deviation over seeds, one line per method, as Markdown."""
+    columns = [*ATTACKS, "median network constant", "seconds per step"]
+    lines = ["| method | seeds | " + " | ".join(columns) + " |", "|---" * (len(columns) + 2) + "|"]
+    for method in dict.fromkeys(row["method"] for row in rows):
+        mine = [row for row in rows if row["method"] == method]
+        values = {name: np.array([row[name] for row in mine]) for name in ATTACKS}
+        values["median network constant"] = np.array([np.median(row["network_norm"]) for row in mine])
+        values["seconds per step"] = np.array([row["seconds_per_step"] for row in mine])
+        cells = [f"{v.mean():.3g} ± {v.std(ddof=1) if len(v) > 1 else float('nan'):.2g}" for v in values.values()]
+        lines.append(f"| {method} | {len(mine)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def draw(rows: list[dict[str, Any]], out: Path) -> None:
+    """Distributions of the network's local constant, and mean softmax norms by layer and head."""
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    fig, ax = plt.subplots(figsize=(5, 2.6), constrained_layout=True)
+    everything = np.concatenate([row["network_norm"] for row in rows])
+    bins = np.geomspace(everything.min(), everything.max(), 30)
+    for method in methods:
+        values = np.concatenate([row["network_norm"] for row in rows if row["method"] == method])
+        ax.hist(values, bins=bins, histtype="step", label=method, density=False)
+    ax.set(xscale="log", xlabel="exact local Lipschitz constant, embeddings to logits", ylabel="images x seeds")
+    ax.legend(fontsize=6)
+    fig.savefig(out / "network_constant.png", dpi=160)
+    fig, axes = plt.subplots(1, len(methods), figsize=(1.7 * len(methods), 2.2), constrained_layout=True, squeeze=False)
+    grids = [np.mean([row["softmax_norm"] for row in rows if row["method"] == method], 0) for method in methods]
+    for ax, method, grid in zip(axes[0], methods, grids, strict=True):
+        image = ax.imshow(grid, cmap="cividis", vmin=0, vmax=max(g.max() for g in grids))
+        ax.set_title(method, fontsize=7)
+        ax.set(xlabel="head")
+    axes[0][0].set_ylabel("layer")
+    fig.colorbar(image, ax=axes, label="mean softmax norm", shrink=0.8)
+    fig.savefig(out / "softmax_norm.png", dpi=160)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--data", default="uoft-cs/cifar10", help="hub dataset id, or a folder with train.parquet and test.parquet")
+    parser.add_argument("--out", type=Path, default=Path("jasmin"))
+    parser.add_argument("--only", help="one method of the configuration")
+    args = parser.parse_args()
+    config = yaml.safe_load(args.config.read_text())
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.out.mkdir(parents=True, exist_ok=True)
+    store = args.out / "results.jsonl"
+    rows = [json.loads(line) for line in store.read_text().splitlines()] if store.exists() else []
+    train, test = pixels(args.data, "train"), pixels(args.data, "test")
+    for seed in config["seeds"]:
+        for method in config["methods"]:
+            name = method["name"]
+            if any(row["method"] == name and row["seed"] == seed for row in rows) or (args.only and name != args.only):
+                continue
+            model, seconds = fine_tune(config, method, seed, *train, device)
+            row = {"method": name, "seed": seed, "seconds_per_step": seconds} | measure(config, model, *test, device)
+            rows.append(row)
+            with store.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(
+                f"seed {seed} {name}: " + ", ".join(f"{a} {row[a]:.1f}" for a in ATTACKS) + f", constant {np.median(row['network_norm']):.2f}",
+                flush=True,
+            )
+    (args.out / "table.md").write_text(table(rows) + "\n")
+    draw(rows, args.out)
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
