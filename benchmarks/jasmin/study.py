@@ -2,13 +2,13 @@
 
     python benchmarks/jasmin/study.py benchmarks/jasmin/small.yaml --data uoft-cs/cifar10 --out jasmin
 
-Fine-tunes a checkpoint once for every method and seed of the configuration, with the recipe of Yudin et al. 2025 (SGD with momentum 0.9, weight decay
-1e-4, cosine schedule, flips, CutMix and MixUp), and measures each result. Results are kept as they come (OUT/results.jsonl); what is there is not computed
-again. Writes a table with mean and standard deviation over seeds, the distribution of the network's local constant (Figure 4 of the paper) and
-attention statistics by layer and head (Figure 5).
+Fine-tunes a checkpoint once for every method and seed of the configuration, with the recipe of Yudin et al. 2025 (SGD with momentum 0.9, weight
+decay 1e-4, cosine schedule, flips, CutMix and MixUp), and measures each result. Results are kept as they come (OUT/results.jsonl); what is there is
+not computed again. Writes a table with mean and standard deviation over seeds, the distribution of the network's local constant (Figure 4 of the
+paper) and attention statistics by layer and head (Figure 5).
 
-small.yaml fits in half an hour on two CPU cores. cifar10.yaml and cifar100.yaml have the paper's grid for a ViT-B: start one process per method and GPU with
-``--only METHOD``, or the whole under ``accelerate launch`` on one.
+small.yaml fits in half an hour on two CPU cores. cifar10.yaml and cifar100.yaml have the paper's grid for a ViT-B; ``--only METHOD`` does one method
+of it, so that every GPU can have its own.
 """
 
 import argparse

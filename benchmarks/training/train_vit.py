@@ -37,7 +37,8 @@ def pixels(data: str, split: str) -> tuple[torch.Tensor, torch.Tensor]:
     rows = load_dataset("parquet", data_files=str(files), split="train") if files.exists() else load_dataset(data, split=split)
     image = "image" if "image" in rows.column_names else "img"
     array = np.stack([np.asarray(picture.convert("RGB")) for picture in rows[image]])
-    return torch.from_numpy(array).permute(0, 3, 1, 2).contiguous(), torch.tensor(rows["label"])
+    label = "label" if "label" in rows.column_names else "fine_label"  # as in CIFAR-100
+    return torch.from_numpy(array).permute(0, 3, 1, 2).contiguous(), torch.tensor(rows[label])
 
 
 def augment(batch: torch.Tensor) -> torch.Tensor:
