@@ -16,9 +16,10 @@ from lipbound.network import network_norm
 from lipbound.norms import spectral_norm
 from lipbound.solution import Norm
 from lipbound.store import load
+from lipbound.training import attention_probabilities
 
 __all__ = [
-    "Attention", "LipboundError", "Norm", "attack", "bounds", "capture", "compare", "load", "network_norm", "plots", "radius_curve", "regularizers",
-    "spectral_norm", "tables",
+    "Attention", "LipboundError", "Norm", "attack", "attention_probabilities", "bounds", "capture", "compare", "load", "network_norm", "plots",
+    "radius_curve", "regularizers", "spectral_norm", "tables",
 ]  # fmt: skip
 __version__ = "0.1.0"
