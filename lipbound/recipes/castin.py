@@ -73,7 +73,8 @@ def draw_growth(ds: xr.Dataset) -> Figure:
                     axes_.set_xlabel("tokens N")
             layers.set_ylabel("local Lipschitz constant")
             hard.legend(fontsize=5.5, loc="lower right")
-        axes[1].legend(fontsize=5.5, ncols=2)
+        handles, labels = axes[1].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=8, fontsize=6)
     return figure
 
 
