@@ -26,20 +26,18 @@ def growth(setting: Setting) -> xr.Dataset:
     parts = []
     for text in setting.texts:
         modes = {}
-        for mode, causal in (("encoder", False), ("decoder", True)):
+        for causal in (False, True):
             ds = sequence_growth(
                 setting.model, text, lengths=LENGTHS if setting.full or setting.data else LENGTHS[::3], sequences=setting.count(3, 10), causal=causal,
-                column=setting.column if _table(text) else None, split=setting.split, device=setting.device, dtype=setting.dtype, seed=setting.seed,
+                column=setting.column, split=setting.split, device=setting.device, dtype=setting.dtype, seed=setting.seed,
             )  # fmt: skip
-            modes["decoder" if ds.attrs["causal"] else mode] = ds
+            modes["decoder" if ds.attrs["causal"] else "encoder"] = ds
+            if "decoder" in modes:  # the model is one anyway
+                break
         parts.append(xr.concat(list(modes.values()), pd.Index(list(modes), name="mode", dtype=object), combine_attrs="override"))
     whole = xr.concat(parts, pd.Index([part.attrs["data"] for part in parts], name="text", dtype=object), combine_attrs="override")
     whole.attrs = parts[0].attrs | {"data": ", ".join(whole["text"].values.tolist())}
     return whole
-
-
-def _table(text: object) -> bool:
-    return str(text).endswith((".csv", ".parquet", ".json", ".jsonl"))
 
 
 def draw_growth(ds: xr.Dataset) -> Figure:
