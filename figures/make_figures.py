@@ -19,8 +19,6 @@ from lipbound.recipes import RECIPES, Setting
 
 HERE = Path(__file__).parent
 RUNS = HERE / "runs"
-GROWTH = ("castin-1", "castin-6")
-"""One computation, two figures."""
 
 
 def main() -> None:
@@ -43,10 +41,9 @@ def main() -> None:
     for name, recipe in RECIPES.items():
         if name == "yudin-6":  # the heatmaps above
             continue
-        saved = RECIPES["castin-1"] if name in GROWTH else recipe
-        recipe.render(saved.saved(growth if name in GROWTH else Setting(), RUNS), HERE)
+        recipe.render(recipe.saved(growth if recipe.stored == RECIPES["castin-1"].stored else Setting(), RUNS), HERE)
         print(f"figures/{name}.pdf, .png and .txt", flush=True)
-    gpt2 = replace(RECIPES["castin-1"], name="castin-4-gpt2")
+    gpt2 = replace(RECIPES["castin-1"], name="castin-4-gpt2", run="")
     gpt2.render(gpt2.saved(replace(growth, model="builtin:gpt2", data=growth.data[:1]), RUNS), HERE)
     print(f"figures/{gpt2.name}.pdf, .png and .txt", flush=True)
 

@@ -242,8 +242,8 @@ def reproduce(
         return
     setting = Setting(model, tuple(data or ()), column, split, samples, full, device, dtype, seed)
     for one in RECIPES.values() if name == "all" else [recipe(name)]:
-        ds = one.run(setting, output)
-        typer.echo(f"{one.title} ({one.source}).\n{one.caption(ds)}\nwrote {output / one.name}.zarr, .pdf, .png and .txt\n")
+        ds = one.reproduce(setting, output)
+        typer.echo(f"{one.title} ({one.source}).\n{one.caption(ds)}\nwrote {output / one.name}.pdf, .png and .txt, from {output / one.stored}\n")
 
 
 @app.command(epilog="Example: lipbound demo --out results")

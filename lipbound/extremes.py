@@ -119,8 +119,7 @@ def large_radius_limit(att: Attention) -> Limit:
     r"""Limit of :math:`\|J(rX)\|` as r grows: each token attends to one other, :math:`j_i = \arg\max_j x_i^T A x_j` (Theorems 3.7 and 4.5).
 
     The Jacobian tends to :math:`[j = j_i]\,W_V^T`, of norm :math:`\|W_V\|\,(\max_j \#\{i : j_i = j\})^{1/2} \le \sqrt N\,\|W_V\|`. The mask's
-    forbidden
-    entries stay forbidden; finite ones and biases vanish beside scores that grow like :math:`r^2`.
+    forbidden entries stay forbidden; finite ones and biases vanish beside scores that grow like :math:`r^2`.
 
     Returns:
         `Limit`; ``gap`` is the smallest difference between the best and the second best score of a token: the limit is reached like
@@ -140,8 +139,8 @@ def large_radius_limit(att: Attention) -> Limit:
 def quadratic_inputs(att: Attention, tokens: int, radius: float) -> Tensor:
     r"""Inputs at which a head's local constant grows like :math:`R^2` (appendix C.7), (heads, N, D) for odd N.
 
-    :math:`x_1 = 0`, half of the others :math:`R u`, half :math:`-R u`, u the top right singular vector of :math:`A^T` restricted to what values see:
-    the one that maximises :math:`|W_V^T u||A u|` among the right singular vectors of A.
+    :math:`x_1 = 0`, half of the others :math:`R u`, half :math:`-R u`; u is the right singular vector of A that maximises
+    :math:`|W_V^T u||A u|`.
     """
     if tokens < 3 or tokens % 2 == 0:
         raise LipboundError(f"{tokens} tokens cannot be one at 0 and two equal halves; give an odd number of at least 3")

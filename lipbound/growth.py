@@ -60,7 +60,7 @@ def sequence_growth(
 ) -> xr.Dataset:
     r"""Exact local constants of every head and every whole layer against the number of tokens, on text and on adversarial inputs.
 
-    The text is tokenised as a whole, without special tokens, and cut into ``sequences`` sequences for every length, none of which overlap,
+    The text (every row of a table) is tokenised without special tokens, and cut into ``sequences`` sequences for every length, none of which overlap,
     as in the paper. Adversarial inputs are those of `lipbound.extremes.adversarial_inputs`, of the mean length of real tokens (or ``radius``).
 
     Args:

@@ -182,7 +182,7 @@ def _windows(tokenizer: Any, text: str, samples: int, max_length: int, name: str
 def stream(checkpoint: Checkpoint, data: Any, count: int, *, split: str | None = None, column: str | None = None) -> tuple[Tensor, str]:
     """The first ``count`` tokens of a text, without special tokens, as one tensor (count,), and a description; data as for `prepare`.
 
-    Rows of a table are joined by spaces.
+    Rows of a table are tokenised one by one and follow each other.
 
     Raises:
         InputsError: no text, or less of it.

@@ -18,7 +18,7 @@ from lipbound.solution import Norm
 
 Inputs = Mapping[str, Tensor]
 FEW = 16
-"""Outputs, such as logits of a few classes, whose gradients are simply computed: the norm is then dense, and ``upper`` deterministic."""
+"""Outputs, such as logits of a few classes, whose gradients are simply computed: the norm is then dense, and ``upper`` needs no probability."""
 
 
 class NetworkJacobian(JacobianOperator):
@@ -146,11 +146,10 @@ def network_norm(
 ) -> Norm:
     r"""Exact local Lipschitz constant (2-norm of the Jacobian) of a network at every sample, from token vectors to its outputs.
 
-    The map starts at what enters the first block ("embeddings": after the patch or word embeddings, which are left out as in Yudin et al. 2025,
-    positions
-    and their normalisation included), or at what enters block ``start``; it ends at the logits, at the last hidden state, or at what leaves block
-    ``end``.
-    The model runs its own modules, in evaluation mode, with eager attention; padding is held fixed.
+    The map starts at what enters the first block ("embeddings": after the patch or word embeddings, which are left out as in Yudin et al. 2025),
+    or at what enters block ``start``; it ends at the logits, at the last hidden state, or at what leaves block ``end``. The model runs its own
+    modules, in evaluation mode, with eager attention; padding is held fixed. The Jacobian is that of the network as it computes in its dtype:
+    ``upper`` does not cover the rounding of activations, so give a model in float64 where digits beyond the fourth matter.
 
     Args:
         model: a transformers model in float32 or float64.
@@ -192,7 +191,7 @@ def _norm(
 
 
 def _from_gradients(op: JacobianOperator) -> Norm:
-    """Norms from all gradients of a few outputs; ``upper`` allows for the rounding of the dtype they were computed in."""
+    """Norms from all gradients of a few outputs; ``upper`` allows for the same rounding of products as a certificate."""
     sigma = torch.linalg.svdvals(op.dense().double())[:, 0].cpu()
     steps = torch.full((op.batch,), math.prod(op.out_shape))
     error = torch.full_like(sigma, ROUNDING[op.dtype])

@@ -97,8 +97,7 @@ def ellipsoid_radius(weight: Tensor, bias: Tensor | None = None, *, centred: boo
     .. math:: \max\{|w \circ z + b| : |z|^2 \le D,\ \textstyle\sum_k z_k = 0\}
 
     (without the sum for RMSNorm). Outputs lie on this ellipsoid but for eps, which keeps them inside. A quadratic over a ball: by strong duality
-    it is
-    :math:`\min_{\mu \ge \lambda_1} \mu D + \sum_k g_k^2/(\mu - \lambda_k) + |b|^2`, with :math:`\lambda` the eigenvalues of
+    it is :math:`\min_{\mu \ge \lambda_1} \mu D + \sum_k g_k^2/(\mu - \lambda_k) + |b|^2`, with :math:`\lambda` the eigenvalues of
     :math:`Z\,diag(w^2)\,Z`, Z the projection on sum zero, and g the coordinates of :math:`Z(w \circ b)`. Every :math:`\mu` gives an upper value,
     so the result is one.
     """

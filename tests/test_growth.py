@@ -1,6 +1,7 @@
 """The study of local constants against sequence length."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -83,7 +84,7 @@ def test_too_little_text_and_bad_lengths() -> None:
         sequence_growth("builtin:vit", lengths=(4,))
 
 
-def test_csv_without_a_line_of_names(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_csv_without_a_line_of_names(tmp_path: Path) -> None:
     path = tmp_path / "news.csv"
     path.write_text('"3","first title","the lighthouse keeper"\n"4","second title","the clock of the island"\n')
     tokens, description = stream(load("builtin:gpt2"), str(path), 6, column="2")

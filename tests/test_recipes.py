@@ -22,8 +22,8 @@ def test_recipe_from_the_command_line(name: str, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     for kind in ("pdf", "png", "txt"):
         assert (tmp_path / f"{name}.{kind}").stat().st_size > 100
-    ds = store.load(tmp_path / f"{name}.zarr")
-    assert ds.attrs["recipe"] == name
+    ds = store.load(tmp_path / recipe(name).stored)
+    assert f"{ds.attrs['recipe']}.zarr" == recipe(name).stored
     first = (tmp_path / f"{name}.png").read_bytes()
     again = CliRunner().invoke(app, ["reproduce", name, "builtin:gpt2", "-o", str(tmp_path)])
     assert again.exit_code == 0

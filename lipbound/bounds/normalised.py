@@ -12,8 +12,7 @@ def fold_normalisation(att: Attention) -> Attention:
     r"""The layer as a function of the bare normalised tokens :math:`u = (x - \bar x)/s`: same q, k, v and P, other inputs and weights.
 
     With :math:`w, b` the normaliser's parameters, :math:`W_Q` becomes :math:`diag(w) W_Q` and :math:`b_Q` becomes :math:`b_Q + W_Q^T b`; likewise
-    for keys and values.
-    Folded inputs have :math:`|u_i| \le \sqrt D`, whatever the parameters.
+    for keys and values. Folded inputs have :math:`|u_i| \le \sqrt D`, whatever the parameters.
 
     Raises:
         AttentionError: a layer that is not known to be fed by a normaliser (``lipbound.capture(..., around=True)`` finds it).
@@ -35,8 +34,7 @@ def after_norm(att: Attention, name: str) -> Tensor:
     r"""A bound on the maps :math:`h \mapsto head(norm(h))`, (samples, heads), float64, from the registered bound ``name`` on the folded heads.
 
     :math:`L(\text{folded}) \cdot \max_i 1/s_i`, since the bare normalisation of token i is a projection divided by :math:`s_i`. Against the bound
-    on the head as it
-    is times the largest norm of the normalisation, :math:`\max_k |w_k| / s_i`, it sees which directions the weights w make long.
+    on the head as it is times the largest norm of the normalisation, :math:`\max_k |w_k| / s_i`, it sees which directions the weights w make long.
     """
     folded = fold_normalisation(att)
     assert att.surroundings is not None

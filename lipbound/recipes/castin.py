@@ -147,7 +147,7 @@ def caption_magnitude(ds: xr.Dataset) -> str:
 
 register(
     name="castin-6", title="Magnitude of the tokens that enter attention, against sequence length", source=f"{PAPER}, Figures 5 and 6",
-    compute=growth, draw=draw_magnitude, caption=caption_magnitude, cost="2 min",
+    compute=growth, draw=draw_magnitude, caption=caption_magnitude, cost="2 min", run="castin-1",
 )  # fmt: skip
 
 

@@ -84,6 +84,7 @@ class Recipe:
         name: what it is called on the command line. title: one line. source: paper and place.
         compute: what it measures. draw: its figure. caption: what exactly the figure shows, with the numbers that matter.
         cost: time of the small setting on two CPU cores.
+        run: name of the stored Dataset; recipes that draw the same measurements share it. The recipe's own name by default.
     """
 
     name: str
@@ -93,17 +94,23 @@ class Recipe:
     draw: Callable[[xr.Dataset], Figure]
     caption: Callable[[xr.Dataset], str]
     cost: str
+    run: str = ""
+
+    @property
+    def stored(self) -> str:
+        """Name of the Zarr store of what it measures, in the folder of its figure."""
+        return f"{self.run or self.name}.zarr"
 
     def saved(self, setting: Setting, folder: Path) -> xr.Dataset:
-        """What ``folder/NAME.zarr`` holds; computed and stored there where it is missing."""
-        path = folder / f"{self.name}.zarr"
+        """What the store in ``folder`` holds; computed and stored there where it is missing."""
+        path = folder / self.stored
         if not path.exists():
             ds = self.compute(setting)
-            ds.attrs["recipe"] = self.name
+            ds.attrs["recipe"] = self.run or self.name
             store.save(ds, path)
         return store.load(path)
 
-    def run(self, setting: Setting, folder: Path, *, kinds: Sequence[str] = ("pdf", "png")) -> xr.Dataset:
+    def reproduce(self, setting: Setting, folder: Path, *, kinds: Sequence[str] = ("pdf", "png")) -> xr.Dataset:
         """`saved`, and figure and caption in the same folder."""
         ds = self.saved(setting, folder)
         self.render(ds, folder, kinds=kinds)

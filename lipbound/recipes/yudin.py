@@ -161,7 +161,7 @@ def caption_histogram(ds: xr.Dataset) -> str:
 
 register(
     name="yudin-3", title="Bounds on the softmax Jacobian over its exact norm", source=f"{PAPER}, Figure 3, with the older bounds",
-    compute=attention_statistics, draw=draw_histogram, caption=caption_histogram, cost="10 s",
+    compute=attention_statistics, draw=draw_histogram, caption=caption_histogram, cost="10 s", run="yudin-2",
 )  # fmt: skip
 
 
