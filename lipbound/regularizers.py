@@ -23,6 +23,8 @@ from lipbound.projections import projections
 from lipbound.training import attention_layers, attention_probabilities
 
 REDUCTIONS = ("max", "mean")
+SMALL = 1e-6
+"""Added to g_k in equation (9)."""
 
 
 class JaSMin:
@@ -79,21 +81,73 @@ class JaSMin:
 
     def rows(self, p: Tensor) -> Tensor:
         """The logarithm for every row, (..., N) -> (...)."""
-        tiny = torch.finfo(p.dtype).tiny
-        n = p.shape[-1]
-        top, where = p.topk(min(max(self.k + 1, 2), n), -1)
-        first = top[..., 0]
-        second = top[..., 1] if n > 1 else torch.zeros_like(first)
-        with torch.no_grad():  # 1 - first cancels near one-hot rows; its derivative does not
-            others = p.scatter(-1, where[..., :1], 0.0).sum(-1)
-        rest = p.sum(-1) - first
-        rest = others + (rest - rest.detach())
-        value = first.clamp_min(tiny).log() + (rest + second).clamp_min(tiny).log()
-        if self.k:
-            at = top[..., self.k - 1]
-            following = top[..., self.k] if self.k < n else torch.zeros_like(at)
-            value = value - (at * (1 - at + following) + 1e-6).log()
-        return value
+        result: Tensor = _Logarithm.apply(p, self.k)  # type: ignore[no-untyped-call]
+        return result
+
+
+def _order(p: Tensor, k: int) -> Tensor:
+    """Where the first and second largest entries of each row lie, and for k > 0 the k-th and the next: (..., up to 4) indices.
+
+    On CPUs torch's top-k is slow: two maxima are three times as fast as the top two, and of more, only the unsorted ones are asked for.
+    """
+    n = p.shape[-1]
+    if k:
+        top, where = p.topk(min(k + 1, n), -1, sorted=False)
+        at = top.min(-1, keepdim=True).indices
+        ends = [where.gather(-1, top.scatter(-1, at, math.inf).argmin(-1, keepdim=True)), where.gather(-1, at)] if k < n else [where.gather(-1, at)]
+    else:
+        top, where, ends = p, None, []
+    first = top.max(-1, keepdim=True).indices
+    second = [top.scatter(-1, first, -math.inf).max(-1, keepdim=True).indices] if n > 1 else []
+    starts = [first, *second]
+    return torch.cat([*(starts if where is None else [where.gather(-1, i) for i in starts]), *ends], -1)
+
+
+def _terms(p: Tensor, k: int, where: Tensor) -> tuple[Tensor, ...]:
+    """p_(1), 1 - p_(1) + p_(2), and for k > 0 p_(k), 1 - p_(k) + p_(k+1), of every row, (...)."""
+    n = p.shape[-1]
+    at = p.gather(-1, where)
+    twice = p.scatter(-1, where[..., :1], 0.0).sum(-1)  # 1 - p_(1) cancels near one-hot rows, the sum of the others does not
+    if n > 1:
+        twice = twice + at[..., 1]
+    if not k:
+        return at[..., 0], twice
+    last = at[..., -2] if k < n else at[..., -1]
+    return at[..., 0], twice, last, 1 - last + at[..., -1] if k < n else 1 - last
+
+
+def _logarithm(p: Tensor, k: int, where: Tensor) -> Tensor:
+    tiny = torch.finfo(p.dtype).tiny
+    first, twice, *others = _terms(p, k, where)
+    value = first.clamp_min(tiny).log() + twice.clamp_min(tiny).log()
+    return value - (others[0] * others[1] + SMALL).log() if k else value
+
+
+class _Logarithm(torch.autograd.Function):
+    """log g_1 of rows, or log of g_1 / (g_k + 1e-6), with its derivative written into one array: this runs in every step of training."""
+
+    @staticmethod
+    def forward(ctx: Any, p: Tensor, k: int) -> Tensor:
+        where = _order(p, k)
+        ctx.save_for_backward(p, where)
+        ctx.k = k
+        return _logarithm(p, k, where)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        p, where = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a second derivative is wanted: leave both to autograd
+            with torch.enable_grad():
+                return torch.autograd.grad(_logarithm(p, ctx.k, where), p, grad, create_graph=True)[0], None
+        tiny, n = torch.finfo(p.dtype).tiny, p.shape[-1]
+        first, twice, *others = _terms(p, ctx.k, where)
+        rest = torch.where(twice >= tiny, grad / twice, 0.0)
+        steps = [torch.where(first >= tiny, grad / first, 0.0) - rest, *([rest] if n > 1 else [])]
+        if ctx.k:
+            last, factor = others
+            scale = grad / (last * factor + SMALL)
+            steps += [scale * (last - factor), *([-scale * last] if ctx.k < n else [])]
+        return rest[..., None].expand(p.shape).scatter_add(-1, where, torch.stack(steps, -1)), None
 
 
 class Specformer(nn.Module):

@@ -52,12 +52,13 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mas
     key, value = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
     scores = (query @ key.mT) * scale
     scores = scores if mask is None else scores + mask[..., : key.shape[-2]]
-    p = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
+    p = torch.softmax(scores, -1, dtype=torch.promote_types(query.dtype, torch.float32))
     watch.found.append(p)  # before dropout: rows of it do not sum to one
     watch.queries.append(query)
     watch.modules.append(module)
     watch.masks.append(mask)
     watch.scales.append(scale)
+    p = p.to(query.dtype)
     dropped = nn.functional.dropout(p, kw.get("dropout", 0.0), module.training)
     return (dropped @ value).transpose(1, 2).contiguous(), p
 
@@ -83,7 +84,8 @@ def attention_probabilities(model: PreTrainedModel, layers: Sequence[int] | None
     """Context in which every forward pass of a model adds its attention probabilities to a list, per layer (samples, heads, N, N), with gradients.
 
     The model keeps the attention function that does this (set with ``set_attn_implementation``); outside such a context it runs torch's fused
-    attention, as it does for layers that are not chosen. Probabilities are those before dropout.
+    attention, as it does for layers that are not chosen. Probabilities are those before dropout, in float32 at least, also where the model or
+    autocast uses less.
 
     Args:
         model: a transformers model whose attention goes through ``AttentionInterface``.

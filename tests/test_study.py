@@ -11,6 +11,8 @@ import pytest
 import yaml
 from PIL import Image
 
+from lipbound.regularizers import SoundPenalty
+
 STUDY = Path(__file__).parents[1] / "benchmarks" / "jasmin"
 
 
@@ -36,7 +38,7 @@ def test_small_study(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "softmax_norm.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize("name", ["small", "cifar10", "cifar100"])
+@pytest.mark.parametrize("name", ["search", "small", "cifar10", "cifar100"])
 def test_configurations_are_complete(name: str) -> None:
     config = yaml.safe_load((STUDY / f"{name}.yaml").read_text())
     methods = config["methods"]
@@ -46,8 +48,12 @@ def test_configurations_are_complete(name: str) -> None:
         if method["penalty"] == "specformer":
             assert len(method["strengths"]) == 3
             assert all(isinstance(s, int | float) for s in method["strengths"])
+        elif method["penalty"] == "sound":
+            assert method["bound"] in SoundPenalty.NAMES
+            assert isinstance(method["strength"], float)
         else:
+            assert method["penalty"] == "jasmin"
             assert isinstance(method["strength"], float)
             assert method["reduce"] in ("max", "mean")
-    if name != "small":  # the paper's grid
+    if name.startswith("cifar"):  # the paper's grid
         assert len(methods) == 1 + 9 + 18

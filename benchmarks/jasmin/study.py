@@ -5,16 +5,19 @@
 Fine-tunes a checkpoint once for every method and seed of the configuration, with the recipe of Yudin et al. 2025 (SGD with momentum 0.9, weight
 decay 1e-4, cosine schedule, flips, CutMix and MixUp), and measures each result. Results are kept as they come (OUT/results.jsonl); what is there is
 not computed again. Writes a table with mean and standard deviation over seeds, the distribution of the network's local constant (Figure 4 of the
-paper) and attention statistics by layer and head (Figure 5).
+paper) and attention statistics by layer and head (Figure 5). ``--keep`` writes every network to OUT/networks, as float16 checkpoints that
+``lipbound compare`` reads.
 
-small.yaml fits in half an hour on two CPU cores. cifar10.yaml and cifar100.yaml have the paper's grid for a ViT-B; ``--only METHOD`` does one method
-of it, so that every GPU can have its own.
+search.yaml looks for strengths, small.yaml compares methods at those found; both are for two CPU cores. cifar10.yaml and cifar100.yaml have the
+paper's grid for a ViT-B. ``--only METHOD`` and ``--seed S`` do a part of a configuration, so that every core or GPU can have its own; a last call
+without them draws and tabulates everything.
 """
 
 import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +26,34 @@ import numpy as np
 import torch
 import yaml
 from torch import Tensor, nn
-from transformers import ViTForImageClassification
+from transformers import ViTForImageClassification, ViTImageProcessor
 
 from lipbound import softmax
+from lipbound.capture import capture
 from lipbound.checkpoints import load
 from lipbound.network import network_norm
-from lipbound.regularizers import JaSMin, Specformer
+from lipbound.norms import spectral_norm
+from lipbound.regularizers import JaSMin, SoundPenalty, Specformer
 from lipbound.robustness import ATTACKS, robust_accuracy
-from lipbound.training import attention_probabilities
+from lipbound.training import attention_layers, attention_probabilities
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
+from common import save
 from train_vit import pixels
 
 MEAN = STD = (0.5, 0.5, 0.5)
+CARD = """---
+license: mit
+library_name: transformers
+---
+# A small ViT on CIFAR-10: {method}
+
+`{start}` without biases of queries, keys and values, fine-tuned by `benchmarks/jasmin/study.py` with the method "{method}": {steps} steps of
+{batch} images, SGD with momentum 0.9 from learning rate {lr}, cosine schedule, flips, CutMix and MixUp, seed {seed}.
+
+Measured before rounding to float16: {clean:.1f} % of the first {count} test images right; {pgd:.1f} % of the first {attacks} under projected gradient
+descent (4 steps, 2/255); median local Lipschitz constant of the network, embeddings to logits, {constant:.2f} over the first {norms}.
+"""
 
 
 def mixed(images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,16 +74,25 @@ def mixed(images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return images, share * targets + (1 - share) * targets[order]
 
 
-def penalty(method: dict[str, Any]) -> Any:
-    """What a method of the configuration adds to the loss: (model, attentions) -> scalar, and whether it needs attentions."""
+def penalty(method: dict[str, Any]) -> Callable[[ViTForImageClassification, list[Tensor], Tensor], Tensor]:
+    """What a method of the configuration adds to the loss: (model, attentions, images) -> scalar."""
     kind = method.get("penalty")
     if kind is None:
-        return None, False
+        return lambda model, attentions, x: x.new_zeros(())
     if kind == "specformer":
         specformer = Specformer(*method["strengths"])
-        return (lambda model, attentions: specformer(model)), False
-    jasmin = JaSMin(method["k"], method["reduce"])
-    return (lambda model, attentions: method["strength"] * jasmin(attentions)), True
+        return lambda model, attentions, x: specformer(model)
+    if kind == "jasmin":
+        jasmin = JaSMin(method["k"], method["reduce"])
+        return lambda model, attentions, x: method["strength"] * jasmin(attentions)
+    sound = SoundPenalty(method["bound"])
+
+    def on_a_few(model: ViTForImageClassification, attentions: list[Tensor], x: Tensor) -> Tensor:
+        with attention_layers(model) as layers:
+            model(pixel_values=x[: method["images"]])
+        return method["strength"] * sound(layers).float()
+
+    return on_a_few
 
 
 def fine_tune(config: dict[str, Any], method: dict[str, Any], seed: int, images: Tensor, labels: Tensor, device: str) -> tuple[nn.Module, float]:
@@ -77,7 +104,7 @@ def fine_tune(config: dict[str, Any], method: dict[str, Any], seed: int, images:
     )
     model = model.float().to(device).train()
     model.set_attn_implementation("sdpa")
-    extra, needs_attention = penalty(method)
+    extra = penalty(method)
     epochs, batch, per_epoch = config["epochs"], config["batch"], min(config.get("images", len(labels)), len(labels))
     steps = epochs * (per_epoch // batch)
     optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9, weight_decay=1e-4)
@@ -87,14 +114,9 @@ def fine_tune(config: dict[str, Any], method: dict[str, Any], seed: int, images:
         for index in torch.randperm(len(labels))[: per_epoch // batch * batch].split(batch):
             x = images[index].float().div(255).sub(MEAN[0]).div(STD[0]).to(device)
             x, targets = mixed(x, nn.functional.one_hot(labels[index], model.config.num_labels).float().to(device))
-            if needs_attention:
-                with attention_probabilities(model) as attentions:
-                    logits = model(pixel_values=x).logits
-            else:
-                attentions, logits = [], model(pixel_values=x).logits
-            loss = nn.functional.cross_entropy(logits, targets)
-            if extra is not None:
-                loss = loss + extra(model, attentions)
+            with torch.autocast(device, torch.bfloat16, enabled=config.get("bfloat16", False)), attention_probabilities(model) as attentions:
+                logits = model(pixel_values=x).logits
+            loss = nn.functional.cross_entropy(logits.float(), targets) + extra(model, attentions, x)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -117,8 +139,10 @@ def measure(config: dict[str, Any], model: nn.Module, images: Tensor, labels: Te
     found["clean"] = 100 * right / min(count["clean"], len(labels))
     inputs = {"pixel_values": (images[: count["norms"]].float().div(255).to(device) - 0.5) / 0.5}
     found["network_norm"] = network_norm(model, inputs).lower.tolist()
+    few = {"pixel_values": inputs["pixel_values"][:32]}
     with torch.no_grad(), attention_probabilities(model) as attentions:
-        model(pixel_values=inputs["pixel_values"][:32])
+        model(**few)
+    found["head_norm"] = [spectral_norm(att, tol=1e-3).lower.log().mean(0).exp().tolist() for att in capture(model, few)]
     found["softmax_norm"] = [softmax.jacobian_norm(p).upper.mean((0, 2)).tolist() for p in attentions]
     found["largest_probability"] = [p.double().amax(-1).mean((0, 2)).tolist() for p in attentions]
     return found
@@ -126,12 +150,13 @@ def measure(config: dict[str, Any], model: nn.Module, images: Tensor, labels: Te
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Mean and standard deviation over seeds, one line per method, as Markdown."""
-    columns = [*ATTACKS, "median network constant", "seconds per step"]
+    columns = [*ATTACKS, "median network constant", "mean head constant", "seconds per step"]
     lines = ["| method | seeds | " + " | ".join(columns) + " |", "|---" * (len(columns) + 2) + "|"]
     for method in dict.fromkeys(row["method"] for row in rows):
         mine = [row for row in rows if row["method"] == method]
         values = {name: np.array([row[name] for row in mine]) for name in ATTACKS}
         values["median network constant"] = np.array([np.median(row["network_norm"]) for row in mine])
+        values["mean head constant"] = np.array([np.exp(np.mean(np.log(row["head_norm"]))) for row in mine])
         values["seconds per step"] = np.array([row["seconds_per_step"] for row in mine])
         cells = [f"{v.mean():.3g} ± {v.std(ddof=1) if len(v) > 1 else float('nan'):.2g}" for v in values.values()]
         lines.append(f"| {method} | {len(mine)} | " + " | ".join(cells) + " |")
@@ -164,33 +189,58 @@ def draw(rows: list[dict[str, Any]], out: Path) -> None:
     fig.savefig(out / "softmax_norm.png", dpi=160)
 
 
+def results(store: Path) -> list[dict[str, Any]]:
+    """What has been measured so far."""
+    return [json.loads(line) for line in store.read_text().splitlines()] if store.exists() else []
+
+
+def card(config: dict[str, Any], method: dict[str, Any], seed: int, row: dict[str, Any]) -> str:
+    """The model card of a kept network."""
+    steps = config["epochs"] * (config.get("images", 50_000) // config["batch"])
+    return CARD.format(
+        start=config["start"], method=method["name"], steps=steps, batch=config["batch"], lr=config["lr"], seed=seed,
+        clean=row["clean"], count=config["evaluate"]["clean"], pgd=row["pgd-2"], attacks=config["evaluate"]["attacks"],
+        constant=np.median(row["network_norm"]), norms=config["evaluate"]["norms"],
+    )  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
     parser.add_argument("--data", default="uoft-cs/cifar10", help="hub dataset id, or a folder with train.parquet and test.parquet")
     parser.add_argument("--out", type=Path, default=Path("jasmin"))
     parser.add_argument("--only", help="one method of the configuration")
+    parser.add_argument("--seed", type=int, help="one seed of the configuration")
+    parser.add_argument("--keep", action="store_true", help="write the networks to OUT/networks")
+    parser.add_argument("--threads", type=int, default=0)
     args = parser.parse_args()
     config = yaml.safe_load(args.config.read_text())
     device = "cuda" if torch.cuda.is_available() else "cpu"
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.threads:
+        torch.set_num_threads(args.threads)
     store = args.out / "results.jsonl"
-    rows = [json.loads(line) for line in store.read_text().splitlines()] if store.exists() else []
     train, test = pixels(args.data, "train"), pixels(args.data, "test")
     for seed in config["seeds"]:
         for method in config["methods"]:
             name = method["name"]
-            if any(row["method"] == name and row["seed"] == seed for row in rows) or (args.only and name != args.only):
+            if (args.only and name != args.only) or (args.seed is not None and seed != args.seed):
+                continue
+            if any(row["method"] == name and row["seed"] == seed for row in results(store)):
                 continue
             model, seconds = fine_tune(config, method, seed, *train, device)
             row = {"method": name, "seed": seed, "seconds_per_step": seconds} | measure(config, model, *test, device)
-            rows.append(row)
+            if args.keep:
+                folder = args.out / "networks" / f"{name.replace(' ', '-').replace(',', '')}-{seed}"
+                save(model, folder, card(config, method, seed, row))
+                ViTImageProcessor(size={"height": 32, "width": 32}, image_mean=[0.5] * 3, image_std=[0.5] * 3).save_pretrained(folder)
             with store.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             print(
                 f"seed {seed} {name}: " + ", ".join(f"{a} {row[a]:.1f}" for a in ATTACKS) + f", constant {np.median(row['network_norm']):.2f}",
                 flush=True,
             )
+    rows = results(store)
     (args.out / "table.md").write_text(table(rows) + "\n")
     draw(rows, args.out)
     print(table(rows))
