@@ -17,9 +17,10 @@ from lipbound.norms import spectral_norm
 from lipbound.solution import Norm
 from lipbound.store import load
 from lipbound.training import attention_probabilities
+from lipbound.verifying import verify
 
 __all__ = [
     "Attention", "LipboundError", "Norm", "attack", "attention_probabilities", "bounds", "capture", "compare", "load", "network_norm", "plots",
-    "radius_curve", "regularizers", "spectral_norm", "tables",
+    "radius_curve", "regularizers", "spectral_norm", "tables", "verify",
 ]  # fmt: skip
 __version__ = "0.1.0"

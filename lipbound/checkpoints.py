@@ -35,6 +35,7 @@ class Checkpoint:
         revision: commit of a hub model, or "sha256:..." over the weights of a directory or a loaded model.
         source: what tokenizer and processor are loaded from (a directory or a hub id), or None for a loaded model without one.
         commit: the hub commit, or None.
+        loaded: whether the user handed over a loaded model, which no name leads back to.
     """
 
     model: PreTrainedModel
@@ -42,6 +43,7 @@ class Checkpoint:
     revision: str
     source: str | None
     commit: str | None = None
+    loaded: bool = False
 
     @property
     def modality(self) -> str:
@@ -102,7 +104,8 @@ def load(model: str | Path | PreTrainedModel, *, revision: str | None = None, dt
         loaded = model.to(device=device, dtype=target)
         _check_finite(loaded, type(model).__name__)
         source = str(model.name_or_path) or None
-        return Checkpoint(loaded, source or type(model).__name__, _state_hash(loaded), source, getattr(model.config, "_commit_hash", None))
+        name = source or type(model).__name__
+        return Checkpoint(loaded, name, _state_hash(loaded), source, getattr(model.config, "_commit_hash", None), loaded=True)
     if not isinstance(model, str | Path):
         raise CheckpointError(f"model is a {type(model).__name__}; give a hub id, a directory, 'builtin:NAME' or a transformers model")
     name = str(model)

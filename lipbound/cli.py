@@ -21,6 +21,7 @@ from lipbound.bounds.auditing import audit
 from lipbound.errors import LipboundError, StoreError
 from lipbound.recipes import RECIPES, Setting, recipe
 from lipbound.sweep import sweep as run_sweep
+from lipbound.verifying import verify as run_verify
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 DEMO = ("builtin:minilm", "builtin:gpt2", "builtin:vit")
@@ -208,6 +209,23 @@ def table(
 def cite(run: Annotated[Path, typer.Argument(help="A run saved by `lipbound compare --out`.")]) -> None:
     """Print BibTeX for every bound in a run, and for lipbound."""
     typer.echo(tables.bibtex(store.load(run)))
+
+
+@app.command(epilog="Example: lipbound verify minilm.zarr --places 8")
+def verify(
+    run: Annotated[Path, typer.Argument(help="A run saved by `lipbound compare --out`.")],
+    places: Annotated[int, typer.Option(help="How many pairs of sample and layer to compute again, all heads of each.")] = 4,
+    seed: Annotated[int, typer.Option(help="Which ones.")] = 0,
+    model: Annotated[str | None, typer.Option(help="In place of the recorded model, e.g. where its directory has moved.")] = None,
+    data: Annotated[str | None, typer.Option(help="In place of the recorded data.")] = None,
+    device: Annotated[str, typer.Option(help="As in `lipbound compare`.")] = "auto",
+    dtype: Annotated[str | None, typer.Option(help="Compute again in another dtype; float64 tells how far off float32 is.")] = None,
+) -> None:
+    """Compute some numbers of a run again, from its recorded provenance; ends with status 1 where they do not hold."""
+    found = run_verify(store.load(run), places=places, seed=seed, model=model, data=data, device=device, dtype=dtype)
+    typer.echo(str(found))
+    if not found.ok:
+        raise typer.Exit(1)
 
 
 @app.command("bounds", epilog="Example: lipbound bounds")

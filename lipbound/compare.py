@@ -19,6 +19,7 @@ from lipbound.bounds.auditing import audit
 from lipbound.bounds.multihead import names_for
 from lipbound.capture import LayerCapture
 from lipbound.checkpoints import load
+from lipbound.checksums import checksums
 from lipbound.dataset import allocate, dataset, provenance, versions
 from lipbound.devices import name_of, resolve
 from lipbound.errors import LipboundError, StoreError, UnknownNameError, nearest
@@ -156,9 +157,13 @@ def compare(
     ds = dataset(tables, names, captured, lengths)
     if map in WHOLE:
         ds = ds.isel(head=0, drop=True)
-    ds.attrs = provenance(checkpoint, inputs, names=names, map=map, tol=tol, delta=delta, device=name_of(where), dtype=dtype, seed=seed) | {
+    named = data is None or isinstance(data, (str, Path))
+    source = {"data": False if not named else None if data is None else str(data), "split": split, "column": column, "max_length": max_length}
+    settled = {"names": names, "map": map, "tol": tol, "delta": delta, "device": name_of(where), "dtype": dtype, "seed": seed, "source": source}
+    ds.attrs = provenance(checkpoint, inputs, **settled) | {
         "samples": count, "exact_samples": exact_count, "tokens": int(lengths.max()), "capture_error": error, "block": block,
     }  # fmt: skip
+    ds["checksum"] = checksums(ds)
     ds.attrs["audit"] = audit(ds)
     ds.attrs["violations"] = {name: entry["violations"] for name, entry in ds.attrs["audit"].items()}
     if target is not None and unfinished is not None:

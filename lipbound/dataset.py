@@ -63,15 +63,23 @@ def versions() -> dict[str, str]:
 
 
 def provenance(checkpoint: Checkpoint, inputs: Inputs, **settings: Any) -> dict[str, Any]:
-    """Where the numbers come from: model, data, versions, settings, date and command."""
+    """Where the numbers come from: model, data, versions, settings, date and command.
+
+    ``source`` is what `lipbound.inputs.prepare` was given: ``data`` (None for the default, False for objects that no name leads back to),
+    ``split``, ``column``, ``max_length``.
+    """
     packages = versions()
     return {
         "lipbound": packages["lipbound"],
         "model": checkpoint.name,
         "revision": checkpoint.revision,
+        "loaded": checkpoint.loaded,
+        "commit": checkpoint.commit,
         "architecture": type(checkpoint.model).__name__,
         "data": inputs.description,
         "data_fingerprint": inputs.fingerprint,
+        "source": settings["source"],
+        "preprocessing": inputs.preprocessing,
         "bounds": list(settings["names"]),
         "map": settings["map"],
         "map_description": MAPS[settings["map"]],

@@ -21,6 +21,19 @@ from lipbound.errors import InputsError
 TEXT_COLUMNS = ("text", "sentence", "content", "question", "premise", "description")
 IMAGE_COLUMNS = ("image", "img", "picture")
 IMAGE_FILES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+PROCESSING = (
+    "do_resize",
+    "size",
+    "resample",
+    "do_center_crop",
+    "crop_size",
+    "do_rescale",
+    "rescale_factor",
+    "do_normalize",
+    "image_mean",
+    "image_std",
+)
+"""Settings of image processors that go into a run's provenance."""
 TABLES = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
 PHOTOGRAPHS = ("astronaut.png", "chelsea.png", "coffee.png", "motorcycle_left.png", "rocket.jpg", "camera.png", "coins.png", "grass.png")
 """Files of scikit-image that are the default images."""
@@ -33,11 +46,13 @@ class Inputs:
     Attributes:
         batch: tensors whose first axis is the sample.
         description: one phrase for captions.
+        preprocessing: what made the tensors out of the data, in words.
         fingerprint: "sha256:..." over the tensors.
     """
 
     batch: dict[str, Tensor]
     description: str
+    preprocessing: str = "none: ready model inputs"
 
     @property
     def samples(self) -> int:
@@ -134,12 +149,13 @@ def _text(checkpoint: Checkpoint, data: Any, samples: int, max_length: int, spli
         if Path(path).suffix.lower() in IMAGE_FILES:
             raise InputsError(f"{path} is an image, but {checkpoint.name} reads text")
         batch = _windows(tokenizer, _read(Path(path)), samples, max_length, str(path))
-        return Inputs(batch, "the text that comes with lipbound" if data is None else Path(path).name)
+        how = f"{type(tokenizer).__name__}, consecutive windows of {max_length} tokens"
+        return Inputs(batch, "the text that comes with lipbound" if data is None else Path(path).name, how)
     rows, description = _rows(path, split, column, TEXT_COLUMNS, str, checkpoint)
     texts = list(islice((row for row in rows if row.strip()), samples))
     if not texts:
         raise InputsError(f"{description} has no text in it")
-    return Inputs(_tokens(tokenizer, texts, max_length), description)
+    return Inputs(_tokens(tokenizer, texts, max_length), description, f"{type(tokenizer).__name__}, each text cut at {max_length} tokens")
 
 
 def positions(checkpoint: Checkpoint) -> int | None:
@@ -240,7 +256,18 @@ def _images(checkpoint: Checkpoint, data: Any, samples: int, split: str | None, 
     processor = checkpoint.image_processor()
     with quiet():
         batch = processor(images=chosen, return_tensors="pt")
-    return Inputs({name: tensor for name, tensor in batch.items() if isinstance(tensor, Tensor)}, description)
+    return Inputs({name: tensor for name, tensor in batch.items() if isinstance(tensor, Tensor)}, description, _processing(processor))
+
+
+def _processing(processor: Any) -> str:
+    """An image processor and its settings in one line."""
+    parts = [f"{name} {_plain(getattr(processor, name))}" for name in PROCESSING if getattr(processor, name, None) is not None]
+    return ", ".join([type(processor).__name__, *parts])
+
+
+def _plain(value: Any) -> str:
+    """A setting of a processor without its Python types."""
+    return str({k: v for k, v in dict(value).items() if v is not None} if isinstance(value, Mapping) else value)
 
 
 def _photographs() -> Iterator[Image.Image]:

@@ -1,0 +1,97 @@
+"""The model and the inputs of a run again, found by its provenance, and what is no longer as it was."""
+
+import importlib.metadata
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xarray as xr
+from transformers import PreTrainedModel
+
+from lipbound.checkpoints import Checkpoint, load
+from lipbound.devices import resolve
+from lipbound.errors import StoreError
+from lipbound.inputs import Inputs, prepare
+from lipbound.measuring import Job, Measurer
+
+
+class Rerun(NamedTuple):
+    """What a run was made from.
+
+    Attributes:
+        checkpoint, inputs: loaded and prepared as they were for the run.
+        device: where to.
+        differences: a sentence for everything that is not what the run recorded: weights, data.
+    """
+
+    checkpoint: Checkpoint
+    inputs: Inputs
+    device: str
+    differences: list[str]
+
+    def measurer(self, ds: xr.Dataset, layer: int) -> Measurer:
+        """Measures the layer at one position of the run as the run did."""
+        a = ds.attrs
+        delta = a["delta"] and a["delta"] / (a["exact_samples"] * ds["exact"][0].size)
+        job = Job(tuple(a["bounds"]), a["map"], a["tol"], delta, a["seed"], a["exact_samples"])
+        return Measurer(self.checkpoint.model, [int(ds["layer"][layer])], job)
+
+
+def again(ds: xr.Dataset, *, model: Any = None, data: Any = None, device: str = "auto", dtype: str | None = None) -> Rerun:
+    """Load the model and prepare the inputs of a run anew.
+
+    Args:
+        ds: a run.
+        model, data: in place of what the run recorded; needed where it was made from objects in memory.
+        device: a torch device, or "auto". dtype: that of the run by default.
+
+    Raises:
+        StoreError: the run does not record where its model or data came from.
+        CheckpointError, InputsError: they are no longer there.
+    """
+    a = ds.attrs
+    source = a.get("source")
+    if source is None:
+        raise StoreError("the run was written by a version of lipbound that did not record enough to repeat it")
+    if model is None and a["loaded"]:
+        raise StoreError(f"the run was made from a {a['architecture']} in memory, which no name leads back to; give it as model=")
+    if data is None and source["data"] is False:
+        raise StoreError(f"the run was made from data in memory ({a['data']}), which no name leads back to; give it as data=")
+    where = resolve(device)
+    name, commit = a["model"], a["commit"]
+    if model is None and commit is not None:  # the commit that was used, whatever branch or tag the name says
+        checkpoint = load(name.partition("@")[0], revision=commit, dtype=dtype or a["dtype"], device=where)
+    else:
+        checkpoint = load(name if model is None else model, dtype=dtype or a["dtype"], device=where)
+    differences = []
+    same_kind = checkpoint.loaded == a["loaded"] and (checkpoint.commit is None) == (commit is None)
+    if same_kind and checkpoint.revision != a["revision"] and not (isinstance(model, PreTrainedModel) and dtype not in (None, a["dtype"])):
+        differences.append(f"weights: the run has {a['revision']}, {checkpoint.name} is now {checkpoint.revision}")
+    inputs = prepare(
+        checkpoint, source["data"] if data is None else data, samples=a["samples"], max_length=source["max_length"],
+        split=source["split"], column=source["column"],
+    )  # fmt: skip
+    if inputs.fingerprint != a["data_fingerprint"]:
+        differences.append(f"inputs: the run has {a['data_fingerprint']}, {inputs.description} now gives {inputs.fingerprint}")
+    return Rerun(checkpoint, inputs, where, differences)
+
+
+def changed_versions(ds: xr.Dataset) -> dict[str, tuple[str, str]]:
+    """Packages whose version differs from the run's: name -> (then, now)."""
+    found = {}
+    for name, then in ds.attrs["versions"].items():
+        try:
+            now = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            now = "not installed"
+        if now != then:
+            found[name] = (then, now)
+    return found
+
+
+def measure(rerun: Rerun, ds: xr.Dataset, sample: int, layer: int) -> dict[str, np.ndarray]:
+    """Everything the run stores about one sample and layer, by position, computed again: name -> (heads,)."""
+    block = rerun.inputs.block(sample, sample + 1, rerun.device)
+    with torch.no_grad():
+        (measured,) = rerun.measurer(ds, layer).block(block, sample)
+    return {name: value[0] for name, value in measured.values.items()}
