@@ -15,13 +15,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from lipbound import bounds as registry
+from lipbound import citing, plots, store, tables
 from lipbound import compare as run_compare
-from lipbound import plots, store, tables
 from lipbound.bounds.auditing import audit
 from lipbound.errors import LipboundError, StoreError
 from lipbound.recipes import RECIPES, Setting, recipe
 from lipbound.sweep import sweep as run_sweep
 from lipbound.verifying import verify as run_verify
+from lipbound.writing import plain
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 DEMO = ("builtin:minilm", "builtin:gpt2", "builtin:vit")
@@ -133,15 +134,15 @@ def _show(ds: xr.Dataset) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160, soft_wrap=False)
     table = Table(title=escape(tables.caption(ds)), title_justify="left", title_style="dim")
     table.add_column("bound / exact", no_wrap=True)
-    for title in ("geom. mean", "min", "max", "below exact"):
+    numbers = ("geom. mean", "over samples", "min", "max")
+    for title in (*numbers, "below exact"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("assumptions hold")
-    readable = tables.summary(ds)
-    for name, row in readable.iterrows():
-        below = f"{row['violations']} of {row['compared']}"
+    for name, row in tables.readable(ds).iterrows():
+        below = f"{row['below exact']} of {row['of']}"
         table.add_row(
-            f"{escape(row['label'])} [dim]{name}[/dim]", *(tables.number(row[c]) for c in ("geomean", "min", "max")),
-            f"[bold red]{below}[/bold red]" if row["violations"] else below, tables.holds(row["sound"], row["compared"]),
+            f"{escape(plain(row['bound']))} [dim]{name}[/dim]", *(row[c] for c in numbers),
+            below if row["below exact"] == "0" else f"[bold red]{below}[/bold red]", row["assumptions hold"],
         )  # fmt: skip
     console.print(table)
     unconverged = int(ds["exact"].notnull().sum() - ds["exact_converged"].sum())
@@ -199,16 +200,24 @@ def _number_or_name(text: str) -> str | float:
 @app.command(epilog="Example: lipbound table minilm.zarr --format markdown")
 def table(
     run: Annotated[Path, typer.Argument(help="A run saved by `lipbound compare --out`.")],
-    format: Annotated[str, typer.Option(help="text, markdown, latex or csv.")] = "text",
+    format: Annotated[str, typer.Option(help="text, markdown, latex (booktabs, siunitx) or csv (full precision).")] = "text",
+    by: Annotated[str, typer.Option(help="A row per bound, layer or head.")] = "bound",
+    bounds: Annotated[str | None, typer.Option(help="Names separated by commas; all of the run by default.")] = None,
+    reduce: Annotated[str, typer.Option(help="geomean, mean, max, median or a quantile, for rows per layer or head.")] = "geomean",
+    values: Annotated[str, typer.Option(help="'ratio' (bound / exact) or 'value', for rows per layer or head.")] = "ratio",
 ) -> None:
-    """Print bound / exact per bound, and the audit."""
-    typer.echo(tables.render(store.load(run), format))
+    """Print bound / exact per bound, with the audit; or exact norms and bounds per layer or head."""
+    chosen = None if bounds is None else registry.resolve(bounds)
+    typer.echo(tables.render(store.load(run), format, by=by, bounds=chosen, reduce=_number_or_name(reduce), values=values))
 
 
-@app.command(epilog="Example: lipbound cite minilm.zarr > references.bib")
-def cite(run: Annotated[Path, typer.Argument(help="A run saved by `lipbound compare --out`.")]) -> None:
-    """Print BibTeX for every bound in a run, and for lipbound."""
-    typer.echo(tables.bibtex(store.load(run)))
+@app.command(epilog="Example: lipbound cite minilm.zarr > references.bib; lipbound cite minilm.zarr --format latex")
+def cite(
+    run: Annotated[Path, typer.Argument(help="A run saved by `lipbound compare --out`.")],
+    format: Annotated[str, typer.Option(help="bib (entries, the paragraph as a comment), or the paragraph alone: latex, text.")] = "bib",
+) -> None:
+    """Print BibTeX for every bound in a run and for lipbound, and a methods paragraph with the run's settings."""
+    typer.echo(citing.cite(store.load(run), format), nl=False)
 
 
 @app.command(epilog="Example: lipbound verify minilm.zarr --places 8")

@@ -15,12 +15,13 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from lipbound import tables
+from lipbound.aggregating import name_of, reduce_samples
 from lipbound.bounds import get
 from lipbound.errors import LipboundError, StoreError, UnknownNameError, nearest
+from lipbound.writing import digits, number
 
 WIDTHS = {"page": 7.1, "column": 3.45, "slide": 12.0}
 """Figure widths in inches: across two columns of a paper, one column, a slide."""
-REDUCTIONS = ("mean", "geomean", "max", "median")
 COLORMAP = "cividis"
 OFF_SCALE = 4.0
 """Decades by which a panel's median may exceed every other panel's before it leaves the shared scale."""
@@ -40,27 +41,6 @@ class Drawing(Figure):
         buffer = io.BytesIO()
         self.savefig(buffer, format="png", dpi=150)
         return buffer.getvalue()
-
-
-def reduce_samples(values: xr.DataArray, how: str | float) -> xr.DataArray:
-    """One value per layer and head: the mean, geometric mean, maximum, median or a quantile (a number in [0, 1]) over samples.
-
-    Samples without a value (NaN) do not count.
-    """
-    if not isinstance(how, str):
-        if not 0 <= how <= 1:
-            raise LipboundError(f"reduce is {how}; a quantile lies between 0 and 1")
-        top = np.finfo(np.float64).max / 4  # infinite values are ordered like any others, but cannot be interpolated
-        quantile = values.clip(max=top).quantile(how, "sample", skipna=True)
-        return quantile.where(~(quantile > top * 1e-6), np.inf)
-    if how == "geomean":
-        with np.errstate(divide="ignore"):
-            logs: xr.DataArray = xr.apply_ufunc(np.log, values)
-            return xr.apply_ufunc(np.exp, logs.mean("sample", skipna=True))
-    if how not in REDUCTIONS:
-        raise UnknownNameError(f"unknown reduction {how!r}; {nearest(how, REDUCTIONS)}, or a quantile between 0 and 1")
-    reduced: xr.DataArray = getattr(values, how)("sample", skipna=True)
-    return reduced
 
 
 def heatmaps(
@@ -198,7 +178,9 @@ def _label(axes: Axes, ds: xr.Dataset, name: str, grid: np.ndarray, high: float,
         lines[0] += tables.mark(entry)
         ratio = tables.summary(ds).loc[name, "geomean"]
         of = "exact" if get(name).exact == "exact" else "exact L2"
-        lines.append(f"{tables.number(ratio)} \u00d7 {of}" if np.isfinite(ratio) else "infinite for some heads")
+        lines.append(
+            f"{number(ratio, digits(ratio, tables.width(ds, name), most=3))} \u00d7 {of}" if np.isfinite(ratio) else "infinite for some heads"
+        )
         finite = grid[np.isfinite(grid)]
         if finite.size and np.median(finite) > high:
             upper = "\u221e" if np.isposinf(grid).any() else f"{finite.max():.1f}"
@@ -253,7 +235,7 @@ def ball_curve(ds: xr.Dataset, path: str | Path | None = None, *, sample: int = 
 
 def caption(ds: xr.Dataset, *, bounds: Iterable[str] | None = None, reduce: str | float = "mean", scale: str = "shared") -> str:
     """The caption that `heatmaps` writes under the figure with these arguments."""
-    what = f"{reduce:g}-quantile" if not isinstance(reduce, str) else {"geomean": "geometric mean", "max": "maximum"}.get(reduce, reduce)
+    what = name_of(reduce)
     each = "" if scale == "shared" else " (a colour scale for each panel)"
     samples = "" if ds.attrs["samples"] == 1 or _across(ds) == "sample" else f", {what} over samples"
     marks = {"\u2020": "its assumptions do not hold on every head here", "\u2021": "it is below the exact norm of some head"}

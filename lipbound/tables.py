@@ -1,50 +1,160 @@
-"""Summary tables of a run, and the citations that belong to it."""
+"""Tables of a run: bound / exact per bound, per layer or per head; as text, Markdown, LaTeX or CSV."""
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import xarray as xr
 
-from lipbound.bounds import BIBTEX, get
-from lipbound.bounds.auditing import audit
-from lipbound.errors import UnknownNameError, nearest
+from lipbound.aggregating import name_of, reduce_samples
+from lipbound.bounds import get
+from lipbound.bounds.auditing import SLACK, audit
+from lipbound.citing import bibtex, methods
+from lipbound.errors import LipboundError, UnknownNameError, nearest
+from lipbound.writing import digits, number, plain
+from lipbound.writing import latex as in_latex
+from lipbound.writing import markdown as in_markdown
 
+__all__ = ["FORMATS", "ROWS", "bibtex", "breakdown", "caption", "footnotes", "latex", "methods", "number", "readable", "render", "summary"]
 FORMATS = ("text", "markdown", "latex", "csv")
-COLUMNS = {"geomean": "geom. mean", "min": "min", "max": "max", "violations": "below exact", "compared": "of", "sound": "assumptions hold"}
+ROWS = ("bound", "layer", "head")
+VALUES = ("ratio", "value")
+COLUMNS = {
+    "geomean": "geom. mean", "samples": "over samples", "min": "min", "max": "max", "violations": "below exact", "compared": "of",
+    "sound": "assumptions hold",
+}  # fmt: skip
+SIGNS = {"\u2021": "$^\\ddagger$", "\u2020": "$^\\dagger$"}
 
 
 def summary(ds: xr.Dataset) -> pd.DataFrame:
-    """Per bound: geometric mean, minimum and maximum of bound / exact over samples, layers and heads, and the audit.
+    """Per bound: bound / exact over samples, layers and heads, and the audit.
 
-    Columns ``label, geomean, min, max, violations, compared, sound``; ``sound`` counts where the bound's assumptions held, ``violations`` where it is
-    below the exact norm (of its own map: L2 attention for ``kim``). Heads whose exact norm is zero have no ratio.
+    Columns ``label``; ``geomean, min, max`` of bound / ``exact``; ``geomean_lower``, the geometric mean against ``exact_upper``: the true one lies
+    between the two (NaN for estimates without upper ends); ``sample_min, sample_max``, smallest and largest geometric mean of single samples;
+    ``violations, compared, sound``: ``sound`` counts where the bound's assumptions held, ``violations`` where it is below the exact norm (of its own
+    map: L2 attention for ``kim``). Heads whose exact norm is zero have no ratio.
     """
     rows = []
     counts = audit(ds)
     for name in ds.attrs["bounds"]:
-        exact, value = ds[get(name).exact].values, ds[name].values
-        known = np.isfinite(exact) & (exact > 0) & ~np.isnan(value)
-        ratio = value[known] / exact[known]
-        with np.errstate(divide="ignore"):
-            geomean = float(np.exp(np.log(ratio).mean())) if ratio.size else float("nan")
-        low, high = (float(ratio.min()), float(ratio.max())) if ratio.size else (float("nan"), float("nan"))
+        ratio = _ratio(ds, name)
+        values = ratio.values[~np.isnan(ratio.values)]
+        single = _geomeans(ratio)
+        known = single[~np.isnan(single)]
+        lower = float(_geomean(_ratio(ds, name, upper=True).values)) if _upper(ds, name) else float("nan")
+        low, high = (float(values.min()), float(values.max())) if values.size else (float("nan"), float("nan"))
+        least, most = (float(known.min()), float(known.max())) if known.size else (float("nan"), float("nan"))
         entry = counts[name]
-        rows.append((name, ds[name].attrs["label"], geomean, low, high, entry["violations"], entry["compared"], entry["sound"]))
-    return pd.DataFrame(rows, columns=["bound", "label", "geomean", "min", "max", "violations", "compared", "sound"]).set_index("bound")
+        rows.append(
+            (name, ds[name].attrs["label"], _geomean(values), low, high, lower, least, most, entry["violations"], entry["compared"], entry["sound"])
+        )
+    columns = ["bound", "label", "geomean", "min", "max", "geomean_lower", "sample_min", "sample_max", "violations", "compared", "sound"]
+    return pd.DataFrame(rows, columns=columns).set_index("bound")
 
 
-def number(x: float) -> str:
-    """A ratio to three significant digits, without exponent between 0.001 and 100,000.
+def breakdown(
+    ds: xr.Dataset, by: str = "layer", *, bounds: Iterable[str] | None = None, reduce: str | float = "geomean", values: str = "ratio"
+) -> pd.DataFrame:
+    """Per layer, or per layer and head: the exact norm, and every bound or its ratio to it.
 
-    >>> number(1386.3), number(0.0123), number(4.79e8)
-    ('1,390', '0.0123', '4.79e8')
+    Args:
+        ds: a run.
+        by: "layer" or "head".
+        bounds: which; all of the run by default.
+        reduce: "geomean", "mean", "max", "median" or a quantile, over samples (and heads, for layers).
+        values: "ratio" (bound / exact) or "value".
+
+    Returns:
+        Columns ``exact``, ``exact_upper`` (where the run has it), ``sample_min, sample_max`` (of the exact norm, reduced over heads alone), and one
+        per bound.
+
+    Raises:
+        LipboundError: unknown names; heads of a run on whole layers.
     """
-    if not np.isfinite(x):
-        return "inf" if x > 0 else "n/a"
-    if 1e3 <= abs(x) < 1e5:
-        return f"{float(f'{x:.3g}'):,.0f}"
-    return f"{x:.3g}" if 1e-3 <= abs(x) < 1e3 else f"{x:.2e}".replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")
+    if by not in ROWS[1:]:
+        raise UnknownNameError(f"unknown rows {by!r}; {nearest(by, ROWS)}")
+    if values not in VALUES:
+        raise UnknownNameError(f"unknown values {values!r}; {nearest(values, VALUES)}")
+    if by == "head" and "head" not in ds.dims:
+        raise LipboundError("the run is about whole layers and has no heads; ask for a table by layer")
+    names = list(ds.attrs["bounds"]) if bounds is None else _present(ds, bounds)
+    inner = tuple(dim for dim in ("head",) if dim in ds.dims and by == "layer")
+
+    def reduced(array: xr.DataArray) -> np.ndarray:
+        with np.errstate(all="ignore"):
+            result = reduce_samples(array, reduce, ("sample", *inner))
+        return result.transpose("layer", ...).values.ravel()
+
+    with np.errstate(all="ignore"):
+        single = reduce_samples(ds["exact"], reduce, inner) if inner else ds["exact"]
+    keep = ("layer",) if by == "layer" else ("layer", "head")
+    columns = {"exact": reduced(ds["exact"])} | ({"exact_upper": reduced(ds["exact_upper"])} if "exact_upper" in ds else {})
+    for name, extreme in (("sample_min", single.min("sample")), ("sample_max", single.max("sample"))):
+        columns[name] = extreme.transpose(*keep).values.ravel()
+    columns |= {name: reduced(_ratio(ds, name) if values == "ratio" else ds[name]) for name in names}
+    index: Any = pd.Index(ds["layer"].values, name="layer")
+    if by == "head":
+        index = pd.MultiIndex.from_product([ds["layer"].values, ds["head"].values], names=["layer", "head"])
+    table = pd.DataFrame(columns, index=index)
+    return table.loc[~table[["exact", *names]].isna().all(axis=1)]  # layers of fewer heads have empty places
+
+
+def render(
+    ds: xr.Dataset,
+    format: str = "text",
+    *,
+    by: str = "bound",
+    bounds: Iterable[str] | None = None,
+    reduce: str | float = "geomean",
+    values: str = "ratio",
+) -> str:
+    """`summary` (by "bound") or `breakdown` (by "layer" or "head") as "text", "markdown", "latex" (booktabs, siunitx) or "csv" (full precision).
+
+    Numbers have the digits that the enclosures of the exact norms support, four at most: the last one is off by at most one unit.
+    """
+    if format not in FORMATS:
+        raise UnknownNameError(f"unknown format {format!r}; {nearest(format, FORMATS)}")
+    if by not in ROWS:
+        raise UnknownNameError(f"unknown rows {by!r}; {nearest(by, ROWS)}")
+    chosen = None if bounds is None else list(bounds)
+    if by == "bound":
+        whole = summary(ds)
+        table = whole if chosen is None else whole.loc[_present(ds, chosen)]
+        shown = readable(ds).loc[table.index]
+        head = ""
+    else:
+        table = breakdown(ds, by, bounds=chosen, reduce=reduce, values=values)
+        shown = _by_place(ds, table, values)
+        over = "samples" if by == "head" or "head" not in ds.dims else "samples and heads"
+        what = "bound / exact" if values == "ratio" else "bound"
+        head = f"{name_of(reduce)} over {over}: exact, its range over samples, {what}"
+    if format == "csv":
+        return table.to_csv()
+    notes = footnotes(ds, chosen)
+    if format == "latex":
+        return _latex([*filter(None, [head]), caption(ds), *notes], shown)
+    if format == "markdown":
+        cells = shown.map(in_markdown).rename(columns=in_markdown)
+        lines = [head, ""] if head else []
+        return "\n".join([*lines, str(cells.to_markdown(index=False, disable_numparse=True)), "", *(f"{note}<br>" for note in notes)]).rstrip()
+    text = str(shown.map(plain).rename(columns=plain).to_markdown(index=False, disable_numparse=True, tablefmt="simple"))
+    return "\n".join([*filter(None, [head]), text, *notes])
+
+
+def latex(ds: xr.Dataset, **options: Any) -> str:
+    r"""`render` as a LaTeX tabular for ``\usepackage{booktabs, siunitx}``, cells escaped, with the run in a comment above it."""
+    return render(ds, "latex", **options)
+
+
+def _present(ds: xr.Dataset, bounds: Iterable[str]) -> list[str]:
+    """Names of bounds that a run has; others raise."""
+    names = [get(name).name for name in bounds]
+    missing = [name for name in names if name not in ds.attrs["bounds"]]
+    if missing:
+        raise UnknownNameError(f"the run has no bound {missing[0]!r}; it has {', '.join(ds.attrs['bounds'])}")
+    return names
 
 
 def mark(entry: dict[str, Any]) -> str:
@@ -52,53 +162,20 @@ def mark(entry: dict[str, Any]) -> str:
     return " \u2021" if entry["violations"] else " \u2020" if entry["sound"] < entry["compared"] else ""
 
 
-def footnotes(ds: xr.Dataset) -> list[str]:
-    """One line for every marked bound: why its statement is no bound where its assumptions fail."""
+def footnotes(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
+    """One line for every marked bound (of those given): why its statement is no bound where its assumptions fail."""
     lines = []
+    kept = None if bounds is None else list(bounds)
     for name, entry in audit(ds).items():
-        if sign := mark(entry).strip():
+        if (kept is None or name in kept) and (sign := mark(entry).strip()):
             below = f"below exact on {entry['violations']} of {entry['compared']}; " if entry["violations"] else ""
             lines.append(f"{sign} {name}: {below}{entry['why']}")
     return lines
 
 
-def _readable(ds: xr.Dataset) -> pd.DataFrame:
-    table = summary(ds)
-    table["label"] = [label + mark(entry) for label, entry in zip(table["label"], audit(ds).values(), strict=True)]
-    for name in ("geomean", "min", "max"):
-        table[name] = table[name].map(number)
-    table["sound"] = [holds(s, c) for s, c in zip(table["sound"], table["compared"], strict=True)]
-    return table.rename(columns=COLUMNS)
-
-
 def holds(sound: int, compared: int) -> str:
     """Where a bound's assumptions held, in words."""
     return "everywhere" if sound == compared else "nowhere" if sound == 0 else f"on {sound} of {compared}"
-
-
-def render(ds: xr.Dataset, format: str = "text") -> str:
-    """`summary` as "text", "markdown", "latex" (booktabs) or "csv" (full precision)."""
-    if format not in FORMATS:
-        raise UnknownNameError(f"unknown format {format!r}; {nearest(format, FORMATS)}")
-    if format == "csv":
-        return summary(ds).to_csv()
-    if format == "latex":
-        return latex(ds)
-    table = _readable(ds).reset_index()
-    notes = footnotes(ds)
-    if format == "markdown":
-        return "\n".join([str(table.to_markdown(index=False, disable_numparse=True)), "", *(f"{note}<br>" for note in notes)]).rstrip()
-    return "\n".join([str(table.to_markdown(index=False, disable_numparse=True, tablefmt="simple")), *notes])
-
-
-def latex(ds: xr.Dataset) -> str:
-    """`summary` as a LaTeX tabular (booktabs), cells escaped, with the run in a comment above it."""
-    signs = {"\u2021": "$^\\ddagger$", "\u2020": "$^\\dagger$"}
-    styler = _readable(ds).reset_index(drop=True).style.hide(axis="index").format(escape="latex").format_index(escape="latex", axis=1)
-    text = str(styler.to_latex(hrules=True, column_format="lrrrrrl"))
-    for sign, command in signs.items():
-        text = text.replace(f" {sign}", command)
-    return "".join(f"% {line}\n" for line in [caption(ds), *footnotes(ds)]) + text
 
 
 def caption(ds: xr.Dataset) -> str:
@@ -107,13 +184,114 @@ def caption(ds: xr.Dataset) -> str:
     exact = "" if a["exact_samples"] == a["samples"] else f" (exact norms on the first {a['exact_samples']})"
     how = f"enclosed to {a['tol']:g} with failure probability {a['delta']:g}" if a["delta"] else f"estimated to {a['tol']:g}"
     plural = "s" if a["samples"] > 1 else ""
-    return (
+    return plain(
         f"{a['model']} ({a['architecture']}, {str(a['revision'])[:15]}); map: {a['map_description']}; data: {a['data']}, "
         f"{a['samples']} sample{plural} of at most {a['tokens']} tokens{exact}; exact norms by {a['method']} in {a['dtype']}, {how}"
-    ).replace("\n", " ")
+    )
 
 
-def bibtex(ds: xr.Dataset) -> str:
-    """BibTeX entries of every source the run's bounds come from, and of lipbound."""
-    keys = dict.fromkeys([ds[name].attrs["citation"] for name in ds.attrs["bounds"]] + ["lipbound2026"])
-    return "\n\n".join(BIBTEX[key] for key in keys) + "\n"
+def width(ds: xr.Dataset, name: str) -> float:
+    """Relative width of the enclosures of a run's exact norms that a bound is compared with, rounding included."""
+    slack = SLACK[ds.attrs["dtype"]]
+    if not _upper(ds, name):
+        return max(float(ds.attrs["tol"]), slack)
+    lower, upper = ds["exact"].values, ds["exact_upper"].values
+    known = np.isfinite(lower) & np.isfinite(upper) & (lower > 0)
+    return max(float((upper[known] / lower[known] - 1).max()) if known.any() else 0.0, slack)
+
+
+def _upper(ds: xr.Dataset, name: str) -> bool:
+    """Whether the exact norm that a bound is compared with (or "exact" itself) has an upper end."""
+    return "exact_upper" in ds and (name == "exact" or get(name).exact == "exact")
+
+
+def _ratio(ds: xr.Dataset, name: str, *, upper: bool = False) -> xr.DataArray:
+    """Bound / exact where there is one."""
+    exact = ds["exact_upper" if upper else get(name).exact]
+    with np.errstate(all="ignore"):
+        return (ds[name] / exact).where(np.isfinite(exact) & (exact > 0))
+
+
+def _geomean(values: np.ndarray) -> float:
+    values = values[~np.isnan(values)]
+    with np.errstate(divide="ignore"):
+        return float(np.exp(np.log(values).mean())) if values.size else float("nan")
+
+
+def _geomeans(ratio: xr.DataArray) -> np.ndarray:
+    """Geometric mean of every sample."""
+    return np.array([_geomean(ratio.isel(sample=s).values) for s in range(ratio.sizes["sample"])])
+
+
+def readable(ds: xr.Dataset) -> pd.DataFrame:
+    """`summary` in words: as many digits as are known, labels with the audit's marks."""
+    table, counts = summary(ds), audit(ds)
+    shown = pd.DataFrame(index=table.index)
+    shown["label"] = [row["label"] + mark(counts[str(name)]) for name, row in table.iterrows()]
+
+    def column(of: str) -> list[str]:
+        return [number(row[of], digits(row[of], width(ds, str(name)))) for name, row in table.iterrows()]
+
+    shown["geomean"] = column("geomean")
+    shown["samples"] = [f"{a} to {b}" if a != b else a for a, b in zip(column("sample_min"), column("sample_max"), strict=True)]
+    shown["min"], shown["max"] = column("min"), column("max")
+    shown["violations"], shown["compared"] = table["violations"].astype(str), table["compared"].astype(str)
+    shown["sound"] = [holds(int(s), int(c)) for s, c in zip(table["sound"], table["compared"], strict=True)]
+    return shown.rename(columns={"label": "bound"} | COLUMNS)
+
+
+def _by_place(ds: xr.Dataset, table: pd.DataFrame, values: str) -> pd.DataFrame:
+    """`breakdown` in words."""
+    counts = audit(ds)
+    shown = pd.DataFrame(index=table.index)
+    for level in table.index.names:
+        shown[str(level)] = [str(value) for value in table.index.get_level_values(level)]
+    own = width(ds, "exact")
+
+    def written(x: float, wide: float) -> str:
+        return number(float(x), digits(float(x), wide))
+
+    middle = table[["exact", "exact_upper"]].mean(axis=1) if "exact_upper" in table else table["exact"]
+    shown["exact"] = [written(x, own) for x in middle]
+    pairs = zip(table["sample_min"], table["sample_max"], strict=True)
+    shown["over samples"] = [f"{written(a, own)} to {written(b, own)}" if a != b else written(a, own) for a, b in pairs]
+    for name in [str(c) for c in table.columns if c in ds.attrs["bounds"]]:
+        wide = width(ds, name) if values == "ratio" else SLACK[ds.attrs["dtype"]]
+        shown[ds[name].attrs["label"] + mark(counts[name])] = [written(x, wide) for x in table[name]]
+    return shown
+
+
+def _latex(comments: list[str], shown: pd.DataFrame) -> str:
+    """A tabular: the first column text, then columns of numbers that siunitx aligns, where all of a column is numbers."""
+    cells, formats = pd.DataFrame(index=shown.index), []
+    for title in shown.columns:
+        column = [str(x).replace(",", "") for x in shown[title]]
+        parsed = [re.fullmatch(r"(\d+)(?:\.(\d+))?(?:e(-?)(\d+))?", x) for x in column]
+        if any(parsed) and all(p or x in ("inf", "n/a") for p, x in zip(parsed, column, strict=True)):
+            cells[title] = ["{$\\infty$}" if x == "inf" else "{--}" if x == "n/a" else x for x in column]
+            formats.append(_table_format([p for p in parsed if p]))
+        else:
+            cells[title] = [_signed(x) for x in shown[title]]
+            formats.append("l" if title in ("bound", COLUMNS["sound"]) else "r")
+    headers = [_signed(str(title)) for title in shown.columns]
+    cells.columns = pd.Index(headers)
+    styler = cells.reset_index(drop=True).style.hide(axis="index")
+    text = str(styler.to_latex(hrules=True, siunitx=True, column_format="".join(formats)))
+    return "".join(f"% {plain(line)}\n" for line in ["\\usepackage{booktabs, siunitx}", *comments]) + text
+
+
+def _table_format(numbers: list[re.Match[str]]) -> str:
+    """What siunitx reserves for a column."""
+    whole = max(len(m[1]) for m in numbers)
+    decimals = max(len(m[2] or "") for m in numbers)
+    exponent = max(len(m[4] or "") for m in numbers)
+    sign = "-" if any(m[3] for m in numbers) else ""
+    return f"S[table-format={whole}.{decimals}{f'e{sign}{exponent}' if exponent else ''}]"
+
+
+def _signed(text: str) -> str:
+    """Foreign text with the audit's marks, for LaTeX."""
+    text = in_latex(text)
+    for sign, command in SIGNS.items():
+        text = text.replace(f" {sign}", command)
+    return text
