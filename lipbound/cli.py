@@ -20,6 +20,7 @@ from lipbound import compare as run_compare
 from lipbound.bounds.auditing import audit
 from lipbound.errors import LipboundError, StoreError
 from lipbound.recipes import RECIPES, Setting, recipe
+from lipbound.report import report as write_report
 from lipbound.sweep import sweep as run_sweep
 from lipbound.verifying import verify as run_verify
 from lipbound.writing import plain
@@ -218,6 +219,26 @@ def cite(
 ) -> None:
     """Print BibTeX for every bound in a run and for lipbound, and a methods paragraph with the run's settings."""
     typer.echo(citing.cite(store.load(run), format), nl=False)
+
+
+@app.command(epilog="Example: lipbound report minilm.zarr -o minilm.html; lipbound report bert.zarr gpt2.zarr -o both.html")
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Runs saved by `lipbound compare --out`; several are shown side by side.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The page to write, an .html file.")] = Path("report.html"),
+    reduce: Annotated[str, typer.Option(help="geomean, mean, max, median or a quantile, over samples.")] = "geomean",
+    sample: Annotated[int, typer.Option(help="The sample whose attention is shown.")] = 0,
+    details: Annotated[
+        bool, typer.Option("--details/--no-details", help="Load the model again, for attention and singular vectors of every head.")
+    ] = True,
+    model: Annotated[str | None, typer.Option(help="In place of the recorded model (one run).")] = None,
+    data: Annotated[str | None, typer.Option(help="In place of the recorded data (one run).")] = None,
+    device: Annotated[str, typer.Option(help="As in `lipbound compare`.")] = "auto",
+) -> None:
+    """Write a self-contained page: heatmaps to hover and click, single heads, the audit, provenance, what to cite."""
+    how = _number_or_name(reduce)
+    for notice in write_report(runs, output, reduce=how, sample=sample, details=details, model=model, data=data, device=device):
+        typer.echo(f"note: {notice}", err=True)
+    typer.echo(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB)")
 
 
 @app.command(epilog="Example: lipbound verify minilm.zarr --places 8")

@@ -18,13 +18,12 @@ from lipbound import tables
 from lipbound.aggregating import name_of, reduce_samples
 from lipbound.bounds import get
 from lipbound.errors import LipboundError, StoreError, UnknownNameError, nearest
+from lipbound.tables import shared_scale
 from lipbound.writing import digits, number
 
 WIDTHS = {"page": 7.1, "column": 3.45, "slide": 12.0}
 """Figure widths in inches: across two columns of a paper, one column, a slide."""
 COLORMAP = "cividis"
-OFF_SCALE = 4.0
-"""Decades by which a panel's median may exceed every other panel's before it leaves the shared scale."""
 STYLE: Any = {
     "pdf.fonttype": 42,  # TrueType, embedded and editable
     "svg.fonttype": "path",
@@ -75,7 +74,7 @@ def heatmaps(
         raise UnknownNameError(f"unknown scale {scale!r}; {nearest(scale, ['shared', 'panel'])}")
     if isinstance(width, str) and width not in WIDTHS:
         raise UnknownNameError(f"unknown width {width!r}; {nearest(width, WIDTHS)}, or a number of inches")
-    panels = _panels(ds, bounds)
+    panels = tables.panels(ds, bounds)
     with np.errstate(divide="ignore"):
         grids = {name: np.log10(_grid(ds[name], reduce).values) for name in panels}
     inches = WIDTHS[width] if isinstance(width, str) else float(width)
@@ -98,31 +97,6 @@ def _grid(values: xr.DataArray, reduce: str | float) -> xr.DataArray:
     if "head" in values.dims:
         return reduce_samples(values, reduce).transpose("layer", "head")
     return values.transpose("layer", "sample")
-
-
-def _panels(ds: xr.Dataset, bounds: Iterable[str] | None) -> list[str]:
-    names = list(ds.attrs["bounds"]) if bounds is None else [get(name).name for name in bounds]
-    missing = [name for name in names if name not in ds]
-    if missing:
-        raise UnknownNameError(f"the run has no bound {missing[0]!r}; it has {', '.join(ds.attrs['bounds'])}")
-    panels = ["exact"]
-    for name in names:
-        if get(name).exact != "exact" and get(name).exact not in panels:
-            panels.append(get(name).exact)  # a bound on another map stands next to the exact norm of that map
-        panels.append(name)
-    return panels
-
-
-def shared_scale(grids: dict[str, np.ndarray]) -> tuple[float, float]:
-    """Limits of the common colour scale: all panels, except those whose median lies decades above every other one."""
-    medians = {name: float(np.nanmedian(np.where(np.isneginf(grid), np.nan, grid))) for name, grid in grids.items() if np.isfinite(grid).any()}
-    kept: list[str] = []
-    for name in sorted(medians, key=lambda n: medians[n]):
-        if kept and medians[name] > max(medians[n] for n in kept) + OFF_SCALE:
-            break
-        kept.append(name)
-    finite = np.concatenate([grids[name][np.isfinite(grids[name])] for name in kept]) if kept else np.zeros(1)
-    return float(finite.min()), float(finite.max())
 
 
 def _draw(
@@ -239,7 +213,7 @@ def caption(ds: xr.Dataset, *, bounds: Iterable[str] | None = None, reduce: str 
     each = "" if scale == "shared" else " (a colour scale for each panel)"
     samples = "" if ds.attrs["samples"] == 1 or _across(ds) == "sample" else f", {what} over samples"
     marks = {"\u2020": "its assumptions do not hold on every head here", "\u2021": "it is below the exact norm of some head"}
-    counts = [ds.attrs["audit"][name] for name in _panels(ds, bounds) if name in ds.attrs["bounds"]]
+    counts = [ds.attrs["audit"][name] for name in tables.panels(ds, bounds) if name in ds.attrs["bounds"]]
     used = ["\u2021"] * any(e["violations"] for e in counts) + ["\u2020"] * any(e["sound"] < e["compared"] and not e["violations"] for e in counts)
     legend = "".join(f" {mark} {marks[mark]}." for mark in used)
     return f"log10 of the local Lipschitz constant and its bounds{samples}{each}. {tables.caption(ds)}; ratios are geometric means.{legend}"

@@ -21,6 +21,8 @@ __all__ = ["FORMATS", "ROWS", "bibtex", "breakdown", "caption", "footnotes", "la
 FORMATS = ("text", "markdown", "latex", "csv")
 ROWS = ("bound", "layer", "head")
 VALUES = ("ratio", "value")
+OFF_SCALE = 4.0
+"""Decades by which a panel's median may exceed every other panel's before it leaves the shared scale."""
 COLUMNS = {
     "geomean": "geom. mean", "samples": "over samples", "min": "min", "max": "max", "violations": "below exact", "compared": "of",
     "sound": "assumptions hold",
@@ -39,11 +41,11 @@ def summary(ds: xr.Dataset) -> pd.DataFrame:
     rows = []
     counts = audit(ds)
     for name in ds.attrs["bounds"]:
-        ratio = _ratio(ds, name)
-        values = ratio.values[~np.isnan(ratio.values)]
-        single = _geomeans(ratio)
+        quotient = ratio(ds, name)
+        values = quotient.values[~np.isnan(quotient.values)]
+        single = _geomeans(quotient)
         known = single[~np.isnan(single)]
-        lower = float(_geomean(_ratio(ds, name, upper=True).values)) if _upper(ds, name) else float("nan")
+        lower = float(_geomean(ratio(ds, name, upper=True).values)) if _upper(ds, name) else float("nan")
         low, high = (float(values.min()), float(values.max())) if values.size else (float("nan"), float("nan"))
         least, most = (float(known.min()), float(known.max())) if known.size else (float("nan"), float("nan"))
         entry = counts[name]
@@ -93,7 +95,7 @@ def breakdown(
     columns = {"exact": reduced(ds["exact"])} | ({"exact_upper": reduced(ds["exact_upper"])} if "exact_upper" in ds else {})
     for name, extreme in (("sample_min", single.min("sample")), ("sample_max", single.max("sample"))):
         columns[name] = extreme.transpose(*keep).values.ravel()
-    columns |= {name: reduced(_ratio(ds, name) if values == "ratio" else ds[name]) for name in names}
+    columns |= {name: reduced(ratio(ds, name) if values == "ratio" else ds[name]) for name in names}
     index: Any = pd.Index(ds["layer"].values, name="layer")
     if by == "head":
         index = pd.MultiIndex.from_product([ds["layer"].values, ds["head"].values], names=["layer", "head"])
@@ -157,6 +159,28 @@ def _present(ds: xr.Dataset, bounds: Iterable[str]) -> list[str]:
     return names
 
 
+def panels(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
+    """Variables in the order of figures: the exact norm, then bounds, each behind the exact norm of its own map."""
+    names = ["exact"]
+    for name in ds.attrs["bounds"] if bounds is None else _present(ds, bounds):
+        if get(name).exact not in names:
+            names.append(get(name).exact)  # a bound on another map stands next to the exact norm of that map
+        names.append(name)
+    return names
+
+
+def shared_scale(grids: dict[str, np.ndarray]) -> tuple[float, float]:
+    """Limits of the common colour scale: all panels, except those whose median lies decades above every other one."""
+    medians = {name: float(np.nanmedian(np.where(np.isneginf(grid), np.nan, grid))) for name, grid in grids.items() if np.isfinite(grid).any()}
+    kept: list[str] = []
+    for name in sorted(medians, key=lambda n: medians[n]):
+        if kept and medians[name] > max(medians[n] for n in kept) + OFF_SCALE:
+            break
+        kept.append(name)
+    finite = np.concatenate([grids[name][np.isfinite(grids[name])] for name in kept]) if kept else np.zeros(1)
+    return float(finite.min()), float(finite.max())
+
+
 def mark(entry: dict[str, Any]) -> str:
     """What the audit puts behind a bound's label: a double dagger where it is below exact, a dagger where its assumptions fail somewhere."""
     return " \u2021" if entry["violations"] else " \u2020" if entry["sound"] < entry["compared"] else ""
@@ -205,8 +229,8 @@ def _upper(ds: xr.Dataset, name: str) -> bool:
     return "exact_upper" in ds and (name == "exact" or get(name).exact == "exact")
 
 
-def _ratio(ds: xr.Dataset, name: str, *, upper: bool = False) -> xr.DataArray:
-    """Bound / exact where there is one."""
+def ratio(ds: xr.Dataset, name: str, *, upper: bool = False) -> xr.DataArray:
+    """Bound / exact, of the bound's own map, where that is positive; with ``upper``, against the upper end."""
     exact = ds["exact_upper" if upper else get(name).exact]
     with np.errstate(all="ignore"):
         return (ds[name] / exact).where(np.isfinite(exact) & (exact > 0))
@@ -218,9 +242,9 @@ def _geomean(values: np.ndarray) -> float:
         return float(np.exp(np.log(values).mean())) if values.size else float("nan")
 
 
-def _geomeans(ratio: xr.DataArray) -> np.ndarray:
+def _geomeans(values: xr.DataArray) -> np.ndarray:
     """Geometric mean of every sample."""
-    return np.array([_geomean(ratio.isel(sample=s).values) for s in range(ratio.sizes["sample"])])
+    return np.array([_geomean(values.isel(sample=s).values) for s in range(values.sizes["sample"])])
 
 
 def readable(ds: xr.Dataset) -> pd.DataFrame:

@@ -178,7 +178,8 @@ def test_hostile_names_stay_text(hostile: xr.Dataset) -> None:
 def test_methods_say_the_settings_of_the_run(ds: xr.Dataset) -> None:
     text = citing.methods(ds, "text")
     for part in (
-        "lipbound 0.1.0", "GPT2Model", "2 layers x 4 heads", ds.attrs["revision"], ds.attrs["data_fingerprint"], f"2 samples of at most {ds.attrs['tokens']} tokens",
+        "lipbound 0.1.0", "GPT2Model", "2 layers x 4 heads", ds.attrs["revision"], ds.attrs["data_fingerprint"],
+        f"2 samples of at most {ds.attrs['tokens']} tokens",
         "in float32", "at most a factor 1.001", "at least 1 - 1e-10", "seed 0", "(Yudin 2025)", "(Castin 2024)", "torch 2.", ds.attrs["date"][:10],
         "is compared with the constant of that map",
     ):  # fmt: skip

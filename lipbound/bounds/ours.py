@@ -162,6 +162,28 @@ class Parts:
         sizes = self.p * (self.norm_v + self.distance * self.qt.norm(dim=-1, keepdim=True)) + torch.diag_embed(self.b)
         return nonnegative_norm(sizes, rtol=RTOL) * (1 + 1e-11)
 
+    # The terms of the compression of J J^T, (heads, N, N) each: with ``gram``.
+
+    def values(self) -> Tensor:
+        """S ||W_V||^2."""
+        return self.p @ self.p.mT * self.norm_v**2
+
+    def queries(self) -> Tensor:
+        """diag ||B_i||^2."""
+        return torch.diag_embed(self.b**2)
+
+    def mixed(self) -> Tensor:
+        """X + X^T."""
+        p = self.p
+        reach = torch.minimum(p * self.distance @ p.mT, self.a[..., :, None] * p.norm(dim=-1)[..., None, :])
+        x = p * self.b_v[..., None, :] + p.mT * self.b_q * self.distance.mT + self.z[..., :, None] * reach
+        return x + x.mT
+
+    def keys(self) -> Tensor:
+        """K."""
+        e = self.p * self.distance
+        return (self.qt @ self.qt.mT).abs() * torch.minimum(self.a[..., :, None] * self.a[..., None, :], e @ e.mT)
+
 
 def _block(att: Attention, sample: int, heads: slice) -> Tensor:
     """`lipbound_block` for some heads of one sample, (heads, 1)."""
@@ -171,17 +193,11 @@ def _block(att: Attention, sample: int, heads: slice) -> Tensor:
 def _lipbound(att: Attention, sample: int, heads: slice) -> Tensor:
     """Both bounds for some heads of one sample, (heads, 2)."""
     parts = Parts(att, sample, heads, gram=True)
-    p, v, o, qt, a, b, size, distance = parts.p, parts.v, parts.o, parts.qt, parts.a, parts.b, parts.size, parts.distance
-    n = att.tokens
+    v, o, qt, a, size, n = parts.v, parts.o, parts.qt, parts.a, parts.size, att.tokens
+    e0 = parts.values() + parts.queries() + parts.mixed()
+    kk = parts.keys()
 
-    e = p * distance
-    s = p @ p.mT
-    reach = torch.minimum(e @ p.mT, a[..., :, None] * p.norm(dim=-1)[..., None, :])
-    x = p * parts.b_v[..., None, :] + p.mT * parts.b_q * distance.mT + parts.z[..., :, None] * reach
-    e0 = s * parts.norm_v**2 + torch.diag_embed(b**2) + x + x.mT
-    kk = (qt @ qt.mT).abs() * torch.minimum(a[..., :, None] * a[..., None, :], e @ e.mT)
-
-    rows = p * qt.norm(dim=-1, keepdim=True)
+    rows = parts.p * qt.norm(dim=-1, keepdim=True)
     pair = rows.mT @ rows
     shifted = (v @ v.mT) * pair
     mixed = (rows * (o @ v.mT - (o * o).sum(-1, keepdim=True) / 2)).mT @ rows

@@ -1,0 +1,160 @@
+"""What a report's page knows of a run: numbers, words and details, as plain data."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from lipbound import citing, tables
+from lipbound.aggregating import name_of, reduce_samples
+from lipbound.bounds import get
+from lipbound.bounds.auditing import SLACK
+from lipbound.errors import CaptureError, CheckpointError, InputsError, LipboundError, StoreError
+from lipbound.report.details import SIDE, Details, details
+from lipbound.rerun import Rerun, again
+from lipbound.writing import plain
+
+SINGLE = 16
+"""Samples whose numbers go into the page one by one; more only take part in what is aggregated."""
+BINS = 40
+PROVENANCE = (
+    "model", "revision", "architecture", "data", "data_fingerprint", "preprocessing", "samples", "exact_samples", "tokens", "map_description",
+    "method", "tol", "delta", "dtype", "device", "seed", "capture_error", "lipbound", "python", "date", "command",
+)  # fmt: skip
+
+
+def contents(ds: xr.Dataset, title: str, *, reduce: str | float, sample: int, model: Any, data: Any, device: str, wanted: bool) -> dict[str, Any]:
+    """A run as plain data; ``wanted``: with details of single heads, which need its model and inputs again."""
+    if not 0 <= sample < ds.sizes["sample"]:
+        raise LipboundError(f"sample is {sample}; the run has samples 0 to {ds.sizes['sample'] - 1}")
+    found, words, reason = _details(ds, sample, model, data, device) if wanted else (None, [], "they were left out when the report was made")
+    across = "head" if "head" in ds.dims else "sample"
+    names = list(ds.attrs["bounds"])
+    panels = tables.panels(ds)
+    kept = ds.isel(sample=slice(0, SINGLE))
+    ratios = {name: tables.ratio(ds, name) for name in names}
+    shown = tables.readable(ds)
+    return {
+        "title": plain(title),
+        "model": plain(str(ds.attrs["model"])),
+        "caption": tables.caption(ds),
+        "across": across,
+        "layers": ds["layer"].values.tolist(),
+        "columns": ds[across].values.tolist(),
+        "samples": ds.sizes["sample"],
+        "reduce": name_of(reduce),
+        "panels": panels,
+        "bounds": names,
+        "labels": {name: plain(ds[name].attrs["label"]) for name in panels},
+        "statements": {name: f"{plain(ds[name].attrs['statement'])} [{plain(ds[name].attrs['source'])}]" for name in names},
+        "compared": {name: get(name).exact for name in names},
+        "width": {name: tables.width(ds, name) for name in ["exact", *names]},
+        "slack": SLACK[ds.attrs["dtype"]],
+        "scale": _scale(ds, panels, reduce),
+        "grids": {name: _grid(ds[name], reduce, across) for name in panels},
+        "ratios": {name: _grid(ratio, reduce, across) for name, ratio in ratios.items()},
+        "upper": _grid(ds["exact_upper"], reduce, across) if "exact_upper" in ds else None,
+        "values": {name: _nested(kept[name], across) for name in [*panels, *(["exact_upper"] if "exact_upper" in ds else [])]},
+        "histograms": {name: _histogram(ratio) for name, ratio in ratios.items()},
+        "summary": {"head": list(shown.columns), "rows": [[name, *map(plain, row)] for name, row in zip(names, shown.values, strict=True)]},
+        "notes": tables.footnotes(ds),
+        "provenance": _provenance(ds),
+        "methods": citing.methods(ds, "text"),
+        "bibtex": citing.bibtex(ds),
+        "sample": int(ds["sample"][sample]),
+        "tokens": [plain(word) for word in words],
+        "details": None if found is None else [_packed(one) for one in found],
+        "reason": reason,
+        "side": SIDE,
+    }
+
+
+def attention_bytes(found: Sequence[dict[str, Any]] | None) -> bytes:
+    """All attention maps of a run one after the other, removed from the details they come with."""
+    return b"".join(one.pop("attention") for one in found or [])
+
+
+def _details(ds: xr.Dataset, sample: int, model: Any, data: Any, device: str) -> tuple[list[Details] | None, list[str], str]:
+    """Details of all layers and the words of the sample's tokens; or None, and why there are none."""
+    if "head" not in ds.dims:
+        return None, [], "the run is about whole layers, and details are of single heads"
+    try:
+        rerun = again(ds, model=model, data=data, device=device)
+        if rerun.differences:
+            return None, [], "; ".join(rerun.differences)
+        return details(rerun, ds, sample), _words(rerun, sample), ""
+    except (StoreError, CheckpointError, InputsError, CaptureError) as error:
+        return None, [], str(error)
+
+
+def _words(rerun: Rerun, sample: int) -> list[str]:
+    """The tokens of a text, padding left out; none for images."""
+    ids = rerun.inputs.batch.get("input_ids")
+    if ids is None or rerun.checkpoint.source is None:
+        return []
+    try:
+        tokenizer = rerun.checkpoint.tokenizer()
+    except CheckpointError:
+        return []  # ready inputs for a model that has none: tokens keep their numbers
+    mask = rerun.inputs.batch.get("attention_mask")
+    row = ids[sample] if mask is None else ids[sample][mask[sample].bool()]
+    return [str(tokenizer.decode([one])) for one in row.tolist()]
+
+
+def _packed(one: Details) -> dict[str, Any]:
+    return {
+        "attention": one.attention.tobytes(),
+        "shape": list(one.attention.shape),
+        "stride": one.stride,
+        "softmax_norm": _numbers(one.softmax_norm),
+        "right": _numbers(one.right, 3),
+        "left": _numbers(one.left, 3),
+        "parts": {name: _numbers(v) for name, v in one.parts.items()},
+        "shares": {name: {term: _numbers(v) for term, v in terms.items()} for name, terms in one.bounds.items()},
+    }
+
+
+def _scale(ds: xr.Dataset, panels: list[str], reduce: str | float) -> list[float]:
+    with np.errstate(all="ignore"):
+        grids = {name: np.log10(np.array(reduce_samples(ds[name], reduce) if "head" in ds.dims else ds[name])) for name in panels}
+    return [round(x, 3) for x in tables.shared_scale(grids)]
+
+
+def _grid(values: xr.DataArray, reduce: str | float, across: str) -> Any:
+    """(layers, heads) over samples, or (layers, samples)."""
+    with np.errstate(all="ignore"):
+        grid = reduce_samples(values, reduce) if across == "head" else values
+    return _numbers(grid.transpose("layer", across).values)
+
+
+def _nested(values: xr.DataArray, across: str) -> Any:
+    """(samples, layers, heads), or (layers, samples) again where there are no heads."""
+    return _numbers(values.transpose("sample", "layer", "head").values if across == "head" else values.transpose("layer", "sample").values)
+
+
+def _numbers(values: np.ndarray, digits: int = 6) -> Any:
+    """Nested lists of numbers with so many significant digits; "inf" and null where JSON has no number."""
+    if values.ndim:
+        return [_numbers(row, digits) for row in values]
+    x = float(values)
+    return None if np.isnan(x) else ("inf" if x > 0 else "-inf") if np.isinf(x) else float(f"{x:.{digits - 1}e}")
+
+
+def _histogram(ratio: xr.DataArray) -> dict[str, Any]:
+    """Counts of log10 bound / exact."""
+    values = ratio.values[np.isfinite(ratio.values) & (ratio.values > 0)]
+    if not values.size:
+        return {"edges": [], "counts": [], "infinite": int(np.isinf(ratio.values).sum())}
+    logs = np.log10(values)
+    low, high = float(logs.min()), float(logs.max())
+    pad = max((high - low) * 0.02, 1e-3)
+    counts, edges = np.histogram(logs, bins=BINS, range=(low - pad, high + pad))
+    return {"edges": np.round(edges, 6).tolist(), "counts": counts.tolist(), "infinite": int(np.isinf(ratio.values).sum())}
+
+
+def _provenance(ds: xr.Dataset) -> list[list[str]]:
+    rows = [[name.replace("_", " "), plain(f"{ds.attrs[name]:.3g}" if isinstance(ds.attrs[name], float) else str(ds.attrs[name]))]
+            for name in PROVENANCE if name in ds.attrs]  # fmt: skip
+    packages = ", ".join(f"{name} {version}" for name, version in ds.attrs["versions"].items())
+    return [*rows, ["versions", plain(packages)]]

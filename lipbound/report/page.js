@@ -1,0 +1,317 @@
+"use strict";
+// Numbers arrive as data and leave as text: whatever a model or a data set is called, none of it is read as markup.
+(async () => {
+  const $ = (id) => document.getElementById(id);
+
+  async function unpacked(id) {
+    const packed = $(id).textContent.trim();
+    const bytes = Uint8Array.from(atob(packed), (c) => c.charCodeAt(0));
+    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+    $(id).textContent = "";
+    return new Uint8Array(await new Response(stream).arrayBuffer());
+  }
+
+  if (typeof DecompressionStream === "undefined") {
+    $("status").textContent = "This browser is too old to unpack the figures (it lacks DecompressionStream); the tables need nothing.";
+    return;
+  }
+  const decoder = new TextDecoder();
+  const runs = JSON.parse(decoder.decode(await unpacked("data")));
+  const attention = await unpacked("attention-data");
+  const library = document.createElement("script");
+  library.textContent = decoder.decode(await unpacked("plotly"));
+  document.head.append(library);
+
+  let offset = 0;
+  for (const run of runs)
+    for (const layer of run.details || []) {
+      const [heads, n, m] = layer.shape;
+      layer.map = attention.subarray(offset, offset + heads * n * m);
+      offset += heads * n * m;
+    }
+
+  const state = { run: 0, layer: 0, column: 0, bound: "", quantity: "value" };
+  const real = (x) => (x === "inf" ? Infinity : x === "-inf" ? -Infinity : x);
+  const log10 = (x) => (x === null || real(x) === Infinity || real(x) <= 0 ? null : Math.log10(x));
+  const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+  const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+  // As many digits as an enclosure of this relative width supports, four at most; as in the tables.
+  function number(x, width) {
+    x = real(x);
+    if (x === null || x === undefined) return "not computed";
+    if (!Number.isFinite(x)) return "infinite";
+    if (x === 0) return "0";
+    const mantissa = Math.abs(x) / 10 ** Math.floor(Math.log10(Math.abs(x)));
+    const digits = Math.max(1, Math.min(4, Math.floor(1 - Math.log10(Math.max(width, 1e-12) * mantissa))));
+    const rounded = Number(x.toPrecision(digits));
+    const exponent = Math.floor(Math.log10(Math.abs(rounded)));
+    if (exponent >= -3 && exponent < 5)
+      return rounded.toLocaleString("en-US", { minimumFractionDigits: Math.max(0, digits - 1 - exponent), maximumFractionDigits: Math.max(0, digits - 1 - exponent) });
+    return x.toExponential(digits - 1).replace("e+", "e");
+  }
+
+  const layout = (extra) => ({
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: color("--fg"), size: 12, family: "system-ui, sans-serif" },
+    margin: { l: 50, r: 15, t: 10, b: 40 }, showlegend: false, ...extra,
+  });
+  const axis = (extra) => ({ gridcolor: color("--line"), linecolor: color("--line"), zeroline: false, ...extra });
+  const config = { displaylogo: false, responsive: true, displayModeBar: false };
+  const suffix = (k) => (k === 0 ? "" : String(k + 1));
+
+  const current = () => runs[state.run];
+  const exactOf = (run, name) => (run.bounds.includes(name) ? run.compared[name] : name);
+
+  function panelsShown(run) {
+    return state.quantity === "value" ? run.panels : run.bounds;
+  }
+
+  function grid(run, name) {
+    return (state.quantity === "value" ? run.grids : run.ratios)[name];
+  }
+
+  function maps() {
+    const run = current(), shown = panelsShown(run), wide = run.columns.length, high = run.layers.length;
+    const total = Math.max(300, $("maps").clientWidth), across = Math.max(1, Math.min(shown.length, Math.floor(total / 210)));
+    const down = Math.ceil(shown.length / across), cell = total / across, side = cell - 50;
+    const height = Math.min(Math.max(side * high / wide, side * 0.45), side * 1.2), row = height + 62, whole = down * row + 64;
+    const data = [], annotations = [], shapes = [];
+    const figure = layout({ height: whole, margin: { l: 0, r: 0, t: 0, b: 0 }, annotations, shapes });
+    let range = run.scale;
+    if (state.quantity === "ratio") {
+      const logs = shown.flatMap((name) => grid(run, name).flat().map(log10)).filter((x) => x !== null).sort((a, b) => a - b);
+      range = [0, logs.length ? logs[Math.floor(0.9 * (logs.length - 1))] : 1];
+    }
+    if (!(range[1] > range[0])) range = [range[0] - 0.5, range[0] + 0.5];
+    shown.forEach((name, k) => {
+      const left = (k % across) * cell + 34, top = Math.floor(k / across) * row + 38, s = suffix(k), values = grid(run, name);
+      const x = [left / total, (left + side) / total], y = [1 - (top + height) / whole, 1 - top / whole];
+      const beyond = values.flat().filter((v) => v !== null && (real(v) === Infinity || Math.log10(real(v)) > range[1])).length;
+      data.push({
+        type: "heatmap", z: values.map((r) => r.map((v) => (real(v) === Infinity ? range[1] + 1 : log10(v)))), xaxis: "x" + s, yaxis: "y" + s,
+        coloraxis: "coloraxis", hoverongaps: false, text: values.map((r, i) => r.map((_, j) => escaped(sentence(run, name, i, j)).replace(/; /g, "<br>"))),
+        hovertemplate: "%{text}<extra></extra>",
+      });
+      const ticks = (labels) => {
+        const step = Math.max(1, Math.ceil(labels.length / 6)), at = labels.map((_, i) => i).filter((i) => i % step === 0);
+        return { tickvals: at, ticktext: at.map((i) => String(labels[i])), tickfont: { size: 10 }, showgrid: false, zeroline: false, fixedrange: true };
+      };
+      figure["xaxis" + s] = { domain: x, anchor: "y" + s, ...ticks(run.columns) };
+      figure["yaxis" + s] = { domain: y, anchor: "x" + s, autorange: false, range: [high - 0.5, -0.5], ...ticks(run.layers) };
+      annotations.push({
+        text: escaped(run.labels[name]), x: (x[0] + x[1]) / 2, y: y[1], xref: "paper", yref: "paper", xanchor: "center", yanchor: "bottom", showarrow: false,
+        font: { size: 12, color: name === state.bound ? color("--accent") : color("--fg") },
+      });
+      if (beyond === values.flat().length)
+        annotations.push({ text: "off scale", x: (x[0] + x[1]) / 2, y: y[0] + 8 / whole, xref: "paper", yref: "paper", xanchor: "center", yanchor: "bottom", showarrow: false, font: { size: 11, color: "#000" } });
+      shapes.push({
+        type: "rect", xref: "x" + s, yref: "y" + s, x0: state.column - 0.5, x1: state.column + 0.5, y0: state.layer - 0.5, y1: state.layer + 0.5,
+        line: { color: "#ff4f1f", width: 2.5 },
+      });
+      if (name === state.bound)
+        shapes.push({ type: "rect", xref: "paper", yref: "paper", x0: x[0], x1: x[1], y0: y[0], y1: y[1], line: { color: color("--accent"), width: 2 } });
+    });
+    figure.coloraxis = { colorscale: "Cividis", cmin: range[0], cmax: range[1], colorbar: {
+      orientation: "h", thickness: 10, len: 0.6, x: 0.5, xanchor: "center", y: 34 / whole, yanchor: "top", outlinewidth: 0, tickfont: { size: 11 },
+    } };
+    Plotly.react("maps", data, figure, config).then((element) => {
+      if (element.listening) return;
+      element.listening = true;
+      const at = (event) => {
+        const point = event.points[0], name = panelsShown(current())[point.curveNumber];
+        return { name, layer: point.y, column: point.x };
+      };
+      element.on("plotly_hover", (event) => { const p = at(event); tell(p.name, p.layer, p.column); });
+      element.on("plotly_unhover", () => tell(state.bound, state.layer, state.column));
+      element.on("plotly_click", (event) => { const p = at(event); choose({ layer: p.layer, column: p.column, bound: current().bounds.includes(p.name) ? p.name : state.bound }); });
+    });
+    const low = 10 ** range[0], top = 10 ** range[1];
+    $("maps-note").textContent = `Colours: log10, from ${number(low, 0.01)} (dark) to ${number(top, 0.01)} (bright)` +
+      (run.across === "head" ? `; every cell is the ${run.reduce} over ${run.samples} sample${run.samples > 1 ? "s" : ""}. ` : "; every cell is one sample. ") +
+      "Click a cell, or move with the arrow keys.";
+  }
+
+  function sentence(run, name, i, j) {
+    const exactName = exactOf(run, name), exact = run.grids[exactName][i][j], value = run.grids[name][i][j];
+    const words = [`layer ${run.layers[i]}, ${run.across} ${run.columns[j]}`];
+    const w = run.width[run.bounds.includes(name) ? name : "exact"];
+    const upper = exactName === "exact" && run.upper ? run.upper[i][j] : null;
+    words.push(`${run.labels[exactName].toLowerCase()} ${number(exact, w)}` + (upper === null ? "" : ` (between ${precise(exact)} and ${precise(upper)})`));
+    if (name !== exactName) {
+      words.push(`${run.labels[name]} ${number(value, run.slack)}`);
+      words.push(`ratio ${number(run.ratios[name][i][j], w)}`);
+    }
+    return words.join("; ");
+  }
+  const precise = (x) => (x === null ? "not computed" : real(x) === Infinity ? "infinity" : Number(x).toPrecision(6).replace(/e\+?/, "e"));
+
+  function tell(name, i, j) {
+    const run = current();
+    $("status").textContent = sentence(run, name, i, j);
+    Object.assign($("status").dataset, {
+      bound: name, layer: run.layers[i], column: run.columns[j], exact: run.grids[exactOf(run, name)][i][j], value: run.grids[name][i][j],
+      ratio: run.bounds.includes(name) ? run.ratios[name][i][j] : 1,
+    });
+  }
+
+  function histogram() {
+    const run = current(), h = run.histograms[state.bound];
+    document.querySelectorAll(".bound-label").forEach((e) => { e.textContent = run.labels[state.bound]; });
+    const middle = h.counts.map((_, i) => (h.edges[i] + h.edges[i + 1]) / 2), widths = h.counts.map((_, i) => h.edges[i + 1] - h.edges[i]);
+    Plotly.react("histogram", [{
+      type: "bar", x: middle, y: h.counts, width: widths, marker: { color: color("--link") },
+      hovertext: h.counts.map((c, i) => `${c} between ${number(10 ** h.edges[i], 0.01)} and ${number(10 ** h.edges[i + 1], 0.01)}`), hovertemplate: "%{hovertext}<extra></extra>",
+    }], layout({
+      height: 240, bargap: 0, xaxis: axis({ title: { text: "log10 of bound / exact" }, fixedrange: true }), yaxis: axis({ title: { text: run.across === "head" ? "heads x samples" : "layers x samples" }, fixedrange: true }),
+      shapes: [{ type: "line", x0: 0, x1: 0, yref: "paper", y0: 0, y1: 1, line: { color: color("--accent"), dash: "dot" } }],
+    }), config);
+    const sum = h.counts.reduce((a, b) => a + b, 0);
+    $("histogram-note").textContent = `${sum} values of ${run.labels[state.bound]} over the exact constant` + (h.infinite ? `, and ${h.infinite} infinite ones` : "") + ". Left of the dotted line it is below what it should bound.";
+  }
+
+  function samples() {
+    const run = current(), i = state.layer, j = state.column, exactName = run.compared[state.bound];
+    const pick = (name) => (run.across === "head" ? run.values[name].map((s) => real(s[i][j])) : [real(run.values[name][i][j])]);
+    const exact = pick(exactName), bound = pick(state.bound), numbers = run.across === "head" ? exact.map((_, s) => s) : [run.columns[j]];
+    const trace = (name, y, extra) => ({
+      type: "scatter", mode: "markers", name: escaped(name), x: numbers, y, hovertemplate: "sample %{x}: %{y:.5g}<extra>%{fullData.name}</extra>", ...extra,
+    });
+    Plotly.react("samples", [
+      trace(run.labels[exactName], exact, { marker: { color: color("--fg"), size: 8 } }), trace(run.labels[state.bound], bound, { marker: { color: color("--accent"), size: 8, symbol: "triangle-down" } }),
+    ], layout({
+      height: 300, showlegend: true, legend: { orientation: "h", y: 1.12 }, margin: { l: 60, r: 15, t: 30, b: 40 },
+      xaxis: axis({ title: { text: "sample" }, dtick: numbers.length > 8 ? undefined : 1, fixedrange: true }), yaxis: axis({ type: "log", fixedrange: true, exponentformat: "power" }),
+    }), config);
+  }
+
+  function word(run, t) {
+    return run.tokens.length ? `${t} "${run.tokens[t]}"` : `token ${t}`;
+  }
+
+  function detail() {
+    const run = current();
+    $("detail-title").textContent = `layer ${run.layers[state.layer]}, ${run.across} ${run.columns[state.column]}`;
+    samples();
+    const layer = run.details && run.details[state.layer], h = state.column;
+    const there = layer && h < layer.shape[0];
+    $("detail-reason").hidden = Boolean(there);
+    $("detail-reason").textContent = there ? "" : `Attention, singular vectors and terms are not on this page: ${run.details ? "this layer has fewer heads" : run.reason}.`;
+    document.querySelectorAll(".needs-detail").forEach((e) => { e.hidden = !there; });
+    if (!there) return;
+    document.querySelectorAll(".sample").forEach((e) => { e.textContent = run.sample; });
+    const [, n, m] = layer.shape, z = [], one = layer.map.subarray(h * n * m, (h + 1) * n * m);
+    for (let i = 0; i < n; i++) z.push(Array.from(one.subarray(i * m, (i + 1) * m), (v) => (v / 255) ** 2));
+    const labels = Array.from({ length: n }, (_, i) => escaped(layer.stride > 1 ? `tokens ${i * layer.stride} on` : word(run, i)));
+    Plotly.react("attention", [{
+      type: "heatmap", z: z.map((r) => r.map(Math.sqrt)), customdata: z.map((r, i) => r.map((v, j) => [v.toPrecision(2), labels[i], labels[j]])), colorscale: "Cividis", zmin: 0, zmax: 1, showscale: false,
+      hovertemplate: "%{customdata[1]} attends to %{customdata[2]}: %{customdata[0]}<extra></extra>",
+    }], layout({
+      height: 380, xaxis: axis({ title: { text: "key" + (layer.stride > 1 ? ` (squares of ${layer.stride} tokens, largest entry)` : "") }, showgrid: false }), yaxis: axis({ title: { text: "query" }, autorange: "reversed", showgrid: false }),
+    }), config);
+    const tokens = layer.right[h].map((_, t) => t), hover = tokens.map((t) => escaped(word(run, t)));
+    const bars = (name, values, yaxis, c) => ({ type: "bar", name, x: tokens, y: values, yaxis, marker: { color: c }, customdata: hover, hovertemplate: "%{customdata}: %{y:.3g}<extra>" + name + "</extra>" });
+    Plotly.react("tokens", [
+      bars("moved", layer.right[h], "y", color("--accent")), bars("changes", layer.left[h], "y2", color("--link")), bars("softmax norm", layer.softmax_norm[h], "y3", color("--soft")),
+    ], layout({
+      height: 380, margin: { l: 60, r: 15, t: 10, b: 40 }, xaxis: axis({ title: { text: "token" }, anchor: "y3" }),
+      yaxis: axis({ domain: [0.7, 1], title: { text: "moved" } }), yaxis2: axis({ domain: [0.36, 0.64], title: { text: "changes" } }), yaxis3: axis({ domain: [0, 0.3], title: { text: "softmax" } }),
+    }), config);
+    const best = [...tokens].sort((a, b) => layer.right[h][b] - layer.right[h][a]).slice(0, 5);
+    $("tokens-note").textContent = "Moved: share of each token in the input direction that the head amplifies most; changes: in the output it moves; softmax: norm of the softmax Jacobian of each row (at most 1/2). Most moved: " +
+      best.map((t) => `${word(run, t)} (${Math.round(100 * layer.right[h][t])} %)`).join(", ") + ".";
+    const rows = [["Exact", layer.parts], ...Object.entries(layer.shares).map(([name, terms]) => [run.labels[name], terms])].reverse();
+    const palette = { values: color("--link"), keys: color("--accent"), queries: "#8a6bd1", softmax: "#c58b2a", mixed: color("--soft") };
+    Plotly.react("terms", Object.keys(palette).map((term) => ({
+      type: "bar", orientation: "h", name: term, y: rows.map((r) => escaped(r[0])), x: rows.map((r) => (r[1][term] ? r[1][term][h] : 0)), marker: { color: palette[term] },
+      hovertemplate: "%{y}: %{x:.1%} " + term + "<extra></extra>",
+    })).filter((t) => t.x.some((v) => v !== 0)), layout({
+      height: Math.max(200, 90 + 24 * rows.length), barmode: "relative", showlegend: true, legend: { orientation: "h", y: 1, yanchor: "bottom" }, margin: { l: 160, r: 15, t: 60, b: 30 },
+      xaxis: axis({ tickformat: ".0%", fixedrange: true }), yaxis: axis({ fixedrange: true, ticks: "", automargin: true }),
+    }), config);
+    $("terms-note").textContent = "Exact: how much of the norm passes through values (attention as it is), keys and queries (attention as it changes); parts may be negative. Bounds: values against softmax, or the terms of ours.";
+  }
+
+  function compareRuns() {
+    if (runs.length < 2) return;
+    const names = [...new Set(runs.flatMap((run) => run.bounds))], mean = (run, name) => {
+      const row = run.summary.rows.find((r) => r[0] === name);
+      return row ? Number(row[2].replace(/,/g, "")) || null : null;
+    };
+    const label = (name) => runs.find((run) => run.labels[name]).labels[name];
+    Plotly.react("compare", runs.map((run, k) => ({
+      type: "scatter", mode: "markers", name: escaped(run.title), y: names.map((n) => escaped(label(n))), x: names.map((n) => mean(run, n)),
+      marker: { size: 10, symbol: k, color: ["#0b7bd1", "#d1600b", "#7a4fd1", "#0f9d6b", "#c02f6d"][k % 5] }, hovertemplate: "%{y}: %{x:.4g}<extra>%{fullData.name}</extra>",
+    })), layout({
+      height: 60 + 26 * names.length, showlegend: true, legend: { orientation: "h", y: 1.05 }, margin: { l: 170, r: 15, t: 30, b: 40 },
+      xaxis: axis({ type: "log", title: { text: "bound / exact, geometric mean" }, exponentformat: "power", fixedrange: true }), yaxis: axis({ autorange: "reversed", fixedrange: true, automargin: true }),
+    }), config);
+  }
+
+  function options(id, items, chosen) {
+    $(id).replaceChildren(...items.map(([value, text]) => {
+      const option = document.createElement("option");
+      option.value = value;
+      option.textContent = text;
+      option.selected = String(value) === String(chosen);
+      return option;
+    }));
+  }
+
+  function controls() {
+    const run = current();
+    options("bound", run.bounds.map((name) => [name, run.labels[name]]), state.bound);
+    options("layer", run.layers.map((l, i) => [i, l]), state.layer);
+    options("column", run.columns.map((c, j) => [j, c]), state.column);
+    document.querySelectorAll(".across").forEach((e) => { e.textContent = run.across; });
+    document.querySelector(".across-label").textContent = run.across[0].toUpperCase() + run.across.slice(1);
+    document.querySelectorAll(".run").forEach((e) => { e.hidden = Number(e.dataset.run) !== state.run; });
+  }
+
+  function choose(change) {
+    Object.assign(state, change);
+    const run = current();
+    if (!run.bounds.includes(state.bound)) state.bound = run.bounds.includes("lipbound") ? "lipbound" : run.bounds[0];
+    state.layer = Math.max(0, Math.min(run.layers.length - 1, state.layer));
+    state.column = Math.max(0, Math.min(run.columns.length - 1, state.column));
+    draw();
+  }
+
+  function draw() {
+    controls();
+    maps();
+    histogram();
+    detail();
+    tell(state.bound, state.layer, state.column);
+  }
+
+  // Begin at the steepest head.
+  const first = current().grids.exact;
+  let best = -1;
+  first.forEach((row, i) => row.forEach((v, j) => { if (v !== null && real(v) > best) { best = real(v); state.layer = i; state.column = j; } }));
+  $("quantity").addEventListener("change", (e) => choose({ quantity: e.target.value }));
+  $("bound").addEventListener("change", (e) => choose({ bound: e.target.value }));
+  $("layer").addEventListener("change", (e) => choose({ layer: Number(e.target.value) }));
+  $("column").addEventListener("change", (e) => choose({ column: Number(e.target.value) }));
+  if ($("run")) $("run").addEventListener("change", (e) => choose({ run: Number(e.target.value) }));
+  $("maps").addEventListener("keydown", (e) => {
+    const moves = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
+    if (moves[e.key]) {
+      e.preventDefault();
+      choose({ layer: state.layer + moves[e.key][0], column: state.column + moves[e.key][1] });
+    } else if (e.key === "b" || e.key === "B") {
+      const names = current().bounds, k = names.indexOf(state.bound) + (e.key === "b" ? 1 : names.length - 1);
+      choose({ bound: names[k % names.length] });
+    }
+  });
+  const redraw = () => { compareRuns(); draw(); };
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  addEventListener("beforeprint", redraw);
+  let width = innerWidth;
+  addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; redraw(); } });
+  compareRuns();
+  choose({});
+  document.documentElement.dataset.ready = "true";
+})().catch((error) => {
+  document.getElementById("status").textContent = `The figures could not be drawn: ${error}`;
+  throw error;
+});
