@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: demo test lint figures notebooks bench accuracy clean
+.PHONY: demo test lint outputs debian figures notebooks bench accuracy clean
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3 ..."; exit 1; }
@@ -26,6 +26,17 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Reports in a real browser, tables and citations through LaTeX: needs Debian's chromium, texlive and poppler-utils (`make debian`).
+outputs: $(STAMP)
+	@for tool in chromium chromedriver pdflatex bibtex pdftotext; do command -v $$tool >/dev/null || { \
+		echo "$$tool is not installed; on Debian, make debian (as root) installs it"; exit 1; }; done
+	$(BIN)/python -m pytest checks
+
+debian:
+	apt-get update -qq
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium chromium-driver poppler-utils \
+		texlive-latex-recommended texlive-latex-extra texlive-science texlive-plain-generic texlive-fonts-recommended
 
 # All figures, from runs kept in figures/runs; what is missing there is computed.
 figures: $(STAMP)

@@ -27,9 +27,10 @@ BIBTEX = {
   year   = {2025},
   note   = {arXiv:2507.07814}
 }""",
-    "lipbound2026": """@software{lipbound2026,
+    "lipbound2026": """@misc{lipbound2026,
   title  = {lipbound: exact local {L}ipschitz constants of attention heads, and every published bound},
   author = {{The lipbound developers}},
-  year   = {2026}
+  year   = {2026},
+  note   = {Software}
 }""",
 }

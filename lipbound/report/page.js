@@ -34,6 +34,7 @@
   const real = (x) => (x === "inf" ? Infinity : x === "-inf" ? -Infinity : x);
   const log10 = (x) => (x === null || real(x) === Infinity || real(x) <= 0 ? null : Math.log10(x));
   const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+  const short = (text) => (text.length > 28 ? text.slice(0, 27) + "\u2026" : text);
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
   // As many digits as an enclosure of this relative width supports, four at most; as in the tables.
@@ -56,7 +57,7 @@
     margin: { l: 50, r: 15, t: 10, b: 40 }, showlegend: false, ...extra,
   });
   const axis = (extra) => ({ gridcolor: color("--line"), linecolor: color("--line"), zeroline: false, ...extra });
-  const config = { displaylogo: false, responsive: true, displayModeBar: false };
+  const show = (id, data, figure) => Plotly.react(id, data, { ...figure, width: $(id).clientWidth }, { displaylogo: false, displayModeBar: false });
   const suffix = (k) => (k === 0 ? "" : String(k + 1));
 
   const current = () => runs[state.run];
@@ -99,7 +100,7 @@
       figure["xaxis" + s] = { domain: x, anchor: "y" + s, ...ticks(run.columns) };
       figure["yaxis" + s] = { domain: y, anchor: "x" + s, autorange: false, range: [high - 0.5, -0.5], ...ticks(run.layers) };
       annotations.push({
-        text: escaped(run.labels[name]), x: (x[0] + x[1]) / 2, y: y[1], xref: "paper", yref: "paper", xanchor: "center", yanchor: "bottom", showarrow: false,
+        text: escaped(short(run.labels[name])), x: (x[0] + x[1]) / 2, y: y[1], xref: "paper", yref: "paper", xanchor: "center", yanchor: "bottom", showarrow: false,
         font: { size: 12, color: name === state.bound ? color("--accent") : color("--fg") },
       });
       if (beyond === values.flat().length)
@@ -114,7 +115,7 @@
     figure.coloraxis = { colorscale: "Cividis", cmin: range[0], cmax: range[1], colorbar: {
       orientation: "h", thickness: 10, len: 0.6, x: 0.5, xanchor: "center", y: 34 / whole, yanchor: "top", outlinewidth: 0, tickfont: { size: 11 },
     } };
-    Plotly.react("maps", data, figure, config).then((element) => {
+    show("maps", data, figure).then((element) => {
       if (element.listening) return;
       element.listening = true;
       const at = (event) => {
@@ -158,13 +159,13 @@
     const run = current(), h = run.histograms[state.bound];
     document.querySelectorAll(".bound-label").forEach((e) => { e.textContent = run.labels[state.bound]; });
     const middle = h.counts.map((_, i) => (h.edges[i] + h.edges[i + 1]) / 2), widths = h.counts.map((_, i) => h.edges[i + 1] - h.edges[i]);
-    Plotly.react("histogram", [{
+    show("histogram", [{
       type: "bar", x: middle, y: h.counts, width: widths, marker: { color: color("--link") },
       hovertext: h.counts.map((c, i) => `${c} between ${number(10 ** h.edges[i], 0.01)} and ${number(10 ** h.edges[i + 1], 0.01)}`), hovertemplate: "%{hovertext}<extra></extra>",
     }], layout({
       height: 240, bargap: 0, xaxis: axis({ title: { text: "log10 of bound / exact" }, fixedrange: true }), yaxis: axis({ title: { text: run.across === "head" ? "heads x samples" : "layers x samples" }, fixedrange: true }),
       shapes: [{ type: "line", x0: 0, x1: 0, yref: "paper", y0: 0, y1: 1, line: { color: color("--accent"), dash: "dot" } }],
-    }), config);
+    }));
     const sum = h.counts.reduce((a, b) => a + b, 0);
     $("histogram-note").textContent = `${sum} values of ${run.labels[state.bound]} over the exact constant` + (h.infinite ? `, and ${h.infinite} infinite ones` : "") + ". Left of the dotted line it is below what it should bound.";
   }
@@ -176,12 +177,12 @@
     const trace = (name, y, extra) => ({
       type: "scatter", mode: "markers", name: escaped(name), x: numbers, y, hovertemplate: "sample %{x}: %{y:.5g}<extra>%{fullData.name}</extra>", ...extra,
     });
-    Plotly.react("samples", [
+    show("samples", [
       trace(run.labels[exactName], exact, { marker: { color: color("--fg"), size: 8 } }), trace(run.labels[state.bound], bound, { marker: { color: color("--accent"), size: 8, symbol: "triangle-down" } }),
     ], layout({
       height: 300, showlegend: true, legend: { orientation: "h", y: 1.12 }, margin: { l: 60, r: 15, t: 30, b: 40 },
       xaxis: axis({ title: { text: "sample" }, dtick: numbers.length > 8 ? undefined : 1, fixedrange: true }), yaxis: axis({ type: "log", fixedrange: true, exponentformat: "power" }),
-    }), config);
+    }));
   }
 
   function word(run, t) {
@@ -202,32 +203,32 @@
     const [, n, m] = layer.shape, z = [], one = layer.map.subarray(h * n * m, (h + 1) * n * m);
     for (let i = 0; i < n; i++) z.push(Array.from(one.subarray(i * m, (i + 1) * m), (v) => (v / 255) ** 2));
     const labels = Array.from({ length: n }, (_, i) => escaped(layer.stride > 1 ? `tokens ${i * layer.stride} on` : word(run, i)));
-    Plotly.react("attention", [{
+    show("attention", [{
       type: "heatmap", z: z.map((r) => r.map(Math.sqrt)), customdata: z.map((r, i) => r.map((v, j) => [v.toPrecision(2), labels[i], labels[j]])), colorscale: "Cividis", zmin: 0, zmax: 1, showscale: false,
       hovertemplate: "%{customdata[1]} attends to %{customdata[2]}: %{customdata[0]}<extra></extra>",
     }], layout({
       height: 380, xaxis: axis({ title: { text: "key" + (layer.stride > 1 ? ` (squares of ${layer.stride} tokens, largest entry)` : "") }, showgrid: false }), yaxis: axis({ title: { text: "query" }, autorange: "reversed", showgrid: false }),
-    }), config);
+    }));
     const tokens = layer.right[h].map((_, t) => t), hover = tokens.map((t) => escaped(word(run, t)));
     const bars = (name, values, yaxis, c) => ({ type: "bar", name, x: tokens, y: values, yaxis, marker: { color: c }, customdata: hover, hovertemplate: "%{customdata}: %{y:.3g}<extra>" + name + "</extra>" });
-    Plotly.react("tokens", [
+    show("tokens", [
       bars("moved", layer.right[h], "y", color("--accent")), bars("changes", layer.left[h], "y2", color("--link")), bars("softmax norm", layer.softmax_norm[h], "y3", color("--soft")),
     ], layout({
       height: 380, margin: { l: 60, r: 15, t: 10, b: 40 }, xaxis: axis({ title: { text: "token" }, anchor: "y3" }),
       yaxis: axis({ domain: [0.7, 1], title: { text: "moved" } }), yaxis2: axis({ domain: [0.36, 0.64], title: { text: "changes" } }), yaxis3: axis({ domain: [0, 0.3], title: { text: "softmax" } }),
-    }), config);
+    }));
     const best = [...tokens].sort((a, b) => layer.right[h][b] - layer.right[h][a]).slice(0, 5);
     $("tokens-note").textContent = "Moved: share of each token in the input direction that the head amplifies most; changes: in the output it moves; softmax: norm of the softmax Jacobian of each row (at most 1/2). Most moved: " +
       best.map((t) => `${word(run, t)} (${Math.round(100 * layer.right[h][t])} %)`).join(", ") + ".";
     const rows = [["Exact", layer.parts], ...Object.entries(layer.shares).map(([name, terms]) => [run.labels[name], terms])].reverse();
     const palette = { values: color("--link"), keys: color("--accent"), queries: "#8a6bd1", softmax: "#c58b2a", mixed: color("--soft") };
-    Plotly.react("terms", Object.keys(palette).map((term) => ({
+    show("terms", Object.keys(palette).map((term) => ({
       type: "bar", orientation: "h", name: term, y: rows.map((r) => escaped(r[0])), x: rows.map((r) => (r[1][term] ? r[1][term][h] : 0)), marker: { color: palette[term] },
       hovertemplate: "%{y}: %{x:.1%} " + term + "<extra></extra>",
     })).filter((t) => t.x.some((v) => v !== 0)), layout({
       height: Math.max(200, 90 + 24 * rows.length), barmode: "relative", showlegend: true, legend: { orientation: "h", y: 1, yanchor: "bottom" }, margin: { l: 160, r: 15, t: 60, b: 30 },
       xaxis: axis({ tickformat: ".0%", fixedrange: true }), yaxis: axis({ fixedrange: true, ticks: "", automargin: true }),
-    }), config);
+    }));
     $("terms-note").textContent = "Exact: how much of the norm passes through values (attention as it is), keys and queries (attention as it changes); parts may be negative. Bounds: values against softmax, or the terms of ours.";
   }
 
@@ -238,13 +239,13 @@
       return row ? Number(row[2].replace(/,/g, "")) || null : null;
     };
     const label = (name) => runs.find((run) => run.labels[name]).labels[name];
-    Plotly.react("compare", runs.map((run, k) => ({
+    show("compare", runs.map((run, k) => ({
       type: "scatter", mode: "markers", name: escaped(run.title), y: names.map((n) => escaped(label(n))), x: names.map((n) => mean(run, n)),
       marker: { size: 10, symbol: k, color: ["#0b7bd1", "#d1600b", "#7a4fd1", "#0f9d6b", "#c02f6d"][k % 5] }, hovertemplate: "%{y}: %{x:.4g}<extra>%{fullData.name}</extra>",
     })), layout({
       height: 60 + 26 * names.length, showlegend: true, legend: { orientation: "h", y: 1.05 }, margin: { l: 170, r: 15, t: 30, b: 40 },
       xaxis: axis({ type: "log", title: { text: "bound / exact, geometric mean" }, exponentformat: "power", fixedrange: true }), yaxis: axis({ autorange: "reversed", fixedrange: true, automargin: true }),
-    }), config);
+    }));
   }
 
   function options(id, items, chosen) {
@@ -305,7 +306,8 @@
   });
   const redraw = () => { compareRuns(); draw(); };
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-  addEventListener("beforeprint", redraw);
+  addEventListener("beforeprint", () => { document.body.classList.add("printed"); redraw(); });
+  addEventListener("afterprint", () => { document.body.classList.remove("printed"); redraw(); });
   let width = innerWidth;
   addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; redraw(); } });
   compareRuns();
