@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import xarray as xr
 
-from lipbound import citing, tables
+from lipbound import citing, plots, tables
 
 PREAMBLE = r"""\documentclass{article}
 \usepackage[T1]{fontenc}
-\usepackage{booktabs, siunitx}
+\usepackage{booktabs, siunitx, pgf}
 \usepackage[landscape, margin=1cm, paperwidth=60cm]{geometry}
 \begin{document}\tiny
 """
@@ -54,6 +54,13 @@ def test_paragraph_and_bibliography(ds: xr.Dataset, tmp_path: Path) -> None:
     assert "Pay attention to attention distribution" in re.sub(r"\s+", " ", text)
     assert "[?]" not in text
     assert len(re.findall(r"^\s*\[\d\] ", text, re.MULTILINE)) == len(citing.keys(ds))
+
+
+def test_pgf_figures_are_typeset(hostile: xr.Dataset, tmp_path: Path) -> None:
+    plots.heatmaps(hostile, tmp_path / "figure.pgf", bounds=["yudin", "lipbound"])
+    text = typeset(tmp_path, "\\input{figure.pgf}")
+    assert "lipbound (ours)" in text
+    assert "root:" not in text
 
 
 @pytest.mark.parametrize("by", tables.ROWS)

@@ -177,17 +177,18 @@ def sweep(
 @app.command(epilog="Example: lipbound heatmap minilm.zarr -o minilm.pdf --reduce geomean")
 def heatmap(
     run: Annotated[Path, typer.Argument(help="A run saved by `lipbound compare --out`.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="File to write: .pdf, .svg, .png, ...")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="File to write: .pdf, .svg, .png, .pgf, ...")],
     bounds: Annotated[str | None, typer.Option(help="Names separated by commas; all of the run by default.")] = None,
     reduce: Annotated[str, typer.Option(help="mean, geomean, max, median or a quantile such as 0.9, over samples.")] = "mean",
     scale: Annotated[str, typer.Option(help="'shared', or 'panel' for a colour scale each.")] = "shared",
     width: Annotated[str, typer.Option(help="'page', 'column', 'slide' or inches.")] = "page",
     columns: Annotated[int | None, typer.Option(help="Panels in a row.")] = None,
+    style: Annotated[str | None, typer.Option(help="A venue known to tueplots, e.g. icml2024: its fonts and widths (extra `styles`).")] = None,
 ) -> None:
     """Draw layer x head heatmaps of a run."""
     chosen = None if bounds is None else registry.resolve(bounds)
     how, inches = _number_or_name(reduce), _number_or_name(width)
-    plots.heatmaps(store.load(run), output, bounds=chosen, reduce=how, scale=scale, width=inches, columns=columns)
+    plots.heatmaps(store.load(run), output, bounds=chosen, reduce=how, scale=scale, width=inches, columns=columns, style=style)
     typer.echo(f"wrote {output}")
 
 

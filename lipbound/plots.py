@@ -13,24 +13,17 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from lipbound import tables
 from lipbound.aggregating import name_of, reduce_samples
 from lipbound.bounds import get
 from lipbound.errors import LipboundError, StoreError, UnknownNameError, nearest
+from lipbound.styles import BASE, look
 from lipbound.tables import shared_scale
-from lipbound.writing import digits, number
+from lipbound.writing import digits, latex, number
 
-WIDTHS = {"page": 7.1, "column": 3.45, "slide": 12.0}
-"""Figure widths in inches: across two columns of a paper, one column, a slide."""
 COLORMAP = "cividis"
-STYLE: Any = {
-    "pdf.fonttype": 42,  # TrueType, embedded and editable
-    "svg.fonttype": "path",
-    "svg.hashsalt": "lipbound",  # the same figure is the same file
-    "font.family": "sans-serif",
-    "axes.linewidth": 0.5,
-}
 
 
 class Drawing(Figure):
@@ -52,17 +45,19 @@ def heatmaps(
     width: str | float = "page",
     columns: int | None = None,
     font_size: float | None = None,
+    style: str | None = None,
 ) -> Figure:
     """A panel for the exact norm and one per bound: head number across (sample number for whole layers), layer number down, log10 of the values.
 
     Args:
         ds: a run, from `lipbound.compare` or `lipbound.load`.
-        path: where to write it (.pdf, .svg, .png, ...); fonts are embedded, files are reproducible.
+        path: where to write it (.pdf, .svg, .png, .pgf, ...); fonts are embedded, files are reproducible.
         bounds: which bounds, in this order; all of the run by default.
         reduce: "mean" (as in Figure 6), "geomean", "max", "median" or a quantile in [0, 1], over samples.
         scale: "shared" (one colour scale; panels far above all others are drawn in the colour beyond it) or "panel" (a scale each).
         width: "page", "column", "slide", or inches.
         columns: panels in a row. font_size: points; 7, and 12 on a slide.
+        style: a venue known to tueplots, such as "icml2024" (extra ``styles``): its fonts and its widths of "page" and "column".
 
     Returns:
         A matplotlib Figure that is not registered with pyplot.
@@ -72,19 +67,77 @@ def heatmaps(
     """
     if scale not in ("shared", "panel"):
         raise UnknownNameError(f"unknown scale {scale!r}; {nearest(scale, ['shared', 'panel'])}")
-    if isinstance(width, str) and width not in WIDTHS:
-        raise UnknownNameError(f"unknown width {width!r}; {nearest(width, WIDTHS)}, or a number of inches")
+    settings, inches, points = look(style, width, font_size)
     panels = tables.panels(ds, bounds)
     with np.errstate(divide="ignore"):
         grids = {name: np.log10(_grid(ds[name], reduce).values) for name in panels}
-    inches = WIDTHS[width] if isinstance(width, str) else float(width)
-    points = font_size or (12.0 if width == "slide" else 7.0)
     across = columns or max(1, min(len(panels), round(inches * 7 / points / 1.75)))
-    with matplotlib.rc_context(STYLE | {"font.size": points}):
+    with matplotlib.rc_context(settings):
         figure = _draw(ds, panels, grids, across, inches, points, scale, reduce)
         if path is not None:
             write(figure, Path(path))
     return figure
+
+
+def heatmap(
+    ds: xr.Dataset, name: str = "exact", *, ax: Axes | None = None, reduce: str | float = "mean", limits: tuple[float, float] | None = None
+) -> Axes:
+    """One panel of `heatmaps` with a colour scale beside it, in axes of yours.
+
+    Args:
+        ds: a run.
+        name: "exact", "exact_l2" or a bound of the run.
+        ax: where to draw; a new figure by default (``.figure`` of what is returned).
+        reduce: as in `heatmaps`. limits: of the colour scale, log10; those of the panel by default.
+
+    Returns:
+        The axes; the layout and the font are the caller's.
+
+    Raises:
+        LipboundError: a variable that the run has not, an unknown reduction.
+    """
+    known = tables.panels(ds)
+    if name not in known:
+        raise UnknownNameError(f"the run has no {name!r}; {nearest(name, known)}")
+    axes = ax if ax is not None else Drawing(figsize=(3.45, 2.8), layout="constrained").add_subplot()
+    with np.errstate(divide="ignore"):
+        grid = np.log10(_grid(ds[name], reduce).values)
+    finite = grid[np.isfinite(grid)]
+    low, high = limits or ((float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0))
+    colormap = matplotlib.colormaps[COLORMAP].with_extremes(over="#fff7bc", bad="#dddddd", under="#000000")
+    norm = Normalize(low, max(high, low + 1e-6))
+    image = axes.imshow(np.ma.masked_invalid(np.where(np.isposinf(grid), 1e300, grid)), cmap=colormap, norm=norm, aspect="auto")
+    axes.set_title(ds[name].attrs["label"], parse_math=False)
+    axes.set(xlabel=_across(ds), ylabel="layer")
+    _ticks(axes, ds)
+    over = bool((grid > norm.vmax).any())
+    samples = "" if _across(ds) == "sample" or ds.sizes["sample"] == 1 else f", {name_of(reduce)} over samples"
+    axes.figure.colorbar(image, ax=axes, extend="max" if over else "neither").set_label(f"log10{samples}")
+    return axes
+
+
+def ratios(ds: xr.Dataset, *, bounds: Iterable[str] | None = None, ax: Axes | None = None) -> Axes:
+    """How far above: bound / exact of every head and sample, a box per bound (quartiles; whiskers to the smallest and the largest), logarithmic.
+
+    Args:
+        ds: a run.
+        bounds: which, from top to bottom; all of the run by default.
+        ax: where to draw; a new figure by default.
+
+    Raises:
+        LipboundError: a bound that the run has not.
+    """
+    names = [name for name in tables.panels(ds, bounds) if name in ds.attrs["bounds"]]
+    axes = ax if ax is not None else Drawing(figsize=(3.45, 0.9 + 0.22 * len(names)), layout="constrained").add_subplot()
+    values = [tables.ratio(ds, name).values for name in names]
+    kept = [v[np.isfinite(v) & (v > 0)] for v in values]
+    axes.boxplot(kept, orientation="horizontal", whis=(0, 100), widths=0.6, medianprops={"color": "black"})
+    labels = [ds[name].attrs["label"] + (" (some infinite)" if np.isinf(v).any() else "") for name, v in zip(names, values, strict=True)]
+    axes.set_yticks(range(1, len(names) + 1), labels, parse_math=False)
+    axes.axvline(1, color="0.5", lw=0.8, ls=":")
+    axes.set(xscale="log", xlabel="bound / exact")
+    axes.invert_yaxis()
+    return axes
 
 
 def _across(ds: xr.Dataset) -> str:
@@ -160,10 +213,15 @@ def _label(axes: Axes, ds: xr.Dataset, name: str, grid: np.ndarray, high: float,
             upper = "\u221e" if np.isposinf(grid).any() else f"{finite.max():.1f}"
             axes.text(0.5, 0.5, f"off scale:\n{finite.min():.1f} to {upper}", transform=axes.transAxes, ha="center", va="center", color="black")
     axes.set_title("\n".join(lines), fontsize=points, pad=3, parse_math=False)
+    _ticks(axes, ds)
+    axes.tick_params(length=1.5, width=0.5, pad=1.5, labelsize=points - 1)
+
+
+def _ticks(axes: Axes, ds: xr.Dataset) -> None:
+    """Numbers of layers and heads, at most about six of each."""
     for axis, ticks in ((axes.xaxis, ds[_across(ds)].values), (axes.yaxis, ds["layer"].values)):
         step = max(1, -(-len(ticks) // 6))
         axis.set_ticks(range(0, len(ticks), step), [str(t) for t in ticks[::step]])
-    axes.tick_params(length=1.5, width=0.5, pad=1.5, labelsize=points - 1)
 
 
 def ball_curve(ds: xr.Dataset, path: str | Path | None = None, *, sample: int = 0, heads: Iterable[int] | None = None, title: str = "") -> Figure:
@@ -181,7 +239,7 @@ def ball_curve(ds: xr.Dataset, path: str | Path | None = None, *, sample: int = 
     down = -(-len(chosen) // across)
     ds = ds.isel(sample=sample).where(ds["radius"] > 0, drop=True)
     radius = ds["radius"].values
-    with matplotlib.rc_context(STYLE | {"font.size": 7.0}):
+    with matplotlib.rc_context(BASE | {"font.size": 7.0}):
         figure = Drawing(figsize=(7.1, 1.9 * down + 0.9), layout="constrained")
         FigureCanvasAgg(figure)
         panels = np.atleast_1d(figure.subplots(down, across, sharex=True, sharey=True)).ravel()
@@ -220,14 +278,26 @@ def caption(ds: xr.Dataset, *, bounds: Iterable[str] | None = None, reduce: str 
 
 
 def write(figure: Figure, path: Path) -> None:
-    """A figure as a file; the same figure gives the same file."""
+    """A figure as a file; the same figure gives the same file. Text in .pgf is escaped for LaTeX, which must be installed for it."""
     kind = path.suffix.removeprefix(".").lower()
     supported = figure.canvas.get_supported_filetypes()
     if kind not in supported:
         raise LipboundError(f"{path} has no file type that can be drawn; use one of {', '.join(sorted(supported))}")
     metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
+    texts = [text for text in figure.findobj(Text) if text.get_text()] if kind == "pgf" else []
+    plain = [text.get_text() for text in texts]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=300, metadata=metadata)
+        for text, words in zip(texts, plain, strict=True):
+            text.set_text("\n".join(latex(line) for line in words.split("\n")))
+        options: Any = {} if metadata is None else {"metadata": metadata}
+        figure.savefig(path, dpi=300, **options)
+    except RuntimeError as error:
+        if kind != "pgf":
+            raise
+        raise LipboundError(f"{path} needs pdflatex, which measures its text, and which is not installed; .pdf needs nothing") from error
     except OSError as error:
         raise StoreError(f"{path} cannot be written: {error.strerror or error}") from error
+    finally:
+        for text, words in zip(texts, plain, strict=True):
+            text.set_text(words)

@@ -131,3 +131,11 @@ def test_the_installed_command_runs() -> None:
     done = subprocess.run([sys.executable, "-m", "lipbound.cli", "compare", "builtin:nope"], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: unknown builtin checkpoint 'nope'")
+
+
+def test_every_command_has_an_example() -> None:
+    for command in cli.app.registered_commands:
+        assert command.epilog is not None, command.callback
+        assert command.epilog.startswith("Example: lipbound "), command.epilog
+        assert command.callback is not None
+        assert command.callback.__doc__

@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 import xarray as xr
 from conftest import random_attention
+from matplotlib.figure import Figure
 from models import AFFINE, build, inputs_for
 
 import lipbound as lb
@@ -121,6 +122,44 @@ def test_files_are_reproducible_and_fonts_embedded(ds: xr.Dataset, tmp_path: Pat
         assert b"/FontFile2" in first.read_bytes()
     if kind == "svg":
         assert b"<text" not in first.read_bytes()  # glyphs are outlines
+
+
+def test_panels_in_axes_of_ones_own(ds: xr.Dataset, tmp_path: Path) -> None:
+    figure = Figure(figsize=(6, 3))
+    left, right = figure.subplots(1, 2)
+    assert plots.heatmap(ds, "yudin", ax=left, reduce="max", limits=(0.0, 1.0)) is left
+    np.testing.assert_allclose(left.images[0].get_array(), np.log10(ds["yudin"].max("sample")))
+    assert (left.images[0].norm.vmin, left.images[0].norm.vmax) == (0.0, 1.0)
+    assert left.get_title() == "Yudin 2025, Thm 3"
+    assert plots.ratios(ds, bounds=["lipbound", "kim"], ax=right) is right
+    assert [t.get_text() for t in right.get_yticklabels()] == ["lipbound (ours)", "Kim 2021 (L2 map)"]
+    medians = sorted(float(line.get_xdata()[0]) for line in right.lines if line.get_color() == "black" and len(set(line.get_xdata())) == 1)
+    for name, exact in (("lipbound", "exact"), ("kim", "exact_l2")):
+        assert min(abs(m / float((ds[name] / ds[exact]).median()) - 1) for m in medians) < 1e-9
+    figure.savefig(tmp_path / "x.png")
+    for axes in (plots.heatmap(ds), plots.ratios(ds)):
+        axes.figure.savefig(tmp_path / "y.png")
+        assert axes.figure._repr_png_().startswith(b"\x89PNG")
+    with pytest.raises(LipboundError, match="the run has no 'yudn'; did you mean"):
+        plots.heatmap(ds, "yudn")
+
+
+def test_venues(ds: xr.Dataset, tmp_path: Path) -> None:
+    for width, inches in (("column", 3.25), ("page", 6.75), (5.0, 5.0)):
+        figure = plots.heatmaps(ds, tmp_path / "x.pdf", bounds=["yudin"], style="icml2024", width=width)
+        assert figure.get_figwidth() == pytest.approx(inches)
+        assert figure.axes[0].xaxis.label.get_fontsize() == 8.0
+    assert plots.heatmaps(ds, bounds=["yudin"], style="neurips2024").get_figwidth() == pytest.approx(5.5)
+    with pytest.raises(LipboundError, match="unknown style 'icml204'; did you mean 'icml2024'"):
+        plots.heatmaps(ds, style="icml204")
+    with pytest.raises(LipboundError, match="width is -1"):
+        plots.heatmaps(ds, width=-1)
+
+
+def test_pgf_without_latex_says_what_is_missing(ds: xr.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LipboundError, match="needs pdflatex"):
+        plots.heatmaps(ds, tmp_path / "x.pgf")
 
 
 def test_hostile_text_is_text(ds: xr.Dataset, tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ from lipbound.dataset import versions
 from lipbound.devices import name_of, resolve
 from lipbound.errors import UnknownNameError, nearest
 from lipbound.inputs import prepare
-from lipbound.plots import STYLE, Drawing, write
+from lipbound.plots import Drawing, write
+from lipbound.styles import BASE
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def register(**fields: Any) -> None:
 @contextmanager
 def sheet(rows: int, columns: int, *, height: float = 2.1, width: float = 7.1, **options: Any) -> Iterator[tuple[Figure, list[Axes]]]:
     """A figure of the house style that pyplot does not know of, and its axes, row by row."""
-    with matplotlib.rc_context(STYLE | {"font.size": 7.0}):
+    with matplotlib.rc_context(BASE | {"font.size": 7.0}):
         figure = Drawing(figsize=(width, rows * height), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots(rows, columns, squeeze=False, **options)
