@@ -10,11 +10,11 @@ ROOT = Path(__file__).parents[1]
 
 
 def bounds_table() -> str:
-    """Every registered bound with its statement, source and assumptions."""
-    rows = ["| name | statement | a bound when |", "|---|---|---|"]
+    """Every registered bound with its statement, source, assumptions and cost."""
+    rows = ["| name | statement | a bound when | cost per head |", "|---|---|---|---|"]
     for bound in map(bounds.get, bounds.names()):
         statement = bound.statement.replace("|", "\\|")
-        rows.append(f"| `{bound.name}` | {statement} [{bound.source}] | {bound.assumptions} |")
+        rows.append(f"| `{bound.name}` | {statement} [{bound.source}] | {bound.assumptions} | {bound.cost} |")
     return "\n".join(rows)
 
 

@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, help="sequences of each length")
     options = parser.parse_args()
     RUNS.mkdir(exist_ok=True)
-    for name in ("minilm", "gpt2", "vit"):
+    for name in ("minilm", "gpt2", "vit", "vit-baseline", "vit-jasmin"):
         path = RUNS / f"{name}.zarr"
         ds = lb.load(path) if path.exists() else lb.compare(f"builtin:{name}", samples=8, max_length=128, out=path)
         for kind in ("pdf", "png"):

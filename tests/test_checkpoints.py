@@ -13,6 +13,7 @@ from hub import COMMIT, OLD, serve
 from models import AFFINE, TEXT, build, save_bert, save_tokenizer
 
 from lipbound import checkpoints
+from lipbound.capture import capture
 from lipbound.checkpoints import MINILM_SHA256, load
 from lipbound.errors import CheckpointError
 
@@ -203,3 +204,15 @@ def test_hub(tmp_path: Path) -> None:
     offline = ask(cache, endpoint, ["owner/bert@v1", "owner/other"], HF_HUB_OFFLINE="1")
     assert offline["owner/bert@v1"][0] == OLD
     assert "HF_HUB_OFFLINE forbids" in offline["owner/other"]
+
+
+@pytest.mark.parametrize("name", ["vit-baseline", "vit-jasmin"])
+def test_fine_tuned_vits_have_no_biases_in_attention(name: str) -> None:
+    checkpoint = load(f"builtin:{name}")
+    assert checkpoint.model.config.qkv_bias is False
+    folder = Path(str(checkpoint.source))
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 3e6
+    assert "local Lipschitz constant" in (folder / "README.md").read_text()
+    layers = capture(checkpoint.model, {"pixel_values": torch.zeros(1, 3, 32, 32)})
+    assert len(layers) == 6
+    assert all(att.b_q is None or float(att.b_q.abs().max()) == 0 for att in layers)

@@ -23,9 +23,9 @@ from lipbound.checkpoints import load
 from lipbound.cli import app
 from lipbound.errors import LipboundError, StoreError
 from lipbound.inputs import prepare
-from lipbound.report import report
-from lipbound.report.contents import BINS, SINGLE
-from lipbound.report.details import of_layer
+from lipbound.reporting import report
+from lipbound.reporting.contents import BINS, SINGLE
+from lipbound.reporting.details import of_layer
 
 HOSTILE = "</script><img src=x onerror=alert(1)> {{7*7}} \" ' & \x1b\u202e"
 

@@ -14,7 +14,7 @@ from plotly.offline import get_plotlyjs
 
 from lipbound import store
 from lipbound.errors import LipboundError, StoreError
-from lipbound.report.contents import attention_bytes, contents
+from lipbound.reporting.contents import attention_bytes, contents
 
 HERE = Path(__file__).parent
 

@@ -11,7 +11,7 @@ from lipbound.aggregating import name_of, reduce_samples
 from lipbound.bounds import get
 from lipbound.bounds.auditing import SLACK
 from lipbound.errors import CaptureError, CheckpointError, InputsError, LipboundError, StoreError
-from lipbound.report.details import SIDE, Details, details
+from lipbound.reporting.details import SIDE, Details, details
 from lipbound.rerun import Rerun, again
 from lipbound.writing import plain
 
