@@ -17,10 +17,10 @@ PREAMBLE = r"""\documentclass{article}
 """
 
 
-def typeset(folder: Path, body: str, *, bibliography: str | None = None) -> str:
+def typeset(folder: Path, body: str, *, bibliography: str | None = None, preamble: str = PREAMBLE) -> str:
     """The text of the PDF; any LaTeX or BibTeX error fails."""
     end = "\\bibliographystyle{plain}\\bibliography{refs}\n" if bibliography is not None else ""
-    (folder / "x.tex").write_text(f"{PREAMBLE}{body}\n{end}\\end{{document}}\n", encoding="utf-8")
+    (folder / "x.tex").write_text(f"{preamble}{body}\n{end}\\end{{document}}\n", encoding="utf-8")
     latex = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "x.tex"]
     if bibliography is not None:
         (folder / "refs.bib").write_text(bibliography, encoding="utf-8")
@@ -70,3 +70,13 @@ def test_hostile_names_are_text(hostile: xr.Dataset, tmp_path: Path, by: str) ->
     assert "root:" not in text  # a line of the file that the name tries to read
     assert "\\input{/etc/passwd}" in text
     assert "[U+21AF]" in text
+
+
+def test_an_ordinary_document_is_enough(hostile: xr.Dataset, tmp_path: Path) -> None:
+    """With the packages that the comment above a table names, in LaTeX's own fonts."""
+    other = hostile.copy(deep=True)
+    other["yudin"].attrs["label"] = '[0pt] \u03bb "x" \u0110\u1ee9c \u0127 caf\u00e9 <|>'
+    other["castin"].attrs["label"] = "\u03bb first"
+    preamble = "\\documentclass{article}\n\\usepackage{booktabs, siunitx}\n\\begin{document}\\tiny\n"
+    for by in tables.ROWS:
+        typeset(tmp_path, f"{tables.latex(other, by=by)}\n\n{citing.cite(other, 'latex')}", preamble=preamble)

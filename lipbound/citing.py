@@ -16,7 +16,7 @@ OURS = "lipbound2026"
 
 def keys(ds: xr.Dataset) -> list[str]:
     """BibTeX keys of every source of a run's bounds, and of lipbound."""
-    return list(dict.fromkeys([ds[name].attrs["citation"] for name in ds.attrs["bounds"]] + [OURS]))
+    return list(dict.fromkeys([get(name).citation for name in ds.attrs["bounds"]] + [OURS]))
 
 
 def bibtex(ds: xr.Dataset) -> str:
@@ -56,35 +56,35 @@ def methods(ds: xr.Dataset, format: str = "latex") -> str:
     def cited(key: str) -> str:
         return f"\\cite{{{key}}}" if format == "latex" else f"({_author(key)} {_year(key)})"
 
-    across = f"{ds.sizes['layer']} layers" + (f" x {ds.sizes['head']} heads" if "head" in ds.dims else "")
-    across = across.replace(" x ", r" $\times$ ") if format == "latex" else across
-    kind = "commit" if a.get("commit") else "weights"
+    across = _places(ds).replace(" x ", r" $\times$ ") if format == "latex" else _places(ds)
+    kind = "commit" if a.get("commit") == a["revision"] else "weights"
+    samples, exact_samples, tokens, seed = (int(a[name]) for name in ("samples", "exact_samples", "tokens", "seed"))
+    dtype, tol = safe(a["dtype"]), float(a["tol"])
     sentences = [
         f"Local Lipschitz constants, the spectral norms of Jacobians, of {safe(a['map_description'])} were computed with lipbound "
         f"{safe(a['lipbound'])} {cited(OURS)} for {safe(str(a['model']))} ({safe(a['architecture'])}, {across}; {kind} {safe(str(a['revision']))}).",
-        f"Inputs were {a['samples']} sample{'s' if a['samples'] > 1 else ''} of at most {a['tokens']} tokens from {safe(str(a['data']))} "
+        f"Inputs were {samples} sample{'s' if samples > 1 else ''} of at most {tokens} tokens from {safe(str(a['data']))} "
         + (f"({safe(a['preprocessing'])}; " if a.get("preprocessing") else "(")
         + f"{safe(a['data_fingerprint'])})"
-        + (f", exact constants on the first {a['exact_samples']}." if a["exact_samples"] != a["samples"] else "."),
+        + (f", exact constants on the first {exact_samples}." if exact_samples != samples else "."),
     ]
+    unconverged, all_of_them = int(ds["exact"].notnull().sum() - ds["exact_converged"].sum()), int(ds["exact"].notnull().sum())
     if a["delta"]:
+        chance = ("1 - " if format == "text" else "$1 - ") + _power(float(a["delta"]), format) + ("" if format == "text" else "$")
         sentences.append(
-            f"Each constant is enclosed, by Lanczos' method in {a['dtype']}, between an attained value and an upper bound at most a factor "
-            f"{1 + a['tol']:.10g} above it; over the random start vectors (seed {a['seed']}), the upper bounds hold together with probability at "
-            "least " + ("1 - " if format == "text" else "$1 - ") + _power(a["delta"], format) + ("." if format == "text" else "$.")
+            f"Each constant is enclosed, by Lanczos' method in {dtype}, between an attained value and an upper bound at most a factor {1 + tol:.10g} "
+            f"above it; over the random start vectors (seed {seed}), the upper bounds hold together with probability at least {chance}."
         )
-        loose = int(ds["exact"].notnull().sum() - ds["exact_converged"].sum())
-        if loose:
-            sentences.append(f"For {loose} of {int(ds['exact'].notnull().sum())} the enclosure stayed wider than that.")
     else:
-        sentences.append(
-            f"Constants are estimates by Lanczos' method in {a['dtype']} (relative tolerance {a['tol']:g}, seed {a['seed']}), without upper bounds."
-        )
+        sentences.append(f"Constants are estimates by Lanczos' method in {dtype} (relative tolerance {tol:g}, seed {seed}), without upper bounds.")
+    if unconverged:
+        sentences.append(f"For {unconverged} of {all_of_them} constants that was not reached.")
     sources: dict[str, list[str]] = {}
     for name in a["bounds"]:
-        sources.setdefault(ds[name].attrs["citation"], []).append(safe(f"{ds[name].attrs['label']} [{ds[name].attrs['source']}]"))
+        sources.setdefault(get(name).citation, []).append(safe(f"{ds[name].attrs['label']} [{ds[name].attrs['source']}]"))
     listed = "; ".join(f"{', '.join(labels)} {cited(key)}" for key, labels in sources.items())
-    sentences.append(f"They are compared with upper bounds: {listed}; ratios are geometric means over samples, layers and heads.")
+    if listed:
+        sentences.append(f"They are compared with upper bounds: {listed}; ratios are geometric means over samples, layers and heads.")
     counts = audit(ds)
     for name, entry in counts.items():
         if entry["violations"]:
@@ -94,10 +94,26 @@ def methods(ds: xr.Dataset, format: str = "latex") -> str:
             )
     if any(get(name).exact != "exact" for name in a["bounds"]):
         names = ", ".join(safe(ds[name].attrs["label"]) for name in a["bounds"] if get(name).exact != "exact")
-        sentences.append(f"The bound on L2 attention ({names}) is compared with the constant of that map, with the same weights.")
+        sentences.append(
+            f"The bound on L2 attention ({names}) is compared with the constant of that map, with the same weights, an "
+            f"estimate to a relative tolerance of {tol:g} without upper bound."
+        )
     versions = ", ".join(f"{safe(name)} {safe(a['versions'][name])}" for name in ("torch", "transformers") if name in a["versions"])
     sentences.append(f"Computed on {safe(a['device'])} with {versions}, Python {safe(a['python'])}, on {safe(a['date'][:10])}.")
     return " ".join(sentences)
+
+
+def _places(ds: xr.Dataset) -> str:
+    """Layers and heads of a run in words; layers by their numbers where they are not the first ones."""
+    layers = ds["layer"].values.tolist()
+    plural = "s" if len(layers) > 1 else ""
+    first = layers == list(range(len(layers)))
+    text = f"{len(layers)} layer{plural}" if first else f"layer{plural} {', '.join(str(int(layer)) for layer in layers)}"
+    if "head" not in ds.dims:
+        return text
+    counts = ds["exact_rounding"].notnull().any("sample").sum("head").values
+    heads = f"{counts.min()}" if counts.min() == counts.max() else f"{counts.min()} to {counts.max()}"
+    return f"{text} x {heads} head{'s' if counts.max() > 1 else ''}"
 
 
 def _power(x: float, format: str) -> str:

@@ -322,7 +322,7 @@ def main() -> None:
         if state["debug"]:
             traceback.print_exc()
         else:
-            typer.echo(f"error: {error}", err=True)
+            typer.echo(f"error: {plain(str(error))}", err=True)
         sys.exit(2)
 
 

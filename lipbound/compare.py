@@ -19,7 +19,7 @@ from lipbound.bounds.auditing import audit
 from lipbound.bounds.multihead import names_for
 from lipbound.capture import LayerCapture
 from lipbound.checkpoints import load
-from lipbound.checksums import checksums
+from lipbound.checksums import checksums, settings_checksum
 from lipbound.dataset import allocate, dataset, provenance, versions
 from lipbound.devices import name_of, resolve
 from lipbound.errors import LipboundError, StoreError, UnknownNameError, nearest
@@ -158,12 +158,16 @@ def compare(
     if map in WHOLE:
         ds = ds.isel(head=0, drop=True)
     named = data is None or isinstance(data, (str, Path))
-    source = {"data": False if not named else None if data is None else str(data), "split": split, "column": column, "max_length": max_length}
+    source = {
+        "model": None if isinstance(model, PreTrainedModel) else _absolute(model),
+        "data": False if not named else None if data is None else _absolute(data), "split": split, "column": column, "max_length": max_length,
+    }  # fmt: skip
     settled = {"names": names, "map": map, "tol": tol, "delta": delta, "device": name_of(where), "dtype": dtype, "seed": seed, "source": source}
     ds.attrs = provenance(checkpoint, inputs, **settled) | {
         "samples": count, "exact_samples": exact_count, "tokens": int(lengths.max()), "capture_error": error, "block": block,
     }  # fmt: skip
     ds["checksum"] = checksums(ds)
+    ds.attrs["settings_checksum"] = settings_checksum(ds)
     ds.attrs["audit"] = audit(ds)
     ds.attrs["violations"] = {name: entry["violations"] for name, entry in ds.attrs["audit"].items()}
     if target is not None and unfinished is not None:
@@ -175,6 +179,12 @@ def compare(
             raise
         unfinished.close(finished=True)
     return ds
+
+
+def _absolute(name: str | Path) -> str:
+    """A path that is there in full, so that it leads to the same files from elsewhere; any other name as it is."""
+    path = Path(name).expanduser()
+    return str(path.resolve()) if path.exists() else str(name)
 
 
 def _fill(

@@ -65,8 +65,8 @@ def versions() -> dict[str, str]:
 def provenance(checkpoint: Checkpoint, inputs: Inputs, **settings: Any) -> dict[str, Any]:
     """Where the numbers come from: model, data, versions, settings, date and command.
 
-    ``source`` is what `lipbound.inputs.prepare` was given: ``data`` (None for the default, False for objects that no name leads back to),
-    ``split``, ``column``, ``max_length``.
+    ``source`` is where they are found again: ``model`` (None for one in memory), and what `lipbound.inputs.prepare` was given: ``data`` (None for
+    the default, False for objects in memory), ``split``, ``column``, ``max_length``. Paths are absolute.
     """
     packages = versions()
     return {

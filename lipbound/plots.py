@@ -18,12 +18,14 @@ from matplotlib.text import Text
 from lipbound import tables
 from lipbound.aggregating import name_of, reduce_samples
 from lipbound.bounds import get
+from lipbound.bounds.auditing import audit
 from lipbound.errors import LipboundError, StoreError, UnknownNameError, nearest
 from lipbound.styles import BASE, look
 from lipbound.tables import shared_scale
 from lipbound.writing import digits, latex, number
 
 COLORMAP = "cividis"
+NO_RATIO = ("infinite for some heads", "no positive norm")
 
 
 class Drawing(Figure):
@@ -201,12 +203,13 @@ def _label(axes: Axes, ds: xr.Dataset, name: str, grid: np.ndarray, high: float,
     """Title with the mean ratio to the exact norm and the audit's marks, ticks, and the range of values beyond the colour scale."""
     lines = [ds[name].attrs["label"]]
     if name in ds.attrs["bounds"]:
-        entry = ds.attrs["audit"][name]
+        entry = audit(ds)[name]
         lines[0] += tables.mark(entry)
         ratio = tables.summary(ds).loc[name, "geomean"]
+        wide = tables.width(ds, name)
         of = "exact" if get(name).exact == "exact" else "exact L2"
         lines.append(
-            f"{number(ratio, digits(ratio, tables.width(ds, name), most=3))} \u00d7 {of}" if np.isfinite(ratio) else "infinite for some heads"
+            f"{number(ratio / (1 + wide / 2), digits(ratio, wide, most=3))} \u00d7 {of}" if np.isfinite(ratio) else NO_RATIO[bool(np.isnan(ratio))]
         )
         finite = grid[np.isfinite(grid)]
         if finite.size and np.median(finite) > high:
@@ -271,7 +274,8 @@ def caption(ds: xr.Dataset, *, bounds: Iterable[str] | None = None, reduce: str 
     each = "" if scale == "shared" else " (a colour scale for each panel)"
     samples = "" if ds.attrs["samples"] == 1 or _across(ds) == "sample" else f", {what} over samples"
     marks = {"\u2020": "its assumptions do not hold on every head here", "\u2021": "it is below the exact norm of some head"}
-    counts = [ds.attrs["audit"][name] for name in tables.panels(ds, bounds) if name in ds.attrs["bounds"]]
+    entries = audit(ds)
+    counts = [entries[name] for name in tables.panels(ds, bounds) if name in ds.attrs["bounds"]]
     used = ["\u2021"] * any(e["violations"] for e in counts) + ["\u2020"] * any(e["sound"] < e["compared"] and not e["violations"] for e in counts)
     legend = "".join(f" {mark} {marks[mark]}." for mark in used)
     return f"log10 of the local Lipschitz constant and its bounds{samples}{each}. {tables.caption(ds)}; ratios are geometric means.{legend}"

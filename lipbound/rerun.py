@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import xarray as xr
-from transformers import PreTrainedModel
 
 from lipbound.checkpoints import Checkpoint, load
 from lipbound.devices import resolve
@@ -22,12 +21,14 @@ class Rerun(NamedTuple):
         checkpoint, inputs: loaded and prepared as they were for the run.
         device: where to.
         differences: a sentence for everything that is not what the run recorded: weights, data.
+        notes: what could not be compared.
     """
 
     checkpoint: Checkpoint
     inputs: Inputs
     device: str
     differences: list[str]
+    notes: list[str]
 
     def measurer(self, ds: xr.Dataset, layer: int) -> Measurer:
         """Measures the layer at one position of the run as the run did."""
@@ -58,14 +59,18 @@ def again(ds: xr.Dataset, *, model: Any = None, data: Any = None, device: str = 
     if data is None and source["data"] is False:
         raise StoreError(f"the run was made from data in memory ({a['data']}), which no name leads back to; give it as data=")
     where = resolve(device)
-    name, commit = a["model"], a["commit"]
+    name, commit = source["model"] or a["model"], a["commit"]
     if model is None and commit is not None:  # the commit that was used, whatever branch or tag the name says
         checkpoint = load(name.partition("@")[0], revision=commit, dtype=dtype or a["dtype"], device=where)
     else:
         checkpoint = load(name if model is None else model, dtype=dtype or a["dtype"], device=where)
-    differences = []
-    same_kind = checkpoint.loaded == a["loaded"] and (checkpoint.commit is None) == (commit is None)
-    if same_kind and checkpoint.revision != a["revision"] and not (isinstance(model, PreTrainedModel) and dtype not in (None, a["dtype"])):
+    differences, notes = [], []
+    comparable = _kind(checkpoint.revision) == _kind(a["revision"]) and checkpoint.loaded == a["loaded"]
+    if checkpoint.loaded and dtype not in (None, a["dtype"]):
+        comparable = False  # the hash of a model in memory is that of its numbers, rounded
+    if not comparable:
+        notes.append(f"the weights of {checkpoint.name} were found another way than the run's, so only the numbers tell whether they are the same")
+    elif checkpoint.revision != a["revision"]:
         differences.append(f"weights: the run has {a['revision']}, {checkpoint.name} is now {checkpoint.revision}")
     inputs = prepare(
         checkpoint, source["data"] if data is None else data, samples=a["samples"], max_length=source["max_length"],
@@ -73,7 +78,12 @@ def again(ds: xr.Dataset, *, model: Any = None, data: Any = None, device: str = 
     )  # fmt: skip
     if inputs.fingerprint != a["data_fingerprint"]:
         differences.append(f"inputs: the run has {a['data_fingerprint']}, {inputs.description} now gives {inputs.fingerprint}")
-    return Rerun(checkpoint, inputs, where, differences)
+    return Rerun(checkpoint, inputs, where, differences, notes)
+
+
+def _kind(revision: str) -> str:
+    """What a revision is: a hash of weights, or a commit."""
+    return "weights" if revision.startswith("sha256:") else "commit"
 
 
 def changed_versions(ds: xr.Dataset) -> dict[str, tuple[str, str]]:

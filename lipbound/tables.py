@@ -1,6 +1,7 @@
 """Tables of a run: bound / exact per bound, per layer or per head; as text, Markdown, LaTeX or CSV."""
 
 import re
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -114,7 +115,8 @@ def render(
 ) -> str:
     """`summary` (by "bound") or `breakdown` (by "layer" or "head") as "text", "markdown", "latex" (booktabs, siunitx) or "csv" (full precision).
 
-    Numbers have the digits that the enclosures of the exact norms support, four at most: the last one is off by at most one unit.
+    Numbers are the middles of their enclosures, to the digits that these support (four at most): the last one is off by at most one unit. Enclosures
+    are those of the exact norms, widened by ``exact_rounding``.
     """
     if format not in FORMATS:
         raise UnknownNameError(f"unknown format {format!r}; {nearest(format, FORMATS)}")
@@ -128,12 +130,17 @@ def render(
         head = ""
     else:
         table = breakdown(ds, by, bounds=chosen, reduce=reduce, values=values)
-        shown = _by_place(ds, table, values)
+        shown = _by_place(ds, table, values, reduce)
         over = "samples" if by == "head" or "head" not in ds.dims else "samples and heads"
         what = "bound / exact" if values == "ratio" else "bound"
         head = f"{name_of(reduce)} over {over}: exact, its range over samples, {what}"
+        if ds.attrs["exact_samples"] != ds.attrs["samples"]:
+            bounded = "" if values == "ratio" else f", bounds over all {ds.attrs['samples']}"
+            head += f"; exact norms are of the first {ds.attrs['exact_samples']} samples{bounded}"
     if format == "csv":
-        return table.to_csv()
+        if "label" in table:
+            table = table.assign(label=table["label"].map(plain))
+        return str(table.to_csv())
     notes = footnotes(ds, chosen)
     if format == "latex":
         return _latex([*filter(None, [head]), caption(ds), *notes], shown)
@@ -214,14 +221,26 @@ def caption(ds: xr.Dataset) -> str:
     )
 
 
+def widths(ds: xr.Dataset, name: str = "exact") -> xr.DataArray:
+    """Logarithm of upper over lower end of the exact norms that a bound (or "exact" itself) is compared with, by sample, layer, head.
+
+    Both ends are moved apart by ``exact_rounding``.
+    Estimates without an upper end count as if they were ``tol`` wide. NaN where there is no norm, infinite where rounding exceeds it.
+    """
+    slack, of = SLACK[ds.attrs["dtype"]], "exact" if name == "exact" else get(name).exact
+    rounding = ds["exact_rounding"] if of == "exact" else 0 * ds["exact_rounding"]
+    lower = ds[of] - rounding
+    upper = (ds["exact_upper"] if _upper(ds, name) else ds[of] * (1 + float(ds.attrs["tol"]))) + rounding
+    with np.errstate(all="ignore"):
+        width: xr.DataArray = xr.apply_ufunc(np.log, upper / lower.where(lower > 0, 0.0)) + slack
+    return width.where(ds[of] > 0)
+
+
 def width(ds: xr.Dataset, name: str) -> float:
-    """Relative width of the enclosures of a run's exact norms that a bound is compared with, rounding included."""
-    slack = SLACK[ds.attrs["dtype"]]
-    if not _upper(ds, name):
-        return max(float(ds.attrs["tol"]), slack)
-    lower, upper = ds["exact"].values, ds["exact_upper"].values
-    known = np.isfinite(lower) & np.isfinite(upper) & (lower > 0)
-    return max(float((upper[known] / lower[known] - 1).max()) if known.any() else 0.0, slack)
+    """Relative width of the enclosure of the geometric mean of a bound's ratios (or of exact norms), over everything."""
+    values = widths(ds, name).values
+    known = values[~np.isnan(values)]
+    return float(np.expm1(known.mean())) if known.size else 0.0
 
 
 def _upper(ds: xr.Dataset, name: str) -> bool:
@@ -253,8 +272,10 @@ def readable(ds: xr.Dataset) -> pd.DataFrame:
     shown = pd.DataFrame(index=table.index)
     shown["label"] = [row["label"] + mark(counts[str(name)]) for name, row in table.iterrows()]
 
+    wide = {str(name): _extents(ds, str(name)) for name in table.index}
+
     def column(of: str) -> list[str]:
-        return [number(row[of], digits(row[of], width(ds, str(name)))) for name, row in table.iterrows()]
+        return [_written(float(row[of]), wide[str(name)][of], -1) for name, row in table.iterrows()]
 
     shown["geomean"] = column("geomean")
     shown["samples"] = [f"{a} to {b}" if a != b else a for a, b in zip(column("sample_min"), column("sample_max"), strict=True)]
@@ -264,25 +285,51 @@ def readable(ds: xr.Dataset) -> pd.DataFrame:
     return shown.rename(columns={"label": "bound"} | COLUMNS)
 
 
-def _by_place(ds: xr.Dataset, table: pd.DataFrame, values: str) -> pd.DataFrame:
+def _by_place(ds: xr.Dataset, table: pd.DataFrame, values: str, reduce: str | float) -> pd.DataFrame:
     """`breakdown` in words."""
     counts = audit(ds)
     shown = pd.DataFrame(index=table.index)
     for level in table.index.names:
         shown[str(level)] = [str(value) for value in table.index.get_level_values(level)]
-    own = width(ds, "exact")
-
-    def written(x: float, wide: float) -> str:
-        return number(float(x), digits(float(x), wide))
-
-    middle = table[["exact", "exact_upper"]].mean(axis=1) if "exact_upper" in table else table["exact"]
-    shown["exact"] = [written(x, own) for x in middle]
-    pairs = zip(table["sample_min"], table["sample_max"], strict=True)
-    shown["over samples"] = [f"{written(a, own)} to {written(b, own)}" if a != b else written(a, own) for a, b in pairs]
+    whole = by_width(ds, "exact", table.index, reduce)
+    shown["exact"] = [_written(x, w, 1) for x, w in zip(table["exact"], whole, strict=True)]
+    pairs = zip(table["sample_min"], table["sample_max"], whole, strict=True)
+    shown["over samples"] = [f"{_written(a, w, 1)} to {_written(b, w, 1)}" if a != b else _written(a, w, 1) for a, b, w in pairs]
     for name in [str(c) for c in table.columns if c in ds.attrs["bounds"]]:
-        wide = width(ds, name) if values == "ratio" else SLACK[ds.attrs["dtype"]]
-        shown[ds[name].attrs["label"] + mark(counts[name])] = [written(x, wide) for x in table[name]]
+        wide = by_width(ds, name, table.index, reduce) if values == "ratio" else np.full(len(table), SLACK[ds.attrs["dtype"]])
+        side = -1 if values == "ratio" else 0
+        shown[ds[name].attrs["label"] + mark(counts[name])] = [_written(x, w, side) for x, w in zip(table[name], wide, strict=True)]
     return shown
+
+
+def by_width(ds: xr.Dataset, name: str, index: pd.Index, reduce: str | float) -> np.ndarray:
+    """Relative widths of the enclosures of the rows of `breakdown`: the mean logarithm for geometric means, else the largest of a row."""
+    wide = widths(ds, name)
+    dims = [dim for dim in wide.dims if dim not in index.names]
+    with warnings.catch_warnings():  # places without a head
+        warnings.simplefilter("ignore", RuntimeWarning)
+        one = wide.mean(dims) if reduce == "geomean" else wide.max(dims)
+    values = one.transpose(*index.names).values.ravel()
+    every = pd.MultiIndex.from_product([ds[level].values for level in index.names]) if len(index.names) > 1 else pd.Index(ds["layer"].values)
+    return np.expm1(values)[every.get_indexer(index)]
+
+
+def _extents(ds: xr.Dataset, name: str) -> dict[str, float]:
+    """Relative widths of the enclosures of a row of `summary`, by column."""
+    wide, quotient = widths(ds, name).values, ratio(ds, name).values
+    if not (~np.isnan(quotient)).any():
+        return dict.fromkeys(("geomean", "sample_min", "sample_max", "min", "max"), 0.0)
+    single = [np.nanmean(w) for w in wide if (~np.isnan(w)).any()]
+    ends = {"min": wide.flat[np.nanargmin(quotient)], "max": wide.flat[np.nanargmax(quotient)]}
+    found = ends | {"geomean": np.nanmean(wide), "sample_min": max(single), "sample_max": max(single)}
+    return {column: float(np.expm1(value)) for column, value in found.items()}
+
+
+def _written(x: float, wide: float, side: int) -> str:
+    """A number to the digits that its enclosure supports: x is its lower end (side 1), its upper end (-1) or its middle (0)."""
+    x, wide = float(x), float(np.nan_to_num(wide, nan=0.0, posinf=10.0))
+    middle = x * (1 + wide / 2) if side > 0 else x / (1 + wide) * (1 + wide / 2) if side < 0 else x
+    return number(middle, digits(middle, wide))
 
 
 def _latex(comments: list[str], shown: pd.DataFrame) -> str:

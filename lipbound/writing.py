@@ -5,16 +5,18 @@ import re
 
 ESCAPED = {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
-    "|": r"\textbar{}", '"': r"\textquotedbl{}", **{c: "\\" + c for c in "&%$#_{}"},
+    "|": r"\textbar{}", '"': r"{\char34}", "[": "{[}", **{c: "\\" + c for c in "&%$#_{}"},
 }  # fmt: skip
+ACCENTED = frozenset(chr(c) for c in range(0xC0, 0x100)) - set("\u00d0\u00d7\u00de\u00f0\u00f7\u00fe")
+"""Letters that LaTeX composes whatever the font."""
 
 
 def digits(x: float, width: float, most: int = 4) -> int:
-    """How many significant digits of x its enclosure supports: the last one is off by at most one unit.
+    """How many significant digits of x its enclosure supports, at least one: rounded to them, the last one is off by at most one unit.
 
     Args:
-        x: the number.
-        width: relative width of its enclosure.
+        x: the middle of the enclosure.
+        width: its relative width: the true number is at most ``width * x / 2`` away.
         most: at most so many.
 
     >>> digits(1.35, 9e-4), digits(9.5, 9e-4), digits(9.5, 0.2), digits(9.5, 0)
@@ -58,7 +60,7 @@ def latex(text: str) -> str:
     >>> latex("50 % of a_b^2\n\\input{x}")
     '50 \\% of a\\_b\\textasciicircum{}2 \\textbackslash{}input\\{x\\}'
     """
-    known = (c if c.isascii() or "\u00c0" <= c <= "\u017f" or c in "\u2020\u2021" else f"[U+{ord(c):04X}]" for c in plain(text))
+    known = "".join(c if c.isascii() or c in ACCENTED or c in "\u2020\u2021" else f"[U+{ord(c):04X}]" for c in plain(text))
     return "".join(ESCAPED.get(c, c) for c in known)
 
 
@@ -68,5 +70,5 @@ def markdown(text: str) -> str:
     >>> markdown("a|b <script> [x](y) _z_")
     'a\\\\|b &lt;script&gt; \\\\[x\\\\](y) \\\\_z\\\\_'
     """
-    text = plain(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return re.sub(r"([\\`*_\[\]|])", r"\\\1", text)
+    text = plain(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("@", "&#64;").replace("://", "&#58;//")
+    return re.sub(r"([\\`*_\[\]|$~])", r"\\\1", text)

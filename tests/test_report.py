@@ -183,14 +183,14 @@ def test_hostile_text_stays_text(ds: xr.Dataset, tmp_path: Path) -> None:
 def test_what_cannot_be_shown_is_said(ds: xr.Dataset, tmp_path: Path, bert: Path) -> None:
     path = tmp_path / "x.html"
     moved = ds.copy()
-    moved.attrs["model"] = str(tmp_path / "nowhere")
+    moved.attrs = ds.attrs | {"source": ds.attrs["source"] | {"model": str(tmp_path / "nowhere")}}
     (notice,) = report(moved, path)
     assert "there is no directory" in notice
     (run,) = data_of(path)
     assert run["details"] is None
     assert "there is no directory" in run["reason"]
     changed = ds.copy()
-    changed.attrs["revision"] = "sha256:0"
+    changed.attrs = ds.attrs | {"revision": "sha256:0"}
     assert "weights: the run has sha256:0" in report(changed, path)[0]
     model = build(AFFINE["gpt2"])
     memory = lb.compare(model, inputs_for(model), bounds=["yudin"], progress=False)
@@ -212,6 +212,26 @@ def test_what_cannot_be_shown_is_said(ds: xr.Dataset, tmp_path: Path, bert: Path
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot be written"):
         report(ds, tmp_path / "file" / "x.html", details=False)
+
+
+def test_other_weights_do_not_pass_for_the_runs(tmp_path: Path) -> None:
+    lb.compare("builtin:gpt2", samples=1, max_length=8, bounds=["yudin"], progress=False, out=tmp_path / "run.zarr")
+    model = load("builtin:gpt2").model
+    assert report(tmp_path / "run.zarr", tmp_path / "x.html", model=model) == []
+    for block in model.h[3:]:
+        block.attn.c_attn.weight.data *= 1.7
+    (notice,) = report(tmp_path / "run.zarr", tmp_path / "x.html", model=model)
+    assert "the norms of layers 3, 4, 5 are not those of the run: other weights" in notice
+
+
+def test_whole_layers_show_every_sample(tmp_path: Path) -> None:
+    model = build(AFFINE["gpt2"])
+    inputs = {"input_ids": torch.arange(60).view(20, 3)}
+    report(lb.compare(model, inputs, samples=20, map="layer", bounds=["lipbound"], progress=False), tmp_path / "x.html")
+    (run,) = data_of(tmp_path / "x.html")
+    assert np.array(run["values"]["exact"]).shape == (2, 20)
+    with pytest.raises(LipboundError, match="the run has no bounds"):
+        report(lb.compare(model, inputs, bounds=[], progress=False), tmp_path / "y.html")
 
 
 def test_infinite_and_missing_numbers_and_many_samples(ds: xr.Dataset, tmp_path: Path) -> None:

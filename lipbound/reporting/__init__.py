@@ -15,6 +15,7 @@ from plotly.offline import get_plotlyjs
 from lipbound import store
 from lipbound.errors import LipboundError, StoreError
 from lipbound.reporting.contents import attention_bytes, contents
+from lipbound.writing import plain
 
 HERE = Path(__file__).parent
 
@@ -74,7 +75,7 @@ def report(
         target.write_text(text, encoding="utf-8")
     except OSError as error:
         raise StoreError(f"{target} cannot be written: {error.strerror or error}") from error
-    return [f"{one['title']}: no details of single heads: {one['reason']}" for one in pages if one["details"] is None]
+    return [plain(f"{one['title']}: no details of single heads: {one['reason']}") for one in pages if one["details"] is None]
 
 
 def _page(pages: list[dict[str, Any]], attention: bytes) -> str:

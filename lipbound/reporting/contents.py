@@ -1,5 +1,6 @@
 """What a report's page knows of a run: numbers, words and details, as plain data."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from lipbound import citing, tables
 from lipbound.aggregating import name_of, reduce_samples
 from lipbound.bounds import get
 from lipbound.bounds.auditing import SLACK
-from lipbound.errors import CaptureError, CheckpointError, InputsError, LipboundError, StoreError
+from lipbound.errors import CheckpointError, LipboundError
 from lipbound.reporting.details import SIDE, Details, details
 from lipbound.rerun import Rerun, again
 from lipbound.writing import plain
@@ -28,11 +29,13 @@ def contents(ds: xr.Dataset, title: str, *, reduce: str | float, sample: int, mo
     """A run as plain data; ``wanted``: with details of single heads, which need its model and inputs again."""
     if not 0 <= sample < ds.sizes["sample"]:
         raise LipboundError(f"sample is {sample}; the run has samples 0 to {ds.sizes['sample'] - 1}")
+    if not ds.attrs["bounds"]:
+        raise LipboundError("the run has no bounds, which a report is about; draw it with heatmaps, or compare it with some")
     found, words, reason = _details(ds, sample, model, data, device) if wanted else (None, [], "they were left out when the report was made")
     across = "head" if "head" in ds.dims else "sample"
     names = list(ds.attrs["bounds"])
     panels = tables.panels(ds)
-    kept = ds.isel(sample=slice(0, SINGLE))
+    kept = ds.isel(sample=slice(0, SINGLE)) if across == "head" else ds
     ratios = {name: tables.ratio(ds, name) for name in names}
     shown = tables.readable(ds)
     return {
@@ -49,7 +52,8 @@ def contents(ds: xr.Dataset, title: str, *, reduce: str | float, sample: int, mo
         "labels": {name: plain(ds[name].attrs["label"]) for name in panels},
         "statements": {name: f"{plain(ds[name].attrs['statement'])} [{plain(ds[name].attrs['source'])}]" for name in names},
         "compared": {name: get(name).exact for name in names},
-        "width": {name: tables.width(ds, name) for name in ["exact", *names]},
+        "exactSamples": ds.attrs["exact_samples"],
+        "widths": {name: _widths(ds, one, reduce, across) for name, one in _examples(names).items()},
         "slack": SLACK[ds.attrs["dtype"]],
         "scale": _scale(ds, panels, reduce),
         "grids": {name: _grid(ds[name], reduce, across) for name in panels},
@@ -82,10 +86,21 @@ def _details(ds: xr.Dataset, sample: int, model: Any, data: Any, device: str) ->
     try:
         rerun = again(ds, model=model, data=data, device=device)
         if rerun.differences:
-            return None, [], "; ".join(rerun.differences)
-        return details(rerun, ds, sample), _words(rerun, sample), ""
-    except (StoreError, CheckpointError, InputsError, CaptureError) as error:
-        return None, [], str(error)
+            return None, [], plain("; ".join(rerun.differences))
+        found = details(rerun, ds, sample)
+        wrong = [int(ds["layer"][i]) for i, one in enumerate(found) if not _same(ds, sample, i, one.norm)]
+        if wrong:
+            return None, [], f"the norms of layers {', '.join(map(str, wrong))} are not those of the run: other weights, or other inputs"
+        return found, _words(rerun, sample), ""
+    except LipboundError as error:
+        return None, [], plain(str(error))
+
+
+def _same(ds: xr.Dataset, sample: int, layer: int, norm: np.ndarray) -> bool:
+    """Whether norms computed now lie where the run's do; nothing to compare is no objection."""
+    stored = ds["exact"].isel(sample=sample, layer=layer).values[: len(norm)]
+    allowed = stored * (float(ds.attrs["tol"]) + 1e-3) + ds["exact_rounding"].isel(sample=sample, layer=layer).values[: len(norm)]
+    return bool((np.isnan(stored) | (np.abs(norm - stored) <= allowed)).all())
 
 
 def _words(rerun: Rerun, sample: int) -> list[str]:
@@ -126,6 +141,21 @@ def _grid(values: xr.DataArray, reduce: str | float, across: str) -> Any:
     with np.errstate(all="ignore"):
         grid = reduce_samples(values, reduce) if across == "head" else values
     return _numbers(grid.transpose("layer", across).values)
+
+
+def _examples(names: Sequence[str]) -> dict[str, str]:
+    """For every exact norm of a run the name of something that is compared with it."""
+    return {"exact": "exact"} | {get(name).exact: name for name in names if get(name).exact != "exact"}
+
+
+def _widths(ds: xr.Dataset, name: str, reduce: str | float, across: str) -> Any:
+    """Relative widths of the enclosures of a grid's cells: the mean logarithm for geometric means, else the largest."""
+    wide = tables.widths(ds, name)
+    if across == "head":
+        with warnings.catch_warnings():  # places without a head
+            warnings.simplefilter("ignore", RuntimeWarning)
+            wide = wide.mean("sample") if reduce == "geomean" else wide.max("sample")
+    return _numbers(np.expm1(wide.transpose("layer", across).values))
 
 
 def _nested(values: xr.DataArray, across: str) -> Any:

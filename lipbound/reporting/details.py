@@ -24,6 +24,7 @@ class Details(NamedTuple):
     """Of one layer at one sample.
 
     Attributes:
+        norm: the heads' exact norms.
         attention: (heads, n, n) uint8, 255 sqrt(P) rounded; shrunk by ``stride``.
         softmax_norm: of every query's row, (heads, N).
         right, left: squared lengths of the tokens' parts of the top singular vectors, (heads, N), each row summing to one: which tokens, moved,
@@ -33,6 +34,7 @@ class Details(NamedTuple):
         stride: see ``attention``.
     """
 
+    norm: np.ndarray
     attention: np.ndarray
     softmax_norm: np.ndarray
     right: np.ndarray
@@ -61,6 +63,7 @@ def of_layer(att: Attention, map: str, names: list[str]) -> Details:
     found = {name: shares(folded, name) for name in names}
     stride = -(-att.tokens // SIDE)
     return Details(
+        norm=norm.lower[0].numpy(),
         attention=(255 * _shrunk(att.p[0], stride).double().sqrt()).round().to(torch.uint8).cpu().numpy(),
         softmax_norm=softmax.jacobian_norm(att.p[0]).upper.cpu().numpy(),
         right=(right**2).sum(-1).cpu().numpy(),

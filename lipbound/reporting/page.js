@@ -40,7 +40,7 @@
   // As many digits as an enclosure of this relative width supports, four at most; as in the tables.
   function number(x, width) {
     x = real(x);
-    if (x === null || x === undefined) return "not computed";
+    if (x === null || x === undefined) return "none";
     if (!Number.isFinite(x)) return "infinite";
     if (x === 0) return "0";
     const mantissa = Math.abs(x) / 10 ** Math.floor(Math.log10(Math.abs(x)));
@@ -129,21 +129,23 @@
     const low = 10 ** range[0], top = 10 ** range[1];
     $("maps-note").textContent = `Colours: log10, from ${number(low, 0.01)} (dark) to ${number(top, 0.01)} (bright)` +
       (run.across === "head" ? `; every cell is the ${run.reduce} over ${run.samples} sample${run.samples > 1 ? "s" : ""}. ` : "; every cell is one sample. ") +
+      (run.exactSamples < run.samples ? `Exact constants and ratios are of the first ${run.exactSamples} samples. ` : "") +
       "Click a cell, or move with the arrow keys.";
   }
 
   function sentence(run, name, i, j) {
     const exactName = exactOf(run, name), exact = run.grids[exactName][i][j], value = run.grids[name][i][j];
     const words = [`layer ${run.layers[i]}, ${run.across} ${run.columns[j]}`];
-    const w = run.width[run.bounds.includes(name) ? name : "exact"];
+    const w = run.widths[exactName][i][j] === null ? 0 : Math.min(10, real(run.widths[exactName][i][j]));
     const upper = exactName === "exact" && run.upper ? run.upper[i][j] : null;
-    words.push(`${run.labels[exactName].toLowerCase()} ${number(exact, w)}` + (upper === null ? "" : ` (between ${precise(exact)} and ${precise(upper)})`));
+    words.push(`${run.labels[exactName].toLowerCase()} ${number(scaled(exact, 1 + w / 2), w)}` + (upper === null ? "" : ` (between ${precise(exact)} and ${precise(upper)})`));
     if (name !== exactName) {
-      words.push(`${run.labels[name]} ${number(value, run.slack)}`);
-      words.push(`ratio ${number(run.ratios[name][i][j], w)}`);
+      words.push(`${run.labels[name]} ${number(value, run.slack)}` + (run.exactSamples < run.samples && run.across === "head" ? ` (over all ${run.samples} samples)` : ""));
+      words.push(`ratio ${number(scaled(run.ratios[name][i][j], (1 + w / 2) / (1 + w)), w)}`);
     }
     return words.join("; ");
   }
+  const scaled = (x, factor) => (typeof x === "number" ? x * factor : x);
   const precise = (x) => (x === null ? "not computed" : real(x) === Infinity ? "infinity" : Number(x).toPrecision(6).replace(/e\+?/, "e"));
 
   function tell(name, i, j) {
@@ -229,7 +231,7 @@
       height: Math.max(200, 90 + 24 * rows.length), barmode: "relative", showlegend: true, legend: { orientation: "h", y: 1, yanchor: "bottom" }, margin: { l: 160, r: 15, t: 60, b: 30 },
       xaxis: axis({ tickformat: ".0%", fixedrange: true }), yaxis: axis({ fixedrange: true, ticks: "", automargin: true }),
     }));
-    $("terms-note").textContent = "Exact: how much of the norm passes through values (attention as it is), keys and queries (attention as it changes); parts may be negative. Bounds: values against softmax, or the terms of ours.";
+    $("terms-note").textContent = "Exact: how much of the norm passes through values (attention as it is), keys and queries (attention as it changes); parts may be negative. Bounds: values against softmax, of the bound (Yudin, Specformer) or of its square (Castin); ours at the top vector of their matrix of norms, for lipbound that of its first form, squared.";
   }
 
   function compareRuns() {
