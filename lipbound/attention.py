@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lipbound.errors import AttentionError
 from lipbound.normalisation import Surroundings
+from lipbound.rotation import Rotation
 
 T = TypeVar("T")
 BLOCKED = -1e30
@@ -24,6 +25,8 @@ class Attention:
         q = x @ w_q + b_q,  k = x @ w_k + b_k,  v = x @ w_v + b_v
         scores = scale * q @ k^T + mask,  p = softmax(scores),  out = p @ v
 
+    With a ``rotation`` every token's query and key pass through its linear map first (`lipbound.rotation`).
+
     Everything derived (``q, k, v, p, out``) is computed on first use and kept.
 
     Args:
@@ -37,6 +40,7 @@ class Attention:
             forbid attention.
         valid: (samples, N) bool; tokens that are False (padding) are dropped both as queries and as keys: their rows of
             ``x``, ``p`` and ``out`` are zero, and no quantity counts them.
+        rotation: rotary position embedding of the N tokens, or None.
         surroundings: layer normalisation and residual connection around the layer, which only maps that include them look at.
 
     All floating tensors must share one dtype, float32 or float64, which is the dtype of everything derived.
@@ -66,11 +70,12 @@ class Attention:
         scale: float | None = None,
         mask: Tensor | None = None,
         valid: Tensor | None = None,
+        rotation: Rotation | None = None,
         surroundings: Surroundings | None = None,
     ):
         self.x, self.w_q, self.w_k, self.w_v = x, w_q, w_k, w_v
         self.b_q, self.b_k, self.b_v, self.w_o = b_q, b_k, b_v, w_o
-        self.mask, self.valid, self.surroundings = mask, valid, surroundings
+        self.mask, self.valid, self.rotation, self.surroundings = mask, valid, rotation, surroundings
         self._check()
         self.scale = self.d**-0.5 if scale is None else float(scale)
         if not math.isfinite(self.scale):
@@ -124,7 +129,7 @@ class Attention:
         return self.valid.sum(-1).double()
 
     def __repr__(self) -> str:
-        extra = [name for name in ("b_q", "b_k", "b_v", "w_o", "mask", "valid") if getattr(self, name) is not None]
+        extra = [name for name in ("b_q", "b_k", "b_v", "w_o", "mask", "valid", "rotation") if getattr(self, name) is not None]
         return (
             f"Attention(samples={self.samples}, heads={self.heads}, N={self.tokens}, D={self.x.shape[2]}, d={self.d}, "
             f"d_v={self.d_v}, {str(self.dtype).removeprefix('torch.')}{', with ' + ', '.join(extra) if extra else ''})"
@@ -137,10 +142,19 @@ class Attention:
         y = torch.einsum("snd,hde->shne", self.x.double(), w.double())
         return y if b is None else y + b[:, None]
 
+    def _turned(self, y: Tensor) -> Tensor:
+        """Queries or keys after the rotation."""
+        return y if self.rotation is None else self.rotation.turn(y)
+
+    def refuse_rotation(self, what: str) -> None:
+        """Raise AttentionError if there is a rotation, which ``what`` does not know of."""
+        if self.rotation is not None:
+            raise AttentionError(f"{what} does not support rotary position embeddings; exact norms by 'lanczos', 'lipbound' and 'lipbound_block' do")
+
     @cached_property
     def wide_q(self) -> Tensor:
-        """Queries in float64, (samples, heads, N, d)."""
-        return self._project(self.w_q, self.b_q)
+        """Queries in float64, rotated where there is a rotation, (samples, heads, N, d)."""
+        return self._turned(self._project(self.w_q, self.b_q))
 
     @cached_property
     def q(self) -> Tensor:
@@ -150,7 +164,7 @@ class Attention:
     @cached_property
     def k(self) -> Tensor:
         """Keys, (samples, heads, N, d)."""
-        return self._project(self.w_k, self.b_k).to(self.dtype)
+        return self._turned(self._project(self.w_k, self.b_k)).to(self.dtype)
 
     @cached_property
     def v(self) -> Tensor:
@@ -159,8 +173,9 @@ class Attention:
 
     @cached_property
     def centred_k(self) -> Tensor:
-        """Keys without bias and without their mean over tokens, float64: attention, and its Jacobian, see only differences of keys."""
-        k = self._project(self.w_k)
+        """Keys without their mean over tokens, float64: attention, and its Jacobian, see only differences of keys (as they enter the scores: a
+        bias drops out, unless tokens turn it)."""
+        k = self._project(self.w_k) if self.rotation is None else self._turned(self._project(self.w_k, self.b_k))
         return k - k.mean(-2, keepdim=True)
 
     @cached_property
@@ -238,7 +253,7 @@ class Attention:
         return Attention(
             self.x[samples], self.w_q[heads], self.w_k[heads], self.w_v[heads],
             b_q=part(self.b_q), b_k=part(self.b_k), b_v=part(self.b_v), w_o=part(self.w_o),
-            scale=self.scale, mask=mask, valid=None if self.valid is None else self.valid[samples],
+            scale=self.scale, mask=mask, valid=None if self.valid is None else self.valid[samples], rotation=self.rotation,
             surroundings=None if self.surroundings is None else self.surroundings.map(lambda norm: norm.select(samples)),
         )  # fmt: skip
 
@@ -252,8 +267,9 @@ class Attention:
         if mask is not None:
             mask = mask.expand(*mask.shape[:-2], self.tokens, self.tokens)[..., keep, :][..., keep]
         return Attention(
-            part.x[:, keep], part.w_q, part.w_k, part.w_v, b_q=part.b_q, b_k=part.b_k, b_v=part.b_v, w_o=part.w_o, scale=self.scale, mask=mask
-        )
+            part.x[:, keep], part.w_q, part.w_k, part.w_v, b_q=part.b_q, b_k=part.b_k, b_v=part.b_v, w_o=part.w_o, scale=self.scale, mask=mask,
+            rotation=None if self.rotation is None else self.rotation.select(keep),
+        )  # fmt: skip
 
     def fold_output(self) -> tuple["Attention", Tensor]:
         """Heads with their output slice, as plain heads of the same Jacobian norm.
@@ -277,7 +293,7 @@ class Attention:
         """The same attention pattern over other values and output projection; queries, keys and probabilities already computed are shared."""
         other = Attention(
             self.x, self.w_q, self.w_k, w_v, b_q=self.b_q, b_k=self.b_k, b_v=b_v, w_o=w_o,
-            scale=self.scale, mask=self.mask, valid=self.valid, surroundings=self.surroundings,
+            scale=self.scale, mask=self.mask, valid=self.valid, rotation=self.rotation, surroundings=self.surroundings,
         )  # fmt: skip
         for name in ("wide_q", "q", "k", "centred_k", "p"):
             if name in self.__dict__:
@@ -312,7 +328,8 @@ class Attention:
             for name in ("x", "w_q", "w_k", "w_v", "b_q", "b_k", "b_v", "w_o", "mask", "valid")
         }
         around = None if self.surroundings is None else self.surroundings.map(lambda norm: norm.map(change))
-        return Attention(**tensors, scale=self.scale, surroundings=around)  # type: ignore[arg-type]
+        rotation = None if self.rotation is None else self.rotation.to(tensors["x"].device)  # type: ignore[union-attr]
+        return Attention(**tensors, scale=self.scale, rotation=rotation, surroundings=around)  # type: ignore[arg-type]
 
     # -- validation --------------------------------------------------------------------------------------------------
 
@@ -338,6 +355,11 @@ class Attention:
                 wanted = tuple("any" if s is None else s for s in shape)
                 raise AttentionError(f"{name} has shape {got}; with x {shapes['x']} and w_q {shapes['w_q']} it must be {wanted}")
         self._check_values()
+        if self.rotation is not None and (self.rotation.tokens != tokens or self.rotation.width > d):
+            raise AttentionError(
+                f"rotation is of {self.rotation.tokens} tokens and turns {self.rotation.width} coordinates; with x {shapes['x']} and w_q "
+                f"{shapes['w_q']} it must be of {tokens} tokens and turn at most {d}"
+            )
         if self.mask is not None:
             try:
                 full = torch.broadcast_shapes(self.mask.shape, (samples, heads, tokens, tokens))

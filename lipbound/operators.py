@@ -145,7 +145,7 @@ class HeadJacobian(JacobianOperator):
         self.dtype, self.device = att.dtype, att.device
         self.out_shape = (att.tokens, att.d_v)
         self._w = torch.cat([att.scale * att.w_q, att.scale * att.w_k, att.w_v], -1)
-        self._sizes = [att.d, att.d, att.d_v]
+        self._sizes, self._rotation = [att.d, att.d, att.d_v], att.rotation
         self.in_shape = (att.tokens, min(self._w.shape[1:]))
         self._head = torch.arange(heads, device=att.device).repeat(att.samples)
         self._q = _flat(att.q)
@@ -163,20 +163,30 @@ class HeadJacobian(JacobianOperator):
     def _weights(self) -> Tensor:
         return self._reduction[1][self._head]
 
-    def _pulled(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The cotangents of q, k, v under y."""
+    def _cotangents(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The cotangents of q, k, v as they enter scores and output, under y."""
         g = y @ self._v.mT
         shift = (y * self._o).sum(-1, keepdim=True)
         g = self._p * (g - shift) if torch.is_grad_enabled() else g.sub_(shift).mul_(self._p)
         return g @ self._k, g.mT @ self._q, self._p.mT @ y
 
+    def _pulled(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The cotangents of the projections under y."""
+        q, k, v = self._cotangents(y)
+        return (q, k, v) if self._rotation is None else (self._rotation.back(q), self._rotation.back(k), v)
+
+    def _turned(self, z: Tensor) -> list[Tensor]:
+        """Perturbations of the projections, side by side, as those of q, k and v as they enter scores and output."""
+        q, k, v = z.split(self._sizes, -1)
+        return [q, k, v] if self._rotation is None else [self._rotation.turn(q), self._rotation.turn(k), v]
+
     def pull(self, y: Tensor) -> Tensor:
-        """The cotangents of q, k, v under y, side by side, (batch, N, m)."""
+        """The cotangents of the projections under y, side by side, (batch, N, m)."""
         return torch.cat(self._pulled(y), -1)
 
     def push(self, z: Tensor) -> Tensor:
-        """The output perturbation under perturbations z of q, k, v (scores already scaled), (batch, N, d_v)."""
-        z_q, z_k, z_v = z.split(self._sizes, -1)
+        """The output perturbation under perturbations z of the projections (scores already scaled), (batch, N, d_v)."""
+        z_q, z_k, z_v = self._turned(z)
         s = (z_q @ self._k.mT).baddbmm_(self._q, z_k.mT)
         t = self._p * s if torch.is_grad_enabled() else s.mul_(self._p)
         # at a one-hot row the difference is exactly zero, which a fused multiply-add would spoil
@@ -211,7 +221,9 @@ class HeadJacobian(JacobianOperator):
         return self.push(z)
 
     def dense(self) -> Tensor:
-        """The matrices block by block: ``J_ij = P_ij [r_v^T + (v_j - o_i) qt_i^T] + [i = j] B_i`` with ``qt_i = r_k q_i``."""
+        """The matrices block by block, without a rotation: ``J_ij = P_ij [r_v^T + (v_j - o_i) qt_i^T] + [i = j] B_i`` with ``qt_i = r_k q_i``."""
+        if self._rotation is not None:
+            return super().dense()
         r_q, r_k, r_v = self._weights.split(self._sizes, -1)
         centred = self._v[:, None] - self._o[:, :, None]  # (batch, i, j, d_v)
         weighted = self._p[..., None] * centred
@@ -245,6 +257,7 @@ class L2HeadJacobian(JacobianOperator):
     """
 
     def __init__(self, att: Attention):
+        att.refuse_rotation("L2 attention")
         self.batch = att.samples * att.heads
         self.dtype, self.device = att.dtype, att.device
         self.out_shape = (att.tokens, att.d_v)
@@ -315,7 +328,9 @@ def head_function(att: Attention, sample: int, head: int) -> Callable[[Tensor], 
     are tested against.
     """
     keep = torch.ones(att.tokens, dtype=torch.bool, device=att.device) if att.valid is None else att.valid[sample]
-    mask = None
+    mask, angles = None, None
+    if att.rotation is not None:
+        angles = torch.complex(att.rotation.cos.to(att.dtype), att.rotation.sin.to(att.dtype))[keep]
     if att.mask is not None:
         full = att.mask.expand(att.samples, att.heads, att.tokens, att.tokens)[sample, head]
         mask = full[keep][:, keep]
@@ -323,8 +338,15 @@ def head_function(att: Attention, sample: int, head: int) -> Callable[[Tensor], 
     def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         return x @ w[head] if b is None else x @ w[head] + b[head]
 
+    def rotated(y: Tensor) -> Tensor:
+        if angles is None:
+            return y
+        r = angles.shape[1]
+        turned = torch.complex(y[:, :r], y[:, r : 2 * r]) * angles
+        return torch.cat([turned.real, turned.imag, y[:, 2 * r :]], -1)
+
     def f(x: Tensor) -> Tensor:
-        scores = linear(x, att.w_q, att.b_q) @ linear(x, att.w_k, att.b_k).mT * att.scale
+        scores = rotated(linear(x, att.w_q, att.b_q)) @ rotated(linear(x, att.w_k, att.b_k)).mT * att.scale
         return torch.softmax(scores if mask is None else scores + mask, -1) @ linear(x, att.w_v, att.b_v)
 
     return f

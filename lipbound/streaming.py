@@ -68,7 +68,7 @@ class StreamedHeadJacobian(HeadJacobian):
         scores = self._scores(b, rows) if scores is None else scores
         return scores.sub_(self._top[b, rows]).exp_().to(self.dtype).div_(self._sum[b, rows].to(self.dtype))
 
-    def _pulled(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _cotangents(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         to_q, to_k, to_v = torch.empty_like(self._q), torch.zeros_like(self._k), torch.zeros_like(self._v)
         for b in range(self.batch):
             for rows in self._blocks():
@@ -80,7 +80,7 @@ class StreamedHeadJacobian(HeadJacobian):
         return to_q, to_k, to_v
 
     def push(self, z: Tensor) -> Tensor:
-        z_q, z_k, z_v = z.split(self._sizes, -1)
+        z_q, z_k, z_v = self._turned(z)
         out = torch.empty_like(self._v)
         for b in range(self.batch):
             for rows in self._blocks():

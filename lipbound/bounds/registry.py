@@ -31,6 +31,7 @@ class Bound:
         costly: whether it takes far longer than the exact norm; such bounds are computed on request, not by default.
         caveat: why the statement is no bound where its assumptions fail; empty when they always hold.
         ball: the statement for all inputs near X, or None where the source has none: see `over_ball`.
+        rotary: whether it holds with rotary position embeddings; other bounds refuse such layers.
     """
 
     name: str
@@ -46,9 +47,16 @@ class Bound:
     costly: bool = False
     ball: Callable[[Attention, float, str], Tensor] | None = None
     caveat: str = ""
+    rotary: bool = False
 
     def __call__(self, att: Attention) -> Tensor:
-        """Value of the bound, (samples, heads), float64."""
+        """Value of the bound, (samples, heads), float64.
+
+        Raises:
+            AttentionError: a layer with rotary position embeddings, for bounds that do not know of them.
+        """
+        if not self.rotary:
+            att.refuse_rotation(f"bound {self.name!r}")
         return self.function(att).to(torch.float64).expand(att.samples, att.heads)
 
     def sound(self, att: Attention) -> Tensor:
@@ -70,6 +78,7 @@ class Bound:
             raise LipboundError(
                 f"bound {self.name!r} is a statement about one input, without a radius; use lipbound.bounds.over_ball(..., at={self.name!r})"
             )
+        att.refuse_rotation(f"bound {self.name!r} over a ball")
         check_ball(radius, norm)
         return self.ball(att, float(radius), norm).to(torch.float64).expand(att.samples, att.heads)
 
@@ -112,13 +121,14 @@ def bound(
     costly: bool = False,
     ball: Callable[[Attention, float, str], Tensor] | None = None,
     caveat: str = "",
+    rotary: bool = False,
 ) -> Callable[[Callable[[Attention], Tensor]], Callable[[Attention], Tensor]]:
     """Decorator: enter a function of an `Attention` into the registry under ``name``."""
 
     def enter(function: Callable[[Attention], Tensor]) -> Callable[[Attention], Tensor]:
         if name in _BOUNDS:
             raise ValueError(f"a bound named {name!r} is already registered")
-        _BOUNDS[name] = Bound(name, label, citation, statement, source, assumptions, map, cost, condition, function, costly, ball, caveat)
+        _BOUNDS[name] = Bound(name, label, citation, statement, source, assumptions, map, cost, condition, function, costly, ball, caveat, rotary)
         return function
 
     return enter

@@ -90,10 +90,11 @@ def parts(att: Attention, map: str, left: Tensor, right: Tensor) -> dict[str, Te
         moved = p * (scores - (p * scores).sum(-1, keepdim=True))
         return moved @ v
 
+    turned = (lambda y: y) if att.rotation is None else att.rotation.turn
     outputs = {
         "values": p @ (right @ w_v),
-        "keys": through(att.scale * q @ (right @ w_k).mT),
-        "queries": through(att.scale * (right @ w_q) @ k.mT),
+        "keys": through(att.scale * q @ turned(right @ w_k).mT),
+        "queries": through(att.scale * turned(right @ w_q) @ k.mT),
     }
     forms: dict[str, Any] = {name: (left * out).sum((-1, -2)) for name, out in outputs.items()}
     total = sum(forms.values())

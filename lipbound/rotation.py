@@ -1,0 +1,78 @@
+"""Rotary position embeddings: what happens to queries and keys between their projections and the scores."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lipbound.errors import AttentionError
+
+
+@dataclass(frozen=True)
+class Rotation:
+    r"""A linear map for each token, applied to its query and its key alike: coordinates i and i + r are turned by the token's i-th angle.
+
+    With :math:`c` = ``cos[n, i]``, :math:`s` = ``sin[n, i]``, coordinates a = i and b = i + r of token n become
+    :math:`(c\,a - s\,b,\; c\,b + s\,a)`; coordinates from 2r on stay (partial rotation). That is the layout of Llama and GPT-NeoX; others differ by
+    the order of coordinates, which no score depends on. Su et al. 2021, "RoFormer", equation (34).
+
+    Args:
+        cos, sin: (N, r). Not necessarily of length one: scaled variants multiply both by a factor.
+
+    Raises:
+        AttentionError: shapes that differ, or NaN or infinite entries.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    _cast: dict[torch.dtype, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.cos.ndim != 2 or self.cos.shape != self.sin.shape or 0 in self.cos.shape:
+            raise AttentionError(f"cos and sin have shapes {tuple(self.cos.shape)} and {tuple(self.sin.shape)}; both must be (N, r)")
+        if not bool(torch.isfinite(self.cos).all() and torch.isfinite(self.sin).all()):
+            raise AttentionError("cos or sin contains NaN or infinite numbers")
+
+    @staticmethod
+    def of_angles(angles: Tensor) -> "Rotation":
+        """The rotation by these angles, (N, r), in radians."""
+        return Rotation(angles.double().cos(), angles.double().sin())
+
+    @property
+    def tokens(self) -> int:
+        """N."""
+        return len(self.cos)
+
+    @property
+    def width(self) -> int:
+        """2 r, the coordinates that are turned."""
+        return 2 * self.cos.shape[1]
+
+    @property
+    def stretch(self) -> Tensor:
+        """Norm of each token's map, (N,), float64: 1, or the factor of scaled variants (at least 1 where some coordinates stay)."""
+        return torch.hypot(self.cos.double(), self.sin.double()).amax(-1).clamp_min(1.0)
+
+    def turn(self, x: Tensor) -> Tensor:
+        """Every token's map: (..., N, d) -> (..., N, d)."""
+        return self._apply(x, 1.0)
+
+    def back(self, x: Tensor) -> Tensor:
+        """The transposes of these maps: (..., N, d) -> (..., N, d)."""
+        return self._apply(x, -1.0)
+
+    def _apply(self, x: Tensor, sign: float) -> Tensor:
+        if x.dtype not in self._cast:
+            self._cast[x.dtype] = (self.cos.to(x.dtype), self.sin.to(x.dtype))
+        cos, sin = self._cast[x.dtype]
+        r = cos.shape[1]
+        a, b, rest = x[..., :r], x[..., r : 2 * r], x[..., 2 * r :]
+        return torch.cat([cos * a - sign * sin * b, cos * b + sign * sin * a, rest], -1)
+
+    def select(self, keep: Tensor | slice) -> "Rotation":
+        """Some of the tokens."""
+        return Rotation(self.cos[keep], self.sin[keep])
+
+    def to(self, device: str | torch.device) -> "Rotation":
+        """On another device."""
+        return Rotation(self.cos.to(device), self.sin.to(device))
