@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -68,7 +69,7 @@ class JaSMin:
             raise LipboundError(f"k is {self.k} but rows have {n} entries; give k at most {n}")
         if self.reduce == "max":  # only the row that attains it takes part in the derivative
             with torch.no_grad():
-                values = self.rows(p)
+                values = _values(p, self.k)
                 if valid is not None:
                     values = values.masked_fill(~valid[:, None, :], -math.inf)
                 where = values.argmax(-1)[..., None, None].expand(*p.shape[:2], 1, n)
@@ -83,6 +84,21 @@ class JaSMin:
         """The logarithm for every row, (..., N) -> (...)."""
         result: Tensor = _Logarithm.apply(p, self.k)  # type: ignore[no-untyped-call]
         return result
+
+
+def _values(p: Tensor, k: int) -> Tensor:
+    """The logarithm for every row without derivatives, from sorted rows: on CPUs numpy sorts values several times as fast as torch finds places."""
+    numpy = p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64)
+    order = torch.from_numpy(np.sort(p.detach().numpy(), -1)) if numpy else p.detach().sort(-1).values
+    n, tiny = p.shape[-1], torch.finfo(p.dtype).tiny
+    twice = order[..., :-1].sum(-1)
+    if n > 1:
+        twice = twice + order[..., -2]
+    value = order[..., -1].clamp_min(tiny).log() + twice.clamp_min(tiny).log()
+    if not k:
+        return value
+    last = order[..., n - k]
+    return value - (last * (1 - last + (order[..., n - k - 1] if k < n else 0)) + SMALL).log()
 
 
 def _order(p: Tensor, k: int) -> Tensor:

@@ -3,8 +3,7 @@
     python benchmarks/jasmin/text.py --data ag_news --out jasmin-text
 
 ``--data`` is a hub dataset with columns text and label, or a .csv of AG_NEWS without a line of names (class, title, text). One epoch over 1,600
-texts of at
-most 64 tokens, AdamW, three seeds for every strength; a quarter of an hour on two CPU cores. Results are kept as they come.
+texts of at most 64 tokens, AdamW, three seeds for every strength; a quarter of an hour on two CPU cores. Results are kept as they come.
 """
 
 import argparse
