@@ -1,7 +1,9 @@
-"""Rewrite the generated tables of README.md: bounds, from the registry; accuracy and speed, from accuracy.json and exact_norms.json."""
+"""Rewrite the generated tables of README.md: bounds, from the registry; accuracy, speed and the study of penalties, from what was measured."""
 
 import json
+import math
 import re
+import statistics
 from pathlib import Path
 
 from lipbound import bounds
@@ -56,7 +58,29 @@ def speed_table() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"bounds": bounds_table, "accuracy": accuracy_table, "speed": speed_table}
+def study_table() -> str:
+    """What benchmarks/jasmin/study.py has measured with small.yaml: means and standard deviations over seeds."""
+    rows = [json.loads(line) for line in (ROOT / "benchmarks" / "jasmin" / "small" / "results.jsonl").read_text().splitlines()]
+    base = {row["seed"]: row for row in rows if row["method"] == "baseline"}
+    lines = [
+        "| method | clean | PGD 2/255 | AutoAttack 2/255 | constant of the network | against the baseline of the same seed | constants of heads |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for method in dict.fromkeys(row["method"] for row in sorted(rows, key=lambda row: row["seed"])):
+        mine = [row for row in rows if row["method"] == method]
+        columns = [[row[name] for row in mine] for name in ("clean", "pgd-2", "autoattack-2")]
+        medians = [statistics.median(row["network_norm"]) for row in mine]
+        change = [100 * (m / statistics.median(base[row["seed"]]["network_norm"]) - 1) for m, row in zip(medians, mine, strict=True)]
+        heads = [math.exp(statistics.mean(math.log(x) for layer in row["head_norm"] for x in layer)) for row in mine]
+        cells = [f"{statistics.mean(c):.1f} ± {statistics.stdev(c):.1f}" for c in columns]
+        cells.append(f"{statistics.mean(medians):.2f} ± {statistics.stdev(medians):.2f}")
+        cells.append("" if method == "baseline" else f"{statistics.mean(change):+.1f} % ± {statistics.stdev(change):.1f}")
+        cells.append(f"{statistics.mean(heads):.2f} ± {statistics.stdev(heads):.2f}")
+        lines.append(f"| {method} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+TABLES = {"bounds": bounds_table, "accuracy": accuracy_table, "speed": speed_table, "study": study_table}
 
 
 def written(text: str) -> str:
