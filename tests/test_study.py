@@ -26,14 +26,28 @@ def test_small_study(tmp_path: Path) -> None:
         table.to_parquet(str(tmp_path / f"{split}.parquet"))
     config = yaml.safe_load((STUDY / "small.yaml").read_text())
     config |= {"images": 8, "batch": 4, "seeds": [0, 1], "evaluate": {"clean": 12, "attacks": 4, "autoattack": 2, "norms": 2}}
-    config["methods"] = [m for m in config["methods"] if m["name"] in ("baseline", "Specformer 1e-3", "JaSMin k=10, 1e-2, max")]
+    config["methods"] = [
+        m for m in config["methods"] if m["name"] in ("baseline", "Specformer 1e-2", "JaSMin k=10, 5e-3, max", "lipbound_block 5e-3")
+    ]
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    command = [sys.executable, str(STUDY / "study.py"), str(tmp_path / "config.yaml"), "--data", str(tmp_path), "--out", str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        str(STUDY / "study.py"),
+        str(tmp_path / "config.yaml"),
+        "--data",
+        str(tmp_path),
+        "--out",
+        str(tmp_path / "out"),
+        "--keep",
+    ]
     subprocess.run(command, check=True, timeout=300)
     rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
-    assert len(rows) == 6
+    assert len(rows) == 8
     assert all(len(row["network_norm"]) == 2 and min(row["network_norm"]) > 0 for row in rows)
-    assert (tmp_path / "out" / "table.md").read_text().count("\n") == 5
+    assert (tmp_path / "out" / "table.md").read_text().count("\n") == 6
+    kept = sorted((tmp_path / "out" / "networks").iterdir())
+    assert len(kept) == 8
+    assert all((folder / "model.safetensors").exists() and "local Lipschitz constant" in (folder / "README.md").read_text() for folder in kept)
     assert (tmp_path / "out" / "network_constant.png").stat().st_size > 1000
     assert (tmp_path / "out" / "softmax_norm.png").stat().st_size > 1000
 
