@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from matplotlib.text import Text
 
 from lipbound import tables
@@ -106,13 +107,11 @@ def heatmap(
         grid = np.log10(_grid(ds[name], reduce).values)
     finite = grid[np.isfinite(grid)]
     low, high = limits or ((float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0))
-    colormap = matplotlib.colormaps[COLORMAP].with_extremes(over="#fff7bc", bad="#dddddd", under="#000000")
-    norm = Normalize(low, max(high, low + 1e-6))
-    image = axes.imshow(np.ma.masked_invalid(np.where(np.isposinf(grid), 1e300, grid)), cmap=colormap, norm=norm, aspect="auto")
+    image = _image(axes, grid, low, high)
     axes.set_title(ds[name].attrs["label"], parse_math=False)
     axes.set(xlabel=_across(ds), ylabel="layer")
     _ticks(axes, ds)
-    over = bool((grid > norm.vmax).any())
+    over = bool((grid > image.norm.vmax).any())
     samples = "" if _across(ds) == "sample" or ds.sizes["sample"] == 1 else f", {name_of(reduce)} over samples"
     axes.figure.colorbar(image, ax=axes, extend="max" if over else "neither").set_label(f"log10{samples}")
     return axes
@@ -171,7 +170,6 @@ def _draw(
     figure = Drawing(figsize=(inches, total))
     FigureCanvasAgg(figure)
     limits = shared_scale(grids) if scale == "shared" else None
-    colormap = matplotlib.colormaps[COLORMAP].with_extremes(over="#fff7bc", bad="#dddddd", under="#000000")
     image = None
     for k, name in enumerate(panels):
         left = (k % across) * cell + 3.0 * line
@@ -180,9 +178,8 @@ def _draw(
         grid = grids[name]
         finite = grid[np.isfinite(grid)]
         low, high = limits or ((float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0))
-        high = high if high > low else low + 1e-6
-        image = axes.imshow(np.ma.masked_invalid(np.where(np.isposinf(grid), 1e300, grid)), cmap=colormap, norm=Normalize(low, high), aspect="auto")
-        _label(axes, ds, name, grid, high, points)
+        image = _image(axes, grid, low, high)
+        _label(axes, ds, name, grid, max(high, low + 1e-6), points)
         axes.set_xlabel(_across(ds) if k + across >= len(panels) else "", labelpad=1)
         axes.set_ylabel("layer" if k % across == 0 else "", labelpad=1)
         if scale == "panel":
@@ -218,6 +215,13 @@ def _label(axes: Axes, ds: xr.Dataset, name: str, grid: np.ndarray, high: float,
     axes.set_title("\n".join(lines), fontsize=points, pad=3, parse_math=False)
     _ticks(axes, ds)
     axes.tick_params(length=1.5, width=0.5, pad=1.5, labelsize=points - 1)
+
+
+def _image(axes: Axes, grid: np.ndarray, low: float, high: float) -> AxesImage:
+    """Logarithms as colours; infinite ones beyond the scale, missing ones grey."""
+    colormap = matplotlib.colormaps[COLORMAP].with_extremes(over="#fff7bc", bad="#dddddd", under="#000000")
+    norm = Normalize(low, max(high, low + 1e-6))
+    return axes.imshow(np.ma.masked_invalid(np.where(np.isposinf(grid), 1e300, grid)), cmap=colormap, norm=norm, aspect="auto")
 
 
 def _ticks(axes: Axes, ds: xr.Dataset) -> None:

@@ -48,11 +48,6 @@ class Rotation:
         """2 r, the coordinates that are turned."""
         return 2 * self.cos.shape[1]
 
-    @property
-    def stretch(self) -> Tensor:
-        """Norm of each token's map, (N,), float64: 1, or the factor of scaled variants (at least 1 where some coordinates stay)."""
-        return torch.hypot(self.cos.double(), self.sin.double()).amax(-1).clamp_min(1.0)
-
     def turn(self, x: Tensor) -> Tensor:
         """Every token's map: (..., N, d) -> (..., N, d)."""
         return self._apply(x, 1.0)
@@ -65,9 +60,7 @@ class Rotation:
         if x.dtype not in self._cast:
             self._cast[x.dtype] = (self.cos.to(x.dtype), self.sin.to(x.dtype))
         cos, sin = self._cast[x.dtype]
-        r = cos.shape[1]
-        a, b, rest = x[..., :r], x[..., r : 2 * r], x[..., 2 * r :]
-        return torch.cat([cos * a - sign * sin * b, cos * b + sign * sin * a, rest], -1)
+        return turned(x, cos, sign * sin)
 
     def select(self, keep: Tensor | slice) -> "Rotation":
         """Some of the tokens."""
@@ -76,3 +69,11 @@ class Rotation:
     def to(self, device: str | torch.device) -> "Rotation":
         """On another device."""
         return Rotation(self.cos.to(device), self.sin.to(device))
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Vectors x (..., d) with coordinates i and i + r turned, cos and sin (..., r) broadcastable to those coordinates."""
+    r = cos.shape[-1]
+    a, b, rest = x[..., :r], x[..., r : 2 * r], x[..., 2 * r :]
+    pair = torch.cat([cos * a - sin * b, cos * b + sin * a], -1)
+    return torch.cat([pair, rest.expand(*pair.shape[:-1], rest.shape[-1])], -1)

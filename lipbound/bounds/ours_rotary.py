@@ -30,7 +30,7 @@ from torch import Tensor
 
 from lipbound.attention import Attention
 from lipbound.linalg import block_norm, matrix_norm, nonnegative_norm
-from lipbound.rotation import Rotation
+from lipbound.rotation import Rotation, turned
 
 CHUNK = 2**22
 """Bytes of the largest temporary."""
@@ -55,13 +55,14 @@ def _one(att: Attention, sample: int, h: int, rotation: Rotation) -> Tensor:
     norm_v = matrix_norm(w_v)
     distance = torch.cdist(o, v, compute_mode="donot_use_mm_for_euclid_dist")
     e = p * distance
+    cos, sin = (t.double()[:, None] for t in (rotation.cos, rotation.sin))  # each token's map applies to a whole matrix of row vectors
 
     # Key by key: q~_ij for all i.
     length, image, inner = torch.zeros_like(p), torch.zeros_like(p), torch.zeros_like(p)
     step = max(1, CHUNK // (8 * n * max(n, q.shape[1])))
     for j in range(0, n, step):
         part = slice(j, j + step)
-        unturned = c * _each(rotation, part).back(q[None])  # (j, i, d)
+        unturned = c * turned(q[None], cos[part], -sin[part])  # (j, i, d)
         image[:, part] = (unturned @ valued).norm(dim=-1).mT
         reached = unturned @ keyed  # q~_ij in coordinates of the columns of W_K
         length[:, part] = reached.norm(dim=-1).mT
@@ -75,11 +76,10 @@ def _one(att: Attention, sample: int, h: int, rotation: Rotation) -> Tensor:
     for i in range(0, n, step):
         part = slice(i, i + step)
         a = p[part, :, None] * (v[None] - o[part, None, :])  # (i, j, d_v)
-        here = _each(rotation, part)
-        cov = here.back(c * a.mT @ k)  # c C_i R_i, (i, d_v, d)
+        cov = turned(c * a.mT @ k, cos[part], -sin[part])  # c C_i R_i, (i, d_v, d)
         b[part] = block_norm(cov @ outer_norm)
         b_v[part] = block_norm(cov @ (w_q.mT @ w_v))
-        b_q[part] = (here.turn(cov @ mixed) @ (c * q.mT)).norm(dim=-2)  # |B_i q~_ki|, (i, k)
+        b_q[part] = (turned(cov @ mixed, cos[part], sin[part]) @ (c * q.mT)).norm(dim=-2)  # |B_i q~_ki|, (i, k)
         weighted = a * length[part, :, None]
         kappa[part] = block_norm(weighted.mT)
 
@@ -88,30 +88,6 @@ def _one(att: Attention, sample: int, h: int, rotation: Rotation) -> Tensor:
     keys = torch.minimum(kappa[:, None] * kappa[None, :], inner)
     squared = nonnegative_norm((p @ p.mT * norm_v**2 + torch.diag_embed(b**2) + x + x.mT + keys)[None], rtol=RTOL)[0]
     return torch.stack([squared.sqrt(), block]) * SLACK
-
-
-def _each(rotation: Rotation, tokens: slice) -> "_Broadcast":
-    return _Broadcast(rotation.cos[tokens].double(), rotation.sin[tokens].double())
-
-
-class _Broadcast:
-    """The maps of some tokens, each applied to a whole matrix of row vectors: (tokens, ..., d)."""
-
-    def __init__(self, cos: Tensor, sin: Tensor):
-        self._cos, self._sin = cos[:, None], sin[:, None]
-
-    def turn(self, x: Tensor) -> Tensor:
-        return self._apply(x, 1.0)
-
-    def back(self, x: Tensor) -> Tensor:
-        return self._apply(x, -1.0)
-
-    def _apply(self, x: Tensor, sign: float) -> Tensor:
-        r = self._cos.shape[-1]
-        a, b, rest = x[..., :r], x[..., r : 2 * r], x[..., 2 * r :]
-        cos, sin = self._cos, sign * self._sin
-        turned = torch.cat([cos * a - sin * b, cos * b + sin * a], -1)
-        return torch.cat([turned, rest.expand(*turned.shape[:-1], rest.shape[-1])], -1)
 
 
 def _factor(w: Tensor) -> Tensor:
