@@ -1,7 +1,7 @@
 """The heads of one attention layer at one batch of inputs, as tensors."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -10,11 +10,19 @@ from torch import Tensor
 
 from lipbound.errors import AttentionError
 from lipbound.normalisation import Surroundings
+from lipbound.passage import Passage, QKNorm
 from lipbound.rotation import Rotation
+from lipbound.validation import BLOCKED, TENSORS, validate
 
 T = TypeVar("T")
-BLOCKED = -1e30
-"""Additive mask entries at or below this value forbid attention (models write the dtype's lowest number, or -inf)."""
+VARIANTS = {
+    "rotation": "rotary position embeddings",
+    "qk_norm": "normalised queries and keys",
+    "cap": "capped scores",
+    "sinks": "sink logits",
+}
+"""What may stand between projections and softmax besides a mask."""
+FIELDS = (*TENSORS, "scale", "valid", "rotation", "norm_q", "norm_k", "cap", "surroundings")
 
 
 class Attention:
@@ -25,7 +33,9 @@ class Attention:
         q = x @ w_q + b_q,  k = x @ w_k + b_k,  v = x @ w_v + b_v
         scores = scale * q @ k^T + mask,  p = softmax(scores),  out = p @ v
 
-    With a ``rotation`` every token's query and key pass through its linear map first (`lipbound.rotation`).
+    Queries and keys may be normalised (``norm_q``, ``norm_k``) and then turned (``rotation``) after their projection, scores capped before the
+    mask is added, ``cap * tanh(scores / cap)``, and a constant ``sinks[h]`` may take part in every softmax of head h as one more score, whose
+    probability is dropped: rows of P then sum to less than one.
 
     Everything derived (``q, k, v, p, out``) is computed on first use and kept.
 
@@ -41,6 +51,9 @@ class Attention:
         valid: (samples, N) bool; tokens that are False (padding) are dropped both as queries and as keys: their rows of
             ``x``, ``p`` and ``out`` are zero, and no quantity counts them.
         rotation: rotary position embedding of the N tokens, or None.
+        norm_q, norm_k: normalisation of queries and of keys before the rotation, or None.
+        cap: scores are kept between -cap and cap, or None.
+        sinks: (heads,), or None.
         surroundings: layer normalisation and residual connection around the layer, which only maps that include them look at.
 
     All floating tensors must share one dtype, float32 or float64, which is the dtype of everything derived.
@@ -71,12 +84,17 @@ class Attention:
         mask: Tensor | None = None,
         valid: Tensor | None = None,
         rotation: Rotation | None = None,
+        norm_q: QKNorm | None = None,
+        norm_k: QKNorm | None = None,
+        cap: float | None = None,
+        sinks: Tensor | None = None,
         surroundings: Surroundings | None = None,
     ):
         self.x, self.w_q, self.w_k, self.w_v = x, w_q, w_k, w_v
         self.b_q, self.b_k, self.b_v, self.w_o = b_q, b_k, b_v, w_o
         self.mask, self.valid, self.rotation, self.surroundings = mask, valid, rotation, surroundings
-        self._check()
+        self.norm_q, self.norm_k, self.cap, self.sinks = norm_q, norm_k, None if cap is None else float(cap), sinks
+        validate(self)
         self.scale = self.d**-0.5 if scale is None else float(scale)
         if not math.isfinite(self.scale):
             raise AttentionError(f"scale is {self.scale}; it must be a finite number")
@@ -129,7 +147,8 @@ class Attention:
         return self.valid.sum(-1).double()
 
     def __repr__(self) -> str:
-        extra = [name for name in ("b_q", "b_k", "b_v", "w_o", "mask", "valid", "rotation") if getattr(self, name) is not None]
+        names = ("b_q", "b_k", "b_v", "w_o", "mask", "valid", "rotation", "norm_q", "norm_k", "cap", "sinks")
+        extra = [name for name in names if getattr(self, name) is not None]
         return (
             f"Attention(samples={self.samples}, heads={self.heads}, N={self.tokens}, D={self.x.shape[2]}, d={self.d}, "
             f"d_v={self.d_v}, {str(self.dtype).removeprefix('torch.')}{', with ' + ', '.join(extra) if extra else ''})"
@@ -138,33 +157,63 @@ class Attention:
     # -- derived tensors ---------------------------------------------------------------------------------------------
 
     def _project(self, w: Tensor, b: Tensor | None = None) -> Tensor:
-        """In float64: cancellations within a projection would otherwise cost digits of everything after it."""
-        y = torch.einsum("snd,hde->shne", self.x.double(), w.double())
-        return y if b is None else y + b[:, None]
+        return projected(self.x, w, b)
 
-    def _turned(self, y: Tensor) -> Tensor:
-        """Queries or keys after the rotation."""
+    def _passed(self, y: Tensor, norm: QKNorm | None) -> Tensor:
+        """Projected queries or keys after normalisation and rotation."""
+        y = y if norm is None else norm.apply(self.x, y)
         return y if self.rotation is None else self.rotation.turn(y)
 
-    def refuse_rotation(self, what: str) -> None:
-        """Raise AttentionError if there is a rotation, which ``what`` does not know of."""
-        if self.rotation is not None:
-            raise AttentionError(f"{what} does not support rotary position embeddings; exact norms by 'lanczos', 'lipbound' and 'lipbound_block' do")
+    def passages(self, dtype: torch.dtype | None = None) -> tuple[Passage, Passage]:
+        """The derivative of what happens to queries, and to keys, between projection and scores; of every head of every sample."""
+        sides = ((self.w_q, self.b_q, self.norm_q), (self.w_k, self.b_k, self.norm_k))
+        q, k = (
+            Passage(self.rotation, norm, self.x, w if norm is None else self._project(w, b), self.dtype if dtype is None else dtype)
+            for w, b, norm in sides
+        )
+        return q, k
+
+    @property
+    def variants(self) -> frozenset[str]:
+        """Which of `VARIANTS` this layer has."""
+        there = {
+            "rotation": self.rotation is not None,
+            "qk_norm": self.norm_q is not None or self.norm_k is not None,
+            "cap": self.cap is not None,
+            "sinks": self.sinks is not None,
+        }
+        return frozenset(name for name, has in there.items() if has)
+
+    @property
+    def shift_invariant(self) -> bool:
+        """Whether a vector added to all keys changes nothing (no cap, no sinks)."""
+        return self.cap is None and self.sinks is None
+
+    def only(self, what: str, allowed: Collection[str] = ()) -> None:
+        """Raise AttentionError if the layer has variants that ``what`` does not cover."""
+        other = [VARIANTS[name] for name in VARIANTS if name in self.variants - set(allowed)]
+        if other:
+            raise AttentionError(f"{what} does not cover {' and '.join(other)}; exact norms by 'lanczos', 'lipbound' and 'lipbound_block' do")
 
     @cached_property
     def wide_q(self) -> Tensor:
-        """Queries in float64, rotated where there is a rotation, (samples, heads, N, d)."""
-        return self._turned(self._project(self.w_q, self.b_q))
+        """Queries as they enter the scores, in float64, (samples, heads, N, d)."""
+        return self._passed(self._project(self.w_q, self.b_q), self.norm_q)
 
     @cached_property
     def q(self) -> Tensor:
-        """Queries, (samples, heads, N, d)."""
+        """Queries as they enter the scores, (samples, heads, N, d)."""
         return self.wide_q.to(self.dtype)
 
     @cached_property
+    def wide_k(self) -> Tensor:
+        """Keys as they enter the scores, in float64, (samples, heads, N, d)."""
+        return self._passed(self._project(self.w_k, self.b_k), self.norm_k)
+
+    @cached_property
     def k(self) -> Tensor:
-        """Keys, (samples, heads, N, d)."""
-        return self._turned(self._project(self.w_k, self.b_k)).to(self.dtype)
+        """Keys as they enter the scores, (samples, heads, N, d)."""
+        return self.wide_k.to(self.dtype)
 
     @cached_property
     def v(self) -> Tensor:
@@ -173,14 +222,19 @@ class Attention:
 
     @cached_property
     def centred_k(self) -> Tensor:
-        """Keys without their mean over tokens, float64: attention, and its Jacobian, see only differences of keys (as they enter the scores: a
-        bias drops out, unless tokens turn it)."""
-        k = self._project(self.w_k) if self.rotation is None else self._turned(self._project(self.w_k, self.b_k))
+        """Keys without their mean over tokens, float64: attention, and its Jacobian, see only differences of keys, unless scores are capped or
+        there are sinks; keys are then left as they are."""
+        if not self.shift_invariant:
+            return self.wide_k
+        k = self._project(self.w_k) if self.rotation is None and self.norm_k is None else self.wide_k
         return k - k.mean(-2, keepdim=True)
 
     @cached_property
     def centred_v(self) -> Tensor:
-        """Values without bias and without their mean over tokens, float64: the Jacobian sees only differences of values."""
+        """Values without bias and without their mean over tokens, float64: the Jacobian sees only differences of values, unless there are sinks,
+        whose value is zero; values are then left as they are."""
+        if self.sinks is not None:
+            return self._project(self.w_v, self.b_v)
         v = self._project(self.w_v)
         return v - v.mean(-2, keepdim=True)
 
@@ -189,7 +243,20 @@ class Attention:
 
         Entries that the mask or padding forbid are -inf.
         """
-        return self.forbid(self.scale * (q @ k.mT))
+        z = self.scale * (q @ k.mT)
+        return self.forbid(z if self.cap is None else self.cap * torch.tanh(z / self.cap))
+
+    def slopes(self, q: Tensor, k: Tensor) -> Tensor:
+        """Derivative of capped scores with respect to those before the cap, (..., N, N), for queries and keys as they enter them."""
+        assert self.cap is not None
+        return torch.cosh(self.scale * (q @ k.mT) / self.cap) ** -2
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """What changes of q k^T are weighted with, (samples, heads, N, N): P, times the slope of the cap where there is one."""
+        if self.cap is None:
+            return self.p
+        return (self.p.double() * self.slopes(self.wide_q, self.wide_k)).to(self.dtype)
 
     @staticmethod
     def add_mask(scores: Tensor, mask: Tensor) -> Tensor:
@@ -205,12 +272,15 @@ class Attention:
         return scores
 
     def probabilities(self, scores: Tensor) -> Tensor:
-        """Softmax over keys, with the rows of padded queries zero; raises AttentionError when scores overflow."""
-        if self.valid is None:
-            p = torch.softmax(scores, -1)
+        """Softmax over keys (and the sink), with the rows of padded queries zero; raises AttentionError when scores overflow."""
+        padded = None if self.valid is None else ~self.valid[:, None, :, None]
+        scores = scores if padded is None else scores.masked_fill(padded, 0.0)
+        if self.sinks is not None:
+            sinks = self.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+            p = torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]
         else:
-            padded = ~self.valid[:, None, :, None]
-            p = torch.softmax(scores.masked_fill(padded, 0.0), -1).masked_fill(padded, 0.0)
+            p = torch.softmax(scores, -1)
+        p = p if padded is None else p.masked_fill(padded, 0.0)
         if not bool(torch.isfinite(p).all()):
             raise AttentionError("the attention scores overflow, so their softmax is not finite; rescale the inputs or the weights")
         return p
@@ -250,10 +320,12 @@ class Attention:
             mask = mask[(None,) * (4 - mask.ndim)]
             mask = mask[samples] if mask.shape[0] > 1 else mask
             mask = mask[:, heads] if mask.shape[1] > 1 else mask
-        return Attention(
-            self.x[samples], self.w_q[heads], self.w_k[heads], self.w_v[heads],
-            b_q=part(self.b_q), b_k=part(self.b_k), b_v=part(self.b_v), w_o=part(self.w_o),
-            scale=self.scale, mask=mask, valid=None if self.valid is None else self.valid[samples], rotation=self.rotation,
+        return self._changed(
+            x=self.x[samples], w_q=self.w_q[heads], w_k=self.w_k[heads], w_v=self.w_v[heads],
+            b_q=part(self.b_q), b_k=part(self.b_k), b_v=part(self.b_v), w_o=part(self.w_o), sinks=part(self.sinks),
+            mask=mask, valid=None if self.valid is None else self.valid[samples],
+            norm_q=None if self.norm_q is None else self.norm_q.select(heads),
+            norm_k=None if self.norm_k is None else self.norm_k.select(heads),
             surroundings=None if self.surroundings is None else self.surroundings.map(lambda norm: norm.select(samples)),
         )  # fmt: skip
 
@@ -266,10 +338,8 @@ class Attention:
         mask = part.mask
         if mask is not None:
             mask = mask.expand(*mask.shape[:-2], self.tokens, self.tokens)[..., keep, :][..., keep]
-        return Attention(
-            part.x[:, keep], part.w_q, part.w_k, part.w_v, b_q=part.b_q, b_k=part.b_k, b_v=part.b_v, w_o=part.w_o, scale=self.scale, mask=mask,
-            rotation=None if self.rotation is None else self.rotation.select(keep),
-        )  # fmt: skip
+        rotation = None if self.rotation is None else self.rotation.select(keep)
+        return part._changed(x=part.x[:, keep], mask=mask, valid=None, rotation=rotation, surroundings=None)
 
     def fold_output(self) -> tuple["Attention", Tensor]:
         """Heads with their output slice, as plain heads of the same Jacobian norm.
@@ -291,11 +361,8 @@ class Attention:
 
     def with_values(self, w_v: Tensor, b_v: Tensor | None, w_o: Tensor | None = None) -> "Attention":
         """The same attention pattern over other values and output projection; queries, keys and probabilities already computed are shared."""
-        other = Attention(
-            self.x, self.w_q, self.w_k, w_v, b_q=self.b_q, b_k=self.b_k, b_v=b_v, w_o=w_o,
-            scale=self.scale, mask=self.mask, valid=self.valid, rotation=self.rotation, surroundings=self.surroundings,
-        )  # fmt: skip
-        for name in ("wide_q", "q", "k", "centred_k", "p"):
+        other = self._changed(w_v=w_v, b_v=b_v, w_o=w_o)
+        for name in ("wide_q", "q", "wide_k", "k", "centred_k", "p", "weights"):
             if name in self.__dict__:
                 other.__dict__[name] = self.__dict__[name]
         return other
@@ -323,86 +390,21 @@ class Attention:
         return value
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "Attention":
-        tensors = {
-            name: None if (t := getattr(self, name)) is None else change(t)
-            for name in ("x", "w_q", "w_k", "w_v", "b_q", "b_k", "b_v", "w_o", "mask", "valid")
-        }
+        tensors = {name: None if (t := getattr(self, name)) is None else change(t) for name in (*TENSORS, "valid")}
+        norms = {name: None if (norm := getattr(self, name)) is None else norm.map(change) for name in ("norm_q", "norm_k")}
         around = None if self.surroundings is None else self.surroundings.map(lambda norm: norm.map(change))
         rotation = None if self.rotation is None else self.rotation.to(tensors["x"].device)  # type: ignore[union-attr]
-        return Attention(**tensors, scale=self.scale, rotation=rotation, surroundings=around)  # type: ignore[arg-type]
+        return self._changed(**tensors, **norms, rotation=rotation, surroundings=around)
 
-    # -- validation --------------------------------------------------------------------------------------------------
+    def _changed(self, **changes: Any) -> "Attention":
+        """A layer with other tensors or parts; what is not named stays."""
+        return Attention(**{name: getattr(self, name) for name in FIELDS} | changes)
 
-    def _check(self) -> None:
-        shapes = {name: tuple(getattr(self, name).shape) for name in ("x", "w_q", "w_k", "w_v")}
-        for name, shape in shapes.items():
-            axes = "(samples, N, D)" if name == "x" else "(heads, D, d)"
-            if len(shape) != 3 or 0 in shape:
-                raise AttentionError(f"{name} has shape {shape}; it must be {axes} with no empty axis")
-        heads, _, d = shapes["w_q"]
-        samples, tokens, model = shapes["x"]
-        d_v = shapes["w_v"][2]
-        expected: dict[str, tuple[int | None, ...]] = {
-            "w_q": (heads, model, d), "w_k": (heads, model, d), "w_v": (heads, model, d_v),
-            "b_q": (heads, d), "b_k": (heads, d), "b_v": (heads, d_v), "w_o": (heads, d_v, None), "valid": (samples, tokens),
-        }  # fmt: skip
-        for name, shape in expected.items():
-            tensor = getattr(self, name)
-            if tensor is None:
-                continue
-            got = tuple(tensor.shape)
-            if len(got) != len(shape) or any(b is not None and a != b for a, b in zip(got, shape, strict=True)):
-                wanted = tuple("any" if s is None else s for s in shape)
-                raise AttentionError(f"{name} has shape {got}; with x {shapes['x']} and w_q {shapes['w_q']} it must be {wanted}")
-        self._check_values()
-        if self.rotation is not None and (self.rotation.tokens != tokens or self.rotation.width > d):
-            raise AttentionError(
-                f"rotation is of {self.rotation.tokens} tokens and turns {self.rotation.width} coordinates; with x {shapes['x']} and w_q "
-                f"{shapes['w_q']} it must be of {tokens} tokens and turn at most {d}"
-            )
-        if self.mask is not None:
-            try:
-                full = torch.broadcast_shapes(self.mask.shape, (samples, heads, tokens, tokens))
-            except RuntimeError:
-                full = None
-            if full != (samples, heads, tokens, tokens):
-                raise AttentionError(
-                    f"mask has shape {tuple(self.mask.shape)}; it must be broadcastable to (samples, heads, N, N) = "
-                    f"{(samples, heads, tokens, tokens)}"
-                )
-        self._check_reachable()
 
-    def _check_values(self) -> None:
-        if self.valid is not None and self.valid.dtype != torch.bool:
-            raise AttentionError(f"valid has dtype {self.valid.dtype}; it must be torch.bool")
-        for name in ("x", "w_q", "w_k", "w_v", "b_q", "b_k", "b_v", "w_o", "mask"):
-            tensor = getattr(self, name)
-            if tensor is None:
-                continue
-            if tensor.dtype not in (torch.float32, torch.float64):
-                raise AttentionError(f"{name} has dtype {tensor.dtype}; attention is computed in torch.float32 or torch.float64")
-            if tensor.dtype != self.x.dtype:
-                raise AttentionError(f"{name} has dtype {tensor.dtype} but x has {self.x.dtype}; give all tensors one dtype")
-            if name == "mask":
-                if bool(torch.isnan(tensor).any()) or bool((tensor == math.inf).any()):
-                    raise AttentionError("mask has NaN or +inf entries; it must be finite, or -inf where attention is forbidden")
-                continue
-            counted = tensor[self.valid] if name == "x" and self.valid is not None else tensor
-            if not bool(torch.isfinite(counted).all()):
-                raise AttentionError(f"{name} has NaN or infinite entries; the Jacobian is not defined there")
+def projected(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+    """Tokens (samples, N, D) by per-head weights (heads, D, d) and biases, (samples, heads, N, d), in float64.
 
-    def _check_reachable(self) -> None:
-        """Every query that counts must see at least one key."""
-        if self.valid is not None and not bool(self.valid.any(-1).all()):
-            raise AttentionError("valid marks every token of a sample as padding; each sample needs at least one token")
-        if self.mask is None:
-            return
-        tokens = self.x.shape[1]
-        keys = (self.mask > BLOCKED).expand(*self.mask.shape[:-2], *torch.broadcast_shapes(self.mask.shape[-2:], (1, tokens)))
-        if self.valid is not None:
-            keys = keys & self.valid[:, None, None, :]
-        sees = keys.any(-1)
-        if self.valid is not None:
-            sees = sees | ~self.valid[:, None, :]
-        if not bool(sees.all()):
-            raise AttentionError("mask forbids some query every key, so its softmax is undefined; mark such tokens with valid=False")
+    Cancellations within a projection would otherwise cost digits of everything after it.
+    """
+    y = torch.einsum("snd,hde->shne", x.double(), w.double())
+    return y if b is None else y + b[:, None]

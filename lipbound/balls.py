@@ -43,7 +43,7 @@ def attack(att: Attention, radius: float, *, norm: str = "token", steps: int = 2
     Raises:
         LipboundError: a negative radius, an unknown norm, no steps or no starts.
     """
-    att.refuse_rotation("lipbound.attack")
+    att.only("lipbound.attack")
     check_ball(radius, norm)
     if steps < 1 or starts < 1:
         raise LipboundError(f"steps is {steps} and starts {starts}; at least one of each is needed")
@@ -90,7 +90,7 @@ def _attack_head(att: Attention, radius: float, norm: str, steps: int, starts: i
 
 def at_inputs(att: Attention, x: Tensor) -> Attention:
     """The layer at other inputs (any number of samples)."""
-    att.refuse_rotation("a layer at other inputs")
+    att.only("a layer at other inputs")
     return Attention(
         x, att.w_q, att.w_k, att.w_v, b_q=att.b_q, b_k=att.b_k, b_v=att.b_v, scale=att.scale, mask=att.mask,
     )  # fmt: skip

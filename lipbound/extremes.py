@@ -39,7 +39,7 @@ def steepness(att: Attention) -> Steepness:
     Raises:
         LipboundError: a head whose A has no real eigenvalue at all (d = D only), for which the proposition says nothing.
     """
-    att.refuse_rotation("the curvature of scores")
+    att.only("the curvature of scores")
 
     def make() -> Steepness:
         found = [_steepness(att.w_q[h].double(), att.w_k[h].double(), att.scale) for h in range(att.heads)]
@@ -76,7 +76,7 @@ def adversarial_inputs(att: Attention, tokens: int, radius: float) -> Tensor:
     :math:`R(-u, u, \dots, u)` for a negative eigenvalue, :math:`R(u, u/2, \dots, u/2)` for a positive one (Lemma C.7): all tokens attend to the
     first.
     """
-    att.refuse_rotation("Proposition 3.4")
+    att.only("Proposition 3.4")
     if tokens < 1 or not radius > 0:
         raise LipboundError(f"{tokens} tokens within radius {radius} are no input; give at least one token and a positive radius")
     steep = steepness(att)
@@ -98,7 +98,7 @@ def lower_bound(att: Attention, tokens: int, radius: float) -> Tensor:
     :math:`\delta` of the first token with :math:`A^T u \perp \delta` changes no score that another token has with it, so these rows of the output
     change by :math:`p\,W_V^T\delta`. With a causal mask they have fewer tokens to attend to, so that p is at least as large. QED
     """
-    att.refuse_rotation("Proposition 3.4")
+    att.only("Proposition 3.4")
     steep = steepness(att)
     p = 1 / (1 + (tokens - 1) * (-2 * radius**2 * steep.gamma).exp())
     factors = []
@@ -128,7 +128,7 @@ def large_radius_limit(att: Attention) -> Limit:
         `Limit`; ``gap`` is the smallest difference between the best and the second best score of a token: the limit is reached like
         :math:`r^2 e^{-r^2 gap}`, and does not exist where it is 0 (inputs of measure zero). Infinite where a token sees only one.
     """
-    att.refuse_rotation("Theorem 3.7")
+    att.only("Theorem 3.7")
     x = att.x.double()
     q, k = (torch.einsum("snd,hde->shne", x, w.double()) for w in (att.w_q, att.w_k))
     blocked = att.forbid(torch.zeros_like(q @ k.mT)) == -math.inf
@@ -146,7 +146,7 @@ def quadratic_inputs(att: Attention, tokens: int, radius: float) -> Tensor:
     :math:`x_1 = 0`, half of the others :math:`R u`, half :math:`-R u`; u is the right singular vector of A that maximises
     :math:`|W_V^T u||A u|`.
     """
-    att.refuse_rotation("Proposition 3.6")
+    att.only("Proposition 3.6")
     if tokens < 3 or tokens % 2 == 0:
         raise LipboundError(f"{tokens} tokens cannot be one at 0 and two equal halves; give an odd number of at least 3")
     sign = torch.ones(tokens, dtype=torch.float64, device=att.device)
@@ -160,7 +160,7 @@ def quadratic_direction(att: Attention) -> tuple[Tensor, Tensor]:
     There the query of the token at 0 vanishes, its attention is uniform, and :math:`J_{11} = W_V^T/N + B_1` with
     :math:`\|B_1\| = R^2 (1 - 1/N)\,|W_V^T u||A u|`, so that :math:`\|J\| \ge R^2 (1 - 1/N)\,rate - \|W_V\|/N`.
     """
-    att.refuse_rotation("Proposition 3.6")
+    att.only("Proposition 3.6")
     directions, rates = [], []
     for h in range(att.heads):
         r = torch.linalg.qr(att.w_q[h].double(), mode="r").R
@@ -178,7 +178,7 @@ def crossover_length(att: Attention) -> Tensor:
     Both bounds equated, with :math:`t = \|A\|R^2`: :math:`N^* = \big((1+3t)^2 e^{4t}/3 - t^2\big) / (1 + 4t^2)`. A logarithm, since N* exceeds
     the range of float64 on pretrained heads.
     """
-    att.refuse_rotation("Proposition 3.4")
+    att.only("Proposition 3.4")
     t = qty.norm_a(att) * qty.radius(att) ** 2
     first = 4 * t + 2 * torch.log1p(3 * t) - math.log(3)  # log of the first term of the numerator
     rest = torch.log1p(-(t**2) * (-first).exp())

@@ -47,7 +47,7 @@ class Gram:
     """
 
     def __init__(self, att: Attention, sample: int, heads: list[int], w_o: Tensor | None = None):
-        att.refuse_rotation("the closed form of J J^T")
+        att.only("the closed form of J J^T")
         keep = slice(None) if att.valid is None else att.valid[sample]
         self.keep = keep
         self._p = att.p[sample, heads][:, keep][..., keep].double()

@@ -28,23 +28,20 @@ class LayerJacobian(JacobianOperator):
             raise AttentionError("map 'layer' needs the output projection w_o, which this layer does not have; use map='heads'")
         self._heads = head_jacobian(att)
         self._count = att.heads
-        self._w = torch.cat([att.scale * att.w_q, att.scale * att.w_k, att.w_v], -1)
         self._w_o = att.w_o if project else None
         self.batch, self.dtype, self.device = att.samples, att.dtype, att.device
         self.in_shape = (att.tokens, att.x.shape[2])
         self.out_shape = (att.tokens, att.heads * att.d_v if self._w_o is None else self._w_o.shape[2])
 
     def jvp(self, x: Tensor) -> Tensor:
-        z = torch.einsum("snd,hdm->shnm", x, self._w).flatten(0, 1)
-        y = self._heads.push(z).unflatten(0, (-1, self._count))
+        y = self._heads.push(self._heads.spread(x)).unflatten(0, (-1, self._count))
         if self._w_o is None:
             return y.transpose(1, 2).flatten(2)
         return torch.einsum("shnv,hvo->sno", y, self._w_o)
 
     def vjp(self, y: Tensor) -> Tensor:
         parts = y.unflatten(2, (self._count, -1)).transpose(1, 2) if self._w_o is None else torch.einsum("sno,hvo->shnv", y, self._w_o)
-        z = self._heads.pull(parts.flatten(0, 1)).unflatten(0, (-1, self._count))
-        return torch.einsum("shnm,hdm->snd", z, self._w)
+        return self._heads.collect(self._heads.pull(parts.flatten(0, 1)))
 
     def select(self, index: Tensor) -> "LayerJacobian":
         part = object.__new__(type(self))
@@ -57,6 +54,6 @@ class LayerJacobian(JacobianOperator):
     def double(self) -> "LayerJacobian":
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
-        other.dtype, other._heads, other._w = torch.float64, self._heads.double(), self._w.double()
+        other.dtype, other._heads = torch.float64, self._heads.double()
         other._w_o = None if self._w_o is None else self._w_o.double()
         return other

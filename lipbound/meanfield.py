@@ -51,7 +51,7 @@ def weighted(att: Attention, weights: Tensor) -> Attention:
     Raises:
         AttentionError: weights that are not positive, or do not add up to one to 1e-6.
     """
-    att.refuse_rotation("mean-field attention")
+    att.only("mean-field attention")
     if tuple(weights.shape) != (att.samples, att.tokens):
         raise AttentionError(f"weights have shape {tuple(weights.shape)}; they must be (samples, N), here {(att.samples, att.tokens)}")
     if att.valid is not None:
@@ -108,7 +108,7 @@ def query_block_norms(att: Attention) -> Tensor:
 
     Dense singular values of d_v x d matrices, exact to rounding.
     """
-    att.refuse_rotation("query_block_norms")
+    att.only("query_block_norms")
     p, k, v = att.p.double(), att.centred_k, att.centred_v
     o, mean = p @ v, p @ k
     factor = torch.linalg.qr(att.w_q.double(), mode="r").R.mT  # (heads, d, min(d, D))
@@ -139,5 +139,5 @@ def duplicated_norm(att: Attention, norm: Tensor) -> Tensor:
     to all,
     and are mapped to orthogonal ones. QED (A causal mask is meant to let copies see each other: the mask repeated block by block.)
     """
-    att.refuse_rotation("duplicated_norm")
+    att.only("duplicated_norm")
     return torch.maximum(norm.double(), query_block_norms(att).amax(-1))

@@ -34,7 +34,7 @@ def search_split(att: Attention, *, steps: int = 60, rate: float = 0.05) -> Spli
     Raises:
         LipboundError: padded inputs.
     """
-    att.refuse_rotation("search_split")
+    att.only("search_split")
     if att.valid is not None:
         raise LipboundError("the search takes inputs without padding; give one sample at a time, Attention.unpadded(i)")
     att = att.double()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention import Attention
-from lipbound.operators import HeadJacobian, JacobianOperator, cast, select_entries
+from lipbound.operators import HeadJacobian, JacobianOperator
 
 WHOLE_BYTES = {"cpu": 2e9, "cuda": 8e9}
 """Bytes of attention matrices and their temporaries above which they are not kept."""
@@ -35,17 +35,22 @@ class StreamedHeadJacobian(HeadJacobian):
         self._wide_q, self._wide_k = (t.flatten(0, 1) for t in (att.wide_q, att.centred_k))
         self._mask = None if att.mask is None else att.mask[(None,) * (4 - att.mask.ndim)]
         self._valid = att.valid
-        self._entry = torch.arange(self.batch)
-        self._heads, self._scale = att.heads, att.scale
+        self._entry = torch.arange(self.batch, device=self.device)
+        self._heads, self._scale, self._cap = att.heads, att.scale, att.cap
+        self._sinks = None if att.sinks is None else att.sinks.double()
         self._top, self._sum = (torch.zeros(self.batch, att.tokens, 1, dtype=torch.float64, device=self.device) for _ in range(2))
         self._o = torch.zeros_like(self._v)
         for b in range(self.batch):
             for rows in self._blocks():
                 scores = self._scores(b, rows)
                 top = scores.amax(-1, keepdim=True)
+                sink = None if self._sinks is None else self._sinks[b % self._heads]
+                top = top if sink is None else top.maximum(sink)
                 self._top[b, rows] = top.masked_fill(top == -torch.inf, 0.0)  # rows of padding attend to nothing
-                self._sum[b, rows] = (scores - self._top[b, rows]).exp_().sum(-1, keepdim=True).clamp_min(1.0)
-                self._o[b, rows] = self._rows(b, rows, scores) @ self._v[b]
+                total = (scores - self._top[b, rows]).exp_().sum(-1, keepdim=True)
+                total = total if sink is None else total + (sink - self._top[b, rows]).exp()
+                self._sum[b, rows] = total.clamp_min(1.0)
+                self._o[b, rows] = self._probabilities(b, rows, scores) @ self._v[b]
 
     def _blocks(self) -> Iterator[slice]:
         n = self.out_shape[0]
@@ -56,6 +61,7 @@ class StreamedHeadJacobian(HeadJacobian):
         """Masked float64 scores of some queries of a batch entry, (rows, N)."""
         s, h = divmod(int(self._entry[b]), self._heads)
         scores = self._scale * (self._wide_q[b, rows] @ self._wide_k[b].mT)
+        scores = scores if self._cap is None else self._cap * torch.tanh(scores / self._cap)
         if self._mask is not None:
             mask = self._mask[min(s, self._mask.shape[0] - 1), min(h, self._mask.shape[1] - 1)]
             scores = Attention.add_mask(scores, mask[rows] if len(mask) > 1 else mask)
@@ -63,29 +69,36 @@ class StreamedHeadJacobian(HeadJacobian):
             scores = scores.masked_fill(~self._valid[s], -torch.inf).masked_fill(~self._valid[s, rows, None], -torch.inf)
         return scores
 
-    def _rows(self, b: int, rows: slice, scores: Tensor | None = None) -> Tensor:
-        """Some rows of P, (rows, N), in the dtype of the products."""
-        scores = self._scores(b, rows) if scores is None else scores
+    def _probabilities(self, b: int, rows: slice, scores: Tensor) -> Tensor:
+        """Some rows of P from their scores, (rows, N), in the dtype of the products."""
         return scores.sub_(self._top[b, rows]).exp_().to(self.dtype).div_(self._sum[b, rows].to(self.dtype))
+
+    def _rows(self, b: int, rows: slice) -> tuple[Tensor, Tensor]:
+        """Some rows of P, and what changes of q k^T are weighted with there, (rows, N) each."""
+        p = self._probabilities(b, rows, self._scores(b, rows))
+        if self._cap is None:
+            return p, p
+        z = self._scale * (self._wide_q[b, rows] @ self._wide_k[b].mT)
+        return p, p * z.div_(self._cap).cosh_().pow_(-2).to(self.dtype)
 
     def _cotangents(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         to_q, to_k, to_v = torch.empty_like(self._q), torch.zeros_like(self._k), torch.zeros_like(self._v)
         for b in range(self.batch):
             for rows in self._blocks():
-                p, part = self._rows(b, rows), y[b, rows]
-                g = (part @ self._v[b].mT).sub_((part * self._o[b, rows]).sum(-1, keepdim=True)).mul_(p)
+                (p, weights), part = self._rows(b, rows), y[b, rows]
+                g = (part @ self._v[b].mT).sub_((part * self._o[b, rows]).sum(-1, keepdim=True)).mul_(weights)
                 torch.mm(g, self._k[b], out=to_q[b, rows])
                 to_k[b].addmm_(g.mT, self._q[b, rows])
                 to_v[b].addmm_(p.mT, part)
         return to_q, to_k, to_v
 
     def push(self, z: Tensor) -> Tensor:
-        z_q, z_k, z_v = self._turned(z)
+        z_q, z_k, z_v = self._arriving(z)
         out = torch.empty_like(self._v)
         for b in range(self.batch):
             for rows in self._blocks():
-                p = self._rows(b, rows)
-                t = (z_q[b, rows] @ self._k[b].mT).addmm_(self._q[b, rows], z_k[b].mT).mul_(p)
+                p, weights = self._rows(b, rows)
+                t = (z_q[b, rows] @ self._k[b].mT).addmm_(self._q[b, rows], z_k[b].mT).mul_(weights)
                 out[b, rows] = (t @ self._v[b] - t.sum(-1, keepdim=True) * self._o[b, rows]).addmm_(p, z_v[b])
         return out
 
@@ -93,9 +106,9 @@ class StreamedHeadJacobian(HeadJacobian):
         return JacobianOperator.dense(self)
 
     def double(self) -> "StreamedHeadJacobian":
-        return cast(self, ("_q", "_k", "_v", "_o", "_w", "_weights_gram"))
+        return self._doubled(("_q", "_k", "_v", "_o", "_w", "_weights_gram"))
 
-    def select(self, index: Tensor) -> "StreamedHeadJacobian":
-        part = select_entries(self, ("_q", "_k", "_v", "_o", "_head", "_weights_gram", "_wide_q", "_wide_k", "_top", "_sum"), index)
-        part._entry = self._entry[index.cpu()]
-        return part
+    @property
+    def _entries(self) -> tuple[str, ...]:
+        names = [name for name in super()._entries if name not in ("_p", "_t")]
+        return (*names, "_wide_q", "_wide_k", "_top", "_sum", "_entry")

@@ -73,7 +73,7 @@ def over_ball(att: Attention, radius: float | Sequence[float], *, norm: str = "t
 
     As the radius goes to 0, (a) goes to the value at the centre; (c) grows like :math:`\rho^2 \sqrt N`, as global bounds must.
     """
-    att.refuse_rotation("over_ball")
+    att.only("over_ball")
     given = torch.as_tensor(radius, dtype=torch.float64)
     single, radii = given.ndim == 0, given.reshape(-1).tolist()
     for one in radii:

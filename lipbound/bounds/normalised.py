@@ -17,7 +17,7 @@ def fold_normalisation(att: Attention) -> Attention:
     Raises:
         AttentionError: a layer that is not known to be fed by a normaliser (``lipbound.capture(..., around=True)`` finds it).
     """
-    att.refuse_rotation("the ellipsoid of normalised inputs")
+    att.only("the ellipsoid of normalised inputs")
     norm = None if att.surroundings is None else att.surroundings.fed_by
     if norm is None:
         raise AttentionError("no normalisation in front of this layer is known; capture it with around=True")

@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
-from lipbound.attention import BLOCKED, Attention
+from lipbound.attention import Attention
 from lipbound.linalg import matrix_norm, nonnegative_norm, product_norm
 from lipbound.softmax import g, largest_jacobian_norm, normalised
+from lipbound.validation import BLOCKED
 
 # -- weights: (heads,) -----------------------------------------------------------------------------------------------
 

@@ -56,7 +56,7 @@ class Bound:
             AttentionError: a layer with rotary position embeddings, for bounds that do not know of them.
         """
         if not self.rotary:
-            att.refuse_rotation(f"bound {self.name!r}")
+            att.only(f"bound {self.name!r}")
         return self.function(att).to(torch.float64).expand(att.samples, att.heads)
 
     def sound(self, att: Attention) -> Tensor:
@@ -78,7 +78,7 @@ class Bound:
             raise LipboundError(
                 f"bound {self.name!r} is a statement about one input, without a radius; use lipbound.bounds.over_ball(..., at={self.name!r})"
             )
-        att.refuse_rotation(f"bound {self.name!r} over a ball")
+        att.only(f"bound {self.name!r} over a ball")
         check_ball(radius, norm)
         return self.ball(att, float(radius), norm).to(torch.float64).expand(att.samples, att.heads)
 
