@@ -5,7 +5,7 @@ attention do the computing. The projections are read off by probing (`lipbound.p
 q, k, v against those of the forward pass, and rebuilt head outputs against a second pass through the model's untouched eager attention.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from lipbound.attention import Attention
 from lipbound.errors import CaptureError
 from lipbound.probing import Weights, hidden_states, probe
 from lipbound.recording import NAME, Call, forward, implementation, record
-from lipbound.surroundings import surroundings, watching
+from lipbound.surroundings import Seen, surroundings, watching
 
 AFFINE = 1e-4
 """Largest relative error of a rebuilt tensor. Affine projections rebuild to 1e-5 or better in float32, others miss by orders of magnitude."""
@@ -56,47 +56,66 @@ class Capturer:
         model: a transformers model whose attention goes through ``AttentionInterface``.
         layers: indices of attention calls, in the order of the forward pass; all by default.
         around: also find what stands around each layer (`lipbound.surroundings`).
+        keep: remember the probed weights of every layer for the next batch.
     """
 
     model: PreTrainedModel
     layers: Sequence[int] | None = None
     around: bool = False
+    keep: bool = True
     _weights: dict[int, Weights] = field(default_factory=dict)
-    _verified: dict[bool, float] = field(default_factory=dict)
+    _verified: dict[tuple[bool, int], float] = field(default_factory=dict)
 
     def run(self, inputs: Mapping[str, Tensor]) -> list[LayerCapture]:
-        """The attention of every (chosen) layer at these model inputs, in the model's dtype and on its device.
+        """The attention of every (chosen) layer at these model inputs, in the model's dtype and on its device; see `each`."""
+        return list(self.each(inputs))
+
+    def each(self, inputs: Mapping[str, Tensor], skip: Collection[int] = ()) -> Iterator[LayerCapture]:
+        """The attention of one (chosen) layer after the other, but for those at the positions ``skip``.
 
         Raises:
-            CaptureError: the model never calls the attention interface, or a layer is not what `Attention` describes (rotary
-                embeddings, normalised or non-affine queries and keys, cross-attention, capped scores, sinks), or the rebuilt layer does not
-                reproduce the model; the message names the layer and the reason.
+            CaptureError: the model never calls the attention interface, or a layer is not what `Attention` describes (latent attention,
+                cross-attention, other transformations of queries and keys), or the rebuilt layer does not reproduce the model; the message names
+                the layer and the reason.
         """
         model_dtype = next(self.model.parameters()).dtype
         if model_dtype not in (torch.float32, torch.float64):
             raise CaptureError(f"the model computes in {model_dtype}; convert it first, model.float() or model.double()")
-        with implementation(self.model, NAME):
-            with watching(self.model if self.around else None) as seen:
-                calls = record(self.model, inputs)
-            chosen = self._chosen(len(calls))
-            for i in chosen:
-                if i not in self._weights:
-                    self._weights[i] = probe(calls[i])
-        captures = []
+        with implementation(self.model, NAME), watching(self.model if self.around else None) as seen:
+            calls = record(self.model, inputs)
+        chosen = [i for position, i in enumerate(self._chosen(len(calls))) if position not in skip]
+        if not chosen:
+            return
+        valid = _valid(inputs, hidden_states(calls[chosen[0]]))
+        padded = valid is not None
+        fresh = [i for i in chosen if (padded, i) not in self._verified]  # once without padding, once with
+        sample = 0 if valid is None else int((~valid).any(-1).nonzero()[0])
+        own = self._own_outputs(inputs, [calls[i] for i in fresh], sample, len(hidden_states(calls[chosen[0]]))) if fresh else {}
         for i in chosen:
-            attention, error = self._assemble(calls[i], self._weights[i], inputs)
-            attention.surroundings = surroundings(attention, seen) if self.around else None
-            captures.append(LayerCapture(i, calls[i].name, attention, error))
-        padded = captures[0].attention.valid is not None
-        if padded not in self._verified:  # once without padding, once with
-            self._verified[padded] = self._verify(inputs, [calls[i] for i in chosen], captures)
-        for capture in captures:
-            capture.error = max(capture.error, *self._verified.values())
-        return captures
+            yield self._layer(i, calls[i], inputs, own.get(id(calls[i])), sample, seen)
+
+    def _layer(self, i: int, call: Call, inputs: Mapping[str, Tensor], own: Tensor | None, sample: int, seen: Sequence[Seen]) -> LayerCapture:
+        """One layer; ``own``: what the model itself passes on at a sample, where that is to be checked."""
+        attention, error = self._assemble(call, self._probed(i, call), inputs)
+        if own is not None:
+            self._verified[attention.valid is not None, i] = _verify(call, attention, own, sample)
+        attention.surroundings = surroundings(attention, seen) if self.around else None
+        for name in ("p", "weights", "out"):  # of all layers at once they would fill the memory
+            attention.__dict__.pop(name, None)
+        return LayerCapture(i, call.name, attention, max([error, *(e for (_, j), e in self._verified.items() if j == i)]))
 
     def forget(self) -> None:
         """Verify the next batch against the model again, whatever was verified before; probed weights stay."""
         self._verified.clear()
+
+    def _probed(self, i: int, call: Call) -> Weights:
+        weights = self._weights.get(i)
+        if weights is None or not weights.belongs_to(call):
+            with implementation(self.model, NAME):
+                weights = probe(call)
+            if self.keep:
+                self._weights[i] = weights
+        return weights
 
     def _chosen(self, count: int) -> list[int]:
         if self.layers is None:
@@ -110,16 +129,9 @@ class Capturer:
 
     def _assemble(self, call: Call, weights: Weights, inputs: Mapping[str, Tensor]) -> tuple[Attention, float]:
         x = hidden_states(call)
-        if call.extras:
-            what = {"softcap": "caps its scores with tanh", "s_aux": "has sink logits", "position_bias": "adds a relative position bias"}
-            reasons = " and ".join(what[name] for name in call.extras)
-            raise CaptureError(f"layer {call.name}: {type(call.module).__name__} {reasons}, which is not supported")
         valid = _valid(inputs, x)
-        mask = call.mask
+        mask = _additive(call, x)
         if mask is not None:
-            if mask.dtype == torch.bool:
-                mask = torch.zeros(mask.shape, dtype=x.dtype, device=x.device).masked_fill(~mask, -torch.inf)
-            mask = mask.to(x.dtype)
             if valid is not None:  # padding is `valid`'s business; what remains is often no mask at all
                 padded = ~(valid[:, None, :, None] & valid[:, None, None, :])
                 mask = mask.expand(len(x), *mask.shape[1:]).masked_fill(padded.expand(len(x), mask.shape[1], -1, -1), 0.0)
@@ -128,38 +140,44 @@ class Capturer:
             elif mask.shape[0] > 1 and bool((mask == mask[:1]).all()):
                 mask = mask[:1]
         scale = call.scale if call.scale is not None else call.q.shape[-1] ** -0.5
-        dtype = x.dtype
-        b_q, b_k, b_v = (None if b is None else b.to(dtype) for b in weights.b)
-        w_q, w_k, w_v = (w.to(dtype) for w in weights.w)
-        w_o = None if weights.w_o is None else weights.w_o.to(dtype)
-        attention = Attention(x.detach(), w_q, w_k, w_v, b_q=b_q, b_k=b_k, b_v=b_v, w_o=w_o, scale=float(scale), mask=mask, valid=valid)
-        return attention, self._check(call, attention)
 
-    def _check(self, call: Call, attention: Attention) -> float:
+        def cast(t: Tensor) -> Tensor:
+            return t.to(x.dtype)
+
+        b_q, b_k, b_v = (None if b is None else cast(b) for b in weights.b)
+        w_q, w_k, w_v = (cast(w) for w in weights.w)
+        norm_q, norm_k = (None if norm is None else norm.map(cast) for norm in (weights.norm_q, weights.norm_k))
+        sinks = call.extras.get("s_aux")
+        attention = Attention(
+            x.detach(), w_q, w_k, w_v, b_q=b_q, b_k=b_k, b_v=b_v, w_o=None if weights.w_o is None else cast(weights.w_o), scale=float(scale),
+            mask=mask, valid=valid, rotation=weights.rotation, norm_q=norm_q, norm_k=norm_k, cap=call.extras.get("softcap"),
+            sinks=None if sinks is None else cast(sinks.detach()).flatten(),
+        )  # fmt: skip
+        return attention, self._check(call, attention, weights)
+
+    def _check(self, call: Call, attention: Attention, weights: Weights) -> float:
         """Largest error of rebuilt queries, keys, values and head outputs, on every sample and head of this forward pass."""
         valid, groups = attention.valid, call.q.shape[1] // call.k.shape[1]
         reach = torch.linalg.vector_norm(attention.x, dim=-1).amax(-1, keepdim=True)
+        order = slice(None) if weights.order is None else weights.order
         error = 0.0
-        for name, mine, model, w in (
-            ("queries", attention.q, call.q, attention.w_q),
-            ("keys", attention.k, call.k.repeat_interleave(groups, 1), attention.w_k),
-            ("values", attention.v, call.v.repeat_interleave(groups, 1), attention.w_v),
+        for name, mine, model, w, norm in (
+            ("queries", attention.q, call.q[..., order], attention.w_q, weights.norm_q),
+            ("keys", attention.k, call.k[..., order].repeat_interleave(groups, 1), attention.w_k, weights.norm_k),
+            ("values", attention.v, call.v.repeat_interleave(groups, 1), attention.w_v, None),
         ):
-            difference = head_error(mine, model, reach * torch.linalg.matrix_norm(w), valid)
+            size = reach * torch.linalg.matrix_norm(w) if norm is None else torch.zeros_like(reach)
+            difference = head_error(mine, model, size, valid)
             if not difference <= AFFINE:
                 raise CaptureError(_not_affine(call, name, difference))
             error = max(error, difference)
         difference = head_error(attention.out, call.out.transpose(1, 2), attention.v.abs().amax((-1, -2)), valid)
         if not difference <= AFFINE:
             raise CaptureError(_different(call.name, difference))
-        for name in ("p", "out"):  # of all layers at once they would fill the memory
-            attention.__dict__.pop(name, None)
         return max(error, difference)
 
-    def _verify(self, inputs: Mapping[str, Tensor], calls: list[Call], captures: list[LayerCapture]) -> float:
-        """Largest error of the head outputs of one sample, padded if any is, against the model's untouched eager attention."""
-        valid = captures[0].attention.valid
-        sample = 0 if valid is None else int((~valid).any(-1).nonzero()[0])
+    def _own_outputs(self, inputs: Mapping[str, Tensor], calls: list[Call], sample: int, samples: int) -> dict[int, Tensor]:
+        """What the model's untouched eager attention passes on at one sample, by the identity of each call."""
         part = slice(sample, sample + 1)
         seen: dict[int, list[Tensor]] = {id(c.consumer or c.module): [] for c in calls}
 
@@ -175,28 +193,42 @@ class Capturer:
             hooks.append(module.register_forward_pre_hook(before) if consumer else module.register_forward_hook(after))
         try:
             with implementation(self.model, "eager"):
-                forward(self.model, {name: t[part] if len(t) == len(captures[0].attention.x) else t for name, t in inputs.items()})
+                forward(self.model, {name: t[part] if len(t) == samples else t for name, t in inputs.items()})
         finally:
             for hook in hooks:
                 hook.remove()
-        error = 0.0
-        for call, capture in zip(calls, captures, strict=True):
-            own = seen[id(call.consumer or call.module)][call.turn]
-            att = capture.attention.select(samples=part)
-            if own.numel() != att.tokens * att.heads * att.d_v:
-                raise CaptureError(f"layer {capture.name}: no point of the model could be found where its head outputs can be checked")
-            own = own.reshape(1, att.tokens, att.heads, att.d_v).transpose(1, 2)
-            difference = head_error(att.out, own, att.v.abs().amax((-1, -2)), att.valid)
-            if not difference <= AFFINE:
-                raise CaptureError(_different(capture.name, difference))
-            error = max(error, difference)
-        return error
+        return {id(call): seen[id(call.consumer or call.module)][call.turn] for call in calls}
+
+
+def _verify(call: Call, attention: Attention, own: Tensor, sample: int) -> float:
+    """Error of the head outputs of one sample, padded if any is, against the model's untouched eager attention."""
+    att = attention.select(samples=slice(sample, sample + 1))
+    if own.numel() != att.tokens * att.heads * att.d_v:
+        raise CaptureError(f"layer {call.name}: no point of the model could be found where its head outputs can be checked")
+    own = own.reshape(1, att.tokens, att.heads, att.d_v).transpose(1, 2)
+    difference = head_error(att.out, own, att.v.abs().amax((-1, -2)), att.valid)
+    if not difference <= AFFINE:
+        raise CaptureError(_different(call.name, difference))
+    return difference
+
+
+def _additive(call: Call, x: Tensor) -> Tensor | None:
+    """What a call adds to its scores: its mask, and biases of relative positions."""
+    mask, bias = call.mask, call.extras.get("position_bias")
+    if mask is not None:
+        if mask.dtype == torch.bool:
+            mask = torch.zeros(mask.shape, dtype=x.dtype, device=x.device).masked_fill(~mask, -torch.inf)
+        mask = mask.to(x.dtype)
+    if bias is None:
+        return mask
+    bias = bias.detach().to(x.dtype)
+    return bias if mask is None else (mask + bias).clamp_min(torch.finfo(x.dtype).min)  # the lowest number and a bias may overflow
 
 
 def _different(name: str, difference: float) -> str:
     return (
         f"layer {name}: rebuilt head outputs differ from the model's own eager attention by {difference:.1e} relative "
-        f"(allowed {AFFINE:.0e}); its attention is not softmax(scale q k^T + mask) v"
+        f"(allowed {AFFINE:.0e}); its attention is not softmax(scale q k^T + mask) v, nor a variant of it known here"
     )
 
 
@@ -235,9 +267,7 @@ def _valid(inputs: Mapping[str, Tensor], x: Tensor) -> Tensor | None:
 
 def _not_affine(call: Call, name: str, difference: float) -> str:
     what = f"layer {call.name} ({type(call.module).__name__}): {name} are not one affine map of the layer's input (off by {difference:.1e} relative)"
-    names = {part for part, _ in call.module.named_modules()}
-    if any(marker in n for n in names for marker in ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_norm", "key_norm")):
-        return f"{what}: the layer normalises queries and keys, which is not supported"
-    if "position_embeddings" in call.kwargs or any("rotary" in n for n in names):
-        return f"{what}: the layer rotates queries and keys by their positions (rotary embedding), which is not supported"
-    return f"{what}: the layer transforms them between projection and scores, or takes them from another input (cross-attention)"
+    return (
+        f"{what}, but for a normalisation and a rotation: the layer transforms them in another way between projection and scores, or takes them from "
+        "another input (cross-attention)"
+    )

@@ -1,6 +1,7 @@
 """Exact norms and bounds of every layer at a block of samples, as arrays: the unit of work of a run."""
 
 import hashlib
+import itertools
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,16 +69,15 @@ class Measurer:
         """
         self._capturer.forget()
         job = self._job
-        for i, layer in enumerate(self._capturer.run(inputs)):
+        positions = (i for i in itertools.count() if i not in skip)
+        for i, layer in zip(positions, self._capturer.each(inputs, skip), strict=False):
             attention = layer.attention
-            if i in skip:
-                continue
-            lengths = attention.lengths.long().cpu().numpy()
+            lengths, error = attention.lengths.long().cpu().numpy(), layer.error
             seeds = [_seed(job.seed, layer.index, s) for s in range(start, start + attention.samples)]
             attention = attention.fold_output()[0] if job.map == "head_out" else attention
             values = _measure(attention, job, seeds, job.exact_samples - start)
-            layer.attention = layer.attention.select(slice(0, 1))  # frees P and what hangs on it
-            yield Measured(i, values, lengths, layer.error)
+            del layer, attention  # frees P and what hangs on it
+            yield Measured(i, values, lengths, error)
 
 
 class Recipe(NamedTuple):

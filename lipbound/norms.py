@@ -178,8 +178,8 @@ def l2_spectral_norm(att: Attention, *, tol: float = 1e-4, delta: float | None =
 def rounding(att: Attention, *, map: str = "head") -> Tensor:
     r"""Size of the absolute error that rounding of q, k, v and P leaves in the norms of a layer, (samples, heads) or (samples,), float64.
 
-    For one head :math:`\varepsilon\,\max_i|v_i|\,(\max_i|c W_K q_i| + \max_j|c W_Q k_j|)`, v and k centred and c = ``scale`` (with products of norms for
-    normalised, capped or sinking heads): the differences
+    For one head :math:`\varepsilon\,\max_i|v_i|\,(\max_i|c W_K q_i| + \max_j|c W_Q k_j|)`, v and k centred and c = ``scale``
+    (products of norms for normalised queries or keys, caps and sinks): the differences
     ``v_j - o_i`` of J cancel where attention saturates. To this comes the rounding of scores in float64, relative to
     :math:`\|W_V\|_F` and to the same product. For whole layers the heads' errors, times :math:`\|W_O^h\|` for "layer", add up. Far below the norm
     on ordinary heads; an estimate of size, not a bound.

@@ -1,26 +1,50 @@
-"""Reading the projections of an attention layer off the layer itself, whatever its weights are called and however they are stored."""
+"""Reading the projections of an attention layer off the layer itself, whatever its weights are called and however they are stored.
+
+The layer is copied, fed chosen tokens in float64, and stopped at the attention interface. Position embeddings are replaced by those that turn
+nothing, and normalisations of queries and keys by what they do linearly, so that what remains is affine in the tokens; both are read off separately.
+"""
 
 import copy
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lipbound.errors import CaptureError
+from lipbound.passage import QKNorm
+from lipbound.positions import find_rotation
 from lipbound.recording import Call, handling
+from lipbound.rotation import Rotation
 
 Tensors = tuple[Tensor, ...]
+POSITIONS = "position_embeddings"
 
 
 @dataclass
 class Weights:
-    """What probing found for one call: per-head projections in float64, and the output projection if there is one."""
+    """What probing found for one call: per-head projections in float64, what happens to queries and keys after them, and the output projection.
 
-    w: tuple[Tensor, Tensor, Tensor]
-    b: tuple[Tensor | None, Tensor | None, Tensor | None]
+    Attributes:
+        w, b: of queries, keys, values. Shared keys and values are repeated, one per query head.
+        w_o: (heads, d_v, D_out), or None.
+        norm_q, norm_k: normalisations, or None. rotation: of the call's tokens, or None.
+        order: of the coordinates of queries and keys, (d,), relative to the model's own.
+        positions: the position embeddings of the call, which ``rotation`` belongs to.
+    """
+
+    w: Tensors
+    b: tuple[Tensor | None, ...]
     w_o: Tensor | None
+    norm_q: QKNorm | None = None
+    norm_k: QKNorm | None = None
+    rotation: Rotation | None = None
+    order: Tensor | None = None
+    positions: Any = None
+
+    def belongs_to(self, call: Call) -> bool:
+        """Whether another call of the layer has the same rotation."""
+        return _same(self.positions, call.kwargs.get(POSITIONS))
 
 
 class _Abort(Exception):
@@ -30,37 +54,186 @@ class _Abort(Exception):
         self.qkv = qkv
 
 
-def probe(call: Call) -> Weights:
-    """Feed the layer the tokens 0, e_1, ..., e_D in float64 and read off its affine maps x -> q, k, v, per head.
+class _Stand(nn.Module):
+    """Stands for a normalisation: does what ``mode`` says with it.
 
-    The layer is copied, called with the arguments of the recorded call (X replaced), and stopped at the attention interface. Grouped keys
-    and values are repeated, one per query head.
+    "linear": passes vectors through, without their mean if the normalisation takes it away. "nothing": zero. "pattern": a fixed vector of mean
+    zero and mean square 1. "plus", "minus", "shifted": what the normalisation makes of the fixed vector, of its negative, of it plus one.
     """
+
+    def __init__(self, norm: nn.Module):
+        super().__init__()
+        self.norm, self.mode, self.centred, self.width = norm, "linear", False, 0
+
+    def forward(self, y: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.width = y.shape[-1]
+        if self.mode == "linear":
+            return y - y.mean(-1, keepdim=True) if self.centred else y
+        if self.mode == "nothing":
+            return torch.zeros_like(y)
+        vector = _pattern(y.shape[-1]).to(y).expand_as(y).contiguous()
+        if self.mode == "pattern":
+            return vector
+        out: Tensor = self.norm({"plus": vector, "minus": -vector, "shifted": vector + 1}[self.mode], *args, **kwargs)
+        return out
+
+
+def probe(call: Call) -> Weights:
+    """What a layer makes of its tokens.
+
+    Raises:
+        CaptureError: queries and keys are normalised, or turned by their positions, in a way that is not known here.
+    """
+    layer = _Layer(call)
+    norm_q, norm_k = layer.normalisations()
     x = hidden_states(call)
     width = x.shape[-1]
-    owner = copy.deepcopy(call.module).double()
+    rows = torch.cat([torch.zeros(1, width, dtype=torch.float64), torch.eye(width, dtype=torch.float64)]).to(x.device)
+    parts = [[y[: len(piece)] for y in layer.projections(_fill(piece, x))] for piece in rows.split(x.shape[0] * x.shape[1])]
+    maps = [torch.cat(pieces) for pieces in zip(*parts, strict=True)]  # (D + 1, H or H_kv, d) each
+    w = [(y[1:] - y[0]).transpose(0, 1).contiguous() for y in maps]
+    b = [y[0] if bool((y[0] != 0).any()) else None for y in maps]
+    norms = [norm and _complete(norm, w[i], b[i]) for i, norm in enumerate((norm_q, norm_k))]
+    rotation, order = layer.rotation() if call.kwargs.get(POSITIONS) is not None else (None, None)
+    heads = call.q.shape[1]
 
-    def stop(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kw: Any) -> tuple[Tensor, Any]:
-        raise _Abort((q, k, v))
+    def one_per_head(t: Tensor | None, side: int) -> Tensor | None:
+        t = t if t is None or order is None or side == 2 else t[..., order]
+        return None if t is None else t.repeat_interleave(heads // t.shape[0], 0)
 
-    def projections(tokens: Tensor) -> Tensors:
-        args, kwargs = _replaced(call, tokens)
+    def every(norm: QKNorm | None, side: int) -> QKNorm | None:
+        if norm is None:
+            return None
+        gain = one_per_head(norm.gain, side)
+        assert gain is not None
+        return replace(norm, gain=gain, bias=one_per_head(norm.bias, side))
+
+    return Weights(
+        tuple(t for i in range(3) if (t := one_per_head(w[i], i)) is not None), tuple(one_per_head(b[i], i) for i in range(3)), _probe_output(call),
+        norm_q=every(norms[0], 0), norm_k=every(norms[1], 1), rotation=rotation, order=order, positions=call.kwargs.get(POSITIONS),
+    )  # fmt: skip
+
+
+class _Layer:
+    """A copy of the layer of a call, in float64, stopped at the attention interface."""
+
+    def __init__(self, call: Call):
+        self._call = call
+        self._owner = copy.deepcopy(call.module).double()
+        self._stands: list[_Stand] = []
+        replaced: list[str] = []
+        for name, module in list(self._owner.named_modules()):
+            inside = any(name.startswith(done + ".") for done in replaced)
+            if name and not inside and "norm" in type(module).__name__.lower():
+                replaced.append(name)
+                parent, _, last = name.rpartition(".")
+                self._stands.append(_Stand(module))
+                setattr(self._owner.get_submodule(parent), last, self._stands[-1])
+
+    def projections(self, tokens: Tensor, *, turned: bool = False) -> Tensors:
+        """q, k, v of tokens (samples, N, D), each (samples N, H or H_kv, d); with the call's position embeddings, or unturned."""
+
+        def stop(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kw: Any) -> tuple[Tensor, Any]:
+            raise _Abort((q, k, v))
+
+        args, kwargs = _replaced(self._call, tokens)
+        if not turned and kwargs.get(POSITIONS) is not None:
+            kwargs[POSITIONS] = _unturned(kwargs[POSITIONS])
         try:
             with handling(stop):
-                owner(*args, **kwargs)
+                self._owner(*args, **kwargs)
         except _Abort as end:
             return tuple(t.transpose(1, 2).flatten(0, 1) for t in end.qkv)
-        raise CaptureError(f"layer {call.name}: probing did not reach the attention interface")
+        raise CaptureError(f"layer {self._call.name}: probing did not reach the attention interface")
 
-    parts = [[y[: len(rows)] for y in projections(_fill(rows, x))] for rows in _probe_tokens(width, x)]
-    heads = call.q.shape[1]
-    weights, biases = [], []
-    for pieces in zip(*parts, strict=True):
-        y = torch.cat(pieces)  # (D + 1, H or H_kv, d)
-        y = y.repeat_interleave(heads // y.shape[1], 1)
-        weights.append((y[1:] - y[0]).transpose(0, 1).contiguous())
-        biases.append(y[0] if bool((y[0] != 0).any()) else None)
-    return Weights((weights[0], weights[1], weights[2]), (biases[0], biases[1], biases[2]), _probe_output(call))
+    def normalisations(self) -> tuple[QKNorm | None, QKNorm | None]:
+        """Those of queries and of keys, per head of theirs, yet without what is normalised together (`_complete` adds it)."""
+        x = torch.randn(hidden_states(self._call).shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(self._call.q.device)
+        plain = self.projections(x)
+        touching: list[list[_Stand]] = [[], [], []]
+        for stand in [s for s in self._stands if s.width]:
+            stand.mode = "nothing"
+            for side, (a, b) in enumerate(zip(self.projections(x), plain, strict=True)):
+                if not torch.equal(a, b):
+                    touching[side].append(stand)
+            stand.mode = "linear"
+        if touching[2]:
+            raise CaptureError(self._reason("makes its values of a normalised vector (latent attention)"))
+        if any(len(stands) > 1 for stands in touching):
+            raise CaptureError(self._reason("normalises its queries or keys twice"))
+        q, k = (self._read(stands[0], side, x) if stands else None for side, stands in enumerate(touching[:2]))
+        return q, k
+
+    def _read(self, stand: _Stand, side: int, x: Tensor) -> QKNorm:
+        def seen(mode: str) -> Tensor:
+            stand.mode = mode
+            return self.projections(x)[side][0]  # (heads, d) of one token
+
+        pattern, plus, minus, shifted = (seen(mode) for mode in ("pattern", "plus", "minus", "shifted"))
+        heads, d = pattern.shape
+        stand.centred = bool((shifted - plus).abs().amax() <= 1e-5 * plus.abs().amax())
+        if stand.width not in (d, heads * d):
+            raise CaptureError(self._reason("makes its queries or keys of a normalised vector of another width (latent attention)"))
+        eps = _eps(stand.norm)
+        bias = (plus + minus) / 2
+        stand.mode = "linear"
+        over = None if stand.width == d else (pattern.new_zeros(0, 0), None)
+        return QKNorm((plus - minus) / 2 / pattern * (1 + eps) ** 0.5, bias if bool((bias != 0).any()) else None, eps, over)
+
+    def rotation(self) -> tuple[Rotation | None, Tensor]:
+        """The rotation of the call's tokens, from the queries and keys of random tokens before and after it."""
+        shape = hidden_states(self._call).shape
+        for stand in self._stands:
+            stand.centred = False  # centred vectors do not span the space
+        generator = torch.Generator().manual_seed(0)
+        before: list[Tensor] = []
+        after: list[Tensor] = []
+        while sum(map(len, before)) < self._call.q.shape[-1] + 4:
+            x = torch.randn(shape, generator=generator, dtype=torch.float64).to(self._call.q.device)
+            for vectors, turned in ((before, False), (after, True)):
+                found = self.projections(x, turned=turned)[:2]
+                vectors.extend(t.unflatten(0, shape[:2]).transpose(1, 2).flatten(0, 1) for t in found)
+        try:
+            return find_rotation(torch.cat(before), torch.cat(after))
+        except CaptureError as error:
+            raise CaptureError(self._reason(f"cannot be captured: {error}")) from error
+
+    def _reason(self, what: str) -> str:
+        return f"layer {self._call.name}: {type(self._call.module).__name__} {what}, which is not supported"
+
+
+def _complete(norm: QKNorm, w: Tensor, b: Tensor | None) -> QKNorm:
+    """A normalisation with the projection of all heads (heads, D, d), where these are normalised together."""
+    return norm if norm.over is None else replace(norm, over=(w.transpose(0, 1).flatten(1), None if b is None else b.flatten()))
+
+
+def _eps(norm: nn.Module) -> float:
+    names = ("eps", "variance_epsilon", "epsilon")
+    return next((value for part in norm.modules() for name in names if isinstance(value := getattr(part, name, None), float)), 0.0)
+
+
+def _pattern(width: int) -> Tensor:
+    """A vector without zeros, of mean zero and mean square 1 (for a width of at least 2)."""
+    vector = torch.ones(width, dtype=torch.float64)
+    vector[1::2] = -1
+    if width % 2 and width > 1:
+        vector[-3:] = torch.tensor([2.0, -1.0, -1.0], dtype=torch.float64) / 2**0.5
+    return vector
+
+
+def _unturned(positions: Any) -> Any:
+    """Position embeddings that turn nothing: cosines 1 and sines 0, or complex numbers 1."""
+    if isinstance(positions, Tensor):
+        return torch.ones_like(positions)
+    cos, sin = positions
+    return torch.ones_like(cos), torch.zeros_like(sin)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is None or b is None:
+        return a is b
+    pairs = zip((a,) if isinstance(a, Tensor) else a, (b,) if isinstance(b, Tensor) else b, strict=True)
+    return all(s.shape == t.shape and torch.equal(s, t) for s, t in pairs)
 
 
 def _probe_output(call: Call) -> Tensor | None:
@@ -94,18 +267,14 @@ def _replaced(call: Call, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
     def double(value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_floating_point():
             return value.double()
+        if isinstance(value, Tensor) and value.is_complex():
+            return value.to(torch.complex128)
         return tuple(double(v) for v in value) if isinstance(value, tuple) else value
 
     kwargs = {name: None if name in ("past_key_values", "layer_past") else double(value) for name, value in call.kwargs.items()}
     if call.args:
         return (x, *(double(a) for a in call.args[1:])), kwargs
     return (), kwargs | {"hidden_states": x}
-
-
-def _probe_tokens(width: int, like: Tensor) -> Iterator[Tensor]:
-    """The rows of [0; I] in pieces of at most the number of token slots, float64."""
-    rows = torch.cat([torch.zeros(1, width, dtype=torch.float64), torch.eye(width, dtype=torch.float64)]).to(like.device)
-    yield from rows.split(like.shape[0] * like.shape[1])
 
 
 def _fill(rows: Tensor, like: Tensor) -> Tensor:

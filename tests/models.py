@@ -30,12 +30,53 @@ AFFINE: dict[str, Callable[[], tf.PreTrainedModel]] = {
     "siglip vision": lambda: tf.SiglipVisionModel(tf.SiglipVisionConfig(**IMAGE)),
 }  # fmt: skip
 LLAMA = {**TEXT, "num_key_value_heads": 2}
+WIDE = {**TEXT, "hidden_size": 32}
+NARROW = {**LLAMA, "head_dim": 8, "sliding_window": 4}
+MIX = ["sliding_attention", "full_attention"]
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.5, "original_max_position_embeddings": 16}
+IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+MODERN: dict[str, Callable[[], tf.PreTrainedModel]] = {
+    "Llama": lambda: tf.LlamaModel(tf.LlamaConfig(**LLAMA, attention_bias=True)),
+    "Llama 3": lambda: tf.LlamaModel(tf.LlamaConfig(**LLAMA, rope_parameters=LLAMA3)),
+    "Llama, YaRN": lambda: tf.LlamaModel(tf.LlamaConfig(**LLAMA, rope_parameters=YARN)),
+    "Mistral": lambda: tf.MistralModel(tf.MistralConfig(**NARROW)),
+    "Qwen 2": lambda: tf.Qwen2Model(tf.Qwen2Config(**LLAMA)),
+    "Qwen 3": lambda: tf.Qwen3Model(tf.Qwen3Config(**LLAMA, head_dim=8, attention_bias=True)),
+    "Gemma": lambda: tf.GemmaModel(tf.GemmaConfig(**{**LLAMA, "num_key_value_heads": 1}, head_dim=8)),
+    "Gemma 2": lambda: tf.Gemma2Model(tf.Gemma2Config(**NARROW, attn_logit_softcapping=2.0, layer_types=MIX)),
+    "Gemma 3": lambda: tf.Gemma3TextModel(tf.Gemma3TextConfig(**NARROW, layer_types=MIX)),
+    "Phi": lambda: tf.PhiModel(tf.PhiConfig(**WIDE)),
+    "Phi, q/k-norm": lambda: tf.PhiModel(tf.PhiConfig(**WIDE, qk_layernorm=True)),
+    "GPT-NeoX": lambda: tf.GPTNeoXModel(tf.GPTNeoXConfig(**WIDE)),
+    "GPTBigCode": lambda: tf.GPTBigCodeModel(tf.GPTBigCodeConfig(**GPT2, **IDS)),
+    "gpt-oss": lambda: tf.GptOssModel(tf.GptOssConfig(**NARROW, num_local_experts=2, num_experts_per_tok=1, rope_parameters=YARN, layer_types=MIX)),
+    "OLMo 2": lambda: tf.Olmo2Model(tf.Olmo2Config(**LLAMA, attention_bias=True, **IDS)),
+    "ModernBERT": lambda: tf.ModernBertModel(
+        tf.ModernBertConfig(**TEXT, **IDS, cls_token_id=1, sep_token_id=2, attention_bias=True, local_attention=4, global_attn_every_n_layers=2)
+    ),
+    "T5 encoder": lambda: tf.T5EncoderModel(tf.T5Config(vocab_size=60, d_model=24, d_kv=6, d_ff=32, num_layers=2, num_heads=4)),
+    "Cohere": lambda: tf.CohereModel(tf.CohereConfig(**LLAMA, **IDS, use_qk_norm=True)),
+    "Cohere 2": lambda: tf.Cohere2Model(tf.Cohere2Config(**LLAMA, **IDS, sliding_window=4, layer_types=MIX)),
+    "GLM": lambda: tf.GlmModel(tf.GlmConfig(**LLAMA, **IDS, head_dim=8, attention_bias=True)),
+    "StableLM, q/k-norm": lambda: tf.StableLmModel(tf.StableLmConfig(**WIDE, num_key_value_heads=2, qk_layernorm=True)),
+    "Llama 4": lambda: tf.Llama4TextModel(tf.Llama4TextConfig(**LLAMA, **IDS, head_dim=8, num_local_experts=2, intermediate_size_mlp=32)),
+    "ESM": lambda: tf.EsmModel(tf.EsmConfig(**TEXT, pad_token_id=1, position_embedding_type="rotary")),
+    "DINOv3": lambda: tf.DINOv3ViTModel(tf.DINOv3ViTConfig(**{**IMAGE, "hidden_size": 32}, num_register_tokens=2)),
+}
+"""Attention of today's language models: rotation, shared keys, q/k-norm, caps, sinks, windows, relative biases."""
+LATENT = {
+    **TEXT, "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 6, "first_k_dense_replace": 2,
+}  # fmt: skip
+GATED = {**LLAMA, "head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1, "layer_types": ["full_attention"] * 2}
 REFUSED: dict[str, tuple[Callable[[], tf.PreTrainedModel], str]] = {
-    "llama": (lambda: tf.LlamaModel(tf.LlamaConfig(**LLAMA)), "rotates queries and keys"),
-    "mistral": (lambda: tf.MistralModel(tf.MistralConfig(**LLAMA)), "rotates queries and keys"),
-    "neox": (lambda: tf.GPTNeoXModel(tf.GPTNeoXConfig(**TEXT)), "rotates queries and keys"),
-    "qwen3": (lambda: tf.Qwen3Model(tf.Qwen3Config(**LLAMA, head_dim=6)), "normalises queries and keys"),
-    "gemma2": (lambda: tf.Gemma2Model(tf.Gemma2Config(**LLAMA, head_dim=6)), "caps its scores with tanh"),
+    "deepseek": (lambda: tf.DeepseekV3Model(tf.DeepseekV3Config(**LATENT)), "makes its values of a normalised vector \\(latent attention\\)"),
+    "qwen3-next": (lambda: tf.Qwen3NextModel(tf.Qwen3NextConfig(**GATED)), "no point of the model could be found"),
+    "falcon": (lambda: tf.FalconModel(tf.FalconConfig(vocab_size=60, hidden_size=24, num_hidden_layers=2, num_attention_heads=4)), "never calls"),
     "bloom": (lambda: tf.BloomModel(tf.BloomConfig(vocab_size=60, hidden_size=24, n_layer=2, n_head=4)), "never calls"),
     "resnet": (lambda: tf.ResNetModel(tf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1])), "no attention that can be captured"),
 }  # fmt: skip
@@ -47,8 +88,10 @@ def build(make: Callable[[], tf.PreTrainedModel], seed: int = 0) -> tf.PreTraine
     model = make().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
+            if name.endswith("bias") or "sinks" in name:
                 parameter.normal_(std=0.5)
+            elif "norm" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
             elif parameter.ndim == 2 and "embed" not in name:
                 parameter.mul_(8)  # away from uniform attention
     return model

@@ -1,0 +1,93 @@
+"""Model family by model family: what is captured, and what is measured on it, against the model's own attention module."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers as tf
+from models import AFFINE, MODERN, build, inputs_for
+from torch import Tensor
+
+import lipbound as lb
+from lipbound import recording
+from lipbound.attention import Attention
+from lipbound.capture import Capturer, capture
+from lipbound.operators import dense_jacobian
+
+HAS = {
+    "Qwen 3": {"rotation", "qk_norm"}, "Gemma 2": {"rotation", "cap"}, "Gemma 3": {"rotation", "qk_norm"}, "Phi, q/k-norm": {"rotation", "qk_norm"},
+    "gpt-oss": {"rotation", "sinks"}, "OLMo 2": {"rotation", "qk_norm"}, "Cohere": {"rotation", "qk_norm"}, "Llama 4": {"rotation", "qk_norm"},
+    "StableLM, q/k-norm": {"rotation", "qk_norm"}, "GPTBigCode": set(), "T5 encoder": set(),
+}  # fmt: skip
+ALL = {**AFFINE, **MODERN}
+DENSE = ("bert", "roberta", "gpt2", "vit", "dinov2", "albert", "opt", *MODERN)
+
+
+@pytest.mark.parametrize("family", MODERN)
+def test_captured(family: str) -> None:
+    model = build(MODERN[family])
+    layers = Capturer(model).run(inputs_for(model))
+    assert len(layers) == 2
+    for layer in layers:
+        assert layer.error < 1e-5
+        assert layer.attention.w_o is not None
+        found = layer.attention.variants
+        full = family == "Cohere 2" and layer.index == 1  # its layers of full attention are not turned
+        assert found == (set() if full else HAS.get(family, {"rotation"}))
+    if "sliding_window" in model.config.to_dict() and model.config.sliding_window == 4:
+        p = layers[0].attention.p
+        assert bool((p[..., 8, :4] == 0).all())  # the window hides what is farther
+
+
+def own_heads(model: tf.PreTrainedModel, layer: int) -> tuple[Attention, Callable[[Tensor], Tensor]]:
+    """A layer of a float64 model, and its heads' outputs for the first sample by the model's own code, (N, D) -> (N, heads, d_v)."""
+    batch = {name: t.double() if t.is_floating_point() else t for name, t in inputs_for(model).items()}
+    with recording.implementation(model, recording.NAME):
+        call = recording.record(model, batch)[layer]
+    att = capture(model, batch)[layer]
+    model.set_attn_implementation("eager")
+    seen: list[Tensor] = []
+    call.consumer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    rest = {k: v for k, v in call.kwargs.items() if k not in ("past_key_values", "hidden_states")}
+
+    def first(value: object) -> object:
+        return value[:1] if isinstance(value, Tensor) and value.ndim == 4 and len(value) == 2 else value
+
+    def heads(x: Tensor) -> Tensor:
+        seen.clear()
+        kwargs = {k: first(v) for k, v in rest.items()}
+        args = [first(a) for a in call.args[1:]]
+        out = call.module(x[None], *args, **kwargs) if call.args else call.module(hidden_states=x[None], **kwargs)
+        flat = seen[0] if seen else out[0]  # some modules leave the output projection to others
+        return flat[0].reshape(len(x), att.heads, att.d_v)
+
+    return att, heads
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_jacobian_is_that_of_the_models_own_module(family: str) -> None:
+    """Dense SVD of autograd through the model's eager attention module, in float64, against ours; every sound bound is above it."""
+    model = build(ALL[family]).double()
+    att, heads = own_heads(model, 1)
+    jacobian = torch.func.jacrev(heads)(att.x[0].detach())
+    norm = lb.spectral_norm(att, tol=1e-9).lower[0]
+    sigma = torch.stack([torch.linalg.svdvals(jacobian[:, h].reshape(att.tokens * att.d_v, -1))[0] for h in range(att.heads)])
+    torch.testing.assert_close(norm, sigma, rtol=1e-6, atol=0)
+    for h in range(att.heads):
+        assert float(torch.linalg.svdvals(dense_jacobian(att, 0, h))[0] / sigma[h]) == pytest.approx(1, abs=1e-6)
+    for name in lb.bounds.names():
+        bound = lb.bounds.get(name)
+        if name in ("lipbound", "lipbound_block") and not att.variants - {"rotation"}:
+            value, sound = bound(att)[0], bound.sound(att)[0]
+            assert bool((value[sound] >= sigma[sound] * (1 - 1e-6)).all()), name
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen 3", "Gemma 2", "gpt-oss", "OLMo 2"])
+def test_padding_is_left_out(family: str) -> None:
+    model = build(MODERN[family])
+    layers = capture(model, inputs_for(model, padded=True))
+    short = capture(model, {name: t[1:, :6] for name, t in inputs_for(model, padded=True).items()})
+    for padded, alone in zip(layers, short, strict=True):
+        assert padded.lengths.tolist() == [9, 6]
+        torch.testing.assert_close(padded.out[1:, :, :6], alone.out, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(lb.spectral_norm(padded, tol=1e-6).lower[1:], lb.spectral_norm(alone, tol=1e-6).lower, rtol=1e-4, atol=0)
