@@ -88,7 +88,7 @@ class Passage:
     """
 
     def __init__(self, rotation: Rotation | None, norm: QKNorm | None, x: Tensor, y: Tensor, dtype: torch.dtype):
-        self.rotation = rotation
+        self.rotation, self.tokens, self.dtype = rotation, x.shape[1], dtype
         self._gain: Tensor | None = None
         self.direction: Tensor | None = None
         """(samples, N, D) in the dtype of the products, or None."""
@@ -124,18 +124,21 @@ class Passage:
             return g - self._unit * inner.mean(-1, keepdim=True), None
         return g, -inner.sum(-1, keepdim=True)
 
-    def matrices(self, entry: int, tokens: int, d: int) -> Tensor:
-        r"""The maps of one entry of the batch from rows :math:`(dy, \tau)` to rows of queries: float64, (N, d + extra, d)."""
-        eye = torch.eye(d + self.extra, dtype=torch.float64)
-        if self._gain is not None:
-            eye = eye.to(self._gain.device)
-        elif self.rotation is not None:
-            eye = eye.to(self.rotation.cos.device)
-        rows = [self.select(slice(entry, entry + 1)).push(row.expand(1, tokens, -1)[..., :d], *self._last(row, tokens))[0] for row in eye]
-        return torch.stack(rows, 1)
+    def matrices(self, entry: int, tokens: slice, d: int) -> Tensor | None:
+        r"""The maps of some tokens of one entry of the batch from rows :math:`(dy, \tau)` to rows of queries, (n, d + extra, d).
 
-    def _last(self, row: Tensor, tokens: int) -> list[Tensor]:
-        return [row[-1:].expand(1, tokens, 1)] if self.extra else []
+        None where every map is the identity.
+        """
+        if self._gain is None and self.rotation is None:
+            return None
+        part = self.select(slice(entry, entry + 1))
+        part.rotation = None if self.rotation is None else self.rotation.select(tokens)
+        device = self.rotation.cos.device if self.rotation is not None else part._gain.device  # type: ignore[union-attr]
+        n = len(range(self.tokens)[tokens])
+        if self._gain is not None:
+            part._gain, part._unit = part._gain[:, tokens], part._unit[:, tokens]  # type: ignore[index]
+        eye = torch.eye(d + self.extra, dtype=self.dtype, device=device)[:, None].expand(-1, n, -1)
+        return part.push(eye[..., :d], eye[..., d:] if self.extra else None).transpose(0, 1)
 
     def select(self, index: Tensor | slice) -> "Passage":
         """Some entries of the batch; ``direction``, which has samples instead, stays."""
@@ -149,6 +152,7 @@ class Passage:
         """With products in float64."""
         part = object.__new__(Passage)
         part.__dict__.update(self.__dict__)
+        part.dtype = torch.float64
         if self._gain is not None:
             part._gain, part._unit = self._gain.double(), self._unit.double()
         part.direction = None if self.direction is None else self.direction.double()

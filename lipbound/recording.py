@@ -76,14 +76,19 @@ def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
     training = {module: module.training for module in model.modules()}
     configs = {id(c): c for module in model.modules() for c in _configs(getattr(module, "config", None))}
     before = {key: config._attn_implementation_internal for key, config in configs.items()}
+    experts = model.get_experts_implementation() if hasattr(model, "get_experts_implementation") else None
     try:
         model.set_attn_implementation(name)
+        if experts is not None and model.dtype == torch.float64 and model._can_set_experts_implementation():
+            model.set_experts_implementation("eager")  # torch's grouped product of experts knows no float64
         model.eval()
         with torch.no_grad():
             yield
     finally:
         for key, config in configs.items():
             config._attn_implementation_internal = before[key]
+        if experts is not None:
+            model.config._experts_implementation = experts
         for module, mode in training.items():
             module.training = mode
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lipbound.attention import Attention
+from lipbound.attention import VARIANTS, Attention
 from lipbound.bounds import quantities as qty
-from lipbound.bounds.ours_rotary import rotary
+from lipbound.bounds.ours_variants import variants
 from lipbound.bounds.registry import bound
 from lipbound.linalg import UNIT, block_norm, matrix_norm, nonnegative_norm, symmetric_norm
 
@@ -34,7 +34,7 @@ RTOL = 1e-5
     assumptions="any biases, any mask",
     condition=qty.always,
     cost="O(N^3 + N^2 d d_v)",
-    rotary=True,
+    covers=VARIANTS,
 )
 def lipbound(att: Attention) -> Tensor:
     r"""Path-Gram compression: within a factor of about 1.3 of the exact norm on pretrained heads, in float64.
@@ -68,7 +68,7 @@ def lipbound(att: Attention) -> Tensor:
     J depends on keys and values only through differences, so both are centred first; the norms of small matrices are upper values
     (`lipbound.linalg.block_norm`, within 1 %). Memory O(N^2 + N d d_v) per head. Differentiable in all that enters J (not ``b_k``, ``b_v``); where
     the norm of a matrix has no derivative (several equal top singular values), the derivative is that along one of its top pairs.
-    With rotary position embeddings: `lipbound.bounds.ours_rotary`.
+    With rotary position embeddings, normalised queries and keys, capped scores or sinks: `lipbound.bounds.ours_variants`.
     """
     return _both(att)[0]
 
@@ -82,7 +82,7 @@ def lipbound(att: Attention) -> Tensor:
     assumptions="any biases, any mask",
     condition=qty.always,
     cost="O(N^2 d d_v)",
-    rotary=True,
+    covers=VARIANTS,
 )
 def lipbound_block(att: Attention) -> Tensor:
     r"""Compression of J itself: about 2 times the exact norm on pretrained heads.
@@ -191,15 +191,15 @@ class Parts:
 
 def _block(att: Attention, sample: int, heads: slice) -> Tensor:
     """`lipbound_block` for some heads of one sample, (heads, 1)."""
-    if att.rotation is not None:
-        return rotary(att, sample, heads)[:, 1:]
+    if att.variants:
+        return variants(att, sample, heads)[:, 1:]
     return Parts(att, sample, heads).block()[:, None]
 
 
 def _lipbound(att: Attention, sample: int, heads: slice) -> Tensor:
     """Both bounds for some heads of one sample, (heads, 2)."""
-    if att.rotation is not None:
-        return rotary(att, sample, heads)
+    if att.variants:
+        return variants(att, sample, heads)
     parts = Parts(att, sample, heads, gram=True)
     v, o, qt, a, size, n = parts.v, parts.o, parts.qt, parts.a, parts.size, att.tokens
     e0 = parts.values() + parts.queries() + parts.mixed()

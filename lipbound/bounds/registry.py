@@ -1,6 +1,6 @@
 """What a bound is, and the list of all of them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,7 @@ class Bound:
         costly: whether it takes far longer than the exact norm; such bounds are computed on request, not by default.
         caveat: why the statement is no bound where its assumptions fail; empty when they always hold.
         ball: the statement for all inputs near X, or None where the source has none: see `over_ball`.
-        rotary: whether it holds with rotary position embeddings; other bounds refuse such layers.
+        covers: which of `lipbound.attention.VARIANTS` it holds for; it says nothing about layers with others.
     """
 
     name: str
@@ -47,17 +47,20 @@ class Bound:
     costly: bool = False
     ball: Callable[[Attention, float, str], Tensor] | None = None
     caveat: str = ""
-    rotary: bool = False
+    covers: frozenset[str] = frozenset()
 
     def __call__(self, att: Attention) -> Tensor:
         """Value of the bound, (samples, heads), float64.
 
         Raises:
-            AttentionError: a layer with rotary position embeddings, for bounds that do not know of them.
+            AttentionError: a layer that the statement is not about; see `applies`.
         """
-        if not self.rotary:
-            att.only(f"bound {self.name!r}")
+        att.only(f"bound {self.name!r}", self.covers)
         return self.function(att).to(torch.float64).expand(att.samples, att.heads)
+
+    def applies(self, att: Attention) -> bool:
+        """Whether the statement is about layers such as this one at all: whether it covers its variants."""
+        return att.variants <= self.covers
 
     def sound(self, att: Attention) -> Tensor:
         """Whether the statement is a valid upper bound here, by its assumptions: (samples, heads), bool."""
@@ -121,14 +124,16 @@ def bound(
     costly: bool = False,
     ball: Callable[[Attention, float, str], Tensor] | None = None,
     caveat: str = "",
-    rotary: bool = False,
+    covers: Collection[str] = (),
 ) -> Callable[[Callable[[Attention], Tensor]], Callable[[Attention], Tensor]]:
     """Decorator: enter a function of an `Attention` into the registry under ``name``."""
 
     def enter(function: Callable[[Attention], Tensor]) -> Callable[[Attention], Tensor]:
         if name in _BOUNDS:
             raise ValueError(f"a bound named {name!r} is already registered")
-        _BOUNDS[name] = Bound(name, label, citation, statement, source, assumptions, map, cost, condition, function, costly, ball, caveat, rotary)
+        _BOUNDS[name] = Bound(
+            name, label, citation, statement, source, assumptions, map, cost, condition, function, costly, ball, caveat, frozenset(covers)
+        )
         return function
 
     return enter

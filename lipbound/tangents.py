@@ -1,0 +1,63 @@
+"""How queries, keys and values of one head follow their tokens, for heads whose every token has a map of its own."""
+
+import torch
+from torch import Tensor
+
+from lipbound.attention import Attention
+from lipbound.passage import Passage
+
+
+class Tangents:
+    r"""The linear maps :math:`D^a_i` (d_a x D) from a perturbation of token i to that of its query, key or value (a = q, k, v), float64.
+
+    Known by their products :math:`D^a_i D^{bT}_i` and factors, d_a x d_b matrices that no bound needs more than.
+
+    For plain heads :math:`D^q = W_Q^T` for all tokens; rotated ones have :math:`R_i W_Q^T`, normalised ones the derivative of the normalisation
+    between (`lipbound.passage`).
+    """
+
+    def __init__(self, att: Attention, sample: int, head: int):
+        self._w = {name: w[head].double() for name, w in (("q", att.w_q), ("k", att.w_k), ("v", att.w_v))}
+        q, k = att.memo("tangents", lambda: att.passages(torch.float64))
+        self._passages: dict[str, Passage] = {"q": q, "k": k}
+        self._entry, self._sample = sample * att.heads + head, sample
+
+    def product(self, a: str, b: str, tokens: slice) -> Tensor:
+        """D^a_i D^b_i^T for some tokens, (n or 1, d_a, d_b)."""
+        left, right = self._matrices(a, tokens), self._matrices(b, tokens)
+        out = self._metric(a, b, tokens)
+        out = out if left is None else left.mT @ out
+        return out if right is None else out @ right
+
+    def factor(self, a: str, tokens: slice) -> Tensor:
+        """F_i with F_i F_i^T = D^a_i D^a_i^T for some tokens, (n or 1, d_a, r)."""
+        w, g = self._w[a], self._direction(a, tokens)
+        basis, r = torch.linalg.qr(w)
+        out = r.mT[None]
+        if g is not None:  # one more column of the projection, different for each token
+            along = g @ basis
+            rest = (g - along @ basis.mT).norm(dim=-1)[:, None]
+            last = torch.cat([along, rest], -1)[:, None]
+            out = torch.cat([torch.cat([out, torch.zeros_like(out[..., :1])], -1).expand(len(g), -1, -1), last], 1)
+        left = self._matrices(a, tokens)
+        return out if left is None else left.mT @ out
+
+    def _matrices(self, a: str, tokens: slice) -> Tensor | None:
+        return None if a == "v" else self._passages[a].matrices(self._entry, tokens, self._w[a].shape[1])
+
+    def _direction(self, a: str, tokens: slice) -> Tensor | None:
+        direction = None if a == "v" else self._passages[a].direction
+        return None if direction is None else direction[self._sample, tokens]
+
+    def _metric(self, a: str, b: str, tokens: slice) -> Tensor:
+        """Products of projections, with their extra columns, (n or 1, d_a + extra, d_b + extra)."""
+        w_a, w_b, g_a, g_b = self._w[a], self._w[b], self._direction(a, tokens), self._direction(b, tokens)
+        out = (w_a.mT @ w_b)[None]
+        if g_a is not None:
+            out = torch.cat([out.expand(len(g_a), -1, -1), (g_a @ w_b)[:, None]], 1)
+        if g_b is not None:
+            last = (g_b @ w_a)[..., None]
+            if g_a is not None:
+                last = torch.cat([last, (g_a * g_b).sum(-1)[:, None, None]], 1)
+            out = torch.cat([out.expand(len(g_b), -1, -1), last], 2)
+        return out
