@@ -43,6 +43,7 @@ def checksums(ds: xr.Dataset) -> xr.DataArray:
 def settings_checksum(ds: xr.Dataset) -> str:
     """sha256 over `SETTINGS`, the numbers of the layers and the lengths of the samples."""
     said: dict[str, Any] = {name: ds.attrs.get(name) for name in SETTINGS}
+    said |= {name: ds.attrs[name] for name in ("variants", "not_applicable") if name in ds.attrs}
     said |= {"layer": ds["layer"].values.tolist(), "length": ds["length"].values.tolist()}
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
 

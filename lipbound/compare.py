@@ -15,16 +15,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressC
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lipbound.attention import VARIANTS
+from lipbound.bounds import get
+from lipbound.bounds import names as bound_names
 from lipbound.bounds.auditing import audit
 from lipbound.bounds.multihead import names_for
-from lipbound.capture import LayerCapture
 from lipbound.checkpoints import load
 from lipbound.checksums import checksums, settings_checksum
 from lipbound.dataset import allocate, dataset, provenance, versions
 from lipbound.devices import name_of, resolve
 from lipbound.errors import LipboundError, StoreError, UnknownNameError, nearest
 from lipbound.inputs import prepare
-from lipbound.measuring import Job, Measured, Measurer, Recipe, work
+from lipbound.measuring import Job, Looked, Measured, Measurer, Recipe, work
 from lipbound.memory import available
 from lipbound.norms import MAPS, WHOLE
 from lipbound.store import check_target, save
@@ -95,7 +97,8 @@ def compare(
         Dataset with dims (sample, layer, head), or (sample, layer) for maps of whole layers: ``exact`` (lower end), ``exact_upper``,
         ``exact_steps``, ``exact_converged``, ``exact_rounding``
         (see `lipbound.norms.rounding`), one variable per bound under its registry name and ``<name>_sound`` (whether its assumptions held),
-        ``exact_l2`` where a bound is about L2 attention. Values are natural, not logarithms. attrs carry provenance and, in ``audit``, how
+        ``exact_l2`` where a bound is about L2 attention. Bounds of "default" and "all" that say nothing about a layer of the model are left out;
+        attrs["not_applicable"] tells why. Values are natural, not logarithms. attrs carry provenance and, in ``audit``, how
         often each bound fell below the exact norm.
 
     Raises:
@@ -130,6 +133,9 @@ def compare(
 
     job = Job(tuple(names), map, tol, None, seed, exact_count)
     captured = Measurer(checkpoint.model, layers, job).look(inputs.block(0, 1, where))
+    variants = frozenset().union(*(layer.variants for layer in captured))
+    names, silent = _about(names, variants, everything=bounds in ("default", "all"))
+    job = replace(job, names=tuple(names))
     tables = allocate(names, count, captured, certify=delta is not None, map=map)
     if delta is not None:
         job = replace(job, delta=delta / (exact_count * tables["exact"][0].size))
@@ -165,6 +171,7 @@ def compare(
     settled = {"names": names, "map": map, "tol": tol, "delta": delta, "device": name_of(where), "dtype": dtype, "seed": seed, "source": source}
     ds.attrs = provenance(checkpoint, inputs, **settled) | {
         "samples": count, "exact_samples": exact_count, "tokens": int(lengths.max()), "capture_error": error, "block": block,
+        "variants": sorted(variants), "not_applicable": silent,
     }  # fmt: skip
     ds["checksum"] = checksums(ds)
     ds.attrs["settings_checksum"] = settings_checksum(ds)
@@ -179,6 +186,23 @@ def compare(
             raise
         unfinished.close(finished=True)
     return ds
+
+
+def _about(names: list[str], variants: frozenset[str], *, everything: bool) -> tuple[list[str], dict[str, str]]:
+    """The bounds that say something about layers with these variants, and what the others do not cover.
+
+    Raises:
+        LipboundError: when one of the others was asked for by name.
+    """
+    silent = {}
+    for name in names:
+        if other := [VARIANTS[v] for v in VARIANTS if v in variants - get(name).covers]:
+            silent[name] = "does not cover " + " and ".join(other)
+    if silent and not everything:
+        name, why = next(iter(silent.items()))
+        fitting = [n for n in bound_names() if variants <= get(n).covers]
+        raise LipboundError(f"bound {name!r} {why}, which this model has; leave it out, or take bounds='default' or some of {', '.join(fitting)}")
+    return [name for name in names if name not in silent], silent
 
 
 def _absolute(name: str | Path) -> str:
@@ -212,6 +236,8 @@ def _finished(path: Path, settings: dict[str, Any], layers: Sequence[int] | None
     """A run that was finished before, if it is the one that is asked for."""
     ds = load_run(path)
     stored = {key: ds.attrs[key] for key in settings} | {"layers": ds["layer"].values.tolist()}
+    if {*stored["bounds"], *ds.attrs.get("not_applicable", ())} == {*settings["bounds"]}:
+        stored["bounds"] = settings["bounds"]
     asked = settings | {"layers": stored["layers"] if layers is None else sorted(dict.fromkeys(layers))}
     stored["layers"] = sorted(stored["layers"])
     same_configuration(path, stored, asked)
@@ -237,9 +263,9 @@ def distribute(client: Any, recipe: Recipe, blocks: list[tuple[dict[str, Tensor]
         client.cancel(list(futures))
 
 
-def _block_size(captured: list[LayerCapture], count: int, budget: float, parts: int) -> int:
+def _block_size(captured: list[Looked], count: int, budget: float, parts: int) -> int:
     """How many samples to take at a time: as many as memory allows, and few enough to make so many parts."""
-    scores = max(layer.attention.heads * layer.attention.tokens**2 for layer in captured)
+    scores = max(layer.heads * layer.tokens**2 for layer in captured)
     return max(1, min(int(budget // (BYTES_PER_SCORE * scores)), -(-count // parts)))
 
 

@@ -12,15 +12,15 @@ import numpy as np
 import xarray as xr
 
 from lipbound.bounds import get
-from lipbound.capture import LayerCapture
 from lipbound.checkpoints import Checkpoint
 from lipbound.inputs import Inputs
+from lipbound.measuring import Looked
 from lipbound.norms import MAPS, WHOLE
 
 
-def allocate(names: Sequence[str], count: int, captured: list[LayerCapture], *, certify: bool, map: str) -> dict[str, np.ndarray]:
+def allocate(names: Sequence[str], count: int, captured: Sequence[Looked], *, certify: bool, map: str) -> dict[str, np.ndarray]:
     """Tables (samples, layers, heads) of everything a run holds: NaN, 0 or False where nothing is measured."""
-    heads = 1 if map in WHOLE else max(layer.attention.heads for layer in captured)
+    heads = 1 if map in WHOLE else max(layer.heads for layer in captured)
     shape = (count, len(captured), heads)
     tables: dict[str, np.ndarray] = {name: np.full(shape, np.nan) for name in ("exact", *(["exact_upper"] if certify else []), *names)}
     if any(get(name).exact == "exact_l2" for name in names):
@@ -32,7 +32,7 @@ def allocate(names: Sequence[str], count: int, captured: list[LayerCapture], *, 
     return tables
 
 
-def dataset(tables: dict[str, np.ndarray], names: Sequence[str], captured: list[LayerCapture], lengths: np.ndarray) -> xr.Dataset:
+def dataset(tables: dict[str, np.ndarray], names: Sequence[str], captured: Sequence[Looked], lengths: np.ndarray) -> xr.Dataset:
     """The tables with names, coordinates and labels."""
     dims = ("sample", "layer", "head")
     first = [name for name in ("exact", "exact_upper", "exact_l2", *names) if name in tables]

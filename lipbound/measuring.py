@@ -15,7 +15,7 @@ from lipbound.attention import Attention
 from lipbound.block import BLOCKS
 from lipbound.bounds import get
 from lipbound.bounds.multihead import whole_layer
-from lipbound.capture import Capturer, LayerCapture
+from lipbound.capture import Capturer
 from lipbound.checkpoints import load
 from lipbound.devices import resolve
 from lipbound.errors import CheckpointError
@@ -43,6 +43,17 @@ class Job:
     exact_samples: int
 
 
+@dataclass(frozen=True)
+class Looked:
+    """A layer as one sample shows it: its number and name, its heads and tokens, which of `lipbound.attention.VARIANTS` it has."""
+
+    index: int
+    name: str
+    heads: int
+    tokens: int
+    variants: frozenset[str]
+
+
 class Measured(NamedTuple):
     """One layer at one block: its position among the chosen layers, values (samples, heads), lengths of the inputs, error of the capture."""
 
@@ -58,9 +69,9 @@ class Measurer:
     def __init__(self, model: PreTrainedModel, layers: Sequence[int] | None, job: Job):
         self._capturer, self._job = Capturer(model, layers, around=job.map in BLOCKS), job
 
-    def look(self, inputs: Mapping[str, Tensor]) -> list[LayerCapture]:
-        """The layers at some inputs: their names and shapes."""
-        return self._capturer.run(inputs)
+    def look(self, inputs: Mapping[str, Tensor]) -> list[Looked]:
+        """The layers at some inputs."""
+        return [Looked(c.index, c.name, (a := c.attention).heads, a.tokens, a.variants) for c in self._capturer.each(inputs)]
 
     def block(self, inputs: Mapping[str, Tensor], start: int, skip: Collection[int] = ()) -> Iterator[Measured]:
         """Every layer but those at the positions ``skip``, at inputs whose first sample has number ``start``.

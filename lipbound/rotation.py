@@ -48,6 +48,11 @@ class Rotation:
         """2 r, the coordinates that are turned."""
         return 2 * self.cos.shape[1]
 
+    @property
+    def norm(self) -> float:
+        """Upper value of the norms of the tokens' maps, at least 1."""
+        return max(1.0, float((self.cos.double() ** 2 + self.sin.double() ** 2).amax().sqrt())) * (1 + 1e-14)
+
     def turn(self, x: Tensor) -> Tensor:
         """Every token's map: (..., N, d) -> (..., N, d)."""
         return self._apply(x, 1.0)

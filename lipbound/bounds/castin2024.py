@@ -30,6 +30,7 @@ def _theorem_3_3(att: Attention, radius: float, norm: str = "token") -> Tensor:
     cost="O(N D + D d^2)",
     ball=_theorem_3_3,
     caveat="it ignores the query bias, which enters the scores; with a large one the exact norm exceeds it",
+    covers=qty.LINEAR,
 )
 def castin(att: Attention) -> Tensor:
     r"""Theorem 3.3 (Theorem 2 of Yudin et al. 2025), with the radius of the smallest centred ball that holds the tokens:
@@ -38,12 +39,18 @@ def castin(att: Attention) -> Tensor:
 
     Theorem 4.3 is the same formula with a causal mask. For any additive mask it follows from Yudin et al.'s
     :math:`\|W_V\|\sqrt N (1 + 2\|A\|R^2)`, which it exceeds. With a query bias it fails: use ``castin_bias``.
+
+    With rotary embeddings :math:`\|A\|` is replaced by :math:`scale\,\max\|R_i\|^2\|W_Q\|\|W_K\|`, which bounds every
+    :math:`A_{ij} = scale\,W_Q R_i^T R_j W_K^T`; with them or a cap it asks for no key bias either, and follows from ``castin_bias``.
     """
     return _theorem_3_3(att, 0.0)
 
 
 def _with_biases(att: Attention, radius: float, norm: str = "token") -> Tensor:
     n, a, r = qty.count(att), qty.norm_a(att), qty.radius(att) + radius
+    if att.variants:
+        q, k = qty.pull_of_biases(att)
+        return ROOT3 * qty.norm_v(att) * (r**2 * (a * r + k) ** 2 + n * r**2 * (a * r + q) ** 2 + n).sqrt()
     shift = torch.zeros_like(a) if att.b_q is None else torch.linalg.vector_norm(_shift(att), dim=-1)
     return ROOT3 * qty.norm_v(att) * (a**2 * r**4 + n * r**2 * (a * r + shift) ** 2 + n).sqrt()
 
@@ -58,6 +65,7 @@ def _with_biases(att: Attention, radius: float, norm: str = "token") -> Tensor:
     condition=qty.always,
     cost="O(N D + D d^2)",
     ball=_with_biases,
+    covers=qty.LINEAR,
 )
 def castin_bias(att: Attention) -> Tensor:
     r"""A form of Theorem 3.3 that allows biases. Ours, in the spirit of their appendix E.3.
@@ -72,6 +80,15 @@ def castin_bias(att: Attention) -> Tensor:
     :math:`\sum_j P_{ij}|x_j - \bar x_i|^2 \le R^2`. The block of :math:`J_Q` is
     :math:`\|W_V^T Cov_{P_i}(x) A^T\| \le \|W_V\|\|A\|R^2`. Add the three with :math:`(a+b+c)^2 \le 3(a^2+b^2+c^2)`. Any row-stochastic P,
     hence any mask, will do.
+
+    *Rotation and cap.* With :math:`\|A\|` as in ``castin``, :math:`a_Q = scale\,\max\|R_i\|^2 \|W_K\||b_Q|` and
+    :math:`a_K = scale\,\max\|R_i\|^2 \|W_Q\||b_K|`,
+
+    .. math:: \|J\| \le \sqrt 3\,\|W_V\|\,\big(R^2 (\|A\| R + a_K)^2 + N R^2 (\|A\| R + a_Q)^2 + N\big)^{1/2}
+
+    Row i of :math:`J_K` is :math:`[P_{ij} g_{ij} (v_j - o_i) \tilde q_{ij}^T]_j` with slopes g of at most 1 and
+    :math:`|\tilde q_{ij}| \le \|A\| R + a_Q`; the block of :math:`J_Q` is :math:`\sum_j P_{ij} g_{ij} (v_j - o_i) \tilde k_{ij}^T` with
+    :math:`|\tilde k_{ij}| \le \|A\| R + a_K`, by the Cauchy-Schwarz inequality at most :math:`\|W_V\| R\,(\|A\| R + a_K)`.
     """
     return _with_biases(att, 0.0)
 
@@ -98,10 +115,16 @@ def _sides(att: Attention) -> tuple[Tensor, Tensor]:
     return att.memo("sides", make)
 
 
+def _turned_side(att: Attention) -> Tensor:
+    """A bound on the gradients of all scores with rotation or cap, (samples, heads): scale max ||R_i|| max(||W_K|| |q_i|, ||W_Q|| |k_j|)."""
+    q, k = (torch.linalg.vector_norm(t, dim=-1).amax(-1) for t in (att.wide_q, att.centred_k))
+    return abs(att.scale) * qty.turn(att) * torch.maximum(q * qty.norm_k(att), k * qty.norm_q(att)) * (1 + 1e-12)
+
+
 def _theorem_c3(att: Attention, radius: float, norm: str = "token") -> Tensor:
     """|A x_i| grows by at most ||A|| radius; the distance of two tokens by 2 radius, or sqrt(2) radius when they share a Frobenius ball."""
     n = qty.count(att)
-    side = torch.maximum(*_sides(att)) + qty.norm_a(att) * radius
+    side = (_turned_side(att) if att.variants else torch.maximum(*_sides(att))) + qty.norm_a(att) * radius
     distance = qty.diameter(att) + (2 if norm == "token" else math.sqrt(2)) * radius
     return ROOT3 * qty.norm_v(att) * (side**2 * distance**2 * (n + 1) + n).sqrt()
 
@@ -113,10 +136,11 @@ def _theorem_c3(att: Attention, radius: float, norm: str = "token") -> Tensor:
     statement="||J|| <= sqrt(3) ||W_V|| (R'^2 r^2 (N+1) + N)^(1/2), R' >= |A x_i| and |A^T x_i|, r = max_ij |x_i - x_j|",
     source="Theorem C.3, with R' taken on both sides",
     assumptions="no query bias; any mask",
-    condition=qty.no_query_bias,
+    condition=lambda att: qty.always(att) if att.variants else qty.no_query_bias(att),
     cost="O(N^2 D + N D d)",
     ball=_theorem_c3,
     caveat="it ignores the query bias, which enters the scores; with a large one the exact norm exceeds it",
+    covers=qty.LINEAR,
 )
 def castin_c3(att: Attention) -> Tensor:
     r"""Theorem C.3 in the form we can prove.
@@ -126,6 +150,10 @@ def castin_c3(att: Attention) -> Tensor:
     with :math:`r = \max_{ij}|x_i - x_j|` and :math:`R' = \max_i \max(|A x_i|, |A^T x_i|)`: the key path sees
     :math:`|x_j - \bar x_i| \le r` and :math:`A^T x_i`, the query path the covariance of :math:`x` and :math:`A x` under :math:`P_i`, so
     both sides are needed. With one side alone the statement fails (see ``castin_c3_as_coded``).
+
+    With rotary embeddings or a cap, the gradients of scores with respect to tokens are :math:`g_{ij} \tilde q_{ij}` and
+    :math:`g_{ij} \tilde k_{ij}` with g at most 1, and the same argument holds with
+    :math:`R' = scale\,\max\|R_i\| \max_i \max(\|W_K\||q_i|, \|W_Q\||k_i|)`, whatever the biases.
     """
     return _theorem_c3(att, 0.0)
 

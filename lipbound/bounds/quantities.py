@@ -26,9 +26,41 @@ def norm_k(att: Attention) -> Tensor:
     return att.memo("norm_k", lambda: matrix_norm(att.w_k))
 
 
+LINEAR = ("rotation", "cap")
+"""Variants under which queries and keys are still affine in their tokens and rows of P still sum to one: published bounds extend to them."""
+
+
+def turn(att: Attention) -> float:
+    """The largest norm of a token's rotation, 1 without."""
+    return 1.0 if att.rotation is None else att.rotation.norm
+
+
 def norm_a(att: Attention) -> Tensor:
-    """||A||, A = scale W_Q W_K^T (D x D), per head, (heads,)."""
+    """||A||, A = scale W_Q W_K^T (D x D), per head, (heads,).
+
+    With a rotation a bound on the norms of all A_ij = scale W_Q R_i^T R_j W_K^T, |scale| max ||R_i||^2 ||W_Q|| ||W_K||.
+    """
+    if att.rotation is not None:
+        return abs(att.scale) * turn(att) ** 2 * norm_q(att) * norm_k(att)
     return att.memo("norm_a", lambda: abs(att.scale) * product_norm(att.w_q, att.w_k))
+
+
+def pull_of_biases(att: Attention) -> tuple[Tensor, Tensor]:
+    """How far biases move gradients of scores, with rotation or cap: |scale| max ||R_i||^2 times ||W_K|| |b_Q| and ||W_Q|| |b_K|, (heads,)."""
+    factor = abs(att.scale) * turn(att) ** 2
+    zero = torch.zeros(att.heads, dtype=torch.float64, device=att.device)
+    q, k = (zero if b is None else torch.linalg.vector_norm(b.double(), dim=-1) for b in (att.b_q, att.b_k))
+    return factor * norm_k(att) * q, factor * norm_q(att) * k
+
+
+def slope_of_scores(att: Attention) -> Tensor:
+    r"""Bound on the norm of dX -> dS before the softmax, with rotation or cap, (samples, heads).
+
+    :math:`|scale| \max_i \|R_i\| (\|Q\| \|W_K\| + \|K\| \|W_Q\|)`, Q and K the queries and keys as they enter the scores (keys centred, unless
+    there is a cap): :math:`dS = scale\,(dQ K^T + Q dK^T)`, whose rows count up to a constant.
+    """
+    q, k = matrix_norm(att.wide_q), matrix_norm(att.centred_k)
+    return abs(att.scale) * turn(att) * (q * norm_k(att) + k * norm_q(att)) * (1 + 1e-12)
 
 
 def has_query_bias(att: Attention) -> Tensor:
@@ -139,5 +171,6 @@ def never(att: Attention) -> Tensor:
 
 
 def no_query_bias(att: Attention) -> Tensor:
-    """Where queries have no bias, (heads,)."""
-    return ~has_query_bias(att)
+    """Where queries have no bias, nor keys if theirs does not drop out (rotation, cap), (heads,)."""
+    free = ~has_query_bias(att)
+    return free & (att.b_k == 0).all(-1) if att.variants and att.b_k is not None else free

@@ -10,7 +10,8 @@ from lipbound.bounds.registry import bound
 def _condition(att: Attention) -> Tensor:
     n = qty.count(att)
     large = (n + 1) * n.sqrt() * qty.frobenius(att) ** 2 >= 1
-    return large & (abs(att.scale) <= n * (n + 1)) & ~qty.has_query_bias(att)
+    most = n.sqrt() * (n + 1) / 2 if att.variants else n * (n + 1)
+    return large & (abs(att.scale) * qty.turn(att) ** 2 <= most) & qty.no_query_bias(att)
 
 
 def _theorem(att: Attention, radius: float, norm: str = "frobenius") -> Tensor:
@@ -30,6 +31,7 @@ def _theorem(att: Attention, radius: float, norm: str = "frobenius") -> Tensor:
     condition=_condition,
     cost="O(N D + D d^2)",
     ball=_theorem,
+    covers=qty.LINEAR,
     caveat="its value term is multiplied by ||X||_F^2 and vanishes with X while ||J|| does not; and it ignores the query bias",
 )
 def specformer(att: Attention) -> Tensor:
@@ -41,5 +43,8 @@ def specformer(att: Attention) -> Tensor:
     :math:`\|J\| \ge \|W_V\|` for equal tokens. The condition under which it is a bound follows from Theorem 3 of Yudin et al. 2025 with
     :math:`\|P\| \le \sqrt N` and :math:`\|M\| \le 1/2`: it holds without query bias once :math:`(N+1)\sqrt N\,\|X\|_F^2 \ge 1`
     (and scale at most N(N+1)). No bias enters the statement.
+
+    With rotary embeddings or a cap it follows in the same way from ``yudin_closed``, without biases of queries and keys and for
+    :math:`scale\,\max\|R_i\|^2 \le \sqrt N (N+1)/2`; nothing in it stands for :math:`\|A\|`.
     """
     return _theorem(att, 0.0)

@@ -41,7 +41,19 @@ def with_ones(att: Attention) -> Attention:
     return att.memo("with_ones", make)
 
 
+def _extended(att: Attention) -> Attention:
+    """`with_ones`, but for variants, whose form of Theorem 3 knows biases by the queries and keys themselves."""
+    return att if att.variants else with_ones(att)
+
+
+def _deviation(att: Attention) -> Tensor:
+    """max_i ||X^T M(P_i)||, (samples, heads)."""
+    return att.memo("deviation", lambda: weighted_deviation_norm(att.x, att.p))
+
+
 def _theorem3(att: Attention, largest_m: Tensor, norm_p: Tensor) -> Tensor:
+    if att.variants:
+        return qty.norm_v(att) * (norm_p + qty.norm_x(att) * largest_m * qty.slope_of_scores(att))
     return qty.norm_v(att) * (norm_p + 2 * qty.norm_x(att) ** 2 * qty.norm_a(att) * largest_m)
 
 
@@ -71,6 +83,7 @@ def _remark_1(att: Attention, radius: float, norm: str) -> Tensor:
     condition=qty.always,
     cost="O(N^2 d) (attention itself), O(N^2) more",
     ball=_remark_1,
+    covers=qty.LINEAR,
 )
 def yudin(att: Attention) -> Tensor:
     r"""Theorem 3 with the exact norm of the softmax Jacobians and, for heads with a query bias, Remark 2.
@@ -79,8 +92,12 @@ def yudin(att: Attention) -> Tensor:
 
     With a query bias X becomes [X 1] and :math:`W_Q` gains the row :math:`b_Q` (`with_ones`). The paper's Remark 2 appends all three biases; key
     and value biases do not change J, so they are left out, which is sound and slightly sharper.
+
+    *Rotation and cap.* :math:`2\|X\|\|A\|` stands for a bound on :math:`dX \mapsto dS`. There is no single A where tokens rotate, and
+    :math:`scale\,\max\|R_i\|\,(\|Q\|\|W_K\| + \|K\|\|W_Q\|)` bounds it instead, Q and K being the rotated queries and keys (the latter
+    centred, which softmax rows do not notice, unless scores are capped), biases included. A cap multiplies dS by slopes of at most 1.
     """
-    return _theorem3(with_ones(att), qty.norm_m(att), qty.norm_p(att))
+    return _theorem3(_extended(att), qty.norm_m(att), qty.norm_p(att))
 
 
 @bound(
@@ -92,10 +109,11 @@ def yudin(att: Attention) -> Tensor:
     assumptions=ANY,
     condition=qty.always,
     cost="O(N^2 d) (attention itself), O(N^2) more",
+    covers=qty.LINEAR,
 )
 def yudin_g1(att: Attention) -> Tensor:
     """`yudin` with g_1 (Corollary 1) in place of the exact norm of the softmax Jacobian; at most twice as large."""
-    return _theorem3(with_ones(att), qty.largest_g1(att), qty.norm_p(att))
+    return _theorem3(_extended(att), qty.largest_g1(att), qty.norm_p(att))
 
 
 @bound(
@@ -123,20 +141,26 @@ def yudin_nobias(att: Attention) -> Tensor:
     assumptions=ANY,
     condition=qty.always,
     cost="O(N^3 + N^2 D), and a few N x N eigenvalue problems",
+    covers=qty.LINEAR,
 )
 def yudin_sqrt_n(att: Attention) -> Tensor:
     r"""The refinement of Theorem 3 that grows like :math:`\sqrt N` instead of N, in its data-dependent form, with Remark 2.
 
     .. math:: \|J\| \le \|W_V\|\,\big(\|P\| + 2 \max_i \|X^T M(P_i)\|\,\|X\|\,\|A\|\big)
 
-    The appended ones of Remark 2 drop out of :math:`X^T M(P_i)`, since :math:`1^T M = 0`.
+    The appended ones of Remark 2 drop out of :math:`X^T M(P_i)`, since :math:`1^T M = 0`. With rotary embeddings or a cap
+    :math:`2\|X\|\|A\|` is replaced as in ``yudin``.
     """
+    if att.variants:
+        return qty.norm_v(att) * (qty.norm_p(att) + _deviation(att) * qty.slope_of_scores(att))
     extended = with_ones(att)
-    deviation = att.memo("deviation", lambda: weighted_deviation_norm(att.x, att.p))
-    return qty.norm_v(extended) * (qty.norm_p(att) + 2 * deviation * qty.norm_x(extended) * qty.norm_a(extended))
+    return qty.norm_v(extended) * (qty.norm_p(att) + 2 * _deviation(att) * qty.norm_x(extended) * qty.norm_a(extended))
 
 
 def _closed(att: Attention, radius: float, norm: str = "token") -> Tensor:
+    if att.variants:
+        r, (q, k) = qty.radius(att) + radius, qty.pull_of_biases(att)
+        return qty.norm_v(att) * qty.count(att).sqrt() * (1 + r * (2 * qty.norm_a(att) * r + q + k))
     extended = with_ones(att)
     r = qty.radius(extended) + radius
     return qty.norm_v(extended) * qty.count(att).sqrt() * (1 + 2 * r**2 * qty.norm_a(extended))
@@ -152,10 +176,14 @@ def _closed(att: Attention, radius: float, norm: str = "token") -> Tensor:
     condition=qty.always,
     cost="O(N D + D d^2)",
     ball=_closed,
+    covers=qty.LINEAR,
 )
 def yudin_closed(att: Attention) -> Tensor:
     r"""The :math:`\sqrt N` refinement without attention maps; :math:`R = \max_i |[x_i, 1]|` when the head has a query bias (Remark 2).
 
     .. math:: \|J\| \le \|W_V\|\,\big(\sqrt N + 2 \sqrt N R^2 \|A\|\big)
+
+    With rotary embeddings or a cap :math:`\|W_V\|\sqrt N\,(1 + R(2\|A\|R + a_Q + a_K))`, in the notation of ``castin_bias``, whose three parts it
+    adds up: :math:`\|J_K\| \le \sqrt N \|W_V\| R (\|A\|R + a_Q)` and :math:`\|J_Q\| \le \|W_V\| R (\|A\|R + a_K)`.
     """
     return _closed(att, 0.0)
