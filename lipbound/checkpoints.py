@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from lipbound import memory, residence
+from lipbound import bylayer, memory, residence, stored
 from lipbound.errors import CheckpointError, nearest
 
 BUILTINS = ("minilm", "gpt2", "vit", "vit-baseline", "vit-jasmin")
@@ -258,12 +258,12 @@ def _load_by_layer(name: str, folder: Path, dtype: torch.dtype, device: torch.de
     try:
         with quiet():
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            model, report = residence.load(folder, config, dtype=dtype, device=device)
+            model, report = bylayer.load(folder, config, dtype=dtype, device=device)
     except Exception as error:  # as above
         raise CheckpointError(f"{name} could not be loaded layer by layer: {_first_line(error)}") from error
     _check_filled(report, name)
-    for key, stored in residence.stored(model).items():
-        if not stored.finite():
+    for key, tensor in residence.on_disk(model).items():
+        if not tensor.finite():
             raise CheckpointError(_not_finite(name, key))
     _check_finite(model, name)
     return model
@@ -272,7 +272,7 @@ def _load_by_layer(name: str, folder: Path, dtype: torch.dtype, device: torch.de
 def _large(folder: Path, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the weights would fill more than half of the free memory; False where they cannot be read layer by layer anyway."""
     try:
-        count = residence.numbers(folder)
+        count = stored.numbers(folder)
     except Exception:  # no safetensors files, or broken ones, which loading has its own sentences for
         return False
     return count * dtype.itemsize > memory.available(device) / 2

@@ -13,7 +13,7 @@ from models import AFFINE, LLAMA, TEXT, build, inputs_for, save_bert
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lipbound import memory, probing, residence
+from lipbound import memory, probing, residence, stored
 from lipbound.capture import Capturer
 from lipbound.checkpoints import load
 from lipbound.errors import CheckpointError
@@ -58,9 +58,17 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16, **options
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("stored", "dtype"), [("bfloat16", "float32"), ("bfloat16", "float64"), ("float32", "float32"), ("float64", "float64")])
-def test_numbers_of_a_whole_model(tmp_path: Path, name: str, stored: str, dtype: str) -> None:
-    save(name, tmp_path, getattr(torch, stored))
+def test_numbers_of_a_whole_model(tmp_path: Path, name: str) -> None:
+    compare_with_whole(save(name, tmp_path), "float32")
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gpt2", "bert"])
+@pytest.mark.parametrize(("source", "dtype"), [("bfloat16", "float64"), ("float16", "float32"), ("float32", "float32"), ("float64", "float64")])
+def test_dtypes(tmp_path: Path, name: str, source: str, dtype: str) -> None:
+    compare_with_whole(save(name, tmp_path, getattr(torch, source)), dtype)
+
+
+def compare_with_whole(tmp_path: Path, dtype: str) -> None:
     checkpoint = load(tmp_path, dtype=dtype, weights="layers")
     whole = load(tmp_path, dtype=dtype, weights="whole")
     assert checkpoint.by_layer
@@ -192,7 +200,7 @@ def test_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_auto_depends_on_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save("gpt2", tmp_path)
-    size = residence.numbers(tmp_path)
+    size = stored.numbers(tmp_path)
     for free, dtype, expected in ((8.5, "float32", False), (7.5, "float32", True), (8.5, "float64", True)):
         monkeypatch.setattr(memory, "available", lambda device, free=free: free * size)
         assert load(tmp_path, dtype=dtype).by_layer is expected
@@ -240,7 +248,7 @@ def test_broken_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_no_numbers(tmp_path: Path, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residence, "BLOCK", 100)
+    monkeypatch.setattr(stored, "BLOCK", 100)
     model = build(AFFINE["bert"])
     with torch.no_grad():
         model.encoder.layer[1].attention.self.key.weight[-1, -1] = value
