@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lipbound.errors import CheckpointError
 
-BLOCK = 1 << 24
+BLOCK = 1 << 22
 """Numbers read at once where a tensor is looked at piece by piece."""
 
 
