@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from lipbound import bylayer, memory, residence, stored
 from lipbound.errors import CheckpointError, nearest
 
 BUILTINS = ("minilm", "gpt2", "vit", "vit-baseline", "vit-jasmin")
@@ -23,6 +24,7 @@ HEADS_ONLY = ("pooler", "classifier", "lm_head", "score", "cls.", "qa_outputs", 
 """Parts of a model that attention does not depend on: weights missing there do not matter."""
 MODALITIES = {"input_ids": "text", "pixel_values": "image"}
 WEIGHT_FILES = ("*.safetensors", "*.bin")
+WEIGHTS = ("auto", "whole", "layers")
 
 
 @dataclass
@@ -36,6 +38,7 @@ class Checkpoint:
         source: what tokenizer and processor are loaded from (a directory or a hub id), or None for a loaded model without one.
         commit: the hub commit, or None.
         loaded: whether the user handed over a loaded model, which no name leads back to.
+        by_layer: whether the weights stay on disk and each module's are in memory only while it runs (`lipbound.residence`).
     """
 
     model: PreTrainedModel
@@ -44,6 +47,7 @@ class Checkpoint:
     source: str | None
     commit: str | None = None
     loaded: bool = False
+    by_layer: bool = False
 
     @property
     def modality(self) -> str:
@@ -84,7 +88,14 @@ class quiet:
             transformers_logging.enable_progress_bar()
 
 
-def load(model: str | Path | PreTrainedModel, *, revision: str | None = None, dtype: str = "float32", device: str = "cpu") -> Checkpoint:
+def load(
+    model: str | Path | PreTrainedModel,
+    *,
+    revision: str | None = None,
+    dtype: str = "float32",
+    device: str | torch.device = "cpu",
+    weights: str = "auto",
+) -> Checkpoint:
     """Load a model for capture.
 
     Args:
@@ -93,14 +104,25 @@ def load(model: str | Path | PreTrainedModel, *, revision: str | None = None, dt
         revision: branch, tag or commit of a hub model.
         dtype: "float32" or "float64"; half-precision weights are cast up.
         device: a torch device.
+        weights: "whole": all weights in memory, in ``dtype``. "layers": they stay in the checkpoint's safetensors files, and each module's are in
+            memory only while it runs; the numbers are the same, every forward pass reads the files anew. "auto": "layers" where the whole
+            weights would take more than half of the free memory of the device.
 
     Raises:
-        CheckpointError: unknown or unreachable model, no weights, weights that do not fit, NaN or infinite weights.
+        CheckpointError: unknown or unreachable model, no weights, weights that do not fit, NaN or infinite weights, no safetensors files
+            for "layers". A model loaded in layers raises it later on, too, when its files are gone or have changed.
     """
     if dtype not in ("float32", "float64"):
         raise CheckpointError(f"dtype is {dtype!r}; allowed are 'float32' and 'float64' (half-precision checkpoints are cast up)")
+    if weights not in WEIGHTS:
+        raise CheckpointError(f"weights is {weights!r}; allowed are 'auto', 'whole' (all in memory) and 'layers' (on disk, read layer by layer)")
     target = getattr(torch, dtype)
     if isinstance(model, PreTrainedModel):
+        if weights == "layers" or residence.by_layer(model):
+            raise CheckpointError(
+                f"model is a loaded {type(model).__name__}, but reading weights layer by layer starts from files; give the checkpoint's directory "
+                "or hub id with weights='layers'"
+            )
         loaded = model.to(device=device, dtype=target)
         _check_finite(loaded, type(model).__name__)
         source = str(model.name_or_path) or None
@@ -110,9 +132,14 @@ def load(model: str | Path | PreTrainedModel, *, revision: str | None = None, dt
         raise CheckpointError(f"model is a {type(model).__name__}; give a hub id, a directory, 'builtin:NAME' or a transformers model")
     name = str(model)
     folder, commit = _locate(name, revision)
-    loaded = _load_model(name, folder).to(device=device, dtype=target)
-    _check_finite(loaded, name)
-    return Checkpoint(loaded.eval(), name, commit or _files_hash(folder), str(folder), commit)
+    where = torch.device(device)
+    layers = weights == "layers" or (weights == "auto" and _large(folder, target, where))
+    if layers:
+        loaded = _load_by_layer(name, folder, target, where)
+    else:
+        loaded = _load_model(name, folder).to(device=where, dtype=target)
+        _check_finite(loaded, name)
+    return Checkpoint(loaded.eval(), name, commit or _files_hash(folder), str(folder), commit, by_layer=layers)
 
 
 def _locate(name: str, revision: str | None) -> tuple[Path, str | None]:
@@ -222,6 +249,36 @@ def _load_model(name: str, folder: Path) -> PreTrainedModel:
             )  # fmt: skip
     except Exception as error:  # broken files raise a zoo of types, down to those of single parsers
         raise CheckpointError(f"{name} could not be loaded: {_first_line(error)}") from error
+    _check_filled(report, name)
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def _load_by_layer(name: str, folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    try:
+        with quiet():
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            model, report = bylayer.load(folder, config, dtype=dtype, device=device)
+    except Exception as error:  # as above
+        raise CheckpointError(f"{name} could not be loaded layer by layer: {_first_line(error)}") from error
+    _check_filled(report, name)
+    for key, tensor in residence.on_disk(model).items():
+        if not tensor.finite():
+            raise CheckpointError(_not_finite(name, key))
+    _check_finite(model, name)
+    return model
+
+
+def _large(folder: Path, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the weights would fill more than half of the free memory; False where they cannot be read layer by layer anyway."""
+    try:
+        count = stored.numbers(folder)
+    except Exception:  # no safetensors files, or broken ones, which loading has its own sentences for
+        return False
+    return count * dtype.itemsize > memory.available(device) / 2
+
+
+def _check_filled(report: dict[str, Any], name: str) -> None:
     missing = [key for key in report["missing_keys"] if not any(part in key for part in HEADS_ONLY)]
     wrong = missing + [str(item[0] if isinstance(item, tuple) else item) for item in report["mismatched_keys"]]
     if wrong:
@@ -229,14 +286,16 @@ def _load_model(name: str, folder: Path) -> PreTrainedModel:
             f"the weights of {name} do not fill its architecture: {len(wrong)} tensors are missing or of another shape, {sorted(wrong)[0]} among "
             "them, and would be random numbers"
         )
-    assert isinstance(model, PreTrainedModel)
-    return model
 
 
 def _check_finite(model: PreTrainedModel, name: str) -> None:
     for key, tensor in model.state_dict().items():
-        if isinstance(tensor, Tensor) and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise CheckpointError(f"the weights of {name} contain NaN or infinite numbers, in {key}; no norm is defined there")
+        if isinstance(tensor, Tensor) and not tensor.is_meta and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(_not_finite(name, key))
+
+
+def _not_finite(name: str, key: str) -> str:
+    return f"the weights of {name} contain NaN or infinite numbers, in {key}; no norm is defined there"
 
 
 def _files_hash(folder: Path) -> str:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lipbound.attention import Attention
 from lipbound.normalisation import Normaliser, Surroundings
+from lipbound.residence import resident
 
 AGREES = 1e-4
 """Largest relative difference between what passes through the model and what is rebuilt."""
@@ -79,7 +80,8 @@ def _constant(difference: Tensor, out: Tensor, att: Attention) -> bool:
 
 def _normaliser(s: Seen) -> Normaliser | None:
     """LayerNorm, or RMSNorm with weights w or 1 + w, whichever rebuilds what the module returned."""
-    weight, bias = s.module.weight, getattr(s.module, "bias", None)
+    with resident(s.module):
+        weight, bias = s.module.weight, getattr(s.module, "bias", None)
     eps = next((float(e) for name in ("eps", "variance_epsilon", "epsilon") if isinstance(e := getattr(s.module, name, None), float)), 0.0)
     assert isinstance(weight, Tensor)
     for centred, shift in ((True, 0.0), (False, 0.0), (False, 1.0)):
