@@ -19,6 +19,7 @@ import transformers as tf
 from safetensors.torch import save_file
 
 from lipbound.checkpoints import load
+from lipbound.compare import compare
 from lipbound.stored import numbers
 
 TOKENS = 128
@@ -55,14 +56,19 @@ def _weight(shape: torch.Size, g: torch.Generator) -> torch.Tensor:
 
 
 def work(folder: Path, dtype: str) -> None:
-    """What is measured: one forward pass."""
+    """What is measured: one forward pass, and a run of `lipbound.compare` over all layers."""
+    ids = torch.randint(0, CONFIG["vocab_size"], (1, TOKENS), generator=torch.Generator().manual_seed(1))
     checkpoint = load(folder, weights="layers", dtype=dtype)
     reached("load")
-    ids = torch.randint(0, CONFIG["vocab_size"], (1, TOKENS), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         out = checkpoint.model(input_ids=ids, use_cache=False).last_hidden_state
     assert bool(torch.isfinite(out).all())
     reached("forward")
+    if dtype != "float32":
+        return
+    ds = compare(folder, {"input_ids": ids}, weights="layers", samples=1, device="cpu", bounds=["lipbound", "yudin"], progress=False)
+    assert bool((ds["lipbound"] >= ds["exact"]).all())
+    reached("compare")
 
 
 STAGES: dict[str, dict[str, float]] = {}

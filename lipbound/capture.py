@@ -17,6 +17,7 @@ from lipbound.attention import Attention
 from lipbound.errors import CaptureError
 from lipbound.probing import Weights, hidden_states, probe
 from lipbound.recording import NAME, Call, forward, implementation, record
+from lipbound.residence import by_layer
 from lipbound.surroundings import Seen, surroundings, watching
 
 AFFINE = 1e-4
@@ -52,17 +53,17 @@ class LayerCapture:
 class Capturer:
     """Captures the attention of a model, batch after batch; weights are probed and the model verified on the first.
 
+    Of a model that is read layer by layer (`lipbound.residence`) weights are probed for every batch, one layer in memory at a time.
+
     Args:
         model: a transformers model whose attention goes through ``AttentionInterface``.
         layers: indices of attention calls, in the order of the forward pass; all by default.
         around: also find what stands around each layer (`lipbound.surroundings`).
-        keep: remember the probed weights of every layer for the next batch.
     """
 
     model: PreTrainedModel
     layers: Sequence[int] | None = None
     around: bool = False
-    keep: bool = True
     _weights: dict[int, Weights] = field(default_factory=dict)
     _verified: dict[tuple[bool, int], float] = field(default_factory=dict)
 
@@ -113,7 +114,7 @@ class Capturer:
         if weights is None or not weights.belongs_to(call):
             with implementation(self.model, NAME):
                 weights = probe(call)
-            if self.keep:
+            if not by_layer(self.model):  # its weights are many
                 self._weights[i] = weights
         return weights
 

@@ -78,6 +78,7 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="Save the run here, a Zarr store that does not exist yet.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Take up the unfinished run of --out where it stopped.")] = False,
     memory: Annotated[str, typer.Option(help="Working memory, e.g. 4GB: how many samples are taken at a time.")] = "auto",
+    weights: Annotated[str, typer.Option(help="'whole' in memory, 'layers' (read layer by layer, for large models), or 'auto'.")] = "auto",
     scheduler: Annotated[
         str | None, typer.Option(help="Address of a dask scheduler whose workers share the run, or local:N for N processes here.")
     ] = None,
@@ -88,7 +89,7 @@ def compare(
         ds = _run(
             model, data, split=split, column=column, bounds=bounds, map=map, samples=samples, exact_samples=exact_samples,
             max_length=max_length, layers=_numbers(layers), revision=revision, tol=tol, delta=delta or None, device=device, dtype=dtype,
-            seed=seed, out=out, resume=resume, memory=memory, client=client, progress=not quiet,
+            seed=seed, out=out, resume=resume, memory=memory, weights=weights, client=client, progress=not quiet,
         )  # fmt: skip
     _show(ds)
     if out is not None:

@@ -61,6 +61,7 @@ def compare(
     out: str | Path | None = None,
     resume: bool = False,
     memory: str | float = "auto",
+    weights: str = "auto",
     client: Any = None,
     progress: bool = True,
 ) -> xr.Dataset:
@@ -89,6 +90,8 @@ def compare(
         resume: take up the unfinished run of ``out`` where it stopped (and return a finished one as it is): what is stored is not computed
             again, and the result is that of an uninterrupted run. Without an unfinished run it starts one.
         memory: working memory that decides how many samples are taken at a time: bytes, "4GB", or "auto".
+        weights: "whole" (the model in memory), "layers" (read from its safetensors files layer by layer, several times, with little in memory), or
+            "auto": the latter where the weights would take more than half of the free memory.
         client: a ``dask.distributed`` client whose workers measure blocks of samples; each loads the checkpoint once, so ``model`` must be a name
             that they can load, and computes with the ``device`` asked for. Start it with one thread per worker.
         progress: show a progress bar on standard error, where that is a terminal or a notebook.
@@ -119,7 +122,7 @@ def compare(
     budget = _bytes(memory, where)
     finished = resume and out is not None and Path(out).expanduser().exists()
     target = None if out is None else Path(out).expanduser() if finished else check_target(out)
-    checkpoint = load(model, revision=revision, dtype=dtype, device=where)
+    checkpoint = load(model, revision=revision, dtype=dtype, device=where, weights=weights)
     inputs = prepare(checkpoint, data, samples=samples, max_length=max_length, split=split, column=column)
     count = inputs.samples
     exact_count = count if exact_samples is None else min(exact_samples, count)
@@ -156,7 +159,7 @@ def compare(
         )
     else:
         chosen = None if layers is None else tuple(layers)
-        results = distribute(client, Recipe(str(model), revision, checkpoint.revision, dtype, device, chosen, job), blocks)
+        results = distribute(client, Recipe(str(model), revision, checkpoint.revision, dtype, device, chosen, job, weights), blocks)
     with _bar(progress, f"{checkpoint.name}: layers", count * len(captured)) as advance:
         advance(int(sum(min(block, count - b * block) * row.sum() for b, row in enumerate(done))))
         lengths, error = _fill(tables, results, unfinished, advance)

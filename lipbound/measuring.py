@@ -92,7 +92,10 @@ class Measurer:
 
 
 class Recipe(NamedTuple):
-    """How another process makes the same `Measurer`; ``weights`` is the `lipbound.checkpoints.Checkpoint.revision` that it must find."""
+    """How another process makes the same `Measurer`; ``weights`` is the `lipbound.checkpoints.Checkpoint.revision` that it must find.
+
+    ``loading`` is its argument ``weights``.
+    """
 
     model: str
     revision: str | None
@@ -101,6 +104,7 @@ class Recipe(NamedTuple):
     device: str
     layers: tuple[int, ...] | None
     job: Job
+    loading: str = "auto"
 
 
 _MEASURERS: dict[Recipe, Measurer] = {}
@@ -113,7 +117,7 @@ def work(recipe: Recipe, inputs: Mapping[str, Tensor], start: int, skip: Collect
     with _TURN:
         if recipe not in _MEASURERS:
             _MEASURERS.clear()
-            checkpoint = load(recipe.model, revision=recipe.revision, dtype=recipe.dtype, device=device)
+            checkpoint = load(recipe.model, revision=recipe.revision, dtype=recipe.dtype, device=device, weights=recipe.loading)
             if checkpoint.revision != recipe.weights:
                 raise CheckpointError(f"{recipe.model} is {checkpoint.revision} on a worker but {recipe.weights} here; give all the same checkpoint")
             _MEASURERS[recipe] = Measurer(checkpoint.model, recipe.layers, recipe.job)

@@ -4,7 +4,6 @@ The layer is copied, fed chosen tokens in float64, and stopped at the attention 
 nothing, and normalisations of queries and keys by what they do linearly, so that what remains is affine in the tokens; both are read off separately.
 """
 
-import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from lipbound.errors import CaptureError
 from lipbound.passage import QKNorm
 from lipbound.positions import find_rotation
 from lipbound.recording import Call, handling
+from lipbound.residence import plain_copy
 from lipbound.rotation import Rotation
 
 Tensors = tuple[Tensor, ...]
@@ -119,7 +119,7 @@ class _Layer:
 
     def __init__(self, call: Call):
         self._call = call
-        self._owner = copy.deepcopy(call.module).double()
+        self._owner = plain_copy(call.module).double()
         self._stands: list[_Stand] = []
         replaced: list[str] = []
         for name, module in list(self._owner.named_modules()):
@@ -241,7 +241,7 @@ def _probe_output(call: Call) -> Tensor | None:
     if call.consumer is None:
         return None
     heads, d_v = call.q.shape[1], call.v.shape[-1]
-    projection = copy.deepcopy(call.consumer).double()
+    projection = plain_copy(call.consumer).double()
     device = call.q.device
     eye = torch.eye(heads * d_v, dtype=torch.float64, device=device)
     y: Tensor = projection(eye) - projection(torch.zeros_like(eye[:1]))

@@ -16,6 +16,7 @@ from lipbound.errors import LipboundError, nearest
 AXES = ("model", "data", "max_length")
 OPTIONS = (
     "bounds", "map", "samples", "exact_samples", "layers", "split", "column", "revision", "tol", "delta", "device", "dtype", "seed", "memory",
+    "weights",
 )  # fmt: skip
 FIELDS = ("run", *AXES, "status", "error")
 

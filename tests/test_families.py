@@ -1,6 +1,7 @@
 """Model family by model family: what is captured, and what is measured on it, against the model's own attention module."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -77,9 +78,10 @@ def test_jacobian_is_that_of_the_models_own_module(family: str) -> None:
         assert float(torch.linalg.svdvals(dense_jacobian(att, 0, h))[0] / sigma[h]) == pytest.approx(1, abs=1e-6)
     for name in lb.bounds.names():
         bound = lb.bounds.get(name)
-        if name in ("lipbound", "lipbound_block") and not att.variants - {"rotation"}:
+        if bound.map == "head" and bound.applies(att):
             value, sound = bound(att)[0], bound.sound(att)[0]
             assert bool((value[sound] >= sigma[sound] * (1 - 1e-6)).all()), name
+    assert lb.bounds.get("lipbound").applies(att)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen 3", "Gemma 2", "gpt-oss", "OLMo 2"])
@@ -91,3 +93,26 @@ def test_padding_is_left_out(family: str) -> None:
         assert padded.lengths.tolist() == [9, 6]
         torch.testing.assert_close(padded.out[1:, :, :6], alone.out, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(lb.spectral_norm(padded, tol=1e-6).lower[1:], lb.spectral_norm(alone, tol=1e-6).lower, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen 3", "Gemma 2", "gpt-oss"])
+def test_compare(family: str) -> None:
+    model = build(MODERN[family])
+    ds = lb.compare(model, inputs_for(model), progress=False)
+    assert set(ds.attrs["variants"]) == HAS.get(family, {"rotation"})
+    assert "lipbound" in ds.attrs["bounds"]
+    assert "kim" not in ds
+    assert ds.attrs["not_applicable"]["kim"].startswith("does not cover rotary position embeddings")
+    assert ("yudin" in ds) == (family in ("Llama", "Gemma 2"))
+    assert all(entry["broken"] == 0 for entry in ds.attrs["audit"].values())
+    assert not (set(ds.attrs["bounds"]) & set(ds.attrs["not_applicable"]))
+    with pytest.raises(lb.LipboundError, match=r"bound 'kim' does not cover rotary .* which this model has; leave it out"):
+        lb.compare(model, inputs_for(model), bounds=["kim", "lipbound"], progress=False)
+
+
+def test_a_finished_run_is_taken_up(tmp_path: Path) -> None:
+    """Although the bounds that were asked for are more than those that apply."""
+    model = build(MODERN["Mistral"])
+    kwargs = {"out": tmp_path / "run", "resume": True, "progress": False}
+    first = lb.compare(model, inputs_for(model), **kwargs)
+    assert lb.compare(model, inputs_for(model), **kwargs)["exact"].equals(first["exact"])
