@@ -1,8 +1,9 @@
-"""Train ``builtin:gpt2``: a small GPT-2 with its own byte-level BPE on the text of one book.
+"""Train ``builtin:gpt2``, ``builtin:llama`` or ``builtin:qwen3``: a small decoder with its own byte-level BPE on the text of one book.
 
-    python benchmarks/training/train_gpt2.py --text alice.txt --out lipbound/builtin/gpt2
+    python benchmarks/training/train_decoder.py --architecture qwen3 --text alice.txt --out lipbound/builtin/qwen3
 
-Minutes on two CPU cores. The last tenth of the text is held out and its perplexity reported in the model card.
+Minutes on two CPU cores. The last tenth of the text is held out and its perplexity reported in the model card. All three have the same depth, width,
+heads, text and steps; llama has rotary embeddings, RMSNorm, SwiGLU and two key/value heads, and qwen3 normalises queries and keys besides.
 """
 
 import argparse
@@ -12,16 +13,17 @@ from pathlib import Path
 import torch
 from common import decay_groups, one_cycle, save
 from tokenizers import ByteLevelBPETokenizer
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import GPT2Config, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
+from transformers.models.auto import AutoModelForCausalLM
 
 CARD = """---
 license: mit
 library_name: transformers
 ---
-# A small GPT-2, trained on one book
+# A small {name}, trained on one book
 
-GPT-2 architecture, {layers} layers x {heads} heads, width {width}, context {context}, byte-level BPE of {vocab} tokens;
-trained from scratch by `benchmarks/training/train_gpt2.py` on *Alice's Adventures in Wonderland* (Lewis Carroll, 1865;
+{name} architecture, {layers} layers x {heads} heads, width {width}, context {context}, byte-level BPE of {vocab} tokens;
+trained from scratch by `benchmarks/training/train_decoder.py` on *Alice's Adventures in Wonderland* (Lewis Carroll, 1865;
 public domain), {steps} steps of {batch} x {length} tokens, AdamW. Held-out perplexity (last tenth of the book): {ppl:.1f} per
 token; on the training part {train_ppl:.1f}.
 
@@ -30,8 +32,27 @@ it has read one book.
 """
 
 
+NAMES = {"gpt2": "GPT-2", "llama": "Llama", "qwen3": "Qwen 3"}
+
+
+def configuration(args: argparse.Namespace, vocab: int, end: int) -> GPT2Config | LlamaConfig | Qwen3Config:
+    """The architecture that was asked for; ``end``: the token that begins and ends texts."""
+    if args.architecture == "gpt2":
+        return GPT2Config(
+            vocab_size=vocab, n_positions=args.context, n_embd=args.width, n_layer=args.layers, n_head=args.heads,
+            resid_pdrop=args.dropout, embd_pdrop=args.dropout, attn_pdrop=args.dropout, bos_token_id=end, eos_token_id=end,
+        )  # fmt: skip
+    kind = {"llama": LlamaConfig, "qwen3": Qwen3Config}[args.architecture]
+    return kind(
+        vocab_size=vocab, max_position_embeddings=args.context, hidden_size=args.width, num_hidden_layers=args.layers,
+        num_attention_heads=args.heads, num_key_value_heads=args.heads // 2, head_dim=args.width // args.heads,
+        intermediate_size=8 * args.width // 3 // 8 * 8, attention_dropout=args.dropout, tie_word_embeddings=True,
+        bos_token_id=end, eos_token_id=end, pad_token_id=None,
+    )  # fmt: skip
+
+
 @torch.no_grad()
-def perplexity(model: GPT2LMHeadModel, ids: torch.Tensor, length: int) -> float:
+def perplexity(model: PreTrainedModel, ids: torch.Tensor, length: int) -> float:
     """Perplexity per token of ``ids`` cut into windows of ``length``."""
     model.eval()
     windows = ids[: len(ids) // length * length].view(-1, length)
@@ -42,6 +63,7 @@ def perplexity(model: GPT2LMHeadModel, ids: torch.Tensor, length: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--architecture", choices=list(NAMES), default="gpt2")
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--vocab", type=int, default=1000)
@@ -72,12 +94,7 @@ def main() -> None:
     held_out = torch.tensor(tokenizer(text[cut:]).input_ids)
     print(f"{len(train):,} training tokens, {len(held_out):,} held out")
 
-    config = GPT2Config(
-        vocab_size=len(tokenizer), n_positions=args.context, n_embd=args.width, n_layer=args.layers, n_head=args.heads,
-        resid_pdrop=args.dropout, embd_pdrop=args.dropout, attn_pdrop=args.dropout,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
-    model = GPT2LMHeadModel(config).train()
+    model = AutoModelForCausalLM.from_config(configuration(args, len(tokenizer), tokenizer.bos_token_id)).train()
     optimizer = torch.optim.AdamW(decay_groups(model, 0.1), lr=args.lr, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: one_cycle(s, args.steps))
     offsets = torch.arange(args.length)
@@ -97,7 +114,7 @@ def main() -> None:
             print(f"step {step + 1} loss {loss:.3f} held-out perplexity {ppl:.1f} {time.time() - began:.0f} s", flush=True)
 
     card = CARD.format(
-        **{k: getattr(args, k) for k in ("layers", "heads", "width", "context", "steps", "batch", "length")},
+        name=NAMES[args.architecture], **{k: getattr(args, k) for k in ("layers", "heads", "width", "context", "steps", "batch", "length")},
         vocab=len(tokenizer), ppl=perplexity(model, held_out, args.length), train_ppl=perplexity(model, train, args.length),
     )  # fmt: skip
     save(model, args.out, card)
