@@ -8,6 +8,11 @@ import transformers as tf
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+from torch import Tensor
+
+from lipbound import recording
+from lipbound.attention import Attention
+from lipbound.capture import capture
 
 TEXT = {"vocab_size": 60, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32, "max_position_embeddings": 40}
 IMAGE = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32, "image_size": 16, "patch_size": 4}
@@ -97,15 +102,40 @@ def build(make: Callable[[], tf.PreTrainedModel], seed: int = 0) -> tf.PreTraine
     return model
 
 
-def inputs_for(model: tf.PreTrainedModel, padded: bool = False) -> dict[str, torch.Tensor]:
-    """Two random samples, the second padded when asked for."""
+def inputs_for(model: tf.PreTrainedModel, padded: bool = False, length: int = 9) -> dict[str, torch.Tensor]:
+    """Two random samples of so many tokens, the second padded by three when asked for."""
     g = torch.Generator().manual_seed(1)
     if model.main_input_name == "pixel_values":
         return {"pixel_values": torch.randn(2, 3, 16, 16, generator=g)}
-    batch = {"input_ids": torch.randint(3, 60, (2, 9), generator=g)}
+    batch = {"input_ids": torch.randint(3, 60, (2, length), generator=g)}
     if padded:
-        batch["attention_mask"] = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
+        batch["attention_mask"] = torch.tensor([[1] * length, [1] * (length - 3) + [0] * 3])
     return batch
+
+
+def own_heads(model: tf.PreTrainedModel, layer: int) -> tuple[Attention, Callable[[Tensor], Tensor]]:
+    """A layer of a float64 model, and its heads' outputs for the first sample by the model's own code, (N, D) -> (N, heads, d_v)."""
+    batch = {name: t.double() if t.is_floating_point() else t for name, t in inputs_for(model).items()}
+    with recording.implementation(model, recording.NAME):
+        call = recording.record(model, batch)[layer]
+    att = capture(model, batch)[layer]
+    model.set_attn_implementation("eager")
+    seen: list[Tensor] = []
+    call.consumer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    rest = {k: v for k, v in call.kwargs.items() if k not in ("past_key_values", "hidden_states")}
+
+    def first(value: object) -> object:
+        return value[:1] if isinstance(value, Tensor) and value.ndim == 4 and len(value) == 2 else value
+
+    def heads(x: Tensor) -> Tensor:
+        seen.clear()
+        kwargs = {k: first(v) for k, v in rest.items()}
+        args = [first(a) for a in call.args[1:]]
+        out = call.module(x[None], *args, **kwargs) if call.args else call.module(hidden_states=x[None], **kwargs)
+        flat = seen[0] if seen else out[0]  # some modules leave the output projection to others
+        return flat[0].reshape(len(x), att.heads, att.d_v)
+
+    return att, heads
 
 
 def save_tokenizer(folder: Path) -> None:

@@ -1,17 +1,12 @@
 """Model family by model family: what is captured, and what is measured on it, against the model's own attention module."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-import transformers as tf
-from models import AFFINE, MODERN, build, inputs_for
-from torch import Tensor
+from models import AFFINE, MODERN, build, inputs_for, own_heads
 
 import lipbound as lb
-from lipbound import recording
-from lipbound.attention import Attention
 from lipbound.capture import Capturer, capture
 from lipbound.operators import dense_jacobian
 
@@ -38,31 +33,6 @@ def test_captured(family: str) -> None:
     if "sliding_window" in model.config.to_dict() and model.config.sliding_window == 4:
         p = layers[0].attention.p
         assert bool((p[..., 8, :4] == 0).all())  # the window hides what is farther
-
-
-def own_heads(model: tf.PreTrainedModel, layer: int) -> tuple[Attention, Callable[[Tensor], Tensor]]:
-    """A layer of a float64 model, and its heads' outputs for the first sample by the model's own code, (N, D) -> (N, heads, d_v)."""
-    batch = {name: t.double() if t.is_floating_point() else t for name, t in inputs_for(model).items()}
-    with recording.implementation(model, recording.NAME):
-        call = recording.record(model, batch)[layer]
-    att = capture(model, batch)[layer]
-    model.set_attn_implementation("eager")
-    seen: list[Tensor] = []
-    call.consumer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    rest = {k: v for k, v in call.kwargs.items() if k not in ("past_key_values", "hidden_states")}
-
-    def first(value: object) -> object:
-        return value[:1] if isinstance(value, Tensor) and value.ndim == 4 and len(value) == 2 else value
-
-    def heads(x: Tensor) -> Tensor:
-        seen.clear()
-        kwargs = {k: first(v) for k, v in rest.items()}
-        args = [first(a) for a in call.args[1:]]
-        out = call.module(x[None], *args, **kwargs) if call.args else call.module(hidden_states=x[None], **kwargs)
-        flat = seen[0] if seen else out[0]  # some modules leave the output projection to others
-        return flat[0].reshape(len(x), att.heads, att.d_v)
-
-    return att, heads
 
 
 @pytest.mark.parametrize("family", DENSE)
