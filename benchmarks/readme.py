@@ -1,4 +1,4 @@
-"""Rewrite the generated tables of README.md: bounds, from the registry; accuracy, speed and the study of penalties, from what was measured."""
+"""Rewrite the generated parts of README.md: bounds, from the registry; families, memory, accuracy, speed and penalties, from what was measured."""
 
 import json
 import math
@@ -80,7 +80,43 @@ def study_table() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"bounds": bounds_table, "accuracy": accuracy_table, "speed": speed_table, "study": study_table}
+HAS = {"rotation": "rotation", "qk_norm": "q/k-norm", "cap": "cap", "sinks": "sinks"}
+
+
+def families_table() -> str:
+    """What benchmarks/families.py has measured."""
+    rows = json.loads((ROOT / "benchmarks" / "families.json").read_text())["families"]
+    lines = [
+        "| family | its attention | capture, off by | exact, off by | `lipbound` / exact | `lipbound_block` / exact | sharpest published / exact |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, row in rows.items():
+        what = ", ".join([HAS[v] for v in HAS if v in row["variants"]] + ["mask"] * row["masked"]) or "plain"
+        module = f"{row['module']:.0e}" if "module" in row else ""
+        ours = [f"{row[key]['geomean']:.2f} ({row[key]['max']:.2f})" for key in ("lipbound", "lipbound_block")]
+        best = "none applies" if row["published"] is None else f"{row['published']['geomean']:.3g}, `{row['published']['name']}`"
+        lines.append(f"| {name} | {what} | {row['capture']:.0e} | {module} | {ours[0]} | {ours[1]} | {best} |")
+    return "\n".join(lines)
+
+
+def memory_sentence() -> str:
+    """What benchmarks/by_layer.py has measured."""
+    report = json.loads((ROOT / "benchmarks" / "by_layer.json").read_text())
+    peak = report["float32"]["compare"]["vm_hwm_gb"]
+    return (
+        f"Comparing all 16 layers of a bfloat16 checkpoint of {report['parameters'] / 1e9:.2f} billion parameters (the shape of Llama 3.2 1B, random "
+        f"weights, {report['tokens']} tokens) peaks at {peak:.1f} GB, mapped pages of its files included."
+    )
+
+
+TABLES = {
+    "families": families_table,
+    "memory": memory_sentence,
+    "bounds": bounds_table,
+    "accuracy": accuracy_table,
+    "speed": speed_table,
+    "study": study_table,
+}
 
 
 def written(text: str) -> str:

@@ -88,8 +88,9 @@ def prepare(
         checkpoint: what the inputs are for; its modality decides how data is read.
         data: None (a text of ours, or photographs from scikit-image), a hub dataset id ("ag_news", or with a configuration
             "wikitext:wikitext-2-raw-v1"), a text file (cut into consecutive windows of ``max_length`` tokens), a folder of images,
-            a .parquet, .csv or .json table, a .safetensors file of ready inputs, a ``datasets.Dataset``, a list of strings or PIL
-            images, or a dict of ready tensors.
+            a .parquet, .csv or .json table, a .safetensors file of ready inputs, a ``datasets.Dataset``, a list of strings, PIL
+            images or conversations (each a list of messages ``{"role": ..., "content": ...}``, written out by the tokenizer's chat template), or a
+            dict of ready tensors.
         samples: how many; fewer are used where there are fewer.
         max_length: tokens per text, special tokens included.
         split: split of a hub dataset; its only split, else "test", "validation" or "train".
@@ -151,11 +152,32 @@ def _text(checkpoint: Checkpoint, data: Any, samples: int, max_length: int, spli
         batch = _windows(tokenizer, _read(Path(path)), samples, max_length, str(path))
         how = f"{type(tokenizer).__name__}, consecutive windows of {max_length} tokens"
         return Inputs(batch, "the text that comes with lipbound" if data is None else Path(path).name, how)
+    if isinstance(data, Sequence) and not isinstance(data, str) and len(data) and _is_chat(data[0]):
+        return _chats(tokenizer, data[:samples], max_length, checkpoint.name)
     rows, description = _rows(path, split, column, TEXT_COLUMNS, str, checkpoint)
     texts = list(islice((row for row in rows if row.strip()), samples))
     if not texts:
         raise InputsError(f"{description} has no text in it")
     return Inputs(_tokens(tokenizer, texts, max_length), description, f"{type(tokenizer).__name__}, each text cut at {max_length} tokens")
+
+
+def _is_chat(item: Any) -> bool:
+    """Whether it is a conversation: a list of messages with role and content."""
+    return isinstance(item, list | tuple) and len(item) > 0 and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in item)
+
+
+def _chats(tokenizer: Any, chats: Sequence[Any], max_length: int, name: str) -> Inputs:
+    """Conversations as the checkpoint's chat template writes them."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise InputsError(f"the tokenizer of {name} has no chat template, and conversations were given; give strings")
+    if not all(map(_is_chat, chats)):
+        raise InputsError("some of the conversations are not lists of messages such as {'role': 'user', 'content': 'hello'}")
+    try:
+        texts = [tokenizer.apply_chat_template(list(chat), tokenize=False) for chat in chats]
+    except Exception as error:  # templates are programs of their own
+        raise InputsError(f"the chat template of {name} does not take these conversations: {error}") from error
+    batch = _tokens(tokenizer, texts, max_length, special=False)  # the template has written them
+    return Inputs(batch, f"{len(texts)} conversations", f"{type(tokenizer).__name__} with its chat template, each cut at {max_length} tokens")
 
 
 def positions(checkpoint: Checkpoint) -> int | None:
@@ -227,12 +249,12 @@ def _read(path: Path) -> str:
         raise InputsError(f"{path} is not a UTF-8 text file") from error
 
 
-def _tokens(tokenizer: Any, texts: Sequence[str], max_length: int) -> dict[str, Tensor]:
+def _tokens(tokenizer: Any, texts: Sequence[str], max_length: int, *, special: bool = True) -> dict[str, Tensor]:
     if tokenizer.pad_token is None:  # padded positions are masked, so any token serves
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     tokenizer.padding_side = "right"
     with quiet():
-        encoded = tokenizer(list(texts), truncation=True, max_length=max_length, padding=True, return_tensors="pt")
+        encoded = tokenizer(list(texts), truncation=True, max_length=max_length, padding=True, return_tensors="pt", add_special_tokens=special)
     return {name: tensor for name, tensor in encoded.items() if isinstance(tensor, Tensor)}
 
 

@@ -175,3 +175,25 @@ def test_unreachable_dataset(bert: Checkpoint, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(datasets, "get_dataset_split_names", refuse)
     with pytest.raises(InputsError, match="could not be read, as a file or a hub dataset: Couldn't reach"):
         prepare(bert, "owner/news", max_length=40)
+
+
+def test_conversations_go_through_the_chat_template(tmp_path: Path) -> None:
+    folder = save_bert(tmp_path / "bert")
+    plain = load(folder)
+    chats = [
+        [{"role": "user", "content": "the ferry"}, {"role": "assistant", "content": "is in a clock"}],
+        [{"role": "user", "content": "keeper of the island"}],
+    ]
+    with pytest.raises(InputsError, match="has no chat template, and conversations were given; give strings"):
+        prepare(plain, chats)
+    tokenizer = plain.tokenizer()
+    tokenizer.chat_template = "[CLS] {% for m in messages %}{{ m['content'] }} [SEP] {% endfor %}"
+    tokenizer.save_pretrained(folder)
+    checkpoint = load(folder)
+    inputs = prepare(checkpoint, chats, samples=2, max_length=12)
+    expected = tokenizer(["[CLS] the ferry [SEP] is in a clock [SEP]", "[CLS] keeper of the island [SEP]"], add_special_tokens=False)["input_ids"]
+    assert [row[mask.bool()].tolist() for row, mask in zip(inputs.batch["input_ids"], inputs.batch["attention_mask"], strict=True)] == expected
+    assert inputs.description == "2 conversations"
+    assert prepare(checkpoint, chats, samples=2, max_length=3).batch["input_ids"].shape == (2, 3)
+    with pytest.raises(InputsError, match="some of the conversations are not lists of messages"):
+        prepare(checkpoint, [chats[0], "the ferry"])
