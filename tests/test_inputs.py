@@ -185,7 +185,7 @@ def test_conversations_go_through_the_chat_template(tmp_path: Path) -> None:
         [{"role": "user", "content": "keeper of the island"}],
     ]
     with pytest.raises(InputsError, match="has no chat template, and conversations were given; give strings"):
-        prepare(plain, chats)
+        prepare(plain, chats, max_length=12)
     tokenizer = plain.tokenizer()
     tokenizer.chat_template = "[CLS] {% for m in messages %}{{ m['content'] }} [SEP] {% endfor %}"
     tokenizer.save_pretrained(folder)
@@ -196,4 +196,4 @@ def test_conversations_go_through_the_chat_template(tmp_path: Path) -> None:
     assert inputs.description == "2 conversations"
     assert prepare(checkpoint, chats, samples=2, max_length=3).batch["input_ids"].shape == (2, 3)
     with pytest.raises(InputsError, match="some of the conversations are not lists of messages"):
-        prepare(checkpoint, [chats[0], "the ferry"])
+        prepare(checkpoint, [chats[0], "the ferry"], max_length=12)
