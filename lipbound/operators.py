@@ -256,6 +256,12 @@ class HeadJacobian(JacobianOperator):
         """J dX in the coordinates of X, (batch, N, D) -> (batch, N, d_v); unlike the other products differentiable in what the layer is made of."""
         return self.push(self._weighted(dx, None))
 
+    def paths(self, dx: Tensor) -> dict[str, Tensor]:
+        """J dX, (batch, N, D) -> (batch, N, d_v), in three parts: what passes through values, keys and queries; as `along`."""
+        parts = self._weighted(dx, None).split(self._sizes, -1)
+        ways = {"values": (2,), "keys": (1, 4), "queries": (0, 3)}
+        return {name: self.push(torch.cat([t if i in way else torch.zeros_like(t) for i, t in enumerate(parts)], -1)) for name, way in ways.items()}
+
     def gram(self, y: Tensor) -> Tensor:
         together = max(1, int(GRAM_BYTES.get(self.device.type, GRAM_BYTES["cpu"]) // (self.out_shape[0] ** 2 * self.dtype.itemsize)))
         if self.batch <= together or "_p" not in self.__dict__:

@@ -102,6 +102,8 @@ def test_parts_of_attention_keep_the_rotation() -> None:
     found = of_layer(att.unpadded(0), "head", ["lipbound"])
     assert sum(found.parts.values()) == pytest.approx(1)
     assert shares(att, "lipbound") is None
+    assert shares(att, "kim") is None
+    assert set(shares(att, "castin_bias")) == {"values", "softmax"}
 
 
 def test_no_rotation_is_the_plain_layer() -> None:

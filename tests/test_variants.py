@@ -13,6 +13,7 @@ from lipbound.attention import Attention
 from lipbound.errors import AttentionError
 from lipbound.operators import HeadJacobian
 from lipbound.passage import QKNorm
+from lipbound.reporting.details import of_layer
 from lipbound.streaming import StreamedHeadJacobian
 
 SETS = st.frozensets(st.sampled_from(VARIANTS))
@@ -59,6 +60,16 @@ def test_products_streams_and_whole_layers(has: set[str], mask: str) -> None:
     top = lb.spectral_norm(att, tol=1e-10, vectors=True)
     reached = HeadJacobian(att).along(top.right.flatten(0, 1))
     torch.testing.assert_close(reached.norm(dim=(-1, -2)).view(2, 3), top.lower, rtol=1e-6, atol=0)
+    paths = HeadJacobian(att).paths(top.right.flatten(0, 1))
+    torch.testing.assert_close(paths["values"] + paths["keys"] + paths["queries"], reached)
+
+
+@pytest.mark.parametrize("has", [{"rotation"}, {"together", "sinks"}, {"norm", "cap"}])
+def test_details_of_a_report(has: set[str]) -> None:
+    found = of_layer(layer(3, frozenset(has), mask="padded").unpadded(0), "head_out", ["lipbound", "castin_bias"])
+    assert sum(found.parts.values()) == pytest.approx(1)
+    assert set(found.bounds) == ({"castin_bias"} if has == {"rotation"} else set())
+    assert bool((found.softmax_norm <= 0.5 + 1e-6).all())
 
 
 @pytest.mark.parametrize("has", [{"together", "rotation"}, {"norm", "sinks", "cap"}])

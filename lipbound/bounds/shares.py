@@ -9,11 +9,12 @@ from lipbound.bounds.ours import Parts
 from lipbound.bounds.registry import get
 
 ROOT3 = 3**0.5
+OURS = ("lipbound", "lipbound_block")
 
 
 def shares(att: Attention, name: str) -> dict[str, Tensor] | None:
     r"""What each term contributes to a bound, as fractions of one, (samples, heads) each; None for statements that are a
-    single product, and for rotary layers.
+    single product, and of ours for variants of attention.
 
     "values" is what would remain if attention did not depend on the input, "softmax" what comes from its change. Terms of Theorem 3 of Yudin et al.
     and of Specformer's theorem add up to the bound, those of Castin et al. to its square. For ours, softmax is told apart by what moves it, keys or
@@ -24,9 +25,9 @@ def shares(att: Attention, name: str) -> dict[str, Tensor] | None:
         att: the layer.
         name: registry name.
     """
-    if att.rotation is not None:
+    if att.variants and (name in OURS or not get(name).applies(att)):
         return None
-    if name in ("lipbound", "lipbound_block"):
+    if name in OURS:
         return _ours(att, gram=name == "lipbound")
     value, norm_v, root_n = get(name)(att), qty.norm_v(att), qty.count(att).sqrt()
     if name in ("yudin", "yudin_g1", "yudin_nobias", "yudin_sqrt_n"):

@@ -12,6 +12,7 @@ from lipbound.attention import Attention
 from lipbound.bounds.shares import shares
 from lipbound.capture import Capturer
 from lipbound.norms import spectral_norm
+from lipbound.operators import HeadJacobian
 from lipbound.rerun import Rerun
 
 SIDE = 128
@@ -65,7 +66,7 @@ def of_layer(att: Attention, map: str, names: list[str]) -> Details:
     return Details(
         norm=norm.lower[0].numpy(),
         attention=(255 * _shrunk(att.p[0], stride).double().sqrt()).round().to(torch.uint8).cpu().numpy(),
-        softmax_norm=softmax.jacobian_norm(att.p[0]).upper.cpu().numpy(),
+        softmax_norm=softmax.jacobian_norm(_whole_rows(att)).upper.cpu().numpy(),
         right=(right**2).sum(-1).cpu().numpy(),
         left=(left**2).sum(-1).cpu().numpy(),
         parts={name: share.cpu().numpy() for name, share in parts(att, map, left, right).items()},
@@ -74,28 +75,22 @@ def of_layer(att: Attention, map: str, names: list[str]) -> Details:
     )
 
 
+def _whole_rows(att: Attention) -> Tensor:
+    """Probabilities of the first sample, and that of the sink where there is one, (heads, N, N or N + 1)."""
+    p = att.p[0]
+    return p if att.sinks is None else torch.cat([p, (1 - p.double().sum(-1, keepdim=True)).clamp_min(0).to(p.dtype)], -1)
+
+
 def parts(att: Attention, map: str, left: Tensor, right: Tensor) -> dict[str, Tensor]:
     r"""How much of :math:`u^T J v` passes through values, keys and queries, as fractions that sum to one, (heads,).
 
     J is the sum of three Jacobians, of what happens when values, keys or queries alone depend on the input; u, v is the top singular pair, left
     (heads, N, d_v or D_out) and right (heads, N, D).
     """
-    p, q, k, v = att.p[0].double(), att.q[0].double(), att.centred_k[0].double(), att.centred_v[0].double()
-    w_q, w_k, w_v = (w.double() for w in (att.w_q, att.w_k, att.w_v))
     if map == "head_out":
         assert att.w_o is not None
         left = left @ att.w_o.double().mT  # u^T (f W_O) = (u W_O^T)^T f
-
-    def through(scores: Tensor) -> Tensor:
-        moved = p * (scores - (p * scores).sum(-1, keepdim=True))
-        return moved @ v
-
-    turned = (lambda y: y) if att.rotation is None else att.rotation.turn
-    outputs = {
-        "values": p @ (right @ w_v),
-        "keys": through(att.scale * q @ turned(right @ w_k).mT),
-        "queries": through(att.scale * turned(right @ w_q) @ k.mT),
-    }
+    outputs = HeadJacobian(att.double()).paths(right)
     forms: dict[str, Any] = {name: (left * out).sum((-1, -2)) for name, out in outputs.items()}
     total = sum(forms.values())
     return {name: torch.where(total > 0, form / torch.where(total > 0, total, 1.0), 0.0) for name, form in forms.items()}
