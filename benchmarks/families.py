@@ -21,7 +21,7 @@ from lipbound.capture import Capturer, LayerCapture
 from lipbound.checkpoints import load
 from lipbound.inputs import prepare
 
-TRAINED = ("builtin:gpt2",)
+TRAINED = ("builtin:gpt2", "builtin:llama", "builtin:qwen3")
 
 
 def ratios(layers: list[LayerCapture]) -> dict[str, Any]:

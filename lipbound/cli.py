@@ -53,7 +53,9 @@ def _numbers(text: str | None) -> list[int] | None:
 def compare(
     model: Annotated[
         str,
-        typer.Argument(help="Hub id (owner/name or owner/name@revision), checkpoint directory, or builtin:minilm|gpt2|vit|vit-baseline|vit-jasmin."),
+        typer.Argument(
+            help="Hub id (owner/name or owner/name@revision), checkpoint directory, or builtin:minilm|gpt2|llama|qwen3|vit|vit-baseline|vit-jasmin."
+        ),
     ],
     data: Annotated[
         str | None, typer.Option(help="Hub dataset (id or id:config), text file, image folder, parquet/csv/json, or safetensors of inputs.")

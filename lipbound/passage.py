@@ -53,10 +53,18 @@ class QKNorm:
         return t if b is None else t + b.double()
 
     def sizes(self, x: Tensor, y: Tensor) -> Tensor:
-        """s for projected vectors y (samples, heads, N, d) of inputs x (samples, N, D): float64, (samples, heads or 1, N, 1)."""
+        """s for projected vectors y (samples, heads, N, d) of inputs x (samples, N, D): float64, (samples, heads or 1, N, 1); 1 where it is zero."""
         t = self.together(x)
         squares = (y if t is None else t[:, None]).square().mean(-1, keepdim=True) + self.eps
-        return squares.sqrt().clamp_min(torch.finfo(torch.float64).tiny)
+        return torch.where(squares > 0, squares, 1.0).sqrt()
+
+    def undefined(self, x: Tensor, y: Tensor, valid: Tensor | None) -> bool:
+        """Whether a vector of length zero is to be normalised without eps, tokens that are not ``valid`` (samples, N) left out."""
+        if self.eps > 0:
+            return False
+        t = self.together(x)
+        zero = (y if t is None else t[:, None]).square().sum(-1) == 0
+        return bool((zero if valid is None else zero & valid[:, None]).any())
 
     def apply(self, x: Tensor, y: Tensor) -> Tensor:
         """The normalised vectors, float64, shaped like y."""

@@ -114,6 +114,9 @@ def test_bad_variants() -> None:
     ):  # fmt: skip
         with pytest.raises(AttentionError, match=re.escape(words)):
             build(**extra)
+    with pytest.raises(AttentionError, match="normalised without eps"):
+        _ = Attention(0 * att.x, att.w_q, att.w_k, att.w_v, norm_k=QKNorm(ones)).p
+    assert bool(torch.isfinite(lb.spectral_norm(Attention(0 * att.x, att.w_q, att.w_k, att.w_v, norm_k=QKNorm(ones, eps=1e-6))).lower).all())
     for bad in (lambda: QKNorm(ones[0]), lambda: QKNorm(ones, ones[:, :2]), lambda: QKNorm(ones, eps=-1.0), lambda: QKNorm(ones * torch.inf)):
         with pytest.raises(AttentionError, match=r"gain of a normalisation|NaN or infinite numbers"):
             bad()
