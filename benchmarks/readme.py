@@ -9,14 +9,16 @@ from pathlib import Path
 from lipbound import bounds
 
 ROOT = Path(__file__).parents[1]
+HAS = {"rotation": "rotation", "qk_norm": "q/k-norm", "cap": "cap", "sinks": "sinks"}
 
 
 def bounds_table() -> str:
     """Every registered bound with its statement, source, assumptions and cost."""
-    rows = ["| name | statement | a bound when | cost per head |", "|---|---|---|---|"]
+    rows = ["| name | statement | a bound when | covers besides plain heads | cost per head |", "|---|---|---|---|---|"]
     for bound in map(bounds.get, bounds.names()):
         statement = bound.statement.replace("|", "\\|")
-        rows.append(f"| `{bound.name}` | {statement} [{bound.source}] | {bound.assumptions} | {bound.cost} |")
+        covers = ", ".join(HAS[v] for v in HAS if v in bound.covers) or "nothing"
+        rows.append(f"| `{bound.name}` | {statement} [{bound.source}] | {bound.assumptions} | {covers} | {bound.cost} |")
     return "\n".join(rows)
 
 
@@ -78,9 +80,6 @@ def study_table() -> str:
         cells.append(f"{statistics.mean(heads):.2f} ± {statistics.stdev(heads):.2f}")
         lines.append(f"| {method} | {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-HAS = {"rotation": "rotation", "qk_norm": "q/k-norm", "cap": "cap", "sinks": "sinks"}
 
 
 def families_table() -> str:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import xarray as xr
 
+from lipbound.attention import VARIANTS
 from lipbound.bounds import BIBTEX, get
 from lipbound.bounds.auditing import audit
 from lipbound.errors import UnknownNameError, nearest
@@ -68,6 +69,8 @@ def methods(ds: xr.Dataset, format: str = "latex") -> str:
         + f"{safe(a['data_fingerprint'])})"
         + (f", exact constants on the first {exact_samples}." if exact_samples != samples else "."),
     ]
+    if a.get("variants"):
+        sentences.append(f"The attention of this model has {' and '.join(VARIANTS[v] for v in a['variants'])}, which are part of the map.")
     unconverged, all_of_them = int(ds["exact"].notnull().sum() - ds["exact_converged"].sum()), int(ds["exact"].notnull().sum())
     if a["delta"]:
         chance = ("1 - " if format == "text" else "$1 - ") + _power(float(a["delta"]), format) + ("" if format == "text" else "$")
@@ -85,6 +88,10 @@ def methods(ds: xr.Dataset, format: str = "latex") -> str:
     listed = "; ".join(f"{', '.join(labels)} {cited(key)}" for key, labels in sources.items())
     if listed:
         sentences.append(f"They are compared with upper bounds: {listed}; ratios are geometric means over samples, layers and heads.")
+    if left_out := a.get("not_applicable"):
+        sentences.append(
+            f"Bounds whose statements do not cover such attention were left out ({', '.join(safe(get(name).label) for name in left_out)})."
+        )
     counts = audit(ds)
     for name, entry in counts.items():
         if entry["violations"]:

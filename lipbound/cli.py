@@ -17,6 +17,7 @@ from rich.table import Table
 from lipbound import bounds as registry
 from lipbound import citing, plots, store, tables
 from lipbound import compare as run_compare
+from lipbound.attention import VARIANTS
 from lipbound.bounds.auditing import audit
 from lipbound.errors import LipboundError, StoreError
 from lipbound.recipes import RECIPES, Setting, recipe
@@ -158,6 +159,8 @@ def _show(ds: xr.Dataset) -> None:
         f"exact norms: {len(exact)} heads, from {tables.number(float(exact.min()))} to {tables.number(float(exact.max()))}, "
         f"{unconverged} not converged; capture reproduces the model to {ds.attrs['capture_error']:.1e} relative"
     )
+    for line in tables.left_out(ds):
+        console.print(line, style="dim", soft_wrap=True)
     broken = {name: entry["broken"] for name, entry in audit(ds).items() if entry["broken"]}
     if broken:
         console.print(f"[bold red]A bound fell below the exact norm although its assumptions hold: {broken}. Please report this run.[/bold red]")
@@ -271,7 +274,9 @@ def list_bounds() -> None:
     for name in registry.names():
         bound = registry.get(name)
         typer.echo(f"{name}: {bound.label}\n    {bound.statement}")
-        typer.echo(f"    source: {bound.source} [{bound.citation}]\n    a bound when: {bound.assumptions}\n    cost per head: {bound.cost}\n")
+        typer.echo(f"    source: {bound.source} [{bound.citation}]\n    a bound when: {bound.assumptions}")
+        covers = ", ".join(VARIANTS[v] for v in VARIANTS if v in bound.covers) or "nothing"
+        typer.echo(f"    covers besides plain heads: {covers}\n    cost per head: {bound.cost}\n")
 
 
 @app.command(epilog="Example: lipbound reproduce castin-1 bert-base-uncased --data alice.txt --full -o figures")

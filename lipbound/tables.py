@@ -194,14 +194,22 @@ def mark(entry: dict[str, Any]) -> str:
 
 
 def footnotes(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
-    """One line for every marked bound (of those given): why its statement is no bound where its assumptions fail."""
+    """One line for every marked bound (of those given): why its statement is no bound where its assumptions fail; then `left_out`."""
     lines = []
     kept = None if bounds is None else list(bounds)
     for name, entry in audit(ds).items():
         if (kept is None or name in kept) and (sign := mark(entry).strip()):
             below = f"below exact on {entry['violations']} of {entry['compared']}; " if entry["violations"] else ""
             lines.append(f"{sign} {name}: {below}{entry['why']}")
-    return lines
+    return lines if kept is not None else lines + left_out(ds)
+
+
+def left_out(ds: xr.Dataset) -> list[str]:
+    """One line for every reason why bounds say nothing about the heads of a run, with the names of these bounds."""
+    reasons: dict[str, list[str]] = {}
+    for name, why in ds.attrs.get("not_applicable", {}).items():
+        reasons.setdefault(why, []).append(name)
+    return [f"left out, since the statement {why}: {', '.join(names)}" for why, names in reasons.items()]
 
 
 def holds(sound: int, compared: int) -> str:
