@@ -9,7 +9,7 @@ and c = ``scale``. With :math:`z_{ij} = c\,M^{vk}_j q_i`,
     X_{ik} &= \sum_j A_{ij} z_{ij}^T P_{kj} + P_{ki}\,C_i M^{qv}_i + c\,(C_i M^{qk}_i q_k)\,A_{ki}^T
 
 *Proof.* The block of J from token j to output i is :math:`J_{ij} = P_{ij} D^v_j + A_{ij} \tilde q_{ij}^T + \delta_{ij} C_i D^q_i` with
-:math:`\tilde q_{ij} = c\,D_j^{kT} q_i`, and :math:`G_{ik} = \sum_j J_{ij} J_{kj}^T` has nine sums of products. Values with values give the first term,
+:math:`\tilde q_{ij} = c\,D_j^{kT} q_i`, and :math:`G_{ik} = \sum_j J_{ij} J_{kj}^T` has nine sums of products. Values with values give the first,
 keys with keys the second, as :math:`\tilde q_{ij} \cdot \tilde q_{kj} = c^2 q_i^T M^{kk}_j q_k`. Queries meet queries where i = j = k. The
 others: keys of i with values of k, :math:`A_{ij} \tilde q_{ij}^T D_j^{vT} P_{kj}`, where :math:`D^v_j \tilde q_{ij} = z_{ij}`; queries of i, where
 j = i, with values of k, :math:`C_i D^q_i D_i^{vT} P_{ki}`, and with keys of k, :math:`C_i D^q_i \tilde q_{ki} A_{ki}^T`: together :math:`X_{ik}`.
@@ -32,7 +32,7 @@ def covered(att: Attention, heads: list[int], w_o: Tensor | None = None) -> None
     if att.variants and (len(heads) > 1 or w_o is not None):
         has = " and ".join(VARIANTS[name] for name in VARIANTS if name in att.variants)
         raise AttentionError(
-            f"the closed form of J J^T covers a layer with {has} one head at a time only; use map='head' or 'head_out', or method 'lanczos' with delta"
+            f"J J^T of a layer with {has} has a closed form one head at a time only; use map='head' or 'head_out', or method 'lanczos' with delta"
         )
 
 

@@ -111,7 +111,8 @@ def spectral_norm(
         for "head_out", and ``right`` (samples, heads, N, D); without the axis of heads for a whole layer.
 
     Raises:
-        LipboundError: unknown map or method, a method that does not cover the map of this layer, more memory needed than there is, overflow in float32.
+        LipboundError: unknown map or method, a method that does not cover the map of this layer, more memory needed than there is, overflow in
+            float32.
 
     The Jacobian is that of the tensors given: P is computed once, from float64 scores, and rounded to their dtype; that rounding is part of
     neither ``error`` nor ``upper``.
