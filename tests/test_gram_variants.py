@@ -1,5 +1,7 @@
 """J J^T of heads with rotation, q/k-norm, caps and sinks: against dense Jacobians of the definition, and what is made of it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from variants import MASKS, VARIANTS, layer, oracle
 
 import lipbound as lb
 from lipbound import gram
-from lipbound.errors import AttentionError
+from lipbound.errors import AttentionError, LipboundError
 from lipbound.gram import Gram
 from lipbound.gram_variants import VariantGram, gram_of
 from lipbound.operators import dense_jacobian
@@ -111,3 +113,27 @@ def test_whole_layers_are_known_by_their_heads_only() -> None:
             value = lb.bounds.whole_layer(att, "lipbound_gram", map=map, rule=rule)
             assert bool((value >= exact).all())
             assert bool((value <= 1.02 * lb.bounds.whole_layer(att, "lipbound", map=map, rule=rule)).all())
+
+
+def test_probabilities_next_to_a_sink_whose_squares_underflow() -> None:
+    att = layer(1, frozenset({"sinks"}))
+    att = att._changed(sinks=torch.tensor([500.0, 0.0, 1e4], dtype=torch.float64))
+    exact = lb.spectral_norm(att, method="dense").lower
+    assert 0 < float(exact[0, 0]) < 1e-150
+    for name in ("lipbound", "lipbound_block", "lipbound_gram"):
+        assert bool((lb.bounds.get(name)(att) >= exact * (1 - 1e-12)).all())
+    for method in PROOFS:
+        with pytest.raises(LipboundError, match="underflow"):
+            lb.spectral_norm(att, method=method)
+        assert lb.spectral_norm(att.select(heads=slice(2, 3)), method=method).upper.tolist() == [[0.0], [0.0]]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_padding_where_a_normalisation_has_no_derivative(together: bool) -> None:
+    att = layer(1, frozenset({"together" if together else "norm"}), mask="padded", biases=False)
+    att = att._changed(norm_q=replace(att.norm_q, eps=0.0), norm_k=replace(att.norm_k, eps=0.0))
+    exact = oracle(att)
+    for name in ("lipbound", "lipbound_block", "lipbound_gram"):
+        value = lb.bounds.get(name)(att)
+        assert bool(((value >= exact) & (value <= 3 * exact)).all())
+    torch.testing.assert_close(lb.spectral_norm(att, method="deflation", tol=1e-7).upper, exact, rtol=1e-7, atol=0)
