@@ -28,9 +28,9 @@ def two_norm(m: Tensor) -> float:
 @pytest.mark.parametrize("has", SETS, ids=lambda has: "+".join(sorted(has)) or "plain")
 def test_gram_is_the_product_of_autograd_jacobians(has: frozenset[str], tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(gram.TILE, "cpu", tile)
-    for seed, mask in enumerate(MASKS if tile > 1500 else ("padded", "causal")):
+    for seed, mask in enumerate(MASKS if tile > 1500 else ("padded",)):
         att = layer(seed, has, mask=mask, n=4 if tile > 1500 else 6)
-        for s in range(att.samples):
+        for s in (0, 1) if mask == "padded" else (0,):
             g, j = VariantGram(att, s, 1), dense_jacobian(att, s, 1)
             reference = j @ j.mT
             size = two_norm(reference)
@@ -72,8 +72,8 @@ def test_our_bound(seed: int, has: frozenset[str], mask: str, n: int, d: int, d_
     "inputs", [{}, {"n": 1}, {"same": True}, {"scale": 100.0}, {"scale": 1e-3}, {"n": 12, "d_v": 1}, {"mask": "padded"}, {"mask": "causal"}], ids=str
 )
 def test_enclosures_hold_and_close(method: str, inputs: dict) -> None:
-    for seed, has in enumerate(SETS[1:]):
-        att = layer(seed, has, **inputs).select(heads=slice(1))
+    for seed, has in enumerate(SETS[-4:]):
+        att = layer(seed, has, **inputs).select(slice(1, 2), slice(1))
         exact = oracle(att)
         slack = lb.norms.rounding(att) + 1e-13 * exact
         norm = lb.spectral_norm(att, method=method, tol=1e-6, vectors=True)
@@ -81,7 +81,7 @@ def test_enclosures_hold_and_close(method: str, inputs: dict) -> None:
         assert bool((exact <= norm.upper + slack).all())
         assert bool((norm.upper <= norm.lower * (1 + 1e-6) + slack).all())
         assert norm.left is not None
-        assert norm.left.shape == (2, 1, att.tokens, att.d_v)
+        assert norm.left.shape == (1, 1, att.tokens, att.d_v)
 
 
 @pytest.mark.parametrize("method", PROOFS)
@@ -101,7 +101,7 @@ def test_float32_layers() -> None:
 
 
 def test_whole_layers_are_known_by_their_heads_only() -> None:
-    att = layer(4, frozenset({"rotation", "sinks"}))
+    att = layer(4, frozenset({"rotation", "sinks"}), n=3).select(slice(1))
     for map, w_o in (("heads", None), ("layer", att.w_o)):
         with pytest.raises(AttentionError, match="rotary position embeddings and sink logits has a closed form one head at a time only; use map"):
             gram_of(att, 0, [0, 1, 2], w_o)
