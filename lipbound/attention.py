@@ -196,7 +196,8 @@ class Attention:
         """Raise AttentionError if the layer has variants that ``what`` does not cover."""
         other = [VARIANTS[name] for name in VARIANTS if name in self.variants - set(allowed)]
         if other:
-            raise AttentionError(f"{what} does not cover {' and '.join(other)}; exact norms by 'lanczos', 'lipbound' and 'lipbound_block' do")
+            covering = "exact norms of heads, 'lipbound', 'lipbound_block' and 'lipbound_gram'"
+            raise AttentionError(f"{what} does not cover {' and '.join(other)}; {covering} do")
 
     @cached_property
     def wide_q(self) -> Tensor:

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from lipbound.errors import LipboundError
 from lipbound.gram import Gram, gamma
 from lipbound.lanczos import lanczos, ritz_vectors
-from lipbound.linalg import UNIT, block_norm, nonnegative_norm
+from lipbound.linalg import SMALLEST, UNIT, block_norm, nonnegative_norm
 from lipbound.memory import require
 from lipbound.operators import JacobianOperator
 from lipbound.solution import Norm, unit_vectors
@@ -166,7 +167,18 @@ def _keep_vector(norm: Norm, i: int, gram: Gram, vector: Tensor) -> None:
         norm.left[i][gram.keep] = vector.view(gram.tokens, gram.width)
 
 
+def _refuse_underflow(norm: Norm, op: JacobianOperator) -> None:
+    """Raise LipboundError where J is not zero, but G leaves the range of float64: attention next to a sink has norms of any size."""
+    tiny = (norm.upper < SMALLEST).nonzero()[:, 0].to(op.device)
+    if not len(tiny):
+        return
+    y = torch.randn(len(tiny), *op.out_shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(op.device)
+    if bool((op.select(tiny).vjp(y) != 0).any()):
+        raise LipboundError(f"a norm is below {SMALLEST:g} and its square underflows float64; use method='dense', or rescale the weights")
+
+
 def _finish(norm: Norm, op: JacobianOperator, tol: float) -> Norm:
+    _refuse_underflow(norm, op)
     error = torch.where(norm.upper > norm.lower, norm.upper / norm.lower.clamp_min(1e-300) - 1, 0.0)
     norm.error.copy_(error)
     norm.converged.copy_(error <= tol)

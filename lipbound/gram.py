@@ -16,7 +16,7 @@ so that, for outputs (i, h) and (k, g), whose symbols carry h wherever i is thei
 output projection are the same matrix under different ways of stacking the blocks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor
@@ -46,11 +46,15 @@ class Gram:
         tokens: N, padding left out. width: size w of a block, d_v times the number of heads, or D_out.
     """
 
+    covers: Collection[str] = ()
+    """Variants of attention that the closed form is about."""
+
     def __init__(self, att: Attention, sample: int, heads: list[int], w_o: Tensor | None = None):
-        att.only("the closed form of J J^T")
+        att.only("the closed form of J J^T", self.covers)
         keep = slice(None) if att.valid is None else att.valid[sample]
         self.keep = keep
         self._p = att.p[sample, heads][:, keep][..., keep].double()
+        self._t = self._p if att.cap is None else att.weights[sample, heads][:, keep][..., keep].double()
         self._q, k, self._v = (t[sample, heads][:, keep].double() for t in (att.q, att.centred_k, att.centred_v))
         self._o = self._p @ self._v
         self._w = {name: w[heads].double() for name, w in (("q", att.w_q), ("k", att.w_k), ("v", att.w_v))}
@@ -69,7 +73,7 @@ class Gram:
 
     def _a(self, h: int, rows: slice) -> Tensor:
         """A_i of head h for some tokens, (rows, d_v, N)."""
-        return self._p[h, rows, None] * (self._v[h].mT - self._o[h, rows, :, None])
+        return self._t[h, rows, None] * (self._v[h].mT - self._o[h, rows, :, None])
 
     def _product(self, a: str, h: int, b: str, g: int) -> Tensor:
         """W_a^T W_b of heads h and g."""

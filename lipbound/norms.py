@@ -12,6 +12,7 @@ from lipbound.attention import Attention, projected
 from lipbound.block import BLOCKS, BlockJacobian, block_bound
 from lipbound.errors import LipboundError, UnknownNameError, nearest
 from lipbound.gram import Gram
+from lipbound.gram_variants import covered, gram_of
 from lipbound.lanczos import golub_kahan, lanczos
 from lipbound.layer import LayerJacobian
 from lipbound.linalg import matrix_norm
@@ -93,7 +94,8 @@ def spectral_norm(
         method: "lanczos" (on J J^T in output coordinates, full reorthogonalisation), "golub-kahan", "power" (as papers define it: an
             absolute stopping rule, a lower estimate), "dense" (SVD in float64, small cases), or one of two whose ``upper`` is a proof without
             probability, in float64 whatever the dtype: "deflation" (`lipbound.deterministic.deflate`; memory as for Lanczos) and
-            "cholesky" (`lipbound.deterministic.cholesky_bound`; memory three square matrices of order N d_v).
+            "cholesky" (`lipbound.deterministic.cholesky_bound`; memory three square matrices of order N d_v); these two cover maps "head" and
+            "head_out" of every layer, and "heads" and "layer" of those without `lipbound.attention.VARIANTS`.
         tol: relative error of the norm at which the Lanczos methods stop (``upper / lower - 1`` where ``upper`` is asked for, else an
             a-posteriori estimate that fails with probability at most 1e-3 a norm); absolute change for "power".
         delta: total failure probability of the ``upper`` of all norms of this call, over the random start vectors
@@ -109,7 +111,8 @@ def spectral_norm(
         for "head_out", and ``right`` (samples, heads, N, D); without the axis of heads for a whole layer.
 
     Raises:
-        LipboundError: unknown map or method, more memory needed than there is, overflow in float32.
+        LipboundError: unknown map or method, a method that does not cover the map of this layer, more memory needed than there is, overflow in
+            float32.
 
     The Jacobian is that of the tensors given: P is computed once, from float64 scores, and rounded to their dtype; that rounding is part of
     neither ``error`` nor ``upper``.
@@ -162,8 +165,9 @@ def _grams(att: Attention, map: str) -> list[Callable[[], Gram]]:
     """J J^T for every entry of the batch, made when it is needed."""
     if map in WHOLE:
         w_o = att.w_o if map == "layer" else None
-        return [partial(Gram, att, s, list(range(att.heads)), w_o) for s in range(att.samples)]
-    return [partial(Gram, att, s, [h]) for s in range(att.samples) for h in range(att.heads)]
+        covered(att, list(range(att.heads)), w_o)
+        return [partial(gram_of, att, s, list(range(att.heads)), w_o) for s in range(att.samples)]
+    return [partial(gram_of, att, s, [h]) for s in range(att.samples) for h in range(att.heads)]
 
 
 def l2_spectral_norm(att: Attention, *, tol: float = 1e-4, delta: float | None = None, seed: int | Sequence[int] = 0) -> Norm:

@@ -132,7 +132,7 @@ class Passage:
             return g - self._unit * inner.mean(-1, keepdim=True), None
         return g, -inner.sum(-1, keepdim=True)
 
-    def matrices(self, entry: int, tokens: slice, d: int) -> Tensor | None:
+    def matrices(self, entry: int, tokens: slice | Tensor, d: int) -> Tensor | None:
         r"""The maps of some tokens of one entry of the batch from rows :math:`(dy, \tau)` to rows of queries, (n, d + extra, d).
 
         None where every map is the identity.
@@ -142,7 +142,7 @@ class Passage:
         part = self.select(slice(entry, entry + 1))
         part.rotation = None if self.rotation is None else self.rotation.select(tokens)
         device = self.rotation.cos.device if self.rotation is not None else part._gain.device  # type: ignore[union-attr]
-        n = len(range(self.tokens)[tokens])
+        n = len(range(self.tokens)[tokens]) if isinstance(tokens, slice) else len(tokens)
         if self._gain is not None:
             part._gain, part._unit = part._gain[:, tokens], part._unit[:, tokens]  # type: ignore[index]
         eye = torch.eye(d + self.extra, dtype=self.dtype, device=device)[:, None].expand(-1, n, -1)

@@ -10,7 +10,8 @@ from lipbound.passage import Passage
 class Tangents:
     r"""The linear maps :math:`D^a_i` (d_a x D) from a perturbation of token i to that of its query, key or value (a = q, k, v), float64.
 
-    Known by their products :math:`D^a_i D^{bT}_i` and factors, d_a x d_b matrices that no bound needs more than.
+    Known by their products :math:`D^a_i D^{bT}_i` and factors, d_a x d_b matrices that no bound needs more than, and by what they do to vectors.
+    ``tokens``: a slice of all tokens, or their indices.
 
     For plain heads :math:`D^q = W_Q^T` for all tokens; rotated ones have :math:`R_i W_Q^T`, normalised ones the derivative of the normalisation
     between (`lipbound.passage`).
@@ -22,14 +23,14 @@ class Tangents:
         self._passages: dict[str, Passage] = {"q": q, "k": k}
         self._entry, self._sample = sample * att.heads + head, sample
 
-    def product(self, a: str, b: str, tokens: slice) -> Tensor:
+    def product(self, a: str, b: str, tokens: slice | Tensor) -> Tensor:
         """D^a_i D^b_i^T for some tokens, (n or 1, d_a, d_b)."""
         left, right = self._matrices(a, tokens), self._matrices(b, tokens)
         out = self._metric(a, b, tokens)
         out = out if left is None else left.mT @ out
         return out if right is None else out @ right
 
-    def factor(self, a: str, tokens: slice) -> Tensor:
+    def factor(self, a: str, tokens: slice | Tensor) -> Tensor:
         """F_i with F_i F_i^T = D^a_i D^a_i^T for some tokens, (n or 1, d_a, r)."""
         w, g = self._w[a], self._direction(a, tokens)
         basis, r = torch.linalg.qr(w)
@@ -42,14 +43,40 @@ class Tangents:
         left = self._matrices(a, tokens)
         return out if left is None else left.mT @ out
 
-    def _matrices(self, a: str, tokens: slice) -> Tensor | None:
+    def push(self, a: str, x: Tensor, tokens: slice | Tensor) -> Tensor:
+        """D^a_i x_i for some tokens, (n, D, r) -> (n, d_a, r)."""
+        left, g = self._matrices(a, tokens), self._direction(a, tokens)
+        y = self._w[a].mT @ x
+        y = y if g is None else torch.cat([y, g[:, None] @ x], 1)
+        return y if left is None else left.mT @ y
+
+    def pull(self, a: str, y: Tensor, tokens: slice | Tensor) -> Tensor:
+        """D^a_i^T y_i for some tokens, (n, d_a, r) -> (n, D, r)."""
+        left, g = self._matrices(a, tokens), self._direction(a, tokens)
+        y = y if left is None else left @ y
+        return self._w[a] @ y if g is None else self._w[a] @ y[:, :-1] + g[..., None] * y[:, -1:]
+
+    def size(self, a: str, tokens: slice | Tensor) -> Tensor:
+        r"""Upper values of the Frobenius norms of D^a_i for some tokens, with absolute values inside, (n or 1,): what its roundings are relative to.
+
+        For :math:`D = L^T [W\,g]^T` the 2-norm of :math:`|L|`, at most the root of its largest row sum times its largest column sum, times the
+        Frobenius norm of :math:`[W\,g]`.
+        """
+        left, g = self._matrices(a, tokens), self._direction(a, tokens)
+        size = self._w[a].norm()[None] if g is None else (self._w[a].square().sum() + g.square().sum(-1)).sqrt()
+        if left is None:
+            return size
+        left = left.abs()
+        return size * (left.sum(-1).amax(-1) * left.sum(-2).amax(-1)).sqrt()
+
+    def _matrices(self, a: str, tokens: slice | Tensor) -> Tensor | None:
         return None if a == "v" else self._passages[a].matrices(self._entry, tokens, self._w[a].shape[1])
 
-    def _direction(self, a: str, tokens: slice) -> Tensor | None:
+    def _direction(self, a: str, tokens: slice | Tensor) -> Tensor | None:
         direction = None if a == "v" else self._passages[a].direction
         return None if direction is None else direction[self._sample, tokens]
 
-    def _metric(self, a: str, b: str, tokens: slice) -> Tensor:
+    def _metric(self, a: str, b: str, tokens: slice | Tensor) -> Tensor:
         """Products of projections, with their extra columns, (n or 1, d_a + extra, d_b + extra)."""
         w_a, w_b, g_a, g_b = self._w[a], self._w[b], self._direction(a, tokens), self._direction(b, tokens)
         out = (w_a.mT @ w_b)[None]

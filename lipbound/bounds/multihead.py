@@ -45,7 +45,8 @@ def whole_layer(att: Attention, name: str, *, map: str = "layer", rule: str = "b
     Args:
         att: the layer.
         name: registry name of a bound on heads. ``lipbound_gram`` compresses the blocks of the layer's own J J^T under the rule "best", which costs
-            O(N^3 D^2 + N^2 D^3) for "layer" and is far sharper than any combination.
+            O(N^3 D^2 + N^2 D^3) for "layer" and is far sharper than any combination; for layers with `lipbound.attention.VARIANTS`, whose J J^T is
+            known head by head only, its values on heads are combined, as those of our other bounds are.
         map: "heads" (side by side), "layer" (with the output projection), or one of `lipbound.block.BLOCKS`, by `lipbound.block.block_bound`.
         rule: one of `RULES`, see the module's header.
 
@@ -61,7 +62,7 @@ def whole_layer(att: Attention, name: str, *, map: str = "layer", rule: str = "b
     (name,) = names_for([name], map)
     if map == "layer" and att.w_o is None:
         raise AttentionError("map 'layer' needs the output projection w_o, which this layer does not have; use map='heads'")
-    if name == "lipbound_gram" and rule == "best":
+    if name == "lipbound_gram" and rule == "best" and not att.variants:
         everything = list(range(att.heads))
         with torch.no_grad():
             values = [compressed_norm(Gram(att, s, everything, att.w_o if map == "layer" else None)) for s in range(att.samples)]

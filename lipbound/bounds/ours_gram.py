@@ -3,11 +3,13 @@ r"""Compression of the blocks of J, and of those of :math:`J J^T`, to the matrix
 import torch
 from torch import Tensor
 
-from lipbound.attention import Attention
+from lipbound.attention import VARIANTS, Attention
 from lipbound.bounds import quantities as qty
+from lipbound.bounds.ours import lipbound_block
 from lipbound.bounds.registry import bound
 from lipbound.gram import Gram
-from lipbound.linalg import block_norm, nonnegative_norm, reproducible_float32
+from lipbound.gram_variants import gram_of
+from lipbound.linalg import SMALLEST, block_norm, nonnegative_norm, reproducible_float32
 
 SQUARE = 8192
 """Largest order of a G that is squared."""
@@ -80,6 +82,7 @@ def _squared(gram: Gram, size: float) -> float:
     condition=qty.always,
     cost="O(N^3 d_v^2), O(N^3 d_v^3) where it squares",
     costly=True,
+    covers=VARIANTS,
 )
 def lipbound_gram(att: Attention) -> Tensor:
     r"""Gram compression: within about 5 % of the exact norm on pretrained heads. Deterministic, in float64.
@@ -92,11 +95,16 @@ def lipbound_gram(att: Attention) -> Tensor:
 
     The square is formed only for heads where G's own compression is more than 10 % above a power estimate, and while N d_v is at most 8192.
 
-    The blocks come from their closed form (`lipbound.gram`), tile by tile, and the rounding error of G is added. Norms of blocks are upper values
-    (`lipbound.linalg.block_norm`). With a ``w_o`` per head folded into the values this bounds "head_out"; for whole layers see
+    The blocks come from their closed form (`lipbound.gram`; `lipbound.gram_variants` with rotary position embeddings, normalised queries and keys,
+    capped scores or sinks), tile by tile, and the rounding error of G is added. Norms of blocks are upper values
+    (`lipbound.linalg.block_norm`). Where J J^T leaves the range of float64, which probabilities next to a sink can bring about, the value is that
+    of ``lipbound_block``. With a ``w_o`` per head folded into the values this bounds "head_out"; for whole layers see
     `lipbound.bounds.multihead`.
     """
     with torch.no_grad():
         att, unit = att.unit_values()
-        rows = [[compressed_norm(Gram(att, s, [h])) for h in range(att.heads)] for s in range(att.samples)]
-    return torch.tensor(rows, dtype=torch.float64, device=att.device) * unit
+        rows = [[compressed_norm(gram_of(att, s, [h])) for h in range(att.heads)] for s in range(att.samples)]
+        values = torch.tensor(rows, dtype=torch.float64, device=att.device)
+        if bool((values < SMALLEST).any()):  # squares that underflow prove nothing
+            values = torch.where(values < SMALLEST, lipbound_block(att), values)
+    return values * unit

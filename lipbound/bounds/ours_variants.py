@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention import Attention
-from lipbound.linalg import block_norm, matrix_norm, nonnegative_norm
+from lipbound.linalg import SMALLEST, block_norm, matrix_norm, nonnegative_norm
 from lipbound.tangents import Tangents
 
 CHUNK = 2**22
@@ -54,9 +54,11 @@ def variants(att: Attention, sample: int, heads: slice) -> Tensor:
 
 
 def _one(att: Attention, sample: int, h: int) -> Tensor:
-    p, t, q = att.p[sample, h].double(), att.weights[sample, h].double(), att.q[sample, h].double()
-    k, v = att.centred_k[sample, h], att.centred_v[sample, h]
-    tangents, c, n, o = Tangents(att, sample, h), att.scale, att.tokens, p @ v
+    keep: slice | Tensor = slice(None) if att.valid is None else att.valid[sample]  # the derivative of a norm at padding may be infinite
+    kept = torch.arange(att.tokens, device=att.device)[keep]
+    p, t = (w[sample, h][keep][:, keep].double() for w in (att.p, att.weights))
+    q, k, v = att.q[sample, h][keep].double(), att.centred_k[sample, h][keep], att.centred_v[sample, h][keep]
+    tangents, c, n, o = Tangents(att, sample, h), att.scale, len(kept), p @ v
     norm_v = matrix_norm(att.w_v[h])
     e = t * torch.cdist(o, v, compute_mode="donot_use_mm_for_euclid_dist")
 
@@ -65,8 +67,8 @@ def _one(att: Attention, sample: int, h: int) -> Tensor:
     step = max(1, CHUNK // (8 * n * max(n, q.shape[1])))
     for j in range(0, n, step):
         part = slice(j, j + step)
-        image[:, part] = (c * q @ tangents.product("k", "v", part)).norm(dim=-1).mT  # |W_V^T q~_ij|
-        reached = (c * q @ tangents.factor("k", part)).expand(len(p[part]), -1, -1)  # (j, i, r), q~_ij up to an isometry for each j
+        image[:, part] = (c * q @ tangents.product("k", "v", kept[part])).norm(dim=-1).mT  # |W_V^T q~_ij|
+        reached = (c * q @ tangents.factor("k", kept[part])).expand(len(p[part]), -1, -1)  # (j, i, r), q~_ij up to an isometry for each j
         length[:, part] = reached.norm(dim=-1).mT
         weighted = reached * e[:, part].mT[..., None]
         inner += (weighted @ weighted.mT).abs().sum(0)
@@ -78,13 +80,14 @@ def _one(att: Attention, sample: int, h: int) -> Tensor:
         part = slice(i, i + step)
         a = t[part, :, None] * (v[None] - o[part, None, :])  # (i, j, d_v)
         cov = c * a.mT @ k  # C_i, (i, d_v, d)
-        b[part] = block_norm(cov @ tangents.factor("q", part))
-        b_v[part] = block_norm(cov @ tangents.product("q", "v", part))
-        b_q[part] = (cov @ tangents.product("q", "k", part) @ (c * q.mT)).norm(dim=-2)  # |B_i q~_ki|, (i, k)
+        b[part] = block_norm(cov @ tangents.factor("q", kept[part]))
+        b_v[part] = block_norm(cov @ tangents.product("q", "v", kept[part]))
+        b_q[part] = (cov @ tangents.product("q", "k", kept[part]) @ (c * q.mT)).norm(dim=-2)  # |B_i q~_ki|, (i, k)
         kappa[part] = block_norm((a * length[part, :, None]).mT)
 
     block = nonnegative_norm((p * norm_v + e * length + torch.diag_embed(b))[None], rtol=RTOL)[0]
     x = p * b_v[None, :] + e.mT * b_q + (e * image) @ p.mT
     keys = torch.minimum(kappa[:, None] * kappa[None, :], inner)
     squared = nonnegative_norm((p @ p.mT * norm_v**2 + torch.diag_embed(b**2) + x + x.mT + keys)[None], rtol=RTOL)[0]
-    return torch.stack([squared.sqrt(), block]) * SLACK
+    # a sink may leave probabilities whose squares underflow
+    return torch.stack([torch.where(squared < SMALLEST**2, block, squared.sqrt()), block]) * SLACK
