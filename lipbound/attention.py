@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -340,6 +341,29 @@ class Attention:
             mask = mask.expand(*mask.shape[:-2], self.tokens, self.tokens)[..., keep, :][..., keep]
         rotation = None if self.rotation is None else self.rotation.select(keep)
         return part._changed(x=part.x[:, keep], mask=mask, valid=None, rotation=rotation, surroundings=None)
+
+    def at(self, x: Tensor, *, mask: Tensor | Literal["same"] | None = "same", valid: Tensor | Literal["same"] | None = "same") -> "Attention":
+        """The same layer, with everything that makes it one, at other inputs; differentiable in them.
+
+        Args:
+            x: (samples, N, D), any number of samples, in the layer's dtype. A rotation fixes N.
+            mask, valid: of these inputs, as in the constructor; the layer's own by default, which must then fit x. ``surroundings``, which hold
+                inputs themselves, are dropped.
+
+        Raises:
+            AttentionError: shapes that do not fit, another dtype.
+        """
+        own: dict[str, Any] = {"mask": mask, "valid": valid}
+        return self._changed(x=x, surroundings=None, **{name: value for name, value in own.items() if not isinstance(value, str)})
+
+    def without_biases(self) -> "Attention":
+        """The same layer without the biases of its projections; the shift of a normalisation of queries or keys, which is none of these, stays."""
+        norms = {
+            name: replace(norm, over=(norm.over[0], None))
+            for name in ("norm_q", "norm_k")
+            if (norm := getattr(self, name)) is not None and norm.over is not None
+        }
+        return self._changed(b_q=None, b_k=None, b_v=None, **norms)
 
     def fold_output(self) -> tuple["Attention", Tensor]:
         """Heads with their output slice, as plain heads of the same Jacobian norm.
