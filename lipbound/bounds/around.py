@@ -47,15 +47,15 @@ class Around:
         change = torch.maximum(up - p, p - low).clamp(0.0, 1.0)
         change_t, up_t = slope * change + up * slope_change, up * slope_up  # of P times the slope
         a_v, a_a = self.norm_v * radius, self.norm_a[:, None, None] * radius  # (heads, 1, 1)
-        far, far_k = d.amax(-1, keepdim=True), f.amax(-1, keepdim=True)  # (heads, N, 1) from here on
+        far, far_k = _most(d, up), _most(f, up)  # (heads, N, 1) from here on
         w = (change * d).sum(-1, keepdim=True).minimum(far)
         w_k = (self.mean_k + (change_t * f).sum(-1, keepdim=True)).minimum(far_k)
         n = p.shape[-2]
         move = torch.full_like(w, radius) if norm == "token" else radius * up[..., :n].amax(-1, keepdim=True).sqrt()
         m_v, m_a = self.norm_v * move, self.norm_a[:, None, None] * move
         c_v, c_k = (
-            (cov[..., None] + (delta * x * x).sum(-1, keepdim=True)).minimum((top * x * x).sum(-1, keepdim=True)).minimum(most**2).sqrt()
-            for cov, delta, top, x, most in ((self.cov_v, change, up, d, far), (self.cov_k, change_t, up_t, f, far_k))
+            (cov[..., None] + (delta * x * x).sum(-1, keepdim=True)).minimum((top * x * x).sum(-1, keepdim=True)).minimum(_most(x * x, up)).sqrt()
+            for cov, delta, top, x in ((self.cov_v, change, up, d), (self.cov_k, change_t, up_t, f))
         )
         extra = (change_t * d * f).sum(-1, keepdim=True) + w * w_k + m_v * c_k + m_a * c_v + m_v * m_a
         b_up = (self.b[..., None] + extra).minimum((c_v + m_v) * (c_k + m_a))
@@ -72,6 +72,13 @@ class Around:
         direct = nonnegative_norm(blocks + torch.diag_embed(b_up[..., 0]), rtol=1e-4)
         closed = (t.amax((-1, -2)) * blocks.sum(-2).amax(-1)).sqrt() + b_up.amax((-1, -2))
         return torch.stack([near, direct, closed]).amin(0) * (1 + 1e-11)
+
+
+def _most(x: Tensor, up: Tensor) -> Tensor:
+    """The largest mean of x >= 0 (..., N, M) over rows of P' of at most ``up``: that of tokens, and the sink's share of what it exceeds them by."""
+    tokens, sink = x.split([n := x.shape[-2], x.shape[-1] - n], -1)
+    most = tokens.amax(-1, keepdim=True)
+    return most if sink.shape[-1] == 0 else most + up[..., n:] * (sink - most).clamp_min(0)
 
 
 def _covariance_norm(p: Tensor, v: Tensor) -> Tensor:

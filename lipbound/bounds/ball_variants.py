@@ -15,7 +15,7 @@ With :math:`\|A\|` at least all :math:`\|A_{ij}\|` (`norm_a`), :math:`g_{ij} \in
     B_i = \sum_j T_{ij} (v_j - o_i)(\tilde k_{ij} - \bar k_i)^T .
 
 **The sink is one more token j = 0** with value 0, key 0, a constant score and no cap, that never moves; it is a column of P but not of J. Rows of P
-then sum to one and :math:`o_i = \sum_{j \ge 0} P_{ij} v_j`. Sums and maxima over l or j below include it.
+then sum to one and :math:`o_i = \sum_{j \ge 0} P_{ij} v_j`. Sums over l or j below include it.
 
 **The reference of keys** is :math:`\bar k_i = \sum_j P_{ij} \tilde k_{ij}` without a cap, where :math:`g = 1` and
 :math:`\sum_j P_{ij}(v_j - o_i) = 0`, and 0 with one. :math:`F_{ij} = |\tilde k_{ij} - \bar k_i|`, :math:`u_{ij} = |\tilde q_{ij}|`,
@@ -33,6 +33,9 @@ then sum to one and :math:`o_i = \sum_{j \ge 0} P_{ij} v_j`. Sums and maxima ove
 - :math:`b_i` with :math:`\sum_j \Delta^T_{ij} D_{ij} F_{ij}` for its first term.
 - :math:`t_{ij} = \|W_V\| + g^+_{ij} (\min(D_{ij} + w_i, 2 \max_l D_{il}) + a_V + m^V_i)(u_{ij} + a_A)`.
 - (a) with :math:`\Delta \|W_V\| + \Delta^T D u + T^+ (e (u + a_A) + D a_A)` off its diagonal.
+
+- :math:`\max_j D_{ij}`, :math:`\max_j D_{ij}^2` and the same of F are maxima over tokens, to which the sink adds at most
+  :math:`P^+_{i0}` times what its value exceeds them by: all of them bound means over rows of P', or a token's D.
 
 Without variants this is `over_ball`.
 
