@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -253,7 +254,7 @@ class Attention:
     def slopes(self, q: Tensor, k: Tensor) -> Tensor:
         """Derivative of capped scores with respect to those before the cap, (..., N, N), for queries and keys as they enter them."""
         assert self.cap is not None
-        return torch.cosh(self.scale * (q @ k.mT) / self.cap) ** -2
+        return cap_slope(self.scale * (q @ k.mT) / self.cap)
 
     @cached_property
     def weights(self) -> Tensor:
@@ -345,6 +346,29 @@ class Attention:
         rotation = None if self.rotation is None else self.rotation.select(keep)
         return part._changed(x=part.x[:, keep], mask=mask, valid=None, rotation=rotation, surroundings=None)
 
+    def at(self, x: Tensor, *, mask: Tensor | Literal["same"] | None = "same", valid: Tensor | Literal["same"] | None = "same") -> "Attention":
+        """The same layer, with everything that makes it one, at other inputs; differentiable in them.
+
+        Args:
+            x: (samples, N, D), any number of samples, in the layer's dtype. A rotation fixes N.
+            mask, valid: of these inputs, as in the constructor; the layer's own by default, which must then fit x. ``surroundings``, which hold
+                inputs themselves, are dropped.
+
+        Raises:
+            AttentionError: shapes that do not fit, another dtype.
+        """
+        own: dict[str, Any] = {"mask": mask, "valid": valid}
+        return self._changed(x=x, surroundings=None, **{name: value for name, value in own.items() if not isinstance(value, str)})
+
+    def without_biases(self) -> "Attention":
+        """The same layer without the biases of its projections; the shift of a normalisation of queries or keys, which is none of these, stays."""
+        norms = {
+            name: replace(norm, over=(norm.over[0], None))
+            for name in ("norm_q", "norm_k")
+            if (norm := getattr(self, name)) is not None and norm.over is not None
+        }
+        return self._changed(b_q=None, b_k=None, b_v=None, **norms)
+
     def fold_output(self) -> tuple["Attention", Tensor]:
         """Heads with their output slice, as plain heads of the same Jacobian norm.
 
@@ -412,3 +436,9 @@ def projected(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     """
     y = torch.einsum("snd,hde->shne", x.double(), w.double())
     return y if b is None else y + b[:, None]
+
+
+def cap_slope(z: Tensor) -> Tensor:
+    """Derivative of tanh, 1 / cosh(z)^2; it and its own derivative keep their digits where cosh overflows."""
+    small = torch.exp(-2 * z.abs())
+    return 4 * small / (1 + small) ** 2

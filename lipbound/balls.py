@@ -43,7 +43,6 @@ def attack(att: Attention, radius: float, *, norm: str = "token", steps: int = 2
     Raises:
         LipboundError: a negative radius, an unknown norm, no steps or no starts.
     """
-    att.only("lipbound.attack")
     check_ball(radius, norm)
     if steps < 1 or starts < 1:
         raise LipboundError(f"steps is {steps} and starts {starts}; at least one of each is needed")
@@ -68,7 +67,7 @@ def _attack_head(att: Attention, radius: float, norm: str, steps: int, starts: i
     best = torch.full((starts,), -torch.inf, dtype=torch.float64)
     where = move.clone()
     for step in range(steps + 1):
-        here = at_inputs(att, att.x + move)
+        here = att.at(att.x + move)
         top = spectral_norm(here, tol=1e-3, vectors=True)
         better = (top.lower[:, 0] > best).to(att.device)
         best = torch.maximum(best, top.lower[:, 0])
@@ -78,22 +77,14 @@ def _attack_head(att: Attention, radius: float, norm: str, steps: int, starts: i
         assert top.left is not None
         assert top.right is not None
         x = (att.x + move).requires_grad_()
-        form = (top.left[:, 0] * HeadJacobian(at_inputs(att, x)).along(top.right[:, 0])).sum()
+        form = (top.left[:, 0] * HeadJacobian(att.at(x)).along(top.right[:, 0])).sum()
         (gradient,) = torch.autograd.grad(form, x)
         length = 0.5 if step < steps / 2 else 0.15
         move = _project(move + length * radius * _unit(torch.nan_to_num(gradient), norm), radius, norm)
     candidates = torch.cat([att.x, _inside(att.x, where[int(best.argmax())], radius, norm)])
-    exact = spectral_norm(at_inputs(att.double(), candidates.double()), tol=1e-6).lower[:, 0]
+    exact = spectral_norm(att.double().at(candidates.double()), tol=1e-6).lower[:, 0]
     winner = int(exact.argmax())
     return exact[winner], candidates[winner]
-
-
-def at_inputs(att: Attention, x: Tensor) -> Attention:
-    """The layer at other inputs (any number of samples)."""
-    att.only("a layer at other inputs")
-    return Attention(
-        x, att.w_q, att.w_k, att.w_v, b_q=att.b_q, b_k=att.b_k, b_v=att.b_v, scale=att.scale, mask=att.mask,
-    )  # fmt: skip
 
 
 def _sizes(move: Tensor, norm: str) -> Tensor:
@@ -125,7 +116,7 @@ def radius_curve(
     *,
     norm: str = "token",
     at: str = "certified",
-    bounds: Sequence[str] = BOUNDS,
+    bounds: Sequence[str] | None = None,
     adversary: bool = True,
     steps: int = 20,
     starts: int = 3,
@@ -136,14 +127,20 @@ def radius_curve(
     Args:
         att, norm, at: as in `lipbound.bounds.over_ball`.
         radii: in the units of ``x``.
-        bounds: registry names of bounds with a radius.
+        bounds: registry names of bounds with a radius; `BOUNDS` by default, none where the layer is one that they do not cover.
         adversary: run `attack` (with ``steps``, ``starts``, ``seed``) at every radius.
 
     Returns:
-        Dataset with dims (sample, head, radius): ``over_ball`` (ours), ``adversary``, and every bound under its name. What was found at a smaller
-        radius counts at larger ones too.
+        Dataset with dims (sample, head, radius): ``over_ball`` (ours; not where queries or keys are normalised, which it does not cover),
+        ``adversary``, and every bound under its name. What was found at a smaller radius counts at larger ones too.
+
+    Raises:
+        LipboundError: as `lipbound.bounds.over_ball` and `attack` do; nothing to show.
     """
-    values = {"over_ball": over_ball(att, list(radii), norm=norm, at=at).cpu().numpy()}
+    bounds = BOUNDS if bounds is None and not att.variants else bounds or ()
+    values = {}
+    if "qk_norm" not in att.variants or not (adversary or bounds):
+        values["over_ball"] = over_ball(att, list(radii), norm=norm, at=at).cpu().numpy()
     for name in bounds:
         values[name] = torch.stack([get(name).over_ball(att, r, norm=norm) for r in radii], -1).cpu().numpy()
     if adversary:

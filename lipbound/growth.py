@@ -95,12 +95,14 @@ def sequence_growth(
             start += sequences * n
             captured = capturer.run({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
             last = [layer.attention for layer in captured]
+            for att in last:
+                att.only("the study of growth, which has inputs without biases and positions,")
             if causal and n > 1:
                 _check_causal(last, checkpoint.name)
             for name, values in _real(last, tol, seed).items():
                 parts.setdefault(name, []).append(values)
     radii = np.full(len(last), float(radius)) if radius is not None else np.mean(parts["magnitude"], axis=(0, 1))
-    plain = [Attention(att.x[:1], att.w_q, att.w_k, att.w_v, w_o=att.w_o, scale=att.scale) for att in last]
+    plain = [att.at(att.x[:1], mask=None, valid=None).without_biases() for att in last]
     for n in lengths:
         for name, values in _adversarial(last, plain, n, radii, tol, seed).items():
             parts.setdefault(name, []).append(values)
@@ -135,14 +137,12 @@ def _adversarial(layers: list[Attention], without_biases: list[Attention], n: in
     for real, plain, r in zip(layers, without_biases, radii.tolist(), strict=True):
         mask = None if real.mask is None else causal_mask(n, real)
         x = extremes.adversarial_inputs(plain, n, r)
-        heads = [Attention(x[h][None], *(w[h][None] for w in (real.w_q, real.w_k, real.w_v)), scale=real.scale, mask=mask) for h in range(len(x))]
+        heads = [plain.select(heads=slice(h, h + 1)).at(x[h][None], mask=mask) for h in range(len(x))]
         rows["adversarial_head"].append(torch.stack([spectral_norm(one, tol=tol, seed=seed).lower[0, 0] for one in heads]))
         rows["adversarial_lower"].append(extremes.lower_bound(plain, n, r))
         rows["adversarial_upper"].append(torch.stack([get("castin")(one)[0, 0] for one in heads]))
         steepest = int(extremes.steepness(plain).gamma.argmax())
-        whole = Attention(
-            x[steepest][None], real.w_q, real.w_k, real.w_v, b_q=real.b_q, b_k=real.b_k, b_v=real.b_v, w_o=real.w_o, scale=real.scale, mask=mask
-        )
+        whole = real.at(x[steepest][None], mask=mask, valid=None)
         rows["adversarial_layer"].append(spectral_norm(whole, map="layer", tol=tol, seed=seed).lower[0])
         rows["adversarial_layer_bound"].append(whole_layer(whole, BOUND, map="layer")[0])
     return {name: torch.stack(values).cpu().double().numpy() for name, values in rows.items()}

@@ -254,9 +254,11 @@ def ball_curve(ds: xr.Dataset, path: str | Path | None = None, *, sample: int = 
             one = ds.isel(head=head)
             for name in ds.attrs["bounds"]:
                 axes.plot(radius, one[name], lw=1, label=get(name).label)
-            axes.plot(radius, one["over_ball"], color="black", lw=1.5, label="lipbound, over the ball")
+            if "over_ball" in one:
+                axes.plot(radius, one["over_ball"], color="black", lw=1.5, label="lipbound, over the ball")
             if "adversary" in one:
                 axes.plot(radius, one["adversary"], color="black", lw=1, ls=":", label="found by an adversary")
+            if "adversary" in one and "over_ball" in one:
                 axes.fill_between(radius, one["adversary"].values, one["over_ball"].values, color="0.85", lw=0)
             axes.set(xscale="log", yscale="log", title=f"head {head}")
         for axes in panels[len(chosen) :]:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from lipbound.attention import Attention
-from lipbound.balls import at_inputs
 from lipbound.errors import LipboundError
 from lipbound.meanfield import query_block_norms
 from lipbound.norms import spectral_norm
@@ -48,9 +47,9 @@ def _search(att: Attention, steps: int, rate: float) -> tuple[Tensor, Tensor]:
     optimiser = torch.optim.Adam([x], lr=rate * size)
     best, where = torch.tensor(0.0, dtype=torch.float64), att.x[0]
     for _ in range(steps + 1):
-        here = at_inputs(att, x.detach().clone())
+        here = att.at(x.detach().clone())
         top = spectral_norm(here, tol=1e-6, vectors=True)
-        moving = at_inputs(att, x)
+        moving = att.at(x)
         own = query_block_norms(moving).amax(-1)[:, 0]
         ratio = own.detach().cpu() / top.lower[:, 0].clamp_min(1e-300)
         if float(ratio.max()) > float(best):

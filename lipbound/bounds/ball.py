@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 
 from lipbound.attention import Attention
-from lipbound.bounds import quantities as qty
-from lipbound.bounds.interval import key_spread, query_lengths, score_changes, softmax_interval
-from lipbound.bounds.ours import Parts
+from lipbound.bounds.around import Around
+from lipbound.bounds.ball_variants import VariantAround
 from lipbound.bounds.registry import check_ball, get
-from lipbound.errors import LipboundError
-from lipbound.linalg import UNIT, block_norm, nonnegative_norm
+from lipbound.errors import AttentionError, LipboundError
 from lipbound.norms import spectral_norm
 
 CERTIFIED_TOL = 1e-3
@@ -32,7 +30,10 @@ def over_ball(att: Attention, radius: float | Sequence[float], *, norm: str = "t
         (samples, heads), or (samples, heads, radii), float64.
 
     Raises:
-        LipboundError: a negative radius, an unknown norm, a bound at the centre that is about another map or whose assumptions do not hold.
+        LipboundError: a negative radius, an unknown norm, a bound at the centre that is about another map or whose assumptions do not hold,
+            normalised queries or keys.
+
+    Rotary position embeddings, capped scores and sinks change some of what follows: `lipbound.bounds.ball_variants`.
 
     Notation as in `lipbound.bounds.interval` (:math:`\tau, F, u`) and `lipbound.bounds.ours`; :math:`D_{ij} = |v_j - o_i|`, P' between
     :math:`P^-` and :math:`P^+`, :math:`\Delta = \max(P^+ - P, P - P^-)`, :math:`a_V = \|W_V\|\rho`, :math:`a_A = \|A\|\rho`. With
@@ -73,7 +74,8 @@ def over_ball(att: Attention, radius: float | Sequence[float], *, norm: str = "t
 
     As the radius goes to 0, (a) goes to the value at the centre; (c) grows like :math:`\rho^2 \sqrt N`, as global bounds must.
     """
-    att.only("over_ball")
+    if "qk_norm" in att.variants:
+        raise AttentionError("over_ball does not cover normalised queries and keys, whose derivative changes with the input; lipbound.attack does")
     given = torch.as_tensor(radius, dtype=torch.float64)
     single, radii = given.ndim == 0, given.reshape(-1).tolist()
     for one in radii:
@@ -83,7 +85,7 @@ def over_ball(att: Attention, radius: float | Sequence[float], *, norm: str = "t
     with torch.no_grad():
         rows = []
         for s in range(att.samples):
-            around = _Surroundings(double.unpadded(s))
+            around = (VariantAround if att.variants else Around)(double.unpadded(s))
             rows.append(torch.stack([around.bound(r, norm, centre[s]) for r in radii], -1))
     values = torch.stack(rows) * unit[:, None]
     return values[..., 0] if single else values
@@ -99,55 +101,3 @@ def _centre(att: Attention, at: str) -> Tensor:
     if not bool(bound.sound(att).all()):
         raise LipboundError(f"at={at!r} is not a bound here: it asks for {bound.assumptions}; use at='certified' or 'lipbound'")
     return bound(att)
-
-
-class _Surroundings:
-    """What the bound needs to know of one sample, whatever the radius; float64, (heads, ...)."""
-
-    def __init__(self, att: Attention):
-        parts = Parts(att, 0, slice(None))
-        self.scores, self.p = att.scores(att.q, att.centred_k)[0], parts.p
-        allowed = self.scores > -torch.inf
-        self.u, self.d = query_lengths(att), torch.where(allowed, parts.distance, 0.0)
-        f, kt = key_spread(att)
-        self.f = torch.where(allowed, f, 0.0)
-        self.allowed = allowed
-        self.norm_a, self.norm_v = qty.norm_a(att), parts.norm_v
-        self.b = parts.b
-        self.cov_v, self.cov_k = _covariance_norm(parts.p, parts.v), _covariance_norm(parts.p, kt)
-
-    def bound(self, radius: float, norm: str, centre: Tensor) -> Tensor:
-        """The bound of `over_ball`, (heads,)."""
-        p, d, f, u = self.p, self.d, self.f, self.u[..., None]
-        low, up = softmax_interval(self.scores, score_changes(f, self.u, self.norm_a, radius, norm))
-        change = torch.maximum(up - p, p - low).clamp(0.0, 1.0)
-        a_v, a_a = self.norm_v * radius, self.norm_a[:, None, None] * radius  # (heads, 1, 1)
-        far, far_k = d.amax(-1, keepdim=True), f.amax(-1, keepdim=True)  # (heads, N, 1) from here on
-        w = (change * d).sum(-1, keepdim=True).minimum(far)
-        w_k = (change * f).sum(-1, keepdim=True).minimum(far_k)
-        move = torch.full_like(w, radius) if norm == "token" else radius * up.amax(-1, keepdim=True).sqrt()
-        m_v, m_a = self.norm_v * move, self.norm_a[:, None, None] * move
-        c_v, c_k = (
-            (cov[..., None] + (change * x * x).sum(-1, keepdim=True)).minimum((up * x * x).sum(-1, keepdim=True)).minimum(most**2).sqrt()
-            for cov, x, most in ((self.cov_v, d, far), (self.cov_k, f, far_k))
-        )
-        extra = (change * d * f).sum(-1, keepdim=True) + w * w_k + m_v * c_k + m_a * c_v + m_v * m_a
-        b_up = (self.b[..., None] + extra).minimum((c_v + m_v) * (c_k + m_a))
-
-        e = a_v + m_v + w
-        difference = change * (self.norm_v + d * u) + up * (e * (u + a_a) + d * a_a)
-        near = centre + nonnegative_norm(difference + torch.diag_embed(extra[..., 0]), rtol=1e-4)
-        t = torch.where(self.allowed, self.norm_v + ((d + w).minimum(2 * far) + a_v + m_v) * (u + a_a), 0.0)
-        blocks = up * t
-        direct = nonnegative_norm(blocks + torch.diag_embed(b_up[..., 0]), rtol=1e-4)
-        closed = (t.amax((-1, -2)) * blocks.sum(-2).amax(-1)).sqrt() + b_up.amax((-1, -2))
-        return torch.stack([near, direct, closed]).amin(0) * (1 + 1e-11)
-
-
-def _covariance_norm(p: Tensor, v: Tensor) -> Tensor:
-    """||Cov_{P_i}(v)|| for every row, (heads, N, N) and centred (heads, N, d) -> (heads, N), rounded upwards."""
-    d = v.shape[-1]
-    o = p @ v
-    second = (p @ (v[..., :, None] * v[..., None, :]).flatten(-2)).unflatten(-1, (d, d))
-    size = v.norm(dim=-1).amax(-1)[:, None] ** 2
-    return block_norm(second - o[..., :, None] * o[..., None, :]) + (1e-13 + 2 * p.shape[-1] * UNIT) * size  # the difference cancels

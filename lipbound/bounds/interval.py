@@ -38,12 +38,12 @@ def query_lengths(att: Attention) -> Tensor:
 
 
 def score_changes(f: Tensor, u: Tensor, norm_a: Tensor, radius: float, norm: str) -> Tensor:
-    """tau_ij, (heads, N, N), from F (heads, N, N), u (heads, N) and ||A|| (heads,)."""
+    """tau_ij, (heads, N, N), from F (heads, N, N), u (heads, N, 1 or N) and ||A|| (heads,)."""
     square = norm_a[:, None, None] * radius**2
-    together = radius * (f + u[..., None]) + square
+    together = radius * (f + u) + square
     if norm == "token":
         return together
-    apart = radius * (f**2 + u[..., None] ** 2).sqrt() + square / 2
+    apart = radius * (f**2 + u**2).sqrt() + square / 2
     own = torch.eye(f.shape[-1], dtype=torch.bool, device=f.device)
     return torch.where(own, together, apart)
 
@@ -78,7 +78,7 @@ def _others(x: Tensor) -> Tensor:
 def reachable_rows(att: Attention, radius: float, norm: str) -> tuple[Tensor, Tensor]:
     """Smallest and largest P' over the ball around an unpadded float64 layer of one sample, two tensors (heads, N, N)."""
     f, _ = key_spread(att)
-    tau = score_changes(f, query_lengths(att), qty.norm_a(att), radius, norm)
+    tau = score_changes(f, query_lengths(att)[..., None], qty.norm_a(att), radius, norm)
     return softmax_interval(att.scores(att.q, att.centred_k)[0], tau)
 
 

@@ -9,7 +9,6 @@ import xarray as xr
 from matplotlib.figure import Figure
 
 from lipbound import extremes, meanfield
-from lipbound.attention import Attention
 from lipbound.growth import LENGTHS, exponents, sequence_growth
 from lipbound.norms import spectral_norm
 from lipbound.recipes.registry import Setting, of, register, sheet
@@ -214,6 +213,7 @@ def radius_regimes(setting: Setting) -> xr.Dataset:
     """Heads without biases of the first layer against the radius of their inputs: quadratic configurations, generic ones, two Diracs."""
     checkpoint, layers, data = setting.capture(1)
     att = layers[0].double()
+    att.only("the study of growth with the radius")
     heads, width = att.heads, att.x.shape[2]
     radii = np.geomspace(0.25, 256, 41 if setting.full else 21)
     gaps = np.geomspace(1e-3, 100, len(radii))  # radius squared times the smallest gap between scores
@@ -221,18 +221,18 @@ def radius_regimes(setting: Setting) -> xr.Dataset:
     g = torch.Generator().manual_seed(setting.seed)
     base = torch.randn(1, tokens, width, generator=g, dtype=torch.float64).to(att.device)
     base = base / base.norm(dim=-1).amax()
-    plain = Attention(base, att.w_q, att.w_k, att.w_v, scale=att.scale)
+    plain = att.at(base, mask=None, valid=None).without_biases()
     limit = extremes.large_radius_limit(plain)
     rate = extremes.quadratic_direction(plain)[1]
     quadratic, generic = np.empty((len(radii), heads)), np.empty((len(radii), heads))
     for i, r in enumerate(radii.tolist()):
         x = extremes.quadratic_inputs(plain, tokens, r)
         for h in range(heads):
-            one = Attention(x[h][None], *(w[h][None] for w in (att.w_q, att.w_k, att.w_v)), scale=att.scale)
+            one = plain.select(heads=slice(h, h + 1)).at(x[h][None])
             quadratic[i, h] = float(spectral_norm(one, tol=1e-6).lower)
         for h in range(heads):
             far = math.sqrt(gaps[i] / float(limit.gap[0, h]))
-            one = Attention(far * base, *(w[h][None] for w in (att.w_q, att.w_k, att.w_v)), scale=att.scale)
+            one = plain.select(heads=slice(h, h + 1)).at(far * base)
             generic[i, h] = float(spectral_norm(one, tol=1e-6).lower)
     # two Diracs: W_V = I, the eigenvector of one head
     steep = extremes.steepness(plain)
@@ -244,7 +244,7 @@ def radius_regimes(setting: Setting) -> xr.Dataset:
     for r in dirac_radii.tolist():
         x, weights = meanfield.two_diracs(u, float(steep.eigenvalue[h]), r)
         identity = torch.eye(width, dtype=torch.float64, device=att.device)[None]
-        pair = Attention(x[None], att.w_q[h][None], att.w_k[h][None], identity, scale=att.scale)
+        pair = plain.select(heads=slice(h, h + 1)).at(x[None]).with_values(identity, None)
         predicted.append(meanfield.two_dirac_growth(float(steep.eigenvalue[h]), r, u, image))
         measured.append(float(meanfield.weighted_norm(pair, weights[None], tol=1e-8).lower))
     ds = xr.Dataset(
