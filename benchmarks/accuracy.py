@@ -18,7 +18,7 @@ from lipbound.capture import Capturer
 from lipbound.checkpoints import load
 from lipbound.inputs import prepare
 from lipbound.norms import spectral_norm
-from lipbound.operators import dense_jacobian
+from lipbound.oracle import dense_jacobian
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("lanczos", {"tol": 1e-4}),

@@ -13,7 +13,8 @@ from scipy.sparse.linalg import LinearOperator, svds
 from torch import Tensor
 
 from lipbound.attention import Attention
-from lipbound.operators import AutogradJacobian, dense_jacobian, head_function
+from lipbound.operators import AutogradJacobian
+from lipbound.oracle import dense_jacobian, head_function
 
 Rival = Callable[[Attention, int, float], tuple[float, int]]
 TOLERANCES = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8)

@@ -13,10 +13,11 @@ from lipbound.block import BLOCKS, BlockJacobian, block_bound
 from lipbound.errors import LipboundError, UnknownNameError, nearest
 from lipbound.gram import Gram
 from lipbound.gram_variants import covered, gram_of
+from lipbound.l2 import L2HeadJacobian
 from lipbound.lanczos import golub_kahan, lanczos
 from lipbound.layer import LayerJacobian
 from lipbound.linalg import matrix_norm
-from lipbound.operators import HeadJacobian, JacobianOperator, L2HeadJacobian
+from lipbound.operators import HeadJacobian, JacobianOperator
 from lipbound.simple import dense_svd, power_iteration
 from lipbound.solution import Norm
 from lipbound.streaming import head_jacobian

@@ -25,7 +25,6 @@ from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
 from lipbound.attention import Attention
-from lipbound.passage import QKNorm
 
 
 class JacobianOperator(ABC):
@@ -317,56 +316,6 @@ class HeadJacobian(JacobianOperator):
         return part
 
 
-class L2HeadJacobian(JacobianOperator):
-    r"""Jacobian of *L2 attention* with a checkpoint's ``w_q`` and ``w_v`` (Kim, Papamakarios, Mnih 2021; tied keys, no biases).
-
-    With :math:`A = scale\,W_Q W_Q^T` the map is :math:`f(X) = P\,X A W_V`, where P is the softmax of
-    :math:`-scale\,\|q_i - q_j\|^2`, :math:`q = X W_Q` (``scale`` is their :math:`1/\sqrt d`). It is another map than the
-    dot-product head: ``w_k`` and all biases are ignored. Masks and padding act on the scores as usual.
-
-    The term :math:`|q_i|^2` cancels in the softmax, and
-    :math:`dS_{ij} = 2\,scale\,(dq_i \cdot q_j + q_i \cdot dq_j - q_j \cdot dq_j)`.
-    """
-
-    def __init__(self, att: Attention):
-        att.only("L2 attention")
-        self.batch = att.samples * att.heads
-        self.dtype, self.device = att.dtype, att.device
-        self.out_shape = (att.tokens, att.d_v)
-        w_v = att.scale * att.w_q @ (att.w_q.mT @ att.w_v)
-        q = torch.einsum("snd,hde->shne", att.x, att.w_q)
-        q = q - q.mean(-2, keepdim=True)  # only differences matter
-        scores = att.scale * (2 * q @ q.mT - (q * q).sum(-1)[..., None, :])
-        p = att.probabilities(att.forbid(scores))
-        self._u, r = torch.linalg.qr(torch.cat([2 * att.scale * att.w_q, w_v], -1).double())
-        self.in_shape = (att.tokens, r.shape[1])
-        self._sizes = [att.d, att.d_v]
-        self._head = torch.arange(att.heads, device=att.device).repeat(att.samples)
-        self._r = r.to(self.dtype)[self._head]
-        v = torch.einsum("snd,hde->shne", att.x, w_v)
-        self._p, self._q, self._v = _flat(p), _flat(q), _flat(v - v.mean(-2, keepdim=True))
-        self._o = self._p @ self._v
-        self.p = p
-        """Probabilities of L2 attention, (samples, heads, N, N)."""
-
-    def jvp(self, x: Tensor) -> Tensor:
-        dq, dv = (x @ self._r).split(self._sizes, -1)
-        scores = dq @ self._q.mT + self._q @ dq.mT - (self._q * dq).sum(-1)[:, None, :]
-        t = self._p * scores
-        return t @ self._v - t.sum(-1, keepdim=True) * self._o + self._p @ dv
-
-    def vjp(self, y: Tensor) -> Tensor:
-        g = self._p * (y @ self._v.mT - (y * self._o).sum(-1, keepdim=True))
-        dq = g @ self._q + g.mT @ self._q - g.sum(-2)[..., None] * self._q
-        return torch.cat([dq, self._p.mT @ y], -1) @ self._r.mT
-
-    def double(self) -> "L2HeadJacobian":
-        return cast(self, ("_p", "_q", "_v", "_o", "_r"))
-
-    def select(self, index: Tensor) -> "L2HeadJacobian":
-        return select_entries(self, ("_p", "_q", "_v", "_o", "_r", "_head"), index)
-
-
 class AutogradJacobian(JacobianOperator):
     """Jacobian of any callable at one point, by ``torch.func`` (a batch of one).
 
@@ -391,58 +340,3 @@ class AutogradJacobian(JacobianOperator):
         if index.tolist() != [0]:
             raise IndexError(f"this operator holds one Jacobian, at index 0; got {index.tolist()}")
         return self
-
-
-def head_function(att: Attention, sample: int, head: int) -> Callable[[Tensor], Tensor]:
-    """The head as a plain function of its input, (n, D) -> (n, d_v), n the tokens of the sample that are not padding.
-
-    Written independently of the closed forms above, from the definition; with ``torch.func.jacrev`` it is the oracle they
-    are tested against.
-    """
-    keep = torch.ones(att.tokens, dtype=torch.bool, device=att.device) if att.valid is None else att.valid[sample]
-    mask, angles = None, None
-    sink = None if att.sinks is None else att.sinks[head].to(att.dtype).expand(int(keep.sum()), 1)
-    if att.rotation is not None:
-        angles = torch.complex(att.rotation.cos.to(att.dtype), att.rotation.sin.to(att.dtype))[keep]
-    if att.mask is not None:
-        full = att.mask.expand(att.samples, att.heads, att.tokens, att.tokens)[sample, head]
-        mask = full[keep][:, keep]
-
-    def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        return x @ w[head] if b is None else x @ w[head] + b[head]
-
-    def rotated(y: Tensor) -> Tensor:
-        if angles is None:
-            return y
-        r = angles.shape[1]
-        turned = torch.complex(y[:, :r], y[:, r : 2 * r]) * angles
-        return torch.cat([turned.real, turned.imag, y[:, 2 * r :]], -1)
-
-    def normed(x: Tensor, y: Tensor, norm: QKNorm | None) -> Tensor:
-        if norm is None:
-            return y
-        whole = y if norm.over is None else torch.nn.functional.linear(x, norm.over[0].mT, norm.over[1])
-        y = norm.gain[head] * y * torch.rsqrt((whole**2).mean(-1, keepdim=True) + norm.eps)
-        return y if norm.bias is None else y + norm.bias[head]
-
-    def f(x: Tensor) -> Tensor:
-        q, k = normed(x, linear(x, att.w_q, att.b_q), att.norm_q), normed(x, linear(x, att.w_k, att.b_k), att.norm_k)
-        scores = rotated(q) @ rotated(k).mT * att.scale
-        if att.cap is not None:
-            scores = torch.tanh(scores / att.cap) * att.cap
-        scores = scores if mask is None else scores + mask
-        p = torch.softmax(scores if sink is None else torch.cat([sink, scores], -1), -1)
-        return (p if sink is None else p[:, 1:]) @ linear(x, att.w_v, att.b_v)
-
-    return f
-
-
-def dense_jacobian(att: Attention, sample: int = 0, head: int = 0) -> Tensor:
-    """The oracle: the Jacobian of one head by reverse-mode autograd, (n d_v, n D), padding tokens left out.
-
-    Memory grows like n^2 d_v D: for small cases.
-    """
-    x = att.x[sample] if att.valid is None else att.x[sample][att.valid[sample]]
-    jacobian = torch.func.jacrev(head_function(att, sample, head))(x)
-    n, d_v = jacobian.shape[:2]
-    return jacobian.reshape(n * d_v, -1)

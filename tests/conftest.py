@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention import Attention
-from lipbound.operators import dense_jacobian
+from lipbound.oracle import dense_jacobian
 
 torch.set_num_threads(2)
 

@@ -6,7 +6,7 @@ from conftest import causal, random_attention
 
 from lipbound.attention import Attention
 from lipbound.errors import AttentionError
-from lipbound.operators import head_function
+from lipbound.oracle import head_function
 
 
 def test_out_is_the_function_the_oracle_differentiates(att: Attention) -> None:

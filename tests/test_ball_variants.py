@@ -17,7 +17,8 @@ from lipbound.bounds.around import Around
 from lipbound.bounds.ball_variants import VariantAround, norm_a
 from lipbound.errors import AttentionError
 from lipbound.linalg import matrix_norm
-from lipbound.operators import HeadJacobian, dense_jacobian, head_function
+from lipbound.operators import HeadJacobian
+from lipbound.oracle import dense_jacobian, head_function
 from lipbound.passage import QKNorm
 from lipbound.rotation import Rotation
 

@@ -7,7 +7,7 @@ from lipbound import gram
 from lipbound.attention import Attention
 from lipbound.bounds import ours_gram
 from lipbound.gram import Gram
-from lipbound.operators import dense_jacobian
+from lipbound.oracle import dense_jacobian
 
 
 def jacobians(att: Attention, sample: int) -> Tensor:

@@ -14,7 +14,7 @@ from lipbound import gram
 from lipbound.errors import AttentionError, LipboundError
 from lipbound.gram import Gram
 from lipbound.gram_variants import VariantGram, gram_of
-from lipbound.operators import dense_jacobian
+from lipbound.oracle import dense_jacobian
 
 SETS = [frozenset(has) for has in ((), *((v,) for v in VARIANTS), ("rotation", "cap"), ("rotation", "norm", "sinks"), VARIANTS)]
 PROOFS = ("deflation", "cholesky")

@@ -13,7 +13,7 @@ from lipbound.deterministic import cholesky_bound
 from lipbound.gram import Gram
 from lipbound.inputs import prepare
 from lipbound.norms import l2_spectral_norm, spectral_norm
-from lipbound.operators import dense_jacobian
+from lipbound.oracle import dense_jacobian
 
 ALICE = Path(__file__).parents[2] / "shared" / "data" / "alice.txt"
 

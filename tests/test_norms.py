@@ -8,8 +8,10 @@ from lipbound import bounds
 from lipbound.attention import Attention
 from lipbound.certificates import log_inverse_epsilon
 from lipbound.errors import LipboundError
+from lipbound.l2 import L2HeadJacobian
 from lipbound.norms import l2_spectral_norm, operator_norm, rounding, spectral_norm
-from lipbound.operators import AutogradJacobian, HeadJacobian, L2HeadJacobian, dense_jacobian, head_function
+from lipbound.operators import AutogradJacobian, HeadJacobian
+from lipbound.oracle import dense_jacobian, head_function
 
 
 @pytest.mark.parametrize("method", ["lanczos", "golub-kahan", "dense"])

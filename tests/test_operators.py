@@ -6,7 +6,9 @@ from scipy.sparse.linalg import svds
 
 from lipbound import operators
 from lipbound.attention import Attention
-from lipbound.operators import AutogradJacobian, HeadJacobian, JacobianOperator, L2HeadJacobian, dense_jacobian, head_function
+from lipbound.l2 import L2HeadJacobian
+from lipbound.operators import AutogradJacobian, HeadJacobian, JacobianOperator
+from lipbound.oracle import dense_jacobian, head_function
 
 
 def draw(*shape: int) -> torch.Tensor:

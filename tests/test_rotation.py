@@ -16,10 +16,9 @@ from lipbound import extremes, meanfield
 from lipbound.attention import Attention
 from lipbound.bounds.shares import shares
 from lipbound.errors import AttentionError, LipboundError
-from lipbound.operators import HeadJacobian, dense_jacobian
+from lipbound.oracle import dense_jacobian
 from lipbound.reporting.details import of_layer
 from lipbound.rotation import Rotation
-from lipbound.streaming import StreamedHeadJacobian
 
 
 def rotary(seed: int, n: int = 5, d: int = 4, d_v: int = 3, r: int = 2, scale: float = 1.0, factor: float = 1.0, kind: str = "biases") -> Attention:
@@ -72,23 +71,6 @@ def test_exact_norms_and_bounds(seed: int, n: int, d: int, d_v: int, part: float
         value = lb.bounds.get(name)(att)
         assert bool((value >= exact - slack).all()), name
         assert bool(lb.bounds.get(name).sound(att).all())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_products_and_streams(kind: str) -> None:
-    att = rotary(3, kind=kind)
-    op, streamed = HeadJacobian(att), StreamedHeadJacobian(att)
-    y = torch.randn(op.batch, *op.out_shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    if att.valid is not None:
-        y = (y.view(2, 3, *op.out_shape) * att.valid[:, None, :, None]).view_as(y)
-    torch.testing.assert_close(op.gram(y), streamed.gram(y))
-    torch.testing.assert_close(op.gram(y), op.jvp(op.vjp(y)))
-    for map in ("heads", "layer", "head_out", "residual"):
-        norm = lb.spectral_norm(att, map=map, tol=1e-9, delta=1e-9)
-        dense = lb.spectral_norm(att, map=map, method="dense")
-        torch.testing.assert_close(norm.lower, dense.lower, rtol=1e-8, atol=0)
-        assert bool((norm.upper >= dense.lower * (1 - 1e-9)).all())
-    assert bool((lb.bounds.whole_layer(att, "lipbound", map="layer") >= lb.spectral_norm(att, map="layer", method="dense").lower).all())
 
 
 def test_parts_of_attention_keep_the_rotation() -> None:

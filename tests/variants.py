@@ -5,7 +5,7 @@ from conftest import causal
 from torch import Tensor
 
 from lipbound.attention import Attention
-from lipbound.operators import dense_jacobian
+from lipbound.oracle import dense_jacobian
 from lipbound.passage import QKNorm
 from lipbound.rotation import Rotation
 

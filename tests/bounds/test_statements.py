@@ -15,7 +15,7 @@ from lipbound.bounds.kim2021 import inverse_phi
 from lipbound.bounds.moments import weighted_deviation_norm
 from lipbound.errors import UnknownNameError
 from lipbound.norms import l2_spectral_norm, rounding
-from lipbound.operators import dense_jacobian
+from lipbound.oracle import dense_jacobian
 
 
 def norm(m: Tensor) -> float:
