@@ -10,7 +10,7 @@ from lipbound.normalisation import Normaliser
 from lipbound.operators import JacobianOperator
 
 BLOCKS = {
-    "residual": "multi-head attention with its residual connection, x -> x + layer(x)",
+    "residual": "multi-head attention with a residual connection, x -> x + layer(x)",
     "pre_norm": "residual block with layer normalisation before attention, h -> h + layer(norm(h))",
     "post_norm": "residual block with layer normalisation after it, x -> norm(x + layer(x))",
 }

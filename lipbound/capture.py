@@ -15,13 +15,10 @@ from transformers import PreTrainedModel
 
 from lipbound.attention import Attention
 from lipbound.errors import CaptureError
-from lipbound.probing import Weights, hidden_states, probe
+from lipbound.probing import AFFINE, Weights, hidden_states, probe
 from lipbound.recording import NAME, Call, forward, implementation, record
 from lipbound.residence import by_layer
 from lipbound.surroundings import Seen, surroundings, watching
-
-AFFINE = 1e-4
-"""Largest relative error of a rebuilt tensor. Affine projections rebuild to 1e-5 or better in float32, others miss by orders of magnitude."""
 
 
 def head_error(mine: Tensor, reference: Tensor, floor: Tensor, valid: Tensor | None) -> float:
@@ -194,11 +191,20 @@ class Capturer:
             hooks.append(module.register_forward_pre_hook(before) if consumer else module.register_forward_hook(after))
         try:
             with implementation(self.model, "eager"):
-                forward(self.model, {name: t[part] if len(t) == samples else t for name, t in inputs.items()})
+                forward(self.model, {name: _one_sample(name, t, part, samples) for name, t in inputs.items()})
         finally:
             for hook in hooks:
                 hook.remove()
         return {id(call): seen[id(call.consumer or call.module)][call.turn] for call in calls}
+
+
+def _one_sample(name: str, value: Any, part: slice, samples: int) -> Any:
+    """The part of a model input that belongs to one sample."""
+    if not isinstance(value, Tensor) or not value.ndim:
+        return value
+    if name == "position_ids" and value.ndim == 3:  # one row of positions for time, height and width each
+        return value[:, part] if value.shape[1] == samples else value
+    return value[part] if len(value) == samples else value
 
 
 def _verify(call: Call, attention: Attention, own: Tensor, sample: int) -> float:

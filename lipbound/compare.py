@@ -68,8 +68,8 @@ def compare(
     """Exact local Lipschitz constant and upper bounds of every attention head of a checkpoint.
 
     Args:
-        model: hub id ("google/vit-base-patch16-224", "name@revision"), directory, "builtin:minilm" | "builtin:gpt2" | "builtin:vit", or a
-            loaded transformers model.
+        model: hub id ("google/vit-base-patch16-224", "name@revision"), directory, "builtin:NAME" (minilm, gpt2, llama, qwen3, vit, ...; see
+            `lipbound.checkpoints.load`), or a loaded transformers model.
         data: None for a default of the model's modality, or anything `lipbound.inputs.prepare` takes.
         bounds: names of bounds, "default" (every published bound and the cheap ones of ours) or "all" (costly ones too; see `lipbound.bounds.names`).
         map: "head" (no output projection), "head_out" (with the head's slice of it; bounds then have ||W_V W_O|| for ||W_V||), "heads" (all heads

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lipbound.errors import AttentionError
 
@@ -89,6 +89,16 @@ class Surroundings:
         """The same with changed normalisers."""
         fed_by, followed_by = (None if norm is None else change(norm) for norm in (self.fed_by, self.followed_by))
         return Surroundings(fed_by, self.residual, followed_by)
+
+
+def eps_of(norm: nn.Module, dtype: torch.dtype) -> float:
+    """The number that a module of normalisation, or one inside it, adds under the root; torch's own default, which depends on the dtype, if None."""
+    for part in norm.modules():
+        for name in ("eps", "variance_epsilon", "epsilon"):
+            value = getattr(part, name, None)
+            if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
+                return float(value)
+    return torch.finfo(dtype).eps if any(isinstance(part, nn.RMSNorm) for part in norm.modules()) else 0.0
 
 
 def ellipsoid_radius(weight: Tensor, bias: Tensor | None = None, *, centred: bool = True) -> float:

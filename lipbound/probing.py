@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lipbound.errors import CaptureError
+from lipbound.normalisation import eps_of
 from lipbound.passage import QKNorm
 from lipbound.positions import find_rotation
 from lipbound.recording import Call, handling
@@ -19,6 +20,8 @@ from lipbound.rotation import Rotation
 
 Tensors = tuple[Tensor, ...]
 POSITIONS = "position_embeddings"
+AFFINE = 1e-4
+"""Largest relative error of a rebuilt tensor. Affine projections rebuild to 1e-5 or better in float32, others miss by orders of magnitude."""
 
 
 @dataclass
@@ -48,10 +51,10 @@ class Weights:
 
 
 class _Abort(Exception):
-    """Ends a probing pass at the interface, carrying q, k, v."""
+    """Ends a probing pass at the interface, carrying q, k, v and whatever else was handed over."""
 
-    def __init__(self, qkv: Tensors):
-        self.qkv = qkv
+    def __init__(self, qkv: Tensors, others: dict[str, Any]):
+        self.qkv, self.others = qkv, others
 
 
 class _Stand(nn.Module):
@@ -82,9 +85,11 @@ def probe(call: Call) -> Weights:
     """What a layer makes of its tokens.
 
     Raises:
-        CaptureError: queries and keys are normalised, or turned by their positions, in a way that is not known here.
+        CaptureError: queries and keys are normalised, or turned by their positions, in a way that is not known here; a mask, bias or sink depends
+            on the tokens; or the output projection is not one.
     """
     layer = _Layer(call)
+    layer.refuse_what_depends_on_tokens()
     norm_q, norm_k = layer.normalisations()
     x = hidden_states(call)
     width = x.shape[-1]
@@ -132,9 +137,23 @@ class _Layer:
 
     def projections(self, tokens: Tensor, *, turned: bool = False) -> Tensors:
         """q, k, v of tokens (samples, N, D), each (samples N, H or H_kv, d); with the call's position embeddings, or unturned."""
+        return tuple(t.transpose(1, 2).flatten(0, 1) for t in self._stopped(tokens, turned).qkv)
+
+    def refuse_what_depends_on_tokens(self) -> None:
+        """Raise CaptureError if masks, biases or sinks change with the tokens: their derivative would be missed, which no forward pass shows."""
+        generator = torch.Generator().manual_seed(1)
+        shape, device = hidden_states(self._call).shape, self._call.q.device
+        inputs = (torch.randn(shape, generator=generator, dtype=torch.float64).to(device) for _ in range(2))
+        first, second = (self._stopped(x, turned=True).others for x in inputs)
+        for name, value in first.items():
+            if not _same(value, second.get(name)):
+                raise CaptureError(self._reason(f"computes its {name.replace('_', ' ')} from its tokens"))
+
+    def _stopped(self, tokens: Tensor, turned: bool) -> _Abort:
+        """What the copy hands to the attention interface."""
 
         def stop(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kw: Any) -> tuple[Tensor, Any]:
-            raise _Abort((q, k, v))
+            raise _Abort((q, k, v), {"mask": mask} | kw)
 
         args, kwargs = _replaced(self._call, tokens)
         if not turned and kwargs.get(POSITIONS) is not None:
@@ -143,7 +162,7 @@ class _Layer:
             with handling(stop):
                 self._owner(*args, **kwargs)
         except _Abort as end:
-            return tuple(t.transpose(1, 2).flatten(0, 1) for t in end.qkv)
+            return end
         raise CaptureError(f"layer {self._call.name}: probing did not reach the attention interface")
 
     def normalisations(self) -> tuple[QKNorm | None, QKNorm | None]:
@@ -158,7 +177,8 @@ class _Layer:
                     touching[side].append(stand)
             stand.mode = "linear"
         if touching[2]:
-            raise CaptureError(self._reason("makes its values of a normalised vector (latent attention)"))
+            latent = touching[2][0].width not in (plain[2].shape[-1], plain[2].shape[-1] * plain[2].shape[-2])
+            raise CaptureError(self._reason("makes its values of a normalised vector (latent attention)" if latent else "normalises its values"))
         if any(len(stands) > 1 for stands in touching):
             raise CaptureError(self._reason("normalises its queries or keys twice"))
         q, k = (self._read(stands[0], side, x) if stands else None for side, stands in enumerate(touching[:2]))
@@ -174,7 +194,7 @@ class _Layer:
         stand.centred = bool((shifted - plus).abs().amax() <= 1e-5 * plus.abs().amax())
         if stand.width not in (d, heads * d):
             raise CaptureError(self._reason("makes its queries or keys of a normalised vector of another width (latent attention)"))
-        eps = _eps(stand.norm)
+        eps = eps_of(stand.norm, self._call.q.dtype)
         bias = (plus + minus) / 2
         stand.mode = "linear"
         over = None if stand.width == d else (pattern.new_zeros(0, 0), None)
@@ -183,6 +203,9 @@ class _Layer:
     def rotation(self) -> tuple[Rotation | None, Tensor]:
         """The rotation of the call's tokens, from the queries and keys of random tokens before and after it."""
         shape = hidden_states(self._call).shape
+        given = self._call.kwargs[POSITIONS]
+        if any(len(t) > 1 and not torch.equal(t, t[:1].expand_as(t)) for t in ((given,) if isinstance(given, Tensor) else given) if t.ndim > 2):
+            raise CaptureError(self._reason("is given samples with different positions (capture them one at a time, or pad on the right)"))
         for stand in self._stands:
             stand.centred = False  # centred vectors do not span the space
         generator = torch.Generator().manual_seed(0)
@@ -207,11 +230,6 @@ def _complete(norm: QKNorm, w: Tensor, b: Tensor | None) -> QKNorm:
     return norm if norm.over is None else replace(norm, over=(w.transpose(0, 1).flatten(1), None if b is None else b.flatten()))
 
 
-def _eps(norm: nn.Module) -> float:
-    names = ("eps", "variance_epsilon", "epsilon")
-    return next((value for part in norm.modules() for name in names if isinstance(value := getattr(part, name, None), float)), 0.0)
-
-
 def _pattern(width: int) -> Tensor:
     """A vector without zeros, of mean zero and mean square 1 (for a width of at least 2)."""
     vector = torch.ones(width, dtype=torch.float64)
@@ -230,10 +248,14 @@ def _unturned(positions: Any) -> Any:
 
 
 def _same(a: Any, b: Any) -> bool:
-    if a is None or b is None:
-        return a is b
-    pairs = zip((a,) if isinstance(a, Tensor) else a, (b,) if isinstance(b, Tensor) else b, strict=True)
-    return all(s.shape == t.shape and torch.equal(s, t) for s, t in pairs)
+    """Whether two tensors, or tuples or numbers, are equal; other objects count as equal."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, Tensor | int | float | None) or isinstance(b, Tensor | int | float | None):
+        return type(a) is type(b) and a == b
+    return True
 
 
 def _probe_output(call: Call) -> Tensor | None:
@@ -244,8 +266,13 @@ def _probe_output(call: Call) -> Tensor | None:
     projection = plain_copy(call.consumer).double()
     device = call.q.device
     eye = torch.eye(heads * d_v, dtype=torch.float64, device=device)
-    y: Tensor = projection(eye) - projection(torch.zeros_like(eye[:1]))
-    return y.view(heads, d_v, -1)
+    zero = projection(torch.zeros_like(eye[:1]))
+    w_o: Tensor = projection(eye) - zero
+    flat = call.out.flatten(2).double().nan_to_num()  # rows of padding may be undefined
+    own, mine, size = projection(flat) - zero, flat @ w_o, flat.abs() @ w_o.abs()
+    if not float((own - mine).abs().amax()) <= AFFINE * float(torch.maximum(own.abs().amax(), 1e-3 * size.amax())):
+        raise CaptureError(f"layer {call.name}: the output projection ({type(call.consumer).__name__}) is not an affine map, which is not supported")
+    return w_o.view(heads, d_v, -1)
 
 
 def hidden_states(call: Call) -> Tensor:

@@ -41,10 +41,12 @@ class Call:
 _handler: Callable[..., tuple[Tensor, Any]] | None = None
 
 
-def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, Any]:
-    if _handler is None:
-        return _eager(module)(module, query, key, value, mask, **kwargs)
-    return _handler(module, query, key, value, mask, **kwargs)
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+) -> tuple[Tensor, Any]:
+    """Parameters have the interface's names, since some models pass them by keyword."""
+    function = _eager(module) if _handler is None else _handler
+    return function(module, query, key, value, attention_mask, **kwargs)
 
 
 def _eager(module: nn.Module) -> Callable[..., tuple[Tensor, Any]]:

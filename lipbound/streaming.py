@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lipbound.attention import Attention
+from lipbound.attention import Attention, cap_slope
 from lipbound.operators import HeadJacobian, JacobianOperator
 
 WHOLE_BYTES = {"cpu": 2e9, "cuda": 8e9}
@@ -79,7 +79,7 @@ class StreamedHeadJacobian(HeadJacobian):
         if self._cap is None:
             return p, p
         z = self._scale * (self._wide_q[b, rows] @ self._wide_k[b].mT)
-        return p, p * z.div_(self._cap).cosh_().pow_(-2).to(self.dtype)
+        return p, p * cap_slope(z.div_(self._cap)).to(self.dtype)
 
     def _cotangents(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         to_q, to_k, to_v = torch.empty_like(self._q), torch.zeros_like(self._k), torch.zeros_like(self._v)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lipbound.attention import Attention
-from lipbound.normalisation import Normaliser, Surroundings
+from lipbound.normalisation import Normaliser, Surroundings, eps_of
 from lipbound.residence import resident
 
 AGREES = 1e-4
@@ -82,7 +82,7 @@ def _normaliser(s: Seen) -> Normaliser | None:
     """LayerNorm, or RMSNorm with weights w or 1 + w, whichever rebuilds what the module returned."""
     with resident(s.module):
         weight, bias = s.module.weight, getattr(s.module, "bias", None)
-    eps = next((float(e) for name in ("eps", "variance_epsilon", "epsilon") if isinstance(e := getattr(s.module, name, None), float)), 0.0)
+    eps = eps_of(s.module, s.x.dtype)
     assert isinstance(weight, Tensor)
     for centred, shift in ((True, 0.0), (False, 0.0), (False, 1.0)):
         norm = Normaliser(s.x, (weight + shift).detach(), None if bias is None else bias.detach(), eps=eps, centred=centred)

@@ -3,7 +3,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import transformers as tf
-from models import AFFINE, REFUSED, TEXT, build, inputs_for
+from models import AFFINE, MODERN, REFUSED, TEXT, build, inputs_for
 
 import lipbound.recording as recording
 from lipbound.capture import Capturer, capture
@@ -162,3 +162,50 @@ def test_the_model_is_left_as_it_was() -> None:
     assert model.config.text_config._attn_implementation == "eager"
     assert model.config.vision_config._attn_implementation == "sdpa"
     assert (model.training, model.text_model.training) == (True, False)
+
+
+def test_what_depends_on_the_tokens_beside_queries_and_keys_is_refused() -> None:
+    """A bias made of the queries agrees in every forward pass, and would be missed in the derivative."""
+    config = tf.Wav2Vec2BertConfig(
+        hidden_size=24, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, feature_projection_input_dim=8, conv_depthwise_kernel_size=3
+    )
+    model = build(lambda: tf.Wav2Vec2BertModel(config))
+    with pytest.raises(CaptureError, match="computes its position bias from its tokens, which is not supported"):
+        capture(model, {"input_features": torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(0))})
+    doge = build(lambda: tf.DogeModel(tf.DogeConfig(**TEXT, num_key_value_heads=2)))  # passes its mask by keyword
+    torch.nn.init.normal_(doge.layers[0].self_attn.A)
+    with pytest.raises(CaptureError, match="computes its mask from its tokens"):
+        capture(doge, inputs_for(doge))
+
+
+class Normalising(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x / x.pow(2).mean(-1, keepdim=True).sqrt())
+
+
+def test_an_output_projection_that_is_none_is_refused() -> None:
+    model = build(MODERN["Llama"])
+    attention = model.layers[1].self_attn
+    mine = Normalising(24, 24)
+    mine.load_state_dict(attention.o_proj.state_dict(), strict=False)
+    attention.o_proj = mine
+    with pytest.raises(CaptureError, match=r"the output projection \(Normalising\) is not an affine map"):
+        capture(model, inputs_for(model))
+
+
+def test_inputs_that_are_no_tensors_pass_through() -> None:
+    model = build(MODERN["Llama"])
+    batch = inputs_for(model)
+    layers = capture(model, {**batch, "output_attentions": True, "attention_mask": None})
+    torch.testing.assert_close(layers[0].out, capture(model, batch)[0].out)
+
+
+def test_positions_that_differ_between_samples_are_refused() -> None:
+    model = build(MODERN["Qwen 3"])
+    positions = torch.arange(9).expand(2, -1).clone()
+    layers = capture(model, {**inputs_for(model), "position_ids": positions + 5})
+    plain = capture(model, inputs_for(model))
+    torch.testing.assert_close(spectral_norm(layers[0], tol=1e-6).lower, spectral_norm(plain[0], tol=1e-6).lower, rtol=1e-4, atol=0)
+    positions[1] += torch.arange(9)
+    with pytest.raises(CaptureError, match="is given samples with different positions"):
+        capture(model, {**inputs_for(model), "position_ids": positions})
