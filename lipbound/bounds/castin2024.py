@@ -117,7 +117,7 @@ def _sides(att: Attention) -> tuple[Tensor, Tensor]:
 
 def _turned_side(att: Attention) -> Tensor:
     """A bound on the gradients of all scores with rotation or cap, (samples, heads): scale max ||R_i|| max(||W_K|| |q_i|, ||W_Q|| |k_j|)."""
-    q, k = (torch.linalg.vector_norm(t, dim=-1).amax(-1) for t in (att.wide_q, att.centred_k))
+    q, k = (torch.linalg.vector_norm(t, dim=-1).amax(-1) for t in qty.entering(att))
     return abs(att.scale) * qty.turn(att) * torch.maximum(q * qty.norm_k(att), k * qty.norm_q(att)) * (1 + 1e-12)
 
 

@@ -53,13 +53,25 @@ def pull_of_biases(att: Attention) -> tuple[Tensor, Tensor]:
     return factor * norm_k(att) * q, factor * norm_q(att) * k
 
 
+def entering(att: Attention) -> tuple[Tensor, Tensor]:
+    """Queries and keys as they enter the scores, (samples, heads, N, d) in float64, zero for padding; keys centred unless there is a cap."""
+    q, k = att.wide_q, att.wide_k
+    if att.valid is not None:
+        real = att.valid[:, None, :, None]
+        q, k = q * real, k * real
+    if att.shift_invariant:
+        k = k - k.sum(-2, keepdim=True) / att.lengths[:, None, None, None]
+        k = k if att.valid is None else k * real
+    return q, k
+
+
 def slope_of_scores(att: Attention) -> Tensor:
     r"""Bound on the norm of dX -> dS before the softmax, with rotation or cap, (samples, heads).
 
     :math:`|scale| \max_i \|R_i\| (\|Q\| \|W_K\| + \|K\| \|W_Q\|)`, Q and K the queries and keys as they enter the scores (keys centred, unless
     there is a cap): :math:`dS = scale\,(dQ K^T + Q dK^T)`, whose rows count up to a constant.
     """
-    q, k = matrix_norm(att.wide_q), matrix_norm(att.centred_k)
+    q, k = (matrix_norm(t) for t in entering(att))
     return abs(att.scale) * turn(att) * (q * norm_k(att) + k * norm_q(att)) * (1 + 1e-12)
 
 
