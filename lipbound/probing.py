@@ -90,7 +90,7 @@ def probe(call: Call) -> Weights:
     """
     layer = _Layer(call)
     layer.refuse_what_depends_on_tokens()
-    norm_q, norm_k = layer.normalisations()
+    found = layer.normalisations()
     x = hidden_states(call)
     width = x.shape[-1]
     rows = torch.cat([torch.zeros(1, width, dtype=torch.float64), torch.eye(width, dtype=torch.float64)]).to(x.device)
@@ -98,7 +98,7 @@ def probe(call: Call) -> Weights:
     maps = [torch.cat(pieces) for pieces in zip(*parts, strict=True)]  # (D + 1, H or H_kv, d) each
     w = [(y[1:] - y[0]).transpose(0, 1).contiguous() for y in maps]
     b = [y[0] if bool((y[0] != 0).any()) else None for y in maps]
-    norms = [norm and _complete(norm, w[i], b[i]) for i, norm in enumerate((norm_q, norm_k))]
+    norms = [_over_all_heads(norm, w[i], b[i]) if norm and together else norm for i, (norm, together) in enumerate(found)]
     rotation, order = layer.rotation() if call.kwargs.get(POSITIONS) is not None else (None, None)
     heads = call.q.shape[1]
 
@@ -165,8 +165,8 @@ class _Layer:
             return end
         raise CaptureError(f"layer {self._call.name}: probing did not reach the attention interface")
 
-    def normalisations(self) -> tuple[QKNorm | None, QKNorm | None]:
-        """Those of queries and of keys, per head of theirs, yet without what is normalised together (`_complete` adds it)."""
+    def normalisations(self) -> list[tuple[QKNorm | None, bool]]:
+        """Those of queries and of keys, each as if a head's own vector were normalised, and whether it is that of all heads together."""
         x = torch.randn(hidden_states(self._call).shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(self._call.q.device)
         plain = self.projections(x)
         touching: list[list[_Stand]] = [[], [], []]
@@ -181,10 +181,9 @@ class _Layer:
             raise CaptureError(self._reason("makes its values of a normalised vector (latent attention)" if latent else "normalises its values"))
         if any(len(stands) > 1 for stands in touching):
             raise CaptureError(self._reason("normalises its queries or keys twice"))
-        q, k = (self._read(stands[0], side, x) if stands else None for side, stands in enumerate(touching[:2]))
-        return q, k
+        return [self._read(stands[0], side, x) if stands else (None, False) for side, stands in enumerate(touching[:2])]
 
-    def _read(self, stand: _Stand, side: int, x: Tensor) -> QKNorm:
+    def _read(self, stand: _Stand, side: int, x: Tensor) -> tuple[QKNorm, bool]:
         def seen(mode: str) -> Tensor:
             stand.mode = mode
             return self.projections(x)[side][0]  # (heads, d) of one token
@@ -197,8 +196,8 @@ class _Layer:
         eps = eps_of(stand.norm, self._call.q.dtype)
         bias = (plus + minus) / 2
         stand.mode = "linear"
-        over = None if stand.width == d else (pattern.new_zeros(0, 0), None)
-        return QKNorm((plus - minus) / 2 / pattern * (1 + eps) ** 0.5, bias if bool((bias != 0).any()) else None, eps, over)
+        gain = (plus - minus) / 2 / pattern * (1 + eps) ** 0.5
+        return QKNorm(gain, bias if bool((bias != 0).any()) else None, eps), stand.width != d
 
     def rotation(self) -> tuple[Rotation | None, Tensor]:
         """The rotation of the call's tokens, from the queries and keys of random tokens before and after it."""
@@ -225,9 +224,9 @@ class _Layer:
         return f"layer {self._call.name}: {type(self._call.module).__name__} {what}, which is not supported"
 
 
-def _complete(norm: QKNorm, w: Tensor, b: Tensor | None) -> QKNorm:
-    """A normalisation with the projection of all heads (heads, D, d), where these are normalised together."""
-    return norm if norm.over is None else replace(norm, over=(w.transpose(0, 1).flatten(1), None if b is None else b.flatten()))
+def _over_all_heads(norm: QKNorm, w: Tensor, b: Tensor | None) -> QKNorm:
+    """The normalisation of all heads' vectors together, whose projection is (heads, D, d) head by head."""
+    return replace(norm, over=(w.transpose(0, 1).flatten(1), None if b is None else b.flatten()))
 
 
 def _pattern(width: int) -> Tensor:
