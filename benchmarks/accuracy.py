@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipbound.attention import Attention
-from lipbound.bounds.auditing import SLACK
-from lipbound.capture import Capturer
-from lipbound.checkpoints import load
-from lipbound.inputs import prepare
-from lipbound.norms import spectral_norm
-from lipbound.oracle import dense_jacobian
+from lipbound.attention.layer import Attention
+from lipbound.attention.reference import dense_jacobian
+from lipbound.bounds.audit import SLACK
+from lipbound.jacobians.spectral_norm import spectral_norm
+from lipbound.models.capture.capture import Capturer
+from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.inputs import prepare
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("lanczos", {"tol": 1e-4}),
@@ -33,7 +33,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 def minilm() -> list[Attention]:
     """Two heads of every layer, 32 tokens."""
-    checkpoint = load("builtin:minilm")
+    checkpoint = load_checkpoint("builtin:minilm")
     layers = Capturer(checkpoint.model).run(prepare(checkpoint, samples=1, max_length=32).batch)
     return [layer.attention.select(heads=slice(2 * i, 2 * i + 2)) for i, layer in enumerate(layers)]
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from lipbound import bounds
-from lipbound.attention import Attention
-from lipbound.capture import Capturer
-from lipbound.checkpoints import load
-from lipbound.inputs import prepare
-from lipbound.norms import spectral_norm
+from lipbound.attention.layer import Attention
+from lipbound.jacobians.spectral_norm import spectral_norm
+from lipbound.models.capture.capture import Capturer
+from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.inputs import prepare
 
 REPEATS = 3
 
@@ -49,7 +49,7 @@ def timed(jobs: dict[str, Callable[[Attention], Any]], layers: list[Attention], 
 def main() -> None:
     """Measure, print and write."""
     torch.set_num_threads(2)
-    checkpoint = load("builtin:minilm")
+    checkpoint = load_checkpoint("builtin:minilm")
     layers = [layer.attention for layer in Capturer(checkpoint.model).run(prepare(checkpoint, samples=1, max_length=128).batch)]
     heads = sum(att.heads for att in layers)
     jobs: dict[str, Callable[[Attention], Any]] = {

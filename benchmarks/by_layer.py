@@ -18,9 +18,9 @@ import torch
 import transformers as tf
 from safetensors.torch import save_file
 
-from lipbound.checkpoints import load
-from lipbound.compare import compare
-from lipbound.stored import numbers
+from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.weight_files import numbers
+from lipbound.runs.compare import compare
 
 TOKENS = 128
 DTYPES = ("float32", "float64")
@@ -58,7 +58,7 @@ def _weight(shape: torch.Size, g: torch.Generator) -> torch.Tensor:
 def work(folder: Path, dtype: str) -> None:
     """What is measured: one forward pass, and a run of `lipbound.compare` over all layers."""
     ids = torch.randint(0, CONFIG["vocab_size"], (1, TOKENS), generator=torch.Generator().manual_seed(1))
-    checkpoint = load(folder, weights="layers", dtype=dtype)
+    checkpoint = load_checkpoint(folder, weights="layers", dtype=dtype)
     reached("load")
     with torch.no_grad():
         out = checkpoint.model(input_ids=ids, use_cache=False).last_hidden_state

@@ -9,7 +9,7 @@ import torch
 from exact_norms import SHAPES, device, seconds
 from torch import Tensor
 
-from lipbound.operators import HeadJacobian
+from lipbound.jacobians.head import HeadJacobian
 
 REPEATS = 15
 

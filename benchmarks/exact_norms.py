@@ -24,12 +24,12 @@ import rivals
 import torch
 from matplotlib.ticker import FuncFormatter, LogLocator
 
-from lipbound.attention import Attention
-from lipbound.capture import Capturer
-from lipbound.checkpoints import load
-from lipbound.inputs import prepare
-from lipbound.norms import spectral_norm
-from lipbound.operators import HeadJacobian
+from lipbound.attention.layer import Attention
+from lipbound.jacobians.head import HeadJacobian
+from lipbound.jacobians.spectral_norm import spectral_norm
+from lipbound.models.capture.capture import Capturer
+from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.inputs import prepare
 
 ACCURACY = 1e-4
 REPEATS = 5
@@ -53,7 +53,7 @@ def ready(att: Attention) -> Attention:
 
 def minilm() -> list[Attention]:
     """Every layer of the real checkpoint."""
-    checkpoint = load("builtin:minilm")
+    checkpoint = load_checkpoint("builtin:minilm")
     return [ready(layer.attention) for layer in Capturer(checkpoint.model).run(prepare(checkpoint, samples=1, max_length=128).batch)]
 
 

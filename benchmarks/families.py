@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from models import MODERN, build, inputs_for, own_heads
 
 import lipbound as lb
-from lipbound.capture import Capturer, LayerCapture
-from lipbound.checkpoints import load
-from lipbound.inputs import prepare
+from lipbound.models.capture.capture import Capturer, LayerCapture
+from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.inputs import prepare
 
 TRAINED = ("builtin:gpt2", "builtin:llama", "builtin:qwen3")
 
@@ -63,7 +63,7 @@ def main() -> None:
         rows[name] = ratios(Capturer(model).run(inputs_for(model, length=24))) | {"module": module_error(make)}
         print(name, json.dumps(rows[name]), flush=True)
     for name in TRAINED:
-        checkpoint = load(name)
+        checkpoint = load_checkpoint(name)
         rows[name] = ratios(Capturer(checkpoint.model).run(prepare(checkpoint, samples=1, max_length=128).batch))
         print(name, json.dumps(rows[name]), flush=True)
     report = {"torch": torch.__version__, "transformers": tf.__version__, "families": rows}

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lipbound.attention import Attention
-from lipbound.norms import spectral_norm
+from lipbound.attention.layer import Attention
+from lipbound.jacobians.spectral_norm import spectral_norm
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 

@@ -12,9 +12,9 @@ import torch
 from scipy.sparse.linalg import LinearOperator, svds
 from torch import Tensor
 
-from lipbound.attention import Attention
-from lipbound.operators import AutogradJacobian
-from lipbound.oracle import dense_jacobian, head_function
+from lipbound.attention.layer import Attention
+from lipbound.attention.reference import dense_jacobian, head_function
+from lipbound.linalg.operators import AutogradJacobian
 
 Rival = Callable[[Attention, int, float], tuple[float, int]]
 TOLERANCES = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8)

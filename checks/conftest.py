@@ -6,7 +6,7 @@ import pytest
 import xarray as xr
 
 import lipbound as lb
-from lipbound import store
+from lipbound.runs import store
 
 HOSTILE = "</script><img src=x onerror=window.hacked=1> $\\input{/etc/passwd}$ 50 % #_^~&{} |\n\x1b[31m @x \u21af"
 

@@ -20,7 +20,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 
 import lipbound as lb
-from lipbound.reporting import report
+from lipbound.reporting.page.render import report
 
 SHOTS = os.environ.get("LIPBOUND_SHOTS")
 """Folder for screenshots, to be looked at."""

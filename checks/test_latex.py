@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import xarray as xr
 
-from lipbound import citing, plots, tables
+from lipbound import plots, tables
+from lipbound.reporting import citations
 
 PREAMBLE = r"""\documentclass{article}
 \usepackage[T1]{fontenc}
@@ -49,11 +50,11 @@ def test_tables_are_typeset(ds: xr.Dataset, tmp_path: Path, by: str) -> None:
 
 
 def test_paragraph_and_bibliography(ds: xr.Dataset, tmp_path: Path) -> None:
-    text = typeset(tmp_path, citing.cite(ds, "latex"), bibliography=citing.cite(ds, "bib"))
+    text = typeset(tmp_path, citations.cite(ds, "latex"), bibliography=citations.cite(ds, "bib"))
     assert "builtin:gpt2" in text
     assert "Pay attention to attention distribution" in re.sub(r"\s+", " ", text)
     assert "[?]" not in text
-    assert len(re.findall(r"^\s*\[\d\] ", text, re.MULTILINE)) == len(citing.keys(ds))
+    assert len(re.findall(r"^\s*\[\d\] ", text, re.MULTILINE)) == len(citations.keys(ds))
 
 
 def test_pgf_figures_are_typeset(hostile: xr.Dataset, tmp_path: Path) -> None:
@@ -65,8 +66,8 @@ def test_pgf_figures_are_typeset(hostile: xr.Dataset, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("by", tables.ROWS)
 def test_hostile_names_are_text(hostile: xr.Dataset, tmp_path: Path, by: str) -> None:
-    body = f"{tables.latex(hostile, by=by)}\n\n{citing.cite(hostile, 'latex')}"
-    text = typeset(tmp_path, body, bibliography=citing.cite(hostile))
+    body = f"{tables.latex(hostile, by=by)}\n\n{citations.cite(hostile, 'latex')}"
+    text = typeset(tmp_path, body, bibliography=citations.cite(hostile))
     assert "root:" not in text  # a line of the file that the name tries to read
     assert "\\input{/etc/passwd}" in text
     assert "[U+21AF]" in text
@@ -79,4 +80,4 @@ def test_an_ordinary_document_is_enough(hostile: xr.Dataset, tmp_path: Path) -> 
     other["castin"].attrs["label"] = "\u03bb first"
     preamble = "\\documentclass{article}\n\\usepackage{booktabs, siunitx}\n\\begin{document}\\tiny\n"
     for by in tables.ROWS:
-        typeset(tmp_path, f"{tables.latex(other, by=by)}\n\n{citing.cite(other, 'latex')}", preamble=preamble)
+        typeset(tmp_path, f"{tables.latex(other, by=by)}\n\n{citations.cite(other, 'latex')}", preamble=preamble)

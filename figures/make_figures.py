@@ -2,8 +2,8 @@
 
 Runs are kept in figures/runs (not in git) and computed where they are missing: heatmaps of each builtin checkpoint, bounds over balls, and every
 recipe of
-`lipbound.recipes` on builtin:minilm. Each figure is a PDF, a PNG and a caption file. ``--text`` gives texts to the recipes that the paper ran on text
-(``--text alice.txt --text ag_news.csv --column 2 --sequences 10``); without it they take the text that comes with lipbound.
+`lipbound.analysis.recipes` on builtin:minilm. Each figure is a PDF, a PNG and a caption file. ``--text`` gives texts to the recipes that the paper
+ran on text (``--text alice.txt --text ag_news.csv --column 2 --sequences 10``); without it they take the text that comes with lipbound.
 """
 
 import argparse
@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import lipbound as lb
-from lipbound import store
-from lipbound.capture import Capturer
-from lipbound.checkpoints import load
-from lipbound.inputs import prepare
-from lipbound.recipes import RECIPES, Setting
+from lipbound.analysis.recipes.registry import RECIPES, Setting
+from lipbound.models.capture.capture import Capturer
+from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.inputs import prepare
+from lipbound.runs import store
 
 HERE = Path(__file__).parent
 RUNS = HERE / "runs"
@@ -52,7 +52,7 @@ def ball() -> None:
     """Bounds over balls for four real heads, from 1e-4 of the tokens' length to three times it, with an adversary."""
     path = RUNS / "ball.zarr"
     if not path.exists():
-        checkpoint = load("builtin:minilm")
+        checkpoint = load_checkpoint("builtin:minilm")
         att = Capturer(checkpoint.model, [2]).run(prepare(checkpoint, samples=1, max_length=128).batch)[0].attention.select(heads=slice(0, 4))
         length = float(att.x.norm(dim=-1).mean())
         store.save(lb.radius_curve(att, [length * r for r in (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)]), path)

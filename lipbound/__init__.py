@@ -1,27 +1,82 @@
 """lipbound: exact local Lipschitz constants of attention heads, beside every published upper bound.
 
+Public names are imported when they are first used: ``import lipbound`` itself loads neither torch nor transformers.
+
 >>> import lipbound as lb
 >>> ds = lb.compare("builtin:gpt2", samples=1, max_length=16, bounds=["castin", "yudin"], progress=False)
 >>> ds["exact"].dims
 ('sample', 'layer', 'head')
 """
 
-from lipbound import bounds, plots, regularizers, tables
-from lipbound.attention import Attention
-from lipbound.balls import attack, radius_curve
-from lipbound.capture import capture
-from lipbound.compare import compare
-from lipbound.errors import LipboundError
-from lipbound.network import network_norm
-from lipbound.norms import spectral_norm
-from lipbound.reporting import report
-from lipbound.solution import Norm
-from lipbound.store import load
-from lipbound.training import attention_probabilities
-from lipbound.verifying import verify
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "Attention", "LipboundError", "Norm", "attack", "attention_probabilities", "bounds", "capture", "compare", "load", "network_norm", "plots",
-    "radius_curve", "regularizers", "report", "spectral_norm", "tables", "verify",
-]  # fmt: skip
+from lipbound import moved
+
+if TYPE_CHECKING:
+    from lipbound import bounds as bounds
+    from lipbound import regularizers as regularizers
+    from lipbound.analysis.adversary import attack as attack
+    from lipbound.analysis.adversary import radius_curve as radius_curve
+    from lipbound.analysis.network import network_norm as network_norm
+    from lipbound.attention.layer import Attention as Attention
+    from lipbound.errors import LipboundError as LipboundError
+    from lipbound.jacobians.spectral_norm import spectral_norm as spectral_norm
+    from lipbound.linalg.solution import Norm as Norm
+    from lipbound.models.capture.capture import capture as capture
+    from lipbound.models.capture.differentiable import attention_probabilities as attention_probabilities
+    from lipbound.models.checkpoints import load_checkpoint as load_checkpoint
+    from lipbound.models.inputs import prepare as prepare
+    from lipbound.reporting import plots as plots
+    from lipbound.reporting import tables as tables
+    from lipbound.reporting.citations import cite as cite
+    from lipbound.reporting.page.render import report as report
+    from lipbound.runs.compare import compare as compare
+    from lipbound.runs.store import load as load
+    from lipbound.runs.verify import verify as verify
+
 __version__ = "0.1.0"
+_HOME = {
+    "Attention": "attention.layer",
+    "LipboundError": "errors",
+    "Norm": "linalg.solution",
+    "attack": "analysis.adversary",
+    "attention_probabilities": "models.capture.differentiable",
+    "capture": "models.capture.capture",
+    "cite": "reporting.citations",
+    "compare": "runs.compare",
+    "load": "runs.store",
+    "load_checkpoint": "models.checkpoints",
+    "network_norm": "analysis.network",
+    "prepare": "models.inputs",
+    "radius_curve": "analysis.adversary",
+    "report": "reporting.page.render",
+    "spectral_norm": "jacobians.spectral_norm",
+    "verify": "runs.verify",
+}
+_MODULES = {"bounds": "bounds", "plots": "reporting.plots", "regularizers": "regularizers", "tables": "reporting.tables"}
+__all__ = [
+    "Attention", "LipboundError", "Norm", "attack", "attention_probabilities", "bounds", "capture", "cite", "compare", "load", "load_checkpoint",
+    "network_norm", "plots", "prepare", "radius_curve", "regularizers", "report", "spectral_norm", "tables", "verify",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Public names on first use (PEP 562)."""
+    if name in _MODULES:
+        value = importlib.import_module(f"lipbound.{_MODULES[name]}")
+    elif name in _HOME:
+        value = getattr(importlib.import_module(f"lipbound.{_HOME[name]}"), name)
+    elif name in moved.MOVED:
+        return importlib.import_module(f"lipbound.{name}")
+    else:
+        raise AttributeError(f"module 'lipbound' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
+moved.install()

@@ -14,19 +14,23 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lipbound import bounds as registry
-from lipbound import citing, plots, store, tables
-from lipbound import compare as run_compare
-from lipbound.attention import VARIANTS
-from lipbound.bounds.auditing import audit
+from lipbound import formatting
+from lipbound.analysis.recipes.registry import RECIPES, Setting, recipe
+from lipbound.attention.variants import VARIANTS
+from lipbound.bounds import registry
+from lipbound.bounds.audit import audit
 from lipbound.errors import LipboundError, StoreError
-from lipbound.recipes import RECIPES, Setting, recipe
-from lipbound.reporting import report as write_report
-from lipbound.sweep import sweep as run_sweep
-from lipbound.verifying import verify as run_verify
-from lipbound.writing import plain
+from lipbound.formatting import plain
+from lipbound.reporting import citations, labels, plots, tables
+from lipbound.reporting.page.render import report as write_report
+from lipbound.runs import store
+from lipbound.runs.compare import compare as run_compare
+from lipbound.runs.sweep import sweep as run_sweep
+from lipbound.runs.verify import verify as run_verify
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+
+
 DEMO = ("builtin:minilm", "builtin:gpt2", "builtin:vit")
 
 
@@ -140,7 +144,7 @@ def _run(model: str, data: Any = None, **options: Any) -> xr.Dataset:
 def _show(ds: xr.Dataset) -> None:
     """The summary as a table on standard output, then what the audit says."""
     console = Console(width=None if sys.stdout.isatty() else 160, soft_wrap=False)
-    table = Table(title=escape(tables.caption(ds)), title_justify="left", title_style="dim")
+    table = Table(title=escape(labels.caption(ds)), title_justify="left", title_style="dim")
     table.add_column("bound / exact", no_wrap=True)
     numbers = ("geom. mean", "over samples", "min", "max")
     for title in (*numbers, "below exact"):
@@ -156,10 +160,10 @@ def _show(ds: xr.Dataset) -> None:
     unconverged = int(ds["exact"].notnull().sum() - ds["exact_converged"].sum())
     exact = ds["exact"].values[ds["exact"].notnull().values]
     console.print(
-        f"exact norms: {len(exact)} heads, from {tables.number(float(exact.min()))} to {tables.number(float(exact.max()))}, "
+        f"exact norms: {len(exact)} heads, from {formatting.number(float(exact.min()))} to {formatting.number(float(exact.max()))}, "
         f"{unconverged} not converged; capture reproduces the model to {ds.attrs['capture_error']:.1e} relative"
     )
-    for line in tables.left_out(ds):
+    for line in labels.left_out(ds):
         console.print(line, style="dim", soft_wrap=True)
     broken = {name: entry["broken"] for name, entry in audit(ds).items() if entry["broken"]}
     if broken:
@@ -228,7 +232,7 @@ def cite(
     format: Annotated[str, typer.Option(help="bib (entries, the paragraph as a comment), or the paragraph alone: latex, text.")] = "bib",
 ) -> None:
     """Print BibTeX for every bound in a run and for lipbound, and a methods paragraph with the run's settings."""
-    typer.echo(citing.cite(store.load(run), format), nl=False)
+    typer.echo(citations.cite(store.load(run), format), nl=False)
 
 
 @app.command(epilog="Example: lipbound report minilm.zarr -o minilm.html; lipbound report bert.zarr gpt2.zarr -o both.html")

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lipbound.attention import Attention
-from lipbound.oracle import dense_jacobian
+from lipbound.attention.layer import Attention
+from lipbound.attention.reference import dense_jacobian
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)
 
 KINDS = ("plain", "biases", "causal", "window", "offsets", "padded", "one_token", "wide_values", "duplicates", "flat", "sharp", "no_query")
 

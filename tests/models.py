@@ -10,9 +10,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 
-from lipbound import recording
-from lipbound.attention import Attention
-from lipbound.capture import capture
+from lipbound.attention.layer import Attention
+from lipbound.models.capture import recorder
+from lipbound.models.capture.capture import capture
 
 TEXT = {"vocab_size": 60, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32, "max_position_embeddings": 40}
 IMAGE = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32, "image_size": 16, "patch_size": 4}
@@ -116,8 +116,8 @@ def inputs_for(model: tf.PreTrainedModel, padded: bool = False, length: int = 9)
 def own_heads(model: tf.PreTrainedModel, layer: int) -> tuple[Attention, Callable[[Tensor], Tensor]]:
     """A layer of a float64 model, and its heads' outputs for the first sample by the model's own code, (N, D) -> (N, heads, d_v)."""
     batch = {name: t.double() if t.is_floating_point() else t for name, t in inputs_for(model).items()}
-    with recording.implementation(model, recording.NAME):
-        call = recording.record(model, batch)[layer]
+    with recorder.implementation(model, recorder.NAME):
+        call = recorder.record(model, batch)[layer]
     att = capture(model, batch)[layer]
     model.set_attn_implementation("eager")
     seen: list[Tensor] = []

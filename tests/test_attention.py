@@ -4,9 +4,9 @@ import pytest
 import torch
 from conftest import causal, random_attention
 
-from lipbound.attention import Attention
+from lipbound.attention.layer import Attention
+from lipbound.attention.reference import head_function
 from lipbound.errors import AttentionError
-from lipbound.oracle import head_function
 
 
 def test_out_is_the_function_the_oracle_differentiates(att: Attention) -> None:

@@ -11,16 +11,17 @@ from torch import Tensor
 from variants import MASKS, layer, oracle
 
 import lipbound as lb
-from lipbound import balls, bounds
-from lipbound.attention import Attention
-from lipbound.bounds.around import Around
-from lipbound.bounds.ball_variants import VariantAround, norm_a
+from lipbound import bounds
+from lipbound.analysis import adversary
+from lipbound.attention.layer import Attention
+from lipbound.attention.qk_norm import QKNorm
+from lipbound.attention.reference import dense_jacobian, head_function
+from lipbound.attention.rotary import Rotation
+from lipbound.bounds.ball.plain import BallCentre
+from lipbound.bounds.ball.variants import VariantBallCentre, norm_a
 from lipbound.errors import AttentionError
-from lipbound.linalg import matrix_norm
-from lipbound.operators import HeadJacobian
-from lipbound.oracle import dense_jacobian, head_function
-from lipbound.passage import QKNorm
-from lipbound.rotation import Rotation
+from lipbound.jacobians.head import HeadJacobian
+from lipbound.linalg.matrix_norms import matrix_norm
 
 NORMS = ("token", "frobenius")
 PROVED = st.frozensets(st.sampled_from(("rotation", "cap", "sinks")))
@@ -33,7 +34,7 @@ def moves(att: Attention, norm: str, radius: float, count: int, seed: int) -> Te
     move[-1, 1:] = 0
     part = torch.rand(count, 1, 1, generator=g, dtype=torch.float64)
     part[::2] = 1 - 1e-12
-    return att.x + part * radius * balls._unit(move, norm)
+    return att.x + part * radius * adversary._unit(move, norm)
 
 
 def norms_at(att: Attention, h: int, points: Tensor) -> Tensor:
@@ -61,7 +62,7 @@ def test_no_point_of_the_ball_is_above(
         part = one.select(heads=slice(h, h + 1))
         (up,) = torch.autograd.grad((top.left[:, h] * HeadJacobian(part.at(x)).along(top.right[:, h])).sum(), x)
         up = up / up.abs().amax().clamp_min(1e-300)  # gradients at one-hot rows are so small that their squares vanish
-        step = radius * (1 - 1e-12) * balls._unit(up, norm)
+        step = radius * (1 - 1e-12) * adversary._unit(up, norm)
         found = norms_at(one, h, torch.cat([one.x, one.x + step, one.x - step, points]))
         assert bool((bound[h] >= found * (1 - 1e-9)).all())
 
@@ -95,7 +96,7 @@ def test_large_biases(has: set[str], norm: str) -> None:
 def test_the_adversary_on_every_variant(has: set[str], norm: str) -> None:
     att = layer(7, frozenset(has), mask="padded", scale=0.7).select(heads=slice(0, 2))  # one head of each would leave their order untested
     radius = 0.2
-    found = balls.attack(att, radius, norm=norm, steps=3, starts=1)
+    found = adversary.attack(att, radius, norm=norm, steps=3, starts=1)
     move = (found.x - att.x[:, None]).norm(dim=-1)
     assert float((move if norm == "token" else move.norm(dim=-1)).max()) <= radius
     assert bool((found.norm >= oracle(att) * (1 - 1e-6)).all())
@@ -156,7 +157,7 @@ def test_radius_zero_and_growth(has: set[str], norm: str) -> None:
 def test_a_layer_without_variants_has_the_plain_bound(att: Attention, norm: str) -> None:
     one = att.double().unpadded(1)
     centre = bounds.get("lipbound")(one)[0]
-    plain, other = Around(one), VariantAround(one)
+    plain, other = BallCentre(one), VariantBallCentre(one)
     for radius in (0.0, 1e-3, 0.1, 3.0):
         torch.testing.assert_close(plain.bound(radius, norm, centre), other.bound(radius, norm, centre), rtol=0.02, atol=1e-12)
 

@@ -4,10 +4,11 @@ import pytest
 import torch
 from conftest import oracle, random_attention
 
-import lipbound as lb
-from lipbound import balls, bounds
-from lipbound.attention import Attention
-from lipbound.bounds.interval import largest_g1, reachable_rows, softmax_interval
+from lipbound import bounds
+from lipbound.analysis import adversary
+from lipbound.attention.layer import Attention
+from lipbound.attention.softmax import jacobian_norm
+from lipbound.bounds.ball.softmax_interval import largest_g1, reachable_rows, softmax_interval
 from lipbound.errors import LipboundError
 
 NORMS = ("token", "frobenius")
@@ -20,7 +21,7 @@ def test_no_bound_is_below_the_adversary(kind: str, norm: str, relative: float) 
     """12 kinds x 6 heads x 3 radii x 2 norms: 432 heads."""
     att = random_attention(kind, seed=3)
     radius = relative * float(att.x.norm(dim=-1).mean())
-    found = balls.attack(att, radius, norm=norm, steps=8, starts=2).norm
+    found = adversary.attack(att, radius, norm=norm, steps=8, starts=2).norm
     assert bool((found >= oracle(att) * (1 - 1e-6)).all())
     assert bool((bounds.over_ball(att, radius, norm=norm) >= found * (1 - 1e-9)).all())
     for name in WITH_RADIUS:
@@ -32,7 +33,7 @@ def test_no_bound_is_below_the_adversary(kind: str, norm: str, relative: float) 
 @pytest.mark.parametrize("norm", NORMS)
 def test_the_adversary_stays_in_the_ball_and_attains_its_norm(att: Attention, norm: str) -> None:
     radius = 0.5
-    found = balls.attack(att, radius, norm=norm, steps=6, starts=2)
+    found = adversary.attack(att, radius, norm=norm, steps=6, starts=2)
     move = (found.x - att.x[:, None]).norm(dim=-1)
     assert float((move if norm == "token" else move.norm(dim=-1)).max()) <= radius
     for h in range(att.heads):
@@ -44,7 +45,7 @@ def test_the_adversary_stays_in_the_ball_and_attains_its_norm(att: Attention, no
 
 def test_the_adversary_climbs() -> None:
     att = random_attention("plain")
-    assert bool((balls.attack(att, 0.5, steps=8).norm > 1.02 * oracle(att)).all())
+    assert bool((adversary.attack(att, 0.5, steps=8).norm > 1.02 * oracle(att)).all())
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -82,7 +83,7 @@ def test_intervals_hold_the_rows_of_moved_inputs(att: Attention, norm: str) -> N
             assert bool((moved.p >= low * (1 - 1e-9)).all())
             assert bool((moved.p <= high * (1 + 1e-9)).all())
             g1 = largest_g1(low, high)
-            norms = lb.softmax.jacobian_norm(moved.p).lower
+            norms = jacobian_norm(moved.p).lower
             assert bool((norms <= g1 * (1 + 1e-9)).all())
 
 
@@ -116,7 +117,7 @@ def test_intervals_reach_zero_where_scores_are_far_apart() -> None:
 def test_float32_attacks_stay_in_the_ball(norm: str, relative: float) -> None:
     att = random_attention("biases", dtype=torch.float32)
     radius = relative * float(att.x.norm(dim=-1).mean())
-    found = balls.attack(att, radius, norm=norm, steps=3, starts=2)
+    found = adversary.attack(att, radius, norm=norm, steps=3, starts=2)
     move = found.x.double() - att.x[:, None].double()
     size = move.norm(dim=-1).amax() if norm == "token" else move.flatten(2).norm(dim=-1).amax()
     assert float(size) <= radius
@@ -134,7 +135,7 @@ def test_radii_come_as_any_number_that_is_in_range() -> None:
 
 def test_the_curve_brackets() -> None:
     att = random_attention("biases")
-    ds = balls.radius_curve(att, [0.0, 0.1, 1.0], steps=4, starts=2)
+    ds = adversary.radius_curve(att, [0.0, 0.1, 1.0], steps=4, starts=2)
     assert ds["over_ball"].dims == ("sample", "head", "radius")
     assert bool((ds["adversary"] <= ds["over_ball"]).all())
     assert bool((ds["adversary"].diff("radius") >= 0).all())
@@ -160,4 +161,4 @@ def test_bounds_without_a_radius_say_so() -> None:
     with pytest.raises(LipboundError, match="without a radius"):
         bounds.get("yudin_g1").over_ball(random_attention("plain"), 1.0)
     with pytest.raises(LipboundError, match="at least one of each"):
-        balls.attack(random_attention("plain"), 1.0, starts=0)
+        adversary.attack(random_attention("plain"), 1.0, starts=0)

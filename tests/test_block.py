@@ -8,14 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import AFFINE, build, inputs_for
 
-from lipbound.attention import Attention
-from lipbound.block import BLOCKS, BlockJacobian, block_bound
-from lipbound.bounds.multihead import whole_layer
-from lipbound.bounds.normalised import after_norm, fold_normalisation
-from lipbound.capture import Capturer, capture
+from lipbound.attention.layer import Attention
+from lipbound.attention.layer_norm import Normaliser, ellipsoid_radius
+from lipbound.attention.residual import ResidualContext
+from lipbound.bounds.after_layer_norm import after_norm, fold_normalisation
+from lipbound.bounds.whole_layer import whole_layer
 from lipbound.errors import AttentionError, LipboundError
-from lipbound.normalisation import Normaliser, Surroundings, ellipsoid_radius
-from lipbound.norms import spectral_norm
+from lipbound.jacobians.maps import BLOCKS, block_bound
+from lipbound.jacobians.residual_block import BlockJacobian
+from lipbound.jacobians.spectral_norm import spectral_norm
+from lipbound.models.capture.capture import Capturer, capture
 
 PRE = ("gpt2", "opt", "vit", "clip text", "siglip vision")
 POST = ("bert", "roberta", "electra", "distilbert", "albert")
@@ -51,10 +53,10 @@ def around(att: Attention, residual: str, centred: bool, seed: int = 0) -> Atten
     x = norm.out if residual == "pre" else att.x
     found = Attention(x, att.w_q, att.w_k, att.w_v, b_q=att.b_q, b_k=att.b_k, b_v=att.b_v, w_o=att.w_o, mask=att.mask)
     if residual == "pre":
-        found.surroundings = Surroundings(norm, "pre")
+        found.surroundings = ResidualContext(norm, "pre")
     else:
         out = torch.stack([attention_of(found, found.x[s], s) for s in range(found.samples)])
-        found.surroundings = Surroundings(None, "post", Normaliser(found.x + out, weight, bias, eps=1e-3, centred=centred))
+        found.surroundings = ResidualContext(None, "post", Normaliser(found.x + out, weight, bias, eps=1e-3, centred=centred))
     return found
 
 

@@ -5,10 +5,10 @@ import torch
 import transformers as tf
 from models import AFFINE, MODERN, REFUSED, TEXT, build, inputs_for
 
-import lipbound.recording as recording
-from lipbound.capture import Capturer, capture
 from lipbound.errors import CaptureError
-from lipbound.norms import spectral_norm
+from lipbound.jacobians.spectral_norm import spectral_norm
+from lipbound.models.capture import recorder
+from lipbound.models.capture.capture import Capturer, capture
 
 
 @pytest.mark.parametrize("family", AFFINE)
@@ -70,7 +70,7 @@ def test_what_cannot_be_right_is_refused(family: str) -> None:
 def test_a_capture_without_its_mask_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second pass through eager attention is what tells: q, k and v alone would agree."""
     model = build(AFFINE["gpt2"])
-    monkeypatch.setitem(recording.AttentionMaskInterface._global_mapping, recording.NAME, lambda *args, **kwargs: None)
+    monkeypatch.setitem(recorder.AttentionMaskInterface._global_mapping, recorder.RECORDING_ATTENTION, lambda *args, **kwargs: None)
     with pytest.raises(CaptureError, match="differ from the model's own eager attention"):
         capture(model, inputs_for(model))
 
@@ -157,8 +157,8 @@ def test_the_model_is_left_as_it_was() -> None:
     model.set_attn_implementation({"text_config": "eager", "vision_config": "sdpa"})
     model.train()
     model.text_model.eval()
-    with recording.implementation(model, recording.NAME):
-        assert model.config.text_config._attn_implementation == recording.NAME
+    with recorder.implementation(model, recorder.RECORDING_ATTENTION):
+        assert model.config.text_config._attn_implementation == recorder.RECORDING_ATTENTION
     assert model.config.text_config._attn_implementation == "eager"
     assert model.config.vision_config._attn_implementation == "sdpa"
     assert (model.training, model.text_model.training) == (True, False)

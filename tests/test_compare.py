@@ -9,9 +9,9 @@ from models import AFFINE, TEXT, build, inputs_for, save_bert
 from transformers import BertConfig, BertModel
 
 import lipbound as lb
-from lipbound import store
-from lipbound.bounds.auditing import audit
+from lipbound.bounds.audit import audit
 from lipbound.errors import LipboundError, StoreError
+from lipbound.runs import plan, store
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +29,9 @@ def test_values_are_those_of_the_layers(bert: Path) -> None:
     assert ds["exact"].shape == (3, 2, 4)
     assert ds["length"].values.tolist() == [6, 5, 5]
     model = BertModel.from_pretrained(bert).double()
-    from lipbound.checkpoints import load
+    from lipbound.models.checkpoints import load_checkpoint
 
-    batch = dict(load(bert).tokenizer()(TEXTS, padding=True, return_tensors="pt"))
+    batch = dict(load_checkpoint(bert).tokenizer()(TEXTS, padding=True, return_tensors="pt"))
     for i, att in enumerate(lb.capture(model, batch)):
         np.testing.assert_allclose(ds["exact"][:, i], oracle(att), rtol=1e-8)
         assert bool((oracle(att).numpy() <= ds["exact_upper"][:, i] * (1 + 1e-12)).all())
@@ -42,10 +42,9 @@ def test_values_are_those_of_the_layers(bert: Path) -> None:
 
 
 def test_blocks_do_not_change_results(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
 
     whole = lb.compare(bert, TEXTS, bounds=["yudin"], **OPTIONS)
-    monkeypatch.setattr(sys.modules["lipbound.compare"], "BLOCK_BYTES", 1)
+    monkeypatch.setattr(plan, "BLOCK_BYTES", 1)
     single = lb.compare(bert, TEXTS, bounds=["yudin"], **OPTIONS)
     for name in ("exact", "yudin", "exact_upper"):
         np.testing.assert_allclose(whole[name], single[name], rtol=1e-5)
@@ -77,9 +76,9 @@ def test_exact_samples_layers_and_estimates(bert: Path) -> None:
 def test_head_out_is_the_head_with_its_output_slice(bert: Path) -> None:
     ds = lb.compare(bert, TEXTS[:1], map="head_out", dtype="float64", bounds="yudin", **OPTIONS)
     model = BertModel.from_pretrained(bert).double()
-    from lipbound.checkpoints import load
+    from lipbound.models.checkpoints import load_checkpoint
 
-    att = lb.capture(model, dict(load(bert).tokenizer()(TEXTS[:1], return_tensors="pt")))[0]
+    att = lb.capture(model, dict(load_checkpoint(bert).tokenizer()(TEXTS[:1], return_tensors="pt")))[0]
     np.testing.assert_allclose(ds["exact"][:, 0], lb.spectral_norm(att, map="head_out", tol=1e-9).lower, rtol=1e-3)
     assert ds.attrs["map"] == "head_out"
     assert float((ds["yudin"] / ds["exact"]).min()) > 1

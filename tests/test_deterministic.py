@@ -4,14 +4,14 @@ import pytest
 import torch
 from conftest import oracle, random_attention
 
-from lipbound import memory
-from lipbound.attention import Attention
-from lipbound.deterministic import cholesky_bound, deflate
+from lipbound import devices
+from lipbound.attention.layer import Attention
 from lipbound.errors import LipboundError
-from lipbound.gram import Gram
-from lipbound.lanczos import ritz_vectors
-from lipbound.norms import spectral_norm
-from lipbound.operators import HeadJacobian
+from lipbound.jacobians.gram import Gram
+from lipbound.jacobians.head import HeadJacobian
+from lipbound.jacobians.spectral_norm import spectral_norm
+from lipbound.linalg.deterministic import cholesky_bound, deflate
+from lipbound.linalg.lanczos import ritz_vectors
 
 
 @pytest.mark.parametrize("method", ["deflation", "cholesky"])
@@ -81,13 +81,13 @@ def test_ritz_vectors_go_on_after_an_exhausted_space() -> None:
 
 @pytest.mark.parametrize("method", ["deflation", "cholesky"])
 def test_memory_is_checked_before_work_starts(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available", lambda device: 1000.0)
+    monkeypatch.setattr(devices, "available", lambda device: 1000.0)
     with pytest.raises(LipboundError, match=f"method '{method}' needs .* of memory are free; use"):
         spectral_norm(random_attention("plain"), method=method)
 
 
 def test_available_memory_is_plausible() -> None:
-    assert 1e7 < memory.available(torch.device("cpu")) < 1e14
+    assert 1e7 < devices.available(torch.device("cpu")) < 1e14
 
 
 def test_tolerances() -> None:

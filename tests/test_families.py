@@ -7,8 +7,8 @@ import torch
 from models import AFFINE, MODERN, build, inputs_for, own_heads
 
 import lipbound as lb
-from lipbound.capture import Capturer, capture
-from lipbound.oracle import dense_jacobian
+from lipbound.attention.reference import dense_jacobian
+from lipbound.models.capture.capture import Capturer, capture
 
 HAS = {
     "Qwen 3": {"rotation", "qk_norm"}, "Gemma 2": {"rotation", "cap"}, "Gemma 3": {"rotation", "qk_norm"}, "Phi, q/k-norm": {"rotation", "qk_norm"},

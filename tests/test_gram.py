@@ -3,11 +3,11 @@ import torch
 from conftest import random_attention
 from torch import Tensor
 
-from lipbound import gram
-from lipbound.attention import Attention
-from lipbound.bounds import ours_gram
-from lipbound.gram import Gram
-from lipbound.oracle import dense_jacobian
+from lipbound.attention.layer import Attention
+from lipbound.attention.reference import dense_jacobian
+from lipbound.bounds.lipbound2026 import gram as gram_bound
+from lipbound.jacobians import gram as gram_module
+from lipbound.jacobians.gram import Gram
 
 
 def jacobians(att: Attention, sample: int) -> Tensor:
@@ -19,7 +19,7 @@ def jacobians(att: Attention, sample: int) -> Tensor:
 @pytest.mark.parametrize("tile", [2**23, 3000])
 @pytest.mark.parametrize("stacking", ["head", "heads", "layer"])
 def test_gram_is_the_product_of_autograd_jacobians(att: Attention, stacking: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(gram.TILE, "cpu", tile)
+    monkeypatch.setitem(gram_module.TILE, "cpu", tile)
     for s in range(att.samples):
         j = jacobians(att, s)
         heads = [1] if stacking == "head" else [0, 1, 2]
@@ -46,16 +46,16 @@ def test_the_allowance_for_rounding_is_small() -> None:
 @pytest.mark.parametrize("float32", [True, False])
 @pytest.mark.parametrize("tile", [2**23, 3000])
 def test_squaring_tightens_and_stays_above(att: Attention, tile: int, float32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(gram.TILE, "cpu", tile)
-    monkeypatch.setattr(ours_gram, "reproducible_float32", lambda: float32)
+    monkeypatch.setitem(gram_module.TILE, "cpu", tile)
+    monkeypatch.setattr(gram_bound, "reproducible_float32", lambda: float32)
     for s in range(att.samples):
         for h in range(att.heads):
             g = Gram(att, s, [h])
             sigma = float(torch.linalg.matrix_norm(g.dense(), 2).sqrt())
-            monkeypatch.setattr(ours_gram, "LOOSE", 0.0)
-            squared = ours_gram.compressed_norm(g)
-            monkeypatch.setattr(ours_gram, "LOOSE", torch.inf)
-            plain = ours_gram.compressed_norm(g)
+            monkeypatch.setattr(gram_bound, "LOOSE", 0.0)
+            squared = gram_bound.compressed_norm(g)
+            monkeypatch.setattr(gram_bound, "LOOSE", torch.inf)
+            plain = gram_bound.compressed_norm(g)
             assert sigma <= squared <= plain
             if plain > 1.05 * sigma:
                 assert squared < plain

@@ -10,13 +10,13 @@ import transformers as tf
 import xarray as xr
 from models import AFFINE, build
 
-from lipbound.capture import capture
-from lipbound.checkpoints import load
+from lipbound.analysis.length_growth import exponents, sequence_growth
+from lipbound.analysis.recipes.castin2024 import least_bound_ratio
 from lipbound.errors import InputsError, LipboundError
-from lipbound.growth import exponents, sequence_growth
-from lipbound.inputs import stream
-from lipbound.norms import spectral_norm
-from lipbound.recipes.castin import least_bound_ratio
+from lipbound.jacobians.spectral_norm import spectral_norm
+from lipbound.models.capture.capture import capture
+from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.text import stream
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def study() -> Iterator[xr.Dataset]:
 
 
 def test_values_are_those_of_the_model_at_the_cut_text(study: xr.Dataset) -> None:
-    checkpoint = load("builtin:gpt2")
+    checkpoint = load_checkpoint("builtin:gpt2")
     tokens, _ = stream(checkpoint, None, 2 * 16)
     ids = tokens[2 * 2 : 2 * 2 + 2 * 5].view(2, 5)  # the sequences of length 5 follow those of length 2
     layers = capture(checkpoint.model, {"input_ids": ids})
@@ -49,7 +49,7 @@ def test_encoder_run_as_a_decoder() -> None:
     ids = torch.randint(3, 60, (2, 9))
     ready = tf.BertModel(tf.BertConfig(**{**model.config.to_dict(), "is_decoder": True}))
     ready.load_state_dict(model.state_dict())
-    from lipbound.growth import decoder
+    from lipbound.analysis.length_growth import decoder
 
     with decoder(model, True):
         mine = capture(model, {"input_ids": ids})
@@ -87,7 +87,7 @@ def test_too_little_text_and_bad_lengths() -> None:
 def test_csv_without_a_line_of_names(tmp_path: Path) -> None:
     path = tmp_path / "news.csv"
     path.write_text('"3","first title","the lighthouse keeper"\n"4","second title","the clock of the island"\n')
-    tokens, description = stream(load("builtin:gpt2"), str(path), 6, column="2")
-    text = load("builtin:gpt2").tokenizer().decode(tokens)
+    tokens, description = stream(load_checkpoint("builtin:gpt2"), str(path), 6, column="2")
+    text = load_checkpoint("builtin:gpt2").tokenizer().decode(tokens)
     assert "the lighthouse keeper".startswith(text.strip()[:12])
     assert description == "news.csv"

@@ -1,3 +1,4 @@
+import importlib.util
 from pathlib import Path
 
 import datasets
@@ -9,20 +10,21 @@ from models import AFFINE, build, save_bert, save_vit
 from PIL import Image
 from safetensors.torch import save_file
 
-from lipbound import inputs as module
-from lipbound.checkpoints import Checkpoint, load
 from lipbound.errors import InputsError
-from lipbound.inputs import positions, prepare
+from lipbound.models import text as text_module
+from lipbound.models.checkpoints import Checkpoint, load_checkpoint
+from lipbound.models.inputs import prepare
+from lipbound.models.text import positions
 
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return load(save_bert(tmp_path_factory.mktemp("bert")))
+    return load_checkpoint(save_bert(tmp_path_factory.mktemp("bert")))
 
 
 @pytest.fixture(scope="module")
 def vit(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return load(save_vit(tmp_path_factory.mktemp("vit")))
+    return load_checkpoint(save_vit(tmp_path_factory.mktemp("vit")))
 
 
 def picture(seed: int = 0, size: int = 20) -> Image.Image:
@@ -33,9 +35,9 @@ TEXTS = ["the ferry is in a clock", "keeper", "   ", "a lighthouse and the islan
 
 
 def test_minilm_windows_begin_like_plain_truncation() -> None:
-    checkpoint = load("builtin:minilm")
+    checkpoint = load_checkpoint("builtin:minilm")
     batch = prepare(checkpoint, None, samples=3, max_length=32).batch
-    text = (Path(module.__file__).parent / "builtin" / "text.txt").read_text()
+    text = (Path(text_module.__file__).parent / "builtin" / "text.txt").read_text()
     plain = checkpoint.tokenizer()(text, truncation=True, max_length=32, return_tensors="pt")
     assert batch["input_ids"].shape == (3, 32)
     assert torch.equal(batch["input_ids"][:1], plain["input_ids"])
@@ -84,7 +86,7 @@ def test_image_sources_agree(vit: Checkpoint, tmp_path: Path) -> None:
 
 def test_default_photographs(vit: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     assert prepare(vit).samples == 8
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputsError, match=r"pip install 'lipbound\[demo\]'"):
         prepare(vit)
 
@@ -179,7 +181,7 @@ def test_unreachable_dataset(bert: Checkpoint, monkeypatch: pytest.MonkeyPatch) 
 
 def test_conversations_go_through_the_chat_template(tmp_path: Path) -> None:
     folder = save_bert(tmp_path / "bert")
-    plain = load(folder)
+    plain = load_checkpoint(folder)
     chats = [
         [{"role": "user", "content": "the ferry"}, {"role": "assistant", "content": "is in a clock"}],
         [{"role": "user", "content": "keeper of the island"}],
@@ -189,7 +191,7 @@ def test_conversations_go_through_the_chat_template(tmp_path: Path) -> None:
     tokenizer = plain.tokenizer()
     tokenizer.chat_template = "[CLS] {% for m in messages %}{{ m['content'] }} [SEP] {% endfor %}"
     tokenizer.save_pretrained(folder)
-    checkpoint = load(folder)
+    checkpoint = load_checkpoint(folder)
     inputs = prepare(checkpoint, chats, samples=2, max_length=12)
     expected = tokenizer(["[CLS] the ferry [SEP] is in a clock [SEP]", "[CLS] keeper of the island [SEP]"], add_special_tokens=False)["input_ids"]
     assert [row[mask.bool()].tolist() for row, mask in zip(inputs.batch["input_ids"], inputs.batch["attention_mask"], strict=True)] == expected

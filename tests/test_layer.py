@@ -8,9 +8,10 @@ from torch import Tensor
 
 import lipbound as lb
 from lipbound import bounds
-from lipbound.attention import Attention
+from lipbound.attention.layer import Attention
 from lipbound.errors import LipboundError
-from lipbound.norms import rounding, spectral_norm
+from lipbound.jacobians.rounding import rounding
+from lipbound.jacobians.spectral_norm import spectral_norm
 
 MAPS = ("heads", "layer")
 
@@ -112,10 +113,10 @@ def test_runs_over_layers() -> None:
 
 
 def _model() -> tuple:
-    from lipbound.checkpoints import load
-    from lipbound.inputs import prepare
+    from lipbound.models.checkpoints import load_checkpoint
+    from lipbound.models.inputs import prepare
 
-    checkpoint = load("builtin:gpt2")
+    checkpoint = load_checkpoint("builtin:gpt2")
     return checkpoint.model, prepare(checkpoint, samples=2, max_length=12).batch
 
 

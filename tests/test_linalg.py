@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lipbound.linalg import block_norm, matrix_norm, nonnegative_norm, product_norm, reproducible_float32, symmetric_norm
+from lipbound.linalg.matrix_norms import block_norm, matrix_norm, nonnegative_norm, product_norm, reproducible_float32, symmetric_norm
 
 
 def draw(*shape: int) -> torch.Tensor:

@@ -8,11 +8,11 @@ from conftest import causal, oracle, random_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lipbound import extremes, meanfield
-from lipbound.attention import Attention
+from lipbound.analysis import adversarial_inputs, mean_field
+from lipbound.analysis.mass_splitting import search_split
+from lipbound.attention.layer import Attention
 from lipbound.bounds import get
 from lipbound.errors import AttentionError, LipboundError
-from lipbound.splitting import search_split
 
 
 def weighted_oracle(att: Attention, a: torch.Tensor) -> torch.Tensor:
@@ -43,14 +43,14 @@ def simplex(n: int, seed: int, spread: float = 1.0) -> torch.Tensor:
 def test_weighted_norm_against_autograd(seed: int, spread: float) -> None:
     att = random_attention("biases" if seed % 2 else "plain", seed).select(slice(0, 1))
     a = simplex(att.tokens, seed, spread)
-    found = meanfield.weighted_norm(att, a, tol=1e-9)
+    found = mean_field.weighted_norm(att, a, tol=1e-9)
     torch.testing.assert_close(found.lower[0], weighted_oracle(att, a[0]), rtol=1e-6, atol=1e-9)
 
 
 def test_equal_weights_are_attention() -> None:
     att = random_attention("plain")
     a = torch.full((2, att.tokens), 1 / att.tokens, dtype=torch.float64)
-    torch.testing.assert_close(meanfield.weighted_norm(att, a, tol=1e-9).lower, oracle(att), rtol=1e-7, atol=0)
+    torch.testing.assert_close(mean_field.weighted_norm(att, a, tol=1e-9).lower, oracle(att), rtol=1e-7, atol=0)
 
 
 def test_weights_are_copies() -> None:
@@ -58,8 +58,8 @@ def test_weights_are_copies() -> None:
     att = random_attention("plain", 5).select(slice(0, 1))
     counts = torch.tensor([1, 2, 3, 1, 2, 2])
     copied = Attention(att.x.repeat_interleave(counts, 1), att.w_q, att.w_k, att.w_v)
-    weighted = meanfield.weighted_norm(att, (counts / counts.sum())[None].double(), tol=1e-9).lower
-    own = meanfield.query_block_norms(meanfield.weighted(att, (counts / counts.sum())[None].double()))[..., counts > 1].amax(-1)
+    weighted = mean_field.weighted_norm(att, (counts / counts.sum())[None].double(), tol=1e-9).lower
+    own = mean_field.query_block_norms(mean_field.weighted(att, (counts / counts.sum())[None].double()))[..., counts > 1].amax(-1)
     torch.testing.assert_close(oracle(copied), torch.maximum(weighted, own), rtol=1e-7, atol=0)
 
 
@@ -69,17 +69,17 @@ def test_two_diracs_grow_as_predicted() -> None:
         g = torch.Generator().manual_seed(seed)
         w_q, w_k = (torch.randn(1, 3, 3, generator=g, dtype=torch.float64) for _ in range(2))
         att = Attention(eye[None], w_q, w_k, eye[None])
-        steep = extremes.steepness(att)
+        steep = adversarial_inputs.steepness(att)
         gamma, value = float(steep.gamma[0]), float(steep.eigenvalue[0])
         if gamma < 0.05:
             continue
         for scaling in (6.0, 12.0, 20.0):
             radius = math.sqrt(scaling / gamma)
-            x, a = meanfield.two_diracs(steep.direction[0], value, radius)
+            x, a = mean_field.two_diracs(steep.direction[0], value, radius)
             pair = Attention(x[None], w_q, w_k, eye[None])
-            exact = float(meanfield.weighted_norm(pair, a[None], tol=1e-9).lower)
+            exact = float(mean_field.weighted_norm(pair, a[None], tol=1e-9).lower)
             image = att.scale * w_k[0] @ w_q[0].mT @ steep.direction[0]
-            predicted = meanfield.two_dirac_growth(value, radius, steep.direction[0], image)
+            predicted = mean_field.two_dirac_growth(value, radius, steep.direction[0], image)
             assert exact == pytest.approx(predicted, rel=1e-3)
             assert predicted >= math.exp(scaling) * (1 + scaling) / 2 * (1 - 1e-12)
             assert exact <= float(get("castin_mean_field")(pair)[0, 0])
@@ -89,12 +89,12 @@ def test_two_diracs_for_symmetric_weights_are_the_prediction() -> None:
     eye = torch.eye(2, dtype=torch.float64)[None]
     for sign in (1.0, -1.0):
         att = Attention(torch.ones(1, 2, 2, dtype=torch.float64), sign * eye, eye, eye, scale=1.0)
-        steep = extremes.steepness(att)
+        steep = adversarial_inputs.steepness(att)
         gamma = 1 / 8 if sign > 0 else 1.0
         assert float(steep.gamma[0]) == pytest.approx(gamma)
         radius = math.sqrt(12 / gamma)
-        x, a = meanfield.two_diracs(steep.direction[0], float(steep.eigenvalue[0]), radius)
-        exact = float(meanfield.weighted_norm(Attention(x[None], sign * eye, eye, eye, scale=1.0), a[None], tol=1e-10).lower)
+        x, a = mean_field.two_diracs(steep.direction[0], float(steep.eigenvalue[0]), radius)
+        exact = float(mean_field.weighted_norm(Attention(x[None], sign * eye, eye, eye, scale=1.0), a[None], tol=1e-10).lower)
         assert exact == pytest.approx(math.exp(12) * 13 / 2, rel=1e-3)
 
 
@@ -111,7 +111,7 @@ def test_query_blocks_against_autograd() -> None:
             for i in range(att.tokens):
                 block = torch.func.jacrev(out)(att.q[s, h, i]) @ att.w_q[h].mT
                 expected = float(torch.linalg.matrix_norm(block, 2))
-                assert float(meanfield.query_block_norms(att)[s, h, i]) == pytest.approx(expected, rel=1e-8, abs=1e-12)
+                assert float(mean_field.query_block_norms(att)[s, h, i]) == pytest.approx(expected, rel=1e-8, abs=1e-12)
 
 
 @pytest.mark.parametrize("copies", [2, 3])
@@ -122,7 +122,7 @@ def test_duplicated_norm_is_exact(copies: int) -> None:
         att = random_attention(kind, seed).select(slice(0, 1))
         mask = None if att.mask is None else causal(att.tokens).repeat_interleave(copies, 0).repeat_interleave(copies, 1)
         many = Attention(att.x.repeat_interleave(copies, 1), att.w_q, att.w_k, att.w_v, b_q=att.b_q, b_k=att.b_k, b_v=att.b_v, mask=mask)
-        mine = meanfield.duplicated_norm(att, oracle(att))
+        mine = mean_field.duplicated_norm(att, oracle(att))
         worst = max(worst, float((oracle(many) / mine - 1).abs().max()))
     assert worst < 1e-12
 
@@ -144,6 +144,6 @@ def test_bad_weights() -> None:
     ones = torch.ones(2, att.tokens, dtype=torch.float64)
     for weights, message in ((ones, "add up to one"), (ones[:1], "must be \\(samples, N\\)"), (-ones / 6, "positive")):
         with pytest.raises(AttentionError, match=message):
-            meanfield.weighted_norm(att, weights)
+            mean_field.weighted_norm(att, weights)
     with pytest.raises(AttentionError, match="without padding"):
-        meanfield.weighted_norm(random_attention("padded"), ones / 6)
+        mean_field.weighted_norm(random_attention("padded"), ones / 6)

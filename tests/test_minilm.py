@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from lipbound import bounds
-from lipbound.attention import Attention
-from lipbound.capture import Capturer, LayerCapture
-from lipbound.checkpoints import load
-from lipbound.deterministic import cholesky_bound
-from lipbound.gram import Gram
-from lipbound.inputs import prepare
-from lipbound.norms import l2_spectral_norm, spectral_norm
-from lipbound.oracle import dense_jacobian
+from lipbound.attention.layer import Attention
+from lipbound.attention.reference import dense_jacobian
+from lipbound.jacobians.gram import Gram
+from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
+from lipbound.linalg.deterministic import cholesky_bound
+from lipbound.models.capture.capture import Capturer, LayerCapture
+from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.inputs import prepare
 
 ALICE = Path(__file__).parents[2] / "shared" / "data" / "alice.txt"
 
@@ -21,7 +21,7 @@ ALICE = Path(__file__).parents[2] / "shared" / "data" / "alice.txt"
 @pytest.fixture(scope="module")
 def layers() -> list[LayerCapture]:
     """The first 128 tokens, special ones included, of the book where it is at hand and of our own text elsewhere."""
-    checkpoint = load("builtin:minilm")
+    checkpoint = load_checkpoint("builtin:minilm")
     inputs = prepare(checkpoint, ALICE if ALICE.exists() else None, samples=1, max_length=128)
     return Capturer(checkpoint.model).run(inputs.batch)
 

@@ -7,8 +7,9 @@ import torch
 import transformers as tf
 from models import GPT2, IMAGE, TEXT, build, inputs_for
 
+from lipbound.analysis.network import NetworkJacobian, block_product, blocks, network_norm
 from lipbound.errors import LipboundError
-from lipbound.network import NetworkJacobian, Transposed, block_product, blocks, network_norm
+from lipbound.linalg.operators import Transposed
 
 MODELS: dict[str, Callable[[], tf.PreTrainedModel]] = {
     "vit": lambda: tf.ViTForImageClassification(tf.ViTConfig(**IMAGE, num_labels=5)),

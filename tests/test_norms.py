@@ -5,13 +5,16 @@ import torch
 from conftest import oracle, random_attention
 
 from lipbound import bounds
-from lipbound.attention import Attention
-from lipbound.certificates import log_inverse_epsilon
+from lipbound.attention.layer import Attention
+from lipbound.attention.reference import dense_jacobian, head_function
 from lipbound.errors import LipboundError
-from lipbound.l2 import L2HeadJacobian
-from lipbound.norms import l2_spectral_norm, operator_norm, rounding, spectral_norm
-from lipbound.operators import AutogradJacobian, HeadJacobian
-from lipbound.oracle import dense_jacobian, head_function
+from lipbound.jacobians.head import HeadJacobian
+from lipbound.jacobians.l2_attention import L2HeadJacobian
+from lipbound.jacobians.rounding import rounding
+from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
+from lipbound.linalg.certificates import log_inverse_epsilon
+from lipbound.linalg.operator_norm import operator_norm
+from lipbound.linalg.operators import AutogradJacobian
 
 
 @pytest.mark.parametrize("method", ["lanczos", "golub-kahan", "dense"])

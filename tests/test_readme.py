@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from lipbound import bounds
-from lipbound.norms import METHODS, PROOFS
+from lipbound.jacobians.spectral_norm import PROOFS
+from lipbound.linalg.operator_norm import METHODS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

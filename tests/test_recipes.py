@@ -7,11 +7,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lipbound import store
+from lipbound.analysis.recipes.registry import RECIPES, Setting, recipe
+from lipbound.analysis.recipes.yudin2025 import consequences
 from lipbound.cli import app
 from lipbound.errors import UnknownNameError
-from lipbound.recipes import RECIPES, Setting, recipe
-from lipbound.recipes.yudin import consequences
+from lipbound.runs import store
 
 SLOW = ("castin-1", "castin-6")
 
@@ -31,7 +31,7 @@ def test_recipe_from_the_command_line(name: str, tmp_path: Path) -> None:
 
 
 def test_growth_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lipbound.recipes.castin.LENGTHS", (2, 10, 14, 20, 26))
+    monkeypatch.setattr("lipbound.analysis.recipes.castin2024.LENGTHS", (2, 10, 14, 20, 26))
     text = tmp_path / "words.txt"
     text.write_text("the lighthouse keeper wound the clock of the island " * 600)
     ds = recipe("castin-1").compute(Setting("builtin:gpt2", (str(text),), samples=1))
@@ -100,7 +100,7 @@ def test_ellipsoids_hold_all_tokens() -> None:
 
 
 def test_sound_bounds_hold_on_every_map() -> None:
-    from lipbound.compare import compare
+    from lipbound.runs.compare import compare
 
     for map in ("residual", "pre_norm"):
         ds = compare("builtin:gpt2", samples=2, max_length=24, map=map, bounds=["lipbound", "yudin", "castin_bias"], progress=False)

@@ -13,11 +13,14 @@ from models import AFFINE, IMAGE, TEXT, build, inputs_for
 from torch import Tensor
 
 from lipbound.bounds import get
-from lipbound.capture import capture
 from lipbound.errors import CaptureError, LipboundError, UnknownNameError
-from lipbound.projections import projections
-from lipbound.regularizers import JaSMin, PenaltyMixin, SoundPenalty, Specformer
-from lipbound.training import attention_layers, attention_probabilities
+from lipbound.models.capture.capture import capture
+from lipbound.models.capture.differentiable import attention_layers, attention_probabilities
+from lipbound.models.capture.parameters import projections
+from lipbound.regularizers.bound_penalty import SoundPenalty
+from lipbound.regularizers.jasmin import JaSMin
+from lipbound.regularizers.specformer import Specformer
+from lipbound.regularizers.trainer import PenaltyMixin
 
 
 def by_sort(attentions: list[Tensor], k: int, reduce: str, valid: Tensor | None = None) -> Tensor:

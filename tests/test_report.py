@@ -16,16 +16,16 @@ from models import AFFINE, build, inputs_for, save_bert
 from typer.testing import CliRunner
 
 import lipbound as lb
-from lipbound import softmax
-from lipbound.attention import Attention
-from lipbound.bounds.shares import shares
-from lipbound.checkpoints import load
+from lipbound.attention import softmax
+from lipbound.attention.layer import Attention
+from lipbound.bounds.terms import shares
 from lipbound.cli import app
 from lipbound.errors import LipboundError, StoreError
-from lipbound.inputs import prepare
-from lipbound.reporting import report
-from lipbound.reporting.contents import BINS, SINGLE
-from lipbound.reporting.details import of_layer
+from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.inputs import prepare
+from lipbound.reporting.page.contents import BINS, SINGLE
+from lipbound.reporting.page.details import of_layer
+from lipbound.reporting.page.render import report
 
 HOSTILE = "</script><img src=x onerror=alert(1)> {{7*7}} \" ' & \x1b\u202e"
 
@@ -87,7 +87,7 @@ def test_numbers_are_those_of_the_run(ds: xr.Dataset, page: Path) -> None:
 def test_details_are_on_the_page(ds: xr.Dataset, page: Path, bert: Path) -> None:
     (run,) = data_of(page)
     attention = np.frombuffer(unpacked(page.read_text(), "attention-data"), dtype=np.uint8).reshape(2, 4, 12, 12)
-    checkpoint = load(bert)
+    checkpoint = load_checkpoint(bert)
     inputs = prepare(checkpoint, ds.attrs["source"]["data"], samples=3, max_length=12).block(0, 1, "cpu")
     for layer, att in enumerate(lb.capture(checkpoint.model, inputs)):
         np.testing.assert_allclose((attention[layer] / 255.0) ** 2, att.p[0], atol=0.005)
@@ -216,7 +216,7 @@ def test_what_cannot_be_shown_is_said(ds: xr.Dataset, tmp_path: Path, bert: Path
 
 def test_other_weights_do_not_pass_for_the_runs(tmp_path: Path) -> None:
     lb.compare("builtin:gpt2", samples=1, max_length=8, bounds=["yudin"], progress=False, out=tmp_path / "run.zarr")
-    model = load("builtin:gpt2").model
+    model = load_checkpoint("builtin:gpt2").model
     assert report(tmp_path / "run.zarr", tmp_path / "x.html", model=model) == []
     for block in model.h[3:]:
         block.attn.c_attn.weight.data *= 1.7

@@ -13,11 +13,13 @@ from models import AFFINE, LLAMA, TEXT, build, inputs_for, save_bert
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lipbound import memory, probing, residence, stored
-from lipbound.capture import Capturer
-from lipbound.checkpoints import load
+from lipbound import devices
 from lipbound.errors import CheckpointError
-from lipbound.residence import plain_copy, resident
+from lipbound.models import offload, weight_files
+from lipbound.models.capture import probing
+from lipbound.models.capture.capture import Capturer
+from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.offload import plain_copy, resident
 
 MODELS: dict[str, Callable[[], tf.PreTrainedModel]] = {
     "llama": lambda: tf.LlamaModel(tf.LlamaConfig(**LLAMA)),
@@ -69,8 +71,8 @@ def test_dtypes(tmp_path: Path, name: str, source: str, dtype: str) -> None:
 
 
 def compare_with_whole(tmp_path: Path, dtype: str) -> None:
-    checkpoint = load(tmp_path, dtype=dtype, weights="layers")
-    whole = load(tmp_path, dtype=dtype, weights="whole")
+    checkpoint = load_checkpoint(tmp_path, dtype=dtype, weights="layers")
+    whole = load_checkpoint(tmp_path, dtype=dtype, weights="whole")
     assert checkpoint.by_layer
     assert not whole.by_layer
     assert checkpoint.revision == whole.revision
@@ -83,7 +85,7 @@ def compare_with_whole(tmp_path: Path, dtype: str) -> None:
 def test_sharded(tmp_path: Path) -> None:
     save("llama", tmp_path, max_shard_size="5KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
-    assert same(load(tmp_path, weights="layers").model, load(tmp_path, weights="whole").model)
+    assert same(load_checkpoint(tmp_path, weights="layers").model, load_checkpoint(tmp_path, weights="whole").model)
 
 
 def test_old_names_of_parameters(tmp_path: Path) -> None:
@@ -91,14 +93,14 @@ def test_old_names_of_parameters(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     state = {f"bert.{k}".replace("LayerNorm.weight", "LayerNorm.gamma"): t for k, t in load_file(file).items()}
     save_file(state | {"cls.predictions.bias": torch.zeros(60)}, file, {"format": "pt"})
-    checkpoint = load(tmp_path, weights="layers")
+    checkpoint = load_checkpoint(tmp_path, weights="layers")
     assert in_memory(checkpoint.model) == []
-    assert same(checkpoint.model, load(tmp_path, weights="whole").model)
+    assert same(checkpoint.model, load_checkpoint(tmp_path, weights="whole").model)
 
 
 def test_resident_and_plain_copy(tmp_path: Path) -> None:
-    model = load(save("llama", tmp_path), weights="layers").model
-    whole = load(tmp_path, weights="whole").model
+    model = load_checkpoint(save("llama", tmp_path), weights="layers").model
+    whole = load_checkpoint(tmp_path, weights="whole").model
     part, other = model.layers[1], whole.layers[1]
     with resident(part), resident(part.mlp):
         assert sorted(in_memory(model)) == [f"layers.1.{name}" for name in sorted(in_memory(other))]
@@ -108,8 +110,8 @@ def test_resident_and_plain_copy(tmp_path: Path) -> None:
     assert in_memory(model) == []
     copied = plain_copy(model)
     assert in_memory(model) == []
-    assert residence.by_layer(model)
-    assert not residence.by_layer(copied)
+    assert offload.by_layer(model)
+    assert not offload.by_layer(copied)
     assert [hook for module in copied.modules() for hook in module._forward_hooks.values() if hasattr(hook, "__self__")] == []
     file = next(tmp_path.glob("*.safetensors"))
     file.rename(tmp_path / "elsewhere")
@@ -118,7 +120,7 @@ def test_resident_and_plain_copy(tmp_path: Path) -> None:
 
 
 def test_embeddings_come_whole_where_they_are_asked_for(tmp_path: Path) -> None:
-    model = load(save("llama", tmp_path), weights="layers").model
+    model = load_checkpoint(save("llama", tmp_path), weights="layers").model
     table = plain_copy(model.embed_tokens)
     ids = torch.tensor([3, 5])
     assert table.weight.dtype == torch.float32
@@ -139,14 +141,14 @@ def test_plain_copy_of_an_ordinary_module() -> None:
 
 
 def test_deep_copies_read_for_themselves(tmp_path: Path) -> None:
-    model = load(save("gpt2", tmp_path), weights="layers").model
+    model = load_checkpoint(save("gpt2", tmp_path), weights="layers").model
     copied = copy.deepcopy(model)
     assert same(copied, model)
     assert in_memory(copied) == in_memory(model) == []
 
 
 def test_weights_leave_after_a_failed_pass(tmp_path: Path) -> None:
-    model = load(save("llama", tmp_path), weights="layers").model
+    model = load_checkpoint(save("llama", tmp_path), weights="layers").model
 
     def stop(*_: object) -> None:
         raise RuntimeError("stop")
@@ -156,13 +158,13 @@ def test_weights_leave_after_a_failed_pass(tmp_path: Path) -> None:
         hidden_states(model)
     hook.remove()
     assert in_memory(model) == []
-    assert same(model, load(tmp_path, weights="whole").model)
+    assert same(model, load_checkpoint(tmp_path, weights="whole").model)
 
 
 def test_peak_of_what_is_in_memory(tmp_path: Path) -> None:
     config = tf.LlamaConfig(**LLAMA | {"vocab_size": 500, "num_hidden_layers": 6})
     build(lambda: tf.LlamaModel(config)).to(torch.bfloat16).save_pretrained(tmp_path)
-    model = load(tmp_path, weights="layers").model
+    model = load_checkpoint(tmp_path, weights="layers").model
     largest = max(p.numel() * p.element_size() for p in model.layers.parameters())
     peak = 0
 
@@ -189,7 +191,7 @@ def test_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probing, "copy", SimpleNamespace(deepcopy=plain_copy), raising=False)
     save("bert", tmp_path)
     batch = inputs_for(build(AFFINE["bert"]))
-    by_layer, whole = (Capturer(load(tmp_path, weights=weights).model, around=True) for weights in ("layers", "whole"))
+    by_layer, whole = (Capturer(load_checkpoint(tmp_path, weights=weights).model, around=True) for weights in ("layers", "whole"))
     for one, other in zip(by_layer.run(batch), whole.run(batch), strict=True):
         assert torch.equal(one.attention.w_q, other.attention.w_q)
         assert torch.equal(one.attention.out, other.attention.out)
@@ -200,26 +202,26 @@ def test_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_auto_depends_on_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save("gpt2", tmp_path)
-    size = stored.numbers(tmp_path)
+    size = weight_files.numbers(tmp_path)
     for free, dtype, expected in ((8.5, "float32", False), (7.5, "float32", True), (8.5, "float64", True)):
-        monkeypatch.setattr(memory, "available", lambda device, free=free: free * size)
-        assert load(tmp_path, dtype=dtype).by_layer is expected
-    monkeypatch.setattr(memory, "available", lambda device: 0.0)
+        monkeypatch.setattr(devices, "available", lambda device, free=free: free * size)
+        assert load_checkpoint(tmp_path, dtype=dtype).by_layer is expected
+    monkeypatch.setattr(devices, "available", lambda device: 0.0)
     torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors").unlink()
-    assert not load(tmp_path).by_layer
+    assert not load_checkpoint(tmp_path).by_layer
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor .*use weights='whole'"):
-        load(tmp_path, weights="layers")
+        load_checkpoint(tmp_path, weights="layers")
 
 
 def test_errors_of_arguments(tmp_path: Path) -> None:
     save("gpt2", tmp_path)
     with pytest.raises(CheckpointError, match="weights is 'half'; allowed are 'auto', 'whole'"):
-        load(tmp_path, weights="half")
+        load_checkpoint(tmp_path, weights="half")
     with pytest.raises(CheckpointError, match="give the checkpoint's directory or hub id"):
-        load(build(AFFINE["gpt2"]), weights="layers")
+        load_checkpoint(build(AFFINE["gpt2"]), weights="layers")
     with pytest.raises(CheckpointError, match="give the checkpoint's directory or hub id"):
-        load(load(tmp_path, weights="layers").model)
+        load_checkpoint(load_checkpoint(tmp_path, weights="layers").model)
 
 
 def test_weights_that_do_not_fill_the_architecture(tmp_path: Path) -> None:
@@ -227,10 +229,10 @@ def test_weights_that_do_not_fill_the_architecture(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     with pytest.raises(CheckpointError, match="would be random numbers"):
-        load(tmp_path, weights="layers")
+        load_checkpoint(tmp_path, weights="layers")
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 70}))
     with pytest.raises(CheckpointError, match=r"could not be loaded|would be random numbers"):
-        load(tmp_path, weights="layers")
+        load_checkpoint(tmp_path, weights="layers")
 
 
 def test_broken_files(tmp_path: Path) -> None:
@@ -240,25 +242,25 @@ def test_broken_files(tmp_path: Path) -> None:
     for wrong in (b"not weights", content[:-100]):
         shard.write_bytes(wrong)
         with pytest.raises(CheckpointError, match="could not be loaded layer by layer"):
-            load(tmp_path, weights="layers")
+            load_checkpoint(tmp_path, weights="layers")
     shard.unlink()
     with pytest.raises(CheckpointError, match=f"could not be loaded layer by layer.*{shard.name}"):
-        load(tmp_path, weights="layers")
+        load_checkpoint(tmp_path, weights="layers")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_no_numbers(tmp_path: Path, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored, "BLOCK", 100)
+    monkeypatch.setattr(weight_files, "BLOCK", 100)
     model = build(AFFINE["bert"])
     with torch.no_grad():
         model.encoder.layer[1].attention.self.key.weight[-1, -1] = value
     model.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"NaN or infinite numbers, in encoder\.layer\.1.attention\.self\.key\.weight"):
-        load(tmp_path, weights="layers")
+        load_checkpoint(tmp_path, weights="layers")
 
 
 def test_files_that_go_or_change_later(tmp_path: Path) -> None:
-    model = load(save("gpt2", tmp_path), weights="layers").model
+    model = load_checkpoint(save("gpt2", tmp_path), weights="layers").model
     file = tmp_path / "model.safetensors"
     os.utime(file, ns=(0, 0))
     with pytest.raises(CheckpointError, match="has changed since"):
@@ -275,11 +277,11 @@ def test_weights_stored_in_another_form(tmp_path: Path) -> None:
     config = tf.MixtralConfig(**LLAMA, num_local_experts=2)
     build(lambda: tf.MixtralModel(config)).save_pretrained(tmp_path / "experts")
     with pytest.raises(CheckpointError, match=r"pieces to join or split.*use weights='whole'"):
-        load(tmp_path / "experts", weights="layers")
+        load_checkpoint(tmp_path / "experts", weights="layers")
     gated = tf.Dinov2Config(hidden_size=24, num_hidden_layers=1, num_attention_heads=4, image_size=16, patch_size=4, use_swiglu_ffn=True)
     build(lambda: tf.Dinov2Model(gated)).save_pretrained(tmp_path / "gated")
     with pytest.raises(CheckpointError, match=r"pieces to join or split.*use weights='whole'"):
-        load(tmp_path / "gated", weights="layers")
+        load_checkpoint(tmp_path / "gated", weights="layers")
 
 
 def test_quantized_weights(tmp_path: Path) -> None:
@@ -287,4 +289,4 @@ def test_quantized_weights(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}))
     with pytest.raises(CheckpointError, match="quantized"):
-        load(tmp_path, weights="layers")
+        load_checkpoint(tmp_path, weights="layers")

@@ -8,8 +8,8 @@ import transformers as tf
 from models import IMAGE, TEXT, build
 from torch import Tensor, nn
 
+from lipbound.analysis.robustness import embedding_accuracy, first_order_radius, robust_accuracy
 from lipbound.errors import LipboundError
-from lipbound.robustness import embedding_accuracy, first_order_radius, robust_accuracy
 
 
 @pytest.fixture(scope="module")

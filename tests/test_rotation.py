@@ -12,13 +12,15 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
 import lipbound as lb
-from lipbound import extremes, meanfield
-from lipbound.attention import Attention
-from lipbound.bounds.shares import shares
+from lipbound.analysis import adversarial_inputs, mean_field
+from lipbound.attention.layer import Attention
+from lipbound.attention.reference import dense_jacobian
+from lipbound.attention.rotary import Rotation
+from lipbound.bounds.terms import shares
 from lipbound.errors import AttentionError, LipboundError
-from lipbound.oracle import dense_jacobian
-from lipbound.reporting.details import of_layer
-from lipbound.rotation import Rotation
+from lipbound.jacobians.rounding import rounding
+from lipbound.jacobians.spectral_norm import l2_spectral_norm
+from lipbound.reporting.page.details import of_layer
 
 
 def rotary(seed: int, n: int = 5, d: int = 4, d_v: int = 3, r: int = 2, scale: float = 1.0, factor: float = 1.0, kind: str = "biases") -> Attention:
@@ -65,7 +67,7 @@ KINDS = ("plain", "biases", "causal", "padded", "repeated")
 def test_exact_norms_and_bounds(seed: int, n: int, d: int, d_v: int, part: float, scale: float, factor: float, kind: str) -> None:
     att = rotary(seed, n, d, d_v, max(1, round(part * (d // 2))), scale, factor, kind)
     exact = oracle(att).double()
-    slack = lb.norms.rounding(att) + 1e-9 * exact
+    slack = rounding(att) + 1e-9 * exact
     assert bool(((lb.spectral_norm(att, tol=1e-10).lower - exact).abs() <= 1e-8 * exact + slack).all())
     for name in ("lipbound", "lipbound_block"):
         value = lb.bounds.get(name)(att)
@@ -152,9 +154,9 @@ def test_what_does_not_know_of_rotations_refuses_them() -> None:
             with pytest.raises(AttentionError, match="does not cover rotary"):
                 lb.bounds.get(name)(att)
     for call in (
-        lambda: extremes.lower_bound(att, 4, 1.0), lambda: extremes.large_radius_limit(att),
-        lambda: meanfield.weighted_norm(att, torch.full((2, 5), 0.2, dtype=torch.float64)), lambda: meanfield.query_block_norms(att),
-        lambda: lb.norms.l2_spectral_norm(att), lambda: lb.bounds.get("castin_bias").over_ball(att, 0.1),
+        lambda: adversarial_inputs.lower_bound(att, 4, 1.0), lambda: adversarial_inputs.large_radius_limit(att),
+        lambda: mean_field.weighted_norm(att, torch.full((2, 5), 0.2, dtype=torch.float64)), lambda: mean_field.query_block_norms(att),
+        lambda: l2_spectral_norm(att), lambda: lb.bounds.get("castin_bias").over_ball(att, 0.1),
     ):  # fmt: skip
         with pytest.raises(AttentionError, match="does not cover rotary"):
             call()

@@ -17,13 +17,14 @@ from models import save_bert
 from typer.testing import CliRunner
 
 import lipbound as lb
-from lipbound import store
-from lipbound.checkpoints import load
 from lipbound.cli import app
 from lipbound.errors import CheckpointError, LipboundError, StoreError
-from lipbound.measuring import Job, Measured, Recipe, work
-from lipbound.sweep import plan, sweep
-from lipbound.unfinished import DONE, Unfinished, partial
+from lipbound.models.checkpoints import load_checkpoint
+from lipbound.runs import store
+from lipbound.runs.execute import WorkerSpec, work
+from lipbound.runs.measure import LayerResult, MeasurementSpec
+from lipbound.runs.partial_store import DONE, PartialRun, partial_path
+from lipbound.runs.sweep import planned_runs, sweep
 
 TEXTS = ["the ferry is in a clock", "the keeper and the lighthouse", "a island of the ferry", "the lighthouse"]
 OPTIONS = {"max_length": 12, "progress": False, "memory": 1, "bounds": ["yudin", "lipbound"]}  # one sample at a time
@@ -39,7 +40,7 @@ def whole(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> xr.Dataset:
     """The uninterrupted run."""
     path = tmp_path_factory.mktemp("whole") / "run.zarr"
     lb.compare(bert, TEXTS, out=path, **OPTIONS)
-    assert not partial(path).exists()
+    assert not partial_path(path).exists()
     return store.load(path)
 
 
@@ -58,9 +59,9 @@ def test_interrupted_runs_are_taken_up(
 ) -> None:
     """After ``count`` of 8 (sample, layer) pairs: the others are computed, those are not, and the result is that of one go."""
     out = tmp_path / "run.zarr"
-    write, seen = Unfinished._array, []
+    write, seen = PartialRun._array, []
 
-    def fail(self: Unfinished, name: str) -> zarr.Array:
+    def fail(self: PartialRun, name: str) -> zarr.Array:
         if name == "yudin" and len(seen) == count:
             raise failure
         if name == DONE:
@@ -70,34 +71,34 @@ def test_interrupted_runs_are_taken_up(
     with monkeypatch.context() as patch:
         seen.append(DONE)  # the first look at the marks
         seen.clear()
-        patch.setattr(Unfinished, "_array", fail)
-        patch.setattr(Unfinished, "done", property(lambda self: np.asarray(self._group[DONE][:])))
+        patch.setattr(PartialRun, "_array", fail)
+        patch.setattr(PartialRun, "done", property(lambda self: np.asarray(self._group[DONE][:])))
         with pytest.raises(KeyboardInterrupt if failure is KeyboardInterrupt else StoreError):
             lb.compare(bert, TEXTS, out=out, **OPTIONS)
     assert not out.exists()
-    assert int(np.asarray(zarr.open_group(partial(out), mode="r")[DONE][:]).sum()) == count
+    assert int(np.asarray(zarr.open_group(partial_path(out), mode="r")[DONE][:]).sum()) == count
     with pytest.raises(StoreError, match="unfinished run"):
         lb.compare(bert, TEXTS, out=out, **OPTIONS)
 
     again: list[tuple[int, int]] = []
-    put = Unfinished.write
+    put = PartialRun.write
 
-    def log(self: Unfinished, start: int, measured: Measured) -> None:
+    def log(self: PartialRun, start: int, measured: LayerResult) -> None:
         again.append((start, measured.layer))
         put(self, start, measured)
 
-    monkeypatch.setattr(Unfinished, "write", log)
+    monkeypatch.setattr(PartialRun, "write", log)
     ds = lb.compare(bert, TEXTS, out=out, resume=True, **OPTIONS)
     assert len(again) == 8 - count
     assert identical(store.load(out), whole)
     assert ds["exact"].equals(whole["exact"])
-    assert not partial(out).exists()
+    assert not partial_path(out).exists()
 
 
 def test_the_block_of_an_unfinished_run_is_kept(bert: Path, whole: xr.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other memory would group samples otherwise, and change last digits."""
     out = tmp_path / "run.zarr"
-    monkeypatch.setattr(Unfinished, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(PartialRun, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         lb.compare(bert, TEXTS, out=out, **OPTIONS)
     monkeypatch.undo()
@@ -105,13 +106,13 @@ def test_the_block_of_an_unfinished_run_is_kept(bert: Path, whole: xr.Dataset, t
 
 
 def test_a_run_killed_before_its_first_file_is_begun_anew(bert: Path, whole: xr.Dataset, tmp_path: Path) -> None:
-    partial(tmp_path / "run.zarr").mkdir()
+    partial_path(tmp_path / "run.zarr").mkdir()
     assert identical(lb.compare(bert, TEXTS, out=tmp_path / "run.zarr", resume=True, **OPTIONS), whole)
 
 
 def test_other_configurations_are_refused(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "run.zarr"
-    monkeypatch.setattr(Unfinished, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(PartialRun, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         lb.compare(bert, TEXTS, out=out, **OPTIONS)
     monkeypatch.undo()
@@ -130,7 +131,7 @@ def test_other_configurations_are_refused(bert: Path, tmp_path: Path, monkeypatc
 def test_a_finished_run_is_returned_as_it_is(bert: Path, whole: xr.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "run.zarr"
     lb.compare(bert, TEXTS, out=out, resume=True, **OPTIONS)
-    monkeypatch.setattr("lipbound.measuring._measure", None)
+    monkeypatch.setattr("lipbound.runs.measure._measure", None)
     assert identical(lb.compare(bert, TEXTS, out=out, resume=True, **OPTIONS), whole)
     with pytest.raises(StoreError, match="seed was 0 and is now 2"):
         lb.compare(bert, TEXTS, out=out, resume=True, seed=2, **OPTIONS)
@@ -149,7 +150,7 @@ def test_one_process_at_a_time(bert: Path, tmp_path: Path, monkeypatch: pytest.M
         inner.append("refused")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Unfinished, "write", second)
+    monkeypatch.setattr(PartialRun, "write", second)
     with pytest.raises(KeyboardInterrupt):
         lb.compare(bert, TEXTS, out=out, **OPTIONS)
     assert inner == ["refused"]
@@ -189,9 +190,9 @@ def test_killed_runs_end_like_uninterrupted_ones(bert: Path, whole: xr.Dataset, 
 
 
 def _stored(out: Path) -> set[tuple[int, int]]:
-    if not partial(out).exists():
+    if not partial_path(out).exists():
         return set()
-    return {(int(b), int(i)) for b, i in np.argwhere(np.asarray(zarr.open_group(partial(out), mode="r")[DONE][:]))}
+    return {(int(b), int(i)) for b, i in np.argwhere(np.asarray(zarr.open_group(partial_path(out), mode="r")[DONE][:]))}
 
 
 def test_workers_measure_what_one_process_measures(bert: Path, whole: xr.Dataset, tmp_path: Path) -> None:
@@ -203,15 +204,15 @@ def test_workers_measure_what_one_process_measures(bert: Path, whole: xr.Dataset
     ):
         ds = lb.compare(bert, TEXTS, out=out, client=client, **OPTIONS)
         with pytest.raises(LipboundError, match="name that every worker can load"):
-            lb.compare(lb.checkpoints.load(bert).model, TEXTS, client=client, **OPTIONS)
+            lb.compare(lb.load_checkpoint(bert).model, TEXTS, client=client, **OPTIONS)
     assert identical(ds, whole)
     assert identical(store.load(out), whole)
 
 
 def test_workers_refuse_other_weights(bert: Path) -> None:
-    checkpoint = load(bert)
-    job = Job(("yudin",), "head", 1e-3, None, 0, 1)
-    recipe = Recipe(str(bert), None, checkpoint.revision, "float32", "cpu", None, job)
+    checkpoint = load_checkpoint(bert)
+    job = MeasurementSpec(("yudin",), "head", 1e-3, None, 0, 1)
+    recipe = WorkerSpec(str(bert), None, checkpoint.revision, "float32", "cpu", None, job)
     inputs = {"input_ids": torch.tensor([[3, 4, 5]])}
     assert [m.layer for m in work(recipe, inputs, 0, {0})] == [1]
     with pytest.raises(CheckpointError, match="on a worker"):
@@ -229,9 +230,9 @@ def test_a_worker_that_dies_is_replaced(bert: Path, tmp_path: Path) -> None:
         distributed.Client(cluster) as client,
     ):
         killed = []
-        write = Unfinished.write
+        write = PartialRun.write
 
-        def kill(self: Unfinished, start: int, measured: Measured) -> None:
+        def kill(self: PartialRun, start: int, measured: LayerResult) -> None:
             if not killed:
                 process = next(iter(cluster.workers.values())).process
                 killed.append(process.pid)
@@ -239,7 +240,7 @@ def test_a_worker_that_dies_is_replaced(bert: Path, tmp_path: Path) -> None:
             write(self, start, measured)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Unfinished, "write", kill)
+            patch.setattr(PartialRun, "write", kill)
             ds = lb.compare(bert, TEXTS * 2, client=client, out=tmp_path / "run.zarr", **options)
     assert killed
     np.testing.assert_allclose(ds["exact"], whole["exact"], rtol=1e-9)
@@ -285,13 +286,13 @@ def test_bad_sweep_files(content: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "sweep.yaml"
     file.write_text(content)
     with pytest.raises(LipboundError, match=message):
-        plan(file)
+        planned_runs(file)
 
 
 def test_runs_of_a_sweep_have_names_of_their_own(tmp_path: Path) -> None:
     file = tmp_path / "sweep.yaml"
     file.write_text("model: [a/b, a_b]\ndata: [x/one.txt, y/one.txt]\n")
-    assert [run.name for run in plan(file)] == ["a_b-one-128", "a_b-one-128-2", "a_b-one-128-3", "a_b-one-128-4"]
+    assert [run.name for run in planned_runs(file)] == ["a_b-one-128", "a_b-one-128-2", "a_b-one-128-3", "a_b-one-128-4"]
 
 
 def test_schedulers_that_are_none(bert: Path) -> None:

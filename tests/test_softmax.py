@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lipbound.attention.softmax import g, interlacing, jacobian_norm, largest_jacobian_norm, singular_value
 from lipbound.errors import LipboundError
-from lipbound.softmax import g, interlacing, jacobian_norm, largest_jacobian_norm, singular_value
 
 REGIMES = ("random", "tie", "tied_rest", "uniform", "one_hot", "near_tie")
 

@@ -4,18 +4,18 @@ import pytest
 import torch
 from conftest import oracle, random_attention
 
-from lipbound import streaming
-from lipbound.attention import Attention
-from lipbound.norms import spectral_norm
-from lipbound.operators import HeadJacobian
-from lipbound.streaming import StreamedHeadJacobian, head_jacobian
+from lipbound.attention.layer import Attention
+from lipbound.jacobians import head_streaming
+from lipbound.jacobians.head import HeadJacobian
+from lipbound.jacobians.head_streaming import StreamedHeadJacobian, head_jacobian
+from lipbound.jacobians.spectral_norm import spectral_norm
 
 
 @pytest.fixture(params=[1, 150, 2**23])
 def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row at a time, three, all."""
-    monkeypatch.setitem(streaming.ROW_BYTES, "cpu", request.param)
-    monkeypatch.setitem(streaming.WHOLE_BYTES, "cpu", 0)
+    monkeypatch.setitem(head_streaming.ROW_BYTES, "cpu", request.param)
+    monkeypatch.setitem(head_streaming.WHOLE_BYTES, "cpu", 0)
 
 
 @pytest.mark.usefixtures("rows")
@@ -57,6 +57,6 @@ def test_float32_streams_as_precisely() -> None:
 def test_large_layers_are_streamed() -> None:
     """N = 16384: the attention matrix of one head alone is a gigabyte."""
     x = torch.zeros(1, 16384, 2)
-    assert not isinstance(streaming.head_jacobian(random_attention("plain")), StreamedHeadJacobian)
+    assert not isinstance(head_streaming.head_jacobian(random_attention("plain")), StreamedHeadJacobian)
     att = Attention(x, *(torch.zeros(1, 2, 1) for _ in range(3)))
-    assert att.tokens**2 * streaming.SCORE_BYTES > streaming.WHOLE_BYTES["cpu"]
+    assert att.tokens**2 * head_streaming.SCORE_BYTES > head_streaming.WHOLE_BYTES["cpu"]

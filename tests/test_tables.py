@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from models import AFFINE, build, inputs_for
 
 import lipbound as lb
-from lipbound import citing, tables
+from lipbound import tables
 from lipbound.errors import LipboundError
-from lipbound.writing import digits, latex, markdown, number, plain
+from lipbound.formatting import digits, escape_latex, escape_markdown, number, plain
+from lipbound.reporting import citations
 
 HOSTILE = "<script>alert(1)</script> | [x](javascript:y) $\\input{/etc/passwd}$ #_^~%&{} \x1b[31m\n\r\u202e\u2028@evil, \U0001f600"
 
@@ -135,8 +136,8 @@ def test_whole_layers_have_no_heads(ds: xr.Dataset) -> None:
     assert "samples:" in tables.render(layers, by="layer")
     with pytest.raises(LipboundError, match="has no heads"):
         tables.breakdown(layers, "head")
-    assert "2 layers)" not in citing.methods(layers, "text")
-    assert "2 layers; weights" in citing.methods(layers, "text")
+    assert "2 layers)" not in citations.methods(layers, "text")
+    assert "2 layers; weights" in citations.methods(layers, "text")
 
 
 def test_errors_name_what_is_there(ds: xr.Dataset) -> None:
@@ -150,7 +151,7 @@ def test_errors_name_what_is_there(ds: xr.Dataset) -> None:
     ]:
         with pytest.raises(LipboundError, match=message):
             tables.render(ds, **options)
-    for function in (citing.cite, citing.methods):
+    for function in (citations.cite, citations.methods):
         with pytest.raises(LipboundError, match=r"allowed are|did you mean"):
             function(ds, "docx")
 
@@ -170,14 +171,14 @@ def test_hostile_names_stay_text(hostile: xr.Dataset) -> None:
         assert not any("\\input" in line or "\r" in line for line in lines)
         assert "\\textbackslash{}input\\{/etc/passwd\\}" in "".join(lines)
         assert typeset.count("\\begin{tabular}") == 1
-    bib = citing.cite(hostile)
-    assert bib.count("@") == len(citing.keys(hostile))  # every @ begins an entry
+    bib = citations.cite(hostile)
+    assert bib.count("@") == len(citations.keys(hostile))  # every @ begins an entry
     assert "{\\char64}evil" in bib
-    assert "\\input{" not in citing.cite(hostile, "latex")
+    assert "\\input{" not in citations.cite(hostile, "latex")
 
 
 def test_methods_say_the_settings_of_the_run(ds: xr.Dataset) -> None:
-    text = citing.methods(ds, "text")
+    text = citations.methods(ds, "text")
     for part in (
         "lipbound 0.1.0", "GPT2Model", "2 layers x 4 heads", ds.attrs["revision"], ds.attrs["data_fingerprint"],
         f"2 samples of at most {ds.attrs['tokens']} tokens",
@@ -185,25 +186,25 @@ def test_methods_say_the_settings_of_the_run(ds: xr.Dataset) -> None:
         "is compared with the constant of that map",
     ):  # fmt: skip
         assert part in text, part
-    typeset = citing.methods(ds)
-    assert set(re.findall(r"\\cite\{(\w+)\}", typeset)) == set(citing.keys(ds))
+    typeset = citations.methods(ds)
+    assert set(re.findall(r"\\cite\{(\w+)\}", typeset)) == set(citations.keys(ds))
     assert "$1 - 10^{-10}$" in typeset
     model = build(AFFINE["gpt2"])
     rough = lb.compare(model, inputs_for(model), delta=None, bounds=["yudin"], samples=1, progress=False)
-    assert "without upper bounds" in citing.methods(rough, "text")
-    assert "1 sample of" in citing.methods(rough, "text")
+    assert "without upper bounds" in citations.methods(rough, "text")
+    assert "1 sample of" in citations.methods(rough, "text")
 
 
 def test_below_exact_is_told(ds: xr.Dataset) -> None:
     other = ds.copy(deep=True)
     other["castin"][...] = other["exact"] / 2
-    assert "is below the constant it should bound in 16 of 16 cases" in citing.methods(other, "text")
+    assert "is below the constant it should bound in 16 of 16 cases" in citations.methods(other, "text")
 
 
 def test_foreign_text() -> None:
     assert plain("a\u2029b\x00c\td") == "a b c d"
-    assert latex("é ↯ † Đ") == "é {[}U+21AF] † {[}U+0110]"
-    assert "\n" not in markdown("a\nb")
+    assert escape_latex("é ↯ † Đ") == "é {[}U+21AF] † {[}U+0110]"
+    assert "\n" not in escape_markdown("a\nb")
 
 
 def test_rounding_takes_digits_away(ds: xr.Dataset) -> None:
@@ -227,19 +228,19 @@ def test_exact_norms_of_some_samples_only(ds: xr.Dataset) -> None:
 def test_citations_come_from_the_registry(ds: xr.Dataset) -> None:
     other = ds.copy(deep=True)
     other["yudin"].attrs["citation"] = "x}\\input{/etc/passwd"
-    assert "\\input{" not in citing.cite(other, "latex")
-    assert citing.keys(other) == citing.keys(ds)
+    assert "\\input{" not in citations.cite(other, "latex")
+    assert citations.keys(other) == citations.keys(ds)
     other.attrs["tokens"] = "\\input{x}"
     with pytest.raises(ValueError, match="invalid literal"):
-        citing.methods(other)
+        citations.methods(other)
 
 
 def test_layers_are_named_where_they_are_not_all() -> None:
     model = build(AFFINE["gpt2"])
     one = lb.compare(model, inputs_for(model), layers=[1], bounds=["yudin"], progress=False)
-    assert "layer 1 x 4 heads" in citing.methods(one, "text")
+    assert "layer 1 x 4 heads" in citations.methods(one, "text")
     none = lb.compare(model, inputs_for(model), bounds=[], progress=False)
-    assert "compared with upper bounds" not in citing.methods(none, "text")
-    assert "an estimate to a relative tolerance of 0.001 without upper bound" in citing.methods(
+    assert "compared with upper bounds" not in citations.methods(none, "text")
+    assert "an estimate to a relative tolerance of 0.001 without upper bound" in citations.methods(
         lb.compare(model, inputs_for(model), bounds=["kim"], progress=False), "text"
     )

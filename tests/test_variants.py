@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from variants import MASKS, VARIANTS, layer, oracle
 
 import lipbound as lb
-from lipbound.attention import Attention
+from lipbound.attention.layer import Attention
+from lipbound.attention.qk_norm import QKNorm
 from lipbound.errors import AttentionError
-from lipbound.operators import HeadJacobian
-from lipbound.passage import QKNorm
-from lipbound.reporting.details import of_layer
-from lipbound.streaming import StreamedHeadJacobian
+from lipbound.jacobians.head import HeadJacobian
+from lipbound.jacobians.head_streaming import StreamedHeadJacobian
+from lipbound.jacobians.rounding import rounding
+from lipbound.reporting.page.details import of_layer
 
 SETS = st.frozensets(st.sampled_from(VARIANTS))
 
@@ -27,7 +28,7 @@ SETS = st.frozensets(st.sampled_from(VARIANTS))
 def test_exact_norms_and_bounds(seed: int, has: frozenset[str], mask: str, n: int, d: int, d_v: int, scale: float, biases: bool, same: bool) -> None:
     att = layer(seed, has, mask=mask, n=n, d=d, d_v=d_v, scale=scale, biases=biases, same=same)
     exact = oracle(att)
-    slack = lb.norms.rounding(att) + 1e-9 * exact
+    slack = rounding(att) + 1e-9 * exact
     norm = lb.spectral_norm(att, tol=1e-10)
     assert bool(((norm.lower - exact).abs() <= 1e-8 * exact + slack).all())
     for name in lb.bounds.names():

@@ -15,11 +15,12 @@ from transformers import BertModel
 from typer.testing import CliRunner
 
 import lipbound as lb
-from lipbound import citing, store
-from lipbound.checksums import altered
 from lipbound.cli import app
 from lipbound.errors import LipboundError, StoreError
-from lipbound.verifying import ALLOWED
+from lipbound.reporting import citations
+from lipbound.runs import store
+from lipbound.runs.provenance import altered
+from lipbound.runs.verify import ALLOWED
 
 OPTIONS = {"max_length": 12, "progress": False, "bounds": ["yudin", "lipbound", "kim"]}
 
@@ -269,7 +270,7 @@ def test_layers_of_different_heads(tmp_path: Path) -> None:
     found = lb.verify(ds, model=model, data=inputs, places=9)
     assert found.ok, str(found)
     assert found.table.loc["exact", "values"] == 6
-    assert "2 layers x 2 to 4 heads" in citing.methods(ds, "text")
+    assert "2 layers x 2 to 4 heads" in citations.methods(ds, "text")
 
 
 def test_heads_without_values(tmp_path: Path) -> None:
@@ -297,7 +298,7 @@ def test_foreign_names_do_not_reach_the_terminal(run: Path) -> None:
 
 
 def test_provenance_is_plain(run: Path) -> None:
-    """A run's attributes are JSON, and say what `lipbound.inputs.prepare` was given."""
+    """A run's attributes are JSON, and say what `lipbound.models.inputs.prepare` was given."""
     ds = lb.load(run)
     attrs = json.loads(json.dumps(ds.attrs))
     assert attrs["source"]["max_length"] == 12

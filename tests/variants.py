@@ -4,10 +4,10 @@ import torch
 from conftest import causal
 from torch import Tensor
 
-from lipbound.attention import Attention
-from lipbound.oracle import dense_jacobian
-from lipbound.passage import QKNorm
-from lipbound.rotation import Rotation
+from lipbound.attention.layer import Attention
+from lipbound.attention.qk_norm import QKNorm
+from lipbound.attention.reference import dense_jacobian
+from lipbound.attention.rotary import Rotation
 
 VARIANTS = ("rotation", "norm", "together", "cap", "sinks")
 MASKS = ("none", "causal", "window", "padded", "offsets")

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import ViTForImageClassification
 
-from lipbound.checkpoints import load
-from lipbound.regularizers import JaSMin, SoundPenalty, Specformer
-from lipbound.training import attention_layers, attention_probabilities
+from lipbound.models.capture.differentiable import attention_layers, attention_probabilities
+from lipbound.models.checkpoints import load_checkpoint
+from lipbound.regularizers.bound_penalty import SoundPenalty
+from lipbound.regularizers.jasmin import JaSMin
+from lipbound.regularizers.specformer import Specformer
 
 REPEATS = 9
 
@@ -22,7 +24,7 @@ def main() -> None:
     """Medians of interleaved steps; memory by torch's profiler, in a step of its own."""
     torch.set_num_threads(2)
     torch.manual_seed(0)
-    model = ViTForImageClassification.from_pretrained(load("builtin:vit").source).float().train()
+    model = ViTForImageClassification.from_pretrained(load_checkpoint("builtin:vit").source).float().train()
     model.set_attn_implementation("sdpa")
     x, y = torch.randn(128, 3, 32, 32), torch.randint(10, (128,))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-7, momentum=0.9)

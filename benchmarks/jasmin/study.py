@@ -29,14 +29,16 @@ import yaml
 from torch import Tensor, nn
 from transformers import ViTForImageClassification, ViTImageProcessor
 
-from lipbound import softmax
-from lipbound.capture import capture
-from lipbound.checkpoints import load
-from lipbound.network import network_norm
-from lipbound.norms import spectral_norm
-from lipbound.regularizers import JaSMin, SoundPenalty, Specformer
-from lipbound.robustness import ATTACKS, robust_accuracy
-from lipbound.training import attention_layers, attention_probabilities
+from lipbound.analysis.network import network_norm
+from lipbound.analysis.robustness import ATTACKS, robust_accuracy
+from lipbound.attention import softmax
+from lipbound.jacobians.spectral_norm import spectral_norm
+from lipbound.models.capture.capture import capture
+from lipbound.models.capture.differentiable import attention_layers, attention_probabilities
+from lipbound.models.checkpoints import load_checkpoint
+from lipbound.regularizers.bound_penalty import SoundPenalty
+from lipbound.regularizers.jasmin import JaSMin
+from lipbound.regularizers.specformer import Specformer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 from common import save
@@ -99,7 +101,7 @@ def penalty(method: dict[str, Any]) -> Callable[[ViTForImageClassification, list
 def fine_tune(config: dict[str, Any], method: dict[str, Any], seed: int, images: Tensor, labels: Tensor, device: str) -> tuple[nn.Module, float]:
     """The checkpoint after its epochs, and seconds per step."""
     torch.manual_seed(seed)
-    folder = load(config["start"]).source
+    folder = load_checkpoint(config["start"]).source
     model = ViTForImageClassification.from_pretrained(
         folder, ignore_mismatched_sizes=True, num_labels=int(labels.max()) + 1, **config.get("model", {})
     )

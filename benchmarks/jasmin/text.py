@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, BertForSequenceClassification
 
 import lipbound as lb
-from lipbound.bounds.quantities import norm_m
-from lipbound.checkpoints import load
-from lipbound.regularizers import JaSMin
-from lipbound.training import attention_probabilities
+from lipbound.bounds.ingredients import norm_m
+from lipbound.models.capture.differentiable import attention_probabilities
+from lipbound.models.checkpoints import load_checkpoint
+from lipbound.regularizers.jasmin import JaSMin
 
 STRENGTHS = (0.0, 1e-4, 1e-3, 1e-2)
 SEEDS = (0, 1, 2)
@@ -83,7 +83,7 @@ def main() -> None:
     store = args.out / "results.jsonl"
     rows = [json.loads(line) for line in store.read_text().splitlines()] if store.exists() else []
     words, labels = texts(args.data)
-    folder = str(load("builtin:minilm").source)
+    folder = str(load_checkpoint("builtin:minilm").source)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     batch = dict(tokenizer(words, truncation=True, max_length=64, padding=True, return_tensors="pt"))
     for seed in SEEDS:

@@ -1,6 +1,6 @@
 """Train ``builtin:gpt2``, ``builtin:llama`` or ``builtin:qwen3``: a small decoder with its own byte-level BPE on the text of one book.
 
-    python benchmarks/training/train_decoder.py --architecture qwen3 --text alice.txt --out lipbound/builtin/qwen3
+    python benchmarks/training/train_decoder.py --architecture qwen3 --text alice.txt --out lipbound/models/builtin/qwen3
 
 Minutes on two CPU cores. The last tenth of the text is held out and its perplexity reported in the model card. All three have the same depth, width,
 heads, text and steps; llama has rotary embeddings, RMSNorm, SwiGLU and two key/value heads, and qwen3 normalises queries and keys besides.

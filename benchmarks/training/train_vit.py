@@ -1,6 +1,6 @@
 """Train ``builtin:vit``: a small vision transformer on CIFAR-10 at its own resolution, 32 x 32 in patches of 4.
 
-    python benchmarks/training/train_vit.py --data uoft-cs/cifar10 --out lipbound/builtin/vit
+    python benchmarks/training/train_vit.py --data uoft-cs/cifar10 --out lipbound/models/builtin/vit
 
 ``--data`` is a hub dataset id, or a folder with train.parquet and test.parquet of the same columns. About an hour on one
 CPU core in bfloat16. The test accuracy of the float16 checkpoint goes into the model card.

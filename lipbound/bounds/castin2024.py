@@ -5,11 +5,13 @@ import math
 import torch
 from torch import Tensor
 
-from lipbound.attention import Attention
-from lipbound.bounds import quantities as qty
+from lipbound.attention.layer import Attention
+from lipbound.bounds import ingredients as qty
 from lipbound.bounds.registry import bound
 
 CITATION = "castin2024smooth"
+
+
 ROOT3 = math.sqrt(3)
 
 

@@ -7,8 +7,8 @@ import torch
 from scipy.special import lambertw
 from torch import Tensor
 
-from lipbound.attention import Attention
-from lipbound.bounds import quantities as qty
+from lipbound.attention.layer import Attention
+from lipbound.bounds import ingredients as qty
 from lipbound.bounds.registry import bound
 
 
@@ -35,7 +35,8 @@ def kim(att: Attention) -> Tensor:
     .. math:: Lip \le \sqrt{N/d}\,(4\,\phi^{-1}(N-1) + 1)\,\|W_Q\|^2 \|W_V\|
 
     ``att.scale`` stands for :math:`1/\sqrt d`. It holds everywhere, hence at any X, for *this other map*: ``w_k`` and all biases are
-    ignored, and the value must be compared with `lipbound.norms.l2_spectral_norm` (variable ``exact_l2``), never with the dot-product head.
+    ignored, and the value must be compared with `lipbound.jacobians.spectral_norm.l2_spectral_norm` (variable ``exact_l2``), never with the
+    dot-product head.
 
     The theorem is printed with :math:`\sqrt{\sum_h \|W_{Q,h}\|^2 \|W_{V,h}\|^2}`, of degree one in :math:`W_Q` where the map is of degree two. That
     reading is false: at N = 1 the map is :math:`X A W_V`, whose norm reaches :math:`\|W_Q\|^2\|W_V\|/\sqrt d`. This is the degree-two form.

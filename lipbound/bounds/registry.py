@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lipbound.attention import Attention
+from lipbound.attention.layer import Attention
 from lipbound.errors import LipboundError, UnknownNameError, nearest
 
 MAP_NORMS = {"head": "exact", "l2": "exact_l2"}
@@ -31,7 +31,7 @@ class Bound:
         costly: whether it takes far longer than the exact norm; such bounds are computed on request, not by default.
         caveat: why the statement is no bound where its assumptions fail; empty when they always hold.
         ball: the statement for all inputs near X, or None where the source has none: see `over_ball`.
-        covers: which of `lipbound.attention.VARIANTS` it holds for; it says nothing about layers with others.
+        covers: which of `lipbound.attention.variants.VARIANTS` it holds for; it says nothing about layers with others.
     """
 
     name: str

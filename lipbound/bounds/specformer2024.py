@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from lipbound.attention import Attention
-from lipbound.bounds import quantities as qty
+from lipbound.attention.layer import Attention
+from lipbound.bounds import ingredients as qty
 from lipbound.bounds.registry import bound
 
 

@@ -3,14 +3,16 @@
 import torch
 from torch import Tensor
 
-from lipbound.attention import Attention
-from lipbound.bounds import quantities as qty
-from lipbound.bounds.interval import largest_g1, reachable_rows
-from lipbound.bounds.moments import weighted_deviation_norm
+from lipbound.attention.layer import Attention
+from lipbound.bounds import ingredients as qty
+from lipbound.bounds.ball.softmax_interval import largest_g1, reachable_rows
 from lipbound.bounds.registry import bound
-from lipbound.linalg import nonnegative_norm
+from lipbound.linalg.covariance import weighted_deviation_norm
+from lipbound.linalg.matrix_norms import nonnegative_norm
 
 CITATION = "yudin2025pay"
+
+
 ANY = "any biases (Remark 2), any mask"
 
 
@@ -61,7 +63,7 @@ def _remark_1(att: Attention, radius: float, norm: str) -> Tensor:
     """Theorem 3 for every input of a ball, which Remark 1 leaves to continuity: each factor is replaced by its largest value there.
 
     ||X'|| grows by at most the Frobenius radius; ||P'|| and max_i ||M(P'_i)|| are bounded over the box of softmax rows that scores can reach
-    (`lipbound.bounds.interval`), the latter through g_1.
+    (`lipbound.bounds.ball.softmax_interval`), the latter through g_1.
     """
     extended = with_ones(att)
     size = qty.norm_x(extended) + qty.total_radius(att, radius, norm)

@@ -7,7 +7,7 @@ from conftest import causal, window
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lipbound.attention import Attention
+from lipbound.attention.layer import Attention
 
 FAMILIES = ("plain", "duplicates", "pairs", "collinear", "outlier", "tied", "no_query", "rank_one_values", "tiny", "huge", "one_hot", "zero")
 MASKS = ("none", "causal", "window", "offsets", "padded")

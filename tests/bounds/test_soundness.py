@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from strategies import dense_norms, layers
 
 from lipbound import bounds
-from lipbound.attention import Attention
-from lipbound.bounds.auditing import SLACK
-from lipbound.norms import l2_spectral_norm, rounding, spectral_norm
+from lipbound.attention.layer import Attention
+from lipbound.bounds.audit import SLACK
+from lipbound.jacobians.rounding import rounding
+from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
 
 MODERATE = ("plain", "duplicates", "pairs", "collinear", "tied", "no_query", "rank_one_values", "tiny")
 

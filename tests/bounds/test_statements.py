@@ -10,12 +10,13 @@ from strategies import dense_norms
 from torch import Tensor
 
 from lipbound import bounds
-from lipbound.attention import Attention
+from lipbound.attention.layer import Attention
+from lipbound.attention.reference import dense_jacobian
 from lipbound.bounds.kim2021 import inverse_phi
-from lipbound.bounds.moments import weighted_deviation_norm
 from lipbound.errors import UnknownNameError
-from lipbound.norms import l2_spectral_norm, rounding
-from lipbound.oracle import dense_jacobian
+from lipbound.jacobians.rounding import rounding
+from lipbound.jacobians.spectral_norm import l2_spectral_norm
+from lipbound.linalg.covariance import weighted_deviation_norm
 
 
 def norm(m: Tensor) -> float:

@@ -1,0 +1,1 @@
+"""Questions beyond one run."""

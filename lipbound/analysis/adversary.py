@@ -1,0 +1,153 @@
+"""Over a ball of inputs: what an adversary finds, what bounds allow, and the curve of both against the radius."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import xarray as xr
+from torch import Tensor
+
+from lipbound.attention.layer import Attention
+from lipbound.bounds.ball.over_ball import over_ball
+from lipbound.bounds.registry import check_ball, get
+from lipbound.errors import LipboundError
+from lipbound.jacobians.head import HeadJacobian
+from lipbound.jacobians.spectral_norm import spectral_norm
+
+BOUNDS = ("castin_bias", "yudin", "specformer")
+"""Published bounds with a radius that `radius_curve` shows by default."""
+
+
+class Attack(NamedTuple):
+    """What `attack` found: norms (samples, heads), and the inputs that attain them, (samples, heads, N, D)."""
+
+    norm: Tensor
+    x: Tensor
+
+
+def attack(att: Attention, radius: float, *, norm: str = "token", steps: int = 20, starts: int = 3, seed: int = 0) -> Attack:
+    r"""A lower bound on :math:`\sup \|J(X')\|` over a ball, head by head, by projected gradient ascent.
+
+    The first start is X itself, the others are random points of the sphere. The gradient of the norm is that of :math:`u^T J(X') v` at the top
+    singular pair; steps are half the radius, later a seventh. It is a lower bound, found by a heuristic: the supremum may be larger.
+
+    Args:
+        att: the layer at the centre.
+        radius: of the ball. norm: "token" or "frobenius", as in `lipbound.bounds.over_ball`.
+        steps, starts: of the ascent, for each head. seed: of the starts.
+
+    Returns:
+        `Attack`; the norm is the float64 value at the input found, ``x``, which lies in the ball as the layer's dtype holds it; never below that at
+        X itself.
+
+    Raises:
+        LipboundError: a negative radius, an unknown norm, no steps or no starts.
+    """
+    check_ball(radius, norm)
+    if steps < 1 or starts < 1:
+        raise LipboundError(f"steps is {steps} and starts {starts}; at least one of each is needed")
+    generator = torch.Generator().manual_seed(seed)
+    norms, inputs = [], []
+    for s in range(att.samples):
+        one = att.unpadded(s)
+        found = [_attack_head(one.select(heads=slice(h, h + 1)), radius, norm, steps, starts, generator) for h in range(att.heads)]
+        norms.append(torch.stack([value for value, _ in found]))
+        full = att.x[s].expand(att.heads, -1, -1).clone()
+        keep = slice(None) if att.valid is None else att.valid[s]
+        full[:, keep] = torch.stack([x for _, x in found])
+        inputs.append(full)
+    return Attack(torch.stack(norms), torch.stack(inputs))
+
+
+def _attack_head(att: Attention, radius: float, norm: str, steps: int, starts: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """One head of one unpadded sample: the largest norm found, (), float64, and its input (N, D)."""
+    move = torch.randn(starts, *att.x.shape[1:], generator=generator, dtype=torch.float64).to(att.x)
+    move = _project(_unit(move, norm) * radius, radius, norm)
+    move[0] = 0
+    best = torch.full((starts,), -torch.inf, dtype=torch.float64)
+    where = move.clone()
+    for step in range(steps + 1):
+        here = att.at(att.x + move)
+        top = spectral_norm(here, tol=1e-3, vectors=True)
+        better = (top.lower[:, 0] > best).to(att.device)
+        best = torch.maximum(best, top.lower[:, 0])
+        where = torch.where(better[:, None, None], move, where)
+        if step == steps or radius == 0:
+            break
+        assert top.left is not None
+        assert top.right is not None
+        x = (att.x + move).requires_grad_()
+        form = (top.left[:, 0] * HeadJacobian(att.at(x)).along(top.right[:, 0])).sum()
+        (gradient,) = torch.autograd.grad(form, x)
+        length = 0.5 if step < steps / 2 else 0.15
+        move = _project(move + length * radius * _unit(torch.nan_to_num(gradient), norm), radius, norm)
+    candidates = torch.cat([att.x, _inside(att.x, where[int(best.argmax())], radius, norm)])
+    exact = spectral_norm(att.double().at(candidates.double()), tol=1e-6).lower[:, 0]
+    winner = int(exact.argmax())
+    return exact[winner], candidates[winner]
+
+
+def _sizes(move: Tensor, norm: str) -> Tensor:
+    """How far each token moves, or all of X: broadcastable to (starts, N, D)."""
+    return torch.linalg.vector_norm(move, dim=-1 if norm == "token" else (-2, -1), keepdim=True)
+
+
+def _unit(move: Tensor, norm: str) -> Tensor:
+    return move / _sizes(move, norm).clamp_min(torch.finfo(move.dtype).tiny)
+
+
+def _project(move: Tensor, radius: float, norm: str) -> Tensor:
+    """The nearest point of the ball, a rounding inside it."""
+    return move * (radius * (1 - 1e-6) / _sizes(move, norm).clamp_min(torch.finfo(move.dtype).tiny)).clamp(max=1.0)
+
+
+def _inside(x: Tensor, move: Tensor, radius: float, norm: str) -> Tensor:
+    """The point x + move (1, N, D) as its dtype holds it, moved back where rounding has put it outside the ball: to x itself at worst."""
+    for part in (1.0, 0.99, 0.9, 0.5):
+        point = (x.double() + part * move.double()).to(x.dtype)
+        if bool((_sizes(point.double() - x.double(), norm) <= radius).all()):
+            return point
+    return x
+
+
+def radius_curve(
+    att: Attention,
+    radii: Sequence[float],
+    *,
+    norm: str = "token",
+    at: str = "certified",
+    bounds: Sequence[str] | None = None,
+    adversary: bool = True,
+    steps: int = 20,
+    starts: int = 3,
+    seed: int = 0,
+) -> xr.Dataset:
+    """Bounds over balls of growing radius, and what an adversary finds in them: the true supremum lies between.
+
+    Args:
+        att, norm, at: as in `lipbound.bounds.over_ball`.
+        radii: in the units of ``x``.
+        bounds: registry names of bounds with a radius; `BOUNDS` by default, none where the layer is one that they do not cover.
+        adversary: run `attack` (with ``steps``, ``starts``, ``seed``) at every radius.
+
+    Returns:
+        Dataset with dims (sample, head, radius): ``over_ball`` (ours; not where queries or keys are normalised, which it does not cover),
+        ``adversary``, and every bound under its name. What was found at a smaller radius counts at larger ones too.
+
+    Raises:
+        LipboundError: as `lipbound.bounds.over_ball` and `attack` do; nothing to show.
+    """
+    bounds = BOUNDS if bounds is None and not att.variants else bounds or ()
+    values = {}
+    if "qk_norm" not in att.variants or not (adversary or bounds):
+        values["over_ball"] = over_ball(att, list(radii), norm=norm, at=at).cpu().numpy()
+    for name in bounds:
+        values[name] = torch.stack([get(name).over_ball(att, r, norm=norm) for r in radii], -1).cpu().numpy()
+    if adversary:
+        found = torch.stack([attack(att, r, norm=norm, steps=steps, starts=starts, seed=seed).norm for r in radii], -1)
+        order = torch.tensor(radii).argsort()
+        found[..., order] = found[..., order].cummax(-1).values
+        values["adversary"] = found.cpu().numpy()
+    ds = xr.Dataset({name: (("sample", "head", "radius"), value) for name, value in values.items()}, coords={"radius": list(radii)})
+    ds.attrs = {"norm": norm, "at": at, "bounds": list(bounds), "token_norm": float(att.x.norm(dim=-1)[att.x.norm(dim=-1) > 0].mean())}
+    return ds

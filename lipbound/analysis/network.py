@@ -1,0 +1,281 @@
+"""Exact local Lipschitz constants of whole networks, or of chains of their blocks, through the model's own modules."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lipbound.errors import LipboundError
+from lipbound.linalg.certificates import ROUNDING
+from lipbound.linalg.operator_norm import operator_norm
+from lipbound.linalg.operators import JacobianOperator, Transposed
+from lipbound.linalg.solution import Norm
+from lipbound.models.capture.recorder import implementation
+
+Inputs = Mapping[str, Tensor]
+
+
+FEW = 16
+"""Outputs, such as logits of a few classes, whose gradients are simply computed: the norm is then dense, and ``upper`` needs no probability."""
+
+
+class NetworkJacobian(JacobianOperator):
+    """Jacobians of a function that treats samples one by one, at a batch of inputs: one batch entry per sample.
+
+    Products with J^T by reverse mode; with J by forward mode, or where some operation has none, by differentiating products with J^T.
+
+    Args:
+        f: (samples, *in_shape) -> (samples, *out_shape), each sample of the result depending on the same sample of the input alone.
+        x: the inputs.
+        real: (samples, N, 1), 0 for tokens that are held fixed and whose outputs do not count (padding), or None.
+    """
+
+    def __init__(self, f: Callable[[Tensor], Tensor], x: Tensor, real: Tensor | None = None):
+        self._f, self._x, self._real = f, x, real
+        with torch.enable_grad():
+            self._leaf = x.detach().clone().requires_grad_()
+            self._value = f(self._leaf)
+        self.batch, self.in_shape, self.out_shape = len(x), tuple(x.shape[1:]), tuple(self._value.shape[1:])
+        self._counted = real if real is not None and self._value.ndim == 3 and self._value.shape[1] == x.shape[1] else None
+        self.dtype, self.device = x.dtype, x.device
+        self._forward = True
+
+    def jvp(self, x: Tensor) -> Tensor:
+        x = x if self._real is None else x * self._real
+        y = self._pushed(x)
+        return y if self._counted is None else y * self._counted
+
+    def _pushed(self, x: Tensor) -> Tensor:
+        if self._forward:
+            try:
+                with torch.no_grad():
+                    return torch.func.jvp(self._f, (self._x,), (x,))[1]
+            except (NotImplementedError, RuntimeError):
+                self._forward = False
+        with torch.enable_grad():
+            y = torch.zeros_like(self._value).requires_grad_()
+            (back,) = torch.autograd.grad(self._value, self._leaf, y, create_graph=True, retain_graph=True)
+            (product,) = torch.autograd.grad(back, y, x, retain_graph=True)
+        return product.detach()
+
+    def vjp(self, y: Tensor) -> Tensor:
+        y = y if self._counted is None else y * self._counted
+        (product,) = torch.autograd.grad(self._value, self._leaf, y, retain_graph=True)
+        return product if self._real is None else product * self._real
+
+    def dense(self) -> Tensor:
+        rows, columns = math.prod(self.out_shape), math.prod(self.in_shape)
+        if columns <= rows:
+            return super().dense()
+        unit = torch.eye(rows, dtype=self.dtype, device=self.device)
+        found = [self.vjp(e.view(1, *self.out_shape).expand(self.batch, *self.out_shape)).flatten(1) for e in unit]
+        return torch.stack(found, 1)
+
+    def select(self, index: Tensor) -> "NetworkJacobian":
+        if torch.equal(index.cpu(), torch.arange(self.batch)):
+            return self
+        return _Part(self, index.to(self.device))
+
+
+class _Part(NetworkJacobian):
+    """Some samples of a batch that is computed whole: other samples get zeros."""
+
+    def __init__(self, whole: NetworkJacobian, index: Tensor):
+        self._whole, self._index = whole, index
+        self.batch, self.in_shape, self.out_shape = len(index), whole.in_shape, whole.out_shape
+        self.dtype, self.device = whole.dtype, whole.device
+
+    def _spread(self, x: Tensor) -> Tensor:
+        full = x.new_zeros(self._whole.batch, *x.shape[1:])
+        full[self._index] = x
+        return full
+
+    def jvp(self, x: Tensor) -> Tensor:
+        return self._whole.jvp(self._spread(x))[self._index]
+
+    def vjp(self, y: Tensor) -> Tensor:
+        return self._whole.vjp(self._spread(y))[self._index]
+
+    def select(self, index: Tensor) -> "NetworkJacobian":
+        return _Part(self._whole, self._index[index.to(self.device)])
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The transformer blocks of a model, in order: its longest ``ModuleList`` of modules of one class.
+
+    Raises:
+        LipboundError: there is none.
+    """
+    lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) and len({type(part) for part in m}) == 1]
+    expected = getattr(getattr(model, "config", None), "num_hidden_layers", None)
+    fitting = [parts for parts in lists if len(parts) == expected] or lists
+    if not fitting:
+        raise LipboundError(f"{type(model).__name__} has no list of blocks, so there is nothing to start or end at")
+    return max(fitting, key=len)
+
+
+def network_norm(
+    model: PreTrainedModel,
+    inputs: Inputs,
+    *,
+    start: str | int = "embeddings",
+    end: str | int = "logits",
+    tol: float = 1e-4,
+    delta: float | None = None,
+    seed: int | Sequence[int] = 0,
+    batch: int = 16,
+) -> Norm:
+    r"""Exact local Lipschitz constant (2-norm of the Jacobian) of a network at every sample, from token vectors to its outputs.
+
+    The map starts at what enters the first block ("embeddings": after the patch or word embeddings, which are left out as in Yudin et al. 2025),
+    or at what enters block ``start``; it ends at the logits, at the last hidden state, or at what leaves block ``end``. The model runs its own
+    modules, in evaluation mode, with eager attention; padding is held fixed. The Jacobian is that of the network as it computes in its dtype:
+    ``upper`` does not cover the rounding of activations, so give a model in float64 where digits beyond the fourth matter.
+
+    Args:
+        model: a transformers model in float32 or float64.
+        inputs: what its forward takes, on its device.
+        start: "embeddings", or the number of a block.
+        end: "logits", "last_hidden_state", or the number of a block.
+        tol, delta, seed: as in `lipbound.spectral_norm`.
+        batch: samples that are computed at a time.
+
+    Returns:
+        `Norm` with fields of shape (samples,), values in float64.
+
+    Raises:
+        LipboundError: no such block, end or output; an end before the start.
+    """
+    if isinstance(start, int):
+        _number(start, len(blocks(model)), "start")
+    return _norm(model, inputs, start, end, tol, delta, seed, batch)
+
+
+def _norm(
+    model: PreTrainedModel, inputs: Inputs, start: str | int, end: str | int, tol: float, delta: float | None, seed: int | Sequence[int], batch: int
+) -> Norm:
+    parts: list[Norm] = []
+    count = len(next(iter(inputs.values())))
+    seeds = [seed + s for s in range(count)] if isinstance(seed, int) else list(seed)
+    for i in range(0, count, batch):
+        piece = {name: t[i : i + batch] if len(t) == count else t for name, t in inputs.items()}
+        with chain(model, piece, start, end) as (f, x, real):
+            op: JacobianOperator = NetworkJacobian(f, x, real)
+            if math.prod(op.out_shape) <= FEW:
+                parts.append(_from_gradients(op))
+                continue
+            op = Transposed(op) if math.prod(op.out_shape) > math.prod(op.in_shape) else op
+            share = None if delta is None else delta * op.batch / count
+            parts.append(operator_norm(op, tol=tol, delta=share, seed=seeds[i : i + batch]))
+    names = ("lower", "upper", "steps", "converged", "error")
+    return Norm(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+
+
+def _from_gradients(op: JacobianOperator) -> Norm:
+    """Norms from all gradients of a few outputs; ``upper`` allows for the same rounding of products as a certificate."""
+    sigma = torch.linalg.svdvals(op.dense().double())[:, 0].cpu()
+    steps = torch.full((op.batch,), math.prod(op.out_shape))
+    error = torch.full_like(sigma, ROUNDING[op.dtype])
+    return Norm(sigma, sigma * (1 + error), steps, torch.ones(op.batch, dtype=torch.bool), error)
+
+
+def block_product(model: PreTrainedModel, inputs: Inputs, *, tol: float = 1e-3, delta: float | None = 1e-6, seed: int = 0) -> dict[str, Tensor]:
+    """Exact norms of every block and of what follows the last one, and their product, an upper bound on the whole network's: (samples,) each.
+
+    The product is of upper ends where ``delta`` is given (total failure probability), else of estimates.
+    """
+    count = len(blocks(model))
+    share = None if delta is None else delta / (count + 1)
+    values = {f"block {i}": network_norm(model, inputs, start=i, end=i, tol=tol, delta=share, seed=seed) for i in range(count)}
+    values["head"] = _norm(model, inputs, count, _output_name(model), tol, share, seed, 16)
+    factors = {name: norm.lower if delta is None else norm.upper for name, norm in values.items()}
+    return factors | {"product": torch.stack(list(factors.values())).prod(0)}
+
+
+def _output_name(model: PreTrainedModel) -> str:
+    return "last_hidden_state" if type(model) is type(model.base_model) else "logits"
+
+
+class _Reached(Exception):
+    """Ends a forward pass where the map ends."""
+
+    def __init__(self, value: Tensor):
+        self.value = value
+
+
+@contextmanager
+def chain(
+    model: PreTrainedModel, inputs: Inputs, start: str | int, end: str | int
+) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor, Tensor | None]]:
+    """The map from ``start`` to ``end`` as a function of (samples, N, D), its input here, and where perturbations are allowed.
+
+    ``start`` may also be the number of blocks: what leaves the last one.
+    """
+    parts = blocks(model)
+    first = 0 if start == "embeddings" else _number(start, len(parts) + 1, "start")  # the number of blocks: what leaves the last one
+    last = _number(end, len(parts), "end") if isinstance(end, int) else end
+    if isinstance(last, int) and last < first:
+        raise LipboundError(f"end is block {last} but start is block {first}; end at {first} or later")
+    if isinstance(last, str) and last not in ("logits", "last_hidden_state"):
+        raise LipboundError(f"end is {end!r}; give 'logits', 'last_hidden_state' or the number of a block")
+    given: list[Tensor] = []
+    replacement: list[Tensor] = []
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        value = args[0] if args else kwargs["hidden_states"]
+        given.append(value)
+        if not replacement:
+            return None
+        return ((replacement[0], *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": replacement[0]})
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        value = output[0] if isinstance(output, tuple) else output
+        given.append(value)
+        if not replacement:
+            return None
+        return (replacement[0], *output[1:]) if isinstance(output, tuple) else replacement[0]
+
+    def stop(module: nn.Module, args: Any, output: Any) -> None:
+        raise _Reached(output[0] if isinstance(output, tuple) else output)
+
+    def run() -> Tensor:
+        extra = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
+        try:
+            outputs = model(**inputs, **extra)
+        except _Reached as reached:
+            return reached.value
+        if not hasattr(outputs, str(last)) or not isinstance(getattr(outputs, str(last)), Tensor):
+            raise LipboundError(f"{type(model).__name__} has no {last}; its outputs are {', '.join(outputs.keys())}")
+        value: Tensor = getattr(outputs, str(last))
+        return value
+
+    def f(x: Tensor) -> Tensor:
+        replacement[:] = [x]
+        try:
+            return run()
+        finally:
+            replacement.clear()
+
+    hooks = [parts[first].register_forward_pre_hook(before, with_kwargs=True) if first < len(parts) else parts[-1].register_forward_hook(after)]
+    if isinstance(last, int):
+        hooks.append(parts[last].register_forward_hook(stop))
+    try:
+        with implementation(model, "eager"), torch.no_grad():
+            run()
+            x = given[0].detach().clone()
+            valid = inputs.get("attention_mask")
+            real = None if valid is None or tuple(valid.shape) != tuple(x.shape[:2]) else (valid != 0)[..., None].to(x.dtype)
+            yield f, x, real
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _number(value: Any, count: int, name: str) -> int:
+    if not isinstance(value, int) or not 0 <= value < count:
+        raise LipboundError(f"{name} is {value!r}; it must be the number of a block, and this model has {count}")
+    return value

@@ -1,0 +1,100 @@
+"""Recipes about questions of our own: which map, and mass splitting."""
+
+import numpy as np
+import torch
+import xarray as xr
+from matplotlib.figure import Figure
+
+from lipbound.analysis.mean_field import duplicated_norm, query_block_norms
+from lipbound.analysis.recipes.registry import Setting, of, register, sheet
+from lipbound.errors import LipboundError
+from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
+from lipbound.jacobians.spectral_norm import spectral_norm
+
+
+def which_map(setting: Setting) -> xr.Dataset:
+    """Exact norm of every map a layer has, and the sum over heads with their slices of the projection."""
+    checkpoint, layers, data = setting.capture(setting.count(4, 100))
+    tables: dict[str, list[torch.Tensor]] = {}
+    for att in layers:
+        heads = {name: spectral_norm(att, map=name, tol=1e-4).lower for name in ("head", "head_out")}
+        for name, values in heads.items():
+            tables.setdefault(f"{name}, largest", []).append(values.amax(-1))
+        tables.setdefault("head_out, sum over heads", []).append(heads["head_out"].sum(-1))
+        for name in WHOLE:
+            try:
+                tables.setdefault(name, []).append(spectral_norm(att, map=name, tol=1e-4).lower)
+            except LipboundError:
+                if name not in BLOCKS:
+                    raise
+                tables[name].append(torch.full((att.samples,), torch.nan, dtype=torch.float64))
+    kept = {name: torch.stack(values).numpy() for name, values in tables.items()}
+    kept = {name: values for name, values in kept.items() if not np.isnan(values).all()}
+    ds = xr.Dataset({"norm": (("map", "layer", "sample"), np.stack(list(kept.values())))}, coords={"map": np.array(list(kept), dtype=object)})
+    ds.attrs = setting.attributes(checkpoint, data)
+    return ds
+
+
+def draw_which_map(ds: xr.Dataset) -> Figure:
+    """A line for each map over layers."""
+    with sheet(1, 1, width=4.8, height=2.8) as (figure, (axes,)):
+        for name, values in zip(ds["map"].values, ds["norm"].mean("sample").values, strict=True):
+            axes.plot(range(len(values)), values, "o-", markersize=2.5, linewidth=0.8, label=name)
+        axes.set(xlabel="layer", ylabel="exact local Lipschitz constant", yscale="log")
+        axes.legend(fontsize=5.5, ncols=2)
+    return figure
+
+
+def caption_which_map(ds: xr.Dataset) -> str:
+    """What the names mean, and how far apart they are."""
+    ratio = ds["norm"].sel(map="head_out, sum over heads") / ds["norm"].sel(map="layer")
+    names = ds["map"].values.tolist()
+    meaning = "; ".join(f"{name}: {text}" for name, text in MAPS.items() if name in names or f"{name}, largest" in names)
+    return (
+        f"{of(ds)}, exact norms, mean over samples. {meaning}. The sum over heads exceeds the exact norm of the layer by {float(ratio.min()):.3g} to "
+        f"{float(ratio.max()):.3g} times."
+    )
+
+
+register(
+    name="which-map", title="Exact constants of the maps that papers call attention",
+    source="definitions in lipbound.jacobians.spectral_norm and lipbound.jacobians.residual_block", compute=which_map, draw=draw_which_map,
+    caption=caption_which_map, cost="20 s",
+)  # fmt: skip
+
+
+def splitting(setting: Setting) -> xr.Dataset:
+    """max_i ||B_i|| beside the exact norm, head by head: where the former is larger, copies of tokens make the head steeper."""
+    checkpoint, layers, data = setting.capture(setting.count(4, 100))
+    exact = [spectral_norm(att, tol=1e-4).lower for att in layers]
+    own = [query_block_norms(att).amax(-1) for att in layers]
+    copies = [duplicated_norm(att, norm) for att, norm in zip(layers, exact, strict=True)]
+    names = {"exact": exact, "own_query": own, "duplicated": copies}
+    ds = xr.Dataset({name: (("layer", "sample", "head"), torch.stack(values).cpu().numpy()) for name, values in names.items()})
+    ds.attrs = setting.attributes(checkpoint, data)
+    return ds
+
+
+def draw_splitting(ds: xr.Dataset) -> Figure:
+    """A point for each head."""
+    with sheet(1, 1, width=3.45, height=2.8) as (figure, (axes,)):
+        axes.loglog(ds["exact"].values.ravel(), ds["own_query"].values.ravel(), "o", markersize=1.8, color="#4477aa")
+        ends = [float(ds["exact"].min()), float(ds["exact"].max())]
+        axes.loglog(ends, ends, "k:", linewidth=0.8)
+        axes.set(xlabel=r"exact $\|J\|$", ylabel=r"$\max_i \|B_i\|$")
+    return figure
+
+
+def caption_splitting(ds: xr.Dataset) -> str:
+    """How many heads split."""
+    ratio = ds["own_query"] / ds["exact"]
+    return (
+        f"{of(ds)}. Above the dotted line a head splits: with every token doubled its local constant is max_i ||B_i||. {int((ratio > 1).sum())} of "
+        f"{ratio.size} heads and samples do; the largest ratio is {float(ratio.max()):.3g}."
+    )
+
+
+register(
+    name="mass-splitting", title="When copies of tokens make attention steeper", source="proof in lipbound.analysis.mean_field.duplicated_norm",
+    compute=splitting, draw=draw_splitting, caption=caption_splitting, cost="20 s",
+)  # fmt: skip

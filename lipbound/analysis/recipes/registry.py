@@ -1,0 +1,153 @@
+"""What a recipe is, and the table of them: one figure or claim of a paper each, computed and drawn for any checkpoint."""
+
+import shlex
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import xarray as xr
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from lipbound.attention.layer import Attention
+from lipbound.devices import device_name, resolve_device
+from lipbound.errors import UnknownNameError, nearest
+from lipbound.models.capture.capture import Capturer
+from lipbound.models.checkpoints import Checkpoint, load_checkpoint
+from lipbound.models.inputs import prepare
+from lipbound.reporting.styles import BASE, Drawing, write
+from lipbound.runs import store
+from lipbound.runs.provenance import versions
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a recipe runs on.
+
+    Attributes:
+        model: as for `lipbound.compare`.
+        data: texts or image sets, as for `lipbound.compare`; none for the default. column, split: of tables.
+        samples: how many samples, or sequences of a length; None for the recipe's own number.
+        full: the paper's sizes rather than the small ones.
+        device, dtype, seed: as for `lipbound.compare`.
+    """
+
+    model: Any = "builtin:minilm"
+    data: tuple[Any, ...] = ()
+    column: str | None = None
+    split: str | None = None
+    samples: int | None = None
+    full: bool = False
+    device: str = "auto"
+    dtype: str = "float32"
+    seed: int = 0
+
+    def count(self, small: int, full: int) -> int:
+        """How many samples: asked for, or the small or the paper's number."""
+        return self.samples if self.samples is not None else (full if self.full else small)
+
+    @property
+    def texts(self) -> tuple[Any, ...]:
+        """The data, at least the default one."""
+        return self.data or (None,)
+
+    def capture(self, samples: int, max_length: int = 128) -> tuple[Checkpoint, list[Attention], str]:
+        """The checkpoint, its layers at some samples, and what the samples are."""
+        where = resolve_device(self.device)
+        checkpoint = load_checkpoint(self.model, dtype=self.dtype, device=where)
+        inputs = prepare(checkpoint, self.texts[0], samples=samples, max_length=max_length, column=self.column, split=self.split)
+        layers = Capturer(checkpoint.model, around=True).run(inputs.block(0, samples, where))
+        return checkpoint, [layer.attention for layer in layers], inputs.description
+
+    def attributes(self, checkpoint: Checkpoint | None, data: str) -> dict[str, Any]:
+        """Provenance."""
+        found = versions()
+        return {
+            "lipbound": found["lipbound"], "versions": found, "data": data, "dtype": self.dtype, "device": device_name(resolve_device(self.device)),
+            "seed": self.seed, "full": int(self.full), "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        } | ({} if checkpoint is None else {"model": checkpoint.name, "revision": checkpoint.revision})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One figure or claim.
+
+    Attributes:
+        name: what it is called on the command line. title: one line. source: paper and place.
+        compute: what it measures. draw: its figure. caption: what exactly the figure shows, with the numbers that matter.
+        cost: time of the small setting on two CPU cores.
+        run: name of the stored Dataset; recipes that draw the same measurements share it. The recipe's own name by default.
+    """
+
+    name: str
+    title: str
+    source: str
+    compute: Callable[[Setting], xr.Dataset]
+    draw: Callable[[xr.Dataset], Figure]
+    caption: Callable[[xr.Dataset], str]
+    cost: str
+    run: str = ""
+
+    @property
+    def stored(self) -> str:
+        """Name of the Zarr store of what it measures, in the folder of its figure."""
+        return f"{self.run or self.name}.zarr"
+
+    def saved(self, setting: Setting, folder: Path) -> xr.Dataset:
+        """What the store in ``folder`` holds; computed and stored there where it is missing."""
+        path = folder / self.stored
+        if not path.exists():
+            ds = self.compute(setting)
+            ds.attrs["recipe"] = self.run or self.name
+            store.save(ds, path)
+        return store.load(path)
+
+    def reproduce(self, setting: Setting, folder: Path, *, kinds: Sequence[str] = ("pdf", "png")) -> xr.Dataset:
+        """`saved`, and figure and caption in the same folder."""
+        ds = self.saved(setting, folder)
+        self.render(ds, folder, kinds=kinds)
+        return ds
+
+    def render(self, ds: xr.Dataset, folder: Path, *, kinds: Sequence[str] = ("pdf", "png")) -> None:
+        """Figure and caption file of a computed Dataset."""
+        for kind in kinds:
+            write(self.draw(ds), folder / f"{self.name}.{kind}")
+        (folder / f"{self.name}.txt").write_text("\n".join(textwrap.wrap(f"{self.title} ({self.source}). {self.caption(ds)}", 140)) + "\n")
+
+
+RECIPES: dict[str, Recipe] = {}
+
+
+def recipe(name: str) -> Recipe:
+    """The recipe of that name; UnknownNameError with the nearest one otherwise."""
+    if name not in RECIPES:
+        raise UnknownNameError(f"unknown recipe {name!r}; {nearest(name, RECIPES)}")
+    return RECIPES[name]
+
+
+def register(**fields: Any) -> None:
+    """Enter a recipe in the table."""
+    RECIPES[fields["name"]] = Recipe(**fields)
+
+
+@contextmanager
+def sheet(rows: int, columns: int, *, height: float = 2.1, width: float = 7.1, **options: Any) -> Iterator[tuple[Figure, list[Axes]]]:
+    """A figure of the house style that pyplot does not know of, and its axes, row by row."""
+    with matplotlib.rc_context(BASE | {"font.size": 7.0}):
+        figure = Drawing(figsize=(width, rows * height), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots(rows, columns, squeeze=False, **options)
+        yield figure, list(axes.ravel())
+
+
+def of(ds: xr.Dataset) -> str:
+    """Model and data of a Dataset, for captions."""
+    return f"{ds.attrs['model']}, {ds.attrs['data']}, {ds.attrs['dtype']}"

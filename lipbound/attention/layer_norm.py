@@ -1,0 +1,103 @@
+r"""Layer normalisation around attention: its Jacobian, and the ellipsoid its outputs lie on."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lipbound.errors import AttentionError
+
+
+class Normaliser:
+    r"""LayerNorm or RMSNorm at a batch of inputs; as a linear map, its Jacobian there, token by token.
+
+    With :math:`u = (x - \bar x)/s`, :math:`s = (|x - \bar x|^2/D + eps)^{1/2}` (RMSNorm: without the mean), the output is :math:`w \circ u + b` and
+
+    .. math:: J\,dx = w \circ \big(dx - \overline{dx} - u\,(u \cdot dx)/D\big)/s
+
+    Args:
+        x: what it normalises, (samples, N, D).
+        weight: (D,). bias: (D,), or None.
+        eps: under the root. centred: LayerNorm, else RMSNorm.
+
+    Attributes:
+        unit: u, (samples, N, D). size: s, (samples, N, 1), float64.
+    """
+
+    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float = 0.0, centred: bool = True):
+        if weight.shape != x.shape[-1:] or (bias is not None and bias.shape != weight.shape):
+            raise AttentionError(
+                f"a normaliser's weight has shape {tuple(weight.shape)}; for inputs of width {x.shape[-1]} it must be ({x.shape[-1]},)"
+            )
+        self.x, self.weight, self.bias, self.eps, self.centred = x, weight, bias, float(eps), centred
+        deviation = x.double() - x.double().mean(-1, keepdim=True) if centred else x.double()
+        self.size = (deviation.square().mean(-1, keepdim=True) + eps).sqrt().clamp_min(torch.finfo(torch.float64).tiny)
+        self.unit = (deviation / self.size).to(x.dtype)
+
+    @property
+    def out(self) -> Tensor:
+        """What it returns, (samples, N, D)."""
+        return self.weight * self.unit if self.bias is None else self.weight * self.unit + self.bias
+
+    def jvp(self, dx: Tensor) -> Tensor:
+        """J dx, (samples, N, D)."""
+        return self.weight * self._project(dx)
+
+    def vjp(self, dy: Tensor) -> Tensor:
+        """J^T dy, (samples, N, D)."""
+        return self._project(self.weight * dy)
+
+    def _project(self, dx: Tensor) -> Tensor:
+        dx = dx - dx.mean(-1, keepdim=True) if self.centred else dx
+        return (dx - self.unit * (self.unit * dx).mean(-1, keepdim=True)) / self.size.to(dx.dtype)
+
+    @property
+    def norms(self) -> Tensor:
+        r"""Upper values of the norms of each token's Jacobian, :math:`\max_k |w_k| / s`, (samples, N), float64."""
+        return self.weight.double().abs().amax() / self.size[..., 0] * (1 + 1e-12)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Normaliser":
+        """Another one with changed tensors."""
+        bias = None if self.bias is None else change(self.bias)
+        return Normaliser(change(self.x), change(self.weight), bias, eps=self.eps, centred=self.centred)
+
+    def select(self, samples: slice | Tensor) -> "Normaliser":
+        """Some samples."""
+        return Normaliser(self.x[samples], self.weight, self.bias, eps=self.eps, centred=self.centred)
+
+    def radius(self) -> float:
+        """Of the smallest centred ball around all its outputs (`ellipsoid_radius`)."""
+        return ellipsoid_radius(self.weight, self.bias, centred=self.centred)
+
+
+def ellipsoid_radius(weight: Tensor, bias: Tensor | None = None, *, centred: bool = True) -> float:
+    r"""Largest length of an output of LayerNorm (``centred``) or RMSNorm over all inputs: R of the published bounds, from parameters alone.
+
+    .. math:: \max\{|w \circ z + b| : |z|^2 \le D,\ \textstyle\sum_k z_k = 0\}
+
+    (without the sum for RMSNorm). Outputs lie on this ellipsoid but for eps, which keeps them inside. A quadratic over a ball: by strong duality
+    it is :math:`\min_{\mu \ge \lambda_1} \mu D + \sum_k g_k^2/(\mu - \lambda_k) + |b|^2`, with :math:`\lambda` the eigenvalues of
+    :math:`Z\,diag(w^2)\,Z`, Z the projection on sum zero, and g the coordinates of :math:`Z(w \circ b)`. Every :math:`\mu` gives an upper value,
+    so the result is one.
+    """
+    w = weight.detach().double()
+    b = torch.zeros_like(w) if bias is None else bias.detach().double()
+    width = len(w)
+    if centred:
+        z = torch.eye(width, dtype=torch.float64, device=w.device) - 1 / width
+        values, vectors = torch.linalg.eigh(z @ torch.diag(w**2) @ z)
+        g = vectors.mT @ (z @ (w * b))
+    else:
+        values, g = w**2, w * b
+    top = values.amax()
+    high = float(g.norm() / width**0.5)
+    low = 0.0
+    distances = (top - values).clamp_min(0)
+    for _ in range(200):  # where the derivative D - sum g^2/(mu - lambda)^2 changes sign, mu = top + middle
+        middle = (low + high) / 2
+        if not low < middle < high:
+            break
+        too_small = float((g / (middle + distances)).square().sum()) > width
+        low, high = (middle, high) if too_small else (low, middle)
+    dual = (top + high) * width + torch.where(g == 0, 0.0, g**2 / (high + distances).clamp_min(1e-300)).sum()
+    return float((dual + b.square().sum()).sqrt() * (1 + 1e-12))

@@ -1,0 +1,219 @@
+r"""The Jacobian of the softmax, :math:`M(p) = \mathrm{diag}(p) - p p^T`: its exact spectral norm, and bounds on its spectrum.
+
+Rows are always the last axis. No N x N matrix is formed for a row.
+"""
+
+import itertools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lipbound.errors import LipboundError
+
+ROWS = 2**21
+"""Entries handled at a time by `jacobian_norm`, which works in float64 whatever it is given."""
+
+
+BISECTED = 2**17
+"""Entries handled at a time by `singular_value`: what a cache holds."""
+
+
+class Enclosure(NamedTuple):
+    """Lower and upper end of an interval that contains the exact value."""
+
+    lower: Tensor
+    upper: Tensor
+
+
+def jacobian_norm(p: Tensor, *, max_iterations: int = 40) -> Enclosure:
+    r"""Spectral norm of M(p) for every probability row, enclosed to rounding: O(N) a row.
+
+    With :math:`p_1 \ge p_2` the two largest entries, :math:`s = \sum_{i \ge 2} p_i` and :math:`\lambda = p_2 (1 + x)`, the secular equation
+    :math:`\sum_i p_i^2 / (p_i - \lambda) = 1` becomes, after dividing out :math:`\lambda`,
+
+    .. math:: F(x) = p_2 x + p_1 T(x) = p_1 - p_2, \qquad T(x) = 1 \Big/ \sum_{i \ge 2} \frac{p_i / p_2}{x + (p_2 - p_i)/p_2}
+
+    in which every term is positive. F is concave and increasing, so Newton's iterates approach the root from the left; its slope is at least
+    :math:`p_2 (1 + p_1/s)`, which turns the residual at the last iterate into a guaranteed enclosure.
+
+    Args:
+        p: (..., N), non-negative, any floating dtype; rows are normalised in float64 (they need only sum to one up to rounding).
+            All-zero rows (padding) have norm 0.
+
+    Returns:
+        `Enclosure` of shape (...), float64; relative width about 1e-14 (N + 20 roundings), down to subnormal norms.
+
+    >>> float(jacobian_norm(torch.tensor([0.5, 0.5])).upper)
+    0.5...
+    """
+    rows = p.reshape(-1, p.shape[-1])
+    parts = [_enclose(part.double(), max_iterations) for part in rows.split(max(1, ROWS // p.shape[-1]))]
+    lower = torch.cat([part.lower for part in parts]) if parts else rows.new_zeros(0, dtype=torch.float64)
+    upper = torch.cat([part.upper for part in parts]) if parts else rows.new_zeros(0, dtype=torch.float64)
+    return Enclosure(lower.view(p.shape[:-1]), upper.view(p.shape[:-1]))
+
+
+def normalised(p: Tensor) -> Tensor:
+    """Rows in float64 that sum to one (all-zero rows stay): float32 rows do not, well enough for Theorem 4 of Yudin et al."""
+    p = p.double()
+    total = p.sum(-1, keepdim=True)
+    return p / torch.where(total > 0, total, 1.0)
+
+
+def _enclose(p: Tensor, max_iterations: int) -> Enclosure:
+    n = p.shape[-1]
+    if n == 1:
+        return Enclosure(torch.zeros_like(p[:, 0]), torch.zeros_like(p[:, 0]))
+    p = normalised(p)
+    where = p.argmax(-1, keepdim=True)
+    p1 = p.gather(-1, where)
+    rest = p.scatter(-1, where, 0.0)
+    p2 = rest.amax(-1, keepdim=True)
+    delta = p1 - p2
+    simple = (p2 <= 0) | (delta <= 0)  # one-hot: norm 0; a tie at the top: norm p1
+    safe = torch.where(simple, 1.0, p2)
+    r = rest / safe
+    gap = torch.where(rest > 0, (p2 - rest) / safe, 1.0)
+    s_hat = r.sum(-1, keepdim=True)
+    slope = s_hat / (rest.sum(-1, keepdim=True) + p1).clamp_min(torch.finfo(p.dtype).tiny)  # 1 / smallest F', up to rounding
+    unit = torch.finfo(p.dtype).eps / 2
+    gamma = 2 * (n + 20) * unit
+
+    # Start at the Rayleigh quotient of (1, -p_i/s), exact for two tokens or a tied rest.
+    w = r / s_hat.clamp_min(1e-300)
+    mean = p1 - (rest * w).sum(-1, keepdim=True)
+    x = ((p1 + (rest * w * w).sum(-1, keepdim=True) - mean * mean) / (1 + (w * w).sum(-1, keepdim=True)) - p2) / safe
+    top = s_hat * delta
+    x = torch.where(simple, 1.0, torch.minimum(x.clamp_min(0), top).maximum(1e-6 * top))
+    for _ in range(max_iterations):
+        q = r / (x + gap)
+        t = 1 / q.sum(-1, keepdim=True)
+        f = p2 * x + p1 * t
+        miss = (delta - f) * slope
+        if bool((simple | (miss.abs() <= gamma * (1 + x))).all()):
+            break
+        step = (delta - f) / (p2 + p1 * t * t * (q / (x + gap)).sum(-1, keepdim=True))
+        x = torch.where(simple, x, (x + step).minimum(top).maximum(1e-9 * top))
+    f = p2 * x + p1 / (r / (x + gap)).sum(-1, keepdim=True)
+    up = x + ((delta * (1 + 4 * unit) - f * (1 - gamma)) * slope).clamp_min(0)
+    low = x - ((f * (1 + gamma) - delta * (1 - 4 * unit)) * slope).clamp_min(0)
+    exact = torch.where(delta <= 0, p2, torch.zeros_like(p2))
+    upper = torch.where(simple, exact, p2 * (1 + torch.minimum(up, top * (1 + gamma)))) * (1 + gamma)
+    lower = torch.where(simple, exact, p2 * (1 + low.clamp_min(0))) * (1 - gamma)
+    upper = torch.where(upper > 0, upper + n * 5e-324, upper)  # rounding of subnormal numbers is absolute
+    return Enclosure(lower[:, 0], upper[:, 0])
+
+
+def g(p: Tensor, k: int = 1) -> Tensor:
+    r""":math:`g_k(p) = p_{(k)} (1 - p_{(k)} + p_{(k+1)})` for every row, an upper bound on the k-th singular value of M(p).
+
+    Order statistics are decreasing, :math:`p_{(N+1)} = 0` (Yudin et al. 2025, Definition 1 and Theorem 4). For k = 1 the factor is evaluated as
+    :math:`\sum_{i \ge 2} p_{(i)} + p_{(2)}`: the printed form cancels, and in float32 falls below the norm it should bound.
+
+    Args:
+        p: (..., N), rows summing to one.
+        k: 1 ... N.
+
+    Returns:
+        (...), in the dtype of ``p``; differentiable.
+    """
+    n = p.shape[-1]
+    _check_order(k, n)
+    top, where = p.topk(min(k + 1, n), -1)
+    value = top[..., k - 1]
+    following = top[..., k] if k < n else torch.zeros_like(value)
+    if k == 1:
+        others = p.scatter(-1, where[..., :1], 0.0).sum(-1)
+        return value * (others + following)
+    return value * (1 - value + following)
+
+
+def singular_value(p: Tensor, k: int) -> Enclosure:
+    r"""The k-th singular value of M(p) for every probability row, between two numbers: O(N) a row and round.
+
+    It lies between the order statistics :math:`p_{(k+1)}` and :math:`p_{(k)}` (interlacing), where the secular equation
+    :math:`\sum_i p_i / (p_i - \lambda) = 0` (that of `jacobian_norm`, :math:`\lambda` divided out) has one root and its left side increases from
+    :math:`-\infty` to :math:`\infty`: bisection in :math:`\mu = \lambda - p_{(k+1)}`, so that differences :math:`p_i - \lambda` do not cancel,
+    over the
+    floating-point numbers themselves, which takes 64 rounds however small :math:`\mu` is.
+
+    Args:
+        p: (..., N), rows summing to one.
+        k: 1 ... N.
+
+    Returns:
+        `Enclosure` of shape (...), float64: neighbouring numbers between which the computed left side changes sign; to a few roundings.
+
+    Raises:
+        LipboundError: k outside 1 ... N.
+    """
+    n = p.shape[-1]
+    _check_order(k, n)
+    rows = p.reshape(-1, n)
+    parts = [_bisect(part, k) for part in rows.split(max(1, BISECTED // n))]
+    lower, upper = (torch.cat(ends).view(p.shape[:-1]) for ends in zip(*parts, strict=True))
+    return Enclosure(lower, upper)
+
+
+def _bisect(p: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    p = normalised(p).sort(-1, descending=True).values
+    if k == p.shape[-1]:
+        return torch.zeros_like(p[:, 0]), torch.zeros_like(p[:, 0])
+    base, top = p[:, k : k + 1], p[:, k - 1 : k]
+    shifted = p - base  # exact where p is within a factor of two of it
+    low, high = torch.zeros_like(base, dtype=torch.int64), (top - base).view(torch.int64)  # bit patterns of numbers >= 0 are in their order
+    for _ in range(64):
+        middle = low + (high - low) // 2
+        rises = (p / (shifted - middle.view(torch.float64))).sum(-1, keepdim=True) > 0
+        low, high = torch.where(rises, low, middle), torch.where(rises, middle, high)
+    ends = ((base + low.view(torch.float64))[:, 0], (base + high.view(torch.float64))[:, 0])
+    ended = (base == 0)[:, 0]  # only k entries are positive: M has rank k - 1
+    return torch.where(ended, 0.0, ends[0]), torch.where(ended, 0.0, ends[1])
+
+
+def interlacing(p: Tensor, links: int) -> Tensor:
+    r"""Slack of the first links of Theorem 4 of Yudin et al. 2025, (..., links), float64: never negative, up to rounding, where it holds.
+
+    The chain is :math:`p_{(1)} \ge g_1 \ge \sigma_1 \ge p_{(2)} \ge g_2 \ge \sigma_2 \ge \dots \ge p_{(n)} \ge g_n \ge \sigma_n = 0`, of 3 N - 1
+    links. Slack is the difference of neighbours over the left one (0 where both are 0); of the interval that encloses a singular value the
+    end is taken that makes it smaller.
+
+    Args:
+        p: (..., N), rows summing to one, N at least 2.
+        links: how many, at most 3 N - 1; a third of them need a singular value each.
+    """
+    n = p.shape[-1]
+    if not 1 <= links <= 3 * n - 1:
+        raise LipboundError(f"links is {links}; the chain for rows of length {n} has 1 to {3 * n - 1}")
+    p = normalised(p)
+    ordered = p.sort(-1, descending=True).values
+    members: list[tuple[Tensor, Tensor]] = []
+    for k in range(1, links // 3 + 2):
+        members += [(ordered[..., k - 1],) * 2, (g(p, k),) * 2]
+        members.append(singular_value(p, k) if k < n else (torch.zeros_like(ordered[..., 0]),) * 2)
+    slacks = []
+    for (left, _), (_, right) in itertools.pairwise(members[: links + 1]):
+        slacks.append(torch.where(left > 0, (left - right) / left.clamp_min(torch.finfo(left.dtype).tiny), -right))
+    return torch.stack(slacks, -1)
+
+
+def _check_order(k: int, n: int) -> None:
+    if not 1 <= k <= n:
+        raise LipboundError(f"k is {k}; it must be between 1 and the row length {n}")
+
+
+def largest_jacobian_norm(p: Tensor) -> Tensor:
+    """max_i ||M(p_i)|| over the rows of each matrix, rounded upwards: (..., N, N) -> (...), float64.
+
+    Rows whose g_1 lies below the largest known lower bound (second order statistic of a row, Theorem 4) cannot hold the maximum, and
+    are not solved for.
+    """
+    double = normalised(p)
+    upper = g(double) * (1 + 1e-13)
+    lower = double.topk(min(2, p.shape[-1]), -1).values[..., -1] if p.shape[-1] > 1 else torch.zeros_like(upper)
+    candidates = upper >= lower.amax(-1, keepdim=True) * (1 - 1e-13)
+    norms = torch.full_like(upper, -math.inf)
+    norms[candidates] = jacobian_norm(double[candidates]).upper
+    return norms.amax(-1)

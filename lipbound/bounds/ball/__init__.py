@@ -1,0 +1,1 @@
+"""Bounds over balls of inputs."""

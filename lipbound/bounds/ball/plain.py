@@ -1,0 +1,91 @@
+"""What our bound over a ball needs to know of one sample, and the bound from it; `lipbound.bounds.ball.over_ball.over_ball` has the statement and the
+proof."""
+
+import torch
+from torch import Tensor
+
+from lipbound.attention.layer import Attention
+from lipbound.bounds import ingredients as qty
+from lipbound.bounds.ball.softmax_interval import key_spread, query_lengths, score_changes, softmax_interval
+from lipbound.bounds.lipbound2026.parts import BlockNorms
+from lipbound.linalg.matrix_norms import UNIT, block_norm, nonnegative_norm
+
+Slopes = tuple[float | Tensor, float | Tensor, float | Tensor]
+
+
+class BallCentre:
+    r"""One unpadded sample of a float64 layer, whatever the radius: tensors (heads, ...).
+
+    Attributes:
+        p, d, f: P, D and F, (heads, N, M); M = N, or N + 1 with a sink. allowed: where P is not zero by the mask, (heads, N, M).
+        u: (heads, N, 1 or M). norm_v: (heads, 1, 1). norm_a: (heads,).
+        b, cov_v, cov_k, mean_k: at the centre, :math:`\|B_i\|`, :math:`\|Cov_{P_i} v\|`, :math:`\|Cov_{P_i} \tilde k\|`, and 0, (heads, N).
+    """
+
+    mean_k: float | Tensor = 0.0
+
+    def __init__(self, att: Attention):
+        parts = BlockNorms(att, 0, slice(None))
+        self.scores, self.p = att.scores(att.q, att.centred_k)[0], parts.p
+        allowed = self.scores > -torch.inf
+        self.u, self.d = query_lengths(att)[..., None], torch.where(allowed, parts.distance, 0.0)
+        f, kt = key_spread(att)
+        self.f = torch.where(allowed, f, 0.0)
+        self.allowed = allowed
+        self.norm_a, self.norm_v = qty.norm_a(att), parts.norm_v
+        self.b = parts.b
+        self.cov_v, self.cov_k = _covariance_norm(parts.p, parts.v), _covariance_norm(parts.p, kt)
+
+    def reach(self, radius: float, norm: str) -> tuple[Tensor, Tensor, Slopes]:
+        """Smallest and largest P' over the ball, and the slope of a cap: at the centre, its largest value, its largest change."""
+        low, up = softmax_interval(self.scores, score_changes(self.f, self.u, self.norm_a, radius, norm))
+        return low, up, (1.0, 1.0, 0.0)
+
+    def bound(self, radius: float, norm: str, centre: Tensor) -> Tensor:
+        """The bound of `over_ball`, (heads,), from an upper value of the norm at the centre."""
+        p, d, f, u = self.p, self.d, self.f, self.u
+        low, up, (slope, slope_up, slope_change) = self.reach(radius, norm)
+        change = torch.maximum(up - p, p - low).clamp(0.0, 1.0)
+        change_t, up_t = slope * change + up * slope_change, up * slope_up  # of P times the slope
+        a_v, a_a = self.norm_v * radius, self.norm_a[:, None, None] * radius  # (heads, 1, 1)
+        far, far_k = _most(d, up), _most(f, up)  # (heads, N, 1) from here on
+        w = (change * d).sum(-1, keepdim=True).minimum(far)
+        w_k = (self.mean_k + (change_t * f).sum(-1, keepdim=True)).minimum(far_k)
+        n = p.shape[-2]
+        move = torch.full_like(w, radius) if norm == "token" else radius * up[..., :n].amax(-1, keepdim=True).sqrt()
+        m_v, m_a = self.norm_v * move, self.norm_a[:, None, None] * move
+        c_v, c_k = (
+            (cov[..., None] + (delta * x * x).sum(-1, keepdim=True)).minimum((top * x * x).sum(-1, keepdim=True)).minimum(_most(x * x, up)).sqrt()
+            for cov, delta, top, x in ((self.cov_v, change, up, d), (self.cov_k, change_t, up_t, f))
+        )
+        extra = (change_t * d * f).sum(-1, keepdim=True) + w * w_k + m_v * c_k + m_a * c_v + m_v * m_a
+        b_up = (self.b[..., None] + extra).minimum((c_v + m_v) * (c_k + m_a))
+
+        # blocks of J are those of tokens, without the sink
+        change, up, d, u = (t[..., :n] for t in (change, up, d, u))
+        slope, slope_up, slope_change = (t[..., :n] if isinstance(t, Tensor) else t for t in (slope, slope_up, slope_change))
+        e = a_v + m_v + w
+        difference = change * (self.norm_v + slope * d * u) + up * (slope_change * d * u + slope_up * (e * (u + a_a) + d * a_a))
+        near = centre + nonnegative_norm(difference + torch.diag_embed(extra[..., 0]), rtol=1e-4)
+        t = self.norm_v + slope_up * (((d + w).minimum(2 * far) + a_v + m_v) * (u + a_a))
+        t = torch.where(self.allowed[..., :n], t, 0.0)
+        blocks = up * t
+        direct = nonnegative_norm(blocks + torch.diag_embed(b_up[..., 0]), rtol=1e-4)
+        closed = (t.amax((-1, -2)) * blocks.sum(-2).amax(-1)).sqrt() + b_up.amax((-1, -2))
+        return torch.stack([near, direct, closed]).amin(0) * (1 + 1e-11)
+
+
+def _most(x: Tensor, up: Tensor) -> Tensor:
+    """The largest mean of x >= 0 (..., N, M) over rows of P' of at most ``up``: that of tokens, and the sink's share of what it exceeds them by."""
+    tokens, sink = x.split([n := x.shape[-2], x.shape[-1] - n], -1)
+    most = tokens.amax(-1, keepdim=True)
+    return most if sink.shape[-1] == 0 else most + up[..., n:] * (sink - most).clamp_min(0)
+
+
+def _covariance_norm(p: Tensor, v: Tensor) -> Tensor:
+    """||Cov_{P_i}(v)|| for every row, (heads, N, N) and centred (heads, N, d) -> (heads, N), rounded upwards."""
+    d = v.shape[-1]
+    o = p @ v
+    second = (p @ (v[..., :, None] * v[..., None, :]).flatten(-2)).unflatten(-1, (d, d))
+    size = v.norm(dim=-1).amax(-1)[:, None] ** 2
+    return block_norm(second - o[..., :, None] * o[..., None, :]) + (1e-13 + 2 * p.shape[-1] * UNIT) * size  # the difference cancels

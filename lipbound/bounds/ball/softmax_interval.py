@@ -1,0 +1,103 @@
+r"""The softmax rows that attention can reach when its input moves within a ball.
+
+With :math:`\tilde q_i = c W_K q_i`, :math:`\tilde k_j = c W_Q k_j`, :math:`A = c W_Q W_K^T` and a move of token i by :math:`a_i`, scores change by
+exactly
+
+.. math:: s'_{ij} - s_{ij} = a_i \cdot \tilde k_j + a_j \cdot \tilde q_i + a_i^T A a_j
+
+and softmax does not see a shift of row i by :math:`a_i \cdot \bar k_i`, :math:`\bar k_i = \sum_j P_{ij} \tilde k_j`. So the change that counts
+is at most
+
+.. math:: \tau_{ij} = \rho(F_{ij} + u_i) + \|A\|\rho^2,\qquad F_{ij} = |\tilde k_j - \bar k_i|,\ u_i = |\tilde q_i|
+
+when every token moves by at most :math:`\rho`, and :math:`\rho\,(F_{ij}^2 + u_i^2)^{1/2} + \|A\|\rho^2/2` for :math:`i \ne j` when X does in the
+Frobenius norm.
+:math:`P'_{ij}` increases with its own score and decreases with the others of its row: its extremes over the box of scores are attained at corners.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from lipbound.attention.layer import Attention
+from lipbound.bounds import ingredients as qty
+
+
+def key_spread(att: Attention) -> tuple[Tensor, Tensor]:
+    """F_ij (heads, N, N) and the keys kt_j in coordinates of dimension min(D, d), centred (heads, N, .), of an unpadded float64 layer."""
+    w_q = att.w_q if att.w_q.shape[1] <= att.w_q.shape[2] else torch.linalg.qr(att.w_q, mode="r").R
+    kt = att.scale * att.centred_k[0] @ w_q.mT
+    return torch.cdist(att.p[0] @ kt, kt, compute_mode="donot_use_mm_for_euclid_dist"), kt
+
+
+def query_lengths(att: Attention) -> Tensor:
+    """u_i = |scale W_K q_i| of an unpadded float64 layer, (heads, N)."""
+    w_k = att.w_k if att.w_k.shape[1] <= att.w_k.shape[2] else torch.linalg.qr(att.w_k, mode="r").R
+    return abs(att.scale) * (att.q[0] @ w_k.mT).norm(dim=-1)
+
+
+def score_changes(f: Tensor, u: Tensor, norm_a: Tensor, radius: float, norm: str) -> Tensor:
+    """tau_ij, (heads, N, N), from F (heads, N, N), u (heads, N, 1 or N) and ||A|| (heads,)."""
+    square = norm_a[:, None, None] * radius**2
+    together = radius * (f + u) + square
+    if norm == "token":
+        return together
+    apart = radius * (f**2 + u**2).sqrt() + square / 2
+    own = torch.eye(f.shape[-1], dtype=torch.bool, device=f.device)
+    return torch.where(own, together, apart)
+
+
+def softmax_interval(scores: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+    """Smallest and largest probability of every entry when scores (..., N), -inf where forbidden, change by at most tau: two tensors (..., N)."""
+    allowed = scores > -math.inf
+    finite = torch.where(allowed, scores, 0.0).abs().amax(-1, keepdim=True)
+    tau = tau + 8 * torch.finfo(scores.dtype).eps * (finite + tau + scores.shape[-1])  # rounding of scores and of their logarithms
+    log_p = torch.log_softmax(scores, -1)
+    low = torch.where(allowed, log_p - tau, log_p)
+    high = torch.where(allowed, log_p + tau, log_p)
+    p = log_p.exp()
+    upper = torch.sigmoid(high - _others(low))
+    lower = torch.sigmoid(low - _others(high))
+    tiny = torch.finfo(scores.dtype).tiny  # below it, probabilities lose their digits
+    up = torch.where(allowed, upper + tiny, 0.0).clamp(max=1.0)
+    return torch.where(allowed, lower - tiny, 0.0).clamp_min(0).minimum(p), up.maximum(p)
+
+
+def _others(x: Tensor) -> Tensor:
+    """log of the sum of exp over the other entries of each row.
+
+    The sum without the largest entry is formed anew, in units of its own largest: subtraction would cancel, and exp underflow.
+    """
+    top, where = x.max(-1, keepdim=True)
+    e = (x - top).exp()
+    rest = (e.sum(-1, keepdim=True) - e).clamp_min(0).log() + top
+    return rest.scatter(-1, where, x.scatter(-1, where, -math.inf).logsumexp(-1, keepdim=True))
+
+
+def reachable_rows(att: Attention, radius: float, norm: str) -> tuple[Tensor, Tensor]:
+    """Smallest and largest P' over the ball around an unpadded float64 layer of one sample, two tensors (heads, N, N)."""
+    f, _ = key_spread(att)
+    tau = score_changes(f, query_lengths(att)[..., None], qty.norm_a(att), radius, norm)
+    return softmax_interval(att.scores(att.q, att.centred_k)[0], tau)
+
+
+def largest_g1(low: Tensor, high: Tensor) -> Tensor:
+    """An upper bound on g_1, hence on ||M(p)||, over all probability rows between ``low`` and ``high``: (..., N) -> (...).
+
+    With q = 1 - p_1, the sum of all but the largest entry, g_1 = (1 - q)(q + p_2) grows with the second entry, which is at most u_2, the second
+    largest of ``high``, and q. And q lies between one less the largest of ``high`` and the smaller of one less the largest of ``low`` and the sum of
+    all but the largest of ``high``: near one-hot rows only the latter does not cancel. What remains is one concave arc on either side of q = u_2.
+    """
+    top, where = high.max(-1, keepdim=True)
+    others = high.scatter(-1, where, 0.0)
+    second = others.amax(-1)
+    most = others.sum(-1).minimum(1 - low.amax(-1) + 1e-13)
+    least = (1 - top[..., 0] - 1e-13).clamp_min(0).minimum(most)
+
+    def value(q: Tensor) -> Tensor:
+        q = q.maximum(least).minimum(most)
+        return (1 - q) * (q + second.minimum(q))
+
+    tries = (least, most, (1 - second) / 2, second, torch.full_like(most, 0.5))
+    return torch.stack([value(q) for q in tries]).amax(0).clamp(0.0, 0.5) * (1 + 1e-12)

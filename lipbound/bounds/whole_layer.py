@@ -1,0 +1,106 @@
+r"""Bounds on whole layers from bounds on their heads.
+
+With :math:`L_h` a bound on head h, :math:`W_O^h` its slice of the output projection (d_v x D_out) and :math:`W_O` all of them stacked:
+
+- ``"sum"``: all heads side by side ("heads") :math:`\sum_h L_h` (Yudin et al. 2025, section 3); with the output projection ("layer")
+  :math:`\sum_h \|W_O^h\| L_h` (Castin et al. 2024, Lemma 3.8);
+- ``"root_sum_square"``: :math:`(\sum_h L_h^2)^{1/2}` (Yudin et al. 2025), and :math:`\|W_O\| (\sum_h L_h^2)^{1/2}`;
+- ``"folded"`` (ours): the same for "heads", and for "layer" see `folded`;
+- ``"best"``: the smaller of the published two, and for our own bounds of all three.
+"""
+
+import torch
+from torch import Tensor
+
+from lipbound.attention.layer import Attention
+from lipbound.bounds.lipbound2026.gram import compressed_norm
+from lipbound.bounds.registry import get, resolve
+from lipbound.errors import AttentionError, LipboundError, UnknownNameError, nearest
+from lipbound.jacobians.gram import Gram
+from lipbound.jacobians.maps import BLOCKS, block_bound
+from lipbound.linalg.matrix_norms import matrix_norm
+
+RULES = ("best", "sum", "root_sum_square", "folded")
+
+
+OURS = "lipbound2026"
+
+
+def names_for(bounds: str | list[str], map: str) -> list[str]:
+    """Names of the bounds that say something about a map: those on L2 attention say nothing about a whole layer here.
+
+    Raises:
+        LipboundError: when such a bound is asked for by name.
+    """
+    names = resolve(bounds)
+    other = [name for name in names if map in ("heads", "layer", *BLOCKS) and get(name).map != "head"]
+    if other and bounds not in ("default", "all"):
+        raise LipboundError(
+            f"{other[0]!r} bounds {get(other[0]).map} attention head by head and has no value for map={map!r}; use map='head' or leave it out"
+        )
+    return [name for name in names if name not in other]
+
+
+def whole_layer(att: Attention, name: str, *, map: str = "layer", rule: str = "best") -> Tensor:
+    """A bound on all heads of a layer together, (samples,), float64.
+
+    Args:
+        att: the layer.
+        name: registry name of a bound on heads. ``lipbound_gram`` compresses the blocks of the layer's own J J^T under the rule "best", which costs
+            O(N^3 D^2 + N^2 D^3) for "layer" and is far sharper than any combination; for layers with `lipbound.attention.variants.VARIANTS`, whose J
+            J^T is known head by head only, its values on heads are combined, as those of our other bounds are.
+        map: "heads" (side by side), "layer" (with the output projection), or one of `lipbound.jacobians.maps.BLOCKS`, by
+        `lipbound.jacobians.maps.block_bound`.
+        rule: one of `RULES`, see the module's header.
+
+    Raises:
+        LipboundError: unknown rule, map or bound, a bound on another map, an unknown output projection.
+    """
+    if map in BLOCKS:
+        return block_bound(att, whole_layer(att, name, rule=rule), map)
+    if map not in ("heads", "layer"):
+        raise UnknownNameError(f"unknown map {map!r} of a whole layer; {nearest(map, ('heads', 'layer', *BLOCKS))}")
+    if rule not in RULES:
+        raise UnknownNameError(f"unknown rule {rule!r}; {nearest(rule, RULES)}")
+    (name,) = names_for([name], map)
+    if map == "layer" and att.w_o is None:
+        raise AttentionError("map 'layer' needs the output projection w_o, which this layer does not have; use map='heads'")
+    if name == "lipbound_gram" and rule == "best" and not att.variants:
+        everything = list(range(att.heads))
+        with torch.no_grad():
+            values = [compressed_norm(Gram(att, s, everything, att.w_o if map == "layer" else None)) for s in range(att.samples)]
+        return torch.tensor(values, dtype=torch.float64, device=att.device)
+    if rule == "folded" and map == "layer":
+        return folded(att, name)
+    heads = get(name)(att)
+    slices, whole = torch.ones_like(heads[0]), torch.ones_like(heads[0, 0])
+    if map == "layer":
+        assert att.w_o is not None
+        slices, whole = matrix_norm(att.w_o), matrix_norm(att.w_o.flatten(0, 1))
+    together = {"sum": (heads * slices).sum(-1), "root_sum_square": whole * torch.linalg.vector_norm(heads, dim=-1)}
+    together["folded"] = together["root_sum_square"]
+    if rule != "best":
+        return together[rule] * (1 + 1e-13)
+    best = torch.minimum(together["sum"], together["root_sum_square"]) * (1 + 1e-13)
+    return torch.minimum(best, folded(att, name)) if map == "layer" and get(name).citation == OURS else best
+
+
+def folded(att: Attention, name: str) -> Tensor:
+    r"""A layer's bound from heads that have absorbed their projections, (samples,).
+
+    With the thin QR of the transposes, :math:`W_O^h = R_h^T E_h^T` (E_h orthonormal columns), the layer is :math:`\sum_h (I \otimes E_h) J_h`, where
+    :math:`J_h` is the head with values :math:`V R_h^T`, bounded by :math:`L_h`. Then, with :math:`\Omega_{hg} = \|E_h^T E_g\|`,
+
+    .. math:: \|J\| \le \min\big\{ (L^T \Omega L)^{1/2},\ \|[E_1 \dots E_H]\|\,|L| \big\}
+
+    *Proof.* :math:`J^T J = \sum_{hg} J_h^T (I \otimes E_h^T E_g) J_g`; and J is :math:`[E_1 \dots E_H]` times the stacked :math:`J_h`, whose norm is
+    at most :math:`|L|`. QED
+    """
+    double = att.double()
+    double.__dict__["p"] = att.p.double()
+    heads, e = double.fold_output()
+    values = get(name)(heads)
+    omega = matrix_norm(e[:, None].mT @ e[None])
+    pairs = torch.einsum("sh,hg,sg->s", values, omega, values).sqrt()
+    stacked = matrix_norm(torch.cat(list(e), 1)) * torch.linalg.vector_norm(values, dim=-1)
+    return torch.minimum(pairs, stacked) * (1 + 1e-12)

@@ -1,0 +1,76 @@
+"""Numbers and foreign text in tables: as many digits as are known, and nothing that is read as markup."""
+
+import math
+import re
+
+ESCAPED = {
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
+    "|": r"\textbar{}", '"': r"{\char34}", "[": "{[}", **{c: "\\" + c for c in "&%$#_{}"},
+}  # fmt: skip
+
+
+ACCENTED = frozenset(chr(c) for c in range(0xC0, 0x100)) - set("\u00d0\u00d7\u00de\u00f0\u00f7\u00fe")
+"""Letters that LaTeX composes whatever the font."""
+
+
+def digits(x: float, width: float, most: int = 4) -> int:
+    """How many significant digits of x its enclosure supports, at least one: rounded to them, the last one is off by at most one unit.
+
+    Args:
+        x: the middle of the enclosure.
+        width: its relative width: the true number is at most ``width * x / 2`` away.
+        most: at most so many.
+
+    >>> digits(1.35, 9e-4), digits(9.5, 9e-4), digits(9.5, 0.2), digits(9.5, 0)
+    (3, 3, 1, 4)
+    """
+    if not (math.isfinite(x) and x > 0 and width > 0):
+        return most
+    mantissa = x / 10 ** math.floor(math.log10(x))
+    return max(1, min(most, math.floor(1 - math.log10(width * mantissa))))
+
+
+def number(x: float, digits: int = 3) -> str:
+    """A number to some significant digits, without exponent between 0.001 and 100,000.
+
+    >>> number(1386.3), number(0.0123), number(4.79e8), number(4.2, 4), number(9.9996, 4)
+    ('1,390', '0.0123', '4.79e8', '4.200', '10.00')
+    """
+    if not math.isfinite(x):
+        return "inf" if x > 0 else "n/a"
+    if x == 0:
+        return "0"
+    rounded = float(f"{x:.{digits - 1}e}")
+    exponent = math.floor(math.log10(abs(rounded)))
+    if -3 <= exponent < 5:
+        return f"{rounded:,.{max(0, digits - 1 - exponent)}f}"
+    return re.sub(r"e([+-])0*", lambda m: "e" + m[1].replace("+", ""), f"{x:.{digits - 1}e}")
+
+
+def plain(text: str) -> str:
+    """Foreign text on one line, without control characters (line ends, terminal escapes, changes of direction).
+
+    >>> plain("a\\nb\\x1b[31m")
+    'a b [31m'
+    """
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def escape_latex(text: str) -> str:
+    r"""Foreign text for LaTeX; characters that its usual fonts lack, by their number.
+
+    >>> latex("50 % of a_b^2\n\\input{x}")
+    '50 \\% of a\\_b\\textasciicircum{}2 \\textbackslash{}input\\{x\\}'
+    """
+    known = "".join(c if c.isascii() or c in ACCENTED or c in "\u2020\u2021" else f"[U+{ord(c):04X}]" for c in plain(text))
+    return "".join(ESCAPED.get(c, c) for c in known)
+
+
+def escape_markdown(text: str) -> str:
+    """Foreign text for a Markdown table: neither markup nor HTML nor the end of a cell.
+
+    >>> markdown("a|b <script> [x](y) _z_")
+    'a\\\\|b &lt;script&gt; \\\\[x\\\\](y) \\\\_z\\\\_'
+    """
+    text = plain(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("@", "&#64;").replace("://", "&#58;//")
+    return re.sub(r"([\\`*_\[\]|$~])", r"\\\1", text)

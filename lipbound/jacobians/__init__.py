@@ -1,0 +1,1 @@
+"""Closed-form Jacobians of attention and their exact norms."""

@@ -1,0 +1,57 @@
+"""Which maps are measured: one head, all heads, or the layer with what stands around it."""
+
+from torch import Tensor
+
+from lipbound.attention.layer import Attention
+from lipbound.errors import AttentionError
+
+BLOCKS = {
+    "residual": "multi-head attention with a residual connection, x -> x + layer(x)",
+    "pre_norm": "residual block with layer normalisation before attention, h -> h + layer(norm(h))",
+    "post_norm": "residual block with layer normalisation after it, x -> norm(x + layer(x))",
+}
+
+
+def check_block(att: Attention, map: str) -> None:
+    """Raise AttentionError where a layer does not have what a map of `BLOCKS` needs."""
+    if att.w_o is None or att.w_o.shape[2] != att.x.shape[2]:
+        raise AttentionError(
+            f"map {map!r} needs an output projection back to width {att.x.shape[2]}, which this layer does not have; use map='heads'"
+        )
+    around = att.surroundings
+    if map == "pre_norm" and (around is None or around.residual != "pre" or around.fed_by is None):
+        raise AttentionError(
+            "map 'pre_norm' needs a layer that normalises before attention, which this is not known to be; try 'post_norm' or 'residual'"
+        )
+    if map == "post_norm" and (around is None or around.residual != "post" or around.followed_by is None):
+        raise AttentionError(
+            "map 'post_norm' needs a layer that normalises after attention, which this is not known to be; try 'pre_norm' or 'residual'"
+        )
+
+
+def block_bound(att: Attention, layer: Tensor, map: str) -> Tensor:
+    r"""A bound on a map of `BLOCKS` from one on the layer, (samples,).
+
+    With L the bound on the layer and n the largest norm of a token's normalisation: :math:`1 + L`, :math:`1 + L n` before, :math:`n (1 + L)` after.
+    """
+    check_block(att, map)
+    around = att.surroundings
+    norm = None if around is None else {"pre_norm": around.fed_by, "post_norm": around.followed_by}.get(map)
+    if norm is None:
+        return (1 + layer) * (1 + 1e-13)
+    sizes = norm.norms if att.valid is None else norm.norms.masked_fill(~att.valid, 0.0)
+    largest = sizes.amax(-1)
+    return (1 + layer * largest if map == "pre_norm" else largest * (1 + layer)) * (1 + 1e-13)
+
+
+MAPS = {
+    "head": "one attention head without output projection, x -> softmax(q k^T) v",
+    "head_out": "one attention head followed by its slice of the output projection",
+    "heads": "all attention heads of a layer, side by side, without output projection",
+    "layer": "multi-head attention: all heads of a layer, with the output projection",
+    **BLOCKS,
+}
+
+
+WHOLE = ("heads", "layer", *BLOCKS)
+"""Maps of a whole layer: one norm per sample, not per head."""

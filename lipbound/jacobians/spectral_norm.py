@@ -1,0 +1,136 @@
+"""Exact local Lipschitz constants: the spectral norm of the Jacobian of every head, or of a whole layer."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lipbound.attention.layer import Attention
+from lipbound.errors import LipboundError, UnknownNameError, nearest
+from lipbound.jacobians.gram import Gram
+from lipbound.jacobians.gram_variants import covered, gram_of
+from lipbound.jacobians.head import HeadJacobian
+from lipbound.jacobians.head_streaming import head_jacobian
+from lipbound.jacobians.l2_attention import L2HeadJacobian
+from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
+from lipbound.jacobians.multihead import LayerJacobian
+from lipbound.jacobians.residual_block import BlockJacobian
+from lipbound.linalg import deterministic
+from lipbound.linalg.operator_norm import METHODS, operator_norm
+from lipbound.linalg.operators import JacobianOperator
+from lipbound.linalg.solution import Norm
+
+PROOFS = {"deflation": deterministic.deflation, "cholesky": deterministic.cholesky}
+"""Methods with deterministic upper bounds, for maps whose J J^T has a closed form."""
+
+
+def spectral_norm(
+    att: Attention,
+    *,
+    map: str = "head",
+    method: str = "lanczos",
+    tol: float = 1e-4,
+    delta: float | None = None,
+    vectors: bool = False,
+    seed: int | Sequence[int] = 0,
+    max_steps: int | None = None,
+) -> Norm:
+    r"""Exact local Lipschitz constant (2-norm of the Jacobian) of every head at every input.
+
+    Args:
+        att: the layer, samples x heads.
+        map: "head" (no output projection), "head_out" (with the head's slice ``w_o``), "heads" (all heads side by side), "layer" (all heads,
+            projected by ``w_o`` and added), or the layer with what stands around it: "residual" (x + layer(x)), "pre_norm" (h + layer(norm(h))),
+            "post_norm" (norm(x + layer(x))); the last two need ``att.surroundings``, from ``lipbound.capture(..., around=True)``.
+        method: "lanczos" (on J J^T in output coordinates, full reorthogonalisation), "golub-kahan", "power" (as papers define it: an
+            absolute stopping rule, a lower estimate), "dense" (SVD in float64, small cases), or one of two whose ``upper`` is a proof without
+            probability, in float64 whatever the dtype: "deflation" (`lipbound.linalg.deterministic.deflate`; memory as for Lanczos) and
+            "cholesky" (`lipbound.linalg.deterministic.cholesky_bound`; memory three square matrices of order N d_v); these two cover maps "head" and
+            "head_out" of every layer, and "heads" and "layer" of those without `lipbound.attention.variants.VARIANTS`.
+        tol: relative error of the norm at which the Lanczos methods stop (``upper / lower - 1`` where ``upper`` is asked for, else an
+            a-posteriori estimate that fails with probability at most 1e-3 a norm); absolute change for "power".
+        delta: total failure probability of the ``upper`` of all norms of this call, over the random start vectors
+            (`lipbound.linalg.certificates`); None for plain estimates, which take about half the steps.
+        vectors: also return the top singular pair.
+        seed: of the random start vectors, which are independent across samples and heads; a sequence gives each sample its own.
+        max_steps: 500 products by default (100 for "power"); where they do not suffice, ``converged`` is False.
+
+    Returns:
+        `Norm` with fields of shape (samples, heads), or (samples,) for maps of the whole layer; values in float64 whatever the dtype of
+        ``att``, whose dtype the products have. ``upper`` is infinite unless ``delta`` is given or the method is "dense", "deflation" or
+        "cholesky", whose upper ends hold for every ``delta``. With ``vectors``, ``left`` is (samples, heads, N, d_v), or (samples, heads, N, D_out)
+        for "head_out", and ``right`` (samples, heads, N, D); without the axis of heads for a whole layer.
+
+    Raises:
+        LipboundError: unknown map or method, a method that does not cover the map of this layer, more memory needed than there is, overflow in
+            float32.
+
+    The Jacobian is that of the tensors given: P is computed once, from float64 scores, and rounded to their dtype; that rounding is part of
+    neither ``error`` nor ``upper``.
+    Where attention saturates, ``v_j - o_i`` cancels, and rounding adds an absolute error of the size of `rounding`; prefer float64 there.
+    For a fixed seed the certificate presumes that the input was not chosen with knowledge of it.
+
+    >>> import torch
+    >>> g = torch.Generator().manual_seed(0)
+    >>> att = Attention(*(torch.randn(s, generator=g, dtype=torch.float64) for s in [(1, 6, 8), (2, 8, 4), (2, 8, 4), (2, 8, 4)]))
+    >>> torch.allclose(spectral_norm(att, tol=1e-9).lower, spectral_norm(att, method="dense").lower, rtol=1e-8)
+    True
+    """
+    if map not in MAPS:
+        raise UnknownNameError(f"unknown map {map!r}; {nearest(map, MAPS)}")
+    if method not in (*METHODS, *PROOFS):
+        raise UnknownNameError(f"unknown method {method!r}; {nearest(method, (*METHODS, *PROOFS))}")
+    att = att.double() if method in PROOFS else att
+    attention, basis = att.fold_output() if map == "head_out" else (att, None)
+    unit = torch.ones(att.heads, dtype=torch.float64)
+    if method != "power" and map not in BLOCKS:  # the former's absolute stopping rule must see J itself, and so must the identity of a residual
+        attention, unit = attention.unit_values(together=map in WHOLE)
+    op = _operator(attention, map)
+    if method in PROOFS:
+        if map in BLOCKS:
+            raise LipboundError(f"method {method!r} has no closed form of map {map!r}; use 'lanczos' with delta")
+        if not tol > 0:
+            raise LipboundError(f"tol is {tol}; it must be a number > 0")
+        norm = PROOFS[method](op, _grams(attention, map), tol=tol, seed=seed, vectors=vectors)
+    else:
+        norm = operator_norm(op, method=method, tol=tol, delta=delta, vectors=vectors, seed=seed, max_steps=max_steps)
+    if map in WHOLE:
+        return _scale(norm, unit.cpu()[0])
+    norm = _scale(norm.view(att.samples, att.heads), unit.cpu())
+    if norm.left is None or norm.right is None:
+        return norm
+    left = norm.left.view(att.samples, att.heads, *op.out_shape)
+    if basis is not None:
+        left = left @ basis.mT
+    assert isinstance(op, HeadJacobian)
+    return replace(norm, left=left, right=op.lift(norm.right).view(att.samples, att.heads, att.tokens, -1))
+
+
+def _operator(att: Attention, map: str) -> JacobianOperator:
+    if map in BLOCKS:
+        return BlockJacobian(att, map)
+    return LayerJacobian(att, project=map == "layer") if map in WHOLE else head_jacobian(att)
+
+
+def _grams(att: Attention, map: str) -> list[Callable[[], Gram]]:
+    """J J^T for every entry of the batch, made when it is needed."""
+    if map in WHOLE:
+        w_o = att.w_o if map == "layer" else None
+        covered(att, list(range(att.heads)), w_o)
+        return [partial(gram_of, att, s, list(range(att.heads)), w_o) for s in range(att.samples)]
+    return [partial(gram_of, att, s, [h]) for s in range(att.samples) for h in range(att.heads)]
+
+
+def l2_spectral_norm(att: Attention, *, tol: float = 1e-4, delta: float | None = None, seed: int | Sequence[int] = 0) -> Norm:
+    """Exact local Lipschitz constant of L2 attention with the layer's weights (see `L2HeadJacobian`), samples x heads.
+
+    This is the map that Kim et al. 2021 bound; it is not the head of the checkpoint.
+    """
+    scaled, unit = att.unit_values()
+    return _scale(operator_norm(L2HeadJacobian(scaled), tol=tol, delta=delta, seed=seed).view(att.samples, att.heads), unit.cpu())
+
+
+def _scale(norm: Norm, unit: Tensor) -> Norm:
+    return replace(norm, lower=norm.lower * unit, upper=norm.upper * unit)

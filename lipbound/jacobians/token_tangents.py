@@ -1,0 +1,90 @@
+"""How queries, keys and values of one head follow their tokens, for heads whose every token has a map of its own."""
+
+import torch
+from torch import Tensor
+
+from lipbound.attention.layer import Attention
+from lipbound.attention.token_maps import TokenMap
+
+
+class Tangents:
+    r"""The linear maps :math:`D^a_i` (d_a x D) from a perturbation of token i to that of its query, key or value (a = q, k, v), float64.
+
+    Known by their products :math:`D^a_i D^{bT}_i` and factors, d_a x d_b matrices that no bound needs more than, and by what they do to vectors.
+    ``tokens``: a slice of all tokens, or their indices.
+
+    For plain heads :math:`D^q = W_Q^T` for all tokens; rotated ones have :math:`R_i W_Q^T`, normalised ones the derivative of the normalisation
+    between (`lipbound.attention.token_maps`).
+    """
+
+    def __init__(self, att: Attention, sample: int, head: int):
+        self._w = {name: w[head].double() for name, w in (("q", att.w_q), ("k", att.w_k), ("v", att.w_v))}
+        q, k = att.memo("tangents", lambda: att.passages(torch.float64))
+        self._passages: dict[str, TokenMap] = {"q": q, "k": k}
+        self._entry, self._sample = sample * att.heads + head, sample
+
+    def product(self, a: str, b: str, tokens: slice | Tensor) -> Tensor:
+        """D^a_i D^b_i^T for some tokens, (n or 1, d_a, d_b)."""
+        left, right = self._matrices(a, tokens), self._matrices(b, tokens)
+        out = self._metric(a, b, tokens)
+        out = out if left is None else left.mT @ out
+        return out if right is None else out @ right
+
+    def factor(self, a: str, tokens: slice | Tensor) -> Tensor:
+        """F_i with F_i F_i^T = D^a_i D^a_i^T for some tokens, (n or 1, d_a, r)."""
+        w, g = self._w[a], self._direction(a, tokens)
+        basis, r = torch.linalg.qr(w)
+        out = r.mT[None]
+        if g is not None:  # one more column of the projection, different for each token
+            along = g @ basis
+            rest = (g - along @ basis.mT).norm(dim=-1)[:, None]
+            last = torch.cat([along, rest], -1)[:, None]
+            out = torch.cat([torch.cat([out, torch.zeros_like(out[..., :1])], -1).expand(len(g), -1, -1), last], 1)
+        left = self._matrices(a, tokens)
+        return out if left is None else left.mT @ out
+
+    def push(self, a: str, x: Tensor, tokens: slice | Tensor) -> Tensor:
+        """D^a_i x_i for some tokens, (n, D, r) -> (n, d_a, r)."""
+        left, g = self._matrices(a, tokens), self._direction(a, tokens)
+        y = self._w[a].mT @ x
+        y = y if g is None else torch.cat([y, g[:, None] @ x], 1)
+        return y if left is None else left.mT @ y
+
+    def pull(self, a: str, y: Tensor, tokens: slice | Tensor) -> Tensor:
+        """D^a_i^T y_i for some tokens, (n, d_a, r) -> (n, D, r)."""
+        left, g = self._matrices(a, tokens), self._direction(a, tokens)
+        y = y if left is None else left @ y
+        return self._w[a] @ y if g is None else self._w[a] @ y[:, :-1] + g[..., None] * y[:, -1:]
+
+    def size(self, a: str, tokens: slice | Tensor) -> Tensor:
+        r"""Upper values of the Frobenius norms of D^a_i for some tokens, with absolute values inside, (n or 1,): what its roundings are relative to.
+
+        For :math:`D = L^T [W\,g]^T` the 2-norm of :math:`|L|`, at most the root of its largest row sum times its largest column sum, times the
+        Frobenius norm of :math:`[W\,g]`.
+        """
+        left, g = self._matrices(a, tokens), self._direction(a, tokens)
+        size = self._w[a].norm()[None] if g is None else (self._w[a].square().sum() + g.square().sum(-1)).sqrt()
+        if left is None:
+            return size
+        left = left.abs()
+        return size * (left.sum(-1).amax(-1) * left.sum(-2).amax(-1)).sqrt()
+
+    def _matrices(self, a: str, tokens: slice | Tensor) -> Tensor | None:
+        return None if a == "v" else self._passages[a].matrices(self._entry, tokens, self._w[a].shape[1])
+
+    def _direction(self, a: str, tokens: slice | Tensor) -> Tensor | None:
+        direction = None if a == "v" else self._passages[a].direction
+        return None if direction is None else direction[self._sample, tokens]
+
+    def _metric(self, a: str, b: str, tokens: slice | Tensor) -> Tensor:
+        """Products of projections, with their extra columns, (n or 1, d_a + extra, d_b + extra)."""
+        w_a, w_b, g_a, g_b = self._w[a], self._w[b], self._direction(a, tokens), self._direction(b, tokens)
+        out = (w_a.mT @ w_b)[None]
+        if g_a is not None:
+            out = torch.cat([out.expand(len(g_a), -1, -1), (g_a @ w_b)[:, None]], 1)
+        if g_b is not None:
+            last = (g_b @ w_a)[..., None]
+            if g_a is not None:
+                last = torch.cat([last, (g_a * g_b).sum(-1)[:, None, None]], 1)
+            out = torch.cat([out.expand(len(g_b), -1, -1), last], 2)
+        return out

@@ -1,0 +1,1 @@
+"""Norms of matrices and of linear operators; knows no attention."""

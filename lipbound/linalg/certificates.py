@@ -1,0 +1,80 @@
+r"""How far above its Ritz value can the largest eigenvalue be? Probabilistic upper bounds from a Lanczos run.
+
+Lanczos on a symmetric positive semi-definite :math:`G` (n x n) from a start vector :math:`v_1` uniform on the sphere gives
+:math:`v_{k+1} = p_k(G) v_1`, :math:`\beta_k p_k(\lambda) = (\lambda - \alpha_k) p_{k-1}(\lambda) - \beta_{k-1} p_{k-2}(\lambda)`.
+Let x be a unit eigenvector of the largest eigenvalue. Then :math:`1 = |v_{k+1}| \ge |\langle v_1, x\rangle|\, p_k(\lambda_{max})`, while
+:math:`|\langle v_1, x\rangle| < \varepsilon` has probability :math:`\delta = I_{\varepsilon^2}(1/2, (n-1)/2)`. So the solution of
+:math:`p_k(\lambda) = 1/\varepsilon` beyond the largest Ritz value is an upper bound on :math:`\lambda_{max}` with probability at least
+:math:`1 - \delta` (Hochstenbach 2013, "Probabilistic upper bounds for the matrix two-norm"). Unlike residuals, it cannot be fooled by
+clustered eigenvalues.
+"""
+
+import math
+
+import numpy as np
+import torch
+from scipy.special import betaincinv, betaln
+
+Array = np.ndarray
+
+
+RESCALE = 8
+"""Steps between two rescalings of the polynomial, which grows at most by the inverse of the rounding unit in each: far from overflow."""
+
+
+ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-11}
+"""Relative allowance for products in this dtype: the recurrence belongs to a matrix that is off by rounding."""
+
+
+def log_inverse_epsilon(n: int, delta: float) -> float:
+    """log(1 / eps), where a uniform unit vector of R^n has a component below eps along a given direction with probability delta."""
+    if n == 1:
+        return 0.0
+    if delta < 1e-100 and n > 2:  # beyond the range of the quantile: the density of the squared component is at most x^(-1/2) / B
+        return -math.log(delta) - float(betaln(0.5, (n - 1) / 2)) + math.log(2)
+    return -0.5 * math.log(float(betaincinv(0.5, (n - 1) / 2, delta)))
+
+
+def log_polynomial(alpha: Array, beta: Array, steps: Array, x: Array) -> Array:
+    """log p_k(x) for a batch of recurrences alpha, beta (batch, >= k) after k = ``steps`` (batch,) steps; -inf where p_k(x) <= 0.
+
+    float64 arrays of numpy, as everywhere in this module: the arithmetic is of a few numbers per norm.
+    """
+    older, p = np.zeros_like(x), np.ones_like(x)
+    total, before = np.zeros_like(x), np.zeros_like(x)
+    fewest = int(steps.min())
+    ahead, b = x - alpha.T, np.ascontiguousarray(beta.T)
+    with np.errstate(all="ignore"):  # what overflows all the same is counted as "not excluded"
+        for j in range(int(steps.max())):
+            following = (ahead[j] * p - before * older) / b[j]
+            if j >= fewest:
+                following = np.where(j < steps, following, p)
+            older, p, before = p, following, b[j]
+            if j % RESCALE == RESCALE - 1:
+                size = np.maximum(np.maximum(np.abs(p), np.abs(older)), 1e-300)
+                p, older, total = p / size, older / size, total + np.log(size)
+        p = np.where(np.isfinite(p), p, 0.0)
+        return np.where(p > 0, total + np.log(p), -math.inf)
+
+
+def excludes(alpha: Array, beta: Array, steps: Array, x: Array, log_inverse: float) -> Array:
+    """Whether the largest eigenvalue is below x, (batch,) bool, at the failure probability behind ``log_inverse``; x beyond the Ritz values."""
+    return log_polynomial(alpha, beta, steps, x) >= log_inverse
+
+
+def upper_bound(alpha: Array, beta: Array, steps: Array, top: Array, log_inverse: float) -> Array:
+    """An upper bound on the largest eigenvalue, within 2 % of the excess over ``top`` (largest Ritz values) that the recurrences allow, (batch,).
+
+    Found by bisection on the logarithm of the excess, and rounded upwards.
+    """
+    low, high = np.full_like(top, -36.0), np.full_like(top, -6.0)
+    for _ in range(40):
+        outside = ~excludes(alpha, beta, steps, top * (1 + np.exp(high)), log_inverse)
+        if not outside.any():
+            break
+        low, high = np.where(outside, high, low), np.where(outside, high + 4.0, high)
+    for _ in range(11):
+        middle = (low + high) / 2
+        inside = excludes(alpha, beta, steps, top * (1 + np.exp(middle)), log_inverse)
+        high, low = np.where(inside, middle, high), np.where(inside, low, middle)
+    return np.where(top > 0, top * (1 + np.exp(high)), 0.0)

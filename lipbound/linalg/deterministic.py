@@ -1,0 +1,197 @@
+r"""Upper bounds on exact norms that hold with certainty: deflated compression and Cholesky factorisation, both of :math:`G = J J^T` in float64.
+
+Both take the float64 arrays P, v - o, q, k and the weights as exact, and add an allowance for every rounding after them.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from lipbound.devices import require
+from lipbound.errors import LipboundError
+from lipbound.jacobians.gram import Gram
+from lipbound.linalg.lanczos import lanczos, ritz_vectors
+from lipbound.linalg.matrix_norms import SMALLEST, UNIT, block_norm, gamma, nonnegative_norm
+from lipbound.linalg.operators import JacobianOperator
+from lipbound.linalg.solution import Norm, unit_vectors
+
+RANKS = (8, 24)
+"""How many Ritz vectors are deflated, in successive attempts."""
+
+
+STEPS = 60
+"""Lanczos steps the Ritz vectors come from."""
+
+
+def deflate(gram: Gram, q: Tensor) -> tuple[float, float, Tensor]:
+    r"""Two-sided bounds on :math:`\lambda_{max}(G)` from any few vectors; next to exact when they span its top eigenvectors.
+
+    With Q orthonormal, :math:`Y = GQ`, :math:`T = Q^T Y`, :math:`C = Y - QT = Q_C R_C` and
+    :math:`G_\perp = (I - QQ^T) G (I - QQ^T) = G - QY^T - YQ^T + QTQ^T`,
+
+    .. math:: \lambda_{max}(T) \le \lambda_{max}(G) \le \lambda_{max}\begin{pmatrix} T & R_C^T \\ R_C & \varphi I \end{pmatrix},\qquad
+        \varphi = \min(\|[\|(G_\perp)_{ik}\|]_{ik}\|,\ \|G_\perp\|_F) \ge \|G_\perp\|
+
+    *Proof.* For x = Qa + b with b orthogonal to Q, :math:`x^T G x = a^T T a + 2 b^T C a + b^T G_\perp b`, where b meets C only within its range:
+    the quadratic form is at most that of the matrix on the right. QED
+
+    Where :math:`\varphi` is below the top of T, the gap is of the order of the squared residuals.
+
+    Args:
+        gram: G, n x n with n = tokens x width.
+        q: (n, r) vectors; they are orthonormalised first.
+
+    Returns:
+        lower and upper bound on the largest eigenvalue, rounding included, and the vector (n,) that attains the lower one up to rounding.
+    """
+    n, w = gram.tokens, gram.width
+    q = torch.linalg.qr(q).Q
+    r = q.shape[1]
+    y = gram.apply(q.view(n, w, r)).reshape(n * w, r)
+    t = q.mT @ y
+    t = (t + t.mT) / 2
+    c = y - q @ t
+    sizes = torch.zeros(n, n, dtype=torch.float64, device=gram.device)
+    squares, trace = 0.0, 0.0
+    q3, inner, y3 = q.view(n, w, r), (y - q @ t).view(n, w, r), y.view(n, w, r)
+    for rows, cols, tile in gram.tiles():
+        shape = tile.shape
+        if rows == cols:
+            trace += float(tile.diagonal(dim1=0, dim2=2).diagonal(dim1=0, dim2=1).sum())
+        flat = tile.reshape(shape[0] * w, shape[2] * w)
+        flat = flat - q3[rows].reshape(-1, r) @ y3[cols].reshape(-1, r).mT - inner[rows].reshape(-1, r) @ q3[cols].reshape(-1, r).mT
+        norms = block_norm(flat.view(shape).transpose(1, 2))
+        sizes[rows, cols] = norms
+        squares += float((flat * flat).sum()) * (1 if rows == cols else 2)
+        if rows != cols:
+            sizes[cols, rows] = norms.mT
+    phi = min(float(nonnegative_norm(sizes)), squares**0.5)
+    r_c = torch.linalg.qr(c, mode="r").R
+    bordered = torch.cat([torch.cat([t, r_c.mT], 1), torch.cat([r_c, phi * torch.eye(len(r_c), dtype=t.dtype, device=t.device)], 1)])
+    values, vectors = torch.linalg.eigh(t)
+    # G is rounded in the tiles and in Y; Q is orthonormal, and Y, T, C are products, up to O(n) roundings of the size of tr G.
+    slack = (2 + r**0.5) * gram.error + 8 * (n * w + n + 4 * r + 40) * UNIT * trace
+    upper = float(torch.linalg.eigvalsh(bordered)[-1]) + slack
+    return max(float(values[-1]) - slack, 0.0), upper, q @ vectors[:, -1]
+
+
+def deflation(op: JacobianOperator, grams: Sequence[Callable[[], Gram]], *, tol: float, seed: int | Sequence[int], vectors: bool) -> Norm:
+    """Norms enclosed by `deflate`, with Ritz vectors of a Lanczos run; ``converged`` where the enclosure is no wider than ``tol``.
+
+    Memory O(STEPS n + tile) per norm; time that of one or two passes over the blocks of G.
+    """
+    norm = _empty(op, vectors)
+    size = op.out_shape[0] * op.out_shape[1]
+    require(8.0 * size * (STEPS + 4 * max(RANKS)), op.device, f"method 'deflation' needs {STEPS + 4 * max(RANKS)} vectors of {size}", "use 'lanczos'")
+    together = max(1, int(2.5e8 // (8 * size * STEPS)))
+    for first in range(0, op.batch, together):
+        entries = torch.arange(first, min(op.batch, first + together), device=op.device)
+        ritz = ritz_vectors(op.select(entries), steps=STEPS, count=max(RANKS), seed=_seeds(seed, op.batch, first, len(entries)))
+        for i, basis in zip(entries.tolist(), ritz, strict=True):
+            gram = grams[i]()
+            tokens = basis.view(-1, *op.out_shape)[:, gram.keep]
+            columns = tokens.flatten(1).mT
+            for rank in RANKS:
+                rank = min(rank, *columns.shape)
+                low, high, top = deflate(gram, columns[:, :rank])
+                if low**0.5 > float(norm.lower[i]):
+                    norm.lower[i] = low**0.5
+                    _keep_vector(norm, i, gram, top)
+                norm.upper[i] = min(float(norm.upper[i]), high**0.5)
+                if norm.upper[i] <= norm.lower[i] * (1 + tol) or rank == min(columns.shape):
+                    break
+            norm.steps[i] = STEPS if size > STEPS else size
+    return _finish(norm, op, tol)
+
+
+def cholesky_bound(gram: Gram, sigma: float, matrix: Tensor | None = None) -> float | None:
+    r"""A proof that :math:`\|J\| \le \sigma` up to rounding: the Cholesky factorisation of :math:`\sigma^2 I - G`.
+
+    When LAPACK's factorisation runs to completion, the smallest eigenvalue of the matrix is at least
+    :math:`-\gamma_{n+1}/(1-\gamma_{n+1})` times its trace (Higham, Accuracy and Stability of Numerical Algorithms, Theorem 10.3).
+
+    Args:
+        gram: G, n x n.
+        sigma: the bound to prove.
+        matrix: ``gram.dense()`` where it is at hand.
+
+    Returns:
+        A bound on the norm, ``sigma`` enlarged by all rounding errors (about n^2 units of rounding, relatively); None when the
+        factorisation breaks down, which proves nothing: the norm is larger, or too near.
+    """
+    m = -(gram.dense() if matrix is None else matrix)
+    m.diagonal().add_(sigma**2)
+    trace, n = float(m.diagonal().sum()), len(m)
+    _, info = torch.linalg.cholesky_ex(m)
+    if int(info) != 0 or not sigma > 0:
+        return None
+    g = gamma(n + 1)
+    excess = g / (1 - g) * trace + UNIT * (sigma**2 + trace / n) + gram.error
+    return float((sigma**2 + excess) ** 0.5 * (1 + 4 * UNIT))
+
+
+def cholesky(op: JacobianOperator, grams: Sequence[Callable[[], Gram]], *, tol: float, seed: int | Sequence[int], vectors: bool) -> Norm:
+    """Norms from a Lanczos run in float64, proved by `cholesky_bound` a little above; memory three n x n matrices, n the size of the output."""
+    size = op.out_shape[0] * op.out_shape[1]
+    require(3 * 8.0 * size**2, op.device, f"method 'cholesky' needs three matrices of {size} x {size}", "use method='deflation'")
+    estimate = lanczos(op, tol=tol / 4, max_steps=500, seed=seed, vectors=vectors)
+    norm = _empty(op, vectors)
+    for i in range(op.batch):
+        low = float(estimate.lower[i])
+        gram = grams[i]()
+        matrix = gram.dense()
+        slack = gram.error + 8 * size * UNIT * float(matrix.diagonal().sum())
+        norm.lower[i] = max(low**2 - slack, 0.0) ** 0.5
+        if low == 0:
+            # No positive matrix to factor: G is zero up to rounding, and its Frobenius norm bounds what there is.
+            norm.upper[i] = (float(matrix.norm()) + gram.error) ** 0.5
+        for excess in (tol / 2, 2 * tol, 16 * tol) if low > 0 else ():
+            bound = cholesky_bound(gram, low * (1 + excess), matrix)
+            if bound is not None:
+                norm.upper[i] = bound
+                break
+        norm.steps[i] = estimate.steps[i]
+    if norm.left is not None and estimate.left is not None:
+        norm.left.copy_(estimate.left)
+    return _finish(norm, op, tol)
+
+
+def _empty(op: JacobianOperator, vectors: bool) -> Norm:
+    b = op.batch
+    left = torch.zeros(b, *op.out_shape, dtype=op.dtype, device=op.device) if vectors else None
+    zeros = torch.zeros(b, dtype=torch.float64)
+    return Norm(zeros, zeros + torch.inf, torch.zeros(b, dtype=torch.int64), torch.zeros(b, dtype=torch.bool), zeros.clone(), left)
+
+
+def _keep_vector(norm: Norm, i: int, gram: Gram, vector: Tensor) -> None:
+    if norm.left is not None:
+        norm.left[i][gram.keep] = vector.view(gram.tokens, gram.width)
+
+
+def _refuse_underflow(norm: Norm, op: JacobianOperator) -> None:
+    """Raise LipboundError where J is not zero, but G leaves the range of float64: attention next to a sink has norms of any size."""
+    tiny = (norm.upper < SMALLEST).nonzero()[:, 0].to(op.device)
+    if not len(tiny):
+        return
+    y = torch.randn(len(tiny), *op.out_shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(op.device)
+    if bool((op.select(tiny).vjp(y) != 0).any()):
+        raise LipboundError(f"a norm is below {SMALLEST:g} and its square underflows float64; use method='dense', or rescale the weights")
+
+
+def _finish(norm: Norm, op: JacobianOperator, tol: float) -> Norm:
+    _refuse_underflow(norm, op)
+    error = torch.where(norm.upper > norm.lower, norm.upper / norm.lower.clamp_min(1e-300) - 1, 0.0)
+    norm.error.copy_(error)
+    norm.converged.copy_(error <= tol)
+    if norm.left is None:
+        return norm
+    right = unit_vectors(op.vjp(norm.left))
+    return Norm(norm.lower, norm.upper, norm.steps, norm.converged, norm.error, unit_vectors(op.jvp(right)), right)
+
+
+def _seeds(seed: int | Sequence[int], batch: int, first: int, count: int) -> list[int]:
+    """One seed per entry: the same vectors whatever the batch is cut into."""
+    seeds = [seed] if isinstance(seed, int) else list(seed)
+    each = batch // len(seeds)
+    return [seeds[i // each] * 1_000_003 + i % each for i in range(first, first + count)]

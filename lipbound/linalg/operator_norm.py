@@ -1,0 +1,54 @@
+"""The spectral norm of any batch of linear operators, by the method of choice."""
+
+from collections.abc import Sequence
+
+import torch
+
+from lipbound.errors import LipboundError, UnknownNameError, nearest
+from lipbound.linalg.golub_kahan import golub_kahan
+from lipbound.linalg.lanczos import lanczos
+from lipbound.linalg.operators import JacobianOperator
+from lipbound.linalg.reference_solvers import dense_svd, power_iteration
+from lipbound.linalg.solution import Norm
+
+METHODS = ("lanczos", "golub-kahan", "power", "dense")
+
+
+DEFAULT_STEPS = {"lanczos": 500, "golub-kahan": 500, "power": 100}
+
+
+def operator_norm(
+    op: JacobianOperator,
+    *,
+    method: str = "lanczos",
+    tol: float = 1e-4,
+    delta: float | None = None,
+    vectors: bool = False,
+    seed: int | Sequence[int] = 0,
+    max_steps: int | None = None,
+) -> Norm:
+    """Spectral norms of any `JacobianOperator`, one per batch entry; arguments as in `spectral_norm`.
+
+    >>> import torch
+    >>> from lipbound.jacobians.head import AutogradJacobian
+    >>> op = AutogradJacobian(torch.sin, torch.zeros(3, dtype=torch.float64))
+    >>> round(float(operator_norm(op).lower), 6)
+    1.0
+    """
+    if method not in METHODS:
+        raise UnknownNameError(f"unknown method {method!r}; {nearest(method, METHODS)}")
+    if not tol >= 0:
+        raise LipboundError(f"tol is {tol}; it must be a number >= 0")
+    if method == "dense":
+        return dense_svd(op, vectors=vectors)
+    steps = DEFAULT_STEPS[method] if max_steps is None else max_steps
+    if steps < 1:
+        raise LipboundError(f"max_steps is {steps}; at least one step is needed")
+    if method == "power":
+        if delta is not None:
+            raise LipboundError("method 'power' gives no upper bound; use 'lanczos' or 'golub-kahan' with delta, or delta=None")
+        with torch.no_grad():
+            return power_iteration(op, tol=tol, max_steps=steps, seed=seed, vectors=vectors)
+    solver = {"lanczos": lanczos, "golub-kahan": golub_kahan}[method]
+    with torch.no_grad():
+        return solver(op, tol=tol, max_steps=steps, seed=seed, delta=delta, vectors=vectors)

@@ -1,0 +1,92 @@
+"""What a solver returns, what it starts from, and where it collects its results."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lipbound.errors import LipboundError
+from lipbound.linalg.operators import JacobianOperator
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Spectral norms of a batch of Jacobians.
+
+    Attributes:
+        lower: attained value, a lower bound on the norm (up to rounding of the dtype), float64.
+        upper: upper bound on the norm where one was asked for (``delta``, or a dense method), else infinite, float64.
+        steps: products with J J^T (or J^T J) spent, int64; 0 for dense methods.
+        converged: whether the stopping rule was met.
+        error: estimate of the relative error of ``lower`` (exceeded with probability at most 1e-3 each), float64; NaN for power iteration.
+        left, right: top singular pair, unit vectors, when asked for; else None.
+    """
+
+    lower: Tensor
+    upper: Tensor
+    steps: Tensor
+    converged: Tensor
+    error: Tensor
+    left: Tensor | None = None
+    right: Tensor | None = None
+
+    def view(self, *shape: int) -> "Norm":
+        """The same values with the batch axis reshaped."""
+        return replace(self, **{name: getattr(self, name).view(*shape) for name in ("lower", "upper", "steps", "converged", "error")})
+
+
+def start_vectors(op: JacobianOperator, shape: tuple[int, ...], seed: int | Sequence[int]) -> Tensor:
+    """Independent directions, uniform on the sphere: one unit vector per batch entry, (batch, prod(shape)), drawn on the CPU in float64.
+
+    With a sequence of seeds the batch is cut into that many equal parts, each with a generator of its own, so that a part's vectors do not
+    depend on what else is in the batch.
+    """
+    seeds = [seed] if isinstance(seed, int) else list(seed)
+    if not seeds or op.batch % len(seeds):
+        raise LipboundError(f"{len(seeds)} seeds were given for {op.batch} norms; give one seed, or one per sample")
+    parts = []
+    for one in seeds:
+        generator = torch.Generator().manual_seed(one)
+        parts.append(torch.randn(op.batch // len(seeds), math.prod(shape), generator=generator, dtype=torch.float64))
+    x = torch.cat(parts)
+    return (x / torch.linalg.vector_norm(x, dim=1, keepdim=True)).to(op.device, op.dtype)
+
+
+class Results:
+    """What the entries that have stopped have shown: recurrences of the operator in units of ``unit``, then values."""
+
+    def __init__(self, op: JacobianOperator, vectors: bool, limit: int = 0):
+        self.alpha, self.beta = (torch.ones(op.batch, limit, dtype=torch.float64) for _ in range(2))
+        self.unit = torch.ones(op.batch, dtype=torch.float64)
+        self.exhausted = torch.zeros(op.batch, dtype=torch.bool)
+        self.lower = torch.zeros(op.batch, dtype=torch.float64)
+        self.upper = torch.full((op.batch,), math.inf, dtype=torch.float64)
+        self.error = torch.zeros(op.batch, dtype=torch.float64)
+        self.steps = torch.zeros(op.batch, dtype=torch.int64)
+        self.converged = torch.zeros(op.batch, dtype=torch.bool)
+        self.left = torch.zeros(op.batch, *op.out_shape, dtype=op.dtype, device=op.device) if vectors else None
+        self.done = torch.zeros(op.batch, dtype=torch.bool)
+
+    def stop(self, index: Tensor, steps: int, alpha: Tensor, beta: Tensor, unit: Tensor, exhausted: Tensor, reached: Tensor) -> None:
+        """Store the recurrences of the entries ``index`` after ``steps`` steps."""
+        self.alpha[index, :steps], self.beta[index, :steps], self.unit[index] = alpha, beta, unit
+        self.exhausted[index], self.converged[index], self.steps[index], self.done[index] = exhausted, reached, steps, True
+
+    def norm(self, op: JacobianOperator) -> Norm:
+        """The results as a `Norm`; singular vectors are refined by one product, which also clears directions that J does not reach."""
+        if not bool(torch.isfinite(self.lower).all()):
+            remedy = " in float32; use dtype='float64'" if op.dtype == torch.float32 else "; rescale the inputs or the weights"
+            raise LipboundError(f"Jacobian products overflow{remedy}")
+        left = right = None
+        if self.left is not None:
+            right = unit_vectors(op.vjp(self.left))
+            left = unit_vectors(op.jvp(right))
+        return Norm(self.lower, self.upper, self.steps, self.converged, self.error, left, right)
+
+
+def unit_vectors(x: Tensor) -> Tensor:
+    """Every batch entry divided by its 2-norm (zero stays zero)."""
+    size = torch.linalg.vector_norm(x.flatten(1), dim=1).clamp_min(torch.finfo(x.dtype).tiny)
+    return x / size.view(-1, *(1,) * (x.ndim - 1))

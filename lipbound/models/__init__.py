@@ -1,0 +1,1 @@
+"""Checkpoints and inputs: the only folder that imports transformers when it runs."""

@@ -1,0 +1,73 @@
+"""Fetching a checkpoint from the Hugging Face hub, or from its cache when the hub is out of reach."""
+
+from pathlib import Path
+
+import huggingface_hub.errors as hub_errors
+from huggingface_hub import HfApi, constants, snapshot_download
+
+from lipbound.errors import CheckpointError
+
+WEIGHT_FILES = ("*.safetensors", "*.bin")
+
+
+def snapshot(repo: str, revision: str | None) -> tuple[Path, str]:
+    """Folder and commit of a hub model, fetched, or, when the hub is out of reach, from the cache."""
+    at = f" at revision {revision!r}" if revision else ""
+    try:
+        patterns = _wanted(repo, revision)
+        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns, local_files_only=patterns is None))
+    except hub_errors.HFValidationError as error:
+        raise CheckpointError(f"{repo!r} is neither a directory here nor a valid hub id ('owner/name'); nothing was looked up") from error
+    except hub_errors.GatedRepoError as error:
+        raise CheckpointError(
+            f"{repo} is a gated model: accept its conditions on its hub page, then log in with `hf auth login` or set HF_TOKEN"
+        ) from error
+    except hub_errors.RevisionNotFoundError as error:
+        raise CheckpointError(f"{repo} has no revision {revision!r} on the hub; give a branch, a tag or a full commit hash") from error
+    except hub_errors.RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"{repo} was not found on the hub, nor is it a directory here; check the spelling, or log in if it is private"
+        ) from error
+    except hub_errors.LocalEntryNotFoundError as error:
+        if constants.HF_HUB_OFFLINE:
+            raise CheckpointError(
+                f"{repo}{at} is not in the local cache, and HF_HUB_OFFLINE forbids looking on the hub; unset it, or give a directory"
+            ) from error
+        raise CheckpointError(
+            f"the hub cannot be reached and {repo}{at} is not in the local cache; connect, give a directory, or try 'builtin:minilm'"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{repo}{at} could not be fetched from the hub: {first_line(error)}") from error
+    check_directory(folder, f"{repo}{at} on the hub")
+    return folder, folder.name
+
+
+def _wanted(repo: str, revision: str | None) -> list[str] | None:
+    """The files of a hub model that are needed: configuration, tokenizer or processor, and one format of weights. None: the hub is out of reach."""
+    try:
+        info = HfApi().model_info(repo, revision=revision, timeout=15)
+    except hub_errors.HfHubHTTPError as error:
+        if error.response is not None and error.response.status_code < 500:
+            raise
+        return None
+    except hub_errors.HFValidationError:
+        raise
+    except Exception:  # no connection, in whatever type the HTTP client of the day reports it
+        return None
+    names = [sibling.rfilename for sibling in info.siblings or [] if "/" not in sibling.rfilename]
+    weights = [n for n in names if n.endswith(".safetensors") and not n.startswith("consolidated")]
+    weights = weights or [n for n in names if n.startswith("pytorch_model") and n.endswith(".bin")]
+    return weights + [n for n in names if n.endswith((".json", ".txt", ".model", ".jinja", ".tiktoken"))]
+
+
+def check_directory(path: Path, name: str) -> None:
+    """Raise CheckpointError unless a directory holds a configuration and weights."""
+    if not (path / "config.json").exists():
+        raise CheckpointError(f"{name} has no config.json; give a directory written by save_pretrained, or the hub id of a transformers model")
+    if not any(next(path.glob(pattern), None) for pattern in WEIGHT_FILES):
+        raise CheckpointError(f"{name} has a config.json but no weights (model.safetensors or pytorch_model.bin)")
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, in one line."""
+    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__

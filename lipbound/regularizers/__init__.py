@@ -1,0 +1,17 @@
+"""Penalties that make attention smoother, for use in any training loop.
+
+In two lines of a training step (`lipbound.models.capture.differentiable`):
+
+    with attention_probabilities(model) as attentions:
+        loss = model(**batch).loss
+    (loss + 1e-3 * JaSMin(k=10)(attentions)).backward()
+
+With ``transformers.Trainer``: ``class MyTrainer(PenaltyMixin, Trainer)``, then ``trainer.penalty = JaSMin(); trainer.strength = 1e-3``.
+"""
+
+from lipbound.regularizers.bound_penalty import SoundPenalty
+from lipbound.regularizers.jasmin import JaSMin
+from lipbound.regularizers.specformer import Specformer
+from lipbound.regularizers.trainer import PenaltyMixin
+
+__all__ = ["JaSMin", "PenaltyMixin", "SoundPenalty", "Specformer"]

@@ -1,0 +1,82 @@
+"""Figures that are no heatmaps: ratios of bounds to exact norms, and bounds over balls against the radius."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import xarray as xr
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from lipbound.bounds.registry import get
+from lipbound.reporting import statistics
+from lipbound.reporting.styles import BASE, Drawing, write
+
+
+def ratios(ds: xr.Dataset, *, bounds: Iterable[str] | None = None, ax: Axes | None = None) -> Axes:
+    """How far above: bound / exact of every head and sample, a box per bound (quartiles; whiskers to the smallest and the largest), logarithmic.
+
+    Args:
+        ds: a run.
+        bounds: which, from top to bottom; all of the run by default.
+        ax: where to draw; a new figure by default.
+
+    Raises:
+        LipboundError: a bound that the run has not.
+    """
+    names = [name for name in statistics.panels(ds, bounds) if name in ds.attrs["bounds"]]
+    axes = ax if ax is not None else Drawing(figsize=(3.45, 0.9 + 0.22 * len(names)), layout="constrained").add_subplot()
+    values = [statistics.ratio(ds, name).values for name in names]
+    kept = [v[np.isfinite(v) & (v > 0)] for v in values]
+    axes.boxplot(kept, orientation="horizontal", whis=(0, 100), widths=0.6, medianprops={"color": "black"})
+    labels = [ds[name].attrs["label"] + (" (some infinite)" if np.isinf(v).any() else "") for name, v in zip(names, values, strict=True)]
+    axes.set_yticks(range(1, len(names) + 1), labels, parse_math=False)
+    axes.axvline(1, color="0.5", lw=0.8, ls=":")
+    axes.set(xscale="log", xlabel="bound / exact")
+    axes.invert_yaxis()
+    return axes
+
+
+def ball_curve(ds: xr.Dataset, path: str | Path | None = None, *, sample: int = 0, heads: Iterable[int] | None = None, title: str = "") -> Figure:
+    """Bounds over balls against the radius, a panel for each head, with what an adversary found: the true supremum lies in the shaded gap.
+
+    Args:
+        ds: from `lipbound.radius_curve`; radius 0 is left out of the logarithmic axis.
+        path: where to write it. sample, heads: what to show; all heads of sample 0 by default. title: what the heads are of, for the caption.
+
+    Raises:
+        LipboundError: a file type that cannot be drawn, a file that cannot be written.
+    """
+    chosen = list(range(ds.sizes["head"])) if heads is None else list(heads)
+    across = min(len(chosen), 4)
+    down = -(-len(chosen) // across)
+    ds = ds.isel(sample=sample).where(ds["radius"] > 0, drop=True)
+    radius = ds["radius"].values
+    with matplotlib.rc_context(BASE | {"font.size": 7.0}):
+        figure = Drawing(figsize=(7.1, 1.9 * down + 0.9), layout="constrained")
+        FigureCanvasAgg(figure)
+        panels = np.atleast_1d(figure.subplots(down, across, sharex=True, sharey=True)).ravel()
+        for axes, head in zip(panels, chosen, strict=False):
+            one = ds.isel(head=head)
+            for name in ds.attrs["bounds"]:
+                axes.plot(radius, one[name], lw=1, label=get(name).label)
+            if "over_ball" in one:
+                axes.plot(radius, one["over_ball"], color="black", lw=1.5, label="lipbound, over the ball")
+            if "adversary" in one:
+                axes.plot(radius, one["adversary"], color="black", lw=1, ls=":", label="found by an adversary")
+            if "adversary" in one and "over_ball" in one:
+                axes.fill_between(radius, one["adversary"].values, one["over_ball"].values, color="0.85", lw=0)
+            axes.set(xscale="log", yscale="log", title=f"head {head}")
+        for axes in panels[len(chosen) :]:
+            axes.set_axis_off()
+        figure.supxlabel(
+            f"radius ({'each token' if ds.attrs['norm'] == 'token' else 'Frobenius'}); tokens are {ds.attrs['token_norm']:.3g} long\n{title}"
+        )
+        figure.supylabel("local Lipschitz constant")
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
+        if path is not None:
+            write(figure, Path(path))
+    return figure

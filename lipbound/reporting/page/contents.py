@@ -1,0 +1,194 @@
+"""What a report's page knows of a run: numbers, words and details, as plain data."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from lipbound.bounds.audit import SLACK
+from lipbound.bounds.registry import get
+from lipbound.errors import CheckpointError, LipboundError
+from lipbound.formatting import plain
+from lipbound.reporting import citations, labels, statistics, tables
+from lipbound.reporting.page.details import SIDE, Details, details
+from lipbound.reporting.reductions import reduce_samples, reduction_name
+from lipbound.runs.replay import Replay, replay
+
+SINGLE = 16
+"""Samples whose numbers go into the page one by one; more only take part in what is aggregated."""
+
+
+BINS = 40
+
+
+PROVENANCE = (
+    "model", "revision", "architecture", "data", "data_fingerprint", "preprocessing", "samples", "exact_samples", "tokens", "map_description",
+    "method", "tol", "delta", "dtype", "device", "seed", "capture_error", "lipbound", "python", "date", "command",
+)  # fmt: skip
+
+
+def contents(ds: xr.Dataset, title: str, *, reduce: str | float, sample: int, model: Any, data: Any, device: str, wanted: bool) -> dict[str, Any]:
+    """A run as plain data; ``wanted``: with details of single heads, which need its model and inputs again."""
+    if not 0 <= sample < ds.sizes["sample"]:
+        raise LipboundError(f"sample is {sample}; the run has samples 0 to {ds.sizes['sample'] - 1}")
+    if not ds.attrs["bounds"]:
+        raise LipboundError("the run has no bounds, which a report is about; draw it with heatmaps, or compare it with some")
+    found, words, reason = _details(ds, sample, model, data, device) if wanted else (None, [], "they were left out when the report was made")
+    across = "head" if "head" in ds.dims else "sample"
+    names = list(ds.attrs["bounds"])
+    panels = statistics.panels(ds)
+    kept = ds.isel(sample=slice(0, SINGLE)) if across == "head" else ds
+    ratios = {name: statistics.ratio(ds, name) for name in names}
+    shown = tables.readable(ds)
+    return {
+        "title": plain(title),
+        "model": plain(str(ds.attrs["model"])),
+        "caption": labels.caption(ds),
+        "across": across,
+        "layers": ds["layer"].values.tolist(),
+        "columns": ds[across].values.tolist(),
+        "samples": ds.sizes["sample"],
+        "reduce": reduction_name(reduce),
+        "panels": panels,
+        "bounds": names,
+        "labels": {name: plain(ds[name].attrs["label"]) for name in panels},
+        "statements": {name: f"{plain(ds[name].attrs['statement'])} [{plain(ds[name].attrs['source'])}]" for name in names},
+        "compared": {name: get(name).exact for name in names},
+        "exactSamples": ds.attrs["exact_samples"],
+        "widths": {name: _widths(ds, one, reduce, across) for name, one in _examples(names).items()},
+        "slack": SLACK[ds.attrs["dtype"]],
+        "scale": _scale(ds, panels, reduce),
+        "grids": {name: _grid(ds[name], reduce, across) for name in panels},
+        "ratios": {name: _grid(ratio, reduce, across) for name, ratio in ratios.items()},
+        "upper": _grid(ds["exact_upper"], reduce, across) if "exact_upper" in ds else None,
+        "values": {name: _nested(kept[name], across) for name in [*panels, *(["exact_upper"] if "exact_upper" in ds else [])]},
+        "histograms": {name: _histogram(ratio) for name, ratio in ratios.items()},
+        "summary": {"head": list(shown.columns), "rows": [[name, *map(plain, row)] for name, row in zip(names, shown.values, strict=True)]},
+        "notes": labels.footnotes(ds),
+        "provenance": _provenance(ds),
+        "methods": citations.methods(ds, "text"),
+        "bibtex": citations.bibtex(ds),
+        "sample": int(ds["sample"][sample]),
+        "tokens": [plain(word) for word in words],
+        "details": None if found is None else [_packed(one) for one in found],
+        "reason": reason,
+        "side": SIDE,
+    }
+
+
+def attention_bytes(found: Sequence[dict[str, Any]] | None) -> bytes:
+    """All attention maps of a run one after the other, removed from the details they come with."""
+    return b"".join(one.pop("attention") for one in found or [])
+
+
+def _details(ds: xr.Dataset, sample: int, model: Any, data: Any, device: str) -> tuple[list[Details] | None, list[str], str]:
+    """Details of all layers and the words of the sample's tokens; or None, and why there are none."""
+    if "head" not in ds.dims:
+        return None, [], "the run is about whole layers, and details are of single heads"
+    try:
+        rerun = replay(ds, model=model, data=data, device=device)
+        if rerun.differences:
+            return None, [], plain("; ".join(rerun.differences))
+        found = details(rerun, ds, sample)
+        wrong = [int(ds["layer"][i]) for i, one in enumerate(found) if not _same(ds, sample, i, one.norm)]
+        if wrong:
+            return None, [], f"the norms of layers {', '.join(map(str, wrong))} are not those of the run: other weights, or other inputs"
+        return found, _words(rerun, sample), ""
+    except LipboundError as error:
+        return None, [], plain(str(error))
+
+
+def _same(ds: xr.Dataset, sample: int, layer: int, norm: np.ndarray) -> bool:
+    """Whether norms computed now lie where the run's do; nothing to compare is no objection."""
+    stored = ds["exact"].isel(sample=sample, layer=layer).values[: len(norm)]
+    allowed = stored * (float(ds.attrs["tol"]) + 1e-3) + ds["exact_rounding"].isel(sample=sample, layer=layer).values[: len(norm)]
+    return bool((np.isnan(stored) | (np.abs(norm - stored) <= allowed)).all())
+
+
+def _words(rerun: Replay, sample: int) -> list[str]:
+    """The tokens of a text, padding left out; none for images."""
+    ids = rerun.inputs.batch.get("input_ids")
+    if ids is None or rerun.checkpoint.source is None:
+        return []
+    try:
+        tokenizer = rerun.checkpoint.tokenizer()
+    except CheckpointError:
+        return []  # ready inputs for a model that has none: tokens keep their numbers
+    mask = rerun.inputs.batch.get("attention_mask")
+    row = ids[sample] if mask is None else ids[sample][mask[sample].bool()]
+    return [str(tokenizer.decode([one])) for one in row.tolist()]
+
+
+def _packed(one: Details) -> dict[str, Any]:
+    return {
+        "attention": one.attention.tobytes(),
+        "shape": list(one.attention.shape),
+        "stride": one.stride,
+        "softmax_norm": _numbers(one.softmax_norm),
+        "right": _numbers(one.right, 3),
+        "left": _numbers(one.left, 3),
+        "parts": {name: _numbers(v) for name, v in one.parts.items()},
+        "shares": {name: {term: _numbers(v) for term, v in terms.items()} for name, terms in one.bounds.items()},
+    }
+
+
+def _scale(ds: xr.Dataset, panels: list[str], reduce: str | float) -> list[float]:
+    with np.errstate(all="ignore"):
+        grids = {name: np.log10(np.array(reduce_samples(ds[name], reduce) if "head" in ds.dims else ds[name])) for name in panels}
+    return [round(x, 3) for x in statistics.shared_scale(grids)]
+
+
+def _grid(values: xr.DataArray, reduce: str | float, across: str) -> Any:
+    """(layers, heads) over samples, or (layers, samples)."""
+    with np.errstate(all="ignore"):
+        grid = reduce_samples(values, reduce) if across == "head" else values
+    return _numbers(grid.transpose("layer", across).values)
+
+
+def _examples(names: Sequence[str]) -> dict[str, str]:
+    """For every exact norm of a run the name of something that is compared with it."""
+    return {"exact": "exact"} | {get(name).exact: name for name in names if get(name).exact != "exact"}
+
+
+def _widths(ds: xr.Dataset, name: str, reduce: str | float, across: str) -> Any:
+    """Relative widths of the enclosures of a grid's cells: the mean logarithm for geometric means, else the largest."""
+    wide = statistics.widths(ds, name)
+    if across == "head":
+        with warnings.catch_warnings():  # places without a head
+            warnings.simplefilter("ignore", RuntimeWarning)
+            wide = wide.mean("sample") if reduce == "geomean" else wide.max("sample")
+    return _numbers(np.expm1(wide.transpose("layer", across).values))
+
+
+def _nested(values: xr.DataArray, across: str) -> Any:
+    """(samples, layers, heads), or (layers, samples) again where there are no heads."""
+    return _numbers(values.transpose("sample", "layer", "head").values if across == "head" else values.transpose("layer", "sample").values)
+
+
+def _numbers(values: np.ndarray, digits: int = 6) -> Any:
+    """Nested lists of numbers with so many significant digits; "inf" and null where JSON has no number."""
+    if values.ndim:
+        return [_numbers(row, digits) for row in values]
+    x = float(values)
+    return None if np.isnan(x) else ("inf" if x > 0 else "-inf") if np.isinf(x) else float(f"{x:.{digits - 1}e}")
+
+
+def _histogram(ratio: xr.DataArray) -> dict[str, Any]:
+    """Counts of log10 bound / exact."""
+    values = ratio.values[np.isfinite(ratio.values) & (ratio.values > 0)]
+    if not values.size:
+        return {"edges": [], "counts": [], "infinite": int(np.isinf(ratio.values).sum())}
+    logs = np.log10(values)
+    low, high = float(logs.min()), float(logs.max())
+    pad = max((high - low) * 0.02, 1e-3)
+    counts, edges = np.histogram(logs, bins=BINS, range=(low - pad, high + pad))
+    return {"edges": np.round(edges, 6).tolist(), "counts": counts.tolist(), "infinite": int(np.isinf(ratio.values).sum())}
+
+
+def _provenance(ds: xr.Dataset) -> list[list[str]]:
+    rows = [[name.replace("_", " "), plain(f"{ds.attrs[name]:.3g}" if isinstance(ds.attrs[name], float) else str(ds.attrs[name]))]
+            for name in PROVENANCE if name in ds.attrs]  # fmt: skip
+    packages = ", ".join(f"{name} {version}" for name, version in ds.attrs["versions"].items())
+    return [*rows, ["versions", plain(packages)]]

@@ -1,0 +1,94 @@
+"""A run, or several, as one self-contained page: heatmaps, single heads, the audit, provenance, what to cite."""
+
+import base64
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import xarray as xr
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from lipbound.errors import LipboundError, StoreError
+from lipbound.formatting import plain
+from lipbound.reporting.page.contents import attention_bytes, contents
+from lipbound.runs import store
+
+HERE = Path(__file__).parent
+
+
+def report(
+    runs: xr.Dataset | str | Path | Sequence[xr.Dataset | str | Path],
+    path: str | Path,
+    *,
+    reduce: str | float = "geomean",
+    sample: int = 0,
+    details: bool = True,
+    model: Any = None,
+    data: Any = None,
+    device: str = "auto",
+) -> list[str]:
+    """Write a page about one run, or about several side by side.
+
+    The page needs no network and no other file: numbers and plotly.js are inside, compressed. For the details of single heads (attention, singular
+    vectors, the terms of a bound) the model and the inputs are loaded again from the run's provenance, one sample of them; where that is not
+    possible, or they are no longer what they were, the page says so and has everything else.
+
+    Args:
+        runs: Datasets, or names of saved runs.
+        path: of the page, an .html file; an older one is replaced.
+        reduce: "geomean", "mean", "max", "median" or a quantile, over samples.
+        sample: position of the sample whose attention is shown.
+        details: False leaves them out.
+        model, data: in place of those recorded, for runs on objects in memory (one run only).
+        device: where details are computed.
+
+    Returns:
+        A sentence for every run without details: why there are none.
+
+    Raises:
+        LipboundError: no run, an unknown reduction, no such sample, a file that cannot be written.
+    """
+    several = [runs] if isinstance(runs, xr.Dataset | str | Path) else list(runs)
+    if not several:
+        raise LipboundError("no run was given; give at least one Dataset or saved run")
+    if len(several) > 1 and (model is not None or data is not None):
+        raise LipboundError("model= and data= are for a single run; make a page of each")
+    target = Path(path)
+    if target.suffix.lower() not in (".html", ".htm"):
+        raise LipboundError(f"{target} is not an .html file; a report is a page")
+    options: Any = {"reduce": reduce, "sample": sample, "model": model, "data": data, "device": device, "wanted": details}
+    pages = []
+    for run in several:
+        ds = run if isinstance(run, xr.Dataset) else store.load(run)
+        pages.append(contents(ds, str(ds.attrs["model"]) if isinstance(run, xr.Dataset) else Path(run).stem, **options))
+    for i, one in enumerate(pages):  # names that tell runs apart
+        if [p["title"] for p in pages].count(one["title"]) > 1:
+            one["title"] = f"{one['title']} ({i + 1})"
+    attention = b"".join(attention_bytes(one["details"]) for one in pages)
+    text = _page(pages, attention)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StoreError(f"{target} cannot be written: {error.strerror or error}") from error
+    return [plain(f"{one['title']}: no details of single heads: {one['reason']}") for one in pages if one["details"] is None]
+
+
+def _page(pages: list[dict[str, Any]], attention: bytes) -> str:
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    parts = {
+        "data": _packed(json.dumps(pages, allow_nan=False, separators=(",", ":")).encode()),
+        "attention": _packed(attention),
+        "plotly": _packed(get_plotlyjs().encode()),
+    }
+    files = {name: Markup((HERE / f"page.{name}").read_text(encoding="utf-8")) for name in ("css", "js")}
+    return environment.get_template("page.html").render(runs=pages, parts=parts, **files)
+
+
+def _packed(content: bytes) -> str:
+    """Compressed, in characters that mean nothing to HTML."""
+    return base64.b64encode(gzip.compress(content, 9, mtime=0)).decode()

@@ -1,0 +1,36 @@
+"""Many values into one: means, maxima, quantiles over samples or heads."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import xarray as xr
+
+from lipbound.errors import LipboundError, UnknownNameError, nearest
+
+REDUCTIONS = ("mean", "geomean", "max", "median")
+
+
+def reduce_samples(values: xr.DataArray, how: str | float, dims: Sequence[str] = ("sample",)) -> xr.DataArray:
+    """The mean, geometric mean, maximum, median or a quantile (a number in [0, 1]) over samples, or over other dimensions.
+
+    Entries without a value (NaN) do not count.
+    """
+    if not isinstance(how, str):
+        if not 0 <= how <= 1:
+            raise LipboundError(f"reduce is {how}; a quantile lies between 0 and 1")
+        top = np.finfo(np.float64).max / 4  # infinite values are ordered like any others, but cannot be interpolated
+        quantile = values.clip(max=top).quantile(how, dims, skipna=True)
+        return quantile.where(~(quantile > top * 1e-6), np.inf)
+    if how == "geomean":
+        with np.errstate(divide="ignore"):
+            logs: xr.DataArray = xr.apply_ufunc(np.log, values)
+            return xr.apply_ufunc(np.exp, logs.mean(dims, skipna=True))
+    if how not in REDUCTIONS:
+        raise UnknownNameError(f"unknown reduction {how!r}; {nearest(how, REDUCTIONS)}, or a quantile between 0 and 1")
+    reduced: xr.DataArray = getattr(values, how)(dims, skipna=True)
+    return reduced
+
+
+def reduction_name(how: str | float) -> str:
+    """A reduction in words."""
+    return f"{how:g}-quantile" if not isinstance(how, str) else {"geomean": "geometric mean", "max": "maximum"}.get(how, how)

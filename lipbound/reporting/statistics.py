@@ -1,0 +1,195 @@
+"""Ratios of bounds to exact norms over a run: per bound, per layer, per head, with the widths of their enclosures."""
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import xarray as xr
+
+from lipbound.bounds.audit import SLACK, audit
+from lipbound.bounds.registry import get
+from lipbound.errors import LipboundError, UnknownNameError, nearest
+from lipbound.reporting.reductions import reduce_samples
+
+ROWS = ("bound", "layer", "head")
+
+
+VALUES = ("ratio", "value")
+
+
+OFF_SCALE = 4.0
+"""Decades by which a panel's median may exceed every other panel's before it leaves the shared scale."""
+
+
+def summary(ds: xr.Dataset) -> pd.DataFrame:
+    """Per bound: bound / exact over samples, layers and heads, and the audit.
+
+    Columns ``label``; ``geomean, min, max`` of bound / ``exact``; ``geomean_lower``, the geometric mean against ``exact_upper``: the true one lies
+    between the two (NaN for estimates without upper ends); ``sample_min, sample_max``, smallest and largest geometric mean of single samples;
+    ``violations, compared, sound``: ``sound`` counts where the bound's assumptions held, ``violations`` where it is below the exact norm (of its own
+    map: L2 attention for ``kim``). Heads whose exact norm is zero have no ratio.
+    """
+    rows = []
+    counts = audit(ds)
+    for name in ds.attrs["bounds"]:
+        quotient = ratio(ds, name)
+        values = quotient.values[~np.isnan(quotient.values)]
+        single = _geomeans(quotient)
+        known = single[~np.isnan(single)]
+        lower = float(_geomean(ratio(ds, name, upper=True).values)) if has_upper(ds, name) else float("nan")
+        low, high = (float(values.min()), float(values.max())) if values.size else (float("nan"), float("nan"))
+        least, most = (float(known.min()), float(known.max())) if known.size else (float("nan"), float("nan"))
+        entry = counts[name]
+        rows.append(
+            (name, ds[name].attrs["label"], _geomean(values), low, high, lower, least, most, entry["violations"], entry["compared"], entry["sound"])
+        )
+    columns = ["bound", "label", "geomean", "min", "max", "geomean_lower", "sample_min", "sample_max", "violations", "compared", "sound"]
+    return pd.DataFrame(rows, columns=columns).set_index("bound")
+
+
+def breakdown(
+    ds: xr.Dataset, by: str = "layer", *, bounds: Iterable[str] | None = None, reduce: str | float = "geomean", values: str = "ratio"
+) -> pd.DataFrame:
+    """Per layer, or per layer and head: the exact norm, and every bound or its ratio to it.
+
+    Args:
+        ds: a run.
+        by: "layer" or "head".
+        bounds: which; all of the run by default.
+        reduce: "geomean", "mean", "max", "median" or a quantile, over samples (and heads, for layers).
+        values: "ratio" (bound / exact) or "value".
+
+    Returns:
+        Columns ``exact``, ``exact_upper`` (where the run has it), ``sample_min, sample_max`` (of the exact norm, reduced over heads alone), and one
+        per bound.
+
+    Raises:
+        LipboundError: unknown names; heads of a run on whole layers.
+    """
+    if by not in ROWS[1:]:
+        raise UnknownNameError(f"unknown rows {by!r}; {nearest(by, ROWS)}")
+    if values not in VALUES:
+        raise UnknownNameError(f"unknown values {values!r}; {nearest(values, VALUES)}")
+    if by == "head" and "head" not in ds.dims:
+        raise LipboundError("the run is about whole layers and has no heads; ask for a table by layer")
+    names = list(ds.attrs["bounds"]) if bounds is None else present(ds, bounds)
+    inner = tuple(dim for dim in ("head",) if dim in ds.dims and by == "layer")
+
+    def reduced(array: xr.DataArray) -> np.ndarray:
+        with np.errstate(all="ignore"):
+            result = reduce_samples(array, reduce, ("sample", *inner))
+        return result.transpose("layer", ...).values.ravel()
+
+    with np.errstate(all="ignore"):
+        single = reduce_samples(ds["exact"], reduce, inner) if inner else ds["exact"]
+    keep = ("layer",) if by == "layer" else ("layer", "head")
+    columns = {"exact": reduced(ds["exact"])} | ({"exact_upper": reduced(ds["exact_upper"])} if "exact_upper" in ds else {})
+    for name, extreme in (("sample_min", single.min("sample")), ("sample_max", single.max("sample"))):
+        columns[name] = extreme.transpose(*keep).values.ravel()
+    columns |= {name: reduced(ratio(ds, name) if values == "ratio" else ds[name]) for name in names}
+    index: Any = pd.Index(ds["layer"].values, name="layer")
+    if by == "head":
+        index = pd.MultiIndex.from_product([ds["layer"].values, ds["head"].values], names=["layer", "head"])
+    table = pd.DataFrame(columns, index=index)
+    return table.loc[~table[["exact", *names]].isna().all(axis=1)]  # layers of fewer heads have empty places
+
+
+def present(ds: xr.Dataset, bounds: Iterable[str]) -> list[str]:
+    """Names of bounds that a run has; others raise."""
+    names = [get(name).name for name in bounds]
+    missing = [name for name in names if name not in ds.attrs["bounds"]]
+    if missing:
+        raise UnknownNameError(f"the run has no bound {missing[0]!r}; it has {', '.join(ds.attrs['bounds'])}")
+    return names
+
+
+def panels(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
+    """Variables in the order of figures: the exact norm, then bounds, each behind the exact norm of its own map."""
+    names = ["exact"]
+    for name in ds.attrs["bounds"] if bounds is None else present(ds, bounds):
+        if get(name).exact not in names:
+            names.append(get(name).exact)  # a bound on another map stands next to the exact norm of that map
+        names.append(name)
+    return names
+
+
+def shared_scale(grids: dict[str, np.ndarray]) -> tuple[float, float]:
+    """Limits of the common colour scale: all panels, except those whose median lies decades above every other one."""
+    medians = {name: float(np.nanmedian(np.where(np.isneginf(grid), np.nan, grid))) for name, grid in grids.items() if np.isfinite(grid).any()}
+    kept: list[str] = []
+    for name in sorted(medians, key=lambda n: medians[n]):
+        if kept and medians[name] > max(medians[n] for n in kept) + OFF_SCALE:
+            break
+        kept.append(name)
+    finite = np.concatenate([grids[name][np.isfinite(grids[name])] for name in kept]) if kept else np.zeros(1)
+    return float(finite.min()), float(finite.max())
+
+
+def widths(ds: xr.Dataset, name: str = "exact") -> xr.DataArray:
+    """Logarithm of upper over lower end of the exact norms that a bound (or "exact" itself) is compared with, by sample, layer, head.
+
+    Both ends are moved apart by ``exact_rounding``.
+    Estimates without an upper end count as if they were ``tol`` wide. NaN where there is no norm, infinite where rounding exceeds it.
+    """
+    slack, of = SLACK[ds.attrs["dtype"]], "exact" if name == "exact" else get(name).exact
+    rounding = ds["exact_rounding"] if of == "exact" else 0 * ds["exact_rounding"]
+    lower = ds[of] - rounding
+    upper = (ds["exact_upper"] if has_upper(ds, name) else ds[of] * (1 + float(ds.attrs["tol"]))) + rounding
+    with np.errstate(all="ignore"):
+        width: xr.DataArray = xr.apply_ufunc(np.log, upper / lower.where(lower > 0, 0.0)) + slack
+    return width.where(ds[of] > 0)
+
+
+def width(ds: xr.Dataset, name: str) -> float:
+    """Relative width of the enclosure of the geometric mean of a bound's ratios (or of exact norms), over everything."""
+    values = widths(ds, name).values
+    known = values[~np.isnan(values)]
+    return float(np.expm1(known.mean())) if known.size else 0.0
+
+
+def has_upper(ds: xr.Dataset, name: str) -> bool:
+    """Whether the exact norm that a bound is compared with (or "exact" itself) has an upper end."""
+    return "exact_upper" in ds and (name == "exact" or get(name).exact == "exact")
+
+
+def ratio(ds: xr.Dataset, name: str, *, upper: bool = False) -> xr.DataArray:
+    """Bound / exact, of the bound's own map, where that is positive; with ``upper``, against the upper end."""
+    exact = ds["exact_upper" if upper else get(name).exact]
+    with np.errstate(all="ignore"):
+        return (ds[name] / exact).where(np.isfinite(exact) & (exact > 0))
+
+
+def _geomean(values: np.ndarray) -> float:
+    values = values[~np.isnan(values)]
+    with np.errstate(divide="ignore"):
+        return float(np.exp(np.log(values).mean())) if values.size else float("nan")
+
+
+def _geomeans(values: xr.DataArray) -> np.ndarray:
+    """Geometric mean of every sample."""
+    return np.array([_geomean(values.isel(sample=s).values) for s in range(values.sizes["sample"])])
+
+
+def by_width(ds: xr.Dataset, name: str, index: pd.Index, reduce: str | float) -> np.ndarray:
+    """Relative widths of the enclosures of the rows of `breakdown`: the mean logarithm for geometric means, else the largest of a row."""
+    wide = widths(ds, name)
+    dims = [dim for dim in wide.dims if dim not in index.names]
+    with warnings.catch_warnings():  # places without a head
+        warnings.simplefilter("ignore", RuntimeWarning)
+        one = wide.mean(dims) if reduce == "geomean" else wide.max(dims)
+    values = one.transpose(*index.names).values.ravel()
+    every = pd.MultiIndex.from_product([ds[level].values for level in index.names]) if len(index.names) > 1 else pd.Index(ds["layer"].values)
+    return np.expm1(values)[every.get_indexer(index)]
+
+
+def extents(ds: xr.Dataset, name: str) -> dict[str, float]:
+    """Relative widths of the enclosures of a row of `summary`, by column."""
+    wide, quotient = widths(ds, name).values, ratio(ds, name).values
+    if not (~np.isnan(quotient)).any():
+        return dict.fromkeys(("geomean", "sample_min", "sample_max", "min", "max"), 0.0)
+    single = [np.nanmean(w) for w in wide if (~np.isnan(w)).any()]
+    ends = {"min": wide.flat[np.nanargmin(quotient)], "max": wide.flat[np.nanargmax(quotient)]}
+    found = ends | {"geomean": np.nanmean(wide), "sample_min": max(single), "sample_max": max(single)}
+    return {column: float(np.expm1(value)) for column, value in found.items()}

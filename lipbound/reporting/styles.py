@@ -1,0 +1,117 @@
+"""How figures look: fonts and widths, ours or those of a conference by tueplots; and how they are written."""
+
+import io
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from matplotlib import font_manager
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from lipbound.errors import LipboundError, StoreError, UnknownNameError, nearest
+from lipbound.formatting import escape_latex
+
+WIDTHS = {"page": 7.1, "column": 3.45, "slide": 12.0}
+"""Figure widths in inches: across two columns of a paper, one column, a slide."""
+
+
+BASE: Any = {
+    "pdf.fonttype": 42,  # TrueType, embedded and editable
+    "svg.fonttype": "path",
+    "svg.hashsalt": "lipbound",  # the same figure is the same file
+    "pgf.rcfonts": False,  # the document's fonts
+    "pgf.texsystem": "pdflatex",
+    "font.family": "sans-serif",
+    "axes.linewidth": 0.5,
+}
+
+
+TUEPLOTS_COLUMNS = {"page": "full", "column": "half"}
+"""What tueplots calls our widths, for journals of two columns."""
+
+
+SPARE = {"serif": "STIXGeneral"}
+"""Like Times, and always there: for machines without the venue's fonts."""
+
+
+class Look(NamedTuple):
+    """Settings of matplotlib, the width of a figure in inches, and the size of its type in points."""
+
+    settings: Any
+    inches: float
+    points: float
+
+
+def look(style: str | None, width: str | float, font_size: float | None) -> Look:
+    """How a figure looks.
+
+    Args:
+        style: None, or the name of a bundle of tueplots such as "icml2024" or "neurips2024" (extra ``styles``): fonts and widths of that venue.
+        width: "page", "column", "slide" or inches; names mean the venue's widths where a style is given.
+        font_size: points, in place of the style's (7 without one, 12 on a slide).
+
+    Raises:
+        LipboundError: unknown width or style, tueplots not installed.
+    """
+    if isinstance(width, str) and width not in WIDTHS:
+        raise UnknownNameError(f"unknown width {width!r}; {nearest(width, WIDTHS)}, or a number of inches")
+    inches = WIDTHS[width] if isinstance(width, str) else float(width)
+    if not inches > 0:
+        raise LipboundError(f"width is {width}; it must be a positive number of inches")
+    if style is None:
+        points = font_size or (12.0 if width == "slide" else 7.0)
+        return Look(BASE | {"font.size": points}, inches, points)
+    try:
+        from tueplots import bundles
+    except ImportError as error:
+        raise LipboundError(f"style {style!r} needs tueplots; pip install 'lipbound[styles]'") from error
+    known = [name for name in dir(bundles) if name[-4:].isdigit()]
+    if style not in known:
+        raise UnknownNameError(f"unknown style {style!r}; {nearest(style, known)}")
+    make = getattr(bundles, style)
+    try:
+        found = make(column=TUEPLOTS_COLUMNS.get(str(width), "full"), usetex=False)
+    except TypeError:  # a venue of one column
+        found = make(usetex=False)
+    layout = ("figure.constrained_layout.use", "figure.autolayout", "figure.figsize", "text.usetex")
+    kept = {key: value for key, value in found.items() if key not in layout}
+    wanted = found[f"font.{found['font.family']}"] if found["font.family"] in ("serif", "sans-serif") else [found["font.family"]]
+    kept["font.family"] = next((font for font in wanted if font in font_manager.get_font_names()), SPARE.get(found["font.family"], "DejaVu Sans"))
+    inches = float(found["figure.figsize"][0]) if width in TUEPLOTS_COLUMNS else inches
+    points = font_size or float(found["font.size"])
+    return Look(BASE | kept | {"font.size": points}, inches, points)
+
+
+class Drawing(Figure):
+    """A figure that notebooks show although pyplot does not know of it."""
+
+    def _repr_png_(self) -> bytes:
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png", dpi=150)
+        return buffer.getvalue()
+
+
+def write(figure: Figure, path: Path) -> None:
+    """A figure as a file; the same figure gives the same file. Text in .pgf is escaped for LaTeX, which must be installed for it."""
+    kind = path.suffix.removeprefix(".").lower()
+    supported = figure.canvas.get_supported_filetypes()
+    if kind not in supported:
+        raise LipboundError(f"{path} has no file type that can be drawn; use one of {', '.join(sorted(supported))}")
+    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
+    texts = [text for text in figure.findobj(Text) if text.get_text()] if kind == "pgf" else []
+    plain = [text.get_text() for text in texts]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for text, words in zip(texts, plain, strict=True):
+            text.set_text("\n".join(escape_latex(line) for line in words.split("\n")))
+        options: Any = {} if metadata is None else {"metadata": metadata}
+        figure.savefig(path, dpi=300, **options)
+    except RuntimeError as error:
+        if kind != "pgf":
+            raise
+        raise LipboundError(f"{path} needs pdflatex, which measures its text, and which is not installed; .pdf needs nothing") from error
+    except OSError as error:
+        raise StoreError(f"{path} cannot be written: {error.strerror or error}") from error
+    finally:
+        for text, words in zip(texts, plain, strict=True):
+            text.set_text(words)

@@ -1,0 +1,1 @@
+"""Runs: planned, carried out, stored, verified."""

@@ -1,0 +1,119 @@
+"""Exact norms and bounds of every layer at a block of samples, as arrays: the unit of work of a run."""
+
+import hashlib
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lipbound.attention.layer import Attention
+from lipbound.bounds.registry import get
+from lipbound.bounds.whole_layer import whole_layer
+from lipbound.jacobians.maps import BLOCKS, WHOLE
+from lipbound.jacobians.rounding import rounding
+from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
+from lipbound.models.capture.capture import Capturer
+
+
+@dataclass(frozen=True)
+class MeasurementSpec:
+    """What is measured, and how.
+
+    Attributes:
+        names: registry names of bounds.
+        map: as in `lipbound.spectral_norm`.
+        tol: relative width of the enclosures of exact norms.
+        delta: failure probability of one upper end, or None for plain estimates.
+        seed: of the run.
+        exact_samples: exact norms are computed for samples before this one.
+    """
+
+    names: tuple[str, ...]
+    map: str
+    tol: float
+    delta: float | None
+    seed: int
+    exact_samples: int
+
+
+@dataclass(frozen=True)
+class LayerInfo:
+    """A layer as one sample shows it: its number and name, its heads and tokens, which of `lipbound.attention.variants.VARIANTS` it has."""
+
+    index: int
+    name: str
+    heads: int
+    tokens: int
+    variants: frozenset[str]
+
+
+class LayerResult(NamedTuple):
+    """One layer at one block: its position among the chosen layers, values (samples, heads), lengths of the inputs, error of the capture."""
+
+    layer: int
+    values: dict[str, np.ndarray]
+    lengths: np.ndarray
+    error: float
+
+
+class Measurer:
+    """Measures blocks of samples on one loaded model."""
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int] | None, job: MeasurementSpec):
+        self._capturer, self._job = Capturer(model, layers, around=job.map in BLOCKS), job
+
+    def look(self, inputs: Mapping[str, Tensor]) -> list[LayerInfo]:
+        """The layers at some inputs."""
+        return [LayerInfo(c.index, c.name, (a := c.attention).heads, a.tokens, a.variants) for c in self._capturer.each(inputs)]
+
+    def block(self, inputs: Mapping[str, Tensor], start: int, skip: Collection[int] = ()) -> Iterator[LayerResult]:
+        """Every layer but those at the positions ``skip``, at inputs whose first sample has number ``start``.
+
+        What comes out depends on the block alone, not on blocks measured before.
+        """
+        self._capturer.forget()
+        job = self._job
+        positions = (i for i in itertools.count() if i not in skip)
+        for i, layer in zip(positions, self._capturer.each(inputs, skip), strict=False):
+            attention = layer.attention
+            lengths, error = attention.lengths.long().cpu().numpy(), layer.error
+            seeds = [_seed(job.seed, layer.index, s) for s in range(start, start + attention.samples)]
+            attention = attention.fold_output()[0] if job.map == "head_out" else attention
+            values = _measure(attention, job, seeds, job.exact_samples - start)
+            del layer, attention  # frees P and what hangs on it
+            yield LayerResult(i, values, lengths, error)
+
+
+def _measure(att: Attention, job: MeasurementSpec, seeds: list[int], exact_count: int) -> dict[str, np.ndarray]:
+    """Everything about one layer at one block of samples, (samples, heads) each; exact norms for the first ``exact_count`` samples.
+
+    A whole layer counts as one head.
+    """
+    values: dict[str, Any] = {}
+    whole = job.map in WHOLE
+    for name in job.names:
+        sound = get(name).sound(att)
+        values[name] = whole_layer(att, name, map=job.map) if whole else get(name)(att)
+        values[f"{name}_sound"] = sound.all(-1) if whole else sound
+    inner = "head" if job.map == "head_out" else job.map  # the output projection is folded into the values
+    values["exact_rounding"] = rounding(att, map=inner)
+    exact_count = min(exact_count, att.samples)
+    if exact_count > 0:
+        part = att if exact_count == att.samples else att.select(slice(0, exact_count))
+        share = None if job.delta is None else job.delta * exact_count * (1 if whole else att.heads)
+        norm = spectral_norm(part, map=inner, tol=job.tol, delta=share, seed=seeds[:exact_count])
+        values |= {"exact": norm.lower, "exact_steps": norm.steps, "exact_converged": norm.converged}
+        if job.delta is not None:
+            values["exact_upper"] = norm.upper
+        if any(get(name).exact == "exact_l2" for name in job.names):
+            values["exact_l2"] = l2_spectral_norm(part, tol=job.tol, seed=seeds[:exact_count]).lower
+    return {name: value.reshape(len(value), -1).cpu().numpy() for name, value in values.items()}
+
+
+def _seed(seed: int, layer: int, sample: int) -> int:
+    """Seeds that differ by layer and sample, and do not depend on how samples are grouped into blocks."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{layer}/{sample}".encode()).digest()[:6], "big")

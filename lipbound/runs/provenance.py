@@ -1,0 +1,106 @@
+"""Where the numbers of a run come from, and short hashes that tell whether they are still those that were computed."""
+
+import hashlib
+import importlib.metadata
+import json
+import shlex
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from lipbound.jacobians.maps import MAPS
+from lipbound.models.checkpoints import Checkpoint
+from lipbound.models.datasets import Inputs
+
+CHECKSUM = "checksum"
+
+
+SETTINGS = (
+    "lipbound", "model", "revision", "loaded", "commit", "architecture", "data", "data_fingerprint", "source", "preprocessing", "bounds", "map",
+    "map_description", "method", "tol", "delta", "dtype", "device", "seed", "versions", "python", "date", "command", "samples", "exact_samples",
+    "tokens", "capture_error",
+)  # fmt: skip
+"""Attributes that tables, figures and methods paragraphs quote."""
+
+
+def own(ds: xr.Dataset) -> list[str]:
+    """The variables that a run computed, whatever was added to it since."""
+    bounds = list(ds.attrs["bounds"])
+    names = ["exact", "exact_upper", "exact_l2", "exact_rounding", "exact_steps", "exact_converged", *bounds, *(f"{name}_sound" for name in bounds)]
+    return [name for name in names if name in ds]
+
+
+def checksums(ds: xr.Dataset) -> xr.DataArray:
+    """First eight bytes of the sha256 over all values of a sample and layer, (sample, layer), int64.
+
+    Guards against accidents (a value edited, a file damaged), not against somebody who computes it anew.
+    """
+    names = sorted(own(ds))
+    arrays = [np.ascontiguousarray(ds[name].transpose("sample", "layer", ...).values) for name in names]
+    values = np.zeros((ds.sizes["sample"], ds.sizes["layer"]), dtype=np.int64)
+    for s, layer in np.ndindex(*values.shape):
+        digest = hashlib.sha256()
+        for name, array in zip(names, arrays, strict=True):
+            digest.update(name.encode())
+            digest.update(array[s, layer].tobytes())
+        values[s, layer] = int.from_bytes(digest.digest()[:8], "big", signed=True)
+    return xr.DataArray(values, dims=("sample", "layer"), attrs={"long_name": "hash of this sample's and layer's values when they were computed"})
+
+
+def settings_checksum(ds: xr.Dataset) -> str:
+    """sha256 over `SETTINGS`, the numbers of the layers and the lengths of the samples."""
+    said: dict[str, Any] = {name: ds.attrs.get(name) for name in SETTINGS}
+    said |= {name: ds.attrs[name] for name in ("variants", "not_applicable") if name in ds.attrs}
+    said |= {"layer": ds["layer"].values.tolist(), "length": ds["length"].values.tolist()}
+    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def altered(ds: xr.Dataset) -> list[tuple[int, int]] | None:
+    """Positions (sample, layer) whose values are not those that were computed; None for a run without checksums."""
+    if CHECKSUM not in ds:
+        return None
+    return [(int(s), int(layer)) for s, layer in np.argwhere(checksums(ds).values != ds[CHECKSUM].values)]
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that numbers can depend on."""
+    packages = ("lipbound", "torch", "transformers", "numpy", "scipy", "xarray", "tokenizers", "datasets")
+    return {name: importlib.metadata.version(name) for name in packages}
+
+
+def provenance(checkpoint: Checkpoint, inputs: Inputs, **settings: Any) -> dict[str, Any]:
+    """Where the numbers come from: model, data, versions, settings, date and command.
+
+    ``source`` is where they are found again: ``model`` (None for one in memory), and what `lipbound.models.inputs.prepare` was given: ``data`` (None
+    for the default, False for objects in memory), ``split``, ``column``, ``max_length``. Paths are absolute.
+    """
+    packages = versions()
+    return {
+        "lipbound": packages["lipbound"],
+        "model": checkpoint.name,
+        "revision": checkpoint.revision,
+        "loaded": checkpoint.loaded,
+        "commit": checkpoint.commit,
+        "architecture": type(checkpoint.model).__name__,
+        "data": inputs.description,
+        "data_fingerprint": inputs.fingerprint,
+        "source": settings["source"],
+        "preprocessing": inputs.preprocessing,
+        "bounds": list(settings["names"]),
+        "map": settings["map"],
+        "map_description": MAPS[settings["map"]],
+        "method": "lanczos",
+        "tol": settings["tol"],
+        "delta": settings["delta"],
+        "dtype": settings["dtype"],
+        "device": settings["device"],
+        "seed": settings["seed"],
+        "versions": packages,
+        "python": sys.version.split()[0],
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }

@@ -1,0 +1,108 @@
+"""The model and the inputs of a run again, found by its provenance, and what is no longer as it was."""
+
+import importlib.metadata
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xarray as xr
+
+from lipbound.devices import resolve_device
+from lipbound.errors import StoreError
+from lipbound.models.checkpoints import Checkpoint, load_checkpoint
+from lipbound.models.datasets import Inputs
+from lipbound.models.inputs import prepare
+from lipbound.runs.measure import MeasurementSpec, Measurer
+
+
+class Replay(NamedTuple):
+    """What a run was made from.
+
+    Attributes:
+        checkpoint, inputs: loaded and prepared as they were for the run.
+        device: where to.
+        differences: a sentence for everything that is not what the run recorded: weights, data.
+        notes: what could not be compared.
+    """
+
+    checkpoint: Checkpoint
+    inputs: Inputs
+    device: str
+    differences: list[str]
+    notes: list[str]
+
+    def measurer(self, ds: xr.Dataset, layer: int) -> Measurer:
+        """Measures the layer at one position of the run as the run did."""
+        a = ds.attrs
+        delta = a["delta"] and a["delta"] / (a["exact_samples"] * ds["exact"][0].size)
+        job = MeasurementSpec(tuple(a["bounds"]), a["map"], a["tol"], delta, a["seed"], a["exact_samples"])
+        return Measurer(self.checkpoint.model, [int(ds["layer"][layer])], job)
+
+
+def replay(ds: xr.Dataset, *, model: Any = None, data: Any = None, device: str = "auto", dtype: str | None = None) -> Replay:
+    """Load the model and prepare the inputs of a run anew.
+
+    Args:
+        ds: a run.
+        model, data: in place of what the run recorded; needed where it was made from objects in memory.
+        device: a torch device, or "auto". dtype: that of the run by default.
+
+    Raises:
+        StoreError: the run does not record where its model or data came from.
+        CheckpointError, InputsError: they are no longer there.
+    """
+    a = ds.attrs
+    source = a.get("source")
+    if source is None:
+        raise StoreError("the run was written by a version of lipbound that did not record enough to repeat it")
+    if model is None and a["loaded"]:
+        raise StoreError(f"the run was made from a {a['architecture']} in memory, which no name leads back to; give it as model=")
+    if data is None and source["data"] is False:
+        raise StoreError(f"the run was made from data in memory ({a['data']}), which no name leads back to; give it as data=")
+    where = resolve_device(device)
+    name, commit = source["model"] or a["model"], a["commit"]
+    if model is None and commit is not None:  # the commit that was used, whatever branch or tag the name says
+        checkpoint = load_checkpoint(name.partition("@")[0], revision=commit, dtype=dtype or a["dtype"], device=where)
+    else:
+        checkpoint = load_checkpoint(name if model is None else model, dtype=dtype or a["dtype"], device=where)
+    differences, notes = [], []
+    comparable = _kind(checkpoint.revision) == _kind(a["revision"]) and checkpoint.loaded == a["loaded"]
+    if checkpoint.loaded and dtype not in (None, a["dtype"]):
+        comparable = False  # the hash of a model in memory is that of its numbers, rounded
+    if not comparable:
+        notes.append(f"the weights of {checkpoint.name} were found another way than the run's, so only the numbers tell whether they are the same")
+    elif checkpoint.revision != a["revision"]:
+        differences.append(f"weights: the run has {a['revision']}, {checkpoint.name} is now {checkpoint.revision}")
+    inputs = prepare(
+        checkpoint, source["data"] if data is None else data, samples=a["samples"], max_length=source["max_length"],
+        split=source["split"], column=source["column"],
+    )  # fmt: skip
+    if inputs.fingerprint != a["data_fingerprint"]:
+        differences.append(f"inputs: the run has {a['data_fingerprint']}, {inputs.description} now gives {inputs.fingerprint}")
+    return Replay(checkpoint, inputs, where, differences, notes)
+
+
+def _kind(revision: str) -> str:
+    """What a revision is: a hash of weights, or a commit."""
+    return "weights" if revision.startswith("sha256:") else "commit"
+
+
+def changed_versions(ds: xr.Dataset) -> dict[str, tuple[str, str]]:
+    """Packages whose version differs from the run's: name -> (then, now)."""
+    found = {}
+    for name, then in ds.attrs["versions"].items():
+        try:
+            now = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            now = "not installed"
+        if now != then:
+            found[name] = (then, now)
+    return found
+
+
+def measure_again(rerun: Replay, ds: xr.Dataset, sample: int, layer: int) -> dict[str, np.ndarray]:
+    """Everything the run stores about one sample and layer, by position, computed again: name -> (heads,)."""
+    block = rerun.inputs.block(sample, sample + 1, rerun.device)
+    with torch.no_grad():
+        (measured,) = rerun.measurer(ds, layer).block(block, sample)
+    return {name: value[0] for name, value in measured.values.items()}

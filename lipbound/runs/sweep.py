@@ -1,0 +1,115 @@
+"""Many runs from one file: every combination of models, data and lengths, one store each, and an index of them."""
+
+import csv
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lipbound.errors import LipboundError, nearest
+from lipbound.runs.compare import compare
+
+AXES = ("model", "data", "max_length")
+
+
+OPTIONS = (
+    "bounds", "map", "samples", "exact_samples", "layers", "split", "column", "revision", "tol", "delta", "device", "dtype", "seed", "memory",
+    "weights",
+)  # fmt: skip
+
+
+FIELDS = ("run", *AXES, "status", "error")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a sweep: the name of its store, and the arguments of `lipbound.compare`."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+def planned_runs(path: str | Path) -> list[Run]:
+    """The runs that a sweep file asks for.
+
+    The file is YAML: ``model``, ``data`` and ``max_length`` are values or lists of them, every combination of which is a run; all other keys
+    (`OPTIONS`) are arguments of `lipbound.compare` that hold for every run.
+
+    Raises:
+        LipboundError: the file cannot be read, is not such a mapping, or has a key that is not known.
+    """
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise LipboundError(f"{path} cannot be read as YAML: {str(error).splitlines()[0]}") from error
+    if not isinstance(content, dict) or not content.get("model"):
+        raise LipboundError(f"{path} is not a sweep; give a mapping with at least a model, such as 'model: [builtin:minilm, builtin:gpt2]'")
+    for key in content:
+        if key not in (*AXES, *OPTIONS):
+            raise LipboundError(f"{path} has an unknown key {key!r}; {nearest(str(key), (*AXES, *OPTIONS))}")
+    common = {key: value for key, value in content.items() if key in OPTIONS}
+    lists = [_listed(content.get("model")), _listed(content.get("data")), _listed(content.get("max_length", 128))]
+    runs: dict[str, Run] = {}
+    for values in itertools.product(*lists):
+        chosen = dict(zip(AXES, values, strict=True))
+        name = base = _name(*values)
+        for number in itertools.count(2):
+            if name not in runs:
+                break
+            name = f"{base}-{number}"
+        runs[name] = Run(name, chosen | common)
+    return list(runs.values())
+
+
+def sweep(path: str | Path, out: str | Path, *, client: Any = None, progress: bool = True) -> Iterator[dict[str, Any]]:
+    """Do the runs of a sweep file one after the other, each into ``<out>/<name>.zarr``; ``<out>/index.csv`` says how each ended.
+
+    Finished runs are kept, unfinished ones taken up. A run that fails is reported and does not stop the others.
+
+    Args:
+        path: see `planned_runs`.
+        out: a folder, made if need be.
+        client, progress: as in `lipbound.compare`.
+
+    Yields:
+        For every run, as it ends, its row of the index: run, model, data, max_length, status ("done" or "failed") and error.
+    """
+    runs = planned_runs(path)
+    folder = Path(out).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LipboundError(f"{folder} cannot be written: {error.strerror or error}") from error
+    rows: list[dict[str, Any]] = []
+    for run in runs:
+        row = {"run": f"{run.name}.zarr", **{key: run.arguments.get(key) for key in AXES}, "status": "done", "error": ""}
+        try:
+            compare(**run.arguments, out=folder / f"{run.name}.zarr", resume=True, client=client, progress=progress)
+        except Exception as error:  # whatever it is, the other runs must go on
+            row |= {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+        rows.append(row)
+        _index(folder / "index.csv", rows)
+        yield row
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _name(model: Any, data: Any, length: Any) -> str:
+    parts = [str(model), "default" if data is None else Path(str(data)).stem, str(length)]
+    return "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", part).strip("_.") for part in parts)
+
+
+def _index(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write the index, whole or not at all."""
+    new = path.with_suffix(".csv.partial")
+    with new.open("w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        writer.writeheader()
+        writer.writerows(rows)
+    new.replace(path)
