@@ -5,9 +5,9 @@ from conftest import causal
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.qk_norm import QKNorm
 from lipbound.attention.reference import dense_jacobian
-from lipbound.attention.rotary import Rotation
+from lipbound.attention.variants.qk_norm import QKNorm
+from lipbound.attention.variants.rotary import Rotation
 
 VARIANTS = ("rotation", "norm", "together", "cap", "sinks")
 MASKS = ("none", "causal", "window", "padded", "offsets")

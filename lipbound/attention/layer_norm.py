@@ -61,6 +61,10 @@ class Normaliser:
         bias = None if self.bias is None else change(self.bias)
         return Normaliser(change(self.x), change(self.weight), bias, eps=self.eps, centred=self.centred)
 
+    def double(self) -> "Normaliser":
+        """In float64."""
+        return self.map(Tensor.double)
+
     def select(self, samples: slice | Tensor) -> "Normaliser":
         """Some samples."""
         return Normaliser(self.x[samples], self.weight, self.bias, eps=self.eps, centred=self.centred)

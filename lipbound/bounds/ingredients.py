@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.masking import BLOCKED
 from lipbound.attention.softmax import g, largest_jacobian_norm, normalised
-from lipbound.attention.validation import BLOCKED
 from lipbound.linalg.matrix_norms import matrix_norm, nonnegative_norm, product_norm
 
 # -- weights: (heads,) -----------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def entering(att: Attention) -> tuple[Tensor, Tensor]:
     if att.valid is not None:
         real = att.valid[:, None, :, None]
         q, k = q * real, k * real
-    if att.shift_invariant:
+    if att.scoring.shift_invariant:
         k = k - k.sum(-2, keepdim=True) / att.lengths[:, None, None, None]
         k = k if att.valid is None else k * real
     return q, k

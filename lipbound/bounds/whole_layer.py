@@ -97,7 +97,7 @@ def folded(att: Attention, name: str) -> Tensor:
     at most :math:`|L|`. QED
     """
     double = att.double()
-    double.__dict__["p"] = att.p.double()
+    double.cache.keep("p", att.p.double())
     heads, e = double.fold_output()
     values = get(name)(heads)
     omega = matrix_norm(e[:, None].mT @ e[None])

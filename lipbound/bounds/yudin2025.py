@@ -37,7 +37,7 @@ def with_ones(att: Attention) -> Attention:
             torch.cat([att.x, ones], -1), row(att.w_q, att.b_q), row(att.w_k, None), row(att.w_v, None),
             scale=att.scale, mask=att.mask, valid=att.valid,
         )  # fmt: skip
-        extended.__dict__["p"] = att.p
+        extended.cache.keep("p", att.p)
         return extended
 
     return att.memo("with_ones", make)

@@ -49,7 +49,7 @@ class Gram:
         keep = slice(None) if att.valid is None else att.valid[sample]
         self.keep = keep
         self._p = att.p[sample, heads][:, keep][..., keep].double()
-        self._t = self._p if att.cap is None else att.weights[sample, heads][:, keep][..., keep].double()
+        self._t = self._p if not att.scoring.sloped else att.weights[sample, heads][:, keep][..., keep].double()
         self._q, k, self._v = (t[sample, heads][:, keep].double() for t in (att.q, att.centred_k, att.centred_v))
         self._o = self._p @ self._v
         self._w = {name: w[heads].double() for name, w in (("q", att.w_q), ("k", att.w_k), ("v", att.w_v))}

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.token_maps import TokenMap
+from lipbound.attention.variants.token_maps import TokenMap
 
 
 class Tangents:
@@ -14,7 +14,7 @@ class Tangents:
     ``tokens``: a slice of all tokens, or their indices.
 
     For plain heads :math:`D^q = W_Q^T` for all tokens; rotated ones have :math:`R_i W_Q^T`, normalised ones the derivative of the normalisation
-    between (`lipbound.attention.token_maps`).
+    between (`lipbound.attention.variants.token_maps`).
     """
 
     def __init__(self, att: Attention, sample: int, head: int):

@@ -3,14 +3,14 @@ r"""Upper bounds on exact norms that hold with certainty: deflated compression a
 Both take the float64 arrays P, v - o, q, k and the weights as exact, and add an allowance for every rounding after them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lipbound.devices import require
 from lipbound.errors import LipboundError
-from lipbound.jacobians.gram import Gram
 from lipbound.linalg.lanczos import lanczos, ritz_vectors
 from lipbound.linalg.matrix_norms import SMALLEST, UNIT, block_norm, gamma, nonnegative_norm
 from lipbound.linalg.operators import JacobianOperator
@@ -24,7 +24,32 @@ STEPS = 60
 """Lanczos steps the Ritz vectors come from."""
 
 
-def deflate(gram: Gram, q: Tensor) -> tuple[float, float, Tensor]:
+class BlockMatrix(Protocol):
+    r"""A symmetric positive semi-definite :math:`G = J J^T` in float64, known block by block: ``tokens`` x ``tokens`` blocks of order ``width``.
+
+    Attributes:
+        keep: which tokens of the operator these are. error: bound on the 2-norm of the rounding error of G.
+    """
+
+    tokens: int
+    width: int
+    device: torch.device
+    keep: slice | Tensor
+
+    @property
+    def error(self) -> float: ...
+
+    def tiles(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Blocks on and above the diagonal, (rows, width, cols, width) at a time."""
+
+    def apply(self, y: Tensor) -> Tensor:
+        """G y for r vectors at a time, (tokens, width, r) -> the same."""
+
+    def dense(self) -> Tensor:
+        """All of G."""
+
+
+def deflate(gram: BlockMatrix, q: Tensor) -> tuple[float, float, Tensor]:
     r"""Two-sided bounds on :math:`\lambda_{max}(G)` from any few vectors; next to exact when they span its top eigenvectors.
 
     With Q orthonormal, :math:`Y = GQ`, :math:`T = Q^T Y`, :math:`C = Y - QT = Q_C R_C` and
@@ -76,7 +101,7 @@ def deflate(gram: Gram, q: Tensor) -> tuple[float, float, Tensor]:
     return max(float(values[-1]) - slack, 0.0), upper, q @ vectors[:, -1]
 
 
-def deflation(op: JacobianOperator, grams: Sequence[Callable[[], Gram]], *, tol: float, seed: int | Sequence[int], vectors: bool) -> Norm:
+def deflation(op: JacobianOperator, grams: Sequence[Callable[[], BlockMatrix]], *, tol: float, seed: int | Sequence[int], vectors: bool) -> Norm:
     """Norms enclosed by `deflate`, with Ritz vectors of a Lanczos run; ``converged`` where the enclosure is no wider than ``tol``.
 
     Memory O(STEPS n + tile) per norm; time that of one or two passes over the blocks of G.
@@ -105,7 +130,7 @@ def deflation(op: JacobianOperator, grams: Sequence[Callable[[], Gram]], *, tol:
     return _finish(norm, op, tol)
 
 
-def cholesky_bound(gram: Gram, sigma: float, matrix: Tensor | None = None) -> float | None:
+def cholesky_bound(gram: BlockMatrix, sigma: float, matrix: Tensor | None = None) -> float | None:
     r"""A proof that :math:`\|J\| \le \sigma` up to rounding: the Cholesky factorisation of :math:`\sigma^2 I - G`.
 
     When LAPACK's factorisation runs to completion, the smallest eigenvalue of the matrix is at least
@@ -131,7 +156,7 @@ def cholesky_bound(gram: Gram, sigma: float, matrix: Tensor | None = None) -> fl
     return float((sigma**2 + excess) ** 0.5 * (1 + 4 * UNIT))
 
 
-def cholesky(op: JacobianOperator, grams: Sequence[Callable[[], Gram]], *, tol: float, seed: int | Sequence[int], vectors: bool) -> Norm:
+def cholesky(op: JacobianOperator, grams: Sequence[Callable[[], BlockMatrix]], *, tol: float, seed: int | Sequence[int], vectors: bool) -> Norm:
     """Norms from a Lanczos run in float64, proved by `cholesky_bound` a little above; memory three n x n matrices, n the size of the output."""
     size = op.out_shape[0] * op.out_shape[1]
     require(3 * 8.0 * size**2, op.device, f"method 'cholesky' needs three matrices of {size} x {size}", "use method='deflation'")
@@ -164,7 +189,7 @@ def _empty(op: JacobianOperator, vectors: bool) -> Norm:
     return Norm(zeros, zeros + torch.inf, torch.zeros(b, dtype=torch.int64), torch.zeros(b, dtype=torch.bool), zeros.clone(), left)
 
 
-def _keep_vector(norm: Norm, i: int, gram: Gram, vector: Tensor) -> None:
+def _keep_vector(norm: Norm, i: int, gram: BlockMatrix, vector: Tensor) -> None:
     if norm.left is not None:
         norm.left[i][gram.keep] = vector.view(gram.tokens, gram.width)
 

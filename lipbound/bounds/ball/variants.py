@@ -73,8 +73,8 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.rotary import turned
-from lipbound.attention.variants import cap_slope
+from lipbound.attention.variants.cap import cap_slope
+from lipbound.attention.variants.rotary import turned
 from lipbound.bounds import ingredients as qty
 from lipbound.bounds.ball.plain import BallCentre, Slopes
 from lipbound.bounds.ball.softmax_interval import score_changes, softmax_interval

@@ -90,16 +90,16 @@ def lipbound_block(att: Attention) -> Tensor:
     *Proof.* The entries bound the norms of the blocks of J, by the triangle inequality; a block matrix is no larger in norm than the
     matrix of its blocks' norms: :math:`|\sum y_i^T J_{ij} x_j| \le \sum |y_i|\|J_{ij}\||x_j|`. QED
     """
-    return _both(att)[1] if BOTH in att.remembered else _in_chunks(att, _block)[..., 0]
+    return _both(att)[1] if ("memo", BOTH) in att.cache._values else _in_chunks(att, _block)[..., 0]
 
 
 def _both(att: Attention) -> tuple[Tensor, Tensor]:
     """`lipbound` and `lipbound_block`, whose parts are the same; remembered unless derivatives are wanted."""
-    values = att.remembered.get(BOTH)
+    values = att.cache._values.get(("memo", BOTH))
     if values is None:
         values = _in_chunks(att, _lipbound)
         if not values.requires_grad:
-            att.remembered[BOTH] = values
+            att.cache.keep(("memo", BOTH), values)
     return values[..., 0], values[..., 1]
 
 

@@ -99,8 +99,7 @@ class Capturer:
         if own is not None:
             self._verified[attention.valid is not None, i] = _verify(call, attention, own, sample)
         attention.surroundings = surroundings(attention, seen) if self.around else None
-        for name in ("p", "weights", "out"):  # of all layers at once they would fill the memory
-            attention.__dict__.pop(name, None)
+        attention.cache.drop("p", "weights", "out")  # of all layers at once they would fill the memory
         return LayerCapture(i, call.name, attention, max([error, *(e for (_, j), e in self._verified.items() if j == i)]))
 
     def forget(self) -> None:

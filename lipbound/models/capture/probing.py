@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipbound.attention.qk_norm import QKNorm
-from lipbound.attention.rotary import Rotation
+from lipbound.attention.variants.qk_norm import QKNorm
+from lipbound.attention.variants.rotary import Rotation
 from lipbound.errors import CaptureError
 from lipbound.models.capture.recorder import Call, handling
 from lipbound.models.capture.residual_detection import eps_of
