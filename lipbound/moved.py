@@ -31,7 +31,7 @@ MOVED = {
     "bounds.shares": "bounds.terms",
     "bylayer": "models.offload_loading",
     "certificates": "linalg.certificates",
-    "checkpoints": "models.checkpoints models.hub models.builtins",
+    "checkpoints": "models.checkpoints models.checkpoint models.quiet models.sources.builtins models.sources.folder models.sources.weight_checks",
     "checksums": "runs.provenance",
     "citing": "reporting.citations",
     "dataset": "runs.dataset runs.provenance",

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from lipbound.errors import InputsError
-from lipbound.models.checkpoints import Checkpoint
+from lipbound.models.checkpoint import Checkpoint
 
 TABLES = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
 

@@ -10,8 +10,9 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from lipbound.errors import InputsError
-from lipbound.models.checkpoints import Checkpoint, quiet
+from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.datasets import TABLES, Inputs, has_table, read_rows
+from lipbound.models.quiet import quiet
 
 IMAGE_COLUMNS = ("image", "img", "picture")
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lipbound.errors import InputsError
-from lipbound.models.checkpoints import Checkpoint
+from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.datasets import Inputs
 from lipbound.models.images import read_images
 from lipbound.models.text import check_positions, read_text

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from lipbound.errors import InputsError
-from lipbound.models.checkpoints import Checkpoint, quiet
+from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.datasets import TABLES, Inputs, read_rows
 from lipbound.models.images import IMAGE_FILES
+from lipbound.models.quiet import quiet
 
 TEXT_COLUMNS = ("text", "sentence", "content", "question", "premise", "description")
 
