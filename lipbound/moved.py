@@ -40,7 +40,10 @@ MOVED = {
     "gram": "jacobians.gram linalg.matrix_norms",
     "gram_variants": "jacobians.gram_variants",
     "growth": "analysis.length_growth",
-    "inputs": "models.inputs models.text models.images models.datasets",
+    "inputs": (
+        "models.inputs models.batch models.readers.text models.readers.positions models.readers.token_stream models.readers.images "
+        "models.readers.files"
+    ),
     "l2": "jacobians.l2_attention",
     "lanczos": "linalg.lanczos linalg.golub_kahan linalg.stopping",
     "layer": "jacobians.multihead",

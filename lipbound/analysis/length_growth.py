@@ -21,7 +21,8 @@ from lipbound.errors import InputsError, LipboundError
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.checkpoints import load_checkpoint
-from lipbound.models.text import positions, stream
+from lipbound.models.readers.positions import positions
+from lipbound.models.readers.token_stream import stream
 from lipbound.runs.provenance import versions
 
 LENGTHS = tuple(range(2, 101, 2))
