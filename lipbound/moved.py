@@ -57,7 +57,7 @@ MOVED = {
     "oracle": "attention.reference",
     "passage": "attention.token_maps attention.qk_norm",
     "positions": "models.capture.rotary_fit",
-    "probing": "models.capture.probing",
+    "probing": "models.capture.probing models.capture.norm_stub models.capture.probed_layer models.capture.recorder",
     "projections": "models.capture.parameters",
     "recipes.castin": "analysis.recipes.castin2024",
     "recipes.ours": "analysis.recipes.lipbound2026",
