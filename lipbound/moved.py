@@ -31,7 +31,7 @@ MOVED = {
     "bounds.shares": "bounds.terms",
     "bylayer": "models.offload_loading",
     "certificates": "linalg.certificates",
-    "checkpoints": "models.checkpoints models.hub models.builtins",
+    "checkpoints": "models.checkpoints models.checkpoint models.quiet models.sources.builtins models.sources.folder models.sources.weight_checks",
     "checksums": "runs.provenance",
     "citing": "reporting.citations",
     "dataset": "runs.dataset runs.provenance",
@@ -40,7 +40,10 @@ MOVED = {
     "gram": "jacobians.gram linalg.matrix_norms",
     "gram_variants": "jacobians.gram_variants",
     "growth": "analysis.length_growth",
-    "inputs": "models.inputs models.text models.images models.datasets",
+    "inputs": (
+        "models.inputs models.batch models.readers.text models.readers.positions models.readers.token_stream models.readers.images "
+        "models.readers.files"
+    ),
     "l2": "jacobians.l2_attention",
     "lanczos": "linalg.lanczos linalg.golub_kahan linalg.stopping",
     "layer": "jacobians.multihead",
@@ -54,7 +57,7 @@ MOVED = {
     "oracle": "attention.reference",
     "passage": "attention.token_maps attention.qk_norm",
     "positions": "models.capture.rotary_fit",
-    "probing": "models.capture.probing",
+    "probing": "models.capture.probing models.capture.norm_stub models.capture.probed_layer models.capture.recorder",
     "projections": "models.capture.parameters",
     "recipes.castin": "analysis.recipes.castin2024",
     "recipes.ours": "analysis.recipes.lipbound2026",

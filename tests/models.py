@@ -116,7 +116,7 @@ def inputs_for(model: tf.PreTrainedModel, padded: bool = False, length: int = 9)
 def own_heads(model: tf.PreTrainedModel, layer: int) -> tuple[Attention, Callable[[Tensor], Tensor]]:
     """A layer of a float64 model, and its heads' outputs for the first sample by the model's own code, (N, D) -> (N, heads, d_v)."""
     batch = {name: t.double() if t.is_floating_point() else t for name, t in inputs_for(model).items()}
-    with recorder.implementation(model, recorder.NAME):
+    with recorder.implementation(model, recorder.RECORDING_ATTENTION):
         call = recorder.record(model, batch)[layer]
     att = capture(model, batch)[layer]
     model.set_attn_implementation("eager")

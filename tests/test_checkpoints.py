@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,9 @@ from hub import COMMIT, OLD, serve
 from models import AFFINE, TEXT, build, save_bert, save_tokenizer
 
 from lipbound.errors import CheckpointError
-from lipbound.models import builtins as builtins_module
-from lipbound.models.builtins import MINILM_SHA256
 from lipbound.models.capture.capture import capture
 from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.sources.builtins import BUILTINS, MINILM_SHA256
 
 
 def test_directory(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_builtins() -> None:
         assert checkpoint.model.config.num_attention_heads == heads
     assert checkpoint.revision == f"sha256:{MINILM_SHA256}"
     for name in ("gpt2", "vit"):
-        folder = Path(builtins_module.__file__).parent / "builtin" / name
+        folder = BUILTINS[name].folder(name)
         assert (folder / "model.safetensors").stat().st_size < 3e6
         assert "trained from scratch" in (folder / "README.md").read_text()
 
@@ -57,7 +57,7 @@ def test_minilm_package_is_located_without_importing_it() -> None:
 
 
 def test_minilm_with_other_weights_or_without_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builtins_module, "MINILM_SHA256", "0" * 64)
+    monkeypatch.setitem(BUILTINS, "minilm", replace(BUILTINS["minilm"], sha256="0" * 64))
     with pytest.raises(CheckpointError, match="sha256 53aa51172d14"):
         load_checkpoint("builtin:minilm")
 

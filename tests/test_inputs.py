@@ -11,10 +11,10 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from lipbound.errors import InputsError
-from lipbound.models import text as text_module
 from lipbound.models.checkpoints import Checkpoint, load_checkpoint
 from lipbound.models.inputs import prepare
-from lipbound.models.text import positions
+from lipbound.models.readers.positions import positions
+from lipbound.models.readers.text import DEFAULT_TEXT
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ TEXTS = ["the ferry is in a clock", "keeper", "   ", "a lighthouse and the islan
 def test_minilm_windows_begin_like_plain_truncation() -> None:
     checkpoint = load_checkpoint("builtin:minilm")
     batch = prepare(checkpoint, None, samples=3, max_length=32).batch
-    text = (Path(text_module.__file__).parent / "builtin" / "text.txt").read_text()
+    text = DEFAULT_TEXT.read_text()
     plain = checkpoint.tokenizer()(text, truncation=True, max_length=32, return_tensors="pt")
     assert batch["input_ids"].shape == (3, 32)
     assert torch.equal(batch["input_ids"][:1], plain["input_ids"])

@@ -13,8 +13,8 @@ import numpy as np
 import xarray as xr
 
 from lipbound.jacobians.maps import MAPS
+from lipbound.models.batch import Inputs
 from lipbound.models.checkpoints import Checkpoint
-from lipbound.models.datasets import Inputs
 
 CHECKSUM = "checksum"
 

@@ -9,8 +9,8 @@ import xarray as xr
 
 from lipbound.devices import resolve_device
 from lipbound.errors import StoreError
+from lipbound.models.batch import Inputs
 from lipbound.models.checkpoints import Checkpoint, load_checkpoint
-from lipbound.models.datasets import Inputs
 from lipbound.models.inputs import prepare
 from lipbound.runs.measure import MeasurementSpec, Measurer
 
