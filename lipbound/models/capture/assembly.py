@@ -6,9 +6,12 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.projections import Projections
+from lipbound.attention.scoring import Scoring
 from lipbound.errors import CaptureError
 from lipbound.models.capture.probing import Weights
 from lipbound.models.capture.recorder import Call, hidden_states
+from lipbound.models.capture.variants import variants_of
 
 
 def assemble(call: Call, weights: Weights, inputs: Mapping[str, Tensor]) -> Attention:
@@ -25,15 +28,10 @@ def assemble(call: Call, weights: Weights, inputs: Mapping[str, Tensor]) -> Atte
     def cast(t: Tensor) -> Tensor:
         return t.to(x.dtype)
 
-    b_q, b_k, b_v = (None if b is None else cast(b) for b in weights.b)
     w_q, w_k, w_v = (cast(w) for w in weights.w)
-    norm_q, norm_k = (None if norm is None else norm.map(cast) for norm in (weights.norm_q, weights.norm_k))
-    sinks = call.extras.get("s_aux")
-    return Attention(
-        x.detach(), w_q, w_k, w_v, b_q=b_q, b_k=b_k, b_v=b_v, w_o=None if weights.w_o is None else cast(weights.w_o), scale=float(scale),
-        mask=mask, valid=valid, rotation=weights.rotation, norm_q=norm_q, norm_k=norm_k, cap=call.extras.get("softcap"),
-        sinks=None if sinks is None else cast(sinks.detach()).flatten(),
-    )  # fmt: skip
+    b_q, b_k, b_v = (None if b is None else cast(b) for b in weights.b)
+    projections = Projections(w_q, w_k, w_v, b_q, b_k, b_v, None if weights.w_o is None else cast(weights.w_o))
+    return Attention.of(x.detach(), projections, Scoring(float(scale), mask, tuple(variants_of(call, weights, x.dtype))), valid=valid)
 
 
 def valid_tokens(inputs: Mapping[str, Tensor], x: Tensor) -> Tensor | None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipbound.attention.qk_norm import QKNorm
+from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.models.capture.recorder import Call, hidden_states
 from lipbound.models.capture.residual_detection import eps_of
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipbound.attention.rotary import Rotation
+from lipbound.attention.variants.rotary import Rotation
 from lipbound.errors import CaptureError
 from lipbound.models.capture.norm_stub import stub_norms
 from lipbound.models.capture.recorder import Call, handling, hidden_states

@@ -130,7 +130,7 @@ def record(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Call]:
         entry = next((e for e in reversed(stack) if e[0] is module), None)
         if entry is None:
             raise CaptureError(f"attention was called on behalf of {type(module).__name__}, which is not being run")
-        extras = {name: kw[name] for name in ("softcap", "s_aux", "position_bias") if kw.get(name) is not None}
+        extras = {name: value for name, value in kw.items() if value is not None}
         turn = sum(call.module is module for call in calls)
         calls.append(Call(module, entry[1], entry[2], entry[3], q, k, v, mask, kw.get("scaling"), extras, out, turn))
         waiting.clear()
