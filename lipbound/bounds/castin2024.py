@@ -8,11 +8,24 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.bounds import ingredients as qty
 from lipbound.bounds.registry import bound
+from lipbound.bounds.terms import values_and_softmax
 
 CITATION = "castin2024smooth"
 
 
+BIBTEX = """@inproceedings{castin2024smooth,
+  title     = {How Smooth Is Attention?},
+  author    = {Castin, Val{\\'e}rie and Ablin, Pierre and Peyr{\\'e}, Gabriel},
+  booktitle = {International Conference on Machine Learning},
+  year      = {2024},
+  note      = {arXiv:2312.14820}
+}"""
+
+
 ROOT3 = math.sqrt(3)
+
+
+_terms = values_and_softmax(lambda att, value: (ROOT3 * qty.norm_v(att) * qty.count(att).sqrt() / value) ** 2)
 
 
 def _theorem_3_3(att: Attention, radius: float, norm: str = "token") -> Tensor:
@@ -25,11 +38,13 @@ def _theorem_3_3(att: Attention, radius: float, norm: str = "token") -> Tensor:
     "castin",
     label="Castin 2024, 3.3",
     citation=CITATION,
+    bibtex=BIBTEX,
     statement="||J|| <= sqrt(3) ||W_V|| (||A||^2 R^4 (4N+1) + N)^(1/2), R = max_i |x_i|",
     source="Theorem 3.3; Theorem 4.3 with a causal mask",
     assumptions="no query bias; any mask",
     condition=qty.no_query_bias,
     cost="O(N D + D d^2)",
+    terms=_terms,
     ball=_theorem_3_3,
     caveat="it ignores the query bias, which enters the scores; with a large one the exact norm exceeds it",
     covers=qty.LINEAR,
@@ -50,9 +65,6 @@ def castin(att: Attention) -> Tensor:
 
 def _with_biases(att: Attention, radius: float, norm: str = "token") -> Tensor:
     n, a, r = qty.count(att), qty.norm_a(att), qty.radius(att) + radius
-    if att.variants:
-        q, k = qty.pull_of_biases(att)
-        return ROOT3 * qty.norm_v(att) * (r**2 * (a * r + k) ** 2 + n * r**2 * (a * r + q) ** 2 + n).sqrt()
     shift = torch.zeros_like(a) if att.b_q is None else torch.linalg.vector_norm(_shift(att), dim=-1)
     return ROOT3 * qty.norm_v(att) * (a**2 * r**4 + n * r**2 * (a * r + shift) ** 2 + n).sqrt()
 
@@ -61,13 +73,14 @@ def _with_biases(att: Attention, radius: float, norm: str = "token") -> Tensor:
     "castin_bias",
     label="Castin + biases (ours)",
     citation=CITATION,
+    bibtex=BIBTEX,
     statement="||J|| <= sqrt(3) ||W_V|| (||A||^2 R^4 + N R^2 (||A|| R + |a|)^2 + N)^(1/2), a = scale W_K b_Q",
     source="after appendix E.3; this form is ours, the printed one could not be recovered",
     assumptions="any biases, any mask",
     condition=qty.always,
     cost="O(N D + D d^2)",
+    terms=_terms,
     ball=_with_biases,
-    covers=qty.LINEAR,
 )
 def castin_bias(att: Attention) -> Tensor:
     r"""A form of Theorem 3.3 that allows biases. Ours, in the spirit of their appendix E.3.
@@ -93,6 +106,13 @@ def castin_bias(att: Attention) -> Tensor:
     :math:`|\tilde k_{ij}| \le \|A\| R + a_K`, by the Cauchy-Schwarz inequality at most :math:`\|W_V\| R\,(\|A\| R + a_K)`.
     """
     return _with_biases(att, 0.0)
+
+
+@castin_bias.extends(*qty.LINEAR, condition=qty.always, terms=_terms)
+def _castin_bias_linear(att: Attention) -> Tensor:
+    n, a, r = qty.count(att), qty.norm_a(att), qty.radius(att)
+    q, k = qty.pull_of_biases(att)
+    return ROOT3 * qty.norm_v(att) * (r**2 * (a * r + k) ** 2 + n * r**2 * (a * r + q) ** 2 + n).sqrt()
 
 
 def _shift(att: Attention) -> Tensor:
@@ -125,9 +145,12 @@ def _turned_side(att: Attention) -> Tensor:
 
 def _theorem_c3(att: Attention, radius: float, norm: str = "token") -> Tensor:
     """|A x_i| grows by at most ||A|| radius; the distance of two tokens by 2 radius, or sqrt(2) radius when they share a Frobenius ball."""
+    side = torch.maximum(*_sides(att)) + qty.norm_a(att) * radius
+    return _from_side(att, side, qty.diameter(att) + (2 if norm == "token" else math.sqrt(2)) * radius)
+
+
+def _from_side(att: Attention, side: Tensor, distance: Tensor) -> Tensor:
     n = qty.count(att)
-    side = (_turned_side(att) if att.variants else torch.maximum(*_sides(att))) + qty.norm_a(att) * radius
-    distance = qty.diameter(att) + (2 if norm == "token" else math.sqrt(2)) * radius
     return ROOT3 * qty.norm_v(att) * (side**2 * distance**2 * (n + 1) + n).sqrt()
 
 
@@ -135,14 +158,15 @@ def _theorem_c3(att: Attention, radius: float, norm: str = "token") -> Tensor:
     "castin_c3",
     label="Castin 2024, C.3",
     citation=CITATION,
+    bibtex=BIBTEX,
     statement="||J|| <= sqrt(3) ||W_V|| (R'^2 r^2 (N+1) + N)^(1/2), R' >= |A x_i| and |A^T x_i|, r = max_ij |x_i - x_j|",
     source="Theorem C.3, with R' taken on both sides",
     assumptions="no query bias; any mask",
-    condition=lambda att: qty.always(att) if att.variants else qty.no_query_bias(att),
+    condition=qty.no_query_bias,
     cost="O(N^2 D + N D d)",
+    terms=_terms,
     ball=_theorem_c3,
     caveat="it ignores the query bias, which enters the scores; with a large one the exact norm exceeds it",
-    covers=qty.LINEAR,
 )
 def castin_c3(att: Attention) -> Tensor:
     r"""Theorem C.3 in the form we can prove.
@@ -160,15 +184,22 @@ def castin_c3(att: Attention) -> Tensor:
     return _theorem_c3(att, 0.0)
 
 
+@castin_c3.extends(*qty.LINEAR, condition=qty.always, terms=_terms)
+def _castin_c3_linear(att: Attention) -> Tensor:
+    return _from_side(att, _turned_side(att), qty.diameter(att))
+
+
 @bound(
     "castin_c3_as_coded",
     label="Castin C.3, as coded",
     citation=CITATION,
+    bibtex=BIBTEX,
     statement="||W_V|| (R'^2 r^2 (N+1) + N)^(1/2), R' = max_i |A x_i|",
     source="Theorem C.3 as recalled from the authors' code: without sqrt(3), R' on one side",
     assumptions="none known under which it is a bound",
     condition=qty.never,
     cost="O(N^2 D + N D d)",
+    terms=values_and_softmax(lambda att, value: (qty.norm_v(att) * qty.count(att).sqrt() / value) ** 2),
     caveat="it lacks the factor sqrt(3) and takes R' on one side only, while both enter J; random heads exceed it twofold",
 )
 def castin_c3_as_coded(att: Attention) -> Tensor:
@@ -193,6 +224,7 @@ def _mean_field(att: Attention, radius: float, norm: str = "token") -> Tensor:
     "castin_mean_field",
     label="Castin 3.5, mean field",
     citation=CITATION,
+    bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| (1 + 3 ||A|| R^2) exp(2 ||A|| R^2)",
     source="Theorem 3.5 with Lemma 3.2",
     assumptions="no mask, no query bias",

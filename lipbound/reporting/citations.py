@@ -5,9 +5,10 @@ from collections.abc import Callable
 
 import xarray as xr
 
+from lipbound import bounds
 from lipbound.attention.variants import VARIANTS
 from lipbound.bounds.audit import audit
-from lipbound.bounds.citations import BIBTEX
+from lipbound.bounds.lipbound2026 import CITATION
 from lipbound.bounds.registry import get
 from lipbound.errors import UnknownNameError, nearest
 from lipbound.formatting import escape_latex, plain
@@ -15,17 +16,14 @@ from lipbound.formatting import escape_latex, plain
 CITATION_FORMATS = ("bib", "latex", "text")
 
 
-OURS = "lipbound2026"
-
-
 def keys(ds: xr.Dataset) -> list[str]:
     """BibTeX keys of every source of a run's bounds, and of lipbound."""
-    return list(dict.fromkeys([get(name).citation for name in ds.attrs["bounds"]] + [OURS]))
+    return list(dict.fromkeys([get(name).citation for name in ds.attrs["bounds"]] + [CITATION]))
 
 
 def bibtex(ds: xr.Dataset) -> str:
     """BibTeX entries of every source the run's bounds come from, and of lipbound."""
-    return "\n\n".join(BIBTEX[key] for key in keys(ds)) + "\n"
+    return "\n\n".join(bounds.BIBTEX[key] for key in keys(ds)) + "\n"
 
 
 def cite(ds: xr.Dataset, format: str = "bib") -> str:
@@ -66,7 +64,8 @@ def methods(ds: xr.Dataset, format: str = "latex") -> str:
     dtype, tol = safe(a["dtype"]), float(a["tol"])
     sentences = [
         f"Local Lipschitz constants, the spectral norms of Jacobians, of {safe(a['map_description'])} were computed with lipbound "
-        f"{safe(a['lipbound'])} {cited(OURS)} for {safe(str(a['model']))} ({safe(a['architecture'])}, {across}; {kind} {safe(str(a['revision']))}).",
+        f"{safe(a['lipbound'])} {cited(CITATION)} for {safe(str(a['model']))} "
+        f"({safe(a['architecture'])}, {across}; {kind} {safe(str(a['revision']))}).",
         f"Inputs were {samples} sample{'s' if samples > 1 else ''} of at most {tokens} tokens from {safe(str(a['data']))} "
         + (f"({safe(a['preprocessing'])}; " if a.get("preprocessing") else "(")
         + f"{safe(a['data_fingerprint'])})"
@@ -137,10 +136,10 @@ def _power(x: float, format: str) -> str:
 
 
 def _author(key: str) -> str:
-    first = re.search(r"author\s*=\s*\{+([^,}]+)", BIBTEX[key])
+    first = re.search(r"author\s*=\s*\{+([^,}]+)", bounds.BIBTEX[key])
     return first[1].strip() if first else key
 
 
 def _year(key: str) -> str:
-    found = re.search(r"year\s*=\s*\{?(\d{4})", BIBTEX[key])
+    found = re.search(r"year\s*=\s*\{?(\d{4})", bounds.BIBTEX[key])
     return found[1] if found else ""

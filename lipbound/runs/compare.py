@@ -10,7 +10,7 @@ import xarray as xr
 from transformers import PreTrainedModel
 
 from lipbound.bounds.audit import audit
-from lipbound.bounds.whole_layer import names_for
+from lipbound.bounds.multihead import names_for
 from lipbound.devices import device_name, resolve_device
 from lipbound.errors import LipboundError, StoreError, UnknownNameError, nearest
 from lipbound.jacobians.maps import MAPS, WHOLE

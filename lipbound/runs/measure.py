@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lipbound.attention.layer import Attention
+from lipbound.bounds.multihead import whole_layer
 from lipbound.bounds.registry import get
-from lipbound.bounds.whole_layer import whole_layer
 from lipbound.jacobians.maps import BLOCKS, WHOLE
 from lipbound.jacobians.rounding import rounding
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm

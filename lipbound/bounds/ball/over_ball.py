@@ -7,8 +7,10 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.bounds.ball.plain import BallCentre
-from lipbound.bounds.ball.variants import VariantBallCentre
-from lipbound.bounds.registry import check_ball, get
+from lipbound.bounds.ball.variants import COVERS, VariantBallCentre
+from lipbound.bounds.entry import check_ball
+from lipbound.bounds.kinds import ByKind
+from lipbound.bounds.registry import get
 from lipbound.errors import AttentionError, LipboundError
 from lipbound.jacobians.spectral_norm import spectral_norm
 
@@ -16,6 +18,11 @@ CERTIFIED_TOL = 1e-3
 
 
 CERTIFIED_DELTA = 1e-10
+
+
+CENTRES = ByKind(BallCentre)
+"""What the bound knows of a layer, by kind of head."""
+CENTRES.extend(VariantBallCentre, COVERS)
 
 
 def over_ball(att: Attention, radius: float | Sequence[float], *, norm: str = "token", at: str = "certified") -> Tensor:
@@ -77,7 +84,7 @@ def over_ball(att: Attention, radius: float | Sequence[float], *, norm: str = "t
 
     As the radius goes to 0, (a) goes to the value at the centre; (c) grows like :math:`\rho^2 \sqrt N`, as global bounds must.
     """
-    if "qk_norm" in att.variants:
+    if not att.variants <= CENTRES.covers:
         raise AttentionError("over_ball does not cover normalised queries and keys, whose derivative changes with the input; lipbound.attack does")
     given = torch.as_tensor(radius, dtype=torch.float64)
     single, radii = given.ndim == 0, given.reshape(-1).tolist()
@@ -88,7 +95,7 @@ def over_ball(att: Attention, radius: float | Sequence[float], *, norm: str = "t
     with torch.no_grad():
         rows = []
         for s in range(att.samples):
-            around = (VariantBallCentre if att.variants else BallCentre)(double.unpadded(s))
+            around = CENTRES.of(att)(double.unpadded(s))
             rows.append(torch.stack([around.bound(r, norm, centre[s]) for r in radii], -1))
     values = torch.stack(rows) * unit[:, None]
     return values[..., 0] if single else values

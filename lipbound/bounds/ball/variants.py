@@ -85,7 +85,7 @@ COVERS = ("rotation", "cap", "sinks")
 """The variants with a statement."""
 
 
-CHUNK = 2**24
+BALL_CHUNK = 2**24
 """Bytes of the largest temporary."""
 
 
@@ -141,7 +141,7 @@ def _head(att: Attention, h: int, p: Tensor, t: Tensor) -> tuple[Tensor, ...]:
         k, v = (torch.cat([x, torch.zeros_like(x[:1])]) - (0.0 if att.cap is not None and x is k else x.mean(0)) for x in (k, v))
     tangents, c, o = Tangents(att, 0, h), abs(att.scale), p @ v
     u, f, d = torch.zeros_like(p), torch.zeros_like(p), torch.zeros_like(p)
-    step = max(1, CHUNK // (8 * p.shape[1] * max(q.shape[1], v.shape[1])))
+    step = max(1, BALL_CHUNK // (8 * p.shape[1] * max(q.shape[1], v.shape[1])))
     for j in range(0, n, step):
         part = slice(j, min(n, j + step))
         u[:, part] = (c * q @ tangents.factor("k", part)).norm(dim=-1).mT

@@ -7,7 +7,10 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants import VARIANTS
 from lipbound.bounds import ingredients as qty
+from lipbound.bounds.entry import Bound
+from lipbound.bounds.lipbound2026 import BIBTEX, CITATION
 from lipbound.bounds.lipbound2026.plain import lipbound_block
+from lipbound.bounds.multihead import with_folded
 from lipbound.bounds.registry import bound
 from lipbound.jacobians.gram import Gram
 from lipbound.jacobians.gram_variants import gram_of
@@ -76,17 +79,26 @@ def _squared(gram: Gram, size: float) -> float:
     return float(nonnegative_norm(norms + slack * (lengths @ lengths) * (1 + 1e-9) + 1e-36))
 
 
+def _whole(bound: Bound, att: Attention, map: str) -> Tensor:
+    """The blocks of the layer's own J J^T, (samples,)."""
+    everything = list(range(att.heads))
+    with torch.no_grad():
+        values = [compressed_norm(Gram(att, s, everything, att.w_o if map == "layer" else None)) for s in range(att.samples)]
+    return torch.tensor(values, dtype=torch.float64, device=att.device)
+
+
 @bound(
     "lipbound_gram",
     label="lipbound, blocks of JJ^T",
-    citation="lipbound2026",
+    citation=CITATION,
+    bibtex=BIBTEX,
     statement="||J||^2 <= ||[ ||G_ik|| ]_ik||, G_ik = sum_j J_ij J_kj^T blocks of J J^T by token pairs; the same of G^2 where that is loose",
     source="lipbound.bounds.lipbound2026.gram",
     assumptions="any biases, any mask",
     condition=qty.always,
     cost="O(N^3 d_v^2), O(N^3 d_v^3) where it squares",
     costly=True,
-    covers=VARIANTS,
+    layer=_whole,
 )
 def lipbound_gram(att: Attention) -> Tensor:
     r"""Gram compression: within about 5 % of the exact norm on pretrained heads. Deterministic, in float64.
@@ -105,6 +117,12 @@ def lipbound_gram(att: Attention) -> Tensor:
     value is that of ``lipbound_block``. With a ``w_o`` per head folded into the values this bounds "head_out"; for whole layers see
     `lipbound.bounds.whole_layer`.
     """
+    return _heads(att)
+
+
+@lipbound_gram.extends(*VARIANTS, condition=qty.always, layer=with_folded)
+def _heads(att: Attention) -> Tensor:
+    """Head by head, of any kind: `gram_of` has the closed form of each."""
     with torch.no_grad():
         att, unit = att.unit_values()
         rows = [[compressed_norm(gram_of(att, s, [h])) for h in range(att.heads)] for s in range(att.samples)]

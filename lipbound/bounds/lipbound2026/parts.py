@@ -1,5 +1,7 @@
 r"""The norms of the parts of the blocks of J, which our bounds on plain heads are made of."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,14 @@ CHUNK = 2**22
 
 RTOL = 1e-5
 """How far above the exact norms of N x N matrices their upper values may stay."""
+
+
+def in_chunks(att: Attention, values: Callable[[Attention, int, slice], Tensor]) -> Tensor:
+    """``values`` (heads, r) of every head of every sample, as many heads at a time as memory allows, (samples, heads, r)."""
+    att, unit = att.unit_values()
+    heads = max(1, int(CHUNK // (8 * att.tokens * max(att.d_v * max(att.d, att.d_v), att.tokens))))
+    rows = [torch.cat([values(att, s, slice(h, min(att.heads, h + heads))) for h in range(0, att.heads, heads)]) for s in range(att.samples)]
+    return torch.stack(rows) * unit[:, None]
 
 
 class BlockNorms:

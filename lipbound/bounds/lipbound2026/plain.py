@@ -7,32 +7,34 @@ to output i is
 .. math:: J_{ij} = P_{ij} W_V^T + A_i[:,j]\,\tilde q_i^T + \delta_{ij} B_i
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.variants import VARIANTS
 from lipbound.bounds import ingredients as qty
-from lipbound.bounds.lipbound2026.parts import CHUNK, RTOL, BlockNorms, root
-from lipbound.bounds.lipbound2026.variants import variants
+from lipbound.bounds.lipbound2026 import BIBTEX, CITATION
+from lipbound.bounds.lipbound2026.parts import RTOL, BlockNorms, in_chunks, root
+from lipbound.bounds.lipbound2026.terms import block_terms, gram_terms
+from lipbound.bounds.multihead import with_folded
 from lipbound.bounds.registry import bound
 from lipbound.linalg.matrix_norms import UNIT, matrix_norm, nonnegative_norm, symmetric_norm
 
-BOTH = "lipbound and lipbound_block"
+BLOCK = "lipbound_block"
+"""Key of its values among what a layer remembers."""
 
 
 @bound(
     "lipbound",
     label="lipbound (ours)",
-    citation="lipbound2026",
+    citation=CITATION,
+    bibtex=BIBTEX,
     statement="||J||^2 <= min(||E + K||, ||E|| + L), N x N matrices of norms of the blocks of J J^T (see its docstring)",
     source="lipbound.bounds.lipbound2026.plain",
     assumptions="any biases, any mask",
     condition=qty.always,
     cost="O(N^3 + N^2 d d_v)",
-    covers=VARIANTS,
+    terms=gram_terms,
+    layer=with_folded,
 )
 def lipbound(att: Attention) -> Tensor:
     r"""Path-Gram compression: within a factor of about 1.3 of the exact norm on pretrained heads, in float64.
@@ -68,19 +70,27 @@ def lipbound(att: Attention) -> Tensor:
     ``b_v``); where the norm of a matrix has no derivative (several equal top singular values), the derivative is that along one of its top pairs.
     With rotary position embeddings, normalised queries and keys, capped scores or sinks: `lipbound.bounds.lipbound2026.variants`.
     """
-    return _both(att)[0]
+
+    def make() -> Tensor:
+        values = in_chunks(att, _lipbound)
+        att.memo(BLOCK, lambda: values[..., 1])  # its parts are the same numbers, whichever bound needs them first
+        return values[..., 0]
+
+    return att.memo("lipbound", make)
 
 
 @bound(
     "lipbound_block",
     label="lipbound, blocks of J",
-    citation="lipbound2026",
+    citation=CITATION,
+    bibtex=BIBTEX,
     statement="||J|| <= ||[P_ij (||W_V|| + |v_j - o_i| |c W_K q_i|)]_ij + diag ||B_i|| ||, an N x N matrix",
     source="lipbound.bounds.lipbound2026.plain",
     assumptions="any biases, any mask",
     condition=qty.always,
     cost="O(N^2 d d_v)",
-    covers=VARIANTS,
+    terms=block_terms,
+    layer=with_folded,
 )
 def lipbound_block(att: Attention) -> Tensor:
     r"""Compression of J itself: about 2 times the exact norm on pretrained heads.
@@ -90,38 +100,16 @@ def lipbound_block(att: Attention) -> Tensor:
     *Proof.* The entries bound the norms of the blocks of J, by the triangle inequality; a block matrix is no larger in norm than the
     matrix of its blocks' norms: :math:`|\sum y_i^T J_{ij} x_j| \le \sum |y_i|\|J_{ij}\||x_j|`. QED
     """
-    return _both(att)[1] if ("memo", BOTH) in att.cache._values else _in_chunks(att, _block)[..., 0]
-
-
-def _both(att: Attention) -> tuple[Tensor, Tensor]:
-    """`lipbound` and `lipbound_block`, whose parts are the same; remembered unless derivatives are wanted."""
-    values = att.cache._values.get(("memo", BOTH))
-    if values is None:
-        values = _in_chunks(att, _lipbound)
-        if not values.requires_grad:
-            att.cache.keep(("memo", BOTH), values)
-    return values[..., 0], values[..., 1]
-
-
-def _in_chunks(att: Attention, values: Callable[[Attention, int, slice], Tensor]) -> Tensor:
-    """``values`` (heads, r) of every head of every sample, as many heads at a time as memory allows, (samples, heads, r)."""
-    att, unit = att.unit_values()
-    heads = max(1, int(CHUNK // (8 * att.tokens * max(att.d_v * max(att.d, att.d_v), att.tokens))))
-    rows = [torch.cat([values(att, s, slice(h, min(att.heads, h + heads))) for h in range(0, att.heads, heads)]) for s in range(att.samples)]
-    return torch.stack(rows) * unit[:, None]
+    return att.memo(BLOCK, lambda: in_chunks(att, _block)[..., 0])
 
 
 def _block(att: Attention, sample: int, heads: slice) -> Tensor:
     """`lipbound_block` for some heads of one sample, (heads, 1)."""
-    if att.variants:
-        return variants(att, sample, heads)[:, 1:]
     return BlockNorms(att, sample, heads).block()[:, None]
 
 
 def _lipbound(att: Attention, sample: int, heads: slice) -> Tensor:
     """Both bounds for some heads of one sample, (heads, 2)."""
-    if att.variants:
-        return variants(att, sample, heads)
     parts = BlockNorms(att, sample, heads, gram=True)
     v, o, qt, a, size, n = parts.v, parts.o, parts.qt, parts.a, parts.size, att.tokens
     e0 = parts.values() + parts.queries() + parts.mixed()

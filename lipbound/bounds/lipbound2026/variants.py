@@ -37,19 +37,31 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.variants import VARIANTS
+from lipbound.bounds import ingredients as qty
+from lipbound.bounds.lipbound2026 import plain
+from lipbound.bounds.lipbound2026.parts import CHUNK, RTOL, in_chunks
+from lipbound.bounds.multihead import with_folded
 from lipbound.jacobians.token_tangents import Tangents
 from lipbound.linalg.matrix_norms import SMALLEST, block_norm, matrix_norm, nonnegative_norm
 
-CHUNK = 2**22
-"""Bytes of the largest temporary."""
-
-
-RTOL = 1e-5
-"""How far above the exact norms of N x N matrices their upper values may stay."""
-
-
 SLACK = 1 + 1e-10
 """For the rounding of lengths and sums of non-negative terms in float64."""
+
+
+@plain.lipbound.extends(*VARIANTS, condition=qty.always, layer=with_folded)
+def _gram(att: Attention) -> Tensor:
+    return _both(att)[..., 0]
+
+
+@plain.lipbound_block.extends(*VARIANTS, condition=qty.always, layer=with_folded)
+def _block(att: Attention) -> Tensor:
+    return _both(att)[..., 1]
+
+
+def _both(att: Attention) -> Tensor:
+    """Both bounds, (samples, heads, 2)."""
+    return att.memo("lipbound and lipbound_block", lambda: in_chunks(att, variants))
 
 
 def variants(att: Attention, sample: int, heads: slice) -> Tensor:

@@ -13,17 +13,13 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds.lipbound2026.gram import compressed_norm
+from lipbound.bounds.entry import Bound
 from lipbound.bounds.registry import get, resolve
 from lipbound.errors import AttentionError, LipboundError, UnknownNameError, nearest
-from lipbound.jacobians.gram import Gram
 from lipbound.jacobians.maps import BLOCKS, block_bound
 from lipbound.linalg.matrix_norms import matrix_norm
 
 RULES = ("best", "sum", "root_sum_square", "folded")
-
-
-OURS = "lipbound2026"
 
 
 def names_for(bounds: str | list[str], map: str) -> list[str]:
@@ -65,24 +61,34 @@ def whole_layer(att: Attention, name: str, *, map: str = "layer", rule: str = "b
     (name,) = names_for([name], map)
     if map == "layer" and att.w_o is None:
         raise AttentionError("map 'layer' needs the output projection w_o, which this layer does not have; use map='heads'")
-    if name == "lipbound_gram" and rule == "best" and not att.variants:
-        everything = list(range(att.heads))
-        with torch.no_grad():
-            values = [compressed_norm(Gram(att, s, everything, att.w_o if map == "layer" else None)) for s in range(att.samples)]
-        return torch.tensor(values, dtype=torch.float64, device=att.device)
+    bound = get(name)
+    if rule == "best":
+        return (bound.formula(att).layer or published)(bound, att, map)
     if rule == "folded" and map == "layer":
         return folded(att, name)
-    heads = get(name)(att)
+    total, root_sum_square = _together(bound, att, map)
+    return (total if rule == "sum" else root_sum_square) * (1 + 1e-13)
+
+
+def _together(bound: Bound, att: Attention, map: str) -> tuple[Tensor, Tensor]:
+    """The rules "sum" and "root_sum_square", before rounding upwards, (samples,)."""
+    heads = bound(att)
     slices, whole = torch.ones_like(heads[0]), torch.ones_like(heads[0, 0])
     if map == "layer":
         assert att.w_o is not None
         slices, whole = matrix_norm(att.w_o), matrix_norm(att.w_o.flatten(0, 1))
-    together = {"sum": (heads * slices).sum(-1), "root_sum_square": whole * torch.linalg.vector_norm(heads, dim=-1)}
-    together["folded"] = together["root_sum_square"]
-    if rule != "best":
-        return together[rule] * (1 + 1e-13)
-    best = torch.minimum(together["sum"], together["root_sum_square"]) * (1 + 1e-13)
-    return torch.minimum(best, folded(att, name)) if map == "layer" and get(name).citation == OURS else best
+    return (heads * slices).sum(-1), whole * torch.linalg.vector_norm(heads, dim=-1)
+
+
+def published(bound: Bound, att: Attention, map: str) -> Tensor:
+    """The smaller of the published rules, (samples,)."""
+    return torch.minimum(*_together(bound, att, map)) * (1 + 1e-13)
+
+
+def with_folded(bound: Bound, att: Attention, map: str) -> Tensor:
+    """The smallest of all rules, (samples,): for bounds that keep or gain from folding, as ours do."""
+    best = published(bound, att, map)
+    return torch.minimum(best, folded(att, bound.name)) if map == "layer" else best
 
 
 def folded(att: Attention, name: str) -> Tensor:
