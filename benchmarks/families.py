@@ -14,7 +14,7 @@ import torch
 import transformers as tf
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from models import MODERN, build, inputs_for, own_heads
+from support.models import MODERN, build, inputs_for, own_heads
 
 import lipbound as lb
 from lipbound.models.capture.capture import Capturer, LayerCapture

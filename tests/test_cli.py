@@ -3,7 +3,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from models import REFUSED, build, save_bert, save_vit
+from support.models import REFUSED, build, save_bert, save_vit
 
 import lipbound as lb
 import lipbound.runs.compare as runs_compare

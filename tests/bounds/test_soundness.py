@@ -3,7 +3,8 @@
 import pytest
 import torch
 from hypothesis import given, settings
-from strategies import dense_norms, layers
+from support.oracles import dense_norms
+from support.strategies import layers
 
 from lipbound import bounds
 from lipbound.attention.layer import Attention

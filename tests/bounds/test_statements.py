@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 import xarray as xr
-from conftest import causal, random_attention
-from strategies import dense_norms
+from support.layers import causal, random_attention
+from support.oracles import dense_norms
 from torch import Tensor
 
 from lipbound import bounds

@@ -1,0 +1,155 @@
+"""Propositions of Castin et al. 2024 about steep inputs and far ones, against exact norms and the dense oracle."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.layers import causal
+from support.oracles import oracle
+
+from lipbound.analysis import adversarial_inputs
+from lipbound.attention.layer import Attention
+from lipbound.bounds import get
+from lipbound.errors import LipboundError
+from lipbound.jacobians.spectral_norm import spectral_norm
+
+
+def layer(seed: int, *, width: int = 7, d: int = 4, heads: int = 3, size: float = 1.0, tokens: int = 5) -> Attention:
+    """A random layer without biases, one sample, float64."""
+    g = torch.Generator().manual_seed(seed)
+    x, w_q, w_k, w_v = (torch.randn(*shape, generator=g, dtype=torch.float64) for shape in [(1, tokens, width), *[(heads, width, d)] * 3])
+    return Attention(x, size * w_q, w_k, w_v)
+
+
+def single(att: Attention, x: torch.Tensor, h: int, mask: torch.Tensor | None = None) -> Attention:
+    """One head at one input."""
+    return Attention(x[None], *(w[h][None] for w in (att.w_q, att.w_k, att.w_v)), scale=att.scale, mask=mask)
+
+
+def test_steepness_is_that_of_the_big_matrix() -> None:
+    att = layer(0)
+    steep = adversarial_inputs.steepness(att)
+    for h in range(att.heads):
+        a = att.scale * att.w_q[h] @ att.w_k[h].mT
+        values = torch.linalg.eigvals(a)
+        real = values.real[values.imag.abs() < 1e-9]
+        assert float(steep.gamma[h]) == pytest.approx(max(float(-real.min()), float(real.max()) / 8), rel=1e-9)
+        u = steep.direction[h]
+        torch.testing.assert_close(a @ u, steep.eigenvalue[h] * u, rtol=1e-9, atol=1e-9)
+        assert float(u.norm()) == pytest.approx(1)
+
+
+def test_steepness_without_real_eigenvalues() -> None:
+    turn = torch.tensor([[[0.0, -1.0], [1.0, 0.0]]], dtype=torch.float64)
+    eye = torch.eye(2, dtype=torch.float64)[None]
+    with pytest.raises(LipboundError, match="no real eigenvalue"):
+        adversarial_inputs.steepness(Attention(torch.ones(1, 3, 2, dtype=torch.float64), turn, eye, eye))
+    wide = torch.zeros(1, 3, 2, dtype=torch.float64)
+    wide[:, :2] = turn
+    key = torch.zeros(1, 3, 2, dtype=torch.float64)
+    key[:, :2] = eye
+    steep = adversarial_inputs.steepness(Attention(torch.ones(1, 3, 3, dtype=torch.float64), wide, key, key))
+    assert float(steep.gamma[0]) == 0
+    assert float(steep.eigenvalue[0]) == 0
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(seed=st.integers(0, 10**6), tokens=st.integers(1, 9), radius=st.floats(0.01, 6), size=st.floats(0.01, 3), masked=st.booleans())
+def test_lower_bound_holds_at_adversarial_inputs(seed: int, tokens: int, radius: float, size: float, masked: bool) -> None:
+    att = layer(seed, size=size)
+    x, lower = adversarial_inputs.adversarial_inputs(att, tokens, radius), adversarial_inputs.lower_bound(att, tokens, radius)
+    assert float(x.norm(dim=-1).amax()) <= radius * (1 + 1e-12)
+    for h in range(att.heads):
+        one = single(att, x[h], h, causal(tokens) if masked else None)
+        exact = float(oracle(one)[0, 0])
+        assert float(lower[h]) <= exact * (1 + 1e-9) + 1e-12
+        assert exact <= float(get("castin")(one)[0, 0]) * (1 + 1e-9)
+
+
+def test_lower_bound_is_the_papers_for_identity_values() -> None:
+    att = layer(3, width=4, d=4, heads=1)
+    try:
+        gamma = float(adversarial_inputs.steepness(att).gamma[0])
+    except LipboundError:
+        pytest.fail("this head has a real eigenvalue")
+    plain = Attention(att.x, att.w_q, att.w_k, torch.eye(4, dtype=torch.float64)[None])
+    n, radius = 12, 1.5
+    assert float(adversarial_inputs.lower_bound(plain, n, radius)[0]) == pytest.approx(
+        math.sqrt(n - 1) / (1 + (n - 1) * math.exp(-2 * radius**2 * gamma))
+    )
+
+
+def test_adversarial_growth_is_like_the_root_of_the_length() -> None:
+    att = layer(1, size=4.0)
+    lengths = [16, 64, 256]
+    norms = []
+    for n in lengths:
+        x = adversarial_inputs.adversarial_inputs(att, n, 6.0)
+        norms.append(float(spectral_norm(single(att, x[0], 0)).lower))
+    slope = math.log(norms[-1] / norms[0]) / math.log(lengths[-1] / lengths[0])
+    assert 0.45 < slope < 0.55
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_large_radius_limit_is_reached(masked: bool) -> None:
+    for seed in range(20):
+        att = layer(seed, tokens=6)
+        mask = causal(6) if masked else None
+        plain = Attention(att.x, att.w_q, att.w_k, att.w_v, mask=mask)
+        limit = adversarial_inputs.large_radius_limit(plain)
+        radius = 60 / float(limit.gap.clamp(max=100).amin().sqrt())
+        far = Attention(radius * att.x, att.w_q, att.w_k, att.w_v, mask=mask)
+        torch.testing.assert_close(oracle(far), limit.norm, rtol=1e-3, atol=0)
+        assert bool((limit.norm <= math.sqrt(6) * torch.linalg.matrix_norm(att.w_v, 2) * (1 + 1e-12)).all())
+
+
+def test_limit_of_padded_layers_counts_real_tokens() -> None:
+    att = layer(2, tokens=6)
+    valid = torch.tensor([[True] * 4 + [False] * 2])
+    padded = Attention(att.x, att.w_q, att.w_k, att.w_v, valid=valid)
+    short = Attention(att.x[:, :4], att.w_q, att.w_k, att.w_v)
+    for mine, theirs in zip(adversarial_inputs.large_radius_limit(padded), adversarial_inputs.large_radius_limit(short), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_one_token_attends_to_itself() -> None:
+    att = layer(4, tokens=1)
+    limit = adversarial_inputs.large_radius_limit(att)
+    torch.testing.assert_close(limit.norm, torch.linalg.matrix_norm(att.w_v, 2)[None])
+    assert bool(torch.isinf(limit.gap).all())
+
+
+def test_quadratic_growth() -> None:
+    att = layer(5)
+    rate, n = adversarial_inputs.quadratic_direction(att)[1], 9
+    for radius in (4.0, 64.0):
+        x = adversarial_inputs.quadratic_inputs(att, n, radius)
+        for h in range(att.heads):
+            floor = radius**2 * (1 - 1 / n) * float(rate[h]) - float(torch.linalg.matrix_norm(att.w_v[h], 2)) / n
+            exact = float(oracle(single(att, x[h], h))[0, 0])
+            assert floor * (1 - 1e-9) <= exact
+            assert radius < 10 or exact < 1.1 * floor
+    with pytest.raises(LipboundError, match="odd number"):
+        adversarial_inputs.quadratic_inputs(att, 4, 1.0)
+
+
+@settings(deadline=None, max_examples=30, derandomize=True)
+@given(seed=st.integers(0, 10**6), size=st.floats(0.001, 2))
+def test_crossover_length_is_where_the_bounds_meet(seed: int, size: float) -> None:
+    att = layer(seed, size=size, heads=1)
+    logs = float(adversarial_inputs.crossover_length(att)[0, 0])
+    t = float(torch.linalg.matrix_norm(att.scale * att.w_q[0] @ att.w_k[0].mT, 2) * att.x.norm(dim=-1).amax() ** 2)
+    left = math.log(1 + 3 * t) + 2 * t
+    n = 10**logs if logs < 300 else None
+    if n is not None:
+        assert left == pytest.approx(0.5 * math.log(3 * (t**2 * (4 * n + 1) + n)), rel=1e-6)
+
+
+def test_bad_requests() -> None:
+    att = layer(0)
+    with pytest.raises(LipboundError, match="at least one token"):
+        adversarial_inputs.adversarial_inputs(att, 0, 1.0)
+    with pytest.raises(LipboundError, match="positive radius"):
+        adversarial_inputs.adversarial_inputs(att, 3, 0.0)

@@ -1,0 +1,93 @@
+"""The study of local constants against sequence length."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+import xarray as xr
+from support.models import AFFINE, build
+
+from lipbound.analysis.length_growth import exponents, sequence_growth
+from lipbound.analysis.recipes.castin2024 import least_bound_ratio
+from lipbound.errors import InputsError, LipboundError
+from lipbound.jacobians.spectral_norm import spectral_norm
+from lipbound.models.capture.capture import capture
+from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.readers.token_stream import stream
+
+
+@pytest.fixture(scope="module")
+def study() -> Iterator[xr.Dataset]:
+    """A small study of the shipped GPT-2."""
+    return sequence_growth("builtin:gpt2", lengths=(2, 5, 9), sequences=2, tol=1e-6)
+
+
+def test_values_are_those_of_the_model_at_the_cut_text(study: xr.Dataset) -> None:
+    checkpoint = load_checkpoint("builtin:gpt2")
+    tokens, _ = stream(checkpoint, None, 2 * 16)
+    ids = tokens[2 * 2 : 2 * 2 + 2 * 5].view(2, 5)  # the sequences of length 5 follow those of length 2
+    layers = capture(checkpoint.model, {"input_ids": ids})
+    for i, att in enumerate(layers):
+        part = study.sel(length=5).isel(layer=i)
+        np.testing.assert_allclose(part["head_exact"], spectral_norm(att.double(), method="dense").lower, rtol=1e-5)
+        np.testing.assert_allclose(part["layer_exact"], spectral_norm(att.double(), map="layer", tol=1e-8).lower, rtol=1e-5)
+        np.testing.assert_allclose(part["magnitude"], att.x.norm(dim=-1).mean(-1), rtol=1e-6)
+
+
+def test_every_bound_is_above(study: xr.Dataset) -> None:
+    assert study.attrs["causal"] == 1
+    assert least_bound_ratio(study) >= 1 - 1e-5
+    assert bool((study["adversarial_head"] <= study["adversarial_upper"]).all())
+    np.testing.assert_allclose(study["radius"], study["magnitude"].mean(("sequence", "length")))
+
+
+def test_encoder_run_as_a_decoder() -> None:
+    model = build(AFFINE["bert"])
+    ids = torch.randint(3, 60, (2, 9))
+    ready = tf.BertModel(tf.BertConfig(**{**model.config.to_dict(), "is_decoder": True}))
+    ready.load_state_dict(model.state_dict())
+    from lipbound.analysis.length_growth import decoder
+
+    with decoder(model, True):
+        mine = capture(model, {"input_ids": ids})
+    theirs = capture(ready.eval(), {"input_ids": ids})
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a.p, b.p)
+        assert float(a.p[..., 0, 1:].abs().max()) == 0
+    assert not model.config.is_decoder
+
+
+def test_exponents_of_a_power_law() -> None:
+    n = np.arange(10, 101, 2)
+    rng = np.random.default_rng(0)
+    noise = rng.normal(0, 0.01, (5, len(n), 2))
+    values = xr.DataArray(n[None, :, None] ** 0.3 * np.exp(noise) * [1, 7], dims=("sequence", "length", "head"), coords={"length": n})
+    fit = exponents(values)
+    assert bool((abs(fit["exponent"] - 0.3) < fit["high"] - fit["low"]).all())
+    assert bool((fit["high"] - fit["low"] < 0.01).all())
+    np.testing.assert_allclose(fit["exponent"], 0.3, atol=0.01)
+    with pytest.raises(LipboundError, match="at least three lengths"):
+        exponents(values.isel(length=slice(0, 2)))
+
+
+def test_too_little_text_and_bad_lengths() -> None:
+    with pytest.raises(InputsError, match="640000 are needed"):
+        sequence_growth("builtin:gpt2", lengths=(64,), sequences=10_000)
+    with pytest.raises(LipboundError, match="at least one"):
+        sequence_growth("builtin:gpt2", lengths=())
+    with pytest.raises(InputsError, match="positions"):
+        sequence_growth("builtin:gpt2", lengths=(10_000,))
+    with pytest.raises(InputsError, match="not text"):
+        sequence_growth("builtin:vit", lengths=(4,))
+
+
+def test_csv_without_a_line_of_names(tmp_path: Path) -> None:
+    path = tmp_path / "news.csv"
+    path.write_text('"3","first title","the lighthouse keeper"\n"4","second title","the clock of the island"\n')
+    tokens, description = stream(load_checkpoint("builtin:gpt2"), str(path), 6, column="2")
+    text = load_checkpoint("builtin:gpt2").tokenizer().decode(tokens)
+    assert "the lighthouse keeper".startswith(text.strip()[:12])
+    assert description == "news.csv"

@@ -1,0 +1,150 @@
+"""Weighted attention and copies of tokens, against dense Jacobians."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.layers import causal, random_attention
+from support.oracles import oracle
+
+from lipbound.analysis import adversarial_inputs, mean_field
+from lipbound.analysis.mass_splitting import search_split
+from lipbound.attention.layer import Attention
+from lipbound.bounds import get
+from lipbound.errors import AttentionError, LipboundError
+
+
+def weighted_oracle(att: Attention, a: torch.Tensor) -> torch.Tensor:
+    """Norms of weighted self-attention by its definition: autograd of softmax(scores) with weights, in the weighted norm, (heads,)."""
+    norms = []
+    for h in range(att.heads):
+
+        def f(x: torch.Tensor, h: int = h) -> torch.Tensor:
+            b_q = 0 if att.b_q is None else att.b_q[h]
+            s = att.scale * (x @ att.w_q[h] + b_q) @ (x @ att.w_k[h]).mT
+            e = a * (s - s.amax(-1, keepdim=True)).exp()
+            return (e / e.sum(-1, keepdim=True)) @ (x @ att.w_v[h])
+
+        j = torch.func.jacrev(f)(att.x[0])
+        j = a.sqrt()[:, None, None, None] * j / a.sqrt()[None, None, :, None]
+        norms.append(torch.linalg.matrix_norm(j.flatten(2).flatten(0, 1), 2))
+    return torch.stack(norms)
+
+
+def simplex(n: int, seed: int, spread: float = 1.0) -> torch.Tensor:
+    """Positive weights that add up to one."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.softmax(spread * torch.randn(1, n, generator=g, dtype=torch.float64), -1)
+
+
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(seed=st.integers(0, 10**6), spread=st.floats(0, 6))
+def test_weighted_norm_against_autograd(seed: int, spread: float) -> None:
+    att = random_attention("biases" if seed % 2 else "plain", seed).select(slice(0, 1))
+    a = simplex(att.tokens, seed, spread)
+    found = mean_field.weighted_norm(att, a, tol=1e-9)
+    torch.testing.assert_close(found.lower[0], weighted_oracle(att, a[0]), rtol=1e-6, atol=1e-9)
+
+
+def test_equal_weights_are_attention() -> None:
+    att = random_attention("plain")
+    a = torch.full((2, att.tokens), 1 / att.tokens, dtype=torch.float64)
+    torch.testing.assert_close(mean_field.weighted_norm(att, a, tol=1e-9).lower, oracle(att), rtol=1e-7, atol=0)
+
+
+def test_weights_are_copies() -> None:
+    """Weights in whole numbers are what copies of tokens give to perturbations that are the same for all copies; others add B_i."""
+    att = random_attention("plain", 5).select(slice(0, 1))
+    counts = torch.tensor([1, 2, 3, 1, 2, 2])
+    copied = Attention(att.x.repeat_interleave(counts, 1), att.w_q, att.w_k, att.w_v)
+    weighted = mean_field.weighted_norm(att, (counts / counts.sum())[None].double(), tol=1e-9).lower
+    own = mean_field.query_block_norms(mean_field.weighted(att, (counts / counts.sum())[None].double()))[..., counts > 1].amax(-1)
+    torch.testing.assert_close(oracle(copied), torch.maximum(weighted, own), rtol=1e-7, atol=0)
+
+
+def test_two_diracs_grow_as_predicted() -> None:
+    eye = torch.eye(3, dtype=torch.float64)
+    for seed in range(6):
+        g = torch.Generator().manual_seed(seed)
+        w_q, w_k = (torch.randn(1, 3, 3, generator=g, dtype=torch.float64) for _ in range(2))
+        att = Attention(eye[None], w_q, w_k, eye[None])
+        steep = adversarial_inputs.steepness(att)
+        gamma, value = float(steep.gamma[0]), float(steep.eigenvalue[0])
+        if gamma < 0.05:
+            continue
+        for scaling in (6.0, 12.0, 20.0):
+            radius = math.sqrt(scaling / gamma)
+            x, a = mean_field.two_diracs(steep.direction[0], value, radius)
+            pair = Attention(x[None], w_q, w_k, eye[None])
+            exact = float(mean_field.weighted_norm(pair, a[None], tol=1e-9).lower)
+            image = att.scale * w_k[0] @ w_q[0].mT @ steep.direction[0]
+            predicted = mean_field.two_dirac_growth(value, radius, steep.direction[0], image)
+            assert exact == pytest.approx(predicted, rel=1e-3)
+            assert predicted >= math.exp(scaling) * (1 + scaling) / 2 * (1 - 1e-12)
+            assert exact <= float(get("castin_mean_field")(pair)[0, 0])
+
+
+def test_two_diracs_for_symmetric_weights_are_the_prediction() -> None:
+    eye = torch.eye(2, dtype=torch.float64)[None]
+    for sign in (1.0, -1.0):
+        att = Attention(torch.ones(1, 2, 2, dtype=torch.float64), sign * eye, eye, eye, scale=1.0)
+        steep = adversarial_inputs.steepness(att)
+        gamma = 1 / 8 if sign > 0 else 1.0
+        assert float(steep.gamma[0]) == pytest.approx(gamma)
+        radius = math.sqrt(12 / gamma)
+        x, a = mean_field.two_diracs(steep.direction[0], float(steep.eigenvalue[0]), radius)
+        exact = float(mean_field.weighted_norm(Attention(x[None], sign * eye, eye, eye, scale=1.0), a[None], tol=1e-10).lower)
+        assert exact == pytest.approx(math.exp(12) * 13 / 2, rel=1e-3)
+
+
+def test_query_blocks_against_autograd() -> None:
+    """B_i is the derivative of output i with respect to its own query alone, times W_Q^T."""
+    att = random_attention("biases", 2)
+    for s in range(att.samples):
+        for h in range(att.heads):
+            k, v = att.k[s, h], att.v[s, h]
+
+            def out(q: torch.Tensor, k: torch.Tensor = k, v: torch.Tensor = v) -> torch.Tensor:
+                return torch.softmax(att.scale * q @ k.mT, -1) @ v
+
+            for i in range(att.tokens):
+                block = torch.func.jacrev(out)(att.q[s, h, i]) @ att.w_q[h].mT
+                expected = float(torch.linalg.matrix_norm(block, 2))
+                assert float(mean_field.query_block_norms(att)[s, h, i]) == pytest.approx(expected, rel=1e-8, abs=1e-12)
+
+
+@pytest.mark.parametrize("copies", [2, 3])
+def test_duplicated_norm_is_exact(copies: int) -> None:
+    worst = 0.0
+    for seed in range(60):
+        kind = ("plain", "biases", "sharp", "flat", "causal")[seed % 5]
+        att = random_attention(kind, seed).select(slice(0, 1))
+        mask = None if att.mask is None else causal(att.tokens).repeat_interleave(copies, 0).repeat_interleave(copies, 1)
+        many = Attention(att.x.repeat_interleave(copies, 1), att.w_q, att.w_k, att.w_v, b_q=att.b_q, b_k=att.b_k, b_v=att.b_v, mask=mask)
+        mine = mean_field.duplicated_norm(att, oracle(att))
+        worst = max(worst, float((oracle(many) / mine - 1).abs().max()))
+    assert worst < 1e-12
+
+
+def test_search_finds_heads_that_split() -> None:
+    """At what the search finds, doubling every token makes the dense Jacobian's norm larger by the ratio it reports."""
+    g = torch.Generator().manual_seed(0)
+    x, *w = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in [(4, 3, 3), *[(1, 3, 2)] * 3])
+    found = search_split(Attention(x, *w), steps=60)
+    assert float(found.ratio[0]) > 1.2
+    once, twice = Attention(found.x, *w), Attention(found.x.repeat_interleave(2, 1), *w)
+    assert float(oracle(twice) / oracle(once)) == pytest.approx(float(found.ratio[0]), rel=1e-5)
+    with pytest.raises(LipboundError, match="without padding"):
+        search_split(random_attention("padded"))
+
+
+def test_bad_weights() -> None:
+    att = random_attention("plain")
+    ones = torch.ones(2, att.tokens, dtype=torch.float64)
+    for weights, message in ((ones, "add up to one"), (ones[:1], "must be \\(samples, N\\)"), (-ones / 6, "positive")):
+        with pytest.raises(AttentionError, match=message):
+            mean_field.weighted_norm(att, weights)
+    with pytest.raises(AttentionError, match="without padding"):
+        mean_field.weighted_norm(random_attention("padded"), ones / 6)

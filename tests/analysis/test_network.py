@@ -1,0 +1,162 @@
+"""Whole networks: against the dense Jacobian of the model itself, float64."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers as tf
+from support.models import GPT2, IMAGE, TEXT, build, inputs_for
+
+from lipbound.analysis.network import NetworkJacobian, block_product, blocks, network_norm
+from lipbound.errors import LipboundError
+from lipbound.linalg.operators import Transposed
+
+MODELS: dict[str, Callable[[], tf.PreTrainedModel]] = {
+    "vit": lambda: tf.ViTForImageClassification(tf.ViTConfig(**IMAGE, num_labels=5)),
+    "bert": lambda: tf.BertForSequenceClassification(tf.BertConfig(**TEXT, num_labels=3)),
+    "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**GPT2)),
+}
+
+
+def double(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Pixels in float64."""
+    return {name: t.double() if t.is_floating_point() else t for name, t in inputs.items()}
+
+
+def own(model: tf.PreTrainedModel, name: str, inputs: dict[str, torch.Tensor], s: int) -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
+    """The network after its embeddings, taken apart by hand, for one sample, and its input there."""
+    if name == "vit":
+        x = model.vit.embeddings(inputs["pixel_values"])[s]
+
+        def vit(x: torch.Tensor) -> torch.Tensor:
+            for layer in model.vit.layers if hasattr(model.vit, "layers") else model.vit.encoder.layer:
+                x = layer(x[None])
+                x = (x[0] if isinstance(x, tuple) else x)[0]
+            return model.classifier(model.vit.layernorm(x[None])[:, 0])[0]
+
+        return vit, x
+    if name == "bert":
+        x = model.bert.embeddings(input_ids=inputs["input_ids"])[s]
+
+        def bert(x: torch.Tensor) -> torch.Tensor:
+            for layer in model.bert.encoder.layer:
+                x = layer(x[None])
+                x = (x[0] if isinstance(x, tuple) else x).reshape(-1, x.shape[-1] if not isinstance(x, tuple) else x[0].shape[-1])
+            return model.classifier(model.bert.pooler(x[None]))[0]
+
+        return bert, x
+    x = model.transformer.wte(inputs["input_ids"])[s] + model.transformer.wpe(torch.arange(inputs["input_ids"].shape[1]))
+
+    def gpt2(x: torch.Tensor) -> torch.Tensor:
+        positions = model.transformer.wpe(torch.arange(len(x)))
+        return model(inputs_embeds=(x - positions)[None]).logits[0]
+
+    return gpt2, x
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_norm_is_that_of_the_dense_jacobian(name: str) -> None:
+    model = build(MODELS[name]).double()
+    inputs = double(inputs_for(model))
+    norm = network_norm(model, inputs, tol=1e-8, batch=1 if name == "bert" else 16)
+    certified = network_norm(model, inputs, tol=1e-6, delta=1e-6)
+    model.set_attn_implementation("eager")
+    for s in range(2):
+        f, x = own(model, name, inputs, s)
+        dense = torch.func.jacrev(f)(x.detach())
+        exact = float(torch.linalg.matrix_norm(dense.reshape(-1, x.numel()), 2))
+        assert float(norm.lower[s]) == pytest.approx(exact, rel=1e-6)
+        assert exact <= float(certified.upper[s]) * (1 + 1e-9)
+    assert bool(norm.converged.all())
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_chains_of_blocks(name: str) -> None:
+    model = build(MODELS[name]).double()
+    inputs = double(inputs_for(model))
+    whole = network_norm(model, inputs, end=1, tol=1e-8)
+    first, second = (network_norm(model, inputs, start=i, end=i, tol=1e-8) for i in range(2))
+    assert bool((whole.lower <= first.lower * second.lower * (1 + 1e-6)).all())
+    factors = block_product(model, inputs)
+    torch.testing.assert_close(factors["block 0"], first.lower, rtol=2e-3, atol=0)
+    assert bool((network_norm(model, inputs).lower <= factors["product"]).all())
+
+
+def test_one_block_against_its_own_module() -> None:
+    model = build(MODELS["vit"]).double()
+    inputs = double(inputs_for(model))
+    norm = network_norm(model, inputs, start=1, end=1, tol=1e-9)
+    block = blocks(model)[1]
+    seen: list[torch.Tensor] = []
+    hook = block.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        model(**inputs)
+    hook.remove()
+
+    def own_block(x: torch.Tensor) -> torch.Tensor:
+        y = block(x[None])
+        return (y[0] if isinstance(y, tuple) else y)[0]
+
+    for s in range(2):
+        dense = torch.func.jacrev(own_block)(seen[0][s])
+        assert float(norm.lower[s]) == pytest.approx(float(torch.linalg.matrix_norm(dense.flatten(2).flatten(0, 1), 2)), rel=1e-7)
+
+
+def test_padding_is_held_fixed() -> None:
+    model = build(lambda: tf.BertModel(tf.BertConfig(**TEXT))).double()
+    padded = inputs_for(model, padded=True)
+    mine = network_norm(model, padded, end="last_hidden_state", tol=1e-8)
+    short = {"input_ids": padded["input_ids"][1:, :6], "attention_mask": padded["attention_mask"][1:, :6]}
+    alone = network_norm(model, short, end="last_hidden_state", tol=1e-8)
+    assert float(mine.lower[1]) == pytest.approx(float(alone.lower[0]), rel=1e-7)
+
+
+def test_batches_and_float32_agree() -> None:
+    model = build(MODELS["vit"])
+    inputs = {"pixel_values": torch.randn(5, 3, 16, 16, generator=torch.Generator().manual_seed(0))}
+    all_at_once, in_pieces = (network_norm(model, inputs, batch=b).lower for b in (16, 2))
+    torch.testing.assert_close(all_at_once, in_pieces, rtol=1e-5, atol=0)
+    exact = network_norm(model.double(), {"pixel_values": inputs["pixel_values"].double()}).lower
+    torch.testing.assert_close(all_at_once, exact, rtol=1e-4, atol=0)
+
+
+def test_reverse_mode_alone_will_do() -> None:
+    """Operations without a forward derivative: products with J by differentiating those with J^T."""
+
+    class Cube(torch.autograd.Function):
+        """A cube without forward mode."""
+
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def]
+            ctx.save_for_backward(x)
+            return x**3
+
+        @staticmethod
+        def backward(ctx, y):  # type: ignore[no-untyped-def]
+            (x,) = ctx.saved_tensors
+            return 3 * x**2 * y
+
+    x = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    op = NetworkJacobian(lambda x: Cube.apply(x), x)
+    z = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(op.jvp(z), 3 * x**2 * z)
+    torch.testing.assert_close(op.vjp(z), 3 * x**2 * z)
+    torch.testing.assert_close(Transposed(op).select(torch.tensor([1])).jvp(z[1:]), (3 * x**2 * z)[1:])
+    assert op.dense().shape == (2, 12, 12)
+
+
+def test_bad_ends() -> None:
+    model = build(MODELS["vit"])
+    inputs = inputs_for(model)
+    for options, message in (
+        ({"start": 2}, "must be the number of a block, and this model has 2"),
+        ({"end": 2}, "must be the number of a block"),
+        ({"start": 1, "end": 0}, "end at 1 or later"),
+        ({"end": "pooler"}, "give 'logits'"),
+        ({"end": "last_hidden_state"}, "has no last_hidden_state"),
+    ):
+        with pytest.raises(LipboundError, match=message):
+            network_norm(model, inputs, **options)
+    with pytest.raises(LipboundError, match="no list of blocks"):
+        blocks(torch.nn.Linear(2, 2))

@@ -1,0 +1,109 @@
+import math
+
+import pytest
+import torch
+from support.layers import causal, random_attention
+
+from lipbound.attention.layer import Attention
+from lipbound.attention.reference import head_function
+from lipbound.errors import AttentionError
+
+
+def test_out_is_the_function_the_oracle_differentiates(att: Attention) -> None:
+    for s in range(att.samples):
+        keep = slice(None) if att.valid is None else att.valid[s]
+        for h in range(att.heads):
+            torch.testing.assert_close(head_function(att, s, h)(att.x[s][keep]), att.out[s, h][keep], rtol=1e-11, atol=1e-11)
+
+
+def test_rows_of_p_sum_to_one_and_padding_takes_no_part() -> None:
+    att = random_attention("padded")
+    real = att.valid.double()[:, None]
+    torch.testing.assert_close(att.p.sum(-1), real.expand(2, 3, 6))
+    assert not att.p[1, :, :, 4:].any()
+    assert not att.out[1, :, 4:].any()
+    changed = att.x.clone()
+    changed[1, 4:] = math.nan  # not even the values of padded tokens matter
+    again = Attention(changed, att.w_q, att.w_k, att.w_v, b_q=att.b_q, b_k=att.b_k, b_v=att.b_v, mask=att.mask, valid=att.valid)
+    assert torch.equal(again.out, att.out)
+
+
+def test_padding_equals_leaving_tokens_out() -> None:
+    att = random_attention("padded")
+    short = Attention(att.x[1:, :4], att.w_q, att.w_k, att.w_v, b_q=att.b_q, b_k=att.b_k, b_v=att.b_v, mask=causal(4))
+    torch.testing.assert_close(att.out[1:, :, :4], short.out)
+
+
+def test_fold_output_keeps_the_map() -> None:
+    att = random_attention("biases")
+    folded, basis = att.fold_output()
+    torch.testing.assert_close(folded.out @ basis.mT, att.out @ att.w_o)
+
+
+def test_select_is_a_part_of_the_layer(att: Attention) -> None:
+    part = att.select(slice(1, 2), slice(0, 2))
+    torch.testing.assert_close(part.out, att.out[1:2, :2])
+
+
+def test_scale_default_is_that_of_the_head_width() -> None:
+    assert random_attention("wide_values").scale == 0.5
+
+
+def test_large_negative_finite_masks_forbid_like_minus_infinity() -> None:
+    att = random_attention("causal")
+    finite = torch.where(att.mask == -math.inf, torch.finfo(torch.float32).min, att.mask)
+    again = Attention(att.x, att.w_q, att.w_k, att.w_v, mask=finite)
+    torch.testing.assert_close(again.p, att.p)
+
+
+GOOD = {"x": (2, 5, 8), "w_q": (3, 8, 4), "w_k": (3, 8, 4), "w_v": (3, 8, 6)}
+
+
+def build(**changes: object) -> Attention:
+    tensors = {name: torch.ones(shape) for name, shape in GOOD.items()} | changes
+    return Attention(**tensors)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": torch.ones(5, 8)}, r"x has shape \(5, 8\); it must be \(samples, N, D\)"),
+        ({"x": torch.ones(2, 0, 8)}, "no empty axis"),
+        ({"w_k": torch.ones(3, 8, 5)}, "w_k has shape"),
+        ({"w_v": torch.ones(2, 8, 6)}, "w_v has shape"),
+        ({"b_q": torch.ones(3, 6)}, "b_q has shape"),
+        ({"w_o": torch.ones(3, 4, 8)}, "w_o has shape"),
+        ({"mask": torch.ones(4, 5)}, "mask has shape"),
+        ({"valid": torch.ones(2, 5)}, "valid has dtype"),
+        ({"valid": torch.zeros(2, 5, dtype=torch.bool)}, "every token of a sample as padding"),
+        ({"x": torch.ones(2, 5, 8, dtype=torch.float64)}, "give all tensors one dtype"),
+        ({"x": torch.ones(2, 5, 8, dtype=torch.float16)}, "float16"),
+        ({"x": torch.full((2, 5, 8), math.nan)}, "x has NaN"),
+        ({"w_q": torch.full((3, 8, 4), math.inf)}, "w_q has NaN or infinite"),
+        ({"mask": torch.full((5, 5), math.nan)}, "mask has NaN"),
+        ({"mask": torch.full((5, 5), -math.inf)}, "forbids some query every key"),
+        ({"scale": math.nan}, "scale is nan"),
+    ],
+)
+def test_bad_input_gets_a_sentence(changes: dict, message: str) -> None:
+    with pytest.raises(AttentionError, match=message):
+        build(**changes)
+
+
+def test_overflowing_scores_are_refused() -> None:
+    att = build(
+        x=torch.linspace(-1e200, 1e200, 80, dtype=torch.float64).view(2, 5, 8),
+        **{n: torch.ones(GOOD[n], dtype=torch.float64) for n in GOOD if n != "x"},
+    )
+    with pytest.raises(AttentionError, match="scores overflow"):
+        _ = att.p
+
+
+def test_head_out_needs_the_output_projection() -> None:
+    with pytest.raises(AttentionError, match="w_o"):
+        build().fold_output()
+
+
+def test_repr_says_what_it_is() -> None:
+    assert "heads=3, N=6" in repr(random_attention("causal"))
+    assert "with w_o, mask" in repr(random_attention("causal"))

@@ -1,0 +1,103 @@
+"""The claims about real pretrained heads: all-MiniLM-L6-v2 (BERT, 6 layers x 12 heads), text, N = 128."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lipbound import bounds
+from lipbound.attention.layer import Attention
+from lipbound.attention.reference import dense_jacobian
+from lipbound.jacobians.gram import Gram
+from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
+from lipbound.linalg.deterministic import cholesky_bound
+from lipbound.models.capture.capture import Capturer, LayerCapture
+from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.inputs import prepare
+
+ALICE = Path(__file__).parents[3] / "shared" / "data" / "alice.txt"
+
+
+@pytest.fixture(scope="module")
+def layers() -> list[LayerCapture]:
+    """The first 128 tokens, special ones included, of the book where it is at hand and of our own text elsewhere."""
+    checkpoint = load_checkpoint("builtin:minilm")
+    inputs = prepare(checkpoint, ALICE if ALICE.exists() else None, samples=1, max_length=128)
+    return Capturer(checkpoint.model).run(inputs.batch)
+
+
+def test_capture_reproduces_the_model(layers: list[LayerCapture]) -> None:
+    assert len(layers) == 6
+    assert max(layer.error for layer in layers) < 1e-5
+
+
+@pytest.mark.slow
+def test_norms_agree_with_500_power_steps_on_all_heads(layers: list[LayerCapture]) -> None:
+    worst = 0.0
+    for layer in layers:
+        norm = spectral_norm(layer.attention, tol=1e-4)
+        power = spectral_norm(layer.attention, method="power", tol=0, max_steps=500, seed=1)
+        worst = max(worst, float((norm.lower / power.lower - 1).abs().max()))
+    assert worst < 1e-4
+
+
+@pytest.mark.slow
+def test_norms_agree_with_dense_float64_svd(layers: list[LayerCapture]) -> None:
+    for i in range(6):
+        att = layers[i].attention
+        short = Attention(att.x[:, :32], att.w_q, att.w_k, att.w_v, b_q=att.b_q, b_k=att.b_k, b_v=att.b_v, scale=att.scale)
+        norm = spectral_norm(short, tol=1e-5)
+        sigma = torch.linalg.eigvalsh((j := dense_jacobian(short.double(), 0, 2 * i)) @ j.mT)[-1].sqrt()
+        assert abs(float(norm.lower[0, 2 * i] / sigma) - 1) < 1e-4
+
+
+def test_bounds_are_as_loose_as_published(layers: list[LayerCapture]) -> None:
+    """Geometric means of bound / exact within a quarter of reference measurements on this model; ours within a third of exact."""
+    ratios: dict[str, list[torch.Tensor]] = {name: [] for name in bounds.names()}
+    for layer in layers:
+        norm = spectral_norm(layer.attention, tol=1e-4)
+        exact = {"exact": norm.lower, "exact_l2": l2_spectral_norm(layer.attention).lower}
+        for name in ratios:
+            bound = bounds.get(name)
+            ratio = bound(layer.attention) / exact[bound.exact]
+            assert bool(((ratio >= 1 - 1e-5) | ~bound.sound(layer.attention)).all())
+            ratios[name].append(ratio)
+    geomean = {name: float(torch.cat(values).log().mean().exp()) for name, values in ratios.items()}
+    ours = torch.cat(ratios["lipbound"])
+    assert geomean["lipbound"] <= 1.35
+    assert float(ours.max()) <= 1.8
+    assert float(ours.min()) >= 1
+    for name, reference in (("specformer", 4.8e8), ("castin", 1.4e3), ("yudin_g1", 4.2e2), ("yudin_sqrt_n", 65)):
+        assert 0.75 < geomean[name] / reference < 1.25, (name, geomean[name])
+
+
+def test_enclosures_are_as_narrow_as_asked(layers: list[LayerCapture]) -> None:
+    for layer in layers:
+        norm = spectral_norm(layer.attention, tol=1e-3, delta=1e-10 / 6)
+        assert bool(norm.converged.all())
+        assert float((norm.upper / norm.lower).max()) <= 1 + 1e-3
+
+
+@pytest.mark.slow
+def test_compression_of_gram_blocks_is_nearly_exact(layers: list[LayerCapture]) -> None:
+    """Geometric mean within 4 %, all heads within 10 %."""
+    exact = torch.cat([spectral_norm(layer.attention, tol=1e-6).lower for layer in layers])
+    ratio = torch.cat([bounds.get("lipbound_gram")(layer.attention) for layer in layers]) / exact
+    assert float(ratio.min()) >= 1
+    assert float(ratio.log().mean().exp()) <= 1.04
+    assert float(ratio.max()) <= 1.1
+
+
+@pytest.mark.slow
+def test_deflation_proves_real_norms(layers: list[LayerCapture]) -> None:
+    """24 heads to 1e-8, in agreement with Lanczos in float64; one of them proved by Cholesky, which refuses less."""
+    for i in (3, 4):
+        att = layers[i].attention.double()
+        norm = spectral_norm(att, method="deflation", tol=1e-8)
+        assert bool(norm.converged.all())
+        assert bool((norm.upper <= norm.lower * (1 + 1e-8)).all())
+        torch.testing.assert_close(spectral_norm(att, tol=1e-9).lower, norm.lower, rtol=1e-8, atol=0)
+    gram, sigma = Gram(att, 0, [5]), float(norm.lower[0, 5])
+    matrix = gram.dense()
+    assert cholesky_bound(gram, sigma * (1 + 1e-7), matrix) is not None
+    assert cholesky_bound(gram, sigma * (1 - 1e-6), matrix) is None

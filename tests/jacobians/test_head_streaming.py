@@ -1,0 +1,63 @@
+"""Heads whose attention matrices are never kept, against those that are."""
+
+import pytest
+import torch
+from support.layers import random_attention
+from support.oracles import oracle
+
+from lipbound.attention.layer import Attention
+from lipbound.jacobians import head_streaming
+from lipbound.jacobians.head import HeadJacobian
+from lipbound.jacobians.head_streaming import StreamedHeadJacobian, head_jacobian
+from lipbound.jacobians.spectral_norm import spectral_norm
+
+
+@pytest.fixture(params=[1, 150, 2**23])
+def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row at a time, three, all."""
+    monkeypatch.setitem(head_streaming.ROW_BYTES, "cpu", request.param)
+    monkeypatch.setitem(head_streaming.WHOLE_BYTES, "cpu", 0)
+
+
+@pytest.mark.usefixtures("rows")
+def test_products_are_those_of_whole_heads(att: Attention) -> None:
+    whole, streamed = HeadJacobian(att), StreamedHeadJacobian(att)
+    g = torch.Generator().manual_seed(0)
+    index = torch.tensor([4, 1])
+    for a, b in ((whole, streamed), (whole.select(index), streamed.select(index)), (whole.double(), streamed.double())):
+        x, y = (torch.randn(a.batch, *shape, generator=g, dtype=torch.float64) for shape in (a.in_shape, a.out_shape))
+        with torch.no_grad():
+            torch.testing.assert_close(b.jvp(x), a.jvp(x), rtol=0, atol=1e-12 * float(a.jvp(x).abs().max()))
+            torch.testing.assert_close(b.vjp(y), a.vjp(y), rtol=0, atol=1e-12 * float(a.vjp(y).abs().max()))
+            torch.testing.assert_close(b.gram(y), a.gram(y), rtol=0, atol=1e-12 * float(a.gram(y).abs().max()))
+        torch.testing.assert_close(b.dense(), a.dense(), rtol=0, atol=1e-12 * float(a.dense().abs().max()))
+
+
+@pytest.mark.usefixtures("rows")
+@pytest.mark.parametrize("map", ["head", "head_out", "heads", "layer"])
+def test_norms_are_those_of_whole_heads(kind: str, map: str) -> None:
+    att = random_attention(kind)
+    assert isinstance(head_jacobian(att), StreamedHeadJacobian)
+    streamed = spectral_norm(att, map=map, tol=1e-9, delta=1e-6)
+    assert "p" not in att.__dict__
+    _ = att.p
+    assert isinstance(head_jacobian(att), HeadJacobian)
+    torch.testing.assert_close(streamed.lower, spectral_norm(att, map=map, tol=1e-9).lower, rtol=1e-8, atol=1e-12)
+    if map == "head":
+        assert bool((streamed.upper >= oracle(att) * (1 - 1e-12)).all())
+
+
+def test_float32_streams_as_precisely() -> None:
+    att = random_attention("sharp", dtype=torch.float32)
+    with torch.no_grad():
+        y = torch.randn(6, 6, 4, generator=torch.Generator().manual_seed(0))
+        whole = HeadJacobian(att).gram(y)
+        torch.testing.assert_close(StreamedHeadJacobian(att).gram(y), whole, rtol=0, atol=3e-6 * float(whole.abs().max()))
+
+
+def test_large_layers_are_streamed() -> None:
+    """N = 16384: the attention matrix of one head alone is a gigabyte."""
+    x = torch.zeros(1, 16384, 2)
+    assert not isinstance(head_streaming.head_jacobian(random_attention("plain")), StreamedHeadJacobian)
+    att = Attention(x, *(torch.zeros(1, 2, 1) for _ in range(3)))
+    assert att.tokens**2 * head_streaming.SCORE_BYTES > head_streaming.WHOLE_BYTES["cpu"]

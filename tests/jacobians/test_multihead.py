@@ -1,0 +1,140 @@
+"""Whole layers: exact norms against autograd, bounds on them, and runs over them."""
+
+import pytest
+import torch
+from support.layers import random_attention
+from support.oracles import jacobians
+from torch import Tensor
+
+import lipbound as lb
+from lipbound import bounds
+from lipbound.attention.layer import Attention
+from lipbound.errors import LipboundError
+from lipbound.jacobians.rounding import rounding
+from lipbound.jacobians.spectral_norm import spectral_norm
+
+MAPS = ("heads", "layer")
+
+
+def oracle(att: Attention, map: str) -> Tensor:
+    """Float64 SVD of the autograd Jacobians of all heads, side by side or projected and added, (samples,)."""
+    values = []
+    for s in range(att.samples):
+        j = jacobians(att.double(), s)
+        j = torch.einsum("nhvx,hvo->nox", j, att.w_o.double()) if map == "layer" else j.flatten(1, 2)
+        values.append(torch.linalg.svdvals(j.reshape(-1, j.shape[-1]))[0])
+    return torch.stack(values)
+
+
+@pytest.mark.parametrize("map", MAPS)
+@pytest.mark.parametrize("method", ["lanczos", "golub-kahan", "dense", "deflation", "cholesky"])
+def test_norms_of_layers_match_the_oracle(att: Attention, map: str, method: str) -> None:
+    norm = spectral_norm(att, map=map, method=method, tol=1e-8, vectors=True)
+    exact = oracle(att, map)
+    assert norm.lower.shape == norm.steps.shape == (2,)
+    assert norm.left is not None
+    assert norm.right is not None
+    assert norm.left.shape == (2, att.tokens, att.heads * att.d_v if map == "heads" else 9)
+    assert norm.right.shape == att.x.shape
+    torch.testing.assert_close(norm.lower, exact, rtol=1e-7, atol=0)
+    assert bool((norm.upper >= exact * (1 - 1e-12)).all())
+    assert bool(norm.converged.all())
+    j = jacobians(att, 0)
+    j = torch.einsum("nhvx,hvo->nox", j, att.w_o) if map == "layer" else j.flatten(1, 2)
+    image = j.reshape(-1, j.shape[-1]) @ norm.right[0].flatten()
+    assert float(image.norm() / exact[0]) == pytest.approx(1, rel=1e-6)
+
+
+@pytest.mark.parametrize("map", MAPS)
+def test_float32_layers(kind: str, map: str) -> None:
+    att = random_attention(kind, dtype=torch.float32)
+    norm = spectral_norm(att, map=map, tol=1e-3, delta=1e-10)
+    exact = oracle(att, map)
+    tiny = rounding(att, map=map)
+    assert bool((norm.lower <= exact * (1 + 1e-5) + tiny).all())
+    assert bool((exact <= norm.upper * (1 + 1e-5) + tiny).all())
+    assert bool((norm.upper <= norm.lower * 1.001).all())
+
+
+@pytest.mark.parametrize("map", MAPS)
+@pytest.mark.parametrize("rule", ["best", "sum", "root_sum_square", "folded"])
+def test_no_sound_bound_is_below_a_layers_norm(att: Attention, map: str, rule: str) -> None:
+    exact = oracle(att, map)
+    for name in bounds.resolve("all"):
+        if bounds.get(name).map == "head":
+            value, sound = bounds.whole_layer(att, name, map=map, rule=rule), bounds.get(name).sound(att).all(-1)
+            assert value.shape == exact.shape
+            assert bool((~sound | (value >= exact * (1 - 1e-9))).all()), name
+
+
+def test_rules_are_their_statements(att: Attention) -> None:
+    heads = bounds.get("yudin")(att)
+    slices = torch.linalg.matrix_norm(att.w_o, 2)
+    whole = torch.linalg.matrix_norm(att.w_o.flatten(0, 1), 2)
+    expected = {
+        ("heads", "sum"): heads.sum(1),
+        ("heads", "root_sum_square"): heads.square().sum(1).sqrt(),
+        ("layer", "sum"): (heads * slices).sum(1),
+        ("layer", "root_sum_square"): whole * heads.square().sum(1).sqrt(),
+    }
+    for (map, rule), value in expected.items():
+        torch.testing.assert_close(bounds.whole_layer(att, "yudin", map=map, rule=rule), value, rtol=1e-10, atol=0)
+    best = torch.minimum(expected["layer", "sum"], expected["layer", "root_sum_square"])
+    torch.testing.assert_close(bounds.whole_layer(att, "yudin"), best, rtol=1e-10, atol=0)
+
+
+def test_folded_heads_are_their_statement(att: Attention) -> None:
+    folded, e = att.fold_output()
+    values = bounds.get("lipbound")(folded)
+    for s in range(att.samples):
+        omega = torch.tensor([[float(torch.linalg.matrix_norm(a.mT @ b, 2)) for b in e] for a in e], dtype=torch.float64)
+        pairs = float(values[s] @ omega @ values[s]) ** 0.5
+        stacked = float(torch.linalg.matrix_norm(torch.cat(list(e), 1), 2) * values[s].norm())
+        assert float(bounds.whole_layer(att, "lipbound", rule="folded")[s]) == pytest.approx(min(pairs, stacked), rel=1e-9)
+
+
+def test_compressing_the_layer_beats_combining_its_heads() -> None:
+    att = random_attention("causal")
+    assert bool((bounds.whole_layer(att, "lipbound_gram") < bounds.whole_layer(att, "lipbound_gram", rule="folded")).all())
+
+
+def test_runs_over_layers() -> None:
+    ds = lb.compare("builtin:gpt2", samples=2, max_length=12, layers=[1, 4], map="layer", bounds="all", progress=False)
+    assert ds["exact"].dims == ("sample", "layer")
+    assert "kim" not in ds
+    assert "exact_l2" not in ds
+    assert all(entry["broken"] == 0 for entry in ds.attrs["audit"].values())
+    assert bool((ds["exact_upper"] <= ds["exact"] * 1.001).all())
+    assert lb.tables.summary(ds).loc["lipbound_gram", "geomean"] < lb.tables.summary(ds).loc["lipbound", "geomean"]
+    assert "sample" in [axes.get_xlabel() for axes in lb.plots.heatmaps(ds, bounds=["yudin"]).axes]
+    att = lb.capture(*_model())[1]
+    direct = spectral_norm(att, map="layer", tol=1e-9).lower
+    assert float(direct[0]) == pytest.approx(float(ds["exact"][0, 0]), rel=2e-3)
+
+
+def _model() -> tuple:
+    from lipbound.models.checkpoints import load_checkpoint
+    from lipbound.models.inputs import prepare
+
+    checkpoint = load_checkpoint("builtin:gpt2")
+    return checkpoint.model, prepare(checkpoint, samples=2, max_length=12).batch
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "kim"}, "leave it out"),
+        ({"name": "yudin", "map": "head"}, "unknown map 'head' of a whole layer"),
+        ({"name": "yudin", "rule": "sums"}, "did you mean 'sum'"),
+    ],
+)
+def test_bad_options(options: dict, message: str) -> None:
+    with pytest.raises(LipboundError, match=message):
+        bounds.whole_layer(random_attention("plain"), **options)
+
+
+def test_a_layer_needs_its_projection() -> None:
+    att = random_attention("plain", w_o=False)
+    for call in (lambda: spectral_norm(att, map="layer"), lambda: bounds.whole_layer(att, "yudin")):
+        with pytest.raises(LipboundError, match="map='heads'"):
+            call()

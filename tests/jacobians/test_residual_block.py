@@ -1,0 +1,238 @@
+"""Attention with residual connection and layer normalisation, against dense autograd Jacobians and the model's own modules."""
+
+import pytest
+import torch
+import transformers as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.layers import random_attention
+from support.models import AFFINE, build, inputs_for
+
+from lipbound.attention.layer import Attention
+from lipbound.attention.layer_norm import Normaliser, ellipsoid_radius
+from lipbound.attention.residual import ResidualContext
+from lipbound.bounds.after_layer_norm import after_norm, fold_normalisation
+from lipbound.bounds.multihead import whole_layer
+from lipbound.errors import AttentionError, LipboundError
+from lipbound.jacobians.maps import BLOCKS, block_bound
+from lipbound.jacobians.residual_block import BlockJacobian
+from lipbound.jacobians.spectral_norm import spectral_norm
+from lipbound.models.capture.capture import Capturer, capture
+
+PRE = ("gpt2", "opt", "vit", "clip text", "siglip vision")
+POST = ("bert", "roberta", "electra", "distilbert", "albert")
+
+
+def attention_of(att: Attention, x: torch.Tensor, s: int) -> torch.Tensor:
+    """The layer as a function of its input, without output bias, for one sample."""
+    total = torch.zeros_like(x)
+    for h in range(att.heads):
+        q, k, v = (x @ w[h] + (0 if b is None else b[h]) for w, b in ((att.w_q, att.b_q), (att.w_k, att.b_k), (att.w_v, att.b_v)))
+        scores = att.scale * q @ k.mT
+        if att.mask is not None:
+            scores = scores + att.mask.expand(att.samples, att.heads, att.tokens, att.tokens)[s, h]
+        assert att.w_o is not None
+        total = total + torch.softmax(scores, -1) @ v @ att.w_o[h]
+    return total
+
+
+def normalise(x: torch.Tensor, norm: Normaliser) -> torch.Tensor:
+    """LayerNorm or RMSNorm from the definition."""
+    y = x - x.mean(-1, keepdim=True) if norm.centred else x
+    y = norm.weight * y / (y.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+    return y if norm.bias is None else y + norm.bias
+
+
+def around(att: Attention, residual: str, centred: bool, seed: int = 0) -> Attention:
+    """A layer with random normalisation around it, consistent with its input."""
+    g = torch.Generator().manual_seed(seed)
+    width = att.x.shape[2]
+    weight, bias = torch.randn(width, generator=g, dtype=torch.float64), torch.randn(width, generator=g, dtype=torch.float64)
+    h = 3 * torch.randn(att.x.shape, generator=g, dtype=torch.float64)
+    norm = Normaliser(h, weight, bias, eps=1e-3, centred=centred)
+    x = norm.out if residual == "pre" else att.x
+    found = Attention(x, att.w_q, att.w_k, att.w_v, b_q=att.b_q, b_k=att.b_k, b_v=att.b_v, w_o=att.w_o, mask=att.mask)
+    if residual == "pre":
+        found.surroundings = ResidualContext(norm, "pre")
+    else:
+        out = torch.stack([attention_of(found, found.x[s], s) for s in range(found.samples)])
+        found.surroundings = ResidualContext(None, "post", Normaliser(found.x + out, weight, bias, eps=1e-3, centred=centred))
+    return found
+
+
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize("kind", ["plain", "biases", "causal", "one_token", "sharp", "wide_values"])
+@pytest.mark.parametrize("map", list(BLOCKS))
+def test_norm_is_that_of_the_dense_jacobian(map: str, kind: str, centred: bool) -> None:
+    att = around(random_attention(kind), "pre" if map == "pre_norm" else "post", centred)
+    norm = spectral_norm(att, map=map, tol=1e-9)
+    bound = whole_layer(att, "lipbound", map=map)
+    for s in range(att.samples):
+        before, after = att.surroundings.fed_by, att.surroundings.followed_by
+
+        def block(h: torch.Tensor, s: int = s, before: Normaliser | None = before, after: Normaliser | None = after) -> torch.Tensor:
+            x = normalise(h, before) if map == "pre_norm" and before is not None else h
+            y = h + attention_of(att, x, s)
+            return normalise(y, after) if map == "post_norm" and after is not None else y
+
+        at = before.x[s] if map == "pre_norm" and before is not None else att.x[s]
+        dense = torch.func.jacrev(block)(at).flatten(2).flatten(0, 1)
+        exact = torch.linalg.matrix_norm(dense, 2)
+        torch.testing.assert_close(norm.lower[s], exact, rtol=1e-7, atol=1e-9)
+        assert float(bound[s]) >= float(exact) * (1 - 1e-9)
+
+
+def test_certificate_and_vjp_fit() -> None:
+    att = around(random_attention("biases"), "pre", True)
+    op = BlockJacobian(att, "pre_norm")
+    g = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(op.batch, *op.in_shape, generator=g, dtype=torch.float64) for _ in range(2))
+    torch.testing.assert_close((op.jvp(x) * y).sum((-1, -2)), (x * op.vjp(y)).sum((-1, -2)))
+    part = op.select(torch.tensor([1]))
+    torch.testing.assert_close(part.jvp(x[1:]), op.jvp(x)[1:])
+    torch.testing.assert_close(op.double().jvp(x), op.jvp(x))
+    norm = spectral_norm(att, map="pre_norm", delta=1e-6, tol=1e-6)
+    assert bool((norm.upper >= spectral_norm(att, map="pre_norm", method="dense").lower * (1 - 1e-12)).all())
+
+
+def test_padding_takes_no_part() -> None:
+    att = random_attention("padded")
+    norm = spectral_norm(att, map="residual", tol=1e-9).lower
+    for s in range(att.samples):
+        torch.testing.assert_close(norm[s], spectral_norm(att.unpadded(s), map="residual", tol=1e-9).lower[0], rtol=1e-8, atol=0)
+    empty = Attention(0 * att.x, 0 * att.w_q, 0 * att.w_k, 0 * att.w_v, w_o=att.w_o, valid=att.valid)
+    torch.testing.assert_close(spectral_norm(empty, map="residual").lower, torch.ones(2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", [*PRE, *POST])
+def test_surroundings_are_found_in_models(name: str) -> None:
+    """Against the Jacobian of the model's own block, taken apart at the modules where the numbers were found."""
+    model = build(AFFINE[name]).double()
+    layers = capture(model, inputs_for(model), around=True)
+    for att in layers:
+        assert att.surroundings is not None
+        if att.surroundings.fed_by is None:  # two families project their normalised embeddings once more
+            assert name in ("electra", "albert")
+            assert att is layers[0]
+        else:
+            torch.testing.assert_close(att.surroundings.fed_by.out, att.x, rtol=1e-6, atol=1e-6)
+        assert att.surroundings.residual == ("pre" if name in PRE else "post")
+        assert (att.surroundings.followed_by is not None) == (name in POST)
+        map = "pre_norm" if name in PRE else "post_norm"
+        assert bool((spectral_norm(att, map=map).lower > 0).all())
+        with pytest.raises(AttentionError, match="is not known to be"):
+            spectral_norm(att, map="post_norm" if name in PRE else "pre_norm")
+
+
+def test_block_of_a_bert_layer_against_its_own_module() -> None:
+    model = build(AFFINE["bert"]).double()
+    inputs = inputs_for(model)
+    layers = capture(model, inputs, around=True)
+    model.set_attn_implementation("eager")
+    for att, layer in zip(layers, model.encoder.layer, strict=True):
+        for s in range(att.samples):
+            dense = torch.func.jacrev(lambda x, layer=layer: layer.attention(x[None])[0][0])(att.x[s])
+            exact = torch.linalg.matrix_norm(dense.flatten(2).flatten(0, 1), 2)
+            torch.testing.assert_close(spectral_norm(att, map="post_norm", tol=1e-9).lower[s], exact, rtol=1e-6, atol=0)
+
+
+def test_block_of_a_gpt2_layer_against_its_own_modules() -> None:
+    model = build(AFFINE["gpt2"]).double()
+    layers = capture(model, inputs_for(model), around=True)
+    model.set_attn_implementation("eager")
+    for att, block in zip(layers, model.h, strict=True):
+        mask = torch.full((att.tokens, att.tokens), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+
+        def own(h: torch.Tensor, block: torch.nn.Module = block, mask: torch.Tensor = mask) -> torch.Tensor:
+            return h + block.attn(block.ln_1(h[None]), attention_mask=mask)[0][0]
+
+        for s in range(att.samples):
+            dense = torch.func.jacrev(own)(att.surroundings.fed_by.x[s])
+            exact = torch.linalg.matrix_norm(dense.flatten(2).flatten(0, 1), 2)
+            torch.testing.assert_close(spectral_norm(att, map="pre_norm", tol=1e-9).lower[s], exact, rtol=1e-6, atol=0)
+
+
+def test_layer_scale_is_not_taken_for_a_residual() -> None:
+    model = build(AFFINE["dinov2"])
+    for layer in model.encoder.layer:
+        torch.nn.init.constant_(layer.layer_scale1.lambda1, 0.5)
+    for layer in Capturer(model, around=True).run(inputs_for(model)):
+        assert layer.attention.surroundings is not None
+        assert layer.attention.surroundings.residual is None
+
+
+def test_rms_norm_is_found() -> None:
+    class Small(tf.BertModel):
+        """BERT with RMSNorm in the place of LayerNorm."""
+
+        def __init__(self, config: tf.BertConfig):
+            super().__init__(config)
+            for layer in self.encoder.layer:
+                layer.attention.output.LayerNorm = torch.nn.RMSNorm(config.hidden_size, eps=1e-6)
+
+    model = build(lambda: Small(AFFINE["bert"]().config))
+    for layer in Capturer(model, around=True).run(inputs_for(model)):
+        followed = layer.attention.surroundings.followed_by
+        assert followed is not None
+        assert not followed.centred
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(seed=st.integers(0, 10**6), width=st.integers(2, 9), centred=st.booleans(), size=st.floats(0, 10), alone=st.booleans())
+def test_ellipsoid_radius(seed: int, width: int, centred: bool, size: float, alone: bool) -> None:
+    """Above the outputs at many inputs, and attained up to a gradient ascent from the best of them."""
+    g = torch.Generator().manual_seed(seed)
+    weight = torch.randn(width, generator=g, dtype=torch.float64)
+    bias = None if alone else size * torch.randn(width, generator=g, dtype=torch.float64)
+    radius = ellipsoid_radius(weight, bias, centred=centred)
+    x = torch.randn(1, 200, width, generator=g, dtype=torch.float64)
+    out = Normaliser(x, weight, bias, centred=centred).out
+    assert float(out.norm(dim=-1).amax()) <= radius * (1 + 1e-9)
+    z = torch.randn(50, width, generator=g, dtype=torch.float64)
+    b = torch.zeros(width, dtype=torch.float64) if bias is None else bias
+    for _ in range(3000):  # power-like ascent of a convex function over the sphere
+        z = weight * (weight * z + b)
+        z = z - z.mean(-1, keepdim=True) if centred else z
+        z = z / z.norm(dim=-1, keepdim=True).clamp_min(1e-300) * width**0.5
+    best = float((weight * z + b).norm(dim=-1).amax())
+    assert best <= radius * (1 + 1e-9)
+    assert best >= radius * (1 - 1e-2)
+
+
+def test_needs() -> None:
+    att = random_attention("plain", w_o=False)
+    with pytest.raises(AttentionError, match="output projection"):
+        spectral_norm(att, map="residual")
+    with pytest.raises(LipboundError, match="no closed form"):
+        spectral_norm(random_attention("plain"), map="residual", method="cholesky")
+    with pytest.raises(AttentionError, match="weight has shape"):
+        Normaliser(torch.zeros(1, 2, 3), torch.ones(4))
+    torch.testing.assert_close(block_bound(random_attention("plain"), torch.ones(2), "residual"), torch.full((2,), 2.0), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize("kind", ["plain", "biases", "causal", "one_token"])
+def test_bounds_after_a_norm(kind: str, centred: bool) -> None:
+    att = around(random_attention(kind), "pre", centred)
+    folded = fold_normalisation(att)
+    for name in ("q", "k", "v", "p"):
+        torch.testing.assert_close(getattr(folded, name), getattr(att, name), rtol=1e-9, atol=1e-9)
+    norm = att.surroundings.fed_by
+    assert float(folded.x.norm(dim=-1).amax()) <= att.x.shape[2] ** 0.5
+    values = {name: after_norm(att, name) for name in ("lipbound", "yudin", "castin_bias")}
+    for s in range(att.samples):
+        for h in range(att.heads):
+
+            def head(y: torch.Tensor, s: int = s, h: int = h) -> torch.Tensor:
+                x = normalise(y, norm)
+                q, k, v = (x @ w[h] + (0 if b is None else b[h]) for w, b in ((att.w_q, att.b_q), (att.w_k, att.b_k), (att.w_v, att.b_v)))
+                scores = att.scale * q @ k.mT
+                if att.mask is not None:
+                    scores = scores + att.mask
+                return torch.softmax(scores, -1) @ v
+
+            exact = float(torch.linalg.matrix_norm(torch.func.jacrev(head)(norm.x[s]).flatten(2).flatten(0, 1), 2))
+            for value in values.values():
+                assert float(value[s, h]) >= exact * (1 - 1e-9)
+    with pytest.raises(AttentionError, match="around=True"):
+        after_norm(random_attention("plain"), "lipbound")

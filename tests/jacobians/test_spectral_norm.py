@@ -1,0 +1,257 @@
+import math
+
+import pytest
+import torch
+from support.layers import random_attention
+from support.oracles import oracle
+
+from lipbound import bounds
+from lipbound.attention.layer import Attention
+from lipbound.attention.reference import dense_jacobian, head_function
+from lipbound.errors import LipboundError
+from lipbound.jacobians.head import HeadJacobian
+from lipbound.jacobians.l2_attention import L2HeadJacobian
+from lipbound.jacobians.rounding import rounding
+from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
+from lipbound.linalg.certificates import log_inverse_epsilon
+from lipbound.linalg.operator_norm import operator_norm
+from lipbound.linalg.operators import AutogradJacobian
+
+
+@pytest.mark.parametrize("method", ["lanczos", "golub-kahan", "dense"])
+def test_norms_match_the_oracle(att: Attention, method: str) -> None:
+    norm = spectral_norm(att, method=method, tol=1e-10)
+    assert norm.lower.shape == norm.steps.shape == (2, 3)
+    assert norm.lower.dtype == torch.float64
+    assert bool(norm.converged.all())
+    torch.testing.assert_close(norm.lower, oracle(att), rtol=1e-9, atol=0)
+    assert bool((norm.lower <= oracle(att) * (1 + 1e-12)).all())
+
+
+def test_power_iteration_approaches_from_below(att: Attention) -> None:
+    exact = oracle(att)
+    norm = spectral_norm(att, method="power", tol=0, max_steps=300)
+    assert bool((norm.lower <= exact * (1 + 1e-12)).all())
+    assert bool((norm.lower >= 0.98 * exact).all())
+    assert bool(norm.error.isnan().all())
+
+
+def test_power_iteration_stops_on_an_absolute_change() -> None:
+    att = random_attention("plain")
+    small = Attention(att.x, att.w_q, att.w_k, att.w_v * 1e-6)
+    assert int(spectral_norm(small, method="power", tol=1e-4).steps.max()) == 2  # the papers' rule depends on scale
+    assert bool(spectral_norm(small, tol=1e-9).converged.all())
+    torch.testing.assert_close(spectral_norm(small, tol=1e-9).lower, oracle(small), rtol=1e-8, atol=0)
+
+
+@pytest.mark.parametrize("tol", [1e-2, 1e-4, 1e-8])
+def test_the_error_asked_for_is_the_error_delivered(att: Attention, tol: float) -> None:
+    norm = spectral_norm(att, tol=tol)
+    assert float((1 - norm.lower / oracle(att)).max()) <= tol
+    assert bool((norm.error <= tol).all())
+
+
+def test_float32_agrees_to_rounding(kind: str) -> None:
+    att = random_attention(kind, dtype=torch.float32)
+    torch.testing.assert_close(spectral_norm(att, tol=1e-6).lower, oracle(att), rtol=2e-5, atol=0)
+
+
+def test_head_out_is_the_norm_with_the_output_projection(att: Attention) -> None:
+    norm = spectral_norm(att, map="head_out", tol=1e-10, vectors=True)
+    for s in range(att.samples):
+        for h in range(att.heads):
+            head = dense_jacobian(att, s, h)
+            n = len(head) // att.d_v
+            full = torch.einsum("nvk,vo->nok", head.view(n, att.d_v, -1), att.w_o[h]).reshape(n * att.w_o.shape[2], -1)
+            assert abs(float(norm.lower[s, h] / torch.linalg.svdvals(full)[0]) - 1) < 1e-9
+    assert norm.left.shape == (2, 3, att.tokens, att.w_o.shape[2])
+
+
+@pytest.mark.parametrize("method", ["lanczos", "golub-kahan", "dense"])
+def test_singular_pair(att: Attention, method: str) -> None:
+    norm = spectral_norm(att, method=method, tol=1e-13, vectors=True)
+    assert norm.left.shape == (2, 3, att.tokens, att.d_v)
+    assert norm.right.shape == att.x[:, None].expand(-1, 3, -1, -1).shape
+    torch.testing.assert_close(norm.right.flatten(2).norm(dim=-1), torch.ones(2, 3, dtype=torch.float64))
+    for h in range(3):
+        image = dense_jacobian(att, 0, h) @ norm.right[0, h].flatten()
+        torch.testing.assert_close(image, norm.lower[0, h] * norm.left[0, h].flatten(), rtol=0, atol=1e-5 * float(norm.lower[0, h]))
+
+
+def test_padded_tokens_carry_no_singular_vectors() -> None:
+    norm = spectral_norm(random_attention("padded"), vectors=True)
+    assert not norm.left[1, :, 4:].any()
+    assert not norm.right[1, :, 4:].any()
+
+
+def test_zero_operator_and_exhausted_spaces() -> None:
+    x, w = torch.ones(1, 4, 3, dtype=torch.float64), torch.ones(2, 3, 2, dtype=torch.float64)
+    zero = Attention(x, w, w, w * 0)
+    for method in ("lanczos", "golub-kahan", "power", "dense"):
+        norm = spectral_norm(zero, method=method)
+        assert norm.lower.tolist() == [[0.0, 0.0]]
+        assert bool(norm.converged.all())
+    rank_one = spectral_norm(Attention(x, w, w, w), tol=1e-12)
+    torch.testing.assert_close(rank_one.lower, oracle(Attention(x, w, w, w)), rtol=1e-11, atol=0)
+
+
+@pytest.mark.parametrize("size", [1e-20, 1e-6, 1.0, 1e6, 1e15])
+def test_float32_keeps_its_range(size: float) -> None:
+    att = random_attention("plain", dtype=torch.float32)
+    scaled = Attention(att.x, att.w_q, att.w_k, att.w_v * size)
+    torch.testing.assert_close(spectral_norm(scaled, tol=1e-6).lower, oracle(scaled), rtol=2e-5, atol=0)
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e6])
+def test_huge_and_tiny_inputs(size: float) -> None:
+    att = random_attention("plain")
+    scaled = Attention(att.x * size, att.w_q, att.w_k, att.w_v)
+    torch.testing.assert_close(spectral_norm(scaled, tol=1e-10).lower, oracle(scaled), rtol=1e-8, atol=0)
+
+
+def test_overflow_is_a_sentence() -> None:
+    op = AutogradJacobian(lambda x: 1e30 * x, torch.ones(4))
+    for method in ("lanczos", "golub-kahan"):
+        with pytest.raises(LipboundError, match="float64"):
+            operator_norm(op, method=method)
+
+
+def test_unconverged_is_said() -> None:
+    norm = spectral_norm(random_attention("plain"), tol=1e-14, max_steps=2)
+    assert not bool(norm.converged.any())
+    assert bool((norm.error > 0).all())
+    assert bool((norm.steps == 2).all())
+
+
+def test_batches_do_not_change_results() -> None:
+    att = random_attention("biases")
+    whole = spectral_norm(att, seed=[5, 6])
+    torch.testing.assert_close(spectral_norm(att.select(slice(1, 2)), seed=[6]).lower, whole.lower[1:], rtol=1e-12, atol=0)
+
+
+def test_l2_norms_match_dense() -> None:
+    att = random_attention("causal")
+    reference = torch.linalg.svdvals(L2HeadJacobian(att).dense())[:, 0].view(2, 3)
+    torch.testing.assert_close(l2_spectral_norm(att, tol=1e-11).lower, reference, rtol=1e-9, atol=0)
+
+
+def test_any_callable() -> None:
+    att = random_attention("window")
+    norm = operator_norm(AutogradJacobian(head_function(att, 1, 2), att.x[1]), method="golub-kahan", tol=1e-11)
+    torch.testing.assert_close(norm.lower[0], oracle(att)[1, 2], rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"map": "heda"}, "did you mean 'head'"),
+        ({"method": "lanzcos"}, "did you mean 'lanczos'"),
+        ({"tol": math.nan}, "tol is nan"),
+        ({"max_steps": 0}, "max_steps is 0"),
+        ({"seed": [1, 2, 3, 4]}, "4 seeds"),
+    ],
+)
+def test_bad_options(options: dict, message: str) -> None:
+    with pytest.raises(LipboundError, match=message):
+        spectral_norm(random_attention("plain"), **options)
+
+
+def test_dense_refuses_what_does_not_fit() -> None:
+    big = Attention(torch.ones(1, 600, 200), *(torch.ones(1, 200, 64) for _ in range(3)))
+    with pytest.raises(LipboundError, match="method='lanczos'"):
+        spectral_norm(big, method="dense")
+
+
+def test_dense_encloses() -> None:
+    att = random_attention("biases")
+    norm = spectral_norm(att, method="dense")
+    assert bool((norm.lower <= oracle(att)).all())
+    assert bool((oracle(att) <= norm.upper).all())
+    assert float((norm.upper / norm.lower).max()) < 1 + 1e-11
+    assert operator_norm(HeadJacobian(att), method="dense").lower.shape == (6,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_exhausted_spaces_are_not_taken_for_convergence(dtype: torch.dtype) -> None:
+    """One token, values diag(1, ..., 1, 1 + g): the Krylov space ends on rounding before it has found the last direction."""
+    d, g, tol = 100, 3e-5, 1e-6
+    w_v = torch.eye(d, dtype=dtype)
+    w_v[-1, -1] += g
+    zero = torch.zeros(1, d, 1, dtype=dtype)
+    att = Attention(torch.ones(40, 1, d, dtype=dtype), zero, zero, w_v[None])
+    norm = spectral_norm(att, tol=tol)
+    exact = float(w_v[-1, -1].double())
+    wrong = norm.converged & ((1 - norm.lower / exact).abs() > tol)
+    assert not bool(wrong.any())
+    certified = spectral_norm(att, tol=1e-4, delta=1e-10)
+    assert bool((certified.upper >= exact * (1 - 1e-12)).all())
+    assert bool((certified.upper / certified.lower <= 1 + 1e-4).all())
+    assert bool(certified.converged.all())
+
+
+def test_underflow_is_a_sentence() -> None:
+    op = AutogradJacobian(lambda x: 1e-25 * x, torch.ones(4))
+    with pytest.raises(LipboundError, match="underflow"):
+        operator_norm(op, delta=1e-6)
+
+
+def test_subnormal_values_are_measured() -> None:
+    att = random_attention("plain", dtype=torch.float32)
+    tiny = Attention(att.x, att.w_q, att.w_k, att.w_v * 1e-36)
+    torch.testing.assert_close(spectral_norm(tiny, tol=1e-5).lower, oracle(tiny), rtol=1e-4, atol=0)
+
+
+def test_saturated_attention_in_float32() -> None:
+    """Logits of hundreds: P comes from float64 scores, so what is left is the rounding that is reported."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 48, 32, generator=g)
+    w_q, w_k, w_v = (torch.randn(4, 32, 8, generator=g) for _ in range(3))
+    att = Attention(x, 10 * w_q, w_k, w_v)
+    exact = spectral_norm(att.double(), tol=1e-8).lower
+    difference = (spectral_norm(att, tol=1e-5).lower - exact).abs()
+    assert bool((difference <= 2e-5 * exact + rounding(att)).all())
+
+
+def test_failure_rate_of_certificates_agrees_with_theory() -> None:
+    """1,000 upper bounds at 10 % each, stopped early: about a tenth at most may fail, and some should, or the bound is idle."""
+    att = random_attention("biases").select(slice(0, 1), slice(0, 1))
+    exact = float(oracle(att))
+    many = Attention(att.x.expand(10, -1, -1), att.w_q, att.w_k, att.w_v, b_q=att.b_q, b_k=att.b_k, b_v=att.b_v)
+    reference = float(oracle(many)[0, 0])
+    assert reference == pytest.approx(exact, rel=1e-9)
+    failures = 0
+    for seed in range(100):
+        norm = spectral_norm(many, tol=0.5, delta=0.999999, seed=seed, max_steps=4)  # shared by ten: a tenth each
+        failures += int((norm.upper < exact * (1 - 1e-9)).sum())
+        assert bool((norm.lower <= exact * (1 + 1e-9)).all())
+    assert 0 < failures <= 100 + 3 * 9.5
+
+
+@pytest.mark.parametrize("offset", ["x", "b_k", "b_v"])
+def test_common_offsets_cost_no_digits(offset: str) -> None:
+    """Keys and values matter through differences alone: offsets of 1e4 in float32 leave norms and bounds where they are."""
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 24, 16, generator=g) + (1e3 if offset == "x" else 0.0)
+    w = [torch.randn(3, 16, 4, generator=g) * 0.3 for _ in range(3)]
+    att = Attention(x, *w, scale=0.01, **{name: torch.full((3, 4), 1e4) for name in ("b_k", "b_v") if name == offset})
+    exact = torch.stack([torch.linalg.matrix_norm(dense_jacobian(att.double(), s, h), 2) for s in range(2) for h in range(3)]).view(2, 3)
+    error = (spectral_norm(att, tol=1e-6).lower / exact - 1).abs().max()
+    assert float(error) <= 3e-6
+    for name in ("lipbound", "lipbound_block", "lipbound_gram"):
+        assert bool((bounds.get(name)(att) >= exact * (1 - 1e-6)).all())
+
+
+def test_tiny_values_do_not_vanish() -> None:
+    """Squares of 1e-170 underflow; bounds must not."""
+    att = random_attention("plain")
+    tiny = Attention(att.x, att.w_q, att.w_k, att.w_v * 1e-170)
+    for name in ("lipbound", "lipbound_block", "lipbound_gram"):
+        torch.testing.assert_close(bounds.get(name)(tiny), bounds.get(name)(att) * 1e-170, rtol=1e-9, atol=0)
+    torch.testing.assert_close(bounds.over_ball(tiny, 0.1), bounds.over_ball(att, 0.1) * 1e-170, rtol=1e-6, atol=0)
+
+
+def test_certificates_honour_vanishing_failure_probabilities() -> None:
+    """log(1/eps) is continuous where the closed form takes over, and goes on growing."""
+    for n in (3, 100, 6000):
+        assert log_inverse_epsilon(n, 0.99e-100) - log_inverse_epsilon(n, 1.01e-100) == pytest.approx(math.log(1.01 / 0.99), rel=1e-6)
+        assert log_inverse_epsilon(n, 1e-200) - log_inverse_epsilon(n, 1e-100) == pytest.approx(100 * math.log(10), rel=1e-6)

@@ -1,0 +1,134 @@
+"""Rotation, q/k-norm, caps, sinks and masks, alone and together: exact norms and bounds against dense Jacobians of the definition."""
+
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.oracles import oracle
+from support.variants import MASKS, VARIANTS, layer
+
+import lipbound as lb
+from lipbound.attention.layer import Attention
+from lipbound.attention.variants.qk_norm import QKNorm
+from lipbound.errors import AttentionError
+from lipbound.jacobians.head import HeadJacobian
+from lipbound.jacobians.head_streaming import StreamedHeadJacobian
+from lipbound.jacobians.rounding import rounding
+from lipbound.reporting.page.details import of_layer
+
+SETS = st.frozensets(st.sampled_from(VARIANTS))
+
+
+@settings(deadline=None, max_examples=350, derandomize=True)
+@given(
+    seed=st.integers(0, 10**6), has=SETS, mask=st.sampled_from(MASKS), n=st.integers(1, 7), d=st.integers(2, 6), d_v=st.integers(1, 5),
+    scale=st.sampled_from([1e-2, 0.1, 1.0, 10.0, 100.0]), biases=st.booleans(), same=st.booleans(),
+)  # fmt: skip
+def test_exact_norms_and_bounds(seed: int, has: frozenset[str], mask: str, n: int, d: int, d_v: int, scale: float, biases: bool, same: bool) -> None:
+    att = layer(seed, has, mask=mask, n=n, d=d, d_v=d_v, scale=scale, biases=biases, same=same)
+    exact = oracle(att)
+    slack = rounding(att) + 1e-9 * exact
+    norm = lb.spectral_norm(att, tol=1e-10)
+    assert bool(((norm.lower - exact).abs() <= 1e-8 * exact + slack).all())
+    for name in lb.bounds.names():
+        bound = lb.bounds.get(name)
+        if bound.map == "head" and bound.applies(att):
+            value, sound = bound(att), bound.sound(att)
+            assert bool((value >= exact - slack)[sound].all()), name
+    assert lb.bounds.get("lipbound").applies(att)
+
+
+@pytest.mark.parametrize("has", [*({v} for v in VARIANTS), {"rotation", "together", "cap", "sinks"}, {"rotation", "norm", "sinks"}])
+@pytest.mark.parametrize("mask", MASKS)
+def test_products_streams_and_whole_layers(has: set[str], mask: str) -> None:
+    att = layer(3, frozenset(has), mask=mask)
+    op, streamed = HeadJacobian(att), StreamedHeadJacobian(att)
+    y = torch.randn(op.batch, *op.out_shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    if att.valid is not None:
+        y = (y.view(2, 3, *op.out_shape) * att.valid[:, None, :, None]).view_as(y)
+    torch.testing.assert_close(op.gram(y), streamed.gram(y))
+    torch.testing.assert_close(op.gram(y), op.jvp(op.vjp(y)))
+    torch.testing.assert_close(op.select(torch.tensor([4, 1])).gram(y[[4, 1]]), op.gram(y)[[4, 1]])
+    for map in ("heads", "layer", "head_out", "residual"):
+        norm = lb.spectral_norm(att, map=map, tol=1e-9, delta=1e-9)
+        dense = lb.spectral_norm(att, map=map, method="dense")
+        torch.testing.assert_close(norm.lower, dense.lower, rtol=1e-8, atol=0)
+        assert bool((norm.upper >= dense.lower * (1 - 1e-9)).all())
+    assert bool((lb.bounds.whole_layer(att, "lipbound", map="layer") >= lb.spectral_norm(att, map="layer", method="dense").lower).all())
+    single = att._map(lambda t: t.float() if t.is_floating_point() else t)
+    torch.testing.assert_close(lb.spectral_norm(single, tol=1e-6).lower, oracle(att), rtol=1e-4, atol=0)
+    top = lb.spectral_norm(att, tol=1e-10, vectors=True)
+    reached = HeadJacobian(att).along(top.right.flatten(0, 1))
+    torch.testing.assert_close(reached.norm(dim=(-1, -2)).view(2, 3), top.lower, rtol=1e-6, atol=0)
+    paths = HeadJacobian(att).paths(top.right.flatten(0, 1))
+    torch.testing.assert_close(paths["values"] + paths["keys"] + paths["queries"], reached)
+
+
+@pytest.mark.parametrize("has", [{"rotation"}, {"together", "sinks"}, {"norm", "cap"}])
+def test_details_of_a_report(has: set[str]) -> None:
+    found = of_layer(layer(3, frozenset(has), mask="padded").unpadded(0), "head_out", ["lipbound", "castin_bias"])
+    assert sum(found.parts.values()) == pytest.approx(1)
+    assert set(found.bounds) == ({"castin_bias"} if has == {"rotation"} else set())
+    assert bool((found.softmax_norm <= 0.5 + 1e-6).all())
+
+
+@pytest.mark.parametrize("has", [{"together", "rotation"}, {"norm", "sinks", "cap"}])
+def test_parts_of_a_layer(has: set[str]) -> None:
+    att = layer(5, frozenset(has), mask="padded")
+    whole = oracle(att)
+    torch.testing.assert_close(oracle(att.select(slice(1, 2), slice(1, 3))), whole[1:, 1:])
+    torch.testing.assert_close(oracle(att.unpadded(1)), whole[1:])
+
+
+@pytest.mark.parametrize("has", [{"rotation"}, {"cap"}, {"rotation", "cap"}, {"together", "sinks"}])
+def test_padding_takes_no_part_in_bounds(has: set[str]) -> None:
+    att = layer(5, frozenset(has), mask="padded")
+    alone = att.unpadded(1)
+    for name in lb.bounds.names():
+        bound = lb.bounds.get(name)
+        if bound.applies(att):
+            torch.testing.assert_close(bound(att)[1:], bound(alone), rtol=1e-6, atol=0, msg=name)
+
+
+def test_a_neutral_variant_changes_nothing() -> None:
+    """A cap and sinks that are far away leave plain attention."""
+    plain = layer(1, frozenset())
+    far = Attention(
+        plain.x, plain.w_q, plain.w_k, plain.w_v, b_q=plain.b_q, b_k=plain.b_k, b_v=plain.b_v, cap=1e8, sinks=torch.full((3,), -1e4).double()
+    )
+    torch.testing.assert_close(lb.spectral_norm(far, tol=1e-10).lower, lb.spectral_norm(plain, tol=1e-10).lower, rtol=1e-8, atol=0)
+
+
+def test_layer_norm_is_rms_norm_after_centred_weights() -> None:
+    att = layer(2, frozenset())
+    centred = att.w_q - att.w_q.mean(-1, keepdim=True)
+    bias = att.b_q - att.b_q.mean(-1, keepdim=True)
+    gain = torch.tensor([[1.0, 2.0, 0.5, -1.0]] * 3, dtype=torch.float64)
+    mine = Attention(att.x, centred, att.w_k, att.w_v, b_q=bias, norm_q=QKNorm(gain, eps=1e-5))
+    y = torch.einsum("snd,hde->shne", att.x, att.w_q) + att.b_q[:, None]
+    torch.testing.assert_close(mine.q, torch.nn.functional.layer_norm(y, (4,), gain[0], eps=1e-5))
+
+
+def test_bad_variants() -> None:
+    att = layer(0, frozenset())
+
+    def build(**extra: object) -> Attention:
+        return Attention(att.x, att.w_q, att.w_k, att.w_v, **extra)
+
+    ones = torch.ones(3, 4, dtype=torch.float64)
+    for extra, words in (
+        ({"cap": 0.0}, "cap is 0.0; it must be a positive number"), ({"cap": float("nan")}, "must be a positive number"),
+        ({"sinks": torch.zeros(2).double()}, "sinks has shape (2,)"), ({"sinks": torch.full((3,), torch.nan).double()}, "sinks has NaN"),
+        ({"norm_q": QKNorm(ones[:2])}, "norm_q has gains of shape (2, 4)"),
+        ({"norm_k": QKNorm(ones, over=(torch.ones(5, 12).double(), None))}, "norm_k normalises a projection of shape"),
+    ):  # fmt: skip
+        with pytest.raises(AttentionError, match=re.escape(words)):
+            build(**extra)
+    with pytest.raises(AttentionError, match="normalised without eps"):
+        _ = Attention(0 * att.x, att.w_q, att.w_k, att.w_v, norm_k=QKNorm(ones)).p
+    assert bool(torch.isfinite(lb.spectral_norm(Attention(0 * att.x, att.w_q, att.w_k, att.w_v, norm_k=QKNorm(ones, eps=1e-6))).lower).all())
+    for bad in (lambda: QKNorm(ones[0]), lambda: QKNorm(ones, ones[:, :2]), lambda: QKNorm(ones, eps=-1.0), lambda: QKNorm(ones * torch.inf)):
+        with pytest.raises(AttentionError, match=r"gain of a normalisation|NaN or infinite numbers"):
+            bad()

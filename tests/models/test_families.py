@@ -1,0 +1,92 @@
+"""Model family by model family: what is captured, and what is measured on it, against the model's own attention module."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.models import AFFINE, MODERN, build, inputs_for, own_heads
+
+import lipbound as lb
+from lipbound.attention.reference import dense_jacobian
+from lipbound.models.capture.capture import Capturer, capture
+
+HAS = {
+    "Qwen 3": {"rotation", "qk_norm"}, "Gemma 2": {"rotation", "cap"}, "Gemma 3": {"rotation", "qk_norm"}, "Phi, q/k-norm": {"rotation", "qk_norm"},
+    "gpt-oss": {"rotation", "sinks"}, "OLMo 2": {"rotation", "qk_norm"}, "Cohere": {"rotation", "qk_norm"}, "Llama 4": {"rotation", "qk_norm"},
+    "StableLM, q/k-norm": {"rotation", "qk_norm"}, "GPTBigCode": set(), "T5 encoder": set(),
+}  # fmt: skip
+ALL = {**AFFINE, **MODERN}
+DENSE = ("bert", "roberta", "gpt2", "vit", "dinov2", "albert", "opt", *MODERN)
+
+
+@pytest.mark.parametrize("family", MODERN)
+def test_captured(family: str) -> None:
+    model = build(MODERN[family])
+    layers = Capturer(model).run(inputs_for(model))
+    assert len(layers) == 2
+    for layer in layers:
+        assert layer.error < 1e-5
+        assert layer.attention.w_o is not None
+        found = layer.attention.variants
+        full = family == "Cohere 2" and layer.index == 1  # its layers of full attention are not turned
+        assert found == (set() if full else HAS.get(family, {"rotation"}))
+    if "sliding_window" in model.config.to_dict() and model.config.sliding_window == 4:
+        p = layers[0].attention.p
+        assert bool((p[..., 8, :4] == 0).all())  # the window hides what is farther
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_jacobian_is_that_of_the_models_own_module(family: str) -> None:
+    """Dense SVD of autograd through the model's eager attention module, in float64, against ours; every sound bound is above it."""
+    model = build(ALL[family]).double()
+    att, heads = own_heads(model, 1)
+    jacobian = torch.func.jacrev(heads)(att.x[0].detach())
+    norm = lb.spectral_norm(att, tol=1e-9).lower[0]
+    sigma = torch.stack([torch.linalg.svdvals(jacobian[:, h].reshape(att.tokens * att.d_v, -1))[0] for h in range(att.heads)])
+    torch.testing.assert_close(norm, sigma, rtol=1e-6, atol=0)
+    for h in range(att.heads):
+        assert float(torch.linalg.svdvals(dense_jacobian(att, 0, h))[0] / sigma[h]) == pytest.approx(1, abs=1e-6)
+    for name in lb.bounds.names():
+        bound = lb.bounds.get(name)
+        if bound.map == "head" and bound.applies(att):
+            value, sound = bound(att)[0], bound.sound(att)[0]
+            assert bool((value[sound] >= sigma[sound] * (1 - 1e-6)).all()), name
+    assert lb.bounds.get("lipbound").applies(att)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen 3", "Gemma 2", "gpt-oss", "OLMo 2"])
+def test_padding_is_left_out(family: str) -> None:
+    model = build(MODERN[family])
+    layers = capture(model, inputs_for(model, padded=True))
+    short = capture(model, {name: t[1:, :6] for name, t in inputs_for(model, padded=True).items()})
+    for padded, alone in zip(layers, short, strict=True):
+        assert padded.lengths.tolist() == [9, 6]
+        torch.testing.assert_close(padded.out[1:, :, :6], alone.out, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(lb.spectral_norm(padded, tol=1e-6).lower[1:], lb.spectral_norm(alone, tol=1e-6).lower, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen 3", "Gemma 2", "gpt-oss"])
+def test_compare(family: str) -> None:
+    model = build(MODERN[family])
+    ds = lb.compare(model, inputs_for(model), progress=False)
+    assert set(ds.attrs["variants"]) == HAS.get(family, {"rotation"})
+    assert "lipbound" in ds.attrs["bounds"]
+    assert "kim" not in ds
+    assert ds.attrs["not_applicable"]["kim"].startswith("does not cover rotary position embeddings")
+    assert ("yudin" in ds) == (family in ("Llama", "Gemma 2"))
+    assert all(entry["broken"] == 0 for entry in ds.attrs["audit"].values())
+    assert not (set(ds.attrs["bounds"]) & set(ds.attrs["not_applicable"]))
+    assert "rotary position embeddings" in lb.tables.methods(ds, "text")
+    assert "left out (Kim 2021" in lb.tables.methods(ds, "text")
+    for format in ("text", "markdown", "latex"):
+        assert "left out, since the statement does not cover" in lb.tables.render(ds, format)
+    with pytest.raises(lb.LipboundError, match=r"bound 'kim' does not cover rotary .* which this model has; leave it out"):
+        lb.compare(model, inputs_for(model), bounds=["kim", "lipbound"], progress=False)
+
+
+def test_a_finished_run_is_taken_up(tmp_path: Path) -> None:
+    """Although the bounds that were asked for are more than those that apply."""
+    model = build(MODERN["Mistral"])
+    kwargs = {"out": tmp_path / "run", "resume": True, "progress": False}
+    first = lb.compare(model, inputs_for(model), **kwargs)
+    assert lb.compare(model, inputs_for(model), **kwargs)["exact"].equals(first["exact"])

@@ -1,0 +1,201 @@
+import importlib.util
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from support.models import AFFINE, build, save_bert, save_vit
+
+from lipbound.errors import InputsError
+from lipbound.models.checkpoints import Checkpoint, load_checkpoint
+from lipbound.models.inputs import prepare
+from lipbound.models.readers.positions import positions
+from lipbound.models.readers.text import DEFAULT_TEXT
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return load_checkpoint(save_bert(tmp_path_factory.mktemp("bert")))
+
+
+@pytest.fixture(scope="module")
+def vit(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return load_checkpoint(save_vit(tmp_path_factory.mktemp("vit")))
+
+
+def picture(seed: int = 0, size: int = 20) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (size, size, 3), dtype=np.uint8))
+
+
+TEXTS = ["the ferry is in a clock", "keeper", "   ", "a lighthouse and the island"]
+
+
+def test_minilm_windows_begin_like_plain_truncation() -> None:
+    checkpoint = load_checkpoint("builtin:minilm")
+    batch = prepare(checkpoint, None, samples=3, max_length=32).batch
+    text = DEFAULT_TEXT.read_text()
+    plain = checkpoint.tokenizer()(text, truncation=True, max_length=32, return_tensors="pt")
+    assert batch["input_ids"].shape == (3, 32)
+    assert torch.equal(batch["input_ids"][:1], plain["input_ids"])
+    assert len({tuple(row.tolist()) for row in batch["input_ids"]}) == 3
+    assert bool((batch["attention_mask"] == 1).all())
+
+
+def test_text_sources_agree(bert: Checkpoint, tmp_path: Path) -> None:
+    frame = pd.DataFrame({"label": [0, 1, 0, 1], "text": TEXTS})
+    frame.to_parquet(tmp_path / "t.parquet")
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    expected = prepare(bert, TEXTS, samples=3, max_length=40).batch
+    assert expected["input_ids"].shape[0] == 3  # the blank row is passed over
+    assert expected["attention_mask"].sum(-1).tolist() == [6, 1, 5]
+    for data in (datasets.Dataset.from_pandas(frame), tmp_path / "t.parquet", str(tmp_path / "t.csv"), tuple(TEXTS)):
+        batch = prepare(bert, data, samples=3, max_length=40).batch
+        assert all(torch.equal(batch[name], expected[name]) for name in expected)
+    assert (
+        prepare(bert, tmp_path / "t.parquet", samples=3, column="text", max_length=40).fingerprint
+        == prepare(bert, TEXTS, samples=3, max_length=40).fingerprint
+    )
+    assert prepare(bert, TEXTS, samples=2, max_length=40).fingerprint != prepare(bert, TEXTS, samples=3, max_length=40).fingerprint
+
+
+def test_text_file_windows(bert: Checkpoint, tmp_path: Path) -> None:
+    file = tmp_path / "words.txt"
+    file.write_text(" ".join(f"w{k % 30}" for k in range(25)))
+    assert prepare(bert, file, samples=8, max_length=10).batch["input_ids"].shape == (2, 10)
+    assert prepare(bert, file, samples=8, max_length=40).batch["input_ids"].shape == (1, 25)
+
+
+def test_image_sources_agree(vit: Checkpoint, tmp_path: Path) -> None:
+    pictures = [picture(k) for k in range(3)]
+    for k, image in enumerate(pictures):
+        image.save(tmp_path / f"{k}.png")
+    expected = prepare(vit, pictures).batch["pixel_values"]
+    assert expected.shape == (3, 3, 16, 16)
+    assert torch.equal(prepare(vit, tmp_path).batch["pixel_values"], expected)
+    assert torch.equal(prepare(vit, tmp_path / "0.png").batch["pixel_values"], expected[:1])
+    assert torch.equal(prepare(vit, pictures[0]).batch["pixel_values"], expected[:1])
+    table = datasets.Dataset.from_dict({"img": pictures, "label": [0, 1, 2]}).cast_column("img", datasets.Image())
+    assert torch.equal(prepare(vit, table).batch["pixel_values"], expected)
+    table.to_parquet(tmp_path / "t.parquet")
+    assert torch.equal(prepare(vit, tmp_path / "t.parquet", samples=2).batch["pixel_values"], expected[:2])
+
+
+def test_default_photographs(vit: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert prepare(vit).samples == 8
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputsError, match=r"pip install 'lipbound\[demo\]'"):
+        prepare(vit)
+
+
+def test_ready_inputs(bert: Checkpoint, tmp_path: Path) -> None:
+    ids = {"input_ids": torch.arange(12).view(3, 4)}
+    save_file(ids, tmp_path / "ready.safetensors")
+    assert torch.equal(prepare(bert, tmp_path / "ready.safetensors", samples=2).batch["input_ids"], ids["input_ids"][:2])
+    assert prepare(bert, ids).samples == 3
+
+
+def test_hub_datasets_are_named_with_split_and_config(bert: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def fake(repo: str, config: str | None = None, split: str | None = None) -> datasets.Dataset:
+        asked.append((repo, config, split))
+        return datasets.Dataset.from_dict({"text": TEXTS})
+
+    monkeypatch.setattr(datasets, "load_dataset", fake)
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda repo, config: ["train", "validation"])
+    assert prepare(bert, "owner/news:small", max_length=40).description == "owner/news:small, validation split"
+    prepare(bert, "news", split="extra", max_length=40)
+    assert asked == [("owner/news", "small", "validation"), ("news", None, "extra")]
+
+
+def test_positions_count_robertas_offset() -> None:
+    def of(family: str) -> int | None:
+        model = build(AFFINE[family])
+        return positions(Checkpoint(model, family, "", None))
+
+    assert (of("bert"), of("roberta"), of("gpt2")) == (40, 38, 40)
+
+
+def test_errors_about_text(bert: Checkpoint, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.write_text("  \n")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    picture().save(tmp_path / "p.png")
+    frame = pd.DataFrame({"a": [1, 2], "b": ["x", "y"]})
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    cases = [
+        ({"data": TEXTS, "max_length": 41}, "exceeds the 40 positions"),
+        ({"data": {"input_ids": torch.zeros(1, 50, dtype=torch.long)}}, "exceed the 40 positions"),
+        ({"data": empty}, "is empty"),
+        ({"data": []}, "empty list"),
+        ({"data": [" ", ""]}, "no text in it"),
+        ({"data": tmp_path / "latin.txt"}, "not a UTF-8 text file"),
+        ({"data": tmp_path / "p.png"}, "reads text"),
+        ({"data": [picture()]}, "holds items of type Image"),
+        ({"data": picture()}, "data is an image"),
+        ({"data": tmp_path / "t.csv"}, "name one of a, b with column="),
+        ({"data": tmp_path / "t.csv", "column": "c"}, "has no column 'c'"),
+        ({"data": tmp_path / "t.csv", "column": "a"}, "holds int"),
+        ({"data": tmp_path / "no.parquet"}, "there is no file"),
+        ({"data": 3}, "data is a int"),
+        ({"data": {"input_ids": [1, 2]}}, "must be named tensors"),
+        ({"data": {"input_ids": torch.zeros(2, 3), "attention_mask": torch.zeros(1, 3)}}, "disagree about the number"),
+        ({"data": tmp_path / "no.safetensors"}, "there is no file"),
+        ({"samples": 0}, "samples is 0"),
+        ({"max_length": 0}, "max_length is 0"),
+    ]
+    for options, message in cases:
+        with pytest.raises(InputsError, match=message):
+            prepare(bert, **({"max_length": 40} | options))
+
+
+def test_errors_about_images(vit: Checkpoint, tmp_path: Path) -> None:
+    (tmp_path / "note.txt").write_text("words")
+    empty = tmp_path / "folder"
+    empty.mkdir()
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "x.png").write_bytes(b"no image")
+    for data, message in [
+        (tmp_path / "note.txt", "not an image file"),
+        (empty, "holds no images"),
+        (broken, "not a readable image"),
+        (["words"], "holds items of type str"),
+    ]:
+        with pytest.raises(InputsError, match=message):
+            prepare(vit, data)
+
+
+def test_unreachable_dataset(bert: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise ConnectionError("Couldn't reach the Hub")
+
+    monkeypatch.setattr(datasets, "get_dataset_split_names", refuse)
+    with pytest.raises(InputsError, match="could not be read, as a file or a hub dataset: Couldn't reach"):
+        prepare(bert, "owner/news", max_length=40)
+
+
+def test_conversations_go_through_the_chat_template(tmp_path: Path) -> None:
+    folder = save_bert(tmp_path / "bert")
+    plain = load_checkpoint(folder)
+    chats = [
+        [{"role": "user", "content": "the ferry"}, {"role": "assistant", "content": "is in a clock"}],
+        [{"role": "user", "content": "keeper of the island"}],
+    ]
+    with pytest.raises(InputsError, match="has no chat template, and conversations were given; give strings"):
+        prepare(plain, chats, max_length=12)
+    tokenizer = plain.tokenizer()
+    tokenizer.chat_template = "[CLS] {% for m in messages %}{{ m['content'] }} [SEP] {% endfor %}"
+    tokenizer.save_pretrained(folder)
+    checkpoint = load_checkpoint(folder)
+    inputs = prepare(checkpoint, chats, samples=2, max_length=12)
+    expected = tokenizer(["[CLS] the ferry [SEP] is in a clock [SEP]", "[CLS] keeper of the island [SEP]"], add_special_tokens=False)["input_ids"]
+    assert [row[mask.bool()].tolist() for row, mask in zip(inputs.batch["input_ids"], inputs.batch["attention_mask"], strict=True)] == expected
+    assert inputs.description == "2 conversations"
+    assert prepare(checkpoint, chats, samples=2, max_length=3).batch["input_ids"].shape == (2, 3)
+    with pytest.raises(InputsError, match="some of the conversations are not lists of messages"):
+        prepare(checkpoint, [chats[0], "the ferry"], max_length=12)

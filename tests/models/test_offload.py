@@ -1,0 +1,292 @@
+import copy
+import gc
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers as tf
+from safetensors.torch import load_file, save_file
+from support.models import AFFINE, LLAMA, TEXT, build, inputs_for, save_bert
+from torch import nn
+
+from lipbound import devices
+from lipbound.errors import CheckpointError
+from lipbound.models import offload, weight_files
+from lipbound.models.capture import probing
+from lipbound.models.capture.capture import Capturer
+from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.offload import plain_copy, resident
+
+MODELS: dict[str, Callable[[], tf.PreTrainedModel]] = {
+    "llama": lambda: tf.LlamaModel(tf.LlamaConfig(**LLAMA)),
+    "llama with its head": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA, tie_word_embeddings=False)),
+    "mistral": lambda: tf.MistralModel(tf.MistralConfig(**LLAMA)),
+    "qwen3": lambda: tf.Qwen3Model(tf.Qwen3Config(**LLAMA, head_dim=6)),
+    "gemma3": lambda: tf.Gemma3TextModel(tf.Gemma3TextConfig(**LLAMA, head_dim=6)),
+    "gpt2": AFFINE["gpt2"],
+    "gpt2 with its head": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=60, n_embd=24, n_layer=2, n_head=4, n_positions=40)),
+    "bert": AFFINE["bert"],
+    "bert without pooler": lambda: tf.BertModel(tf.BertConfig(**TEXT), add_pooling_layer=False),
+    "bert with a classifier": lambda: tf.BertForSequenceClassification(tf.BertConfig(**TEXT)),
+    "albert": AFFINE["albert"],
+    "opt": AFFINE["opt"],
+    "vit": AFFINE["vit"],
+    "clip text": AFFINE["clip text"],
+    "siglip vision": AFFINE["siglip vision"],
+}  # fmt: skip
+
+
+def hidden_states(model: tf.PreTrainedModel) -> tuple[torch.Tensor, ...]:
+    with torch.no_grad():
+        return model(**inputs_for(model, padded=model.main_input_name == "input_ids"), output_hidden_states=True).hidden_states
+
+
+def same(one: tf.PreTrainedModel, other: tf.PreTrainedModel) -> bool:
+    pairs = list(zip(hidden_states(one), hidden_states(other), strict=True))
+    return len(pairs) > 2 and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+
+
+def in_memory(module: nn.Module) -> list[str]:
+    return [name for name, parameter in module.named_parameters() if not parameter.is_meta]
+
+
+def save(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16, **options: str) -> Path:
+    build(MODELS[name]).to(dtype).save_pretrained(folder, **options)
+    return folder
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_numbers_of_a_whole_model(tmp_path: Path, name: str) -> None:
+    compare_with_whole(save(name, tmp_path), "float32")
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gpt2", "bert"])
+@pytest.mark.parametrize(("source", "dtype"), [("bfloat16", "float64"), ("float16", "float32"), ("float32", "float32"), ("float64", "float64")])
+def test_dtypes(tmp_path: Path, name: str, source: str, dtype: str) -> None:
+    compare_with_whole(save(name, tmp_path, getattr(torch, source)), dtype)
+
+
+def compare_with_whole(tmp_path: Path, dtype: str) -> None:
+    checkpoint = load_checkpoint(tmp_path, dtype=dtype, weights="layers")
+    whole = load_checkpoint(tmp_path, dtype=dtype, weights="whole")
+    assert checkpoint.by_layer
+    assert not whole.by_layer
+    assert checkpoint.revision == whole.revision
+    assert checkpoint.model.dtype == whole.model.dtype == getattr(torch, dtype)
+    assert same(checkpoint.model, whole.model)
+    assert [n for n in in_memory(checkpoint.model) if "pooler" not in n] == []
+    assert {n: b.dtype for n, b in checkpoint.model.named_buffers()} == {n: b.dtype for n, b in whole.model.named_buffers()}
+
+
+def test_sharded(tmp_path: Path) -> None:
+    save("llama", tmp_path, max_shard_size="5KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    assert same(load_checkpoint(tmp_path, weights="layers").model, load_checkpoint(tmp_path, weights="whole").model)
+
+
+def test_old_names_of_parameters(tmp_path: Path) -> None:
+    save_bert(tmp_path)
+    file = tmp_path / "model.safetensors"
+    state = {f"bert.{k}".replace("LayerNorm.weight", "LayerNorm.gamma"): t for k, t in load_file(file).items()}
+    save_file(state | {"cls.predictions.bias": torch.zeros(60)}, file, {"format": "pt"})
+    checkpoint = load_checkpoint(tmp_path, weights="layers")
+    assert in_memory(checkpoint.model) == []
+    assert same(checkpoint.model, load_checkpoint(tmp_path, weights="whole").model)
+
+
+def test_resident_and_plain_copy(tmp_path: Path) -> None:
+    model = load_checkpoint(save("llama", tmp_path), weights="layers").model
+    whole = load_checkpoint(tmp_path, weights="whole").model
+    part, other = model.layers[1], whole.layers[1]
+    with resident(part), resident(part.mlp):
+        assert sorted(in_memory(model)) == [f"layers.1.{name}" for name in sorted(in_memory(other))]
+        assert all(torch.equal(a, b) for a, b in zip(part.parameters(), other.parameters(), strict=True))
+        assert same(model, whole)
+        assert len(in_memory(model)) == len(in_memory(other))
+    assert in_memory(model) == []
+    copied = plain_copy(model)
+    assert in_memory(model) == []
+    assert offload.by_layer(model)
+    assert not offload.by_layer(copied)
+    assert [hook for module in copied.modules() for hook in module._forward_hooks.values() if hasattr(hook, "__self__")] == []
+    file = next(tmp_path.glob("*.safetensors"))
+    file.rename(tmp_path / "elsewhere")
+    assert same(copied.double(), whole.double())
+    assert all(p.dtype == torch.float64 for p in copied.parameters())
+
+
+def test_embeddings_come_whole_where_they_are_asked_for(tmp_path: Path) -> None:
+    model = load_checkpoint(save("llama", tmp_path), weights="layers").model
+    table = plain_copy(model.embed_tokens)
+    ids = torch.tensor([3, 5])
+    assert table.weight.dtype == torch.float32
+    assert torch.equal(table(ids), model.embed_tokens(ids))
+    with resident(model.embed_tokens):
+        assert torch.equal(table(ids), model.embed_tokens(ids))
+
+
+def test_plain_copy_of_an_ordinary_module() -> None:
+    layer = nn.Sequential(nn.Linear(3, 2), nn.GELU())
+    hook = layer.register_forward_hook(lambda module, args, output: output + 1)
+    with resident(layer):
+        copied = plain_copy(layer)
+    x = torch.ones(1, 3)
+    assert torch.equal(copied(x), layer(x))
+    assert copied[0].weight is not layer[0].weight
+    hook.remove()
+
+
+def test_deep_copies_read_for_themselves(tmp_path: Path) -> None:
+    model = load_checkpoint(save("gpt2", tmp_path), weights="layers").model
+    copied = copy.deepcopy(model)
+    assert same(copied, model)
+    assert in_memory(copied) == in_memory(model) == []
+
+
+def test_weights_leave_after_a_failed_pass(tmp_path: Path) -> None:
+    model = load_checkpoint(save("llama", tmp_path), weights="layers").model
+
+    def stop(*_: object) -> None:
+        raise RuntimeError("stop")
+
+    hook = model.layers[1].self_attn.k_proj.register_forward_hook(stop)
+    with pytest.raises(RuntimeError, match="stop"):
+        hidden_states(model)
+    hook.remove()
+    assert in_memory(model) == []
+    assert same(model, load_checkpoint(tmp_path, weights="whole").model)
+
+
+def test_peak_of_what_is_in_memory(tmp_path: Path) -> None:
+    config = tf.LlamaConfig(**LLAMA | {"vocab_size": 500, "num_hidden_layers": 6})
+    build(lambda: tf.LlamaModel(config)).to(torch.bfloat16).save_pretrained(tmp_path)
+    model = load_checkpoint(tmp_path, weights="layers").model
+    largest = max(p.numel() * p.element_size() for p in model.layers.parameters())
+    peak = 0
+
+    def count(*_: object) -> None:
+        nonlocal peak
+        here = {p.data_ptr(): p.numel() * p.element_size() for p in model.layers.parameters() if not p.is_meta}
+        peak = max(peak, sum(here.values()))
+
+    hooks = [module.register_forward_pre_hook(count) for module in model.modules()]
+    tables: list[torch.dtype] = []
+    hooks.append(model.embed_tokens.register_forward_pre_hook(lambda module, args: tables.append(module.weight.dtype)))
+    hidden_states(model)
+    for hook in hooks:
+        hook.remove()
+    assert peak == largest  # one weight matrix at a time
+    assert tables == [torch.bfloat16]  # the file's own table, never cast as a whole
+    gc.collect()
+    shapes = {tuple(p.shape) for p in model.parameters()}
+    alive = [t for t in gc.get_objects() if type(t) is nn.Parameter and not t.is_meta and tuple(t.shape) in shapes and t.dtype == torch.float32]
+    assert [t for t in alive if not t.requires_grad] == []
+
+
+def test_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probing, "copy", SimpleNamespace(deepcopy=plain_copy), raising=False)
+    save("bert", tmp_path)
+    batch = inputs_for(build(AFFINE["bert"]))
+    by_layer, whole = (Capturer(load_checkpoint(tmp_path, weights=weights).model, around=True) for weights in ("layers", "whole"))
+    for one, other in zip(by_layer.run(batch), whole.run(batch), strict=True):
+        assert torch.equal(one.attention.w_q, other.attention.w_q)
+        assert torch.equal(one.attention.out, other.attention.out)
+        mine, theirs = one.attention.surroundings, other.attention.surroundings
+        assert mine.residual == theirs.residual == "post"
+        assert torch.equal(mine.followed_by.weight, theirs.followed_by.weight)
+
+
+def test_auto_depends_on_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save("gpt2", tmp_path)
+    size = weight_files.numbers(tmp_path)
+    for free, dtype, expected in ((8.5, "float32", False), (7.5, "float32", True), (8.5, "float64", True)):
+        monkeypatch.setattr(devices, "available", lambda device, free=free: free * size)
+        assert load_checkpoint(tmp_path, dtype=dtype).by_layer is expected
+    monkeypatch.setattr(devices, "available", lambda device: 0.0)
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    assert not load_checkpoint(tmp_path).by_layer
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor .*use weights='whole'"):
+        load_checkpoint(tmp_path, weights="layers")
+
+
+def test_errors_of_arguments(tmp_path: Path) -> None:
+    save("gpt2", tmp_path)
+    with pytest.raises(CheckpointError, match="weights is 'half'; allowed are 'auto', 'whole'"):
+        load_checkpoint(tmp_path, weights="half")
+    with pytest.raises(CheckpointError, match="give the checkpoint's directory or hub id"):
+        load_checkpoint(build(AFFINE["gpt2"]), weights="layers")
+    with pytest.raises(CheckpointError, match="give the checkpoint's directory or hub id"):
+        load_checkpoint(load_checkpoint(tmp_path, weights="layers").model)
+
+
+def test_weights_that_do_not_fill_the_architecture(tmp_path: Path) -> None:
+    save_bert(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    with pytest.raises(CheckpointError, match="would be random numbers"):
+        load_checkpoint(tmp_path, weights="layers")
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 70}))
+    with pytest.raises(CheckpointError, match=r"could not be loaded|would be random numbers"):
+        load_checkpoint(tmp_path, weights="layers")
+
+
+def test_broken_files(tmp_path: Path) -> None:
+    save("llama", tmp_path, max_shard_size="5KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    content = shard.read_bytes()
+    for wrong in (b"not weights", content[:-100]):
+        shard.write_bytes(wrong)
+        with pytest.raises(CheckpointError, match="could not be loaded layer by layer"):
+            load_checkpoint(tmp_path, weights="layers")
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=f"could not be loaded layer by layer.*{shard.name}"):
+        load_checkpoint(tmp_path, weights="layers")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers(tmp_path: Path, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_files, "BLOCK", 100)
+    model = build(AFFINE["bert"])
+    with torch.no_grad():
+        model.encoder.layer[1].attention.self.key.weight[-1, -1] = value
+    model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"NaN or infinite numbers, in encoder\.layer\.1.attention\.self\.key\.weight"):
+        load_checkpoint(tmp_path, weights="layers")
+
+
+def test_files_that_go_or_change_later(tmp_path: Path) -> None:
+    model = load_checkpoint(save("gpt2", tmp_path), weights="layers").model
+    file = tmp_path / "model.safetensors"
+    os.utime(file, ns=(0, 0))
+    with pytest.raises(CheckpointError, match="has changed since"):
+        hidden_states(model)
+    file.unlink()
+    with pytest.raises(CheckpointError, match="cannot be read from"):
+        hidden_states(model)
+    with pytest.raises(CheckpointError, match="cannot be read from"):
+        plain_copy(model.h[0])
+    assert in_memory(model) == []
+
+
+def test_weights_stored_in_another_form(tmp_path: Path) -> None:
+    config = tf.MixtralConfig(**LLAMA, num_local_experts=2)
+    build(lambda: tf.MixtralModel(config)).save_pretrained(tmp_path / "experts")
+    with pytest.raises(CheckpointError, match=r"pieces to join or split.*use weights='whole'"):
+        load_checkpoint(tmp_path / "experts", weights="layers")
+    gated = tf.Dinov2Config(hidden_size=24, num_hidden_layers=1, num_attention_heads=4, image_size=16, patch_size=4, use_swiglu_ffn=True)
+    build(lambda: tf.Dinov2Model(gated)).save_pretrained(tmp_path / "gated")
+    with pytest.raises(CheckpointError, match=r"pieces to join or split.*use weights='whole'"):
+        load_checkpoint(tmp_path / "gated", weights="layers")
+
+
+def test_quantized_weights(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}))
+    with pytest.raises(CheckpointError, match="quantized"):
+        load_checkpoint(tmp_path, weights="layers")

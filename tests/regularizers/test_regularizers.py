@@ -1,0 +1,276 @@
+"""Penalties: values by full sort, gradients by finite differences, and how they sit in a training loop."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.models import AFFINE, IMAGE, TEXT, build, inputs_for
+from torch import Tensor
+
+from lipbound.bounds import get
+from lipbound.errors import CaptureError, LipboundError, UnknownNameError
+from lipbound.models.capture.capture import capture
+from lipbound.models.capture.differentiable import attention_layers, attention_probabilities
+from lipbound.models.capture.parameters import projections
+from lipbound.regularizers.bound_penalty import SoundPenalty
+from lipbound.regularizers.jasmin import JaSMin
+from lipbound.regularizers.specformer import Specformer
+from lipbound.regularizers.trainer import PenaltyMixin
+
+
+def by_sort(attentions: list[Tensor], k: int, reduce: str, valid: Tensor | None = None) -> Tensor:
+    """Equations (8) and (9) as they are written, from sorted rows, in float64."""
+    total = torch.tensor(0.0, dtype=torch.float64)
+    for p in attentions:
+        x = p.double().sort(-1, descending=True).values
+        x = torch.cat([x, torch.zeros_like(x[..., :1])], -1)
+
+        def g(i: int, x: Tensor = x) -> Tensor:
+            return x[..., i - 1] * (1 - x[..., i - 1] + x[..., i])
+
+        rows = g(1).log() if k == 0 else (g(1) / (g(k) + 1e-6)).log()
+        for s in range(len(p)):
+            for h in range(p.shape[1]):
+                row = rows[s, h] if valid is None else rows[s, h][valid[s].bool()]
+                total = total + (row.amax() if reduce == "max" else row.mean()) / len(p)
+    return total
+
+
+def rows(seed: int, n: int = 7, spread: float = 1.0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Attention of 2 samples x 3 heads."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.softmax(spread * torch.randn(2, 3, n, n, generator=g, dtype=torch.float64), -1).to(dtype)
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(
+    seed=st.integers(0, 10**6),
+    n=st.integers(2, 9),
+    spread=st.floats(0.01, 6),
+    k=st.sampled_from([0, 2, 3, 5]),
+    reduce=st.sampled_from(["max", "mean"]),
+)
+def test_value_is_that_of_the_equations(seed: int, n: int, spread: float, k: int, reduce: str) -> None:
+    attentions = [rows(seed, n, spread), rows(seed + 1, n, spread)]
+    if k > n:
+        with pytest.raises(LipboundError, match="give k at most"):
+            JaSMin(k, reduce)(attentions)
+        return
+    assert float(JaSMin(k, reduce)(attentions)) == pytest.approx(float(by_sort(attentions, k, reduce)), rel=1e-8, abs=1e-8)
+
+
+@pytest.mark.parametrize("reduce", ["max", "mean"])
+@pytest.mark.parametrize("k", [0, 2, 4])
+def test_gradient_by_finite_differences(k: int, reduce: str) -> None:
+    logits = torch.randn(2, 2, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3), requires_grad=True)
+    penalty = JaSMin(k, reduce)
+    assert torch.autograd.gradcheck(lambda z: penalty([torch.softmax(z, -1)]), logits)
+    assert torch.autograd.gradgradcheck(lambda z: penalty([torch.softmax(z, -1)]), logits)
+
+
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(seed=st.integers(0, 10**6), n=st.integers(1, 9), k=st.sampled_from([0, 2, 3, 9]), reduce=st.sampled_from(["max", "mean"]))
+def test_gradient_by_automatic_differentiation_of_the_full_sort(seed: int, n: int, k: int, reduce: str) -> None:
+    """The derivative is written by hand; up to multiples of ones, which move rows off the simplex: where 1 is written for a row's sum differs."""
+    k = min(k, n) if n > 1 else 0
+    p = rows(seed, n, 2.0).requires_grad_()
+    mine, theirs = (torch.autograd.grad(f([p]), p)[0] for f in (JaSMin(k, reduce), lambda a: by_sort(a, k, reduce)))
+    for g in (mine, theirs):
+        g -= g.mean(-1, keepdim=True)
+    if n > 1:
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-9)
+
+
+def test_probabilities_under_autocast_are_in_float32() -> None:
+    model = build(AFFINE["vit"]).train()
+    with torch.autocast("cpu", torch.bfloat16), attention_probabilities(model) as found:
+        model(**inputs_for(model))
+    assert {p.dtype for p in found} == {torch.float32}
+    assert all(torch.allclose(p.sum(-1), torch.ones(()), atol=1e-5) for p in found)
+
+
+def test_padding_does_not_count() -> None:
+    p, valid = rows(0), torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
+    for k, reduce in ((0, "max"), (3, "mean")):
+        assert float(JaSMin(k, reduce)([p], valid)) == pytest.approx(float(by_sort([p], k, reduce, valid)), rel=1e-9)
+
+
+def test_near_one_hot_rows_in_float32() -> None:
+    """Where 1 - p_(1) cancels, the logarithm is still right, and exactly one-hot rows give finite values and gradients."""
+    z = torch.tensor([[0.0, -20.0, -21.0]], dtype=torch.float64)
+    exact = float(by_sort([torch.softmax(z, -1)[None, None]], 0, "mean"))
+    z32 = z.float().requires_grad_()
+    value = JaSMin(0, "mean")([torch.softmax(z32, -1)[None, None]])
+    assert float(value.detach()) == pytest.approx(exact, rel=1e-5)
+    hot = torch.tensor([[[[1.0, 0.0], [0.0, 1.0]]]], requires_grad=True)
+    for k, reduce in ((0, "max"), (0, "mean"), (2, "mean")):
+        loss = JaSMin(k, reduce)([hot])
+        (gradient,) = torch.autograd.grad(loss, hot)
+        assert bool(torch.isfinite(loss))
+        assert bool(torch.isfinite(gradient).all())
+
+
+SEPARATE = ("bert", "electra", "distilbert", "albert", "gpt2", "opt", "vit", "deit", "dinov2", "clip text", "siglip vision")
+
+
+@pytest.mark.parametrize("name", SEPARATE)
+def test_projections_are_those_found_by_probing(name: str) -> None:
+    model = build(AFFINE[name])
+    layers = capture(model, inputs_for(model))
+    found = projections(model)
+    for i, att in enumerate(layers):
+        mine = found[i if len(found) == len(layers) else 0]
+        scaling = att.d**-0.5 if name == "opt" else 1.0  # which scales its queries, not its scores
+        for w, exact in zip(mine.w, (att.w_q / scaling, att.w_k, att.w_v), strict=True):
+            torch.testing.assert_close(w, exact, rtol=1e-4, atol=1e-5)
+        for b, exact_b in zip(mine.b[1:], (att.b_k, att.b_v), strict=True):
+            assert b is not None
+            torch.testing.assert_close(b, torch.zeros_like(b) if exact_b is None else exact_b, rtol=1e-4, atol=1e-5)
+
+
+def test_other_queries_are_refused() -> None:
+    model = build(AFFINE["opt"])
+    with pytest.raises(CaptureError, match="does more to its queries"), attention_layers(model):
+        model(**inputs_for(model))
+
+
+def test_unknown_projections_are_refused() -> None:
+    with pytest.raises(CaptureError, match="projections of a known name"):
+        projections(torch.nn.Linear(2, 2))
+
+
+def test_specformer_against_singular_values() -> None:
+    model = build(AFFINE["bert"]).double()
+    penalty = Specformer(1.0, 0.5, 0.25, steps=50)
+    for _ in range(8):
+        value = penalty(model)
+    expected = sum(
+        f * float((torch.linalg.matrix_norm(w, 2) ** 2).sum()) for p in projections(model) for w, f in zip(p.w, (1.0, 0.5, 0.25), strict=True)
+    )
+    assert float(value) == pytest.approx(expected, rel=1e-4)
+    query = model.encoder.layer[0].attention.self.query.weight
+    (gradient,) = torch.autograd.grad(value, query)
+    direction = torch.randn(query.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    step = 1e-6
+    sides = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            query.add_(sign * step * direction)
+            for _ in range(8):
+                side = penalty(model)
+            sides.append(float(side))
+            query.sub_(sign * step * direction)
+    assert float((gradient * direction).sum()) == pytest.approx((sides[0] - sides[1]) / (2 * step), rel=1e-3)
+    with pytest.raises(LipboundError, match="nothing to penalise"):
+        Specformer(0, 0, 0)(model)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "vit"])
+def test_probabilities_are_the_models_own(name: str) -> None:
+    model = build(AFFINE[name])
+    inputs = inputs_for(model, padded=name == "bert")
+    with attention_probabilities(model) as found:
+        mine = model(**inputs).last_hidden_state
+    layers = capture(model, inputs)
+    assert len(found) == len(layers)
+    for p, att in zip(found, layers, strict=True):
+        real = torch.ones(p.shape[0], p.shape[2], dtype=torch.bool) if att.valid is None else att.valid
+        for s in range(len(p)):
+            torch.testing.assert_close(p[s][:, real[s]], att.p[s][:, real[s]], rtol=1e-4, atol=1e-6)
+        assert p.requires_grad
+    fused = model(**inputs).last_hidden_state  # outside: torch's fused attention
+    keep = slice(0, 6)
+    torch.testing.assert_close(mine[:, keep], fused[:, keep], rtol=1e-4, atol=1e-5)
+    with attention_probabilities(model, layers=[1]) as second:
+        model(**inputs)
+    assert len(second) == 1
+    torch.testing.assert_close(second[0], found[1])
+
+
+def test_probabilities_are_those_before_dropout() -> None:
+    model = build(lambda: tf.BertModel(tf.BertConfig(**TEXT, attention_probs_dropout_prob=0.5))).train()
+    with attention_probabilities(model) as found:
+        model(**inputs_for(model))
+    for p in found:
+        torch.testing.assert_close(p.sum(-1), torch.ones_like(p[..., 0]))
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "vit"])
+def test_sound_penalty_is_the_bound_and_has_its_gradient(name: str) -> None:
+    model = build(AFFINE[name]).double()
+    inputs = inputs_for(model)
+    with attention_layers(model) as layers:
+        model(**inputs)
+    penalty = SoundPenalty("lipbound")(layers)
+    expected = sum(float(get("lipbound")(att).log().sum(-1).mean()) for att in capture(model, inputs))
+    assert float(penalty) == pytest.approx(expected, rel=1e-4)
+    weight = projections(model)[0].module
+    parameter = next(iter(weight.parameters()))
+    (gradient,) = torch.autograd.grad(penalty, parameter)
+    direction = torch.randn(parameter.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    sides = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            parameter.add_(sign * 1e-6 * direction)
+            with attention_layers(model) as moved:
+                model(**inputs)
+            sides.append(float(SoundPenalty("lipbound")(moved)))
+            parameter.sub_(sign * 1e-6 * direction)
+    assert float((gradient * direction).sum()) == pytest.approx((sides[0] - sides[1]) / 2e-6, rel=2e-2, abs=1e-6)
+
+
+class SmallTrainer(PenaltyMixin, tf.Trainer):
+    """A Trainer with a penalty."""
+
+
+PENALTIES: dict[str, Callable[[], Any]] = {
+    "jasmin": lambda: JaSMin(), "ratio": lambda: JaSMin(3, "mean"), "specformer": lambda: Specformer(1e-2, 1e-2, 1e-2),
+    "sound": lambda: SoundPenalty(), "function": lambda: lambda attentions: sum((p**2).mean() for p in attentions),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(PENALTIES))
+def test_trainer_lowers_the_penalty(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = tf.ViTConfig(**IMAGE, num_labels=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    model = build(lambda: tf.ViTForImageClassification(config))
+    g = torch.Generator().manual_seed(0)
+    data = [{"pixel_values": torch.randn(3, 16, 16, generator=g), "labels": torch.tensor(i % 2)} for i in range(8)]
+    arguments = tf.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=8, per_device_train_batch_size=8, learning_rate=3e-3, report_to=[], use_cpu=True, save_strategy="no",
+        disable_tqdm=True, logging_strategy="no",
+    )  # fmt: skip
+    trainer = SmallTrainer(model=model, args=arguments, train_dataset=data)
+    trainer.penalty, trainer.strength = PENALTIES[name](), 10.0
+
+    def value() -> float:
+        batch = torch.stack([one["pixel_values"] for one in data])
+        penalty = PENALTIES[name]()
+        if name == "specformer":
+            return float(penalty(model))
+        context = attention_layers if name == "sound" else attention_probabilities
+        with context(model) as found:
+            model(pixel_values=batch)
+        return float(penalty(found))
+
+    before = value()
+    trainer.train()
+    assert value() < before
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(LipboundError, match="k is 1"):
+        JaSMin(1)
+    with pytest.raises(UnknownNameError, match="reduction"):
+        JaSMin(0, "sum")
+    with pytest.raises(LipboundError, match="no attentions"):
+        JaSMin()([])
+    with pytest.raises(UnknownNameError, match="penalty bound"):
+        SoundPenalty("yudin")
+    with pytest.raises(LipboundError, match="no layers"):
+        SoundPenalty()([])

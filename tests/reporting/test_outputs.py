@@ -1,0 +1,220 @@
+"""Figures, tables and citations of a run."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import xarray as xr
+from matplotlib.figure import Figure
+from support.layers import random_attention
+from support.models import AFFINE, build, inputs_for
+
+import lipbound as lb
+from lipbound import plots, tables
+from lipbound.errors import LipboundError, StoreError
+
+
+@pytest.fixture(scope="module")
+def ds() -> xr.Dataset:
+    model = build(AFFINE["gpt2"])
+    return lb.compare(model, inputs_for(model), progress=False)
+
+
+def test_summary_is_the_ratio_to_the_norm_of_the_bounds_own_map(ds: xr.Dataset) -> None:
+    table = tables.summary(ds)
+    assert list(table.index) == lb.bounds.resolve("default")
+    for name, exact in (("yudin", "exact"), ("kim", "exact_l2")):
+        ratio = (ds[name] / ds[exact]).values
+        assert table.loc[name, "geomean"] == pytest.approx(np.exp(np.log(ratio).mean()))
+        assert table.loc[name, "min"] == ratio.min()
+        assert table.loc[name, "max"] == ratio.max()
+    assert table.loc["yudin", "sound"] == table.loc["yudin", "compared"] == 16
+    assert table.loc["castin", "sound"] == 0  # GPT-2 has query biases
+
+
+def test_infinite_and_missing_values(ds: xr.Dataset) -> None:
+    other = ds.copy(deep=True)
+    other["castin"][0, 0, 0] = np.inf
+    other["exact"][1] = np.nan
+    other["exact"][0, 0, 1] = 0.0
+    table = tables.summary(other)
+    assert table.loc["castin", "geomean"] == np.inf
+    assert table.loc["castin", "compared"] == 8
+    assert np.isfinite(table.loc["yudin", "geomean"])
+    assert "inf" in tables.render(other)
+
+
+@pytest.mark.parametrize("format", tables.FORMATS)
+def test_formats(ds: xr.Dataset, format: str) -> None:
+    text = tables.render(ds, format)
+    assert "Castin 2024, 3.3" in text
+    if format == "csv":
+        import io
+
+        read = pd.read_csv(io.StringIO(text), index_col="bound")
+        assert read.loc["yudin", "geomean"] == pytest.approx(tables.summary(ds).loc["yudin", "geomean"])
+    with pytest.raises(LipboundError, match="did you mean 'latex'"):
+        tables.render(ds, "latx")
+
+
+def test_latex_escapes(ds: xr.Dataset) -> None:
+    other = ds.copy(deep=True)
+    other["castin"].attrs["label"] = r"50 % of A_i & \B"
+    other.attrs["model"] = "evil\n\\input{x}"
+    text = tables.latex(other)
+    assert r"50 \% of A\_i \& \textbackslash{}B" in text
+    assert any(line.startswith("% evil") for line in text.splitlines())
+    assert "\\toprule" in text
+
+
+def test_bibtex_has_every_source_once(ds: xr.Dataset) -> None:
+    text = tables.bibtex(ds)
+    for key in ("kim2021lipschitz", "hu2024specformer", "castin2024smooth", "yudin2025pay", "lipbound2026"):
+        assert text.count(f"{{{key},") == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [("mean", 2.5), ("geomean", 2.213364), ("max", 4.0), ("median", 2.5), (0.0, 1.0), (0.5, 2.5)],
+)
+def test_reductions(how: str | float, expected: float) -> None:
+    values = xr.DataArray(np.array([1.0, 2.0, 3.0, 4.0, np.nan])[:, None, None], dims=("sample", "layer", "head"))
+    assert float(plots.reduce_samples(values, how).squeeze()) == pytest.approx(expected, rel=1e-6)
+
+
+def test_quantiles_of_infinite_values() -> None:
+    values = xr.DataArray(np.array([1.0, np.inf, np.inf])[:, None, None], dims=("sample", "layer", "head"))
+    assert float(plots.reduce_samples(values, 0.9).squeeze()) == np.inf
+    assert float(plots.reduce_samples(values, 0.0).squeeze()) == 1.0
+
+
+def test_cells_show_log10_of_the_reduced_values(ds: xr.Dataset) -> None:
+    figure = plots.heatmaps(ds, bounds=["yudin", "kim"], reduce="max")
+    panels = [axes for axes in figure.axes if axes.images]
+    assert [axes.get_title().splitlines()[0] for axes in panels] == ["Exact", "Yudin 2025, Thm 3", "Exact, L2 attention", "Kim 2021 (L2 map)"]
+    shown = panels[1].images[0].get_array()
+    np.testing.assert_allclose(shown, np.log10(ds["yudin"].max("sample")))
+    assert len({(axes.images[0].norm.vmin, axes.images[0].norm.vmax) for axes in panels}) == 1
+    own = plots.heatmaps(ds, bounds=["yudin"], scale="panel")
+    assert len({axes.images[0].norm.vmax for axes in own.axes if axes.images}) == 2
+
+
+def test_shared_scale_leaves_out_what_would_wash_it_out() -> None:
+    grids = {"exact": np.array([[0.0, 1.0]]), "a": np.array([[3.0, 4.0]]), "b": np.array([[80.0, np.inf]])}
+    assert plots.shared_scale(grids) == (0.0, 4.0)
+    assert plots.shared_scale({"exact": np.array([[-np.inf, -np.inf]])}) == (0.0, 0.0)
+
+
+def test_caption_says_what_it_is(ds: xr.Dataset) -> None:
+    text = "\n".join(t.get_text() for t in plots.heatmaps(ds).texts).replace("\n", " ")
+    for part in ("GPT2Model", "without output projection", "ready model inputs", "2 samples", "mean over samples", "float32"):
+        assert part in text
+
+
+@pytest.mark.parametrize("kind", ["pdf", "svg", "png"])
+def test_files_are_reproducible_and_fonts_embedded(ds: xr.Dataset, tmp_path: Path, kind: str) -> None:
+    first, second = tmp_path / f"a.{kind}", tmp_path / "sub" / f"b.{kind}"
+    plots.heatmaps(ds, first)
+    plots.heatmaps(ds, second)
+    assert first.read_bytes() == second.read_bytes()
+    if kind == "pdf":
+        assert b"/FontFile2" in first.read_bytes()
+    if kind == "svg":
+        assert b"<text" not in first.read_bytes()  # glyphs are outlines
+
+
+def test_panels_in_axes_of_ones_own(ds: xr.Dataset, tmp_path: Path) -> None:
+    figure = Figure(figsize=(6, 3))
+    left, right = figure.subplots(1, 2)
+    assert plots.heatmap(ds, "yudin", ax=left, reduce="max", limits=(0.0, 1.0)) is left
+    np.testing.assert_allclose(left.images[0].get_array(), np.log10(ds["yudin"].max("sample")))
+    assert (left.images[0].norm.vmin, left.images[0].norm.vmax) == (0.0, 1.0)
+    assert left.get_title() == "Yudin 2025, Thm 3"
+    assert plots.ratios(ds, bounds=["lipbound", "kim"], ax=right) is right
+    assert [t.get_text() for t in right.get_yticklabels()] == ["lipbound (ours)", "Kim 2021 (L2 map)"]
+    medians = sorted(float(line.get_xdata()[0]) for line in right.lines if line.get_color() == "black" and len(set(line.get_xdata())) == 1)
+    for name, exact in (("lipbound", "exact"), ("kim", "exact_l2")):
+        assert min(abs(m / float((ds[name] / ds[exact]).median()) - 1) for m in medians) < 1e-9
+    figure.savefig(tmp_path / "x.png")
+    for axes in (plots.heatmap(ds), plots.ratios(ds)):
+        axes.figure.savefig(tmp_path / "y.png")
+        assert axes.figure._repr_png_().startswith(b"\x89PNG")
+    with pytest.raises(LipboundError, match="the run has no 'yudn'; did you mean"):
+        plots.heatmap(ds, "yudn")
+
+
+def test_venues(ds: xr.Dataset, tmp_path: Path) -> None:
+    for width, inches in (("column", 3.25), ("page", 6.75), (5.0, 5.0)):
+        figure = plots.heatmaps(ds, tmp_path / "x.pdf", bounds=["yudin"], style="icml2024", width=width)
+        assert figure.get_figwidth() == pytest.approx(inches)
+        assert figure.axes[0].xaxis.label.get_fontsize() == 8.0
+    assert plots.heatmaps(ds, bounds=["yudin"], style="neurips2024").get_figwidth() == pytest.approx(5.5)
+    with pytest.raises(LipboundError, match="unknown style 'icml204'; did you mean 'icml2024'"):
+        plots.heatmaps(ds, style="icml204")
+    with pytest.raises(LipboundError, match="width is -1"):
+        plots.heatmaps(ds, width=-1)
+
+
+def test_pgf_without_latex_says_what_is_missing(ds: xr.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LipboundError, match="needs pdflatex"):
+        plots.heatmaps(ds, tmp_path / "x.pgf")
+
+
+def test_hostile_text_is_text(ds: xr.Dataset, tmp_path: Path) -> None:
+    other = ds.copy(deep=True)
+    other.attrs["model"] = r"$\undefined{<script>&$"
+    other["yudin"].attrs["label"] = "$x_"
+    plots.heatmaps(other, tmp_path / "x.svg")
+
+
+def test_errors(ds: xr.Dataset, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for options, message in [
+        ({"reduce": "meen"}, "did you mean 'mean'"),
+        ({"reduce": 1.5}, "between 0 and 1"),
+        ({"scale": "pannel"}, "did you mean 'panel'"),
+        ({"width": "poster"}, "unknown width"),
+        ({"bounds": ["yudn"]}, "did you mean"),
+        ({"path": tmp_path / "x.docx"}, "no file type that can be drawn"),
+    ]:
+        with pytest.raises(LipboundError, match=message):
+            plots.heatmaps(ds, **options)
+    with pytest.raises(StoreError, match="cannot be written"):
+        plots.heatmaps(ds, tmp_path / "file" / "x.png")
+    partial = lb.compare(build(AFFINE["bert"]), inputs_for(build(AFFINE["bert"])), bounds=["castin"], progress=False)
+    with pytest.raises(LipboundError, match="the run has no bound 'yudin'"):
+        plots.heatmaps(partial, bounds=["yudin"])
+
+
+def test_one_head_one_layer_and_zero_norms(tmp_path: Path) -> None:
+    import transformers as tf
+
+    model = build(lambda: tf.BertModel(tf.BertConfig(vocab_size=60, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)))
+    model.encoder.layer[0].attention.self.value.weight.data.zero_()
+    model.encoder.layer[0].attention.self.value.bias.data.zero_()
+    ds = lb.compare(model, inputs_for(model), progress=False)
+    assert float(ds["exact"].max()) == 0.0
+    assert not ds.attrs["violations"]["yudin"]
+    plots.heatmaps(ds, tmp_path / "x.png")
+    assert "n/a" in tables.render(ds)
+
+
+def test_tables_say_why_a_statement_is_no_bound(ds: xr.Dataset) -> None:
+    entry = ds.attrs["audit"]["castin"]
+    assert entry["sound"] < entry["compared"]
+    assert "query bias" in entry["why"]
+    assert ds.attrs["audit"]["lipbound"]["why"] == ""
+    for format in ("text", "markdown", "latex"):
+        assert "castin: it ignores the query bias" in tables.render(ds, format)
+    assert "Castin 2024, 3.3$^\\dagger$" in tables.latex(ds)
+
+
+def test_ball_curves_are_drawn(tmp_path: Path) -> None:
+    att = random_attention("biases")
+    curve = lb.radius_curve(att, [0.0, 0.01, 0.1], steps=2, starts=1)
+    figure = lb.plots.ball_curve(curve, tmp_path / "ball.pdf", heads=[0, 2])
+    assert (tmp_path / "ball.pdf").stat().st_size > 1000
+    assert [axes.get_title() for axes in figure.axes] == ["head 0", "head 2"]
+    assert len(figure.axes[0].lines) == 5

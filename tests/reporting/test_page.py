@@ -1,0 +1,260 @@
+"""The page of a run: its numbers are the Dataset's, its details are those of dense Jacobians, and foreign text stays text."""
+
+import base64
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from support.layers import KINDS, random_attention
+from support.models import AFFINE, build, inputs_for, save_bert
+from typer.testing import CliRunner
+
+import lipbound as lb
+from lipbound.attention import softmax
+from lipbound.attention.layer import Attention
+from lipbound.bounds.terms import shares
+from lipbound.cli import app
+from lipbound.errors import LipboundError, StoreError
+from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.inputs import prepare
+from lipbound.reporting.page.contents import BINS, SINGLE
+from lipbound.reporting.page.details import of_layer
+from lipbound.reporting.page.render import report
+
+HOSTILE = "</script><img src=x onerror=alert(1)> {{7*7}} \" ' & \x1b\u202e"
+
+
+def unpacked(page: str, name: str) -> bytes:
+    (text,) = re.findall(rf'<script type="text/plain" id="{name}">([^<]*)</script>', page)
+    return gzip.decompress(base64.b64decode(text))
+
+
+def data_of(page: Path) -> list[dict[str, Any]]:
+    result: list[dict[str, Any]] = json.loads(unpacked(page.read_text(), "data"))
+    return result
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_bert(tmp_path_factory.mktemp("bert"))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text("the ferry is in a clock of the keeper and the lighthouse " * 8)
+    return file
+
+
+@pytest.fixture(scope="module")
+def ds(bert: Path, text: Path) -> xr.Dataset:
+    return lb.compare(bert, text, samples=3, max_length=12, progress=False)
+
+
+@pytest.fixture(scope="module")
+def page(ds: xr.Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    assert report(ds, path) == []
+    return path
+
+
+def test_numbers_are_those_of_the_run(ds: xr.Dataset, page: Path) -> None:
+    (run,) = data_of(page)
+    geomean = lambda x: np.exp(np.log(x).mean("sample")).values  # noqa: E731
+    for name in ("exact", "exact_l2", *ds.attrs["bounds"]):
+        np.testing.assert_allclose(np.array(run["grids"][name], dtype=float), geomean(ds[name]), rtol=1e-5)
+        np.testing.assert_allclose(np.array(run["values"][name], dtype=float), ds[name].values, rtol=1e-5)
+    for name in ds.attrs["bounds"]:
+        exact = ds["exact_l2" if name == "kim" else "exact"]
+        np.testing.assert_allclose(run["ratios"][name], geomean(ds[name] / exact), rtol=1e-5)
+        counts = run["histograms"][name]
+        assert sum(counts["counts"]) == exact.size
+        expected, _ = np.histogram(np.log10((ds[name] / exact).values), bins=counts["edges"])
+        assert np.abs(expected - counts["counts"]).sum() <= 2  # edges are rounded
+        assert len(counts["counts"]) == BINS
+    np.testing.assert_allclose(run["upper"], geomean(ds["exact_upper"]), rtol=1e-5)
+    assert [row[0] for row in run["summary"]["rows"]] == ds.attrs["bounds"]
+    assert run["summary"]["rows"][0][2] == lb.tables.readable(ds)["geom. mean"].iloc[0]
+    assert ["revision", ds.attrs["revision"]] in run["provenance"]
+
+
+def test_details_are_on_the_page(ds: xr.Dataset, page: Path, bert: Path) -> None:
+    (run,) = data_of(page)
+    attention = np.frombuffer(unpacked(page.read_text(), "attention-data"), dtype=np.uint8).reshape(2, 4, 12, 12)
+    checkpoint = load_checkpoint(bert)
+    inputs = prepare(checkpoint, ds.attrs["source"]["data"], samples=3, max_length=12).block(0, 1, "cpu")
+    for layer, att in enumerate(lb.capture(checkpoint.model, inputs)):
+        np.testing.assert_allclose((attention[layer] / 255.0) ** 2, att.p[0], atol=0.005)
+        detail = run["details"][layer]
+        norm = lb.spectral_norm(att, tol=1e-8, vectors=True)
+        np.testing.assert_allclose(detail["right"], (norm.right[0] ** 2).sum(-1), atol=5e-3)
+        np.testing.assert_allclose(detail["softmax_norm"], softmax.jacobian_norm(att.p[0]).upper, rtol=1e-4)
+    assert len(run["tokens"]) == 12
+    assert "ferry" in run["tokens"]
+
+
+@pytest.mark.parametrize("map", ["head", "head_out"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_are_those_of_dense_jacobians(kind: str, map: str) -> None:
+    """u^T J v splits into what passes through values, keys and queries: by autograd with two of the three held fixed."""
+    whole = random_attention(kind)
+    att = whole.select(slice(1, 2)).unpadded(0)
+    found = of_layer(att, map, ["lipbound", "lipbound_block", "yudin", "castin_bias", "specformer", "kim"])
+    assert np.allclose(sum(found.parts.values()), 1) or float(lb.spectral_norm(att).lower.max()) == 0
+    norm = lb.spectral_norm(att, map=map, method="dense", vectors=True)
+    np.testing.assert_allclose(found.right.sum(-1), 1, rtol=1e-6)
+    np.testing.assert_allclose(found.left.sum(-1), 1, rtol=1e-6)
+    for h in range(att.heads):
+        u, v = norm.left[0, h], norm.right[0, h]
+        u = u if map == "head" else u @ att.w_o[h].mT
+        sigma = float(norm.lower[0, h])
+        through = lambda t, h=h: torch.einsum("ia,ia->", u, _head(att, h, *t))  # noqa: E731, B023
+        fixed = att.x[0]
+        pieces = {}
+        for i, name in enumerate(("queries", "keys", "values")):
+            moving = lambda x, i=i: through([x if k == i else fixed for k in range(3)])  # noqa: E731, B023
+            gradient = torch.autograd.functional.jacobian(moving, fixed)
+            pieces[name] = float((gradient * v).sum()) / sigma
+        assert sum(pieces.values()) == pytest.approx(1, rel=1e-6)
+        for name, share in pieces.items():
+            assert found.parts[name][h] == pytest.approx(share, abs=1e-5)
+    for name, terms in found.bounds.items():
+        np.testing.assert_allclose(sum(terms.values()), 1, rtol=1e-6, err_msg=name)
+        assert min(v.min() for v in terms.values()) >= 0
+    assert "kim" not in found.bounds
+
+
+def _head(att: Attention, h: int, x_q: torch.Tensor, x_k: torch.Tensor, x_v: torch.Tensor) -> torch.Tensor:
+    """One head whose queries, keys and values see inputs of their own."""
+
+    def project(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+        return x @ w[h] + (0 if b is None else b[h])
+
+    scores = att.scale * project(x_q, att.w_q, att.b_q) @ project(x_k, att.w_k, att.b_k).mT
+    if att.mask is not None:
+        mask = att.mask if att.mask.ndim > 3 else att.mask.expand(1, att.heads, att.tokens, att.tokens)
+        scores = scores + mask[0, min(h, mask.shape[1] - 1)]
+    return torch.softmax(scores, -1) @ project(x_v, att.w_v, att.b_v)
+
+
+@pytest.mark.parametrize("kind", ["plain", "biases", "causal", "sharp"])
+def test_shares_of_values_are_what_bounds_are_without_softmax(kind: str) -> None:
+    """With queries and keys shrunk to nothing and P kept, the published bounds are their value terms."""
+    att = random_attention(kind)
+    for name in ("yudin", "yudin_g1", "yudin_nobias", "yudin_sqrt_n", "yudin_closed", "castin", "castin_bias", "castin_c3"):
+        still = Attention(att.x, 0 * att.w_q, att.w_k, att.w_v, b_q=None if att.b_q is None else 0 * att.b_q, b_k=att.b_k, b_v=att.b_v, mask=att.mask)
+        still.__dict__["p"] = att.p
+        power = 2 if name.startswith("castin") else 1
+        expected = (lb.bounds.get(name)(still) / lb.bounds.get(name)(att)) ** power
+        torch.testing.assert_close(shares(att, name)["values"], expected, rtol=1e-6, atol=1e-12)
+
+
+def test_the_page_is_alone(page: Path) -> None:
+    text = page.read_text()
+    assert len(text) < 6e6
+    outside = re.sub(r'<script type="text/plain".*?</script>', "", text, flags=re.DOTALL)
+    assert not re.search(r"(?:src|href)=[\"'](?!data:)", outside)
+    assert not re.search(r"url\(|@import|fetch\(|XMLHttpRequest|WebSocket", outside)
+    assert "default-src 'none'" in outside
+    assert unpacked(text, "plotly").startswith(b"/**\n* plotly.js")
+
+
+def test_hostile_text_stays_text(ds: xr.Dataset, tmp_path: Path) -> None:
+    other = ds.copy(deep=True)
+    for name in ("model", "data", "architecture", "command", "map_description", "preprocessing"):
+        other.attrs[name] = HOSTILE
+    for key in ("label", "statement", "source"):
+        other["yudin"].attrs[key] = HOSTILE
+    for entry in (other, [other, ds]):
+        report(entry, tmp_path / "x.html", details=False)
+        text = re.sub(r'<script type="text/plain".*?</script>', "", (tmp_path / "x.html").read_text(), flags=re.DOTALL)
+        assert "<img" not in text
+        assert "&lt;img src=x onerror=alert(1)&gt; {{7*7}}" in text
+        assert "\x1b" not in text
+        assert text.count("<script") == 1
+
+
+def test_what_cannot_be_shown_is_said(ds: xr.Dataset, tmp_path: Path, bert: Path) -> None:
+    path = tmp_path / "x.html"
+    moved = ds.copy()
+    moved.attrs = ds.attrs | {"source": ds.attrs["source"] | {"model": str(tmp_path / "nowhere")}}
+    (notice,) = report(moved, path)
+    assert "there is no directory" in notice
+    (run,) = data_of(path)
+    assert run["details"] is None
+    assert "there is no directory" in run["reason"]
+    changed = ds.copy()
+    changed.attrs = ds.attrs | {"revision": "sha256:0"}
+    assert "weights: the run has sha256:0" in report(changed, path)[0]
+    model = build(AFFINE["gpt2"])
+    memory = lb.compare(model, inputs_for(model), bounds=["yudin"], progress=False)
+    assert "give it as model=" in report(memory, path)[0]
+    assert report(memory, path, model=model, data=inputs_for(model)) == []
+    assert data_of(path)[0]["tokens"] == []
+    layers = lb.compare(model, inputs_for(model), map="layer", bounds=["lipbound"], progress=False)
+    assert "whole layers" in report(layers, path)[0]
+    assert data_of(path)[0]["across"] == "sample"
+    for options, message in [
+        ({"sample": 3}, "sample is 3; the run has samples 0 to 2"),
+        ({"reduce": "men"}, "did you mean 'mean'"),
+        ({"path": tmp_path / "x.pdf"}, "not an .html file"),
+        ({"runs": []}, "no run was given"),
+        ({"runs": [ds, ds], "model": model}, "for a single run"),
+    ]:
+        with pytest.raises(LipboundError, match=message):
+            report(**({"runs": ds, "path": path} | options))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot be written"):
+        report(ds, tmp_path / "file" / "x.html", details=False)
+
+
+def test_other_weights_do_not_pass_for_the_runs(tmp_path: Path) -> None:
+    lb.compare("builtin:gpt2", samples=1, max_length=8, bounds=["yudin"], progress=False, out=tmp_path / "run.zarr")
+    model = load_checkpoint("builtin:gpt2").model
+    assert report(tmp_path / "run.zarr", tmp_path / "x.html", model=model) == []
+    for block in model.h[3:]:
+        block.attn.c_attn.weight.data *= 1.7
+    (notice,) = report(tmp_path / "run.zarr", tmp_path / "x.html", model=model)
+    assert "the norms of layers 3, 4, 5 are not those of the run: other weights" in notice
+
+
+def test_whole_layers_show_every_sample(tmp_path: Path) -> None:
+    model = build(AFFINE["gpt2"])
+    inputs = {"input_ids": torch.arange(60).view(20, 3)}
+    report(lb.compare(model, inputs, samples=20, map="layer", bounds=["lipbound"], progress=False), tmp_path / "x.html")
+    (run,) = data_of(tmp_path / "x.html")
+    assert np.array(run["values"]["exact"]).shape == (2, 20)
+    with pytest.raises(LipboundError, match="the run has no bounds"):
+        report(lb.compare(model, inputs, bounds=[], progress=False), tmp_path / "y.html")
+
+
+def test_infinite_and_missing_numbers_and_many_samples(ds: xr.Dataset, tmp_path: Path) -> None:
+    other = ds.copy(deep=True)
+    other["castin"][:, 0, 0] = np.inf
+    other["exact"][:, 1, 1] = np.nan
+    many = xr.concat([other] * 8, "sample", data_vars="minimal", coords="minimal", compat="override", join="override").assign_coords(sample=range(24))
+    many.attrs = other.attrs
+    report(many, tmp_path / "x.html", details=False)
+    (run,) = data_of(tmp_path / "x.html")
+    assert run["grids"]["castin"][0][0] == "inf"
+    assert run["grids"]["exact"][1][1] is None
+    assert run["ratios"]["yudin"][1][1] is None
+    assert run["histograms"]["castin"]["infinite"] == 24
+    assert len(run["values"]["exact"]) == SINGLE
+    assert run["samples"] == 24
+
+
+def test_command_line(bert: Path, text: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        lb.compare(bert, text, samples=1, max_length=8, bounds=["yudin", "lipbound"], progress=False, out=tmp_path / f"{name}.zarr")
+    shown = CliRunner().invoke(app, ["report", str(tmp_path / "one.zarr"), str(tmp_path / "two.zarr"), "-o", str(tmp_path / "both.html")])
+    assert shown.exit_code == 0, shown.output
+    assert "both.html (" in shown.stdout
+    assert [run["title"] for run in data_of(tmp_path / "both.html")] == ["one", "two"]
+    assert (tmp_path / "both.html").read_text().count('<h2 id="h-compare">') == 1

@@ -1,0 +1,246 @@
+"""Tables by bound, layer and head; the digits they show; citations; and what hostile names become in them."""
+
+import io
+import re
+
+import numpy as np
+import pandas as pd
+import pytest
+import xarray as xr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.models import AFFINE, build, inputs_for
+
+import lipbound as lb
+from lipbound import tables
+from lipbound.errors import LipboundError
+from lipbound.formatting import digits, escape_latex, escape_markdown, number, plain
+from lipbound.reporting import citations
+
+HOSTILE = "<script>alert(1)</script> | [x](javascript:y) $\\input{/etc/passwd}$ #_^~%&{} \x1b[31m\n\r\u202e\u2028@evil, \U0001f600"
+
+
+@pytest.fixture(scope="module")
+def ds() -> xr.Dataset:
+    model = build(AFFINE["gpt2"])
+    return lb.compare(model, inputs_for(model), progress=False)
+
+
+@pytest.fixture(scope="module")
+def hostile(ds: xr.Dataset) -> xr.Dataset:
+    other = ds.copy(deep=True)
+    for name in ("model", "data", "architecture", "device", "revision", "preprocessing", "map_description"):
+        other.attrs[name] = HOSTILE
+    for name in ("castin", "yudin"):
+        other[name].attrs["label"] = HOSTILE
+    return other
+
+
+@settings(deadline=None, max_examples=300, derandomize=True)
+@given(x=st.floats(1e-12, 1e12), width=st.floats(1e-9, 0.5), where=st.floats(0, 1))
+def test_digits_are_those_that_the_enclosure_supports(x: float, width: float, where: float) -> None:
+    """The true value, anywhere in x (1 -+ width / 2), is at most one unit of the last digit away from what is shown; one more digit need not be."""
+    count = digits(x, width)
+    text = number(x, count).replace(",", "")
+    mantissa, _, exponent = text.partition("e")
+    unit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
+    if "." not in mantissa and not exponent:
+        unit = 10.0 ** (np.floor(np.log10(float(text))) - count + 1)
+    if width * x <= 10 ** np.floor(np.log10(x)):  # else not even one digit is known, and one is shown
+        assert abs(float(text) - x * (1 + (where - 0.5) * width)) <= unit * (1 + 1e-6)
+    assert 1 <= count <= 4
+    if 1 < count < 4:
+        assert width * x <= 10.0 ** (np.floor(np.log10(x)) - count + 1) * (1 + 1e-9)
+    if count < 4:
+        assert width * x > 10.0 ** (np.floor(np.log10(x)) - count) * (1 - 1e-9)
+
+
+def test_more_digits_for_closer_enclosures(ds: xr.Dataset) -> None:
+    model = build(AFFINE["gpt2"])
+    close = lb.compare(model, inputs_for(model), tol=1e-8, dtype="float64", bounds=["yudin"], progress=False)
+    wide = lb.compare(model, inputs_for(model), tol=0.2, bounds=["yudin"], progress=False)
+    rough = lb.compare(model, inputs_for(model), tol=0.2, delta=None, bounds=["yudin"], progress=False)
+    shown = [tables.readable(one).loc["yudin", "geom. mean"] for one in (rough, ds, close)]
+    lengths = [len(re.sub("[^0-9]", "", text).strip("0") if "." not in text else re.sub("[^0-9]", "", text).lstrip("0")) for text in shown]
+    assert lengths == [1, 4, 4]
+    assert tables.width(rough, "yudin") > tables.width(ds, "yudin") > tables.width(close, "yudin")
+    assert tables.width(wide, "yudin") <= 0.2
+    assert tables.width(rough, "yudin") == pytest.approx(0.2, rel=1e-3)
+    assert tables.width(ds, "kim") == pytest.approx(1e-3, rel=0.05)  # there is no upper end for L2 attention
+
+
+def test_summary_encloses_and_spreads(ds: xr.Dataset) -> None:
+    row = tables.summary(ds).loc["yudin"]
+    logs = np.log((ds["yudin"] / ds["exact"]).values)
+    assert row["geomean"] == pytest.approx(np.exp(logs.mean()))
+    assert row["geomean_lower"] == pytest.approx(float(np.exp(np.log(ds["yudin"] / ds["exact_upper"]).mean())))
+    assert row["geomean_lower"] < row["geomean"] <= row["geomean_lower"] * (1 + 1e-3)
+    single = np.exp(logs.mean((1, 2)))
+    assert row["sample_min"] == pytest.approx(single.min())
+    assert row["sample_max"] == pytest.approx(single.max())
+    assert np.isnan(tables.summary(ds).loc["kim", "geomean_lower"])
+
+
+@pytest.mark.parametrize("how", ["geomean", "mean", "max", "median", 0.25])
+@pytest.mark.parametrize("by", ["layer", "head"])
+@pytest.mark.parametrize("values", ["ratio", "value"])
+def test_breakdown_by_plain_numpy(ds: xr.Dataset, by: str, how: str | float, values: str) -> None:
+    table = tables.breakdown(ds, by, bounds=["yudin", "kim"], reduce=how, values=values)
+    assert table.index.names == (["layer"] if by == "layer" else ["layer", "head"])
+    functions = {"geomean": lambda a: np.exp(np.log(a).mean()), "mean": np.mean, "max": np.max, "median": np.median}
+    reduce = functions[how] if isinstance(how, str) else lambda a: np.quantile(a, how)
+    for place, row in table.iterrows():
+        at = {"layer": place} if by == "layer" else dict(zip(("layer", "head"), place, strict=True))
+        one = ds.sel(at)
+        assert row["exact"] == pytest.approx(reduce(one["exact"].values.ravel()))
+        for name, exact in (("yudin", "exact"), ("kim", "exact_l2")):
+            expected = (one[name] / one[exact] if values == "ratio" else one[name]).values.ravel()
+            assert row[name] == pytest.approx(reduce(expected))
+        single = [reduce(one["exact"].isel(sample=s).values.ravel()) for s in range(2)]
+        assert row["sample_min"] == pytest.approx(min(single))
+        assert row["sample_max"] == pytest.approx(max(single))
+
+
+def test_every_table_in_every_format(ds: xr.Dataset) -> None:
+    for format in tables.FORMATS:
+        for by in tables.ROWS:
+            text = tables.render(ds, format, by=by, bounds=["castin", "lipbound"], reduce="median")
+            if format == "csv":
+                table = pd.read_csv(io.StringIO(text))
+                assert len(table) == {"bound": 2, "layer": 2, "head": 8}[by]
+            else:
+                assert "lipbound (ours)" in text
+                assert "Castin 2024, 3.3" in text
+                assert ("median over samples" in text) == (by != "bound")
+                assert "castin:" in text
+                assert "specformer:" not in text  # footnotes of what is shown
+    exact = pd.read_csv(io.StringIO(tables.render(ds, "csv", by="head")), index_col=[0, 1])
+    expected = np.exp(np.log(ds["exact"]).mean("sample")).values.ravel()
+    np.testing.assert_allclose(exact["exact"], expected, rtol=1e-12)
+
+
+def test_latex_columns_are_numbers(ds: xr.Dataset) -> None:
+    text = tables.latex(ds)
+    (columns,) = re.findall(r"\\begin\{tabular\}\{(.*)\}\n", text)
+    assert columns.startswith("lS[table-format=")
+    body = text.partition("\\midrule")[2].partition("\\bottomrule")[0].strip().splitlines()
+    for line in body:
+        for cell in (line.removesuffix("\\\\").split("&")[i].strip() for i in (1, 3, 4)):
+            assert cell in ("{$\\infty$}", "{--}") or re.fullmatch(r"\d+(\.\d+)?(e-?\d+)?", cell), cell
+
+
+def test_whole_layers_have_no_heads(ds: xr.Dataset) -> None:
+    model = build(AFFINE["gpt2"])
+    layers = lb.compare(model, inputs_for(model), map="layer", bounds=["lipbound"], progress=False)
+    assert list(tables.breakdown(layers, "layer").index) == [0, 1]
+    assert "samples:" in tables.render(layers, by="layer")
+    with pytest.raises(LipboundError, match="has no heads"):
+        tables.breakdown(layers, "head")
+    assert "2 layers)" not in citations.methods(layers, "text")
+    assert "2 layers; weights" in citations.methods(layers, "text")
+
+
+def test_errors_name_what_is_there(ds: xr.Dataset) -> None:
+    for options, message in [
+        ({"by": "heads"}, "did you mean 'head'"),
+        ({"values": "ratios", "by": "layer"}, "did you mean 'ratio'"),
+        ({"reduce": "men", "by": "layer"}, "did you mean 'mean'"),
+        ({"bounds": ["lipbound_gram"]}, "the run has no bound 'lipbound_gram'"),
+        ({"bounds": ["lipbound_gram"], "by": "layer"}, "the run has no bound 'lipbound_gram'"),
+        ({"format": "latx"}, "did you mean 'latex'"),
+    ]:
+        with pytest.raises(LipboundError, match=message):
+            tables.render(ds, **options)
+    for function in (citations.cite, citations.methods):
+        with pytest.raises(LipboundError, match=r"allowed are|did you mean"):
+            function(ds, "docx")
+
+
+def test_hostile_names_stay_text(hostile: xr.Dataset) -> None:
+    for by in tables.ROWS:
+        text = tables.render(hostile, "text", by=by)
+        assert "\x1b" not in text
+        assert "\u202e" not in text
+        marked = tables.render(hostile, "markdown", by=by)
+        assert "<script>" not in marked
+        assert "\\[x\\](javascript:y)" in marked
+        rows = [line for line in marked.splitlines() if line.startswith("|")]
+        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1  # no cell ends early
+        typeset = tables.render(hostile, "latex", by=by)
+        lines = [line for line in typeset.splitlines() if not line.startswith("%")]
+        assert not any("\\input" in line or "\r" in line for line in lines)
+        assert "\\textbackslash{}input\\{/etc/passwd\\}" in "".join(lines)
+        assert typeset.count("\\begin{tabular}") == 1
+    bib = citations.cite(hostile)
+    assert bib.count("@") == len(citations.keys(hostile))  # every @ begins an entry
+    assert "{\\char64}evil" in bib
+    assert "\\input{" not in citations.cite(hostile, "latex")
+
+
+def test_methods_say_the_settings_of_the_run(ds: xr.Dataset) -> None:
+    text = citations.methods(ds, "text")
+    for part in (
+        "lipbound 0.1.0", "GPT2Model", "2 layers x 4 heads", ds.attrs["revision"], ds.attrs["data_fingerprint"],
+        f"2 samples of at most {ds.attrs['tokens']} tokens",
+        "in float32", "at most a factor 1.001", "at least 1 - 1e-10", "seed 0", "(Yudin 2025)", "(Castin 2024)", "torch 2.", ds.attrs["date"][:10],
+        "is compared with the constant of that map",
+    ):  # fmt: skip
+        assert part in text, part
+    typeset = citations.methods(ds)
+    assert set(re.findall(r"\\cite\{(\w+)\}", typeset)) == set(citations.keys(ds))
+    assert "$1 - 10^{-10}$" in typeset
+    model = build(AFFINE["gpt2"])
+    rough = lb.compare(model, inputs_for(model), delta=None, bounds=["yudin"], samples=1, progress=False)
+    assert "without upper bounds" in citations.methods(rough, "text")
+    assert "1 sample of" in citations.methods(rough, "text")
+
+
+def test_below_exact_is_told(ds: xr.Dataset) -> None:
+    other = ds.copy(deep=True)
+    other["castin"][...] = other["exact"] / 2
+    assert "is below the constant it should bound in 16 of 16 cases" in citations.methods(other, "text")
+
+
+def test_foreign_text() -> None:
+    assert plain("a\u2029b\x00c\td") == "a b c d"
+    assert escape_latex("é ↯ † Đ") == "é {[}U+21AF] † {[}U+0110]"
+    assert "\n" not in escape_markdown("a\nb")
+
+
+def test_rounding_takes_digits_away(ds: xr.Dataset) -> None:
+    """An enclosure of computed numbers is no closer than the rounding that the run reports."""
+    other = ds.copy(deep=True)
+    other["exact_rounding"][...] = 0.1 * other["exact"]
+    assert tables.width(other, "yudin") == pytest.approx(0.22, rel=0.05)
+    assert all(len(re.sub("[^1-9]", "", text)) <= 2 for text in tables.readable(other)[["geom. mean", "min", "max"]].loc["yudin"])
+    other["exact_rounding"][...] = 2 * other["exact"]  # nothing is known
+    tables.render(other)
+    tables.render(other, by="head")
+
+
+def test_exact_norms_of_some_samples_only(ds: xr.Dataset) -> None:
+    model = build(AFFINE["gpt2"])
+    part = lb.compare(model, inputs_for(model), exact_samples=1, bounds=["yudin"], progress=False)
+    assert "exact norms are of the first 1 samples, bounds over all 2" in tables.render(part, by="layer", values="value")
+    assert "exact norms are of the first 1 samples" in tables.render(part, by="layer")
+
+
+def test_citations_come_from_the_registry(ds: xr.Dataset) -> None:
+    other = ds.copy(deep=True)
+    other["yudin"].attrs["citation"] = "x}\\input{/etc/passwd"
+    assert "\\input{" not in citations.cite(other, "latex")
+    assert citations.keys(other) == citations.keys(ds)
+    other.attrs["tokens"] = "\\input{x}"
+    with pytest.raises(ValueError, match="invalid literal"):
+        citations.methods(other)
+
+
+def test_layers_are_named_where_they_are_not_all() -> None:
+    model = build(AFFINE["gpt2"])
+    one = lb.compare(model, inputs_for(model), layers=[1], bounds=["yudin"], progress=False)
+    assert "layer 1 x 4 heads" in citations.methods(one, "text")
+    none = lb.compare(model, inputs_for(model), bounds=[], progress=False)
+    assert "compared with upper bounds" not in citations.methods(none, "text")
+    assert "an estimate to a relative tolerance of 0.001 without upper bound" in citations.methods(
+        lb.compare(model, inputs_for(model), bounds=["kim"], progress=False), "text"
+    )

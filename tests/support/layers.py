@@ -1,0 +1,54 @@
+"""Small attention layers of every kind."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from lipbound.attention.layer import Attention
+
+KINDS = ("plain", "biases", "causal", "window", "offsets", "padded", "one_token", "wide_values", "duplicates", "flat", "sharp", "no_query")
+
+
+def causal(n: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Additive causal mask, (n, n)."""
+    return torch.zeros(n, n, dtype=dtype).masked_fill(torch.ones(n, n).triu(1) > 0, -math.inf)
+
+
+def window(n: int, reach: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Additive sliding-window mask, (n, n)."""
+    i = torch.arange(n)
+    return torch.zeros(n, n, dtype=dtype).masked_fill((i[:, None] - i).abs() > reach, -math.inf)
+
+
+def random_attention(kind: str, seed: int = 0, dtype: torch.dtype = torch.float64, w_o: bool = True) -> Attention:
+    """A small layer of 2 samples x 3 heads of one of `KINDS`."""
+    g = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
+
+    samples, heads, n, width, d = 2, 3, 1 if kind == "one_token" else 6, 9, 4
+    d_v = 7 if kind == "wide_values" else d
+    x, w_q, w_k, w_v = draw(samples, n, width), draw(heads, width, d), draw(heads, width, d), draw(heads, width, d_v)
+    extra: dict[str, Tensor | None] = {"w_o": draw(heads, d_v, width)} if w_o else {}
+    if kind == "duplicates":
+        x[:, 1:4] = x[:, :1]
+    if kind == "flat":
+        w_q = w_q * 1e-3
+    if kind == "sharp":
+        w_q = w_q * 30
+    if kind == "no_query":
+        w_q = w_q * 0
+    if kind in ("biases", "padded", "window"):
+        extra |= {"b_q": 3 * draw(heads, d), "b_k": 20 * draw(heads, d), "b_v": 20 * draw(heads, d_v)}
+    if kind == "causal":
+        extra["mask"] = causal(n, dtype)
+    if kind == "window":
+        extra["mask"] = window(n, 1, dtype)
+    if kind == "offsets":
+        extra["mask"] = draw(1, heads, n, n)
+    if kind == "padded":
+        extra["valid"] = torch.tensor([[True] * n, [True] * (n - 2) + [False] * 2])
+        extra["mask"] = causal(n, dtype)
+    return Attention(x, w_q, w_k, w_v, **extra)

@@ -1,0 +1,48 @@
+"""What is tested against: dense autograd Jacobians of the definition, and their norms by float64 SVD."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from lipbound.attention.layer import Attention
+from lipbound.attention.reference import dense_jacobian
+
+
+def oracle(att: Attention) -> Tensor:
+    """Exact norms by float64 SVD of the autograd Jacobian, (samples, heads)."""
+    att = att.double()
+    rows = [[torch.linalg.svdvals(dense_jacobian(att, s, h))[0] for h in range(att.heads)] for s in range(att.samples)]
+    return torch.stack([torch.stack(row) for row in rows])
+
+
+def jacobians(att: Attention, sample: int) -> Tensor:
+    """Autograd Jacobians of all heads side by side: (n, heads, d_v, inputs)."""
+    heads = [dense_jacobian(att, sample, h) for h in range(att.heads)]
+    return torch.stack([j.view(-1, att.d_v, j.shape[1]) for j in heads], 1)
+
+
+def dense_norms(att: Attention, map: str = "head") -> Tensor:
+    """Exact norms by autograd Jacobians of the definition and float64 SVD, all samples and heads at once, (samples, heads)."""
+    att = att.double()
+    n, heads, samples = att.tokens, att.heads, att.samples
+    mask = torch.zeros(1, 1, n, n, dtype=torch.float64) if att.mask is None else att.mask
+    mask = mask.expand(samples, heads, n, n).clone()
+    real = torch.ones(samples, n, dtype=torch.bool) if att.valid is None else att.valid
+    mask = mask.masked_fill(~real[:, None, None], -math.inf).masked_fill(~real[:, None, :, None], 0.0)
+    b_q, b_k, b_v = (
+        torch.zeros(heads, w.shape[2]).double() if b is None else b for b, w in ((att.b_q, att.w_q), (att.b_k, att.w_k), (att.b_v, att.w_v))
+    )
+
+    def head(x: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor, b_q: Tensor, b_k: Tensor, b_v: Tensor, m: Tensor, rows: Tensor) -> Tensor:
+        if map == "head":
+            return rows[:, None] * (torch.softmax(att.scale * (x @ w_q + b_q) @ (x @ w_k + b_k).mT + m, -1) @ (x @ w_v + b_v))
+        q = x @ w_q
+        distances = ((q[:, None] - q[None]) ** 2).sum(-1)
+        return rows[:, None] * (torch.softmax(-att.scale * distances + m, -1) @ (x @ (att.scale * w_q @ w_q.mT @ w_v)))
+
+    over_heads = torch.func.vmap(torch.func.jacrev(head), in_dims=(None, 0, 0, 0, 0, 0, 0, 0, None))
+    jacobians = torch.func.vmap(over_heads, in_dims=(0, None, None, None, None, None, None, 0, 0))(
+        att.x, att.w_q, att.w_k, att.w_v, b_q, b_k, b_v, mask, real.double()
+    )
+    return torch.linalg.svdvals(jacobians.reshape(samples, heads, n * att.d_v, -1))[..., 0]

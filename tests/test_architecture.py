@@ -1,0 +1,193 @@
+"""The floors of the package: arrows one way only, and files that can be read in one sitting."""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "lipbound"
+FLOORS = [
+    {"errors", "devices", "formatting"},
+    {"attention"},
+    {"linalg", "models"},
+    {"jacobians"},
+    {"bounds"},
+    {"runs", "regularizers"},
+    {"reporting"},
+    {"analysis"},
+    {"cli"},
+]
+"""From the ground up. Whoever stands on one floor imports from its own folder and from the floors below."""
+OUTSIDE = {"", "__main__", "moved"}
+"""The package itself, its entry point and the old paths: they lead to every floor, and no floor imports them."""
+SIDEWAYS = {("errors", "devices", "formatting")}
+"""Folders of one floor that may import one another."""
+NEVER: dict[str, set[str]] = {folder: {"transformers", "xarray"} for folder in ("attention", "linalg", "jacobians", "bounds")}
+
+TOP_ENTRIES, FOLDER_FILES, MODULE_LINES, FUNCTION_LINES = 16, 13, 350, 80
+EXCEPTIONS: dict[str, str] = {}
+"""What may break a rule, as the tests name it, and why."""
+
+
+def name_of(path: Path) -> str:
+    """``runs/store.py`` -> ``runs.store``; the package itself is ''."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+
+
+MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def at_run_time(node: ast.AST) -> Iterator[ast.AST]:
+    """Everything below a node, without the bodies of ``if TYPE_CHECKING``."""
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for other in child.orelse:
+                yield other
+                yield from at_run_time(other)
+        else:
+            yield from at_run_time(child)
+
+
+def absolute(node: ast.ImportFrom, module: str, is_package: bool) -> str:
+    """The module that ``from ... import`` names, dots resolved."""
+    if not node.level:
+        return node.module or ""
+    parts = ["lipbound", *module.split(".")] if module else ["lipbound"]
+    base = parts[: len(parts) - node.level + is_package]
+    return ".".join([*base, *([node.module] if node.module else [])])
+
+
+def imported(source: str, module: str = "", is_package: bool = False) -> set[str]:
+    """Full names of everything imported, at the top or inside functions: ``a.b`` and, for ``from a import b``, ``a.b`` too."""
+    names: set[str] = set()
+    for node in at_run_time(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            base = absolute(node, module, is_package)
+            names |= {f"{base}.{alias.name}" for alias in node.names}
+    return names
+
+
+@cache
+def imports_of(module: str) -> frozenset[str]:
+    path = MODULES[module]
+    return frozenset(imported(path.read_text(), module, path.name == "__init__.py"))
+
+
+def own(name: str) -> str | None:
+    """The module of ours behind an imported name: ``lipbound.runs.store.load`` -> ``runs.store``; None for other packages."""
+    if name.split(".")[0] != "lipbound":
+        return None
+    parts = name.split(".")[1:]
+    while ".".join(parts) not in MODULES:
+        parts.pop()
+    return ".".join(parts)
+
+
+def own_imports(module: str) -> set[str]:
+    return {other for name in imports_of(module) if (other := own(name)) is not None and other != module}
+
+
+def folder(module: str) -> str:
+    return module.split(".")[0]
+
+
+def floor(module: str) -> int:
+    return next(number for number, members in enumerate(FLOORS) if folder(module) in members)
+
+
+INSIDE = [module for module in MODULES if folder(module) not in OUTSIDE]
+
+
+def test_every_module_has_a_floor() -> None:
+    known = set().union(*FLOORS)
+    assert {folder(module) for module in INSIDE} <= known
+    assert known <= {folder(module) for module in INSIDE}
+
+
+@pytest.mark.parametrize("module", INSIDE)
+def test_imports_go_down(module: str) -> None:
+    wrong = []
+    for other in own_imports(module):
+        pair = f"{module} -> {other or 'lipbound'}"
+        if other in OUTSIDE:
+            wrong.append(pair)
+            continue
+        beside = floor(other) == floor(module) and folder(other) != folder(module)
+        if floor(other) > floor(module) or (beside and not any({folder(module), folder(other)} <= set(group) for group in SIDEWAYS)):
+            wrong.append(pair)
+    assert [pair for pair in sorted(wrong) if pair not in EXCEPTIONS] == []
+
+
+@pytest.mark.parametrize("module", [module for module in INSIDE if folder(module) in NEVER])
+def test_tensors_know_neither_models_nor_runs(module: str) -> None:
+    wrong = {f"{module} -> {package}" for name in imports_of(module) if (package := name.split(".")[0]) in NEVER[folder(module)]}
+    assert sorted(wrong - EXCEPTIONS.keys()) == []
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    """A package counts as its own ``__init__``; what leads to it from its parts is an import like any other."""
+    graph = {module: {other for other in own_imports(module) if f"{module} -> {other}" not in EXCEPTIONS} for module in INSIDE}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail("circle: " + " <- ".join(error.args[1]))
+
+
+def test_the_top_can_be_taken_in_at_a_glance() -> None:
+    entries = [path.name for path in PACKAGE.iterdir() if path.suffix == ".py" or (path.is_dir() and any(path.rglob("*.py")))]
+    assert len(entries) <= TOP_ENTRIES, sorted(entries)
+
+
+@pytest.mark.parametrize("path", [PACKAGE, *sorted({path.parent for path in MODULES.values()} - {PACKAGE})], ids=lambda path: path.name)
+def test_folders_are_small(path: Path) -> None:
+    files = sorted(file.name for file in path.glob("*.py") if file.name != "__init__.py")
+    assert len(files) <= FOLDER_FILES or f"{path.name}/" in EXCEPTIONS, files
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_modules_and_functions_are_short(module: str) -> None:
+    text = MODULES[module].read_text()
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    lengths = {f"{module}.{node.name}": (node.end_lineno or node.lineno) - node.lineno + 1 for node in functions}
+    long = {name: count for name, count in lengths.items() if count > FUNCTION_LINES and name not in EXCEPTIONS}
+    if (count := len(text.splitlines())) > MODULE_LINES and module not in EXCEPTIONS:
+        long[module] = count
+    assert long == {}
+
+
+def test_exceptions_are_of_this_package() -> None:
+    """An exception that is no longer needed would hide the next mistake."""
+    folders = {f"{path.parent.name}/" for path in MODULES.values()}
+    for key, reason in EXCEPTIONS.items():
+        assert reason
+        module = key.split(" -> ")[0]
+        assert module in MODULES or module.rpartition(".")[0] in MODULES or module in folders, key
+
+
+def test_imports_are_read_wherever_they_stand() -> None:
+    source = """
+import typing
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    import transformers
+else:
+    import numpy
+def f():
+    from lipbound.runs import store
+    import xarray as xr
+class C:
+    def m(self):
+        from .. import errors
+        from ..linalg.operators import Gram
+"""
+    found = imported(source, "attention.layer")
+    assert found == {"typing", "typing.TYPE_CHECKING", "numpy", "lipbound.runs.store", "xarray", "lipbound.errors", "lipbound.linalg.operators.Gram"}
+    assert own("lipbound.linalg.operators.Gram") == "linalg.operators"
+    assert own("numpy") is None
+    assert floor("linalg.operators") < floor("jacobians.head") < floor("cli")
