@@ -224,8 +224,9 @@ class Attention:
 
     @cached_property
     def centred_k(self) -> Tensor:
-        """Keys without their mean over tokens, float64: attention, and its Jacobian, see only differences of keys, unless scores are capped or
-        there are sinks; keys are then left as they are."""
+        """Keys without their mean over tokens, float64; left as they are where scores are capped or there are sinks.
+
+        Otherwise attention, and its Jacobian, see only differences of keys: Lemma 2 (docs/theory/jacobian.md)."""
         if not self.shift_invariant:
             return self.wide_k
         k = self._project(self.w_k) if self.rotation is None and self.norm_k is None else self.wide_k
@@ -233,8 +234,9 @@ class Attention:
 
     @cached_property
     def centred_v(self) -> Tensor:
-        """Values without bias and without their mean over tokens, float64: the Jacobian sees only differences of values, unless there are sinks,
-        whose value is zero; values are then left as they are."""
+        """Values without bias and without their mean over tokens, float64; left as they are where there are sinks, whose value is zero.
+
+        Otherwise the Jacobian sees only differences of values: Lemma 2 (docs/theory/jacobian.md)."""
         if self.sinks is not None:
             return self._project(self.w_v, self.b_v)
         v = self._project(self.w_v)
@@ -370,7 +372,7 @@ class Attention:
         """Heads with their output slice, as plain heads of the same Jacobian norm.
 
         With the thin QR of the transpose, ``w_o[h] = L E^T`` (E: D_out x r with orthonormal columns), the map
-        ``x -> out @ w_o[h]`` has the singular values of the head whose value projection is ``w_v[h] @ L``.
+        ``x -> out @ w_o[h]`` has the singular values of the head whose value projection is ``w_v[h] @ L``: Lemma 4 (docs/theory/jacobian.md).
 
         Returns:
             That layer, and E as a tensor (heads, D_out, r), r = min(d_v, D_out).
@@ -395,7 +397,7 @@ class Attention:
     def unit_values(self, *, together: bool = False) -> tuple["Attention", Tensor]:
         """The layer with each head's values (or all heads' ``together``) divided by a power of two near their size, and these numbers (heads,).
 
-        Exact, since J is linear in the values; keeps products away from overflow and underflow.
+        Exact, and keeps products away from overflow and underflow; J is linear in the values: Lemma 4 (docs/theory/jacobian.md).
         """
         size = self.w_v.detach().abs().amax((-1, -2)).double()
         if together:

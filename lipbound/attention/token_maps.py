@@ -12,7 +12,7 @@ class TokenMap:
 
     :math:`dy \mapsto R\,gain \circ (dy - u\,\tau)/s` with u = y / s. Where a head's own vector is normalised :math:`\tau = u \cdot dy / d`; where
     all heads' are together it is a coordinate of its own, :math:`\tau = g \cdot dx`, with ``direction`` g = :math:`T (t/s) / n` for the
-    projection T of what is normalised together.
+    projection T of what is normalised together: Lemma 5 (docs/theory/jacobian.md).
 
     Args:
         rotation: of the tokens, or None.
