@@ -8,7 +8,7 @@ With :math:`L_h` a bound on head h, :math:`W_O^h` its slice of the output projec
 - ``"folded"`` (ours): the same for "heads", and for "layer" see `folded`;
 - ``"best"``: the smaller of the published two, and for our own bounds of all three.
 
-Lemmas 19 and 20 (docs/theory/layers.md).
+Proof: Lemmas 19 and 20 (docs/theory/layers.md).
 """
 
 import torch
@@ -95,7 +95,7 @@ def folded(att: Attention, name: str) -> Tensor:
 
     .. math:: \|J\| \le \min\big\{ (L^T \Omega L)^{1/2},\ \|[E_1 \dots E_H]\|\,|L| \big\}
 
-    Lemma 20 (docs/theory/layers.md).
+    Proof: Lemma 20 (docs/theory/layers.md).
     """
     double = att.double()
     double.__dict__["p"] = att.p.double()

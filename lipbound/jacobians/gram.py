@@ -65,7 +65,7 @@ class Gram:
     def _rounding(self, lengths: Tensor, k: Tensor, inputs: int) -> float:
         """Bound on the 2-norm of the rounding error of G, given its arrays P, v - o, q, k and the weights.
 
-        Lemma 54 (docs/theory/numerics.md); ``part`` is its pi, the Frobenius norm of a head's Jacobian with absolute values inside.
+        Lemma 54 (docs/theory/numerics.md), where ``part`` is called pi: a bound on a head's Jacobian with absolute values inside.
         """
         total = 0.0
         for h in range(self.heads):

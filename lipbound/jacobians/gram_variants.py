@@ -1,6 +1,6 @@
 r"""The matrix :math:`G = J J^T` of one head with rotary embeddings, normalised queries and keys, a cap or sinks, block by block and in closed form.
 
-Lemma 8 (docs/theory/jacobian.md); its symbols D, M, A, C, X are those of the code: :math:`D^a_j` maps token j to its query, key or value
+Statement and proof: Lemma 8 (docs/theory/jacobian.md). :math:`D^a_j` maps a perturbation of token j to that of its query, key or value
 (`lipbound.jacobians.token_tangents`), and :math:`M^{ab}_j = D^a_j D^{bT}_j`.
 """
 

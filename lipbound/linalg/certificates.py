@@ -26,7 +26,7 @@ ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-11}
 def log_inverse_epsilon(n: int, delta: float) -> float:
     """log(1 / eps), where a uniform unit vector of R^n has a component below eps along a given direction with probability at most delta.
 
-    Lemma 41 (docs/theory/certificates.md)."""
+    Proof: Lemma 41 (docs/theory/certificates.md)."""
     if n == 1:
         return 0.0
     if delta < 1e-100 and n > 2:  # beyond the range of the quantile: the density of the squared component is at most x^(-1/2) / B
@@ -59,7 +59,7 @@ def log_polynomial(alpha: Array, beta: Array, steps: Array, x: Array) -> Array:
 def excludes(alpha: Array, beta: Array, steps: Array, x: Array, log_inverse: float) -> Array:
     """Whether the largest eigenvalue is below x, (batch,) bool, at the failure probability behind ``log_inverse``; x beyond the Ritz values.
 
-    Lemma 42 (docs/theory/certificates.md)."""
+    Proof: Lemma 42 (docs/theory/certificates.md)."""
     return log_polynomial(alpha, beta, steps, x) >= log_inverse
 
 

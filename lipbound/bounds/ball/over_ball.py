@@ -57,7 +57,7 @@ def over_ball(att: Attention, radius: float | Sequence[float], *, norm: str = "t
         (b)\;& \|P^+ \circ t + \mathrm{diag}\, B^+\| \\
         (c)\;& (\max t \cdot \max_j \textstyle\sum_i P^+_{ij} t_{ij})^{1/2} + \max_i B^+_i
 
-    Lemma 27 (docs/theory/balls.md).
+    Proof: Lemma 27 (docs/theory/balls.md).
 
     As the radius goes to 0, (a) goes to the value at the centre; (c) grows like :math:`\rho^2 \sqrt N`, as global bounds must.
     """

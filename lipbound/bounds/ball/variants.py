@@ -1,7 +1,7 @@
 r"""Our bound over a ball, `lipbound.bounds.over_ball`, for heads with rotary position embeddings, capped scores or sinks.
 
-Lemma 28 (docs/theory/balls.md). A sink counts as one more token that never moves, the last column here. Where queries or keys are normalised their
-derivative changes with the input, and there is no statement.
+Statement and proof: Lemma 28 (docs/theory/balls.md). A sink counts as one more token that never moves, the last column here. Where queries or keys
+are normalised their derivative changes with the input, and there is no statement.
 """
 
 import torch
