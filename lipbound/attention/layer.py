@@ -190,8 +190,10 @@ class Attention(Transforms):
 
     @derived
     def centred_k(self) -> Tensor:
-        """Keys without their mean over tokens, float64: attention, and its Jacobian, see only differences of keys, unless a variant of the scores
-        or the softmax sees more; keys are then left as they are."""
+        """Keys without their mean over tokens, float64; left as they are where a variant of scores or softmax sees more than differences of keys.
+
+        Otherwise attention, and its Jacobian, see only such differences: Lemma 2 (docs/theory/jacobian.md).
+        """
         if not self.scoring.shift_invariant:
             return self.wide_k
         k = projected(self.x, self.w_k) if self.scoring.plain_keys else self.wide_k
@@ -199,8 +201,10 @@ class Attention(Transforms):
 
     @derived
     def centred_v(self) -> Tensor:
-        """Values without bias and without their mean over tokens, float64: the Jacobian sees only differences of values, unless something besides
-        keys takes part in the softmax, whose value is zero; values are then left as they are."""
+        """Values without bias and without their mean over tokens, float64; left as they are where something of value zero takes part in the softmax.
+
+        Otherwise the Jacobian sees only differences of values: Lemma 2 (docs/theory/jacobian.md).
+        """
         if self.scoring.extra_scores is not None:
             return projected(self.x, self.w_v, self.b_v)
         v = projected(self.x, self.w_v)

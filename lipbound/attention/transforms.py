@@ -98,7 +98,7 @@ class Transforms(Fields, ABC):
         """Heads with their output slice, as plain heads of the same Jacobian norm.
 
         With the thin QR of the transpose, ``w_o[h] = L E^T`` (E: D_out x r with orthonormal columns), the map
-        ``x -> out @ w_o[h]`` has the singular values of the head whose value projection is ``w_v[h] @ L``.
+        ``x -> out @ w_o[h]`` has the singular values of the head whose value projection is ``w_v[h] @ L``: Lemma 4 (docs/theory/jacobian.md).
 
         Returns:
             That layer, and E as a tensor (heads, D_out, r), r = min(d_v, D_out).
@@ -116,7 +116,7 @@ class Transforms(Fields, ABC):
     def unit_values(self, *, together: bool = False) -> tuple[Self, Tensor]:
         """The layer with each head's values (or all heads' ``together``) divided by a power of two near their size, and these numbers (heads,).
 
-        Exact, since J is linear in the values; keeps products away from overflow and underflow.
+        Exact, and keeps products away from overflow and underflow; J is linear in the values: Lemma 4 (docs/theory/jacobian.md).
         """
         own = self.projections
         size = own.w_v.detach().abs().amax((-1, -2)).double()

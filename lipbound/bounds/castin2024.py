@@ -54,8 +54,8 @@ def castin(att: Attention) -> Tensor:
 
     .. math:: \|J\| \le \sqrt 3\,\|W_V\|\,\big(\|A\|^2 R^4 (4N+1) + N\big)^{1/2},\quad A = scale\,W_Q W_K^T,\ R = \max_i |x_i|
 
-    Theorem 4.3 is the same formula with a causal mask. For any additive mask it follows from Yudin et al.'s
-    :math:`\|W_V\|\sqrt N (1 + 2\|A\|R^2)`, which it exceeds. With a query bias it fails: use ``castin_bias``.
+    Theorem 4.3 is the same formula with a causal mask; it holds for any additive mask: Lemma 36 (docs/theory/published.md). With a query bias it
+    fails: use ``castin_bias``.
 
     With rotary embeddings :math:`\|A\|` is replaced by :math:`scale\,\max\|R_i\|^2\|W_Q\|\|W_K\|`, which bounds every
     :math:`A_{ij} = scale\,W_Q R_i^T R_j W_K^T`; with them or a cap it asks for no key bias either, and follows from ``castin_bias``.
@@ -90,20 +90,14 @@ def castin_bias(att: Attention) -> Tensor:
     The key bias shifts each row of scores by a constant and the value bias drops out, so only the query bias enters: the gradient
     of row i's scores with respect to its keys' tokens is :math:`A^T x_i + a`.
 
-    *Proof.* :math:`J = J_V + J_K + J_Q` with :math:`\|J_V\| = \|P\|\|W_V\| \le \sqrt N \|W_V\|`. Row i of :math:`J_K` has norm at most
-    :math:`\|W_V\| (\sum_j P_{ij}^2 |x_j - \bar x_i|^2)^{1/2} |A^T x_i + a| \le \|W_V\| R (\|A\| R + |a|)`, because
-    :math:`\sum_j P_{ij}|x_j - \bar x_i|^2 \le R^2`. The block of :math:`J_Q` is
-    :math:`\|W_V^T Cov_{P_i}(x) A^T\| \le \|W_V\|\|A\|R^2`. Add the three with :math:`(a+b+c)^2 \le 3(a^2+b^2+c^2)`. Any row-stochastic P,
-    hence any mask, will do.
+    Proof: Lemma 34 (docs/theory/published.md).
 
     *Rotation and cap.* With :math:`\|A\|` as in ``castin``, :math:`a_Q = scale\,\max\|R_i\|^2 \|W_K\||b_Q|` and
     :math:`a_K = scale\,\max\|R_i\|^2 \|W_Q\||b_K|`,
 
     .. math:: \|J\| \le \sqrt 3\,\|W_V\|\,\big(R^2 (\|A\| R + a_K)^2 + N R^2 (\|A\| R + a_Q)^2 + N\big)^{1/2}
 
-    Row i of :math:`J_K` is :math:`[P_{ij} g_{ij} (v_j - o_i) \tilde q_{ij}^T]_j` with slopes g of at most 1 and
-    :math:`|\tilde q_{ij}| \le \|A\| R + a_Q`; the block of :math:`J_Q` is :math:`\sum_j P_{ij} g_{ij} (v_j - o_i) \tilde k_{ij}^T` with
-    :math:`|\tilde k_{ij}| \le \|A\| R + a_K`, by the Cauchy-Schwarz inequality at most :math:`\|W_V\| R\,(\|A\| R + a_K)`.
+    Proof: Lemma 35 (docs/theory/published.md).
     """
     return _with_biases(att, 0.0)
 
@@ -173,12 +167,10 @@ def castin_c3(att: Attention) -> Tensor:
 
     .. math:: \|J\| \le \sqrt 3\,\|W_V\|\,\big(R'^2 r^2 (N+1) + N\big)^{1/2}
 
-    with :math:`r = \max_{ij}|x_i - x_j|` and :math:`R' = \max_i \max(|A x_i|, |A^T x_i|)`: the key path sees
-    :math:`|x_j - \bar x_i| \le r` and :math:`A^T x_i`, the query path the covariance of :math:`x` and :math:`A x` under :math:`P_i`, so
-    both sides are needed. With one side alone the statement fails (see ``castin_c3_as_coded``).
+    with :math:`r = \max_{ij}|x_i - x_j|` and :math:`R' = \max_i \max(|A x_i|, |A^T x_i|)`: the path through keys sees the one, that through
+    queries the other: Lemma 37 (docs/theory/published.md). With one side alone the statement fails (see ``castin_c3_as_coded``).
 
-    With rotary embeddings or a cap, the gradients of scores with respect to tokens are :math:`g_{ij} \tilde q_{ij}` and
-    :math:`g_{ij} \tilde k_{ij}` with g at most 1, and the same argument holds with
+    With rotary embeddings or a cap it holds with
     :math:`R' = scale\,\max\|R_i\| \max_i \max(\|W_K\||q_i|, \|W_Q\||k_i|)`, whatever the biases.
     """
     return _theorem_c3(att, 0.0)
@@ -239,6 +231,6 @@ def castin_mean_field(att: Attention) -> Tensor:
     .. math:: \|J\| \le \|W_V\|\,(1 + 3\|A\|R^2)\,e^{2\|A\|R^2}
 
     Infinite where the exponential exceeds the range of float64 (:math:`\|A\|R^2 > 354`), which pretrained heads do reach. Unmasked only: with a
-    causal mask and A = 0 the Jacobian is :math:`P \otimes W_V^T`, whose norm tends to :math:`2\|W_V\|`.
+    causal mask and A = 0 the norm tends to :math:`2\|W_V\|`: Lemma 38 (docs/theory/published.md).
     """
     return _mean_field(att, 0.0)

@@ -69,7 +69,7 @@ def slope_of_scores(att: Attention) -> Tensor:
     r"""Bound on the norm of dX -> dS before the softmax, with rotation or cap, (samples, heads).
 
     :math:`|scale| \max_i \|R_i\| (\|Q\| \|W_K\| + \|K\| \|W_Q\|)`, Q and K the queries and keys as they enter the scores (keys centred, unless
-    there is a cap): :math:`dS = scale\,(dQ K^T + Q dK^T)`, whose rows count up to a constant.
+    there is a cap): Lemma 32 (docs/theory/published.md).
     """
     q, k = (matrix_norm(t) for t in entering(att))
     return abs(att.scale) * turn(att) * (q * norm_k(att) + k * norm_q(att)) * (1 + 1e-12)

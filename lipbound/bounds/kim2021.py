@@ -52,8 +52,8 @@ def kim(att: Attention) -> Tensor:
     The theorem is printed with :math:`\sqrt{\sum_h \|W_{Q,h}\|^2 \|W_{V,h}\|^2}`, of degree one in :math:`W_Q` where the map is of degree two. That
     reading is false: at N = 1 the map is :math:`X A W_V`, whose norm reaches :math:`\|W_Q\|^2\|W_V\|/\sqrt d`. This is the degree-two form.
 
-    The proof bounds each block row through :math:`\sum_j P_{ij} |q_i - q_j|^2`, where the token's own zero distance must take part: so a
-    mask that only forbids, but never a token to itself, leaves it valid.
+    Proved in Lemma 40 (docs/theory/published.md), where each token's zero distance to itself must take part: so a mask that only forbids, but never a
+    token to itself, leaves it valid.
     """
     n = qty.count(att)
     return n.sqrt() * abs(att.scale) * (4 * inverse_phi(n - 1) + 1) * qty.norm_q(att) ** 2 * qty.norm_v(att)

@@ -7,6 +7,8 @@ With :math:`L_h` a bound on head h, :math:`W_O^h` its slice of the output projec
 - ``"root_sum_square"``: :math:`(\sum_h L_h^2)^{1/2}` (Yudin et al. 2025), and :math:`\|W_O\| (\sum_h L_h^2)^{1/2}`;
 - ``"folded"`` (ours): the same for "heads", and for "layer" see `folded`;
 - ``"best"``: the smaller of the published two, and for our own bounds of all three.
+
+Proof: Lemmas 19 and 20 (docs/theory/layers.md).
 """
 
 import torch
@@ -99,8 +101,7 @@ def folded(att: Attention, name: str) -> Tensor:
 
     .. math:: \|J\| \le \min\big\{ (L^T \Omega L)^{1/2},\ \|[E_1 \dots E_H]\|\,|L| \big\}
 
-    *Proof.* :math:`J^T J = \sum_{hg} J_h^T (I \otimes E_h^T E_g) J_g`; and J is :math:`[E_1 \dots E_H]` times the stacked :math:`J_h`, whose norm is
-    at most :math:`|L|`. QED
+    Proof: Lemma 20 (docs/theory/layers.md).
     """
     double = att.double()
     double.cache.keep("p", att.p.double())

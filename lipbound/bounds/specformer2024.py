@@ -64,12 +64,11 @@ def specformer(att: Attention) -> Tensor:
     .. math:: \|J\| \le N(N+1)\,\|X\|_F^2\,\big[\|W_V\|\|W_Q\|\|W_K\| + \|W_V\|\big]
 
     False as printed for small inputs: its value term is multiplied by :math:`\|X\|_F^2`, so it vanishes with X, while
-    :math:`\|J\| \ge \|W_V\|` for equal tokens. The condition under which it is a bound follows from Theorem 3 of Yudin et al. 2025 with
-    :math:`\|P\| \le \sqrt N` and :math:`\|M\| \le 1/2`: it holds without query bias once :math:`(N+1)\sqrt N\,\|X\|_F^2 \ge 1`
-    (and scale at most N(N+1)). No bias enters the statement.
+    :math:`\|J\| \ge \|W_V\|` for equal tokens. It is a bound without query bias once :math:`(N+1)\sqrt N\,\|X\|_F^2 \ge 1` (and scale at most
+    N(N+1)): Lemma 10 (docs/theory/softmax.md) and Lemma 39 (docs/theory/published.md). No bias enters the statement.
 
-    With rotary embeddings or a cap it follows in the same way from ``yudin_closed``, without biases of queries and keys and for
-    :math:`scale\,\max\|R_i\|^2 \le \sqrt N (N+1)/2`; nothing in it stands for :math:`\|A\|`.
+    With rotary embeddings or a cap it is one without biases of queries and keys and for :math:`scale\,\max\|R_i\|^2 \le \sqrt N (N+1)/2`;
+    nothing in it stands for :math:`\|A\|`.
     """
     return _theorem(att, 0.0)
 

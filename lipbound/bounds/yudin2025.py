@@ -75,6 +75,7 @@ def _theorem3_linear(att: Attention, largest_m: Tensor) -> Tensor:
 def _remark_1(att: Attention, radius: float, norm: str) -> Tensor:
     """Theorem 3 for every input of a ball, which Remark 1 leaves to continuity: each factor is replaced by its largest value there.
 
+    Proof: Lemma 33 (docs/theory/published.md).
     ||X'|| grows by at most the Frobenius radius; ||P'|| and max_i ||M(P'_i)|| are bounded over the box of softmax rows that scores can reach
     (`lipbound.bounds.ball.softmax_interval`), the latter through g_1.
     """
@@ -107,11 +108,10 @@ def yudin(att: Attention) -> Tensor:
     .. math:: \|J\| \le \|W_V\|\,\big(\|P\| + 2\,\|X\|^2 \|A\| \max_i \|M(P_i)\|\big),\quad M(p) = diag(p) - p p^T
 
     With a query bias X becomes [X 1] and :math:`W_Q` gains the row :math:`b_Q` (`with_ones`). The paper's Remark 2 appends all three biases; key
-    and value biases do not change J, so they are left out, which is sound and slightly sharper.
+    and value biases do not change J, so they are left out, which is sound and slightly sharper: Lemma 31 (docs/theory/published.md), for any mask.
 
-    *Rotation and cap.* :math:`2\|X\|\|A\|` stands for a bound on :math:`dX \mapsto dS`. There is no single A where tokens rotate, and
-    :math:`scale\,\max\|R_i\|\,(\|Q\|\|W_K\| + \|K\|\|W_Q\|)` bounds it instead, Q and K being the rotated queries and keys (the latter
-    centred, which softmax rows do not notice, unless scores are capped), biases included. A cap multiplies dS by slopes of at most 1.
+    *Rotation and cap.* :math:`2\|X\|\|A\|` is replaced by :math:`scale\,\max\|R_i\|\,(\|Q\|\|W_K\| + \|K\|\|W_Q\|)`, Q and K being the
+    rotated queries and keys (the latter centred, unless scores are capped), biases included: Lemma 32 (docs/theory/published.md).
     """
     return _theorem3(with_ones(att), qty.norm_m(att), qty.norm_p(att))
 
@@ -178,7 +178,7 @@ def yudin_sqrt_n(att: Attention) -> Tensor:
 
     .. math:: \|J\| \le \|W_V\|\,\big(\|P\| + 2 \max_i \|X^T M(P_i)\|\,\|X\|\,\|A\|\big)
 
-    The appended ones of Remark 2 drop out of :math:`X^T M(P_i)`, since :math:`1^T M = 0`. With rotary embeddings or a cap
+    The appended ones of Remark 2 drop out of :math:`X^T M(P_i)`: Lemma 31 (docs/theory/published.md). With rotary embeddings or a cap
     :math:`2\|X\|\|A\|` is replaced as in ``yudin``.
     """
     extended = with_ones(att)
@@ -214,8 +214,8 @@ def yudin_closed(att: Attention) -> Tensor:
 
     .. math:: \|J\| \le \|W_V\|\,\big(\sqrt N + 2 \sqrt N R^2 \|A\|\big)
 
-    With rotary embeddings or a cap :math:`\|W_V\|\sqrt N\,(1 + R(2\|A\|R + a_Q + a_K))`, in the notation of ``castin_bias``, whose three parts it
-    adds up: :math:`\|J_K\| \le \sqrt N \|W_V\| R (\|A\|R + a_Q)` and :math:`\|J_Q\| \le \|W_V\| R (\|A\|R + a_K)`.
+    With rotary embeddings or a cap :math:`\|W_V\|\sqrt N\,(1 + R(2\|A\|R + a_Q + a_K))`, in the notation of ``castin_bias``: Lemmas 31 and 32
+    (docs/theory/published.md).
     """
     return _closed(att, 0.0)
 

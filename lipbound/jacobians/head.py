@@ -57,16 +57,14 @@ class HeadOperator(TensorOperator):
     .. math::
         dS = dq\,k^T + q\,dk^T,\quad T = P \circ (dS - \mathrm{rowsum}(P \circ dS)),\quad J\,dX = T v + P\,dv
 
-    A rotation or normalisation of queries and keys turns dq and dk on their way to dS, token by token (`lipbound.attention.variants.token_maps`); a
-    cap multiplies dS by its slope. Where queries or keys of all heads are normalised together, their common size is one more coordinate of dX,
-    different for each token.
+    That is Lemma 1 (docs/theory/jacobian.md). A rotation or normalisation of queries and keys turns dq and dk on their way to dS, token by token
+    (`lipbound.attention.variants.token_maps`); a cap multiplies dS by its slope. Where queries or keys of all heads are normalised together, their
+    common size is one more coordinate of dX, different for each token. Values and keys enter only through differences and are centred first, which
+    removes the cancellation that large biases would cause.
 
-    Since J sees dX only through ``dX w``, it is applied in coordinates of the row space of ``w``: with ``w = u r`` (thin QR, u: D x m'
-    with orthonormal columns, m' = min(D, m)), inputs of the operator are ``dX u``, (N, m'), and singular values are unchanged.
+    J sees dX only through ``dX w``, so it is applied in coordinates of the row space of ``w``: with ``w = u r`` (thin QR, u: D x m' with orthonormal
+    columns, m' = min(D, m)), inputs of the operator are ``dX u``, (N, m'), and singular values are unchanged: Lemma 3 (docs/theory/jacobian.md).
     ``gram`` needs no QR at all, only ``w^T w`` (m x m). ``lift`` brings vectors of the reduced space back to (N, D).
-
-    Values and keys enter only through differences (a softmax row sums to one), so both are centred first, which removes the
-    cancellation that large biases would cause.
 
     Batch entries are in the order of ``att.p.flatten(0, 1)``: all heads of sample 0, then sample 1, ...
     """
@@ -251,7 +249,7 @@ class HeadJacobian(HeadOperator):
         return torch.cat([HeadOperator.gram(self.select(slice(i, i + together)), y[i : i + together]) for i in parts])
 
     def dense(self) -> Tensor:
-        """The matrices block by block, for plain attention: ``J_ij = P_ij [r_v^T + (v_j - o_i) qt_i^T] + [i = j] B_i`` with ``qt_i = r_k q_i``."""
+        """The matrices, block by block for plain attention: Lemma 1 (docs/theory/jacobian.md)."""
         if not self.plain:
             return JacobianOperator.dense(self)
         r_q, r_k, r_v = self.rows.coordinates[self.head].split(self.sizes[:3], -1)

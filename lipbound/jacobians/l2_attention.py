@@ -17,8 +17,7 @@ class L2HeadJacobian(TensorOperator):
     :math:`-scale\,\|q_i - q_j\|^2`, :math:`q = X W_Q` (``scale`` is their :math:`1/\sqrt d`). It is another map than the
     dot-product head: ``w_k`` and all biases are ignored. Masks and padding act on the scores as usual.
 
-    The term :math:`|q_i|^2` cancels in the softmax, and
-    :math:`dS_{ij} = 2\,scale\,(dq_i \cdot q_j + q_i \cdot dq_j - q_j \cdot dq_j)`.
+    Its products are those of Lemma 9 (docs/theory/jacobian.md). Shapes as for `lipbound.jacobians.head.HeadJacobian`.
     """
 
     sizes: list[int]

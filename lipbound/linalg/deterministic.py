@@ -52,16 +52,10 @@ class BlockMatrix(Protocol):
 def deflate(gram: BlockMatrix, q: Tensor) -> tuple[float, float, Tensor]:
     r"""Two-sided bounds on :math:`\lambda_{max}(G)` from any few vectors; next to exact when they span its top eigenvectors.
 
-    With Q orthonormal, :math:`Y = GQ`, :math:`T = Q^T Y`, :math:`C = Y - QT = Q_C R_C` and
-    :math:`G_\perp = (I - QQ^T) G (I - QQ^T) = G - QY^T - YQ^T + QTQ^T`,
-
-    .. math:: \lambda_{max}(T) \le \lambda_{max}(G) \le \lambda_{max}\begin{pmatrix} T & R_C^T \\ R_C & \varphi I \end{pmatrix},\qquad
-        \varphi = \min(\|[\|(G_\perp)_{ik}\|]_{ik}\|,\ \|G_\perp\|_F) \ge \|G_\perp\|
-
-    *Proof.* For x = Qa + b with b orthogonal to Q, :math:`x^T G x = a^T T a + 2 b^T C a + b^T G_\perp b`, where b meets C only within its range:
-    the quadratic form is at most that of the matrix on the right. QED
-
-    Where :math:`\varphi` is below the top of T, the gap is of the order of the squared residuals.
+    :math:`\lambda_{max}(T) \le \lambda_{max}(G) \le \lambda_{max}\begin{pmatrix} T & R_C^T \\ R_C & \varphi I \end{pmatrix}` with Q orthonormal,
+    :math:`T = Q^T G Q`, :math:`GQ - QT = Q_C R_C` and :math:`\varphi` at least the norm of the deflated :math:`(I - QQ^T) G (I - QQ^T)`, by
+    compression to norms of blocks or Frobenius: Lemmas 44 and 45 (docs/theory/certificates.md). Where :math:`\varphi` is below the top of T, the gap
+    is of the order of the squared residuals.
 
     Args:
         gram: G, n x n with n = tokens x width.
@@ -95,7 +89,7 @@ def deflate(gram: BlockMatrix, q: Tensor) -> tuple[float, float, Tensor]:
     r_c = torch.linalg.qr(c, mode="r").R
     bordered = torch.cat([torch.cat([t, r_c.mT], 1), torch.cat([r_c, phi * torch.eye(len(r_c), dtype=t.dtype, device=t.device)], 1)])
     values, vectors = torch.linalg.eigh(t)
-    # G is rounded in the tiles and in Y; Q is orthonormal, and Y, T, C are products, up to O(n) roundings of the size of tr G.
+    # The rounding of G in the tiles and in Y, proved, and an allowance for Q, T and C, which are products of the size of tr G.
     slack = (2 + r**0.5) * gram.error + 8 * (n * w + n + 4 * r + 40) * UNIT * trace
     upper = float(torch.linalg.eigvalsh(bordered)[-1]) + slack
     return max(float(values[-1]) - slack, 0.0), upper, q @ vectors[:, -1]
@@ -133,8 +127,8 @@ def deflation(op: JacobianOperator, grams: Sequence[Callable[[], BlockMatrix]], 
 def cholesky_bound(gram: BlockMatrix, sigma: float, matrix: Tensor | None = None) -> float | None:
     r"""A proof that :math:`\|J\| \le \sigma` up to rounding: the Cholesky factorisation of :math:`\sigma^2 I - G`.
 
-    When LAPACK's factorisation runs to completion, the smallest eigenvalue of the matrix is at least
-    :math:`-\gamma_{n+1}/(1-\gamma_{n+1})` times its trace (Higham, Accuracy and Stability of Numerical Algorithms, Theorem 10.3).
+    When LAPACK's factorisation runs to completion, the matrix is positive semi-definite but for rounding, which is bounded: Lemma 46
+    (docs/theory/certificates.md).
 
     Args:
         gram: G, n x n.

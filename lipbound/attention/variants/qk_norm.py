@@ -154,7 +154,8 @@ class NormStep:
     r"""The derivative of `QKNorm`, token by token: :math:`dy \mapsto gain \circ (dy - u\,\tau)/s` with u = y / s.
 
     Where a head's own vector is normalised :math:`\tau = u \cdot dy / d`; where all heads' are together it is a coordinate of its own,
-    :math:`\tau = g \cdot dx`, with ``direction`` g = :math:`T (t/s) / n` for the projection T of what is normalised together.
+    :math:`\tau = g \cdot dx`, with ``direction`` g = :math:`T (t/s) / n` for the projection T of what is normalised together:
+    Lemma 5 (docs/theory/jacobian.md).
 
     Attributes:
         unit: u, (batch, N, d). gain: gain / s, (batch, N, d).

@@ -25,7 +25,7 @@ LOOSE = 1.1
 
 
 def compressed_norm(gram: Gram) -> float:
-    r"""Theorem 1 for any stacking of heads: :math:`\|J\| \le \|[\|G_{ik}\|]_{ik}\|^{1/2}`, rounding of G included.
+    r"""Lemma 17 (docs/theory/bounds.md) for any stacking of heads: :math:`\|J\| \le \|[\|G_{ik}\|]_{ik}\|^{1/2}`, rounding of G included.
 
     Where that is more than 10 % above a lower estimate (20 power steps), and G is of order 8192 at most, the blocks of :math:`G^2` are compressed
     too: :math:`\|J\| = \|G^2\|^{1/4}`. The lower estimate decides on effort alone.
@@ -56,8 +56,7 @@ def _rayleigh(gram: Gram) -> float:
 def _squared(gram: Gram, size: float) -> float:
     r"""Upper value of :math:`\|G^2\| / s^2` by the norms of the blocks of the square, multiplied in float32 where that is what the device does.
 
-    Casting errs by a relative u and a product of order n by :math:`\gamma_n`, entry by entry and in any order of summation, so block (i, k) by
-    :math:`(\gamma_n + 3u) \sum_m \|G_{im}\|_F \|G_{mk}\|_F` at most, which is added to its norm.
+    The rounding of the product is added to each block's norm: Lemma 56 (docs/theory/numerics.md).
     """
     n, w = gram.tokens, gram.width
     work = torch.float32 if reproducible_float32() else torch.float64
@@ -105,9 +104,8 @@ def lipbound_gram(att: Attention) -> Tensor:
 
     .. math:: \|J\| \le \big\|\,[\|G_{ik}\|]_{ik}\,\big\|^{1/2},\quad G = J J^T
 
-    *Proof.* :math:`\|J\|^2 = \|G\|`, and a block matrix is no larger in norm than the matrix of its blocks' norms. It is never above
-    the compression of J itself: :math:`\|G_{ik}\| \le \sum_j \|J_{ij}\|\|J_{kj}\|`, the entries of :math:`C C^T` with :math:`C = [\|J_{ij}\|]`.
-    The same argument holds for :math:`G^2`, whose compression is never above the square of that of G. QED
+    A block matrix is no larger in norm than the matrix of its blocks' norms: Lemma 17 (docs/theory/bounds.md). It is never above the compression of J
+    itself. The same holds for :math:`G^2`, whose compression is never above the square of that of G.
 
     The square is formed only for heads where G's own compression is more than 10 % above a power estimate, and while N d_v is at most 8192.
 

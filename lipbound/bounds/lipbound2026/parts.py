@@ -27,6 +27,8 @@ def in_chunks(att: Attention, values: Callable[[Attention, int, slice], Tensor])
 class BlockNorms:
     """What both bounds are made of, for some heads of one sample, in float64: norms of the parts of the blocks of J.
 
+    Second moments of all rows come from one product each: Lemma 52 (docs/theory/numerics.md).
+
     Attributes:
         p, q, v, o: probabilities, queries, centred values, outputs. qt: :math:`\\tilde q_i` in coordinates of the columns of W_K.
         distance: :math:`|v_j - o_i|`, (heads, N, N). norm_v: :math:`\\|W_V\\|`, (heads, 1, 1).
@@ -121,8 +123,8 @@ def _pairs(y: Tensor) -> Tensor:
 def _image_norms(maps: Tensor, pairs: Tensor, lengths: Tensor) -> Tensor:
     r"""|M_i y_k|, rounded upwards, for maps (heads, n, d_v, d), `_pairs` of y_k and their lengths (heads, N): (heads, n, N).
 
-    As :math:`(y^T M^T M y)^{1/2}`, one product of matrices for all of them; to its square the rounding error is added, relative to
-    :math:`\|M\|_F^2 |y|^2`.
+    As :math:`(y^T M^T M y)^{1/2}`, one product of matrices for all of them; to its square the rounding error is added: Lemma 53
+    (docs/theory/numerics.md).
     """
     d_v, d = maps.shape[-2:]
     i, j = torch.triu_indices(d, d, device=maps.device)

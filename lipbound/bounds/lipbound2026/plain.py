@@ -1,10 +1,7 @@
 r"""Our own closed-form bounds: compression of the blocks of :math:`J J^T`, and of J, by token pairs.
 
-Notation, for one head: :math:`o_i = \sum_j P_{ij} v_j`, :math:`A_i` (d_v x N) with columns :math:`P_{ij}(v_j - o_i)`,
-:math:`C_i = A_i K` (d_v x d), :math:`\tilde q_i = c\,W_K q_i`, :math:`B_i = c\,C_i W_Q^T` with :math:`c` = ``scale``. The block of J from token j
-to output i is
-
-.. math:: J_{ij} = P_{ij} W_V^T + A_i[:,j]\,\tilde q_i^T + \delta_{ij} B_i
+Symbols: docs/theory/notation.md. In short :math:`A_i` (d_v x N) has columns :math:`P_{ij}(v_j - o_i)`, :math:`\tilde q_i = c\,W_K q_i` and
+:math:`B_i = c\,A_i K W_Q^T` with :math:`c` = ``scale``.
 """
 
 import torch
@@ -50,20 +47,7 @@ def lipbound(att: Attention) -> Tensor:
 
     Then :math:`\|J\|^2 \le \min(\|E_0 + K\|, \|E_0\| + L)`.
 
-    *Proof.* Write :math:`J = J_V + J_K + J_Q` after the three terms of its blocks. Block (i, k) of :math:`J J^T` is a sum of their products:
-
-    - (V,V): :math:`S_{ik} W_V^T W_V`, and (Q,Q): :math:`\delta_{ik} B_i B_i^T`;
-    - (V,Q): :math:`P_{ik} W_V^T B_k^T`, and (Q,K): :math:`P_{ki} B_i \tilde q_k (v_i - o_k)^T`, each with its transpose;
-    - (K,V), with its transpose: :math:`(\sum_j P_{kj} A_i[:,j])\,z_i^T`, where the sum is at most :math:`a_{ik}` long, by the triangle
-      inequality or as :math:`A_i P_k`;
-    - (K,K): :math:`(\tilde q_i \cdot \tilde q_k) A_i A_k^T`, where :math:`\|A_i A_k^T\| \le \min(\|A_i\|\|A_k\|, \sum_j E_{ij} E_{kj})`.
-
-    So block (i, k) has norm at most :math:`(E_0 + K)_{ik}`. A block matrix is no larger in norm than the matrix of its blocks' norms, which
-    grows with its entries: the first branch. For the second, leave :math:`J_K J_K^T` out of the compression. Its row blocks are
-    :math:`\tilde q_i^T \otimes A_i`. Pulling out :math:`\|A_i\|` leaves a block diagonal contraction times
-    :math:`\mathrm{diag}(\|A_i\|) \tilde Q \otimes I`; pulling out :math:`|\tilde q_i|` leaves the Schur product of the correlation matrix
-    :math:`\hat q_i \cdot \hat q_k` with the positive semi-definite :math:`[|\tilde q_i||\tilde q_k| A_i A_k^T]`, which does not increase its norm,
-    that of :math:`\sum_i |\tilde q_i|^2 A_i^T A_i`. QED
+    This is Lemma 16 (docs/theory/bounds.md): norms of the terms of each block of :math:`J J^T`, compressed.
 
     J depends on keys and values only through differences, so both are centred first; the norms of small matrices are upper values
     (`lipbound.linalg.matrix_norms.block_norm`, within 1 %). Memory O(N^2 + N d d_v) per head. Differentiable in all that enters J (not ``b_k``,
@@ -97,8 +81,7 @@ def lipbound_block(att: Attention) -> Tensor:
 
     .. math:: \|J\| \le \big\|\,[P_{ij}(\|W_V\| + |v_j - o_i||\tilde q_i|)]_{ij} + \mathrm{diag}\,\|B_i\|\,\big\|
 
-    *Proof.* The entries bound the norms of the blocks of J, by the triangle inequality; a block matrix is no larger in norm than the
-    matrix of its blocks' norms: :math:`|\sum y_i^T J_{ij} x_j| \le \sum |y_i|\|J_{ij}\||x_j|`. QED
+    The entries bound the norms of the blocks of J: Lemmas 14 and 15 (docs/theory/bounds.md).
     """
     return att.memo(BLOCK, lambda: in_chunks(att, _block)[..., 0])
 
