@@ -3,7 +3,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.models import REFUSED, build, save_bert, save_vit
+from support.models import REFUSED, build, save_vit
 
 import lipbound as lb
 import lipbound.runs.compare as runs_compare
@@ -21,18 +21,6 @@ def call(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *argume
         status = int(end.code or 0)
     out, err = capsys.readouterr()
     return status, out, err
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_bert(tmp_path_factory.mktemp("bert"))
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    file = tmp_path / "text.txt"
-    file.write_text("the ferry is in a clock of the keeper and the lighthouse " * 8)
-    return file
 
 
 def test_compare_heatmap_table_cite(bert: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

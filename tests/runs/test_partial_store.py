@@ -13,7 +13,6 @@ import pytest
 import torch
 import xarray as xr
 import zarr
-from support.models import save_bert
 from typer.testing import CliRunner
 
 import lipbound as lb
@@ -28,11 +27,6 @@ from lipbound.runs.sweep import planned_runs, sweep
 
 TEXTS = ["the ferry is in a clock", "the keeper and the lighthouse", "a island of the ferry", "the lighthouse"]
 OPTIONS = {"max_length": 12, "progress": False, "memory": 1, "bounds": ["yudin", "lipbound"]}  # one sample at a time
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_bert(tmp_path_factory.mktemp("bert"))
 
 
 @pytest.fixture(scope="module")
