@@ -13,9 +13,12 @@ import torch
 import xarray as xr
 from support.layers import KINDS, random_attention
 from support.models import AFFINE, build, inputs_for, save_bert, save_vit
+from support.runs import OPTIONS, TEXTS
 
 import lipbound as lb
 from lipbound.attention.layer import Attention
+from lipbound.runs import store
+from lipbound.runs.partial_store import partial_path
 
 torch.set_num_threads(1)  # small matrices: more threads wait for each other
 
@@ -68,6 +71,18 @@ def gpt2_run() -> Iterator[xr.Dataset]:
     """A run of all bounds that are not costly on a small GPT-2, 2 samples x 2 layers x 4 heads; take ``copy(deep=True)`` to change it."""
     model = build(AFFINE["gpt2"])
     ds = lb.compare(model, inputs_for(model), progress=False)
+    before = ds.copy(deep=True)
+    yield ds
+    assert ds.identical(before), "a test changed the run that others share"
+
+
+@pytest.fixture(scope="session")
+def whole(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[xr.Dataset]:
+    """The run of `support.runs` in one go, as it is stored."""
+    path = tmp_path_factory.mktemp("whole") / "run.zarr"
+    lb.compare(bert, TEXTS, out=path, **OPTIONS)
+    assert not partial_path(path).exists()
+    ds = store.load(path).load()
     before = ds.copy(deep=True)
     yield ds
     assert ds.identical(before), "a test changed the run that others share"
