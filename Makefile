@@ -1,11 +1,11 @@
-# `make demo` and `make test` set everything up by themselves: a virtual environment in .venv with pinned versions.
+# `make demo`, `make test` and `make test-all` set everything up by themselves: a virtual environment in .venv with pinned versions.
 
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: demo test lint outputs debian figures notebooks bench accuracy clean
+.PHONY: demo test test-all lint outputs debian figures notebooks bench accuracy clean
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3 ..."; exit 1; }
@@ -19,7 +19,12 @@ demo: $(STAMP)
 	rm -rf lipbound-demo
 	$(BIN)/lipbound demo --out lipbound-demo
 
+# Lint, types and every test but those marked slow: what a contributor runs.
 test: lint
+	$(BIN)/python -m pytest -m "not slow"
+
+# All tests: notebooks executed, runs killed and resumed, recipes of all kinds, the study of penalties, the larger property tests.
+test-all: lint
 	$(BIN)/python -m pytest
 
 lint: $(STAMP)

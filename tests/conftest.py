@@ -1,12 +1,26 @@
-"""Fixtures of every folder."""
+"""Fixtures of every folder. What lasts for a session is checked at its end: no test may have changed it."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, here and in processes that tests start
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+import xarray as xr
 from support.layers import KINDS, random_attention
+from support.models import AFFINE, build, inputs_for, save_bert, save_vit
+from support.runs import OPTIONS, TEXTS
 
+import lipbound as lb
 from lipbound.attention.layer import Attention
+from lipbound.runs import store
+from lipbound.runs.partial_store import partial_path
 
-torch.set_num_threads(1)
+torch.set_num_threads(1)  # small matrices: more threads wait for each other
 
 
 @pytest.fixture(params=KINDS)
@@ -19,3 +33,56 @@ def kind(request: pytest.FixtureRequest) -> str:
 def att(kind: str) -> Attention:
     """A float64 layer of every kind."""
     return random_attention(kind)
+
+
+def _digest(folder: Path) -> dict[str, str]:
+    return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+def _unchanged(folder: Path) -> Iterator[Path]:
+    before = _digest(folder)
+    yield folder
+    assert _digest(folder) == before, f"a test wrote to {folder}; it must copy what it changes"
+
+
+@pytest.fixture(scope="session")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A small BERT with tokenizer; copy the folder to change it."""
+    yield from _unchanged(save_bert(tmp_path_factory.mktemp("bert")))
+
+
+@pytest.fixture(scope="session")
+def vit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A small ViT with image processor; copy the folder to change it."""
+    yield from _unchanged(save_vit(tmp_path_factory.mktemp("vit")))
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A file of words that the small BERT knows."""
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "text.txt").write_text("the ferry is in a clock of the keeper and the lighthouse " * 8)
+    for _ in _unchanged(folder):
+        yield folder / "text.txt"
+
+
+@pytest.fixture(scope="session")
+def gpt2_run() -> Iterator[xr.Dataset]:
+    """A run of all bounds that are not costly on a small GPT-2, 2 samples x 2 layers x 4 heads; take ``copy(deep=True)`` to change it."""
+    model = build(AFFINE["gpt2"])
+    ds = lb.compare(model, inputs_for(model), progress=False)
+    before = ds.copy(deep=True)
+    yield ds
+    assert ds.identical(before), "a test changed the run that others share"
+
+
+@pytest.fixture(scope="session")
+def whole(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[xr.Dataset]:
+    """The run of `support.runs` in one go, as it is stored."""
+    path = tmp_path_factory.mktemp("whole") / "run.zarr"
+    lb.compare(bert, TEXTS, out=path, **OPTIONS)
+    assert not partial_path(path).exists()
+    ds = store.load(path).load()
+    before = ds.copy(deep=True)
+    yield ds
+    assert ds.identical(before), "a test changed the run that others share"

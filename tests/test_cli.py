@@ -1,9 +1,8 @@
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support.models import REFUSED, build, save_bert, save_vit
+from support.models import REFUSED, build, save_vit
 
 import lipbound as lb
 import lipbound.runs.compare as runs_compare
@@ -21,18 +20,6 @@ def call(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *argume
         status = int(end.code or 0)
     out, err = capsys.readouterr()
     return status, out, err
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_bert(tmp_path_factory.mktemp("bert"))
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    file = tmp_path / "text.txt"
-    file.write_text("the ferry is in a clock of the keeper and the lighthouse " * 8)
-    return file
 
 
 def test_compare_heatmap_table_cite(bert: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,13 +113,6 @@ def test_a_finished_run_is_rescued(bert: Path, text: Path, tmp_path: Path, capsy
 def test_help_has_examples() -> None:
     for command in ("compare", "heatmap", "table", "cite", "bounds", "demo"):
         assert "Example: lipbound" in (next(c for c in cli.app.registered_commands if (c.name or c.callback.__name__).endswith(command)).epilog or "")
-
-
-@pytest.mark.slow
-def test_the_installed_command_runs() -> None:
-    done = subprocess.run([sys.executable, "-m", "lipbound.cli", "compare", "builtin:nope"], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: unknown builtin checkpoint 'nope'")
 
 
 def test_every_command_has_an_example() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from support.models import AFFINE, build, save_bert, save_vit
+from support.models import AFFINE, build, save_bert
 
 from lipbound.errors import InputsError
 from lipbound.models.batch import Inputs
@@ -23,13 +23,13 @@ from lipbound.models.readers.text import DEFAULT_TEXT
 
 
 @pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return load_checkpoint(save_bert(tmp_path_factory.mktemp("bert")))
+def bert(bert: Path) -> Checkpoint:
+    return load_checkpoint(bert)
 
 
 @pytest.fixture(scope="module")
-def vit(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return load_checkpoint(save_vit(tmp_path_factory.mktemp("vit")))
+def vit(vit: Path) -> Checkpoint:
+    return load_checkpoint(vit)
 
 
 def picture(seed: int = 0, size: int = 20) -> Image.Image:

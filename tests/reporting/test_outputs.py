@@ -16,9 +16,8 @@ from lipbound.errors import LipboundError, StoreError
 
 
 @pytest.fixture(scope="module")
-def ds() -> xr.Dataset:
-    model = build(AFFINE["gpt2"])
-    return lb.compare(model, inputs_for(model), progress=False)
+def ds(gpt2_run: xr.Dataset) -> xr.Dataset:
+    return gpt2_run.copy(deep=True)
 
 
 def test_summary_is_the_ratio_to_the_norm_of_the_bounds_own_map(ds: xr.Dataset) -> None:

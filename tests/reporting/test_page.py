@@ -12,7 +12,7 @@ import pytest
 import torch
 import xarray as xr
 from support.layers import KINDS, random_attention
-from support.models import AFFINE, build, inputs_for, save_bert
+from support.models import AFFINE, build, inputs_for
 from typer.testing import CliRunner
 
 import lipbound as lb
@@ -38,18 +38,6 @@ def unpacked(page: str, name: str) -> bytes:
 def data_of(page: Path) -> list[dict[str, Any]]:
     result: list[dict[str, Any]] = json.loads(unpacked(page.read_text(), "data"))
     return result
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_bert(tmp_path_factory.mktemp("bert"))
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("text") / "text.txt"
-    file.write_text("the ferry is in a clock of the keeper and the lighthouse " * 8)
-    return file
 
 
 @pytest.fixture(scope="module")

@@ -21,9 +21,8 @@ HOSTILE = "<script>alert(1)</script> | [x](javascript:y) $\\input{/etc/passwd}$ 
 
 
 @pytest.fixture(scope="module")
-def ds() -> xr.Dataset:
-    model = build(AFFINE["gpt2"])
-    return lb.compare(model, inputs_for(model), progress=False)
+def ds(gpt2_run: xr.Dataset) -> xr.Dataset:
+    return gpt2_run.copy(deep=True)
 
 
 @pytest.fixture(scope="module")

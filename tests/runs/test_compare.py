@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from support.models import AFFINE, TEXT, build, inputs_for, save_bert
+from support.models import AFFINE, TEXT, build, inputs_for
 from support.oracles import oracle
 from transformers import BertConfig, BertModel
 
@@ -12,12 +12,6 @@ import lipbound as lb
 from lipbound.bounds.audit import audit
 from lipbound.errors import LipboundError, StoreError
 from lipbound.runs import plan, store
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_bert(tmp_path_factory.mktemp("bert"))
-
 
 TEXTS = ["the ferry is in a clock", "the keeper and the lighthouse", "a island of the ferry"]
 OPTIONS = {"max_length": 12, "progress": False}

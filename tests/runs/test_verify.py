@@ -10,7 +10,7 @@ import transformers as tf
 import xarray as xr
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from support.models import AFFINE, build, inputs_for, save_bert, save_vit
+from support.models import AFFINE, build, inputs_for
 from transformers import BertModel
 from typer.testing import CliRunner
 
@@ -23,18 +23,6 @@ from lipbound.runs.provenance import altered
 from lipbound.runs.verify import ALLOWED
 
 OPTIONS = {"max_length": 12, "progress": False, "bounds": ["yudin", "lipbound", "kim"]}
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_bert(tmp_path_factory.mktemp("bert"))
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("text") / "text.txt"
-    file.write_text("the ferry is in a clock of the keeper and the lighthouse " * 8)
-    return file
 
 
 @pytest.fixture(scope="module")
@@ -152,8 +140,7 @@ def test_other_maps(bert: Path, text: Path, map: str) -> None:
     assert any(p.startswith("exact at sample 0, layer 1") for p in lb.verify(ds, places=1).problems)
 
 
-def test_plain_estimates_and_images(tmp_path: Path) -> None:
-    vit = save_vit(tmp_path / "vit")
+def test_plain_estimates_and_images(vit: Path, tmp_path: Path) -> None:
     folder = tmp_path / "pictures"
     folder.mkdir()
     for i in range(2):

@@ -6,20 +6,21 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.reference import dense_jacobian
-
-
-def oracle(att: Attention) -> Tensor:
-    """Exact norms by float64 SVD of the autograd Jacobian, (samples, heads)."""
-    att = att.double()
-    rows = [[torch.linalg.svdvals(dense_jacobian(att, s, h))[0] for h in range(att.heads)] for s in range(att.samples)]
-    return torch.stack([torch.stack(row) for row in rows])
+from lipbound.attention.reference import head_function
 
 
 def jacobians(att: Attention, sample: int) -> Tensor:
-    """Autograd Jacobians of all heads side by side: (n, heads, d_v, inputs)."""
-    heads = [dense_jacobian(att, sample, h) for h in range(att.heads)]
-    return torch.stack([j.view(-1, att.d_v, j.shape[1]) for j in heads], 1)
+    """Autograd Jacobians of all heads side by side, padding left out: (n, heads, d_v, n D)."""
+    heads = [head_function(att, sample, h) for h in range(att.heads)]
+    x = att.x[sample] if att.valid is None else att.x[sample][att.valid[sample]]
+    return torch.func.jacrev(lambda x: torch.stack([head(x) for head in heads], 1))(x).flatten(3)
+
+
+def oracle(att: Attention) -> Tensor:
+    """Exact norms by float64 SVD of the autograd Jacobian of the definition, (samples, heads)."""
+    att = att.double()
+    rows = [jacobians(att, s).transpose(0, 1).flatten(1, 2) for s in range(att.samples)]
+    return torch.stack([torch.linalg.svdvals(row)[:, 0] for row in rows])
 
 
 def dense_norms(att: Attention, map: str = "head") -> Tensor:

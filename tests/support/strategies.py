@@ -1,4 +1,4 @@
-"""Random, degenerate and adversarial small layers for property tests, and the oracles of both maps."""
+"""Random, degenerate and adversarial small layers for property tests."""
 
 import torch
 from hypothesis import strategies as st
@@ -7,54 +7,73 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 
-FAMILIES = ("plain", "duplicates", "pairs", "collinear", "outlier", "tied", "no_query", "rank_one_values", "tiny", "huge", "one_hot", "zero")
+INPUTS = ("plain", "duplicates", "pairs", "collinear", "outlier", "tiny", "huge", "zero")
+WEIGHTS = ("plain", "tied", "no_query", "one_hot", "rank_one_values")
 MASKS = ("none", "causal", "window", "offsets", "padded")
+SAMPLES, HEADS = 6, 10
 
 
 @st.composite
-def layers(draw: st.DrawFn, dtype: torch.dtype = torch.float64, families: tuple[str, ...] = FAMILIES) -> Attention:
-    """A layer of 3 samples x 4 heads, up to 8 tokens, logits from uniform to one-hot, any mask, with or without biases."""
-    seed = draw(st.integers(0, 2**31))
-    family, mask = draw(st.sampled_from(families)), draw(st.sampled_from(MASKS))
+def layers(draw: st.DrawFn, dtype: torch.dtype = torch.float64, inputs: tuple[str, ...] = INPUTS, weights: tuple[str, ...] = WEIGHTS) -> Attention:
+    """Layers of one shape at once: `SAMPLES` inputs x `HEADS` heads, each input and each head of a family and a size of its own.
+
+    Up to 8 tokens, logits from uniform to one-hot, any mask, with or without biases.
+    """
+    seed, mask = draw(st.integers(0, 2**31)), draw(st.sampled_from(MASKS))
     n, width, d, d_v = draw(st.integers(1, 8)), draw(st.integers(2, 12)), draw(st.integers(1, 5)), draw(st.integers(1, 5))
     biased = draw(st.booleans())
     g = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g, dtype=torch.float64)
-
-    def power(low: float, high: float) -> float:
-        return 10 ** (low + (high - low) * float(torch.rand((), generator=g)))
-
-    samples, heads = 3, 4
-    x = normal(samples, n, width) * power(-1, 1)
-    if family == "duplicates":
-        x = x[:, :1].expand(-1, n, -1).clone()
-    if family == "pairs" and n > 1:
-        x[:, n // 2 :] = x[:, : n - n // 2].clone()
-    if family == "collinear":
-        x = x[:, :1] * torch.linspace(-1, 1, n, dtype=torch.float64)[:, None]
-    if family == "outlier":
-        x[:, 0] *= 50
-    x = x * {"tiny": 1e-6, "huge": 1e6, "zero": 0.0}.get(family, 1.0)
-    w_q = normal(heads, width, d) * power(-2, 1.2) / width**0.5
-    w_k = w_q.clone() if family == "tied" else normal(heads, width, d) / width**0.5
-    w_v = normal(heads, width, d_v) * power(-2, 2)
-    if family == "no_query":
-        w_q = w_q * 0
-    if family == "one_hot":
-        w_q = w_q * 700
-    if family == "rank_one_values":
-        w_v = normal(heads, width, 1) @ normal(heads, 1, d_v)
+    x = torch.stack([_input(inputs[k], n, width, g) for k in _chosen(inputs, SAMPLES, g)])
+    heads = [_head(weights[k], width, d, d_v, g) for k in _chosen(weights, HEADS, g)]
+    w_q, w_k, w_v = (torch.stack(parts) for parts in zip(*heads, strict=True))
     extra: dict[str, Tensor] = {}
     if biased:
-        extra = {"b_q": normal(heads, d) * power(-1, 1.5), "b_k": normal(heads, d) * power(-1, 1.5), "b_v": normal(heads, d_v) * power(-1, 2)}
+        sizes = {"b_q": (d, -1, 1.5), "b_k": (d, -1, 1.5), "b_v": (d_v, -1, 2)}
+        extra = {name: torch.stack([_normal(g, k) * _power(g, low, high) for _ in range(HEADS)]) for name, (k, low, high) in sizes.items()}
     if mask in ("causal", "padded"):
         extra["mask"] = causal(n)
     if mask == "window":
         extra["mask"] = window(n)
     if mask == "offsets":
-        extra["mask"] = normal(1, heads, n, n)
+        extra["mask"] = _normal(g, 1, HEADS, n, n)
     if mask == "padded":
-        extra["valid"] = torch.arange(n).expand(samples, n) < torch.tensor([[n], [max(1, n - 1)], [1]])
+        lengths = torch.tensor([n, max(1, n - 1), 1] * (SAMPLES // 3))
+        extra["valid"] = torch.arange(n).expand(SAMPLES, n) < lengths[:, None]
     return Attention(*(t.to(dtype) for t in (x, w_q, w_k, w_v)), **{k: t if t.dtype == torch.bool else t.to(dtype) for k, t in extra.items()})
+
+
+def _normal(g: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+
+def _power(g: torch.Generator, low: float, high: float) -> float:
+    """A size, uniform in its logarithm."""
+    return 10 ** (low + (high - low) * float(torch.rand((), generator=g)))
+
+
+def _chosen(families: tuple[str, ...], count: int, g: torch.Generator) -> list[int]:
+    """Families in turn from a random one on: of so many, none is left out twice in a row."""
+    first = int(torch.randint(len(families), (), generator=g))
+    return [(first + k) % len(families) for k in range(count)]
+
+
+def _input(family: str, n: int, width: int, g: torch.Generator) -> Tensor:
+    """One sample, (n, width)."""
+    x = _normal(g, n, width) * _power(g, -1, 1)
+    if family == "duplicates":
+        x = x[:1].expand(n, -1).clone()
+    if family == "pairs" and n > 1:
+        x[n // 2 :] = x[: n - n // 2].clone()
+    if family == "collinear":
+        x = x[:1] * torch.linspace(-1, 1, n, dtype=torch.float64)[:, None]
+    if family == "outlier":
+        x[0] *= 50
+    return x * {"tiny": 1e-6, "huge": 1e6, "zero": 0.0}.get(family, 1.0)
+
+
+def _head(family: str, width: int, d: int, d_v: int, g: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights of one head: (width, d), (width, d), (width, d_v)."""
+    w_q = _normal(g, width, d) * _power(g, -2, 1.2) / width**0.5
+    w_k = w_q.clone() if family == "tied" else _normal(g, width, d) / width**0.5
+    w_v = (_normal(g, width, 1) @ _normal(g, 1, d_v) if family == "rank_one_values" else _normal(g, width, d_v)) * _power(g, -2, 2)
+    return w_q * {"no_query": 0.0, "one_hot": 700.0}.get(family, 1.0), w_k, w_v

@@ -13,18 +13,18 @@ MASKS = ("none", "causal", "window", "padded", "offsets")
 
 
 def layer(seed: int, has: frozenset[str], *, mask: str = "none", n: int = 5, d: int = 4, d_v: int = 3, scale: float = 1.0, biases: bool = True,
-          same: bool = False) -> Attention:  # fmt: skip
-    """2 samples x 3 heads of width 7; ``same``: all tokens of a sample are equal."""
+          same: bool = False, samples: int = 2, heads: int = 3) -> Attention:  # fmt: skip
+    """Samples x heads of width 7; ``same``: all tokens of a sample are equal; ``padded``: every second sample is shorter by two."""
     g = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=g, dtype=torch.float64)
 
-    x = scale * draw(2, n, 7)
+    x = scale * draw(samples, n, 7)
     if same:
         x[:, 1:] = x[:, :1]
-    w_q, w_k, w_v = draw(3, 7, d), draw(3, 7, d), draw(3, 7, d_v)
-    b_q, b_k, b_v = (draw(3, d), 3 * draw(3, d), 5 * draw(3, d_v)) if biases else (None, None, None)
+    w_q, w_k, w_v = draw(heads, 7, d), draw(heads, 7, d), draw(heads, 7, d_v)
+    b_q, b_k, b_v = (draw(heads, d), 3 * draw(heads, d), 5 * draw(heads, d_v)) if biases else (None, None, None)
     extra: dict = {}
     if "rotation" in has:
         turn = Rotation.of_angles(3 * draw(n, max(1, d // 2 - seed % 2)))
@@ -33,20 +33,20 @@ def layer(seed: int, has: frozenset[str], *, mask: str = "none", n: int = 5, d: 
     if has & {"norm", "together"}:
         for side, w, b in (("norm_q", w_q, b_q), ("norm_k", w_k, b_k)):
             whole = (w.transpose(0, 1).flatten(1), None if b is None else b.flatten()) if "together" in has else None
-            extra[side] = QKNorm(1 + draw(3, d), draw(3, d) if seed % 2 else None, 1e-6, whole)
+            extra[side] = QKNorm(1 + draw(heads, d), draw(heads, d) if seed % 2 else None, 1e-6, whole)
         if seed % 5 == 0:
             extra.pop("norm_k")
     if "cap" in has:
         extra["cap"] = 1.5
     if "sinks" in has:
-        extra["sinks"] = 2 * draw(3)
+        extra["sinks"] = 2 * draw(heads)
     if mask == "causal":
         extra["mask"] = causal(n)
     if mask == "window":
         i = torch.arange(n)
         extra["mask"] = torch.where((i[:, None] - i).abs() < 2, 0.0, -torch.inf).double()
     if mask == "offsets":
-        extra["mask"] = draw(3, n, n)
+        extra["mask"] = draw(heads, n, n)
     if mask == "padded":
-        extra["valid"] = torch.tensor([[True] * n, [True] * max(1, n - 2) + [False] * (n - max(1, n - 2))])
-    return Attention(x, w_q, w_k, w_v, b_q=b_q, b_k=b_k, b_v=b_v, w_o=draw(3, d_v, 7), **extra)
+        extra["valid"] = torch.arange(n) < torch.tensor([n, max(1, n - 2)] * samples)[:samples, None]
+    return Attention(x, w_q, w_k, w_v, b_q=b_q, b_k=b_k, b_v=b_v, w_o=draw(heads, d_v, 7), **extra)

@@ -1,0 +1,87 @@
+"""Runs and workers that are killed end like those that are not."""
+
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+import zarr
+from support.runs import OPTIONS, TEXTS, identical
+
+import lipbound as lb
+from lipbound.runs import store
+from lipbound.runs.measure import LayerResult
+from lipbound.runs.partial_store import DONE, PartialRun, partial_path
+
+
+@pytest.mark.slow
+def test_killed_runs_end_like_uninterrupted_ones(bert: Path, whole: xr.Dataset, tmp_path: Path) -> None:
+    """SIGKILL at random moments; each process logs what it measures."""
+    out, log = tmp_path / "run.zarr", tmp_path / "log"
+    script = textwrap.dedent(f"""
+        import time, lipbound as lb
+        from lipbound.runs.partial_store import PartialRun
+        put = PartialRun.write
+        def write(self, start, measured):
+            with open({str(log)!r}, "a") as file:
+                file.write(f"{{start}} {{measured.layer}}\\n")
+            time.sleep(0.2)
+            put(self, start, measured)
+        PartialRun.write = write
+        lb.compare({str(bert)!r}, {TEXTS!r}, out={str(out)!r}, resume=True, **{OPTIONS!r})
+    """)
+    dice = random.Random(0)
+    for _ in range(3):
+        stored = _stored(out)
+        log.write_text("")
+        process = subprocess.Popen([sys.executable, "-c", script])
+        wanted = dice.randint(1, 2)
+        while len(log.read_text().splitlines()) < wanted and process.poll() is None:
+            time.sleep(0.01)
+        time.sleep(dice.uniform(0, 0.3))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not stored & {tuple(map(int, line.split())) for line in log.read_text().splitlines()}
+    assert _stored(out)
+    lb.compare(bert, TEXTS, out=out, resume=True, **OPTIONS)
+    assert identical(store.load(out), whole)
+
+
+def _stored(out: Path) -> set[tuple[int, int]]:
+    if not partial_path(out).exists():
+        return set()
+    return {(int(b), int(i)) for b, i in np.argwhere(np.asarray(zarr.open_group(partial_path(out), mode="r")[DONE][:]))}
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_is_replaced(bert: Path, tmp_path: Path) -> None:
+    """Processes; one of two is killed while it has work."""
+    distributed = pytest.importorskip("dask.distributed")
+    options = OPTIONS | {"dtype": "float64", "tol": 1e-9, "samples": 8}
+    whole = lb.compare(bert, TEXTS * 2, **options)
+    with (
+        distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        killed = []
+        write = PartialRun.write
+
+        def kill(self: PartialRun, start: int, measured: LayerResult) -> None:
+            if not killed:
+                process = next(iter(cluster.workers.values())).process
+                killed.append(process.pid)
+                subprocess.run(["kill", "-9", str(process.pid)], check=True)
+            write(self, start, measured)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(PartialRun, "write", kill)
+            ds = lb.compare(bert, TEXTS * 2, client=client, out=tmp_path / "run.zarr", **options)
+    assert killed
+    np.testing.assert_allclose(ds["exact"], whole["exact"], rtol=1e-9)
+    np.testing.assert_allclose(ds["yudin"], whole["yudin"], rtol=1e-12)

@@ -1,0 +1,49 @@
+"""Many runs from one file."""
+
+from pathlib import Path
+
+import pytest
+from support.runs import TEXTS
+from typer.testing import CliRunner
+
+from lipbound.cli import app
+from lipbound.errors import LipboundError
+from lipbound.runs import store
+from lipbound.runs.sweep import planned_runs, sweep
+
+
+def test_sweeps(bert: Path, tmp_path: Path) -> None:
+    text = tmp_path / "words.txt"
+    text.write_text("\n".join(TEXTS * 3))
+    file = tmp_path / "sweep.yaml"
+    file.write_text(f"model: [{bert}, {tmp_path / 'nothing'}]\ndata: {text}\nmax_length: [6, 8]\nbounds: yudin\nsamples: 2\n")
+    rows = list(sweep(file, tmp_path / "runs", progress=False))
+    assert [row["status"] for row in rows] == ["done", "done", "failed", "failed"]
+    assert "CheckpointError" in rows[2]["error"]
+    index = (tmp_path / "runs" / "index.csv").read_text().splitlines()
+    assert len(index) == 5
+    assert index[0] == "run,model,data,max_length,status,error"
+    runs = [store.load(tmp_path / "runs" / row["run"]) for row in rows[:2]]
+    assert [ds.attrs["tokens"] for ds in runs] == [6, 8]
+    before = (tmp_path / "runs" / rows[0]["run"] / "zarr.json").stat().st_mtime_ns
+    result = CliRunner().invoke(app, ["sweep", str(file), "--out", str(tmp_path / "runs"), "--quiet"])
+    assert result.output.count("done:") == 2
+    assert "2 runs of the sweep failed" in str(result.exception)
+    assert (tmp_path / "runs" / rows[0]["run"] / "zarr.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("model: [", "cannot be read as YAML"), ("- a\n- b", "is not a sweep"), ("data: x", "at least a model"), ("model: m\nsample: 3", "'samples'")],
+)
+def test_bad_sweep_files(content: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "sweep.yaml"
+    file.write_text(content)
+    with pytest.raises(LipboundError, match=message):
+        planned_runs(file)
+
+
+def test_runs_of_a_sweep_have_names_of_their_own(tmp_path: Path) -> None:
+    file = tmp_path / "sweep.yaml"
+    file.write_text("model: [a/b, a_b]\ndata: [x/one.txt, y/one.txt]\n")
+    assert [run.name for run in planned_runs(file)] == ["a_b-one-128", "a_b-one-128-2", "a_b-one-128-3", "a_b-one-128-4"]
