@@ -72,6 +72,6 @@ def dataset(tables: dict[str, np.ndarray], names: Sequence[str], captured: Seque
         bound = get(name)
         ds[name].attrs = {
             "label": bound.label, "citation": bound.citation, "statement": bound.statement, "source": bound.source,
-            "assumptions": bound.assumptions, "compared_with": bound.exact,
+            "assumptions": bound.assumptions, "compared_with": bound.exact, "caveat": bound.caveat,
         }  # fmt: skip
     return ds
