@@ -18,7 +18,6 @@ MOVED = {
     "block": "jacobians.residual_block jacobians.maps",
     "bounds.around": "bounds.ball.plain",
     "bounds.auditing": "bounds.audit",
-    "bounds.ball": "bounds.ball.over_ball",
     "bounds.ball_variants": "bounds.ball.variants",
     "bounds.citations": "bounds",
     "bounds.interval": "bounds.ball.softmax_interval",
@@ -128,6 +127,12 @@ RENAMED = {
 """Names that changed with their modules."""
 ALIASES = {"plots": "reporting.plots", "tables": "reporting.tables"}
 """Module paths that are also public names: the old path is the new module itself."""
+PACKAGES = {
+    "attention": "attention.layer attention.projections attention.variants attention.variants.cap",
+    "linalg": "linalg.matrix_norms",
+    "reporting": "reporting.page.render",
+}
+"""Old modules whose paths are folders now: their old names are looked up by `from_folder`."""
 FUNCTIONS = {"compare": "runs.compare", "capture": "models.capture.capture"}
 """Old module paths that are functions of `lipbound` now, which an import would replace by a module."""
 
@@ -151,8 +156,21 @@ def _places(old: str) -> str:
     return ", ".join(f"lipbound.{place}" for place in MOVED.get(old, ALIASES.get(old, "")).split())
 
 
+def from_folder(folder: str, name: str) -> Any:
+    """What a module had under this name before a folder took its path; AttributeError where it had nothing such."""
+    old = folder.removeprefix("lipbound.")
+    if not name.startswith("_"):
+        for place in PACKAGES[old].split():
+            module = importlib.import_module(f"lipbound.{place}")
+            if name in vars(module):
+                message = f"{folder}.{name} has moved to {module.__name__}.{name}; the old path will go with the next release"
+                warnings.warn(message, DeprecationWarning, stacklevel=3)
+                return vars(module)[name]
+    raise AttributeError(f"module {folder!r} has no attribute {name!r}")
+
+
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds old module paths, after everything else has failed to."""
+    """Finds old module paths."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
         old = name.removeprefix("lipbound.")
@@ -182,4 +200,4 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def install() -> None:
     """Make the old paths importable."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.append(_Finder())
+        sys.meta_path.insert(0, _Finder())  # first: a checkout may still have an old folder, empty but for byte code
