@@ -1,3 +1,6 @@
+import dataclasses
+import importlib.metadata
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +11,9 @@ from models import REFUSED, build, save_bert, save_vit
 import lipbound as lb
 import lipbound.runs.compare as runs_compare
 from lipbound import cli
+from lipbound.cli import measuring
 from lipbound.errors import StoreError
+from lipbound.runs.config import RunConfig
 
 
 def call(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> tuple[int, str, str]:
@@ -129,10 +134,29 @@ def test_help_has_examples() -> None:
 
 
 @pytest.mark.slow
-def test_the_installed_command_runs() -> None:
-    done = subprocess.run([sys.executable, "-m", "lipbound.cli", "compare", "builtin:nope"], capture_output=True, text=True, timeout=120)
+@pytest.mark.parametrize("module", ["lipbound", "lipbound.cli"])
+def test_the_modules_run(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "compare", "builtin:nope"], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: unknown builtin checkpoint 'nope'")
+
+
+@pytest.mark.parametrize("module", ["lipbound", "lipbound.cli"])
+def test_the_version(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"lipbound {lb.__version__}\n", "")
+    assert lb.__version__ == importlib.metadata.version("lipbound")
+
+
+def test_options_are_those_of_compare() -> None:
+    """The same names and defaults in the signature, the configuration and the command."""
+    signature = inspect.signature(lb.compare).parameters
+    config = {field.name: field.default for field in dataclasses.fields(RunConfig)}
+    assert set(signature) - set(config) == {"client", "progress"}
+    assert {name: signature[name].default for name in config if name != "model"} == {n: d for n, d in config.items() if n != "model"}
+    command = inspect.signature(measuring.compare).parameters
+    assert set(command) - set(config) == {"scheduler", "quiet"}
+    assert {name: command[name].default for name in config if name != "model"} == {n: d for n, d in config.items() if n != "model"}
 
 
 def test_every_command_has_an_example() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
+import yaml
 import zarr
 from models import save_bert
 from typer.testing import CliRunner
@@ -21,9 +22,11 @@ from lipbound.cli import app
 from lipbound.errors import CheckpointError, LipboundError, StoreError
 from lipbound.models.checkpoints import load_checkpoint
 from lipbound.runs import store
+from lipbound.runs.config import RunConfig
 from lipbound.runs.execute import WorkerSpec, work
 from lipbound.runs.measure import LayerResult, MeasurementSpec
 from lipbound.runs.partial_store import DONE, PartialRun, partial_path
+from lipbound.runs.sweep import OPTIONS as OPTIONS_OF_SWEEPS
 from lipbound.runs.sweep import planned_runs, sweep
 
 TEXTS = ["the ferry is in a clock", "the keeper and the lighthouse", "a island of the ferry", "the lighthouse"]
@@ -287,6 +290,32 @@ def test_bad_sweep_files(content: str, message: str, tmp_path: Path) -> None:
     file.write_text(content)
     with pytest.raises(LipboundError, match=message):
         planned_runs(file)
+
+
+def test_every_option_of_compare_is_one_of_sweeps(tmp_path: Path) -> None:
+    given = {"bounds": "yudin", "map": "heads", "samples": 2, "exact_samples": 1, "layers": [1], "split": "test", "column": "text", "revision": "v1"}
+    given |= {"tol": 0.01, "delta": None, "device": "cpu", "dtype": "float64", "seed": 3, "memory": "1GB", "weights": "whole"}
+    assert set(OPTIONS_OF_SWEEPS) == set(given)
+    file = tmp_path / "sweep.yaml"
+    file.write_text(yaml.safe_dump({"model": "m", "max_length": 6} | given))
+    (one,) = planned_runs(file)
+    config = RunConfig(**one.arguments)
+    assert {name: getattr(config, name) for name in given} == given
+    assert (config.model, config.data, config.max_length, config.out, config.resume) == ("m", None, 6, None, False)
+    file.write_text("model: m\nresume: true\n")
+    with pytest.raises(LipboundError, match="unknown key 'resume'"):
+        planned_runs(file)
+
+
+def test_a_partial_run_is_let_go_whatever_fails(bert: Path, whole: xr.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After everything is measured, too."""
+    out = tmp_path / "run.zarr"
+    monkeypatch.setattr("lipbound.runs.dataset.audit", None)
+    with pytest.raises(TypeError):
+        lb.compare(bert, TEXTS, out=out, **OPTIONS)
+    monkeypatch.undo()
+    monkeypatch.setattr("lipbound.runs.measure._measure", None)
+    assert identical(lb.compare(bert, TEXTS, out=out, resume=True, **OPTIONS), whole)
 
 
 def test_runs_of_a_sweep_have_names_of_their_own(tmp_path: Path) -> None:
