@@ -1,5 +1,9 @@
 """``python -m lipbound``: the command line."""
 
+import sys
+
 from lipbound.cli import main
 
-main()
+if __name__ == "__main__":
+    sys.argv[0] = "lipbound"  # runs record their command
+    main()

@@ -1,3 +1,5 @@
+import dataclasses
+import inspect
 import sys
 from pathlib import Path
 
@@ -7,7 +9,9 @@ from support.models import REFUSED, build, save_vit
 import lipbound as lb
 import lipbound.runs.compare as runs_compare
 from lipbound import cli
+from lipbound.cli import measuring
 from lipbound.errors import StoreError
+from lipbound.runs.config import RunConfig
 
 
 def call(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> tuple[int, str, str]:
@@ -113,6 +117,17 @@ def test_a_finished_run_is_rescued(bert: Path, text: Path, tmp_path: Path, capsy
 def test_help_has_examples() -> None:
     for command in ("compare", "heatmap", "table", "cite", "bounds", "demo"):
         assert "Example: lipbound" in (next(c for c in cli.app.registered_commands if (c.name or c.callback.__name__).endswith(command)).epilog or "")
+
+
+def test_options_are_those_of_compare() -> None:
+    """The same names and defaults in the signature, the configuration and the command."""
+    signature = inspect.signature(lb.compare).parameters
+    config = {field.name: field.default for field in dataclasses.fields(RunConfig)}
+    assert set(signature) - set(config) == {"client", "progress"}
+    assert {name: signature[name].default for name in config if name != "model"} == {n: d for n, d in config.items() if n != "model"}
+    command = inspect.signature(measuring.compare).parameters
+    assert set(command) - set(config) == {"scheduler", "quiet"}
+    assert {name: command[name].default for name in config if name != "model"} == {n: d for n, d in config.items() if n != "model"}
 
 
 def test_every_command_has_an_example() -> None:

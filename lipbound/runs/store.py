@@ -65,6 +65,6 @@ def load(path: str | Path) -> xr.Dataset:
 def read(path: Path) -> xr.Dataset:
     """Any Dataset that `save` has written."""
     try:
-        return xr.open_zarr(path, consolidated=False).load()
+        return xr.open_zarr(path, chunks=None, consolidated=False).load()  # all of it at once, without dask
     except Exception as error:  # zarr and xarray raise a zoo of types for a folder that is no store
         raise StoreError(f"{path} is not a run of lipbound: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from error

@@ -1,10 +1,24 @@
 """The command line as a process of its own."""
 
+import importlib.metadata
 import subprocess
 import sys
 
+import pytest
 
-def test_the_installed_command_runs() -> None:
-    done = subprocess.run([sys.executable, "-m", "lipbound.cli", "compare", "builtin:nope"], capture_output=True, text=True, timeout=120)
+import lipbound as lb
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["lipbound", "lipbound.cli"])
+def test_the_modules_run(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "compare", "builtin:nope"], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: unknown builtin checkpoint 'nope'")
+
+
+@pytest.mark.parametrize("module", ["lipbound", "lipbound.cli"])
+def test_the_version(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"lipbound {lb.__version__}\n", "")
+    assert lb.__version__ == importlib.metadata.version("lipbound")

@@ -164,3 +164,14 @@ def test_schedulers_that_are_none(bert: Path) -> None:
         result = CliRunner().invoke(app, ["compare", str(bert), "--scheduler", scheduler])
         assert isinstance(result.exception, LipboundError)
         assert "local:2" in str(result.exception)
+
+
+def test_a_partial_run_is_let_go_whatever_fails(bert: Path, whole: xr.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After everything is measured, too."""
+    out = tmp_path / "run.zarr"
+    monkeypatch.setattr("lipbound.runs.dataset.audit", None)
+    with pytest.raises(TypeError):
+        lb.compare(bert, TEXTS, out=out, **OPTIONS)
+    monkeypatch.undo()
+    monkeypatch.setattr("lipbound.runs.measure._measure", None)
+    assert identical(lb.compare(bert, TEXTS, out=out, resume=True, **OPTIONS), whole)

@@ -3,13 +3,15 @@
 from pathlib import Path
 
 import pytest
+import yaml
 from support.runs import TEXTS
 from typer.testing import CliRunner
 
 from lipbound.cli import app
 from lipbound.errors import LipboundError
 from lipbound.runs import store
-from lipbound.runs.sweep import planned_runs, sweep
+from lipbound.runs.config import RunConfig
+from lipbound.runs.sweep import OPTIONS, planned_runs, sweep
 
 
 def test_sweeps(bert: Path, tmp_path: Path) -> None:
@@ -47,3 +49,18 @@ def test_runs_of_a_sweep_have_names_of_their_own(tmp_path: Path) -> None:
     file = tmp_path / "sweep.yaml"
     file.write_text("model: [a/b, a_b]\ndata: [x/one.txt, y/one.txt]\n")
     assert [run.name for run in planned_runs(file)] == ["a_b-one-128", "a_b-one-128-2", "a_b-one-128-3", "a_b-one-128-4"]
+
+
+def test_every_option_of_compare_is_one_of_sweeps(tmp_path: Path) -> None:
+    given = {"bounds": "yudin", "map": "heads", "samples": 2, "exact_samples": 1, "layers": [1], "split": "test", "column": "text", "revision": "v1"}
+    given |= {"tol": 0.01, "delta": None, "device": "cpu", "dtype": "float64", "seed": 3, "memory": "1GB", "weights": "whole"}
+    assert set(OPTIONS) == set(given)
+    file = tmp_path / "sweep.yaml"
+    file.write_text(yaml.safe_dump({"model": "m", "max_length": 6} | given))
+    (one,) = planned_runs(file)
+    config = RunConfig(**one.arguments)
+    assert {name: getattr(config, name) for name in given} == given
+    assert (config.model, config.data, config.max_length, config.out, config.resume) == ("m", None, 6, None, False)
+    file.write_text("model: m\nresume: true\n")
+    with pytest.raises(LipboundError, match="unknown key 'resume'"):
+        planned_runs(file)

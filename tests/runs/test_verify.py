@@ -19,6 +19,8 @@ from lipbound.cli import app
 from lipbound.errors import LipboundError, StoreError
 from lipbound.reporting import citations
 from lipbound.runs import store
+from lipbound.runs.config import RunConfig
+from lipbound.runs.plan import measurement_spec, open_sources, plan
 from lipbound.runs.provenance import altered
 from lipbound.runs.verify import ALLOWED
 
@@ -115,6 +117,24 @@ def test_other_data_is_named(bert: Path, tmp_path: Path) -> None:
     assert len(found.problems) > 1
     text.write_text("the keeper of a ferry")
     assert "the data now has 1 samples, the run 2" in lb.verify(ds).problems
+
+
+def test_the_configuration_is_read_from_a_run(run: Path, bert: Path, text: Path) -> None:
+    """Every field that decides the numbers; the share of delta of a norm is that of the run."""
+    ds = lb.load(run)
+    config = RunConfig.of(ds)
+    assert config == RunConfig(
+        str(bert), str(text), samples=3, exact_samples=2, layers=(0, 1), bounds=("yudin", "lipbound", "kim"), max_length=12
+    )  # fmt: skip
+    again = lb.compare(config.model, config.data, samples=3, exact_samples=2, max_length=12, bounds=config.names, progress=False)
+    assert again.drop_attrs().equals(ds.drop_attrs())
+    planned = plan(config, open_sources(config, "cpu"), 1e9, 1)
+    assert planned.spec == measurement_spec(config, config.names, 2, ds["exact"][0].shape)
+    assert planned.spec.delta == 1e-10 / (2 * 2 * 4)
+    assert planned.spec.delta_of(2, 4) == planned.spec.delta * 2 * 4
+    ds.attrs["tol"] = 2.0
+    with pytest.raises(StoreError, match="were changed, no run can have them: tol is 2"):
+        lb.verify(ds)
 
 
 def test_objects_in_memory_must_be_given_again(bert: Path) -> None:

@@ -1,0 +1,9 @@
+"""``python -m lipbound.cli``: the command line."""
+
+import sys
+
+from lipbound.cli import main
+
+if __name__ == "__main__":
+    sys.argv[0] = "lipbound"  # runs record their command
+    main()

@@ -1,0 +1,82 @@
+"""Commands that show a stored run: heatmap, table, cite and report."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lipbound.cli.application import StoredRun, app, number_or_name
+
+
+@app.command(epilog="Example: lipbound heatmap minilm.zarr -o minilm.pdf --reduce geomean")
+def heatmap(
+    run: StoredRun,
+    output: Annotated[Path, typer.Option("-o", "--output", help="File to write: .pdf, .svg, .png, .pgf, ...")],
+    bounds: Annotated[str | None, typer.Option(help="Names separated by commas; all of the run by default.")] = None,
+    reduce: Annotated[str, typer.Option(help="mean, geomean, max, median or a quantile such as 0.9, over samples.")] = "mean",
+    scale: Annotated[str, typer.Option(help="'shared', or 'panel' for a colour scale each.")] = "shared",
+    width: Annotated[str, typer.Option(help="'page', 'column', 'slide' or inches.")] = "page",
+    columns: Annotated[int | None, typer.Option(help="Panels in a row.")] = None,
+    style: Annotated[str | None, typer.Option(help="A venue known to tueplots, e.g. icml2024: its fonts and widths (extra `styles`).")] = None,
+) -> None:
+    """Draw layer x head heatmaps of a run."""
+    from lipbound.bounds.registry import resolve
+    from lipbound.reporting.plots import heatmaps
+    from lipbound.runs.store import load
+
+    chosen = None if bounds is None else resolve(bounds)
+    how, inches = number_or_name(reduce), number_or_name(width)
+    heatmaps(load(run), output, bounds=chosen, reduce=how, scale=scale, width=inches, columns=columns, style=style)
+    typer.echo(f"wrote {output}")
+
+
+@app.command(epilog="Example: lipbound table minilm.zarr --format markdown")
+def table(
+    run: StoredRun,
+    format: Annotated[str, typer.Option(help="text, markdown, latex (booktabs, siunitx) or csv (full precision).")] = "text",
+    by: Annotated[str, typer.Option(help="A row per bound, layer or head.")] = "bound",
+    bounds: Annotated[str | None, typer.Option(help="Names separated by commas; all of the run by default.")] = None,
+    reduce: Annotated[str, typer.Option(help="geomean, mean, max, median or a quantile, for rows per layer or head.")] = "geomean",
+    values: Annotated[str, typer.Option(help="'ratio' (bound / exact) or 'value', for rows per layer or head.")] = "ratio",
+) -> None:
+    """Print bound / exact per bound, with the audit; or exact norms and bounds per layer or head."""
+    from lipbound.bounds.registry import resolve
+    from lipbound.reporting.tables import render
+    from lipbound.runs.store import load
+
+    chosen = None if bounds is None else resolve(bounds)
+    typer.echo(render(load(run), format, by=by, bounds=chosen, reduce=number_or_name(reduce), values=values))
+
+
+@app.command(epilog="Example: lipbound cite minilm.zarr > references.bib; lipbound cite minilm.zarr --format latex")
+def cite(
+    run: StoredRun,
+    format: Annotated[str, typer.Option(help="bib (entries, the paragraph as a comment), or the paragraph alone: latex, text.")] = "bib",
+) -> None:
+    """Print BibTeX for every bound in a run and for lipbound, and a methods paragraph with the run's settings."""
+    from lipbound.reporting import citations
+    from lipbound.runs.store import load
+
+    typer.echo(citations.cite(load(run), format), nl=False)
+
+
+@app.command(epilog="Example: lipbound report minilm.zarr -o minilm.html; lipbound report bert.zarr gpt2.zarr -o both.html")
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Runs saved by `lipbound compare --out`; several are shown side by side.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The page to write, an .html file.")] = Path("report.html"),
+    reduce: Annotated[str, typer.Option(help="geomean, mean, max, median or a quantile, over samples.")] = "geomean",
+    sample: Annotated[int, typer.Option(help="The sample whose attention is shown.")] = 0,
+    details: Annotated[
+        bool, typer.Option("--details/--no-details", help="Load the model again, for attention and singular vectors of every head.")
+    ] = True,
+    model: Annotated[str | None, typer.Option(help="In place of the recorded model (one run).")] = None,
+    data: Annotated[str | None, typer.Option(help="In place of the recorded data (one run).")] = None,
+    device: Annotated[str, typer.Option(help="As in `lipbound compare`.")] = "auto",
+) -> None:
+    """Write a self-contained page: heatmaps to hover and click, single heads, the audit, provenance, what to cite."""
+    from lipbound.reporting.page.render import report as write_report
+
+    how = number_or_name(reduce)
+    for notice in write_report(runs, output, reduce=how, sample=sample, details=details, model=model, data=data, device=device):
+        typer.echo(f"note: {notice}", err=True)
+    typer.echo(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB)")

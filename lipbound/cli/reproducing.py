@@ -1,0 +1,95 @@
+"""Commands that compute again, list and reproduce: verify, bounds, reproduce and demo."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lipbound.cli.application import StoredRun, app
+from lipbound.cli.measuring import measured
+from lipbound.cli.summary import show
+
+DEMO = ("builtin:minilm", "builtin:gpt2", "builtin:vit")
+
+
+@app.command(epilog="Example: lipbound verify minilm.zarr --places 8")
+def verify(
+    run: StoredRun,
+    places: Annotated[int, typer.Option(help="How many pairs of sample and layer to compute again, all heads of each.")] = 4,
+    seed: Annotated[int, typer.Option(help="Which ones.")] = 0,
+    model: Annotated[str | None, typer.Option(help="In place of the recorded model, e.g. where its directory has moved.")] = None,
+    data: Annotated[str | None, typer.Option(help="In place of the recorded data.")] = None,
+    device: Annotated[str, typer.Option(help="As in `lipbound compare`.")] = "auto",
+    dtype: Annotated[str | None, typer.Option(help="Compute again in another dtype; float64 tells how far off float32 is.")] = None,
+) -> None:
+    """Compute some numbers of a run again, from its recorded provenance; ends with status 1 where they do not hold."""
+    from lipbound.runs.store import load
+    from lipbound.runs.verify import verify as run_verify
+
+    found = run_verify(load(run), places=places, seed=seed, model=model, data=data, device=device, dtype=dtype)
+    typer.echo(str(found))
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+@app.command("bounds", epilog="Example: lipbound bounds")
+def list_bounds() -> None:
+    """List all bounds: statement, source, assumptions, cost."""
+    from lipbound.attention.variants import VARIANTS
+    from lipbound.bounds import get, names
+
+    for name in names():
+        bound = get(name)
+        typer.echo(f"{name}: {bound.label}\n    {bound.statement}")
+        typer.echo(f"    source: {bound.source} [{bound.citation}]\n    a bound when: {bound.assumptions}")
+        covers = ", ".join(VARIANTS[v] for v in VARIANTS if v in bound.covers) or "nothing"
+        typer.echo(f"    covers besides plain heads: {covers}\n    cost per head: {bound.cost}\n")
+
+
+@app.command(epilog="Example: lipbound reproduce castin-1 bert-base-uncased --data alice.txt --full -o figures")
+def reproduce(
+    name: Annotated[str | None, typer.Argument(help="A recipe, or 'all'; without one the recipes are listed.")] = None,
+    model: Annotated[str, typer.Argument(help="As for `lipbound compare`.")] = "builtin:minilm",
+    data: Annotated[list[str] | None, typer.Option(help="As for `lipbound compare`; may be given several times.")] = None,
+    split: Annotated[str | None, typer.Option(help="Split of a hub dataset.")] = None,
+    column: Annotated[str | None, typer.Option(help="Column of a table.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Samples, or sequences of each length.")] = None,
+    full: Annotated[bool, typer.Option("--full", help="The paper's sizes rather than small ones.")] = False,
+    device: Annotated[str, typer.Option(help="As for `lipbound compare`.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="As for `lipbound compare`.")] = "float32",
+    seed: Annotated[int, typer.Option(help="As for `lipbound compare`.")] = 0,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for data, figures and captions; runs it holds are drawn again.")] = Path(
+        "reproduced"
+    ),
+) -> None:
+    """Compute and draw a figure or a claim of a paper, for any checkpoint."""
+    from lipbound.analysis.recipes.registry import RECIPES, Setting, recipe
+
+    if name is None:
+        for one in RECIPES.values():
+            typer.echo(f"{one.name}: {one.title}\n    {one.source}; about {one.cost} with small settings on two cores")
+        return
+    setting = Setting(model, tuple(data or ()), column, split, samples, full, device, dtype, seed)
+    for one in RECIPES.values() if name == "all" else [recipe(name)]:
+        ds = one.reproduce(setting, output)
+        typer.echo(f"{one.title} ({one.source}).\n{one.caption(ds)}\nwrote {output / one.name}.pdf, .png and .txt, from {output / one.stored}\n")
+
+
+@app.command(epilog="Example: lipbound demo --out results")
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for runs and figures; must not exist yet.")] = Path("lipbound-demo"),
+    samples: Annotated[int, typer.Option(help="Samples per checkpoint.")] = 8,
+) -> None:
+    """Compare all bounds on the three builtin checkpoints, and draw their heatmaps."""
+    from lipbound.reporting.plots import heatmaps
+    from lipbound.runs.config import RunConfig
+    from lipbound.runs.store import check_target
+
+    check_target(out)
+    for model in DEMO:
+        name = model.removeprefix("builtin:")
+        ds = measured(RunConfig(model, samples=samples, out=out / f"{name}.zarr"))
+        show(ds)
+        for kind in ("pdf", "png"):
+            heatmaps(ds, out / f"{name}.{kind}")
+        typer.echo(f"saved {out / name}.zarr, drew {out / name}.pdf and .png\n")

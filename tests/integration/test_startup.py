@@ -1,0 +1,71 @@
+"""What starting lipbound loads: commands and public names import what they need when they run."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from models import save_bert
+
+import lipbound as lb
+from lipbound import cli
+
+HEAVY = ("torch", "numpy", "xarray", "pandas", "scipy", "zarr", "matplotlib", "transformers", "datasets", "plotly", "PIL")
+COMMANDS = [command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback is not None]
+
+
+def loaded(code: str, *arguments: object) -> set[str]:
+    """Which of `HEAVY` a fresh process has loaded after some code."""
+    script = f"import sys\n{code}\nprint('LOADED', *(name for name in {HEAVY!r} if name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script, *map(str, arguments)], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.rpartition("LOADED")[2].split())
+
+
+def after(*arguments: object) -> set[str]:
+    """The same, after a command that ends well."""
+    code = "from lipbound.cli import app\ntry:\n    app()\nexcept SystemExit as end:\n    assert not end.code, end.code"
+    return loaded(code, *arguments)
+
+
+def test_loading_is_seen() -> None:
+    """The other tests can fail."""
+    assert loaded("import numpy, xarray") >= {"numpy", "xarray", "pandas"}
+    assert "torch" in loaded("import lipbound\nlipbound.Attention")
+
+
+def test_importing_lipbound_loads_nothing() -> None:
+    assert loaded("import lipbound\nlipbound.__version__\ndir(lipbound)") == set()
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], *([command, "--help"] for command in COMMANDS)], ids=" ".join)
+def test_help_loads_nothing(arguments: list[str]) -> None:
+    assert after(*arguments) == set()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    lb.compare(save_bert(folder / "bert"), ["the ferry is in a clock"], bounds="yudin,castin", max_length=8, out=folder / "run.zarr", progress=False)
+    return folder / "run.zarr"
+
+
+def test_stored_runs_are_shown_without_models(run: Path, tmp_path: Path) -> None:
+    models = {"transformers", "datasets"}
+    for command in ("table", "cite"):
+        assert not after(command, run) & (models | {"matplotlib", "plotly"}), command
+    assert not after("heatmap", run, "-o", tmp_path / "run.pdf") & (models | {"plotly"})
+    assert (tmp_path / "run.pdf").stat().st_size > 1000
+
+
+def test_stored_runs_are_read_without_torch(run: Path) -> None:
+    """Neither do provenance and checksums need it."""
+    code = (
+        "from pathlib import Path\nfrom lipbound.runs.store import load\nfrom lipbound.runs.provenance import altered\n"
+        "assert altered(load(sys.argv[1])) == []"
+    )
+    assert not loaded(code, run) & {"torch", "transformers", "datasets", "matplotlib"}
+
+
+def test_bounds_are_listed_without_models() -> None:
+    assert not after("bounds") & {"transformers", "datasets", "matplotlib", "zarr", "plotly"}
