@@ -20,7 +20,7 @@ def show(ds: xr.Dataset) -> None:
     from lipbound.reporting import labels, tables
 
     console = Console(width=None if sys.stdout.isatty() else 160, soft_wrap=False)
-    table = Table(title=escape(labels.caption(ds)), title_justify="left", title_style="dim")
+    table = Table(title=escape(labels.run_caption(ds)), title_justify="left", title_style="dim")
     table.add_column("bound / exact", no_wrap=True)
     columns = ("geom. mean", "over samples", "min", "max")
     for title in (*columns, "below exact"):

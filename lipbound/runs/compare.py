@@ -3,10 +3,9 @@
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xarray as xr
-from transformers import PreTrainedModel
 
 from lipbound.devices import resolve_device
 from lipbound.errors import StoreError
@@ -19,9 +18,12 @@ from lipbound.runs.provenance import versions
 from lipbound.runs.store import check_target, save
 from lipbound.runs.store import load as load_run
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 def compare(
-    model: str | Path | PreTrainedModel,
+    model: "str | Path | PreTrainedModel",
     data: Any = None,
     *,
     bounds: str | Iterable[str] = "default",

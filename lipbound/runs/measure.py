@@ -4,11 +4,10 @@ import hashlib
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from lipbound.attention.layer import Attention
 from lipbound.bounds.multihead import whole_layer
@@ -17,6 +16,9 @@ from lipbound.jacobians.maps import BLOCKS, WHOLE
 from lipbound.jacobians.rounding import rounding
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
 from lipbound.models.capture.capture import Capturer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class LayerResult(NamedTuple):
 class Measurer:
     """Measures blocks of samples on one loaded model."""
 
-    def __init__(self, model: PreTrainedModel, layers: Sequence[int] | None, spec: MeasurementSpec):
+    def __init__(self, model: "PreTrainedModel", layers: Sequence[int] | None, spec: MeasurementSpec):
         self._capturer, self._spec = Capturer(model, layers, around=spec.map in BLOCKS), spec
 
     def look(self, inputs: Mapping[str, Tensor]) -> list[LayerInfo]:
