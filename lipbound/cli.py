@@ -144,7 +144,7 @@ def _run(model: str, data: Any = None, **options: Any) -> xr.Dataset:
 def _show(ds: xr.Dataset) -> None:
     """The summary as a table on standard output, then what the audit says."""
     console = Console(width=None if sys.stdout.isatty() else 160, soft_wrap=False)
-    table = Table(title=escape(labels.caption(ds)), title_justify="left", title_style="dim")
+    table = Table(title=escape(labels.run_caption(ds)), title_justify="left", title_style="dim")
     table.add_column("bound / exact", no_wrap=True)
     numbers = ("geom. mean", "over samples", "min", "max")
     for title in (*numbers, "below exact"):

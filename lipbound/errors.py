@@ -2,6 +2,10 @@
 
 import difflib
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import xarray as xr
 
 
 class LipboundError(ValueError):
@@ -25,7 +29,13 @@ class InputsError(LipboundError):
 
 
 class StoreError(LipboundError):
-    """A run cannot be written to, or read from, where it was asked for."""
+    """A run cannot be written to, or read from, where it was asked for.
+
+    Attributes:
+        dataset: the finished run that could not be saved, where there is one.
+    """
+
+    dataset: "xr.Dataset | None" = None
 
 
 class UnknownNameError(LipboundError):

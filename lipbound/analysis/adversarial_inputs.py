@@ -2,8 +2,8 @@ r"""Inputs at which a head is steep, and what its Jacobian tends to far from the
 
 All of it is about heads without biases: :math:`P_{ij} \propto e^{x_i^T A x_j}` with :math:`A = scale\,W_Q W_K^T`, D x D of rank at most d. A real
 eigenvalue :math:`\gamma` of A with a unit eigenvector u makes the score of :math:`\alpha u` and :math:`\beta u` equal :math:`\alpha\beta\gamma`, so
-that a few tokens on the line of u draw all attention. Eigenvalues come from the d x d matrix :math:`scale\,W_K^T W_Q`, which has the same
-ones except for zeros; with :math:`w` its eigenvector, :math:`u = W_Q w`.
+that a few tokens on the line of u draw all attention. Eigenvalues come from the d x d matrix :math:`scale\,W_K^T W_Q`: Lemma 57
+(docs/theory/inputs.md).
 """
 
 import math
@@ -92,11 +92,8 @@ def lower_bound(att: Attention, tokens: int, radius: float) -> Tensor:
 
     .. math:: \frac{\sqrt{N-1}}{1 + (N-1) e^{-2R^2\gamma}}\;\|W_V^T (I - w w^T)\|,\qquad w = A^T u / |A^T u|
 
-    Proposition 3.4 for any values; with :math:`W_V = I` and D > 1 the last factor is 1 and this is their statement.
-
-    *Proof.* Every row but the first gives the first token the probability :math:`p = 1/(1 + (N-1)e^{-2R^2\gamma})`. A perturbation
-    :math:`\delta` of the first token with :math:`A^T u \perp \delta` changes no score that another token has with it, so these rows of the output
-    change by :math:`p\,W_V^T\delta`. With a causal mask they have fewer tokens to attend to, so that p is at least as large. QED
+    Proposition 3.4 for any values, without mask or with a causal one: Lemma 58 (docs/theory/inputs.md). With :math:`W_V = I` and D > 1 the last
+    factor is 1 and this is their statement.
     """
     att.only("Proposition 3.4")
     steep = steepness(att)
@@ -122,7 +119,7 @@ def large_radius_limit(att: Attention) -> Limit:
     r"""Limit of :math:`\|J(rX)\|` as r grows: each token attends to one other, :math:`j_i = \arg\max_j x_i^T A x_j` (Theorems 3.7 and 4.5).
 
     The Jacobian tends to :math:`[j = j_i]\,W_V^T`, of norm :math:`\|W_V\|\,(\max_j \#\{i : j_i = j\})^{1/2} \le \sqrt N\,\|W_V\|`. The mask's
-    forbidden entries stay forbidden; finite ones and biases vanish beside scores that grow like :math:`r^2`.
+    forbidden entries stay forbidden; finite ones and biases vanish beside scores that grow like :math:`r^2`: Lemma 59 (docs/theory/inputs.md).
 
     Returns:
         `Limit`; ``gap`` is the smallest difference between the best and the second best score of a token: the limit is reached like
@@ -157,8 +154,7 @@ def quadratic_inputs(att: Attention, tokens: int, radius: float) -> Tensor:
 def quadratic_direction(att: Attention) -> tuple[Tensor, Tensor]:
     r"""u of `quadratic_inputs` (heads, D) and the rate :math:`|W_V^T u||A u|` (heads,), float64.
 
-    There the query of the token at 0 vanishes, its attention is uniform, and :math:`J_{11} = W_V^T/N + B_1` with
-    :math:`\|B_1\| = R^2 (1 - 1/N)\,|W_V^T u||A u|`, so that :math:`\|J\| \ge R^2 (1 - 1/N)\,rate - \|W_V\|/N`.
+    There :math:`\|J\| \ge R^2 (1 - 1/N)\,rate - \|W_V\|/N`: Lemma 60 (docs/theory/inputs.md).
     """
     att.only("Proposition 3.6")
     directions, rates = [], []
@@ -175,8 +171,8 @@ def quadratic_direction(att: Attention) -> tuple[Tensor, Tensor]:
 def crossover_length(att: Attention) -> Tensor:
     r"""log10 of the length N* from which Theorem 3.5 (mean field) is below Theorem 3.3 at the tokens' radius R, (samples, heads), float64.
 
-    Both bounds equated, with :math:`t = \|A\|R^2`: :math:`N^* = \big((1+3t)^2 e^{4t}/3 - t^2\big) / (1 + 4t^2)`. A logarithm, since N* exceeds
-    the range of float64 on pretrained heads.
+    With :math:`t = \|A\|R^2`, :math:`N^* = \big((1+3t)^2 e^{4t}/3 - t^2\big) / (1 + 4t^2)`: Lemma 61 (docs/theory/inputs.md). A logarithm, since N*
+    exceeds the range of float64 on pretrained heads.
     """
     att.only("Proposition 3.4")
     t = qty.norm_a(att) * qty.radius(att) ** 2

@@ -8,8 +8,9 @@ import xarray as xr
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds.ball.over_ball import over_ball
-from lipbound.bounds.registry import check_ball, get
+from lipbound.bounds.ball.over_ball import CENTRES, over_ball
+from lipbound.bounds.entry import check_ball
+from lipbound.bounds.registry import get
 from lipbound.errors import LipboundError
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.jacobians.spectral_norm import spectral_norm
@@ -139,7 +140,7 @@ def radius_curve(
     """
     bounds = BOUNDS if bounds is None and not att.variants else bounds or ()
     values = {}
-    if "qk_norm" not in att.variants or not (adversary or bounds):
+    if att.variants <= CENTRES.covers or not (adversary or bounds):
         values["over_ball"] = over_ball(att, list(radii), norm=norm, at=at).cpu().numpy()
     for name in bounds:
         values[name] = torch.stack([get(name).over_ball(att, r, norm=norm) for r in radii], -1).cpu().numpy()

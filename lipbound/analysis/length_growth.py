@@ -3,26 +3,29 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import xarray as xr
 from scipy import stats
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from lipbound.analysis import adversarial_inputs
 from lipbound.attention.layer import Attention
+from lipbound.bounds.multihead import whole_layer
 from lipbound.bounds.registry import get
-from lipbound.bounds.whole_layer import whole_layer
 from lipbound.devices import device_name, resolve_device
 from lipbound.errors import InputsError, LipboundError
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.checkpoints import load_checkpoint
-from lipbound.models.text import positions, stream
+from lipbound.models.readers.positions import positions
+from lipbound.models.readers.token_stream import stream
 from lipbound.runs.provenance import versions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LENGTHS = tuple(range(2, 101, 2))
 
@@ -46,7 +49,7 @@ VARIABLES = {
 
 
 def sequence_growth(
-    model: str | Path | PreTrainedModel,
+    model: "str | Path | PreTrainedModel",
     data: Any = None,
     *,
     lengths: Sequence[int] = LENGTHS,
@@ -163,7 +166,7 @@ def _masked(layers: list[Attention]) -> bool:
 
 
 @contextmanager
-def decoder(model: PreTrainedModel, causal: bool) -> Iterator[None]:
+def decoder(model: "PreTrainedModel", causal: bool) -> Iterator[None]:
     """The model with a causal mask, where its class (BERT and its kin) makes one for decoders."""
     if not causal or not hasattr(model.config, "is_decoder"):
         yield  # models that are decoders anyway; `_check_causal` says where this is not so

@@ -1,7 +1,8 @@
 r"""Attention on weighted tokens: the maps between probability measures of Castin, Ablin and Peyré 2024 (appendix C), and copies of tokens.
 
 With weights :math:`a_j` on the tokens, :math:`P_{ij} \propto a_j e^{S_{ij}}`, and perturbations and outputs have the norm
-:math:`(\sum_i a_i |x_i|^2)^{1/2}` (Definition C.4 and Lemma C.5). Equal weights give back attention and its norm.
+:math:`(\sum_i a_i |x_i|^2)^{1/2}` (their Definition C.4 and Lemma C.5). Equal weights give back attention and its norm: Lemma 62
+(docs/theory/inputs.md).
 """
 
 import math
@@ -93,9 +94,8 @@ def two_dirac_growth(eigenvalue: float, radius: float, direction: Tensor, image:
     .. math:: \tfrac12 e^{\gamma R^2}\,\|I - R^2 u (A^T u)^T\| \quad\text{or, for a positive eigenvalue,}\quad
               \tfrac12 e^{\gamma R^2}\,\|I + \tfrac18 R^2 u (A^T u)^T\|
 
-    which for symmetric A is :math:`\tfrac12 e^{\gamma R^2} (1 + \gamma R^2)`. It is what the heavy token sees of the light one: their
-    probabilities there are
-    equal, and the ratio of their weights is :math:`e^{2\gamma R^2}`.
+    which for symmetric A is :math:`\tfrac12 e^{\gamma R^2} (1 + \gamma R^2)`. It is what the heavy token sees of the light one: Lemma 63
+    (docs/theory/inputs.md).
     """
     negative = eigenvalue < 0
     gamma = -eigenvalue if negative else eigenvalue / 8
@@ -132,13 +132,7 @@ def duplicated_norm(att: Attention, norm: Tensor) -> Tensor:
     whatever the number of copies :math:`m \ge 2`. So mass splitting (perturbing copies of a token differently) makes a head steeper at an
     input exactly where :math:`\max_i \|B_i\| > \|J\|`, which is what the local constant between probability measures allows.
 
-    *Proof.* With m copies of each token, :math:`P'_{(i,a)(j,b)} = P_{ij}/m`, and the blocks of the Jacobian are
-    :math:`\tfrac1m (J_{ij} - \delta_{ij} B_i) + \delta_{ij}\delta_{ab} B_i`. Perturbations :math:`x_i / \sqrt m`, the same for all copies, are
-    mapped to
-    :math:`(Jx)_i/\sqrt m`: that part of the operator is J. Perturbations whose copies add up to zero at every token are mapped to
-    :math:`B_i x_{(i,a)}`, which add up to zero again: that part is the block diagonal of the :math:`B_i`. The two subspaces are orthogonal, add up
-    to all,
-    and are mapped to orthogonal ones. QED (A causal mask is meant to let copies see each other: the mask repeated block by block.)
+    Proof: Lemma 64 (docs/theory/inputs.md). (A causal mask is meant to let copies see each other: the mask repeated block by block.)
     """
     att.only("duplicated_norm")
     return torch.maximum(norm.double(), query_block_norms(att).amax(-1))

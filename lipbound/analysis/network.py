@@ -3,11 +3,10 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from lipbound.errors import LipboundError
 from lipbound.linalg.certificates import ROUNDING
@@ -15,6 +14,9 @@ from lipbound.linalg.operator_norm import operator_norm
 from lipbound.linalg.operators import JacobianOperator, Transposed
 from lipbound.linalg.solution import Norm
 from lipbound.models.capture.recorder import implementation
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Inputs = Mapping[str, Tensor]
 
@@ -119,7 +121,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def network_norm(
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     inputs: Inputs,
     *,
     start: str | int = "embeddings",
@@ -156,7 +158,7 @@ def network_norm(
 
 
 def _norm(
-    model: PreTrainedModel, inputs: Inputs, start: str | int, end: str | int, tol: float, delta: float | None, seed: int | Sequence[int], batch: int
+    model: "PreTrainedModel", inputs: Inputs, start: str | int, end: str | int, tol: float, delta: float | None, seed: int | Sequence[int], batch: int
 ) -> Norm:
     parts: list[Norm] = []
     count = len(next(iter(inputs.values())))
@@ -183,7 +185,7 @@ def _from_gradients(op: JacobianOperator) -> Norm:
     return Norm(sigma, sigma * (1 + error), steps, torch.ones(op.batch, dtype=torch.bool), error)
 
 
-def block_product(model: PreTrainedModel, inputs: Inputs, *, tol: float = 1e-3, delta: float | None = 1e-6, seed: int = 0) -> dict[str, Tensor]:
+def block_product(model: "PreTrainedModel", inputs: Inputs, *, tol: float = 1e-3, delta: float | None = 1e-6, seed: int = 0) -> dict[str, Tensor]:
     """Exact norms of every block and of what follows the last one, and their product, an upper bound on the whole network's: (samples,) each.
 
     The product is of upper ends where ``delta`` is given (total failure probability), else of estimates.
@@ -196,7 +198,7 @@ def block_product(model: PreTrainedModel, inputs: Inputs, *, tol: float = 1e-3, 
     return factors | {"product": torch.stack(list(factors.values())).prod(0)}
 
 
-def _output_name(model: PreTrainedModel) -> str:
+def _output_name(model: "PreTrainedModel") -> str:
     return "last_hidden_state" if type(model) is type(model.base_model) else "logits"
 
 
@@ -209,7 +211,7 @@ class _Reached(Exception):
 
 @contextmanager
 def chain(
-    model: PreTrainedModel, inputs: Inputs, start: str | int, end: str | int
+    model: "PreTrainedModel", inputs: Inputs, start: str | int, end: str | int
 ) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor, Tensor | None]]:
     """The map from ``start`` to ``end`` as a function of (samples, N, D), its input here, and where perturbations are allowed.
 

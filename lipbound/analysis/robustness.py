@@ -3,15 +3,17 @@
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from lipbound.analysis.network import NetworkJacobian, chain
 from lipbound.errors import LipboundError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ATTACKS = ("clean", "fgsm-2", "fgsm-4", "pgd-2", "pgd-4", "autoattack-2")
 """The columns of Tables 1-4 of Yudin et al. 2025: attack, and L-infinity budget in 1/255."""
@@ -26,7 +28,7 @@ SOLVERS = ("fgsm", "pgd", "autoattack")
 class _Pixels(nn.Module):
     """A classifier as a function of pixels in [0, 1], its normalisation inside."""
 
-    def __init__(self, model: PreTrainedModel, mean: Sequence[float], std: Sequence[float]):
+    def __init__(self, model: "PreTrainedModel", mean: Sequence[float], std: Sequence[float]):
         super().__init__()
         self.model = model
         device = next(model.parameters()).device
@@ -38,7 +40,7 @@ class _Pixels(nn.Module):
 
 
 def robust_accuracy(
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     images: Tensor,
     labels: Tensor,
     *,
@@ -149,7 +151,7 @@ def _generate(classifier: Any, solver: str, size: float, norm: str, batch: int) 
 
 
 def embedding_accuracy(
-    model: PreTrainedModel, inputs: Mapping[str, Tensor], labels: Tensor, radius: float, *, steps: int = 10, batch: int = 32, seed: int = 0
+    model: "PreTrainedModel", inputs: Mapping[str, Tensor], labels: Tensor, radius: float, *, steps: int = 10, batch: int = 32, seed: int = 0
 ) -> dict[str, float]:
     r"""Accuracy of a classifier, text or image, when the token vectors of a sample may move by ``radius`` in all (Frobenius norm), in percent.
 
@@ -220,7 +222,7 @@ def _attacked(
     return results
 
 
-def first_order_radius(model: PreTrainedModel, inputs: Mapping[str, Tensor], *, batch: int = 32) -> Tensor:
+def first_order_radius(model: "PreTrainedModel", inputs: Mapping[str, Tensor], *, batch: int = 32) -> Tensor:
     r"""How far (Frobenius norm) a sample's token vectors must move before its linearised prediction changes, (samples,), float64.
 
     :math:`\min_j (z_y - z_j) / |\nabla (z_y - z_j)|` over the other classes j, y the predicted one; infinite where a difference has no gradient. A

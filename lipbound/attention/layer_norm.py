@@ -15,6 +15,8 @@ class Normaliser:
 
     .. math:: J\,dx = w \circ \big(dx - \overline{dx} - u\,(u \cdot dx)/D\big)/s
 
+    Its derivation and its norms: Lemma 21 (docs/theory/layers.md).
+
     Args:
         x: what it normalises, (samples, N, D).
         weight: (D,). bias: (D,), or None.
@@ -61,6 +63,10 @@ class Normaliser:
         bias = None if self.bias is None else change(self.bias)
         return Normaliser(change(self.x), change(self.weight), bias, eps=self.eps, centred=self.centred)
 
+    def double(self) -> "Normaliser":
+        """In float64."""
+        return self.map(Tensor.double)
+
     def select(self, samples: slice | Tensor) -> "Normaliser":
         """Some samples."""
         return Normaliser(self.x[samples], self.weight, self.bias, eps=self.eps, centred=self.centred)
@@ -75,10 +81,8 @@ def ellipsoid_radius(weight: Tensor, bias: Tensor | None = None, *, centred: boo
 
     .. math:: \max\{|w \circ z + b| : |z|^2 \le D,\ \textstyle\sum_k z_k = 0\}
 
-    (without the sum for RMSNorm). Outputs lie on this ellipsoid but for eps, which keeps them inside. A quadratic over a ball: by strong duality
-    it is :math:`\min_{\mu \ge \lambda_1} \mu D + \sum_k g_k^2/(\mu - \lambda_k) + |b|^2`, with :math:`\lambda` the eigenvalues of
-    :math:`Z\,diag(w^2)\,Z`, Z the projection on sum zero, and g the coordinates of :math:`Z(w \circ b)`. Every :math:`\mu` gives an upper value,
-    so the result is one.
+    (without the sum for RMSNorm). Outputs lie on this ellipsoid but for eps, which keeps them inside. Computed as the minimum of its dual over one
+    number, every value of which is an upper value: Lemma 23 (docs/theory/layers.md). Cost O(D^3) for LayerNorm, O(D) for RMSNorm.
     """
     w = weight.detach().double()
     b = torch.zeros_like(w) if bias is None else bias.detach().double()

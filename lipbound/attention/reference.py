@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.qk_norm import QKNorm
+from lipbound.attention.variants.qk_norm import QKNorm
 
 
 def head_function(att: Attention, sample: int, head: int) -> Callable[[Tensor], Tensor]:

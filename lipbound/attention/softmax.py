@@ -30,13 +30,8 @@ class Enclosure(NamedTuple):
 def jacobian_norm(p: Tensor, *, max_iterations: int = 40) -> Enclosure:
     r"""Spectral norm of M(p) for every probability row, enclosed to rounding: O(N) a row.
 
-    With :math:`p_1 \ge p_2` the two largest entries, :math:`s = \sum_{i \ge 2} p_i` and :math:`\lambda = p_2 (1 + x)`, the secular equation
-    :math:`\sum_i p_i^2 / (p_i - \lambda) = 1` becomes, after dividing out :math:`\lambda`,
-
-    .. math:: F(x) = p_2 x + p_1 T(x) = p_1 - p_2, \qquad T(x) = 1 \Big/ \sum_{i \ge 2} \frac{p_i / p_2}{x + (p_2 - p_i)/p_2}
-
-    in which every term is positive. F is concave and increasing, so Newton's iterates approach the root from the left; its slope is at least
-    :math:`p_2 (1 + p_1/s)`, which turns the residual at the last iterate into a guaranteed enclosure.
+    Newton's iteration for the secular equation in a form whose terms are all positive; the residual at the last iterate gives the enclosure: Lemma 11
+    (docs/theory/softmax.md).
 
     Args:
         p: (..., N), non-negative, any floating dtype; rows are normalised in float64 (they need only sum to one up to rounding).
@@ -110,7 +105,8 @@ def g(p: Tensor, k: int = 1) -> Tensor:
     r""":math:`g_k(p) = p_{(k)} (1 - p_{(k)} + p_{(k+1)})` for every row, an upper bound on the k-th singular value of M(p).
 
     Order statistics are decreasing, :math:`p_{(N+1)} = 0` (Yudin et al. 2025, Definition 1 and Theorem 4). For k = 1 the factor is evaluated as
-    :math:`\sum_{i \ge 2} p_{(i)} + p_{(2)}`: the printed form cancels, and in float32 falls below the norm it should bound.
+    :math:`\sum_{i \ge 2} p_{(i)} + p_{(2)}`: the printed form cancels, and in float32 falls below the norm it should bound: Lemma 11
+    (docs/theory/softmax.md).
 
     Args:
         p: (..., N), rows summing to one.
@@ -133,11 +129,9 @@ def g(p: Tensor, k: int = 1) -> Tensor:
 def singular_value(p: Tensor, k: int) -> Enclosure:
     r"""The k-th singular value of M(p) for every probability row, between two numbers: O(N) a row and round.
 
-    It lies between the order statistics :math:`p_{(k+1)}` and :math:`p_{(k)}` (interlacing), where the secular equation
-    :math:`\sum_i p_i / (p_i - \lambda) = 0` (that of `jacobian_norm`, :math:`\lambda` divided out) has one root and its left side increases from
-    :math:`-\infty` to :math:`\infty`: bisection in :math:`\mu = \lambda - p_{(k+1)}`, so that differences :math:`p_i - \lambda` do not cancel,
-    over the
-    floating-point numbers themselves, which takes 64 rounds however small :math:`\mu` is.
+    By bisection between :math:`p_{(k+1)}` and :math:`p_{(k)}`, where it is the only root of the secular equation: Lemma 12 (docs/theory/softmax.md);
+    in :math:`\mu = \lambda - p_{(k+1)}`, so that differences :math:`p_i - \lambda` do not cancel, and over the floating-point numbers themselves,
+    which takes 64 rounds however small :math:`\mu` is.
 
     Args:
         p: (..., N), rows summing to one.
@@ -207,8 +201,8 @@ def _check_order(k: int, n: int) -> None:
 def largest_jacobian_norm(p: Tensor) -> Tensor:
     """max_i ||M(p_i)|| over the rows of each matrix, rounded upwards: (..., N, N) -> (...), float64.
 
-    Rows whose g_1 lies below the largest known lower bound (second order statistic of a row, Theorem 4) cannot hold the maximum, and
-    are not solved for.
+    Rows whose g_1 lies below the largest known lower bound, the second order statistic of a row, are not solved for: Lemma 13
+    (docs/theory/softmax.md).
     """
     double = normalised(p)
     upper = g(double) * (1 + 1e-13)

@@ -1,102 +1,76 @@
 """What the tensors of an attention layer must be."""
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from lipbound.attention.masking import sees_some_key
+from lipbound.attention.projections import Projections
+from lipbound.attention.scoring import Scoring
+from lipbound.attention.variants.base import Shapes
 from lipbound.errors import AttentionError
 
-if TYPE_CHECKING:
-    from lipbound.attention.layer import Attention
 
-BLOCKED = -1e30
-"""Additive mask entries at or below this value forbid attention (models write the dtype's lowest number, or -inf)."""
-
-
-TENSORS = ("x", "w_q", "w_k", "w_v", "b_q", "b_k", "b_v", "w_o", "mask", "sinks")
-"""The floating tensors of a layer."""
-
-
-def validate(att: "Attention") -> None:
+def validate(x: Tensor, projections: Projections, scoring: Scoring, valid: Tensor | None) -> None:
     """Raise AttentionError unless the tensors of a layer fit together, are numbers of one dtype, and every query may attend to some key."""
-    shapes = {name: tuple(getattr(att, name).shape) for name in ("x", "w_q", "w_k", "w_v")}
-    for name, shape in shapes.items():
-        axes = "(samples, N, D)" if name == "x" else "(heads, D, d)"
+    given = {"x": x} | projections.tensors()
+    for name in ("x", "w_q", "w_k", "w_v"):
+        axes, shape = "(samples, N, D)" if name == "x" else "(heads, D, d)", tuple(given[name].shape)
         if len(shape) != 3 or 0 in shape:
             raise AttentionError(f"{name} has shape {shape}; it must be {axes} with no empty axis")
-    heads, _, d = shapes["w_q"]
-    samples, tokens, model = shapes["x"]
-    d_v = shapes["w_v"][2]
+    heads, _, d = given["w_q"].shape
+    samples, tokens, model = x.shape
+    d_v = given["w_v"].shape[2]
     expected: dict[str, tuple[int | None, ...]] = {
         "w_q": (heads, model, d), "w_k": (heads, model, d), "w_v": (heads, model, d_v),
-        "b_q": (heads, d), "b_k": (heads, d), "b_v": (heads, d_v), "w_o": (heads, d_v, None), "valid": (samples, tokens), "sinks": (heads,),
+        "b_q": (heads, d), "b_k": (heads, d), "b_v": (heads, d_v), "w_o": (heads, d_v, None), "valid": (samples, tokens),
     }  # fmt: skip
-    for name, shape in expected.items():
-        tensor = getattr(att, name)
-        if tensor is None:
-            continue
-        got = tuple(tensor.shape)
-        if len(got) != len(shape) or any(b is not None and a != b for a, b in zip(got, shape, strict=True)):
-            wanted = tuple("any" if s is None else s for s in shape)
-            raise AttentionError(f"{name} has shape {got}; with x {shapes['x']} and w_q {shapes['w_q']} it must be {wanted}")
-    _check_values(att)
-    if att.rotation is not None and (att.rotation.tokens != tokens or att.rotation.width > d):
-        raise AttentionError(
-            f"rotation is of {att.rotation.tokens} tokens and turns {att.rotation.width} coordinates; with x {shapes['x']} and w_q "
-            f"{shapes['w_q']} it must be of {tokens} tokens and turn at most {d}"
-        )
-    for name, norm in (("norm_q", att.norm_q), ("norm_k", att.norm_k)):
-        if norm is not None and norm.gain.shape != (heads, d):
-            raise AttentionError(f"{name} has gains of shape {tuple(norm.gain.shape)}; with w_q {shapes['w_q']} it must be {(heads, d)}")
-        if norm is not None and norm.over is not None and norm.over[0].shape[0] != model:
-            raise AttentionError(f"{name} normalises a projection of shape {tuple(norm.over[0].shape)}; with x {shapes['x']} it must be ({model}, n)")
-    if att.cap is not None and not 0 < att.cap < math.inf:
-        raise AttentionError(f"cap is {att.cap}; it must be a positive number")
-    if att.mask is not None:
-        try:
-            full = torch.broadcast_shapes(att.mask.shape, (samples, heads, tokens, tokens))
-        except RuntimeError:
-            full = None
-        if full != (samples, heads, tokens, tokens):
-            raise AttentionError(
-                f"mask has shape {tuple(att.mask.shape)}; it must be broadcastable to (samples, heads, N, N) = {(samples, heads, tokens, tokens)}"
-            )
-    _check_reachable(att)
+    for name, tensor in (given | ({} if valid is None else {"valid": valid})).items():
+        if name in expected:
+            _check_shape(name, tensor, expected[name], given)
+    if valid is not None and valid.dtype != torch.bool:
+        raise AttentionError(f"valid has dtype {valid.dtype}; it must be torch.bool")
+    for step in scoring.steps:
+        given |= step.tensors()
+    _check_values(given | ({} if scoring.mask is None else {"mask": scoring.mask}), valid)
+    for step in scoring.steps:
+        step.check(Shapes(tuple(x.shape), tuple(given["w_q"].shape)))
+    _check_mask(scoring.mask, (samples, heads, tokens, tokens), valid)
 
 
-def _check_values(att: "Attention") -> None:
-    if att.valid is not None and att.valid.dtype != torch.bool:
-        raise AttentionError(f"valid has dtype {att.valid.dtype}; it must be torch.bool")
-    for name in TENSORS:
-        tensor = getattr(att, name)
-        if tensor is None:
-            continue
+def _check_shape(name: str, tensor: Tensor, wanted: tuple[int | None, ...], given: dict[str, Tensor]) -> None:
+    got = tuple(tensor.shape)
+    if len(got) != len(wanted) or any(b is not None and a != b for a, b in zip(got, wanted, strict=True)):
+        shape = tuple("any" if s is None else s for s in wanted)
+        raise AttentionError(f"{name} has shape {got}; with x {tuple(given['x'].shape)} and w_q {tuple(given['w_q'].shape)} it must be {shape}")
+
+
+def _check_values(given: dict[str, Tensor], valid: Tensor | None) -> None:
+    for name, tensor in given.items():
         if tensor.dtype not in (torch.float32, torch.float64):
             raise AttentionError(f"{name} has dtype {tensor.dtype}; attention is computed in torch.float32 or torch.float64")
-        if tensor.dtype != att.x.dtype:
-            raise AttentionError(f"{name} has dtype {tensor.dtype} but x has {att.x.dtype}; give all tensors one dtype")
+        if tensor.dtype != given["x"].dtype:
+            raise AttentionError(f"{name} has dtype {tensor.dtype} but x has {given['x'].dtype}; give all tensors one dtype")
         if name == "mask":
             if bool(torch.isnan(tensor).any()) or bool((tensor == math.inf).any()):
                 raise AttentionError("mask has NaN or +inf entries; it must be finite, or -inf where attention is forbidden")
             continue
-        counted = tensor[att.valid] if name == "x" and att.valid is not None else tensor
+        counted = tensor[valid] if name == "x" and valid is not None else tensor
         if not bool(torch.isfinite(counted).all()):
             raise AttentionError(f"{name} has NaN or infinite entries; the Jacobian is not defined there")
 
 
-def _check_reachable(att: "Attention") -> None:
-    """Every query that counts must see at least one key."""
-    if att.valid is not None and not bool(att.valid.any(-1).all()):
+def _check_mask(mask: Tensor | None, full: tuple[int, ...], valid: Tensor | None) -> None:
+    """It must be of the scores' shape, and every query that counts must see at least one key."""
+    if mask is not None:
+        try:
+            fits = torch.broadcast_shapes(mask.shape, full) == full
+        except RuntimeError:
+            fits = False
+        if not fits:
+            raise AttentionError(f"mask has shape {tuple(mask.shape)}; it must be broadcastable to (samples, heads, N, N) = {full}")
+    if valid is not None and not bool(valid.any(-1).all()):
         raise AttentionError("valid marks every token of a sample as padding; each sample needs at least one token")
-    if att.mask is None:
-        return
-    tokens = att.x.shape[1]
-    keys = (att.mask > BLOCKED).expand(*att.mask.shape[:-2], *torch.broadcast_shapes(att.mask.shape[-2:], (1, tokens)))
-    if att.valid is not None:
-        keys = keys & att.valid[:, None, None, :]
-    sees = keys.any(-1)
-    if att.valid is not None:
-        sees = sees | ~att.valid[:, None, :]
-    if not bool(sees.all()):
+    if mask is not None and not sees_some_key(mask, full[-1], valid):
         raise AttentionError("mask forbids some query every key, so its softmax is undefined; mark such tokens with valid=False")

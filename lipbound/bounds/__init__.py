@@ -1,12 +1,37 @@
-"""Upper bounds on the local Lipschitz constant of attention heads: one file per paper, one registry."""
+"""Upper bounds on the local Lipschitz constant of attention heads: one file per paper, one registry.
 
-from lipbound.bounds import castin2024, kim2021, specformer2024, yudin2025  # noqa: F401  (importing a paper registers its bounds)
-from lipbound.bounds.after_layer_norm import after_norm
-from lipbound.bounds.audit import audit
-from lipbound.bounds.ball.over_ball import over_ball
-from lipbound.bounds.citations import BIBTEX
-from lipbound.bounds.lipbound2026 import gram, plain  # noqa: F401
-from lipbound.bounds.registry import Bound, bound, evaluate, get, names, resolve
-from lipbound.bounds.whole_layer import whole_layer
+What needs torch is imported on first use; what the bounds are called and `audit` need none.
+"""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from lipbound.bounds.audit import audit  # here, so that importing the module of that name does not replace the function
+from lipbound.bounds.entry import Bound
+from lipbound.bounds.registry import bibliography, bound, evaluate, get, names, resolve
+
+if TYPE_CHECKING:
+    from lipbound.bounds.after_layer_norm import after_norm as after_norm
+    from lipbound.bounds.ball.over_ball import over_ball as over_ball
+    from lipbound.bounds.multihead import whole_layer as whole_layer
+
+    BIBTEX: dict[str, str]
+
+_HOME = {"after_norm": "after_layer_norm", "over_ball": "ball.over_ball", "whole_layer": "multihead"}
 __all__ = ["BIBTEX", "Bound", "after_norm", "audit", "bound", "evaluate", "get", "names", "over_ball", "resolve", "whole_layer"]
+
+
+def __getattr__(name: str) -> Any:
+    """Public names on first use (PEP 562)."""
+    if name == "BIBTEX":
+        value: Any = bibliography()
+    elif name in _HOME:
+        value = getattr(importlib.import_module(f"lipbound.bounds.{_HOME[name]}"), name)
+    else:
+        raise AttributeError(f"module 'lipbound.bounds' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -34,8 +34,9 @@ def fold_normalisation(att: Attention) -> Attention:
 def after_norm(att: Attention, name: str) -> Tensor:
     r"""A bound on the maps :math:`h \mapsto head(norm(h))`, (samples, heads), float64, from the registered bound ``name`` on the folded heads.
 
-    :math:`L(\text{folded}) \cdot \max_i 1/s_i`, since the bare normalisation of token i is a projection divided by :math:`s_i`. Against the bound
-    on the head as it is times the largest norm of the normalisation, :math:`\max_k |w_k| / s_i`, it sees which directions the weights w make long.
+    :math:`L(\text{folded}) \cdot \max_i 1/s_i` with :math:`s_i` the size that token i is divided by: Lemma 24 (docs/theory/layers.md). Against the
+    bound on the head as it is times the largest norm of the normalisation, :math:`\max_k |w_k| / s_i`, it sees which directions the weights w make
+    long.
     """
     folded = fold_normalisation(att)
     assert att.surroundings is not None

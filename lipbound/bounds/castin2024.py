@@ -8,11 +8,24 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.bounds import ingredients as qty
 from lipbound.bounds.registry import bound
+from lipbound.bounds.terms import values_and_softmax
 
 CITATION = "castin2024smooth"
 
 
+BIBTEX = """@inproceedings{castin2024smooth,
+  title     = {How Smooth Is Attention?},
+  author    = {Castin, Val{\\'e}rie and Ablin, Pierre and Peyr{\\'e}, Gabriel},
+  booktitle = {International Conference on Machine Learning},
+  year      = {2024},
+  note      = {arXiv:2312.14820}
+}"""
+
+
 ROOT3 = math.sqrt(3)
+
+
+_terms = values_and_softmax(lambda att, value: (ROOT3 * qty.norm_v(att) * qty.count(att).sqrt() / value) ** 2)
 
 
 def _theorem_3_3(att: Attention, radius: float, norm: str = "token") -> Tensor:
@@ -25,11 +38,13 @@ def _theorem_3_3(att: Attention, radius: float, norm: str = "token") -> Tensor:
     "castin",
     label="Castin 2024, 3.3",
     citation=CITATION,
+    bibtex=BIBTEX,
     statement="||J|| <= sqrt(3) ||W_V|| (||A||^2 R^4 (4N+1) + N)^(1/2), R = max_i |x_i|",
     source="Theorem 3.3; Theorem 4.3 with a causal mask",
     assumptions="no query bias; any mask",
     condition=qty.no_query_bias,
     cost="O(N D + D d^2)",
+    terms=_terms,
     ball=_theorem_3_3,
     caveat="it ignores the query bias, which enters the scores; with a large one the exact norm exceeds it",
     covers=qty.LINEAR,
@@ -39,8 +54,8 @@ def castin(att: Attention) -> Tensor:
 
     .. math:: \|J\| \le \sqrt 3\,\|W_V\|\,\big(\|A\|^2 R^4 (4N+1) + N\big)^{1/2},\quad A = scale\,W_Q W_K^T,\ R = \max_i |x_i|
 
-    Theorem 4.3 is the same formula with a causal mask. For any additive mask it follows from Yudin et al.'s
-    :math:`\|W_V\|\sqrt N (1 + 2\|A\|R^2)`, which it exceeds. With a query bias it fails: use ``castin_bias``.
+    Theorem 4.3 is the same formula with a causal mask; it holds for any additive mask: Lemma 36 (docs/theory/published.md). With a query bias it
+    fails: use ``castin_bias``.
 
     With rotary embeddings :math:`\|A\|` is replaced by :math:`scale\,\max\|R_i\|^2\|W_Q\|\|W_K\|`, which bounds every
     :math:`A_{ij} = scale\,W_Q R_i^T R_j W_K^T`; with them or a cap it asks for no key bias either, and follows from ``castin_bias``.
@@ -50,9 +65,6 @@ def castin(att: Attention) -> Tensor:
 
 def _with_biases(att: Attention, radius: float, norm: str = "token") -> Tensor:
     n, a, r = qty.count(att), qty.norm_a(att), qty.radius(att) + radius
-    if att.variants:
-        q, k = qty.pull_of_biases(att)
-        return ROOT3 * qty.norm_v(att) * (r**2 * (a * r + k) ** 2 + n * r**2 * (a * r + q) ** 2 + n).sqrt()
     shift = torch.zeros_like(a) if att.b_q is None else torch.linalg.vector_norm(_shift(att), dim=-1)
     return ROOT3 * qty.norm_v(att) * (a**2 * r**4 + n * r**2 * (a * r + shift) ** 2 + n).sqrt()
 
@@ -61,13 +73,14 @@ def _with_biases(att: Attention, radius: float, norm: str = "token") -> Tensor:
     "castin_bias",
     label="Castin + biases (ours)",
     citation=CITATION,
+    bibtex=BIBTEX,
     statement="||J|| <= sqrt(3) ||W_V|| (||A||^2 R^4 + N R^2 (||A|| R + |a|)^2 + N)^(1/2), a = scale W_K b_Q",
     source="after appendix E.3; this form is ours, the printed one could not be recovered",
     assumptions="any biases, any mask",
     condition=qty.always,
     cost="O(N D + D d^2)",
+    terms=_terms,
     ball=_with_biases,
-    covers=qty.LINEAR,
 )
 def castin_bias(att: Attention) -> Tensor:
     r"""A form of Theorem 3.3 that allows biases. Ours, in the spirit of their appendix E.3.
@@ -77,22 +90,23 @@ def castin_bias(att: Attention) -> Tensor:
     The key bias shifts each row of scores by a constant and the value bias drops out, so only the query bias enters: the gradient
     of row i's scores with respect to its keys' tokens is :math:`A^T x_i + a`.
 
-    *Proof.* :math:`J = J_V + J_K + J_Q` with :math:`\|J_V\| = \|P\|\|W_V\| \le \sqrt N \|W_V\|`. Row i of :math:`J_K` has norm at most
-    :math:`\|W_V\| (\sum_j P_{ij}^2 |x_j - \bar x_i|^2)^{1/2} |A^T x_i + a| \le \|W_V\| R (\|A\| R + |a|)`, because
-    :math:`\sum_j P_{ij}|x_j - \bar x_i|^2 \le R^2`. The block of :math:`J_Q` is
-    :math:`\|W_V^T Cov_{P_i}(x) A^T\| \le \|W_V\|\|A\|R^2`. Add the three with :math:`(a+b+c)^2 \le 3(a^2+b^2+c^2)`. Any row-stochastic P,
-    hence any mask, will do.
+    Proof: Lemma 34 (docs/theory/published.md).
 
     *Rotation and cap.* With :math:`\|A\|` as in ``castin``, :math:`a_Q = scale\,\max\|R_i\|^2 \|W_K\||b_Q|` and
     :math:`a_K = scale\,\max\|R_i\|^2 \|W_Q\||b_K|`,
 
     .. math:: \|J\| \le \sqrt 3\,\|W_V\|\,\big(R^2 (\|A\| R + a_K)^2 + N R^2 (\|A\| R + a_Q)^2 + N\big)^{1/2}
 
-    Row i of :math:`J_K` is :math:`[P_{ij} g_{ij} (v_j - o_i) \tilde q_{ij}^T]_j` with slopes g of at most 1 and
-    :math:`|\tilde q_{ij}| \le \|A\| R + a_Q`; the block of :math:`J_Q` is :math:`\sum_j P_{ij} g_{ij} (v_j - o_i) \tilde k_{ij}^T` with
-    :math:`|\tilde k_{ij}| \le \|A\| R + a_K`, by the Cauchy-Schwarz inequality at most :math:`\|W_V\| R\,(\|A\| R + a_K)`.
+    Proof: Lemma 35 (docs/theory/published.md).
     """
     return _with_biases(att, 0.0)
+
+
+@castin_bias.extends(*qty.LINEAR, condition=qty.always, terms=_terms)
+def _castin_bias_linear(att: Attention) -> Tensor:
+    n, a, r = qty.count(att), qty.norm_a(att), qty.radius(att)
+    q, k = qty.pull_of_biases(att)
+    return ROOT3 * qty.norm_v(att) * (r**2 * (a * r + k) ** 2 + n * r**2 * (a * r + q) ** 2 + n).sqrt()
 
 
 def _shift(att: Attention) -> Tensor:
@@ -125,9 +139,12 @@ def _turned_side(att: Attention) -> Tensor:
 
 def _theorem_c3(att: Attention, radius: float, norm: str = "token") -> Tensor:
     """|A x_i| grows by at most ||A|| radius; the distance of two tokens by 2 radius, or sqrt(2) radius when they share a Frobenius ball."""
+    side = torch.maximum(*_sides(att)) + qty.norm_a(att) * radius
+    return _from_side(att, side, qty.diameter(att) + (2 if norm == "token" else math.sqrt(2)) * radius)
+
+
+def _from_side(att: Attention, side: Tensor, distance: Tensor) -> Tensor:
     n = qty.count(att)
-    side = (_turned_side(att) if att.variants else torch.maximum(*_sides(att))) + qty.norm_a(att) * radius
-    distance = qty.diameter(att) + (2 if norm == "token" else math.sqrt(2)) * radius
     return ROOT3 * qty.norm_v(att) * (side**2 * distance**2 * (n + 1) + n).sqrt()
 
 
@@ -135,40 +152,46 @@ def _theorem_c3(att: Attention, radius: float, norm: str = "token") -> Tensor:
     "castin_c3",
     label="Castin 2024, C.3",
     citation=CITATION,
+    bibtex=BIBTEX,
     statement="||J|| <= sqrt(3) ||W_V|| (R'^2 r^2 (N+1) + N)^(1/2), R' >= |A x_i| and |A^T x_i|, r = max_ij |x_i - x_j|",
     source="Theorem C.3, with R' taken on both sides",
     assumptions="no query bias; any mask",
-    condition=lambda att: qty.always(att) if att.variants else qty.no_query_bias(att),
+    condition=qty.no_query_bias,
     cost="O(N^2 D + N D d)",
+    terms=_terms,
     ball=_theorem_c3,
     caveat="it ignores the query bias, which enters the scores; with a large one the exact norm exceeds it",
-    covers=qty.LINEAR,
 )
 def castin_c3(att: Attention) -> Tensor:
     r"""Theorem C.3 in the form we can prove.
 
     .. math:: \|J\| \le \sqrt 3\,\|W_V\|\,\big(R'^2 r^2 (N+1) + N\big)^{1/2}
 
-    with :math:`r = \max_{ij}|x_i - x_j|` and :math:`R' = \max_i \max(|A x_i|, |A^T x_i|)`: the key path sees
-    :math:`|x_j - \bar x_i| \le r` and :math:`A^T x_i`, the query path the covariance of :math:`x` and :math:`A x` under :math:`P_i`, so
-    both sides are needed. With one side alone the statement fails (see ``castin_c3_as_coded``).
+    with :math:`r = \max_{ij}|x_i - x_j|` and :math:`R' = \max_i \max(|A x_i|, |A^T x_i|)`: the path through keys sees the one, that through
+    queries the other: Lemma 37 (docs/theory/published.md). With one side alone the statement fails (see ``castin_c3_as_coded``).
 
-    With rotary embeddings or a cap, the gradients of scores with respect to tokens are :math:`g_{ij} \tilde q_{ij}` and
-    :math:`g_{ij} \tilde k_{ij}` with g at most 1, and the same argument holds with
+    With rotary embeddings or a cap it holds with
     :math:`R' = scale\,\max\|R_i\| \max_i \max(\|W_K\||q_i|, \|W_Q\||k_i|)`, whatever the biases.
     """
     return _theorem_c3(att, 0.0)
+
+
+@castin_c3.extends(*qty.LINEAR, condition=qty.always, terms=_terms)
+def _castin_c3_linear(att: Attention) -> Tensor:
+    return _from_side(att, _turned_side(att), qty.diameter(att))
 
 
 @bound(
     "castin_c3_as_coded",
     label="Castin C.3, as coded",
     citation=CITATION,
+    bibtex=BIBTEX,
     statement="||W_V|| (R'^2 r^2 (N+1) + N)^(1/2), R' = max_i |A x_i|",
     source="Theorem C.3 as recalled from the authors' code: without sqrt(3), R' on one side",
     assumptions="none known under which it is a bound",
     condition=qty.never,
     cost="O(N^2 D + N D d)",
+    terms=values_and_softmax(lambda att, value: (qty.norm_v(att) * qty.count(att).sqrt() / value) ** 2),
     caveat="it lacks the factor sqrt(3) and takes R' on one side only, while both enter J; random heads exceed it twofold",
 )
 def castin_c3_as_coded(att: Attention) -> Tensor:
@@ -193,6 +216,7 @@ def _mean_field(att: Attention, radius: float, norm: str = "token") -> Tensor:
     "castin_mean_field",
     label="Castin 3.5, mean field",
     citation=CITATION,
+    bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| (1 + 3 ||A|| R^2) exp(2 ||A|| R^2)",
     source="Theorem 3.5 with Lemma 3.2",
     assumptions="no mask, no query bias",
@@ -207,6 +231,6 @@ def castin_mean_field(att: Attention) -> Tensor:
     .. math:: \|J\| \le \|W_V\|\,(1 + 3\|A\|R^2)\,e^{2\|A\|R^2}
 
     Infinite where the exponential exceeds the range of float64 (:math:`\|A\|R^2 > 354`), which pretrained heads do reach. Unmasked only: with a
-    causal mask and A = 0 the Jacobian is :math:`P \otimes W_V^T`, whose norm tends to :math:`2\|W_V\|`.
+    causal mask and A = 0 the norm tends to :math:`2\|W_V\|`: Lemma 38 (docs/theory/published.md).
     """
     return _mean_field(att, 0.0)

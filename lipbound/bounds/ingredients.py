@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.masking import BLOCKED
 from lipbound.attention.softmax import g, largest_jacobian_norm, normalised
-from lipbound.attention.validation import BLOCKED
 from lipbound.linalg.matrix_norms import matrix_norm, nonnegative_norm, product_norm
 
 # -- weights: (heads,) -----------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def entering(att: Attention) -> tuple[Tensor, Tensor]:
     if att.valid is not None:
         real = att.valid[:, None, :, None]
         q, k = q * real, k * real
-    if att.shift_invariant:
+    if att.scoring.shift_invariant:
         k = k - k.sum(-2, keepdim=True) / att.lengths[:, None, None, None]
         k = k if att.valid is None else k * real
     return q, k
@@ -69,7 +69,7 @@ def slope_of_scores(att: Attention) -> Tensor:
     r"""Bound on the norm of dX -> dS before the softmax, with rotation or cap, (samples, heads).
 
     :math:`|scale| \max_i \|R_i\| (\|Q\| \|W_K\| + \|K\| \|W_Q\|)`, Q and K the queries and keys as they enter the scores (keys centred, unless
-    there is a cap): :math:`dS = scale\,(dQ K^T + Q dK^T)`, whose rows count up to a constant.
+    there is a cap): Lemma 32 (docs/theory/published.md).
     """
     q, k = (matrix_norm(t) for t in entering(att))
     return abs(att.scale) * turn(att) * (q * norm_k(att) + k * norm_q(att)) * (1 + 1e-12)

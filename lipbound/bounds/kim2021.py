@@ -11,6 +11,16 @@ from lipbound.attention.layer import Attention
 from lipbound.bounds import ingredients as qty
 from lipbound.bounds.registry import bound
 
+CITATION = "kim2021lipschitz"
+
+
+BIBTEX = """@inproceedings{kim2021lipschitz,
+  title     = {The {L}ipschitz Constant of Self-Attention},
+  author    = {Kim, Hyunjik and Papamakarios, George and Mnih, Andriy},
+  booktitle = {International Conference on Machine Learning},
+  year      = {2021}
+}"""
+
 
 def inverse_phi(y: Tensor) -> Tensor:
     r"""Inverse of :math:`\phi(x) = x e^{x+1}` on x >= 0: the Lambert function :math:`W_0(y / e)`; float64, any shape."""
@@ -20,7 +30,8 @@ def inverse_phi(y: Tensor) -> Tensor:
 @bound(
     "kim",
     label="Kim 2021 (L2 map)",
-    citation="kim2021lipschitz",
+    citation=CITATION,
+    bibtex=BIBTEX,
     statement="||J|| <= sqrt(N) scale (4 phi^-1(N-1) + 1) ||W_Q||^2 ||W_V||, phi(x) = x e^(x+1), on L2 attention",
     source="Theorem 3.2, in the degree-two form",
     assumptions="bounds L2 attention with these W_Q, W_V, not the checkpoint's head; masks may only forbid, never a token to itself",
@@ -41,8 +52,8 @@ def kim(att: Attention) -> Tensor:
     The theorem is printed with :math:`\sqrt{\sum_h \|W_{Q,h}\|^2 \|W_{V,h}\|^2}`, of degree one in :math:`W_Q` where the map is of degree two. That
     reading is false: at N = 1 the map is :math:`X A W_V`, whose norm reaches :math:`\|W_Q\|^2\|W_V\|/\sqrt d`. This is the degree-two form.
 
-    The proof bounds each block row through :math:`\sum_j P_{ij} |q_i - q_j|^2`, where the token's own zero distance must take part: so a
-    mask that only forbids, but never a token to itself, leaves it valid.
+    Proved in Lemma 40 (docs/theory/published.md), where each token's zero distance to itself must take part: so a mask that only forbids, but never a
+    token to itself, leaves it valid.
     """
     n = qty.count(att)
     return n.sqrt() * abs(att.scale) * (4 * inverse_phi(n - 1) + 1) * qty.norm_q(att) ** 2 * qty.norm_v(att)

@@ -1,113 +1,29 @@
-"""What a bound is, and the list of all of them."""
+"""The list of all bounds. The papers are imported when the list is first asked for."""
 
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+import functools
+import importlib
+from typing import TYPE_CHECKING
 
-from lipbound.attention.layer import Attention
-from lipbound.errors import LipboundError, UnknownNameError, nearest
+from lipbound.bounds.entry import Bound, Formula
+from lipbound.bounds.kinds import ByKind
+from lipbound.errors import UnknownNameError, nearest
 
-MAP_NORMS = {"head": "exact", "l2": "exact_l2"}
-"""The variable that holds the exact norm of the map a bound is about."""
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable
 
+    from torch import Tensor
 
-@dataclass(frozen=True)
-class Bound:
-    """A published (or our own) upper bound on the local Lipschitz constant of one attention head at one input.
+    from lipbound.attention.layer import Attention
+    from lipbound.bounds.entry import Ball, Function, Layer, Terms
 
-    Attributes:
-        name: registry name, the variable of a run.
-        label: short label for figures and tables.
-        citation: BibTeX key of the source (see `lipbound.bounds.citations`).
-        statement: the inequality, in plain text.
-        source: theorem or equation number.
-        assumptions: when the statement is a bound, in words.
-        map: "head" (softmax(q k^T) v; with the output slice folded into the values when asked for) or "l2" (L2 attention).
-        cost: leading cost per head.
-        condition: the same assumptions as a test on an `Attention`, True per (sample, head) where they hold.
-        function: the bound itself.
-        costly: whether it takes far longer than the exact norm; such bounds are computed on request, not by default.
-        caveat: why the statement is no bound where its assumptions fail; empty when they always hold.
-        ball: the statement for all inputs near X, or None where the source has none: see `over_ball`.
-        covers: which of `lipbound.attention.variants.VARIANTS` it holds for; it says nothing about layers with others.
-    """
-
-    name: str
-    label: str
-    citation: str
-    statement: str
-    source: str
-    assumptions: str
-    map: str
-    cost: str
-    condition: Callable[[Attention], Tensor]
-    function: Callable[[Attention], Tensor]
-    costly: bool = False
-    ball: Callable[[Attention, float, str], Tensor] | None = None
-    caveat: str = ""
-    covers: frozenset[str] = frozenset()
-
-    def __call__(self, att: Attention) -> Tensor:
-        """Value of the bound, (samples, heads), float64.
-
-        Raises:
-            AttentionError: a layer that the statement is not about; see `applies`.
-        """
-        att.only(f"bound {self.name!r}", self.covers)
-        return self.function(att).to(torch.float64).expand(att.samples, att.heads)
-
-    def applies(self, att: Attention) -> bool:
-        """Whether the statement is about layers such as this one at all: whether it covers its variants."""
-        return att.variants <= self.covers
-
-    def sound(self, att: Attention) -> Tensor:
-        """Whether the statement is a valid upper bound here, by its assumptions: (samples, heads), bool."""
-        return self.condition(att).expand(att.samples, att.heads)
-
-    def over_ball(self, att: Attention, radius: float, *, norm: str = "token") -> Tensor:
-        """The source's bound over a ball of inputs, (samples, heads), float64; `lipbound.bounds.over_ball` is ours.
-
-        Args:
-            att: the layer at the centre.
-            radius: of the ball, in the units of ``x``.
-            norm: "token" (every token moves by at most ``radius``) or "frobenius" (all of X does).
-
-        Raises:
-            LipboundError: where the source has no such statement, a negative radius, an unknown norm.
-        """
-        if self.ball is None:
-            raise LipboundError(
-                f"bound {self.name!r} is a statement about one input, without a radius; use lipbound.bounds.over_ball(..., at={self.name!r})"
-            )
-        att.only(f"bound {self.name!r} over a ball")
-        check_ball(radius, norm)
-        return self.ball(att, float(radius), norm).to(torch.float64).expand(att.samples, att.heads)
-
-    @property
-    def year(self) -> int:
-        """Year of the source, read off its BibTeX key."""
-        return int("".join(c for c in self.citation if c.isdigit()))
-
-    @property
-    def exact(self) -> str:
-        """Name of the variable with the exact norm this bound is compared with."""
-        return MAP_NORMS[self.map]
-
-
-BALLS = {"token": "every token moves by at most the radius", "frobenius": "X moves by at most the radius in the Frobenius norm"}
-
-
-def check_ball(radius: float, norm: str) -> None:
-    """Raise LipboundError unless ``radius`` is a number from 0 to 1e60, whose fourth power is in range, and ``norm`` one of `BALLS`."""
-    if norm not in BALLS:
-        raise UnknownNameError(f"unknown norm {norm!r} of a ball; {nearest(norm, BALLS)}")
-    if not 0 <= radius <= 1e60:
-        raise LipboundError(f"radius is {radius}; it must be a finite number >= 0, and at most 1e60")
+PAPERS = ("castin2024", "kim2021", "specformer2024", "yudin2025", "lipbound2026.plain", "lipbound2026.variants", "lipbound2026.gram")
+"""The modules that register bounds, under ``lipbound.bounds``."""
 
 
 _BOUNDS: dict[str, Bound] = {}
+_BIBTEX: dict[str, str] = {}
 
 
 def bound(
@@ -118,30 +34,94 @@ def bound(
     statement: str,
     source: str,
     assumptions: str,
-    condition: Callable[[Attention], Tensor],
+    condition: Function,
     cost: str,
+    bibtex: str = "",
     map: str = "head",
     costly: bool = False,
-    ball: Callable[[Attention, float, str], Tensor] | None = None,
+    terms: Terms | None = None,
+    layer: Layer | None = None,
+    ball: Ball | None = None,
     caveat: str = "",
     covers: Collection[str] = (),
-) -> Callable[[Callable[[Attention], Tensor]], Callable[[Attention], Tensor]]:
-    """Decorator: enter a function of an `Attention` into the registry under ``name``."""
+) -> Callable[[Function], Bound]:
+    """Decorator: enter a function of an `Attention` into the registry under ``name``. What it returns is the `Bound`, which is called alike.
 
-    def enter(function: Callable[[Attention], Tensor]) -> Callable[[Attention], Tensor]:
+    Adding a bound touches three files: the paper's own, with its BibTeX entry and terms inside, one word in `PAPERS`, and a test. A new paper::
+
+        BIBTEX = "@misc{doe2027, ...}"
+
+        @bound(
+            "doe",
+            label="Doe 2027",
+            citation="doe2027",
+            bibtex=BIBTEX,
+            statement="||J|| <= ||W_V|| (||P|| + ...)",
+            source="Theorem 1",
+            assumptions="no query bias; any mask",
+            condition=qty.no_query_bias,
+            cost="O(N D)",
+            terms=values_and_softmax(lambda att, value: qty.norm_v(att) * qty.norm_p(att) / value),
+        )
+        def doe(att: Attention) -> Tensor: ...
+
+    Args:
+        covers: variants of attention for which the same function holds.
+        bibtex: the source's entry; bounds of one source may share it.
+        terms, layer: see `Formula`. The other arguments are attributes of `Bound`.
+
+    Where other formulas hold for other kinds of heads, each is registered with `Bound.extends`::
+
+        @doe.extends("rotation", "cap", condition=qty.always)
+        def _turned(att: Attention) -> Tensor: ...
+
+    Raises:
+        ValueError: a name that is taken, a BibTeX key that has another entry.
+    """
+
+    def enter(function: Function) -> Bound:
+        if function.__module__ not in _modules():
+            load_papers()  # whose names are taken, even if nobody has asked for them yet
         if name in _BOUNDS:
             raise ValueError(f"a bound named {name!r} is already registered")
-        _BOUNDS[name] = Bound(
-            name, label, citation, statement, source, assumptions, map, cost, condition, function, costly, ball, caveat, frozenset(covers)
-        )
-        return function
+        if bibtex and _BIBTEX.setdefault(citation, bibtex) != bibtex:
+            raise ValueError(f"the BibTeX key {citation!r} is already that of another entry")
+        formulas = ByKind(Formula(function, condition, terms, layer), covers)
+        _BOUNDS[name] = Bound(name, label, citation, statement, source, assumptions, map, cost, formulas, costly, caveat, ball)
+        return _BOUNDS[name]
 
     return enter
 
 
+def _modules() -> list[str]:
+    return [f"lipbound.bounds.{paper}" for paper in PAPERS]
+
+
+@functools.cache
+def load_papers() -> None:
+    """Import the modules of `PAPERS`, which registers their bounds."""
+    for module in _modules():
+        importlib.import_module(module)
+
+
+def bibliography() -> dict[str, str]:
+    """BibTeX entries of the sources of all bounds, by key."""
+    load_papers()
+    return _BIBTEX
+
+
 def names() -> list[str]:
     """Registry names of all bounds, oldest source first, as figures and tables show them."""
-    return sorted(_BOUNDS, key=lambda name: _BOUNDS[name].year)
+    load_papers()
+    modules = _modules()
+
+    def age(name: str) -> tuple[int, int]:
+        """Bounds of one year in the order of `PAPERS`, whichever was imported first."""
+        entry = _BOUNDS[name]
+        module = entry.function.__module__
+        return entry.year, modules.index(module) if module in modules else len(modules)
+
+    return sorted(_BOUNDS, key=age)
 
 
 def get(name: str) -> Bound:
@@ -150,6 +130,7 @@ def get(name: str) -> Bound:
     Raises:
         UnknownNameError: naming the nearest registered names.
     """
+    load_papers()
     if name not in _BOUNDS:
         raise UnknownNameError(f"unknown bound {name!r}; {nearest(name, _BOUNDS)}")
     return _BOUNDS[name]
@@ -168,6 +149,7 @@ def evaluate(att: Attention, bounds: str | Iterable[str] = "default") -> dict[st
     """Values of some bounds on every head at every input: {name: (samples, heads) float64}.
 
     >>> import torch
+    >>> from lipbound.attention.layer import Attention
     >>> g = torch.Generator().manual_seed(0)
     >>> att = Attention(*(torch.randn(s, generator=g) for s in [(2, 5, 8), (3, 8, 4), (3, 8, 4), (3, 8, 4)]))
     >>> evaluate(att, ["castin", "yudin"])["yudin"].shape

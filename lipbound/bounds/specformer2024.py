@@ -5,13 +5,33 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.bounds import ingredients as qty
 from lipbound.bounds.registry import bound
+from lipbound.bounds.terms import values_and_softmax
+
+CITATION = "hu2024specformer"
+
+
+BIBTEX = """@inproceedings{hu2024specformer,
+  title     = {{SpecFormer}: Guarding Vision Transformer Robustness via Maximum Singular Value Penalization},
+  author    = {Hu, Xixu and Zheng, Runkai and Wang, Jindong and Leung, Cheuk Hang and Wu, Qi and Xie, Xing},
+  booktitle = {European Conference on Computer Vision},
+  pages     = {345--362},
+  year      = {2024}
+}"""
+
+
+def _large(att: Attention) -> Tensor:
+    n = qty.count(att)
+    return (n + 1) * n.sqrt() * qty.frobenius(att) ** 2 >= 1
 
 
 def _condition(att: Attention) -> Tensor:
     n = qty.count(att)
-    large = (n + 1) * n.sqrt() * qty.frobenius(att) ** 2 >= 1
-    most = n.sqrt() * (n + 1) / 2 if att.variants else n * (n + 1)
-    return large & (abs(att.scale) * qty.turn(att) ** 2 <= most) & qty.no_query_bias(att)
+    return _large(att) & (abs(att.scale) <= n * (n + 1)) & qty.no_query_bias(att)
+
+
+def _condition_linear(att: Attention) -> Tensor:
+    n = qty.count(att)
+    return _large(att) & (abs(att.scale) * qty.turn(att) ** 2 <= n.sqrt() * (n + 1) / 2) & qty.no_query_bias(att)
 
 
 def _theorem(att: Attention, radius: float, norm: str = "frobenius") -> Tensor:
@@ -21,17 +41,21 @@ def _theorem(att: Attention, radius: float, norm: str = "frobenius") -> Tensor:
     return n * (n + 1) * size**2 * qty.norm_v(att) * (qty.norm_q(att) * qty.norm_k(att) + 1)
 
 
+_terms = values_and_softmax(lambda att, value: 1 / (1 + qty.norm_q(att) * qty.norm_k(att)))
+
+
 @bound(
     "specformer",
     label="Specformer 2024",
-    citation="hu2024specformer",
+    citation=CITATION,
+    bibtex=BIBTEX,
     statement="||J|| <= N (N+1) ||X||_F^2 (||W_V|| ||W_Q|| ||W_K|| + ||W_V||)",
     source="as stated in Theorem 1 of Yudin et al. 2025, at radius 0",
     assumptions="no query bias; inputs not small: (N+1) sqrt(N) ||X||_F^2 >= 1",
     condition=_condition,
     cost="O(N D + D d^2)",
+    terms=_terms,
     ball=_theorem,
-    covers=qty.LINEAR,
     caveat="its value term is multiplied by ||X||_F^2 and vanishes with X while ||J|| does not; and it ignores the query bias",
 )
 def specformer(att: Attention) -> Tensor:
@@ -40,11 +64,15 @@ def specformer(att: Attention) -> Tensor:
     .. math:: \|J\| \le N(N+1)\,\|X\|_F^2\,\big[\|W_V\|\|W_Q\|\|W_K\| + \|W_V\|\big]
 
     False as printed for small inputs: its value term is multiplied by :math:`\|X\|_F^2`, so it vanishes with X, while
-    :math:`\|J\| \ge \|W_V\|` for equal tokens. The condition under which it is a bound follows from Theorem 3 of Yudin et al. 2025 with
-    :math:`\|P\| \le \sqrt N` and :math:`\|M\| \le 1/2`: it holds without query bias once :math:`(N+1)\sqrt N\,\|X\|_F^2 \ge 1`
-    (and scale at most N(N+1)). No bias enters the statement.
+    :math:`\|J\| \ge \|W_V\|` for equal tokens. It is a bound without query bias once :math:`(N+1)\sqrt N\,\|X\|_F^2 \ge 1` (and scale at most
+    N(N+1)): Lemma 10 (docs/theory/softmax.md) and Lemma 39 (docs/theory/published.md). No bias enters the statement.
 
-    With rotary embeddings or a cap it follows in the same way from ``yudin_closed``, without biases of queries and keys and for
-    :math:`scale\,\max\|R_i\|^2 \le \sqrt N (N+1)/2`; nothing in it stands for :math:`\|A\|`.
+    With rotary embeddings or a cap it is one without biases of queries and keys and for :math:`scale\,\max\|R_i\|^2 \le \sqrt N (N+1)/2`;
+    nothing in it stands for :math:`\|A\|`.
     """
+    return _theorem(att, 0.0)
+
+
+@specformer.extends(*qty.LINEAR, condition=_condition_linear, terms=_terms)
+def _linear(att: Attention) -> Tensor:
     return _theorem(att, 0.0)

@@ -7,10 +7,19 @@ from lipbound.attention.layer import Attention
 from lipbound.bounds import ingredients as qty
 from lipbound.bounds.ball.softmax_interval import largest_g1, reachable_rows
 from lipbound.bounds.registry import bound
+from lipbound.bounds.terms import values_and_softmax
 from lipbound.linalg.covariance import weighted_deviation_norm
 from lipbound.linalg.matrix_norms import nonnegative_norm
 
 CITATION = "yudin2025pay"
+
+
+BIBTEX = """@misc{yudin2025pay,
+  title  = {Pay Attention to Attention Distribution: A New Local {L}ipschitz Bound for Transformers},
+  author = {Yudin, Nikolay and Gaponov, Alexander and Kudriashov, Sergei and Rakhuba, Maxim},
+  year   = {2025},
+  note   = {arXiv:2507.07814}
+}"""
 
 
 ANY = "any biases (Remark 2), any mask"
@@ -37,15 +46,10 @@ def with_ones(att: Attention) -> Attention:
             torch.cat([att.x, ones], -1), row(att.w_q, att.b_q), row(att.w_k, None), row(att.w_v, None),
             scale=att.scale, mask=att.mask, valid=att.valid,
         )  # fmt: skip
-        extended.__dict__["p"] = att.p
+        extended.cache.keep("p", att.p)
         return extended
 
     return att.memo("with_ones", make)
-
-
-def _extended(att: Attention) -> Attention:
-    """`with_ones`, but for variants, whose form of Theorem 3 knows biases by the queries and keys themselves."""
-    return att if att.variants else with_ones(att)
 
 
 def _deviation(att: Attention) -> Tensor:
@@ -53,15 +57,25 @@ def _deviation(att: Attention) -> Tensor:
     return att.memo("deviation", lambda: weighted_deviation_norm(att.x, att.p))
 
 
+_terms = values_and_softmax(lambda att, value: qty.norm_v(att) * qty.norm_p(att) / value)
+
+
+_terms_closed = values_and_softmax(lambda att, value: qty.norm_v(att) * qty.count(att).sqrt() / value)
+
+
 def _theorem3(att: Attention, largest_m: Tensor, norm_p: Tensor) -> Tensor:
-    if att.variants:
-        return qty.norm_v(att) * (norm_p + qty.norm_x(att) * largest_m * qty.slope_of_scores(att))
     return qty.norm_v(att) * (norm_p + 2 * qty.norm_x(att) ** 2 * qty.norm_a(att) * largest_m)
+
+
+def _theorem3_linear(att: Attention, largest_m: Tensor) -> Tensor:
+    """Theorem 3 with rotation or cap, which knows biases by the queries and keys themselves."""
+    return qty.norm_v(att) * (qty.norm_p(att) + qty.norm_x(att) * largest_m * qty.slope_of_scores(att))
 
 
 def _remark_1(att: Attention, radius: float, norm: str) -> Tensor:
     """Theorem 3 for every input of a ball, which Remark 1 leaves to continuity: each factor is replaced by its largest value there.
 
+    Proof: Lemma 33 (docs/theory/published.md).
     ||X'|| grows by at most the Frobenius radius; ||P'|| and max_i ||M(P'_i)|| are bounded over the box of softmax rows that scores can reach
     (`lipbound.bounds.ball.softmax_interval`), the latter through g_1.
     """
@@ -79,13 +93,14 @@ def _remark_1(att: Attention, radius: float, norm: str) -> Tensor:
     "yudin",
     label="Yudin 2025, Thm 3",
     citation=CITATION,
+    bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i ||M(P_i)||)",
     source="Theorem 3 with Remark 2",
     assumptions=ANY,
     condition=qty.always,
     cost="O(N^2 d) (attention itself), O(N^2) more",
+    terms=_terms,
     ball=_remark_1,
-    covers=qty.LINEAR,
 )
 def yudin(att: Attention) -> Tensor:
     r"""Theorem 3 with the exact norm of the softmax Jacobians and, for heads with a query bias, Remark 2.
@@ -93,40 +108,52 @@ def yudin(att: Attention) -> Tensor:
     .. math:: \|J\| \le \|W_V\|\,\big(\|P\| + 2\,\|X\|^2 \|A\| \max_i \|M(P_i)\|\big),\quad M(p) = diag(p) - p p^T
 
     With a query bias X becomes [X 1] and :math:`W_Q` gains the row :math:`b_Q` (`with_ones`). The paper's Remark 2 appends all three biases; key
-    and value biases do not change J, so they are left out, which is sound and slightly sharper.
+    and value biases do not change J, so they are left out, which is sound and slightly sharper: Lemma 31 (docs/theory/published.md), for any mask.
 
-    *Rotation and cap.* :math:`2\|X\|\|A\|` stands for a bound on :math:`dX \mapsto dS`. There is no single A where tokens rotate, and
-    :math:`scale\,\max\|R_i\|\,(\|Q\|\|W_K\| + \|K\|\|W_Q\|)` bounds it instead, Q and K being the rotated queries and keys (the latter
-    centred, which softmax rows do not notice, unless scores are capped), biases included. A cap multiplies dS by slopes of at most 1.
+    *Rotation and cap.* :math:`2\|X\|\|A\|` is replaced by :math:`scale\,\max\|R_i\|\,(\|Q\|\|W_K\| + \|K\|\|W_Q\|)`, Q and K being the
+    rotated queries and keys (the latter centred, unless scores are capped), biases included: Lemma 32 (docs/theory/published.md).
     """
-    return _theorem3(_extended(att), qty.norm_m(att), qty.norm_p(att))
+    return _theorem3(with_ones(att), qty.norm_m(att), qty.norm_p(att))
+
+
+@yudin.extends(*qty.LINEAR, condition=qty.always, terms=_terms)
+def _yudin_linear(att: Attention) -> Tensor:
+    return _theorem3_linear(att, qty.norm_m(att))
 
 
 @bound(
     "yudin_g1",
     label="Yudin Thm 3, g1",
     citation=CITATION,
+    bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i g_1(P_i)), g_1(p) = p_(1) (1 - p_(1) + p_(2))",
     source="Theorem 3, Corollary 1 and Remark 2",
     assumptions=ANY,
     condition=qty.always,
     cost="O(N^2 d) (attention itself), O(N^2) more",
-    covers=qty.LINEAR,
+    terms=_terms,
 )
 def yudin_g1(att: Attention) -> Tensor:
     """`yudin` with g_1 (Corollary 1) in place of the exact norm of the softmax Jacobian; at most twice as large."""
-    return _theorem3(_extended(att), qty.largest_g1(att), qty.norm_p(att))
+    return _theorem3(with_ones(att), qty.largest_g1(att), qty.norm_p(att))
+
+
+@yudin_g1.extends(*qty.LINEAR, condition=qty.always, terms=_terms)
+def _yudin_g1_linear(att: Attention) -> Tensor:
+    return _theorem3_linear(att, qty.largest_g1(att))
 
 
 @bound(
     "yudin_nobias",
     label="Yudin Thm 3, no bias",
     citation=CITATION,
+    bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i ||M(P_i)||), whatever the biases",
     source="Theorem 3 without Remark 2",
     assumptions="no query bias; any mask",
     condition=qty.no_query_bias,
     cost="O(N^2 d) (attention itself), O(N^2) more",
+    terms=_terms,
     caveat="it ignores the query bias, which enters the scores (Remark 2 adds it); 0.07 of the exact norm has been seen",
 )
 def yudin_nobias(att: Attention) -> Tensor:
@@ -138,31 +165,32 @@ def yudin_nobias(att: Attention) -> Tensor:
     "yudin_sqrt_n",
     label="Yudin 2025, sqrt(N)",
     citation=CITATION,
+    bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| (||P|| + 2 max_i ||X^T M(P_i)|| ||X|| ||A||)",
     source="appendix C, data-dependent form, with Remark 2",
     assumptions=ANY,
     condition=qty.always,
     cost="O(N^3 + N^2 D), and a few N x N eigenvalue problems",
-    covers=qty.LINEAR,
+    terms=_terms,
 )
 def yudin_sqrt_n(att: Attention) -> Tensor:
     r"""The refinement of Theorem 3 that grows like :math:`\sqrt N` instead of N, in its data-dependent form, with Remark 2.
 
     .. math:: \|J\| \le \|W_V\|\,\big(\|P\| + 2 \max_i \|X^T M(P_i)\|\,\|X\|\,\|A\|\big)
 
-    The appended ones of Remark 2 drop out of :math:`X^T M(P_i)`, since :math:`1^T M = 0`. With rotary embeddings or a cap
+    The appended ones of Remark 2 drop out of :math:`X^T M(P_i)`: Lemma 31 (docs/theory/published.md). With rotary embeddings or a cap
     :math:`2\|X\|\|A\|` is replaced as in ``yudin``.
     """
-    if att.variants:
-        return qty.norm_v(att) * (qty.norm_p(att) + _deviation(att) * qty.slope_of_scores(att))
     extended = with_ones(att)
     return qty.norm_v(extended) * (qty.norm_p(att) + 2 * _deviation(att) * qty.norm_x(extended) * qty.norm_a(extended))
 
 
+@yudin_sqrt_n.extends(*qty.LINEAR, condition=qty.always, terms=_terms)
+def _yudin_sqrt_n_linear(att: Attention) -> Tensor:
+    return qty.norm_v(att) * (qty.norm_p(att) + _deviation(att) * qty.slope_of_scores(att))
+
+
 def _closed(att: Attention, radius: float, norm: str = "token") -> Tensor:
-    if att.variants:
-        r, (q, k) = qty.radius(att) + radius, qty.pull_of_biases(att)
-        return qty.norm_v(att) * qty.count(att).sqrt() * (1 + r * (2 * qty.norm_a(att) * r + q + k))
     extended = with_ones(att)
     r = qty.radius(extended) + radius
     return qty.norm_v(extended) * qty.count(att).sqrt() * (1 + 2 * r**2 * qty.norm_a(extended))
@@ -172,20 +200,27 @@ def _closed(att: Attention, radius: float, norm: str = "token") -> Tensor:
     "yudin_closed",
     label="Yudin 2025, closed",
     citation=CITATION,
+    bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| (sqrt(N) + 2 sqrt(N) R^2 ||A||), R = max_i |x_i|",
     source="appendix C, closed form, with Remark 2",
     assumptions=ANY,
     condition=qty.always,
     cost="O(N D + D d^2)",
+    terms=_terms_closed,
     ball=_closed,
-    covers=qty.LINEAR,
 )
 def yudin_closed(att: Attention) -> Tensor:
     r"""The :math:`\sqrt N` refinement without attention maps; :math:`R = \max_i |[x_i, 1]|` when the head has a query bias (Remark 2).
 
     .. math:: \|J\| \le \|W_V\|\,\big(\sqrt N + 2 \sqrt N R^2 \|A\|\big)
 
-    With rotary embeddings or a cap :math:`\|W_V\|\sqrt N\,(1 + R(2\|A\|R + a_Q + a_K))`, in the notation of ``castin_bias``, whose three parts it
-    adds up: :math:`\|J_K\| \le \sqrt N \|W_V\| R (\|A\|R + a_Q)` and :math:`\|J_Q\| \le \|W_V\| R (\|A\|R + a_K)`.
+    With rotary embeddings or a cap :math:`\|W_V\|\sqrt N\,(1 + R(2\|A\|R + a_Q + a_K))`, in the notation of ``castin_bias``: Lemmas 31 and 32
+    (docs/theory/published.md).
     """
     return _closed(att, 0.0)
+
+
+@yudin_closed.extends(*qty.LINEAR, condition=qty.always, terms=_terms_closed)
+def _yudin_closed_linear(att: Attention) -> Tensor:
+    r, (q, k) = qty.radius(att), qty.pull_of_biases(att)
+    return qty.norm_v(att) * qty.count(att).sqrt() * (1 + r * (2 * qty.norm_a(att) * r + q + k))

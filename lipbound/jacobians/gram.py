@@ -1,19 +1,7 @@
 r"""The matrix :math:`G = J J^T` block by block, in closed form and in float64: what bounds and deterministic certificates are made of.
 
-Notation, for head h and output token i: :math:`c` = ``scale``, :math:`A_i` (d_v x N) with columns :math:`P_{ij}(v_j - o_i)`,
-:math:`\tilde q_i = c\,W_K q_i`, :math:`B_i = c\,A_i K W_Q^T`. The block of J from token j to output (i, h) is
-
-.. math:: J_{ij} = P_{ij} W_V^T + A_i[:,j]\,\tilde q_i^T + \delta_{ij} B_i
-
-so that, for outputs (i, h) and (k, g), whose symbols carry h wherever i is their index and g wherever k is,
-
-.. math::
-    G_{ik} = \sum_j J_{ij} J_{kj}^T &= (\tilde q_i \cdot \tilde q_k)\,A_i A_k^T + (P_i \cdot P_k)\,W_V^{hT} W_V^g + \delta_{ik} B_i B_k^T \\
-    &+ (A_i P_k)(W_V^{gT} \tilde q_i)^T + P_{ki} B_i W_V^g + P_{ki}\,B_i \tilde q_k\,(v_i - o_k)^T \\
-    &+ (W_V^{hT} \tilde q_k)(A_k P_i)^T + P_{ik} (B_k W_V^h)^T + P_{ik}\,(v_k - o_i)(B_k \tilde q_i)^T
-
-(in the second and third line v and o belong to the head of the token that attends). One head, all heads side by side, and the layer with its
-output projection are the same matrix under different ways of stacking the blocks.
+The formula and its symbols: Lemma 7 (docs/theory/jacobian.md). One head, all heads side by side, and the layer with its output projection are the
+same matrix under different ways of stacking the blocks.
 """
 
 from collections.abc import Collection, Iterator
@@ -49,7 +37,7 @@ class Gram:
         keep = slice(None) if att.valid is None else att.valid[sample]
         self.keep = keep
         self._p = att.p[sample, heads][:, keep][..., keep].double()
-        self._t = self._p if att.cap is None else att.weights[sample, heads][:, keep][..., keep].double()
+        self._t = self._p if not att.scoring.sloped else att.weights[sample, heads][:, keep][..., keep].double()
         self._q, k, self._v = (t[sample, heads][:, keep].double() for t in (att.q, att.centred_k, att.centred_v))
         self._o = self._p @ self._v
         self._w = {name: w[heads].double() for name, w in (("q", att.w_q), ("k", att.w_k), ("v", att.w_v))}
@@ -77,8 +65,7 @@ class Gram:
     def _rounding(self, lengths: Tensor, k: Tensor, inputs: int) -> float:
         """Bound on the 2-norm of the rounding error of G, given its arrays P, v - o, q, k and the weights.
 
-        Each term is a sum of products of parts of two blocks of J, evaluated with at most so many roundings; with absolute values inside, a part's
-        Frobenius norm is at most that of `part`, and the norms of the parts' products add up to the square of their sum.
+        Lemma 54 (docs/theory/numerics.md), where ``part`` is called pi: a bound on a head's Jacobian with absolute values inside.
         """
         total = 0.0
         for h in range(self.heads):

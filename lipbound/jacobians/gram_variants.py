@@ -1,19 +1,7 @@
 r"""The matrix :math:`G = J J^T` of one head with rotary embeddings, normalised queries and keys, a cap or sinks, block by block and in closed form.
 
-Notation of `lipbound.bounds.lipbound2026.variants`: :math:`D^a_j` is the map from token j to its query, key or value
-(`lipbound.jacobians.token_tangents`; :math:`D^v_j = W_V^T`), :math:`M^{ab}_j = D^a_j D^{bT}_j`, :math:`A_{ij} = P_{ij} g_{ij} (v_j - o_i)` with
-slopes g of the cap, :math:`C_i = c \sum_j A_{ij} k_j^T` and c = ``scale``. With :math:`z_{ij} = c\,M^{vk}_j q_i`,
-
-.. math::
-    G_{ik} &= (P_i \cdot P_k)\,W_V^T W_V + c^2 \sum_j (q_i^T M^{kk}_j q_k)\,A_{ij} A_{kj}^T + \delta_{ik}\,C_i M^{qq}_i C_i^T + X_{ik} + X_{ki}^T \\
-    X_{ik} &= \sum_j A_{ij} z_{ij}^T P_{kj} + P_{ki}\,C_i M^{qv}_i + c\,(C_i M^{qk}_i q_k)\,A_{ki}^T
-
-*Proof.* The block of J from token j to output i is :math:`J_{ij} = P_{ij} D^v_j + A_{ij} \tilde q_{ij}^T + \delta_{ij} C_i D^q_i` with
-:math:`\tilde q_{ij} = c\,D_j^{kT} q_i`, and :math:`G_{ik} = \sum_j J_{ij} J_{kj}^T` has nine sums of products. Values with values give the first,
-keys with keys the second, as :math:`\tilde q_{ij} \cdot \tilde q_{kj} = c^2 q_i^T M^{kk}_j q_k`. Queries meet queries where i = j = k. The
-others: keys of i with values of k, :math:`A_{ij} \tilde q_{ij}^T D_j^{vT} P_{kj}`, where :math:`D^v_j \tilde q_{ij} = z_{ij}`; queries of i, where
-j = i, with values of k, :math:`C_i D^q_i D_i^{vT} P_{ki}`, and with keys of k, :math:`C_i D^q_i \tilde q_{ki} A_{ki}^T`: together :math:`X_{ik}`.
-Exchanging i and k transposes: the remaining three are :math:`X_{ki}^T`. QED
+Statement and proof: Lemma 8 (docs/theory/jacobian.md). :math:`D^a_j` maps a perturbation of token j to that of its query, key or value
+(`lipbound.jacobians.token_tangents`), and :math:`M^{ab}_j = D^a_j D^{bT}_j`.
 """
 
 from collections.abc import Iterator
@@ -81,13 +69,7 @@ class VariantGram(Gram):
     def _rounding(self, lengths: Tensor, k: Tensor, inputs: int) -> float:
         r"""Bound on the 2-norm of the rounding error of G, in tiles or products, given P, its weights, v - o, q, k and the maps of the tokens.
 
-        Every entry of G is a sum of products of entries of these arrays. Whichever way it is evaluated, by `tile` or by `apply`, a product sees at
-        most k = 2 N + D + 6 d + d_v + 40 roundings: at most N for each sum over tokens, of which two are nested where :math:`C_i` takes part
-        twice; D for the products of projections; d + 1 on each side of them for the maps after the projections; d for each product with q,
-        k or C; d_v for one with a vector; and one for each other factor or sum of terms. So the error is at most :math:`\gamma_k |J| |J|^T` entry
-        by entry, where :math:`|J|` is J with the absolute values of the arrays: the sum of its three parts, whose 2-norms are at most
-        :math:`\|P\|_F \|W_V\|_F`, the Frobenius norm of :math:`[c\,|A_{ij}| |q_i| s^k_j]_{ij}`, and :math:`\max_i c \sum_j |A_{ij}| |k_j| s^q_i`,
-        with :math:`s_j` from `Tangents.size`.
+        Lemma 55 (docs/theory/numerics.md), which counts the roundings that a product sees, in `tile` or in `apply`; :math:`s^a_j` is `Tangents.size`.
         """
         s_q, s_k = (torch.cat([self._tangents.size(a, at).expand(len(at)) for _, at in self._parts()]) for a in "qk")
         part = float(self._p.norm()) * float(self._w["v"].norm())

@@ -32,7 +32,8 @@ def check_block(att: Attention, map: str) -> None:
 def block_bound(att: Attention, layer: Tensor, map: str) -> Tensor:
     r"""A bound on a map of `BLOCKS` from one on the layer, (samples,).
 
-    With L the bound on the layer and n the largest norm of a token's normalisation: :math:`1 + L`, :math:`1 + L n` before, :math:`n (1 + L)` after.
+    With L the bound on the layer and n the largest norm of a token's normalisation: :math:`1 + L`, :math:`1 + L n` before, :math:`n (1 + L)` after:
+    Lemma 22 (docs/theory/layers.md).
     """
     check_block(att, map)
     around = att.surroundings

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from lipbound.attention.layer import Attention, projected
+from lipbound.attention.layer import Attention
+from lipbound.attention.variants.base import Side
 from lipbound.jacobians.maps import BLOCKS, WHOLE, block_bound
 from lipbound.linalg.matrix_norms import matrix_norm
 
@@ -34,12 +35,9 @@ def rounding(att: Attention, *, map: str = "head") -> Tensor:
     return error
 
 
-def _largest_slope(att: Attention, side: str) -> Tensor:
-    """How much a token's query or key can change with its token at most, about: the largest gain / s times ||W||, (samples, heads)."""
-    w, b, norm = (att.w_q, att.b_q, att.norm_q) if side == "q" else (att.w_k, att.b_k, att.norm_k)
-    size = matrix_norm(w).expand(att.samples, -1) * (1.0 if att.rotation is None else att.rotation.norm)
-    if norm is None:
-        return size
-    s = norm.sizes(att.x, projected(att.x, w, b))[..., 0]
-    s = s if att.valid is None else s.masked_fill(~att.valid[:, None], torch.inf)
-    return size * norm.gain.double().abs().amax(-1) / s.amin(-1)
+def _largest_slope(att: Attention, side: Side) -> Tensor:
+    """How much a token's query or key can change with its token at most, about: ||W|| and what variants make of it, (samples, heads)."""
+    size = matrix_norm(att.w_q if side == "q" else att.w_k).expand(att.samples, -1)
+    for step in reversed(att.scoring.steps):
+        size = step.stretch(side, size, att.x, lambda: att.projected(side), att.valid)
+    return size

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.token_maps import TokenMap
+from lipbound.attention.variants.token_maps import TokenMap
 
 
 class Tangents:
@@ -14,7 +14,7 @@ class Tangents:
     ``tokens``: a slice of all tokens, or their indices.
 
     For plain heads :math:`D^q = W_Q^T` for all tokens; rotated ones have :math:`R_i W_Q^T`, normalised ones the derivative of the normalisation
-    between (`lipbound.attention.token_maps`).
+    between (`lipbound.attention.variants.token_maps`). They make the blocks of J in Lemma 6 (docs/theory/jacobian.md).
     """
 
     def __init__(self, att: Attention, sample: int, head: int):
@@ -59,8 +59,8 @@ class Tangents:
     def size(self, a: str, tokens: slice | Tensor) -> Tensor:
         r"""Upper values of the Frobenius norms of D^a_i for some tokens, with absolute values inside, (n or 1,): what its roundings are relative to.
 
-        For :math:`D = L^T [W\,g]^T` the 2-norm of :math:`|L|`, at most the root of its largest row sum times its largest column sum, times the
-        Frobenius norm of :math:`[W\,g]`.
+        For :math:`D = L^T [W\,g]^T` the Frobenius norm of :math:`[W\,g]` times a bound on the 2-norm of :math:`|L|`: Lemma 55
+        (docs/theory/numerics.md).
         """
         left, g = self._matrices(a, tokens), self._direction(a, tokens)
         size = self._w[a].norm()[None] if g is None else (self._w[a].square().sum() + g.square().sum(-1)).sqrt()

@@ -1,12 +1,9 @@
 r"""How far above its Ritz value can the largest eigenvalue be? Probabilistic upper bounds from a Lanczos run.
 
-Lanczos on a symmetric positive semi-definite :math:`G` (n x n) from a start vector :math:`v_1` uniform on the sphere gives
-:math:`v_{k+1} = p_k(G) v_1`, :math:`\beta_k p_k(\lambda) = (\lambda - \alpha_k) p_{k-1}(\lambda) - \beta_{k-1} p_{k-2}(\lambda)`.
-Let x be a unit eigenvector of the largest eigenvalue. Then :math:`1 = |v_{k+1}| \ge |\langle v_1, x\rangle|\, p_k(\lambda_{max})`, while
-:math:`|\langle v_1, x\rangle| < \varepsilon` has probability :math:`\delta = I_{\varepsilon^2}(1/2, (n-1)/2)`. So the solution of
-:math:`p_k(\lambda) = 1/\varepsilon` beyond the largest Ritz value is an upper bound on :math:`\lambda_{max}` with probability at least
-:math:`1 - \delta` (Hochstenbach 2013, "Probabilistic upper bounds for the matrix two-norm"). Unlike residuals, it cannot be fooled by
-clustered eigenvalues.
+Lanczos on a symmetric positive semi-definite :math:`G` from a start vector uniform on the sphere gives a polynomial :math:`p_k`. Where it exceeds
+:math:`1/\varepsilon` beyond the largest Ritz value, the largest eigenvalue is smaller, with a failure probability that belongs to
+:math:`\varepsilon` (Hochstenbach 2013): Lemmas 41 and 42 (docs/theory/certificates.md). Unlike residuals, it cannot be fooled by clustered
+eigenvalues.
 """
 
 import math
@@ -27,7 +24,9 @@ ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-11}
 
 
 def log_inverse_epsilon(n: int, delta: float) -> float:
-    """log(1 / eps), where a uniform unit vector of R^n has a component below eps along a given direction with probability delta."""
+    """log(1 / eps), where a uniform unit vector of R^n has a component below eps along a given direction with probability at most delta.
+
+    Proof: Lemma 41 (docs/theory/certificates.md)."""
     if n == 1:
         return 0.0
     if delta < 1e-100 and n > 2:  # beyond the range of the quantile: the density of the squared component is at most x^(-1/2) / B
@@ -58,7 +57,9 @@ def log_polynomial(alpha: Array, beta: Array, steps: Array, x: Array) -> Array:
 
 
 def excludes(alpha: Array, beta: Array, steps: Array, x: Array, log_inverse: float) -> Array:
-    """Whether the largest eigenvalue is below x, (batch,) bool, at the failure probability behind ``log_inverse``; x beyond the Ritz values."""
+    """Whether the largest eigenvalue is below x, (batch,) bool, at the failure probability behind ``log_inverse``; x beyond the Ritz values.
+
+    Proof: Lemma 42 (docs/theory/certificates.md)."""
     return log_polynomial(alpha, beta, steps, x) >= log_inverse
 
 

@@ -14,11 +14,9 @@ ROUNDS = 8
 def weighted_deviation_norm(x: Tensor, p: Tensor) -> Tensor:
     r""":math:`\max_i \|X^T M(P_i)\|` for inputs x (samples, N, D) and probabilities p (samples, heads, N, N): (samples, heads), float64.
 
-    Column j of :math:`X^T M(p)` is :math:`p_j (x_j - \bar x)`, so trace t and squared Frobenius norm f of the Gram matrix of its columns
-    follow for all rows at once from a few N x N products. With n eigenvalues, Wolkowicz and Styan's
-    :math:`\lambda_{max} \le t/n + \sqrt{(1 - 1/n)(f - t^2/n)}` is an upper value for every row; rows are then solved for exactly, in the order of
-    those values, until no other row can be larger. Rows left over after `ROUNDS` rounds count with their upper values: the result is always an
-    upper value, and the exact maximum when the rounds suffice.
+    Every row gets a cheap upper value from a few N x N products; rows are then solved for exactly, in the order of those values, until no other row
+    can be larger. Rows left over after `ROUNDS` rounds count with their upper values: the result is always an upper value, and the exact maximum when
+    the rounds suffice: Lemma 51 (docs/theory/numerics.md). Cost O(N^3 + N^2 D), and a few eigenvalue problems per head.
     """
     x = x.double()
     x = x - x.mean(1, keepdim=True)

@@ -3,14 +3,14 @@ r"""Upper bounds on exact norms that hold with certainty: deflated compression a
 Both take the float64 arrays P, v - o, q, k and the weights as exact, and add an allowance for every rounding after them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lipbound.devices import require
 from lipbound.errors import LipboundError
-from lipbound.jacobians.gram import Gram
 from lipbound.linalg.lanczos import lanczos, ritz_vectors
 from lipbound.linalg.matrix_norms import SMALLEST, UNIT, block_norm, gamma, nonnegative_norm
 from lipbound.linalg.operators import JacobianOperator
@@ -24,19 +24,38 @@ STEPS = 60
 """Lanczos steps the Ritz vectors come from."""
 
 
-def deflate(gram: Gram, q: Tensor) -> tuple[float, float, Tensor]:
+class BlockMatrix(Protocol):
+    r"""A symmetric positive semi-definite :math:`G = J J^T` in float64, known block by block: ``tokens`` x ``tokens`` blocks of order ``width``.
+
+    Attributes:
+        keep: which tokens of the operator these are. error: bound on the 2-norm of the rounding error of G.
+    """
+
+    tokens: int
+    width: int
+    device: torch.device
+    keep: slice | Tensor
+
+    @property
+    def error(self) -> float: ...
+
+    def tiles(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Blocks on and above the diagonal, (rows, width, cols, width) at a time."""
+
+    def apply(self, y: Tensor) -> Tensor:
+        """G y for r vectors at a time, (tokens, width, r) -> the same."""
+
+    def dense(self) -> Tensor:
+        """All of G."""
+
+
+def deflate(gram: BlockMatrix, q: Tensor) -> tuple[float, float, Tensor]:
     r"""Two-sided bounds on :math:`\lambda_{max}(G)` from any few vectors; next to exact when they span its top eigenvectors.
 
-    With Q orthonormal, :math:`Y = GQ`, :math:`T = Q^T Y`, :math:`C = Y - QT = Q_C R_C` and
-    :math:`G_\perp = (I - QQ^T) G (I - QQ^T) = G - QY^T - YQ^T + QTQ^T`,
-
-    .. math:: \lambda_{max}(T) \le \lambda_{max}(G) \le \lambda_{max}\begin{pmatrix} T & R_C^T \\ R_C & \varphi I \end{pmatrix},\qquad
-        \varphi = \min(\|[\|(G_\perp)_{ik}\|]_{ik}\|,\ \|G_\perp\|_F) \ge \|G_\perp\|
-
-    *Proof.* For x = Qa + b with b orthogonal to Q, :math:`x^T G x = a^T T a + 2 b^T C a + b^T G_\perp b`, where b meets C only within its range:
-    the quadratic form is at most that of the matrix on the right. QED
-
-    Where :math:`\varphi` is below the top of T, the gap is of the order of the squared residuals.
+    :math:`\lambda_{max}(T) \le \lambda_{max}(G) \le \lambda_{max}\begin{pmatrix} T & R_C^T \\ R_C & \varphi I \end{pmatrix}` with Q orthonormal,
+    :math:`T = Q^T G Q`, :math:`GQ - QT = Q_C R_C` and :math:`\varphi` at least the norm of the deflated :math:`(I - QQ^T) G (I - QQ^T)`, by
+    compression to norms of blocks or Frobenius: Lemmas 44 and 45 (docs/theory/certificates.md). Where :math:`\varphi` is below the top of T, the gap
+    is of the order of the squared residuals.
 
     Args:
         gram: G, n x n with n = tokens x width.
@@ -70,13 +89,13 @@ def deflate(gram: Gram, q: Tensor) -> tuple[float, float, Tensor]:
     r_c = torch.linalg.qr(c, mode="r").R
     bordered = torch.cat([torch.cat([t, r_c.mT], 1), torch.cat([r_c, phi * torch.eye(len(r_c), dtype=t.dtype, device=t.device)], 1)])
     values, vectors = torch.linalg.eigh(t)
-    # G is rounded in the tiles and in Y; Q is orthonormal, and Y, T, C are products, up to O(n) roundings of the size of tr G.
+    # The rounding of G in the tiles and in Y, proved, and an allowance for Q, T and C, which are products of the size of tr G.
     slack = (2 + r**0.5) * gram.error + 8 * (n * w + n + 4 * r + 40) * UNIT * trace
     upper = float(torch.linalg.eigvalsh(bordered)[-1]) + slack
     return max(float(values[-1]) - slack, 0.0), upper, q @ vectors[:, -1]
 
 
-def deflation(op: JacobianOperator, grams: Sequence[Callable[[], Gram]], *, tol: float, seed: int | Sequence[int], vectors: bool) -> Norm:
+def deflation(op: JacobianOperator, grams: Sequence[Callable[[], BlockMatrix]], *, tol: float, seed: int | Sequence[int], vectors: bool) -> Norm:
     """Norms enclosed by `deflate`, with Ritz vectors of a Lanczos run; ``converged`` where the enclosure is no wider than ``tol``.
 
     Memory O(STEPS n + tile) per norm; time that of one or two passes over the blocks of G.
@@ -105,11 +124,11 @@ def deflation(op: JacobianOperator, grams: Sequence[Callable[[], Gram]], *, tol:
     return _finish(norm, op, tol)
 
 
-def cholesky_bound(gram: Gram, sigma: float, matrix: Tensor | None = None) -> float | None:
+def cholesky_bound(gram: BlockMatrix, sigma: float, matrix: Tensor | None = None) -> float | None:
     r"""A proof that :math:`\|J\| \le \sigma` up to rounding: the Cholesky factorisation of :math:`\sigma^2 I - G`.
 
-    When LAPACK's factorisation runs to completion, the smallest eigenvalue of the matrix is at least
-    :math:`-\gamma_{n+1}/(1-\gamma_{n+1})` times its trace (Higham, Accuracy and Stability of Numerical Algorithms, Theorem 10.3).
+    When LAPACK's factorisation runs to completion, the matrix is positive semi-definite but for rounding, which is bounded: Lemma 46
+    (docs/theory/certificates.md).
 
     Args:
         gram: G, n x n.
@@ -131,7 +150,7 @@ def cholesky_bound(gram: Gram, sigma: float, matrix: Tensor | None = None) -> fl
     return float((sigma**2 + excess) ** 0.5 * (1 + 4 * UNIT))
 
 
-def cholesky(op: JacobianOperator, grams: Sequence[Callable[[], Gram]], *, tol: float, seed: int | Sequence[int], vectors: bool) -> Norm:
+def cholesky(op: JacobianOperator, grams: Sequence[Callable[[], BlockMatrix]], *, tol: float, seed: int | Sequence[int], vectors: bool) -> Norm:
     """Norms from a Lanczos run in float64, proved by `cholesky_bound` a little above; memory three n x n matrices, n the size of the output."""
     size = op.out_shape[0] * op.out_shape[1]
     require(3 * 8.0 * size**2, op.device, f"method 'cholesky' needs three matrices of {size} x {size}", "use method='deflation'")
@@ -164,7 +183,7 @@ def _empty(op: JacobianOperator, vectors: bool) -> Norm:
     return Norm(zeros, zeros + torch.inf, torch.zeros(b, dtype=torch.int64), torch.zeros(b, dtype=torch.bool), zeros.clone(), left)
 
 
-def _keep_vector(norm: Norm, i: int, gram: Gram, vector: Tensor) -> None:
+def _keep_vector(norm: Norm, i: int, gram: BlockMatrix, vector: Tensor) -> None:
     if norm.left is not None:
         norm.left[i][gram.keep] = vector.view(gram.tokens, gram.width)
 

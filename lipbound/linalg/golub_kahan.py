@@ -15,7 +15,8 @@ def golub_kahan(
 ) -> Norm:
     """Norms of J by Golub-Kahan-Lanczos bidiagonalisation with full reorthogonalisation, for any operator.
 
-    Its bidiagonal B gives the Lanczos recurrence of J^T J (B^T B), by which entries stop as in `lanczos`; singular values are not squared.
+    Its bidiagonal B gives the Lanczos recurrence of J^T J (B^T B), by which entries stop as in `lanczos`; singular values are not squared: Lemma 43
+    (docs/theory/certificates.md).
     """
     n, m = math.prod(op.in_shape), math.prod(op.out_shape)
     limit = min(max_steps, n, m + 1)

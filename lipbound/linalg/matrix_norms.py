@@ -15,7 +15,7 @@ LARGEST_DENSE_EIG = 1024
 
 
 def _upwards(value: Tensor, size: int) -> Tensor:
-    """``value`` enlarged by the rounding error of a dense decomposition of matrices of this size."""
+    """``value`` enlarged by the rounding error of a dense decomposition of matrices of this size: Lemma 50 (docs/theory/numerics.md)."""
     return value * (1 + 4 * size * torch.finfo(torch.float64).eps)
 
 
@@ -55,13 +55,12 @@ def reproducible_float32() -> bool:
 def block_norm(b: Tensor, *, squarings: int = 2) -> Tensor:
     r"""Spectral norms of many small matrices (..., m, n), rounded upwards: (...), float64; differentiable.
 
-    No iteration to convergence: the Gram matrix of the shorter side is squared ``squarings`` times, then Wolkowicz and Styan's
-    :math:`\lambda_{max} \le t/k + \sqrt{(1 - 1/k)(f - t^2/k)}` (t, f: trace and squared Frobenius norm, k: order) is taken of the power and
-    rooted back. An upper value for every number of squarings; each of them halves the logarithm of the excess.
+    No iteration to convergence: the Gram matrix of the shorter side is squared ``squarings`` times, Wolkowicz and Styan's bound on its largest
+    eigenvalue: Lemma 47 (docs/theory/numerics.md) is taken of the power and rooted back. An upper value for every number of squarings; each of them
+    halves the logarithm of the excess.
 
-    Small blocks are multiplied in float32. A product of k x k matrices is then off by at most gamma = (k + 2) u times the product of their
-    Frobenius norms, which are at most sqrt(k) times the 2-norms: k gamma, relatively, for each squaring. The allowance for all of them is added
-    to the result (about 1e-4 for k = 32); where it would exceed 2e-3, products are in float64.
+    Small blocks are multiplied in float32. The allowance for rounding (about 1e-4 for k = 32, Lemma 48 (docs/theory/numerics.md)) is added to the
+    result; where it would exceed 2e-3, products are in float64.
     """
     b = b if b.shape[-2] <= b.shape[-1] else b.mT
     k, m = b.shape[-2:]
@@ -98,8 +97,9 @@ def symmetric_norm(g: Tensor) -> Tensor:
 def nonnegative_norm(p: Tensor, *, rtol: float = 1e-6, max_steps: int = 40) -> Tensor:
     r"""Spectral norms of entrywise nonnegative matrices, rounded upwards: (..., n, n) -> (...), float64.
 
-    Collatz-Wielandt on :math:`B = P^T P`: for every y > 0, :math:`\rho(B) \le \max_i (B y)_i / y_i`. y follows power iteration, and the best
-    upper value is kept; where it has not come within ``rtol`` of the Rayleigh quotient, and n is at most 1024, a dense eigensolver decides.
+    Collatz-Wielandt on :math:`B = P^T P`: for every y > 0, :math:`\rho(B) \le \max_i (B y)_i / y_i`: Lemma 49 (docs/theory/numerics.md). y follows
+    power iteration, and the best upper value is kept; where it has not come within ``rtol`` of the Rayleigh quotient, and n is at most 1024, a dense
+    eigensolver decides.
 
     The derivative is that of the norm at the last y, :math:`u^T\,dP\,y` with :math:`u \propto P y`.
     """

@@ -30,7 +30,7 @@ def operator_norm(
     """Spectral norms of any `JacobianOperator`, one per batch entry; arguments as in `spectral_norm`.
 
     >>> import torch
-    >>> from lipbound.jacobians.head import AutogradJacobian
+    >>> from lipbound.linalg.operators import AutogradJacobian
     >>> op = AutogradJacobian(torch.sin, torch.zeros(3, dtype=torch.float64))
     >>> round(float(operator_norm(op).lower), 6)
     1.0

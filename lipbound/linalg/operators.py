@@ -9,18 +9,21 @@ Every operator is a *batch* of Jacobians :math:`J_b : R^{in} \to R^{out}`, flatt
     ``dense()``  the matrices themselves, (batch, out, in)
     ``to_scipy(i)``  one of them as a ``scipy.sparse.linalg.LinearOperator``
 
-so that the solvers of `lipbound.linalg.matrix_norms` work on any of them.
+so that the solvers of this folder work on any of them.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import Field, dataclass, fields
+from typing import Annotated, Any, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
 from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class JacobianOperator(ABC):
@@ -82,27 +85,64 @@ class JacobianOperator(ABC):
         )
 
 
-Operator = TypeVar("Operator", bound=JacobianOperator)
+@runtime_checkable
+class _Castable(Protocol):
+    """What an operator may be made of besides tensors: it knows itself in float64."""
+
+    def double(self) -> Any: ...
 
 
-def cast(op: Operator, names: tuple[str, ...]) -> Operator:
-    """A copy of an operator with the named tensors in float64, and what was derived from them dropped."""
-    other = object.__new__(type(op))
-    other.__dict__.update({name: value for name, value in op.__dict__.items() if name != "_reduction"})
-    other.dtype = torch.float64
-    for name in names:
-        setattr(other, name, getattr(op, name).double())
-    return other
+_BATCHED = "has the batch axis first"
+PerEntry = Annotated[T, _BATCHED]
+"""Type of a field of a `TensorOperator` that has the batch axis first: a tensor, something with a method ``select``, or None."""
 
 
-def select_entries(op: Operator, names: tuple[str, ...], index: Tensor | slice) -> Operator:
-    """A copy of an operator with some entries of the named tensors, all of which have the batch axis; views of them for a slice."""
-    part = object.__new__(type(op))
-    part.__dict__.update(op.__dict__)
-    for name in names:
-        setattr(part, name, getattr(op, name)[index])
-    part.batch = len(getattr(part, names[0]))
-    return part
+@dataclass(init=False, eq=False)
+class TensorOperator(JacobianOperator):
+    """An operator made of tensors, which its copies share or take entries of: a dataclass that names its batch fields by the type `PerEntry`.
+
+    Copies hold the declared fields and nothing else, so an attribute that is not declared is missed at its first use.
+    """
+
+    batch: int
+    in_shape: tuple[int, ...]
+    out_shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def _with(self, **changes: Any) -> Self:
+        """A copy with other values of some fields."""
+        other = object.__new__(type(self))
+        for name in (f.name for f in fields(self)):
+            setattr(other, name, changes[name] if name in changes else getattr(self, name))
+        return other
+
+    def select(self, index: Tensor | slice) -> Self:
+        """The operators at positions ``index`` of the batch; views of their tensors for a slice."""
+        count = len(range(self.batch)[index]) if isinstance(index, slice) else len(index)
+        return self._with(batch=count, **{f.name: _picked(getattr(self, f.name), index) for f in fields(self) if _batched(f)})
+
+    def double(self) -> Self:
+        """The same maps with products in float64."""
+        return self._with(**{f.name: _cast(getattr(self, f.name)) for f in fields(self)} | {"dtype": torch.float64})
+
+
+def _batched(field: Field[Any]) -> bool:
+    return _BATCHED in getattr(field.type, "__metadata__", ())
+
+
+def _picked(value: Any, index: Tensor | slice) -> Any:
+    """Some entries of a field."""
+    if value is None:
+        return None
+    return value[index] if isinstance(value, Tensor) else value.select(index)
+
+
+def _cast(value: Any) -> Any:
+    """A field in float64."""
+    if isinstance(value, Tensor):
+        return value.double() if value.is_floating_point() else value
+    return value.double() if isinstance(value, _Castable) else value
 
 
 class AutogradJacobian(JacobianOperator):

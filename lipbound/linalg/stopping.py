@@ -61,7 +61,7 @@ class StoppingRule:
         return torch.from_numpy(top), torch.from_numpy(s), torch.from_numpy(reached), torch.from_numpy(exhausted)
 
     def _floored(self, beta: np.ndarray, top: np.ndarray) -> np.ndarray:
-        """A beta below rounding is rounding: taking it larger makes the bound larger."""
+        """A beta below rounding is rounding: taking it larger makes the bound larger, by Lemma 42 (docs/theory/certificates.md)."""
         return np.maximum(np.maximum(beta, self.floor * top[:, None]), 1e-300)
 
     def finish(self, results: Results, op: JacobianOperator, top: Tensor) -> None:

@@ -1,18 +1,20 @@
 """Data -> model inputs: text through the checkpoint's tokenizer, images through its processor, or inputs that are ready."""
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
-
 from lipbound.errors import InputsError
-from lipbound.models.checkpoints import Checkpoint
-from lipbound.models.datasets import Inputs
-from lipbound.models.images import read_images
-from lipbound.models.text import check_positions, read_text
+from lipbound.models.batch import Inputs
+from lipbound.models.checkpoint import Checkpoint
+from lipbound.models.readers.images import ImageReader
+from lipbound.models.readers.positions import check_positions
+from lipbound.models.readers.reader import Reader, Selection
+from lipbound.models.readers.ready import is_ready, ready_inputs
+from lipbound.models.readers.text import TextReader
+
+__all__ = ["READERS", "Inputs", "prepare"]
+
+READERS: dict[str, Reader] = {reader.modality: reader for reader in (TextReader(), ImageReader())}
+"""The reader of each modality."""
 
 
 def prepare(
@@ -38,40 +40,26 @@ def prepare(
         split: split of a hub dataset; its only split, else "test", "validation" or "train".
         column: column of a table; guessed from its usual names. A number, from 0, for a .csv file without a line of names.
 
+    Returns:
+        Tensors on the CPU whose first axis is the sample, with a description and a fingerprint. Texts of unequal length are padded on the right,
+        and their ``attention_mask`` says where.
+
     Raises:
         InputsError: no such data, empty data, data of the wrong modality, text longer than the model's positions allow.
+        CheckpointError: the checkpoint has no usable tokenizer or image processor.
+
+    >>> from lipbound.models.checkpoints import load_checkpoint
+    >>> inputs = prepare(load_checkpoint("builtin:gpt2"), ["Down the Rabbit-Hole", "The Pool of Tears"], max_length=3)
+    >>> tuple(inputs.batch["input_ids"].shape), inputs.samples, inputs.description
+    ((2, 3), 2, '2 given texts')
     """
     if samples < 1:
         raise InputsError(f"samples is {samples}; at least one sample is needed")
-    if isinstance(data, Mapping) or (isinstance(data, str | Path) and str(data).endswith(".safetensors")):
-        batch, description = _ready(data)
+    if is_ready(data):
+        batch, description = ready_inputs(data)
         check_positions(checkpoint, batch)
         return Inputs({name: tensor[:samples] for name, tensor in batch.items()}, description)
-    if checkpoint.modality == "text":
-        return read_text(checkpoint, data, samples, max_length, split, column)
-    if checkpoint.modality == "image":
-        return read_images(checkpoint, data, samples, split, column)
-    raise InputsError(f"{checkpoint.name} takes {checkpoint.modality}, neither text nor images; give a dict of ready inputs")
-
-
-# -- ready inputs --------------------------------------------------------------------------------------------------------
-
-
-def _ready(data: Mapping[str, Any] | str | Path) -> tuple[dict[str, Tensor], str]:
-    if isinstance(data, Mapping):
-        tensors, description = dict(data), "ready model inputs"
-    else:
-        path = Path(data)
-        if not path.is_file():
-            raise InputsError(f"there is no file {path}")
-        try:
-            tensors, description = load_file(path), path.name
-        except SafetensorError as error:
-            raise InputsError(f"{path} is not a readable safetensors file: {error}") from error
-    wrong = {name: type(t).__name__ for name, t in tensors.items() if not isinstance(t, Tensor) or t.ndim < 2 or not len(t)}
-    if not tensors or wrong:
-        raise InputsError(f"ready inputs must be named tensors of (samples, ...) with at least one sample; {wrong or 'none'} given")
-    lengths = {name: len(t) for name, t in tensors.items()}
-    if len(set(lengths.values())) > 1:
-        raise InputsError(f"ready inputs disagree about the number of samples: {lengths}")
-    return tensors, description
+    reader = READERS.get(checkpoint.modality)
+    if reader is None:
+        raise InputsError(f"{checkpoint.name} takes {checkpoint.modality}, neither text nor images; give a dict of ready inputs")
+    return reader.read(checkpoint, data, Selection(samples, max_length, split, column))

@@ -1,31 +1,28 @@
 """What to cite for a run, and a paragraph on how its numbers were made."""
 
 import re
-from collections.abc import Callable
 
 import xarray as xr
 
-from lipbound.attention.variants import VARIANTS
-from lipbound.bounds.audit import audit
-from lipbound.bounds.citations import BIBTEX
-from lipbound.bounds.registry import get
+from lipbound.bounds.audit import audit, compared_with
+from lipbound.bounds.lipbound2026 import CITATION
 from lipbound.errors import UnknownNameError, nearest
-from lipbound.formatting import escape_latex, plain
+from lipbound.reporting.formats import FORMATTERS, Prose
 
-CITATION_FORMATS = ("bib", "latex", "text")
+CITATION_FORMATS = tuple(sorted(name for name, formatter in FORMATTERS.items() if formatter.prose is not None))
 
 
-OURS = "lipbound2026"
+PARAGRAPH_FORMATS = tuple(name for name in CITATION_FORMATS if FORMATTERS[name].bibliography is None)
 
 
 def keys(ds: xr.Dataset) -> list[str]:
     """BibTeX keys of every source of a run's bounds, and of lipbound."""
-    return list(dict.fromkeys([get(name).citation for name in ds.attrs["bounds"]] + [OURS]))
+    return list(dict.fromkeys([_key(name) for name in ds.attrs["bounds"]] + [CITATION]))
 
 
 def bibtex(ds: xr.Dataset) -> str:
     """BibTeX entries of every source the run's bounds come from, and of lipbound."""
-    return "\n\n".join(BIBTEX[key] for key in keys(ds)) + "\n"
+    return "\n\n".join(_entry(key) for key in keys(ds)) + "\n"
 
 
 def cite(ds: xr.Dataset, format: str = "bib") -> str:
@@ -34,12 +31,11 @@ def cite(ds: xr.Dataset, format: str = "bib") -> str:
     Raises:
         UnknownNameError: another format.
     """
-    if format not in CITATION_FORMATS:
+    formatter = FORMATTERS.get(format)
+    if formatter is None or formatter.prose is None:
         raise UnknownNameError(f"unknown format {format!r}; {nearest(format, CITATION_FORMATS)}")
-    if format == "bib":
-        comment = methods(ds, "latex").replace("@", "{\\char64}")  # BibTeX reads an entry after every @, comment or not
-        return f"% {comment}\n\n{bibtex(ds)}"
-    return methods(ds, format) + "\n"
+    paragraph = _paragraph(ds, formatter.prose)
+    return f"{paragraph}\n" if formatter.bibliography is None else formatter.bibliography(paragraph, bibtex(ds))
 
 
 def methods(ds: xr.Dataset, format: str = "latex") -> str:
@@ -52,68 +48,117 @@ def methods(ds: xr.Dataset, format: str = "latex") -> str:
     Raises:
         UnknownNameError: another format.
     """
-    if format not in CITATION_FORMATS[1:]:
-        raise UnknownNameError(f"unknown format {format!r}; {nearest(format, CITATION_FORMATS[1:])}")
-    a = ds.attrs
-    safe: Callable[[str], str] = escape_latex if format == "latex" else plain
+    formatter = FORMATTERS.get(format)
+    if formatter is None or formatter.prose is None or formatter.bibliography is not None:
+        raise UnknownNameError(f"unknown format {format!r}; {nearest(format, PARAGRAPH_FORMATS)}")
+    return _paragraph(ds, formatter.prose)
 
-    def cited(key: str) -> str:
-        return f"\\cite{{{key}}}" if format == "latex" else f"({_author(key)} {_year(key)})"
 
-    across = _places(ds).replace(" x ", r" $\times$ ") if format == "latex" else _places(ds)
+def _paragraph(ds: xr.Dataset, prose: Prose) -> str:
+    """`methods` as some format writes prose; parts that have nothing to say are empty."""
+    parts = (_constants, _inputs, _variants, _enclosures, _comparison, _left_out, _below_exact, _other_map, _environment)
+    return " ".join(filter(None, (part(ds, prose) for part in parts)))
+
+
+def _constants(ds: xr.Dataset, prose: Prose) -> str:
+    """Of which map, of which model."""
+    a, safe = ds.attrs, prose.escape
     kind = "commit" if a.get("commit") == a["revision"] else "weights"
-    samples, exact_samples, tokens, seed = (int(a[name]) for name in ("samples", "exact_samples", "tokens", "seed"))
-    dtype, tol = safe(a["dtype"]), float(a["tol"])
-    sentences = [
+    return (
         f"Local Lipschitz constants, the spectral norms of Jacobians, of {safe(a['map_description'])} were computed with lipbound "
-        f"{safe(a['lipbound'])} {cited(OURS)} for {safe(str(a['model']))} ({safe(a['architecture'])}, {across}; {kind} {safe(str(a['revision']))}).",
+        f"{safe(a['lipbound'])} {_cited(CITATION, prose)} for {safe(str(a['model']))} ({safe(a['architecture'])}, {_places(ds, prose.times)}; "
+        f"{kind} {safe(str(a['revision']))})."
+    )
+
+
+def _inputs(ds: xr.Dataset, prose: Prose) -> str:
+    """At which inputs."""
+    a, safe = ds.attrs, prose.escape
+    samples, exact_samples, tokens = (int(a[name]) for name in ("samples", "exact_samples", "tokens"))
+    made = f"{safe(a['preprocessing'])}; " if a.get("preprocessing") else ""
+    some = f", exact constants on the first {exact_samples}" if exact_samples != samples else ""
+    return (
         f"Inputs were {samples} sample{'s' if samples > 1 else ''} of at most {tokens} tokens from {safe(str(a['data']))} "
-        + (f"({safe(a['preprocessing'])}; " if a.get("preprocessing") else "(")
-        + f"{safe(a['data_fingerprint'])})"
-        + (f", exact constants on the first {exact_samples}." if exact_samples != samples else "."),
-    ]
-    if a.get("variants"):
-        sentences.append(f"The attention of this model has {' and '.join(VARIANTS[v] for v in a['variants'])}, which are part of the map.")
-    unconverged, all_of_them = int(ds["exact"].notnull().sum() - ds["exact_converged"].sum()), int(ds["exact"].notnull().sum())
+        f"({made}{safe(a['data_fingerprint'])}){some}."
+    )
+
+
+def _variants(ds: xr.Dataset, prose: Prose) -> str:
+    """What stands between the model's projections and its softmax."""
+    if not ds.attrs.get("variants"):
+        return ""
+    from lipbound.attention.variants import VARIANTS  # it needs torch
+
+    return f"The attention of this model has {' and '.join(VARIANTS[v] for v in ds.attrs['variants'])}, which are part of the map."
+
+
+def _enclosures(ds: xr.Dataset, prose: Prose) -> str:
+    """How surely the constants are known, and how many are not."""
+    a = ds.attrs
+    dtype, tol, seed = prose.escape(a["dtype"]), float(a["tol"]), int(a["seed"])
     if a["delta"]:
-        chance = ("1 - " if format == "text" else "$1 - ") + _power(float(a["delta"]), format) + ("" if format == "text" else "$")
-        sentences.append(
+        sentence = (
             f"Each constant is enclosed, by Lanczos' method in {dtype}, between an attained value and an upper bound at most a factor {1 + tol:.10g} "
-            f"above it; over the random start vectors (seed {seed}), the upper bounds hold together with probability at least {chance}."
+            f"above it; over the random start vectors (seed {seed}), the upper bounds hold together with probability at least "
+            f"{prose.complement(float(a['delta']))}."
         )
     else:
-        sentences.append(f"Constants are estimates by Lanczos' method in {dtype} (relative tolerance {tol:g}, seed {seed}), without upper bounds.")
-    if unconverged:
-        sentences.append(f"For {unconverged} of {all_of_them} constants that was not reached.")
+        sentence = f"Constants are estimates by Lanczos' method in {dtype} (relative tolerance {tol:g}, seed {seed}), without upper bounds."
+    known = int(ds["exact"].notnull().sum())
+    unconverged = known - int(ds["exact_converged"].sum())
+    return f"{sentence} For {unconverged} of {known} constants that was not reached." if unconverged else sentence
+
+
+def _comparison(ds: xr.Dataset, prose: Prose) -> str:
+    """The bounds, by source."""
     sources: dict[str, list[str]] = {}
-    for name in a["bounds"]:
-        sources.setdefault(get(name).citation, []).append(safe(f"{ds[name].attrs['label']} [{ds[name].attrs['source']}]"))
-    listed = "; ".join(f"{', '.join(labels)} {cited(key)}" for key, labels in sources.items())
-    if listed:
-        sentences.append(f"They are compared with upper bounds: {listed}; ratios are geometric means over samples, layers and heads.")
-    if left_out := a.get("not_applicable"):
-        sentences.append(
-            f"Bounds whose statements do not cover such attention were left out ({', '.join(safe(get(name).label) for name in left_out)})."
-        )
-    counts = audit(ds)
-    for name, entry in counts.items():
-        if entry["violations"]:
-            sentences.append(
-                f"{safe(ds[name].attrs['label'])} is below the constant it should bound in {entry['violations']} of {entry['compared']} cases, "
-                f"because {safe(entry['why'])}."
-            )
-    if any(get(name).exact != "exact" for name in a["bounds"]):
-        names = ", ".join(safe(ds[name].attrs["label"]) for name in a["bounds"] if get(name).exact != "exact")
-        sentences.append(
-            f"The bound on L2 attention ({names}) is compared with the constant of that map, with the same weights, an "
-            f"estimate to a relative tolerance of {tol:g} without upper bound."
-        )
+    for name in ds.attrs["bounds"]:
+        sources.setdefault(_key(name), []).append(prose.escape(f"{ds[name].attrs['label']} [{ds[name].attrs['source']}]"))
+    listed = "; ".join(f"{', '.join(labels)} {_cited(key, prose)}" for key, labels in sources.items())
+    return f"They are compared with upper bounds: {listed}; ratios are geometric means over samples, layers and heads." if listed else ""
+
+
+def _left_out(ds: xr.Dataset, prose: Prose) -> str:
+    """The bounds that say nothing about such attention, of which the run has no more than the names."""
+    names = ds.attrs.get("not_applicable")
+    if not names:
+        return ""
+    from lipbound.bounds.registry import get
+
+    listed = ", ".join(prose.escape(get(name).label) for name in names)
+    return f"Bounds whose statements do not cover such attention were left out ({listed})."
+
+
+def _below_exact(ds: xr.Dataset, prose: Prose) -> str:
+    """A sentence for every bound that is below an exact constant."""
+    safe = prose.escape
+    return " ".join(
+        f"{safe(ds[name].attrs['label'])} is below the constant it should bound in {entry['violations']} of {entry['compared']} cases, "
+        f"because {safe(entry['why'])}."
+        for name, entry in audit(ds).items()
+        if entry["violations"]
+    )
+
+
+def _other_map(ds: xr.Dataset, prose: Prose) -> str:
+    """The bounds on L2 attention, which are compared with another constant."""
+    labels = [prose.escape(ds[name].attrs["label"]) for name in ds.attrs["bounds"] if compared_with(ds, name) != "exact"]
+    if not labels:
+        return ""
+    return (
+        f"The bound on L2 attention ({', '.join(labels)}) is compared with the constant of that map, with the same weights, an "
+        f"estimate to a relative tolerance of {float(ds.attrs['tol']):g} without upper bound."
+    )
+
+
+def _environment(ds: xr.Dataset, prose: Prose) -> str:
+    """On what device, with which versions, when."""
+    a, safe = ds.attrs, prose.escape
     versions = ", ".join(f"{safe(name)} {safe(a['versions'][name])}" for name in ("torch", "transformers") if name in a["versions"])
-    sentences.append(f"Computed on {safe(a['device'])} with {versions}, Python {safe(a['python'])}, on {safe(a['date'][:10])}.")
-    return " ".join(sentences)
+    return f"Computed on {safe(a['device'])} with {versions}, Python {safe(a['python'])}, on {safe(a['date'][:10])}."
 
 
-def _places(ds: xr.Dataset) -> str:
+def _places(ds: xr.Dataset, times: str) -> str:
     """Layers and heads of a run in words; layers by their numbers where they are not the first ones."""
     layers = ds["layer"].values.tolist()
     plural = "s" if len(layers) > 1 else ""
@@ -123,24 +168,25 @@ def _places(ds: xr.Dataset) -> str:
         return text
     counts = ds["exact_rounding"].notnull().any("sample").sum("head").values
     heads = f"{counts.min()}" if counts.min() == counts.max() else f"{counts.min()} to {counts.max()}"
-    return f"{text} x {heads} head{'s' if counts.max() > 1 else ''}"
+    return f"{text} {times} {heads} head{'s' if counts.max() > 1 else ''}"
 
 
-def _power(x: float, format: str) -> str:
-    """A small number, as a power of ten in LaTeX."""
-    text = f"{x:g}"
-    match = re.fullmatch(r"(.+)e-0*(\d+)", text)
-    if format == "text" or not match:
-        return text
-    factor = "" if match[1] == "1" else f"{match[1]} \\cdot "
-    return f"{factor}10^{{-{match[2]}}}"
+def _cited(key: str, prose: Prose) -> str:
+    """A source in running text."""
+    author = re.search(r"author\s*=\s*\{+([^,}]+)", _entry(key))
+    year = re.search(r"year\s*=\s*\{?(\d{4})", _entry(key))
+    return prose.cite(key, author[1].strip() if author else key, year[1] if year else "")
 
 
-def _author(key: str) -> str:
-    first = re.search(r"author\s*=\s*\{+([^,}]+)", BIBTEX[key])
-    return first[1].strip() if first else key
+def _key(name: str) -> str:
+    """BibTeX key of a bound's source: the registry's, since a run's own could be any text, and there would be no entry for it."""
+    from lipbound.bounds.registry import get
+
+    return get(name).citation
 
 
-def _year(key: str) -> str:
-    found = re.search(r"year\s*=\s*\{?(\d{4})", BIBTEX[key])
-    return found[1] if found else ""
+def _entry(key: str) -> str:
+    """BibTeX entry of a source."""
+    from lipbound.bounds import BIBTEX
+
+    return BIBTEX[key]

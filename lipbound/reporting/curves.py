@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from lipbound.bounds.registry import get
+from lipbound.bounds.audit import label
 from lipbound.reporting import statistics
 from lipbound.reporting.styles import BASE, Drawing, write
 
@@ -61,7 +61,7 @@ def ball_curve(ds: xr.Dataset, path: str | Path | None = None, *, sample: int = 
         for axes, head in zip(panels, chosen, strict=False):
             one = ds.isel(head=head)
             for name in ds.attrs["bounds"]:
-                axes.plot(radius, one[name], lw=1, label=get(name).label)
+                axes.plot(radius, one[name], lw=1, label=label(ds, name))
             if "over_ball" in one:
                 axes.plot(radius, one["over_ball"], color="black", lw=1.5, label="lipbound, over the ball")
             if "adversary" in one:

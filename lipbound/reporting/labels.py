@@ -38,7 +38,7 @@ def holds(sound: int, compared: int) -> str:
     return "everywhere" if sound == compared else "nowhere" if sound == 0 else f"on {sound} of {compared}"
 
 
-def caption(ds: xr.Dataset) -> str:
+def run_caption(ds: xr.Dataset) -> str:
     """One line that says what the numbers of a run are of."""
     a = ds.attrs
     exact = "" if a["exact_samples"] == a["samples"] else f" (exact norms on the first {a['exact_samples']})"

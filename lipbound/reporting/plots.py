@@ -13,14 +13,17 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
-from lipbound.bounds.audit import audit
-from lipbound.bounds.registry import get
+from lipbound.bounds.audit import audit, compared_with
 from lipbound.errors import UnknownNameError, nearest
 from lipbound.formatting import digits, number
 from lipbound.reporting import labels, statistics
+from lipbound.reporting.curves import ball_curve, ratios
 from lipbound.reporting.reductions import reduce_samples, reduction_name
 from lipbound.reporting.statistics import shared_scale
 from lipbound.reporting.styles import Drawing, look, write
+
+__all__ = ["COLORMAP", "Drawing", "ball_curve", "caption", "heatmap", "heatmaps", "ratios", "reduce_samples", "shared_scale", "write"]
+
 
 COLORMAP = "cividis"
 
@@ -170,7 +173,7 @@ def _label(axes: Axes, ds: xr.Dataset, name: str, grid: np.ndarray, high: float,
         lines[0] += labels.mark(entry)
         ratio = statistics.summary(ds).loc[name, "geomean"]
         wide = statistics.width(ds, name)
-        of = "exact" if get(name).exact == "exact" else "exact L2"
+        of = "exact" if compared_with(ds, name) == "exact" else "exact L2"
         lines.append(
             f"{number(ratio / (1 + wide / 2), digits(ratio, wide, most=3))} \u00d7 {of}" if np.isfinite(ratio) else NO_RATIO[bool(np.isnan(ratio))]
         )
@@ -207,4 +210,4 @@ def caption(ds: xr.Dataset, *, bounds: Iterable[str] | None = None, reduce: str 
     counts = [entries[name] for name in statistics.panels(ds, bounds) if name in ds.attrs["bounds"]]
     used = ["\u2021"] * any(e["violations"] for e in counts) + ["\u2020"] * any(e["sound"] < e["compared"] and not e["violations"] for e in counts)
     legend = "".join(f" {mark} {marks[mark]}." for mark in used)
-    return f"log10 of the local Lipschitz constant and its bounds{samples}{each}. {labels.caption(ds)}; ratios are geometric means.{legend}"
+    return f"log10 of the local Lipschitz constant and its bounds{samples}{each}. {labels.run_caption(ds)}; ratios are geometric means.{legend}"

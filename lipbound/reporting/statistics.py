@@ -8,8 +8,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from lipbound.bounds.audit import SLACK, audit
-from lipbound.bounds.registry import get
+from lipbound.bounds.audit import SLACK, audit, compared_with
 from lipbound.errors import LipboundError, UnknownNameError, nearest
 from lipbound.reporting.reductions import reduce_samples
 
@@ -97,10 +96,13 @@ def breakdown(
 
 
 def present(ds: xr.Dataset, bounds: Iterable[str]) -> list[str]:
-    """Names of bounds that a run has; others raise."""
-    names = [get(name).name for name in bounds]
+    """Names of bounds that a run has; others raise, those that no bound has before those that the run lacks."""
+    names = list(bounds)
     missing = [name for name in names if name not in ds.attrs["bounds"]]
     if missing:
+        from lipbound.bounds.registry import get  # it needs torch, which names of the run do not
+
+        missing = [get(name).name for name in missing]
         raise UnknownNameError(f"the run has no bound {missing[0]!r}; it has {', '.join(ds.attrs['bounds'])}")
     return names
 
@@ -109,8 +111,8 @@ def panels(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
     """Variables in the order of figures: the exact norm, then bounds, each behind the exact norm of its own map."""
     names = ["exact"]
     for name in ds.attrs["bounds"] if bounds is None else present(ds, bounds):
-        if get(name).exact not in names:
-            names.append(get(name).exact)  # a bound on another map stands next to the exact norm of that map
+        if compared_with(ds, name) not in names:
+            names.append(compared_with(ds, name))  # a bound on another map stands next to the exact norm of that map
         names.append(name)
     return names
 
@@ -133,7 +135,7 @@ def widths(ds: xr.Dataset, name: str = "exact") -> xr.DataArray:
     Both ends are moved apart by ``exact_rounding``.
     Estimates without an upper end count as if they were ``tol`` wide. NaN where there is no norm, infinite where rounding exceeds it.
     """
-    slack, of = SLACK[ds.attrs["dtype"]], "exact" if name == "exact" else get(name).exact
+    slack, of = SLACK[ds.attrs["dtype"]], "exact" if name == "exact" else compared_with(ds, name)
     rounding = ds["exact_rounding"] if of == "exact" else 0 * ds["exact_rounding"]
     lower = ds[of] - rounding
     upper = (ds["exact_upper"] if has_upper(ds, name) else ds[of] * (1 + float(ds.attrs["tol"]))) + rounding
@@ -151,12 +153,12 @@ def width(ds: xr.Dataset, name: str) -> float:
 
 def has_upper(ds: xr.Dataset, name: str) -> bool:
     """Whether the exact norm that a bound is compared with (or "exact" itself) has an upper end."""
-    return "exact_upper" in ds and (name == "exact" or get(name).exact == "exact")
+    return "exact_upper" in ds and (name == "exact" or compared_with(ds, name) == "exact")
 
 
 def ratio(ds: xr.Dataset, name: str, *, upper: bool = False) -> xr.DataArray:
     """Bound / exact, of the bound's own map, where that is positive; with ``upper``, against the upper end."""
-    exact = ds["exact_upper" if upper else get(name).exact]
+    exact = ds["exact_upper" if upper else compared_with(ds, name)]
     with np.errstate(all="ignore"):
         return (ds[name] / exact).where(np.isfinite(exact) & (exact > 0))
 

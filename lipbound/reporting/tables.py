@@ -9,18 +9,44 @@ import xarray as xr
 
 from lipbound.bounds.audit import SLACK, audit
 from lipbound.errors import UnknownNameError, nearest
-from lipbound.formatting import digits, number, plain
-from lipbound.formatting import escape_markdown as in_markdown
+from lipbound.formatting import digits, number
 from lipbound.reporting.citations import bibtex, methods
-from lipbound.reporting.formats import HEADINGS, latex_table
-from lipbound.reporting.labels import caption, footnotes, holds, mark
+from lipbound.reporting.formats import FORMATTERS, Table
+from lipbound.reporting.labels import footnotes, holds, left_out, mark
+from lipbound.reporting.labels import run_caption as caption
 from lipbound.reporting.reductions import reduction_name
-from lipbound.reporting.statistics import ROWS, breakdown, by_width, extents, present, summary
+from lipbound.reporting.statistics import (
+    OFF_SCALE,
+    ROWS,
+    VALUES,
+    breakdown,
+    by_width,
+    extents,
+    panels,
+    present,
+    ratio,
+    shared_scale,
+    summary,
+    width,
+    widths,
+)
 
-__all__ = ["FORMATS", "ROWS", "bibtex", "breakdown", "caption", "footnotes", "latex", "methods", "number", "readable", "render", "summary"]
+__all__ = [
+    "FORMATS", "OFF_SCALE", "ROWS", "VALUES", "bibtex", "breakdown", "by_width", "caption", "footnotes", "holds", "latex", "left_out", "mark",
+    "methods", "number", "panels", "ratio", "readable", "render", "shared_scale", "summary", "width", "widths",
+]  # fmt: skip
 
 
-FORMATS = ("text", "markdown", "latex", "csv")
+WRITERS = {name: formatter.table for name, formatter in FORMATTERS.items() if formatter.table is not None}
+
+
+FORMATS = tuple(WRITERS)
+
+
+HEADINGS = {
+    "geomean": "geom. mean", "samples": "over samples", "min": "min", "max": "max", "violations": "below exact", "compared": "of",
+    "sound": "assumptions hold",
+}  # fmt: skip
 
 
 def render(
@@ -37,38 +63,19 @@ def render(
     Numbers are the middles of their enclosures, to the digits that these support (four at most): the last one is off by at most one unit. Enclosures
     are those of the exact norms, widened by ``exact_rounding``.
     """
-    if format not in FORMATS:
+    if format not in WRITERS:
         raise UnknownNameError(f"unknown format {format!r}; {nearest(format, FORMATS)}")
     if by not in ROWS:
         raise UnknownNameError(f"unknown rows {by!r}; {nearest(by, ROWS)}")
     chosen = None if bounds is None else list(bounds)
     if by == "bound":
         whole = summary(ds)
-        table = whole if chosen is None else whole.loc[present(ds, chosen)]
-        shown = readable(ds).loc[table.index]
-        head = ""
+        numbers = whole if chosen is None else whole.loc[present(ds, chosen)]
+        shown, head = readable(ds).loc[numbers.index], ""
     else:
-        table = breakdown(ds, by, bounds=chosen, reduce=reduce, values=values)
-        shown = _by_place(ds, table, values, reduce)
-        over = "samples" if by == "head" or "head" not in ds.dims else "samples and heads"
-        what = "bound / exact" if values == "ratio" else "bound"
-        head = f"{reduction_name(reduce)} over {over}: exact, its range over samples, {what}"
-        if ds.attrs["exact_samples"] != ds.attrs["samples"]:
-            bounded = "" if values == "ratio" else f", bounds over all {ds.attrs['samples']}"
-            head += f"; exact norms are of the first {ds.attrs['exact_samples']} samples{bounded}"
-    if format == "csv":
-        if "label" in table:
-            table = table.assign(label=table["label"].map(plain))
-        return str(table.to_csv())
-    notes = footnotes(ds, chosen)
-    if format == "latex":
-        return latex_table([*filter(None, [head]), caption(ds), *notes], shown)
-    if format == "markdown":
-        cells = shown.map(in_markdown).rename(columns=in_markdown)
-        lines = [head, ""] if head else []
-        return "\n".join([*lines, str(cells.to_markdown(index=False, disable_numparse=True)), "", *(f"{note}<br>" for note in notes)]).rstrip()
-    text = str(shown.map(plain).rename(columns=plain).to_markdown(index=False, disable_numparse=True, tablefmt="simple"))
-    return "\n".join([*filter(None, [head]), text, *notes])
+        numbers = breakdown(ds, by, bounds=chosen, reduce=reduce, values=values)
+        shown, head = _by_place(ds, numbers, values, reduce), _said_of_cells(ds, by, values, reduce)
+    return WRITERS[format](Table(numbers, shown, ("bound", HEADINGS["sound"]), head, caption(ds), footnotes(ds, chosen)))
 
 
 def latex(ds: xr.Dataset, **options: Any) -> str:
@@ -93,6 +100,17 @@ def readable(ds: xr.Dataset) -> pd.DataFrame:
     shown["violations"], shown["compared"] = table["violations"].astype(str), table["compared"].astype(str)
     shown["sound"] = [holds(int(s), int(c)) for s, c in zip(table["sound"], table["compared"], strict=True)]
     return shown.rename(columns={"label": "bound"} | HEADINGS)
+
+
+def _said_of_cells(ds: xr.Dataset, by: str, values: str, reduce: str | float) -> str:
+    """What stands above `breakdown`: of what its cells are, and over what."""
+    over = "samples" if by == "head" or "head" not in ds.dims else "samples and heads"
+    what = "bound / exact" if values == "ratio" else "bound"
+    head = f"{reduction_name(reduce)} over {over}: exact, its range over samples, {what}"
+    if ds.attrs["exact_samples"] != ds.attrs["samples"]:
+        bounded = "" if values == "ratio" else f", bounds over all {ds.attrs['samples']}"
+        head += f"; exact norms are of the first {ds.attrs['exact_samples']} samples{bounded}"
+    return head
 
 
 def _by_place(ds: xr.Dataset, table: pd.DataFrame, values: str, reduce: str | float) -> pd.DataFrame:

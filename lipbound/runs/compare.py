@@ -1,27 +1,21 @@
 """The main job: exact norm and every bound of every head of a checkpoint, as one labelled Dataset."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import xarray as xr
 from transformers import PreTrainedModel
 
-from lipbound.bounds.audit import audit
-from lipbound.bounds.whole_layer import names_for
-from lipbound.devices import device_name, resolve_device
-from lipbound.errors import LipboundError, StoreError, UnknownNameError, nearest
-from lipbound.jacobians.maps import MAPS, WHOLE
-from lipbound.models.checkpoints import load_checkpoint
-from lipbound.models.inputs import prepare
-from lipbound.runs.dataset import allocate, dataset
-from lipbound.runs.execute import WorkerSpec, distribute, fill, progress_bar
-from lipbound.runs.measure import LayerResult, MeasurementSpec, Measurer
-from lipbound.runs.partial_store import PartialRun, partial_path, same_configuration, stored_block
-from lipbound.runs.plan import about, absolute, block_size, memory_bytes
-from lipbound.runs.provenance import checksums, provenance, settings_checksum, versions
+from lipbound.devices import resolve_device
+from lipbound.errors import StoreError
+from lipbound.runs.config import RunConfig
+from lipbound.runs.dataset import allocate, assemble
+from lipbound.runs.execute import DaskExecutor, SerialExecutor, fill, progress_bar
+from lipbound.runs.partial_store import PartialRun, same_configuration
+from lipbound.runs.plan import identity, memory_bytes, open_sources, plan
+from lipbound.runs.provenance import versions
 from lipbound.runs.store import check_target, save
 from lipbound.runs.store import load as load_run
 
@@ -93,88 +87,51 @@ def compare(
     Raises:
         LipboundError: see its subclasses; nothing is computed when the output cannot be written.
     """
-    if map not in MAPS:
-        raise UnknownNameError(f"unknown map {map!r}; {nearest(map, MAPS)}")
-    names = names_for(bounds if isinstance(bounds, str) else list(bounds), map)
-    if not 0 < tol < 1:
-        raise LipboundError(f"tol is {tol}; it must be between 0 and 1 (relative error of the exact norms)")
-    if exact_samples is not None and exact_samples < 1:
-        raise LipboundError(f"exact_samples is {exact_samples}; at least one sample is needed")
-    if client is not None and not isinstance(model, (str, Path)):
-        raise LipboundError("with a client, model must be a name that every worker can load (hub id, directory or builtin), not a loaded model")
-    if resume and out is None:
-        raise LipboundError("resume=True needs out, the name of the run to take up")
-    where = resolve_device(device)
-    budget = memory_bytes(memory, where)
-    finished = resume and out is not None and Path(out).expanduser().exists()
-    target = None if out is None else Path(out).expanduser() if finished else check_target(out)
-    checkpoint = load_checkpoint(model, revision=revision, dtype=dtype, device=where, weights=weights)
-    inputs = prepare(checkpoint, data, samples=samples, max_length=max_length, split=split, column=column)
-    count = inputs.samples
-    exact_count = count if exact_samples is None else min(exact_samples, count)
-    settings = {
-        "model": checkpoint.name, "revision": checkpoint.revision, "data_fingerprint": inputs.fingerprint, "samples": count, "bounds": list(names),
-        "map": map, "exact_samples": exact_count, "tol": tol, "delta": delta, "dtype": dtype, "seed": seed,
-    }  # fmt: skip
-    if finished:
-        assert target is not None
-        return _finished(target, settings, layers)
+    config = RunConfig(
+        model, data, bounds=bounds, map=map, samples=samples, exact_samples=exact_samples, max_length=max_length, layers=layers, split=split,
+        column=column, revision=revision, tol=tol, delta=delta, device=device, dtype=dtype, seed=seed, out=out, resume=resume, memory=memory,
+        weights=weights,
+    )  # fmt: skip
+    return run(config, client=client, progress=progress)
 
-    job = MeasurementSpec(tuple(names), map, tol, None, seed, exact_count)
-    captured = Measurer(checkpoint.model, layers, job).look(inputs.block(0, 1, where))
-    variants = frozenset().union(*(layer.variants for layer in captured))
-    names, silent = about(names, variants, everything=bounds in ("default", "all"))
-    job = replace(job, names=tuple(names))
-    tables = allocate(names, count, captured, certify=delta is not None, map=map)
-    if delta is not None:
-        job = replace(job, delta=delta / (exact_count * tables["exact"][0].size))
-    block = block_size(captured, count, budget, 1 if client is None else 4 * max(1, len(client.ncores())))
-    unfinished = None
-    if target is not None:
-        config = settings | {"layers": [layer.index for layer in captured], "device": device if client else where, "versions": versions()}
-        path = partial_path(target)
-        block = stored_block(path, default=block) if resume else block
-        unfinished = PartialRun(target, config | {"block": block}, tables, block, resume=resume)
-    done = np.zeros((-(-count // block), len(captured)), dtype=bool) if unfinished is None else unfinished.done
-    todo = [(b, frozenset(np.flatnonzero(done[b]).tolist())) for b in range(len(done)) if not done[b].all()]
-    blocks = [(inputs.block(b * block, min(count, (b + 1) * block), "cpu"), b * block, skip) for b, skip in todo]
-    if client is None:
-        measurer = Measurer(checkpoint.model, layers, job)
-        results: Iterator[tuple[int, LayerResult]] = (
-            (start, m) for x, start, skip in blocks for m in measurer.block({k: t.to(where) for k, t in x.items()}, start, skip)
-        )
-    else:
-        chosen = None if layers is None else tuple(layers)
-        results = distribute(client, WorkerSpec(str(model), revision, checkpoint.revision, dtype, device, chosen, job, weights), blocks)
-    with progress_bar(progress, f"{checkpoint.name}: layers", count * len(captured)) as advance:
-        advance(int(sum(min(block, count - b * block) * row.sum() for b, row in enumerate(done))))
-        lengths, error = fill(tables, results, unfinished, advance)
-    ds = dataset(tables, names, captured, lengths)
-    if map in WHOLE:
-        ds = ds.isel(head=0, drop=True)
-    named = data is None or isinstance(data, (str, Path))
-    source = {
-        "model": None if isinstance(model, PreTrainedModel) else absolute(model),
-        "data": False if not named else None if data is None else absolute(data), "split": split, "column": column, "max_length": max_length,
-    }  # fmt: skip
-    settled = {"names": names, "map": map, "tol": tol, "delta": delta, "device": device_name(where), "dtype": dtype, "seed": seed, "source": source}
-    ds.attrs = provenance(checkpoint, inputs, **settled) | {
-        "samples": count, "exact_samples": exact_count, "tokens": int(lengths.max()), "capture_error": error, "block": block,
-        "variants": sorted(variants), "not_applicable": silent,
-    }  # fmt: skip
-    ds["checksum"] = checksums(ds)
-    ds.attrs["settings_checksum"] = settings_checksum(ds)
-    ds.attrs["audit"] = audit(ds)
-    ds.attrs["violations"] = {name: entry["violations"] for name, entry in ds.attrs["audit"].items()}
-    if target is not None and unfinished is not None:
-        try:
-            save(ds, target)
-        except StoreError as failure:
-            unfinished.close(finished=False)
-            failure.dataset = ds  # type: ignore[attr-defined]  # hours of work must not be lost to a full disk
-            raise
-        unfinished.close(finished=True)
+
+def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.Dataset:
+    """What `compare` does with its arguments."""
+    executor = SerialExecutor() if client is None else DaskExecutor(client, config)
+    device = resolve_device(config.device)
+    memory = memory_bytes(config.memory, device)
+    target, finished = config.target, config.resume and config.target is not None and config.target.exists()
+    if target is not None and not finished:
+        check_target(target)
+    sources = open_sources(config, device)
+    asked = identity(config, sources)
+    if target is not None and finished:
+        return _finished(target, asked, config.layers)
+    planned = plan(config, sources, memory, executor.parts())
+    tables = allocate(planned)
+    asked |= {"layers": [layer.index for layer in planned.layers], "device": executor.device(config, sources), "versions": versions()}
+    with (
+        nullcontext()
+        if target is None
+        else PartialRun(target, asked | {"block": planned.block}, tables, planned.block, resume=config.resume) as partial
+    ):
+        done = planned.nothing_done() if partial is None else partial.done
+        with progress_bar(progress, f"{sources.checkpoint.name}: layers", planned.samples * len(planned.layers)) as advance:
+            advance(planned.count(done))
+            lengths, error = fill(tables, executor.results(config, sources, planned, planned.blocks(done)), partial, advance)
+        ds = assemble(config, sources, planned, tables, lengths, error)
+        if target is not None:
+            _save(ds, target)
     return ds
+
+
+def _save(ds: xr.Dataset, target: Path) -> None:
+    """Save a run; hours of work must not be lost to a full disk, so an error carries it."""
+    try:
+        save(ds, target)
+    except StoreError as failure:
+        failure.dataset = ds
+        raise
 
 
 def _finished(path: Path, settings: dict[str, Any], layers: Sequence[int] | None) -> xr.Dataset:

@@ -1,20 +1,25 @@
-"""What a run is made into: empty tables, then the labelled Dataset."""
+"""What a run is made into: empty tables, then the labelled Dataset with its provenance."""
 
 from collections.abc import Sequence
 
 import numpy as np
 import xarray as xr
 
+from lipbound.bounds.audit import audit
 from lipbound.bounds.registry import get
-from lipbound.jacobians.maps import WHOLE
+from lipbound.devices import device_name
+from lipbound.jacobians.maps import MAPS, WHOLE
+from lipbound.runs.config import RunConfig
 from lipbound.runs.measure import LayerInfo
+from lipbound.runs.plan import Plan, Sources
+from lipbound.runs.provenance import CHECKSUM, checksums, provenance, settings_checksum
 
 
-def allocate(names: Sequence[str], count: int, captured: Sequence[LayerInfo], *, certify: bool, map: str) -> dict[str, np.ndarray]:
+def allocate(plan: Plan) -> dict[str, np.ndarray]:
     """Tables (samples, layers, heads) of everything a run holds: NaN, 0 or False where nothing is measured."""
-    heads = 1 if map in WHOLE else max(layer.heads for layer in captured)
-    shape = (count, len(captured), heads)
-    tables: dict[str, np.ndarray] = {name: np.full(shape, np.nan) for name in ("exact", *(["exact_upper"] if certify else []), *names)}
+    spec, shape = plan.spec, plan.shape
+    names = spec.names
+    tables: dict[str, np.ndarray] = {name: np.full(shape, np.nan) for name in ("exact", *(["exact_upper"] if spec.delta is not None else []), *names)}
     if any(get(name).exact == "exact_l2" for name in names):
         tables["exact_l2"] = np.full(shape, np.nan)
     tables["exact_rounding"] = np.full(shape, np.nan)
@@ -22,6 +27,30 @@ def allocate(names: Sequence[str], count: int, captured: Sequence[LayerInfo], *,
     tables["exact_converged"] = np.zeros(shape, dtype=bool)
     tables |= {f"{name}_sound": np.zeros(shape, dtype=bool) for name in names}
     return tables
+
+
+def assemble(config: RunConfig, sources: Sources, plan: Plan, tables: dict[str, np.ndarray], lengths: np.ndarray, error: float) -> xr.Dataset:
+    """The finished run: labelled tables with provenance, checksums and audit.
+
+    Args:
+        config, sources, plan: of the run.
+        tables: filled.
+        lengths: (samples,) tokens of the inputs.
+        error: the largest error of the captures.
+    """
+    ds = dataset(tables, plan.spec.names, plan.layers, lengths)
+    if config.map in WHOLE:
+        ds = ds.isel(head=0, drop=True)
+    settled = {"bounds": plan.spec.names, "map_description": MAPS[config.map], "device": device_name(sources.device)}
+    ds.attrs = provenance(config, sources.checkpoint, sources.inputs, **settled) | {
+        "samples": plan.samples, "exact_samples": plan.spec.exact_samples, "tokens": int(lengths.max()), "capture_error": error,
+        "block": plan.block, "variants": sorted(plan.variants), "not_applicable": plan.not_applicable,
+    }  # fmt: skip
+    ds[CHECKSUM] = checksums(ds)
+    ds.attrs["settings_checksum"] = settings_checksum(ds)
+    ds.attrs["audit"] = audit(ds)
+    ds.attrs["violations"] = {name: entry["violations"] for name, entry in ds.attrs["audit"].items()}
+    return ds
 
 
 def dataset(tables: dict[str, np.ndarray], names: Sequence[str], captured: Sequence[LayerInfo], lengths: np.ndarray) -> xr.Dataset:
@@ -43,6 +72,6 @@ def dataset(tables: dict[str, np.ndarray], names: Sequence[str], captured: Seque
         bound = get(name)
         ds[name].attrs = {
             "label": bound.label, "citation": bound.citation, "statement": bound.statement, "source": bound.source,
-            "assumptions": bound.assumptions, "compared_with": bound.exact,
+            "assumptions": bound.assumptions, "compared_with": bound.exact, "caveat": bound.caveat,
         }  # fmt: skip
     return ds

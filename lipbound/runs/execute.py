@@ -1,8 +1,10 @@
 """Carrying out a plan: blocks of samples measured here, or by the workers of a cluster."""
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,8 +15,10 @@ from torch import Tensor
 from lipbound.devices import resolve_device
 from lipbound.errors import CheckpointError, LipboundError
 from lipbound.models.checkpoints import load_checkpoint
+from lipbound.runs.config import RunConfig
 from lipbound.runs.measure import LayerResult, MeasurementSpec, Measurer
 from lipbound.runs.partial_store import PartialRun
+from lipbound.runs.plan import Block, Plan, Sources
 
 
 class WorkerSpec(NamedTuple):
@@ -29,7 +33,7 @@ class WorkerSpec(NamedTuple):
     dtype: str
     device: str
     layers: tuple[int, ...] | None
-    job: MeasurementSpec
+    spec: MeasurementSpec
     loading: str = "auto"
 
 
@@ -39,48 +43,100 @@ _MEASURERS: dict[WorkerSpec, Measurer] = {}
 _TURN = threading.Lock()
 
 
-def work(recipe: WorkerSpec, inputs: Mapping[str, Tensor], start: int, skip: Collection[int] = ()) -> list[LayerResult]:
+def work(worker: WorkerSpec, inputs: Mapping[str, Tensor], start: int, skip: Collection[int] = ()) -> list[LayerResult]:
     """`Measurer.block` in a process of its own, which loads the checkpoint once; threads of one process take turns, since they share the model."""
-    device = resolve_device(recipe.device)
+    device = resolve_device(worker.device)
     with _TURN:
-        if recipe not in _MEASURERS:
+        if worker not in _MEASURERS:
             _MEASURERS.clear()
-            checkpoint = load_checkpoint(recipe.model, revision=recipe.revision, dtype=recipe.dtype, device=device, weights=recipe.loading)
-            if checkpoint.revision != recipe.weights:
-                raise CheckpointError(f"{recipe.model} is {checkpoint.revision} on a worker but {recipe.weights} here; give all the same checkpoint")
-            _MEASURERS[recipe] = Measurer(checkpoint.model, recipe.layers, recipe.job)
-        return list(_MEASURERS[recipe].block({name: t.to(device) for name, t in inputs.items()}, start, skip))
+            checkpoint = load_checkpoint(worker.model, revision=worker.revision, dtype=worker.dtype, device=device, weights=worker.loading)
+            if checkpoint.revision != worker.weights:
+                raise CheckpointError(f"{worker.model} is {checkpoint.revision} on a worker but {worker.weights} here; give all the same checkpoint")
+            _MEASURERS[worker] = Measurer(checkpoint.model, worker.layers, worker.spec)
+        return list(_MEASURERS[worker].block({name: t.to(device) for name, t in inputs.items()}, start, skip))
+
+
+class Executor(ABC):
+    """Who measures the blocks of a plan, and where."""
+
+    @abstractmethod
+    def parts(self) -> int:
+        """How many blocks there should be at least, to keep it busy."""
+
+    @abstractmethod
+    def device(self, config: RunConfig, sources: Sources) -> str:
+        """The device that identifies an unfinished run: it is continued on the same one."""
+
+    @abstractmethod
+    def results(self, config: RunConfig, sources: Sources, plan: Plan, blocks: Sequence[Block]) -> Iterator[tuple[int, LayerResult]]:
+        """The first sample of a block and what was measured there, layer by layer, in the order in which it is measured."""
+
+
+class SerialExecutor(Executor):
+    """This process, one block after the other, on the model that is loaded already."""
+
+    def parts(self) -> int:
+        return 1
+
+    def device(self, config: RunConfig, sources: Sources) -> str:
+        return sources.device
+
+    def results(self, config: RunConfig, sources: Sources, plan: Plan, blocks: Sequence[Block]) -> Iterator[tuple[int, LayerResult]]:
+        measurer = Measurer(sources.checkpoint.model, config.layers, plan.spec)
+        for start, stop, skip in blocks:
+            for measured in measurer.block(sources.inputs.block(start, stop, sources.device), start, skip):
+                yield start, measured
+
+
+class DaskExecutor(Executor):
+    """The workers of a ``dask.distributed`` client, each of which loads the checkpoint by its name.
+
+    Raises:
+        LipboundError: the model has no name.
+    """
+
+    def __init__(self, client: Any, config: RunConfig):
+        if not isinstance(config.model, (str, Path)):
+            raise LipboundError("with a client, model must be a name that every worker can load (hub id, directory or builtin), not a loaded model")
+        self._client = client
+
+    def parts(self) -> int:
+        return 4 * max(1, len(self._client.ncores()))
+
+    def device(self, config: RunConfig, sources: Sources) -> str:
+        return config.device  # as it was asked for: "auto" may be another one on every worker
+
+    def results(self, config: RunConfig, sources: Sources, plan: Plan, blocks: Sequence[Block]) -> Iterator[tuple[int, LayerResult]]:
+        layers = None if config.layers is None else tuple(config.layers)
+        revision = sources.checkpoint.revision
+        worker = WorkerSpec(str(config.model), config.revision, revision, config.dtype, config.device, layers, plan.spec, config.weights)
+        return distribute(self._client, worker, [(sources.inputs.block(start, stop, "cpu"), start, skip) for start, stop, skip in blocks])
 
 
 def fill(
-    tables: dict[str, np.ndarray], results: Iterator[tuple[int, LayerResult]], unfinished: PartialRun | None, advance: Callable[[int], None]
+    tables: dict[str, np.ndarray], results: Iterator[tuple[int, LayerResult]], partial: PartialRun | None, advance: Callable[[int], None]
 ) -> tuple[np.ndarray, float]:
-    """Put results where they belong, in the tables and in the unfinished run; lengths of all samples, and the largest error of their captures."""
+    """Put results where they belong, in the tables and in the partial run; lengths of all samples, and the largest error of their captures."""
     lengths, error = np.zeros(len(tables["exact"]), dtype=np.int64), 0.0
-    try:
-        for start, measured in results:
-            if unfinished is not None:
-                unfinished.write(start, measured)
-            for name, value in measured.values.items():
-                tables[name][start : start + len(value), measured.layer, : value.shape[1]] = value
-            lengths[start : start + len(measured.lengths)] = measured.lengths
-            error = max(error, measured.error)
-            advance(len(measured.lengths))
-        return (lengths, error) if unfinished is None else unfinished.read(tables)
-    except BaseException:
-        if unfinished is not None:
-            unfinished.close(finished=False)
-        raise
+    for start, measured in results:
+        if partial is not None:
+            partial.write(start, measured)
+        for name, value in measured.values.items():
+            tables[name][start : start + len(value), measured.layer, : value.shape[1]] = value
+        lengths[start : start + len(measured.lengths)] = measured.lengths
+        error = max(error, measured.error)
+        advance(len(measured.lengths))
+    return (lengths, error) if partial is None else partial.read(tables)
 
 
-def distribute(client: Any, recipe: WorkerSpec, blocks: list[tuple[dict[str, Tensor], int, frozenset[int]]]) -> Iterator[tuple[int, LayerResult]]:
+def distribute(client: Any, worker: WorkerSpec, blocks: list[tuple[dict[str, Tensor], int, frozenset[int]]]) -> Iterator[tuple[int, LayerResult]]:
     """Blocks measured by the workers of a dask.distributed client, in the order in which they end; this process alone writes what they return.
 
     Blocks of a worker that dies go to another (dask's own rule: three deaths on one block and it is given up).
     """
     from dask.distributed import KilledWorker, as_completed
 
-    futures = {client.submit(work, recipe, x, start, skip, pure=False): start for x, start, skip in blocks}
+    futures = {client.submit(work, worker, x, start, skip, pure=False): start for x, start, skip in blocks}
     try:
         for future in as_completed(futures):
             for measured in future.result():

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lipbound.attention.layer import Attention
+from lipbound.bounds.multihead import whole_layer
 from lipbound.bounds.registry import get
-from lipbound.bounds.whole_layer import whole_layer
 from lipbound.jacobians.maps import BLOCKS, WHOLE
 from lipbound.jacobians.rounding import rounding
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
@@ -39,6 +39,10 @@ class MeasurementSpec:
     seed: int
     exact_samples: int
 
+    def delta_of(self, samples: int, heads: int) -> float | None:
+        """Failure probability that the exact norms of so many heads at so many samples have together."""
+        return None if self.delta is None else self.delta * samples * heads
+
 
 @dataclass(frozen=True)
 class LayerInfo:
@@ -63,8 +67,8 @@ class LayerResult(NamedTuple):
 class Measurer:
     """Measures blocks of samples on one loaded model."""
 
-    def __init__(self, model: PreTrainedModel, layers: Sequence[int] | None, job: MeasurementSpec):
-        self._capturer, self._job = Capturer(model, layers, around=job.map in BLOCKS), job
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int] | None, spec: MeasurementSpec):
+        self._capturer, self._spec = Capturer(model, layers, around=spec.map in BLOCKS), spec
 
     def look(self, inputs: Mapping[str, Tensor]) -> list[LayerInfo]:
         """The layers at some inputs."""
@@ -76,41 +80,41 @@ class Measurer:
         What comes out depends on the block alone, not on blocks measured before.
         """
         self._capturer.forget()
-        job = self._job
+        spec = self._spec
         positions = (i for i in itertools.count() if i not in skip)
         for i, layer in zip(positions, self._capturer.each(inputs, skip), strict=False):
             attention = layer.attention
             lengths, error = attention.lengths.long().cpu().numpy(), layer.error
-            seeds = [_seed(job.seed, layer.index, s) for s in range(start, start + attention.samples)]
-            attention = attention.fold_output()[0] if job.map == "head_out" else attention
-            values = _measure(attention, job, seeds, job.exact_samples - start)
+            seeds = [_seed(spec.seed, layer.index, s) for s in range(start, start + attention.samples)]
+            attention = attention.fold_output()[0] if spec.map == "head_out" else attention
+            values = _measure(attention, spec, seeds, spec.exact_samples - start)
             del layer, attention  # frees P and what hangs on it
             yield LayerResult(i, values, lengths, error)
 
 
-def _measure(att: Attention, job: MeasurementSpec, seeds: list[int], exact_count: int) -> dict[str, np.ndarray]:
+def _measure(att: Attention, spec: MeasurementSpec, seeds: list[int], exact_count: int) -> dict[str, np.ndarray]:
     """Everything about one layer at one block of samples, (samples, heads) each; exact norms for the first ``exact_count`` samples.
 
     A whole layer counts as one head.
     """
     values: dict[str, Any] = {}
-    whole = job.map in WHOLE
-    for name in job.names:
+    whole = spec.map in WHOLE
+    for name in spec.names:
         sound = get(name).sound(att)
-        values[name] = whole_layer(att, name, map=job.map) if whole else get(name)(att)
+        values[name] = whole_layer(att, name, map=spec.map) if whole else get(name)(att)
         values[f"{name}_sound"] = sound.all(-1) if whole else sound
-    inner = "head" if job.map == "head_out" else job.map  # the output projection is folded into the values
+    inner = "head" if spec.map == "head_out" else spec.map  # the output projection is folded into the values
     values["exact_rounding"] = rounding(att, map=inner)
     exact_count = min(exact_count, att.samples)
     if exact_count > 0:
         part = att if exact_count == att.samples else att.select(slice(0, exact_count))
-        share = None if job.delta is None else job.delta * exact_count * (1 if whole else att.heads)
-        norm = spectral_norm(part, map=inner, tol=job.tol, delta=share, seed=seeds[:exact_count])
+        delta = spec.delta_of(exact_count, 1 if whole else att.heads)
+        norm = spectral_norm(part, map=inner, tol=spec.tol, delta=delta, seed=seeds[:exact_count])
         values |= {"exact": norm.lower, "exact_steps": norm.steps, "exact_converged": norm.converged}
-        if job.delta is not None:
+        if spec.delta is not None:
             values["exact_upper"] = norm.upper
-        if any(get(name).exact == "exact_l2" for name in job.names):
-            values["exact_l2"] = l2_spectral_norm(part, tol=job.tol, seed=seeds[:exact_count]).lower
+        if any(get(name).exact == "exact_l2" for name in spec.names):
+            values["exact_l2"] = l2_spectral_norm(part, tol=spec.tol, seed=seeds[:exact_count]).lower
     return {name: value.reshape(len(value), -1).cpu().numpy() for name, value in values.items()}
 
 

@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import zarr
@@ -105,8 +105,14 @@ class PartialRun:
             tables[name][...] = self._array(name)[:]
         return np.asarray(self._array(LENGTH)[:]), float(np.max(np.asarray(self._array(ERROR)[:])))
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        self.close(finished=failure is None)
+
     def close(self, *, finished: bool) -> None:
-        """Let go of the store, and remove it when the run is saved."""
+        """Let go of the store, and remove it when the run is saved: a ``with`` block that ends without an error."""
         self._lock.release()
         if finished:
             shutil.rmtree(self._path, ignore_errors=True)

@@ -1,8 +1,12 @@
-"""What a run will compute, decided before anything is computed: bounds that apply, blocks of samples, memory."""
+"""What a run will compute, decided before anything is computed: model and inputs, bounds that apply, blocks of samples, shares of delta."""
 
+import math
 import re
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from lipbound.attention.variants import VARIANTS
@@ -10,7 +14,13 @@ from lipbound.bounds.registry import get
 from lipbound.bounds.registry import names as bound_names
 from lipbound.devices import available
 from lipbound.errors import LipboundError
-from lipbound.runs.measure import LayerInfo
+from lipbound.jacobians.maps import WHOLE
+from lipbound.models.batch import Inputs
+from lipbound.models.checkpoints import Checkpoint, load_checkpoint
+from lipbound.models.inputs import prepare
+from lipbound.runs.config import RunConfig
+from lipbound.runs.measure import LayerInfo, MeasurementSpec, Measurer
+from lipbound.runs.partial_store import partial_path, stored_block
 
 BLOCK_BYTES = 1.5e9
 """Working memory on a CPU, unless asked otherwise."""
@@ -21,6 +31,133 @@ BYTES_PER_SCORE = 80
 
 
 UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+
+
+class Sources(NamedTuple):
+    """What the names in a configuration lead to: the checkpoint on a device of this machine, and the inputs."""
+
+    checkpoint: Checkpoint
+    inputs: Inputs
+    device: str
+
+
+def open_sources(config: RunConfig, device: str) -> Sources:
+    """Load the model to a device and prepare the inputs.
+
+    Raises:
+        CheckpointError, InputsError: they cannot be found or used.
+    """
+    checkpoint = load_checkpoint(config.model, revision=config.revision, dtype=config.dtype, device=device, weights=config.weights)
+    inputs = prepare(
+        checkpoint, config.data, samples=config.samples, max_length=config.max_length, split=config.split, column=config.column
+    )  # fmt: skip
+    return Sources(checkpoint, inputs, device)
+
+
+def identity(config: RunConfig, sources: Sources) -> dict[str, Any]:
+    """What must be equal for a stored run, finished or not, to be the one that is asked for, in JSON's types."""
+    checkpoint, inputs = sources.checkpoint, sources.inputs
+    return {
+        "model": checkpoint.name, "revision": checkpoint.revision, "data_fingerprint": inputs.fingerprint, "samples": inputs.samples,
+        "bounds": config.names, "map": config.map, "exact_samples": config.exact_count(inputs.samples), "tol": config.tol, "delta": config.delta,
+        "dtype": config.dtype, "seed": config.seed,
+    }  # fmt: skip
+
+
+class Block(NamedTuple):
+    """Samples start...stop-1, and the positions of layers that are measured there already."""
+
+    start: int
+    stop: int
+    skip: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will compute.
+
+    Attributes:
+        spec: what is measured at every layer, with the share of delta of one exact norm.
+        layers: the chosen layers, as the first sample shows them.
+        samples: how many samples.
+        block: how many of them are measured at a time.
+        not_applicable: bounds of "default" or "all" that say nothing about this model, and what they do not cover.
+    """
+
+    spec: MeasurementSpec
+    layers: Sequence[LayerInfo]
+    samples: int
+    block: int
+    not_applicable: dict[str, str]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of the tables: samples, layers, heads (1 for maps of whole layers)."""
+        return (self.samples, *norms_shape(self.layers, self.spec.map))
+
+    @property
+    def variants(self) -> frozenset[str]:
+        """Which of `lipbound.attention.variants.VARIANTS` the layers have."""
+        return all_variants(self.layers)
+
+    def blocks(self, done: np.ndarray) -> list[Block]:
+        """The blocks with layers that are not measured yet; ``done`` is (blocks, layers) bool."""
+        starts = range(0, self.samples, self.block)
+        return [
+            Block(start, min(self.samples, start + self.block), frozenset(np.flatnonzero(row).tolist()))
+            for start, row in zip(starts, done, strict=True)
+            if not row.all()
+        ]
+
+    def nothing_done(self) -> np.ndarray:
+        """(blocks, layers) bool, all False."""
+        return np.zeros((-(-self.samples // self.block), len(self.layers)), dtype=bool)
+
+    def count(self, done: np.ndarray) -> int:
+        """How many pairs of sample and layer are measured already."""
+        return int(sum(min(self.block, self.samples - b * self.block) * row.sum() for b, row in enumerate(done)))
+
+
+def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan:
+    """Look at the first sample, and decide.
+
+    Args:
+        config: of the run.
+        sources: its model and inputs.
+        memory: working memory in bytes.
+        parts: at least so many blocks, where there are samples enough.
+
+    Raises:
+        LipboundError: a bound that was asked for by name does not apply to the model.
+        CaptureError: the model's attention cannot be captured.
+    """
+    samples = sources.inputs.samples
+    exact = config.exact_count(samples)
+    looking = MeasurementSpec(tuple(config.names), config.map, config.tol, None, config.seed, exact)
+    layers = Measurer(sources.checkpoint.model, config.layers, looking).look(sources.inputs.block(0, 1, sources.device))
+    names, not_applicable = about(config.names, all_variants(layers), everything=config.everything)
+    block = block_size(layers, samples, memory, parts)
+    if config.resume and config.target is not None:  # other blocks would change last digits
+        block = stored_block(partial_path(config.target), default=block)
+    spec = measurement_spec(config, names, exact, norms_shape(layers, config.map))
+    return Plan(spec, layers, samples, block, not_applicable)
+
+
+def norms_shape(layers: Sequence[LayerInfo], map: str) -> tuple[int, int]:
+    """(layers, heads) of the exact norms of a sample; layers with fewer heads than others leave places empty."""
+    return len(layers), 1 if map in WHOLE else max(layer.heads for layer in layers)
+
+
+def measurement_spec(config: RunConfig, names: Sequence[str], exact_samples: int, shape: tuple[int, ...]) -> MeasurementSpec:
+    """What is measured at every layer; all exact norms of the run share its delta equally, ``shape`` of them at each of ``exact_samples``."""
+    norms = exact_samples * math.prod(shape)
+    delta = None if config.delta is None else config.delta / norms
+    return MeasurementSpec(tuple(names), config.map, config.tol, delta, config.seed, exact_samples)
+
+
+def all_variants(layers: Sequence[LayerInfo]) -> frozenset[str]:
+    """Variants that some layer has."""
+    return frozenset().union(*(layer.variants for layer in layers))
 
 
 def about(names: list[str], variants: frozenset[str], *, everything: bool) -> tuple[list[str], dict[str, str]]:
@@ -40,13 +177,7 @@ def about(names: list[str], variants: frozenset[str], *, everything: bool) -> tu
     return [name for name in names if name not in silent], silent
 
 
-def absolute(name: str | Path) -> str:
-    """A path that is there in full, so that it leads to the same files from elsewhere; any other name as it is."""
-    path = Path(name).expanduser()
-    return str(path.resolve()) if path.exists() else str(name)
-
-
-def block_size(captured: list[LayerInfo], count: int, budget: float, parts: int) -> int:
+def block_size(captured: Sequence[LayerInfo], count: int, budget: float, parts: int) -> int:
     """How many samples to take at a time: as many as memory allows, and few enough to make so many parts."""
     scores = max(layer.heads * layer.tokens**2 for layer in captured)
     return max(1, min(int(budget // (BYTES_PER_SCORE * scores)), -(-count // parts)))

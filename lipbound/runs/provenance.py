@@ -1,5 +1,7 @@
 """Where the numbers of a run come from, and short hashes that tell whether they are still those that were computed."""
 
+from __future__ import annotations
+
 import hashlib
 import importlib.metadata
 import json
@@ -7,14 +9,15 @@ import shlex
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
 
-from lipbound.jacobians.maps import MAPS
-from lipbound.models.checkpoints import Checkpoint
-from lipbound.models.datasets import Inputs
+if TYPE_CHECKING:  # reading a run needs no torch
+    from lipbound.models.batch import Inputs
+    from lipbound.models.checkpoints import Checkpoint
+    from lipbound.runs.config import RunConfig
 
 CHECKSUM = "checksum"
 
@@ -72,11 +75,34 @@ def versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in packages}
 
 
-def provenance(checkpoint: Checkpoint, inputs: Inputs, **settings: Any) -> dict[str, Any]:
+def absolute(name: str | Path) -> str:
+    """A path that is there in full, so that it leads to the same files from elsewhere; any other name as it is."""
+    path = Path(name).expanduser()
+    return str(path.resolve()) if path.exists() else str(name)
+
+
+def source(config: RunConfig) -> dict[str, Any]:
+    """Where model and data are found again, paths absolute.
+
+    ``model`` is None for one in memory; ``data``, ``split``, ``column`` and ``max_length`` are what `lipbound.models.inputs.prepare` was given:
+    ``data`` None for the default, False for objects in memory.
+    """
+    data = config.data
+    named = isinstance(data, (str, Path))
+    return {
+        "model": absolute(config.model) if isinstance(config.model, (str, Path)) else None,
+        "data": absolute(data) if named else None if data is None else False, "split": config.split, "column": config.column,
+        "max_length": config.max_length,
+    }  # fmt: skip
+
+
+def provenance(config: RunConfig, checkpoint: Checkpoint, inputs: Inputs, **settled: Any) -> dict[str, Any]:
     """Where the numbers come from: model, data, versions, settings, date and command.
 
-    ``source`` is where they are found again: ``model`` (None for one in memory), and what `lipbound.models.inputs.prepare` was given: ``data`` (None
-    for the default, False for objects in memory), ``split``, ``column``, ``max_length``. Paths are absolute.
+    Args:
+        config: of the run.
+        checkpoint, inputs: what it led to.
+        settled: what was settled on the way: ``bounds`` that apply, ``map_description``, ``device`` by its name.
     """
     packages = versions()
     return {
@@ -88,17 +114,17 @@ def provenance(checkpoint: Checkpoint, inputs: Inputs, **settings: Any) -> dict[
         "architecture": type(checkpoint.model).__name__,
         "data": inputs.description,
         "data_fingerprint": inputs.fingerprint,
-        "source": settings["source"],
+        "source": source(config),
         "preprocessing": inputs.preprocessing,
-        "bounds": list(settings["names"]),
-        "map": settings["map"],
-        "map_description": MAPS[settings["map"]],
+        "bounds": list(settled["bounds"]),
+        "map": config.map,
+        "map_description": settled["map_description"],
         "method": "lanczos",
-        "tol": settings["tol"],
-        "delta": settings["delta"],
-        "dtype": settings["dtype"],
-        "device": settings["device"],
-        "seed": settings["seed"],
+        "tol": config.tol,
+        "delta": config.delta,
+        "dtype": config.dtype,
+        "device": settled["device"],
+        "seed": config.seed,
         "versions": packages,
         "python": sys.version.split()[0],
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -8,23 +8,25 @@ import torch
 import xarray as xr
 
 from lipbound.devices import resolve_device
-from lipbound.errors import StoreError
-from lipbound.models.checkpoints import Checkpoint, load_checkpoint
-from lipbound.models.datasets import Inputs
-from lipbound.models.inputs import prepare
-from lipbound.runs.measure import MeasurementSpec, Measurer
+from lipbound.models.batch import Inputs
+from lipbound.models.checkpoints import Checkpoint
+from lipbound.runs.config import RunConfig
+from lipbound.runs.measure import Measurer
+from lipbound.runs.plan import measurement_spec, open_sources
 
 
 class Replay(NamedTuple):
     """What a run was made from.
 
     Attributes:
+        config: the run's, read from what it recorded.
         checkpoint, inputs: loaded and prepared as they were for the run.
         device: where to.
         differences: a sentence for everything that is not what the run recorded: weights, data.
         notes: what could not be compared.
     """
 
+    config: RunConfig
     checkpoint: Checkpoint
     inputs: Inputs
     device: str
@@ -33,10 +35,8 @@ class Replay(NamedTuple):
 
     def measurer(self, ds: xr.Dataset, layer: int) -> Measurer:
         """Measures the layer at one position of the run as the run did."""
-        a = ds.attrs
-        delta = a["delta"] and a["delta"] / (a["exact_samples"] * ds["exact"][0].size)
-        job = MeasurementSpec(tuple(a["bounds"]), a["map"], a["tol"], delta, a["seed"], a["exact_samples"])
-        return Measurer(self.checkpoint.model, [int(ds["layer"][layer])], job)
+        spec = measurement_spec(self.config, self.config.names, ds.attrs["exact_samples"], ds["exact"][0].shape)
+        return Measurer(self.checkpoint.model, [int(ds["layer"][layer])], spec)
 
 
 def replay(ds: xr.Dataset, *, model: Any = None, data: Any = None, device: str = "auto", dtype: str | None = None) -> Replay:
@@ -48,23 +48,12 @@ def replay(ds: xr.Dataset, *, model: Any = None, data: Any = None, device: str =
         device: a torch device, or "auto". dtype: that of the run by default.
 
     Raises:
-        StoreError: the run does not record where its model or data came from.
+        StoreError: see `RunConfig.of`.
         CheckpointError, InputsError: they are no longer there.
     """
+    config = RunConfig.of(ds, model=model, data=data, device=device, dtype=dtype)
+    checkpoint, inputs, where = open_sources(config, resolve_device(device))
     a = ds.attrs
-    source = a.get("source")
-    if source is None:
-        raise StoreError("the run was written by a version of lipbound that did not record enough to repeat it")
-    if model is None and a["loaded"]:
-        raise StoreError(f"the run was made from a {a['architecture']} in memory, which no name leads back to; give it as model=")
-    if data is None and source["data"] is False:
-        raise StoreError(f"the run was made from data in memory ({a['data']}), which no name leads back to; give it as data=")
-    where = resolve_device(device)
-    name, commit = source["model"] or a["model"], a["commit"]
-    if model is None and commit is not None:  # the commit that was used, whatever branch or tag the name says
-        checkpoint = load_checkpoint(name.partition("@")[0], revision=commit, dtype=dtype or a["dtype"], device=where)
-    else:
-        checkpoint = load_checkpoint(name if model is None else model, dtype=dtype or a["dtype"], device=where)
     differences, notes = [], []
     comparable = _kind(checkpoint.revision) == _kind(a["revision"]) and checkpoint.loaded == a["loaded"]
     if checkpoint.loaded and dtype not in (None, a["dtype"]):
@@ -73,13 +62,9 @@ def replay(ds: xr.Dataset, *, model: Any = None, data: Any = None, device: str =
         notes.append(f"the weights of {checkpoint.name} were found another way than the run's, so only the numbers tell whether they are the same")
     elif checkpoint.revision != a["revision"]:
         differences.append(f"weights: the run has {a['revision']}, {checkpoint.name} is now {checkpoint.revision}")
-    inputs = prepare(
-        checkpoint, source["data"] if data is None else data, samples=a["samples"], max_length=source["max_length"],
-        split=source["split"], column=source["column"],
-    )  # fmt: skip
     if inputs.fingerprint != a["data_fingerprint"]:
         differences.append(f"inputs: the run has {a['data_fingerprint']}, {inputs.description} now gives {inputs.fingerprint}")
-    return Replay(checkpoint, inputs, where, differences, notes)
+    return Replay(config, checkpoint, inputs, where, differences, notes)
 
 
 def _kind(revision: str) -> str:

@@ -4,22 +4,21 @@ import csv
 import itertools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from lipbound.errors import LipboundError, nearest
-from lipbound.runs.compare import compare
+from lipbound.runs.compare import run
+from lipbound.runs.config import RunConfig
 
 AXES = ("model", "data", "max_length")
 
 
-OPTIONS = (
-    "bounds", "map", "samples", "exact_samples", "layers", "split", "column", "revision", "tol", "delta", "device", "dtype", "seed", "memory",
-    "weights",
-)  # fmt: skip
+OPTIONS = tuple(field.name for field in fields(RunConfig) if field.name not in (*AXES, "out", "resume"))
+"""What else a sweep file may say; a sweep itself decides where its runs are saved, and resumes them."""
 
 
 FIELDS = ("run", *AXES, "status", "error")
@@ -52,7 +51,7 @@ def planned_runs(path: str | Path) -> list[Run]:
         if key not in (*AXES, *OPTIONS):
             raise LipboundError(f"{path} has an unknown key {key!r}; {nearest(str(key), (*AXES, *OPTIONS))}")
     common = {key: value for key, value in content.items() if key in OPTIONS}
-    lists = [_listed(content.get("model")), _listed(content.get("data")), _listed(content.get("max_length", 128))]
+    lists = [_listed(content.get("model")), _listed(content.get("data")), _listed(content.get("max_length", RunConfig.max_length))]
     runs: dict[str, Run] = {}
     for values in itertools.product(*lists):
         chosen = dict(zip(AXES, values, strict=True))
@@ -78,17 +77,18 @@ def sweep(path: str | Path, out: str | Path, *, client: Any = None, progress: bo
     Yields:
         For every run, as it ends, its row of the index: run, model, data, max_length, status ("done" or "failed") and error.
     """
-    runs = planned_runs(path)
+    planned = planned_runs(path)
     folder = Path(out).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LipboundError(f"{folder} cannot be written: {error.strerror or error}") from error
     rows: list[dict[str, Any]] = []
-    for run in runs:
-        row = {"run": f"{run.name}.zarr", **{key: run.arguments.get(key) for key in AXES}, "status": "done", "error": ""}
+    for one in planned:
+        row = {"run": f"{one.name}.zarr", **{key: one.arguments.get(key) for key in AXES}, "status": "done", "error": ""}
         try:
-            compare(**run.arguments, out=folder / f"{run.name}.zarr", resume=True, client=client, progress=progress)
+            config = RunConfig(**one.arguments, out=folder / f"{one.name}.zarr", resume=True)
+            run(config, client=client, progress=progress)
         except Exception as error:  # whatever it is, the other runs must go on
             row |= {"status": "failed", "error": f"{type(error).__name__}: {error}"}
         rows.append(row)

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotary
 import lipbound as lb
 from lipbound.analysis import adversarial_inputs, mean_field
 from lipbound.attention.layer import Attention
-from lipbound.attention.rotary import Rotation
+from lipbound.attention.variants.rotary import Rotation
 from lipbound.bounds.terms import shares
 from lipbound.errors import AttentionError, LipboundError
 from lipbound.jacobians.rounding import rounding

@@ -1,6 +1,7 @@
 """Bounds over balls and the adversary for rotary, capped and sink heads: against dense Jacobians all over the ball."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ import lipbound as lb
 from lipbound import bounds
 from lipbound.analysis import adversary
 from lipbound.attention.layer import Attention
-from lipbound.attention.qk_norm import QKNorm
 from lipbound.attention.reference import dense_jacobian, head_function
-from lipbound.attention.rotary import Rotation
+from lipbound.attention.variants.qk_norm import QKNorm
+from lipbound.attention.variants.rotary import Rotation
 from lipbound.bounds.ball.plain import BallCentre
 from lipbound.bounds.ball.variants import VariantBallCentre, norm_a
 from lipbound.errors import AttentionError
@@ -179,7 +180,8 @@ def test_norms_of_turned_products() -> None:
     for positions in (torch.arange(7.0), torch.tensor([0.0, 5.0, 1.0, 9.0, 2.0, 2.5, 30.0])):
         att = layer(3, frozenset(), n=7)
         turn = Rotation.of_angles(positions[:, None] * torch.tensor([1.0, 0.1]))
-        att = att._changed(rotation=Rotation((1.2 * turn.cos).float(), (1.2 * turn.sin).float()))
+        turn = Rotation((1.2 * turn.cos).float(), (1.2 * turn.sin).float())
+        att = att.with_parts(scoring=replace(att.scoring, steps=(*(step for step in att.scoring.steps if step.name != "rotation"), turn)))
         turned = att.rotation.turn(torch.eye(4, dtype=torch.float64)[:, None].expand(-1, 7, -1)).permute(1, 2, 0)  # R_i, (7, 4, 4)
         between = turned.mT[:, None] @ turned[None]
         largest = matrix_norm(att.scale * att.w_q[:, None, None] @ between @ att.w_k.mT[:, None, None]).amax((-1, -2))

@@ -12,7 +12,7 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.layer_norm import Normaliser, ellipsoid_radius
 from lipbound.attention.residual import ResidualContext
 from lipbound.bounds.after_layer_norm import after_norm, fold_normalisation
-from lipbound.bounds.whole_layer import whole_layer
+from lipbound.bounds.multihead import whole_layer
 from lipbound.errors import AttentionError, LipboundError
 from lipbound.jacobians.maps import BLOCKS, block_bound
 from lipbound.jacobians.residual_block import BlockJacobian

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import lipbound as lb
 from lipbound.attention.layer import Attention
-from lipbound.attention.qk_norm import QKNorm
+from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.errors import AttentionError
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.jacobians.head_streaming import StreamedHeadJacobian

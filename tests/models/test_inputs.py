@@ -1,4 +1,6 @@
 import importlib.util
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import datasets
@@ -11,10 +13,13 @@ from safetensors.torch import save_file
 from support.models import AFFINE, build, save_bert
 
 from lipbound.errors import InputsError
-from lipbound.models import text as text_module
+from lipbound.models.batch import Inputs
 from lipbound.models.checkpoints import Checkpoint, load_checkpoint
-from lipbound.models.inputs import prepare
-from lipbound.models.text import positions
+from lipbound.models.inputs import READERS, prepare
+from lipbound.models.readers.positions import positions
+from lipbound.models.readers.reader import Reader, Selection
+from lipbound.models.readers.tables import ItemKind
+from lipbound.models.readers.text import DEFAULT_TEXT
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +42,7 @@ TEXTS = ["the ferry is in a clock", "keeper", "   ", "a lighthouse and the islan
 def test_minilm_windows_begin_like_plain_truncation() -> None:
     checkpoint = load_checkpoint("builtin:minilm")
     batch = prepare(checkpoint, None, samples=3, max_length=32).batch
-    text = (Path(text_module.__file__).parent / "builtin" / "text.txt").read_text()
+    text = DEFAULT_TEXT.read_text()
     plain = checkpoint.tokenizer()(text, truncation=True, max_length=32, return_tensors="pt")
     assert batch["input_ids"].shape == (3, 32)
     assert torch.equal(batch["input_ids"][:1], plain["input_ids"])
@@ -168,6 +173,36 @@ def test_errors_about_images(vit: Checkpoint, tmp_path: Path) -> None:
     ]:
         with pytest.raises(InputsError, match=message):
             prepare(vit, data)
+
+
+def test_a_modality_is_one_reader_and_one_entry(bert: Checkpoint, vit: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    class NumberReader(Reader):
+        modality = "image"
+        kind = ItemKind(int, takes="numbers", one="a number", many="numbers", columns=("n",))
+
+        def read(self, checkpoint: Checkpoint, data: object, selection: Selection) -> Inputs:
+            found, description = self.items(checkpoint, data, selection.split, selection.column)
+            return Inputs({"pixel_values": torch.tensor(list(islice(found, selection.samples)))}, description)
+
+        def default(self) -> tuple[Iterator[int], str]:
+            return iter([1, 2]), "one and two"
+
+        def open_file(self, path: Path, checkpoint: Checkpoint) -> Iterator[int]:
+            return iter([int(path.read_text())])
+
+    monkeypatch.setitem(READERS, "image", NumberReader())
+    for data, values, description in (
+        (None, [1, 2], "one and two"),
+        ([5, 6, 7], [5, 6], "3 given numbers"),
+        (datasets.Dataset.from_dict({"n": [8, 9, 10]}), [8, 9], "a dataset"),
+    ):
+        inputs = prepare(vit, data, samples=2)
+        assert (inputs.batch["pixel_values"].tolist(), inputs.description) == (values, description)
+    with pytest.raises(InputsError, match=r"column 'x' of a dataset holds str, but .* takes numbers"):
+        prepare(vit, datasets.Dataset.from_dict({"x": ["a"]}), column="x")
+    monkeypatch.delitem(READERS, "text")
+    with pytest.raises(InputsError, match="takes text, neither text nor images; give a dict of ready inputs"):
+        prepare(bert)
 
 
 def test_unreachable_dataset(bert: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,8 @@ from support.layers import causal
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.qk_norm import QKNorm
-from lipbound.attention.rotary import Rotation
+from lipbound.attention.variants.qk_norm import QKNorm
+from lipbound.attention.variants.rotary import Rotation
 
 VARIANTS = ("rotation", "norm", "together", "cap", "sinks")
 MASKS = ("none", "causal", "window", "padded", "offsets")

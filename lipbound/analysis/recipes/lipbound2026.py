@@ -95,6 +95,6 @@ def caption_splitting(ds: xr.Dataset) -> str:
 
 
 register(
-    name="mass-splitting", title="When copies of tokens make attention steeper", source="proof in lipbound.analysis.mean_field.duplicated_norm",
+    name="mass-splitting", title="When copies of tokens make attention steeper", source="Lemma 64 (docs/theory/inputs.md)",
     compute=splitting, draw=draw_splitting, caption=caption_splitting, cost="20 s",
 )  # fmt: skip

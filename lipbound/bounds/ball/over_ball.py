@@ -7,8 +7,10 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.bounds.ball.plain import BallCentre
-from lipbound.bounds.ball.variants import VariantBallCentre
-from lipbound.bounds.registry import check_ball, get
+from lipbound.bounds.ball.variants import COVERS, VariantBallCentre
+from lipbound.bounds.entry import check_ball
+from lipbound.bounds.kinds import ByKind
+from lipbound.bounds.registry import get
 from lipbound.errors import AttentionError, LipboundError
 from lipbound.jacobians.spectral_norm import spectral_norm
 
@@ -16,6 +18,11 @@ CERTIFIED_TOL = 1e-3
 
 
 CERTIFIED_DELTA = 1e-10
+
+
+CENTRES = ByKind(BallCentre)
+"""What the bound knows of a layer, by kind of head."""
+CENTRES.extend(VariantBallCentre, COVERS)
 
 
 def over_ball(att: Attention, radius: float | Sequence[float], *, norm: str = "token", at: str = "certified") -> Tensor:
@@ -37,9 +44,9 @@ def over_ball(att: Attention, radius: float | Sequence[float], *, norm: str = "t
 
     Rotary position embeddings, capped scores and sinks change some of what follows: `lipbound.bounds.ball.variants`.
 
-    Notation as in `lipbound.bounds.ball.softmax_interval` (:math:`\tau, F, u`) and `lipbound.bounds.lipbound2026.plain`; :math:`D_{ij} = |v_j -
-    o_i|`, P' between
-    :math:`P^-` and :math:`P^+`, :math:`\Delta = \max(P^+ - P, P - P^-)`, :math:`a_V = \|W_V\|\rho`, :math:`a_A = \|A\|\rho`. With
+    With :math:`D_{ij} = |v_j - o_i|`, :math:`F_{ij} = |\tilde k_j - \sum_l P_{il} \tilde k_l|`, :math:`u_i = |\tilde q_i|`, P' between
+    :math:`P^-` and :math:`P^+` (`lipbound.bounds.ball.softmax_interval`), :math:`\Delta = \max(P^+ - P, P - P^-)`, :math:`a_V = \|W_V\|\rho`,
+    :math:`a_A = \|A\|\rho` and
 
     - :math:`w_i = \min(\sum_j \Delta_{ij} D_{ij}, \max_j D_{ij})`, :math:`w^k_i` the same with F for D;
     - :math:`m_i = \rho`, or :math:`\rho\,(\max_j P^+_{ij})^{1/2}` for a Frobenius ball, :math:`m^V = \|W_V\| m`, :math:`m^A = \|A\| m`;
@@ -57,27 +64,11 @@ def over_ball(att: Attention, radius: float | Sequence[float], *, norm: str = "t
         (b)\;& \|P^+ \circ t + \mathrm{diag}\, B^+\| \\
         (c)\;& (\max t \cdot \max_j \textstyle\sum_i P^+_{ij} t_{ij})^{1/2} + \max_i B^+_i
 
-    *Proof.* The block of J from token j to output i is :math:`P_{ij}[W_V^T + (v_j - o_i)\tilde q_i^T] + \delta_{ij} B_i` with
-    :math:`B_i = Cov_{P_i}(v, \tilde k)`.
-
-    (i) :math:`v'_j - o'_i` differs from :math:`v_j - o_i` by at most :math:`e_i`: by :math:`dv_j`, at most :math:`a_V`; by :math:`\sum_l P'_{il}
-    dv_l`, at most :math:`m^V_i` (in a Frobenius ball :math:`|\sum_l P'_{il} dv_l|^2 \le \sum_l P'^2_{il} \sum_l |dv_l|^2 \le \max_l P'_{il}\,
-    a_V^2`); and by :math:`\sum_l (P' - P)_{il}(v_l - o_i) = \sum_l P'_{il} (v_l - o_i)`, at most :math:`w_i`. And :math:`|\tilde q'_i - \tilde
-    q_i| \le a_A`. (a) is then Lemma 1, compression to norms of blocks, for the difference :math:`(P' - P)[W_V^T + (v_j - o_i)\tilde q_i^T] +
-    P'[(v'_j - o'_i)\tilde q_i'^T - (v_j - o_i)\tilde q_i^T] + \delta_{ij}(B'_i - B_i)`.
-
-    (ii) :math:`Cov_{P'}(v, \tilde k) = \sum_j P'_j (v_j - o)(\tilde k_j - \bar k)^T - (\cdot)(\cdot)^T` differs from that under P by at most
-    :math:`\sum \Delta D F + w w^k`; moving v and :math:`\tilde k` as well adds :math:`Cov_{P'}(dv, \tilde k) + Cov_{P'}(v, d\tilde k) +
-    Cov_{P'}(dv, d\tilde k)`, where :math:`\|Cov(a, b)\|^2 \le \|Cov\,a\|\,\|Cov\,b\|` (the joint covariance is positive semi-definite),
-    :math:`\|Cov_{P'} dv\|^{1/2} \le m^V` and :math:`\|Cov_{P'} v\| \le c^v`. That is :math:`b_i`; the other value of :math:`B^+` is
-    :math:`\|Cov_{P'}(v', \tilde k')\|` by the same inequalities.
-
-    (b) is Lemma 1 for J', whose blocks are at most :math:`P^+ t` and :math:`B^+`. (c): :math:`\|M\|^2 \le \|M\|_1 \|M\|_\infty`, and rows of P'
-    sum to one. QED
+    Proof: Lemma 27 (docs/theory/balls.md).
 
     As the radius goes to 0, (a) goes to the value at the centre; (c) grows like :math:`\rho^2 \sqrt N`, as global bounds must.
     """
-    if "qk_norm" in att.variants:
+    if not att.variants <= CENTRES.covers:
         raise AttentionError("over_ball does not cover normalised queries and keys, whose derivative changes with the input; lipbound.attack does")
     given = torch.as_tensor(radius, dtype=torch.float64)
     single, radii = given.ndim == 0, given.reshape(-1).tolist()
@@ -88,7 +79,7 @@ def over_ball(att: Attention, radius: float | Sequence[float], *, norm: str = "t
     with torch.no_grad():
         rows = []
         for s in range(att.samples):
-            around = (VariantBallCentre if att.variants else BallCentre)(double.unpadded(s))
+            around = CENTRES.of(att)(double.unpadded(s))
             rows.append(torch.stack([around.bound(r, norm, centre[s]) for r in radii], -1))
     values = torch.stack(rows) * unit[:, None]
     return values[..., 0] if single else values

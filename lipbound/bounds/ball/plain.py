@@ -1,5 +1,4 @@
-"""What our bound over a ball needs to know of one sample, and the bound from it; `lipbound.bounds.ball.over_ball.over_ball` has the statement and the
-proof."""
+"""What our bound over a ball needs to know of one sample, and the bound from it: Lemma 27 (docs/theory/balls.md)."""
 
 import torch
 from torch import Tensor

@@ -1,18 +1,7 @@
 r"""The softmax rows that attention can reach when its input moves within a ball.
 
-With :math:`\tilde q_i = c W_K q_i`, :math:`\tilde k_j = c W_Q k_j`, :math:`A = c W_Q W_K^T` and a move of token i by :math:`a_i`, scores change by
-exactly
-
-.. math:: s'_{ij} - s_{ij} = a_i \cdot \tilde k_j + a_j \cdot \tilde q_i + a_i^T A a_j
-
-and softmax does not see a shift of row i by :math:`a_i \cdot \bar k_i`, :math:`\bar k_i = \sum_j P_{ij} \tilde k_j`. So the change that counts
-is at most
-
-.. math:: \tau_{ij} = \rho(F_{ij} + u_i) + \|A\|\rho^2,\qquad F_{ij} = |\tilde k_j - \bar k_i|,\ u_i = |\tilde q_i|
-
-when every token moves by at most :math:`\rho`, and :math:`\rho\,(F_{ij}^2 + u_i^2)^{1/2} + \|A\|\rho^2/2` for :math:`i \ne j` when X does in the
-Frobenius norm.
-:math:`P'_{ij}` increases with its own score and decreases with the others of its row: its extremes over the box of scores are attained at corners.
+When every token moves by at most :math:`\rho`, score (i, j) changes by at most :math:`\tau_{ij}` up to a shift of its row, and each probability lies
+between its values at two corners of that box of scores: Lemmas 25 and 26 (docs/theory/balls.md).
 """
 
 import math
@@ -38,7 +27,7 @@ def query_lengths(att: Attention) -> Tensor:
 
 
 def score_changes(f: Tensor, u: Tensor, norm_a: Tensor, radius: float, norm: str) -> Tensor:
-    """tau_ij, (heads, N, N), from F (heads, N, N), u (heads, N, 1 or N) and ||A|| (heads,)."""
+    """tau_ij, (heads, N, N), from F (heads, N, N), u (heads, N, 1 or N) and ||A|| (heads,): Lemma 25 (docs/theory/balls.md)."""
     square = norm_a[:, None, None] * radius**2
     together = radius * (f + u) + square
     if norm == "token":
@@ -85,9 +74,8 @@ def reachable_rows(att: Attention, radius: float, norm: str) -> tuple[Tensor, Te
 def largest_g1(low: Tensor, high: Tensor) -> Tensor:
     """An upper bound on g_1, hence on ||M(p)||, over all probability rows between ``low`` and ``high``: (..., N) -> (...).
 
-    With q = 1 - p_1, the sum of all but the largest entry, g_1 = (1 - q)(q + p_2) grows with the second entry, which is at most u_2, the second
-    largest of ``high``, and q. And q lies between one less the largest of ``high`` and the smaller of one less the largest of ``low`` and the sum of
-    all but the largest of ``high``: near one-hot rows only the latter does not cancel. What remains is one concave arc on either side of q = u_2.
+    The maximum of one concave arc on either side of a point, in q = 1 - p_1, formed without cancellation near one-hot rows: Lemma 30
+    (docs/theory/balls.md).
     """
     top, where = high.max(-1, keepdim=True)
     others = high.scatter(-1, where, 0.0)

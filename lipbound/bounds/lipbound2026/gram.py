@@ -7,7 +7,10 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants import VARIANTS
 from lipbound.bounds import ingredients as qty
+from lipbound.bounds.entry import Bound
+from lipbound.bounds.lipbound2026 import BIBTEX, CITATION
 from lipbound.bounds.lipbound2026.plain import lipbound_block
+from lipbound.bounds.multihead import with_folded
 from lipbound.bounds.registry import bound
 from lipbound.jacobians.gram import Gram
 from lipbound.jacobians.gram_variants import gram_of
@@ -22,7 +25,7 @@ LOOSE = 1.1
 
 
 def compressed_norm(gram: Gram) -> float:
-    r"""Theorem 1 for any stacking of heads: :math:`\|J\| \le \|[\|G_{ik}\|]_{ik}\|^{1/2}`, rounding of G included.
+    r"""Lemma 17 (docs/theory/bounds.md) for any stacking of heads: :math:`\|J\| \le \|[\|G_{ik}\|]_{ik}\|^{1/2}`, rounding of G included.
 
     Where that is more than 10 % above a lower estimate (20 power steps), and G is of order 8192 at most, the blocks of :math:`G^2` are compressed
     too: :math:`\|J\| = \|G^2\|^{1/4}`. The lower estimate decides on effort alone.
@@ -53,8 +56,7 @@ def _rayleigh(gram: Gram) -> float:
 def _squared(gram: Gram, size: float) -> float:
     r"""Upper value of :math:`\|G^2\| / s^2` by the norms of the blocks of the square, multiplied in float32 where that is what the device does.
 
-    Casting errs by a relative u and a product of order n by :math:`\gamma_n`, entry by entry and in any order of summation, so block (i, k) by
-    :math:`(\gamma_n + 3u) \sum_m \|G_{im}\|_F \|G_{mk}\|_F` at most, which is added to its norm.
+    The rounding of the product is added to each block's norm: Lemma 56 (docs/theory/numerics.md).
     """
     n, w = gram.tokens, gram.width
     work = torch.float32 if reproducible_float32() else torch.float64
@@ -76,26 +78,34 @@ def _squared(gram: Gram, size: float) -> float:
     return float(nonnegative_norm(norms + slack * (lengths @ lengths) * (1 + 1e-9) + 1e-36))
 
 
+def _whole(bound: Bound, att: Attention, map: str) -> Tensor:
+    """The blocks of the layer's own J J^T, (samples,)."""
+    everything = list(range(att.heads))
+    with torch.no_grad():
+        values = [compressed_norm(Gram(att, s, everything, att.w_o if map == "layer" else None)) for s in range(att.samples)]
+    return torch.tensor(values, dtype=torch.float64, device=att.device)
+
+
 @bound(
     "lipbound_gram",
     label="lipbound, blocks of JJ^T",
-    citation="lipbound2026",
+    citation=CITATION,
+    bibtex=BIBTEX,
     statement="||J||^2 <= ||[ ||G_ik|| ]_ik||, G_ik = sum_j J_ij J_kj^T blocks of J J^T by token pairs; the same of G^2 where that is loose",
     source="lipbound.bounds.lipbound2026.gram",
     assumptions="any biases, any mask",
     condition=qty.always,
     cost="O(N^3 d_v^2), O(N^3 d_v^3) where it squares",
     costly=True,
-    covers=VARIANTS,
+    layer=_whole,
 )
 def lipbound_gram(att: Attention) -> Tensor:
     r"""Gram compression: within about 5 % of the exact norm on pretrained heads. Deterministic, in float64.
 
     .. math:: \|J\| \le \big\|\,[\|G_{ik}\|]_{ik}\,\big\|^{1/2},\quad G = J J^T
 
-    *Proof.* :math:`\|J\|^2 = \|G\|`, and a block matrix is no larger in norm than the matrix of its blocks' norms. It is never above
-    the compression of J itself: :math:`\|G_{ik}\| \le \sum_j \|J_{ij}\|\|J_{kj}\|`, the entries of :math:`C C^T` with :math:`C = [\|J_{ij}\|]`.
-    The same argument holds for :math:`G^2`, whose compression is never above the square of that of G. QED
+    A block matrix is no larger in norm than the matrix of its blocks' norms: Lemma 17 (docs/theory/bounds.md). It is never above the compression of J
+    itself. The same holds for :math:`G^2`, whose compression is never above the square of that of G.
 
     The square is formed only for heads where G's own compression is more than 10 % above a power estimate, and while N d_v is at most 8192.
 
@@ -105,6 +115,12 @@ def lipbound_gram(att: Attention) -> Tensor:
     value is that of ``lipbound_block``. With a ``w_o`` per head folded into the values this bounds "head_out"; for whole layers see
     `lipbound.bounds.whole_layer`.
     """
+    return _heads(att)
+
+
+@lipbound_gram.extends(*VARIANTS, condition=qty.always, layer=with_folded)
+def _heads(att: Attention) -> Tensor:
+    """Head by head, of any kind: `gram_of` has the closed form of each."""
     with torch.no_grad():
         att, unit = att.unit_values()
         rows = [[compressed_norm(gram_of(att, s, [h])) for h in range(att.heads)] for s in range(att.samples)]

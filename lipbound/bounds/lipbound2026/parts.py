@@ -1,5 +1,7 @@
 r"""The norms of the parts of the blocks of J, which our bounds on plain heads are made of."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -14,8 +16,18 @@ RTOL = 1e-5
 """How far above the exact norms of N x N matrices their upper values may stay."""
 
 
+def in_chunks(att: Attention, values: Callable[[Attention, int, slice], Tensor]) -> Tensor:
+    """``values`` (heads, r) of every head of every sample, as many heads at a time as memory allows, (samples, heads, r)."""
+    att, unit = att.unit_values()
+    heads = max(1, int(CHUNK // (8 * att.tokens * max(att.d_v * max(att.d, att.d_v), att.tokens))))
+    rows = [torch.cat([values(att, s, slice(h, min(att.heads, h + heads))) for h in range(0, att.heads, heads)]) for s in range(att.samples)]
+    return torch.stack(rows) * unit[:, None]
+
+
 class BlockNorms:
     """What both bounds are made of, for some heads of one sample, in float64: norms of the parts of the blocks of J.
+
+    Second moments of all rows come from one product each: Lemma 52 (docs/theory/numerics.md).
 
     Attributes:
         p, q, v, o: probabilities, queries, centred values, outputs. qt: :math:`\\tilde q_i` in coordinates of the columns of W_K.
@@ -111,8 +123,8 @@ def _pairs(y: Tensor) -> Tensor:
 def _image_norms(maps: Tensor, pairs: Tensor, lengths: Tensor) -> Tensor:
     r"""|M_i y_k|, rounded upwards, for maps (heads, n, d_v, d), `_pairs` of y_k and their lengths (heads, N): (heads, n, N).
 
-    As :math:`(y^T M^T M y)^{1/2}`, one product of matrices for all of them; to its square the rounding error is added, relative to
-    :math:`\|M\|_F^2 |y|^2`.
+    As :math:`(y^T M^T M y)^{1/2}`, one product of matrices for all of them; to its square the rounding error is added: Lemma 53
+    (docs/theory/numerics.md).
     """
     d_v, d = maps.shape[-2:]
     i, j = torch.triu_indices(d, d, device=maps.device)

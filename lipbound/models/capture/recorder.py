@@ -37,6 +37,10 @@ class Call:
     """How many calls the same module made before (models such as ALBERT run one module as every layer)."""
     consumer: nn.Module | None = None
 
+    def unsupported(self, what: str) -> CaptureError:
+        """The error about something that the layer does."""
+        return CaptureError(f"layer {self.name}: {type(self.module).__name__} {what}, which is not supported")
+
 
 _handler: Callable[..., tuple[Tensor, Any]] | None = None
 
@@ -126,7 +130,7 @@ def record(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Call]:
         entry = next((e for e in reversed(stack) if e[0] is module), None)
         if entry is None:
             raise CaptureError(f"attention was called on behalf of {type(module).__name__}, which is not being run")
-        extras = {name: kw[name] for name in ("softcap", "s_aux", "position_bias") if kw.get(name) is not None}
+        extras = {name: value for name, value in kw.items() if value is not None}
         turn = sum(call.module is module for call in calls)
         calls.append(Call(module, entry[1], entry[2], entry[3], q, k, v, mask, kw.get("scaling"), extras, out, turn))
         waiting.clear()
@@ -163,6 +167,19 @@ def record(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Call]:
             "interface (either it has no attention layers, or it brings an attention code of its own)"
         )
     return calls
+
+
+def hidden_states(call: Call) -> Tensor:
+    """The owner's input X, its first positional argument or ``hidden_states``."""
+    x = call.args[0] if call.args else call.kwargs.get("hidden_states")
+    if not isinstance(x, Tensor) or x.ndim != 3:
+        raise CaptureError(f"layer {call.name}: {type(call.module).__name__} is not given one (samples, N, D) tensor of token vectors")
+    if call.k.shape[-2] != x.shape[1] or call.q.shape[-2] != x.shape[1]:
+        raise CaptureError(
+            f"layer {call.name}: {call.q.shape[-2]} queries attend to {call.k.shape[-2]} keys while the layer's input has {x.shape[1]} tokens; "
+            "only self-attention is supported (no cross-attention, no cache, no windows cut out of the input)"
+        )
+    return x
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -51,8 +51,7 @@ def surroundings(att: Attention, seen: Sequence[Seen]) -> ResidualContext:
     if att.w_o is None or att.w_o.shape[2] != att.x.shape[2]:
         return ResidualContext(fed_by)
     out = torch.einsum("shnv,hvo->sno", att.out, att.w_o)
-    for name in ("p", "out"):
-        att.__dict__.pop(name, None)
+    att.cache.drop("p", "out")
     streams = {"post": att.x} | ({} if fed_by is None else {"pre": fed_by.x})
     for residual, stream in streams.items():
         for s in seen:

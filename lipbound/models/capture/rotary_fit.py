@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lipbound.attention.rotary import Rotation
+from lipbound.attention.variants.rotary import Rotation
 from lipbound.errors import CaptureError
 
 NOISE = 1e-9

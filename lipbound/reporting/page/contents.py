@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from lipbound.bounds.audit import SLACK
-from lipbound.bounds.registry import get
+from lipbound.bounds.audit import SLACK, compared_with
 from lipbound.errors import CheckpointError, LipboundError
 from lipbound.formatting import plain
 from lipbound.reporting import citations, labels, statistics, tables
@@ -45,7 +44,7 @@ def contents(ds: xr.Dataset, title: str, *, reduce: str | float, sample: int, mo
     return {
         "title": plain(title),
         "model": plain(str(ds.attrs["model"])),
-        "caption": labels.caption(ds),
+        "caption": labels.run_caption(ds),
         "across": across,
         "layers": ds["layer"].values.tolist(),
         "columns": ds[across].values.tolist(),
@@ -55,9 +54,9 @@ def contents(ds: xr.Dataset, title: str, *, reduce: str | float, sample: int, mo
         "bounds": names,
         "labels": {name: plain(ds[name].attrs["label"]) for name in panels},
         "statements": {name: f"{plain(ds[name].attrs['statement'])} [{plain(ds[name].attrs['source'])}]" for name in names},
-        "compared": {name: get(name).exact for name in names},
+        "compared": {name: compared_with(ds, name) for name in names},
         "exactSamples": ds.attrs["exact_samples"],
-        "widths": {name: _widths(ds, one, reduce, across) for name, one in _examples(names).items()},
+        "widths": {name: _widths(ds, one, reduce, across) for name, one in _examples(ds, names).items()},
         "slack": SLACK[ds.attrs["dtype"]],
         "scale": _scale(ds, panels, reduce),
         "grids": {name: _grid(ds[name], reduce, across) for name in panels},
@@ -147,9 +146,9 @@ def _grid(values: xr.DataArray, reduce: str | float, across: str) -> Any:
     return _numbers(grid.transpose("layer", across).values)
 
 
-def _examples(names: Sequence[str]) -> dict[str, str]:
+def _examples(ds: xr.Dataset, names: Sequence[str]) -> dict[str, str]:
     """For every exact norm of a run the name of something that is compared with it."""
-    return {"exact": "exact"} | {get(name).exact: name for name in names if get(name).exact != "exact"}
+    return {"exact": "exact"} | {compared_with(ds, name): name for name in names if compared_with(ds, name) != "exact"}
 
 
 def _widths(ds: xr.Dataset, name: str, reduce: str | float, across: str) -> Any:

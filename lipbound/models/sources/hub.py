@@ -6,8 +6,23 @@ import huggingface_hub.errors as hub_errors
 from huggingface_hub import HfApi, constants, snapshot_download
 
 from lipbound.errors import CheckpointError
+from lipbound.models.quiet import first_line
+from lipbound.models.sources.folder import FolderSource, check_directory
 
-WEIGHT_FILES = ("*.safetensors", "*.bin")
+
+class HubSource(FolderSource):
+    """A hub id, "owner/name" or "name", with "@revision" behind it or without: whatever no other kind answers to."""
+
+    def names(self, name: str) -> bool:
+        """Whether it may be a hub id; `locate` finds out."""
+        return True
+
+    def locate(self, name: str, revision: str | None) -> tuple[Path, str]:
+        """Folder in the cache, and commit; raises CheckpointError where it cannot be had."""
+        repo, _, suffix = name.partition("@")
+        if suffix and revision and suffix != revision:
+            raise CheckpointError(f"two revisions were given, {suffix!r} in the name and {revision!r}; give one")
+        return snapshot(repo, suffix or revision)
 
 
 def snapshot(repo: str, revision: str | None) -> tuple[Path, str]:
@@ -58,16 +73,3 @@ def _wanted(repo: str, revision: str | None) -> list[str] | None:
     weights = [n for n in names if n.endswith(".safetensors") and not n.startswith("consolidated")]
     weights = weights or [n for n in names if n.startswith("pytorch_model") and n.endswith(".bin")]
     return weights + [n for n in names if n.endswith((".json", ".txt", ".model", ".jinja", ".tiktoken"))]
-
-
-def check_directory(path: Path, name: str) -> None:
-    """Raise CheckpointError unless a directory holds a configuration and weights."""
-    if not (path / "config.json").exists():
-        raise CheckpointError(f"{name} has no config.json; give a directory written by save_pretrained, or the hub id of a transformers model")
-    if not any(next(path.glob(pattern), None) for pattern in WEIGHT_FILES):
-        raise CheckpointError(f"{name} has a config.json but no weights (model.safetensors or pytorch_model.bin)")
-
-
-def first_line(error: BaseException) -> str:
-    """What an error of another library says, in one line."""
-    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__

@@ -7,23 +7,21 @@ With :math:`L_h` a bound on head h, :math:`W_O^h` its slice of the output projec
 - ``"root_sum_square"``: :math:`(\sum_h L_h^2)^{1/2}` (Yudin et al. 2025), and :math:`\|W_O\| (\sum_h L_h^2)^{1/2}`;
 - ``"folded"`` (ours): the same for "heads", and for "layer" see `folded`;
 - ``"best"``: the smaller of the published two, and for our own bounds of all three.
+
+Proof: Lemmas 19 and 20 (docs/theory/layers.md).
 """
 
 import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds.lipbound2026.gram import compressed_norm
+from lipbound.bounds.entry import Bound
 from lipbound.bounds.registry import get, resolve
 from lipbound.errors import AttentionError, LipboundError, UnknownNameError, nearest
-from lipbound.jacobians.gram import Gram
 from lipbound.jacobians.maps import BLOCKS, block_bound
 from lipbound.linalg.matrix_norms import matrix_norm
 
 RULES = ("best", "sum", "root_sum_square", "folded")
-
-
-OURS = "lipbound2026"
 
 
 def names_for(bounds: str | list[str], map: str) -> list[str]:
@@ -65,24 +63,34 @@ def whole_layer(att: Attention, name: str, *, map: str = "layer", rule: str = "b
     (name,) = names_for([name], map)
     if map == "layer" and att.w_o is None:
         raise AttentionError("map 'layer' needs the output projection w_o, which this layer does not have; use map='heads'")
-    if name == "lipbound_gram" and rule == "best" and not att.variants:
-        everything = list(range(att.heads))
-        with torch.no_grad():
-            values = [compressed_norm(Gram(att, s, everything, att.w_o if map == "layer" else None)) for s in range(att.samples)]
-        return torch.tensor(values, dtype=torch.float64, device=att.device)
+    bound = get(name)
+    if rule == "best":
+        return (bound.formula(att).layer or published)(bound, att, map)
     if rule == "folded" and map == "layer":
         return folded(att, name)
-    heads = get(name)(att)
+    total, root_sum_square = _together(bound, att, map)
+    return (total if rule == "sum" else root_sum_square) * (1 + 1e-13)
+
+
+def _together(bound: Bound, att: Attention, map: str) -> tuple[Tensor, Tensor]:
+    """The rules "sum" and "root_sum_square", before rounding upwards, (samples,)."""
+    heads = bound(att)
     slices, whole = torch.ones_like(heads[0]), torch.ones_like(heads[0, 0])
     if map == "layer":
         assert att.w_o is not None
         slices, whole = matrix_norm(att.w_o), matrix_norm(att.w_o.flatten(0, 1))
-    together = {"sum": (heads * slices).sum(-1), "root_sum_square": whole * torch.linalg.vector_norm(heads, dim=-1)}
-    together["folded"] = together["root_sum_square"]
-    if rule != "best":
-        return together[rule] * (1 + 1e-13)
-    best = torch.minimum(together["sum"], together["root_sum_square"]) * (1 + 1e-13)
-    return torch.minimum(best, folded(att, name)) if map == "layer" and get(name).citation == OURS else best
+    return (heads * slices).sum(-1), whole * torch.linalg.vector_norm(heads, dim=-1)
+
+
+def published(bound: Bound, att: Attention, map: str) -> Tensor:
+    """The smaller of the published rules, (samples,)."""
+    return torch.minimum(*_together(bound, att, map)) * (1 + 1e-13)
+
+
+def with_folded(bound: Bound, att: Attention, map: str) -> Tensor:
+    """The smallest of all rules, (samples,): for bounds that keep or gain from folding, as ours do."""
+    best = published(bound, att, map)
+    return torch.minimum(best, folded(att, bound.name)) if map == "layer" else best
 
 
 def folded(att: Attention, name: str) -> Tensor:
@@ -93,11 +101,10 @@ def folded(att: Attention, name: str) -> Tensor:
 
     .. math:: \|J\| \le \min\big\{ (L^T \Omega L)^{1/2},\ \|[E_1 \dots E_H]\|\,|L| \big\}
 
-    *Proof.* :math:`J^T J = \sum_{hg} J_h^T (I \otimes E_h^T E_g) J_g`; and J is :math:`[E_1 \dots E_H]` times the stacked :math:`J_h`, whose norm is
-    at most :math:`|L|`. QED
+    Proof: Lemma 20 (docs/theory/layers.md).
     """
     double = att.double()
-    double.__dict__["p"] = att.p.double()
+    double.cache.keep("p", att.p.double())
     heads, e = double.fold_output()
     values = get(name)(heads)
     omega = matrix_norm(e[:, None].mT @ e[None])

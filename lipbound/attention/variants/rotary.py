@@ -1,15 +1,17 @@
 """Rotary position embeddings: what happens to queries and keys between their projections and the scores."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from lipbound.attention.variants.base import Shapes, Side, Variant
 from lipbound.errors import AttentionError
 
 
 @dataclass(frozen=True)
-class Rotation:
+class Rotation(Variant):
     r"""A linear map for each token, applied to its query and its key alike: coordinates i and i + r are turned by the token's i-th angle.
 
     With :math:`c` = ``cos[n, i]``, :math:`s` = ``sin[n, i]``, coordinates a = i and b = i + r of token n become
@@ -26,6 +28,11 @@ class Rotation:
     cos: Tensor
     sin: Tensor
     _cast: dict[torch.dtype, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False, repr=False)
+
+    name = "rotation"
+    title = "rotary position embeddings"
+    stage = 1
+    place = 0
 
     def __post_init__(self) -> None:
         if self.cos.ndim != 2 or self.cos.shape != self.sin.shape or 0 in self.cos.shape:
@@ -74,6 +81,58 @@ class Rotation:
     def to(self, device: str | torch.device) -> "Rotation":
         """On another device."""
         return Rotation(self.cos.to(device), self.sin.to(device))
+
+    # -- as a variant ----------------------------------------------------------------------------------------------------
+
+    def check(self, shapes: Shapes) -> None:
+        if self.tokens != shapes.x[1] or self.width > shapes.w_q[2]:
+            raise AttentionError(
+                f"rotation is of {self.tokens} tokens and turns {self.width} coordinates; with x {shapes.x} and w_q "
+                f"{shapes.w_q} it must be of {shapes.x[1]} tokens and turn at most {shapes.w_q[2]}"
+            )
+
+    def enter(self, side: Side, x: Tensor, y: Tensor, valid: Tensor | None) -> Tensor:
+        return self.turn(y)
+
+    def step(self, side: Side, x: Tensor, y: Callable[[], Tensor], dtype: torch.dtype) -> "RotationStep":
+        return RotationStep(self)
+
+    def stretch(self, side: Side, size: Tensor, x: Tensor, y: Callable[[], Tensor], valid: Tensor | None) -> Tensor:
+        return size * self.norm
+
+    def of_tokens(self, keep: Tensor | slice) -> "Rotation":
+        return self.select(keep)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Rotation":
+        return Rotation(change(self.cos), change(self.sin))
+
+
+@dataclass(frozen=True)
+class RotationStep:
+    """The derivative of a rotation, which is the rotation, the same for every entry of a batch."""
+
+    rotation: Rotation
+    direction = None
+
+    def push(self, z: Tensor, extra: Tensor | None) -> Tensor:
+        """Perturbations as they go on."""
+        return self.rotation.turn(z)
+
+    def pull(self, g: Tensor) -> tuple[Tensor, None]:
+        """The transpose."""
+        return self.rotation.back(g), None
+
+    def select(self, index: Tensor | slice) -> "RotationStep":
+        """Some entries of the batch."""
+        return self
+
+    def of_tokens(self, tokens: slice | Tensor) -> "RotationStep":
+        """Some tokens."""
+        return RotationStep(self.rotation.select(tokens))
+
+    def double(self) -> "RotationStep":
+        """With products in float64, in which angles are stored where they are."""
+        return self
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,0 +1,52 @@
+"""The projections of a layer: what makes queries, keys and values of tokens, and what is made of the heads' outputs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Projections:
+    """Weights and biases of all heads, in one dtype.
+
+    Args:
+        w_q, w_k: (heads, D, d). Grouped keys are repeated, one per head.
+        w_v: (heads, D, d_v).
+        b_q, b_k, b_v: (heads, d), (heads, d), (heads, d_v), or None for no bias.
+        w_o: each head's slice of the output projection, (heads, d_v, D_out), or None when it is not known.
+    """
+
+    w_q: Tensor
+    w_k: Tensor
+    w_v: Tensor
+    b_q: Tensor | None = None
+    b_k: Tensor | None = None
+    b_v: Tensor | None = None
+    w_o: Tensor | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that are there, by name."""
+        return {field.name: t for field in fields(self) if (t := getattr(self, field.name)) is not None}
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Projections":
+        """With changed tensors."""
+        return replace(self, **{name: change(t) for name, t in self.tensors().items()})
+
+    def of_heads(self, heads: slice) -> "Projections":
+        """Of some of the heads."""
+        return self.map(lambda t: t[heads])
+
+    def without_biases(self) -> "Projections":
+        """The weights alone."""
+        return replace(self, b_q=None, b_k=None, b_v=None)
+
+
+def projected(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+    """Tokens (samples, N, D) by per-head weights (heads, D, d) and biases, (samples, heads, N, d), in float64.
+
+    Cancellations within a projection would otherwise cost digits of everything after it.
+    """
+    y = torch.einsum("snd,hde->shne", x.double(), w.double())
+    return y if b is None else y + b[:, None]

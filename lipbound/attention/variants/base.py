@@ -1,0 +1,105 @@
+"""What a variant of attention is."""
+
+from collections.abc import Callable
+from typing import ClassVar, Literal, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from lipbound.attention.variants.token_maps import TokenStep
+
+Side = Literal["q", "k"]
+REGISTERED: list[type["Variant"]] = []
+"""Every variant there is, in the order in which their modules were imported."""
+
+
+class Shapes(NamedTuple):
+    """Of the layer that a variant is part of: x is (samples, N, D), w_q (heads, D, d)."""
+
+    x: tuple[int, ...]
+    w_q: tuple[int, ...]
+
+
+class Variant:
+    """One thing that happens between the projections of a layer and its output. Each method does nothing unless a variant says otherwise.
+
+    Attributes:
+        name: what runs and bounds call it.
+        title: what sentences call it.
+        stage: variants act in the order of their stages: on queries and keys (0, 1), on scores (2), in the softmax (3).
+        place: where it stands in lists.
+        shift_invariant: whether a vector added to all keys still changes nothing. Keys are then centred before use.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    stage: ClassVar[int]
+    place: ClassVar[int]
+    shift_invariant: ClassVar[bool] = True
+
+    def __init_subclass__(cls) -> None:
+        REGISTERED.append(cls)
+
+    @property
+    def parts(self) -> list[str]:
+        """The arguments of `Attention` that give it, for ``repr``."""
+        return [self.name]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that must have the dtype of the layer and be finite, by the names that errors call them."""
+        return {}
+
+    def check(self, shapes: Shapes) -> None:
+        """Raise AttentionError where it does not fit a layer."""
+
+    # -- queries and keys ------------------------------------------------------------------------------------------------
+
+    def enter(self, side: Side, x: Tensor, y: Tensor, valid: Tensor | None) -> Tensor:
+        """Projected queries or keys y (samples, heads, N, d), float64, of inputs x (samples, N, D), as they go on: shaped like y."""
+        return y
+
+    def step(self, side: Side, x: Tensor, y: Callable[[], Tensor], dtype: torch.dtype) -> TokenStep | None:
+        """The derivative of `enter` with respect to y = y(), token by token, with products in a dtype; None where it leaves vectors as they are."""
+        return None
+
+    def stretch(self, side: Side, size: Tensor, x: Tensor, y: Callable[[], Tensor], valid: Tensor | None) -> Tensor:
+        """How long a change of a token's query or key can be at most, about, where it was ``size`` (samples, heads) before; y() as for `enter`."""
+        return size
+
+    def spans(self) -> list[Tensor]:
+        """Projections (D, n) besides the head's own through which a change of the input is felt."""
+        return []
+
+    # -- scores ----------------------------------------------------------------------------------------------------------
+
+    def scores(self, z: Tensor, heads: slice | int, rows: slice) -> Tensor:
+        """Scores z before the mask, (samples, heads, rows, N) of some heads and queries, or (rows, N) of one head, as they go on."""
+        return z
+
+    def slopes(self, z: Tensor, heads: slice | int, rows: slice) -> Tensor | None:
+        """The derivative of `scores` entry by entry, shaped like z; None where it is one."""
+        return None
+
+    # -- the softmax -----------------------------------------------------------------------------------------------------
+
+    def extra_scores(self) -> Tensor | None:
+        """Scores (heads, n) that take part in every softmax of a head and whose probabilities are dropped; None for no such."""
+        return None
+
+    # -- copies ----------------------------------------------------------------------------------------------------------
+
+    def of_heads(self, heads: slice) -> Self:
+        """For some of the heads."""
+        return self
+
+    def of_tokens(self, keep: Tensor | slice) -> Self:
+        """For some of the tokens."""
+        return self
+
+    def without_biases(self) -> Self:
+        """For projections without biases."""
+        return self
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """With changed tensors."""
+        return self

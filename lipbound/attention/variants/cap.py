@@ -1,0 +1,43 @@
+"""Scores kept between two numbers by a hyperbolic tangent."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lipbound.attention.variants.base import Shapes, Variant
+from lipbound.errors import AttentionError
+
+
+@dataclass(frozen=True)
+class Cap(Variant):
+    r"""Scores :math:`z \mapsto cap\,\tanh(z / cap)`, before the mask is added; Gemma 2 (2024), section 2.
+
+    Args:
+        value: the cap, a positive number.
+    """
+
+    value: float
+
+    name = "cap"
+    title = "capped scores"
+    stage = 2
+    place = 2
+    shift_invariant = False
+
+    def check(self, shapes: Shapes) -> None:
+        if not 0 < self.value < math.inf:
+            raise AttentionError(f"cap is {self.value}; it must be a positive number")
+
+    def scores(self, z: Tensor, heads: slice | int, rows: slice) -> Tensor:
+        return self.value * torch.tanh(z / self.value)
+
+    def slopes(self, z: Tensor, heads: slice | int, rows: slice) -> Tensor:
+        return cap_slope(z / self.value)
+
+
+def cap_slope(z: Tensor) -> Tensor:
+    """Derivative of tanh, 1 / cosh(z)^2; it and its own derivative keep their digits where cosh overflows."""
+    small = torch.exp(-2 * z.abs())
+    return 4 * small / (1 + small) ** 2

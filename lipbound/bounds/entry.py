@@ -1,0 +1,169 @@
+"""What a bound is: a statement, what is needed to judge it, and its formula for each kind of head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from lipbound.bounds.kinds import ByKind
+from lipbound.errors import LipboundError, UnknownNameError, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from lipbound.attention.layer import Attention
+
+    Function = Callable[[Attention], Tensor]
+    Ball = Callable[[Attention, float, str], Tensor]
+    Terms = Callable[["Bound", Attention], dict[str, Tensor]]
+    Layer = Callable[["Bound", Attention, str], Tensor]
+
+MAP_NORMS = {"head": "exact", "l2": "exact_l2"}
+"""The variable that holds the exact norm of the map a bound is about."""
+
+
+BALLS = {"token": "every token moves by at most the radius", "frobenius": "X moves by at most the radius in the Frobenius norm"}
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A bound for some kinds of heads.
+
+    Attributes:
+        function: the bound itself.
+        condition: when it is a bound, as a test on an `Attention`, True per (sample, head) where the assumptions hold.
+        terms: what each of its terms contributes, fractions of one; None where it is a single product. See `lipbound.bounds.terms`.
+        layer: what it makes of a whole layer, (samples,), map "heads" or "layer"; None for the published rules. See `lipbound.bounds.multihead`.
+    """
+
+    function: Function
+    condition: Function
+    terms: Terms | None = None
+    layer: Layer | None = None
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A published (or our own) upper bound on the local Lipschitz constant of one attention head at one input.
+
+    Attributes:
+        name: registry name, the variable of a run.
+        label: short label for figures and tables.
+        citation: BibTeX key of the source (an entry of `lipbound.bounds.BIBTEX`).
+        statement: the inequality, in plain text.
+        source: theorem or equation number.
+        assumptions: when the statement is a bound, in words.
+        map: "head" (softmax(q k^T) v; with the output slice folded into the values when asked for) or "l2" (L2 attention).
+        cost: leading cost per head.
+        formulas: the bound itself, by kind of head.
+        costly: whether it takes far longer than the exact norm; such bounds are computed on request, not by default.
+        caveat: why the statement is no bound where its assumptions fail; empty when they always hold.
+        ball: the statement for all inputs near X, of plain heads, or None where the source has none: see `over_ball`.
+    """
+
+    name: str
+    label: str
+    citation: str
+    statement: str
+    source: str
+    assumptions: str
+    map: str
+    cost: str
+    formulas: ByKind[Formula] = field(repr=False)
+    costly: bool = False
+    caveat: str = ""
+    ball: Ball | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "__doc__", self.function.__doc__)
+
+    def __call__(self, att: Attention) -> Tensor:
+        """Value of the bound, (samples, heads), float64.
+
+        Raises:
+            AttentionError: a layer that the statement is not about; see `applies`.
+        """
+        return self.formula(att).function(att).double().expand(att.samples, att.heads)
+
+    def formula(self, att: Attention) -> Formula:
+        """The formula for the layer's kind of heads.
+
+        Raises:
+            AttentionError: a layer that the statement is not about; see `applies`.
+        """
+        att.only(f"bound {self.name!r}", self.covers)
+        return self.formulas.of(att)
+
+    @property
+    def function(self) -> Function:
+        """The formula for plain heads, whose docstring is the statement."""
+        return self.formulas.plain.function
+
+    @property
+    def covers(self) -> frozenset[str]:
+        """Which of `lipbound.attention.variants.VARIANTS` some formula holds for; the bound says nothing about layers with others."""
+        return self.formulas.covers
+
+    def applies(self, att: Attention) -> bool:
+        """Whether the statement is about layers such as this one at all: whether it covers its variants."""
+        return att.variants <= self.covers
+
+    def sound(self, att: Attention) -> Tensor:
+        """Whether the statement is a valid upper bound here, by its assumptions: (samples, heads), bool."""
+        return self.formulas.of(att).condition(att).expand(att.samples, att.heads)
+
+    def terms(self, att: Attention) -> dict[str, Tensor] | None:
+        """What each term contributes, as fractions of one, (samples, heads) each; None where there are no terms, or no statement."""
+        terms = self.formulas.of(att).terms if self.applies(att) else None
+        return None if terms is None else terms(self, att)
+
+    def over_ball(self, att: Attention, radius: float, *, norm: str = "token") -> Tensor:
+        """The source's bound over a ball of inputs, (samples, heads), float64; `lipbound.bounds.over_ball` is ours.
+
+        Args:
+            att: the layer at the centre.
+            radius: of the ball, in the units of ``x``.
+            norm: "token" (every token moves by at most ``radius``) or "frobenius" (all of X does).
+
+        Raises:
+            LipboundError: where the source has no such statement, a negative radius, an unknown norm.
+        """
+        if self.ball is None:
+            raise LipboundError(
+                f"bound {self.name!r} is a statement about one input, without a radius; use lipbound.bounds.over_ball(..., at={self.name!r})"
+            )
+        att.only(f"bound {self.name!r} over a ball")
+        check_ball(radius, norm)
+        return self.ball(att, float(radius), norm).double().expand(att.samples, att.heads)
+
+    def extends(self, *variants: str, condition: Function, terms: Terms | None = None, layer: Layer | None = None) -> Callable[[Function], Function]:
+        """Decorator: the bound's formula for heads with ``variants`` (some or all of them) that the formulas so far do not cover.
+
+        It stands for itself: what it is not given is not taken over from the formula for plain heads.
+        """
+
+        def enter(function: Function) -> Function:
+            self.formulas.extend(Formula(function, condition, terms, layer), variants)
+            return function
+
+        return enter
+
+    @property
+    def year(self) -> int:
+        """Year of the source, read off its BibTeX key."""
+        return int("".join(c for c in self.citation if c.isdigit()))
+
+    @property
+    def exact(self) -> str:
+        """Name of the variable with the exact norm this bound is compared with."""
+        return MAP_NORMS[self.map]
+
+
+def check_ball(radius: float, norm: str) -> None:
+    """Raise LipboundError unless ``radius`` is a number from 0 to 1e60, whose fourth power is in range, and ``norm`` one of `BALLS`."""
+    if norm not in BALLS:
+        raise UnknownNameError(f"unknown norm {norm!r} of a ball; {nearest(norm, BALLS)}")
+    if not 0 <= radius <= 1e60:
+        raise LipboundError(f"radius is {radius}; it must be a finite number >= 0, and at most 1e60")

@@ -1,0 +1,40 @@
+"""What a model's forward pass is given, sample by sample."""
+
+import hashlib
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass
+class Inputs:
+    """A batch for a model's forward pass, with where it came from.
+
+    Attributes:
+        batch: tensors whose first axis is the sample.
+        description: one phrase for captions.
+        preprocessing: what made the tensors out of the data, in words.
+        fingerprint: "sha256:..." over the tensors.
+    """
+
+    batch: dict[str, Tensor]
+    description: str
+    preprocessing: str = "none: ready model inputs"
+
+    @property
+    def samples(self) -> int:
+        """Number of samples."""
+        return len(next(iter(self.batch.values())))
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of names and values of the tensors, the same on every machine."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.batch.items()):
+            digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+            digest.update(tensor.contiguous().cpu().numpy().tobytes())
+        return "sha256:" + digest.hexdigest()
+
+    def block(self, start: int, stop: int, device: str) -> dict[str, Tensor]:
+        """Samples start...stop-1, on a device."""
+        return {name: tensor[start:stop].to(device) for name, tensor in self.batch.items()}

@@ -1,0 +1,58 @@
+"""A loaded model, with where it came from and what prepares its inputs."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedModel
+
+from lipbound.errors import CheckpointError
+from lipbound.models.quiet import first_line, quiet
+
+MODALITIES = {"input_ids": "text", "pixel_values": "image"}
+"""What a model takes, by the name of its main input."""
+
+
+@dataclass
+class Checkpoint:
+    """A loaded model and where it came from.
+
+    Attributes:
+        model: in evaluation mode, float32 or float64, eager attention.
+        name: what the user asked for.
+        revision: commit of a hub model, or "sha256:..." over the weights of a directory or a loaded model.
+        source: what tokenizer and processor are loaded from (a directory or a hub id), or None for a loaded model without one.
+        commit: the hub commit, or None.
+        loaded: whether the user handed over a loaded model, which no name leads back to.
+        by_layer: whether the weights stay on disk and each module's are in memory only while it runs (`lipbound.models.offload`).
+    """
+
+    model: PreTrainedModel
+    name: str
+    revision: str
+    source: str | None
+    commit: str | None = None
+    loaded: bool = False
+    by_layer: bool = False
+
+    @property
+    def modality(self) -> str:
+        """ "text" or "image", or the name of the model's main input where it is neither."""
+        main = str(self.model.main_input_name)
+        return MODALITIES.get(main, main)
+
+    def tokenizer(self) -> Any:
+        """The checkpoint's tokenizer; raises CheckpointError where there is none."""
+        return self._companion(AutoTokenizer, "tokenizer", "tokens, a dict of ready inputs")
+
+    def image_processor(self) -> Any:
+        """The checkpoint's image processor; raises CheckpointError where there is none."""
+        return self._companion(AutoImageProcessor, "image processor", "a dict of ready inputs, {'pixel_values': ...}")
+
+    def _companion(self, loader: Any, what: str, instead: str) -> Any:
+        if self.source is None:
+            raise CheckpointError(f"the loaded model does not say where its {what} is; give data as {instead}")
+        try:
+            with quiet():
+                return loader.from_pretrained(self.source, trust_remote_code=False)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise CheckpointError(f"{self.name} has no usable {what} ({first_line(error)}); give data as {instead}") from error

@@ -1,0 +1,1 @@
+"""From data to model inputs: one reader a modality, and what readers share."""

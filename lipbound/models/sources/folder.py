@@ -1,0 +1,113 @@
+"""Loading a model from a folder with config.json and weights, which most kinds of checkpoints come down to."""
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModel, PreTrainedModel
+
+from lipbound import devices
+from lipbound.errors import CheckpointError
+from lipbound.models import offload, offload_loading, weight_files
+from lipbound.models.checkpoint import Checkpoint
+from lipbound.models.quiet import first_line, quiet
+from lipbound.models.sources.source import LoadOptions
+from lipbound.models.sources.weight_checks import check_filled, check_finite, not_finite, sha256
+
+WEIGHT_FILES = ("*.safetensors", "*.bin")
+"""Files that hold weights."""
+
+
+class FolderSource(ABC):
+    """A kind of checkpoint that has a name which leads to a folder."""
+
+    def matches(self, model: object) -> bool:
+        """Whether it is a name, or a path, of this kind."""
+        return isinstance(model, str | Path) and self.names(str(model))
+
+    def load(self, model: str | Path, options: LoadOptions) -> Checkpoint:
+        """The model from its folder; see `load_folder`."""
+        name = str(model)
+        folder, commit = self.locate(name, options.revision)
+        return load_folder(name, folder, commit, options)
+
+    @abstractmethod
+    def names(self, name: str) -> bool:
+        """Whether a name is of this kind."""
+
+    @abstractmethod
+    def locate(self, name: str, revision: str | None) -> tuple[Path, str | None]:
+        """The folder to load from, and the commit of a hub model; raises CheckpointError where there is none."""
+
+
+def load_folder(name: str, folder: Path, commit: str | None, options: LoadOptions) -> Checkpoint:
+    """The model of a folder, its weights in memory or left on disk.
+
+    Args:
+        name: what the user called it, for messages.
+        folder: where config.json, weights and tokenizer or processor are.
+        commit: the hub commit; without one a hash over the files of weights is the revision.
+        options: dtype, device and residence of the weights.
+
+    Raises:
+        CheckpointError: files that transformers cannot load, weights that do not fill the architecture or are not finite.
+    """
+    device = torch.device(options.device)
+    by_layer = options.weights == "layers" or (options.weights == "auto" and _large(folder, options.dtype, device))
+    if by_layer:
+        model = _load_by_layer(name, folder, options.dtype, device)
+    else:
+        model = _load_whole(name, folder).to(device=device, dtype=options.dtype)
+        check_finite(model, name)
+    return Checkpoint(model.eval(), name, commit or _files_hash(folder), str(folder), commit, by_layer=by_layer)
+
+
+def _load_whole(name: str, folder: Path) -> PreTrainedModel:
+    try:
+        with quiet():
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            model, report = AutoModel.from_pretrained(
+                folder, config=config, attn_implementation="eager", dtype=torch.float32, trust_remote_code=False,
+                output_loading_info=True,
+            )  # fmt: skip
+    except Exception as error:  # broken files raise a zoo of types, down to those of single parsers
+        raise CheckpointError(f"{name} could not be loaded: {first_line(error)}") from error
+    check_filled(report, name)
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def _load_by_layer(name: str, folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    try:
+        with quiet():
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            model, report = offload_loading.load_offloaded(folder, config, dtype=dtype, device=device)
+    except Exception as error:  # as above
+        raise CheckpointError(f"{name} could not be loaded layer by layer: {first_line(error)}") from error
+    check_filled(report, name)
+    for key, tensor in offload.on_disk(model).items():
+        if not tensor.finite():
+            raise not_finite(name, key)
+    check_finite(model, name)
+    return model
+
+
+def _large(folder: Path, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the weights would fill more than half of the free memory; False where they cannot be read layer by layer anyway."""
+    try:
+        count = weight_files.numbers(folder)
+    except Exception:  # no safetensors files, or broken ones, which loading has its own sentences for
+        return False
+    return count * dtype.itemsize > devices.available(device) / 2
+
+
+def check_directory(path: Path, name: str) -> None:
+    """Raise CheckpointError unless a directory holds a configuration and weights."""
+    if not (path / "config.json").exists():
+        raise CheckpointError(f"{name} has no config.json; give a directory written by save_pretrained, or the hub id of a transformers model")
+    if not any(next(path.glob(pattern), None) for pattern in WEIGHT_FILES):
+        raise CheckpointError(f"{name} has a config.json but no weights (model.safetensors or pytorch_model.bin)")
+
+
+def _files_hash(folder: Path) -> str:
+    return "sha256:" + sha256(sorted(f for pattern in WEIGHT_FILES for f in folder.glob(pattern)))

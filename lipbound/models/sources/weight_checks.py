@@ -1,0 +1,56 @@
+"""Whether weights are complete and finite, and the hashes that tell them apart."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lipbound.errors import CheckpointError
+
+HEADS_ONLY = ("pooler", "classifier", "lm_head", "score", "cls.", "qa_outputs", "mask_token")
+"""Parts of a model that attention does not depend on: weights missing there do not matter."""
+
+
+def check_filled(report: dict[str, Any], name: str) -> None:
+    """Raise CheckpointError where transformers' loading report lists tensors that would be random numbers."""
+    missing = [key for key in report["missing_keys"] if not any(part in key for part in HEADS_ONLY)]
+    wrong = missing + [str(item[0] if isinstance(item, tuple) else item) for item in report["mismatched_keys"]]
+    if wrong:
+        raise CheckpointError(
+            f"the weights of {name} do not fill its architecture: {len(wrong)} tensors are missing or of another shape, {sorted(wrong)[0]} among "
+            "them, and would be random numbers"
+        )
+
+
+def check_finite(model: PreTrainedModel, name: str) -> None:
+    """Raise CheckpointError where a weight or buffer in memory is NaN or infinite."""
+    for key, tensor in model.state_dict().items():
+        if isinstance(tensor, Tensor) and not tensor.is_meta and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise not_finite(name, key)
+
+
+def not_finite(name: str, key: str) -> CheckpointError:
+    """The error about a tensor with NaN or infinite numbers."""
+    return CheckpointError(f"the weights of {name} contain NaN or infinite numbers, in {key}; no norm is defined there")
+
+
+def sha256(files: list[Path]) -> str:
+    """Hash over the contents of files, one after the other."""
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def state_sha256(model: PreTrainedModel) -> str:
+    """Hash over names and float32 values of all tensors of a model in memory."""
+    digest = hashlib.sha256()
+    for key, tensor in sorted(model.state_dict().items()):
+        digest.update(key.encode())
+        digest.update(tensor.detach().cpu().contiguous().float().numpy().tobytes())
+    return digest.hexdigest()

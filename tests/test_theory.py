@@ -1,0 +1,111 @@
+"""The theory pages and the docstrings that cite them fit together."""
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+THEORY = ROOT / "docs" / "theory"
+PAGES = {path.name: path.read_text() for path in sorted(THEORY.glob("*.md"))}
+CITATION = re.compile(r"\bLemmas? ([0-9]+(?:(?:, | and )[0-9]+)*)(?![0-9.]*[0-9])(?:\s+\((docs/theory/\w+\.md)\))?")
+"""Lemmas of our own, "Lemma 7" or "Lemmas 7, 8 and 9", and the page named behind; "Lemma 3.8" of a paper is none."""
+
+
+def pages_in_order() -> list[str]:
+    """The pages as the index lists them."""
+    return re.findall(r"^\| \[[^]]+\]\((\w+\.md)\)", PAGES["index.md"], re.MULTILINE)
+
+
+def lemmas() -> dict[int, str]:
+    """Page of every lemma."""
+    found = [(int(number), page) for page in pages_in_order() for number in re.findall(r"^### Lemma (\d+) \(", PAGES[page], re.MULTILINE)]
+    assert [number for number, _ in found] == list(range(1, len(found) + 1)), "lemmas are numbered consecutively over the pages"
+    return dict(found)
+
+
+def docstrings() -> list[tuple[str, str]]:
+    """Every docstring of the package, those below constants included, and where it is."""
+    found = []
+    for path in sorted((ROOT / "lipbound").rglob("*.py")):
+        bodies = [node.body for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
+        values = [part.value for body in bodies for part in body if isinstance(part, ast.Expr)]
+        texts = [value for value in values if isinstance(value, ast.Constant) and isinstance(value.value, str)]
+        found += [(f"{path.relative_to(ROOT)}:{text.lineno}", str(text.value)) for text in texts]
+    return found
+
+
+def citations() -> list[tuple[str, int, str]]:
+    """Where, lemma and page of everything that docstrings cite."""
+    found = []
+    for where, text in docstrings():
+        for match in CITATION.finditer(text):
+            found += [(where, int(number), match[2] or "") for number in re.findall(r"\d+", match[1])]
+    return found
+
+
+def test_the_index_lists_every_page() -> None:
+    assert sorted(["index.md", *pages_in_order()]) == sorted(PAGES)
+    toctree = PAGES["index.md"].split("```")[1].split("\n\n")[1].split()
+    assert [f"{name}.md" for name in toctree] == pages_in_order()
+
+
+def test_every_lemma_has_statement_assumptions_proof_and_code() -> None:
+    assert len(lemmas()) > 50
+    for page, text in PAGES.items():
+        for section in re.split(r"^(?=###? )", text, flags=re.MULTILINE):
+            if section.startswith("### Lemma"):
+                for part in ("**Statement.**", "**Assumptions.**", "**Proof.**", "QED\n", "**Code.** `lipbound."):
+                    assert part in section, f"{part} is missing in {section.splitlines()[0]} of {page}"
+
+
+def test_what_docstrings_cite_is_on_the_page_they_name() -> None:
+    where_is = lemmas()
+    cited = citations()
+    assert cited
+    wrong = [one for one in cited if one[2] != f"docs/theory/{where_is.get(one[1])}"]
+    assert not wrong
+    assert {number for _, number, _ in cited} == set(where_is), "every lemma is cited by a docstring"
+
+
+def test_links_between_lemmas_lead_to_their_pages() -> None:
+    where_is = lemmas()
+    for page, text in PAGES.items():
+        for number, target in re.findall(r"\[Lemma (\d+)\]\((\w+\.md)\)", text):
+            assert where_is[int(number)] == target != page
+        for number in re.findall(r"(?<!\[)(?<!### )Lemma (\d+)(?!\.\d|\d)", text):
+            assert where_is[int(number)] == page, f"Lemma {number} on {page} lacks a link"
+        for target in re.findall(r"\]\((\w+\.md)\)", text):
+            assert target in PAGES
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"`(lipbound\.[\w.]+)`", "\n".join(PAGES.values())))))
+def test_functions_named_on_the_pages_exist(name: str) -> None:
+    parts = name.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[cut:]:
+            found = getattr(found, part)
+        break
+    else:
+        pytest.fail(f"nothing of {name} can be imported")
+
+
+def test_short_names_in_code_type_occur_in_the_source() -> None:
+    source = "\n".join(path.read_text() for path in (ROOT / "lipbound").rglob("*.py"))
+    words = set(re.findall(r"\w+", source))
+    named = set(re.findall(r"`([A-Za-z_][\w.]*)`", "\n".join(PAGES.values())))
+    assert len(named) > 50
+    assert not {name for name in named if not set(name.split(".")) <= words}
+
+
+def test_inline_formulas_are_closed() -> None:
+    for page, text in PAGES.items():
+        assert text.count("$$") % 2 == 0, page
+        for paragraph in re.sub(r"\$\$.*?\$\$", "", text, flags=re.DOTALL).split("\n\n"):
+            assert paragraph.count("$") % 2 == 0, f"{page}: {paragraph[:80]}"
