@@ -18,7 +18,6 @@ MOVED = {
     "block": "jacobians.residual_block jacobians.maps",
     "bounds.around": "bounds.ball.plain",
     "bounds.auditing": "bounds.audit",
-    "bounds.ball": "bounds.ball.over_ball",
     "bounds.ball_variants": "bounds.ball.variants",
     "bounds.citations": "bounds",
     "bounds.interval": "bounds.ball.softmax_interval",
@@ -152,7 +151,7 @@ def _places(old: str) -> str:
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds old module paths, after everything else has failed to."""
+    """Finds old module paths, none of which is a module again."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
         old = name.removeprefix("lipbound.")
@@ -182,4 +181,4 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def install() -> None:
     """Make the old paths importable."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.append(_Finder())
+        sys.meta_path.insert(0, _Finder())  # first: an empty folder that an update left behind would pass for a package

@@ -81,6 +81,17 @@ def test_functions_are_no_modules(old: str) -> None:
     assert getattr(lipbound, old) is getattr(importlib.import_module(f"lipbound.{moved.FUNCTIONS[old]}"), old)
 
 
+@pytest.mark.parametrize("name", ["CERTIFIED_DELTA", "CERTIFIED_TOL", "over_ball"])
+def test_names_of_a_module_that_became_a_folder(name: str) -> None:
+    from lipbound.bounds import ball
+    from lipbound.bounds.ball import bound_over_ball
+
+    with pytest.warns(DeprecationWarning, match=r"has moved to lipbound\.bounds\.ball\.bound_over_ball"):
+        assert getattr(ball, name) is getattr(bound_over_ball, name)
+    with pytest.raises(AttributeError, match="nothing_of_that_name"):
+        _ = ball.nothing_of_that_name
+
+
 def test_no_old_path_is_a_module_again() -> None:
     """A file at an old path would be found first, and the old names would be gone."""
     for old in [*moved.MOVED, *moved.ALIASES, *moved.FUNCTIONS]:
