@@ -129,6 +129,7 @@ ALIASES = {"plots": "reporting.plots", "tables": "reporting.tables"}
 """Module paths that are also public names: the old path is the new module itself."""
 PACKAGES = {
     "attention": "attention.layer attention.projections attention.variants attention.variants.cap",
+    "bounds.ball": "bounds.ball.bound_over_ball",
     "linalg": "linalg.matrix_norms",
     "reporting": "reporting.page.render",
 }

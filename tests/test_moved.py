@@ -33,10 +33,10 @@ def import_old(old: str) -> types.ModuleType:
 
 
 def defined_in(module: types.ModuleType) -> dict[str, object]:
-    """What a module defines itself, classes and functions."""
-    return {
-        name: value for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__ and not name.startswith("__")
-    }
+    """The classes and functions that a module defines itself; of a package that defines none, its public names."""
+    here = {name: value for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__}
+    own = {name: value for name, value in here.items() if not name.startswith("__")}
+    return own or {name: getattr(module, name) for name in module.__all__}
 
 
 @pytest.mark.parametrize("old", sorted(moved.MOVED))
@@ -58,11 +58,8 @@ def test_old_modules_lead_to_new_ones(old: str) -> None:
 @pytest.mark.parametrize("key", sorted(moved.RENAMED))
 def test_old_names_lead_to_new_ones(key: str) -> None:
     old, _, name = key.rpartition(".")
-    new = [
-        vars(module)[moved.RENAMED[key]]
-        for place in PLACES[old]
-        if moved.RENAMED[key] in vars(module := importlib.import_module(f"lipbound.{place}"))
-    ]
+    places = [vars(importlib.import_module(f"lipbound.{place}")) for place in PLACES[old]]
+    new = [place[moved.RENAMED[key]] for place in places if moved.RENAMED[key] in place]
     assert new, f"{moved.RENAMED[key]} is in none of {PLACES[old]}"
     assert getattr(import_old(old), name) is new[0]
 
@@ -82,6 +79,17 @@ def test_functions_are_no_modules(old: str) -> None:
         importlib.import_module(f"lipbound.{old}")
     assert callable(getattr(lipbound, old))
     assert getattr(lipbound, old) is getattr(importlib.import_module(f"lipbound.{moved.FUNCTIONS[old]}"), old)
+
+
+@pytest.mark.parametrize("name", ["CERTIFIED_DELTA", "CERTIFIED_TOL", "over_ball"])
+def test_names_of_a_module_that_became_a_folder(name: str) -> None:
+    from lipbound.bounds import ball
+    from lipbound.bounds.ball import bound_over_ball
+
+    with pytest.warns(DeprecationWarning, match=r"has moved to lipbound\.bounds\.ball\.bound_over_ball"):
+        assert getattr(ball, name) is getattr(bound_over_ball, name)
+    with pytest.raises(AttributeError, match="nothing_of_that_name"):
+        _ = ball.nothing_of_that_name
 
 
 def test_no_old_path_is_a_module_again() -> None:

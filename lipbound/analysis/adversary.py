@@ -8,7 +8,7 @@ import xarray as xr
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds.ball.over_ball import CENTRES, over_ball
+from lipbound.bounds.ball.bound_over_ball import CENTRES, over_ball
 from lipbound.bounds.entry import check_ball
 from lipbound.bounds.registry import get
 from lipbound.errors import LipboundError

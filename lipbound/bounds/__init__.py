@@ -12,12 +12,12 @@ from lipbound.bounds.registry import bibliography, bound, evaluate, get, names, 
 
 if TYPE_CHECKING:
     from lipbound.bounds.after_layer_norm import after_norm as after_norm
-    from lipbound.bounds.ball.over_ball import over_ball as over_ball
+    from lipbound.bounds.ball.bound_over_ball import over_ball as over_ball
     from lipbound.bounds.multihead import whole_layer as whole_layer
 
     BIBTEX: dict[str, str]
 
-_HOME = {"after_norm": "after_layer_norm", "over_ball": "ball.over_ball", "whole_layer": "multihead"}
+_HOME = {"after_norm": "after_layer_norm", "over_ball": "ball.bound_over_ball", "whole_layer": "multihead"}
 __all__ = ["BIBTEX", "Bound", "after_norm", "audit", "bound", "evaluate", "get", "names", "over_ball", "resolve", "whole_layer"]
 
 

@@ -13,10 +13,12 @@ from lipbound.cli import app
 from lipbound.errors import UnknownNameError
 from lipbound.runs import store
 
-SLOW = ("castin-1", "castin-6")
+GROWTH = ("castin-1", "castin-6")
+"""Run at fewer lengths by `test_growth_recipe`."""
+SLOW = ("castin-2", "castin-3", "yudin-3")
 
 
-@pytest.mark.parametrize("name", [n for n in RECIPES if n not in SLOW])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in RECIPES if n not in GROWTH])
 def test_recipe_from_the_command_line(name: str, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["reproduce", name, "builtin:gpt2", "--samples", "1", "-o", str(tmp_path)])
     assert result.exit_code == 0, result.output
