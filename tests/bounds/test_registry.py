@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import random_attention
 from torch import Tensor
-from variants import layer
+from variants import layer as variant_layer
 
 from lipbound import bounds
 from lipbound.attention.layer import Attention
@@ -41,7 +41,7 @@ def test_each_kind_of_head_has_its_formula() -> None:
     def _(att: Attention) -> Tensor:
         return torch.full((1, 1), 2.0)
 
-    plain, turned, sink = random_attention("plain"), layer(0, frozenset({"rotation"})), layer(0, frozenset({"rotation", "sinks"}))
+    plain, turned, sink = random_attention("plain"), variant_layer(0, frozenset({"rotation"})), variant_layer(0, frozenset({"rotation", "sinks"}))
     assert doe is bounds.get("doe")
     assert doe.__doc__ == "The statement."
     assert bounds.names()[-1] == "doe"
@@ -82,7 +82,7 @@ def test_a_citation_key_has_one_entry() -> None:
 def test_kinds_go_from_narrow_to_wide() -> None:
     kinds = ByKind("plain", ("cap",))
     kinds.extend("wide", ("cap", "sinks"))
-    assert [kinds.of(layer(0, frozenset(has))) for has in ((), ("cap",), ("sinks",), ("rotation",))] == ["plain", "plain", "wide", "wide"]
+    assert [kinds.of(variant_layer(0, frozenset(has))) for has in ((), ("cap",), ("sinks",), ("rotation",))] == ["plain", "plain", "wide", "wide"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -93,6 +93,11 @@ def test_block_bound_does_not_depend_on_what_ran_before(kind: str, dtype: torch.
     first, value = ours(after), block(after)
     assert torch.equal(block(alone), value)
     assert torch.equal(ours(alone), first)
+    for map in ("heads", "layer"):
+        layers = [random_attention(kind, dtype=dtype) for _ in range(2)]
+        bounds.whole_layer(layers[1], "lipbound", map=map)
+        alone, after = (bounds.whole_layer(layer, "lipbound_block", map=map) for layer in layers)
+        assert torch.equal(alone, after)
 
 
 def _run(code: str) -> str:

@@ -83,12 +83,12 @@ def lipbound_block(att: Attention) -> Tensor:
 
     The entries bound the norms of the blocks of J: Lemmas 14 and 15 (docs/theory/bounds.md).
     """
-    return att.memo(BLOCK, lambda: in_chunks(att, _block)[..., 0])
+    return att.memo(BLOCK, lambda: in_chunks(att, _block)[..., 1])
 
 
 def _block(att: Attention, sample: int, heads: slice) -> Tensor:
-    """`lipbound_block` for some heads of one sample, (heads, 1)."""
-    return BlockNorms(att, sample, heads).block()[:, None]
+    """`lipbound_block` for some heads of one sample, twice, (heads, 2): laid out as by `_lipbound`, so that norms over heads round alike."""
+    return BlockNorms(att, sample, heads).block()[:, None].expand(-1, 2)
 
 
 def _lipbound(att: Attention, sample: int, heads: slice) -> Tensor:
