@@ -21,7 +21,7 @@ from lipbound.bounds import registry
 from lipbound.bounds.audit import audit
 from lipbound.errors import LipboundError, StoreError
 from lipbound.formatting import plain
-from lipbound.reporting import citations, labels, plots, tables
+from lipbound.reporting import citations, labels, plots, statistics, tables
 from lipbound.reporting.page.render import report as write_report
 from lipbound.runs import store
 from lipbound.runs.compare import compare as run_compare
@@ -199,9 +199,10 @@ def heatmap(
     style: Annotated[str | None, typer.Option(help="A venue known to tueplots, e.g. icml2024: its fonts and widths (extra `styles`).")] = None,
 ) -> None:
     """Draw layer x head heatmaps of a run."""
-    chosen = None if bounds is None else registry.resolve(bounds)
+    ds = store.load(run)
+    chosen = None if bounds is None else statistics.requested(ds, bounds)
     how, inches = _number_or_name(reduce), _number_or_name(width)
-    plots.heatmaps(store.load(run), output, bounds=chosen, reduce=how, scale=scale, width=inches, columns=columns, style=style)
+    plots.heatmaps(ds, output, bounds=chosen, reduce=how, scale=scale, width=inches, columns=columns, style=style)
     typer.echo(f"wrote {output}")
 
 
@@ -222,8 +223,9 @@ def table(
     values: Annotated[str, typer.Option(help="'ratio' (bound / exact) or 'value', for rows per layer or head.")] = "ratio",
 ) -> None:
     """Print bound / exact per bound, with the audit; or exact norms and bounds per layer or head."""
-    chosen = None if bounds is None else registry.resolve(bounds)
-    typer.echo(tables.render(store.load(run), format, by=by, bounds=chosen, reduce=_number_or_name(reduce), values=values))
+    ds = store.load(run)
+    chosen = None if bounds is None else statistics.requested(ds, bounds)
+    typer.echo(tables.render(ds, format, by=by, bounds=chosen, reduce=_number_or_name(reduce), values=values))
 
 
 @app.command(epilog="Example: lipbound cite minilm.zarr > references.bib; lipbound cite minilm.zarr --format latex")

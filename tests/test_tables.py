@@ -15,7 +15,7 @@ import lipbound as lb
 from lipbound import tables
 from lipbound.errors import LipboundError
 from lipbound.formatting import digits, escape_latex, escape_markdown, number, plain
-from lipbound.reporting import citations
+from lipbound.reporting import citations, statistics
 from lipbound.reporting.formats import FORMATTERS
 
 HOSTILE = "<script>alert(1)</script> | [x](javascript:y) $\\input{/etc/passwd}$ #_^~%&{} \x1b[31m\n\r\u202e\u2028@evil, \U0001f600"
@@ -157,6 +157,13 @@ def test_errors_name_what_is_there(ds: xr.Dataset) -> None:
     for function in (citations.cite, citations.methods):
         with pytest.raises(LipboundError, match=r"allowed are|did you mean"):
             function(ds, "docx")
+
+
+def test_names_that_a_user_writes(ds: xr.Dataset) -> None:
+    assert statistics.requested(ds, " yudin, castin,,yudin") == ["yudin", "castin"]
+    assert statistics.requested(ds, "default") == lb.bounds.resolve("default")
+    with pytest.raises(LipboundError, match="unknown bound 'yudn'; did you mean 'yudin'"):
+        statistics.requested(ds, "castin,yudn")
 
 
 def test_hostile_names_stay_text(hostile: xr.Dataset) -> None:
