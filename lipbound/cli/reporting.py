@@ -20,13 +20,14 @@ def heatmap(
     style: Annotated[str | None, typer.Option(help="A venue known to tueplots, e.g. icml2024: its fonts and widths (extra `styles`).")] = None,
 ) -> None:
     """Draw layer x head heatmaps of a run."""
-    from lipbound.bounds.registry import resolve
     from lipbound.reporting.plots import heatmaps
+    from lipbound.reporting.statistics import requested
     from lipbound.runs.store import load
 
-    chosen = None if bounds is None else resolve(bounds)
+    ds = load(run)
+    chosen = None if bounds is None else requested(ds, bounds)
     how, inches = number_or_name(reduce), number_or_name(width)
-    heatmaps(load(run), output, bounds=chosen, reduce=how, scale=scale, width=inches, columns=columns, style=style)
+    heatmaps(ds, output, bounds=chosen, reduce=how, scale=scale, width=inches, columns=columns, style=style)
     typer.echo(f"wrote {output}")
 
 
@@ -40,12 +41,13 @@ def table(
     values: Annotated[str, typer.Option(help="'ratio' (bound / exact) or 'value', for rows per layer or head.")] = "ratio",
 ) -> None:
     """Print bound / exact per bound, with the audit; or exact norms and bounds per layer or head."""
-    from lipbound.bounds.registry import resolve
+    from lipbound.reporting.statistics import requested
     from lipbound.reporting.tables import render
     from lipbound.runs.store import load
 
-    chosen = None if bounds is None else resolve(bounds)
-    typer.echo(render(load(run), format, by=by, bounds=chosen, reduce=number_or_name(reduce), values=values))
+    ds = load(run)
+    chosen = None if bounds is None else requested(ds, bounds)
+    typer.echo(render(ds, format, by=by, bounds=chosen, reduce=number_or_name(reduce), values=values))
 
 
 @app.command(epilog="Example: lipbound cite minilm.zarr > references.bib; lipbound cite minilm.zarr --format latex")

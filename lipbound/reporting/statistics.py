@@ -107,6 +107,16 @@ def present(ds: xr.Dataset, bounds: Iterable[str]) -> list[str]:
     return names
 
 
+def requested(ds: xr.Dataset, bounds: str) -> list[str]:
+    """Names separated by commas, as `lipbound.bounds.resolve` reads them; those of the run need no registry, and so no torch."""
+    names = [part.strip() for part in bounds.split(",") if part.strip()]
+    if all(name in ds.attrs["bounds"] for name in names):
+        return list(dict.fromkeys(names))
+    from lipbound.bounds.registry import resolve
+
+    return resolve(bounds)
+
+
 def panels(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
     """Variables in the order of figures: the exact norm, then bounds, each behind the exact norm of its own map."""
     names = ["exact"]

@@ -15,7 +15,8 @@ import lipbound as lb
 from lipbound import tables
 from lipbound.errors import LipboundError
 from lipbound.formatting import digits, escape_latex, escape_markdown, number, plain
-from lipbound.reporting import citations
+from lipbound.reporting import citations, statistics
+from lipbound.reporting.formats import FORMATTERS
 
 HOSTILE = "<script>alert(1)</script> | [x](javascript:y) $\\input{/etc/passwd}$ #_^~%&{} \x1b[31m\n\r\u202e\u2028@evil, \U0001f600"
 
@@ -31,7 +32,8 @@ def hostile(ds: xr.Dataset) -> xr.Dataset:
     for name in ("model", "data", "architecture", "device", "revision", "preprocessing", "map_description"):
         other.attrs[name] = HOSTILE
     for name in ("castin", "yudin"):
-        other[name].attrs["label"] = HOSTILE
+        other[name].attrs |= {"label": HOSTILE, "caveat": HOSTILE}
+    other.attrs["not_applicable"] = {"lipbound_gram": HOSTILE}
     return other
 
 
@@ -146,6 +148,7 @@ def test_errors_name_what_is_there(ds: xr.Dataset) -> None:
         ({"reduce": "men", "by": "layer"}, "did you mean 'mean'"),
         ({"bounds": ["lipbound_gram"]}, "the run has no bound 'lipbound_gram'"),
         ({"bounds": ["lipbound_gram"], "by": "layer"}, "the run has no bound 'lipbound_gram'"),
+        ({"bounds": ["lipbound_gram", "yudin", "yudn"]}, "unknown bound 'yudn'; did you mean 'yudin'"),
         ({"format": "latx"}, "did you mean 'latex'"),
     ]:
         with pytest.raises(LipboundError, match=message):
@@ -153,6 +156,13 @@ def test_errors_name_what_is_there(ds: xr.Dataset) -> None:
     for function in (citations.cite, citations.methods):
         with pytest.raises(LipboundError, match=r"allowed are|did you mean"):
             function(ds, "docx")
+
+
+def test_names_that_a_user_writes(ds: xr.Dataset) -> None:
+    assert statistics.requested(ds, " yudin, castin,,yudin") == ["yudin", "castin"]
+    assert statistics.requested(ds, "default") == lb.bounds.resolve("default")
+    with pytest.raises(LipboundError, match="unknown bound 'yudn'; did you mean 'yudin'"):
+        statistics.requested(ds, "castin,yudn")
 
 
 def test_hostile_names_stay_text(hostile: xr.Dataset) -> None:
@@ -163,6 +173,8 @@ def test_hostile_names_stay_text(hostile: xr.Dataset) -> None:
         marked = tables.render(hostile, "markdown", by=by)
         assert "<script>" not in marked
         assert "\\[x\\](javascript:y)" in marked
+        assert not re.search(r"(?<!\\)\[x", marked)
+        assert "\x1b" not in marked
         rows = [line for line in marked.splitlines() if line.startswith("|")]
         assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1  # no cell ends early
         typeset = tables.render(hostile, "latex", by=by)
@@ -174,6 +186,30 @@ def test_hostile_names_stay_text(hostile: xr.Dataset) -> None:
     assert bib.count("@") == len(citations.keys(hostile))  # every @ begins an entry
     assert "{\\char64}evil" in bib
     assert "\\input{" not in citations.cite(hostile, "latex")
+
+
+def test_a_run_says_itself_what_its_bounds_are(ds: xr.Dataset) -> None:
+    """As `lipbound.compare` wrote it; what runs of earlier versions do not say comes from the registry."""
+    earlier = ds.copy(deep=True)
+    for name in ("castin", "kim"):
+        earlier[name].attrs = {key: value for key, value in earlier[name].attrs.items() if key not in ("caveat", "compared_with")}
+    for format in tables.FORMATS:
+        assert tables.render(earlier, format) == tables.render(ds, format)
+    own = ds.rename(castin="mine", castin_sound="mine_sound")
+    own.attrs["bounds"] = [{"castin": "mine"}.get(name, name) for name in ds.attrs["bounds"]]
+    own["mine"].attrs["caveat"] = "it is mine"
+    assert "\u2020 mine: it is mine" in tables.render(own, bounds=["mine"])
+    with pytest.raises(LipboundError, match="unknown bound 'mine'"):
+        citations.keys(own)  # there is nothing to cite
+
+
+def test_every_format_is_offered(ds: xr.Dataset) -> None:
+    assert tables.FORMATS == ("text", "markdown", "latex", "csv")
+    assert citations.CITATION_FORMATS == ("bib", "latex", "text")
+    assert {*tables.FORMATS, *citations.CITATION_FORMATS} == {*FORMATTERS}
+    for format in citations.CITATION_FORMATS:
+        assert citations.cite(ds, format).removeprefix("% ").startswith("Local Lipschitz constants")
+        assert ("@misc" in citations.cite(ds, format)) == (format == "bib")
 
 
 def test_methods_say_the_settings_of_the_run(ds: xr.Dataset) -> None:
@@ -197,7 +233,9 @@ def test_methods_say_the_settings_of_the_run(ds: xr.Dataset) -> None:
 def test_below_exact_is_told(ds: xr.Dataset) -> None:
     other = ds.copy(deep=True)
     other["castin"][...] = other["exact"] / 2
-    assert "is below the constant it should bound in 16 of 16 cases" in citations.methods(other, "text")
+    other["castin"].attrs["caveat"] = "it is 50 % of\n\\input{x}"
+    assert "is below the constant it should bound in 16 of 16 cases, because it is 50 % of \\input{x}." in citations.methods(other, "text")
+    assert "because it is 50 \\% of \\textbackslash{}input\\{x\\}." in citations.methods(other)
 
 
 def test_foreign_text() -> None:
