@@ -9,7 +9,6 @@ from lipbound.attention.cache import Cache
 from lipbound.attention.projections import Projections
 from lipbound.attention.residual import ResidualContext
 from lipbound.attention.scoring import Scoring
-from lipbound.attention.variants import VARIANTS
 from lipbound.attention.variants.cap import Cap
 from lipbound.attention.variants.qk_norm import QKNorm, QKNormalised
 from lipbound.attention.variants.rotary import Rotation
@@ -105,12 +104,12 @@ class Fields:
 
     @property
     def variants(self) -> frozenset[str]:
-        """Which of `VARIANTS` this layer has."""
+        """Names of the variants that this layer has (`lipbound.attention.variants`)."""
         return self.scoring.names
 
     def only(self, what: str, allowed: Collection[str] = ()) -> None:
         """Raise AttentionError if the layer has variants that ``what`` does not cover."""
-        other = [VARIANTS[name] for name in VARIANTS if name in self.variants - set(allowed)]
+        other = [step.title for step in sorted(self.scoring.steps, key=lambda step: step.place) if step.name not in allowed]
         if other:
             covering = "exact norms of heads, 'lipbound', 'lipbound_block' and 'lipbound_gram'"
             raise AttentionError(f"{what} does not cover {' and '.join(other)}; {covering} do")
