@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.layers import causal, random_attention
+from support.layers import causal, changed, random_attention
 from support.oracles import oracle
 from support.variants import MASKS, layer
 from torch import Tensor
@@ -73,8 +73,8 @@ def large_biases(seed: int, has: frozenset[str]) -> Attention:
     """Keys and values far from zero compared with their differences."""
     att = layer(seed, has, biases=False)
     g = torch.Generator().manual_seed(seed)
-    return att._changed(
-        b_q=torch.randn(3, 4, generator=g).double(), b_k=40 * torch.randn(3, 4, generator=g).double(), b_v=torch.full((3, 3), 1e3).double()
+    return changed(
+        att, b_q=torch.randn(3, 4, generator=g).double(), b_k=40 * torch.randn(3, 4, generator=g).double(), b_v=torch.full((3, 3), 1e3).double()
     )
 
 
@@ -167,8 +167,8 @@ def test_a_layer_without_variants_has_the_plain_bound(att: Attention, norm: str)
 def test_neutral_variants_are_near_the_plain_bound() -> None:
     plain = layer(1, frozenset())
     n = plain.tokens
-    still = plain._changed(rotation=Rotation.of_angles(torch.zeros(n, 2)))
-    sink = plain._changed(sinks=torch.full((3,), -1e4).double())
+    still = changed(plain, rotation=Rotation.of_angles(torch.zeros(n, 2)))
+    sink = changed(plain, sinks=torch.full((3,), -1e4).double())
     for radius in (1e-3, 0.1):
         value = bounds.over_ball(plain, radius, at="lipbound_block")
         torch.testing.assert_close(bounds.over_ball(still, radius, at="lipbound_block"), value, rtol=0.02, atol=0)

@@ -52,3 +52,11 @@ def random_attention(kind: str, seed: int = 0, dtype: torch.dtype = torch.float6
         extra["valid"] = torch.tensor([[True] * n, [True] * (n - 2) + [False] * 2])
         extra["mask"] = causal(n, dtype)
     return Attention(x, w_q, w_k, w_v, **extra)
+
+
+GIVEN = ("x", "w_q", "w_k", "w_v", "b_q", "b_k", "b_v", "w_o", "scale", "mask", "valid", "rotation", "norm_q", "norm_k", "cap", "sinks")
+
+
+def changed(att: Attention, **parts: object) -> Attention:
+    """The layer built anew with other arguments; what is not named stays."""
+    return Attention(**({name: getattr(att, name) for name in GIVEN} | parts))
