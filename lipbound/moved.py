@@ -125,8 +125,8 @@ RENAMED = {
     "writing.markdown": "escape_markdown",
 }
 """Names that changed with their modules."""
-ALIASES = {"plots": "reporting.plots", "tables": "reporting.tables"}
-"""Module paths that are also public names: the old path is the new module itself."""
+ALIASES = {"plots": "reporting.plots", "recipes": "analysis.recipes", "tables": "reporting.tables"}
+"""Old paths that are the new modules themselves: public names, and a folder."""
 PACKAGES = {
     "attention": "attention.layer attention.projections attention.variants attention.variants.cap",
     "bounds.ball": "bounds.ball.bound_over_ball",
@@ -179,7 +179,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return None
         if old in FUNCTIONS:
             raise ModuleNotFoundError(f"{name} is a function, lb.{old}, and no module any more; the module is lipbound.{FUNCTIONS[old]}", name=name)
-        if old not in MOVED and old not in ALIASES and old != "recipes":
+        if old not in MOVED and old not in ALIASES:
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=old == "recipes")
 
@@ -189,13 +189,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: types.ModuleType) -> None:
         name = module.__name__
         old = name.removeprefix("lipbound.")
-        if old == "recipes":
-            places, sys.modules[name] = "lipbound.analysis.recipes", importlib.import_module("lipbound.analysis.recipes")
-        elif old in ALIASES:
-            places, sys.modules[name] = _places(old), importlib.import_module(f"lipbound.{ALIASES[old]}")
-        else:
-            places = _places(old)
-        warnings.warn(f"{name} has moved to {places}; the old path will go with the next release", DeprecationWarning, stacklevel=2)
+        if old in ALIASES:
+            sys.modules[name] = importlib.import_module(f"lipbound.{ALIASES[old]}")
+        warnings.warn(f"{name} has moved to {_places(old)}; the old path will go with the next release", DeprecationWarning, stacklevel=2)
 
 
 def install() -> None:

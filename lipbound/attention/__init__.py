@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from lipbound import moved
+from lipbound.moved import from_folder
 
 
 def __getattr__(name: str) -> Any:
     """Names of the module that had this path before."""
-    return moved.from_folder(__name__, name)
+    return from_folder(__name__, name)

@@ -3,34 +3,44 @@
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar, overload
 
+import torch
+
 T = TypeVar("T")
 
 
 class Cache:
-    """Values by key, owned by one layer. What it holds never decides which path a computation takes, only whether a value is computed again."""
+    """Values by key, owned by one layer. What it holds never decides which path a computation takes, only whether a value is computed again.
 
-    def __init__(self) -> None:
-        self._values: dict[Hashable, Any] = {}
+    Args:
+        differentiable: whether derivatives may be wanted of what it holds. Values computed without them then do not serve where they are on.
+    """
+
+    def __init__(self, *, differentiable: bool = False) -> None:
+        self._values: dict[tuple[Hashable, bool], Any] = {}
+        self._differentiable = differentiable
+
+    def _place(self, key: Hashable) -> tuple[Hashable, bool]:
+        return key, self._differentiable and torch.is_grad_enabled()
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """The value kept under ``key``; ``make()``, which is then kept, where there is none."""
-        if key not in self._values:
-            self._values[key] = make()
-        value: T = self._values[key]
+        place = self._place(key)
+        if place not in self._values:
+            self._values[place] = make()
+        value: T = self._values[place]
         return value
 
     def keep(self, key: Hashable, value: Any) -> None:
         """Use this value from now on."""
-        self._values[key] = value
+        self._values[self._place(key)] = value
 
     def share(self, other: "Cache", *keys: Hashable) -> None:
-        """Take over what another layer has computed under these keys."""
-        self._values |= {key: other._values[key] for key in keys if key in other._values}
+        """Take over what another layer of the same tensors has computed under these keys."""
+        self._values |= {place: value for place, value in other._values.items() if place[0] in keys}
 
     def drop(self, *keys: Hashable) -> None:
         """Free what is kept under these keys; it is computed again when it is needed."""
-        for key in keys:
-            self._values.pop(key, None)
+        self._values = {place: value for place, value in self._values.items() if place[0] not in keys}
 
 
 class derived(Generic[T]):

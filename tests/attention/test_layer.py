@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.layers import causal, random_attention
 
+import lipbound as lb
 from lipbound.attention.layer import Attention
 from lipbound.attention.reference import head_function
 from lipbound.errors import AttentionError
@@ -107,3 +108,15 @@ def test_head_out_needs_the_output_projection() -> None:
 def test_repr_says_what_it_is() -> None:
     assert "heads=3, N=6" in repr(random_attention("causal"))
     assert "with w_o, mask" in repr(random_attention("causal"))
+
+
+def test_values_without_derivatives_do_not_serve_where_these_are_wanted() -> None:
+    att = random_attention("biases")
+    att = att.at(att.x.requires_grad_())
+    with torch.no_grad():
+        before = (att.p, lb.bounds.get("lipbound_block")(att), lb.bounds.get("yudin")(att))
+    after = (att.p, lb.bounds.get("lipbound_block")(att), lb.bounds.get("yudin")(att))
+    for old, new in zip(before, after, strict=True):
+        assert (old.requires_grad, new.requires_grad) == (False, True)
+        torch.testing.assert_close(old, new.detach(), rtol=1e-12, atol=0)
+        assert bool(torch.isfinite(torch.autograd.grad(new.sum(), att.x, retain_graph=True)[0]).all())
