@@ -141,6 +141,14 @@ def test_the_modules_run(module: str) -> None:
     assert done.stderr.startswith("error: unknown builtin checkpoint 'nope'")
 
 
+def test_recipes_of_every_paper_are_listed() -> None:
+    """In a process of its own: here, other tests may have imported them."""
+    done = subprocess.run([sys.executable, "-m", "lipbound", "reproduce"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    for name in ("castin-1", "yudin-6", "which-map"):
+        assert f"\n{name}: " in f"\n{done.stdout}", name
+
+
 @pytest.mark.parametrize("module", ["lipbound", "lipbound.cli"])
 def test_the_version(module: str) -> None:
     done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, timeout=60)
