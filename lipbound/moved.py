@@ -127,13 +127,25 @@ RENAMED = {
 """Names that changed with their modules."""
 ALIASES = {"plots": "reporting.plots", "recipes": "analysis.recipes", "tables": "reporting.tables"}
 """Old paths that are the new modules themselves: public names, and a folder."""
-PACKAGES = {
-    "attention": "attention.layer attention.projections attention.variants attention.variants.cap",
-    "bounds.ball": "bounds.ball.bound_over_ball",
-    "linalg": "linalg.matrix_norms",
-    "reporting": "reporting.page.render",
+FOLDERS = {
+    "attention.Attention": "attention.layer",
+    "attention.VARIANTS": "attention.variants",
+    "attention.cap_slope": "attention.variants.cap",
+    "attention.projected": "attention.projections",
+    "bounds.ball.CERTIFIED_DELTA": "bounds.ball.bound_over_ball",
+    "bounds.ball.CERTIFIED_TOL": "bounds.ball.bound_over_ball",
+    "bounds.ball.over_ball": "bounds.ball.bound_over_ball",
+    "linalg.SMALLEST": "linalg.matrix_norms",
+    "linalg.UNIT": "linalg.matrix_norms",
+    "linalg.block_norm": "linalg.matrix_norms",
+    "linalg.matrix_norm": "linalg.matrix_norms",
+    "linalg.nonnegative_norm": "linalg.matrix_norms",
+    "linalg.product_norm": "linalg.matrix_norms",
+    "linalg.reproducible_float32": "linalg.matrix_norms",
+    "linalg.symmetric_norm": "linalg.matrix_norms",
+    "reporting.report": "reporting.page.render",
 }
-"""Old modules whose paths are folders now: their old names are looked up by `from_folder`."""
+"""Names of old modules whose paths are folders now -> where they are; `from_folder` looks them up."""
 FUNCTIONS = {"compare": "runs.compare", "capture": "models.capture.capture"}
 """Old module paths that are functions of `lipbound` now, which an import would replace by a module."""
 
@@ -159,15 +171,12 @@ def _places(old: str) -> str:
 
 def from_folder(folder: str, name: str) -> Any:
     """What a module had under this name before a folder took its path; AttributeError where it had nothing such."""
-    old = folder.removeprefix("lipbound.")
-    if not name.startswith("_"):
-        for place in PACKAGES[old].split():
-            module = importlib.import_module(f"lipbound.{place}")
-            if name in vars(module):
-                message = f"{folder}.{name} has moved to {module.__name__}.{name}; the old path will go with the next release"
-                warnings.warn(message, DeprecationWarning, stacklevel=3)
-                return vars(module)[name]
-    raise AttributeError(f"module {folder!r} has no attribute {name!r}")
+    place = FOLDERS.get(f"{folder.removeprefix('lipbound.')}.{name}")
+    if place is None:
+        raise AttributeError(f"module {folder!r} has no attribute {name!r}")
+    message = f"{folder}.{name} has moved to lipbound.{place}.{name}; the old path will go with the next release"
+    warnings.warn(message, DeprecationWarning, stacklevel=3)
+    return getattr(importlib.import_module(f"lipbound.{place}"), name)
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

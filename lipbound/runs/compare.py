@@ -1,19 +1,20 @@
 """The main job: exact norm and every bound of every head of a checkpoint, as one labelled Dataset."""
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import xarray as xr
 
 from lipbound.devices import resolve_device
 from lipbound.errors import StoreError
 from lipbound.runs.config import RunConfig
 from lipbound.runs.dataset import allocate, assemble
-from lipbound.runs.execute import DaskExecutor, SerialExecutor, fill, progress_bar
+from lipbound.runs.execute import DaskExecutor, Executor, SerialExecutor, fill, progress_bar
 from lipbound.runs.partial_store import PartialRun, same_configuration
-from lipbound.runs.plan import identity, memory_bytes, open_sources, plan
+from lipbound.runs.plan import Plan, Sources, identity, memory_bytes, open_sources, plan
 from lipbound.runs.provenance import versions
 from lipbound.runs.store import check_target, save
 from lipbound.runs.store import load as load_run
@@ -98,25 +99,20 @@ def compare(
 
 
 def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.Dataset:
-    """What `compare` does with its arguments."""
+    """What `compare` does: open, plan, execute, assemble, save."""
     executor = SerialExecutor() if client is None else DaskExecutor(client, config)
     device = resolve_device(config.device)
     memory = memory_bytes(config.memory, device)
-    target, finished = config.target, config.resume and config.target is not None and config.target.exists()
-    if target is not None and not finished:
+    target = config.target
+    finished = target if config.resume and target is not None and target.exists() else None
+    if target is not None and finished is None:
         check_target(target)
     sources = open_sources(config, device)
-    asked = identity(config, sources)
-    if target is not None and finished:
-        return _finished(target, asked, config.layers)
+    if finished is not None:
+        return _finished(finished, identity(config, sources), config.layers)
     planned = plan(config, sources, memory, executor.parts())
     tables = allocate(planned)
-    asked |= {"layers": [layer.index for layer in planned.layers], "device": executor.device(config, sources), "versions": versions()}
-    with (
-        nullcontext()
-        if target is None
-        else PartialRun(target, asked | {"block": planned.block}, tables, planned.block, resume=config.resume) as partial
-    ):
+    with _partial_run(config, sources, planned, tables, executor) as partial:
         done = planned.nothing_done() if partial is None else partial.done
         with progress_bar(progress, f"{sources.checkpoint.name}: layers", planned.samples * len(planned.layers)) as advance:
             advance(planned.count(done))
@@ -125,6 +121,19 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
         if target is not None:
             _save(ds, target)
     return ds
+
+
+def _partial_run(
+    config: RunConfig, sources: Sources, planned: Plan, tables: dict[str, np.ndarray], executor: Executor
+) -> AbstractContextManager[PartialRun | None]:
+    """What keeps finished blocks while the run is computed, where it is saved at all."""
+    if config.target is None:
+        return nullcontext()
+    asked = identity(config, sources) | {
+        "layers": [layer.index for layer in planned.layers], "device": executor.device(config, sources), "versions": versions(),
+        "block": planned.block,
+    }  # fmt: skip
+    return PartialRun(config.target, asked, tables, planned.block, resume=config.resume)
 
 
 def _save(ds: xr.Dataset, target: Path) -> None:
