@@ -48,7 +48,7 @@ class RowSpace:
         return RowSpace(self._w, self._spans, torch.float64)
 
 
-@dataclass(init=False, eq=False)
+@dataclass(init=False, eq=False, repr=False)
 class HeadOperator(TensorOperator):
     r"""Closed-form Jacobian of every head of an `Attention`, with respect to its input X.
 
@@ -209,7 +209,7 @@ class HeadOperator(TensorOperator):
         return x @ self.rows.basis[self.head].mT
 
 
-@dataclass(init=False, eq=False)
+@dataclass(init=False, eq=False, repr=False)
 class HeadJacobian(HeadOperator):
     """`HeadOperator` with all of P in memory.
 

@@ -30,7 +30,7 @@ def head_jacobian(att: Attention) -> HeadOperator:
     return HeadJacobian(att) if needed <= WHOLE_BYTES.get(att.device.type, WHOLE_BYTES["cpu"]) else StreamedHeadJacobian(att)
 
 
-@dataclass(init=False, eq=False)
+@dataclass(init=False, eq=False, repr=False)
 class StreamedHeadJacobian(HeadOperator):
     """`HeadOperator` in memory O(N (d + d_v)) per head: rows of P come from q, k, and the largest score and sum of each row, twice in every product.
 

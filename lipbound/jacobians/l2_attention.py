@@ -9,7 +9,7 @@ from lipbound.attention.layer import Attention
 from lipbound.linalg.operators import PerEntry, TensorOperator
 
 
-@dataclass(init=False, eq=False)
+@dataclass(init=False, eq=False, repr=False)
 class L2HeadJacobian(TensorOperator):
     r"""Jacobian of *L2 attention* with a checkpoint's ``w_q`` and ``w_v`` (Kim, Papamakarios, Mnih 2021; tied keys, no biases).
 

@@ -13,7 +13,7 @@ from lipbound.jacobians.head_streaming import head_jacobian
 from lipbound.linalg.operators import TensorOperator
 
 
-@dataclass(init=False, eq=False)
+@dataclass(init=False, eq=False, repr=False)
 class LayerJacobian(TensorOperator):
     r"""Closed-form Jacobian of a layer's heads with respect to their common input X, one batch entry per sample.
 

@@ -11,7 +11,7 @@ from lipbound.jacobians.multihead import LayerJacobian
 from lipbound.linalg.operators import PerEntry, TensorOperator
 
 
-@dataclass(init=False, eq=False)
+@dataclass(init=False, eq=False, repr=False)
 class BlockJacobian(TensorOperator):
     """Closed-form Jacobian of one of `BLOCKS`, one batch entry per sample, (N, D) -> (N, D).
 

@@ -97,7 +97,7 @@ PerEntry = Annotated[T, _BATCHED]
 """Type of a field of a `TensorOperator` that has the batch axis first: a tensor, something with a method ``select``, or None."""
 
 
-@dataclass(init=False, eq=False)
+@dataclass(init=False, eq=False, repr=False)
 class TensorOperator(JacobianOperator):
     """An operator made of tensors, which its copies share or take entries of: a dataclass that names its batch fields by the type `PerEntry`.
 

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 import torch
-from conftest import random_attention
+from support.layers import random_attention
+from support.variants import layer as variant_layer
 from torch import Tensor
-from variants import layer as variant_layer
 
 from lipbound import bounds
 from lipbound.attention.layer import Attention

@@ -23,14 +23,15 @@ def test_costly_bounds_are_of_dot_product_attention() -> None:
     assert all(bounds.get(name).map == "head" for name in COSTLY)
 
 
-def check(att: Attention, exact: torch.Tensor, exact_l2: torch.Tensor, slack: float, names: list[str]) -> None:
+def check(att: Attention, exact: torch.Tensor, exact_l2: torch.Tensor, slack: float, names: list[str], error: torch.Tensor | float = 0.0) -> None:
+    """``error``: what rounding leaves in the exact norms, which the audit of a run takes off as well."""
     for name in names:
         bound = bounds.get(name)
         value, sound = bound(att), bound.sound(att)
         assert value.shape == sound.shape == exact.shape
         assert not bool(value.isnan().any()), name
         reference = exact if bound.map == "head" else exact_l2
-        assert bool((~sound | (value >= reference * (1 - slack))).all()), (name, float((value / reference)[sound].min()))
+        assert bool((~sound | (value >= reference * (1 - slack) - error)).all()), (name, float((value / reference)[sound].min()))
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -53,7 +54,7 @@ def test_no_costly_bound_is_below_the_dense_norm(att: Attention) -> None:
 @given(layers(torch.float32, **MODERATE))
 def test_no_sound_bound_is_below_the_float32_norm(att: Attention) -> None:
     """30 shapes x 60 heads."""
-    check(att, spectral_norm(att, tol=1e-5).lower, l2_spectral_norm(att, tol=1e-5).lower, SLACK["float32"], QUICK)
+    check(att, spectral_norm(att, tol=1e-5).lower, l2_spectral_norm(att, tol=1e-5).lower, SLACK["float32"], QUICK, rounding(att))
 
 
 @pytest.mark.slow
@@ -62,7 +63,7 @@ def test_no_sound_bound_is_below_the_float32_norm(att: Attention) -> None:
 def test_no_costly_bound_is_below_the_float32_norm(att: Attention) -> None:
     """12 shapes x 60 heads."""
     exact = spectral_norm(att, tol=1e-5).lower
-    check(att, exact, exact, SLACK["float32"], COSTLY)
+    check(att, exact, exact, SLACK["float32"], COSTLY, rounding(att))
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
