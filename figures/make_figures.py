@@ -1,8 +1,7 @@
 """Render the figures of this folder from saved runs: ``make figures``.
 
 Runs are kept in figures/runs (not in git) and computed where they are missing: heatmaps of each builtin checkpoint, bounds over balls, and every
-recipe of
-`lipbound.analysis.recipes` on builtin:minilm. Each figure is a PDF, a PNG and a caption file. ``--text`` gives texts to the recipes that the paper
+recipe of `lipbound.analysis.recipes` on builtin:minilm. Each figure is a PDF, a PNG and a caption file. ``--text`` gives texts to the recipes that the paper
 ran on text (``--text alice.txt --text ag_news.csv --column 2 --sequences 10``); without it they take the text that comes with lipbound.
 """
 
@@ -61,8 +60,7 @@ def ball() -> None:
         lb.plots.ball_curve(store.read(path), HERE / f"ball.{kind}", title=title)
     (HERE / "ball.txt").write_text(
         f"Bounds over balls, and what an adversary finds in them, against the radius, for four heads of {title}: every token moves by at most the "
-        "radius. "
-        "The true supremum lies in the shaded gap.\n"
+        "radius. The true supremum lies in the shaded gap.\n"
     )
     print("figures/ball.pdf, .png and .txt", flush=True)
 
