@@ -59,7 +59,7 @@ def plain(text: str) -> str:
 def escape_latex(text: str) -> str:
     r"""Foreign text for LaTeX; characters that its usual fonts lack, by their number.
 
-    >>> latex("50 % of a_b^2\n\\input{x}")
+    >>> escape_latex("50 % of a_b^2\n\\input{x}")
     '50 \\% of a\\_b\\textasciicircum{}2 \\textbackslash{}input\\{x\\}'
     """
     known = "".join(c if c.isascii() or c in ACCENTED or c in "\u2020\u2021" else f"[U+{ord(c):04X}]" for c in plain(text))
@@ -69,7 +69,7 @@ def escape_latex(text: str) -> str:
 def escape_markdown(text: str) -> str:
     """Foreign text for a Markdown table: neither markup nor HTML nor the end of a cell.
 
-    >>> markdown("a|b <script> [x](y) _z_")
+    >>> escape_markdown("a|b <script> [x](y) _z_")
     'a\\\\|b &lt;script&gt; \\\\[x\\\\](y) \\\\_z\\\\_'
     """
     text = plain(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("@", "&#64;").replace("://", "&#58;//")
