@@ -137,7 +137,7 @@ def test_shares_of_values_are_what_bounds_are_without_softmax(kind: str) -> None
     att = random_attention(kind)
     for name in ("yudin", "yudin_g1", "yudin_nobias", "yudin_sqrt_n", "yudin_closed", "castin", "castin_bias", "castin_c3"):
         still = Attention(att.x, 0 * att.w_q, att.w_k, att.w_v, b_q=None if att.b_q is None else 0 * att.b_q, b_k=att.b_k, b_v=att.b_v, mask=att.mask)
-        still.__dict__["p"] = att.p
+        still.cache.keep("p", att.p)
         power = 2 if name.startswith("castin") else 1
         expected = (lb.bounds.get(name)(still) / lb.bounds.get(name)(att)) ** power
         torch.testing.assert_close(shares(att, name)["values"], expected, rtol=1e-6, atol=1e-12)
