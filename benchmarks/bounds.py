@@ -29,7 +29,7 @@ REPEATS = 3
 def fresh(att: Attention) -> Attention:
     """The same layer with P at hand and nothing else remembered."""
     other = att.select()
-    other.__dict__["p"] = att.p
+    other.cache.keep("p", att.p)
     return other
 
 

@@ -11,7 +11,7 @@ from lipbound.attention.layer import Attention
 from lipbound.errors import LipboundError, UnknownNameError, nearest
 from lipbound.jacobians.gram import Gram
 from lipbound.jacobians.gram_variants import covered, gram_of
-from lipbound.jacobians.head import HeadJacobian
+from lipbound.jacobians.head import HeadOperator
 from lipbound.jacobians.head_streaming import head_jacobian
 from lipbound.jacobians.l2_attention import L2HeadJacobian
 from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
@@ -104,7 +104,7 @@ def spectral_norm(
     left = norm.left.view(att.samples, att.heads, *op.out_shape)
     if basis is not None:
         left = left @ basis.mT
-    assert isinstance(op, HeadJacobian)
+    assert isinstance(op, HeadOperator)
     return replace(norm, left=left, right=op.lift(norm.right).view(att.samples, att.heads, att.tokens, -1))
 
 
