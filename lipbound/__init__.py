@@ -55,6 +55,7 @@ _HOME = {
     "verify": "runs.verify",
 }
 _MODULES = {"bounds": "bounds", "plots": "reporting.plots", "regularizers": "regularizers", "tables": "reporting.tables"}
+_INSIDE = ("analysis", "attention", "devices", "errors", "formatting", "jacobians", "linalg", "models", "reporting", "runs")
 __all__ = [
     "Attention", "LipboundError", "Norm", "attack", "attention_probabilities", "bounds", "capture", "cite", "compare", "load", "load_checkpoint",
     "network_norm", "plots", "prepare", "radius_curve", "regularizers", "report", "spectral_norm", "tables", "verify",
@@ -67,7 +68,7 @@ def __getattr__(name: str) -> Any:
         value = importlib.import_module(f"lipbound.{_MODULES[name]}")
     elif name in _HOME:
         value = getattr(importlib.import_module(f"lipbound.{_HOME[name]}"), name)
-    elif name in moved.MOVED:
+    elif name in _INSIDE or name in moved.MOVED:
         return importlib.import_module(f"lipbound.{name}")
     else:
         raise AttributeError(f"module 'lipbound' has no attribute {name!r}")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from lipbound.bounds.audit import audit  # here, so that importing the module of that name does not replace the function
 from lipbound.bounds.entry import Bound
-from lipbound.bounds.registry import bibliography, bound, evaluate, get, names, resolve
+from lipbound.bounds.registry import PAPERS, bibliography, bound, evaluate, get, names, resolve
+from lipbound.moved import MOVED
 
 if TYPE_CHECKING:
     from lipbound.bounds.after_layer_norm import after_norm as after_norm
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     BIBTEX: dict[str, str]
 
+_INSIDE = (*PAPERS, "ball", "lipbound2026", "multihead")
 _HOME = {"after_norm": "after_layer_norm", "over_ball": "ball.bound_over_ball", "whole_layer": "multihead"}
 __all__ = ["BIBTEX", "Bound", "after_norm", "audit", "bound", "evaluate", "get", "names", "over_ball", "resolve", "whole_layer"]
 
@@ -27,6 +29,8 @@ def __getattr__(name: str) -> Any:
         value: Any = bibliography()
     elif name in _HOME:
         value = getattr(importlib.import_module(f"lipbound.bounds.{_HOME[name]}"), name)
+    elif name in _INSIDE or f"bounds.{name}" in MOVED:
+        return importlib.import_module(f"lipbound.bounds.{name}")
     else:
         raise AttributeError(f"module 'lipbound.bounds' has no attribute {name!r}")
     globals()[name] = value

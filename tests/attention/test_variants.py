@@ -25,7 +25,7 @@ def alibi() -> type[Variant]:
         falls: Tensor
         """(heads,): how much a score falls with every token between query and key."""
 
-        name = "alibi"
+        name = "alibi_of_this_test"
         title = "linear position biases"
         stage = 2
         place = 4
@@ -81,7 +81,7 @@ def test_copies_and_streams_of_a_new_variant(alibi: type[Variant]) -> None:
     torch.testing.assert_close(StreamedHeadJacobian(att).gram(y), HeadJacobian(att).gram(y), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(att.select(slice(1, 2), slice(2, 3)).p, att.p[1:, 2:])
     torch.testing.assert_close(att.unpadded(1).p[0], att.p[1, :, :4, :4])
-    assert repr(att).endswith("with valid, alibi)")
+    assert repr(att).endswith("with valid, alibi_of_this_test)")
 
 
 def test_nothing_claims_to_cover_a_new_variant(alibi: type[Variant]) -> None:

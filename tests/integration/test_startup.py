@@ -37,6 +37,12 @@ def test_importing_lipbound_loads_nothing() -> None:
     assert loaded("import lipbound\nlipbound.__version__\ndir(lipbound)") == set()
 
 
+def test_modules_are_found_without_importing_them() -> None:
+    """As attributes, in a process that has used nothing else."""
+    assert loaded("import lipbound as lb\nlb.errors.StoreError, lb.attention, lb.linalg, lb.runs") == set()
+    assert "torch" in loaded("import lipbound as lb\nlb.devices.available, lb.bounds.multihead.RULES, lb.bounds.castin2024.castin, lb.bounds.ball")
+
+
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], *([command, "--help"] for command in COMMANDS)], ids=" ".join)
 def test_help_loads_nothing(arguments: list[str]) -> None:
     assert after(*arguments) == set()
