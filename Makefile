@@ -36,7 +36,7 @@ lint: $(STAMP)
 outputs: $(STAMP)
 	@for tool in chromium chromedriver pdflatex bibtex pdftotext; do command -v $$tool >/dev/null || { \
 		echo "$$tool is not installed; on Debian, make debian (as root) installs it"; exit 1; }; done
-	$(BIN)/python -m pytest checks
+	$(BIN)/python -m pytest -n 0 checks  # one browser at a time
 
 debian:
 	apt-get update -qq

@@ -38,6 +38,10 @@ class StoreError(LipboundError):
     dataset: "xr.Dataset | None" = None
 
 
+class AlteredRunError(StoreError):
+    """A stored run has settings that no run can have, so they were changed."""
+
+
 class UnknownNameError(LipboundError):
     """A name that is not in a registry."""
 

@@ -54,7 +54,8 @@ def label(ds: xr.Dataset, name: str) -> str:
 
 def compared_with(ds: xr.Dataset, name: str) -> str:
     """The variable with the exact norm that a bound is compared with: that of its own map."""
-    return str(ds[name].attrs["compared_with"]) if "compared_with" in ds[name].attrs else _registered(name).exact
+    said = ds[name].attrs.get("compared_with")
+    return str(said) if said in ("exact", "exact_l2") and said in ds else _registered(name).exact
 
 
 def caveat(ds: xr.Dataset, name: str) -> str:

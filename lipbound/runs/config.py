@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from lipbound.bounds.multihead import names_for
-from lipbound.errors import LipboundError, StoreError, UnknownNameError, nearest
+from lipbound.errors import AlteredRunError, LipboundError, StoreError, UnknownNameError, nearest
 from lipbound.jacobians.maps import MAPS
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ class RunConfig:
             device: a torch device, or "auto". dtype: that of the run by default.
 
         Raises:
-            StoreError: the run does not record where its model or data came from, or records settings that no run can have.
+            StoreError: the run does not record where its model or data came from.
+            AlteredRunError: it records settings that no run can have.
         """
         a = ds.attrs
         source = a.get("source")
@@ -91,7 +92,7 @@ class RunConfig:
                 device=device, dtype=dtype or a["dtype"], seed=a["seed"],
             )  # fmt: skip
         except LipboundError as error:
-            raise StoreError(f"the run's settings (attributes) were changed, no run can have them: {error}") from error
+            raise AlteredRunError(f"the run's settings (attributes) were changed, no run can have them: {error}") from error
 
     @property
     def _bounds(self) -> str | list[str]:

@@ -10,7 +10,7 @@ import pandas as pd
 import xarray as xr
 
 from lipbound.bounds.audit import audit
-from lipbound.errors import LipboundError
+from lipbound.errors import AlteredRunError, LipboundError
 from lipbound.formatting import plain
 from lipbound.runs.provenance import altered, own, settings_checksum
 from lipbound.runs.replay import Replay, changed_versions, measure_again, replay
@@ -90,7 +90,10 @@ def verify(
     """
     if places < 1:
         raise LipboundError(f"places is {places}; at least one sample and layer must be computed again")
-    rerun = replay(ds, model=model, data=data, device=device, dtype=dtype)
+    try:
+        rerun = replay(ds, model=model, data=data, device=device, dtype=dtype)
+    except AlteredRunError as error:  # nothing can be computed with such settings
+        return Verification((str(error),), (), _table({}), ())
     other_dtype = dtype not in (None, ds.attrs["dtype"])
     problems = list(rerun.differences)
     if "settings_checksum" in ds.attrs and settings_checksum(ds) != ds.attrs["settings_checksum"]:
@@ -112,9 +115,13 @@ def verify(
             found[name] = (count + 1, max(largest, difference), off + bool(sentence))
             if sentence:
                 (notes if other_dtype else problems).append(sentence)
-    table = pd.DataFrame([(name, *row) for name, row in found.items()], columns=["variable", "values", "largest", "off"]).set_index("variable")
     where = tuple((int(ds["sample"][s]), int(ds["layer"][i])) for s, i in chosen)
-    return Verification(tuple(problems), tuple(notes), table, where)
+    return Verification(tuple(problems), tuple(notes), _table(found), where)
+
+
+def _table(found: dict[str, tuple[int, float, int]]) -> pd.DataFrame:
+    """Per variable how many values were compared, the largest relative difference, how many were off."""
+    return pd.DataFrame([(name, *row) for name, row in found.items()], columns=["variable", "values", "largest", "off"]).set_index("variable")
 
 
 def _choose(ds: xr.Dataset, places: int, seed: int, broken: list[tuple[int, int]]) -> list[tuple[int, int]]:
