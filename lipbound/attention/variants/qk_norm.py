@@ -121,6 +121,9 @@ class QKNormalised(Variant):
             raise AttentionError("a query or key of length zero is normalised without eps, which is not defined; give an eps")
         return norm.apply(x, y)
 
+    def acts_on(self, side: Side) -> bool:
+        return self._of(side) is not None
+
     def step(self, side: Side, x: Tensor, y: Callable[[], Tensor], dtype: torch.dtype) -> "NormStep | None":
         norm = self._of(side)
         return None if norm is None else NormStep.of(norm, x, y(), dtype)
