@@ -146,7 +146,7 @@ class Attention(Transforms):
 
     def __repr__(self) -> str:
         extra = [name for name in ("b_q", "b_k", "b_v", "w_o", "mask", "valid") if getattr(self, name) is not None]
-        extra += [part for step in self.scoring.steps for part in step.parts]
+        extra += [part for step in sorted(self.scoring.steps, key=lambda step: step.place) for part in step.parts]
         return (
             f"Attention(samples={self.samples}, heads={self.heads}, N={self.tokens}, D={self.x.shape[2]}, d={self.d}, "
             f"d_v={self.d_v}, {str(self.dtype).removeprefix('torch.')}{', with ' + ', '.join(extra) if extra else ''})"
