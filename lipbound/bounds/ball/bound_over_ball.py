@@ -68,8 +68,9 @@ def over_ball(att: Attention, radius: float | Sequence[float], *, norm: str = "t
 
     As the radius goes to 0, (a) goes to the value at the centre; (c) grows like :math:`\rho^2 \sqrt N`, as global bounds must.
     """
-    if not att.variants <= CENTRES.covers:
+    if "qk_norm" in att.variants:
         raise AttentionError("over_ball does not cover normalised queries and keys, whose derivative changes with the input; lipbound.attack does")
+    att.only("over_ball", CENTRES.covers)
     given = torch.as_tensor(radius, dtype=torch.float64)
     single, radii = given.ndim == 0, given.reshape(-1).tolist()
     for one in radii:
