@@ -114,7 +114,7 @@ class Attention(Transforms):
         validate(x, projections, scoring, valid)
         self.projections, self.scoring, self.valid, self.surroundings = projections, scoring, valid, surroundings
         self.x = x if valid is None else torch.where(valid[..., None], x, torch.zeros_like(x))
-        tensors = [self.x, *projections.tensors().values(), *(t for step in scoring.steps for t in step.tensors().values())]
+        tensors = [self.x, *projections.tensors().values(), *scoring.inputs()]
         self.cache = Cache(differentiable=any(t.requires_grad for t in tensors))
 
     def with_parts(

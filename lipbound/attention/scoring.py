@@ -43,6 +43,10 @@ class Scoring:
             raise AttentionError(f"variants {names} were given, one of them twice; give each once")
         object.__setattr__(self, "steps", tuple(sorted(self.steps, key=lambda step: step.stage)))
 
+    def inputs(self) -> list[Tensor]:
+        """All tensors that it is made of."""
+        return [*([] if self.mask is None else [self.mask]), *(t for step in self.steps for t in step.inputs())]
+
     # -- what the variants are ----------------------------------------------------------------------------------------
 
     @property

@@ -49,6 +49,10 @@ class Variant:
         """Those that must have the dtype of the layer and be finite, by the names that errors call them."""
         return {}
 
+    def inputs(self) -> list[Tensor]:
+        """All tensors that it is made of."""
+        return list(self.tensors().values())
+
     def check(self, shapes: Shapes) -> None:
         """Raise AttentionError where it does not fit a layer."""
 
