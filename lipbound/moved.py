@@ -82,7 +82,7 @@ MOVED = {
     "tangents": "jacobians.token_tangents",
     "training": "models.capture.differentiable",
     "unfinished": "runs.partial_store",
-    "validation": "attention.validation",
+    "validation": "attention.validation attention.masking",
     "verifying": "runs.verify",
     "writing": "formatting",
 }

@@ -114,7 +114,7 @@ class Attention(Transforms):
         validate(x, projections, scoring, valid)
         self.projections, self.scoring, self.valid, self.surroundings = projections, scoring, valid, surroundings
         self.x = x if valid is None else torch.where(valid[..., None], x, torch.zeros_like(x))
-        tensors = [self.x, *projections.tensors().values(), *(t for step in scoring.steps for t in step.tensors().values())]
+        tensors = [self.x, *projections.tensors().values(), *scoring.inputs()]
         self.cache = Cache(differentiable=any(t.requires_grad for t in tensors))
 
     def with_parts(
@@ -146,7 +146,7 @@ class Attention(Transforms):
 
     def __repr__(self) -> str:
         extra = [name for name in ("b_q", "b_k", "b_v", "w_o", "mask", "valid") if getattr(self, name) is not None]
-        extra += [part for step in self.scoring.steps for part in step.parts]
+        extra += [part for step in sorted(self.scoring.steps, key=lambda step: step.place) for part in step.parts]
         return (
             f"Attention(samples={self.samples}, heads={self.heads}, N={self.tokens}, D={self.x.shape[2]}, d={self.d}, "
             f"d_v={self.d_v}, {str(self.dtype).removeprefix('torch.')}{', with ' + ', '.join(extra) if extra else ''})"

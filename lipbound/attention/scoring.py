@@ -16,8 +16,6 @@ from lipbound.errors import AttentionError
 
 V = TypeVar("V", bound=Variant)
 EVERY = slice(None)
-SCORES = 2
-"""The first stage of variants that act on scores."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +43,10 @@ class Scoring:
             raise AttentionError(f"variants {names} were given, one of them twice; give each once")
         object.__setattr__(self, "steps", tuple(sorted(self.steps, key=lambda step: step.stage)))
 
+    def inputs(self) -> list[Tensor]:
+        """All tensors that it is made of."""
+        return [*([] if self.mask is None else [self.mask]), *(t for step in self.steps for t in step.inputs())]
+
     # -- what the variants are ----------------------------------------------------------------------------------------
 
     @property
@@ -63,8 +65,8 @@ class Scoring:
 
     @property
     def plain_keys(self) -> bool:
-        """Whether no variant acts on queries and keys: biases of keys then shift every row of scores by a constant."""
-        return all(step.stage >= SCORES for step in self.steps)
+        """Whether no variant acts on keys: their biases then shift every row of scores by a constant."""
+        return not any(step.acts_on("k") for step in self.steps)
 
     # -- queries and keys ---------------------------------------------------------------------------------------------
 
@@ -90,16 +92,17 @@ class Scoring:
     def slopes(self, z: Tensor, heads: slice | int = EVERY, rows: slice = EVERY) -> Tensor | None:
         """The derivative of `transformed` entry by entry; None where it is one."""
         total = None
-        for step in self.steps:
+        last = max((i for i, step in enumerate(self.steps) if step.sloped), default=-1)
+        for i, step in enumerate(self.steps[: last + 1]):
             slope = step.slopes(z, heads, rows)
             total = slope if total is None else total if slope is None else total * slope
-            z = step.scores(z, heads, rows)
+            z = step.scores(z, heads, rows) if i < last else z
         return total
 
     @property
     def sloped(self) -> bool:
-        """Whether `slopes` are not all one."""
-        return self.slopes(torch.zeros(1, 1), 0, slice(0, 1)) is not None
+        """Whether `slopes` may be other than one."""
+        return any(step.sloped for step in self.steps)
 
     def forbid(self, scores: Tensor, valid: Tensor | None) -> Tensor:
         """``scores`` (samples, heads, N, N) plus the mask, -inf where attention is forbidden."""

@@ -7,6 +7,7 @@ from support.layers import causal, random_attention
 import lipbound as lb
 from lipbound.attention.layer import Attention
 from lipbound.attention.reference import head_function
+from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.errors import AttentionError
 
 
@@ -120,3 +121,22 @@ def test_values_without_derivatives_do_not_serve_where_these_are_wanted() -> Non
         assert (old.requires_grad, new.requires_grad) == (False, True)
         torch.testing.assert_close(old, new.detach(), rtol=1e-12, atol=0)
         assert bool(torch.isfinite(torch.autograd.grad(new.sum(), att.x, retain_graph=True)[0]).all())
+
+
+@pytest.mark.parametrize("part", ["mask", "norm_q"])
+def test_so_do_values_of_other_parts_with_derivatives(part: str) -> None:
+    own = random_attention("plain")
+    norm = QKNorm(torch.ones(own.heads, own.d, dtype=torch.float64, requires_grad=True), eps=1e-6)
+    mask = torch.zeros(own.tokens, own.tokens, dtype=torch.float64, requires_grad=True)
+    att = Attention(own.x, own.w_q, own.w_k, own.w_v, mask=mask if part == "mask" else None, norm_q=norm if part == "norm_q" else None)
+    with torch.no_grad():
+        assert not att.p.requires_grad
+    assert att.p.requires_grad
+
+
+def test_a_bias_of_keys_costs_no_digits_where_only_queries_are_normalised() -> None:
+    own = random_attention("plain")
+    norm = QKNorm(torch.ones(own.heads, own.d, dtype=torch.float64), eps=1e-6)
+    bias = torch.full((own.heads, own.d), 1e8, dtype=torch.float64)
+    without, with_bias = (Attention(own.x, own.w_q, own.w_k, own.w_v, b_k=b, norm_q=norm) for b in (None, bias))
+    assert torch.equal(without.p, with_bias.p)

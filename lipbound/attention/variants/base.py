@@ -49,6 +49,10 @@ class Variant:
         """Those that must have the dtype of the layer and be finite, by the names that errors call them."""
         return {}
 
+    def inputs(self) -> list[Tensor]:
+        """All tensors that it is made of."""
+        return list(self.tensors().values())
+
     def check(self, shapes: Shapes) -> None:
         """Raise AttentionError where it does not fit a layer."""
 
@@ -57,6 +61,10 @@ class Variant:
     def enter(self, side: Side, x: Tensor, y: Tensor, valid: Tensor | None) -> Tensor:
         """Projected queries or keys y (samples, heads, N, d), float64, of inputs x (samples, N, D), as they go on: shaped like y."""
         return y
+
+    def acts_on(self, side: Side) -> bool:
+        """Whether `enter` may change queries, or keys."""
+        return type(self).enter is not Variant.enter
 
     def step(self, side: Side, x: Tensor, y: Callable[[], Tensor], dtype: torch.dtype) -> TokenStep | None:
         """The derivative of `enter` with respect to y = y(), token by token, with products in a dtype; None where it leaves vectors as they are."""
@@ -79,6 +87,11 @@ class Variant:
     def slopes(self, z: Tensor, heads: slice | int, rows: slice) -> Tensor | None:
         """The derivative of `scores` entry by entry, shaped like z; None where it is one."""
         return None
+
+    @property
+    def sloped(self) -> bool:
+        """Whether `slopes` may be other than one."""
+        return type(self).slopes is not Variant.slopes
 
     # -- the softmax -----------------------------------------------------------------------------------------------------
 

@@ -38,10 +38,11 @@ class QKNorm:
     def __post_init__(self) -> None:
         if self.gain.ndim != 2 or (self.bias is not None and self.bias.shape != self.gain.shape):
             raise AttentionError(f"gain of a normalisation has shape {tuple(self.gain.shape)}; it must be (heads, d), and bias the same")
-        if not all(bool(torch.isfinite(t).all()) for t in self._tensors()) or not 0 <= self.eps < torch.inf:
+        if not all(bool(torch.isfinite(t).all()) for t in self.tensors()) or not 0 <= self.eps < torch.inf:
             raise AttentionError("a normalisation has NaN or infinite numbers, or a negative eps")
 
-    def _tensors(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
+        """All that it is made of."""
         return [t for t in (self.gain, self.bias, *(self.over or ())) if t is not None]
 
     def together(self, x: Tensor) -> Tensor | None:
@@ -108,6 +109,9 @@ class QKNormalised(Variant):
     def parts(self) -> list[str]:
         return [name for name, norm in (("norm_q", self.q), ("norm_k", self.k)) if norm is not None]
 
+    def inputs(self) -> list[Tensor]:
+        return [t for norm in (self.q, self.k) if norm is not None for t in norm.tensors()]
+
     def check(self, shapes: Shapes) -> None:
         for name, norm in (("norm_q", self.q), ("norm_k", self.k)):
             if norm is not None:
@@ -120,6 +124,9 @@ class QKNormalised(Variant):
         if norm.undefined(x, y, valid):
             raise AttentionError("a query or key of length zero is normalised without eps, which is not defined; give an eps")
         return norm.apply(x, y)
+
+    def acts_on(self, side: Side) -> bool:
+        return self._of(side) is not None
 
     def step(self, side: Side, x: Tensor, y: Callable[[], Tensor], dtype: torch.dtype) -> "NormStep | None":
         norm = self._of(side)

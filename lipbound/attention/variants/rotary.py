@@ -84,6 +84,9 @@ class Rotation(Variant):
 
     # -- as a variant ----------------------------------------------------------------------------------------------------
 
+    def inputs(self) -> list[Tensor]:
+        return [self.cos, self.sin]
+
     def check(self, shapes: Shapes) -> None:
         if self.tokens != shapes.x[1] or self.width > shapes.w_q[2]:
             raise AttentionError(
