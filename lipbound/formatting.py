@@ -7,8 +7,6 @@ ESCAPED = {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
     "|": r"\textbar{}", '"': r"{\char34}", "[": "{[}", **{c: "\\" + c for c in "&%$#_{}"},
 }  # fmt: skip
-
-
 ACCENTED = frozenset(chr(c) for c in range(0xC0, 0x100)) - set("\u00d0\u00d7\u00de\u00f0\u00f7\u00fe")
 """Letters that LaTeX composes whatever the font."""
 

@@ -28,11 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LENGTHS = tuple(range(2, 101, 2))
-
-
 BOUND = "castin_bias"
-
-
 VARIABLES = {
     "head_exact": (("sequence", "length", "layer", "head"), "exact local constant of a head"),
     "layer_exact": (("sequence", "length", "layer"), "exact local constant of the whole layer, with its output projection"),

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Inputs = Mapping[str, Tensor]
-
-
 FEW = 16
 """Outputs, such as logits of a few classes, whose gradients are simply computed: the norm is then dense, and ``upper`` needs no probability."""
 

@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 ATTACKS = ("clean", "fgsm-2", "fgsm-4", "pgd-2", "pgd-4", "autoattack-2")
 """The columns of Tables 1-4 of Yudin et al. 2025: attack, and L-infinity budget in 1/255."""
-
-
 PGD_STEPS, AUTO_STEPS = 4, 10
-
-
 SOLVERS = ("fgsm", "pgd", "autoattack")
 
 

@@ -107,6 +107,11 @@ class Fields:
         """Names of the variants that this layer has (`lipbound.attention.variants`)."""
         return self.scoring.names
 
+    @property
+    def shift_invariant(self) -> bool:
+        """Whether a vector added to all keys changes nothing."""
+        return self.scoring.shift_invariant
+
     def only(self, what: str, allowed: Collection[str] = ()) -> None:
         """Raise AttentionError if the layer has variants that ``what`` does not cover."""
         other = [step.title for step in sorted(self.scoring.steps, key=lambda step: step.place) if step.name not in allowed]

@@ -14,8 +14,6 @@ from lipbound.errors import LipboundError
 
 ROWS = 2**21
 """Entries handled at a time by `jacobian_norm`, which works in float64 whatever it is given."""
-
-
 BISECTED = 2**17
 """Entries handled at a time by `singular_value`: what a cache holds."""
 

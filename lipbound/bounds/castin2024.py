@@ -11,8 +11,6 @@ from lipbound.bounds.registry import bound
 from lipbound.bounds.terms import values_and_softmax
 
 CITATION = "castin2024smooth"
-
-
 BIBTEX = """@inproceedings{castin2024smooth,
   title     = {How Smooth Is Attention?},
   author    = {Castin, Val{\\'e}rie and Ablin, Pierre and Peyr{\\'e}, Gabriel},
@@ -20,11 +18,7 @@ BIBTEX = """@inproceedings{castin2024smooth,
   year      = {2024},
   note      = {arXiv:2312.14820}
 }"""
-
-
 ROOT3 = math.sqrt(3)
-
-
 _terms = values_and_softmax(lambda att, value: (ROOT3 * qty.norm_v(att) * qty.count(att).sqrt() / value) ** 2)
 
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 MAP_NORMS = {"head": "exact", "l2": "exact_l2"}
 """The variable that holds the exact norm of the map a bound is about."""
-
-
 BALLS = {"token": "every token moves by at most the radius", "frobenius": "X moves by at most the radius in the Frobenius norm"}
 
 
@@ -100,6 +98,11 @@ class Bound:
     def function(self) -> Function:
         """The formula for plain heads, whose docstring is the statement."""
         return self.formulas.plain.function
+
+    @property
+    def condition(self) -> Function:
+        """When it is a bound of plain heads; `sound` knows the others."""
+        return self.formulas.plain.condition
 
     @property
     def covers(self) -> frozenset[str]:

@@ -12,8 +12,6 @@ from lipbound.bounds import ingredients as qty
 from lipbound.bounds.registry import bound
 
 CITATION = "kim2021lipschitz"
-
-
 BIBTEX = """@inproceedings{kim2021lipschitz,
   title     = {The {L}ipschitz Constant of Self-Attention},
   author    = {Kim, Hyunjik and Papamakarios, George and Mnih, Andriy},

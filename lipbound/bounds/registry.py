@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 PAPERS = ("castin2024", "kim2021", "specformer2024", "yudin2025", "lipbound2026.plain", "lipbound2026.variants", "lipbound2026.gram")
 """The modules that register bounds, under ``lipbound.bounds``."""
-
-
 _BOUNDS: dict[str, Bound] = {}
 _BIBTEX: dict[str, str] = {}
 

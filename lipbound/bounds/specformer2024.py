@@ -8,8 +8,6 @@ from lipbound.bounds.registry import bound
 from lipbound.bounds.terms import values_and_softmax
 
 CITATION = "hu2024specformer"
-
-
 BIBTEX = """@inproceedings{hu2024specformer,
   title     = {{SpecFormer}: Guarding Vision Transformer Robustness via Maximum Singular Value Penalization},
   author    = {Hu, Xixu and Zheng, Runkai and Wang, Jindong and Leung, Cheuk Hang and Wu, Qi and Xie, Xing},

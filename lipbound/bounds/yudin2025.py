@@ -5,23 +5,19 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.bounds import ingredients as qty
-from lipbound.bounds.ball.softmax_interval import largest_g1, reachable_rows
+from lipbound.bounds.ball.softmax_interval import g1_over_box, reachable_rows
 from lipbound.bounds.registry import bound
 from lipbound.bounds.terms import values_and_softmax
 from lipbound.linalg.covariance import weighted_deviation_norm
 from lipbound.linalg.matrix_norms import nonnegative_norm
 
 CITATION = "yudin2025pay"
-
-
 BIBTEX = """@misc{yudin2025pay,
   title  = {Pay Attention to Attention Distribution: A New Local {L}ipschitz Bound for Transformers},
   author = {Yudin, Nikolay and Gaponov, Alexander and Kudriashov, Sergei and Rakhuba, Maxim},
   year   = {2025},
   note   = {arXiv:2507.07814}
 }"""
-
-
 ANY = "any biases (Remark 2), any mask"
 
 
@@ -58,8 +54,6 @@ def _deviation(att: Attention) -> Tensor:
 
 
 _terms = values_and_softmax(lambda att, value: qty.norm_v(att) * qty.norm_p(att) / value)
-
-
 _terms_closed = values_and_softmax(lambda att, value: qty.norm_v(att) * qty.count(att).sqrt() / value)
 
 
@@ -85,7 +79,7 @@ def _remark_1(att: Attention, radius: float, norm: str) -> Tensor:
     for s in range(att.samples):
         low, high = reachable_rows(att.double().unpadded(s), radius, norm)
         norm_p = nonnegative_norm(high).minimum(qty.count(att)[s].sqrt())
-        values.append(norm_p + 2 * size[s] ** 2 * qty.norm_a(extended) * largest_g1(low, high).amax(-1))
+        values.append(norm_p + 2 * size[s] ** 2 * qty.norm_a(extended) * g1_over_box(low, high).amax(-1))
     return qty.norm_v(att) * torch.stack(values)
 
 

@@ -14,12 +14,8 @@ from lipbound.linalg.operators import PerEntry
 
 WHOLE_BYTES = {"cpu": 2e9, "cuda": 8e9}
 """Bytes of attention matrices and their temporaries above which they are not kept."""
-
-
 ROW_BYTES = {"cpu": 2**23, "cuda": 2**29}
 """Bytes of the rows of float64 scores that are formed at a time."""
-
-
 SCORE_BYTES = 20
 """Bytes for one entry of P while it is computed in float64, and in the products."""
 

@@ -52,7 +52,5 @@ MAPS = {
     "layer": "multi-head attention: all heads of a layer, with the output projection",
     **BLOCKS,
 }
-
-
 WHOLE = ("heads", "layer", *BLOCKS)
 """Maps of a whole layer: one norm per sample, not per head."""

@@ -18,7 +18,7 @@ class LayerJacobian(TensorOperator):
     r"""Closed-form Jacobian of a layer's heads with respect to their common input X, one batch entry per sample.
 
     Without projection the heads' outputs stand side by side, (N, heads d_v), head by head; with it they are projected by their slices ``w_o`` and
-    added, (N, D_out). Both come from the products of `HeadJacobian` on (dQ, dK, dV) of every head.
+    added, (N, D_out). Both come from the products of `HeadOperator` on (dQ, dK, dV) of every head.
 
     Args:
         att: the layer.

@@ -13,12 +13,8 @@ import torch
 from scipy.special import betaincinv, betaln
 
 Array = np.ndarray
-
-
 RESCALE = 8
 """Steps between two rescalings of the polynomial, which grows at most by the inverse of the rounding unit in each: far from overflow."""
-
-
 ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-11}
 """Relative allowance for products in this dtype: the recurrence belongs to a matrix that is off by rounding."""
 

@@ -5,8 +5,6 @@ from torch import Tensor
 
 ROWS = 4
 """Rows of each head solved for at a time."""
-
-
 ROUNDS = 8
 """Rounds after which the remaining rows keep their cheap upper values."""
 

@@ -18,8 +18,6 @@ from lipbound.linalg.solution import Norm, unit_vectors
 
 RANKS = (8, 24)
 """How many Ritz vectors are deflated, in successive attempts."""
-
-
 STEPS = 60
 """Lanczos steps the Ritz vectors come from."""
 

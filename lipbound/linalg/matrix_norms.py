@@ -4,12 +4,8 @@ import torch
 from torch import Tensor
 
 UNIT = 2.0**-53
-
-
 SMALLEST = 1e-140
 """Norms below it have no squares in the range of float64."""
-
-
 LARGEST_DENSE_EIG = 1024
 """Largest matrix handed to a dense eigensolver where an iterative upper bound has not settled."""
 

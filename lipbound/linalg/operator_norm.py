@@ -12,8 +12,6 @@ from lipbound.linalg.reference_solvers import dense_svd, power_iteration
 from lipbound.linalg.solution import Norm
 
 METHODS = ("lanczos", "golub-kahan", "power", "dense")
-
-
 DEFAULT_STEPS = {"lanczos": 500, "golub-kahan": 500, "power": 100}
 
 

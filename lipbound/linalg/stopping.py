@@ -16,8 +16,6 @@ from lipbound.linalg.solution import Results
 
 ESTIMATE_DELTA = 1e-3
 """Failure probability, per norm, behind the error estimate of a norm for which no certificate was asked."""
-
-
 LARGEST_DENSE_SVD = 512
 """Largest output dimension for which a Krylov space that ends before a certificate is reached is replaced by a dense decomposition."""
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from lipbound.errors import LipboundError, UnknownNameError, nearest
 
 QUERY_REDUCTIONS = ("max", "mean")
-
-
 SMALL = 1e-6
 """Added to g_k in equation (9)."""
 

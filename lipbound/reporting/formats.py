@@ -146,11 +146,7 @@ def commented(paragraph: str, entries: str) -> str:
 
 
 TEXT = Prose(plain, lambda key, author, year: f"({author} {year})", "x", lambda x: f"1 - {x:g}")
-
-
 LATEX = Prose(escape_latex, lambda key, author, year: f"\\cite{{{key}}}", r"$\times$", _latex_complement)
-
-
 FORMATTERS = {
     "text": Formatter(text_table, TEXT),
     "markdown": Formatter(markdown_table),

@@ -23,11 +23,7 @@ from lipbound.reporting.statistics import shared_scale
 from lipbound.reporting.styles import Drawing, look, write
 
 __all__ = ["COLORMAP", "Drawing", "ball_curve", "caption", "heatmap", "heatmaps", "ratios", "reduce_samples", "shared_scale", "write"]
-
-
 COLORMAP = "cividis"
-
-
 NO_RATIO = ("infinite for some heads", "no positive norm")
 
 

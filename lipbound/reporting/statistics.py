@@ -13,11 +13,7 @@ from lipbound.errors import LipboundError, UnknownNameError, nearest
 from lipbound.reporting.reductions import reduce_samples
 
 ROWS = ("bound", "layer", "head")
-
-
 VALUES = ("ratio", "value")
-
-
 OFF_SCALE = 4.0
 """Decades by which a panel's median may exceed every other panel's before it leaves the shared scale."""
 

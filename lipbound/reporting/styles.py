@@ -13,8 +13,6 @@ from lipbound.formatting import escape_latex
 
 WIDTHS = {"page": 7.1, "column": 3.45, "slide": 12.0}
 """Figure widths in inches: across two columns of a paper, one column, a slide."""
-
-
 BASE: Any = {
     "pdf.fonttype": 42,  # TrueType, embedded and editable
     "svg.fonttype": "path",
@@ -24,12 +22,8 @@ BASE: Any = {
     "font.family": "sans-serif",
     "axes.linewidth": 0.5,
 }
-
-
 TUEPLOTS_COLUMNS = {"page": "full", "column": "half"}
 """What tueplots calls our widths, for journals of two columns."""
-
-
 SPARE = {"serif": "STIXGeneral"}
 """Like Times, and always there: for machines without the venue's fonts."""
 

@@ -35,14 +35,8 @@ __all__ = [
     "FORMATS", "OFF_SCALE", "ROWS", "VALUES", "bibtex", "breakdown", "by_width", "caption", "footnotes", "holds", "latex", "left_out", "mark",
     "methods", "number", "panels", "ratio", "readable", "render", "shared_scale", "summary", "width", "widths",
 ]  # fmt: skip
-
-
 WRITERS = {name: formatter.table for name, formatter in FORMATTERS.items() if formatter.table is not None}
-
-
 FORMATS = tuple(WRITERS)
-
-
 HEADINGS = {
     "geomean": "geom. mean", "samples": "over samples", "min": "min", "max": "max", "violations": "below exact", "compared": "of",
     "sound": "assumptions hold",

@@ -38,8 +38,6 @@ class WorkerSpec(NamedTuple):
 
 
 _MEASURERS: dict[WorkerSpec, Measurer] = {}
-
-
 _TURN = threading.Lock()
 
 

@@ -24,12 +24,8 @@ from lipbound.runs.partial_store import partial_path, stored_block
 
 BLOCK_BYTES = 1.5e9
 """Working memory on a CPU, unless asked otherwise."""
-
-
 BYTES_PER_SCORE = 80
 """Bytes of working memory per entry of the attention matrices (P and its temporaries, some in float64)."""
-
-
 UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 

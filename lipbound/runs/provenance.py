@@ -20,8 +20,6 @@ if TYPE_CHECKING:  # reading a run needs no torch
     from lipbound.runs.config import RunConfig
 
 CHECKSUM = "checksum"
-
-
 SETTINGS = (
     "lipbound", "model", "revision", "loaded", "commit", "architecture", "data", "data_fingerprint", "source", "preprocessing", "bounds", "map",
     "map_description", "method", "tol", "delta", "dtype", "device", "seed", "versions", "python", "date", "command", "samples", "exact_samples",

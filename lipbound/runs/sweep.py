@@ -15,12 +15,8 @@ from lipbound.runs.compare import run
 from lipbound.runs.config import RunConfig
 
 AXES = ("model", "data", "max_length")
-
-
 OPTIONS = tuple(field.name for field in fields(RunConfig) if field.name not in (*AXES, "out", "resume"))
 """What else a sweep file may say; a sweep itself decides where its runs are saved, and resumes them."""
-
-
 FIELDS = ("run", *AXES, "status", "error")
 
 

@@ -17,8 +17,6 @@ from lipbound.runs.replay import Replay, changed_versions, measure_again, replay
 
 ALLOWED = {"float32": 1e-4, "float64": 1e-8}
 """Relative difference that rounding explains, per unit of the logarithm's size: the exponentials in some bounds amplify it."""
-
-
 SHOWN = 20
 """Differences that are told one by one."""
 

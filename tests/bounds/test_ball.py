@@ -9,7 +9,7 @@ from lipbound import bounds
 from lipbound.analysis import adversary
 from lipbound.attention.layer import Attention
 from lipbound.attention.softmax import jacobian_norm
-from lipbound.bounds.ball.softmax_interval import largest_g1, reachable_rows, softmax_interval
+from lipbound.bounds.ball.softmax_interval import g1_over_box, reachable_rows, softmax_interval
 from lipbound.errors import LipboundError
 
 NORMS = ("token", "frobenius")
@@ -83,7 +83,7 @@ def test_intervals_hold_the_rows_of_moved_inputs(att: Attention, norm: str) -> N
             )
             assert bool((moved.p >= low * (1 - 1e-9)).all())
             assert bool((moved.p <= high * (1 + 1e-9)).all())
-            g1 = largest_g1(low, high)
+            g1 = g1_over_box(low, high)
             norms = jacobian_norm(moved.p).lower
             assert bool((norms <= g1 * (1 + 1e-9)).all())
 

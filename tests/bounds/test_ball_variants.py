@@ -20,7 +20,7 @@ from lipbound.attention.reference import dense_jacobian, head_function
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation
 from lipbound.bounds.ball.plain import BallCentre
-from lipbound.bounds.ball.variants import VariantBallCentre, norm_a
+from lipbound.bounds.ball.variants import VariantBallCentre, largest_a
 from lipbound.errors import AttentionError
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.linalg.matrix_norms import matrix_norm
@@ -185,7 +185,7 @@ def test_norms_of_turned_products() -> None:
         turned = att.rotation.turn(torch.eye(4, dtype=torch.float64)[:, None].expand(-1, 7, -1)).permute(1, 2, 0)  # R_i, (7, 4, 4)
         between = turned.mT[:, None] @ turned[None]
         largest = matrix_norm(att.scale * att.w_q[:, None, None] @ between @ att.w_k.mT[:, None, None]).amax((-1, -2))
-        value = norm_a(att)
+        value = largest_a(att)
         assert bool((value >= largest * (1 - 1e-10)).all())
         if float(positions[1]) == 1:
             assert bool((value <= largest * 1.05).all())

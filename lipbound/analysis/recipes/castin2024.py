@@ -14,8 +14,6 @@ from lipbound.analysis.recipes.registry import Setting, of, register, sheet
 from lipbound.jacobians.spectral_norm import spectral_norm
 
 PAPER = "Castin, Ablin, Peyré 2024"
-
-
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
 
 

@@ -17,8 +17,6 @@ from lipbound.reporting import plots
 from lipbound.runs.compare import compare
 
 PAPER = "Yudin et al. 2025"
-
-
 LINKS = 10
 
 

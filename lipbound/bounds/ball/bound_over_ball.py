@@ -15,11 +15,7 @@ from lipbound.errors import AttentionError, LipboundError
 from lipbound.jacobians.spectral_norm import spectral_norm
 
 CERTIFIED_TOL = 1e-3
-
-
 CERTIFIED_DELTA = 1e-10
-
-
 CENTRES = ByKind(BallCentre)
 """What the bound knows of a layer, by kind of head."""
 CENTRES.extend(VariantBallCentre, COVERS)

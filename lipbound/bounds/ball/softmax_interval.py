@@ -71,7 +71,7 @@ def reachable_rows(att: Attention, radius: float, norm: str) -> tuple[Tensor, Te
     return softmax_interval(att.scores(att.q, att.centred_k)[0], tau)
 
 
-def largest_g1(low: Tensor, high: Tensor) -> Tensor:
+def g1_over_box(low: Tensor, high: Tensor) -> Tensor:
     """An upper bound on g_1, hence on ||M(p)||, over all probability rows between ``low`` and ``high``: (..., N) -> (...).
 
     The maximum of one concave arc on either side of a point, in q = 1 - p_1, formed without cancellation near one-hot rows: Lemma 30

@@ -18,12 +18,8 @@ from lipbound.linalg.matrix_norms import block_norm
 
 COVERS = ("rotation", "cap", "sinks")
 """The variants with a statement."""
-
-
 BALL_CHUNK = 2**24
 """Bytes of the largest temporary."""
-
-
 NAMES = ("u", "f", "d", "b", "cov_v", "cov_k", "mean_k")
 
 
@@ -35,7 +31,7 @@ class VariantBallCentre(BallCentre):
         if att.sinks is not None:
             scores = torch.cat([scores, att.sinks[:, None, None].expand(-1, att.tokens, 1)], -1)
         self.scores, self.p, self.allowed = scores, torch.softmax(scores, -1), scores > -torch.inf
-        self.norm_a, self.norm_v, self.cap = norm_a(att), qty.norm_v(att)[:, None, None], att.cap
+        self.norm_a, self.norm_v, self.cap = largest_a(att), qty.norm_v(att)[:, None, None], att.cap
         q, k = att.q[0], att.centred_k[0]
         self.z = att.scale * q @ k.mT  # before the cap
         self.rounding = 8 * torch.finfo(q.dtype).eps * abs(att.scale) * q.norm(dim=-1)[..., :, None] * k.norm(dim=-1)[..., None, :]
@@ -95,7 +91,7 @@ def _head(att: Attention, h: int, p: Tensor, t: Tensor) -> tuple[Tensor, ...]:
     return u, f, d, b, cov_v, cov_k, mean
 
 
-def norm_a(att: Attention) -> Tensor:
+def largest_a(att: Attention) -> Tensor:
     r"""At least :math:`\|A_{ij}\|` for all tokens of an unpadded float64 layer, (heads,).
 
     Where rotations depend on positions, :math:`R_i^T R_j` depends on their distance only but for rounding: one norm for each distance, and how far

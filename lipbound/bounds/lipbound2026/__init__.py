@@ -1,8 +1,6 @@
 """Our own bounds at a point."""
 
 CITATION = "lipbound2026"
-
-
 BIBTEX = """@misc{lipbound2026,
   title  = {lipbound: exact local {L}ipschitz constants of attention heads, and every published bound},
   author = {{The lipbound developers}},

@@ -18,8 +18,6 @@ from lipbound.linalg.matrix_norms import SMALLEST, block_norm, nonnegative_norm,
 
 SQUARE = 8192
 """Largest order of a G that is squared."""
-
-
 LOOSE = 1.1
 """How far above a lower estimate a bound must be for that."""
 

@@ -10,8 +10,6 @@ from lipbound.linalg.matrix_norms import UNIT, block_norm, matrix_norm, nonnegat
 
 CHUNK = 2**22
 """Bytes of the largest temporary, the N x d_v x d moments of some heads of one sample."""
-
-
 RTOL = 1e-5
 """How far above the exact norms of N x N matrices their upper values may stay."""
 

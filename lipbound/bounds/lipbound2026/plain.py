@@ -16,8 +16,8 @@ from lipbound.bounds.multihead import with_folded
 from lipbound.bounds.registry import bound
 from lipbound.linalg.matrix_norms import UNIT, matrix_norm, nonnegative_norm, symmetric_norm
 
-BLOCK = "lipbound_block"
-"""Key of its values among what a layer remembers."""
+BLOCK_KEY = "lipbound_block"
+"""Key of its values in the cache of a layer."""
 
 
 @bound(
@@ -57,7 +57,7 @@ def lipbound(att: Attention) -> Tensor:
 
     def make() -> Tensor:
         values = in_chunks(att, _lipbound)
-        att.memo(BLOCK, lambda: values[..., 1])  # its parts are the same numbers, whichever bound needs them first
+        att.memo(BLOCK_KEY, lambda: values[..., 1])  # its parts are the same numbers, whichever bound needs them first
         return values[..., 0]
 
     return att.memo("lipbound", make)
@@ -83,7 +83,7 @@ def lipbound_block(att: Attention) -> Tensor:
 
     The entries bound the norms of the blocks of J: Lemmas 14 and 15 (docs/theory/bounds.md).
     """
-    return att.memo(BLOCK, lambda: in_chunks(att, _block)[..., 1])
+    return att.memo(BLOCK_KEY, lambda: in_chunks(att, _block)[..., 1])
 
 
 def _block(att: Attention, sample: int, heads: slice) -> Tensor:

@@ -18,7 +18,7 @@ from lipbound.bounds.multihead import with_folded
 from lipbound.jacobians.token_tangents import Tangents
 from lipbound.linalg.matrix_norms import SMALLEST, block_norm, matrix_norm, nonnegative_norm
 
-SLACK = 1 + 1e-10
+LENGTH_SLACK = 1 + 1e-10
 """For the rounding of lengths and sums of non-negative terms in float64."""
 
 
@@ -79,4 +79,4 @@ def _one(att: Attention, sample: int, h: int) -> Tensor:
     keys = torch.minimum(kappa[:, None] * kappa[None, :], inner)
     squared = nonnegative_norm((p @ p.mT * norm_v**2 + torch.diag_embed(b**2) + x + x.mT + keys)[None], rtol=RTOL)[0]
     # a sink may leave probabilities whose squares underflow
-    return torch.stack([torch.where(squared < SMALLEST**2, block, squared.sqrt()), block]) * SLACK
+    return torch.stack([torch.where(squared < SMALLEST**2, block, squared.sqrt()), block]) * LENGTH_SLACK

@@ -17,8 +17,6 @@ from lipbound.models.capture.parameters import projections
 
 TRAINING_TOLERANCE = 1e-3
 """Largest relative difference between the model's queries and projected inputs."""
-
-
 TRAINING_ATTENTION = "lipbound-training"
 """Name of the attention function in the transformers registry that keeps its probabilities when asked to."""
 

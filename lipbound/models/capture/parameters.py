@@ -9,13 +9,11 @@ from lipbound.errors import CaptureError
 
 SEPARATE = (("query", "key", "value"), ("q_proj", "k_proj", "v_proj"), ("q_lin", "k_lin", "v_lin"))
 """Names of three linear maps in one module."""
-
-
 FUSED = ("c_attn", "qkv")
 """Names of one linear map onto queries, keys and values, in this order."""
 
 
-class Projections(NamedTuple):
+class ModuleProjections(NamedTuple):
     """One module's weights, views of its parameters: (heads, D, d), and biases (heads, d) or None."""
 
     name: str
@@ -24,7 +22,7 @@ class Projections(NamedTuple):
     b: tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-def projections(model: nn.Module) -> list[Projections]:
+def projections(model: nn.Module) -> list[ModuleProjections]:
     """Of every attention module of a model, in the order of its modules.
 
     Raises:
@@ -36,7 +34,7 @@ def projections(model: nn.Module) -> list[Projections]:
         maps = _maps(module) if heads else None
         if maps is not None:
             (w, b) = zip(*(_per_head(*m, heads) for m in maps), strict=True)
-            found.append(Projections(name, module, (w[0], w[1], w[2]), (b[0], b[1], b[2])))
+            found.append(ModuleProjections(name, module, (w[0], w[1], w[2]), (b[0], b[1], b[2])))
     if not found:
         names = ", ".join("/".join(three) for three in SEPARATE)
         raise CaptureError(f"{type(model).__name__} has no attention modules with projections of a known name ({names}, {', '.join(FUSED)})")

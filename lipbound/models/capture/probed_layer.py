@@ -13,8 +13,6 @@ from lipbound.models.capture.rotary_fit import find_rotation
 from lipbound.models.offload import plain_copy
 
 Tensors = tuple[Tensor, ...]
-
-
 POSITIONS = "position_embeddings"
 """The argument in which transformers hands rotary embeddings to a layer."""
 

@@ -8,8 +8,6 @@ from lipbound.errors import CaptureError
 
 NOISE = 1e-9
 """Entries of the fitted maps, relative to 1, below which (or ten times the misfit) there is nothing."""
-
-
 ROTATION_TOLERANCE = 1e-5
 """Largest difference between a fitted map and a rotation; models that turn in float32 leave 1e-7."""
 

@@ -12,7 +12,7 @@ from lipbound.attention.variants.sinks import Sinks
 from lipbound.models.capture.probing import Weights
 from lipbound.models.capture.recorder import Call
 
-Reader = Callable[[Call, Weights, torch.dtype], Variant | None]
+VariantReader = Callable[[Call, Weights, torch.dtype], Variant | None]
 
 
 def rotation(call: Call, weights: Weights, dtype: torch.dtype) -> Variant | None:
@@ -39,10 +39,10 @@ def sinks(call: Call, weights: Weights, dtype: torch.dtype) -> Variant | None:
     return None if logits is None else Sinks(logits.detach().to(dtype).flatten())
 
 
-READERS: tuple[Reader, ...] = (rotation, qk_norm, cap, sinks)
+VARIANT_READERS: tuple[VariantReader, ...] = (rotation, qk_norm, cap, sinks)
 
 
 def variants_of(call: Call, weights: Weights, dtype: torch.dtype) -> list[Variant]:
     """All variants of a call, their tensors in the dtype of the layer."""
-    found = (read(call, weights, dtype) for read in READERS)
+    found = (read(call, weights, dtype) for read in VARIANT_READERS)
     return [variant for variant in found if variant is not None]

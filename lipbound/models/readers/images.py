@@ -18,8 +18,6 @@ from lipbound.models.readers.reader import Reader, Selection
 from lipbound.models.readers.tables import ItemKind
 
 IMAGE_COLUMNS = ("image", "img", "picture")
-
-
 PROCESSING = (
     "do_resize",
     "size",
@@ -33,8 +31,6 @@ PROCESSING = (
     "image_std",
 )
 """Settings of image processors that go into a run's provenance."""
-
-
 PHOTOGRAPHS = ("astronaut.png", "chelsea.png", "coffee.png", "motorcycle_left.png", "rocket.jpg", "camera.png", "coins.png", "grass.png")
 """Files of scikit-image that are the default images."""
 

@@ -18,8 +18,6 @@ from lipbound.models.readers.reader import Reader, Selection
 from lipbound.models.readers.tables import ItemKind
 
 TEXT_COLUMNS = ("text", "sentence", "content", "question", "premise", "description")
-
-
 DEFAULT_TEXT = Path(__file__).parent.parent / "builtin" / "text.txt"
 """The text that comes with lipbound."""
 

@@ -17,11 +17,7 @@ from lipbound.runs.replay import Replay, replay
 
 SINGLE = 16
 """Samples whose numbers go into the page one by one; more only take part in what is aggregated."""
-
-
 BINS = 40
-
-
 PROVENANCE = (
     "model", "revision", "architecture", "data", "data_fingerprint", "preprocessing", "samples", "exact_samples", "tokens", "map_description",
     "method", "tol", "delta", "dtype", "device", "seed", "capture_error", "lipbound", "python", "date", "command",

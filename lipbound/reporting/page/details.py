@@ -17,8 +17,6 @@ from lipbound.runs.replay import Replay
 
 SIDE = 128
 """Attention maps of more tokens are shrunk to at most this many rows: each entry then is the largest of a square."""
-
-
 TOL = 1e-6
 """Of the singular vectors: well below what a picture shows."""
 
