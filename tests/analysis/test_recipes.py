@@ -15,7 +15,7 @@ from lipbound.runs import store
 
 GROWTH = ("castin-1", "castin-6")
 """Run at fewer lengths by `test_growth_recipe`."""
-SLOW = ("castin-2", "castin-3", "yudin-3")
+SLOW = ("castin-2", "castin-3", "yudin-3", "yudin-6", "yudin-theorem-4")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in RECIPES if n not in GROWTH])
@@ -32,6 +32,7 @@ def test_recipe_from_the_command_line(name: str, tmp_path: Path) -> None:
     assert (tmp_path / f"{name}.png").read_bytes() == first  # from the saved run
 
 
+@pytest.mark.slow
 def test_growth_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lipbound.analysis.recipes.castin2024.LENGTHS", (2, 10, 14, 20, 26))
     text = tmp_path / "words.txt"
@@ -74,6 +75,7 @@ def test_consequences_hold_and_would_notice() -> None:
     assert 0 <= float(consequences(flat)["proposition_1"]) < 0.03  # gamma = 1
 
 
+@pytest.mark.slow
 def test_radius_regimes_of_the_papers() -> None:
     ds = recipe("castin-3").compute(Setting("builtin:gpt2"))
     np.testing.assert_allclose(ds["generic"].isel(reach=-1), ds["limit"], rtol=1e-3)

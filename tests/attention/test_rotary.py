@@ -47,6 +47,7 @@ def rotary(seed: int, n: int = 5, d: int = 4, d_v: int = 3, r: int = 2, scale: f
 KINDS = ("plain", "biases", "causal", "padded", "repeated")
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(
     seed=st.integers(0, 10**6),

@@ -114,6 +114,7 @@ print("torch" in sys.modules)
     assert _run(code).split() == ["False", "True"]
 
 
+@pytest.mark.slow
 def test_public_names_are_functions_whatever_was_imported_first() -> None:
     code = """
 import lipbound.bounds.audit, lipbound.bounds.multihead, lipbound.bounds.specformer2024
@@ -123,6 +124,7 @@ print(bounds.audit.__name__, bounds.whole_layer.__name__, bounds.over_ball.__nam
     assert _run(code).split() == ["audit", "whole_layer", "over_ball", "True", *bounds.names()]
 
 
+@pytest.mark.slow
 def test_names_of_papers_are_taken_before_they_are_imported() -> None:
     code = """
 from lipbound import bounds

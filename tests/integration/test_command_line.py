@@ -24,6 +24,7 @@ def test_the_version(module: str) -> None:
     assert lb.__version__ == importlib.metadata.version("lipbound")
 
 
+@pytest.mark.slow
 def test_recipes_of_every_paper_are_listed() -> None:
     """Here, since in a process of the tests others may have imported them."""
     done = subprocess.run([sys.executable, "-m", "lipbound", "reproduce"], capture_output=True, text=True, timeout=120)

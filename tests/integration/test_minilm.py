@@ -51,6 +51,7 @@ def test_norms_agree_with_dense_float64_svd(layers: list[LayerCapture]) -> None:
         assert abs(float(norm.lower[0, 2 * i] / sigma) - 1) < 1e-4
 
 
+@pytest.mark.slow
 def test_bounds_are_as_loose_as_published(layers: list[LayerCapture]) -> None:
     """Geometric means of bound / exact within a quarter of reference measurements on this model; ours within a third of exact."""
     ratios: dict[str, list[torch.Tensor]] = {name: [] for name in bounds.names()}

@@ -55,6 +55,7 @@ def run(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_stored_runs_are_shown_without_torch_or_models(run: Path, tmp_path: Path) -> None:
     models = {"transformers", "datasets"}
     assert not after("table", run) & (models | {"torch", "matplotlib", "plotly"})
@@ -63,6 +64,7 @@ def test_stored_runs_are_shown_without_torch_or_models(run: Path, tmp_path: Path
     assert (tmp_path / "run.pdf").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_stored_runs_are_read_without_torch(run: Path) -> None:
     """Neither do provenance and checksums need it."""
     code = (
@@ -72,5 +74,6 @@ def test_stored_runs_are_read_without_torch(run: Path) -> None:
     assert not loaded(code, run) & {"torch", "transformers", "datasets", "matplotlib"}
 
 
+@pytest.mark.slow
 def test_bounds_are_listed_without_models() -> None:
     assert not after("bounds") & {"transformers", "datasets", "matplotlib", "xarray", "pandas", "zarr", "plotly"}

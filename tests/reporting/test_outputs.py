@@ -111,7 +111,7 @@ def test_caption_says_what_it_is(ds: xr.Dataset) -> None:
         assert part in text
 
 
-@pytest.mark.parametrize("kind", ["pdf", "svg", "png"])
+@pytest.mark.parametrize("kind", ["pdf", pytest.param("svg", marks=pytest.mark.slow), pytest.param("png", marks=pytest.mark.slow)])
 def test_files_are_reproducible_and_fonts_embedded(ds: xr.Dataset, tmp_path: Path, kind: str) -> None:
     first, second = tmp_path / f"a.{kind}", tmp_path / "sub" / f"b.{kind}"
     plots.heatmaps(ds, first)
