@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: demo test test-all lint outputs debian figures notebooks bench accuracy clean
+.PHONY: demo test quick test-all every lint outputs debian figures notebooks bench accuracy clean
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3 ..."; exit 1; }
@@ -19,12 +19,18 @@ demo: $(STAMP)
 	rm -rf lipbound-demo
 	$(BIN)/lipbound demo --out lipbound-demo
 
-# Lint, types and every test but those marked slow: what a contributor runs.
-test: lint
+# Lint, types and every test but those marked slow: what a contributor runs. Types are checked while the tests run.
+test: $(STAMP)
+	@$(MAKE) --no-print-directory --jobs=2 lint quick
+
+quick: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow"
 
 # All tests: notebooks executed, runs killed and resumed, recipes of all kinds, the study of penalties, the larger property tests.
-test-all: lint
+test-all: $(STAMP)
+	@$(MAKE) --no-print-directory --jobs=2 lint every
+
+every: $(STAMP)
 	$(BIN)/python -m pytest
 
 lint: $(STAMP)
