@@ -15,7 +15,9 @@ from lipbound.attention.layer import Attention
 from lipbound.errors import LipboundError
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
 
-METHODS = ("lanczos", "golub-kahan", "deflation", "cholesky", "dense")
+METHODS = ("lanczos", "golub-kahan", "dense", "deflation", "cholesky")
+BY_HEAD = ("deflation", "cholesky")
+"""Those of them that take the heads of a layer one after the other."""
 L2 = "lanczos (L2)"
 """The enclosure of L2 attention's norm."""
 WHOLE = ("heads", "layer")
@@ -49,28 +51,28 @@ def case(family: str, dtype: torch.dtype, seed: int) -> Attention:
 
 
 def judge(att: Attention, name: str, *, map: str = "head", tol: float = 1e-4, delta: float = 1e-6, methods: Iterable[str] = METHODS,
-          chosen: Iterable[str] | None = None) -> Iterator[Verdict]:  # fmt: skip
+          chosen: Iterable[str] | None = None, l2: bool = True) -> Iterator[Verdict]:  # fmt: skip
     """The verdicts on all norms of a layer.
 
     Args:
         att: the layer. name: of the case, for `Verdict.case`.
         map: what the norms are of. tol, delta: of the enclosures.
         methods: for enclosures. chosen: names of bounds, where None all that cover the layer; for map "head" alone.
+        l2: whether what is said of L2 attention is judged too, where the layer has no variants; for map "head" alone.
     """
     exact = mp_oracle.norms(att, map)
     for method in methods:
         yield from _enclosures(att, name, method, exact, map=map, tol=tol, delta=delta)
     if map != "head":
         return
-    l2 = mp_oracle.norms(att, "l2") if not att.variants else None
-    if l2 is not None:
-        yield from _enclosures(att, name, L2, l2, map="l2", tol=tol, delta=delta)
+    norms = {"head": exact}
+    if l2 and not att.variants:
+        norms["l2"] = mp_oracle.norms(att, "l2")
+        yield from _enclosures(att, name, L2, norms["l2"], map="l2", tol=tol, delta=delta)
     for bound in bounds.names() if chosen is None else chosen:
         entry = bounds.get(bound)
-        if entry.applies(att):
-            norms = exact if entry.map == "head" else l2
-            assert norms is not None
-            yield from _bounds(att, name, bound, norms)
+        if entry.applies(att) and entry.map in norms:
+            yield from _bounds(att, name, bound, norms[entry.map])
 
 
 def _enclosures(att: Attention, name: str, method: str, exact: list[list[Enclosed]], *, map: str, tol: float, delta: float) -> Iterator[Verdict]:
@@ -152,3 +154,13 @@ def _beyond(large: Decimal, small: Decimal) -> float:
 
 def _ratio(upper: float, lower: float) -> float:
     return upper / lower - 1 if lower > 0 else math.inf if upper > 0 else 0.0
+
+
+def summary(verdicts: Iterable[Verdict]) -> str:
+    """The misses, a line per method with the worst of them."""
+    wrong: dict[str, list[Verdict]] = {}
+    for verdict in verdicts:
+        if verdict.miss > 0:
+            wrong.setdefault(verdict.method, []).append(verdict)
+    worst = {method: max(found, key=lambda verdict: verdict.miss) for method, found in wrong.items()}
+    return "".join(f"\n{method}: {len(wrong[method])} misses, the worst by {v.miss:.3g} at {v.case}" for method, v in worst.items())
