@@ -16,7 +16,7 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation
 
-SAMPLES = 8
+SAMPLES = 6
 Family = Callable[[torch.Generator, torch.dtype], Attention]
 FAMILIES: dict[str, Family] = {}
 SPREAD = {torch.float32: 1e-5, torch.float64: 1e-12}
