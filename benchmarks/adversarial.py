@@ -1,8 +1,8 @@
 """Every enclosure and every sound bound on families of hard heads, beside norms known to 80 digits: ``python benchmarks/adversarial.py``.
 
-A miss is an enclosure that does not hold the norm, or a sound bound below it, by however little: nothing is allowed for rounding. ``--cases 20000`` takes
-a night's part of one core; ``--first`` goes on where another run ended. Tables are printed, and ``--out`` keeps them as JSON. The exit status is 1 where
-anything was missed.
+A miss is an enclosure that does not hold the norm, or a sound bound below it, by however little: nothing is allowed for rounding. With
+``--cases 20000`` it takes a night's part of one core; ``--first`` goes on where another run ended. Tables are printed, and ``--out`` keeps them as
+JSON. The exit status is 1 where anything was missed.
 """
 
 import argparse

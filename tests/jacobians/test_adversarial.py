@@ -54,7 +54,9 @@ def test_nothing_is_wrong_of_other_maps(map: str, dtype: torch.dtype) -> None:
     for family in hard_heads.FAMILIES:
         if family not in REFUSED:
             att = judge.case(family, dtype, 100).select(slice(0, 1))
-            verdicts += judge.judge(att, family, map=map, methods=["lanczos", "deflation"])
+            verdicts += judge.judge(att, family, map=map, methods=["lanczos", "golub-kahan"])
+            if map not in WHOLE or "qk_norm" not in att.variants:  # of whose layers J J^T has no closed form where all heads are normalised together
+                verdicts += judge.judge(att, family, map=map, methods=["deflation"])
     check(verdicts)
 
 

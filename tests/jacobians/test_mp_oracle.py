@@ -6,12 +6,13 @@ from decimal import Decimal
 
 import pytest
 import torch
-from support import hard_heads, mp_oracle
+from support import hard_heads, judge, mp_oracle
 from support.layers import changed
 from support.oracles import dense_norms, jacobians, oracle
 from support.variants import MASKS, VARIANTS, layer
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.variants.base import REGISTERED, Variant
 from lipbound.attention.variants.qk_norm import QKNorm
 
 COMBINATIONS = [frozenset(has) for size in range(5) for has in itertools.combinations(VARIANTS, size) if not {"norm", "together"} <= set(has)]
@@ -99,3 +100,27 @@ def test_norms_are_known_to_many_digits(dtype: torch.dtype) -> None:
         assert norm.lower <= norm.upper
         assert norm.width < 2e-14 or norm.upper < Decimal("1e-330")
         assert not math.isnan(norm.value)
+
+
+def test_one_unit_in_the_last_place_is_a_miss() -> None:
+    """One token, values times 3: the norm is 3."""
+    one = torch.ones(1, 1, 1, dtype=torch.float64)
+    norm = mp_oracle.norm(Attention(one, one, one, 3 * one))
+    assert judge.above(3.0, norm) == judge.below(3.0, norm) == 0
+    assert 0 < judge.above(math.nextafter(3.0, 4.0), norm) < 1e-15
+    assert 0 < judge.below(math.nextafter(3.0, 2.0), norm) < 1e-15
+    assert judge.above(math.nan, norm) == judge.below(math.nan, norm) == judge.below(0.0, norm) == math.inf
+    assert judge.below(math.inf, norm) == judge.above(0.0, norm) == 0
+
+
+def test_a_variant_that_is_not_known_is_refused() -> None:
+    class Alibi(Variant):
+        name = title = "alibi"
+        stage, place = 2, 9
+
+    one = torch.ones(1, 1, 1, dtype=torch.float64)
+    try:
+        with pytest.raises(AssertionError, match="does not know"):
+            mp_oracle.norm(Attention(one, one, one, one, steps=[Alibi()]))
+    finally:
+        REGISTERED.remove(Alibi)

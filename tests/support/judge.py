@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import partial
 
 import torch
 from support import mp_oracle
@@ -77,10 +78,8 @@ def judge(att: Attention, name: str, *, map: str = "head", tol: float = 1e-4, de
 
 def _enclosures(att: Attention, name: str, method: str, exact: list[list[Enclosed]], *, map: str, tol: float, delta: float) -> Iterator[Verdict]:
     try:
-        if method == L2:
-            norm = l2_spectral_norm(att, tol=tol, delta=delta)
-        else:
-            norm = spectral_norm(att, map=map, method=method, tol=tol, delta=delta)
+        enclose = l2_spectral_norm if method == L2 else partial(spectral_norm, map=map, method=method)
+        norm = enclose(att, tol=tol, delta=delta)
     except LipboundError:
         for part, where, inner in _parts(att, name, exact, map):
             if part is None:
@@ -93,7 +92,7 @@ def _enclosures(att: Attention, name: str, method: str, exact: list[list[Enclose
     for s, row in enumerate(exact):
         for h, value in enumerate(row):
             low, high = lower[s][h], upper[s][h]
-            miss = max(_above(low, value), _below(high, value))
+            miss = max(above(low, value), below(high, value))
             yield Verdict(method, _where(att, name, s, h), False, miss, converged[s][h], _ratio(high, low))
 
 
@@ -111,7 +110,7 @@ def _bounds(att: Attention, name: str, bound: str, exact: list[list[Enclosed]]) 
     for s, row in enumerate(exact):
         for h, value in enumerate(row):
             if sound[s][h]:
-                yield Verdict(f"bound {bound}", _where(att, name, s, h), False, _below(values[s][h], value), None, _ratio(values[s][h], value.value))
+                yield Verdict(f"bound {bound}", _where(att, name, s, h), False, below(values[s][h], value), None, _ratio(values[s][h], value.value))
             elif math.isnan(values[s][h]):
                 yield Verdict(f"bound {bound}", _where(att, name, s, h), False, math.inf)
 
@@ -129,7 +128,7 @@ def _where(att: Attention, name: str, sample: int, head: int) -> str:
     return name if "[" in name else f"{name}[{sample},{head}]"
 
 
-def _above(lower: float, norm: Enclosed) -> float:
+def above(lower: float, norm: Enclosed) -> float:
     """How far a lower end is above the norm, relative to it."""
     if math.isnan(lower):
         return math.inf
@@ -138,7 +137,7 @@ def _above(lower: float, norm: Enclosed) -> float:
     return _beyond(Decimal(lower), norm.upper)
 
 
-def _below(upper: float, norm: Enclosed) -> float:
+def below(upper: float, norm: Enclosed) -> float:
     """How far an upper end is below the norm, relative to that end."""
     if math.isnan(upper):
         return math.inf

@@ -1,8 +1,9 @@
 """The exact norm of a layer's Jacobian to 80 digits: the forward map differentiated step by step, in arithmetic that does not round in float64.
 
-Written from the definition of attention alone. The layer's given tensors are taken as the exact numbers that they are; projections, normalisation,
-rotation, scores, cap, mask, softmax and values are differentiated one after the other by the chain rule (forward mode; the softmax as a quotient), in
-`decimal` arithmetic of the standard library, whose exponents have 18 digits. No q, k, P or output of lipbound is used, and no closed form of a Jacobian.
+Written from the definition of attention alone. The layer's given tensors (and ``scale``, ``cap``, eps) are taken as the exact numbers that they are.
+Projections, normalisation, rotation, scores, cap, mask, softmax and values are differentiated one after the other by the chain rule (forward mode;
+the softmax as a quotient), in `decimal` arithmetic of the standard library, whose exponents have 18 digits. No q, k, P or output of lipbound is used,
+and no closed form of a Jacobian.
 """
 
 import math
@@ -24,6 +25,8 @@ Exact = npt.NDArray[np.object_]
 DIGITS = (80, 200, 500)
 """Precisions that are tried one after the other until what rounding leaves is below `ENOUGH` of the norm, or below `TINY`."""
 ENOUGH, TINY = Decimal("1e-25"), Decimal("1e-400")
+KNOWN = {"rotation", "qk_norm", "cap", "sinks"}
+"""Variants of attention that are differentiated here."""
 BLOCKED = -1e30
 """Additive mask entries at or below this forbid attention."""
 SVD_ERROR = Decimal("1e-14")
@@ -163,6 +166,7 @@ def _turned(given: Vectors, cos: Exact, sin: Exact) -> Vectors:
 
 def _head(att: Attention, sample: int, head: int, *, l2: bool) -> Differentiated:
     """The Jacobian of one head: every score's derivatives with respect to its query's and its key's token, then those of the softmax's quotient."""
+    assert att.variants <= KNOWN, f"the oracle does not know {sorted(att.variants - KNOWN)}"
     n = att.tokens
     keep = list(range(n)) if att.valid is None else att.valid[sample].nonzero()[:, 0].tolist()
     x, scale = exact(att.x[sample][keep]), exact(att.scale)
@@ -226,9 +230,9 @@ def _softmax(z: Exact, by_query: Exact, by_key: Exact, v: Vectors, allowed: npt.
         out = e @ v.y[seen] / total
         d_total = e[:, None] * by_key[i, seen]  # (seen, D): of the denominator, with respect to each key's token
         d_above = np.array([np.multiply.outer(v.y[j], d) + w * v.dy[j] for j, d, w in zip(seen, d_total, e, strict=True)])  # (seen, d_v, D)
-        jacobian[i][:, seen] = np.moveaxis((d_above - np.multiply.outer(out, d_total).swapaxes(0, 1)) / total, 0, 1)
+        jacobian[i][:, seen] = np.moveaxis((d_above - np.multiply.outer(out, d_total).swapaxes(0, 1)) * (1 / total), 0, 1)
         own = e[:, None] * by_query[i, seen]  # with respect to the query's token
-        jacobian[i, :, i] += (v.y[seen].T @ own - np.multiply.outer(out, own.sum(0))) / total
+        jacobian[i, :, i] += (v.y[seen].T @ own - np.multiply.outer(out, own.sum(0))) * (1 / total)
     return jacobian
 
 
@@ -247,7 +251,7 @@ def enclosed(found: Differentiated) -> Enclosed:
     largest = _largest(j)
     if largest == 0:
         return Enclosed(Decimal(0), left_over)
-    j = j / Decimal(1).scaleb(largest.adjusted())
+    j = j * Decimal(1).scaleb(-largest.adjusted())
     u = exact_vector(np.linalg.svd(j.astype(float))[0][:, 0])
     w = u @ j
     v = w / _length(w)
