@@ -320,6 +320,13 @@ def one_token(draft: Draft) -> None:
     draft.x = draft.x[:, :1] * draft.powers(-6, 6, SAMPLES)
 
 
+@family
+def mask_offsets(draft: Draft) -> None:
+    """Finite masks of 1e5 to 1e25, the same for all keys that a query sees: as if there were none, but for the digits of scores they swallow."""
+    rows = draft.powers(5, 25, draft.heads) * draft.normal(draft.heads, draft.n, 1)
+    draft.more["mask"] = rows.expand(-1, -1, draft.n) + (causal(draft.n) if draft.chance() else 0.0)
+
+
 # -- variants ------------------------------------------------------------------------------------------------------------
 
 
@@ -407,6 +414,22 @@ def several_variants(draft: Draft) -> None:
     draft.w_q *= draft.powers(-1, 2, draft.heads)
 
 
+@family
+def variants_far_away(draft: Draft) -> None:
+    """Caps, sinks or rotations, to which the common part of tokens does matter, and a long common part."""
+    kind = draft.integer(0, 2)
+    if kind == 0:
+        draft.more["cap"] = float(draft.powers(0, 3, 1))
+    if kind == 1:
+        draft.more["sinks"] = 100 * draft.normal(draft.heads)
+    if kind == 2:
+        widen(draft)
+        turn(draft)
+    size = draft.powers(1, 6, SAMPLES)
+    draft.x += size * draft.normal(SAMPLES, 1, draft.x.shape[2])
+    draft.w_q /= draft.powers(0, 10, draft.heads)
+
+
 # -- sizes ---------------------------------------------------------------------------------------------------------------
 
 
@@ -444,6 +467,22 @@ def scaled_queries(draft: Draft) -> None:
     if draft.chance():
         other = float(draft.uniform(-most, most))
         draft.w_k, draft.more["scale"] = draft.w_k * 10**other, 10**-other
+
+
+@family
+def odd_scales(draft: Draft) -> None:
+    """Scales of the scores that are negative, zero, or 1e-30 to 1e6."""
+    draft.more["scale"] = draft.integer(-1, 1) * float(draft.powers(-30, 6, 1))
+
+
+@family
+def subnormal(draft: Draft) -> None:
+    """Values, or inputs, near and below the smallest normal number of the dtype."""
+    least = float(torch.finfo(draft.dtype).tiny)
+    if draft.chance():
+        draft.w_v *= least * draft.powers(-6, 6, draft.heads)
+    else:
+        draft.x *= least * draft.powers(-6, 6, SAMPLES)
 
 
 @family

@@ -31,9 +31,9 @@ class Verdict:
     Attributes:
         method: of `METHODS`, `L2`, or "bound " and a name of the registry.
         case: where the norm is found again.
-        refused: it raised an error instead.
+        refused: it raised a `LipboundError` instead.
         miss: by how much a wrong end is wrong, lower / norm - 1 or norm / upper - 1: 0 where the enclosure holds the norm, infinite for NaN, for an
-            upper end of 0 under a norm that is not, and for a lower end above a norm of 0.
+            upper end of 0 under a norm that is not, for a lower end above a norm of 0, and for errors that are not ours.
         converged: as the method says; None for bounds.
         width: upper / lower - 1 of an enclosure, upper / norm - 1 of a bound.
     """
@@ -80,10 +80,10 @@ def _enclosures(att: Attention, name: str, method: str, exact: list[list[Enclose
     try:
         enclose = l2_spectral_norm if method == L2 else partial(spectral_norm, map=map, method=method)
         norm = enclose(att, tol=tol, delta=delta)
-    except LipboundError:
+    except Exception as error:
         for part, where, inner in _parts(att, name, exact, map):
             if part is None:
-                yield Verdict(method, where, True)
+                yield _raised(method, where, error)
             else:
                 yield from _enclosures(part, where, method, inner, map=map, tol=tol, delta=delta)
         return
@@ -100,10 +100,10 @@ def _bounds(att: Attention, name: str, bound: str, exact: list[list[Enclosed]]) 
     entry = bounds.get(bound)
     try:
         values, sound = entry(att).tolist(), entry.sound(att).tolist()
-    except LipboundError:
+    except Exception as error:
         for part, where, inner in _parts(att, name, exact, "head"):
             if part is None:
-                yield Verdict(f"bound {bound}", where, True)
+                yield _raised(f"bound {bound}", where, error)
             else:
                 yield from _bounds(part, where, bound, inner)
         return
@@ -113,6 +113,11 @@ def _bounds(att: Attention, name: str, bound: str, exact: list[list[Enclosed]]) 
                 yield Verdict(f"bound {bound}", _where(att, name, s, h), False, below(values[s][h], value), None, _ratio(values[s][h], value.value))
             elif math.isnan(values[s][h]):
                 yield Verdict(f"bound {bound}", _where(att, name, s, h), False, math.inf)
+
+
+def _raised(method: str, where: str, error: Exception) -> Verdict:
+    """To refuse is right; to end in an error of some library is not."""
+    return Verdict(method, where, True) if isinstance(error, LipboundError) else Verdict(method, f"{where}: {error}", False, math.inf)
 
 
 def _parts(att: Attention, name: str, exact: list[list[Enclosed]], map: str) -> Iterator[tuple[Attention | None, str, list[list[Enclosed]]]]:
