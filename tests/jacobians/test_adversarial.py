@@ -51,12 +51,11 @@ def test_nothing_is_wrong_on_hard_heads(family: str, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("map", ["head_out", *WHOLE])
 def test_nothing_is_wrong_of_other_maps(map: str, dtype: torch.dtype) -> None:
     verdicts = []
-    for family in hard_heads.FAMILIES:
+    for family in list(hard_heads.FAMILIES)[dtype == torch.float64 :: 1 if LONG else 2]:
+        att = judge.case(family, dtype, 100).select(slice(0, 1))
+        covered = map not in WHOLE or "qk_norm" not in att.variants  # there J J^T of all heads has no closed form
         if family not in REFUSED:
-            att = judge.case(family, dtype, 100).select(slice(0, 1))
-            verdicts += judge.judge(att, family, map=map, methods=["lanczos", "golub-kahan"])
-            if map not in WHOLE or "qk_norm" not in att.variants:  # of whose layers J J^T has no closed form where all heads are normalised together
-                verdicts += judge.judge(att, family, map=map, methods=["deflation"])
+            verdicts += judge.judge(att, family, map=map, methods=["lanczos", "golub-kahan", *(["deflation"] if covered else [])])
     check(verdicts)
 
 
