@@ -1,10 +1,10 @@
 """How often certificates fail that may fail with probability delta: ``python benchmarks/failure_rates.py``.
 
-The Jacobian of a head at one token is the transpose of W_V, so any spectrum is that of some head. Here the norm is 1 and stands alone above clusters,
-which a start vector with hardly any of the top singular vector in it takes for the top; runs end by their own rule, and after a few steps, where most of
-the probability is spent. Every run has a start vector of its own. A failure is an upper end below 1, or a lower end above it. Rates must not be above
-delta but for chance: "at most" is their upper 99.9 % confidence limit (Clopper and Pearson 1934), and the exit status is 1 where the lower one exceeds
-delta.
+The Jacobian of a head at one token is the transpose of W_V, so any spectrum is that of some head. Here the norm is 1 and stands alone above
+clusters, which a start vector with hardly any of the top singular vector in it takes for the top; runs end by their own rule, and after a few steps,
+where certificates spend their probability. Every run has a start vector of its own. A failure is an upper end below 1, or a lower end above it. Rates
+must not be above delta but for chance: "at most" is their upper 99.9 % confidence limit (Clopper and Pearson 1934), and the exit status is 1 where
+the lower one exceeds delta.
 """
 
 import argparse
