@@ -81,9 +81,10 @@ def _enclosures(att: Attention, name: str, method: str, exact: list[list[Enclose
         enclose = l2_spectral_norm if method == L2 else partial(spectral_norm, map=map, method=method)
         norm = enclose(att, tol=tol, delta=delta)
     except Exception as error:
+        yield from _broken(method, name, error)
         for part, where, inner in _parts(att, name, exact, map):
             if part is None:
-                yield _raised(method, where, error)
+                yield Verdict(method, where, True)
             else:
                 yield from _enclosures(part, where, method, inner, map=map, tol=tol, delta=delta)
         return
@@ -101,9 +102,10 @@ def _bounds(att: Attention, name: str, bound: str, exact: list[list[Enclosed]]) 
     try:
         values, sound = entry(att).tolist(), entry.sound(att).tolist()
     except Exception as error:
+        yield from _broken(f"bound {bound}", name, error)
         for part, where, inner in _parts(att, name, exact, "head"):
             if part is None:
-                yield _raised(f"bound {bound}", where, error)
+                yield Verdict(f"bound {bound}", where, True)
             else:
                 yield from _bounds(part, where, bound, inner)
         return
@@ -115,9 +117,10 @@ def _bounds(att: Attention, name: str, bound: str, exact: list[list[Enclosed]]) 
                 yield Verdict(f"bound {bound}", _where(att, name, s, h), False, math.inf)
 
 
-def _raised(method: str, where: str, error: Exception) -> Verdict:
-    """To refuse is right; to end in an error of some library is not."""
-    return Verdict(method, where, True) if isinstance(error, LipboundError) else Verdict(method, f"{where}: {error}", False, math.inf)
+def _broken(method: str, name: str, error: Exception) -> Iterator[Verdict]:
+    """To refuse is right; to end in an error of some library is a miss, even where the norms are right one by one."""
+    if not isinstance(error, LipboundError):
+        yield Verdict(method, f"{name}: {error}", False, math.inf)
 
 
 def _parts(att: Attention, name: str, exact: list[list[Enclosed]], map: str) -> Iterator[tuple[Attention | None, str, list[list[Enclosed]]]]:
