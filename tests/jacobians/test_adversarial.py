@@ -1,0 +1,100 @@
+"""Enclosures hold the norm, and sound bounds are not below it, on heads on which rounding does its worst; nothing is allowed for rounding.
+
+Truth is the norm of the Jacobian of the given floating-point numbers, to 80 digits. ``LIPBOUND_SEEDS=50`` makes it 50 layers of each family, with all
+methods on all of them; `benchmarks/adversarial.py` prints what was seen.
+"""
+
+import os
+
+import pytest
+import torch
+from support import hard_heads, judge, mp_oracle
+from support.judge import METHODS, WHOLE, Verdict
+
+from lipbound import bounds
+from lipbound.attention.layer import Attention
+
+LONG = int(os.environ.get("LIPBOUND_SEEDS", "0"))
+SEEDS = 3
+TOGETHER = tuple(method for method in METHODS if method not in judge.BY_HEAD)
+CHEAP = [name for name in bounds.names() if not bounds.get(name).costly]
+COSTLY = [name for name in bounds.names() if bounds.get(name).costly]
+REFUSED = {"sinks", "sinks_take_all", "several_variants", "variants_far_away", "subnormal"}
+"""Families of which some norms are below what products in the dtype can carry: to say so is right, if not the best."""
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+
+
+def check(verdicts: list[Verdict], family: str = "") -> None:
+    wrong = [verdict for verdict in verdicts if verdict.miss > 0]
+    assert not wrong, judge.summary(wrong)
+    refused = {verdict.method for verdict in verdicts if verdict.refused} - {judge.L2}  # whose map has another scale than the head's
+    assert not refused or family in REFUSED, refused
+    assert any(not verdict.refused for verdict in verdicts)
+
+
+@DTYPES
+@pytest.mark.parametrize("family", hard_heads.FAMILIES)
+def test_nothing_is_wrong_on_hard_heads(family: str, dtype: torch.dtype) -> None:
+    verdicts = []
+    for seed in range(LONG or SEEDS):
+        att, name = judge.case(family, dtype, seed), f"{family}({seed})"
+        if LONG:
+            verdicts += judge.judge(att, name)
+            continue
+        verdicts += judge.judge(att, name, methods=TOGETHER, chosen=CHEAP, l2=False)
+        if seed == 0:
+            verdicts += judge.judge(att.select(slice(0, 2)), name, methods=judge.BY_HEAD, chosen=["kim", *COSTLY])
+    check(verdicts, family)
+
+
+@DTYPES
+@pytest.mark.parametrize("map", ["head_out", *WHOLE])
+def test_nothing_is_wrong_of_other_maps(map: str, dtype: torch.dtype) -> None:
+    verdicts = []
+    for family in list(hard_heads.FAMILIES)[dtype == torch.float64 :: 1 if LONG else 2]:
+        att = judge.case(family, dtype, 100).select(slice(0, 1))
+        covered = map not in WHOLE or "qk_norm" not in att.variants  # there J J^T of all heads has no closed form
+        if family not in REFUSED:
+            verdicts += judge.judge(att, family, map=map, methods=["lanczos", "golub-kahan", *(["deflation"] if covered else [])])
+    check(verdicts)
+
+
+# -- heads that went wrong -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("delta", [1e-10, 1e-6, 0.1])
+def test_pairs_far_away(delta: float) -> None:
+    """A norm of 0.96 is not zero."""
+    att = hard_heads.pairs_far_away()
+    assert mp_oracle.norm(att).value == pytest.approx(0.9647, abs=1e-4)
+    check(list(judge.judge(att, "pairs_far_away", delta=delta)))
+
+
+@pytest.mark.parametrize("offset", [1e3, 1e4, 1e5])
+def test_pairs_at_any_distance(offset: float) -> None:
+    verdicts = []
+    for seed in range(20):
+        att = hard_heads.pairs_far_away(seed, offset)
+        verdicts += judge.judge(att, f"pairs_far_away({seed})", methods=TOGETHER, chosen=CHEAP, l2=False)
+    check(verdicts)
+
+
+@pytest.mark.parametrize("exponent", [-140, -100, -77, -40, 40, 82, 120, 150])
+def test_inputs_large_and_weights_small(exponent: int) -> None:
+    """The scale of inputs is none of the Jacobian's, and bounds follow it."""
+    g = torch.Generator().manual_seed(0)
+    x, w_q, w_k, w_v = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in [(2, 4, 3), (2, 3, 2), (2, 3, 2), (2, 3, 2)])
+    att = Attention(x * 10.0**exponent, w_q * 10.0**-exponent, w_k * 10.0**-exponent, w_v)
+    check(list(judge.judge(att, f"1e{exponent}", l2=False)))
+    exact = [[norm.value for norm in row] for row in mp_oracle.norms(att)]
+    assert exact == [[pytest.approx(norm.value, rel=1e-12) for norm in row] for row in mp_oracle.norms(Attention(x, w_q, w_k, w_v))]
+
+
+@DTYPES
+@pytest.mark.parametrize("n", [32, 128])
+def test_one_token_that_all_attend_to(n: int, dtype: torch.dtype) -> None:
+    """Attention sinks: what rounding does to each of n rows adds up."""
+    att = hard_heads.sink_token(n, dtype)
+    if n == 32:
+        assert mp_oracle.norm(att).value == pytest.approx(11.911, abs=1e-3)
+    check(list(judge.judge(att, f"sink_token({n})", l2=False)))
