@@ -14,6 +14,14 @@ def add_mask(scores: Tensor, mask: Tensor) -> Tensor:
     return (scores + mask).masked_fill(mask <= BLOCKED, -math.inf)
 
 
+def level(mask: Tensor) -> Tensor:
+    """A mask, float64, less the largest entry of each row: the softmax sees only differences, and large constants would swallow digits of scores."""
+    forbidden = mask <= BLOCKED
+    mask = mask.double().masked_fill(forbidden, -math.inf)
+    top = mask.amax(-1, keepdim=True)
+    return mask - torch.where(torch.isfinite(top), top, 0.0)
+
+
 def four_axes(mask: Tensor) -> Tensor:
     """A mask as (samples or 1, heads or 1, N or 1, N or 1)."""
     return mask[(None,) * (4 - mask.ndim)]

@@ -70,7 +70,7 @@ def _tensor_errors(att: Attention) -> TensorErrors:
     score, reach = _scores(att, *every[:2], *every[3:5])
     slope: Tensor | float = 0.0
     for step in att.scoring.steps:
-        score, own_slope = step.rounded_scores(score)
+        score, own_slope = step.rounded_scores(score, reach)
         slope = slope + own_slope
     constant = _constants(att, reach)
     # adding the mask, where there is one, and taking differences from the largest
@@ -124,8 +124,8 @@ def _scores(att: Attention, q: Tensor, k: Tensor, q_error: Tensor, k_error: Tens
 def _constants(att: Attention, reach: Tensor) -> Tensor:
     """Largest absolute value of what is added to scores, or takes part beside them, where its probability does not vanish; broadcasts to rows."""
     largest = torch.zeros(1, 1, 1, dtype=torch.float64, device=att.device)
-    if att.scoring.mask is not None:
-        mask = four_axes(att.scoring.mask)
+    if att.scoring.level_mask is not None:
+        mask = four_axes(att.scoring.level_mask)
         top = mask.amax(-1, keepdim=True)
         alive = (mask > BLOCKED) & (mask >= top - VANISHED - 2 * float(reach.amax()))
         largest = mask.abs().masked_fill(~alive, 0.0).amax(-1)

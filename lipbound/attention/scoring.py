@@ -3,12 +3,13 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from lipbound.attention.masking import add_mask, among, selected
+from lipbound.attention.masking import add_mask, among, level, selected
 from lipbound.attention.variants import Variant
 from lipbound.attention.variants.base import Side
 from lipbound.attention.variants.token_maps import TokenMap
@@ -104,10 +105,17 @@ class Scoring:
         """Whether `slopes` may be other than one."""
         return any(step.sloped for step in self.steps)
 
+    @cached_property
+    def level_mask(self) -> Tensor | None:
+        """The mask as it is added to scores: without what each row has in common, unless constants take part in the softmax beside it."""
+        if self.mask is None or self.mask.requires_grad or self.extra_scores is not None or self.mask.shape[-1] == 1:
+            return self.mask
+        return level(self.mask)
+
     def forbid(self, scores: Tensor, valid: Tensor | None) -> Tensor:
         """``scores`` (samples, heads, N, N) plus the mask, -inf where attention is forbidden."""
-        if self.mask is not None:
-            scores = add_mask(scores, self.mask)
+        if self.level_mask is not None:
+            scores = add_mask(scores, self.level_mask)
         return scores if valid is None else scores.masked_fill(~valid[:, None, None, :], -math.inf)
 
     # -- the softmax --------------------------------------------------------------------------------------------------

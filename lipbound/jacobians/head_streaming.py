@@ -85,8 +85,8 @@ class StreamedHeadJacobian(HeadOperator):
         """Masked float64 scores of some queries of an entry, (rows, N)."""
         s, h = self._place(b)
         scores = self.scoring.transformed(self._scaled(b, rows), h, rows)
-        if self.scoring.mask is not None:
-            mask = four_axes(self.scoring.mask)
+        if self.scoring.level_mask is not None:
+            mask = four_axes(self.scoring.level_mask)
             mask = mask[min(s, mask.shape[0] - 1), min(h, mask.shape[1] - 1)]
             scores = add_mask(scores, mask[rows] if len(mask) > 1 else mask)
         if self.valid is not None:

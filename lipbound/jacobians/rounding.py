@@ -75,7 +75,7 @@ def roundoff(att: Attention, op: HeadOperator, *, loose: Tensor | None = None, s
 
 
 def folding_error(att: Attention, basis: Tensor, folded: Tensor) -> tuple[Tensor, float]:
-    r"""How far ``folded`` E^T, E the stored ``basis`` (heads, D_out, r), is from w_v w_o in the Frobenius norm, (heads,), and how far E from orthonormal."""
+    r"""How far ``folded`` E^T is from w_v w_o in the Frobenius norm, (heads,), and E, the stored ``basis`` (heads, D_out, r), from orthonormal."""
     w_v, w_o, e = (t.double() for t in (att.w_v, att.w_o if att.w_o is not None else basis.mT, basis))
     inner = w_o @ e
     per = 2 * (w_v.shape[1] + e.shape[1] + 16) * UNIT

@@ -51,7 +51,7 @@ def enclose(
     op: JacobianOperator, roundoff: Roundoff, search: JacobianOperator, *, tol: float, delta: float, seed: int | Sequence[int],
     max_steps: int, vectors: bool = False
 ) -> Norm:  # fmt: skip
-    """Norms of J between two bounds that hold for the given numbers, rounding included, unless an event of probability ``delta`` (of all together) happens.
+    """Norms of J between two bounds that hold for the given numbers, rounding included, but for an event of probability ``delta`` (of all together).
 
     Args:
         op: in float64. roundoff: its rounding. search: the same operators in the dtype in which to search.

@@ -1,5 +1,6 @@
 r"""Eigenvalues of small symmetric matrices between bounds that hold, and the bordered matrix of Lemma 44 (docs/theory/certificates.md)."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ def largest_eigenvalue(g: Tensor) -> tuple[float, float, Tensor]:
     scale = float(g.abs().amax())
     if not scale > 0 or not bool(torch.isfinite(g).all()):
         return 0.0, 0.0 if scale == 0 else float("inf"), torch.zeros_like(g[0])
-    unit = 2.0 ** round(torch.tensor(scale).log2().item())
+    unit = 2.0 ** max(math.frexp(scale)[1], -1000)
     g = g / unit
     values, q = torch.linalg.eigh(g)
     per = 2 * (n + 4) * UNIT
@@ -90,7 +91,10 @@ class Bordered:
 
 
 def bordered(z: Tensor, y: Tensor, roundoff: Roundoff) -> Bordered:
-    """From vectors z (batch, r, n) with nearly orthonormal rows and their computed images y = G z, both in float64: Lemma 63 (docs/theory/certificates.md)."""
+    """From vectors z (batch, r, n) with nearly orthonormal rows and their computed images y = G z, both in float64: Lemma 63.
+
+    (docs/theory/certificates.md)
+    """
     r, n = z.shape[1:]
     y = torch.nan_to_num(y)
     t = z @ y.mT

@@ -82,7 +82,7 @@ def test_enclosures_hold_and_close(method: str, inputs: dict) -> None:
         norm = lb.spectral_norm(att, method=method, tol=1e-6, vectors=True)
         assert bool((norm.lower <= exact + slack).all())
         assert bool((exact <= norm.upper + slack).all())
-        assert bool((norm.upper <= norm.lower * (1 + 1e-6) + slack).all())
+        assert bool((norm.upper <= norm.lower * (1 + 1e-6) + 4 * slack).all())
         assert norm.left is not None
         assert norm.left.shape == (1, 1, att.tokens, att.d_v)
 
@@ -90,10 +90,10 @@ def test_enclosures_hold_and_close(method: str, inputs: dict) -> None:
 @pytest.mark.parametrize("method", PROOFS)
 def test_heads_with_their_output_projection(method: str) -> None:
     att = layer(2, frozenset(VARIANTS), mask="padded")
-    exact = lb.spectral_norm(att, map="head_out", method="dense").lower
+    dense = lb.spectral_norm(att, map="head_out", method="dense")
     norm = lb.spectral_norm(att, map="head_out", method=method, tol=1e-7)
     assert bool(norm.converged.all())
-    assert bool((norm.lower <= exact * (1 + 1e-12)).all() and (exact <= norm.upper * (1 + 1e-12)).all())
+    assert bool((norm.lower <= dense.upper).all() and (dense.lower <= norm.upper).all())
 
 
 def test_float32_layers() -> None:

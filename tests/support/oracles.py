@@ -7,6 +7,17 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.reference import head_function
+from lipbound.linalg.solution import Norm
+
+
+def encloses(norm: Norm, exact: Tensor, tol: float, error: Tensor) -> bool:
+    """Whether the ends of enclosures (or lower ends alone) hold values known to 1e-12, and are no further from them than ``tol`` and rounding ask for.
+
+    ``error``: how far rounding of a layer's tensors may move its norms.
+    """
+    below = (norm.lower <= exact * (1 + 1e-12)) & (norm.lower >= exact * (1 - tol - 1e-12) - 3 * error)
+    above = (norm.upper >= exact * (1 - 1e-12)) & (torch.isinf(norm.upper) | (norm.upper <= exact * (1 + tol + 1e-12) + 5 * error))
+    return bool((below & above).all())
 
 
 def jacobians(att: Attention, sample: int) -> Tensor:

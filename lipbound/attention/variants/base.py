@@ -104,8 +104,12 @@ class Variant:
         """The derivative of `scores` entry by entry, shaped like z; None where it is one."""
         return None
 
-    def rounded_scores(self, error: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Upper values of the error of `scores` where their arguments are off by ``error``, and of the relative error of `slopes`; float64 rounding included."""
+    def rounded_scores(self, error: Tensor, reach: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Upper values of the error of `scores`, and of the relative error of `slopes`, float64 rounding included.
+
+        Args:
+            error: how far the arguments are off, at most. reach: how large they are, at most.
+        """
         return error, 0.0
 
     @property
