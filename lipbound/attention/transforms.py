@@ -19,8 +19,10 @@ PATTERN = ("wide_q", "q", "wide_k", "k", "centred_k", "p", "weights")
 """What is derived from queries and keys alone."""
 WIDE = ("wide_q", "centred_k")
 """Those in float64 whatever the layer's dtype, and free of biases that J does not see."""
-ORDINARY = 40
+ORDINARY = 16
 """Logarithms to base 2 within which sizes of tensors are left as they are by `Transforms.unit_scales`."""
+LARGEST_SCORES = 80
+"""Logarithm to base 2 of the size of scores beyond which no bound is evaluated."""
 ZERO = -100_000
 """Stands for the logarithm of zero."""
 
@@ -141,7 +143,7 @@ class Transforms(Fields, ABC):
 
         :math:`(x, W_Q, W_K)` and :math:`(2^a x, 2^{b-a} W_Q, 2^{-b-a} W_K)`, with biases of queries and keys times :math:`2^{\pm b}`, have one J,
         which is linear in the values: Lemma 80 (docs/theory/upper_values.md). Biases that J does not see are dropped. Layers whose sizes lie within
-        :math:`2^{\pm 40}` stay as they are, and share what is derived from them. Queries and keys that are normalised keep their size.
+        :math:`2^{\pm 16}` stay as they are, and share what is derived from them. Queries and keys that are normalised keep their size.
 
         Returns:
             That layer; exponents (heads,) of the powers of two that its J is to be multiplied with; and whether all this is exact and logits are
@@ -166,7 +168,7 @@ class Transforms(Fields, ABC):
             exact &= (_times(t, -steps[name]) == getattr(own, name)).flatten(1).all(1)
         by_x = torch.full((self.samples,), -e_x, device=self.device)
         x, variants = _times(wide.x, by_x), [step.of_scaled_inputs(-e_x) for step in wide.scoring.steps]
-        exact &= (_times(x, -by_x) == wide.x).all() & (logits <= 2 * ORDINARY)
+        exact &= (_times(x, -by_x) == wide.x).all() & (logits <= LARGEST_SCORES)
         exact &= all(
             torch.equal(t, u) for old, new in zip(wide.scoring.steps, variants, strict=True)
             for t, u in zip(old.inputs(), new.of_scaled_inputs(e_x).inputs(), strict=True)
