@@ -60,10 +60,15 @@ def finished(one: Attention, values: Tensor, exponents: Tensor, exact: Tensor) -
     with torch.no_grad():
         error = tensor_error(one)[0]
     total = values * (1 + 2 * positive_slack(one)) + (error + hidden) * (1 + 1e-6)
-    for part in (exponents // 2, exponents - exponents // 2):
-        total = total * exact_power(part.clamp(-1022, 1023))
-    total = torch.where((total > 0) & (total < 1e-300), total + 1e-307, total)  # rounding of numbers as small is absolute
+    total = times_power(total, exponents)
     return torch.where(exact & ~total.isnan(), total, torch.inf)
+
+
+def times_power(value: Tensor, exponents: Tensor) -> Tensor:
+    """Numbers (..., heads) times 2 to exponents (heads,), rounded upwards where they end near the end of the range."""
+    for part in (exponents // 2, exponents - exponents // 2):
+        value = value * exact_power(part.clamp(-1022, 1023))
+    return torch.where((value > 0) & (value < 1e-300), value + 1e-307, value)
 
 
 def positive_slack(att: Attention) -> float:
