@@ -17,7 +17,7 @@ from lipbound.errors import AttentionError
 
 PATTERN = ("wide_q", "q", "wide_k", "k", "centred_k", "p", "weights")
 """What is derived from queries and keys alone."""
-WIDE = ("wide_q", "centred_k")
+WIDE = ("wide_q", "centred_k", "centred_v")
 """Those in float64 whatever the layer's dtype, and free of biases that J does not see."""
 ORDINARY = 16
 """Logarithms to base 2 within which sizes of tensors are left as they are by `Transforms.unit_scales`."""
@@ -149,18 +149,11 @@ class Transforms(Fields, ABC):
             That layer; exponents (heads,) of the powers of two that its J is to be multiplied with; and whether all this is exact and logits are
             in the range in which bounds can be evaluated, (samples, heads) bool.
         """
-        wide, invariant = self.double(), "qk_norm" not in self.scoring.names
-        own = replace(wide.projections,
-                      b_k=None if self.scoring.plain_keys and self.scoring.shift_invariant else wide.projections.b_k,
-                      b_v=None if self.scoring.extra_scores is None else wide.projections.b_v)  # fmt: skip
-        sizes = {name: _exponents(t) for name, t in own.tensors().items() if name != "w_o"}
-        e_x, e_c = int(_exponents(wide.x[None])[0]), math.frexp(self.scale)[1]
         exact = torch.ones(self.samples, self.heads, dtype=torch.bool, device=self.device)
-        every = torch.cat([*sizes.values(), *(e.new_tensor([e_x, e_c]) for e in list(sizes.values())[:1])])
-        if bool(((every.abs() <= ORDINARY) | (every == ZERO)).all()):
-            other = wide.with_parts(projections=own, surroundings=None)
-            other.cache.share(self.cache, *(("q", "p", "weights") if wide is self else ()), *WIDE, "centred_v")
-            return other, torch.zeros_like(sizes["w_v"]), exact
+        wide, invariant, ordinary = self.double(), "qk_norm" not in self.scoring.names, self.ordinary()
+        if ordinary is not None:
+            return ordinary, torch.zeros(self.heads, dtype=torch.long, device=self.device), exact
+        own, sizes, e_x, e_c = self._sizes(wide)
         e_x = 0 if e_x == ZERO else e_x
         steps, logits = _steps(sizes, e_x, e_c, invariant)
         moved = {name: _times(t, steps[name]) for name, t in own.tensors().items() if name in steps}
@@ -177,10 +170,31 @@ class Transforms(Fields, ABC):
         scoring = replace(wide.scoring, scale=scale, steps=tuple(variants))
         return wide.with_parts(x=x, projections=replace(own, **moved), scoring=scoring, surroundings=None), -steps["w_v"], exact
 
+    def ordinary(self) -> Self | None:
+        """The layer in float64 without biases that J does not see, if its sizes are ordinary; else None."""
+        wide = self.double()
+        own, sizes, *ends = self._sizes(wide)
+        every = torch.cat([*sizes.values(), torch.tensor(ends, device=self.device)])
+        if not bool(((every.abs() <= ORDINARY) | (every == ZERO)).all()):
+            return None
+        unseen = own.b_k is not wide.projections.b_k or own.b_v is not wide.projections.b_v
+        other = wide.with_parts(projections=own, surroundings=None) if unseen or wide.surroundings is not None else wide
+        if other is not self:
+            other.cache.share(self.cache, *(("q", "p", "weights") if wide is self else ()), *WIDE)
+        return other
+
+    def _sizes(self, wide: Self) -> tuple[Projections, dict[str, Tensor], int, int]:
+        """Projections of the layer in float64 without biases that J does not see; exponents of their sizes, of that of x and of ``scale``."""
+        own, scoring = wide.projections, self.scoring
+        own = replace(own, b_k=None if scoring.plain_keys and scoring.shift_invariant else own.b_k,
+                      b_v=None if scoring.extra_scores is None else own.b_v)  # fmt: skip
+        sizes = {name: _exponents(t) for name, t in own.tensors().items() if name != "w_o"}
+        return own, sizes, int(_exponents(wide.x[None])[0]), math.frexp(self.scale)[1]
+
     def one_sample(self, sample: int) -> Self:
         """The layer at one of its inputs, with what has been derived at all of them."""
         part = self.select(slice(sample, sample + 1))
-        part.cache.share(self.cache, *PATTERN, "centred_v", change=lambda t: t[sample : sample + 1])
+        part.cache.share(self.cache, *PATTERN, *WIDE, change=lambda t: t[sample : sample + 1])
         return part
 
     @property

@@ -9,7 +9,7 @@ from lipbound.attention.variants import VARIANTS
 from lipbound.bounds import ingredients as qty
 from lipbound.bounds.entry import Bound
 from lipbound.bounds.lipbound2026 import BIBTEX, CITATION
-from lipbound.bounds.lipbound2026.parts import finished, samples_of
+from lipbound.bounds.lipbound2026.parts import samples_of
 from lipbound.bounds.lipbound2026.plain import lipbound_block
 from lipbound.bounds.multihead import with_folded
 from lipbound.bounds.registry import bound
@@ -84,8 +84,9 @@ def _whole(bound: Bound, att: Attention, map: str) -> Tensor:
     """
     everything, values = list(range(att.heads)), []
     with torch.no_grad():
-        for one, exponents, exact in samples_of(att):
-            if bool((exponents != 0).any() | ~exact.all()):
+        for sample in samples_of(att):
+            one = sample.layer
+            if bool((sample.exponents != 0).any() | ~sample.exact.all()):
                 return with_folded(bound, att, map)
             unit, w_o = torch.ones((), dtype=torch.float64, device=att.device), None
             error = torch.ones(att.heads, dtype=torch.float64, device=att.device)
@@ -95,7 +96,7 @@ def _whole(bound: Bound, att: Attention, map: str) -> Tensor:
                 w_o = one.w_o / unit
                 error = torch.linalg.matrix_norm(w_o)
             zero = torch.zeros(att.heads, dtype=torch.float64, device=att.device)
-            error = (finished(one, zero, exponents, exact[0]) * error).sum() * (1 + 1e-9)
+            error = (sample.finished(zero) * error).sum() * (1 + 1e-9)
             values.append((compressed_norm(Gram(one, 0, everything, w_o)) + error) * unit)
     total = torch.stack(values)
     return torch.where(total.isnan(), torch.inf, total)
@@ -138,8 +139,8 @@ def _heads(att: Attention) -> Tensor:
     """Head by head, of any kind: `gram_of` has the closed form of each."""
     rows = []
     with torch.no_grad():
-        for sample, (one, exponents, exact) in enumerate(samples_of(att)):
-            values = torch.tensor([compressed_norm(gram_of(one, 0, [h])) for h in range(att.heads)], dtype=torch.float64, device=att.device)
-            row = finished(one, values, exponents, exact[0])
-            rows.append(torch.where(values < SMALLEST, lipbound_block(att)[sample], row) if bool((values < SMALLEST).any()) else row)
+        for s, sample in enumerate(samples_of(att)):
+            values = torch.tensor([compressed_norm(gram_of(sample.layer, 0, [h])) for h in range(att.heads)], dtype=torch.float64, device=att.device)
+            row = sample.finished(values)
+            rows.append(torch.where(values < SMALLEST, lipbound_block(att)[s], row) if bool((values < SMALLEST).any()) else row)
     return torch.stack(rows)

@@ -5,13 +5,14 @@ numbers >= 0 is put back by one factor at the end: Lemmas 84, 85 and 86 (docs/th
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.transforms import WIDE
-from lipbound.jacobians.rounding import tensor_error
+from lipbound.attention.rounding import MARGIN, TensorErrors, tensor_errors
 from lipbound.linalg.matrix_norms import block_norm, exact_power, gamma, matrix_norm, nonnegative_norm, upper_factor
 
 CHUNK = 2**22
@@ -36,32 +37,68 @@ def in_chunks(att: Attention, values: Callable[[Attention, int, slice], Tensor])
     """
     heads = max(1, int(CHUNK // (8 * att.tokens * max(att.d_v * max(att.d, att.d_v), att.tokens))))
     rows = []
-    for one, exponents, exact in samples_of(att):
-        found = torch.cat([values(one, 0, slice(h, min(att.heads, h + heads))) for h in range(0, att.heads, heads)])
-        rows.append(finished(one, found.mT, exponents, exact[0]).mT)
+    for sample in samples_of(att):
+        found = [values(sample.layer, 0, slice(h, min(att.heads, h + heads))) for h in range(0, att.heads, heads)]
+        rows.append(sample.finished(torch.cat(found).mT).mT)
     return torch.stack(rows)
 
 
-def samples_of(att: Attention) -> Iterator[tuple[Attention, Tensor, Tensor]]:
-    """Every sample as a float64 layer of its own of ordinary size, and what `unit_scales` says of it."""
-    wide = att.double()
-    wide.cache.share(att.cache, *WIDE, "centred_v")
-    for sample in range(att.samples):
-        one, exponents, exact = wide.one_sample(sample).unit_scales()
-        if one.w_q.data_ptr() == wide.w_q.data_ptr():  # the same weights for all samples
-            one.cache.keep(("memo", WEIGHTS), wide.memo(WEIGHTS, lambda: _weights(wide)))
-        yield one, exponents, exact
+class Sample(NamedTuple):
+    """One sample of a layer, as a float64 layer of ordinary size.
+
+    Attributes:
+        layer: of one sample. errors: of its tensors. exponents: (heads,), of the powers of two that its J is to be multiplied with.
+        exact: (heads,), whether that is all.
+    """
+
+    layer: Attention
+    errors: TensorErrors
+    exponents: Tensor
+    exact: Tensor
+
+    def finished(self, values: Tensor) -> Tensor:
+        """Bounds on the heads of the given layer, (..., heads), from upper values for this copy but for `positive_slack`."""
+        one = self.layer
+        with torch.no_grad():
+            most = one.p[0].amax((-1, -2)).clamp_min(2.0**-200)
+            hidden = TINY * most * (torch.linalg.vector_norm(one.w_v, dim=(1, 2)) + one.centred_v[0].norm(dim=-1).amax(-1))
+            error = (distance_of_tensors(one, self.errors) + hidden) * (1 + 1e-6)
+        total = times_power(values * (1 + 2 * positive_slack(one)) + error, self.exponents)
+        return torch.where(self.exact & ~total.isnan(), total, torch.inf)
 
 
-def finished(one: Attention, values: Tensor, exponents: Tensor, exact: Tensor) -> Tensor:
-    """Bounds on the heads of the given layer, (..., heads), from upper values for its copy of ordinary size but for `positive_slack`."""
-    most = one.p[0].detach().amax((-1, -2)).clamp_min(2.0**-200)
-    hidden = TINY * most * (torch.linalg.vector_norm(one.w_v.detach(), dim=(1, 2)) + one.centred_v[0].detach().norm(dim=-1).amax(-1))
-    with torch.no_grad():
-        error = tensor_error(one)[0]
-    total = values * (1 + 2 * positive_slack(one)) + (error + hidden) * (1 + 1e-6)
-    total = times_power(total, exponents)
-    return torch.where(exact & ~total.isnan(), total, torch.inf)
+def samples_of(att: Attention) -> Iterator[Sample]:
+    """Every sample of a layer, with what depends on weights alone computed once for all where their sizes are ordinary."""
+    whole = att.ordinary()
+    errors = None if whole is None else tensor_errors(whole)
+    for s in range(att.samples):
+        if whole is None or errors is None:
+            one, exponents, exact = att.double().one_sample(s).unit_scales()
+            yield Sample(one, tensor_errors(one), exponents, exact[0])
+        else:
+            one = whole.one_sample(s)
+            one.cache.keep(("memo", WEIGHTS), whole.memo(WEIGHTS, lambda: _weights(whole)))
+            own = TensorErrors(*(getattr(errors, field.name)[s : s + 1] for field in fields(errors)))
+            every = torch.ones(att.heads, dtype=torch.bool, device=att.device)
+            yield Sample(one, own, torch.zeros_like(every, dtype=torch.long), every)
+
+
+def distance_of_tensors(one: Attention, e: TensorErrors) -> Tensor:
+    r"""An upper value of :math:`\|J - \hat J\|`, (heads,), of one sample: J at the given numbers, J-hat of the float64 tensors made of them.
+
+    Lemma 69 (docs/theory/rounding.md), whose lengths are those of the three parts of J. Infinite where nothing can be said.
+    """
+    p, n, c = one.p[0], one.tokens, abs(one.scale)
+    value, key = (MARGIN * (p @ (t[0] ** 2)[..., None])[..., 0].clamp_min(0).sqrt() for t in (e.v, e.k))
+    k_slope, k_slope_error, k_error, v_error = (t[0].amax(-1, keepdim=True) for t in (e.k_slope, e.k_slope_error, e.k_error, e.v_error))
+    q, q_error, q_slope, q_slope_error, weights, relative = (t[0] for t in (e.q, e.q_error, e.q_slope, e.q_slope_error, e.weights, e.p))
+    output = relative * value + v_error + gamma(n + 8) * value
+    off = 2 * weights * value + v_error + output  # of T_ij (v_j - o_i), over a row
+    through_k = c * (off * k_slope * q + 2 * value * (k_slope * q_error + k_slope_error * q))
+    through_q = c * ((off * key + 2 * value * k_error) * q_slope + 2 * value * key * q_slope_error)
+    through_v = relative.amax(-1) * (p.sum(-2).amax(-1) * MARGIN).sqrt() * matrix_norm(one.w_v.detach())
+    total = MARGIN * (through_k.norm(dim=-1) + through_q.amax(-1) + through_v)
+    return total.nan_to_num(torch.inf, torch.inf)
 
 
 def times_power(value: Tensor, exponents: Tensor) -> Tensor:

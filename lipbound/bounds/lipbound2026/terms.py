@@ -20,8 +20,8 @@ def block_terms(bound: Bound, att: Attention) -> dict[str, Tensor]:
 
 def _terms(att: Attention, *, gram: bool) -> dict[str, Tensor]:
     found: dict[str, list[Tensor]] = {}
-    for one, _, _ in samples_of(att):
-        parts = BlockNorms(one, 0, slice(None), gram=gram)
+    for sample in samples_of(att):
+        parts = BlockNorms(sample.layer, 0, slice(None), gram=gram)
         if gram:
             terms = {"values": parts.values(), "keys": parts.keys(), "queries": parts.queries(), "mixed": parts.mixed()}
         else:
