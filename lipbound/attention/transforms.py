@@ -153,7 +153,7 @@ class Transforms(Fields, ABC):
         wide, invariant, ordinary = self.double(), "qk_norm" not in self.scoring.names, self.ordinary()
         if ordinary is not None:
             return ordinary, torch.zeros(self.heads, dtype=torch.long, device=self.device), exact
-        own, sizes, e_x, e_c = self._sizes(wide)
+        own, sizes, e_x, e_c = wide._sizes()
         e_x = 0 if e_x == ZERO else e_x
         steps, logits = _steps(sizes, e_x, e_c, invariant)
         moved = {name: _times(t, steps[name]) for name, t in own.tensors().items() if name in steps}
@@ -172,24 +172,25 @@ class Transforms(Fields, ABC):
 
     def ordinary(self) -> Self | None:
         """The layer in float64 without biases that J does not see, if its sizes are ordinary; else None."""
-        wide = self.double()
-        own, sizes, *ends = self._sizes(wide)
+        own, sizes, *ends = self._sizes()
         every = torch.cat([*sizes.values(), torch.tensor(ends, device=self.device)])
         if not bool(((every.abs() <= ORDINARY) | (every == ZERO)).all()):
             return None
-        unseen = own.b_k is not wide.projections.b_k or own.b_v is not wide.projections.b_v
-        other = wide.with_parts(projections=own, surroundings=None) if unseen or wide.surroundings is not None else wide
-        if other is not self:
-            other.cache.share(self.cache, *(("q", "p", "weights") if wide is self else ()), *WIDE)
+        wide = self.x.dtype == torch.float64
+        if wide and own.b_k is self.b_k and own.b_v is self.b_v and self.surroundings is None:
+            return self
+        scoring = self.scoring if wide else self.scoring.map(lambda t: t.double() if t.is_floating_point() else t)
+        other = self.with_parts(x=self.x.double(), projections=own.map(lambda t: t.double()), scoring=scoring, surroundings=None)
+        other.cache.share(self.cache, *(("q", "p", "weights") if wide else ()), *WIDE)
         return other
 
-    def _sizes(self, wide: Self) -> tuple[Projections, dict[str, Tensor], int, int]:
-        """Projections of the layer in float64 without biases that J does not see; exponents of their sizes, of that of x and of ``scale``."""
-        own, scoring = wide.projections, self.scoring
+    def _sizes(self) -> tuple[Projections, dict[str, Tensor], int, int]:
+        """Projections without biases that J does not see; exponents of their sizes, of that of x and of ``scale``."""
+        own, scoring = self.projections, self.scoring
         own = replace(own, b_k=None if scoring.plain_keys and scoring.shift_invariant else own.b_k,
                       b_v=None if scoring.extra_scores is None else own.b_v)  # fmt: skip
         sizes = {name: _exponents(t) for name, t in own.tensors().items() if name != "w_o"}
-        return own, sizes, int(_exponents(wide.x[None])[0]), math.frexp(self.scale)[1]
+        return own, sizes, int(_exponents(self.x[None])[0]), math.frexp(self.scale)[1]
 
     def one_sample(self, sample: int) -> Self:
         """The layer at one of its inputs, with what has been derived at all of them."""
@@ -205,7 +206,7 @@ class Transforms(Fields, ABC):
 
 def _exponents(t: Tensor) -> Tensor:
     """Of the largest entries of (n, ...), (n,): `ZERO` where all are zero."""
-    size = t.detach().flatten(1).abs().amax(1)
+    size = torch.linalg.vector_norm(t.detach().flatten(1), torch.inf, dim=1)
     return torch.where(size > 0, torch.frexp(size).exponent.long(), ZERO)
 
 

@@ -32,10 +32,14 @@ def exact_power(exponent: Tensor) -> Tensor:
     return ((exponent.long() + 1023) << 52).view(torch.float64)
 
 
-def finite_or(g: Tensor, value: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Matrices (..., m, n) with those that are not finite replaced by ``value``, and which these are, (...)."""
-    bad = ~torch.isfinite(g.detach()).all(-1).all(-1)
-    return (torch.where(bad[..., None, None], value, g), bad) if bool(bad.any()) else (g, bad)
+def largest_entry(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Matrices g (..., m, n) with those that are not finite replaced by zero; their largest absolute entries; and which were not finite: (...)."""
+    low, high = g.amin((-1, -2)), g.amax((-1, -2))  # NaN if one is
+    largest = torch.maximum(-low, high)
+    bad = ~torch.isfinite(largest)
+    if not bool(bad.any()):
+        return g, largest, bad
+    return torch.where(bad[..., None, None], 0.0, g), torch.where(bad, 0.0, largest), bad
 
 
 def matrix_norm(w: Tensor) -> Tensor:
@@ -45,9 +49,9 @@ def matrix_norm(w: Tensor) -> Tensor:
     Lemma 82 (docs/theory/upper_values.md). The derivative is that of ``|w v|`` at a top singular vector v.
     """
     w = w.double()
-    fixed, bad = finite_or(w.detach())
+    fixed, largest, bad = largest_entry(w.detach())
     tall = fixed if w.shape[-2] >= w.shape[-1] else fixed.mT
-    size = power_of_two(tall.abs().amax((-1, -2)))
+    size = power_of_two(largest)
     tall = tall / size[..., None, None]
     squares = tall.square().sum((-1, -2))
     norm = (symmetric_norm(tall.mT @ tall) + gamma(2 * sum(tall.shape[-2:]) + 4) * squares).sqrt() * (1 + 4 * UNIT) * size
@@ -138,21 +142,22 @@ def symmetric_norm(g: Tensor) -> Tensor:
     The derivative is that of ``x^T g x`` at a top eigenvector x.
     """
     g = g.double()
-    fixed, bad = finite_or(g.detach())
-    n = g.shape[-1]
-    size = power_of_two(fixed.abs().amax((-1, -2)))
-    fixed = fixed / size[..., None, None]
+    fixed, largest, bad = largest_entry(g.detach())
+    n, size = g.shape[-1], power_of_two(largest)
+    fixed, largest = fixed / size[..., None, None], largest / size
     values, vectors = torch.linalg.eigh(fixed) if g.requires_grad else (torch.linalg.eigvalsh(fixed), None)
-    largest = fixed.abs().amax((-1, -2))
     top, eye = values[..., -1].clamp_min(0), torch.eye(n, dtype=torch.float64, device=g.device)
-    proved = torch.linalg.matrix_norm(fixed.tril() + fixed.tril(-1).mT, torch.inf) * (1 + gamma(n + 2))
-    for slack in (64 * n * (n + 2), 8 * n):  # the second nearly always does
+    diagonal = fixed.diagonal(dim1=-2, dim2=-1).abs().sum(-1)
+    proved = torch.full_like(top, torch.inf)
+    for slack in (8 * n, 64 * n * (n + 2)):  # the first nearly always does
         at = (top + slack * UNIT * largest) * (1 + 4 * UNIT)
-        shifted = at[..., None, None] * eye - fixed
-        fails = torch.linalg.cholesky_ex(shifted).info
-        total = (n * at + fixed.diagonal(dim1=-2, dim2=-1).abs().sum(-1)) * (1 + gamma(n + 4))
-        value = (at + 2 * gamma(n + 2) * total) * (1 + 4 * UNIT)
-        proved = torch.where(fails == 0, torch.minimum(value, proved), proved)
+        fails = torch.linalg.cholesky_ex(at[..., None, None] * eye - fixed).info
+        value = (at + 2 * gamma(n + 2) * (n * at + diagonal) * (1 + gamma(n + 4))) * (1 + 4 * UNIT)
+        proved = torch.minimum(proved, torch.where(fails == 0, value, torch.inf))
+        if not bool((proved == torch.inf).any()):
+            break
+    else:
+        proved = torch.minimum(proved, torch.linalg.matrix_norm(fixed.tril() + fixed.tril(-1).mT, torch.inf) * (1 + gamma(n + 2)))
     result = (torch.where(largest > 0, proved, 0.0) * size).masked_fill(bad, torch.nan)
     if vectors is None:
         return result
@@ -170,9 +175,9 @@ def nonnegative_norm(p: Tensor, *, rtol: float = 1e-6, max_steps: int = 40) -> T
     The derivative is that of the norm at a top singular pair, :math:`u^T\,dP\,y` with :math:`u \propto P y`; where it is wanted, y is an eigenvector
     of B to rounding, and the value is as near.
     """
-    flat, bad = finite_or(p.reshape(-1, *p.shape[-2:]).double())
+    flat, largest, bad = largest_entry(p.reshape(-1, *p.shape[-2:]).double())
     with torch.no_grad():
-        size = power_of_two(flat.detach().amax((-1, -2)))  # squares of the entries must stay in range
+        size = power_of_two(largest)  # squares of the entries must stay in range
         unit = flat.detach() / size[:, None, None]
         upper = _collatz_wielandt(unit, rtol, max_steps)
         if p.requires_grad:

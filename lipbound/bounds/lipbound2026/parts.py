@@ -169,7 +169,8 @@ class BlockNorms:
                 squared = (w2[:, r] @ squares).unflatten(-1, (d_v, d_v)) - cross - cross.mT  # A_i A_i^T
                 a = root(block_norm(squared) + off_a[:, r])
                 through_v = block_norm(c @ projected) + (off + gamma(inputs + d + 4) * size_c) * (size_q * size_v)[:, None]
-                through_q = _image_norms(c, pairs, size_c, length_y) + (off + gamma(inputs + 2 * d + 6) * size_c)[..., None] * reach[:, None]
+                lost = off + gamma(inputs + 2 * d + 6) * size_c
+                through_q = torch.addcmul(_image_norms(c, pairs, size_c, length_y), lost[..., None], reach[:, None])
                 norms += (through_v, torch.minimum(a, longest[:, r]), through_q)
             found.append(norms)
         whole = [torch.cat(part, 1) for part in zip(*found, strict=True)]
@@ -230,7 +231,7 @@ def _lengths(x: Tensor) -> Tensor:
 
 def root(x: Tensor) -> Tensor:
     """Square root whose derivative at 0 is 0; NaN of NaN and of numbers < 0."""
-    return torch.where(x == 0, 0.0, torch.where(x == 0, 1.0, x).sqrt())
+    return torch.where(x == 0, 0.0, torch.where(x == 0, 1.0, x).sqrt()) if x.requires_grad else x.sqrt()
 
 
 def _pairs(y: Tensor) -> Tensor:
@@ -248,8 +249,8 @@ def _image_norms(maps: Tensor, pairs: Tensor, sizes: Tensor, lengths: Tensor) ->
     d_v, d = maps.shape[-2:]
     i, j = torch.triu_indices(d, d, device=maps.device)
     forms = (maps.mT @ maps)[..., i, j]
-    allowance = gamma(d * (d + 1) // 2 + d_v + 8) * sizes[..., :, None] ** 2 * lengths.detach()[..., None, :] ** 2
-    return root((forms @ pairs.mT).clamp_min(0) + allowance)
+    allowance = gamma(d * (d + 1) // 2 + d_v + 8) * sizes**2
+    return root(torch.addcmul((forms @ pairs.mT).clamp_min(0), allowance[..., :, None], lengths[..., None, :] ** 2))
 
 
 def _outer(x: Tensor, y: Tensor) -> Tensor:
