@@ -168,6 +168,8 @@ class Transforms(Fields, ABC):
             torch.equal(t, u) for old, new in zip(wide.scoring.steps, variants, strict=True)
             for t, u in zip(old.inputs(), new.of_scaled_inputs(e_x).inputs(), strict=True)
         )  # fmt: skip
+        # nothing is said of other heads, whose numbers may be too large to compute with
+        moved = {name: t.where(exact.all(0).view(-1, *[1] * (t.ndim - 1)), torch.zeros_like(t)) for name, t in moved.items()}
         scale = math.ldexp(self.scale, -e_c) if invariant else self.scale
         scoring = replace(wide.scoring, scale=scale, steps=tuple(variants))
         return wide.with_parts(x=x, projections=replace(own, **moved), scoring=scoring, surroundings=None), -steps["w_v"], exact

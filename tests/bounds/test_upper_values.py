@@ -159,7 +159,7 @@ def agree(att: Attention, other: Attention, factor: float) -> None:
         torch.testing.assert_close(after / factor, before, rtol=1e-9, atol=0, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(kind=KINDS, has=VARIANTS, seed=st.integers(0, 10**6), change=SCALINGS, power=st.integers(-150, 150))
 def test_sizes_do_not_matter_in_float64(kind: str, has: tuple[str, ...], seed: int, change: Change, power: int) -> None:
     att = layer(seed, frozenset(has)) if has else random_attention(kind, seed)
@@ -204,15 +204,14 @@ def test_the_order_of_tokens_and_heads_does_not_matter(kind: str, seed: int) -> 
 
 
 def test_what_cannot_be_evaluated_is_infinite() -> None:
-    att = random_attention("plain").select(slice(0, 1), slice(0, 1))
-    token = torch.ones(1, 1, att.x.shape[2], dtype=torch.float64)  # one token, whose score is far out of range and does not matter
-    for part in ({"w_q": att.w_q * 1e200, "w_k": att.w_k * 1e150}, {"x": 1e200 * token, "w_q": att.w_q * 1e-10}):
-        there = changed(att, **({"x": token} | part))
-        try:
-            values = [bounds.get(name)(there) for name in OURS]
-        except bounds.LipboundError if hasattr(bounds, "LipboundError") else ValueError:
-            continue
-        assert all(bool((value == torch.inf).all()) for value in values)
+    """One token, whose score does not matter and is far beyond what can be resolved; the other head is as it was."""
+    att = random_attention("plain").select(slice(0, 1), slice(0, 2))
+    att = changed(att, x=att.x[:, :1])
+    there = changed(att, w_q=torch.stack([att.w_q[0] * 1e150, att.w_q[1]]), w_k=torch.stack([att.w_k[0] * 1e150, att.w_k[1]]))
+    for name in OURS:
+        value = bounds.get(name)(there)
+        assert float(value[0, 0]) == math.inf
+        torch.testing.assert_close(value[:, 1], bounds.get(name)(att)[:, 1], rtol=1e-9, atol=0)
 
 
 def test_numbers_that_would_underflow_are_not_left_out() -> None:
