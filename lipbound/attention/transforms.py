@@ -1,7 +1,7 @@
 """A layer at other inputs, of some heads, in another dtype, with its output projection folded in: everything that makes one layer of another."""
 
-from abc import ABC, abstractmethod
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, Self
@@ -39,6 +39,7 @@ class Transforms(Fields, ABC):
         scoring: Scoring | None = None,
         valid: Tensor | Literal["same"] | None = "same",
         surroundings: ResidualContext | Literal["same"] | None = "same",
+        check: bool = True,
     ) -> Self:
         """A layer with other parts; what is not named stays."""
 
@@ -73,7 +74,9 @@ class Transforms(Fields, ABC):
 
     def unpadded(self, sample: int) -> Self:
         """One sample without its padding tokens: samples = 1 and no ``valid``."""
-        part = self.select(slice(sample, sample + 1))
+        one = slice(sample, sample + 1)
+        valid, scoring = None if self.valid is None else self.valid[one], self.scoring.select(one, slice(None))
+        part = self.with_parts(x=self.x[one], scoring=scoring, valid=valid, surroundings=None, check=False)
         if self.valid is None:
             return part
         keep = self.valid[sample]
@@ -184,7 +187,7 @@ class Transforms(Fields, ABC):
         if wide and own.b_k is self.b_k and own.b_v is self.b_v and self.surroundings is None:
             return self
         scoring = self.scoring if wide else self.scoring.map(lambda t: t.double() if t.is_floating_point() else t)
-        other = self.with_parts(x=self.x.double(), projections=own.map(lambda t: t.double()), scoring=scoring, surroundings=None)
+        other = self.with_parts(x=self.x.double(), projections=own.map(lambda t: t.double()), scoring=scoring, surroundings=None, check=False)
         other.cache.share(self.cache, *(("q", "p", "weights") if wide else ()), *WIDE)
         return other
 
@@ -198,8 +201,10 @@ class Transforms(Fields, ABC):
 
     def one_sample(self, sample: int) -> Self:
         """The layer at one of its inputs, with what has been derived at all of them."""
-        part = self.select(slice(sample, sample + 1))
-        part.cache.share(self.cache, *PATTERN, *WIDE, change=lambda t: t[sample : sample + 1])
+        one = slice(sample, sample + 1)
+        valid, scoring = None if self.valid is None else self.valid[one], self.scoring.select(one, slice(None))
+        part = self.with_parts(x=self.x[one], scoring=scoring, valid=valid, surroundings=None, check=False)
+        part.cache.share(self.cache, *PATTERN, *WIDE, change=lambda t: t[one])
         return part
 
     @property
