@@ -34,9 +34,9 @@ class Cache:
         """Use this value from now on."""
         self._values[self._place(key)] = value
 
-    def share(self, other: "Cache", *keys: Hashable) -> None:
-        """Take over what another layer of the same tensors has computed under these keys."""
-        self._values |= {place: value for place, value in other._values.items() if place[0] in keys}
+    def share(self, other: "Cache", *keys: Hashable, change: Callable[[Any], Any] = lambda value: value) -> None:
+        """Take over what another layer of the same tensors, or of more of them, has computed under these keys, each value changed."""
+        self._values |= {place: change(value) for place, value in other._values.items() if place[0] in keys}
 
     def drop(self, *keys: Hashable) -> None:
         """Free what is kept under these keys; it is computed again when it is needed."""

@@ -103,15 +103,28 @@ class Attention(Transforms):
 
     @classmethod
     def of(
-        cls, x: Tensor, projections: Projections, scoring: Scoring, *, valid: Tensor | None = None, surroundings: ResidualContext | None = None
+        cls,
+        x: Tensor,
+        projections: Projections,
+        scoring: Scoring,
+        *,
+        valid: Tensor | None = None,
+        surroundings: ResidualContext | None = None,
+        check: bool = True,
     ) -> Self:
-        """A layer of its parts: inputs (samples, N, D), projections, and how queries and keys become probabilities; the rest as above."""
+        """A layer of its parts: inputs (samples, N, D), projections, and how queries and keys become probabilities; the rest as above.
+
+        ``check``: whether to look at the numbers, which parts of another layer do not need.
+        """
         layer = cls.__new__(cls)
-        layer._set(x, projections, scoring, valid, surroundings)
+        layer._set(x, projections, scoring, valid, surroundings, check=check)
         return layer
 
-    def _set(self, x: Tensor, projections: Projections, scoring: Scoring, valid: Tensor | None, surroundings: ResidualContext | None) -> None:
-        validate(x, projections, scoring, valid)
+    def _set(
+        self, x: Tensor, projections: Projections, scoring: Scoring, valid: Tensor | None, surroundings: ResidualContext | None, *, check: bool = True
+    ) -> None:
+        if check:
+            validate(x, projections, scoring, valid)
         self.projections, self.scoring, self.valid, self.surroundings = projections, scoring, valid, surroundings
         self.x = x if valid is None else torch.where(valid[..., None], x, torch.zeros_like(x))
         tensors = [self.x, *projections.tensors().values(), *scoring.inputs()]
@@ -125,6 +138,7 @@ class Attention(Transforms):
         scoring: Scoring | None = None,
         valid: Tensor | Literal["same"] | None = "same",
         surroundings: ResidualContext | Literal["same"] | None = "same",
+        check: bool = True,
     ) -> Self:
         """A layer with other parts; what is not named stays."""
         return type(self).of(
@@ -133,6 +147,7 @@ class Attention(Transforms):
             self.scoring if scoring is None else scoring,
             valid=self.valid if isinstance(valid, str) else valid,
             surroundings=self.surroundings if isinstance(surroundings, str) else surroundings,
+            check=check,
         )
 
     # -- derived tensors ---------------------------------------------------------------------------------------------

@@ -103,9 +103,7 @@ def folded(att: Attention, name: str) -> Tensor:
 
     Proof: Lemma 20 (docs/theory/layers.md).
     """
-    double = att.double()
-    double.cache.keep("p", att.p.double())
-    heads, e = double.fold_output()
+    heads, e = att.double().fold_output()
     values = get(name)(heads)
     omega = matrix_norm(e[:, None].mT @ e[None])
     pairs = torch.einsum("sh,hg,sg->s", values, omega, values).sqrt()

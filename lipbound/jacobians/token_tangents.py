@@ -5,6 +5,7 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.token_maps import TokenMap
+from lipbound.linalg.matrix_norms import upper_factor
 
 
 class Tangents:
@@ -31,16 +32,9 @@ class Tangents:
         return out if right is None else out @ right
 
     def factor(self, a: str, tokens: slice | Tensor) -> Tensor:
-        """F_i with F_i F_i^T = D^a_i D^a_i^T for some tokens, (n or 1, d_a, r)."""
-        w, g = self._w[a], self._direction(a, tokens)
-        basis, r = torch.linalg.qr(w)
-        out = r.mT[None]
-        if g is not None:  # one more column of the projection, different for each token
-            along = g @ basis
-            rest = (g - along @ basis.mT).norm(dim=-1)[:, None]
-            last = torch.cat([along, rest], -1)[:, None]
-            out = torch.cat([torch.cat([out, torch.zeros_like(out[..., :1])], -1).expand(len(g), -1, -1), last], 1)
-        left = self._matrices(a, tokens)
+        """F_i for which F_i F_i^T is D^a_i D^a_i^T or a little more, for some tokens, (n or 1, d_a, r): Lemma 83 (docs/theory/upper_values.md)."""
+        w, g, left = self._w[a], self._direction(a, tokens), self._matrices(a, tokens)
+        out = upper_factor(w)[0].mT[None] if g is None else torch.cat([w.mT.expand(len(g), -1, -1), g[:, None]], 1)
         return out if left is None else left.mT @ out
 
     def push(self, a: str, x: Tensor, tokens: slice | Tensor) -> Tensor:

@@ -1,4 +1,8 @@
-"""Matrix norms that bounds are built from. Each returns an *upper* value, in float64: an estimate from below would void the bound."""
+"""Matrix norms that bounds are built from. Each returns an *upper* value, in float64: an estimate from below would void the bound.
+
+Rounding is inside, by proofs that are checked where they are used: what LAPACK computes is a guess until a product or a Cholesky decomposition, whose
+rounding is known, confirms it. NaN stays NaN, and what is not finite has the norm NaN or infinity.
+"""
 
 import torch
 from torch import Tensor
@@ -8,28 +12,56 @@ SMALLEST = 1e-140
 """Norms below it have no squares in the range of float64."""
 LARGEST_DENSE_EIG = 1024
 """Largest matrix handed to a dense eigensolver where an iterative upper bound has not settled."""
+VECTOR_STEPS = 20_000
+"""Steps of power iteration for a vector whose derivative is wanted, beyond that size."""
 
 
-def _upwards(value: Tensor, size: int) -> Tensor:
-    """``value`` enlarged by the rounding error of a dense decomposition of matrices of this size: Lemma 50 (docs/theory/numerics.md)."""
-    return value * (1 + 4 * size * torch.finfo(torch.float64).eps)
+def gamma(k: int) -> float:
+    """Higham's bound on the relative error of k accumulated float64 roundings."""
+    return k * UNIT / (1 - k * UNIT)
+
+
+def power_of_two(size: Tensor) -> Tensor:
+    """Powers of two, float64, within a factor of two of sizes > 0; 1 for zero, NaN and infinity."""
+    sensible = (size > 0) & torch.isfinite(size)
+    return exact_power(torch.frexp(torch.where(sensible, size.detach().double(), 0.5)).exponent.clamp(-1022, 1023))
+
+
+def exact_power(exponent: Tensor) -> Tensor:
+    """2 to integers from -1022 to 1023, float64, by their bits: what exp2 rounds would no longer be exact."""
+    return ((exponent.long() + 1023) << 52).view(torch.float64)
+
+
+def largest_entry(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Matrices g (..., m, n) with those that are not finite replaced by zero; their largest absolute entries; and which were not finite: (...)."""
+    low, high = g.amin((-1, -2)), g.amax((-1, -2))  # NaN if one is
+    largest = torch.maximum(-low, high)
+    bad = ~torch.isfinite(largest)
+    if not bool(bad.any()):
+        return g, largest, bad
+    return torch.where(bad[..., None, None], 0.0, g), torch.where(bad, 0.0, largest), bad
 
 
 def matrix_norm(w: Tensor) -> Tensor:
-    """Spectral norms of the last two axes by dense SVD of the smaller triangular factor: (..., m, n) -> (...), float64.
+    """Spectral norms of the last two axes: (..., m, n) -> (...), float64.
 
-    The derivative is that of ``u^T w v`` at a top singular pair u, v.
+    The largest eigenvalue of the Gram matrix of the shorter side, proved by `symmetric_norm`, and the rounding of that matrix:
+    Lemma 82 (docs/theory/upper_values.md). The derivative is that of ``|w v|`` at a top singular vector v.
     """
     w = w.double()
-    fixed = w.detach()
+    fixed, largest, bad = largest_entry(w.detach())
     tall = fixed if w.shape[-2] >= w.shape[-1] else fixed.mT
-    if tall.shape[-2] > tall.shape[-1]:
-        tall = torch.linalg.qr(tall, mode="r").R
-    norm = _upwards(torch.linalg.svdvals(tall)[..., 0], sum(w.shape[-2:]))
+    size = power_of_two(largest)
+    tall = tall / size[..., None, None]
+    squares = tall.square().sum((-1, -2))
+    norm = (symmetric_norm(tall.mT @ tall) + gamma(2 * sum(tall.shape[-2:]) + 4) * squares).sqrt() * (1 + 4 * UNIT) * size
+    norm = norm.masked_fill(bad, torch.nan)
     if not w.requires_grad:
         return norm
-    u, _, vh = torch.linalg.svd(fixed, full_matrices=False)
-    return _with_derivative(norm, (u[..., None, :, 0] @ w @ vh[..., 0, :, None])[..., 0, 0])
+    v = torch.linalg.eigh(tall.mT @ tall).eigenvectors[..., -1:]
+    image = (w if w.shape[-2] >= w.shape[-1] else w.mT) @ v
+    u = image.detach() / torch.linalg.vector_norm(image.detach(), dim=-2, keepdim=True).clamp_min(1e-300)
+    return _with_derivative(norm, (u * image).sum((-1, -2)))
 
 
 def _with_derivative(value: Tensor, form: Tensor) -> Tensor:
@@ -37,10 +69,35 @@ def _with_derivative(value: Tensor, form: Tensor) -> Tensor:
     return value + (form - form.detach())
 
 
+def upper_factor(w: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Small F and a number r >= 0 with :math:`w^T w \preceq F^T F \preceq w^T w + r I` for w (..., m, n): (..., min(m, n), n) and (...), float64.
+
+    Hence :math:`|F y| \ge |w y|` for every y, and :math:`\|M F^T\| \ge \|M w^T\|` for every M: Lemma 83 (docs/theory/upper_values.md). w itself
+    where it is small, or where gradients are wanted, which QR has not at every w. r is about 1e-12 of :math:`\|w\|_F^2`.
+    """
+    w = w.double()
+    m, n = w.shape[-2:]
+    if w.requires_grad or m <= n:
+        return w, torch.zeros_like(w[..., 0, 0]).detach()
+    eye = torch.eye(n, dtype=torch.float64, device=w.device)
+    squares = w.square().sum((-1, -2))[..., None, None] * (1 + gamma(m * n + 4))
+    more = 8 * gamma(m + n + 8) * squares
+    f = torch.linalg.qr(torch.cat([w, more.sqrt() * eye], -2), mode="r").R
+    off = f.mT @ f - w.mT @ w - more * eye
+    rounding = gamma(m + n + 4) * (squares + f.square().sum((-1, -2), keepdim=True) + n * more)
+    proved = off.square().sum((-1, -2), keepdim=True).sqrt() + 2 * rounding <= more
+    return torch.where(proved, f, squares.sqrt() * (1 + 4 * UNIT) * eye), torch.where(proved, 3 * more, 2 * squares)[..., 0, 0]
+
+
 def product_norm(a: Tensor, b: Tensor) -> Tensor:
-    """Spectral norms of ``a @ b^T`` for tall a (..., m, d) and b (..., n, d), without forming it: (...), float64."""
-    r_a, r_b = (torch.linalg.qr(w.double(), mode="r").R for w in (a, b))
-    return matrix_norm(r_a @ r_b.mT)
+    """Spectral norms of ``a @ b^T`` for tall a (..., m, d) and b (..., n, d), without forming it: (...), float64.
+
+    The norm of the product of two `upper_factor`, and its rounding: Lemma 83 (docs/theory/upper_values.md).
+    """
+    sizes = [power_of_two(w.detach().double().abs().amax((-1, -2), keepdim=True)) for w in (a, b)]
+    f_a, f_b = (upper_factor(w.double() / size)[0] for w, size in zip((a, b), sizes, strict=True))
+    rounding = gamma(a.shape[-1] + 4) * (torch.linalg.matrix_norm(f_a.detach()) * torch.linalg.matrix_norm(f_b.detach()))
+    return (matrix_norm(f_a @ f_b.mT) + rounding) * (1 + 4 * UNIT) * (sizes[0] * sizes[1])[..., 0, 0]
 
 
 def reproducible_float32() -> bool:
@@ -55,72 +112,114 @@ def block_norm(b: Tensor, *, squarings: int = 2) -> Tensor:
     eigenvalue: Lemma 47 (docs/theory/numerics.md) is taken of the power and rooted back. An upper value for every number of squarings; each of them
     halves the logarithm of the excess.
 
-    Small blocks are multiplied in float32. The allowance for rounding (about 1e-4 for k = 32, Lemma 48 (docs/theory/numerics.md)) is added to the
-    result; where it would exceed 2e-3, products are in float64.
+    Small blocks are multiplied in float32, unless a derivative is wanted. The rounding error (about 1e-4 for k = 32, Lemma 48
+    (docs/theory/numerics.md)) is added to the result; where it would exceed 2e-3, products are in float64.
     """
     b = b if b.shape[-2] <= b.shape[-1] else b.mT
     k, m = b.shape[-2:]
     slack = k * (2 * m + 2 * k + 20)
     small = slack * torch.finfo(torch.float32).eps / 2 <= 2e-3 and squarings <= 2 and k * m <= 10_000
-    work = torch.float32 if small and reproducible_float32() else torch.float64
+    work = torch.float32 if small and reproducible_float32() and not b.requires_grad else torch.float64
     size = b.detach().abs().amax((-1, -2), keepdim=True).double()
     b = (b / size.clamp_min(1e-290)).to(work)  # entries are at most 1: powers stay in range
     g = b @ b.mT
     for _ in range(squarings):
         g = g @ g
-    t, f = g.diagonal(dim1=-2, dim2=-1).sum(-1).double(), (g * g).sum((-1, -2)).double()
+    # summed over one axis in float32, over the other in float64
+    t, f = g.diagonal(dim1=-2, dim2=-1).double().sum(-1), (g * g).sum(-1).double().sum(-1)
     unit = torch.finfo(work).eps / 2
     spread = (f - t * t / k).clamp_min(0) + 32 * k * unit * f  # the difference cancels
-    top = torch.minimum(t / k + ((1 - 1 / k) * spread).clamp_min(1e-300).sqrt(), f.clamp_min(1e-300).sqrt())
+    top = torch.minimum(t / k + ((1 - 1 / k) * spread).clamp_min(1e-300).sqrt(), (f * (1 + 2 * (k + 4) * unit)).clamp_min(1e-300).sqrt())
     size = size[..., 0, 0]
-    value = torch.where(size > 1e-290, top ** (0.5 / 2**squarings) * size, (k * m) ** 0.5 * size)  # near the end of the range, Frobenius
+    value = torch.where(size <= 1e-290, (k * m) ** 0.5 * size, top ** (0.5 / 2**squarings) * size)  # near the end of the range, Frobenius
     return value * (1 + slack * unit)
 
 
 def symmetric_norm(g: Tensor) -> Tensor:
-    """Largest eigenvalues of symmetric positive semi-definite matrices (..., n, n), rounded upwards, zero at least: (...), float64.
+    """Largest eigenvalues of symmetric matrices (..., n, n), rounded upwards, zero at least: (...), float64; the lower triangle counts.
 
+    What an eigensolver finds is enlarged until a Cholesky decomposition proves it, whose rounding is added: Lemma 81 (docs/theory/upper_values.md).
     The derivative is that of ``x^T g x`` at a top eigenvector x.
     """
     g = g.double()
-    if not g.requires_grad:
-        return _upwards(torch.linalg.eigvalsh(g)[..., -1].clamp_min(0), g.shape[-1])
-    values, vectors = torch.linalg.eigh(g.detach())
+    fixed, largest, bad = largest_entry(g.detach())
+    n, size = g.shape[-1], power_of_two(largest)
+    fixed, largest = fixed / size[..., None, None], largest / size
+    values, vectors = torch.linalg.eigh(fixed) if g.requires_grad else (torch.linalg.eigvalsh(fixed), None)
+    top, eye = values[..., -1].clamp_min(0), torch.eye(n, dtype=torch.float64, device=g.device)
+    diagonal = fixed.diagonal(dim1=-2, dim2=-1).abs().sum(-1)
+    proved = torch.full_like(top, torch.inf)
+    for slack in (8 * n, 64 * n * (n + 2)):  # the first nearly always does
+        at = (top + slack * UNIT * largest) * (1 + 4 * UNIT)
+        fails = torch.linalg.cholesky_ex(at[..., None, None] * eye - fixed).info
+        value = (at + 2 * gamma(n + 2) * (n * at + diagonal) * (1 + gamma(n + 4))) * (1 + 4 * UNIT)
+        proved = torch.minimum(proved, torch.where(fails == 0, value, torch.inf))
+        if not bool((proved == torch.inf).any()):
+            break
+    else:
+        proved = torch.minimum(proved, torch.linalg.matrix_norm(fixed.tril() + fixed.tril(-1).mT, torch.inf) * (1 + gamma(n + 2)))
+    result = (torch.where(largest > 0, proved, 0.0) * size).masked_fill(bad, torch.nan)
+    if vectors is None:
+        return result
     x = vectors[..., -1:]
-    return _with_derivative(_upwards(values[..., -1].clamp_min(0), g.shape[-1]), (x.mT @ g @ x)[..., 0, 0])
+    return _with_derivative(result, (x.mT @ g @ x)[..., 0, 0])
 
 
 def nonnegative_norm(p: Tensor, *, rtol: float = 1e-6, max_steps: int = 40) -> Tensor:
     r"""Spectral norms of entrywise nonnegative matrices, rounded upwards: (..., n, n) -> (...), float64.
 
     Collatz-Wielandt on :math:`B = P^T P`: for every y > 0, :math:`\rho(B) \le \max_i (B y)_i / y_i`: Lemma 49 (docs/theory/numerics.md). y follows
-    power iteration, and the best upper value is kept; where it has not come within ``rtol`` of the Rayleigh quotient, and n is at most 1024, a dense
-    eigensolver decides.
+    power iteration, and the best upper value is kept; where it has not come within ``rtol`` of the Rayleigh quotient, and n is at most 1024, an
+    eigensolver proposes a value that `symmetric_norm` proves.
 
-    The derivative is that of the norm at the last y, :math:`u^T\,dP\,y` with :math:`u \propto P y`.
+    The derivative is that of the norm at a top singular pair, :math:`u^T\,dP\,y` with :math:`u \propto P y`; where it is wanted, y is an eigenvector
+    of B to rounding, and the value is as near.
     """
-    flat = p.reshape(-1, *p.shape[-2:])
+    flat, largest, bad = largest_entry(p.reshape(-1, *p.shape[-2:]).double())
     with torch.no_grad():
-        size = flat.detach().double().amax((-1, -2))  # squares of the entries must stay in range
-        size = torch.where(size > 0, size, 1.0)
-        upper, y = _collatz_wielandt(flat.double() / size[:, None, None], rtol, max_steps)
-        upper = upper * size * (1 + 4 * UNIT)
+        size = power_of_two(largest)  # squares of the entries must stay in range
+        unit = flat.detach() / size[:, None, None]
+        upper = _collatz_wielandt(unit, rtol, max_steps)
+        if p.requires_grad:
+            y = _perron(unit)
+            upper = torch.minimum(upper, _ratio(unit, y.clamp_min(1e-14)))
+        upper = (upper * size * (1 + 4 * UNIT)).masked_fill(bad, torch.nan)
     if p.requires_grad:
-        y = y / y.norm(dim=1, keepdim=True)
-        u = flat.detach().double() @ y
+        u = unit @ y
         u = u / u.norm(dim=1, keepdim=True).clamp_min(1e-300)
-        upper = _with_derivative(upper, (u * (flat.double() @ y)).sum((-1, -2)))
+        upper = _with_derivative(upper, (u * (flat @ y)).sum((-1, -2)))
     return upper.view(p.shape[:-2])
 
 
-def _collatz_wielandt(flat: Tensor, rtol: float, max_steps: int) -> tuple[Tensor, Tensor]:
-    """Upper values (batch,) and the positive vectors (batch, n, 1) that the iteration ended on."""
+def _ratio(p: Tensor, y: Tensor) -> Tensor:
+    """Upper values of the norms of p (batch, n, n) from vectors y > 0 (batch, n, 1), rounding included."""
+    n = p.shape[-1]
+    return ((p.mT @ (p @ y)) / y).amax((-1, -2)).sqrt() * (1 + 8 * n * UNIT)
+
+
+def _perron(p: Tensor) -> Tensor:
+    """Unit vectors y >= 0 at which B = p^T p has its largest eigenvalue, (batch, n, n) -> (batch, n, 1)."""
+    if p.shape[-1] <= LARGEST_DENSE_EIG:
+        y = torch.linalg.eigh(p.mT @ p).eigenvectors[..., -1:].abs()
+    else:
+        y = torch.ones_like(p[..., :1]) / p.shape[-1] ** 0.5
+    for step in range(2 if p.shape[-1] <= LARGEST_DENSE_EIG else VECTOR_STEPS):
+        z = p.mT @ (p @ y)
+        z = z / z.norm(dim=1, keepdim=True).clamp_min(1e-300)
+        settled = step % 16 == 15 and bool(((z - y).norm(dim=1) < 1e-11).all())
+        y = z
+        if settled:
+            break
+    return y
+
+
+def _collatz_wielandt(flat: Tensor, rtol: float, max_steps: int) -> Tensor:
+    """Upper values (batch,)."""
     n = flat.shape[-1]
     upper = torch.full((len(flat),), torch.inf, dtype=torch.float64, device=flat.device)
     active = torch.arange(len(flat), device=flat.device)
     part = flat
-    last = torch.ones(len(flat), n, 1, dtype=torch.float64, device=flat.device)
-    y = last.clone()
+    y = torch.ones(len(flat), n, 1, dtype=torch.float64, device=flat.device)
     going = torch.ones(len(flat), dtype=torch.bool, device=flat.device)
     for _ in range(max_steps):
         z = part.mT @ (part @ y)
@@ -130,7 +229,6 @@ def _collatz_wielandt(flat: Tensor, rtol: float, max_steps: int) -> tuple[Tensor
         going = going & (upper[active] > rayleigh * (1 + 2 * rtol))
         unsettled = active[going]
         y = (z / z.amax((-1, -2), keepdim=True).clamp_min(1e-300)).clamp_min(1e-14)  # any y > 0 will do: keep it off zero
-        last[active] = y
         if not len(unsettled):
             break
         if len(unsettled) <= 0.7 * len(active):
@@ -138,11 +236,5 @@ def _collatz_wielandt(flat: Tensor, rtol: float, max_steps: int) -> tuple[Tensor
             going = torch.ones(len(active), dtype=torch.bool, device=flat.device)
     if len(unsettled) and n <= LARGEST_DENSE_EIG:
         dense = flat[unsettled]
-        exact = torch.linalg.eigvalsh(dense.mT @ dense)[:, -1].clamp_min(0)
-        upper[unsettled] = torch.minimum(upper[unsettled], _upwards(exact, n))
-    return _upwards(upper.sqrt(), n), last
-
-
-def gamma(k: int) -> float:
-    """Higham's bound on the relative error of k accumulated float64 roundings."""
-    return k * UNIT / (1 - k * UNIT)
+        upper[unsettled] = torch.minimum(upper[unsettled], symmetric_norm(dense.mT @ dense) * (1 + gamma(2 * n)))
+    return upper.sqrt() * (1 + 8 * n * UNIT)

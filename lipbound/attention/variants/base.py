@@ -137,6 +137,10 @@ class Variant:
         """For projections without biases."""
         return self
 
+    def of_scaled_inputs(self, exponent: int) -> Self:
+        """For inputs times 2 to the exponent, with projections of queries and keys that make up for it: the same map of what is projected."""
+        return self
+
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """With changed tensors."""
         return self

@@ -174,6 +174,10 @@ class QKNormalised(Variant):
     def without_biases(self) -> "QKNormalised":
         return self._each(lambda norm: norm if norm.over is None else replace(norm, over=(norm.over[0], None)))
 
+    def of_scaled_inputs(self, exponent: int) -> "QKNormalised":
+        first, second = 2.0 ** -(exponent // 2), 2.0 ** -((exponent + 1) // 2)
+        return self._each(lambda norm: norm if norm.over is None else replace(norm, over=(norm.over[0] * first * second, norm.over[1])))
+
     def map(self, change: Callable[[Tensor], Tensor]) -> "QKNormalised":
         return self._each(lambda norm: norm.map(change))
 

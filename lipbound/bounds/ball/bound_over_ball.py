@@ -10,9 +10,11 @@ from lipbound.bounds.ball.plain import BallCentre
 from lipbound.bounds.ball.variants import COVERS, VariantBallCentre
 from lipbound.bounds.entry import check_ball
 from lipbound.bounds.kinds import ByKind
+from lipbound.bounds.lipbound2026.parts import TINY, times_power
 from lipbound.bounds.registry import get
 from lipbound.errors import AttentionError, LipboundError
 from lipbound.jacobians.spectral_norm import spectral_norm
+from lipbound.linalg.matrix_norms import exact_power
 
 CERTIFIED_TOL = 1e-3
 CERTIFIED_DELTA = 1e-10
@@ -71,15 +73,27 @@ def over_ball(att: Attention, radius: float | Sequence[float], *, norm: str = "t
     single, radii = given.ndim == 0, given.reshape(-1).tolist()
     for one in radii:
         check_ball(one, norm)
-    double, unit = att.double().unit_values()  # everything below is linear in the values
+    double = att.double()
     centre = _centre(double, at)
     with torch.no_grad():
-        rows = []
-        for s in range(att.samples):
-            around = CENTRES.of(att)(double.unpadded(s))
-            rows.append(torch.stack([around.bound(r, norm, centre[s]) for r in radii], -1))
-    values = torch.stack(rows) * unit[:, None]
+        values = torch.stack([_sample(double.unpadded(s), radii, norm, centre[s]) for s in range(att.samples)])
     return values[..., 0] if single else values
+
+
+def _sample(att: Attention, radii: list[float], norm: str, centre: Tensor) -> Tensor:
+    """The bound at one unpadded sample of a float64 layer, (heads, radii), through its copy of ordinary size: Lemma 80
+    (docs/theory/upper_values.md)."""
+    one, exponents, exact = att.unit_scales()
+    sizes = [torch.frexp(t.x.abs().amax()) for t in (one, att)]
+    shift = sizes[0].exponent - sizes[1].exponent
+    if not -1000 < int(shift) < 1000:
+        return torch.full((att.heads, len(radii)), torch.inf, dtype=torch.float64, device=att.device)
+    around = CENTRES.of(one)(one)
+    there = times_power(centre, -exponents)
+    found = torch.stack([around.bound(r * float(exact_power(shift)), norm, there) for r in radii], -1)
+    hidden = TINY * (torch.linalg.vector_norm(one.w_v, dim=(1, 2)) + one.centred_v[0].norm(dim=-1).amax(-1))
+    found = times_power((found + hidden[:, None]).mT, exponents).mT
+    return torch.where(exact[0][:, None] & ~found.isnan(), found, torch.inf)
 
 
 def _centre(att: Attention, at: str) -> Tensor:

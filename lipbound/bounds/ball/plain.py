@@ -4,10 +4,11 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.rounding import tensor_errors
 from lipbound.bounds import ingredients as qty
 from lipbound.bounds.ball.softmax_interval import key_spread, query_lengths, score_changes, softmax_interval
 from lipbound.bounds.lipbound2026.parts import BlockNorms
-from lipbound.linalg.matrix_norms import UNIT, block_norm, nonnegative_norm
+from lipbound.linalg.matrix_norms import block_norm, gamma, matrix_norm, nonnegative_norm
 
 Slopes = tuple[float | Tensor, float | Tensor, float | Tensor]
 
@@ -24,27 +25,27 @@ class BallCentre:
     mean_k: float | Tensor = 0.0
 
     def __init__(self, att: Attention):
-        parts = BlockNorms(att, 0, slice(None))
+        parts, off = BlockNorms(att, 0, slice(None)), CentreErrors(att)
         self.scores, self.p = att.scores(att.q, att.centred_k)[0], parts.p
-        allowed = self.scores > -torch.inf
-        self.u, self.d = query_lengths(att)[..., None], torch.where(allowed, parts.distance, 0.0)
+        self.allowed = allowed = self.scores > -torch.inf
+        self.off_scores, self.off_p = off.scores, off.p
+        self.u = query_lengths(att)[..., None] + off.u
         f, kt = key_spread(att)
-        self.f = torch.where(allowed, f, 0.0)
-        self.allowed = allowed
+        self.d, self.f = torch.where(allowed, parts.distance + off.d, 0.0), torch.where(allowed, f + off.f, 0.0)
         self.norm_a, self.norm_v = qty.norm_a(att), parts.norm_v
-        self.b = parts.b
-        self.cov_v, self.cov_k = _covariance_norm(parts.p, parts.v), _covariance_norm(parts.p, kt)
+        self.b = parts.b + off.b
+        self.cov_v, self.cov_k = _covariance_norm(parts.p, parts.v) + off.cov_v, _covariance_norm(parts.p, kt) + off.cov_k
 
     def reach(self, radius: float, norm: str) -> tuple[Tensor, Tensor, Slopes]:
         """Smallest and largest P' over the ball, and the slope of a cap: at the centre, its largest value, its largest change."""
-        low, up = softmax_interval(self.scores, score_changes(self.f, self.u, self.norm_a, radius, norm))
+        low, up = softmax_interval(self.scores, score_changes(self.f, self.u, self.norm_a, radius, norm) + self.off_scores)
         return low, up, (1.0, 1.0, 0.0)
 
     def bound(self, radius: float, norm: str, centre: Tensor) -> Tensor:
         """The bound of `over_ball`, (heads,), from an upper value of the norm at the centre."""
         p, d, f, u = self.p, self.d, self.f, self.u
         low, up, (slope, slope_up, slope_change) = self.reach(radius, norm)
-        change = torch.maximum(up - p, p - low).clamp(0.0, 1.0)
+        change = (torch.maximum(up - p, p - low).clamp(0.0, 1.0) + p * self.off_p + 1e-289).clamp(max=1.0)
         change_t, up_t = slope * change + up * slope_change, up * slope_up  # of P times the slope
         a_v, a_a = self.norm_v * radius, self.norm_a[:, None, None] * radius  # (heads, 1, 1)
         far, far_k = _most(d, up), _most(f, up)  # (heads, N, 1) from here on
@@ -71,7 +72,8 @@ class BallCentre:
         blocks = up * t
         direct = nonnegative_norm(blocks + torch.diag_embed(b_up[..., 0]), rtol=1e-4)
         closed = (t.amax((-1, -2)) * blocks.sum(-2).amax(-1)).sqrt() + b_up.amax((-1, -2))
-        return torch.stack([near, direct, closed]).amin(0) * (1 + 1e-11)
+        slack = 2 * gamma(20 * (n + 20) + 2000)
+        return torch.stack([t.nan_to_num(torch.inf, torch.inf) for t in (near, direct, closed)]).amin(0) * (1 + slack)
 
 
 def _most(x: Tensor, up: Tensor) -> Tensor:
@@ -87,4 +89,37 @@ def _covariance_norm(p: Tensor, v: Tensor) -> Tensor:
     o = p @ v
     second = (p @ (v[..., :, None] * v[..., None, :]).flatten(-2)).unflatten(-1, (d, d))
     size = v.norm(dim=-1).amax(-1)[:, None] ** 2
-    return block_norm(second - o[..., :, None] * o[..., None, :]) + (1e-13 + 2 * p.shape[-1] * UNIT) * size  # the difference cancels
+    return block_norm(second - o[..., :, None] * o[..., None, :]) + 8 * gamma(p.shape[-1] + 8) * size  # the difference cancels
+
+
+class CentreErrors:
+    """What rounding may have taken from the quantities of `BallCentre`, as upper values: Lemma 89 (docs/theory/upper_values.md).
+
+    Attributes:
+        scores, p: absolute error of differences of scores, relative of P, (heads, N, 1). u, d, f, b, cov_v, cov_k: as there, broadcastable to them.
+    """
+
+    def __init__(self, att: Attention):
+        e, n, c = tensor_errors(att), att.tokens, abs(att.scale)
+        own = gamma(n + att.x.shape[2] + 8 * (att.d + att.d_v) + 100)  # relative to sizes, of everything that is formed of the tensors
+
+        def most(t: Tensor) -> Tensor:
+            return t[0].amax(-1, keepdim=True)  # (heads, 1)
+
+        def slope(w: Tensor, t: Tensor) -> Tensor:
+            """Frobenius norms of the maps of tokens: those of products with them are relative to these, (heads, 1)."""
+            return most(t) * (torch.linalg.matrix_norm(w) / matrix_norm(w).clamp_min(1e-300)).clamp_min(1.0)[:, None]
+
+        value, key, query, p = most(e.v), most(e.k), e.q[0], e.weights[0].masked_fill(e.weights[0] > 0.5, torch.inf)
+        slope_q, slope_k = slope(att.w_q, e.q_slope), slope(att.w_k, e.k_slope)
+        self.scores, self.p = 2 * e.score[0][..., None], 2 * p[..., None]
+        output = (p + own) * value + most(e.v_error)
+        self.d = (output + most(e.v_error) + own * value)[..., None]
+        self.f = c * (slope_q * ((p + 2 * own) * key + 2 * most(e.k_error)) + 2 * most(e.q_slope_error) * key)[..., None]
+        self.u = c * (slope_k * (e.q_error[0] + own * query) + most(e.k_slope_error) * query)[..., None]
+        moved = 2 * p * value + most(e.v_error) + output  # of P_ij (v_j - o_i), over a row
+        self.b = 2 * c * (slope_q * (moved * key + 2 * value * most(e.k_error) + own * value * key) + 2 * value * key * most(e.q_slope_error))
+        self.cov_v = 8 * value * ((p + own) * value + output + most(e.v_error))
+        self.cov_k = 8 * c * slope_q * key * (c * slope_q * key * (p + own) + self.f[..., 0])
+        for name, t in vars(self).items():
+            setattr(self, name, t.nan_to_num(torch.inf, torch.inf))

@@ -11,19 +11,18 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.bounds import ingredients as qty
+from lipbound.linalg.matrix_norms import upper_factor
 
 
 def key_spread(att: Attention) -> tuple[Tensor, Tensor]:
-    """F_ij (heads, N, N) and the keys kt_j in coordinates of dimension min(D, d), centred (heads, N, .), of an unpadded float64 layer."""
-    w_q = att.w_q if att.w_q.shape[1] <= att.w_q.shape[2] else torch.linalg.qr(att.w_q, mode="r").R
-    kt = att.scale * att.centred_k[0] @ w_q.mT
+    """F_ij (heads, N, N) and the keys kt_j in coordinates in which they are no shorter, centred (heads, N, .), of an unpadded float64 layer."""
+    kt = att.scale * att.centred_k[0] @ upper_factor(att.w_q)[0].mT
     return torch.cdist(att.p[0] @ kt, kt, compute_mode="donot_use_mm_for_euclid_dist"), kt
 
 
 def query_lengths(att: Attention) -> Tensor:
     """u_i = |scale W_K q_i| of an unpadded float64 layer, (heads, N)."""
-    w_k = att.w_k if att.w_k.shape[1] <= att.w_k.shape[2] else torch.linalg.qr(att.w_k, mode="r").R
-    return abs(att.scale) * (att.q[0] @ w_k.mT).norm(dim=-1)
+    return abs(att.scale) * (att.q[0] @ upper_factor(att.w_k)[0].mT).norm(dim=-1)
 
 
 def score_changes(f: Tensor, u: Tensor, norm_a: Tensor, radius: float, norm: str) -> Tensor:

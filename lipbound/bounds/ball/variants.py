@@ -11,7 +11,7 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.variants.cap import cap_slope
 from lipbound.attention.variants.rotary import turned
 from lipbound.bounds import ingredients as qty
-from lipbound.bounds.ball.plain import BallCentre, Slopes
+from lipbound.bounds.ball.plain import BallCentre, CentreErrors, Slopes
 from lipbound.bounds.ball.softmax_interval import score_changes, softmax_interval
 from lipbound.jacobians.token_tangents import Tangents
 from lipbound.linalg.matrix_norms import block_norm
@@ -34,14 +34,18 @@ class VariantBallCentre(BallCentre):
         self.norm_a, self.norm_v, self.cap = largest_a(att), qty.norm_v(att)[:, None, None], att.cap
         q, k = att.q[0], att.centred_k[0]
         self.z = att.scale * q @ k.mT  # before the cap
-        self.rounding = 8 * torch.finfo(q.dtype).eps * abs(att.scale) * q.norm(dim=-1)[..., :, None] * k.norm(dim=-1)[..., None, :]
+        off = CentreErrors(att)
+        self.off_p, self.rounding = off.p, off.scores
         slope = torch.ones_like(self.p)
         if att.cap is not None:
             slope[..., : att.tokens] = self._slope(self.z.abs())
         heads = [_head(att, h, self.p[h], self.p[h] * slope[h]) for h in range(att.heads)]
         for name, values in zip(NAMES, zip(*heads, strict=True), strict=True):
             setattr(self, name, torch.stack(values))
-        self.d, self.f = (torch.where(self.allowed, t, 0.0) for t in (self.d, self.f))
+        tokens = torch.arange(self.p.shape[-1], device=att.device) < att.tokens
+        self.d, self.f = (torch.where(self.allowed, t, 0.0) for t in (self.d + off.d, self.f + off.f))
+        self.u, self.b = self.u + off.u * tokens, self.b + off.b
+        self.cov_v, self.cov_k, self.mean_k = self.cov_v + off.cov_v, self.cov_k + off.cov_k, self.mean_k + 2 * off.f
         self.slope = slope
 
     def _slope(self, size: Tensor) -> Tensor:
@@ -58,9 +62,9 @@ class VariantBallCentre(BallCentre):
             high[..., :n], low[..., :n] = self._slope((self.z.abs() - tau).clamp_min(0)), self._slope(self.z.abs() + tau)
             slopes = (self.slope, high, torch.maximum(high - self.slope, self.slope - low).clamp_min(0))
             here, above, below = (self.cap * torch.tanh(t / self.cap) for t in (self.z, self.z + tau, self.z - tau))
-            tau = torch.maximum(above - here, here - below) + 4 * torch.finfo(tau.dtype).eps * self.cap
+            tau = torch.maximum(above - here, here - below) + 16 * torch.finfo(tau.dtype).eps * self.cap + self.rounding
         if self.p.shape[-1] > n:
-            tau = torch.cat([tau, radius * self.f[..., n:]], -1)
+            tau = torch.cat([tau, radius * self.f[..., n:] + self.rounding], -1)
         low, up = softmax_interval(self.scores, tau)
         return low, up, slopes
 

@@ -9,12 +9,13 @@ from lipbound.attention.variants import VARIANTS
 from lipbound.bounds import ingredients as qty
 from lipbound.bounds.entry import Bound
 from lipbound.bounds.lipbound2026 import BIBTEX, CITATION
+from lipbound.bounds.lipbound2026.parts import samples_of
 from lipbound.bounds.lipbound2026.plain import lipbound_block
 from lipbound.bounds.multihead import with_folded
 from lipbound.bounds.registry import bound
 from lipbound.jacobians.gram import Gram
 from lipbound.jacobians.gram_variants import gram_of
-from lipbound.linalg.matrix_norms import SMALLEST, block_norm, nonnegative_norm, reproducible_float32
+from lipbound.linalg.matrix_norms import SMALLEST, block_norm, nonnegative_norm, power_of_two, reproducible_float32
 
 SQUARE = 8192
 """Largest order of a G that is squared."""
@@ -34,7 +35,7 @@ def compressed_norm(gram: Gram) -> float:
     top = float(nonnegative_norm(sizes))
     if top > 0 and gram.tokens * gram.width <= SQUARE and top > LOOSE**2 * _rayleigh(gram):
         top = min(top, float(sizes.max()) * _squared(gram, float(sizes.max())) ** 0.5)
-    return (top + gram.error) ** 0.5 * (1 + 1e-12)
+    return float((top + gram.error * (1 + 1e-9)) ** 0.5 * (1 + 1e-12))
 
 
 def _put(sizes: Tensor, rows: slice, cols: slice, norms: Tensor) -> None:
@@ -77,11 +78,28 @@ def _squared(gram: Gram, size: float) -> float:
 
 
 def _whole(bound: Bound, att: Attention, map: str) -> Tensor:
-    """The blocks of the layer's own J J^T, (samples,)."""
-    everything = list(range(att.heads))
+    """The blocks of the layer's own J J^T, (samples,), with what rounding has left in its tensors: errors of heads add up, times ||W_O^h||.
+
+    Where sizes are not ordinary, the bounds on heads are combined.
+    """
+    everything, values = list(range(att.heads)), []
     with torch.no_grad():
-        values = [compressed_norm(Gram(att, s, everything, att.w_o if map == "layer" else None)) for s in range(att.samples)]
-    return torch.tensor(values, dtype=torch.float64, device=att.device)
+        for sample in samples_of(att):
+            one = sample.layer
+            if bool((sample.exponents != 0).any() | ~sample.exact.all()):
+                return with_folded(bound, att, map)
+            unit, w_o = torch.ones((), dtype=torch.float64, device=att.device), None
+            error = torch.ones(att.heads, dtype=torch.float64, device=att.device)
+            if map == "layer":
+                assert one.w_o is not None
+                unit = power_of_two(one.w_o.abs().amax())
+                w_o = one.w_o / unit
+                error = torch.linalg.matrix_norm(w_o)
+            zero = torch.zeros(att.heads, dtype=torch.float64, device=att.device)
+            error = (sample.finished(zero) * error).sum() * (1 + 1e-9)
+            values.append((compressed_norm(Gram(one, 0, everything, w_o)) + error) * unit)
+    total = torch.stack(values)
+    return torch.where(total.isnan(), torch.inf, total)
 
 
 @bound(
@@ -119,10 +137,10 @@ def lipbound_gram(att: Attention) -> Tensor:
 @lipbound_gram.extends(*VARIANTS, condition=qty.always, layer=with_folded)
 def _heads(att: Attention) -> Tensor:
     """Head by head, of any kind: `gram_of` has the closed form of each."""
+    rows = []
     with torch.no_grad():
-        att, unit = att.unit_values()
-        rows = [[compressed_norm(gram_of(att, s, [h])) for h in range(att.heads)] for s in range(att.samples)]
-        values = torch.tensor(rows, dtype=torch.float64, device=att.device)
-        if bool((values < SMALLEST).any()):  # squares that underflow prove nothing
-            values = torch.where(values < SMALLEST, lipbound_block(att), values)
-    return values * unit
+        for s, sample in enumerate(samples_of(att)):
+            values = torch.tensor([compressed_norm(gram_of(sample.layer, 0, [h])) for h in range(att.heads)], dtype=torch.float64, device=att.device)
+            row = sample.finished(values)
+            rows.append(torch.where(values < SMALLEST, lipbound_block(att)[s], row) if bool((values < SMALLEST).any()) else row)
+    return torch.stack(rows)

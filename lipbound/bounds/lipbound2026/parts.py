@@ -1,71 +1,177 @@
-r"""The norms of the parts of the blocks of J, which our bounds on plain heads are made of."""
+r"""The norms of the parts of the blocks of J, which our bounds on plain heads are made of.
 
-from collections.abc import Callable
+They are upper values in real arithmetic: what rounding may have taken from a difference is added to it, and what it takes from sums and products of
+numbers >= 0 is put back by one factor at the end: Lemmas 84, 85 and 86 (docs/theory/upper_values.md).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.linalg.matrix_norms import UNIT, block_norm, matrix_norm, nonnegative_norm
+from lipbound.attention.rounding import MARGIN, TensorErrors, tensor_errors
+from lipbound.linalg.matrix_norms import block_norm, exact_power, gamma, matrix_norm, nonnegative_norm, upper_factor
 
 CHUNK = 2**22
 """Bytes of the largest temporary, the N x d_v x d moments of some heads of one sample."""
+TINY = 2.0**-180
+"""At least what underflow can take from a norm, relative to the largest probability and the sizes of values and their weights."""
 RTOL = 1e-5
 """How far above the exact norms of N x N matrices their upper values may stay."""
 
 
+WEIGHTS = "norms of weights"
+"""Key of what depends on weights alone in the cache of a layer."""
+
+
 def in_chunks(att: Attention, values: Callable[[Attention, int, slice], Tensor]) -> Tensor:
-    """``values`` (heads, r) of every head of every sample, as many heads at a time as memory allows, (samples, heads, r)."""
-    att, unit = att.unit_values()
+    """``values`` (heads, r) of every head of every sample, as many heads at a time as memory allows, (samples, heads, r): bounds that are sound as
+    they stand.
+
+    ``values`` are of one sample of a float64 layer of ordinary size (`lipbound.attention.transforms.Transforms.unit_scales`), and upper values but
+    for `positive_slack`. To them comes what rounding has left in the layer's P, q, k and v, and what underflow may hide. What cannot be evaluated is
+    infinite. Proof: Lemma 87 (docs/theory/upper_values.md).
+    """
     heads = max(1, int(CHUNK // (8 * att.tokens * max(att.d_v * max(att.d, att.d_v), att.tokens))))
-    rows = [torch.cat([values(att, s, slice(h, min(att.heads, h + heads))) for h in range(0, att.heads, heads)]) for s in range(att.samples)]
-    return torch.stack(rows) * unit[:, None]
+    rows = []
+    for sample in samples_of(att):
+        found = [values(sample.layer, 0, slice(h, min(att.heads, h + heads))) for h in range(0, att.heads, heads)]
+        rows.append(sample.finished(torch.cat(found).mT).mT)
+    return torch.stack(rows)
+
+
+class Sample(NamedTuple):
+    """One sample of a layer, as a float64 layer of ordinary size.
+
+    Attributes:
+        layer: of one sample. errors: of its tensors. exponents: (heads,), of the powers of two that its J is to be multiplied with.
+        exact: (heads,), whether that is all.
+    """
+
+    layer: Attention
+    errors: TensorErrors
+    exponents: Tensor
+    exact: Tensor
+
+    def finished(self, values: Tensor) -> Tensor:
+        """Bounds on the heads of the given layer, (..., heads), from upper values for this copy but for `positive_slack`."""
+        one = self.layer
+        with torch.no_grad():
+            most = one.p[0].amax((-1, -2)).clamp_min(2.0**-200)
+            hidden = TINY * most * (torch.linalg.vector_norm(one.w_v, dim=(1, 2)) + one.centred_v[0].norm(dim=-1).amax(-1))
+            error = (distance_of_tensors(one, self.errors) + hidden) * (1 + 1e-6)
+        total = times_power(values * (1 + 2 * positive_slack(one)) + error, self.exponents)
+        return torch.where(self.exact & ~total.isnan(), total, torch.inf)
+
+
+def samples_of(att: Attention) -> Iterator[Sample]:
+    """Every sample of a layer, with what depends on weights alone computed once for all where their sizes are ordinary."""
+    whole = att.ordinary()
+    errors = None if whole is None else tensor_errors(whole)
+    for s in range(att.samples):
+        if whole is None or errors is None:
+            one, exponents, exact = att.double().one_sample(s).unit_scales()
+            yield Sample(one, tensor_errors(one), exponents, exact[0])
+        else:
+            one = whole.one_sample(s)
+            one.cache.keep(("memo", WEIGHTS), whole.memo(WEIGHTS, lambda: _weights(whole)))
+            own = TensorErrors(*(getattr(errors, field.name)[s : s + 1] for field in fields(errors)))
+            every = torch.ones(att.heads, dtype=torch.bool, device=att.device)
+            yield Sample(one, own, torch.zeros_like(every, dtype=torch.long), every)
+
+
+def distance_of_tensors(one: Attention, e: TensorErrors) -> Tensor:
+    r"""An upper value of :math:`\|J - \hat J\|`, (heads,), of one sample: J at the given numbers, J-hat of the float64 tensors made of them.
+
+    Lemma 69 (docs/theory/rounding.md), whose lengths are those of the three parts of J. Infinite where nothing can be said.
+    """
+    p, n, c = one.p[0], one.tokens, abs(one.scale)
+    value, key = (MARGIN * (p @ (t[0] ** 2)[..., None])[..., 0].clamp_min(0).sqrt() for t in (e.v, e.k))
+    k_slope, k_slope_error, k_error, v_error = (t[0].amax(-1, keepdim=True) for t in (e.k_slope, e.k_slope_error, e.k_error, e.v_error))
+    q, q_error, q_slope, q_slope_error, weights, relative = (t[0] for t in (e.q, e.q_error, e.q_slope, e.q_slope_error, e.weights, e.p))
+    output = relative * value + v_error + gamma(n + 8) * value
+    off = 2 * weights * value + v_error + output  # of T_ij (v_j - o_i), over a row
+    through_k = c * (off * k_slope * q + 2 * value * (k_slope * q_error + k_slope_error * q))
+    through_q = c * ((off * key + 2 * value * k_error) * q_slope + 2 * value * key * q_slope_error)
+    through_v = relative.amax(-1) * (p.sum(-2).amax(-1) * MARGIN).sqrt() * matrix_norm(one.w_v.detach())
+    total = MARGIN * (through_k.norm(dim=-1) + through_q.amax(-1) + through_v)
+    return total.nan_to_num(torch.inf, torch.inf)
+
+
+def times_power(value: Tensor, exponents: Tensor) -> Tensor:
+    """Numbers (..., heads) times 2 to exponents (heads,), rounded upwards where they end near the end of the range."""
+    for part in (exponents // 2, exponents - exponents // 2):
+        value = value * exact_power(part.clamp(-1022, 1023))
+    return torch.where((value > 0) & (value < 1e-300), value + 1e-307, value)
+
+
+def positive_slack(att: Attention) -> float:
+    """What a number from sums, products, roots and minima of numbers >= 0 may lack of its exact value, relative: Lemma 84
+    (docs/theory/upper_values.md)."""
+    return gamma(6 * (att.tokens + att.x.shape[2] + 2 * att.d + 2 * att.d_v) + 400)
 
 
 class BlockNorms:
-    """What both bounds are made of, for some heads of one sample, in float64: norms of the parts of the blocks of J.
+    """What both bounds are made of, for some heads of one sample of a float64 layer: norms of the parts of the blocks of J.
 
-    Second moments of all rows come from one product each: Lemma 52 (docs/theory/numerics.md).
+    Second moments of all rows come from one product each: Lemma 52 (docs/theory/numerics.md). Upper values but for `positive_slack`.
 
     Attributes:
-        p, q, v, o: probabilities, queries, centred values, outputs. qt: :math:`\\tilde q_i` in coordinates of the columns of W_K.
+        p, v, o: probabilities, centred values, outputs. size: |c q_i|, (heads, N). qt: :math:`\\tilde q_i`, in coordinates in which it is no
+        shorter; off_qt: the rounding of its rows. qt_norm: :math:`|\\tilde q_i|`, (heads, N, 1).
         distance: :math:`|v_j - o_i|`, (heads, N, N). norm_v: :math:`\\|W_V\\|`, (heads, 1, 1).
         b: :math:`\\|B_i\\|`, (heads, N). With ``gram`` also b_v: :math:`\\|B_i W_V\\|`, a: :math:`\\|A_i\\|`, (heads, N), and
         b_q: :math:`|B_i \\tilde q_k|`, (heads, N, N).
     """
 
     def __init__(self, att: Attention, sample: int, heads: slice, *, gram: bool = False):
-        p, q = att.p[sample, heads].double(), att.q[sample, heads].double()
+        p, q = att.p[sample, heads], att.q[sample, heads]
         k, v = att.centred_k[sample, heads], att.centred_v[sample, heads]
-        w_q, w_k, w_v = (w[heads].double() for w in (att.w_q, att.w_k, att.w_v))
-        n, d, d_v = att.tokens, att.d, att.d_v
-        self.p, self.q, self.v = p, q, v
+        n, d, d_v, inputs = att.tokens, att.d, att.d_v, att.x.shape[2]
+        self.p, self.v = p, v
         self.o = o = p @ v
         self.distance = torch.cdist(o, v, compute_mode="donot_use_mm_for_euclid_dist")
-        self.qt = att.scale * q @ triangular_factor(w_k).mT
-        self.norm_v = matrix_norm(w_v)[:, None, None]
-        self.z = (att.scale * q @ (w_k.mT @ w_v)).norm(dim=-1)  # |z_i|
-        self.size = v.detach().norm(dim=-1).amax(-1)[:, None]  # scale of rounding in differences of values
+        weights = att.memo("norms of weights", lambda: _weights(att))
+        factor_q, factor_k, self.excess, norm_v, size_q, size_k, size_v = (w[heads] for w in weights)
+        self.norm_v = norm_v[:, None, None]
+        scaled, self.size = att.scale * q, (size := abs(att.scale) * _lengths(q))
+        self.qt = scaled @ factor_k.mT
+        self.off_qt = gamma(d + 2) * size * size_k[:, None]
+        self.qt_norm = (self.qt.norm(dim=-1) + self.off_qt)[..., None]
 
         # Row by row, since the d_v x d matrices of all rows would not fit.
-        keys, mean_k, factor = _outer(v, k), p @ k, triangular_factor(w_q).mT[:, None]
+        keys, mean_k, factor = _outer(v, k), p @ k, factor_q.mT[:, None]
+        length_k, length_v, length_o = _lengths(k), _lengths(v), _lengths(o)
+        off_c = gamma(n + 6) * abs(att.scale) * (_mean(p, length_v * length_k) + length_o * _mean(p, length_k))
         if gram:
-            images, projected = att.scale * q @ (w_q.mT @ w_k).mT, (w_q.mT @ w_v)[:, None]
-            pairs, lengths = _pairs(images), images.norm(dim=-1)
+            w_q, w_k, w_v = (w[heads] for w in (att.w_q, att.w_k, att.w_v))
+            self.z = (scaled @ (w_k.mT @ w_v)).norm(dim=-1) + gamma(inputs + d + 4) * size * (size_k * size_v)[:, None]  # |z_i|
+            images, projected = scaled @ (w_q.mT @ w_k).mT, (w_q.mT @ w_v)[:, None]
+            reach = size * (size_q * size_k)[:, None]  # at least |W_Q^T q~_k|
+            pairs, length_y = _pairs(images), _lengths(images)
             w2, squares = p * p, _outer(v, v)
             total = w2.sum(-1)
             side = w2 @ v - total[..., None] / 2 * o
+            off_a = gamma(n + 10) * (_mean(w2, length_v**2) + 2 * length_o * _mean(w2, length_v) + total.detach() * length_o**2)
+            longest = (p * self.distance).norm(dim=-1)  # at least ||A_i||, and exact to rounding where it is tiny
         step = max(1, int(CHUNK // (8 * len(p) * d_v * max(d, d_v))))
         found: list[tuple[Tensor, ...]] = []
         for i in range(0, n, step):
             r = slice(i, i + step)
             c = att.scale * ((p[:, r] @ keys).unflatten(-1, (d_v, d)) - o[:, r, :, None] * mean_k[:, r, None, :])  # c C_i
-            norms: tuple[Tensor, ...] = (block_norm(c @ factor),)
+            size_c, off = c.detach().flatten(2).norm(dim=-1), off_c[:, r]
+            norms: tuple[Tensor, ...] = (block_norm(c @ factor) + (off + gamma(d + 2) * size_c) * size_q[:, None],)
             if gram:
                 cross = side[:, r, :, None] * o[:, r, None, :]
                 squared = (w2[:, r] @ squares).unflatten(-1, (d_v, d_v)) - cross - cross.mT  # A_i A_i^T
-                a = root(block_norm(squared) + (1e-13 + 2 * n * UNIT) * total[:, r] * self.size**2)
-                norms += (block_norm(c @ projected), a, _image_norms(c, pairs, lengths))
+                a = root(block_norm(squared) + off_a[:, r])
+                through_v = block_norm(c @ projected) + (off + gamma(inputs + d + 4) * size_c) * (size_q * size_v)[:, None]
+                lost = off + gamma(inputs + 2 * d + 6) * size_c
+                through_q = torch.addcmul(_image_norms(c, pairs, size_c, length_y), lost[..., None], reach[:, None])
+                norms += (through_v, torch.minimum(a, longest[:, r]), through_q)
             found.append(norms)
         whole = [torch.cat(part, 1) for part in zip(*found, strict=True)]
         self.b = whole[0]
@@ -74,8 +180,8 @@ class BlockNorms:
 
     def block(self) -> Tensor:
         """The compression of J itself, (heads,)."""
-        sizes = self.p * (self.norm_v + self.distance * self.qt.norm(dim=-1, keepdim=True)) + torch.diag_embed(self.b)
-        return nonnegative_norm(sizes, rtol=RTOL) * (1 + 1e-11)
+        sizes = self.p * (self.norm_v + self.distance * self.qt_norm) + torch.diag_embed(self.b)
+        return nonnegative_norm(sizes, rtol=RTOL)
 
     # The terms of the compression of J J^T, (heads, N, N) each: with ``gram``.
 
@@ -97,19 +203,35 @@ class BlockNorms:
     def keys(self) -> Tensor:
         """K."""
         e = self.p * self.distance
-        return (self.qt @ self.qt.mT).abs() * torch.minimum(self.a[..., :, None] * self.a[..., None, :], e @ e.mT)
+        return self.inner() * torch.minimum(self.a[..., :, None] * self.a[..., None, :], e @ e.mT)
+
+    def inner(self) -> Tensor:
+        r""":math:`|\tilde q_i \cdot \tilde q_k|`."""
+        length, off = _lengths(self.qt) + self.off_qt, self.off_qt
+        left = torch.stack([gamma(self.qt.shape[-1] + 2) * length + 2 * off, length, self.excess[:, None] * self.size], -1)
+        right = torch.stack([length, 2 * off, self.size], -1)
+        return (self.qt @ self.qt.mT).abs() + left @ right.mT
 
 
-def triangular_factor(w: Tensor) -> Tensor:
-    """F with F^T F = w^T w: the triangular factor, small; w itself where gradients are wanted, which QR has not at every w."""
-    if w.requires_grad or w.shape[-2] <= w.shape[-1]:
-        return w
-    return torch.linalg.qr(w, mode="r").R
+def _weights(att: Attention) -> tuple[Tensor, ...]:
+    """`upper_factor` of W_Q and W_K, how far the latter's square is above, ||W_V||, and Frobenius norms of the first two and of W_V, (heads, ...)."""
+    (f_q, _), (f_k, excess) = upper_factor(att.w_q), upper_factor(att.w_k)
+    return f_q, f_k, excess, matrix_norm(att.w_v), *(torch.linalg.matrix_norm(w.detach()) for w in (f_q, f_k, att.w_v))
+
+
+def _mean(p: Tensor, x: Tensor) -> Tensor:
+    """P x for vectors x (heads, N), without derivative."""
+    return (p.detach() @ x[..., None])[..., 0]
+
+
+def _lengths(x: Tensor) -> Tensor:
+    """Of rows, without derivative: what allowances are made of."""
+    return x.detach().norm(dim=-1)
 
 
 def root(x: Tensor) -> Tensor:
-    """Square root whose derivative at 0 is 0."""
-    return torch.where(x > 0, torch.where(x > 0, x, 1.0).sqrt(), 0.0)
+    """Square root whose derivative at 0 is 0; NaN of NaN and of numbers < 0."""
+    return torch.where(x == 0, 0.0, torch.where(x == 0, 1.0, x).sqrt()) if x.requires_grad else x.sqrt()
 
 
 def _pairs(y: Tensor) -> Tensor:
@@ -118,8 +240,8 @@ def _pairs(y: Tensor) -> Tensor:
     return y[..., i] * y[..., j] * torch.where(i == j, 1.0, 2.0)
 
 
-def _image_norms(maps: Tensor, pairs: Tensor, lengths: Tensor) -> Tensor:
-    r"""|M_i y_k|, rounded upwards, for maps (heads, n, d_v, d), `_pairs` of y_k and their lengths (heads, N): (heads, n, N).
+def _image_norms(maps: Tensor, pairs: Tensor, sizes: Tensor, lengths: Tensor) -> Tensor:
+    r"""|M_i y_k|, rounded upwards, for maps (heads, n, d_v, d), `_pairs` of y_k, upper values of their Frobenius norms and lengths: (heads, n, N).
 
     As :math:`(y^T M^T M y)^{1/2}`, one product of matrices for all of them; to its square the rounding error is added: Lemma 53
     (docs/theory/numerics.md).
@@ -127,9 +249,8 @@ def _image_norms(maps: Tensor, pairs: Tensor, lengths: Tensor) -> Tensor:
     d_v, d = maps.shape[-2:]
     i, j = torch.triu_indices(d, d, device=maps.device)
     forms = (maps.mT @ maps)[..., i, j]
-    size = (maps.detach() ** 2).sum((-1, -2))
-    allowance = 2 * (d * d + d_v) * UNIT * size[..., :, None] * lengths.detach()[..., None, :] ** 2
-    return root((forms @ pairs.mT).clamp_min(0) + allowance)
+    allowance = gamma(d * (d + 1) // 2 + d_v + 8) * sizes**2
+    return root(torch.addcmul((forms @ pairs.mT).clamp_min(0), allowance[..., :, None], lengths[..., None, :] ** 2))
 
 
 def _outer(x: Tensor, y: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from lipbound.bounds.lipbound2026.parts import RTOL, BlockNorms, in_chunks, root
 from lipbound.bounds.lipbound2026.terms import block_terms, gram_terms
 from lipbound.bounds.multihead import with_folded
 from lipbound.bounds.registry import bound
-from lipbound.linalg.matrix_norms import UNIT, matrix_norm, nonnegative_norm, symmetric_norm
+from lipbound.linalg.matrix_norms import gamma, matrix_norm, nonnegative_norm, symmetric_norm
 
 BLOCK_KEY = "lipbound_block"
 """Key of its values in the cache of a layer."""
@@ -94,16 +94,16 @@ def _block(att: Attention, sample: int, heads: slice) -> Tensor:
 def _lipbound(att: Attention, sample: int, heads: slice) -> Tensor:
     """Both bounds for some heads of one sample, (heads, 2)."""
     parts = BlockNorms(att, sample, heads, gram=True)
-    v, o, qt, a, size, n = parts.v, parts.o, parts.qt, parts.a, parts.size, att.tokens
+    v, o, qt, a, n = parts.v, parts.o, parts.qt, parts.a, att.tokens
     e0 = parts.values() + parts.queries() + parts.mixed()
     kk = parts.keys()
 
-    rows = parts.p * qt.norm(dim=-1, keepdim=True)
+    rows = parts.p * parts.qt_norm
     pair = rows.mT @ rows
     shifted = (v @ v.mT) * pair
     mixed = (rows * (o @ v.mT - (o * o).sum(-1, keepdim=True) / 2)).mT @ rows
-    allowance = (1e-13 + 2 * n * UNIT) * n * pair.detach().diagonal(dim1=-2, dim2=-1).amax(-1) * size[:, 0] ** 2
-    second = symmetric_norm(shifted - mixed - mixed.mT) + allowance
-    key = torch.minimum(matrix_norm(a[..., None] * qt) ** 2, second)
+    lengths = v.detach().norm(dim=-1)[..., None, :] + o.detach().norm(dim=-1)[..., :, None]
+    second = symmetric_norm(shifted - mixed - mixed.mT) + gamma(n + att.d_v + 10) * (rows.detach() * lengths).square().sum((-1, -2))
+    key = torch.minimum((matrix_norm(a[..., None] * qt) + (a.detach() * parts.off_qt).norm(dim=-1)) ** 2, second)
     squared = torch.minimum(nonnegative_norm(e0 + kk, rtol=RTOL), nonnegative_norm(e0, rtol=RTOL) + key)
-    return torch.stack([root(squared) * (1 + 1e-11), parts.block()], -1)
+    return torch.stack([root(squared), parts.block()], -1)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.bounds.entry import Bound
-from lipbound.bounds.lipbound2026.parts import BlockNorms
+from lipbound.bounds.lipbound2026.parts import BlockNorms, samples_of
 
 
 def gram_terms(bound: Bound, att: Attention) -> dict[str, Tensor]:
@@ -19,14 +19,13 @@ def block_terms(bound: Bound, att: Attention) -> dict[str, Tensor]:
 
 
 def _terms(att: Attention, *, gram: bool) -> dict[str, Tensor]:
-    att, _ = att.unit_values()
     found: dict[str, list[Tensor]] = {}
-    for s in range(att.samples):
-        parts = BlockNorms(att, s, slice(0, att.heads), gram=gram)
+    for sample in samples_of(att):
+        parts = BlockNorms(sample.layer, 0, slice(None), gram=gram)
         if gram:
             terms = {"values": parts.values(), "keys": parts.keys(), "queries": parts.queries(), "mixed": parts.mixed()}
         else:
-            moved = parts.p * parts.distance * parts.qt.norm(dim=-1, keepdim=True)
+            moved = parts.p * parts.distance * parts.qt_norm
             terms = {"values": parts.p * parts.norm_v, "keys": moved, "queries": torch.diag_embed(parts.b)}
         total = torch.stack(list(terms.values())).sum(0)
         u, _, vh = torch.linalg.svd(total)
