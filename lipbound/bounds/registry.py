@@ -59,7 +59,7 @@ def bound(
             assumptions="no query bias; any mask",
             condition=qty.no_query_bias,
             cost="O(N D)",
-            terms=values_and_softmax(lambda att, value: qty.norm_v(att) * qty.norm_p(att) / value),
+            terms=values_and_softmax(lambda att, value: factors.norm_v(att) * factors.norm_p(att) / value),
         )
         def doe(att: Attention) -> Tensor: ...
 
