@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from lipbound.bounds.kinds import ByKind
-from lipbound.errors import LipboundError, UnknownNameError, nearest
+from lipbound.errors import LipboundError, UnknownNameError, is_number, nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -91,6 +92,8 @@ class Bound:
         Raises:
             AttentionError: a layer that the statement is not about; see `applies`.
         """
+        if not hasattr(att, "only"):
+            raise LipboundError(f"bound {self.name!r} was given a {type(att).__name__}; it takes one Attention, such as a layer of lipbound.capture")
         att.only(f"bound {self.name!r}", self.covers)
         return self.formulas.of(att)
 
@@ -166,7 +169,22 @@ class Bound:
 
 def check_ball(radius: float, norm: str) -> None:
     """Raise LipboundError unless ``radius`` is a number from 0 to 1e60, whose fourth power is in range, and ``norm`` one of `BALLS`."""
-    if norm not in BALLS:
+    if not isinstance(norm, str) or norm not in BALLS:
         raise UnknownNameError(f"unknown norm {norm!r} of a ball; {nearest(norm, BALLS)}")
-    if not 0 <= radius <= 1e60:
-        raise LipboundError(f"radius is {radius}; it must be a finite number >= 0, and at most 1e60")
+    if not is_number(radius) or not 0 <= radius <= 1e60:
+        raise LipboundError(f"radius is {radius!r}; it must be a finite number >= 0, and at most 1e60")
+
+
+def check_radii(radius: float | Sequence[float], norm: str) -> tuple[bool, list[float]]:
+    """Whether one radius was given, and all of them as numbers.
+
+    Raises:
+        LipboundError: as `check_ball` does, or for no radius at all.
+    """
+    many = isinstance(radius, Iterable) and not isinstance(radius, str | bytes) and getattr(radius, "ndim", 1) > 0
+    radii = list(cast("Iterable[float]", radius)) if many else [cast("float", radius)]
+    if not radii:
+        raise LipboundError("radius is empty; give a number >= 0, or a sequence of at least one")
+    for one in radii:
+        check_ball(one, norm)
+    return not many, [float(one) for one in radii]

@@ -58,7 +58,7 @@ def whole_layer(att: Attention, name: str, *, map: str = "layer", rule: str = "b
         return block_bound(att, whole_layer(att, name, rule=rule), map)
     if map not in ("heads", "layer"):
         raise UnknownNameError(f"unknown map {map!r} of a whole layer; {nearest(map, ('heads', 'layer', *BLOCKS))}")
-    if rule not in RULES:
+    if not isinstance(rule, str) or rule not in RULES:
         raise UnknownNameError(f"unknown rule {rule!r}; {nearest(rule, RULES)}")
     (name,) = names_for([name], map)
     if map == "layer" and att.w_o is None:

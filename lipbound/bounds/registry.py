@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from lipbound.bounds.entry import Bound, Formula
@@ -11,7 +12,7 @@ from lipbound.bounds.kinds import ByKind
 from lipbound.errors import UnknownNameError, nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection
 
     from torch import Tensor
 
@@ -129,7 +130,7 @@ def get(name: str) -> Bound:
         UnknownNameError: naming the nearest registered names.
     """
     load_papers()
-    if name not in _BOUNDS:
+    if not isinstance(name, str) or name not in _BOUNDS:
         raise UnknownNameError(f"unknown bound {name!r}; {nearest(name, _BOUNDS)}")
     return _BOUNDS[name]
 
@@ -140,6 +141,8 @@ def resolve(bounds: str | Iterable[str]) -> list[str]:
         if bounds in ("default", "all"):
             return [name for name in names() if bounds == "all" or not get(name).costly]
         bounds = [part.strip() for part in bounds.split(",") if part.strip()]
+    if not isinstance(bounds, Iterable):
+        raise UnknownNameError(f"bounds is {bounds!r}; give 'default', 'all', a name, or a list of names")
     return list(dict.fromkeys(get(name).name for name in bounds))
 
 

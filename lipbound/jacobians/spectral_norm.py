@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.errors import LipboundError, UnknownNameError, nearest
+from lipbound.errors import LipboundError, UnknownNameError, is_number, nearest
 from lipbound.jacobians.gram import Gram
 from lipbound.jacobians.gram_variants import covered, gram_of
 from lipbound.jacobians.head import HeadOperator
@@ -78,6 +78,8 @@ def spectral_norm(
     >>> torch.allclose(spectral_norm(att, tol=1e-9).lower, spectral_norm(att, method="dense").lower, rtol=1e-8)
     True
     """
+    if not isinstance(att, Attention):
+        raise LipboundError(f"att is a {type(att).__name__}; spectral_norm takes one Attention, such as a layer of lipbound.capture")
     if map not in MAPS:
         raise UnknownNameError(f"unknown map {map!r}; {nearest(map, MAPS)}")
     if method not in (*METHODS, *PROOFS):
@@ -91,8 +93,8 @@ def spectral_norm(
     if method in PROOFS:
         if map in BLOCKS:
             raise LipboundError(f"method {method!r} has no closed form of map {map!r}; use 'lanczos' with delta")
-        if not tol > 0:
-            raise LipboundError(f"tol is {tol}; it must be a number > 0")
+        if not (is_number(tol) and tol > 0):
+            raise LipboundError(f"tol is {tol!r}; it must be a number > 0")
         norm = PROOFS[method](op, _grams(attention, map), tol=tol, seed=seed, vectors=vectors)
     else:
         norm = operator_norm(op, method=method, tol=tol, delta=delta, vectors=vectors, seed=seed, max_steps=max_steps)

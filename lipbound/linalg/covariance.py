@@ -13,6 +13,9 @@ ROWS = 4
 ROUNDS = 8
 """Rounds after which the remaining rows keep their cheap upper values."""
 
+FLUSHED = 2.0**-120
+"""Entries of a matrix that count as zero, relative to its largest."""
+
 
 class Largest(NamedTuple):
     """Of each head: the value, its row, and whether that row was solved for."""
@@ -53,9 +56,10 @@ def _one_sample(x: Tensor, p: Tensor, stretch: Tensor) -> Largest:
     best = torch.full((heads,), -torch.inf, dtype=torch.float64, device=x.device)
     where = torch.zeros(heads, dtype=torch.int64, device=x.device)
     active = torch.arange(heads, device=x.device)
+    distances = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist")
     for _ in range(ROUNDS):
         rows = upper[active].topk(min(ROWS, n), -1).indices
-        exact = _exact(x, p[active[:, None], rows]) * stretch[active[:, None], rows]
+        exact = _exact(x, distances, p[active[:, None], rows]) * stretch[active[:, None], rows]
         upper[active[:, None], rows] = -torch.inf
         top, place = exact.max(-1)
         better = top > best[active]
@@ -111,17 +115,19 @@ def _upper_values(x: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
     return square.detach().sqrt() * (1 + gamma(40)), square.sqrt()
 
 
-def _exact(x: Tensor, p: Tensor) -> Tensor:
+def _exact(x: Tensor, distances: Tensor, p: Tensor) -> Tensor:
     """||X^T M(p)|| of given rows p (heads, rows, N), dense: (heads, rows). Centred at each row's heaviest token, which avoids cancellation."""
     n, width = x.shape
-    y = x - x[p.argmax(-1)][..., None, :]
-    z = p[..., None] * (y - (p[..., None, :] @ y))
-    error = gamma(n + 12) * (p * y.norm(dim=-1)).sum(-1)
-    z = z if z.shape[-2] <= z.shape[-1] else z.mT
-    scale = z.abs().amax((-1, -2), keepdim=True)
-    z = z / torch.where(scale > 0, scale, 1.0)
+    heaviest = p.argmax(-1)
+    lengths = p * distances[heaviest]  # at most N times as small as the columns of X^T M
+    error = gamma(n + 12) * lengths.sum(-1)
+    scale = lengths.amax(-1, keepdim=True)
+    scale = torch.where(scale > 0, scale, 1.0)
+    weights = torch.where(p * distances.amax() < FLUSHED * scale, 0.0, p / scale)  # subnormal products would take a hundred times as long
+    z = x - x[heaviest][..., None, :]
+    z.sub_(p[..., None, :] @ z).mul_(weights[..., None])
+    z = z if n <= width else z.mT
     g = z @ z.mT
     top = torch.linalg.eigvalsh(g)[..., -1].clamp_min(0)
-    size = min(n, width)
-    top = top * (1 + 16 * size * UNIT) + gamma(max(n, width) + 4) * g.diagonal(dim1=-2, dim2=-1).sum(-1)
-    return (top.sqrt() * scale[..., 0, 0] + 2 * error + 2.0**-500) * (1 + gamma(20))
+    top = top * (1 + 16 * min(n, width) * UNIT) + gamma(max(n, width) + 4) * g.diagonal(dim1=-2, dim2=-1).sum(-1)
+    return ((top.sqrt() + 4 * FLUSHED * n**0.5) * scale[..., 0] + 2 * error + 2.0**-500) * (1 + gamma(20))
