@@ -6,13 +6,15 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.bounds.registry import get
 from lipbound.errors import AttentionError
+from lipbound.linalg.upper import Upper
 
 
 def fold_normalisation(att: Attention) -> Attention:
     r"""The layer as a function of the bare normalised tokens :math:`u = (x - \bar x)/s`: same q, k, v and P, other inputs and weights.
 
     With :math:`w, b` the normaliser's parameters, :math:`W_Q` becomes :math:`diag(w) W_Q` and :math:`b_Q` becomes :math:`b_Q + W_Q^T b`; likewise
-    for keys and values. Folded inputs have :math:`|u_i| \le \sqrt D`, whatever the parameters.
+    for keys and values. Folded inputs have :math:`|u_i| \le \sqrt D`, whatever the parameters. Everything is in float64, and its rounding there is
+    not counted.
 
     Raises:
         AttentionError: a layer that is not known to be fed by a normaliser (``lipbound.capture(..., around=True)`` finds it).
@@ -23,9 +25,10 @@ def fold_normalisation(att: Attention) -> Attention:
         raise AttentionError("no normalisation in front of this layer is known; capture it with around=True")
 
     def bias(w: Tensor, b: Tensor | None) -> Tensor | None:
-        shift = None if norm.bias is None else torch.einsum("d,hde->he", norm.bias.double(), w.double()).to(w.dtype)
+        shift = None if norm.bias is None else torch.einsum("d,hde->he", norm.bias.double(), w)
         return b if shift is None else shift if b is None else b + shift
 
+    att, norm = att.double(), norm.double()
     scaled = [norm.weight[:, None] * w for w in (att.w_q, att.w_k, att.w_v)]
     b_q, b_k, b_v = (bias(w, b) for w, b in ((att.w_q, att.b_q), (att.w_k, att.b_k), (att.w_v, att.b_v)))
     return Attention(norm.unit, *scaled, b_q=b_q, b_k=b_k, b_v=b_v, w_o=att.w_o, scale=att.scale, mask=att.mask, valid=att.valid)
@@ -43,4 +46,4 @@ def after_norm(att: Attention, name: str) -> Tensor:
     assert att.surroundings.fed_by is not None
     size = 1 / att.surroundings.fed_by.size[..., 0]
     size = size if att.valid is None else size.masked_fill(~att.valid, 0.0)
-    return get(name)(folded) * size.amax(-1, keepdim=True) * (1 + 1e-12)
+    return (Upper.of(get(name)(folded)) * size.amax(-1, keepdim=True) * (1 + 1e-12)).value()

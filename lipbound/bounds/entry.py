@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
@@ -59,6 +60,7 @@ class Bound:
         formulas: the bound itself, by kind of head.
         costly: whether it takes far longer than the exact norm; such bounds are computed on request, not by default.
         caveat: why the statement is no bound where its assumptions fail; empty when they always hold.
+        differentiable: whether its values have derivatives; one that has none refuses layers whose derivatives may be wanted.
         ball: the statement for all inputs near X, of plain heads, or None where the source has none: see `over_ball`.
     """
 
@@ -74,17 +76,22 @@ class Bound:
     costly: bool = False
     caveat: str = ""
     ball: Ball | None = None
+    differentiable: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "__doc__", self.function.__doc__)
 
     def __call__(self, att: Attention) -> Tensor:
-        """Value of the bound, (samples, heads), float64.
+        """Value of the bound, (samples, heads), float64; infinite where it cannot be evaluated.
 
         Raises:
             AttentionError: a layer that the statement is not about; see `applies`.
+            LipboundError: derivatives may be wanted of a bound that has none.
         """
-        return self.formula(att).function(att).double().expand(att.samples, att.heads)
+        formula = self.formula(att)
+        if not self.differentiable and att.cache.recording:
+            raise LipboundError(f"bound {self.name!r} has no derivatives; call it under torch.no_grad(), or take 'lipbound'")
+        return _numbers(formula.function(att)).expand(att.samples, att.heads)
 
     def formula(self, att: Attention) -> Formula:
         """The formula for the layer's kind of heads.
@@ -142,7 +149,7 @@ class Bound:
             )
         att.only(f"bound {self.name!r} over a ball")
         check_ball(radius, norm)
-        return self.ball(att, float(radius), norm).double().expand(att.samples, att.heads)
+        return _numbers(self.ball(att, float(radius), norm)).expand(att.samples, att.heads)
 
     def extends(self, *variants: str, condition: Function, terms: Terms | None = None, layer: Layer | None = None) -> Callable[[Function], Function]:
         """Decorator: the bound's formula for heads with ``variants`` (some or all of them) that the formulas so far do not cover.
@@ -165,6 +172,11 @@ class Bound:
     def exact(self) -> str:
         """Name of the variable with the exact norm this bound is compared with."""
         return MAP_NORMS[self.map]
+
+
+def _numbers(values: Tensor) -> Tensor:
+    """In float64; what is no number bounds nothing, and is infinite."""
+    return values.double().nan_to_num(nan=math.inf, posinf=math.inf, neginf=math.inf)
 
 
 def check_ball(radius: float, norm: str) -> None:

@@ -43,6 +43,7 @@ def bound(
     ball: Ball | None = None,
     caveat: str = "",
     covers: Collection[str] = (),
+    differentiable: bool = True,
 ) -> Callable[[Function], Bound]:
     """Decorator: enter a function of an `Attention` into the registry under ``name``. What it returns is the `Bound`, which is called alike.
 
@@ -86,7 +87,7 @@ def bound(
         if bibtex and _BIBTEX.setdefault(citation, bibtex) != bibtex:
             raise ValueError(f"the BibTeX key {citation!r} is already that of another entry")
         formulas = ByKind(Formula(function, condition, terms, layer), covers)
-        _BOUNDS[name] = Bound(name, label, citation, statement, source, assumptions, map, cost, formulas, costly, caveat, ball)
+        _BOUNDS[name] = Bound(name, label, citation, statement, source, assumptions, map, cost, formulas, costly, caveat, ball, differentiable)
         return _BOUNDS[name]
 
     return enter

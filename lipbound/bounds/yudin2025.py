@@ -9,6 +9,7 @@ from lipbound.bounds import ingredients as qty
 from lipbound.bounds.ball.softmax_interval import g1_over_box, reachable_rows
 from lipbound.bounds.registry import bound
 from lipbound.bounds.terms import values_and_softmax
+from lipbound.errors import LipboundError
 from lipbound.linalg.matrix_norms import nonnegative_norm
 from lipbound.linalg.upper import Upper
 
@@ -69,6 +70,8 @@ def _remark_1(att: Attention, radius: float, norm: str) -> Tensor:
     ||X'|| grows by at most the Frobenius radius; ||P'|| and max_i ||M(P'_i)|| are bounded over the box of softmax rows that scores can reach
     (`lipbound.bounds.ball.softmax_interval`), the latter through g_1.
     """
+    if att.cache.recording:
+        raise LipboundError("bound 'yudin' over a ball has no derivatives; call it under torch.no_grad()")
     extended = with_ones(att)
     size = factors.norm_x(extended) + factors.total_radius(att, radius, norm)
     norms, largest = [], []

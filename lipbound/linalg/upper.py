@@ -143,6 +143,13 @@ class Upper:
         larger = self > other
         return Upper(torch.where(larger, other.m, self.m), torch.where(larger, other.e, self.e))
 
+    def sum(self) -> Upper:
+        """Sums over the last axis."""
+        top = torch.where(self.m == 0, torch.iinfo(torch.int64).min // 4, self.e).amax(-1, keepdim=True)
+        top = torch.where(top < -(2**60), 0, top)
+        total = (self.m * power_of_two((self.e - top).clamp(-FAR, 0))).sum(-1)
+        return Upper(total * (1 + (self.m.shape[-1] + 4) * UNIT), top[..., 0])
+
     def shifted(self, e: Tensor) -> Upper:
         """Times 2^e, exactly."""
         return Upper(self.m, self.e + e)

@@ -68,6 +68,8 @@ def over_ball(att: Attention, radius: float | Sequence[float], *, norm: str = "t
         raise AttentionError("over_ball does not cover normalised queries and keys, whose derivative changes with the input; lipbound.attack does")
     att.only("over_ball", CENTRES.covers)
     single, radii = check_radii(radius, norm)
+    if att.cache.recording:
+        raise LipboundError("over_ball has no derivatives; call it under torch.no_grad()")
     double, unit = att.double().unit_values()  # everything below is linear in the values
     centre = _centre(double, at)
     with torch.no_grad():
