@@ -23,6 +23,12 @@ from lipbound.runs.partial_store import partial_path
 torch.set_num_threads(1)  # small matrices: more threads wait for each other
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Notebooks start first: they take longest, and would otherwise keep one process busy when the others are done."""
+    items.sort(key=lambda item: not item.name.startswith("test_notebook_runs"))
+
+
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     """Every kind of small layer."""

@@ -95,7 +95,7 @@ class Attention(Transforms):
     ):
         for name, number in (("scale", scale), ("cap", cap)):
             if number is not None and not is_number(number):
-                raise AttentionError(f"{name} is {number!r}; it must be a number")
+                raise AttentionError(f"{name} is {number!r}; it must be a finite number")
         found: list[Variant] = list(steps)
         if norm_q is not None or norm_k is not None:
             found.append(QKNormalised(norm_q, norm_k))
@@ -201,8 +201,7 @@ class Attention(Transforms):
         """
         if not self.scoring.shift_invariant:
             return self.wide_k
-        k = projected(self.x, self.w_k) if self.scoring.plain_keys else self.wide_k
-        return k - k.mean(-2, keepdim=True)
+        return self.centred(projected(self.centred(self.x.double()), self.w_k) if self.scoring.plain_keys else self.wide_k)
 
     @derived
     def centred_v(self) -> Tensor:
@@ -212,8 +211,14 @@ class Attention(Transforms):
         """
         if self.scoring.extra_scores is not None:
             return projected(self.x, self.w_v, self.b_v)
-        v = projected(self.x, self.w_v)
-        return v - v.mean(-2, keepdim=True)
+        return self.centred(projected(self.centred(self.x.double()), self.w_v))
+
+    def centred(self, x: Tensor) -> Tensor:
+        """Vectors (samples, ..., N, n) of tokens without the mean of those that are not padding: what they have in common would cost digits."""
+        if self.valid is None:
+            return x - x.mean(-2, keepdim=True)
+        real = self.valid.view(self.samples, *(1,) * (x.ndim - 3), self.tokens, 1)
+        return x - (x * real).sum(-2, keepdim=True) / real.sum(-2, keepdim=True).clamp_min(1)
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """What the softmax sees, (samples, heads, N, N), of queries and keys as they enter the scores; -inf where mask or padding forbid it."""

@@ -36,8 +36,10 @@ class Transforms(Fields, ABC):
     # -- where and in what dtype -----------------------------------------------------------------------------------------
 
     def double(self) -> Self:
-        """The same layer in float64 (self when it already is)."""
-        return self if self.x.dtype == torch.float64 else self._map(lambda t: t.double() if t.is_floating_point() else t)
+        """The same layer in float64 (self when it already is), made once."""
+        if self.x.dtype == torch.float64:
+            return self
+        return self.cache.get("double", lambda: self._map(lambda t: t.double() if t.is_floating_point() else t))
 
     def to(self, device: str | torch.device) -> Self:
         """The same layer on another device."""

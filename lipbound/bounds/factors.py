@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.rounding import tensor_errors
 from lipbound.attention.softmax import g, largest_jacobian_norm, normalised
 from lipbound.linalg.covariance import weighted_deviation_norm
 from lipbound.linalg.matrix_norms import UNIT, gamma, matrix_norm, nonnegative_norm
@@ -192,31 +193,9 @@ def total_radius(att: Attention, radius: float, norm: str) -> Upper:
 # -- attention: (samples, heads) ---------------------------------------------------------------------------------------
 
 
-def errors_of_p(att: Attention) -> Tensor:
-    """Upper values of the relative errors of the rows of ``wide(att).p``, (samples, heads, N)."""
-    return att.memo("errors_of_p", lambda: _errors_of_p(wide(att)))
-
-
-def _errors_of_p(att: Attention) -> Tensor:
-    """Until rounding.py is there."""
-    with torch.no_grad():
-        n, width, d = att.tokens, att.x.shape[2], att.d
-        sizes = att.x.norm(dim=-1)[:, None]
-        (q, dq), (k, dk) = (
-            (t.norm(dim=-1), gamma(width + 4) * (sizes * torch.linalg.matrix_norm(w)[:, None] + (0 if b is None else b.norm(dim=-1)[:, None])))
-            for t, w, b in ((att.wide_q, att.w_q, att.b_q), (att.centred_k, att.w_k, None if att.scoring.plain_keys else att.b_k))
-        )
-        most, error = k.amax(-1, keepdim=True), (2 * dk.amax(-1, keepdim=True) + gamma(n + 4) * k.amax(-1, keepdim=True))
-        e = abs(att.scale) * (q * error + dq * (most + error) + gamma(d + 4) * q * most)
-        if att.mask is not None:
-            m = att.mask.masked_fill(att.mask <= -1e30, 0.0).abs().amax()
-            e = e + UNIT * (m + abs(att.scale) * q * most)
-        return torch.expm1(2 * e) + (n + 10) * UNIT
-
-
 def _stretch(att: Attention, power: int) -> tuple[Tensor, Tensor]:
     """What rows of P are multiplied with to stand for the exact ones, (1/(1 - error))^power, and which rows nothing is known of."""
-    error = errors_of_p(att)
+    error = tensor_errors(att).p
     known = error < UNKNOWN
     return torch.where(known, (1 / (1 - torch.where(known, error, 0.0))) ** power * (1 + gamma(att.tokens + 20)), 1.0), ~known
 

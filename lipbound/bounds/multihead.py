@@ -110,5 +110,7 @@ def folded(att: Attention, name: str) -> Tensor:
     omega = matrix_norm(e[:, None].mT @ e[None])
     whole = size(values, -1)
     parts, exponent = scaled(torch.where(torch.isfinite(values), values, 0.0), -1)
-    pairs = Upper.of(torch.einsum("sh,hg,sg->s", parts, omega, parts)).sqrt().shifted(exponent[:, 0]) + torch.where(torch.isfinite(values), 0.0, values).sum(-1)
+    pairs = Upper.of(torch.einsum("sh,hg,sg->s", parts, omega, parts)).sqrt().shifted(exponent[:, 0]) + torch.where(
+        torch.isfinite(values), 0.0, values
+    ).sum(-1)
     return (pairs.minimum(spectral(torch.cat(list(e), 1)) * whole) * (1 + 1e-12)).value()

@@ -43,7 +43,7 @@ def compare(
         typer.Option(help="head, head_out (with its slice of the output projection), heads, layer (all together), residual, pre_norm or post_norm."),
     ] = "head",
     tol: Annotated[float, typer.Option(help="Relative width (or error, with --delta 0) of exact norms.")] = 1e-3,
-    delta: Annotated[float, typer.Option(help="Total failure probability of exact_upper; 0 for plain estimates.")] = 1e-10,
+    delta: Annotated[float, typer.Option(help="Total failure probability of exact_upper; 0 for plain estimates.")] = 1e-6,
     device: Annotated[str, typer.Option(help="'auto', 'cpu', 'cuda', 'cuda:1', ...")] = "auto",
     dtype: Annotated[str, typer.Option(help="'float32' or 'float64'.")] = "float32",
     seed: Annotated[int, typer.Option(help="Seed of the start vectors.")] = 0,

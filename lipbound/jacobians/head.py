@@ -20,6 +20,11 @@ def _flat(t: Tensor) -> Tensor:
     return t.reshape(-1, *t.shape[2:])
 
 
+def narrow(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b for b with few columns: libraries take up to twice as long over it as over its transpose."""
+    return (b.mT @ a.mT).mT
+
+
 class RowSpace:
     """The row space of projections w (heads, D, m) and of spans (D, n) that all heads share: found on first use, once for all copies."""
 
@@ -42,6 +47,19 @@ class RowSpace:
     def coordinates(self) -> Tensor:
         """u^T w, (heads, m', m)."""
         return self._both[1]
+
+    @cached_property
+    def loss(self) -> float:
+        """An upper value of how far singular values of a map of w move, relatively, where its coordinates take the place of w; of all heads."""
+        u, r = (t.double() for t in self._both)
+        spans = [t.double().expand(len(u), -1, -1) for t in self._spans]
+        w = torch.cat([self._w.double(), *spans], -1)
+        r = torch.cat([r, *(u.mT @ t for t in spans)], -1)
+        per = 2.0**-53 * (w.shape[1] + w.shape[2] + 16)
+        size = w.norm(dim=-2, keepdim=True).clamp_min(1e-290)
+        columns = ((w - u @ r) / size).norm(dim=(-2, -1)) + per * w.shape[2] ** 0.5 * u.norm(dim=(-2, -1))
+        unit = torch.eye(u.shape[-1], dtype=torch.float64, device=u.device)
+        return float(((u.mT @ u - unit).norm(dim=(-2, -1)) + per * u.norm(dim=(-2, -1)) ** 2 + 4 * columns).amax())
 
     def double(self) -> "RowSpace":
         """In float64."""
@@ -125,6 +143,14 @@ class HeadOperator(TensorOperator):
     def push(self, z: Tensor) -> Tensor:
         """The output perturbation under perturbations z of the projections (scores already scaled), (batch, N, d_v)."""
 
+    @abstractmethod
+    def average(self, x: Tensor) -> Tensor:
+        """P x, (batch, N, r) -> (batch, N, r)."""
+
+    @abstractmethod
+    def column_sums(self) -> Tensor:
+        """Of P, (batch, N)."""
+
     def _weighted(self, x: Tensor, u: Tensor | None) -> Tensor:
         """Coordinates of perturbations x (batch, N, m') in the basis u, or (batch, N, D) without one: (batch, N, m), and those that are extra."""
         z = x @ (self.w if u is None else self.rows.coordinates)[self.head]
@@ -193,6 +219,8 @@ class HeadOperator(TensorOperator):
         return {name: self.push(torch.cat([t if i in way else torch.zeros_like(t) for i, t in enumerate(parts)], -1)) for name, way in ways.items()}
 
     def gram(self, y: Tensor) -> Tensor:
+        if self.dtype == torch.float64:  # two products with the triangular factor round less than one with its square
+            return self.jvp(self.vjp(y))
         pulled = self._pulled(y)
         first, *others = zip(pulled[:3], self.weights_gram.split(self.sizes[:3], 1), strict=True)
         z = torch.bmm(*first)
@@ -231,7 +259,7 @@ class HeadJacobian(HeadOperator):
         g = y @ self.v.mT
         shift = (y * self.o).sum(-1, keepdim=True)
         g = self.t * (g - shift) if torch.is_grad_enabled() else g.sub_(shift).mul_(self.t)
-        return g @ self.k, g.mT @ self.q, self.p.mT @ y
+        return narrow(g, self.k), narrow(g.mT, self.q), narrow(self.p.mT, y)
 
     def push(self, z: Tensor) -> Tensor:
         """The output perturbation under perturbations z of the projections (scores already scaled), (batch, N, d_v)."""
@@ -239,7 +267,13 @@ class HeadJacobian(HeadOperator):
         s = (z_q @ self.k.mT).baddbmm_(self.q, z_k.mT)
         t = self.t * s if torch.is_grad_enabled() else s.mul_(self.t)
         # at a one-hot row the difference is exactly zero, which a fused multiply-add would spoil
-        return (t @ self.v - t.sum(-1, keepdim=True) * self.o).baddbmm_(self.p, z_v)
+        return narrow(t, self.v) - t.sum(-1, keepdim=True) * self.o + narrow(self.p, z_v)
+
+    def average(self, x: Tensor) -> Tensor:
+        return self.p @ x
+
+    def column_sums(self) -> Tensor:
+        return self.p.sum(-2)
 
     def gram(self, y: Tensor) -> Tensor:
         together = max(1, int(GRAM_BYTES.get(self.device.type, GRAM_BYTES["cpu"]) // (self.out_shape[0] ** 2 * self.dtype.itemsize)))

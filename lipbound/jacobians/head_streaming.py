@@ -114,6 +114,20 @@ class StreamedHeadJacobian(HeadOperator):
                 to_v[b].addmm_(p.mT, part)
         return to_q, to_k, to_v
 
+    def average(self, x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        for b in range(self.batch):
+            for rows in self._blocks():
+                out[b, rows] = self._rows(b, rows)[0] @ x[b]
+        return out
+
+    def column_sums(self) -> Tensor:
+        out = torch.zeros(self.batch, self.out_shape[0], dtype=self.dtype, device=self.device)
+        for b in range(self.batch):
+            for rows in self._blocks():
+                out[b] += self._rows(b, rows)[0].sum(0)
+        return out
+
     def push(self, z: Tensor) -> Tensor:
         z_q, z_k, z_v = self._arriving(z)
         out = torch.empty_like(self.v)

@@ -1,43 +1,150 @@
-"""How large the error is that rounding leaves in exact norms."""
+r"""What float64 arithmetic does to a Jacobian: how far it can be from that of exact arithmetic, and its products from exact ones.
+
+Upper values, from the error analysis of the layer's tensors and the blocks of J: Lemmas 69 to 71 (docs/theory/rounding.md).
+"""
+
+import math
 
 import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.variants.base import Side
-from lipbound.jacobians.maps import BLOCKS, WHOLE, block_bound
-from lipbound.linalg.matrix_norms import matrix_norm
+from lipbound.attention.layer_norm import Normaliser
+from lipbound.attention.rounding import MARGIN, SMALLEST, TensorErrors, spectral, tensor_errors
+from lipbound.jacobians.head import HeadOperator
+from lipbound.jacobians.maps import WHOLE
+from lipbound.linalg.operators import Roundoff
+
+UNIT = 2.0**-53
 
 
-def rounding(att: Attention, *, map: str = "head") -> Tensor:
-    r"""Size of the absolute error that rounding of q, k, v and P leaves in the norms of a layer, (samples, heads) or (samples,), float64.
+def tensor_error(att: Attention, op: HeadOperator | None = None) -> Tensor:
+    r"""An upper value of :math:`\|J - \hat J\|`, (samples, heads), float64: J at the given numbers, J-hat of the float64 tensors made of them.
 
-    For one head :math:`\varepsilon\,\max_i|v_i|\,(\max_i|c W_K q_i| + \max_j|c W_Q k_j|)`, v and k centred and c = ``scale``
-    (products of norms where there are rotations, normalised queries or keys, caps or sinks): the differences
-    ``v_j - o_i`` of J cancel where attention saturates. To this comes the rounding of scores in float64, relative to
-    :math:`\|W_V\|_F` and to the same product. For whole layers the heads' errors, times :math:`\|W_O^h\|` for "layer", add up. Far below the norm
-    on ordinary heads; an estimate of size, not a bound.
+    Infinite where logits are so large that nothing can be said.
+
+    Args:
+        att: the layer; float32 numbers count as they are.
+        op: its Jacobian in float64, where it is at hand.
     """
+    att = att.double()
+    return att.memo("tensor_error", lambda: roundoff(att, head_operator(att) if op is None else op).tensors.view(att.samples, att.heads))
 
-    def longest(x: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(x, dim=-1).amax(-1).double()
 
-    q, k, v = longest(att.q), longest(att.centred_k), longest(att.centred_v)
-    if att.variants:
-        gradient = abs(att.scale) * (q * _largest_slope(att, "k") + k * _largest_slope(att, "q"))
+def head_operator(att: Attention) -> HeadOperator:
+    """The Jacobian of the heads in float64."""
+    from lipbound.jacobians.head_streaming import head_jacobian
+
+    return head_jacobian(att.double())
+
+
+@torch.no_grad()
+def roundoff(att: Attention, op: HeadOperator, *, loose: Tensor | None = None, skew: float = 0.0) -> Roundoff:
+    """Of the heads of a float64 layer: Lemma 69 for its tensors, Lemma 70 for its products.
+
+    Args:
+        att, op: the layer and its Jacobian.
+        loose: how far w_v may be from the projection that is meant, (heads,). skew: by how much more norms may differ, relatively.
+    """
+    e = tensor_errors(att)
+    c, n = abs(att.scale), att.tokens
+    value, key, columns = _moments(op, e)
+    w_v = spectral(att.w_v)
+    q_slope, k_slope = e.q_slope, e.k_slope.amax(-1, keepdim=True)
+    k_slope_error, k_error, v_error = (t.amax(-1, keepdim=True) for t in (e.k_slope_error, e.k_error, e.v_error))
+    if loose is not None:
+        v_error = v_error + torch.linalg.vector_norm(att.centred(att.x), dim=-1).amax(-1)[:, None, None] * loose[:, None]
+    output = e.p * value + v_error + (n + 8) * UNIT * value
+    off = 2 * e.weights * value + v_error + output  # of T_ij (v_j - o_i), over a row
+    through_k = c * (off * k_slope * e.q + 2 * value * (k_slope * e.q_error + k_slope_error * e.q))
+    through_q = c * ((off * key + 2 * value * k_error) * q_slope + 2 * value * key * e.q_slope_error)
+    through_v = columns * (e.p.amax(-1) * w_v if loose is None else e.p.amax(-1) * w_v + loose)
+    ends = [t.amax(-1) for t in (e.v, e.k, e.q, q_slope, k_slope)]
+    vanished = SMALLEST * (ends[0] * c * (ends[1] * ends[3] + ends[2] * ends[4]) + w_v)
+    tensors = through_k.norm(dim=-1) + through_q.amax(-1) + through_v + vanished
+    # Norms of the three parts of J: of entries' absolute values, so that they bound the rounding of sums as well
+    both, rows = value * key, torch.minimum((e.q * value).norm(dim=-1), columns * ends[0] * ends[2])
+    parts = [2 * c * (both * q_slope).amax(-1), 2 * c * rows * k_slope[..., 0], columns * w_v]
+    size = sum(parts[1:], start=parts[0])
+    steps = (n + 2 * (att.d + att.d_v) + 40) * UNIT
+    # Coordinates are products with a triangular factor, whose absolute values have a norm that is larger by this factor at most
+    spread = [torch.linalg.matrix_norm(w) / spectral(w).clamp_min(1e-300) for w in (att.w_q, att.w_k, att.w_v)]
+    width, lost = (sum(op.w.shape[2:]) + 2 * op.in_shape[1] + 24) * UNIT, op.rows.loss
+    wide = sum(part * s for part, s in zip(parts, spread, strict=True))
+    return Roundoff(*(_upper(t).flatten().cpu() for t in (tensors + lost * wide + skew * size, steps * size + width * wide, size)))
+
+
+def folding_error(att: Attention, basis: Tensor, folded: Tensor) -> tuple[Tensor, float]:
+    r"""How far ``folded`` E^T, E the stored ``basis`` (heads, D_out, r), is from w_v w_o in the Frobenius norm, (heads,), and how far E from orthonormal."""
+    w_v, w_o, e = (t.double() for t in (att.w_v, att.w_o if att.w_o is not None else basis.mT, basis))
+    inner = w_o @ e
+    per = 2 * (w_v.shape[1] + e.shape[1] + 16) * UNIT
+    sizes = [torch.linalg.matrix_norm(t) for t in (w_v, w_o, e, inner)]
+    missed = torch.linalg.matrix_norm(w_o - inner @ e.mT) + per * sizes[1] * sizes[2] * (1 + sizes[2])
+    missed = sizes[0] * missed + sizes[2] * (torch.linalg.matrix_norm(folded.double() - w_v @ inner) + per * sizes[0] * sizes[3])
+    unit = torch.eye(e.shape[2], dtype=e.dtype, device=e.device)
+    return missed * MARGIN, float((torch.linalg.matrix_norm(e.mT @ e - unit) + per * sizes[2] ** 2).amax())
+
+
+def layer_roundoff(att: Attention, op: HeadOperator, map: str) -> Roundoff:
+    """Of a whole layer, from its heads': Lemma 71."""
+    heads = roundoff(att, op)
+    per = [t.view(att.samples, att.heads) for t in (heads.tensors, heads.size)]
+    width = (2 * (att.tokens + 3 * (att.d + att.d_v) + att.x.shape[2] + att.heads + 60)) * UNIT
+    if map == "heads" or att.w_o is None:
+        tensors, size = (t.norm(dim=-1) for t in per)
     else:
-        gradient = abs(att.scale) * (longest(att.q @ att.w_k.mT) + longest(att.centred_k @ att.w_q.double().mT))
-    error = torch.finfo(att.dtype).eps * gradient * v
-    error = error + torch.finfo(torch.float64).eps * abs(att.scale) * q * k * (torch.linalg.matrix_norm(att.w_v.double()) + gradient * v)
-    if map in WHOLE:
-        total = (error if map == "heads" or att.w_o is None else error * matrix_norm(att.w_o)).sum(-1)
-        return block_bound(att, total, map) - block_bound(att, torch.zeros_like(total), map) if map in BLOCKS else total
-    return error
+        w_o = torch.linalg.matrix_norm(att.w_o).cpu()
+        tensors, size = ((t * w_o).sum(-1) for t in per)
+        width += 2 * (att.heads * att.d_v + att.w_o.shape[2] + 8) * UNIT
+    if map in ("residual", "pre_norm", "post_norm"):
+        tensors, size, width = _block(att, map, tensors, size, width)
+    return Roundoff(_upper(tensors), _upper(width * size), _upper(size))
 
 
-def _largest_slope(att: Attention, side: Side) -> Tensor:
-    """How much a token's query or key can change with its token at most, about: ||W|| and what variants make of it, (samples, heads)."""
-    size = matrix_norm(att.w_q if side == "q" else att.w_k).expand(att.samples, -1)
-    for step in reversed(att.scoring.steps):
-        size = step.stretch(side, size, att.x, lambda: att.projected(side), att.valid)
-    return size
+def _block(att: Attention, map: str, tensors: Tensor, size: Tensor, width: float) -> tuple[Tensor, Tensor, float]:
+    """The same for a layer with what stands around it."""
+    around = att.surroundings
+    norm = None if around is None else {"pre_norm": around.fed_by, "post_norm": around.followed_by}.get(map)
+    if norm is None:
+        return tensors, 1 + size, width + 8 * UNIT
+    reach, error = (t.cpu() for t in normaliser_error(norm, att.valid))
+    width += 2 * (2 * norm.x.shape[2] + 16) * UNIT
+    if map == "pre_norm":
+        return tensors * reach + (size + tensors) * error, 1 + size * reach, width
+    return reach * tensors + error * (1 + size + tensors), reach * (1 + size), width
+
+
+def normaliser_error(norm: Normaliser, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """How large the entries of a normalisation's Jacobian are in norm, absolute values taken, and how far rounding moves it, (samples,) each."""
+    norm = norm.double()
+    n, size = norm.x.shape[2], norm.size[..., 0]
+    deviation = 2 * (n + 4) * UNIT * torch.linalg.vector_norm(norm.x, dim=-1) if norm.centred else torch.zeros_like(size)
+    off = deviation / (size * n**0.5) + (n + 8) * UNIT
+    off = torch.where(off < 0.25, off / (1 - off), torch.inf)
+    unit = torch.linalg.vector_norm(norm.unit, dim=-1)
+    unit_error = deviation / size + unit * off + 4 * UNIT * unit
+    reach = norm.weight.abs().amax() / size * (2 + unit**2 / n)
+    error = reach * (off + (2 * unit * unit_error + unit_error**2) / n + 16 * UNIT)
+    if valid is not None:
+        reach, error = (t.masked_fill(~valid, 0.0) for t in (reach, error))
+    return _upper(reach.amax(-1)), _upper(error.amax(-1))
+
+
+def _moments(op: HeadOperator, e: TensorErrors) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every row of P the root mean squares of |v_j| and |k_j|, (samples, heads, N), and a bound on the norm of P, (samples, heads)."""
+    shape = e.p.shape
+    squares = torch.stack([e.v**2, e.k**2], -1).flatten(0, 1)
+    means = (op.average(squares) * MARGIN).clamp_min(0).sqrt()
+    value, key = (t.view(shape) for t in means.unbind(-1))
+    columns = op.column_sums().view(shape).amax(-1).clamp_max(shape[-1]) * MARGIN
+    return value, key, columns.sqrt()
+
+
+def _upper(x: Tensor) -> Tensor:
+    return torch.nan_to_num(x * MARGIN, nan=math.inf, posinf=math.inf)
+
+
+def map_roundoff(att: Attention, op: HeadOperator, map: str) -> Roundoff:
+    """Of the Jacobian of ``map`` of a float64 layer, whose heads' Jacobian is ``op``."""
+    return layer_roundoff(att, op, map) if map in WHOLE else roundoff(att, op)

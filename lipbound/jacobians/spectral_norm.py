@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -17,9 +17,12 @@ from lipbound.jacobians.l2_attention import L2HeadJacobian
 from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
 from lipbound.jacobians.multihead import LayerJacobian
 from lipbound.jacobians.residual_block import BlockJacobian
+from lipbound.jacobians.rounding import folding_error, map_roundoff, roundoff
 from lipbound.linalg import deterministic
-from lipbound.linalg.operator_norm import METHODS, operator_norm
-from lipbound.linalg.operators import JacobianOperator
+from lipbound.linalg.enclosure import enclose, estimate, widened
+from lipbound.linalg.operator_norm import DEFAULT_STEPS, METHODS, operator_norm
+from lipbound.linalg.operators import JacobianOperator, Roundoff
+from lipbound.linalg.reference_solvers import dense_svd
 from lipbound.linalg.solution import Norm
 
 PROOFS = {"deflation": deterministic.deflation, "cholesky": deterministic.cholesky}
@@ -78,26 +81,87 @@ def spectral_norm(
     >>> torch.allclose(spectral_norm(att, tol=1e-9).lower, spectral_norm(att, method="dense").lower, rtol=1e-8)
     True
     """
-    if not isinstance(att, Attention):
-        raise LipboundError(f"att is a {type(att).__name__}; spectral_norm takes one Attention, such as a layer of lipbound.capture")
     if map not in MAPS:
         raise UnknownNameError(f"unknown map {map!r}; {nearest(map, MAPS)}")
     if method not in (*METHODS, *PROOFS):
         raise UnknownNameError(f"unknown method {method!r}; {nearest(method, (*METHODS, *PROOFS))}")
-    att = att.double() if method in PROOFS else att
-    attention, basis = att.fold_output() if map == "head_out" else (att, None)
-    unit = torch.ones(att.heads, dtype=torch.float64)
-    if method != "power" and map not in BLOCKS:  # the former's absolute stopping rule must see J itself, and so must the identity of a residual
-        attention, unit = attention.unit_values(together=map in WHOLE)
-    op = _operator(attention, map)
-    if method in PROOFS:
-        if map in BLOCKS:
-            raise LipboundError(f"method {method!r} has no closed form of map {map!r}; use 'lanczos' with delta")
-        if not (is_number(tol) and tol > 0):
-            raise LipboundError(f"tol is {tol!r}; it must be a number > 0")
-        norm = PROOFS[method](op, _grams(attention, map), tol=tol, seed=seed, vectors=vectors)
-    else:
+    check_arguments(att, method, tol, delta, max_steps)
+    if map in BLOCKS and method in PROOFS:
+        raise LipboundError(f"method {method!r} has no closed form of map {map!r}; use 'lanczos' with delta")
+    if method == "power":  # an absolute stopping rule must see J itself, in the dtype that was given
+        attention, basis = att.fold_output() if map == "head_out" else (att, None)
+        op = _operator(attention, map)
         norm = operator_norm(op, method=method, tol=tol, delta=delta, vectors=vectors, seed=seed, max_steps=max_steps)
+        return _shaped(att, map, norm, op, basis, torch.ones(att.heads, dtype=torch.float64))
+    wide = Measured(att.double(), map)
+    if method in PROOFS:
+        norm = PROOFS[method](wide.op, _grams(wide.attention, map), tol=tol, seed=seed, vectors=vectors)
+        norm = widened(norm, wide.roundoff.tensors, tol)
+    elif method == "dense":
+        norm = dense_svd(wide.op, vectors=vectors)
+        norm = widened(norm, wide.roundoff.tensors + wide.roundoff.products, tol)
+    else:
+        op = wide.op if att.dtype == torch.float64 else Measured(att, map).op
+        steps = DEFAULT_STEPS[method] if max_steps is None else max_steps
+        with torch.no_grad():
+            norm = (
+                estimate(wide.op, wide.roundoff, op, method=method, tol=tol, seed=seed, max_steps=steps, vectors=vectors)
+                if delta is None
+                else enclose(wide.op, wide.roundoff, op, tol=tol, delta=delta, seed=seed, max_steps=steps, vectors=vectors)
+            )
+    return _shaped(att, map, norm, wide.op, wide.basis, wide.unit)
+
+
+class Measured:
+    """A layer whose map is measured: in units in which values are of size one, with the output projection folded in where the map has it.
+
+    Attributes:
+        attention: the layer. unit: what its norms are to be multiplied with, (heads,).
+        basis: (heads, D_out, r) of the outputs of "head_out", or None.
+        op: its Jacobian.
+    """
+
+    def __init__(self, att: Attention, map: str):
+        self.map = map
+        before, (att, self.basis) = att, (att.fold_output() if map == "head_out" else (att, None))
+        self.unit = torch.ones(att.heads, dtype=torch.float64)
+        if map not in BLOCKS:  # the identity of a residual must be seen in its own units
+            att, self.unit = att.unit_values(together=map in WHOLE)
+        self.attention, self.op = att, _operator(att, map)
+        self._folded = None if self.basis is None else folding_error(before, self.basis, self.attention.w_v * self.unit.to(att.device)[:, None, None])
+
+    @cached_property
+    def roundoff(self) -> Roundoff:
+        """Of a float64 layer."""
+        heads = heads_of(self.op)
+        if self._folded is None:
+            return map_roundoff(self.attention, heads, self.map)
+        loose, skew = self._folded
+        return roundoff(self.attention, heads, loose=loose / self.unit.to(loose.device), skew=skew)
+
+
+def heads_of(op: JacobianOperator) -> HeadOperator:
+    """The heads that an operator of a layer is made of."""
+    while not isinstance(op, HeadOperator):
+        assert isinstance(op, (LayerJacobian, BlockJacobian))
+        op = op.layer if isinstance(op, BlockJacobian) else op.heads
+    return op
+
+
+def check_arguments(att: object, method: str, tol: float, delta: float | None, max_steps: int | None) -> None:
+    """Raise LipboundError for what is no layer, and for numbers that make no sense."""
+    if not isinstance(att, Attention):
+        raise LipboundError(f"att is a {type(att).__name__}; spectral_norm takes one Attention, such as a layer of lipbound.capture")
+    if not is_number(tol) or tol < 0 or (method in PROOFS and tol == 0):
+        raise LipboundError(f"tol is {tol!r}; it must be a number {'>' if method in PROOFS else '>='} 0")
+    if delta is not None and not (is_number(delta) and 0 < delta < 1):
+        raise LipboundError(f"delta is {delta!r}; the failure probability must be between 0 and 1")
+    if max_steps is not None and not (is_number(max_steps) and max_steps >= 1):
+        raise LipboundError(f"max_steps is {max_steps!r}; at least one step is needed")
+
+
+def _shaped(att: Attention, map: str, norm: Norm, op: JacobianOperator, basis: Tensor | None, unit: Tensor) -> Norm:
+    """Norms and vectors as they are returned: (samples, heads) or (samples,), in the units and coordinates of the layer."""
     if map in WHOLE:
         return _scale(norm, unit.cpu()[0])
     norm = _scale(norm.view(att.samples, att.heads), unit.cpu())
@@ -130,7 +194,7 @@ def l2_spectral_norm(att: Attention, *, tol: float = 1e-4, delta: float | None =
 
     This is the map that Kim et al. 2021 bound; it is not the head of the checkpoint.
     """
-    scaled, unit = att.unit_values()
+    scaled, unit = att.double().unit_values()
     return _scale(operator_norm(L2HeadJacobian(scaled), tol=tol, delta=delta, seed=seed).view(att.samples, att.heads), unit.cpu())
 
 

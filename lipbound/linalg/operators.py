@@ -16,7 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import Field, dataclass, fields
-from typing import Annotated, Any, Protocol, Self, TypeVar, runtime_checkable
+from typing import Annotated, Any, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -24,6 +24,28 @@ from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
 T = TypeVar("T")
+
+
+class Roundoff(NamedTuple):
+    r"""What float64 arithmetic does to a batch of operators; upper values, (batch,) each, float64 on the CPU.
+
+    Attributes:
+        tensors: :math:`\|J - \hat J\|`, J-hat being the operator of the tensors that are stored.
+        products: how far products of J-hat, or its transpose, with a unit vector are from exact ones.
+        size: :math:`\|\hat J\|`, crudely.
+    """
+
+    tensors: Tensor
+    products: Tensor
+    size: Tensor
+
+    def select(self, index: Tensor) -> "Roundoff":
+        """Of some entries of the batch."""
+        return Roundoff(*(t[index] for t in self))
+
+    def scaled(self, unit: Tensor) -> "Roundoff":
+        """Of the operators times ``unit`` (batch,)."""
+        return Roundoff(*(t * unit for t in self))
 
 
 class JacobianOperator(ABC):

@@ -164,7 +164,7 @@ def _places(ds: xr.Dataset, times: str) -> str:
     text = f"{len(layers)} layer{plural}" if first else f"layer{plural} {', '.join(str(int(layer)) for layer in layers)}"
     if "head" not in ds.dims:
         return text
-    counts = ds["exact_rounding"].notnull().any("sample").sum("head").values
+    counts = ds["exact"].notnull().any("sample").sum("head").values
     heads = f"{counts.min()}" if counts.min() == counts.max() else f"{counts.min()} to {counts.max()}"
     return f"{text} {times} {heads} head{'s' if counts.max() > 1 else ''}"
 

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from lipbound.bounds.audit import SLACK, audit, compared_with
+from lipbound.bounds.audit import allowance, audit, compared_with
 from lipbound.errors import LipboundError, UnknownNameError, nearest
 from lipbound.reporting.reductions import reduce_samples
 
@@ -138,11 +138,10 @@ def shared_scale(grids: dict[str, np.ndarray]) -> tuple[float, float]:
 def widths(ds: xr.Dataset, name: str = "exact") -> xr.DataArray:
     """Logarithm of upper over lower end of the exact norms that a bound (or "exact" itself) is compared with, by sample, layer, head.
 
-    Both ends are moved apart by ``exact_rounding``.
     Estimates without an upper end count as if they were ``tol`` wide. NaN where there is no norm, infinite where rounding exceeds it.
     """
-    slack, of = SLACK[ds.attrs["dtype"]], "exact" if name == "exact" else compared_with(ds, name)
-    rounding = ds["exact_rounding"] if of == "exact" else 0 * ds["exact_rounding"]
+    of = "exact" if name == "exact" else compared_with(ds, name)
+    slack, rounding = allowance(ds, of)
     lower = ds[of] - rounding
     upper = (ds["exact_upper"] if has_upper(ds, name) else ds[of] * (1 + float(ds.attrs["tol"]))) + rounding
     with np.errstate(all="ignore"):

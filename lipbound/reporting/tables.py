@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from lipbound.bounds.audit import SLACK, audit
+from lipbound.bounds.audit import allowance, audit
 from lipbound.errors import UnknownNameError, nearest
 from lipbound.formatting import digits, number
 from lipbound.reporting.citations import bibtex, methods
@@ -55,7 +55,7 @@ def render(
     """`summary` (by "bound") or `breakdown` (by "layer" or "head") as "text", "markdown", "latex" (booktabs, siunitx) or "csv" (full precision).
 
     Numbers are the middles of their enclosures, to the digits that these support (four at most): the last one is off by at most one unit. Enclosures
-    are those of the exact norms, widened by ``exact_rounding``.
+    are those of the exact norms.
     """
     if format not in WRITERS:
         raise UnknownNameError(f"unknown format {format!r}; {nearest(format, FORMATS)}")
@@ -118,7 +118,7 @@ def _by_place(ds: xr.Dataset, table: pd.DataFrame, values: str, reduce: str | fl
     pairs = zip(table["sample_min"], table["sample_max"], whole, strict=True)
     shown["over samples"] = [f"{_written(a, w, 1)} to {_written(b, w, 1)}" if a != b else _written(a, w, 1) for a, b, w in pairs]
     for name in [str(c) for c in table.columns if c in ds.attrs["bounds"]]:
-        wide = by_width(ds, name, table.index, reduce) if values == "ratio" else np.full(len(table), SLACK[ds.attrs["dtype"]])
+        wide = by_width(ds, name, table.index, reduce) if values == "ratio" else np.full(len(table), allowance(ds)[0])
         side = -1 if values == "ratio" else 0
         shown[ds[name].attrs["label"] + mark(counts[name])] = [_written(x, w, side) for x, w in zip(table[name], wide, strict=True)]
     return shown

@@ -38,7 +38,7 @@ class RunConfig:
     column: str | None = None
     revision: str | None = None
     tol: float = 1e-3
-    delta: float | None = 1e-10
+    delta: float | None = 1e-6
     device: str = "auto"
     dtype: str = "float32"
     seed: int = 0

@@ -22,7 +22,6 @@ def allocate(plan: Plan) -> dict[str, np.ndarray]:
     tables: dict[str, np.ndarray] = {name: np.full(shape, np.nan) for name in ("exact", *(["exact_upper"] if spec.delta is not None else []), *names)}
     if any(get(name).exact == "exact_l2" for name in names):
         tables["exact_l2"] = np.full(shape, np.nan)
-    tables["exact_rounding"] = np.full(shape, np.nan)
     tables["exact_steps"] = np.zeros(shape, dtype=np.int32)
     tables["exact_converged"] = np.zeros(shape, dtype=bool)
     tables |= {f"{name}_sound": np.zeros(shape, dtype=bool) for name in names}
@@ -65,7 +64,7 @@ def dataset(tables: dict[str, np.ndarray], names: Sequence[str], captured: Seque
     )  # fmt: skip
     ds["exact"].attrs = {"label": "Exact", "long_name": "local Lipschitz constant (spectral norm of the Jacobian), lower end"}
     if "exact_upper" in ds:
-        ds["exact_upper"].attrs = {"label": "Exact, upper end", "long_name": "probabilistic upper bound on the local Lipschitz constant"}
+        ds["exact_upper"].attrs = {"label": "Exact, upper end", "long_name": "local Lipschitz constant, upper end"}
     if "exact_l2" in ds:
         ds["exact_l2"].attrs = {"label": "Exact, L2 attention", "long_name": "the same for L2 attention with these weights (Kim et al. 2021)"}
     for name in names:

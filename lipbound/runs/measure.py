@@ -13,7 +13,6 @@ from lipbound.attention.layer import Attention
 from lipbound.bounds.multihead import whole_layer
 from lipbound.bounds.registry import get
 from lipbound.jacobians.maps import BLOCKS, WHOLE
-from lipbound.jacobians.rounding import rounding
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
 from lipbound.models.capture.capture import Capturer
 
@@ -88,7 +87,6 @@ class Measurer:
             attention = layer.attention
             lengths, error = attention.lengths.long().cpu().numpy(), layer.error
             seeds = [_seed(spec.seed, layer.index, s) for s in range(start, start + attention.samples)]
-            attention = attention.fold_output()[0] if spec.map == "head_out" else attention
             values = _measure(attention, spec, seeds, spec.exact_samples - start)
             del layer, attention  # frees P and what hangs on it
             yield LayerResult(i, values, lengths, error)
@@ -101,17 +99,16 @@ def _measure(att: Attention, spec: MeasurementSpec, seeds: list[int], exact_coun
     """
     values: dict[str, Any] = {}
     whole = spec.map in WHOLE
+    bounded = att.double().fold_output()[0] if spec.map == "head_out" else att
     for name in spec.names:
-        sound = get(name).sound(att)
-        values[name] = whole_layer(att, name, map=spec.map) if whole else get(name)(att)
+        sound = get(name).sound(bounded)
+        values[name] = whole_layer(bounded, name, map=spec.map) if whole else get(name)(bounded)
         values[f"{name}_sound"] = sound.all(-1) if whole else sound
-    inner = "head" if spec.map == "head_out" else spec.map  # the output projection is folded into the values
-    values["exact_rounding"] = rounding(att, map=inner)
     exact_count = min(exact_count, att.samples)
     if exact_count > 0:
         part = att if exact_count == att.samples else att.select(slice(0, exact_count))
         delta = spec.delta_of(exact_count, 1 if whole else att.heads)
-        norm = spectral_norm(part, map=inner, tol=spec.tol, delta=delta, seed=seeds[:exact_count])
+        norm = spectral_norm(part, map=spec.map, tol=spec.tol, delta=delta, seed=seeds[:exact_count])
         values |= {"exact": norm.lower, "exact_steps": norm.steps, "exact_converged": norm.converged}
         if spec.delta is not None:
             values["exact_upper"] = norm.upper

@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # reading a run needs no torch
     from lipbound.runs.config import RunConfig
 
 CHECKSUM = "checksum"
+FORMER = "exact_rounding"
+"""Runs of before 0.2 hold the size of the rounding errors of their exact norms, which are now inside the enclosures."""
 SETTINGS = (
     "lipbound", "model", "revision", "loaded", "commit", "architecture", "data", "data_fingerprint", "source", "preprocessing", "bounds", "map",
     "map_description", "method", "tol", "delta", "dtype", "device", "seed", "versions", "python", "date", "command", "samples", "exact_samples",
@@ -31,7 +33,7 @@ SETTINGS = (
 def own(ds: xr.Dataset) -> list[str]:
     """The variables that a run computed, whatever was added to it since."""
     bounds = list(ds.attrs["bounds"])
-    names = ["exact", "exact_upper", "exact_l2", "exact_rounding", "exact_steps", "exact_converged", *bounds, *(f"{name}_sound" for name in bounds)]
+    names = ["exact", "exact_upper", "exact_l2", FORMER, "exact_steps", "exact_converged", *bounds, *(f"{name}_sound" for name in bounds)]
     return [name for name in names if name in ds]
 
 

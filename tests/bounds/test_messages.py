@@ -55,7 +55,10 @@ def test_float64_is_not_advised_where_it_is_used() -> None:
     assert "larger tol" in str(error.value)
 
 
-@pytest.mark.parametrize("call", [lambda att: bounds.get("lipbound_gram")(att), lambda att: bounds.over_ball(att, 0.1), lambda att: bounds.get("yudin").over_ball(att, 0.1)])
+@pytest.mark.parametrize(
+    "call",
+    [lambda att: bounds.get("lipbound_gram")(att), lambda att: bounds.over_ball(att, 0.1), lambda att: bounds.get("yudin").over_ball(att, 0.1)],
+)
 def test_bounds_without_derivatives_say_so(call: Callable[[lb.Attention], torch.Tensor]) -> None:
     att = changed(ATT, w_q=ATT.w_q.clone().requires_grad_())
     with pytest.raises(LipboundError, match="has no derivatives|have no derivatives"):

@@ -54,7 +54,7 @@ def test_norms_agree_with_dense_float64_svd(layers: list[LayerCapture]) -> None:
 @pytest.mark.slow
 def test_bounds_are_as_loose_as_published(layers: list[LayerCapture]) -> None:
     """Geometric means of bound / exact within a quarter of reference measurements on this model; ours within a third of exact."""
-    ratios: dict[str, list[torch.Tensor]] = {name: [] for name in bounds.names()}
+    ratios: dict[str, list[torch.Tensor]] = {name: [] for name in bounds.names() if not bounds.get(name).costly}
     for layer in layers:
         norm = spectral_norm(layer.attention, tol=1e-4)
         exact = {"exact": norm.lower, "exact_l2": l2_spectral_norm(layer.attention).lower}
@@ -81,9 +81,10 @@ def test_enclosures_are_as_narrow_as_asked(layers: list[LayerCapture]) -> None:
 
 @pytest.mark.slow
 def test_compression_of_gram_blocks_is_nearly_exact(layers: list[LayerCapture]) -> None:
-    """Geometric mean within 4 %, all heads within 10 %."""
-    exact = torch.cat([spectral_norm(layer.attention, tol=1e-6).lower for layer in layers])
-    ratio = torch.cat([bounds.get("lipbound_gram")(layer.attention) for layer in layers]) / exact
+    """Geometric mean within 4 %, all heads within 10 %: every third head of every layer."""
+    chosen = [layer.attention.select(heads=slice(0, None, 3)) for layer in layers]
+    exact = torch.cat([spectral_norm(att, tol=1e-6).lower for att in chosen])
+    ratio = torch.cat([bounds.get("lipbound_gram")(att) for att in chosen]) / exact
     assert float(ratio.min()) >= 1
     assert float(ratio.log().mean().exp()) <= 1.04
     assert float(ratio.max()) <= 1.1

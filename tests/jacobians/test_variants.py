@@ -16,7 +16,7 @@ from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.errors import AttentionError
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.jacobians.head_streaming import StreamedHeadJacobian
-from lipbound.jacobians.rounding import rounding
+from lipbound.jacobians.rounding import tensor_error
 from lipbound.reporting.page.details import of_layer
 
 SETS = st.frozensets(st.sampled_from(VARIANTS))
@@ -34,7 +34,7 @@ CASES = {
 def test_exact_norms_and_bounds(att: Attention) -> None:
     """120 shapes x 18 heads."""
     exact = oracle(att)
-    slack = rounding(att) + 1e-9 * exact
+    slack = tensor_error(att) + 1e-9 * exact
     norm = lb.spectral_norm(att, tol=1e-10)
     assert bool(((norm.lower - exact).abs() <= 1e-8 * exact + slack).all())
     assert_bounds_hold(att, exact, costly=False)
@@ -50,7 +50,7 @@ def test_costly_bounds(att: Attention) -> None:
 
 
 def assert_bounds_hold(att: Attention, exact: Tensor, costly: bool) -> None:
-    slack = rounding(att) + 1e-9 * exact
+    slack = tensor_error(att) + 1e-9 * exact
     names = [name for name in lb.bounds.names() if (b := lb.bounds.get(name)).costly == costly and b.map == "head" and b.applies(att)]
     assert names
     for name in names:

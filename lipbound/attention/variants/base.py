@@ -9,6 +9,8 @@ from torch import Tensor
 from lipbound.attention.variants.token_maps import TokenStep
 
 Side = Literal["q", "k"]
+UNIT = 2.0**-53
+"""The unit of rounding of float64."""
 REGISTERED: list[type["Variant"]] = []
 """Every variant there is, in the order in which their modules were imported."""
 
@@ -18,6 +20,20 @@ class Shapes(NamedTuple):
 
     x: tuple[int, ...]
     w_q: tuple[int, ...]
+
+
+class Passing(NamedTuple):
+    """Upper values about a token's query or key on its way from projection to scores, in float64; each broadcasts to (samples, heads, N).
+
+    Attributes:
+        error: distance of the computed vector from that of exact arithmetic.
+        slope: how much longer than a change of the token the change of the vector can be.
+        slope_error: distance, in the same sense, of the computed derivative from that of exact arithmetic.
+    """
+
+    error: Tensor
+    slope: Tensor
+    slope_error: Tensor
 
 
 class Variant:
@@ -70,9 +86,9 @@ class Variant:
         """The derivative of `enter` with respect to y = y(), token by token, with products in a dtype; None where it leaves vectors as they are."""
         return None
 
-    def stretch(self, side: Side, size: Tensor, x: Tensor, y: Callable[[], Tensor], valid: Tensor | None) -> Tensor:
-        """How long a change of a token's query or key can be at most, about, where it was ``size`` (samples, heads) before; y() as for `enter`."""
-        return size
+    def rounded(self, side: Side, x: Tensor, y: Tensor, before: Passing) -> Passing:
+        """What `enter` and the derivative in `step` make of ``before``, their own float64 rounding included; x and y as for `enter`, y computed."""
+        return before
 
     def spans(self) -> list[Tensor]:
         """Projections (D, n) besides the head's own through which a change of the input is felt."""
@@ -87,6 +103,10 @@ class Variant:
     def slopes(self, z: Tensor, heads: slice | int, rows: slice) -> Tensor | None:
         """The derivative of `scores` entry by entry, shaped like z; None where it is one."""
         return None
+
+    def rounded_scores(self, error: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Upper values of the error of `scores` where their arguments are off by ``error``, and of the relative error of `slopes`; float64 rounding included."""
+        return error, 0.0
 
     @property
     def sloped(self) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lipbound.attention.variants.base import Shapes, Variant
+from lipbound.attention.variants.base import UNIT, Shapes, Variant
 from lipbound.errors import AttentionError
 
 
@@ -35,6 +35,10 @@ class Cap(Variant):
 
     def slopes(self, z: Tensor, heads: slice | int, rows: slice) -> Tensor:
         return cap_slope(z / self.value)
+
+    def rounded_scores(self, error: Tensor) -> tuple[Tensor, Tensor | float]:
+        # tanh has slope at most 1, and the logarithm of its derivative slope at most 2; exponentials and tanh are off by a few units
+        return error + 16 * UNIT * self.value, torch.expm1(2 * error / self.value) * (1 + 64 * UNIT) + 64 * UNIT
 
 
 def cap_slope(z: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lipbound.attention.variants.base import Shapes, Side, Variant
+from lipbound.attention.variants.base import UNIT, Passing, Shapes, Side, Variant
 from lipbound.errors import AttentionError
 
 
@@ -72,6 +72,32 @@ class QKNorm:
         out = y / self.sizes(x, y) * self.gain.double()[:, None]
         return out if self.bias is None else out + self.bias.double()[:, None]
 
+    def rounded(self, x: Tensor, y: Tensor, before: Passing) -> Passing:
+        """As `Variant.rounded`: Lemma 67 (docs/theory/rounding.md)."""
+        gain = self.gain.double().abs().amax(-1)[:, None]
+        size, length = self.sizes(x, y)[..., 0], torch.linalg.vector_norm(y, dim=-1)
+        if self.over is None:
+            n, shared, error, reach = y.shape[-1], length, before.error, torch.zeros(())
+        else:
+            w, b = (t if t is None else t.double() for t in self.over)
+            n, reach = w.shape[1], torch.linalg.matrix_norm(w)
+            bias = 0.0 if b is None else torch.linalg.vector_norm(b)
+            shared = torch.linalg.vector_norm(self.together(x), dim=-1)[:, None]
+            error = ((2 * (len(w) + 4) * UNIT) * (torch.linalg.vector_norm(x.double(), dim=-1) * reach + bias))[:, None]
+        off = error / (size * n**0.5) + (n + 8) * UNIT  # relative error of the size
+        off = torch.where(off < 0.25, off / (1 - off), torch.inf)
+        unit = length / size
+        unit_error = before.error / size * (1 + off) + unit * off
+        turned = (2 * unit * unit_error + unit_error**2) / n if self.over is None else torch.zeros(())
+        slope = gain / size * (before.slope + unit * reach / n**0.5)
+        slope_error = gain / size * ((1 + off) * before.slope_error + (off + turned + 16 * UNIT) * before.slope)
+        if self.over is not None:
+            slope_error = slope_error + gain / size * reach / n**0.5 * (
+                unit_error * (1 + off) + unit * (error / (size * n**0.5) + off * shared / (size * n**0.5) + off + (n + len(w) + 16) * UNIT)
+            )
+        bias = 0.0 if self.bias is None else self.bias.double().abs().amax(-1)[:, None] * self.bias.shape[1] ** 0.5
+        return Passing(gain * unit_error + 8 * UNIT * (gain * unit + bias), slope, slope_error)
+
     def select(self, heads: slice) -> "QKNorm":
         """Some of the heads."""
         return replace(self, gain=self.gain[heads], bias=None if self.bias is None else self.bias[heads])
@@ -132,13 +158,9 @@ class QKNormalised(Variant):
         norm = self._of(side)
         return None if norm is None else NormStep.of(norm, x, y(), dtype)
 
-    def stretch(self, side: Side, size: Tensor, x: Tensor, y: Callable[[], Tensor], valid: Tensor | None) -> Tensor:
+    def rounded(self, side: Side, x: Tensor, y: Tensor, before: Passing) -> Passing:
         norm = self._of(side)
-        if norm is None:
-            return size
-        s = norm.sizes(x, y())[..., 0]
-        s = s if valid is None else s.masked_fill(~valid[:, None], torch.inf)
-        return size * norm.gain.double().abs().amax(-1) / s.amin(-1)
+        return before if norm is None else norm.rounded(x, y, before)
 
     def spans(self) -> list[Tensor]:
         return [norm.over[0] for norm in (self.q, self.k) if norm is not None and norm.over is not None]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lipbound.attention.variants.base import Shapes, Side, Variant
+from lipbound.attention.variants.base import UNIT, Passing, Shapes, Side, Variant
 from lipbound.errors import AttentionError
 
 
@@ -100,8 +100,13 @@ class Rotation(Variant):
     def step(self, side: Side, x: Tensor, y: Callable[[], Tensor], dtype: torch.dtype) -> "RotationStep":
         return RotationStep(self)
 
-    def stretch(self, side: Side, size: Tensor, x: Tensor, y: Callable[[], Tensor], valid: Tensor | None) -> Tensor:
-        return size * self.norm
+    def rounded(self, side: Side, x: Tensor, y: Tensor, before: Passing) -> Passing:
+        own = 8 * UNIT * self.norm
+        return Passing(
+            self.norm * before.error + own * torch.linalg.vector_norm(y, dim=-1),
+            self.norm * before.slope,
+            self.norm * before.slope_error + own * before.slope,
+        )
 
     def of_tokens(self, keep: Tensor | slice) -> "Rotation":
         return self.select(keep)

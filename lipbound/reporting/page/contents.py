@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from lipbound.bounds.audit import SLACK, compared_with
+from lipbound.bounds.audit import allowance, compared_with
 from lipbound.errors import CheckpointError, LipboundError
 from lipbound.formatting import plain
 from lipbound.reporting import citations, labels, statistics, tables
@@ -53,7 +53,7 @@ def contents(ds: xr.Dataset, title: str, *, reduce: str | float, sample: int, mo
         "compared": {name: compared_with(ds, name) for name in names},
         "exactSamples": ds.attrs["exact_samples"],
         "widths": {name: _widths(ds, one, reduce, across) for name, one in _examples(ds, names).items()},
-        "slack": SLACK[ds.attrs["dtype"]],
+        "slack": allowance(ds)[0],
         "scale": _scale(ds, panels, reduce),
         "grids": {name: _grid(ds[name], reduce, across) for name in panels},
         "ratios": {name: _grid(ratio, reduce, across) for name, ratio in ratios.items()},
@@ -98,7 +98,8 @@ def _details(ds: xr.Dataset, sample: int, model: Any, data: Any, device: str) ->
 def _same(ds: xr.Dataset, sample: int, layer: int, norm: np.ndarray) -> bool:
     """Whether norms computed now lie where the run's do; nothing to compare is no objection."""
     stored = ds["exact"].isel(sample=sample, layer=layer).values[: len(norm)]
-    allowed = stored * (float(ds.attrs["tol"]) + 1e-3) + ds["exact_rounding"].isel(sample=sample, layer=layer).values[: len(norm)]
+    former = ds["exact_rounding"].isel(sample=sample, layer=layer).values[: len(norm)] if "exact_rounding" in ds else 0.0
+    allowed = stored * (float(ds.attrs["tol"]) + 1e-3) + former
     return bool((np.isnan(stored) | (np.abs(norm - stored) <= allowed)).all())
 
 

@@ -1,0 +1,133 @@
+r"""How far the float64 tensors of a layer are from those of exact arithmetic: a running error analysis, as upper values.
+
+The numbers a layer is made of are taken as exact. Every rounding between them and P is counted: Lemmas 65 to 68 (docs/theory/rounding.md).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lipbound.attention.layer import Attention
+from lipbound.attention.masking import BLOCKED, four_axes
+from lipbound.attention.variants.base import UNIT, Passing, Side
+
+MARGIN = 1 + 1e-6
+"""The upper values are sums and products of at most some thousand numbers >= 0, each rounded: that moves them by less than this factor."""
+VANISHED = 690.0
+"""Scores so far below the largest have probabilities below 1e-299."""
+SMALLEST = 1e-290
+"""Bound on all that underflows, far above what any sum of such numbers can be."""
+
+
+@dataclass(frozen=True)
+class TensorErrors:
+    r"""Upper values, float64, (samples, heads, N) unless said otherwise; infinite where nothing can be said. Padding counts as zero.
+
+    Attributes:
+        q, k, v: lengths of the queries, centred keys and centred values.
+        q_error, k_error, v_error: their distances from those of exact arithmetic (centred at the same points).
+        q_slope, k_slope: how much faster than a token its query, or key, can move; the norm of the projection without variants.
+        q_slope_error, k_slope_error: distances of the computed derivatives from the exact ones.
+        score: absolute error of the scores that a query's softmax sees, and of their differences from the largest.
+        p: relative error of the probabilities of a query (on top of `SMALLEST`). weights: the same of `Attention.weights`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_error: Tensor
+    k_error: Tensor
+    v_error: Tensor
+    q_slope: Tensor
+    k_slope: Tensor
+    q_slope_error: Tensor
+    k_slope_error: Tensor
+    score: Tensor
+    p: Tensor
+    weights: Tensor
+
+
+def tensor_errors(att: Attention) -> TensorErrors:
+    """Of ``wide_q``, ``centred_k``, ``centred_v`` and P as `Attention` computes them in float64, whatever the dtype of ``att``."""
+    return att.memo("tensor_errors", lambda: _tensor_errors(att.double()))
+
+
+@torch.no_grad()
+def _tensor_errors(att: Attention) -> TensorErrors:
+    own, n = att.projections, att.tokens
+    around = torch.linalg.vector_norm(att.centred(att.x), dim=-1)
+    size = torch.linalg.vector_norm(att.x, dim=-1)
+    q, k = (_entered(att, side, size, around) for side in ("q", "k"))
+    v_size = size if att.scoring.extra_scores is not None else around
+    v_error = _projected(v_size, own.w_v, own.b_v if att.scoring.extra_scores is not None else None)
+    lengths = [torch.linalg.vector_norm(t, dim=-1) for t in (att.wide_q, att.centred_k, att.centred_v)]
+    errors = [q.error, k.error, v_error + 2 * UNIT * lengths[2]]
+    if att.scoring.shift_invariant:
+        errors[1] = errors[1] + 2 * UNIT * lengths[1]
+    every = [*lengths, *errors, q.slope, k.slope, q.slope_error, k.slope_error]
+    every = [_upper(t.expand(att.samples, att.heads, n), att.valid) for t in every]
+    score, reach = _scores(att, *every[:2], *every[3:5])
+    slope: Tensor | float = 0.0
+    for step in att.scoring.steps:
+        score, own_slope = step.rounded_scores(score)
+        slope = slope + own_slope
+    constant = _constants(att, reach)
+    # adding the mask, where there is one, and taking differences from the largest
+    score = score + 2 * UNIT * (constant + reach) * (constant > 0) + 4 * UNIT * (reach + constant).clamp_max(VANISHED)
+    p = torch.expm1(2 * score) + (2 * n + 64) * UNIT
+    return TensorErrors(*every, *(_upper(t, att.valid) for t in (score, p, (1 + p) * (1 + slope) - 1)))
+
+
+def _upper(x: Tensor, valid: Tensor | None) -> Tensor:
+    """An upper value of numbers >= 0 from their computed values: NaN, from infinity less infinity or times zero, says nothing."""
+    x = torch.nan_to_num(x * MARGIN, nan=torch.inf, posinf=torch.inf)
+    return x if valid is None else x.masked_fill(~valid[:, None], 0.0)
+
+
+def _projected(size: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    """Distance of computed projections of tokens of lengths ``size`` (samples, N) from the exact ones, (samples, heads, N)."""
+    reach = size[:, None] * torch.linalg.matrix_norm(w)[:, None]
+    reach = reach if b is None else reach + torch.linalg.vector_norm(b, dim=-1)[:, None]
+    return 2 * (w.shape[1] + 8) * UNIT * reach
+
+
+def spectral(w: Tensor) -> Tensor:
+    """Upper values of the norms of float64 matrices (heads, D, m), (heads,): from W^T W, with what rounding it may have cost."""
+    squares = w.mT @ w
+    frobenius = squares.diagonal(dim1=-2, dim2=-1).sum(-1)
+    top = torch.linalg.eigvalsh(squares)[..., -1].clamp_min(0)
+    return torch.minimum(top + 8 * (sum(w.shape[-2:]) + 16) * UNIT * frobenius, frobenius).sqrt() * MARGIN
+
+
+def _entered(att: Attention, side: Side, size: Tensor, around: Tensor) -> Passing:
+    """Queries or keys as they enter the scores, of tokens of lengths ``size``, and ``around`` their mean, (samples, N)."""
+    own = att.projections
+    w, b = (own.w_q, own.b_q) if side == "q" else (own.w_k, own.b_k)
+    differences = side == "k" and att.scoring.shift_invariant and att.scoring.plain_keys
+    error = _projected(around, w, None) if differences else _projected(size, w, b)
+    passing = Passing(error, spectral(w)[:, None].expand_as(error), torch.zeros_like(error))
+    y = att.projected(side)
+    for step in att.scoring.steps:
+        passing = step.rounded(side, att.x, y, passing)
+        y = step.enter(side, att.x, y, att.valid)
+    return passing
+
+
+def _scores(att: Attention, q: Tensor, k: Tensor, q_error: Tensor, k_error: Tensor) -> tuple[Tensor, Tensor]:
+    """Error of scale q k^T in every row, and a bound on the size of its entries."""
+    longest, furthest = k.amax(-1, keepdim=True), k_error.amax(-1, keepdim=True)
+    c = abs(att.scale)
+    return c * (q_error * longest + (q + q_error) * furthest + 2 * (att.d + 4) * UNIT * q * longest), c * q * longest
+
+
+def _constants(att: Attention, reach: Tensor) -> Tensor:
+    """Largest absolute value of what is added to scores, or takes part beside them, where its probability does not vanish; broadcasts to rows."""
+    largest = torch.zeros(1, 1, 1, dtype=torch.float64, device=att.device)
+    if att.scoring.mask is not None:
+        mask = four_axes(att.scoring.mask)
+        top = mask.amax(-1, keepdim=True)
+        alive = (mask > BLOCKED) & (mask >= top - VANISHED - 2 * float(reach.amax()))
+        largest = mask.abs().masked_fill(~alive, 0.0).amax(-1)
+    extra = att.scoring.extra_scores
+    return largest if extra is None else largest + extra.double().abs().amax(-1)[:, None]

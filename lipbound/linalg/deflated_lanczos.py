@@ -1,0 +1,97 @@
+r"""How large can the part of G be that some vectors leave out? Certified by a Lanczos run of its own, its rounding measured step by step."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lipbound.linalg.certificates import log_inverse_epsilon
+from lipbound.linalg.operators import JacobianOperator, Roundoff
+from lipbound.linalg.residual_certificate import Recurrences, excluded, smallest_excluded
+from lipbound.linalg.verified import UNIT, Bordered
+
+LOOK = 2
+"""Steps between two looks at the recurrences."""
+RITZ = 2
+"""How many Ritz vectors a run leaves for a second attempt."""
+HOPELESS = 1e-3
+"""Relative residual of a Ritz value beyond the target at which the run ends: the vectors it was given have missed something."""
+
+
+@dataclass
+class Deflated:
+    """What a run has shown, (batch,) each: an upper bound on the largest eigenvalue of the deflated matrix, products spent, its top Ritz vectors."""
+
+    phi: Tensor
+    steps: Tensor
+    ritz: Tensor
+
+
+def deflated_bound(
+    op: JacobianOperator, roundoff: Roundoff, small: Bordered, target: Tensor, delta: float, seeds: Sequence[int], max_steps: int
+) -> Deflated:
+    r"""Upper bounds on :math:`\|(I - QQ^T)\,G\,(I - QQ^T)\|`, Q orthonormalising ``small.z``: ``target`` (batch,) where that can be shown.
+
+    Lemma 62 (docs/theory/certificates.md). Each fails with probability ``delta`` at most. Where the target cannot be shown, the smallest number
+    that can, or infinity.
+    """
+    n, r = math.prod(op.out_shape), small.z.shape[1]
+    if r >= n:
+        nothing = torch.zeros_like(target)
+        return Deflated(nothing, nothing.long(), small.z[:, :0])
+    limit = min(max_steps, n - r)
+    epsilon = math.exp(-log_inverse_epsilon(n, delta))
+    gamma = 2 * (n + r + 8) * UNIT * r**0.5  # of products with z
+    z, rows = small.z, Recurrences(op.batch, limit, small, roundoff, epsilon - 4 * float(small.skew.amax()) - 4 * gamma - 16 * UNIT)
+    result = Deflated(torch.full_like(target, math.inf), torch.zeros(op.batch, dtype=torch.int64), z.new_zeros(op.batch, min(RITZ, limit), n))
+    active = torch.arange(op.batch)
+    v = torch.stack([torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds]).to(op.device)
+    v = v / torch.linalg.vector_norm(v, dim=1, keepdim=True)
+    for _ in range(2):
+        v = v - ((z @ v[..., None]).mT @ z)[:, 0]
+    v = v / torch.linalg.vector_norm(v, dim=1, keepdim=True)
+    basis, b = v.new_empty(op.batch, min(24, limit), n), v.new_zeros(op.batch)
+    for j in range(limit):
+        if j == basis.shape[1]:
+            basis = torch.cat([basis, basis.new_empty(len(active), min(j, limit - j), n)], 1)
+        basis[:, j] = v
+        outside = torch.linalg.vector_norm((z @ v[..., None])[..., 0], dim=1) + gamma
+        w = op.gram(v.view(-1, *op.out_shape)).flatten(1)
+        reach = torch.linalg.vector_norm(w, dim=1)
+        w = w - ((z @ w[..., None]).mT @ z)[:, 0]
+        a = (w * v).sum(1).clamp_min(0)
+        w.addcmul_(v, a[:, None], value=-1)
+        if j:
+            w.addcmul_(basis[:, j - 1], b[:, None], value=-1)
+        lost = torch.zeros_like(a)
+        for known in (z, basis[:, : j + 1]):  # what rounding has left of them, as measured
+            c = w[:, None] @ known.mT
+            lost += c.abs().sum((1, 2))
+            w = (w[:, None] - c @ known)[:, 0]
+        b = torch.linalg.vector_norm(w, dim=1)
+        rows.append(active.numpy(), j, *(t.cpu().numpy() for t in (a, b, lost, outside, reach)))
+        v = w / b.clamp_min(1e-300)[:, None]
+        if j % LOOK and j + 1 < limit and bool((b > 1e-12 * reach).all()):
+            continue
+        stop = rows.shown(active.numpy(), j + 1, target[active].numpy()) | (j + 1 == limit)
+        stop |= rows.hopeless(active.numpy(), j + 1, target[active].numpy(), HOPELESS) | (b <= 1e-13 * reach).cpu().numpy()
+        if not stop.any():
+            continue
+        for i in np.flatnonzero(stop):
+            result.steps[active[i]] = j + 1
+            turn = rows.ritz(int(active[i]), j + 1, RITZ)
+            result.ritz[int(active[i]), : len(turn)] = torch.from_numpy(turn).to(basis) @ basis[i, : j + 1]
+        keep = torch.from_numpy(np.flatnonzero(~stop))
+        if not len(keep):
+            break
+        if len(keep) <= 0.8 * len(active) or stop.any():
+            there = keep.to(op.device)
+            op, basis, v, b, z = op.select(there), basis[there], v[there], b[there], z[there]
+            active = active[keep]
+    steps = result.steps.numpy()
+    reached = excluded(rows, steps, target.numpy())
+    result.phi = torch.from_numpy(np.where(reached, target.numpy() * (1 + 1e-12), smallest_excluded(rows, steps, target.numpy())))
+    return result

@@ -1,0 +1,213 @@
+r"""Two-sided bounds on the norms of a batch of operators, with every rounding inside: search in any dtype, certify in float64.
+
+A search finds vectors Z near the top. What they show from below is a quotient of stored vectors. From above: with Q an orthonormal basis of Z the
+largest eigenvalue of :math:`G = J J^T` is that of a small matrix bordered by :math:`\varphi \ge \|(I - QQ^T)\,G\,(I - QQ^T)\|` (Lemma 44,
+docs/theory/certificates.md), and a Lanczos run of its own, from a random start that Z knows nothing of, certifies such a :math:`\varphi`
+(Lemma 62, `lipbound.linalg.deflated_lanczos`). It need not be sharp: what it leaves is multiplied by the squared residual of Z.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lipbound.errors import LipboundError
+from lipbound.linalg.deflated_lanczos import deflated_bound
+from lipbound.linalg.golub_kahan import golub_kahan
+from lipbound.linalg.lanczos import lanczos
+from lipbound.linalg.operators import JacobianOperator, Roundoff
+from lipbound.linalg.ritz import ritz_search
+from lipbound.linalg.solution import Norm, unit_vectors
+from lipbound.linalg.verified import UNIT, bordered, largest_eigenvalue
+
+VECTORS = 2
+"""How many Ritz vectors are deflated at first."""
+SEARCH = 1e-2
+"""Residual, relative to the Ritz value, at which the search ends; the certificate feels its square."""
+ATTEMPTS = ((0.5, 1), (0.25, 1), (0.25, 4))
+"""Shares of delta, and over how many independent starts each is multiplied up."""
+LARGEST_DENSE = 512
+"""Largest output dimension for which what random starts leave open is settled by a dense decomposition."""
+
+
+@dataclass
+class Found:
+    """What is known of each norm so far, squared, of the operator of the stored tensors; (batch,) float64.
+
+    Attributes:
+        low, high: bounds on the largest eigenvalue of G. top: the vector that attains ``low``, (batch, n).
+    """
+
+    low: Tensor
+    high: Tensor
+    top: Tensor
+    steps: Tensor
+
+
+def enclose(
+    op: JacobianOperator, roundoff: Roundoff, search: JacobianOperator, *, tol: float, delta: float, seed: int | Sequence[int],
+    max_steps: int, vectors: bool = False
+) -> Norm:  # fmt: skip
+    """Norms of J between two bounds that hold for the given numbers, rounding included, unless an event of probability ``delta`` (of all together) happens.
+
+    Args:
+        op: in float64. roundoff: its rounding. search: the same operators in the dtype in which to search.
+        tol: relative width to reach. max_steps: products of one run.
+
+    Returns:
+        `Norm`; ``converged`` is False where the width is not reached, and both ends hold all the same.
+    """
+    if not 0 < delta < 1:
+        raise LipboundError(f"delta is {delta}; the failure probability must be between 0 and 1")
+    n = math.prod(op.out_shape)
+    zeros = torch.zeros(op.batch, dtype=torch.float64)
+    found = Found(
+        zeros.clone(), (roundoff.size + roundoff.products) ** 2, torch.zeros(op.batch, n, dtype=torch.float64, device=op.device), zeros.long()
+    )
+    active = torch.arange(op.batch)
+    z, found.steps = ritz_search(search, count=min(VECTORS, n), residual=SEARCH, max_steps=max_steps, seed=seed)
+    z = z.double()
+    for attempt, (share, starts) in enumerate(ATTEMPTS):
+        index = active.to(op.device)
+        part = op if len(active) == op.batch else op.select(index)
+        z = _attempt(
+            part, roundoff.select(active), z, found, active, tol, delta * share / op.batch, starts, _again(seed, attempt, op.batch, active), max_steps
+        )
+        keep = _open(found, roundoff, tol)[active]
+        active, z = active[keep], z[keep.to(z.device)]
+        if not len(active):
+            break
+    rest = _open(found, roundoff, tol).nonzero()[:, 0]
+    if len(rest) and n <= LARGEST_DENSE:
+        _settle(op, roundoff, found, rest)
+    low, high = _ends(found, roundoff)
+    return _norm(op, found, low, high, tol, vectors)
+
+
+def widened(norm: Norm, by: Tensor, tol: float) -> Norm:
+    """Bounds on norms of operators that are off by ``by`` (batch,) at most; ``converged`` where they are no wider than ``tol``."""
+    low = torch.nan_to_num((norm.lower - by) * (1 - 2 * UNIT), nan=0.0).clamp_min(0)
+    high = (norm.upper + by) * (1 + 2 * UNIT)
+    error = torch.where(high > low, high / low.clamp_min(1e-300) - 1, 0.0)
+    return replace(norm, lower=low, upper=high, error=error, converged=error <= tol)
+
+
+def estimate(
+    op: JacobianOperator, roundoff: Roundoff, search: JacobianOperator, *, method: str, tol: float, seed: int | Sequence[int],
+    max_steps: int, vectors: bool = False
+) -> Norm:  # fmt: skip
+    """Norms from below, without an upper end: the solver's vector is found in any dtype, its quotient is taken in float64, less all rounding.
+
+    Where the quotient is not what the solver said, rounding has led it astray, and it runs again in float64.
+    """
+    solver = {"lanczos": lanczos, "golub-kahan": golub_kahan}[method]
+    found = solver(search, tol=tol, max_steps=max_steps, seed=seed, vectors=True)
+    assert found.left is not None
+    low, top = _quotients(op, roundoff, found.left.flatten(1).double())
+    astray = ~(low >= found.lower * (1 - 10 * tol - 1e-5))
+    if search is not op and bool(astray.any()):
+        again = solver(op, tol=tol, max_steps=max_steps, seed=seed, vectors=True)
+        assert again.left is not None
+        other, vector = _quotients(op, roundoff, again.left.flatten(1).double())
+        pick = astray.to(op.device)
+        low, top = torch.where(astray, other, low), torch.where(pick[:, None], vector, top)
+        found = replace(
+            found, **{name: torch.where(astray, getattr(again, name), getattr(found, name)) for name in ("lower", "steps", "converged", "error")}
+        )
+    error = torch.where(found.lower > low, (1 + found.error) * found.lower / low.clamp_min(1e-300) - 1, found.error)
+    converged = found.converged & (low >= found.lower * (1 - tol))
+    left = right = None
+    if vectors:
+        right = unit_vectors(op.vjp(top.view(-1, *op.out_shape)))
+        left = unit_vectors(op.jvp(right))
+    return Norm(low, found.upper, found.steps, converged, error, left, right)
+
+
+def _quotients(op: JacobianOperator, roundoff: Roundoff, vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Lower bounds on the norms from one vector each (batch, n), and these vectors with length one."""
+    z = torch.linalg.qr(vectors[..., None]).Q.mT.contiguous()
+    low, top = bordered(z, op.gram(z.view(-1, *op.out_shape)).flatten(1)[:, None], roundoff).lower()
+    return (torch.nan_to_num(low).sqrt() * (1 - 4 * UNIT) - roundoff.tensors).clamp_min(0), top
+
+
+def _ends(found: Found, roundoff: Roundoff) -> tuple[Tensor, Tensor]:
+    """Bounds on the norms at the given numbers, from those on the operator of the stored tensors."""
+    low = (found.low.clamp_min(0).sqrt() * (1 - 4 * UNIT) - roundoff.tensors).clamp_min(0)
+    return low, (found.high.sqrt() * (1 + 4 * UNIT) + roundoff.tensors) * (1 + 2 * UNIT)
+
+
+def _reachable(sigma: Tensor, tensors: Tensor, tol: float) -> Tensor:
+    """The relative width to aim at: where rounding of the tensors is wider than ``tol``, twice what it takes."""
+    return (4 * tensors / sigma.clamp_min(1e-300)).clamp_min(tol)
+
+
+def _goal(low: Tensor, tensors: Tensor, tol: float) -> Tensor:
+    """How large the largest eigenvalue may be, for that width, where it is ``low`` at least."""
+    sigma = low.sqrt()
+    wide = 0.999 * _reachable(sigma, tensors, tol)  # a little less than asked for, so that rounding does not decide
+    return ((sigma - tensors) * (1 + wide) - tensors).clamp_min(0) ** 2
+
+
+def _open(found: Found, roundoff: Roundoff, tol: float) -> Tensor:
+    """Where more work could make an enclosure narrower: not where it is as wide as rounding of the tensors makes it."""
+    low, high = _ends(found, roundoff)
+    wide = _reachable(found.low.clamp_min(0).sqrt(), roundoff.tensors, tol)
+    return ~(high <= low * (1 + wide)) & torch.isfinite(roundoff.size) & (found.high > 0)
+
+
+def _attempt(
+    op: JacobianOperator, roundoff: Roundoff, z: Tensor, found: Found, active: Tensor, tol: float, delta: float, starts: int,
+    seed: Sequence[int], max_steps: int
+) -> Tensor:  # fmt: skip
+    """Bounds from vectors z (batch, r, n) of the entries ``active``, kept in ``found``; returns better vectors for another attempt."""
+    z = torch.linalg.qr(z.mT).Q.mT.contiguous()
+    y = torch.stack([op.gram(row.view(-1, *op.out_shape)).flatten(1) for row in z.unbind(1)], 1)
+    small = bordered(z, y, roundoff)
+    low, top = small.lower()
+    better = low > found.low[active]
+    found.low[active] = torch.where(better, low, found.low[active])
+    found.top[active[better].to(op.device)] = top[better.to(op.device)]
+    target = small.largest_phi(_goal(found.low[active], roundoff.tensors, tol))
+    phi, run, steps = torch.zeros_like(target), None, torch.zeros_like(found.steps[active])
+    for s in range(starts):  # the bound fails only if every start does
+        each = deflated_bound(op, roundoff, small, target, delta ** (1 / starts), [one * 16 + s for one in seed], max_steps)
+        phi, run, steps = torch.maximum(phi, each.phi), each, steps + each.steps
+    found.high[active] = torch.minimum(found.high[active], small.upper(phi))
+    found.steps[active] += steps + z.shape[1]
+    assert run is not None
+    return torch.cat([z, run.ritz], 1) if run.ritz.shape[1] + z.shape[1] <= z.shape[2] else z
+
+
+def _settle(op: JacobianOperator, roundoff: Roundoff, found: Found, index: Tensor) -> None:
+    """Dense bounds for some entries, without probability: G column by column, then a decomposition that is verified."""
+    n = math.prod(op.out_shape)
+    for i in index.tolist():
+        same = op.select(torch.full((n,), i, device=op.device))
+        g = same.gram(torch.eye(n, dtype=torch.float64, device=op.device).view(n, *op.out_shape)).flatten(1)
+        size, products = float(found.high[i].sqrt().minimum(roundoff.size[i])), float(roundoff.products[i])
+        low, high, top = largest_eigenvalue((g + g.mT) / 2)
+        slack = (2 * size * products + products**2) * n**0.5 + 2 * UNIT * float(g.norm())
+        if low - slack > found.low[i]:
+            found.low[i], found.top[i] = low - slack, top
+        found.high[i] = min(float(found.high[i]), high + slack)
+
+
+def _again(seed: int | Sequence[int], attempt: int, batch: int, active: Tensor) -> list[int]:
+    """A seed for every entry: the same vectors whatever the batch is made of, other ones than those of the search."""
+    seeds = [seed] if isinstance(seed, int) else list(seed)
+    if not seeds or batch % len(seeds):
+        raise LipboundError(f"{len(seeds)} seeds were given for {batch} norms; give one seed, or one per sample")
+    each = batch // len(seeds)
+    return [int(np.random.SeedSequence([abs(seeds[i // each]), i % each, attempt + 1]).generate_state(1, np.uint64)[0] >> 8) for i in active.tolist()]
+
+
+def _norm(op: JacobianOperator, found: Found, low: Tensor, high: Tensor, tol: float, vectors: bool) -> Norm:
+    error = torch.where(high > low, high / low.clamp_min(1e-300) - 1, 0.0)
+    left = right = None
+    if vectors:
+        right = unit_vectors(op.vjp(found.top.view(-1, *op.out_shape)))
+        left = unit_vectors(op.jvp(right))
+    return Norm(low, high, found.steps, high <= low * (1 + tol), error, left, right)

@@ -1,0 +1,117 @@
+r"""Which numbers exceed the largest eigenvalue of a matrix? Answered from a Lanczos run whose every rounding has been measured.
+
+Let B be symmetric positive semi-definite, :math:`v_1, \dots, v_k` *any* stored vectors, T *any* symmetric tridiagonal matrix with entries >= 0, and
+:math:`R = B V - V T` what they miss by. For an eigenpair :math:`B x = \varphi x` with :math:`\varphi` beyond the eigenvalues of T
+
+.. math:: x \cdot v_1 = x^T R\,y(\varphi),\qquad y(\varphi) = (\varphi - T)^{-1} e_1 \ge 0,
+
+so that a random :math:`v_1` rules out every :math:`\varphi` with :math:`\sum_j y_j |R_j| < \varepsilon`: Lemma 62 (docs/theory/certificates.md).
+float64 arrays of numpy, a few numbers for every norm.
+"""
+
+import numpy as np
+
+from lipbound.linalg.operators import Roundoff
+from lipbound.linalg.stopping import top_eigenpairs
+from lipbound.linalg.verified import UNIT, Bordered
+
+Array = np.ndarray
+
+
+class Recurrences:
+    """T of a batch of runs, and upper values of what each column of R consists of.
+
+    Args:
+        batch, limit: runs, and steps of each at most.
+        small: what has been deflated. roundoff: of the products.
+        epsilon: the length that the start's component along an eigenvector has at least.
+    """
+
+    def __init__(self, batch: int, limit: int, small: Bordered, roundoff: Roundoff, epsilon: float):
+        self.alpha, self.beta, self.lost, self.outside, self.reach = (np.zeros((batch, limit)) for _ in range(5))
+        self.products = roundoff.products.numpy()
+        self.size = roundoff.size.numpy() ** 2
+        self.top = small.values.numpy()[:, -1]
+        self.off = np.linalg.norm(small.r_c.numpy(), axis=(1, 2)) + small.slack(roundoff.size).numpy()
+        r, n = small.z.shape[1:]
+        self.project = 2 * small.skew.numpy() + 4 * (n + r + 8) * UNIT * r**0.5
+        self.epsilon = epsilon
+
+    def append(self, active: Array, j: int, alpha: Array, beta: Array, lost: Array, outside: Array, reach: Array) -> None:
+        """Step j of the runs ``active``: entries of T, what reorthogonalisation took away, the part of v_j inside what is deflated, |G v_j|."""
+        for name, value in (("alpha", alpha), ("beta", beta), ("lost", lost), ("outside", outside), ("reach", reach)):
+            getattr(self, name)[active, j] = np.nan_to_num(value, nan=np.inf, posinf=np.inf)
+
+    def shown(self, active: Array, k: int, target: Array) -> Array:
+        """Whether ``target`` is excluded after k steps of the runs ``active``."""
+        total, tail = _missed(self, active, np.full(len(active), k), target)
+        return (total < self.epsilon) | (tail < 0.02 * total)
+
+    def hopeless(self, active: Array, k: int, target: Array, residual: float) -> Array:
+        """Whether a Ritz value beyond ``target`` has come within a relative residual."""
+        index = active
+        if not (np.isfinite(self.alpha[index, :k]).all() and np.isfinite(self.beta[index, :k]).all()):
+            return ~(np.isfinite(self.alpha[index, :k]).all(1) & np.isfinite(self.beta[index, :k]).all(1))
+        top, s = top_eigenpairs(self.alpha[index, :k], self.beta[index, :k])
+        return (top >= target) & (self.beta[index, k - 1] * np.abs(s[:, -1]) <= residual * top)
+
+    def ritz(self, i: int, k: int, count: int) -> Array:
+        """Coordinates of the largest Ritz vectors of run i after k steps, (count, k)."""
+        a, b = np.nan_to_num(self.alpha[i, :k], posinf=0.0), np.nan_to_num(self.beta[i, : k - 1], posinf=0.0)
+        _, s = np.linalg.eigh(np.diag(a) + np.diag(b, 1) + np.diag(b, -1))
+        return s[:, ::-1][:, :count].T.copy()
+
+
+def excluded(rows: Recurrences, steps: Array, x: Array) -> Array:
+    """Whether every eigenvalue is below x, (batch,) bool, after ``steps`` (batch,) steps."""
+    return _missed(rows, np.arange(len(x)), steps, x)[0] < rows.epsilon
+
+
+def _missed(rows: Recurrences, index: Array, steps: Array, x: Array) -> tuple[Array, Array]:
+    r"""Upper values of :math:`\sum_j y_j(x) |R_j|`, infinite where x is not beyond the Ritz values, and what the last vector has in it."""
+    alpha, beta = rows.alpha[index], rows.beta[index]
+    with np.errstate(all="ignore"):
+        # G is at most this much larger than B, if B is as large as x (Lemma 62)
+        whole = np.minimum(rows.size[index] / x, np.maximum(rows.top[index] / x, 1.0) + rows.off[index] / x) * x
+        p = rows.products[index]
+        same = 2 * np.sqrt(whole) * p + p * p
+        after = np.zeros_like(x)
+        pivots = np.ones((len(x), int(steps.max(initial=0))))
+        inside = np.ones(len(x), dtype=bool)
+        for j in range(int(steps.max(initial=0)) - 1, -1, -1):
+            live = j < steps
+            pivot = x - alpha[:, j] - np.where(j + 1 < steps, after, 0.0)
+            inside &= ~live | (pivot > 0)
+            pivots[:, j] = np.where(live & (pivot > 0), pivot, 1.0)
+            after = beta[:, j - 1] ** 2 / pivots[:, j] if j else after
+        y, total, tail = 1 / pivots[:, 0], np.zeros_like(x), np.zeros_like(x)
+        for j in range(int(steps.max(initial=0))):
+            live = j < steps
+            missed = 1.01 * rows.lost[index, j] + whole * rows.outside[index, j] + same
+            missed += rows.reach[index, j] * (rows.project[index] + 2 * (j + 40) * UNIT)
+            total += np.where(live, y * missed, 0.0)
+            tail += np.where(j + 1 == steps, y * beta[:, j], 0.0)
+            y = y * beta[:, j] / pivots[:, j + 1] if j + 1 < pivots.shape[1] else y
+        beyond = inside & (x > 0) & (steps > 0)
+        return np.where(beyond, np.nan_to_num((total + tail) * (1 + 1e-6), nan=np.inf, posinf=np.inf), np.inf), np.where(beyond, tail, np.inf)
+
+
+def smallest_excluded(rows: Recurrences, steps: Array, start: Array) -> Array:
+    """An x beyond ``start`` (batch,) that `excluded` shows, within 5 % of the smallest excess that it shows; infinity where there is none."""
+    k = int(steps.max(initial=0))
+    largest = np.nan_to_num(np.maximum(rows.alpha[:, :k], 0).max(1, initial=0.0) + 2 * rows.beta[:, :k].max(1, initial=0.0))
+    base = np.maximum(np.maximum(start, 0.0), 1e-300)
+    low, high = np.full_like(base, -30.0), np.log(np.maximum(4 * largest / base, 4.0))
+    with np.errstate(all="ignore"):
+        found = excluded(rows, steps, base * (1 + np.exp(high)))
+        for _ in range(30):
+            more = ~found & (high < 60)
+            if not more.any():
+                break
+            high = np.where(more, high + 2, high)
+            found = excluded(rows, steps, base * (1 + np.exp(high)))
+        for _ in range(12):
+            middle = (low + high) / 2
+            inside = excluded(rows, steps, base * (1 + np.exp(middle)))
+            high, low = np.where(inside, middle, high), np.where(inside, low, middle)
+        return np.where(found, base * (1 + np.exp(high)) * (1 + 1e-12), np.inf)

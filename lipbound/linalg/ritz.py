@@ -1,0 +1,67 @@
+"""Vectors near the top of a batch of operators, found fast: what `lipbound.linalg.enclosure` starts from. They need not be right, only good."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lipbound.linalg.operators import JacobianOperator
+from lipbound.linalg.solution import start_vectors
+from lipbound.linalg.stopping import project_out
+
+
+def ritz_search(op: JacobianOperator, *, count: int, residual: float, max_steps: int, seed: int | Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The top ``count`` Ritz vectors of J J^T, largest first, and the products spent: (batch, count, n) in the dtype of ``op``, (batch,) int64.
+
+    Lanczos with full reorthogonalisation, until the largest Ritz value's residual is below ``residual`` times the value. Where a Krylov space ends
+    before it holds so many vectors, the rest are random.
+    """
+    n = math.prod(op.out_shape)
+    limit = min(max_steps, n)
+    found = torch.randn(op.batch, count, n, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(op.device, op.dtype)
+    spent = torch.zeros(op.batch, dtype=torch.int64)
+    active = torch.arange(op.batch)
+    v = start_vectors(op, op.out_shape, seed)
+    basis = v.new_empty(op.batch, min(16, limit), n)
+    alpha, beta = (np.zeros((op.batch, limit)) for _ in range(2))
+    unit = torch.ones(op.batch, 1, dtype=op.dtype, device=op.device)
+    for j in range(limit):
+        if j == basis.shape[1]:
+            basis = torch.cat([basis, basis.new_empty(len(active), min(j, limit - j), n)], 1)
+        basis[:, j] = v
+        w = op.gram(v.view(-1, *op.out_shape)).flatten(1)
+        if j == 0:  # a power of two brings squares of the entries into range
+            size = w.abs().amax(1, keepdim=True)
+            unit = torch.where((size > 0) & torch.isfinite(size), 2.0 ** size.clamp_min(1e-37).log2().round(), 1.0)
+        w = w / unit
+        alpha[:, j] = (w * v).sum(1).double().cpu().numpy()
+        w = project_out(w, basis[:, : j + 1], 2)
+        b = torch.linalg.vector_norm(w, dim=1)
+        beta[:, j] = b.double().cpu().numpy()
+        v = w / b.clamp_min(torch.finfo(op.dtype).tiny)[:, None]
+        if j + 1 < count and j + 1 < limit:
+            continue
+        stop, turns = np.ones(len(active), dtype=bool), []
+        for i in range(len(active)):
+            a, c = alpha[i, : j + 1], beta[i, : j + 1]
+            if not (np.isfinite(a).all() and np.isfinite(c).all()):
+                turns.append(None)
+                continue
+            values, s = np.linalg.eigh(np.diag(a) + np.diag(c[:-1], 1) + np.diag(c[:-1], -1))
+            stop[i] = j + 1 == limit or c[-1] * abs(s[-1, -1]) <= residual * values[-1] or c[-1] <= 1e-6 * residual * np.abs(a).max()
+            turns.append(s[:, ::-1][:, :count].T)
+        for i in np.flatnonzero(stop):
+            spent[active[i]] = j + 1
+            if turns[i] is not None:
+                vectors = torch.from_numpy(turns[i].copy()).to(basis) @ basis[i, : j + 1]
+                found[int(active[i]), : len(vectors)] = vectors
+        keep = torch.from_numpy(np.flatnonzero(~stop))
+        if not len(keep):
+            break
+        if len(keep) < len(active):
+            there = keep.to(op.device)
+            op, basis, v, unit = op.select(there), basis[there], v[there], unit[there]
+            active, alpha, beta = active[keep], alpha[keep.numpy()], beta[keep.numpy()]
+    return torch.where(torch.isfinite(found).flatten(1).all(1)[:, None, None], found, torch.ones_like(found)), spent

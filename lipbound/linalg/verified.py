@@ -1,0 +1,108 @@
+r"""Eigenvalues of small symmetric matrices between bounds that hold, and the bordered matrix of Lemma 44 (docs/theory/certificates.md)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lipbound.linalg.operators import Roundoff
+
+UNIT = 2.0**-53
+
+
+def largest_eigenvalue(g: Tensor) -> tuple[float, float, Tensor]:
+    """Bounds on the largest eigenvalue of a symmetric float64 matrix (n, n), and a unit vector (n,) near its eigenvector: Lemma 64.
+
+    (docs/theory/certificates.md): a computed decomposition is checked, not trusted.
+    """
+    n = len(g)
+    scale = float(g.abs().amax())
+    if not scale > 0 or not bool(torch.isfinite(g).all()):
+        return 0.0, 0.0 if scale == 0 else float("inf"), torch.zeros_like(g[0])
+    unit = 2.0 ** round(torch.tensor(scale).log2().item())
+    g = g / unit
+    values, q = torch.linalg.eigh(g)
+    per = 2 * (n + 4) * UNIT
+    size, columns = float(g.norm()), float(q.norm())
+    off = float((g @ q - q * values).norm()) + per * (size * columns + float(values.abs().amax()) * columns)
+    skew = float((q.mT @ q - torch.eye(n, dtype=g.dtype, device=g.device)).norm()) + per * columns**2
+    if skew > 0.1:
+        return 0.0, size * unit * (1 + per), q[:, -1]
+    slack = (1.2 * off + 3 * skew * float(values.abs().amax())) * (1 + 1e-6)
+    return (float(values[-1]) - slack) * unit, (float(values[-1]) + slack) * unit, q[:, -1]
+
+
+@dataclass
+class Bordered:
+    r"""T and R_C of Lemma 44 for a batch, as computed from vectors z and their images, and how far they are from those of exact arithmetic.
+
+    Attributes:
+        z: (batch, r, n), nearly orthonormal rows. skew: bound on the norm of z z^T - I.
+        values, turn: eigenvalues of T, ascending, and their vectors, (batch, r) and (batch, r, r). r_c: in their basis, (batch, r, r).
+        fixed, rate: T is off by at most ``fixed + 2 rate |J^T z|``, T and R_C together by ``2 fixed + rate (3 |J^T z| + |J|)``: Lemma 63
+            (docs/theory/certificates.md).
+    """
+
+    z: Tensor
+    skew: Tensor
+    values: Tensor
+    turn: Tensor
+    r_c: Tensor
+    fixed: Tensor
+    rate: Tensor
+
+    @property
+    def _reach(self) -> Tensor:
+        return (self.values[:, -1].clamp_min(0) + self.fixed).sqrt() + 2 * self.rate
+
+    def slack(self, size: Tensor) -> Tensor:
+        """Bound on the error of T and R_C together where the norm of J is at most ``size``."""
+        return 2 * self.fixed + self.rate * (3 * self._reach + size)
+
+    def lower(self) -> tuple[Tensor, Tensor]:
+        """A lower bound on the largest eigenvalue, (batch,), and the vector that attains it up to rounding, (batch, n)."""
+        top = (self.turn[..., -1].to(self.z)[:, None] @ self.z)[:, 0]
+        return (self.values[:, -1] - self.fixed - 2 * self.rate * self._reach).clamp_min(0), top
+
+    def _eigenvalue(self, phi: Tensor) -> Tensor:
+        r = self.r_c.shape[1]
+        corner = phi[:, None, None] * torch.eye(r, dtype=torch.float64)
+        m = torch.cat([torch.cat([torch.diag_embed(self.values), self.r_c.mT], 2), torch.cat([self.r_c, corner], 2)], 1)
+        good = torch.isfinite(m).flatten(1).all(1)
+        m = torch.where(good[:, None, None], m, 0.0)
+        top = torch.linalg.eigvalsh(m)[:, -1] + 64 * r * UNIT * m.norm(dim=(1, 2))
+        return torch.where(good, top, torch.inf)
+
+    def upper(self, phi: Tensor) -> Tensor:
+        """An upper bound on the largest eigenvalue where the deflated matrix has norm ``phi`` (batch,) at most."""
+        top = self._eigenvalue(phi) + self.slack(torch.zeros_like(phi))
+        size = (self.rate + (self.rate**2 + 4 * top).sqrt()) / 2  # beyond it |J|^2 would exceed what it is at most
+        return torch.nan_to_num(size**2 * (1 + 16 * UNIT), nan=torch.inf, posinf=torch.inf)
+
+    def largest_phi(self, goal: Tensor) -> Tensor:
+        """The largest phi, as far as bisection finds it, at which `upper` is at most ``goal``; 0 where there is none, (batch,)."""
+        low, high = torch.zeros_like(goal), goal.clamp_min(0)
+        for _ in range(40):
+            middle = (low + high) / 2
+            fits = self.upper(middle) <= goal
+            low, high = torch.where(fits, middle, low), torch.where(fits, high, middle)
+        return low
+
+
+def bordered(z: Tensor, y: Tensor, roundoff: Roundoff) -> Bordered:
+    """From vectors z (batch, r, n) with nearly orthonormal rows and their computed images y = G z, both in float64: Lemma 63 (docs/theory/certificates.md)."""
+    r, n = z.shape[1:]
+    y = torch.nan_to_num(y)
+    t = z @ y.mT
+    t = (t + t.mT) / 2
+    values, turn = torch.linalg.eigh(t)
+    c = turn.mT @ (y - t @ z)
+    r_c = torch.linalg.qr(c.mT, mode="r").R
+    if r_c.shape[1] < r:
+        r_c = torch.cat([r_c, r_c.new_zeros(len(r_c), r - r_c.shape[1], r)], 1)
+    per = 2 * (n + 4 * r + 16) * UNIT
+    skew = (z @ z.mT - torch.eye(r, dtype=z.dtype, device=z.device)).norm(dim=(1, 2)).cpu() + per * r
+    rate = roundoff.products * r**0.5 * (1 + 1e-6)
+    images = y.norm(dim=(1, 2)).cpu() + 2 * roundoff.size * rate + rate**2
+    fixed = ((6 * skew + 4 * per * r) * images + 2 * rate**2) * (1 + 1e-6)
+    return Bordered(z, skew, values.cpu(), turn.cpu(), r_c.cpu(), fixed, rate)
