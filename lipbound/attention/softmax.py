@@ -229,8 +229,8 @@ def _variance(p: Tensor, y: Tensor) -> Tensor:
 def top_eigenvector(p: Tensor) -> Tensor:
     r"""A unit eigenvector of M(p) for its norm, for rows (..., N) that sum to one; of one-hot and all-zero rows, where M is zero, the zero vector.
 
-    In the notation of Lemma 11 (docs/theory/softmax.md) its entry at :math:`p_1` is :math:`\sum_{i \ge 2} r_i/(x^* + a_i)` and entry i the negative of
-    the i-th summand; where two entries tie at the top, it is their difference.
+    In the notation of Lemma 11 (docs/theory/softmax.md) its entry at :math:`p_1` is :math:`\sum_{i \ge 2} r_i/(x^* + a_i)`, and entry i the
+    negative of the i-th summand; where two entries tie at the top, it is their difference.
     """
     if p.shape[-1] == 1:
         return torch.zeros_like(p)

@@ -20,15 +20,16 @@ def fold_normalisation(att: Attention) -> Attention:
         AttentionError: a layer that is not known to be fed by a normaliser (``lipbound.capture(..., around=True)`` finds it).
     """
     att.only("the ellipsoid of normalised inputs")
-    norm = None if att.surroundings is None else att.surroundings.fed_by
-    if norm is None:
+    fed_by = None if att.surroundings is None else att.surroundings.fed_by
+    if fed_by is None:
         raise AttentionError("no normalisation in front of this layer is known; capture it with around=True")
+
+    att, norm = att.double(), fed_by.double()
 
     def bias(w: Tensor, b: Tensor | None) -> Tensor | None:
         shift = None if norm.bias is None else torch.einsum("d,hde->he", norm.bias.double(), w)
         return b if shift is None else shift if b is None else b + shift
 
-    att, norm = att.double(), norm.double()
     scaled = [norm.weight[:, None] * w for w in (att.w_q, att.w_k, att.w_v)]
     b_q, b_k, b_v = (bias(w, b) for w, b in ((att.w_q, att.b_q), (att.w_k, att.b_k), (att.w_v, att.b_v)))
     return Attention(norm.unit, *scaled, b_q=b_q, b_k=b_k, b_v=b_v, w_o=att.w_o, scale=att.scale, mask=att.mask, valid=att.valid)

@@ -1,7 +1,7 @@
 """The factors that several published bounds share, as upper values with exponents of their own, each computed once per `Attention`.
 
-They are of the numbers given, whatever their dtype: everything is computed in float64 from factors brought into range by powers of two, and rounding is
-added: Lemmas 90, 91, 92 and 93 (docs/theory/numerics.md).
+They are of the numbers given, whatever their dtype: everything is computed in float64 from factors brought into range by powers of two, and
+rounding is added: Lemmas 90, 91, 92 and 93 (docs/theory/numerics.md).
 """
 
 import math

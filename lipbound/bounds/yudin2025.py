@@ -40,11 +40,10 @@ def with_ones(att: Attention) -> Attention:
             last = torch.zeros_like(w[:, :1]) if b is None else b[:, None]
             return torch.cat([w, last], 1)
 
-        extended = Attention(
+        return Attention(
             torch.cat([att.x, ones], -1), row(att.w_q, att.b_q), row(att.w_k, None), row(att.w_v, None),
             scale=att.scale, mask=att.mask, valid=att.valid,
         )  # fmt: skip
-        return extended
 
     return att.memo("with_ones", make)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -26,8 +24,8 @@ def times_power(t: Tensor, e: Tensor) -> Tensor:
     return t * power_of_two(half) * power_of_two(e - half)
 
 
-def exponents(t: Tensor, dims: int | Sequence[int] | None = None) -> Tensor:
-    """Integers e (int64) for which the largest |t| over ``dims`` (kept, of length one) is 2^e times a number in [1/2, 1); 0 where it is 0 or infinite."""
+def exponents(t: Tensor, dims: int | tuple[int, ...] | None = None) -> Tensor:
+    """Integers e (int64): the largest |t| over ``dims`` (kept, of length one) is 2^e times a number in [1/2, 1); 0 where it is 0 or infinite."""
     size = t.detach().abs().double()
     size = size if dims is None else size.amax(dims, keepdim=True)
     return torch.where(torch.isfinite(size), torch.frexp(size).exponent.long(), 0)
@@ -36,8 +34,8 @@ def exponents(t: Tensor, dims: int | Sequence[int] | None = None) -> Tensor:
 class Upper:
     """Upper values :math:`m\\,2^e` of real numbers >= 0, element by element. Lemma 90 (docs/theory/numerics.md).
 
-    Every operation rounds upwards. What is no number is infinite; zero times infinity is zero, as zeros are exact and infinity stands for a number that
-    is not known. Derivatives are those of the mantissas; of equal numbers `max` and `maximum` follow one.
+    Every operation rounds upwards. What is no number is infinite; zero times infinity is zero, as zeros are exact and infinity stands for a
+    number that is not known. Derivatives are those of the mantissas; of equal numbers `max` and `maximum` follow one.
 
     Args:
         m: float64, any shape. e: int64, broadcastable to it.
@@ -158,7 +156,7 @@ class Upper:
         return Upper(self.m[index], self.e.expand_as(self.m)[index])  # type: ignore[index]
 
 
-def scaled(t: Tensor, dims: int | Sequence[int]) -> tuple[Tensor, Tensor]:
+def scaled(t: Tensor, dims: int | tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """t in float64 divided by powers of two so that its largest entry over ``dims`` is in [1/2, 1), and their exponents (``dims`` of length one)."""
     e = exponents(t, dims)
     return times_power(t.double(), -e), e
