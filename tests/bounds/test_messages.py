@@ -45,7 +45,9 @@ CALLS: dict[str, Call] = {
     **calls("layer", lambda att: bounds.evaluate(att, "yudin"), [(3, "was given a int")]),
     **calls("norm of", lb.spectral_norm, [(None, "att is a NoneType")]),
     **calls("x", lambda x: lb.Attention(x, ATT.w_q, ATT.w_k, ATT.w_v), [([[1.0]], "x is a list; it must be a torch tensor")]),
-    **calls("parts", lambda given: changed(ATT, **given), [({"scale": "x"}, "scale is 'x'"), ({"cap": "x"}, "cap is 'x'"), ({"mask": "x"}, "mask is a str")]),
+    **calls("parts", lambda given: changed(ATT, **given), [
+        ({"scale": "x"}, "scale is 'x'"), ({"cap": "x"}, "cap is 'x'"), ({"mask": "x"}, "mask is a str"),
+    ]),
 }  # fmt: skip
 
 
