@@ -5,6 +5,7 @@ rounding is added: Lemmas 90, 91, 92 and 93 (docs/theory/numerics.md).
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -242,9 +243,9 @@ def largest_g1(att: Attention) -> Upper:
     return att.memo("upper_g1", lambda: _of_rows(att, largest))
 
 
-def _of_rows(att: Attention, largest: "object") -> Upper:
+def _of_rows(att: Attention, largest: Callable[[Tensor, Tensor], Tensor]) -> Upper:
     stretch, unknown = _stretch(att, 2)
-    value = largest(wide(att).p, stretch * (1 + gamma(8 * att.tokens + 100))) + TINY  # type: ignore[operator]
+    value = largest(wide(att).p, stretch * (1 + gamma(8 * att.tokens + 100))) + TINY
     return Upper.of(torch.where(unknown.any(-1) | (value > 0.5), 0.5, value))
 
 
