@@ -1,6 +1,7 @@
 """The errors users meet: each message is one sentence saying what was given, what is allowed and what to try."""
 
 import difflib
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -46,10 +47,18 @@ class UnknownNameError(LipboundError):
     """A name that is not in a registry."""
 
 
-def nearest(name: str, allowed: Iterable[str]) -> str:
+def is_number(value: object) -> bool:
+    """Whether a value is a real number, as Python, numpy or a tensor of one element writes it, and not NaN."""
+    try:
+        return not isinstance(value, str | bytes) and not math.isnan(float(value))  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def nearest(name: object, allowed: Iterable[str]) -> str:
     """The part of a message that names the closest allowed names, or all of them where none is close."""
     allowed = sorted(allowed)
-    close = difflib.get_close_matches(name, allowed, n=3, cutoff=0.5)
+    close = difflib.get_close_matches(name, allowed, n=3, cutoff=0.5) if isinstance(name, str) else []
     if close:
         return "did you mean " + " or ".join(repr(c) for c in close) + "?"
     return "allowed are " + ", ".join(allowed)

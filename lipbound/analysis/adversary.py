@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.bounds.ball.bound_over_ball import CENTRES, over_ball
-from lipbound.bounds.entry import check_ball
+from lipbound.bounds.entry import check_ball, check_radii
 from lipbound.bounds.registry import get
 from lipbound.errors import LipboundError
 from lipbound.jacobians.head import HeadJacobian
@@ -45,8 +45,10 @@ def attack(att: Attention, radius: float, *, norm: str = "token", steps: int = 2
         LipboundError: a negative radius, an unknown norm, no steps or no starts.
     """
     check_ball(radius, norm)
-    if steps < 1 or starts < 1:
-        raise LipboundError(f"steps is {steps} and starts {starts}; at least one of each is needed")
+    if not all(isinstance(count, int) and count >= 1 for count in (steps, starts)):
+        raise LipboundError(f"steps is {steps!r} and starts {starts!r}; both must be integers, and at least one of each is needed")
+    if not isinstance(seed, int):
+        raise LipboundError(f"seed is {seed!r}; it must be an integer")
     generator = torch.Generator().manual_seed(seed)
     norms, inputs = [], []
     for s in range(att.samples):
@@ -138,6 +140,7 @@ def radius_curve(
     Raises:
         LipboundError: as `lipbound.bounds.over_ball` and `attack` do; nothing to show.
     """
+    _, radii = check_radii(radii, norm)
     bounds = BOUNDS if bounds is None and not att.variants else bounds or ()
     values = {}
     if att.variants <= CENTRES.covers or not (adversary or bounds):

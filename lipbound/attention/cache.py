@@ -19,8 +19,13 @@ class Cache:
         self._values: dict[tuple[Hashable, bool], Any] = {}
         self._differentiable = differentiable
 
+    @property
+    def recording(self) -> bool:
+        """Whether derivatives of what is computed now may be wanted."""
+        return self._differentiable and torch.is_grad_enabled()
+
     def _place(self, key: Hashable) -> tuple[Hashable, bool]:
-        return key, self._differentiable and torch.is_grad_enabled()
+        return key, self.recording
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """The value kept under ``key``; ``make()``, which is then kept, where there is none."""

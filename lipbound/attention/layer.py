@@ -19,6 +19,7 @@ from lipbound.attention.variants.qk_norm import QKNorm, QKNormalised
 from lipbound.attention.variants.rotary import Rotation
 from lipbound.attention.variants.sinks import Sinks
 from lipbound.attention.variants.token_maps import TokenMap
+from lipbound.errors import AttentionError, is_number
 
 T = TypeVar("T")
 
@@ -92,6 +93,9 @@ class Attention(Transforms):
         steps: Sequence[Variant] = (),
         surroundings: ResidualContext | None = None,
     ):
+        for name, number in (("scale", scale), ("cap", cap)):
+            if number is not None and not is_number(number):
+                raise AttentionError(f"{name} is {number!r}; it must be a finite number")
         found: list[Variant] = list(steps)
         if norm_q is not None or norm_k is not None:
             found.append(QKNormalised(norm_q, norm_k))

@@ -196,16 +196,53 @@ def _check_order(k: int, n: int) -> None:
         raise LipboundError(f"k is {k}; it must be between 1 and the row length {n}")
 
 
-def largest_jacobian_norm(p: Tensor) -> Tensor:
-    """max_i ||M(p_i)|| over the rows of each matrix, rounded upwards: (..., N, N) -> (...), float64.
+def largest_jacobian_norm(p: Tensor, stretch: Tensor | None = None) -> Tensor:
+    """max_i f_i ||M(p_i)|| over the rows of each matrix, rounded upwards: (..., N, N) -> (...), float64.
 
     Rows whose g_1 lies below the largest known lower bound, the second order statistic of a row, are not solved for: Lemma 13
-    (docs/theory/softmax.md).
+    (docs/theory/softmax.md). The derivative is that of :math:`y^T M(p_i) y` at a top eigenvector y of the row that attains the maximum.
+
+    Args:
+        stretch: f, (..., N), at least 1; what rounding of p takes, for instance: Lemma 91 (docs/theory/numerics.md). One by default.
     """
-    double = normalised(p)
-    upper = g(double) * (1 + 1e-13)
-    lower = double.topk(min(2, p.shape[-1]), -1).values[..., -1] if p.shape[-1] > 1 else torch.zeros_like(upper)
+    double = normalised(p.detach())
+    factor = torch.ones_like(double[..., 0]) if stretch is None else stretch.detach()
+    upper = g(double) * (1 + 1e-13) * factor
+    lower = double.topk(min(2, p.shape[-1]), -1).values[..., -1] * factor if p.shape[-1] > 1 else torch.zeros_like(upper)
     candidates = upper >= lower.amax(-1, keepdim=True) * (1 - 1e-13)
     norms = torch.full_like(upper, -math.inf)
-    norms[candidates] = jacobian_norm(double[candidates]).upper
-    return norms.amax(-1)
+    norms[candidates] = jacobian_norm(double[candidates]).upper * factor[candidates]
+    norm, where = norms.max(-1)
+    if not (p.requires_grad and torch.is_grad_enabled()):
+        return norm
+    row = normalised(p.gather(-2, where[..., None, None].expand(*where.shape, 1, p.shape[-1])))[..., 0, :]
+    form = _variance(row, top_eigenvector(row.detach())) * factor.gather(-1, where[..., None])[..., 0]
+    return norm + (form - form.detach())
+
+
+def _variance(p: Tensor, y: Tensor) -> Tensor:
+    """y^T M(p) y, the variance of y under p."""
+    mean = (p * y).sum(-1, keepdim=True)
+    return (p * (y - mean) ** 2).sum(-1)
+
+
+def top_eigenvector(p: Tensor) -> Tensor:
+    r"""A unit eigenvector of M(p) for its norm, for rows (..., N) that sum to one; of one-hot and all-zero rows, where M is zero, the zero vector.
+
+    In the notation of Lemma 11 (docs/theory/softmax.md) its entry at :math:`p_1` is :math:`\sum_{i \ge 2} r_i/(x^* + a_i)`, and entry i the
+    negative of the i-th summand; where two entries tie at the top, it is their difference.
+    """
+    if p.shape[-1] == 1:
+        return torch.zeros_like(p)
+    where = p.argmax(-1, keepdim=True)
+    p1, rest = p.gather(-1, where), p.scatter(-1, where, 0.0)
+    p2, second = rest.max(-1, keepdim=True)
+    tie = p1 <= p2
+    safe = torch.where(p2 > 0, p2, 1.0)
+    x = (jacobian_norm(p).upper[..., None] - p2) / safe
+    q = torch.where(rest > 0, rest / safe, 0.0) / (x.clamp_min(1e-300) + torch.where(rest > 0, (p2 - rest) / safe, 1.0))
+    y = torch.where(tie, torch.zeros_like(p).scatter(-1, second, 1.0), q)
+    y = (y / y.amax(-1, keepdim=True).clamp_min(1e-300)).neg().scatter(-1, where, 0.0)
+    y = y.scatter(-1, where, -y.sum(-1, keepdim=True))
+    y = y / y.norm(dim=-1, keepdim=True).clamp_min(1e-300)
+    return torch.where(p2 > 0, y, 0.0)

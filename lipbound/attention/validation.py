@@ -15,6 +15,9 @@ from lipbound.errors import AttentionError
 def validate(x: Tensor, projections: Projections, scoring: Scoring, valid: Tensor | None) -> None:
     """Raise AttentionError unless the tensors of a layer fit together, are numbers of one dtype, and every query may attend to some key."""
     given = {"x": x} | projections.tensors()
+    for name, tensor in (given | {"mask": scoring.mask, "valid": valid}).items():
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise AttentionError(f"{name} is a {type(tensor).__name__}; it must be a torch tensor")
     for name in ("x", "w_q", "w_k", "w_v"):
         axes, shape = "(samples, N, D)" if name == "x" else "(heads, D, d)", tuple(given[name].shape)
         if len(shape) != 3 or 0 in shape:

@@ -6,24 +6,28 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.bounds.registry import get
 from lipbound.errors import AttentionError
+from lipbound.linalg.upper import Upper
 
 
 def fold_normalisation(att: Attention) -> Attention:
     r"""The layer as a function of the bare normalised tokens :math:`u = (x - \bar x)/s`: same q, k, v and P, other inputs and weights.
 
     With :math:`w, b` the normaliser's parameters, :math:`W_Q` becomes :math:`diag(w) W_Q` and :math:`b_Q` becomes :math:`b_Q + W_Q^T b`; likewise
-    for keys and values. Folded inputs have :math:`|u_i| \le \sqrt D`, whatever the parameters.
+    for keys and values. Folded inputs have :math:`|u_i| \le \sqrt D`, whatever the parameters. Everything is in float64, and its rounding there is
+    not counted.
 
     Raises:
         AttentionError: a layer that is not known to be fed by a normaliser (``lipbound.capture(..., around=True)`` finds it).
     """
     att.only("the ellipsoid of normalised inputs")
-    norm = None if att.surroundings is None else att.surroundings.fed_by
-    if norm is None:
+    fed_by = None if att.surroundings is None else att.surroundings.fed_by
+    if fed_by is None:
         raise AttentionError("no normalisation in front of this layer is known; capture it with around=True")
 
+    att, norm = att.double(), fed_by.double()
+
     def bias(w: Tensor, b: Tensor | None) -> Tensor | None:
-        shift = None if norm.bias is None else torch.einsum("d,hde->he", norm.bias.double(), w.double()).to(w.dtype)
+        shift = None if norm.bias is None else torch.einsum("d,hde->he", norm.bias.double(), w)
         return b if shift is None else shift if b is None else b + shift
 
     scaled = [norm.weight[:, None] * w for w in (att.w_q, att.w_k, att.w_v)]
@@ -43,4 +47,4 @@ def after_norm(att: Attention, name: str) -> Tensor:
     assert att.surroundings.fed_by is not None
     size = 1 / att.surroundings.fed_by.size[..., 0]
     size = size if att.valid is None else size.masked_fill(~att.valid, 0.0)
-    return get(name)(folded) * size.amax(-1, keepdim=True) * (1 + 1e-12)
+    return (Upper.of(get(name)(folded)) * size.amax(-1, keepdim=True) * (1 + 1e-12)).value()

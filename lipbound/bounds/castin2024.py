@@ -6,9 +6,13 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.bounds import factors
 from lipbound.bounds import ingredients as qty
+from lipbound.bounds.factors import ROOT3
 from lipbound.bounds.registry import bound
 from lipbound.bounds.terms import values_and_softmax
+from lipbound.linalg.matrix_norms import UNIT, gamma
+from lipbound.linalg.upper import Upper, scaled
 
 CITATION = "castin2024smooth"
 BIBTEX = """@inproceedings{castin2024smooth,
@@ -18,14 +22,14 @@ BIBTEX = """@inproceedings{castin2024smooth,
   year      = {2024},
   note      = {arXiv:2312.14820}
 }"""
-ROOT3 = math.sqrt(3)
-_terms = values_and_softmax(lambda att, value: (ROOT3 * qty.norm_v(att) * qty.count(att).sqrt() / value) ** 2)
+_terms = values_and_softmax(lambda att, value: ((ROOT3 * factors.norm_v(att) * factors.root_count(att)) / value) ** 2)
 
 
 def _theorem_3_3(att: Attention, radius: float, norm: str = "token") -> Tensor:
     """In both balls every token stays within R + radius of 0."""
-    n, r = qty.count(att), qty.radius(att) + radius
-    return ROOT3 * qty.norm_v(att) * (qty.norm_a(att) ** 2 * r**4 * (4 * n + 1) + n).sqrt()
+    n, r = factors.count(att), factors.radius(att) + radius
+    t = factors.norm_a(att) * r**2
+    return (ROOT3 * factors.norm_v(att) * (t**2 * (4 * n + 1) + n).sqrt()).value()
 
 
 @bound(
@@ -58,9 +62,9 @@ def castin(att: Attention) -> Tensor:
 
 
 def _with_biases(att: Attention, radius: float, norm: str = "token") -> Tensor:
-    n, a, r = qty.count(att), qty.norm_a(att), qty.radius(att) + radius
-    shift = torch.zeros_like(a) if att.b_q is None else torch.linalg.vector_norm(_shift(att), dim=-1)
-    return ROOT3 * qty.norm_v(att) * (a**2 * r**4 + n * r**2 * (a * r + shift) ** 2 + n).sqrt()
+    n, r = factors.count(att), factors.radius(att) + radius
+    t = factors.norm_a(att) * r**2
+    return (ROOT3 * factors.norm_v(att) * (t**2 + (t + factors.shift(att) * r) ** 2 * n + n).sqrt()).value()
 
 
 @bound(
@@ -98,48 +102,55 @@ def castin_bias(att: Attention) -> Tensor:
 
 @castin_bias.extends(*qty.LINEAR, condition=qty.always, terms=_terms)
 def _castin_bias_linear(att: Attention) -> Tensor:
-    n, a, r = qty.count(att), qty.norm_a(att), qty.radius(att)
-    q, k = qty.pull_of_biases(att)
-    return ROOT3 * qty.norm_v(att) * (r**2 * (a * r + k) ** 2 + n * r**2 * (a * r + q) ** 2 + n).sqrt()
+    n, r = factors.count(att), factors.radius(att)
+    t, (q, k) = factors.norm_a(att) * r**2, factors.pull_of_biases(att)
+    return (ROOT3 * factors.norm_v(att) * ((t + k * r) ** 2 + (t + q * r) ** 2 * n + n).sqrt()).value()
 
 
-def _shift(att: Attention) -> Tensor:
-    """a = scale W_K b_Q, (heads, D)."""
-    assert att.b_q is not None
-    return att.scale * (att.w_k.double() @ att.b_q.double()[..., None])[..., 0]
+def _sides(att: Attention) -> tuple[Upper, Upper]:
+    """max_i |A x_i| and max_i |A^T x_i| per (sample, head), A = scale W_Q W_K^T; from q and k without biases: Lemma 93 (docs/theory/numerics.md)."""
 
+    def make() -> tuple[Upper, Upper]:
+        (x, e), (w_q, f), (w_k, h) = scaled(att.x, (-2, -1)), scaled(att.w_q, (-2, -1)), scaled(att.w_k, (-2, -1))
+        shifts = e[:, 0] + (f + h)[:, 0, 0]
+        together = torch.linalg.matrix_norm(w_q.detach()) * torch.linalg.matrix_norm(w_k.detach())
+        rounding = 2 * gamma(sum(w_q.shape[1:]) + 12) * together * x.detach().norm(dim=-1).amax(-1)[:, None]
 
-def _sides(att: Attention) -> tuple[Tensor, Tensor]:
-    """max_i |A x_i| and max_i |A^T x_i| per (sample, head), A = scale W_Q W_K^T; from q and k without biases."""
+        def largest(outer: Tensor, inner: Tensor) -> Upper:
+            with torch.no_grad():
+                token = (torch.einsum("snd,hde->shne", x, inner) @ outer.mT).norm(dim=-1).argmax(-1)
+            chosen = x[torch.arange(len(x), device=x.device)[:, None], token]  # (samples, heads, D)
+            y = (torch.einsum("shd,hde->she", chosen, inner)[..., None, :] @ outer.mT)[..., 0, :]
+            return factors.scale(att) * Upper.of(y.norm(dim=-1) + rounding).shifted(shifts)
 
-    def make() -> tuple[Tensor, Tensor]:
-        x = att.x.double()
-
-        def largest(outer: Tensor, inner: Tensor) -> Tensor:
-            r = torch.linalg.qr(outer.double(), mode="r").R
-            y = torch.einsum("snd,hde->shne", x, inner.double()) @ r.mT
-            return abs(att.scale) * y.norm(dim=-1).amax(-1) * (1 + 1e-12)
-
-        return largest(att.w_q, att.w_k), largest(att.w_k, att.w_q)
+        return largest(w_q, w_k), largest(w_k, w_q)
 
     return att.memo("sides", make)
 
 
-def _turned_side(att: Attention) -> Tensor:
+def _turned_side(att: Attention) -> Upper:
     """A bound on the gradients of all scores with rotation or cap, (samples, heads): scale max ||R_i|| max(||W_K|| |q_i|, ||W_Q|| |k_j|)."""
-    q, k = (torch.linalg.vector_norm(t, dim=-1).amax(-1) for t in qty.entering(att))
-    return abs(att.scale) * qty.turn(att) * torch.maximum(q * qty.norm_k(att), k * qty.norm_q(att)) * (1 + 1e-12)
+    q, k = (_longest(t) + error for t, error in factors.entering(att))
+    return factors.scale(att) * factors.turn(att) * (q * factors.norm_k(att)).maximum(k * factors.norm_q(att))
+
+
+def _longest(t: Tensor) -> Upper:
+    """max_i |t_i| of (..., N, d): (...)."""
+    t, e = scaled(t, (-2, -1))
+    lengths = t.norm(dim=-1).max(-1).values
+    return Upper.of(lengths * (1 + gamma(t.shape[-1] + 4))).shifted(e[..., 0, 0])
 
 
 def _theorem_c3(att: Attention, radius: float, norm: str = "token") -> Tensor:
     """|A x_i| grows by at most ||A|| radius; the distance of two tokens by 2 radius, or sqrt(2) radius when they share a Frobenius ball."""
-    side = torch.maximum(*_sides(att)) + qty.norm_a(att) * radius
-    return _from_side(att, side, qty.diameter(att) + (2 if norm == "token" else math.sqrt(2)) * radius)
+    one, other = _sides(att)
+    side = one.maximum(other) + factors.norm_a(att) * radius
+    return _from_side(att, side, factors.diameter(att) + (2 if norm == "token" else math.sqrt(2) * (1 + 4 * UNIT)) * radius)
 
 
-def _from_side(att: Attention, side: Tensor, distance: Tensor) -> Tensor:
-    n = qty.count(att)
-    return ROOT3 * qty.norm_v(att) * (side**2 * distance**2 * (n + 1) + n).sqrt()
+def _from_side(att: Attention, side: Upper, distance: Upper) -> Tensor:
+    n = factors.count(att)
+    return (ROOT3 * factors.norm_v(att) * ((side * distance) ** 2 * (n + 1) + n).sqrt()).value()
 
 
 @bound(
@@ -172,7 +183,7 @@ def castin_c3(att: Attention) -> Tensor:
 
 @castin_c3.extends(*qty.LINEAR, condition=qty.always, terms=_terms)
 def _castin_c3_linear(att: Attention) -> Tensor:
-    return _from_side(att, _turned_side(att), qty.diameter(att))
+    return _from_side(att, _turned_side(att), factors.diameter(att))
 
 
 @bound(
@@ -185,7 +196,7 @@ def _castin_c3_linear(att: Attention) -> Tensor:
     assumptions="none known under which it is a bound",
     condition=qty.never,
     cost="O(N^2 D + N D d)",
-    terms=values_and_softmax(lambda att, value: (qty.norm_v(att) * qty.count(att).sqrt() / value) ** 2),
+    terms=values_and_softmax(lambda att, value: ((factors.norm_v(att) * factors.root_count(att)) / value) ** 2),
     caveat="it lacks the factor sqrt(3) and takes R' on one side only, while both enter J; random heads exceed it twofold",
 )
 def castin_c3_as_coded(att: Attention) -> Tensor:
@@ -193,8 +204,8 @@ def castin_c3_as_coded(att: Attention) -> Tensor:
 
     Not a bound: down to about half of the exact norm on random heads even with the :math:`\sqrt 3` put back. Kept because published figures use it.
     """
-    n = qty.count(att)
-    return qty.norm_v(att) * (_sides(att)[0] ** 2 * qty.diameter(att) ** 2 * (n + 1) + n).sqrt()
+    n = factors.count(att)
+    return (factors.norm_v(att) * ((_sides(att)[0] * factors.diameter(att)) ** 2 * (n + 1) + n).sqrt()).value()
 
 
 def _mean_field_condition(att: Attention) -> Tensor:
@@ -202,8 +213,8 @@ def _mean_field_condition(att: Attention) -> Tensor:
 
 
 def _mean_field(att: Attention, radius: float, norm: str = "token") -> Tensor:
-    t = qty.norm_a(att) * (qty.radius(att) + radius) ** 2
-    return torch.where(qty.norm_v(att) > 0, qty.norm_v(att) * (1 + 3 * t) * (2 * t).exp(), 0.0)  # not 0 x infinity
+    t = factors.norm_a(att) * (factors.radius(att) + radius) ** 2
+    return (factors.norm_v(att) * (1 + 3 * t) * (2 * t).exp()).value()
 
 
 @bound(
@@ -224,7 +235,7 @@ def castin_mean_field(att: Attention) -> Tensor:
 
     .. math:: \|J\| \le \|W_V\|\,(1 + 3\|A\|R^2)\,e^{2\|A\|R^2}
 
-    Infinite where the exponential exceeds the range of float64 (:math:`\|A\|R^2 > 354`), which pretrained heads do reach. Unmasked only: with a
+    Infinite where the value exceeds the range of float64 (about :math:`\|A\|R^2 > 350`), which pretrained heads do reach. Unmasked only: with a
     causal mask and A = 0 the norm tends to :math:`2\|W_V\|`: Lemma 38 (docs/theory/published.md).
     """
     return _mean_field(att, 0.0)

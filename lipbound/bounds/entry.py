@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from lipbound.bounds.kinds import ByKind
-from lipbound.errors import LipboundError, UnknownNameError, nearest
+from lipbound.errors import LipboundError, UnknownNameError, is_number, nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -58,6 +60,7 @@ class Bound:
         formulas: the bound itself, by kind of head.
         costly: whether it takes far longer than the exact norm; such bounds are computed on request, not by default.
         caveat: why the statement is no bound where its assumptions fail; empty when they always hold.
+        differentiable: whether its values have derivatives; one that has none refuses layers whose derivatives may be wanted.
         ball: the statement for all inputs near X, of plain heads, or None where the source has none: see `over_ball`.
     """
 
@@ -73,17 +76,22 @@ class Bound:
     costly: bool = False
     caveat: str = ""
     ball: Ball | None = None
+    differentiable: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "__doc__", self.function.__doc__)
 
     def __call__(self, att: Attention) -> Tensor:
-        """Value of the bound, (samples, heads), float64.
+        """Value of the bound, (samples, heads), float64; infinite where it cannot be evaluated.
 
         Raises:
             AttentionError: a layer that the statement is not about; see `applies`.
+            LipboundError: derivatives may be wanted of a bound that has none.
         """
-        return self.formula(att).function(att).double().expand(att.samples, att.heads)
+        formula = self.formula(att)
+        if not self.differentiable and att.cache.recording:
+            raise LipboundError(f"bound {self.name!r} has no derivatives; call it under torch.no_grad(), or take 'lipbound'")
+        return _numbers(formula.function(att)).expand(att.samples, att.heads)
 
     def formula(self, att: Attention) -> Formula:
         """The formula for the layer's kind of heads.
@@ -91,6 +99,8 @@ class Bound:
         Raises:
             AttentionError: a layer that the statement is not about; see `applies`.
         """
+        if not hasattr(att, "only"):
+            raise LipboundError(f"bound {self.name!r} was given a {type(att).__name__}; it takes one Attention, such as a layer of lipbound.capture")
         att.only(f"bound {self.name!r}", self.covers)
         return self.formulas.of(att)
 
@@ -139,7 +149,7 @@ class Bound:
             )
         att.only(f"bound {self.name!r} over a ball")
         check_ball(radius, norm)
-        return self.ball(att, float(radius), norm).double().expand(att.samples, att.heads)
+        return _numbers(self.ball(att, float(radius), norm)).expand(att.samples, att.heads)
 
     def extends(self, *variants: str, condition: Function, terms: Terms | None = None, layer: Layer | None = None) -> Callable[[Function], Function]:
         """Decorator: the bound's formula for heads with ``variants`` (some or all of them) that the formulas so far do not cover.
@@ -164,9 +174,29 @@ class Bound:
         return MAP_NORMS[self.map]
 
 
+def _numbers(values: Tensor) -> Tensor:
+    """In float64; what is no number bounds nothing, and is infinite."""
+    return values.double().nan_to_num(nan=math.inf, posinf=math.inf, neginf=math.inf)
+
+
 def check_ball(radius: float, norm: str) -> None:
     """Raise LipboundError unless ``radius`` is a number from 0 to 1e60, whose fourth power is in range, and ``norm`` one of `BALLS`."""
-    if norm not in BALLS:
+    if not isinstance(norm, str) or norm not in BALLS:
         raise UnknownNameError(f"unknown norm {norm!r} of a ball; {nearest(norm, BALLS)}")
-    if not 0 <= radius <= 1e60:
-        raise LipboundError(f"radius is {radius}; it must be a finite number >= 0, and at most 1e60")
+    if not is_number(radius) or not 0 <= radius <= 1e60:
+        raise LipboundError(f"radius is {radius!r}; it must be a finite number >= 0, and at most 1e60")
+
+
+def check_radii(radius: float | Sequence[float], norm: str) -> tuple[bool, list[float]]:
+    """Whether one radius was given, and all of them as numbers.
+
+    Raises:
+        LipboundError: as `check_ball` does, or for no radius at all.
+    """
+    many = isinstance(radius, Iterable) and not isinstance(radius, str | bytes) and getattr(radius, "ndim", 1) > 0
+    radii = list(cast("Iterable[float]", radius)) if many else [cast("float", radius)]
+    if not radii:
+        raise LipboundError("radius is empty; give a number >= 0, or a sequence of at least one")
+    for one in radii:
+        check_ball(one, norm)
+    return not many, [float(one) for one in radii]

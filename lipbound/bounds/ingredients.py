@@ -1,38 +1,34 @@
-"""The ingredients that several bounds share, each computed once per `Attention` and rounded upwards (float64)."""
+"""What several bounds share, as float64 numbers rounded upwards, and the conditions of several statements.
+
+The numbers are those of `lipbound.bounds.factors`, which keep their exponents apart while they are multiplied.
+"""
 
 import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.masking import BLOCKED
-from lipbound.attention.softmax import g, largest_jacobian_norm, normalised
-from lipbound.linalg.matrix_norms import matrix_norm, nonnegative_norm, product_norm
+from lipbound.bounds import factors
+
+LINEAR = ("rotation", "cap")
+"""Variants under which queries and keys are still affine in their tokens and rows of P still sum to one: published bounds extend to them."""
 
 # -- weights: (heads,) -----------------------------------------------------------------------------------------------
 
 
 def norm_v(att: Attention) -> Tensor:
     """||W_V|| per head, (heads,)."""
-    return att.memo("norm_v", lambda: matrix_norm(att.w_v))
+    return factors.norm_v(att).value()
 
 
 def norm_q(att: Attention) -> Tensor:
     """||W_Q|| per head, (heads,)."""
-    return att.memo("norm_q", lambda: matrix_norm(att.w_q))
+    return factors.norm_q(att).value()
 
 
 def norm_k(att: Attention) -> Tensor:
     """||W_K|| per head, (heads,)."""
-    return att.memo("norm_k", lambda: matrix_norm(att.w_k))
-
-
-LINEAR = ("rotation", "cap")
-"""Variants under which queries and keys are still affine in their tokens and rows of P still sum to one: published bounds extend to them."""
-
-
-def turn(att: Attention) -> float:
-    """The largest norm of a token's rotation, 1 without."""
-    return 1.0 if att.rotation is None else att.rotation.norm
+    return factors.norm_k(att).value()
 
 
 def norm_a(att: Attention) -> Tensor:
@@ -40,39 +36,7 @@ def norm_a(att: Attention) -> Tensor:
 
     With a rotation a bound on the norms of all A_ij = scale W_Q R_i^T R_j W_K^T, |scale| max ||R_i||^2 ||W_Q|| ||W_K||.
     """
-    if att.rotation is not None:
-        return abs(att.scale) * turn(att) ** 2 * norm_q(att) * norm_k(att)
-    return att.memo("norm_a", lambda: abs(att.scale) * product_norm(att.w_q, att.w_k))
-
-
-def pull_of_biases(att: Attention) -> tuple[Tensor, Tensor]:
-    """How far biases move gradients of scores, with rotation or cap: |scale| max ||R_i||^2 times ||W_K|| |b_Q| and ||W_Q|| |b_K|, (heads,)."""
-    factor = abs(att.scale) * turn(att) ** 2
-    zero = torch.zeros(att.heads, dtype=torch.float64, device=att.device)
-    q, k = (zero if b is None else torch.linalg.vector_norm(b.double(), dim=-1) for b in (att.b_q, att.b_k))
-    return factor * norm_k(att) * q, factor * norm_q(att) * k
-
-
-def entering(att: Attention) -> tuple[Tensor, Tensor]:
-    """Queries and keys as they enter the scores, (samples, heads, N, d) in float64, zero for padding; keys centred unless there is a cap."""
-    q, k = att.wide_q, att.wide_k
-    if att.valid is not None:
-        real = att.valid[:, None, :, None]
-        q, k = q * real, k * real
-    if att.scoring.shift_invariant:
-        k = k - k.sum(-2, keepdim=True) / att.lengths[:, None, None, None]
-        k = k if att.valid is None else k * real
-    return q, k
-
-
-def slope_of_scores(att: Attention) -> Tensor:
-    r"""Bound on the norm of dX -> dS before the softmax, with rotation or cap, (samples, heads).
-
-    :math:`|scale| \max_i \|R_i\| (\|Q\| \|W_K\| + \|K\| \|W_Q\|)`, Q and K the queries and keys as they enter the scores (keys centred, unless
-    there is a cap): Lemma 32 (docs/theory/published.md).
-    """
-    q, k = (matrix_norm(t) for t in entering(att))
-    return abs(att.scale) * turn(att) * (q * norm_k(att) + k * norm_q(att)) * (1 + 1e-12)
+    return factors.norm_a(att).value()
 
 
 def has_query_bias(att: Attention) -> Tensor:
@@ -87,45 +51,17 @@ def has_query_bias(att: Attention) -> Tensor:
 
 def count(att: Attention) -> Tensor:
     """N, the tokens that are not padding, (samples, 1)."""
-    return att.lengths[:, None]
-
-
-def token_norms(att: Attention) -> Tensor:
-    """|x_i|, zero for padding, (samples, N)."""
-    return att.memo("token_norms", lambda: att.x.double().norm(dim=-1))
+    return factors.count(att)
 
 
 def radius(att: Attention) -> Tensor:
     """R = max_i |x_i|, (samples, 1)."""
-    return token_norms(att).amax(-1, keepdim=True)
-
-
-def frobenius(att: Attention) -> Tensor:
-    """||X||_F, (samples, 1)."""
-    return torch.linalg.vector_norm(token_norms(att), dim=-1, keepdim=True)
+    return factors.radius(att).value()
 
 
 def norm_x(att: Attention) -> Tensor:
     """||X||, spectral, (samples, 1)."""
-    return att.memo("norm_x", lambda: matrix_norm(att.x)[:, None])
-
-
-def diameter(att: Attention) -> Tensor:
-    """max_ij |x_i - x_j| over tokens that are not padding, (samples, 1)."""
-
-    def make() -> Tensor:
-        x = att.x.double()
-        distances = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist")
-        if att.valid is not None:
-            distances = distances * (att.valid[:, None, :] & att.valid[:, :, None])
-        return distances.amax((-1, -2))[:, None] * (1 + 1e-13)
-
-    return att.memo("diameter", make)
-
-
-def total_radius(att: Attention, radius: float, norm: str) -> Tensor:
-    """How far X can move in the Frobenius norm within a ball, hence also in the spectral norm, (samples, 1)."""
-    return radius * (count(att).sqrt() if norm == "token" else torch.ones_like(count(att)))
+    return factors.norm_x(att).value()
 
 
 # -- attention: (samples, heads) ---------------------------------------------------------------------------------------
@@ -133,17 +69,20 @@ def total_radius(att: Attention, radius: float, norm: str) -> Tensor:
 
 def norm_p(att: Attention) -> Tensor:
     """||P||, spectral, (samples, heads)."""
-    return att.memo("norm_p", lambda: nonnegative_norm(att.p))
+    return factors.norm_p(att).value()
 
 
 def norm_m(att: Attention) -> Tensor:
-    """max_i ||M(P_i)||, exact, (samples, heads)."""
-    return att.memo("norm_m", lambda: largest_jacobian_norm(att.p))
+    """max_i ||M(P_i)||, (samples, heads)."""
+    return factors.norm_m(att).value()
 
 
 def largest_g1(att: Attention) -> Tensor:
     """max_i g_1(P_i), (samples, heads)."""
-    return att.memo("largest_g1", lambda: g(normalised(att.p)).amax(-1) * (1 + 1e-13))
+    return factors.largest_g1(att).value()
+
+
+# -- conditions that several statements share: (1 or samples, 1 or heads), bool -------------------------------------------
 
 
 def hides_or_shows(att: Attention) -> Tensor:
@@ -167,9 +106,6 @@ def unmasked(att: Attention) -> Tensor:
         both = att.valid[:, None, :, None] & att.valid[:, None, None, :]
         free = free | ~both
     return free.all().view(1, 1)
-
-
-# -- conditions that several statements share: (1 or samples, 1 or heads), bool -------------------------------------------
 
 
 def always(att: Attention) -> Tensor:

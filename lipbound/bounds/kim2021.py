@@ -8,8 +8,11 @@ from scipy.special import lambertw
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.bounds import factors
 from lipbound.bounds import ingredients as qty
 from lipbound.bounds.registry import bound
+from lipbound.linalg.matrix_norms import UNIT
+from lipbound.linalg.upper import Upper
 
 CITATION = "kim2021lipschitz"
 BIBTEX = """@inproceedings{kim2021lipschitz,
@@ -21,8 +24,18 @@ BIBTEX = """@inproceedings{kim2021lipschitz,
 
 
 def inverse_phi(y: Tensor) -> Tensor:
-    r"""Inverse of :math:`\phi(x) = x e^{x+1}` on x >= 0: the Lambert function :math:`W_0(y / e)`; float64, any shape."""
-    return torch.from_numpy(np.asarray(np.real(lambertw(y.cpu().numpy() / math.e)), dtype=np.float64)).to(y.device)
+    r"""Upper value of the inverse of :math:`\phi(x) = x e^{x+1}` on x >= 0, the Lambert function :math:`W_0(y / e)`; float64, any shape.
+
+    It is enlarged until :math:`\phi`, which increases, exceeds y by more than its own rounding.
+    """
+    x = torch.from_numpy(np.asarray(np.real(lambertw(y.cpu().numpy() / math.e)), dtype=np.float64)).to(y.device)
+    x = torch.where(y > 0, x.clamp_min(0), 0.0)
+    for step in range(-50, 0):
+        short = x * (x + 1).exp() * (1 - 8 * UNIT * (x + 2)) < y
+        if not bool(short.any()):
+            return x
+        x = torch.where(short, x * (1 + 2.0**step), x)
+    return torch.where(x * (x + 1).exp() * (1 - 8 * UNIT * (x + 2)) < y, torch.inf, x)
 
 
 @bound(
@@ -53,5 +66,5 @@ def kim(att: Attention) -> Tensor:
     Proved in Lemma 40 (docs/theory/published.md), where each token's zero distance to itself must take part: so a mask that only forbids, but never a
     token to itself, leaves it valid.
     """
-    n = qty.count(att)
-    return n.sqrt() * abs(att.scale) * (4 * inverse_phi(n - 1) + 1) * qty.norm_q(att) ** 2 * qty.norm_v(att)
+    factor = factors.root_count(att) * factors.scale(att) * (4 * Upper.of(inverse_phi(factors.count(att) - 1)) + 1)
+    return (factor * factors.norm_q(att) ** 2 * factors.norm_v(att)).value()

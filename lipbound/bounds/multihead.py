@@ -16,10 +16,12 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.bounds.entry import Bound
+from lipbound.bounds.factors import size, spectral, wide
 from lipbound.bounds.registry import get, resolve
 from lipbound.errors import AttentionError, LipboundError, UnknownNameError, nearest
 from lipbound.jacobians.maps import BLOCKS, block_bound
 from lipbound.linalg.matrix_norms import matrix_norm
+from lipbound.linalg.upper import Upper, scaled
 
 RULES = ("best", "sum", "root_sum_square", "folded")
 
@@ -58,7 +60,7 @@ def whole_layer(att: Attention, name: str, *, map: str = "layer", rule: str = "b
         return block_bound(att, whole_layer(att, name, rule=rule), map)
     if map not in ("heads", "layer"):
         raise UnknownNameError(f"unknown map {map!r} of a whole layer; {nearest(map, ('heads', 'layer', *BLOCKS))}")
-    if rule not in RULES:
+    if not isinstance(rule, str) or rule not in RULES:
         raise UnknownNameError(f"unknown rule {rule!r}; {nearest(rule, RULES)}")
     (name,) = names_for([name], map)
     if map == "layer" and att.w_o is None:
@@ -69,22 +71,22 @@ def whole_layer(att: Attention, name: str, *, map: str = "layer", rule: str = "b
     if rule == "folded" and map == "layer":
         return folded(att, name)
     total, root_sum_square = _together(bound, att, map)
-    return (total if rule == "sum" else root_sum_square) * (1 + 1e-13)
+    return (total if rule == "sum" else root_sum_square).value()
 
 
-def _together(bound: Bound, att: Attention, map: str) -> tuple[Tensor, Tensor]:
-    """The rules "sum" and "root_sum_square", before rounding upwards, (samples,)."""
+def _together(bound: Bound, att: Attention, map: str) -> tuple[Upper, Upper]:
+    """The rules "sum" and "root_sum_square", (samples,)."""
     heads = bound(att)
-    slices, whole = torch.ones_like(heads[0]), torch.ones_like(heads[0, 0])
-    if map == "layer":
-        assert att.w_o is not None
-        slices, whole = matrix_norm(att.w_o), matrix_norm(att.w_o.flatten(0, 1))
-    return (heads * slices).sum(-1), whole * torch.linalg.vector_norm(heads, dim=-1)
+    if map == "heads":
+        return Upper.of(heads).sum(), size(heads, -1)
+    assert att.w_o is not None
+    return (Upper.of(heads) * spectral(att.w_o)).sum(), spectral(att.w_o.flatten(0, 1)) * size(heads, -1)
 
 
 def published(bound: Bound, att: Attention, map: str) -> Tensor:
     """The smaller of the published rules, (samples,)."""
-    return torch.minimum(*_together(bound, att, map)) * (1 + 1e-13)
+    total, root_sum_square = _together(bound, att, map)
+    return total.minimum(root_sum_square).value()
 
 
 def with_folded(bound: Bound, att: Attention, map: str) -> Tensor:
@@ -103,9 +105,12 @@ def folded(att: Attention, name: str) -> Tensor:
 
     Proof: Lemma 20 (docs/theory/layers.md).
     """
-    heads, e = att.double().fold_output()
+    heads, e = wide(att).fold_output()
     values = get(name)(heads)
     omega = matrix_norm(e[:, None].mT @ e[None])
-    pairs = torch.einsum("sh,hg,sg->s", values, omega, values).sqrt()
-    stacked = matrix_norm(torch.cat(list(e), 1)) * torch.linalg.vector_norm(values, dim=-1)
-    return torch.minimum(pairs, stacked) * (1 + 1e-12)
+    whole = size(values, -1)
+    parts, exponent = scaled(torch.where(torch.isfinite(values), values, 0.0), -1)
+    pairs = Upper.of(torch.einsum("sh,hg,sg->s", parts, omega, parts)).sqrt().shifted(exponent[:, 0]) + torch.where(
+        torch.isfinite(values), 0.0, values
+    ).sum(-1)
+    return (pairs.minimum(spectral(torch.cat(list(e), 1)) * whole) * (1 + 1e-12)).value()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from lipbound.bounds.entry import Bound, Formula
@@ -11,7 +12,7 @@ from lipbound.bounds.kinds import ByKind
 from lipbound.errors import UnknownNameError, nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection
 
     from torch import Tensor
 
@@ -42,6 +43,7 @@ def bound(
     ball: Ball | None = None,
     caveat: str = "",
     covers: Collection[str] = (),
+    differentiable: bool = True,
 ) -> Callable[[Function], Bound]:
     """Decorator: enter a function of an `Attention` into the registry under ``name``. What it returns is the `Bound`, which is called alike.
 
@@ -59,7 +61,7 @@ def bound(
             assumptions="no query bias; any mask",
             condition=qty.no_query_bias,
             cost="O(N D)",
-            terms=values_and_softmax(lambda att, value: qty.norm_v(att) * qty.norm_p(att) / value),
+            terms=values_and_softmax(lambda att, value: factors.norm_v(att) * factors.norm_p(att) / value),
         )
         def doe(att: Attention) -> Tensor: ...
 
@@ -85,7 +87,7 @@ def bound(
         if bibtex and _BIBTEX.setdefault(citation, bibtex) != bibtex:
             raise ValueError(f"the BibTeX key {citation!r} is already that of another entry")
         formulas = ByKind(Formula(function, condition, terms, layer), covers)
-        _BOUNDS[name] = Bound(name, label, citation, statement, source, assumptions, map, cost, formulas, costly, caveat, ball)
+        _BOUNDS[name] = Bound(name, label, citation, statement, source, assumptions, map, cost, formulas, costly, caveat, ball, differentiable)
         return _BOUNDS[name]
 
     return enter
@@ -129,7 +131,7 @@ def get(name: str) -> Bound:
         UnknownNameError: naming the nearest registered names.
     """
     load_papers()
-    if name not in _BOUNDS:
+    if not isinstance(name, str) or name not in _BOUNDS:
         raise UnknownNameError(f"unknown bound {name!r}; {nearest(name, _BOUNDS)}")
     return _BOUNDS[name]
 
@@ -140,6 +142,8 @@ def resolve(bounds: str | Iterable[str]) -> list[str]:
         if bounds in ("default", "all"):
             return [name for name in names() if bounds == "all" or not get(name).costly]
         bounds = [part.strip() for part in bounds.split(",") if part.strip()]
+    if not isinstance(bounds, Iterable):
+        raise UnknownNameError(f"bounds is {bounds!r}; give 'default', 'all', a name, or a list of names")
     return list(dict.fromkeys(get(name).name for name in bounds))
 
 

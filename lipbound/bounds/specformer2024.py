@@ -3,9 +3,12 @@
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.bounds import factors
 from lipbound.bounds import ingredients as qty
 from lipbound.bounds.registry import bound
 from lipbound.bounds.terms import values_and_softmax
+from lipbound.linalg.matrix_norms import UNIT, gamma
+from lipbound.linalg.upper import Upper
 
 CITATION = "hu2024specformer"
 BIBTEX = """@inproceedings{hu2024specformer,
@@ -18,28 +21,30 @@ BIBTEX = """@inproceedings{hu2024specformer,
 
 
 def _large(att: Attention) -> Tensor:
-    n = qty.count(att)
-    return (n + 1) * n.sqrt() * qty.frobenius(att) ** 2 >= 1
+    """Where (N + 1) sqrt(N) ||X||_F^2 >= 1, beyond doubt: rounding has enlarged the left side by far less than the factor."""
+    n = factors.count(att)
+    return (factors.root_count(att) * (n + 1) * factors.frobenius(att) ** 2).value() >= 1 + 4 * gamma(att.x.shape[1] * att.x.shape[2] + 40)
 
 
 def _condition(att: Attention) -> Tensor:
-    n = qty.count(att)
+    n = factors.count(att)
     return _large(att) & (abs(att.scale) <= n * (n + 1)) & qty.no_query_bias(att)
 
 
 def _condition_linear(att: Attention) -> Tensor:
-    n = qty.count(att)
-    return _large(att) & (abs(att.scale) * qty.turn(att) ** 2 <= n.sqrt() * (n + 1) / 2) & qty.no_query_bias(att)
+    n = factors.count(att)
+    slope = (factors.scale(att) * factors.turn(att) ** 2).value()
+    return _large(att) & (slope <= n.sqrt() * (n + 1) / 2 * (1 - 4 * UNIT)) & qty.no_query_bias(att)
 
 
 def _theorem(att: Attention, radius: float, norm: str = "frobenius") -> Tensor:
     """Their ball is one in the Frobenius norm."""
-    n = qty.count(att)
-    size = qty.frobenius(att) + qty.total_radius(att, radius, norm)
-    return n * (n + 1) * size**2 * qty.norm_v(att) * (qty.norm_q(att) * qty.norm_k(att) + 1)
+    n = factors.count(att)
+    size = factors.frobenius(att) + factors.total_radius(att, radius, norm)
+    return (n * (n + 1) * size**2 * factors.norm_v(att) * (factors.norm_q(att) * factors.norm_k(att) + 1)).value()
 
 
-_terms = values_and_softmax(lambda att, value: 1 / (1 + qty.norm_q(att) * qty.norm_k(att)))
+_terms = values_and_softmax(lambda att, value: Upper.of(1.0) / (1 + factors.norm_q(att) * factors.norm_k(att)))
 
 
 @bound(

@@ -8,6 +8,7 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.bounds.entry import Bound
 from lipbound.bounds.registry import get
+from lipbound.linalg.upper import Upper
 
 
 def shares(att: Attention, name: str) -> dict[str, Tensor] | None:
@@ -26,12 +27,13 @@ def shares(att: Attention, name: str) -> dict[str, Tensor] | None:
     return get(name).terms(att)
 
 
-def values_and_softmax(share: Callable[[Attention, Tensor], Tensor]) -> Callable[[Bound, Attention], dict[str, Tensor]]:
+def values_and_softmax(share: Callable[[Attention, Upper], Upper]) -> Callable[[Bound, Attention], dict[str, Tensor]]:
     """The terms of a bound of two, from the share of "values": a function of the layer and the bound's value, (samples, heads) or broadcastable."""
 
     def terms(bound: Bound, att: Attention) -> dict[str, Tensor]:
-        value = bound(att)
-        part = torch.where(value > 0, share(att, value), 1.0).clamp(0, 1).expand_as(value)
+        with torch.no_grad():
+            value = bound(att)
+            part = torch.where(value > 0, Upper.of(share(att, Upper.of(value))).value(), 1.0).clamp(0, 1).expand_as(value)
         return {"values": part, "softmax": 1 - part}
 
     return terms

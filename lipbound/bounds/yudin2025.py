@@ -4,12 +4,14 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.bounds import factors
 from lipbound.bounds import ingredients as qty
 from lipbound.bounds.ball.softmax_interval import g1_over_box, reachable_rows
 from lipbound.bounds.registry import bound
 from lipbound.bounds.terms import values_and_softmax
-from lipbound.linalg.covariance import weighted_deviation_norm
+from lipbound.errors import LipboundError
 from lipbound.linalg.matrix_norms import nonnegative_norm
+from lipbound.linalg.upper import Upper
 
 CITATION = "yudin2025pay"
 BIBTEX = """@misc{yudin2025pay,
@@ -38,32 +40,26 @@ def with_ones(att: Attention) -> Attention:
             last = torch.zeros_like(w[:, :1]) if b is None else b[:, None]
             return torch.cat([w, last], 1)
 
-        extended = Attention(
+        return Attention(
             torch.cat([att.x, ones], -1), row(att.w_q, att.b_q), row(att.w_k, None), row(att.w_v, None),
             scale=att.scale, mask=att.mask, valid=att.valid,
         )  # fmt: skip
-        extended.cache.keep("p", att.p)
-        return extended
 
     return att.memo("with_ones", make)
 
 
-def _deviation(att: Attention) -> Tensor:
-    """max_i ||X^T M(P_i)||, (samples, heads)."""
-    return att.memo("deviation", lambda: weighted_deviation_norm(att.x, att.p))
+_terms = values_and_softmax(lambda att, value: (factors.norm_v(att) * factors.norm_p(att)) / value)
+_terms_closed = values_and_softmax(lambda att, value: (factors.norm_v(att) * factors.root_count(att)) / value)
 
 
-_terms = values_and_softmax(lambda att, value: qty.norm_v(att) * qty.norm_p(att) / value)
-_terms_closed = values_and_softmax(lambda att, value: qty.norm_v(att) * qty.count(att).sqrt() / value)
+def _theorem3(att: Attention, extended: Attention, largest_m: Upper) -> Tensor:
+    slope = 2 * factors.norm_x(extended) ** 2 * factors.norm_a(extended)
+    return (factors.norm_v(att) * (factors.norm_p(att) + slope * largest_m)).value()
 
 
-def _theorem3(att: Attention, largest_m: Tensor, norm_p: Tensor) -> Tensor:
-    return qty.norm_v(att) * (norm_p + 2 * qty.norm_x(att) ** 2 * qty.norm_a(att) * largest_m)
-
-
-def _theorem3_linear(att: Attention, largest_m: Tensor) -> Tensor:
+def _theorem3_linear(att: Attention, largest_m: Upper) -> Tensor:
     """Theorem 3 with rotation or cap, which knows biases by the queries and keys themselves."""
-    return qty.norm_v(att) * (qty.norm_p(att) + qty.norm_x(att) * largest_m * qty.slope_of_scores(att))
+    return (factors.norm_v(att) * (factors.norm_p(att) + factors.norm_x(att) * largest_m * factors.slope_of_scores(att))).value()
 
 
 def _remark_1(att: Attention, radius: float, norm: str) -> Tensor:
@@ -73,14 +69,17 @@ def _remark_1(att: Attention, radius: float, norm: str) -> Tensor:
     ||X'|| grows by at most the Frobenius radius; ||P'|| and max_i ||M(P'_i)|| are bounded over the box of softmax rows that scores can reach
     (`lipbound.bounds.ball.softmax_interval`), the latter through g_1.
     """
+    if att.cache.recording:
+        raise LipboundError("bound 'yudin' over a ball has no derivatives; call it under torch.no_grad()")
     extended = with_ones(att)
-    size = qty.norm_x(extended) + qty.total_radius(att, radius, norm)
-    values = []
+    size = factors.norm_x(extended) + factors.total_radius(att, radius, norm)
+    norms, largest = [], []
     for s in range(att.samples):
-        low, high = reachable_rows(att.double().unpadded(s), radius, norm)
-        norm_p = nonnegative_norm(high).minimum(qty.count(att)[s].sqrt())
-        values.append(norm_p + 2 * size[s] ** 2 * qty.norm_a(extended) * g1_over_box(low, high).amax(-1))
-    return qty.norm_v(att) * torch.stack(values)
+        low, high = reachable_rows(factors.wide(att).unpadded(s), radius, norm)
+        norms.append(nonnegative_norm(high))
+        largest.append(g1_over_box(low, high).amax(-1))
+    norm_p = Upper.of(torch.stack(norms)).minimum(factors.root_count(att))
+    return (factors.norm_v(att) * (norm_p + 2 * size**2 * factors.norm_a(extended) * torch.stack(largest))).value()
 
 
 @bound(
@@ -107,12 +106,12 @@ def yudin(att: Attention) -> Tensor:
     *Rotation and cap.* :math:`2\|X\|\|A\|` is replaced by :math:`scale\,\max\|R_i\|\,(\|Q\|\|W_K\| + \|K\|\|W_Q\|)`, Q and K being the
     rotated queries and keys (the latter centred, unless scores are capped), biases included: Lemma 32 (docs/theory/published.md).
     """
-    return _theorem3(with_ones(att), qty.norm_m(att), qty.norm_p(att))
+    return _theorem3(att, with_ones(att), factors.norm_m(att))
 
 
 @yudin.extends(*qty.LINEAR, condition=qty.always, terms=_terms)
 def _yudin_linear(att: Attention) -> Tensor:
-    return _theorem3_linear(att, qty.norm_m(att))
+    return _theorem3_linear(att, factors.norm_m(att))
 
 
 @bound(
@@ -129,12 +128,12 @@ def _yudin_linear(att: Attention) -> Tensor:
 )
 def yudin_g1(att: Attention) -> Tensor:
     """`yudin` with g_1 (Corollary 1) in place of the exact norm of the softmax Jacobian; at most twice as large."""
-    return _theorem3(with_ones(att), qty.largest_g1(att), qty.norm_p(att))
+    return _theorem3(att, with_ones(att), factors.largest_g1(att))
 
 
 @yudin_g1.extends(*qty.LINEAR, condition=qty.always, terms=_terms)
 def _yudin_g1_linear(att: Attention) -> Tensor:
-    return _theorem3_linear(att, qty.largest_g1(att))
+    return _theorem3_linear(att, factors.largest_g1(att))
 
 
 @bound(
@@ -152,7 +151,7 @@ def _yudin_g1_linear(att: Attention) -> Tensor:
 )
 def yudin_nobias(att: Attention) -> Tensor:
     """Theorem 3 with weights and inputs as they are. With a query bias it is not a bound (0.07 of the exact norm has been seen)."""
-    return _theorem3(att, qty.norm_m(att), qty.norm_p(att))
+    return _theorem3(att, att, factors.norm_m(att))
 
 
 @bound(
@@ -176,18 +175,19 @@ def yudin_sqrt_n(att: Attention) -> Tensor:
     :math:`2\|X\|\|A\|` is replaced as in ``yudin``.
     """
     extended = with_ones(att)
-    return qty.norm_v(extended) * (qty.norm_p(att) + 2 * _deviation(att) * qty.norm_x(extended) * qty.norm_a(extended))
+    slope = 2 * factors.norm_x(extended) * factors.norm_a(extended)
+    return (factors.norm_v(att) * (factors.norm_p(att) + factors.deviation(att) * slope)).value()
 
 
 @yudin_sqrt_n.extends(*qty.LINEAR, condition=qty.always, terms=_terms)
 def _yudin_sqrt_n_linear(att: Attention) -> Tensor:
-    return qty.norm_v(att) * (qty.norm_p(att) + _deviation(att) * qty.slope_of_scores(att))
+    return (factors.norm_v(att) * (factors.norm_p(att) + factors.deviation(att) * factors.slope_of_scores(att))).value()
 
 
 def _closed(att: Attention, radius: float, norm: str = "token") -> Tensor:
     extended = with_ones(att)
-    r = qty.radius(extended) + radius
-    return qty.norm_v(extended) * qty.count(att).sqrt() * (1 + 2 * r**2 * qty.norm_a(extended))
+    r = factors.radius(extended) + radius
+    return (factors.norm_v(att) * factors.root_count(att) * (1 + 2 * r**2 * factors.norm_a(extended))).value()
 
 
 @bound(
@@ -216,5 +216,5 @@ def yudin_closed(att: Attention) -> Tensor:
 
 @yudin_closed.extends(*qty.LINEAR, condition=qty.always, terms=_terms_closed)
 def _yudin_closed_linear(att: Attention) -> Tensor:
-    r, (q, k) = qty.radius(att), qty.pull_of_biases(att)
-    return qty.norm_v(att) * qty.count(att).sqrt() * (1 + r * (2 * qty.norm_a(att) * r + q + k))
+    r, (q, k) = factors.radius(att), factors.pull_of_biases(att)
+    return (factors.norm_v(att) * factors.root_count(att) * (1 + r * (2 * factors.norm_a(att) * r + q + k))).value()

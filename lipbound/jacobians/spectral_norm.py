@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.errors import LipboundError, UnknownNameError, nearest
+from lipbound.errors import LipboundError, UnknownNameError, is_number, nearest
 from lipbound.jacobians.gram import Gram
 from lipbound.jacobians.gram_variants import covered, gram_of
 from lipbound.jacobians.head import HeadOperator
@@ -85,7 +85,7 @@ def spectral_norm(
         raise UnknownNameError(f"unknown map {map!r}; {nearest(map, MAPS)}")
     if method not in (*METHODS, *PROOFS):
         raise UnknownNameError(f"unknown method {method!r}; {nearest(method, (*METHODS, *PROOFS))}")
-    check_arguments(method, tol, delta, max_steps)
+    check_arguments(att, method, tol, delta, max_steps)
     if map in BLOCKS and method in PROOFS:
         raise LipboundError(f"method {method!r} has no closed form of map {map!r}; use 'lanczos' with delta")
     if method == "power":  # an absolute stopping rule must see J itself, in the dtype that was given
@@ -148,14 +148,16 @@ def heads_of(op: JacobianOperator) -> HeadOperator:
     return op
 
 
-def check_arguments(method: str, tol: float, delta: float | None, max_steps: int | None) -> None:
-    """Raise LipboundError for numbers that make no sense."""
-    if not tol >= 0 or (method in PROOFS and not tol > 0):
-        raise LipboundError(f"tol is {tol}; it must be a number {'>' if method in PROOFS else '>='} 0")
-    if delta is not None and not 0 < delta < 1:
-        raise LipboundError(f"delta is {delta}; the failure probability must be between 0 and 1")
-    if max_steps is not None and max_steps < 1:
-        raise LipboundError(f"max_steps is {max_steps}; at least one step is needed")
+def check_arguments(att: object, method: str, tol: float, delta: float | None, max_steps: int | None) -> None:
+    """Raise LipboundError for what is no layer, and for numbers that make no sense."""
+    if not isinstance(att, Attention):
+        raise LipboundError(f"att is a {type(att).__name__}; spectral_norm takes one Attention, such as a layer of lipbound.capture")
+    if not is_number(tol) or tol < 0 or (method in PROOFS and tol == 0):
+        raise LipboundError(f"tol is {tol!r}; it must be a number {'>' if method in PROOFS else '>='} 0")
+    if delta is not None and not (is_number(delta) and 0 < delta < 1):
+        raise LipboundError(f"delta is {delta!r}; the failure probability must be between 0 and 1")
+    if max_steps is not None and not (is_number(max_steps) and max_steps >= 1):
+        raise LipboundError(f"max_steps is {max_steps!r}; at least one step is needed")
 
 
 def _shaped(att: Attention, map: str, norm: Norm, op: JacobianOperator, basis: Tensor | None, unit: Tensor) -> Norm:

@@ -1,44 +1,94 @@
 r"""The largest :math:`\|X^T M(P_i)\|` over the rows of an attention matrix, rounded upwards, without solving for every row."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+from lipbound.linalg.matrix_norms import UNIT, gamma
+from lipbound.linalg.upper import Upper, scaled
 
 ROWS = 4
 """Rows of each head solved for at a time."""
 ROUNDS = 8
 """Rounds after which the remaining rows keep their cheap upper values."""
 
+FLUSHED = 2.0**-120
+"""Entries of a matrix that count as zero, relative to its largest."""
 
-def weighted_deviation_norm(x: Tensor, p: Tensor) -> Tensor:
-    r""":math:`\max_i \|X^T M(P_i)\|` for inputs x (samples, N, D) and probabilities p (samples, heads, N, N): (samples, heads), float64.
+
+class Largest(NamedTuple):
+    """Of each head: the value, its row, and whether that row was solved for."""
+
+    value: Tensor
+    row: Tensor
+    solved: Tensor
+
+
+def weighted_deviation_norm(x: Tensor, p: Tensor, stretch: Tensor | None = None) -> Upper:
+    r""":math:`\max_i f_i\,\|X^T M(P_i)\|` for inputs x (samples, N, D) and probabilities p (samples, heads, N, N): (samples, heads).
 
     Every row gets a cheap upper value from a few N x N products; rows are then solved for exactly, in the order of those values, until no other row
     can be larger. Rows left over after `ROUNDS` rounds count with their upper values: the result is always an upper value, and the exact maximum when
-    the rounds suffice: Lemma 51 (docs/theory/numerics.md). Cost O(N^3 + N^2 D), and a few eigenvalue problems per head.
+    the rounds suffice: Lemma 51 (docs/theory/numerics.md); rounding is included: Lemma 92 (docs/theory/numerics.md). The derivative is that of one
+    row at a top singular pair. Cost O(N^3 + N^2 D), and a few eigenvalue problems per head.
+
+    Args:
+        stretch: f, (samples, heads, N), at least 1; what rounding of P takes, for instance. One by default.
     """
-    x = x.double()
-    x = x - x.mean(1, keepdim=True)
-    return torch.stack([_one_sample(x[s], p[s].double()) for s in range(len(x))])
+    x, e = scaled(x, (-2, -1))
+    values = []
+    for s in range(len(x)):
+        rows, factors = p[s].double(), torch.ones_like(p[s][..., 0], dtype=torch.float64) if stretch is None else stretch[s]
+        with torch.no_grad():
+            found = _one_sample(x[s], rows, factors)
+        values.append(found.value if not (x.requires_grad or rows.requires_grad) else _with_derivative(found, x[s], rows, factors))
+    return Upper.of(torch.stack(values)).shifted(e[:, 0])
 
 
-def _one_sample(x: Tensor, p: Tensor) -> Tensor:
+def _centred(x: Tensor) -> Tensor:
+    return x - x.mean(0)
+
+
+def _one_sample(x: Tensor, p: Tensor, stretch: Tensor) -> Largest:
     heads, n, _ = p.shape
-    upper = _upper_values(x, p)
-    best = torch.zeros(heads, dtype=torch.float64, device=x.device)
+    upper = (_upper_values(_centred(x), p)[0] * stretch).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    best = torch.full((heads,), -torch.inf, dtype=torch.float64, device=x.device)
+    where = torch.zeros(heads, dtype=torch.int64, device=x.device)
     active = torch.arange(heads, device=x.device)
+    distances = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist")
     for _ in range(ROUNDS):
         rows = upper[active].topk(min(ROWS, n), -1).indices
-        exact = _exact(x, p[active[:, None], rows])
+        exact = _exact(x, distances, p[active[:, None], rows]) * stretch[active[:, None], rows]
         upper[active[:, None], rows] = -torch.inf
-        best[active] = torch.maximum(best[active], exact.amax(-1))
+        top, place = exact.max(-1)
+        better = top > best[active]
+        best[active] = torch.where(better, top, best[active])
+        where[active] = torch.where(better, rows.gather(-1, place[:, None])[:, 0], where[active])
         active = active[upper[active].amax(-1) > best[active]]
         if not len(active):
             break
-    return torch.maximum(best, upper.amax(-1))
+    left, row = upper.max(-1)
+    solved = best >= left
+    return Largest(torch.where(solved, best, left), torch.where(solved, where, row), solved)
 
 
-def _upper_values(x: Tensor, p: Tensor) -> Tensor:
-    """Wolkowicz-Styan upper value of ||X^T M(P_i)|| for every row, (heads, N)."""
+def _with_derivative(found: Largest, x: Tensor, p: Tensor, stretch: Tensor) -> Tensor:
+    """The values with the derivative of the row each comes from: at a top singular pair of X^T M, or of the cheap upper value."""
+    heads = torch.arange(len(p), device=p.device)
+    rows = p[heads, found.row]
+    y = x - x[rows.detach().argmax(-1)][:, None]  # (heads, N, D)
+    z = rows[..., None] * (y - rows[:, None] @ y)
+    u, _, vh = torch.linalg.svd(z.detach(), full_matrices=False)
+    form = (u[:, None, :, 0] @ z @ vh[:, 0, :, None])[:, 0, 0]
+    if not bool(found.solved.all()):
+        form = torch.where(found.solved, form, _upper_values(_centred(x), rows[:, None])[1][:, 0])
+    form = form * stretch[heads, found.row]
+    return found.value + (form - form.detach())
+
+
+def _upper_values(x: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    """Wolkowicz-Styan upper value of ||X^T M(P_i)|| for every row, (heads, rows), and one with derivatives."""
     n, width = x.shape
     k = x @ x.T
     w = p * p
@@ -54,22 +104,30 @@ def _upper_values(x: Tensor, p: Tensor) -> Tensor:
         ((w @ (k * k)) * w).sum(-1) + 2 * wcc * total + (s * total) ** 2 - 4 * (wk * w * c).sum(-1)
         + 2 * s * (wk * w).sum(-1) + 2 * wc**2 - 4 * s * wc * total
     )  # fmt: skip
-    size = k.diagonal().amax()
-    rounding = 64 * n * torch.finfo(torch.float64).eps * size
-    t = t + rounding * total
-    f = f.clamp_min(0) + rounding * size * total**2
+    unit = gamma(4 * n + 2 * width + 60) * k.diagonal().detach().amax()
+    slack_t, slack_f = 5 * unit * total.detach(), 20 * unit * k.diagonal().detach().amax() * total.detach() ** 2
     m = min(n, width)
-    spread = torch.minimum(t / m + ((1 - 1 / m) * (f - t * t / m).clamp_min(0)).sqrt(), f.sqrt())
-    return torch.minimum(spread, t).sqrt() * (1 + 1e-12)
+    high, low, f = t + slack_t, (t - slack_t).clamp_min(0), f.clamp_min(0) + slack_f
+    room = (1 - 1 / m) * (f - low * low / m).clamp_min(0)
+    spread = high / m + torch.where(room > 0, torch.where(room > 0, room, 1.0).sqrt(), 0.0)
+    square = torch.where(spread * spread <= f, spread, torch.where(f > 0, f, 1.0).sqrt())
+    square = torch.where(square <= high, square, high) + 2.0**-1000
+    return square.detach().sqrt() * (1 + gamma(40)), square.sqrt()
 
 
-def _exact(x: Tensor, p: Tensor) -> Tensor:
+def _exact(x: Tensor, distances: Tensor, p: Tensor) -> Tensor:
     """||X^T M(p)|| of given rows p (heads, rows, N), dense: (heads, rows). Centred at each row's heaviest token, which avoids cancellation."""
-    y = x - x[p.argmax(-1)][..., None, :]
-    z = p[..., None] * (y - (p[..., None, :] @ y))
-    z = z if z.shape[-2] <= z.shape[-1] else z.mT
-    n = z.shape[-2]
-    scale = z.abs().amax((-1, -2), keepdim=True).clamp_min(1e-300)
-    z = z / scale
-    top = torch.linalg.eigvalsh(z @ z.mT)[..., -1].clamp_min(0)
-    return top.sqrt() * scale[..., 0, 0] * (1 + 8 * n * torch.finfo(torch.float64).eps)
+    n, width = x.shape
+    heaviest = p.argmax(-1)
+    lengths = p * distances[heaviest]  # at most N times as small as the columns of X^T M
+    error = gamma(n + 12) * lengths.sum(-1)
+    scale = lengths.amax(-1, keepdim=True)
+    scale = torch.where(scale > 0, scale, 1.0)
+    weights = torch.where(p * distances.amax() < FLUSHED * scale, 0.0, p / scale)  # subnormal products would take a hundred times as long
+    z = x - x[heaviest][..., None, :]
+    z.sub_(p[..., None, :] @ z).mul_(weights[..., None])
+    z = z if n <= width else z.mT
+    g = z @ z.mT
+    top = torch.linalg.eigvalsh(g)[..., -1].clamp_min(0)
+    top = top * (1 + 16 * min(n, width) * UNIT) + gamma(max(n, width) + 4) * g.diagonal(dim1=-2, dim2=-1).sum(-1)
+    return ((top.sqrt() + 4 * FLUSHED * n**0.5) * scale[..., 0] + 2 * error + 2.0**-500) * (1 + gamma(20))

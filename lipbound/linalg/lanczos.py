@@ -47,7 +47,8 @@ def lanczos(
             size = w.abs().amax(1).double().cpu()
             unit = torch.where(size > 0, 2.0 ** size.clamp_min(1e-300).log2().round(), 1.0)
             if bool((size == 0).any()) and bool((op.vjp(v.view(-1, *op.out_shape)).flatten(1).abs().amax(1).cpu()[size == 0] > 0).any()):
-                raise LipboundError(f"Jacobian products underflow {op.dtype}; use float64, or rescale the weights")
+                remedy = "use float64, or rescale the weights" if op.dtype == torch.float32 else "rescale the weights"
+                raise LipboundError(f"Jacobian products underflow {str(op.dtype).removeprefix('torch.')}; {remedy}")
         w = w / unit.to(op.device, op.dtype)[:, None]
         a_j = (w * v).sum(1, keepdim=True)
         alpha[:, j] = a_j[:, 0].double().cpu()

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lipbound.errors import LipboundError, UnknownNameError, nearest
+from lipbound.errors import LipboundError, UnknownNameError, is_number, nearest
 from lipbound.linalg.golub_kahan import golub_kahan
 from lipbound.linalg.lanczos import lanczos
 from lipbound.linalg.operators import JacobianOperator
@@ -35,13 +35,13 @@ def operator_norm(
     """
     if method not in METHODS:
         raise UnknownNameError(f"unknown method {method!r}; {nearest(method, METHODS)}")
-    if not tol >= 0:
-        raise LipboundError(f"tol is {tol}; it must be a number >= 0")
+    if not (is_number(tol) and tol >= 0):
+        raise LipboundError(f"tol is {tol!r}; it must be a number >= 0")
     if method == "dense":
         return dense_svd(op, vectors=vectors)
     steps = DEFAULT_STEPS[method] if max_steps is None else max_steps
-    if steps < 1:
-        raise LipboundError(f"max_steps is {steps}; at least one step is needed")
+    if not (is_number(steps) and steps >= 1):
+        raise LipboundError(f"max_steps is {steps!r}; at least one step is needed")
     if method == "power":
         if delta is not None:
             raise LipboundError("method 'power' gives no upper bound; use 'lanczos' or 'golub-kahan' with delta, or delta=None")

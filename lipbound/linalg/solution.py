@@ -43,6 +43,8 @@ def start_vectors(op: JacobianOperator, shape: tuple[int, ...], seed: int | Sequ
     With a sequence of seeds the batch is cut into that many equal parts, each with a generator of its own, so that a part's vectors do not
     depend on what else is in the batch.
     """
+    if not isinstance(seed, int) and not (isinstance(seed, Sequence) and all(isinstance(one, int) for one in seed)):
+        raise LipboundError(f"seed is {seed!r}; it must be an integer, or a sequence of integers, one per sample")
     seeds = [seed] if isinstance(seed, int) else list(seed)
     if not seeds or op.batch % len(seeds):
         raise LipboundError(f"{len(seeds)} seeds were given for {op.batch} norms; give one seed, or one per sample")

@@ -8,7 +8,7 @@ from scipy.linalg import eigh_tridiagonal
 from scipy.linalg.lapack import dstemr
 from torch import Tensor
 
-from lipbound.errors import LipboundError
+from lipbound.errors import LipboundError, is_number
 from lipbound.linalg.certificates import ROUNDING, excludes, log_inverse_epsilon, upper_bound
 from lipbound.linalg.operators import JacobianOperator
 from lipbound.linalg.reference_solvers import dense_svd
@@ -33,13 +33,13 @@ class StoppingRule:
 
     def __init__(self, n: int, batch: int, tol: float, delta: float | None, dtype: torch.dtype):
         self.certify = delta is not None
-        if delta is not None and not 0 < delta < 1:
-            raise LipboundError(f"delta is {delta}; the failure probability must be between 0 and 1")
+        if delta is not None and not (is_number(delta) and 0 < delta < 1):
+            raise LipboundError(f"delta is {delta!r}; the failure probability must be between 0 and 1")
         self.rounding = ROUNDING[dtype] if self.certify else 0.0
         if self.certify and tol <= self.rounding:
             raise LipboundError(
                 f"tol {tol:g} cannot be certified in {str(dtype).removeprefix('torch.')}, whose rounding takes {self.rounding:g}; "
-                "use float64 or a larger tol"
+                + ("use float64 or a larger tol" if dtype == torch.float32 else "use a larger tol")
             )
         self.log_inverse = log_inverse_epsilon(n, ESTIMATE_DELTA if delta is None else delta / max(1, batch))
         self.tol = tol

@@ -156,7 +156,7 @@ def test_deviation_norm_never_falls_short(spread: float) -> None:
     p = torch.softmax(spread * torch.randn(2, 3, 40, 40, generator=g, dtype=torch.float64), -1)
     m = torch.diag_embed(p) - p[..., :, None] * p[..., None, :]
     exact = torch.linalg.matrix_norm(x[:, None, None].mT @ m, 2).amax(-1)
-    value = weighted_deviation_norm(x, p)
+    value = weighted_deviation_norm(x, p).value()
     assert bool((value >= exact * (1 - 1e-12)).all())
     assert bool((value <= exact * 1.5).all())
     if spread == 3.0:

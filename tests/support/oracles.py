@@ -11,7 +11,7 @@ from lipbound.linalg.solution import Norm
 
 
 def encloses(norm: Norm, exact: Tensor, tol: float, error: Tensor) -> bool:
-    """Whether the ends of enclosures (or lower ends alone) hold values known to 1e-12, and are no further from them than ``tol`` and rounding ask for.
+    """Whether the ends of enclosures (or lower ends alone) hold values known to 1e-12, and are no further off than ``tol`` and rounding ask for.
 
     ``error``: how far rounding of a layer's tensors may move its norms.
     """

@@ -8,7 +8,7 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.bounds.ball.plain import BallCentre
 from lipbound.bounds.ball.variants import COVERS, VariantBallCentre
-from lipbound.bounds.entry import check_ball
+from lipbound.bounds.entry import check_radii
 from lipbound.bounds.kinds import ByKind
 from lipbound.bounds.lipbound2026.parts import TINY, times_power
 from lipbound.bounds.registry import get
@@ -69,10 +69,9 @@ def over_ball(att: Attention, radius: float | Sequence[float], *, norm: str = "t
     if "qk_norm" in att.variants:
         raise AttentionError("over_ball does not cover normalised queries and keys, whose derivative changes with the input; lipbound.attack does")
     att.only("over_ball", CENTRES.covers)
-    given = torch.as_tensor(radius, dtype=torch.float64)
-    single, radii = given.ndim == 0, given.reshape(-1).tolist()
-    for one in radii:
-        check_ball(one, norm)
+    single, radii = check_radii(radius, norm)
+    if att.cache.recording:
+        raise LipboundError("over_ball has no derivatives; call it under torch.no_grad()")
     double = att.double()
     centre = _centre(double, at)
     with torch.no_grad():

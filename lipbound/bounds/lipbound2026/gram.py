@@ -113,6 +113,7 @@ def _whole(bound: Bound, att: Attention, map: str) -> Tensor:
     condition=qty.always,
     cost="O(N^3 d_v^2), O(N^3 d_v^3) where it squares",
     costly=True,
+    differentiable=False,
     layer=_whole,
 )
 def lipbound_gram(att: Attention) -> Tensor:
