@@ -1,6 +1,6 @@
 r"""How far the float64 tensors of a layer are from those of exact arithmetic: a running error analysis, as upper values.
 
-The numbers a layer is made of are taken as exact. Every rounding between them and P is counted: Lemmas 65 to 68 (docs/theory/rounding.md).
+The numbers a layer is made of are taken as exact. Every rounding between them and P is counted: Lemmas 68 and 69 (docs/theory/rounding.md).
 """
 
 from dataclasses import dataclass

@@ -203,7 +203,7 @@ def largest_jacobian_norm(p: Tensor, stretch: Tensor | None = None) -> Tensor:
     (docs/theory/softmax.md). The derivative is that of :math:`y^T M(p_i) y` at a top eigenvector y of the row that attains the maximum.
 
     Args:
-        stretch: f, (..., N), at least 1; what rounding of p takes, for instance: Lemma 91 (docs/theory/numerics.md). One by default.
+        stretch: f, (..., N), at least 1; what rounding of p takes, for instance: Lemma 84 (docs/theory/upper_values.md). One by default.
     """
     double = normalised(p.detach())
     factor = torch.ones_like(double[..., 0]) if stretch is None else stretch.detach()

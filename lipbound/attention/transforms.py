@@ -147,7 +147,7 @@ class Transforms(Fields, ABC):
         r"""The layer in float64 with tensors of ordinary size, whose Jacobians are those of this one but for known powers of two.
 
         :math:`(x, W_Q, W_K)` and :math:`(2^a x, 2^{b-a} W_Q, 2^{-b-a} W_K)`, with biases of queries and keys times :math:`2^{\pm b}`, have one J,
-        which is linear in the values: Lemma 80 (docs/theory/upper_values.md). Biases that J does not see are dropped. Layers whose sizes lie within
+        which is linear in the values: Lemma 73 (docs/theory/upper_values.md). Biases that J does not see are dropped. Layers whose sizes lie within
         :math:`2^{\pm 16}` stay as they are, and share what is derived from them. Queries and keys that are normalised keep their size.
 
         Returns:

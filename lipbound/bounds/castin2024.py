@@ -108,7 +108,7 @@ def _castin_bias_linear(att: Attention) -> Tensor:
 
 
 def _sides(att: Attention) -> tuple[Upper, Upper]:
-    """max_i |A x_i| and max_i |A^T x_i| per (sample, head), A = scale W_Q W_K^T; from q and k without biases: Lemma 93 (docs/theory/numerics.md)."""
+    """max_i |A x_i| and max_i |A^T x_i| per (sample, head), A = scale W_Q W_K^T; without biases: Lemma 86 (docs/theory/upper_values.md)."""
 
     def make() -> tuple[Upper, Upper]:
         (x, e), (w_q, f), (w_k, h) = scaled(att.x, (-2, -1)), scaled(att.w_q, (-2, -1)), scaled(att.w_k, (-2, -1))

@@ -1,7 +1,7 @@
 """The factors that several published bounds share, as upper values with exponents of their own, each computed once per `Attention`.
 
 They are of the numbers given, whatever their dtype: everything is computed in float64 from factors brought into range by powers of two, and
-rounding is added: Lemmas 90, 91, 92 and 93 (docs/theory/numerics.md).
+rounding is added: Lemmas 83, 91, 92 and 93 (docs/theory/numerics.md).
 """
 
 import math
@@ -98,7 +98,7 @@ def norm_a(att: Attention) -> Upper:
 
 
 def product(a: Tensor, b: Tensor) -> Upper:
-    """||a b^T|| of a (..., m, d) and b (..., m, d) without forming it: Lemma 93 (docs/theory/numerics.md)."""
+    """||a b^T|| of a (..., m, d) and b (..., m, d) without forming it: Lemma 86 (docs/theory/upper_values.md)."""
     (a, e), (b, f) = scaled(a, (-2, -1)), scaled(b, (-2, -1))
     tall = a.shape[-2] > a.shape[-1]
     r_a, r_b = (torch.linalg.qr(t.detach(), mode="r").R if tall else t.detach() for t in (a, b))

@@ -1,5 +1,6 @@
 """Exact local Lipschitz constants: the spectral norm of the Jacobian of every head, or of a whole layer."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -19,7 +20,7 @@ from lipbound.jacobians.multihead import LayerJacobian
 from lipbound.jacobians.residual_block import BlockJacobian
 from lipbound.jacobians.rounding import folding_error, map_roundoff, roundoff
 from lipbound.linalg import deterministic
-from lipbound.linalg.enclosure import enclose, estimate, widened
+from lipbound.linalg.enclosures.enclose import enclose, estimate, widened
 from lipbound.linalg.operator_norm import DEFAULT_STEPS, METHODS, operator_norm
 from lipbound.linalg.operators import JacobianOperator, Roundoff
 from lipbound.linalg.reference_solvers import dense_svd
@@ -88,11 +89,8 @@ def spectral_norm(
     check_arguments(att, method, tol, delta, max_steps)
     if map in BLOCKS and method in PROOFS:
         raise LipboundError(f"method {method!r} has no closed form of map {map!r}; use 'lanczos' with delta")
-    if method == "power":  # an absolute stopping rule must see J itself, in the dtype that was given
-        attention, basis = att.fold_output() if map == "head_out" else (att, None)
-        op = _operator(attention, map)
-        norm = operator_norm(op, method=method, tol=tol, delta=delta, vectors=vectors, seed=seed, max_steps=max_steps)
-        return _shaped(att, map, norm, op, basis, torch.ones(att.heads, dtype=torch.float64))
+    if method == "power":
+        return _power(att, map, tol, delta, vectors, seed, max_steps)
     wide = Measured(att.double(), map)
     if method in PROOFS:
         norm = PROOFS[method](wide.op, _grams(wide.attention, map), tol=tol, seed=seed, vectors=vectors)
@@ -101,43 +99,49 @@ def spectral_norm(
         norm = dense_svd(wide.op, vectors=vectors)
         norm = widened(norm, wide.roundoff.tensors + wide.roundoff.products, tol)
     else:
-        op = wide.op if att.dtype == torch.float64 else Measured(att, map).op
+        op = wide.op if att.dtype == torch.float64 or wide.known is not None else Measured(att, map).op
         steps = DEFAULT_STEPS[method] if max_steps is None else max_steps
         with torch.no_grad():
-            norm = (
-                estimate(wide.op, wide.roundoff, op, method=method, tol=tol, seed=seed, max_steps=steps, vectors=vectors)
-                if delta is None
-                else enclose(wide.op, wide.roundoff, op, tol=tol, delta=delta, seed=seed, max_steps=steps, vectors=vectors)
-            )
-    return _shaped(att, map, norm, wide.op, wide.basis, wide.unit)
+            if delta is None:
+                norm = estimate(wide.op, wide.roundoff, op, method=method, tol=tol, seed=seed, max_steps=steps, vectors=vectors)
+            else:
+                norm = enclose(wide.op, wide.roundoff, op, tol=tol, delta=delta, seed=seed, max_steps=steps, vectors=vectors)
+    return _shaped(att, norm, wide)
 
 
 class Measured:
-    """A layer whose map is measured: in units in which values are of size one, with the output projection folded in where the map has it.
+    """A layer whose map is measured: in units in which its tensors are of ordinary size, with the output projection folded in where the map has it.
 
     Attributes:
-        attention: the layer. unit: what its norms are to be multiplied with, (heads,).
+        attention: the layer. op: its Jacobian.
+        exponents: of the powers of two that its norms are to be multiplied with, (heads,).
+        known: whether the layer could be brought into these units exactly, (samples, heads) bool, or None where it always can.
         basis: (heads, D_out, r) of the outputs of "head_out", or None.
-        op: its Jacobian.
     """
 
+    basis: Tensor | None
+
     def __init__(self, att: Attention, map: str):
-        self.map = map
-        before, (att, self.basis) = att, (att.fold_output() if map == "head_out" else (att, None))
-        self.unit = torch.ones(att.heads, dtype=torch.float64)
-        if map not in BLOCKS:  # the identity of a residual must be seen in its own units
-            att, self.unit = att.unit_values(together=map in WHOLE)
+        self.map, self.known, before = map, None, att
+        att, self.basis = att.fold_output() if map == "head_out" else (att, None)
+        self.folded = None if self.basis is None else folding_error(before, self.basis, att.w_v)
+        self.exponents = torch.zeros(att.heads, dtype=torch.long)
+        if map in ("head", "head_out") and att.dtype == torch.float64 and att.ordinary() is None:
+            att, exponents, self.known = att.unit_scales()
+            self.exponents = exponents.cpu()
+        elif map not in BLOCKS:  # the identity of a residual must be seen in its own units
+            att, unit = att.unit_values(together=map in WHOLE)
+            self.exponents = unit.cpu().log2().round().long()
         self.attention, self.op = att, _operator(att, map)
-        self._folded = None if self.basis is None else folding_error(before, self.basis, self.attention.w_v * self.unit.to(att.device)[:, None, None])
 
     @cached_property
     def roundoff(self) -> Roundoff:
         """Of a float64 layer."""
         heads = heads_of(self.op)
-        if self._folded is None:
+        if self.folded is None:
             return map_roundoff(self.attention, heads, self.map)
-        loose, skew = self._folded
-        return roundoff(self.attention, heads, loose=loose / self.unit.to(loose.device), skew=skew)
+        loose, skew = self.folded
+        return roundoff(self.attention, heads, loose=times_power(loose, -self.exponents.to(loose.device)), skew=skew)
 
 
 def heads_of(op: JacobianOperator) -> HeadOperator:
@@ -160,18 +164,39 @@ def check_arguments(att: object, method: str, tol: float, delta: float | None, m
         raise LipboundError(f"max_steps is {max_steps!r}; at least one step is needed")
 
 
-def _shaped(att: Attention, map: str, norm: Norm, op: JacobianOperator, basis: Tensor | None, unit: Tensor) -> Norm:
+def _power(att: Attention, map: str, tol: float, delta: float | None, vectors: bool, seed: int | Sequence[int], max_steps: int | None) -> Norm:
+    """Power iteration, whose absolute stopping rule must see J itself, in the dtype that was given."""
+    plain = Measured.__new__(Measured)
+    plain.attention, plain.basis = att.fold_output() if map == "head_out" else (att, None)
+    plain.map, plain.known, plain.exponents = map, None, torch.zeros(att.heads, dtype=torch.long)
+    plain.op = _operator(plain.attention, map)
+    norm = operator_norm(plain.op, method="power", tol=tol, delta=delta, vectors=vectors, seed=seed, max_steps=max_steps)
+    return _shaped(att, norm, plain)
+
+
+def _shaped(att: Attention, norm: Norm, measured: Measured) -> Norm:
     """Norms and vectors as they are returned: (samples, heads) or (samples,), in the units and coordinates of the layer."""
-    if map in WHOLE:
-        return _scale(norm, unit.cpu()[0])
-    norm = _scale(norm.view(att.samples, att.heads), unit.cpu())
+    op, basis, exponents = measured.op, measured.basis, measured.exponents
+    if measured.map in WHOLE:
+        return _cast(_scale(norm, exponents[0]), att.dtype)
+    norm = _scale(norm.view(att.samples, att.heads), exponents)
+    if measured.known is not None:
+        known = measured.known.cpu()
+        unknown = {"lower": 0.0, "upper": math.inf, "error": math.inf, "converged": False}
+        norm = replace(norm, **{name: torch.where(known, getattr(norm, name), value) for name, value in unknown.items()})
     if norm.left is None or norm.right is None:
         return norm
     left = norm.left.view(att.samples, att.heads, *op.out_shape)
     if basis is not None:
         left = left @ basis.mT
     assert isinstance(op, HeadOperator)
-    return replace(norm, left=left, right=op.lift(norm.right).view(att.samples, att.heads, att.tokens, -1))
+    return _cast(replace(norm, left=left, right=op.lift(norm.right).view(att.samples, att.heads, att.tokens, -1)), att.dtype)
+
+
+def _cast(norm: Norm, dtype: torch.dtype) -> Norm:
+    """With singular vectors in a dtype."""
+    left, right = (None if t is None else t.to(dtype) for t in (norm.left, norm.right))
+    return replace(norm, left=left, right=right)
 
 
 def _operator(att: Attention, map: str) -> JacobianOperator:
@@ -195,8 +220,18 @@ def l2_spectral_norm(att: Attention, *, tol: float = 1e-4, delta: float | None =
     This is the map that Kim et al. 2021 bound; it is not the head of the checkpoint.
     """
     scaled, unit = att.double().unit_values()
-    return _scale(operator_norm(L2HeadJacobian(scaled), tol=tol, delta=delta, seed=seed).view(att.samples, att.heads), unit.cpu())
+    norm = operator_norm(L2HeadJacobian(scaled), tol=tol, delta=delta, seed=seed).view(att.samples, att.heads)
+    return _scale(norm, unit.cpu().log2().round().long())
 
 
-def _scale(norm: Norm, unit: Tensor) -> Norm:
-    return replace(norm, lower=norm.lower * unit, upper=norm.upper * unit)
+def times_power(value: Tensor, exponents: Tensor) -> Tensor:
+    """Numbers times 2 to ``exponents``, in two steps, of which none leaves the range unless the result does."""
+    half = exponents // 2
+    return value * torch.ldexp(torch.ones_like(value), half) * torch.ldexp(torch.ones_like(value), exponents - half)
+
+
+def _scale(norm: Norm, exponents: Tensor) -> Norm:
+    """Ends times powers of two; near the end of the range, where that rounds, outwards."""
+    lower, upper = times_power(norm.lower, exponents), times_power(norm.upper, exponents)
+    lower, upper = torch.where(lower < 1e-300, 0.0, lower), torch.where((upper > 0) & (upper < 1e-300), upper + 1e-307, upper)
+    return replace(norm, lower=lower, upper=upper)

@@ -32,7 +32,7 @@ class Tangents:
         return out if right is None else out @ right
 
     def factor(self, a: str, tokens: slice | Tensor) -> Tensor:
-        """F_i for which F_i F_i^T is D^a_i D^a_i^T or a little more, for some tokens, (n or 1, d_a, r): Lemma 83 (docs/theory/upper_values.md)."""
+        """F_i for which F_i F_i^T is D^a_i D^a_i^T or a little more, for some tokens, (n or 1, d_a, r): Lemma 76 (docs/theory/upper_values.md)."""
         w, g, left = self._w[a], self._direction(a, tokens), self._matrices(a, tokens)
         out = upper_factor(w)[0].mT[None] if g is None else torch.cat([w.mT.expand(len(g), -1, -1), g[:, None]], 1)
         return out if left is None else left.mT @ out

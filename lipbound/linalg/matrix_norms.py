@@ -46,7 +46,7 @@ def matrix_norm(w: Tensor) -> Tensor:
     """Spectral norms of the last two axes: (..., m, n) -> (...), float64.
 
     The largest eigenvalue of the Gram matrix of the shorter side, proved by `symmetric_norm`, and the rounding of that matrix:
-    Lemma 82 (docs/theory/upper_values.md). The derivative is that of ``|w v|`` at a top singular vector v.
+    Lemma 75 (docs/theory/upper_values.md). The derivative is that of ``|w v|`` at a top singular vector v.
     """
     w = w.double()
     fixed, largest, bad = largest_entry(w.detach())
@@ -72,7 +72,7 @@ def _with_derivative(value: Tensor, form: Tensor) -> Tensor:
 def upper_factor(w: Tensor) -> tuple[Tensor, Tensor]:
     r"""Small F and a number r >= 0 with :math:`w^T w \preceq F^T F \preceq w^T w + r I` for w (..., m, n): (..., min(m, n), n) and (...), float64.
 
-    Hence :math:`|F y| \ge |w y|` for every y, and :math:`\|M F^T\| \ge \|M w^T\|` for every M: Lemma 83 (docs/theory/upper_values.md). w itself
+    Hence :math:`|F y| \ge |w y|` for every y, and :math:`\|M F^T\| \ge \|M w^T\|` for every M: Lemma 76 (docs/theory/upper_values.md). w itself
     where it is small, or where gradients are wanted, which QR has not at every w. r is about 1e-12 of :math:`\|w\|_F^2`.
     """
     w = w.double()
@@ -92,7 +92,7 @@ def upper_factor(w: Tensor) -> tuple[Tensor, Tensor]:
 def product_norm(a: Tensor, b: Tensor) -> Tensor:
     """Spectral norms of ``a @ b^T`` for tall a (..., m, d) and b (..., n, d), without forming it: (...), float64.
 
-    The norm of the product of two `upper_factor`, and its rounding: Lemma 83 (docs/theory/upper_values.md).
+    The norm of the product of two `upper_factor`, and its rounding: Lemma 76 (docs/theory/upper_values.md).
     """
     sizes = [power_of_two(w.detach().double().abs().amax((-1, -2), keepdim=True)) for w in (a, b)]
     f_a, f_b = (upper_factor(w.double() / size)[0] for w, size in zip((a, b), sizes, strict=True))
@@ -138,7 +138,7 @@ def block_norm(b: Tensor, *, squarings: int = 2) -> Tensor:
 def symmetric_norm(g: Tensor) -> Tensor:
     """Largest eigenvalues of symmetric matrices (..., n, n), rounded upwards, zero at least: (...), float64; the lower triangle counts.
 
-    What an eigensolver finds is enlarged until a Cholesky decomposition proves it, whose rounding is added: Lemma 81 (docs/theory/upper_values.md).
+    What an eigensolver finds is enlarged until a Cholesky decomposition proves it, whose rounding is added: Lemma 74 (docs/theory/upper_values.md).
     The derivative is that of ``x^T g x`` at a top eigenvector x.
     """
     g = g.double()

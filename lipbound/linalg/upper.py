@@ -32,7 +32,7 @@ def exponents(t: Tensor, dims: int | tuple[int, ...] | None = None) -> Tensor:
 
 
 class Upper:
-    """Upper values :math:`m\\,2^e` of real numbers >= 0, element by element. Lemma 90 (docs/theory/numerics.md).
+    """Upper values :math:`m\\,2^e` of real numbers >= 0, element by element. Lemma 83 (docs/theory/upper_values.md).
 
     Every operation rounds upwards. What is no number is infinite; zero times infinity is zero, as zeros are exact and infinity stands for a
     number that is not known. Derivatives are those of the mantissas; of equal numbers `max` and `maximum` follow one.

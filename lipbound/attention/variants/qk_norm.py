@@ -73,15 +73,15 @@ class QKNorm:
         return out if self.bias is None else out + self.bias.double()[:, None]
 
     def rounded(self, x: Tensor, y: Tensor, before: Passing) -> Passing:
-        """As `Variant.rounded`: Lemma 67 (docs/theory/rounding.md)."""
+        """As `Variant.rounded`: Lemma 69 (docs/theory/rounding.md)."""
         gain = self.gain.double().abs().amax(-1)[:, None]
         size, length = self.sizes(x, y)[..., 0], torch.linalg.vector_norm(y, dim=-1)
         if self.over is None:
             n, shared, error, reach = y.shape[-1], length, before.error, torch.zeros(())
         else:
-            w, b = (t if t is None else t.double() for t in self.over)
+            w, b = self.over[0].double(), self.over[1]
             n, reach = w.shape[1], torch.linalg.matrix_norm(w)
-            bias = 0.0 if b is None else torch.linalg.vector_norm(b)
+            bias = 0.0 if b is None else torch.linalg.vector_norm(b.double())
             shared = torch.linalg.vector_norm(self.together(x), dim=-1)[:, None]
             error = ((2 * (len(w) + 4) * UNIT) * (torch.linalg.vector_norm(x.double(), dim=-1) * reach + bias))[:, None]
         off = error / (size * n**0.5) + (n + 8) * UNIT  # relative error of the size
@@ -92,9 +92,9 @@ class QKNorm:
         slope = gain / size * (before.slope + unit * reach / n**0.5)
         slope_error = gain / size * ((1 + off) * before.slope_error + (off + turned + 16 * UNIT) * before.slope)
         if self.over is not None:
-            slope_error = slope_error + gain / size * reach / n**0.5 * (
-                unit_error * (1 + off) + unit * (error / (size * n**0.5) + off * shared / (size * n**0.5) + off + (n + len(w) + 16) * UNIT)
-            )
+            sums = (n + x.shape[-1] + 16) * UNIT
+            turn = unit_error * (1 + off) + unit * (error / (size * n**0.5) + off * shared / (size * n**0.5) + off + sums)
+            slope_error = slope_error + gain / size * reach / n**0.5 * turn
         bias = 0.0 if self.bias is None else self.bias.double().abs().amax(-1)[:, None] * self.bias.shape[1] ** 0.5
         return Passing(gain * unit_error + 8 * UNIT * (gain * unit + bias), slope, slope_error)
 

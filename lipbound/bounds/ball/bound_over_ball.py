@@ -80,7 +80,7 @@ def over_ball(att: Attention, radius: float | Sequence[float], *, norm: str = "t
 
 
 def _sample(att: Attention, radii: list[float], norm: str, centre: Tensor) -> Tensor:
-    """The bound at one unpadded sample of a float64 layer, (heads, radii), through its copy of ordinary size: Lemma 80
+    """The bound at one unpadded sample of a float64 layer, (heads, radii), through its copy of ordinary size: Lemma 73
     (docs/theory/upper_values.md)."""
     one, exponents, exact = att.unit_scales()
     sizes = [torch.frexp(t.x.abs().amax()) for t in (one, att)]

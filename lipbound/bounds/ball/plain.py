@@ -93,7 +93,7 @@ def _covariance_norm(p: Tensor, v: Tensor) -> Tensor:
 
 
 class CentreErrors:
-    """What rounding may have taken from the quantities of `BallCentre`, as upper values: Lemma 89 (docs/theory/upper_values.md).
+    """What rounding may have taken from the quantities of `BallCentre`, as upper values: Lemma 82 (docs/theory/upper_values.md).
 
     Attributes:
         scores, p: absolute error of differences of scores, relative of P, (heads, N, 1). u, d, f, b, cov_v, cov_k: as there, broadcastable to them.

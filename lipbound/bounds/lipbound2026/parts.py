@@ -1,7 +1,7 @@
 r"""The norms of the parts of the blocks of J, which our bounds on plain heads are made of.
 
 They are upper values in real arithmetic: what rounding may have taken from a difference is added to it, and what it takes from sums and products of
-numbers >= 0 is put back by one factor at the end: Lemmas 84, 85 and 86 (docs/theory/upper_values.md).
+numbers >= 0 is put back by one factor at the end: Lemmas 77, 85 and 86 (docs/theory/upper_values.md).
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ def in_chunks(att: Attention, values: Callable[[Attention, int, slice], Tensor])
 
     ``values`` are of one sample of a float64 layer of ordinary size (`lipbound.attention.transforms.Transforms.unit_scales`), and upper values but
     for `positive_slack`. To them comes what rounding has left in the layer's P, q, k and v, and what underflow may hide. What cannot be evaluated is
-    infinite. Proof: Lemma 87 (docs/theory/upper_values.md).
+    infinite. Proof: Lemma 80 (docs/theory/upper_values.md).
     """
     heads = max(1, int(CHUNK // (8 * att.tokens * max(att.d_v * max(att.d, att.d_v), att.tokens))))
     rows = []
@@ -86,7 +86,7 @@ def samples_of(att: Attention) -> Iterator[Sample]:
 def distance_of_tensors(one: Attention, e: TensorErrors) -> Tensor:
     r"""An upper value of :math:`\|J - \hat J\|`, (heads,), of one sample: J at the given numbers, J-hat of the float64 tensors made of them.
 
-    Lemma 69 (docs/theory/rounding.md), whose lengths are those of the three parts of J. Infinite where nothing can be said.
+    Lemma 70 (docs/theory/rounding.md), whose lengths are those of the three parts of J. Infinite where nothing can be said.
     """
     p, n, c = one.p[0], one.tokens, abs(one.scale)
     value, key = (MARGIN * (p @ (t[0] ** 2)[..., None])[..., 0].clamp_min(0).sqrt() for t in (e.v, e.k))
@@ -109,7 +109,7 @@ def times_power(value: Tensor, exponents: Tensor) -> Tensor:
 
 
 def positive_slack(att: Attention) -> float:
-    """What a number from sums, products, roots and minima of numbers >= 0 may lack of its exact value, relative: Lemma 84
+    """What a number from sums, products, roots and minima of numbers >= 0 may lack of its exact value, relative: Lemma 77
     (docs/theory/upper_values.md)."""
     return gamma(6 * (att.tokens + att.x.shape[2] + 2 * att.d + 2 * att.d_v) + 400)
 

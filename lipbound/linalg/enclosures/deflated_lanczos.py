@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lipbound.linalg.certificates import log_inverse_epsilon
+from lipbound.linalg.enclosures.residual_certificate import Recurrences, excluded, smallest_excluded
+from lipbound.linalg.enclosures.verified import UNIT, Bordered
 from lipbound.linalg.operators import JacobianOperator, Roundoff
-from lipbound.linalg.residual_certificate import Recurrences, excluded, smallest_excluded
-from lipbound.linalg.verified import UNIT, Bordered
 
 LOOK = 2
 """Steps between two looks at the recurrences."""
@@ -35,7 +35,7 @@ def deflated_bound(
 ) -> Deflated:
     r"""Upper bounds on :math:`\|(I - QQ^T)\,G\,(I - QQ^T)\|`, Q orthonormalising ``small.z``: ``target`` (batch,) where that can be shown.
 
-    Lemma 62 (docs/theory/certificates.md). Each fails with probability ``delta`` at most. Where the target cannot be shown, the smallest number
+    Lemma 65 (docs/theory/rounding.md). Each fails with probability ``delta`` at most. Where the target cannot be shown, the smallest number
     that can, or infinity.
     """
     n, r = math.prod(op.out_shape), small.z.shape[1]

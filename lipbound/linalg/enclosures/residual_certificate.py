@@ -5,15 +5,15 @@ Let B be symmetric positive semi-definite, :math:`v_1, \dots, v_k` *any* stored 
 
 .. math:: x \cdot v_1 = x^T R\,y(\varphi),\qquad y(\varphi) = (\varphi - T)^{-1} e_1 \ge 0,
 
-so that a random :math:`v_1` rules out every :math:`\varphi` with :math:`\sum_j y_j |R_j| < \varepsilon`: Lemma 62 (docs/theory/certificates.md).
+so that a random :math:`v_1` rules out every :math:`\varphi` with :math:`\sum_j y_j |R_j| < \varepsilon`: Lemma 65 (docs/theory/rounding.md).
 float64 arrays of numpy, a few numbers for every norm.
 """
 
 import numpy as np
 
+from lipbound.linalg.enclosures.verified import UNIT, Bordered
 from lipbound.linalg.operators import Roundoff
 from lipbound.linalg.stopping import top_eigenpairs
-from lipbound.linalg.verified import UNIT, Bordered
 
 Array = np.ndarray
 
@@ -53,7 +53,7 @@ class Recurrences:
         if not (np.isfinite(self.alpha[index, :k]).all() and np.isfinite(self.beta[index, :k]).all()):
             return ~(np.isfinite(self.alpha[index, :k]).all(1) & np.isfinite(self.beta[index, :k]).all(1))
         top, s = top_eigenpairs(self.alpha[index, :k], self.beta[index, :k])
-        return (top >= target) & (self.beta[index, k - 1] * np.abs(s[:, -1]) <= residual * top)
+        return np.asarray((top >= target) & (self.beta[index, k - 1] * np.abs(s[:, -1]) <= residual * top))
 
     def ritz(self, i: int, k: int, count: int) -> Array:
         """Coordinates of the largest Ritz vectors of run i after k steps, (count, k)."""
@@ -71,7 +71,7 @@ def _missed(rows: Recurrences, index: Array, steps: Array, x: Array) -> tuple[Ar
     r"""Upper values of :math:`\sum_j y_j(x) |R_j|`, infinite where x is not beyond the Ritz values, and what the last vector has in it."""
     alpha, beta = rows.alpha[index], rows.beta[index]
     with np.errstate(all="ignore"):
-        # G is at most this much larger than B, if B is as large as x (Lemma 62)
+        # G is at most this much larger than B, if B is as large as x (Lemma 65)
         whole = np.minimum(rows.size[index] / x, np.maximum(rows.top[index] / x, 1.0) + rows.off[index] / x) * x
         p = rows.products[index]
         same = 2 * np.sqrt(whole) * p + p * p

@@ -3,7 +3,8 @@ r"""Two-sided bounds on the norms of a batch of operators, with every rounding i
 A search finds vectors Z near the top. What they show from below is a quotient of stored vectors. From above: with Q an orthonormal basis of Z the
 largest eigenvalue of :math:`G = J J^T` is that of a small matrix bordered by :math:`\varphi \ge \|(I - QQ^T)\,G\,(I - QQ^T)\|` (Lemma 44,
 docs/theory/certificates.md), and a Lanczos run of its own, from a random start that Z knows nothing of, certifies such a :math:`\varphi`
-(Lemma 62, `lipbound.linalg.deflated_lanczos`). It need not be sharp: what it leaves is multiplied by the squared residual of Z.
+(Lemma 65, docs/theory/rounding.md, `lipbound.linalg.enclosures.deflated_lanczos`).
+It need not be sharp: what it leaves is multiplied by the squared residual of Z.
 """
 
 import math
@@ -15,13 +16,13 @@ import torch
 from torch import Tensor
 
 from lipbound.errors import LipboundError
-from lipbound.linalg.deflated_lanczos import deflated_bound
+from lipbound.linalg.enclosures.deflated_lanczos import deflated_bound
+from lipbound.linalg.enclosures.ritz import ritz_search
+from lipbound.linalg.enclosures.verified import UNIT, bordered, largest_eigenvalue
 from lipbound.linalg.golub_kahan import golub_kahan
 from lipbound.linalg.lanczos import lanczos
 from lipbound.linalg.operators import JacobianOperator, Roundoff
-from lipbound.linalg.ritz import ritz_search
 from lipbound.linalg.solution import Norm, unit_vectors
-from lipbound.linalg.verified import UNIT, bordered, largest_eigenvalue
 
 VECTORS = 2
 """How many Ritz vectors are deflated at first."""

@@ -1,4 +1,4 @@
-"""Vectors near the top of a batch of operators, found fast: what `lipbound.linalg.enclosure` starts from. They need not be right, only good."""
+"""Vectors near the top of a batch of operators, found fast, which `lipbound.linalg.enclosures.enclose` starts from: not right, only good."""
 
 import math
 from collections.abc import Sequence
@@ -43,7 +43,8 @@ def ritz_search(op: JacobianOperator, *, count: int, residual: float, max_steps:
         v = w / b.clamp_min(torch.finfo(op.dtype).tiny)[:, None]
         if j + 1 < count and j + 1 < limit:
             continue
-        stop, turns = np.ones(len(active), dtype=bool), []
+        stop = np.ones(len(active), dtype=bool)
+        turns: list[np.ndarray | None] = []
         for i in range(len(active)):
             a, c = alpha[i, : j + 1], beta[i, : j + 1]
             if not (np.isfinite(a).all() and np.isfinite(c).all()):
@@ -52,10 +53,11 @@ def ritz_search(op: JacobianOperator, *, count: int, residual: float, max_steps:
             values, s = np.linalg.eigh(np.diag(a) + np.diag(c[:-1], 1) + np.diag(c[:-1], -1))
             stop[i] = j + 1 == limit or c[-1] * abs(s[-1, -1]) <= residual * values[-1] or c[-1] <= 1e-6 * residual * np.abs(a).max()
             turns.append(s[:, ::-1][:, :count].T)
-        for i in np.flatnonzero(stop):
+        for i in np.flatnonzero(stop).tolist():
             spent[active[i]] = j + 1
-            if turns[i] is not None:
-                vectors = torch.from_numpy(turns[i].copy()).to(basis) @ basis[i, : j + 1]
+            turn = turns[i]
+            if turn is not None:
+                vectors = torch.from_numpy(turn.copy()).to(basis) @ basis[i, : j + 1]
                 found[int(active[i]), : len(vectors)] = vectors
         keep = torch.from_numpy(np.flatnonzero(~stop))
         if not len(keep):

@@ -12,9 +12,8 @@ UNIT = 2.0**-53
 
 
 def largest_eigenvalue(g: Tensor) -> tuple[float, float, Tensor]:
-    """Bounds on the largest eigenvalue of a symmetric float64 matrix (n, n), and a unit vector (n,) near its eigenvector: Lemma 64.
-
-    (docs/theory/certificates.md): a computed decomposition is checked, not trusted.
+    """Bounds on the largest eigenvalue of a symmetric float64 matrix (n, n), and a unit vector (n,) near its eigenvector: Lemma 67
+    (docs/theory/rounding.md). A computed decomposition is checked, not trusted.
     """
     n = len(g)
     scale = float(g.abs().amax())
@@ -40,8 +39,8 @@ class Bordered:
     Attributes:
         z: (batch, r, n), nearly orthonormal rows. skew: bound on the norm of z z^T - I.
         values, turn: eigenvalues of T, ascending, and their vectors, (batch, r) and (batch, r, r). r_c: in their basis, (batch, r, r).
-        fixed, rate: T is off by at most ``fixed + 2 rate |J^T z|``, T and R_C together by ``2 fixed + rate (3 |J^T z| + |J|)``: Lemma 63
-            (docs/theory/certificates.md).
+        fixed, rate: T is off by at most ``fixed + 2 rate |J^T z|``, T and R_C together by ``2 fixed + rate (3 |J^T z| + |J|)``: Lemma 66
+            (docs/theory/rounding.md).
     """
 
     z: Tensor
@@ -91,10 +90,7 @@ class Bordered:
 
 
 def bordered(z: Tensor, y: Tensor, roundoff: Roundoff) -> Bordered:
-    """From vectors z (batch, r, n) with nearly orthonormal rows and their computed images y = G z, both in float64: Lemma 63.
-
-    (docs/theory/certificates.md)
-    """
+    """From vectors z (batch, r, n) with nearly orthonormal rows and their computed images y = G z, both in float64: Lemma 66 (docs/theory/rounding.md)."""
     r, n = z.shape[1:]
     y = torch.nan_to_num(y)
     t = z @ y.mT
