@@ -112,14 +112,21 @@ def block_norm(b: Tensor, *, squarings: int = 2) -> Tensor:
     eigenvalue: Lemma 47 (docs/theory/numerics.md) is taken of the power and rooted back. An upper value for every number of squarings; each of them
     halves the logarithm of the excess.
 
-    Small blocks are multiplied in float32, unless a derivative is wanted. The rounding error (about 1e-4 for k = 32, Lemma 48
+    Small blocks are multiplied in float32, derivatives formed in float64. The rounding error (about 1e-4 for k = 32, Lemma 48
     (docs/theory/numerics.md)) is added to the result; where it would exceed 2e-3, products are in float64.
     """
     b = b if b.shape[-2] <= b.shape[-1] else b.mT
     k, m = b.shape[-2:]
     slack = k * (2 * m + 2 * k + 20)
     small = slack * torch.finfo(torch.float32).eps / 2 <= 2e-3 and squarings <= 2 and k * m <= 10_000
-    work = torch.float32 if small and reproducible_float32() and not b.requires_grad else torch.float64
+    work = torch.float32 if small and reproducible_float32() else torch.float64
+    value = _squared_norm(b.detach(), squarings, work) * (1 + slack * torch.finfo(work).eps / 2)
+    return _with_derivative(value, _squared_norm(b, squarings, torch.float64)) if b.requires_grad else value
+
+
+def _squared_norm(b: Tensor, squarings: int, work: torch.dtype) -> Tensor:
+    """`block_norm` of matrices with no more rows than columns, before what is added for rounding."""
+    k, m = b.shape[-2:]
     size = b.detach().abs().amax((-1, -2), keepdim=True).double()
     b = (b / size.clamp_min(1e-290)).to(work)  # entries are at most 1: powers stay in range
     g = b @ b.mT
@@ -131,8 +138,7 @@ def block_norm(b: Tensor, *, squarings: int = 2) -> Tensor:
     spread = (f - t * t / k).clamp_min(0) + 32 * k * unit * f  # the difference cancels
     top = torch.minimum(t / k + ((1 - 1 / k) * spread).clamp_min(1e-300).sqrt(), (f * (1 + 2 * (k + 4) * unit)).clamp_min(1e-300).sqrt())
     size = size[..., 0, 0]
-    value = torch.where(size <= 1e-290, (k * m) ** 0.5 * size, top ** (0.5 / 2**squarings) * size)  # near the end of the range, Frobenius
-    return value * (1 + slack * unit)
+    return torch.where(size <= 1e-290, (k * m) ** 0.5 * size, top ** (0.5 / 2**squarings) * size)  # near the end of the range, Frobenius
 
 
 def symmetric_norm(g: Tensor) -> Tensor:
@@ -173,30 +179,23 @@ def nonnegative_norm(p: Tensor, *, rtol: float = 1e-6, max_steps: int = 40) -> T
     eigensolver proposes a value that `symmetric_norm` proves.
 
     The derivative is that of the norm at a top singular pair, :math:`u^T\,dP\,y` with :math:`u \propto P y`; where it is wanted, y is an eigenvector
-    of B to rounding, and the value is as near.
+    of B to rounding.
     """
     flat, largest, bad = largest_entry(p.reshape(-1, *p.shape[-2:]).double())
     with torch.no_grad():
         size = power_of_two(largest)  # squares of the entries must stay in range
         unit = flat.detach() / size[:, None, None]
         upper = _collatz_wielandt(unit, rtol, max_steps)
-        if p.requires_grad:
-            y = _perron(unit)
-            upper = torch.minimum(upper, _ratio(unit, y.clamp_min(1e-14)))
         upper = (upper * size * (1 + 4 * UNIT)).masked_fill(bad, torch.nan)
     if p.requires_grad:
+        y = _perron(unit)
         u = unit @ y
         u = u / u.norm(dim=1, keepdim=True).clamp_min(1e-300)
         upper = _with_derivative(upper, (u * (flat @ y)).sum((-1, -2)))
     return upper.view(p.shape[:-2])
 
 
-def _ratio(p: Tensor, y: Tensor) -> Tensor:
-    """Upper values of the norms of p (batch, n, n) from vectors y > 0 (batch, n, 1), rounding included."""
-    n = p.shape[-1]
-    return ((p.mT @ (p @ y)) / y).amax((-1, -2)).sqrt() * (1 + 8 * n * UNIT)
-
-
+@torch.no_grad()
 def _perron(p: Tensor) -> Tensor:
     """Unit vectors y >= 0 at which B = p^T p has its largest eigenvalue, (batch, n, n) -> (batch, n, 1)."""
     if p.shape[-1] <= LARGEST_DENSE_EIG:
