@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.masking import BLOCKED, four_axes
-from lipbound.attention.variants.base import UNIT, Passing, Side
+from lipbound.attention.variants.base import UNIT, Passing, Side, Variant
 
 MARGIN = 1 + 1e-6
 """The upper values are sums and products of at most some thousand numbers >= 0, each rounded: that moves them by less than this factor."""
@@ -73,8 +73,10 @@ def _tensor_errors(att: Attention) -> TensorErrors:
         score, own_slope = step.rounded_scores(score, reach)
         slope = slope + own_slope
     constant = _constants(att, reach)
+    moved = any(type(step).scores is not Variant.scores for step in att.scoring.steps)
+    spread = VANISHED if moved else (reach + constant).clamp_max(VANISHED)
     # adding the mask, where there is one, and taking differences from the largest
-    score = score + 2 * UNIT * (constant + reach) * (constant > 0) + 4 * UNIT * (reach + constant).clamp_max(VANISHED)
+    score = score + 2 * UNIT * (constant + reach) * (constant > 0) + 4 * UNIT * spread
     p = torch.expm1(2 * score) + (2 * n + 64) * UNIT
     return TensorErrors(*every, *(_upper(t, att.valid) for t in (score, p, (1 + p) * (1 + slope) - 1)))
 

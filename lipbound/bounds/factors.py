@@ -1,7 +1,7 @@
 """The factors that several published bounds share, as upper values with exponents of their own, each computed once per `Attention`.
 
 They are of the numbers given, whatever their dtype: everything is computed in float64 from factors brought into range by powers of two, and
-rounding is added: Lemmas 83, 91, 92 and 93 (docs/theory/numerics.md).
+rounding is added: Lemmas 83, 84, 85 and 86 (docs/theory/upper_values.md).
 """
 
 import math

@@ -1,6 +1,6 @@
 r"""What float64 arithmetic does to a Jacobian: how far it can be from that of exact arithmetic, and its products from exact ones.
 
-Upper values, from the error analysis of the layer's tensors and the blocks of J: Lemmas 70 to 72 (docs/theory/rounding.md).
+Upper values, from the error analysis of the layer's tensors and the blocks of J: Lemmas 70, 71 and 72 (docs/theory/rounding.md).
 """
 
 import math
@@ -40,7 +40,8 @@ def head_operator(att: Attention) -> HeadOperator:
 
 @torch.no_grad()
 def roundoff(att: Attention, op: HeadOperator, *, loose: Tensor | None = None, skew: float = 0.0) -> Roundoff:
-    """Of the heads of a float64 layer: Lemma 70 for its tensors, Lemma 71 for its products.
+    """Of the heads of a float64 layer: Lemma 70 (docs/theory/rounding.md) for its tensors, Lemma 71 (docs/theory/rounding.md) for its
+    products.
 
     Args:
         att, op: the layer and its Jacobian.
@@ -87,7 +88,7 @@ def folding_error(att: Attention, basis: Tensor, folded: Tensor) -> tuple[Tensor
 
 
 def layer_roundoff(att: Attention, op: HeadOperator, map: str) -> Roundoff:
-    """Of a whole layer, from its heads': Lemma 72."""
+    """Of a whole layer, from its heads': Lemma 72 (docs/theory/rounding.md)."""
     heads = roundoff(att, op)
     per = [t.view(att.samples, att.heads) for t in (heads.tensors, heads.size)]
     width = (2 * (att.tokens + 3 * (att.d + att.d_v) + att.x.shape[2] + att.heads + 60)) * UNIT

@@ -48,32 +48,33 @@ def spectral_norm(
         map: "head" (no output projection), "head_out" (with the head's slice ``w_o``), "heads" (all heads side by side), "layer" (all heads,
             projected by ``w_o`` and added), or the layer with what stands around it: "residual" (x + layer(x)), "pre_norm" (h + layer(norm(h))),
             "post_norm" (norm(x + layer(x))); the last two need ``att.surroundings``, from ``lipbound.capture(..., around=True)``.
-        method: "lanczos" (on J J^T in output coordinates, full reorthogonalisation), "golub-kahan", "power" (as papers define it: an
-            absolute stopping rule, a lower estimate), "dense" (SVD in float64, small cases), or one of two whose ``upper`` is a proof without
+        method: how vectors near the top are searched for, in the dtype of ``att``: "lanczos" (on J J^T in output coordinates, full
+            reorthogonalisation) or "golub-kahan" (on J; with ``delta`` the search is the former's too); "power" (as papers define it: an
+            absolute stopping rule, a lower estimate); "dense" (SVD in float64, small cases); or one of two whose ``upper`` is a proof without
             probability, in float64 whatever the dtype: "deflation" (`lipbound.linalg.deterministic.deflate`; memory as for Lanczos) and
             "cholesky" (`lipbound.linalg.deterministic.cholesky_bound`; memory three square matrices of order N d_v); these two cover maps "head" and
             "head_out" of every layer, and "heads" and "layer" of those without `lipbound.attention.variants.VARIANTS`.
         tol: relative error of the norm at which the Lanczos methods stop (``upper / lower - 1`` where ``upper`` is asked for, else an
             a-posteriori estimate that fails with probability at most 1e-3 a norm); absolute change for "power".
-        delta: total failure probability of the ``upper`` of all norms of this call, over the random start vectors
-            (`lipbound.linalg.certificates`); None for plain estimates, which take about half the steps.
+        delta: total failure probability of the ``upper`` of all norms of this call, over random start vectors
+            (`lipbound.linalg.enclosures`); float64 products carry about 1e-9 a norm and start, smaller values take independent starts.
+            None for lower ends alone, in about a third of the time.
         vectors: also return the top singular pair.
         seed: of the random start vectors, which are independent across samples and heads; a sequence gives each sample its own.
-        max_steps: 500 products by default (100 for "power"); where they do not suffice, ``converged`` is False.
+        max_steps: 500 products of each run by default (100 for "power"); where they do not suffice, ``converged`` is False.
 
     Returns:
-        `Norm` with fields of shape (samples, heads), or (samples,) for maps of the whole layer; values in float64 whatever the dtype of
-        ``att``, whose dtype the products have. ``upper`` is infinite unless ``delta`` is given or the method is "dense", "deflation" or
+        `Norm` with fields of shape (samples, heads), or (samples,) for maps of the whole layer; values in float64, vectors in the dtype of
+        ``att``. ``upper`` is infinite unless ``delta`` is given or the method is "dense", "deflation" or
         "cholesky", whose upper ends hold for every ``delta``. With ``vectors``, ``left`` is (samples, heads, N, d_v), or (samples, heads, N, D_out)
         for "head_out", and ``right`` (samples, heads, N, D); without the axis of heads for a whole layer.
 
     Raises:
-        LipboundError: unknown map or method, a method that does not cover the map of this layer, more memory needed than there is, overflow in
-            float32.
+        LipboundError: unknown map or method, numbers that make no sense, a method that does not cover the map of this layer, more memory needed
+            than there is, overflow.
 
-    The Jacobian is that of the tensors given: P is computed once, from float64 scores, and rounded to their dtype; that rounding is part of
-    neither ``error`` nor ``upper``.
-    Where attention saturates, ``v_j - o_i`` cancels, and rounding adds an absolute error of the size of `rounding`; prefer float64 there.
+    The Jacobian is that at the numbers given, in exact arithmetic: every rounding, from scores and softmax to the recurrences, is inside
+    ``lower`` and ``upper`` (all methods but "power"). Where logits are so large that rounding alone is wider than ``tol``, ``converged`` is False.
     For a fixed seed the certificate presumes that the input was not chosen with knowledge of it.
 
     >>> import torch

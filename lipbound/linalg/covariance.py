@@ -30,8 +30,8 @@ def weighted_deviation_norm(x: Tensor, p: Tensor, stretch: Tensor | None = None)
 
     Every row gets a cheap upper value from a few N x N products; rows are then solved for exactly, in the order of those values, until no other row
     can be larger. Rows left over after `ROUNDS` rounds count with their upper values: the result is always an upper value, and the exact maximum when
-    the rounds suffice: Lemma 51 (docs/theory/numerics.md); rounding is included: Lemma 85 (docs/theory/upper_values.md). The derivative is that of one
-    row at a top singular pair. Cost O(N^3 + N^2 D), and a few eigenvalue problems per head.
+    the rounds suffice: Lemma 51 (docs/theory/numerics.md); rounding is included: Lemma 85 (docs/theory/upper_values.md). The derivative is that of
+    one row at a top singular pair. Cost O(N^3 + N^2 D), and a few eigenvalue problems per head.
 
     Args:
         stretch: f, (samples, heads, N), at least 1; what rounding of P takes, for instance. One by default.

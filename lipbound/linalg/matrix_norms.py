@@ -178,7 +178,8 @@ def nonnegative_norm(p: Tensor, *, rtol: float = 1e-6, max_steps: int = 40) -> T
     power iteration, and the best upper value is kept; where it has not come within ``rtol`` of the Rayleigh quotient, and n is at most 1024, an
     eigensolver proposes a value that `symmetric_norm` proves.
 
-    The derivative is that of the norm at a top singular pair, :math:`u^T\,dP\,y` with :math:`u \propto P y`; where it is wanted, y is an eigenvector
+    The derivative is that of the norm at a top singular pair, :math:`u^T\,dP\,y` with :math:`u \propto P y`: Lemma 81
+    (docs/theory/upper_values.md); where it is wanted, y is an eigenvector
     of B to rounding.
     """
     flat, largest, bad = largest_entry(p.reshape(-1, *p.shape[-2:]).double())

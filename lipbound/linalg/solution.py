@@ -16,7 +16,8 @@ class Norm:
     """Spectral norms of a batch of Jacobians.
 
     Attributes:
-        lower: attained value, a lower bound on the norm (up to rounding of the dtype), float64.
+        lower: attained value, a lower bound on the norm, float64; up to rounding of the dtype where a solver returns it, less all rounding where
+            `lipbound.spectral_norm` does.
         upper: upper bound on the norm where one was asked for (``delta``, or a dense method), else infinite, float64.
         steps: products with J J^T (or J^T J) spent, int64; 0 for dense methods.
         converged: whether the stopping rule was met.

@@ -10,7 +10,7 @@ from support.layers import causal
 from torch import Tensor
 
 import lipbound as lb
-from lipbound.attention.variants.base import REGISTERED, Shapes, Variant
+from lipbound.attention.variants.base import REGISTERED, Shapes, UNIT, Variant
 from lipbound.errors import AttentionError
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.jacobians.head_streaming import StreamedHeadJacobian
@@ -41,6 +41,10 @@ def alibi() -> type[Variant]:
         def scores(self, z: Tensor, heads: slice | int, rows: slice) -> Tensor:
             places = torch.arange(z.shape[-1], device=z.device)
             return z - self.falls[heads][..., None, None] * (places[rows, None] - places).abs()
+
+        def rounded_scores(self, error: Tensor, reach: Tensor) -> tuple[Tensor, Tensor | float]:
+            # where a probability does not vanish, what is taken away is at most 690 larger than the scores
+            return error + 8 * UNIT * (690 + 2 * reach), 0.0
 
         def of_heads(self, heads: slice) -> "Alibi":
             return replace(self, falls=self.falls[heads])
@@ -95,3 +99,10 @@ def test_nothing_claims_to_cover_a_new_variant(alibi: type[Variant]) -> None:
         layer(alibi, norm_q=None).with_parts(scoring=replace(att.scoring, steps=att.scoring.steps * 2))
     with pytest.raises(AttentionError, match=r"alibi has shape \(2,\); it must be \(3,\)"):
         att.with_parts(scoring=replace(att.scoring, steps=(alibi(torch.ones(2, dtype=torch.float64)),)))
+
+
+def test_nothing_is_said_of_scores_whose_rounding_is_unknown(alibi: type[Variant], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alibi, "rounded_scores", Variant.rounded_scores)
+    norm = lb.spectral_norm(layer(alibi), delta=1e-6)
+    assert not bool(norm.lower.any())
+    assert bool(norm.upper.isinf().all())

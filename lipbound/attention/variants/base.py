@@ -1,5 +1,6 @@
 """What a variant of attention is."""
 
+import math
 from collections.abc import Callable
 from typing import ClassVar, Literal, NamedTuple, Self
 
@@ -87,8 +88,11 @@ class Variant:
         return None
 
     def rounded(self, side: Side, x: Tensor, y: Tensor, before: Passing) -> Passing:
-        """What `enter` and the derivative in `step` make of ``before``, their own float64 rounding included; x and y as for `enter`, y computed."""
-        return before
+        """What `enter` and the derivative in `step` make of ``before``, their own float64 rounding included; x and y as for `enter`, y computed.
+
+        Infinite where a variant has an `enter` and does not say.
+        """
+        return before._replace(error=before.error + math.inf) if type(self).enter is not Variant.enter else before
 
     def spans(self) -> list[Tensor]:
         """Projections (D, n) besides the head's own through which a change of the input is felt."""
@@ -109,8 +113,10 @@ class Variant:
 
         Args:
             error: how far the arguments are off, at most. reach: how large they are, at most.
+
+        Infinite where a variant has `scores` of its own and does not say.
         """
-        return error, 0.0
+        return (error + math.inf if type(self).scores is not Variant.scores else error), 0.0
 
     @property
     def sloped(self) -> bool:

@@ -1,7 +1,7 @@
 r"""The norms of the parts of the blocks of J, which our bounds on plain heads are made of.
 
 They are upper values in real arithmetic: what rounding may have taken from a difference is added to it, and what it takes from sums and products of
-numbers >= 0 is put back by one factor at the end: Lemmas 77, 85 and 86 (docs/theory/upper_values.md).
+numbers >= 0 is put back by one factor at the end: Lemmas 77, 78 and 79 (docs/theory/upper_values.md).
 """
 
 from collections.abc import Callable, Iterator

@@ -1,10 +1,9 @@
 r"""Two-sided bounds on the norms of a batch of operators, with every rounding inside: search in any dtype, certify in float64.
 
 A search finds vectors Z near the top. What they show from below is a quotient of stored vectors. From above: with Q an orthonormal basis of Z the
-largest eigenvalue of :math:`G = J J^T` is that of a small matrix bordered by :math:`\varphi \ge \|(I - QQ^T)\,G\,(I - QQ^T)\|` (Lemma 44,
-docs/theory/certificates.md), and a Lanczos run of its own, from a random start that Z knows nothing of, certifies such a :math:`\varphi`
-(Lemma 65, docs/theory/rounding.md, `lipbound.linalg.enclosures.deflated_lanczos`).
-It need not be sharp: what it leaves is multiplied by the squared residual of Z.
+largest eigenvalue of :math:`G = J J^T` is that of a small matrix bordered by :math:`\varphi \ge \|(I - QQ^T)\,G\,(I - QQ^T)\|`: Lemma 44
+(docs/theory/certificates.md). A Lanczos run of its own, from a random start that Z knows nothing of, certifies such a :math:`\varphi`: Lemma 65
+(docs/theory/rounding.md). It need not be sharp: what it leaves is multiplied by the squared residual of Z.
 """
 
 import math

@@ -34,7 +34,7 @@ def largest_eigenvalue(g: Tensor) -> tuple[float, float, Tensor]:
 
 @dataclass
 class Bordered:
-    r"""T and R_C of Lemma 44 for a batch, as computed from vectors z and their images, and how far they are from those of exact arithmetic.
+    r"""T and R_C of Lemma 44 (docs/theory/certificates.md) for a batch, from vectors z and their images, and how far they are from exact ones.
 
     Attributes:
         z: (batch, r, n), nearly orthonormal rows. skew: bound on the norm of z z^T - I.
@@ -90,7 +90,7 @@ class Bordered:
 
 
 def bordered(z: Tensor, y: Tensor, roundoff: Roundoff) -> Bordered:
-    """From vectors z (batch, r, n) with nearly orthonormal rows and their computed images y = G z, both in float64: Lemma 66 (docs/theory/rounding.md)."""
+    """From vectors z (batch, r, n), rows nearly orthonormal, and their computed images y = G z: Lemma 66 (docs/theory/rounding.md)."""
     r, n = z.shape[1:]
     y = torch.nan_to_num(y)
     t = z @ y.mT
