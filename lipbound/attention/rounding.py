@@ -96,10 +96,14 @@ def _projected(size: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
 
 def spectral(w: Tensor) -> Tensor:
     """Upper values of the norms of float64 matrices (heads, D, m), (heads,): from W^T W, with what rounding it may have cost."""
+    size = w.abs().amax((-1, -2))
+    known = (size > 0) & torch.isfinite(size)
+    w = torch.where(known[:, None, None], w / torch.where(known, size, 1.0)[:, None, None], 0.0)
     squares = w.mT @ w
     frobenius = squares.diagonal(dim1=-2, dim2=-1).sum(-1)
     top = torch.linalg.eigvalsh(squares)[..., -1].clamp_min(0)
-    return torch.minimum(top + 8 * (sum(w.shape[-2:]) + 16) * UNIT * frobenius, frobenius).sqrt() * MARGIN
+    norm = torch.minimum(top + 8 * (sum(w.shape[-2:]) + 16) * UNIT * frobenius, frobenius).sqrt() * MARGIN
+    return torch.where(known, norm * size, size.nan_to_num(torch.inf))
 
 
 def _entered(att: Attention, side: Side, size: Tensor, around: Tensor) -> Passing:

@@ -49,14 +49,14 @@ def roundoff(att: Attention, op: HeadOperator, *, loose: Tensor | None = None, s
     """
     e = tensor_errors(att)
     c, n = abs(att.scale), att.tokens
-    value, key, columns = _moments(op, e)
+    value, key, mass, columns = _moments(op, e)
     w_v = spectral(att.w_v)
     q_slope, k_slope = e.q_slope, e.k_slope.amax(-1, keepdim=True)
     k_slope_error, k_error, v_error = (t.amax(-1, keepdim=True) for t in (e.k_slope_error, e.k_error, e.v_error))
     if loose is not None:
         v_error = v_error + torch.linalg.vector_norm(att.centred(att.x), dim=-1).amax(-1)[:, None, None] * loose[:, None]
     output = e.p * value + v_error + (n + 8) * UNIT * value
-    off = 2 * e.weights * value + v_error + output  # of T_ij (v_j - o_i), over a row
+    off = 2 * e.weights * value + (v_error + output) * mass * (1 + e.weights)  # of T_ij (v_j - o_i), over a row
     through_k = c * (off * k_slope * e.q + 2 * value * (k_slope * e.q_error + k_slope_error * e.q))
     through_q = c * ((off * key + 2 * value * k_error) * q_slope + 2 * value * key * e.q_slope_error)
     through_v = columns * (e.p.amax(-1) * w_v if loose is None else e.p.amax(-1) * w_v + loose)
@@ -132,14 +132,15 @@ def normaliser_error(norm: Normaliser, valid: Tensor | None) -> tuple[Tensor, Te
     return _upper(reach.amax(-1)), _upper(error.amax(-1))
 
 
-def _moments(op: HeadOperator, e: TensorErrors) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every row of P the root mean squares of |v_j| and |k_j|, (samples, heads, N), and a bound on the norm of P, (samples, heads)."""
+def _moments(op: HeadOperator, e: TensorErrors) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of every row of P the root mean squares of |v_j| and |k_j| and the sum, (samples, heads, N), and a bound on the norm of P, (samples, heads)."""
     shape = e.p.shape
-    squares = torch.stack([e.v**2, e.k**2], -1).flatten(0, 1)
-    means = (op.average(squares) * MARGIN).clamp_min(0).sqrt()
-    value, key = (t.view(shape) for t in means.unbind(-1))
+    squares = torch.stack([e.v**2, e.k**2, torch.ones_like(e.v)], -1).flatten(0, 1)
+    means = (op.average(squares) * MARGIN).clamp_min(0)
+    value, key = (t.sqrt().view(shape) for t in means[..., :2].unbind(-1))
+    mass = means[..., 2].view(shape)
     columns = op.column_sums().view(shape).amax(-1).clamp_max(shape[-1]) * MARGIN
-    return value, key, columns.sqrt()
+    return value, key, mass, columns.sqrt()
 
 
 def _upper(x: Tensor) -> Tensor:

@@ -215,13 +215,13 @@ def _grams(att: Attention, map: str) -> list[Callable[[], Gram]]:
     return [partial(gram_of, att, s, [h]) for s in range(att.samples) for h in range(att.heads)]
 
 
-def l2_spectral_norm(att: Attention, *, tol: float = 1e-4, delta: float | None = None, seed: int | Sequence[int] = 0) -> Norm:
+def l2_spectral_norm(att: Attention, *, tol: float = 1e-4, seed: int | Sequence[int] = 0) -> Norm:
     """Exact local Lipschitz constant of L2 attention with the layer's weights (see `L2HeadJacobian`), samples x heads.
 
-    This is the map that Kim et al. 2021 bound; it is not the head of the checkpoint.
+    This is the map that Kim et al. 2021 bound; it is not the head of the checkpoint. A float64 value without enclosure: rounding is not counted.
     """
     scaled, unit = att.double().unit_values()
-    norm = operator_norm(L2HeadJacobian(scaled), tol=tol, delta=delta, seed=seed).view(att.samples, att.heads)
+    norm = operator_norm(L2HeadJacobian(scaled), tol=tol, seed=seed).view(att.samples, att.heads)
     return _scale(norm, unit.cpu().log2().round().long())
 
 

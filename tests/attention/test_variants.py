@@ -10,7 +10,7 @@ from support.layers import causal
 from torch import Tensor
 
 import lipbound as lb
-from lipbound.attention.variants.base import REGISTERED, Shapes, UNIT, Variant
+from lipbound.attention.variants.base import REGISTERED, UNIT, Shapes, Variant
 from lipbound.errors import AttentionError
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.jacobians.head_streaming import StreamedHeadJacobian

@@ -121,14 +121,16 @@ def test_whole_layers_are_known_by_their_heads_only() -> None:
 def test_probabilities_next_to_a_sink_whose_squares_underflow() -> None:
     att = layer(1, frozenset({"sinks"}))
     att = changed(att, sinks=torch.tensor([500.0, 0.0, 1e4], dtype=torch.float64))
-    exact = lb.spectral_norm(att, method="dense").lower
+    exact = oracle(att)
     assert 0 < float(exact[0, 0]) < 1e-150
+    dense = lb.spectral_norm(att, method="dense")
+    assert bool((dense.lower <= exact).all() and (exact <= dense.upper).all())
     for name in ("lipbound", "lipbound_block", "lipbound_gram"):
         assert bool((lb.bounds.get(name)(att) >= exact * (1 - 1e-12)).all())
     for method in PROOFS:
         with pytest.raises(LipboundError, match="underflow"):
             lb.spectral_norm(att, method=method)
-        assert lb.spectral_norm(att.select(heads=slice(2, 3)), method=method).upper.tolist() == [[0.0], [0.0]]
+        assert lb.spectral_norm(att.select(heads=slice(2, 3)), method=method).upper.amax() <= 1e-280
 
 
 @pytest.mark.parametrize("together", [False, True])

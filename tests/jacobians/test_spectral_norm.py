@@ -58,7 +58,7 @@ def test_power_iteration_stops_on_an_absolute_change() -> None:
 def test_the_error_asked_for_is_the_error_delivered(att: Attention, tol: float) -> None:
     norm, exact, error = spectral_norm(att, tol=tol), oracle(att), tensor_error(att)
     assert encloses(norm, exact, tol, error)
-    assert bool(((norm.error <= tol) | (error > tol * exact / 4)).all())
+    assert bool((norm.error <= tol + 2 * error / exact).all())
 
 
 def test_float32_agrees_to_rounding(kind: str) -> None:
@@ -225,7 +225,7 @@ def test_saturated_attention_in_float32() -> None:
 
 def test_failure_rate_of_certificates_agrees_with_theory() -> None:
     """1,000 upper bounds at 10 % each, stopped early: about a tenth at most may fail, and some should, or the bound is idle."""
-    values = torch.cat([1 - 1e-3 * torch.arange(30) ** 2 / 900, torch.linspace(0.1, 0.9, 30)]).double()
+    values = torch.cat([torch.ones(1), torch.linspace(0.2, 0.5, 59)]).double()
     op = HeadJacobian(Attention(torch.ones(1000, 1, 60).double(), *[torch.zeros(1, 60, 60).double()] * 2, torch.diag(values)[None]))
     roundoff = Roundoff(*[torch.full((1000,), size, dtype=torch.float64) for size in (0.0, 1e-14, 2.0)])
     z = torch.zeros(1000, 1, 60, dtype=torch.float64)

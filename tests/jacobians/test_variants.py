@@ -34,7 +34,7 @@ CASES = {
 def test_exact_norms_and_bounds(att: Attention) -> None:
     """120 shapes x 18 heads."""
     exact = oracle(att)
-    slack = tensor_error(att) + 1e-9 * exact
+    slack = 3 * tensor_error(att) + 1e-9 * exact
     norm = lb.spectral_norm(att, tol=1e-10)
     assert bool(((norm.lower - exact).abs() <= 1e-8 * exact + slack).all())
     assert_bounds_hold(att, exact, costly=False)
@@ -137,7 +137,7 @@ def test_bad_variants() -> None:
 
     ones = torch.ones(3, 4, dtype=torch.float64)
     for extra, words in (
-        ({"cap": 0.0}, "cap is 0.0; it must be a positive number"), ({"cap": float("nan")}, "must be a positive number"),
+        ({"cap": 0.0}, "cap is 0.0; it must be a positive number"), ({"cap": float("nan")}, "cap is nan; it must be a finite number"),
         ({"sinks": torch.zeros(2).double()}, "sinks has shape (2,)"), ({"sinks": torch.full((3,), torch.nan).double()}, "sinks has NaN"),
         ({"norm_q": QKNorm(ones[:2])}, "norm_q has gains of shape (2, 4)"),
         ({"norm_k": QKNorm(ones, over=(torch.ones(5, 12).double(), None))}, "norm_k normalises a projection of shape"),

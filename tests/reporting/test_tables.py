@@ -217,13 +217,13 @@ def test_methods_say_the_settings_of_the_run(ds: xr.Dataset) -> None:
     for part in (
         "lipbound 0.1.0", "GPT2Model", "2 layers x 4 heads", ds.attrs["revision"], ds.attrs["data_fingerprint"],
         f"2 samples of at most {ds.attrs['tokens']} tokens",
-        "in float32", "at most a factor 1.001", "at least 1 - 1e-10", "seed 0", "(Yudin 2025)", "(Castin 2024)", "torch 2.", ds.attrs["date"][:10],
+        "in float32", "at most a factor 1.001", "at least 1 - 1e-6", "seed 0", "(Yudin 2025)", "(Castin 2024)", "torch 2.", ds.attrs["date"][:10],
         "is compared with the constant of that map",
     ):  # fmt: skip
         assert part in text, part
     typeset = citations.methods(ds)
     assert set(re.findall(r"\\cite\{(\w+)\}", typeset)) == set(citations.keys(ds))
-    assert "$1 - 10^{-10}$" in typeset
+    assert "$1 - 10^{-6}$" in typeset
     model = build(AFFINE["gpt2"])
     rough = lb.compare(model, inputs_for(model), delta=None, bounds=["yudin"], samples=1, progress=False)
     assert "without upper bounds" in citations.methods(rough, "text")
@@ -245,8 +245,9 @@ def test_foreign_text() -> None:
 
 
 def test_rounding_takes_digits_away(ds: xr.Dataset) -> None:
-    """An enclosure of computed numbers is no closer than the rounding that the run reports."""
+    """Runs of before say what rounding may have added to their exact norms: enclosures are no closer than that."""
     other = ds.copy(deep=True)
+    other["exact_rounding"] = other["exact"].copy()
     other["exact_rounding"][...] = 0.1 * other["exact"]
     assert tables.width(other, "yudin") == pytest.approx(0.22, rel=0.05)
     assert all(len(re.sub("[^1-9]", "", text)) <= 2 for text in tables.readable(other)[["geom. mean", "min", "max"]].loc["yudin"])

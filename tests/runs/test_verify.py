@@ -38,7 +38,7 @@ def test_a_run_holds(run: Path) -> None:
     found = lb.verify(lb.load(run), places=100)
     assert found.ok, str(found)
     assert len(found.places) == 6
-    exact = {"exact", "exact_upper", "exact_l2", "exact_rounding", "exact_converged"}
+    exact = {"exact", "exact_upper", "exact_l2", "exact_converged"}
     assert set(found.table.index) == exact | {f"{name}{end}" for name in ("yudin", "lipbound", "kim") for end in ("", "_sound")}
     assert found.table.loc["exact", "values"] == 2 * 2 * 4  # two of three samples have exact norms
     assert found.table.loc["yudin", "values"] == 3 * 2 * 4
@@ -130,7 +130,7 @@ def test_the_configuration_is_read_from_a_run(run: Path, bert: Path, text: Path)
     assert again.drop_attrs().equals(ds.drop_attrs())
     planned = plan(config, open_sources(config, "cpu"), 1e9, 1)
     assert planned.spec == measurement_spec(config, config.names, 2, ds["exact"][0].shape)
-    assert planned.spec.delta == 1e-10 / (2 * 2 * 4)
+    assert planned.spec.delta == 1e-6 / (2 * 2 * 4)
     assert planned.spec.delta_of(2, 4) == planned.spec.delta * 2 * 4
     ds.attrs["tol"] = 2.0
     found = lb.verify(ds)
@@ -206,11 +206,10 @@ def bare(run: Path) -> xr.Dataset:
     return lb.load(run).drop_vars("checksum")
 
 
-@pytest.mark.parametrize(("name", "factor"), [("exact", 0.01), ("exact", 50), ("exact_upper", 1000), ("exact_upper", 0.9), ("exact_rounding", 1e9)])
+@pytest.mark.parametrize(("name", "factor"), [("exact", 0.01), ("exact", 50), ("exact_upper", 1000), ("exact_upper", 0.9)])
 def test_every_direction_is_seen_without_checksums(run: Path, name: str, factor: float) -> None:
     """What is stored takes no part in how far off it may be."""
     ds = bare(run)
-    ds["exact_rounding"][1, 0, 2] = 1e9
     ds[name][1, 0, 2] = ds[name][1, 0, 2] * factor
     assert any(p.startswith(f"{name} at sample 1, layer 0, head 2") for p in lb.verify(ds, places=100).problems)
 

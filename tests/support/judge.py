@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import partial
 
 import torch
 from support import mp_oracle
@@ -14,7 +13,7 @@ from support.mp_oracle import Enclosed
 from lipbound import bounds
 from lipbound.attention.layer import Attention
 from lipbound.errors import LipboundError
-from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
+from lipbound.jacobians.spectral_norm import spectral_norm
 
 METHODS = ("lanczos", "golub-kahan", "dense", "deflation", "cholesky")
 BY_HEAD = ("deflation", "cholesky")
@@ -59,7 +58,7 @@ def judge(att: Attention, name: str, *, map: str = "head", tol: float = 1e-4, de
         att: the layer. name: of the case, for `Verdict.case`.
         map: what the norms are of. tol, delta: of the enclosures.
         methods: for enclosures. chosen: names of bounds, where None all that cover the layer; for map "head" alone.
-        l2: whether what is said of L2 attention is judged too, where the layer has no variants; for map "head" alone.
+        l2: whether bounds on L2 attention, whose norms have no enclosures, are judged too, where the layer has no variants; for map "head" alone.
     """
     exact = mp_oracle.norms(att, map)
     for method in methods:
@@ -69,7 +68,6 @@ def judge(att: Attention, name: str, *, map: str = "head", tol: float = 1e-4, de
     norms = {"head": exact}
     if l2 and not att.variants:
         norms["l2"] = mp_oracle.norms(att, "l2")
-        yield from _enclosures(att, name, L2, norms["l2"], map="l2", tol=tol, delta=delta)
     for bound in bounds.names() if chosen is None else chosen:
         entry = bounds.get(bound)
         if entry.applies(att) and entry.map in norms:
@@ -78,8 +76,7 @@ def judge(att: Attention, name: str, *, map: str = "head", tol: float = 1e-4, de
 
 def _enclosures(att: Attention, name: str, method: str, exact: list[list[Enclosed]], *, map: str, tol: float, delta: float) -> Iterator[Verdict]:
     try:
-        enclose = l2_spectral_norm if method == L2 else partial(spectral_norm, map=map, method=method)
-        norm = enclose(att, tol=tol, delta=delta)
+        norm = spectral_norm(att, map=map, method=method, tol=tol, delta=delta)
     except Exception as error:
         yield from _broken(method, name, error)
         for part, where, inner in _parts(att, name, exact, map):

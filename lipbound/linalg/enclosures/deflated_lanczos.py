@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lipbound.linalg.certificates import log_inverse_epsilon
-from lipbound.linalg.enclosures.residual_certificate import Recurrences, excluded, smallest_excluded
+from lipbound.linalg.enclosures.residual_certificate import Recurrences, below, excluded, smallest_excluded
 from lipbound.linalg.enclosures.verified import UNIT, Bordered
 from lipbound.linalg.operators import JacobianOperator, Roundoff
 
@@ -36,7 +36,7 @@ def deflated_bound(
     r"""Upper bounds on :math:`\|(I - QQ^T)\,G\,(I - QQ^T)\|`, Q orthonormalising ``small.z``: ``target`` (batch,) where that can be shown.
 
     Lemma 65 (docs/theory/rounding.md). Each fails with probability ``delta`` at most. Where the target cannot be shown, the smallest number
-    that can, or infinity.
+    that can, or infinity; where it can, a smaller one if there is.
     """
     n, r = math.prod(op.out_shape), small.z.shape[1]
     if r >= n:
@@ -92,6 +92,7 @@ def deflated_bound(
             op, basis, v, b, z = op.select(there), basis[there], v[there], b[there], z[there]
             active = active[keep]
     steps = result.steps.numpy()
-    reached = excluded(rows, steps, target.numpy())
-    result.phi = torch.from_numpy(np.where(reached, target.numpy() * (1 + 1e-12), smallest_excluded(rows, steps, target.numpy())))
+    reached, goal = excluded(rows, steps, target.numpy()), target.numpy()
+    smallest = below(rows, steps, goal) if reached.all() else np.where(reached, below(rows, steps, goal), smallest_excluded(rows, steps, goal))
+    result.phi = torch.from_numpy(smallest)
     return result

@@ -51,7 +51,7 @@ class Recurrences:
         """Whether a Ritz value beyond ``target`` has come within a relative residual."""
         index = active
         if not (np.isfinite(self.alpha[index, :k]).all() and np.isfinite(self.beta[index, :k]).all()):
-            return ~(np.isfinite(self.alpha[index, :k]).all(1) & np.isfinite(self.beta[index, :k]).all(1))
+            return np.asarray(~(np.isfinite(self.alpha[index, :k]).all(1) & np.isfinite(self.beta[index, :k]).all(1)))
         top, s = top_eigenpairs(self.alpha[index, :k], self.beta[index, :k])
         return np.asarray((top >= target) & (self.beta[index, k - 1] * np.abs(s[:, -1]) <= residual * top))
 
@@ -94,6 +94,16 @@ def _missed(rows: Recurrences, index: Array, steps: Array, x: Array) -> tuple[Ar
             y = y * beta[:, j] / pivots[:, j + 1] if j + 1 < pivots.shape[1] else y
         beyond = inside & (x > 0) & (steps > 0)
         return np.where(beyond, np.nan_to_num((total + tail) * (1 + 1e-6), nan=np.inf, posinf=np.inf), np.inf), np.where(beyond, tail, np.inf)
+
+
+def below(rows: Recurrences, steps: Array, x: Array) -> Array:
+    """Numbers that `excluded` shows too, at most x (batch,), which it shows: as small as twelve bisections find them."""
+    low, high = np.zeros_like(x), x
+    for _ in range(12):
+        middle = (low + high) / 2
+        inside = excluded(rows, steps, middle)
+        low, high = np.where(inside, low, middle), np.where(inside, middle, high)
+    return high * (1 + 1e-12)
 
 
 def smallest_excluded(rows: Recurrences, steps: Array, start: Array) -> Array:
