@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lipbound.linalg.matrix_norms import UNIT, gamma
+from lipbound.linalg.matrix_norms import UNIT, eigenvalues, gamma
 from lipbound.linalg.upper import Upper, scaled
 
 ROWS = 4
@@ -128,6 +128,6 @@ def _exact(x: Tensor, distances: Tensor, p: Tensor) -> Tensor:
     z.sub_(p[..., None, :] @ z).mul_(weights[..., None])
     z = z if n <= width else z.mT
     g = z @ z.mT
-    top = torch.linalg.eigvalsh(g)[..., -1].clamp_min(0)
+    top = eigenvalues(g)[..., -1].clamp_min(0)
     top = top * (1 + 16 * min(n, width) * UNIT) + gamma(max(n, width) + 4) * g.diagonal(dim1=-2, dim2=-1).sum(-1)
     return ((top.sqrt() + 4 * FLUSHED * n**0.5) * scale[..., 0] + 2 * error + 2.0**-500) * (1 + gamma(20))

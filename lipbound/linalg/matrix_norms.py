@@ -141,11 +141,11 @@ def _squared_norm(b: Tensor, squarings: int, work: torch.dtype) -> Tensor:
     return torch.where(size <= 1e-290, (k * m) ** 0.5 * size, top ** (0.5 / 2**squarings) * size)  # near the end of the range, Frobenius
 
 
-def _eigenvalues(g: Tensor) -> Tensor:
+def eigenvalues(g: Tensor) -> Tensor:
     """Of symmetric matrices, ascending; where the solver gives up on one of them, bounds of all that are above."""
     try:
         return torch.linalg.eigvalsh(g)
-    except torch.linalg.LinAlgError:
+    except RuntimeError:  # LinAlgError
         return torch.linalg.matrix_norm(g.tril() + g.tril(-1).mT, torch.inf)[..., None]
 
 
@@ -159,7 +159,7 @@ def symmetric_norm(g: Tensor) -> Tensor:
     fixed, largest, bad = largest_entry(g.detach())
     n, size = g.shape[-1], power_of_two(largest)
     fixed, largest = fixed / size[..., None, None], largest / size
-    values, vectors = torch.linalg.eigh(fixed) if g.requires_grad else (_eigenvalues(fixed), None)
+    values, vectors = torch.linalg.eigh(fixed) if g.requires_grad else (eigenvalues(fixed), None)
     top, eye = values[..., -1].clamp_min(0), torch.eye(n, dtype=torch.float64, device=g.device)
     diagonal = fixed.diagonal(dim1=-2, dim2=-1).abs().sum(-1)
     proved = torch.full_like(top, torch.inf)

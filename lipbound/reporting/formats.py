@@ -145,7 +145,7 @@ def commented(paragraph: str, entries: str) -> str:
     return f"% {comment}\n\n{entries}"
 
 
-TEXT = Prose(plain, lambda key, author, year: f"({author} {year})", "x", lambda x: f"1 - {x:g}")
+TEXT = Prose(plain, lambda key, author, year: f"({author} {year})", "x", lambda x: f"1 - {x:g}".replace("e-0", "e-"))
 LATEX = Prose(escape_latex, lambda key, author, year: f"\\cite{{{key}}}", r"$\times$", _latex_complement)
 FORMATTERS = {
     "text": Formatter(text_table, TEXT),
