@@ -43,6 +43,10 @@ class AlteredRunError(StoreError):
     """A stored run has settings that no run can have, so they were changed."""
 
 
+class RangeError(LipboundError):
+    """Numbers leave the range of the dtype on the way."""
+
+
 class UnknownNameError(LipboundError):
     """A name that is not in a registry."""
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lipbound.errors import LipboundError
+from lipbound.errors import RangeError
 from lipbound.linalg.operators import JacobianOperator
 from lipbound.linalg.solution import Norm, Results, start_vectors
 from lipbound.linalg.stopping import StoppingRule, project_out
@@ -48,7 +48,7 @@ def lanczos(
             unit = torch.where(size > 0, 2.0 ** size.clamp_min(1e-300).log2().round(), 1.0)
             if bool((size == 0).any()) and bool((op.vjp(v.view(-1, *op.out_shape)).flatten(1).abs().amax(1).cpu()[size == 0] > 0).any()):
                 remedy = "use float64, or rescale the weights" if op.dtype == torch.float32 else "rescale the weights"
-                raise LipboundError(f"Jacobian products underflow {str(op.dtype).removeprefix('torch.')}; {remedy}")
+                raise RangeError(f"Jacobian products underflow {str(op.dtype).removeprefix('torch.')}; {remedy}")
         w = w / unit.to(op.device, op.dtype)[:, None]
         a_j = (w * v).sum(1, keepdim=True)
         alpha[:, j] = a_j[:, 0].double().cpu()

@@ -27,6 +27,9 @@ def operator_norm(
 ) -> Norm:
     """Spectral norms of any `JacobianOperator`, one per batch entry; arguments as in `spectral_norm`.
 
+    Nothing is known of the rounding of its products: ends hold for the operator as it computes, up to `lipbound.linalg.certificates.ROUNDING`.
+    `lipbound.spectral_norm` counts all rounding.
+
     >>> import torch
     >>> from lipbound.linalg.operators import AutogradJacobian
     >>> op = AutogradJacobian(torch.sin, torch.zeros(3, dtype=torch.float64))

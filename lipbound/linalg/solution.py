@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lipbound.errors import LipboundError
+from lipbound.errors import LipboundError, RangeError
 from lipbound.linalg.operators import JacobianOperator
 
 
@@ -81,7 +81,7 @@ class Results:
         """The results as a `Norm`; singular vectors are refined by one product, which also clears directions that J does not reach."""
         if not bool(torch.isfinite(self.lower).all()):
             remedy = " in float32; use dtype='float64'" if op.dtype == torch.float32 else "; rescale the inputs or the weights"
-            raise LipboundError(f"Jacobian products overflow{remedy}")
+            raise RangeError(f"Jacobian products overflow{remedy}")
         left = right = None
         if self.left is not None:
             right = unit_vectors(op.vjp(self.left))

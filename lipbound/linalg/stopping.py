@@ -54,7 +54,8 @@ class StoppingRule:
         ritz, s = top_eigenpairs(a, b)
         top = np.maximum(ritz, 0)
         target = top * ((1 + self.tol) / (1 + self.rounding)) ** 2
-        reached = excludes(a, self._floored(b, top), np.full(len(a), k), target, self.log_inverse) | (top == 0)
+        zero = (np.abs(a).max(1) == 0) & (b.max(1) == 0)  # a Ritz value that rounding has made negative is no zero
+        reached = excludes(a, self._floored(b, top), np.full(len(a), k), target, self.log_inverse) & (top > 0) | zero
         exhausted = b[:, -1] <= self.floor * top
         return torch.from_numpy(top), torch.from_numpy(s), torch.from_numpy(reached), torch.from_numpy(exhausted)
 
@@ -69,7 +70,8 @@ class StoppingRule:
         upper = torch.from_numpy(bound).sqrt() * (1 + self.rounding)
         upper = torch.where(results.converged, upper.minimum(top.sqrt() * (1 + self.tol)), upper)  # what `look` has shown
         results.lower = top.sqrt()
-        results.error = torch.where(top > 0, upper / results.lower.clamp_min(1e-300) - 1, 0.0)
+        none = torch.where(results.converged, 0.0, math.inf)  # a zero, or a Ritz value that rounding has made negative
+        results.error = torch.where(top > 0, upper / results.lower.clamp_min(1e-300) - 1, none)
         results.converged |= results.error <= self.tol
         if self.certify:
             results.upper = upper

@@ -8,13 +8,14 @@ largest eigenvalue of :math:`G = J J^T` is that of a small matrix bordered by :m
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lipbound.errors import LipboundError
+from lipbound.errors import LipboundError, RangeError
 from lipbound.linalg.enclosures.deflated_lanczos import deflated_bound
 from lipbound.linalg.enclosures.ritz import ritz_search
 from lipbound.linalg.enclosures.verified import UNIT, bordered, largest_eigenvalue
@@ -101,13 +102,25 @@ def estimate(
 ) -> Norm:  # fmt: skip
     """Norms from below, without an upper end: the solver's vector is found in any dtype, its quotient is taken in float64, less all rounding.
 
-    Where the quotient is not what the solver said, rounding has led it astray, and it runs again in float64.
+    Where the quotient is not what the solver said, rounding has led it astray, and it runs again in float64. Of a norm whose products leave the range
+    of float64 nothing is said: its lower end is zero.
     """
     solver = {"lanczos": lanczos, "golub-kahan": golub_kahan}[method]
-    found = solver(search, tol=tol, max_steps=max_steps, seed=seed, vectors=True)
+    try:
+        found = solver(search, tol=tol, max_steps=max_steps, seed=seed, vectors=True)
+    except RangeError:
+        options: dict[str, Any] = {"method": method, "tol": tol, "max_steps": max_steps, "vectors": vectors}
+        if search is not op:
+            return estimate(op, roundoff, op, seed=seed, **options)
+        if op.batch == 1:
+            return _nothing(op, vectors)
+        seeds, every = _again(seed, 0, op.batch, torch.arange(op.batch)), torch.arange(op.batch)
+        parts = [op.select(i[None].to(op.device)) for i in every]
+        return _joined([estimate(one, roundoff.select(i[None]), one, seed=seeds[i], **options) for i, one in zip(every, parts, strict=True)])
     assert found.left is not None
     low, top = _quotients(op, roundoff, found.left.flatten(1).double())
     astray = ~(low >= found.lower * (1 - 10 * tol - 1e-5))
+    astray |= ~found.converged
     if search is not op and bool(astray.any()):
         again = solver(op, tol=tol, max_steps=max_steps, seed=seed, vectors=True)
         assert again.left is not None
@@ -124,6 +137,20 @@ def estimate(
         right = unit_vectors(op.vjp(top.view(-1, *op.out_shape)))
         left = unit_vectors(op.jvp(right))
     return Norm(low, found.upper, found.steps, converged, error, left, right)
+
+
+def _nothing(op: JacobianOperator, vectors: bool) -> Norm:
+    """What is known of one norm without looking."""
+    zero, no = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.bool)
+    left, right = (torch.zeros(1, *shape, dtype=op.dtype, device=op.device) if vectors else None for shape in (op.out_shape, op.in_shape))
+    return Norm(zero, zero + math.inf, zero.long(), no, zero + math.inf, left, right)
+
+
+def _joined(norms: list[Norm]) -> Norm:
+    """Of one batch."""
+    parts = {field.name: [getattr(norm, field.name) for norm in norms] for field in fields(Norm)}
+    values: dict[str, Any] = {name: None if some[0] is None else torch.cat(some) for name, some in parts.items()}
+    return Norm(**values)
 
 
 def _quotients(op: JacobianOperator, roundoff: Roundoff, vectors: Tensor) -> tuple[Tensor, Tensor]:
