@@ -218,11 +218,15 @@ def _grams(att: Attention, map: str) -> list[Callable[[], Gram]]:
 def l2_spectral_norm(att: Attention, *, tol: float = 1e-4, seed: int | Sequence[int] = 0) -> Norm:
     """Exact local Lipschitz constant of L2 attention with the layer's weights (see `L2HeadJacobian`), samples x heads.
 
-    This is the map that Kim et al. 2021 bound; it is not the head of the checkpoint. A float64 value without enclosure: rounding is not counted.
+    This is the map that Kim et al. 2021 bound; it is not the head of the checkpoint. The search is in the dtype of ``att``, the value a quotient in
+    float64, without enclosure: rounding is not counted.
     """
     scaled, unit = att.double().unit_values()
-    norm = operator_norm(L2HeadJacobian(scaled), tol=tol, seed=seed).view(att.samples, att.heads)
-    return _scale(norm, unit.cpu().log2().round().long())
+    op = L2HeadJacobian(scaled)
+    search = op if att.dtype == torch.float64 else L2HeadJacobian(att.unit_values()[0])
+    nothing = torch.zeros(op.batch, dtype=torch.float64)
+    norm = estimate(op, Roundoff(nothing, nothing, nothing), search, method="lanczos", tol=tol, seed=seed, max_steps=DEFAULT_STEPS["lanczos"])
+    return _scale(norm.view(att.samples, att.heads), unit.cpu().log2().round().long())
 
 
 def times_power(value: Tensor, exponents: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from lipbound.errors import LipboundError, RangeError
-from lipbound.linalg.enclosures.deflated_lanczos import deflated_bound
+from lipbound.linalg.certificates import log_inverse_epsilon
+from lipbound.linalg.enclosures.deflated_lanczos import RITZ, deflated_bound
 from lipbound.linalg.enclosures.ritz import ritz_search
 from lipbound.linalg.enclosures.verified import UNIT, bordered, largest_eigenvalue
 from lipbound.linalg.golub_kahan import golub_kahan
@@ -26,10 +27,14 @@ from lipbound.linalg.solution import Norm, unit_vectors
 
 VECTORS = 2
 """How many Ritz vectors are deflated at first."""
-SEARCH = 1e-2
+SEARCH = 3e-3
 """Residual, relative to the Ritz value, at which the search ends; the certificate feels its square."""
-ATTEMPTS = ((0.5, 1), (0.25, 1), (0.25, 4))
-"""Shares of delta, and over how many independent starts each is multiplied up."""
+ATTEMPTS = ((0.5, 1), (0.25, 1), (0.25, 2))
+"""Shares of delta, and how many times as many independent starts as needed each is multiplied up over."""
+AUDIBLE = 128.0
+"""How many times the rounding of one product, relative to the norm, the component of a start must be that a certificate rests on."""
+MOST_STARTS = 4
+"""Beyond so many independent starts, more of them do not help: their components are a good part of their length."""
 LARGEST_DENSE = 512
 """Largest output dimension for which what random starts leave open is settled by a dense decomposition."""
 
@@ -194,18 +199,36 @@ def _attempt(
     y = torch.stack([op.gram(row.view(-1, *op.out_shape)).flatten(1) for row in z.unbind(1)], 1)
     small = bordered(z, y, roundoff)
     low, top = small.lower()
-    better = low > found.low[active]
-    found.low[active] = torch.where(better, low, found.low[active])
-    found.top[active[better].to(op.device)] = top[better.to(op.device)]
+    higher = low > found.low[active]
+    found.low[active] = torch.where(higher, low, found.low[active])
+    found.top[active[higher].to(op.device)] = top[higher.to(op.device)]
     target = small.largest_phi(_goal(found.low[active], roundoff.tensors, tol))
-    phi, run, steps = torch.zeros_like(target), None, torch.zeros_like(found.steps[active])
-    for s in range(starts):  # the bound fails only if every start does
-        each = deflated_bound(op, roundoff, small, target, delta ** (1 / starts), [one * 16 + s for one in seed], max_steps)
-        phi, run, steps = torch.maximum(phi, each.phi), each, steps + each.steps
+    phi, steps, n = torch.zeros_like(target), torch.zeros_like(found.steps[active]), z.shape[2]
+    needed = starts * _starts(n, delta, roundoff.products / found.low[active].sqrt())
+    better = z.new_zeros(len(active), min(RITZ, n - z.shape[1], max_steps), n)
+    for count in needed.unique().tolist():
+        rows = (needed == count).nonzero()[:, 0]
+        there = rows.to(op.device)
+        part, own = (op, small) if len(rows) == len(active) else (op.select(there), small.select(rows))
+        for s in range(count):  # the bound fails only if every start does
+            each = deflated_bound(
+                part, roundoff.select(rows), own, target[rows], delta ** (1 / count), [seed[i] * 16 + s for i in rows.tolist()], max_steps
+            )
+            phi[rows], steps[rows] = torch.maximum(phi[rows], each.phi), steps[rows] + each.steps
+            better[there] = each.ritz
     found.high[active] = torch.minimum(found.high[active], small.upper(phi))
     found.steps[active] += steps + z.shape[1]
-    assert run is not None
-    return torch.cat([z, run.ritz], 1) if run.ritz.shape[1] + z.shape[1] <= z.shape[2] else z
+    return torch.cat([z, better], 1) if better.shape[1] + z.shape[1] <= n else z
+
+
+def _starts(n: int, delta: float, noise: Tensor) -> Tensor:
+    """Over how many starts to multiply up ``delta``, (batch,): so many that none has to show what is lost in ``noise``, of a product relative to the
+    norm."""
+    count = torch.ones(len(noise), dtype=torch.long)
+    for more in range(2, MOST_STARTS + 1):
+        short = math.exp(-log_inverse_epsilon(n, delta ** (1 / (more - 1)))) < AUDIBLE * noise
+        count = torch.where(short, more, count)
+    return count
 
 
 def _settle(op: JacobianOperator, roundoff: Roundoff, found: Found, index: Tensor) -> None:

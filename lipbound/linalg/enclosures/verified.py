@@ -51,6 +51,11 @@ class Bordered:
     fixed: Tensor
     rate: Tensor
 
+    def select(self, index: Tensor) -> "Bordered":
+        """Of some entries of the batch."""
+        there = index.to(self.z.device)
+        return Bordered(self.z[there], *(t[index] for t in (self.skew, self.values, self.turn, self.r_c, self.fixed, self.rate)))
+
     @property
     def _reach(self) -> Tensor:
         return (self.values[:, -1].clamp_min(0) + self.fixed).sqrt() + 2 * self.rate
