@@ -101,7 +101,10 @@ def spectral(w: Tensor) -> Tensor:
     w = torch.where(known[:, None, None], w / torch.where(known, size, 1.0)[:, None, None], 0.0)
     squares = w.mT @ w
     frobenius = squares.diagonal(dim1=-2, dim2=-1).sum(-1)
-    top = torch.linalg.eigvalsh(squares)[..., -1].clamp_min(0)
+    try:
+        top = torch.linalg.eigvalsh(squares)[..., -1].clamp_min(0)
+    except RuntimeError:  # LinAlgError: the norm is at most that of Frobenius
+        top = frobenius
     norm = torch.minimum(top + 8 * (sum(w.shape[-2:]) + 16) * UNIT * frobenius, frobenius).sqrt() * MARGIN
     return torch.where(known, norm * size, size.nan_to_num(torch.inf))
 

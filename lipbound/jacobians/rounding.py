@@ -4,6 +4,8 @@ Upper values, from the error analysis of the layer's tensors and the blocks of J
 """
 
 import math
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,30 +14,54 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.layer_norm import Normaliser
 from lipbound.attention.rounding import MARGIN, SMALLEST, TensorErrors, spectral, tensor_errors
 from lipbound.jacobians.head import HeadOperator
-from lipbound.jacobians.maps import WHOLE
+from lipbound.jacobians.head_streaming import head_jacobian
+from lipbound.jacobians.maps import BLOCKS, WHOLE
+from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.operators import Roundoff
 
-UNIT = 2.0**-53
 
-
-def tensor_error(att: Attention, op: HeadOperator | None = None) -> Tensor:
+def tensor_error(att: Attention) -> Tensor:
     r"""An upper value of :math:`\|J - \hat J\|`, (samples, heads), float64: J at the given numbers, J-hat of the float64 tensors made of them.
 
-    Infinite where logits are so large that nothing can be said.
-
-    Args:
-        att: the layer; float32 numbers count as they are.
-        op: its Jacobian in float64, where it is at hand.
+    Infinite where logits are so large that nothing can be said. float32 numbers count as they are.
     """
     att = att.double()
-    return att.memo("tensor_error", lambda: roundoff(att, head_operator(att) if op is None else op).tensors.view(att.samples, att.heads))
+    return att.memo("tensor_error", lambda: roundoff(att, head_jacobian(att)).tensors.view(att.samples, att.heads))
 
 
-def head_operator(att: Attention) -> HeadOperator:
-    """The Jacobian of the heads in float64."""
-    from lipbound.jacobians.head_streaming import head_jacobian
+class Moments(NamedTuple):
+    """Of the rows of P, upper values.
 
-    return head_jacobian(att.double())
+    Attributes:
+        value, key: root mean squares of |v_j| and |k_j| (as centred), (..., heads, N). mass: sums, (..., heads, N), or 1.
+        columns: a bound on the norm of P, (..., heads).
+    """
+
+    value: Tensor
+    key: Tensor
+    mass: Tensor | float
+    columns: Tensor
+
+
+def distance(e: TensorErrors, rows: Moments, scale: float, w_v: Tensor, loose: Tensor | float = 0.0) -> Tensor:
+    r"""An upper value of :math:`\|J - \hat J\|` of plain heads and those with variants, (..., heads): Lemma 70 (docs/theory/rounding.md).
+
+    Args:
+        e: errors of the tensors, (..., heads, N). rows: of P. scale: of the scores.
+        w_v: upper values of the norms of the values' projections, (heads,). loose: how far these may be from the projections that are meant.
+    """
+    value, key, mass, columns = rows
+    c, n = abs(scale), e.q.shape[-1]
+    k_slope, k_slope_error, k_error, v_error = (t.amax(-1, keepdim=True) for t in (e.k_slope, e.k_slope_error, e.k_error, e.v_error))
+    output = e.p * value + (1 + e.p) * v_error + (n + 8) * UNIT * value
+    own, shift = 2 * e.weights * value, (1 + e.weights) * (v_error + output)  # of T_ij (v_j - o_i): by T, and by v and o
+    off = own + shift * mass
+    off_keys = own * key + shift * mass**0.5 * key + (2 * value + off) * k_error
+    through_k = off * k_slope * e.q + (2 * value + off) * (k_slope * e.q_error + k_slope_error * (e.q + e.q_error))
+    through_q = off_keys * e.q_slope + (2 * value * key + off_keys) * e.q_slope_error
+    relative = e.p.amax(-1)
+    total = c * through_k.norm(dim=-1) + c * through_q.amax(-1) + columns * (relative * w_v + (1 + relative) * loose)
+    return _upper(total)
 
 
 @torch.no_grad()
@@ -49,30 +75,29 @@ def roundoff(att: Attention, op: HeadOperator, *, loose: Tensor | None = None, s
     """
     e = tensor_errors(att)
     c, n = abs(att.scale), att.tokens
-    value, key, mass, columns = _moments(op, e)
-    w_v = spectral(att.w_v)
-    q_slope, k_slope = e.q_slope, e.k_slope.amax(-1, keepdim=True)
-    k_slope_error, k_error, v_error = (t.amax(-1, keepdim=True) for t in (e.k_slope_error, e.k_error, e.v_error))
+    rows, w_v = _moments(op, e), spectral(att.w_v)
     if loose is not None:
-        v_error = v_error + torch.linalg.vector_norm(att.centred(att.x), dim=-1).amax(-1)[:, None, None] * loose[:, None]
-    output = e.p * value + v_error + (n + 8) * UNIT * value
-    off = 2 * e.weights * value + (v_error + output) * mass * (1 + e.weights)  # of T_ij (v_j - o_i), over a row
-    through_k = c * (off * k_slope * e.q + 2 * value * (k_slope * e.q_error + k_slope_error * e.q))
-    through_q = c * ((off * key + 2 * value * k_error) * q_slope + 2 * value * key * e.q_slope_error)
-    through_v = columns * (e.p.amax(-1) * w_v if loose is None else e.p.amax(-1) * w_v + loose)
-    ends = [t.amax(-1) for t in (e.v, e.k, e.q, q_slope, k_slope)]
+        e = replace(e, v_error=e.v_error + torch.linalg.vector_norm(att.centred(att.x), dim=-1)[:, None] * loose[:, None])
+    tensors = distance(e, rows, c, w_v, 0.0 if loose is None else loose)
+    value, key, _, columns = rows
+    k_slope = e.k_slope.amax(-1, keepdim=True)
+    ends = [t.amax(-1) for t in (e.v, e.k, e.q, e.q_slope, e.k_slope)]
     vanished = SMALLEST * (ends[0] * c * (ends[1] * ends[3] + ends[2] * ends[4]) + w_v)
-    tensors = through_k.norm(dim=-1) + through_q.amax(-1) + through_v + vanished
     # Norms of the three parts of J: of entries' absolute values, so that they bound the rounding of sums as well
-    both, rows = value * key, torch.minimum((e.q * value).norm(dim=-1), columns * ends[0] * ends[2])
-    parts = [2 * c * (both * q_slope).amax(-1), 2 * c * rows * k_slope[..., 0], columns * w_v]
+    both, reach = value * key, torch.minimum((e.q * value).norm(dim=-1), columns * ends[0] * ends[2])
+    parts = [2 * c * (both * e.q_slope).amax(-1), 2 * c * reach * k_slope[..., 0], columns * w_v]
     size = sum(parts[1:], start=parts[0])
     steps = (n + 2 * (att.d + att.d_v) + 40) * UNIT
     # Coordinates are products with a triangular factor, whose absolute values have a norm that is larger by this factor at most
-    spread = [torch.linalg.matrix_norm(w) / spectral(w).clamp_min(1e-300) for w in (att.w_q, att.w_k, att.w_v)]
+    spread = _spread(att)
     width, lost = (sum(op.w.shape[2:]) + 2 * op.in_shape[1] + 24) * UNIT, op.rows.loss
     wide = sum(part * s for part, s in zip(parts, spread, strict=True))
-    return Roundoff(*(_upper(t).flatten().cpu() for t in (tensors + lost * wide + skew * size, steps * size + width * wide, size)))
+    return Roundoff(*(_upper(t).flatten().cpu() for t in (tensors + vanished + lost * wide + skew * size, steps * size + width * wide, size)))
+
+
+def _spread(att: Attention) -> list[Tensor]:
+    """How much larger the norms of the projections' absolute values may be than their norms, (heads,) each, queries, keys, values."""
+    return [torch.linalg.matrix_norm(w) / spectral(w).clamp_min(1e-300) for w in (att.w_q, att.w_k, att.w_v)]
 
 
 def folding_error(att: Attention, basis: Tensor, folded: Tensor) -> tuple[Tensor, float]:
@@ -90,30 +115,34 @@ def folding_error(att: Attention, basis: Tensor, folded: Tensor) -> tuple[Tensor
 def layer_roundoff(att: Attention, op: HeadOperator, map: str) -> Roundoff:
     """Of a whole layer, from its heads': Lemma 72 (docs/theory/rounding.md)."""
     heads = roundoff(att, op)
-    per = [t.view(att.samples, att.heads) for t in (heads.tensors, heads.size)]
+    tensors, size = (t.view(att.samples, att.heads) for t in (heads.tensors, heads.size))
+    per = [tensors, size, size * torch.stack(_spread(att)).amax(0).cpu()]  # the last of absolute values
     width = (2 * (att.tokens + 3 * (att.d + att.d_v) + att.x.shape[2] + att.heads + 60)) * UNIT
     if map == "heads" or att.w_o is None:
-        tensors, size = (t.norm(dim=-1) for t in per)
+        tensors, size, rounded = (t.norm(dim=-1) for t in per)
     else:
         w_o = torch.linalg.matrix_norm(att.w_o).cpu()
-        tensors, size = ((t * w_o).sum(-1) for t in per)
+        tensors, size, rounded = ((t * w_o).sum(-1) for t in per)
         width += 2 * (att.heads * att.d_v + att.w_o.shape[2] + 8) * UNIT
-    if map in ("residual", "pre_norm", "post_norm"):
-        tensors, size, width = _block(att, map, tensors, size, width)
-    return Roundoff(_upper(tensors), _upper(width * size), _upper(size))
+    if map in BLOCKS:
+        return _block(att, map, tensors, size, rounded, width)
+    return Roundoff(_upper(tensors), _upper(width * rounded), _upper(size))
 
 
-def _block(att: Attention, map: str, tensors: Tensor, size: Tensor, width: float) -> tuple[Tensor, Tensor, float]:
-    """The same for a layer with what stands around it."""
+def _block(att: Attention, map: str, tensors: Tensor, size: Tensor, rounded: Tensor, width: float) -> Roundoff:
+    """The same for a layer with what stands around it; ``rounded`` is a bound on the norm of absolute values, as ``size`` is on the norm."""
     around = att.surroundings
     norm = None if around is None else {"pre_norm": around.fed_by, "post_norm": around.followed_by}.get(map)
     if norm is None:
-        return tensors, 1 + size, width + 8 * UNIT
-    reach, error = (t.cpu() for t in normaliser_error(norm, att.valid))
-    width += 2 * (2 * norm.x.shape[2] + 16) * UNIT
-    if map == "pre_norm":
-        return tensors * reach + (size + tensors) * error, 1 + size * reach, width
-    return reach * tensors + error * (1 + size + tensors), reach * (1 + size), width
+        tensors, size, rounded, width = tensors, 1 + size, 1 + rounded, width + 8 * UNIT
+    else:
+        reach, error = (t.cpu() for t in normaliser_error(norm, att.valid))
+        width += 2 * (2 * norm.x.shape[2] + 16) * UNIT
+        if map == "pre_norm":
+            tensors, size, rounded = tensors * reach + (size + tensors) * error, 1 + size * reach, 1 + rounded * reach
+        else:
+            tensors, size, rounded = reach * tensors + error * (1 + size + tensors), reach * (1 + size), reach * (1 + rounded)
+    return Roundoff(_upper(tensors), _upper(width * rounded), _upper(size))
 
 
 def normaliser_error(norm: Normaliser, valid: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -132,15 +161,15 @@ def normaliser_error(norm: Normaliser, valid: Tensor | None) -> tuple[Tensor, Te
     return _upper(reach.amax(-1)), _upper(error.amax(-1))
 
 
-def _moments(op: HeadOperator, e: TensorErrors) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of every row of P the root mean squares of |v_j| and |k_j| and the sum, (samples, heads, N), and a bound on the norm of P, (samples, heads)."""
+def _moments(op: HeadOperator, e: TensorErrors) -> Moments:
+    """Of the heads of an operator, (samples, heads, N)."""
     shape = e.p.shape
     squares = torch.stack([e.v**2, e.k**2, torch.ones_like(e.v)], -1).flatten(0, 1)
     means = (op.average(squares) * MARGIN).clamp_min(0)
     value, key = (t.sqrt().view(shape) for t in means[..., :2].unbind(-1))
     mass = means[..., 2].view(shape)
     columns = op.column_sums().view(shape).amax(-1).clamp_max(shape[-1]) * MARGIN
-    return value, key, mass, columns.sqrt()
+    return Moments(value, key, mass, columns.sqrt())
 
 
 def _upper(x: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from lipbound.linalg import deterministic
 from lipbound.linalg.enclosures.enclose import enclose, estimate, widened
 from lipbound.linalg.operator_norm import DEFAULT_STEPS, METHODS, operator_norm
 from lipbound.linalg.operators import JacobianOperator, Roundoff
+from lipbound.linalg.powers import times_power, times_power_up
 from lipbound.linalg.reference_solvers import dense_svd
 from lipbound.linalg.solution import Norm
 
@@ -111,7 +112,8 @@ def spectral_norm(
 
 
 class Measured:
-    """A layer whose map is measured: in units in which its tensors are of ordinary size, with the output projection folded in where the map has it.
+    """A layer whose map is measured: in units in which its tensors are of ordinary size (unless wanted ``as_given``), with the output projection
+    folded in where the map has it.
 
     Attributes:
         attention: the layer. op: its Jacobian.
@@ -122,12 +124,14 @@ class Measured:
 
     basis: Tensor | None
 
-    def __init__(self, att: Attention, map: str):
+    def __init__(self, att: Attention, map: str, *, as_given: bool = False):
         self.map, self.known, before = map, None, att
         att, self.basis = att.fold_output() if map == "head_out" else (att, None)
         self.folded = None if self.basis is None else folding_error(before, self.basis, att.w_v)
         self.exponents = torch.zeros(att.heads, dtype=torch.long)
-        if map in ("head", "head_out") and att.dtype == torch.float64 and att.ordinary() is None:
+        if as_given:
+            pass
+        elif map in ("head", "head_out") and att.dtype == torch.float64 and att.ordinary() is None:
             att, exponents, self.known = att.unit_scales()
             self.exponents = exponents.cpu()
         elif map not in BLOCKS:  # the identity of a residual must be seen in its own units
@@ -167,10 +171,7 @@ def check_arguments(att: object, method: str, tol: float, delta: float | None, m
 
 def _power(att: Attention, map: str, tol: float, delta: float | None, vectors: bool, seed: int | Sequence[int], max_steps: int | None) -> Norm:
     """Power iteration, whose absolute stopping rule must see J itself, in the dtype that was given."""
-    plain = Measured.__new__(Measured)
-    plain.attention, plain.basis = att.fold_output() if map == "head_out" else (att, None)
-    plain.map, plain.known, plain.exponents = map, None, torch.zeros(att.heads, dtype=torch.long)
-    plain.op = _operator(plain.attention, map)
+    plain = Measured(att, map, as_given=True)
     norm = operator_norm(plain.op, method="power", tol=tol, delta=delta, vectors=vectors, seed=seed, max_steps=max_steps)
     return _shaped(att, norm, plain)
 
@@ -229,14 +230,7 @@ def l2_spectral_norm(att: Attention, *, tol: float = 1e-4, seed: int | Sequence[
     return _scale(norm.view(att.samples, att.heads), unit.cpu().log2().round().long())
 
 
-def times_power(value: Tensor, exponents: Tensor) -> Tensor:
-    """Numbers times 2 to ``exponents``, in two steps, of which none leaves the range unless the result does."""
-    half = exponents // 2
-    return value * torch.ldexp(torch.ones_like(value), half) * torch.ldexp(torch.ones_like(value), exponents - half)
-
-
 def _scale(norm: Norm, exponents: Tensor) -> Norm:
     """Ends times powers of two; near the end of the range, where that rounds, outwards."""
-    lower, upper = times_power(norm.lower, exponents), times_power(norm.upper, exponents)
-    lower, upper = torch.where(lower < 1e-300, 0.0, lower), torch.where((upper > 0) & (upper < 1e-300), upper + 1e-307, upper)
-    return replace(norm, lower=lower, upper=upper)
+    lower = times_power(norm.lower, exponents)
+    return replace(norm, lower=torch.where(lower < 1e-300, 0.0, lower), upper=times_power_up(norm.upper, exponents))

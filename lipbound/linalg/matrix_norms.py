@@ -7,6 +7,8 @@ rounding is known, confirms it. NaN stays NaN, and what is not finite has the no
 import torch
 from torch import Tensor
 
+from lipbound.linalg.powers import exact_power
+
 UNIT = 2.0**-53
 SMALLEST = 1e-140
 """Norms below it have no squares in the range of float64."""
@@ -25,11 +27,6 @@ def power_of_two(size: Tensor) -> Tensor:
     """Powers of two, float64, within a factor of two of sizes > 0; 1 for zero, NaN and infinity."""
     sensible = (size > 0) & torch.isfinite(size)
     return exact_power(torch.frexp(torch.where(sensible, size.detach().double(), 0.5)).exponent.clamp(-1022, 1023))
-
-
-def exact_power(exponent: Tensor) -> Tensor:
-    """2 to integers from -1022 to 1023, float64, by their bits: what exp2 rounds would no longer be exact."""
-    return ((exponent.long() + 1023) << 52).view(torch.float64)
 
 
 def largest_entry(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,22 +6,12 @@ import torch
 from torch import Tensor
 
 from lipbound.linalg.matrix_norms import UNIT
+from lipbound.linalg.powers import exact_power, times_power
 
 UP = 1 + 4 * UNIT
 """What a rounded operation is multiplied with, so that the product is at least the exact result."""
 FAR = 200
 """A summand that is smaller by more than this power of two counts as if it were by this power."""
-
-
-def power_of_two(e: Tensor) -> Tensor:
-    """2^e of integers (int64) between -1022 and 1023, exactly, float64."""
-    return ((e + 1023) << 52).view(torch.float64)
-
-
-def times_power(t: Tensor, e: Tensor) -> Tensor:
-    """t 2^e of integers e (int64) between -2044 and 2046, rounded once; differentiable in t."""
-    half = e >> 1
-    return t * power_of_two(half) * power_of_two(e - half)
 
 
 def exponents(t: Tensor, dims: int | tuple[int, ...] | None = None) -> Tensor:
@@ -83,7 +73,7 @@ class Upper:
         own, its = torch.where(self.m == 0, none, self.e), torch.where(other.m == 0, none, other.e)
         e = torch.maximum(own, its)
         e = torch.where(e == none, 0, e)
-        m = self.m * power_of_two((self.e - e).clamp(-FAR, 0)) + other.m * power_of_two((other.e - e).clamp(-FAR, 0))
+        m = self.m * exact_power((self.e - e).clamp(-FAR, 0)) + other.m * exact_power((other.e - e).clamp(-FAR, 0))
         return Upper(m * UP, e)
 
     __rmul__ = __mul__
@@ -99,7 +89,7 @@ class Upper:
     def sqrt(self) -> Upper:
         """Roots; the derivative at zero is zero."""
         odd = self.e & 1
-        m = self.m * power_of_two(odd)
+        m = self.m * exact_power(odd)
         root = torch.where(m == 0, 1.0, m).sqrt() * UP
         return Upper(torch.where(m == 0, 0.0, root), (self.e - odd) >> 1)
 
@@ -145,7 +135,7 @@ class Upper:
         """Sums over the last axis."""
         top = torch.where(self.m == 0, torch.iinfo(torch.int64).min // 4, self.e).amax(-1, keepdim=True)
         top = torch.where(top < -(2**60), 0, top)
-        total = (self.m * power_of_two((self.e - top).clamp(-FAR, 0))).sum(-1)
+        total = (self.m * exact_power((self.e - top).clamp(-FAR, 0))).sum(-1)
         return Upper(total * (1 + (self.m.shape[-1] + 4) * UNIT), top[..., 0])
 
     def shifted(self, e: Tensor) -> Upper:

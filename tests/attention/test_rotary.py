@@ -67,7 +67,7 @@ def test_exact_norms_and_bounds(seed: int, n: int, d: int, d_v: int, part: float
     assert bool(((lb.spectral_norm(att, tol=1e-10).lower - exact).abs() <= 1e-8 * exact + slack).all())
     for name in ("lipbound", "lipbound_block"):
         value = lb.bounds.get(name)(att)
-        assert bool((value >= exact - slack).all()), name
+        assert bool((value >= exact * (1 - 1e-9)).all()), name
         assert bool(lb.bounds.get(name).sound(att).all())
 
 

@@ -10,11 +10,11 @@ from lipbound.bounds.ball.plain import BallCentre
 from lipbound.bounds.ball.variants import COVERS, VariantBallCentre
 from lipbound.bounds.entry import check_radii
 from lipbound.bounds.kinds import ByKind
-from lipbound.bounds.lipbound2026.parts import TINY, times_power
+from lipbound.bounds.lipbound2026.parts import TINY
 from lipbound.bounds.registry import get
 from lipbound.errors import AttentionError, LipboundError
 from lipbound.jacobians.spectral_norm import spectral_norm
-from lipbound.linalg.matrix_norms import exact_power
+from lipbound.linalg.powers import exact_power, times_power_up
 
 CERTIFIED_TOL = 1e-3
 CERTIFIED_DELTA = 1e-10
@@ -88,10 +88,10 @@ def _sample(att: Attention, radii: list[float], norm: str, centre: Tensor) -> Te
     if not -1000 < int(shift) < 1000:
         return torch.full((att.heads, len(radii)), torch.inf, dtype=torch.float64, device=att.device)
     around = CENTRES.of(one)(one)
-    there = times_power(centre, -exponents)
+    there = times_power_up(centre, -exponents)
     found = torch.stack([around.bound(r * float(exact_power(shift)), norm, there) for r in radii], -1)
     hidden = TINY * (torch.linalg.vector_norm(one.w_v, dim=(1, 2)) + one.centred_v[0].norm(dim=-1).amax(-1))
-    found = times_power((found + hidden[:, None]).mT, exponents).mT
+    found = times_power_up((found + hidden[:, None]).mT, exponents).mT
     return torch.where(exact[0][:, None] & ~found.isnan(), found, torch.inf)
 
 

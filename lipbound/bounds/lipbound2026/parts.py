@@ -13,7 +13,9 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.rounding import MARGIN, TensorErrors, tensor_errors
-from lipbound.linalg.matrix_norms import block_norm, exact_power, gamma, matrix_norm, nonnegative_norm, upper_factor
+from lipbound.jacobians.rounding import Moments, distance
+from lipbound.linalg.matrix_norms import block_norm, gamma, matrix_norm, nonnegative_norm, upper_factor
+from lipbound.linalg.powers import times_power_up
 
 CHUNK = 2**22
 """Bytes of the largest temporary, the N x d_v x d moments of some heads of one sample."""
@@ -62,8 +64,8 @@ class Sample(NamedTuple):
         with torch.no_grad():
             most = one.p[0].amax((-1, -2)).clamp_min(2.0**-200)
             hidden = TINY * most * (torch.linalg.vector_norm(one.w_v, dim=(1, 2)) + one.centred_v[0].norm(dim=-1).amax(-1))
-            error = (distance_of_tensors(one, self.errors) + hidden) * (1 + 1e-6)
-        total = times_power(values * (1 + 2 * positive_slack(one)) + error, self.exponents)
+            error = (_distance(one, self.errors) + hidden) * (1 + 1e-6)
+        total = times_power_up(values * (1 + 2 * positive_slack(one)) + error, self.exponents)
         return torch.where(self.exact & ~total.isnan(), total, torch.inf)
 
 
@@ -83,29 +85,11 @@ def samples_of(att: Attention) -> Iterator[Sample]:
             yield Sample(one, own, torch.zeros_like(every, dtype=torch.long), every)
 
 
-def distance_of_tensors(one: Attention, e: TensorErrors) -> Tensor:
-    r"""An upper value of :math:`\|J - \hat J\|`, (heads,), of one sample: J at the given numbers, J-hat of the float64 tensors made of them.
-
-    Lemma 70 (docs/theory/rounding.md), whose lengths are those of the three parts of J. Infinite where nothing can be said.
-    """
-    p, n, c = one.p[0], one.tokens, abs(one.scale)
-    value, key = (MARGIN * (p @ (t[0] ** 2)[..., None])[..., 0].clamp_min(0).sqrt() for t in (e.v, e.k))
-    k_slope, k_slope_error, k_error, v_error = (t[0].amax(-1, keepdim=True) for t in (e.k_slope, e.k_slope_error, e.k_error, e.v_error))
-    q, q_error, q_slope, q_slope_error, weights, relative = (t[0] for t in (e.q, e.q_error, e.q_slope, e.q_slope_error, e.weights, e.p))
-    output = relative * value + v_error + gamma(n + 8) * value
-    off = 2 * weights * value + v_error + output  # of T_ij (v_j - o_i), over a row
-    through_k = c * (off * k_slope * q + 2 * value * (k_slope * q_error + k_slope_error * q))
-    through_q = c * ((off * key + 2 * value * k_error) * q_slope + 2 * value * key * q_slope_error)
-    through_v = relative.amax(-1) * (p.sum(-2).amax(-1) * MARGIN).sqrt() * matrix_norm(one.w_v.detach())
-    total = MARGIN * (through_k.norm(dim=-1) + through_q.amax(-1) + through_v)
-    return total.nan_to_num(torch.inf, torch.inf)
-
-
-def times_power(value: Tensor, exponents: Tensor) -> Tensor:
-    """Numbers (..., heads) times 2 to exponents (heads,), rounded upwards where they end near the end of the range."""
-    for part in (exponents // 2, exponents - exponents // 2):
-        value = value * exact_power(part.clamp(-1022, 1023))
-    return torch.where((value > 0) & (value < 1e-300), value + 1e-307, value)
+def _distance(one: Attention, errors: TensorErrors) -> Tensor:
+    """`lipbound.jacobians.rounding.distance` of one sample, (heads,)."""
+    p, e = one.p[0], TensorErrors(*(getattr(errors, field.name)[0] for field in fields(errors)))
+    value, key = (MARGIN * (p @ (t**2)[..., None])[..., 0].clamp_min(0).sqrt() for t in (e.v, e.k))
+    return distance(e, Moments(value, key, 1.0, (p.sum(-2).amax(-1) * MARGIN).sqrt()), one.scale, matrix_norm(one.w_v.detach()))
 
 
 def positive_slack(att: Attention) -> float:

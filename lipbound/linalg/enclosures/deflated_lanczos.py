@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lipbound.linalg.certificates import log_inverse_epsilon
 from lipbound.linalg.enclosures.residual_certificate import Recurrences, below, excluded, smallest_excluded
-from lipbound.linalg.enclosures.verified import UNIT, Bordered
+from lipbound.linalg.enclosures.verified import Bordered
+from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.operators import JacobianOperator, Roundoff
 
 LOOK = 2

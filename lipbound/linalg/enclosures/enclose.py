@@ -19,9 +19,10 @@ from lipbound.errors import LipboundError, RangeError
 from lipbound.linalg.certificates import log_inverse_epsilon
 from lipbound.linalg.enclosures.deflated_lanczos import RITZ, deflated_bound
 from lipbound.linalg.enclosures.ritz import ritz_search
-from lipbound.linalg.enclosures.verified import UNIT, bordered, largest_eigenvalue
+from lipbound.linalg.enclosures.verified import bordered, largest_eigenvalue
 from lipbound.linalg.golub_kahan import golub_kahan
 from lipbound.linalg.lanczos import lanczos
+from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.operators import JacobianOperator, Roundoff
 from lipbound.linalg.solution import Norm, unit_vectors
 
@@ -232,7 +233,8 @@ def _starts(n: int, delta: float, noise: Tensor) -> Tensor:
 
 
 def _settle(op: JacobianOperator, roundoff: Roundoff, found: Found, index: Tensor) -> None:
-    """Dense bounds for some entries, without probability: G column by column, then a decomposition that is verified."""
+    """Dense bounds for some entries, from G column by column and a decomposition that is verified. They add no probability of failure to that of
+    ``found``."""
     n = math.prod(op.out_shape)
     for i in index.tolist():
         same = op.select(torch.full((n,), i, device=op.device))

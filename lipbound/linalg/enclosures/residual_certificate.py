@@ -11,7 +11,8 @@ float64 arrays of numpy, a few numbers for every norm.
 
 import numpy as np
 
-from lipbound.linalg.enclosures.verified import UNIT, Bordered
+from lipbound.linalg.enclosures.verified import Bordered
+from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.operators import Roundoff
 from lipbound.linalg.stopping import top_eigenpairs
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.operators import Roundoff
-
-UNIT = 2.0**-53
 
 
 def largest_eigenvalue(g: Tensor) -> tuple[float, float, Tensor]:
