@@ -102,6 +102,16 @@ def top_eigenpairs(alpha: np.ndarray, beta: np.ndarray) -> tuple[np.ndarray, np.
     return values, vectors
 
 
+def eigenpairs(alpha: np.ndarray, beta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Eigenvalues, ascending (batch, k), and vectors (batch, k, k) of tridiagonal matrices: diagonal (batch, k), off-diagonal (batch, k - 1)."""
+    k = alpha.shape[1]
+    whole = np.zeros((len(alpha), k, k))
+    i = np.arange(k)
+    whole[:, i, i] = alpha
+    whole[:, i[1:], i[:-1]] = beta  # numpy reads the lower triangle
+    return np.linalg.eigh(whole)
+
+
 def project_out(x: Tensor, basis: Tensor, passes: int = 1) -> Tensor:
     """x (batch, n), in place, without its components along the orthonormal rows of basis (batch, k, n).
 

@@ -81,10 +81,10 @@ def deflated_bound(
         stop |= rows.hopeless(active.numpy(), j + 1, target[active].numpy(), HOPELESS) | (b <= 1e-13 * reach).cpu().numpy()
         if not stop.any():
             continue
-        for i in np.flatnonzero(stop):
-            result.steps[active[i]] = j + 1
-            turn = rows.ritz(int(active[i]), j + 1, RITZ)
-            result.ritz[int(active[i]), : len(turn)] = torch.from_numpy(turn).to(basis) @ basis[i, : j + 1]
+        ended = torch.from_numpy(np.flatnonzero(stop))
+        result.steps[active[ended]] = j + 1
+        turn = torch.from_numpy(rows.ritz(active[ended].numpy(), j + 1, RITZ)).to(basis)
+        result.ritz[active[ended].to(op.device), : turn.shape[1]] = turn @ basis[ended.to(op.device), : j + 1]
         keep = torch.from_numpy(np.flatnonzero(~stop))
         if not len(keep):
             break

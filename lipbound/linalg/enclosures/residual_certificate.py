@@ -14,7 +14,7 @@ import numpy as np
 from lipbound.linalg.enclosures.verified import Bordered
 from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.operators import Roundoff
-from lipbound.linalg.stopping import top_eigenpairs
+from lipbound.linalg.stopping import eigenpairs, top_eigenpairs
 
 Array = np.ndarray
 
@@ -56,11 +56,10 @@ class Recurrences:
         top, s = top_eigenpairs(self.alpha[index, :k], self.beta[index, :k])
         return np.asarray((top >= target) & (self.beta[index, k - 1] * np.abs(s[:, -1]) <= residual * top))
 
-    def ritz(self, i: int, k: int, count: int) -> Array:
-        """Coordinates of the largest Ritz vectors of run i after k steps, (count, k)."""
-        a, b = np.nan_to_num(self.alpha[i, :k], posinf=0.0), np.nan_to_num(self.beta[i, : k - 1], posinf=0.0)
-        _, s = np.linalg.eigh(np.diag(a) + np.diag(b, 1) + np.diag(b, -1))
-        return s[:, ::-1][:, :count].T.copy()
+    def ritz(self, index: Array, k: int, count: int) -> Array:
+        """Coordinates of the largest Ritz vectors of the runs ``index`` after k steps, (runs, count, k)."""
+        _, s = eigenpairs(*(np.nan_to_num(t[index, :end], posinf=0.0) for t, end in ((self.alpha, k), (self.beta, k - 1))))
+        return s[:, :, ::-1][:, :, :count].swapaxes(1, 2).copy()
 
 
 def excluded(rows: Recurrences, steps: Array, x: Array) -> Array:

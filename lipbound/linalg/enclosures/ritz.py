@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lipbound.linalg.operators import JacobianOperator
 from lipbound.linalg.solution import start_vectors
-from lipbound.linalg.stopping import project_out
+from lipbound.linalg.stopping import eigenpairs, project_out
 
 
 def ritz_search(op: JacobianOperator, *, count: int, residual: float, max_steps: int, seed: int | Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -43,22 +43,15 @@ def ritz_search(op: JacobianOperator, *, count: int, residual: float, max_steps:
         v = w / b.clamp_min(torch.finfo(op.dtype).tiny)[:, None]
         if j + 1 < count and j + 1 < limit:
             continue
-        stop = np.ones(len(active), dtype=bool)
-        turns: list[np.ndarray | None] = []
-        for i in range(len(active)):
-            a, c = alpha[i, : j + 1], beta[i, : j + 1]
-            if not (np.isfinite(a).all() and np.isfinite(c).all()):
-                turns.append(None)
-                continue
-            values, s = np.linalg.eigh(np.diag(a) + np.diag(c[:-1], 1) + np.diag(c[:-1], -1))
-            stop[i] = j + 1 == limit or c[-1] * abs(s[-1, -1]) <= residual * values[-1] or c[-1] <= 1e-6 * residual * np.abs(a).max()
-            turns.append(s[:, ::-1][:, :count].T)
-        for i in np.flatnonzero(stop).tolist():
-            spent[active[i]] = j + 1
-            turn = turns[i]
-            if turn is not None:
-                vectors = torch.from_numpy(turn.copy()).to(basis) @ basis[i, : j + 1]
-                found[int(active[i]), : len(vectors)] = vectors
+        a, c = alpha[:, : j + 1], beta[:, : j + 1]
+        known = np.asarray(np.isfinite(a).all(1) & np.isfinite(c).all(1))
+        values, s = eigenpairs(np.where(known[:, None], a, 0.0), np.where(known[:, None], c[:, :-1], 0.0))
+        small = c[:, -1] * np.abs(s[:, -1, -1]) <= residual * values[:, -1]
+        stop = np.asarray(~known | small | (c[:, -1] <= 1e-6 * residual * np.abs(a).max(1)) | (j + 1 == limit))
+        spent[active[stop]] = j + 1
+        ended = torch.from_numpy(np.flatnonzero(stop & known))
+        turns = torch.from_numpy(s[stop & known, :, ::-1][:, :, :count].swapaxes(1, 2).copy()).to(basis)
+        found[active[ended].to(op.device), : turns.shape[1]] = turns @ basis[ended.to(op.device), : j + 1]
         keep = torch.from_numpy(np.flatnonzero(~stop))
         if not len(keep):
             break
