@@ -19,14 +19,15 @@ demo: $(STAMP)
 	rm -rf lipbound-demo
 	$(BIN)/lipbound demo --out lipbound-demo
 
-# Lint, types and every test but those marked slow: what a contributor runs. Types are checked while the tests run.
+# Lint, types and every test but those marked slow, property tests with a quarter of their examples: what a contributor runs. Types are checked
+# while the tests run.
 test: $(STAMP)
 	@$(MAKE) --no-print-directory --jobs=2 lint quick
 
 quick: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow"
+	LIPBOUND_TESTS_SHARE=0.25 $(BIN)/python -m pytest -m "not slow"
 
-# All tests: notebooks executed, runs killed and resumed, recipes of all kinds, the study of penalties, the larger property tests.
+# All tests: notebooks executed, runs killed and resumed, recipes of all kinds, the study of penalties, all examples of the property tests.
 test-all: $(STAMP)
 	@$(MAKE) --no-print-directory --jobs=2 lint every
 

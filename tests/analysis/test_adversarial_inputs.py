@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.layers import causal
 from support.oracles import oracle
+from support.strategies import examples
 
 from lipbound.analysis import adversarial_inputs
 from lipbound.attention.layer import Attention
@@ -55,7 +56,7 @@ def test_steepness_without_real_eigenvalues() -> None:
     assert float(steep.eigenvalue[0]) == 0
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@examples(60)
 @given(seed=st.integers(0, 10**6), tokens=st.integers(1, 9), radius=st.floats(0.01, 6), size=st.floats(0.01, 3), masked=st.booleans())
 def test_lower_bound_holds_at_adversarial_inputs(seed: int, tokens: int, radius: float, size: float, masked: bool) -> None:
     att = layer(seed, size=size)
@@ -135,7 +136,7 @@ def test_quadratic_growth() -> None:
         adversarial_inputs.quadratic_inputs(att, 4, 1.0)
 
 
-@settings(deadline=None, max_examples=30, derandomize=True)
+@examples(30)
 @given(seed=st.integers(0, 10**6), size=st.floats(0.001, 2))
 def test_crossover_length_is_where_the_bounds_meet(seed: int, size: float) -> None:
     att = layer(seed, size=size, heads=1)

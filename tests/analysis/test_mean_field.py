@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.layers import causal, random_attention
 from support.oracles import oracle
+from support.strategies import examples
 
 from lipbound.analysis import adversarial_inputs, mean_field
 from lipbound.analysis.mass_splitting import search_split
@@ -39,7 +40,7 @@ def simplex(n: int, seed: int, spread: float = 1.0) -> torch.Tensor:
     return torch.softmax(spread * torch.randn(1, n, generator=g, dtype=torch.float64), -1)
 
 
-@settings(deadline=None, max_examples=40, derandomize=True)
+@examples(40)
 @given(seed=st.integers(0, 10**6), spread=st.floats(0, 6))
 def test_weighted_norm_against_autograd(seed: int, spread: float) -> None:
     att = random_attention("biases" if seed % 2 else "plain", seed).select(slice(0, 1))

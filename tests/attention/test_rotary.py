@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 import transformers as tf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.layers import causal
 from support.oracles import oracle
+from support.strategies import examples
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
@@ -48,7 +49,7 @@ KINDS = ("plain", "biases", "causal", "padded", "repeated")
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=60, derandomize=True)
+@examples(60)
 @given(
     seed=st.integers(0, 10**6),
     n=st.integers(1, 7),

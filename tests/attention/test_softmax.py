@@ -4,8 +4,9 @@ import mpmath
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.strategies import examples
 from torch import Tensor
 
 from lipbound.attention.softmax import g, interlacing, jacobian_norm, largest_jacobian_norm, singular_value
@@ -31,7 +32,7 @@ def rows(regime: str, n: int, spread: float, seed: int) -> Tensor:
     return torch.softmax(s, -1)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@examples(200)
 @given(st.sampled_from(REGIMES), st.integers(2, 40), st.floats(1e-4, 30), st.integers(0, 1000))
 def test_enclosure_holds_the_dense_norm(regime: str, n: int, spread: float, seed: int) -> None:
     p = rows(regime, n, spread, seed)
@@ -111,7 +112,7 @@ def test_largest_norm_is_the_maximum_over_rows() -> None:
     assert largest_jacobian_norm(torch.ones(2, 3, 1, 1)).tolist() == [[0, 0, 0], [0, 0, 0]]
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@examples(150)
 @given(st.sampled_from(REGIMES), st.integers(1, 12), st.floats(1e-4, 30), st.integers(0, 1000))
 def test_all_singular_values_against_dense_ones(regime: str, n: int, spread: float, seed: int) -> None:
     p = rows(regime, n, spread, seed) if n > 1 else torch.ones(3, 1, dtype=torch.float64)
@@ -130,7 +131,7 @@ def test_largest_singular_value_is_the_norm() -> None:
     torch.testing.assert_close(singular_value(p, 1).upper, norm.upper, rtol=1e-12, atol=0)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@examples(100)
 @given(st.sampled_from(REGIMES), st.integers(2, 9), st.floats(1e-4, 30), st.integers(0, 1000))
 def test_interlacing_holds(regime: str, n: int, spread: float, seed: int) -> None:
     slack = interlacing(rows(regime, n, spread, seed), 3 * n - 1)

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.layers import changed, random_attention
-from support.strategies import layers
+from support.strategies import examples, layers
 from torch import Tensor
 
 from lipbound import bounds
@@ -30,7 +30,7 @@ def shifted(att: Attention, s: float) -> Attention:
     return changed(att, x=att.x * s, w_q=att.w_q / s, w_k=att.w_k / s)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@examples(20)
 @given(layers(**MODERATE), EXPONENTS)
 def test_units_of_tokens_do_not_matter(att: Attention, exponent: int) -> None:
     """Of Kim's map, of degree two in W_Q, the value changes by the square; Specformer's value term is multiplied by ||X||_F^2."""
@@ -54,7 +54,7 @@ def test_units_of_tokens_do_not_matter(att: Attention, exponent: int) -> None:
         assert_same(value, expected, name)
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
+@examples(10)
 @given(layers(torch.float32, **MODERATE), st.sampled_from([-18, -9, -3, 3, 9, 18]))
 def test_units_of_tokens_do_not_matter_in_float32(att: Attention, exponent: int) -> None:
     """Against the same numbers in float64, in units in which nothing is large or small."""
@@ -70,7 +70,7 @@ def test_units_of_tokens_do_not_matter_in_float32(att: Attention, exponent: int)
             assert_same(value, bounds.get(name)(plain), name)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@examples(15)
 @given(layers(**MODERATE), EXPONENTS)
 def test_values_come_out_in_front(att: Attention, exponent: int) -> None:
     s = 10.0**exponent
@@ -81,7 +81,7 @@ def test_values_come_out_in_front(att: Attention, exponent: int) -> None:
         assert_same(value[inside], expected[inside] * s, name)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@examples(15)
 @given(layers(**MODERATE), st.integers(0, 10**6))
 def test_order_of_tokens_and_number_of_heads_do_not_matter(att: Attention, seed: int) -> None:
     order = torch.randperm(att.tokens, generator=torch.Generator().manual_seed(seed))

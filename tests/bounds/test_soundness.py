@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from support.oracles import dense_norms, encloses
-from support.strategies import layers
+from support.strategies import examples, layers
 
 from lipbound import bounds
 from lipbound.attention.layer import Attention
@@ -35,7 +35,7 @@ def check(att: Attention, exact: torch.Tensor, exact_l2: torch.Tensor, slack: fl
         assert bool((~sound | (value >= reference * (1 - slack))).all()), (name, float((value / reference)[sound].min()))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@examples(150)
 @given(layers())
 def test_no_sound_bound_is_below_the_dense_norm(att: Attention) -> None:
     """150 shapes x 60 heads."""
@@ -43,7 +43,7 @@ def test_no_sound_bound_is_below_the_dense_norm(att: Attention) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None, derandomize=True)
+@examples(100)
 @given(layers())
 def test_no_costly_bound_is_below_the_dense_norm(att: Attention) -> None:
     """100 shapes x 60 heads."""
@@ -51,7 +51,7 @@ def test_no_costly_bound_is_below_the_dense_norm(att: Attention) -> None:
     check(att, exact, exact, 1e-9, COSTLY)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@examples(20)
 @given(layers(torch.float32, **MODERATE))
 def test_no_sound_bound_is_below_the_float32_norm(att: Attention) -> None:
     """20 shapes x 60 heads."""
@@ -59,7 +59,7 @@ def test_no_sound_bound_is_below_the_float32_norm(att: Attention) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None, derandomize=True)
+@examples(12)
 @given(layers(torch.float32, **MODERATE))
 def test_no_costly_bound_is_below_the_float32_norm(att: Attention) -> None:
     """12 shapes x 60 heads."""
@@ -67,7 +67,7 @@ def test_no_costly_bound_is_below_the_float32_norm(att: Attention) -> None:
     check(att, exact, exact, 0.0, COSTLY)
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@examples(50)
 @given(layers())
 def test_certified_enclosures_hold_the_dense_norm(att: Attention) -> None:
     """50 shapes x 60 heads: every norm enclosed, and to the width asked for."""

@@ -7,10 +7,11 @@ from dataclasses import replace
 import mpmath
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.layers import changed, random_attention
 from support.oracles import oracle
+from support.strategies import examples
 from support.variants import layer
 from torch import Tensor
 
@@ -161,14 +162,14 @@ def agree(att: Attention, other: Attention, factor: float) -> None:
         torch.testing.assert_close(after / factor, before, rtol=1e-9, atol=0, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@examples(30)
 @given(kind=KINDS, has=VARIANTS, seed=st.integers(0, 10**6), change=SCALINGS, power=st.integers(-150, 150))
 def test_sizes_do_not_matter_in_float64(kind: str, has: tuple[str, ...], seed: int, change: Change, power: int) -> None:
     att = layer(seed, frozenset(has)) if has else random_attention(kind, seed)
     agree(att, *change(att, 10.0**power))
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@examples(30)
 @given(kind=KINDS, seed=st.integers(0, 10**6), change=SCALINGS, power=st.integers(-60, 60))
 def test_sizes_do_not_matter_in_float32(kind: str, seed: int, change: Change, power: int) -> None:
     """By powers of two from 1e-18 to 1e18: others would round the given numbers."""
@@ -176,7 +177,7 @@ def test_sizes_do_not_matter_in_float32(kind: str, seed: int, change: Change, po
     agree(att, *change(att, 2.0**power))
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@examples(30)
 @given(kind=KINDS, seed=st.integers(0, 10**6), shift=st.sampled_from((1.0, 100.0, 1e4)))
 def test_what_all_keys_or_values_share_does_not_matter(kind: str, seed: int, shift: float) -> None:
     att = random_attention(kind, seed)
@@ -186,7 +187,7 @@ def test_what_all_keys_or_values_share_does_not_matter(kind: str, seed: int, shi
     agree(att, changed(att, b_k=b_k if att.b_k is None else att.b_k + b_k, b_v=b_v if att.b_v is None else att.b_v + b_v), 1.0)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@examples(30)
 @given(kind=st.sampled_from(("plain", "biases", "wide_values", "duplicates", "flat", "sharp")), seed=st.integers(0, 10**6))
 def test_the_order_of_tokens_and_heads_does_not_matter(kind: str, seed: int) -> None:
     att = random_attention(kind, seed)

@@ -12,7 +12,7 @@ from lipbound.jacobians.head_streaming import StreamedHeadJacobian, head_jacobia
 from lipbound.jacobians.spectral_norm import spectral_norm
 
 
-@pytest.fixture(params=[1, 150, 2**23])
+@pytest.fixture(params=[pytest.param(1, marks=pytest.mark.slow), 150, 2**23])
 def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row at a time, three, all."""
     monkeypatch.setitem(head_streaming.ROW_BYTES, "cpu", request.param)

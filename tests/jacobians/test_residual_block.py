@@ -3,10 +3,11 @@
 import pytest
 import torch
 import transformers as tf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.layers import random_attention
 from support.models import AFFINE, build, inputs_for
+from support.strategies import examples
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.layer_norm import Normaliser, ellipsoid_radius
@@ -177,7 +178,7 @@ def test_rms_norm_is_found() -> None:
         assert not followed.centred
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@examples(60)
 @given(seed=st.integers(0, 10**6), width=st.integers(2, 9), centred=st.booleans(), size=st.floats(0, 10), alone=st.booleans())
 def test_ellipsoid_radius(seed: int, width: int, centred: bool, size: float, alone: bool) -> None:
     """Above the outputs at many inputs, and attained up to a gradient ascent from the best of them."""

@@ -4,9 +4,10 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.oracles import oracle
+from support.strategies import examples
 from support.variants import MASKS, VARIANTS, layer
 from torch import Tensor
 
@@ -29,7 +30,7 @@ CASES = {
 }  # fmt: skip
 
 
-@settings(deadline=None, max_examples=120, derandomize=True)
+@examples(120)
 @given(st.builds(layer, **CASES))
 def test_exact_norms_and_bounds(att: Attention) -> None:
     """120 shapes x 18 heads."""
@@ -42,7 +43,7 @@ def test_exact_norms_and_bounds(att: Attention) -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=120, derandomize=True)
+@examples(120)
 @given(st.builds(layer, **CASES))
 def test_costly_bounds(att: Attention) -> None:
     """120 shapes x 18 heads."""

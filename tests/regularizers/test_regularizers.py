@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.models import AFFINE, IMAGE, TEXT, build, inputs_for
+from support.strategies import examples
 from torch import Tensor
 
 from lipbound.bounds import get
@@ -47,7 +48,7 @@ def rows(seed: int, n: int = 7, spread: float = 1.0, dtype: torch.dtype = torch.
     return torch.softmax(spread * torch.randn(2, 3, n, n, generator=g, dtype=torch.float64), -1).to(dtype)
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@examples(60)
 @given(
     seed=st.integers(0, 10**6),
     n=st.integers(2, 9),
@@ -73,7 +74,7 @@ def test_gradient_by_finite_differences(k: int, reduce: str) -> None:
     assert torch.autograd.gradgradcheck(lambda z: penalty([torch.softmax(z, -1)]), logits)
 
 
-@settings(deadline=None, max_examples=40, derandomize=True)
+@examples(40)
 @given(seed=st.integers(0, 10**6), n=st.integers(1, 9), k=st.sampled_from([0, 2, 3, 9]), reduce=st.sampled_from(["max", "mean"]))
 def test_gradient_by_automatic_differentiation_of_the_full_sort(seed: int, n: int, k: int, reduce: str) -> None:
     """The derivative is written by hand; up to multiples of ones, which move rows off the simplex: where 1 is written for a row's sum differs."""

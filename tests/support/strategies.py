@@ -1,6 +1,11 @@
-"""Random, degenerate and adversarial small layers for property tests."""
+"""Random, degenerate and adversarial small layers for property tests, and how many of them a test draws."""
+
+import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 from support.layers import causal, window
 from torch import Tensor
@@ -11,6 +16,13 @@ INPUTS = ("plain", "duplicates", "pairs", "collinear", "outlier", "tiny", "huge"
 WEIGHTS = ("plain", "tied", "no_query", "one_hot", "rank_one_values")
 MASKS = ("none", "causal", "window", "offsets", "padded")
 SAMPLES, HEADS = 6, 10
+SHARE = "LIPBOUND_TESTS_SHARE"
+"""Environment variable: the share of every property's examples that are drawn, 1 unless said otherwise; `make test` draws a quarter."""
+
+
+def examples(count: int) -> Callable[[Any], Any]:
+    """Settings of a property test: so many examples, the same ones every time, or the first of them."""
+    return settings(max_examples=max(5, round(count * float(os.environ.get(SHARE, "1")))), deadline=None, derandomize=True)
 
 
 @st.composite
