@@ -151,10 +151,18 @@ class HeadOperator(TensorOperator):
     def column_sums(self) -> Tensor:
         """Of P, (batch, N)."""
 
+    @abstractmethod
+    def largest(self) -> Tensor:
+        """The largest entry of every row of P, (batch, N); less where it is not known."""
+
     def _weighted(self, x: Tensor, u: Tensor | None) -> Tensor:
         """Coordinates of perturbations x (batch, N, m') in the basis u, or (batch, N, D) without one: (batch, N, m), and those that are extra."""
-        z = x @ (self.w if u is None else self.rows.coordinates)[self.head]
+        z = self._per_head(x, self.w if u is None else self.rows.coordinates)
         return z if self.extra is None else torch.cat([z, torch.einsum("bnr,bnre->bne", x, self._directions(u))], -1)
+
+    def _per_head(self, x: Tensor, maps: Tensor) -> Tensor:
+        """x (batch, N, a) times the matrix of its head in ``maps`` (heads, a, b)."""
+        return x @ (maps[0] if len(maps) == 1 else maps[self.head])
 
     def _directions(self, u: Tensor | None) -> Tensor:
         """What the extra coordinates are taken along, (batch, N, m' or D, 1 or 2)."""
@@ -203,7 +211,7 @@ class HeadOperator(TensorOperator):
 
     def vjp(self, y: Tensor) -> Tensor:
         z = self.pull(y)
-        x = z[..., : self.w.shape[2]] @ self.rows.coordinates[self.head].mT
+        x = self._per_head(z[..., : self.w.shape[2]], self.rows.coordinates.mT)
         if self.extra is None:
             return x
         return x + torch.einsum("bne,bnre->bnr", z[..., self.w.shape[2] :], self._directions(self.rows.basis))
@@ -274,6 +282,9 @@ class HeadJacobian(HeadOperator):
 
     def column_sums(self) -> Tensor:
         return self.p.sum(-2)
+
+    def largest(self) -> Tensor:
+        return self.p.amax(-1)
 
     def gram(self, y: Tensor) -> Tensor:
         together = max(1, int(GRAM_BYTES.get(self.device.type, GRAM_BYTES["cpu"]) // (self.out_shape[0] ** 2 * self.dtype.itemsize)))

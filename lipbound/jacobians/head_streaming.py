@@ -128,6 +128,10 @@ class StreamedHeadJacobian(HeadOperator):
                 out[b] += self._rows(b, rows)[0].sum(0)
         return out
 
+    def largest(self) -> Tensor:
+        """A sink's where that is larger."""
+        return (1 / self.total[..., 0]).masked_fill((self.o == 0).all(-1), 0.0)
+
     def push(self, z: Tensor) -> Tensor:
         z_q, z_k, z_v = self._arriving(z)
         out = torch.empty_like(self.v)

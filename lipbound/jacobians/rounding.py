@@ -34,13 +34,21 @@ class Moments(NamedTuple):
 
     Attributes:
         value, key: root mean squares of |v_j| and |k_j| (as centred), (..., heads, N). mass: sums, (..., heads, N), or 1.
-        columns: a bound on the norm of P, (..., heads).
+        rest: what the largest entry leaves of 1, (..., heads, N). columns: a bound on the norm of P, (..., heads).
     """
 
     value: Tensor
     key: Tensor
     mass: Tensor | float
+    rest: Tensor
     columns: Tensor
+
+    @staticmethod
+    def of(value: Tensor, key: Tensor, mass: Tensor | float, largest: Tensor, sums: Tensor) -> "Moments":
+        """From computed mean squares, sums and largest entries of rows, all float64, and sums of columns, (..., heads, N) each."""
+        n = largest.shape[-1]
+        value, key = ((MARGIN * t).clamp_min(0).sqrt() for t in (value, key))
+        return Moments(value, key, mass, (1 - largest).clamp_min(0) + (n + 8) * UNIT, (sums.amax(-1).clamp_max(n) * MARGIN).sqrt())
 
 
 def distance(e: TensorErrors, rows: Moments, scale: float, w_v: Tensor, loose: Tensor | float = 0.0) -> Tensor:
@@ -50,18 +58,20 @@ def distance(e: TensorErrors, rows: Moments, scale: float, w_v: Tensor, loose: T
         e: errors of the tensors, (..., heads, N). rows: of P. scale: of the scores.
         w_v: upper values of the norms of the values' projections, (heads,). loose: how far these may be from the projections that are meant.
     """
-    value, key, mass, columns = rows
-    c, n = abs(scale), e.q.shape[-1]
+    value, key, mass, rest, columns = rows
+    c, sums = abs(scale), (e.q.shape[-1] + 8) * UNIT
     k_slope, k_slope_error, k_error, v_error = (t.amax(-1, keepdim=True) for t in (e.k_slope, e.k_slope_error, e.k_error, e.v_error))
-    output = e.p * value + (1 + e.p) * v_error + (n + 8) * UNIT * value
-    own, shift = 2 * e.weights * value, (1 + e.weights) * (v_error + output)  # of T_ij (v_j - o_i): by T, and by v and o
+    longest = (e.v + e.v_error).amax(-1, keepdim=True)
+    deviation = torch.minimum(value, 2 * longest * rest.sqrt()) + sums * value  # of v_j from o_i: little where a row is nearly one-hot
+    output = e.p * deviation + (1 + e.p) * v_error + 2 * sums * value
+    own, shift = e.weights * deviation, (1 + e.weights) * (v_error + output)  # of T_ij (v_j - o_i): by T, and by v and o
     off = own + shift * mass
-    off_keys = own * key + shift * mass**0.5 * key + (2 * value + off) * k_error
-    through_k = off * k_slope * e.q + (2 * value + off) * (k_slope * e.q_error + k_slope_error * (e.q + e.q_error))
-    through_q = off_keys * e.q_slope + (2 * value * key + off_keys) * e.q_slope_error
-    relative = e.p.amax(-1)
-    total = c * through_k.norm(dim=-1) + c * through_q.amax(-1) + columns * (relative * w_v + (1 + relative) * loose)
-    return _upper(total)
+    off_keys = own * key + shift * mass**0.5 * key + (deviation + off) * k_error
+    through_k = off * k_slope * e.q + (deviation + off) * (k_slope * e.q_error + k_slope_error * (e.q + e.q_error))
+    through_q = off_keys * e.q_slope + (deviation * key + off_keys) * e.q_slope_error
+    relative, moved = e.p.amax(-1), (e.p * (2 * rest).clamp_max(1) + sums).amax(-1)  # of P: entry by entry, and sums over rows
+    through_v = columns * (torch.minimum(relative, (relative * moved).sqrt()) * w_v + (1 + relative) * loose)
+    return _upper(c * through_k.norm(dim=-1) + c * through_q.amax(-1) + through_v)
 
 
 @torch.no_grad()
@@ -78,8 +88,9 @@ def roundoff(att: Attention, op: HeadOperator, *, loose: Tensor | None = None, s
     rows, w_v = _moments(op, e), spectral(att.w_v)
     if loose is not None:
         e = replace(e, v_error=e.v_error + torch.linalg.vector_norm(att.centred(att.x), dim=-1)[:, None] * loose[:, None])
-    tensors = distance(e, rows, c, w_v, 0.0 if loose is None else loose)
-    value, key, _, columns = rows
+    known = 0.0 if loose is None else loose
+    tensors = torch.minimum(distance(e, rows, c, w_v, known), 2 * _whatever_p(e, c, w_v + known))
+    value, key, columns = rows.value, rows.key, rows.columns
     k_slope = e.k_slope.amax(-1, keepdim=True)
     ends = [t.amax(-1) for t in (e.v, e.k, e.q, e.q_slope, e.k_slope)]
     vanished = SMALLEST * (ends[0] * c * (ends[1] * ends[3] + ends[2] * ends[4]) + w_v)
@@ -93,6 +104,13 @@ def roundoff(att: Attention, op: HeadOperator, *, loose: Tensor | None = None, s
     width, lost = (sum(op.w.shape[2:]) + 2 * op.in_shape[1] + 24) * UNIT, op.rows.loss
     wide = sum(part * s for part, s in zip(parts, spread, strict=True))
     return Roundoff(*(_upper(t).flatten().cpu() for t in (tensors + vanished + lost * wide + skew * size, steps * size + width * wide, size)))
+
+
+def _whatever_p(e: TensorErrors, scale: float, w_v: Tensor) -> Tensor:
+    """An upper value of the norm of J whatever the probabilities are, at the given tensors and at the stored ones, (samples, heads)."""
+    q, k, v = (t + error for t, error in ((e.q, e.q_error), (e.k, e.k_error), (e.v, e.v_error)))
+    q_slope, k_slope = ((t + error).amax(-1) for t, error in ((e.q_slope, e.q_slope_error), (e.k_slope, e.k_slope_error)))
+    return _upper(2 * scale * v.amax(-1) * (k.amax(-1) * q_slope + k_slope * q.norm(dim=-1)) + q.shape[-1] ** 0.5 * w_v)
 
 
 def _spread(att: Attention) -> list[Tensor]:
@@ -164,12 +182,9 @@ def normaliser_error(norm: Normaliser, valid: Tensor | None) -> tuple[Tensor, Te
 def _moments(op: HeadOperator, e: TensorErrors) -> Moments:
     """Of the heads of an operator, (samples, heads, N)."""
     shape = e.p.shape
-    squares = torch.stack([e.v**2, e.k**2, torch.ones_like(e.v)], -1).flatten(0, 1)
-    means = (op.average(squares) * MARGIN).clamp_min(0)
-    value, key = (t.sqrt().view(shape) for t in means[..., :2].unbind(-1))
-    mass = means[..., 2].view(shape)
-    columns = op.column_sums().view(shape).amax(-1).clamp_max(shape[-1]) * MARGIN
-    return Moments(value, key, mass, columns.sqrt())
+    means = op.average(torch.stack([e.v**2, e.k**2, torch.ones_like(e.v)], -1).flatten(0, 1))
+    value, key, mass = (t.view(shape) for t in means.unbind(-1))
+    return Moments.of(value, key, (MARGIN * mass).clamp_min(0), op.largest().view(shape), op.column_sums().view(shape))
 
 
 def _upper(x: Tensor) -> Tensor:

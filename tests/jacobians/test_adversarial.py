@@ -13,6 +13,7 @@ from support.judge import METHODS, WHOLE, Verdict
 
 from lipbound import bounds
 from lipbound.attention.layer import Attention
+from lipbound.jacobians.spectral_norm import spectral_norm
 
 LONG = int(os.environ.get("LIPBOUND_SEEDS", "0"))
 SEEDS = 3
@@ -98,3 +99,25 @@ def test_one_token_that_all_attend_to(n: int, dtype: torch.dtype) -> None:
     if n == 32:
         assert mp_oracle.norm(att).value == pytest.approx(11.911, abs=1e-3)
     check(list(judge.judge(att, f"sink_token({n})", l2=False)))
+
+
+@pytest.mark.parametrize("method", ["lanczos", "dense", "deflation"])
+def test_saturated_heads_are_known(method: str) -> None:
+    """Logits of 1e7: rounding changes probabilities by 1e-7 or more, but hardly those of rows that are one-hot."""
+    g = torch.Generator().manual_seed(0)
+    x, *weights = (torch.randn(*shape, generator=g, dtype=torch.float64) for shape in [(2, 8, 6), *[(2, 6, 3)] * 3])
+    att = Attention(x, *weights, scale=1e6)
+    norm = spectral_norm(att, method=method, tol=1e-3, delta=1e-6 if method == "lanczos" else None)
+    assert bool(norm.converged.all())
+    for sample, head in ((0, 0), (1, 1)):
+        exact = mp_oracle.norm(att, sample, head)
+        assert norm.lower[sample, head] <= exact.upper
+        assert exact.lower <= norm.upper[sample, head]
+
+
+def test_upper_ends_are_finite_whatever_the_logits() -> None:
+    g = torch.Generator().manual_seed(0)
+    x, *weights = (torch.randn(*shape, generator=g, dtype=torch.float64) for shape in [(2, 8, 6), *[(2, 6, 3)] * 3])
+    norm = spectral_norm(Attention(x, *weights, scale=1e20), delta=1e-6)
+    assert bool(torch.isfinite(norm.upper).all())
+    assert not bool(norm.converged.any())

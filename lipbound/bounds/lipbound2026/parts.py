@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.rounding import MARGIN, TensorErrors, tensor_errors
+from lipbound.attention.rounding import TensorErrors, tensor_errors
 from lipbound.jacobians.rounding import Moments, distance
 from lipbound.linalg.matrix_norms import block_norm, gamma, matrix_norm, nonnegative_norm, upper_factor
 from lipbound.linalg.powers import times_power_up
@@ -88,8 +88,8 @@ def samples_of(att: Attention) -> Iterator[Sample]:
 def _distance(one: Attention, errors: TensorErrors) -> Tensor:
     """`lipbound.jacobians.rounding.distance` of one sample, (heads,)."""
     p, e = one.p[0], TensorErrors(*(getattr(errors, field.name)[0] for field in fields(errors)))
-    value, key = (MARGIN * (p @ (t**2)[..., None])[..., 0].clamp_min(0).sqrt() for t in (e.v, e.k))
-    return distance(e, Moments(value, key, 1.0, (p.sum(-2).amax(-1) * MARGIN).sqrt()), one.scale, matrix_norm(one.w_v.detach()))
+    value, key = ((p @ (t**2)[..., None])[..., 0] for t in (e.v, e.k))
+    return distance(e, Moments.of(value, key, 1.0, p.amax(-1), p.sum(-2)), one.scale, matrix_norm(one.w_v.detach()))
 
 
 def positive_slack(att: Attention) -> float:
