@@ -26,7 +26,7 @@ def verify(
     from lipbound.runs.store import load
     from lipbound.runs.verify import verify as run_verify
 
-    found = run_verify(load(run), places=places, seed=seed, model=model, data=data, device=device, dtype=dtype)
+    found = run_verify(load(run, damaged="accept"), places=places, seed=seed, model=model, data=data, device=device, dtype=dtype)
     typer.echo(str(found))
     if not found.ok:
         raise typer.Exit(1)
