@@ -75,7 +75,7 @@ def _formula(match: re.Match[str], found: str) -> str:
 def latex_small(x: float) -> str:
     """A tolerance or probability; powers of ten in mathematics."""
     if match := re.fullmatch(r"(.+)e-(\d+)", small(x)):
-        factor = "" if match[1] == "1" else f"{match[1]} \\cdot "
+        factor = "" if match[1] == "1" else f"{match[1]} \\times "
         return f"${factor}10^{{-{match[2]}}}$"
     return small(x)
 

@@ -143,14 +143,17 @@ def measured(table: Table, of: Callable[[str], float], narrow: float, *, numbers
         least = max(of(line) for value in values or [""] for line in folded(value, narrow, of)) if words else natural
         heading = max([min(narrow, of(word)) for word in _unbroken(title)] + [min(of(title), 2 * narrow / 3)])
         if least < heading:
-            least = max(of(line) for line in folded(title, heading, of))
+            least = max(least, *(of(line) for line in folded(title, heading, of)))
         found.append(Measured(title, words, max(natural, least), least))
     return found
 
 
 def text_lines(table: Table, room: float | None) -> list[str]:
     """A table of plain text: blocks of columns under folded headings, words to the left and numbers to the right, then what was left out."""
-    fitted = fit(table, measured(table, cells, NARROW), room, 2, optional=4)
+    columns = measured(table, cells, NARROW)
+    if room is None:  # headings on one line
+        columns = [column._replace(natural=max(column.natural, cells(column.title))) for column in columns]
+    fitted = fit(table, columns, room, 2, optional=4)
     lines: list[str] = []
     for block in fitted.blocks:
         lines += [*([""] if lines else []), *_block(table, {title: int(width) for title, width in block.items()})]

@@ -69,10 +69,7 @@ def render(
     """
     if format not in FORMATS:
         raise UnknownNameError(f"unknown format {format!r}; {nearest(format, FORMATS)}")
-    if by not in ROWS:
-        raise UnknownNameError(f"unknown rows {by!r}; {nearest(by, ROWS)}")
-    chosen = None if bounds is None else list(bounds)
-    table = _by_bound(ds, chosen) if by == "bound" else _by_place(ds, by, chosen, reduce, values)
+    table = table_of(ds, by, bounds=bounds, reduce=reduce, values=values)
     formatter = FORMATTERS[format]
     if formatter.fitted is not None:
         return formatter.fitted(table, width)
@@ -80,6 +77,14 @@ def render(
         raise LipboundError(f"width is {width!r}, but {format} has none; it is for text (characters) and latex (column, page, slide or points)")
     assert formatter.table is not None
     return formatter.table(table)
+
+
+def table_of(ds: xr.Dataset, by: str = "bound", *, bounds: Iterable[str] | None = None, reduce: str | float = "geomean", values: str = "ratio") -> Table:
+    """What `render` writes, before it has a format."""
+    if by not in ROWS:
+        raise UnknownNameError(f"unknown rows {by!r}; {nearest(by, ROWS)}")
+    chosen = None if bounds is None else list(bounds)
+    return _by_bound(ds, chosen) if by == "bound" else _by_place(ds, by, chosen, reduce, values)
 
 
 def latex(ds: xr.Dataset, **options: Any) -> str:
@@ -91,7 +96,7 @@ def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
     """`summary`, ready to be written."""
     whole = summary(ds)
     numbers = whole if chosen is None else whole.loc[present(ds, chosen)]
-    shown = readable(ds).loc[numbers.index]
+    shown = _said_of_bounds(ds, whole).loc[numbers.index]
     shown[BELOW] = shown[BELOW] + " of " + shown.pop("of")
     shown.insert(1, "name", [str(name) for name in shown.index])
     none = f"none is below the exact norm at any of {int(numbers['compared'].max())} heads" if len(numbers) else ""
@@ -104,7 +109,12 @@ def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
 
 def readable(ds: xr.Dataset) -> pd.DataFrame:
     """`summary` in words: as many digits as are known, labels with the audit's marks."""
-    table, counts = summary(ds), audit(ds)
+    return _said_of_bounds(ds, summary(ds))
+
+
+def _said_of_bounds(ds: xr.Dataset, table: pd.DataFrame) -> pd.DataFrame:
+    """`summary` in words."""
+    counts = audit(ds)
     shown = pd.DataFrame(index=table.index)
     shown["label"] = [row["label"] + mark(counts[str(name)]) for name, row in table.iterrows()]
 
