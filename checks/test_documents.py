@@ -14,7 +14,7 @@ OVERFULL = re.compile(r"Overfull \\[hv]box \((\d+\.\d+)pt too|Float too large fo
 ALLOWED = 1.0
 """Points."""
 CLASSES = {"article": "\\documentclass{article}", "two columns": "\\documentclass[twocolumn, a4paper]{article}", "beamer": "\\documentclass{beamer}"}
-WIDTHS = {"article": ("column", "page"), "two columns": ("column",), "beamer": ("slide", "column")}
+WIDTHS = {"article": ("column", "page"), "two columns": ("column",), "beamer": ("slide",)}
 FLOAT = "\\begin{table}\\centering\n%s\\caption{Bounds}\\end{table}\n"
 FRAME = "\\begin{frame}[allowframebreaks]{Bounds}\n%s\n\\end{frame}\n"
 

@@ -46,7 +46,8 @@ def table(
     """Print bound / exact per bound, with the audit; or exact norms and bounds per layer or head.
 
     Where a line has no room for all columns, words fold. Then a table per bound lacks, in this order, names, "assumptions hold", "below
-    exact" (marks and notes say these), "over samples", min and max, and says so; a table per layer or head goes on below. Numbers stay whole; csv has everything.
+    exact" (marks and notes say these), "over samples", min and max, and says so; a table per layer or head goes on below. Numbers
+    stay whole; csv has everything.
     """
     from lipbound.cli.summary import columns, emphasised
     from lipbound.reporting.statistics import requested

@@ -49,9 +49,8 @@ def show(ds: xr.Dataset) -> None:
     exact = ds["exact"].values[ds["exact"].notnull().values]
     extent = f", from {number(float(exact.min()))} to {number(float(exact.max()))}" if exact.size else ""
     unconverged = int(len(exact) - ds["exact_converged"].sum())
-    lines = [
-        f"exact norms: {len(exact)} heads{extent}, {unconverged} not converged; capture reproduces the model to {ds.attrs['capture_error']:.1e} relative"
-    ]
+    off = f"capture reproduces the model to {ds.attrs['capture_error']:.1e} relative"
+    lines = [f"exact norms: {len(exact)} heads{extent}, {unconverged} not converged; {off}"]
     if broken := {name: entry["broken"] for name, entry in audit(ds).items() if entry["broken"]}:
         lines.append(f"\u2021 A bound fell below the exact norm although its assumptions hold: {broken}. Please report this run.")
     for line in lines:

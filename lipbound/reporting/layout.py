@@ -1,4 +1,4 @@
-"""A table before it has a format, and how it is made to fit: words fold, columns are left out in a stated order or go on below. Numbers stay whole."""
+"""A table before it has a format, and how it fits a width: words fold, columns are left out in a stated order or go on below. Numbers stay whole."""
 
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
@@ -70,28 +70,28 @@ def fit(table: Table, columns: Sequence[Measured], room: float | None, gap: floa
         optional: so many of the spare columns are left out before any word is folded.
     """
 
-    def taken(some: Sequence[Measured], kind: Callable[[Measured], float]) -> float:
-        return sum(map(kind, some)) + gap * (len(some) - 1)
+    def taken(some: Sequence[Measured], *, folded: bool = True) -> float:
+        return sum(c.least if folded else c.natural for c in some) + gap * (len(some) - 1)
 
     if room is None:
         return Fitted([{c.title: c.natural for c in columns}], [])
     kept, left_out = list(columns), []
     for i, title in enumerate(table.spare):
-        if taken(kept, lambda c: c.natural if i < optional else c.least) <= room:
+        if taken(kept, folded=i >= optional) <= room:
             break
         if any(c.title == title for c in kept):
             left_out.append(title)
             kept = [c for c in kept if c.title != title]
-    if table.spare or taken(kept, lambda c: c.least) <= room:
-        return Fitted([_shared_out(kept, room - taken(kept, lambda c: c.least))], left_out)
+    if table.spare or taken(kept) <= room:
+        return Fitted([_shared_out(kept, room - taken(kept))], left_out)
     keys = [c for c in kept if c.title in table.keys]
     blocks, now = [], list(keys)
     for column in (c for c in kept if c.title not in table.keys):
-        if len(now) > len(keys) and taken([*now, column], lambda c: c.least) > room:
+        if len(now) > len(keys) and taken([*now, column]) > room:
             blocks.append(now)
             now = list(keys)
         now.append(column)
-    return Fitted([_shared_out(block, room - taken(block, lambda c: c.least)) for block in [*blocks, now]], left_out)
+    return Fitted([_shared_out(block, room - taken(block)) for block in [*blocks, now]], left_out)
 
 
 def _shared_out(columns: Sequence[Measured], spare: float) -> dict[str, float]:

@@ -79,7 +79,9 @@ def render(
     return formatter.table(table)
 
 
-def table_of(ds: xr.Dataset, by: str = "bound", *, bounds: Iterable[str] | None = None, reduce: str | float = "geomean", values: str = "ratio") -> Table:
+def table_of(
+    ds: xr.Dataset, by: str = "bound", *, bounds: Iterable[str] | None = None, reduce: str | float = "geomean", values: str = "ratio"
+) -> Table:
     """What `render` writes, before it has a format."""
     if by not in ROWS:
         raise UnknownNameError(f"unknown rows {by!r}; {nearest(by, ROWS)}")

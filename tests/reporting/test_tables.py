@@ -128,7 +128,9 @@ def test_latex_sets_numbers_one_way(ds: xr.Dataset) -> None:
     for by in tables.ROWS:
         text = tables.latex(ds, by=by, width="page")
         bodies = re.findall(r"\\midrule\n(.*?)\\bottomrule", text, re.DOTALL)
-        cells = [cell.strip() for body in bodies for line in body.strip().splitlines() for cell in line.removesuffix("\\\\").split("&")[by == "bound" :]]
+        cells = [
+            cell.strip() for body in bodies for line in body.strip().splitlines() for cell in line.removesuffix("\\\\").split("&")[by == "bound" :]
+        ]
         assert len(cells) > 30
         for cell in cells:
             assert all(part in ("$\\infty$", "--") or re.fullmatch(r"\\num\{\d+(\.\d+)?(e-?\d+)?\}", part) for part in cell.split("--") if part), cell

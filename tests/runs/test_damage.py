@@ -76,7 +76,10 @@ def text(name: str, content: str) -> Callable[[Path], None]:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "a chunk of a bound": (without_chunk("yudin"), "its numbers at every sample and layer are not those that were computed (no value of yudin is there)"),
+    "a chunk of a bound": (
+        without_chunk("yudin"),
+        "its numbers at every sample and layer are not those that were computed (no value of yudin is there)",
+    ),
     "a chunk of exact norms": (without_chunk("exact"), "(no value of exact is there)"),
     "a chunk of upper ends": (without_chunk("exact_upper"), "(no value of exact_upper is there)"),
     "a chunk of flags": (without_chunk("yudin_sound"), "are not those that were computed"),
