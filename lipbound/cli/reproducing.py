@@ -7,7 +7,7 @@ import typer
 
 from lipbound.cli.application import StoredRun, app
 from lipbound.cli.measuring import measured
-from lipbound.cli.summary import show
+from lipbound.cli.summary import echo_folded, show
 
 DEMO = ("builtin:minilm", "builtin:gpt2", "builtin:vit")
 
@@ -26,7 +26,7 @@ def verify(
     from lipbound.runs.store import load
     from lipbound.runs.verify import verify as run_verify
 
-    found = run_verify(load(run), places=places, seed=seed, model=model, data=data, device=device, dtype=dtype)
+    found = run_verify(load(run, damaged="accept"), places=places, seed=seed, model=model, data=data, device=device, dtype=dtype)
     typer.echo(str(found))
     if not found.ok:
         raise typer.Exit(1)
@@ -40,10 +40,14 @@ def list_bounds() -> None:
 
     for name in names():
         bound = get(name)
-        typer.echo(f"{name}: {bound.label}\n    {bound.statement}")
-        typer.echo(f"    source: {bound.source} [{bound.citation}]\n    a bound when: {bound.assumptions}")
         covers = ", ".join(VARIANTS[v] for v in VARIANTS if v in bound.covers) or "nothing"
-        typer.echo(f"    covers besides plain heads: {covers}\n    cost per head: {bound.cost}\n")
+        said = [
+            f"{name}: {bound.label}", f"    {bound.statement}", f"    source: {bound.source} [{bound.citation}]",
+            f"    a bound when: {bound.assumptions}", f"    covers besides plain heads: {covers}", f"    cost per head: {bound.cost}",
+        ]  # fmt: skip
+        for line in said:
+            echo_folded(line)
+        typer.echo()
 
 
 @app.command(epilog="Example: lipbound reproduce castin-1 bert-base-uncased --data alice.txt --full -o figures")
