@@ -14,12 +14,13 @@ def heatmap(
     output: Annotated[Path, typer.Option("-o", "--output", help="File to write: .pdf, .svg, .png, .pgf, ...")],
     bounds: Annotated[str | None, typer.Option(help="Names separated by commas; all of the run by default.")] = None,
     reduce: Annotated[str, typer.Option(help="mean, geomean, max, median or a quantile such as 0.9, over samples.")] = "mean",
-    scale: Annotated[str, typer.Option(help="'shared', or 'panel' for a colour scale each.")] = "shared",
+    scale: Annotated[str, typer.Option(help="'rows' (what is near the exact norm first, on its own scale), 'shared', or 'panel' (one each).")] = "rows",
     width: Annotated[str, typer.Option(help="'page', 'column', 'slide' or inches.")] = "page",
     columns: Annotated[int | None, typer.Option(help="Panels in a row.")] = None,
     style: Annotated[str | None, typer.Option(help="A venue known to tueplots, e.g. icml2024: its fonts and widths (extra `styles`).")] = None,
+    caption: Annotated[bool, typer.Option("--caption", help="Draw the caption into the picture too.")] = False,
 ) -> None:
-    """Draw layer x head heatmaps of a run."""
+    """Draw layer x head heatmaps of a run, and write the caption beside the figure."""
     from lipbound.reporting.plots import heatmaps
     from lipbound.reporting.statistics import requested
     from lipbound.runs.store import load
@@ -27,8 +28,8 @@ def heatmap(
     ds = load(run)
     chosen = None if bounds is None else requested(ds, bounds)
     how, inches = number_or_name(reduce), number_or_name(width)
-    heatmaps(ds, output, bounds=chosen, reduce=how, scale=scale, width=inches, columns=columns, style=style)
-    typer.echo(f"wrote {output}")
+    heatmaps(ds, output, bounds=chosen, reduce=how, scale=scale, width=inches, columns=columns, style=style, caption=caption)
+    typer.echo(f"wrote {output}, and its caption to {output.stem}.caption.txt and .tex beside it")
 
 
 @app.command(epilog="Example: lipbound table minilm.zarr --format markdown")

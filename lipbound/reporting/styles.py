@@ -13,6 +13,10 @@ from lipbound.formatting import escape_latex
 
 WIDTHS = {"page": 7.1, "column": 3.45, "slide": 12.0}
 """Figure widths in inches: across two columns of a paper, one column, a slide."""
+PAPER = 8.5
+"""Inches: the widest figure that is for paper, and the height of the tallest, which leaves room for a caption on letter and A4."""
+SLIDE = 0.54
+"""Height over width of what is wider than paper: a slide of 16:9, less its title."""
 BASE: Any = {
     "pdf.fonttype": 42,  # TrueType, embedded and editable
     "svg.fonttype": "path",
@@ -74,6 +78,11 @@ def look(style: str | None, width: str | float, font_size: float | None) -> Look
     inches = float(found["figure.figsize"][0]) if width in TUEPLOTS_COLUMNS else inches
     points = font_size or float(found["font.size"])
     return Look(BASE | kept | {"font.size": points}, inches, points)
+
+
+def paper_height(inches: float) -> float:
+    """How tall a figure of this width may be, in inches."""
+    return PAPER if inches <= PAPER else SLIDE * inches
 
 
 class Drawing(Figure):

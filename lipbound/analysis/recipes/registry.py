@@ -22,6 +22,7 @@ from lipbound.errors import UnknownNameError, nearest
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.checkpoints import Checkpoint, load_checkpoint
 from lipbound.models.inputs import prepare
+from lipbound.reporting.figures.captions import latex_caption
 from lipbound.reporting.styles import BASE, Drawing, write
 from lipbound.runs import store
 from lipbound.runs.provenance import versions
@@ -117,10 +118,12 @@ class Recipe:
         return ds
 
     def render(self, ds: xr.Dataset, folder: Path, *, kinds: Sequence[str] = ("pdf", "png")) -> None:
-        """Figure and caption file of a computed Dataset."""
+        """Figure, and caption as plain text and for LaTeX, of a computed Dataset."""
         for kind in kinds:
             write(self.draw(ds), folder / f"{self.name}.{kind}")
-        (folder / f"{self.name}.txt").write_text("\n".join(textwrap.wrap(f"{self.title} ({self.source}). {self.caption(ds)}", 140)) + "\n")
+        caption = f"{self.title} ({self.source}). {self.caption(ds)}"
+        for suffix, text in ((".txt", caption), (".tex", f"\\caption{{{latex_caption(caption)}}}")):
+            (folder / f"{self.name}{suffix}").write_text("\n".join(textwrap.wrap(text, 140, break_long_words=False, break_on_hyphens=False)) + "\n")
 
 
 RECIPES: dict[str, Recipe] = {}
@@ -138,10 +141,17 @@ def register(**fields: Any) -> None:
     RECIPES[fields["name"]] = Recipe(**fields)
 
 
+def tick_lengths(axes: Axes, lengths: Any) -> None:
+    """Ticks of a logarithmic axis of sequence lengths: 2, 5, 10, 20, 50, ... as plain numbers, which a power of ten per decade leaves to guess."""
+    shown = [k * 10**e for e in range(7) for k in (1, 2, 5) if min(lengths) <= k * 10**e <= max(lengths)]
+    axes.set_xticks(shown, [f"{x:,}" for x in shown])
+    axes.minorticks_off()
+
+
 @contextmanager
 def sheet(rows: int, columns: int, *, height: float = 2.1, width: float = 7.1, **options: Any) -> Iterator[tuple[Figure, list[Axes]]]:
     """A figure of the house style that pyplot does not know of, and its axes, row by row."""
-    with matplotlib.rc_context(BASE | {"font.size": 7.0}):
+    with matplotlib.rc_context(BASE | {"font.size": 7.0, "legend.fontsize": 7.0, "legend.frameon": False}):
         figure = Drawing(figsize=(width, rows * height), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots(rows, columns, squeeze=False, **options)
