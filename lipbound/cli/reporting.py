@@ -14,7 +14,9 @@ def heatmap(
     output: Annotated[Path, typer.Option("-o", "--output", help="File to write: .pdf, .svg, .png, .pgf, ...")],
     bounds: Annotated[str | None, typer.Option(help="Names separated by commas; all of the run by default.")] = None,
     reduce: Annotated[str, typer.Option(help="mean, geomean, max, median or a quantile such as 0.9, over samples.")] = "mean",
-    scale: Annotated[str, typer.Option(help="'rows' (what is near the exact norm first, on its own scale), 'shared', or 'panel' (one each).")] = "rows",
+    scale: Annotated[
+        str, typer.Option(help="'rows' (what is near the exact norm first, on its own scale), 'shared', or 'panel' (one each).")
+    ] = "rows",
     width: Annotated[str, typer.Option(help="'page', 'column', 'slide' or inches.")] = "page",
     columns: Annotated[int | None, typer.Option(help="Panels in a row.")] = None,
     style: Annotated[str | None, typer.Option(help="A venue known to tueplots, e.g. icml2024: its fonts and widths (extra `styles`).")] = None,

@@ -72,7 +72,9 @@ def reproduce(
     setting = Setting(model, tuple(data or ()), column, split, samples, full, device, dtype, seed)
     for one in RECIPES.values() if name == "all" else [recipe(name)]:
         ds = one.reproduce(setting, output)
-        typer.echo(f"{one.title} ({one.source}).\n{one.caption(ds)}\nwrote {output / one.name}.pdf, .png, .txt and .tex, from {output / one.stored}\n")
+        typer.echo(
+            f"{one.title} ({one.source}).\n{one.caption(ds)}\nwrote {output / one.name}.pdf, .png, .txt and .tex, from {output / one.stored}\n"
+        )
 
 
 @app.command(epilog="Example: lipbound demo --out results")
