@@ -1,6 +1,6 @@
 """The command line."""
 
-from lipbound.cli import measuring, reporting, reproducing  # noqa: F401  (importing them registers their commands, in the order of --help)
+from lipbound.cli import measuring, reporting, reproducing, describing  # noqa: F401, I001  (importing them registers their commands, in the order of --help)
 from lipbound.cli.application import app, main, state
 
 __all__ = ["app", "main", "state"]

@@ -14,7 +14,7 @@ from lipbound import __version__
 from lipbound.errors import LipboundError
 from lipbound.formatting import plain
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 state = {"debug": False}
 

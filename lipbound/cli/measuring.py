@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lipbound.cli.application import app, numbers
+from lipbound.cli.completion import models
 from lipbound.cli.summary import show
 from lipbound.errors import LipboundError, StoreError
 
@@ -25,7 +26,8 @@ def compare(
     model: Annotated[
         str,
         typer.Argument(
-            help="Hub id (owner/name or owner/name@revision), checkpoint directory, or builtin:minilm|gpt2|llama|qwen3|vit|vit-baseline|vit-jasmin."
+            help="Hub id (owner/name or owner/name@revision), checkpoint directory, or a builtin such as builtin:minilm (see `lipbound models`).",
+            autocompletion=models,
         ),
     ],
     data: Annotated[

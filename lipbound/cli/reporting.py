@@ -6,6 +6,8 @@ from typing import Annotated
 import typer
 
 from lipbound.cli.application import StoredRun, app, number_or_name
+from lipbound.cli.completion import one_of
+from lipbound.cli.machine import echo_json
 
 
 @app.command(epilog="Example: lipbound heatmap minilm.zarr -o minilm.pdf --reduce geomean")
@@ -37,19 +39,23 @@ def heatmap(
 @app.command(epilog="Example: lipbound table minilm.zarr --format markdown")
 def table(
     run: StoredRun,
-    format: Annotated[str, typer.Option(help="text, markdown, latex (booktabs, siunitx) or csv (full precision).")] = "text",
-    by: Annotated[str, typer.Option(help="A row per bound, layer or head.")] = "bound",
+    format: Annotated[str, typer.Option(help="text, markdown, latex (booktabs, siunitx) or csv (full precision).", autocompletion=one_of("text", "markdown", "latex", "csv"))] = "text",
+    by: Annotated[str, typer.Option(help="A row per bound, layer or head.", autocompletion=one_of("bound", "layer", "head"))] = "bound",
     bounds: Annotated[str | None, typer.Option(help="Names separated by commas; all of the run by default.")] = None,
     reduce: Annotated[str, typer.Option(help="geomean, mean, max, median or a quantile, for rows per layer or head.")] = "geomean",
     values: Annotated[str, typer.Option(help="'ratio' (bound / exact) or 'value', for rows per layer or head.")] = "ratio",
+    json: Annotated[bool, typer.Option("--json", help="JSON with full precision, in place of --format.")] = False,
 ) -> None:
     """Print bound / exact per bound, with the audit; or exact norms and bounds per layer or head."""
     from lipbound.reporting.statistics import requested
-    from lipbound.reporting.tables import render
+    from lipbound.reporting.tables import render, table_data
     from lipbound.runs.store import load
 
     ds = load(run)
     chosen = None if bounds is None else requested(ds, bounds)
+    if json:
+        echo_json(table_data(ds, by=by, bounds=chosen, reduce=number_or_name(reduce), values=values))
+        return
     typer.echo(render(ds, format, by=by, bounds=chosen, reduce=number_or_name(reduce), values=values))
 
 

@@ -6,6 +6,8 @@ from typing import Annotated
 import typer
 
 from lipbound.cli.application import StoredRun, app
+from lipbound.cli.completion import models
+from lipbound.cli.machine import echo_json
 from lipbound.cli.measuring import measured
 from lipbound.cli.summary import show
 
@@ -21,23 +23,31 @@ def verify(
     data: Annotated[str | None, typer.Option(help="In place of the recorded data.")] = None,
     device: Annotated[str, typer.Option(help="As in `lipbound compare`.")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="Compute again in another dtype; float64 tells how far off float32 is.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="JSON, for programs; the status is the same.")] = False,
 ) -> None:
     """Compute some numbers of a run again, from its recorded provenance; ends with status 1 where they do not hold."""
     from lipbound.runs.store import load
     from lipbound.runs.verify import verify as run_verify
 
     found = run_verify(load(run), places=places, seed=seed, model=model, data=data, device=device, dtype=dtype)
-    typer.echo(str(found))
+    if json:
+        table = found.table.reset_index().to_dict("records")
+        echo_json({"ok": found.ok, "problems": found.problems, "notes": found.notes, "places": found.places, "table": table})
+    else:
+        typer.echo(str(found))
     if not found.ok:
         raise typer.Exit(1)
 
 
 @app.command("bounds", epilog="Example: lipbound bounds")
-def list_bounds() -> None:
+def list_bounds(json: Annotated[bool, typer.Option("--json", help="JSON, for programs.")] = False) -> None:
     """List all bounds: statement, source, assumptions, cost."""
     from lipbound.attention.variants import VARIANTS
     from lipbound.bounds import get, names
 
+    if json:
+        echo_json([get(name).facts() for name in names()])
+        return
     for name in names():
         bound = get(name)
         typer.echo(f"{name}: {bound.label}\n    {bound.statement}")
@@ -49,7 +59,7 @@ def list_bounds() -> None:
 @app.command(epilog="Example: lipbound reproduce castin-1 bert-base-uncased --data alice.txt --full -o figures")
 def reproduce(
     name: Annotated[str | None, typer.Argument(help="A recipe, or 'all'; without one the recipes are listed.")] = None,
-    model: Annotated[str, typer.Argument(help="As for `lipbound compare`.")] = "builtin:minilm",
+    model: Annotated[str, typer.Argument(help="As for `lipbound compare`.", autocompletion=models)] = "builtin:minilm",
     data: Annotated[list[str] | None, typer.Option(help="As for `lipbound compare`; may be given several times.")] = None,
     split: Annotated[str | None, typer.Option(help="Split of a hub dataset.")] = None,
     column: Annotated[str | None, typer.Option(help="Column of a table.")] = None,

@@ -94,7 +94,7 @@ def _is_word(reader: Reader) -> bool:
     """Whether the next token is a word of a sentence."""
     token = reader.peek()
     named = token in FUNCTIONS or token in GREEK or token == "sqrt"
-    return len(token) > 1 and token[0].isalpha() and not named and not (reader.peek(1) in ("_", "^"))
+    return len(token) > 1 and token[0].isalpha() and not named and reader.peek(1) not in ("_", "^")
 
 
 def _words(reader: Reader) -> str:

@@ -33,7 +33,8 @@ from lipbound.reporting.statistics import (
 
 __all__ = [
     "FORMATS", "OFF_SCALE", "ROWS", "VALUES", "bibtex", "breakdown", "by_width", "caption", "footnotes", "holds", "latex", "left_out", "mark",
-    "methods", "number", "panels", "ratio", "readable", "render", "shared_scale", "summary", "width", "widths",
+    "methods", "number", "panels", "ratio", "readable", "render", "shared_scale", "summary", "table_data", "width",
+    "widths",
 ]  # fmt: skip
 WRITERS = {name: formatter.table for name, formatter in FORMATTERS.items() if formatter.table is not None}
 FORMATS = tuple(WRITERS)
@@ -70,6 +71,19 @@ def render(
         numbers = breakdown(ds, by, bounds=chosen, reduce=reduce, values=values)
         shown, head = _by_place(ds, numbers, values, reduce), _said_of_cells(ds, by, values, reduce)
     return WRITERS[format](Table(numbers, shown, ("bound", HEADINGS["sound"]), head, caption(ds), footnotes(ds, chosen)))
+
+
+def table_data(
+    ds: xr.Dataset, *, by: str = "bound", bounds: Iterable[str] | None = None, reduce: str | float = "geomean", values: str = "ratio"
+) -> dict[str, Any]:
+    """`summary` or `breakdown` in full precision as plain data: what run, what the numbers are, ``rows`` by column, ``notes``."""
+    if by not in ROWS:
+        raise UnknownNameError(f"unknown rows {by!r}; {nearest(by, ROWS)}")
+    chosen = None if bounds is None else list(bounds)
+    whole = summary(ds) if by == "bound" else breakdown(ds, by, bounds=chosen, reduce=reduce, values=values)
+    numbers = whole if chosen is None or by != "bound" else whole.loc[present(ds, chosen)]
+    head = "bound / exact over samples, layers and heads" if by == "bound" else _said_of_cells(ds, by, values, reduce)
+    return {"run": caption(ds), "by": by, "numbers": head, "rows": numbers.reset_index().to_dict("records"), "notes": footnotes(ds, chosen)}
 
 
 def latex(ds: xr.Dataset, **options: Any) -> str:
