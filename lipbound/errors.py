@@ -40,7 +40,11 @@ class StoreError(LipboundError):
 
 
 class AlteredRunError(StoreError):
-    """A stored run has settings that no run can have, so they were changed."""
+    """A stored run is not as it was computed: a file is damaged or missing, or numbers or settings were changed."""
+
+
+class DamagedRunWarning(UserWarning):
+    """The same, of a run that was loaded nevertheless."""
 
 
 class RangeError(LipboundError):

@@ -20,6 +20,7 @@ from lipbound.attention.variants.rotary import Rotation
 from lipbound.attention.variants.sinks import Sinks
 from lipbound.attention.variants.token_maps import TokenMap
 from lipbound.errors import AttentionError, is_number
+from lipbound.formatting.notebooks import html_facts
 
 T = TypeVar("T")
 
@@ -163,9 +164,18 @@ class Attention(Transforms):
             return torch.full((self.samples,), self.tokens, dtype=torch.float64, device=self.device)
         return self.valid.sum(-1).double()
 
-    def __repr__(self) -> str:
+    def _extra(self) -> list[str]:
+        """Names of the optional parts that there are."""
         extra = [name for name in ("b_q", "b_k", "b_v", "w_o", "mask", "valid") if getattr(self, name) is not None]
-        extra += [part for step in sorted(self.scoring.steps, key=lambda step: step.place) for part in step.parts]
+        return extra + [part for step in sorted(self.scoring.steps, key=lambda step: step.place) for part in step.parts]
+
+    def _repr_html_(self) -> str:
+        sizes = {"samples": self.samples, "heads": self.heads, "N (tokens)": self.tokens, "D (width)": self.x.shape[2], "d": self.d, "d_v": self.d_v}
+        said = {name: f"{size:,}" for name, size in sizes.items()} | {"scale": f"{float(self.scale):.6g}", "with": ", ".join(self._extra())}
+        return html_facts("Attention layer", said | {"dtype": str(self.dtype).removeprefix("torch."), "device": str(self.device)})
+
+    def __repr__(self) -> str:
+        extra = self._extra()
         return (
             f"Attention(samples={self.samples}, heads={self.heads}, N={self.tokens}, D={self.x.shape[2]}, d={self.d}, "
             f"d_v={self.d_v}, {str(self.dtype).removeprefix('torch.')}{', with ' + ', '.join(extra) if extra else ''})"

@@ -25,18 +25,18 @@ def audit(ds: xr.Dataset) -> dict[str, dict[str, Any]]:
     """Compare every bound of a run with the exact norm of its map, head by head.
 
     Returns:
-        Per bound: ``compared`` (heads x samples with an exact norm), ``violations`` (of them, where the bound is below it), ``worst`` (smallest
-        bound / exact), ``sound`` (where its assumptions held), ``broken`` (violations although they held: an error in the theorem
-        or in this program) and ``why`` (where its assumptions did not hold: why the statement is then no bound; else empty).
+        Per bound: ``compared`` (heads x samples with an exact norm and a value of the bound), ``violations`` (of them, where the bound is below
+        the norm), ``worst`` (smallest bound / exact), ``sound`` (where its assumptions held), ``broken`` (violations although they held: an error
+        in the theorem or in this program) and ``why`` (where its assumptions did not hold: why the statement is then no bound; else empty).
     """
     report = {}
     for name in ds.attrs["bounds"]:
         exact = ds[compared_with(ds, name)].values
         slack, rounding = allowance(ds, compared_with(ds, name))
         value, sound = ds[name].values, ds[f"{name}_sound"].values
-        known = np.isfinite(exact)
-        below = known & ~(value >= exact * (1 - slack) - np.asarray(rounding))  # no number is no bound either
-        positive = known & (exact > 0) & ~np.isnan(value)
+        known = np.isfinite(exact) & ~np.isnan(value)  # a value that is not there accuses nobody; what cannot be evaluated is infinite
+        below = known & ~(value >= exact * (1 - slack) - np.asarray(rounding))
+        positive = known & (exact > 0)
         report[name] = {
             "compared": int(known.sum()),
             "violations": int(below.sum()),
@@ -46,6 +46,19 @@ def audit(ds: xr.Dataset) -> dict[str, dict[str, Any]]:
             "why": "" if bool(sound[known].all()) else caveat(ds, name),
         }
     return report
+
+
+def missing(ds: xr.Dataset, name: str) -> int:
+    """How often a bound has no value although the exact norm that it is compared with has one; for "exact", how often it lacks one that it should have.
+
+    Only files that were lost or edited leave such places.
+    """
+    if name != "exact":
+        return int((np.isfinite(ds[compared_with(ds, name)].values) & np.isnan(ds[name].values)).sum())
+    bounded = np.zeros(ds["exact"].shape, dtype=bool)
+    for other in ds.attrs["bounds"]:
+        bounded |= ~np.isnan(ds[other].values)
+    return int((np.isnan(ds["exact"].values) & bounded)[: int(ds.attrs["exact_samples"])].sum())
 
 
 def allowance(ds: xr.Dataset, exact: str = "exact") -> tuple[float, xr.DataArray | float]:

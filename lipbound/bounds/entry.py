@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, cast
 
 from lipbound.bounds.kinds import ByKind
 from lipbound.errors import LipboundError, UnknownNameError, is_number, nearest
+from lipbound.formatting.mathml import formula
+from lipbound.formatting.notebooks import html_facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -162,6 +164,17 @@ class Bound:
             return function
 
         return enter
+
+    def facts(self) -> dict[str, object]:
+        """What is said of the bound, as plain data."""
+        names = ("name", "label", "statement", "source", "citation", "assumptions", "caveat", "map", "cost", "costly", "differentiable")
+        return {name: getattr(self, name) for name in names} | {"covers": sorted(self.covers), "over_ball": self.ball is not None}
+
+    def _repr_html_(self) -> str:
+        covers = ", ".join(("plain heads", *sorted(self.covers)))
+        source = f"{self.source} [{self.citation}]"
+        said = {"source": source, "a bound when": self.assumptions, "else": self.caveat, "covers": covers, "cost per head": self.cost}
+        return html_facts(f"{self.label} ({self.name})", said, {"statement": formula(self.statement)})
 
     @property
     def year(self) -> int:

@@ -42,7 +42,7 @@ def info(run: StoredRun, json: Json = False) -> None:
     """Say what a stored run holds: model, data, settings, bounds, and whether its numbers are those that were computed."""
     from lipbound.runs.store import load
 
-    found = facts(load(run), run)
+    found = facts(load(run, damaged="accept"), run)
     if json:
         echo_json(found)
         return
@@ -54,13 +54,11 @@ def info(run: StoredRun, json: Json = False) -> None:
 def facts(ds: xr.Dataset, path: Path) -> dict[str, Any]:
     """What a run holds, by names in words."""
     from lipbound.bounds.audit import audit
-    from lipbound.runs.provenance import altered, settings_checksum
+    from lipbound.runs.provenance import CHECKSUM, damage
 
     a, exact = ds.attrs, ds["exact"]
-    wrong = altered(ds)
-    settings = settings_checksum(ds) == a["settings_checksum"] if "settings_checksum" in a else None
     entries = audit(ds)
-    found = {
+    return {
         "run": str(path),
         "model": a["model"],
         "architecture": a["architecture"],
@@ -89,10 +87,9 @@ def facts(ds: xr.Dataset, path: Path) -> dict[str, Any]:
         "date": a["date"],
         "command": a["command"],
         "versions": a["versions"],
-        "size on disk": sum(file.stat().st_size for file in path.expanduser().rglob("*") if file.is_file()),
-        "checksums": "none" if wrong is None else "hold" if not wrong and settings is not False else "do not hold: the run was changed",
+        "bytes on disk": sum(file.stat().st_size for file in path.expanduser().rglob("*") if file.is_file()),
+        "checksums": damage(ds) or ("hold" if CHECKSUM in ds else "none"),
     }
-    return found
 
 
 def _words(value: Any) -> str:

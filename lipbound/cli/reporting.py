@@ -29,7 +29,7 @@ def heatmap(
     from lipbound.reporting.statistics import requested
     from lipbound.runs.store import load
 
-    ds = load(run)
+    ds = load(run, damaged="refuse")
     chosen = None if bounds is None else requested(ds, bounds)
     how, inches = number_or_name(reduce), number_or_name(width)
     heatmaps(ds, output, bounds=chosen, reduce=how, scale=scale, width=inches, columns=columns, style=style, caption=caption)
@@ -39,24 +39,38 @@ def heatmap(
 @app.command(epilog="Example: lipbound table minilm.zarr --format markdown")
 def table(
     run: StoredRun,
-    format: Annotated[str, typer.Option(help="text, markdown, latex (booktabs, siunitx) or csv (full precision).", autocompletion=one_of("text", "markdown", "latex", "csv"))] = "text",
+    format: Annotated[
+        str,
+        typer.Option(
+            help="text, markdown, latex (booktabs, siunitx) or csv (full precision).", autocompletion=one_of("text", "markdown", "latex", "csv")
+        ),
+    ] = "text",
     by: Annotated[str, typer.Option(help="A row per bound, layer or head.", autocompletion=one_of("bound", "layer", "head"))] = "bound",
     bounds: Annotated[str | None, typer.Option(help="Names separated by commas; all of the run by default.")] = None,
     reduce: Annotated[str, typer.Option(help="geomean, mean, max, median or a quantile, for rows per layer or head.")] = "geomean",
     values: Annotated[str, typer.Option(help="'ratio' (bound / exact) or 'value', for rows per layer or head.")] = "ratio",
     json: Annotated[bool, typer.Option("--json", help="JSON with full precision, in place of --format.")] = False,
+    width: Annotated[
+        str | None, typer.Option(help="Of text: characters (the terminal's by default); of latex: column (the default), page, slide, or points.")
+    ] = None,
 ) -> None:
-    """Print bound / exact per bound, with the audit; or exact norms and bounds per layer or head."""
+    """Print bound / exact per bound, with the audit; or exact norms and bounds per layer or head.
+
+    Where a line has no room for all columns, words fold. Then a table per bound lacks, in this order, names, "assumptions hold", "below
+    exact" (marks and notes say these), "over samples", min and max, and says so; a table per layer or head goes on below. Numbers stay whole; csv has everything.
+    """
+    from lipbound.cli.summary import columns, emphasised
+    from lipbound.reporting import tables
     from lipbound.reporting.statistics import requested
-    from lipbound.reporting.tables import render, table_data
     from lipbound.runs.store import load
 
-    ds = load(run)
+    ds = load(run, damaged="refuse")
     chosen = None if bounds is None else requested(ds, bounds)
     if json:
-        echo_json(table_data(ds, by=by, bounds=chosen, reduce=number_or_name(reduce), values=values))
+        echo_json(tables.table(ds, by=by, bounds=chosen, reduce=number_or_name(reduce), values=values).data())
         return
-    typer.echo(render(ds, format, by=by, bounds=chosen, reduce=number_or_name(reduce), values=values))
+    wide = number_or_name(width) if width is not None else columns() if format == "text" else None
+    typer.echo(emphasised(tables.render(ds, format, by=by, bounds=chosen, reduce=number_or_name(reduce), values=values, width=wide)))
 
 
 @app.command(epilog="Example: lipbound cite minilm.zarr > references.bib; lipbound cite minilm.zarr --format latex")
@@ -68,7 +82,7 @@ def cite(
     from lipbound.reporting import citations
     from lipbound.runs.store import load
 
-    typer.echo(citations.cite(load(run), format), nl=False)
+    typer.echo(citations.cite(load(run, damaged="refuse"), format), nl=False)
 
 
 @app.command(epilog="Example: lipbound report minilm.zarr -o minilm.html; lipbound report bert.zarr gpt2.zarr -o both.html")

@@ -29,7 +29,7 @@ def verify(
     from lipbound.runs.store import load
     from lipbound.runs.verify import verify as run_verify
 
-    found = run_verify(load(run), places=places, seed=seed, model=model, data=data, device=device, dtype=dtype)
+    found = run_verify(load(run, damaged="accept"), places=places, seed=seed, model=model, data=data, device=device, dtype=dtype)
     if json:
         table = found.table.reset_index().to_dict("records")
         echo_json({"ok": found.ok, "problems": found.problems, "notes": found.notes, "places": found.places, "table": table})

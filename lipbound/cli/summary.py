@@ -2,45 +2,50 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from typing import TYPE_CHECKING
+
+import typer
 
 if TYPE_CHECKING:
     import xarray as xr
 
 
+def columns() -> int:
+    """Characters in a line of the terminal; 80 in a pipe or a file, unless COLUMNS says otherwise."""
+    return max(40, shutil.get_terminal_size((80, 24)).columns)
+
+
+def coloured() -> bool:
+    """Whether standard output is a terminal with colours that nobody has switched off (NO_COLOR)."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def emphasised(text: str) -> str:
+    """Lines about bounds below the exact norm in red, where there are colours."""
+    if not coloured():
+        return text
+    return "\n".join(typer.style(line, fg="red") if "\u2021" in line else line for line in text.split("\n"))
+
+
 def show(ds: xr.Dataset) -> None:
-    """The summary as a table on standard output, then what the audit says."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
+    """The summary as a table on standard output, what the exact norms are, and what the audit says."""
     from lipbound.bounds.audit import audit
-    from lipbound.formatting import number, plain
-    from lipbound.reporting import labels, tables
+    from lipbound.formatting import number
+    from lipbound.reporting import tables
+    from lipbound.reporting.layout import hanging
 
-    console = Console(width=None if sys.stdout.isatty() else 160, soft_wrap=False)
-    table = Table(title=escape(labels.run_caption(ds)), title_justify="left", title_style="dim")
-    table.add_column("bound / exact", no_wrap=True)
-    columns = ("geom. mean", "over samples", "min", "max")
-    for title in (*columns, "below exact"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("assumptions hold")
-    for name, row in tables.readable(ds).iterrows():
-        below = f"{row['below exact']} of {row['of']}"
-        table.add_row(
-            f"{escape(plain(row['bound']))} [dim]{name}[/dim]", *(row[c] for c in columns),
-            below if row["below exact"] == "0" else f"[bold red]{below}[/bold red]", row["assumptions hold"],
-        )  # fmt: skip
-    console.print(table)
-    unconverged = int(ds["exact"].notnull().sum() - ds["exact_converged"].sum())
+    width = columns()
+    typer.echo(emphasised(tables.render(ds, width=width)))
     exact = ds["exact"].values[ds["exact"].notnull().values]
-    console.print(
-        f"exact norms: {len(exact)} heads, from {number(float(exact.min()))} to {number(float(exact.max()))}, "
-        f"{unconverged} not converged; capture reproduces the model to {ds.attrs['capture_error']:.1e} relative"
-    )
-    for line in labels.left_out(ds):
-        console.print(line, style="dim", soft_wrap=True)
-    broken = {name: entry["broken"] for name, entry in audit(ds).items() if entry["broken"]}
-    if broken:
-        console.print(f"[bold red]A bound fell below the exact norm although its assumptions hold: {broken}. Please report this run.[/bold red]")
+    extent = f", from {number(float(exact.min()))} to {number(float(exact.max()))}" if exact.size else ""
+    unconverged = int(len(exact) - ds["exact_converged"].sum())
+    lines = [
+        f"exact norms: {len(exact)} heads{extent}, {unconverged} not converged; capture reproduces the model to {ds.attrs['capture_error']:.1e} relative"
+    ]
+    if broken := {name: entry["broken"] for name, entry in audit(ds).items() if entry["broken"]}:
+        lines.append(f"\u2021 A bound fell below the exact norm although its assumptions hold: {broken}. Please report this run.")
+    for line in lines:
+        typer.echo(emphasised("\n".join(hanging(line, width))))

@@ -45,6 +45,15 @@ def number(x: float, digits: int = 3) -> str:
     return re.sub(r"e([+-])0*", lambda m: "e" + m[1].replace("+", ""), f"{x:.{digits - 1}e}")
 
 
+def small(x: float) -> str:
+    """A tolerance or probability as it was given, without a padded exponent.
+
+    >>> small(0.001), small(1e-06), small(2.5e-10)
+    ('0.001', '1e-6', '2.5e-10')
+    """
+    return f"{x:g}".replace("e-0", "e-")
+
+
 def plain(text: str) -> str:
     """Foreign text on one line, without control characters (line ends, terminal escapes, changes of direction).
 

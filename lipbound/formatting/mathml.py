@@ -105,9 +105,9 @@ def _words(reader: Reader) -> str:
     return escape("".join(found).strip())
 
 
-def _row(reader: Reader, end: str) -> str:
+def _row(reader: Reader) -> str:
     """Everything up to a closing bracket, which is taken too."""
-    terms = []
+    terms: list[str] = []
     while True:
         if not reader.peek():
             raise NoFormulaError
@@ -146,14 +146,14 @@ def _base(reader: Reader) -> str:
         reader.take()
         reader.open.append(token)
         left, right = (escape(SHOWN.get(c, c)) for c in (token, OPENING[token]))
-        return f"<mrow><mo>{left}</mo>{_row(reader, OPENING[token])}<mo>{right}</mo></mrow>"
+        return f"<mrow><mo>{left}</mo>{_row(reader)}<mo>{right}</mo></mrow>"
     if token in ")]" or token in ("_", "^"):
         raise NoFormulaError
     reader.take()
     if token == "sqrt" and reader.peek() == "(":
         reader.take()
         reader.open.append("(")
-        return f"<msqrt>{_row(reader, ')')}</msqrt>"
+        return f"<msqrt>{_row(reader)}</msqrt>"
     if token[0].isdigit():
         return f"<mn>{token}</mn>"
     if token == "x" and reader.peek(-3) == reader.peek(1) == "N":
@@ -178,7 +178,7 @@ def _script(reader: Reader) -> str:
     if reader.peek() == "(":
         reader.take()
         reader.open.append("(")
-        inner = _row(reader, ")")
+        inner = _row(reader)
         return f"<mrow><mo>(</mo>{inner}<mo>)</mo></mrow>" if lower else f"<mrow>{inner}</mrow>"
     if lower and reader.peek().isalpha():
         return f"<mrow>{''.join(f'<mi>{c}</mi>' for c in reader.take())}</mrow>" if len(reader.peek()) > 1 else f"<mi>{reader.take()}</mi>"

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from lipbound.errors import LipboundError, RangeError
+from lipbound.formatting import number
+from lipbound.formatting.notebooks import ROWS, html_table
 from lipbound.linalg.operators import JacobianOperator
 
 
@@ -32,6 +34,22 @@ class Norm:
     error: Tensor
     left: Tensor | None = None
     right: Tensor | None = None
+
+    def _repr_html_(self) -> str:
+        places = [tuple(index) for index in torch.nonzero(torch.ones(self.lower.shape)).tolist()]
+        axes = ("sample", "head") if self.lower.ndim == 2 else tuple(f"axis {k}" for k in range(self.lower.ndim))
+        rows = [
+            [
+                *map(str, at),
+                number(float(self.lower[at]), 6),
+                number(float(self.upper[at]), 6),
+                str(int(self.steps[at])),
+                str(bool(self.converged[at])),
+            ]
+            for at in places[: ROWS + 1]
+        ]
+        missing = [[""] * (len(axes) + 4)] * max(0, len(places) - len(rows))
+        return html_table([*axes, "lower", "upper", "steps", "converged"], rows + missing, title="Spectral norms", most=ROWS)
 
     def view(self, *shape: int) -> "Norm":
         """The same values with the batch axis reshaped."""

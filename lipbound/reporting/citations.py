@@ -8,6 +8,7 @@ from lipbound.bounds.audit import audit, compared_with
 from lipbound.bounds.lipbound2026 import CITATION
 from lipbound.errors import UnknownNameError, nearest
 from lipbound.reporting.formats import FORMATTERS, Prose
+from lipbound.runs.provenance import FORMER
 
 CITATION_FORMATS = tuple(sorted(name for name, formatter in FORMATTERS.items() if formatter.prose is not None))
 PARAGRAPH_FORMATS = tuple(name for name in CITATION_FORMATS if FORMATTERS[name].bibliography is None)
@@ -94,14 +95,20 @@ def _enclosures(ds: xr.Dataset, prose: Prose) -> str:
     """How surely the constants are known, and how many are not."""
     a = ds.attrs
     dtype, tol, seed = prose.escape(a["dtype"]), float(a["tol"]), int(a["seed"])
+    former = "" if FORMER in ds else ", both with every rounding included"
     if a["delta"]:
         sentence = (
             f"Each constant is enclosed, by Lanczos' method in {dtype}, between an attained value and an upper bound at most a factor {1 + tol:.10g} "
-            f"above it; over the random start vectors (seed {seed}), the upper bounds hold together with probability at least "
+            f"above it{former}; over the random start vectors (seed {seed}), the upper bounds hold together with probability at least "
             f"{prose.complement(float(a['delta']))}."
         )
+    elif FORMER in ds:
+        sentence = f"Constants are estimates by Lanczos' method in {dtype} (relative tolerance {prose.number(tol)}, seed {seed}), without upper bounds."
     else:
-        sentence = f"Constants are estimates by Lanczos' method in {dtype} (relative tolerance {tol:g}, seed {seed}), without upper bounds."
+        sentence = (
+            f"Constants are lower ends: values that the norms attain, found by Lanczos' method in {dtype} (relative tolerance {prose.number(tol)}, seed "
+            f"{seed}), less every rounding; there are no upper ends."
+        )
     known = int(ds["exact"].notnull().sum())
     unconverged = known - int(ds["exact_converged"].sum())
     return f"{sentence} For {unconverged} of {known} constants that was not reached." if unconverged else sentence
@@ -145,7 +152,7 @@ def _other_map(ds: xr.Dataset, prose: Prose) -> str:
         return ""
     return (
         f"The bound on L2 attention ({', '.join(labels)}) is compared with the constant of that map, with the same weights, an "
-        f"estimate to a relative tolerance of {float(ds.attrs['tol']):g} without upper bound."
+        f"estimate to a relative tolerance of {prose.number(float(ds.attrs['tol']))} without upper bound."
     )
 
 

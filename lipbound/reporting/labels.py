@@ -5,8 +5,8 @@ from typing import Any
 
 import xarray as xr
 
-from lipbound.bounds.audit import audit
-from lipbound.formatting import plain
+from lipbound.bounds.audit import audit, compared_with, missing
+from lipbound.formatting import plain, small
 
 
 def mark(entry: dict[str, Any]) -> str:
@@ -14,15 +14,40 @@ def mark(entry: dict[str, Any]) -> str:
     return " \u2021" if entry["violations"] else " \u2020" if entry["sound"] < entry["compared"] else ""
 
 
+MEANING = {
+    "\u2020": "a published statement whose assumptions do not hold everywhere here, and which is no bound where they do not",
+    "\u2021": "below the exact norm somewhere",
+}
+"""What the audit's marks say."""
+
+
 def footnotes(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
-    """One line for every marked bound (of those given): why its statement is no bound where its assumptions fail; then `left_out`."""
-    lines = []
-    kept = None if bounds is None else list(bounds)
+    """Lines below a table of a run, or of some of its bounds: what the marks mean, why they are there (bounds of one reason together), which values
+    are missing; and, of all bounds, `left_out`.
+    """
+    kept = list(ds.attrs["bounds"]) if bounds is None else list(bounds)
+    reasons: dict[tuple[str, str], list[str]] = {}
     for name, entry in audit(ds).items():
-        if (kept is None or name in kept) and (sign := mark(entry).strip()):
-            below = f"below exact on {entry['violations']} of {entry['compared']}; " if entry["violations"] else ""
-            lines.append(f"{sign} {name}: {below}{entry['why']}")
-    return lines if kept is not None else lines + left_out(ds)
+        if name in kept and (sign := mark(entry).strip()):
+            below = [f"below exact on {entry['violations']} of {entry['compared']}"] if entry["violations"] else []
+            partly = [f"assumptions hold on {entry['sound']} of {entry['compared']}"] if 0 < entry["sound"] < entry["compared"] else []
+            why = "; ".join([*below, *partly, entry["why"] or "its assumptions hold, so please report this run"])
+            reasons.setdefault((sign, why), []).append(named(ds, name))
+    used = {sign for sign, _ in reasons}
+    lines = [f"{sign}: {meaning}" for sign, meaning in MEANING.items() if sign in used]
+    lines += [f"{sign} {', '.join(names)}: {why}" for (sign, why), names in reasons.items()]
+    places = int(ds["exact"].notnull().sum())
+    if lost := missing(ds, "exact"):
+        lines.append(f"exact norms: none at {lost} of {places + lost} heads, which are not compared")
+    for name in kept:
+        if lost := missing(ds, name):
+            lines.append(f"{named(ds, name)}: no value at {lost} of {int(ds[compared_with(ds, name)].notnull().sum())} heads, which are not compared")
+    return lines if bounds is not None else lines + left_out(ds)
+
+
+def named(ds: xr.Dataset, name: str) -> str:
+    """A bound by its label and its name."""
+    return f"{ds[name].attrs['label']} ({name})"
 
 
 def left_out(ds: xr.Dataset) -> list[str]:
@@ -42,7 +67,8 @@ def run_caption(ds: xr.Dataset) -> str:
     """One line that says what the numbers of a run are of."""
     a = ds.attrs
     exact = "" if a["exact_samples"] == a["samples"] else f" (exact norms on the first {a['exact_samples']})"
-    how = f"enclosed to {a['tol']:g} with failure probability {a['delta']:g}" if a["delta"] else f"estimated to {a['tol']:g}"
+    to = small(float(a["tol"]))
+    how = f"enclosed to {to} with failure probability {small(float(a['delta']))}" if a["delta"] else f"lower ends, sought to {to}"
     plural = "s" if a["samples"] > 1 else ""
     return plain(
         f"{a['model']} ({a['architecture']}, {str(a['revision'])[:15]}); map: {a['map_description']}; data: {a['data']}, "

@@ -8,12 +8,13 @@ import pandas as pd
 import xarray as xr
 
 from lipbound.bounds.audit import allowance, audit
-from lipbound.errors import UnknownNameError, nearest
-from lipbound.formatting import digits, number
+from lipbound.errors import LipboundError, UnknownNameError, nearest
+from lipbound.formatting import digits, number, plain
 from lipbound.reporting.citations import bibtex, methods
-from lipbound.reporting.formats import FORMATTERS, Table
+from lipbound.reporting.formats import FORMATTERS
 from lipbound.reporting.labels import footnotes, holds, left_out, mark
 from lipbound.reporting.labels import run_caption as caption
+from lipbound.reporting.layout import Table
 from lipbound.reporting.reductions import reduction_name
 from lipbound.reporting.statistics import (
     OFF_SCALE,
@@ -33,11 +34,12 @@ from lipbound.reporting.statistics import (
 
 __all__ = [
     "FORMATS", "OFF_SCALE", "ROWS", "VALUES", "bibtex", "breakdown", "by_width", "caption", "footnotes", "holds", "latex", "left_out", "mark",
-    "methods", "number", "panels", "ratio", "readable", "render", "shared_scale", "summary", "table_data", "width",
-    "widths",
+    "methods", "number", "panels", "ratio", "readable", "render", "shared_scale", "summary", "table", "width", "widths",
 ]  # fmt: skip
-WRITERS = {name: formatter.table for name, formatter in FORMATTERS.items() if formatter.table is not None}
-FORMATS = tuple(WRITERS)
+FORMATS = tuple(name for name, formatter in FORMATTERS.items() if formatter.table or formatter.fitted)
+HOLDS, BELOW = "assumptions hold", "below exact"
+SPARE = ("name", HOLDS, BELOW, "over samples", "min", "max")
+"""Columns of a table by bound that are left out where there is no room, the first one first: marks and notes say what the second and the third do."""
 HEADINGS = {
     "geomean": "geom. mean", "samples": "over samples", "min": "min", "max": "max", "violations": "below exact", "compared": "of",
     "sound": "assumptions hold",
@@ -52,43 +54,57 @@ def render(
     bounds: Iterable[str] | None = None,
     reduce: str | float = "geomean",
     values: str = "ratio",
+    width: str | float | None = None,
 ) -> str:
     """`summary` (by "bound") or `breakdown` (by "layer" or "head") as "text", "markdown", "latex" (booktabs, siunitx) or "csv" (full precision).
+
+    What does not fit the width is folded between words; then a table by bound lacks columns, in the order of `SPARE`, which is said, and a table by
+    layer or head goes on below. Numbers stay whole.
+
+    ``width`` is that of "text" in characters (as much as it takes by default), or of "latex": "column" (the default, 215 pt, which fits everywhere),
+    "page" (345 pt), "slide" (307 pt, in parts of 14 rows), or points.
 
     Numbers are the middles of their enclosures, to the digits that these support (four at most): the last one is off by at most one unit. Enclosures
     are those of the exact norms.
     """
-    if format not in WRITERS:
+    if format not in FORMATS:
         raise UnknownNameError(f"unknown format {format!r}; {nearest(format, FORMATS)}")
+    made = table(ds, by=by, bounds=bounds, reduce=reduce, values=values)
+    formatter = FORMATTERS[format]
+    if formatter.fitted is not None:
+        return formatter.fitted(made, width)
+    if width is not None:
+        raise LipboundError(f"width is {width!r}, but {format} has none; it is for text (characters) and latex (column, page, slide or points)")
+    assert formatter.table is not None
+    return formatter.table(made)
+
+
+def table(ds: xr.Dataset, *, by: str = "bound", bounds: Iterable[str] | None = None, reduce: str | float = "geomean", values: str = "ratio") -> Table:
+    """What `render` writes, before it has a format: ``.numbers`` and ``.shown`` are DataFrames, notebooks show it as a table."""
     if by not in ROWS:
         raise UnknownNameError(f"unknown rows {by!r}; {nearest(by, ROWS)}")
     chosen = None if bounds is None else list(bounds)
-    if by == "bound":
-        whole = summary(ds)
-        numbers = whole if chosen is None else whole.loc[present(ds, chosen)]
-        shown, head = readable(ds).loc[numbers.index], ""
-    else:
-        numbers = breakdown(ds, by, bounds=chosen, reduce=reduce, values=values)
-        shown, head = _by_place(ds, numbers, values, reduce), _said_of_cells(ds, by, values, reduce)
-    return WRITERS[format](Table(numbers, shown, ("bound", HEADINGS["sound"]), head, caption(ds), footnotes(ds, chosen)))
-
-
-def table_data(
-    ds: xr.Dataset, *, by: str = "bound", bounds: Iterable[str] | None = None, reduce: str | float = "geomean", values: str = "ratio"
-) -> dict[str, Any]:
-    """`summary` or `breakdown` in full precision as plain data: what run, what the numbers are, ``rows`` by column, ``notes``."""
-    if by not in ROWS:
-        raise UnknownNameError(f"unknown rows {by!r}; {nearest(by, ROWS)}")
-    chosen = None if bounds is None else list(bounds)
-    whole = summary(ds) if by == "bound" else breakdown(ds, by, bounds=chosen, reduce=reduce, values=values)
-    numbers = whole if chosen is None or by != "bound" else whole.loc[present(ds, chosen)]
-    head = "bound / exact over samples, layers and heads" if by == "bound" else _said_of_cells(ds, by, values, reduce)
-    return {"run": caption(ds), "by": by, "numbers": head, "rows": numbers.reset_index().to_dict("records"), "notes": footnotes(ds, chosen)}
+    return _by_bound(ds, chosen) if by == "bound" else _by_place(ds, by, chosen, reduce, values)
 
 
 def latex(ds: xr.Dataset, **options: Any) -> str:
-    r"""`render` as a LaTeX tabular for ``\usepackage{booktabs, siunitx}``, cells escaped, with the run in a comment above it."""
+    r"""`render` as LaTeX tabulars with notes, for ``\usepackage{booktabs, siunitx}``, cells escaped, with the run in a comment above."""
     return render(ds, "latex", **options)
+
+
+def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
+    """`summary`, ready to be written."""
+    whole = summary(ds)
+    numbers = whole if chosen is None else whole.loc[present(ds, chosen)]
+    shown = readable(ds).loc[numbers.index]
+    shown[BELOW] = shown[BELOW] + " of " + shown.pop("of")
+    shown.insert(1, "name", [str(name) for name in shown.index])
+    none = f"none is below the exact norm at any of {int(numbers['compared'].max())} heads" if len(numbers) else ""
+    over = "samples, layers and heads" if "head" in ds.dims else "samples and layers"
+    return Table(
+        numbers, shown, ("bound", "name", HOLDS), f"bound / exact over {over}", caption(ds), footnotes(ds, chosen), ("bound",), SPARE,
+        {} if numbers["violations"].any() else {BELOW: none},
+    )  # fmt: skip
 
 
 def readable(ds: xr.Dataset) -> pd.DataFrame:
@@ -121,8 +137,9 @@ def _said_of_cells(ds: xr.Dataset, by: str, values: str, reduce: str | float) ->
     return head
 
 
-def _by_place(ds: xr.Dataset, table: pd.DataFrame, values: str, reduce: str | float) -> pd.DataFrame:
-    """`breakdown` in words."""
+def _by_place(ds: xr.Dataset, by: str, chosen: list[str] | None, reduce: str | float, values: str) -> Table:
+    """`breakdown`, ready to be written."""
+    table = breakdown(ds, by, bounds=chosen, reduce=reduce, values=values)
     counts = audit(ds)
     shown = pd.DataFrame(index=table.index)
     for level in table.index.names:
@@ -134,8 +151,11 @@ def _by_place(ds: xr.Dataset, table: pd.DataFrame, values: str, reduce: str | fl
     for name in [str(c) for c in table.columns if c in ds.attrs["bounds"]]:
         wide = by_width(ds, name, table.index, reduce) if values == "ratio" else np.full(len(table), allowance(ds)[0])
         side = -1 if values == "ratio" else 0
-        shown[ds[name].attrs["label"] + mark(counts[name])] = [_written(x, w, side) for x, w in zip(table[name], wide, strict=True)]
-    return shown
+        title = plain(ds[name].attrs["label"])
+        title = f"{title} ({name})" if any(other.startswith(title) for other in map(str, shown.columns)) else title
+        shown[title + mark(counts[name])] = [_written(x, w, side) for x, w in zip(table[name], wide, strict=True)]
+    notes = footnotes(ds, list(ds.attrs["bounds"]) if chosen is None else chosen)
+    return Table(table, shown, (), _said_of_cells(ds, by, values, reduce), caption(ds), notes, tuple(map(str, table.index.names)))
 
 
 def _written(x: float, wide: float, side: int) -> str:

@@ -146,7 +146,7 @@ def _save(ds: xr.Dataset, target: Path) -> None:
 
 def _finished(path: Path, settings: dict[str, Any], layers: Sequence[int] | None) -> xr.Dataset:
     """A run that was finished before, if it is the one that is asked for."""
-    ds = load_run(path)
+    ds = load_run(path, damaged="refuse")
     stored = {key: ds.attrs[key] for key in settings} | {"layers": ds["layer"].values.tolist()}
     if {*stored["bounds"], *ds.attrs.get("not_applicable", ())} == {*settings["bounds"]}:
         stored["bounds"] = settings["bounds"]

@@ -69,6 +69,42 @@ def altered(ds: xr.Dataset) -> list[tuple[int, int]] | None:
     return [(int(s), int(layer)) for s, layer in np.argwhere(checksums(ds).values != ds[CHECKSUM].values)]
 
 
+def damage(ds: xr.Dataset) -> str:
+    """What of a run is no longer as it was computed, as the end of a sentence; empty where everything is, or where the run has no checksums."""
+    said = []
+    if "settings_checksum" in ds.attrs:
+        if settings_checksum(ds) != ds.attrs["settings_checksum"]:
+            said.append("its settings (attributes, layers or lengths) are not those that were recorded")
+        if CHECKSUM not in ds:
+            said.append("the checksums of its numbers are missing")
+    if places := altered(ds):
+        count = ds.sizes["sample"] * ds.sizes["layer"]
+        first = ", ".join(f"sample {int(ds['sample'][s])} layer {int(ds['layer'][i])}" for s, i in places[:3])
+        where = "at every sample and layer" if len(places) == count else f"at {first}" if len(places) <= 3 else f"at {len(places)} places ({first}, ...)"
+        empty = [name for name in own(ds) if all(_empty(ds, name, *place) for place in places)]
+        lost = f" (no value of {', '.join(empty)} is there)" if empty else ""
+        said.append(f"its numbers {where} are not those that were computed{lost}")
+    return " and ".join(said)
+
+
+def _empty(ds: xr.Dataset, name: str, sample: int, layer: int) -> bool:
+    """Whether a variable has no value at a place where it should have one."""
+    if ds[name].dtype.kind != "f" or (name.startswith("exact") and sample >= int(ds.attrs["exact_samples"])):
+        return False
+    return bool(ds[name].isel(sample=sample, layer=layer).isnull().all())
+
+
+def again(ds: xr.Dataset) -> str:
+    """How to compute a run again, as part of a sentence: its own command where that was one of ours, each word quoted."""
+    try:
+        words = shlex.split(str(ds.attrs.get("command", "")))
+    except ValueError:
+        words = []
+    if words[:2] in (["lipbound", "compare"], ["lipbound", "demo"]):
+        return f"move it away, and `{shlex.join(words)}` computes it again"
+    return "compute it again with the arguments that it was made with"
+
+
 def versions() -> dict[str, str]:
     """Versions of the packages that numbers can depend on."""
     packages = ("lipbound", "torch", "transformers", "numpy", "scipy", "xarray", "tokenizers", "datasets")

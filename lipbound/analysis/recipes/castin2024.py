@@ -53,7 +53,7 @@ def draw_growth(ds: xr.Dataset) -> Figure:
                 colour = COLOURS[i % len(COLOURS)]
                 one = part.sel(layer=layer)
                 cloud = one["layer_exact"].stack(point=("text", "sequence")).transpose("length", "point").values
-                layers.plot(n, cloud, ".", color=colour, markersize=1.2, alpha=0.5)
+                layers.plot(n, cloud, ".", color=colour, markersize=1.8, alpha=0.5)
                 heads.plot(n, geomean(one["head_exact"], "text", "sequence", "head"), color=colour, linewidth=0.9, label=f"layer {layer}")
                 hard.plot(n, one["adversarial_layer"].isel(text=0), color=colour, linewidth=0.9)
             for axes_, name in ((layers, "layer_bound"), (heads, "head_bound")):

@@ -42,18 +42,23 @@ class Scale:
     @property
     def norm(self) -> Normalize:
         """From logarithms to [0, 1]."""
-        return Normalize(self.low, max(self.high, self.low + 1e-6))
+        return Normalize(self.low, self.top)
+
+    @property
+    def top(self) -> float:
+        """The upper end of the bar, which is above the lower one."""
+        return max(self.high, self.low + 1e-6)
 
     def beyond(self, grid: np.ndarray) -> str:
         """Where most of a panel lies: "above" the bar, "below" it, or "" for on it."""
         known = grid[np.isfinite(grid)]
         middle = float(np.median(known)) if known.size else self.low
-        return "above" if middle > self.norm.vmax else "below" if middle < self.low else ""
+        return "above" if middle > self.top else "below" if middle < self.low else ""
 
     def extend(self, grids: dict[str, np.ndarray]) -> str:
         """The ends at which something lies beyond the bar, as matplotlib calls them."""
         shown = [grids[name][~np.isnan(grids[name])] for name in self.names]
-        over, under = (any(bool(found.any()) for found in sides) for sides in ([g > self.norm.vmax for g in shown], [g < self.low for g in shown]))
+        over, under = (any(bool(found.any()) for found in sides) for sides in ([g > self.top for g in shown], [g < self.low for g in shown]))
         return "both" if over and under else "max" if over else "min" if under else "neither"
 
 

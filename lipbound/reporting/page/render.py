@@ -65,7 +65,7 @@ def report(
     options: Any = {"reduce": reduce, "sample": sample, "model": model, "data": data, "device": device, "wanted": details}
     pages = []
     for run in several:
-        ds = run if isinstance(run, xr.Dataset) else store.load(run)
+        ds = run if isinstance(run, xr.Dataset) else store.load(run, damaged="refuse")
         pages.append(contents(ds, str(ds.attrs["model"]) if isinstance(run, xr.Dataset) else Path(run).stem, **options))
     for i, one in enumerate(pages):  # names that tell runs apart
         if [p["title"] for p in pages].count(one["title"]) > 1:

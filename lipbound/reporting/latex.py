@@ -1,0 +1,174 @@
+r"""Tables and text for LaTeX: as wide as a column or a page, numbers by siunitx, formulas in mathematics, foreign text as text."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from lipbound.errors import LipboundError, UnknownNameError, nearest
+from lipbound.formatting import escape_latex, plain, small
+from lipbound.reporting.layout import Table, fit, folded, measured
+
+WIDTHS = {"column": (215.0, 0.85, 40), "page": (345.0, 0.85, 40), "slide": (307.0, 0.925, 14)}
+r"""Points that a table may take, its type (\footnotesize of the usual class) in tens of points, and rows before it goes on in another: a column of
+the narrowest classes that are common (219 pt; ``article`` with ``twocolumn`` on A4 has 221 pt); the text of ``article`` at 10 pt; a frame of ``beamer``."""
+NARROW = 62.0
+"""Points at 10 pt that a column of words keeps at least."""
+GAP = 8.0
+"""Points between two columns."""
+SIGNS = {" \u2021": "$^\\ddagger$", " \u2020": "$^\\dagger$", "\u2021": "$^\\ddagger$", "\u2020": "$^\\dagger$"}
+"""The audit's marks."""
+NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
+FORMULA = re.compile(
+    r"\b[xh] -> (?:(?:softmax|layer|norm|k\^T|[xhqkv](?![a-z])|[()+])\s?)+"  # a map
+    r"|\|\|(?P<normed>[A-Z]+(?:_[A-Z])?)\|\|(?P<kind>_F)?(?P<power>\^\d)?"
+    r"|sqrt\((?P<root>[A-Za-z0-9])\)|\b(?P<primed>[A-Z])'(?!\w)|\b(?P<left>[A-Z]) = (?P<right>\d+)\b|\b(?P<product>[A-Z]+)\^T\b"
+    r"|(?<![\w.])(?P<digits>\d(?:\.\d+)?)e-(?P<power_of_ten>\d+)\b"
+)
+"""What statements, labels and descriptions of ours write as plain text."""
+HASH = re.compile(r"\b([0-9a-f]{16})[0-9a-f]{16,}\b")
+LONG = 24
+"""Characters of a word from which on it may be broken at its punctuation."""
+
+
+def typeset(text: str) -> str:
+    r"""Text for LaTeX: foreign text as text; formulas of ours in mathematics; hashes by their first 16 digits; long names with places to break them.
+
+    >>> typeset("x -> softmax(q k^T) v, up to 2 ||W_V|| of 50 %")
+    '$x \\to \\mathrm{softmax}(q k^{T}) v$, up to 2 $\\|W_V\\|$ of 50 \\%'
+    """
+    text, parts, end = HASH.sub(r"\1", plain(text)), [], 0
+    for match in FORMULA.finditer(text):
+        found = match[0].rstrip()
+        parts += [_words(text[end : match.start()]), f"${_formula(match, found)}$"]
+        end = match.start() + len(found)
+    return "".join([*parts, _words(text[end:])])
+
+
+def _words(text: str) -> str:
+    """Foreign text without formulas, long words breakable, marks raised."""
+    pieces = [_breakable(piece) if len(piece) > LONG else escape_latex(piece) for piece in re.split(r"( +)", text)]
+    text = "".join(pieces)
+    for sign, command in SIGNS.items():
+        text = text.replace(sign, command)
+    return text
+
+
+def _breakable(word: str) -> str:
+    """A long word, with places to break it behind punctuation and before capitals."""
+    return "\\allowbreak{}".join(escape_latex(piece) for piece in re.findall(r".+?(?:[/._:\-]+|(?<=[a-z0-9])(?=[A-Z])|$)", word))
+
+
+def _formula(match: re.Match[str], found: str) -> str:
+    """One of `FORMULA`, as mathematics."""
+    if match["normed"]:
+        return f"\\|{match['normed']}\\|{match['kind'] or ''}{match['power'] or ''}"
+    if match["root"]:
+        return f"\\sqrt{{{match['root']}}}"
+    if match["digits"]:
+        return latex_small(float(found)).strip("$")
+    if match["primed"] or match["left"]:
+        return found
+    text = found.replace("->", "\\to").replace("^T", "^{T}")
+    return re.sub(r"softmax|layer|norm", lambda m: f"\\mathrm{{{m[0]}}}", text)
+
+
+def latex_small(x: float) -> str:
+    """A tolerance or probability; powers of ten in mathematics."""
+    if match := re.fullmatch(r"(.+)e-(\d+)", small(x)):
+        factor = "" if match[1] == "1" else f"{match[1]} \\cdot "
+        return f"${factor}10^{{-{match[2]}}}$"
+    return small(x)
+
+
+def latex_complement(x: float) -> str:
+    """1 - x, in mathematics."""
+    return f"$1 - {latex_small(x).strip('$')}$"
+
+
+def latex_table(table: Table, width: str | float | None = None) -> str:
+    r"""Tabulars and notes in ``\footnotesize``, for a table environment or for running text.
+
+    Args:
+        table: to write.
+        width: "column" (the default), "page" or "slide", or points; see `WIDTHS`.
+    """
+    width = "column" if width is None else width
+    if isinstance(width, str) and width not in WIDTHS:
+        raise UnknownNameError(f"unknown width {width!r} of a LaTeX table; {nearest(width, WIDTHS)}, or a number of points")
+    room, size, rows = WIDTHS[width] if isinstance(width, str) else (float(width), *WIDTHS["column"][1:])
+    if not room > 0:
+        raise LipboundError(f"width is {width}; it must be a positive number of points, or one of {', '.join(WIDTHS)}")
+    table = replace(table, shown=table.shown.drop(columns="name", errors="ignore"))
+    columns = measured(table, lambda text: size * extent(text), size * NARROW, numbers=lambda text: size * sum(map(_extent, _tokens(text))))
+    fitted = fit(table, columns, room, GAP, optional=3)
+    parts = [table.shown.iloc[k : k + rows] for k in range(0, max(1, len(table.shown)), rows)]
+    bodies = [_tabular(replace(table, shown=part), block, size) for part in parts for block in fitted.blocks]
+    left_out = [f"no room for: {', '.join(fitted.left_out)}; --width page has more"] if fitted.left_out else []
+    comments = ["\\usepackage{booktabs, siunitx}", f"at most {room:g} pt wide; for a table environment, or running text", table.caption, *left_out]
+    said = [table.head, *(table.instead.get(title, "") for title in fitted.left_out)]
+    notes = [*(f"{one[0].upper()}{one[1:]}." for one in said if one), *table.notes, table.caption]
+    lines = [
+        *(f"% {plain(line)}" for line in comments),
+        "{\\footnotesize\\setlength{\\tabcolsep}{4pt}%",
+        "\n\n\\smallskip\n".join(bodies),
+        "",
+        "\\smallskip\\scriptsize\\raggedright",
+        *(f"\\noindent {typeset(note)}\\par" for note in notes),
+        "}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _tabular(table: Table, block: Mapping[str, float], size: float) -> str:
+    """Some columns and rows of a table; columns of words as wide as they were fitted, where they fold."""
+    kinds, headings = [], []
+    for title, width in block.items():
+        words = title in table.words
+        lines = [typeset(line) for line in folded(title, width, lambda text: size * extent(text))]
+        stacked = "\\\\".join(lines)
+        headings.append(stacked if len(lines) == 1 else f"\\shortstack[{'l' if words else 'r'}]{{{stacked}}}")
+        folds = words and any(size * extent(str(value)) > width for value in table.shown[title])
+        kinds.append(f">{{\\raggedright\\arraybackslash\\hangindent=0.8em}}p{{{width:.1f}pt}}" if folds else "l" if words else "r")
+    rows = [" & ".join(_cell(str(row[title]), title in table.words) for title in block) for _, row in table.shown.iterrows()]
+    body = [" & ".join(headings) + r" \\", "\\midrule", *(f"{row} \\\\" for row in rows)]
+    return "\n".join([f"\\noindent\\begin{{tabular}}[b]{{@{{}}{''.join(kinds)}@{{}}}}", "\\toprule", *body, "\\bottomrule", "\\end{tabular}\\par"])
+
+
+def _cell(text: str, words: bool) -> str:
+    """A cell: words as they are, numbers by siunitx."""
+    if words:
+        return typeset(text)
+    written = " ".join(_number(token) for token in _tokens(text))
+    return written.replace(" to ", "--")
+
+
+def _tokens(text: str) -> list[str]:
+    return text.split(" ")
+
+
+def _number(token: str) -> str:
+    """One number or word of a cell."""
+    if NUMBER.fullmatch(token):
+        return f"\\num{{{token.replace(',', '')}}}"
+    return {"inf": "$\\infty$", "n/a": "--"}.get(token) or typeset(token)
+
+
+def _extent(token: str) -> float:
+    """About how many points a number takes, or a word of a cell with the space behind it."""
+    mantissa, _, exponent = token.replace(",", "").partition("e")
+    if not NUMBER.fullmatch(token):
+        return {"inf": 10.0, "to": 5.0}.get(token) or extent(token) + 2 * WIDE[" "]
+    return extent(mantissa) + (1.7 if len(mantissa) > 4 else 0) + (23 + 4.2 * len(exponent) if exponent else 0)
+
+
+WIDE = {
+    **dict.fromkeys("ijl.,:;'|!", 2.9), **dict.fromkeys("frst()[]- ", 4.0), **dict.fromkeys("ceg", 4.8), **dict.fromkeys("0123456789aoz/", 5.1),
+    **dict.fromkeys("wm+=<>", 8.4), **dict.fromkeys("\u2020\u2021", 4.5), "\xa0": 0.0, **dict.fromkeys("MW", 10.3),
+}  # fmt: skip
+"""Points that characters take in Computer Modern at 10 pt; what is not there takes `SMALL` or `CAPITAL`."""
+SMALL, CAPITAL = 5.6, 7.7
+
+
+def extent(text: str) -> float:
+    """About how many points a text takes in Computer Modern at 10 pt."""
+    return sum(WIDE.get(c, SMALL if c.islower() else CAPITAL) for c in text)

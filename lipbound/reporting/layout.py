@@ -1,0 +1,204 @@
+"""A table before it has a format, and how it is made to fit: words fold, columns are left out in a stated order or go on below. Numbers stay whole."""
+
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from lipbound.formatting import plain
+from lipbound.formatting.notebooks import html_table
+
+NARROW = 12
+"""Characters that a column of words keeps at least; a longer word is broken there."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a run. Cells, titles and notes may hold foreign text.
+
+    Attributes:
+        numbers: in full precision; the index says the bound, the layer, or the layer and the head.
+        shown: the same as text, to the digits that are known.
+        words: titles of columns of ``shown`` that hold words, which stand to the left.
+        head: what the cells are.
+        caption: what run this is.
+        notes: lines below the table.
+        keys: titles of the columns that say what a row is; they are repeated where columns go on below.
+        spare: titles of columns that may be left out, the first one first. Without any, columns that do not fit go on below.
+        instead: what to say in place of a column that is left out.
+    """
+
+    numbers: pd.DataFrame
+    shown: pd.DataFrame
+    words: tuple[str, ...]
+    head: str
+    caption: str
+    notes: list[str]
+    keys: tuple[str, ...]
+    spare: tuple[str, ...] = ()
+    instead: Mapping[str, str] = field(default_factory=dict)
+
+    def data(self) -> dict[str, Any]:
+        """Numbers in full precision as plain data: what run, what the cells are, ``rows`` by column, ``notes``."""
+        return {"run": self.caption, "cells": self.head, "rows": self.numbers.reset_index().to_dict("records"), "notes": self.notes}
+
+    def _repr_html_(self) -> str:
+        rows = [[plain(str(cell)) for cell in row] for row in self.shown.values]
+        return html_table(
+            [plain(str(title)) for title in self.shown.columns], rows, title=self.caption, notes=[self.head, *self.notes], words=self.words
+        )
+
+
+class Measured(NamedTuple):
+    """A column: its title, whether it holds words, the width that it takes, and the width to which its words can be folded."""
+
+    title: str
+    words: bool
+    natural: float
+    least: float
+
+
+class Fitted(NamedTuple):
+    """How a table is set.
+
+    Attributes:
+        blocks: titles and widths of the columns of each block; blocks stand below one another.
+        left_out: titles of the columns that have no place.
+    """
+
+    blocks: list[dict[str, float]]
+    left_out: list[str]
+
+
+def fit(table: Table, columns: Sequence[Measured], room: float | None, gap: float, *, optional: int = 0) -> Fitted:
+    """Widths of the columns of a table, and which of them are left out or go on below.
+
+    Args:
+        table: says which columns are keys, and which are spare.
+        columns: all of its columns, in their order.
+        room: for a line; None for as much as it takes.
+        gap: between two columns.
+        optional: so many of the spare columns are left out before any word is folded.
+    """
+
+    def taken(some: Sequence[Measured], kind: Callable[[Measured], float]) -> float:
+        return sum(map(kind, some)) + gap * (len(some) - 1)
+
+    if room is None:
+        return Fitted([{c.title: c.natural for c in columns}], [])
+    kept, left_out = list(columns), []
+    for i, title in enumerate(table.spare):
+        if taken(kept, lambda c: c.natural if i < optional else c.least) <= room:
+            break
+        if any(c.title == title for c in kept):
+            left_out.append(title)
+            kept = [c for c in kept if c.title != title]
+    if table.spare or taken(kept, lambda c: c.least) <= room:
+        return Fitted([_shared_out(kept, room - taken(kept, lambda c: c.least))], left_out)
+    keys = [c for c in kept if c.title in table.keys]
+    blocks, now = [], list(keys)
+    for column in (c for c in kept if c.title not in table.keys):
+        if len(now) > len(keys) and taken([*now, column], lambda c: c.least) > room:
+            blocks.append(now)
+            now = list(keys)
+        now.append(column)
+    return Fitted([_shared_out(block, room - taken(block, lambda c: c.least)) for block in [*blocks, now]], left_out)
+
+
+def _shared_out(columns: Sequence[Measured], spare: float) -> dict[str, float]:
+    """The least widths, and what is left over to the first columns that can use it."""
+    widths = {}
+    for column in columns:
+        more = min(max(spare, 0), column.natural - column.least)
+        widths[column.title] = column.least + more
+        spare -= more
+    return widths
+
+
+def cells(text: str) -> int:
+    """Columns of a terminal that a text takes: two for wide characters, none for those that combine."""
+    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def folded(text: str, width: float, measure: Callable[[str], float] = cells) -> list[str]:
+    """Lines of a text, broken between words; a word that is too long is broken anywhere. Marks stay with their word.
+
+    >>> folded("Castin 3.5, mean field \\u2020", 11)
+    ['Castin 3.5,', 'mean', 'field \\u2020']
+    """
+    lines: list[str] = []
+    for word in _unbroken(text):
+        if lines and measure(f"{lines[-1]} {word}") <= width:
+            lines[-1] += f" {word}"
+            continue
+        while len(word) > 1 and measure(word) > width:
+            end = max(1, max((k for k in range(len(word)) if measure(word[:k]) <= width), default=1))
+            lines.append(word[:end])
+            word = word[end:]
+        lines.append(word)
+    return [line.replace("\xa0", " ") for line in lines] or [""]
+
+
+def _unbroken(text: str) -> list[str]:
+    """Words, with their marks."""
+    return text.replace(" \u2020", "\xa0\u2020").replace(" \u2021", "\xa0\u2021").split(" ")
+
+
+def measured(table: Table, of: Callable[[str], float], narrow: float, *, numbers: Callable[[str], float] | None = None) -> list[Measured]:
+    """The columns of a table, in the units of a measure of text; ``numbers`` measures cells of numbers, where that is another."""
+    found = []
+    for title in map(str, table.shown.columns):
+        values = [str(value) for value in table.shown[title]]
+        words = title in table.words
+        natural = max([of(title) if words else 0.0, *map(of if words else numbers or of, values)])
+        least = max(of(line) for value in values or [""] for line in folded(value, narrow, of)) if words else natural
+        heading = max([min(narrow, of(word)) for word in _unbroken(title)] + [min(of(title), 2 * narrow / 3)])
+        if least < heading:
+            least = max(of(line) for line in folded(title, heading, of))
+        found.append(Measured(title, words, max(natural, least), least))
+    return found
+
+
+def text_lines(table: Table, room: float | None) -> list[str]:
+    """A table of plain text: blocks of columns under folded headings, words to the left and numbers to the right, then what was left out."""
+    fitted = fit(table, measured(table, cells, NARROW), room, 2, optional=4)
+    lines: list[str] = []
+    for block in fitted.blocks:
+        lines += [*([""] if lines else []), *_block(table, {title: int(width) for title, width in block.items()})]
+    lines += [line for title in fitted.left_out if (said := table.instead.get(title)) for line in hanging(said, room)]
+    return lines + (hanging(f"no room for: {', '.join(fitted.left_out)}", room) if fitted.left_out else [])
+
+
+def hanging(text: str, room: float | None) -> list[str]:
+    """A paragraph in lines, all but the first indented."""
+    if room is None:
+        return [text]
+    first, *others = folded(text, room)
+    return [first, *(f"  {line}" for line in folded(" ".join(others), room - 2) if others)]
+
+
+def _block(table: Table, widths: Mapping[str, int]) -> list[str]:
+    """Headings, a rule and rows of some columns."""
+    rows = [_row({title: folded(title, width) for title, width in widths.items()}, widths, table, top=False)]
+    rows.append(["  ".join("-" * width for width in widths.values())])
+    for _, row in table.shown.iterrows():
+        lines = {title: folded(str(row[title]), width) if title in table.words else [str(row[title])] for title, width in widths.items()}
+        rows.append(_row(lines, widths, table, top=True))
+    return [line for row in rows for line in row]
+
+
+def _row(lines: Mapping[str, list[str]], widths: Mapping[str, int], table: Table, *, top: bool) -> list[str]:
+    """Cells of several lines side by side, at the top or at the bottom of the row."""
+    height = max(map(len, lines.values()))
+    text = []
+    for k in range(height):
+        parts = []
+        for title, width in widths.items():
+            at = k if top else k - height + len(lines[title])
+            cell = lines[title][at] if 0 <= at < len(lines[title]) else ""
+            blank = " " * (width - cells(cell))
+            parts.append(cell + blank if title in table.words else blank + cell)
+        text.append("  ".join(parts).rstrip())
+    return text

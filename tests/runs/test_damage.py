@@ -1,0 +1,187 @@
+"""Runs whose files were damaged or edited: told before a number is shown, and no bound is accused of what is not there."""
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+import zarr
+from support.runs import TEXTS
+
+import lipbound as lb
+from lipbound import tables
+from lipbound.bounds.audit import audit, missing
+from lipbound.cli import main
+from lipbound.errors import AlteredRunError, DamagedRunWarning, StoreError
+from lipbound.runs import store
+from lipbound.runs.provenance import again
+
+
+@pytest.fixture(scope="module")
+def sound(whole: xr.Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of `support.runs`; copy it to damage it."""
+    path = tmp_path_factory.mktemp("sound") / "run.zarr"
+    ds = whole.copy()
+    ds.attrs["command"] = "lipbound compare 'my model' --out run.zarr"
+    return store.save(ds, path)
+
+
+def chunk(run: Path, name: str) -> Path:
+    """The first file with values of a variable."""
+    return next(file for file in sorted((run / name / "c").rglob("*")) if file.is_file())
+
+
+def without_chunk(name: str) -> Callable[[Path], None]:
+    return lambda run: chunk(run, name).unlink()
+
+
+def without_variable(name: str) -> Callable[[Path], None]:
+    return lambda run: shutil.rmtree(run / name)
+
+
+def cut(size: int) -> Callable[[Path], None]:
+    def change(run: Path) -> None:
+        file = chunk(run, "yudin")
+        file.write_bytes(file.read_bytes()[:size])
+
+    return change
+
+
+def value(run: Path) -> None:
+    array = zarr.open_group(run, mode="a")["lipbound"]
+    assert isinstance(array, zarr.Array)
+    array[1, 0, 2] = 1e-3
+
+
+def setting(name: str, to: object) -> Callable[[Path], None]:
+    def change(run: Path) -> None:
+        file = run / "zarr.json"
+        known = json.loads(file.read_text())
+        if to is None:
+            del known["attributes"][name]
+        else:
+            known["attributes"][name] = to
+        file.write_text(json.dumps(known))
+
+    return change
+
+
+def text(name: str, content: str) -> Callable[[Path], None]:
+    return lambda run: (run / name / "zarr.json").write_text(content) and None
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a chunk of a bound": (without_chunk("yudin"), "its numbers at every sample and layer are not those that were computed (no value of yudin is there)"),
+    "a chunk of exact norms": (without_chunk("exact"), "(no value of exact is there)"),
+    "a chunk of upper ends": (without_chunk("exact_upper"), "(no value of exact_upper is there)"),
+    "a chunk of flags": (without_chunk("yudin_sound"), "are not those that were computed"),
+    "the checksums": (without_chunk("checksum"), "its numbers at every sample and layer"),
+    "all checksums": (without_variable("checksum"), "the checksums of its numbers are missing"),
+    "the layers": (without_chunk("layer"), "settings (attributes, layers or lengths) are not those that were recorded"),
+    "an edited value": (value, "its numbers at sample 1 layer 0 are not those that were computed;"),
+    "an edited setting": (setting("tol", 0.1), "settings (attributes, layers or lengths)"),
+    "a missing setting": (setting("samples", None), "its setting 'samples' is missing"),
+    "a setting of another type": (setting("tol", "wide"), "its setting 'tol' is 'wide'"),
+    "another dtype": (setting("dtype", "float8"), "its setting 'dtype' is 'float8'"),
+    "a bound that is not there": (setting("bounds", ["yudin", "lipbound", "kim"]), "'kim' is missing"),
+    "a bound": (without_variable("yudin"), "'yudin' is missing"),
+    "exact norms": (without_variable("exact"), "'exact' is missing"),
+    "flags": (without_variable("lipbound_sound"), "'lipbound_sound' is missing"),
+    "a file cut short": (cut(9), "the values of 'yudin' cannot be read"),
+    "an empty file": (cut(0), "the values of 'yudin' cannot be read"),
+    "a description cut short": (text("yudin", "{"), "the description of 'yudin' cannot be read"),
+    "a description of something else": (text("yudin", "[]"), "the description of 'yudin' cannot be read"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_run_is_refused_in_one_sentence(
+    kind: str, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change, sentence = DAMAGE[kind]
+    run = Path(shutil.copytree(sound, tmp_path / "run.zarr"))
+    change(run)
+    monkeypatch.setattr("sys.argv", ["lipbound", "table", str(run)])
+    with pytest.raises(SystemExit) as end:
+        main()
+    out, err = capsys.readouterr()
+    assert (end.value.code, out) == (2, "")
+    assert len(err.strip().splitlines()) == 1
+    assert sentence in err
+    if "description" not in kind:
+        assert "move it away, and `lipbound compare 'my model' --out run.zarr` computes it again" in err
+    if "(no value" in sentence or "are not those" in sentence:
+        with pytest.warns(DamagedRunWarning, match="damaged or was edited"):
+            ds = lb.load(run)
+        assert not any(entry["violations"] for name, entry in audit(ds).items() if name != "lipbound" or kind != "an edited value")
+
+
+@pytest.mark.parametrize("command", [["heatmap", "-o", "x.pdf"], ["cite"], ["report", "-o", "x.html"]], ids=lambda c: c[0])
+def test_every_command_refuses_it(
+    command: list[str], sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Path(shutil.copytree(sound, tmp_path / "run.zarr"))
+    value(run)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["lipbound", command[0], str(run), *command[1:]])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert "its numbers at sample 1 layer 0 are not those" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.zarr"]
+
+
+def test_what_is_as_it_was_is_read_without_a_word(sound: Path, whole: xr.Dataset) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DamagedRunWarning)
+        ds = lb.load(sound)
+        assert ds["exact"].identical(whole["exact"])
+        assert store.load(sound, damaged="refuse").identical(ds)
+    with pytest.raises(lb.LipboundError, match="did you mean 'refuse'"):
+        store.load(sound, damaged="refused")
+
+
+def test_a_finished_run_is_not_taken_up_when_it_is_damaged(bert: Path, tmp_path: Path) -> None:
+    options = {"max_length": 12, "progress": False, "bounds": ["yudin"], "out": tmp_path / "run.zarr", "resume": True, "delta": None}
+    lb.compare(bert, TEXTS[:1], **options)
+    without_chunk("yudin")(tmp_path / "run.zarr")
+    with pytest.raises(AlteredRunError, match="no value of yudin is there"):
+        lb.compare(bert, TEXTS[:1], **options)
+
+
+def test_what_is_not_there_is_not_compared(gpt2_run: xr.Dataset) -> None:
+    ds = gpt2_run.copy(deep=True)
+    ds["yudin"][0] = np.nan
+    ds["exact"][1, 0] = np.nan
+    ds["castin"][...] = np.nan
+    found = audit(ds)
+    assert (found["yudin"]["violations"], found["yudin"]["compared"], found["yudin"]["broken"]) == (0, 4, 0)
+    assert (found["castin"]["violations"], found["castin"]["compared"], found["castin"]["worst"]) == (0, 0, pytest.approx(np.nan, nan_ok=True))
+    assert (missing(ds, "yudin"), missing(ds, "exact"), missing(ds, "lipbound")) == (8, 4, 0)
+    ds["lipbound"][0, 1, 0] = 0.5 * ds["exact"][0, 1, 0]
+    assert audit(ds)["lipbound"]["broken"] == 1  # what is there is
+    for format in tables.FORMATS:
+        for by in tables.ROWS:
+            tables.render(ds, format, by=by)
+    text = tables.render(ds)
+    assert "Yudin 2025, Thm 3 (yudin): no value at 8 of 12" in " ".join(text.split())
+    assert "exact norms: none at 4 of 16" in " ".join(text.split())
+
+
+def test_figures_are_no_runs(tmp_path: Path) -> None:
+    ds = xr.Dataset({"norm": ("length", [1.0])}, attrs={"lipbound": "0.1.0", "recipe": "castin-1"})
+    path = store.save(ds, tmp_path / "castin-1.zarr")
+    assert lb.load(path).identical(ds)
+    with pytest.raises(StoreError, match="holds the data of the figure 'castin-1', not a run"):
+        store.load(path, damaged="refuse")
+
+
+def test_the_command_of_a_run_is_quoted() -> None:
+    ds = xr.Dataset(attrs={"command": "lipbound compare a; rm -rf '~' `id`"})
+    assert "`lipbound compare 'a;' rm -rf '~' '`id`'`" in again(ds)
+    for command in ("python study.py", "rm -rf ~", "lipbound compare 'a", "lipbound", ""):
+        assert again(xr.Dataset(attrs={"command": command})) == "compute it again with the arguments that it was made with"
