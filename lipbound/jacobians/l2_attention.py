@@ -38,7 +38,7 @@ class L2HeadJacobian(TensorOperator):
         q = torch.einsum("snd,hde->shne", att.x, att.w_q)
         q = q - q.mean(-2, keepdim=True)  # only differences matter
         scores = att.scale * (2 * q @ q.mT - (q * q).sum(-1)[..., None, :])
-        p = att.probabilities(att.forbid(scores))
+        p = att.probabilities(att.forbid(scores)).to(self.dtype)  # masks are in float64
         r = torch.linalg.qr(torch.cat([2 * att.scale * att.w_q, w_v], -1).double(), mode="r").R
         self.in_shape = (att.tokens, r.shape[1])
         self.sizes = [att.d, att.d_v]
