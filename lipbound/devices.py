@@ -31,11 +31,11 @@ def resolve_device(device: str | torch.device) -> str:
     return device
 
 
-def dtype_name(dtype: object) -> str:
+def dtype_name(dtype: object, error: type[LipboundError] = UnknownNameError) -> str:
     """ "float32" or "float64", however it is written: also torch.float64, np.float64.
 
     Raises:
-        UnknownNameError: another dtype.
+        LipboundError: another dtype; ``error`` is the type to raise.
 
     >>> dtype_name("float32"), dtype_name(torch.float64)
     ('float32', 'float64')
@@ -44,7 +44,7 @@ def dtype_name(dtype: object) -> str:
     name = getattr(dtype, "name", None) if written is None and hasattr(dtype, "itemsize") else written
     name = name.removeprefix("torch.") if isinstance(name, str) else None
     if name not in DTYPES:
-        raise UnknownNameError(f"dtype is {shown(dtype)}; allowed are 'float32' and 'float64' (half-precision checkpoints are cast up)")
+        raise error(f"dtype is {shown(dtype)}; allowed are 'float32' and 'float64' (half-precision checkpoints are cast up)")
     return name
 
 

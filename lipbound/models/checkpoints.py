@@ -61,7 +61,7 @@ def load_checkpoint(
         raise CheckpointError(f"weights is {shown(weights)}; allowed are 'auto', 'whole' (all in memory) and 'layers' (on disk, read layer by layer)")
     if isinstance(model, str | Path) and not str(model).strip():
         raise CheckpointError("model is empty; give a hub id, a checkpoint directory or a builtin such as 'builtin:minilm'")
-    options = LoadOptions(name_or_none("revision", revision), DTYPES[dtype_name(dtype)], resolve_device(device), weights)
+    options = LoadOptions(name_or_none("revision", revision), DTYPES[dtype_name(dtype, CheckpointError)], resolve_device(device), weights)
     for source in SOURCES:
         if source.matches(model):
             return source.load(model, options)

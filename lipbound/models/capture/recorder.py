@@ -119,13 +119,19 @@ def taken(model: PreTrainedModel, inputs: object) -> dict[str, Tensor]:
     """Inputs as a model's forward takes them: floating-point ones in its dtype.
 
     Raises:
-        CaptureError: they are not named tensors.
+        CaptureError: there are no named tensors among them.
     """
-    if not isinstance(inputs, Mapping) or not inputs or not all(isinstance(t, Tensor) for t in inputs.values() if t is not None):
-        kind = shown(inputs) if not isinstance(inputs, Mapping) or not inputs else "a dict of other things than tensors"
+    if not isinstance(inputs, Mapping) or not any(isinstance(t, Tensor) for t in inputs.values()):
+        kind = "without tensors" if isinstance(inputs, Mapping) else shown(inputs)
         raise CaptureError(f"inputs is {kind}; give named tensors, such as tokenizer(text, return_tensors='pt')")
     dtype = next(model.parameters()).dtype
-    return {name: t.to(dtype) if t.is_floating_point() else t for name, t in inputs.items() if t is not None}
+    return {str(name): t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for name, t in inputs.items()}
+
+
+def cannot_compute(model: nn.Module, error: Exception) -> CaptureError:
+    """The error about a forward pass that fails."""
+    message = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return CaptureError(f"{type(model).__name__} cannot compute with these inputs: {message[:300]}")
 
 
 def forward(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> None:
@@ -136,8 +142,7 @@ def forward(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> None:
     except LipboundError:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, AssertionError) as error:
-        message = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CaptureError(f"{type(model).__name__} cannot compute with these inputs: {message[:300]}") from error
+        raise cannot_compute(model, error) from error
 
 
 def record(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Call]:
