@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from lipbound.bounds.multihead import names_for
+from lipbound.bounds.registry import resolve
 from lipbound.devices import dtype_name
 from lipbound.errors import AlteredRunError, LipboundError, StoreError, choice, flag, indices, is_number, name_or_none, real, shown, whole
 from lipbound.jacobians.maps import MAPS
@@ -69,10 +70,9 @@ class RunConfig:
             raise LipboundError("data is empty; give a file, a folder, a hub dataset or a text, or leave it out for the default")
         if self.out is not None and (not isinstance(self.out, str | Path) or not str(self.out).strip()):
             raise LipboundError(f"out is {shown(self.out)}; give the name of a run that does not exist yet, such as 'run.zarr'")
-        # an iterator could be read once only
-        bounds = tuple(self.bounds) if isinstance(self.bounds, Iterable) and not isinstance(self.bounds, str) else self.bounds
+        bounds = self.bounds if isinstance(self.bounds, str) else tuple(resolve(self.bounds))  # an iterator could be read once only
         map = choice("map", self.map, MAPS)
-        names_for(bounds if isinstance(bounds, str) or not isinstance(bounds, tuple) else list(bounds), map)
+        names_for(bounds if isinstance(bounds, str) else list(bounds), map)
         return {
             "bounds": bounds, "map": map, "samples": whole("samples", self.samples, least=1), "seed": whole("seed", self.seed),
             "exact_samples": None if self.exact_samples is None else whole("exact_samples", self.exact_samples, least=1),
@@ -148,7 +148,7 @@ class RunConfig:
 
 def _memory(memory: Any) -> str | float:
     """ "auto", or bytes."""
-    if memory == "auto":
+    if isinstance(memory, str) and memory == "auto":
         return "auto"
     size = memory
     if isinstance(memory, str):
