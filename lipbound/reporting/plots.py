@@ -21,12 +21,14 @@ from lipbound.reporting.curves import ball_curve, ratios
 from lipbound.reporting.reductions import reduce_samples, reduction_name
 from lipbound.reporting.statistics import shared_scale
 from lipbound.reporting.styles import Drawing, look, write
+from lipbound.runs.given import takes_run
 
 __all__ = ["COLORMAP", "Drawing", "ball_curve", "caption", "heatmap", "heatmaps", "ratios", "reduce_samples", "shared_scale", "write"]
 COLORMAP = "cividis"
 NO_RATIO = ("infinite for some heads", "no positive norm")
 
 
+@takes_run
 def heatmaps(
     ds: xr.Dataset,
     path: str | Path | None = None,
@@ -71,6 +73,7 @@ def heatmaps(
     return figure
 
 
+@takes_run
 def heatmap(
     ds: xr.Dataset, name: str = "exact", *, ax: Axes | None = None, reduce: str | float = "mean", limits: tuple[float, float] | None = None
 ) -> Axes:
@@ -196,6 +199,7 @@ def _ticks(axes: Axes, ds: xr.Dataset) -> None:
         axis.set_ticks(range(0, len(ticks), step), [str(t) for t in ticks[::step]])
 
 
+@takes_run
 def caption(ds: xr.Dataset, *, bounds: Iterable[str] | None = None, reduce: str | float = "mean", scale: str = "shared") -> str:
     """The caption that `heatmaps` writes under the figure with these arguments."""
     what = reduction_name(reduce)

@@ -30,6 +30,7 @@ from lipbound.reporting.statistics import (
     width,
     widths,
 )
+from lipbound.runs.given import takes_run
 
 __all__ = [
     "FORMATS", "OFF_SCALE", "ROWS", "VALUES", "bibtex", "breakdown", "by_width", "caption", "footnotes", "holds", "latex", "left_out", "mark",
@@ -43,6 +44,7 @@ HEADINGS = {
 }  # fmt: skip
 
 
+@takes_run
 def render(
     ds: xr.Dataset,
     format: str = "text",
@@ -72,11 +74,13 @@ def render(
     return WRITERS[format](Table(numbers, shown, ("bound", HEADINGS["sound"]), head, caption(ds), footnotes(ds, chosen)))
 
 
+@takes_run
 def latex(ds: xr.Dataset, **options: Any) -> str:
     r"""`render` as a LaTeX tabular for ``\usepackage{booktabs, siunitx}``, cells escaped, with the run in a comment above it."""
     return render(ds, "latex", **options)
 
 
+@takes_run
 def readable(ds: xr.Dataset) -> pd.DataFrame:
     """`summary` in words: as many digits as are known, labels with the audit's marks."""
     table, counts = summary(ds), audit(ds)

@@ -41,14 +41,24 @@ def open_sources(config: RunConfig, device: str) -> Sources:
     Raises:
         CheckpointError, InputsError: they cannot be found or used.
     """
-    checkpoint = load_checkpoint(config.model, revision=config.revision, dtype=config.dtype, device=device, weights=config.weights)
+    checkpoint = open_checkpoint(config, device)
+    return Sources(checkpoint, open_inputs(config, checkpoint), device)
+
+
+def open_checkpoint(config: RunConfig, device: str) -> Checkpoint:
+    """The model, on a device; raises CheckpointError where it cannot be had."""
+    return load_checkpoint(config.model, revision=config.revision, dtype=config.dtype, device=device, weights=config.weights)
+
+
+def open_inputs(config: RunConfig, checkpoint: Checkpoint) -> Inputs:
+    """The inputs; raises InputsError where they cannot be made."""
     inputs = prepare(
         checkpoint, config.data, samples=config.samples, max_length=config.max_length, split=config.split, column=config.column
     )  # fmt: skip
     if config.exact_samples is not None and config.exact_samples > inputs.samples:
         inputs.notes.append(f"exact norms of {config.exact_samples} samples were asked for, and there are {inputs.samples}, which all get them")
         tell(inputs.notes[-1])
-    return Sources(checkpoint, inputs, device)
+    return inputs
 
 
 def identity(config: RunConfig, sources: Sources) -> dict[str, Any]:
