@@ -19,7 +19,7 @@ from lipbound.attention.variants.qk_norm import QKNorm, QKNormalised
 from lipbound.attention.variants.rotary import Rotation
 from lipbound.attention.variants.sinks import Sinks
 from lipbound.attention.variants.token_maps import TokenMap
-from lipbound.errors import AttentionError, is_number
+from lipbound.errors import AttentionError, is_number, shown
 from lipbound.formatting.notebooks import html_facts
 
 T = TypeVar("T")
@@ -95,8 +95,15 @@ class Attention(Transforms):
         surroundings: ResidualContext | None = None,
     ):
         for name, number in (("scale", scale), ("cap", cap)):
-            if number is not None and not is_number(number):
-                raise AttentionError(f"{name} is {number!r}; it must be a finite number")
+            if number is not None and (isinstance(number, bool) or not is_number(number)):
+                raise AttentionError(f"{name} is {shown(number)}; it must be a finite number")
+        for name, norm in (("norm_q", norm_q), ("norm_k", norm_k)):
+            if norm is not None and not isinstance(norm, QKNorm):
+                raise AttentionError(f"{name} is {shown(norm)}; it must be a QKNorm of lipbound.attention.variants.qk_norm")
+        if rotation is not None and not isinstance(rotation, Rotation):
+            raise AttentionError(f"rotation is {shown(rotation)}; it must be a Rotation of lipbound.attention.variants.rotary")
+        if sinks is not None and not isinstance(sinks, Tensor):
+            raise AttentionError(f"sinks is {shown(sinks)}; it must be a torch tensor")
         found: list[Variant] = list(steps)
         if norm_q is not None or norm_k is not None:
             found.append(QKNormalised(norm_q, norm_k))

@@ -24,12 +24,14 @@ from lipbound.reporting.figures.titles import folded
 from lipbound.reporting.reductions import reduce_samples, reduction_name
 from lipbound.reporting.statistics import shared_scale
 from lipbound.reporting.styles import Drawing, look, write
+from lipbound.runs.given import takes_run
 
 __all__ = ["COLORMAP", "Drawing", "ball_curve", "caption", "heatmap", "heatmaps", "ratios", "reduce_samples", "shared_scale", "write"]
 NO_RATIO = ("\u221e for some heads", "no positive norm")
 QUANTITY = "log10 of the local Lipschitz constant"
 
 
+@takes_run
 def heatmaps(
     ds: xr.Dataset,
     path: str | Path | None = None,
@@ -81,6 +83,7 @@ def heatmaps(
     return figure
 
 
+@takes_run
 def heatmap(
     ds: xr.Dataset, name: str = "exact", *, ax: Axes | None = None, reduce: str | float = "mean", limits: tuple[float, float] | None = None
 ) -> Axes:
@@ -244,6 +247,7 @@ def _ticks(axes: Axes, ds: xr.Dataset, most: int = 6) -> None:
         axis.set_ticks(range(0, len(ticks), step), [str(t) for t in ticks[::step]])
 
 
+@takes_run
 def caption(ds: xr.Dataset, *, bounds: Iterable[str] | None = None, reduce: str | float = "mean", scale: str = "rows") -> str:
     """The caption that `heatmaps` writes beside the figure with these arguments."""
     check_scale(scale)

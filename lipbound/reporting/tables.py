@@ -31,6 +31,7 @@ from lipbound.reporting.statistics import (
     width,
     widths,
 )
+from lipbound.runs.given import takes_run
 
 __all__ = [
     "FORMATS", "OFF_SCALE", "ROWS", "VALUES", "bibtex", "breakdown", "by_width", "caption", "footnotes", "holds", "latex", "left_out", "mark",
@@ -46,6 +47,7 @@ HEADINGS = {
 }  # fmt: skip
 
 
+@takes_run
 def render(
     ds: xr.Dataset,
     format: str = "text",
@@ -79,6 +81,7 @@ def render(
     return formatter.table(made)
 
 
+@takes_run
 def table(ds: xr.Dataset, *, by: str = "bound", bounds: Iterable[str] | None = None, reduce: str | float = "geomean", values: str = "ratio") -> Table:
     """What `render` writes, before it has a format: ``.numbers`` and ``.shown`` are DataFrames, notebooks show it as a table."""
     if by not in ROWS:
@@ -87,6 +90,7 @@ def table(ds: xr.Dataset, *, by: str = "bound", bounds: Iterable[str] | None = N
     return _by_bound(ds, chosen) if by == "bound" else _by_place(ds, by, chosen, reduce, values)
 
 
+@takes_run
 def latex(ds: xr.Dataset, **options: Any) -> str:
     r"""`render` as LaTeX tabulars with notes, for ``\usepackage{booktabs, siunitx}``, cells escaped, with the run in a comment above."""
     return render(ds, "latex", **options)
@@ -107,6 +111,7 @@ def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
     )  # fmt: skip
 
 
+@takes_run
 def readable(ds: xr.Dataset) -> pd.DataFrame:
     """`summary` in words: as many digits as are known, labels with the audit's marks."""
     table, counts = summary(ds), audit(ds)

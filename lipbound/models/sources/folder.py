@@ -10,6 +10,7 @@ from lipbound import devices
 from lipbound.errors import CheckpointError
 from lipbound.models import offload, offload_loading, weight_files
 from lipbound.models.checkpoint import Checkpoint
+from lipbound.models.precision import check_floating, check_stored
 from lipbound.models.quiet import first_line, quiet
 from lipbound.models.sources.source import LoadOptions
 from lipbound.models.sources.weight_checks import check_filled, check_finite, not_finite, sha256
@@ -57,7 +58,10 @@ def load_folder(name: str, folder: Path, commit: str | None, options: LoadOption
     if by_layer:
         model = _load_by_layer(name, folder, options.dtype, device)
     else:
-        model = _load_whole(name, folder).to(device=device, dtype=options.dtype)
+        model = _load_whole(name, folder)
+        check_floating(model, name)
+        check_stored(folder, model, name)
+        model = model.to(device=device, dtype=options.dtype)
         check_finite(model, name)
     return Checkpoint(model.eval(), name, commit or _files_hash(folder), str(folder), commit, by_layer=by_layer)
 
