@@ -1,7 +1,9 @@
 """The command line."""
 
+# Importing modules registers their commands, in the order of --help.
+# isort: off
 from lipbound.cli import interruption as interruption
-from lipbound.cli import measuring, reporting, reproducing, describing  # noqa: F401, I001  (importing them registers their commands, in the order of --help)
+from lipbound.cli import measuring, reporting, describing, reproducing  # noqa: F401
 from lipbound.cli.application import app, main, state
 
 __all__ = ["app", "main", "state"]

@@ -14,7 +14,7 @@ from matplotlib.image import AxesImage
 
 from lipbound.bounds.audit import audit, compared_with
 from lipbound.errors import UnknownNameError, nearest
-from lipbound.formatting import digits, number
+from lipbound.formatting import digits, number, plain
 from lipbound.reporting import labels, statistics
 from lipbound.reporting.curves import ball_curve, ratios
 from lipbound.reporting.figures.arrangement import Arrangement, Sheet, arrange
@@ -47,8 +47,8 @@ def heatmaps(
 ) -> Figure:
     r"""A panel for the exact norm and one per bound: head number across (sample number for whole layers), layer number down, log10 of the values.
 
-    The figure is never taller than the paper: 8.5 inches, or a slide of 16:9 where it is wider. With ``path``, its caption is written beside it, as
-    ``NAME.caption.txt`` and ``NAME.caption.tex`` (``\input`` that in a figure).
+    The figure with its caption is never taller than a page of 9 inches, or a slide of 16:9 where it is wider than paper. With ``path``, the caption
+    is written beside it, as ``NAME.caption.txt`` and ``NAME.caption.tex`` (``\input`` that in a figure).
 
     Args:
         ds: a run, from `lipbound.compare` or `lipbound.load`.
@@ -59,7 +59,7 @@ def heatmaps(
             "panel" (a scale each). Panels far beyond a scale are drawn in the colour beyond it, and say their range.
         width: "page", "column", "slide", or inches.
         columns: panels in a row; as few as fit on the paper by default. font_size: points; 7, and 12 on a slide,
-            by default, and less (70 % at the least) where many panels would become too flat.
+            by default, and less where many panels would become too flat.
         style: a venue known to tueplots, such as "icml2024" (extra ``styles``): its fonts and its widths of "page" and "column".
         caption: draw the caption into the picture too.
 
@@ -108,7 +108,7 @@ def heatmap(
     grid = log10(_grid(ds[name], reduce))
     shown = scales(ds, {name: grid}, "panel")[0] if limits is None else Scale((name,), *limits)
     picture = image(axes, grid, shown)
-    axes.set_title(ds[name].attrs["label"], parse_math=False)
+    axes.set_title(plain(ds[name].attrs["label"]), parse_math=False)
     axes.set(xlabel=_across(ds), ylabel="layer")
     _ticks(axes, ds)
     samples = "" if _across(ds) == "sample" or ds.sizes["sample"] == 1 else f", {reduction_name(reduce)} over samples"
@@ -215,7 +215,7 @@ def _bar(figure: Figure, place: Arrangement, index: int, picture: AxesImage, sca
 def _titles(ds: xr.Dataset, names: list[str]) -> dict[str, list[str]]:
     """Of every panel: label with the audit's mark, and the mean ratio to the exact norm."""
     table, entries = statistics.summary(ds), audit(ds)
-    found = {name: [ds[name].attrs["label"]] for name in names}
+    found = {name: [plain(ds[name].attrs["label"])] for name in names}
     for name in (name for name in names if name in ds.attrs["bounds"]):
         found[name][0] += labels.mark(entries[name])
         ratio = table.loc[name, "geomean"]

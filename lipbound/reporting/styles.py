@@ -13,8 +13,10 @@ from lipbound.formatting import escape_latex
 
 WIDTHS = {"page": 7.1, "column": 3.45, "slide": 12.0}
 """Figure widths in inches: across two columns of a paper, one column, a slide."""
-PAPER = 8.5
-"""Inches: the widest figure that is for paper, and the height of the tallest, which leaves room for a caption on letter and A4."""
+PAPER, TEXT = 8.5, 9.0
+"""Inches: the widest figure that is for paper, and the height of the text on its pages."""
+CAPTION = 6.6
+"""Square inches that the caption of a figure takes, at 10 points."""
 SLIDE = 0.54
 """Height over width of what is wider than paper: a slide of 16:9, less its title."""
 BASE: Any = {
@@ -80,9 +82,11 @@ def look(style: str | None, width: str | float, font_size: float | None) -> Look
     return Look(BASE | kept | {"font.size": points}, inches, points)
 
 
-def paper_height(inches: float) -> float:
-    """How tall a figure of this width may be, in inches."""
-    return PAPER if inches <= PAPER else SLIDE * inches
+def paper_height(inches: float, *, captioned: bool = False) -> float:
+    """How tall a figure of this width may be, in inches, so that its caption has room below it; ``captioned``: the caption is part of the figure."""
+    if inches > PAPER:
+        return SLIDE * inches
+    return TEXT if captioned else max(TEXT / 2, TEXT - CAPTION / inches)
 
 
 class Drawing(Figure):

@@ -9,7 +9,7 @@ from lipbound.reporting.styles import paper_height
 
 LINE = 1.35
 """Height of a line of type over its size."""
-SIDE = 6.5
+SIDE = 6.0
 """Least width of a panel, in lines of type: narrower ones have no room for their titles."""
 FLAT = 2.0
 """Least height of a panel, in lines of type."""
@@ -17,8 +17,8 @@ WIDE = 36.0
 """Width of a figure, in lines of type, from which on colour bars stand on the right of their panels rather than below them."""
 ENOUGH = 0.45
 """Share of the height with which its cells are square that a panel should keep; smaller type is tried before it has less."""
-SMALLEST = 0.7
-"""Of the usual size of type."""
+SMALLEST, SHRUNK = 6.0, 0.7
+"""Points of the smallest type that is tried in place of the usual one, and its share of that one."""
 LEFT, GAP, TICKS, BELOW, BETWEEN = 3.2, 0.9, 2.5, 3.6, 0.4
 """In lines of type: left of the panels, between them, below them (numbers and name of heads), for a colour bar below, between sections."""
 
@@ -84,6 +84,11 @@ class Sheet:
         return self.points / 72 * LINE
 
     @property
+    def limit(self) -> float:
+        """The height of the paper, in inches."""
+        return paper_height(self.inches, captioned=self.caption > 0)
+
+    @property
     def beside(self) -> bool:
         """Whether colour bars stand on the right."""
         return not self.own_bars and self.inches / self.line >= WIDE
@@ -141,7 +146,8 @@ def arrange(sheet: Sheet, columns: int | None = None, *, shrink: bool = False) -
     Raises:
         LipboundError: so many panels in so few columns are taller than the paper.
     """
-    sizes = [sheet.points * (1 - 0.05 * k) for k in range(round((1 - SMALLEST) / 0.05) + 1)] if shrink else [sheet.points]
+    least = max(SHRUNK, min(1.0, SMALLEST / sheet.points)) if shrink else 1.0
+    sizes = [sheet.points * share for share in (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7) if share >= least]
     possible = []
     for size in sizes:
         place = _best(replace(sheet, points=size), columns)
@@ -152,7 +158,7 @@ def arrange(sheet: Sheet, columns: int | None = None, *, shrink: bool = False) -
     if not possible:
         many = f"{columns} column{'s' if columns > 1 else ''}" if columns else "as many columns as are legible"
         raise LipboundError(
-            f"{sum(sheet.counts)} panels in {many} do not fit on a figure of {sheet.inches:g} x {paper_height(sheet.inches):g} inches; "
+            f"{sum(sheet.counts)} panels in {many} do not fit on a figure of {sheet.inches:g} x {sheet.limit:.3g} inches; "
             f"ask for {'other columns, ' if columns else ''}a larger width, a smaller font or fewer bounds"
         )
     return possible[-1]
@@ -160,10 +166,9 @@ def arrange(sheet: Sheet, columns: int | None = None, *, shrink: bool = False) -
 
 def _best(sheet: Sheet, columns: int | None) -> Arrangement:
     """The arrangement for type of one size, which may have no room for its panels."""
-    limit = paper_height(sheet.inches)
     most = sheet.most()
     choices = [columns] if columns else range(max(1, min(most, round(sheet.inches * 7 / sheet.points / 1.75))), most + 1)
-    heights = {n: min(sheet.natural(n), (limit - sheet.fixed(n)) / sheet.rows(n)) for n in choices}
+    heights = {n: min(sheet.natural(n), (sheet.limit - sheet.fixed(n)) / sheet.rows(n)) for n in choices}
     fitting = [n for n in heights if heights[n] == sheet.natural(n)]
     across = fitting[0] if fitting else max(heights, key=lambda n: heights[n] * sheet.side(n) if heights[n] > 0 else heights[n])
     return _placed(sheet, across, heights[across])
