@@ -17,7 +17,7 @@ WIDE = 36.0
 """Width of a figure, in lines of type, from which on colour bars stand on the right of their panels rather than below them."""
 ENOUGH = 0.45
 """Share of the height with which its cells are square that a panel should keep; smaller type is tried before it has less."""
-SMALLEST, SHRUNK = 6.0, 0.7
+SMALLEST, SHRUNK = 5.9, 0.7
 """Points of the smallest type that is tried in place of the usual one, and its share of that one."""
 LEFT, GAP, TICKS, BELOW, BETWEEN = 3.2, 0.9, 2.5, 3.6, 0.4
 """In lines of type: left of the panels, between them, below them (numbers and name of heads), for a colour bar below, between sections."""
