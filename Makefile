@@ -38,7 +38,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Reports in a real browser, tables and citations through LaTeX: needs Debian's chromium, texlive and poppler-utils (`make debian`).
+# Reports in a real browser; tables and citations through LaTeX, in an article, in two columns and on slides, without overfull boxes: needs Debian's chromium, texlive and poppler-utils (`make debian`).
 outputs: $(STAMP)
 	@for tool in chromium chromedriver pdflatex bibtex pdftotext; do command -v $$tool >/dev/null || { \
 		echo "$$tool is not installed; on Debian, make debian (as root) installs it"; exit 1; }; done

@@ -34,3 +34,9 @@ def hostile(ds: xr.Dataset) -> xr.Dataset:
     for name in ("yudin", "castin"):
         other[name].attrs["label"] = HOSTILE
     return other
+
+
+@pytest.fixture(scope="session")
+def minilm() -> xr.Dataset:
+    """A run with biases, 12 heads and infinite ratios."""
+    return lb.compare("builtin:minilm", samples=2, max_length=32, progress=False)

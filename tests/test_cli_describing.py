@@ -129,7 +129,7 @@ def test_values_are_tables_in_notebooks(run: Path) -> None:
     assert "Theorem 3 with Remark 2" in bound
     ds = lb.load(run)
     ds["yudin"].attrs["label"] = "<script>"
-    table = lb.tables.table(ds)._repr_html_()
+    table = lb.tables.table_of(ds)._repr_html_()
     assert "<script>" not in table
     assert "&lt;script&gt;" in table
     assert lb.tables.readable(ds)["geom. mean"].iloc[0] in table

@@ -49,7 +49,7 @@ def audit(ds: xr.Dataset) -> dict[str, dict[str, Any]]:
 
 
 def missing(ds: xr.Dataset, name: str) -> int:
-    """How often a bound has no value although the exact norm that it is compared with has one; for "exact", how often it lacks one that it should have.
+    """How often a bound has no value although the exact norm that it is compared with has one; for "exact", how often that lacks one.
 
     Only files that were lost or edited leave such places.
     """

@@ -57,7 +57,8 @@ def table(
     """Print bound / exact per bound, with the audit; or exact norms and bounds per layer or head.
 
     Where a line has no room for all columns, words fold. Then a table per bound lacks, in this order, names, "assumptions hold", "below
-    exact" (marks and notes say these), "over samples", min and max, and says so; a table per layer or head goes on below. Numbers stay whole; csv has everything.
+    exact" (marks and notes say these), "over samples", min and max, and says so; a table per layer or head goes on below. Numbers
+    stay whole; csv has everything.
     """
     from lipbound.cli.summary import columns, emphasised
     from lipbound.reporting import tables
@@ -67,7 +68,7 @@ def table(
     ds = load(run, damaged="refuse")
     chosen = None if bounds is None else requested(ds, bounds)
     if json:
-        echo_json(tables.table(ds, by=by, bounds=chosen, reduce=number_or_name(reduce), values=values).data())
+        echo_json(tables.table_of(ds, by=by, bounds=chosen, reduce=number_or_name(reduce), values=values).data())
         return
     wide = number_or_name(width) if width is not None else columns() if format == "text" else None
     typer.echo(emphasised(tables.render(ds, format, by=by, bounds=chosen, reduce=number_or_name(reduce), values=values, width=wide)))

@@ -9,7 +9,7 @@ from lipbound.cli.application import StoredRun, app
 from lipbound.cli.completion import models
 from lipbound.cli.machine import echo_json
 from lipbound.cli.measuring import measured
-from lipbound.cli.summary import show
+from lipbound.cli.summary import echo_folded, show
 
 DEMO = ("builtin:minilm", "builtin:gpt2", "builtin:vit")
 
@@ -50,10 +50,14 @@ def list_bounds(json: Annotated[bool, typer.Option("--json", help="JSON, for pro
         return
     for name in names():
         bound = get(name)
-        typer.echo(f"{name}: {bound.label}\n    {bound.statement}")
-        typer.echo(f"    source: {bound.source} [{bound.citation}]\n    a bound when: {bound.assumptions}")
         covers = ", ".join(VARIANTS[v] for v in VARIANTS if v in bound.covers) or "nothing"
-        typer.echo(f"    covers besides plain heads: {covers}\n    cost per head: {bound.cost}\n")
+        said = [
+            f"{name}: {bound.label}", f"    {bound.statement}", f"    source: {bound.source} [{bound.citation}]",
+            f"    a bound when: {bound.assumptions}", f"    covers besides plain heads: {covers}", f"    cost per head: {bound.cost}",
+        ]  # fmt: skip
+        for line in said:
+            echo_folded(line)
+        typer.echo()
 
 
 @app.command(epilog="Example: lipbound reproduce castin-1 bert-base-uncased --data alice.txt --full -o figures")

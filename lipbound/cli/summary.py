@@ -30,22 +30,28 @@ def emphasised(text: str) -> str:
     return "\n".join(typer.style(line, fg="red") if "\u2021" in line else line for line in text.split("\n"))
 
 
+def echo_folded(text: str) -> None:
+    """Print a line, folded between words to the width of the terminal; what goes on is indented further."""
+    from lipbound.reporting.layout import hanging
+
+    indent = " " * (len(text) - len(text.lstrip()))
+    for line in hanging(text.lstrip(), columns() - len(indent)):
+        typer.echo(indent + emphasised(line))
+
+
 def show(ds: xr.Dataset) -> None:
     """The summary as a table on standard output, what the exact norms are, and what the audit says."""
     from lipbound.bounds.audit import audit
     from lipbound.formatting import number
     from lipbound.reporting import tables
-    from lipbound.reporting.layout import hanging
 
-    width = columns()
-    typer.echo(emphasised(tables.render(ds, width=width)))
+    typer.echo(emphasised(tables.render(ds, width=columns())))
     exact = ds["exact"].values[ds["exact"].notnull().values]
     extent = f", from {number(float(exact.min()))} to {number(float(exact.max()))}" if exact.size else ""
     unconverged = int(len(exact) - ds["exact_converged"].sum())
-    lines = [
-        f"exact norms: {len(exact)} heads{extent}, {unconverged} not converged; capture reproduces the model to {ds.attrs['capture_error']:.1e} relative"
-    ]
+    off = f"capture reproduces the model to {ds.attrs['capture_error']:.1e} relative"
+    lines = [f"exact norms: {len(exact)} heads{extent}, {unconverged} not converged; {off}"]
     if broken := {name: entry["broken"] for name, entry in audit(ds).items() if entry["broken"]}:
         lines.append(f"\u2021 A bound fell below the exact norm although its assumptions hold: {broken}. Please report this run.")
     for line in lines:
-        typer.echo(emphasised("\n".join(hanging(line, width))))
+        echo_folded(line)

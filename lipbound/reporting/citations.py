@@ -107,12 +107,12 @@ def _enclosures(ds: xr.Dataset, prose: Prose) -> str:
             f"{prose.complement(float(a['delta']))}."
         )
     elif FORMER in ds:
-        sentence = f"Constants are estimates by Lanczos' method in {dtype} (relative tolerance {prose.number(tol)}, seed {seed}), without upper bounds."
-    else:
         sentence = (
-            f"Constants are lower ends: values that the norms attain, found by Lanczos' method in {dtype} (relative tolerance {prose.number(tol)}, seed "
-            f"{seed}), less every rounding; there are no upper ends."
+            f"Constants are estimates by Lanczos' method in {dtype} (relative tolerance {prose.number(tol)}, seed {seed}), without upper bounds."
         )
+    else:
+        how = f"Lanczos' method in {dtype} (relative tolerance {prose.number(tol)}, seed {seed})"
+        sentence = f"Constants are lower ends: values that the norms attain, found by {how}, less every rounding; there are no upper ends."
     known = int(ds["exact"].notnull().sum())
     unconverged = known - int(ds["exact_converged"].sum())
     return f"{sentence} For {unconverged} of {known} constants that was not reached." if unconverged else sentence

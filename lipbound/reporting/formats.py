@@ -49,8 +49,8 @@ class Formatter:
 
 def text_table(table: Table, width: str | float | None = None) -> str:
     """What run it is, what its cells are, columns with spaces between them, notes: all folded to ``width`` characters, where that is given."""
-    if isinstance(width, str):
-        raise LipboundError(f"width is {width!r}; a table of text has a number of characters, such as 80")
+    if width is not None and (isinstance(width, str) or not width >= 1):
+        raise LipboundError(f"width is {width!r}; that of text is a number of characters, such as 80")
     plainly = replace(table, shown=table.shown.map(plain).rename(columns=plain), words=_every(table.words), keys=_every(table.keys))
     around = [line for part in (table.caption, table.head) if part for line in folded(plain(part), width or math.inf)]
     notes = [line for note in table.notes for line in hanging(plain(note), width)]

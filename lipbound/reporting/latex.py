@@ -9,8 +9,9 @@ from lipbound.formatting import escape_latex, plain, small
 from lipbound.reporting.layout import Table, fit, folded, measured
 
 WIDTHS = {"column": (215.0, 0.85, 40), "page": (345.0, 0.85, 40), "slide": (307.0, 0.925, 14)}
-r"""Points that a table may take, its type (\footnotesize of the usual class) in tens of points, and rows before it goes on in another: a column of
-the narrowest classes that are common (219 pt; ``article`` with ``twocolumn`` on A4 has 221 pt); the text of ``article`` at 10 pt; a frame of ``beamer``."""
+r"""Points that a table may take, its type (\footnotesize of the usual class) in tens of points, and rows before it goes on in another: a column
+of the narrowest classes that are common (219 pt; ``article`` with ``twocolumn`` on A4 has 221 pt); the text of ``article`` at 10 pt; a frame of
+``beamer``."""
 NARROW = 62.0
 """Points at 10 pt that a column of words keeps at least."""
 GAP = 8.0
@@ -75,7 +76,7 @@ def _formula(match: re.Match[str], found: str) -> str:
 def latex_small(x: float) -> str:
     """A tolerance or probability; powers of ten in mathematics."""
     if match := re.fullmatch(r"(.+)e-(\d+)", small(x)):
-        factor = "" if match[1] == "1" else f"{match[1]} \\cdot "
+        factor = "" if match[1] == "1" else f"{match[1]} \\times "
         return f"${factor}10^{{-{match[2]}}}$"
     return small(x)
 
@@ -106,15 +107,15 @@ def latex_table(table: Table, width: str | float | None = None) -> str:
     left_out = [f"no room for: {', '.join(fitted.left_out)}; --width page has more"] if fitted.left_out else []
     comments = ["\\usepackage{booktabs, siunitx}", f"at most {room:g} pt wide; for a table environment, or running text", table.caption, *left_out]
     said = [table.head, *(table.instead.get(title, "") for title in fitted.left_out)]
-    notes = [*(f"{one[0].upper()}{one[1:]}." for one in said if one), *table.notes, table.caption]
+    notes = [*(f"{one[0].upper()}{one[1:]}" for one in [*said, *table.notes] if one), table.caption]
     lines = [
         *(f"% {plain(line)}" for line in comments),
         "{\\footnotesize\\setlength{\\tabcolsep}{4pt}%",
         "\n\n\\smallskip\n".join(bodies),
         "",
-        "\\smallskip\\scriptsize\\raggedright",
-        *(f"\\noindent {typeset(note)}\\par" for note in notes),
-        "}",
+        "\\smallskip\\scriptsize\\raggedright\\noindent",
+        *(f"{typeset(note)}." for note in notes),  # one paragraph: long notes must fit below a table in a column
+        "\\par}",
     ]
     return "\n".join(lines) + "\n"
 

@@ -1,4 +1,4 @@
-"""A table before it has a format, and how it is made to fit: words fold, columns are left out in a stated order or go on below. Numbers stay whole."""
+"""A table before it has a format, and how it fits a width: words fold, columns are left out in a stated order or go on below. Numbers stay whole."""
 
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
@@ -83,28 +83,28 @@ def fit(table: Table, columns: Sequence[Measured], room: float | None, gap: floa
         optional: so many of the spare columns are left out before any word is folded.
     """
 
-    def taken(some: Sequence[Measured], kind: Callable[[Measured], float]) -> float:
-        return sum(map(kind, some)) + gap * (len(some) - 1)
+    def taken(some: Sequence[Measured], *, folded: bool = True) -> float:
+        return sum(c.least if folded else c.natural for c in some) + gap * (len(some) - 1)
 
     if room is None:
         return Fitted([{c.title: c.natural for c in columns}], [])
     kept, left_out = list(columns), []
     for i, title in enumerate(table.spare):
-        if taken(kept, lambda c: c.natural if i < optional else c.least) <= room:
+        if taken(kept, folded=i >= optional) <= room:
             break
         if any(c.title == title for c in kept):
             left_out.append(title)
             kept = [c for c in kept if c.title != title]
-    if table.spare or taken(kept, lambda c: c.least) <= room:
-        return Fitted([_shared_out(kept, room - taken(kept, lambda c: c.least))], left_out)
+    if table.spare or taken(kept) <= room:
+        return Fitted([_shared_out(kept, room - taken(kept))], left_out)
     keys = [c for c in kept if c.title in table.keys]
     blocks, now = [], list(keys)
     for column in (c for c in kept if c.title not in table.keys):
-        if len(now) > len(keys) and taken([*now, column], lambda c: c.least) > room:
+        if len(now) > len(keys) and taken([*now, column]) > room:
             blocks.append(now)
             now = list(keys)
         now.append(column)
-    return Fitted([_shared_out(block, room - taken(block, lambda c: c.least)) for block in [*blocks, now]], left_out)
+    return Fitted([_shared_out(block, room - taken(block)) for block in [*blocks, now]], left_out)
 
 
 def _shared_out(columns: Sequence[Measured], spare: float) -> dict[str, float]:
@@ -156,14 +156,17 @@ def measured(table: Table, of: Callable[[str], float], narrow: float, *, numbers
         least = max(of(line) for value in values or [""] for line in folded(value, narrow, of)) if words else natural
         heading = max([min(narrow, of(word)) for word in _unbroken(title)] + [min(of(title), 2 * narrow / 3)])
         if least < heading:
-            least = max(of(line) for line in folded(title, heading, of))
+            least = max(least, *(of(line) for line in folded(title, heading, of)))
         found.append(Measured(title, words, max(natural, least), least))
     return found
 
 
 def text_lines(table: Table, room: float | None) -> list[str]:
     """A table of plain text: blocks of columns under folded headings, words to the left and numbers to the right, then what was left out."""
-    fitted = fit(table, measured(table, cells, NARROW), room, 2, optional=4)
+    columns = measured(table, cells, NARROW)
+    if room is None:  # headings on one line
+        columns = [column._replace(natural=max(column.natural, cells(column.title))) for column in columns]
+    fitted = fit(table, columns, room, 2, optional=4)
     lines: list[str] = []
     for block in fitted.blocks:
         lines += [*([""] if lines else []), *_block(table, {title: int(width) for title, width in block.items()})]

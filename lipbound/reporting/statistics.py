@@ -167,8 +167,10 @@ def has_upper(ds: xr.Dataset, name: str) -> bool:
 def ratio(ds: xr.Dataset, name: str, *, upper: bool = False) -> xr.DataArray:
     """Bound / exact, of the bound's own map, where that is positive; with ``upper``, against the upper end."""
     exact = ds["exact_upper" if upper else compared_with(ds, name)]
+    known, values = exact.values, ds[name].transpose(*exact.dims).values
     with np.errstate(all="ignore"):
-        return (ds[name] / exact).where(np.isfinite(exact) & (exact > 0))
+        quotient = np.where(np.isfinite(known) & (known > 0), values / known, np.nan)
+    return xr.DataArray(quotient, coords=exact.coords, dims=exact.dims)
 
 
 def _geomean(values: np.ndarray) -> float:

@@ -35,7 +35,7 @@ from lipbound.runs.given import takes_run
 
 __all__ = [
     "FORMATS", "OFF_SCALE", "ROWS", "VALUES", "bibtex", "breakdown", "by_width", "caption", "footnotes", "holds", "latex", "left_out", "mark",
-    "methods", "number", "panels", "ratio", "readable", "render", "shared_scale", "summary", "table", "width", "widths",
+    "methods", "number", "panels", "ratio", "readable", "render", "shared_scale", "summary", "table_of", "width", "widths",
 ]  # fmt: skip
 FORMATS = tuple(name for name, formatter in FORMATTERS.items() if formatter.table or formatter.fitted)
 HOLDS, BELOW = "assumptions hold", "below exact"
@@ -71,7 +71,7 @@ def render(
     """
     if format not in FORMATS:
         raise UnknownNameError(f"unknown format {format!r}; {nearest(format, FORMATS)}")
-    made = table(ds, by=by, bounds=bounds, reduce=reduce, values=values)
+    made = table_of(ds, by, bounds=bounds, reduce=reduce, values=values)
     formatter = FORMATTERS[format]
     if formatter.fitted is not None:
         return formatter.fitted(made, width)
@@ -82,8 +82,10 @@ def render(
 
 
 @takes_run
-def table(ds: xr.Dataset, *, by: str = "bound", bounds: Iterable[str] | None = None, reduce: str | float = "geomean", values: str = "ratio") -> Table:
-    """What `render` writes, before it has a format: ``.numbers`` and ``.shown`` are DataFrames, notebooks show it as a table."""
+def table_of(
+    ds: xr.Dataset, by: str = "bound", *, bounds: Iterable[str] | None = None, reduce: str | float = "geomean", values: str = "ratio"
+) -> Table:
+    """What `render` writes, before it has a format: ``.numbers`` and ``.shown`` are DataFrames, and notebooks show it as a table."""
     if by not in ROWS:
         raise UnknownNameError(f"unknown rows {by!r}; {nearest(by, ROWS)}")
     chosen = None if bounds is None else list(bounds)
@@ -100,7 +102,7 @@ def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
     """`summary`, ready to be written."""
     whole = summary(ds)
     numbers = whole if chosen is None else whole.loc[present(ds, chosen)]
-    shown = readable(ds).loc[numbers.index]
+    shown = _said_of_bounds(ds, whole).loc[numbers.index]
     shown[BELOW] = shown[BELOW] + " of " + shown.pop("of")
     shown.insert(1, "name", [str(name) for name in shown.index])
     none = f"none is below the exact norm at any of {int(numbers['compared'].max())} heads" if len(numbers) else ""
@@ -114,7 +116,12 @@ def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
 @takes_run
 def readable(ds: xr.Dataset) -> pd.DataFrame:
     """`summary` in words: as many digits as are known, labels with the audit's marks."""
-    table, counts = summary(ds), audit(ds)
+    return _said_of_bounds(ds, summary(ds))
+
+
+def _said_of_bounds(ds: xr.Dataset, table: pd.DataFrame) -> pd.DataFrame:
+    """`summary` in words."""
+    counts = audit(ds)
     shown = pd.DataFrame(index=table.index)
     shown["label"] = [row["label"] + mark(counts[str(name)]) for name, row in table.iterrows()]
 

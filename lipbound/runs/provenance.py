@@ -80,7 +80,9 @@ def damage(ds: xr.Dataset) -> str:
     if places := altered(ds):
         count = ds.sizes["sample"] * ds.sizes["layer"]
         first = ", ".join(f"sample {int(ds['sample'][s])} layer {int(ds['layer'][i])}" for s, i in places[:3])
-        where = "at every sample and layer" if len(places) == count else f"at {first}" if len(places) <= 3 else f"at {len(places)} places ({first}, ...)"
+        where = (
+            "at every sample and layer" if len(places) == count else f"at {first}" if len(places) <= 3 else f"at {len(places)} places ({first}, ...)"
+        )
         empty = [name for name in own(ds) if all(_empty(ds, name, *place) for place in places)]
         lost = f" (no value of {', '.join(empty)} is there)" if empty else ""
         said.append(f"its numbers {where} are not those that were computed{lost}")

@@ -15,8 +15,10 @@ import lipbound as lb
 from lipbound import tables
 from lipbound.errors import LipboundError
 from lipbound.formatting import digits, escape_latex, escape_markdown, number, plain
+from lipbound.jacobians.maps import MAPS
 from lipbound.reporting import citations, statistics
 from lipbound.reporting.formats import FORMATTERS
+from lipbound.reporting.latex import typeset
 
 HOSTILE = "<script>alert(1)</script> | [x](javascript:y) $\\input{/etc/passwd}$ #_^~%&{} \x1b[31m\n\r\u202e\u2028@evil, \U0001f600"
 
@@ -110,24 +112,53 @@ def test_every_table_in_every_format(ds: xr.Dataset) -> None:
                 table = pd.read_csv(io.StringIO(text))
                 assert len(table) == {"bound": 2, "layer": 2, "head": 8}[by]
             else:
+                text = " ".join(text.replace("\\\\", " ").split())  # headings of LaTeX in several lines
                 assert "lipbound (ours)" in text
                 assert "Castin 2024, 3.3" in text
-                assert ("median over samples" in text) == (by != "bound")
-                assert "castin:" in text
-                assert "specformer:" not in text  # footnotes of what is shown
+                assert ("median over samples" in text.lower()) == (by != "bound")
+                assert "(castin):" in text
+                assert "(specformer):" not in text  # footnotes of what is shown
+                assert ("GPT2Model" in text, "in float32, enclosed to 0.001 with failure probability" in text) == (True, True)
     exact = pd.read_csv(io.StringIO(tables.render(ds, "csv", by="head")), index_col=[0, 1])
     expected = np.exp(np.log(ds["exact"]).mean("sample")).values.ravel()
     np.testing.assert_allclose(exact["exact"], expected, rtol=1e-12)
 
 
-def test_latex_columns_are_numbers(ds: xr.Dataset) -> None:
-    text = tables.latex(ds)
-    (columns,) = re.findall(r"\\begin\{tabular\}\{(.*)\}\n", text)
-    assert columns.startswith("lS[table-format=")
-    body = text.partition("\\midrule")[2].partition("\\bottomrule")[0].strip().splitlines()
-    for line in body:
-        for cell in (line.removesuffix("\\\\").split("&")[i].strip() for i in (1, 3, 4)):
-            assert cell in ("{$\\infty$}", "{--}") or re.fullmatch(r"\d+(\.\d+)?(e-?\d+)?", cell), cell
+def test_latex_sets_numbers_one_way(ds: xr.Dataset) -> None:
+    for by in tables.ROWS:
+        text = tables.latex(ds, by=by, width="page")
+        bodies = re.findall(r"\\midrule\n(.*?)\\bottomrule", text, re.DOTALL)
+        cells = [
+            cell.strip() for body in bodies for line in body.strip().splitlines() for cell in line.removesuffix("\\\\").split("&")[by == "bound" :]
+        ]
+        assert len(cells) > 30
+        for cell in cells:
+            assert all(part in ("$\\infty$", "--") or re.fullmatch(r"\\num\{\d+(\.\d+)?(e-?\d+)?\}", part) for part in cell.split("--") if part), cell
+        notes = text.partition("\\scriptsize")[2]
+        assert "$^\\dagger$ Castin 2024, 3.3 (castin)" in notes
+        assert "$x \\to \\mathrm{softmax}(q k^{T}) v$" in notes
+        assert "failure probability $10^{-6}$" in notes
+        assert not any("dagger" in line for line in text.splitlines() if line.startswith("%"))
+
+
+def test_paragraphs_for_papers(ds: xr.Dataset) -> None:
+    text = citations.methods(ds)
+    assert "$x \\to \\mathrm{softmax}(q k^{T}) v$" in text
+    assert "$\\sqrt{N}$" in text
+    assert ds.attrs["revision"][:23] in text
+    assert not re.search("[0-9a-f]{17}", text)  # nothing that cannot be broken
+    assert typeset("at /home/me/checkpoints/AutoModelForCausalLM") == (
+        "at /home/\\allowbreak{}me/\\allowbreak{}checkpoints/\\allowbreak{}Auto\\allowbreak{}Model\\allowbreak{}For\\allowbreak{}"
+        "Causal\\allowbreak{}LM"
+    )
+    assert typeset("a sqrt(x) b||X||_F^2 50 % ^T") == "a $\\sqrt{x}$ b$\\|X\\|_F^2$ 50 \\% \\textasciicircum{}T"
+
+
+def test_maps_are_described_in_mathematics() -> None:
+    for description in MAPS.values():
+        text = typeset(description)
+        assert "\\text" not in text
+        assert ("$" in text) == ("->" in description)
 
 
 def test_whole_layers_have_no_heads(ds: xr.Dataset) -> None:
@@ -181,7 +212,7 @@ def test_hostile_names_stay_text(hostile: xr.Dataset) -> None:
         lines = [line for line in typeset.splitlines() if not line.startswith("%")]
         assert not any("\\input" in line or "\r" in line for line in lines)
         assert "\\textbackslash{}input\\{/etc/passwd\\}" in "".join(lines)
-        assert typeset.count("\\begin{tabular}") == 1
+        assert typeset.count("\\begin{tabular}") == typeset.count("\\end{tabular}") >= 1
     bib = citations.cite(hostile)
     assert bib.count("@") == len(citations.keys(hostile))  # every @ begins an entry
     assert "{\\char64}evil" in bib
@@ -198,7 +229,7 @@ def test_a_run_says_itself_what_its_bounds_are(ds: xr.Dataset) -> None:
     own = ds.rename(castin="mine", castin_sound="mine_sound")
     own.attrs["bounds"] = [{"castin": "mine"}.get(name, name) for name in ds.attrs["bounds"]]
     own["mine"].attrs["caveat"] = "it is mine"
-    assert "\u2020 mine: it is mine" in tables.render(own, bounds=["mine"])
+    assert "\u2020 Castin 2024, 3.3 (mine): it is mine" in tables.render(own, bounds=["mine"])
     with pytest.raises(LipboundError, match="unknown bound 'mine'"):
         citations.keys(own)  # there is nothing to cite
 
@@ -226,7 +257,13 @@ def test_methods_say_the_settings_of_the_run(ds: xr.Dataset) -> None:
     assert "$1 - 10^{-6}$" in typeset
     model = build(AFFINE["gpt2"])
     rough = lb.compare(model, inputs_for(model), delta=None, bounds=["yudin"], samples=1, progress=False)
-    assert "without upper bounds" in citations.methods(rough, "text")
+    assert "Constants are lower ends: values that the norms attain" in citations.methods(rough, "text")
+    assert "less every rounding; there are no upper ends" in citations.methods(rough, "text")
+    assert "lower ends, sought to 0.001" in tables.render(rough)
+    assert "both with every rounding included" in text
+    before = rough.assign(exact_rounding=rough["exact"] * 1e-6)  # runs of before do not have it inside
+    assert "Constants are estimates by" in citations.methods(before, "text")
+    assert "rounding" not in citations.methods(ds.assign(exact_rounding=ds["exact"] * 1e-6), "text")
     assert "1 sample of" in citations.methods(rough, "text")
 
 

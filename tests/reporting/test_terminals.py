@@ -1,0 +1,169 @@
+"""What commands print at 60, 80 and 120 columns, as it is kept in ``terminals/``: LIPBOUND_TERMINALS=write writes it anew, to be looked at."""
+
+import contextlib
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import xarray as xr
+from support.runs import made_up
+
+from lipbound import tables
+from lipbound.cli import main
+from lipbound.cli.summary import coloured, show
+from lipbound.errors import LipboundError
+from lipbound.reporting.formats import text_table
+from lipbound.reporting.layout import cells, folded
+from lipbound.runs import store
+
+KEPT = Path(__file__).parent / "terminals"
+COMMANDS = {
+    "table": ("table", "RUN"),
+    "by-layer": ("table", "RUN", "--by", "layer"),
+    "by-head": ("table", "RUN", "--by", "head", "--bounds", "kim,yudin,lipbound"),
+    "markdown": ("table", "RUN", "--format", "markdown"),
+    "latex": ("table", "RUN", "--format", "latex"),
+    "csv": ("table", "RUN", "--format", "csv"),
+    "cite": ("cite", "RUN"),
+    "cite-latex": ("cite", "RUN", "--format", "latex"),
+    "cite-text": ("cite", "RUN", "--format", "text"),
+    "bounds": ("bounds",),
+    "compare": (),
+}
+FOLDED = ("table", "by-layer", "by-head", "bounds", "compare")
+"""What adapts to the terminal; the others are for files, and the same everywhere."""
+WIDTHS = (60, 80, 120)
+
+
+@pytest.fixture(scope="module")
+def ds() -> xr.Dataset:
+    return made_up()
+
+
+@pytest.fixture(scope="module")
+def run(ds: xr.Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return store.save(ds, tmp_path_factory.mktemp("made") / "up.zarr")
+
+
+@pytest.fixture
+def printed(run: Path, ds: xr.Dataset, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> object:
+    """What a command prints in a terminal of some width."""
+
+    def call(name: str, width: int) -> str:
+        monkeypatch.setenv("COLUMNS", str(width))
+        if name == "compare":
+            show(ds)
+        else:
+            monkeypatch.setattr(sys, "argv", ["lipbound", *(str(run) if part == "RUN" else part for part in COMMANDS[name])])
+            main_ends_well()
+        out, err = capsys.readouterr()
+        assert err == ""
+        return str(out)
+
+    return call
+
+
+def main_ends_well() -> None:
+    with contextlib.suppress(SystemExit):  # with an error it says something on standard error
+        main()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_print_what_is_kept(name: str, width: int, printed: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert callable(printed)
+    text = printed(name, width)
+    file = KEPT / (f"{name}-{width}.txt" if name in FOLDED else f"{name}.txt")
+    if os.environ.get("LIPBOUND_TERMINALS") == "write":
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    assert text == file.read_text(encoding="utf-8")
+    assert "\x1b" not in text
+    if name in FOLDED:
+        assert max(map(cells, text.splitlines())) <= width
+
+
+def test_nothing_is_kept_that_no_command_prints() -> None:
+    expected = {f"{name}-{width}.txt" for name in FOLDED for width in WIDTHS} | {f"{name}.txt" for name in COMMANDS if name not in FOLDED}
+    assert {path.name for path in KEPT.iterdir()} == expected
+
+
+@pytest.mark.parametrize("by", tables.ROWS)
+def test_numbers_stay_whole_at_every_width(ds: xr.Dataset, by: str) -> None:
+    """Every number of the table as wide as it likes is in the narrow one, or its column is named as left out; so are all footnotes."""
+
+    def rows(text: str) -> list[str]:
+        return re.findall(r"(?<!\S)(?:\d[\d,.]*(?:e-?\d+)?|inf|n/a)(?!\S)", text.partition("----")[2].partition("\n\n\u2020")[0])
+
+    table = tables.table_of(ds, by)
+    whole = text_table(table)
+    for width in range(24, 140, 4):
+        text = text_table(table, width)
+        lost = set(rows(whole)) - set(rows(text))
+        assert not lost or "no room for" in text
+        if by != "bound":
+            assert not lost
+        if width >= 40:
+            assert max(map(cells, text.splitlines())) <= width
+        for note in table.notes:
+            assert "".join(note.split()) in "".join(text.split())
+
+
+def test_columns_leave_in_the_order_that_is_told(ds: xr.Dataset) -> None:
+    left_out: list[str] = []
+    table = tables.table_of(ds)
+    for width in range(140, 14, -1):
+        text = " ".join(text_table(table, width).split())
+        (found,) = re.findall(r"no room for: (.*?) \u2020", text) or [""]
+        now = [name for name in found.split(", ") if name]
+        assert now == list(tables.SPARE[: len(now)])
+        assert len(now) >= len(left_out)
+        left_out = now
+    assert left_out == list(tables.SPARE)
+
+
+def test_columns_with_something_below_exact_are_not_called_sound(ds: xr.Dataset) -> None:
+    narrow = tables.render(ds, width=60)
+    assert "none is below" not in narrow
+    assert "\u2021: below the exact norm somewhere" in narrow
+    assert "none is below the exact norm at any of 24 heads" in tables.render(ds, width=60, bounds=["yudin", "lipbound"])
+
+
+def test_colours(ds: xr.Dataset, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a terminal alone, for bounds below the exact norm alone, and never under NO_COLOR."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert not coloured()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert coloured()
+    show(ds)
+    text = capsys.readouterr().out
+    assert {line for line in text.splitlines() if "\x1b" in line} == {line for line in text.splitlines() if "\u2021" in line}
+    plain = re.sub(r"\x1b\[\d+m", "", text)
+    for name, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
+        monkeypatch.setenv(name, value)
+        show(ds)
+        assert capsys.readouterr().out == plain
+        monkeypatch.undo()
+        monkeypatch.setenv("COLUMNS", "80")
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+
+
+def test_widths_that_are_none(ds: xr.Dataset) -> None:
+    for format, width, message in (
+        ("latex", "colum", "did you mean 'column'"), ("latex", -3, "must be a positive number of points"), ("text", "page", "number of characters"),
+        ("csv", 80, "csv has none"), ("markdown", "page", "markdown has none"), ("text", 0, "number of characters"),
+    ):  # fmt: skip
+        with pytest.raises(LipboundError, match=message):
+            tables.render(ds, format, width=width)
+
+
+def test_words_are_folded_between_words() -> None:
+    assert folded("a bc \u2020 def", 4) == ["a", "bc \u2020", "def"]
+    assert folded("abcdefgh", 3) == ["abc", "def", "gh"]
+    assert folded("", 3) == [""]
+    assert [cells(line) for line in folded("\u4e2d\u6587\u5b57 x", 4)] == [4, 4]
+    assert cells("e\u0301") == 1
