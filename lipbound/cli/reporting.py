@@ -16,7 +16,7 @@ def heatmap(
     reduce: Annotated[str, typer.Option(help="mean, geomean, max, median or a quantile such as 0.9, over samples.")] = "mean",
     scale: Annotated[str, typer.Option(help="'shared', or 'panel' for a colour scale each.")] = "shared",
     width: Annotated[str, typer.Option(help="'page', 'column', 'slide' or inches.")] = "page",
-    columns: Annotated[int | None, typer.Option(help="Panels in a row.")] = None,
+    columns: Annotated[int | None, typer.Option(min=1, help="Panels in a row.")] = None,
     style: Annotated[str | None, typer.Option(help="A venue known to tueplots, e.g. icml2024: its fonts and widths (extra `styles`).")] = None,
 ) -> None:
     """Draw layer x head heatmaps of a run."""

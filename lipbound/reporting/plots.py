@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
 from lipbound.bounds.audit import audit, compared_with
-from lipbound.errors import UnknownNameError, nearest
+from lipbound.errors import UnknownNameError, nearest, whole
 from lipbound.formatting import digits, number
 from lipbound.reporting import labels, statistics
 from lipbound.reporting.curves import ball_curve, ratios
@@ -62,6 +62,7 @@ def heatmaps(
     if scale not in ("shared", "panel"):
         raise UnknownNameError(f"unknown scale {scale!r}; {nearest(scale, ['shared', 'panel'])}")
     settings, inches, points = look(style, width, font_size)
+    columns = None if columns is None else whole("columns", columns, least=1)
     panels = statistics.panels(ds, bounds)
     with np.errstate(divide="ignore"):
         grids = {name: np.log10(_grid(ds[name], reduce).values) for name in panels}
