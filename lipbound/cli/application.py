@@ -162,6 +162,8 @@ def _show_warning(message: Warning | str, category: type[Warning], filename: str
     if issubclass(category, Notice):
         if not state["quiet"]:
             typer.echo(f"note: {plain(in_options(str(message), state['options']))}", err=True)
+    elif category.__module__.split(".")[0] == "lipbound":
+        typer.echo(f"warning: {plain(in_options(str(message), state['options']))}", err=True)
     elif state["verbose"]:
         typer.echo(f"{filename}:{lineno}: {category.__name__}: {message}", err=True)
 

@@ -20,7 +20,7 @@ def heatmap(
         str, typer.Option(help="'rows' (what is near the exact norm first, on its own scale), 'shared', or 'panel' (one each).")
     ] = "rows",
     width: Annotated[str, typer.Option(help="'page', 'column', 'slide' or inches.")] = "page",
-    columns: Annotated[int | None, typer.Option(help="Panels in a row.")] = None,
+    columns: Annotated[int | None, typer.Option(min=1, help="Panels in a row.")] = None,
     style: Annotated[str | None, typer.Option(help="A venue known to tueplots, e.g. icml2024: its fonts and widths (extra `styles`).")] = None,
     caption: Annotated[bool, typer.Option("--caption", help="Draw the caption into the picture too.")] = False,
 ) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 from lipbound.errors import InputsError, name_or_none, shown, tell, whole
 from lipbound.models.batch import Inputs
 from lipbound.models.checkpoint import Checkpoint
+from lipbound.models.readers.files import is_sentence
 from lipbound.models.readers.images import ImageReader
 from lipbound.models.readers.positions import check_tokens
 from lipbound.models.readers.reader import Reader, Selection
@@ -66,9 +67,9 @@ def prepare(
         raise InputsError("data is empty; give a file, a folder, a hub dataset or a text, or leave it out for the default")
     inputs = _ready(checkpoint, data, samples, split, column) if is_ready(data) else _read(checkpoint, data, samples, max_length, split, column)
     check_tokens(checkpoint, inputs.batch)
-    in_memory = data is not None and not isinstance(data, str | Path)
+    in_memory = (data is not None and not isinstance(data, str | Path)) or is_sentence(data)
     if inputs.samples < samples and not (in_memory and samples == DEFAULT_SAMPLES):
-        inputs.notes.append(f"{samples} samples were asked for, and {inputs.description} gives {inputs.samples}, all of which are taken")
+        inputs.notes.append(f"{samples} samples were asked for, and {inputs.description} gives only {inputs.samples}")
     for note in inputs.notes:
         tell(note)
     return inputs

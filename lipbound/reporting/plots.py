@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
 from lipbound.bounds.audit import audit, compared_with
-from lipbound.errors import UnknownNameError, nearest
+from lipbound.errors import UnknownNameError, nearest, whole
 from lipbound.formatting import digits, number, plain
 from lipbound.reporting import labels, statistics
 from lipbound.reporting.curves import ball_curve, ratios
@@ -71,6 +71,7 @@ def heatmaps(
     """
     check_scale(scale)
     settings, inches, points = look(style, width, font_size)
+    columns = None if columns is None else whole("columns", columns, least=1)
     panels = statistics.panels(ds, bounds)
     grids = {name: log10(_grid(ds[name], reduce)) for name in panels}
     bars = scales(ds, grids, scale)

@@ -8,7 +8,7 @@ from matplotlib import font_manager
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from lipbound.errors import LipboundError, StoreError, UnknownNameError, nearest
+from lipbound.errors import LipboundError, StoreError, UnknownNameError, is_number, nearest, shown
 from lipbound.formatting import escape_latex
 
 WIDTHS = {"page": 7.1, "column": 3.45, "slide": 12.0}
@@ -55,9 +55,9 @@ def look(style: str | None, width: str | float, font_size: float | None) -> Look
     """
     if isinstance(width, str) and width not in WIDTHS:
         raise UnknownNameError(f"unknown width {width!r}; {nearest(width, WIDTHS)}, or a number of inches")
-    inches = WIDTHS[width] if isinstance(width, str) else float(width)
-    if not inches > 0:
-        raise LipboundError(f"width is {width}; it must be a positive number of inches")
+    inches = WIDTHS[width] if isinstance(width, str) else float(width) if is_number(width) else float("nan")
+    if not 1 <= inches <= 100:
+        raise LipboundError(f"width is {shown(width)}; it must be a number of inches, from 1 to 100, or one of {', '.join(WIDTHS)}")
     if style is None:
         points = font_size or (12.0 if width == "slide" else 7.0)
         return Look(BASE | {"font.size": points}, inches, points)

@@ -13,7 +13,7 @@ from lipbound.errors import StoreError, flag
 from lipbound.runs.config import RunConfig
 from lipbound.runs.dataset import allocate, assemble
 from lipbound.runs.execute import DaskExecutor, Executor, SerialExecutor, fill, progress_bar
-from lipbound.runs.partial_store import PartialRun, same_configuration
+from lipbound.runs.partial_store import PartialRun, check_free, same_configuration
 from lipbound.runs.plan import Plan, Sources, identity, memory_bytes, open_sources, plan
 from lipbound.runs.provenance import versions
 from lipbound.runs.store import check_target, save
@@ -106,6 +106,7 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
     finished = target if config.resume and target is not None and target.exists() else None
     if target is not None and finished is None:
         check_target(target)
+        check_free(target, resume=config.resume)
     sources = open_sources(config, device)
     if finished is not None:
         return _finished(finished, identity(config, sources), config.chosen_layers)

@@ -21,15 +21,16 @@ def test_sweeps(bert: Path, tmp_path: Path) -> None:
     file.write_text(f"model: [{bert}, {tmp_path / 'nothing'}]\ndata: {text}\nmax_length: [6, 8]\nbounds: yudin\nsamples: 2\n")
     rows = list(sweep(file, tmp_path / "runs", progress=False))
     assert [row["status"] for row in rows] == ["done", "done", "failed", "failed"]
-    assert "CheckpointError" in rows[2]["error"]
+    assert rows[2]["error"].startswith("there is no directory")
     index = (tmp_path / "runs" / "index.csv").read_text().splitlines()
     assert len(index) == 5
     assert index[0] == "run,model,data,max_length,status,error"
     runs = [store.load(tmp_path / "runs" / row["run"]) for row in rows[:2]]
     assert [ds.attrs["tokens"] for ds in runs] == [6, 8]
     before = (tmp_path / "runs" / rows[0]["run"] / "zarr.json").stat().st_mtime_ns
-    result = CliRunner().invoke(app, ["sweep", str(file), "--out", str(tmp_path / "runs"), "--quiet"])
-    assert result.output.count("done:") == 2
+    result = CliRunner().invoke(app, ["sweep", str(file), "--out", str(tmp_path / "runs")])
+    assert result.output.count("kept:") == 2
+    assert "note: 2 of 4 runs were finished before and are kept as they are" in result.stderr
     assert "2 runs of the sweep failed" in str(result.exception)
     assert (tmp_path / "runs" / rows[0]["run"] / "zarr.json").stat().st_mtime_ns == before
 

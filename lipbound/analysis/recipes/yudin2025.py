@@ -60,7 +60,7 @@ def caption_surface(ds: xr.Dataset) -> str:
 
 register(
     name="yudin-1", title="The bound g_1 on the softmax Jacobian", source=f"{PAPER}, Figure 1",
-    compute=surface, draw=draw_surface, caption=caption_surface, cost="1 s",
+    compute=surface, draw=draw_surface, caption=caption_surface, cost="1 s", of_model=False,
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import datasets
 from PIL import Image
 
 from lipbound.errors import InputsError, shown
-from lipbound.models.quiet import cause, quiet
+from lipbound.models.quiet import cause, first_line, quiet
 from lipbound.models.readers.files import TABLES, there
 
 
@@ -114,7 +114,8 @@ def _load_table(name: str, split: str | None, *, header: bool = True) -> tuple[A
     except InputsError:
         raise
     except Exception as error:  # every format has a zoo of types
-        why = "it is empty" if isinstance(error, StopIteration) or "no data" in str(error) else cause(error)
+        generic = "generating the dataset" in str(error) or not str(error)  # what went wrong is said by what it was raised from
+        why = "it is empty" if isinstance(error, StopIteration) or "no data" in str(error) else cause(error) if generic else first_line(error)
         raise InputsError(f"data {shown(name)} could not be read, as a file or a hub dataset: {why}") from error
 
 

@@ -22,10 +22,10 @@ OFTEN_USED = (
 def suggestion(name: str, otherwise: str) -> str:
     """The part of a message that names the checkpoints nearest to a name, or else what to do."""
     wanted = name.partition("@")[0].rstrip("/")
-    known = dict.fromkeys((*(PREFIX + one for one in BUILTINS), *OFTEN_USED, *_cached(), *_beside(wanted)))
-    short = {one.rpartition("/")[2].removeprefix(PREFIX): one for one in reversed(known)}
-    close = neighbours(wanted, known, cutoff=0.75)
-    close += [short[one] for one in neighbours(wanted.rpartition("/")[2], short, cutoff=0.8)]
+    listed = dict.fromkeys((*(PREFIX + one for one in BUILTINS), *OFTEN_USED, *_cached()))
+    by_end = {one.rpartition("/")[2].removeprefix(PREFIX): one for one in (*reversed(listed), *_beside(wanted))}
+    close = neighbours(wanted, listed, cutoff=0.75)
+    close += [by_end[one] for one in neighbours(wanted.rpartition("/")[2], by_end, cutoff=0.75)]
     found = [one for one in dict.fromkeys(close) if one != name][:3]
     return f"did you mean {' or '.join(map(repr, found))}?" if found else otherwise
 
