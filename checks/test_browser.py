@@ -20,6 +20,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 
 import lipbound as lb
+from lipbound.reporting.page.contents import contents
 from lipbound.reporting.page.render import report
 
 SHOTS = os.environ.get("LIPBOUND_SHOTS")
@@ -107,13 +108,23 @@ def mouse(browser: webdriver.Chrome, panel: int, layer: int, head: int, *, click
         time.sleep(0.1)
 
 
+def places(browser: webdriver.Chrome, ds: xr.Dataset) -> list[str]:
+    """Names of the panels in the order in which they stand, from their titles."""
+    titles = browser.execute_script(
+        "return document.getElementById('maps').layout.annotations.map(a => a.text).filter(t => !t.endsWith('the scale'))"
+    )
+    names = {str(ds[name].attrs["label"]): name for name in lb.tables.panels(ds)}
+    return [names[title.removesuffix(" \u2020").removesuffix(" \u2021")] for title in titles]
+
+
 def geomean(values: xr.DataArray) -> float:
     return float(np.exp(np.log(values.values).mean()))
 
 
 def test_hover_reads_the_dataset_back(opened: Any, ds: xr.Dataset) -> None:
     browser = opened("one")
-    panels = lb.tables.panels(ds)
+    panels = places(browser, ds)
+    assert set(panels) == set(lb.tables.panels(ds))
     for name, layer, head in (("yudin", 1, 3), ("lipbound", 5, 0), ("castin", 0, 2)):
         mouse(browser, panels.index(name), layer, head, click=False)
         found = wait(
@@ -133,7 +144,7 @@ def test_hover_reads_the_dataset_back(opened: Any, ds: xr.Dataset) -> None:
 
 def test_click_selects_in_every_panel_and_shows_the_head(opened: Any, ds: xr.Dataset) -> None:
     browser = opened("one")
-    panels = lb.tables.panels(ds)
+    panels = places(browser, ds)
     mouse(browser, panels.index("yudin"), 4, 2, click=True)
     wait(lambda: browser.find_element(By.ID, "detail-title").text == "layer 4, head 2")
     assert status(browser)["bound"] == "yudin"
@@ -153,6 +164,10 @@ def test_click_selects_in_every_panel_and_shows_the_head(opened: Any, ds: xr.Dat
     assert 0 < max(softmax) <= 0.5 + 1e-6
     terms = browser.execute_script("return document.getElementById('terms').data.map(t => [t.name, t.x])")
     np.testing.assert_allclose(np.sum([x for _, x in terms], 0), 1, atol=1e-4)
+    assert browser.execute_script("return document.getElementById('attention').data[0].colorbar.ticktext")[-1] == "1"
+    formulas = browser.find_elements(By.CSS_SELECTOR, "dd math")
+    assert len(formulas) >= len(ds.attrs["bounds"])
+    assert min(formula.size["height"] for formula in formulas) > 0
     shoot(browser, "detail")
 
 
@@ -173,6 +188,13 @@ def test_switching_the_bound_and_the_quantity(opened: Any, ds: xr.Dataset) -> No
     k = ds.attrs["bounds"].index("lipbound")
     z = browser.execute_script("return document.getElementById('maps').data[arguments[0]].z", k)
     np.testing.assert_allclose(z, np.log(ds["lipbound"] / ds["exact"]).mean("sample") / np.log(10), atol=1e-4)
+    bar = browser.execute_script("return document.getElementById('maps').layout.coloraxis.colorbar")
+    assert "1" in bar["ticktext"]  # a ratio, not its logarithm
+    assert bar["tickvals"][bar["ticktext"].index("1")] == pytest.approx(0, abs=1e-9)
+    axis = browser.execute_script("return document.getElementById('histogram').layout.xaxis")
+    assert axis["title"]["text"] == "bound / exact"
+    for at, text in zip(axis["tickvals"], axis["ticktext"], strict=True):
+        assert "<sup>" in text or 10**at == pytest.approx(float(text.replace(",", "")), rel=1e-3)
     shoot(browser, "ratio")
 
 
@@ -196,8 +218,10 @@ def test_keyboard(opened: Any) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_two_runs_side_by_side(opened: Any, scheme: str) -> None:
     browser = opened("two", scheme=scheme)
-    table = browser.find_element(By.CSS_SELECTOR, "#h-compare ~ table").text
+    table = browser.find_element(By.CSS_SELECTOR, "#h-compare ~ .scroll table").text
     assert "not computed" in table  # the second run has two bounds only
+    assert re.search(r"Castin 2024, 3.3 [\d,.]+ \u2020", table)  # its assumptions do not hold on a GPT-2
+    assert "Lengths in tokens differ: at most 32 in gpt2, 65 in vit" in browser.find_element(By.CSS_SELECTOR, "#h-compare ~ .notice").text
     Select(browser.find_element(By.ID, "run")).select_by_value("1")
     wait(lambda: browser.execute_script("return document.getElementById('maps').data.length") == 3)
     assert [e.is_displayed() for e in browser.find_elements(By.CSS_SELECTOR, "section.run")] == [False, True, False, True]
@@ -216,7 +240,10 @@ def test_hostile_names_are_text(opened: Any, hostile: xr.Dataset) -> None:
     assert "<img src=x onerror=window.hacked=1>" in browser.find_element(By.TAG_NAME, "main").text
     assert "</script><img src=x onerror" in browser.find_element(By.ID, "maps").text  # the panel's title
     Select(browser.find_element(By.ID, "bound")).select_by_value("yudin")
-    mouse(browser, lb.tables.panels(hostile).index("yudin"), 0, 0, click=True)
+    shown = [
+        scale["names"] for scale in contents(hostile, "x", reduce="geomean", sample=0, model=None, data=None, device="cpu", wanted=False)["scales"]
+    ]
+    mouse(browser, [name for names in shown for name in names].index("yudin"), 0, 0, click=True)
     wait(lambda: "<img" in status(browser)["text"])
     assert "left out" in browser.find_element(By.ID, "detail-reason").text
     assert not browser.execute_script("return window.hacked")
@@ -236,6 +263,8 @@ def test_narrow_and_printed(opened: Any, pages: dict[str, Path], tmp_path: Path)
     heights = browser.execute_script("return ['maps', 'histogram', 'attention', 'terms'].map(id => document.getElementById(id).clientHeight)")
     assert min(heights) > 150
     assert browser.execute_script("return document.documentElement.scrollWidth") <= browser.execute_script("return innerWidth")
+    hint = browser.execute_script("return getComputedStyle(document.querySelector('.scroll'), '::after').content")
+    assert "scroll sideways" in hint
     shoot(browser, "narrow")
     browser.set_window_size(1300, 900)
     time.sleep(0.5)

@@ -5,18 +5,47 @@ from pathlib import Path
 
 import torch
 
-from lipbound.errors import LipboundError
+from lipbound.errors import LipboundError, UnknownNameError, shown
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+"""What is computed in."""
 
 
-def resolve_device(device: str) -> str:
-    """A device of this machine; "auto" is CUDA where there is one."""
+def resolve_device(device: str | torch.device) -> str:
+    """A device of this machine by its name; "auto" is CUDA where there is one.
+
+    Raises:
+        LipboundError: no such device, or one that holds no numbers ("meta").
+    """
+    if isinstance(device, torch.device):
+        device = str(device)
+    if not isinstance(device, str) or not device:
+        raise LipboundError(f"device is {shown(device)}; give 'cpu', 'cuda', 'cuda:1' or 'auto'")
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise LipboundError(f"device {device!r} cannot be used here ({str(error).splitlines()[0]}); try 'cpu' or 'auto'") from error
+        if float(torch.ones(1, device=device)) != 1:
+            raise RuntimeError("it does not compute")
+    except (RuntimeError, AssertionError, ValueError, ImportError, NotImplementedError) as error:
+        raise LipboundError(f"device {shown(device)} cannot be used here; try 'cpu' or 'auto'") from error
     return device
+
+
+def dtype_name(dtype: object, error: type[LipboundError] = UnknownNameError) -> str:
+    """ "float32" or "float64", however it is written: also torch.float64, np.float64.
+
+    Raises:
+        LipboundError: another dtype; ``error`` is the type to raise.
+
+    >>> dtype_name("float32"), dtype_name(torch.float64)
+    ('float32', 'float64')
+    """
+    written = getattr(dtype, "__name__", None) if isinstance(dtype, type) else str(dtype) if isinstance(dtype, str | torch.dtype) else None
+    name = getattr(dtype, "name", None) if written is None and hasattr(dtype, "itemsize") else written
+    name = name.removeprefix("torch.") if isinstance(name, str) else None
+    if name not in DTYPES:
+        raise error(f"dtype is {shown(dtype)}; allowed are 'float32' and 'float64' (half-precision checkpoints are cast up)")
+    return name
 
 
 def device_name(device: str) -> str:

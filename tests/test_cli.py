@@ -61,7 +61,7 @@ def test_bounds_are_listed(capsys: pytest.CaptureFixture, monkeypatch: pytest.Mo
         (["compare", "builtin:gpt3"], "did you mean 'gpt2'"),
         (["compare", "builtin:gpt2", "--bounds", "yudn"], "did you mean"),
         (["compare", "builtin:gpt2", "--max-length", "1000"], "exceeds the 256 positions"),
-        (["compare", "builtin:gpt2", "--layers", "a"], "give numbers separated by commas"),
+        (["compare", "builtin:gpt2", "--layers", "a"], "--layers is 'a'; give numbers from 0"),
         (["compare", "builtin:gpt2", "--layers", "9"], "numbered 0 to 5"),
         (["compare", "builtin:gpt2", "--data", "/no/file.txt"], "there is no file"),
         (["table", "/no/run.zarr"], "there is no run"),
@@ -97,7 +97,6 @@ def test_wrong_modality(bert: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     status, _, err = call(capsys, monkeypatch, "--debug", "compare", "builtin:gpt3")
     assert (status, "Traceback" in err) == (2, True)
-    cli.state["debug"] = False
 
 
 def test_a_finished_run_is_rescued(bert: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +125,7 @@ def test_options_are_those_of_compare() -> None:
     assert set(signature) - set(config) == {"client", "progress"}
     assert {name: signature[name].default for name in config if name != "model"} == {n: d for n, d in config.items() if n != "model"}
     command = inspect.signature(measuring.compare).parameters
-    assert set(command) - set(config) == {"scheduler", "quiet"}
+    assert set(command) - set(config) == {"scheduler"}
     assert {name: command[name].default for name in config if name != "model"} == {n: d for n, d in config.items() if n != "model"}
 
 

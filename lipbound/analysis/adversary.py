@@ -8,12 +8,14 @@ import xarray as xr
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.validation import check_layer
 from lipbound.bounds.ball.bound_over_ball import CENTRES, over_ball
 from lipbound.bounds.entry import check_ball, check_radii
-from lipbound.bounds.registry import get
-from lipbound.errors import LipboundError
+from lipbound.bounds.registry import get, resolve
+from lipbound.errors import LipboundError, flag, shown, whole
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.jacobians.spectral_norm import spectral_norm
+from lipbound.linalg.solution import check_seed
 
 BOUNDS = ("castin_bias", "yudin", "specformer")
 """Published bounds with a radius that `radius_curve` shows by default."""
@@ -44,12 +46,13 @@ def attack(att: Attention, radius: float, *, norm: str = "token", steps: int = 2
     Raises:
         LipboundError: a negative radius, an unknown norm, no steps or no starts.
     """
+    check_layer(att, "attack")
     check_ball(radius, norm)
-    if not all(isinstance(count, int) and count >= 1 for count in (steps, starts)):
-        raise LipboundError(f"steps is {steps!r} and starts {starts!r}; both must be integers, and at least one of each is needed")
-    if not isinstance(seed, int):
-        raise LipboundError(f"seed is {seed!r}; it must be an integer")
-    generator = torch.Generator().manual_seed(seed)
+    radius = float(radius)
+    if not all(isinstance(count, int) and not isinstance(count, bool) and count >= 1 for count in (steps, starts)):
+        raise LipboundError(f"steps is {shown(steps)} and starts {shown(starts)}; both must be integers, and at least one of each is needed")
+    (start,) = check_seed(whole("seed", seed))
+    generator = torch.Generator().manual_seed(start)
     norms, inputs = [], []
     for s in range(att.samples):
         one = att.unpadded(s)
@@ -140,8 +143,11 @@ def radius_curve(
     Raises:
         LipboundError: as `lipbound.bounds.over_ball` and `attack` do; nothing to show.
     """
+    check_layer(att, "radius_curve")
     _, radii = check_radii(radii, norm)
-    bounds = BOUNDS if bounds is None and not att.variants else bounds or ()
+    chosen = BOUNDS if bounds is None and not att.variants else () if bounds is None else bounds
+    bounds = resolve(chosen) if chosen or isinstance(chosen, str) or not isinstance(chosen, Sequence) else []
+    adversary = flag("adversary", adversary)
     values = {}
     if att.variants <= CENTRES.covers or not (adversary or bounds):
         values["over_ball"] = over_ball(att, list(radii), norm=norm, at=at).cpu().numpy()

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lipbound.errors import LipboundError
+from lipbound.errors import LipboundError, real, shown, whole
 from lipbound.linalg.certificates import ROUNDING
 from lipbound.linalg.operator_norm import operator_norm
 from lipbound.linalg.operators import JacobianOperator, Transposed
-from lipbound.linalg.solution import Norm
-from lipbound.models.capture.recorder import implementation
+from lipbound.linalg.solution import Norm, check_seed
+from lipbound.models.capture.recorder import cannot_compute, check_model, implementation, taken
+from lipbound.models.precision import measurable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -137,7 +138,7 @@ def network_norm(
     ``upper`` does not cover the rounding of activations, so give a model in float64 where digits beyond the fourth matter.
 
     Args:
-        model: a transformers model in float32 or float64.
+        model: a transformers model; of one in half precision a copy in float32 is measured, and a `lipbound.errors.Notice` says so.
         inputs: what its forward takes, on its device.
         start: "embeddings", or the number of a block.
         end: "logits", "last_hidden_state", or the number of a block.
@@ -150,9 +151,14 @@ def network_norm(
     Raises:
         LipboundError: no such block, end or output; an end before the start.
     """
+    check_model(model)
+    model = measurable(model)
+    inputs = {name: t for name, t in taken(model, inputs).items() if isinstance(t, Tensor)}
     if isinstance(start, int):
         _number(start, len(blocks(model)), "start")
-    return _norm(model, inputs, start, end, tol, delta, seed, batch)
+    share = None if delta is None else real("delta", delta, "a probability between 0 and 1, or None", above=0, below=1)
+    seeds = seed if isinstance(seed, int) and not isinstance(seed, bool) else check_seed(seed)
+    return _norm(model, inputs, start, end, tol, share, seeds, whole("batch", batch, least=1))
 
 
 def _norm(
@@ -216,12 +222,13 @@ def chain(
     ``start`` may also be the number of blocks: what leaves the last one.
     """
     parts = blocks(model)
-    first = 0 if start == "embeddings" else _number(start, len(parts) + 1, "start")  # the number of blocks: what leaves the last one
+    # the number of blocks: what leaves the last one
+    first = 0 if isinstance(start, str) and start == "embeddings" else _number(start, len(parts) + 1, "start")
     last = _number(end, len(parts), "end") if isinstance(end, int) else end
     if isinstance(last, int) and last < first:
         raise LipboundError(f"end is block {last} but start is block {first}; end at {first} or later")
-    if isinstance(last, str) and last not in ("logits", "last_hidden_state"):
-        raise LipboundError(f"end is {end!r}; give 'logits', 'last_hidden_state' or the number of a block")
+    if not isinstance(last, int) and (not isinstance(last, str) or last not in ("logits", "last_hidden_state")):
+        raise LipboundError(f"end is {shown(end)}; give 'logits', 'last_hidden_state' or the number of a block")
     given: list[Tensor] = []
     replacement: list[Tensor] = []
 
@@ -265,7 +272,12 @@ def chain(
         hooks.append(parts[last].register_forward_hook(stop))
     try:
         with implementation(model, "eager"), torch.no_grad():
-            run()
+            try:
+                run()
+            except LipboundError:
+                raise
+            except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
+                raise cannot_compute(model, error) from error
             x = given[0].detach().clone()
             valid = inputs.get("attention_mask")
             real = None if valid is None or tuple(valid.shape) != tuple(x.shape[:2]) else (valid != 0)[..., None].to(x.dtype)
@@ -276,6 +288,6 @@ def chain(
 
 
 def _number(value: Any, count: int, name: str) -> int:
-    if not isinstance(value, int) or not 0 <= value < count:
-        raise LipboundError(f"{name} is {value!r}; it must be the number of a block, and this model has {count}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < count:
+        raise LipboundError(f"{name} is {shown(value)}; it must be the number of a block, and this model has {count}")
     return value

@@ -19,7 +19,8 @@ from lipbound.attention.variants.qk_norm import QKNorm, QKNormalised
 from lipbound.attention.variants.rotary import Rotation
 from lipbound.attention.variants.sinks import Sinks
 from lipbound.attention.variants.token_maps import TokenMap
-from lipbound.errors import AttentionError, is_number
+from lipbound.errors import AttentionError, is_number, shown
+from lipbound.formatting.notebooks import html_facts
 
 T = TypeVar("T")
 
@@ -94,8 +95,15 @@ class Attention(Transforms):
         surroundings: ResidualContext | None = None,
     ):
         for name, number in (("scale", scale), ("cap", cap)):
-            if number is not None and not is_number(number):
-                raise AttentionError(f"{name} is {number!r}; it must be a finite number")
+            if number is not None and (isinstance(number, bool) or not is_number(number)):
+                raise AttentionError(f"{name} is {shown(number)}; it must be a finite number")
+        for name, norm in (("norm_q", norm_q), ("norm_k", norm_k)):
+            if norm is not None and not isinstance(norm, QKNorm):
+                raise AttentionError(f"{name} is {shown(norm)}; it must be a QKNorm of lipbound.attention.variants.qk_norm")
+        if rotation is not None and not isinstance(rotation, Rotation):
+            raise AttentionError(f"rotation is {shown(rotation)}; it must be a Rotation of lipbound.attention.variants.rotary")
+        if sinks is not None and not isinstance(sinks, Tensor):
+            raise AttentionError(f"sinks is {shown(sinks)}; it must be a torch tensor")
         found: list[Variant] = list(steps)
         if norm_q is not None or norm_k is not None:
             found.append(QKNormalised(norm_q, norm_k))
@@ -163,9 +171,18 @@ class Attention(Transforms):
             return torch.full((self.samples,), self.tokens, dtype=torch.float64, device=self.device)
         return self.valid.sum(-1).double()
 
-    def __repr__(self) -> str:
+    def _extra(self) -> list[str]:
+        """Names of the optional parts that there are."""
         extra = [name for name in ("b_q", "b_k", "b_v", "w_o", "mask", "valid") if getattr(self, name) is not None]
-        extra += [part for step in sorted(self.scoring.steps, key=lambda step: step.place) for part in step.parts]
+        return extra + [part for step in sorted(self.scoring.steps, key=lambda step: step.place) for part in step.parts]
+
+    def _repr_html_(self) -> str:
+        sizes = {"samples": self.samples, "heads": self.heads, "N (tokens)": self.tokens, "D (width)": self.x.shape[2], "d": self.d, "d_v": self.d_v}
+        said = {name: f"{size:,}" for name, size in sizes.items()} | {"scale": f"{float(self.scale):.6g}", "with": ", ".join(self._extra())}
+        return html_facts("Attention layer", said | {"dtype": str(self.dtype).removeprefix("torch."), "device": str(self.device)})
+
+    def __repr__(self) -> str:
+        extra = self._extra()
         return (
             f"Attention(samples={self.samples}, heads={self.heads}, N={self.tokens}, D={self.x.shape[2]}, d={self.d}, "
             f"d_v={self.d_v}, {str(self.dtype).removeprefix('torch.')}{', with ' + ', '.join(extra) if extra else ''})"

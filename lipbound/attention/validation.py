@@ -9,15 +9,20 @@ from lipbound.attention.masking import sees_some_key
 from lipbound.attention.projections import Projections
 from lipbound.attention.scoring import Scoring
 from lipbound.attention.variants.base import Shapes
-from lipbound.errors import AttentionError
+from lipbound.errors import AttentionError, LipboundError, shown
 
 
 def validate(x: Tensor, projections: Projections, scoring: Scoring, valid: Tensor | None) -> None:
     """Raise AttentionError unless the tensors of a layer fit together, are numbers of one dtype, and every query may attend to some key."""
+    needed = {"x": x, "w_q": projections.w_q, "w_k": projections.w_k, "w_v": projections.w_v}
+    optional = projections.tensors() | {"mask": scoring.mask, "valid": valid}
+    for name, tensor in (optional | needed).items():
+        if tensor is not None or name in needed:
+            _check_tensor(name, tensor)
+    for step in scoring.steps:
+        for name, tensor in step.tensors().items():
+            _check_tensor(name, tensor)
     given = {"x": x} | projections.tensors()
-    for name, tensor in (given | {"mask": scoring.mask, "valid": valid}).items():
-        if tensor is not None and not isinstance(tensor, Tensor):
-            raise AttentionError(f"{name} is a {type(tensor).__name__}; it must be a torch tensor")
     for name in ("x", "w_q", "w_k", "w_v"):
         axes, shape = "(samples, N, D)" if name == "x" else "(heads, D, d)", tuple(given[name].shape)
         if len(shape) != 3 or 0 in shape:
@@ -40,6 +45,22 @@ def validate(x: Tensor, projections: Projections, scoring: Scoring, valid: Tenso
     for step in scoring.steps:
         step.check(Shapes(tuple(x.shape), tuple(given["w_q"].shape)))
     _check_mask(scoring.mask, (samples, heads, tokens, tokens), valid)
+
+
+def check_layer(att: object, what: str) -> None:
+    """Raise LipboundError for what is no `lipbound.Attention`; ``what`` takes one."""
+    if not hasattr(att, "only") or not hasattr(att, "scoring"):
+        raise LipboundError(f"{what} was given {shown(att)}; it takes one Attention, such as a layer of lipbound.capture")
+
+
+def _check_tensor(name: str, tensor: object) -> None:
+    """It must be a tensor with numbers in it, one after the other."""
+    if not isinstance(tensor, Tensor):
+        raise AttentionError(f"{name} is {shown(tensor)}; it must be a torch tensor")
+    if tensor.is_meta:
+        raise AttentionError(f"{name} is on the device meta, which holds no numbers; give tensors on a CPU or GPU")
+    if tensor.layout != torch.strided:
+        raise AttentionError(f"{name} is sparse; give {name}.to_dense()")
 
 
 def _check_shape(name: str, tensor: Tensor, wanted: tuple[int | None, ...], given: dict[str, Tensor]) -> None:

@@ -7,8 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
+from lipbound.attention.validation import check_layer
 from lipbound.bounds.kinds import ByKind
-from lipbound.errors import LipboundError, UnknownNameError, is_number, nearest
+from lipbound.errors import LipboundError, UnknownNameError, is_number, nearest, shown
+from lipbound.formatting.mathml import formula
+from lipbound.formatting.notebooks import html_facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -99,8 +102,7 @@ class Bound:
         Raises:
             AttentionError: a layer that the statement is not about; see `applies`.
         """
-        if not hasattr(att, "only"):
-            raise LipboundError(f"bound {self.name!r} was given a {type(att).__name__}; it takes one Attention, such as a layer of lipbound.capture")
+        check_layer(att, f"bound {self.name!r}")
         att.only(f"bound {self.name!r}", self.covers)
         return self.formulas.of(att)
 
@@ -121,10 +123,12 @@ class Bound:
 
     def applies(self, att: Attention) -> bool:
         """Whether the statement is about layers such as this one at all: whether it covers its variants."""
+        check_layer(att, f"bound {self.name!r}")
         return att.variants <= self.covers
 
     def sound(self, att: Attention) -> Tensor:
         """Whether the statement is a valid upper bound here, by its assumptions: (samples, heads), bool."""
+        check_layer(att, f"bound {self.name!r}")
         return self.formulas.of(att).condition(att).expand(att.samples, att.heads)
 
     def terms(self, att: Attention) -> dict[str, Tensor] | None:
@@ -147,6 +151,7 @@ class Bound:
             raise LipboundError(
                 f"bound {self.name!r} is a statement about one input, without a radius; use lipbound.bounds.over_ball(..., at={self.name!r})"
             )
+        check_layer(att, f"bound {self.name!r}")
         att.only(f"bound {self.name!r} over a ball")
         check_ball(radius, norm)
         return _numbers(self.ball(att, float(radius), norm)).expand(att.samples, att.heads)
@@ -162,6 +167,17 @@ class Bound:
             return function
 
         return enter
+
+    def facts(self) -> dict[str, object]:
+        """What is said of the bound, as plain data."""
+        names = ("name", "label", "statement", "source", "citation", "assumptions", "caveat", "map", "cost", "costly", "differentiable")
+        return {name: getattr(self, name) for name in names} | {"covers": sorted(self.covers), "over_ball": self.ball is not None}
+
+    def _repr_html_(self) -> str:
+        covers = ", ".join(("plain heads", *sorted(self.covers)))
+        source = f"{self.source} [{self.citation}]"
+        said = {"source": source, "a bound when": self.assumptions, "else": self.caveat, "covers": covers, "cost per head": self.cost}
+        return html_facts(f"{self.label} ({self.name})", said, {"statement": formula(self.statement)})
 
     @property
     def year(self) -> int:
@@ -182,9 +198,9 @@ def _numbers(values: Tensor) -> Tensor:
 def check_ball(radius: float, norm: str) -> None:
     """Raise LipboundError unless ``radius`` is a number from 0 to 1e60, whose fourth power is in range, and ``norm`` one of `BALLS`."""
     if not isinstance(norm, str) or norm not in BALLS:
-        raise UnknownNameError(f"unknown norm {norm!r} of a ball; {nearest(norm, BALLS)}")
+        raise UnknownNameError(f"unknown norm {shown(norm)} of a ball; {nearest(norm, BALLS)}")
     if not is_number(radius) or not 0 <= radius <= 1e60:
-        raise LipboundError(f"radius is {radius!r}; it must be a finite number >= 0, and at most 1e60")
+        raise LipboundError(f"radius is {shown(radius)}; it must be a finite number >= 0, and at most 1e60")
 
 
 def check_radii(radius: float | Sequence[float], norm: str) -> tuple[bool, list[float]]:

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.validation import check_layer
 from lipbound.bounds.entry import Bound
 from lipbound.bounds.factors import size, spectral, wide
 from lipbound.bounds.registry import get, resolve
-from lipbound.errors import AttentionError, LipboundError, UnknownNameError, nearest
+from lipbound.errors import AttentionError, LipboundError, UnknownNameError, nearest, shown
 from lipbound.jacobians.maps import BLOCKS, block_bound
 from lipbound.linalg.matrix_norms import matrix_norm
 from lipbound.linalg.upper import Upper, scaled
@@ -56,6 +57,9 @@ def whole_layer(att: Attention, name: str, *, map: str = "layer", rule: str = "b
     Raises:
         LipboundError: unknown rule, map or bound, a bound on another map, an unknown output projection.
     """
+    check_layer(att, "whole_layer")
+    if not isinstance(map, str):
+        raise UnknownNameError(f"map is {shown(map)}; {nearest(map, ('heads', 'layer', *BLOCKS))}")
     if map in BLOCKS:
         return block_bound(att, whole_layer(att, name, rule=rule), map)
     if map not in ("heads", "layer"):

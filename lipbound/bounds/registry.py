@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from lipbound.bounds.entry import Bound, Formula
 from lipbound.bounds.kinds import ByKind
-from lipbound.errors import UnknownNameError, nearest
+from lipbound.errors import UnknownNameError, nearest, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -132,19 +132,23 @@ def get(name: str) -> Bound:
     """
     load_papers()
     if not isinstance(name, str) or name not in _BOUNDS:
-        raise UnknownNameError(f"unknown bound {name!r}; {nearest(name, _BOUNDS)}")
+        raise UnknownNameError(f"unknown bound {shown(name)}; {nearest(name, _BOUNDS)}")
     return _BOUNDS[name]
 
 
-def resolve(bounds: str | Iterable[str]) -> list[str]:
+def resolve(bounds: str | Bound | Iterable[str | Bound]) -> list[str]:
     """Names for "all", "default" (all but the costly), one name, comma-separated names, or a list of names; unknown ones raise."""
+    if isinstance(bounds, Bound):
+        bounds = bounds.name
     if isinstance(bounds, str):
         if bounds in ("default", "all"):
             return [name for name in names() if bounds == "all" or not get(name).costly]
-        bounds = [part.strip() for part in bounds.split(",") if part.strip()]
-    if not isinstance(bounds, Iterable):
-        raise UnknownNameError(f"bounds is {bounds!r}; give 'default', 'all', a name, or a list of names")
-    return list(dict.fromkeys(get(name).name for name in bounds))
+        given, bounds = bounds, [part.strip() for part in bounds.split(",") if part.strip()]
+        if not bounds:
+            raise UnknownNameError(f"bounds is {shown(given)}, which names none; give 'default', 'all', a name, or names separated by commas")
+    if not isinstance(bounds, Iterable) or isinstance(bounds, bytes | Mapping) or (hasattr(bounds, "shape") and not bounds.shape):
+        raise UnknownNameError(f"bounds is {shown(bounds)}; give 'default', 'all', a name, or a list of names")
+    return list(dict.fromkeys(get(name.name if isinstance(name, Bound) else name).name for name in bounds))
 
 
 def evaluate(att: Attention, bounds: str | Iterable[str] = "default") -> dict[str, Tensor]:

@@ -1,6 +1,9 @@
 """The command line."""
 
-from lipbound.cli import measuring, reporting, reproducing  # noqa: F401  (importing them registers their commands, in the order of --help)
+# Importing modules registers their commands, in the order of --help.
+# isort: off
+from lipbound.cli import interruption as interruption
+from lipbound.cli import measuring, reporting, describing, reproducing  # noqa: F401
 from lipbound.cli.application import app, main, state
 
 __all__ = ["app", "main", "state"]

@@ -2,8 +2,9 @@
 
 import sys
 
-from lipbound.cli import main
+from lipbound.cli import interruption, main
 
 if __name__ == "__main__":
     sys.argv[0] = "lipbound"  # runs record their command
+    interruption.watch()
     main()

@@ -3,20 +3,72 @@
 Commands import what they need when they run: ``lipbound --help`` loads neither torch nor anything else of size.
 """
 
+import os
+import re
 import sys
 import traceback
+import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperCommand
 
 from lipbound import __version__
-from lipbound.errors import LipboundError
+from lipbound.cli import interruption
+from lipbound.errors import LipboundError, Notice, nearest
 from lipbound.formatting import plain
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+Callback = TypeVar("Callback", bound=Callable[..., Any])
+VERBOSE = "LIPBOUND_VERBOSE"
+"""The environment variable that lets other libraries speak, here and in processes that are started."""
+SWITCHES = {
+    "quiet": "Neither progress bar nor notes.",
+    "verbose": "What other libraries say, too: their progress bars, warnings and retries.",
+    "debug": "Show tracebacks.",
+}
+"""Options that every command takes, behind its name or before it."""
 
-state = {"debug": False}
+state: dict[str, Any] = {"debug": False, "quiet": False, "verbose": False, "options": {}}
+"""What was asked for, and the names of the running command's options by the names of its arguments."""
+
+
+def switch(name: str, wanted: bool) -> None:
+    """One of `SWITCHES` is asked for, or not."""
+    if wanted:
+        state[name] = True
+        if name == "verbose":
+            os.environ[VERBOSE] = "1"
+
+
+class Command(TyperCommand):
+    """A command that also takes `SWITCHES`, and whose errors speak of its options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for name in SWITCHES:
+            switch(name, f"--{name}" in args)
+        return super().parse_args(ctx, [word for word in args if word not in {f"--{name}" for name in SWITCHES}])
+
+    def invoke(self, ctx: Any) -> Any:
+        options = {param.name: param.opts[-1] for param in self.params if param.name and param.opts}
+        state["options"] = {name: option for name, option in options.items() if option.startswith("-")}
+        try:
+            return super().invoke(ctx)
+        except LipboundError as error:
+            error.args = (in_options(str(error), state["options"]), *error.args[1:])
+            raise
+
+
+class Application(typer.Typer):
+    """Registers every command as a `Command`."""
+
+    def command(self, name: str | None = None, **settings: Any) -> Callable[[Callback], Callback]:
+        settings["epilog"] = f"{settings.get('epilog') or ''}\n\nEvery command also takes --quiet, --verbose and --debug."
+        return super().command(name, **({"cls": Command} | settings))
+
+
+app = Application(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 StoredRun = Annotated[Path, typer.Argument(help="A run saved by `lipbound compare --out`.")]
 
@@ -29,33 +81,108 @@ def _version(wanted: bool) -> None:
 
 @app.callback(epilog="Errors end with status 2 and one sentence.")
 def main_options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help=SWITCHES["quiet"])] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help=SWITCHES["verbose"])] = False,
+    debug: Annotated[bool, typer.Option("--debug", help=SWITCHES["debug"])] = False,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
 ) -> None:
     """Exact local Lipschitz constants of attention heads, beside every published upper bound."""
-    state["debug"] = debug
+    for name, wanted in (("quiet", quiet), ("verbose", verbose), ("debug", debug)):
+        switch(name, wanted)
 
 
 def main() -> None:
-    """Entry point: errors of input become one sentence and status 2."""
-    try:
-        app(prog_name="lipbound")
-    except LipboundError as error:
-        if state["debug"]:
-            traceback.print_exc()
-        else:
-            typer.echo(f"error: {plain(str(error))}", err=True)
-        sys.exit(2)
+    """Entry point: errors of input become one sentence and status 2, an interruption one and status 130."""
+    state.update(debug=False, quiet=False, verbose=False, options={})
+    interruption.forget()
+    before = os.environ.get(VERBOSE)
+    status = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = _show_warning  # type: ignore[assignment]
+        try:
+            status = app(prog_name="lipbound", standalone_mode=False)
+        except (KeyboardInterrupt, typer.Abort):
+            status = 130
+        except LipboundError as error:
+            _say(str(error), error)
+            status = 2
+        except typer.Exit as end:
+            status = end.exit_code
+        except Exception as error:
+            if not hasattr(error, "format_message"):
+                raise
+            _say(_of_usage(error), error)
+            status = 2
+        finally:
+            os.environ.pop(VERBOSE, None) if before is None else os.environ.update({VERBOSE: before})
+    if status == 130:
+        typer.echo(interruption.sentence(), err=True)
+    if status:
+        sys.exit(status)
 
 
-def numbers(text: str | None) -> list[int] | None:
-    """Layer numbers separated by commas."""
-    if text is None:
-        return None
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise LipboundError(f"--layers is {text!r}; give numbers separated by commas, such as 0,3,5") from error
+def _say(message: str, error: Exception) -> None:
+    if state["debug"]:
+        traceback.print_exception(error)
+    else:
+        typer.echo(f"error: {plain(message)}", err=True)
+
+
+def _of_usage(error: Any) -> str:
+    """What typer says of a command line that it cannot read, in one sentence that quotes what was given."""
+    message = " ".join(str(error.format_message()).split()).rstrip(".")
+    command = getattr(error.ctx, "command_path", "lipbound") if getattr(error, "ctx", None) is not None else "lipbound"
+    unknown = re.fullmatch(r"No such command '(.*?)'.*", message)
+    if unknown:
+        names = [c.name or c.callback.__name__.replace("_", "-") for c in app.registered_commands if c.callback is not None]
+        return f"there is no command {unknown[1]!r}; {nearest(unknown[1], names)}"
+    if "Value error, " in message:  # a sentence of ours
+        return message.partition("Value error, ")[2]
+    expected = re.fullmatch(r"Invalid value for '(.*?)': Input should be a valid (\w+).*", message)
+    if expected:
+        what = {"integer": "a whole number", "number": "a number"}.get(expected[2], f"a {expected[2]}")
+        return f"{expected[1].split(' / ')[-1]} must be {what}{_given(expected[1])}"
+    return f"{message[:1].lower()}{message[1:]}; see {command} --help"
+
+
+def _given(option: str) -> str:
+    """ ", not ..." with the value behind an option on the command line, where it stands there."""
+    names = [name.strip("'") for name in option.split(" / ")]
+    for i, word in enumerate(sys.argv):
+        if word in names and i + 1 < len(sys.argv):
+            return f", not {sys.argv[i + 1]!r}"
+        if any(word.startswith(f"{name}=") for name in names):
+            return f", not {word.partition('=')[2]!r}"
+    return ""
+
+
+def _show_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
+    """Notices as notes; warnings of other libraries only where they are wanted."""
+    if issubclass(category, Notice):
+        if not state["quiet"]:
+            typer.echo(f"note: {plain(in_options(str(message), state['options']))}", err=True)
+    elif category.__module__.split(".")[0] == "lipbound":
+        typer.echo(f"warning: {plain(in_options(str(message), state['options']))}", err=True)
+    elif state["verbose"]:
+        typer.echo(f"{filename}:{lineno}: {category.__name__}: {message}", err=True)
+
+
+def in_options(message: str, options: dict[str, str]) -> str:
+    """A message with the names of Python's arguments as options of the command line.
+
+    >>> in_options("exact_samples is 0; name another with column=", {"exact_samples": "--exact-samples", "column": "--column"})
+    '--exact-samples is 0; name another with --column'
+    >>> in_options("leave it out, or take bounds='default'", {"bounds": "--bounds"})
+    "leave it out, or take --bounds default"
+    """
+    for name, option in options.items():
+        message = re.sub(rf"(?<![\w/.'\"-]){name}=True\b", option, message)
+        message = re.sub(rf"(?<![\w/.'\"-]){name}='([^']*)'", rf"{option} \1", message)
+        message = re.sub(rf"(?<![\w/.'\"-]){name}=(?=[\s;,.)]|$)", option, message)
+        message = re.sub(rf"(?<![\w/.'\"-]){name}=(?=\S)", f"{option} ", message)
+        message = re.sub(rf"^{name} (?=is |has |exceeds |leaves |\d)", f"{option} ", message)
+    return message
 
 
 def number_or_name(text: str) -> str | float:

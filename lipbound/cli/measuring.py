@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,9 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lipbound.cli.application import app, numbers
+from lipbound.cli import interruption
+from lipbound.cli.application import app, state
+from lipbound.cli.completion import models
 from lipbound.cli.summary import show
-from lipbound.errors import LipboundError, StoreError
+from lipbound.errors import LipboundError, StoreError, shown
+from lipbound.formatting import plain
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -20,30 +24,54 @@ if TYPE_CHECKING:
     from lipbound.runs.config import RunConfig
 
 
+def probability(text: str | float) -> float:
+    """A number that is 0 only where it says so: one too small for float64 is none."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not 0 <= value < 1 or (value == 0 and isinstance(text, str) and any(c in text for c in "123456789")):
+        raise LipboundError(f"--delta is {shown(text)}; it must be a probability between 0 and 1, or 0 for plain estimates without upper ends")
+    return value
+
+
+def blocks_in(out: Path) -> str:
+    """What of a run is kept while it is measured, and how to go on; for an interruption."""
+    partial = out.with_name(out.name + ".partial")
+    if out.exists():
+        return f"{out} was there already, and nothing was written"
+    if not partial.exists():
+        return "nothing was measured yet"
+    done = sum(1 for mark in (partial / ".done" / "c").rglob("*") if mark.is_file())
+    return f"{done} measured blocks of one layer each are kept in {partial}; the same command with --resume goes on from there"
+
+
 @app.command(epilog="Example: lipbound compare builtin:minilm --data alice.txt --samples 8 --max-length 128 --out minilm.zarr")
 def compare(
     model: Annotated[
         str,
         typer.Argument(
-            help="Hub id (owner/name or owner/name@revision), checkpoint directory, or builtin:minilm|gpt2|llama|qwen3|vit|vit-baseline|vit-jasmin."
+            help="Hub id (owner/name or owner/name@revision), checkpoint directory, or a builtin such as builtin:minilm (see `lipbound models`).",
+            autocompletion=models,
         ),
     ],
     data: Annotated[
-        str | None, typer.Option(help="Hub dataset (id or id:config), text file, image folder, parquet/csv/json, or safetensors of inputs.")
+        str | None,
+        typer.Option(help="Hub dataset (id or id:config), text file, image folder, parquet/csv/json, safetensors of inputs, or a text."),
     ] = None,
     split: Annotated[str | None, typer.Option(help="Split of a hub dataset.")] = None,
     column: Annotated[str | None, typer.Option(help="Column of a dataset that holds the text or image.")] = None,
     samples: Annotated[int, typer.Option(help="How many samples.")] = 8,
     exact_samples: Annotated[int | None, typer.Option(help="Exact norms on the first so many samples only.")] = None,
     max_length: Annotated[int, typer.Option(help="Tokens per text, special tokens included.")] = 128,
-    layers: Annotated[str | None, typer.Option(help="Layer numbers, e.g. 0,5,11; all by default.")] = None,
+    layers: Annotated[str | None, typer.Option(help="Layer numbers, e.g. 0,5,11 or 0-3,7; all by default.")] = None,
     bounds: Annotated[str, typer.Option(help="'default', 'all', or names separated by commas (see `lipbound bounds`).")] = "default",
     map: Annotated[
         str,
         typer.Option(help="head, head_out (with its slice of the output projection), heads, layer (all together), residual, pre_norm or post_norm."),
     ] = "head",
     tol: Annotated[float, typer.Option(help="Relative width (or error, with --delta 0) of exact norms.")] = 1e-3,
-    delta: Annotated[float, typer.Option(help="Total failure probability of exact_upper; 0 for plain estimates.")] = 1e-6,
+    delta: Annotated[float, typer.Option(parser=probability, help="Total failure probability of exact_upper; 0 for plain estimates.")] = 1e-6,
     device: Annotated[str, typer.Option(help="'auto', 'cpu', 'cuda', 'cuda:1', ...")] = "auto",
     dtype: Annotated[str, typer.Option(help="'float32' or 'float64'.")] = "float32",
     seed: Annotated[int, typer.Option(help="Seed of the start vectors.")] = 0,
@@ -55,18 +83,18 @@ def compare(
     scheduler: Annotated[
         str | None, typer.Option(help="Address of a dask scheduler whose workers share the run, or local:N for N processes here.")
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
 ) -> None:
     """Measure every attention head of a checkpoint and set every bound beside it."""
     from lipbound.runs.config import RunConfig
 
+    interruption.keeps(lambda: blocks_in(out) if out is not None else "nothing was kept, since there was no --out")
     config = RunConfig(
         model, data, split=split, column=column, bounds=bounds, map=map, samples=samples, exact_samples=exact_samples, max_length=max_length,
-        layers=numbers(layers), revision=revision, tol=tol, delta=delta or None, device=device, dtype=dtype, seed=seed, out=out, resume=resume,
+        layers=layers, revision=revision, tol=tol, delta=delta or None, device=device, dtype=dtype, seed=seed, out=out, resume=resume,
         memory=memory, weights=weights,
     )  # fmt: skip
     with cluster(scheduler) as client:
-        ds = measured(config, client=client, progress=not quiet)
+        ds = measured(config, client=client, progress=not state["quiet"])
     show(ds)
     if out is not None:
         typer.echo(f"saved {out}; draw it with: lipbound heatmap {out} -o heatmap.pdf")
@@ -77,18 +105,21 @@ def sweep(
     file: Annotated[Path, typer.Argument(help="YAML: model, data, max_length (values or lists), and options that hold for every run.")],
     out: Annotated[Path, typer.Option(help="Folder for the runs and their index.csv; what it holds already is kept.")] = Path("runs"),
     scheduler: Annotated[str | None, typer.Option(help="As in `lipbound compare`.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
 ) -> None:
     """Do every combination of models, data and lengths; a run that fails does not stop the others."""
     from lipbound.runs.sweep import sweep as run_sweep
 
-    failed = 0
+    interruption.keeps(lambda: f"what was measured is kept in {out}; the same command goes on from there")
+    ended: Counter[str] = Counter()
     with cluster(scheduler) as client:
-        for row in run_sweep(file, out, client=client, progress=not quiet):
-            failed += row["status"] == "failed"
-            typer.echo(f"{row['status']}: {row['run']}{'  ' + row['error'] if row['error'] else ''}")
-    if failed:
-        raise LipboundError(f"{failed} runs of the sweep failed; {out / 'index.csv'} says why, and the same command tries them again")
+        for row in run_sweep(file, out, client=client, progress=not state["quiet"]):
+            ended[row["status"]] += 1
+            typer.echo(f"{row['status']}: {row['run']}{'  ' + plain(row['error']) if row['error'] else ''}")
+    if ended["kept"] and not state["quiet"]:
+        typer.echo(f"note: {ended['kept']} of {ended.total()} runs were finished before and are kept as they are, in {out}", err=True)
+    if failed := ended["failed"]:
+        runs = "1 run" if failed == 1 else f"{failed} runs"
+        raise LipboundError(f"{runs} of the sweep failed; {out / 'index.csv'} says why, and the same command tries again")
 
 
 @contextmanager

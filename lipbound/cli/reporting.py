@@ -6,6 +6,8 @@ from typing import Annotated
 import typer
 
 from lipbound.cli.application import StoredRun, app, number_or_name
+from lipbound.cli.completion import one_of
+from lipbound.cli.machine import echo_json
 
 
 @app.command(epilog="Example: lipbound heatmap minilm.zarr -o minilm.pdf --reduce geomean")
@@ -14,12 +16,15 @@ def heatmap(
     output: Annotated[Path, typer.Option("-o", "--output", help="File to write: .pdf, .svg, .png, .pgf, ...")],
     bounds: Annotated[str | None, typer.Option(help="Names separated by commas; all of the run by default.")] = None,
     reduce: Annotated[str, typer.Option(help="mean, geomean, max, median or a quantile such as 0.9, over samples.")] = "mean",
-    scale: Annotated[str, typer.Option(help="'shared', or 'panel' for a colour scale each.")] = "shared",
+    scale: Annotated[
+        str, typer.Option(help="'rows' (what is near the exact norm first, on its own scale), 'shared', or 'panel' (one each).")
+    ] = "rows",
     width: Annotated[str, typer.Option(help="'page', 'column', 'slide' or inches.")] = "page",
-    columns: Annotated[int | None, typer.Option(help="Panels in a row.")] = None,
+    columns: Annotated[int | None, typer.Option(min=1, help="Panels in a row.")] = None,
     style: Annotated[str | None, typer.Option(help="A venue known to tueplots, e.g. icml2024: its fonts and widths (extra `styles`).")] = None,
+    caption: Annotated[bool, typer.Option("--caption", help="Draw the caption into the picture too.")] = False,
 ) -> None:
-    """Draw layer x head heatmaps of a run."""
+    """Draw layer x head heatmaps of a run, and write the caption beside the figure."""
     from lipbound.reporting.plots import heatmaps
     from lipbound.reporting.statistics import requested
     from lipbound.runs.store import load
@@ -27,18 +32,24 @@ def heatmap(
     ds = load(run, damaged="refuse")
     chosen = None if bounds is None else requested(ds, bounds)
     how, inches = number_or_name(reduce), number_or_name(width)
-    heatmaps(ds, output, bounds=chosen, reduce=how, scale=scale, width=inches, columns=columns, style=style)
-    typer.echo(f"wrote {output}")
+    heatmaps(ds, output, bounds=chosen, reduce=how, scale=scale, width=inches, columns=columns, style=style, caption=caption)
+    typer.echo(f"wrote {output}, and its caption to {output.stem}.caption.txt and .tex beside it")
 
 
 @app.command(epilog="Example: lipbound table minilm.zarr --format markdown")
 def table(
     run: StoredRun,
-    format: Annotated[str, typer.Option(help="text, markdown, latex (booktabs, siunitx) or csv (full precision).")] = "text",
-    by: Annotated[str, typer.Option(help="A row per bound, layer or head.")] = "bound",
+    format: Annotated[
+        str,
+        typer.Option(
+            help="text, markdown, latex (booktabs, siunitx) or csv (full precision).", autocompletion=one_of("text", "markdown", "latex", "csv")
+        ),
+    ] = "text",
+    by: Annotated[str, typer.Option(help="A row per bound, layer or head.", autocompletion=one_of("bound", "layer", "head"))] = "bound",
     bounds: Annotated[str | None, typer.Option(help="Names separated by commas; all of the run by default.")] = None,
     reduce: Annotated[str, typer.Option(help="geomean, mean, max, median or a quantile, for rows per layer or head.")] = "geomean",
     values: Annotated[str, typer.Option(help="'ratio' (bound / exact) or 'value', for rows per layer or head.")] = "ratio",
+    json: Annotated[bool, typer.Option("--json", help="JSON with full precision, in place of --format.")] = False,
     width: Annotated[
         str | None, typer.Option(help="Of text: characters (the terminal's by default); of latex: column (the default), page, slide, or points.")
     ] = None,
@@ -50,14 +61,17 @@ def table(
     stay whole; csv has everything.
     """
     from lipbound.cli.summary import columns, emphasised
+    from lipbound.reporting import tables
     from lipbound.reporting.statistics import requested
-    from lipbound.reporting.tables import render
     from lipbound.runs.store import load
 
     ds = load(run, damaged="refuse")
     chosen = None if bounds is None else requested(ds, bounds)
+    if json:
+        echo_json(tables.table_of(ds, by=by, bounds=chosen, reduce=number_or_name(reduce), values=values).data())
+        return
     wide = number_or_name(width) if width is not None else columns() if format == "text" else None
-    typer.echo(emphasised(render(ds, format, by=by, bounds=chosen, reduce=number_or_name(reduce), values=values, width=wide)))
+    typer.echo(emphasised(tables.render(ds, format, by=by, bounds=chosen, reduce=number_or_name(reduce), values=values, width=wide)))
 
 
 @app.command(epilog="Example: lipbound cite minilm.zarr > references.bib; lipbound cite minilm.zarr --format latex")

@@ -5,9 +5,13 @@ from typing import Annotated
 
 import typer
 
-from lipbound.cli.application import StoredRun, app
+from lipbound.cli import interruption
+from lipbound.cli.application import StoredRun, app, state
+from lipbound.cli.completion import models
+from lipbound.cli.machine import echo_json
 from lipbound.cli.measuring import measured
 from lipbound.cli.summary import echo_folded, show
+from lipbound.errors import tell, whole
 
 DEMO = ("builtin:minilm", "builtin:gpt2", "builtin:vit")
 
@@ -21,23 +25,31 @@ def verify(
     data: Annotated[str | None, typer.Option(help="In place of the recorded data.")] = None,
     device: Annotated[str, typer.Option(help="As in `lipbound compare`.")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="Compute again in another dtype; float64 tells how far off float32 is.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="JSON, for programs; the status is the same.")] = False,
 ) -> None:
     """Compute some numbers of a run again, from its recorded provenance; ends with status 1 where they do not hold."""
     from lipbound.runs.store import load
     from lipbound.runs.verify import verify as run_verify
 
     found = run_verify(load(run, damaged="accept"), places=places, seed=seed, model=model, data=data, device=device, dtype=dtype)
-    typer.echo(str(found))
+    if json:
+        table = found.table.reset_index().to_dict("records")
+        echo_json({"ok": found.ok, "problems": found.problems, "notes": found.notes, "places": found.places, "table": table})
+    else:
+        typer.echo(str(found))
     if not found.ok:
         raise typer.Exit(1)
 
 
 @app.command("bounds", epilog="Example: lipbound bounds")
-def list_bounds() -> None:
+def list_bounds(json: Annotated[bool, typer.Option("--json", help="JSON, for programs.")] = False) -> None:
     """List all bounds: statement, source, assumptions, cost."""
     from lipbound.attention.variants import VARIANTS
     from lipbound.bounds import get, names
 
+    if json:
+        echo_json([get(name).facts() for name in names()])
+        return
     for name in names():
         bound = get(name)
         covers = ", ".join(VARIANTS[v] for v in VARIANTS if v in bound.covers) or "nothing"
@@ -53,7 +65,7 @@ def list_bounds() -> None:
 @app.command(epilog="Example: lipbound reproduce castin-1 bert-base-uncased --data alice.txt --full -o figures")
 def reproduce(
     name: Annotated[str | None, typer.Argument(help="A recipe, or 'all'; without one the recipes are listed.")] = None,
-    model: Annotated[str, typer.Argument(help="As for `lipbound compare`.")] = "builtin:minilm",
+    model: Annotated[str | None, typer.Argument(help="As for `lipbound compare`; builtin:minilm by default.", autocompletion=models)] = None,
     data: Annotated[list[str] | None, typer.Option(help="As for `lipbound compare`; may be given several times.")] = None,
     split: Annotated[str | None, typer.Option(help="Split of a hub dataset.")] = None,
     column: Annotated[str | None, typer.Option(help="Column of a table.")] = None,
@@ -73,10 +85,18 @@ def reproduce(
         for one in RECIPES.values():
             typer.echo(f"{one.name}: {one.title}\n    {one.source}; about {one.cost} with small settings on two cores")
         return
-    setting = Setting(model, tuple(data or ()), column, split, samples, full, device, dtype, seed)
-    for one in RECIPES.values() if name == "all" else [recipe(name)]:
+    chosen = list(RECIPES.values()) if name == "all" else [recipe(name)]
+    if not any(one.of_model for one in chosen) and (model is not None or data):
+        tell(f"{chosen[0].name} measures no model, so {', '.join(filter(None, (model, *(data or ()))))} is not looked at")
+    if samples is not None:
+        whole("samples", samples, least=1)
+    setting = Setting(model or Setting.model, tuple(data or ()), column, split, samples, full, device, dtype, seed)
+    interruption.keeps(lambda: f"figures that were finished are kept in {output}; the same command goes on from there")
+    for one in chosen:
         ds = one.reproduce(setting, output)
-        typer.echo(f"{one.title} ({one.source}).\n{one.caption(ds)}\nwrote {output / one.name}.pdf, .png and .txt, from {output / one.stored}\n")
+        typer.echo(
+            f"{one.title} ({one.source}).\n{one.caption(ds)}\nwrote {output / one.name}.pdf, .png, .txt and .tex, from {output / one.stored}\n"
+        )
 
 
 @app.command(epilog="Example: lipbound demo --out results")
@@ -90,9 +110,10 @@ def demo(
     from lipbound.runs.store import check_target
 
     check_target(out)
+    interruption.keeps(lambda: f"runs that were finished are kept in {out}")
     for model in DEMO:
         name = model.removeprefix("builtin:")
-        ds = measured(RunConfig(model, samples=samples, out=out / f"{name}.zarr"))
+        ds = measured(RunConfig(model, samples=samples, out=out / f"{name}.zarr"), progress=not state["quiet"])
         show(ds)
         for kind in ("pdf", "png"):
             heatmaps(ds, out / f"{name}.{kind}")

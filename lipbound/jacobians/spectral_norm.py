@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.errors import LipboundError, UnknownNameError, is_number, nearest
+from lipbound.errors import LipboundError, choice, flag, is_number, shown, whole
 from lipbound.jacobians.gram import Gram
 from lipbound.jacobians.gram_variants import covered, gram_of
 from lipbound.jacobians.head import HeadOperator
@@ -84,11 +84,10 @@ def spectral_norm(
     >>> torch.allclose(spectral_norm(att, tol=1e-9).lower, spectral_norm(att, method="dense").lower, rtol=1e-8)
     True
     """
-    if map not in MAPS:
-        raise UnknownNameError(f"unknown map {map!r}; {nearest(map, MAPS)}")
-    if method not in (*METHODS, *PROOFS):
-        raise UnknownNameError(f"unknown method {method!r}; {nearest(method, (*METHODS, *PROOFS))}")
-    check_arguments(att, method, tol, delta, max_steps)
+    choice("map", map, MAPS)
+    choice("method", method, (*METHODS, *PROOFS))
+    check_arguments(att, method, tol, delta)
+    tol, vectors, max_steps = float(tol), flag("vectors", vectors), None if max_steps is None else whole("max_steps", max_steps, least=1)
     if map in BLOCKS and method in PROOFS:
         raise LipboundError(f"method {method!r} has no closed form of map {map!r}; use 'lanczos' with delta")
     if method == "power":
@@ -157,16 +156,14 @@ def heads_of(op: JacobianOperator) -> HeadOperator:
     return op
 
 
-def check_arguments(att: object, method: str, tol: float, delta: float | None, max_steps: int | None) -> None:
+def check_arguments(att: object, method: str, tol: float, delta: float | None) -> None:
     """Raise LipboundError for what is no layer, and for numbers that make no sense."""
     if not isinstance(att, Attention):
-        raise LipboundError(f"att is a {type(att).__name__}; spectral_norm takes one Attention, such as a layer of lipbound.capture")
-    if not is_number(tol) or tol < 0 or (method in PROOFS and tol == 0):
-        raise LipboundError(f"tol is {tol!r}; it must be a number {'>' if method in PROOFS else '>='} 0")
+        raise LipboundError(f"att is {shown(att)}; spectral_norm takes one Attention, such as a layer of lipbound.capture")
+    if not is_number(tol) or isinstance(tol, bool) or not 0 <= float(tol) < math.inf or (method in PROOFS and tol == 0):
+        raise LipboundError(f"tol is {shown(tol)}; it must be a number {'>' if method in PROOFS else '>='} 0")
     if delta is not None and not (is_number(delta) and 0 < delta < 1):
-        raise LipboundError(f"delta is {delta!r}; the failure probability must be between 0 and 1")
-    if max_steps is not None and not (is_number(max_steps) and max_steps >= 1):
-        raise LipboundError(f"max_steps is {max_steps!r}; at least one step is needed")
+        raise LipboundError(f"delta is {shown(delta)}; the failure probability must be between 0 and 1")
 
 
 def _power(att: Attention, map: str, tol: float, delta: float | None, vectors: bool, seed: int | Sequence[int], max_steps: int | None) -> Norm:

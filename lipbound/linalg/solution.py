@@ -3,11 +3,14 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lipbound.errors import LipboundError, RangeError
+from lipbound.errors import LipboundError, RangeError, shown, whole
+from lipbound.formatting import number
+from lipbound.formatting.notebooks import ROWS, html_table
 from lipbound.linalg.operators import JacobianOperator
 
 
@@ -33,6 +36,22 @@ class Norm:
     left: Tensor | None = None
     right: Tensor | None = None
 
+    def _repr_html_(self) -> str:
+        places = [tuple(index) for index in torch.nonzero(torch.ones(self.lower.shape)).tolist()]
+        axes = ("sample", "head") if self.lower.ndim == 2 else tuple(f"axis {k}" for k in range(self.lower.ndim))
+        rows = [
+            [
+                *map(str, at),
+                number(float(self.lower[at]), 6),
+                number(float(self.upper[at]), 6),
+                str(int(self.steps[at])),
+                str(bool(self.converged[at])),
+            ]
+            for at in places[: ROWS + 1]
+        ]
+        missing = [[""] * (len(axes) + 4)] * max(0, len(places) - len(rows))
+        return html_table([*axes, "lower", "upper", "steps", "converged"], rows + missing, title="Spectral norms", most=ROWS)
+
     def view(self, *shape: int) -> "Norm":
         """The same values with the batch axis reshaped."""
         return replace(self, **{name: getattr(self, name).view(*shape) for name in ("lower", "upper", "steps", "converged", "error")})
@@ -44,9 +63,7 @@ def start_vectors(op: JacobianOperator, shape: tuple[int, ...], seed: int | Sequ
     With a sequence of seeds the batch is cut into that many equal parts, each with a generator of its own, so that a part's vectors do not
     depend on what else is in the batch.
     """
-    if not isinstance(seed, int) and not (isinstance(seed, Sequence) and all(isinstance(one, int) for one in seed)):
-        raise LipboundError(f"seed is {seed!r}; it must be an integer, or a sequence of integers, one per sample")
-    seeds = [seed] if isinstance(seed, int) else list(seed)
+    seeds = check_seed(seed)
     if not seeds or op.batch % len(seeds):
         raise LipboundError(f"{len(seeds)} seeds were given for {op.batch} norms; give one seed, or one per sample")
     parts = []
@@ -55,6 +72,18 @@ def start_vectors(op: JacobianOperator, shape: tuple[int, ...], seed: int | Sequ
         parts.append(torch.randn(op.batch // len(seeds), math.prod(shape), generator=generator, dtype=torch.float64))
     x = torch.cat(parts)
     return (x / torch.linalg.vector_norm(x, dim=1, keepdim=True)).to(op.device, op.dtype)
+
+
+def check_seed(seed: Any) -> list[int]:
+    """Seeds, one for all or one per sample; raises LipboundError for what is none, or beyond 64 bits."""
+    many = isinstance(seed, Sequence) and not isinstance(seed, str | bytes)
+    try:
+        seeds = [whole("seed", one) for one in seed] if many else [whole("seed", seed)]
+        if not all(-(2**63) <= one < 2**64 for one in seeds):
+            raise LipboundError("seed")
+    except LipboundError as error:
+        raise LipboundError(f"seed is {shown(seed)}; it must be an integer of at most 64 bits, or a sequence of them, one per sample") from error
+    return seeds
 
 
 class Results:

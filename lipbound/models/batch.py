@@ -1,7 +1,7 @@
 """What a model's forward pass is given, sample by sample."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -14,12 +14,14 @@ class Inputs:
         batch: tensors whose first axis is the sample.
         description: one phrase for captions.
         preprocessing: what made the tensors out of the data, in words.
+        notes: sentences on what is not as it was asked for, such as fewer samples.
         fingerprint: "sha256:..." over the tensors.
     """
 
     batch: dict[str, Tensor]
     description: str
     preprocessing: str = "none: ready model inputs"
+    notes: list[str] = field(default_factory=list)
 
     @property
     def samples(self) -> int:

@@ -1,6 +1,7 @@
 """A loaded model, with where it came from and what prepares its inputs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedModel
@@ -10,6 +11,8 @@ from lipbound.models.quiet import first_line, quiet
 
 MODALITIES = {"input_ids": "text", "pixel_values": "image"}
 """What a model takes, by the name of its main input."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.vocab", "tekken.json")
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 @dataclass
@@ -24,6 +27,7 @@ class Checkpoint:
         commit: the hub commit, or None.
         loaded: whether the user handed over a loaded model, which no name leads back to.
         by_layer: whether the weights stay on disk and each module's are in memory only while it runs (`lipbound.models.offload`).
+        notes: sentences on what is not as it was handed over.
     """
 
     model: PreTrainedModel
@@ -33,6 +37,7 @@ class Checkpoint:
     commit: str | None = None
     loaded: bool = False
     by_layer: bool = False
+    notes: list[str] = field(default_factory=list)
 
     @property
     def modality(self) -> str:
@@ -42,17 +47,21 @@ class Checkpoint:
 
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer; raises CheckpointError where there is none."""
-        return self._companion(AutoTokenizer, "tokenizer", "tokens, a dict of ready inputs")
+        return self._companion(AutoTokenizer, "tokenizer", TOKENIZER_FILES, "tokens, a dict of ready inputs")
 
     def image_processor(self) -> Any:
         """The checkpoint's image processor; raises CheckpointError where there is none."""
-        return self._companion(AutoImageProcessor, "image processor", "a dict of ready inputs, {'pixel_values': ...}")
+        return self._companion(AutoImageProcessor, "image processor", PROCESSOR_FILES, "a dict of ready inputs, {'pixel_values': ...}")
 
-    def _companion(self, loader: Any, what: str, instead: str) -> Any:
+    def _companion(self, loader: Any, what: str, files: tuple[str, ...], instead: str) -> Any:
         if self.source is None:
             raise CheckpointError(f"the loaded model does not say where its {what} is; give data as {instead}")
+        folder = Path(self.source)
+        # without its files transformers makes up a tokenizer that knows no word
+        if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in files):
+            raise CheckpointError(f"{self.name} has no files of its {what} ({files[0]} or the like); add them, or give data as {instead}")
         try:
             with quiet():
                 return loader.from_pretrained(self.source, trust_remote_code=False)
-        except (OSError, ValueError, KeyError, ImportError) as error:
+        except Exception as error:  # broken files raise a zoo of types
             raise CheckpointError(f"{self.name} has no usable {what} ({first_line(error)}); give data as {instead}") from error

@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
-from lipbound.errors import CheckpointError
+from lipbound.devices import DTYPES, dtype_name, resolve_device
+from lipbound.errors import CheckpointError, name_or_none, shown
 from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.sources.builtins import BuiltinSource
 from lipbound.models.sources.directory import DirectorySource
@@ -18,7 +20,6 @@ __all__ = ["SOURCES", "WEIGHTS", "Checkpoint", "load_checkpoint"]
 SOURCES: tuple[Source, ...] = (LoadedModelSource(), BuiltinSource(), DirectorySource(), HubSource())
 """The kinds of checkpoints, in the order in which they are asked; the first that matches loads the model."""
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
 WEIGHTS = ("auto", "whole", "layers")
 """Where weights may be: see `load_checkpoint`."""
 
@@ -27,7 +28,7 @@ def load_checkpoint(
     model: str | Path | PreTrainedModel,
     *,
     revision: str | None = None,
-    dtype: str = "float32",
+    dtype: str | torch.dtype = "float32",
     device: str | torch.device = "cpu",
     weights: str = "auto",
 ) -> Checkpoint:
@@ -56,12 +57,13 @@ def load_checkpoint(
     >>> checkpoint.modality, checkpoint.model.config.num_hidden_layers, str(checkpoint.model.dtype)
     ('text', 6, 'torch.float32')
     """
-    if dtype not in DTYPES:
-        raise CheckpointError(f"dtype is {dtype!r}; allowed are 'float32' and 'float64' (half-precision checkpoints are cast up)")
-    if weights not in WEIGHTS:
-        raise CheckpointError(f"weights is {weights!r}; allowed are 'auto', 'whole' (all in memory) and 'layers' (on disk, read layer by layer)")
-    options = LoadOptions(revision, DTYPES[dtype], device, weights)
+    if not isinstance(weights, str) or weights not in WEIGHTS:
+        raise CheckpointError(f"weights is {shown(weights)}; allowed are 'auto', 'whole' (all in memory) and 'layers' (on disk, read layer by layer)")
+    if isinstance(model, str | Path) and not str(model).strip():
+        raise CheckpointError("model is empty; give a hub id, a checkpoint directory or a builtin such as 'builtin:minilm'")
+    options = LoadOptions(name_or_none("revision", revision), DTYPES[dtype_name(dtype, CheckpointError)], resolve_device(device), weights)
     for source in SOURCES:
         if source.matches(model):
             return source.load(model, options)
-    raise CheckpointError(f"model is a {type(model).__name__}; give a hub id, a directory, 'builtin:NAME' or a transformers model")
+    kind = "a class" if isinstance(model, type) else "a torch module, not a transformers model" if isinstance(model, nn.Module) else shown(model)
+    raise CheckpointError(f"model is {kind}; give a hub id, a directory, 'builtin:NAME' or a loaded transformers model")

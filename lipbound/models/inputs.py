@@ -1,18 +1,22 @@
 """Data -> model inputs: text through the checkpoint's tokenizer, images through its processor, or inputs that are ready."""
 
+from pathlib import Path
 from typing import Any
 
-from lipbound.errors import InputsError
+from lipbound.errors import InputsError, name_or_none, shown, tell, whole
 from lipbound.models.batch import Inputs
 from lipbound.models.checkpoint import Checkpoint
+from lipbound.models.readers.files import is_sentence
 from lipbound.models.readers.images import ImageReader
-from lipbound.models.readers.positions import check_positions
+from lipbound.models.readers.positions import check_tokens
 from lipbound.models.readers.reader import Reader, Selection
-from lipbound.models.readers.ready import is_ready, ready_inputs
+from lipbound.models.readers.ready import check_images, is_ready, ready_inputs
+from lipbound.models.readers.tables import no_table
 from lipbound.models.readers.text import TextReader
 
 __all__ = ["READERS", "Inputs", "prepare"]
 
+DEFAULT_SAMPLES = 8
 READERS: dict[str, Reader] = {reader.modality: reader for reader in (TextReader(), ImageReader())}
 """The reader of each modality."""
 
@@ -21,7 +25,7 @@ def prepare(
     checkpoint: Checkpoint,
     data: Any = None,
     *,
-    samples: int = 8,
+    samples: int = DEFAULT_SAMPLES,
     max_length: int = 128,
     split: str | None = None,
     column: str | None = None,
@@ -34,8 +38,9 @@ def prepare(
             "wikitext:wikitext-2-raw-v1"), a text file (cut into consecutive windows of ``max_length`` tokens), a folder of images,
             a .parquet, .csv or .json table, a .safetensors file of ready inputs, a ``datasets.Dataset``, a list of strings, PIL
             images or conversations (each a list of messages ``{"role": ..., "content": ...}``, written out by the tokenizer's chat template), or a
-            dict of ready tensors.
-        samples: how many; fewer are used where there are fewer.
+            dict of ready tensors. Several words that name no file are themselves the text.
+        samples: how many. Where there are fewer, all are used, and a `lipbound.errors.Notice` says so (not of data in memory, unless another number
+            than the default was asked for).
         max_length: tokens per text, special tokens included.
         split: split of a hub dataset; its only split, else "test", "validation" or "train".
         column: column of a table; guessed from its usual names. A number, from 0, for a .csv file without a line of names.
@@ -45,7 +50,8 @@ def prepare(
         and their ``attention_mask`` says where.
 
     Raises:
-        InputsError: no such data, empty data, data of the wrong modality, text longer than the model's positions allow.
+        InputsError: no such data, empty data, data of the wrong modality, a split or a column of what has none, text longer than the model's
+            positions allow, tokens that are not in its vocabulary.
         CheckpointError: the checkpoint has no usable tokenizer or image processor.
 
     >>> from lipbound.models.checkpoints import load_checkpoint
@@ -53,12 +59,30 @@ def prepare(
     >>> tuple(inputs.batch["input_ids"].shape), inputs.samples, inputs.description
     ((2, 3), 2, '2 given texts')
     """
-    if samples < 1:
-        raise InputsError(f"samples is {samples}; at least one sample is needed")
-    if is_ready(data):
-        batch, description = ready_inputs(data)
-        check_positions(checkpoint, batch)
-        return Inputs({name: tensor[:samples] for name, tensor in batch.items()}, description)
+    samples, max_length = whole("samples", samples, least=1, error=InputsError), whole("max_length", max_length, least=1, error=InputsError)
+    split, column = name_or_none("split", split), name_or_none("column", column)
+    if not isinstance(checkpoint, Checkpoint):
+        raise InputsError(f"checkpoint is {shown(checkpoint)}; give what lipbound.load_checkpoint returns")
+    if isinstance(data, str) and not data.strip():
+        raise InputsError("data is empty; give a file, a folder, a hub dataset or a text, or leave it out for the default")
+    inputs = _ready(checkpoint, data, samples, split, column) if is_ready(data) else _read(checkpoint, data, samples, max_length, split, column)
+    check_tokens(checkpoint, inputs.batch)
+    in_memory = (data is not None and not isinstance(data, str | Path)) or is_sentence(data)
+    if inputs.samples < samples and not (in_memory and samples == DEFAULT_SAMPLES):
+        inputs.notes.append(f"{samples} samples were asked for, and {inputs.description} gives only {inputs.samples}")
+    for note in inputs.notes:
+        tell(note)
+    return inputs
+
+
+def _ready(checkpoint: Checkpoint, data: Any, samples: int, split: str | None, column: str | None) -> Inputs:
+    no_table(split, column, "ready inputs have")
+    batch, description, notes = ready_inputs(data, checkpoint)
+    check_images(checkpoint, batch)
+    return Inputs({name: tensor[:samples] for name, tensor in batch.items()}, description, notes=notes)
+
+
+def _read(checkpoint: Checkpoint, data: Any, samples: int, max_length: int, split: str | None, column: str | None) -> Inputs:
     reader = READERS.get(checkpoint.modality)
     if reader is None:
         raise InputsError(f"{checkpoint.name} takes {checkpoint.modality}, neither text nor images; give a dict of ready inputs")

@@ -8,6 +8,7 @@ from lipbound.bounds.audit import audit, compared_with
 from lipbound.bounds.lipbound2026 import CITATION
 from lipbound.errors import UnknownNameError, nearest
 from lipbound.reporting.formats import FORMATTERS, Prose
+from lipbound.runs.given import takes_run
 from lipbound.runs.provenance import FORMER
 
 CITATION_FORMATS = tuple(sorted(name for name, formatter in FORMATTERS.items() if formatter.prose is not None))
@@ -19,11 +20,13 @@ def keys(ds: xr.Dataset) -> list[str]:
     return list(dict.fromkeys([_key(name) for name in ds.attrs["bounds"]] + [CITATION]))
 
 
+@takes_run
 def bibtex(ds: xr.Dataset) -> str:
     """BibTeX entries of every source the run's bounds come from, and of lipbound."""
     return "\n\n".join(_entry(key) for key in keys(ds)) + "\n"
 
 
+@takes_run
 def cite(ds: xr.Dataset, format: str = "bib") -> str:
     """What goes into a paper: "bib", the entries with the `methods` paragraph in comments; "latex" or "text", the paragraph alone.
 
@@ -37,6 +40,7 @@ def cite(ds: xr.Dataset, format: str = "bib") -> str:
     return f"{paragraph}\n" if formatter.bibliography is None else formatter.bibliography(paragraph, bibtex(ds))
 
 
+@takes_run
 def methods(ds: xr.Dataset, format: str = "latex") -> str:
     r"""One paragraph for a methods section: what was computed, how, how surely, from what, with what; from the run's own settings.
 

@@ -13,8 +13,10 @@ from matplotlib.figure import Figure
 from lipbound.bounds.audit import label
 from lipbound.reporting import statistics
 from lipbound.reporting.styles import BASE, Drawing, write
+from lipbound.runs.given import takes_run
 
 
+@takes_run
 def ratios(ds: xr.Dataset, *, bounds: Iterable[str] | None = None, ax: Axes | None = None) -> Axes:
     """How far above: bound / exact of every head and sample, a box per bound (quartiles; whiskers to the smallest and the largest), logarithmic.
 

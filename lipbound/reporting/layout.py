@@ -3,9 +3,12 @@
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
+
+from lipbound.formatting import plain
+from lipbound.formatting.notebooks import html_table
 
 NARROW = 12
 """Characters that a column of words keeps at least; a longer word is broken there."""
@@ -36,6 +39,16 @@ class Table:
     keys: tuple[str, ...]
     spare: tuple[str, ...] = ()
     instead: Mapping[str, str] = field(default_factory=dict)
+
+    def data(self) -> dict[str, Any]:
+        """Numbers in full precision as plain data: what run, what the cells are, ``rows`` by column, ``notes``."""
+        return {"run": self.caption, "cells": self.head, "rows": self.numbers.reset_index().to_dict("records"), "notes": self.notes}
+
+    def _repr_html_(self) -> str:
+        rows = [[plain(str(cell)) for cell in row] for row in self.shown.values]
+        return html_table(
+            [plain(str(title)) for title in self.shown.columns], rows, title=self.caption, notes=[self.head, *self.notes], words=self.words
+        )
 
 
 class Measured(NamedTuple):

@@ -9,68 +9,82 @@ import numpy as np
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
 from lipbound.bounds.audit import audit, compared_with
-from lipbound.errors import UnknownNameError, nearest
-from lipbound.formatting import digits, number
+from lipbound.errors import UnknownNameError, nearest, whole
+from lipbound.formatting import digits, number, plain
 from lipbound.reporting import labels, statistics
 from lipbound.reporting.curves import ball_curve, ratios
+from lipbound.reporting.figures.arrangement import Arrangement, Sheet, arrange
+from lipbound.reporting.figures.captions import heatmap_caption, write_captions
+from lipbound.reporting.figures.scales import COLORMAP, Scale, check_scale, image, log10, scales
+from lipbound.reporting.figures.titles import folded
 from lipbound.reporting.reductions import reduce_samples, reduction_name
 from lipbound.reporting.statistics import shared_scale
 from lipbound.reporting.styles import Drawing, look, write
+from lipbound.runs.given import takes_run
 
 __all__ = ["COLORMAP", "Drawing", "ball_curve", "caption", "heatmap", "heatmaps", "ratios", "reduce_samples", "shared_scale", "write"]
-COLORMAP = "cividis"
-NO_RATIO = ("infinite for some heads", "no positive norm")
+NO_RATIO = ("\u221e for some heads", "no positive norm")
+QUANTITY = "log10 of the local Lipschitz constant"
 
 
+@takes_run
 def heatmaps(
     ds: xr.Dataset,
     path: str | Path | None = None,
     *,
     bounds: Iterable[str] | None = None,
     reduce: str | float = "mean",
-    scale: str = "shared",
+    scale: str = "rows",
     width: str | float = "page",
     columns: int | None = None,
     font_size: float | None = None,
     style: str | None = None,
+    caption: bool = False,
 ) -> Figure:
-    """A panel for the exact norm and one per bound: head number across (sample number for whole layers), layer number down, log10 of the values.
+    r"""A panel for the exact norm and one per bound: head number across (sample number for whole layers), layer number down, log10 of the values.
+
+    The figure with its caption is never taller than a page of 9 inches, or a slide of 16:9 where it is wider than paper. With ``path``, the caption
+    is written beside it, as ``NAME.caption.txt`` and ``NAME.caption.tex`` (``\input`` that in a figure).
 
     Args:
         ds: a run, from `lipbound.compare` or `lipbound.load`.
         path: where to write it (.pdf, .svg, .png, .pgf, ...); fonts are embedded, files are reproducible.
         bounds: which bounds, in this order; all of the run by default.
         reduce: "mean" (as in Figure 6), "geomean", "max", "median" or a quantile in [0, 1], over samples.
-        scale: "shared" (one colour scale; panels far above all others are drawn in the colour beyond it) or "panel" (a scale each).
+        scale: "rows" (the exact norm and bounds within a factor of ten of it come first, on a colour scale of their own), "shared" (one scale) or
+            "panel" (a scale each). Panels far beyond a scale are drawn in the colour beyond it, and say their range.
         width: "page", "column", "slide", or inches.
-        columns: panels in a row. font_size: points; 7, and 12 on a slide.
+        columns: panels in a row; as few as fit on the paper by default. font_size: points; 7, and 12 on a slide,
+            by default, and less where many panels would become too flat.
         style: a venue known to tueplots, such as "icml2024" (extra ``styles``): its fonts and its widths of "page" and "column".
+        caption: draw the caption into the picture too.
 
     Returns:
         A matplotlib Figure that is not registered with pyplot.
 
     Raises:
-        LipboundError: unknown bound, reduction, scale or file type; a file that cannot be written.
+        LipboundError: unknown bound, reduction, scale or file type; panels that do not fit on the paper; a file that cannot be written.
     """
-    if scale not in ("shared", "panel"):
-        raise UnknownNameError(f"unknown scale {scale!r}; {nearest(scale, ['shared', 'panel'])}")
+    check_scale(scale)
     settings, inches, points = look(style, width, font_size)
+    columns = None if columns is None else whole("columns", columns, least=1)
     panels = statistics.panels(ds, bounds)
-    with np.errstate(divide="ignore"):
-        grids = {name: np.log10(_grid(ds[name], reduce).values) for name in panels}
-    across = columns or max(1, min(len(panels), round(inches * 7 / points / 1.75)))
+    grids = {name: log10(_grid(ds[name], reduce)) for name in panels}
+    bars = scales(ds, grids, scale)
+    words = _caption(ds, panels, bars, reduce, scale)
     with matplotlib.rc_context(settings):
-        figure = _draw(ds, panels, grids, across, inches, points, scale, reduce)
+        figure = _draw(ds, grids, bars, scale == "panel", columns, inches, points, font_size is None and style is None, words if caption else "")
         if path is not None:
             write(figure, Path(path))
+            write_captions(Path(path), words)
     return figure
 
 
+@takes_run
 def heatmap(
     ds: xr.Dataset, name: str = "exact", *, ax: Axes | None = None, reduce: str | float = "mean", limits: tuple[float, float] | None = None
 ) -> Axes:
@@ -92,17 +106,14 @@ def heatmap(
     if name not in known:
         raise UnknownNameError(f"the run has no {name!r}; {nearest(name, known)}")
     axes = ax if ax is not None else Drawing(figsize=(3.45, 2.8), layout="constrained").add_subplot()
-    with np.errstate(divide="ignore"):
-        grid = np.log10(_grid(ds[name], reduce).values)
-    finite = grid[np.isfinite(grid)]
-    low, high = limits or ((float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0))
-    image = _image(axes, grid, low, high)
-    axes.set_title(ds[name].attrs["label"], parse_math=False)
+    grid = log10(_grid(ds[name], reduce))
+    shown = scales(ds, {name: grid}, "panel")[0] if limits is None else Scale((name,), *limits)
+    picture = image(axes, grid, shown)
+    axes.set_title(plain(ds[name].attrs["label"]), parse_math=False)
     axes.set(xlabel=_across(ds), ylabel="layer")
     _ticks(axes, ds)
-    over = bool((grid > image.norm.vmax).any())
     samples = "" if _across(ds) == "sample" or ds.sizes["sample"] == 1 else f", {reduction_name(reduce)} over samples"
-    axes.figure.colorbar(image, ax=axes, extend="max" if over else "neither").set_label(f"log10{samples}")
+    axes.figure.colorbar(picture, ax=axes, extend=shown.extend({name: grid})).set_label(f"log10{samples}")
     return axes
 
 
@@ -119,91 +130,132 @@ def _grid(values: xr.DataArray, reduce: str | float) -> xr.DataArray:
 
 
 def _draw(
-    ds: xr.Dataset, panels: list[str], grids: dict[str, np.ndarray], across: int, inches: float, points: float, scale: str, reduce: str | float
+    ds: xr.Dataset,
+    grids: dict[str, np.ndarray],
+    bars: list[Scale],
+    own: bool,
+    columns: int | None,
+    inches: float,
+    points: float,
+    shrink: bool,
+    words: str,
 ) -> Figure:
-    down = -(-len(panels) // across)
-    layers, heads = ds.sizes["layer"], ds.sizes[_across(ds)]
-    line = points / 72 * 1.35
-    text = caption(ds, bounds=[name for name in panels if name in ds.attrs["bounds"]], reduce=reduce, scale=scale)
-    wrapped = textwrap.wrap(text, int(inches * 72 / points * 1.95))
-    bar = 0.16 * inches / 7 + 2.6 * line if scale == "shared" else 0.0
-    cell = inches / across
-    side = cell - 4.2 * line - (2.6 * line if scale == "panel" else 0.0)
-    height = min(max(side * layers / heads, 0.55 * side), 1.25 * side)
-    row = height + 4.1 * line
-    total = down * row + bar + (len(wrapped) + 2.4) * line
-    figure = Drawing(figsize=(inches, total))
-    FigureCanvasAgg(figure)
-    limits = shared_scale(grids) if scale == "shared" else None
-    image = None
-    for k, name in enumerate(panels):
-        left = (k % across) * cell + 3.0 * line
-        bottom = total - (k // across) * row - 2.6 * line - height
-        axes = figure.add_axes((left / inches, bottom / total, side / inches, height / total))
-        grid = grids[name]
-        finite = grid[np.isfinite(grid)]
-        low, high = limits or ((float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0))
-        image = _image(axes, grid, low, high)
-        _label(axes, ds, name, grid, max(high, low + 1e-6), points)
-        axes.set_xlabel(_across(ds) if k + across >= len(panels) else "", labelpad=1)
-        axes.set_ylabel("layer" if k % across == 0 else "", labelpad=1)
-        if scale == "panel":
-            own = figure.add_axes(((left + side + 0.3 * line) / inches, bottom / total, 0.35 * line / inches, height / total))
-            figure.colorbar(image, cax=own, extend="max" if np.isposinf(grid).any() else "neither").ax.tick_params(labelsize=points - 1, width=0.5)
-    if scale == "shared" and image is not None:
-        over = any((grid > image.norm.vmax).any() for grid in grids.values())
-        below = (len(wrapped) + 4.0) * line
-        axes = figure.add_axes((0.2, below / total, 0.6, 0.11 * inches / 7 / total))
-        colorbar = figure.colorbar(image, cax=axes, orientation="horizontal", extend="max" if over else "neither")
-        colorbar.set_label("log10 of the local Lipschitz constant and its bounds", labelpad=2)
-        colorbar.ax.tick_params(width=0.5, length=2)
-    figure.text(0.5, 0.6 * line / total, "\n".join(wrapped), ha="center", va="bottom", fontsize=points - 0.5, linespacing=1.3, parse_math=False)
+    """Panels, section by section, each section with its colour bar; or each panel with its ``own``."""
+    sections = [[name for scale in bars for name in scale.names]] if own else [list(scale.names) for scale in bars]
+    titles = _titles(ds, [name for names in sections for name in names])
+    sheet = Sheet(
+        counts=[len(names) for names in sections],
+        inches=inches,
+        points=points,
+        shape=ds.sizes["layer"] / ds.sizes[_across(ds)],
+        own_bars=own,
+        titles=lambda section, side, size: max(len(_folded(titles[name], side, size)) for name in sections[section]),
+        caption=len(_wrapped(words, inches, points)),
+    )
+    place = arrange(sheet, columns, shrink=shrink)
+    points = place.sheet.points
+    with matplotlib.rc_context({"font.size": points}):
+        figure = Drawing(figsize=(inches, place.total))
+        FigureCanvasAgg(figure)
+        for index, names in enumerate(sections):
+            for k, name in enumerate(names):
+                scale = next(scale for scale in bars if name in scale.names)
+                picture = _panel(ds, _axes(figure, place, *place.corners[index][k], place.side, place.height), grids[name], scale, place)
+                picture.axes.set_title("\n".join(_folded(titles[name], place.side, points)), fontsize=points, pad=3, parse_math=False)
+                _name_axes(ds, picture.axes, left=k % place.across == 0, lowest=k + place.across >= len(names))
+                if own:
+                    left, top = place.corners[index][k]
+                    beside = _axes(figure, place, left + place.side + 0.3 * place.line, top, 0.35 * place.line, place.height)
+                    figure.colorbar(picture, cax=beside, extend=scale.extend(grids)).ax.tick_params(labelsize=points - 1, width=0.5)
+            if not own:
+                _bar(figure, place, index, picture, bars[index], grids)
+        lines = "\n".join(_wrapped(words, inches, points))
+        at = 1 - place.bottom / place.total
+        figure.text(0.5, at, lines, ha="center", va="bottom", fontsize=points - 0.5, linespacing=1.3, parse_math=False)
     return figure
 
 
-def _label(axes: Axes, ds: xr.Dataset, name: str, grid: np.ndarray, high: float, points: float) -> None:
-    """Title with the mean ratio to the exact norm and the audit's marks, ticks, and the range of values beyond the colour scale."""
-    lines = [ds[name].attrs["label"]]
-    if name in ds.attrs["bounds"]:
-        entry = audit(ds)[name]
-        lines[0] += labels.mark(entry)
-        ratio = statistics.summary(ds).loc[name, "geomean"]
+def _wrapped(words: str, inches: float, points: float) -> list[str]:
+    """A caption in lines; none for no words."""
+    return textwrap.wrap(words, int(inches * 72 / points * 1.95))
+
+
+def _panel(ds: xr.Dataset, axes: Axes, grid: np.ndarray, scale: Scale, place: Arrangement) -> AxesImage:
+    """Cells and numbers of layers and heads."""
+    picture = image(axes, grid, scale)
+    _say_beyond(axes, grid, scale)
+    _ticks(axes, ds, most=max(1, int(place.height / place.line)))
+    axes.tick_params(length=1.5, width=0.5, pad=1.5, labelsize=place.sheet.points - 1)
+    return picture
+
+
+def _name_axes(ds: xr.Dataset, axes: Axes, *, left: bool, lowest: bool) -> None:
+    """Numbers and names of layers on the left of a row alone, of heads below a column alone."""
+    axes.tick_params(labelbottom=lowest, labelleft=left)
+    axes.set_xlabel(_across(ds) if lowest else "", labelpad=1)
+    axes.set_ylabel("layer" if left else "", labelpad=1)
+
+
+def _axes(figure: Figure, place: Arrangement, left: float, top: float, width: float, height: float) -> Axes:
+    """Axes at a place in inches from the top left corner."""
+    return figure.add_axes((left / place.inches, 1 - (top + height) / place.total, width / place.inches, height / place.total))
+
+
+def _bar(figure: Figure, place: Arrangement, index: int, picture: AxesImage, scale: Scale, grids: dict[str, np.ndarray]) -> None:
+    """The colour bar of a section, on its right or below it."""
+    left, top, width, height = place.bars[index]
+    upright = height > width
+    bar = figure.colorbar(
+        picture, cax=_axes(figure, place, left, top, width, height), orientation="vertical" if upright else "horizontal", extend=scale.extend(grids)
+    )
+    lines = height / place.line / 12 if upright else 1.0
+    bar.set_label("log10" if lines < 1 else QUANTITY, labelpad=2)
+    bar.ax.tick_params(width=0.5, length=2, pad=1.5)
+
+
+def _titles(ds: xr.Dataset, names: list[str]) -> dict[str, list[str]]:
+    """Of every panel: label with the audit's mark, and the mean ratio to the exact norm."""
+    table, entries = statistics.summary(ds), audit(ds)
+    found = {name: [plain(ds[name].attrs["label"])] for name in names}
+    for name in (name for name in names if name in ds.attrs["bounds"]):
+        found[name][0] += labels.mark(entries[name])
+        ratio = table.loc[name, "geomean"]
         wide = statistics.width(ds, name)
         of = "exact" if compared_with(ds, name) == "exact" else "exact L2"
-        lines.append(
-            f"{number(ratio / (1 + wide / 2), digits(ratio, wide, most=3))} \u00d7 {of}" if np.isfinite(ratio) else NO_RATIO[bool(np.isnan(ratio))]
-        )
+        known = f"{number(ratio / (1 + wide / 2), digits(ratio, wide, most=3))} \u00d7 {of}"
+        found[name].append(known if np.isfinite(ratio) else NO_RATIO[bool(np.isnan(ratio))])
+    return found
+
+
+def _folded(title: list[str], side: float, points: float) -> list[str]:
+    """A title in lines no wider than a panel."""
+    return [*folded(title[0], side, points), *title[1:]]
+
+
+def _say_beyond(axes: Axes, grid: np.ndarray, scale: Scale) -> None:
+    """The range of the values of a panel that lies beyond its colour scale."""
+    if side := scale.beyond(grid):
         finite = grid[np.isfinite(grid)]
-        if finite.size and np.median(finite) > high:
-            upper = "\u221e" if np.isposinf(grid).any() else f"{finite.max():.1f}"
-            axes.text(0.5, 0.5, f"off scale:\n{finite.min():.1f} to {upper}", transform=axes.transAxes, ha="center", va="center", color="black")
-    axes.set_title("\n".join(lines), fontsize=points, pad=3, parse_math=False)
-    _ticks(axes, ds)
-    axes.tick_params(length=1.5, width=0.5, pad=1.5, labelsize=points - 1)
+        upper = "\u221e" if np.isposinf(grid).any() else f"{finite.max():.1f}"
+        text = f"{side} the scale:\n{finite.min():.1f} to {upper}".replace("-", "\u2212")
+        axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color="black")
 
 
-def _image(axes: Axes, grid: np.ndarray, low: float, high: float) -> AxesImage:
-    """Logarithms as colours; infinite ones beyond the scale, missing ones grey."""
-    colormap = matplotlib.colormaps[COLORMAP].with_extremes(over="#fff7bc", bad="#dddddd", under="#000000")
-    norm = Normalize(low, max(high, low + 1e-6))
-    return axes.imshow(np.ma.masked_invalid(np.where(np.isposinf(grid), 1e300, grid)), cmap=colormap, norm=norm, aspect="auto")
-
-
-def _ticks(axes: Axes, ds: xr.Dataset) -> None:
-    """Numbers of layers and heads, at most about six of each."""
-    for axis, ticks in ((axes.xaxis, ds[_across(ds)].values), (axes.yaxis, ds["layer"].values)):
-        step = max(1, -(-len(ticks) // 6))
+def _ticks(axes: Axes, ds: xr.Dataset, most: int = 6) -> None:
+    """Numbers of heads, at most about six, and of layers, at most ``most`` too."""
+    for axis, ticks, limit in ((axes.xaxis, ds[_across(ds)].values, 6), (axes.yaxis, ds["layer"].values, min(6, most))):
+        step = max(1, -(-len(ticks) // limit))
         axis.set_ticks(range(0, len(ticks), step), [str(t) for t in ticks[::step]])
 
 
-def caption(ds: xr.Dataset, *, bounds: Iterable[str] | None = None, reduce: str | float = "mean", scale: str = "shared") -> str:
-    """The caption that `heatmaps` writes under the figure with these arguments."""
-    what = reduction_name(reduce)
-    each = "" if scale == "shared" else " (a colour scale for each panel)"
-    samples = "" if ds.attrs["samples"] == 1 or _across(ds) == "sample" else f", {what} over samples"
-    marks = {"\u2020": "its assumptions do not hold on every head here", "\u2021": "it is below the exact norm of some head"}
-    entries = audit(ds)
-    counts = [entries[name] for name in statistics.panels(ds, bounds) if name in ds.attrs["bounds"]]
-    used = ["\u2021"] * any(e["violations"] for e in counts) + ["\u2020"] * any(e["sound"] < e["compared"] and not e["violations"] for e in counts)
-    legend = "".join(f" {mark} {marks[mark]}." for mark in used)
-    return f"log10 of the local Lipschitz constant and its bounds{samples}{each}. {labels.run_caption(ds)}; ratios are geometric means.{legend}"
+@takes_run
+def caption(ds: xr.Dataset, *, bounds: Iterable[str] | None = None, reduce: str | float = "mean", scale: str = "rows") -> str:
+    """The caption that `heatmaps` writes beside the figure with these arguments."""
+    check_scale(scale)
+    panels = statistics.panels(ds, bounds)
+    return _caption(ds, panels, scales(ds, {name: log10(_grid(ds[name], reduce)) for name in panels}, scale), reduce, scale)
+
+
+def _caption(ds: xr.Dataset, panels: list[str], bars: list[Scale], reduce: str | float, scale: str) -> str:
+    first = bars[0].names if scale == "rows" and len(bars) > 1 else ()
+    return heatmap_caption(ds, bounds=[name for name in panels if name in ds.attrs["bounds"]], reduce=reduce, scale=scale, first=first)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import xarray as xr
 
-from lipbound.errors import LipboundError, UnknownNameError, nearest
+from lipbound.errors import LipboundError, UnknownNameError, is_number, nearest, shown
 
 REDUCTIONS = ("mean", "geomean", "max", "median")
 
@@ -16,8 +16,8 @@ def reduce_samples(values: xr.DataArray, how: str | float, dims: Sequence[str] =
     Entries without a value (NaN) do not count.
     """
     if not isinstance(how, str):
-        if not 0 <= how <= 1:
-            raise LipboundError(f"reduce is {how}; a quantile lies between 0 and 1")
+        if isinstance(how, bool) or not is_number(how) or not 0 <= float(how) <= 1:
+            raise LipboundError(f"reduce is {shown(how)}; a quantile lies between 0 and 1, and allowed are {', '.join(REDUCTIONS)}")
         top = np.finfo(np.float64).max / 4  # infinite values are ordered like any others, but cannot be interpolated
         quantile = values.clip(max=top).quantile(how, dims, skipna=True)
         return quantile.where(~(quantile > top * 1e-6), np.inf)

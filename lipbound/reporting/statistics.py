@@ -11,6 +11,7 @@ import xarray as xr
 from lipbound.bounds.audit import allowance, audit, compared_with
 from lipbound.errors import LipboundError, UnknownNameError, nearest
 from lipbound.reporting.reductions import reduce_samples
+from lipbound.runs.given import takes_run
 
 ROWS = ("bound", "layer", "head")
 VALUES = ("ratio", "value")
@@ -18,6 +19,7 @@ OFF_SCALE = 4.0
 """Decades by which a panel's median may exceed every other panel's before it leaves the shared scale."""
 
 
+@takes_run
 def summary(ds: xr.Dataset) -> pd.DataFrame:
     """Per bound: bound / exact over samples, layers and heads, and the audit.
 
@@ -44,6 +46,7 @@ def summary(ds: xr.Dataset) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns).set_index("bound")
 
 
+@takes_run
 def breakdown(
     ds: xr.Dataset, by: str = "layer", *, bounds: Iterable[str] | None = None, reduce: str | float = "geomean", values: str = "ratio"
 ) -> pd.DataFrame:
@@ -106,7 +109,7 @@ def present(ds: xr.Dataset, bounds: Iterable[str]) -> list[str]:
 def requested(ds: xr.Dataset, bounds: str) -> list[str]:
     """Names separated by commas, as `lipbound.bounds.resolve` reads them; those of the run need no registry, and so no torch."""
     names = [part.strip() for part in bounds.split(",") if part.strip()]
-    if all(name in ds.attrs["bounds"] for name in names):
+    if names and all(name in ds.attrs["bounds"] for name in names):
         return list(dict.fromkeys(names))
     from lipbound.bounds.registry import resolve
 

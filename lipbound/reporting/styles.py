@@ -8,11 +8,17 @@ from matplotlib import font_manager
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from lipbound.errors import LipboundError, StoreError, UnknownNameError, nearest
+from lipbound.errors import LipboundError, StoreError, UnknownNameError, is_number, nearest, shown
 from lipbound.formatting import escape_latex
 
 WIDTHS = {"page": 7.1, "column": 3.45, "slide": 12.0}
 """Figure widths in inches: across two columns of a paper, one column, a slide."""
+PAPER, TEXT = 8.5, 9.0
+"""Inches: the widest figure that is for paper, and the height of the text on its pages."""
+CAPTION = 6.6
+"""Square inches that the caption of a figure takes, at 10 points."""
+SLIDE = 0.54
+"""Height over width of what is wider than paper: a slide of 16:9, less its title."""
 BASE: Any = {
     "pdf.fonttype": 42,  # TrueType, embedded and editable
     "svg.fonttype": "path",
@@ -49,9 +55,9 @@ def look(style: str | None, width: str | float, font_size: float | None) -> Look
     """
     if isinstance(width, str) and width not in WIDTHS:
         raise UnknownNameError(f"unknown width {width!r}; {nearest(width, WIDTHS)}, or a number of inches")
-    inches = WIDTHS[width] if isinstance(width, str) else float(width)
-    if not inches > 0:
-        raise LipboundError(f"width is {width}; it must be a positive number of inches")
+    inches = WIDTHS[width] if isinstance(width, str) else float(width) if is_number(width) else float("nan")
+    if not 1 <= inches <= 100:
+        raise LipboundError(f"width is {shown(width)}; it must be a number of inches, from 1 to 100, or one of {', '.join(WIDTHS)}")
     if style is None:
         points = font_size or (12.0 if width == "slide" else 7.0)
         return Look(BASE | {"font.size": points}, inches, points)
@@ -74,6 +80,13 @@ def look(style: str | None, width: str | float, font_size: float | None) -> Look
     inches = float(found["figure.figsize"][0]) if width in TUEPLOTS_COLUMNS else inches
     points = font_size or float(found["font.size"])
     return Look(BASE | kept | {"font.size": points}, inches, points)
+
+
+def paper_height(inches: float, *, captioned: bool = False) -> float:
+    """How tall a figure of this width may be, in inches, so that its caption has room below it; ``captioned``: the caption is part of the figure."""
+    if inches > PAPER:
+        return SLIDE * inches
+    return TEXT if captioned else max(TEXT / 2, TEXT - CAPTION / inches)
 
 
 class Drawing(Figure):

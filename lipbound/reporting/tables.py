@@ -31,10 +31,11 @@ from lipbound.reporting.statistics import (
     width,
     widths,
 )
+from lipbound.runs.given import takes_run
 
 __all__ = [
     "FORMATS", "OFF_SCALE", "ROWS", "VALUES", "bibtex", "breakdown", "by_width", "caption", "footnotes", "holds", "latex", "left_out", "mark",
-    "methods", "number", "panels", "ratio", "readable", "render", "shared_scale", "summary", "width", "widths",
+    "methods", "number", "panels", "ratio", "readable", "render", "shared_scale", "summary", "table_of", "width", "widths",
 ]  # fmt: skip
 FORMATS = tuple(name for name, formatter in FORMATTERS.items() if formatter.table or formatter.fitted)
 HOLDS, BELOW = "assumptions hold", "below exact"
@@ -46,6 +47,7 @@ HEADINGS = {
 }  # fmt: skip
 
 
+@takes_run
 def render(
     ds: xr.Dataset,
     format: str = "text",
@@ -69,26 +71,28 @@ def render(
     """
     if format not in FORMATS:
         raise UnknownNameError(f"unknown format {format!r}; {nearest(format, FORMATS)}")
-    table = table_of(ds, by, bounds=bounds, reduce=reduce, values=values)
+    made = table_of(ds, by, bounds=bounds, reduce=reduce, values=values)
     formatter = FORMATTERS[format]
     if formatter.fitted is not None:
-        return formatter.fitted(table, width)
+        return formatter.fitted(made, width)
     if width is not None:
         raise LipboundError(f"width is {width!r}, but {format} has none; it is for text (characters) and latex (column, page, slide or points)")
     assert formatter.table is not None
-    return formatter.table(table)
+    return formatter.table(made)
 
 
+@takes_run
 def table_of(
     ds: xr.Dataset, by: str = "bound", *, bounds: Iterable[str] | None = None, reduce: str | float = "geomean", values: str = "ratio"
 ) -> Table:
-    """What `render` writes, before it has a format."""
+    """What `render` writes, before it has a format: ``.numbers`` and ``.shown`` are DataFrames, and notebooks show it as a table."""
     if by not in ROWS:
         raise UnknownNameError(f"unknown rows {by!r}; {nearest(by, ROWS)}")
     chosen = None if bounds is None else list(bounds)
     return _by_bound(ds, chosen) if by == "bound" else _by_place(ds, by, chosen, reduce, values)
 
 
+@takes_run
 def latex(ds: xr.Dataset, **options: Any) -> str:
     r"""`render` as LaTeX tabulars with notes, for ``\usepackage{booktabs, siunitx}``, cells escaped, with the run in a comment above."""
     return render(ds, "latex", **options)
@@ -109,6 +113,7 @@ def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
     )  # fmt: skip
 
 
+@takes_run
 def readable(ds: xr.Dataset) -> pd.DataFrame:
     """`summary` in words: as many digits as are known, labels with the audit's marks."""
     return _said_of_bounds(ds, summary(ds))

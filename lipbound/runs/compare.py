@@ -9,11 +9,11 @@ import numpy as np
 import xarray as xr
 
 from lipbound.devices import resolve_device
-from lipbound.errors import StoreError
+from lipbound.errors import StoreError, flag
 from lipbound.runs.config import RunConfig
 from lipbound.runs.dataset import allocate, assemble
 from lipbound.runs.execute import DaskExecutor, Executor, SerialExecutor, fill, progress_bar
-from lipbound.runs.partial_store import PartialRun, same_configuration
+from lipbound.runs.partial_store import PartialRun, check_free, same_configuration
 from lipbound.runs.plan import Plan, Sources, identity, memory_bytes, open_sources, plan
 from lipbound.runs.provenance import versions
 from lipbound.runs.store import check_target, save
@@ -32,14 +32,14 @@ def compare(
     samples: int = 8,
     exact_samples: int | None = None,
     max_length: int = 128,
-    layers: Sequence[int] | None = None,
+    layers: Sequence[int] | int | str | None = None,
     split: str | None = None,
     column: str | None = None,
     revision: str | None = None,
     tol: float = 1e-3,
     delta: float | None = 1e-6,
-    device: str = "auto",
-    dtype: str = "float32",
+    device: Any = "auto",
+    dtype: Any = "float32",
     seed: int = 0,
     out: str | Path | None = None,
     resume: bool = False,
@@ -58,15 +58,15 @@ def compare(
         map: "head" (no output projection), "head_out" (with the head's slice of it; bounds then have ||W_V W_O|| for ||W_V||), "heads" (all heads
             of a layer side by side), "layer" (with the output projection; bounds on heads are put together by `lipbound.bounds.whole_layer`),
             or the layer with its residual connection, "residual", and layer normalisation, "pre_norm" or "post_norm" (see `lipbound.spectral_norm`).
-        samples: how many samples of the data.
+        samples: how many samples of the data; all where it has fewer, which a `lipbound.errors.Notice` and attrs["notes"] tell.
         exact_samples: compute exact norms on the first so many samples only (bounds on all).
         max_length: tokens per text.
-        layers: indices of attention layers; all by default.
+        layers: indices of attention layers, one, several, or text such as "0-3,7"; all by default.
         split, column: of a dataset. revision: of a hub model.
         tol: relative width of the enclosure of exact norms, ``exact_upper / exact - 1``.
         delta: probability that any ``exact_upper`` of the run fails (see `lipbound.spectral_norm`); None for lower ends alone, which take about
             a third of the time.
-        device: "auto" (CUDA where there is one), or a torch device. dtype: "float32" or "float64".
+        device: "auto" (CUDA where there is one), or a torch device. dtype: "float32" or "float64", or torch's.
         seed: of the start vectors of exact norms. The same seed gives the same numbers on the same machine.
         out: where to save the run, a Zarr store that must not exist yet. While it is computed, its finished blocks are kept beside it, in
             ``<out>.partial``.
@@ -94,7 +94,7 @@ def compare(
         column=column, revision=revision, tol=tol, delta=delta, device=device, dtype=dtype, seed=seed, out=out, resume=resume, memory=memory,
         weights=weights,
     )  # fmt: skip
-    return run(config, client=client, progress=progress)
+    return run(config, client=client, progress=flag("progress", progress))
 
 
 def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.Dataset:
@@ -106,9 +106,10 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
     finished = target if config.resume and target is not None and target.exists() else None
     if target is not None and finished is None:
         check_target(target)
+        check_free(target, resume=config.resume)
     sources = open_sources(config, device)
     if finished is not None:
-        return _finished(finished, identity(config, sources), config.layers)
+        return _finished(finished, identity(config, sources), config.chosen_layers)
     planned = plan(config, sources, memory, executor.parts())
     tables = allocate(planned)
     with _partial_run(config, sources, planned, tables, executor) as partial:

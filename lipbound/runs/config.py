@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from lipbound.bounds.multihead import names_for
-from lipbound.errors import AlteredRunError, LipboundError, StoreError, UnknownNameError, nearest
+from lipbound.bounds.registry import resolve
+from lipbound.devices import dtype_name
+from lipbound.errors import AlteredRunError, LipboundError, StoreError, choice, flag, indices, is_number, name_or_none, real, shown, whole
 from lipbound.jacobians.maps import MAPS
 
 if TYPE_CHECKING:
     import xarray as xr
     from transformers import PreTrainedModel
 
+DELTA = "a probability between 0 and 1, or None for plain estimates without upper ends"
+UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+
 
 @dataclass(frozen=True)
 class RunConfig:
     """The arguments of `lipbound.compare` that decide what is computed, from what and where; its docstring explains each.
 
+    Arguments of nearly the right type are brought into theirs: numbers of numpy, ``torch.device``, ``torch.dtype``, one layer, layers as text.
+
     Raises:
-        LipboundError: an unknown map or bound, a bound that says nothing about the map, tol outside (0, 1), exact_samples below 1, resume without
-            out. Models, data and devices are looked at when they are opened.
+        LipboundError: an unknown map or bound, a bound that says nothing about the map, an argument of another type or out of its range, resume
+            without out. Models, data and devices are looked at when they are opened.
     """
 
     model: str | Path | PreTrainedModel
@@ -33,7 +42,7 @@ class RunConfig:
     samples: int = 8
     exact_samples: int | None = None
     max_length: int = 128
-    layers: Sequence[int] | None = None
+    layers: Sequence[int] | int | str | None = None
     split: str | None = None
     column: str | None = None
     revision: str | None = None
@@ -48,17 +57,31 @@ class RunConfig:
     weights: str = "auto"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.bounds, str):
-            object.__setattr__(self, "bounds", tuple(self.bounds))  # an iterator could be read once only
-        if self.map not in MAPS:
-            raise UnknownNameError(f"unknown map {self.map!r}; {nearest(self.map, MAPS)}")
-        names_for(self._bounds, self.map)
-        if not 0 < self.tol < 1:
-            raise LipboundError(f"tol is {self.tol}; it must be between 0 and 1 (relative error of the exact norms)")
-        if self.exact_samples is not None and self.exact_samples < 1:
-            raise LipboundError(f"exact_samples is {self.exact_samples}; at least one sample is needed")
+        for name, value in self._checked().items():
+            object.__setattr__(self, name, value)
         if self.resume and self.out is None:
-            raise LipboundError("resume=True needs out, the name of the run to take up")
+            raise LipboundError("resume=True needs out=, the name of the run to take up")
+
+    def _checked(self) -> dict[str, Any]:
+        """The arguments in the types that everything behind relies on."""
+        if isinstance(self.model, str | Path) and not str(self.model).strip():
+            raise LipboundError("model is empty; give a hub id, a checkpoint directory or a builtin such as 'builtin:minilm'")
+        if isinstance(self.data, str) and not self.data.strip():
+            raise LipboundError("data is empty; give a file, a folder, a hub dataset or a text, or leave it out for the default")
+        if self.out is not None and (not isinstance(self.out, str | Path) or not str(self.out).strip()):
+            raise LipboundError(f"out is {shown(self.out)}; give the name of a run that does not exist yet, such as 'run.zarr'")
+        bounds = self.bounds if isinstance(self.bounds, str) else tuple(resolve(self.bounds))  # an iterator could be read once only
+        map = choice("map", self.map, MAPS)
+        names_for(bounds if isinstance(bounds, str) else list(bounds), map)
+        return {
+            "bounds": bounds, "map": map, "samples": whole("samples", self.samples, least=1), "seed": whole("seed", self.seed),
+            "exact_samples": None if self.exact_samples is None else whole("exact_samples", self.exact_samples, least=1),
+            "max_length": whole("max_length", self.max_length, least=1),
+            "layers": None if self.layers is None else tuple(indices("layers", self.layers)),
+            "tol": real("tol", self.tol, "between 0 and 1 (relative width of the enclosures)", above=0, below=1),
+            "delta": None if self.delta is None else real("delta", self.delta, DELTA, above=0, below=1),
+            "dtype": dtype_name(self.dtype), "resume": flag("resume", self.resume), "memory": _memory(self.memory),
+        } | {name: name_or_none(name, getattr(self, name)) for name in ("split", "column", "revision")}  # fmt: skip
 
     @classmethod
     def of(cls, ds: xr.Dataset, *, model: Any = None, data: Any = None, device: str = "auto", dtype: str | None = None) -> Self:
@@ -104,6 +127,11 @@ class RunConfig:
         return names_for(self._bounds, self.map)
 
     @property
+    def chosen_layers(self) -> tuple[int, ...] | None:
+        """Numbers of the layers, those from the end below zero; None for all."""
+        return None if self.layers is None else tuple(indices("layers", self.layers))
+
+    @property
     def everything(self) -> bool:
         """Whether bounds are asked for together, so that those that do not apply to the model are left out rather than refused."""
         return self.bounds in ("default", "all")
@@ -116,3 +144,16 @@ class RunConfig:
     def exact_count(self, samples: int) -> int:
         """How many of so many samples get exact norms."""
         return samples if self.exact_samples is None else min(self.exact_samples, samples)
+
+
+def _memory(memory: Any) -> str | float:
+    """ "auto", or bytes."""
+    if isinstance(memory, str) and memory == "auto":
+        return "auto"
+    size = memory
+    if isinstance(memory, str):
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([kmgt]?)i?b?", memory.strip().lower())
+        size = float(match[1]) * UNITS[match[2]] if match else None
+    if isinstance(size, bool) or not is_number(size) or not 0 < float(size) < math.inf:
+        raise LipboundError(f"memory is {shown(memory)}; give a size such as '4GB', a number of bytes, or 'auto'")
+    return float(size)

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressC
 from torch import Tensor
 
 from lipbound.devices import resolve_device
-from lipbound.errors import CheckpointError, LipboundError
+from lipbound.errors import CheckpointError, LipboundError, shown
 from lipbound.models.checkpoints import load_checkpoint
 from lipbound.runs.config import RunConfig
 from lipbound.runs.measure import LayerResult, MeasurementSpec, Measurer
@@ -80,7 +80,7 @@ class SerialExecutor(Executor):
         return sources.device
 
     def results(self, config: RunConfig, sources: Sources, plan: Plan, blocks: Sequence[Block]) -> Iterator[tuple[int, LayerResult]]:
-        measurer = Measurer(sources.checkpoint.model, config.layers, plan.spec)
+        measurer = Measurer(sources.checkpoint.model, config.chosen_layers, plan.spec)
         for start, stop, skip in blocks:
             for measured in measurer.block(sources.inputs.block(start, stop, sources.device), start, skip):
                 yield start, measured
@@ -90,12 +90,14 @@ class DaskExecutor(Executor):
     """The workers of a ``dask.distributed`` client, each of which loads the checkpoint by its name.
 
     Raises:
-        LipboundError: the model has no name.
+        LipboundError: the model has no name, or the client is none.
     """
 
     def __init__(self, client: Any, config: RunConfig):
         if not isinstance(config.model, (str, Path)):
             raise LipboundError("with a client, model must be a name that every worker can load (hub id, directory or builtin), not a loaded model")
+        if not hasattr(client, "submit") or not hasattr(client, "ncores"):
+            raise LipboundError(f"client is {shown(client)}; give a dask.distributed.Client")
         self._client = client
 
     def parts(self) -> int:
@@ -105,9 +107,10 @@ class DaskExecutor(Executor):
         return config.device  # as it was asked for: "auto" may be another one on every worker
 
     def results(self, config: RunConfig, sources: Sources, plan: Plan, blocks: Sequence[Block]) -> Iterator[tuple[int, LayerResult]]:
-        layers = None if config.layers is None else tuple(config.layers)
         revision = sources.checkpoint.revision
-        worker = WorkerSpec(str(config.model), config.revision, revision, config.dtype, config.device, layers, plan.spec, config.weights)
+        worker = WorkerSpec(
+            str(config.model), config.revision, revision, config.dtype, config.device, config.chosen_layers, plan.spec, config.weights
+        )
         return distribute(self._client, worker, [(sources.inputs.block(start, stop, "cpu"), start, skip) for start, stop, skip in blocks])
 
 

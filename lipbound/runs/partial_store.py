@@ -20,6 +20,35 @@ def partial_path(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
 
 
+def _hold(path: Path) -> FileLock:
+    """The lock of an unfinished run, which the system lets go when its process ends, however that ends."""
+    lock = FileLock(partial_path(path) / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise StoreError(f"another process is filling {path} at this moment; wait for it to end, or choose another name") from error
+    except OSError as error:
+        raise StoreError(f"{partial_path(path)} cannot be written: {error.strerror or error}") from error
+    return lock
+
+
+def unfinished(path: Path) -> StoreError:
+    """The error about a run that is there in part, and was not asked for."""
+    return StoreError(f"{partial_path(path)} holds an unfinished run; continue it with resume (--resume), or remove it first")
+
+
+def check_free(path: Path, *, resume: bool) -> None:
+    """Whether nobody else fills the run that will be at ``path``, and it is not there in part unless ``resume`` is asked for.
+
+    Raises:
+        StoreError: otherwise.
+    """
+    if partial_path(path).exists():
+        _hold(path).release()
+        if not resume:
+            raise unfinished(path)
+
+
 class PartialRun:
     """The store of an unfinished run, held by one process at a time.
 
@@ -41,17 +70,14 @@ class PartialRun:
     def __init__(self, path: Path, config: Mapping[str, Any], tables: Mapping[str, np.ndarray], block: int, *, resume: bool):
         self._path, self._block = partial_path(path), block
         there = self._path.exists()
-        if there and not resume:
-            raise StoreError(f"{self._path} holds an unfinished run; continue it with resume (--resume), or remove it first")
         try:
             self._path.mkdir(parents=True, exist_ok=True)
-            self._lock = FileLock(self._path / ".lock")
-            self._lock.acquire(timeout=0)
-        except Timeout as error:
-            raise StoreError(f"another process is filling {self._path}; wait for it to end, or choose another name") from error
         except OSError as error:
             raise StoreError(f"{self._path} cannot be written: {error.strerror or error}") from error
+        self._lock = _hold(path)
         try:
+            if there and not resume:
+                raise unfinished(path)
             self._group = self._open(config, tables, there)
         except BaseException:
             self._lock.release()

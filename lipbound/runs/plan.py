@@ -1,7 +1,6 @@
 """What a run will compute, decided before anything is computed: model and inputs, bounds that apply, blocks of samples, shares of delta."""
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from lipbound.attention.variants import VARIANTS
 from lipbound.bounds.registry import get
 from lipbound.bounds.registry import names as bound_names
 from lipbound.devices import available
-from lipbound.errors import LipboundError
+from lipbound.errors import LipboundError, tell
 from lipbound.jacobians.maps import WHOLE
 from lipbound.models.batch import Inputs
 from lipbound.models.checkpoints import Checkpoint, load_checkpoint
@@ -26,7 +25,6 @@ BLOCK_BYTES = 1.5e9
 """Working memory on a CPU, unless asked otherwise."""
 BYTES_PER_SCORE = 80
 """Bytes of working memory per entry of the attention matrices (P and its temporaries, some in float64)."""
-UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
 class Sources(NamedTuple):
@@ -43,11 +41,24 @@ def open_sources(config: RunConfig, device: str) -> Sources:
     Raises:
         CheckpointError, InputsError: they cannot be found or used.
     """
-    checkpoint = load_checkpoint(config.model, revision=config.revision, dtype=config.dtype, device=device, weights=config.weights)
+    checkpoint = open_checkpoint(config, device)
+    return Sources(checkpoint, open_inputs(config, checkpoint), device)
+
+
+def open_checkpoint(config: RunConfig, device: str) -> Checkpoint:
+    """The model, on a device; raises CheckpointError where it cannot be had."""
+    return load_checkpoint(config.model, revision=config.revision, dtype=config.dtype, device=device, weights=config.weights)
+
+
+def open_inputs(config: RunConfig, checkpoint: Checkpoint) -> Inputs:
+    """The inputs; raises InputsError where they cannot be made."""
     inputs = prepare(
         checkpoint, config.data, samples=config.samples, max_length=config.max_length, split=config.split, column=config.column
     )  # fmt: skip
-    return Sources(checkpoint, inputs, device)
+    if config.exact_samples is not None and config.exact_samples > inputs.samples:
+        inputs.notes.append(f"exact norms of {config.exact_samples} samples were asked for, and there are {inputs.samples}, which all get them")
+        tell(inputs.notes[-1])
+    return inputs
 
 
 def identity(config: RunConfig, sources: Sources) -> dict[str, Any]:
@@ -130,7 +141,7 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
     samples = sources.inputs.samples
     exact = config.exact_count(samples)
     looking = MeasurementSpec(tuple(config.names), config.map, config.tol, None, config.seed, exact)
-    layers = Measurer(sources.checkpoint.model, config.layers, looking).look(sources.inputs.block(0, 1, sources.device))
+    layers = Measurer(sources.checkpoint.model, config.chosen_layers, looking).look(sources.inputs.block(0, 1, sources.device))
     names, not_applicable = about(config.names, all_variants(layers), everything=config.everything)
     block = block_size(layers, samples, memory, parts)
     if config.resume and config.target is not None:  # other blocks would change last digits
@@ -180,12 +191,7 @@ def block_size(captured: Sequence[LayerInfo], count: int, budget: float, parts: 
 
 
 def memory_bytes(memory: str | float, device: str) -> float:
-    """Bytes that ``memory`` means."""
+    """Bytes that the ``memory`` of a configuration means."""
     if memory == "auto":
         return min(BLOCK_BYTES, available(torch.device("cpu")) / 4) if device == "cpu" else available(torch.device(device)) / 4
-    if isinstance(memory, str):
-        match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?)\s*([kMGT]?)i?B?", memory.strip())
-        memory = float(match[1]) * UNITS[match[2]] if match else -1.0
-    if not memory > 0:
-        raise LipboundError(f"memory is {memory!r}; give bytes, a size such as '4GB', or 'auto'")
-    return memory
+    return float(memory)

@@ -57,7 +57,7 @@ def checksums(ds: xr.Dataset) -> xr.DataArray:
 def settings_checksum(ds: xr.Dataset) -> str:
     """sha256 over `SETTINGS`, the numbers of the layers and the lengths of the samples."""
     said: dict[str, Any] = {name: ds.attrs.get(name) for name in SETTINGS}
-    said |= {name: ds.attrs[name] for name in ("variants", "not_applicable") if name in ds.attrs}
+    said |= {name: ds.attrs[name] for name in ("variants", "not_applicable", "notes") if name in ds.attrs}
     said |= {"layer": ds["layer"].values.tolist(), "length": ds["length"].values.tolist()}
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -114,9 +114,12 @@ def versions() -> dict[str, str]:
 
 
 def absolute(name: str | Path) -> str:
-    """A path that is there in full, so that it leads to the same files from elsewhere; any other name as it is."""
-    path = Path(name).expanduser()
-    return str(path.resolve()) if path.exists() else str(name)
+    """A path that is there in full, so that it leads to the same files from elsewhere; any other name, or text, as it is."""
+    try:
+        path = Path(name).expanduser()
+        return str(path.resolve()) if path.exists() else str(name)
+    except (OSError, ValueError, RuntimeError):
+        return str(name)
 
 
 def source(config: RunConfig) -> dict[str, Any]:
@@ -167,4 +170,4 @@ def provenance(config: RunConfig, checkpoint: Checkpoint, inputs: Inputs, **sett
         "python": sys.version.split()[0],
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-    }
+    } | ({"notes": notes} if (notes := [*checkpoint.notes, *inputs.notes]) else {})

@@ -8,11 +8,16 @@ import torch
 import xarray as xr
 
 from lipbound.devices import resolve_device
+from lipbound.errors import InputsError, StoreError
 from lipbound.models.batch import Inputs
 from lipbound.models.checkpoints import Checkpoint
 from lipbound.runs.config import RunConfig
 from lipbound.runs.measure import Measurer
-from lipbound.runs.plan import measurement_spec, open_sources
+from lipbound.runs.plan import measurement_spec, open_checkpoint, open_inputs
+
+
+class OtherModelError(StoreError):
+    """A run cannot be computed again with a model that is not the recorded one."""
 
 
 class Replay(NamedTuple):
@@ -50,9 +55,11 @@ def replay(ds: xr.Dataset, *, model: Any = None, data: Any = None, device: str =
     Raises:
         StoreError: see `RunConfig.of`.
         CheckpointError, InputsError: they are no longer there.
+        OtherModelError: the model is not the recorded one, and does not take the run's data.
     """
     config = RunConfig.of(ds, model=model, data=data, device=device, dtype=dtype)
-    checkpoint, inputs, where = open_sources(config, resolve_device(device))
+    where = resolve_device(device)
+    checkpoint = open_checkpoint(config, where)
     a = ds.attrs
     differences, notes = [], []
     comparable = _kind(checkpoint.revision) == _kind(a["revision"]) and checkpoint.loaded == a["loaded"]
@@ -61,9 +68,21 @@ def replay(ds: xr.Dataset, *, model: Any = None, data: Any = None, device: str =
     if not comparable:
         notes.append(f"the weights of {checkpoint.name} were found another way than the run's, so only the numbers tell whether they are the same")
     elif checkpoint.revision != a["revision"]:
-        differences.append(f"weights: the run has {a['revision']}, {checkpoint.name} is now {checkpoint.revision}")
+        kind = "not the recorded model" if model is not None else "not the recorded weights"
+        now = "" if model is not None else "now "
+        differences.append(
+            f"{kind}: the run is of {a['model']} ({a['architecture']}, {a['revision']}), "
+            f"{checkpoint.name} ({type(checkpoint.model).__name__}) {now}has {checkpoint.revision}"
+        )
+    try:
+        inputs = open_inputs(config, checkpoint)
+    except InputsError as error:
+        if differences:
+            raise OtherModelError(differences[0]) from error
+        raise
     if inputs.fingerprint != a["data_fingerprint"]:
-        differences.append(f"inputs: the run has {a['data_fingerprint']}, {inputs.description} now gives {inputs.fingerprint}")
+        made = "model and data make other inputs" if differences else "not the recorded data"
+        differences.append(f"{made}: the run has {a['data_fingerprint']}, {inputs.description} now gives {inputs.fingerprint}")
     return Replay(config, checkpoint, inputs, where, differences, notes)
 
 

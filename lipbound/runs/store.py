@@ -57,6 +57,9 @@ def save(ds: xr.Dataset, path: str | Path) -> Path:
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise StoreError(f"{path} could not be written: {error.strerror or error}") from error
+    except BaseException:  # interrupted; what it is made of is still there
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     return path
 
 

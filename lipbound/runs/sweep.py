@@ -40,7 +40,7 @@ def planned_runs(path: str | Path) -> list[Run]:
     try:
         content = yaml.safe_load(Path(path).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise LipboundError(f"{path} cannot be read as YAML: {str(error).splitlines()[0]}") from error
+        raise LipboundError(f"{path} cannot be read as YAML: {_why(error)}") from error
     if not isinstance(content, dict) or not content.get("model"):
         raise LipboundError(f"{path} is not a sweep; give a mapping with at least a model, such as 'model: [builtin:minilm, builtin:gpt2]'")
     for key in content:
@@ -71,7 +71,8 @@ def sweep(path: str | Path, out: str | Path, *, client: Any = None, progress: bo
         client, progress: as in `lipbound.compare`.
 
     Yields:
-        For every run, as it ends, its row of the index: run, model, data, max_length, status ("done" or "failed") and error.
+        For every run, as it ends, its row of the index: run, model, data, max_length, status ("done", "kept" where it was finished before, or
+        "failed") and error.
     """
     planned = planned_runs(path)
     folder = Path(out).expanduser()
@@ -84,12 +85,27 @@ def sweep(path: str | Path, out: str | Path, *, client: Any = None, progress: bo
         row = {"run": f"{one.name}.zarr", **{key: one.arguments.get(key) for key in AXES}, "status": "done", "error": ""}
         try:
             config = RunConfig(**one.arguments, out=folder / f"{one.name}.zarr", resume=True)
+            kept = (folder / f"{one.name}.zarr").exists()
             run(config, client=client, progress=progress)
+            row |= {"status": "kept" if kept else "done"}
+        except LipboundError as error:
+            row |= {"status": "failed", "error": str(error)}
         except Exception as error:  # whatever it is, the other runs must go on
             row |= {"status": "failed", "error": f"{type(error).__name__}: {error}"}
         rows.append(row)
         _index(folder / "index.csv", rows)
         yield row
+
+
+def _why(error: Exception) -> str:
+    """What is wrong with a file, and in which line."""
+    if isinstance(error, OSError):
+        return str(error.strerror or error)
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8 text"
+    mark = getattr(error, "problem_mark", None)
+    what = str(getattr(error, "problem", None) or error).splitlines()[0]
+    return what if mark is None else f"line {mark.line + 1}, {what}"
 
 
 def _listed(value: Any) -> list[Any]:

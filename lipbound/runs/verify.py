@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,15 +11,31 @@ import pandas as pd
 import xarray as xr
 
 from lipbound.bounds.audit import audit
-from lipbound.errors import AlteredRunError, LipboundError
+from lipbound.devices import dtype_name
+from lipbound.errors import AlteredRunError, CaptureError, StoreError, whole
 from lipbound.formatting import plain
+from lipbound.runs.given import whole_run
 from lipbound.runs.provenance import FORMER, altered, own, settings_checksum
-from lipbound.runs.replay import Replay, changed_versions, measure_again, replay
+from lipbound.runs.replay import OtherModelError, Replay, changed_versions, measure_again, replay
 
 ALLOWED = {"float32": 1e-4, "float64": 1e-8}
 """Relative difference that rounding explains, per unit of the logarithm's size: the exponentials in some bounds amplify it."""
-SHOWN = 20
-"""Differences that are told one by one."""
+FLAGS = ("_sound", "_converged")
+"""Ends of names of variables that are true or false."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A number that does not agree: of which variable, where, as text then and now, and the relative difference."""
+
+    variable: str
+    place: str
+    stored: str
+    now: str
+    relative: float
+
+    def __str__(self) -> str:
+        return f"{self.variable} at {self.place}: stored {self.stored}, now {self.now}"
 
 
 @dataclass(frozen=True)
@@ -26,32 +43,87 @@ class Verification:
     """What `verify` found.
 
     Attributes:
-        problems: a sentence for everything that does not hold; none when the run holds.
-        notes: what differs without harm, such as versions of packages.
+        faults: a sentence for everything that does not hold beside single numbers: weights, data, settings, checksums.
+        numbers: those that do not agree.
+        remarks: what differs without harm, such as versions of packages.
         table: per variable ``values`` compared, the ``largest`` relative difference, how many were ``off``.
         places: the (sample, layer) coordinates whose heads were computed again.
+        judged: whether numbers that do not agree count against the run; not where it was computed again in another dtype.
+        dtype: what was computed in.
     """
 
-    problems: tuple[str, ...]
-    notes: tuple[str, ...]
+    faults: tuple[str, ...]
+    numbers: tuple[Difference, ...]
+    remarks: tuple[str, ...]
     table: pd.DataFrame
     places: tuple[tuple[int, int], ...]
+    judged: bool
+    dtype: str
 
     @property
     def ok(self) -> bool:
         """Whether everything that was looked at holds."""
         return not self.problems
 
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """A sentence for everything that does not hold; none when the run holds."""
+        return self.faults + (tuple(map(str, self.numbers)) if self.judged else ())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A sentence for what differs without harm."""
+        return self.remarks + (() if self.judged else tuple(map(str, self.numbers)))
+
     def __str__(self) -> str:
-        where = ", ".join(f"sample {s} layer {layer}" for s, layer in self.places)
-        lines = [f"computed again: all heads of {where}" if where else "nothing could be computed again"]
-        if len(self.table):
-            shown = self.table.assign(largest=self.table["largest"].map("{:.1e}".format))
-            lines += [shown.rename(columns={"largest": "largest relative difference"}).to_string()]
-        lines += [f"note: {note}" for note in self.notes]
-        lines += [f"DIFFERS: {problem}" for problem in self.problems[:SHOWN]] or ["the numbers hold"]
-        lines += [f"and {len(self.problems) - SHOWN} more"] if len(self.problems) > SHOWN else []
-        return "\n".join(plain(line) for text in lines for line in text.split("\n"))
+        lines = [self._recomputed(), *self._holding(), *(f"note: {remark}" for remark in self.remarks)]
+        lines += [f"DIFFERS: {fault}" for fault in self.faults]
+        lines += [f"{'DIFFERS' if self.judged else 'note'}: {group}" for group in self._differing()]
+        if not self.ok:
+            lines.append("the run does not hold")
+        elif self.numbers:
+            lines.append(f"nothing speaks against the run; what {self.dtype} tells differently is noted above")
+        else:
+            lines.append("the numbers hold")
+        return "\n".join(plain(line) for line in lines)
+
+    def _recomputed(self) -> str:
+        if not self.places:
+            return "nothing was computed again"
+        layers: dict[int, list[str]] = {}
+        for sample, layer in self.places:
+            layers.setdefault(sample, []).append(str(layer))
+        where = "; ".join(f"sample {s}, layer{'s' if len(found) > 1 else ''} {', '.join(found)}" for s, found in layers.items())
+        return f"computed again, in {self.dtype}: all heads at {where}"
+
+    def _holding(self) -> list[str]:
+        """What agrees, the same numbers and those within rounding apart."""
+        good = self.table[self.table["off"] == 0]
+        lines = []
+        same, near = good[good["largest"] == 0], good[good["largest"] > 0]
+        if len(same):
+            lines.append(f"the same: {', '.join(map(str, same.index))} ({int(same['values'].sum())} values)")
+        if len(near):
+            most = near["largest"].idxmax()
+            lines.append(
+                f"equal up to what rounding and tol explain: {', '.join(map(str, near.index))} ({int(near['values'].sum())} values), "
+                f"the largest relative difference {near['largest'].max():.1e}, of {most}"
+            )
+        return lines
+
+    def _differing(self) -> list[str]:
+        """A sentence for every variable that has numbers which do not agree."""
+        groups: dict[str, list[Difference]] = {}
+        for one in self.numbers:
+            groups.setdefault(one.variable, []).append(one)
+        sentences = []
+        for name, found in groups.items():
+            worst = max(found, key=lambda one: one.relative)
+            count = f"{len(found)} of {int(self.table.loc[name, 'values'])} values"
+            by = f", by up to {100 * worst.relative:.2g} %" if np.isfinite(worst.relative) and not name.endswith(FLAGS) else ""
+            rest = f", and {len(found) - 1} more" if len(found) > 1 else ""
+            sentences.append(f"{name}, {count}{by}: at {worst.place} stored {worst.stored}, now {worst.now}{rest}")
+        return sentences
 
 
 def verify(
@@ -74,7 +146,7 @@ def verify(
     In another dtype than the run's, the model's own activations differ too: numbers that do not agree are then told, but are no problem.
 
     Args:
-        ds: a run, from `lipbound.load` or `lipbound.compare`.
+        ds: a run, from `lipbound.load` or `lipbound.compare`, or its path; whole, since checksums and delta are of all of it.
         places: how many random pairs of sample and layer; all of them where there are fewer.
         seed: which ones.
         model, data: in place of those recorded; needed for runs on objects in memory.
@@ -86,35 +158,43 @@ def verify(
     Raises:
         LipboundError: places below 1; the model or the data is no longer to be found.
     """
-    if places < 1:
-        raise LipboundError(f"places is {places}; at least one sample and layer must be computed again")
+    ds = whole_run(ds)
+    places, seed = whole("places", places, least=1), whole("seed", seed, least=0)
+    if "dtype" not in ds.attrs or "source" not in ds.attrs:
+        raise StoreError("the run was written by a version of lipbound that did not record enough to repeat it")
+    wanted = ds.attrs["dtype"] if dtype is None else dtype_name(dtype)
+    nothing = partial(Verification, numbers=(), remarks=(), table=_table({}), places=(), judged=True, dtype=wanted)
     try:
-        rerun = replay(ds, model=model, data=data, device=device, dtype=dtype)
-    except AlteredRunError as error:  # nothing can be computed with such settings
-        return Verification((str(error),), (), _table({}), ())
-    other_dtype = dtype not in (None, ds.attrs["dtype"])
-    problems = list(rerun.differences)
+        rerun = replay(ds, model=model, data=data, device=device, dtype=wanted)
+    except (AlteredRunError, OtherModelError) as error:  # nothing can be computed with such settings, or such a model
+        return nothing((str(error),))
+    faults = list(rerun.differences)
     if "settings_checksum" in ds.attrs and settings_checksum(ds) != ds.attrs["settings_checksum"]:
-        problems.append("the run's settings (attributes) are not those that were recorded when it was computed (checksum)")
+        faults.append("the run's settings (attributes) are not those that were recorded when it was computed (checksum)")
     if json.dumps(audit(ds), sort_keys=True) != json.dumps(ds.attrs["audit"], sort_keys=True):  # as text, since NaN differs from itself
-        problems.append("the audit stored with the run is not that of its numbers")
+        faults.append("the audit stored with the run is not that of its numbers")
     broken = altered(ds)
-    problems += [f"{_place(ds, s, i)}: the stored numbers are not those that were computed (checksum)" for s, i in broken or []]
-    notes = [] if broken is not None else ["the run has no checksums, so numbers that were changed by hand show only where they are computed again"]
-    notes += [f"{name} was {then}, is {now}" for name, (then, now) in changed_versions(ds).items()] + rerun.notes
+    faults += [f"{_place(ds, s, i)}: the stored numbers are not those that were computed (checksum)" for s, i in broken or []]
+    remarks = [] if broken is not None else ["the run has no checksums, so numbers that were changed by hand show only where they are computed again"]
+    remarks += [f"{name} was {then}, is {now}" for name, (then, now) in changed_versions(ds).items()] + rerun.notes
     shapes = rerun.inputs.samples == ds.sizes["sample"]
-    chosen = _choose(ds, places, seed, broken or []) if shapes else []
     if not shapes:
-        problems.append(f"the data now has {rerun.inputs.samples} samples, the run {ds.sizes['sample']}")
+        faults.append(f"the data now has {rerun.inputs.samples} samples, the run {ds.sizes['sample']}")
+    chosen = _choose(ds, places, seed, broken or []) if shapes else []
     found: dict[str, tuple[int, float, int]] = {}
-    for s, i in chosen:
-        for name, difference, sentence in _compare(ds, rerun, s, i):
-            count, largest, off = found.get(name, (0, 0.0, 0))
-            found[name] = (count + 1, max(largest, difference), off + bool(sentence))
-            if sentence:
-                (notes if other_dtype else problems).append(sentence)
+    wrong: list[Difference] = []
+    try:
+        for s, i in chosen:
+            for name, relative, difference in _compare(ds, rerun, s, i):
+                count, largest, off = found.get(name, (0, 0.0, 0))
+                found[name] = (count + 1, max(largest, relative), off + (difference is not None))
+                wrong += [] if difference is None else [difference]
+    except CaptureError as error:
+        if not rerun.differences:
+            raise
+        return nothing((*faults, f"with it nothing can be computed again: {error}"))
     where = tuple((int(ds["sample"][s]), int(ds["layer"][i])) for s, i in chosen)
-    return Verification(tuple(problems), tuple(notes), _table(found), where)
+    return Verification(tuple(faults), tuple(wrong), tuple(remarks), _table(found), where, wanted == ds.attrs["dtype"], wanted)
 
 
 def _table(found: dict[str, tuple[int, float, int]]) -> pd.DataFrame:
@@ -137,8 +217,8 @@ def _place(ds: xr.Dataset, sample: int, layer: int, head: int | None = None) -> 
     return where if head is None or "head" not in ds.dims else f"{where}, head {int(ds['head'][head])}"
 
 
-def _compare(ds: xr.Dataset, rerun: Replay, s: int, i: int) -> Iterator[tuple[str, float, str]]:
-    """Name, relative difference and, where it is too large, a sentence, for every number of a place."""
+def _compare(ds: xr.Dataset, rerun: Replay, s: int, i: int) -> Iterator[tuple[str, float, Difference | None]]:
+    """Name, relative difference and, where it is too large, what differs, for every number of a place."""
     new = measure_again(rerun, ds, s, i)
     heads = len(next(iter(new.values())))
     slack = max(ALLOWED[ds.attrs["dtype"]], ALLOWED[str(rerun.checkpoint.model.dtype).removeprefix("torch.")])
@@ -154,7 +234,8 @@ def _compare(ds: xr.Dataset, rerun: Replay, s: int, i: int) -> Iterator[tuple[st
                 continue
             good = stored == now or (old.dtype != bool and difference <= _tolerance(ds, new, name, h, slack))
             shown = (bool(stored), bool(now)) if old.dtype == bool else (f"{float(stored):.8g}", f"{float(now):.8g}")
-            yield name, difference, "" if good else f"{name} at {_place(ds, s, i, h)}: stored {shown[0]}, now {shown[1]}"
+            told = Difference(name, _place(ds, s, i, h), str(shown[0]), str(shown[1]), difference)
+            yield name, difference, None if good else told
 
 
 def _tolerance(ds: xr.Dataset, new: dict[str, np.ndarray], name: str, h: int, slack: float) -> float:

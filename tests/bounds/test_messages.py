@@ -32,7 +32,7 @@ CALLS: dict[str, Call] = {
     **calls("spectral_norm", lambda given: lb.spectral_norm(ATT, **given), [
         ({"tol": math.nan}, "tol is nan"), ({"tol": "x"}, "tol is 'x'"), ({"delta": "x"}, "delta is 'x'"), ({"delta": 1.5}, "between 0 and 1"),
         ({"delta": 0}, "between 0 and 1"), ({"seed": "x"}, "seed is 'x'"), ({"seed": 1.5}, "seed is 1.5"), ({"seed": [1] * 5}, "5 seeds"),
-        ({"max_steps": 0}, "at least one step"), ({"map": 3}, "unknown map 3"), ({"method": None}, "unknown method None"),
+        ({"max_steps": 0}, "must be a whole number, at least 1"), ({"map": 3}, "unknown map 3"), ({"method": None}, "unknown method None"),
     ]),
     **calls("attack", lambda given: lb.attack(ATT, **{"radius": 1.0, **given}), [
         ({"radius": "x"}, "radius is 'x'"), ({"radius": []}, r"radius is \[\]"), ({"steps": 0}, "steps is 0"), ({"steps": "x"}, "steps is 'x'"),
@@ -42,11 +42,11 @@ CALLS: dict[str, Call] = {
     **calls("get", bounds.get, [(3, "unknown bound 3"), ([], r"unknown bound \[\]")]),
     **calls("evaluate", lambda names: bounds.evaluate(ATT, names), [(None, "bounds is None"), ([3], "unknown bound 3")]),
     **calls("whole_layer", lambda rule: bounds.whole_layer(ATT, "yudin", rule=rule), [(3, "unknown rule 3")]),
-    **calls("layer", lambda att: bounds.evaluate(att, "yudin"), [(3, "was given a int")]),
-    **calls("norm of", lb.spectral_norm, [(None, "att is a NoneType")]),
-    **calls("x", lambda x: lb.Attention(x, ATT.w_q, ATT.w_k, ATT.w_v), [([[1.0]], "x is a list; it must be a torch tensor")]),
+    **calls("layer", lambda att: bounds.evaluate(att, "yudin"), [(3, "was given 3; it takes one Attention")]),
+    **calls("norm of", lb.spectral_norm, [(None, "att is None")]),
+    **calls("x", lambda x: lb.Attention(x, ATT.w_q, ATT.w_k, ATT.w_v), [([[1.0]], "x is \\[\\[1.0\\]\\]; it must be a torch tensor")]),
     **calls("parts", lambda given: changed(ATT, **given), [
-        ({"scale": "x"}, "scale is 'x'"), ({"cap": "x"}, "cap is 'x'"), ({"mask": "x"}, "mask is a str"),
+        ({"scale": "x"}, "scale is 'x'"), ({"cap": "x"}, "cap is 'x'"), ({"mask": "x"}, "mask is .x.; it must be a torch tensor"),
     ]),
 }  # fmt: skip
 

@@ -146,6 +146,13 @@ def test_l2_norms_match_dense() -> None:
     torch.testing.assert_close(l2_spectral_norm(att, tol=1e-11).lower, reference, rtol=1e-9, atol=0)
 
 
+def test_l2_norms_of_masked_layers_in_float32() -> None:
+    for kind in ("causal", "padded"):
+        torch.testing.assert_close(
+            l2_spectral_norm(random_attention(kind, dtype=torch.float32)).lower, l2_spectral_norm(random_attention(kind)).lower, rtol=1e-3, atol=0
+        )
+
+
 def test_any_callable() -> None:
     att = random_attention("window")
     norm = operator_norm(AutogradJacobian(head_function(att, 1, 2), att.x[1]), method="golub-kahan", tol=1e-11)

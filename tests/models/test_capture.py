@@ -5,7 +5,7 @@ import torch
 import transformers as tf
 from support.models import AFFINE, MODERN, REFUSED, TEXT, build, inputs_for
 
-from lipbound.errors import CaptureError
+from lipbound.errors import CaptureError, Notice
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.models.capture import recorder
 from lipbound.models.capture.capture import Capturer, capture
@@ -97,11 +97,19 @@ def test_training_mode_and_gradients_are_restored() -> None:
     assert not layers[0].x.requires_grad
 
 
-def test_half_precision_and_other_objects_are_refused() -> None:
-    model = build(AFFINE["bert"]).to(torch.bfloat16)
-    with pytest.raises(CaptureError, match="bfloat16"):
-        capture(model, inputs_for(model))
-    with pytest.raises(CaptureError, match="takes a transformers model"):
+@pytest.mark.parametrize("family", ["bert", "vit"])
+def test_half_precision_is_captured_as_a_copy_with_the_same_numbers(family: str) -> None:
+    model = build(AFFINE[family]).to(torch.bfloat16)
+    batch = inputs_for(model)
+    with pytest.warns(Notice, match="the model's weights are in bfloat16; a copy of it in float32 is measured, with the same numbers"):
+        layers = capture(model, batch)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    expected = capture(build(AFFINE[family]).to(torch.bfloat16).float(), batch)
+    assert all(torch.equal(a.out, b.out) and a.dtype == torch.float32 for a, b in zip(layers, expected, strict=True))
+
+
+def test_other_objects_are_refused() -> None:
+    with pytest.raises(CaptureError, match="give a loaded transformers model"):
         capture(torch.nn.Linear(2, 2), {})
 
 

@@ -146,7 +146,7 @@ def test_errors_about_text(bert: Checkpoint, tmp_path: Path) -> None:
         ({"data": tmp_path / "t.csv", "column": "c"}, "has no column 'c'"),
         ({"data": tmp_path / "t.csv", "column": "a"}, "holds int"),
         ({"data": tmp_path / "no.parquet"}, "there is no file"),
-        ({"data": 3}, "data is a int"),
+        ({"data": 3}, "data is 3"),
         ({"data": {"input_ids": [1, 2]}}, "must be named tensors"),
         ({"data": {"input_ids": torch.zeros(2, 3), "attention_mask": torch.zeros(1, 3)}}, "disagree about the number"),
         ({"data": tmp_path / "no.safetensors"}, "there is no file"),

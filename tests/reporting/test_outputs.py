@@ -89,7 +89,7 @@ def test_quantiles_of_infinite_values() -> None:
 
 
 def test_cells_show_log10_of_the_reduced_values(ds: xr.Dataset) -> None:
-    figure = plots.heatmaps(ds, bounds=["yudin", "kim"], reduce="max")
+    figure = plots.heatmaps(ds, bounds=["yudin", "kim"], reduce="max", scale="shared")
     panels = [axes for axes in figure.axes if axes.images]
     assert [axes.get_title().splitlines()[0] for axes in panels] == ["Exact", "Yudin 2025, Thm 3", "Exact, L2 attention", "Kim 2021 (L2 map)"]
     shown = panels[1].images[0].get_array()
@@ -106,7 +106,9 @@ def test_shared_scale_leaves_out_what_would_wash_it_out() -> None:
 
 
 def test_caption_says_what_it_is(ds: xr.Dataset) -> None:
-    text = "\n".join(t.get_text() for t in plots.heatmaps(ds).texts).replace("\n", " ")
+    assert [t.get_text() for t in plots.heatmaps(ds).texts if t.get_text()] == []  # in the picture on request
+    text = "\n".join(t.get_text() for t in plots.heatmaps(ds, caption=True).texts).replace("\n", " ")
+    assert text == plots.caption(ds)
     for part in ("GPT2Model", "without output projection", "ready model inputs", "2 samples", "mean over samples", "float32"):
         assert part in text
 

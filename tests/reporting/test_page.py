@@ -222,6 +222,33 @@ def test_whole_layers_show_every_sample(tmp_path: Path) -> None:
         report(lb.compare(model, inputs, bounds=[], progress=False), tmp_path / "y.html")
 
 
+def test_runs_side_by_side_have_daggers_and_tell_what_differs(ds: xr.Dataset, bert: Path, text: Path, tmp_path: Path) -> None:
+    short = lb.compare(bert, text, samples=3, max_length=6, bounds=["castin", "lipbound"], progress=False)
+    report([ds, short], tmp_path / "x.html", details=False)
+    page = (tmp_path / "x.html").read_text()
+    (row,) = re.findall(r'<tr><th scope="row">Castin 2024, 3.3</th>(.*?)</tr>', page)
+    shown = [lb.tables.readable(run).loc["castin", "geom. mean"] for run in (ds, short)]
+    assert re.findall(r"<td>(.*?)</td>", row) == [f"{x} \u2020" for x in shown]
+    (row,) = re.findall(r'<tr><th scope="row">Yudin 2025, Thm 3</th>(.*?)</tr>', page)
+    assert re.findall(r"<td>(.*?)</td>", row)[1] == "not computed"
+    notices = re.findall(r'<p class="notice">(.*?)</p>', page)
+    assert [line.split(":")[0] for line in notices if "differ" in line] == ["Lengths in tokens differ"]
+    assert re.search(r"at most 12 in .*, 6 in ", notices[0])
+    report([ds, ds], tmp_path / "same.html", details=False)
+    assert "differ:" not in re.sub(r"<script.*?</script>", "", (tmp_path / "same.html").read_text(), flags=re.DOTALL)
+
+
+def test_panels_are_those_of_the_figures(ds: xr.Dataset, page: Path) -> None:
+    (run,) = data_of(page)
+    assert run["panels"] == [name for scale in run["scales"] for name in scale["names"]]
+    assert run["scales"][0]["names"][:1] == ["exact"]
+    assert {"lipbound", "lipbound_block"} <= set(run["scales"][0]["names"])
+    near = [np.log10(run["grids"][name]) for name in run["scales"][0]["names"]]
+    assert run["scales"][0]["low"] == pytest.approx(np.min(near), abs=1e-3)
+    assert run["scales"][0]["high"] == pytest.approx(np.max(near), abs=1e-3)
+    assert "<msqrt>" in page.read_text()  # statements are typeset
+
+
 def test_infinite_and_missing_numbers_and_many_samples(ds: xr.Dataset, tmp_path: Path) -> None:
     other = ds.copy(deep=True)
     other["castin"][:, 0, 0] = np.inf

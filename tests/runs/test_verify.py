@@ -100,11 +100,15 @@ def test_other_weights_are_named(bert: Path, text: Path, tmp_path: Path) -> None
     weights[key] = weights[key] * 1.5
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     found = lb.verify(ds, places=100)
-    assert found.problems[0].startswith(f"weights: the run has {ds.attrs['revision']}, {folder} is now sha256:")
+    before = f"{folder} (BertModel, {ds.attrs['revision']})"
+    assert found.problems[0].startswith(f"not the recorded weights: the run is of {before}, {folder} (BertModel) now has sha256:")
     assert all(" layer 1," in p for p in found.problems[1:])  # the first layer did not change
     assert found.table["off"].sum() > 8
     assert len(found.problems) == 1 + found.table["off"].sum()
-    assert f"and {len(found.problems) - 20} more" in str(found)
+    counts = [f"DIFFERS: {name}, {int(row['off'])} of {int(row['values'])} values" for name, row in found.table.iterrows() if row["off"]]
+    assert counts
+    assert [line for line in counts if line not in str(found)] == []
+    assert len(str(found).splitlines()) < 15
 
 
 def test_other_data_is_named(bert: Path, tmp_path: Path) -> None:
@@ -113,7 +117,7 @@ def test_other_data_is_named(bert: Path, tmp_path: Path) -> None:
     ds = lb.compare(bert, text, samples=2, **OPTIONS)
     text.write_text("the keeper of a ferry is the lighthouse " * 12)
     found = lb.verify(ds)
-    assert found.problems[0].startswith(f"inputs: the run has {ds.attrs['data_fingerprint']}, text.txt now gives sha256:")
+    assert found.problems[0].startswith(f"not the recorded data: the run has {ds.attrs['data_fingerprint']}, text.txt now gives sha256:")
     assert len(found.problems) > 1
     text.write_text("the keeper of a ferry")
     assert "the data now has 1 samples, the run 2" in lb.verify(ds).problems
@@ -198,7 +202,9 @@ def test_command_line(run: Path, tmp_path: Path) -> None:
     store.save(ds, tmp_path / "edited.zarr")
     shown = CliRunner().invoke(app, ["verify", str(tmp_path / "edited.zarr")])
     assert shown.exit_code == 1
-    assert "DIFFERS: yudin at sample 0, layer 0, head 0: stored 1, now " in shown.stdout
+    assert "DIFFERS: yudin, 1 of " in shown.stdout
+    assert " at sample 0, layer 0, head 0 stored 1, now " in shown.stdout
+    assert "the numbers hold" not in shown.stdout
 
 
 def bare(run: Path) -> xr.Dataset:
@@ -295,7 +301,12 @@ def test_another_dtype_tells_and_does_not_blame(run: Path) -> None:
     ds = lb.load(run)
     assert lb.verify(ds, places=6, dtype="float64").ok
     ds["yudin"][0, 0, 0] *= 2
-    assert any("yudin at sample 0, layer 0, head 0" in note for note in lb.verify(ds, places=6, dtype="float64").notes)
+    found = lb.verify(ds, places=6, dtype="float64")
+    assert any("yudin at sample 0, layer 0, head 0" in note for note in found.notes)
+    assert "note: yudin, 1 of 24 values, by up to " in str(found)
+    (holding,) = [line for line in str(found).splitlines() if line.startswith("equal up to")]
+    assert "yudin," not in holding
+    assert "the numbers hold" not in str(found)
 
 
 def test_foreign_names_do_not_reach_the_terminal(run: Path) -> None:
@@ -313,3 +324,20 @@ def test_provenance_is_plain(run: Path) -> None:
     assert attrs["preprocessing"].endswith("consecutive windows of 12 tokens")
     assert attrs["loaded"] is False
     assert isinstance(xr.Dataset(attrs=attrs), xr.Dataset)
+
+
+def test_another_model_is_not_the_recorded_one(run: Path, vit: Path) -> None:
+    """Whether it takes the run's data or not."""
+    found = lb.verify(lb.load(run), model="builtin:gpt2", places=2)
+    assert found.problems[0].startswith("not the recorded model: the run is of ")
+    assert "builtin:gpt2 (GPT2Model) has sha256:" in found.problems[0]
+    assert len(str(found).splitlines()) < 15
+    found = lb.verify(lb.load(run), model=vit)
+    assert (found.ok, found.places) == (False, ())
+    assert str(found).startswith("nothing was computed again\nDIFFERS: not the recorded model: ")
+
+
+def test_paths_are_verified_and_parts_are_not(run: Path) -> None:
+    assert lb.verify(run, places=1).ok
+    with pytest.raises(StoreError, match="give the whole run, or its path"):
+        lb.verify(lb.load(run).isel(layer=0))

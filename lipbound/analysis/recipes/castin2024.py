@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from lipbound.analysis import adversarial_inputs, mean_field
 from lipbound.analysis.length_growth import LENGTHS, exponents, sequence_growth
-from lipbound.analysis.recipes.registry import Setting, of, register, sheet
+from lipbound.analysis.recipes.registry import Setting, of, register, sheet, tick_lengths
 from lipbound.attention.layer import Attention
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.linalg.operator_norm import operator_norm
@@ -53,7 +53,7 @@ def draw_growth(ds: xr.Dataset) -> Figure:
                 colour = COLOURS[i % len(COLOURS)]
                 one = part.sel(layer=layer)
                 cloud = one["layer_exact"].stack(point=("text", "sequence")).transpose("length", "point").values
-                layers.plot(n, cloud, ".", color=colour, markersize=1.2, alpha=0.5)
+                layers.plot(n, cloud, ".", color=colour, markersize=1.8, alpha=0.5)
                 heads.plot(n, geomean(one["head_exact"], "text", "sequence", "head"), color=colour, linewidth=0.9, label=f"layer {layer}")
                 hard.plot(n, one["adversarial_layer"].isel(text=0), color=colour, linewidth=0.9)
             for axes_, name in ((layers, "layer_bound"), (heads, "head_bound")):
@@ -68,12 +68,13 @@ def draw_growth(ds: xr.Dataset) -> Figure:
                 axes_.set_title(
                     f"{mode}: " + {"layer_exact": "whole layers, text", "head_exact": "heads, text"}.get(name, "whole layers, adversarial")
                 )
+                tick_lengths(axes_, n)
                 if row == len(modes) - 1:
                     axes_.set_xlabel("tokens N")
             layers.set_ylabel("local Lipschitz constant")
-            hard.legend(fontsize=5.5, loc="lower right")
+            hard.legend(loc="lower right")
         handles, labels = axes[1].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=8, fontsize=6)
+        figure.legend(handles, labels, loc="outside lower center", ncols=8)
     return figure
 
 
@@ -135,7 +136,7 @@ def draw_magnitude(ds: xr.Dataset) -> Figure:
             values = ds["magnitude"].isel(mode=-1).sel(layer=layer).mean(("text", "sequence"))
             axes.plot(ds["length"], values, color=COLOURS[i % len(COLOURS)], linewidth=0.9, label=f"layer {layer}")
         axes.set(xlabel="tokens N", ylabel="mean length of tokens", ylim=(0, None))
-        axes.legend(fontsize=5.5, ncols=2)
+        axes.legend(ncols=2)
     return figure
 
 
@@ -185,7 +186,7 @@ def draw_scaling(ds: xr.Dataset) -> Figure:
         right.plot(ds["layer"], ds["largest_token"], "^", markersize=3, color=COLOURS[1], label="longest token")
         right.plot(ds["layer"], ds["radius"], "o", markersize=3, color=COLOURS[0], label="mean length")
         right.set(xlabel="layer", ylabel="length of tokens", ylim=(0, None))
-        right.legend(fontsize=5.5)
+        right.legend()
     return figure
 
 
@@ -281,8 +282,8 @@ def draw_regimes(ds: xr.Dataset) -> Figure:
         left.set(xlabel="R", ylabel="local Lipschitz constant", title="tokens at 0, Ru and -Ru")
         middle.set(xlabel="$R^2$ x smallest gap", ylabel="over the limit of Theorem 3.7", title="generic tokens", yscale="log")
         right.set(xlabel=r"$\gamma R^2$", ylabel="mean-field local constant", title="two Diracs")
-        left.legend(fontsize=5.5)
-        right.legend(fontsize=5.5)
+        left.legend()
+        right.legend()
     return figure
 
 

@@ -41,7 +41,7 @@ def draw_which_map(ds: xr.Dataset) -> Figure:
         for name, values in zip(ds["map"].values, ds["norm"].mean("sample").values, strict=True):
             axes.plot(range(len(values)), values, "o-", markersize=2.5, linewidth=0.8, label=name)
         axes.set(xlabel="layer", ylabel="exact local Lipschitz constant", yscale="log")
-        axes.legend(fontsize=5.5, ncols=2)
+        axes.legend(ncols=2)
     return figure
 
 

@@ -18,10 +18,11 @@ from matplotlib.figure import Figure
 
 from lipbound.attention.layer import Attention
 from lipbound.devices import device_name, resolve_device
-from lipbound.errors import UnknownNameError, nearest
+from lipbound.errors import StoreError, UnknownNameError, nearest, shown, tell
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.checkpoints import Checkpoint, load_checkpoint
 from lipbound.models.inputs import prepare
+from lipbound.reporting.figures.captions import latex_caption
 from lipbound.reporting.styles import BASE, Drawing, write
 from lipbound.runs import store
 from lipbound.runs.provenance import versions
@@ -58,6 +59,12 @@ class Setting:
         """The data, at least the default one."""
         return self.data or (None,)
 
+    def asked(self) -> dict[str, Any]:
+        """What it asks for, in JSON's types; objects in memory by their types."""
+        named = [str(one) if isinstance(one, str | Path) else type(one).__name__ for one in (self.model, *self.data)]
+        rest = {"column": self.column, "split": self.split, "samples": self.samples, "full": self.full, "dtype": str(self.dtype), "seed": self.seed}
+        return {"model": named[0], "data": named[1:]} | rest
+
     def capture(self, samples: int, max_length: int = 128) -> tuple[Checkpoint, list[Attention], str]:
         """The checkpoint, its layers at some samples, and what the samples are."""
         where = resolve_device(self.device)
@@ -85,6 +92,7 @@ class Recipe:
         compute: what it measures. draw: its figure. caption: what exactly the figure shows, with the numbers that matter.
         cost: time of the small setting on two CPU cores.
         run: name of the stored Dataset; recipes that draw the same measurements share it. The recipe's own name by default.
+        of_model: whether it measures a model at all.
     """
 
     name: str
@@ -95,6 +103,7 @@ class Recipe:
     caption: Callable[[xr.Dataset], str]
     cost: str
     run: str = ""
+    of_model: bool = True
 
     @property
     def stored(self) -> str:
@@ -102,12 +111,20 @@ class Recipe:
         return f"{self.run or self.name}.zarr"
 
     def saved(self, setting: Setting, folder: Path) -> xr.Dataset:
-        """What the store in ``folder`` holds; computed and stored there where it is missing."""
+        """What the store in ``folder`` holds; computed and stored there where it is missing.
+
+        Raises:
+            StoreError: the store is of another setting, or cannot be written.
+        """
         path = folder / self.stored
-        if not path.exists():
-            ds = self.compute(setting)
-            ds.attrs["recipe"] = self.run or self.name
-            store.save(ds, path)
+        if path.exists():
+            ds = store.load(path)
+            check_same(path, ds, setting)
+            return ds
+        store.check_target(path)
+        ds = self.compute(setting)
+        ds.attrs |= {"recipe": self.run or self.name, "asked": setting.asked()}
+        store.save(ds, path)
         return store.load(path)
 
     def reproduce(self, setting: Setting, folder: Path, *, kinds: Sequence[str] = ("pdf", "png")) -> xr.Dataset:
@@ -117,10 +134,26 @@ class Recipe:
         return ds
 
     def render(self, ds: xr.Dataset, folder: Path, *, kinds: Sequence[str] = ("pdf", "png")) -> None:
-        """Figure and caption file of a computed Dataset."""
+        """Figure, and caption as plain text and for LaTeX, of a computed Dataset."""
         for kind in kinds:
             write(self.draw(ds), folder / f"{self.name}.{kind}")
-        (folder / f"{self.name}.txt").write_text("\n".join(textwrap.wrap(f"{self.title} ({self.source}). {self.caption(ds)}", 140)) + "\n")
+        caption = f"{self.title} ({self.source}). {self.caption(ds)}"
+        for suffix, text in ((".txt", caption), (".tex", f"\\caption{{{latex_caption(caption)}}}")):
+            (folder / f"{self.name}{suffix}").write_text("\n".join(textwrap.wrap(text, 140, break_long_words=False, break_on_hyphens=False)) + "\n")
+
+
+def check_same(path: Path, ds: xr.Dataset, setting: Setting) -> None:
+    """Raise StoreError where what is stored was computed for something else than what is asked for; where nothing is asked for, tell what it is.
+
+    Stores of before 0.2 tell their model alone.
+    """
+    asked, usual = setting.asked(), Setting().asked()
+    stored = ds.attrs.get("asked") or ({"model": ds.attrs["model"]} if "model" in ds.attrs else {})
+    other = [name for name in stored if stored[name] != asked.get(name)]
+    if wrong := [f"{name} was {shown(stored[name])} and is now {shown(asked[name])}" for name in other if asked[name] != usual[name]]:
+        raise StoreError(f"{path} holds the same figure of other things: {'; '.join(wrong)}; choose another folder with output=, or remove it")
+    if other:
+        tell(f"{path} is drawn as it is: {', '.join(f'{name} {shown(stored[name])}' for name in other)}")
 
 
 RECIPES: dict[str, Recipe] = {}
@@ -138,10 +171,17 @@ def register(**fields: Any) -> None:
     RECIPES[fields["name"]] = Recipe(**fields)
 
 
+def tick_lengths(axes: Axes, lengths: Any) -> None:
+    """Ticks of a logarithmic axis of sequence lengths: 2, 5, 10, 20, 50, ... as plain numbers, which a power of ten per decade leaves to guess."""
+    shown = [k * 10**e for e in range(7) for k in (1, 2, 5) if min(lengths) <= k * 10**e <= max(lengths)]
+    axes.set_xticks(shown, [f"{x:,}" for x in shown])
+    axes.minorticks_off()
+
+
 @contextmanager
 def sheet(rows: int, columns: int, *, height: float = 2.1, width: float = 7.1, **options: Any) -> Iterator[tuple[Figure, list[Axes]]]:
     """A figure of the house style that pyplot does not know of, and its axes, row by row."""
-    with matplotlib.rc_context(BASE | {"font.size": 7.0}):
+    with matplotlib.rc_context(BASE | {"font.size": 7.0, "legend.fontsize": 7.0, "legend.frameon": False}):
         figure = Drawing(figsize=(width, rows * height), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots(rows, columns, squeeze=False, **options)

@@ -60,7 +60,7 @@ def caption_surface(ds: xr.Dataset) -> str:
 
 register(
     name="yudin-1", title="The bound g_1 on the softmax Jacobian", source=f"{PAPER}, Figure 1",
-    compute=surface, draw=draw_surface, caption=caption_surface, cost="1 s",
+    compute=surface, draw=draw_surface, caption=caption_surface, cost="1 s", of_model=False,
 )  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def draw_maps(ds: xr.Dataset) -> Figure:
             layer, head = np.unravel_index(int(k), ds["norm"].shape)
             one = ds.isel(layer=layer, head=head)
             axis.imshow(one["map"].values ** 0.5, cmap=plots.COLORMAP, vmin=0, vmax=1)
-            axis.set_title(f"layer {layer}, head {head}\n$\\|M\\|$ {float(one['norm']):.3f}, $g_1$ {float(one['g1']):.3f}", fontsize=6.5)
+            axis.set_title(f"layer {layer}, head {head}\n$\\|M\\|$ {float(one['norm']):.3f}, $g_1$ {float(one['g1']):.3f}")
             axis.set_xticks([])
             axis.set_yticks([])
         axes[0].set(ylabel="query", xlabel="key")
@@ -302,7 +302,7 @@ def draw_multihead(ds: xr.Dataset) -> Figure:
         for name, label in (("sum", "sum over heads"), ("root_sum_square", "root of the sum of squares"), ("exact", "exact, heads side by side")):
             axes.plot(ds["layer"], ds[name].mean("sample"), "o-", markersize=2.5, linewidth=0.8, label=label)
         axes.set(xlabel="layer", ylabel="local Lipschitz constant", yscale="log")
-        axes.legend(fontsize=5.5)
+        axes.legend()
     return figure
 
 

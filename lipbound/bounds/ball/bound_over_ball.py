@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.validation import check_layer
 from lipbound.bounds.ball.plain import BallCentre
 from lipbound.bounds.ball.variants import COVERS, VariantBallCentre
 from lipbound.bounds.entry import check_radii
@@ -66,6 +67,7 @@ def over_ball(att: Attention, radius: float | Sequence[float], *, norm: str = "t
 
     As the radius goes to 0, (a) goes to the value at the centre; (c) grows like :math:`\rho^2 \sqrt N`, as global bounds must.
     """
+    check_layer(att, "over_ball")
     if "qk_norm" in att.variants:
         raise AttentionError("over_ball does not cover normalised queries and keys, whose derivative changes with the input; lipbound.attack does")
     att.only("over_ball", CENTRES.covers)
@@ -97,7 +99,7 @@ def _sample(att: Attention, radii: list[float], norm: str, centre: Tensor) -> Te
 
 def _centre(att: Attention, at: str) -> Tensor:
     """An upper value of the norm at X, (samples, heads)."""
-    if at == "certified":
+    if isinstance(at, str) and at == "certified":
         return spectral_norm(att, tol=CERTIFIED_TOL, delta=CERTIFIED_DELTA).upper.to(att.device)
     bound = get(at)
     if bound.map != "head":

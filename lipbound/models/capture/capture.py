@@ -9,18 +9,18 @@ attention.
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from lipbound.attention.layer import Attention
-from lipbound.errors import CaptureError
+from lipbound.errors import CaptureError, flag, indices
 from lipbound.models.capture.assembly import assemble, valid_tokens
 from lipbound.models.capture.probing import Weights, probe
-from lipbound.models.capture.recorder import RECORDING_ATTENTION, Call, hidden_states, implementation, record
+from lipbound.models.capture.recorder import RECORDING_ATTENTION, Call, check_model, hidden_states, implementation, record, taken
 from lipbound.models.capture.residual_detection import Seen, surroundings, watching
 from lipbound.models.capture.verification import check_rebuilt, own_outputs, verify_outputs
 from lipbound.models.offload import by_layer
+from lipbound.models.precision import measurable
 
 
 @dataclass
@@ -64,9 +64,7 @@ class Capturer:
                 cross-attention, other transformations of queries and keys), or the rebuilt layer does not reproduce the model; the message names
                 the layer and the reason.
         """
-        model_dtype = next(self.model.parameters()).dtype
-        if model_dtype not in (torch.float32, torch.float64):
-            raise CaptureError(f"the model computes in {model_dtype}; convert it first, model.float() or model.double()")
+        inputs = taken(self.model, inputs)
         with implementation(self.model, RECORDING_ATTENTION), watching(self.model if self.around else None) as seen:
             calls = record(self.model, inputs)
         chosen = [i for position, i in enumerate(self._chosen(len(calls))) if position not in skip]
@@ -107,21 +105,25 @@ class Capturer:
     def _chosen(self, count: int) -> list[int]:
         if self.layers is None:
             return list(range(count))
-        wrong = [i for i in self.layers if not -count <= i < count]
+        layers = indices("layers", self.layers)
+        wrong = [i for i in layers if not -count <= i < count]
         if wrong:
             raise CaptureError(f"layers {wrong} do not exist: the model has {count} attention layers, numbered 0 to {count - 1}")
-        if not len(self.layers):
+        if not layers:
             raise CaptureError(f"layers is empty; name some of the {count} attention layers, or None for all")
-        return list(dict.fromkeys(i % count for i in self.layers))
+        return list(dict.fromkeys(i % count for i in layers))
 
 
-def capture(model: PreTrainedModel, inputs: Mapping[str, Tensor], *, layers: Sequence[int] | None = None, around: bool = False) -> list[Attention]:
+def capture(
+    model: PreTrainedModel, inputs: Mapping[str, Tensor], *, layers: Sequence[int] | int | str | None = None, around: bool = False
+) -> list[Attention]:
     """The `Attention` of every layer of a transformers model at a batch of ready inputs, checked against the model.
 
     Args:
-        model: a loaded transformers model, in float32 or float64; any task class.
+        model: a loaded transformers model; any task class. Of one in half precision a copy in float32 is captured, and a
+            `lipbound.errors.Notice` says so.
         inputs: what its forward takes, e.g. ``tokenizer(texts, return_tensors="pt", padding=True)``.
-        layers: indices of the attention layers wanted; all by default.
+        layers: indices of the attention layers wanted, one, several, or text such as "0-3,7"; all by default.
         around: also find residual connection and layer normalisation, for the maps "pre_norm" and "post_norm".
 
     Returns:
@@ -130,6 +132,6 @@ def capture(model: PreTrainedModel, inputs: Mapping[str, Tensor], *, layers: Seq
     Raises:
         CaptureError: see `Capturer.run`.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise CaptureError(f"model is a {type(model).__name__}; capture takes a transformers model (a PreTrainedModel)")
-    return [layer.attention for layer in Capturer(model, layers, around).run(inputs)]
+    check_model(model)
+    chosen = None if layers is None else indices("layers", layers)
+    return [layer.attention for layer in Capturer(measurable(model), chosen, flag("around", around)).run(inputs)]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
-from lipbound.errors import CaptureError
+from lipbound.errors import CaptureError, LipboundError, shown
 
 RECORDING_ATTENTION = "lipbound"
 """Name of our attention function in the transformers registry."""
@@ -109,10 +109,40 @@ def _configs(config: Any) -> Iterator[Any]:
             yield from _configs(getattr(config, name, None))
 
 
+def check_model(model: object) -> None:
+    """Raise CaptureError for what is no transformers model."""
+    if not isinstance(model, PreTrainedModel):
+        raise CaptureError(f"model is {shown(model)}; give a loaded transformers model (of lipbound.load_checkpoint(...).model, for one)")
+
+
+def taken(model: PreTrainedModel, inputs: object) -> dict[str, Tensor]:
+    """Inputs as a model's forward takes them: floating-point ones in its dtype.
+
+    Raises:
+        CaptureError: there are no named tensors among them.
+    """
+    if not isinstance(inputs, Mapping) or not any(isinstance(t, Tensor) for t in inputs.values()):
+        kind = "without tensors" if isinstance(inputs, Mapping) else shown(inputs)
+        raise CaptureError(f"inputs is {kind}; give named tensors, such as tokenizer(text, return_tensors='pt')")
+    dtype = next(model.parameters()).dtype
+    return {str(name): t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for name, t in inputs.items()}
+
+
+def cannot_compute(model: nn.Module, error: Exception) -> CaptureError:
+    """The error about a forward pass that fails."""
+    message = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return CaptureError(f"{type(model).__name__} cannot compute with these inputs: {message[:300]}")
+
+
 def forward(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> None:
-    """One pass through the model, without a cache where it would keep one."""
+    """One pass through the model, without a cache where it would keep one; raises CaptureError where the model does."""
     extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    model(**{**inputs, **extra})
+    try:
+        model(**{**inputs, **extra})
+    except LipboundError:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, AssertionError) as error:
+        raise cannot_compute(model, error) from error
 
 
 def record(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> list[Call]:

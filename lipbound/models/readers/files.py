@@ -10,6 +10,33 @@ IMAGE_FILES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"
 """Endings of images."""
 
 
+TEXT_FILES = (".txt", ".md", ".text", ".tex", ".html", ".rst", ".log", ".safetensors", ".zarr")
+"""Endings of names that are meant as files, whatever blanks are in them."""
+
+
+def there(data: Any) -> Path | None:
+    """The file or folder that something names, or None."""
+    try:
+        path = Path(data).expanduser() if isinstance(data, str | Path) else None
+        return path if path is not None and path.exists() else None
+    except (OSError, ValueError, RuntimeError):  # too long, or not a path at all
+        return None
+
+
 def is_plain_file(data: Any) -> bool:
     """Whether it is the path of a file that is not a table."""
-    return isinstance(data, str | Path) and Path(data).is_file() and Path(data).suffix not in TABLES
+    path = there(data)
+    return path is not None and path.is_file() and path.suffix not in TABLES
+
+
+def is_sentence(data: Any) -> bool:
+    """Whether it is text itself: several words that name no file and do not look as if they were meant to.
+
+    >>> is_sentence("how smooth is attention?"), is_sentence("my file.txt"), is_sentence("ag_news")
+    (True, False, False)
+    """
+    if not isinstance(data, str) or len(data.split()) < 2 or there(data) is not None or data.startswith((".", "~", "/")):
+        return False
+    if "\n" in data or len(data) > 200:
+        return True
+    return Path(data).suffix.lower() not in (*TABLES, *IMAGE_FILES, *TEXT_FILES) and ("/" not in data or there(str(Path(data).parent)) is None)

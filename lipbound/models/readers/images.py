@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 
 from lipbound.errors import InputsError
@@ -95,5 +95,5 @@ def _open(path: Path) -> Image.Image:
     try:
         with Image.open(path) as picture:
             return picture.convert("RGB")
-    except (UnidentifiedImageError, OSError) as error:
+    except Exception as error:  # broken files raise whatever their format's reader does
         raise InputsError(f"{path} is not a readable image") from error

@@ -1,7 +1,8 @@
-"""How many tokens a text model has positions for."""
+"""What a text model can be given: how many tokens, and which."""
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from lipbound.errors import InputsError
@@ -25,3 +26,35 @@ def check_positions(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> None
     length = batch["input_ids"].shape[-1] if "input_ids" in batch else 0
     if limit is not None and length > limit:
         raise InputsError(f"inputs of {length} tokens exceed the {limit} positions of {checkpoint.name}; give at most {limit}")
+
+
+def check_tokens(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> None:
+    """Raise InputsError unless token numbers are whole, (samples, N), and in the model's vocabulary, and the mask is of their shape."""
+    ids = batch.get("input_ids")
+    if ids is None:
+        return
+    shape = tuple(ids.shape)
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise InputsError(f"input_ids is of dtype {str(ids.dtype).removeprefix('torch.')}; token numbers must be whole (int64)")
+    if ids.ndim != 2 or not ids.shape[1]:
+        raise InputsError(f"input_ids has shape {shape}; it must be (samples, tokens) with at least one token")
+    check_positions(checkpoint, batch)
+    embedding = checkpoint.model.get_input_embeddings()
+    _check_range("input_ids", ids, getattr(embedding, "num_embeddings", None), f"{checkpoint.name} knows tokens", "are they of its tokenizer?")
+    types = batch.get("token_type_ids")
+    if types is not None:
+        kinds = getattr(checkpoint.model.config, "type_vocab_size", None)
+        _check_range("token_type_ids", types, kinds or None, f"{checkpoint.name} knows types", "leave them out for type 0")
+    for name in ("attention_mask", "token_type_ids"):
+        if name in batch and batch[name].ndim == 2 and tuple(batch[name].shape) != shape:
+            raise InputsError(f"{name} has shape {tuple(batch[name].shape)} but input_ids {shape}; they must be the same")
+    mask = batch.get("attention_mask")
+    if mask is not None and mask.ndim == 2 and not bool((mask != 0).any(-1).all()):
+        raise InputsError("attention_mask marks every token of a sample as padding; each sample needs at least one token")
+
+
+def _check_range(name: str, values: Tensor, count: int | None, known: str, hint: str) -> None:
+    low, high = int(values.min()), int(values.max())
+    if low < 0 or (count is not None and high >= count):
+        limit = "" if count is None else f"{known} 0 to {count - 1}; "
+        raise InputsError(f"{name} has the number {low if low < 0 else high}; {limit}{hint}")

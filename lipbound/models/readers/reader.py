@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from lipbound.errors import InputsError, shown
 from lipbound.models.batch import Inputs
 from lipbound.models.checkpoint import Checkpoint
-from lipbound.models.readers.files import is_plain_file
-from lipbound.models.readers.tables import ItemKind, rows
+from lipbound.models.readers.files import is_plain_file, is_sentence, there
+from lipbound.models.readers.tables import ItemKind, no_table, rows
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,22 @@ class Reader(ABC):
         """The items of some data one by one, and a description.
 
         Raises:
-            InputsError: no such data, or items of another modality; of a table that is read row by row also later on.
+            InputsError: no such data, items of another modality, a split or a column of what has none; of a table that is read row by row also
+                later on.
         """
+        path = there(data)
         if data is None:
+            no_table(split, column, f"the default {self.kind.many} have")
             return self.default()
-        if is_plain_file(data):
-            return self.open_file(Path(data), checkpoint), Path(data).name
-        if isinstance(data, str | Path) and Path(data).is_dir() and (found := self.open_folder(Path(data))) is not None:
-            return found, Path(data).name
+        if is_plain_file(data) and path is not None:
+            no_table(split, column, f"{path.name}, one file, has")
+            return self.open_file(path, checkpoint), path.name
+        if path is not None and path.is_dir() and (found := self.open_folder(path)) is not None:
+            no_table(split, column, f"{path.name}, a folder of {self.kind.many}, has")
+            return found, path.name
+        if is_sentence(data):
+            no_table(split, column, "a text has")
+            if self.kind.type is not str:
+                raise InputsError(f"there is no file, folder or dataset {shown(data)}, and {checkpoint.name} takes {self.kind.takes}, not text")
+            return iter([data]), f"the text {shown(data[:40] + '...' if len(data) > 40 else data)}"
         return rows(data, split, column, self.kind, checkpoint.name)

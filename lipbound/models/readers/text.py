@@ -1,6 +1,6 @@
 """Text as model inputs: windows of a file, rows of a table, conversations."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from lipbound.models.quiet import quiet
 from lipbound.models.readers.files import IMAGE_FILES, is_plain_file
 from lipbound.models.readers.positions import positions
 from lipbound.models.readers.reader import Reader, Selection
-from lipbound.models.readers.tables import ItemKind
+from lipbound.models.readers.tables import ItemKind, no_table
 
 TEXT_COLUMNS = ("text", "sentence", "content", "question", "premise", "description")
 DEFAULT_TEXT = Path(__file__).parent.parent / "builtin" / "text.txt"
@@ -31,13 +31,12 @@ class TextReader(Reader):
     def read(self, checkpoint: Checkpoint, data: Any, selection: Selection) -> Inputs:
         """The first windows of a file, or the first texts of a table or a list that are not blank, or the first conversations."""
         samples, max_length = selection.samples, selection.max_length
-        if max_length < 1:
-            raise InputsError(f"max_length is {max_length}; at least one token is needed")
         limit = positions(checkpoint)
         if limit is not None and max_length > limit:
             raise InputsError(f"max_length {max_length} exceeds the {limit} positions of {checkpoint.name}; give at most {limit}")
         tokenizer = checkpoint.tokenizer()
         if _are_chats(data):
+            no_table(selection.split, selection.column, "conversations in memory have")
             return _chats(tokenizer, data[:samples], max_length, checkpoint.name)
         if is_plain_file(data) and Path(data).suffix.lower() in IMAGE_FILES:
             raise InputsError(f"{data} is an image, but {checkpoint.name} reads text")
@@ -45,10 +44,12 @@ class TextReader(Reader):
         if data is None or is_plain_file(data):
             batch = _windows(tokenizer, next(found), samples, max_length, str(data or DEFAULT_TEXT))
             return Inputs(batch, description, f"{type(tokenizer).__name__}, consecutive windows of {max_length} tokens")
-        texts = list(islice((text for text in found if text.strip()), samples))
+        blank: list[str] = []
+        texts = list(islice(_not_blank(found, blank), samples))
         if not texts:
             raise InputsError(f"{description} has no text in it")
-        return Inputs(_tokens(tokenizer, texts, max_length), description, f"{type(tokenizer).__name__}, each text cut at {max_length} tokens")
+        notes = [f"blank texts of {description} were passed over: {len(blank)}"] if blank else []
+        return Inputs(_tokens(tokenizer, texts, max_length), description, f"{type(tokenizer).__name__}, each text cut at {max_length} tokens", notes)
 
     def default(self) -> tuple[Iterator[str], str]:
         """`DEFAULT_TEXT`."""
@@ -57,6 +58,15 @@ class TextReader(Reader):
     def open_file(self, path: Path, checkpoint: Checkpoint) -> Iterator[str]:
         """The whole of a UTF-8 file as one text."""
         return iter([_read(path)])
+
+
+def _not_blank(texts: Iterable[str], blank: list[str]) -> Iterator[str]:
+    """Texts with something in them; the others go to ``blank``."""
+    for text in texts:
+        if text.strip():
+            yield text
+        else:
+            blank.append(text)
 
 
 def _are_chats(data: Any) -> bool:
@@ -105,6 +115,8 @@ def _windows(tokenizer: Any, text: str, samples: int, max_length: int, name: str
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputsError(f"{path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise InputsError(f"{path} is not a UTF-8 text file") from error
 

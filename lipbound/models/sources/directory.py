@@ -5,6 +5,7 @@ from pathlib import Path
 
 from lipbound.errors import CheckpointError
 from lipbound.models.sources.folder import FolderSource, check_directory
+from lipbound.models.sources.known import suggestion
 
 
 class DirectorySource(FolderSource):
@@ -24,4 +25,6 @@ class DirectorySource(FolderSource):
             return path, None
         if path.exists():
             raise CheckpointError(f"{name} is a file; give the directory that holds config.json and the weights")
-        raise CheckpointError(f"there is no directory {name}; give a checkpoint directory, a hub id such as 'owner/name', or 'builtin:minilm'")
+        raise CheckpointError(
+            f"there is no directory {name}; {suggestion(name, 'give a checkpoint directory, a hub id such as owner/name, or builtin:minilm')}"
+        )

@@ -1,5 +1,6 @@
 """Loading a model from a folder with config.json and weights, which most kinds of checkpoints come down to."""
 
+import re
 from abc import ABC, abstractmethod
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from lipbound import devices
 from lipbound.errors import CheckpointError
 from lipbound.models import offload, offload_loading, weight_files
 from lipbound.models.checkpoint import Checkpoint
+from lipbound.models.precision import check_floating, check_stored
 from lipbound.models.quiet import first_line, quiet
 from lipbound.models.sources.source import LoadOptions
 from lipbound.models.sources.weight_checks import check_filled, check_finite, not_finite, sha256
@@ -57,9 +59,24 @@ def load_folder(name: str, folder: Path, commit: str | None, options: LoadOption
     if by_layer:
         model = _load_by_layer(name, folder, options.dtype, device)
     else:
-        model = _load_whole(name, folder).to(device=device, dtype=options.dtype)
+        model = _load_whole(name, folder)
+        check_floating(model, name)
+        check_stored(folder, model, name)
+        model = model.to(device=device, dtype=options.dtype)
         check_finite(model, name)
     return Checkpoint(model.eval(), name, commit or _files_hash(folder), str(folder), commit, by_layer=by_layer)
+
+
+def _why(error: Exception) -> str:
+    """What transformers says of files that it cannot load, without advice on its own arguments."""
+    message = first_line(error)
+    if "ignore_mismatched_sizes" in message:
+        return "its weights have other shapes than its config.json says"
+    if unknown := re.search(r"has model type `([^`]*)` but", message):
+        return f"its config.json names the model type {unknown[1]!r}, which this version of transformers does not know"
+    if "weights_only" in message:
+        return "its file of weights holds other things than weights, none of which were run"
+    return message
 
 
 def _load_whole(name: str, folder: Path) -> PreTrainedModel:
@@ -71,7 +88,7 @@ def _load_whole(name: str, folder: Path) -> PreTrainedModel:
                 output_loading_info=True,
             )  # fmt: skip
     except Exception as error:  # broken files raise a zoo of types, down to those of single parsers
-        raise CheckpointError(f"{name} could not be loaded: {first_line(error)}") from error
+        raise CheckpointError(f"{name} could not be loaded: {_why(error)}") from error
     check_filled(report, name)
     assert isinstance(model, PreTrainedModel)
     return model
@@ -83,7 +100,7 @@ def _load_by_layer(name: str, folder: Path, dtype: torch.dtype, device: torch.de
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             model, report = offload_loading.load_offloaded(folder, config, dtype=dtype, device=device)
     except Exception as error:  # as above
-        raise CheckpointError(f"{name} could not be loaded layer by layer: {first_line(error)}") from error
+        raise CheckpointError(f"{name} could not be loaded layer by layer: {_why(error)}") from error
     check_filled(report, name)
     for key, tensor in offload.on_disk(model).items():
         if not tensor.finite():

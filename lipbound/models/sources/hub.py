@@ -6,8 +6,9 @@ import huggingface_hub.errors as hub_errors
 from huggingface_hub import HfApi, constants, snapshot_download
 
 from lipbound.errors import CheckpointError
-from lipbound.models.quiet import first_line
+from lipbound.models.quiet import bars, first_line, quiet
 from lipbound.models.sources.folder import FolderSource, check_directory
+from lipbound.models.sources.known import suggestion
 
 
 class HubSource(FolderSource):
@@ -29,10 +30,11 @@ def snapshot(repo: str, revision: str | None) -> tuple[Path, str]:
     """Folder and commit of a hub model, fetched, or, when the hub is out of reach, from the cache."""
     at = f" at revision {revision!r}" if revision else ""
     try:
-        patterns = _wanted(repo, revision)
-        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns, local_files_only=patterns is None))
+        with quiet(), bars():
+            patterns = _wanted(repo, revision)
+            folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns, local_files_only=patterns is None))
     except hub_errors.HFValidationError as error:
-        raise CheckpointError(f"{repo!r} is neither a directory here nor a valid hub id ('owner/name'); nothing was looked up") from error
+        raise CheckpointError(f"{repo!r} is neither a directory here nor a valid hub id; {suggestion(repo, 'hub ids are owner/name')}") from error
     except hub_errors.GatedRepoError as error:
         raise CheckpointError(
             f"{repo} is a gated model: accept its conditions on its hub page, then log in with `hf auth login` or set HF_TOKEN"
@@ -41,15 +43,17 @@ def snapshot(repo: str, revision: str | None) -> tuple[Path, str]:
         raise CheckpointError(f"{repo} has no revision {revision!r} on the hub; give a branch, a tag or a full commit hash") from error
     except hub_errors.RepositoryNotFoundError as error:
         raise CheckpointError(
-            f"{repo} was not found on the hub, nor is it a directory here; check the spelling, or log in if it is private"
+            f"{repo} was not found on the hub, nor is it a directory here; {suggestion(repo, 'check the spelling, or log in if it is private')}"
         ) from error
     except hub_errors.LocalEntryNotFoundError as error:
         if constants.HF_HUB_OFFLINE:
             raise CheckpointError(
-                f"{repo}{at} is not in the local cache, and HF_HUB_OFFLINE forbids looking on the hub; unset it, or give a directory"
+                f"{repo}{at} is not in the local cache, and HF_HUB_OFFLINE forbids looking on the hub; "
+                f"{suggestion(repo, 'unset it, or give a directory')}"
             ) from error
         raise CheckpointError(
-            f"the hub cannot be reached and {repo}{at} is not in the local cache; connect, give a directory, or try 'builtin:minilm'"
+            f"the hub cannot be reached and {repo}{at} is not in the local cache; "
+            f"{suggestion(repo, 'connect, give a directory, or try builtin:minilm')}"
         ) from error
     except OSError as error:
         raise CheckpointError(f"{repo}{at} could not be fetched from the hub: {first_line(error)}") from error

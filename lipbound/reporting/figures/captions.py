@@ -1,0 +1,69 @@
+"""What stands beside a figure: its caption as plain text and for LaTeX, each in a file of its own."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import xarray as xr
+
+from lipbound.bounds.audit import audit
+from lipbound.errors import StoreError
+from lipbound.formatting import escape_latex
+from lipbound.reporting import labels, statistics
+from lipbound.reporting.reductions import reduction_name
+
+MARKS = {"\u2020": "its assumptions do not hold on every head here", "\u2021": "it is below the exact norm of some head"}
+BREAKABLE = "/_-.:@="
+"""Characters behind which LaTeX may end a line, in words too long for one."""
+LONG = 16
+"""Characters of a word from which on LaTeX may break it."""
+
+
+def heatmap_caption(
+    ds: xr.Dataset, *, bounds: Iterable[str] | None = None, reduce: str | float = "mean", scale: str = "rows", first: Sequence[str] = ()
+) -> str:
+    """The caption of `lipbound.plots.heatmaps` with these arguments; ``first``: the panels of the first rows, where these have their own scale."""
+    each = " (a colour scale for each panel)" if scale == "panel" else ""
+    samples = "" if ds.attrs["samples"] == 1 or "head" not in ds.dims else f", {reduction_name(reduce)} over samples"
+    own = f" {_listed([ds[name].attrs['label'] for name in first])}: on a colour scale of their own." if len(first) > 1 else ""
+    rows = own or (f" {ds[first[0]].attrs['label']}: on a colour scale of its own." if first else "")
+    entries = audit(ds)
+    counts = [entries[name] for name in statistics.panels(ds, bounds) if name in ds.attrs["bounds"]]
+    used = ["\u2021"] * any(e["violations"] for e in counts) + ["\u2020"] * any(e["sound"] < e["compared"] and not e["violations"] for e in counts)
+    legend = "".join(f" {mark} {MARKS[mark]}." for mark in used)
+    return f"log10 of the local Lipschitz constant and its bounds{samples}{each}.{rows} {labels.run_caption(ds)}; ratios are geometric means.{legend}"
+
+
+def latex_caption(text: str) -> str:
+    r"""A caption for LaTeX: foreign text escaped, marks set as in tables, long names breakable."""
+    return " ".join(_breakable(word) if len(word) > LONG else _signs(escape_latex(word)) for word in text.split(" "))
+
+
+def _breakable(word: str) -> str:
+    """A long word that may be broken behind its separators."""
+    return "".join(_signs(escape_latex(c)) + ("\\allowbreak{}" if c in BREAKABLE else "") for c in word)
+
+
+def _signs(text: str) -> str:
+    return text.replace("\u2020", "$^\\dagger$").replace("\u2021", "$^\\ddagger$")
+
+
+def write_captions(figure: Path, text: str) -> list[Path]:
+    r"""The caption beside a figure: ``figure.caption.txt``, and ``figure.caption.tex``, which is ``\caption{...}`` for a figure environment.
+
+    Returns:
+        The two files.
+
+    Raises:
+        StoreError: they cannot be written.
+    """
+    files = [figure.with_name(f"{figure.stem}.caption{kind}") for kind in (".txt", ".tex")]
+    try:
+        for file, content in zip(files, (text, f"\\caption{{{latex_caption(text)}}}"), strict=True):
+            file.write_text(content + "\n", encoding="utf-8")
+    except OSError as error:
+        raise StoreError(f"{files[0]} cannot be written: {error.strerror or error}") from error
+    return files
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

@@ -1,0 +1,118 @@
+"""Colour scales of heatmaps: which panels share one, and how values become colours."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import matplotlib
+import numpy as np
+import xarray as xr
+from matplotlib.axes import Axes
+from matplotlib.colors import Normalize
+from matplotlib.image import AxesImage
+
+from lipbound.bounds.audit import compared_with
+from lipbound.errors import UnknownNameError, nearest
+from lipbound.reporting.statistics import shared_scale
+
+COLORMAP = "cividis"
+NEAR_COLORMAP = "viridis"
+"""Of rows with a scale of their own, so that nobody reads them off the other one."""
+SCALES = ("rows", "shared", "panel")
+NEAR = 1.0
+"""Decades above the exact norm, in the median, up to which a bound is drawn on the scale of the exact norm."""
+ABOVE, BELOW, MISSING = "#fff7bc", "#cfe0f3", "#dddddd"
+"""Beyond the upper end of a scale, beyond the lower end, and where there is no value."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Panels that are read off one colour bar.
+
+    Attributes:
+        names: the panels, in order.
+        low, high: ends of the bar, log10.
+        colors: name of the colormap.
+    """
+
+    names: tuple[str, ...]
+    low: float
+    high: float
+    colors: str = COLORMAP
+
+    @property
+    def norm(self) -> Normalize:
+        """From logarithms to [0, 1]."""
+        return Normalize(self.low, self.top)
+
+    @property
+    def top(self) -> float:
+        """The upper end of the bar, which is above the lower one."""
+        return max(self.high, self.low + 1e-6)
+
+    def beyond(self, grid: np.ndarray) -> str:
+        """Where most of a panel lies: "above" the bar, "below" it, or "" for on it."""
+        known = grid[np.isfinite(grid)]
+        middle = float(np.median(known)) if known.size else self.low
+        return "above" if middle > self.top else "below" if middle < self.low else ""
+
+    def extend(self, grids: dict[str, np.ndarray]) -> str:
+        """The ends at which something lies beyond the bar, as matplotlib calls them."""
+        shown = [grids[name][~np.isnan(grids[name])] for name in self.names]
+        over, under = (any(bool(found.any()) for found in sides) for sides in ([g > self.top for g in shown], [g < self.low for g in shown]))
+        return "both" if over and under else "max" if over else "min" if under else "neither"
+
+
+def check_scale(scale: str) -> None:
+    """Raises UnknownNameError for a scale that there is not."""
+    if scale not in SCALES:
+        raise UnknownNameError(f"unknown scale {scale!r}; {nearest(scale, SCALES)}")
+
+
+def scales(ds: xr.Dataset, grids: dict[str, np.ndarray], how: str) -> list[Scale]:
+    """The colour bars of a figure, in the order in which their panels stand.
+
+    Args:
+        ds: a run.
+        grids: log10 of the values of each panel, "exact" among them; they may be infinite or missing.
+        how: "rows" (the exact norm and what is near it on a bar of their own, before the others), "shared" (one bar) or "panel" (a bar each).
+    """
+    names = list(grids)
+    if how == "panel":
+        return [_scale([name], grids) for name in names]
+    close = [name for name in names if _near(ds, grids, name)]
+    far = [name for name in names if name not in close]
+    if how == "shared" or not far:
+        return [_scale(names, grids)]
+    # The exact norm of another map has bounds of its own map beside it and would take up colours that all others need.
+    measured = [name for name in far if name in ds.attrs["bounds"]] or far
+    low, high = shared_scale({name: grids[name] for name in measured})
+    return [_scale(close, grids, NEAR_COLORMAP), Scale(tuple(far), low, high)]
+
+
+def image(axes: Axes, grid: np.ndarray, scale: Scale) -> AxesImage:
+    """Logarithms as colours; infinite ones beyond the scale, missing ones grey."""
+    colormap = matplotlib.colormaps[scale.colors].with_extremes(over=ABOVE, bad=MISSING, under=BELOW)
+    return axes.imshow(np.ma.masked_invalid(np.where(np.isposinf(grid), 1e300, grid)), cmap=colormap, norm=scale.norm, aspect="auto")
+
+
+def log10(values: xr.DataArray) -> np.ndarray:
+    """Logarithms; -inf for zero."""
+    with np.errstate(divide="ignore"):
+        return np.log10(values.values)
+
+
+def _near(ds: xr.Dataset, grids: dict[str, np.ndarray], name: str) -> bool:
+    """Whether a panel is the exact norm, or a bound on it whose median is at most a factor of ten larger."""
+    if name not in ds.attrs["bounds"]:
+        return name == "exact"
+    return compared_with(ds, name) == "exact" and _median(grids[name]) - _median(grids["exact"]) <= NEAR
+
+
+def _scale(names: Sequence[str], grids: dict[str, np.ndarray], colors: str = COLORMAP) -> Scale:
+    low, high = shared_scale({name: grids[name] for name in names})
+    return Scale(tuple(names), low, high, colors)
+
+
+def _median(grid: np.ndarray) -> float:
+    known = grid[~np.isnan(grid)]
+    return float(np.median(known)) if known.size else float("nan")

@@ -1,0 +1,122 @@
+"""Heatmaps on paper: never taller than it, panels beside one another, titles legible, captions beside the figure."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+from matplotlib.figure import Figure
+
+from lipbound import plots
+from lipbound.errors import LipboundError
+from lipbound.reporting.figures.arrangement import FLAT, Arrangement, Sheet, arrange
+from lipbound.reporting.figures.captions import latex_caption
+from lipbound.reporting.figures.scales import scales
+from lipbound.reporting.figures.titles import folded, inches
+from lipbound.reporting.styles import paper_height
+
+WIDTHS = {"column": (3.45, 7.0), "page": (7.1, 7.0), "slide": (12.0, 12.0)}
+
+
+@pytest.fixture(scope="module")
+def ds(gpt2_run: xr.Dataset) -> xr.Dataset:
+    return gpt2_run.copy(deep=True)
+
+
+def sheet(counts: tuple[int, ...], width: str, shape: float, *, own: bool = False, caption: int = 0) -> Sheet:
+    return Sheet(counts, *WIDTHS[width], shape, own, lambda section, side, points: 2 if side > 1.4 else 3, caption)
+
+
+def boxes(place: Arrangement) -> list[tuple[float, float, float, float]]:
+    """Left, top, right, bottom of panels and colour bars."""
+    panels = [(x, y, x + place.side, y + place.height) for section in place.corners for x, y in section]
+    return panels + [(x, y, x + w, y + h) for x, y, w, h in place.bars]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_figures_fit_on_the_paper(width: str) -> None:
+    for counts, shape, own, caption in itertools.product([(1,), (3, 13), (4, 16), (16,)], [0.25, 0.5, 1.0, 3.0], [False, True], [0, 8]):
+        if own and len(counts) > 1:
+            continue
+        place = arrange(sheet(counts, width, shape, own=own, caption=caption), shrink=True)
+        assert place.total <= paper_height(place.inches, captioned=caption > 0) + 1e-9
+        assert place.height >= FLAT * place.line
+        assert [len(section) for section in place.corners] == list(counts)
+        found = boxes(place)
+        assert all(0 < left < right < place.inches and 0 < top < bottom < place.total for left, top, right, bottom in found)
+        for a, b in itertools.combinations(found, 2):
+            assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], (counts, shape, a, b)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(LipboundError, match=r"16 panels in 1 column do not fit on a figure of 7.1 x 8.07 inches; ask for other columns"):
+        arrange(sheet((16,), "page", 1.0), columns=1)
+    with pytest.raises(LipboundError, match="400 panels in as many columns as are legible"):
+        arrange(sheet((400,), "column", 1.0), shrink=True)
+
+
+def extents(figure: Figure) -> list[tuple[str, tuple[float, float, float, float]]]:
+    """Every visible text and where it is, in pixels."""
+    figure.draw_without_rendering()
+    shown = [text for text in figure.findobj(lambda a: hasattr(a, "get_text")) if text.get_visible() and text.get_text().strip()]
+    return [(text.get_text(), text.get_window_extent().extents) for text in shown]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_nothing_is_cut_or_written_over(ds: xr.Dataset, width: str) -> None:
+    figure = plots.heatmaps(ds, width=width)
+    assert figure.get_figheight() <= paper_height(figure.get_figwidth()) + 1e-9
+    drawn = figure.get_tightbbox()  # inches
+    assert drawn.x0 >= -0.01
+    assert drawn.y0 >= -0.01
+    assert drawn.x1 <= figure.get_figwidth() + 0.01
+    assert drawn.y1 <= figure.get_figheight() + 0.01
+    found = extents(figure)
+    titles = [(text, box) for text, box in found if "exact" in text.lower()]
+    assert len(titles) == len(ds.attrs["bounds"]) + 2
+    for (a, p), (b, q) in itertools.combinations(titles, 2):
+        assert p[2] <= q[0] + 1 or q[2] <= p[0] + 1 or p[3] <= q[1] + 1 or q[3] <= p[1] + 1, (a, b)
+
+
+def test_what_is_near_the_exact_norm_has_its_own_scale(ds: xr.Dataset) -> None:
+    grids = {name: np.log10(ds[name].mean("sample").values) for name in ("exact", "exact_l2", *ds.attrs["bounds"])}
+    near, far = scales(ds, grids, "rows")
+    ratio = {name: 10 ** (np.median(grids[name]) - np.median(grids["exact"])) for name in ds.attrs["bounds"]}
+    assert set(near.names) == {"exact"} | {name for name, x in ratio.items() if x <= 10 and name != "kim"}
+    assert {"lipbound", "lipbound_block"} <= set(near.names)
+    assert "kim" in far.names  # a bound on another map stands beside the norm of that map
+    assert near.low == min(grids[name].min() for name in near.names)
+    assert near.high == max(grids[name].max() for name in near.names)
+    panels = {axes.get_title().splitlines()[0]: axes.images[0] for axes in plots.heatmaps(ds).axes if axes.images and axes.get_title()}
+    assert panels["Exact"].cmap.name != panels["Yudin 2025, Thm 3"].cmap.name
+    spread = np.ptp(panels["Exact"].norm(panels["Exact"].get_array()))
+    assert spread > np.ptp(grids["exact"]) / (far.high - near.low)  # more of the colours than on a scale for all
+    assert [len(scales(ds, grids, how)) for how in ("shared", "panel")] == [1, len(grids)]
+    assert "on a colour scale of their own" in plots.caption(ds)
+    assert "on a colour scale" not in plots.caption(ds, scale="shared")
+
+
+def test_captions_stand_beside_the_figure(ds: xr.Dataset, tmp_path: Path) -> None:
+    (tmp_path / "paper.tex").write_text("mine")
+    (tmp_path / "paper.txt").write_text("mine")
+    plots.heatmaps(ds, tmp_path / "paper.pdf", bounds=["yudin"], reduce="max")
+    assert (tmp_path / "paper.caption.txt").read_text() == plots.caption(ds, bounds=["yudin"], reduce="max") + "\n"
+    assert (tmp_path / "paper.caption.tex").read_text().startswith("\\caption{log10 of the local")
+    assert (tmp_path / "paper.tex").read_text() == (tmp_path / "paper.txt").read_text() == "mine"
+
+
+def test_captions_for_latex_can_be_broken() -> None:
+    text = latex_caption("/data/of/mine/checkpoint_5 \u2020 50 %")
+    assert text == "/\\allowbreak{}data/\\allowbreak{}of/\\allowbreak{}mine/\\allowbreak{}checkpoint\\_\\allowbreak{}5 $^\\dagger$ 50 \\%"
+
+
+def test_titles_are_folded_to_the_width_of_a_panel() -> None:
+    lines = folded("Castin 3.5, mean field \u2020", 0.9, 7.0)
+    assert len(lines) == 2
+    assert lines[1].endswith("field\u00a0\u2020")
+    assert all(inches(line, 7.0) <= 0.9 for line in lines)
+    assert folded("Exact", 0.9, 7.0) == ["Exact"]
+    (long,) = folded("x" * 100, 0.9, 7.0)
+    assert long.endswith("\u2026")
+    assert inches(long, 7.0) <= 0.9

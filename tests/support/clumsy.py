@@ -1,0 +1,155 @@
+"""What clumsy hands give: broken files of every kind, one folder of them for a session."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+import xarray as xr
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from support.models import AFFINE, REFUSED, build, save_tokenizer
+
+import lipbound as lb
+from lipbound.runs import store
+
+
+def texts(folder: Path) -> None:
+    """Texts, tables and pictures that cannot be read, or hold something else than they should."""
+    (folder / "file").write_text("a file")
+    (folder / "empty").mkdir()
+    (folder / "empty.txt").write_text(" \n")
+    (folder / "latin.txt").write_bytes(b"caf\xe9 " * 9)
+    (folder / "short.txt").write_text("the ferry")
+    (folder / "other.txt").write_text("the keeper of a lighthouse " * 30)
+    (folder / "binary.bin").write_bytes(bytes(range(256)))
+    (folder / "empty.csv").write_text("")
+    (folder / "header.csv").write_text("text,label\n")
+    (folder / "ragged.csv").write_text('text,label\na,1\nb,2,3,4\n"c\n')
+    (folder / "numbers.csv").write_text("a,b\n1,2\n3,4\n")
+    (folder / "two.csv").write_text("x,y\nhello,there\nmore,words\n")
+    (folder / "blank.csv").write_text("text,l\n,1\n,2\n")
+    (folder / "broken.parquet").write_bytes(b"PAR1 nothing")
+    pd.DataFrame({"text": pd.Series([], dtype=str)}).to_parquet(folder / "empty.parquet")
+    (folder / "broken.json").write_text('{"text": ["a",')
+    (folder / "numbers.json").write_text("[1, 2, 3]")
+    (folder / "empty.jsonl").write_text("")
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (20, 20, 3), dtype=np.uint8))
+    for name in ("pictures", "no-pictures", "half-a-picture"):
+        (folder / name).mkdir()
+    picture.save(folder / "picture.png")
+    picture.save(folder / "pictures" / "a.png")
+    (folder / "no-pictures" / "a.png").write_bytes(b"no image")
+    whole = (folder / "picture.png").read_bytes()
+    (folder / "half-a-picture" / "a.png").write_bytes(whole[: len(whole) // 2])
+
+
+def tensors(folder: Path) -> None:
+    """Ready inputs that are none."""
+    ids = torch.arange(3, 15).view(2, 6)
+    mask = torch.ones(2, 6, dtype=torch.long)
+    given = {
+        "keys": {"foo": ids}, "vocabulary": {"input_ids": ids * 100}, "negative": {"input_ids": ids - 9}, "floats": {"input_ids": ids.float()},
+        "long": {"input_ids": torch.ones(1, 50, dtype=torch.long)}, "one-axis": {"input_ids": torch.arange(5)},
+        "three-axes": {"input_ids": ids[None].repeat(2, 1, 1)}, "mask": {"input_ids": ids, "attention_mask": mask[:, :4].clone()},
+        "padding": {"input_ids": ids, "attention_mask": 0 * mask}, "types": {"input_ids": ids, "token_type_ids": ids.clone()},
+        "mask-alone": {"attention_mask": mask}, "no-tokens": {"input_ids": ids[:, :0].clone()}, "extra": {"input_ids": ids, "colour": ids.clone()},
+        "unequal": {"input_ids": ids, "attention_mask": mask[:1].clone()},
+        "channels": {"pixel_values": torch.randn(2, 1, 16, 16)}, "size": {"pixel_values": torch.randn(2, 3, 32, 32)},
+        "bytes": {"pixel_values": torch.ones(2, 3, 16, 16, dtype=torch.uint8)}, "nan": {"pixel_values": torch.full((1, 3, 16, 16), torch.nan)},
+    }  # fmt: skip
+    for name, named in given.items():
+        save_file(named, folder / f"{name}.safetensors")
+    (folder / "broken.safetensors").write_bytes(b"nothing")
+
+
+def checkpoints(folder: Path, bert: Path, vit: Path) -> None:
+    """Copies of good checkpoints, each with one thing wrong."""
+
+    def spoilt(name: str, spoil: Callable[[Path], object], of: Path = bert) -> None:
+        shutil.copytree(of, folder / name)
+        spoil(folder / name)
+
+    def config(**changes: object) -> Callable[[Path], object]:
+        return lambda path: (path / "config.json").write_text(json.dumps(json.loads((path / "config.json").read_text()) | changes))
+
+    def weights(change: Callable[[str, torch.Tensor], torch.Tensor | None]) -> Callable[[Path], None]:
+        def write(path: Path) -> None:
+            changed = {name: change(name, t) for name, t in load_file(path / "model.safetensors").items()}
+            kept = {name: t for name, t in changed.items() if t is not None}
+            save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
+
+        return write
+
+    def fewer_words(path: Path) -> None:
+        config(vocab_size=10)(path)
+        weights(lambda name, t: t[:10].clone() if "word_embeddings" in name else t)(path)
+
+    def pickled(path: Path) -> None:
+        (path / "model.safetensors").unlink()
+        (path / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n(S'exit 3'\ntR.")
+
+    def wordless(path: Path) -> None:
+        for file in path.glob("*token*"):
+            file.unlink()
+
+    spoilt("no-tokenizer", wordless)
+    spoilt("no-processor", lambda path: (path / "preprocessor_config.json").unlink(), of=vit)
+    spoilt("bad-tokenizer", lambda path: (path / "tokenizer.json").write_text("{"))
+    spoilt("bad-config", lambda path: (path / "config.json").write_text("{nothing"))
+    spoilt("list-config", lambda path: (path / "config.json").write_text("[1]"))
+    spoilt("empty-config", lambda path: (path / "config.json").write_text("{}"))
+    spoilt("unknown-type", config(model_type="mystery"))
+    spoilt("odd-heads", config(num_attention_heads=5))
+    spoilt("other-shapes", config(hidden_size=48))
+    spoilt("fewer-words", fewer_words)
+    spoilt("truncated", lambda path: (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-1000]))
+    spoilt("no-bytes", lambda path: (path / "model.safetensors").write_bytes(b""))
+    spoilt("no-weights", lambda path: (path / "model.safetensors").unlink())
+    spoilt("missing", weights(lambda name, t: None if "layer.1" in name else t))
+    spoilt("nan-weights", weights(lambda name, t: t * torch.nan if "layer.1.attention.self.query.weight" in name else t))
+    spoilt("whole-numbers", weights(lambda name, t: (10 * t).to(torch.int8) if "query.weight" in name else t))
+    spoilt("pickled", pickled)
+    spoilt("resnet", lambda path: build(REFUSED["resnet"][0]).save_pretrained(path), of=vit)
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_config.json").write_text("{}")
+    build(AFFINE["bert"], seed=5).save_pretrained(folder / "other")
+    save_tokenizer(folder / "other")
+
+
+def runs(folder: Path, bert: Path, text: Path) -> None:
+    """Stores that are no runs, and runs that cannot be computed again."""
+    ds = lb.compare(bert, text, out=folder / "run.zarr", max_length=8, bounds=["yudin", "castin"], samples=2, progress=False)
+    xr.Dataset({"a": ("x", [1.0])}).to_zarr(folder / "foreign.zarr", consolidated=False)
+    (folder / "strange.zarr").mkdir()
+    (folder / "strange.zarr" / "zarr.json").write_text("{")
+    for name, source in (("moved", ds.attrs["source"] | {"model": str(folder / "gone")}), ("memory", ds.attrs["source"])):
+        changed = ds.copy()
+        changed.attrs = ds.attrs | {"source": source, "loaded": name == "memory"}
+        store.save(changed, folder / f"{name}.zarr")
+
+
+def sweeps(folder: Path, bert: Path, text: Path) -> None:
+    """Sweep files; ``NAME.yaml`` of each."""
+    base = f"model: {bert}\ndata: {text}\nsamples: 1\nbounds: castin\n"
+    contents = {
+        "broken": "model: [", "list": "- a\n- b", "nothing": "", "no-model": "data: x", "key": "model: m\nsampels: 3",
+        "program": "model: !!python/object/apply:os.system ['exit 3']\n", "good": f"{base}max_length: 8\n",
+        "samples": base.replace("samples: 1", "samples: many"), "tol": f"{base}tol: small\n", "delta": f"{base}delta: 5\n",
+        "length": f"{base}max_length: long\n", "number": "model: 3\n", "mapping": "model: {a: 1}\n", "layers": f"{base}max_length: 8\nlayers: 5-3\n",
+    }  # fmt: skip
+    for name, content in contents.items():
+        (folder / f"{name}.yaml").write_text(content)
+
+
+def mess(folder: Path, bert: Path, vit: Path, text: Path) -> Path:
+    """All of it."""
+    texts(folder)
+    tensors(folder)
+    checkpoints(folder, bert, vit)
+    runs(folder, bert, text)
+    sweeps(folder, bert, text)
+    return folder

@@ -1,0 +1,135 @@
+"""What the command line says of models and runs, for people and for programs; what the shell completes."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.layers import random_attention
+from typer.testing import CliRunner
+
+import lipbound as lb
+from lipbound.cli import app
+from lipbound.cli.machine import plain_data
+from lipbound.models.sources.catalogue import BUILTINS, Packaged, describe
+
+
+@pytest.fixture(scope="module")
+def run(bert: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("run") / "run.zarr"
+    lb.compare(bert, text, samples=2, max_length=8, bounds=["yudin", "castin", "lipbound"], progress=False, out=path)
+    return path
+
+
+def said(*arguments: object, status: int = 0) -> str:
+    done = CliRunner().invoke(app, list(map(str, arguments)))
+    assert done.exit_code == status, done.output
+    return done.stdout
+
+
+def data(*arguments: object, status: int = 0) -> Any:
+    return json.loads(said(*arguments, "--json", status=status), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def test_models_are_what_their_files_say() -> None:
+    listed = data("models")
+    assert [one["name"] for one in listed] == [f"builtin:{name}" for name in BUILTINS]
+    for one in listed:
+        config = json.loads((BUILTINS[one["name"].removeprefix("builtin:")].place(one["name"].removeprefix("builtin:")) / "config.json").read_text())
+        assert one["layers"] == config.get("num_hidden_layers", config.get("n_layer"))
+        assert one["heads"] == config.get("num_attention_heads", config.get("n_head"))
+        assert one["reads"] == ("images" if "patch_size" in config else "text")
+        assert one["license"] in ("mit", "apache-2.0")
+    text = said("models")
+    for part in ("builtin:gpt2: A small GPT-2", "6 layers x 4 heads, width 128; reads text", "licence apache-2.0"):
+        assert part in text
+
+
+def test_a_model_that_is_not_installed_is_listed_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BUILTINS, "minilm", Packaged("no-such-package", "1", "demo", "0"))
+    assert describe("minilm").missing
+    assert "not installed: builtin:minilm needs the package no-such-package" in said("models")
+
+
+def test_info_says_what_a_run_holds(run: Path, tmp_path: Path) -> None:
+    ds, found = lb.load(run), data("info", run)
+    for name in ("model", "revision", "samples", "method", "dtype", "bounds"):
+        assert found[name] == ds.attrs[name]
+    assert found["layers"] == ds["layer"].values.tolist()
+    assert found["exact to"] == float(ds["exact"].max())
+    assert found["checksums"] == "hold"
+    assert found["bytes on disk"] == sum(file.stat().st_size for file in run.rglob("*") if file.is_file())
+    text = said("info", run)
+    assert f"model             {ds.attrs['model']}" in text
+    assert "bounds            yudin, castin, lipbound" in text
+    edited = ds.copy(deep=True)
+    edited["yudin"][0, 0, 0] *= 2
+    edited.to_zarr(tmp_path / "edited.zarr", consolidated=False)
+    assert "are not those that were computed" in data("info", tmp_path / "edited.zarr")["checksums"]
+
+
+def test_tables_for_programs(run: Path) -> None:
+    ds, found = lb.load(run), data("table", run)
+    for row, (name, expected) in zip(found["rows"], lb.tables.summary(ds).iterrows(), strict=True):
+        assert row["bound"] == name
+        assert row["geomean"] == expected["geomean"]  # full precision
+    by_head = data("table", run, "--by", "head", "--bounds", "yudin", "--values", "value")["rows"]
+    assert len(by_head) == ds["exact"][0].size
+    assert by_head[0]["yudin"] == pytest.approx(float(np.exp(np.log(ds["yudin"][:, 0, 0]).mean())))
+    assert found["run"] == lb.tables.caption(ds)
+
+
+def test_bounds_and_verification_for_programs(run: Path) -> None:
+    listed = data("bounds")
+    assert [one["name"] for one in listed] == lb.bounds.names()
+    assert listed[0]["statement"] == lb.bounds.get(listed[0]["name"]).statement
+    found = data("verify", run, "--places", 1)
+    assert found["ok"] is True
+    assert found["problems"] == []
+    assert {row["variable"] for row in found["table"]} >= {"exact", "yudin"}
+
+
+def test_numbers_that_json_has_not() -> None:
+    assert plain_data({"a": [np.float64("inf"), -math.inf, math.nan, np.int64(3), True, "x"]}) == {"a": ["inf", "-inf", None, 3, True, "x"]}
+
+
+def test_the_shell_completes_models_and_formats() -> None:
+    def offered(*words: str) -> str:
+        environment = os.environ | {
+            "_LIPBOUND_COMPLETE": "complete_fish",
+            "_TYPER_COMPLETE_ARGS": " ".join(words),
+            "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+        }
+        return subprocess.run([sys.executable, "-m", "lipbound"], env=environment, capture_output=True, text=True, timeout=60).stdout
+
+    assert "builtin:vit-jasmin" in offered("lipbound", "compare", "builtin:v")
+    assert "builtin:gpt2" not in offered("lipbound", "compare", "builtin:v")
+    assert "markdown" in offered("lipbound", "table", "run.zarr", "--format", "m")
+
+
+def test_values_are_tables_in_notebooks(run: Path) -> None:
+    att = random_attention("biases")
+    norm = lb.spectral_norm(att, delta=1e-6)
+    html = norm._repr_html_()
+    assert html.count("<tr>") == 1 + norm.lower.numel()
+    assert f">{float(norm.lower[1, 2]):.6g}<".rstrip("0<") in html
+    many = lb.Norm(*(torch.ones(40, 3, dtype=torch.float64) for _ in range(5)))
+    assert "and 96 more rows" in many._repr_html_()
+    layer = att._repr_html_()
+    assert '<td style="text-align: left">3</td>' in layer  # heads
+    assert "b_q" in layer
+    bound = lb.bounds.get("yudin")._repr_html_()
+    assert "<math>" in bound
+    assert "Theorem 3 with Remark 2" in bound
+    ds = lb.load(run)
+    ds["yudin"].attrs["label"] = "<script>"
+    table = lb.tables.table_of(ds)._repr_html_()
+    assert "<script>" not in table
+    assert "&lt;script&gt;" in table
+    assert lb.tables.readable(ds)["geom. mean"].iloc[0] in table
