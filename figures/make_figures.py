@@ -1,7 +1,7 @@
 """Render the figures of this folder from saved runs: ``make figures``.
 
 Runs are kept in figures/runs (not in git) and computed where they are missing: heatmaps of each builtin checkpoint, bounds over balls, and every
-recipe of `lipbound.analysis.recipes` on builtin:minilm. Each figure is a PDF, a PNG and a caption file. ``--text`` gives texts to the recipes that
+recipe of `lipbound.analysis.recipes` on builtin:minilm. Each figure is a PDF, a PNG and its caption. ``--text`` gives texts to the recipes that
 the paper ran on text (``--text alice.txt --text ag_news.csv --column 2 --sequences 10``); without it they take the text that comes with lipbound.
 """
 

@@ -102,13 +102,14 @@ def test_captions_stand_beside_the_figure(ds: xr.Dataset, tmp_path: Path) -> Non
     (tmp_path / "paper.txt").write_text("mine")
     plots.heatmaps(ds, tmp_path / "paper.pdf", bounds=["yudin"], reduce="max")
     assert (tmp_path / "paper.caption.txt").read_text() == plots.caption(ds, bounds=["yudin"], reduce="max") + "\n"
-    assert (tmp_path / "paper.caption.tex").read_text().startswith("\\caption{log10 of the local")
+    assert (tmp_path / "paper.caption.tex").read_text().startswith("\\caption{$\\log_{10}$ of the local")
     assert (tmp_path / "paper.tex").read_text() == (tmp_path / "paper.txt").read_text() == "mine"
 
 
-def test_captions_for_latex_can_be_broken() -> None:
-    text = latex_caption("/data/of/mine/checkpoint_5 \u2020 50 %")
-    assert text == "/\\allowbreak{}data/\\allowbreak{}of/\\allowbreak{}mine/\\allowbreak{}checkpoint\\_\\allowbreak{}5 $^\\dagger$ 50 \\%"
+def test_captions_for_latex_have_formulas_and_can_be_broken(ds: xr.Dataset) -> None:
+    text = latex_caption(plots.caption(ds) + " /data/of/mine/checkpoint_5 50 %")
+    for part in ("$\\log_{10}$ of the", "\\mathrm{softmax}", "$^\\dagger$", "mine/\\allowbreak{}checkpoint", "50 \\%"):
+        assert part in text
 
 
 def test_titles_are_folded_to_the_width_of_a_panel() -> None:

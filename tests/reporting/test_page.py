@@ -179,7 +179,7 @@ def test_what_cannot_be_shown_is_said(ds: xr.Dataset, tmp_path: Path, bert: Path
     assert "there is no directory" in run["reason"]
     changed = ds.copy()
     changed.attrs = ds.attrs | {"revision": "sha256:0"}
-    assert "not the recorded weights: the run is of" in (told := report(changed, path)[0]) and "sha256:0" in told
+    assert "not the recorded weights" in report(changed, path)[0]
     model = build(AFFINE["gpt2"])
     memory = lb.compare(model, inputs_for(model), bounds=["yudin"], progress=False)
     assert "give it as model=" in report(memory, path)[0]

@@ -7,15 +7,11 @@ import xarray as xr
 
 from lipbound.bounds.audit import audit
 from lipbound.errors import StoreError
-from lipbound.formatting import escape_latex
 from lipbound.reporting import labels, statistics
+from lipbound.reporting.latex import typeset
 from lipbound.reporting.reductions import reduction_name
 
 MARKS = {"\u2020": "its assumptions do not hold on every head here", "\u2021": "it is below the exact norm of some head"}
-BREAKABLE = "/_-.:@="
-"""Characters behind which LaTeX may end a line, in words too long for one."""
-LONG = 16
-"""Characters of a word from which on LaTeX may break it."""
 
 
 def heatmap_caption(
@@ -34,17 +30,12 @@ def heatmap_caption(
 
 
 def latex_caption(text: str) -> str:
-    r"""A caption for LaTeX: foreign text escaped, marks set as in tables, long names breakable."""
-    return " ".join(_breakable(word) if len(word) > LONG else _signs(escape_latex(word)) for word in text.split(" "))
+    r"""A caption for LaTeX: formulas in mathematics, foreign text escaped, long names breakable.
 
-
-def _breakable(word: str) -> str:
-    """A long word that may be broken behind its separators."""
-    return "".join(_signs(escape_latex(c)) + ("\\allowbreak{}" if c in BREAKABLE else "") for c in word)
-
-
-def _signs(text: str) -> str:
-    return text.replace("\u2020", "$^\\dagger$").replace("\u2021", "$^\\ddagger$")
+    >>> latex_caption("log10 of 50 %")
+    '$\\log_{10}$ of 50 \\%'
+    """
+    return typeset(text).replace("log10 of", "$\\log_{10}$ of")
 
 
 def write_captions(figure: Path, text: str) -> list[Path]:
