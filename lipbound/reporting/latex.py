@@ -3,15 +3,25 @@ r"""Tables and text for LaTeX: as wide as a column or a page, numbers by siunitx
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from lipbound.errors import LipboundError, UnknownNameError, nearest
 from lipbound.formatting import escape_latex, plain, small
 from lipbound.reporting.layout import Table, fit, folded, measured
 
-WIDTHS = {"column": (215.0, 0.85, 40), "page": (345.0, 0.85, 40), "slide": (307.0, 0.925, 14)}
-r"""Points that a table may take, its type (\footnotesize of the usual class) in tens of points, and rows before it goes on in another: a column
-of the narrowest classes that are common (219 pt; ``article`` with ``twocolumn`` on A4 has 221 pt); the text of ``article`` at 10 pt; a frame of
-``beamer``."""
+class Look(NamedTuple):
+    """Points that a table may take, its type in points (and that of its notes, and the distance of its lines), and rows before it goes on in another."""
+
+    room: float
+    type: float
+    leading: float
+    notes: float
+    rows: int
+
+
+WIDTHS = {"column": Look(215, 8, 9.5, 7, 40), "page": Look(345, 8, 9.5, 7, 40), "slide": Look(307, 9, 11, 7, 14)}
+"""A column of the narrowest classes that are common (219 pt; ``article`` with ``twocolumn`` on A4 has 221 pt), the text of ``article`` at 10 pt, and a
+frame of ``beamer``. The type is that of \\footnotesize there, and the same in a class of larger type, where the table would not fit otherwise."""
 NARROW = 62.0
 """Points at 10 pt that a column of words keeps at least."""
 GAP = 8.0
@@ -87,7 +97,7 @@ def latex_complement(x: float) -> str:
 
 
 def latex_table(table: Table, width: str | float | None = None) -> str:
-    r"""Tabulars and notes in ``\footnotesize``, for a table environment or for running text.
+    """Tabulars and notes, for a table environment or for running text.
 
     Args:
         table: to write.
@@ -96,7 +106,9 @@ def latex_table(table: Table, width: str | float | None = None) -> str:
     width = "column" if width is None else width
     if isinstance(width, str) and width not in WIDTHS:
         raise UnknownNameError(f"unknown width {width!r} of a LaTeX table; {nearest(width, WIDTHS)}, or a number of points")
-    room, size, rows = WIDTHS[width] if isinstance(width, str) else (float(width), *WIDTHS["column"][1:])
+    look = WIDTHS[width] if isinstance(width, str) else WIDTHS["column"]._replace(room=float(width))
+    room, rows = look.room, look.rows
+    size = look.type / 10 * 1.07  # small type is wider
     if not room > 0:
         raise LipboundError(f"width is {width}; it must be a positive number of points, or one of {', '.join(WIDTHS)}")
     table = replace(table, shown=table.shown.drop(columns="name", errors="ignore"))
@@ -108,14 +120,14 @@ def latex_table(table: Table, width: str | float | None = None) -> str:
     comments = ["\\usepackage{booktabs, siunitx}", f"at most {room:g} pt wide; for a table environment, or running text", table.caption, *left_out]
     said = [table.head, *(table.instead.get(title, "") for title in fitted.left_out)]
     notes = [*(f"{one[0].upper()}{one[1:]}" for one in [*said, *table.notes] if one), table.caption]
-    lines = [
+    lines = [  # no group in braces: a frame of beamer would take it for its subtitle
         *(f"% {plain(line)}" for line in comments),
-        "{\\footnotesize\\setlength{\\tabcolsep}{4pt}%",
+        f"\\begingroup\\fontsize{{{look.type:g}}}{{{look.leading:g}}}\\selectfont\\setlength{{\\tabcolsep}}{{4pt}}%",
         "\n\n\\smallskip\n".join(bodies),
         "",
-        "\\smallskip\\scriptsize\\raggedright\\noindent",
+        f"\\smallskip\\fontsize{{{look.notes:g}}}{{{look.notes + 1:g}}}\\selectfont\\raggedright\\noindent",
         *(f"{typeset(note)}." for note in notes),  # one paragraph: long notes must fit below a table in a column
-        "\\par}",
+        "\\par\\endgroup",
     ]
     return "\n".join(lines) + "\n"
 

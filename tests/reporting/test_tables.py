@@ -134,7 +134,7 @@ def test_latex_sets_numbers_one_way(ds: xr.Dataset) -> None:
         assert len(cells) > 30
         for cell in cells:
             assert all(part in ("$\\infty$", "--") or re.fullmatch(r"\\num\{\d+(\.\d+)?(e-?\d+)?\}", part) for part in cell.split("--") if part), cell
-        notes = text.partition("\\scriptsize")[2]
+        notes = text.partition("\\raggedright\\noindent")[2]
         assert "$^\\dagger$ Castin 2024, 3.3 (castin)" in notes
         assert "$x \\to \\mathrm{softmax}(q k^{T}) v$" in notes
         assert "failure probability $10^{-6}$" in notes
