@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
-from lipbound.attention.validation import check_layer
 from lipbound.bounds.kinds import ByKind
 from lipbound.errors import LipboundError, UnknownNameError, is_number, nearest, shown
 from lipbound.formatting.mathml import formula
@@ -45,6 +44,13 @@ class Formula:
     condition: Function
     terms: Terms | None = None
     layer: Layer | None = None
+
+
+def check_layer(att: object, what: str) -> None:
+    """As `lipbound.attention.validation.check_layer`, which needs torch: reading a run does not."""
+    from lipbound.attention import validation
+
+    validation.check_layer(att, what)
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,17 @@
 """A table before it has a format, and how it fits a width: words fold, columns are left out in a stated order or go on below. Numbers stay whole."""
 
+from __future__ import annotations
+
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import pandas as pd
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lipbound.formatting import plain
 from lipbound.formatting.notebooks import html_table
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 NARROW = 12
 """Characters that a column of words keeps at least; a longer word is broken there."""

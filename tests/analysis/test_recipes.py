@@ -22,7 +22,7 @@ SLOW = ("castin-2", "castin-3", "yudin-3", "yudin-6", "yudin-theorem-4")
 def test_recipe_from_the_command_line(name: str, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["reproduce", name, "builtin:gpt2", "--samples", "1", "-o", str(tmp_path)])
     assert result.exit_code == 0, result.output
-    for kind in ("pdf", "png", "txt"):
+    for kind in ("pdf", "png", "txt", "tex"):
         assert (tmp_path / f"{name}.{kind}").stat().st_size > 100
     ds = store.load(tmp_path / recipe(name).stored)
     assert f"{ds.attrs['recipe']}.zarr" == recipe(name).stored

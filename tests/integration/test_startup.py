@@ -48,6 +48,10 @@ def test_help_loads_nothing(arguments: list[str]) -> None:
     assert after(*arguments) == set()
 
 
+def test_models_are_listed_without_loading_anything() -> None:
+    assert after("models", "--json") == set()
+
+
 @pytest.fixture(scope="module")
 def run(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("run") / "run.zarr"
@@ -58,6 +62,8 @@ def run(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_stored_runs_are_shown_without_torch_or_models(run: Path, tmp_path: Path) -> None:
     models = {"transformers", "datasets"}
+    for command in ("table", "info"):
+        assert not after(command, run, "--json") & (models | {"torch", "matplotlib", "plotly"})
     assert not after("table", run) & (models | {"torch", "matplotlib", "plotly"})
     assert not after("cite", run) & (models | {"matplotlib", "plotly"})  # BibTeX stands in the papers' files
     assert not after("heatmap", run, "-o", tmp_path / "run.pdf") & (models | {"torch", "plotly"})
