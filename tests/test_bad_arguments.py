@@ -1,6 +1,6 @@
 """Arguments of wrong types and out of range in Python: a LipboundError of one sentence each; nearly right ones are accepted."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,9 @@ def layers() -> Cases:
         found += each(name, call)
     found += each("evaluate names", lambda v: lb.bounds.evaluate(ATT, v))[:-1]
     found += each("radius", lambda v: lb.attack(ATT, v), "fraction", "zero", "flag")
-    return found + each("steps", lambda v: lb.attack(ATT, 0.1, steps=v)) + each("attack seed", lambda v: lb.attack(ATT, 0.1, seed=v), "negative", "zero")
+    return (
+        found + each("steps", lambda v: lb.attack(ATT, 0.1, steps=v)) + each("attack seed", lambda v: lb.attack(ATT, 0.1, seed=v), "negative", "zero")
+    )
 
 
 def models() -> Cases:
@@ -154,9 +156,9 @@ def test_what_is_nearly_right_is_accepted(bert: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def one(bert: Path) -> Iterator[xr.Dataset]:
+def one(bert: Path) -> xr.Dataset:
     options = {"max_length": 12, "bounds": "castin", "progress": False}
-    yield lb.compare(bert, "the ferry is in a clock", layers=1, device=torch.device("cpu"), dtype=torch.float32, **options)
+    return lb.compare(bert, "the ferry is in a clock", layers=1, device=torch.device("cpu"), dtype=torch.float32, **options)
 
 
 def test_a_sentence_is_data_like_a_list_of_it(bert: Path, one: xr.Dataset) -> None:

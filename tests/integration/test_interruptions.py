@@ -114,7 +114,11 @@ def test_interrupted_where_python_gets_no_turn(tmp_path: Path) -> None:
         torch.linalg.svd(a)
     """
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        [sys.executable, "-c", textwrap.dedent(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     process.stdout.readline()
     time.sleep(0.3)
