@@ -58,14 +58,17 @@ def layers() -> Cases:
     }.items():  # fmt: skip
         found.append((f"x {kind}", lambda tensor=tensor: lb.Attention(**plain | {"x": tensor})))
     norm_right = {
-        "map": (), "method": (), "tol": ("fraction", "zero"), "delta": ("None",), "vectors": ("flag",), "seed": ("negative", "zero"), "max_steps": ("None",),
+        "map": (), "method": (), "tol": ("fraction", "zero"), "delta": ("None",), "vectors": ("flag",), "seed": ("negative", "zero"),
+        "max_steps": ("None",),
     }  # fmt: skip
     found += [c for name, fine in norm_right.items() for c in each(f"norm {name}", lambda v, name=name: lb.spectral_norm(ATT, **{name: v}), *fine)]
     yudin = lb.bounds.get("yudin")
     for name, call in {
-        "norm of": lb.spectral_norm, "bound of": yudin, "sound of": yudin.sound, "get": lb.bounds.get, "evaluate of": lambda v: lb.bounds.evaluate(v, "yudin"),
+        "norm of": lb.spectral_norm, "bound of": yudin, "sound of": yudin.sound, "get": lb.bounds.get,
+        "evaluate of": lambda v: lb.bounds.evaluate(v, "yudin"),
         "over_ball of": lambda v: lb.bounds.over_ball(v, 0.1), "whole_layer of": lambda v: lb.bounds.whole_layer(v, "yudin"),
-        "attack of": lambda v: lb.attack(v, 0.1), "curve of": lambda v: lb.radius_curve(v, [0.1]), "at": lambda v: lb.bounds.over_ball(ATT, 0.1, at=v),
+        "attack of": lambda v: lb.attack(v, 0.1), "curve of": lambda v: lb.radius_curve(v, [0.1]),
+        "at": lambda v: lb.bounds.over_ball(ATT, 0.1, at=v),
         "rule": lambda v: lb.bounds.whole_layer(ATT, "yudin", rule=v), "layer map": lambda v: lb.bounds.whole_layer(ATT, "yudin", map=v),
         "ball": lambda v: lb.bounds.over_ball(ATT, 0.1, norm=v), "attack norm": lambda v: lb.attack(ATT, 0.1, norm=v),
     }.items():  # fmt: skip
@@ -89,11 +92,14 @@ def models() -> Cases:
     }  # fmt: skip
     found = [(f"capture {name}", lambda value=value: lb.capture(bert, {"input_ids": value})) for name, value in inputs.items()]
     found += [
-        ("capture of other names", lambda: lb.capture(bert, {"foo": ids["input_ids"]})), ("capture whole numbers", lambda: lb.capture(whole, ids)),
-        ("capture without weights", lambda: lb.capture(build(AFFINE["bert"]).to("meta"), ids)), ("model class", lambda: lb.load_checkpoint(type(bert))),
-        ("load whole numbers", lambda: lb.load_checkpoint(whole)), ("network beyond", lambda: lb.network_norm(bert, {"input_ids": torch.full((1, 4), 999)})),
+        ("capture of other names", lambda: lb.capture(bert, {"foo": ids["input_ids"]})),
+        ("capture whole numbers", lambda: lb.capture(whole, ids)),
+        ("capture without weights", lambda: lb.capture(build(AFFINE["bert"]).to("meta"), ids)),
+        ("model class", lambda: lb.load_checkpoint(type(bert))),
+        ("load whole numbers", lambda: lb.load_checkpoint(whole)),
+        ("network beyond", lambda: lb.network_norm(bert, {"input_ids": torch.full((1, 4), 999)})),
         ("revision of a model", lambda: lb.load_checkpoint(bert, revision="v1")),
-    ]  # fmt: skip
+    ]
     found += each("capture of", lambda v: lb.capture(v, ids)) + each("capture inputs", lambda v: lb.capture(bert, v))
     found += each("capture layers", lambda v: lb.capture(bert, ids, layers=v), "None", "zero")
     found += each("load", lb.load_checkpoint, "text", "digits", "path")
@@ -130,17 +136,18 @@ def test_every_wrong_argument_is_refused_in_one_sentence(start: str) -> None:
 
 
 def test_samples_as_text_are_refused_in_words(bert: Path) -> None:
-    with pytest.raises(LipboundError, match="^samples is '8'; it must be a whole number, at least 1$"):
+    with pytest.raises(LipboundError, match=r"^samples is '8'; it must be a whole number, at least 1$"):
         lb.compare(bert, samples="8")
-    with pytest.raises(LipboundError, match="^client is 3; give a dask.distributed.Client$"):
+    with pytest.raises(LipboundError, match=r"^client is 3; give a dask\.distributed\.Client$"):
         lb.compare(bert, client=3)
-    with pytest.raises(LipboundError, match="^progress is 3; it must be True or False$"):
+    with pytest.raises(LipboundError, match=r"^progress is 3; it must be True or False$"):
         lb.compare(bert, progress=3)
 
 
 NEARLY = {
     "layers": [1, "1", "0-1", [0], (1,), range(2), np.array([0, 1]), torch.tensor([1]), -1], "device": ["cpu", torch.device("cpu")],
-    "dtype": ["float32", torch.float32, np.float32, np.dtype("float32"), "torch.float32", torch.float64], "samples": [2, np.int64(2), torch.tensor(2)],
+    "dtype": ["float32", torch.float32, np.float32, np.dtype("float32"), "torch.float32", torch.float64],
+    "samples": [2, np.int64(2), torch.tensor(2)],
     "bounds": ["yudin", ["yudin"], {"yudin"}, lb.bounds.get("yudin"), [lb.bounds.get("yudin")], (n for n in ["yudin"])],
     "tol": [0.5, np.float32(0.25), torch.tensor(0.5)], "memory": [1e9, "1e9", "4gb", "2 GiB", np.float64(1e9)],
 }  # fmt: skip

@@ -342,8 +342,8 @@ def test_one_sentence_and_status_two(
 
 
 TOLD = {
-    "compare {bert} --data {text} --max-length 12 --samples 99 --bounds castin --layers 0": "note: 99 samples were asked for, and text.txt gives only",
-    f"compare {{bert}} {QUICK} --exact-samples 5": "note: exact norms of 5 samples were asked for, and there are 1",
+    "compare {bert} --data {text} --max-length 12 --samples 99 --bounds castin --layers 0": "note: 99 samples were asked for, and text.txt gives",
+    f"compare {{bert}} {QUICK} --exact-samples 5": "note: exact norms of 5 samples were asked for",
     "compare {bert} --data {mess}/extra.safetensors --samples 2 --bounds castin": "note: colour is not an input of BertModel and was left out",
 }
 
