@@ -9,6 +9,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -91,6 +92,12 @@ def main_options(
         switch(name, wanted)
 
 
+@cache
+def _program() -> Any:
+    """The application with all its commands, built once."""
+    return typer.main.get_command(app)
+
+
 def main() -> None:
     """Entry point: errors of input become one sentence and status 2, an interruption one and status 130."""
     state.update(debug=False, quiet=False, verbose=False, options={})
@@ -101,7 +108,7 @@ def main() -> None:
         warnings.simplefilter("always")
         warnings.showwarning = _show_warning  # type: ignore[assignment]
         try:
-            status = app(prog_name="lipbound", standalone_mode=False)
+            status = _program()(prog_name="lipbound", standalone_mode=False)
         except (KeyboardInterrupt, typer.Abort):
             status = 130
         except LipboundError as error:
