@@ -105,7 +105,7 @@ def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
     shown = _said_of_bounds(ds, whole).loc[numbers.index]
     shown[BELOW] = shown[BELOW] + " of " + shown.pop("of")
     shown.insert(1, "name", [str(name) for name in shown.index])
-    none = f"none is below the exact norm at any of {int(numbers['compared'].max())} heads" if len(numbers) else ""
+    none = f"none is below the exact norm in any of {int(numbers['compared'].max())} comparisons" if len(numbers) else ""
     over = "samples, layers and heads" if "head" in ds.dims else "samples and layers"
     return Table(
         numbers, shown, ("bound", "name", HOLDS), f"bound / exact over {over}", caption(ds), footnotes(ds, chosen), ("bound",), SPARE,
