@@ -48,7 +48,7 @@ def show(ds: xr.Dataset) -> None:
     typer.echo(emphasised(tables.render(ds, width=columns())))
     exact = ds["exact"].values[ds["exact"].notnull().values]
     extent = f", from {number(float(exact.min()))} to {number(float(exact.max()))}" if exact.size else ""
-    unconverged = int(len(exact) - ds["exact_converged"].sum())
+    unconverged = int((ds["exact"].notnull() & ~ds["exact_converged"]).sum())
     off = f"capture reproduces the model to {ds.attrs['capture_error']:.1e} relative"
     lines = [f"exact norms: {len(exact)} heads{extent}, {unconverged} not converged; {off}"]
     if broken := {name: entry["broken"] for name, entry in audit(ds).items() if entry["broken"]}:

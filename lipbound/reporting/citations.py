@@ -114,7 +114,7 @@ def _enclosures(ds: xr.Dataset, prose: Prose) -> str:
         how = f"Lanczos' method in {dtype} (relative tolerance {prose.number(tol)}, seed {seed})"
         sentence = f"Constants are lower ends: values that the norms attain, found by {how}, less every rounding; there are no upper ends."
     known = int(ds["exact"].notnull().sum())
-    unconverged = known - int(ds["exact_converged"].sum())
+    unconverged = int((ds["exact"].notnull() & ~ds["exact_converged"]).sum())
     return f"{sentence} For {unconverged} of {known} constants that was not reached." if unconverged else sentence
 
 

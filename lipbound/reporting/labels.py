@@ -38,10 +38,12 @@ def footnotes(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
     lines += [f"{sign} {', '.join(names)}: {why}" for (sign, why), names in reasons.items()]
     places = int(ds["exact"].notnull().sum())
     if lost := missing(ds, "exact"):
-        lines.append(f"exact norms: none at {lost} of {places + lost} heads, which are not compared")
+        lines.append(f"exact norms: none at {lost} of {places + lost} places, which are not compared")
     for name in kept:
         if lost := missing(ds, name):
-            lines.append(f"{named(ds, name)}: no value at {lost} of {int(ds[compared_with(ds, name)].notnull().sum())} heads, which are not compared")
+            lines.append(
+                f"{named(ds, name)}: no value at {lost} of {int(ds[compared_with(ds, name)].notnull().sum())} places, which are not compared"
+            )
     return lines if bounds is not None else lines + left_out(ds)
 
 
@@ -60,7 +62,7 @@ def left_out(ds: xr.Dataset) -> list[str]:
 
 def holds(sound: int, compared: int) -> str:
     """Where a bound's assumptions held, in words."""
-    return "everywhere" if sound == compared else "nowhere" if sound == 0 else f"on {sound} of {compared}"
+    return "n/a" if not compared else "everywhere" if sound == compared else "nowhere" if sound == 0 else f"on {sound} of {compared}"
 
 
 def run_caption(ds: xr.Dataset) -> str:

@@ -9,8 +9,9 @@ from lipbound.errors import LipboundError, UnknownNameError, nearest
 from lipbound.formatting import escape_latex, plain, small
 from lipbound.reporting.layout import Table, fit, folded, measured
 
+
 class Look(NamedTuple):
-    """Points that a table may take, its type in points (and that of its notes, and the distance of its lines), and rows before it goes on in another."""
+    """Points: that a table may take, of its type, from line to line, of the type of its notes; and rows before it goes on in another."""
 
     room: float
     type: float
@@ -20,8 +21,8 @@ class Look(NamedTuple):
 
 
 WIDTHS = {"column": Look(215, 8, 9.5, 7, 40), "page": Look(345, 8, 9.5, 7, 40), "slide": Look(307, 9, 11, 7, 14)}
-"""A column of the narrowest classes that are common (219 pt; ``article`` with ``twocolumn`` on A4 has 221 pt), the text of ``article`` at 10 pt, and a
-frame of ``beamer``. The type is that of \\footnotesize there, and the same in a class of larger type, where the table would not fit otherwise."""
+r"""A column of the narrowest classes that are common (219 pt; ``article`` with ``twocolumn`` on A4 has 221 pt), the text of ``article`` at 10 pt, a
+frame of ``beamer``. The type is that of \footnotesize there, and the same in a class of larger type, where the table would not fit otherwise."""
 NARROW = 62.0
 """Points at 10 pt that a column of words keeps at least."""
 GAP = 8.0
@@ -105,7 +106,7 @@ def latex_table(table: Table, width: str | float | None = None) -> str:
     """
     width = "column" if width is None else width
     if isinstance(width, str) and width not in WIDTHS:
-        raise UnknownNameError(f"unknown width {width!r} of a LaTeX table; {nearest(width, WIDTHS)}, or a number of points")
+        raise UnknownNameError(f"unknown width {width!r} of a LaTeX table, which has a number of points or a name; {nearest(width, WIDTHS)}")
     look = WIDTHS[width] if isinstance(width, str) else WIDTHS["column"]._replace(room=float(width))
     room, rows = look.room, look.rows
     size = look.type / 10 * 1.07  # small type is wider

@@ -76,7 +76,9 @@ def render(
     if formatter.fitted is not None:
         return formatter.fitted(made, width)
     if width is not None:
-        raise LipboundError(f"width is {width!r}, but {format} has none; it is for text (characters) and latex (column, page, slide or points)")
+        raise LipboundError(
+            f"a width ({width}) was given, but {format} has none; it is for text (characters) and latex (column, page, slide or points)"
+        )
     assert formatter.table is not None
     return formatter.table(made)
 
@@ -105,7 +107,7 @@ def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
     shown = _said_of_bounds(ds, whole).loc[numbers.index]
     shown[BELOW] = shown[BELOW] + " of " + shown.pop("of")
     shown.insert(1, "name", [str(name) for name in shown.index])
-    none = f"none is below the exact norm at any of {int(numbers['compared'].max())} heads" if len(numbers) else ""
+    none = f"none is below the exact norm in any of {int(numbers['compared'].max())} comparisons" if len(numbers) else ""
     over = "samples, layers and heads" if "head" in ds.dims else "samples and layers"
     return Table(
         numbers, shown, ("bound", "name", HOLDS), f"bound / exact over {over}", caption(ds), footnotes(ds, chosen), ("bound",), SPARE,

@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import xarray as xr
 from support.runs import made_up
@@ -128,7 +129,7 @@ def test_columns_with_something_below_exact_are_not_called_sound(ds: xr.Dataset)
     narrow = tables.render(ds, width=60)
     assert "none is below" not in narrow
     assert "\u2021: below the exact norm somewhere" in narrow
-    assert "none is below the exact norm at any of 24 heads" in tables.render(ds, width=60, bounds=["yudin", "lipbound"])
+    assert "none is below the exact norm in any of 24 comparisons" in tables.render(ds, width=60, bounds=["yudin", "lipbound"])
 
 
 def test_colours(ds: xr.Dataset, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,6 +151,18 @@ def test_colours(ds: xr.Dataset, capsys: pytest.CaptureFixture, monkeypatch: pyt
         monkeypatch.undo()
         monkeypatch.setenv("COLUMNS", "80")
         monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+
+
+def test_nothing_known_is_nothing_claimed(ds: xr.Dataset, capsys: pytest.CaptureFixture) -> None:
+    empty = ds.copy(deep=True)
+    empty["exact"][...] = np.nan
+    show(empty)
+    out = capsys.readouterr().out
+    assert "exact norms: 0 heads, 0 not converged" in out
+    assert re.search(r"Yudin 2025, Thm 3 +n/a +n/a +n/a +n/a +0 of 0 +n/a", out)
+    bare = ds.assign_attrs(bounds=[])
+    show(bare)
+    assert "exact norms: 24 heads, from 0 to 3.75, 1 not converged" in " ".join(capsys.readouterr().out.split())
 
 
 def test_widths_that_are_none(ds: xr.Dataset) -> None:
