@@ -88,6 +88,7 @@ def main_options(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
 ) -> None:
     """Exact local Lipschitz constants of attention heads, beside every published upper bound."""
+    state.update(quiet=False, verbose=False, debug=False)  # whatever an earlier call in this process wanted
     for name, wanted in (("quiet", quiet), ("verbose", verbose), ("debug", debug)):
         switch(name, wanted)
 
