@@ -1,5 +1,6 @@
 """``python -m lipbound``, and the program ``lipbound``."""
 
+import os
 import sys
 
 
@@ -13,7 +14,18 @@ def main() -> None:
         run()
     except KeyboardInterrupt:
         print("interrupted: nothing was written", file=sys.stderr)
-        sys.exit(130)
+        leave()
+    except SystemExit as end:
+        if end.code == 130:
+            leave()
+        raise
+
+
+def leave() -> None:
+    """End at once: torch takes seconds to be taken down, and nothing is left to be done."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(130)
 
 
 if __name__ == "__main__":

@@ -170,7 +170,7 @@ def indices(name: str, value: Any) -> list[int]:
 
 
 def _countable(value: Any) -> bool:
-    return not hasattr(value, "shape") or _has_axes(value)
+    return not isinstance(value, bytes | dict) and (not hasattr(value, "shape") or _has_axes(value))
 
 
 def _span(part: str) -> range:

@@ -65,7 +65,7 @@ def whole_layer(att: Attention, name: str, *, map: str = "layer", rule: str = "b
     if map not in ("heads", "layer"):
         raise UnknownNameError(f"unknown map {map!r} of a whole layer; {nearest(map, ('heads', 'layer', *BLOCKS))}")
     if not isinstance(rule, str) or rule not in RULES:
-        raise UnknownNameError(f"unknown rule {rule!r}; {nearest(rule, RULES)}")
+        raise UnknownNameError(f"unknown rule {shown(rule)}; {nearest(rule, RULES)}")
     (name,) = names_for([name], map)
     if map == "layer" and att.w_o is None:
         raise AttentionError("map 'layer' needs the output projection w_o, which this layer does not have; use map='heads'")

@@ -9,6 +9,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -87,8 +88,15 @@ def main_options(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
 ) -> None:
     """Exact local Lipschitz constants of attention heads, beside every published upper bound."""
+    state.update(quiet=False, verbose=False, debug=False)  # whatever an earlier call in this process wanted
     for name, wanted in (("quiet", quiet), ("verbose", verbose), ("debug", debug)):
         switch(name, wanted)
+
+
+@cache
+def _program() -> Any:
+    """The application with all its commands, built once."""
+    return typer.main.get_command(app)
 
 
 def main() -> None:
@@ -101,7 +109,7 @@ def main() -> None:
         warnings.simplefilter("always")
         warnings.showwarning = _show_warning  # type: ignore[assignment]
         try:
-            status = app(prog_name="lipbound", standalone_mode=False)
+            status = _program()(prog_name="lipbound", standalone_mode=False)
         except (KeyboardInterrupt, typer.Abort):
             status = 130
         except LipboundError as error:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import DatasetDict
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -18,8 +19,8 @@ SAMPLES = "tensors of (samples, ...) with at least one sample"
 
 
 def is_ready(data: Any) -> bool:
-    """Whether it is a mapping, or names a .safetensors file."""
-    return isinstance(data, Mapping) or (isinstance(data, str | Path) and str(data).endswith(".safetensors"))
+    """Whether it is a mapping (but not the splits of a dataset), or names a .safetensors file."""
+    return (isinstance(data, Mapping) and not isinstance(data, DatasetDict)) or (isinstance(data, str | Path) and str(data).endswith(".safetensors"))
 
 
 def ready_inputs(data: Mapping[str, Any] | str | Path, checkpoint: Checkpoint) -> tuple[dict[str, Tensor], str, list[str]]:

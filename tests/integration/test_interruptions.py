@@ -1,0 +1,166 @@
+"""Ctrl-C at any moment, a full disk, two processes on one run: one line each, nothing lost, and the same run in the end."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import xarray as xr
+from support.runs import TEXTS, identical
+
+import lipbound as lb
+from lipbound.runs import store
+from lipbound.runs.partial_store import partial_path
+
+OPTIONS = ("--max-length", "12", "--memory", "1", "--samples", "4", "--bounds", "yudin,lipbound", "--quiet")
+SLOWED = """
+import sys, time
+from lipbound.runs.partial_store import PartialRun
+put = PartialRun.write
+def write(self, start, measured):
+    put(self, start, measured)
+    print("measured", flush=True)
+    time.sleep(DELAY)
+PartialRun.write = write
+sys.argv[0] = "lipbound"
+from lipbound.__main__ import main
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "texts.csv"
+    path.write_text("text\n" + "\n".join(TEXTS) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(bert: Path, data: Path) -> xr.Dataset:
+    return lb.compare(bert, data, max_length=12, memory=1, samples=4, bounds="yudin,lipbound", progress=False)
+
+
+def start(*arguments: object, delay: float | None = None, **options: object) -> subprocess.Popen:
+    """The command line in a process of its own; with a delay after everything that it stores."""
+    program = ["-m", "lipbound"] if delay is None else ["-c", textwrap.dedent(SLOWED.replace("DELAY", str(delay)))]
+    words = [sys.executable, *program, *map(str, arguments)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)  # type: ignore[call-overload]
+
+
+def interrupt(process: subprocess.Popen) -> tuple[int, str, float]:
+    """Status, standard error, and how long it took to end."""
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    return process.returncode, err, time.monotonic() - began
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", [0.5, 0.8, 1.2, 1.7, 2.3, 3.0, 4.0, 5.0])
+def test_interrupted_while_it_starts(moment: float, bert: Path, data: Path, expected: xr.Dataset, tmp_path: Path) -> None:
+    """Within a second or so even on a busy machine; the same command goes on."""
+    out = tmp_path / "run.zarr"
+    words = ("compare", bert, "--data", data, *OPTIONS, "--out", out)
+    process = start(*words)
+    time.sleep(moment)
+    status, err, took = interrupt(process)
+    if status == 0:  # it was done
+        return
+    assert (status, err.count("\n")) == (130, 1), err
+    assert err.startswith("interrupted: ")
+    assert "Traceback" not in err
+    assert took < 2
+    resume = ["--resume"] if partial_path(out).exists() else []
+    again = start(*words, *resume)
+    assert (again.wait(timeout=120), again.stderr.read()) == (0, "")
+    assert identical(store.load(out), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stored", [1, 3])
+def test_interrupted_while_it_measures(stored: int, bert: Path, data: Path, expected: xr.Dataset, tmp_path: Path) -> None:
+    """The line says what is kept and how to go on."""
+    out = tmp_path / "run.zarr"
+    words = ("compare", bert, "--data", data, *OPTIONS, "--out", out)
+    process = start(*words, delay=5 if stored == 1 else 0.05)
+    for _ in range(stored):
+        process.stdout.readline()
+    status, err, took = interrupt(process)
+    assert status == 130
+    assert took < 2
+    assert err.startswith("interrupted: ")
+    assert f" kept in {partial_path(out)}; the same command with --resume goes on from there\n" in err
+    again = start(*words, "--resume")
+    assert again.wait(timeout=120) == 0
+    assert identical(store.load(out), expected)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.zarr"]
+
+
+@pytest.mark.slow
+def test_interrupted_where_python_gets_no_turn(tmp_path: Path) -> None:
+    """A product of large matrices does not look up; the process ends all the same."""
+    script = """
+        import sys, torch
+        from lipbound.cli import interruption
+        interruption.watch()
+        interruption.keeps(lambda: "what there is")
+        a = torch.randn(6000, 6000, dtype=torch.float64)
+        print("ready", flush=True)
+        torch.linalg.svd(a)
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    process.stdout.readline()
+    time.sleep(0.3)
+    status, err, took = interrupt(process)
+    assert (status, err) == (130, "interrupted: what there is\n")
+    assert took < 2
+
+
+@pytest.mark.slow
+def test_a_second_process_is_told_of_the_first(bert: Path, data: Path, expected: xr.Dataset, tmp_path: Path) -> None:
+    """With --resume or without; once the first was killed, another takes over."""
+    out = tmp_path / "run.zarr"
+    words = ("compare", bert, "--data", data, *OPTIONS, "--out", out)
+    first = start(*words, delay=60)
+    first.stdout.readline()
+    for resume in ([], ["--resume"]):
+        second = start(*words, *resume)
+        _, err = second.communicate(timeout=60)
+        assert (second.returncode, err.count("\n")) == (2, 1)
+        assert err == f"error: another process is filling {out} at this moment; wait for it to end, or choose another name\n"
+    first.kill()  # which lets go of the run
+    first.wait()
+    assert start(*words, "--resume").wait(timeout=120) == 0
+    assert identical(store.load(out), expected)
+
+
+@pytest.mark.slow
+def test_a_full_disk_costs_nothing_that_was_measured(bert: Path, data: Path, expected: xr.Dataset, tmp_path: Path) -> None:
+    """As large files cannot be written: the next command with --resume goes on."""
+    out = tmp_path / "run.zarr"
+    words = ("compare", bert, "--data", data, *OPTIONS, "--out", out)
+
+    def small_files() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
+
+    process = start(*words, preexec_fn=small_files)
+    _, err = process.communicate(timeout=120)
+    said = [line for line in err.splitlines() if not line.startswith("note: ")]
+    assert (process.returncode, len(said)) == (2, 1), err
+    assert "could not be written" in said[0] or "cannot be" in said[0]
+    assert not out.exists()
+    again = start(*words, "--resume")
+    assert (again.wait(timeout=120), again.stderr.read()) == (0, "")
+    assert identical(store.load(out), expected)
