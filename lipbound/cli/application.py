@@ -88,6 +88,7 @@ def main_options(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
 ) -> None:
     """Exact local Lipschitz constants of attention heads, beside every published upper bound."""
+    state.update(quiet=False, verbose=False, debug=False)  # whatever an earlier call in this process wanted
     for name, wanted in (("quiet", quiet), ("verbose", verbose), ("debug", debug)):
         switch(name, wanted)
 
@@ -181,7 +182,7 @@ def in_options(message: str, options: dict[str, str]) -> str:
     >>> in_options("exact_samples is 0; name another with column=", {"exact_samples": "--exact-samples", "column": "--column"})
     '--exact-samples is 0; name another with --column'
     >>> in_options("leave it out, or take bounds='default'", {"bounds": "--bounds"})
-    "leave it out, or take --bounds default"
+    'leave it out, or take --bounds default'
     """
     for name, option in options.items():
         message = re.sub(rf"(?<![\w/.'\"-]){name}=True\b", option, message)

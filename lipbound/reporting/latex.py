@@ -106,7 +106,7 @@ def latex_table(table: Table, width: str | float | None = None) -> str:
     """
     width = "column" if width is None else width
     if isinstance(width, str) and width not in WIDTHS:
-        raise UnknownNameError(f"unknown width {width!r} of a LaTeX table; {nearest(width, WIDTHS)}, or a number of points")
+        raise UnknownNameError(f"unknown width {width!r} of a LaTeX table, which has a number of points or a name; {nearest(width, WIDTHS)}")
     look = WIDTHS[width] if isinstance(width, str) else WIDTHS["column"]._replace(room=float(width))
     room, rows = look.room, look.rows
     size = look.type / 10 * 1.07  # small type is wider

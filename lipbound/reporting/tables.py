@@ -76,7 +76,9 @@ def render(
     if formatter.fitted is not None:
         return formatter.fitted(made, width)
     if width is not None:
-        raise LipboundError(f"width is {width!r}, but {format} has none; it is for text (characters) and latex (column, page, slide or points)")
+        raise LipboundError(
+            f"a width ({width}) was given, but {format} has none; it is for text (characters) and latex (column, page, slide or points)"
+        )
     assert formatter.table is not None
     return formatter.table(made)
 
