@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
-from lipbound.attention.validation import check_layer
 from lipbound.bounds.kinds import ByKind
-from lipbound.errors import LipboundError, UnknownNameError, is_number, nearest, shown
+from lipbound.errors import LipboundError, UnknownNameError, check_layer, is_number, nearest, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

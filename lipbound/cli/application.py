@@ -182,7 +182,7 @@ def in_options(message: str, options: dict[str, str]) -> str:
     >>> in_options("exact_samples is 0; name another with column=", {"exact_samples": "--exact-samples", "column": "--column"})
     '--exact-samples is 0; name another with --column'
     >>> in_options("leave it out, or take bounds='default'", {"bounds": "--bounds"})
-    "leave it out, or take --bounds default"
+    'leave it out, or take --bounds default'
     """
     for name, option in options.items():
         message = re.sub(rf"(?<![\w/.'\"-]){name}=True\b", option, message)
