@@ -185,6 +185,12 @@ def _span(part: str) -> range:
     return range(first, last + 1)
 
 
+def check_layer(att: object, what: str) -> None:
+    """Raise LipboundError for what is no `lipbound.Attention`; ``what`` takes one."""
+    if not hasattr(att, "only") or not hasattr(att, "scoring"):
+        raise LipboundError(f"{what} was given {shown(att)}; it takes one Attention, such as a layer of lipbound.capture")
+
+
 def nearest(name: object, allowed: Iterable[str]) -> str:
     """The part of a message that names the closest allowed names, whatever their case, or all of them where none is close."""
     allowed = sorted(allowed)

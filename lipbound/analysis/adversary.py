@@ -8,11 +8,10 @@ import xarray as xr
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.validation import check_layer
 from lipbound.bounds.ball.bound_over_ball import CENTRES, over_ball
 from lipbound.bounds.entry import check_ball, check_radii
 from lipbound.bounds.registry import get, resolve
-from lipbound.errors import LipboundError, flag, shown, whole
+from lipbound.errors import LipboundError, check_layer, flag, shown, whole
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.linalg.solution import check_seed

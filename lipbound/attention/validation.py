@@ -9,7 +9,7 @@ from lipbound.attention.masking import sees_some_key
 from lipbound.attention.projections import Projections
 from lipbound.attention.scoring import Scoring
 from lipbound.attention.variants.base import Shapes
-from lipbound.errors import AttentionError, LipboundError, shown
+from lipbound.errors import AttentionError, shown
 
 
 def validate(x: Tensor, projections: Projections, scoring: Scoring, valid: Tensor | None) -> None:
@@ -45,12 +45,6 @@ def validate(x: Tensor, projections: Projections, scoring: Scoring, valid: Tenso
     for step in scoring.steps:
         step.check(Shapes(tuple(x.shape), tuple(given["w_q"].shape)))
     _check_mask(scoring.mask, (samples, heads, tokens, tokens), valid)
-
-
-def check_layer(att: object, what: str) -> None:
-    """Raise LipboundError for what is no `lipbound.Attention`; ``what`` takes one."""
-    if not hasattr(att, "only") or not hasattr(att, "scoring"):
-        raise LipboundError(f"{what} was given {shown(att)}; it takes one Attention, such as a layer of lipbound.capture")
 
 
 def _check_tensor(name: str, tensor: object) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from lipbound.bounds.kinds import ByKind
-from lipbound.errors import LipboundError, UnknownNameError, is_number, nearest, shown
+from lipbound.errors import LipboundError, UnknownNameError, check_layer, is_number, nearest, shown
 from lipbound.formatting.mathml import formula
 from lipbound.formatting.notebooks import html_facts
 
@@ -44,13 +44,6 @@ class Formula:
     condition: Function
     terms: Terms | None = None
     layer: Layer | None = None
-
-
-def check_layer(att: object, what: str) -> None:
-    """As `lipbound.attention.validation.check_layer`, which needs torch: reading a run does not."""
-    from lipbound.attention import validation
-
-    validation.check_layer(att, what)
 
 
 @dataclass(frozen=True)

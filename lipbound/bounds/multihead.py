@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.validation import check_layer
 from lipbound.bounds.entry import Bound
 from lipbound.bounds.factors import size, spectral, wide
 from lipbound.bounds.registry import get, resolve
-from lipbound.errors import AttentionError, LipboundError, UnknownNameError, nearest, shown
+from lipbound.errors import AttentionError, LipboundError, UnknownNameError, check_layer, nearest, shown
 from lipbound.jacobians.maps import BLOCKS, block_bound
 from lipbound.linalg.matrix_norms import matrix_norm
 from lipbound.linalg.upper import Upper, scaled

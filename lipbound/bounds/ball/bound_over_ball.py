@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.validation import check_layer
 from lipbound.bounds.ball.plain import BallCentre
 from lipbound.bounds.ball.variants import COVERS, VariantBallCentre
 from lipbound.bounds.entry import check_radii
 from lipbound.bounds.kinds import ByKind
 from lipbound.bounds.lipbound2026.parts import TINY
 from lipbound.bounds.registry import get
-from lipbound.errors import AttentionError, LipboundError
+from lipbound.errors import AttentionError, LipboundError, check_layer
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.linalg.powers import exact_power, times_power_up
 
