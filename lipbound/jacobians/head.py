@@ -157,12 +157,14 @@ class HeadOperator(TensorOperator):
 
     def _weighted(self, x: Tensor, u: Tensor | None) -> Tensor:
         """Coordinates of perturbations x (batch, N, m') in the basis u, or (batch, N, D) without one: (batch, N, m), and those that are extra."""
-        z = self._per_head(x, self.w if u is None else self.rows.coordinates)
+        z = x @ (self.w[self.head] if u is None else self._coordinates)
         return z if self.extra is None else torch.cat([z, torch.einsum("bnr,bnre->bne", x, self._directions(u))], -1)
 
-    def _per_head(self, x: Tensor, maps: Tensor) -> Tensor:
-        """x (batch, N, a) times the matrix of its head in ``maps`` (heads, a, b)."""
-        return x @ (maps[0] if len(maps) == 1 else maps[self.head])
+    @cached_property
+    def _coordinates(self) -> Tensor:
+        """Of the projections of every entry, (batch, m', m), or (m', m) where there is one head: gathered once, not in every product."""
+        r = self.rows.coordinates
+        return r[0] if len(r) == 1 else r[self.head]
 
     def _directions(self, u: Tensor | None) -> Tensor:
         """What the extra coordinates are taken along, (batch, N, m' or D, 1 or 2)."""
@@ -211,7 +213,7 @@ class HeadOperator(TensorOperator):
 
     def vjp(self, y: Tensor) -> Tensor:
         z = self.pull(y)
-        x = self._per_head(z[..., : self.w.shape[2]], self.rows.coordinates.mT)
+        x = z[..., : self.w.shape[2]] @ self._coordinates.mT
         if self.extra is None:
             return x
         return x + torch.einsum("bne,bnre->bnr", z[..., self.w.shape[2] :], self._directions(self.rows.basis))
@@ -286,12 +288,17 @@ class HeadJacobian(HeadOperator):
     def largest(self) -> Tensor:
         return self.p.amax(-1)
 
-    def gram(self, y: Tensor) -> Tensor:
+    @cached_property
+    def _parts(self) -> list["HeadJacobian"]:
+        """Views of so many entries that a product of theirs stays in the cache."""
         together = max(1, int(GRAM_BYTES.get(self.device.type, GRAM_BYTES["cpu"]) // (self.out_shape[0] ** 2 * self.dtype.itemsize)))
-        if self.batch <= together:
+        return [self] if self.batch <= together else [self.select(slice(i, i + together)) for i in range(0, self.batch, together)]
+
+    def gram(self, y: Tensor) -> Tensor:
+        if len(self._parts) == 1:
             return HeadOperator.gram(self, y)
-        parts = range(0, self.batch, together)
-        return torch.cat([HeadOperator.gram(self.select(slice(i, i + together)), y[i : i + together]) for i in parts])
+        pieces = zip(self._parts, y.split(self._parts[0].batch), strict=True)
+        return torch.cat([HeadOperator.gram(part, piece) for part, piece in pieces])
 
     def dense(self) -> Tensor:
         """The matrices, block by block for plain attention: Lemma 1 (docs/theory/jacobian.md)."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.jacobians.head import narrow
 from lipbound.linalg.operators import PerEntry, TensorOperator
 
 
@@ -49,11 +50,10 @@ class L2HeadJacobian(TensorOperator):
 
     def jvp(self, x: Tensor) -> Tensor:
         dq, dv = (x @ self.r).split(self.sizes, -1)
-        scores = dq @ self.q.mT + self.q @ dq.mT - (self.q * dq).sum(-1)[:, None, :]
-        t = self.p * scores
-        return t @ self.v - t.sum(-1, keepdim=True) * self.o + self.p @ dv
+        t = (dq @ self.q.mT).baddbmm_(self.q, dq.mT).sub_((self.q * dq).sum(-1)[:, None, :]).mul_(self.p)
+        return narrow(t, self.v) - t.sum(-1, keepdim=True) * self.o + narrow(self.p, dv)
 
     def vjp(self, y: Tensor) -> Tensor:
-        g = self.p * (y @ self.v.mT - (y * self.o).sum(-1, keepdim=True))
-        dq = g @ self.q + g.mT @ self.q - g.sum(-2)[..., None] * self.q
-        return torch.cat([dq, self.p.mT @ y], -1) @ self.r.mT
+        g = (y @ self.v.mT).sub_((y * self.o).sum(-1, keepdim=True)).mul_(self.p)
+        dq = narrow(g, self.q) + narrow(g.mT, self.q) - g.sum(-2)[..., None] * self.q
+        return torch.cat([dq, narrow(self.p.mT, y)], -1) @ self.r.mT
