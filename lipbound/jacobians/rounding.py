@@ -110,7 +110,8 @@ def _whatever_p(e: TensorErrors, scale: float, w_v: Tensor) -> Tensor:
     """An upper value of the norm of J whatever the probabilities are, at the given tensors and at the stored ones, (samples, heads)."""
     q, k, v = (t + error for t, error in ((e.q, e.q_error), (e.k, e.k_error), (e.v, e.v_error)))
     q_slope, k_slope = ((t + error).amax(-1) for t, error in ((e.q_slope, e.q_slope_error), (e.k_slope, e.k_slope_error)))
-    return _upper(2 * scale * v.amax(-1) * (k.amax(-1) * q_slope + k_slope * q.norm(dim=-1)) + q.shape[-1] ** 0.5 * w_v)
+    size = 2 * scale * v.amax(-1) * (k.amax(-1) * q_slope + k_slope * q.norm(dim=-1)) + q.shape[-1] ** 0.5 * w_v
+    return torch.where(torch.isfinite(e.score).all(-1), _upper(size), torch.inf)  # a variant that does not say what it does to scores
 
 
 def _spread(att: Attention) -> list[Tensor]:
