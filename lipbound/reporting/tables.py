@@ -90,6 +90,10 @@ def table_of(
     """What `render` writes, before it has a format: ``.numbers`` and ``.shown`` are DataFrames, and notebooks show it as a table."""
     if by not in ROWS:
         raise UnknownNameError(f"unknown rows {by!r}; {nearest(by, ROWS)}")
+    if by == "bound" and (reduce, values) != ("geomean", "ratio"):
+        raise LipboundError(
+            f"rows per bound are geometric means of ratios, and reduce is {reduce!r}, values {values!r}; these are for rows by layer or head"
+        )
     chosen = None if bounds is None else list(bounds)
     return _by_bound(ds, chosen) if by == "bound" else _by_place(ds, by, chosen, reduce, values)
 

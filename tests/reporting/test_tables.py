@@ -104,10 +104,16 @@ def test_breakdown_by_plain_numpy(ds: xr.Dataset, by: str, how: str | float, val
         assert row["sample_max"] == pytest.approx(max(single))
 
 
+@pytest.mark.parametrize("options", [{"reduce": "median"}, {"values": "value"}])
+def test_settings_that_rows_per_bound_do_not_have_are_refused(ds: xr.Dataset, options: dict[str, str]) -> None:
+    with pytest.raises(LipboundError, match="rows per bound are geometric means of ratios"):
+        tables.render(ds, **options)
+
+
 def test_every_table_in_every_format(ds: xr.Dataset) -> None:
     for format in tables.FORMATS:
         for by in tables.ROWS:
-            text = tables.render(ds, format, by=by, bounds=["castin", "lipbound"], reduce="median")
+            text = tables.render(ds, format, by=by, bounds=["castin", "lipbound"], **({} if by == "bound" else {"reduce": "median"}))
             if format == "csv":
                 table = pd.read_csv(io.StringIO(text))
                 assert len(table) == {"bound": 2, "layer": 2, "head": 8}[by]
