@@ -111,8 +111,8 @@ def test_saturated_heads_are_known(method: str) -> None:
     assert bool(norm.converged.all())
     for sample, head in ((0, 0), (1, 1)):
         exact = mp_oracle.norm(att, sample, head)
-        assert norm.lower[sample, head] <= exact.upper
-        assert exact.lower <= norm.upper[sample, head]
+        assert float(norm.lower[sample, head]) <= exact.upper
+        assert exact.lower <= float(norm.upper[sample, head])
 
 
 def test_upper_ends_are_finite_whatever_the_logits() -> None:
