@@ -106,7 +106,7 @@ def spectral_norm(
             if delta is None:
                 norm = estimate(wide.op, wide.roundoff, op, method=method, tol=tol, seed=seed, max_steps=steps, vectors=vectors)
             else:
-                norm = enclose(wide.op, wide.roundoff, op, tol=tol, delta=delta, seed=seed, max_steps=steps, vectors=vectors)
+                norm = enclose(wide.op, wide.roundoff, op, tol=tol, delta=delta / wide.op.batch, seed=seed, max_steps=steps, vectors=vectors)
     return _shaped(att, norm, wide)
 
 

@@ -58,7 +58,7 @@ def enclose(
     op: JacobianOperator, roundoff: Roundoff, search: JacobianOperator, *, tol: float, delta: float, seed: int | Sequence[int],
     max_steps: int, vectors: bool = False
 ) -> Norm:  # fmt: skip
-    """Norms of J between two bounds that hold for the given numbers, rounding included, but for an event of probability ``delta`` (of all together).
+    """Norms of J between two bounds that hold for the given numbers, rounding included, each but for an event of probability ``delta``.
 
     Args:
         op: in float64. roundoff: its rounding. search: the same operators in the dtype in which to search.
@@ -80,9 +80,7 @@ def enclose(
     for attempt, (share, starts) in enumerate(ATTEMPTS):
         index = active.to(op.device)
         part = op if len(active) == op.batch else op.select(index)
-        z = _attempt(
-            part, roundoff.select(active), z, found, active, tol, delta * share / op.batch, starts, _again(seed, attempt, op.batch, active), max_steps
-        )
+        z = _attempt(part, roundoff.select(active), z, found, active, tol, delta * share, starts, _again(seed, attempt, op.batch, active), max_steps)
         keep = _open(found, roundoff, tol)[active]
         active, z = active[keep], z[keep.to(z.device)]
         if not len(active):
