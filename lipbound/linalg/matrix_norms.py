@@ -14,6 +14,8 @@ SMALLEST = 1e-140
 """Norms below it have no squares in the range of float64."""
 LARGEST_DENSE_EIG = 1024
 """Largest matrix handed to a dense eigensolver where an iterative upper bound has not settled."""
+LOOK = 3
+"""Steps of power iteration between two looks at what it has shown, which cost as much."""
 VECTOR_STEPS = 20_000
 """Steps of power iteration for a vector whose derivative is wanted, beyond that size."""
 
@@ -226,14 +228,17 @@ def _collatz_wielandt(flat: Tensor, rtol: float, max_steps: int) -> Tensor:
     part = flat
     y = torch.ones(len(flat), 1, n, dtype=torch.float64, device=flat.device)  # a row: products with single columns take several times as long
     going = torch.ones(len(flat), dtype=torch.bool, device=flat.device)
-    for _ in range(max_steps):
+    for step in range(max_steps):
         z = (y @ part.mT) @ part
+        if step % LOOK:
+            y = z.clamp_min(1e-14)  # any y > 0 will do: keep it off zero; a few steps stay in range
+            continue
         ratio = (z / y).amax((-1, -2))
         upper[active] = torch.where(going, torch.minimum(upper[active], ratio), upper[active])  # settled values stay as they are
         rayleigh = (y * z).sum((-1, -2)) / (y * y).sum((-1, -2))
         going = going & (upper[active] > rayleigh * (1 + 2 * rtol))
         unsettled = active[going]
-        y = (z / z.amax((-1, -2), keepdim=True).clamp_min(1e-300)).clamp_min(1e-14)  # any y > 0 will do: keep it off zero
+        y = (z / z.amax((-1, -2), keepdim=True).clamp_min(1e-300)).clamp_min(1e-14)
         if not len(unsettled):
             break
         if len(unsettled) <= 0.7 * len(active):

@@ -96,14 +96,27 @@ def _lipbound(att: Attention, sample: int, heads: slice) -> Tensor:
     parts = BlockNorms(att, sample, heads, gram=True)
     v, o, qt, a, n = parts.v, parts.o, parts.qt, parts.a, att.tokens
     e0 = parts.values() + parts.queries() + parts.mixed()
-    kk = parts.keys()
+    together, without = nonnegative_norm(e0 + parts.keys(), rtol=RTOL), nonnegative_norm(e0, rtol=RTOL)
 
     rows = parts.p * parts.qt_norm
     pair = rows.mT @ rows
     shifted = (v @ v.mT) * pair
     mixed = (rows * (o @ v.mT - (o * o).sum(-1, keepdim=True) / 2)).mT @ rows
     lengths = v.detach().norm(dim=-1)[..., None, :] + o.detach().norm(dim=-1)[..., :, None]
-    second = symmetric_norm(shifted - mixed - mixed.mT) + gamma(n + att.d_v + 10) * (rows.detach() * lengths).square().sum((-1, -2))
-    key = torch.minimum((matrix_norm(a[..., None] * qt) + (a.detach() * parts.off_qt).norm(dim=-1)) ** 2, second)
-    squared = torch.minimum(nonnegative_norm(e0 + kk, rtol=RTOL), nonnegative_norm(e0, rtol=RTOL) + key)
-    return torch.stack([root(squared), parts.block()], -1)
+    key = (matrix_norm(a[..., None] * qt) + (a.detach() * parts.off_qt).norm(dim=-1)) ** 2
+    second = shifted - mixed - mixed.mT
+    off = gamma(n + att.d_v + 10) * (rows.detach() * lengths).square().sum((-1, -2))
+    least = _quotient(second.detach()) + off
+    matters = ~((key <= least) | (without + least >= together))  # solve for it only where it may be what decides
+    if bool(matters.any()):
+        key = key.index_put((matters.nonzero()[:, 0],), torch.minimum(key[matters], symmetric_norm(second[matters]) + off[matters]))
+    return torch.stack([root(torch.minimum(together, without + key)), parts.block()], -1)
+
+
+def _quotient(g: Tensor) -> Tensor:
+    """Rayleigh quotients of symmetric matrices (heads, n, n) near their largest eigenvalues, (heads,): after two steps from the largest column."""
+    y = g.gather(-2, g.diagonal(dim1=-2, dim2=-1).argmax(-1)[:, None, None].expand(-1, 1, g.shape[-1]))
+    for _ in range(2):
+        y = y @ g
+        y = y / y.norm(dim=-1, keepdim=True).clamp_min(1e-300)
+    return (y * (y @ g)).sum((-1, -2))
