@@ -283,7 +283,7 @@ def test_unknown_names_get_the_nearest() -> None:
 
 
 def test_registry_is_complete() -> None:
-    for name in bounds.names():
+    for name in bounds.names(None):
         bound = bounds.get(name)
         assert bound.citation in bounds.BIBTEX
         assert all((bound.label, bound.statement, bound.source, bound.assumptions, bound.cost))
@@ -338,7 +338,7 @@ def test_costly_bounds_are_computed_on_request_only() -> None:
 def test_conditions_come_with_a_reason() -> None:
     """A statement that may fail to be a bound says why."""
     att = random_attention("biases")
-    for name in bounds.names():
+    for name in bounds.names(None):
         bound = bounds.get(name)
         if not bool(bound.sound(att).all()):
             assert bound.caveat, name

@@ -23,7 +23,7 @@ def test_generated_tables_are_up_to_date() -> None:
     readme = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(readme)
     assert readme.written(README) == README
-    assert all(f"| `{name}` |" in README for name in bounds.names())
+    assert all(f"| `{name}` |" in README for name in bounds.names(None))
 
 
 def test_no_enclosure_of_the_accuracy_table_misses() -> None:
