@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import hard_heads, judge
 from support.layers import changed, random_attention
+from support.oracles import dense_norms
 from support.strategies import examples, layers
 from support.token_norms import attained, blocks, every_token, one_token
 from support.variants import layer as variant_layer
@@ -163,6 +164,69 @@ def test_our_bounds_are_their_statements(kind: str) -> None:
                 assert value * least <= float(values[name][s, h]) <= value * 1.01, name
     assert bool((values["lipbound_every"] <= values["lipbound_every_block"] * (1 + 1e-12)).all())
     assert bool((values["lipbound_every"] <= 1.12 * every_token(blocks(att))[1]).all())
+
+
+def printed_newhouse(att: Attention) -> float:
+    """The statement for a head without biases."""
+    q, k, v = (float(torch.linalg.matrix_norm(w[0], 2)) for w in (att.w_q, att.w_k, att.w_v))
+    return v * (1 + 2 * att.scale * q * k * float(att.x.norm(dim=-1).max()) ** 2)
+
+
+def biased() -> Attention:
+    """Queries that come from their bias alone, so that the formula without it has no softmax term, while values differ by much."""
+    x = torch.tensor([[[0.0, 10], [0, -10]]], dtype=torch.float64)
+    w_q, w_k = (torch.tensor([[[c], [0.0]]], dtype=torch.float64) for c in (0.0, 1.0))
+    return Attention(x, w_q, w_k, torch.eye(2, dtype=torch.float64)[None], b_q=torch.tensor([[10.0]], dtype=torch.float64))
+
+
+def test_newhouse_is_its_statement(kind: str) -> None:
+    att = random_attention(kind)
+    value = bounds.get("newhouse")(att)
+    if att.b_q is None:
+        for h in range(att.heads):
+            for s in range(att.samples):
+                one = att.select(slice(s, s + 1), slice(h, h + 1))
+                assert float(value[s, h]) == pytest.approx(printed_newhouse(one), rel=1e-9)
+                assert float(value[s, h]) >= printed_newhouse(one) * (1 - 1e-15)
+        return
+    ones = torch.cat([att.x, torch.ones_like(att.x[..., :1]) * (1 if att.valid is None else att.valid[..., None])], -1)
+    with_row = [
+        torch.cat([w, torch.zeros_like(w[:, :1]) if b is None else b[:, None]], 1) for w, b in ((att.w_q, att.b_q), (att.w_k, None), (att.w_v, None))
+    ]
+    torch.testing.assert_close(value, bounds.get("newhouse")(Attention(ones, *with_row, scale=att.scale)), rtol=1e-9, atol=0)
+
+
+def test_newhouse_needs_the_query_bias_and_no_third() -> None:
+    att, least = biased(), float(brute_force(biased())["every-token"])
+    assert printed_newhouse(att) < 0.1 * least
+    assert float(bounds.get("newhouse")(att)) >= least
+    one = random_attention("one_token").select(slice(0, 1), slice(0, 1))
+    assert printed_newhouse(changed(one, x=0 * one.x)) / 3 < float(brute_force(one)["every-token"])
+
+
+def test_newhouse_is_none_in_the_frobenius_norm() -> None:
+    """All tokens attend to one: the Frobenius norm is sqrt(N) times that of the values, and numbers of both norms do not stand side by side."""
+    n = 9
+    mask = torch.full((n, n), -math.inf, dtype=torch.float64)
+    mask[:, 0] = 0.0
+    w = torch.ones(1, 1, 1, dtype=torch.float64)
+    att = Attention(torch.ones(1, n, 1, dtype=torch.float64), 0 * w, w, w, mask=mask)
+    assert float(bounds.get("newhouse")(att)) == pytest.approx(1.0)
+    assert float(dense_norms(att)) == pytest.approx(3.0)
+    assert float(brute_force(att)["every-token"]) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("norm", ["token", "frobenius"])
+def test_newhouse_over_a_ball(norm: str) -> None:
+    att = random_attention("biases")
+    g = torch.Generator().manual_seed(0)
+    for radius in (0.1, 1.0):
+        value = bounds.get("newhouse").over_ball(att, radius, norm=norm)
+        move = torch.randn(att.x.shape, generator=g, dtype=torch.float64)
+        size = move.norm(dim=-1, keepdim=True) if norm == "token" else move.norm(dim=(-1, -2), keepdim=True)
+        moved = changed(att, x=att.x + radius * move / size)
+        assert bool((value >= brute_force(moved)["every-token"] * (1 - 1e-9)).all())
+        assert bool((value >= bounds.get("newhouse")(moved) * (1 - 1e-12)).all())
 
 
 def test_without_scores_the_block_norms_are_exact() -> None:
