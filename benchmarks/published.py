@@ -39,7 +39,7 @@ LEFT_OUT = (
         "Qi, Wang, Chen, Shi, Zhang 2023, LipsFormer, Theorem 1 (arXiv:2304.09856); sharper in Nair 2025, Theorem 2 (arXiv:2510.23012)",
         "2N(N-1) nu tau eps^(-1/2) ||W_K|| + 2(N-1) nu tau eps^(-1/2) ||W_Q|| + 2N nu eps^(-1/2) ||W_V||, scaled cosine attention",
         "another map",
-        "queries, keys and values are normalised, with eps > 0, which no checkpoint known to us does; at eps = 1e-6 it is a thousand times the weights",
+        "queries, keys and values are normalised, with eps > 0, as in no checkpoint known to us; at eps = 1e-6 it is a thousand times the weights",
     ),
     LeftOut(
         "Large, Liu, Huh, Bahng, Isola, Bernstein 2024, modular norm (arXiv:2405.14813)",

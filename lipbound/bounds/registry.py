@@ -24,6 +24,7 @@ PAPERS = (
     "kim2021",
     "specformer2024",
     "yudin2025",
+    "reconstructed.dasoulas2021",
     "token_norms.newhouse2025",
     "lipbound2026.plain",
     "lipbound2026.variants",
