@@ -82,6 +82,8 @@ def attained(att: Attention, sample: int, head: int) -> dict[str, Decimal]:
         every = one = Decimal(0)
         for i, ys in enumerate(_ascent(rough.movedim(-2, -3), 2, 40, 0)):
             best = ys[_pulled(rough.movedim(-2, -3)[i], ys).norm(dim=-1).sum(-1).argmax()]
+            if not bool(best.any()):  # a row that vanishes beside the largest
+                continue
             y = mp_oracle.exact_vector(best.numpy())
             pulled = np.tensordot(y, j[i], (0, 0))  # (n, D)
             every = max(every, sum(_length(x) for x in pulled) / _length(y))

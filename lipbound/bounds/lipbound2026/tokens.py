@@ -1,6 +1,7 @@
 r"""Our bounds where single tokens move: norms of the blocks of J, added up over rows or columns, and Lemma 88 (docs/theory/token_bounds.md).
 
-Symbols: docs/theory/notation.md. Proofs: docs/theory/token_bounds.md. Heads with variants: `lipbound.bounds.lipbound2026.variants`.
+Symbols: docs/theory/notation.md. Proofs: docs/theory/token_bounds.md. Heads with variants: `lipbound.bounds.lipbound2026.variants` and
+`lipbound.bounds.lipbound2026.variant_rows`.
 """
 
 import torch
@@ -10,14 +11,12 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.variants import VARIANTS
 from lipbound.bounds import ingredients as qty
 from lipbound.bounds.lipbound2026 import BIBTEX, CITATION
-from lipbound.bounds.lipbound2026.parts import CHUNK, BlockNorms, in_chunks, lengths, mean, outer, root, weights_of
+from lipbound.bounds.lipbound2026.parts import BlockNorms, in_chunks, lengths, mean, outer, root, weights_of
+from lipbound.bounds.lipbound2026.variant_rows import VariantRows, largest_row
 from lipbound.bounds.lipbound2026.variants import ROWS, together
 from lipbound.bounds.multihead import with_folded
 from lipbound.bounds.registry import bound
 from lipbound.linalg.matrix_norms import UNIT, gamma, symmetric_norm
-
-AT_ONCE = 16
-"""Rows whose matrices are formed together, those with the largest sums of norms first."""
 
 
 @bound(
@@ -40,8 +39,8 @@ def lipbound_every(att: Attention) -> Tensor:
     .. math:: \|J\| \le \max_i \Big(\sum_j d_{ij}\Big)^{1/2} \Big\|\sum_j J_{ij} J_{ij}^T / d_{ij}\Big\|^{1/2}
 
     It holds for all :math:`d_{ij} > 0`; at upper values of :math:`\|J_{ij}\|` it is at most ``lipbound_every_block``: Lemmas 87, 88 and 89
-    (docs/theory/token_bounds.md). The matrices are d_v x d_v, in closed form. Rows are taken in the order of their sums of norms, until
-    those that are left cannot be the largest.
+    (docs/theory/token_bounds.md). The matrices are d_v x d_v, in closed form, for heads with variants too. Rows are taken in the order of their sums
+    of norms, until those that are left cannot be the largest.
     """
     return att.memo("lipbound_every", lambda: in_chunks(att, _refined, [_root_count(att)])[..., 0])
 
@@ -92,6 +91,14 @@ def lipbound_one(att: Attention) -> Tensor:
     Blocks as for ``lipbound_every_block``: Lemmas 87 and 89 (docs/theory/token_bounds.md).
     """
     return _sums(att)[..., 1]
+
+
+@lipbound_every.extends(*VARIANTS, condition=qty.always, layer=with_folded)
+def _every(att: Attention) -> Tensor:
+    def values(one: Attention, sample: int, heads: slice) -> Tensor:
+        return torch.stack([VariantRows(one, sample, h).value() for h in range(*heads.indices(one.heads))])[:, None]
+
+    return att.memo("lipbound_every", lambda: in_chunks(att, values, [_root_count(att)])[..., 0])
 
 
 @lipbound_every_block.extends(*VARIANTS, condition=qty.always, layer=with_folded)
@@ -175,18 +182,9 @@ class Rows:
         self._inner = size_v[:, None, None] + parts.distance * (parts.size * size_k[:, None])[..., None]
 
     def largest(self, head: int) -> Tensor:
-        """The largest value of a row: those with the largest sums first, until those that are left have sums below it."""
-        totals, order = self.totals[head].sort(descending=True)
+        """The largest value of a row."""
         n, d_v = self.blocks.z.shape[1:]
-        found = torch.zeros_like(totals[0])
-        step = max(1, min(AT_ONCE, CHUNK // (8 * n * d_v)))
-        for i in range(0, n, step):
-            if not bool(totals[i] > found):  # NaN, too, stays
-                return torch.maximum(found, totals[i]) if bool(totals[i].isnan()) else found
-            rows, most = order[i : i + step], totals[i : i + step]
-            value = torch.minimum(root(most * self._norms(head, rows)), most)
-            found = torch.maximum(found, value.amax())
-        return found
+        return largest_row(self.totals[head], lambda rows: self._norms(head, rows), n * d_v)
 
     def _norms(self, head: int, rows: Tensor) -> Tensor:
         """Upper values of the largest eigenvalues of sum_j J_ij J_ij^T / d_ij for some rows, (rows,)."""
