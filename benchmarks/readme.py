@@ -13,12 +13,12 @@ HAS = {"rotation": "rotation", "qk_norm": "q/k-norm", "cap": "cap", "sinks": "si
 
 
 def bounds_table() -> str:
-    """Every registered bound with its statement, source, assumptions and cost."""
-    rows = ["| name | statement | a bound when | covers besides plain heads | cost per head |", "|---|---|---|---|---|"]
-    for bound in map(bounds.get, bounds.names()):
+    """Every registered bound with its statement, source, norm, assumptions and cost."""
+    rows = ["| name | statement | norm | a bound when | covers besides plain heads | cost per head |", "|---|---|---|---|---|---|"]
+    for bound in map(bounds.get, bounds.names(None)):
         statement = bound.statement.replace("|", "\\|")
         covers = ", ".join(HAS[v] for v in HAS if v in bound.covers) or "nothing"
-        rows.append(f"| `{bound.name}` | {statement} [{bound.source}] | {bound.assumptions} | {covers} | {bound.cost} |")
+        rows.append(f"| `{bound.name}` | {statement} [{bound.source}] | {bound.norm} | {bound.assumptions} | {covers} | {bound.cost} |")
     return "\n".join(rows)
 
 
@@ -93,7 +93,7 @@ def families_table() -> str:
         what = ", ".join([HAS[v] for v in HAS if v in row["variants"]] + ["mask"] * row["masked"]) or "plain"
         module = f"{row['module']:.0e}" if "module" in row else ""
         ours = [f"{row[key]['geomean']:.2f} ({row[key]['max']:.2f})" for key in ("lipbound", "lipbound_block")]
-        best = "none applies" if row["published"] is None else f"{row['published']['geomean']:.3g}, `{row['published']['name']}`"
+        best = f"{row['published']['geomean']:.3g}, `{row['published']['name']}`"
         lines.append(f"| {name} | {what} | {row['capture']:.0e} | {module} | {ours[0]} | {ours[1]} | {best} |")
     return "\n".join(lines)
 

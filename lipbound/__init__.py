@@ -1,4 +1,4 @@
-"""lipbound: exact local Lipschitz constants of attention heads, beside every published upper bound.
+"""lipbound: exact local Lipschitz constants of attention heads, beside every published l2 bound on softmax heads that we know of.
 
 Public names are imported when they are first used: ``import lipbound`` itself loads neither torch nor transformers.
 

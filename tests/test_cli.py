@@ -38,8 +38,11 @@ def test_compare_heatmap_table_cite(bert: Path, text: Path, tmp_path: Path, caps
 def test_bounds_are_listed(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     status, out, _ = call(capsys, monkeypatch, "bounds")
     assert status == 0
-    for name in lb.bounds.names():
+    for name in lb.bounds.names(None):
         assert "".join(lb.bounds.get(name).statement.split()) in "".join(out.split())  # folded to the terminal
+        assert f"{name}: {lb.bounds.get(name).label}" in out
+    for norm in ("frobenius", "every-token", "one-token"):
+        assert out.count(f"norm: {norm} (") == len(lb.bounds.names(norm))
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,8 @@ def test_tables_for_programs(run: Path) -> None:
 
 def test_bounds_and_verification_for_programs(run: Path) -> None:
     listed = data("bounds")
-    assert [one["name"] for one in listed] == lb.bounds.names()
+    assert [one["name"] for one in listed] == lb.bounds.names(None)
+    assert {one["norm"] for one in listed} == {"frobenius", "every-token", "one-token"}
     assert listed[0]["statement"] == lb.bounds.get(listed[0]["name"]).statement
     found = data("verify", run, "--places", 1)
     assert found["ok"] is True

@@ -145,7 +145,7 @@ def radius_curve(
     check_layer(att, "radius_curve")
     _, radii = check_radii(radii, norm)
     chosen = BOUNDS if bounds is None and not att.variants else () if bounds is None else bounds
-    bounds = resolve(chosen) if chosen or isinstance(chosen, str) or not isinstance(chosen, Sequence) else []
+    bounds = resolve(chosen, "frobenius") if chosen or isinstance(chosen, str) or not isinstance(chosen, Sequence) else []
     adversary = flag("adversary", adversary)
     values = {}
     if att.variants <= CENTRES.covers or not (adversary or bounds):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     BIBTEX: dict[str, str]
 
-_INSIDE = (*PAPERS, "ball", "lipbound2026", "multihead")
+_INSIDE = (*PAPERS, "ball", "lipbound2026", "multihead", "reconstructed", "token_norms")
 _HOME = {"after_norm": "after_layer_norm", "over_ball": "ball.bound_over_ball", "whole_layer": "multihead"}
 __all__ = ["BIBTEX", "Bound", "after_norm", "audit", "bound", "evaluate", "get", "names", "over_ball", "resolve", "whole_layer"]
 

@@ -107,7 +107,7 @@ def _castin_bias_linear(att: Attention) -> Tensor:
     return (ROOT3 * factors.norm_v(att) * ((t + k * r) ** 2 + (t + q * r) ** 2 * n + n).sqrt()).value()
 
 
-def _sides(att: Attention) -> tuple[Upper, Upper]:
+def sides(att: Attention) -> tuple[Upper, Upper]:
     """max_i |A x_i| and max_i |A^T x_i| per (sample, head), A = scale W_Q W_K^T; without biases: Lemma 86 (docs/theory/upper_values.md)."""
 
     def make() -> tuple[Upper, Upper]:
@@ -130,11 +130,11 @@ def _sides(att: Attention) -> tuple[Upper, Upper]:
 
 def _turned_side(att: Attention) -> Upper:
     """A bound on the gradients of all scores with rotation or cap, (samples, heads): scale max ||R_i|| max(||W_K|| |q_i|, ||W_Q|| |k_j|)."""
-    q, k = (_longest(t) + error for t, error in factors.entering(att))
+    q, k = (longest(t) + error for t, error in factors.entering(att))
     return factors.scale(att) * factors.turn(att) * (q * factors.norm_k(att)).maximum(k * factors.norm_q(att))
 
 
-def _longest(t: Tensor) -> Upper:
+def longest(t: Tensor) -> Upper:
     """max_i |t_i| of (..., N, d): (...)."""
     t, e = scaled(t, (-2, -1))
     lengths = t.norm(dim=-1).max(-1).values
@@ -143,7 +143,7 @@ def _longest(t: Tensor) -> Upper:
 
 def _theorem_c3(att: Attention, radius: float, norm: str = "token") -> Tensor:
     """|A x_i| grows by at most ||A|| radius; the distance of two tokens by 2 radius, or sqrt(2) radius when they share a Frobenius ball."""
-    one, other = _sides(att)
+    one, other = sides(att)
     side = one.maximum(other) + factors.norm_a(att) * radius
     return _from_side(att, side, factors.diameter(att) + (2 if norm == "token" else math.sqrt(2) * (1 + 4 * UNIT)) * radius)
 
@@ -205,7 +205,7 @@ def castin_c3_as_coded(att: Attention) -> Tensor:
     Not a bound: down to about half of the exact norm on random heads even with the :math:`\sqrt 3` put back. Kept because published figures use it.
     """
     n = factors.count(att)
-    return (factors.norm_v(att) * ((_sides(att)[0] * factors.diameter(att)) ** 2 * (n + 1) + n).sqrt()).value()
+    return (factors.norm_v(att) * ((sides(att)[0] * factors.diameter(att)) ** 2 * (n + 1) + n).sqrt()).value()
 
 
 def _mean_field_condition(att: Attention) -> Tensor:

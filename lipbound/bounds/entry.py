@@ -26,6 +26,14 @@ if TYPE_CHECKING:
 
 MAP_NORMS = {"head": "exact", "l2": "exact_l2"}
 """The variable that holds the exact norm of the map a bound is about."""
+NORMS = {
+    "frobenius": "all tokens move, by 1 together in the Frobenius norm, which measures outputs too",
+    "every-token": "every token moves by at most 1, and the output token that moves furthest counts",
+    "one-token": "one token alone moves, by 1, and outputs are measured in the Frobenius norm",
+}
+"""How perturbations and outputs are measured. Bounds and exact norms are compared within one norm only."""
+DIFFERENTIABLE = {"frobenius": "lipbound", "every-token": "lipbound_every_block", "one-token": "lipbound_one"}
+"""A sharp bound with derivatives in each norm."""
 BALLS = {"token": "every token moves by at most the radius", "frobenius": "X moves by at most the radius in the Frobenius norm"}
 
 
@@ -60,6 +68,7 @@ class Bound:
         map: "head" (softmax(q k^T) v; with the output slice folded into the values when asked for) or "l2" (L2 attention).
         cost: leading cost per head.
         formulas: the bound itself, by kind of head.
+        norm: of `NORMS`: how perturbations and outputs are measured. Bounds of different norms never stand beside each other.
         costly: whether it takes far longer than the exact norm; such bounds are computed on request, not by default.
         caveat: why the statement is no bound where its assumptions fail; empty when they always hold.
         differentiable: whether its values have derivatives; one that has none refuses layers whose derivatives may be wanted.
@@ -79,6 +88,7 @@ class Bound:
     caveat: str = ""
     ball: Ball | None = None
     differentiable: bool = True
+    norm: str = "frobenius"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "__doc__", self.function.__doc__)
@@ -92,7 +102,7 @@ class Bound:
         """
         formula = self.formula(att)
         if not self.differentiable and att.cache.recording:
-            raise LipboundError(f"bound {self.name!r} has no derivatives; call it under torch.no_grad(), or take 'lipbound'")
+            raise LipboundError(f"bound {self.name!r} has no derivatives; call it under torch.no_grad(), or take {DIFFERENTIABLE[self.norm]!r}")
         return _numbers(formula.function(att)).expand(att.samples, att.heads)
 
     def formula(self, att: Attention) -> Formula:
@@ -169,13 +179,20 @@ class Bound:
 
     def facts(self) -> dict[str, object]:
         """What is said of the bound, as plain data."""
-        names = ("name", "label", "statement", "source", "citation", "assumptions", "caveat", "map", "cost", "costly", "differentiable")
+        names = ("name", "label", "statement", "source", "citation", "assumptions", "caveat", "map", "norm", "cost", "costly", "differentiable")
         return {name: getattr(self, name) for name in names} | {"covers": sorted(self.covers), "over_ball": self.ball is not None}
 
     def _repr_html_(self) -> str:
         covers = ", ".join(("plain heads", *sorted(self.covers)))
         source = f"{self.source} [{self.citation}]"
-        said = {"source": source, "a bound when": self.assumptions, "else": self.caveat, "covers": covers, "cost per head": self.cost}
+        said = {
+            "source": source,
+            "norm": NORMS[self.norm],
+            "a bound when": self.assumptions,
+            "else": self.caveat,
+            "covers": covers,
+            "cost per head": self.cost,
+        }
         return html_facts(f"{self.label} ({self.name})", said, {"statement": formula(self.statement)})
 
     @property
@@ -192,6 +209,13 @@ class Bound:
 def _numbers(values: Tensor) -> Tensor:
     """In float64; what is no number bounds nothing, and is infinite."""
     return values.double().nan_to_num(nan=math.inf, posinf=math.inf, neginf=math.inf)
+
+
+def check_norm(norm: str) -> str:
+    """``norm``; UnknownNameError unless it is one of `NORMS`."""
+    if not isinstance(norm, str) or norm not in NORMS:
+        raise UnknownNameError(f"unknown norm {shown(norm)}; {nearest(norm, NORMS)}")
+    return norm
 
 
 def check_ball(radius: float, norm: str) -> None:

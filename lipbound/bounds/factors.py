@@ -194,7 +194,7 @@ def total_radius(att: Attention, radius: float, norm: str) -> Upper:
 # -- attention: (samples, heads) ---------------------------------------------------------------------------------------
 
 
-def _stretch(att: Attention, power: int) -> tuple[Tensor, Tensor]:
+def stretched(att: Attention, power: int) -> tuple[Tensor, Tensor]:
     """What rows of P are multiplied with to stand for the exact ones, (1/(1 - error))^power, and which rows nothing is known of."""
     error = tensor_errors(att).p
     known = error < UNKNOWN
@@ -205,7 +205,7 @@ def norm_p(att: Attention) -> Upper:
     """||P||, spectral, (samples, heads)."""
 
     def make() -> Upper:
-        p, (stretch, unknown) = wide(att).p, _stretch(att, 1)
+        p, (stretch, unknown) = wide(att).p, stretched(att, 1)
         fixed = (p.detach() * stretch[..., None]).masked_fill(unknown[..., None], 0.0).clamp(max=1.0)
         norm = nonnegative_norm(fixed, rtol=TIGHT, max_steps=STEPS) + TINY
         if p.requires_grad:
@@ -244,7 +244,7 @@ def largest_g1(att: Attention) -> Upper:
 
 
 def _of_rows(att: Attention, largest: Callable[[Tensor, Tensor], Tensor]) -> Upper:
-    stretch, unknown = _stretch(att, 2)
+    stretch, unknown = stretched(att, 2)
     value = largest(wide(att).p, stretch * (1 + gamma(8 * att.tokens + 100))) + TINY
     return Upper.of(torch.where(unknown.any(-1) | (value > 0.5), 0.5, value))
 
@@ -253,7 +253,7 @@ def deviation(att: Attention) -> Upper:
     """max_i ||X^T M(P_i)||, (samples, heads)."""
 
     def make() -> Upper:
-        stretch, unknown = _stretch(att, 1)
+        stretch, unknown = stretched(att, 1)
         p = wide(att).p
         factor = stretch * (1 + att.tokens * stretch * (stretch - 1))
         value = weighted_deviation_norm(att.x, p, factor)

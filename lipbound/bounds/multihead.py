@@ -8,7 +8,7 @@ With :math:`L_h` a bound on head h, :math:`W_O^h` its slice of the output projec
 - ``"folded"`` (ours): the same for "heads", and for "layer" see `folded`;
 - ``"best"``: the smaller of the published two, and for our own bounds of all three.
 
-Proof: Lemmas 19 and 20 (docs/theory/layers.md).
+Proof: Lemmas 19 and 20 (docs/theory/layers.md); in the norms of single tokens Lemma 91 (docs/theory/token_bounds.md).
 """
 
 import torch
@@ -26,13 +26,13 @@ from lipbound.linalg.upper import Upper, scaled
 RULES = ("best", "sum", "root_sum_square", "folded")
 
 
-def names_for(bounds: str | list[str], map: str) -> list[str]:
-    """Names of the bounds that say something about a map: those on L2 attention say nothing about a whole layer here.
+def names_for(bounds: str | list[str], map: str, norm: str = "frobenius") -> list[str]:
+    """Names of the bounds that say something about a map in a norm: those on L2 attention say nothing about a whole layer here.
 
     Raises:
-        LipboundError: when such a bound is asked for by name.
+        LipboundError: when such a bound, or one of another norm, is asked for by name.
     """
-    names = resolve(bounds)
+    names = resolve(bounds, norm)
     other = [name for name in names if map in ("heads", "layer", *BLOCKS) and get(name).map != "head"]
     if other and bounds not in ("default", "all"):
         raise LipboundError(
@@ -46,7 +46,8 @@ def whole_layer(att: Attention, name: str, *, map: str = "layer", rule: str = "b
 
     Args:
         att: the layer.
-        name: registry name of a bound on heads. ``lipbound_gram`` compresses the blocks of the layer's own J J^T under the rule "best", which costs
+        name: registry name of a bound on heads, in any norm, which is that of the value then.
+            ``lipbound_gram`` compresses the blocks of the layer's own J J^T under the rule "best", which costs
             O(N^3 D^2 + N^2 D^3) for "layer" and is far sharper than any combination; for layers with `lipbound.attention.variants.VARIANTS`, whose J
             J^T is known head by head only, its values on heads are combined, as those of our other bounds are.
         map: "heads" (side by side), "layer" (with the output projection), or one of `lipbound.jacobians.maps.BLOCKS`, by
@@ -65,7 +66,7 @@ def whole_layer(att: Attention, name: str, *, map: str = "layer", rule: str = "b
         raise UnknownNameError(f"unknown map {map!r} of a whole layer; {nearest(map, ('heads', 'layer', *BLOCKS))}")
     if not isinstance(rule, str) or rule not in RULES:
         raise UnknownNameError(f"unknown rule {shown(rule)}; {nearest(rule, RULES)}")
-    (name,) = names_for([name], map)
+    (name,) = names_for([name], map, get(name).norm)
     if map == "layer" and att.w_o is None:
         raise AttentionError("map 'layer' needs the output projection w_o, which this layer does not have; use map='heads'")
     bound = get(name)

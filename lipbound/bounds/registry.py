@@ -7,9 +7,9 @@ import importlib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from lipbound.bounds.entry import Bound, Formula
+from lipbound.bounds.entry import NORMS, Bound, Formula, check_norm
 from lipbound.bounds.kinds import ByKind
-from lipbound.errors import UnknownNameError, nearest, shown
+from lipbound.errors import LipboundError, UnknownNameError, nearest, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -19,7 +19,18 @@ if TYPE_CHECKING:
     from lipbound.attention.layer import Attention
     from lipbound.bounds.entry import Ball, Function, Layer, Terms
 
-PAPERS = ("castin2024", "kim2021", "specformer2024", "yudin2025", "lipbound2026.plain", "lipbound2026.variants", "lipbound2026.gram")
+PAPERS = (
+    "castin2024",
+    "kim2021",
+    "specformer2024",
+    "yudin2025",
+    "reconstructed.dasoulas2021",
+    "token_norms.newhouse2025",
+    "lipbound2026.plain",
+    "lipbound2026.variants",
+    "lipbound2026.gram",
+    "lipbound2026.tokens",
+)
 """The modules that register bounds, under ``lipbound.bounds``."""
 _BOUNDS: dict[str, Bound] = {}
 _BIBTEX: dict[str, str] = {}
@@ -44,6 +55,7 @@ def bound(
     caveat: str = "",
     covers: Collection[str] = (),
     differentiable: bool = True,
+    norm: str = "frobenius",
 ) -> Callable[[Function], Bound]:
     """Decorator: enter a function of an `Attention` into the registry under ``name``. What it returns is the `Bound`, which is called alike.
 
@@ -76,7 +88,7 @@ def bound(
         def _turned(att: Attention) -> Tensor: ...
 
     Raises:
-        ValueError: a name that is taken, a BibTeX key that has another entry.
+        ValueError: a name that is taken, a BibTeX key that has another entry, an unknown norm.
     """
 
     def enter(function: Function) -> Bound:
@@ -84,10 +96,13 @@ def bound(
             load_papers()  # whose names are taken, even if nobody has asked for them yet
         if name in _BOUNDS:
             raise ValueError(f"a bound named {name!r} is already registered")
+        check_norm(norm)
         if bibtex and _BIBTEX.setdefault(citation, bibtex) != bibtex:
             raise ValueError(f"the BibTeX key {citation!r} is already that of another entry")
         formulas = ByKind(Formula(function, condition, terms, layer), covers)
-        _BOUNDS[name] = Bound(name, label, citation, statement, source, assumptions, map, cost, formulas, costly, caveat, ball, differentiable)
+        _BOUNDS[name] = Bound(
+            name, label, citation, statement, source, assumptions, map, cost, formulas, costly, caveat, ball, differentiable, norm
+        )  # fmt: skip
         return _BOUNDS[name]
 
     return enter
@@ -110,9 +125,19 @@ def bibliography() -> dict[str, str]:
     return _BIBTEX
 
 
-def names() -> list[str]:
-    """Registry names of all bounds, oldest source first, as figures and tables show them."""
+def names(norm: str | None = "frobenius") -> list[str]:
+    """Registry names of all bounds in a norm, oldest source first, as figures and tables show them.
+
+    Args:
+        norm: "frobenius", "every-token" or "one-token" (`lipbound.bounds.entry.NORMS`); None for the bounds of all of them, norm by norm.
+
+    Raises:
+        UnknownNameError: another norm.
+    """
     load_papers()
+    if norm is None:
+        return [name for one in NORMS for name in names(one)]
+    check_norm(norm)
     modules = _modules()
 
     def age(name: str) -> tuple[int, int]:
@@ -121,7 +146,7 @@ def names() -> list[str]:
         module = entry.function.__module__
         return entry.year, modules.index(module) if module in modules else len(modules)
 
-    return sorted(_BOUNDS, key=age)
+    return sorted((name for name in _BOUNDS if _BOUNDS[name].norm == norm), key=age)
 
 
 def get(name: str) -> Bound:
@@ -136,23 +161,46 @@ def get(name: str) -> Bound:
     return _BOUNDS[name]
 
 
-def resolve(bounds: str | Bound | Iterable[str | Bound]) -> list[str]:
-    """Names for "all", "default" (all but the costly), one name, comma-separated names, or a list of names; unknown ones raise."""
+def resolve(bounds: str | Bound | Iterable[str | Bound], norm: str | None = None) -> list[str]:
+    """Names for "all", "default" (all but the costly), one name, comma-separated names, or a list of names.
+
+    Args:
+        norm: of the bounds. None: that of the bounds that are named, and Frobenius for "all" and "default".
+
+    Raises:
+        UnknownNameError: unknown names, an unknown norm.
+        LipboundError: a bound of another norm, or bounds of several.
+    """
+    if norm is not None:
+        check_norm(norm)
     if isinstance(bounds, Bound):
         bounds = bounds.name
     if isinstance(bounds, str):
         if bounds in ("default", "all"):
-            return [name for name in names() if bounds == "all" or not get(name).costly]
+            return [name for name in names(norm or "frobenius") if bounds == "all" or not get(name).costly]
         given, bounds = bounds, [part.strip() for part in bounds.split(",") if part.strip()]
         if not bounds:
             raise UnknownNameError(f"bounds is {shown(given)}, which names none; give 'default', 'all', a name, or names separated by commas")
     if not isinstance(bounds, Iterable) or isinstance(bounds, bytes | Mapping) or (hasattr(bounds, "shape") and not bounds.shape):
         raise UnknownNameError(f"bounds is {shown(bounds)}; give 'default', 'all', a name, or a list of names")
-    return list(dict.fromkeys(get(name.name if isinstance(name, Bound) else name).name for name in bounds))
+    return _of_one_norm(list(dict.fromkeys(get(name.name if isinstance(name, Bound) else name).name for name in bounds)), norm)
 
 
-def evaluate(att: Attention, bounds: str | Iterable[str] = "default") -> dict[str, Tensor]:
-    """Values of some bounds on every head at every input: {name: (samples, heads) float64}.
+def _of_one_norm(found: list[str], norm: str | None) -> list[str]:
+    """These names; LipboundError where one of them is not of the norm, or, without one, not of that of the first."""
+    for name in found:
+        other, own = get(name).norm, norm or get(found[0]).norm
+        if other != own:
+            here = f"here the norm is {own}" if norm else f"{found[0]!r} in the {own} norm"
+            raise LipboundError(
+                f"bound {name!r} is stated in the {other} norm and {here}, and numbers of different norms are not compared; take some of "
+                f"{', '.join(names(own))}"
+            )
+    return found
+
+
+def evaluate(att: Attention, bounds: str | Iterable[str] = "default", norm: str | None = None) -> dict[str, Tensor]:
+    """Values of some bounds of one norm on every head at every input: {name: (samples, heads) float64}; ``bounds`` and ``norm`` as for `resolve`.
 
     >>> import torch
     >>> from lipbound.attention.layer import Attention
@@ -161,4 +209,4 @@ def evaluate(att: Attention, bounds: str | Iterable[str] = "default") -> dict[st
     >>> evaluate(att, ["castin", "yudin"])["yudin"].shape
     torch.Size([2, 3])
     """
-    return {name: get(name)(att) for name in resolve(bounds)}
+    return {name: get(name)(att) for name in resolve(bounds, norm)}

@@ -87,7 +87,7 @@ def main_options(
     debug: Annotated[bool, typer.Option("--debug", help=SWITCHES["debug"])] = False,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
 ) -> None:
-    """Exact local Lipschitz constants of attention heads, beside every published upper bound."""
+    """Exact local Lipschitz constants of attention heads, beside every published l2 bound on softmax heads that we know of."""
     state.update(quiet=False, verbose=False, debug=False)  # whatever an earlier call in this process wanted
     for name, wanted in (("quiet", quiet), ("verbose", verbose), ("debug", debug)):
         switch(name, wanted)

@@ -43,18 +43,20 @@ def verify(
 
 @app.command("bounds", epilog="Example: lipbound bounds")
 def list_bounds(json: Annotated[bool, typer.Option("--json", help="JSON, for programs.")] = False) -> None:
-    """List all bounds: statement, source, assumptions, cost."""
+    """List all bounds: statement, norm, source, assumptions, cost."""
     from lipbound.attention.variants import VARIANTS
     from lipbound.bounds import get, names
+    from lipbound.bounds.entry import NORMS
 
     if json:
-        echo_json([get(name).facts() for name in names()])
+        echo_json([get(name).facts() for name in names(None)])
         return
-    for name in names():
+    for name in names(None):
         bound = get(name)
         covers = ", ".join(VARIANTS[v] for v in VARIANTS if v in bound.covers) or "nothing"
         said = [
-            f"{name}: {bound.label}", f"    {bound.statement}", f"    source: {bound.source} [{bound.citation}]",
+            f"{name}: {bound.label}", f"    {bound.statement}", f"    norm: {bound.norm} ({NORMS[bound.norm]})",
+            f"    source: {bound.source} [{bound.citation}]",
             f"    a bound when: {bound.assumptions}", f"    covers besides plain heads: {covers}", f"    cost per head: {bound.cost}",
         ]  # fmt: skip
         for line in said:

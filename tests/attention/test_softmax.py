@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 from support.strategies import examples
 from torch import Tensor
 
-from lipbound.attention.softmax import g, interlacing, jacobian_norm, largest_jacobian_norm, singular_value
+from lipbound.attention.softmax import (
+    LARGEST_LP_NORM,
+    g,
+    interlacing,
+    jacobian_norm,
+    largest_entry_norm,
+    largest_jacobian_norm,
+    singular_value,
+    splitting_norm,
+)
 from lipbound.errors import LipboundError
 
 REGIMES = ("random", "tie", "tied_rest", "uniform", "one_hot", "near_tie")
@@ -155,3 +164,89 @@ def test_orders_outside_the_row() -> None:
         singular_value(p, 5)
     with pytest.raises(LipboundError, match="has 1 to 11"):
         interlacing(p, 12)
+
+
+# -- other norms ----------------------------------------------------------------------------------------------------------
+
+
+def jacobian(p: Tensor) -> Tensor:
+    return torch.diag_embed(p) - p[..., :, None] * p[..., None, :]
+
+
+def signs(n: int) -> Tensor:
+    """All vectors of n signs, (2^n, n)."""
+    return torch.tensor(list(itertools.product([-1.0, 1.0], repeat=n)), dtype=torch.float64)
+
+
+@examples(100)
+@given(st.sampled_from(REGIMES), st.integers(2, 10), st.floats(1e-4, 30), st.integers(0, 1000))
+def test_norms_by_enumeration(regime: str, n: int, spread: float, seed: int) -> None:
+    """The image of every vector of signs: its largest entry, and the sum of its entries."""
+    p = rows(regime, n, spread, seed)
+    images = (jacobian(p / p.sum(-1, keepdim=True)) @ signs(n).T).abs()  # (rows, n, signs)
+    largest, total = images.amax((-1, -2)), images.sum(-2).amax(-1)
+    torch.testing.assert_close(largest_entry_norm(p), largest, rtol=1e-9, atol=1e-15)
+    found = splitting_norm(p)
+    assert bool((found.lower <= total + 1e-14).all())
+    assert bool((total <= found.upper + 1e-14).all())
+    torch.testing.assert_close(found.lower, found.upper, rtol=1e-10, atol=1e-300)
+
+
+@examples(50)
+@given(st.sampled_from(REGIMES), st.integers(6, 14), st.floats(1e-2, 10), st.integers(1, 5), st.integers(0, 1000))
+def test_ends_hold_the_best_of_all_subsets(regime: str, n: int, spread: float, largest: int, seed: int) -> None:
+    """Where not all entries are split by enumeration."""
+    p = rows(regime, n, spread, seed)
+    sums = p @ (signs(n).T + 1) / 2
+    exact = (4 * sums * (1 - sums)).amax(-1)
+    found = splitting_norm(p, largest=largest)
+    assert bool((found.lower <= exact + 1e-14).all())
+    assert bool((exact <= found.upper + 1e-14).all())
+    assert bool((found.upper <= 1).all())
+
+
+def test_ends_are_near_on_long_rows() -> None:
+    p = torch.softmax(3 * torch.randn(4, 3, 500, generator=torch.Generator().manual_seed(0), dtype=torch.float64), -1)
+    found = splitting_norm(p)
+    assert found.lower.shape == (4, 3)
+    assert float((found.upper - found.lower).max()) < 1e-3
+    again = splitting_norm(p.float())
+    torch.testing.assert_close(again.upper, found.upper, rtol=1e-5, atol=0)
+
+
+def test_rows_that_saturate_keep_their_digits() -> None:
+    """4 p (1 - p) near one-hot rows, and rows of padding."""
+    p = torch.tensor([[1 - 2.0**-40, 2.0**-40, 0.0], [1.0, 1e-200, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
+    found, expected = splitting_norm(p), torch.tensor([4 * 2.0**-40 * (1 - 2.0**-40), 4e-200, 0.0, 0.0], dtype=torch.float64)
+    torch.testing.assert_close(found.lower, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(found.upper, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(2 * largest_entry_norm(p), expected, rtol=1e-12, atol=0)
+    assert bool((found.lower <= found.upper).all())
+
+
+@examples(50)
+@given(st.sampled_from(REGIMES), st.integers(2, 8), st.floats(1e-2, 10), st.floats(1, 20), st.integers(0, 1000))
+def test_no_change_exceeds_the_norm_in_any_lp(regime: str, n: int, spread: float, power: float, seed: int) -> None:
+    """Vectors of every kind, and steps of power iteration in l_q from them, which only increase the quotient."""
+    p = rows(regime, n, spread, seed)
+    m, bound = jacobian(p), largest_entry_norm(p)
+    assert bool((bound <= LARGEST_LP_NORM).all())
+    y = torch.randn(16, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    for _ in range(20):
+        image = (m @ y[..., None])[..., 0]
+        lengths = torch.linalg.vector_norm(image, power, dim=-1)
+        assert bool((lengths <= bound * torch.linalg.vector_norm(y, power, dim=-1) * (1 + 1e-12) + 1e-300).all())
+        dual = image.sign() * (image.abs() / image.abs().amax(-1, keepdim=True).clamp_min(1e-300)) ** (power - 1)
+        y = (m @ dual[..., None])[..., 0]
+        y = y.sign() * (y.abs() / y.abs().amax(-1, keepdim=True).clamp_min(1e-300)) ** (1 / max(power - 1, 0.05))
+
+
+def test_largest_entry_norm_has_derivatives() -> None:
+    p = rows("random", 6, 1.0, 0).requires_grad_()
+    assert torch.autograd.gradcheck(lambda p: largest_entry_norm(torch.softmax(p, -1)), (p,))
+
+
+@pytest.mark.parametrize("largest", [0, 41, 2.5, "x"])
+def test_how_many_entries_are_split_is_checked(largest: object) -> None:
+    with pytest.raises(LipboundError, match="largest is"):
+        splitting_norm(torch.ones(1, 2) / 2, largest=largest)

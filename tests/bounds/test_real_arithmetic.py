@@ -8,7 +8,7 @@ from torch import Tensor
 from lipbound import bounds
 from lipbound.attention.layer import Attention
 
-CHECKED = ("castin", "castin_bias", "castin_c3", "yudin_nobias", "yudin_g1", "yudin_sqrt_n", "yudin_closed", "specformer")
+CHECKED = ("castin", "castin_bias", "castin_c3", "yudin_nobias", "yudin_g1", "yudin_sqrt_n", "yudin_closed", "specformer", "dasoulas", "newhouse")
 
 
 def matrix(t: Tensor) -> mp.matrix:
@@ -53,6 +53,8 @@ def formulas(att: Attention, h: int) -> dict[str, mp.mpf]:
         "yudin_g1": v * (norm_p + 2 * norm_x**2 * norm_a * max(row[0] * (1 - row[0] + row[1]) for row in ordered)),
         "yudin_sqrt_n": v * (norm_p + 2 * norm_x * norm_a * max(norm(x.T * mi) for mi in m)),
         "yudin_closed": v * mp.sqrt(n) * (1 + 2 * t),
+        "dasoulas": v * (mp.sqrt(sum(e * e for e in p)) + mp.sqrt(2) * r * (max(length(t * a.T) for t in tokens) + length(x * a))),
+        "newhouse": v * (1 + 2 * c * norm(w_q) * norm(w_k) * r**2),
         "specformer": n * (n + 1) * length(x) ** 2 * v * (norm(w_q) * norm(w_k) + 1),
     }
 

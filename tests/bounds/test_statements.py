@@ -48,6 +48,7 @@ def naive(att: Attention, s: int, h: int) -> dict[str, float]:
     return {
         **our_bounds(x, p, att, s, h),
         "kim": math.sqrt(n) * att.scale * (4 * float(inverse_phi(torch.tensor(n - 1.0, dtype=torch.float64))) + 1) * norm(w_q) ** 2 * v,
+        "dasoulas": v * (float(p.norm()) + math.sqrt(2) * r * (side + float((x @ a + att.scale * w_k @ b_q).norm()))),
         "specformer": n * (n + 1) * frobenius**2 * (v * norm(w_q) * norm(w_k) + v),
         "castin": math.sqrt(3) * v * math.sqrt(norm(a) ** 2 * r**4 * (4 * n + 1) + n),
         "castin_bias": math.sqrt(3) * v * math.sqrt(t**2 + n * r**2 * (norm(a) * r + shift) ** 2 + n),
@@ -215,6 +216,13 @@ def test_query_biases_break_the_plain_statements(plain: str, repaired: str) -> N
     assert bool(bounds.get(repaired).sound(biased()).all())
 
 
+def test_dasoulas_needs_the_query_bias() -> None:
+    att = biased()
+    without = bounds.get("dasoulas")(Attention(att.x, att.w_q, att.w_k, att.w_v))
+    assert float(without / dense_norms(att)) < 0.2
+    assert shortfall("dasoulas", att) >= 1
+
+
 def test_c3_as_coded_fails() -> None:
     worst, caught = 1.0, 0
     for seed in range(40):
@@ -283,7 +291,7 @@ def test_unknown_names_get_the_nearest() -> None:
 
 
 def test_registry_is_complete() -> None:
-    for name in bounds.names():
+    for name in bounds.names(None):
         bound = bounds.get(name)
         assert bound.citation in bounds.BIBTEX
         assert all((bound.label, bound.statement, bound.source, bound.assumptions, bound.cost))
@@ -338,7 +346,7 @@ def test_costly_bounds_are_computed_on_request_only() -> None:
 def test_conditions_come_with_a_reason() -> None:
     """A statement that may fail to be a bound says why."""
     att = random_attention("biases")
-    for name in bounds.names():
+    for name in bounds.names(None):
         bound = bounds.get(name)
         if not bool(bound.sound(att).all()):
             assert bound.caveat, name

@@ -36,6 +36,12 @@ def oracle(att: Attention) -> Tensor:
 
 def dense_norms(att: Attention, map: str = "head") -> Tensor:
     """Exact norms by autograd Jacobians of the definition and float64 SVD, all samples and heads at once, (samples, heads)."""
+    j = dense_jacobians(att, map)
+    return torch.linalg.svdvals(j.reshape(*j.shape[:2], att.tokens * att.d_v, -1))[..., 0]
+
+
+def dense_jacobians(att: Attention, map: str = "head") -> Tensor:
+    """Autograd Jacobians of the definition, all samples and heads of a layer without variants at once, (samples, heads, N, d_v, N, D), float64."""
     att = att.double()
     n, heads, samples = att.tokens, att.heads, att.samples
     mask = torch.zeros(1, 1, n, n, dtype=torch.float64) if att.mask is None else att.mask
@@ -54,7 +60,7 @@ def dense_norms(att: Attention, map: str = "head") -> Tensor:
         return rows[:, None] * (torch.softmax(-att.scale * distances + m, -1) @ (x @ (att.scale * w_q @ w_q.mT @ w_v)))
 
     over_heads = torch.func.vmap(torch.func.jacrev(head), in_dims=(None, 0, 0, 0, 0, 0, 0, 0, None))
-    jacobians = torch.func.vmap(over_heads, in_dims=(0, None, None, None, None, None, None, 0, 0))(
+    found: Tensor = torch.func.vmap(over_heads, in_dims=(0, None, None, None, None, None, None, 0, 0))(
         att.x, att.w_q, att.w_k, att.w_v, b_q, b_k, b_v, mask, real.double()
     )
-    return torch.linalg.svdvals(jacobians.reshape(samples, heads, n * att.d_v, -1))[..., 0]
+    return found

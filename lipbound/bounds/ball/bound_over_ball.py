@@ -103,6 +103,8 @@ def _centre(att: Attention, at: str) -> Tensor:
     bound = get(at)
     if bound.map != "head":
         raise LipboundError(f"at={at!r} bounds another map, {bound.map} attention; use at='certified' or a bound on the head")
+    if bound.norm != "frobenius":
+        raise LipboundError(f"at={at!r} is stated in the {bound.norm} norm, and this one in Frobenius's; use at='certified' or 'lipbound'")
     if not bool(bound.sound(att).all()):
         raise LipboundError(f"at={at!r} is not a bound here: it asks for {bound.assumptions}; use at='certified' or 'lipbound'")
     return bound(att)

@@ -4,7 +4,7 @@ They are upper values in real arithmetic: what rounding may have taken from a di
 numbers >= 0 is put back by one factor at the end: Lemmas 77, 78 and 79 (docs/theory/upper_values.md).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import NamedTuple
 
@@ -29,19 +29,20 @@ WEIGHTS = "norms of weights"
 """Key of what depends on weights alone in the cache of a layer."""
 
 
-def in_chunks(att: Attention, values: Callable[[Attention, int, slice], Tensor]) -> Tensor:
+def in_chunks(att: Attention, values: Callable[[Attention, int, slice], Tensor], reach: Sequence[float] = (1.0,)) -> Tensor:
     """``values`` (heads, r) of every head of every sample, as many heads at a time as memory allows, (samples, heads, r): bounds that are sound as
     they stand.
 
     ``values`` are of one sample of a float64 layer of ordinary size (`lipbound.attention.transforms.Transforms.unit_scales`), and upper values but
-    for `positive_slack`. To them comes what rounding has left in the layer's P, q, k and v, and what underflow may hide. What cannot be evaluated is
+    for `positive_slack`. ``reach`` says of each of the r, or of all, how much larger the norm that it bounds can be than the spectral norm of the
+    same matrix. To them comes what rounding has left in the layer's P, q, k and v, and what underflow may hide. What cannot be evaluated is
     infinite. Proof: Lemma 80 (docs/theory/upper_values.md).
     """
     heads = max(1, int(CHUNK // (8 * att.tokens * max(att.d_v * max(att.d, att.d_v), att.tokens))))
-    rows = []
+    rows, factors = [], torch.tensor(reach, dtype=torch.float64, device=att.device)[:, None]
     for sample in samples_of(att):
         found = [values(sample.layer, 0, slice(h, min(att.heads, h + heads))) for h in range(0, att.heads, heads)]
-        rows.append(sample.finished(torch.cat(found).mT).mT)
+        rows.append(sample.finished(torch.cat(found).mT, factors).mT)
     return torch.stack(rows)
 
 
@@ -58,13 +59,13 @@ class Sample(NamedTuple):
     exponents: Tensor
     exact: Tensor
 
-    def finished(self, values: Tensor) -> Tensor:
-        """Bounds on the heads of the given layer, (..., heads), from upper values for this copy but for `positive_slack`."""
+    def finished(self, values: Tensor, reach: Tensor | float = 1.0) -> Tensor:
+        """Bounds on the heads of the given layer, (..., heads), from upper values for this copy but for `positive_slack`; ``reach`` as above."""
         one = self.layer
         with torch.no_grad():
             most = one.p[0].amax((-1, -2)).clamp_min(2.0**-200)
             hidden = TINY * most * (torch.linalg.vector_norm(one.w_v, dim=(1, 2)) + one.centred_v[0].norm(dim=-1).amax(-1))
-            error = (_distance(one, self.errors) + hidden) * (1 + 1e-6)
+            error = (_distance(one, self.errors) + hidden) * (1 + 1e-6) * reach
         total = times_power_up(values * (1 + 2 * positive_slack(one)) + error, self.exponents)
         return torch.where(self.exact & ~total.isnan(), total, torch.inf)
 
@@ -79,7 +80,7 @@ def samples_of(att: Attention) -> Iterator[Sample]:
             yield Sample(one, tensor_errors(one), exponents, exact[0])
         else:
             one = whole.one_sample(s)
-            one.cache.keep(("memo", WEIGHTS), whole.memo(WEIGHTS, lambda: _weights(whole)))
+            one.cache.keep(("memo", WEIGHTS), weights_of(whole))
             own = TensorErrors(*(getattr(errors, field.name)[s : s + 1] for field in fields(errors)))
             every = torch.ones(att.heads, dtype=torch.bool, device=att.device)
             yield Sample(one, own, torch.zeros_like(every, dtype=torch.long), every)
@@ -118,28 +119,28 @@ class BlockNorms:
         self.p, self.v = p, v
         self.o = o = p @ v
         self.distance = torch.cdist(o, v, compute_mode="donot_use_mm_for_euclid_dist")
-        weights = att.memo("norms of weights", lambda: _weights(att))
+        weights = weights_of(att)
         factor_q, factor_k, self.excess, norm_v, size_q, size_k, size_v = (w[heads] for w in weights)
         self.norm_v = norm_v[:, None, None]
-        scaled, self.size = att.scale * q, (size := abs(att.scale) * _lengths(q))
+        scaled, self.size = att.scale * q, (size := abs(att.scale) * lengths(q))
         self.qt = scaled @ factor_k.mT
         self.off_qt = gamma(d + 2) * size * size_k[:, None]
         self.qt_norm = (self.qt.norm(dim=-1) + self.off_qt)[..., None]
 
         # Row by row, since the d_v x d matrices of all rows would not fit.
-        keys, mean_k, factor = _outer(v, k), p @ k, factor_q.mT[:, None]
-        length_k, length_v, length_o = _lengths(k), _lengths(v), _lengths(o)
-        off_c = gamma(n + 6) * abs(att.scale) * (_mean(p, length_v * length_k) + length_o * _mean(p, length_k))
+        keys, mean_k, factor = outer(v, k), p @ k, factor_q.mT[:, None]
+        length_k, length_v, length_o = lengths(k), lengths(v), lengths(o)
+        off_c = gamma(n + 6) * abs(att.scale) * (mean(p, length_v * length_k) + length_o * mean(p, length_k))
         if gram:
             w_q, w_k, w_v = (w[heads] for w in (att.w_q, att.w_k, att.w_v))
             self.z = (scaled @ (w_k.mT @ w_v)).norm(dim=-1) + gamma(inputs + d + 4) * size * (size_k * size_v)[:, None]  # |z_i|
             images, projected = scaled @ (w_q.mT @ w_k).mT, (w_q.mT @ w_v)[:, None]
             reach = size * (size_q * size_k)[:, None]  # at least |W_Q^T q~_k|
-            pairs, length_y = _pairs(images), _lengths(images)
-            w2, squares = p * p, _outer(v, v)
+            pairs, length_y = _pairs(images), lengths(images)
+            w2, squares = p * p, outer(v, v)
             total = w2.sum(-1)
             side = w2 @ v - total[..., None] / 2 * o
-            off_a = gamma(n + 10) * (_mean(w2, length_v**2) + 2 * length_o * _mean(w2, length_v) + total.detach() * length_o**2)
+            off_a = gamma(n + 10) * (mean(w2, length_v**2) + 2 * length_o * mean(w2, length_v) + total.detach() * length_o**2)
             longest = (p * self.distance).norm(dim=-1)  # at least ||A_i||, and exact to rounding where it is tiny
         step = max(1, int(CHUNK // (8 * len(p) * d_v * max(d, d_v))))
         found: list[tuple[Tensor, ...]] = []
@@ -191,10 +192,15 @@ class BlockNorms:
 
     def inner(self) -> Tensor:
         r""":math:`|\tilde q_i \cdot \tilde q_k|`."""
-        length, off = _lengths(self.qt) + self.off_qt, self.off_qt
+        length, off = lengths(self.qt) + self.off_qt, self.off_qt
         left = torch.stack([gamma(self.qt.shape[-1] + 2) * length + 2 * off, length, self.excess[:, None] * self.size], -1)
         right = torch.stack([length, 2 * off, self.size], -1)
         return (self.qt @ self.qt.mT).abs() + left @ right.mT
+
+
+def weights_of(att: Attention) -> tuple[Tensor, ...]:
+    """`_weights`, once for a layer."""
+    return att.memo(WEIGHTS, lambda: _weights(att))
 
 
 def _weights(att: Attention) -> tuple[Tensor, ...]:
@@ -203,12 +209,12 @@ def _weights(att: Attention) -> tuple[Tensor, ...]:
     return f_q, f_k, excess, matrix_norm(att.w_v), *(torch.linalg.matrix_norm(w.detach()) for w in (f_q, f_k, att.w_v))
 
 
-def _mean(p: Tensor, x: Tensor) -> Tensor:
+def mean(p: Tensor, x: Tensor) -> Tensor:
     """P x for vectors x (heads, N), without derivative."""
     return (x[..., None, :] @ p.detach().mT)[..., 0, :]
 
 
-def _lengths(x: Tensor) -> Tensor:
+def lengths(x: Tensor) -> Tensor:
     """Of rows, without derivative: what allowances are made of."""
     return x.detach().norm(dim=-1)
 
@@ -237,6 +243,6 @@ def _image_norms(maps: Tensor, pairs: Tensor, sizes: Tensor, lengths: Tensor) ->
     return root(torch.addcmul((forms @ pairs.mT).clamp_min(0), allowance[..., :, None], lengths[..., None, :] ** 2))
 
 
-def _outer(x: Tensor, y: Tensor) -> Tensor:
+def outer(x: Tensor, y: Tensor) -> Tensor:
     """Rows of outer products, (heads, N, a) and (heads, N, b) -> (heads, N, a b)."""
     return (x[..., :, None] * y[..., None, :]).flatten(-2)

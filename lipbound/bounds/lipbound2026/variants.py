@@ -16,26 +16,29 @@ from lipbound.bounds.lipbound2026 import plain
 from lipbound.bounds.lipbound2026.parts import CHUNK, RTOL, in_chunks, root
 from lipbound.bounds.multihead import with_folded
 from lipbound.jacobians.token_tangents import Tangents
-from lipbound.linalg.matrix_norms import block_norm, gamma, matrix_norm, nonnegative_norm, power_of_two
+from lipbound.linalg.matrix_norms import UNIT, block_norm, gamma, matrix_norm, nonnegative_norm, power_of_two
+
+ROWS = 2
+"""Where the bounds in the norms of single tokens stand among those that are computed together: by rows, then by columns."""
 
 
 @plain.lipbound.extends(*VARIANTS, condition=qty.always, layer=with_folded)
 def _gram(att: Attention) -> Tensor:
-    return _both(att)[..., 0]
+    return together(att)[..., 0]
 
 
 @plain.lipbound_block.extends(*VARIANTS, condition=qty.always, layer=with_folded)
 def _block(att: Attention) -> Tensor:
-    return _both(att)[..., 1]
+    return together(att)[..., 1]
 
 
-def _both(att: Attention) -> Tensor:
-    """Both bounds, (samples, heads, 2)."""
-    return att.memo("lipbound and lipbound_block", lambda: in_chunks(att, variants))
+def together(att: Attention) -> Tensor:
+    """All four bounds, (samples, heads, 4): both, and from `ROWS` on those where single tokens move, by Lemma 90 (docs/theory/token_bounds.md)."""
+    return att.memo("lipbound and lipbound_block", lambda: in_chunks(att, variants, [1.0, 1.0, att.tokens**0.5 * (1 + 4 * UNIT), 1.0]))
 
 
 def variants(att: Attention, sample: int, heads: slice) -> Tensor:
-    """Both bounds for some heads of one sample, (heads, 2)."""
+    """All four bounds for some heads of one sample, (heads, 4)."""
     return torch.stack([_one(att, sample, h) for h in range(*heads.indices(att.heads))])
 
 
@@ -83,8 +86,11 @@ def _one(att: Attention, sample: int, h: int) -> Tensor:
         b_q[part] = (cov @ tangents.product("q", "k", kept[part]) @ (c * q.mT)).norm(dim=-2) + (off * s_k)[:, None] * size  # |B_i q~_ki|, (i, k)
         kappa[part] = block_norm((a * length[part, :, None]).mT) + gamma(8) * (e * length).detach()[part].norm(dim=-1)
 
+    squares = (p * norm_v) ** 2 + 2 * p * e * image + (e * length) ** 2
+    tokens = root(squares) + torch.diag_embed(b)
+    single = [tokens.sum(-1).amax(-1), root(tokens.square().sum(-2)).amax(-1)]
     block = nonnegative_norm((p * norm_v + e * length + torch.diag_embed(b))[None], rtol=RTOL)[0]
     x = p * b_v[None, :] + e.mT * b_q + (e * image) @ p.mT
     keys = torch.minimum(kappa[:, None] * kappa[None, :], inner)
     squared = nonnegative_norm((p @ p.mT * norm_v**2 + torch.diag_embed(b**2) + x + x.mT + keys)[None], rtol=RTOL)[0]
-    return torch.stack([root(squared), block]) * unit * (1 + gamma(10 * q.shape[1] + 200))
+    return torch.stack([root(squared), block, *single]) * unit * (1 + gamma(10 * q.shape[1] + 200))

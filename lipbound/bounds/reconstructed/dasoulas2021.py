@@ -1,0 +1,112 @@
+"""Dasoulas, Scaman, Virmaux 2021, "Lipschitz Normalization for Self-Attention Layers with Application to Graph Neural Networks" (ICML)."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from lipbound.attention.layer import Attention
+from lipbound.attention.variants import VARIANTS
+from lipbound.bounds import factors
+from lipbound.bounds import ingredients as qty
+from lipbound.bounds.castin2024 import longest, sides
+from lipbound.bounds.lipbound2026.parts import samples_of
+from lipbound.bounds.registry import bound
+from lipbound.bounds.terms import values_and_softmax
+from lipbound.errors import LipboundError
+from lipbound.linalg.matrix_norms import UNIT, gamma
+from lipbound.linalg.powers import times_power_up
+from lipbound.linalg.upper import Upper, scaled
+
+CITATION = "dasoulas2021lipschitz"
+BIBTEX = """@inproceedings{dasoulas2021lipschitz,
+  title     = {{L}ipschitz Normalization for Self-Attention Layers with Application to Graph Neural Networks},
+  author    = {Dasoulas, George and Scaman, Kevin and Virmaux, Aladin},
+  booktitle = {International Conference on Machine Learning},
+  year      = {2021},
+  note      = {arXiv:2103.04886}
+}"""
+ROOT2 = Upper.of(math.sqrt(2) * (1 + 4 * UNIT))
+_terms = values_and_softmax(lambda att, value: factors.norm_v(att) * _frobenius_p(att) / value)
+
+
+def _frobenius_p(att: Attention) -> Upper:
+    """||P||_F, (samples, heads)."""
+
+    def make() -> Upper:
+        stretch, unknown = factors.stretched(att, 1)
+        p = (factors.wide(att).p * stretch[..., None]).masked_fill(unknown[..., None], 0.0)
+        squares = p.square().sum((-1, -2)) * (1 + gamma(att.tokens**2 + 8)) + unknown.sum(-1)
+        return (Upper.of(squares).sqrt() + factors.TINY).minimum(factors.root_count(att))
+
+    return att.memo("upper_frobenius_p", make)
+
+
+def _queries(att: Attention) -> Upper:
+    """||X A + 1 a^T||_F = scale ||Q W_K^T||_F, (samples, heads); one head at a time, as it has N x D entries each."""
+    (q, error), _ = factors.entering(att)
+    (q, e), (w, f) = scaled(q, (-2, -1)), scaled(att.w_k, (-2, -1))
+    lengths = torch.stack([torch.linalg.vector_norm(q[:, h] @ w[h].mT, dim=(-1, -2)) for h in range(att.heads)], -1)
+    rounding = gamma(att.d + 4) * torch.linalg.matrix_norm(q.detach()) * torch.linalg.matrix_norm(w.detach())
+    total = (lengths + rounding) * (1 + gamma(att.tokens * att.x.shape[2] + 8))
+    return factors.scale(att) * (Upper.of(total).shifted((e + f)[..., 0, 0]) + error * factors.root_count(att) * factors.norm_k(att))
+
+
+@bound(
+    "dasoulas",
+    label="Dasoulas 2021 (rec.)",
+    citation=CITATION,
+    bibtex=BIBTEX,
+    statement="||J|| <= ||W_V|| (||P||_F + sqrt(2) R (max_j |A x_j| + ||X A + 1 a^T||_F)), R = max_i |x_i|, a = scale W_K b_Q",
+    source="reconstructed: the theorem recalled, its code read; the slope of the scores, of this input, is ours",
+    assumptions="any biases, any mask",
+    condition=qty.always,
+    cost="O(N^2 + N D d)",
+    terms=_terms,
+)
+def dasoulas(att: Attention) -> Tensor:
+    r"""Their bound on attention by the slope of its scores, with the slope of dot products at this input.
+
+    .. math:: \|J\| \le \|W_V\|\,\big(\|P\|_F + \sqrt 2\,R\,L\big),\quad L = \max_j |A x_j| + \|X A + 1 a^T\|_F
+
+    Reconstructed: as recalled, :math:`L_F(Att) \le \|softmax(g(X))\|_F + \sqrt 2 \max_j |x_j|\,L_{F \to (2, \infty)}(g)` for scores g, with which the
+    authors normalise g. For dot products L bounds their slope from :math:`|dX|_F` to the root of the sum over rows of squared largest entries,
+    biases included; without the query bias in a it fails. Proof, and that the :math:`\sqrt 2` is not needed: Lemma 95
+    (docs/theory/token_bounds.md).
+
+    With rotation, a cap, normalised queries and keys or sinks,
+    :math:`L = scale\,(\max_i \|D^q_i\| \max_j |k_j| + \max_j \|D^k_j\|\,\|Q\|_F)` with queries and keys as they enter the scores (keys centred
+    unless there is a cap or a sink) and the maps of single tokens; with a sink :math:`\|W_V\| R` is :math:`\|W_V\| R + |b_V|`.
+    """
+    return (factors.norm_v(att) * (_frobenius_p(att) + ROOT2 * factors.radius(att) * (sides(att)[0] + _queries(att)))).value()
+
+
+@dasoulas.extends(*qty.LINEAR, condition=qty.always, terms=_terms)
+def _linear(att: Attention) -> Tensor:
+    (q, q_error), (k, k_error) = factors.entering(att)
+    through_q = factors.norm_q(att) * (longest(k) + k_error)
+    through_k = factors.norm_k(att) * (factors.size(q, (-2, -1)) + q_error * factors.root_count(att))
+    slope = factors.scale(att) * factors.turn(att) * (through_q + through_k)
+    return (factors.norm_v(att) * (_frobenius_p(att) + ROOT2 * factors.radius(att) * slope)).value()
+
+
+@dasoulas.extends(*VARIANTS, condition=qty.always)
+def _with_variants(att: Attention) -> Tensor:
+    if att.cache.recording:
+        raise LipboundError(
+            "bound 'dasoulas' has no derivatives for normalised queries and keys, or sinks; call it under torch.no_grad(), or take 'lipbound'"
+        )
+    found = []
+    for sample in samples_of(att):
+        one, e = sample.layer, sample.errors
+        q, k, q_slope, k_slope = (
+            (t + error)[0] for t, error in ((e.q, e.q_error), (e.k, e.k_error), (e.q_slope, e.q_slope_error), (e.k_slope, e.k_slope_error))
+        )
+        slope = factors.scale(one) * (Upper.of(q_slope.amax(-1)) * k.amax(-1) + Upper.of(k_slope.amax(-1)) * factors.size(q, -1))
+        reach = factors.norm_v(one) * factors.radius(one)[0]
+        if one.scoring.extra_scores is not None:
+            reach = reach + factors.length_of_bias(one.b_v, one)
+        value = (factors.norm_v(one) * _frobenius_p(one)[0] + ROOT2 * reach * slope).value()
+        value = times_power_up(value, sample.exponents)
+        found.append(torch.where(sample.exact & ~value.isnan(), value, torch.inf))
+    return torch.stack(found)
