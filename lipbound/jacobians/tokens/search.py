@@ -1,0 +1,255 @@
+"""Largest eigenvalues of many matrices, and the largest norms of rows of blocks: found by search, then bounded from above by proof."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lipbound.jacobians.tokens.blocks import Blocks
+from lipbound.linalg.matrix_norms import at_most, block_norm, matrix_norm, symmetric_norm
+
+POWER_STEPS = 12
+LEADERS = 4
+"""Rows of each map that are looked at closely before all others are compared with the best of them."""
+FIRST_STEPS, STEPS, ROUNDS = 6, 24, 4
+COLUMNS = 6
+"""Of the matrices of the convex problem."""
+CONVEX_STEPS = 200
+FLOOR = 1e-6
+"""Weights are no smaller than this times the size of their block, which keeps rounding small."""
+FLAT_BYTES = 2**26
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """The best row of each of b maps, and what no row exceeds, float64.
+
+    Attributes:
+        value: what the search found there, to rounding, (b,). token: the row, (b,). vector: unit vector, (b, r). upper: bound on all rows, (b,).
+        steps: of the search, (b,).
+    """
+
+    value: Tensor
+    token: Tensor
+    vector: Tensor
+    upper: Tensor
+    steps: Tensor
+
+    def joined(self, other: "Found") -> "Found":
+        """Of the rows of both."""
+        first = self.value >= other.value
+        return Found(
+            torch.where(first, self.value, other.value),
+            torch.where(first, self.token, other.token),
+            torch.where(first[:, None], self.vector, other.vector),
+            torch.maximum(self.upper, other.upper),
+            self.steps + other.steps,
+        )
+
+
+def largest(g: Tensor, slack: Tensor, tol: float) -> Found:
+    """Roots of the largest eigenvalues of positive semi-definite matrices (b, i, n, n) over i, whose rounding errors are at most ``slack`` (b, i).
+
+    A matrix that one Cholesky decomposition proves to be below the best by ``tol`` is not looked at again.
+    """
+    b, count, n = g.shape[:3]
+    x = g.gather(-1, torch.linalg.vector_norm(g, dim=-2).argmax(-1)[..., None, None].expand(-1, -1, n, 1))
+    for _ in range(POWER_STEPS):
+        x = g @ (x / torch.linalg.vector_norm(x, dim=-2, keepdim=True).clamp_min(1e-300))
+    rayleigh = torch.linalg.vector_norm(x, dim=(-2, -1))
+    at = torch.arange(b, device=g.device)
+    leaders = rayleigh.topk(min(LEADERS, count), -1).indices
+    top, vectors = _eigen(g[at[:, None], leaders])
+    best = top.argmax(-1)
+    value, token, vector = top[at, best], leaders[at, best], vectors[at, best]
+    target = (value * (1 + tol)).clamp_min(1e-300)
+    upper = torch.where(at_most(g, target[:, None] - slack), target[:, None], torch.inf)
+    rows, places = (upper == torch.inf).nonzero(as_tuple=True)
+    if len(rows):
+        upper[rows, places] = symmetric_norm(g[rows, places]) + slack[rows, places]
+        for b_, i in zip(rows.tolist(), places.tolist(), strict=True):
+            if float(upper[b_, i]) > float(value[b_]) * (1 + tol):
+                one, its = _eigen(g[b_, i][None])
+                if float(one[0]) > float(value[b_]):
+                    value[b_], token[b_], vector[b_] = one[0], i, its[0]
+    return Found(value.clamp_min(0).sqrt(), token, vector, upper.amax(-1).sqrt(), torch.full_like(token, POWER_STEPS))
+
+
+def _eigen(g: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest eigenvalues and their vectors; zero and a unit vector where the solver gives up."""
+    try:
+        values, vectors = torch.linalg.eigh(g)
+    except RuntimeError:  # LinAlgError
+        return g.new_zeros(g.shape[:-2]), torch.ones_like(g[..., 0]) / g.shape[-1] ** 0.5
+    return values[..., -1], vectors[..., -1]
+
+
+def largest_pair(blocks: Blocks, tol: float) -> tuple[Found, Tensor]:
+    """The largest norm of a block of every map, and its token j, (b,); vectors are of the output: Lemma 91 (docs/theory/token_norms.md)."""
+    b, count = blocks.rows
+    bounds = blocks.pair_bounds() * (1 + 1e-9) + 1e-290
+    n = bounds.shape[-1]
+    flat = bounds.flatten(1)
+    at = torch.arange(b, device=flat.device)[:, None]
+    order = flat.topk(min(2 * LEADERS, flat.shape[1]), -1).indices
+    chosen = torch.stack([at.expand_as(order), order // n, order % n], -1).flatten(0, 1)
+    parts = blocks.pairs(chosen)[0]
+    top, vectors = _eigen((parts.mT @ parts).unflatten(0, (b, -1)))
+    best, line = top.argmax(-1), torch.arange(b, device=flat.device)
+    value, place, vector = top[line, best].clamp_min(0).sqrt(), order[line, best], vectors[line, best]
+    upper = torch.zeros_like(value)
+    left = (flat > (value * (1 + tol / 2))[:, None]).nonzero()
+    upper = torch.maximum(upper, torch.where(flat > (value * (1 + tol / 2))[:, None], 0.0, flat).amax(-1))
+    step = max(1, int(FLAT_BYTES // (32 * blocks.w_v.shape[2] * blocks.width * max(1, blocks.p.shape[2]))))
+    for k in range(0, len(left), step):
+        maps, places = left[k : k + step].unbind(-1)
+        parts, slack = blocks.pairs(torch.stack([maps, places // n, places % n], -1))
+        norms = block_norm(parts) + slack
+        near = norms > value[maps] * (1 + tol / 2)
+        if bool(near.any()):
+            norms[near] = matrix_norm(parts[near]) + slack[near]
+            for m, at_, norm in zip(maps[near].tolist(), places[near].tolist(), norms[near].tolist(), strict=True):
+                if norm > float(value[m]) * (1 + tol / 2):
+                    one = blocks.pairs(torch.tensor([[m, at_ // n, at_ % n]], device=flat.device))[0]
+                    found, its = _eigen(one.mT @ one)
+                    if float(found[0]) > float(value[m]) ** 2:
+                        value[m], place[m], vector[m] = found[0].sqrt(), at_, its[0]
+        upper = upper.scatter_reduce(0, maps, norms, "amax")
+    token = blocks.token[line, place // n]
+    return Found(value, token, vector, upper, torch.zeros_like(token)), place % n
+
+
+def steepest(blocks: Blocks, tol: float) -> Found:
+    r"""The largest :math:`\sup_{|y|=1} \sum_j |J_{ij}^T y|` over output tokens i, of every map: Lemma 89 and Lemma 90
+    (docs/theory/token_norms.md)."""
+    b, count = blocks.rows
+    at = torch.arange(b, device=blocks.p.device)
+    y, lengths, total = _climb(blocks, starts(blocks), FIRST_STEPS)
+    steps = torch.full((b,), FIRST_STEPS, device=y.device)
+    y, lengths, total = _best(y, lengths, total)
+    leaders = total.topk(min(LEADERS, count), -1).indices
+    flat = torch.stack([at[:, None].expand_as(leaders), leaders], -1).flatten(0, 1)
+    for k in range(0, len(flat), step := _together(blocks)):
+        part = flat[k : k + step]
+        _improve(blocks.select(part), part, y, lengths, total, STEPS)
+    upper = torch.full_like(total, torch.inf)
+    value = total.amax(-1)
+    w, weight = _weights(blocks, lengths, tol)
+    g, slack = blocks.matrix(w)
+    target = (value * (1 + 0.9 * tol))[:, None].expand_as(total)
+    square = torch.where(weight > 0, (target * (1 - 1e-14)) ** 2 / weight.clamp_min(1e-300), torch.inf)
+    below = at_most(g, square - slack) | (weight == 0)
+    upper = torch.where(below, target, torch.inf)
+    del g
+    for number in range(ROUNDS + 1):
+        value = total.amax(-1)
+        open_rows = (upper > value[:, None] * (1 + tol)).nonzero()
+        if not len(open_rows):
+            break
+        for k in range(0, len(open_rows), step):
+            _close(blocks, open_rows[k : k + step], y, lengths, total, upper, tol, convex=number > 0)
+        steps.index_add_(0, open_rows[:, 0].unique(), torch.full((len(open_rows[:, 0].unique()),), STEPS, device=y.device))
+    best = total.argmax(-1)
+    return Found(total[at, best], blocks.token[at, best], y[at, best, 0], upper.amax(-1), steps)
+
+
+def _together(blocks: Blocks) -> int:
+    """Rows that are worked on at a time when each has its own map."""
+    h, n, d_v = blocks.v.shape[1:]
+    width = blocks.width
+    return max(1, int(FLAT_BYTES // (8 * (h * n * (5 * d_v + 40) + blocks.qt[0, 0].numel() * 2 + 4 * width * width))))
+
+
+def starts(blocks: Blocks) -> Tensor:
+    """Unit vectors to climb from, (b, i, 2, r): the direction in which values reach furthest, and that of the largest difference of values."""
+    b, count = blocks.rows
+    first = blocks.full.mT @ (blocks.full @ blocks.full.sum(-2, keepdim=True).mT)
+    first = first[..., 0].flatten(2)
+    weight = torch.linalg.vector_norm(blocks.a, dim=-1)
+    index = weight.argmax(-1)[..., None, None].expand(*weight.shape[:-1], 1, blocks.v.shape[-1])
+    second = blocks.a.gather(-2, index)[..., 0, :].flatten(2)
+    both = torch.stack([first, second], 2)
+    if blocks.w_o is not None:
+        both = both @ blocks.w_o.flatten(0, 1)
+    return _unit(both)
+
+
+def _unit(y: Tensor) -> Tensor:
+    """Vectors (..., r) divided by their length; where that is zero, one of equal entries."""
+    size = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
+    return torch.where(size > 0, y / size.clamp_min(1e-300), y.shape[-1] ** -0.5)
+
+
+def more_starts(blocks: Blocks, y: Tensor, lengths: Tensor) -> Tensor:
+    """The vector (k, 1, 1, r) that was found, the next eigenvectors at its weights, and fixed directions without preference, (k, 1, s, r)."""
+    w = torch.where(lengths > 0, 1 / lengths.clamp_min(1e-300), 0.0)
+    g = blocks.matrix(w)[0]
+    try:
+        vectors = torch.linalg.eigh(g).eigenvectors.mT.flip(-2)[..., :3, :]
+    except RuntimeError:  # LinAlgError
+        vectors = y
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(2, y.shape[-1], generator=generator, dtype=torch.float64).to(y.device)
+    return torch.cat([y, vectors, _unit(drawn).expand(len(y), 1, -1, -1)], 2)
+
+
+def _climb(blocks: Blocks, y: Tensor, steps: int, *, together: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """So many steps from y: vectors, lengths and sums, which belong together."""
+    following, lengths, total = blocks.ascend(y, together=together)
+    for _ in range(steps):
+        before, y = total, following
+        following, lengths, total = blocks.ascend(y, together=together)
+        if bool((total <= before * (1 + 1e-10)).all()):
+            break
+    return y, lengths, total
+
+
+def _best(y: Tensor, lengths: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of several starts the best: (b, i, 1, r), (b, i, n), (b, i)."""
+    best = total.argmax(-1)[..., None]
+    y = y.gather(2, best[..., None].expand(*best.shape, y.shape[-1]))
+    return y, lengths.gather(2, best[..., None].expand(*best.shape, lengths.shape[-1]))[:, :, 0], total.gather(2, best)[..., 0]
+
+
+def _improve(part: Blocks, rows: Tensor, y: Tensor, lengths: Tensor, total: Tensor, steps: int) -> None:
+    """Climb from more starts in some rows (k, 2), and write what is better."""
+    b, i = rows.unbind(-1)
+    found = _best(*_climb(part, more_starts(part, y[b, i][:, None], lengths[b, i][:, None]), steps))
+    better = found[2][:, 0] >= total[b, i]
+    b, i = b[better], i[better]
+    y[b, i], lengths[b, i], total[b, i] = found[0][better, 0], found[1][better, 0], found[2][better, 0]
+
+
+def _weights(blocks: Blocks, lengths: Tensor, tol: float) -> tuple[Tensor, Tensor]:
+    """Weights 1 / d (b, i, n) and the sums of d, (b, i): Lemma 90 (docs/theory/token_norms.md)."""
+    d = torch.maximum(lengths, min(FLOOR, tol / 100) * blocks.size)
+    w = torch.where(d > 1e-290, 1 / d.clamp_min(1e-290), 0.0)
+    w = torch.where((blocks.size > 0) & (w == 0), 1e290, w)
+    return w, torch.where(w > 0, 1 / w.clamp_min(1e-300), 0.0).sum(-1) * (1 + 1e-12)
+
+
+def bounded(blocks: Blocks, lengths: Tensor, tol: float) -> Tensor:
+    """Upper values of what rows can reach, from weights, (b, i): Lemma 90 (docs/theory/token_norms.md)."""
+    w, weight = _weights(blocks, lengths, tol)
+    g, slack = blocks.matrix(w)
+    return (weight * (symmetric_norm(g) + slack)).sqrt() * (1 + 1e-14)
+
+
+def _close(
+    blocks: Blocks, rows: Tensor, y: Tensor, lengths: Tensor, total: Tensor, upper: Tensor, tol: float, *, convex: bool
+) -> None:
+    """Bring the ends of some rows (k, 2) together."""
+    b, i = rows.unbind(-1)
+    part = blocks.select(rows)
+    if not convex:
+        _improve(part, rows, y, lengths, total, 2 * STEPS)
+        upper[b, i] = torch.minimum(upper[b, i], bounded(part, lengths[b, i][:, None], tol)[:, 0])
+        return
+    many = more_starts(part, y[b, i][:, None], lengths[b, i][:, None])[:, :, :COLUMNS]
+    many = many / many.shape[2] ** 0.5
+    many, together, _ = _climb(part, many, CONVEX_STEPS, together=True)
+    upper[b, i] = torch.minimum(upper[b, i], bounded(part, together[:, :, 0], tol)[:, 0])
+    found = _best(*_climb(part, _unit(many), STEPS))
+    better = found[2][:, 0] >= total[b, i]
+    b, i = b[better], i[better]
+    y[b, i], lengths[b, i], total[b, i] = found[0][better, 0], found[1][better, 0], found[2][better, 0]
