@@ -1,10 +1,10 @@
 r"""The blocks :math:`J_{ij}` of an attention Jacobian, from token j to output token i, for many i at once, without forming them.
 
 :math:`J_{ij} = \sum_h E_h^T (P_{ij} W_V^T + A_i[:,j]\,\tilde q_{ij}^T + [i = j]\,B_i)` with the symbols of head h, E_h its slice of the output
-projection or of the identity: Lemma 1 and Lemma 6 (docs/theory/jacobian.md).
+projection or of the identity: Lemmas 1 and 6 (docs/theory/jacobian.md).
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
@@ -64,11 +64,6 @@ class Blocks:
         b, i = chosen.unbind(-1)
         rows = {name: getattr(self, name)[b, i][:, None] for name in ("p", "t", "o", "qt", "own", "token", "size")}
         return replace(self, v=self.v[b], w_v=self.w_v[b], **rows)
-
-    def of_maps(self, maps: slice) -> Self:
-        """Some of the maps."""
-        every = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: t[maps] for name, t in every.items() if isinstance(t, Tensor) and name != "w_o"})
 
     # -- what all products share ---------------------------------------------------------------------------------------------
 
@@ -206,13 +201,12 @@ class Blocks:
         return out, gamma(self.roundings) * self.size[b, i, j] * (1 + 1e-6)
 
     def pair_bounds(self) -> Tensor:
-        """Numbers that no norm of a block exceeds but for rounding, (b, i, n), from the norms of a block's three parts."""
+        """Upper values of the norms of blocks, (b, i, n), from those of a block's three parts: Lemma 91 (docs/theory/token_norms.md)."""
         values = matrix_norm(self.w_v)[:, None, :, None]
         each = self.p * values + torch.linalg.vector_norm(self.a, dim=-1) * torch.linalg.vector_norm(self.qt, dim=-1)
         each = each + torch.where(self._own_place[:, :, None], torch.linalg.matrix_norm(self.own)[..., None], 0.0)
-        if self.w_o is None:
-            return torch.linalg.vector_norm(each, dim=2)
-        return torch.einsum("bihn,h->bin", each, matrix_norm(self.w_o))
+        whole = torch.linalg.vector_norm(each, dim=2) if self.w_o is None else torch.einsum("bihn,h->bin", each, matrix_norm(self.w_o))
+        return (whole + gamma(self.roundings) * self.size) * (1 + 1e-9)
 
 
 def _known(parts: list[list[Tensor | None]], h: int, g: int) -> Tensor:

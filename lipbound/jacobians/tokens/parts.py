@@ -1,6 +1,7 @@
 """What the blocks of a layer's Jacobian are made of: its stored float64 tensors, and how perturbations of a token arrive in queries and keys."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -15,6 +16,10 @@ from lipbound.linalg.matrix_norms import gamma
 SLOPE = 4.0
 """Absolute values in the factors of a token's map have a norm that is larger than that of the map by this factor at most: Lemma 87
 (docs/theory/token_norms.md)."""
+
+
+VANISHED = 1e-100
+"""Norms this small, in the units of a layer of ordinary size, may come of squares that underflow."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,14 +68,18 @@ class Parts:
         w_o = att.w_o if project else None
         width = 0 if w_o is None else 2 * (att.heads * att.d_v + w_o.shape[2])
         heads = 2 * att.heads if together else 2
-        return Parts(
-            *(t.reshape(*shape, *t.shape[2:]) for t in (p, att.weights, att.q, att.centred_k, v, p @ v)),
-            *(t.view(*shape, *t.shape[1:]) for t in (*maps, w[2][op.head])),
-            w_o,
-            *(t.reshape(*shape, -1) for t in sizes),
-            torch.linalg.matrix_norm(w[2])[op.head].view(shape) * (1 + 1e-6),
-            roundings=3 * att.tokens + 2 * att.x.shape[2] + 10 * (att.d + att.d_v) + width + heads + 200,
-        )  # fmt: skip
+        turned = 0 if extra is None or basis is None else int(2 * att.x.shape[2] * basis.shape[-1] ** 0.5)
+        p, t, q, k, v, o = (x.reshape(*shape, *x.shape[2:]) for x in (p, att.weights, att.q, att.centred_k, v, p @ v))
+        to_q, to_k, w_v = (x.view(*shape, *x.shape[1:]) for x in (*maps, w[2][op.head]))
+        q_size, k_size = (x.reshape(*shape, -1) for x in sizes)
+        v_size = torch.linalg.matrix_norm(w[2])[op.head].view(shape) * (1 + 1e-6)
+        roundings = 3 * att.tokens + 2 * att.x.shape[2] + 10 * (att.d + att.d_v) + width + heads + turned + 200
+        return Parts(p, t, q, k, v, o, to_q, to_k, w_v, w_o, q_size, k_size, v_size, roundings)
+
+    def of_maps(self, maps: slice) -> Self:
+        """Some of the maps."""
+        tensors: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("w_o", "roundings")}
+        return replace(self, **{name: t[maps] for name, t in tensors.items()})
 
     @property
     def tokens(self) -> int:
@@ -79,12 +88,21 @@ class Parts:
 
     @property
     def row_bytes(self) -> int:
-        """What one output token of every map takes while its blocks are worked on."""
-        b, h, n, d_v = self.v.shape
+        """What one output token of one map takes while its blocks are worked on."""
+        _, h, n, d_v = self.v.shape
         varied = self.to_k.shape[2] > 1
         pairs = h * h * (n * (d_v + 1) if varied else d_v + 1)
         wide = self.w_v.shape[2] * ((n if varied else 1) + 2 * d_v)
-        return 8 * b * (h * (n * (3 * d_v + 12) + wide) + pairs + 3 * (h * d_v) ** 2)
+        return 8 * (h * (n * (3 * d_v + 12) + wide) + pairs + 3 * (h * d_v) ** 2)
+
+    @property
+    def vanished(self) -> Tensor:
+        """Far more than what underflows can take from a norm, (b,); zero where J is."""
+        q, k, v = (torch.linalg.vector_norm(x, dim=-1).amax(-1) for x in (self.q, self.k, self.v))
+        size = self.v_size + v * (k * self.q_size.amax(-1) + q * self.k_size.amax(-1) + (v > 0))
+        if self.w_o is not None:
+            size = size * torch.linalg.matrix_norm(self.w_o)
+        return torch.where(size > 0, VANISHED * (1 + size), 0.0).sum(-1)
 
     def rows(self, rows: slice) -> Blocks:
         """Blocks of some output tokens of every map."""
@@ -101,11 +119,8 @@ class Parts:
         size = size + torch.where(token[:, None, :, None] == torch.arange(self.tokens, device=p.device), near[..., None], 0.0)
         if self.w_o is not None:
             size = size * torch.linalg.matrix_norm(self.w_o)[:, None, None]
-        first = (x.transpose(1, 2) for x in (p, t))
-        return Blocks(
-            *first, self.v, o.transpose(1, 2), self.w_v, qt.transpose(1, 2), own.transpose(1, 2), token, self.w_o,
-            size.sum(1) * (1 + 1e-6), self.roundings,
-        )  # fmt: skip
+        p, t, o, qt, own = (x.transpose(1, 2) for x in (p, t, o, qt, own))
+        return Blocks(p, t, self.v, o, self.w_v, qt, own, token, self.w_o, size.sum(1) * (1 + 1e-6), self.roundings)
 
     def columns(self, tokens: slice) -> tuple[Tensor, Tensor]:
         r""":math:`\sum_i J_{ij}^T J_{ij}` for some tokens j, (b, j, m, m), and bounds on the 2-norm of its rounding error, (b, j):
@@ -159,7 +174,8 @@ def _spread(w: Tensor) -> Tensor:
 
 
 def _token_maps(to: TokenMap, w: Tensor, extra: Tensor | None, d: int) -> Tensor:
-    """From a token's query or key back to its perturbation, of projections w (batch, m, d) and extra directions (batch, n, m): (batch, n or 1, m, d)."""
+    """From a token's query or key back to its perturbation, (batch, n or 1, m, d), of projections w (batch, m, d) and extra directions
+    (batch, n, m)."""
     if not to.steps:
         return w[:, None]
     found = []

@@ -1,6 +1,6 @@
 """Largest eigenvalues of many matrices, and the largest norms of rows of blocks: found by search, then bounded from above by proof."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -11,10 +11,8 @@ from lipbound.linalg.matrix_norms import at_most, block_norm, matrix_norm, symme
 POWER_STEPS = 12
 LEADERS = 4
 """Rows of each map that are looked at closely before all others are compared with the best of them."""
-FIRST_STEPS, STEPS, ROUNDS = 6, 24, 4
-COLUMNS = 6
-"""Of the matrices of the convex problem."""
-CONVEX_STEPS = 200
+FIRST_STEPS, STEPS = 6, 24
+CONVEX_STEPS, ROUNDS = 60, 4
 FLOOR = 1e-6
 """Weights are no smaller than this times the size of their block, which keeps rounding small."""
 FLAT_BYTES = 2**26
@@ -25,26 +23,31 @@ class Found:
     """The best row of each of b maps, and what no row exceeds, float64.
 
     Attributes:
-        value: what the search found there, to rounding, (b,). token: the row, (b,). vector: unit vector, (b, r). upper: bound on all rows, (b,).
-        steps: of the search, (b,).
+        value: what the search found there, to rounding, (b,). token: the row, (b,). source: the token that moves, where there is one, (b,).
+        vector: unit vector, (b, r). upper: bound on all rows, (b,). steps: of the search, (b,).
     """
 
     value: Tensor
     token: Tensor
+    source: Tensor
     vector: Tensor
     upper: Tensor
     steps: Tensor
 
+    @staticmethod
+    def cat(found: "list[Found]") -> "Found":
+        """Of all the maps of several."""
+        names = [f.name for f in fields(Found)]
+        return Found(**{name: torch.cat([getattr(one, name) for one in found]) for name in names})
+
     def joined(self, other: "Found") -> "Found":
         """Of the rows of both."""
         first = self.value >= other.value
-        return Found(
-            torch.where(first, self.value, other.value),
-            torch.where(first, self.token, other.token),
-            torch.where(first[:, None], self.vector, other.vector),
-            torch.maximum(self.upper, other.upper),
-            self.steps + other.steps,
+        value, token, source = (
+            torch.where(first, a, b) for a, b in ((self.value, other.value), (self.token, other.token), (self.source, other.source))
         )
+        vector = torch.where(first[:, None], self.vector, other.vector)
+        return Found(value, token, source, vector, torch.maximum(self.upper, other.upper), self.steps + other.steps)
 
 
 def largest(g: Tensor, slack: Tensor, tol: float) -> Found:
@@ -72,7 +75,7 @@ def largest(g: Tensor, slack: Tensor, tol: float) -> Found:
                 one, its = _eigen(g[b_, i][None])
                 if float(one[0]) > float(value[b_]):
                     value[b_], token[b_], vector[b_] = one[0], i, its[0]
-    return Found(value.clamp_min(0).sqrt(), token, vector, upper.amax(-1).sqrt(), torch.full_like(token, POWER_STEPS))
+    return Found(value.clamp_min(0).sqrt(), token, token, vector, upper.amax(-1).sqrt(), torch.full_like(token, POWER_STEPS))
 
 
 def _eigen(g: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,10 +87,10 @@ def _eigen(g: Tensor) -> tuple[Tensor, Tensor]:
     return values[..., -1], vectors[..., -1]
 
 
-def largest_pair(blocks: Blocks, tol: float) -> tuple[Found, Tensor]:
-    """The largest norm of a block of every map, and its token j, (b,); vectors are of the output: Lemma 91 (docs/theory/token_norms.md)."""
-    b, count = blocks.rows
-    bounds = blocks.pair_bounds() * (1 + 1e-9) + 1e-290
+def largest_pair(blocks: Blocks, tol: float) -> Found:
+    """The largest norm of a block of every map; vectors are of the output: Lemma 91 (docs/theory/token_norms.md)."""
+    b = blocks.rows[0]
+    bounds = blocks.pair_bounds()
     n = bounds.shape[-1]
     flat = bounds.flatten(1)
     at = torch.arange(b, device=flat.device)[:, None]
@@ -116,41 +119,96 @@ def largest_pair(blocks: Blocks, tol: float) -> tuple[Found, Tensor]:
                         value[m], place[m], vector[m] = found[0].sqrt(), at_, its[0]
         upper = upper.scatter_reduce(0, maps, norms, "amax")
     token = blocks.token[line, place // n]
-    return Found(value, token, vector, upper, torch.zeros_like(token)), place % n
+    return Found(value, token, place % n, vector, upper, torch.zeros_like(token))
 
 
-def steepest(blocks: Blocks, tol: float) -> Found:
-    r"""The largest :math:`\sup_{|y|=1} \sum_j |J_{ij}^T y|` over output tokens i, of every map: Lemma 89 and Lemma 90
-    (docs/theory/token_norms.md)."""
+def steepest(blocks: Blocks, tol: float, known: Tensor | None = None) -> Found:
+    r"""The largest :math:`\sup_{|y|=1} \sum_j |J_{ij}^T y|` over output tokens i, of every map: Lemmas 89 and 90
+    (docs/theory/token_norms.md).
+
+    Rows that one Cholesky decomposition proves to be below the best, or below what is ``known`` (b,) of others, are not looked at again.
+    """
     b, count = blocks.rows
     at = torch.arange(b, device=blocks.p.device)
-    y, lengths, total = _climb(blocks, starts(blocks), FIRST_STEPS)
-    steps = torch.full((b,), FIRST_STEPS, device=y.device)
-    y, lengths, total = _best(y, lengths, total)
-    leaders = total.topk(min(LEADERS, count), -1).indices
+    state = State(*_best(*_climb(blocks, starts(blocks), FIRST_STEPS, tol)), known)
+    leaders = state.total.topk(min(LEADERS, count), -1).indices
     flat = torch.stack([at[:, None].expand_as(leaders), leaders], -1).flatten(0, 1)
-    for k in range(0, len(flat), step := _together(blocks)):
-        part = flat[k : k + step]
-        _improve(blocks.select(part), part, y, lengths, total, STEPS)
-    upper = torch.full_like(total, torch.inf)
-    value = total.amax(-1)
-    w, weight = _weights(blocks, lengths, tol)
+    step = _together(blocks)
+    for k in range(0, len(flat), step):
+        _improve(blocks.select(flat[k : k + step]), flat[k : k + step], state, tol)
+    steps = torch.full((b,), FIRST_STEPS + STEPS, device=at.device)
+    w, weight = _weights(blocks, state.lengths, tol)
     g, slack = blocks.matrix(w)
-    target = (value * (1 + 0.9 * tol))[:, None].expand_as(total)
-    square = torch.where(weight > 0, (target * (1 - 1e-14)) ** 2 / weight.clamp_min(1e-300), torch.inf)
-    below = at_most(g, square - slack) | (weight == 0)
-    upper = torch.where(below, target, torch.inf)
+    target = (state.value * (1 + 0.9 * tol))[:, None].expand_as(weight)
+    square = (target * (1 - 1e-14)) ** 2 / weight.clamp_min(1e-300)
+    state.upper = torch.where(at_most(g, square - slack) | (weight == 0), target, torch.inf)
     del g
-    for number in range(ROUNDS + 1):
-        value = total.amax(-1)
-        open_rows = (upper > value[:, None] * (1 + tol)).nonzero()
-        if not len(open_rows):
+    for close in (_settle, _relax):
+        rows = state.open(tol)
+        for k in range(0, len(rows), step):
+            close(blocks.select(rows[k : k + step]), rows[k : k + step], state, tol)
+        steps[rows[:, 0].unique()] += STEPS
+    best = state.total.argmax(-1)
+    token = blocks.token[at, best]
+    return Found(state.total[at, best], token, token, state.y[at, best, 0], state.upper.amax(-1), steps)
+
+
+class State:
+    """What is known of rows (b, i): vectors y (b, i, 1, r), their lengths (b, i, n), sums of these and upper values, (b, i); ``known`` of others."""
+
+    def __init__(self, y: Tensor, lengths: Tensor, total: Tensor, known: Tensor | None):
+        self.y, self.lengths, self.total, self.known = y, lengths, total, known
+        self.upper = torch.full_like(total, torch.inf)
+
+    @property
+    def value(self) -> Tensor:
+        """The best of each map, (b,)."""
+        best = self.total.amax(-1)
+        return best if self.known is None else torch.maximum(best, self.known)
+
+    def open(self, tol: float) -> Tensor:
+        """Rows (k, 2) that may exceed the best by more than ``tol``."""
+        return (self.upper > self.value[:, None] * (1 + tol)).nonzero()
+
+    def take(self, rows: Tensor, y: Tensor, lengths: Tensor, total: Tensor) -> None:
+        """For rows (k, 2) what is better of y (k, 1, 1, r), lengths (k, 1, n) and sums (k, 1)."""
+        better = total[:, 0] >= self.total[rows[:, 0], rows[:, 1]]
+        b, i = rows[better].unbind(-1)
+        self.y[b, i], self.lengths[b, i], self.total[b, i] = y[better, 0], lengths[better, 0], total[better, 0]
+
+    def bound(self, rows: Tensor, upper: Tensor) -> None:
+        """Upper values (k, 1) of rows."""
+        b, i = rows.unbind(-1)
+        self.upper[b, i] = torch.minimum(self.upper[b, i], upper[:, 0])
+
+    def at(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Vectors (k, 1, 1, r) and lengths (k, 1, 1, n) of rows."""
+        b, i = rows.unbind(-1)
+        return self.y[b, i][:, None], self.lengths[b, i][:, None, None]
+
+
+def _improve(part: Blocks, rows: Tensor, state: State, tol: float) -> None:
+    """Climb from more starts."""
+    state.take(rows, *_best(*_climb(part, more_starts(part, *state.at(rows)), STEPS, tol)))
+
+
+def _settle(part: Blocks, rows: Tensor, state: State, tol: float) -> None:
+    """Climb from more starts, and bound with the weights that belong to the best."""
+    _improve(part, rows, state, tol)
+    state.bound(rows, bounded(part, state.at(rows)[1][:, 0], tol))
+
+
+def _relax(part: Blocks, rows: Tensor, state: State, tol: float) -> None:
+    """Minimise the bound over weights, through its dual: matrices of several columns climb together; their columns are starts once more."""
+    many = more_starts(part, *state.at(rows))
+    many = many / many.shape[2] ** 0.5
+    for _ in range(ROUNDS):
+        many, lengths, total = _climb(part, many, CONVEX_STEPS, tol / 100, together=True)
+        upper = bounded(part, lengths[:, :, 0], tol)
+        state.bound(rows, upper)
+        if bool((upper <= total[..., 0] * (1 + tol / 8)).all()):
             break
-        for k in range(0, len(open_rows), step):
-            _close(blocks, open_rows[k : k + step], y, lengths, total, upper, tol, convex=number > 0)
-        steps.index_add_(0, open_rows[:, 0].unique(), torch.full((len(open_rows[:, 0].unique()),), STEPS, device=y.device))
-    best = total.argmax(-1)
-    return Found(total[at, best], blocks.token[at, best], y[at, best, 0], upper.amax(-1), steps)
+    state.take(rows, *_best(*_climb(part, _unit(many), STEPS, tol)))
 
 
 def _together(blocks: Blocks) -> int:
@@ -162,7 +220,6 @@ def _together(blocks: Blocks) -> int:
 
 def starts(blocks: Blocks) -> Tensor:
     """Unit vectors to climb from, (b, i, 2, r): the direction in which values reach furthest, and that of the largest difference of values."""
-    b, count = blocks.rows
     first = blocks.full.mT @ (blocks.full @ blocks.full.sum(-2, keepdim=True).mT)
     first = first[..., 0].flatten(2)
     weight = torch.linalg.vector_norm(blocks.a, dim=-1)
@@ -181,25 +238,25 @@ def _unit(y: Tensor) -> Tensor:
 
 
 def more_starts(blocks: Blocks, y: Tensor, lengths: Tensor) -> Tensor:
-    """The vector (k, 1, 1, r) that was found, the next eigenvectors at its weights, and fixed directions without preference, (k, 1, s, r)."""
+    """Vectors (k, 1, 1, r) that were found, the first eigenvectors at their weights, and a fixed direction without preference, (k, 1, s, r)."""
     w = torch.where(lengths > 0, 1 / lengths.clamp_min(1e-300), 0.0)
-    g = blocks.matrix(w)[0]
+    g = blocks.matrix(w[:, :, 0])[0]
     try:
         vectors = torch.linalg.eigh(g).eigenvectors.mT.flip(-2)[..., :3, :]
     except RuntimeError:  # LinAlgError
         vectors = y
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(2, y.shape[-1], generator=generator, dtype=torch.float64).to(y.device)
+    drawn = torch.randn(1, y.shape[-1], generator=generator, dtype=torch.float64).to(y.device)
     return torch.cat([y, vectors, _unit(drawn).expand(len(y), 1, -1, -1)], 2)
 
 
-def _climb(blocks: Blocks, y: Tensor, steps: int, *, together: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """So many steps from y: vectors, lengths and sums, which belong together."""
+def _climb(blocks: Blocks, y: Tensor, steps: int, tol: float, *, together: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """So many steps from y, fewer where sums have settled: vectors, lengths and sums, which belong together."""
     following, lengths, total = blocks.ascend(y, together=together)
     for _ in range(steps):
         before, y = total, following
         following, lengths, total = blocks.ascend(y, together=together)
-        if bool((total <= before * (1 + 1e-10)).all()):
+        if bool((total <= before * (1 + tol / 500)).all()):
             break
     return y, lengths, total
 
@@ -209,15 +266,6 @@ def _best(y: Tensor, lengths: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Te
     best = total.argmax(-1)[..., None]
     y = y.gather(2, best[..., None].expand(*best.shape, y.shape[-1]))
     return y, lengths.gather(2, best[..., None].expand(*best.shape, lengths.shape[-1]))[:, :, 0], total.gather(2, best)[..., 0]
-
-
-def _improve(part: Blocks, rows: Tensor, y: Tensor, lengths: Tensor, total: Tensor, steps: int) -> None:
-    """Climb from more starts in some rows (k, 2), and write what is better."""
-    b, i = rows.unbind(-1)
-    found = _best(*_climb(part, more_starts(part, y[b, i][:, None], lengths[b, i][:, None]), steps))
-    better = found[2][:, 0] >= total[b, i]
-    b, i = b[better], i[better]
-    y[b, i], lengths[b, i], total[b, i] = found[0][better, 0], found[1][better, 0], found[2][better, 0]
 
 
 def _weights(blocks: Blocks, lengths: Tensor, tol: float) -> tuple[Tensor, Tensor]:
@@ -233,23 +281,3 @@ def bounded(blocks: Blocks, lengths: Tensor, tol: float) -> Tensor:
     w, weight = _weights(blocks, lengths, tol)
     g, slack = blocks.matrix(w)
     return (weight * (symmetric_norm(g) + slack)).sqrt() * (1 + 1e-14)
-
-
-def _close(
-    blocks: Blocks, rows: Tensor, y: Tensor, lengths: Tensor, total: Tensor, upper: Tensor, tol: float, *, convex: bool
-) -> None:
-    """Bring the ends of some rows (k, 2) together."""
-    b, i = rows.unbind(-1)
-    part = blocks.select(rows)
-    if not convex:
-        _improve(part, rows, y, lengths, total, 2 * STEPS)
-        upper[b, i] = torch.minimum(upper[b, i], bounded(part, lengths[b, i][:, None], tol)[:, 0])
-        return
-    many = more_starts(part, y[b, i][:, None], lengths[b, i][:, None])[:, :, :COLUMNS]
-    many = many / many.shape[2] ** 0.5
-    many, together, _ = _climb(part, many, CONVEX_STEPS, together=True)
-    upper[b, i] = torch.minimum(upper[b, i], bounded(part, together[:, :, 0], tol)[:, 0])
-    found = _best(*_climb(part, _unit(many), STEPS))
-    better = found[2][:, 0] >= total[b, i]
-    b, i = b[better], i[better]
-    y[b, i], lengths[b, i], total[b, i] = found[0][better, 0], found[1][better, 0], found[2][better, 0]

@@ -23,7 +23,7 @@ PERTURBED = {
 }
 OUTPUT = {"worst": "length of the output token that moves most", "all": "Frobenius norm of the change of all output tokens"}
 TOKEN_MAPS = tuple(name for name in MAPS if name not in BLOCKS)
-CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**31}
+CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**31}
 """What the blocks of the rows that are worked on at a time may take."""
 MATRIX_BYTES = {"cpu": 2**28, "cuda": 2**33}
 """What the attention matrices of the heads that are worked on at a time may take."""
@@ -51,7 +51,7 @@ def token_norm(
     "all"     "worst"   :math:`\max_i \|J_{i:}\|`, of rows of blocks
     ========= ========= ================================================================
 
-    Lemma 89, Lemma 90 and Lemma 91 (docs/theory/token_norms.md). Both ends are deterministic and hold for the numbers given, every rounding included;
+    Lemmas 89, 90 and 91 (docs/theory/token_norms.md). Both ends are deterministic and hold for the numbers given, every rounding included;
     nothing is drawn at random.
 
     Args:
@@ -70,8 +70,8 @@ def token_norm(
         of `lipbound.spectral_norm`, dtype that of ``att``.
 
     Raises:
-        LipboundError: unknown names, a tolerance that is no positive number, a map without its output projection, and two pairs: ("all", "all"), which
-            is `lipbound.spectral_norm`, whose upper ends hold with a probability; and ("every", "all"), which is hard to compute in general.
+        LipboundError: unknown names, a tolerance that is no positive number, a map without its output projection, and two pairs: ("all", "all"),
+            which is `lipbound.spectral_norm`, whose upper ends hold with a probability; and ("every", "all"), which is hard to compute in general.
 
     >>> import torch
     >>> g = torch.Generator().manual_seed(0)
@@ -82,8 +82,8 @@ def token_norm(
     """
     check(att, perturbed, output, map, tol)
     vectors, tol = flag("vectors", vectors), float(tol)
-    pieces = [_piece(part, perturbed, output, map, tol, vectors) for part in _pieces(att, map)]
-    return _joined(att, pieces, map)
+    norms = [_piece(part, perturbed, output, map, tol, vectors) for part in pieces(att, map)]
+    return _joined(att, norms, map)
 
 
 def check(att: object, perturbed: str, output: str, map: str, tol: float) -> None:
@@ -104,7 +104,7 @@ def check(att: object, perturbed: str, output: str, map: str, tol: float) -> Non
         )
 
 
-def _pieces(att: Attention, map: str) -> Iterator[Attention]:
+def pieces(att: Attention, map: str) -> Iterator[Attention]:
     """Parts of a layer whose attention matrices fit, sample by sample."""
     together = att.heads
     if map not in WHOLE:
@@ -121,10 +121,12 @@ def parts_of(measured: Measured) -> Parts:
     return Parts.of(measured.attention, heads_of(measured.op), together=whole, project=measured.map == "layer")
 
 
-def chunks(parts: Parts) -> Iterator[slice]:
-    """Of tokens, so many that their blocks fit."""
-    step = max(1, int(CHUNK_BYTES.get(parts.p.device.type, CHUNK_BYTES["cpu"]) // parts.row_bytes))
-    return (slice(i, min(i + step, parts.tokens)) for i in range(0, parts.tokens, step))
+def chunks(parts: Parts) -> Iterator[tuple[slice, list[slice]]]:
+    """Maps whose blocks are worked on together, and tokens among them, so many that they fit."""
+    budget = CHUNK_BYTES.get(parts.p.device.type, CHUNK_BYTES["cpu"]) // parts.row_bytes
+    step, maps = max(1, min(parts.tokens, budget)), max(1, budget // parts.tokens)
+    rows = [slice(i, min(i + step, parts.tokens)) for i in range(0, parts.tokens, step)]
+    return ((slice(b, b + maps), rows) for b in range(0, len(parts.p), maps))
 
 
 @torch.no_grad()
@@ -132,20 +134,28 @@ def _piece(att: Attention, perturbed: str, output: str, map: str, tol: float, ve
     """Norms of a part of a layer."""
     measured = Measured(att.double(), map)
     parts = parts_of(measured)
-    source: Tensor | None = None
-    if (perturbed, output) == ("one", "all"):
-        found = _join([_placed(largest(*parts.columns(rows), tol / 4), rows) for rows in chunks(parts)])
-    elif perturbed == "one":
-        pairs = [largest_pair(parts.rows(rows), tol) for rows in chunks(parts)]
-        found = _join([pair[0] for pair in pairs])
-        values = torch.stack([pair[0].value for pair in pairs])
-        source = torch.stack([pair[1] for pair in pairs]).gather(0, values.argmax(0)[None])[0]
-    elif perturbed == "all":
-        blocks = ((parts.rows(rows), rows) for rows in chunks(parts))
-        found = _join([_placed(largest(*one.matrix(torch.ones_like(one.size)), tol / 4), rows) for one, rows in blocks])
-    else:
-        found = _join([steepest(parts.rows(rows), tol) for rows in chunks(parts)])
-    return shaped(att, _ends(measured, found, perturbed, output, source, tol, vectors), measured)
+    found = [_found(parts.of_maps(maps), rows, perturbed, output, tol) for maps, rows in chunks(parts)]
+    every = Found.cat(found)
+    every = replace(every, upper=every.upper + parts.vanished)
+    return shaped(att, _ends(measured, every, perturbed, output, tol, vectors), measured)
+
+
+def _found(parts: Parts, chunks: list[slice], perturbed: str, output: str, tol: float) -> Found:
+    """What is found in all tokens of some maps, some at a time; what is known of those before spares work on those after."""
+    best: Found | None = None
+    for rows in chunks:
+        if (perturbed, output) == ("one", "all"):
+            one = _placed(largest(*parts.columns(rows), tol / 4), rows)
+        elif perturbed == "one":
+            one = largest_pair(parts.rows(rows), tol)
+        elif perturbed == "all":
+            blocks = parts.rows(rows)
+            one = _placed(largest(*blocks.matrix(torch.ones_like(blocks.size)), tol / 4), rows)
+        else:
+            one = steepest(parts.rows(rows), tol, None if best is None else best.value)
+        best = one if best is None else best.joined(one)
+    assert best is not None
+    return best
 
 
 def _placed(found: Found, rows: slice) -> Found:
@@ -153,16 +163,9 @@ def _placed(found: Found, rows: slice) -> Found:
     return replace(found, token=found.token + rows.start)
 
 
-def _join(found: list[Found]) -> Found:
-    total = found[0]
-    for one in found[1:]:
-        total = total.joined(one)
-    return total
-
-
-def _ends(measured: Measured, found: Found, perturbed: str, output: str, source: Tensor | None, tol: float, vectors: bool) -> Norm:
-    """What one product with J, or J^T, shows of the vectors that were found, and the bounds, with all rounding: Lemma 92
-    (docs/theory/token_norms.md)."""
+def _ends(measured: Measured, found: Found, perturbed: str, output: str, tol: float, vectors: bool) -> Norm:
+    """What one product with J, or J^T, shows of the vectors that were found, and the bounds, with all rounding:
+    Lemma 92 (docs/theory/token_norms.md)."""
     op, batch = measured.op, torch.arange(len(found.token), device=found.token.device)
     error, product = (t.to(found.value.device) for t in (measured.roundoff.tensors, measured.roundoff.products))
     unit = found.vector / torch.linalg.vector_norm(found.vector, dim=-1, keepdim=True).clamp_min(1e-300)
@@ -184,25 +187,24 @@ def _ends(measured: Measured, found: Found, perturbed: str, output: str, source:
             reached = torch.linalg.vector_norm(lengths, dim=-1)
             right = pulled / reached.clamp_min(1e-300)[:, None, None]
         else:
-            assert source is not None
-            reached = lengths[batch, source]
+            reached = lengths[batch, found.source]
             right = torch.zeros_like(pulled)
-            right[batch, source] = pulled[batch, source] / reached.clamp_min(1e-300)[:, None]
+            right[batch, found.source] = pulled[batch, found.source] / reached.clamp_min(1e-300)[:, None]
     sums = 2 * (sum(op.in_shape) + math.prod(op.out_shape) + 16) * UNIT
     lower = torch.nan_to_num(reached * (1 - sums) - root * (product + error) * (1 + 1e-6), nan=0.0, posinf=0.0).clamp_min(0)
-    upper = torch.nan_to_num(found.upper * (1 + 1e-13) + root * error * (1 + 1e-6) + 1e-290, nan=math.inf, posinf=math.inf)
+    upper = torch.nan_to_num(found.upper * (1 + 1e-13) + root * error * (1 + 1e-6), nan=math.inf, posinf=math.inf)
     lower, upper, steps = (t.cpu() for t in (lower, upper, found.steps))
-    wide = torch.where(lower > 0, upper / lower.clamp_min(1e-300) - 1, torch.where(upper <= 1e-280, 0.0, math.inf))
+    wide = torch.where(lower > 0, upper / lower.clamp_min(1e-300) - 1, torch.where(upper == 0, 0.0, math.inf))
     return Norm(lower, upper, steps, wide <= tol, wide, left if vectors else None, right if vectors else None)
 
 
-def _joined(att: Attention, pieces: list[Norm], map: str) -> Norm:
+def _joined(att: Attention, norms: list[Norm], map: str) -> Norm:
     """Norms of the parts of a layer, side by side."""
-    per = 1 if map in WHOLE else len(pieces) // att.samples
+    per = 1 if map in WHOLE else len(norms) // att.samples
 
     def side(pick: Callable[[Norm], Tensor | None]) -> Tensor | None:
-        tensors = [t for piece in pieces if (t := pick(piece)) is not None]
-        if len(tensors) < len(pieces):
+        tensors = [t for piece in norms if (t := pick(piece)) is not None]
+        if len(tensors) < len(norms):
             return None
         return torch.cat([torch.cat(tensors[i : i + per], 1) if map not in WHOLE else tensors[i] for i in range(0, len(tensors), per)])
 
