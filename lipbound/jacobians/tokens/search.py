@@ -65,7 +65,7 @@ def largest(g: Tensor, slack: Tensor, tol: float) -> Found:
     top, vectors = _eigen(g[at[:, None], leaders])
     best = top.argmax(-1)
     value, token, vector = top[at, best], leaders[at, best], vectors[at, best]
-    target = (value * (1 + tol)).clamp_min(1e-300)
+    target = value * (1 + tol)
     upper = torch.where(at_most(g, target[:, None] - slack), target[:, None], torch.inf)
     rows, places = (upper == torch.inf).nonzero(as_tuple=True)
     if len(rows):
