@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from lipbound.errors import LipboundError, shown, whole
 from lipbound.formatting import plain
+from lipbound.reporting.figures.titles import folded
 from lipbound.reporting.styles import Drawing, look, write
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def token_profile(
         FigureCanvasAgg(figure)
         panels = figure.subplots(2, 1, sharex=True)
         for axes, (name, grid) in zip(panels, values.items(), strict=True):
-            axes.set_title(PANELS[name], fontsize=points, parse_math=False)
+            axes.set_title("\n".join(folded(PANELS[name], 0.75 * inches, points)), fontsize=points, parse_math=False)
             if rows == 1:
                 axes.bar(range(count), grid[0], color="0.35", width=0.8)
                 axes.set(ylabel="norm", xlim=(-0.5, count - 0.5))

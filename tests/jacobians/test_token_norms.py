@@ -17,9 +17,12 @@ import lipbound as lb
 from lipbound.attention.layer import Attention
 from lipbound.errors import LipboundError
 from lipbound.jacobians.rounding import tensor_error
+from lipbound.jacobians.spectral_norm import Measured
 from lipbound.jacobians.tokens import token_norm as module
 from lipbound.jacobians.tokens.profile import token_profile
-from lipbound.jacobians.tokens.token_norm import token_norm
+from lipbound.jacobians.tokens.search import weights_of
+from lipbound.jacobians.tokens.token_norm import parts_of, token_norm
+from lipbound.jacobians.tokens.wedges import wedged
 
 PAIRS = [("every", "worst"), ("one", "all"), ("one", "worst"), ("all", "worst")]
 MAPS = ("head", "head_out", "heads", "layer")
@@ -74,6 +77,43 @@ def test_variants_masks_and_maps(has: tuple[str, ...], map: str) -> None:
 @pytest.mark.parametrize(("n", "d", "d_v"), [(1, 3, 2), (2, 1, 1), (7, 2, 6), (6, 6, 9)])
 def test_shapes(n: int, d: int, d_v: int, map: str) -> None:
     check(layer(n, frozenset(), n=n, d=d, d_v=d_v), map)
+
+
+def random_head(seed: int, head: int) -> Attention:
+    """One of sixteen heads of seven tokens and four values."""
+    g = torch.Generator().manual_seed(seed)
+    shapes = [(1, 7, 6), (16, 6, 2), (16, 6, 2), (16, 6, 4)]
+    return Attention(*(torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes)).select(heads=slice(head, head + 1))
+
+
+@pytest.mark.parametrize(("seed", "head"), [(8, 3), (20, 11)])
+def test_wedges_close_what_weights_leave_open(seed: int, head: int) -> None:
+    """Heads on which a matrix does better than every vector by 3 and 5 %."""
+    att = random_head(seed, head)
+    blocks = token_oracle.blocks(att, 0, "head")[0]
+    norm, below, above = token_norm(att), token_oracle.every_from_below(blocks, 200), token_oracle.every_from_above(blocks)
+    assert above > below * 1.02
+    assert bool(norm.converged.all())
+    assert below * (1 - 1e-9) <= float(norm.upper) <= below * (1 + 1.1e-3)
+    assert float(norm.lower) <= below * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_wedges_hold_whatever_they_start_from(seed: int) -> None:
+    """Columns that have not climbed, far targets, a row that is not the largest: the bound is loose then, and never below."""
+    att = random_head(seed, seed)
+    parts = parts_of(Measured(att, "head"))
+    blocks = token_oracle.blocks(att, 0, "head")[0]
+    unit = 2.0 ** Measured(att, "head").exponents.double()
+    g = torch.Generator().manual_seed(seed)
+    for i in (0, 3):
+        y = torch.randn(1, 1, 3, 4, generator=g, dtype=torch.float64)
+        below = token_oracle.every_from_below(blocks[i : i + 1], 100) / float(unit)
+        row = parts.rows(slice(i, i + 1))
+        for target in (0.0, below, 2 * below):
+            upper, starts = wedged(row, y / y.norm(), target, lambda b, lengths: weights_of(b, lengths, 1e-3))
+            assert below * (1 - 1e-12) <= upper <= 2 * below
+            assert torch.allclose(torch.linalg.vector_norm(starts, dim=-1), torch.ones(1).double())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])

@@ -138,14 +138,18 @@ class Blocks:
         Returns:
             The step; lengths before it, (b, i, s or 1, n); and their sums, (b, i, s or 1).
         """
+        z, lengths, total = self.slope(y, together=together)
+        norm = torch.linalg.vector_norm(z, dim=(2, 3) if together else 3, keepdim=True)
+        return torch.where(norm > 0, z / norm.clamp_min(1e-300), y), lengths, total
+
+    def slope(self, y: Tensor, *, together: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """What `ascend` returns, before its step is normalised: the derivative of the sums."""
         heads = self.enter(y)
         lengths, alpha, cross = self.pulled(heads)
         if together:
             lengths = lengths.square().sum(2, keepdim=True).sqrt()
         w = torch.where(lengths > 0, 1 / lengths.clamp_min(1e-300), 0.0)
-        z = self._weighted(heads, w, alpha, cross)
-        norm = torch.linalg.vector_norm(z, dim=(2, 3) if together else 3, keepdim=True)
-        return torch.where(norm > 0, z / norm.clamp_min(1e-300), y), lengths, lengths.sum(-1)
+        return self._weighted(heads, w, alpha, cross), lengths, lengths.sum(-1)
 
     def _weighted(self, y: Tensor, w: Tensor, alpha: Tensor, cross: Tensor) -> Tensor:
         r""":math:`\sum_j w_j J_{ij} J_{ij}^T y`, (b, i, s, r), of cotangents y (b, i, s, h, d_v) and what `pulled` made of them."""
@@ -201,7 +205,7 @@ class Blocks:
         return out, gamma(self.roundings) * self.size[b, i, j] * (1 + 1e-6)
 
     def pair_bounds(self) -> Tensor:
-        """Upper values of the norms of blocks, (b, i, n), from those of a block's three parts: Lemma 91 (docs/theory/token_norms.md)."""
+        """Upper values of the norms of blocks, (b, i, n), from those of a block's three parts: Lemma 92 (docs/theory/token_norms.md)."""
         values = matrix_norm(self.w_v)[:, None, :, None]
         each = self.p * values + torch.linalg.vector_norm(self.a, dim=-1) * torch.linalg.vector_norm(self.qt, dim=-1)
         each = each + torch.where(self._own_place[:, :, None], torch.linalg.matrix_norm(self.own)[..., None], 0.0)

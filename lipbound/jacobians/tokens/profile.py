@@ -44,7 +44,7 @@ class TokenProfile:
 def token_profile(att: Attention, *, map: str = "head") -> TokenProfile:
     r"""Exact norms of each token's column of blocks of the Jacobian, and of each output token's row of blocks.
 
-    The largest of the first is `token_norm` with ("one", "all"), that of the second with ("all", "worst"): Lemma 91
+    The largest of the first is `token_norm` with ("one", "all"), that of the second with ("all", "worst"): Lemma 92
     (docs/theory/token_norms.md). Deterministic, rounding included; padding has zeros. Every token takes an eigenvalue problem of order 2 d + d_v
     (or D, for a whole layer) and one of order d_v.
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lipbound.jacobians.tokens.blocks import Blocks
+from lipbound.jacobians.tokens.wedges import wedged
 from lipbound.linalg.matrix_norms import at_most, block_norm, matrix_norm, symmetric_norm
 
 POWER_STEPS = 12
@@ -13,6 +14,8 @@ LEADERS = 4
 """Rows of each map that are looked at closely before all others are compared with the best of them."""
 FIRST_STEPS, STEPS = 6, 24
 CONVEX_STEPS, ROUNDS = 60, 4
+MOST_CUT = 8
+"""Rows of one map that are bounded wedge by wedge; where more are open, they stay as they are."""
 FLOOR = 1e-6
 """Weights are no smaller than this times the size of their block, which keeps rounding small."""
 FLAT_BYTES = 2**26
@@ -88,7 +91,7 @@ def _eigen(g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def largest_pair(blocks: Blocks, tol: float) -> Found:
-    """The largest norm of a block of every map; vectors are of the output: Lemma 91 (docs/theory/token_norms.md)."""
+    """The largest norm of a block of every map; vectors are of the output: Lemma 92 (docs/theory/token_norms.md)."""
     b = blocks.rows[0]
     bounds = blocks.pair_bounds()
     n = bounds.shape[-1]
@@ -137,13 +140,13 @@ def steepest(blocks: Blocks, tol: float, known: Tensor | None = None) -> Found:
     for k in range(0, len(flat), step):
         _improve(blocks.select(flat[k : k + step]), flat[k : k + step], state, tol)
     steps = torch.full((b,), FIRST_STEPS + STEPS, device=at.device)
-    w, weight = _weights(blocks, state.lengths, tol)
+    w, weight = weights_of(blocks, state.lengths, tol)
     g, slack = blocks.matrix(w)
     target = (state.value * (1 + 0.9 * tol))[:, None].expand_as(weight)
     square = (target * (1 - 1e-14)) ** 2 / weight.clamp_min(1e-300)
     state.upper = torch.where(at_most(g, square - slack) | (weight == 0), target, torch.inf)
     del g
-    for close in (_settle, _relax):
+    for close in (_settle, _relax, _cut):
         rows = state.open(tol)
         for k in range(0, len(rows), step):
             close(blocks.select(rows[k : k + step]), rows[k : k + step], state, tol)
@@ -159,6 +162,7 @@ class State:
     def __init__(self, y: Tensor, lengths: Tensor, total: Tensor, known: Tensor | None):
         self.y, self.lengths, self.total, self.known = y, lengths, total, known
         self.upper = torch.full_like(total, torch.inf)
+        self.columns: dict[tuple[int, int], Tensor] = {}
 
     @property
     def value(self) -> Tensor:
@@ -209,6 +213,20 @@ def _relax(part: Blocks, rows: Tensor, state: State, tol: float) -> None:
         if bool((upper <= total[..., 0] * (1 + tol / 8)).all()):
             break
     state.take(rows, *_best(*_climb(part, _unit(many), STEPS, tol)))
+    state.columns |= {(int(b), int(i)): one[None] for (b, i), one in zip(rows.tolist(), many, strict=True)}
+
+
+def _cut(part: Blocks, rows: Tensor, state: State, tol: float) -> None:
+    """Where a matrix does better than every vector, bound the sphere wedge by wedge; where matrices end there, vectors start."""
+    count = state.open(tol)[:, 0].bincount(minlength=len(state.total))
+    for k, (b, i) in enumerate(rows.tolist()):
+        if int(count[b]) > MOST_CUT:
+            continue
+        row, at = part.select(torch.tensor([[k, 0]], device=rows.device)), rows[k : k + 1]
+        target = float(state.value[b]) * (1 + 0.9 * tol)
+        upper, ends = wedged(row, state.columns[b, i], target, lambda blocks, lengths: weights_of(blocks, lengths, tol))
+        state.bound(at, torch.full_like(state.total[:1, :1], upper))
+        state.take(at, *_best(*_climb(row, ends, STEPS, tol)))
 
 
 def _together(blocks: Blocks) -> int:
@@ -268,7 +286,7 @@ def _best(y: Tensor, lengths: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Te
     return y, lengths.gather(2, best[..., None].expand(*best.shape, lengths.shape[-1]))[:, :, 0], total.gather(2, best)[..., 0]
 
 
-def _weights(blocks: Blocks, lengths: Tensor, tol: float) -> tuple[Tensor, Tensor]:
+def weights_of(blocks: Blocks, lengths: Tensor, tol: float) -> tuple[Tensor, Tensor]:
     """Weights 1 / d (b, i, n) and the sums of d, (b, i): Lemma 90 (docs/theory/token_norms.md)."""
     d = torch.maximum(lengths, min(FLOOR, tol / 100) * blocks.size)
     w = torch.where(d > 1e-290, 1 / d.clamp_min(1e-290), 0.0)
@@ -278,6 +296,6 @@ def _weights(blocks: Blocks, lengths: Tensor, tol: float) -> tuple[Tensor, Tenso
 
 def bounded(blocks: Blocks, lengths: Tensor, tol: float) -> Tensor:
     """Upper values of what rows can reach, from weights, (b, i): Lemma 90 (docs/theory/token_norms.md)."""
-    w, weight = _weights(blocks, lengths, tol)
+    w, weight = weights_of(blocks, lengths, tol)
     g, slack = blocks.matrix(w)
     return (weight * (symmetric_norm(g) + slack)).sqrt() * (1 + 1e-14)

@@ -51,7 +51,7 @@ def token_norm(
     "all"     "worst"   :math:`\max_i \|J_{i:}\|`, of rows of blocks
     ========= ========= ================================================================
 
-    Lemmas 89, 90 and 91 (docs/theory/token_norms.md). Both ends are deterministic and hold for the numbers given, every rounding included;
+    Lemmas 89, 90, 91 and 92 (docs/theory/token_norms.md). Both ends are deterministic and hold for the numbers given, every rounding included;
     nothing is drawn at random.
 
     Args:
@@ -59,8 +59,8 @@ def token_norm(
         perturbed: "every" (token up to length one), "one" (a single token, or in sum of lengths) or "all" (by the Frobenius norm).
         output: "worst" (the output token that moves most) or "all" (Frobenius norm).
         map: "head", "head_out", "heads" or "layer", as of `lipbound.spectral_norm`.
-        tol: relative width of the enclosure at which the search stops. "every" to "worst" is closed by convex minimisation, which may leave a gap
-            where several output directions tie; the others close to rounding.
+        tol: relative width of the enclosure at which the search stops. "every" to "worst" is closed by convex minimisation and by cutting the sphere
+            of output directions, which may leave a gap where many of them tie; the others close to rounding.
         vectors: also return which output token is hit, and by which perturbation.
 
     Returns:
@@ -165,7 +165,7 @@ def _placed(found: Found, rows: slice) -> Found:
 
 def _ends(measured: Measured, found: Found, perturbed: str, output: str, tol: float, vectors: bool) -> Norm:
     """What one product with J, or J^T, shows of the vectors that were found, and the bounds, with all rounding:
-    Lemma 92 (docs/theory/token_norms.md)."""
+    Lemma 93 (docs/theory/token_norms.md)."""
     op, batch = measured.op, torch.arange(len(found.token), device=found.token.device)
     error, product = (t.to(found.value.device) for t in (measured.roundoff.tensors, measured.roundoff.products))
     unit = found.vector / torch.linalg.vector_norm(found.vector, dim=-1, keepdim=True).clamp_min(1e-300)
