@@ -11,9 +11,9 @@ from lipbound.linalg.matrix_norms import UNIT, eigenvalues, symmetric_norm
 
 Weights = Callable[[Blocks, Tensor], tuple[Tensor, Tensor]]
 """From blocks (k maps of one row) and lengths (k, 1, n) to weights and the sums of their inverses."""
-FIRST, PARTS, LEVELS, MOST = 6, 3, 4, 24
+FIRST, PARTS, LEVELS, MOST = 6, 3, 6, 24
 """Wedges at first, parts that one is cut into, how often, and how many at a time."""
-MULTIPLIERS, STEPS, TRIED = 10, 20, 17
+MULTIPLIERS, STEPS, TRIED = 8, 8, 17
 
 
 def wedged(row: Blocks, y: Tensor, target: float, weights: Weights) -> tuple[float, Tensor]:
