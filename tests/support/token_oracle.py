@@ -59,7 +59,7 @@ def every_from_above(j: Tensor) -> float:
         products, traces = products[keep], traces[keep]
 
         def value(z: np.ndarray, products: np.ndarray = products) -> tuple[float, np.ndarray]:
-            d = np.exp(z - z.max())
+            d = np.exp(np.maximum(z - z.max(), -60))
             d = d / d.sum()
             values, vectors = np.linalg.eigh(np.einsum("j,jab->ab", 1 / d, products))
             slope = -np.einsum("a,jab,b->j", vectors[:, -1], products, vectors[:, -1]) / d**2
