@@ -12,6 +12,8 @@ from lipbound.linalg.matrix_norms import at_most, block_norm, matrix_norm, symme
 POWER_STEPS = 12
 LEADERS = 4
 """Rows of each map that are looked at closely before all others are compared with the best of them."""
+NEAR = 0.95
+"""Share of the best known of other rows below which a row does not lead, after the first steps."""
 FIRST_STEPS, STEPS = 6, 24
 CONVEX_STEPS, ROUNDS = 60, 4
 MOST_CUT = 8
@@ -134,8 +136,9 @@ def steepest(blocks: Blocks, tol: float, known: Tensor | None = None) -> Found:
     b, count = blocks.rows
     at = torch.arange(b, device=blocks.p.device)
     state = State(*_best(*_climb(blocks, starts(blocks), FIRST_STEPS, tol)), known)
-    leaders = state.total.topk(min(LEADERS, count), -1).indices
-    flat = torch.stack([at[:, None].expand_as(leaders), leaders], -1).flatten(0, 1)
+    totals, leaders = state.total.topk(min(LEADERS, count), -1)
+    flat = torch.stack([at[:, None].expand_as(leaders), leaders], -1)
+    flat = flat.flatten(0, 1) if known is None else flat[totals >= known[:, None] * NEAR]
     step = _together(blocks)
     for k in range(0, len(flat), step):
         _improve(blocks.select(flat[k : k + step]), flat[k : k + step], state, tol)

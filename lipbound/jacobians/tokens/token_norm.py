@@ -58,7 +58,8 @@ def token_norm(
         att: the layer, samples x heads.
         perturbed: "every" (token up to length one), "one" (a single token, or in sum of lengths) or "all" (by the Frobenius norm).
         output: "worst" (the output token that moves most) or "all" (Frobenius norm).
-        map: "head", "head_out", "heads" or "layer", as of `lipbound.spectral_norm`.
+        map: "head", "head_out", "heads" or "layer", as of `lipbound.spectral_norm`. Matrices of whole layers are as wide as all heads together: for
+            wide ones "every" and "one" to "all" take many times as long as all heads one by one.
         tol: relative width of the enclosure at which the search stops. "every" to "worst" is closed by convex minimisation and by cutting the sphere
             of output directions, which may leave a gap where many of them tie; the others close to rounding.
         vectors: also return which output token is hit, and by which perturbation.
