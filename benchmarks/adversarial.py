@@ -117,6 +117,8 @@ def main() -> None:
             found = list(verdicts(options, dtype, family))
             everything += found
             results[family] = {method: row(part) for method, part in grouped(found).items()}
+            misses = sum(r["misses"] for r in results[family].values())
+            print(f"{time.perf_counter() - start:6.0f} s  {dtype} {family}: {len(found)} verdicts, {misses} misses", file=sys.stderr, flush=True)
         total = {method: row(part) for method, part in grouped(everything).items()}
         print(f"\n{dtype}, map {options.map}, tol {options.tol:g}, delta {options.delta:g}: {time.perf_counter() - start:.0f} s")
         show(results, total)

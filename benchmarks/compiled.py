@@ -31,7 +31,7 @@ def main() -> None:
     for name, (make, _) in SHAPES.items():
         op = HeadJacobian(make()[0])
         y = torch.randn(op.batch, *op.out_shape)
-        parts = (op.p, op.q, op.k, op.v, op.o, op.weights_gram.split(op.sizes, 1))
+        parts = (op.p, op.q, op.k, op.v, op.o, (op.w.mT @ op.w)[op.head].split(op.sizes[:3], 1))
         ways = {"ours": partial(op.gram, y), "eager": partial(gram, y, *parts), "compiled": partial(compiled, y, *parts)}
         with torch.no_grad():
             torch.testing.assert_close(compiled(y, *parts), op.gram(y), rtol=1e-3, atol=1e-4 * float(op.gram(y).abs().max()))

@@ -3,14 +3,13 @@
 import hashlib
 import os
 import shlex
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.clumsy import mess
+from support.commands import call
 
-from lipbound import cli
 from lipbound.models import checkpoint, checkpoints
 from lipbound.runs import plan, store
 
@@ -312,16 +311,10 @@ def offline(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
 LOADED: dict[object, object] = {}
 
 
-def call(line: str, places: dict[str, Path], tmp: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str, list[str]]:
-    """Exit status, standard output, and the lines of standard error that are no notes."""
+def run(line: str, places: dict[str, Path], tmp: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str, list[str]]:
+    """Exit status, standard output, and the lines of standard error, of a command in a folder."""
     monkeypatch.chdir(tmp)
-    monkeypatch.setattr(sys, "argv", ["lipbound", *shlex.split(line.format(tmp=tmp, **places))])
-    status = 0
-    try:
-        cli.main()
-    except SystemExit as end:
-        status = int(end.code or 0)
-    out, err = capsys.readouterr()
+    status, out, err = call(capsys, monkeypatch, *shlex.split(line.format(tmp=tmp, **places)))
     return status, out, err.splitlines()
 
 
@@ -333,7 +326,7 @@ def test_there_are_enough() -> None:
 def test_one_sentence_and_status_two(
     line: str, places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    status, _, err = call(line, places, tmp_path, capsys, monkeypatch)
+    status, _, err = run(line, places, tmp_path, capsys, monkeypatch)
     said = [one for one in err if not one.startswith("note: ")]
     assert (status, len(said)) == (2, 1), err
     assert said[0].startswith("error: ")
@@ -353,12 +346,12 @@ def test_what_is_done_otherwise_is_told(
     line: str, places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On standard error and in the run, and with --quiet in the run alone."""
-    status, _, err = call(f"{line} --out {{tmp}}/run.zarr", places, tmp_path, capsys, monkeypatch)
+    status, _, err = run(f"{line} --out {{tmp}}/run.zarr", places, tmp_path, capsys, monkeypatch)
     assert (status, err) == (0, [err[0]]), err
     assert err[0].startswith(TOLD[line])
     (note,) = store.load(tmp_path / "run.zarr").attrs["notes"]
     assert err[0] == f"note: {note}"
-    assert call(f"{line} --quiet", places, tmp_path, capsys, monkeypatch)[2] == []
+    assert run(f"{line} --quiet", places, tmp_path, capsys, monkeypatch)[2] == []
 
 
 DONE = {
@@ -374,7 +367,7 @@ DONE = {
 def test_what_is_nearly_right_is_done(
     line: str, places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    status, out, err = call(line, places, tmp_path, capsys, monkeypatch)
+    status, out, err = run(line, places, tmp_path, capsys, monkeypatch)
     assert (status, err) == (0, [])
     assert DONE[line] in out
     assert "LIPBOUND_VERBOSE" not in os.environ
@@ -385,7 +378,7 @@ def test_other_libraries_are_silent_unless_asked(
 ) -> None:
     ragged = "compare {bert} --max-length 12 --data {mess}/numbers.csv"
     digest = hashlib.sha256((places["mess"] / "numbers.csv").read_bytes())
-    assert len(call(ragged, places, tmp_path, capsys, monkeypatch)[2]) == 1
+    assert len(run(ragged, places, tmp_path, capsys, monkeypatch)[2]) == 1
     (places["mess"] / "loud.csv").write_text(f"a,b\n{digest.hexdigest()},2\n")  # not in the cache of datasets
-    loud = call("compare {bert} --max-length 12 --data {mess}/loud.csv --verbose", places, tmp_path, capsys, monkeypatch)[2]
+    loud = run("compare {bert} --max-length 12 --data {mess}/loud.csv --verbose", places, tmp_path, capsys, monkeypatch)[2]
     assert any("examples" in line for line in loud)

@@ -1,9 +1,9 @@
 import dataclasses
 import inspect
-import sys
 from pathlib import Path
 
 import pytest
+from support.commands import call
 from support.models import REFUSED, build, save_vit
 
 import lipbound as lb
@@ -12,18 +12,6 @@ from lipbound import cli
 from lipbound.cli import measuring
 from lipbound.errors import StoreError
 from lipbound.runs.config import RunConfig
-
-
-def call(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> tuple[int, str, str]:
-    """Exit status, standard output and standard error of the command line, in this process."""
-    monkeypatch.setattr(sys, "argv", ["lipbound", *map(str, arguments)])
-    status = 0
-    try:
-        cli.main()
-    except SystemExit as end:
-        status = int(end.code or 0)
-    out, err = capsys.readouterr()
-    return status, out, err
 
 
 def test_compare_heatmap_table_cite(bert: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def facts(ds: xr.Dataset, path: Path) -> dict[str, Any]:
         "left out": list(a.get("not_applicable", {})),
         "method": a["method"],
         "tol": float(a["tol"]),
-        "delta": float(a["delta"]) if a["delta"] else 0.0,
+        "delta": float(a["delta"]) if a["delta"] else None,
         "dtype": a["dtype"],
         "device": a["device"],
         "seed": a["seed"],
@@ -98,4 +98,6 @@ def _words(value: Any) -> str:
         return ", ".join(f"{key} {item}" for key, item in value.items()) or "none"
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
+    if value is None:
+        return "none"
     return number(value, 4) if isinstance(value, float) and (value == 0 or value >= 1e-2) else str(value)

@@ -40,10 +40,17 @@ def watch() -> None:
     """Let the process end soon after SIGINT even where Python does not get its turn. For the main thread of a process of its own."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return
+    sys.unraisablehook = _told_otherwise
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     threading.Thread(target=_wait, args=(reader,), daemon=True).start()
+
+
+def _told_otherwise(found: "sys.UnraisableHookArgs") -> None:
+    """An interruption that falls into a callback or a finaliser, where Python can only print it: the process ends by its other thread."""
+    if not issubclass(found.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(found)
 
 
 def _wait(reader: int) -> None:

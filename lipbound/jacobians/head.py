@@ -10,19 +10,12 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.token_maps import TokenMap
+from lipbound.jacobians.matrices import InParts, narrow
 from lipbound.linalg.operators import JacobianOperator, PerEntry, TensorOperator
-
-GRAM_BYTES = {"cpu": 2**22, "cuda": 2**30}
-"""Bytes of the attention matrices that one product works on at a time: what a cache holds, and what keeps a GPU busy."""
 
 
 def _flat(t: Tensor) -> Tensor:
     return t.reshape(-1, *t.shape[2:])
-
-
-def narrow(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b for b with few columns: libraries take up to twice as long over it as over its transpose."""
-    return (b.mT @ a.mT).mT
 
 
 class RowSpace:
@@ -35,8 +28,8 @@ class RowSpace:
     def _both(self) -> tuple[Tensor, Tensor]:
         w = self._w.double()
         spans = [t.double().expand(len(w), -1, -1) for t in self._spans]
-        u = torch.linalg.qr(torch.cat([w, *spans], -1)).Q
-        return u.to(self._dtype), (u.mT @ w).to(self._dtype)
+        u, r = torch.linalg.qr(torch.cat([w, *spans], -1))
+        return u.to(self._dtype), r[..., : w.shape[2]].to(self._dtype)
 
     @property
     def basis(self) -> Tensor:
@@ -45,7 +38,7 @@ class RowSpace:
 
     @property
     def coordinates(self) -> Tensor:
-        """u^T w, (heads, m', m)."""
+        """u^T w, (heads, m', m), zero below the diagonal."""
         return self._both[1]
 
     @cached_property
@@ -102,8 +95,6 @@ class HeadOperator(TensorOperator):
     k: PerEntry[Tensor]
     v: PerEntry[Tensor]
     o: PerEntry[Tensor]
-    weights_gram: PerEntry[Tensor]
-    """w^T w, (batch, m, m)."""
     cross: PerEntry[Tensor | None]
     """Of w with the extra directions, (batch, N, m, 1 or 2)."""
     own: PerEntry[Tensor | None]
@@ -129,7 +120,6 @@ class HeadOperator(TensorOperator):
         self.q = _flat(att.q)
         self.k = _flat(att.centred_k.to(att.dtype))
         self.v = _flat(att.centred_v.to(att.dtype))
-        self.weights_gram = (self.w.mT @ self.w)[self.head]
         directions = [to.direction for to in (self.to_q, self.to_k) if to.direction is not None]
         self.extra = att.scale * torch.stack(directions, -1) if directions else None
         self.cross = None if self.extra is None else _flat(torch.einsum("hdm,snde->shnme", self.w, self.extra))
@@ -140,8 +130,8 @@ class HeadOperator(TensorOperator):
         """The cotangents of q, k, v as they enter scores and output, under y."""
 
     @abstractmethod
-    def push(self, z: Tensor) -> Tensor:
-        """The output perturbation under perturbations z of the projections (scores already scaled), (batch, N, d_v)."""
+    def push(self, z: Tensor | list[Tensor]) -> Tensor:
+        """The output perturbation under perturbations z of all coordinates (scores already scaled), side by side or part by part: (batch, N, d_v)."""
 
     @abstractmethod
     def average(self, x: Tensor) -> Tensor:
@@ -155,16 +145,25 @@ class HeadOperator(TensorOperator):
     def largest(self) -> Tensor:
         """The largest entry of every row of P, (batch, N); less where it is not known."""
 
-    def _weighted(self, x: Tensor, u: Tensor | None) -> Tensor:
-        """Coordinates of perturbations x (batch, N, m') in the basis u, or (batch, N, D) without one: (batch, N, m), and those that are extra."""
-        z = x @ (self.w[self.head] if u is None else self._coordinates)
-        return z if self.extra is None else torch.cat([z, torch.einsum("bnr,bnre->bne", x, self._directions(u))], -1)
+    def _perturbed(self, dx: Tensor) -> list[Tensor]:
+        """The perturbations of all coordinates under dx (batch, N, D), part by part."""
+        z = dx @ self.w[self.head]
+        if self.extra is not None:
+            z = torch.cat([z, torch.einsum("bnr,bnre->bne", dx, self._directions(None))], -1)
+        return list(z.split(self.sizes, -1))
 
     @cached_property
-    def _coordinates(self) -> Tensor:
-        """Of the projections of every entry, (batch, m', m), or (m', m) where there is one head: gathered once, not in every product."""
-        r = self.rows.coordinates
-        return r[0] if len(r) == 1 else r[self.head]
+    def _triangle(self) -> list[Tensor]:
+        """Coordinates of queries, keys and values, (batch or 1, rows, size) each, the first two without the rows that are zero: gathered once."""
+        r, d = self.rows.coordinates, self.sizes[0]
+        parts = [r[:, :d, :d], r[:, : 2 * d, d : 2 * d], r[..., 2 * d :]]
+        return [(part if len(r) == 1 else part[self.head]).contiguous() for part in parts]
+
+    @cached_property
+    def _square(self) -> Tensor:
+        """w^T w, (batch, m, m)."""
+        square = self.w.mT @ self.w
+        return square.expand(self.batch, -1, -1) if len(square) == 1 else square[self.head]
 
     def _directions(self, u: Tensor | None) -> Tensor:
         """What the extra coordinates are taken along, (batch, N, m' or D, 1 or 2)."""
@@ -178,9 +177,9 @@ class HeadOperator(TensorOperator):
         (q, extra_q), (k, extra_k) = self.to_q.pull(q), self.to_k.pull(k)
         return [q, k, v, *(t for t in (extra_q, extra_k) if t is not None)]
 
-    def _arriving(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Perturbations of all coordinates, side by side, as those of q, k and v as they enter scores and output."""
-        q, k, v, extra_q, extra_k = z.split(self.sizes, -1)
+    def _arriving(self, z: Tensor | list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Perturbations of all coordinates, as `push` takes them, as those of q, k and v as they enter scores and output."""
+        q, k, v, extra_q, extra_k = z.split(self.sizes, -1) if isinstance(z, Tensor) else z
         q, k = (to.push(t, extra if to.extra else None) for to, t, extra in ((self.to_q, q, extra_q), (self.to_k, k, extra_k)))
         return q, k, v
 
@@ -209,30 +208,37 @@ class HeadOperator(TensorOperator):
         return self.sample[:: len(self.w)]
 
     def jvp(self, x: Tensor) -> Tensor:
-        return self.push(self._weighted(x, self.rows.basis))
+        z = [torch.matmul(x[..., : part.shape[-2]], part) for part in self._triangle]
+        if self.extra is None:
+            return self.push([*z, x[..., :0], x[..., :0]])
+        extra = torch.einsum("bnr,bnre->bne", x, self._directions(self.rows.basis))
+        return self.push([*z, *extra.split(self.sizes[3:], -1)])
 
     def vjp(self, y: Tensor) -> Tensor:
-        z = self.pull(y)
-        x = z[..., : self.w.shape[2]] @ self._coordinates.mT
+        q, k, v, *extra = self._pulled(y)
+        to_q, to_k, to_v = (part.mT.expand(len(y), -1, -1) for part in self._triangle)
+        x = torch.bmm(v, to_v)  # of all rows; the others add to the first of them
+        for part, to in ((k, to_k), (q, to_q)):
+            x[..., : to.shape[-1]].baddbmm_(part, to)
         if self.extra is None:
             return x
-        return x + torch.einsum("bne,bnre->bnr", z[..., self.w.shape[2] :], self._directions(self.rows.basis))
+        return x + torch.einsum("bne,bnre->bnr", torch.cat(extra, -1), self._directions(self.rows.basis))
 
     def along(self, dx: Tensor) -> Tensor:
         """J dX in the coordinates of X, (batch, N, D) -> (batch, N, d_v); unlike the other products differentiable in what the layer is made of."""
-        return self.push(self._weighted(dx, None))
+        return self.push(self._perturbed(dx))
 
     def paths(self, dx: Tensor) -> dict[str, Tensor]:
         """J dX, (batch, N, D) -> (batch, N, d_v), in three parts: what passes through values, keys and queries; as `along`."""
-        parts = self._weighted(dx, None).split(self.sizes, -1)
+        parts = self._perturbed(dx)
         ways = {"values": (2,), "keys": (1, 4), "queries": (0, 3)}
-        return {name: self.push(torch.cat([t if i in way else torch.zeros_like(t) for i, t in enumerate(parts)], -1)) for name, way in ways.items()}
+        return {name: self.push([t if i in way else torch.zeros_like(t) for i, t in enumerate(parts)]) for name, way in ways.items()}
 
     def gram(self, y: Tensor) -> Tensor:
         if self.dtype == torch.float64:  # two products with the triangular factor round less than one with its square
             return self.jvp(self.vjp(y))
         pulled = self._pulled(y)
-        first, *others = zip(pulled[:3], self.weights_gram.split(self.sizes[:3], 1), strict=True)
+        first, *others = zip(pulled[:3], self._square.split(self.sizes[:3], 1), strict=True)
         z = torch.bmm(*first)
         for part, w in others:
             z.baddbmm_(part, w)
@@ -248,7 +254,7 @@ class HeadOperator(TensorOperator):
 
 
 @dataclass(init=False, eq=False, repr=False)
-class HeadJacobian(HeadOperator):
+class HeadJacobian(InParts, HeadOperator):
     """`HeadOperator` with all of P in memory.
 
     Args:
@@ -271,8 +277,7 @@ class HeadJacobian(HeadOperator):
         g = self.t * (g - shift) if torch.is_grad_enabled() else g.sub_(shift).mul_(self.t)
         return narrow(g, self.k), narrow(g.mT, self.q), narrow(self.p.mT, y)
 
-    def push(self, z: Tensor) -> Tensor:
-        """The output perturbation under perturbations z of the projections (scores already scaled), (batch, N, d_v)."""
+    def push(self, z: Tensor | list[Tensor]) -> Tensor:
         z_q, z_k, z_v = self._arriving(z)
         s = (z_q @ self.k.mT).baddbmm_(self.q, z_k.mT)
         t = self.t * s if torch.is_grad_enabled() else s.mul_(self.t)
@@ -288,17 +293,8 @@ class HeadJacobian(HeadOperator):
     def largest(self) -> Tensor:
         return self.p.amax(-1)
 
-    @cached_property
-    def _parts(self) -> list["HeadJacobian"]:
-        """Views of so many entries that a product of theirs stays in the cache."""
-        together = max(1, int(GRAM_BYTES.get(self.device.type, GRAM_BYTES["cpu"]) // (self.out_shape[0] ** 2 * self.dtype.itemsize)))
-        return [self] if self.batch <= together else [self.select(slice(i, i + together)) for i in range(0, self.batch, together)]
-
-    def gram(self, y: Tensor) -> Tensor:
-        if len(self._parts) == 1:
-            return HeadOperator.gram(self, y)
-        pieces = zip(self._parts, y.split(self._parts[0].batch), strict=True)
-        return torch.cat([HeadOperator.gram(part, piece) for part, piece in pieces])
+    def product(self, y: Tensor) -> Tensor:
+        return HeadOperator.gram(self, y)
 
     def dense(self) -> Tensor:
         """The matrices, block by block for plain attention: Lemma 1 (docs/theory/jacobian.md)."""

@@ -132,7 +132,7 @@ class StreamedHeadJacobian(HeadOperator):
         """A sink's where that is larger."""
         return (1 / self.total[..., 0]).masked_fill((self.o == 0).all(-1), 0.0)
 
-    def push(self, z: Tensor) -> Tensor:
+    def push(self, z: Tensor | list[Tensor]) -> Tensor:
         z_q, z_k, z_v = self._arriving(z)
         out = torch.empty_like(self.v)
         for b in range(self.batch):

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.jacobians.head import narrow
-from lipbound.linalg.operators import PerEntry, TensorOperator
+from lipbound.jacobians.matrices import InParts, narrow
+from lipbound.linalg.operators import PerEntry
 
 
 @dataclass(init=False, eq=False, repr=False)
-class L2HeadJacobian(TensorOperator):
+class L2HeadJacobian(InParts):
     r"""Jacobian of *L2 attention* with a checkpoint's ``w_q`` and ``w_v`` (Kim, Papamakarios, Mnih 2021; tied keys, no biases).
 
     With :math:`A = scale\,W_Q W_Q^T` the map is :math:`f(X) = P\,X A W_V`, where P is the softmax of
@@ -29,6 +29,8 @@ class L2HeadJacobian(TensorOperator):
     o: PerEntry[Tensor]
     r: PerEntry[Tensor]
     """Projections in coordinates of their own row space, (batch, m', d + d_v)."""
+    square: PerEntry[Tensor]
+    """Their products with each other, (batch, d + d_v, d + d_v)."""
 
     def __init__(self, att: Attention):
         att.only("L2 attention")
@@ -44,16 +46,28 @@ class L2HeadJacobian(TensorOperator):
         self.in_shape = (att.tokens, r.shape[1])
         self.sizes = [att.d, att.d_v]
         self.r = r.to(self.dtype)[torch.arange(att.heads, device=att.device).repeat(att.samples)]
+        self.square = self.r.mT @ self.r
         v = torch.einsum("snd,hde->shne", att.x, w_v)
         self.p, self.q, self.v = (t.flatten(0, 1) for t in (p, q, v - v.mean(-2, keepdim=True)))
         self.o = self.p @ self.v
 
     def jvp(self, x: Tensor) -> Tensor:
-        dq, dv = (x @ self.r).split(self.sizes, -1)
+        return self._push(x @ self.r)
+
+    def vjp(self, y: Tensor) -> Tensor:
+        return self._pull(y) @ self.r.mT
+
+    def product(self, y: Tensor) -> Tensor:
+        return self._push(self._pull(y) @ self.square)
+
+    def _push(self, z: Tensor) -> Tensor:
+        """The output perturbation under perturbations z of the projections."""
+        dq, dv = z.split(self.sizes, -1)
         t = (dq @ self.q.mT).baddbmm_(self.q, dq.mT).sub_((self.q * dq).sum(-1)[:, None, :]).mul_(self.p)
         return narrow(t, self.v) - t.sum(-1, keepdim=True) * self.o + narrow(self.p, dv)
 
-    def vjp(self, y: Tensor) -> Tensor:
+    def _pull(self, y: Tensor) -> Tensor:
+        """The transpose of `_push`."""
         g = (y @ self.v.mT).sub_((y * self.o).sum(-1, keepdim=True)).mul_(self.p)
         dq = narrow(g, self.q) + narrow(g.mT, self.q) - g.sum(-2)[..., None] * self.q
-        return torch.cat([dq, narrow(self.p.mT, y)], -1) @ self.r.mT
+        return torch.cat([dq, narrow(self.p.mT, y)], -1)

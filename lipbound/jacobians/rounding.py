@@ -23,7 +23,8 @@ from lipbound.linalg.operators import Roundoff
 def tensor_error(att: Attention) -> Tensor:
     r"""An upper value of :math:`\|J - \hat J\|`, (samples, heads), float64: J at the given numbers, J-hat of the float64 tensors made of them.
 
-    Infinite where logits are so large that nothing can be said. float32 numbers count as they are.
+    Where logits are so large that P cannot be known, what holds for any P; infinite where tensors overflow, or a variant does not say what rounding
+    does to its scores. float32 numbers count as they are.
     """
     att = att.double()
     return att.memo("tensor_error", lambda: roundoff(att, head_jacobian(att)).tensors.view(att.samples, att.heads))
@@ -153,7 +154,7 @@ def _block(att: Attention, map: str, tensors: Tensor, size: Tensor, rounded: Ten
     around = att.surroundings
     norm = None if around is None else {"pre_norm": around.fed_by, "post_norm": around.followed_by}.get(map)
     if norm is None:
-        tensors, size, rounded, width = tensors, 1 + size, 1 + rounded, width + 8 * UNIT
+        size, rounded, width = 1 + size, 1 + rounded, width + 8 * UNIT
     else:
         reach, error = (t.cpu() for t in normaliser_error(norm, att.valid))
         width += 2 * (2 * norm.x.shape[2] + 16) * UNIT

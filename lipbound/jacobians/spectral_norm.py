@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.errors import LipboundError, choice, flag, is_number, shown, whole
+from lipbound.errors import LipboundError, check_layer, choice, flag, real, whole
 from lipbound.jacobians.gram import Gram
 from lipbound.jacobians.gram_variants import covered, gram_of
 from lipbound.jacobians.head import HeadOperator
@@ -106,7 +106,7 @@ def spectral_norm(
             if delta is None:
                 norm = estimate(wide.op, wide.roundoff, op, method=method, tol=tol, seed=seed, max_steps=steps, vectors=vectors)
             else:
-                norm = enclose(wide.op, wide.roundoff, op, tol=tol, delta=delta, seed=seed, max_steps=steps, vectors=vectors)
+                norm = enclose(wide.op, wide.roundoff, op, tol=tol, delta=delta / wide.op.batch, seed=seed, max_steps=steps, vectors=vectors)
     return shaped(att, norm, wide)
 
 
@@ -158,12 +158,11 @@ def heads_of(op: JacobianOperator) -> HeadOperator:
 
 def check_arguments(att: object, method: str, tol: float, delta: float | None) -> None:
     """Raise LipboundError for what is no layer, and for numbers that make no sense."""
-    if not isinstance(att, Attention):
-        raise LipboundError(f"att is {shown(att)}; spectral_norm takes one Attention, such as a layer of lipbound.capture")
-    if not is_number(tol) or isinstance(tol, bool) or not 0 <= float(tol) < math.inf or (method in PROOFS and tol == 0):
-        raise LipboundError(f"tol is {shown(tol)}; it must be a number {'>' if method in PROOFS else '>='} 0")
-    if delta is not None and not (is_number(delta) and 0 < delta < 1):
-        raise LipboundError(f"delta is {shown(delta)}; the failure probability must be between 0 and 1")
+    check_layer(att, "spectral_norm")
+    positive = method in PROOFS
+    real("tol", tol, f"a number {'>' if positive else '>='} 0", above=0 if positive else math.nextafter(0, -1))
+    if delta is not None:
+        real("delta", delta, "between 0 and 1, a probability of failure", above=0, below=1)
 
 
 def _power(att: Attention, map: str, tol: float, delta: float | None, vectors: bool, seed: int | Sequence[int], max_steps: int | None) -> Norm:

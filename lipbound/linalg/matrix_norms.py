@@ -241,10 +241,10 @@ def _collatz_wielandt(flat: Tensor, rtol: float, max_steps: int) -> Tensor:
     upper = torch.full((len(flat),), torch.inf, dtype=torch.float64, device=flat.device)
     active = torch.arange(len(flat), device=flat.device)
     part = flat
-    y = torch.ones(len(flat), n, 1, dtype=torch.float64, device=flat.device)
+    y = torch.ones(len(flat), 1, n, dtype=torch.float64, device=flat.device)  # a row: products with single columns take several times as long
     going = torch.ones(len(flat), dtype=torch.bool, device=flat.device)
     for _ in range(max_steps):
-        z = part.mT @ (part @ y)
+        z = (y @ part.mT) @ part
         ratio = (z / y).amax((-1, -2))
         upper[active] = torch.where(going, torch.minimum(upper[active], ratio), upper[active])  # settled values stay as they are
         rayleigh = (y * z).sum((-1, -2)) / (y * y).sum((-1, -2))

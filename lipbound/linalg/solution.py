@@ -63,15 +63,21 @@ def start_vectors(op: JacobianOperator, shape: tuple[int, ...], seed: int | Sequ
     With a sequence of seeds the batch is cut into that many equal parts, each with a generator of its own, so that a part's vectors do not
     depend on what else is in the batch.
     """
-    seeds = check_seed(seed)
-    if not seeds or op.batch % len(seeds):
-        raise LipboundError(f"{len(seeds)} seeds were given for {op.batch} norms; give one seed, or one per sample")
+    seeds = seeds_for(op.batch, seed)
     parts = []
     for one in seeds:
         generator = torch.Generator().manual_seed(one)
         parts.append(torch.randn(op.batch // len(seeds), math.prod(shape), generator=generator, dtype=torch.float64))
     x = torch.cat(parts)
     return (x / torch.linalg.vector_norm(x, dim=1, keepdim=True)).to(op.device, op.dtype)
+
+
+def seeds_for(batch: int, seed: int | Sequence[int]) -> list[int]:
+    """One seed, or one for each of equally many entries of a batch; raises LipboundError where they do not fit."""
+    seeds = check_seed(seed)
+    if not seeds or batch % len(seeds):
+        raise LipboundError(f"{len(seeds)} seeds were given for {batch} norms; give one seed, or one per sample")
+    return seeds
 
 
 def check_seed(seed: Any) -> list[int]:

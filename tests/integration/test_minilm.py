@@ -1,7 +1,5 @@
 """The claims about real pretrained heads: all-MiniLM-L6-v2 (BERT, 6 layers x 12 heads), text, N = 128."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -15,14 +13,12 @@ from lipbound.models.capture.capture import Capturer, LayerCapture
 from lipbound.models.checkpoints import load_checkpoint
 from lipbound.models.inputs import prepare
 
-ALICE = Path(__file__).parents[3] / "shared" / "data" / "alice.txt"
-
 
 @pytest.fixture(scope="module")
 def layers() -> list[LayerCapture]:
-    """The first 128 tokens, special ones included, of the book where it is at hand and of our own text elsewhere."""
+    """The first 128 tokens, special ones included, of the text that is embedded for demonstrations."""
     checkpoint = load_checkpoint("builtin:minilm")
-    inputs = prepare(checkpoint, ALICE if ALICE.exists() else None, samples=1, max_length=128)
+    inputs = prepare(checkpoint, None, samples=1, max_length=128)
     return Capturer(checkpoint.model).run(inputs.batch)
 
 

@@ -205,7 +205,7 @@ def _weights(att: Attention) -> tuple[Tensor, ...]:
 
 def _mean(p: Tensor, x: Tensor) -> Tensor:
     """P x for vectors x (heads, N), without derivative."""
-    return (p.detach() @ x[..., None])[..., 0]
+    return (x[..., None, :] @ p.detach().mT)[..., 0, :]
 
 
 def _lengths(x: Tensor) -> Tensor:

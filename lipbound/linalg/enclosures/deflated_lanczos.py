@@ -18,6 +18,8 @@ LOOK = 2
 """Steps between two looks at the recurrences."""
 RITZ = 2
 """How many Ritz vectors a run leaves for a second attempt."""
+WORTH_COPYING = 0.8
+"""Share of a batch that is still at work below which it is copied to a smaller one."""
 HOPELESS = 1e-3
 """Relative residual of a Ritz value beyond the target at which the run ends: the vectors it was given have missed something."""
 
@@ -48,21 +50,21 @@ def deflated_bound(
     gamma = 2 * (n + r + 8) * UNIT * r**0.5  # of products with z
     z, rows = small.z, Recurrences(op.batch, limit, small, roundoff, epsilon - 4 * float(small.skew.amax()) - 4 * gamma - 16 * UNIT)
     result = Deflated(torch.full_like(target, math.inf), torch.zeros(op.batch, dtype=torch.int64), z.new_zeros(op.batch, min(RITZ, limit), n))
-    active = torch.arange(op.batch)
+    active, going = torch.arange(op.batch), torch.ones(op.batch, dtype=torch.bool)
     v = torch.stack([torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds]).to(op.device)
     v = v / torch.linalg.vector_norm(v, dim=1, keepdim=True)
     for _ in range(2):
-        v = v - ((z @ v[..., None]).mT @ z)[:, 0]
+        v = v - (v[:, None] @ z.mT @ z)[:, 0]
     v = v / torch.linalg.vector_norm(v, dim=1, keepdim=True)
     basis, b = v.new_empty(op.batch, min(24, limit), n), v.new_zeros(op.batch)
     for j in range(limit):
         if j == basis.shape[1]:
             basis = torch.cat([basis, basis.new_empty(len(active), min(j, limit - j), n)], 1)
         basis[:, j] = v
-        outside = torch.linalg.vector_norm((z @ v[..., None])[..., 0], dim=1) + gamma
+        outside = torch.linalg.vector_norm(v[:, None] @ z.mT, dim=(1, 2)) + gamma
         w = op.gram(v.view(-1, *op.out_shape)).flatten(1)
         reach = torch.linalg.vector_norm(w, dim=1)
-        w = w - ((z @ w[..., None]).mT @ z)[:, 0]
+        w = w - (w[:, None] @ z.mT @ z)[:, 0]
         a = (w * v).sum(1).clamp_min(0)
         w.addcmul_(v, a[:, None], value=-1)
         if j:
@@ -73,25 +75,29 @@ def deflated_bound(
             lost += c.abs().sum((1, 2))
             w = (w[:, None] - c @ known)[:, 0]
         b = torch.linalg.vector_norm(w, dim=1)
-        rows.append(active.numpy(), j, *(t.cpu().numpy() for t in (a, b, lost, outside, reach)))
+        rows.append(active[going].numpy(), j, *(t.cpu()[going].numpy() for t in (a, b, lost, outside, reach)))
         v = w / b.clamp_min(1e-300)[:, None]
         if j % LOOK and j + 1 < limit and bool((b > 1e-12 * reach).all()):
             continue
         stop = rows.shown(active.numpy(), j + 1, target[active].numpy()) | (j + 1 == limit)
         stop |= rows.hopeless(active.numpy(), j + 1, target[active].numpy(), HOPELESS) | (b <= 1e-13 * reach).cpu().numpy()
-        if not stop.any():
+        ended = (torch.from_numpy(stop) & going).nonzero()[:, 0]
+        if not len(ended):
             continue
-        ended = torch.from_numpy(np.flatnonzero(stop))
         result.steps[active[ended]] = j + 1
         turn = torch.from_numpy(rows.ritz(active[ended].numpy(), j + 1, RITZ)).to(basis)
         result.ritz[active[ended].to(op.device), : turn.shape[1]] = turn @ basis[ended.to(op.device), : j + 1]
-        keep = torch.from_numpy(np.flatnonzero(~stop))
+        going[ended] = False
+        keep = going.nonzero()[:, 0]
         if not len(keep):
             break
-        if len(keep) <= 0.8 * len(active) or stop.any():
+        if len(keep) <= WORTH_COPYING * len(active):
             there = keep.to(op.device)
-            op, basis, v, b, z = op.select(there), basis[there], v[there], b[there], z[there]
-            active = active[keep]
+            for new, old in enumerate(keep.tolist()):  # in place: a fresh copy would cost more than a step
+                if new != old:
+                    basis[new, : j + 1] = basis[old, : j + 1]
+            op, basis, v, b, z = op.select(there), basis[: len(keep)], v[there], b[there], z[there]
+            active, going = active[keep], going[keep]
     steps = result.steps.numpy()
     reached, goal = excluded(rows, steps, target.numpy()), target.numpy()
     smallest = below(rows, steps, goal) if reached.all() else np.where(reached, below(rows, steps, goal), smallest_excluded(rows, steps, goal))

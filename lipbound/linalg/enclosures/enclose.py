@@ -24,14 +24,14 @@ from lipbound.linalg.golub_kahan import golub_kahan
 from lipbound.linalg.lanczos import lanczos
 from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.operators import JacobianOperator, Roundoff
-from lipbound.linalg.solution import Norm, unit_vectors
+from lipbound.linalg.solution import Norm, seeds_for, unit_vectors
 
 VECTORS = 2
 """How many Ritz vectors are deflated at first."""
 SEARCH = 3e-3
 """Residual, relative to the Ritz value, at which the search ends; the certificate feels its square."""
 ATTEMPTS = ((0.5, 1), (0.25, 1), (0.25, 2))
-"""Shares of delta, and how many times as many independent starts as needed each is multiplied up over."""
+"""Of each attempt: its share of delta, and a factor on the number of independent starts that are needed."""
 AUDIBLE = 128.0
 """How many times the rounding of one product, relative to the norm, the component of a start must be that a certificate rests on."""
 MOST_STARTS = 4
@@ -58,7 +58,7 @@ def enclose(
     op: JacobianOperator, roundoff: Roundoff, search: JacobianOperator, *, tol: float, delta: float, seed: int | Sequence[int],
     max_steps: int, vectors: bool = False
 ) -> Norm:  # fmt: skip
-    """Norms of J between two bounds that hold for the given numbers, rounding included, but for an event of probability ``delta`` (of all together).
+    """Norms of J between two bounds that hold for the given numbers, rounding included, each but for an event of probability ``delta``.
 
     Args:
         op: in float64. roundoff: its rounding. search: the same operators in the dtype in which to search.
@@ -80,9 +80,7 @@ def enclose(
     for attempt, (share, starts) in enumerate(ATTEMPTS):
         index = active.to(op.device)
         part = op if len(active) == op.batch else op.select(index)
-        z = _attempt(
-            part, roundoff.select(active), z, found, active, tol, delta * share / op.batch, starts, _again(seed, attempt, op.batch, active), max_steps
-        )
+        z = _attempt(part, roundoff.select(active), z, found, active, tol, delta * share, starts, _again(seed, attempt, op.batch, active), max_steps)
         keep = _open(found, roundoff, tol)[active]
         active, z = active[keep], z[keep.to(z.device)]
         if not len(active):
@@ -249,9 +247,7 @@ def _settle(op: JacobianOperator, roundoff: Roundoff, found: Found, index: Tenso
 
 def _again(seed: int | Sequence[int], attempt: int, batch: int, active: Tensor) -> list[int]:
     """A seed for every entry: the same vectors whatever the batch is made of, other ones than those of the search."""
-    seeds = [seed] if isinstance(seed, int) else list(seed)
-    if not seeds or batch % len(seeds):
-        raise LipboundError(f"{len(seeds)} seeds were given for {batch} norms; give one seed, or one per sample")
+    seeds = seeds_for(batch, seed)
     each = batch // len(seeds)
     return [int(np.random.SeedSequence([abs(seeds[i // each]), i % each, attempt + 1]).generate_state(1, np.uint64)[0] >> 8) for i in active.tolist()]
 

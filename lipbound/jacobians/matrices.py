@@ -1,0 +1,38 @@
+"""Products with attention matrices that are in memory, as processors like them."""
+
+from abc import abstractmethod
+from functools import cached_property
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from lipbound.linalg.operators import TensorOperator
+
+GRAM_BYTES = {"cpu": 2**19, "cuda": 2**30}
+"""Bytes of the attention matrices that one product works on at a time: what a core's own cache holds, and what keeps a GPU busy."""
+
+
+def narrow(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b for b with few columns: libraries take up to twice as long over it as over its transpose."""
+    return (b.mT @ a.mT).mT
+
+
+class InParts(TensorOperator):
+    """An operator with an N x N matrix for every entry, whose J J^T is applied to so many entries at a time that these stay in the cache."""
+
+    @abstractmethod
+    def product(self, y: Tensor) -> Tensor:
+        """J J^T y for all entries at once."""
+
+    @cached_property
+    def _parts(self) -> list[Self]:
+        """Views of so many entries."""
+        together = max(1, int(GRAM_BYTES.get(self.device.type, GRAM_BYTES["cpu"]) // (self.out_shape[0] ** 2 * self.dtype.itemsize)))
+        return [self] if self.batch <= together else [self.select(slice(i, i + together)) for i in range(0, self.batch, together)]
+
+    def gram(self, y: Tensor) -> Tensor:
+        if len(self._parts) == 1:
+            return self.product(y)
+        pieces = zip(self._parts, y.split(self._parts[0].batch), strict=True)
+        return torch.cat([part.product(piece) for part, piece in pieces])
