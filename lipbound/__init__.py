@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from lipbound.attention.layer import Attention as Attention
     from lipbound.errors import LipboundError as LipboundError
     from lipbound.jacobians.spectral_norm import spectral_norm as spectral_norm
+    from lipbound.jacobians.tokens.profile import TokenProfile as TokenProfile
+    from lipbound.jacobians.tokens.profile import token_profile as token_profile
+    from lipbound.jacobians.tokens.token_norm import token_norm as token_norm
     from lipbound.linalg.solution import Norm as Norm
     from lipbound.models.capture.capture import capture as capture
     from lipbound.models.capture.differentiable import attention_probabilities as attention_probabilities
@@ -40,6 +43,7 @@ _HOME = {
     "Attention": "attention.layer",
     "LipboundError": "errors",
     "Norm": "linalg.solution",
+    "TokenProfile": "jacobians.tokens.profile",
     "attack": "analysis.adversary",
     "attention_probabilities": "models.capture.differentiable",
     "capture": "models.capture.capture",
@@ -52,13 +56,17 @@ _HOME = {
     "radius_curve": "analysis.adversary",
     "report": "reporting.page.render",
     "spectral_norm": "jacobians.spectral_norm",
+    "token_norm": "jacobians.tokens.token_norm",
+    "token_profile": "jacobians.tokens.profile",
     "verify": "runs.verify",
 }
 _MODULES = {"bounds": "bounds", "plots": "reporting.plots", "regularizers": "regularizers", "tables": "reporting.tables"}
 _INSIDE = ("analysis", "attention", "devices", "errors", "formatting", "jacobians", "linalg", "models", "reporting", "runs")
 __all__ = [
-    "Attention", "LipboundError", "Norm", "attack", "attention_probabilities", "bounds", "capture", "cite", "compare", "load", "load_checkpoint",
-    "network_norm", "plots", "prepare", "radius_curve", "regularizers", "report", "spectral_norm", "tables", "verify",
+    "Attention", "LipboundError", "Norm", "TokenProfile", "attack", "attention_probabilities", "bounds", "capture", "cite", "compare", "load",
+    "load_checkpoint",
+    "network_norm", "plots", "prepare", "radius_curve", "regularizers", "report", "spectral_norm", "tables", "token_norm", "token_profile",
+    "verify",
 ]  # fmt: skip
 
 

@@ -8,7 +8,7 @@ With :math:`L_h` a bound on head h, :math:`W_O^h` its slice of the output projec
 - ``"folded"`` (ours): the same for "heads", and for "layer" see `folded`;
 - ``"best"``: the smaller of the published two, and for our own bounds of all three.
 
-Proof: Lemmas 19 and 20 (docs/theory/layers.md); in the norms of single tokens Lemma 91 (docs/theory/token_bounds.md).
+Proof: Lemmas 19 and 20 (docs/theory/layers.md); in the norms of single tokens Lemma 98 (docs/theory/token_bounds.md).
 """
 
 import torch

@@ -107,7 +107,7 @@ def spectral_norm(
                 norm = estimate(wide.op, wide.roundoff, op, method=method, tol=tol, seed=seed, max_steps=steps, vectors=vectors)
             else:
                 norm = enclose(wide.op, wide.roundoff, op, tol=tol, delta=delta / wide.op.batch, seed=seed, max_steps=steps, vectors=vectors)
-    return _shaped(att, norm, wide)
+    return shaped(att, norm, wide)
 
 
 class Measured:
@@ -169,10 +169,10 @@ def _power(att: Attention, map: str, tol: float, delta: float | None, vectors: b
     """Power iteration, whose absolute stopping rule must see J itself, in the dtype that was given."""
     plain = Measured(att, map, as_given=True)
     norm = operator_norm(plain.op, method="power", tol=tol, delta=delta, vectors=vectors, seed=seed, max_steps=max_steps)
-    return _shaped(att, norm, plain)
+    return shaped(att, norm, plain)
 
 
-def _shaped(att: Attention, norm: Norm, measured: Measured) -> Norm:
+def shaped(att: Attention, norm: Norm, measured: Measured) -> Norm:
     """Norms and vectors as they are returned: (samples, heads) or (samples,), in the units and coordinates of the layer."""
     op, basis, exponents = measured.op, measured.basis, measured.exponents
     if measured.map in WHOLE:

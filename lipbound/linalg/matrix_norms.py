@@ -178,6 +178,23 @@ def symmetric_norm(g: Tensor) -> Tensor:
     return _with_derivative(result, (x.mT @ g @ x)[..., 0, 0])
 
 
+def at_most(g: Tensor, bound: Tensor) -> Tensor:
+    """Whether one Cholesky decomposition each proves that symmetric matrices (..., n, n) have no eigenvalue above ``bound`` (...), bool.
+
+    Float64; the lower triangle counts: Lemma 74 (docs/theory/upper_values.md). False says nothing.
+    """
+    g, largest, bad = largest_entry(g.double())
+    n, size = g.shape[-1], power_of_two(largest)
+    g, bound = g / size[..., None, None], bound / size
+    diagonal = g.diagonal(dim1=-2, dim2=-1).abs().sum(-1)
+    at = (bound - 4 * gamma(n + 2) * (n * bound.abs() + diagonal)) * (1 - 8 * UNIT)
+    eye = torch.eye(n, dtype=torch.float64, device=g.device)
+    safe = torch.where(torch.isfinite(at), at, 0.0)
+    done = torch.linalg.cholesky_ex(safe[..., None, None] * eye - g).info == 0
+    proved = (at + 2 * gamma(n + 2) * (n * at + diagonal) * (1 + gamma(n + 4))) * (1 + 4 * UNIT)
+    return (done & torch.isfinite(at) & (at > 8 * n * UNIT) & (proved <= bound) | (largest == 0) & (bound >= 0)) & ~bad
+
+
 def nonnegative_norm(p: Tensor, *, rtol: float = 1e-6, max_steps: int = 40) -> Tensor:
     r"""Spectral norms of entrywise nonnegative matrices, rounded upwards: (..., n, n) -> (...), float64.
 

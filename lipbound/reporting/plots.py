@@ -24,9 +24,22 @@ from lipbound.reporting.figures.titles import folded
 from lipbound.reporting.reductions import reduce_samples, reduction_name
 from lipbound.reporting.statistics import shared_scale
 from lipbound.reporting.styles import Drawing, look, write
+from lipbound.reporting.token_plots import token_profile
 from lipbound.runs.given import takes_run
 
-__all__ = ["COLORMAP", "Drawing", "ball_curve", "caption", "heatmap", "heatmaps", "ratios", "reduce_samples", "shared_scale", "write"]
+__all__ = [
+    "COLORMAP",
+    "Drawing",
+    "ball_curve",
+    "caption",
+    "heatmap",
+    "heatmaps",
+    "ratios",
+    "reduce_samples",
+    "shared_scale",
+    "token_profile",
+    "write",
+]
 NO_RATIO = ("\u221e for some heads", "no positive norm")
 QUANTITY = "log10 of the local Lipschitz constant"
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lipbound.linalg.matrix_norms import block_norm, matrix_norm, nonnegative_norm, product_norm, reproducible_float32, symmetric_norm
+from lipbound.linalg.matrix_norms import at_most, block_norm, matrix_norm, nonnegative_norm, product_norm, reproducible_float32, symmetric_norm
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -14,6 +14,25 @@ def test_matrix_norm_is_an_upper_value(shape: tuple[int, ...]) -> None:
     exact = torch.linalg.matrix_norm(w, 2)
     assert bool((matrix_norm(w) >= exact).all())
     torch.testing.assert_close(matrix_norm(w), exact, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("n", [1, 3, 40])
+@pytest.mark.parametrize("size", [1e-120, 1.0, 1e120])
+def test_at_most_says_yes_above_the_largest_eigenvalue_alone(n: int, size: float) -> None:
+    g = draw(4, n, n)
+    g = (g + g.mT) * size
+    top = torch.linalg.eigvalsh(g)[:, -1].abs() + size
+    g = g + (top - torch.linalg.eigvalsh(g)[:, -1])[:, None, None] * torch.eye(n).double()  # whose largest eigenvalue is top
+    assert bool(at_most(g, top * (1 + 1e-9)).all())
+    assert not bool(at_most(g, top * (1 - 1e-9)).any())
+    assert not bool(at_most(g, torch.zeros(4).double()).any())
+    assert not bool(at_most(g * torch.nan, top).any())
+
+
+def test_at_most_of_zeros_and_beyond_the_range() -> None:
+    zero = torch.zeros(2, 3, 3).double()
+    assert at_most(zero, torch.tensor([0.0, -1.0]).double()).tolist() == [True, False]
+    assert not bool(at_most(zero + torch.eye(3).double(), torch.tensor([torch.nan, -torch.inf]).double()).any())
 
 
 @pytest.mark.parametrize("width", [3, 40])

@@ -11,7 +11,7 @@ from lipbound.attention.softmax.spectrum import ROWS, Enclosure, normalised
 from lipbound.errors import LipboundError, whole
 
 LARGEST_LP_NORM = 0.5
-r"""The smallest number that bounds :math:`\|M(p)\|_{p \to p}` for all probability rows, in every l_p (Nair 2025): Lemma 93
+r"""The smallest number that bounds :math:`\|M(p)\|_{p \to p}` for all probability rows, in every l_p (Nair 2025): Lemma 100
 (docs/theory/token_bounds.md)."""
 UNIT = 2.0**-53
 
@@ -19,7 +19,7 @@ UNIT = 2.0**-53
 def largest_entry_norm(p: Tensor) -> Tensor:
     r""":math:`\|M(p)\|_{\infty \to \infty} = \max_i 2 p_i (1 - p_i)` of every row (Nair 2025), which bounds the norm in every l_p.
 
-    It is that of :math:`\ell_1` too. :math:`1 - p_i` is the sum of the other entries, from which nothing cancels: Lemma 93
+    It is that of :math:`\ell_1` too. :math:`1 - p_i` is the sum of the other entries, from which nothing cancels: Lemma 100
     (docs/theory/token_bounds.md).
 
     Args:
@@ -42,7 +42,7 @@ def splitting_norm(p: Tensor, *, largest: int = 24) -> Enclosure:
     What the sum of all changes of probabilities can be when no score changes by more than 1; near 1 where the entries can be split into two
     halves. All subsets of the largest entries are looked at, by sorted sums of two halves of them; for the lower end the others are added to
     them one after the other, for the upper they may be split at will. Exact to rounding for rows with at most ``largest`` entries that are not
-    zero, and where one entry is at least 1/2: Lemma 94 (docs/theory/token_bounds.md).
+    zero, and where one entry is at least 1/2: Lemma 101 (docs/theory/token_bounds.md).
 
     Args:
         p: (..., N), rows summing to one up to rounding; rows of zeros (padding) have norm 0.

@@ -1,4 +1,4 @@
-r"""Our bounds where single tokens move: norms of the blocks of J, added up over rows or columns, and Lemma 88 (docs/theory/token_bounds.md).
+r"""Our bounds where single tokens move: norms of the blocks of J, added up over rows or columns, and Lemma 95 (docs/theory/token_bounds.md).
 
 Symbols: docs/theory/notation.md. Proofs: docs/theory/token_bounds.md. Heads with variants: `lipbound.bounds.lipbound2026.variants` and
 `lipbound.bounds.lipbound2026.variant_rows`.
@@ -38,7 +38,7 @@ def lipbound_every(att: Attention) -> Tensor:
 
     .. math:: \|J\| \le \max_i \Big(\sum_j d_{ij}\Big)^{1/2} \Big\|\sum_j J_{ij} J_{ij}^T / d_{ij}\Big\|^{1/2}
 
-    It holds for all :math:`d_{ij} > 0`; at upper values of :math:`\|J_{ij}\|` it is at most ``lipbound_every_block``: Lemmas 87, 88 and 89
+    It holds for all :math:`d_{ij} > 0`; at upper values of :math:`\|J_{ij}\|` it is at most ``lipbound_every_block``: Lemmas 94, 95 and 96
     (docs/theory/token_bounds.md). The matrices are d_v x d_v, in closed form, for heads with variants too. Rows are taken in the order of their sums
     of norms, until those that are left cannot be the largest.
     """
@@ -64,8 +64,8 @@ def lipbound_every_block(att: Attention) -> Tensor:
     .. math:: \|J\| \le \max_i \sum_j \big(P_{ij} (\|W_V\|^2 + \lambda_{ij})^{1/2} + [i = j]\,\|B_i\|\big)
 
     with :math:`\lambda_{ij}` the largest eigenvalue of :math:`a z_i^T + z_i a^T + |\tilde q_i|^2 a a^T`, :math:`a = v_j - o_i`,
-    :math:`z_i = W_V^T \tilde q_i`: Lemmas 87 and 89 (docs/theory/token_bounds.md). With rotation, normalised queries and keys, cap or sinks the
-    blocks are those of Lemma 90 (docs/theory/token_bounds.md).
+    :math:`z_i = W_V^T \tilde q_i`: Lemmas 94 and 96 (docs/theory/token_bounds.md). With rotation, normalised queries and keys, cap or sinks the
+    blocks are those of Lemma 97 (docs/theory/token_bounds.md).
     """
     return _sums(att)[..., 0]
 
@@ -88,7 +88,7 @@ def lipbound_one(att: Attention) -> Tensor:
 
     .. math:: \max_j \|J_{:j}\| \le \max_j \Big(\sum_i \|J_{ij}\|^2\Big)^{1/2}
 
-    Blocks as for ``lipbound_every_block``: Lemmas 87 and 89 (docs/theory/token_bounds.md).
+    Blocks as for ``lipbound_every_block``: Lemmas 94 and 96 (docs/theory/token_bounds.md).
     """
     return _sums(att)[..., 1]
 
@@ -133,7 +133,7 @@ def _refined(att: Attention, sample: int, heads: slice) -> Tensor:
 
 
 class TokenBlocks:
-    r"""Upper values of the norms of the blocks of J, for some heads of one sample of a float64 layer; but for `positive_slack`: Lemma 89
+    r"""Upper values of the norms of the blocks of J, for some heads of one sample of a float64 layer; but for `positive_slack`: Lemma 96
     (docs/theory/token_bounds.md).
 
     Attributes:
@@ -165,7 +165,7 @@ class TokenBlocks:
 
 
 class Rows:
-    """What Lemma 88 (docs/theory/token_bounds.md) makes of each row of blocks, for some heads of one sample of a float64 layer."""
+    """What Lemma 95 (docs/theory/token_bounds.md) makes of each row of blocks, for some heads of one sample of a float64 layer."""
 
     def __init__(self, att: Attention, sample: int, heads: slice):
         self.blocks = blocks = TokenBlocks(att, sample, heads)

@@ -1,6 +1,6 @@
 r"""`lipbound_every` for heads with rotary position embeddings, normalised queries and keys, capped scores or sinks: a matrix for each row of blocks.
 
-Blocks of J as in `lipbound.jacobians.token_tangents`, weights from Lemma 90 (docs/theory/token_bounds.md), rounding in Lemma 89
+Blocks of J as in `lipbound.jacobians.token_tangents`, weights from Lemma 97 (docs/theory/token_bounds.md), rounding in Lemma 96
 (docs/theory/token_bounds.md). float64 throughout.
 """
 

@@ -33,7 +33,7 @@ def _block(att: Attention) -> Tensor:
 
 
 def together(att: Attention) -> Tensor:
-    """All four bounds, (samples, heads, 4): both, and from `ROWS` on those where single tokens move, by Lemma 90 (docs/theory/token_bounds.md)."""
+    """All four bounds, (samples, heads, 4): both, and from `ROWS` on those where single tokens move, by Lemma 97 (docs/theory/token_bounds.md)."""
     return att.memo("lipbound and lipbound_block", lambda: in_chunks(att, variants, [1.0, 1.0, att.tokens**0.5 * (1 + 4 * UNIT), 1.0]))
 
 

@@ -71,7 +71,7 @@ def dasoulas(att: Attention) -> Tensor:
 
     Reconstructed: as recalled, :math:`L_F(Att) \le \|softmax(g(X))\|_F + \sqrt 2 \max_j |x_j|\,L_{F \to (2, \infty)}(g)` for scores g, with which the
     authors normalise g. For dot products L bounds their slope from :math:`|dX|_F` to the root of the sum over rows of squared largest entries,
-    biases included; without the query bias in a it fails. Proof, and that the :math:`\sqrt 2` is not needed: Lemma 95
+    biases included; without the query bias in a it fails. Proof, and that the :math:`\sqrt 2` is not needed: Lemma 102
     (docs/theory/token_bounds.md).
 
     With rotation, a cap, normalised queries and keys or sinks,

@@ -48,7 +48,7 @@ def newhouse(att: Attention) -> Tensor:
     Their code multiplies it by :math:`1/3`, as their networks multiply the output of attention, and by :math:`\|W_O\|`; it is then about another map,
     and below the norm of this one (:math:`\|W_V\|` at N = 1). With unit norms and scale 1/d it is the sensitivity of "functional attention" in the
     modular norm (Large et al. 2024). No bias enters there: with a query bias X becomes [X 1] and :math:`W_Q` gains the row :math:`b_Q`, as in
-    ``yudin``; without it the statement fails. Proof: Lemma 92 (docs/theory/token_bounds.md), for any mask.
+    ``yudin``; without it the statement fails. Proof: Lemma 99 (docs/theory/token_bounds.md), for any mask.
 
     With rotary embeddings or a cap :math:`\|W_V\| (1 + R (2 \|A\| R + a_Q + a_K))` in the notation of ``castin_bias``.
     """

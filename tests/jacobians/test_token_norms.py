@@ -1,0 +1,305 @@
+"""Norms that tell tokens apart, against dense Jacobians of the definition, ascent from many starts, a convex solver, and 80 digits."""
+
+import math
+from decimal import Decimal
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from support import hard_heads, judge, mp_oracle, token_oracle
+from support.mp_oracle import Differentiated
+from support.strategies import examples, layers
+from support.variants import MASKS, VARIANTS, layer
+from torch import Tensor
+
+import lipbound as lb
+from lipbound.attention.layer import Attention
+from lipbound.errors import LipboundError
+from lipbound.jacobians.rounding import tensor_error
+from lipbound.jacobians.spectral_norm import Measured
+from lipbound.jacobians.tokens import token_norm as module
+from lipbound.jacobians.tokens.profile import token_profile
+from lipbound.jacobians.tokens.search import weights_of
+from lipbound.jacobians.tokens.token_norm import parts_of, token_norm
+from lipbound.jacobians.tokens.wedges import wedged
+
+PAIRS = [("every", "worst"), ("one", "all"), ("one", "worst"), ("all", "worst")]
+MAPS = ("head", "head_out", "heads", "layer")
+ROUNDING = 1e-11
+"""Of dense float64 Jacobians and their norms, relatively."""
+
+
+def truths(blocks: Tensor) -> dict[tuple[str, str], float]:
+    """Of dense blocks (i, j, r, D); what every token does to the worst output is not among them."""
+    column, single = token_oracle.one(blocks)
+    return {("one", "all"): float(column), ("one", "worst"): float(single), ("all", "worst"): float(token_oracle.rows(blocks).amax())}
+
+
+def check(att: Attention, map: str, heads: range | None = None, *, starts: int = 20, samples: int = 2) -> None:
+    """All norms of a layer against the oracles."""
+    found = {pair: token_norm(att, *pair, map=map) for pair in PAIRS}
+    error = tensor_error(att)
+    for s in range(min(samples, att.samples)):
+        blocks = token_oracle.blocks(att, s, map)
+        for h in range(len(blocks)) if heads is None else heads:
+            at = (s,) if map in ("heads", "layer") else (s, h)
+            # rounding of the oracle's own tensors is of the size of the program's
+            weight = 1.0 if att.w_o is None or map in ("head", "heads") else float(torch.linalg.matrix_norm(att.w_o.double()).sum())
+            loose = 2 * float(error[s].sum() if len(at) == 1 else error[at]) * weight * blocks.shape[1]
+            if not math.isfinite(loose):
+                continue
+            for pair, truth in truths(blocks[h]).items():
+                lower, upper = float(found[pair].lower[at]), float(found[pair].upper[at])
+                assert lower <= truth * (1 + ROUNDING) + loose + 1e-90, (pair, at)
+                assert truth * (1 - ROUNDING) - loose <= upper <= truth * (1 + 1e-3 + ROUNDING) + 3 * loose + 1e-90, (pair, at)
+            lower, upper = float(found["every", "worst"].lower[at]), float(found["every", "worst"].upper[at])
+            below, above = token_oracle.every_from_below(blocks[h], starts), token_oracle.every_from_above(blocks[h])
+            assert below * (1 - ROUNDING) - loose <= upper <= above * (1 + 1e-3 + 1e-6) + 3 * loose + 1e-90, at
+            assert below * (1 - 1e-3) - 3 * loose <= lower + 1e-90, at
+            assert lower <= above * (1 + ROUNDING) + loose, at
+
+
+@examples(40)
+@given(layers())
+def test_dense_jacobians_of_small_layers(att: Attention) -> None:
+    check(att, "head", range(0, 10, 3), starts=10)
+
+
+@pytest.mark.parametrize("map", MAPS)
+@pytest.mark.parametrize("has", [(), *((name,) for name in VARIANTS), ("rotation", "norm", "cap"), ("rotation", "together", "sinks")], ids="+".join)
+def test_variants_masks_and_maps(has: tuple[str, ...], map: str) -> None:
+    for seed, mask in enumerate(MASKS):
+        check(layer(seed, frozenset(has), mask=mask, d_v=2 + seed % 3, biases=seed % 2 == 0), map, samples=1 + (mask == "padded"))
+
+
+@pytest.mark.parametrize("map", MAPS)
+@pytest.mark.parametrize(("n", "d", "d_v"), [(1, 3, 2), (2, 1, 1), (7, 2, 6), (6, 6, 9)])
+def test_shapes(n: int, d: int, d_v: int, map: str) -> None:
+    check(layer(n, frozenset(), n=n, d=d, d_v=d_v), map)
+
+
+def random_head(seed: int, head: int) -> Attention:
+    """One of sixteen heads of seven tokens and four values."""
+    g = torch.Generator().manual_seed(seed)
+    shapes = [(1, 7, 6), (16, 6, 2), (16, 6, 2), (16, 6, 4)]
+    return Attention(*(torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes)).select(heads=slice(head, head + 1))
+
+
+@pytest.mark.parametrize(("seed", "head"), [(8, 3), (20, 11)])
+def test_wedges_close_what_weights_leave_open(seed: int, head: int) -> None:
+    """Heads on which a matrix does better than every vector by 3 and 5 %."""
+    att = random_head(seed, head)
+    blocks = token_oracle.blocks(att, 0, "head")[0]
+    norm, below, above = token_norm(att), token_oracle.every_from_below(blocks, 200), token_oracle.every_from_above(blocks)
+    assert above > below * 1.02
+    assert bool(norm.converged.all())
+    assert below * (1 - 1e-9) <= float(norm.upper) <= below * (1 + 1.1e-3)
+    assert float(norm.lower) <= below * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_wedges_hold_whatever_they_start_from(seed: int) -> None:
+    """Columns that have not climbed, far targets, a row that is not the largest: the bound is loose then, and never below."""
+    att = random_head(seed, seed)
+    parts = parts_of(Measured(att, "head"))
+    blocks = token_oracle.blocks(att, 0, "head")[0]
+    unit = 2.0 ** Measured(att, "head").exponents.double()
+    g = torch.Generator().manual_seed(seed)
+    for i in (0, 3):
+        y = torch.randn(1, 1, 3, 4, generator=g, dtype=torch.float64)
+        below = token_oracle.every_from_below(blocks[i : i + 1], 100) / float(unit)
+        row = parts.rows(slice(i, i + 1))
+        for target in (0.0, below, 2 * below):
+            upper, starts = wedged(row, y / y.norm(), target, lambda b, lengths: weights_of(b, lengths, 1e-3))
+            assert below * (1 - 1e-12) <= upper <= 2 * below
+            assert torch.allclose(torch.linalg.vector_norm(starts, dim=-1), torch.ones(1).double())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("family", hard_heads.FAMILIES)
+def test_hard_heads_to_eighty_digits(family: str, dtype: torch.dtype) -> None:
+    """Nothing is allowed for rounding but that of the comparison."""
+    att = judge.case(family, dtype, 7).select(slice(0, 2))
+    found = {pair: token_norm(att, *pair, vectors=True) for pair in PAIRS}
+    for s in range(att.samples):
+        for h in range(att.heads):
+            exact = differentiated(att, s, h)
+            ends = {pair: (norm.lower[s, h].item(), norm.upper[s, h].item()) for pair, norm in found.items()}
+            check_digits(exact, ends)
+            unit = Decimal(1).scaleb(max(*map(abs, exact.jacobian.flat), Decimal("1e-600")).adjusted())
+            j = torch.tensor((exact.jacobian / unit).astype(float)).permute(0, 2, 1, 3)
+            real = slice(None) if att.valid is None else att.valid[s]
+            y = found["every", "worst"].left
+            assert y is not None
+            reached = torch.linalg.vector_norm(torch.einsum("ijvx,iv->jx", j, y[s, h].double()[real]), dim=-1).sum()
+            lower, upper = (Decimal(end) if math.isfinite(end) else Decimal("Infinity") for end in ends["every", "worst"])
+            # the vector that is returned has the dtype of the layer
+            assert lower <= Decimal(float(reached)) * unit * (1 + Decimal("1e-12" if dtype == torch.float64 else "1e-3"))
+            below = Decimal(token_oracle.every_from_below(j, 5)) * unit
+            assert below * (1 - Decimal("1e-13")) <= upper
+
+
+def differentiated(att: Attention, sample: int, head: int) -> Differentiated:
+    """In as many digits as it takes."""
+    for digits in mp_oracle.DIGITS:
+        with mp_oracle.exactly(digits):
+            found = mp_oracle.differentiated(att, sample, head, "head")
+            if found.error <= max(max(map(abs, found.jacobian.flat)) * mp_oracle.ENOUGH, mp_oracle.TINY):
+                break
+    return found
+
+
+def check_digits(exact: Differentiated, ends: dict[tuple[str, str], tuple[float, float]]) -> None:
+    """Columns, rows and blocks of a Jacobian (tokens, d_v, tokens, D) in 80 digits, against what was found of them."""
+    j, n, d_v = exact.jacobian, len(exact.jacobian), exact.jacobian.shape[1]
+
+    def norm(part: np.ndarray) -> mp_oracle.Enclosed:
+        matrix = part.reshape(len(part) * d_v, -1)
+        return mp_oracle.enclosed(Differentiated(matrix[None, :, None], exact.error))
+
+    with mp_oracle.exactly(80):
+        found = {
+            ("one", "all"): [norm(j[:, :, k]) for k in range(n)],
+            ("all", "worst"): [norm(j[i : i + 1]) for i in range(n)],
+            ("one", "worst"): [norm(j[i : i + 1, :, k]) for i in range(n) for k in range(n)],
+        }
+    for pair, several in found.items():
+        assert ends[pair][0] <= max(one.upper for one in several), pair
+        assert ends[pair][1] >= max(one.lower for one in several), pair
+
+
+@examples(30)
+@given(layers())
+def test_norms_compare_as_they_must(att: Attention) -> None:
+    """Each with each: the lower end of what is smaller is not above the upper end of what is larger."""
+    e, a, w, r = (token_norm(att, *pair) for pair in PAIRS)
+    full = lb.spectral_norm(att, delta=1e-9)
+    root = att.lengths.sqrt()[:, None] * (1 + 1e-12)
+    pairs = [
+        (w, r, 1),
+        (r, e, 1),
+        (e, r, root),
+        (w, a, 1),
+        (a, full, 1),
+        (full, a, root),
+        (r, full, 1),
+        (full, r, root),
+        (a, w, root),
+        (e, w, root**2),
+    ]
+    for number, (small, large, factor) in enumerate(pairs):
+        assert bool((small.lower <= large.upper * factor).all()), number
+
+
+@pytest.mark.parametrize("map", MAPS)
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_vectors_attain_what_they_are_said_to(pair: tuple[str, str], map: str) -> None:
+    att = layer(3, frozenset({"rotation"}), mask="padded")
+    norm = token_norm(att, *pair, map=map, vectors=True)
+    assert norm.left is not None
+    assert norm.right is not None
+    for s in range(att.samples):
+        blocks = token_oracle.blocks(att, s, map)
+        real = torch.ones(att.tokens, dtype=torch.bool) if att.valid is None else att.valid[s]
+        for h in range(len(blocks)):
+            at = (s,) if map in ("heads", "layer") else (s, h)
+            x, y = norm.right[at], norm.left[at]
+            assert not x[~real].any()
+            assert not y[~real].any()
+            lengths = torch.linalg.vector_norm(x, dim=-1)
+            size = {"every": lengths.amax(), "one": lengths.sum(), "all": torch.linalg.vector_norm(lengths)}[pair[0]]
+            assert float(size) == pytest.approx(1, abs=1e-12)
+            image = torch.einsum("ijrx,jx->ir", blocks[h], x[real])
+            moved = torch.linalg.vector_norm(image, dim=-1)
+            reached = moved.amax() if pair[1] == "worst" else torch.linalg.vector_norm(moved)
+            assert float(reached) == pytest.approx(float(norm.lower[at]), rel=1e-8)
+            assert float((image * y[real]).sum()) == pytest.approx(float(reached), rel=1e-10)
+            assert float(torch.linalg.vector_norm(y)) == pytest.approx(1, abs=1e-12)
+
+
+@pytest.mark.parametrize("map", MAPS)
+@pytest.mark.parametrize("has", [(), ("rotation", "together", "sinks")], ids="+".join)
+def test_profiles_of_dense_jacobians(has: tuple[str, ...], map: str) -> None:
+    att = layer(2, frozenset(has), mask="padded")
+    profile = token_profile(att, map=map)
+    for s in range(att.samples):
+        blocks = token_oracle.blocks(att, s, map)
+        n = blocks.shape[1]
+        for h in range(len(blocks)):
+            at = (s,) if map in ("heads", "layer") else (s, h)
+            columns = torch.linalg.matrix_norm(blocks[h].transpose(0, 1).flatten(1, 2), 2)
+            for lower, upper, truth in (
+                (profile.lower, profile.upper, columns), (profile.output_lower, profile.output_upper, token_oracle.rows(blocks[h])),
+            ):  # fmt: skip
+                assert bool((lower[at][:n] <= truth * (1 + ROUNDING)).all() and (upper[at][:n] >= truth * (1 - ROUNDING)).all())
+                assert torch.allclose(lower[at][:n], upper[at][:n], rtol=1e-8)
+                assert not lower[at][n:].any()
+                assert not upper[at][n:].any()
+
+
+@examples(20)
+@given(layers())
+def test_the_largest_of_a_profile_is_the_norm(att: Attention) -> None:
+    profile = token_profile(att)
+    for lower, upper, pair in ((profile.lower, profile.upper, PAIRS[1]), (profile.output_lower, profile.output_upper, PAIRS[3])):
+        norm = token_norm(att, *pair)
+        assert bool((lower.amax(-1) <= norm.upper).all() and (norm.lower <= upper.amax(-1)).all())
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize("map", ["head", "layer"])
+def test_chunks_change_nothing_but_rounding(pair: tuple[str, str], map: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    att = layer(5, frozenset({"rotation"}), n=9, heads=4, mask="causal")
+    whole = token_norm(att, *pair, map=map)
+    monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 1)
+    monkeypatch.setitem(module.MATRIX_BYTES, "cpu", 1)
+    parts = token_norm(att, *pair, map=map)
+    assert whole.lower.shape == parts.lower.shape
+    assert bool((whole.lower <= parts.upper).all() and (parts.lower <= whole.upper).all() and parts.converged.all())
+    assert torch.allclose(whole.lower, parts.lower, rtol=1e-3)
+
+
+def test_the_same_twice_and_in_float32() -> None:
+    att = layer(1, frozenset())
+    first, second = token_norm(att), token_norm(att)
+    assert torch.equal(first.lower, second.lower)
+    assert torch.equal(first.upper, second.upper)
+    single = att._map(lambda t: t.float() if t.is_floating_point() else t)
+    assert torch.equal(token_norm(single).lower, token_norm(single.double()).lower)
+
+
+def test_zero_jacobians_have_zero_norms() -> None:
+    att = Attention(torch.randn(1, 4, 5), torch.randn(2, 5, 3), torch.randn(2, 5, 3), torch.zeros(2, 5, 2))
+    for pair in PAIRS:
+        norm = token_norm(att, *pair)
+        assert not norm.lower.any()
+        assert not norm.upper.any()
+        assert bool(norm.converged.all())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"perturbed": "two"}, "perturbed"),
+        ({"output": "best"}, "output"),
+        ({"map": "residual"}, "map"),
+        ({"tol": 0}, "tol"),
+        ({"tol": math.nan}, "tol"),
+        ({"vectors": 2}, "vectors"),
+        ({"perturbed": "all", "output": "all"}, "spectral_norm"),
+        ({"perturbed": "every", "output": "all"}, "NP-hard"),
+        ({"map": "layer"}, "w_o"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)),
+)
+def test_what_is_refused(arguments: dict, words: str) -> None:
+    att = Attention(*(torch.randn(s) for s in [(1, 3, 4), (2, 4, 2), (2, 4, 2), (2, 4, 2)]))
+    with pytest.raises(LipboundError, match=words):
+        token_norm(att, **arguments)
+
+
+def test_what_is_no_layer_is_refused() -> None:
+    for measure in (token_norm, token_profile):
+        with pytest.raises(LipboundError, match="Attention"):
+            measure("gpt2")  # type: ignore[operator]

@@ -1,0 +1,43 @@
+"""Figures of single tokens."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.variants import layer
+
+import lipbound as lb
+from lipbound.errors import LipboundError
+
+
+@pytest.fixture(scope="module")
+def profile() -> lb.TokenProfile:
+    return lb.token_profile(layer(2, frozenset(), n=9, heads=4))
+
+
+def test_cells_are_the_norms_and_ticks_the_tokens(profile: lb.TokenProfile, tmp_path: Path) -> None:
+    words = ["[CLS]", "the", "a_very_long_token_of_text", "$x$", "cat", "sat", "on", "it", "."]
+    figure = lb.plots.token_profile(profile, words, tmp_path / "tokens.png", sample=1)
+    top, bottom = figure.axes[:2]
+    for axes, lower in ((top, profile.lower), (bottom, profile.output_lower)):
+        np.testing.assert_allclose(np.asarray(axes.images[0].get_array()), np.log10(lower[1].numpy()), atol=1e-9)
+    found = [label.get_text() for label in bottom.get_xticklabels()]
+    assert found[0] == "[CLS]"
+    assert found[3] == "$x$"
+    assert found[2].startswith("a_very")
+    assert len(found[2]) <= 14
+    assert (tmp_path / "tokens.png").stat().st_size > 1000
+
+
+def test_one_head_is_bars_and_few_tokens_are_named_where_many_are(profile: lb.TokenProfile) -> None:
+    figure = lb.plots.token_profile(profile, heads=[2], width=1.2)
+    heights = [bar.get_height() for bar in figure.axes[0].patches]
+    np.testing.assert_allclose(heights, profile.lower[0, 2].numpy(), rtol=1e-9)
+    assert 0 < len(figure.axes[1].get_xticklabels()) < 9
+    assert "token is named" in figure.axes[1].get_xlabel()
+
+
+@pytest.mark.parametrize(("arguments", "words"), [({"sample": 5}, "sample"), ({"heads": [9]}, "heads"), ({"tokens": ["a"]}, "tokens")])
+def test_what_is_not_there_is_refused(profile: lb.TokenProfile, arguments: dict, words: str) -> None:
+    with pytest.raises(LipboundError, match=words):
+        lb.plots.token_profile(profile, **arguments)
