@@ -36,7 +36,7 @@ def settings() -> Cases:
     """Arguments of compare, which all commands share; what is looked at later is not built for them."""
     right = {
         "samples": (), "seed": ("negative", "zero"), "max_length": (), "exact_samples": ("None",), "tol": (), "delta": ("None",),
-        "layers": ("None", "digits", "negative", "zero", "array"), "bounds": (), "map": (), "dtype": (), "resume": ("flag",),
+        "layers": ("None", "digits", "negative", "zero", "array"), "bounds": (), "map": (), "norm": (), "dtype": (), "resume": ("flag",),
         "memory": ("digits", "fraction"), "out": ("None", "digits", "text", "path"), "split": ("None", "digits", "text"),
         "column": ("None", "digits", "text"), "revision": ("None", "digits", "text"),
     }  # fmt: skip

@@ -84,6 +84,11 @@ def caveat(ds: xr.Dataset, name: str) -> str:
     return str(ds[name].attrs["caveat"]) if "caveat" in ds[name].attrs else _registered(name).caveat
 
 
+def norm_of(ds: xr.Dataset) -> str:
+    """The norm of a run's numbers, one of `lipbound.bounds.entry.NORMS`; runs that say none are of before, and Frobenius."""
+    return str(ds.attrs.get("norm", "frobenius"))
+
+
 def _registered(name: str) -> Bound:
     """The registry's entry. It is imported here, since it needs torch."""
     from lipbound.bounds.registry import get

@@ -31,8 +31,8 @@ SWITCHES = {
 }
 """Options that every command takes, behind its name or before it."""
 
-state: dict[str, Any] = {"debug": False, "quiet": False, "verbose": False, "options": {}}
-"""What was asked for, and the names of the running command's options by the names of its arguments."""
+state: dict[str, Any] = {"debug": False, "quiet": False, "verbose": False, "options": {}, "given": frozenset()}
+"""What was asked for, the names of the running command's options by the names of its arguments, and the arguments that were given."""
 
 
 def switch(name: str, wanted: bool) -> None:
@@ -54,6 +54,7 @@ class Command(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         options = {param.name: param.opts[-1] for param in self.params if param.name and param.opts}
         state["options"] = {name: option for name, option in options.items() if option.startswith("-")}
+        state["given"] = frozenset(name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "DEFAULT") != "DEFAULT")
         try:
             return super().invoke(ctx)
         except LipboundError as error:

@@ -54,6 +54,7 @@ def info(run: StoredRun, json: Json = False) -> None:
 def facts(ds: xr.Dataset, path: Path) -> dict[str, Any]:
     """What a run holds, by names in words."""
     from lipbound.bounds.audit import audit
+    from lipbound.reporting.labels import norm_words
     from lipbound.runs.provenance import CHECKSUM, damage
 
     a, exact = ds.attrs, ds["exact"]
@@ -72,18 +73,19 @@ def facts(ds: xr.Dataset, path: Path) -> dict[str, Any]:
         "layers": ds["layer"].values.tolist(),
         "heads": int(ds.sizes["head"]) if "head" in ds.dims else "none: whole layers",
         "map": a["map_description"],
+        "norm": norm_words(ds),
         "exact from": float(exact.min()),
         "exact to": float(exact.max()),
         "not converged": int(exact.notnull().sum() - ds["exact_converged"].sum()),
         "bounds": list(a["bounds"]),
         "below exact": {name: entry["violations"] for name, entry in entries.items() if entry["violations"]},
         "left out": list(a.get("not_applicable", {})),
-        "method": a["method"],
+        "method": a.get("method"),
         "tol": float(a["tol"]),
-        "delta": float(a["delta"]) if a["delta"] else None,
+        "delta": float(a["delta"]) if a.get("delta") else None,
         "dtype": a["dtype"],
         "device": a["device"],
-        "seed": a["seed"],
+        "seed": a.get("seed"),
         "date": a["date"],
         "command": a["command"],
         "versions": a["versions"],

@@ -35,6 +35,16 @@ def probability(text: str | float) -> float:
     return value
 
 
+def refuse_given(norm: str, **options: Any) -> None:
+    """Refuse options that a norm with deterministic ends does not have, where they were given, be it with their default."""
+    from lipbound.bounds.entry import check_norm
+    from lipbound.runs.config import refuse_drawn
+
+    for name, value in options.items():
+        if check_norm(norm) != "frobenius" and name in state["given"]:
+            refuse_drawn(name, value, norm)
+
+
 def blocks_in(out: Path) -> str:
     """What of a run is kept while it is measured, and how to go on; for an interruption."""
     partial = out.with_name(out.name + ".partial")
@@ -70,6 +80,9 @@ def compare(
         str,
         typer.Option(help="head, head_out (with its slice of the output projection), heads, layer (all together), residual, pre_norm or post_norm."),
     ] = "head",
+    norm: Annotated[
+        str, typer.Option(help="frobenius, every-token (each moves by at most 1, the worst output counts) or one-token (one moves alone).")
+    ] = "frobenius",
     tol: Annotated[float, typer.Option(help="Relative width (or error, with --delta 0) of exact norms.")] = 1e-3,
     delta: Annotated[float, typer.Option(parser=probability, help="Total failure probability of exact_upper; 0 for plain estimates.")] = 1e-6,
     device: Annotated[str, typer.Option(help="'auto', 'cpu', 'cuda', 'cuda:1', ...")] = "auto",
@@ -87,11 +100,12 @@ def compare(
     """Measure every attention head of a checkpoint and set every bound beside it."""
     from lipbound.runs.config import RunConfig
 
+    refuse_given(norm, delta=delta, seed=seed)
     interruption.keeps(lambda: blocks_in(out) if out is not None else "nothing was kept, since there was no --out")
     config = RunConfig(
-        model, data, split=split, column=column, bounds=bounds, map=map, samples=samples, exact_samples=exact_samples, max_length=max_length,
-        layers=layers, revision=revision, tol=tol, delta=delta or None, device=device, dtype=dtype, seed=seed, out=out, resume=resume,
-        memory=memory, weights=weights,
+        model, data, split=split, column=column, bounds=bounds, map=map, norm=norm, samples=samples, exact_samples=exact_samples,
+        max_length=max_length, layers=layers, revision=revision, tol=tol, delta=delta or None, device=device, dtype=dtype, seed=seed, out=out,
+        resume=resume, memory=memory, weights=weights,
     )  # fmt: skip
     with cluster(scheduler) as client:
         ds = measured(config, client=client, progress=not state["quiet"])

@@ -4,10 +4,11 @@ import re
 
 import xarray as xr
 
-from lipbound.bounds.audit import audit, compared_with
+from lipbound.bounds.audit import audit, compared_with, norm_of
 from lipbound.bounds.lipbound2026 import CITATION
 from lipbound.errors import UnknownNameError, nearest
 from lipbound.reporting.formats import FORMATTERS, Prose
+from lipbound.reporting.labels import norm_words
 from lipbound.runs.given import takes_run
 from lipbound.runs.provenance import FORMER
 
@@ -64,11 +65,13 @@ def _paragraph(ds: xr.Dataset, prose: Prose) -> str:
 
 
 def _constants(ds: xr.Dataset, prose: Prose) -> str:
-    """Of which map, of which model."""
+    """Of which map, in which norm, of which model."""
     a, safe = ds.attrs, prose.escape
+    name, _, meaning = norm_words(ds).partition(" ")
+    called = "the spectral norms of Jacobians" if norm_of(ds) == "frobenius" else f"norms of Jacobians {safe(meaning)}"
     kind = "commit" if a.get("commit") == a["revision"] else "weights"
     return (
-        f"Local Lipschitz constants, the spectral norms of Jacobians, of {safe(a['map_description'])} were computed with lipbound "
+        f"Local Lipschitz constants in the {name} norm, {called}, of {safe(a['map_description'])} were computed with lipbound "
         f"{safe(a['lipbound'])} {_cited(CITATION, prose)} for {safe(str(a['model']))} ({safe(a['architecture'])}, {_places(ds, prose.times)}; "
         f"{kind} {safe(str(a['revision']))})."
     )
@@ -98,9 +101,14 @@ def _variants(ds: xr.Dataset, prose: Prose) -> str:
 def _enclosures(ds: xr.Dataset, prose: Prose) -> str:
     """How surely the constants are known, and how many are not."""
     a = ds.attrs
-    dtype, tol, seed = prose.escape(a["dtype"]), float(a["tol"]), int(a["seed"])
+    dtype, tol, seed = prose.escape(a["dtype"]), float(a["tol"]), int(a.get("seed", 0))
     former = "" if FORMER in ds else ", both with every rounding included"
-    if a["delta"]:
+    if norm_of(ds) != "frobenius":
+        sentence = (
+            f"Each constant is enclosed, in float64 and deterministically, at the layer that the model computes in {dtype}, between an attained "
+            f"value and an upper bound at most a factor {1 + tol:.10g} above it{former}."
+        )
+    elif a["delta"]:
         sentence = (
             f"Each constant is enclosed, by Lanczos' method in {dtype}, between an attained value and an upper bound at most a factor {1 + tol:.10g} "
             f"above it{former}; over the random start vectors (seed {seed}), the upper bounds hold together with probability at least "

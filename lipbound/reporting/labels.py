@@ -5,7 +5,8 @@ from typing import Any
 
 import xarray as xr
 
-from lipbound.bounds.audit import audit, compared_with, missing
+from lipbound.bounds.audit import audit, compared_with, missing, norm_of
+from lipbound.bounds.entry import NORMS
 from lipbound.formatting import plain, small
 
 
@@ -65,14 +66,25 @@ def holds(sound: int, compared: int) -> str:
     return "n/a" if not compared else "everywhere" if sound == compared else "nowhere" if sound == 0 else f"on {sound} of {compared}"
 
 
+def norm_words(ds: xr.Dataset) -> str:
+    """The norm of a run: its name, and, of those that tell tokens apart, what it measures."""
+    norm = norm_of(ds)
+    return "Frobenius" if norm == "frobenius" else f"{norm} ({NORMS[norm]})"
+
+
 def run_caption(ds: xr.Dataset) -> str:
     """One line that says what the numbers of a run are of."""
     a = ds.attrs
     exact = "" if a["exact_samples"] == a["samples"] else f" (exact norms on the first {a['exact_samples']})"
     to = small(float(a["tol"]))
-    how = f"enclosed to {to} with failure probability {small(float(a['delta']))}" if a["delta"] else f"lower ends, sought to {to}"
+    if norm_of(ds) != "frobenius":
+        how = f"of layers in {a['dtype']}, enclosed to {to}, both ends deterministic"
+    elif a["delta"]:
+        how = f"by {a['method']} in {a['dtype']}, enclosed to {to} with failure probability {small(float(a['delta']))}"
+    else:
+        how = f"by {a['method']} in {a['dtype']}, lower ends, sought to {to}"
     plural = "s" if a["samples"] > 1 else ""
     return plain(
-        f"{a['model']} ({a['architecture']}, {str(a['revision'])[:15]}); map: {a['map_description']}; data: {a['data']}, "
-        f"{a['samples']} sample{plural} of at most {a['tokens']} tokens{exact}; exact norms by {a['method']} in {a['dtype']}, {how}"
+        f"{a['model']} ({a['architecture']}, {str(a['revision'])[:15]}); map: {a['map_description']}; norm: {norm_words(ds)}; "
+        f"data: {a['data']}, {a['samples']} sample{plural} of at most {a['tokens']} tokens{exact}; exact norms {how}"
     )

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from lipbound.bounds.audit import allowance, audit, compared_with
+from lipbound.bounds.audit import allowance, audit, compared_with, norm_of
 from lipbound.errors import LipboundError, UnknownNameError, nearest
 from lipbound.reporting.reductions import reduce_samples
 from lipbound.runs.given import takes_run
@@ -107,13 +107,13 @@ def present(ds: xr.Dataset, bounds: Iterable[str]) -> list[str]:
 
 
 def requested(ds: xr.Dataset, bounds: str) -> list[str]:
-    """Names separated by commas, as `lipbound.bounds.resolve` reads them (Frobenius norm); those of the run need no registry, and so no torch."""
+    """Names separated by commas, as `lipbound.bounds.resolve` reads them in the run's norm; those of the run need no registry, and so no torch."""
     names = [part.strip() for part in bounds.split(",") if part.strip()]
     if names and all(name in ds.attrs["bounds"] for name in names):
         return list(dict.fromkeys(names))
     from lipbound.bounds.registry import resolve
 
-    return resolve(bounds, "frobenius")
+    return resolve(bounds, norm_of(ds))
 
 
 def panels(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:

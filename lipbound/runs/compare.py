@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 
+from lipbound.bounds.audit import norm_of
 from lipbound.devices import resolve_device
 from lipbound.errors import StoreError, flag
 from lipbound.runs.config import RunConfig
@@ -29,6 +30,7 @@ def compare(
     *,
     bounds: str | Iterable[str] = "default",
     map: str = "head",
+    norm: str = "frobenius",
     samples: int = 8,
     exact_samples: int | None = None,
     max_length: int = 128,
@@ -58,6 +60,9 @@ def compare(
         map: "head" (no output projection), "head_out" (with the head's slice of it; bounds then have ||W_V W_O|| for ||W_V||), "heads" (all heads
             of a layer side by side), "layer" (with the output projection; bounds on heads are put together by `lipbound.bounds.whole_layer`),
             or the layer with its residual connection, "residual", and layer normalisation, "pre_norm" or "post_norm" (see `lipbound.spectral_norm`).
+        norm: "frobenius" (all tokens move, by 1 together), "every-token" (every token moves by at most 1, and the output token that moves furthest
+            counts) or "one-token" (one token alone moves). The latter two have the exact norms of `lipbound.token_norm`, both ends of them
+            deterministic, for the maps "head", "head_out", "heads" and "layer"; bounds are those stated in the norm.
         samples: how many samples of the data; all where it has fewer, which a `lipbound.errors.Notice` and attrs["notes"] tell.
         exact_samples: compute exact norms on the first so many samples only (bounds on all).
         max_length: tokens per text.
@@ -65,7 +70,7 @@ def compare(
         split, column: of a dataset. revision: of a hub model.
         tol: relative width of the enclosure of exact norms, ``exact_upper / exact - 1``.
         delta: probability that any ``exact_upper`` of the run fails (see `lipbound.spectral_norm`); None for lower ends alone, which take about
-            a third of the time.
+            a third of the time. Frobenius norm only: the others take neither delta nor seed.
         device: "auto" (CUDA where there is one), or a torch device. dtype: "float32" or "float64", or torch's.
         seed: of the start vectors of exact norms. The same seed gives the same numbers on the same machine.
         out: where to save the run, a Zarr store that must not exist yet. While it is computed, its finished blocks are kept beside it, in
@@ -90,9 +95,9 @@ def compare(
         LipboundError: see its subclasses; nothing is computed when the output cannot be written.
     """
     config = RunConfig(
-        model, data, bounds=bounds, map=map, samples=samples, exact_samples=exact_samples, max_length=max_length, layers=layers, split=split,
-        column=column, revision=revision, tol=tol, delta=delta, device=device, dtype=dtype, seed=seed, out=out, resume=resume, memory=memory,
-        weights=weights,
+        model, data, bounds=bounds, map=map, norm=norm, samples=samples, exact_samples=exact_samples, max_length=max_length, layers=layers,
+        split=split, column=column, revision=revision, tol=tol, delta=delta, device=device, dtype=dtype, seed=seed, out=out, resume=resume,
+        memory=memory, weights=weights,
     )  # fmt: skip
     return run(config, client=client, progress=flag("progress", progress))
 
@@ -148,7 +153,7 @@ def _save(ds: xr.Dataset, target: Path) -> None:
 def _finished(path: Path, settings: dict[str, Any], layers: Sequence[int] | None) -> xr.Dataset:
     """A run that was finished before, if it is the one that is asked for."""
     ds = load_run(path, damaged="refuse")
-    stored = {key: ds.attrs[key] for key in settings} | {"layers": ds["layer"].values.tolist()}
+    stored: dict[str, Any] = {key: ds.attrs.get(key) for key in settings} | {"norm": norm_of(ds)} | {"layers": ds["layer"].values.tolist()}
     if {*stored["bounds"], *ds.attrs.get("not_applicable", ())} == {*settings["bounds"]}:
         stored["bounds"] = settings["bounds"]
     asked = settings | {"layers": stored["layers"] if layers is None else sorted(dict.fromkeys(layers))}

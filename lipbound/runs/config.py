@@ -9,11 +9,15 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from lipbound.bounds.audit import norm_of
+from lipbound.bounds.entry import check_norm
 from lipbound.bounds.multihead import names_for
 from lipbound.bounds.registry import resolve
 from lipbound.devices import dtype_name
 from lipbound.errors import AlteredRunError, LipboundError, StoreError, choice, flag, indices, is_number, name_or_none, real, shown, whole
 from lipbound.jacobians.maps import MAPS
+from lipbound.jacobians.tokens.token_norm import TOKEN_MAPS
+from lipbound.runs.provenance import DRAWN
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -30,8 +34,9 @@ class RunConfig:
     Arguments of nearly the right type are brought into theirs: numbers of numpy, ``torch.device``, ``torch.dtype``, one layer, layers as text.
 
     Raises:
-        LipboundError: an unknown map or bound, a bound that says nothing about the map, an argument of another type or out of its range, resume
-            without out. Models, data and devices are looked at when they are opened.
+        LipboundError: an unknown map, norm or bound, a bound that says nothing about the map or is of another norm, a map or an option that the norm
+            does not have, an argument of another type or out of its range, resume without out. Models, data and devices are looked at when they are
+            opened.
     """
 
     model: str | Path | PreTrainedModel
@@ -39,6 +44,7 @@ class RunConfig:
     _: KW_ONLY
     bounds: str | Iterable[str] = "default"
     map: str = "head"
+    norm: str = "frobenius"
     samples: int = 8
     exact_samples: int | None = None
     max_length: int = 128
@@ -59,6 +65,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name, value in self._checked().items():
             object.__setattr__(self, name, value)
+        if self.norm != "frobenius":
+            self._check_deterministic()
         if self.resume and self.out is None:
             raise LipboundError("resume=True needs out=, the name of the run to take up")
 
@@ -71,10 +79,12 @@ class RunConfig:
         if self.out is not None and (not isinstance(self.out, str | Path) or not str(self.out).strip()):
             raise LipboundError(f"out is {shown(self.out)}; give the name of a run that does not exist yet, such as 'run.zarr'")
         bounds = self.bounds if isinstance(self.bounds, str) else tuple(resolve(self.bounds))  # an iterator could be read once only
-        map = choice("map", self.map, MAPS)
-        names_for(bounds if isinstance(bounds, str) else list(bounds), map)
+        map, norm = choice("map", self.map, MAPS), check_norm(self.norm)
+        if norm != "frobenius" and map not in TOKEN_MAPS:
+            raise LipboundError(f"map {map!r} has exact norms for norm='frobenius' alone; with norm={norm!r} take one of {', '.join(TOKEN_MAPS)}")
+        names_for(bounds if isinstance(bounds, str) else list(bounds), map, norm)
         return {
-            "bounds": bounds, "map": map, "samples": whole("samples", self.samples, least=1), "seed": whole("seed", self.seed),
+            "bounds": bounds, "map": map, "norm": norm, "samples": whole("samples", self.samples, least=1), "seed": whole("seed", self.seed),
             "exact_samples": None if self.exact_samples is None else whole("exact_samples", self.exact_samples, least=1),
             "max_length": whole("max_length", self.max_length, least=1),
             "layers": None if self.layers is None else tuple(indices("layers", self.layers)),
@@ -82,6 +92,14 @@ class RunConfig:
             "delta": None if self.delta is None else real("delta", self.delta, DELTA, above=0, below=1),
             "dtype": dtype_name(self.dtype), "resume": flag("resume", self.resume), "memory": _memory(self.memory),
         } | {name: name_or_none(name, getattr(self, name)) for name in ("split", "column", "revision")}  # fmt: skip
+
+    def _check_deterministic(self) -> None:
+        """Refuse options of norms that are found from random vectors, where nothing is random; delta is None then, and the seed 0."""
+        if self.delta not in (None, RunConfig.delta):
+            refuse_drawn("delta", self.delta, self.norm)
+        if self.seed != RunConfig.seed:
+            refuse_drawn("seed", self.seed, self.norm)
+        object.__setattr__(self, "delta", None)
 
     @classmethod
     def of(cls, ds: xr.Dataset, *, model: Any = None, data: Any = None, device: str = "auto", dtype: str | None = None) -> Self:
@@ -110,9 +128,9 @@ class RunConfig:
         try:
             return cls(
                 recorded if model is None else model, source["data"] if data is None else data, bounds=tuple(a["bounds"]), map=a["map"],
-                samples=a["samples"], exact_samples=a["exact_samples"], max_length=source["max_length"], layers=tuple(ds["layer"].values.tolist()),
-                split=source["split"], column=source["column"], revision=commit if model is None else None, tol=a["tol"], delta=a["delta"],
-                device=device, dtype=dtype or a["dtype"], seed=a["seed"],
+                norm=norm_of(ds), samples=a["samples"], exact_samples=a["exact_samples"], max_length=source["max_length"],
+                layers=tuple(ds["layer"].values.tolist()), split=source["split"], column=source["column"], revision=commit if model is None else None,
+                tol=a["tol"], device=device, dtype=dtype or a["dtype"], **{name: a[name] for name in ("delta", "seed") if name in a},
             )  # fmt: skip
         except LipboundError as error:
             raise AlteredRunError(f"the run's settings (attributes) were changed, no run can have them: {error}") from error
@@ -124,7 +142,12 @@ class RunConfig:
     @property
     def names(self) -> list[str]:
         """Registry names of the bounds that are asked for, those about other maps left out of "default" and "all"."""
-        return names_for(self._bounds, self.map)
+        return names_for(self._bounds, self.map, self.norm)
+
+    @property
+    def drawn(self) -> dict[str, Any]:
+        """The settings `DRAWN` of exact norms that are found from random vectors; none in norms whose ends are deterministic."""
+        return dict(zip(DRAWN, ("lanczos", self.delta, self.seed), strict=True)) if self.norm == "frobenius" else {}
 
     @property
     def chosen_layers(self) -> tuple[int, ...] | None:
@@ -144,6 +167,11 @@ class RunConfig:
     def exact_count(self, samples: int) -> int:
         """How many of so many samples get exact norms."""
         return samples if self.exact_samples is None else min(self.exact_samples, samples)
+
+
+def refuse_drawn(name: str, value: Any, norm: str) -> None:
+    """Raise LipboundError about an option, one of `DRAWN`, that was given with a norm whose ends are deterministic."""
+    raise LipboundError(f"{name} is {shown(value)}, which norm={norm!r} does not take, since both its ends are deterministic; leave it out")
 
 
 def _memory(memory: Any) -> str | float:

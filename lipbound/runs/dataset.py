@@ -19,7 +19,7 @@ def allocate(plan: Plan) -> dict[str, np.ndarray]:
     """Tables (samples, layers, heads) of everything a run holds: NaN, 0 or False where nothing is measured."""
     spec, shape = plan.spec, plan.shape
     names = spec.names
-    tables: dict[str, np.ndarray] = {name: np.full(shape, np.nan) for name in ("exact", *(["exact_upper"] if spec.delta is not None else []), *names)}
+    tables: dict[str, np.ndarray] = {name: np.full(shape, np.nan) for name in ("exact", *(["exact_upper"] if spec.encloses else []), *names)}
     if any(get(name).exact == "exact_l2" for name in names):
         tables["exact_l2"] = np.full(shape, np.nan)
     tables["exact_steps"] = np.zeros(shape, dtype=np.int32)
@@ -37,7 +37,7 @@ def assemble(config: RunConfig, sources: Sources, plan: Plan, tables: dict[str, 
         lengths: (samples,) tokens of the inputs.
         error: the largest error of the captures.
     """
-    ds = dataset(tables, plan.spec.names, plan.layers, lengths)
+    ds = dataset(tables, plan.spec.names, plan.layers, lengths, config.norm)
     if config.map in WHOLE:
         ds = ds.isel(head=0, drop=True)
     settled = {"bounds": plan.spec.names, "map_description": MAPS[config.map], "device": device_name(sources.device)}
@@ -52,7 +52,9 @@ def assemble(config: RunConfig, sources: Sources, plan: Plan, tables: dict[str, 
     return ds
 
 
-def dataset(tables: dict[str, np.ndarray], names: Sequence[str], captured: Sequence[LayerInfo], lengths: np.ndarray) -> xr.Dataset:
+def dataset(
+    tables: dict[str, np.ndarray], names: Sequence[str], captured: Sequence[LayerInfo], lengths: np.ndarray, norm: str = "frobenius"
+) -> xr.Dataset:
     """The tables with names, coordinates and labels."""
     dims = ("sample", "layer", "head")
     first = [name for name in ("exact", "exact_upper", "exact_l2", *names) if name in tables]
@@ -62,7 +64,8 @@ def dataset(tables: dict[str, np.ndarray], names: Sequence[str], captured: Seque
         sample=np.arange(len(lengths)), layer=[layer.index for layer in captured], head=np.arange(ds.sizes["head"]),
         layer_name=("layer", np.array([layer.name for layer in captured], dtype=object)), length=("sample", lengths),
     )  # fmt: skip
-    ds["exact"].attrs = {"label": "Exact", "long_name": "local Lipschitz constant (spectral norm of the Jacobian), lower end"}
+    kind = "spectral" if norm == "frobenius" else norm
+    ds["exact"].attrs = {"label": "Exact", "long_name": f"local Lipschitz constant ({kind} norm of the Jacobian), lower end"}
     if "exact_upper" in ds:
         ds["exact_upper"].attrs = {"label": "Exact, upper end", "long_name": "local Lipschitz constant, upper end"}
     if "exact_l2" in ds:

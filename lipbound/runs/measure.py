@@ -14,10 +14,15 @@ from lipbound.bounds.multihead import whole_layer
 from lipbound.bounds.registry import get
 from lipbound.jacobians.maps import BLOCKS, WHOLE
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
+from lipbound.jacobians.tokens.token_norm import token_norm
+from lipbound.linalg.solution import Norm
 from lipbound.models.capture.capture import Capturer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+TOKENS = {"every-token": ("every", "worst"), "one-token": ("one", "all")}
+"""What moves and which output counts, for `lipbound.token_norm`, in those of `lipbound.bounds.entry.NORMS` that tell tokens apart."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ class MeasurementSpec:
         delta: failure probability of one upper end, or None for plain estimates.
         seed: of the run.
         exact_samples: exact norms are computed for samples before this one.
+        norm: of `lipbound.bounds.entry.NORMS`. Those that tell tokens apart are deterministic, and have upper ends without ``delta``.
     """
 
     names: tuple[str, ...]
@@ -39,6 +45,12 @@ class MeasurementSpec:
     delta: float | None
     seed: int
     exact_samples: int
+    norm: str = "frobenius"
+
+    @property
+    def encloses(self) -> bool:
+        """Whether exact norms have upper ends."""
+        return self.delta is not None or self.norm in TOKENS
 
     def delta_of(self, samples: int, heads: int) -> float | None:
         """Failure probability that the exact norms of so many heads at so many samples have together."""
@@ -107,14 +119,22 @@ def _measure(att: Attention, spec: MeasurementSpec, seeds: list[int], exact_coun
     exact_count = min(exact_count, att.samples)
     if exact_count > 0:
         part = att if exact_count == att.samples else att.select(slice(0, exact_count))
-        delta = spec.delta_of(exact_count, 1 if whole else att.heads)
-        norm = spectral_norm(part, map=spec.map, tol=spec.tol, delta=delta, seed=seeds[:exact_count])
+        norm = _exact(part, spec, seeds[:exact_count])
         values |= {"exact": norm.lower, "exact_steps": norm.steps, "exact_converged": norm.converged}
-        if spec.delta is not None:
+        if spec.encloses:
             values["exact_upper"] = norm.upper
         if any(get(name).exact == "exact_l2" for name in spec.names):
             values["exact_l2"] = l2_spectral_norm(part, tol=spec.tol, seed=seeds[:exact_count]).lower
     return {name: value.reshape(len(value), -1).cpu().numpy() for name, value in values.items()}
+
+
+def _exact(att: Attention, spec: MeasurementSpec, seeds: list[int]) -> Norm:
+    """Exact norms of all samples of a layer."""
+    if spec.norm in TOKENS:
+        perturbed, output = TOKENS[spec.norm]
+        return token_norm(att, perturbed, output, map=spec.map, tol=spec.tol)
+    delta = spec.delta_of(att.samples, 1 if spec.map in WHOLE else att.heads)
+    return spectral_norm(att, map=spec.map, tol=spec.tol, delta=delta, seed=seeds)
 
 
 def _seed(seed: int, layer: int, sample: int) -> int:

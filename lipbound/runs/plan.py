@@ -66,8 +66,8 @@ def identity(config: RunConfig, sources: Sources) -> dict[str, Any]:
     checkpoint, inputs = sources.checkpoint, sources.inputs
     return {
         "model": checkpoint.name, "revision": checkpoint.revision, "data_fingerprint": inputs.fingerprint, "samples": inputs.samples,
-        "bounds": config.names, "map": config.map, "exact_samples": config.exact_count(inputs.samples), "tol": config.tol, "delta": config.delta,
-        "dtype": config.dtype, "seed": config.seed,
+        "bounds": config.names, "map": config.map, "norm": config.norm, "exact_samples": config.exact_count(inputs.samples),
+        "tol": config.tol, "dtype": config.dtype, **{name: value for name, value in config.drawn.items() if name != "method"},
     }  # fmt: skip
 
 
@@ -140,7 +140,7 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
     """
     samples = sources.inputs.samples
     exact = config.exact_count(samples)
-    looking = MeasurementSpec(tuple(config.names), config.map, config.tol, None, config.seed, exact)
+    looking = MeasurementSpec(tuple(config.names), config.map, config.tol, None, config.seed, exact, config.norm)
     layers = Measurer(sources.checkpoint.model, config.chosen_layers, looking).look(sources.inputs.block(0, 1, sources.device))
     names, not_applicable = about(config.names, all_variants(layers), everything=config.everything)
     block = block_size(layers, samples, memory, parts)
@@ -159,7 +159,7 @@ def measurement_spec(config: RunConfig, names: Sequence[str], exact_samples: int
     """What is measured at every layer; all exact norms of the run share its delta equally, ``shape`` of them at each of ``exact_samples``."""
     norms = exact_samples * math.prod(shape)
     delta = None if config.delta is None else config.delta / norms
-    return MeasurementSpec(tuple(names), config.map, config.tol, delta, config.seed, exact_samples)
+    return MeasurementSpec(tuple(names), config.map, config.tol, delta, config.seed, exact_samples, config.norm)
 
 
 def all_variants(layers: Sequence[LayerInfo]) -> frozenset[str]:
@@ -179,7 +179,7 @@ def about(names: list[str], variants: frozenset[str], *, everything: bool) -> tu
             silent[name] = "does not cover " + " and ".join(other)
     if silent and not everything:
         name, why = next(iter(silent.items()))
-        fitting = [n for n in bound_names() if variants <= get(n).covers]
+        fitting = [n for n in bound_names(get(name).norm) if variants <= get(n).covers]
         raise LipboundError(f"bound {name!r} {why}, which this model has; leave it out, or take bounds='default' or some of {', '.join(fitting)}")
     return [name for name in names if name not in silent], silent
 

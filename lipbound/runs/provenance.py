@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 
+from lipbound.bounds.audit import norm_of
+
 if TYPE_CHECKING:  # reading a run needs no torch
     from lipbound.models.batch import Inputs
     from lipbound.models.checkpoints import Checkpoint
@@ -22,6 +24,8 @@ if TYPE_CHECKING:  # reading a run needs no torch
 CHECKSUM = "checksum"
 FORMER = "exact_rounding"
 """Runs of before 0.2 hold the size of the rounding errors of their exact norms, which are now inside the enclosures."""
+DRAWN = ("method", "delta", "seed")
+"""Attributes about exact norms found from random vectors, in runs in the Frobenius norm alone."""
 SETTINGS = (
     "lipbound", "model", "revision", "loaded", "commit", "architecture", "data", "data_fingerprint", "source", "preprocessing", "bounds", "map",
     "map_description", "method", "tol", "delta", "dtype", "device", "seed", "versions", "python", "date", "command", "samples", "exact_samples",
@@ -58,6 +62,7 @@ def settings_checksum(ds: xr.Dataset) -> str:
     """sha256 over `SETTINGS`, the numbers of the layers and the lengths of the samples."""
     said: dict[str, Any] = {name: ds.attrs.get(name) for name in SETTINGS}
     said |= {name: ds.attrs[name] for name in ("variants", "not_applicable", "notes") if name in ds.attrs}
+    said |= {"norm": norm_of(ds)} if norm_of(ds) != "frobenius" else {}  # runs of before do not say it, and are Frobenius
     said |= {"layer": ds["layer"].values.tolist(), "length": ds["length"].values.tolist()}
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -160,12 +165,11 @@ def provenance(config: RunConfig, checkpoint: Checkpoint, inputs: Inputs, **sett
         "bounds": list(settled["bounds"]),
         "map": config.map,
         "map_description": settled["map_description"],
-        "method": "lanczos",
+        "norm": config.norm,
         "tol": config.tol,
-        "delta": config.delta,
+        **config.drawn,
         "dtype": config.dtype,
         "device": settled["device"],
-        "seed": config.seed,
         "versions": packages,
         "python": sys.version.split()[0],
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -10,9 +10,10 @@ from pathlib import Path
 import xarray as xr
 import zarr
 
-from lipbound.bounds.audit import FORMER_SLACK, compared_with
+from lipbound.bounds.audit import FORMER_SLACK, compared_with, norm_of
+from lipbound.bounds.entry import NORMS
 from lipbound.errors import AlteredRunError, DamagedRunWarning, StoreError, UnknownNameError, nearest
-from lipbound.runs.provenance import again, damage, own
+from lipbound.runs.provenance import DRAWN, again, damage, own
 
 DAMAGED = ("warn", "refuse", "accept")
 WORD, COUNT, NUMBER = (str,), (int,), (int, float)
@@ -22,7 +23,7 @@ NEEDED: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("model", "architecture", "revision", "data", "data_fingerprint", "map_description", "method", "dtype", "device"), WORD),
     **dict.fromkeys(("python", "date"), WORD),
 }  # fmt: skip
-"""Attributes that tables, figures and methods paragraphs cannot do without, and their types."""
+"""Attributes that tables, figures and methods paragraphs cannot do without, and their types; `DRAWN` in the Frobenius norm alone."""
 
 
 def check_target(path: str | Path) -> Path:
@@ -129,7 +130,11 @@ def _short(error: Exception) -> str:
 
 def _lacking(ds: xr.Dataset) -> str:
     """The first part without which a run cannot be shown that is missing or of a wrong kind, in words; else empty."""
+    if not isinstance(ds.attrs.get("norm", ""), str) or norm_of(ds) not in NORMS:
+        return f"its setting 'norm' is {ds.attrs['norm']!r}"
     for name, kinds in NEEDED.items():
+        if name in DRAWN and norm_of(ds) != "frobenius":
+            continue
         if name not in ds.attrs or not isinstance(ds.attrs[name], kinds) or isinstance(ds.attrs[name], bool):
             return f"its setting {name!r} is missing" if name not in ds.attrs else f"its setting {name!r} is {ds.attrs[name]!r}"
     if ds.attrs["dtype"] not in FORMER_SLACK:

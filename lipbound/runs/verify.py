@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from lipbound.bounds.audit import audit
+from lipbound.bounds.audit import audit, norm_of
 from lipbound.devices import dtype_name
 from lipbound.errors import AlteredRunError, CaptureError, StoreError, whole
 from lipbound.formatting import plain
@@ -50,6 +50,7 @@ class Verification:
         places: the (sample, layer) coordinates whose heads were computed again.
         judged: whether numbers that do not agree count against the run; not where it was computed again in another dtype.
         dtype: what was computed in.
+        norm: of the run, which is that of what was computed again.
     """
 
     faults: tuple[str, ...]
@@ -59,6 +60,7 @@ class Verification:
     places: tuple[tuple[int, int], ...]
     judged: bool
     dtype: str
+    norm: str = "frobenius"
 
     @property
     def ok(self) -> bool:
@@ -94,7 +96,8 @@ class Verification:
         for sample, layer in self.places:
             layers.setdefault(sample, []).append(str(layer))
         where = "; ".join(f"sample {s}, layer{'s' if len(found) > 1 else ''} {', '.join(found)}" for s, found in layers.items())
-        return f"computed again, in {self.dtype}: all heads at {where}"
+        norm = "" if self.norm == "frobenius" else f" and the {self.norm} norm"
+        return f"computed again, in {self.dtype}{norm}: all heads at {where}"
 
     def _holding(self) -> list[str]:
         """What agrees, the same numbers and those within rounding apart."""
@@ -163,7 +166,7 @@ def verify(
     if "dtype" not in ds.attrs or "source" not in ds.attrs:
         raise StoreError("the run was written by a version of lipbound that did not record enough to repeat it")
     wanted = ds.attrs["dtype"] if dtype is None else dtype_name(dtype)
-    nothing = partial(Verification, numbers=(), remarks=(), table=_table({}), places=(), judged=True, dtype=wanted)
+    nothing = partial(Verification, numbers=(), remarks=(), table=_table({}), places=(), judged=True, dtype=wanted, norm=norm_of(ds))
     try:
         rerun = replay(ds, model=model, data=data, device=device, dtype=wanted)
     except (AlteredRunError, OtherModelError) as error:  # nothing can be computed with such settings, or such a model
@@ -194,7 +197,7 @@ def verify(
             raise
         return nothing((*faults, f"with it nothing can be computed again: {error}"))
     where = tuple((int(ds["sample"][s]), int(ds["layer"][i])) for s, i in chosen)
-    return Verification(tuple(faults), tuple(wrong), tuple(remarks), _table(found), where, wanted == ds.attrs["dtype"], wanted)
+    return Verification(tuple(faults), tuple(wrong), tuple(remarks), _table(found), where, wanted == ds.attrs["dtype"], wanted, norm_of(ds))
 
 
 def _table(found: dict[str, tuple[int, float, int]]) -> pd.DataFrame:

@@ -53,7 +53,17 @@ def test_runs_of_a_sweep_have_names_of_their_own(tmp_path: Path) -> None:
 
 
 def test_every_option_of_compare_is_one_of_sweeps(tmp_path: Path) -> None:
-    given = {"bounds": "yudin", "map": "heads", "samples": 2, "exact_samples": 1, "layers": [1], "split": "test", "column": "text", "revision": "v1"}
+    given = {
+        "bounds": "yudin",
+        "map": "heads",
+        "norm": "frobenius",
+        "samples": 2,
+        "exact_samples": 1,
+        "layers": [1],
+        "split": "test",
+        "column": "text",
+        "revision": "v1",
+    }
     given |= {"tol": 0.01, "delta": None, "device": "cpu", "dtype": "float64", "seed": 3, "memory": "1GB", "weights": "whole"}
     assert set(OPTIONS) == set(given)
     file = tmp_path / "sweep.yaml"

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from lipbound.bounds.audit import allowance, audit, compared_with
+from lipbound.bounds.audit import allowance, audit, compared_with, norm_of
 from lipbound.errors import CheckpointError, LipboundError
 from lipbound.formatting import plain
 from lipbound.reporting import citations, labels, statistics, tables
@@ -21,7 +21,7 @@ SINGLE = 16
 BINS = 40
 PROVENANCE = (
     "model", "revision", "architecture", "data", "data_fingerprint", "preprocessing", "samples", "exact_samples", "tokens", "map_description",
-    "method", "tol", "delta", "dtype", "device", "seed", "capture_error", "lipbound", "python", "date", "command",
+    "norm", "method", "tol", "delta", "dtype", "device", "seed", "capture_error", "lipbound", "python", "date", "command",
 )  # fmt: skip
 
 
@@ -55,6 +55,7 @@ def contents(ds: xr.Dataset, title: str, *, reduce: str | float, sample: int, mo
         "left": list(ds.attrs.get("not_applicable", {})),
         "tokens_most": int(ds.attrs["tokens"]),
         "map": plain(ds.attrs["map_description"]),
+        "norm": plain(labels.norm_words(ds)),
         "statements": {name: plain(ds[name].attrs["statement"]) for name in names},
         "sources": {name: plain(ds[name].attrs["source"]) for name in names},
         "compared": {name: compared_with(ds, name) for name in names},
@@ -89,6 +90,8 @@ def _details(ds: xr.Dataset, sample: int, model: Any, data: Any, device: str) ->
     """Details of all layers and the words of the sample's tokens; or None, and why there are none."""
     if "head" not in ds.dims:
         return None, [], "the run is about whole layers, and details are of single heads"
+    if norm_of(ds) != "frobenius":
+        return None, [], f"the run is in the {norm_of(ds)} norm, and details are of the Frobenius norm"
     try:
         rerun = replay(ds, model=model, data=data, device=device)
         if rerun.differences:
@@ -196,7 +199,8 @@ def _histogram(ratio: xr.DataArray) -> dict[str, Any]:
 
 
 def _provenance(ds: xr.Dataset) -> list[list[str]]:
-    rows = [[name.replace("_", " "), plain(f"{ds.attrs[name]:.3g}" if isinstance(ds.attrs[name], float) else str(ds.attrs[name]))]
-            for name in PROVENANCE if name in ds.attrs]  # fmt: skip
+    said = ds.attrs | {"norm": labels.norm_words(ds)}
+    rows = [[name.replace("_", " "), plain(f"{said[name]:.3g}" if isinstance(said[name], float) else str(said[name]))]
+            for name in PROVENANCE if name in said]  # fmt: skip
     packages = ", ".join(f"{name} {version}" for name, version in ds.attrs["versions"].items())
     return [*rows, ["versions", plain(packages)]]

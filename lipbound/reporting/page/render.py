@@ -98,6 +98,7 @@ def _differences(pages: list[dict[str, Any]]) -> list[str]:
     for key, what, why in (
         ("tokens_most", "Lengths in tokens differ: at most {}", "constants and bounds grow with the number of tokens, each at its own pace"),
         ("map", "Maps differ: {}", "these are constants of different functions"),
+        ("norm", "Norms differ: {}", "these are constants of different perturbations, which are not compared"),
         ("samples", "Numbers of samples differ: {}", "ranges over samples widen with their number"),
     ):
         if len({one[key] for one in pages}) > 1:

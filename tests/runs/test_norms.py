@@ -1,0 +1,251 @@
+"""Runs in the norms that tell tokens apart: their numbers, what they refuse, what they record, and that they say their norm."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from support import token_oracle
+from support.commands import call
+from support.runs import TEXTS, made_up
+from transformers import BertModel
+
+import lipbound as lb
+from lipbound import plots, tables
+from lipbound.attention.layer import Attention
+from lipbound.bounds.entry import NORMS
+from lipbound.cli.describing import facts
+from lipbound.errors import AlteredRunError, LipboundError, StoreError
+from lipbound.models.checkpoints import load_checkpoint
+from lipbound.reporting.page.render import report
+from lipbound.runs import store
+from lipbound.runs.config import RunConfig
+from lipbound.runs.measure import TOKENS
+from lipbound.runs.partial_store import PartialRun, partial_path
+from lipbound.runs.provenance import DRAWN, damage, settings_checksum
+
+OPTIONS: dict[str, Any] = {"max_length": 12, "progress": False}
+TOKEN_NORMS = tuple(TOKENS)
+BOUNDS = {"every-token": ["newhouse", "lipbound_every", "lipbound_every_block"], "one-token": ["lipbound_one"]}
+
+
+@pytest.fixture(scope="module", params=TOKEN_NORMS)
+def norm(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def run(norm: str, bert: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("run") / "run.zarr"
+    lb.compare(bert, text, samples=2, norm=norm, out=path, **OPTIONS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def layers(bert: Path) -> list[Attention]:
+    """The layers of a batch with padding, in float64."""
+    batch = dict(load_checkpoint(bert).tokenizer()(TEXTS, padding=True, return_tensors="pt"))
+    return lb.capture(BertModel.from_pretrained(bert).double(), batch)
+
+
+@pytest.mark.parametrize("map", ["head", "head_out", "heads", "layer"])
+def test_numbers_are_those_of_token_norm_and_of_dense_jacobians(norm: str, map: str, bert: Path, layers: list[Attention]) -> None:
+    ds = lb.compare(bert, TEXTS, norm=norm, map=map, dtype="float64", layers=[1], **OPTIONS)
+    att, (perturbed, output) = layers[1], TOKENS[norm]
+    assert ds["exact"].dims == (("sample", "layer", "head") if map.startswith("head") and map != "heads" else ("sample", "layer"))
+    assert list(ds.attrs["bounds"]) == BOUNDS[norm]
+    again = lb.token_norm(att, perturbed, output, map=map)
+    for name, end in (("exact", again.lower), ("exact_upper", again.upper)):
+        np.testing.assert_allclose(ds[name][:, 0], end, rtol=1e-9)
+    assert bool(ds["exact_converged"].all())
+    for s in range(len(TEXTS)):
+        for h, j in enumerate(token_oracle.blocks(att, s, map)):
+            low, high = (float(ds[name].isel(sample=s, layer=0).values.ravel()[h]) for name in ("exact", "exact_upper"))
+            below = token_oracle.every_from_below(j, 20) if norm == "every-token" else float(token_oracle.one(j)[0])
+            above = token_oracle.every_from_above(j) if norm == "every-token" else below
+            assert below <= high * (1 + 1e-12)
+            assert low <= above * (1 + 1e-9)
+            assert high <= low * (1 + 1e-3)
+            for name in BOUNDS[norm]:
+                assert float(ds[name].isel(sample=s, layer=0).values.ravel()[h]) >= low
+    if map == "head":
+        for name, value in lb.bounds.evaluate(att, norm=norm).items():
+            np.testing.assert_allclose(ds[name][:, 0], value, rtol=1e-9)
+    assert all(entry["violations"] == 0 < entry["compared"] for entry in ds.attrs["audit"].values())
+
+
+def test_padding_and_blocks_change_nothing(norm: str, bert: Path) -> None:
+    whole, single = (lb.compare(bert, TEXTS, norm=norm, layers=[0], memory=memory, **OPTIONS) for memory in ("1GB", 1))
+    assert (whole.attrs["block"], single.attrs["block"]) == (len(TEXTS), 1)
+    for name in ("exact", "exact_upper", *BOUNDS[norm]):
+        np.testing.assert_allclose(whole[name], single[name], rtol=1e-5)
+
+
+def test_norms_are_ordered(bert: Path) -> None:
+    """One token <= all tokens by Frobenius; the worst output under all of them <= under every one of them <= root N times it; ends as they stand."""
+    one, all, every = (lb.compare(bert, TEXTS, norm=n, bounds=b, **OPTIONS) for n, b in (
+        ("one-token", "lipbound_one"), ("frobenius", "yudin"), ("every-token", "lipbound_every_block")))  # fmt: skip
+    assert bool((one["exact"] <= all["exact_upper"]).all())
+    assert bool((all["exact"] <= one["exact_upper"] * np.sqrt(all["length"])).all())
+    assert bool((every["exact"] <= all["exact_upper"] * np.sqrt(all["length"])).all())
+    assert bool((all["exact"] <= every["exact_upper"] * np.sqrt(all["length"])).all())
+
+
+def test_exact_samples_and_the_same_numbers_again(norm: str, bert: Path) -> None:
+    first, second = (lb.compare(bert, TEXTS, norm=norm, exact_samples=1, layers=[1], **OPTIONS) for _ in range(2))
+    assert first.drop_attrs().identical(second.drop_attrs())
+    assert bool(first["exact"][0].notnull().all())
+    assert bool(first["exact_upper"][1:].isnull().all())
+    assert bool(first[BOUNDS[norm][0]].notnull().all())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"norm": "every-tokn"}, "did you mean 'every-token'"),
+        ({"norm": "every-token", "bounds": "yudin"}, "'yudin' is stated in the frobenius norm and here the norm is every-token"),
+        ({"norm": "one-token", "bounds": ["lipbound_every"]}, "'lipbound_every' is stated in the every-token norm"),
+        ({"bounds": "newhouse"}, "'newhouse' is stated in the every-token norm and here the norm is frobenius"),
+        ({"bounds": ["yudin", "lipbound_one"]}, "'lipbound_one' is stated in the one-token norm"),
+        ({"norm": "one-token", "map": "residual"}, "map 'residual' has exact norms for norm='frobenius' alone.* head, head_out, heads, layer"),
+        ({"norm": "every-token", "delta": 1e-3}, "delta is 0.001, which norm='every-token' does not take"),
+        ({"norm": "one-token", "seed": 1}, "seed is 1, which norm='one-token' does not take"),
+    ],
+)
+def test_what_a_norm_does_not_have_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(LipboundError, match=message):
+        RunConfig("m", **options)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--norm", "every-token", "--delta", "1e-6"), "--delta is 1e-06, which --norm every-token does not take"),
+        (("--norm", "one-token", "--seed", "0"), "--seed is 0, which --norm one-token does not take"),
+        (("--norm", "every-token", "--map", "residual"), "map 'residual' has exact norms for --norm frobenius alone"),
+        (("--norm", "every"), "unknown norm 'every'"),
+    ],
+)
+def test_on_the_command_line_too(words: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, _, err = call(capsys, monkeypatch, "compare", "builtin:minilm", *words)
+    assert (status, sentence in err, len(err.strip().splitlines())) == (2, True, 1), err
+
+
+def test_a_run_records_its_norm_and_nothing_that_it_does_not_have(norm: str, run: Path, bert: Path, text: Path) -> None:
+    ds = lb.load(run)
+    assert ds.attrs["norm"] == norm
+    assert not {*DRAWN} & {*ds.attrs}
+    assert f"{norm} norm" in ds["exact"].attrs["long_name"]
+    assert "exact_l2" not in ds
+    config = RunConfig.of(ds)
+    assert (config.norm, config.delta, config.seed, config.names) == (norm, None, 0, BOUNDS[norm])
+    assert lb.compare(bert, text, samples=2, norm=norm, out=run, resume=True, **OPTIONS).identical(ds)
+    with pytest.raises(StoreError, match=f"norm was '{norm}' and is now 'frobenius'"):
+        lb.compare(bert, text, samples=2, out=run, resume=True, **OPTIONS)
+
+
+def test_a_run_is_computed_again_in_its_norm(norm: str, run: Path) -> None:
+    ds = lb.load(run)
+    found = lb.verify(ds, places=4)
+    assert found.ok, str(found)
+    assert {"exact", "exact_upper", *BOUNDS[norm]} <= set(found.table.index)
+    assert f"computed again, in float32 and the {norm} norm: all heads at" in str(found)
+    assert lb.verify(ds, places=1, dtype="float64").ok
+    ds["exact"][1, 0, 2] *= 0.9
+    assert any(p.startswith("exact at sample 1, layer 0, head 2: stored ") for p in lb.verify(ds, places=1).problems)
+
+
+@pytest.mark.parametrize("other", ["frobenius", None, "both", "every", 3])
+def test_a_norm_that_was_edited_is_noticed(other: Any, norm: str, run: Path, tmp_path: Path) -> None:
+    ds = lb.load(run)
+    other = {"every-token": "one-token", "one-token": "every-token"}[norm] if other == "both" else other
+    ds.attrs = {key: value for key, value in ds.attrs.items() if key != "norm"} | ({} if other is None else {"norm": other})
+    assert "its settings" in damage(ds) or other == 3
+    store.save(ds, tmp_path / "run.zarr")
+    with pytest.raises(AlteredRunError, match="is damaged or was edited"):
+        store.load(tmp_path / "run.zarr", damaged="refuse")
+
+
+def test_runs_of_before_are_frobenius_and_keep_their_checksum(bert: Path, tmp_path: Path) -> None:
+    ds = lb.compare(bert, TEXTS, bounds="yudin", **OPTIONS)
+    assert ds.attrs["norm"] == "frobenius"
+    old = ds.copy()
+    del old.attrs["norm"]
+    assert settings_checksum(old) == settings_checksum(ds)
+    assert damage(old) == ""
+    assert "; norm: Frobenius; data: " in tables.caption(old)
+    assert lb.verify(lb.compare(bert, TEXTS, bounds="yudin", **OPTIONS), data=TEXTS, places=1).ok
+    loaded = store.load(store.save(old, tmp_path / "old.zarr"), damaged="refuse")
+    assert RunConfig.of(loaded, data=TEXTS).norm == "frobenius"
+    assert tables.summary(loaded).equals(tables.summary(ds))
+
+
+def test_unfinished_runs_of_another_norm_are_not_taken_up(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "run.zarr"
+    with monkeypatch.context() as patch:
+        patch.setattr(PartialRun, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            lb.compare(bert, TEXTS, norm="every-token", out=out, **OPTIONS)
+    assert partial_path(out).exists()
+    for other in ("one-token", "frobenius"):
+        with pytest.raises(StoreError, match=f"norm was 'every-token' and is now '{other}'"):
+            lb.compare(bert, TEXTS, norm=other, out=out, resume=True, **OPTIONS)
+    ds = lb.compare(bert, TEXTS, norm="every-token", out=out, resume=True, **OPTIONS)
+    assert ds.drop_attrs().identical(lb.compare(bert, TEXTS, norm="every-token", memory=OPTIONS.get("memory", "auto"), **OPTIONS).drop_attrs())
+
+
+def test_the_norm_is_said_wherever_the_map_is(
+    norm: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ds = lb.load(run)
+    meaning = NORMS[norm]
+    for format in ("text", "markdown", "latex"):
+        for by in ("bound", "layer"):
+            flat = " ".join(tables.render(ds, format, by=by).replace("% ", "").split())
+            assert f"norm: {norm} ({meaning})" in flat, (format, by)
+    for made in (plots.caption(ds), tables.caption(ds)):
+        assert f"; norm: {norm} ({meaning}); data: " in made
+        assert "enclosed to 0.001, both ends deterministic" in made
+        assert "probability" not in made
+    for format in ("text", "latex"):
+        paragraph = tables.methods(ds, format)
+        assert f"in the {norm} norm, norms of Jacobians ({meaning}), of one attention head" in paragraph
+        assert "deterministically" in paragraph
+        assert not any(word in paragraph for word in ("Lanczos", "probability", "seed"))
+    said = facts(ds, run)
+    assert said["norm"] == f"{norm} ({meaning})"
+    assert (said["method"], said["delta"], said["seed"]) == (None, None, None)
+    status, out, _ = call(capsys, monkeypatch, "info", run)
+    assert (status, norm in out) == (0, True)
+    status, out, err = call(capsys, monkeypatch, "table", run, "--bounds", "default")
+    assert (status, ds[BOUNDS[norm][0]].attrs["label"] in out) == (0, True), err
+    plots.heatmaps(ds, tmp_path / "figure.png")
+    assert f"norm: {norm}" in (tmp_path / "figure.caption.txt").read_text()
+
+
+def test_a_report_says_norms_and_that_they_differ(norm: str, run: Path, tmp_path: Path) -> None:
+    (reason,) = report([run], tmp_path / "one.html")
+    assert f"the run is in the {norm} norm, and details are of the Frobenius norm" in reason
+    page = (tmp_path / "one.html").read_text()
+    assert "Norms differ" not in page
+    report([lb.load(run), made_up()], tmp_path / "two.html", details=False)
+    page = (tmp_path / "two.html").read_text()
+    assert "Norms differ: " in page
+    assert f"{norm} (" in page
+
+
+def test_a_finished_run_from_the_command_line(
+    bert: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run.zarr"
+    options = ("--data", text, "--samples", 1, "--max-length", 8, "--norm", "one-token", "--layers", "1", "--quiet")
+    status, out, err = call(capsys, monkeypatch, "compare", bert, *options, "--out", run)
+    assert status == 0, err
+    assert "norm: one-token" in " ".join(out.split())
+    ds: xr.Dataset = lb.load(run)
+    assert list(ds.attrs["bounds"]) == ["lipbound_one"]
+    assert torch.isfinite(torch.from_numpy(ds["exact_upper"].values)).all()
+    status, out, err = call(capsys, monkeypatch, "verify", run)
+    assert (status, "and the one-token norm" in out) == (0, True), err
