@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support import token_oracle
 from typer.testing import CliRunner
 
 from lipbound.analysis.recipes.registry import RECIPES, Setting, recipe
@@ -95,6 +96,24 @@ def test_maps_of_a_pretrained_layer() -> None:
     assert bool((norms["head_out, sum over heads"] >= norms["layer"] * (1 - 1e-3)).all())
     assert bool((norms["head_out, largest"] <= norms["head_out, sum over heads"]).all())
     assert bool((abs(norms["residual"] - 1) <= norms["layer"] * (1 + 1e-3)).all())
+
+
+def test_three_norms_are_those_of_the_layers_and_keep_their_order() -> None:
+    setting = Setting("builtin:gpt2", samples=1)
+    ds = recipe("three-norms").compute(setting)
+    norms = {name: ds["exact"].sel(norm=name) for name in ds["norm"].values}
+    root = np.sqrt(ds["length"])
+    assert bool((norms["one-token"] <= norms["frobenius"] * (1 + 1e-3)).all())
+    assert bool((norms["frobenius"] <= norms["one-token"] * root * (1 + 1e-3)).all())
+    assert bool((norms["every-token"] <= norms["frobenius"] * root * (1 + 1e-3)).all())
+    assert bool((norms["frobenius"] <= norms["every-token"] * root * (1 + 1e-3)).all())
+    att = setting.capture(1)[1][2].double().select(heads=slice(0, 2))
+    columns = token_oracle.blocks(att, 0, "head").transpose(1, 2).flatten(2, 3)  # (heads, j, i r, D)
+    exact = torch.linalg.matrix_norm(columns, 2).amax(-1)
+    np.testing.assert_allclose(norms["one-token"].isel(layer=2, sample=0, head=[0, 1]), exact, rtol=1e-3)
+    steepest = norms["every-token"].mean("sample").values
+    layer, head = np.unravel_index(steepest.argmax(), steepest.shape)
+    assert f"head {head} of layer {layer} (every-token)" in recipe("three-norms").caption(ds)
 
 
 def test_ellipsoids_hold_all_tokens() -> None:

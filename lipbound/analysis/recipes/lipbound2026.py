@@ -1,15 +1,19 @@
-"""Recipes about questions of our own: which map, and mass splitting."""
+"""Recipes about questions of our own: which map, which norm, and mass splitting."""
 
 import numpy as np
 import torch
 import xarray as xr
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
+from scipy.stats import spearmanr
 
 from lipbound.analysis.mean_field import duplicated_norm, query_block_norms
 from lipbound.analysis.recipes.registry import Setting, of, register, sheet
+from lipbound.bounds.entry import NORMS
 from lipbound.errors import LipboundError
 from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
 from lipbound.jacobians.spectral_norm import spectral_norm
+from lipbound.jacobians.tokens.token_norm import token_norm
 
 
 def which_map(setting: Setting) -> xr.Dataset:
@@ -60,6 +64,65 @@ register(
     name="which-map", title="Exact constants of the maps that papers call attention",
     source="definitions in lipbound.jacobians.spectral_norm and lipbound.jacobians.residual_block", compute=which_map, draw=draw_which_map,
     caption=caption_which_map, cost="20 s",
+)  # fmt: skip
+
+
+def three_norms(setting: Setting) -> xr.Dataset:
+    """Exact norm of every head, tokens moved together, each by up to one, or one alone; lower ends of enclosures 1e-3 wide."""
+    checkpoint, layers, data = setting.capture(setting.count(2, 20))
+    tables = {
+        "frobenius": [spectral_norm(att, tol=1e-4).lower for att in layers],
+        "every-token": [token_norm(att, "every", "worst").lower for att in layers],
+        "one-token": [token_norm(att, "one", "all").lower for att in layers],
+    }
+    stacked = np.stack([torch.stack(values).cpu().numpy() for values in tables.values()])
+    ds = xr.Dataset(
+        {"exact": (("norm", "layer", "sample", "head"), stacked), "length": ("sample", layers[0].lengths.cpu().numpy())},
+        coords={"norm": np.array(list(tables), dtype=object)},
+    )
+    ds.attrs = setting.attributes(checkpoint, data)
+    return ds
+
+
+def draw_three_norms(ds: xr.Dataset) -> Figure:
+    """A point for each head and sample, in two norms; colours are layers."""
+    layer = np.broadcast_to(np.arange(ds.sizes["layer"])[:, None, None], ds["exact"][0].shape).ravel()
+    with sheet(1, 2, width=5.4, height=2.6) as (figure, axes):
+        x = ds["exact"].sel(norm="frobenius").values.ravel()
+        for panel, norm in zip(axes, ("every-token", "one-token"), strict=True):
+            points = panel.scatter(x, ds["exact"].sel(norm=norm).values.ravel(), c=layer, s=4, linewidths=0, cmap="viridis")
+            panel.plot([x.min(), x.max()], [x.min(), x.max()], "k:", linewidth=0.8)
+            panel.set(xlabel="exact, Frobenius norm", ylabel=f"exact, {norm} norm", xscale="log", yscale="log")
+            for axis in (panel.xaxis, panel.yaxis):  # 2 and 5 too, as plain numbers
+                axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                axis.set_major_formatter("{x:g}")
+                axis.set_minor_locator(NullLocator())
+        figure.colorbar(points, ax=axes, label="layer")
+    return figure
+
+
+def caption_three_norms(ds: xr.Dataset) -> str:
+    """How the norms rank the heads, how far they are apart, which head is the steepest in each."""
+    base = ds["exact"].sel(norm="frobenius")
+    said, heads = [], []
+    for norm in ds["norm"].values.tolist():
+        values = ds["exact"].sel(norm=norm)
+        layer, head = np.unravel_index(int(values.mean("sample").values.argmax()), (ds.sizes["layer"], ds.sizes["head"]))
+        heads.append(f"head {head} of layer {layer} ({norm})")
+        if norm != "frobenius":
+            ratio = (values / base).values
+            rank = float(spearmanr(values.values.ravel(), base.values.ravel()).statistic)
+            far = f"{np.nanmin(ratio):.3g} to {np.nanmax(ratio):.3g} times the Frobenius norm"
+            said.append(f"{norm}: {NORMS[norm]}; {far}, rank correlation with it {rank:.2f}")
+    return (
+        f"{of(ds)}, {int(ds['length'].max())} tokens at most, one point for each head and sample; on the dotted line both norms are equal. "
+        f"{'. '.join(said)}. Steepest, mean over samples: {', '.join(heads)}."
+    )
+
+
+register(
+    name="three-norms", title="The same heads in three norms", source="lipbound.token_norm and docs/theory/token_norms.md", compute=three_norms,
+    draw=draw_three_norms, caption=caption_three_norms, cost="1 min",
 )  # fmt: skip
 
 
