@@ -170,7 +170,9 @@ def test_orders_outside_the_row() -> None:
 
 
 def jacobian(p: Tensor) -> Tensor:
-    return torch.diag_embed(p) - p[..., :, None] * p[..., None, :]
+    """diag(p) - p p^T, p_i - p_i^2 as p_i times the sum of the others, from which nothing cancels."""
+    off = p[..., :, None] * p[..., None, :] * (1 - torch.eye(p.shape[-1], dtype=p.dtype))
+    return torch.diag_embed(off.sum(-1)) - off
 
 
 def signs(n: int) -> Tensor:

@@ -43,7 +43,7 @@ CALLS: dict[str, Call] = {
     **calls("evaluate", lambda names: bounds.evaluate(ATT, names), [(None, "bounds is None"), ([3], "unknown bound 3")]),
     **calls("whole_layer", lambda rule: bounds.whole_layer(ATT, "yudin", rule=rule), [(3, "unknown rule 3")]),
     **calls("layer", lambda att: bounds.evaluate(att, "yudin"), [(3, "was given 3; it takes one Attention")]),
-    **calls("norm of", lb.spectral_norm, [(None, "att is None")]),
+    **calls("norm of", lb.spectral_norm, [(None, "spectral_norm was given None")]),
     **calls("x", lambda x: lb.Attention(x, ATT.w_q, ATT.w_k, ATT.w_v), [([[1.0]], "x is \\[\\[1.0\\]\\]; it must be a torch tensor")]),
     **calls("parts", lambda given: changed(ATT, **given), [
         ({"scale": "x"}, "scale is 'x'"), ({"cap": "x"}, "cap is 'x'"), ({"mask": "x"}, "mask is .x.; it must be a torch tensor"),

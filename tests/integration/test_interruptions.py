@@ -45,10 +45,16 @@ def expected(bert: Path, data: Path) -> xr.Dataset:
     return lb.compare(bert, data, max_length=12, memory=1, samples=4, bounds="yudin,lipbound", progress=False)
 
 
+def hears() -> None:
+    """Take SIGINT as a terminal's command does: a shell's background jobs, such as these tests may run in, ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start(*arguments: object, delay: float | None = None, **options: object) -> subprocess.Popen:
     """The command line in a process of its own; with a delay after everything that it stores."""
     program = ["-m", "lipbound"] if delay is None else ["-c", textwrap.dedent(SLOWED.replace("DELAY", str(delay)))]
     words = [sys.executable, *program, *map(str, arguments)]
+    options = {"preexec_fn": hears} | options
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)  # type: ignore[call-overload]
 
 
@@ -119,6 +125,7 @@ def test_interrupted_where_python_gets_no_turn(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
+        preexec_fn=hears,
     )
     process.stdout.readline()
     time.sleep(0.3)
