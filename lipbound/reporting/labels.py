@@ -73,11 +73,12 @@ def norm_words(ds: xr.Dataset) -> str:
 
 
 def run_caption(ds: xr.Dataset) -> str:
-    """One line that says what the numbers of a run are of."""
+    """One line that says what the numbers of a run are of; its norm where it is another than Frobenius, so that captions stay short."""
     a = ds.attrs
     exact = "" if a["exact_samples"] == a["samples"] else f" (exact norms on the first {a['exact_samples']})"
     to = small(float(a["tol"]))
-    if norm_of(ds) != "frobenius":
+    norm = "" if norm_of(ds) == "frobenius" else f"norm: {norm_words(ds)}; "
+    if norm:
         how = f"of layers in {a['dtype']}, enclosed to {to}, both ends deterministic"
     elif a["delta"]:
         how = f"by {a['method']} in {a['dtype']}, enclosed to {to} with failure probability {small(float(a['delta']))}"
@@ -85,6 +86,6 @@ def run_caption(ds: xr.Dataset) -> str:
         how = f"by {a['method']} in {a['dtype']}, lower ends, sought to {to}"
     plural = "s" if a["samples"] > 1 else ""
     return plain(
-        f"{a['model']} ({a['architecture']}, {str(a['revision'])[:15]}); map: {a['map_description']}; norm: {norm_words(ds)}; "
-        f"data: {a['data']}, {a['samples']} sample{plural} of at most {a['tokens']} tokens{exact}; exact norms {how}"
+        f"{a['model']} ({a['architecture']}, {str(a['revision'])[:15]}); map: {a['map_description']}; {norm}data: {a['data']}, "
+        f"{a['samples']} sample{plural} of at most {a['tokens']} tokens{exact}; exact norms {how}"
     )
