@@ -68,10 +68,10 @@ def _constants(ds: xr.Dataset, prose: Prose) -> str:
     """Of which map, in which norm, of which model."""
     a, safe = ds.attrs, prose.escape
     name, _, meaning = norm_words(ds).partition(" ")
-    called = "the spectral norms of Jacobians" if norm_of(ds) == "frobenius" else f"norms of Jacobians {safe(meaning)}"
+    called = ", the spectral norms of Jacobians," if norm_of(ds) == "frobenius" else f" in the {name} norm, norms of Jacobians {safe(meaning)},"
     kind = "commit" if a.get("commit") == a["revision"] else "weights"
     return (
-        f"Local Lipschitz constants in the {name} norm, {called}, of {safe(a['map_description'])} were computed with lipbound "
+        f"Local Lipschitz constants{called} of {safe(a['map_description'])} were computed with lipbound "
         f"{safe(a['lipbound'])} {_cited(CITATION, prose)} for {safe(str(a['model']))} ({safe(a['architecture'])}, {_places(ds, prose.times)}; "
         f"{kind} {safe(str(a['revision']))})."
     )
