@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,15 @@ class Norm:
         ]
         missing = [[""] * (len(axes) + 4)] * max(0, len(places) - len(rows))
         return html_table([*axes, "lower", "upper", "steps", "converged"], rows + missing, title="Spectral norms", most=ROWS)
+
+    @staticmethod
+    def cat(norms: "Sequence[Norm]", dim: int = 0) -> "Norm":
+        """Several side by side; vectors where all have them."""
+        values: dict[str, Any] = {}
+        for name in (field.name for field in fields(Norm)):
+            some = [getattr(norm, name) for norm in norms]
+            values[name] = None if any(t is None for t in some) else torch.cat(some, dim)
+        return Norm(**values)
 
     def view(self, *shape: int) -> "Norm":
         """The same values with the batch axis reshaped."""

@@ -12,7 +12,7 @@ from lipbound.formatting.notebooks import ROWS, html_table
 from lipbound.jacobians.maps import WHOLE
 from lipbound.jacobians.spectral_norm import Measured
 from lipbound.jacobians.tokens.parts import Parts
-from lipbound.jacobians.tokens.token_norm import check, chunks, parts_of, pieces
+from lipbound.jacobians.tokens.token_norm import beside, check, chunks, parts_of, pieces
 from lipbound.linalg.matrix_norms import UNIT, at_most, symmetric_norm
 from lipbound.linalg.powers import times_power, times_power_up
 
@@ -61,15 +61,11 @@ def token_profile(att: Attention, *, map: str = "head") -> TokenProfile:
     >>> token_profile(att).lower.shape
     torch.Size([1, 2, 6])
     """
-    check(att, "one", "all", map, 1.0)
+    check(att, "token_profile", "one", "all", map)
     found = [_piece(part, map) for part in pieces(att, map)]
-    per = 1 if map in WHOLE else len(found) // att.samples
-
-    def side(index: int) -> Tensor:
-        tensors = [ends[index] for ends in found]
-        return torch.cat([torch.cat(tensors[i : i + per], 1) if map not in WHOLE else tensors[i] for i in range(0, len(tensors), per)])
-
-    return TokenProfile(side(0), side(1), side(2), side(3), map)
+    sides = [beside(ends, att.samples, map, lambda several, dim: torch.cat(list(several), dim)) for ends in zip(*found, strict=True)]
+    lower, upper, output_lower, output_upper = sides
+    return TokenProfile(lower, upper, output_lower, output_upper, map)
 
 
 @torch.no_grad()

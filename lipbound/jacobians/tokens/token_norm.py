@@ -1,14 +1,14 @@
 """Exact local Lipschitz constants where every token moves a little, or one token a lot, and where the worst output token counts."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.errors import LipboundError, choice, flag, is_number, shown
+from lipbound.errors import LipboundError, check_layer, choice, flag, real
 from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
 from lipbound.jacobians.spectral_norm import Measured, heads_of, shaped
 from lipbound.jacobians.tokens.parts import Parts
@@ -16,6 +16,7 @@ from lipbound.jacobians.tokens.search import Found, largest, largest_pair, steep
 from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.solution import Norm
 
+T = TypeVar("T")
 PERTURBED = {
     "every": "every token moves, each by a vector of length at most one",
     "one": "one token moves, by a vector of length at most one",
@@ -81,21 +82,19 @@ def token_norm(
     >>> bool((norm.upper <= norm.lower * 1.001).all())
     True
     """
-    check(att, perturbed, output, map, tol)
+    check(att, "token_norm", perturbed, output, map)
+    real("tol", tol, "a number > 0", above=0)
     vectors, tol = flag("vectors", vectors), float(tol)
     norms = [_piece(part, perturbed, output, map, tol, vectors) for part in pieces(att, map)]
-    return _joined(att, norms, map)
+    return beside(norms, att.samples, map, Norm.cat)
 
 
-def check(att: object, perturbed: str, output: str, map: str, tol: float) -> None:
-    """Raise LipboundError for what cannot be measured."""
+def check(att: object, what: str, perturbed: str, output: str, map: str) -> None:
+    """Raise LipboundError for what cannot be measured; ``what`` measures."""
     choice("perturbed", perturbed, tuple(PERTURBED))
     choice("output", output, tuple(OUTPUT))
     choice("map", map, TOKEN_MAPS)
-    if not isinstance(att, Attention):
-        raise LipboundError(f"att is {shown(att)}; token_norm takes one Attention, such as a layer of lipbound.capture")
-    if not is_number(tol) or isinstance(tol, bool) or not 0 < float(tol) < math.inf:
-        raise LipboundError(f"tol is {shown(tol)}; it must be a number > 0")
+    check_layer(att, what)
     if (perturbed, output) == ("all", "all"):
         raise LipboundError("perturbed='all' with output='all' is the spectral norm; use lipbound.spectral_norm, with delta for an upper end")
     if (perturbed, output) == ("every", "all"):
@@ -114,6 +113,12 @@ def pieces(att: Attention, map: str) -> Iterator[Attention]:
         one = att.one_sample(sample) if att.samples > 1 else att
         for head in range(0, att.heads, together):
             yield one if together >= att.heads else one.select(heads=slice(head, head + together))
+
+
+def beside(found: Sequence[T], samples: int, map: str, cat: Callable[[Sequence[T], int], T]) -> T:
+    """What was found in all `pieces` of a layer, heads side by side and then samples."""
+    per = 1 if map in WHOLE else len(found) // samples
+    return cat([cat(found[i : i + per], 1) if per > 1 else found[i] for i in range(0, len(found), per)], 0)
 
 
 def parts_of(measured: Measured) -> Parts:
@@ -197,17 +202,3 @@ def _ends(measured: Measured, found: Found, perturbed: str, output: str, tol: fl
     lower, upper, steps = (t.cpu() for t in (lower, upper, found.steps))
     wide = torch.where(lower > 0, upper / lower.clamp_min(1e-300) - 1, torch.where(upper == 0, 0.0, math.inf))
     return Norm(lower, upper, steps, wide <= tol, wide, left if vectors else None, right if vectors else None)
-
-
-def _joined(att: Attention, norms: list[Norm], map: str) -> Norm:
-    """Norms of the parts of a layer, side by side."""
-    per = 1 if map in WHOLE else len(norms) // att.samples
-
-    def side(pick: Callable[[Norm], Tensor | None]) -> Tensor | None:
-        tensors = [t for piece in norms if (t := pick(piece)) is not None]
-        if len(tensors) < len(norms):
-            return None
-        return torch.cat([torch.cat(tensors[i : i + per], 1) if map not in WHOLE else tensors[i] for i in range(0, len(tensors), per)])
-
-    names = ("lower", "upper", "steps", "converged", "error", "left", "right")
-    return Norm(**{name: side(lambda piece, name=name: getattr(piece, name)) for name in names})  # type: ignore[arg-type,misc]

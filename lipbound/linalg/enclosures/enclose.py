@@ -8,7 +8,7 @@ largest eigenvalue of :math:`G = J J^T` is that of a small matrix bordered by :m
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -120,7 +120,7 @@ def estimate(
             return _nothing(op, vectors)
         seeds, every = _again(seed, 0, op.batch, torch.arange(op.batch)), torch.arange(op.batch)
         parts = [op.select(i[None].to(op.device)) for i in every]
-        return _joined([estimate(one, roundoff.select(i[None]), one, seed=seeds[i], **options) for i, one in zip(every, parts, strict=True)])
+        return Norm.cat([estimate(one, roundoff.select(i[None]), one, seed=seeds[i], **options) for i, one in zip(every, parts, strict=True)])
     assert found.left is not None
     low, top = _quotients(op, roundoff, found.left.flatten(1).double())
     astray = ~(low >= found.lower * (1 - 10 * tol - 1e-5))
@@ -148,13 +148,6 @@ def _nothing(op: JacobianOperator, vectors: bool) -> Norm:
     zero, no = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.bool)
     left, right = (torch.zeros(1, *shape, dtype=op.dtype, device=op.device) if vectors else None for shape in (op.out_shape, op.in_shape))
     return Norm(zero, zero + math.inf, zero.long(), no, zero + math.inf, left, right)
-
-
-def _joined(norms: list[Norm]) -> Norm:
-    """Of one batch."""
-    parts = {field.name: [getattr(norm, field.name) for norm in norms] for field in fields(Norm)}
-    values: dict[str, Any] = {name: None if some[0] is None else torch.cat(some) for name, some in parts.items()}
-    return Norm(**values)
 
 
 def _quotients(op: JacobianOperator, roundoff: Roundoff, vectors: Tensor) -> tuple[Tensor, Tensor]:
