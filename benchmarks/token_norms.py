@@ -88,7 +88,8 @@ def brute(count: int, starts: int) -> dict[str, Any]:
         norm = lb.token_norm(att, tol=TOL)
         blocks = token_oracle.blocks(att, 0, "head")
         for h in range(8):
-            below, above = token_oracle.every_from_below(blocks[h], starts, steps=30), token_oracle.every_from_above(blocks[h])
+            below = float(token_oracle.every_from_below(blocks[h], starts, steps=30))
+            above = float(token_oracle.every_from_above(blocks[h]))
             lower, upper = float(norm.lower[0, h]), float(norm.upper[0, h])
             outside += below > upper * (1 + 1e-12) or lower > above * (1 + 1e-9)
             gaps.append(upper / above - 1)

@@ -7,11 +7,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import hard_heads, judge
+from support import hard_heads, judge, token_oracle
 from support.layers import changed, random_attention
 from support.oracles import dense_norms
 from support.strategies import examples, layers
-from support.token_norms import attained, blocks, every_token, one_token
 from support.variants import layer as variant_layer
 from torch import Tensor
 
@@ -32,8 +31,8 @@ PARTS = ("x", "w_q", "w_k", "w_v", "b_q", "b_k", "b_v")
 
 def brute_force(att: Attention, steps: int = 20) -> dict[str, Tensor]:
     """Attained values of both norms, (samples, heads). Biases that J does not see would cancel digits of the reference, and are left out."""
-    j = blocks(att if att.variants else changed(att, b_k=None, b_v=None))
-    return {"every-token": every_token(j, starts=2, steps=steps)[0], "one-token": one_token(j)}
+    j = token_oracle.all_blocks(att if att.variants else changed(att, b_k=None, b_v=None))
+    return {"every-token": token_oracle.every_from_below(j, 2, steps), "one-token": token_oracle.one(j)[0]}
 
 
 def check(att: Attention, slack: float = 1e-9, names: list[str] = NAMES) -> None:
@@ -53,26 +52,27 @@ def check(att: Attention, slack: float = 1e-9, names: list[str] = NAMES) -> None
 
 def test_brute_force_meets_itself(kind: str) -> None:
     """Both ends of the reference, so that what is compared with it is compared with the norm."""
-    lower, upper = every_token(blocks(random_attention(kind)), steps=200)
+    j = token_oracle.all_blocks(random_attention(kind))
+    lower, upper = token_oracle.every_from_below(j, 6, 200), token_oracle.every_from_above(j)
     assert bool((lower <= upper * (1 + 1e-12)).all())
     assert float((upper / lower).max()) < 1.01
 
 
 def test_a_perturbation_attains_it() -> None:
     """The value of the ascent is a length of an output: no formula of duality in between."""
-    j = blocks(random_attention("plain"))[0, 0]
+    j = token_oracle.blocks(random_attention("plain"), 0)[0]
     n = len(j)
     g = torch.Generator().manual_seed(0)
     moves = torch.randn(2000, n, j.shape[-1], generator=g, dtype=torch.float64)
     moves = moves / moves.norm(dim=-1, keepdim=True)
     for _ in range(50):  # alternating: each token's best direction for the output's own
-        out = torch.einsum("ivjd,mjd->miv", j, moves)
+        out = torch.einsum("ijvd,mjd->miv", j, moves)
         row = out.norm(dim=-1).argmax(-1)
         y = out[torch.arange(len(out)), row]
-        moves = torch.einsum("mvjd,mv->mjd", j[row], y)
+        moves = torch.einsum("mjvd,mv->mjd", j[row], y)
         moves = moves / moves.norm(dim=-1, keepdim=True)
-    best = float(torch.einsum("ivjd,mjd->miv", j, moves).norm(dim=-1).max())
-    assert best == pytest.approx(float(every_token(j)[0]), rel=1e-9)
+    best = float(torch.einsum("ijvd,mjd->miv", j, moves).norm(dim=-1).max())
+    assert best == pytest.approx(float(token_oracle.every_from_below(j, 6)), rel=1e-9)
 
 
 # -- soundness ------------------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def test_hard_heads_in_80_digits(family: str, dtype: torch.dtype) -> None:
     """Nothing is allowed for rounding."""
     att = judge.case(family, dtype, 1).select(slice(0, 1), slice(0, 2))
     for h in range(att.heads):
-        least = attained(att, 0, h)
+        least = token_oracle.attained(att, 0, h)
         for name in NAMES:
             bound = bounds.get(name)
             if bound.applies(att) and bool(bound.sound(att)[0, h]):
@@ -117,10 +117,9 @@ def test_whole_layers(kind: str) -> None:
     """Heads put together, and projected: by the blocks of the dense Jacobian of the layer."""
     att = random_attention(kind)
     for map in ("heads", "layer"):
-        sides = torch.eye(att.heads * att.d_v, dtype=torch.float64).view(att.heads, att.d_v, -1) if map == "heads" else att.w_o
         for s in range(att.samples):
-            whole = torch.einsum("hivjd,hvw->iwjd", blocks(att)[s], sides)
-            least = {"every-token": float(every_token(whole, steps=20)[0]), "one-token": float(one_token(whole))}
+            (whole,) = token_oracle.blocks(att, s, map)
+            least = {"every-token": float(token_oracle.every_from_below(whole, 6, 20)), "one-token": float(token_oracle.one(whole)[0])}
             for name in NAMES:
                 for rule in ("best", "sum", "root_sum_square", "folded"):
                     value = bounds.whole_layer(att, name, map=map, rule=rule)[s]
@@ -163,7 +162,7 @@ def test_our_bounds_are_their_statements(kind: str) -> None:
                 least = 0.99 if name == "lipbound_every" else 1 - 1e-9
                 assert value * least <= float(values[name][s, h]) <= value * 1.01, name
     assert bool((values["lipbound_every"] <= values["lipbound_every_block"] * (1 + 1e-12)).all())
-    assert bool((values["lipbound_every"] <= 1.12 * every_token(blocks(att))[1]).all())
+    assert bool((values["lipbound_every"] <= 1.12 * token_oracle.every_from_above(token_oracle.all_blocks(att))).all())
 
 
 def printed_newhouse(att: Attention) -> float:

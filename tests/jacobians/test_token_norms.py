@@ -54,7 +54,7 @@ def check(att: Attention, map: str, heads: range | None = None, *, starts: int =
                 assert lower <= truth * (1 + ROUNDING) + loose + 1e-90, (pair, at)
                 assert truth * (1 - ROUNDING) - loose <= upper <= truth * (1 + 1e-3 + ROUNDING) + 3 * loose + 1e-90, (pair, at)
             lower, upper = float(found["every", "worst"].lower[at]), float(found["every", "worst"].upper[at])
-            below, above = token_oracle.every_from_below(blocks[h], starts), token_oracle.every_from_above(blocks[h])
+            below, above = (float(end) for end in (token_oracle.every_from_below(blocks[h], starts), token_oracle.every_from_above(blocks[h])))
             assert below * (1 - ROUNDING) - loose <= upper <= above * (1 + 1e-3 + 1e-6) + 3 * loose + 1e-90, at
             assert below * (1 - 1e-3) - 3 * loose <= lower + 1e-90, at
             assert lower <= above * (1 + ROUNDING) + loose, at
@@ -91,7 +91,7 @@ def test_wedges_close_what_weights_leave_open(seed: int, head: int) -> None:
     """Heads on which a matrix does better than every vector by 3 and 5 %."""
     att = random_head(seed, head)
     blocks = token_oracle.blocks(att, 0, "head")[0]
-    norm, below, above = token_norm(att), token_oracle.every_from_below(blocks, 200), token_oracle.every_from_above(blocks)
+    norm, below, above = token_norm(att), float(token_oracle.every_from_below(blocks, 200)), float(token_oracle.every_from_above(blocks))
     assert above > below * 1.02
     assert bool(norm.converged.all())
     assert below * (1 - 1e-9) <= float(norm.upper) <= below * (1 + 1.1e-3)
@@ -108,7 +108,7 @@ def test_wedges_hold_whatever_they_start_from(seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
     for i in (0, 3):
         y = torch.randn(1, 1, 3, 4, generator=g, dtype=torch.float64)
-        below = token_oracle.every_from_below(blocks[i : i + 1], 100) / float(unit)
+        below = float(token_oracle.every_from_below(blocks[i : i + 1], 100) / unit)
         row = parts.rows(slice(i, i + 1))
         for target in (0.0, below, 2 * below):
             upper, starts = wedged(row, y / y.norm(), target, lambda b, lengths: weights_of(b, lengths, 1e-3))
@@ -136,7 +136,7 @@ def test_hard_heads_to_eighty_digits(family: str, dtype: torch.dtype) -> None:
             lower, upper = (Decimal(end) if math.isfinite(end) else Decimal("Infinity") for end in ends["every", "worst"])
             # the vector that is returned has the dtype of the layer
             assert lower <= Decimal(float(reached)) * unit * (1 + Decimal("1e-12" if dtype == torch.float64 else "1e-3"))
-            below = Decimal(token_oracle.every_from_below(j, 5)) * unit
+            below = Decimal(float(token_oracle.every_from_below(j, 5))) * unit
             assert below * (1 - Decimal("1e-13")) <= upper
 
 

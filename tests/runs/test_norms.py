@@ -63,8 +63,8 @@ def test_numbers_are_those_of_token_norm_and_of_dense_jacobians(norm: str, map: 
     for s in range(len(TEXTS)):
         for h, j in enumerate(token_oracle.blocks(att, s, map)):
             low, high = (float(ds[name].isel(sample=s, layer=0).values.ravel()[h]) for name in ("exact", "exact_upper"))
-            below = token_oracle.every_from_below(j, 20) if norm == "every-token" else float(token_oracle.one(j)[0])
-            above = token_oracle.every_from_above(j) if norm == "every-token" else below
+            below = float(token_oracle.every_from_below(j, 20) if norm == "every-token" else token_oracle.one(j)[0])
+            above = float(token_oracle.every_from_above(j)) if norm == "every-token" else below
             assert below <= high * (1 + 1e-12)
             assert low <= above * (1 + 1e-9)
             assert high <= low * (1 + 1e-3)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.softmax.spectrum import ROWS, Enclosure, normalised
+from lipbound.attention.variants.base import UNIT
 from lipbound.errors import LipboundError, whole
 
 LARGEST_LP_NORM = 0.5
 r"""The smallest number that bounds :math:`\|M(p)\|_{p \to p}` for all probability rows, in every l_p (Nair 2025): Lemma 100
 (docs/theory/token_bounds.md)."""
-UNIT = 2.0**-53
 
 
 def largest_entry_norm(p: Tensor) -> Tensor:
