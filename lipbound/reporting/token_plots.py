@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from lipbound.jacobians.tokens.profile import TokenProfile
 
 PANELS = {
-    "moved": "a token moves: Frobenius norm of what all outputs do",
-    "output": "an output token: what it does when all tokens move (Frobenius norm)",
+    "moved": "what this token does to all outputs",
+    "output": "what all tokens do to this output",
 }
 LONGEST = 14
 """Letters of a token that are written."""
@@ -39,8 +39,8 @@ def token_profile(
 ) -> Figure:
     """Norms of single tokens: tokens across, by their text, heads down; one panel for tokens that move, one for output tokens.
 
-    A single head is drawn as bars, several as colours (log10, one scale for both panels). What is drawn is the geometric mean of both ends, which
-    agree to rounding.
+    Where all outputs count, or all tokens move, it is by Frobenius norm. A single head is drawn as bars, several as colours (log10, one scale for
+    both panels). What is drawn is the geometric mean of both ends, which agree to rounding.
 
     Args:
         profile: from `lipbound.token_profile`.
@@ -65,15 +65,18 @@ def token_profile(
         figure = Drawing(figsize=(inches, height), layout="constrained")
         FigureCanvasAgg(figure)
         panels = figure.subplots(2, 1, sharex=True)
+        room = inches - (0.75 if rows == 1 else 1.35)  # beside axes and colour bar
+        one = "norm" if profile.lower.ndim == 2 else f"norm, head {chosen[0]}"
         for axes, (name, grid) in zip(panels, values.items(), strict=True):
-            axes.set_title("\n".join(folded(PANELS[name], 0.75 * inches, points)), fontsize=points, parse_math=False)
+            axes.set_title("\n".join(folded(PANELS[name], max(room, 0.5), points)), fontsize=points, parse_math=False)
             if rows == 1:
                 axes.bar(range(count), grid[0], color="0.35", width=0.8)
-                axes.set(ylabel="norm", xlim=(-0.5, count - 0.5))
+                axes.set(ylabel=one, xlim=(-0.5, count - 0.5))
             else:
                 picture = _colours(axes, grid, values, chosen)
         if rows > 1:
-            figure.colorbar(picture, ax=panels, label="log10 of the norm")
+            bar = figure.colorbar(picture, ax=panels, aspect=40, pad=0.02, fraction=0.08)
+            bar.set_label("log10 of the norm", loc="center")
         _name(panels[-1], names, inches, points)
         if title:
             figure.suptitle(title, fontsize=points + 1, parse_math=False)
@@ -116,6 +119,7 @@ def _name(axes: Axes, names: list[str], inches: float, points: float) -> None:
     room = max(1, int(inches * 0.82 * 72 / (1.15 * points)))
     step = max(1, -(-len(names) // room))
     axes.set_xticks(range(0, len(names), step), names[::step], rotation=90, parse_math=False)
-    axes.tick_params(axis="x", length=1.5, width=0.5, pad=1.5, labelsize=points - 0.5)
+    for panel in axes.figure.axes:
+        panel.tick_params(axis="x", length=1.5, width=0.5, pad=1.5, labelsize=points - 0.5)
     if step > 1:
         axes.set_xlabel(f"every {step}th token is named" if step > 3 else f"every {('', '', 'second', 'third')[step]} token is named")
