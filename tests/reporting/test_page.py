@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
+from support import token_oracle
 from support.layers import KINDS, random_attention
 from support.models import AFFINE, build, inputs_for
 from typer.testing import CliRunner
 
 import lipbound as lb
+from lipbound import bounds
 from lipbound.attention import softmax
 from lipbound.attention.layer import Attention
 from lipbound.bounds.terms import shares
@@ -26,6 +28,7 @@ from lipbound.models.inputs import prepare
 from lipbound.reporting.page.contents import BINS, SINGLE
 from lipbound.reporting.page.details import of_layer
 from lipbound.reporting.page.render import report
+from lipbound.runs.measure import TOKENS
 
 HOSTILE = "</script><img src=x onerror=alert(1)> {{7*7}} \" ' & \x1b\u202e"
 
@@ -83,8 +86,28 @@ def test_details_are_on_the_page(ds: xr.Dataset, page: Path, bert: Path) -> None
         norm = lb.spectral_norm(att, tol=1e-8, vectors=True)
         np.testing.assert_allclose(detail["right"], (norm.right[0] ** 2).sum(-1), atol=5e-3)
         np.testing.assert_allclose(detail["softmax_norm"], softmax.jacobian_norm(att.p[0]).upper, rtol=1e-4)
+        profile = lb.token_profile(att)
+        np.testing.assert_allclose(detail["alone"], profile.lower[0], rtol=1e-3)
+        np.testing.assert_allclose(detail["reached"], profile.output_lower[0], rtol=1e-3)
     assert len(run["tokens"]) == 12
     assert "ferry" in run["tokens"]
+
+
+@pytest.mark.parametrize("norm", ["every-token", "one-token"])
+def test_runs_in_norms_of_tokens_have_details(norm: str, bert: Path, text: Path, tmp_path: Path) -> None:
+    ds = lb.compare(bert, text, samples=1, max_length=12, norm=norm, progress=False)
+    assert report(ds, tmp_path / "x.html") == []
+    (run,) = data_of(tmp_path / "x.html")
+    assert len(run["details"]) == 2
+    for layer in run["details"]:
+        shares = np.array(layer["left" if norm == "every-token" else "right"])
+        assert (shares.max(-1) == 1).all()
+        assert (np.array(layer["right" if norm == "every-token" else "left"]).max(-1) < 1).all()
+    assert run["steepest"].startswith("Every token moves" if norm == "every-token" else "One token moves")
+    other = ds.copy()
+    other["exact"] = ds["exact"] * 1.1
+    (reason,) = report(other, tmp_path / "y.html")
+    assert "are not those of the run" in reason
 
 
 @pytest.mark.parametrize("map", ["head", "head_out"])
@@ -116,6 +139,31 @@ def test_parts_are_those_of_dense_jacobians(kind: str, map: str) -> None:
         np.testing.assert_allclose(sum(terms.values()), 1, rtol=1e-6, err_msg=name)
         assert min(v.min() for v in terms.values()) >= 0
     assert "kim" not in found.bounds
+
+
+@pytest.mark.parametrize("map", ["head", "head_out"])
+@pytest.mark.parametrize("norm", ["frobenius", "every-token", "one-token"])
+@pytest.mark.parametrize("kind", ["biases", "causal", "padded"])
+def test_tokens_are_those_of_dense_jacobians(kind: str, norm: str, map: str) -> None:
+    """What each token has in u^T J v, and its profile, by blocks of the autograd Jacobian; in every norm."""
+    att = random_attention(kind).select(slice(1, 2)).unpadded(0)
+    found = of_layer(att, map, ["lipbound"] if norm == "frobenius" else bounds.names(norm), norm)
+    blocks = token_oracle.blocks(att, 0, map)  # (heads, i, j, r, D)
+    if norm == "frobenius":
+        steepest = lb.spectral_norm(att, map=map, method="dense", vectors=True)
+    else:
+        steepest = lb.token_norm(att, *TOKENS[norm], map=map, vectors=True)
+    u, v = steepest.left[0].double(), steepest.right[0].double()
+    flow = torch.einsum("hir,hijrx,hjx->hij", u, blocks, v)
+    np.testing.assert_allclose(found.right, flow.sum(1) / flow.sum((1, 2))[:, None], atol=1e-5)
+    np.testing.assert_allclose(found.left, flow.sum(2) / flow.sum((1, 2))[:, None], atol=1e-5)
+    np.testing.assert_allclose(found.norm, flow.sum((1, 2)), rtol=1e-5)
+    np.testing.assert_allclose(found.alone, torch.linalg.matrix_norm(blocks.transpose(1, 2).flatten(2, 3), 2), rtol=1e-8, atol=1e-8)
+    np.testing.assert_allclose(found.reached, token_oracle.rows(blocks), rtol=1e-8, atol=1e-8)
+    for h in range(att.heads):
+        expected = {"frobenius": found.left, "every-token": found.left, "one-token": found.right}[norm][h]
+        assert norm == "frobenius" or np.sort(expected)[-1] == pytest.approx(1)  # one output, or one token
+    np.testing.assert_allclose(sum(found.parts.values()), 1, rtol=1e-9)
 
 
 def _head(att: Attention, h: int, x_q: torch.Tensor, x_k: torch.Tensor, x_v: torch.Tensor) -> torch.Tensor:

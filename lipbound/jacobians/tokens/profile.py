@@ -117,5 +117,7 @@ def _norms(g: Tensor, slack: Tensor) -> tuple[Tensor, Tensor]:
     size = torch.linalg.matrix_norm(g)
     rayleigh = (x * image).sum(-1) - (4 * n + 16) * UNIT * size
     upper = values[..., -1].clamp_min(0) * (1 + 1e-11) + 64 * n * (n + 2) * UNIT * size
-    upper = torch.where(at_most(g, upper), upper, symmetric_norm(g))
+    unproved = ~at_most(g, upper)
+    if bool(unproved.any()):
+        upper[unproved] = symmetric_norm(g[unproved])
     return (rayleigh - slack).clamp_min(0).sqrt() * (1 - 1e-15), (upper + slack).sqrt() * (1 + 1e-15)

@@ -19,6 +19,12 @@ from lipbound.runs.replay import Replay, replay
 SINGLE = 16
 """Samples whose numbers go into the page one by one; more only take part in what is aggregated."""
 BINS = 40
+STEEPEST = {
+    "frobenius": "Moved: share of each token in the input direction that the head amplifies most; changes: in the output it moves",
+    "every-token": "Every token moves by up to one, as moves one output furthest. Moved: share of each token in that; changes: the output",
+    "one-token": "One token moves by one, as moves all outputs furthest. Moved: which; changes: share of each output in that",
+}
+"""What the shares of tokens are, by norm."""
 PROVENANCE = (
     "model", "revision", "architecture", "data", "data_fingerprint", "preprocessing", "samples", "exact_samples", "tokens", "map_description",
     "norm", "method", "tol", "delta", "dtype", "device", "seed", "capture_error", "lipbound", "python", "date", "command",
@@ -56,6 +62,7 @@ def contents(ds: xr.Dataset, title: str, *, reduce: str | float, sample: int, mo
         "tokens_most": int(ds.attrs["tokens"]),
         "map": plain(ds.attrs["map_description"]),
         "norm": plain(labels.norm_words(ds)),
+        "steepest": STEEPEST[norm_of(ds)],
         "statements": {name: plain(ds[name].attrs["statement"]) for name in names},
         "sources": {name: plain(ds[name].attrs["source"]) for name in names},
         "compared": {name: compared_with(ds, name) for name in names},
@@ -90,8 +97,6 @@ def _details(ds: xr.Dataset, sample: int, model: Any, data: Any, device: str) ->
     """Details of all layers and the words of the sample's tokens; or None, and why there are none."""
     if "head" not in ds.dims:
         return None, [], "the run is about whole layers, and details are of single heads"
-    if norm_of(ds) != "frobenius":
-        return None, [], f"the run is in the {norm_of(ds)} norm, and details are of the Frobenius norm"
     try:
         rerun = replay(ds, model=model, data=data, device=device)
         if rerun.differences:
@@ -135,6 +140,8 @@ def _packed(one: Details) -> dict[str, Any]:
         "softmax_norm": _numbers(one.softmax_norm),
         "right": _numbers(one.right, 3),
         "left": _numbers(one.left, 3),
+        "alone": _numbers(one.alone, 4),
+        "reached": _numbers(one.reached, 4),
         "parts": {name: _numbers(v) for name, v in one.parts.items()},
         "shares": {name: {term: _numbers(v) for term, v in terms.items()} for name, terms in one.bounds.items()},
     }

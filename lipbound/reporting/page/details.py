@@ -9,27 +9,35 @@ from torch import Tensor
 
 from lipbound.attention import softmax
 from lipbound.attention.layer import Attention
+from lipbound.bounds.audit import norm_of
 from lipbound.bounds.terms import shares
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.jacobians.spectral_norm import spectral_norm
+from lipbound.jacobians.tokens.profile import token_profile
+from lipbound.jacobians.tokens.token_norm import token_norm
 from lipbound.models.capture.capture import Capturer
+from lipbound.runs.measure import TOKENS
 from lipbound.runs.replay import Replay
 
 SIDE = 128
 """Attention maps of more tokens are shrunk to at most this many rows: each entry then is the largest of a square."""
 TOL = 1e-6
 """Of the singular vectors: well below what a picture shows."""
+TOKEN_TOL = 1e-3
+"""The same in norms that tell tokens apart, where what is left open costs more to close."""
 
 
 class Details(NamedTuple):
     """Of one layer at one sample.
 
     Attributes:
-        norm: the heads' exact norms.
+        norm: the heads' exact norms, in the run's.
         attention: (heads, n, n) uint8, 255 sqrt(P) rounded; shrunk by ``stride``.
         softmax_norm: of every query's row, (heads, N).
-        right, left: squared lengths of the tokens' parts of the top singular vectors, (heads, N), each row summing to one: which tokens, moved,
-            change the output most; and which tokens' outputs change.
+        right, left: shares of the tokens in :math:`u^T J v`, (heads, N), each row summing to one: of those that the steepest perturbation v moves,
+            and of those whose outputs change along u. In the Frobenius norm these are the squared lengths of the tokens' parts of the top singular
+            vectors.
+        alone, reached: `lipbound.token_profile`, (heads, N): how far all outputs go when a token moves alone, and an output when all tokens do.
         parts: shares of the exact norm that pass through values, keys and queries, each (heads,), summing to one.
         bounds: `lipbound.bounds.terms.shares` of every bound that has terms: name -> term -> (heads,).
         stride: see ``attention``.
@@ -40,6 +48,8 @@ class Details(NamedTuple):
     softmax_norm: np.ndarray
     right: np.ndarray
     left: np.ndarray
+    alone: np.ndarray
+    reached: np.ndarray
     parts: dict[str, np.ndarray]
     bounds: dict[str, dict[str, np.ndarray]]
     stride: int
@@ -50,25 +60,31 @@ def details(rerun: Replay, ds: xr.Dataset, sample: int) -> list[Details]:
     capturer = Capturer(rerun.checkpoint.model, ds["layer"].values.tolist())
     layers = capturer.run(rerun.inputs.block(sample, sample + 1, rerun.device))
     with torch.no_grad():
-        return [of_layer(layer.attention, ds.attrs["map"], ds.attrs["bounds"]) for layer in layers]
+        return [of_layer(layer.attention, ds.attrs["map"], ds.attrs["bounds"], norm_of(ds)) for layer in layers]
 
 
-def of_layer(att: Attention, map: str, names: list[str]) -> Details:
-    """`Details` of the heads of a layer with one sample; padding is left out."""
+def of_layer(att: Attention, map: str, names: list[str], norm: str = "frobenius") -> Details:
+    """`Details` of the heads of a layer with one sample, in one of `lipbound.bounds.entry.NORMS`; padding is left out."""
     att = att.unpadded(0)
-    norm = spectral_norm(att, map=map, tol=TOL, vectors=True)
-    assert norm.left is not None
-    assert norm.right is not None
-    left, right = norm.left[0].double(), norm.right[0].double()
+    if norm in TOKENS:
+        found_norm = token_norm(att, *TOKENS[norm], map=map, tol=TOKEN_TOL, vectors=True)
+    else:
+        found_norm = spectral_norm(att, map=map, tol=TOL, vectors=True)
+    assert found_norm.left is not None
+    assert found_norm.right is not None
+    left, right = found_norm.left[0].double(), found_norm.right[0].double()
+    profile = token_profile(att, map=map)
     folded = att.fold_output()[0] if map == "head_out" else att
     found = {name: shares(folded, name) for name in names}
     stride = -(-att.tokens // SIDE)
     return Details(
-        norm=norm.lower[0].numpy(),
+        norm=found_norm.lower[0].numpy(),
         attention=(255 * _shrunk(att.p[0], stride).double().sqrt()).round().to(torch.uint8).cpu().numpy(),
         softmax_norm=softmax.jacobian_norm(_whole_rows(att)).upper.cpu().numpy(),
-        right=(right**2).sum(-1).cpu().numpy(),
+        right=moved(att, map, left, right).cpu().numpy(),
         left=(left**2).sum(-1).cpu().numpy(),
+        alone=profile.lower[0].numpy(),
+        reached=profile.output_lower[0].numpy(),
         parts={name: share.cpu().numpy() for name, share in parts(att, map, left, right).items()},
         bounds={name: {term: v[0].cpu().numpy() for term, v in terms.items()} for name, terms in found.items() if terms is not None},
         stride=stride,
@@ -84,16 +100,30 @@ def _whole_rows(att: Attention) -> Tensor:
 def parts(att: Attention, map: str, left: Tensor, right: Tensor) -> dict[str, Tensor]:
     r"""How much of :math:`u^T J v` passes through values, keys and queries, as fractions that sum to one, (heads,).
 
-    J is the sum of three Jacobians, of what happens when values, keys or queries alone depend on the input; u, v is the top singular pair, left
-    (heads, N, d_v or D_out) and right (heads, N, D).
+    J is the sum of three Jacobians, of what happens when values, keys or queries alone depend on the input; v is the steepest perturbation and u
+    the direction of the output, left (heads, N, d_v or D_out) and right (heads, N, D).
     """
-    if map == "head_out":
-        assert att.w_o is not None
-        left = left @ att.w_o.double().mT  # u^T (f W_O) = (u W_O^T)^T f
     outputs = HeadJacobian(att.double()).paths(right)
-    forms: dict[str, Any] = {name: (left * out).sum((-1, -2)) for name, out in outputs.items()}
+    forms: dict[str, Any] = {name: (_unprojected(att, map, left) * out).sum((-1, -2)) for name, out in outputs.items()}
     total = sum(forms.values())
     return {name: torch.where(total > 0, form / torch.where(total > 0, total, 1.0), 0.0) for name, form in forms.items()}
+
+
+def moved(att: Attention, map: str, left: Tensor, right: Tensor) -> Tensor:
+    r"""Shares of the tokens that move in :math:`u^T J v`, (heads, N), of the vectors that `parts` takes."""
+    op = HeadJacobian(att.double())
+    pulled = op.lift(op.vjp(_unprojected(att, map, left)))
+    forms = (pulled * right).sum(-1).clamp_min(0)  # none is negative where v is the best for u
+    total = forms.sum(-1, keepdim=True)
+    return torch.where(total > 0, forms / torch.where(total > 0, total, 1.0), (right**2).sum(-1))
+
+
+def _unprojected(att: Attention, map: str, left: Tensor) -> Tensor:
+    """Directions of a head's output, of directions of what is behind its projection: u^T (f W_O) = (u W_O^T)^T f."""
+    if map != "head_out":
+        return left
+    assert att.w_o is not None
+    return left @ att.w_o.double().mT
 
 
 def _shrunk(p: Tensor, stride: int) -> Tensor:

@@ -34,6 +34,7 @@
   const real = (x) => (x === "inf" ? Infinity : x === "-inf" ? -Infinity : x);
   const log10 = (x) => (x === null || real(x) === Infinity || real(x) <= 0 ? null : Math.log10(x));
   const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+  const brief = (text) => (text.length > 12 ? text.slice(0, 11) + "\u2026" : text);
   const short = (text) => (text.length > 28 ? text.slice(0, 27) + "\u2026" : text);
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -253,9 +254,16 @@
       height: 380, margin: { l: 60, r: 15, t: 10, b: 40 }, xaxis: axis({ title: { text: "token" }, anchor: "y3" }),
       yaxis: axis({ domain: [0.7, 1], title: { text: "moved" } }), yaxis2: axis({ domain: [0.36, 0.64], title: { text: "changes" } }), yaxis3: axis({ domain: [0, 0.3], title: { text: "softmax" } }),
     }));
-    const best = [...tokens].sort((a, b) => layer.right[h][b] - layer.right[h][a]).slice(0, 5);
-    $("tokens-note").textContent = "Moved: share of each token in the input direction that the head amplifies most; changes: in the output it moves; softmax: norm of the softmax Jacobian of each row (at most 1/2). Most moved: " +
-      best.map((t) => `${word(run, t)} (${Math.round(100 * layer.right[h][t])} %)`).join(", ") + ".";
+    const most = (values, count, said) => [...tokens].sort((a, b) => values[b] - values[a]).slice(0, count).map((t) => `${word(run, t)} (${said(values[t])})`).join(", ") + ".";
+    $("tokens-note").textContent = `${run.steepest}; softmax: norm of the softmax Jacobian of each row (at most 1/2). Most moved: ` + most(layer.right[h], 5, (x) => `${Math.round(100 * x)} %`);
+    const room = Math.max(1, Math.floor(($("profile").clientWidth - 75) / 14)), step = Math.ceil(tokens.length / room), named = tokens.filter((t) => t % step === 0);
+    const texts = run.tokens.length ? { tickmode: "array", tickvals: named, ticktext: named.map((t) => escaped(brief(run.tokens[t]))), tickangle: -90, tickfont: { size: 10 } } : {};
+    show("profile", [bars("alone", layer.alone[h], "y", color("--accent")), bars("as output", layer.reached[h], "y2", color("--link"))], layout({
+      height: 380, margin: { l: 60, r: 15, t: 10, b: run.tokens.length ? 80 : 40 }, xaxis: axis({ anchor: "y2", showgrid: false, ...(run.tokens.length ? {} : { title: { text: "token" } }), ...texts }),
+      yaxis: axis({ domain: [0.54, 1], title: { text: "alone" }, rangemode: "tozero" }), yaxis2: axis({ domain: [0, 0.46], title: { text: "as output" }, rangemode: "tozero" }),
+    }));
+    $("profile-note").textContent = `Alone: how far all outputs go (Frobenius norm) when that token alone moves by one; as output: how far that output goes when all tokens move by one together. ${step > 1 && run.tokens.length ? "Not all tokens are named below. " : ""}Steepest alone: ` +
+      most(layer.alone[h], 3, (x) => x.toPrecision(3));
     const rows = [["Exact", layer.parts], ...Object.entries(layer.shares).map(([name, terms]) => [run.labels[name], terms])].reverse();
     const palette = { values: color("--link"), keys: color("--accent"), queries: "#8a6bd1", softmax: "#c58b2a", mixed: color("--soft") };
     show("terms", Object.keys(palette).map((term) => ({
