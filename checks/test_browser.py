@@ -160,6 +160,10 @@ def test_click_selects_in_every_panel_and_shows_the_head(opened: Any, ds: xr.Dat
     np.testing.assert_allclose((z**2).sum(1), 1, atol=0.1)
     moved, changes, softmax = browser.execute_script("return document.getElementById('tokens').data.map(t => t.y)")
     assert sum(moved) == pytest.approx(1, abs=0.02)
+    alone, reached = browser.execute_script("return document.getElementById('profile').data.map(t => t.y)")
+    assert len(alone) == len(reached) == len(moved)
+    assert max(alone) <= float(status(browser)["exact"]) * (1 + 1e-3)
+    assert browser.execute_script("return document.querySelectorAll('#profile .xtick').length") > 5  # by their text
     assert sum(changes) == pytest.approx(1, abs=0.02)
     assert 0 < max(softmax) <= 0.5 + 1e-6
     terms = browser.execute_script("return document.getElementById('terms').data.map(t => [t.name, t.x])")

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from lipbound.errors import InputsError, name_or_none, shown, tell, whole
+from lipbound.errors import CheckpointError, InputsError, name_or_none, shown, tell, whole
 from lipbound.models.batch import Inputs
 from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.readers.files import is_sentence
@@ -14,7 +14,7 @@ from lipbound.models.readers.ready import check_images, is_ready, ready_inputs
 from lipbound.models.readers.tables import no_table
 from lipbound.models.readers.text import TextReader
 
-__all__ = ["READERS", "Inputs", "prepare"]
+__all__ = ["READERS", "Inputs", "prepare", "token_texts"]
 
 DEFAULT_SAMPLES = 8
 READERS: dict[str, Reader] = {reader.modality: reader for reader in (TextReader(), ImageReader())}
@@ -73,6 +73,26 @@ def prepare(
     for note in inputs.notes:
         tell(note)
     return inputs
+
+
+def token_texts(checkpoint: Checkpoint, inputs: Inputs, sample: int = 0) -> list[str]:
+    """The text of every token of a sample, padding left out; an empty list for images, and where there is no tokenizer.
+
+    >>> from lipbound.models.checkpoints import load_checkpoint
+    >>> checkpoint = load_checkpoint("builtin:minilm")
+    >>> token_texts(checkpoint, prepare(checkpoint, ["the gulls"]))
+    ['[CLS]', 'the', 'gu', '##lls', '[SEP]']
+    """
+    ids = inputs.batch.get("input_ids")
+    if ids is None or checkpoint.source is None:
+        return []
+    try:
+        tokenizer = checkpoint.tokenizer()
+    except CheckpointError:
+        return []  # ready inputs for a model that has none: tokens keep their numbers
+    mask = inputs.batch.get("attention_mask")
+    row = ids[sample] if mask is None else ids[sample][mask[sample].bool()]
+    return [str(tokenizer.decode([one])) for one in row.tolist()]
 
 
 def _ready(checkpoint: Checkpoint, data: Any, samples: int, split: str | None, column: str | None) -> Inputs:

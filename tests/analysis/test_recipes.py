@@ -16,7 +16,7 @@ from lipbound.runs import store
 
 GROWTH = ("castin-1", "castin-6")
 """Run at fewer lengths by `test_growth_recipe`."""
-SLOW = ("castin-2", "castin-3", "yudin-3", "yudin-6", "yudin-theorem-4")
+SLOW = ("castin-2", "castin-3", "token-profile", "yudin-3", "yudin-6", "yudin-theorem-4")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in RECIPES if n not in GROWTH])
@@ -114,6 +114,28 @@ def test_three_norms_are_those_of_the_layers_and_keep_their_order() -> None:
     steepest = norms["every-token"].mean("sample").values
     layer, head = np.unravel_index(steepest.argmax(), steepest.shape)
     assert f"head {head} of layer {layer} (every-token)" in recipe("three-norms").caption(ds)
+
+
+def test_token_profiles_name_the_steepest_token_and_leave_padding_out() -> None:
+    setting = Setting("builtin:gpt2", (["the gulls", "the island of the gulls"],), samples=2)
+    ds = recipe("token-profile").compute(setting)
+    words = ds["text"].values[0][ds["real"].values[0]].tolist()
+    assert "".join(words) == "the gulls"
+    assert len(words) < ds.sizes["token"]
+    _, (att, *_), _ = setting.capture(2, 48)
+    for sample in (0, 1):
+        blocks = token_oracle.blocks(att.select(heads=slice(0, 1)), sample)
+        n = blocks.shape[1]
+        truth = torch.linalg.matrix_norm(blocks.transpose(1, 2).flatten(2, 3), 2)
+        np.testing.assert_allclose(ds["moved"][0, sample, :1, :n], truth, rtol=1e-5)
+        np.testing.assert_allclose(ds["output_upper"][0, sample, :1, :n], token_oracle.rows(blocks), rtol=1e-5)
+        assert not ds["moved"][:, sample, :, n:].any()
+    layer, _, head, token = np.unravel_index(int(ds["moved"][:, :1].values.argmax()), ds["moved"][:, :1].shape)
+    caption = recipe("token-profile").caption(ds)
+    assert f"all heads of layer {layer}" in caption
+    assert f'head {head} at "{ds["text"].values[0, token]}"' in caption
+    figure = recipe("token-profile").draw(ds)
+    assert [label.get_text() for label in figure.axes[1].get_xticklabels()] == words
 
 
 def test_ellipsoids_hold_all_tokens() -> None:

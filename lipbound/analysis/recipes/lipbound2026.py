@@ -1,5 +1,7 @@
 """Recipes about questions of our own: which map, which norm, and mass splitting."""
 
+from collections import Counter
+
 import numpy as np
 import torch
 import xarray as xr
@@ -13,7 +15,10 @@ from lipbound.bounds.entry import NORMS
 from lipbound.errors import LipboundError
 from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
 from lipbound.jacobians.spectral_norm import spectral_norm
+from lipbound.jacobians.tokens.profile import TokenProfile, token_profile
 from lipbound.jacobians.tokens.token_norm import token_norm
+from lipbound.models.inputs import token_texts
+from lipbound.reporting.token_plots import token_profile as draw_profile
 
 
 def which_map(setting: Setting) -> xr.Dataset:
@@ -123,6 +128,63 @@ def caption_three_norms(ds: xr.Dataset) -> str:
 register(
     name="three-norms", title="The same heads in three norms", source="lipbound.token_norm and docs/theory/token_norms.md", compute=three_norms,
     draw=draw_three_norms, caption=caption_three_norms, cost="1 min",
+)  # fmt: skip
+
+
+def token_profiles(setting: Setting) -> xr.Dataset:
+    """What each token does alone to all outputs of every head, and what all do to each output; both ends, with the text of the tokens."""
+    samples = setting.count(1, 1)
+    checkpoint, inputs = setting.read(samples, max_length=128 if setting.full else 48)
+    layers = setting.layers(checkpoint, inputs, samples)
+    found = [token_profile(att) for att in layers]
+    ends = {"moved": "lower", "moved_upper": "upper", "output": "output_lower", "output_upper": "output_upper"}
+    ds = xr.Dataset(
+        {name: (("layer", "sample", "head", "token"), torch.stack([getattr(one, end) for one in found]).numpy()) for name, end in ends.items()}
+    )
+    valid = layers[0].valid
+    real = np.ones((ds.sizes["sample"], ds.sizes["token"]), dtype=bool) if valid is None else valid.cpu().numpy()
+    texts = np.full(real.shape, "", dtype=object)
+    for sample, kept in enumerate(real):
+        words = token_texts(checkpoint, inputs, sample)
+        texts[sample, kept] = words if len(words) == kept.sum() else [str(j) for j in np.flatnonzero(kept)]
+    ds["text"], ds["real"] = (("sample", "token"), texts), (("sample", "token"), real)
+    ds.attrs = setting.attributes(checkpoint, inputs.description)
+    return ds
+
+
+def _steepest(ds: xr.Dataset) -> tuple[int, int, int]:
+    """Layer, head and token of the largest norm of a single token at the first sample."""
+    values = ds["moved"].isel(sample=0).values
+    layer, head, token = np.unravel_index(int(values.argmax()), values.shape)
+    return int(layer), int(head), int(token)
+
+
+def draw_token_profiles(ds: xr.Dataset) -> Figure:
+    """All heads of the layer with the steepest one, at the first sample."""
+    layer = _steepest(ds)[0]
+    one = ds.isel(layer=layer, sample=slice(0, 1))
+    real = one["real"].values[0]
+    moved, above, output, over = (torch.from_numpy(one[name].values[..., real]) for name in ("moved", "moved_upper", "output", "output_upper"))
+    return draw_profile(TokenProfile(moved, above, output, over), one["text"].values[0][real].tolist(), title=f"{ds.attrs['model']}, layer {layer}")
+
+
+def caption_token_profiles(ds: xr.Dataset) -> str:
+    """What is shown, and which tokens do most in how many heads."""
+    layer, head, token = _steepest(ds)
+    words = ds["text"].values[0].tolist()
+    loudest = Counter(ds["moved"].isel(sample=0).argmax("token").values.ravel().tolist()).most_common(3)
+    most = ", ".join(f'"{words[j]}" (token {j}) in {count}' for j, count in loudest)
+    return (
+        f"{of(ds)}, first sample, {int(ds['real'][0].sum())} tokens, all heads of layer {layer}. Above, how far all outputs of a head move "
+        f"(Frobenius norm) when one token alone moves by 1; below, how far an output moves when all tokens move, by 1 in all (Frobenius norm). "
+        f'The steepest is head {head} at "{words[token]}", {float(ds["moved"][layer, 0, head, token]):.3g}. The token that does most, of the '
+        f"{ds.sizes['layer'] * ds.sizes['head']} heads of all layers, is {most}."
+    )
+
+
+register(
+    name="token-profile", title="Which tokens a head is sensitive to", source="lipbound.token_profile and Lemma 92 of docs/theory/token_norms.md",
+    compute=token_profiles, draw=draw_token_profiles, caption=caption_token_profiles, cost="20 s",
 )  # fmt: skip
 
 

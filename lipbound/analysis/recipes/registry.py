@@ -21,7 +21,7 @@ from lipbound.devices import device_name, resolve_device
 from lipbound.errors import StoreError, UnknownNameError, nearest, shown, tell
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.checkpoints import Checkpoint, load_checkpoint
-from lipbound.models.inputs import prepare
+from lipbound.models.inputs import Inputs, prepare
 from lipbound.reporting.figures.captions import latex_caption
 from lipbound.reporting.styles import BASE, Drawing, write
 from lipbound.runs import store
@@ -65,13 +65,20 @@ class Setting:
         rest = {"column": self.column, "split": self.split, "samples": self.samples, "full": self.full, "dtype": str(self.dtype), "seed": self.seed}
         return {"model": named[0], "data": named[1:]} | rest
 
+    def read(self, samples: int, max_length: int = 128) -> tuple[Checkpoint, Inputs]:
+        """The checkpoint, and some samples."""
+        checkpoint = load_checkpoint(self.model, dtype=self.dtype, device=resolve_device(self.device))
+        return checkpoint, prepare(checkpoint, self.texts[0], samples=samples, max_length=max_length, column=self.column, split=self.split)
+
+    def layers(self, checkpoint: Checkpoint, inputs: Inputs, samples: int) -> list[Attention]:
+        """The checkpoint's layers at the first samples."""
+        found = Capturer(checkpoint.model, around=True).run(inputs.block(0, samples, resolve_device(self.device)))
+        return [layer.attention for layer in found]
+
     def capture(self, samples: int, max_length: int = 128) -> tuple[Checkpoint, list[Attention], str]:
         """The checkpoint, its layers at some samples, and what the samples are."""
-        where = resolve_device(self.device)
-        checkpoint = load_checkpoint(self.model, dtype=self.dtype, device=where)
-        inputs = prepare(checkpoint, self.texts[0], samples=samples, max_length=max_length, column=self.column, split=self.split)
-        layers = Capturer(checkpoint.model, around=True).run(inputs.block(0, samples, where))
-        return checkpoint, [layer.attention for layer in layers], inputs.description
+        checkpoint, inputs = self.read(samples, max_length)
+        return checkpoint, self.layers(checkpoint, inputs, samples), inputs.description
 
     def attributes(self, checkpoint: Checkpoint | None, data: str) -> dict[str, Any]:
         """Provenance."""

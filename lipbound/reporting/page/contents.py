@@ -8,21 +8,22 @@ import numpy as np
 import xarray as xr
 
 from lipbound.bounds.audit import allowance, audit, compared_with, norm_of
-from lipbound.errors import CheckpointError, LipboundError
+from lipbound.errors import LipboundError
 from lipbound.formatting import plain
+from lipbound.models.inputs import token_texts
 from lipbound.reporting import citations, labels, statistics, tables
 from lipbound.reporting.figures.scales import scales
 from lipbound.reporting.page.details import SIDE, Details, details
 from lipbound.reporting.reductions import reduce_samples, reduction_name
-from lipbound.runs.replay import Replay, replay
+from lipbound.runs.replay import replay
 
 SINGLE = 16
 """Samples whose numbers go into the page one by one; more only take part in what is aggregated."""
 BINS = 40
 STEEPEST = {
     "frobenius": "Moved: share of each token in the input direction that the head amplifies most; changes: in the output it moves",
-    "every-token": "Every token moves by up to one, as moves one output furthest. Moved: share of each token in that; changes: the output",
-    "one-token": "One token moves by one, as moves all outputs furthest. Moved: which; changes: share of each output in that",
+    "every-token": "Every token moves by at most one, in the way that moves one output furthest. Moved: share of each token; changes: the output",
+    "one-token": "One token moves by one, in the way that moves all outputs furthest. Moved: which; changes: share of each output",
 }
 """What the shares of tokens are, by norm."""
 PROVENANCE = (
@@ -105,7 +106,7 @@ def _details(ds: xr.Dataset, sample: int, model: Any, data: Any, device: str) ->
         wrong = [int(ds["layer"][i]) for i, one in enumerate(found) if not _same(ds, sample, i, one.norm)]
         if wrong:
             return None, [], f"the norms of layers {', '.join(map(str, wrong))} are not those of the run: other weights, or other inputs"
-        return found, _words(rerun, sample), ""
+        return found, token_texts(rerun.checkpoint, rerun.inputs, sample), ""
     except LipboundError as error:
         return None, [], plain(str(error))
 
@@ -116,20 +117,6 @@ def _same(ds: xr.Dataset, sample: int, layer: int, norm: np.ndarray) -> bool:
     former = ds["exact_rounding"].isel(sample=sample, layer=layer).values[: len(norm)] if "exact_rounding" in ds else 0.0
     allowed = stored * (float(ds.attrs["tol"]) + 1e-3) + former
     return bool((np.isnan(stored) | (np.abs(norm - stored) <= allowed)).all())
-
-
-def _words(rerun: Replay, sample: int) -> list[str]:
-    """The tokens of a text, padding left out; none for images."""
-    ids = rerun.inputs.batch.get("input_ids")
-    if ids is None or rerun.checkpoint.source is None:
-        return []
-    try:
-        tokenizer = rerun.checkpoint.tokenizer()
-    except CheckpointError:
-        return []  # ready inputs for a model that has none: tokens keep their numbers
-    mask = rerun.inputs.batch.get("attention_mask")
-    row = ids[sample] if mask is None else ids[sample][mask[sample].bool()]
-    return [str(tokenizer.decode([one])) for one in row.tolist()]
 
 
 def _packed(one: Details) -> dict[str, Any]:

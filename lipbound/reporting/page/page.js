@@ -256,13 +256,13 @@
     }));
     const most = (values, count, said) => [...tokens].sort((a, b) => values[b] - values[a]).slice(0, count).map((t) => `${word(run, t)} (${said(values[t])})`).join(", ") + ".";
     $("tokens-note").textContent = `${run.steepest}; softmax: norm of the softmax Jacobian of each row (at most 1/2). Most moved: ` + most(layer.right[h], 5, (x) => `${Math.round(100 * x)} %`);
-    const room = Math.max(1, Math.floor(($("profile").clientWidth - 75) / 14)), step = Math.ceil(tokens.length / room), named = tokens.filter((t) => t % step === 0);
+    const room = Math.max(1, Math.floor(($("profile").clientWidth - 75) / 12)), step = Math.ceil(tokens.length / room), named = tokens.filter((t) => t % step === 0);
     const texts = run.tokens.length ? { tickmode: "array", tickvals: named, ticktext: named.map((t) => escaped(brief(run.tokens[t]))), tickangle: -90, tickfont: { size: 10 } } : {};
     show("profile", [bars("alone", layer.alone[h], "y", color("--accent")), bars("as output", layer.reached[h], "y2", color("--link"))], layout({
       height: 380, margin: { l: 60, r: 15, t: 10, b: run.tokens.length ? 80 : 40 }, xaxis: axis({ anchor: "y2", showgrid: false, ...(run.tokens.length ? {} : { title: { text: "token" } }), ...texts }),
       yaxis: axis({ domain: [0.54, 1], title: { text: "alone" }, rangemode: "tozero" }), yaxis2: axis({ domain: [0, 0.46], title: { text: "as output" }, rangemode: "tozero" }),
     }));
-    $("profile-note").textContent = `Alone: how far all outputs go (Frobenius norm) when that token alone moves by one; as output: how far that output goes when all tokens move by one together. ${step > 1 && run.tokens.length ? "Not all tokens are named below. " : ""}Steepest alone: ` +
+    $("profile-note").textContent = `Alone: how far all outputs go (Frobenius norm) when that token alone moves by one; as output: how far that output goes when all tokens move, by one in all (Frobenius norm). ${step > 1 && run.tokens.length ? "Not all tokens are named below. " : ""}Steepest alone: ` +
       most(layer.alone[h], 3, (x) => x.toPrecision(3));
     const rows = [["Exact", layer.parts], ...Object.entries(layer.shares).map(([name, terms]) => [run.labels[name], terms])].reverse();
     const palette = { values: color("--link"), keys: color("--accent"), queries: "#8a6bd1", softmax: "#c58b2a", mixed: color("--soft") };
