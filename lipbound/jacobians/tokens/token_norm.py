@@ -11,6 +11,7 @@ from lipbound.attention.layer import Attention
 from lipbound.errors import LipboundError, check_layer, choice, flag, real
 from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
 from lipbound.jacobians.spectral_norm import Measured, heads_of, shaped
+from lipbound.jacobians.tokens.every_to_all import every_to_all
 from lipbound.jacobians.tokens.parts import Parts
 from lipbound.jacobians.tokens.search import Found, largest, largest_pair, steepest
 from lipbound.linalg.matrix_norms import UNIT
@@ -38,6 +39,7 @@ def token_norm(
     map: str = "head",
     tol: float = 1e-3,
     vectors: bool = False,
+    delta: float = 1e-10,
 ) -> Norm:
     r"""Exact norm of the Jacobian of every head at every input, with tokens told apart on either side.
 
@@ -50,10 +52,13 @@ def token_norm(
     "one"     "all"     :math:`\max_j \|J_{:j}\|`, of columns of blocks
     "one"     "worst"   :math:`\max_{ij} \|J_{ij}\|`
     "all"     "worst"   :math:`\max_i \|J_{i:}\|`, of rows of blocks
+    "every"   "all"     :math:`\sup_{\|Y\|_F=1} \sum_j |J_{:j}^T Y|`, a bracket
     ========= ========= ================================================================
 
     Lemmas 89, 90, 91 and 92 (docs/theory/token_norms.md). Both ends are deterministic and hold for the numbers given, every rounding included;
-    nothing is drawn at random.
+    nothing is drawn at random. ("every", "all") alone is another matter: it is hard to compute in general, so that its ends need not meet (they are
+    at most 1.26 times apart where the search of both succeeds), and its upper end holds but for an event of probability ``delta``: Lemma 103
+    (docs/theory/token_bounds.md).
 
     Args:
         att: the layer, samples x heads.
@@ -64,6 +69,7 @@ def token_norm(
         tol: relative width of the enclosure at which the search stops. "every" to "worst" is closed by convex minimisation and by cutting the sphere
             of output directions, which may leave a gap where many of them tie; the others close to rounding.
         vectors: also return which output token is hit, and by which perturbation.
+        delta: total failure probability of the upper ends of ("every", "all"), as of `lipbound.spectral_norm`; nothing else depends on it.
 
     Returns:
         `Norm` with fields (samples, heads), or (samples,) for maps of the whole layer, float64; ``steps`` are of the search, ``error`` is
@@ -72,8 +78,8 @@ def token_norm(
         of `lipbound.spectral_norm`, dtype that of ``att``.
 
     Raises:
-        LipboundError: unknown names, a tolerance that is no positive number, a map without its output projection, and two pairs: ("all", "all"),
-            which is `lipbound.spectral_norm`, whose upper ends hold with a probability; and ("every", "all"), which is hard to compute in general.
+        LipboundError: unknown names, a tolerance that is no positive number, a probability outside (0, 1), a map without its output projection, and
+            the pair ("all", "all"), which is `lipbound.spectral_norm`.
 
     >>> import torch
     >>> g = torch.Generator().manual_seed(0)
@@ -84,8 +90,13 @@ def token_norm(
     """
     check(att, "token_norm", perturbed, output, map)
     real("tol", tol, "a number > 0", above=0)
+    real("delta", delta, "between 0 and 1, a probability of failure", above=0, below=1)
     vectors, tol = flag("vectors", vectors), float(tol)
-    norms = [_piece(part, perturbed, output, map, tol, vectors) for part in pieces(att, map)]
+    if (perturbed, output) == ("every", "all"):
+        each = float(delta) / (att.samples if map in WHOLE else att.samples * att.heads)
+        norms = [_bracket(part, map, tol, each, vectors) for part in pieces(att, map)]
+    else:
+        norms = [_piece(part, perturbed, output, map, tol, vectors) for part in pieces(att, map)]
     return beside(norms, att.samples, map, Norm.cat)
 
 
@@ -97,11 +108,6 @@ def check(att: object, what: str, perturbed: str, output: str, map: str) -> None
     check_layer(att, what)
     if (perturbed, output) == ("all", "all"):
         raise LipboundError("perturbed='all' with output='all' is the spectral norm; use lipbound.spectral_norm, with delta for an upper end")
-    if (perturbed, output) == ("every", "all"):
-        raise LipboundError(
-            "perturbed='every' with output='all' is NP-hard in general; use output='worst', whose value times the root of N is above it, "
-            "or lipbound.spectral_norm, which is below it and times the root of N above"
-        )
 
 
 def pieces(att: Attention, map: str) -> Iterator[Attention]:
@@ -144,6 +150,13 @@ def _piece(att: Attention, perturbed: str, output: str, map: str, tol: float, ve
     every = Found.cat(found)
     every = replace(every, upper=every.upper + parts.vanished)
     return shaped(att, _ends(measured, every, perturbed, output, tol, vectors), measured)
+
+
+@torch.no_grad()
+def _bracket(att: Attention, map: str, tol: float, delta: float, vectors: bool) -> Norm:
+    """Ends of the norm from every token to all outputs of a part of a layer."""
+    measured = Measured(att.double(), map)
+    return shaped(att, every_to_all(measured, tol=tol, delta=delta, vectors=vectors), measured)
 
 
 def _found(parts: Parts, chunks: list[slice], perturbed: str, output: str, tol: float) -> Found:
