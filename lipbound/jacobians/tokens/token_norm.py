@@ -57,8 +57,8 @@ def token_norm(
 
     Lemmas 89, 90, 91 and 92 (docs/theory/token_norms.md). Both ends are deterministic and hold for the numbers given, every rounding included;
     nothing is drawn at random. ("every", "all") alone is another matter: it is hard to compute in general, so that its ends need not meet (they are
-    at most 1.26 times apart where the search of both succeeds), and its upper end holds but for an event of probability ``delta``: Lemma 103
-    (docs/theory/token_bounds.md).
+    at most 1.26 times apart where the search of both succeeds), it takes about ten times as long, and its upper end holds but for an event of
+    probability ``delta``: Lemma 103 (docs/theory/token_bounds.md).
 
     Args:
         att: the layer, samples x heads.
