@@ -34,7 +34,7 @@ def models(json: Json = False) -> None:
         typer.echo(f"{one.name}: {plain(one.title)}")
         typer.echo(f"    {one.architecture}, {one.layers} layers x {one.heads} heads, width {one.width}; reads {one.reads}")
         typer.echo(f"    licence {one.license}; {one.origin}")
-    typer.echo("Any other model: a hub id such as owner/name, or a directory with config.json and weights.")
+    typer.echo("Any other model: a hub id such as owner/name, a directory with config.json and weights, or a GGUF file.")
 
 
 @app.command(epilog="Example: lipbound info minilm.zarr")
@@ -64,6 +64,7 @@ def facts(ds: xr.Dataset, path: Path) -> dict[str, Any]:
         "model": a["model"],
         "architecture": a["architecture"],
         "revision": a["revision"],
+        "quantization": a.get("quantization"),
         "data": a["data"],
         "data fingerprint": a["data_fingerprint"],
         "preprocessing": a.get("preprocessing", ""),

@@ -61,7 +61,8 @@ def compare(
     model: Annotated[
         str,
         typer.Argument(
-            help="Hub id (owner/name or owner/name@revision), checkpoint directory, or a builtin such as builtin:minilm (see `lipbound models`).",
+            help="Hub id (owner/name or owner/name@revision), checkpoint directory, GGUF file, or a builtin such as builtin:minilm "
+            "(see `lipbound models`).",
             autocompletion=models,
         ),
     ],
@@ -93,6 +94,7 @@ def compare(
     resume: Annotated[bool, typer.Option("--resume", help="Take up the unfinished run of --out where it stopped.")] = False,
     memory: Annotated[str, typer.Option(help="Working memory, e.g. 4GB: how many samples are taken at a time.")] = "auto",
     weights: Annotated[str, typer.Option(help="'whole' in memory, 'layers' (read layer by layer, for large models), or 'auto'.")] = "auto",
+    gguf_file: Annotated[str | None, typer.Option(help="Which GGUF file of a directory or of a hub model; the file itself is a model, too.")] = None,
     scheduler: Annotated[
         str | None, typer.Option(help="Address of a dask scheduler whose workers share the run, or local:N for N processes here.")
     ] = None,
@@ -105,7 +107,7 @@ def compare(
     config = RunConfig(
         model, data, split=split, column=column, bounds=bounds, map=map, norm=norm, samples=samples, exact_samples=exact_samples,
         max_length=max_length, layers=layers, revision=revision, tol=tol, delta=delta or None, device=device, dtype=dtype, seed=seed, out=out,
-        resume=resume, memory=memory, weights=weights,
+        resume=resume, memory=memory, weights=weights, gguf_file=gguf_file,
     )  # fmt: skip
     with cluster(scheduler) as client:
         ds = measured(config, client=client, progress=not state["quiet"])

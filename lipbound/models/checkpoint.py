@@ -7,6 +7,7 @@ from typing import Any
 from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedModel
 
 from lipbound.errors import CheckpointError
+from lipbound.models import gguf_file
 from lipbound.models.quiet import first_line, quiet
 
 MODALITIES = {"input_ids": "text", "pixel_values": "image"}
@@ -28,6 +29,8 @@ class Checkpoint:
         loaded: whether the user handed over a loaded model, which no name leads back to.
         by_layer: whether the weights stay on disk and each module's are in memory only while it runs (`lipbound.models.offload`).
         notes: sentences on what is not as it was handed over.
+        gguf_file: the GGUF file in ``source`` that weights and tokenizer came from, or None.
+        quantization: how the weights were stored, "GGUF Q4_1 (...)" for one, where they were quantised; None where they were not.
     """
 
     model: PreTrainedModel
@@ -38,6 +41,8 @@ class Checkpoint:
     loaded: bool = False
     by_layer: bool = False
     notes: list[str] = field(default_factory=list)
+    gguf_file: str | None = None
+    quantization: str | None = None
 
     @property
     def modality(self) -> str:
@@ -47,11 +52,23 @@ class Checkpoint:
 
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer; raises CheckpointError where there is none."""
+        if self.gguf_file is not None:
+            return self._inside(self.gguf_file)
         return self._companion(AutoTokenizer, "tokenizer", TOKENIZER_FILES, "tokens, a dict of ready inputs")
 
     def image_processor(self) -> Any:
         """The checkpoint's image processor; raises CheckpointError where there is none."""
         return self._companion(AutoImageProcessor, "image processor", PROCESSOR_FILES, "a dict of ready inputs, {'pixel_values': ...}")
+
+    def _inside(self, file: str) -> Any:
+        """The tokenizer in a GGUF file."""
+        try:
+            with quiet(), gguf_file.read_once():
+                return AutoTokenizer.from_pretrained(self.source, gguf_file=file, trust_remote_code=False)
+        except Exception as error:  # files of other makers raise a zoo of types
+            raise CheckpointError(
+                f"{self.name} has no tokenizer that transformers can read ({first_line(error)}); give data as tokens, a dict of ready inputs"
+            ) from error
 
     def _companion(self, loader: Any, what: str, files: tuple[str, ...], instead: str) -> Any:
         if self.source is None:

@@ -31,19 +31,22 @@ def load_checkpoint(
     dtype: str | torch.dtype = "float32",
     device: str | torch.device = "cpu",
     weights: str = "auto",
+    gguf_file: str | None = None,
 ) -> Checkpoint:
     """Load a model for capture.
 
     Args:
-        model: hub id ("google/vit-base-patch16-224", "name@revision"), a checkpoint directory, "builtin:minilm", "builtin:gpt2",
-            "builtin:llama", "builtin:qwen3", "builtin:vit", "builtin:vit-baseline", "builtin:vit-jasmin", or a loaded transformers model (used as
-            it is, moved and cast).
+        model: hub id ("google/vit-base-patch16-224", "name@revision"), a checkpoint directory, a GGUF file, "builtin:minilm",
+            "builtin:smollm2", "builtin:gpt2", "builtin:llama", "builtin:qwen3", "builtin:vit", "builtin:vit-baseline", "builtin:vit-jasmin", or a
+            loaded transformers model (used as it is, moved and cast).
         revision: branch, tag or commit of a hub model.
         dtype: "float32" or "float64"; half-precision weights are cast up.
         device: a torch device.
         weights: "whole": all weights in memory, in ``dtype``. "layers": they stay in the checkpoint's safetensors files, and each module's are in
             memory only while it runs; the numbers are the same, every forward pass reads the files anew. "auto": "layers" where the whole
             weights would take more than half of the free memory of the device.
+        gguf_file: which GGUF file of a directory or of a hub model; its weights are measured as the floating-point numbers that they stand for, and
+            configuration and tokenizer are its own. Needs the extra ``gguf``.
 
     Returns:
         The model in evaluation mode with eager attention (a loaded model as it was handed over), with its name, its revision and where its
@@ -61,7 +64,10 @@ def load_checkpoint(
         raise CheckpointError(f"weights is {shown(weights)}; allowed are 'auto', 'whole' (all in memory) and 'layers' (on disk, read layer by layer)")
     if isinstance(model, str | Path) and not str(model).strip():
         raise CheckpointError("model is empty; give a hub id, a checkpoint directory or a builtin such as 'builtin:minilm'")
-    options = LoadOptions(name_or_none("revision", revision), DTYPES[dtype_name(dtype, CheckpointError)], resolve_device(device), weights)
+    options = LoadOptions(
+        name_or_none("revision", revision), DTYPES[dtype_name(dtype, CheckpointError)], resolve_device(device), weights,
+        name_or_none("gguf_file", gguf_file),
+    )  # fmt: skip
     for source in SOURCES:
         if source.matches(model):
             return source.load(model, options)

@@ -17,12 +17,15 @@ def dtypes(model: PreTrainedModel) -> set[torch.dtype]:
 
 
 def check_floating(model: PreTrainedModel, name: str) -> None:
-    """Raise CheckpointError where a model has weights that are no floating-point numbers, or weights that were never loaded."""
+    """Raise CheckpointError where a model has weights that are no floating-point numbers, or weights that were never loaded.
+
+    Numbers of one byte are taken for none: what they stand for depends on scales that are kept beside them.
+    """
     for key, tensor in model.named_parameters():
-        if not tensor.is_floating_point():
+        if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
             raise CheckpointError(
                 f"the weights of {name} are not all floating-point numbers, {key} is {str(tensor.dtype).removeprefix('torch.')}; "
-                "give the checkpoint before quantization"
+                "give the checkpoint before quantization, or what model.dequantize() makes of a loaded model"
             )
         if tensor.is_meta and not by_layer(model):
             raise CheckpointError(f"the weights of {name} are not in memory ({key} is on the device meta); load the model with its weights")

@@ -70,10 +70,11 @@ def _constants(ds: xr.Dataset, prose: Prose) -> str:
     name, _, meaning = norm_words(ds).partition(" ")
     called = ", the spectral norms of Jacobians," if norm_of(ds) == "frobenius" else f" in the {name} norm, norms of Jacobians {safe(meaning)},"
     kind = "commit" if a.get("commit") == a["revision"] else "weights"
+    quantized = f", stored as {safe(str(a['quantization']))} and computed with as floating-point numbers" if a.get("quantization") else ""
     return (
         f"Local Lipschitz constants{called} of {safe(a['map_description'])} were computed with lipbound "
         f"{safe(a['lipbound'])} {_cited(CITATION, prose)} for {safe(str(a['model']))} ({safe(a['architecture'])}, {_places(ds, prose.times)}; "
-        f"{kind} {safe(str(a['revision']))})."
+        f"{kind} {safe(str(a['revision']))}{quantized})."
     )
 
 

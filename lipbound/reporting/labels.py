@@ -72,6 +72,12 @@ def norm_words(ds: xr.Dataset) -> str:
     return "Frobenius" if norm == "frobenius" else f"{norm} ({NORMS[norm]})"
 
 
+def stored_as(ds: xr.Dataset) -> str:
+    """How the weights of a run's model were quantised, in short, and a comma; empty where they were not, or where an earlier version made the run."""
+    how = str(ds.attrs.get("quantization", "")).partition(" (")[0]
+    return f"{how}, " if how else ""
+
+
 def run_caption(ds: xr.Dataset) -> str:
     """One line that says what the numbers of a run are of; its norm where it is another than Frobenius, so that captions stay short."""
     a = ds.attrs
@@ -86,6 +92,6 @@ def run_caption(ds: xr.Dataset) -> str:
         how = f"by {a['method']} in {a['dtype']}, lower ends, sought to {to}"
     plural = "s" if a["samples"] > 1 else ""
     return plain(
-        f"{a['model']} ({a['architecture']}, {str(a['revision'])[:15]}); map: {a['map_description']}; {norm}data: {a['data']}, "
+        f"{a['model']} ({a['architecture']}, {stored_as(ds)}{str(a['revision'])[:15]}); map: {a['map_description']}; {norm}data: {a['data']}, "
         f"{a['samples']} sample{plural} of at most {a['tokens']} tokens{exact}; exact norms {how}"
     )

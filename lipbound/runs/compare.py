@@ -47,14 +47,15 @@ def compare(
     resume: bool = False,
     memory: str | float = "auto",
     weights: str = "auto",
+    gguf_file: str | None = None,
     client: Any = None,
     progress: bool = True,
 ) -> xr.Dataset:
     """Exact local Lipschitz constant and upper bounds of every attention head of a checkpoint.
 
     Args:
-        model: hub id ("google/vit-base-patch16-224", "name@revision"), directory, "builtin:NAME" (minilm, gpt2, llama, qwen3, vit, ...; see
-            `lipbound.models.checkpoints.load_checkpoint`), or a loaded transformers model.
+        model: hub id ("google/vit-base-patch16-224", "name@revision"), directory, GGUF file, "builtin:NAME" (minilm, smollm2, gpt2,
+            llama, vit, ...; see `lipbound.models.checkpoints.load_checkpoint`), or a loaded transformers model.
         data: None for a default of the model's modality, or anything `lipbound.models.inputs.prepare` takes.
         bounds: names of bounds, "default" (the published ones and the cheap ones of ours) or "all" (costly ones too; see `lipbound.bounds.names`).
         map: "head" (no output projection), "head_out" (with the head's slice of it; bounds then have ||W_V W_O|| for ||W_V||), "heads" (all heads
@@ -80,6 +81,8 @@ def compare(
         memory: working memory that decides how many samples are taken at a time: bytes, "4GB", or "auto".
         weights: "whole" (the model in memory), "layers" (read from its safetensors files layer by layer, several times, with little in memory), or
             "auto": the latter where the weights would take more than half of the free memory.
+        gguf_file: which GGUF file of a directory or of a hub model; its quantised weights are measured as the numbers that they stand for, and
+            attrs["quantization"] says how they were stored. Needs the extra ``gguf``.
         client: a ``dask.distributed`` client whose workers measure blocks of samples; each loads the checkpoint once, so ``model`` must be a name
             that they can load, and computes with the ``device`` asked for. Start it with one thread per worker.
         progress: show a progress bar on standard error, where that is a terminal or a notebook.
@@ -97,7 +100,7 @@ def compare(
     config = RunConfig(
         model, data, bounds=bounds, map=map, norm=norm, samples=samples, exact_samples=exact_samples, max_length=max_length, layers=layers,
         split=split, column=column, revision=revision, tol=tol, delta=delta, device=device, dtype=dtype, seed=seed, out=out, resume=resume,
-        memory=memory, weights=weights,
+        memory=memory, weights=weights, gguf_file=gguf_file,
     )  # fmt: skip
     return run(config, client=client, progress=flag("progress", progress))
 

@@ -61,6 +61,7 @@ class RunConfig:
     resume: bool = False
     memory: str | float = "auto"
     weights: str = "auto"
+    gguf_file: str | None = None
 
     def __post_init__(self) -> None:
         for name, value in self._checked().items():
@@ -91,7 +92,7 @@ class RunConfig:
             "tol": real("tol", self.tol, "between 0 and 1 (relative width of the enclosures)", above=0, below=1),
             "delta": None if self.delta is None else real("delta", self.delta, DELTA, above=0, below=1),
             "dtype": dtype_name(self.dtype), "resume": flag("resume", self.resume), "memory": _memory(self.memory),
-        } | {name: name_or_none(name, getattr(self, name)) for name in ("split", "column", "revision")}  # fmt: skip
+        } | {name: name_or_none(name, getattr(self, name)) for name in ("split", "column", "revision", "gguf_file")}  # fmt: skip
 
     def _check_deterministic(self) -> None:
         """Refuse options of norms that are found from random vectors, where nothing is random; delta is None then, and the seed 0."""
@@ -131,6 +132,7 @@ class RunConfig:
                 norm=norm_of(ds), samples=a["samples"], exact_samples=a["exact_samples"], max_length=source["max_length"],
                 layers=tuple(ds["layer"].values.tolist()), split=source["split"], column=source["column"], revision=commit if model is None else None,
                 tol=a["tol"], device=device, dtype=dtype or a["dtype"], **{name: a[name] for name in ("delta", "seed") if name in a},
+                gguf_file=source.get("gguf_file") if model is None else None,
             )  # fmt: skip
         except LipboundError as error:
             raise AlteredRunError(f"the run's settings (attributes) were changed, no run can have them: {error}") from error

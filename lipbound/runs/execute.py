@@ -35,6 +35,7 @@ class WorkerSpec(NamedTuple):
     layers: tuple[int, ...] | None
     spec: MeasurementSpec
     loading: str = "auto"
+    gguf_file: str | None = None
 
 
 _MEASURERS: dict[WorkerSpec, Measurer] = {}
@@ -47,7 +48,9 @@ def work(worker: WorkerSpec, inputs: Mapping[str, Tensor], start: int, skip: Col
     with _TURN:
         if worker not in _MEASURERS:
             _MEASURERS.clear()
-            checkpoint = load_checkpoint(worker.model, revision=worker.revision, dtype=worker.dtype, device=device, weights=worker.loading)
+            checkpoint = load_checkpoint(
+                worker.model, revision=worker.revision, dtype=worker.dtype, device=device, weights=worker.loading, gguf_file=worker.gguf_file
+            )
             if checkpoint.revision != worker.weights:
                 raise CheckpointError(f"{worker.model} is {checkpoint.revision} on a worker but {worker.weights} here; give all the same checkpoint")
             _MEASURERS[worker] = Measurer(checkpoint.model, worker.layers, worker.spec)
@@ -109,8 +112,9 @@ class DaskExecutor(Executor):
     def results(self, config: RunConfig, sources: Sources, plan: Plan, blocks: Sequence[Block]) -> Iterator[tuple[int, LayerResult]]:
         revision = sources.checkpoint.revision
         worker = WorkerSpec(
-            str(config.model), config.revision, revision, config.dtype, config.device, config.chosen_layers, plan.spec, config.weights
-        )
+            str(config.model), config.revision, revision, config.dtype, config.device, config.chosen_layers, plan.spec, config.weights,
+            config.gguf_file,
+        )  # fmt: skip
         return distribute(self._client, worker, [(sources.inputs.block(start, stop, "cpu"), start, skip) for start, stop, skip in blocks])
 
 

@@ -47,7 +47,9 @@ def open_sources(config: RunConfig, device: str) -> Sources:
 
 def open_checkpoint(config: RunConfig, device: str) -> Checkpoint:
     """The model, on a device; raises CheckpointError where it cannot be had."""
-    return load_checkpoint(config.model, revision=config.revision, dtype=config.dtype, device=device, weights=config.weights)
+    return load_checkpoint(
+        config.model, revision=config.revision, dtype=config.dtype, device=device, weights=config.weights, gguf_file=config.gguf_file
+    )
 
 
 def open_inputs(config: RunConfig, checkpoint: Checkpoint) -> Inputs:

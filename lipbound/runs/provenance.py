@@ -61,7 +61,7 @@ def checksums(ds: xr.Dataset) -> xr.DataArray:
 def settings_checksum(ds: xr.Dataset) -> str:
     """sha256 over `SETTINGS`, the numbers of the layers and the lengths of the samples."""
     said: dict[str, Any] = {name: ds.attrs.get(name) for name in SETTINGS}
-    said |= {name: ds.attrs[name] for name in ("variants", "not_applicable", "notes") if name in ds.attrs}
+    said |= {name: ds.attrs[name] for name in ("variants", "not_applicable", "notes", "quantization") if name in ds.attrs}
     said |= {"norm": norm_of(ds)} if norm_of(ds) != "frobenius" else {}  # runs of before do not say it, and are Frobenius
     said |= {"layer": ds["layer"].values.tolist(), "length": ds["length"].values.tolist()}
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
@@ -139,7 +139,7 @@ def source(config: RunConfig) -> dict[str, Any]:
         "model": absolute(config.model) if isinstance(config.model, (str, Path)) else None,
         "data": absolute(data) if named else None if data is None else False, "split": config.split, "column": config.column,
         "max_length": config.max_length,
-    }  # fmt: skip
+    } | ({} if config.gguf_file is None else {"gguf_file": config.gguf_file})  # fmt: skip
 
 
 def provenance(config: RunConfig, checkpoint: Checkpoint, inputs: Inputs, **settled: Any) -> dict[str, Any]:
@@ -174,4 +174,9 @@ def provenance(config: RunConfig, checkpoint: Checkpoint, inputs: Inputs, **sett
         "python": sys.version.split()[0],
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-    } | ({"notes": notes} if (notes := [*checkpoint.notes, *inputs.notes]) else {})
+    } | _where_there("quantization", checkpoint.quantization) | _where_there("notes", [*checkpoint.notes, *inputs.notes])  # fmt: skip
+
+
+def _where_there(name: str, value: Any) -> dict[str, Any]:
+    """An attribute, where there is something to tell."""
+    return {name: value} if value else {}

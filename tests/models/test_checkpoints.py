@@ -1,16 +1,13 @@
 import importlib.metadata
 import json
-import os
-import subprocess
 import sys
-import textwrap
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import transformers as tf
-from support.hub import COMMIT, OLD, serve
+from support.hub import COMMIT, OLD, ask, serve
 from support.models import AFFINE, TEXT, build, save_bert, save_tokenizer
 
 from lipbound.errors import CheckpointError
@@ -172,29 +169,6 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
 
 
 # -- the hub, in processes of their own, since its address is read at import ---------------------------------------------
-
-SCRIPT = """
-import json, sys
-from lipbound.models.checkpoints import load_checkpoint
-from lipbound.errors import CheckpointError
-answers = {}
-for name in json.loads(sys.argv[1]):
-    try:
-        checkpoint = load_checkpoint(name)
-        answers[name] = [checkpoint.commit, checkpoint.revision, checkpoint.tokenizer()("the ferry").input_ids]
-    except CheckpointError as error:
-        answers[name] = str(error)
-print(json.dumps(answers))
-"""
-
-
-def ask(cache: Path, endpoint: str, names: list[str], **env: str) -> dict:
-    environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1"} | env
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SCRIPT), json.dumps(names)], capture_output=True, text=True, env=environment, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow

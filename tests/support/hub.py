@@ -2,6 +2,10 @@
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -101,3 +105,30 @@ def serve(repos: dict[str, dict[str, Path]]) -> Iterator[ThreadingHTTPServer]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+SCRIPT = """
+import json, sys
+from lipbound.models.checkpoints import load_checkpoint
+from lipbound.errors import CheckpointError
+answers = {}
+for name in json.loads(sys.argv[1]):
+    try:
+        name, file = name if isinstance(name, list) else (name, None)
+        said = name if file is None else f"{name} {file}"
+        checkpoint = load_checkpoint(name, gguf_file=file)
+        answers[said] = [checkpoint.commit, checkpoint.revision, checkpoint.tokenizer()("the ferry").input_ids]
+    except CheckpointError as error:
+        answers[said] = str(error)
+print(json.dumps(answers))
+"""
+
+
+def ask(cache: Path, endpoint: str, names: list[str | list[str]], **env: str) -> dict:
+    """Commit, revision and two words' tokens of each model, or the sentence that refuses it; a name may come with a GGUF file's, [name, file]."""
+    environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1"} | env
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(SCRIPT), json.dumps(names)], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])

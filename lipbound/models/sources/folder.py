@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from lipbound import devices
 from lipbound.errors import CheckpointError
@@ -13,6 +13,7 @@ from lipbound.models import offload, offload_loading, weight_files
 from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.precision import check_floating, check_stored
 from lipbound.models.quiet import first_line, quiet
+from lipbound.models.sources import quantized
 from lipbound.models.sources.source import LoadOptions
 from lipbound.models.sources.weight_checks import check_filled, check_finite, not_finite, sha256
 
@@ -57,14 +58,15 @@ def load_folder(name: str, folder: Path, commit: str | None, options: LoadOption
     device = torch.device(options.device)
     by_layer = options.weights == "layers" or (options.weights == "auto" and _large(folder, options.dtype, device))
     if by_layer:
-        model = _load_by_layer(name, folder, options.dtype, device)
+        model, how = _load_by_layer(name, folder, options.dtype, device), None
     else:
-        model = _load_whole(name, folder)
+        model, how = _load_whole(name, folder)
         check_floating(model, name)
-        check_stored(folder, model, name)
+        if how is None:
+            check_stored(folder, model, name)
         model = model.to(device=device, dtype=options.dtype)
         check_finite(model, name)
-    return Checkpoint(model.eval(), name, commit or _files_hash(folder), str(folder), commit, by_layer=by_layer)
+    return Checkpoint(model.eval(), name, commit or _files_hash(folder), str(folder), commit, by_layer=by_layer, quantization=how)
 
 
 def _why(error: Exception) -> str:
@@ -79,19 +81,33 @@ def _why(error: Exception) -> str:
     return message
 
 
-def _load_whole(name: str, folder: Path) -> PreTrainedModel:
+def _config(name: str, folder: Path) -> PreTrainedConfig:
     try:
         with quiet():
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # broken files raise a zoo of types, down to those of single parsers
+        raise CheckpointError(f"{name} could not be loaded: {_why(error)}") from error
+
+
+def _load_whole(name: str, folder: Path) -> tuple[PreTrainedModel, str | None]:
+    """The model, and what its weights had been quantised with."""
+    config = _config(name, folder)
+    how = quantized.ask_for_floats(config, name)
+    if how is not None:
+        quantized.check_blocks(folder, config, name)
+    try:
+        with quiet():
             model, report = AutoModel.from_pretrained(
                 folder, config=config, attn_implementation="eager", dtype=torch.float32, trust_remote_code=False,
                 output_loading_info=True,
             )  # fmt: skip
-    except Exception as error:  # broken files raise a zoo of types, down to those of single parsers
+            model = quantized.in_floats(model, how)
+    except Exception as error:  # as above
         raise CheckpointError(f"{name} could not be loaded: {_why(error)}") from error
     check_filled(report, name)
+    quantized.check_used(report, how, name)
     assert isinstance(model, PreTrainedModel)
-    return model
+    return model, how
 
 
 def _load_by_layer(name: str, folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

@@ -5,10 +5,13 @@ from pathlib import Path
 import huggingface_hub.errors as hub_errors
 from huggingface_hub import HfApi, constants, snapshot_download
 
-from lipbound.errors import CheckpointError
+from lipbound.errors import CheckpointError, nearest
+from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.quiet import bars, first_line, quiet
+from lipbound.models.sources import gguf
 from lipbound.models.sources.folder import FolderSource, check_directory
 from lipbound.models.sources.known import suggestion
+from lipbound.models.sources.source import LoadOptions
 
 
 class HubSource(FolderSource):
@@ -18,20 +21,35 @@ class HubSource(FolderSource):
         """Whether it may be a hub id; `locate` finds out."""
         return True
 
+    def load(self, model: str | Path, options: LoadOptions) -> Checkpoint:
+        """The model from its folder in the cache, or from the GGUF file that is wanted there."""
+        name, wanted = str(model), options.gguf_file
+        if wanted is None:
+            return super().load(model, options)
+        if not wanted.endswith(gguf.SUFFIX) or "*" in wanted:
+            raise CheckpointError(f"gguf_file is {wanted!r}; give the name of a file that ends with {gguf.SUFFIX}")
+        folder, commit = snapshot(*_parts(name, options.revision), wanted)
+        return gguf.load_gguf(name, gguf.choose(folder, wanted, f"{name} on the hub"), commit, options)
+
     def locate(self, name: str, revision: str | None) -> tuple[Path, str]:
         """Folder in the cache, and commit; raises CheckpointError where it cannot be had."""
-        repo, _, suffix = name.partition("@")
-        if suffix and revision and suffix != revision:
-            raise CheckpointError(f"two revisions were given, {suffix!r} in the name and {revision!r}; give one")
-        return snapshot(repo, suffix or revision)
+        return snapshot(*_parts(name, revision))
 
 
-def snapshot(repo: str, revision: str | None) -> tuple[Path, str]:
-    """Folder and commit of a hub model, fetched, or, when the hub is out of reach, from the cache."""
+def _parts(name: str, revision: str | None) -> tuple[str, str | None]:
+    """Repository and revision of a name; raises CheckpointError where two revisions are given."""
+    repo, _, suffix = name.partition("@")
+    if suffix and revision and suffix != revision:
+        raise CheckpointError(f"two revisions were given, {suffix!r} in the name and {revision!r}; give one")
+    return repo, suffix or revision
+
+
+def snapshot(repo: str, revision: str | None, gguf_file: str | None = None) -> tuple[Path, str]:
+    """Folder and commit of a hub model, fetched, or, when the hub is out of reach, from the cache; of a GGUF file, that file alone."""
     at = f" at revision {revision!r}" if revision else ""
     try:
         with quiet(), bars():
-            patterns = _wanted(repo, revision)
+            patterns = _wanted(repo, revision, gguf_file)
             folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns, local_files_only=patterns is None))
     except hub_errors.HFValidationError as error:
         raise CheckpointError(f"{repo!r} is neither a directory here nor a valid hub id; {suggestion(repo, 'hub ids are owner/name')}") from error
@@ -57,12 +75,19 @@ def snapshot(repo: str, revision: str | None) -> tuple[Path, str]:
         ) from error
     except OSError as error:
         raise CheckpointError(f"{repo}{at} could not be fetched from the hub: {first_line(error)}") from error
-    check_directory(folder, f"{repo}{at} on the hub")
+    if gguf_file is None:
+        check_directory(folder, f"{repo}{at} on the hub")
     return folder, folder.name
 
 
-def _wanted(repo: str, revision: str | None) -> list[str] | None:
-    """The files of a hub model that are needed: configuration, tokenizer or processor, and one format of weights. None: the hub is out of reach."""
+def _wanted(repo: str, revision: str | None, gguf_file: str | None) -> list[str] | None:
+    """The files of a hub model that are needed: configuration, tokenizer or processor, and one format of weights; or a GGUF file, which has all.
+
+    None: the hub is out of reach.
+
+    Raises:
+        CheckpointError: the GGUF file is not there, or there are only such files, and none was named.
+    """
     try:
         info = HfApi().model_info(repo, revision=revision, timeout=15)
     except hub_errors.HfHubHTTPError as error:
@@ -75,5 +100,12 @@ def _wanted(repo: str, revision: str | None) -> list[str] | None:
         return None
     names = [sibling.rfilename for sibling in info.siblings or [] if "/" not in sibling.rfilename]
     weights = [n for n in names if n.endswith(".safetensors") and not n.startswith("consolidated")]
+    packed = [n for n in names if n.endswith(gguf.SUFFIX)]
+    if gguf_file is not None:
+        if gguf_file not in packed:
+            raise CheckpointError(f"{repo} on the hub has no file {gguf_file}; {nearest(gguf_file, packed) if packed else 'it has no GGUF files'}")
+        return [gguf_file]
     weights = weights or [n for n in names if n.startswith("pytorch_model") and n.endswith(".bin")]
+    if packed and not weights:
+        raise CheckpointError(f"{repo} on the hub has its weights in GGUF files only; name one with gguf_file=, {' or '.join(map(repr, packed[:6]))}")
     return weights + [n for n in names if n.endswith((".json", ".txt", ".model", ".jinja", ".tiktoken"))]

@@ -17,12 +17,14 @@ class LoadOptions:
         dtype: torch.float32 or torch.float64.
         device: a torch device.
         weights: "auto", "whole" or "layers".
+        gguf_file: which GGUF file of a directory or a hub model, or None.
     """
 
     revision: str | None
     dtype: torch.dtype
     device: str | torch.device
     weights: str
+    gguf_file: str | None = None
 
 
 class Source(Protocol):

@@ -27,8 +27,8 @@ STEEPEST = {
 }
 """What the shares of tokens are, by norm."""
 PROVENANCE = (
-    "model", "revision", "architecture", "data", "data_fingerprint", "preprocessing", "samples", "exact_samples", "tokens", "map_description",
-    "norm", "method", "tol", "delta", "dtype", "device", "seed", "capture_error", "lipbound", "python", "date", "command",
+    "model", "revision", "quantization", "architecture", "data", "data_fingerprint", "preprocessing", "samples", "exact_samples", "tokens",
+    "map_description", "norm", "method", "tol", "delta", "dtype", "device", "seed", "capture_error", "lipbound", "python", "date", "command",
 )  # fmt: skip
 
 

