@@ -21,7 +21,7 @@ from lipbound.models.capture.capture import Capturer, LayerCapture
 from lipbound.models.checkpoints import load_checkpoint
 from lipbound.models.inputs import prepare
 
-TRAINED = ("builtin:gpt2", "builtin:llama", "builtin:qwen3")
+TRAINED = ("builtin:smollm2", "builtin:gpt2", "builtin:llama", "builtin:qwen3")
 
 
 def ratios(layers: list[LayerCapture]) -> dict[str, Any]:

@@ -28,9 +28,9 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, help="sequences of each length")
     options = parser.parse_args()
     RUNS.mkdir(exist_ok=True)
-    for name in ("minilm", "gpt2", "vit", "vit-baseline", "vit-jasmin"):
+    for name in ("minilm", "gpt2", "vit", "vit-baseline", "vit-jasmin", "smollm2"):
         path = RUNS / f"{name}.zarr"
-        ds = lb.load(path) if path.exists() else lb.compare(f"builtin:{name}", samples=8, max_length=128, out=path)
+        ds = lb.load(path) if path.exists() else lb.compare(f"builtin:{name}", samples=2 if name == "smollm2" else 8, max_length=128, out=path)
         for kind in ("pdf", "png"):
             lb.plots.heatmaps(ds, HERE / f"{name}.{kind}")
         (HERE / f"{name}.txt").write_text(lb.plots.caption(ds) + "\n\n" + lb.tables.render(ds) + "\n")

@@ -23,7 +23,7 @@ class BuiltinSource:
         if options.revision is not None:
             raise CheckpointError(f"revision {options.revision!r} was given for the builtin checkpoint {name!r}; revisions are for hub models")
         if options.gguf_file is not None:
-            raise CheckpointError(f"gguf_file {options.gguf_file!r} was given for a builtin checkpoint; it is for directories and hub models")
+            raise CheckpointError(f"gguf_file is {options.gguf_file!r}, but builtin checkpoints take none; it is for directories and hub models")
         if name not in BUILTINS:
             raise CheckpointError(f"unknown builtin checkpoint {name!r}; {nearest(name, BUILTINS)}")
         return BUILTINS[name].load(name, options)

@@ -56,7 +56,7 @@ def _gguf(path: Path, wanted: str | None, name: str) -> Path | None:
     """
     if path.is_file() and _is_gguf(path.name):
         if wanted not in (None, path.name):
-            raise CheckpointError(f"gguf_file {wanted!r} was given for the GGUF file {name}; give one of the two")
+            raise CheckpointError(f"gguf_file is {wanted!r}, but {name} is a GGUF file itself; give one of the two")
         return path
     plain = wanted is None and ((path / "config.json").exists() or not any(path.glob(f"*{gguf.SUFFIX}")))
     return None if plain or not path.is_dir() else gguf.choose(path, wanted, name)

@@ -27,7 +27,7 @@ class LoadedModelSource:
         if options.revision is not None:
             raise CheckpointError(f"revision {options.revision!r} was given for a model in memory; revisions are for hub models")
         if options.gguf_file is not None:
-            raise CheckpointError(f"gguf_file {options.gguf_file!r} was given for a model in memory; it is for directories and hub models")
+            raise CheckpointError(f"gguf_file is {options.gguf_file!r}, but a model in memory takes none; it is for directories and hub models")
         check_floating(model, type(model).__name__)
         loaded, note = in_dtype(model, options.dtype)
         loaded = loaded.to(device=options.device)
