@@ -1,5 +1,8 @@
 import dataclasses
 import inspect
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ from support.models import REFUSED, build, save_vit
 import lipbound as lb
 import lipbound.runs.compare as runs_compare
 from lipbound import cli
+from lipbound.__main__ import wait_passively
 from lipbound.cli import measuring
 from lipbound.errors import StoreError
 from lipbound.runs.config import RunConfig
@@ -126,3 +130,19 @@ def test_every_command_has_an_example() -> None:
         assert command.epilog.startswith("Example: lipbound "), command.epilog
         assert command.callback is not None
         assert command.callback.__doc__
+
+
+@pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
+def test_threads_wait_as_the_user_has_set(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for other in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, "7")
+    wait_passively()
+    assert {other: os.environ[other] for other in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME") if other in os.environ} == {name: "7"}
+
+
+def test_threads_sleep_while_they_wait() -> None:
+    """The variable is there before torch is, whose threads read it once."""
+    code = "import os, sys, lipbound.__main__ as program; program.wait_passively(); print('torch' in sys.modules, os.environ['OMP_WAIT_POLICY'])"
+    env = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")}
+    assert subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout.split() == ["False", "PASSIVE"]

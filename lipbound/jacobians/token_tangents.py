@@ -24,18 +24,38 @@ class Tangents:
         self._passages: dict[str, TokenMap] = {"q": q, "k": k}
         self._entry, self._sample = sample * att.heads + head, sample
 
+    @property
+    def directed(self) -> bool:
+        """Whether a map of queries or keys sees a direction of its own at every token."""
+        return any(passage.direction is not None for passage in self._passages.values())
+
     def product(self, a: str, b: str, tokens: slice | Tensor) -> Tensor:
         """D^a_i D^b_i^T for some tokens, (n or 1, d_a, d_b)."""
         left, right = self._matrices(a, tokens), self._matrices(b, tokens)
-        out = self._metric(a, b, tokens)
+        out = self.metric(a, b, tokens)
         out = out if left is None else left.mT @ out
         return out if right is None else out @ right
 
     def factor(self, a: str, tokens: slice | Tensor) -> Tensor:
         """F_i for which F_i F_i^T is D^a_i D^a_i^T or a little more, for some tokens, (n or 1, d_a, r): Lemma 76 (docs/theory/upper_values.md)."""
-        w, g, left = self._w[a], self._direction(a, tokens), self._matrices(a, tokens)
-        out = upper_factor(w)[0].mT[None] if g is None else torch.cat([w.mT.expand(len(g), -1, -1), g[:, None]], 1)
+        left, out = self._matrices(a, tokens), self.projection(a, tokens)
         return out if left is None else left.mT @ out
+
+    def projection(self, a: str, tokens: slice | Tensor) -> Tensor:
+        r"""The same of :math:`[W\,g]^T`, before the maps of the tokens, (n or 1, d_a + extra, r)."""
+        w, g = self._w[a], self._direction(a, tokens)
+        return upper_factor(w)[0].mT[None] if g is None else torch.cat([w.mT.expand(len(g), -1, -1), g[:, None]], 1)
+
+    def maps(self, a: str, tokens: slice | Tensor) -> tuple[Tensor | None, Tensor]:
+        r"""L of some tokens in :math:`D = L^T [W\,g]^T`, and bounds on the 2-norms of :math:`|L|`, (n or 1,).
+
+        (n, d_a + extra, d_a), or None for identities.
+        """
+        left = self._matrices(a, tokens)
+        if left is None:
+            return None, self._w[a].new_ones(1)
+        size = left.detach().abs()
+        return left, (size.sum(-1).amax(-1) * size.sum(-2).amax(-1)).sqrt()
 
     def push(self, a: str, x: Tensor, tokens: slice | Tensor) -> Tensor:
         """D^a_i x_i for some tokens, (n, D, r) -> (n, d_a, r)."""
@@ -56,12 +76,9 @@ class Tangents:
         For :math:`D = L^T [W\,g]^T` the Frobenius norm of :math:`[W\,g]` times a bound on the 2-norm of :math:`|L|`: Lemma 55
         (docs/theory/numerics.md).
         """
-        left, g = self._matrices(a, tokens), self._direction(a, tokens)
+        g = self._direction(a, tokens)
         size = self._w[a].norm()[None] if g is None else (self._w[a].square().sum() + g.square().sum(-1)).sqrt()
-        if left is None:
-            return size
-        left = left.abs()
-        return size * (left.sum(-1).amax(-1) * left.sum(-2).amax(-1)).sqrt()
+        return size * self.maps(a, tokens)[1]
 
     def _matrices(self, a: str, tokens: slice | Tensor) -> Tensor | None:
         return None if a == "v" else self._passages[a].matrices(self._entry, tokens, self._w[a].shape[1])
@@ -70,7 +87,7 @@ class Tangents:
         direction = None if a == "v" else self._passages[a].direction
         return None if direction is None else direction[self._sample, tokens]
 
-    def _metric(self, a: str, b: str, tokens: slice | Tensor) -> Tensor:
+    def metric(self, a: str, b: str, tokens: slice | Tensor) -> Tensor:
         """Products of projections, with their extra columns, (n or 1, d_a + extra, d_b + extra)."""
         w_a, w_b, g_a, g_b = self._w[a], self._w[b], self._direction(a, tokens), self._direction(b, tokens)
         out = (w_a.mT @ w_b)[None]

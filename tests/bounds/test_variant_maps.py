@@ -1,0 +1,54 @@
+"""Parts of our bounds on heads with variants: never below what products with the maps of single tokens give, and hardly above, in float32 too."""
+
+import pytest
+import torch
+from support.variants import layer
+from torch import Tensor
+
+from lipbound import bounds
+from lipbound.attention.layer import Attention
+from lipbound.bounds.lipbound2026 import variant_maps
+from lipbound.bounds.lipbound2026.variant_maps import Maps
+from lipbound.jacobians.token_tangents import Tangents
+
+HAS = [(), ("rotation",), ("norm",), ("together", "cap"), ("sinks",), ("rotation", "norm"), ("rotation", "cap", "sinks")]
+
+
+def direct(att: Attention, e: Tensor, cov: Tensor) -> tuple[Tensor, ...]:
+    """`variant_maps.Parts` of all tokens of the first head, from the maps themselves: q~_ij is a vector of the layer's input."""
+    tangents, tokens, q = Tangents(att, 0, 0), torch.arange(att.tokens), att.scale * att.q[0, 0]
+    turned = tangents.pull("k", q.mT[None].expand(att.tokens, -1, -1), tokens)  # (j, D, i)
+    w_v = att.w_v[0]
+    inner = torch.einsum("ij,kj,jik->ik", e, e, (turned.mT @ turned).abs())
+    steep = tangents.pull("q", cov.mT, tokens).mT  # B_i, (i, d_v, D)
+    b, b_v = (torch.linalg.matrix_norm(m, 2) for m in (steep, steep @ w_v))
+    return turned.norm(dim=1), (turned.mT @ w_v).norm(dim=-1), inner, b, b_v, (steep @ turned).norm(dim=1)
+
+
+@pytest.mark.parametrize("work", [torch.float32, torch.float64])
+@pytest.mark.parametrize("has", HAS)
+def test_parts_are_those_of_the_maps(has: tuple[str, ...], work: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variant_maps, "reproducible_float32", lambda: work == torch.float32)
+    att = layer(3, frozenset(has)).one_sample(0)
+    g = torch.Generator().manual_seed(0)
+    e = torch.rand(att.tokens, att.tokens, generator=g, dtype=torch.float64) ** 8
+    cov = torch.randn(att.tokens, att.d_v, att.d, generator=g, dtype=torch.float64)
+    found = Maps(att, 0, 0, slice(None)).parts(torch.arange(att.tokens), e.mT, cov, cov.norm(dim=(1, 2)))
+    for name, true in zip(found._fields, direct(att, e, cov), strict=True):
+        value = getattr(found, name)
+        largest = true.max()
+        assert bool((value >= true - 1e-14 * largest).all()), name
+        above = 2e-2 if name in ("b", "b_v") else 1e-9 + (2e-4 if work == torch.float32 else 0)  # norms of blocks are rounded upwards
+        assert bool((value <= true * (1 + above) + above * 0.1 * largest).all()), name
+
+
+@pytest.mark.parametrize("has", HAS[1:])
+def test_float32_hardly_moves_the_bounds(has: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    att = layer(5, frozenset(has))
+    values = {}
+    for narrow in (True, False):
+        monkeypatch.setattr(variant_maps, "reproducible_float32", lambda narrow=narrow: narrow)
+        values[narrow] = [bounds.get(name)(att.select(slice(None))) for name in ("lipbound", "lipbound_block")]
+    for found, wide in zip(values[True], values[False], strict=True):
+        assert bool((found >= wide * (1 - 1e-6)).all())
+        assert bool((found <= wide * (1 + 2e-4)).all())
