@@ -20,13 +20,13 @@ demo: $(STAMP)
 	rm -rf lipbound-demo
 	$(BIN)/lipbound demo --out lipbound-demo
 
-# Lint, types and every test but those marked slow, property tests with a quarter of their examples: what a contributor runs. Types are checked
+# Lint, types and every test but those marked slow, property tests with a tenth of their examples: what a contributor runs. Types are checked
 # while the tests run.
 test: $(STAMP)
 	@$(MAKE) --no-print-directory --jobs=2 lint quick
 
 quick: $(STAMP)
-	LIPBOUND_TESTS_SHARE=0.25 $(BIN)/python -m pytest -m "not slow"
+	LIPBOUND_TESTS_SHARE=0.1 $(BIN)/python -m pytest -m "not slow"
 
 # All tests: notebooks executed, runs killed and resumed, recipes of all kinds, the study of penalties, all examples of the property tests.
 test-all: $(STAMP)

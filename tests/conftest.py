@@ -14,6 +14,7 @@ import xarray as xr
 from support.layers import KINDS, random_attention
 from support.models import AFFINE, build, inputs_for, save_bert, save_vit
 from support.runs import OPTIONS, TEXTS
+from support.selection import combinations_left_out
 
 import lipbound as lb
 from lipbound.attention.layer import Attention
@@ -27,6 +28,8 @@ torch.set_num_threads(1)  # small matrices: more threads wait for each other
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Notebooks start first: they take longest, and would otherwise keep one process busy when the others are done."""
     items.sort(key=lambda item: not item.name.startswith("test_notebook_runs"))
+    for item in combinations_left_out(items):
+        item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(params=KINDS)

@@ -16,7 +16,7 @@ from lipbound.runs import store
 
 GROWTH = ("castin-1", "castin-6")
 """Run at fewer lengths by `test_growth_recipe`."""
-SLOW = ("castin-2", "castin-3", "token-profile", "yudin-3", "yudin-6", "yudin-theorem-4")
+SLOW = ("three-norms", "token-profile", "castin-2", "castin-3", "yudin-3", "yudin-6", "yudin-theorem-4")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in RECIPES if n not in GROWTH])
@@ -99,7 +99,7 @@ def test_maps_of_a_pretrained_layer() -> None:
 
 
 def test_three_norms_are_those_of_the_layers_and_keep_their_order() -> None:
-    setting = Setting("builtin:gpt2", samples=1)
+    setting = Setting("builtin:gpt2", (["the lighthouse keeper wound the clock of the island, and the ferry came in at noon"],), samples=1)
     ds = recipe("three-norms").compute(setting)
     norms = {name: ds["exact"].sel(norm=name) for name in ds["norm"].values}
     root = np.sqrt(ds["length"])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.layers import random_attention
+from support.layers import HARD, random_attention
 from support.oracles import oracle
 
 from lipbound import bounds
@@ -16,6 +16,7 @@ NORMS = ("token", "frobenius")
 WITH_RADIUS = [name for name in bounds.names() if bounds.get(name).ball is not None]
 
 
+@pytest.mark.each_value(kind=HARD)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("relative", [*(pytest.param(r, marks=pytest.mark.slow) for r in (1e-3, 0.03)), 1.0])
 def test_no_bound_is_below_the_adversary(kind: str, norm: str, relative: float) -> None:
@@ -31,10 +32,11 @@ def test_no_bound_is_below_the_adversary(kind: str, norm: str, relative: float) 
             assert bool((~bound.sound(att) | (bound.over_ball(att, radius, norm=norm) >= found * (1 - 1e-9))).all()), name
 
 
+@pytest.mark.each_value(kind=HARD)
 @pytest.mark.parametrize("norm", NORMS)
 def test_the_adversary_stays_in_the_ball_and_attains_its_norm(att: Attention, norm: str) -> None:
     radius = 0.5
-    found = adversary.attack(att, radius, norm=norm, steps=6, starts=2)
+    found = adversary.attack(att, radius, norm=norm, steps=3, starts=2)
     move = (found.x - att.x[:, None]).norm(dim=-1)
     assert float((move if norm == "token" else move.norm(dim=-1)).max()) <= radius
     for h in range(att.heads):
@@ -49,6 +51,7 @@ def test_the_adversary_climbs() -> None:
     assert bool((adversary.attack(att, 0.5, steps=8).norm > 1.02 * oracle(att)).all())
 
 
+@pytest.mark.each_value(kind=HARD)
 @pytest.mark.parametrize("norm", NORMS)
 def test_radius_zero_is_the_point(att: Attention, norm: str) -> None:
     torch.testing.assert_close(bounds.over_ball(att, 0.0, norm=norm, at="lipbound"), bounds.get("lipbound")(att), rtol=1e-5, atol=1e-12)
@@ -61,6 +64,7 @@ def test_radius_zero_is_the_point(att: Attention, norm: str) -> None:
             torch.testing.assert_close(value, point)
 
 
+@pytest.mark.each_value(kind=HARD)
 def test_bounds_grow_with_the_radius(att: Attention) -> None:
     radii = [0.0, 1e-4, 1e-2, 0.3, 3.0, 100.0]
     values = bounds.over_ball(att, radii)
@@ -69,6 +73,7 @@ def test_bounds_grow_with_the_radius(att: Attention) -> None:
     assert bool((bounds.over_ball(att, radii, norm="frobenius") <= values * (1 + 1e-3)).all())
 
 
+@pytest.mark.each_value(kind=HARD)
 @pytest.mark.parametrize("norm", NORMS)
 def test_intervals_hold_the_rows_of_moved_inputs(att: Attention, norm: str) -> None:
     g = torch.Generator().manual_seed(0)
@@ -113,6 +118,7 @@ def test_intervals_reach_zero_where_scores_are_far_apart() -> None:
     assert float(bounds.get("yudin").over_ball(att, 60.0, norm="frobenius")) >= 985
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("relative", [1e-7, 1e-6, 1e-4])
 def test_float32_attacks_stay_in_the_ball(norm: str, relative: float) -> None:

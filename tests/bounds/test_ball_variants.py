@@ -79,6 +79,7 @@ def large_biases(seed: int, has: frozenset[str]) -> Attention:
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("has", [{"rotation"}, {"cap"}, {"sinks"}, {"rotation", "sinks"}])
 @pytest.mark.parametrize("norm", NORMS)
 def test_large_biases(has: set[str], norm: str) -> None:
@@ -92,8 +93,11 @@ def test_large_biases(has: set[str], norm: str) -> None:
 @pytest.mark.parametrize(
     ("has", "norm"),
     [
-        ({"rotation"}, "token"), ({"rotation"}, "frobenius"), ({"norm"}, "token"), ({"together", "rotation"}, "frobenius"), ({"cap"}, "token"),
-        ({"sinks"}, "frobenius"), ({"rotation", "cap", "sinks"}, "token"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (({"rotation"}, "token"), ({"rotation"}, "frobenius"), ({"norm"}, "token"), ({"cap"}, "token"), ({"sinks"}, "frobenius"))
+        ),
+        ({"together", "rotation"}, "frobenius"), ({"rotation", "cap", "sinks"}, "token"),
     ],
 )  # fmt: skip
 def test_the_adversary_on_every_variant(has: set[str], norm: str) -> None:
@@ -110,6 +114,7 @@ def test_the_adversary_on_every_variant(has: set[str], norm: str) -> None:
         assert bool((bounds.over_ball(att, radius, norm=norm) >= found.norm * (1 - 1e-9)).all())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "has", [{"rotation"}, {"norm"}, {"together"}, {"cap"}, {"sinks"}, {"norm", "rotation", "sinks"}, {"together", "rotation", "cap"}]
 )
@@ -156,6 +161,7 @@ def test_radius_zero_and_growth(has: set[str], norm: str) -> None:
         assert bool((values <= bounds.over_ball(att, radii, at="lipbound") * (1 + 1e-3)).all())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("norm", NORMS)
 def test_a_layer_without_variants_has_the_plain_bound(att: Attention, norm: str) -> None:
     one = att.double().unpadded(1)

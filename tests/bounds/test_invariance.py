@@ -70,6 +70,7 @@ def overlap(att: Attention, other: Attention, method: str, factor: float = 1.0) 
     assert bool(two.converged.all())
 
 
+@pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("what", SCALED)
@@ -79,6 +80,7 @@ def test_enclosures_follow_scales(method: str, what: str, size: float, dtype: to
     overlap(att, SCALED[what](att, power), method, 2.0**power if what == "values" else 1.0)
 
 
+@pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("change", UNCHANGED)
 @pytest.mark.parametrize("method", METHODS)
@@ -86,6 +88,7 @@ def test_enclosures_do_not_see_what_attention_does_not(method: str, change: Call
     overlap(heads(dtype), change(heads(dtype)), method)
 
 
+@pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("method", METHODS)
 def test_enclosures_of_repeated_heads_are_the_same(method: str, dtype: torch.dtype) -> None:
@@ -96,6 +99,7 @@ def test_enclosures_of_repeated_heads_are_the_same(method: str, dtype: torch.dty
     assert bool((norm.lower[:, 1::2] <= norm.upper[:, ::2]).all())
 
 
+@pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("what", SCALED)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from support.layers import random_attention
+from support.layers import HARD, random_attention
 from support.variants import layer as variant_layer
 from torch import Tensor
 
@@ -85,6 +85,7 @@ def test_kinds_go_from_narrow_to_wide() -> None:
     assert [kinds.of(variant_layer(0, frozenset(has))) for has in ((), ("cap",), ("sinks",), ("rotation",))] == ["plain", "plain", "wide", "wide"]
 
 
+@pytest.mark.each_value(kind=HARD)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_block_bound_does_not_depend_on_what_ran_before(kind: str, dtype: torch.dtype) -> None:
     """The same digits alone, after `lipbound`, and before it."""

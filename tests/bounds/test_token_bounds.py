@@ -92,6 +92,7 @@ def test_no_sound_bound_is_below_what_is_attained_in_float32(att: Attention) -> 
     check(att)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mask", ["none", "causal", "padded"])
 @pytest.mark.parametrize("has", HAS)
 def test_heads_with_variants(has: tuple[str, ...], mask: str) -> None:
@@ -99,6 +100,7 @@ def test_heads_with_variants(has: tuple[str, ...], mask: str) -> None:
         check(variant_layer(seed, frozenset(has), mask=mask))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("family", hard_heads.FAMILIES)
 def test_hard_heads_in_80_digits(family: str, dtype: torch.dtype) -> None:
@@ -269,6 +271,7 @@ def test_order_of_tokens_and_heads_does_not_matter() -> None:
         torch.testing.assert_close(bounds.get(name)(other), bounds.get(name)(att)[:, again], rtol=1e-9, atol=0)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", SMOOTH)
 @pytest.mark.parametrize("kind", ["plain", "biases", "causal", "padded", "flat", "one_token", "wide_values"])
 def test_derivatives(kind: str, name: str) -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.layers import changed, random_attention
+from support.layers import HARD, changed, random_attention
 from support.oracles import oracle
-from support.strategies import examples
+from support.strategies import examples, part
 from support.variants import layer
 from torch import Tensor
 
@@ -93,10 +93,11 @@ def far_from_zero(seed: int, dtype: torch.dtype, size: float) -> Attention:
     return Attention(*(t.to(dtype) for t in (x, w_q, w_k, w_v)), mask=mask.to(dtype), scale=1.0)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("size", [1e2, 1e4, 1e6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_tokens_far_from_zero(size: float, dtype: torch.dtype) -> None:
-    for seed in range(15):
+    for seed in range(part(15)):
         att = far_from_zero(seed, dtype, size)
         norm = exact_norm(att)
         for name in OURS:
@@ -105,7 +106,7 @@ def test_tokens_far_from_zero(size: float, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("sharp", [1.0, 30.0, 1e3, 1e6])
 def test_saturated_float32_heads(sharp: float) -> None:
-    for seed in range(8):
+    for seed in range(part(8, 2)):
         att = random_attention("biases", seed, torch.float32).select(slice(0, 1), slice(0, 1))
         att = changed(att, x=att.x[:, :4, :3], w_q=sharp * att.w_q[:, :3], w_k=att.w_k[:, :3], w_v=att.w_v[:, :3], w_o=None)
         norm = exact_norm(att)
@@ -275,11 +276,13 @@ def check_slopes(att: Attention, name: str) -> int:
     return int(smooth.sum())
 
 
+@pytest.mark.each_value(kind=HARD)
 @pytest.mark.parametrize("name", SMOOTH)
 def test_derivatives_at_smooth_points(kind: str, name: str, tight: None) -> None:
     assert check_slopes(random_attention(kind, 5), name) >= 4
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", SMOOTH)
 @pytest.mark.parametrize("has", [("rotation",), ("norm",), ("together", "cap"), ("sinks",), ("rotation", "cap", "sinks")])
 def test_derivatives_with_variants(has: tuple[str, ...], name: str, tight: None) -> None:
@@ -294,6 +297,7 @@ def test_derivatives_of_longer_heads(name: str, tight: None) -> None:
     assert check_slopes(Attention(x, 0.3 * w[0], w[1], w[2]), name) == 2
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", SMOOTH)
 @pytest.mark.parametrize("sink", [30.0, 100.0, 800.0, 1e4])
 def test_derivatives_of_saturated_sinks_are_numbers(name: str, sink: float) -> None:
@@ -304,6 +308,7 @@ def test_derivatives_of_saturated_sinks_are_numbers(name: str, sink: float) -> N
     assert all(bool(torch.isfinite(t).all()) for t in torch.autograd.grad(value.sum(), leaves.values(), materialize_grads=True))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", SMOOTH)
 @pytest.mark.parametrize("pull", [10.0, 100.0, 1e4])
 def test_derivatives_of_heads_with_one_key_are_numbers(name: str, pull: float) -> None:

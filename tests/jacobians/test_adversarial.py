@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import hard_heads, judge, mp_oracle
 from support.judge import METHODS, WHOLE, Verdict
+from support.strategies import part
 
 from lipbound import bounds
 from lipbound.attention.layer import Attention
@@ -33,11 +34,12 @@ def check(verdicts: list[Verdict], family: str = "") -> None:
     assert any(not verdict.refused for verdict in verdicts)
 
 
+@pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("family", hard_heads.FAMILIES)
 def test_nothing_is_wrong_on_hard_heads(family: str, dtype: torch.dtype) -> None:
     verdicts = []
-    for seed in range(LONG or SEEDS):
+    for seed in range(LONG or part(SEEDS, 1)):
         att, name = judge.case(family, dtype, seed), f"{family}({seed})"
         if LONG:
             verdicts += judge.judge(att, name)
@@ -48,6 +50,7 @@ def test_nothing_is_wrong_on_hard_heads(family: str, dtype: torch.dtype) -> None
     check(verdicts, family)
 
 
+@pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("map", ["head_out", *WHOLE])
 def test_nothing_is_wrong_of_other_maps(map: str, dtype: torch.dtype) -> None:
@@ -74,7 +77,7 @@ def test_pairs_far_away(delta: float) -> None:
 @pytest.mark.parametrize("offset", [1e3, 1e4, 1e5])
 def test_pairs_at_any_distance(offset: float) -> None:
     verdicts = []
-    for seed in range(20):
+    for seed in range(part(20)):
         att = hard_heads.pairs_far_away(seed, offset)
         verdicts += judge.judge(att, f"pairs_far_away({seed})", methods=TOGETHER, chosen=CHEAP, l2=False)
     check(verdicts)
@@ -91,6 +94,7 @@ def test_inputs_large_and_weights_small(exponent: int) -> None:
     assert exact == [[pytest.approx(norm.value, rel=1e-12) for norm in row] for row in mp_oracle.norms(Attention(x, w_q, w_k, w_v))]
 
 
+@pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("n", [32, 128])
 def test_one_token_that_all_attend_to(n: int, dtype: torch.dtype) -> None:

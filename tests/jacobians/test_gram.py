@@ -1,6 +1,6 @@
 import pytest
 import torch
-from support.layers import random_attention
+from support.layers import HARD, random_attention
 from support.oracles import jacobians
 
 from lipbound.attention.layer import Attention
@@ -9,6 +9,7 @@ from lipbound.jacobians import gram as gram_module
 from lipbound.jacobians.gram import Gram
 
 
+@pytest.mark.each_value(kind=HARD)
 @pytest.mark.parametrize("tile", [2**23, 3000])
 @pytest.mark.parametrize("stacking", ["head", "heads", "layer"])
 def test_gram_is_the_product_of_autograd_jacobians(att: Attention, stacking: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,6 +37,7 @@ def test_the_allowance_for_rounding_is_small() -> None:
     assert 0 < g.error < 1e-12 * float(g.dense().norm())
 
 
+@pytest.mark.each_value(kind=HARD)
 @pytest.mark.parametrize("float32", [True, False])
 @pytest.mark.parametrize("tile", [2**23, 3000])
 def test_squaring_tightens_and_stays_above(att: Attention, tile: int, float32: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.layers import random_attention
+from support.layers import HARD, random_attention
 from support.oracles import oracle
 
 from lipbound.attention.layer import Attention
@@ -19,6 +19,7 @@ def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(head_streaming.WHOLE_BYTES, "cpu", 0)
 
 
+@pytest.mark.each_value(kind=HARD)
 @pytest.mark.usefixtures("rows")
 def test_products_are_those_of_whole_heads(att: Attention) -> None:
     whole, streamed = HeadJacobian(att), StreamedHeadJacobian(att)
@@ -33,6 +34,7 @@ def test_products_are_those_of_whole_heads(att: Attention) -> None:
         torch.testing.assert_close(b.dense(), a.dense(), rtol=0, atol=1e-12 * float(a.dense().abs().max()))
 
 
+@pytest.mark.each_value(kind=HARD)
 @pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("map", ["head", "head_out", "heads", "layer"])
 def test_norms_are_those_of_whole_heads(kind: str, map: str, monkeypatch: pytest.MonkeyPatch) -> None:

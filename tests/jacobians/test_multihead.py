@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.layers import random_attention
+from support.layers import HARD, random_attention
 from support.oracles import encloses, jacobians
 from torch import Tensor
 
@@ -25,6 +25,7 @@ def oracle(att: Attention, map: str) -> Tensor:
     return torch.stack(values)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("map", MAPS)
 @pytest.mark.parametrize("method", ["lanczos", "golub-kahan", "dense", "deflation", "cholesky"])
 def test_norms_of_layers_match_the_oracle(att: Attention, map: str, method: str) -> None:
@@ -45,6 +46,7 @@ def test_norms_of_layers_match_the_oracle(att: Attention, map: str, method: str)
     assert float(image.norm() / exact[0]) == pytest.approx(1, rel=1e-6)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("map", MAPS)
 def test_float32_layers(kind: str, map: str) -> None:
     att = random_attention(kind, dtype=torch.float32)
@@ -55,6 +57,7 @@ def test_float32_layers(kind: str, map: str) -> None:
     assert encloses(norm, exact, 1e-3, tiny)
 
 
+@pytest.mark.each_value(kind=HARD)
 @pytest.mark.parametrize("map", MAPS)
 @pytest.mark.parametrize("rule", ["best", "sum", "root_sum_square", "folded"])
 def test_no_sound_bound_is_below_a_layers_norm(att: Attention, map: str, rule: str) -> None:

@@ -29,6 +29,7 @@ def test_norms_match_the_oracle(att: Attention, method: str) -> None:
     assert bool((norm.converged | (error > 1e-11 * exact)).all())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("method", ["lanczos", "golub-kahan", "deflation", "cholesky", "dense"])
 def test_enclosures_hold_the_oracle(kind: str, method: str, dtype: torch.dtype) -> None:

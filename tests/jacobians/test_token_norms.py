@@ -66,6 +66,7 @@ def test_dense_jacobians_of_small_layers(att: Attention) -> None:
     check(att, "head", range(0, 10, 3), starts=10)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("map", MAPS)
 @pytest.mark.parametrize("has", [(), *((name,) for name in VARIANTS), ("rotation", "norm", "cap"), ("rotation", "together", "sinks")], ids="+".join)
 def test_variants_masks_and_maps(has: tuple[str, ...], map: str) -> None:
@@ -73,6 +74,7 @@ def test_variants_masks_and_maps(has: tuple[str, ...], map: str) -> None:
         check(layer(seed, frozenset(has), mask=mask, d_v=2 + seed % 3, biases=seed % 2 == 0), map, samples=1 + (mask == "padded"))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("map", MAPS)
 @pytest.mark.parametrize(("n", "d", "d_v"), [(1, 3, 2), (2, 1, 1), (7, 2, 6), (6, 6, 9)])
 def test_shapes(n: int, d: int, d_v: int, map: str) -> None:
@@ -116,6 +118,7 @@ def test_wedges_hold_whatever_they_start_from(seed: int) -> None:
             assert torch.allclose(torch.linalg.vector_norm(starts, dim=-1), torch.ones(1).double())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("family", hard_heads.FAMILIES)
 def test_hard_heads_to_eighty_digits(family: str, dtype: torch.dtype) -> None:
@@ -192,6 +195,7 @@ def test_norms_compare_as_they_must(att: Attention) -> None:
         assert bool((small.lower <= large.upper * factor).all()), number
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("map", MAPS)
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_vectors_attain_what_they_are_said_to(pair: tuple[str, str], map: str) -> None:

@@ -58,6 +58,7 @@ def assert_bounds_hold(att: Attention, exact: Tensor, costly: bool) -> None:
         assert bool((value >= exact * (1 - 1e-9))[sound].all()), name
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("has", [*({v} for v in VARIANTS), {"rotation", "together", "cap", "sinks"}, {"rotation", "norm", "sinks"}])
 @pytest.mark.parametrize("mask", MASKS)
 def test_products_streams_and_whole_layers(has: set[str], mask: str) -> None:
@@ -100,7 +101,9 @@ def test_parts_of_a_layer(has: set[str]) -> None:
     torch.testing.assert_close(oracle(att.unpadded(1)), whole[1:])
 
 
-@pytest.mark.parametrize("has", [{"rotation"}, {"cap"}, {"rotation", "cap"}, {"together", "sinks"}])
+@pytest.mark.parametrize(
+    "has", [{"rotation", "cap"}, {"together", "sinks"}, *(pytest.param(has, marks=pytest.mark.slow) for has in ({"rotation"}, {"cap"}))]
+)
 def test_padding_takes_no_part_in_bounds(has: set[str]) -> None:
     att = layer(5, frozenset(has), mask="padded")
     alone = att.unpadded(1)

@@ -17,6 +17,8 @@ HAS = {
 }  # fmt: skip
 ALL = {**AFFINE, **MODERN}
 DENSE = ("bert", "roberta", "gpt2", "vit", "dinov2", "albert", "opt", *MODERN)
+COMMON = ("bert", "gpt2", "vit", "opt", "Llama, YaRN", "Mistral", "Qwen 3", "Gemma 2", "Phi, q/k-norm", "gpt-oss", "ModernBERT", "T5 encoder")
+"""One of every kind of attention among them."""
 
 
 @pytest.mark.parametrize("family", MODERN)
@@ -35,6 +37,7 @@ def test_captured(family: str) -> None:
         assert bool((p[..., 8, :4] == 0).all())  # the window hides what is farther
 
 
+@pytest.mark.each_value(family=COMMON)
 @pytest.mark.parametrize("family", DENSE)
 def test_jacobian_is_that_of_the_models_own_module(family: str) -> None:
     """Dense SVD of autograd through the model's eager attention module, in float64, against ours; every sound bound is above it."""
@@ -65,7 +68,7 @@ def test_padding_is_left_out(family: str) -> None:
         torch.testing.assert_close(lb.spectral_norm(padded, tol=1e-6).lower[1:], lb.spectral_norm(alone, tol=1e-6).lower, rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen 3", "Gemma 2", "gpt-oss"])
+@pytest.mark.parametrize("family", ["Qwen 3", "Gemma 2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Llama", "gpt-oss"))])
 def test_compare(family: str) -> None:
     model = build(MODERN[family])
     ds = lb.compare(model, inputs_for(model), progress=False)

@@ -65,10 +65,11 @@ def test_value_is_that_of_the_equations(seed: int, n: int, spread: float, k: int
     assert float(JaSMin(k, reduce)(attentions)) == pytest.approx(float(by_sort(attentions, k, reduce)), rel=1e-8, abs=1e-8)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("reduce", ["max", "mean"])
 @pytest.mark.parametrize("k", [0, 2, 4])
 def test_gradient_by_finite_differences(k: int, reduce: str) -> None:
-    logits = torch.randn(2, 2, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3), requires_grad=True)
+    logits = torch.randn(2, 1, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3), requires_grad=True)
     penalty = JaSMin(k, reduce)
     assert torch.autograd.gradcheck(lambda z: penalty([torch.softmax(z, -1)]), logits)
     assert torch.autograd.gradgradcheck(lambda z: penalty([torch.softmax(z, -1)]), logits)
@@ -235,7 +236,7 @@ PENALTIES: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", list(PENALTIES))
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in ("ratio", "function") else ()) for n in PENALTIES])
 def test_trainer_lowers_the_penalty(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = tf.ViTConfig(**IMAGE, num_labels=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import xarray as xr
 from support import token_oracle
-from support.layers import KINDS, random_attention
+from support.layers import HARD, KINDS, random_attention
 from support.models import AFFINE, build, inputs_for
 from typer.testing import CliRunner
 
@@ -110,6 +110,7 @@ def test_runs_in_norms_of_tokens_have_details(norm: str, bert: Path, text: Path,
     assert "are not those of the run" in reason
 
 
+@pytest.mark.each_value(kind=HARD)
 @pytest.mark.parametrize("map", ["head", "head_out"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_parts_are_those_of_dense_jacobians(kind: str, map: str) -> None:

@@ -8,6 +8,8 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 
 KINDS = ("plain", "biases", "causal", "window", "offsets", "padded", "one_token", "wide_values", "duplicates", "flat", "sharp", "no_query")
+HARD = ("biases", "padded", "duplicates", "sharp", "wide_values", "offsets")
+"""Those of them that `make test` takes for tests that cost much: what is causal, windowed, flat or without biases is a case of these, or easier."""
 
 
 def causal(n: int, dtype: torch.dtype = torch.float64) -> Tensor:
