@@ -1,4 +1,7 @@
-"""Fixtures of every folder. What lasts for a session is checked at its end: no test may have changed it."""
+"""Fixtures of every folder. What lasts for a session is checked at its end: no test may have changed it.
+
+What needs transformers is imported by the fixtures themselves: the process that only hands out tests to the others does not wait for it.
+"""
 
 import os
 
@@ -12,14 +15,10 @@ import pytest
 import torch
 import xarray as xr
 from support.layers import KINDS, random_attention
-from support.models import AFFINE, build, inputs_for, save_bert, save_vit
-from support.runs import OPTIONS, TEXTS
 from support.selection import combinations_left_out
 
 import lipbound as lb
 from lipbound.attention.layer import Attention
-from lipbound.runs import store
-from lipbound.runs.partial_store import partial_path
 
 torch.set_num_threads(1)  # small matrices: more threads wait for each other
 
@@ -57,12 +56,16 @@ def _unchanged(folder: Path) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A small BERT with tokenizer; copy the folder to change it."""
+    from support.models import save_bert
+
     yield from _unchanged(save_bert(tmp_path_factory.mktemp("bert")))
 
 
 @pytest.fixture(scope="session")
 def vit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A small ViT with image processor; copy the folder to change it."""
+    from support.models import save_vit
+
     yield from _unchanged(save_vit(tmp_path_factory.mktemp("vit")))
 
 
@@ -78,6 +81,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def gpt2_run() -> Iterator[xr.Dataset]:
     """A run of all bounds that are not costly on a small GPT-2, 2 samples x 2 layers x 4 heads; take ``copy(deep=True)`` to change it."""
+    from support.models import AFFINE, build, inputs_for
+
     model = build(AFFINE["gpt2"])
     ds = lb.compare(model, inputs_for(model), progress=False)
     before = ds.copy(deep=True)
@@ -88,6 +93,11 @@ def gpt2_run() -> Iterator[xr.Dataset]:
 @pytest.fixture(scope="session")
 def whole(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[xr.Dataset]:
     """The run of `support.runs` in one go, as it is stored."""
+    from support.runs import OPTIONS, TEXTS
+
+    from lipbound.runs import store
+    from lipbound.runs.partial_store import partial_path
+
     path = tmp_path_factory.mktemp("whole") / "run.zarr"
     lb.compare(bert, TEXTS, out=path, **OPTIONS)
     assert not partial_path(path).exists()

@@ -56,6 +56,8 @@ class VariantGram(Gram):
         c, d = self._c[0] * self._scale, self._tangents
         self._c_i = c
         parts = list(self._parts())
+        if len(parts) == 1:
+            d.keep(self._kept)
         self._m_kk, self._m_kv = (torch.cat([d.product("k", b, at).expand(len(at), -1, -1) for _, at in parts]) for b in "kv")
         self._c_k, self._c_v = (torch.cat([c[i] @ d.product("q", b, at) for i, at in parts]) for b in "kv")
         self._own = torch.cat([c[i] @ d.product("q", "q", at) @ c[i].mT for i, at in parts])
@@ -63,6 +65,9 @@ class VariantGram(Gram):
     def _parts(self) -> Iterator[tuple[slice, Tensor]]:
         """Slices of the tokens that are not padding, and where these stand among all: so many that a matrix for each of them fits a tile."""
         step = max(1, int(TILE.get(self.device.type, TILE["cpu"]) // (8 * (self._q.shape[2] + 1) ** 2)))
+        if step >= self.tokens:
+            yield slice(0, self.tokens), self._kept
+            return
         for i in range(0, self.tokens, step):
             yield slice(i, i + step), self._kept[i : i + step]
 

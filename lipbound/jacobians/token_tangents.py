@@ -23,6 +23,11 @@ class Tangents:
         q, k = att.memo("tangents", lambda: att.passages(torch.float64))
         self._passages: dict[str, TokenMap] = {"q": q, "k": k}
         self._entry, self._sample = sample * att.heads + head, sample
+        self._kept: tuple[Tensor, dict[str, Tensor | None]] | None = None
+
+    def keep(self, tokens: Tensor) -> None:
+        """Hold the (d_a + 1) x d_a matrices of these tokens, which are named by this very tensor from then on, for products that are formed often."""
+        self._kept = tokens, {a: self._matrices(a, tokens) for a in "qk"}
 
     @property
     def directed(self) -> bool:
@@ -81,6 +86,8 @@ class Tangents:
         return size * self.maps(a, tokens)[1]
 
     def _matrices(self, a: str, tokens: slice | Tensor) -> Tensor | None:
+        if self._kept is not None and tokens is self._kept[0] and a in self._kept[1]:
+            return self._kept[1][a]
         return None if a == "v" else self._passages[a].matrices(self._entry, tokens, self._w[a].shape[1])
 
     def _direction(self, a: str, tokens: slice | Tensor) -> Tensor | None:
