@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import xarray as xr
-from support.layers import causal, random_attention
+from support.layers import HARD, causal, random_attention
 from support.oracles import dense_norms
 from torch import Tensor
 
@@ -99,6 +99,7 @@ def our_bounds(x: Tensor, p: Tensor, att: Attention, s: int, h: int) -> dict[str
     }
 
 
+@pytest.mark.each_value(kind=HARD)
 def test_bounds_are_their_statements(att: Attention) -> None:
     values = bounds.evaluate(att, "all")
     for s in range(att.samples):
@@ -306,6 +307,7 @@ def test_names_are_unique() -> None:
         bounds.bound("yudin", label="", citation="", statement="", source="", assumptions="", condition=lambda a: a.p, cost="")(lambda a: a.p)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["lipbound", "lipbound_block"])
 def test_our_bounds_have_derivatives(kind: str, name: str) -> None:
     """Against central differences along one direction of everything the layer is made of."""

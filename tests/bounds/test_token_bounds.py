@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import hard_heads, judge, token_oracle
-from support.layers import changed, random_attention
+from support.layers import HARD, changed, random_attention
 from support.oracles import dense_norms
 from support.strategies import examples, layers
 from support.variants import layer as variant_layer
@@ -115,6 +115,7 @@ def test_hard_heads_in_80_digits(family: str, dtype: torch.dtype) -> None:
                 assert value == math.inf or Decimal(value) >= least[bound.norm], (name, value, float(least[bound.norm]))
 
 
+@pytest.mark.each_value(kind=HARD)
 def test_whole_layers(kind: str) -> None:
     """Heads put together, and projected: by the blocks of the dense Jacobian of the layer."""
     att = random_attention(kind)
@@ -154,6 +155,7 @@ def naive(att: Attention, s: int, h: int) -> dict[str, float]:
     }
 
 
+@pytest.mark.each_value(kind=HARD)
 def test_our_bounds_are_their_statements(kind: str) -> None:
     """Up to the upper values of norms of small blocks, within a percent; they are weights in ``lipbound_every``, where larger ones may be better."""
     att = random_attention(kind)

@@ -282,7 +282,7 @@ def test_derivatives_at_smooth_points(kind: str, name: str, tight: None) -> None
     assert check_slopes(random_attention(kind, 5), name) >= 4
 
 
-@pytest.mark.each_value
+@pytest.mark.each_value(has=[("norm",), ("together", "cap"), ("rotation", "cap", "sinks")])
 @pytest.mark.parametrize("name", SMOOTH)
 @pytest.mark.parametrize("has", [("rotation",), ("norm",), ("together", "cap"), ("sinks",), ("rotation", "cap", "sinks")])
 def test_derivatives_with_variants(has: tuple[str, ...], name: str, tight: None) -> None:

@@ -55,7 +55,8 @@ def test_nothing_is_wrong_on_hard_heads(family: str, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("map", ["head_out", *WHOLE])
 def test_nothing_is_wrong_of_other_maps(map: str, dtype: torch.dtype) -> None:
     verdicts = []
-    for family in list(hard_heads.FAMILIES)[dtype == torch.float64 :: 1 if LONG else 2]:
+    families = list(hard_heads.FAMILIES)[dtype == torch.float64 :: 1 if LONG else 2]
+    for family in families[:: len(families) // part(len(families), 9)]:
         att = judge.case(family, dtype, 100).select(slice(0, 1))
         covered = map not in WHOLE or not att.variants  # there J J^T of all heads has no closed form
         if family not in REFUSED:

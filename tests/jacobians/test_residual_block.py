@@ -61,6 +61,7 @@ def around(att: Attention, residual: str, centred: bool, seed: int = 0) -> Atten
     return found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("centred", [True, False])
 @pytest.mark.parametrize("kind", ["plain", "biases", "causal", "one_token", "sharp", "wide_values"])
 @pytest.mark.parametrize("map", list(BLOCKS))
