@@ -70,6 +70,7 @@ def test_norm_is_that_of_the_dense_jacobian(name: str) -> None:
     assert bool(norm.converged.all())
 
 
+@pytest.mark.each_value(name=("bert",))
 @pytest.mark.parametrize("name", list(MODELS))
 def test_chains_of_blocks(name: str) -> None:
     model = build(MODELS[name]).double()

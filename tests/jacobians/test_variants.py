@@ -58,7 +58,7 @@ def assert_bounds_hold(att: Attention, exact: Tensor, costly: bool) -> None:
         assert bool((value >= exact * (1 - 1e-9))[sound].all()), name
 
 
-@pytest.mark.each_value
+@pytest.mark.each_value(has=({"norm"}, {"together"}, {"rotation", "together", "cap", "sinks"}, {"rotation", "norm", "sinks"}))
 @pytest.mark.parametrize("has", [*({v} for v in VARIANTS), {"rotation", "together", "cap", "sinks"}, {"rotation", "norm", "sinks"}])
 @pytest.mark.parametrize("mask", MASKS)
 def test_products_streams_and_whole_layers(has: set[str], mask: str) -> None:
