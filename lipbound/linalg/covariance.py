@@ -13,6 +13,8 @@ ROWS = 4
 ROUNDS = 9
 """Rounds after which the remaining rows keep their cheap upper values."""
 
+BYTES = 2**26
+"""Of the largest temporary over rows of several heads."""
 FLUSHED = 2.0**-120
 """Entries of a matrix that count as zero, relative to its largest."""
 
@@ -52,7 +54,10 @@ def _centred(x: Tensor) -> Tensor:
 
 def _one_sample(x: Tensor, p: Tensor, stretch: Tensor) -> Largest:
     heads, n, _ = p.shape
-    upper = (_upper_values(_centred(x), p)[0] * stretch).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    centred, step = _centred(x), max(1, int(BYTES // (8 * heads * n)))
+    k = centred @ centred.T
+    parts = [_upper_values(k, x.shape[1], p[:, i : i + step])[0] for i in range(0, n, step)]
+    upper = (torch.cat(parts, -1) * stretch).nan_to_num(nan=torch.inf, posinf=torch.inf)
     best = torch.full((heads,), -torch.inf, dtype=torch.float64, device=x.device)
     where = torch.zeros(heads, dtype=torch.int64, device=x.device)
     active = torch.arange(heads, device=x.device)
@@ -82,15 +87,15 @@ def _with_derivative(found: Largest, x: Tensor, p: Tensor, stretch: Tensor) -> T
     u, _, vh = torch.linalg.svd(z.detach(), full_matrices=False)
     form = (u[:, None, :, 0] @ z @ vh[:, 0, :, None])[:, 0, 0]
     if not bool(found.solved.all()):
-        form = torch.where(found.solved, form, _upper_values(_centred(x), rows[:, None])[1][:, 0])
+        centred = _centred(x)
+        form = torch.where(found.solved, form, _upper_values(centred @ centred.T, x.shape[1], rows[:, None])[1][:, 0])
     form = form * stretch[heads, found.row]
     return found.value + (form - form.detach())
 
 
-def _upper_values(x: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-    """Wolkowicz-Styan upper value of ||X^T M(P_i)|| for every row, (heads, rows), and one with derivatives."""
-    n, width = x.shape
-    k = x @ x.T
+def _upper_values(k: Tensor, width: int, p: Tensor) -> tuple[Tensor, Tensor]:
+    """Wolkowicz-Styan upper value of ||X^T M(P_i)|| for every row, (heads, rows), and one with derivatives; k = X X^T for x of this width."""
+    n = len(k)
     w = p * p
     c = p @ k  # c_ij = mean_i . x_j
     s = (c * p).sum(-1, keepdim=True)  # |mean_i|^2

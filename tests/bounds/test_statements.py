@@ -9,12 +9,13 @@ from support.layers import HARD, causal, random_attention
 from support.oracles import dense_norms
 from torch import Tensor
 
-from lipbound import bounds
+from lipbound import bounds, devices
 from lipbound.attention.layer import Attention
 from lipbound.attention.reference import dense_jacobian
 from lipbound.bounds.kim2021 import inverse_phi
-from lipbound.errors import UnknownNameError
+from lipbound.errors import LipboundError, UnknownNameError
 from lipbound.jacobians.spectral_norm import l2_spectral_norm
+from lipbound.linalg import covariance
 from lipbound.linalg.covariance import weighted_deviation_norm
 
 
@@ -163,6 +164,22 @@ def test_deviation_norm_never_falls_short(spread: float) -> None:
     assert bool((value <= exact * 1.5).all())
     if spread == 3.0:
         torch.testing.assert_close(value, exact, rtol=1e-9, atol=0)
+
+
+def test_rows_in_parts_give_the_same_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 30, 12, generator=g, dtype=torch.float64)
+    p = torch.softmax(torch.randn(2, 3, 30, 30, generator=g, dtype=torch.float64), -1)
+    whole = weighted_deviation_norm(x, p).value()
+    monkeypatch.setattr(covariance, "BYTES", 8 * 3 * 30 * 7)
+    torch.testing.assert_close(weighted_deviation_norm(x, p).value(), whole, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("name", ["lipbound", "lipbound_block"])
+def test_memory_that_is_not_free_is_refused_before_it_is_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "available", lambda device: 1000.0)
+    with pytest.raises(LipboundError, match=r"need matrices over all their pairs, about .* GB, and 1e-06 GB of memory are free"):
+        bounds.get(name)(random_attention("plain"))
 
 
 # -- published statements that fail, and the smallest cases that show it ---------------------------------------------------

@@ -13,12 +13,15 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.rounding import TensorErrors, tensor_errors
+from lipbound.devices import require
 from lipbound.jacobians.rounding import Moments, distance
 from lipbound.linalg.matrix_norms import block_norm, gamma, matrix_norm, nonnegative_norm, upper_factor
 from lipbound.linalg.powers import times_power_up
 
 CHUNK = 2**22
 """Bytes of the largest temporary, the N x d_v x d moments of some heads of one sample."""
+MATRICES = 17
+"""How many N x N matrices of one head are in memory together, besides P of all heads."""
 TINY = 2.0**-180
 """At least what underflow can take from a norm, relative to the largest probability and the sizes of values and their weights."""
 RTOL = 1e-5
@@ -36,8 +39,10 @@ def in_chunks(att: Attention, values: Callable[[Attention, int, slice], Tensor],
     ``values`` are of one sample of a float64 layer of ordinary size (`lipbound.attention.transforms.Transforms.unit_scales`), and upper values but
     for `positive_slack`. ``reach`` says of each of the r, or of all, how much larger the norm that it bounds can be than the spectral norm of the
     same matrix. To them comes what rounding has left in the layer's P, q, k and v, and what underflow may hide. What cannot be evaluated is
-    infinite. Proof: Lemma 80 (docs/theory/upper_values.md).
+    infinite. Proof: Lemma 80 (docs/theory/upper_values.md). Raises LipboundError where memory for them is not free.
     """
+    most = (MATRICES + att.heads) * 8.0 * att.tokens**2
+    require(most, att.device, f"our bounds at {att.tokens} tokens need matrices over all their pairs", "measure shorter inputs, or name other bounds")
     heads = max(1, int(CHUNK // (8 * att.tokens * max(att.d_v * max(att.d, att.d_v), att.tokens))))
     rows, factors = [], torch.tensor(reach, dtype=torch.float64, device=att.device)[:, None]
     for sample in samples_of(att):
