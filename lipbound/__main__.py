@@ -6,7 +6,7 @@ import sys
 
 def main() -> None:
     """The command line, which Ctrl-C ends with one line, at any moment."""
-    wait_passively()
+    spin_briefly()
     try:
         from lipbound.cli import interruption
         from lipbound.cli import main as run
@@ -22,13 +22,13 @@ def main() -> None:
         raise
 
 
-def wait_passively() -> None:
-    """Let torch's threads sleep while they wait for each other: where other programs use the cores, those that spin keep the ones that work waiting.
+def spin_briefly() -> None:
+    """Let torch's threads sleep soon while they wait for each other: on cores that other programs use, those that spin hinder those that work.
 
-    Read when torch is loaded. What the user has set stays.
+    Read when torch is loaded. What the user has set stays. Threads that sleep at once would cost a half more where the cores are free.
     """
     if not any(name in os.environ for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")):
-        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        os.environ["GOMP_SPINCOUNT"] = "5000"
 
 
 def leave() -> None:

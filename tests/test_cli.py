@@ -12,7 +12,7 @@ from support.models import REFUSED, build, save_vit
 import lipbound as lb
 import lipbound.runs.compare as runs_compare
 from lipbound import cli
-from lipbound.__main__ import wait_passively
+from lipbound.__main__ import spin_briefly
 from lipbound.cli import measuring
 from lipbound.errors import StoreError
 from lipbound.runs.config import RunConfig
@@ -137,12 +137,12 @@ def test_threads_wait_as_the_user_has_set(name: str, monkeypatch: pytest.MonkeyP
     for other in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
         monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv(name, "7")
-    wait_passively()
+    spin_briefly()
     assert {other: os.environ[other] for other in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME") if other in os.environ} == {name: "7"}
 
 
-def test_threads_sleep_while_they_wait() -> None:
+def test_threads_sleep_soon_while_they_wait() -> None:
     """The variable is there before torch is, whose threads read it once."""
-    code = "import os, sys, lipbound.__main__ as program; program.wait_passively(); print('torch' in sys.modules, os.environ['OMP_WAIT_POLICY'])"
+    code = "import os, sys, lipbound.__main__ as program; program.spin_briefly(); print('torch' in sys.modules, os.environ['GOMP_SPINCOUNT'])"
     env = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")}
-    assert subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout.split() == ["False", "PASSIVE"]
+    assert subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout.split() == ["False", "5000"]
