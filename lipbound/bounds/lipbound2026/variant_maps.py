@@ -1,6 +1,7 @@
 """What the maps of single tokens do to all queries, and to the covariances of rows, for our bounds on heads with variants.
 
-Upper values: Lemma 79 (docs/theory/upper_values.md). Everything is divided by its size first, multiplied in float32, and allowed for.
+Upper values: Lemma 79 (docs/theory/upper_values.md). Factors are divided by their sizes and multiplied in float32, or in float64 where
+results are small beside them; rounding is allowed for.
 """
 
 from typing import NamedTuple
@@ -68,7 +69,7 @@ class Maps:
         size_u, small = size_u[..., 0] * q, gamma(self._inputs + 6 * self._d + self._d_v + 46)
         f, size = _normalised(self._tangents.projection("k", tokens), self.work) if self._factored else self._metric("k", "k", tokens, self.work)
         through, size_v = self._metric("k", "v", tokens, self.work)
-        y, g = _times(u, f), rounding(self._d + 8, self.work)
+        y, g = _times(u, f), gamma(self._d + 8, self.work)
         image = _lengths(_times(u, through), g) * size_v * size_u + small * self._norm_v * s_k * q
         if self._factored:
             right, relative = y, _lengths(y, g)
@@ -88,8 +89,8 @@ class Maps:
         total = ((w * left) @ (w * right).mT).abs().sum(0).double()
         own, mine = weights.detach(), weights.detach() * relative
         cross = mine.mT @ own
-        off = rounding(self._d + 8, self.work) * mine.mT @ mine + g * (cross + cross.mT)
-        return (total * (1 + rounding(len(weights) + 4, self.work)) + off + LOST) * top**2
+        off = gamma(self._d + 8, self.work) * mine.mT @ mine + g * (cross + cross.mT)
+        return (total * (1 + gamma(len(weights) + 4, self.work)) + off + LOST) * top**2
 
     def _row(self, tokens: Tensor, cov: Tensor, size_c: Tensor, u: Tensor, size_u: Tensor, s_k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``b``, ``b_v`` and ``b_q``; u, size_u: queries as the tokens map them, as unit vectors and how long they are."""
@@ -98,12 +99,12 @@ class Maps:
         own, size_own = _apart(cov if turn is None else cov @ turn.mT, (-2, -1), wide)
         gram, size = self._metric("q", "q", tokens, wide)
         (values, size_v), (keys, size_k) = self._metric("q", "v", tokens, wide), self._metric("q", "k", tokens, wide)
-        g, off = rounding(self._d + 8, wide), gamma(2 * self._n + self._inputs + 8 * self._d + self._d_v + 68) * size_c * s_q
+        g, off = gamma(self._d + 8, wide), gamma(2 * self._n + self._inputs + 8 * self._d + self._d_v + 68) * size_c * s_q
         once = size_own[:, 0, 0]
         b = root(block_norm(_times(own, gram) @ own.mT) * size[:, 0] * once**2 + off * size_c * s_q)
         b_v = (block_norm(_times(own, values)) + g) * (size_v[:, 0] * once) + off * self._norm_v
         through, size = _apart(_times(own, keys), (-2, -1), self.work)
-        seen = _lengths((through @ u.mT).mT, rounding(2 * self._d + 16, self.work)) * (size[..., 0] * size_k * once[:, None] * size_u)
+        seen = _lengths((through @ u.mT).mT, gamma(2 * self._d + 16, self.work)) * (size[..., 0] * size_k * once[:, None] * size_u)
         return b, b_v, seen + off[:, None] * s_k * self._size
 
     def _metric(self, a: str, b: str, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -115,12 +116,6 @@ def _normalised(m: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     size = m.detach().abs()
     size = torch.minimum(torch.linalg.matrix_norm(size), (size.sum(-1).amax(-1) * size.sum(-2).amax(-1)).sqrt())[:, None]
     return (m / size.clamp_min(TINIEST)[..., None]).to(dtype), size
-
-
-def rounding(k: int, dtype: torch.dtype) -> float:
-    """`gamma` of another dtype."""
-    unit = torch.finfo(dtype).eps / 2
-    return k * unit / (1 - k * unit)
 
 
 def _times(x: Tensor, m: Tensor) -> Tensor:

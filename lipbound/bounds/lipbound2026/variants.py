@@ -15,7 +15,7 @@ from lipbound.attention.variants import VARIANTS
 from lipbound.bounds import ingredients as qty
 from lipbound.bounds.lipbound2026 import plain
 from lipbound.bounds.lipbound2026.parts import CHUNK, RTOL, in_chunks, root
-from lipbound.bounds.lipbound2026.variant_maps import TINIEST, Maps, rounding
+from lipbound.bounds.lipbound2026.variant_maps import TINIEST, Maps
 from lipbound.bounds.multihead import with_folded
 from lipbound.linalg.matrix_norms import UNIT, block_norm, gamma, matrix_norm, nonnegative_norm, power_of_two
 
@@ -73,7 +73,7 @@ def _one(att: Attention, sample: int, h: int) -> Tensor:
         part = slice(i, i + step)
         size = (e * length).detach()[part].norm(dim=-1)
         weight = (t[part] * length[part] / size.clamp_min(TINIEST)[:, None])[..., None]
-        kappa[part] = (block_norm((weight * (v[None] - o[part, None, :])).to(maps.work).mT) + rounding(6, maps.work)) * size
+        kappa[part] = (block_norm((weight * (v[None] - o[part, None, :])).to(maps.work).mT) + gamma(6, maps.work)) * size
 
     squares = (p * norm_v) ** 2 + 2 * p * e * image + (e * length) ** 2
     tokens = root(squares) + torch.diag_embed(b)
