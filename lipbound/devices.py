@@ -1,11 +1,16 @@
-"""Where to compute."""
+"""Where to compute, with what memory, on how many threads."""
 
 import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from lipbound.errors import LipboundError, UnknownNameError, shown
+
+T = TypeVar("T")
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 """What is computed in."""
@@ -77,3 +82,29 @@ def require(needed: float, device: torch.device, what: str, instead: str) -> Non
     free = available(device)
     if needed > 0.9 * free:
         raise LipboundError(f"{what}, about {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB of memory are free; {instead}")
+
+
+def side_by_side(tasks: Sequence[Callable[[], T]]) -> list[T]:
+    """What the tasks return, each run in a thread of its own, among which torch's threads are shared out; derivatives are recorded as they are here.
+
+    Many products of small matrices gain next to nothing from torch's own threads, which wait for each other after every one of them. An error of
+    one task is raised once all have ended, an interruption at once.
+    """
+    if len(tasks) == 1:
+        return [tasks[0]()]
+    threads, recording = torch.get_num_threads(), torch.is_grad_enabled()
+
+    def run(task: Callable[[], T]) -> T:
+        torch.set_num_threads(max(1, threads // len(tasks)))
+        with torch.set_grad_enabled(recording):
+            return task()
+
+    pool = ThreadPoolExecutor(len(tasks))
+    try:
+        return list(pool.map(run, tasks))
+    except Exception:
+        pool.shutdown()
+        raise
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        torch.set_num_threads(threads)  # for threads that start from now on

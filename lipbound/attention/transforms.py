@@ -199,12 +199,13 @@ class Transforms(Fields, ABC):
         sizes = {name: _exponents(t) for name, t in own.tensors().items() if name != "w_o"}
         return own, sizes, int(_exponents(self.x[None])[0]), math.frexp(self.scale)[1]
 
-    def one_sample(self, sample: int) -> Self:
-        """The layer at one of its inputs, with what has been derived at all of them."""
-        one = slice(sample, sample + 1)
-        valid, scoring = None if self.valid is None else self.valid[one], self.scoring.select(one, slice(None))
-        part = self.with_parts(x=self.x[one], scoring=scoring, valid=valid, surroundings=None, check=False)
-        part.cache.share(self.cache, *PATTERN, *WIDE, change=lambda t: t[one])
+    def of_samples(self, samples: slice) -> Self:
+        """The layer at some of its inputs, with what has been derived at all of them."""
+        part = self.with_parts(
+            x=self.x[samples], scoring=self.scoring.select(samples, slice(None)), valid=None if self.valid is None else self.valid[samples],
+            surroundings=None if self.surroundings is None else self.surroundings.map(lambda norm: norm.select(samples)), check=False,
+        )  # fmt: skip
+        part.cache.share(self.cache, *PATTERN, *WIDE, change=lambda t: t[samples])
         return part
 
     @property

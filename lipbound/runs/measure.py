@@ -4,14 +4,17 @@ import hashlib
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.bounds.multihead import whole_layer
 from lipbound.bounds.registry import get
+from lipbound.devices import side_by_side
 from lipbound.jacobians.maps import BLOCKS, WHOLE
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
 from lipbound.jacobians.tokens.token_norm import token_norm
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
 
 TOKENS = {"every-token": ("every", "worst"), "one-token": ("one", "all")}
 """What moves and which output counts, for `lipbound.token_norm`, in those of `lipbound.bounds.entry.NORMS` that tell tokens apart."""
+
+SMALL = 1024
+"""Tokens up to which samples are measured side by side; the matrices of longer inputs keep torch's own threads busy."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +105,20 @@ class Measurer:
             attention = layer.attention
             lengths, error = attention.lengths.long().cpu().numpy(), layer.error
             seeds = [_seed(spec.seed, layer.index, s) for s in range(start, start + attention.samples)]
-            values = _measure(attention, spec, seeds, spec.exact_samples - start)
+            values = _measured(attention, spec, seeds, spec.exact_samples - start)
             del layer, attention  # frees P and what hangs on it
             yield LayerResult(i, values, lengths, error)
+
+
+def _measured(att: Attention, spec: MeasurementSpec, seeds: list[int], exact_count: int) -> dict[str, np.ndarray]:
+    """`_measure`, of as many parts of the block side by side as torch has threads."""
+    count = min(att.samples, torch.get_num_threads()) if att.device.type == "cpu" and att.tokens <= SMALL else 1
+    if count == 1:
+        return _measure(att, spec, seeds, exact_count)
+    ends = [att.samples * i // count for i in range(count + 1)]
+    found = side_by_side([partial(_measure, att.of_samples(slice(i, j)), spec, seeds[i:j], exact_count - i) for i, j in itertools.pairwise(ends)])
+    names = {name: None for part in found for name in part}  # exact norms may be missing from the last parts
+    return {name: np.concatenate([part[name] for part in found if name in part]) for name in names}
 
 
 def _measure(att: Attention, spec: MeasurementSpec, seeds: list[int], exact_count: int) -> dict[str, np.ndarray]:

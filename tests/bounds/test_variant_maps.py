@@ -29,7 +29,7 @@ def direct(att: Attention, e: Tensor, cov: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("has", HAS)
 def test_parts_are_those_of_the_maps(has: tuple[str, ...], work: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variant_maps, "reproducible_float32", lambda: work == torch.float32)
-    att = layer(3, frozenset(has)).one_sample(0)
+    att = layer(3, frozenset(has)).of_samples(slice(0, 1))
     g = torch.Generator().manual_seed(0)
     e = torch.rand(att.tokens, att.tokens, generator=g, dtype=torch.float64) ** 8
     cov = torch.randn(att.tokens, att.d_v, att.d, generator=g, dtype=torch.float64)

@@ -81,10 +81,10 @@ def samples_of(att: Attention) -> Iterator[Sample]:
     errors = None if whole is None else tensor_errors(whole)
     for s in range(att.samples):
         if whole is None or errors is None:
-            one, exponents, exact = att.double().one_sample(s).unit_scales()
+            one, exponents, exact = att.double().of_samples(slice(s, s + 1)).unit_scales()
             yield Sample(one, tensor_errors(one), exponents, exact[0])
         else:
-            one = whole.one_sample(s)
+            one = whole.of_samples(slice(s, s + 1))
             one.cache.keep(("memo", WEIGHTS), weights_of(whole))
             own = TensorErrors(*(getattr(errors, field.name)[s : s + 1] for field in fields(errors)))
             every = torch.ones(att.heads, dtype=torch.bool, device=att.device)

@@ -116,7 +116,7 @@ def pieces(att: Attention, map: str) -> Iterator[Attention]:
     if map not in WHOLE:
         together = max(1, int(MATRIX_BYTES.get(att.device.type, MATRIX_BYTES["cpu"]) // (64 * att.tokens**2)))
     for sample in range(att.samples):
-        one = att.one_sample(sample) if att.samples > 1 else att
+        one = att.of_samples(slice(sample, sample + 1)) if att.samples > 1 else att
         for head in range(0, att.heads, together):
             yield one if together >= att.heads else one.select(heads=slice(head, head + together))
 

@@ -1,0 +1,63 @@
+"""Samples measured side by side: the same numbers, errors and interruptions as one after the other."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import lipbound as lb
+from lipbound.devices import side_by_side
+from lipbound.errors import LipboundError
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of torch's threads, for a test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_results_are_in_order_and_threads_are_shared_out(threads):
+    threads(4)
+    meeting = threading.Barrier(2, timeout=60)  # passed only by two at once
+
+    def task(name):
+        meeting.wait()
+        return name, torch.get_num_threads(), torch.is_grad_enabled()
+
+    with torch.no_grad():
+        assert side_by_side([lambda: task("a"), lambda: task("b")]) == [("a", 2, False), ("b", 2, False)]
+    assert torch.get_num_threads() == 4
+    assert side_by_side([lambda: (torch.get_num_threads(), threading.current_thread())]) == [(4, threading.current_thread())]
+
+
+def test_an_error_is_raised_once_all_have_ended(threads):
+    threads(2)
+    ended, meeting = [], threading.Barrier(2, timeout=60)
+
+    def fails():
+        meeting.wait()
+        raise LipboundError("no")
+
+    def works():
+        meeting.wait()
+        ended.append(sum(range(10**6)))
+
+    with pytest.raises(LipboundError, match="no"):
+        side_by_side([fails, works])
+    assert ended == [499999500000]
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize("checkpoint", ["builtin:gpt2", "builtin:llama"])
+def test_numbers_do_not_depend_on_how_many_threads_there_are(checkpoint, threads):
+    runs = []
+    for count in (1, 2, 5):
+        threads(count)
+        runs.append(lb.compare(checkpoint, samples=3, exact_samples=2, max_length=24, layers=[0], bounds=["lipbound", "yudin_sqrt_n", "castin"]))
+    assert int(np.isfinite(runs[0].exact).sum()) == 2 * runs[0].sizes["head"]
+    for other in runs[1:]:
+        for name in runs[0].drop_vars("checksum").data_vars:  # but for sums that the processor's library rounds in another order
+            np.testing.assert_allclose(other[name], runs[0][name], rtol=4e-15)
