@@ -29,11 +29,14 @@ def compressed_norm(gram: Gram) -> float:
     Where that is more than 10 % above a lower estimate (20 power steps), and G is of order 8192 at most, the blocks of :math:`G^2` are compressed
     too: :math:`\|J\| = \|G^2\|^{1/4}`. The lower estimate decides on effort alone.
     """
-    sizes = torch.zeros(gram.tokens, gram.tokens, dtype=torch.float64, device=gram.device)
+    sizes, n, order = torch.zeros(gram.tokens, gram.tokens, dtype=torch.float64, device=gram.device), gram.tokens, gram.tokens * gram.width
+    whole: Tensor | None = None
     for rows, cols, tile in gram.tiles():
         _put(sizes, rows, cols, block_norm(tile.transpose(1, 2)))
+        if len(tile) == n:  # all of G is there
+            whole = tile.reshape(order, order)
     top = float(nonnegative_norm(sizes))
-    if top > 0 and gram.tokens * gram.width <= SQUARE and top > LOOSE**2 * _rayleigh(gram):
+    if top > 0 and order <= SQUARE and top > LOOSE**2 * _rayleigh(gram, whole):
         top = min(top, float(sizes.max()) * _squared(gram, float(sizes.max())) ** 0.5)
     return float((top + gram.error * (1 + 1e-9)) ** 0.5 * (1 + 1e-12))
 
@@ -44,11 +47,12 @@ def _put(sizes: Tensor, rows: slice, cols: slice, norms: Tensor) -> None:
     sizes[cols, rows] = norms.mT
 
 
-def _rayleigh(gram: Gram) -> float:
-    """A value that G reaches: power iteration from a fixed start."""
+def _rayleigh(gram: Gram, whole: Tensor | None) -> float:
+    """A value that G reaches: power iteration from a fixed start, with G itself, (N width, N width), where it is there."""
     y = torch.randn(gram.tokens, gram.width, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(gram.device)
     for _ in range(20):
-        y = gram.apply(y / y.norm())
+        y = y / y.norm()
+        y = gram.apply(y) if whole is None else (whole @ y.view(-1, 1)).view_as(y)
     return float(y.norm())
 
 
