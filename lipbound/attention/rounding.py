@@ -16,6 +16,8 @@ MARGIN = 1 + 1e-6
 """The upper values are sums and products of at most some thousand numbers >= 0, each rounded: that moves them by less than this factor."""
 VANISHED = 690.0
 """Scores so far below the largest have probabilities below 1e-299."""
+MASK_ENTRIES = 2**20
+"""Of a mask that are looked at together."""
 SMALLEST = 1e-290
 """Bound on all that underflows, far above what any sum of such numbers can be."""
 
@@ -133,10 +135,18 @@ def _scores(att: Attention, q: Tensor, k: Tensor, q_error: Tensor, k_error: Tens
 def _constants(att: Attention, reach: Tensor) -> Tensor:
     """Largest absolute value of what is added to scores, or takes part beside them, where its probability does not vanish; broadcasts to rows."""
     largest = torch.zeros(1, 1, 1, dtype=torch.float64, device=att.device)
-    if att.scoring.level_mask is not None:
-        mask = four_axes(att.scoring.level_mask)
-        top = mask.amax(-1, keepdim=True)
-        alive = (mask > BLOCKED) & (mask >= top - VANISHED - 2 * float(reach.amax()))
-        largest = mask.abs().masked_fill(~alive, 0.0).amax(-1)
+    if att.mask is not None:
+        samples, heads, rows, columns = four_axes(att.mask).shape
+        step, reached = max(1, MASK_ENTRIES // columns), 2 * float(reach.amax())
+        parts = [slice(i, i + step) for i in range(0, rows, step)]
+        found = [torch.cat([_alive(att.scoring.mask_part(s, h, part), reached) for part in parts]) for s in range(samples) for h in range(heads)]
+        largest = torch.stack(found).view(samples, heads, rows)
     extra = att.scoring.extra_scores
     return largest if extra is None else largest + extra.double().abs().amax(-1)[:, None]
+
+
+def _alive(mask: Tensor | None, reach: float) -> Tensor:
+    """Largest absolute values of rows of a mask where probabilities do not vanish if scores are no larger than half of ``reach``, (rows,)."""
+    assert mask is not None
+    alive = (mask > BLOCKED) & (mask >= mask.amax(-1, keepdim=True) - VANISHED - reach)
+    return mask.abs().masked_fill(~alive, 0.0).amax(-1)

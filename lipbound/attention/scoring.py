@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lipbound.attention.masking import add_mask, among, level, selected
+from lipbound.attention.masking import add_mask, among, four_axes, level, selected
 from lipbound.attention.variants import Variant
 from lipbound.attention.variants.base import Side
 from lipbound.attention.variants.token_maps import TokenMap
@@ -105,12 +105,32 @@ class Scoring:
         """Whether `slopes` may be other than one."""
         return any(step.sloped for step in self.steps)
 
+    @property
+    def entrywise(self) -> bool:
+        """Whether every score passes by itself, so that those which a mask forbids need not be known."""
+        return all(step.entrywise for step in self.steps)
+
     @cached_property
     def level_mask(self) -> Tensor | None:
         """The mask as it is added to scores: without what each row has in common, unless constants take part in the softmax beside it."""
-        if self.mask is None or self.mask.requires_grad or self.extra_scores is not None or self.mask.shape[-1] == 1:
-            return self.mask
-        return level(self.mask)
+        return level(self.mask) if self.mask is not None and self._levelled else self.mask
+
+    @property
+    def _levelled(self) -> bool:
+        return self.mask is not None and not (self.mask.requires_grad or self.extra_scores is not None or self.mask.shape[-1] == 1)
+
+    def mask_part(self, sample: int, head: int, rows: slice, keys: slice = EVERY) -> Tensor | None:
+        """Some rows and columns of `level_mask` of one head, (rows or 1, keys or 1), without forming the rest; None where there is no mask.
+
+        ``keys`` are to hold all that ``rows`` may attend to.
+        """
+        if self.mask is None:
+            return None
+        mask = four_axes(self.mask)
+        mask = mask[min(sample, mask.shape[0] - 1), min(head, mask.shape[1] - 1)]
+        mask = mask[rows] if mask.shape[0] > 1 else mask
+        mask = mask[:, keys] if mask.shape[1] > 1 else mask
+        return level(mask) if self._levelled else mask
 
     def forbid(self, scores: Tensor, valid: Tensor | None) -> Tensor:
         """``scores`` (samples, heads, N, N) plus the mask, -inf where attention is forbidden."""

@@ -3,7 +3,7 @@
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.token_maps import TokenMap
 from lipbound.jacobians.matrices import InParts, narrow
+from lipbound.jacobians.row_blocks import Block, RowBlocks, cotangents, pushed, worthwhile
 from lipbound.linalg.operators import JacobianOperator, PerEntry, TensorOperator
 
 
@@ -264,14 +265,23 @@ class HeadJacobian(InParts, HeadOperator):
     p: PerEntry[Tensor]
     t: PerEntry[Tensor]
     """P times the slopes of the scores."""
+    blocks: PerEntry[RowBlocks | None]
+    """What of P is not zero, where products are faster in blocks of rows."""
 
     def __init__(self, att: Attention):
         self._set(att)
         self.p, self.t = _flat(att.p), _flat(att.weights)
         self.o = self.p @ self.v
+        self.blocks = worthwhile(self.p)
+
+    def _read(self, blocks: RowBlocks, b: int) -> list[Block]:
+        """The blocks of an entry."""
+        return [Block(rows, keys, self.p[b, rows, keys], self.t[b, rows, keys]) for rows, keys in blocks.of(b)]
 
     def _cotangents(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The cotangents of q, k, v as they enter scores and output, under y."""
+        if self.blocks is not None and not torch.is_grad_enabled():
+            return cotangents(partial(self._read, self.blocks), self.q, self.k, self.v, self.o, y)
         g = y @ self.v.mT
         shift = (y * self.o).sum(-1, keepdim=True)
         g = self.t * (g - shift) if torch.is_grad_enabled() else g.sub_(shift).mul_(self.t)
@@ -279,6 +289,8 @@ class HeadJacobian(InParts, HeadOperator):
 
     def push(self, z: Tensor | list[Tensor]) -> Tensor:
         z_q, z_k, z_v = self._arriving(z)
+        if self.blocks is not None and not torch.is_grad_enabled():
+            return pushed(partial(self._read, self.blocks), self.q, self.k, self.v, self.o, (z_q, z_k, z_v))
         s = (z_q @ self.k.mT).baddbmm_(self.q, z_k.mT)
         t = self.t * s if torch.is_grad_enabled() else s.mul_(self.t)
         # at a one-hot row the difference is exactly zero, which a fused multiply-add would spoil

@@ -1,4 +1,4 @@
-"""The Jacobian of heads whose attention matrices do not fit: P is formed anew for some rows at a time, in every product."""
+"""The Jacobian of heads whose attention matrices do not fit, or are mostly masked: P is formed for some rows, and the keys they see, at a time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.masking import add_mask, four_axes
+from lipbound.attention.masking import add_mask
 from lipbound.attention.scoring import Scoring
 from lipbound.jacobians.head import HeadJacobian, HeadOperator
+from lipbound.jacobians.row_blocks import ROWS, Block, RowBlocks, cotangents, pushed
 from lipbound.linalg.operators import PerEntry
 
 WHOLE_BYTES = {"cpu": 2e9, "cuda": 8e9}
@@ -18,20 +19,59 @@ ROW_BYTES = {"cpu": 2**23, "cuda": 2**29}
 """Bytes of the rows of float64 scores that are formed at a time."""
 SCORE_BYTES = 20
 """Bytes for one entry of P while it is computed in float64, and in the products."""
+LONG = 2048
+"""Tokens from which whole attention matrices are not formed where few of their entries are allowed."""
+FEW = 0.25
+"""Share of them that is few."""
 
 
 def head_jacobian(att: Attention) -> HeadOperator:
-    """`HeadJacobian` where all of P fits, else `StreamedHeadJacobian`."""
-    needed = att.samples * att.heads * att.tokens**2 * SCORE_BYTES
-    return HeadJacobian(att) if needed <= WHOLE_BYTES.get(att.device.type, WHOLE_BYTES["cpu"]) else StreamedHeadJacobian(att)
+    """`HeadJacobian` where all of P fits and is worth its memory, else `StreamedHeadJacobian`."""
+    if att.samples * att.heads * att.tokens**2 * SCORE_BYTES > _budget(WHOLE_BYTES, att.device):
+        return StreamedHeadJacobian(att)
+    if att.device.type != "cpu" or att.tokens < LONG or (att.mask is None and att.valid is None):
+        return HeadJacobian(att)
+    return StreamedHeadJacobian(att) if RowBlocks.of_mask(att, ROWS).share <= FEW else HeadJacobian(att)
+
+
+def _budget(bytes_of: dict[str, float] | dict[str, int], device: torch.device) -> float:
+    return bytes_of.get(device.type, bytes_of["cpu"])
+
+
+def _blocks(att: Attention) -> RowBlocks:
+    """Of so many rows at a time as memory allows, no more than products need where the mask forbids something."""
+    most = _budget(ROW_BYTES, att.device) // 8
+    if att.device.type == "cpu" and not (att.mask is None and att.valid is None):
+        blocks = RowBlocks.of_mask(att, ROWS)
+        most = min(most, ROWS * max(1, blocks.widest))
+        if most == ROWS * blocks.widest:
+            return blocks
+        return RowBlocks.of_mask(att, max(1, int(most // blocks.widest)))
+    return RowBlocks.of_mask(att, max(1, min(att.tokens, int(most // att.tokens))))
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Blocks of P and of its weights, a list for every entry of a batch."""
+
+    entries: list[list[Block]]
+
+    def select(self, index: Tensor | slice) -> "Kept":
+        """Of some entries."""
+        return Kept([self.entries[b] for b in torch.arange(len(self.entries))[index if isinstance(index, slice) else index.cpu()].tolist()])
+
+    def double(self) -> "Kept":
+        """In float64."""
+        return Kept([[block.double() for block in entry] for entry in self.entries])
 
 
 @dataclass(init=False, eq=False, repr=False)
 class StreamedHeadJacobian(HeadOperator):
     """`HeadOperator` in memory O(N (d + d_v)) per head: rows of P come from q, k, and the largest score and sum of each row, twice in every product.
 
-    Scores are float64, as for `Attention.p`, so the numbers are those of `HeadJacobian` up to the order of summation. Products take about twice
-    as long. Not differentiable.
+    Scores are formed only for the keys that a block of rows sees, so that time goes with the entries that the mask allows; where these fit, as in a
+    sliding window, P is kept between products. Scores are float64, as for `Attention.p`, so the numbers are those of `HeadJacobian` up to the order
+    of summation. Products take about twice as long where P is not kept. Not differentiable.
     """
 
     scale: float
@@ -47,85 +87,102 @@ class StreamedHeadJacobian(HeadOperator):
     """Largest score of each row, (batch, N, 1)."""
     total: PerEntry[Tensor]
     """Sum of each row's exponentials, (batch, N, 1)."""
+    blocks: PerEntry[RowBlocks]
+    """Rows that are formed together, and the keys that they see."""
+    kept: PerEntry[Kept | None]
+    """All of P that is not zero, where it fits."""
 
     def __init__(self, att: Attention):
         self._set(att)
         self.wide_q, self.wide_k = (t.flatten(0, 1) for t in (att.wide_q, att.centred_k))
         self.scale, self.scoring, self.valid, self.heads, self.sloped = att.scale, att.scoring, att.valid, att.heads, att.scoring.sloped
         self.entry = torch.arange(self.batch, device=self.device)
-        self.top, self.total = (torch.zeros(self.batch, att.tokens, 1, dtype=torch.float64, device=self.device) for _ in range(2))
-        self.o = torch.zeros_like(self.v)
-        extras = None if att.scoring.extra_scores is None else att.scoring.extra_scores.double()
-        for b in range(self.batch):
-            extra = None if extras is None else extras[b % att.heads]
-            for rows in self._blocks():
-                scores = self._scores(b, rows)
-                top = scores.amax(-1, keepdim=True)
-                top = top if extra is None else top.maximum(extra.amax())
-                self.top[b, rows] = top.masked_fill(top == -torch.inf, 0.0)  # rows of padding attend to nothing
-                total = (scores - self.top[b, rows]).exp_().sum(-1, keepdim=True)
-                total = total if extra is None else total + (extra - self.top[b, rows]).exp().sum(-1, keepdim=True)
-                self.total[b, rows] = total.clamp_min(1.0)
-                self.o[b, rows] = self._probabilities(b, rows, scores) @ self.v[b]
+        self.top = torch.zeros(self.batch, att.tokens, 1, dtype=torch.float64, device=self.device)
+        self.total = torch.ones_like(self.top)
+        self.o, self.blocks, self.kept = torch.zeros_like(self.v), _blocks(att), None
+        fits = self.blocks.size * SCORE_BYTES * (2 if self.sloped else 1) <= _budget(WHOLE_BYTES, self.device)
+        found = [self._first_pass(b, fits) for b in range(self.batch)]
+        if fits:
+            self.kept = Kept(found)
 
-    def _blocks(self) -> Iterator[slice]:
-        n = self.out_shape[0]
-        step = max(1, int(ROW_BYTES.get(self.device.type, ROW_BYTES["cpu"]) // (8 * n)))
-        return (slice(i, min(i + step, n)) for i in range(0, n, step))
+    def _first_pass(self, b: int, keep: bool) -> list[Block]:
+        """The largest score and the sum of each row of an entry, and its output; its blocks, if they are to be kept."""
+        extra = None if self.scoring.extra_scores is None else self.scoring.extra_scores.double()[b % self.heads]
+        found = []
+        for rows, keys in self.blocks.of(b):
+            scores = self._scores(b, rows, keys)
+            top = scores.amax(-1, keepdim=True)
+            top = top if extra is None else top.maximum(extra.amax())
+            self.top[b, rows] = top.masked_fill(top == -torch.inf, 0.0)  # rows of padding attend to nothing
+            total = (scores - self.top[b, rows]).exp_().sum(-1, keepdim=True)
+            total = total if extra is None else total + (extra - self.top[b, rows]).exp().sum(-1, keepdim=True)
+            self.total[b, rows] = total.clamp_min(1.0)
+            p = self._probabilities(b, rows, scores)
+            self.o[b, rows] = p @ self.v[b, keys]
+            if keep:
+                found.append(Block(rows, keys, p, self._weights(b, rows, keys, p)))
+        return found
 
     def _place(self, b: int) -> tuple[int, int]:
         """Sample and head of an entry."""
         return divmod(int(self.entry[b]), self.heads)
 
-    def _scaled(self, b: int, rows: slice) -> Tensor:
-        """scale q k^T for some queries of an entry, (rows, N), float64."""
-        return self.scale * (self.wide_q[b, rows] @ self.wide_k[b].mT)
+    def _scaled(self, b: int, rows: slice, keys: slice) -> Tensor:
+        """scale q k^T for some queries and keys of an entry, (rows, keys), float64."""
+        return self.scale * (self.wide_q[b, rows] @ self.wide_k[b, keys].mT)
 
-    def _scores(self, b: int, rows: slice) -> Tensor:
-        """Masked float64 scores of some queries of an entry, (rows, N)."""
+    def _seen(self, keys: slice) -> tuple[slice, slice]:
+        """The keys to form scores of, and among them those that are wanted."""
+        return (keys, slice(None)) if self.scoring.entrywise else (slice(0, self.out_shape[0]), keys)
+
+    def _scores(self, b: int, rows: slice, keys: slice) -> Tensor:
+        """Masked float64 scores of some queries of an entry, (rows, keys)."""
         s, h = self._place(b)
-        scores = self.scoring.transformed(self._scaled(b, rows), h, rows)
-        if self.scoring.level_mask is not None:
-            mask = four_axes(self.scoring.level_mask)
-            mask = mask[min(s, mask.shape[0] - 1), min(h, mask.shape[1] - 1)]
-            scores = add_mask(scores, mask[rows] if len(mask) > 1 else mask)
+        formed, wanted = self._seen(keys)
+        scores = self.scoring.transformed(self._scaled(b, rows, formed), h, rows)[:, wanted]
+        mask = self.scoring.mask_part(s, h, rows, keys)
+        if mask is not None:
+            scores = add_mask(scores, mask)
         if self.valid is not None:
-            scores = scores.masked_fill(~self.valid[s], -torch.inf).masked_fill(~self.valid[s, rows, None], -torch.inf)
+            scores = scores.masked_fill(~self.valid[s, keys], -torch.inf).masked_fill(~self.valid[s, rows, None], -torch.inf)
         return scores
 
     def _probabilities(self, b: int, rows: slice, scores: Tensor) -> Tensor:
-        """Some rows of P from their scores, (rows, N), in the dtype of the products."""
+        """Entries of some rows of P from their scores, in the dtype of the products."""
         return scores.sub_(self.top[b, rows]).exp_().to(self.dtype).div_(self.total[b, rows].to(self.dtype))
 
-    def _rows(self, b: int, rows: slice) -> tuple[Tensor, Tensor]:
-        """Some rows of P, and what changes of q k^T are weighted with there, (rows, N) each."""
-        p = self._probabilities(b, rows, self._scores(b, rows))
-        slopes = self.scoring.slopes(self._scaled(b, rows), self._place(b)[1], rows) if self.sloped else None
-        return (p, p) if slopes is None else (p, p * slopes.to(self.dtype))
+    def _weights(self, b: int, rows: slice, keys: slice, p: Tensor) -> Tensor:
+        """What changes of q k^T are weighted with in a block of P."""
+        if not self.sloped:
+            return p
+        formed, wanted = self._seen(keys)
+        slopes = self.scoring.slopes(self._scaled(b, rows, formed), self._place(b)[1], rows)
+        return p if slopes is None else p * slopes[:, wanted].to(self.dtype)
+
+    def _read(self, b: int) -> Iterator[Block]:
+        """The blocks of an entry that are not all zero."""
+        if self.kept is not None:
+            yield from self.kept.entries[b]
+            return
+        for rows, keys in self.blocks.of(b):
+            p = self._probabilities(b, rows, self._scores(b, rows, keys))
+            yield Block(rows, keys, p, self._weights(b, rows, keys, p))
 
     def _cotangents(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        to_q, to_k, to_v = torch.empty_like(self.q), torch.zeros_like(self.k), torch.zeros_like(self.v)
-        for b in range(self.batch):
-            for rows in self._blocks():
-                (p, weights), part = self._rows(b, rows), y[b, rows]
-                g = (part @ self.v[b].mT).sub_((part * self.o[b, rows]).sum(-1, keepdim=True)).mul_(weights)
-                torch.mm(g, self.k[b], out=to_q[b, rows])
-                to_k[b].addmm_(g.mT, self.q[b, rows])
-                to_v[b].addmm_(p.mT, part)
-        return to_q, to_k, to_v
+        return cotangents(self._read, self.q, self.k, self.v, self.o, y)
 
     def average(self, x: Tensor) -> Tensor:
-        out = torch.empty_like(x)
+        out = torch.zeros_like(x)
         for b in range(self.batch):
-            for rows in self._blocks():
-                out[b, rows] = self._rows(b, rows)[0] @ x[b]
+            for rows, keys, p, _ in self._read(b):
+                out[b, rows] = p @ x[b, keys]
         return out
 
     def column_sums(self) -> Tensor:
         out = torch.zeros(self.batch, self.out_shape[0], dtype=self.dtype, device=self.device)
         for b in range(self.batch):
-            for rows in self._blocks():
-                out[b] += self._rows(b, rows)[0].sum(0)
+            for _, keys, p, _ in self._read(b):
+                out[b, keys] += p.sum(0)
         return out
 
     def largest(self) -> Tensor:
@@ -133,11 +190,4 @@ class StreamedHeadJacobian(HeadOperator):
         return (1 / self.total[..., 0]).masked_fill((self.o == 0).all(-1), 0.0)
 
     def push(self, z: Tensor | list[Tensor]) -> Tensor:
-        z_q, z_k, z_v = self._arriving(z)
-        out = torch.empty_like(self.v)
-        for b in range(self.batch):
-            for rows in self._blocks():
-                p, weights = self._rows(b, rows)
-                t = (z_q[b, rows] @ self.k[b].mT).addmm_(self.q[b, rows], z_k[b].mT).mul_(weights)
-                out[b, rows] = (t @ self.v[b] - t.sum(-1, keepdim=True) * self.o[b, rows]).addmm_(p, z_v[b])
-        return out
+        return pushed(self._read, self.q, self.k, self.v, self.o, self._arriving(z))

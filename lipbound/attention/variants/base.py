@@ -108,6 +108,11 @@ class Variant:
         """The derivative of `scores` entry by entry, shaped like z; None where it is one."""
         return None
 
+    @property
+    def entrywise(self) -> bool:
+        """Whether `scores` and `slopes` treat every entry of z alike, wherever it stands: they may then be given some columns of z only."""
+        return type(self).scores is Variant.scores and type(self).slopes is Variant.slopes
+
     def rounded_scores(self, error: Tensor, reach: Tensor) -> tuple[Tensor, Tensor | float]:
         """Upper values of the error of `scores`, and of the relative error of `slopes`, float64 rounding included.
 

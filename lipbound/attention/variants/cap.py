@@ -36,6 +36,10 @@ class Cap(Variant):
     def slopes(self, z: Tensor, heads: slice | int, rows: slice) -> Tensor:
         return cap_slope(z / self.value)
 
+    @property
+    def entrywise(self) -> bool:
+        return True
+
     def rounded_scores(self, error: Tensor, reach: Tensor) -> tuple[Tensor, Tensor | float]:
         # tanh has slope at most 1, and the logarithm of its derivative slope at most 2; exponentials and tanh are off by a few units
         return error + 16 * UNIT * reach.clamp_max(self.value), torch.expm1(2 * error / self.value) * (1 + 64 * UNIT) + 64 * UNIT

@@ -1,0 +1,179 @@
+"""Products in blocks of rows, with the keys that they see, against whole matrices and the autograd Jacobian."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.layers import changed, window
+from support.oracles import encloses, oracle
+from support.strategies import examples
+from support.variants import VARIANTS, layer
+from torch import Tensor
+
+from lipbound.attention.layer import Attention
+from lipbound.attention.masking import BLOCKED
+from lipbound.attention.variants.base import Variant
+from lipbound.jacobians import head_streaming, row_blocks
+from lipbound.jacobians.head import HeadJacobian, HeadOperator
+from lipbound.jacobians.head_streaming import StreamedHeadJacobian, head_jacobian
+from lipbound.jacobians.rounding import tensor_error
+from lipbound.jacobians.row_blocks import RowBlocks
+from lipbound.jacobians.spectral_norm import spectral_norm
+
+
+@pytest.fixture(autouse=True)
+def blocks_of_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everywhere, however short the sequences are and however little they save."""
+    for name, value in (("ROWS", 2), ("LEAST", 0), ("WORTH", 2.0)):
+        monkeypatch.setattr(row_blocks, name, value)
+    monkeypatch.setattr(head_streaming, "ROWS", 2)
+
+
+@st.composite
+def masked(draw: st.DrawFn, has: tuple[str, ...] = VARIANTS) -> Attention:
+    """Two samples x three heads of 3 to 9 tokens, with or without a variant.
+
+    Under any mask: random, banded, of each head or sample, with offsets, padding.
+    """
+    n, g = draw(st.integers(3, 9)), torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    shape = draw(st.sampled_from([(n, n), (3, n, n), (2, 1, n, n), (2, 3, n, n), (n,), (2, 1, 1, n)]))
+    allowed = torch.rand(shape, generator=g) < draw(st.sampled_from([0.2, 0.6]))
+    if draw(st.booleans()) and len(shape) > 1 and shape[-2] == n:
+        i = torch.arange(n)
+        allowed = ((i[:, None] - i >= draw(st.integers(-1, 1))) & (i[:, None] - i < draw(st.integers(2, n)))).expand(shape).clone()
+    allowed |= torch.rand(shape, generator=g).argsort(-1) == 0  # one key at least
+    offsets = draw(st.sampled_from([0.0, 2.0])) * torch.randn(shape, generator=g, dtype=torch.float64)
+    low = draw(st.sampled_from([-math.inf, torch.finfo(torch.float32).min]))
+    att = layer(draw(st.integers(0, 99)), frozenset(draw(st.sampled_from([(), *((v,) for v in has)]))), n=n)
+    valid = None
+    if draw(st.booleans()):  # the last tokens of the second sample, which no other attends to alone
+        valid = torch.arange(n) < torch.tensor([n, n - 1])[:, None]
+        allowed[..., 0] = True
+    return changed(att, mask=torch.where(allowed, offsets, low), valid=valid)
+
+
+def pairs(att: Attention) -> Iterator[tuple[HeadOperator, HeadOperator]]:
+    """The operator on whole matrices, and those in blocks: in memory, formed anew, formed once; and some entries of each."""
+    blocked = HeadJacobian(att)
+    assert blocked.blocks is not None
+    plain, kept = blocked._with(blocks=None), StreamedHeadJacobian(att)
+    assert kept.kept is not None
+    for op in (blocked, kept, kept._with(kept=None), kept.select(slice(0, None)).double()):
+        yield plain, op
+        yield plain.select(torch.tensor([4, 1])), op.select(torch.tensor([4, 1]))
+        yield plain.select(slice(2, 5)), op.select(slice(2, 5))
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-12 * max(float(b.abs().max()), 1e-300))
+
+
+@given(att=masked())
+@examples(150)
+def test_products_are_those_of_whole_matrices(att: Attention) -> None:
+    g = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for whole, op in pairs(att):
+            x, y = (torch.randn(op.batch, *shape, generator=g, dtype=torch.float64) for shape in (op.in_shape, op.out_shape))
+            close(op.jvp(x), whole.jvp(x))
+            close(op.vjp(y), whole.vjp(y))
+            close(op.gram(y), whole.gram(y))
+            close(op.average(y), whole.average(y))
+            close(op.column_sums(), whole.column_sums())
+
+
+@given(att=masked())
+@examples(40)
+def test_norms_are_those_of_the_autograd_jacobian(att: Attention) -> None:
+    exact, error = oracle(att), tensor_error(att)
+    for budget in (2e9, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(head_streaming.WHOLE_BYTES, "cpu", budget)
+            assert isinstance(head_jacobian(att), HeadJacobian if budget else StreamedHeadJacobian)
+            assert encloses(spectral_norm(att, tol=1e-6, delta=1e-9), exact, 1e-6, error)
+
+
+@given(att=masked(has=("cap",)), step=st.integers(1, 4))
+@examples(150)
+def test_blocks_are_what_the_mask_allows(att: Attention, step: int) -> None:
+    """No smaller and no larger, counted entry by entry; P may have more zeros. Of a block with padding, what its queries' masks allow counts too."""
+    n = att.tokens
+    mask = torch.zeros(1, dtype=torch.float64) if att.mask is None else att.mask
+    allowed = (mask > BLOCKED).expand(att.samples, att.heads, n, n)
+    if att.valid is not None:
+        real = torch.stack([att.valid[:, i - i % step : i - i % step + step].any(-1) for i in range(n)], -1)
+        allowed = allowed & att.valid[:, None, None] & real[:, None, :, None]
+    p = att.p.flatten(0, 1)
+    for found, seen in ((RowBlocks.of_mask(att, step), allowed.flatten(0, 1)), (RowBlocks.of_probabilities(p, step), p > 0)):
+        inside = 0
+        for b in range(att.samples * att.heads):
+            blocks = {rows.start: (rows, keys) for rows, keys in found.of(b)}
+            for i in range(0, n, step):
+                columns = seen[b, i : i + step].any(0).nonzero()[:, 0].tolist()
+                assert (i in blocks) == bool(columns)
+                if columns:
+                    rows, keys = blocks[i]
+                    assert (rows.stop, keys.start, keys.stop) == (min(i + step, n), columns[0], columns[-1] + 1)
+                    inside += (rows.stop - rows.start) * (keys.stop - keys.start)
+        assert found.size == inside
+        assert found.share == inside / (6 * n * n)
+
+
+def test_scores_outside_the_blocks_are_not_formed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window of 3 among 64 tokens: 64 x 4 scores at most, not 64 x 64; with a variant that knows no parts of rows, all."""
+    att = changed(layer(0, frozenset({"cap"}), n=64), mask=window(64, 1))
+    formed = []
+    scaled = StreamedHeadJacobian._scaled
+
+    def counted(self: StreamedHeadJacobian, b: int, rows: slice, keys: slice) -> Tensor:
+        z = scaled(self, b, rows, keys)
+        formed.append(z.numel())
+        return z
+
+    monkeypatch.setattr(StreamedHeadJacobian, "_scaled", counted)
+    op = StreamedHeadJacobian(att)._with(kept=None)
+    formed.clear()
+    few = op.average(op.o)
+    assert sum(formed) <= 6 * 2 * 64 * 4  # scores, and slopes
+    monkeypatch.setattr(type(att.scoring.steps[0]), "entrywise", Variant.entrywise)
+    formed.clear()
+    close(op.average(op.o), few)
+    assert sum(formed) == 6 * 2 * 64 * 64
+
+
+def test_long_layers_with_few_allowed_entries_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_streaming, "LONG", 16)
+    att = layer(0, frozenset(), n=16)
+    assert isinstance(head_jacobian(changed(att, mask=window(16, 1))), StreamedHeadJacobian)
+    assert isinstance(head_jacobian(changed(att, mask=window(16, 8))), HeadJacobian)
+    assert isinstance(head_jacobian(att), HeadJacobian)
+    assert isinstance(head_jacobian(changed(layer(0, frozenset(), n=15), mask=window(15, 1))), HeadJacobian)
+
+
+def test_rows_are_fewer_where_memory_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    att = changed(layer(0, frozenset(), n=16), mask=window(16, 1))
+    assert StreamedHeadJacobian(att).blocks.step == 2
+    monkeypatch.setitem(head_streaming.ROW_BYTES, "cpu", 8 * 4)
+    op = StreamedHeadJacobian(att)
+    assert op.blocks.step == 1
+    close(op.o, HeadJacobian(att).o)
+
+
+def test_whole_matrices_stay_whole_where_blocks_gain_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = layer(0, frozenset(), n=8).p.flatten(0, 1)
+    monkeypatch.setattr(row_blocks, "WORTH", 0.85)
+    assert row_blocks.worthwhile(p) is None
+    assert row_blocks.worthwhile(p.tril()) is not None
+    monkeypatch.setattr(row_blocks, "LEAST", 9)
+    assert row_blocks.worthwhile(p.tril()) is None
+
+
+def test_derivatives_pass_through_masked_heads() -> None:
+    """`along` stays differentiable: with derivatives on, products are of whole matrices."""
+    att = changed(layer(0, frozenset(), n=6), mask=window(6, 1))
+    x = att.x.clone().requires_grad_()
+    moving = att.at(x)
+    torch.autograd.gradcheck(lambda t: HeadJacobian(att.at(t)).along(torch.ones(6, 6, 7, dtype=torch.float64)), (moving.x,))
