@@ -1,6 +1,7 @@
 """The heads of one attention layer at one batch of inputs, as tensors."""
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Literal, Self, TypeVar
 
 import torch
@@ -152,7 +153,11 @@ class Attention(Transforms):
         surroundings: ResidualContext | Literal["same"] | None = "same",
         check: bool = True,
     ) -> Self:
-        """A layer with other parts; what is not named stays."""
+        """A layer with other parts; what is not named stays, and is not looked at again if that is the mask and what it is a mask of."""
+        if check and x is None and scoring is None and isinstance(valid, str):
+            known = replace(self.scoring, mask=None)
+            validate(self.x, self.projections if projections is None else projections, known, self.valid)
+            check = False
         return type(self).of(
             self.x if x is None else x,
             self.projections if projections is None else projections,

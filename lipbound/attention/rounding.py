@@ -16,7 +16,7 @@ MARGIN = 1 + 1e-6
 """The upper values are sums and products of at most some thousand numbers >= 0, each rounded: that moves them by less than this factor."""
 VANISHED = 690.0
 """Scores so far below the largest have probabilities below 1e-299."""
-MASK_ENTRIES = 2**20
+MASK_ENTRIES = 2**17
 """Of a mask that are looked at together."""
 SMALLEST = 1e-290
 """Bound on all that underflows, far above what any sum of such numbers can be."""
@@ -135,7 +135,7 @@ def _scores(att: Attention, q: Tensor, k: Tensor, q_error: Tensor, k_error: Tens
 def _constants(att: Attention, reach: Tensor) -> Tensor:
     """Largest absolute value of what is added to scores, or takes part beside them, where its probability does not vanish; broadcasts to rows."""
     largest = torch.zeros(1, 1, 1, dtype=torch.float64, device=att.device)
-    if att.mask is not None:
+    if att.mask is not None and not _only_forbids(att.mask):
         samples, heads, rows, columns = four_axes(att.mask).shape
         step, reached = max(1, MASK_ENTRIES // columns), 2 * float(reach.amax())
         parts = [slice(i, i + step) for i in range(0, rows, step)]
@@ -143,6 +143,12 @@ def _constants(att: Attention, reach: Tensor) -> Tensor:
         largest = torch.stack(found).view(samples, heads, rows)
     extra = att.scoring.extra_scores
     return largest if extra is None else largest + extra.double().abs().amax(-1)[:, None]
+
+
+def _only_forbids(mask: Tensor) -> bool:
+    """Whether a mask leaves scores as they are that it does not forbid."""
+    rows = four_axes(mask).flatten(0, 2)
+    return all(bool(((part == 0) | (part <= BLOCKED)).all()) for part in rows.split(max(1, MASK_ENTRIES // rows.shape[1])))
 
 
 def _alive(mask: Tensor | None, reach: float) -> Tensor:

@@ -49,17 +49,17 @@ class Transforms(Fields, ABC):
         """The same layer in float64 (self when it already is), made once."""
         if self.x.dtype == torch.float64:
             return self
-        return self.cache.get("double", lambda: self._map(lambda t: t.double() if t.is_floating_point() else t))
+        return self.cache.get("double", lambda: self._map(lambda t: t.double() if t.is_floating_point() else t, check=False))
 
     def to(self, device: str | torch.device) -> Self:
         """The same layer on another device."""
         return self._map(lambda t: t.to(device))
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
+    def _map(self, change: Callable[[Tensor], Tensor], *, check: bool = True) -> Self:
         return self.with_parts(
             x=change(self.x), projections=self.projections.map(change), scoring=self.scoring.map(change),
             valid=None if self.valid is None else change(self.valid),
-            surroundings=None if self.surroundings is None else self.surroundings.map(lambda norm: norm.map(change)),
+            surroundings=None if self.surroundings is None else self.surroundings.map(lambda norm: norm.map(change)), check=check,
         )  # fmt: skip
 
     # -- parts of it, and other inputs -------------------------------------------------------------------------------------

@@ -45,7 +45,11 @@ class RowBlocks:
 
     @staticmethod
     def of_mask(att: Attention, step: int) -> "RowBlocks":
-        """From the mask of a layer and its padding; the batch is all heads of sample 0, then of sample 1, ..."""
+        """From the mask of a layer and its padding, looked at once; the batch is all heads of sample 0, then of sample 1, ..."""
+        return att.memo(("row blocks", step), lambda: RowBlocks._of_mask(att, step))
+
+    @staticmethod
+    def _of_mask(att: Attention, step: int) -> "RowBlocks":
         n, mask, valid = att.tokens, att.mask, att.valid
         count = -(-n // step)
         seen = torch.ones(1, 1, count, n, dtype=torch.bool, device=att.device)
