@@ -19,10 +19,10 @@ ROW_BYTES = {"cpu": 2**23, "cuda": 2**29}
 """Bytes of the rows of float64 scores that are formed at a time."""
 SCORE_BYTES = 20
 """Bytes for one entry of P while it is computed in float64, and in the products."""
-LONG = 2048
-"""Tokens from which whole attention matrices are not formed where few of their entries are allowed."""
-FEW = 0.25
-"""Share of them that is few."""
+LONG = 1024
+"""Tokens from which whole attention matrices are not formed where not most of their entries are allowed."""
+FEW = 0.6
+"""Share of them up to which blocks that are formed for themselves are the faster."""
 
 
 def head_jacobian(att: Attention) -> HeadOperator:
