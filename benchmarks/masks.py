@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,11 @@ def enclosed(att: Attention) -> object:
     return spectral_norm(fresh(att), tol=1e-3, delta=1e-10)
 
 
+def bounded(att: Attention) -> object:
+    """`lipbound`."""
+    return bounds.get("lipbound")(fresh(att))
+
+
 def causal_heads() -> dict[str, Any]:
     """Seconds per head of everything on the layer of GPT-2's shape, with a mask and without, and the ratios that matter."""
     layers = {"causal": random_layer(N, 64, HEADS, causal=True), "no mask": random_layer(N, 64, HEADS)}
@@ -56,11 +62,9 @@ def causal_heads() -> dict[str, Any]:
     att = layers["causal"]
     exact = [spectral_norm(att.double(), tol=1e-9).lower[0]]
     tol, error, products = rivals.loosest(rivals.power_iteration, [att], range(HEADS), exact, ACCURACY)
-    jobs["power iteration"] = lambda: rivals.values(rivals.power_iteration, att, range(HEADS), tol)
+    jobs["power iteration"] = partial(rivals.values, rivals.power_iteration, att, range(HEADS), tol)
     for name, layer in layers.items():
-        jobs[f"exact, {name}"] = lambda layer=layer: plain(layer)
-        jobs[f"enclosed, {name}"] = lambda layer=layer: enclosed(layer)
-        jobs[f"lipbound, {name}"] = lambda layer=layer: bounds.get("lipbound")(fresh(layer))
+        jobs |= {f"{kind}, {name}": partial(f, layer) for kind, f in (("exact", plain), ("enclosed", enclosed), ("lipbound", bounded))}
     whole = {f"{kind}, causal, whole matrices": jobs[f"{kind}, causal"] for kind in ("exact", "enclosed")}
     times: dict[str, list[float]] = {}
     worth, few = row_blocks.WORTH, head_streaming.FEW
