@@ -1,4 +1,8 @@
-"""Time and peak memory of the exact norm of one head of width 64 at N = 1024 ... 16384, each in a process of its own. Writes long.json."""
+"""Time and peak memory of the exact norm of one head of width 64 at N = 1024 ... 16384, each in a process of its own. Writes long.json.
+
+``python benchmarks/long.py certified 16384`` and ``... lipbound 16384`` take one thread for the certified norm, and for the bound, of the same head,
+and renew these rows alone.
+"""
 
 import json
 import resource
@@ -10,17 +14,23 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from lipbound import bounds
 from lipbound.attention.layer import Attention
 from lipbound.jacobians.spectral_norm import spectral_norm
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 
 
+def layer(n: int) -> Attention:
+    """One head of width 64."""
+    g = torch.Generator().manual_seed(0)
+    return Attention(torch.randn(1, n, 256, generator=g), *(torch.randn(1, 256, 64, generator=g) * 0.06 for _ in range(3)))
+
+
 def one(n: int) -> dict[str, float]:
     """Seconds, steps, and peak resident memory in GB of this process."""
     torch.set_num_threads(2)
-    g = torch.Generator().manual_seed(0)
-    att = Attention(torch.randn(1, n, 256, generator=g), *(torch.randn(1, 256, 64, generator=g) * 0.06 for _ in range(3)))
+    att = layer(n)
     start = time.perf_counter()
     norm = spectral_norm(att, tol=1e-4)
     seconds = time.perf_counter() - start
@@ -32,8 +42,30 @@ def one(n: int) -> dict[str, float]:
     }
 
 
+def single(what: str, n: int) -> dict[str, float]:
+    """Value, seconds of the processor, and peak resident memory in GB of this process, of one thread."""
+    torch.set_num_threads(1)
+    att = layer(n)
+    start = time.process_time()
+    value = spectral_norm(att, tol=1e-3, delta=1e-10).upper if what == "certified" else bounds.evaluate(att, [what])[what]
+    return {
+        "value": float(value),
+        "processor_seconds": time.process_time() - start,
+        "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
+    }
+
+
 def main() -> None:
     """Run all lengths, fit exponents, print, write."""
+    path = Path(__file__).with_suffix(".json")
+    if len(sys.argv) > 2:
+        what, n = sys.argv[1:]
+        row = single(what, int(n))
+        print(what, n, row)
+        report = json.loads(path.read_text())
+        report.setdefault("one_thread", {}).setdefault(what, {})[n] = row
+        path.write_text(json.dumps(report, indent=1) + "\n")
+        return
     if len(sys.argv) > 1:
         print(json.dumps(one(int(sys.argv[1]))))
         return
@@ -43,13 +75,13 @@ def main() -> None:
         runs[n] = json.loads(done.stdout)
         print(n, runs[n], flush=True)
     x = np.log(LENGTHS)
-    report = {
+    report = json.loads(path.read_text()) | {
         "runs": runs,
         "time_exponent": float(np.polyfit(x, np.log([r["seconds"] for r in runs.values()]), 1)[0]),
         "memory_exponent": float(np.polyfit(x, np.log([r["peak_gb"] for r in runs.values()]), 1)[0]),
     }
-    print({key: value for key, value in report.items() if key != "runs"})
-    Path(__file__).with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    print({key: value for key, value in report.items() if key.endswith("exponent")})
+    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

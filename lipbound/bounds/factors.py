@@ -13,6 +13,7 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.attention.rounding import tensor_errors
 from lipbound.attention.softmax import g, largest_jacobian_norm, normalised
+from lipbound.devices import require
 from lipbound.linalg.covariance import weighted_deviation_norm
 from lipbound.linalg.matrix_norms import UNIT, gamma, matrix_norm, nonnegative_norm
 from lipbound.linalg.upper import Upper, scaled
@@ -20,6 +21,8 @@ from lipbound.linalg.upper import Upper, scaled
 ROOT3 = Upper.of(math.sqrt(3) * (1 + 4 * UNIT))
 TIGHT = 1e-10
 """How far the norm of P may exceed the exact one, relatively."""
+COPIES = 5
+"""How many matrices of the size of P are in memory together while it is formed, and used."""
 STEPS = 100
 UNKNOWN = 0.5
 """Relative errors of probabilities from which on nothing is taken from their values."""
@@ -201,11 +204,23 @@ def stretched(att: Attention, power: int) -> tuple[Tensor, Tensor]:
     return torch.where(known, (1 / (1 - torch.where(known, error, 0.0))) ** power * (1 + gamma(att.tokens + 20)), 1.0), ~known
 
 
+def probabilities(att: Attention) -> Tensor:
+    """P of all heads of all samples, of the given numbers; raises LipboundError where memory for them is not free."""
+
+    def make() -> Tensor:
+        needed = COPIES * 8.0 * att.samples * att.heads * att.tokens**2
+        what = f"bounds that look at attention matrices need those of all heads at {att.tokens} tokens"
+        require(needed, att.device, what, "measure shorter inputs, fewer samples or heads, or name other bounds")
+        return wide(att).p
+
+    return att.memo("probabilities", make)
+
+
 def norm_p(att: Attention) -> Upper:
     """||P||, spectral, (samples, heads)."""
 
     def make() -> Upper:
-        p, (stretch, unknown) = wide(att).p, stretched(att, 1)
+        p, (stretch, unknown) = probabilities(att), stretched(att, 1)
         fixed = (p.detach() * stretch[..., None]).masked_fill(unknown[..., None], 0.0).clamp(max=1.0)
         norm = nonnegative_norm(fixed, rtol=TIGHT, max_steps=STEPS) + TINY
         if p.requires_grad:
@@ -245,7 +260,7 @@ def largest_g1(att: Attention) -> Upper:
 
 def _of_rows(att: Attention, largest: Callable[[Tensor, Tensor], Tensor]) -> Upper:
     stretch, unknown = stretched(att, 2)
-    value = largest(wide(att).p, stretch * (1 + gamma(8 * att.tokens + 100))) + TINY
+    value = largest(probabilities(att), stretch * (1 + gamma(8 * att.tokens + 100))) + TINY
     return Upper.of(torch.where(unknown.any(-1) | (value > 0.5), 0.5, value))
 
 
@@ -254,7 +269,7 @@ def deviation(att: Attention) -> Upper:
 
     def make() -> Upper:
         stretch, unknown = stretched(att, 1)
-        p = wide(att).p
+        p = probabilities(att)
         factor = stretch * (1 + att.tokens * stretch * (stretch - 1))
         value = weighted_deviation_norm(att.x, p, factor)
         if bool(unknown.any()):

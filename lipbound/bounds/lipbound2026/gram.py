@@ -13,12 +13,15 @@ from lipbound.bounds.lipbound2026.parts import samples_of
 from lipbound.bounds.lipbound2026.plain import lipbound_block
 from lipbound.bounds.multihead import with_folded
 from lipbound.bounds.registry import bound
+from lipbound.devices import require
 from lipbound.jacobians.gram import Gram
 from lipbound.jacobians.gram_variants import gram_of
 from lipbound.linalg.matrix_norms import SMALLEST, block_norm, nonnegative_norm, power_of_two, reproducible_float32
 
 SQUARE = 8192
 """Largest order of a G that is squared."""
+COPIES = 8
+"""How many N x N matrices are in memory together, besides P of all heads and its scores."""
 LOOSE = 1.1
 """How far above a lower estimate a bound must be for that."""
 
@@ -81,11 +84,18 @@ def _squared(gram: Gram, size: float) -> float:
     return float(nonnegative_norm(norms + slack * (lengths @ lengths) * (1 + 1e-9) + 1e-36))
 
 
+def _check(att: Attention) -> None:
+    """Raise LipboundError where memory for P of all heads, and for matrices of norms, is not free."""
+    what = f"lipbound_gram at {att.tokens} tokens needs matrices over all their pairs"
+    require((COPIES + 2 * att.heads * att.samples) * 8.0 * att.tokens**2, att.device, what, "measure shorter inputs, or name 'lipbound'")
+
+
 def _whole(bound: Bound, att: Attention, map: str) -> Tensor:
     """The blocks of the layer's own J J^T, (samples,), with what rounding has left in its tensors: errors of heads add up, times ||W_O^h||.
 
     Where sizes are not ordinary, the bounds on heads are combined.
     """
+    _check(att)
     everything, values = list(range(att.heads)), []
     with torch.no_grad():
         for sample in samples_of(att):
@@ -133,7 +143,8 @@ def lipbound_gram(att: Attention) -> Tensor:
     The blocks come from their closed form (`lipbound.jacobians.gram`; `lipbound.jacobians.gram_variants` with rotary position embeddings, normalised
     queries and keys, capped scores or sinks), tile by tile, and the rounding error of G is added. Norms of blocks are upper values
     (`lipbound.linalg.matrix_norms.block_norm`). Where J J^T leaves the range of float64, which probabilities next to a sink can bring about, the
-    value is that of ``lipbound_block``. With a ``w_o`` per head folded into the values this bounds "head_out"; for whole layers see
+    value is that of ``lipbound_block``. Raises LipboundError, before it starts, where memory for N x N matrices is not free.
+    With a ``w_o`` per head folded into the values this bounds "head_out"; for whole layers see
     `lipbound.bounds.whole_layer`.
     """
     return _heads(att)
@@ -142,6 +153,7 @@ def lipbound_gram(att: Attention) -> Tensor:
 @lipbound_gram.extends(*VARIANTS, condition=qty.always, layer=with_folded)
 def _heads(att: Attention) -> Tensor:
     """Head by head, of any kind: `gram_of` has the closed form of each."""
+    _check(att)
     rows = []
     with torch.no_grad():
         for s, sample in enumerate(samples_of(att)):

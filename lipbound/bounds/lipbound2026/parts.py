@@ -42,7 +42,9 @@ def in_chunks(att: Attention, values: Callable[[Attention, int, slice], Tensor],
     infinite. Proof: Lemma 80 (docs/theory/upper_values.md). Raises LipboundError where memory for them is not free.
     """
     most = (MATRICES + att.heads) * 8.0 * att.tokens**2
-    require(most, att.device, f"our bounds at {att.tokens} tokens need matrices over all their pairs", "measure shorter inputs, or name other bounds")
+    kind = f" of heads with {', '.join(sorted(att.variants))}" if att.variants else ""
+    what = f"our bounds{kind} at {att.tokens} tokens need matrices over all their pairs"
+    require(most, att.device, what, "measure shorter inputs, or name other bounds")
     heads = max(1, int(CHUNK // (8 * att.tokens * max(att.d_v * max(att.d, att.d_v), att.tokens))))
     rows, factors = [], torch.tensor(reach, dtype=torch.float64, device=att.device)[:, None]
     for sample in samples_of(att):
@@ -66,11 +68,16 @@ class Sample(NamedTuple):
 
     def finished(self, values: Tensor, reach: Tensor | float = 1.0) -> Tensor:
         """Bounds on the heads of the given layer, (..., heads), from upper values for this copy but for `positive_slack`; ``reach`` as above."""
+        with torch.no_grad():
+            largest, away = self.layer.p[0].amax((-1, -2)), _distance(self.layer, self.errors)
+        return self.closed(values, largest, away, reach)
+
+    def closed(self, values: Tensor, largest: Tensor, away: Tensor, reach: Tensor | float = 1.0) -> Tensor:
+        """`finished` where P is not at hand: its largest entries, and how far J may be from that of the layer's tensors, (heads,) each."""
         one = self.layer
         with torch.no_grad():
-            most = one.p[0].amax((-1, -2)).clamp_min(2.0**-200)
-            hidden = TINY * most * (torch.linalg.vector_norm(one.w_v, dim=(1, 2)) + one.centred_v[0].norm(dim=-1).amax(-1))
-            error = (_distance(one, self.errors) + hidden) * (1 + 1e-6) * reach
+            hidden = TINY * largest.clamp_min(2.0**-200) * (torch.linalg.vector_norm(one.w_v, dim=(1, 2)) + one.centred_v[0].norm(dim=-1).amax(-1))
+            error = (away + hidden) * (1 + 1e-6) * reach
         total = times_power_up(values * (1 + 2 * positive_slack(one)) + error, self.exponents)
         return torch.where(self.exact & ~total.isnan(), total, torch.inf)
 

@@ -11,6 +11,7 @@ from lipbound.attention.layer import Attention
 from lipbound.bounds import ingredients as qty
 from lipbound.bounds.lipbound2026 import BIBTEX, CITATION
 from lipbound.bounds.lipbound2026.parts import RTOL, BlockNorms, in_chunks, root
+from lipbound.bounds.lipbound2026.streaming.plain import Compressed, Stacked, streamed, too_long
 from lipbound.bounds.lipbound2026.terms import block_terms, gram_terms
 from lipbound.bounds.multihead import with_folded
 from lipbound.bounds.registry import bound
@@ -52,10 +53,16 @@ def lipbound(att: Attention) -> Tensor:
     J depends on keys and values only through differences, so both are centred first; the norms of small matrices are upper values
     (`lipbound.linalg.matrix_norms.block_norm`, within 1 %). Memory O(N^2 + N d d_v) per head. Differentiable in all that enters J (not ``b_k``,
     ``b_v``); where the norm of a matrix has no derivative (several equal top singular values), the derivative is that along one of its top pairs.
+
+    Where these matrices would take more than 4 GB (17 and one for each head, float64: from N = 5271 on for one head, 4153 for 12), they are applied
+    to vectors and never stored, whatever memory is free: O(N^2 d^2) operations, O(N d^2) memory, and a bound within a few percent of the other, often
+    below it: Lemmas 104 and 105 (docs/theory/long_inputs.md). With derivatives they are always stored.
     With rotary position embeddings, normalised queries and keys, capped scores or sinks: `lipbound.bounds.lipbound2026.variants`.
     """
 
     def make() -> Tensor:
+        if too_long(att):
+            return streamed(att, Compressed)
         values = in_chunks(att, _lipbound)
         att.memo(BLOCK_KEY, lambda: values[..., 1])  # its parts are the same numbers, whichever bound needs them first
         return values[..., 0]
@@ -81,9 +88,9 @@ def lipbound_block(att: Attention) -> Tensor:
 
     .. math:: \|J\| \le \big\|\,[P_{ij}(\|W_V\| + |v_j - o_i||\tilde q_i|)]_{ij} + \mathrm{diag}\,\|B_i\|\,\big\|
 
-    The entries bound the norms of the blocks of J: Lemmas 14 and 15 (docs/theory/bounds.md).
+    The entries bound the norms of the blocks of J: Lemmas 14 and 15 (docs/theory/bounds.md). Streamed like ``lipbound``, from the same lengths on.
     """
-    return att.memo(BLOCK_KEY, lambda: in_chunks(att, _block)[..., 1])
+    return att.memo(BLOCK_KEY, lambda: streamed(att, Stacked) if too_long(att) else in_chunks(att, _block)[..., 1])
 
 
 def _block(att: Attention, sample: int, heads: slice) -> Tensor:

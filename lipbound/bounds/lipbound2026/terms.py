@@ -5,7 +5,8 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.bounds.entry import Bound
-from lipbound.bounds.lipbound2026.parts import BlockNorms, samples_of
+from lipbound.bounds.lipbound2026.parts import MATRICES, BlockNorms, samples_of
+from lipbound.devices import require
 
 
 def gram_terms(bound: Bound, att: Attention) -> dict[str, Tensor]:
@@ -19,6 +20,8 @@ def block_terms(bound: Bound, att: Attention) -> dict[str, Tensor]:
 
 
 def _terms(att: Attention, *, gram: bool) -> dict[str, Tensor]:
+    what = f"terms of our bounds at {att.tokens} tokens need matrices over all their pairs"
+    require(MATRICES * att.heads * 8.0 * att.tokens**2, att.device, what, "measure shorter inputs or fewer heads")
     found: dict[str, list[Tensor]] = {}
     for sample in samples_of(att):
         parts = BlockNorms(sample.layer, 0, slice(None), gram=gram)

@@ -35,7 +35,7 @@ def _frobenius_p(att: Attention) -> Upper:
 
     def make() -> Upper:
         stretch, unknown = factors.stretched(att, 1)
-        p = (factors.wide(att).p * stretch[..., None]).masked_fill(unknown[..., None], 0.0)
+        p = (factors.probabilities(att) * stretch[..., None]).masked_fill(unknown[..., None], 0.0)
         squares = p.square().sum((-1, -2)) * (1 + gamma(att.tokens**2 + 8)) + unknown.sum(-1)
         return (Upper.of(squares).sqrt() + factors.TINY).minimum(factors.root_count(att))
 

@@ -1,0 +1,171 @@
+"""Our bounds without matrices over all pairs of tokens: never below the exact norm, near the stored form, and without such matrices indeed."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from support import judge
+from support.hard_heads import FAMILIES
+from support.layers import causal, random_attention, window
+from support.oracles import dense_norms
+from support.strategies import examples, layers, part
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lipbound import bounds, devices
+from lipbound.attention.layer import Attention
+from lipbound.bounds.lipbound2026.streaming import parts, plain, rows
+from lipbound.errors import LipboundError
+
+NAMES = ["lipbound", "lipbound_block"]
+
+
+@pytest.fixture
+def nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No matrix over all pairs of tokens is stored, rows come two or three at a time, and two entries of each count one by one."""
+    monkeypatch.setattr(plain, "STORED", 0.0)
+    monkeypatch.setattr(rows, "ROW_BYTES", 8 * 20)
+    monkeypatch.setattr(parts, "ROW_BYTES", 8 * 20)
+    monkeypatch.setattr(parts, "LARGEST", 2)
+
+
+def head(n: int, kind: str, width: int = 32, d: int = 8, size: float = 0.25, **more: Any) -> Attention:
+    """Two heads, keys and values of which are one group's."""
+    g = torch.Generator().manual_seed(n)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    x, w_q, w_k, w_v = draw(1, n, width), size * draw(2, width, d), size * draw(1, width, d), size * draw(1, width, d)
+    if kind == "causal":
+        more["mask"] = causal(n)
+    if kind == "window":
+        more["mask"] = window(n, 5)
+    if kind == "offsets":
+        more["mask"] = draw(1, 2, n, n)
+    if kind == "padded":
+        more["valid"] = torch.arange(n)[None] < n - 7
+    if kind == "biases":
+        more |= {"b_q": draw(2, d), "b_k": 20 * draw(2, d), "b_v": 20 * draw(2, d)}
+    return Attention(x, w_q, w_k.repeat(2, 1, 1), w_v.repeat(2, 1, 1), **more)
+
+
+@pytest.mark.usefixtures("nothing_fits")
+@settings(examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(layers())
+def test_never_below_the_dense_norm(att: Attention) -> None:
+    att = att.select(slice(0, 3), slice(0, 4))
+    exact = dense_norms(att)
+    for name in NAMES:
+        value = bounds.get(name)(att)
+        assert not bool(value.isnan().any())
+        assert bool((value >= exact * (1 - 1e-9)).all()), (name, float((value / exact).min()))
+
+
+@pytest.mark.usefixtures("nothing_fits")
+@settings(examples(20), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(layers())
+def test_never_below_the_dense_norm_without_quadratic_forms(att: Attention) -> None:
+    att = att.select(slice(0, 3), slice(0, 4))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "FORM_BYTES", 0)
+        value = bounds.get("lipbound")(att)
+    assert bool((value >= dense_norms(att) * (1 - 1e-9)).all())
+
+
+@pytest.mark.usefixtures("nothing_fits")
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_nothing_is_wrong_on_hard_heads(family: str) -> None:
+    """Norms are known to 80 digits; nothing is allowed for rounding."""
+    verdicts = []
+    for seed in range(part(4, 1)):
+        att = judge.case(family, torch.float64, seed).select(slice(0, 3))
+        if not att.variants:
+            verdicts += judge.judge(att, f"{family}({seed})", methods=(), chosen=NAMES, l2=False)
+    wrong = [verdict for verdict in verdicts if verdict.miss > 0]
+    assert not wrong, judge.summary(wrong)
+
+
+@pytest.mark.parametrize("kind", ["plain", "causal", "window", "offsets", "padded", "biases"])
+@pytest.mark.parametrize("size", [0.05, 0.25, 0.6])
+def test_near_the_stored_form(kind: str, size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = bounds.evaluate(head(48, kind, size=size), NAMES)
+    monkeypatch.setattr(plain, "STORED", 0.0)
+    monkeypatch.setattr(rows, "ROW_BYTES", 8 * 48 * 20)
+    att = head(48, kind, size=size)
+    exact = dense_norms(att)
+    for name, most in zip(NAMES, (1.10, 1.011), strict=True):
+        value = bounds.evaluate(att, [name])[name]
+        assert bool((value >= exact).all())
+        assert bool((value <= most * stored[name]).all()), float((value / stored[name]).max())
+
+
+@pytest.mark.parametrize("kind", ["one_token", "duplicates", "flat", "sharp", "no_query", "wide_values"])
+def test_degenerate_inputs(kind: str, nothing_fits: None) -> None:
+    for factor in (1e-150, 1.0, 1e150):
+        att = random_attention(kind)
+        att = Attention(att.x, att.w_q, att.w_k, factor * att.w_v)
+        exact = factor * dense_norms(random_attention(kind))
+        for name in NAMES:
+            value = bounds.get(name)(att)
+            assert bool(((value >= exact * (1 - 1e-9)) & (value <= 4 * exact)).all()), (name, factor, value / exact)
+
+
+def test_all_tokens_equal_and_values_zero(nothing_fits: None) -> None:
+    att = head(12, "plain")
+    same = Attention(att.x[:, :1].expand(-1, 12, -1), att.w_q, att.w_k, att.w_v)  # J = P (x) W_V^T with equal rows of P
+    torch.testing.assert_close(bounds.get("lipbound")(same), dense_norms(same), rtol=1e-6, atol=0)
+    assert bool((bounds.get("lipbound")(Attention(att.x, att.w_q, att.w_k, 0 * att.w_v)) == 0).all())
+
+
+class Largest(TorchDispatchMode):
+    """How many numbers the largest tensor has that an operation returns."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(t, Tensor):
+                self.numbers = max(self.numbers, t.untyped_storage().nbytes() // t.element_size())
+        return out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_tensor_has_an_entry_for_every_pair_of_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    n = 160
+    with Largest() as stored:
+        bounds.get(name)(head(n, "plain"))
+    assert stored.numbers >= n * n
+    monkeypatch.setattr(plain, "STORED", 0.0)
+    monkeypatch.setattr(rows, "ROW_BYTES", 8 * n * 16)
+    monkeypatch.setattr(parts, "ROW_BYTES", 8 * n * 16)
+    with Largest() as streamed:
+        bounds.get(name)(head(n, "plain"))
+    assert streamed.numbers <= n * 64  # tokens times width of both heads, and quadratic forms
+
+
+def test_which_form_it_is_depends_on_the_shape_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = torch.zeros(1, 5271, 1), torch.zeros(1, 1, 1)
+    assert plain.too_long(Attention(x, w, w, w))
+    assert not plain.too_long(Attention(x[:, 1:], w, w, w))
+    assert plain.too_long(Attention(x[:, :4153], *[w.expand(12, 1, 1)] * 3))
+    assert not plain.too_long(Attention(x[:, :4152], *[w.expand(12, 1, 1)] * 3))
+    for free in (1e8, 1e12):
+        monkeypatch.setattr(devices, "available", lambda device, free=free: free)
+        assert plain.too_long(Attention(x, w, w, w))
+
+
+def test_derivatives_come_from_the_stored_form(nothing_fits: None) -> None:
+    att = head(10, "plain")
+    x = att.x.clone().requires_grad_(True)
+    bounds.get("lipbound")(Attention(x, att.w_q, att.w_k, att.w_v)).sum().backward()
+    assert x.grad is not None
+    assert float(x.grad.abs().amax()) > 0
+
+
+def test_memory_that_is_not_free_is_refused_before_it_is_taken(nothing_fits: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "available", lambda device: 1000.0)
+    with pytest.raises(LipboundError, match=r"our bounds at 6 tokens keep numbers for every token and some rows .* GB of memory are free"):
+        bounds.get("lipbound")(random_attention("plain"))
