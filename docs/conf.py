@@ -1,15 +1,16 @@
-"""Settings of Sphinx. `make docs` writes the source tree first (`sitegen`), then builds it; see docs/build.py."""
+"""Settings of Sphinx. `make docs` writes the source tree first (`sitegen`), then builds it; see docs/make_site.py."""
 
 import importlib.metadata
 import os
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).parent))
+from sitegen import inventories
 
 import lipbound
-from sitegen import inventories
+
+HERE = Path(__file__).parent
 
 project = "lipbound"
 author = "The lipbound developers"

@@ -64,7 +64,7 @@ def facts(bound: Bound) -> list[str]:
         "bounds": MAPS[bound.map],
         "norm": f"{bound.norm}: {NORMS[bound.norm]}",
         "covers": ", ".join(["plain heads", *(VARIANTS[name] for name in VARIANTS if name in bound.covers)]),
-        "cost per head": f"`{bound.cost}`" + (" (computed on request: `bounds=\"all\"`)" if bound.costly else ""),
+        "cost per head": f"`{bound.cost}`" + (' (computed on request: `bounds="all"`)' if bound.costly else ""),
         "over a ball of inputs": "yes, `over_ball`" if bound.ball else "no statement in the source",
         "derivatives": "yes" if bound.differentiable else "no",
     }
@@ -118,7 +118,10 @@ def tight(bound: Bound) -> list[str]:
     caption = f"Least, geometric mean and most of bound / exact. Grey: the other bounds of the norm; blue: {bound.name}."
     lines += ["", f"```{{figure}} ../pictures/tight-{bound.name}.svg", f":alt: {caption}", "", caption, "```", ""]
     versions = report["versions"]
-    lines += [f"Measured by `benchmarks/tightness.py` on {report['machine']}, torch {versions['torch']}, transformers {versions['transformers']}.", ""]
+    lines += [
+        f"Measured by `benchmarks/tightness.py` on {report['machine']}, torch {versions['torch']}, transformers {versions['transformers']}.",
+        "",
+    ]
     return lines
 
 
@@ -131,7 +134,10 @@ def failure(bound: Bound) -> list[str]:
     exact = "exact norm of L2 attention" if bound.map == "l2" else "exact norm"
     lines = ["## Where it fails", "", counterexamples.REASONS[code], "", "```python", "import torch", "import lipbound as lb", ""]
     lines += [*code.strip().splitlines(), "```", ""]
-    lines += [f"Here `{bound.name}` is {found.bound:.4g}, and the {exact} {found.exact:.4g}. `lb.bounds.get({bound.name!r}).sound(att)` is False.", ""]
+    lines += [
+        f"Here `{bound.name}` is {found.bound:.4g}, and the {exact} {found.exact:.4g}. `lb.bounds.get({bound.name!r}).sound(att)` is False.",
+        "",
+    ]
     return lines
 
 
@@ -149,11 +155,22 @@ def page(name: str) -> str:
 
 def index() -> str:
     """All bounds, norm by norm."""
-    lines = ["# Bounds", "", "Every bound in the registry, with how far above the exact norm it is on `builtin:minilm` (72 heads, 128 tokens, geometric mean)."]
+    lines = [
+        "# Bounds",
+        "",
+        "Every bound in the registry, with how far above the exact norm it is on `builtin:minilm` (72 heads, 128 tokens, geometric mean).",
+    ]
     lines += ["Bounds of different norms are never compared. [Which published bounds are in, and which are left out](published.md).", ""]
     measured = tightness()["checkpoints"]["builtin:minilm"]["norms"]
     for norm, meaning in NORMS.items():
-        lines += [f"## Norm: {norm}", "", f"{meaning[0].upper()}{meaning[1:]}.", "", "| bound | label | bound / exact | a bound when |", "|---|---|---|---|"]
+        lines += [
+            f"## Norm: {norm}",
+            "",
+            f"{meaning[0].upper()}{meaning[1:]}.",
+            "",
+            "| bound | label | bound / exact | a bound when |",
+            "|---|---|---|---|",
+        ]
         for name in bounds.names(norm):
             bound = bounds.get(name)
             entry = measured[norm]["bounds"][name]

@@ -44,9 +44,8 @@ def default(parameter: Any) -> str:
 def parameters(command: Any) -> list[str]:
     """A table of arguments and options."""
     lines = ["| argument or option | type | default | |", "|---|---|---|---|"]
-    for one in command.params:
-        if not one.hidden:
-            lines.append(f"| {usage(one)} | {cell(str(one.display_type).strip('<>'))} | {default(one)} | {cell(one.help or '')} |")
+    shown = [one for one in command.params if not one.hidden]
+    lines += [f"| {usage(one)} | {cell(str(one.display_type).strip('<>'))} | {default(one)} | {cell(one.help or '')} |" for one in shown]
     return [*lines, ""]
 
 

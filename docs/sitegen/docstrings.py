@@ -21,7 +21,7 @@ MARKUP = re.compile(r"(``.+?``|:[\w:+-]+:`[^`]+`|`[^`]+`|\*\*[^*\s][^*]*\*\*|(?<
 """Literals, roles, references and emphasis: what stays as it is."""
 ROLE = "lipbound"
 """The role of what stands between single backticks."""
-TYPE_VARIABLE = re.compile(r"(^|\.)([A-Z]|Callback|Function|Terms|Layer|Ball)$")
+TYPE_VARIABLE = re.compile(r"(^|\.)([A-Z]|Annotated|Callback|Function|Terms|Layer|Ball)$|[\[~]")
 """Names in signatures that stand for types and have no page."""
 SHORT = {
     "Tensor": "torch.Tensor",
@@ -99,6 +99,10 @@ def markup(lines: list[str]) -> list[str]:
 
 def process(app: "Sphinx", what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Called with each docstring, whose lines it replaces."""
+    if getattr(obj, "__module__", "").startswith("matplotlib"):
+        lines[:] = lines[:1]  # of another project, in its own markup
+    if what in ("attribute", "data", "property") and lines:
+        lines[0] = f": {lines[0]}"  # a sentence, without a type before a colon
     lines[:] = markup(lines)
 
 

@@ -142,7 +142,9 @@ def token_norms() -> str:
             if key in row:
                 entry = row[key]
                 over = ", ".join(f"{x:.2f}" for x in entry["over_frobenius"])
-                lines.append(f"| {row['model']} ({row['heads']} heads) | {name} | {entry['times_frobenius']:.1f} | {100 * entry['closed']:.0f} % | {over} |")
+                lines.append(
+                    f"| {row['model']} ({row['heads']} heads) | {name} | {entry['times_frobenius']:.1f} | {100 * entry['closed']:.0f} % | {over} |"
+                )
     return "\n".join(lines)
 
 
@@ -159,7 +161,8 @@ def cluster() -> str:
     """What benchmarks/cluster.py has measured."""
     found = report("cluster.json")
     one, two = found["one_worker_s"], found["two_workers_s"]
-    return f"{found['samples']} samples take {one:.0f} s with one worker and {two:.0f} s with two; their results differ by {found['largest_difference']:g}."
+    times = f"{found['samples']} samples take {one:.0f} s with one worker and {two:.0f} s with two"
+    return f"{times}; their results differ by {found['largest_difference']:g}."
 
 
 def penalty_costs() -> str:

@@ -135,7 +135,6 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
-
 def pages() -> dict[str, str]:
     """The page, by its place on the site."""
     return {"bounds/published.md": page()}

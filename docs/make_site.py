@@ -1,14 +1,14 @@
-"""Build the documentation site: ``make docs`` writes build/docs/html. Every warning is an error."""
+"""Build the documentation site, without a network: ``make docs`` writes build/docs/html. Every warning is an error."""
 
 import argparse
 import sys
 import time
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-
+sys.path.insert(0, str(Path(__file__).parent))
 from sitegen import tree
+
+HERE = Path(__file__).parent
 
 
 def main() -> int:
