@@ -15,14 +15,15 @@ from lipbound import bounds
 from lipbound.attention.reference import head_function
 from lipbound.jacobians.head_streaming import head_jacobian
 from lipbound.linalg.operator_norm import operator_norm
-from sitegen.bounds import tightness
+from sitegen.bounds import shown_ratio, tightness
 
 BLUE, GREY, ORANGE, GREEN = "#2563a8", "#b9bec6", "#c8641b", "#3b7d4f"
 TEXT = "How smooth is attention? It depends on the tokens."
-STYLE: dict[str, Any] = {
-    "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none", "svg.hashsalt": "lipbound", "figure.facecolor": "white",
+STYLE: Any = {
+    "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none", "svg.hashsalt": "lipbound",
+    "figure.facecolor": "white",
 }  # fmt: skip
-NORMS = {
+NORMS: dict[str, Callable[[lb.Attention], lb.Norm]] = {
     "all tokens together\n(frobenius)": lambda att: lb.spectral_norm(att, vectors=True),
     "every token a little\n(every-token)": lambda att: lb.token_norm(att, "every", "worst", vectors=True),
     "one token alone\n(one-token)": lambda att: lb.token_norm(att, "one", "all", vectors=True),
@@ -73,6 +74,7 @@ def three_norms(target: Path) -> None:
     figure, axes = sheet(2, 3, (7.6, 3.4))
     for column, (name, measure) in enumerate(NORMS.items()):
         norm = measure(att)
+        assert norm.right is not None
         moves = norm.right[0, 0]
         outputs = torch.func.jvp(head_function(att, 0, 0), (att.x[0],), (moves,))[1]
         for row, (values, colour) in enumerate(((moves, GREY), (outputs, BLUE))):
@@ -127,7 +129,7 @@ def why_loose(target: Path) -> None:
     for place, (name, what) in enumerate(CHAIN):
         value = entries[name]["geomean"]
         ax.barh(place, value - 1, left=1, color=BLUE if name.startswith("lipbound") else GREY)
-        ax.text(value * 1.1, place, f"{value:.3g}×  {what}", va="center", fontsize=8)
+        ax.text(value * 1.1, place, f"{shown_ratio(value)}×  {what}", va="center", fontsize=8)
     ax.set_yticks(range(len(CHAIN)), [name for name, _ in CHAIN])
     ax.set(xscale="log", xlim=(1, 3e6), xlabel="bound / exact, geometric mean over 72 heads of MiniLM")
     ax.invert_yaxis()
