@@ -113,7 +113,7 @@ def tight(bound: Bound) -> list[str]:
         ratios = " | ".join(shown_ratio(entry[key]) for key in ("geomean", "min", "max"))
         lines.append(f"| `{model}` | {row['heads']} | {ratios} | {held} |")
     if missing:
-        why = "it was not computed there, as it is costly" if bound.costly else "it says nothing about heads of that kind, or it is costly"
+        why = "it is costly there" if bound.costly else "it says nothing about heads of that kind"
         lines += ["", f"Not measured on {', '.join(missing)}: {why}."]
     caption = f"Least, geometric mean and most of bound / exact. Grey: the other bounds of the norm; blue: {bound.name}."
     lines += ["", f"```{{figure}} ../pictures/tight-{bound.name}.svg", f":alt: {caption}", "", caption, "```", ""]

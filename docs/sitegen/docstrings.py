@@ -5,9 +5,12 @@ markup; names between single backticks lead to the page of the object where ther
 """
 
 import importlib
+import operator
 import re
+import sys
 from typing import TYPE_CHECKING, Any
 
+import lipbound
 from sitegen import api
 from sitegen.bounds import docstring
 
@@ -48,12 +51,12 @@ SHORT = {
 
 
 def plain(line: str) -> str:
-    """A line of text in which bars, stars and underscores at the end of words are characters."""
+    """A line of text in which bars, stars, at signs and underscores at the end of words are characters."""
     parts = MARKUP.split(line)
     for i in range(0, len(parts), 2):
         parts[i] = re.sub(r"(?<!\\)\|", r"\\|", parts[i])
         parts[i] = re.sub(r"(?<=\w)_(?!\w)", r"\\_", parts[i])
-        parts[i] = re.sub(r"(?<!\\)\*", r"\\*", parts[i])
+        parts[i] = re.sub(r"(?<!\\)([*@])", r"\\\1", parts[i])
     return "".join(parts)
 
 
@@ -138,10 +141,15 @@ def candidate(target: str, known: Any) -> str | None:
     for name in (target, f"lipbound.{public}", f"lipbound.{target}"):
         if name in known:
             return name
+    if target.startswith("lipbound.") and exists(target):
+        found = importlib.import_module(target) if target in sys.modules else operator.attrgetter(target.removeprefix("lipbound."))(lipbound)
+        home = f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', '')}"
+        if home in known or api.public().get(home):
+            return home if home in known else f"lipbound.{api.public()[home]}"
     kinds = ("class", "function", "exception", "module", "data") if "." not in target else tuple(known)
-    found = {name for name in known if name.endswith(f".{target}") and name.startswith("lipbound.")}
-    found = {name for name in found if "." in target or known[name].objtype in kinds}
-    return min(found) if len(found) == 1 else None
+    same = {name for name in known if name.endswith(f".{target}") and name.startswith("lipbound.")}
+    same = {name for name in same if "." in target or known[name].objtype in kinds}
+    return min(same) if len(same) == 1 else None
 
 
 def resolve(app: "Sphinx", env: "BuildEnvironment", node: "pending_xref", contnode: "Element") -> "Element | None":

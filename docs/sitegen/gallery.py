@@ -27,12 +27,11 @@ def title_and_claim(path: Path) -> tuple[str, str]:
         ValueError: a notebook that opens otherwise.
     """
     text = "".join(cells(path)[0]["source"])  # type: ignore[arg-type]
-    match = re.search(r"\A# (.+?)\n+\*\*Claims?\*?\*?\.?(?:\*\*)?(.*)", text, re.DOTALL)
+    match = re.match(r"# (.+?)\n+\*\*Claims?\.?\*\*\.?\s*(?:\([^)]*\)\.?\s*)?(.+?)(?:\n\n|\Z)", text, re.DOTALL)
     if match is None:
         raise ValueError(f"{path.name} does not open with a title and a claim")
-    claim = re.sub(r"\A[^A-Z]*(?:\([^)]*\)\.?\s*|\*\*\s*)?", "", match[2].strip().removeprefix("**").strip())
-    claim = claim.split("\n\n")[0].replace("\n", " ")
-    return match[1].strip(), re.split(r"(?<=[a-z\d)$])[.:;] (?=[A-Z])", claim)[0].rstrip(".:;") + "."
+    claim = " ".join(match[2].split())
+    return match[1].strip(), re.split(r"(?<=[a-z\d)$])[.:;] (?=[A-Z])|; ", claim)[0].rstrip(".:;") + "."
 
 
 def picture(path: Path) -> bytes:
