@@ -106,7 +106,7 @@ def filled(text: str) -> str:
     Raises:
         KeyError: no part has the name.
     """
-    return re.sub(r"<!-- table: (\w+) -->", lambda match: measured.PARTS[match[1]](), text)
+    return re.sub(r"^<!-- table: (\w+) -->$", lambda match: measured.PARTS[match[1]](), text, flags=re.MULTILINE)
 
 
 @cache
