@@ -107,6 +107,13 @@ def test_every_notebook_is_in_the_gallery() -> None:
     assert all(gallery.picture(ROOT / "notebooks" / name).startswith(b"\x89PNG") for name in gallery.NOTEBOOKS)
 
 
+def test_the_command_line_is_told_in_words() -> None:
+    page = SITE.pages["reference/cli.md"]
+    for row in ("| `--samples` | int | `8` |", "| `model` | str | required |", "| `--output`, `-o` | path | required |"):
+        assert row in page or row.replace("`--output`, `-o`", "`-o`, `--output`") in page, row
+    assert "method" not in "".join(re.findall(r"^\| `[^|]*\| ([^|]*)\|", page, re.MULTILINE))
+
+
 def test_every_public_name_has_a_page() -> None:
     named = {*(name for names in api.GROUPS.values() for name in names), *api.MODULES}
     assert named == set(lb.__all__)

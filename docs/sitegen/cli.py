@@ -44,8 +44,9 @@ def default(parameter: Any) -> str:
 def parameters(command: Any) -> list[str]:
     """A table of arguments and options."""
     lines = ["| argument or option | type | default | |", "|---|---|---|---|"]
+    context = command.make_context(command.name, [], resilient_parsing=True)
     shown = [one for one in command.params if not one.hidden]
-    lines += [f"| {usage(one)} | {cell(str(one.display_type).strip('<>'))} | {default(one)} | {cell(one.help or '')} |" for one in shown]
+    lines += [f"| {usage(one)} | {cell(one.display_type(context).strip('<>'))} | {default(one)} | {cell(one.help or '')} |" for one in shown]
     return [*lines, ""]
 
 

@@ -37,14 +37,24 @@ def report(name: str) -> Any:
     return json.loads((BENCHMARKS / name).read_text(encoding="utf-8"))
 
 
+def measured_with(found: dict[str, Any]) -> str:
+    """Machine and versions that a file names, as a line."""
+    versions = {**found.get("versions", {}), **{name: found[name] for name in ("torch", "transformers") if name in found}}
+    parts = [str(found["device"])] if "device" in found else []
+    parts += [f"{found['threads']} threads"] if "threads" in found else []
+    parts += [f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions]
+    return f"Measured with {', '.join(parts)}."
+
+
 def accuracy() -> str:
     """What benchmarks/accuracy.py has measured."""
     lines = ["| heads | method | dtype | device | largest error | widest enclosure | outside |", "|---|---|---|---|---|---|---|"]
-    for row in report("accuracy.json")["rows"]:
+    found = report("accuracy.json")
+    for row in found["rows"]:
         width = "none" if row["width"] is None else f"{row['width']:.1e}"
         outside = "none" if row["outside"] is None else str(row["outside"])
         lines.append(f"| {row['heads']} | `{row['method']}` | {row['dtype']} | {row['device']} | {row['error']:.1e} | {width} | {outside} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", measured_with(found)])
 
 
 def speed() -> str:
@@ -56,7 +66,7 @@ def speed() -> str:
             times = row["speedup"] if name != "enclosure" else 1 / row["speedup"]
             missed = " (not reached)" if name != "enclosure" and row["error"] > found["accuracy"] else ""
             lines.append(f"| {shape} | {TIMED[name]} | {1e3 * row['seconds_per_head']:.3g} | {row['error']:.0e}{missed} | {times:.3g} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", measured_with(found)])
 
 
 def gemm() -> str:
@@ -115,13 +125,14 @@ def families() -> str:
         "| family | its attention | capture, off by | exact, off by | `lipbound` / exact | `lipbound_block` / exact | sharpest published / exact |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, row in report("families.json")["families"].items():
+    found = report("families.json")
+    for name, row in found["families"].items():
         what = ", ".join([HAS[v] for v in HAS if v in row["variants"]] + ["mask"] * row["masked"]) or "plain"
         module = f"{row['module']:.0e}" if "module" in row else ""
         ours = [f"{row[key]['geomean']:.2f} ({row[key]['max']:.2f})" for key in ("lipbound", "lipbound_block")]
         best = f"{row['published']['geomean']:.3g}, `{row['published']['name']}`"
         lines.append(f"| {name} | {what} | {row['capture']:.0e} | {module} | {ours[0]} | {ours[1]} | {best} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", measured_with(found)])
 
 
 def memory() -> str:
@@ -137,7 +148,8 @@ def memory() -> str:
 def token_norms() -> str:
     """What benchmarks/token_norms.py has measured."""
     lines = ["| checkpoint | norm | time over Frobenius | closed to 1e-3 | over the Frobenius norm: least, median, most |", "|---|---|---|---|---|"]
-    for row in report("token_norms.json")["models"]:
+    found = report("token_norms.json")
+    for row in found["models"]:
         for key, name in TOKEN_NORMS.items():
             if key in row:
                 entry = row[key]
@@ -145,7 +157,7 @@ def token_norms() -> str:
                 lines.append(
                     f"| {row['model']} ({row['heads']} heads) | {name} | {entry['times_frobenius']:.1f} | {100 * entry['closed']:.0f} % | {over} |"
                 )
-    return "\n".join(lines)
+    return "\n".join([*lines, "", measured_with(found)])
 
 
 def startup() -> str:
