@@ -17,6 +17,8 @@ THEORY = ROOT / "docs" / "theory"
 VARIANTS = {"rotation": "rotation", "qk_norm": "normalised queries and keys", "cap": "capped scores", "sinks": "sinks"}
 MAPS = {"head": "one attention head", "l2": "L2 attention with the weights of the head (compared with `exact_l2`, never with `exact`)"}
 OURS = "lipbound2026"
+CITATION = re.compile(r"\bLemmas? ((?:\d+(?:, | and )?)+)\s+\(docs/theory/\w+\.md\)")
+"""Lemmas of our own in docstrings; "Lemma 3.2" of a paper is none."""
 
 
 @cache
@@ -40,7 +42,7 @@ def lemmas() -> dict[int, tuple[str, str]]:
 
 def proofs(bound: Bound) -> list[int]:
     """Lemmas that prove a bound: those its docstring cites, and those that name it as their code."""
-    cited = {int(n) for group in re.findall(r"Lemmas? ([\d, and]+)", inspect.getdoc(bound.function) or "") for n in re.findall(r"\d+", group)}
+    cited = {int(n) for group in CITATION.findall(inspect.getdoc(bound.function) or "") for n in re.findall(r"\d+", group)}
     dotted = f"{bound.function.__module__}.{bound.name}`"
     return sorted(cited | {number for number, (_, code) in lemmas().items() if dotted in code})
 
@@ -79,12 +81,11 @@ def statement(bound: Bound) -> list[str]:
 
 def docstring(text: str) -> str:
     """A docstring of the package whose citations of lemmas are links."""
-    numbers = r"\bLemmas? ((?:\d+(?:, | and )?)+)\s+\(docs/theory/\w+\.md\)"
 
     def change(match: re.Match[str]) -> str:
         return re.sub(r"\d+", lambda n: f":ref:`Lemma {n[0]} <lemma-{n[0]}>`", match[1])
 
-    return re.sub(numbers, change, text)
+    return CITATION.sub(change, text)
 
 
 def proof(bound: Bound) -> list[str]:
@@ -93,6 +94,8 @@ def proof(bound: Bound) -> list[str]:
     lines = ["## Proof", ""]
     if numbers:
         lines += [f"- [Lemma {n}: {lemmas()[n][0]}](#lemma-{n})" for n in numbers]
+    elif bound.name in counterexamples.EXAMPLES and bound.assumptions.startswith("none known"):
+        lines += ["None is known: it is the form of the authors' code, kept for comparison."]
     else:
         lines += [f"In the source: {bound.source}. The statement is taken over as it is printed."]
     return [*lines, ""]
