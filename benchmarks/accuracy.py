@@ -1,4 +1,4 @@
-"""Every method against dense float64 decompositions of autograd Jacobians: ``make accuracy`` writes accuracy.json and the table of README.md.
+"""Every method against dense float64 decompositions of autograd Jacobians: ``make accuracy`` writes accuracy.json, which the documentation shows.
 
 Heads: 12 of builtin:minilm (two of each layer, 32 tokens of real text) and 24 random ones with biases and sharp attention (8 tokens). The error is
 the largest relative distance of ``lower`` from the reference, the width the largest ``upper / lower - 1``, and "outside" counts references that lie

@@ -1,4 +1,4 @@
-"""Today's attention, family by family: how well it is captured, and how near our bounds are. Writes families.json, which README.md shows.
+"""Today's attention, family by family: how well it is captured, and how near our bounds are. Writes families.json, which the documentation shows.
 
 Random models: two layers of four heads, the configurations of the tests, weights large enough for uneven attention, two samples of 24 tokens.
 "module" is the largest relative distance of our exact norms from those of the dense autograd Jacobian of the model's own attention module, in

@@ -54,10 +54,8 @@ def robust_accuracy(
         images: (n, channels, height, width), pixels in [0, 1], before normalisation. labels: (n,).
         mean, std: of the checkpoint's image processor, per channel.
         attacks: "clean", or "fgsm-B", "pgd-B" (4 steps, step B/2, random start), "autoattack-B" (APGD on cross entropy, and from three classes on
-        also on
-            the ratio of differences of logits, 10 steps each, as that toolbox implements them). B is the budget: in 1/255 for the norm "linf", in
-            units of
-            pixel values, all of the image together, for "l2".
+            also on the ratio of differences of logits, 10 steps each, as that toolbox implements them). B is the budget: in 1/255 for the norm
+            "linf", in units of pixel values, all of the image together, for "l2".
         norm: "linf" or "l2".
         batch: images at a time. seed: of random starts.
 

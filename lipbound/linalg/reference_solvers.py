@@ -43,7 +43,7 @@ def dense_svd(op: JacobianOperator, *, vectors: bool = False, memory: float = 4e
     """Norms of J from the singular values of the matrices themselves, in float64, one batch entry at a time.
 
     ``lower`` and ``upper`` are the computed value less and plus a relative rounding allowance for decomposing the matrix: Lemma 50
-    (docs/theory/numerics.md); where attention saturates, the cancellation in ``v_j - o_i`` comes on top (`lipbound.jacobians.rounding.rounding`).
+    (docs/theory/numerics.md); where attention saturates, the cancellation in ``v_j - o_i`` comes on top (`lipbound.jacobians.rounding.roundoff`).
 
     Raises:
         LipboundError: when one matrix and its decomposition would take more than ``memory`` bytes.

@@ -18,8 +18,9 @@ SMALL = 1e-6
 class JaSMin:
     r"""The penalty of Yudin et al. 2025, equations (8) and (9), on what transformers calls ``attentions``.
 
-    .. math:: \sum_{l,h} \max_i \log g_1(P_i^{l,h}) \quad (k = 0), \qquad \sum_{l,h} \max_i \log \frac{g_1(P_i^{l,h})}{g_k(P_i^{l,h}) + 10^{-6}}
-    \quad (k > 1)
+    .. math::
+        \sum_{l,h} \max_i \log g_1(P_i^{l,h}) \quad (k = 0), \qquad
+        \sum_{l,h} \max_i \log \frac{g_1(P_i^{l,h})}{g_k(P_i^{l,h}) + 10^{-6}} \quad (k > 1)
 
     averaged over samples; ``reduce="mean"`` takes the mean over queries i for their maximum. :math:`g_1` is evaluated without cancellation (see
     `lipbound.attention.softmax.g`), and its logarithm from below at the smallest positive number of the dtype, where rows are one-hot.

@@ -22,7 +22,7 @@ from lipbound.runs.plan import Block, Plan, Sources
 
 
 class WorkerSpec(NamedTuple):
-    """How another process makes the same `Measurer`; ``weights`` is the `lipbound.models.checkpoints.Checkpoint.revision` that it must find.
+    """How another process makes the same `Measurer`; ``weights`` is the ``revision`` of the checkpoint that it must find.
 
     ``loading`` is its argument ``weights``.
     """

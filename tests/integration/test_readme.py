@@ -1,19 +1,31 @@
-"""What README.md says stays true."""
+"""What README.md and the pages of the documentation say stays true."""
 
+import ast
 import importlib.util
 import json
 import re
+import shlex
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import typer
+from sitegen import measured, published, tree
 
+import lipbound as lb
 from lipbound import bounds
+from lipbound.cli import app
 from lipbound.jacobians.spectral_norm import PROOFS
 from lipbound.linalg.operator_norm import METHODS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+PAGES = {"README.md": README, "figures/README.md": (ROOT / "figures" / "README.md").read_text(), **tree.handwritten()}
+PYTHON = [(name, code) for name, text in PAGES.items() for code in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)]
+LINES = re.compile(r"^(?:    |\$ )(lipbound .*?)(?: #.*)?$", re.MULTILINE)
+COMMANDS = sorted({line for text in PAGES.values() for line in LINES.findall(text)})
+ELSEWHERE = ("from_pretrained", "dask", "Trainer", "minilm.zarr", '"builtin:minilm"')
+"""What a snippet has that takes the hub, other processes, or long; the first of the README runs all the same."""
 
 
 def benchmark(name: str) -> ModuleType:
@@ -26,10 +38,9 @@ def benchmark(name: str) -> ModuleType:
     return module
 
 
-def test_the_page_of_published_bounds_is_up_to_date() -> None:
-    """As registered, and what is left out with a reason for each; ``python benchmarks/published.py`` writes it."""
-    published, page = benchmark("published"), (ROOT / "docs" / "published.md").read_text()
-    assert published.page() == page
+def test_the_page_of_published_bounds_has_all() -> None:
+    """As registered, and what is left out with a reason for each."""
+    page = published.page()
     assert all(f"`{name}`" in page for name in bounds.names(None))
     assert all(one.reason in published.REASONS and one.remark and re.search(r"\b20[12]\d\b", one.source) for one in published.LEFT_OUT)
 
@@ -40,6 +51,8 @@ def test_nothing_claims_every_published_bound() -> None:
         ROOT / "setup.cfg",
         ROOT / "CITATION.cff",
         *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "docs").rglob("*.py"),
         *(ROOT / "lipbound").rglob("*.py"),
         *(ROOT / "notebooks").glob("*.ipynb"),
     ]
@@ -48,17 +61,36 @@ def test_nothing_claims_every_published_bound() -> None:
     assert [claim for claim in claims if not claim.lower().startswith("every published l2 bound on softmax heads that we know of")] == []
 
 
-def test_generated_tables_are_up_to_date() -> None:
-    """The bounds as registered, and accuracy.json as measured; ``make accuracy`` writes both."""
+def test_generated_parts_are_up_to_date() -> None:
+    """The figure, and how tight the bounds are; ``python benchmarks/readme.py`` writes both."""
     readme = benchmark("readme")
     assert readme.written(README) == README
     assert all(f"| `{name}` |" in README for name in bounds.names(None))
+    assert readme.figure() in README
+    assert (ROOT / readme.FIGURE).exists()
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 120
+
+
+def test_tightness_is_of_bounds() -> None:
+    """Where the assumptions of a bound hold, it is nowhere below the exact norm, but for the width of the enclosure."""
+    rows = json.loads((ROOT / "benchmarks" / "tightness.json").read_text())["checkpoints"]
+    entries = [(model, name, one) for model, row in rows.items() for norm in row["norms"].values() for name, one in norm["bounds"].items()]
+    assert {name for _, name, _ in entries} == set(bounds.names(None))
+    assert [(model, name) for model, name, one in entries if one["sound"] == 1 and one["min"] < 1 - 1e-9] == []
 
 
 def test_no_enclosure_of_the_accuracy_table_misses() -> None:
     rows = json.loads((ROOT / "benchmarks" / "accuracy.json").read_text())["rows"]
     assert {row["method"].split(",")[0] for row in rows} == {*METHODS, *PROOFS}
     assert all(row["outside"] in (0, None) for row in rows)
+
+
+def test_every_part_that_was_measured_is_shown() -> None:
+    shown = {name for text in PAGES.values() for name in re.findall(r"<!-- table: (\w+) -->", text)}
+    assert shown == set(measured.PARTS)
 
 
 def test_the_first_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,6 +102,32 @@ def test_the_first_python_example_runs(tmp_path: Path, monkeypatch: pytest.Monke
     assert set(names["steepest"]) == {"layer", "head"}
 
 
+@pytest.mark.parametrize(("page", "code"), [one for one in PYTHON if not any(word in one[1] for word in ELSEWHERE)])
+def test_python_examples_of_pages_run(page: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+
+
+@pytest.mark.parametrize(("page", "code"), PYTHON)
+def test_names_in_python_examples_exist(page: str, code: str) -> None:
+    """``lb.plots.heatmaps`` and its like."""
+    for node in ast.walk(ast.parse(code)):
+        dotted = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        if re.fullmatch(r"lb(\.\w+)+", dotted):
+            found: object = lb
+            for part in dotted.split(".")[1:]:
+                found = getattr(found, part)
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_commands_are_understood(line: str) -> None:
+    """Every command line of the pages: the command is there, and takes these options."""
+    _, name, *arguments = shlex.split(line.split(" > ")[0])
+    if name != "COMMAND":
+        command = typer.main.get_command(app).commands[name]
+        assert command.make_context(name, arguments) is not None
+
+
 def test_links_lead_somewhere() -> None:
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
-        assert (Path(__file__).parents[2] / target).exists(), target
+        assert (ROOT / target).exists(), target

@@ -117,10 +117,17 @@ class BlockNorms:
     Second moments of all rows come from one product each: Lemma 52 (docs/theory/numerics.md). Upper values but for `positive_slack`.
 
     Attributes:
-        p, v, o: probabilities, centred values, outputs. size: |c q_i|, (heads, N). qt: :math:`\\tilde q_i`, in coordinates in which it is no
-        shorter; off_qt: the rounding of its rows. qt_norm: :math:`|\\tilde q_i|`, (heads, N, 1).
-        distance: :math:`|v_j - o_i|`, (heads, N, N). norm_v: :math:`\\|W_V\\|`, (heads, 1, 1).
-        b: :math:`\\|B_i\\|`, (heads, N). With ``gram`` also b_v: :math:`\\|B_i W_V\\|`, a: :math:`\\|A_i\\|`, (heads, N), and
+        p, v, o: probabilities, centred values, outputs.
+        size: |c q_i|, (heads, N).
+        qt: :math:`\\tilde q_i`, in coordinates in which it is no
+            shorter.
+        off_qt: the rounding of its rows.
+        qt_norm: :math:`|\\tilde q_i|`, (heads, N, 1).
+        distance: :math:`|v_j - o_i|`, (heads, N, N).
+        norm_v: :math:`\\|W_V\\|`, (heads, 1, 1).
+        b: :math:`\\|B_i\\|`, (heads, N).
+        b_v: with ``gram`` alone, :math:`\\|B_i W_V\\|`, (heads, N).
+        a: :math:`\\|A_i\\|`, (heads, N); with ``gram`` alone.
         b_q: :math:`|B_i \\tilde q_k|`, (heads, N, N).
     """
 

@@ -1,14 +1,11 @@
-"""Write docs/published.md: which published bounds are in, from the registry, and which are left out and why."""
+"""The page of published bounds: which are in, from the registry, and which are left out and why."""
 
 import re
-from pathlib import Path
 from typing import NamedTuple
 
 from lipbound import bounds
 from lipbound.bounds.entry import NORMS
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "published.md"
 REASONS = {
     "another map": "it bounds a map that no softmax head of a checkpoint is",
     "another norm": "it is stated in a norm that nothing here is measured in",
@@ -114,7 +111,7 @@ def columns(norm: str) -> list[str]:
     for bound in (bounds.get(name) for name in bounds.names(norm)):
         if bound.citation != ours:
             source = f"{paper(bound.citation)}: {bound.source}"
-            cells = [f"`{bound.name}`", source, bound.statement, bound.assumptions, bound.caveat or "never"]
+            cells = [f"[`{bound.name}`]({bound.name}.md)", source, bound.statement, bound.assumptions, bound.caveat or "never"]
             lines.append(f"| {' | '.join(map(cell, cells))} |")
     lines = [*lines[:4], "No published bound is known to us."] if len(lines) == 6 else lines
     return [*lines, "", "Ours: " + ", ".join(f"`{name}`" for name in bounds.names(norm) if bounds.get(name).citation == ours) + ".", ""]
@@ -124,10 +121,9 @@ def page() -> str:
     """The whole page."""
     assert {entry.reason for entry in LEFT_OUT} == set(REASONS)
     lines = ["# Published bounds: what is in, what is left out, and why", ""]
-    lines += ["<!-- written by benchmarks/published.py from the registry; change that -->", ""]
     lines += ["A run sets beside exact norms every published l2 bound on softmax heads that we know of. Bounds of one norm are compared among"]
-    lines += ["themselves only. What we prove in place of the printed statements is in [theory/published.md](theory/published.md) and"]
-    lines += ["[theory/token_bounds.md](theory/token_bounds.md).", ""]
+    lines += ["themselves only. What we prove in place of the printed statements is in [published bounds](../theory/published.md) and"]
+    lines += ["[bounds where tokens are told apart](../theory/token_bounds.md).", ""]
     lines += ["## What is in", ""]
     for norm in NORMS:
         lines += columns(norm)
@@ -139,5 +135,6 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
-if __name__ == "__main__":
-    PAGE.write_text(page())
+def pages() -> dict[str, str]:
+    """The page, by its place on the site."""
+    return {"bounds/published.md": page()}

@@ -1,0 +1,74 @@
+"""How tight every bound is on the checkpoints that come with lipbound: writes tightness.json, which README.md and the pages of bounds show.
+
+Two samples of at most 128 tokens of each checkpoint's own data (one sample of every third layer of the largest), one attention head at a time.
+For every norm: bound / exact over samples, layers and heads, the exact norm being that of the map that the bound is about, and how often the
+assumptions of the bound hold. `lipbound_gram`, which is costly, is measured where it takes less than a few minutes.
+"""
+
+import json
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xarray as xr
+
+import lipbound as lb
+from lipbound.bounds.entry import NORMS
+from lipbound.runs.provenance import versions
+
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "builtin:minilm": {"samples": 2, "costly": True},
+    "builtin:gpt2": {"samples": 2, "costly": True},
+    "builtin:vit": {"samples": 2, "costly": True},
+    "builtin:llama": {"samples": 2, "costly": True},
+    "builtin:qwen3": {"samples": 2, "costly": False},
+    "builtin:smollm2": {"samples": 1, "costly": False, "layers": list(range(0, 30, 3))},
+}
+
+
+def finite(value: float) -> float | None:
+    """A number that JSON has; None for one beyond the range of float64."""
+    return float(value) if np.isfinite(value) else None
+
+
+def entries(ds: xr.Dataset) -> dict[str, Any]:
+    """For each bound of a run: bound / exact, and the share of heads where its assumptions hold."""
+    found = {}
+    for name in ds.attrs["bounds"]:
+        quotient = (ds[name] / ds[lb.bounds.get(name).exact]).values
+        with np.errstate(over="ignore"):
+            geomean = np.exp(np.log(quotient).mean())
+        sound = float(ds[f"{name}_sound"].mean())
+        found[name] = {"geomean": finite(geomean), "min": finite(quotient.min()), "max": finite(quotient.max()), "sound": sound}
+    return found
+
+
+def measured(model: str, samples: int, costly: bool, layers: list[int] | None = None) -> dict[str, Any]:
+    """Every norm of one checkpoint."""
+    row: dict[str, Any] = {"samples": samples, "norms": {}}
+    for norm in NORMS:
+        wanted = "all" if costly else "default"
+        start = time.perf_counter()
+        ds = lb.compare(model, bounds=wanted, norm=norm, samples=samples, layers=layers, progress=False)
+        row |= {"layers": ds.sizes["layer"], "heads": ds.sizes["layer"] * ds.sizes["head"], "tokens": int(ds.attrs["tokens"])}
+        row["norms"][norm] = {
+            "exact": [float(ds["exact"].min()), float(ds["exact"].max())],
+            "bounds": entries(ds),
+        }
+        print(model, norm, f"{time.perf_counter() - start:.0f} s", flush=True)
+    return row
+
+
+def main() -> None:
+    """Measure, print, write."""
+    rows = {model: measured(model, **how) for model, how in CHECKPOINTS.items()}
+    machine = {"machine": platform.machine(), "threads": torch.get_num_threads(), "python": platform.python_version()}
+    report = {**machine, "versions": versions(), "checkpoints": rows}
+    Path(__file__).with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

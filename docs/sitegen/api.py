@@ -1,0 +1,137 @@
+"""The reference of the package: a page for each public name, and one for each folder with all its modules."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "lipbound"
+GROUPS = {
+    "Measure": ("compare", "spectral_norm", "token_norm", "token_profile", "network_norm", "Norm", "TokenProfile"),
+    "Models, inputs, layers": ("load_checkpoint", "prepare", "capture", "attention_probabilities", "Attention"),
+    "Runs": ("load", "verify", "report", "cite"),
+    "Balls of inputs": ("attack", "radius_curve"),
+    "Errors": ("LipboundError",),
+}
+"""Public names of the package, by what they are for."""
+MODULES = {
+    "bounds": ("lipbound.bounds", "the registry of bounds: `names`, `get`, `evaluate`, `over_ball`"),
+    "plots": ("lipbound.reporting.plots", "heatmaps and curves of runs"),
+    "tables": ("lipbound.reporting.tables", "tables of runs, as text, Markdown, LaTeX, CSV and DataFrames"),
+    "regularizers": ("lipbound.regularizers", "penalties for training"),
+}
+"""Public modules: the name that ``lipbound`` gives them, their home, what they hold."""
+LEFT_OUT = ("lipbound.moved", "lipbound.__main__", "lipbound.cli")
+"""Modules that nobody calls: paths of the last release, the entry point, the command line (which has a page of its own)."""
+INDEX = """API
+===
+
+Public names are attributes of ``lipbound``: ``import lipbound as lb``, then ``lb.compare``. What is listed here keeps its name and its meaning
+between releases. Every module is documented below as well, for those who build on the parts.
+
+"""
+
+
+def home(name: str) -> str:
+    """The module in which a public name is defined.
+
+    Raises:
+        KeyError: no public name.
+    """
+    import lipbound
+
+    return f"lipbound.{lipbound._HOME[name]}"
+
+
+def public() -> dict[str, str]:
+    """Public functions and classes: the module and name where they are defined -> the public name."""
+    return {f"{home(name)}.{name}": name for names in GROUPS.values() for name in names}
+
+
+def modules() -> dict[str, list[str]]:
+    """Folders of the package, dotted, and the modules in each, the folder itself first."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(part for part in parts if part != "__init__")
+        folder = ".".join(path.parent.relative_to(ROOT).parts)
+        if not name.startswith(LEFT_OUT):
+            found.setdefault(folder, []).append(name)
+    return {folder: sorted(names, key=lambda name, folder=folder: (name != folder, name)) for folder, names in sorted(found.items())}  # type: ignore[misc]
+
+
+def source_of(module: str) -> Path:
+    """The file of a module."""
+    path = ROOT.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def definitions(module: str) -> list[str]:
+    """Functions and classes that a module defines, in order, without those whose names begin with an underscore."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    body = ast.parse(source_of(module).read_text(encoding="utf-8")).body
+    return [node.name for node in body if isinstance(node, kinds) and not node.name.startswith("_")]
+
+
+def first_sentence(module: str) -> str:
+    """What the docstring of a module says first."""
+    docstring = ast.get_docstring(ast.parse(source_of(module).read_text(encoding="utf-8"))) or ""
+    return " ".join(docstring.split("\n\n")[0].split())
+
+
+def title(text: str, line: str = "=") -> list[str]:
+    """A heading of reStructuredText."""
+    return [text, line * len(text), ""]
+
+
+def page_of(name: str) -> str:
+    """The page of one public name."""
+    kind = "autoclass" if name[0].isupper() else "autofunction"
+    members = ["   :members:", "   :member-order: bysource", "   :show-inheritance:"] if kind == "autoclass" else []
+    other = f"Defined in :py:mod:`{home(name)}`."
+    return "\n".join([*title(name), f".. {kind}:: lipbound.{name}", *members, "", other, ""])
+
+
+def section(module: str, line: str) -> list[str]:
+    """One module on the page of its folder."""
+    names = public()
+    here = [name for name in definitions(module) if f"{module}.{name}" in names]
+    lines = [*title(module.removeprefix("lipbound."), line), f".. automodule:: {module}"]
+    lines += ["   :members:", "   :ignore-module-all:", "   :member-order: bysource", "   :show-inheritance:"]
+    lines += [f"   :exclude-members: {', '.join(here)}"] if here else []
+    lines += [""]
+    lines += [f"Public: {', '.join(f':py:obj:`lipbound.{name}`' for name in here)}.", ""] if here else []
+    return lines
+
+
+def folder_page(folder: str, names: list[str]) -> str:
+    """The page of one folder."""
+    lines = title(folder)
+    for name in names:
+        lines += section(name, "-")
+    return "\n".join(lines)
+
+
+def index(folders: list[str]) -> str:
+    """The page that leads to all others."""
+    lines = [INDEX]
+    for group, names in GROUPS.items():
+        lines += [*title(group, "-"), ".. autosummary::", "   :nosignatures:", "", *(f"   lipbound.{name}" for name in names), ""]
+    lines += [*title("Public modules", "-")]
+    for name, (where, what) in MODULES.items():
+        lines += [f"``lb.{name}``", f"   :py:mod:`{where}`: {what}.", ""]
+    lines += [*title("Folders", "-"), "Data flows one way; each folder does one thing.", ""]
+    lines += [".. list-table::", "   :widths: 30 70", ""]
+    for folder in folders:
+        lines += [f"   * - :doc:`{folder}`", f"     - {first_sentence(folder)}"]
+    lines += ["", ".. toctree::", "   :hidden:", "   :caption: Public names", ""]
+    lines += [f"   {name} <lipbound.{name}>" for names in GROUPS.values() for name in names]
+    lines += ["", ".. toctree::", "   :hidden:", "   :caption: Folders", "", *(f"   {folder}" for folder in folders), ""]
+    return "\n".join(lines)
+
+
+def pages() -> dict[str, str]:
+    """All pages of the reference of the package."""
+    folders = modules()
+    found = {"reference/api/index.rst": index(list(folders))}
+    found |= {f"reference/api/lipbound.{name}.rst": page_of(name) for names in GROUPS.values() for name in names}
+    return found | {f"reference/api/{folder}.rst": folder_page(folder, names) for folder, names in folders.items()}
