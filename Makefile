@@ -5,10 +5,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 DOCS_STAMP := $(VENV)/installed-docs
+RELEASE_STAMP := $(VENV)/installed-release
 
-.PHONY: demo test quick test-all every lint outputs docs debian figures notebooks bench accuracy tightness clean
+.PHONY: demo test quick test-all every lint outputs docs release-check debian figures notebooks bench accuracy tightness clean
 
-$(STAMP): setup.cfg pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3 ..."; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt "torch==2.13.0"
@@ -18,6 +19,10 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 
 $(DOCS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	touch $@
+
+$(RELEASE_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[release]"
 	touch $@
 
 # Exact norms and every bound on three real checkpoints: tables on the terminal, runs and figures in lipbound-demo/.
@@ -54,6 +59,11 @@ outputs: $(STAMP)
 # The documentation site, in build/docs/html: pages from the package and from what was measured, without a network. Warnings are errors.
 docs: $(DOCS_STAMP)
 	$(BIN)/python docs/make_site.py
+
+# What must hold before a version is published, of the last commit: distributions built twice, installed where nothing else is, tested there. Nothing is
+# uploaded.
+release-check: $(RELEASE_STAMP)
+	$(BIN)/python release/check.py
 
 debian:
 	apt-get update -qq

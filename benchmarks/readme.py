@@ -1,6 +1,5 @@
 """Rewrite the generated parts of README.md: its figure, and how tight the bounds are, from tightness.json."""
 
-import configparser
 import re
 import sys
 from pathlib import Path
@@ -16,18 +15,9 @@ FIGURE = "figures/minilm.png"
 CAPTION = "Exact local Lipschitz constants and bounds on all-MiniLM-L6-v2, layer by head"
 
 
-def address() -> str:
-    """Where files of the repository can be had: an absolute address where setup.cfg names the source, so that package indexes show pictures."""
-    settings = configparser.ConfigParser()
-    settings.read(ROOT / "setup.cfg")
-    lines = settings["metadata"].get("project_urls", "").splitlines()
-    urls = dict(re.split(r"\s*=\s*", line, maxsplit=1) for line in lines if "=" in line)
-    return f"{urls['Source'].rstrip('/')}/raw/main/" if "Source" in urls else ""
-
-
 def figure() -> str:
     """The first figure."""
-    return f"![{CAPTION}]({address()}{FIGURE})"
+    return f"![{CAPTION}]({FIGURE})"
 
 
 def table() -> str:
