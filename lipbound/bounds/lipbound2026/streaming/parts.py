@@ -23,10 +23,13 @@ class TokenNorms:
     r"""Of one head of a float64 layer with one sample.
 
     Attributes:
-        rows: of P. v, o: centred values and outputs, (N, d_v). norm_v: :math:`\|W_V\|`. qt, off_qt, qt_norm, size: as in `BlockNorms`, (N, ...).
-        b: :math:`\|B_i\|`. With ``gram`` also z: :math:`|z_i|`, b_v: :math:`\|B_i W_V\|`, and a, rest: :math:`\|A_i\|`, and the same without the
-        columns ``keys`` of row i, all (N,); keys, parts: numbers j of the largest :math:`E_{ij}`, and these, (N, `LARGEST`);
-        shares, p_norm, p_rest: the same of P, and :math:`|P_i|`; columns: sums of columns of E, (N,).
+        rows: of P. v, o: centred values and outputs, (N, d_v). norm_v: :math:`\|W_V\|`.
+        qt, off_qt, qt_norm, size: as in `BlockNorms`, (N, ...).
+        b: :math:`\|B_i\|`, (N,). What follows is there with ``gram`` alone.
+        z: :math:`|z_i|`. b_v: :math:`\|B_i W_V\|`. a: :math:`\|A_i\|`. rest: the same without the largest entries of a row. All (N,).
+        keys: where the largest :math:`E_{ij}` of every row stand, (N, `LARGEST`). parts: these numbers.
+        shares, p_norm, p_rest: the same of P, and :math:`|P_i|`.
+        columns: sums of columns of E, (N,).
         moments: of the rows of P. largest: its largest entry.
     """
 
