@@ -55,8 +55,9 @@ def lipbound(att: Attention) -> Tensor:
     ``b_v``); where the norm of a matrix has no derivative (several equal top singular values), the derivative is that along one of its top pairs.
 
     Where these matrices would take more than 4 GB (17 and one for each head, float64: from N = 5271 on for one head, 4153 for 12), they are applied
-    to vectors and never stored, whatever memory is free: O(N^2 d^2) operations, O(N d^2) memory. The value is another
-    one, 0.93 to 1.17 times that of stored matrices on the heads where both were computed: Lemmas 104 and 105 (docs/theory/long_inputs.md). With derivatives they are always stored.
+    to vectors and never stored, whatever memory is free: O(N^2 d^2) operations, O(N d^2) memory. The value is then another one, 0.93 to 1.17 times
+    that of stored matrices on the heads where both were computed: Lemmas 104 and 105 (docs/theory/long_inputs.md). With derivatives they are
+    always stored.
     With rotary position embeddings, normalised queries and keys, capped scores or sinks: `lipbound.bounds.lipbound2026.variants`.
     """
 
