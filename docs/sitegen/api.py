@@ -56,7 +56,7 @@ def modules() -> dict[str, list[str]]:
         folder = ".".join(path.parent.relative_to(ROOT).parts)
         if not name.startswith(LEFT_OUT):
             found.setdefault(folder, []).append(name)
-    return {folder: sorted(names, key=lambda name, folder=folder: (name != folder, name)) for folder, names in sorted(found.items())}  # type: ignore[misc]
+    return {folder: [folder, *sorted(set(names) - {folder})] for folder, names in sorted(found.items())}
 
 
 def source_of(module: str) -> Path:

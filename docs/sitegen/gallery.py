@@ -5,6 +5,7 @@ import io
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
@@ -14,9 +15,9 @@ WIDTH = 640
 """Pixels of a thumbnail."""
 
 
-def cells(path: Path) -> list[dict[str, object]]:
+def cells(path: Path) -> list[dict[str, Any]]:
     """The cells of a notebook."""
-    found: list[dict[str, object]] = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["cells"]
     return found
 
 
@@ -26,7 +27,7 @@ def title_and_claim(path: Path) -> tuple[str, str]:
     Raises:
         ValueError: a notebook that opens otherwise.
     """
-    text = "".join(cells(path)[0]["source"])  # type: ignore[arg-type]
+    text = "".join(cells(path)[0]["source"])
     match = re.match(r"# (.+?)\n+\*\*Claims?\.?\*\*\.?\s*(?:\([^)]*\)\.?\s*)?(.+?)(?:\n\n|\Z)", text, re.DOTALL)
     if match is None:
         raise ValueError(f"{path.name} does not open with a title and a claim")
@@ -41,7 +42,7 @@ def picture(path: Path) -> bytes:
         ValueError: a notebook without one.
     """
     for cell in cells(path):
-        for output in cell.get("outputs", []):  # type: ignore[attr-defined]
+        for output in cell.get("outputs", []):
             if "image/png" in output.get("data", {}):
                 return base64.b64decode("".join(output["data"]["image/png"]))
     raise ValueError(f"{path.name} has no picture among its outputs; run `make notebooks`")
