@@ -12,6 +12,8 @@ from lipbound.analysis.recipes.registry import RECIPES, Setting, recipe
 from lipbound.analysis.recipes.yudin2025 import consequences
 from lipbound.cli import app
 from lipbound.errors import UnknownNameError
+from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.readers.token_stream import stream
 from lipbound.runs import store
 
 GROWTH = ("castin-1", "castin-6")
@@ -47,6 +49,20 @@ def test_growth_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "exponents of N" in recipe("castin-1").caption(ds)
     recipe("castin-1").render(ds, tmp_path)
     recipe("castin-6").render(ds, tmp_path)
+
+
+@pytest.mark.parametrize("model", ["builtin:minilm", "builtin:gpt2"])
+def test_the_text_that_comes_along_is_long_enough_for_growth(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+
+    def study(model: str, data: None, *, lengths: tuple[int, ...], sequences: int, **_: object) -> None:
+        taken.append(stream(load_checkpoint(model), data, sequences * sum(lengths))[0])
+        raise InterruptedError
+
+    monkeypatch.setattr("lipbound.analysis.recipes.castin2024.sequence_growth", study)
+    with pytest.raises(InterruptedError):
+        recipe("castin-1").compute(Setting(model))
+    assert taken[0].numel() > 500
 
 
 def test_list_and_unknown() -> None:
