@@ -28,13 +28,14 @@ def growth(setting: Setting) -> xr.Dataset:
     The text that comes with lipbound is short: without other data one sequence of every third length is taken.
     """
     parts = []
-    given = bool(setting.data)
+    lengths = LENGTHS if setting.full or setting.data else LENGTHS[::3]
+    sequences = setting.count(3 if setting.data else 1, 10)
     for text in setting.texts:
         modes = {}
         for causal in (False, True):
             ds = sequence_growth(
-                setting.model, text, lengths=LENGTHS if setting.full or given else LENGTHS[::3], sequences=setting.count(3 if given else 1, 10), causal=causal,
-                column=setting.column, split=setting.split, device=setting.device, dtype=setting.dtype, seed=setting.seed,
+                setting.model, text, lengths=lengths, sequences=sequences, causal=causal, column=setting.column, split=setting.split,
+                device=setting.device, dtype=setting.dtype, seed=setting.seed,
             )  # fmt: skip
             modes["decoder" if ds.attrs["causal"] else "encoder"] = ds
             if "decoder" in modes:  # the model is one anyway
