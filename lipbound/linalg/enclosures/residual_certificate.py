@@ -9,6 +9,8 @@ so that a random :math:`v_1` rules out every :math:`\varphi` with :math:`\sum_j 
 float64 arrays of numpy, a few numbers for every norm.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from lipbound.linalg.enclosures.verified import Bordered
@@ -41,7 +43,7 @@ class Recurrences:
     def append(self, active: Array, j: int, alpha: Array, beta: Array, lost: Array, outside: Array, reach: Array) -> None:
         """Step j of the runs ``active``: entries of T, what reorthogonalisation took away, the part of v_j inside what is deflated, |G v_j|."""
         for name, value in (("alpha", alpha), ("beta", beta), ("lost", lost), ("outside", outside), ("reach", reach)):
-            getattr(self, name)[active, j] = np.nan_to_num(value, nan=np.inf, posinf=np.inf)
+            getattr(self, name)[active, j] = np.where(np.isnan(value), np.inf, value)
 
     def shown(self, active: Array, k: int, target: Array) -> Array:
         """Whether ``target`` is excluded after k steps of the runs ``active``."""
@@ -63,46 +65,69 @@ class Recurrences:
 
 
 def excluded(rows: Recurrences, steps: Array, x: Array) -> Array:
-    """Whether every eigenvalue is below x, (batch,) bool, after ``steps`` (batch,) steps."""
+    """Whether every eigenvalue is below x (batch, ...), bool, after ``steps`` (batch,) steps."""
     return _missed(rows, np.arange(len(x)), steps, x)[0] < rows.epsilon
 
 
 def _missed(rows: Recurrences, index: Array, steps: Array, x: Array) -> tuple[Array, Array]:
-    r"""Upper values of :math:`\sum_j y_j(x) |R_j|`, infinite where x is not beyond the Ritz values, and what the last vector has in it."""
-    alpha, beta = rows.alpha[index], rows.beta[index]
+    r"""Upper values of :math:`\sum_j y_j(x) |R_j|`, infinite where x is not beyond the Ritz values, and what the last vector has in it.
+
+    ``x`` (entries of index, ...), with axes of its own behind the batch; so are both results.
+    """
+    k = int(steps.max(initial=0))
+    if not k:
+        return np.full(x.shape, np.inf), np.full(x.shape, np.inf)
+    more = (...,) + (None,) * (x.ndim - 1)
+    steps, (alpha, beta) = steps[more], (t[index, :k][more] for t in (rows.alpha, rows.beta))
     with np.errstate(all="ignore"):
         # G is at most this much larger than B, if B is as large as x (Lemma 65)
-        whole = np.minimum(rows.size[index] / x, np.maximum(rows.top[index] / x, 1.0) + rows.off[index] / x) * x
-        p = rows.products[index]
+        whole = np.minimum(rows.size[index][more] / x, np.maximum(rows.top[index][more] / x, 1.0) + rows.off[index][more] / x) * x
+        p = rows.products[index][more]
         same = 2 * np.sqrt(whole) * p + p * p
-        after = np.zeros_like(x)
-        pivots = np.ones((len(x), int(steps.max(initial=0))))
-        inside = np.ones(len(x), dtype=bool)
-        for j in range(int(steps.max(initial=0)) - 1, -1, -1):
+        pivots = np.ones((len(x), k, *x.shape[1:]))
+        inside, after = np.ones(x.shape, dtype=bool), np.zeros_like(x)
+        for j in range(k - 1, -1, -1):
             live = j < steps
             pivot = x - alpha[:, j] - np.where(j + 1 < steps, after, 0.0)
-            inside &= ~live | (pivot > 0)
-            pivots[:, j] = np.where(live & (pivot > 0), pivot, 1.0)
+            good = live & (pivot > 0)
+            inside &= ~live | good
+            pivots[:, j] = np.where(good, pivot, 1.0)
             after = beta[:, j - 1] ** 2 / pivots[:, j] if j else after
-        y, total, tail = 1 / pivots[:, 0], np.zeros_like(x), np.zeros_like(x)
-        for j in range(int(steps.max(initial=0))):
-            live = j < steps
-            missed = 1.01 * rows.lost[index, j] + whole * rows.outside[index, j] + same
-            missed += rows.reach[index, j] * (rows.project[index] + 2 * (j + 40) * UNIT)
-            total += np.where(live, y * missed, 0.0)
-            tail += np.where(j + 1 == steps, y * beta[:, j], 0.0)
-            y = y * beta[:, j] / pivots[:, j + 1] if j + 1 < pivots.shape[1] else y
+        y = np.cumprod(np.concatenate([1 / pivots[:, :1], beta[:, :-1] / pivots[:, 1:]], 1), 1)
+        j = np.arange(k)[(None, slice(None), *more[1:])]
+        lost, outside, reach = (t[index, :k][more] for t in (rows.lost, rows.outside, rows.reach))
+        missed = 1.01 * lost + whole[:, None] * outside + same[:, None] + reach * (rows.project[index][more][:, None] + 2 * (j + 40) * UNIT)
+        tail = np.where(j + 1 == steps[:, None], y * beta, 0.0).sum(1)
+        total = np.where(j < steps[:, None], y * missed, 0.0).sum(1) + tail
         beyond = inside & (x > 0) & (steps > 0)
-        return np.where(beyond, np.nan_to_num((total + tail) * (1 + 1e-6), nan=np.inf, posinf=np.inf), np.inf), np.where(beyond, tail, np.inf)
+        return np.where(beyond, np.where(np.isnan(total), np.inf, total * (1 + 1e-6)), np.inf), np.where(beyond, tail, np.inf)
+
+
+def bisected(test: Callable[[Array], Array], low: Array, high: Array, rounds: int = 3) -> tuple[Array, Array]:
+    """Ends (batch,) of the intervals that four bisections a round leave of [low, high], where ``test`` holds from somewhere on.
+
+    ``test`` takes numbers (batch, 15), all that the four bisections may ask for.
+    """
+    rows = np.arange(len(low))
+    for _ in range(rounds):
+        grid = np.stack([low, high], 1)
+        for _ in range(4):
+            finer = np.empty((len(low), 2 * grid.shape[1] - 1))
+            finer[:, ::2], finer[:, 1::2] = grid, (grid[:, 1:] + grid[:, :-1]) / 2
+            grid = finer
+        holds = test(grid[:, 1:-1])
+        first, last = np.zeros(len(low), dtype=int), np.full(len(low), 16)
+        for _ in range(4):
+            middle = (first + last) // 2
+            inside = holds[rows, middle - 1]
+            first, last = np.where(inside, first, middle), np.where(inside, middle, last)
+        low, high = grid[rows, first], grid[rows, last]
+    return low, high
 
 
 def below(rows: Recurrences, steps: Array, x: Array) -> Array:
     """Numbers that `excluded` shows too, at most x (batch,), which it shows: as small as twelve bisections find them."""
-    low, high = np.zeros_like(x), x
-    for _ in range(12):
-        middle = (low + high) / 2
-        inside = excluded(rows, steps, middle)
-        low, high = np.where(inside, low, middle), np.where(inside, middle, high)
+    _, high = bisected(lambda middle: excluded(rows, steps, middle), np.zeros_like(x), x)
     return high * (1 + 1e-12)
 
 
@@ -120,8 +145,5 @@ def smallest_excluded(rows: Recurrences, steps: Array, start: Array) -> Array:
                 break
             high = np.where(more, high + 2, high)
             found = excluded(rows, steps, base * (1 + np.exp(high)))
-        for _ in range(12):
-            middle = (low + high) / 2
-            inside = excluded(rows, steps, base * (1 + np.exp(middle)))
-            high, low = np.where(inside, middle, high), np.where(inside, low, middle)
+        low, high = bisected(lambda middle: excluded(rows, steps, base[:, None] * (1 + np.exp(middle))), low, high)
         return np.where(found, base * (1 + np.exp(high)) * (1 + 1e-12), np.inf)

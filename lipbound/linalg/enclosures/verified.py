@@ -84,13 +84,29 @@ class Bordered:
         return torch.nan_to_num(size**2 * (1 + 16 * UNIT), nan=torch.inf, posinf=torch.inf)
 
     def largest_phi(self, goal: Tensor) -> Tensor:
-        """The largest phi, as far as bisection finds it, at which `upper` is at most ``goal``; 0 where there is none, (batch,)."""
-        low, high = torch.zeros_like(goal), goal.clamp_min(0)
+        """The largest phi, to about 1e-12 of ``goal``, at which `upper` is at most ``goal``; 0 where there is none, (batch,)."""
+        found = self._largest_phi(goal)
+        if bool(((self.upper(found) <= goal) | (found == 0)).all()):
+            return found
+        low, high = torch.zeros_like(goal), goal.clamp_min(0)  # rounding has spoilt it: by bisection
         for _ in range(40):
             middle = (low + high) / 2
             fits = self.upper(middle) <= goal
             low, high = torch.where(fits, middle, low), torch.where(fits, high, middle)
         return low
+
+    def _largest_phi(self, goal: Tensor) -> Tensor:
+        """As it comes out in floating point: where phi is the Schur complement of what is below the eigenvalue that ``goal`` leaves."""
+        r = self.r_c.shape[1]
+        size = (goal / (1 + 16 * UNIT)).clamp_min(0).sqrt()
+        top = size**2 - size * self.rate - self.slack(torch.zeros_like(goal))
+        norm = (self.values.square().sum(1) + 2 * self.r_c.square().sum((1, 2))).sqrt() + r**0.5 * goal.clamp_min(0)
+        gaps = (top - 64 * r * UNIT * norm)[:, None] - self.values
+        possible = (gaps > 0).all(1) & torch.isfinite(goal) & torch.isfinite(self.r_c).flatten(1).all(1)
+        scaled = torch.where(possible[:, None, None], self.r_c / gaps.clamp_min(1e-300).sqrt()[:, None], 0.0)
+        complement = torch.linalg.eigvalsh(torch.nan_to_num(scaled @ scaled.mT, posinf=0.0))[:, -1]
+        found = gaps[:, -1] + self.values[:, -1] - complement - 1e-13 * goal
+        return torch.where(possible, found.clamp_min(0), 0.0)
 
 
 def bordered(z: Tensor, y: Tensor, roundoff: Roundoff) -> Bordered:
