@@ -49,6 +49,10 @@ def test_growth_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "exponents of N" in recipe("castin-1").caption(ds)
     recipe("castin-1").render(ds, tmp_path)
     recipe("castin-6").render(ds, tmp_path)
+    table = tmp_path / "words.csv"
+    table.write_text("label,words\n" + "0,the clock of the lighthouse keeper\n" * 200)
+    both = recipe("castin-1").compute(Setting("builtin:gpt2", (str(text), str(table)), column="words", samples=1))
+    assert both["text"].values.tolist() == ["words.txt", "words.csv"]  # the column is the table's
 
 
 @pytest.mark.parametrize("model", ["builtin:minilm", "builtin:gpt2"])

@@ -1,6 +1,7 @@
 """Recipes from Castin, Ablin and Peyré 2024, "How Smooth Is Attention?"."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -25,17 +26,20 @@ COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#b
 def growth(setting: Setting) -> xr.Dataset:
     """`sequence_growth` for every text, as an encoder and (models that are none) as a decoder.
 
-    The text that comes with lipbound is short: without other data one sequence of every third length is taken.
+    The text that comes with lipbound is short: without other data one sequence of every third length is taken. Of several texts, column and split
+    are for those that are tables, not for .txt files.
     """
     parts = []
     lengths = LENGTHS if setting.full or setting.data else LENGTHS[::3]
     sequences = setting.count(3 if setting.data else 1, 10)
     for text in setting.texts:
+        plain = len(setting.data) > 1 and isinstance(text, str | Path) and Path(text).suffix == ".txt"
+        of_table = {} if plain else {"column": setting.column, "split": setting.split}
         modes = {}
         for causal in (False, True):
             ds = sequence_growth(
-                setting.model, text, lengths=lengths, sequences=sequences, causal=causal, column=setting.column, split=setting.split,
-                device=setting.device, dtype=setting.dtype, seed=setting.seed,
+                setting.model, text, lengths=lengths, sequences=sequences, causal=causal, device=setting.device, dtype=setting.dtype,
+                seed=setting.seed, **of_table,
             )  # fmt: skip
             modes["decoder" if ds.attrs["causal"] else "encoder"] = ds
             if "decoder" in modes:  # the model is one anyway
