@@ -13,10 +13,11 @@ from lipbound.jacobians.spectral_norm import spectral_norm
 
 
 @pytest.fixture(params=[pytest.param(1, marks=pytest.mark.slow), 150, 2**23])
-def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row at a time, three, all."""
+def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Bytes that stream: one row at a time, three, all."""
     monkeypatch.setitem(head_streaming.ROW_BYTES, "cpu", request.param)
     monkeypatch.setitem(head_streaming.WHOLE_BYTES, "cpu", 0)
+    return request.param
 
 
 @pytest.mark.each_value(kind=HARD)
@@ -35,25 +36,25 @@ def test_products_are_those_of_whole_heads(att: Attention) -> None:
 
 
 @pytest.mark.each_value(kind=HARD)
-@pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("map", ["head", "head_out", "heads", "layer"])
-def test_norms_are_those_of_whole_heads(kind: str, map: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_are_those_of_whole_heads(kind: str, map: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     att = random_attention(kind)
+    delta = 1e-6 if rows > 1 else None  # one row at a time, products are slow: they are compared above, and plain norms here
     assert isinstance(head_jacobian(att), StreamedHeadJacobian)
-    streamed = spectral_norm(att, map=map, tol=1e-9, delta=1e-6, vectors=True)
+    streamed = spectral_norm(att, map=map, tol=1e-9, delta=delta, vectors=True)
     assert att.cache.get("p", lambda: None) is None  # all of P was never formed
     att.cache.drop("p")
     _ = att.p  # whether it is there decides nothing
     assert isinstance(head_jacobian(att), StreamedHeadJacobian)
     monkeypatch.setitem(head_streaming.WHOLE_BYTES, "cpu", 2e9)
     assert isinstance(head_jacobian(att), HeadJacobian)
-    whole = spectral_norm(att, map=map, tol=1e-9, delta=1e-6, vectors=True)
+    whole = spectral_norm(att, map=map, tol=1e-9, delta=delta, vectors=True)
     torch.testing.assert_close(streamed.lower, whole.lower, rtol=1e-8, atol=1e-12)
     for a, b in ((streamed.left, whole.left), (streamed.right, whole.right)):
         assert a is not None
         assert b is not None
         assert a.shape == b.shape
-    if map == "head":
+    if map == "head" and delta is not None:
         assert bool((streamed.upper >= oracle(att) * (1 - 1e-12)).all())
 
 
