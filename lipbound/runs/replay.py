@@ -14,6 +14,7 @@ from lipbound.models.checkpoints import Checkpoint
 from lipbound.runs.config import RunConfig
 from lipbound.runs.measure import Measurer
 from lipbound.runs.plan import measurement_spec, open_checkpoint, open_inputs
+from lipbound.runs.provenance import package_version
 
 
 class OtherModelError(StoreError):
@@ -96,7 +97,7 @@ def changed_versions(ds: xr.Dataset) -> dict[str, tuple[str, str]]:
     found = {}
     for name, then in ds.attrs["versions"].items():
         try:
-            now = importlib.metadata.version(name)
+            now = package_version(name)
         except importlib.metadata.PackageNotFoundError:
             now = "not installed"
         if now != then:

@@ -152,7 +152,7 @@ class Recipe:
 def check_same(path: Path, ds: xr.Dataset, setting: Setting) -> None:
     """Raise StoreError where what is stored was computed for something else than what is asked for; where nothing is asked for, tell what it is.
 
-    Stores of before 0.2 tell their model alone.
+    Stores of before 0.1 tell their model alone.
     """
     asked, usual = setting.asked(), Setting().asked()
     stored = ds.attrs.get("asked") or ({"model": ds.attrs["model"]} if "model" in ds.attrs else {})

@@ -1,0 +1,141 @@
+"""What is published says one thing everywhere: lowest versions, the recipe for conda, Pythons, the date of a version."""
+
+import hashlib
+import importlib.util
+import re
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from lipbound import moved
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PACKAGE = PROJECT["project"]
+RECIPE = yaml.safe_load((ROOT / "conda" / "recipe.yaml").read_text())
+CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
+"""Where conda-forge calls a package otherwise."""
+TOOLS = {"docs", "release", "test", "dev"}
+"""Extras of those who work on the package; nothing that it imports."""
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = [line for line in (ROOT / name).read_text().splitlines() if not line.startswith("#")]
+    return {canonicalize_name(line.split("==")[0]): line.split("==")[1] for line in lines}
+
+
+def named(requirements: list[str]) -> dict[str, Requirement]:
+    return {canonicalize_name(one.name): one for one in map(Requirement, requirements)}
+
+
+EXTRAS = PACKAGE["optional-dependencies"]
+DIRECT = named([*PACKAGE["dependencies"], *(one for extra, of in EXTRAS.items() if extra not in TOOLS for one in of)])
+
+
+@pytest.mark.parametrize("name", sorted(DIRECT))
+def test_lowest_versions_are_those_that_are_tested(name: str) -> None:
+    (specifier,) = DIRECT[name].specifier
+    assert specifier.operator in (">=", "==")
+    assert specifier.version == pins("constraints-min.txt")[name]
+    assert DIRECT[name].specifier.contains(pins("constraints.txt")[name])
+
+
+def test_one_requirement_has_one_lowest_version() -> None:
+    every = [Requirement(one) for of in (PACKAGE["dependencies"], *EXTRAS.values()) for one in of]
+    for one in every:
+        if canonicalize_name(one.name) in DIRECT:
+            assert one.specifier == DIRECT[canonicalize_name(one.name)].specifier, one
+
+
+def conda(requirements: list[str]) -> set[str]:
+    return {f"{CONDA_NAMES.get(one.name, one.name)} {one.specifier}" for one in named(requirements).values()}
+
+
+def test_recipe_requires_what_the_package_does() -> None:
+    lowest = PACKAGE["requires-python"].removeprefix(">=")
+    context, requirements = RECIPE["context"], RECIPE["requirements"]
+    assert context["python_min"] == lowest
+    assert set(requirements["run"]) == conda(PACKAGE["dependencies"]) | {"python >=${{ python_min }}"}
+    assert set(requirements["host"]) == conda(PROJECT["build-system"]["requires"]) | {"python ${{ python_min }}.*", "pip"}
+    (script,) = (f"{name} = {place}" for name, place in PACKAGE["scripts"].items())
+    assert RECIPE["build"]["python"]["entry_points"] == [script]
+    assert RECIPE["about"]["license_file"] == PACKAGE["license-files"]
+    assert (RECIPE["about"]["summary"], RECIPE["about"]["license"]) == (PACKAGE["description"], PACKAGE["license"])
+
+
+def test_pythons_are_those_that_the_workflow_tests() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "checks.yml").read_text())
+    prefix = "Programming Language :: Python :: 3."
+    claimed = [one.removeprefix("Programming Language :: Python :: ") for one in PACKAGE["classifiers"] if one.startswith(prefix)]
+    assert set(claimed) <= set(workflow["jobs"]["tests"]["strategy"]["matrix"]["python"])
+
+
+def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A program of release/, which imports its neighbours."""
+    monkeypatch.syspath_prepend(str(ROOT / "release"))
+    spec = importlib.util.spec_from_file_location(f"release_{name}", ROOT / "release" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+DATED, CITED = "# Changelog\n\n## 1.2.0 - 2026-01-31\n", "version: 1.2.0\ndate-released: 2026-01-31\n"
+
+
+@pytest.mark.parametrize(
+    ("tags", "changelog", "citation", "fault"),
+    [
+        ([], DATED, CITED, None),
+        ([], "## 1.2.0 - Unreleased\n", "version: 1.2.0\n", None),
+        (["v1.2.0"], DATED, CITED, None),
+        (["v1.3.0"], DATED, CITED, "are not v1.2.0"),
+        (["v1.2.0", "v1.3.0"], DATED, CITED, "are not v1.2.0"),
+        (["v1.2.0"], "## 1.2.0 - Unreleased\n", CITED, "no dated section"),
+        (["v1.2.0"], "## 1.2.0\n", CITED, "no dated section"),
+        (["v1.2.0"], "## 1x2y0 - 2026-01-31\n", CITED, "no dated section"),
+        (["v1.2.0"], DATED, "version: 1.2.0\n", "date-released: nothing"),
+        (["v1.2.0"], DATED, CITED.replace("31", "30"), "date-released: 2026-01-30"),
+    ],
+)
+def test_a_tagged_version_is_dated(tags: list[str], changelog: str, citation: str, fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = script("check", monkeypatch).release_fault("1.2.0", tags, changelog, citation)
+    assert said == fault or (fault is not None and fault in said)
+
+
+def test_versions_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = script("check", monkeypatch).versions()
+    assert set(found.values()) == {found["lipbound/__init__.py"]}
+    assert len(found) == 4
+
+
+def test_recipe_gets_the_sum_of_a_source_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = script("recipe", monkeypatch)
+    source = tmp_path / f"lipbound-{RECIPE['context']['version']}.tar.gz"
+    source.write_bytes(b"what was packed")
+    filled = yaml.safe_load(recipe.filled(source))
+    assert filled["context"].pop("sha256") == hashlib.sha256(b"what was packed").hexdigest()
+    assert filled == {**RECIPE, "context": {key: value for key, value in RECIPE["context"].items() if key != "sha256"}}
+    with pytest.raises(SystemExit, match=re.escape("lipbound-9.9.9.tar.gz")):
+        recipe.filled(source.rename(tmp_path / "lipbound-9.9.9.tar.gz"))
+
+
+def renamed_modules(row: str) -> dict[str, str]:
+    """Old module -> new one, of a row of the changelog: the second column may name their folder first, followed by a colon."""
+    _, old, new, _ = row.split("|")
+    folder, _, listed = new.rpartition(": ")
+    prefix = f"{folder.strip().strip('`')}." if folder else ""
+    return dict(zip(re.findall("`(.+?)`", old), (prefix + one for one in re.findall("`(.+?)`", listed)), strict=True))
+
+
+def test_changelog_says_where_modules_moved() -> None:
+    table = (ROOT / "CHANGELOG.md").read_text().split("| before, in `lipbound` | now |\n|---|---|\n")[1].split("\n\n")[0]
+    said = {old: new for row in table.splitlines() for old, new in renamed_modules(row).items()}
+    assert {old: new for old, new in said.items() if new not in moved.MOVED[old].split()} == {}
+    assert len(said) > 60
