@@ -119,7 +119,7 @@ def versions() -> dict[str, str]:
 
 
 def package_version(name: str) -> str:
-    """The version of a package; PackageNotFoundError where it is not installed. Torch's says what it was built for, which its metadata may leave out."""
+    """The version of a package; PackageNotFoundError where it is not installed. Torch's has what it was built for, which metadata may leave out."""
     if name != "torch":
         return importlib.metadata.version(name)
     import torch
