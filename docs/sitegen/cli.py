@@ -1,6 +1,9 @@
 """The reference of the command line, from the commands themselves."""
 
-from typing import Any
+import inspect
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 import typer
 
@@ -41,12 +44,20 @@ def default(parameter: Any) -> str:
     return "" if parameter.default in (None, False) or callable(parameter.default) else f"`{parameter.default}`"
 
 
+def type_in_words(annotation: Any) -> str:
+    """The type of a parameter: "str" for ``str | None``, "list of path" for ``list[Path]``."""
+    first, *_ = [one for one in get_args(annotation) if one is not NoneType] or [None]
+    if first is None:
+        return "path" if annotation is Path else str(annotation.__name__)
+    return f"list of {type_in_words(first)}" if getattr(annotation, "__origin__", None) is list else type_in_words(first)
+
+
 def parameters(command: Any) -> list[str]:
-    """A table of arguments and options."""
+    """A table of arguments and options; types are those of the function, which every version of typer keeps."""
     lines = ["| argument or option | type | default | |", "|---|---|---|---|"]
-    context = command.make_context(command.name, [], resilient_parsing=True)
+    types = get_type_hints(inspect.unwrap(command.callback))
     shown = [one for one in command.params if not one.hidden]
-    lines += [f"| {usage(one)} | {cell(one.display_type(context).strip('<>'))} | {default(one)} | {cell(one.help or '')} |" for one in shown]
+    lines += [f"| {usage(one)} | {type_in_words(types.get(one.name, bool))} | {default(one)} | {cell(one.help or '')} |" for one in shown]
     return [*lines, ""]
 
 
