@@ -49,12 +49,12 @@ def spectral_norm(
         map: "head" (no output projection), "head_out" (with the head's slice ``w_o``), "heads" (all heads side by side), "layer" (all heads,
             projected by ``w_o`` and added), or the layer with what stands around it: "residual" (x + layer(x)), "pre_norm" (h + layer(norm(h))),
             "post_norm" (norm(x + layer(x))); the last two need ``att.surroundings``, from ``lipbound.capture(..., around=True)``.
-        method: how vectors near the top are searched for, in the dtype of ``att``: "lanczos" (on J J^T in output coordinates, full
-            reorthogonalisation) or "golub-kahan" (on J; with ``delta`` the search is the former's too); "power" (as papers define it: an
-            absolute stopping rule, a lower estimate); "dense" (SVD in float64, small cases); or one of two whose ``upper`` is a proof without
-            probability, in float64 whatever the dtype: "deflation" (`lipbound.linalg.deterministic.deflate`; memory as for Lanczos) and
-            "cholesky" (`lipbound.linalg.deterministic.cholesky_bound`; memory three square matrices of order N d_v); these two cover maps "head" and
-            "head_out" of every layer, and "heads" and "layer" of those without `lipbound.attention.variants.VARIANTS`.
+        method: "lanczos" (on J J^T, with full reorthogonalisation), "golub-kahan" (on J; with ``delta`` as "lanczos") and "power" (as papers
+            define it: an absolute stopping rule, no upper end) search in the dtype of ``att``. "dense" (singular values, for small cases),
+            "deflation" (`lipbound.linalg.deterministic.deflate`; memory as for "lanczos") and "cholesky"
+            (`lipbound.linalg.deterministic.cholesky_bound`; memory of three square matrices of order N d_v) work in float64, and their
+            ``upper`` needs no probability. The last two cover the maps "head" and "head_out" of every layer, and "heads" and "layer" of layers
+            without `lipbound.attention.variants.VARIANTS`.
         tol: relative error of the norm at which the Lanczos methods stop (``upper / lower - 1`` where ``upper`` is asked for, else an
             a-posteriori estimate that fails with probability at most 1e-3 a norm); absolute change for "power".
         delta: total failure probability of the ``upper`` of all norms of this call, over random start vectors
