@@ -72,7 +72,7 @@ def test_pythons_are_those_that_the_workflow_tests() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "checks.yml").read_text())
     prefix = "Programming Language :: Python :: 3."
     claimed = [one.removeprefix("Programming Language :: Python :: ") for one in PACKAGE["classifiers"] if one.startswith(prefix)]
-    assert set(claimed) <= set(workflow["jobs"]["tests"]["strategy"]["matrix"]["python"])
+    assert claimed == workflow["jobs"]["tests"]["strategy"]["matrix"]["python"]
 
 
 def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
