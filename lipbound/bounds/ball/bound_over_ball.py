@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.bounds.ball.paired import PairedBallCentre
 from lipbound.bounds.ball.plain import BallCentre
 from lipbound.bounds.ball.variants import COVERS, VariantBallCentre
 from lipbound.bounds.entry import check_radii
@@ -18,7 +19,7 @@ from lipbound.linalg.powers import exact_power, times_power_up
 
 CERTIFIED_TOL = 1e-3
 CERTIFIED_DELTA = 1e-10
-CENTRES = ByKind(BallCentre)
+CENTRES: ByKind[type[BallCentre]] = ByKind(PairedBallCentre)
 """What the bound knows of a layer, by kind of head."""
 CENTRES.extend(VariantBallCentre, COVERS)
 
@@ -64,8 +65,16 @@ def over_ball(att: Attention, radius: float | Sequence[float], *, norm: str = "t
 
     Proof: Lemma 27 (docs/theory/balls.md).
 
+    For plain heads the value is the smaller of that and a bound by sums over pairs of tokens, Lemma 108 (docs/theory/ball_pairs.md), which is
+    tighter at most radii. Heads with rotary position embeddings, capped scores or sinks have the bound above alone.
+
     As the radius goes to 0, (a) goes to the value at the centre; (c) grows like :math:`\rho^2 \sqrt N`, as global bounds must.
     """
+    return _over_ball(att, radius, norm, at, entries_only=False)
+
+
+def _over_ball(att: Attention, radius: float | Sequence[float], norm: str, at: str, *, entries_only: bool) -> Tensor:
+    """`over_ball`; or, with ``entries_only``, what (a), (b) and (c) alone make of it."""
     check_layer(att, "over_ball")
     if "qk_norm" in att.variants:
         raise AttentionError("over_ball does not cover normalised queries and keys, whose derivative changes with the input; lipbound.attack does")
@@ -76,11 +85,11 @@ def over_ball(att: Attention, radius: float | Sequence[float], *, norm: str = "t
     double = att.double()
     centre = _centre(double, at)
     with torch.no_grad():
-        values = torch.stack([_sample(double.unpadded(s), radii, norm, centre[s]) for s in range(att.samples)])
+        values = torch.stack([_sample(double.unpadded(s), radii, norm, centre[s], entries_only) for s in range(att.samples)])
     return values[..., 0] if single else values
 
 
-def _sample(att: Attention, radii: list[float], norm: str, centre: Tensor) -> Tensor:
+def _sample(att: Attention, radii: list[float], norm: str, centre: Tensor, entries_only: bool) -> Tensor:
     """The bound at one unpadded sample of a float64 layer, (heads, radii), through its copy of ordinary size: Lemma 73
     (docs/theory/upper_values.md)."""
     one, exponents, exact = att.unit_scales()
@@ -90,7 +99,8 @@ def _sample(att: Attention, radii: list[float], norm: str, centre: Tensor) -> Te
         return torch.full((att.heads, len(radii)), torch.inf, dtype=torch.float64, device=att.device)
     around = CENTRES.of(one)(one)
     there = times_power_up(centre, -exponents)
-    found = torch.stack([around.bound(r * float(exact_power(shift)), norm, there) for r in radii], -1)
+    bound = around.by_entries if entries_only else around.bound
+    found = torch.stack([bound(r * float(exact_power(shift)), norm, there) for r in radii], -1)
     hidden = TINY * (torch.linalg.vector_norm(one.w_v, dim=(1, 2)) + one.centred_v[0].norm(dim=-1).amax(-1))
     found = times_power_up((found + hidden[:, None]).mT, exponents).mT
     return torch.where(exact[0][:, None] & ~found.isnan(), found, torch.inf)

@@ -43,6 +43,10 @@ class BallCentre:
 
     def bound(self, radius: float, norm: str, centre: Tensor) -> Tensor:
         """The bound of `over_ball`, (heads,), from an upper value of the norm at the centre."""
+        return self.by_entries(radius, norm, centre)
+
+    def by_entries(self, radius: float, norm: str, centre: Tensor) -> Tensor:
+        """The smallest of (a), (b) and (c) of Lemma 27 (docs/theory/balls.md), (heads,)."""
         p, d, f, u = self.p, self.d, self.f, self.u
         low, up, (slope, slope_up, slope_change) = self.reach(radius, norm)
         change = (torch.maximum(up - p, p - low).clamp(0.0, 1.0) + p * self.off_p + 1e-289).clamp(max=1.0)

@@ -52,6 +52,49 @@ def softmax_interval(scores: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(allowed, lower - tiny, 0.0).clamp_min(0).minimum(p), up.maximum(p)
 
 
+def relative_changes(
+    p: Tensor, off_p: Tensor, f: Tensor, u: Tensor, cov_k: Tensor, norm_a: Tensor, radius: float, norm: str
+) -> tuple[Tensor, Tensor]:
+    r"""How far scores move beyond the mean of their row, :math:`\varepsilon_{ij}` (heads, N, N), and upper values of the mean squares, (heads, N, 1).
+
+    Lemma 106 (docs/theory/ball_pairs.md).
+
+    From P (heads, N, N) and the relative error of its rows (heads, N, 1), F (heads, N, N), u (heads, N, 1), :math:`\|Cov_{P_i} \tilde k\|` (heads, N)
+    and ||A|| (heads,) of a plain layer.
+    """
+    norm_a, off = norm_a[:, None, None], 4 * off_p + 1e-13  # the differences cancel
+    move: float | Tensor = radius
+    if norm == "token":
+        size = radius * f + 2 * ((1 - p).clamp_min(0) + off) * (radius * u + norm_a * radius**2)
+    else:
+        square = p.square().sum(-1, keepdim=True)
+        own = torch.eye(p.shape[-1], dtype=p.dtype, device=p.device) - p.diagonal(dim1=-2, dim2=-1)[..., None]
+        every = (1 - 2 * p + square).clamp_min(0)
+        others = (every - own.square()).clamp_min(0) + 2 * off
+        size = radius * ((f + (own.abs() + off) * u).square() + others * u.square()).sqrt() + norm_a * radius**2 * (every + off).sqrt()
+        move = radius * (p.amax(-1, keepdim=True) * (1 + off)).sqrt()
+    mean_square = (radius * cov_k[..., None].sqrt() + (u + norm_a * radius) * move).square()
+    return size, mean_square
+
+
+def relative_interval(scores: Tensor, size: Tensor, mean_square: Tensor, low: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Smallest and largest probability of every entry, within ``low`` and ``up``, when scores change by at most ``size`` and by zero in the mean.
+
+    Two tensors (..., N): Lemma 106 (docs/theory/ball_pairs.md).
+    """
+    allowed = scores > -math.inf
+    finite = torch.where(allowed, scores, 0.0).abs().amax(-1, keepdim=True)
+    log_p = torch.where(allowed, torch.log_softmax(scores, -1), 0.0)
+    size = size + 8 * torch.finfo(scores.dtype).eps * (finite + size + scores.shape[-1])
+    most = torch.where(allowed, size, 0.0).amax(-1, keepdim=True).clamp_min(1e-2)
+    growth = mean_square * ((most.expm1() - most) / most.square()) * (1 + 1e-9)
+    tiny = torch.finfo(scores.dtype).tiny
+    largest = torch.where(allowed, (log_p + size).exp() + tiny, 0.0)
+    smallest = torch.where(allowed, (log_p - size - growth.log1p()).exp() - tiny, 0.0).clamp_min(0)
+    p = torch.where(allowed, log_p.exp(), 0.0)
+    return low.maximum(smallest.nan_to_num(0.0)).minimum(p), up.minimum(largest.nan_to_num(math.inf, math.inf)).maximum(p)
+
+
 def _others(x: Tensor) -> Tensor:
     """log of the sum of exp over the other entries of each row.
 

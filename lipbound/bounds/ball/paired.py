@@ -1,0 +1,101 @@
+r"""Our bound over a ball, for plain heads, by sums over pairs of tokens in place of norms of single blocks.
+
+Statement and proof: Lemma 108 (docs/theory/ball_pairs.md). All pairs of tokens contribute to the difference of the Jacobians at two inputs, and the
+vectors that they contribute point in different directions. `lipbound.bounds.ball.plain` adds up their lengths, this module the positive semi-definite
+matrices that they make.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lipbound.attention.layer import Attention
+from lipbound.bounds.ball.pairs import PairSums
+from lipbound.bounds.ball.plain import BallCentre, CentreErrors
+from lipbound.bounds.ball.softmax_interval import relative_changes, relative_interval
+from lipbound.linalg.matrix_norms import gamma, nonnegative_norm
+
+LEAST_SHARE = 0.05
+"""Of the weights that share a product between values and queries: they fall with the distance of the value, but not below this."""
+
+
+class Moved(NamedTuple):
+    """What moves within the ball, row by row, tensors that broadcast to (heads, N, N), with the names of Lemma 108 (docs/theory/ball_pairs.md):
+    P^+, Delta, sigma, m^V, m^A, c^v, c^k, w, w^k."""
+
+    up: Tensor
+    change: Tensor
+    total: Tensor
+    m_v: Tensor
+    m_a: Tensor
+    c_v: Tensor
+    c_k: Tensor
+    w: Tensor
+    w_k: Tensor
+
+
+class PairedBallCentre(BallCentre):
+    """`BallCentre` of a plain head, with sums over its pairs of tokens."""
+
+    def __init__(self, att: Attention):
+        super().__init__(att)
+        self.pairs = PairSums(att, CentreErrors(att))
+        self.share = (self.d / self.d.amax(-1, keepdim=True).clamp_min(1e-290)).clamp_min(LEAST_SHARE)
+
+    def bound(self, radius: float, norm: str, centre: Tensor) -> Tensor:
+        """The smaller of the bounds by entries and by pairs, (heads,)."""
+        return self.by_entries(radius, norm, centre).minimum(self.by_pairs(radius, norm, centre))
+
+    def by_pairs(self, radius: float, norm: str, centre: Tensor) -> Tensor:
+        """The bound of Lemma 108 (docs/theory/ball_pairs.md), (heads,), from an upper value of the norm at the centre."""
+        to = self._moved(radius, norm)
+        own, own_up = self._own(to)
+        held = (to.c_v + to.m_v).square() * to.up
+        most = held.sum(-2).amax(-1) if norm == "token" else held.amax((-1, -2))
+        turned = self.norm_a * radius * most.sqrt()
+        direct = self.pairs.columns(held) + turned + self._values(to.up, own_up, torch.ones_like(own_up))
+        near = centre + self._keys(to) + turned + self._values(to.change, own, to.total)
+        slack = 2 * gamma(20 * (self.p.shape[-2] + 20) + 2000)
+        return torch.stack([t.nan_to_num(torch.inf, torch.inf) for t in (near, direct)]).amin(0) * (1 + slack)
+
+    def _moved(self, radius: float, norm: str) -> Moved:
+        p, d, f = self.p, self.d, self.f
+        low, up, _ = self.reach(radius, norm)
+        size, mean_square = relative_changes(p, self.off_p, f, self.u, self.cov_k, self.norm_a, radius, norm)
+        low, up = relative_interval(self.scores, size + self.off_scores + self.off_p, mean_square, low, up)
+        change = (torch.maximum(up - p, p - low).clamp(0.0, 1.0) + p * self.off_p + 1e-289).clamp(max=1.0)
+        total = change.sum(-1, keepdim=True).clamp(max=2.0)
+        move = torch.full_like(total, radius) if norm == "token" else radius * up.amax(-1, keepdim=True).sqrt()
+        norm_a = self.norm_a[:, None, None]
+        far, far_k = self.pairs.values(up), self.pairs.keys(up)
+        c_v = far.minimum(d.amax(-1, keepdim=True)).minimum(self.pairs.reach_v)
+        c_k = far_k.minimum(f.amax(-1, keepdim=True)).minimum(self.pairs.reach_k)
+        score = radius * c_k + (self.u + norm_a * radius) * move  # how far scores move, as a root mean square
+        w, w_k = (
+            (change * x).sum(-1, keepdim=True).minimum(total.sqrt() * sums(change)).minimum(c * score).minimum(most).minimum(x.amax(-1, keepdim=True))
+            for x, sums, c, most in ((d, self.pairs.values, c_v, far), (f, self.pairs.keys, c_k, far_k))
+        )
+        return Moved(up, change, total, self.norm_v * move, norm_a * move, c_v, c_k, w, w_k)
+
+    def _own(self, to: Moved) -> tuple[Tensor, Tensor]:
+        """Upper values of ||B'_i - B_i|| and of ||B'_i||, (heads, N, 1) each."""
+        c = to.c_v + to.m_v
+        sums = (to.change * self.d * self.f).sum(-1, keepdim=True).minimum(self.pairs.values(to.change) * self.pairs.keys(to.change))
+        own = sums + to.w * to.w_k + to.m_v * to.c_k + c * to.m_a
+        return own, (self.b[..., None] + own).minimum(c * (to.c_k + to.m_a))
+
+    def _keys(self, to: Moved) -> Tensor:
+        """How far the part of J through keys is from that at the centre while queries and their weights stand still, (heads,)."""
+        columns, values = self.pairs.columns, self.pairs.values
+        even = columns(values(to.change).square() * to.change)
+        shared = columns(values(to.change / self.share).square() * (to.change * self.share))
+        squared = to.w.square()
+        mean = (columns(squared * to.total * to.change) + columns(squared * self.p)).minimum(columns(squared * to.up))
+        return even.minimum(shared) + mean + columns(to.m_v.square() * to.up)
+
+    def _values(self, weights: Tensor, own: Tensor, total: Tensor) -> Tensor:
+        """|| ||W_V|| weights + diag own ||, or what the sums of rows (``total``) and columns make of it, (heads,)."""
+        whole = nonnegative_norm(self.norm_v * weights + torch.diag_embed(own[..., 0]), rtol=1e-4)
+        sums = (total.amax((-1, -2)) * weights.sum(-2).amax(-1)).sqrt()
+        return whole.minimum(self.norm_v[:, 0, 0] * sums + own.amax((-1, -2)))

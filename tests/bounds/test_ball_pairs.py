@@ -1,0 +1,100 @@
+"""The bound over a ball by pairs of tokens: every part of it against dense Jacobians at points of the ball, and the whole against steepest ascent."""
+
+import pytest
+import torch
+from support.ball_ascent import Heads, climb, small_layer, unit
+from support.layers import HARD, random_attention
+from support.oracles import oracle
+from torch import Tensor
+
+from lipbound import bounds
+from lipbound.attention.layer import Attention
+from lipbound.bounds.ball.bound_over_ball import CERTIFIED_TOL, _over_ball
+from lipbound.bounds.ball.paired import PairedBallCentre
+
+NORMS = ("token", "frobenius")
+HOLDS = 1 + 1e-9
+
+
+def by_entries(att: Attention, radius: float, norm: str) -> Tensor:
+    return _over_ball(att, radius, norm, "certified", entries_only=True)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_ascent_gets_above(seed: int) -> None:
+    """20 layers x 20 heads; 5,000 of them in benchmarks/balls.py."""
+    att, norm, radius = small_layer(seed)
+    found = climb(att, radius, norm, steps=8, seed=seed)
+    assert bool((found >= oracle(att) * (1 - 1e-9)).all())
+    assert bool((bounds.over_ball(att, radius, norm=norm) * HOLDS >= found).all())
+
+
+@pytest.mark.parametrize("seed", range(14))
+def test_every_part_holds_at_points_of_the_ball(seed: int) -> None:
+    """Rows of the softmax, means, covariances, B and the part of J through keys, all of them from dense tensors."""
+    att, norm, radius = small_layer(seed, samples=1, heads=3)
+    centre, heads = PairedBallCentre(att), Heads(att)
+    to, g = centre._moved(radius, norm), torch.Generator().manual_seed(seed)
+    own, own_up = centre._own(to)
+    p, apart, qt, kt, b = heads.parts(heads.x)
+    n = att.tokens
+    near_k = kt[:, None] - (p @ kt)[:, :, None]
+    held = (to.c_v + to.m_v).square() * to.up
+    turned = centre.norm_a * radius * (held.sum(-2).amax(-1) if norm == "token" else held.amax((-1, -2))).sqrt()
+    for k in range(12):
+        move = unit(torch.randn(heads.x.shape, generator=g, dtype=torch.float64), norm) * radius * (1 - 1e-12)
+        if k % 3 == 0 and norm == "frobenius":
+            move = torch.zeros_like(move).index_copy(1, torch.tensor([k % n]), unit(move[:, [k % n]], "token") * radius * (1 - 1e-12))
+        p2, apart2, qt2, _, b2 = heads.parts(heads.x + move)
+        assert bool((p2 <= to.up * HOLDS + 1e-300).all())
+        assert bool(((p2 - p).abs() <= to.change * HOLDS + 1e-15).all())
+        mean, mean_k = (p2[..., None] * apart).sum(2).norm(dim=-1), (p2[..., None] * near_k).sum(2).norm(dim=-1)
+        assert bool((mean <= to.w[..., 0] * HOLDS + 1e-14 * apart.norm(dim=-1).amax()).all())
+        assert bool((mean_k <= to.w_k[..., 0] * HOLDS + 1e-14 * near_k.norm(dim=-1).amax()).all())
+        spread = torch.linalg.matrix_norm(p2.sqrt()[..., None] * apart2, 2)
+        assert bool((spread <= (to.c_v + to.m_v)[..., 0] * HOLDS).all())
+        size = torch.linalg.matrix_norm(b, 2).amax() + 1e-300
+        assert bool((torch.linalg.matrix_norm(b2 - b, 2) <= own[..., 0] * HOLDS + 1e-13 * size).all())
+        assert bool((torch.linalg.matrix_norm(b2, 2) <= own_up[..., 0] * HOLDS + 1e-13 * size).all())
+        keys, keys2 = (torch.einsum("bij,bijv,bid->bivjd", *t).flatten(3).flatten(1, 2) for t in ((p, apart, qt), (p2, apart2, qt2)))
+        assert bool((torch.linalg.matrix_norm(keys2, 2) <= (centre.pairs.columns(held) + turned) * HOLDS).all())
+        limit = (centre._keys(to) + turned) * HOLDS + 1e-13 * torch.linalg.matrix_norm(keys, 2)
+        assert bool((torch.linalg.matrix_norm(keys2 - keys, 2) <= limit).all())
+
+
+@pytest.mark.each_value(kind=HARD)
+@pytest.mark.parametrize("norm", NORMS)
+def test_nothing_rises_and_much_falls(kind: str, norm: str) -> None:
+    att = random_attention(kind)
+    radii = [0.0, 1e-6, 1e-3, 0.1, 1.0, 50.0, 1e6]
+    new, old = bounds.over_ball(att, radii, norm=norm), _over_ball(att, radii, norm, "certified", entries_only=True)
+    assert bool((new <= old * (1 + 1e-12)).all())
+    if kind in HARD:
+        assert bool((new < 0.8 * old).any())
+    assert bool((new[..., 0] <= oracle(att) * (1 + 2 * CERTIFIED_TOL)).all())
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_it_grows_with_the_radius(norm: str) -> None:
+    for kind in ("biases", "offsets"):
+        centre = PairedBallCentre(random_attention(kind).unpadded(1))
+        values = torch.stack([centre.by_pairs(float(r), norm, torch.ones(3)) for r in torch.logspace(-5, 3, 40)])
+        assert bool((values.diff(dim=0) >= -3e-4 * values[1:]).all())  # what norms of small blocks and of matrices are rounded upwards by
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("kind", ["one_token", "duplicates", "flat", "no_query", "sharp"])
+@pytest.mark.parametrize("radius", [0.0, 1e-300, 1e-12, 1e-3, 1e3, 1e60])
+def test_degenerate_layers(kind: str, norm: str, radius: float) -> None:
+    att = random_attention(kind)
+    value = bounds.over_ball(att, radius, norm=norm)
+    assert bool(torch.isfinite(value).all())
+    assert bool((value * HOLDS >= oracle(att)).all())
+    if radius <= 1e3:
+        assert bool((value * HOLDS >= climb(att, radius, norm, steps=4)).all())
+
+
+def test_the_ascent_sees_the_norm_of_the_layer() -> None:
+    for seed in range(14):
+        att, norm, _ = small_layer(seed)
+        torch.testing.assert_close(climb(att, 0.0, norm, steps=1), oracle(att), rtol=1e-9, atol=1e-12)
