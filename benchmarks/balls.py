@@ -1,0 +1,126 @@
+"""How far the bound over a ball of inputs is above what an adversary finds, and whether any adversary gets above it.
+
+``python benchmarks/balls.py`` takes all heads of three layers of builtin:minilm on its default input at N = 64, radii from 1e-4 to 1 of the mean
+length of a token, both norms, one thread. "before" is the bound by entries alone (Lemma 27 (docs/theory/balls.md)), "after" is
+`lipbound.bounds.over_ball`. Times are CPU seconds for the three layers, the certified norm at the centre included. Where the adversary found less at
+a radius than at a smaller one, that counts. ``--balls`` many balls around small heads are attacked by steepest ascent in float64. Prints, and writes
+balls.json.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lipbound as lb
+from lipbound.attention.layer import Attention
+from lipbound.bounds.ball.bound_over_ball import _over_ball
+from lipbound.models.capture.capture import Capturer
+from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.inputs import prepare
+
+HERE = Path(__file__)
+sys.path.insert(0, str(HERE.parents[1] / "tests"))
+RADII = (1e-4, 1e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
+LAYERS = (0, 2, 4)
+NORMS = ("token", "frobenius")
+
+
+def layers(tokens: int) -> list[Attention]:
+    """One input of the checkpoint."""
+    checkpoint = load_checkpoint("builtin:minilm")
+    found = Capturer(checkpoint.model).run(prepare(checkpoint, samples=1, max_length=tokens).batch)
+    return [found[k].attention for k in LAYERS]
+
+
+def fresh(att: Attention) -> Attention:
+    """The same layer in float64 with nothing computed."""
+    return Attention.of(att.x, att.projections, att.scoring, valid=att.valid).double()
+
+
+def summary(values: Tensor) -> list[float]:
+    """Geometric mean and largest."""
+    return [float(values.log().mean().exp()), float(values.max())]
+
+
+def of_model(norm: str, tokens: int, steps: int, starts: int) -> list[dict[str, Any]]:
+    """A row for each radius."""
+    atts = layers(tokens)
+    exact = torch.cat([lb.spectral_norm(att, tol=1e-4).lower[0] for att in atts])
+    found, rows = exact, []
+    for relative in RADII:
+        row: dict[str, Any] = {"norm": norm, "radius": relative, "tokens": atts[0].tokens, "heads": len(exact)}
+        bounds = {}
+        for name, entries_only in (("before", True), ("after", False)):
+            start = time.process_time()
+            values = []
+            for att in map(fresh, atts):
+                radius = relative * float(att.x.norm(dim=-1).mean())
+                values.append(_over_ball(att, radius, norm, "certified", entries_only=entries_only)[0])
+            bounds[name] = torch.cat(values)
+            row[f"{name}_s"] = time.process_time() - start
+        start = time.process_time()
+        for_radius = [
+            lb.attack(att.double(), relative * float(att.x.double().norm(dim=-1).mean()), norm=norm, steps=steps, starts=starts).norm[0]
+            for att in atts
+        ]
+        row["attack_s"] = time.process_time() - start
+        found = torch.maximum(found, torch.cat(for_radius))
+        row["adversary_over_centre"] = summary(found / exact)
+        for name, value in bounds.items():
+            row[f"{name}_over_adversary"] = summary(value / found)
+        row["below_adversary"] = int((bounds["after"] < found * (1 - 1e-9)).sum())
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    return rows
+
+
+def attacked(balls: int, steps: int) -> dict[str, Any]:
+    """Steepest ascent in balls around small heads of every family."""
+    from support.ball_ascent import climb, small_layer
+
+    ratios, gains = [], []
+    for seed in range(-(-balls // 20)):
+        att, norm, radius = small_layer(1000 + seed)
+        found = climb(att, radius, norm, steps=steps, seed=seed)
+        after, before = (_over_ball(att, radius, norm, "certified", entries_only=e) for e in (False, True))
+        ratios.append((after / found).flatten())
+        gains.append((before / after).flatten())
+    ratio, gain = torch.cat(ratios), torch.cat(gains)
+    return {
+        "balls": len(ratio), "steps": steps, "below": int((ratio < 1 - 1e-9).sum()), "smallest": float(ratio.min()),
+        "bound_over_ascent": summary(ratio), "before_over_after": summary(gain),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--starts", type=int, default=1)
+    parser.add_argument("--balls", type=int, default=5000)
+    parser.add_argument("--norms", nargs="*", default=list(NORMS), choices=NORMS)
+    parser.add_argument("--out", type=Path, default=HERE.with_suffix(".json"))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    result: dict[str, Any] = {
+        "torch": torch.__version__,
+        "model": "builtin:minilm",
+        "layers": list(LAYERS),
+        "steps": args.steps,
+        "starts": args.starts,
+    }
+    if args.balls:
+        result["attacked"] = attacked(args.balls, steps=10)
+        print(json.dumps(result["attacked"]), flush=True)
+    result["rows"] = [row for norm in args.norms for row in of_model(norm, args.tokens, args.steps, args.starts)]
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
