@@ -48,12 +48,12 @@ def summary(values: Tensor) -> list[float]:
     return [float(values.log().mean().exp()), float(values.max())]
 
 
-def of_model(norm: str, tokens: int, steps: int, starts: int) -> list[dict[str, Any]]:
+def of_model(norm: str, radii: list[float], tokens: int, steps: int, starts: int) -> list[dict[str, Any]]:
     """A row for each radius."""
     atts = layers(tokens)
     exact = torch.cat([lb.spectral_norm(att, tol=1e-4).lower[0] for att in atts])
     found, rows = exact, []
-    for relative in RADII:
+    for relative in sorted(radii):
         row: dict[str, Any] = {"norm": norm, "radius": relative, "tokens": atts[0].tokens, "heads": len(exact)}
         bounds = {}
         for name, entries_only in (("before", True), ("after", False)):
@@ -101,10 +101,11 @@ def attacked(balls: int, steps: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--starts", type=int, default=1)
     parser.add_argument("--balls", type=int, default=5000)
     parser.add_argument("--norms", nargs="*", default=list(NORMS), choices=NORMS)
+    parser.add_argument("--radii", nargs="*", type=float, default=list(RADII), help="of the mean length of a token")
     parser.add_argument("--out", type=Path, default=HERE.with_suffix(".json"))
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -118,7 +119,7 @@ def main() -> None:
     if args.balls:
         result["attacked"] = attacked(args.balls, steps=10)
         print(json.dumps(result["attacked"]), flush=True)
-    result["rows"] = [row for norm in args.norms for row in of_model(norm, args.tokens, args.steps, args.starts)]
+    result["rows"] = [row for norm in args.norms for row in of_model(norm, args.radii, args.tokens, args.steps, args.starts)]
     args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

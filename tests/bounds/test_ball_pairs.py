@@ -5,12 +5,16 @@ import torch
 from support.ball_ascent import Heads, climb, small_layer, unit
 from support.layers import HARD, random_attention
 from support.oracles import oracle
+from support.variants import MASKS, layer
 from torch import Tensor
 
 from lipbound import bounds
+from lipbound.analysis import adversary
 from lipbound.attention.layer import Attention
 from lipbound.bounds.ball.bound_over_ball import CERTIFIED_TOL, _over_ball
-from lipbound.bounds.ball.paired import PairedBallCentre
+from lipbound.bounds.ball.paired import PairedBallCentre, PairedVariantCentre
+from lipbound.bounds.ball.pairs import VariantPairSums
+from lipbound.bounds.ball.plain import CentreErrors
 
 NORMS = ("token", "frobenius")
 HOLDS = 1 + 1e-9
@@ -40,7 +44,7 @@ def test_every_part_holds_at_points_of_the_ball(seed: int) -> None:
     n = att.tokens
     near_k = kt[:, None] - (p @ kt)[:, :, None]
     held = (to.c_v + to.m_v).square() * to.up
-    turned = centre.norm_a * radius * (held.sum(-2).amax(-1) if norm == "token" else held.amax((-1, -2))).sqrt()
+    turned = centre._turned(held, radius, norm)
     for k in range(12):
         move = unit(torch.randn(heads.x.shape, generator=g, dtype=torch.float64), norm) * radius * (1 - 1e-12)
         if k % 3 == 0 and norm == "frobenius":
@@ -98,3 +102,37 @@ def test_the_ascent_sees_the_norm_of_the_layer() -> None:
     for seed in range(14):
         att, norm, _ = small_layer(seed)
         torch.testing.assert_close(climb(att, 0.0, norm, steps=1), oracle(att), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", HARD)
+def test_sums_of_variants_are_those_of_plain_heads(kind: str) -> None:
+    one = random_attention(kind).unpadded(1)
+    centre = PairedBallCentre(one)
+    other = VariantPairSums(one, centre.p, CentreErrors(one))
+    weights = centre.p.sqrt() * centre.allowed
+    for name in ("values", "keys", "columns"):
+        expected = getattr(centre.pairs, name)(weights)
+        allowance = 1e-6 * float(expected.amax())  # roots of allowances for rounding
+        torch.testing.assert_close(getattr(other, name)(weights), expected, rtol=1e-3, atol=allowance)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("has", ["rotation", "sinks", "both"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("radius", [0.03, 1.0])
+def test_no_attack_on_rotary_and_sink_heads_gets_above(has: str, mask: str, norm: str, radius: float) -> None:
+    att = layer(len(mask), frozenset({"rotation", "sinks"} if has == "both" else {has}), mask=mask, n=6, samples=1, heads=2)
+    found = adversary.attack(att, radius, norm=norm, steps=3, starts=2, seed=1).norm
+    value = bounds.over_ball(att, radius, norm=norm)
+    assert bool((value * HOLDS >= found).all())
+    assert bool((value <= by_entries(att, radius, norm) * (1 + 1e-12)).all())
+
+
+@pytest.mark.parametrize("has", ["rotation", "sinks"])
+def test_variants_gain_too_and_caps_do_not(has: str) -> None:
+    att = layer(3, frozenset({has}), n=12, d=4, d_v=4)
+    assert bool((bounds.over_ball(att, 0.1) < 0.9 * by_entries(att, 0.1, "token")).all())
+    capped = layer(3, frozenset({has, "cap"}))
+    torch.testing.assert_close(bounds.over_ball(capped, 0.1), by_entries(capped, 0.1, "token"), rtol=0, atol=0)
+    assert not hasattr(PairedVariantCentre(capped.unpadded(0)), "pairs")

@@ -1,14 +1,13 @@
 r"""Our bound on the local Lipschitz constant over a whole ball of inputs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds.ball.paired import PairedBallCentre
-from lipbound.bounds.ball.plain import BallCentre
-from lipbound.bounds.ball.variants import COVERS, VariantBallCentre
+from lipbound.bounds.ball.paired import ByPairs, PairedBallCentre, PairedVariantCentre
+from lipbound.bounds.ball.variants import COVERS
 from lipbound.bounds.entry import check_radii
 from lipbound.bounds.kinds import ByKind
 from lipbound.bounds.lipbound2026.parts import TINY
@@ -19,9 +18,9 @@ from lipbound.linalg.powers import exact_power, times_power_up
 
 CERTIFIED_TOL = 1e-3
 CERTIFIED_DELTA = 1e-10
-CENTRES: ByKind[type[BallCentre]] = ByKind(PairedBallCentre)
+CENTRES: ByKind[Callable[[Attention], ByPairs]] = ByKind(PairedBallCentre)
 """What the bound knows of a layer, by kind of head."""
-CENTRES.extend(VariantBallCentre, COVERS)
+CENTRES.extend(PairedVariantCentre, COVERS)
 
 
 def over_ball(att: Attention, radius: float | Sequence[float], *, norm: str = "token", at: str = "certified") -> Tensor:
@@ -65,8 +64,9 @@ def over_ball(att: Attention, radius: float | Sequence[float], *, norm: str = "t
 
     Proof: Lemma 27 (docs/theory/balls.md).
 
-    For plain heads the value is the smaller of that and a bound by sums over pairs of tokens, Lemma 108 (docs/theory/ball_pairs.md), which is
-    tighter at most radii. Heads with rotary position embeddings, capped scores or sinks have the bound above alone.
+    The value is the smaller of that and a bound by sums over pairs of tokens, which is tighter at most radii: Lemma 108 (docs/theory/ball_pairs.md)
+    for plain heads, Lemma 110 (docs/theory/ball_pairs.md) for those with rotary position embeddings or sinks. Heads with capped scores have the bound
+    above alone.
 
     As the radius goes to 0, (a) goes to the value at the centre; (c) grows like :math:`\rho^2 \sqrt N`, as global bounds must.
     """

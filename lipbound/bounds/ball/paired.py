@@ -1,4 +1,4 @@
-r"""Our bound over a ball, for plain heads, by sums over pairs of tokens in place of norms of single blocks.
+r"""Our bound over a ball by sums over pairs of tokens in place of norms of single blocks.
 
 Statement and proof: Lemma 108 (docs/theory/ball_pairs.md). All pairs of tokens contribute to the difference of the Jacobians at two inputs, and the
 vectors that they contribute point in different directions. `lipbound.bounds.ball.plain` adds up their lengths, this module the positive semi-definite
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds.ball.pairs import PairSums
+from lipbound.bounds.ball.pairs import PairSums, VariantPairSums
 from lipbound.bounds.ball.plain import BallCentre, CentreErrors
 from lipbound.bounds.ball.softmax_interval import relative_changes, relative_interval
+from lipbound.bounds.ball.variants import VariantBallCentre
 from lipbound.linalg.matrix_norms import gamma, nonnegative_norm
 
 LEAST_SHARE = 0.05
@@ -21,7 +22,7 @@ LEAST_SHARE = 0.05
 
 
 class Moved(NamedTuple):
-    """What moves within the ball, row by row, tensors that broadcast to (heads, N, N), with the names of Lemma 108 (docs/theory/ball_pairs.md):
+    """What moves within the ball, row by row, tensors that broadcast to (heads, N, M), with the names of Lemma 108 (docs/theory/ball_pairs.md):
     P^+, Delta, sigma, m^V, m^A, c^v, c^k, w, w^k."""
 
     up: Tensor
@@ -35,13 +36,10 @@ class Moved(NamedTuple):
     w_k: Tensor
 
 
-class PairedBallCentre(BallCentre):
-    """`BallCentre` of a plain head, with sums over its pairs of tokens."""
+class ByPairs(BallCentre):
+    """`BallCentre` with ``pairs``, the sums over its pairs of tokens."""
 
-    def __init__(self, att: Attention):
-        super().__init__(att)
-        self.pairs = PairSums(att, CentreErrors(att))
-        self.share = (self.d / self.d.amax(-1, keepdim=True).clamp_min(1e-290)).clamp_min(LEAST_SHARE)
+    pairs: PairSums
 
     def bound(self, radius: float, norm: str, centre: Tensor) -> Tensor:
         """The smaller of the bounds by entries and by pairs, (heads,)."""
@@ -52,26 +50,28 @@ class PairedBallCentre(BallCentre):
         to = self._moved(radius, norm)
         own, own_up = self._own(to)
         held = (to.c_v + to.m_v).square() * to.up
-        most = held.sum(-2).amax(-1) if norm == "token" else held.amax((-1, -2))
-        turned = self.norm_a * radius * most.sqrt()
+        turned = self._turned(held, radius, norm)
         direct = self.pairs.columns(held) + turned + self._values(to.up, own_up, torch.ones_like(own_up))
         near = centre + self._keys(to) + turned + self._values(to.change, own, to.total)
         slack = 2 * gamma(20 * (self.p.shape[-2] + 20) + 2000)
         return torch.stack([t.nan_to_num(torch.inf, torch.inf) for t in (near, direct)]).amin(0) * (1 + slack)
 
-    def _moved(self, radius: float, norm: str) -> Moved:
-        p, d, f = self.p, self.d, self.f
+    def interval(self, radius: float, norm: str) -> tuple[Tensor, Tensor]:
+        """Smallest and largest P' over the ball, (heads, N, M)."""
         low, up, _ = self.reach(radius, norm)
-        size, mean_square = relative_changes(p, self.off_p, f, self.u, self.cov_k, self.norm_a, radius, norm)
-        low, up = relative_interval(self.scores, size + self.off_scores + self.off_p, mean_square, low, up)
+        return low, up
+
+    def _moved(self, radius: float, norm: str) -> Moved:
+        p, d, f, n = self.p, self.d, self.f, self.p.shape[-2]
+        low, up = self.interval(radius, norm)
         change = (torch.maximum(up - p, p - low).clamp(0.0, 1.0) + p * self.off_p + 1e-289).clamp(max=1.0)
         total = change.sum(-1, keepdim=True).clamp(max=2.0)
-        move = torch.full_like(total, radius) if norm == "token" else radius * up.amax(-1, keepdim=True).sqrt()
+        move = torch.full_like(total, radius) if norm == "token" else radius * up[..., :n].amax(-1, keepdim=True).sqrt()
         norm_a = self.norm_a[:, None, None]
         far, far_k = self.pairs.values(up), self.pairs.keys(up)
         c_v = far.minimum(d.amax(-1, keepdim=True)).minimum(self.pairs.reach_v)
         c_k = far_k.minimum(f.amax(-1, keepdim=True)).minimum(self.pairs.reach_k)
-        score = radius * c_k + (self.u + norm_a * radius) * move  # how far scores move, as a root mean square
+        score = radius * c_k + (self.u.amax(-1, keepdim=True) + norm_a * radius) * move  # how far scores move, as a root mean square
         w, w_k = (
             (change * x).sum(-1, keepdim=True).minimum(total.sqrt() * sums(change)).minimum(c * score).minimum(most).minimum(x.amax(-1, keepdim=True))
             for x, sums, c, most in ((d, self.pairs.values, c_v, far), (f, self.pairs.keys, c_k, far_k))
@@ -85,17 +85,51 @@ class PairedBallCentre(BallCentre):
         own = sums + to.w * to.w_k + to.m_v * to.c_k + c * to.m_a
         return own, (self.b[..., None] + own).minimum(c * (to.c_k + to.m_a))
 
+    def _turned(self, held: Tensor, radius: float, norm: str) -> Tensor:
+        """What the moves of queries add to the part of J through keys, (heads,)."""
+        held = held[..., : held.shape[-2]]
+        most = held.sum(-2).amax(-1) if norm == "token" else held.amax((-1, -2))
+        return self.norm_a * radius * most.sqrt()
+
     def _keys(self, to: Moved) -> Tensor:
-        """How far the part of J through keys is from that at the centre while queries and their weights stand still, (heads,)."""
+        """How far the part of J through keys is from that at the centre while queries stand still, (heads,)."""
         columns, values = self.pairs.columns, self.pairs.values
+        share = (self.d / self.d.amax(-1, keepdim=True).clamp_min(1e-290)).clamp_min(LEAST_SHARE)
         even = columns(values(to.change).square() * to.change)
-        shared = columns(values(to.change / self.share).square() * (to.change * self.share))
+        shared = columns(values(to.change / share).square() * (to.change * share))
         squared = to.w.square()
         mean = (columns(squared * to.total * to.change) + columns(squared * self.p)).minimum(columns(squared * to.up))
         return even.minimum(shared) + mean + columns(to.m_v.square() * to.up)
 
     def _values(self, weights: Tensor, own: Tensor, total: Tensor) -> Tensor:
         """|| ||W_V|| weights + diag own ||, or what the sums of rows (``total``) and columns make of it, (heads,)."""
+        weights = weights[..., : weights.shape[-2]]
         whole = nonnegative_norm(self.norm_v * weights + torch.diag_embed(own[..., 0]), rtol=1e-4)
         sums = (total.amax((-1, -2)) * weights.sum(-2).amax(-1)).sqrt()
         return whole.minimum(self.norm_v[:, 0, 0] * sums + own.amax((-1, -2)))
+
+
+class PairedBallCentre(ByPairs):
+    """`ByPairs` of a plain head: Lemma 108 (docs/theory/ball_pairs.md)."""
+
+    def __init__(self, att: Attention):
+        super().__init__(att)
+        self.pairs = PairSums(att, self.p, CentreErrors(att))
+
+    def interval(self, radius: float, norm: str) -> tuple[Tensor, Tensor]:
+        low, up, _ = self.reach(radius, norm)
+        size, mean_square = relative_changes(self.p, self.off_p, self.f, self.u, self.cov_k, self.norm_a, radius, norm)
+        return relative_interval(self.scores, size + self.off_scores + self.off_p, mean_square, low, up)
+
+
+class PairedVariantCentre(VariantBallCentre, ByPairs):
+    """`ByPairs` of a head with rotary position embeddings or sinks; of one with a cap the bound by entries alone: Lemma 110
+    (docs/theory/ball_pairs.md)."""
+
+    def __init__(self, att: Attention):
+        super().__init__(att)
+        if self.cap is None:
+            self.pairs = VariantPairSums(att, self.p, CentreErrors(att))
+
+    def bound(self, radius: float, norm: str, centre: Tensor) -> Tensor:
+        return super().bound(radius, norm, centre) if self.cap is None else self.by_entries(radius, norm, centre)

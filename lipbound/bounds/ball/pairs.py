@@ -12,43 +12,67 @@ from lipbound.attention.layer import Attention
 from lipbound.bounds.ball.plain import CentreErrors
 from lipbound.bounds.ball.softmax_interval import key_spread
 from lipbound.bounds.lipbound2026.parts import outer
+from lipbound.jacobians.token_tangents import Tangents
 from lipbound.linalg.matrix_norms import block_norm, gamma, upper_factor
 
 PAIR_CHUNK = 2**24
 """Bytes of the largest temporary, the d x d matrices of some tokens of all heads."""
+Maps = Callable[[slice], Tensor]
+"""Of some tokens, (heads, tokens, d, r): vectors are mapped by their transposes."""
 
 
 class PairSums:
     r"""Of one unpadded sample of a plain float64 layer, at its input: upper values in real arithmetic but for relative roundings.
 
-    Weights w are (heads, N, N), 0 where attention is forbidden. :math:`x_{ij} = v_j - o_i`, :math:`\hat k_{ij} = \tilde k_j - \bar k_i`.
+    Weights w are (heads, N, M), 0 where attention is forbidden; M = N, or N + 1 with a sink. :math:`x_{ij} = v_j - o_i`,
+    :math:`\hat k_{ij} = \tilde k_j - \bar k_i`.
 
     Attributes:
         reach_v, reach_k: half the largest distance of two values, of two :math:`\tilde k_j`, (heads, 1, 1).
     """
 
-    def __init__(self, att: Attention, off: CentreErrors):
-        p, (_, k) = att.p[0], key_spread(att)
-        self._off = off
-        self._v, self._o = att.centred_v[0], p @ att.centred_v[0]
-        self._k, self._mean = k, p @ k
+    _map_k: Maps | None = None
+    _map_q: Maps | None = None
+
+    def __init__(self, att: Attention, p: Tensor, off: CentreErrors):
+        self._off, self._v, self._k = off, att.centred_v[0], key_spread(att)[1]
         self._q = abs(att.scale) * att.q[0] @ upper_factor(att.w_k)[0].mT
-        self.reach_v, self.reach_k = _half_diameter(self._v, off.d), _half_diameter(k, off.f)
+        self._o, self._mean = p @ self._v, p @ self._k
+        self.reach_v, self.reach_k = _half_diameter(self._v, off.d), _half_diameter(self._k, off.f)
 
     def values(self, w: Tensor) -> Tensor:
         r""":math:`\|\sum_j w_{ij} x_{ij} x_{ij}^T\|^{1/2}`, (heads, N, 1)."""
-        return _spread(w, self._v, self._o, self._off.d)
+        return _spread(w, self._v, self._o, self._off.d, None)
 
     def keys(self, w: Tensor) -> Tensor:
         r""":math:`\|\sum_j w_{ij} \hat k_{ij} \hat k_{ij}^T\|^{1/2}`, (heads, N, 1)."""
-        return _spread(w, self._k, self._mean, self._off.f)
+        return _spread(w, self._k, self._mean, self._off.f, self._map_k)
 
     def columns(self, w: Tensor) -> Tensor:
-        r""":math:`\max_j \|\sum_i w_{ij} \tilde q_i \tilde q_i^T\|^{1/2}`, (heads,)."""
-        q, w = self._q, w.mT
-        lost = gamma(q.shape[-2] + 4) * (w @ q.square().sum(-1, keepdim=True))
-        top = _by_rows(w, q, lambda sums, _: block_norm(sums)[..., None]) + lost
-        return (top.sqrt() + (w @ self._off.u.square()).sqrt()).amax((-1, -2))
+        r""":math:`\max_j \|\sum_i w_{ij} \tilde q_{ij} \tilde q_{ij}^T\|^{1/2}` over tokens j, (heads,)."""
+        w = w[..., : w.shape[-2]].mT
+        return _spread(w, self._q, None, None, self._map_q).add((w @ self._off.u.square()).sqrt()).amax((-1, -2))
+
+
+class VariantPairSums(PairSums):
+    r"""`PairSums` of a layer with rotary position embeddings or sinks, the sink being the last column.
+
+    :math:`\hat k_{ij} = \tilde k_{ij} - \bar k_i`. Lemma 110 (docs/theory/ball_pairs.md).
+    """
+
+    def __init__(self, att: Attention, p: Tensor, off: CentreErrors):
+        tangents = [Tangents(att, 0, h) for h in range(att.heads)]
+
+        def maps(name: str) -> Maps:
+            return lambda rows: torch.stack([t.factor(name, rows) for t in tangents])
+
+        v, k = att.centred_v[0], abs(att.scale) * att.centred_k[0]
+        if p.shape[-1] > att.tokens:  # shifted with the others, so that their differences keep their digits
+            v, k = (torch.cat([x, torch.zeros_like(x[:, :1])], 1) - x.mean(1, keepdim=True) for x in (v, k))
+        self._off, self._v, self._k, self._q = off, v, k, abs(att.scale) * att.q[0]
+        self._o, self._mean = p @ v, p @ k
+        self._map_k, self._map_q = maps("q"), maps("k")
+        self.reach_v, self.reach_k = _half_diameter(v, off.d), torch.full_like(p[:, :1, :1], torch.inf)
 
 
 def _half_diameter(x: Tensor, off: Tensor) -> Tensor:
@@ -57,22 +81,28 @@ def _half_diameter(x: Tensor, off: Tensor) -> Tensor:
     return apart / 2 + off.amax((-1, -2), keepdim=True)
 
 
-def _spread(w: Tensor, x: Tensor, centre: Tensor, off: Tensor) -> Tensor:
-    """||sum_j w_ij (x_j - c_i)(x_j - c_i)^T||^(1/2) for differences that are each known up to ``off`` (heads, N, 1): (heads, N, 1)."""
+def _spread(w: Tensor, x: Tensor, centre: Tensor | None, off: Tensor | None, maps: Maps | None) -> Tensor:
+    """||sum_j w_ij y_ij y_ij^T||^(1/2) for y_ij = F_i^T (x_j - c_i), each known up to ``off`` (heads, N, 1): (heads, N, 1).
+
+    From w (heads, N, M), x (heads, M, d), c (heads, N, d), or 0, and the maps F of the rows.
+    """
+    (n, m), d = w.shape[-2:], x.shape[-1]
     total, length = w.sum(-1, keepdim=True), x.norm(dim=-1, keepdim=True)
-    side, far = w @ x - total / 2 * centre, centre.norm(dim=-1, keepdim=True)
-    lost = gamma(w.shape[-1] + 10) * (w @ length.square() + 2 * far * (w @ length) + far.square() * total)  # the difference cancels
-
-    def norm(sums: Tensor, rows: slice) -> Tensor:
-        cross = side[:, rows, :, None] * centre[:, rows, None, :]
-        return block_norm(sums - cross - cross.mT)[..., None]
-
-    return (_by_rows(w, x, norm) + lost).sqrt() + off * total.sqrt()
-
-
-def _by_rows(w: Tensor, x: Tensor, norm: Callable[[Tensor, slice], Tensor]) -> Tensor:
-    """``norm`` of the matrices sum_j w_ij x_j x_j^T (heads, rows, d, d) and their rows, some rows at a time: (heads, N, 1)."""
-    n, d = x.shape[-2:]
+    size, side = w @ length.square(), torch.zeros_like(w[..., :1])
+    if centre is not None:
+        far = centre.norm(dim=-1, keepdim=True)
+        side, size = w @ x - total / 2 * centre, size + 2 * far * (w @ length) + far.square() * total
+    lost = gamma(m + 2 * d + 18) * size  # the difference cancels
     pairs, step = outer(x, x), max(1, PAIR_CHUNK // (8 * len(x) * d * d))
-    rows = [slice(i, i + step) for i in range(0, n, step)]
-    return torch.cat([norm((w[:, r] @ pairs).unflatten(-1, (d, d)), r) for r in rows], 1)
+    found = []
+    for rows in (slice(i, i + step) for i in range(0, n, step)):
+        sums, more = (w[:, rows] @ pairs).unflatten(-1, (d, d)), lost[:, rows]
+        if centre is not None:
+            cross = side[:, rows, :, None] * centre[:, rows, None, :]
+            sums = sums - cross - cross.mT
+        if maps is not None:
+            factor = maps(rows)
+            sums, more = factor.mT @ sums @ factor, more * factor.square().sum((-1, -2))[..., None]
+        found.append((block_norm(sums)[..., None] + more).sqrt())
+    root = torch.cat(found, 1)
+    return root if off is None else root + off * total.sqrt()

@@ -41,10 +41,6 @@ class BallCentre:
         low, up = softmax_interval(self.scores, score_changes(self.f, self.u, self.norm_a, radius, norm) + self.off_scores)
         return low, up, (1.0, 1.0, 0.0)
 
-    def bound(self, radius: float, norm: str, centre: Tensor) -> Tensor:
-        """The bound of `over_ball`, (heads,), from an upper value of the norm at the centre."""
-        return self.by_entries(radius, norm, centre)
-
     def by_entries(self, radius: float, norm: str, centre: Tensor) -> Tensor:
         """The smallest of (a), (b) and (c) of Lemma 27 (docs/theory/balls.md), (heads,)."""
         p, d, f, u = self.p, self.d, self.f, self.u
