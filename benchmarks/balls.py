@@ -54,7 +54,7 @@ def of_model(norm: str, radii: list[float], tokens: int, steps: int, starts: int
     exact = torch.cat([lb.spectral_norm(att, tol=1e-4).lower[0] for att in atts])
     found, rows = exact, []
     for relative in sorted(radii):
-        row: dict[str, Any] = {"norm": norm, "radius": relative, "tokens": atts[0].tokens, "heads": len(exact)}
+        row: dict[str, Any] = {"norm": norm, "steps": steps, "radius": relative, "tokens": atts[0].tokens, "heads": len(exact)}
         bounds = {}
         for name, entries_only in (("before", True), ("after", False)):
             start = time.process_time()
