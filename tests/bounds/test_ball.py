@@ -9,8 +9,10 @@ from lipbound import bounds
 from lipbound.analysis import adversary
 from lipbound.attention.layer import Attention
 from lipbound.attention.softmax import jacobian_norm
+from lipbound.bounds.ball.bound_over_ball import CERTIFIED_TOL, ball_difference
 from lipbound.bounds.ball.softmax_interval import g1_over_box, reachable_rows, softmax_interval
 from lipbound.errors import LipboundError
+from lipbound.jacobians.head import HeadJacobian
 
 NORMS = ("token", "frobenius")
 WITH_RADIUS = [name for name in bounds.names() if bounds.get(name).ball is not None]
@@ -169,3 +171,24 @@ def test_bounds_without_a_radius_say_so() -> None:
         bounds.get("yudin_g1").over_ball(random_attention("plain"), 1.0)
     with pytest.raises(LipboundError, match="at least one of each"):
         adversary.attack(random_attention("plain"), 1.0, starts=0)
+
+
+@pytest.mark.each_value(kind=("biases", "padded", "sharp"))
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("relative", [1e-4, 0.03, 1.0])
+def test_no_point_of_the_ball_changes_the_jacobian_more(kind: str, norm: str, relative: float) -> None:
+    """12 kinds x 6 heads x 3 radii x 2 norms, 30 points each: dense Jacobians there and at the centre."""
+    att = random_attention(kind, seed=5)
+    radius = relative * float(att.x.norm(dim=-1).mean())
+    values = ball_difference(att, radius, norm=norm)
+    g = torch.Generator().manual_seed(1)
+    for s in range(att.samples):
+        one = att.unpadded(s)
+        here = HeadJacobian(one).dense()
+        for _ in range(30):
+            move = torch.randn(one.x.shape, generator=g, dtype=torch.float64)
+            move = move / (move.norm(dim=-1, keepdim=True) if norm == "token" else move.norm())
+            there = HeadJacobian(one.at(one.x + radius * move)).dense()
+            assert bool((torch.linalg.matrix_norm(there - here, 2) <= values[s] * (1 + 1e-9)).all())
+    ends = bounds.over_ball(att, radius, norm=norm), bounds.over_ball(att, 0.0, norm=norm)
+    assert bool((ends[0] <= (ends[1] * (1 + CERTIFIED_TOL) + values) * (1 + 1e-9)).all())

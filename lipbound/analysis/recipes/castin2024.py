@@ -34,12 +34,12 @@ def growth(setting: Setting) -> xr.Dataset:
     sequences = setting.count(3 if setting.data else 1, 10)
     for text in setting.texts:
         plain = len(setting.data) > 1 and isinstance(text, str | Path) and Path(text).suffix == ".txt"
-        of_table = {} if plain else {"column": setting.column, "split": setting.split}
+        column, split = (None, None) if plain else (setting.column, setting.split)
         modes = {}
         for causal in (False, True):
             ds = sequence_growth(
                 setting.model, text, lengths=lengths, sequences=sequences, causal=causal, device=setting.device, dtype=setting.dtype,
-                seed=setting.seed, **of_table,
+                seed=setting.seed, column=column, split=split,
             )  # fmt: skip
             modes["decoder" if ds.attrs["causal"] else "encoder"] = ds
             if "decoder" in modes:  # the model is one anyway

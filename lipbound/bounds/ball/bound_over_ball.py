@@ -75,35 +75,64 @@ def over_ball(att: Attention, radius: float | Sequence[float], *, norm: str = "t
 
 def _over_ball(att: Attention, radius: float | Sequence[float], norm: str, at: str, *, entries_only: bool) -> Tensor:
     """`over_ball`; or, with ``entries_only``, what (a), (b) and (c) alone make of it."""
-    check_layer(att, "over_ball")
-    if "qk_norm" in att.variants:
-        raise AttentionError("over_ball does not cover normalised queries and keys, whose derivative changes with the input; lipbound.attack does")
-    att.only("over_ball", CENTRES.covers)
-    single, radii = check_radii(radius, norm)
-    if att.cache.recording:
-        raise LipboundError("over_ball has no derivatives; call it under torch.no_grad()")
+    single, radii = _checked(att, radius, norm, "over_ball")
     double = att.double()
     centre = _centre(double, at)
     with torch.no_grad():
-        values = torch.stack([_sample(double.unpadded(s), radii, norm, centre[s], entries_only) for s in range(att.samples)])
+        parts = [_sample(double.unpadded(s), radii, norm, entries_only) for s in range(att.samples)]
+    changed, whole = (torch.stack(values) for values in zip(*parts, strict=True))
+    values = (centre[..., None] + changed).minimum(whole) * (1 + 4 * torch.finfo(torch.float64).eps)
     return values[..., 0] if single else values
 
 
-def _sample(att: Attention, radii: list[float], norm: str, centre: Tensor, entries_only: bool) -> Tensor:
-    """The bound at one unpadded sample of a float64 layer, (heads, radii), through its copy of ordinary size: Lemma 73
-    (docs/theory/upper_values.md)."""
+def ball_difference(att: Attention, radius: float | Sequence[float], *, norm: str = "token") -> Tensor:
+    r"""An upper bound on :math:`\|J(X') - J(X)\|` for every X' in a ball around the layer's input.
+
+    Arguments, shapes and errors are those of `over_ball`, of which it is the part beside the norm at the centre; where the bound on J(X') itself is
+    smaller, it is that bound and an upper value of the norm at the centre.
+    """
+    single, radii = _checked(att, radius, norm, "ball_difference")
+    double = att.double()
+    with torch.no_grad():
+        parts = [_sample(double.unpadded(s), radii, norm, False) for s in range(att.samples)]
+    changed, whole = (torch.stack(values) for values in zip(*parts, strict=True))
+    if bool((whole < changed).any()):
+        changed = changed.minimum(whole + get("lipbound")(double)[..., None])
+    return changed[..., 0] if single else changed
+
+
+def _checked(att: Attention, radius: float | Sequence[float], norm: str, name: str) -> tuple[bool, list[float]]:
+    """Whether one radius was given, and all of them; raises where the layer or the ball is not covered."""
+    check_layer(att, name)
+    if "qk_norm" in att.variants:
+        raise AttentionError(f"{name} does not cover normalised queries and keys, whose derivative changes with the input; lipbound.attack does")
+    att.only(name, CENTRES.covers)
+    found = check_radii(radius, norm)
+    if att.cache.recording:
+        raise LipboundError(f"{name} has no derivatives; call it under torch.no_grad()")
+    return found
+
+
+def _sample(att: Attention, radii: list[float], norm: str, entries_only: bool) -> tuple[Tensor, Tensor]:
+    """How far J moves from that at one unpadded sample of a float64 layer, and how large it gets, (heads, radii) each, through the layer's copy of
+    ordinary size: Lemma 73 (docs/theory/upper_values.md)."""
     one, exponents, exact = att.unit_scales()
     sizes = [torch.frexp(t.x.abs().amax()) for t in (one, att)]
     shift = sizes[0].exponent - sizes[1].exponent
     if not -1000 < int(shift) < 1000:
-        return torch.full((att.heads, len(radii)), torch.inf, dtype=torch.float64, device=att.device)
+        nothing = torch.full((att.heads, len(radii)), torch.inf, dtype=torch.float64, device=att.device)
+        return nothing, nothing
     around = CENTRES.of(one)(one)
-    there = times_power_up(centre, -exponents)
-    bound = around.by_entries if entries_only else around.bound
-    found = torch.stack([bound(r * float(exact_power(shift)), norm, there) for r in radii], -1)
+    bounds = around.by_entries if entries_only else around.bounds
+    found = [bounds(r * float(exact_power(shift)), norm) for r in radii]
     hidden = TINY * (torch.linalg.vector_norm(one.w_v, dim=(1, 2)) + one.centred_v[0].norm(dim=-1).amax(-1))
-    found = times_power_up((found + hidden[:, None]).mT, exponents).mT
-    return torch.where(exact[0][:, None] & ~found.isnan(), found, torch.inf)
+
+    def ordinary(values: Tensor) -> Tensor:
+        values = times_power_up((values + hidden[:, None]).mT, exponents).mT
+        return torch.where(exact[0][:, None] & ~values.isnan(), values, torch.inf)
+
+    changed, whole = (torch.stack(values, -1) for values in zip(*found, strict=True))
+    return ordinary(changed), ordinary(whole)
 
 
 def _centre(att: Attention, at: str) -> Tensor:

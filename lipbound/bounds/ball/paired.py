@@ -41,20 +41,21 @@ class ByPairs(BallCentre):
 
     pairs: PairSums
 
-    def bound(self, radius: float, norm: str, centre: Tensor) -> Tensor:
-        """The smaller of the bounds by entries and by pairs, (heads,)."""
-        return self.by_entries(radius, norm, centre).minimum(self.by_pairs(radius, norm, centre))
+    def bounds(self, radius: float, norm: str) -> tuple[Tensor, Tensor]:
+        (changed, whole), (changed_pairs, whole_pairs) = self.by_entries(radius, norm), self.by_pairs(radius, norm)
+        return changed.minimum(changed_pairs), whole.minimum(whole_pairs)
 
-    def by_pairs(self, radius: float, norm: str, centre: Tensor) -> Tensor:
-        """The bound of Lemma 108 (docs/theory/ball_pairs.md), (heads,), from an upper value of the norm at the centre."""
+    def by_pairs(self, radius: float, norm: str) -> tuple[Tensor, Tensor]:
+        """`bounds` by Lemma 108 (docs/theory/ball_pairs.md)."""
         to = self._moved(radius, norm)
         own, own_up = self._own(to)
         held = (to.c_v + to.m_v).square() * to.up
         turned = self._turned(held, radius, norm)
         direct = self.pairs.columns(held) + turned + self._values(to.up, own_up, torch.ones_like(own_up))
-        near = centre + self._keys(to) + turned + self._values(to.change, own, to.total)
+        changed = self._keys(to) + turned + self._values(to.change, own, to.total)
         slack = 2 * gamma(20 * (self.p.shape[-2] + 20) + 2000)
-        return torch.stack([t.nan_to_num(torch.inf, torch.inf) for t in (near, direct)]).amin(0) * (1 + slack)
+        changed, direct = (t.nan_to_num(torch.inf, torch.inf) * (1 + slack) for t in (changed, direct))
+        return changed, direct
 
     def interval(self, radius: float, norm: str) -> tuple[Tensor, Tensor]:
         """Smallest and largest P' over the ball, (heads, N, M)."""
@@ -131,5 +132,5 @@ class PairedVariantCentre(VariantBallCentre, ByPairs):
         if self.cap is None:
             self.pairs = VariantPairSums(att, self.p, CentreErrors(att))
 
-    def bound(self, radius: float, norm: str, centre: Tensor) -> Tensor:
-        return super().bound(radius, norm, centre) if self.cap is None else self.by_entries(radius, norm, centre)
+    def bounds(self, radius: float, norm: str) -> tuple[Tensor, Tensor]:
+        return super().bounds(radius, norm) if self.cap is None else self.by_entries(radius, norm)

@@ -41,8 +41,12 @@ class BallCentre:
         low, up = softmax_interval(self.scores, score_changes(self.f, self.u, self.norm_a, radius, norm) + self.off_scores)
         return low, up, (1.0, 1.0, 0.0)
 
-    def by_entries(self, radius: float, norm: str, centre: Tensor) -> Tensor:
-        """The smallest of (a), (b) and (c) of Lemma 27 (docs/theory/balls.md), (heads,)."""
+    def bounds(self, radius: float, norm: str) -> tuple[Tensor, Tensor]:
+        """Upper values over the ball of the change of J from the centre, and of J itself, (heads,) each."""
+        return self.by_entries(radius, norm)
+
+    def by_entries(self, radius: float, norm: str) -> tuple[Tensor, Tensor]:
+        """`bounds` by Lemma 27 (docs/theory/balls.md): (a) without the norm at the centre, and the smaller of (b) and (c)."""
         p, d, f, u = self.p, self.d, self.f, self.u
         low, up, (slope, slope_up, slope_change) = self.reach(radius, norm)
         change = (torch.maximum(up - p, p - low).clamp(0.0, 1.0) + p * self.off_p + 1e-289).clamp(max=1.0)
@@ -66,14 +70,15 @@ class BallCentre:
         slope, slope_up, slope_change = (t[..., :n] if isinstance(t, Tensor) else t for t in (slope, slope_up, slope_change))
         e = a_v + m_v + w
         difference = change * (self.norm_v + slope * d * u) + up * (slope_change * d * u + slope_up * (e * (u + a_a) + d * a_a))
-        near = centre + nonnegative_norm(difference + torch.diag_embed(extra[..., 0]), rtol=1e-4)
+        changed = nonnegative_norm(difference + torch.diag_embed(extra[..., 0]), rtol=1e-4)
         t = self.norm_v + slope_up * (((d + w).minimum(2 * far) + a_v + m_v) * (u + a_a))
         t = torch.where(self.allowed[..., :n], t, 0.0)
         blocks = up * t
         direct = nonnegative_norm(blocks + torch.diag_embed(b_up[..., 0]), rtol=1e-4)
         closed = (t.amax((-1, -2)) * blocks.sum(-2).amax(-1)).sqrt() + b_up.amax((-1, -2))
         slack = 2 * gamma(20 * (n + 20) + 2000)
-        return torch.stack([t.nan_to_num(torch.inf, torch.inf) for t in (near, direct, closed)]).amin(0) * (1 + slack)
+        changed, direct, closed = (t.nan_to_num(torch.inf, torch.inf) * (1 + slack) for t in (changed, direct, closed))
+        return changed, direct.minimum(closed)
 
 
 def _most(x: Tensor, up: Tensor) -> Tensor:

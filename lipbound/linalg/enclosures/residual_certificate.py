@@ -86,13 +86,13 @@ def _missed(rows: Recurrences, index: Array, steps: Array, x: Array) -> tuple[Ar
         same = 2 * np.sqrt(whole) * p + p * p
         pivots = np.ones((len(x), k, *x.shape[1:]))
         inside, after = np.ones(x.shape, dtype=bool), np.zeros_like(x)
-        for j in range(k - 1, -1, -1):
-            live = j < steps
-            pivot = x - alpha[:, j] - np.where(j + 1 < steps, after, 0.0)
+        for step in range(k - 1, -1, -1):
+            live = step < steps
+            pivot = x - alpha[:, step] - np.where(step + 1 < steps, after, 0.0)
             good = live & (pivot > 0)
             inside &= ~live | good
-            pivots[:, j] = np.where(good, pivot, 1.0)
-            after = beta[:, j - 1] ** 2 / pivots[:, j] if j else after
+            pivots[:, step] = np.where(good, pivot, 1.0)
+            after = beta[:, step - 1] ** 2 / pivots[:, step] if step else after
         y = np.cumprod(np.concatenate([1 / pivots[:, :1], beta[:, :-1] / pivots[:, 1:]], 1), 1)
         j = np.arange(k)[(None, slice(None), *more[1:])]
         lost, outside, reach = (t[index, :k][more] for t in (rows.lost, rows.outside, rows.reach))

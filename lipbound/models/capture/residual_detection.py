@@ -47,7 +47,7 @@ def surroundings(att: Attention, seen: Sequence[Seen]) -> ResidualContext:
     """What stands around a layer, each part of it checked against the numbers of the model; None for what could not be found."""
     shape = att.x.shape
     seen = [Seen(s.module, s.x.view(shape), s.out.view(shape)) for s in seen if s.x.numel() == att.x.numel() and s.x.shape[-1] == shape[-1]]
-    fed_by = next((norm for s in seen if _close(s.out, att.x, att) and (norm := _normaliser(s)) is not None), None)
+    fed_by = next((norm for s in seen if _close(s.out, att.x, att) and (norm := normaliser(s)) is not None), None)
     if att.w_o is None or att.w_o.shape[2] != att.x.shape[2]:
         return ResidualContext(fed_by)
     out = torch.einsum("shnv,hvo->sno", att.out, att.w_o)
@@ -56,7 +56,7 @@ def surroundings(att: Attention, seen: Sequence[Seen]) -> ResidualContext:
     for residual, stream in streams.items():
         for s in seen:
             if _constant(s.x - stream - out, out, att):
-                return ResidualContext(fed_by, residual, _normaliser(s) if residual == "post" else None)
+                return ResidualContext(fed_by, residual, normaliser(s) if residual == "post" else None)
     return ResidualContext(fed_by)
 
 
@@ -78,7 +78,7 @@ def _constant(difference: Tensor, out: Tensor, att: Attention) -> bool:
     return float((rest - rest[:1]).abs().amax()) <= RESIDUAL_TOLERANCE * float(_real(out, att).abs().amax())
 
 
-def _normaliser(s: Seen) -> Normaliser | None:
+def normaliser(s: Seen) -> Normaliser | None:
     """LayerNorm, or RMSNorm with weights w or 1 + w, whichever rebuilds what the module returned."""
     with resident(s.module):
         weight, bias = s.module.weight, getattr(s.module, "bias", None)

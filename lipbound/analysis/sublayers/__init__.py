@@ -1,0 +1,1 @@
+"""Attention and MLP sublayers of a transformer, and how far their Jacobians change around an input."""
