@@ -4,7 +4,7 @@
 length of a token, both norms, one thread. "before" is the bound by entries alone (Lemma 27 (docs/theory/balls.md)), "after" is
 `lipbound.bounds.over_ball`. Times are CPU seconds for the three layers, the certified norm at the centre included. Where the adversary found less at
 a radius than at a smaller one, that counts. ``--balls`` many balls around small heads are attacked by steepest ascent in float64. Prints, and writes
-balls.json.
+balls.json and balls.png; ``--draw`` draws what balls.json holds.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import torch
 from torch import Tensor
 
@@ -98,6 +99,27 @@ def attacked(balls: int, steps: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """The gap between bound and adversary against the radius: geometric means, and the worst head dotted."""
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    titles = {"token": "every token moves by the radius", "frobenius": "all tokens together"}
+    fig, axes = plt.subplots(1, 2, figsize=(7.1, 2.7), constrained_layout=True, sharey=True)
+    for ax, (norm, title) in zip(axes, titles.items(), strict=True):
+        found = sorted((row for row in rows if row["norm"] == norm), key=lambda row: row["radius"])
+        x = [row["radius"] for row in found]
+        for name, label, colour in (("before", "by entries", "#bb5566"), ("after", "with pairs of tokens", "#004488")):
+            mean, worst = zip(*(row[f"{name}_over_adversary"] for row in found), strict=True)
+            ax.loglog(x, mean, "o-", color=colour, markersize=3.5, label=label)
+            ax.loglog(x, worst, ":", color=colour, linewidth=1.2, label=f"{label}, worst head")
+        ax.set(title=title, xlabel="radius / mean length of a token")
+        ax.grid(alpha=0.3)
+    axes[0].set_ylabel("bound / adversary")
+    axes[1].legend(fontsize=7, loc="lower right")
+    fig.savefig(path, dpi=160)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=64)
@@ -107,7 +129,11 @@ def main() -> None:
     parser.add_argument("--norms", nargs="*", default=list(NORMS), choices=NORMS)
     parser.add_argument("--radii", nargs="*", type=float, default=list(RADII), help="of the mean length of a token")
     parser.add_argument("--out", type=Path, default=HERE.with_suffix(".json"))
+    parser.add_argument("--draw", action="store_true", help="measure nothing")
     args = parser.parse_args()
+    if args.draw:
+        draw(json.loads(args.out.read_text())["rows"], args.out.with_suffix(".png"))
+        return
     torch.set_num_threads(1)
     result: dict[str, Any] = {
         "torch": torch.__version__,
@@ -121,6 +147,7 @@ def main() -> None:
         print(json.dumps(result["attacked"]), flush=True)
     result["rows"] = [row for norm in args.norms for row in of_model(norm, args.radii, args.tokens, args.steps, args.starts)]
     args.out.write_text(json.dumps(result, indent=1) + "\n")
+    draw(result["rows"], args.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 ``python benchmarks/network_bound.py`` takes 1, 2, 3 and 6 blocks of builtin:vit-baseline and one and two layers of builtin:minilm, one sample each,
 Frobenius balls of 1e-5 to 1e-1 of the mean length of the tokens that enter, one thread. The attack is projected ascent on |J v|, v being the top
-right singular vector where it stands. ``--balls`` many balls around small random models (BERT, ViT, GPT-2, Llama) are attacked too, with dense Jacobians.
-Prints, and writes network_bound.json.
+right singular vector where it stands. ``--balls`` many balls around small random models (BERT, ViT, GPT-2, Llama) are attacked too, with dense
+Jacobians. Prints, and writes network_bound.json.
 """
 
 import argparse
@@ -72,17 +72,23 @@ def double(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: t.double() if t.is_floating_point() else t for name, t in inputs.items()}
 
 
+def entering(model: Any, inputs: dict[str, Tensor], block: int) -> float:
+    """The mean length of the tokens that enter a block."""
+    with chain(model, inputs, block, block) as (_, x, _real):
+        return float(x.norm(dim=-1).mean())
+
+
 def of_model(name: str, blocks: tuple[int, ...], tokens: int, steps: int) -> list[dict[str, Any]]:
     """A row for each number of blocks and radius."""
     checkpoint = lb.load_checkpoint(name, dtype="float64")
     inputs = double(lb.prepare(checkpoint, samples=1, max_length=tokens).batch)
     rows = []
     for count in blocks:
+        length = entering(checkpoint.model, inputs, 0)
+        start = time.process_time()
+        found = lb.network_bound(checkpoint.model, inputs, [r * length for r in RADII], end=count - 1)
+        seconds, most = time.process_time() - start, 0.0
         with chain(checkpoint.model, inputs, 0, count - 1) as (f, x, real):
-            length = float(x.norm(dim=-1).mean())
-            start = time.process_time()
-            found = lb.network_bound(checkpoint.model, inputs, [r * length for r in RADII], end=count - 1)
-            seconds, most = time.process_time() - start, 0.0
             for i, radius in enumerate(RADII):
                 most = max(most, climb(f, x, real, radius * length, steps, by_products(f, real)))
                 row = {
@@ -105,9 +111,9 @@ def attacked(balls: int, steps: int) -> dict[str, Any]:
         model = build((AFFINE | MODERN)[family], seed).double()
         inputs = double({k: t[:1] for k, t in inputs_for(model, length=4).items()})
         first = seed // len(FAMILIES) % 2
+        length = entering(model, inputs, first)
+        found = lb.network_bound(model, inputs, [r * length for r in radii], start=first, end=1)
         with chain(model, inputs, first, 1) as (f, x, real):
-            length = float(x.norm(dim=-1).mean())
-            found = lb.network_bound(model, inputs, [r * length for r in radii], start=first, end=1)
             for i, radius in enumerate(radii):
                 ratios.append(float(found.upper[0, i]) / climb(f, x, real, radius * length, steps, by_dense(f, real)))
     ratio = torch.tensor(ratios, dtype=torch.float64).view(-1, len(radii))

@@ -119,6 +119,18 @@ def default_costs() -> str:
     return "\n".join(lines)
 
 
+def balls() -> str:
+    """What benchmarks/balls.py has measured."""
+    found = report("balls.json")
+    lines = ["| ball | radius / token | bound / adversary | worst head | by entries alone | worst head |", "|---|---|---|---|---|---|"]
+    for row in found["rows"]:
+        numbers = (*row["after_over_adversary"], *row["before_over_adversary"])
+        lines.append(f"| {row['norm']} | {row['radius']:g} | {' | '.join(f'{x:.3g}' for x in numbers)} |")
+    attacked = found["attacked"]
+    said = f"{attacked['balls']} balls around small heads were attacked in float64: {attacked['below']} of the bounds were below what was found."
+    return "\n".join([*lines, "", said, "", measured_with(found)])
+
+
 def families() -> str:
     """What benchmarks/families.py has measured."""
     lines = [
@@ -212,7 +224,8 @@ def study() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     part.__name__: part
     for part in (
-        accuracy, speed, gemm, compiled, long, bound_costs, default_costs, families, memory, token_norms, startup, cluster, penalty_costs, study,
+        accuracy, speed, gemm, compiled, long, bound_costs, default_costs, balls, families, memory, token_norms, startup, cluster,
+        penalty_costs, study,
     )
 }  # fmt: skip
 """Tables and sentences by name: a page has one where ``<!-- table: NAME -->`` stands."""

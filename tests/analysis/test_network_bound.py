@@ -113,3 +113,12 @@ def test_what_is_not_understood_is_refused() -> None:
             network_bound(model, inputs, **({"radius": 0.1} | options))
     with pytest.raises(LipboundError, match="normalised queries"):
         network_bound(build(MODERN["Qwen 3"]), inputs_for(build(MODERN["Qwen 3"])), 0.1)
+
+
+def test_far_away_the_bound_is_infinite() -> None:
+    model = build(MODELS["vit"]).double()
+    found = network_bound(model, double(model), [1e-6, 1.0, 1e40, 1e59])
+    assert bool(torch.isfinite(found.upper[:, 0]).all())
+    assert bool((found.upper.diff(dim=1).nan_to_num(0) >= 0).all())
+    assert bool(torch.isinf(found.upper[:, 2:]).all())
+    assert bool(torch.isinf(found.product[:, 2:]).all())

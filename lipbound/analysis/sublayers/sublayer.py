@@ -23,6 +23,8 @@ from lipbound.linalg.operators import JacobianOperator
 
 TOL = 1e-3
 """Of norms of single sublayers."""
+LARGEST = 1e50
+"""Radius beyond which nothing is said: the bound is infinite."""
 
 
 class Part(Protocol):
@@ -70,6 +72,8 @@ class AttentionPart:
         return heads, matrix_norm(bases[:, None].mT @ bases[None]), matrix_norm(torch.cat(list(bases), 1))
 
     def change(self, radius: float) -> Tensor:
+        if not radius <= LARGEST:
+            return torch.tensor(torch.inf, dtype=torch.float64)
         heads, omega, whole = self._folded
         found = ball_difference(heads, radius, norm="frobenius")[0]
         return torch.minimum((found @ omega @ found).sqrt(), whole * found.norm()) * (1 + 1e-12)
@@ -112,6 +116,8 @@ class Sublayer:
 
     def change(self, radius: float) -> Tensor:
         """An upper value of how far its Jacobian is from the one here within a Frobenius ball of inputs, ()."""
+        if not radius <= LARGEST:
+            return torch.tensor(torch.inf, dtype=torch.float64)
         if self.part is None:
             assert self.around is not None
             return normalisation.change(self.around, radius)
