@@ -43,7 +43,9 @@ def main() -> None:
         recipe.render(recipe.saved(growth if recipe.stored == RECIPES["castin-1"].stored else Setting(), RUNS), HERE)
         print(f"figures/{name}.pdf, .png and .txt", flush=True)
     gpt2 = replace(RECIPES["castin-1"], name="castin-4-gpt2", run="")
-    gpt2.render(gpt2.saved(replace(growth, model="builtin:gpt2", data=growth.data[:1]), RUNS), HERE)
+    first = growth.data[:1]
+    column = None if first and Path(first[0]).suffix == ".txt" else growth.column
+    gpt2.render(gpt2.saved(replace(growth, model="builtin:gpt2", data=first, column=column), RUNS), HERE)
     print(f"figures/{gpt2.name}.pdf, .png and .txt", flush=True)
 
 
