@@ -27,11 +27,27 @@ class Attack(NamedTuple):
     x: Tensor
 
 
-def attack(att: Attention, radius: float, *, norm: str = "token", steps: int = 20, starts: int = 3, seed: int = 0) -> Attack:
-    r"""A lower bound on :math:`\sup \|J(X')\|` over a ball, head by head, by projected gradient ascent.
+class Climb(NamedTuple):
+    """Where the ascents stand: |J^T u| (starts,), the moves from X, u, and v = J^T u / |J^T u|, (starts, N, .)."""
 
-    The first start is X itself, the others are random points of the sphere. The gradient of the norm is that of :math:`u^T J(X') v` at the top
-    singular pair; steps are half the radius, later a seventh. It is a lower bound, found by a heuristic: the supremum may be larger.
+    value: Tensor
+    move: Tensor
+    left: Tensor
+    right: Tensor
+
+
+START, TURN = 8, 3
+"""Power iterations where an ascent starts, and at every step."""
+
+
+def attack(att: Attention, radius: float, *, norm: str = "token", steps: int = 20, starts: int = 6, seed: int = 0) -> Attack:
+    r"""A lower bound on :math:`\sup \|J(X')\|` over a ball, head by head, by ascent from several inputs.
+
+    The ascent is on :math:`u^T J(X') v`: in turn a few power iterations improve u and v, and X' moves along the gradient, projected to the ball.
+    Steps that lower the value are taken back; their length, at first twice the radius, grows while they succeed and shrinks where they fail. The
+    first six starts are X itself, the points of the sphere along the top right singular vector at X and against it, and those with every token
+    drawn towards another one, towards the mean of all, and towards the one furthest away; more starts are random points of the sphere. It is a
+    heuristic: the supremum may be larger.
 
     Args:
         att: the layer at the centre.
@@ -66,30 +82,48 @@ def attack(att: Attention, radius: float, *, norm: str = "token", steps: int = 2
 
 def _attack_head(att: Attention, radius: float, norm: str, steps: int, starts: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """One head of one unpadded sample: the largest norm found, (), float64, and its input (N, D)."""
-    move = torch.randn(starts, *att.x.shape[1:], generator=generator, dtype=torch.float64).to(att.x)
-    move = _project(_unit(move, norm) * radius, radius, norm)
-    move[0] = 0
-    best = torch.full((starts,), -torch.inf, dtype=torch.float64)
-    where = move.clone()
-    for step in range(steps + 1):
-        here = att.at(att.x + move)
-        top = spectral_norm(here, tol=1e-3, vectors=True)
-        better = (top.lower[:, 0] > best).to(att.device)
-        best = torch.maximum(best, top.lower[:, 0])
-        where = torch.where(better[:, None, None], move, where)
-        if step == steps or radius == 0:
-            break
-        assert top.left is not None
-        assert top.right is not None
-        x = (att.x + move).requires_grad_()
-        form = (top.left[:, 0] * HeadJacobian(att.at(x)).along(top.right[:, 0])).sum()
+    top = spectral_norm(att, tol=1e-3, vectors=True)
+    assert top.left is not None
+    assert top.right is not None
+    move = _starts(att.x, top.right[:, 0], radius, norm, starts, generator)
+    noise = torch.randn(top.left[:, 0].shape, generator=generator, dtype=torch.float64).to(att.x)
+    at = _climbed(att, move, top.left[:, 0] + 0.1 * noise / noise.norm().clamp_min(1e-30), START)
+    length = torch.full_like(move[:, :1, :1], 2.0)
+    for _ in range(steps if radius > 0 else 0):
+        x = (att.x + at.move).requires_grad_()
+        form = (at.left * HeadJacobian(att.at(x)).along(at.right)).sum()
         (gradient,) = torch.autograd.grad(form, x)
-        length = 0.5 if step < steps / 2 else 0.15
-        move = _project(move + length * radius * _unit(torch.nan_to_num(gradient), norm), radius, norm)
-    candidates = torch.cat([att.x, _inside(att.x, where[int(best.argmax())], radius, norm)])
+        new = _climbed(att, _project(at.move + length * radius * _unit(torch.nan_to_num(gradient), norm), radius, norm), at.left, TURN)
+        better = (new.value >= at.value)[:, None, None]
+        at = Climb(torch.where(better[:, 0, 0], new.value, at.value), *(torch.where(better, a, b) for a, b in zip(new[1:], at[1:], strict=True)))
+        length = torch.where(better, 1.3 * length, 0.4 * length).clamp(max=8.0)
+    candidates = torch.cat([att.x, _inside(att.x, at.move[int(at.value.argmax())], radius, norm)])
     exact = spectral_norm(att.double().at(candidates.double()), tol=1e-6).lower[:, 0]
     winner = int(exact.argmax())
     return exact[winner], candidates[winner]
+
+
+def _starts(x: Tensor, right: Tensor, radius: float, norm: str, starts: int, generator: torch.Generator) -> Tensor:
+    """The moves from x (1, N, D) that the ascent starts from, (starts, N, D)."""
+    n = x.shape[1]
+    swapped = x[:, torch.randperm(n, generator=generator).to(x.device)]
+    furthest = x[:, torch.cdist(x[0], x[0]).argmax(1)]
+    towards = [swapped - x, x.mean(1, keepdim=True) - x, furthest - x]
+    at_random = torch.randn(max(0, starts - 6), *x.shape[1:], generator=generator, dtype=torch.float64).to(x)
+    moves = torch.cat([torch.zeros_like(x), right, -right, *towards, at_random])[:starts]
+    return _project(_unit(moves, norm) * radius, radius, norm)
+
+
+def _climbed(att: Attention, move: Tensor, left: Tensor, turns: int) -> Climb:
+    """Power iterations at the inputs x + move."""
+    with torch.no_grad():
+        op = HeadJacobian(att.at(att.x + move))
+        left = left.expand(len(move), -1, -1)
+        for _ in range(turns):
+            left = _unit(op.gram(left), "frobenius")
+        right = op.vjp(left)
+        value = torch.linalg.vector_norm(right, dim=(-2, -1))
+        return Climb(torch.nan_to_num(value, 0.0, 0.0), move, left, op.lift(_unit(right, "frobenius")))
 
 
 def _sizes(move: Tensor, norm: str) -> Tensor:
@@ -124,7 +158,7 @@ def radius_curve(
     bounds: Sequence[str] | None = None,
     adversary: bool = True,
     steps: int = 20,
-    starts: int = 3,
+    starts: int = 6,
     seed: int = 0,
 ) -> xr.Dataset:
     """Bounds over balls of growing radius, and what an adversary finds in them: the true supremum lies between.
