@@ -126,8 +126,11 @@ def balls() -> str:
     for row in found["rows"]:
         numbers = (*row["after_over_adversary"], *row["before_over_adversary"])
         lines.append(f"| {row['norm']} | {row['radius']:g} | {' | '.join(f'{x:.3g}' for x in numbers)} |")
-    attacked = found["attacked"]
-    said = f"{attacked['balls']} balls around small heads were attacked in float64: {attacked['below']} of the bounds were below what was found."
+    plain, variants = found["attacked"], found["attacked_variants"]
+    said = (
+        f"{plain['balls']} balls around small plain heads and {variants['balls']} around heads with rotary position embeddings, caps and sinks were "
+        f"attacked in float64: {plain['below'] + variants['below']} of the bounds were below what was found."
+    )
     return "\n".join([*lines, "", said, "", measured_with(found)])
 
 

@@ -1,5 +1,6 @@
 """Ctrl-C at any moment, a full disk, two processes on one run: one line each, nothing lost, and the same run in the end."""
 
+import functools
 import os
 import resource
 import signal
@@ -12,26 +13,27 @@ from pathlib import Path
 import pytest
 import xarray as xr
 from support.commands import call
+from support.processes import Command
 from support.runs import TEXTS, identical
 
 import lipbound as lb
 from lipbound.runs import store
-from lipbound.runs.partial_store import partial_path
+from lipbound.runs.measure import LayerResult
+from lipbound.runs.partial_store import PartialRun, partial_path
 
 OPTIONS = ("--max-length", "12", "--memory", "1", "--samples", "4", "--bounds", "yudin,lipbound", "--quiet")
-SLOWED = """
-import sys, time
-from lipbound.runs.partial_store import PartialRun
-put = PartialRun.write
-def write(self, start, measured):
-    put(self, start, measured)
-    print("measured", flush=True)
-    time.sleep(DELAY)
-PartialRun.write = write
-sys.argv[0] = "lipbound"
-from lipbound.__main__ import main
-main()
-"""
+
+
+def slowed(delay: float) -> None:
+    """Say what is stored, and wait after it."""
+    put = PartialRun.write
+
+    def write(self: PartialRun, start: int, measured: LayerResult) -> None:
+        put(self, start, measured)
+        print("measured", flush=True)
+        time.sleep(delay)
+
+    PartialRun.write = write  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +53,16 @@ def hears() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def start(*arguments: object, delay: float | None = None, **options: object) -> subprocess.Popen:
-    """The command line in a process of its own; with a delay after everything that it stores."""
-    program = ["-m", "lipbound"] if delay is None else ["-c", textwrap.dedent(SLOWED.replace("DELAY", str(delay)))]
-    words = [sys.executable, *program, *map(str, arguments)]
-    options = {"preexec_fn": hears} | options
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)  # type: ignore[call-overload]
+@pytest.fixture
+def said(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where processes leave what they print."""
+    return tmp_path_factory.mktemp("said")
+
+
+def start(*arguments: object) -> subprocess.Popen:
+    """The command line in a process that imports everything itself."""
+    words = [sys.executable, "-m", "lipbound", *map(str, arguments)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=hears)
 
 
 def interrupt(process: subprocess.Popen) -> tuple[int, str, float]:
@@ -92,20 +98,20 @@ def test_interrupted_while_it_starts(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stored", [1, 3])
-def test_interrupted_while_it_measures(stored: int, bert: Path, data: Path, expected: xr.Dataset, tmp_path: Path) -> None:
+def test_interrupted_while_it_measures(stored: int, bert: Path, data: Path, expected: xr.Dataset, said: Path, tmp_path: Path) -> None:
     """The line says what is kept and how to go on."""
     out = tmp_path / "run.zarr"
     words = ("compare", bert, "--data", data, *OPTIONS, "--out", out)
-    process = start(*words, delay=5 if stored == 1 else 0.05)
-    for _ in range(stored):
-        process.stdout.readline()
-    status, err, took = interrupt(process)
+    command = Command(said, *words, before=functools.partial(slowed, 5 if stored == 1 else 0.05))
+    command.has_printed(stored)
+    began = time.monotonic()
+    command.send(signal.SIGINT)
+    status, err = command.ended()
     assert status == 130
-    assert took < 2
+    assert time.monotonic() - began < 2
     assert err.startswith("interrupted: ")
     assert f" kept in {partial_path(out)}; the same command with --resume goes on from there\n" in err
-    again = start(*words, "--resume")
-    assert again.wait(timeout=120) == 0
+    assert Command(said, *words, "--resume").ended() == (0, "")
     assert identical(store.load(out), expected)
     assert [path.name for path in tmp_path.iterdir()] == ["run.zarr"]
 
@@ -138,39 +144,36 @@ def test_interrupted_where_python_gets_no_turn(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_process_is_told_of_the_first(bert: Path, data: Path, expected: xr.Dataset, tmp_path: Path) -> None:
+def test_a_second_process_is_told_of_the_first(bert: Path, data: Path, expected: xr.Dataset, said: Path, tmp_path: Path) -> None:
     """With --resume or without; once the first was killed, another takes over."""
     out = tmp_path / "run.zarr"
     words = ("compare", bert, "--data", data, *OPTIONS, "--out", out)
-    first = start(*words, delay=60)
-    first.stdout.readline()
+    first = Command(said, *words, before=functools.partial(slowed, 60))
+    first.has_printed(1)
     for resume in ([], ["--resume"]):
-        second = start(*words, *resume)
-        _, err = second.communicate(timeout=60)
-        assert (second.returncode, err.count("\n")) == (2, 1)
-        assert err == f"error: another process is filling {out} at this moment; wait for it to end, or choose another name\n"
-    first.kill()  # which lets go of the run
-    first.wait()
-    assert start(*words, "--resume").wait(timeout=120) == 0
+        error = f"error: another process is filling {out} at this moment; wait for it to end, or choose another name\n"
+        assert Command(said, *words, *resume).ended() == (2, error)
+    first.send(signal.SIGKILL)  # which lets go of the run
+    assert first.ended() == (-signal.SIGKILL, "")
+    assert Command(said, *words, "--resume").ended() == (0, "")
     assert identical(store.load(out), expected)
 
 
+def small_files() -> None:
+    """Of 700 bytes at most, for this process."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
+
+
 @pytest.mark.slow
-def test_a_full_disk_costs_nothing_that_was_measured(bert: Path, data: Path, expected: xr.Dataset, tmp_path: Path) -> None:
+def test_a_full_disk_costs_nothing_that_was_measured(bert: Path, data: Path, expected: xr.Dataset, said: Path, tmp_path: Path) -> None:
     """As large files cannot be written: the next command with --resume goes on."""
     out = tmp_path / "run.zarr"
     words = ("compare", bert, "--data", data, *OPTIONS, "--out", out)
-
-    def small_files() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
-
-    process = start(*words, preexec_fn=small_files)
-    _, err = process.communicate(timeout=120)
-    said = [line for line in err.splitlines() if not line.startswith("note: ")]
-    assert (process.returncode, len(said)) == (2, 1), err
-    assert "could not be written" in said[0] or "cannot be" in said[0]
+    status, err = Command(said, *words, before=small_files).ended()
+    lines = [line for line in err.splitlines() if not line.startswith("note: ")]
+    assert (status, len(lines)) == (2, 1), err
+    assert "could not be written" in lines[0] or "cannot be" in lines[0]
     assert not out.exists()
-    again = start(*words, "--resume")
-    assert (again.wait(timeout=120), again.stderr.read()) == (0, "")
+    assert Command(said, *words, "--resume").ended() == (0, "")
     assert identical(store.load(out), expected)

@@ -1,17 +1,16 @@
 """Runs and workers that are killed end like those that are not."""
 
 import random
-import signal
 import subprocess
-import sys
-import textwrap
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 
 import numpy as np
 import pytest
 import xarray as xr
 import zarr
+from support.processes import CONTEXT
 from support.runs import OPTIONS, TEXTS, identical
 
 import lipbound as lb
@@ -20,37 +19,44 @@ from lipbound.runs.measure import LayerResult
 from lipbound.runs.partial_store import DONE, PartialRun, partial_path
 
 
+def logging(log: Path) -> None:
+    """Write down what is measured, before it is stored."""
+    put = PartialRun.write
+
+    def write(self: PartialRun, start: int, measured: LayerResult) -> None:
+        with log.open("a") as file:
+            file.write(f"{start} {measured.layer}\n")
+        time.sleep(0.2)
+        put(self, start, measured)
+
+    PartialRun.write = write  # type: ignore[method-assign]
+
+
 @pytest.mark.slow
 def test_killed_runs_end_like_uninterrupted_ones(bert: Path, whole: xr.Dataset, tmp_path: Path) -> None:
     """SIGKILL at random moments; each process logs what it measures."""
     out, log = tmp_path / "run.zarr", tmp_path / "log"
-    script = textwrap.dedent(f"""
-        import time, lipbound as lb
-        from lipbound.runs.partial_store import PartialRun
-        put = PartialRun.write
-        def write(self, start, measured):
-            with open({str(log)!r}, "a") as file:
-                file.write(f"{{start}} {{measured.layer}}\\n")
-            time.sleep(0.2)
-            put(self, start, measured)
-        PartialRun.write = write
-        lb.compare({str(bert)!r}, {TEXTS!r}, out={str(out)!r}, resume=True, **{OPTIONS!r})
-    """)
     dice = random.Random(0)
     for _ in range(3):
         stored = _stored(out)
         log.write_text("")
-        process = subprocess.Popen([sys.executable, "-c", script])
+        process = CONTEXT.Process(target=_resumed, args=(bert, out, log))
+        process.start()
         wanted = dice.randint(1, 2)
-        while len(log.read_text().splitlines()) < wanted and process.poll() is None:
+        while len(log.read_text().splitlines()) < wanted and process.is_alive():
             time.sleep(0.01)
         time.sleep(dice.uniform(0, 0.3))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.join()
         assert not stored & {tuple(map(int, line.split())) for line in log.read_text().splitlines()}
     assert _stored(out)
     lb.compare(bert, TEXTS, out=out, resume=True, **OPTIONS)
     assert identical(store.load(out), whole)
+
+
+def _resumed(bert: Path, out: Path, log: Path) -> None:
+    logging(log)
+    lb.compare(bert, TEXTS, out=out, resume=True, **OPTIONS)
 
 
 def _stored(out: Path) -> set[tuple[int, int]]:
@@ -62,10 +68,13 @@ def _stored(out: Path) -> set[tuple[int, int]]:
 @pytest.mark.slow
 def test_a_worker_that_dies_is_replaced(bert: Path, tmp_path: Path) -> None:
     """Processes; one of two is killed while it has work."""
+    dask = pytest.importorskip("dask")
     distributed = pytest.importorskip("dask.distributed")
     options = OPTIONS | {"dtype": "float64", "tol": 1e-9, "samples": 8}
     whole = lb.compare(bert, TEXTS * 2, **options)
+    forkserver.ensure_running()  # with what is imported there; what dask asks of it later comes too late
     with (
+        dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}),
         distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
         distributed.Client(cluster) as client,
     ):
