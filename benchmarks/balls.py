@@ -146,7 +146,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         ax.set(title=title, xlabel="radius / mean length of a token")
         ax.grid(alpha=0.3)
     axes[0].set_ylabel("bound / adversary")
-    axes[1].legend(fontsize=7, loc="lower right")
+    axes[0].legend(fontsize=7, loc="upper left")
     fig.savefig(path, dpi=160)
 
 
