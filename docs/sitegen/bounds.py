@@ -56,6 +56,13 @@ def shown_ratio(value: float | None) -> str:
     return f"{value:,.0f}" if value < 1e7 else f"{value:.1e}"
 
 
+def over_ball(bound: Bound) -> str:
+    """What is said of a bound that has no ball of its own."""
+    if bound.citation != OURS:
+        return "no statement in the source"
+    return "see {py:obj}`~lipbound.bounds.ball.bound_over_ball.over_ball`" if bound.name == "lipbound" else "no"
+
+
 def facts(bound: Bound) -> list[str]:
     """What is said of a bound, as a table."""
     source = bound.source if bound.citation == OURS else f"{paper(bound.citation)}: {bound.source}"
@@ -67,7 +74,7 @@ def facts(bound: Bound) -> list[str]:
         "norm": f"{bound.norm}: {NORMS[bound.norm]}",
         "covers": ", ".join(["plain heads", *(VARIANTS[name] for name in VARIANTS if name in bound.covers)]),
         "cost per head": f"`{bound.cost}`" + (' (computed on request: `bounds="all"`)' if bound.costly else ""),
-        "over a ball of inputs": "yes, `over_ball`" if bound.ball else "no statement in the source",
+        "over a ball of inputs": "yes, `over_ball`" if bound.ball else over_ball(bound),
         "derivatives": "yes" if bound.differentiable else "no",
     }
     return ["| | |", "|---|---|", *(f"| **{name}** | {cell(what)} |" for name, what in rows.items()), ""]

@@ -1,9 +1,9 @@
 r"""Inputs at which a head is steep, and what its Jacobian tends to far from the origin (Castin, Ablin and Peyré 2024, section 3 and appendix C).
 
-All of it is about heads without biases: :math:`P_{ij} \propto e^{x_i^T A x_j}` with :math:`A = scale\,W_Q W_K^T`, D x D of rank at most d. A real
-eigenvalue :math:`\gamma` of A with a unit eigenvector u makes the score of :math:`\alpha u` and :math:`\beta u` equal :math:`\alpha\beta\gamma`, so
-that a few tokens on the line of u draw all attention. Eigenvalues come from the d x d matrix :math:`scale\,W_K^T W_Q`: Lemma 57
-(docs/theory/inputs.md).
+All of it is about heads without biases: :math:`P_{ij} \propto e^{x_i^T A x_j}` with :math:`A = \mathrm{scale}\,W_Q W_K^T`, D x D of rank at most d.
+A real eigenvalue :math:`\gamma` of A with a unit eigenvector u makes the score of :math:`\alpha u` and :math:`\beta u` equal
+:math:`\alpha\beta\gamma`, so that a few tokens on the line of u draw all attention. Eigenvalues come from the d x d matrix
+:math:`\mathrm{scale}\,W_K^T W_Q`: Lemma 57 (docs/theory/inputs.md).
 """
 
 import math

@@ -105,7 +105,8 @@ def two_dirac_growth(eigenvalue: float, radius: float, direction: Tensor, image:
 
 
 def query_block_norms(att: Attention) -> Tensor:
-    r""":math:`\|B_i\|` for every token, :math:`B_i = scale\,V^T M(P_i) K W_Q^T`, (samples, heads, N), float64: what a token's own query does.
+    r""":math:`\|B_i\|` for every token, :math:`B_i = \mathrm{scale}\,V^T M(P_i) K W_Q^T`, (samples, heads, N), float64: what a token's own query
+    does.
 
     Dense singular values of d_v x d matrices, exact to rounding.
     """

@@ -12,9 +12,9 @@ from lipbound.linalg.upper import Upper
 def fold_normalisation(att: Attention) -> Attention:
     r"""The layer as a function of the bare normalised tokens :math:`u = (x - \bar x)/s`: same q, k, v and P, other inputs and weights.
 
-    With :math:`w, b` the normaliser's parameters, :math:`W_Q` becomes :math:`diag(w) W_Q` and :math:`b_Q` becomes :math:`b_Q + W_Q^T b`; likewise
-    for keys and values. Folded inputs have :math:`|u_i| \le \sqrt D`, whatever the parameters. Everything is in float64, and its rounding there is
-    not counted.
+    With :math:`w, b` the normaliser's parameters, :math:`W_Q` becomes :math:`\mathrm{diag}(w) W_Q` and :math:`b_Q` becomes :math:`b_Q + W_Q^T b`;
+    likewise for keys and values. Folded inputs have :math:`|u_i| \le \sqrt D`, whatever the parameters. Everything is in float64, and its rounding
+    there is not counted.
 
     Raises:
         AttentionError: a layer that is not known to be fed by a normaliser (``lipbound.capture(..., around=True)`` finds it).

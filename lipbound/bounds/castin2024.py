@@ -50,13 +50,13 @@ def _theorem_3_3(att: Attention, radius: float, norm: str = "token") -> Tensor:
 def castin(att: Attention) -> Tensor:
     r"""Theorem 3.3 (Theorem 2 of Yudin et al. 2025), with the radius of the smallest centred ball that holds the tokens:
 
-    .. math:: \|J\| \le \sqrt 3\,\|W_V\|\,\big(\|A\|^2 R^4 (4N+1) + N\big)^{1/2},\quad A = scale\,W_Q W_K^T,\ R = \max_i |x_i|
+    .. math:: \|J\| \le \sqrt 3\,\|W_V\|\,\big(\|A\|^2 R^4 (4N+1) + N\big)^{1/2},\quad A = \mathrm{scale}\,W_Q W_K^T,\ R = \max_i |x_i|
 
     Theorem 4.3 is the same formula with a causal mask; it holds for any additive mask: Lemma 36 (docs/theory/published.md). With a query bias it
     fails: use ``castin_bias``.
 
-    With rotary embeddings :math:`\|A\|` is replaced by :math:`scale\,\max\|R_i\|^2\|W_Q\|\|W_K\|`, which bounds every
-    :math:`A_{ij} = scale\,W_Q R_i^T R_j W_K^T`; with them or a cap it asks for no key bias either, and follows from ``castin_bias``.
+    With rotary embeddings :math:`\|A\|` is replaced by :math:`\mathrm{scale}\,\max\|R_i\|^2\|W_Q\|\|W_K\|`, which bounds every
+    :math:`A_{ij} = \mathrm{scale}\,W_Q R_i^T R_j W_K^T`; with them or a cap it asks for no key bias either, and follows from ``castin_bias``.
     """
     return _theorem_3_3(att, 0.0)
 
@@ -83,15 +83,15 @@ def _with_biases(att: Attention, radius: float, norm: str = "token") -> Tensor:
 def castin_bias(att: Attention) -> Tensor:
     r"""A form of Theorem 3.3 that allows biases. Ours, in the spirit of their appendix E.3.
 
-    .. math:: \|J\| \le \sqrt 3\,\|W_V\|\,\big(\|A\|^2 R^4 + N R^2 (\|A\| R + |a|)^2 + N\big)^{1/2},\quad a = scale\,W_K b_Q
+    .. math:: \|J\| \le \sqrt 3\,\|W_V\|\,\big(\|A\|^2 R^4 + N R^2 (\|A\| R + |a|)^2 + N\big)^{1/2},\quad a = \mathrm{scale}\,W_K b_Q
 
     The key bias shifts each row of scores by a constant and the value bias drops out, so only the query bias enters: the gradient
     of row i's scores with respect to its keys' tokens is :math:`A^T x_i + a`.
 
     Proof: Lemma 34 (docs/theory/published.md).
 
-    *Rotation and cap.* With :math:`\|A\|` as in ``castin``, :math:`a_Q = scale\,\max\|R_i\|^2 \|W_K\||b_Q|` and
-    :math:`a_K = scale\,\max\|R_i\|^2 \|W_Q\||b_K|`,
+    *Rotation and cap.* With :math:`\|A\|` as in ``castin``, :math:`a_Q = \mathrm{scale}\,\max\|R_i\|^2 \|W_K\||b_Q|` and
+    :math:`a_K = \mathrm{scale}\,\max\|R_i\|^2 \|W_Q\||b_K|`,
 
     .. math:: \|J\| \le \sqrt 3\,\|W_V\|\,\big(R^2 (\|A\| R + a_K)^2 + N R^2 (\|A\| R + a_Q)^2 + N\big)^{1/2}
 
@@ -176,7 +176,7 @@ def castin_c3(att: Attention) -> Tensor:
     queries the other: Lemma 37 (docs/theory/published.md). With one side alone the statement fails (see ``castin_c3_as_coded``).
 
     With rotary embeddings or a cap it holds with
-    :math:`R' = scale\,\max\|R_i\| \max_i \max(\|W_K\||q_i|, \|W_Q\||k_i|)`, whatever the biases.
+    :math:`R' = \mathrm{scale}\,\max\|R_i\| \max_i \max(\|W_K\||q_i|, \|W_Q\||k_i|)`, whatever the biases.
     """
     return _theorem_c3(att, 0.0)
 

@@ -70,7 +70,7 @@ def specformer(att: Attention) -> Tensor:
     :math:`\|J\| \ge \|W_V\|` for equal tokens. It is a bound without query bias once :math:`(N+1)\sqrt N\,\|X\|_F^2 \ge 1` (and scale at most
     N(N+1)): Lemma 10 (docs/theory/softmax.md) and Lemma 39 (docs/theory/published.md). No bias enters the statement.
 
-    With rotary embeddings or a cap it is one without biases of queries and keys and for :math:`scale\,\max\|R_i\|^2 \le \sqrt N (N+1)/2`;
+    With rotary embeddings or a cap it is one without biases of queries and keys and for :math:`\mathrm{scale}\,\max\|R_i\|^2 \le \sqrt N (N+1)/2`;
     nothing in it stands for :math:`\|A\|`.
     """
     return _theorem(att, 0.0)

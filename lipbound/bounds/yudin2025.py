@@ -98,12 +98,12 @@ def _remark_1(att: Attention, radius: float, norm: str) -> Tensor:
 def yudin(att: Attention) -> Tensor:
     r"""Theorem 3 with the exact norm of the softmax Jacobians and, for heads with a query bias, Remark 2.
 
-    .. math:: \|J\| \le \|W_V\|\,\big(\|P\| + 2\,\|X\|^2 \|A\| \max_i \|M(P_i)\|\big),\quad M(p) = diag(p) - p p^T
+    .. math:: \|J\| \le \|W_V\|\,\big(\|P\| + 2\,\|X\|^2 \|A\| \max_i \|M(P_i)\|\big),\quad M(p) = \mathrm{diag}(p) - p p^T
 
     With a query bias X becomes [X 1] and :math:`W_Q` gains the row :math:`b_Q` (`with_ones`). The paper's Remark 2 appends all three biases; key
     and value biases do not change J, so they are left out, which is sound and slightly sharper: Lemma 31 (docs/theory/published.md), for any mask.
 
-    *Rotation and cap.* :math:`2\|X\|\|A\|` is replaced by :math:`scale\,\max\|R_i\|\,(\|Q\|\|W_K\| + \|K\|\|W_Q\|)`, Q and K being the
+    *Rotation and cap.* :math:`2\|X\|\|A\|` is replaced by :math:`\mathrm{scale}\,\max\|R_i\|\,(\|Q\|\|W_K\| + \|K\|\|W_Q\|)`, Q and K being the
     rotated queries and keys (the latter centred, unless scores are capped), biases included: Lemma 32 (docs/theory/published.md).
     """
     return _theorem3(att, with_ones(att), factors.norm_m(att))

@@ -14,8 +14,8 @@ from lipbound.linalg.operators import PerEntry
 class L2HeadJacobian(InParts):
     r"""Jacobian of *L2 attention* with a checkpoint's ``w_q`` and ``w_v`` (Kim, Papamakarios, Mnih 2021; tied keys, no biases).
 
-    With :math:`A = scale\,W_Q W_Q^T` the map is :math:`f(X) = P\,X A W_V`, where P is the softmax of
-    :math:`-scale\,\|q_i - q_j\|^2`, :math:`q = X W_Q` (``scale`` is their :math:`1/\sqrt d`). It is another map than the
+    With :math:`A = \mathrm{scale}\,W_Q W_Q^T` the map is :math:`f(X) = P\,X A W_V`, where P is the softmax of
+    :math:`-\mathrm{scale}\,\|q_i - q_j\|^2`, :math:`q = X W_Q` (``scale`` is their :math:`1/\sqrt d`). It is another map than the
     dot-product head: ``w_k`` and all biases are ignored. Masks and padding act on the scores as usual.
 
     Its products are those of Lemma 9 (docs/theory/jacobian.md). Shapes as for `lipbound.jacobians.head.HeadJacobian`.

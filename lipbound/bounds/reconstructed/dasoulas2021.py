@@ -75,8 +75,8 @@ def dasoulas(att: Attention) -> Tensor:
     (docs/theory/token_bounds.md).
 
     With rotation, a cap, normalised queries and keys or sinks,
-    :math:`L = scale\,(\max_i \|D^q_i\| \max_j |k_j| + \max_j \|D^k_j\|\,\|Q\|_F)` with queries and keys as they enter the scores (keys centred
-    unless there is a cap or a sink) and the maps of single tokens; with a sink :math:`\|W_V\| R` is :math:`\|W_V\| R + |b_V|`.
+    :math:`L = \mathrm{scale}\,(\max_i \|D^q_i\| \max_j |k_j| + \max_j \|D^k_j\|\,\|Q\|_F)` with queries and keys as they enter the scores (keys
+    centred unless there is a cap or a sink) and the maps of single tokens; with a sink :math:`\|W_V\| R` is :math:`\|W_V\| R + |b_V|`.
     """
     return (factors.norm_v(att) * (_frobenius_p(att) + ROOT2 * factors.radius(att) * (sides(att)[0] + _queries(att)))).value()
 

@@ -43,7 +43,7 @@ def _closed(att: Attention, radius: float, norm: str = "token") -> Tensor:
 def newhouse(att: Attention) -> Tensor:
     r"""What the authors' code multiplies for attention, at the head's own weights and the largest token that there is.
 
-    .. math:: \|J\|_{every} \le \|W_V\|\,\big(1 + 2\,scale\,\|W_Q\| \|W_K\| R^2\big),\quad R = \max_i |x_i|
+    .. math:: \|J\|_{every} \le \|W_V\|\,\big(1 + 2\,\mathrm{scale}\,\|W_Q\| \|W_K\| R^2\big),\quad R = \max_i |x_i|
 
     Their code multiplies it by :math:`1/3`, as their networks multiply the output of attention, and by :math:`\|W_O\|`; it is then about another map,
     and below the norm of this one (:math:`\|W_V\|` at N = 1). With unit norms and scale 1/d it is the sensitivity of "functional attention" in the
