@@ -51,7 +51,7 @@ def pages(run: Path, hostile: xr.Dataset, tmp_path_factory: pytest.TempPathFacto
     lb.compare("builtin:vit", samples=1, bounds=["yudin", "lipbound"], progress=False, out=vit)
     layers = folder / "layers.zarr"
     lb.compare("builtin:gpt2", samples=2, max_length=16, map="layer", bounds=["lipbound"], progress=False, out=layers)
-    assert report(run, folder / "one.html") == []
+    assert report(run, folder / "one.html", balls=True) == []
     assert report([run, vit], folder / "two.html") == []
     report(hostile, folder / "hostile.html", details=False)
     report(layers, folder / "layers.html")
@@ -169,6 +169,10 @@ def test_click_selects_in_every_panel_and_shows_the_head(opened: Any, ds: xr.Dat
     terms = browser.execute_script("return document.getElementById('terms').data.map(t => [t.name, t.x])")
     np.testing.assert_allclose(np.sum([x for _, x in terms], 0), 1, atol=1e-4)
     assert browser.execute_script("return document.getElementById('attention').data[0].colorbar.ticktext")[-1] == "1"
+    upper, centre = browser.execute_script("return document.getElementById('balls').data.map(t => t.y)")
+    assert float(ds["exact"][0, 4, 2]) <= centre[0] <= upper[0]
+    assert upper == sorted(upper)
+    assert "sample 0" in browser.find_element(By.ID, "balls-note").text
     formulas = browser.find_elements(By.CSS_SELECTOR, "dd math")
     assert len(formulas) >= len(ds.attrs["bounds"])
     assert min(formula.size["height"] for formula in formulas) > 0

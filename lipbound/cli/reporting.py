@@ -95,6 +95,7 @@ def report(
     details: Annotated[
         bool, typer.Option("--details/--no-details", help="Load the model again, for attention and singular vectors of every head.")
     ] = True,
+    balls: Annotated[bool, typer.Option("--balls", help="Bound every head over balls around that sample, too: minutes for long texts.")] = False,
     model: Annotated[str | None, typer.Option(help="In place of the recorded model (one run).")] = None,
     data: Annotated[str | None, typer.Option(help="In place of the recorded data (one run).")] = None,
     device: Annotated[str, typer.Option(help="As in `lipbound compare`.")] = "auto",
@@ -103,6 +104,6 @@ def report(
     from lipbound.reporting.page.render import report as write_report
 
     how = number_or_name(reduce)
-    for notice in write_report(runs, output, reduce=how, sample=sample, details=details, model=model, data=data, device=device):
+    for notice in write_report(runs, output, reduce=how, sample=sample, details=details, balls=balls, model=model, data=data, device=device):
         typer.echo(f"note: {notice}", err=True)
     typer.echo(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB)")

@@ -13,7 +13,7 @@ from lipbound.formatting import plain
 from lipbound.models.inputs import token_texts
 from lipbound.reporting import citations, labels, statistics, tables
 from lipbound.reporting.figures.scales import scales
-from lipbound.reporting.page.details import SIDE, Details, details
+from lipbound.reporting.page.details import RADII, SIDE, Details, details
 from lipbound.reporting.reductions import reduce_samples, reduction_name
 from lipbound.runs.replay import replay
 
@@ -32,13 +32,16 @@ PROVENANCE = (
 )  # fmt: skip
 
 
-def contents(ds: xr.Dataset, title: str, *, reduce: str | float, sample: int, model: Any, data: Any, device: str, wanted: bool) -> dict[str, Any]:
-    """A run as plain data; ``wanted``: with details of single heads, which need its model and inputs again."""
+def contents(
+    ds: xr.Dataset, title: str, *, reduce: str | float, sample: int, model: Any, data: Any, device: str, wanted: bool, balls: bool = False
+) -> dict[str, Any]:
+    """A run as plain data; ``wanted``: with details of single heads, which need its model and inputs again; ``balls``: these with bounds over
+    balls."""
     if not 0 <= sample < ds.sizes["sample"]:
         raise LipboundError(f"sample is {sample}; the run has samples 0 to {ds.sizes['sample'] - 1}")
     if not ds.attrs["bounds"]:
         raise LipboundError("the run has no bounds, which a report is about; draw it with heatmaps, or compare it with some")
-    found, words, reason = _details(ds, sample, model, data, device) if wanted else (None, [], "they were left out when the report was made")
+    found, words, reason = _details(ds, sample, model, data, device, balls) if wanted else (None, [], "they were left out when the report was made")
     across = "head" if "head" in ds.dims else "sample"
     names = list(ds.attrs["bounds"])
     colours = _scales(ds, reduce)
@@ -94,7 +97,7 @@ def attention_bytes(found: Sequence[dict[str, Any]] | None) -> bytes:
     return b"".join(one.pop("attention") for one in found or [])
 
 
-def _details(ds: xr.Dataset, sample: int, model: Any, data: Any, device: str) -> tuple[list[Details] | None, list[str], str]:
+def _details(ds: xr.Dataset, sample: int, model: Any, data: Any, device: str, balls: bool) -> tuple[list[Details] | None, list[str], str]:
     """Details of all layers and the words of the sample's tokens; or None, and why there are none."""
     if "head" not in ds.dims:
         return None, [], "the run is about whole layers, and details are of single heads"
@@ -102,7 +105,7 @@ def _details(ds: xr.Dataset, sample: int, model: Any, data: Any, device: str) ->
         rerun = replay(ds, model=model, data=data, device=device)
         if rerun.differences:
             return None, [], plain("; ".join(rerun.differences))
-        found = details(rerun, ds, sample)
+        found = details(rerun, ds, sample, balls=balls)
         wrong = [int(ds["layer"][i]) for i, one in enumerate(found) if not _same(ds, sample, i, one.norm)]
         if wrong:
             return None, [], f"the norms of layers {', '.join(map(str, wrong))} are not those of the run: other weights, or other inputs"
@@ -131,6 +134,7 @@ def _packed(one: Details) -> dict[str, Any]:
         "reached": _numbers(one.reached, 4),
         "parts": {name: _numbers(v) for name, v in one.parts.items()},
         "shares": {name: {term: _numbers(v) for term, v in terms.items()} for name, terms in one.bounds.items()},
+        "balls": None if one.balls is None else {"length": float(f"{one.balls.length:.3g}"), "radii": RADII, "upper": _numbers(one.balls.upper)},
     }
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from lipbound.attention import softmax
 from lipbound.attention.layer import Attention
 from lipbound.bounds.audit import norm_of
+from lipbound.bounds.ball.bound_over_ball import CENTRES, over_ball
 from lipbound.bounds.terms import shares
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.jacobians.spectral_norm import spectral_norm
@@ -26,6 +27,21 @@ TOL = 1e-6
 TOKEN_TOL = 1e-3
 """The same in norms that tell tokens apart, where what is left open costs more to close."""
 
+RADII = (0.0, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1)
+"""Of balls around the input, in lengths of its tokens (their mean)."""
+
+
+class Balls(NamedTuple):
+    """Bounds over balls in which every token moves, for the heads of a layer at one sample.
+
+    Attributes:
+        length: mean length of the layer's tokens, the unit of `RADII`.
+        upper: `lipbound.bounds.over_ball` at each of `RADII`, (radii, heads).
+    """
+
+    length: float
+    upper: np.ndarray
+
 
 class Details(NamedTuple):
     """Of one layer at one sample.
@@ -41,6 +57,7 @@ class Details(NamedTuple):
         parts: shares of the exact norm that pass through values, keys and queries, each (heads,), summing to one.
         bounds: `lipbound.bounds.terms.shares` of every bound that has terms: name -> term -> (heads,).
         stride: see ``attention``.
+        balls: `Balls`, or None where they were not asked for or where `lipbound.bounds.over_ball` does not cover the run's norm or heads.
     """
 
     norm: np.ndarray
@@ -53,17 +70,18 @@ class Details(NamedTuple):
     parts: dict[str, np.ndarray]
     bounds: dict[str, dict[str, np.ndarray]]
     stride: int
+    balls: Balls | None
 
 
-def details(rerun: Replay, ds: xr.Dataset, sample: int) -> list[Details]:
+def details(rerun: Replay, ds: xr.Dataset, sample: int, *, balls: bool = False) -> list[Details]:
     """`Details` of every layer of a run, at the sample at one position."""
     capturer = Capturer(rerun.checkpoint.model, ds["layer"].values.tolist())
     layers = capturer.run(rerun.inputs.block(sample, sample + 1, rerun.device))
     with torch.no_grad():
-        return [of_layer(layer.attention, ds.attrs["map"], ds.attrs["bounds"], norm_of(ds)) for layer in layers]
+        return [of_layer(layer.attention, ds.attrs["map"], ds.attrs["bounds"], norm_of(ds), balls=balls) for layer in layers]
 
 
-def of_layer(att: Attention, map: str, names: list[str], norm: str = "frobenius") -> Details:
+def of_layer(att: Attention, map: str, names: list[str], norm: str = "frobenius", *, balls: bool = False) -> Details:
     """`Details` of the heads of a layer with one sample, in one of `lipbound.bounds.entry.NORMS`; padding is left out."""
     att = att.unpadded(0)
     if norm in TOKENS:
@@ -88,7 +106,14 @@ def of_layer(att: Attention, map: str, names: list[str], norm: str = "frobenius"
         parts={name: share.cpu().numpy() for name, share in parts(att, map, left, right).items()},
         bounds={name: {term: v[0].cpu().numpy() for term, v in terms.items()} for name, terms in found.items() if terms is not None},
         stride=stride,
+        balls=around(folded) if balls and norm == "frobenius" and att.variants <= CENTRES.covers else None,
     )
+
+
+def around(att: Attention) -> Balls:
+    """`Balls` of the heads of a layer with one sample."""
+    length = float(att.x.double().norm(dim=-1).mean())
+    return Balls(length, over_ball(att, [r * length for r in RADII])[0].T.cpu().numpy())
 
 
 def _whole_rows(att: Attention) -> Tensor:

@@ -234,6 +234,7 @@
     $("detail-reason").hidden = Boolean(there);
     $("detail-reason").textContent = there ? "" : `Attention, singular vectors and terms are not on this page: ${run.details ? "this layer has fewer heads" : run.reason}.`;
     document.querySelectorAll(".needs-detail").forEach((e) => { e.hidden = !there; });
+    $("s-balls").hidden = !(there && layer.balls);
     if (!there) return;
     document.querySelectorAll(".sample").forEach((e) => { e.textContent = run.sample; });
     const [, n, m] = layer.shape, z = [], one = layer.map.subarray(h * n * m, (h + 1) * n * m);
@@ -274,6 +275,19 @@
       xaxis: axis({ tickformat: ".0%", fixedrange: true }), yaxis: axis({ fixedrange: true, ticks: "", automargin: true }),
     }));
     $("terms-note").textContent = "Exact: how much of the norm passes through values (attention as it is), keys and queries (attention as it changes); parts may be negative. Bounds: values against softmax, of the bound (Yudin, Specformer) or of its square (Castin); ours at the top vector of their matrix of norms, for lipbound that of its first form, squared.";
+    if (layer.balls) balls(layer.balls, h);
+  }
+
+  function balls(found, h) {
+    const [centre, ...upper] = found.upper.map((row) => real(row[h])), radii = found.radii.slice(1);
+    show("balls", [
+      { type: "scatter", mode: "lines+markers", x: radii, y: upper, line: { color: color("--accent") }, hovertemplate: "radius %{x:.4~g} of a token: at most %{y:.4g}<extra></extra>" },
+      { type: "scatter", mode: "lines", x: radii, y: radii.map(() => centre), line: { color: color("--fg"), dash: "dot" }, hovertemplate: "at the input: at most %{y:.4g}<extra></extra>" },
+    ], layout({
+      height: 300, margin: { l: 60, r: 15, t: 10, b: 45 }, xaxis: axis({ type: "log", dtick: 1, fixedrange: true, exponentformat: "power", title: { text: "radius / mean length of a token" } }),
+      yaxis: axis({ type: "log", dtick: "D2", fixedrange: true, exponentformat: "power" }),
+    }));
+    $("balls-note").textContent = `Upper bound on the constant of this head at every input around sample ${current().sample} whose tokens all lie within the radius (tokens of this layer are ${found.length} long on average); dotted: at that input itself.`;
   }
 
   function compareRuns() {

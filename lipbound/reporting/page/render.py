@@ -29,6 +29,7 @@ def report(
     reduce: str | float = "geomean",
     sample: int = 0,
     details: bool = True,
+    balls: bool = False,
     model: Any = None,
     data: Any = None,
     device: str = "auto",
@@ -45,6 +46,8 @@ def report(
         reduce: "geomean", "mean", "max", "median" or a quantile, over samples.
         sample: position of the sample whose attention is shown.
         details: False leaves them out.
+        balls: also show `lipbound.bounds.over_ball` of every head around that sample, up to a tenth of a token's length. For runs in the Frobenius
+            norm, and heads without normalised queries and keys.
         model, data: in place of those recorded, for runs on objects in memory (one run only).
         device: where details are computed.
 
@@ -62,7 +65,7 @@ def report(
     target = Path(path)
     if target.suffix.lower() not in (".html", ".htm"):
         raise LipboundError(f"{target} is not an .html file; a report is a page")
-    options: Any = {"reduce": reduce, "sample": sample, "model": model, "data": data, "device": device, "wanted": details}
+    options: Any = {"reduce": reduce, "sample": sample, "model": model, "data": data, "device": device, "wanted": details, "balls": balls}
     pages = []
     for run in several:
         ds = run if isinstance(run, xr.Dataset) else store.load(run, damaged="refuse")
