@@ -280,12 +280,14 @@
 
   function balls(found, h) {
     const [centre, ...upper] = found.upper.map((row) => real(row[h])), radii = found.radii.slice(1);
+    const ends = [centre, ...upper].filter((x) => Number.isFinite(x) && x > 0).map(Math.log10);
+    const marks = ends.length ? ticks(Math.min(...ends), Math.max(...ends), 5) : {};
     show("balls", [
       { type: "scatter", mode: "lines+markers", x: radii, y: upper, line: { color: color("--accent") }, hovertemplate: "radius %{x:.4~g} of a token: at most %{y:.4g}<extra></extra>" },
       { type: "scatter", mode: "lines", x: radii, y: radii.map(() => centre), line: { color: color("--fg"), dash: "dot" }, hovertemplate: "at the input: at most %{y:.4g}<extra></extra>" },
     ], layout({
       height: 300, margin: { l: 60, r: 15, t: 10, b: 45 }, xaxis: axis({ type: "log", dtick: 1, fixedrange: true, exponentformat: "power", title: { text: "radius / mean length of a token" } }),
-      yaxis: axis({ type: "log", dtick: "D2", fixedrange: true, exponentformat: "power" }),
+      yaxis: axis({ type: "log", fixedrange: true, ...marks, ...(marks.tickvals ? { tickvals: marks.tickvals.map((x) => 10 ** x) } : {}) }),
     }));
     $("balls-note").textContent = `Upper bound on the constant of this head at every input around sample ${current().sample} whose tokens all lie within the radius (tokens of this layer are ${found.length} long on average); dotted: at that input itself.`;
   }
