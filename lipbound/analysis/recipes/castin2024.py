@@ -8,6 +8,7 @@ import pandas as pd
 import torch
 import xarray as xr
 from matplotlib.figure import Figure
+from torch import Tensor
 
 from lipbound.analysis import adversarial_inputs, mean_field
 from lipbound.analysis.length_growth import LENGTHS, exponents, sequence_growth
@@ -237,15 +238,11 @@ def radius_regimes(setting: Setting) -> xr.Dataset:
     limit = adversarial_inputs.large_radius_limit(plain)
     rate = adversarial_inputs.quadratic_direction(plain)[1]
     quadratic, generic = np.empty((len(radii), heads)), np.empty((len(radii), heads))
-    for i, r in enumerate(radii.tolist()):
-        x = adversarial_inputs.quadratic_inputs(plain, tokens, r)
-        for h in range(heads):
-            one = plain.select(heads=slice(h, h + 1)).at(x[h][None])
-            quadratic[i, h] = _norm(one)
-        for h in range(heads):
-            far = math.sqrt(gaps[i] / float(limit.gap[0, h]))
-            one = plain.select(heads=slice(h, h + 1)).at(far * base)
-            generic[i, h] = _norm(one)
+    direction = adversarial_inputs.quadratic_inputs(plain, tokens, 1.0)
+    for h in range(heads):  # all radii of a head at once
+        one = plain.select(heads=slice(h, h + 1))
+        quadratic[:, h] = _norms(one.at(_times(radii, direction[h])))
+        generic[:, h] = _norms(one.at(_times(np.sqrt(gaps / float(limit.gap[0, h])), base[0])))
     # two Diracs: W_V = I, the eigenvector of one head
     steep = adversarial_inputs.steepness(plain)
     h = int(steep.gamma.argmax())
@@ -271,9 +268,15 @@ def radius_regimes(setting: Setting) -> xr.Dataset:
     return ds
 
 
-def _norm(one: Attention) -> float:
-    """Of a single float64 head as it computes: far out attention saturates, and what rounding may have done is more than there is to see."""
-    return float(operator_norm(HeadJacobian(one.unit_values()[0]), tol=1e-6).lower * one.unit_values()[1])
+def _times(factors: np.ndarray, x: Tensor) -> Tensor:
+    """One input (N, D) times each of many factors, (factors, N, D)."""
+    return torch.from_numpy(factors).to(x)[:, None, None] * x
+
+
+def _norms(one: Attention) -> np.ndarray:
+    """Of a single float64 head at all samples, as it computes: far out attention saturates, and what rounding may have done is more than the norm."""
+    unit, size = one.unit_values()
+    return (operator_norm(HeadJacobian(unit), tol=1e-6).lower * size).cpu().numpy()
 
 
 def draw_regimes(ds: xr.Dataset) -> Figure:
