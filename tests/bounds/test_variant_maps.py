@@ -2,12 +2,15 @@
 
 import pytest
 import torch
-from support.variants import layer
+from support import judge
+from support.hard_heads import FAMILIES
+from support.oracles import oracle
+from support.variants import MASKS, layer
 from torch import Tensor
 
 from lipbound import bounds
 from lipbound.attention.layer import Attention
-from lipbound.bounds.lipbound2026 import variant_maps
+from lipbound.bounds.lipbound2026 import variant_maps, variants
 from lipbound.bounds.lipbound2026.variant_maps import Maps
 from lipbound.jacobians.token_tangents import Tangents
 
@@ -52,3 +55,29 @@ def test_float32_hardly_moves_the_bounds(has: tuple[str, ...], monkeypatch: pyte
     for found, wide in zip(values[True], values[False], strict=True):
         assert bool((found >= wide * (1 - 1e-6)).all())
         assert bool((found <= wide * (1 + 2e-4)).all())
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("has", HAS[1:])
+def test_lengths_take_the_place_of_inner_products_in_long_inputs(has: tuple[str, ...], mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    att = layer(4, frozenset(has), mask=mask, n=9)
+    pairs = bounds.evaluate(att, ["lipbound", "lipbound_block"])
+    monkeypatch.setattr(variants, "ALL_PAIRS", att.tokens - 1)
+    lengths = bounds.evaluate(layer(4, frozenset(has), mask=mask, n=9), ["lipbound", "lipbound_block"])
+    torch.testing.assert_close(lengths["lipbound_block"], pairs["lipbound_block"], rtol=0, atol=0)  # it has no inner products
+    exact, value = oracle(att), lengths["lipbound"]
+    assert bool((value >= exact).all())
+    assert bool((value >= pairs["lipbound"] * (1 - 1e-6)).all())
+    assert bool((value <= pairs["lipbound"] * 1.5).all())
+    assert bool((value > pairs["lipbound"] * 1.001).any())  # the two are not the same
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_lengths_are_not_wrong_on_hard_heads(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms are known to 80 digits; nothing is allowed for rounding."""
+    monkeypatch.setattr(variants, "ALL_PAIRS", 0)
+    att = judge.case(family, torch.float64, 0).select(slice(0, 2))
+    if att.variants:
+        wrong = [verdict for verdict in judge.judge(att, family, methods=(), chosen=["lipbound"], l2=False) if verdict.miss > 0]
+        assert not wrong, judge.summary(wrong)

@@ -25,13 +25,13 @@ class Parts(NamedTuple):
 
     Attributes:
         length, image: :math:`|\tilde q_{it}|` and :math:`|W_V^T \tilde q_{it}|`, (n, N).
-        inner: :math:`\sum_t E_{it} E_{kt} |\tilde q_{it} \cdot \tilde q_{kt}|`, (N, N).
+        inner: :math:`\sum_t E_{it} E_{kt} |\tilde q_{it} \cdot \tilde q_{kt}|`, (N, N), or None without weights E.
         b, b_v, b_q: :math:`\|B_t\|` and :math:`\|B_t W_V\|`, (n,), and :math:`|B_t \tilde q_{kt}|`, (n, N).
     """
 
     length: Tensor
     image: Tensor
-    inner: Tensor
+    inner: Tensor | None
     b: Tensor
     b_v: Tensor
     b_q: Tensor
@@ -58,11 +58,12 @@ class Maps:
         self._unit = q / self._size.clamp_min(TINIEST)[:, None]
         self.width = max(self._d, self._d_v)
 
-    def parts(self, tokens: Tensor, weights: Tensor, cov: Tensor, size_c: Tensor) -> Parts:
+    def parts(self, tokens: Tensor, weights: Tensor | None, cov: Tensor, size_c: Tensor) -> Parts:
         """All of some tokens.
 
         Args:
-            tokens: their numbers, (n,). weights: E_it, (n, N). cov: C_t, (n, d_v, d), size_c: what their rounding is relative to, (n,).
+            tokens: their numbers, (n,). weights: E_it, (n, N), or None where ``inner`` is not wanted.
+            cov: C_t, (n, d_v, d), size_c: what their rounding is relative to, (n,).
         """
         turn, s_k, q = self._tangents.maps("k", tokens)[0], self._tangents.size("k", tokens).detach()[:, None], self._size
         u, size_u = _apart(self._unit[None] if turn is None else self._unit @ turn.mT, -1, self.work)
@@ -77,9 +78,11 @@ class Maps:
         else:
             right, size, relative = u, size.sqrt(), torch.ones_like(size_u)
             length = root((y * u).sum(-1).clamp_min(0) * (size * size_u) ** 2 + small * (s_k * q) ** 2)
-        inner = self._inner(y, right, relative.detach(), weights * size * size_u, g)
-        tops = weights.detach() * s_k * q * (5 if self._factored else 1)  # squared, 25: the factor is larger by 16 roundings
-        return Parts(length, image, inner + small * tops.mT @ tops, *self._row(tokens, cov, size_c, u, size_u, s_k))
+        inner = None
+        if weights is not None:
+            tops = weights.detach() * s_k * q * (5 if self._factored else 1)  # squared, 25: the factor is larger by 16 roundings
+            inner = self._inner(y, right, relative.detach(), weights * size * size_u, g) + small * tops.mT @ tops
+        return Parts(length, image, inner, *self._row(tokens, cov, size_c, u, size_u, s_k))
 
     def _inner(self, left: Tensor, right: Tensor, relative: Tensor, weights: Tensor, g: float) -> Tensor:
         """Sums of |left_i . right_k| over tokens, with ``weights`` of rows, whose lengths are at most ``relative``."""

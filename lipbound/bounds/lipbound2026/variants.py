@@ -3,8 +3,9 @@ r"""`lipbound` and `lipbound_block` for heads with rotary position embeddings, n
 The compression of `lipbound.bounds.lipbound2026.plain`, block by block, with a vector :math:`\tilde q_{ij}` for each pair of tokens:
 Lemma 18 (docs/theory/bounds.md). Blocks of J as in `lipbound.jacobians.token_tangents`.
 
-Cost per head: O(N^3 d + N^2 d (d + d_v) + N d^3) operations, O(N^2 (d + d_v)) memory for some rows at a time. Most products are in float32, their
-rounding allowed for; those of derivatives are in float64.
+Cost per head: O(N^3 d + N^2 d (d + d_v) + N d^3) operations, O(N^2 (d + d_v)) memory for some rows at a time; above `ALL_PAIRS` tokens O(N^3) in
+place of O(N^3 d), with lengths in place of inner products. Most products are in float32, their rounding allowed for; those of derivatives are in
+float64.
 """
 
 import torch
@@ -19,6 +20,8 @@ from lipbound.bounds.lipbound2026.variant_maps import TINIEST, Maps
 from lipbound.bounds.multihead import with_folded
 from lipbound.linalg.matrix_norms import UNIT, block_norm, gamma, matrix_norm, nonnegative_norm, power_of_two
 
+ALL_PAIRS = 2048
+"""Tokens above which inner products of q~_ij and q~_kj are replaced by products of lengths, whatever the machine."""
 ROWS = 2
 """Where the bounds in the norms of single tokens stand among those that are computed together: by rows, then by columns."""
 
@@ -57,28 +60,33 @@ def _one(att: Attention, sample: int, h: int) -> Tensor:
     size_c = c * (e.detach() @ k.detach().norm(dim=-1))  # of the terms of C_i, which may cancel
 
     # Token by token: q~_ij for all i where it is the key j, B_i where it is the query i.
-    length, image, inner = torch.zeros_like(p), torch.zeros_like(p), torch.zeros_like(p)
-    b, b_v, b_q = p.new_zeros(n), p.new_zeros(n), torch.zeros_like(p)
-    step = max(1, CHUNK // (8 * n * max(n, maps.width)))
+    length, image, b_q = torch.zeros_like(p), torch.zeros_like(p), torch.zeros_like(p)
+    b, b_v = p.new_zeros(n), p.new_zeros(n)
+    inner = torch.zeros_like(p) if n <= ALL_PAIRS else None
+    step = max(1, CHUNK // (8 * n * max(n if n <= ALL_PAIRS else 1, maps.width)))
     for i in range(0, n, step):
         part = slice(i, i + step)
         cov = c * (t[part, :, None] * (v[None] - o[part, None, :])).mT @ k  # C_i, (i, d_v, d)
-        found = maps.parts(kept[part], e[:, part].mT, cov, size_c[part])
+        found = maps.parts(kept[part], e[:, part].mT if inner is not None else None, cov, size_c[part])
         length[:, part], image[:, part] = found.length.mT, found.image.mT
-        inner += found.inner
+        if inner is not None and found.inner is not None:
+            inner += found.inner
         b[part], b_v[part], b_q[part] = found.b, found.b_v, found.b_q
 
+    reach = e * length
+    if inner is None:
+        inner = reach @ reach.mT
     kappa = p.new_zeros(n)
     for i in range(0, n, step):
         part = slice(i, i + step)
-        size = (e * length).detach()[part].norm(dim=-1)
+        size = reach.detach()[part].norm(dim=-1)
         weight = (t[part] * length[part] / size.clamp_min(TINIEST)[:, None])[..., None]
         kappa[part] = (block_norm((weight * (v[None] - o[part, None, :])).to(maps.work).mT) + gamma(6, maps.work)) * size
 
-    squares = (p * norm_v) ** 2 + 2 * p * e * image + (e * length) ** 2
+    squares = (p * norm_v) ** 2 + 2 * p * e * image + reach**2
     tokens = root(squares) + torch.diag_embed(b)
     single = [tokens.sum(-1).amax(-1), root(tokens.square().sum(-2)).amax(-1)]
-    block = nonnegative_norm((p * norm_v + e * length + torch.diag_embed(b))[None], rtol=RTOL)[0]
+    block = nonnegative_norm((p * norm_v + reach + torch.diag_embed(b))[None], rtol=RTOL)[0]
     x = p * b_v[None, :] + e.mT * b_q + (e * image) @ p.mT
     keys = torch.minimum(kappa[:, None] * kappa[None, :], inner)
     squared = nonnegative_norm((p @ p.mT * norm_v**2 + torch.diag_embed(b**2) + x + x.mT + keys)[None], rtol=RTOL)[0]
