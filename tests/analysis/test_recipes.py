@@ -33,26 +33,26 @@ def test_recipe_from_the_command_line(name: str, tmp_path: Path) -> None:
     ds = store.load(tmp_path / recipe(name).stored)
     assert f"{ds.attrs['recipe']}.zarr" == recipe(name).stored
     first = (tmp_path / f"{name}.png").read_bytes()
-    again = CliRunner().invoke(app, ["reproduce", name, "builtin:gpt2", "-o", str(tmp_path)])
-    assert again.exit_code == 0
-    assert (tmp_path / f"{name}.png").read_bytes() == first  # from the saved run
+    if name in ("castin-2", "three-norms", "yudin-1"):  # one of each paper
+        again = CliRunner().invoke(app, ["reproduce", name, "builtin:gpt2", "-o", str(tmp_path)])
+        assert again.exit_code == 0
+        assert (tmp_path / f"{name}.png").read_bytes() == first  # from the saved run
 
 
 @pytest.mark.slow
 def test_growth_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lipbound.analysis.recipes.castin2024.LENGTHS", (2, 10, 14, 20, 26))
+    monkeypatch.setattr("lipbound.analysis.recipes.castin2024.LENGTHS", (2, 10, 12, 14))
     text = tmp_path / "words.txt"
-    text.write_text("the lighthouse keeper wound the clock of the island " * 600)
-    ds = recipe("castin-1").compute(Setting("builtin:gpt2", (str(text),), samples=1))
+    text.write_text("the lighthouse keeper wound the clock of the island " * 300)
+    table = tmp_path / "words.csv"
+    table.write_text("label,words\n" + "0,the clock of the lighthouse keeper\n" * 100)
+    ds = recipe("castin-1").compute(Setting("builtin:gpt2", (str(text), str(table)), column="words", samples=1))
+    assert ds["text"].values.tolist() == ["words.txt", "words.csv"]  # the column is the table's
     assert ds["mode"].values.tolist() == ["decoder"]  # GPT-2 is one anyway
-    assert ds.sizes["length"] == 5
+    assert ds.sizes["length"] == 4
     assert "exponents of N" in recipe("castin-1").caption(ds)
     recipe("castin-1").render(ds, tmp_path)
     recipe("castin-6").render(ds, tmp_path)
-    table = tmp_path / "words.csv"
-    table.write_text("label,words\n" + "0,the clock of the lighthouse keeper\n" * 200)
-    both = recipe("castin-1").compute(Setting("builtin:gpt2", (str(text), str(table)), column="words", samples=1))
-    assert both["text"].values.tolist() == ["words.txt", "words.csv"]  # the column is the table's
 
 
 @pytest.mark.parametrize("model", ["builtin:minilm", "builtin:gpt2"])

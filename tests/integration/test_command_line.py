@@ -10,9 +10,8 @@ import lipbound as lb
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["lipbound", "lipbound.cli"])
-def test_the_modules_run(module: str) -> None:
-    done = subprocess.run([sys.executable, "-m", module, "compare", "builtin:nope"], capture_output=True, text=True, timeout=120)
+def test_the_package_runs() -> None:
+    done = subprocess.run([sys.executable, "-m", "lipbound", "compare", "builtin:nope"], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: unknown builtin checkpoint 'nope'")
 

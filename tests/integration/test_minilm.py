@@ -28,9 +28,10 @@ def test_capture_reproduces_the_model(layers: list[LayerCapture]) -> None:
 
 
 @pytest.mark.slow
-def test_norms_agree_with_500_power_steps_on_all_heads(layers: list[LayerCapture]) -> None:
+def test_norms_agree_with_500_power_steps(layers: list[LayerCapture]) -> None:
+    """36 heads."""
     worst = 0.0
-    for layer in layers:
+    for layer in layers[::2]:
         norm = spectral_norm(layer.attention, tol=1e-4)
         power = spectral_norm(layer.attention, method="power", tol=0, max_steps=500, seed=1)
         worst = max(worst, float((norm.lower / power.lower - 1).abs().max()))
@@ -77,8 +78,8 @@ def test_enclosures_are_as_narrow_as_asked(layers: list[LayerCapture]) -> None:
 
 @pytest.mark.slow
 def test_compression_of_gram_blocks_is_nearly_exact(layers: list[LayerCapture]) -> None:
-    """Geometric mean within 4.2 % (of all heads, 3.7 %), all within 10 %: every third head of every layer."""
-    chosen = [layer.attention.select(heads=slice(0, None, 3)) for layer in layers]
+    """Geometric mean within 4.2 % (of all heads, 3.7 %), all within 10 %: every sixth head of every layer."""
+    chosen = [layer.attention.select(heads=slice(0, None, 6)) for layer in layers]
     exact = torch.cat([spectral_norm(att, tol=1e-6).lower for att in chosen])
     ratio = torch.cat([bounds.get("lipbound_gram")(att) for att in chosen]) / exact
     assert float(ratio.min()) >= 1

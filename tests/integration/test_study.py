@@ -26,6 +26,7 @@ def test_small_study(tmp_path: Path) -> None:
         table.to_parquet(str(tmp_path / f"{split}.parquet"))
     config = yaml.safe_load((STUDY / "small.yaml").read_text())
     config |= {"images": 8, "batch": 4, "seeds": [0, 1], "evaluate": {"clean": 12, "attacks": 4, "autoattack": 2, "norms": 2}}
+    config["model"] |= {"num_hidden_layers": 2}  # of the builtin's six
     config["methods"] = [
         m for m in config["methods"] if m["name"] in ("baseline", "Specformer 1e-2", "JaSMin k=10, 5e-3, max", "lipbound_block 5e-3")
     ]

@@ -17,7 +17,7 @@ from lipbound.attention.layer import Attention
 from lipbound.jacobians.spectral_norm import spectral_norm
 
 LONG = int(os.environ.get("LIPBOUND_SEEDS", "0"))
-SEEDS = 3
+SEEDS = 2
 TOGETHER = tuple(method for method in METHODS if method not in judge.BY_HEAD)
 CHEAP = [name for name in bounds.names() if not bounds.get(name).costly]
 COSTLY = [name for name in bounds.names() if bounds.get(name).costly]

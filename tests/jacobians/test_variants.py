@@ -71,12 +71,13 @@ def test_products_streams_and_whole_layers(has: set[str], mask: str) -> None:
     torch.testing.assert_close(op.gram(y), op.jvp(op.vjp(y)))
     torch.testing.assert_close(op.select(torch.tensor([4, 1])).gram(y[[4, 1]]), op.gram(y)[[4, 1]])
     known = {}
-    for map in ("heads", "layer", "head_out", "residual"):
+    for map in ("heads", "layer", "head_out", "residual")[(MASKS.index(mask) + len(has)) % 2 :: 2]:  # half of them
         norm = lb.spectral_norm(att, map=map, tol=1e-9, delta=1e-9)
         dense = known[map] = lb.spectral_norm(att, map=map, method="dense")
         torch.testing.assert_close(norm.lower, dense.lower, rtol=1e-8, atol=0)
         assert bool((norm.upper >= dense.lower * (1 - 1e-9)).all())
-    assert bool((lb.bounds.whole_layer(att, "lipbound", map="layer") >= known["layer"].lower).all())
+    if "layer" in known:
+        assert bool((lb.bounds.whole_layer(att, "lipbound", map="layer") >= known["layer"].lower).all())
     single = att._map(lambda t: t.float() if t.is_floating_point() else t)
     torch.testing.assert_close(lb.spectral_norm(single, tol=1e-6).lower, oracle(att), rtol=1e-4, atol=0)
     top = lb.spectral_norm(att, tol=1e-10, vectors=True)
