@@ -1,5 +1,7 @@
 """How queries, keys and values of one head follow their tokens, for heads whose every token has a map of its own."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,7 @@ class Tangents:
         self._passages: dict[str, TokenMap] = {"q": q, "k": k}
         self._entry, self._sample = sample * att.heads + head, sample
         self._kept: tuple[Tensor, dict[str, Tensor | None]] | None = None
+        self._same: dict[tuple[str, ...], Tensor] = {}  # for all tokens
 
     def keep(self, tokens: Tensor) -> None:
         """Hold the (d_a + 1) x d_a matrices of these tokens, which are named by this very tensor from then on, for products that are formed often."""
@@ -49,7 +52,9 @@ class Tangents:
     def projection(self, a: str, tokens: slice | Tensor) -> Tensor:
         r"""The same of :math:`[W\,g]^T`, before the maps of the tokens, (n or 1, d_a + extra, r)."""
         w, g = self._w[a], self._direction(a, tokens)
-        return upper_factor(w)[0].mT[None] if g is None else torch.cat([w.mT.expand(len(g), -1, -1), g[:, None]], 1)
+        if g is None:
+            return self._once((a,), lambda: upper_factor(w)[0].mT[None])
+        return torch.cat([w.mT.expand(len(g), -1, -1), g[:, None]], 1)
 
     def maps(self, a: str, tokens: slice | Tensor) -> tuple[Tensor | None, Tensor]:
         r"""L of some tokens in :math:`D = L^T [W\,g]^T`, and bounds on the 2-norms of :math:`|L|`, (n or 1,).
@@ -90,6 +95,11 @@ class Tangents:
             return self._kept[1][a]
         return None if a == "v" else self._passages[a].matrices(self._entry, tokens, self._w[a].shape[1])
 
+    def _once(self, key: tuple[str, ...], make: Callable[[], Tensor]) -> Tensor:
+        if key not in self._same:
+            self._same[key] = make()
+        return self._same[key]
+
     def _direction(self, a: str, tokens: slice | Tensor) -> Tensor | None:
         direction = None if a == "v" else self._passages[a].direction
         return None if direction is None else direction[self._sample, tokens]
@@ -97,7 +107,7 @@ class Tangents:
     def metric(self, a: str, b: str, tokens: slice | Tensor) -> Tensor:
         """Products of projections, with their extra columns, (n or 1, d_a + extra, d_b + extra)."""
         w_a, w_b, g_a, g_b = self._w[a], self._w[b], self._direction(a, tokens), self._direction(b, tokens)
-        out = (w_a.mT @ w_b)[None]
+        out = self._once((a, b), lambda: (w_a.mT @ w_b)[None])
         if g_a is not None:
             out = torch.cat([out.expand(len(g_a), -1, -1), (g_a @ w_b)[:, None]], 1)
         if g_b is not None:
