@@ -25,8 +25,8 @@ torch.set_num_threads(1)  # small matrices: more threads wait for each other
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Notebooks start first: they take longest, and would otherwise keep one process busy when the others are done."""
-    items.sort(key=lambda item: not item.name.startswith("test_notebook_runs"))
+    """Notebooks start first, then what else is in integration/: long tests at the end would keep one process busy when the others are done."""
+    items.sort(key=lambda item: (not item.name.startswith("test_notebook_runs"), item.path.parent.name != "integration"))
     for item in combinations_left_out(items):
         item.add_marker(pytest.mark.slow)
 

@@ -40,7 +40,7 @@ def test_norms_agree_with_500_power_steps(layers: list[LayerCapture]) -> None:
 
 @pytest.mark.slow
 def test_norms_agree_with_dense_float64_svd(layers: list[LayerCapture]) -> None:
-    for i in range(6):
+    for i in (0, 2, 5):
         att = layers[i].attention
         short = Attention(att.x[:, :32], att.w_q, att.w_k, att.w_v, b_q=att.b_q, b_k=att.b_k, b_v=att.b_v, scale=att.scale)
         norm = spectral_norm(short, tol=1e-5)
