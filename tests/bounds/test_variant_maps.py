@@ -73,11 +73,12 @@ def test_lengths_take_the_place_of_inner_products_in_long_inputs(has: tuple[str,
     assert bool((value > pairs["lipbound"] * 1.001).any())  # the two are not the same
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", [name for name in sorted(FAMILIES) if judge.case(name, torch.float64, 0).variants])
 def test_lengths_are_not_wrong_on_hard_heads(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms are known to 80 digits; nothing is allowed for rounding."""
     monkeypatch.setattr(variants, "ALL_PAIRS", 0)
     att = judge.case(family, torch.float64, 0).select(slice(0, 2))
-    if att.variants:
-        wrong = [verdict for verdict in judge.judge(att, family, methods=(), chosen=["lipbound"], l2=False) if verdict.miss > 0]
-        assert not wrong, judge.summary(wrong)
+    verdicts = list(judge.judge(att, family, methods=(), chosen=["lipbound"], l2=False))
+    assert verdicts
+    wrong = [verdict for verdict in verdicts if verdict.miss > 0]
+    assert not wrong, judge.summary(wrong)

@@ -21,7 +21,7 @@ from lipbound.bounds.multihead import with_folded
 from lipbound.linalg.matrix_norms import UNIT, block_norm, gamma, matrix_norm, nonnegative_norm, power_of_two
 
 ALL_PAIRS = 1024
-"""Tokens above which inner products of q~_ij and q~_kj are replaced by products of lengths, whatever the machine: half a minute a head there."""
+"""Tokens above which inner products of q~_ij and q~_kj are replaced by products of lengths, whatever the machine: half a minute a head or so."""
 ROWS = 2
 """Where the bounds in the norms of single tokens stand among those that are computed together: by rows, then by columns."""
 
