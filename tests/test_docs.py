@@ -2,6 +2,7 @@
 
 import posixpath
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -77,11 +78,15 @@ def test_examples_show_the_failure(name: str) -> None:
     assert not bool(bound.sound(found.att).any())
 
 
+@cache
+def every_label() -> set[str]:
+    return {label for page in SITE.pages.values() for label in labels(page)}
+
+
 @pytest.mark.parametrize("place", [place for place in SITE.pages if place.endswith(".md")])
 def test_relative_links_lead_somewhere(place: str) -> None:
     text = SITE.pages[place]
     text = "".join(part for i, part in enumerate(tree.FENCE.split(text)) if i % 2 == 0 or "{figure}" in part or "{eval-rst}" not in part)
-    everything = {label for page in SITE.pages.values() for label in labels(page)}
     for _, target, _ in [*tree.LINK.findall(text), *tree.FIGURE.findall(text)]:
         path, _, anchor = target.partition("#")
         if re.match(r"[a-z]+:", target) or not re.search(r"\.\w+$|^$", path):
@@ -89,7 +94,7 @@ def test_relative_links_lead_somewhere(place: str) -> None:
         found = posixpath.normpath(posixpath.join(posixpath.dirname(place), path)) if path else place
         assert found in SITE.pages or found in SITE.files or found in tree.DRAWN, target
         if anchor and found in SITE.pages:
-            assert anchor in (everything if not path else labels(SITE.pages[found])), target
+            assert anchor in (every_label() if not path else labels(SITE.pages[found])), target
     assert not re.search("^<!-- table:", text, re.MULTILINE)
 
 

@@ -100,6 +100,10 @@ def compare(
     ] = None,
 ) -> None:
     """Measure every attention head of a checkpoint and set every bound beside it."""
+    from lipbound.models.sources.catalogue import PREFIX, builtin
+
+    if model.lower().startswith(PREFIX):
+        builtin(model[len(PREFIX) :])  # a mistyped name is told before seconds of imports
     from lipbound.runs.config import RunConfig
 
     refuse_given(norm, delta=delta, seed=seed)

@@ -26,7 +26,10 @@ SLOW = (
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in RECIPES if n not in GROWTH])
 def test_recipe_from_the_command_line(name: str, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["reproduce", name, "builtin:gpt2", "--samples", "1", "-o", str(tmp_path)])
+    text = tmp_path / "short.csv"
+    text.write_text("text\n" + "the lighthouse keeper wound the clock of the island and " * 3 + "the ferry\n")
+    arguments = ["--data", str(text)] if recipe(name).of_model else []
+    result = CliRunner().invoke(app, ["reproduce", name, "builtin:gpt2", *arguments, "--samples", "1", "-o", str(tmp_path)])
     assert result.exit_code == 0, result.output
     for kind in ("pdf", "png", "txt", "tex"):
         assert (tmp_path / f"{name}.{kind}").stat().st_size > 100

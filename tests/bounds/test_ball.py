@@ -189,5 +189,5 @@ def test_no_point_of_the_ball_changes_the_jacobian_more(kind: str, norm: str, re
         move = move / move.norm(dim=-1 if norm == "token" else (-2, -1), keepdim=True)
         there = HeadJacobian(one.at(one.x + radius * move)).dense().unflatten(0, (30, one.heads))
         assert bool((torch.linalg.matrix_norm(there - here, 2) <= values[s] * (1 + 1e-9)).all())
-    ends = bounds.over_ball(att, radius, norm=norm), bounds.over_ball(att, 0.0, norm=norm)
+    ends = bounds.over_ball(att, [radius, 0.0], norm=norm).unbind(-1)
     assert bool((ends[0] <= (ends[1] * (1 + CERTIFIED_TOL) + values) * (1 + 1e-9)).all())

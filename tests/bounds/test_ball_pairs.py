@@ -20,11 +20,11 @@ NORMS = ("token", "frobenius")
 HOLDS = 1 + 1e-9
 
 
-def by_entries(att: Attention, radius: float, norm: str) -> Tensor:
+def by_entries(att: Attention, radius: float | list[float], norm: str) -> Tensor:
     return _over_ball(att, radius, norm, "certified", entries_only=True)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow if seed >= 8 else ()) for seed in range(20)])
 def test_no_ascent_gets_above(seed: int) -> None:
     """20 layers x 20 heads; 5,000 of them in benchmarks/balls.py."""
     att, norm, radius = small_layer(seed)
@@ -88,14 +88,14 @@ def test_it_grows_with_the_radius(norm: str) -> None:
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("kind", ["one_token", "duplicates", "flat", "no_query", "sharp"])
-@pytest.mark.parametrize("radius", [0.0, 1e-300, 1e-12, 1e-3, 1e3, 1e60])
-def test_degenerate_layers(kind: str, norm: str, radius: float) -> None:
-    att = random_attention(kind)
-    value = bounds.over_ball(att, radius, norm=norm)
-    assert bool(torch.isfinite(value).all())
-    assert bool((value * HOLDS >= oracle(att)).all())
-    if radius <= 1e3:
-        assert bool((value * HOLDS >= climb(att, radius, norm, steps=4)).all())
+def test_degenerate_layers(kind: str, norm: str) -> None:
+    att, radii = random_attention(kind), [0.0, 1e-300, 1e-12, 1e-3, 1e3, 1e60]
+    values = bounds.over_ball(att, radii, norm=norm)
+    assert bool(torch.isfinite(values).all())
+    assert bool((values * HOLDS >= oracle(att)[..., None]).all())
+    for radius, value in zip(radii, values.unbind(-1), strict=True):
+        if radius <= 1e3:
+            assert bool((value * HOLDS >= climb(att, radius, norm, steps=4)).all())
 
 
 def test_the_ascent_sees_the_norm_of_the_layer() -> None:
@@ -120,13 +120,13 @@ def test_sums_of_variants_are_those_of_plain_heads(kind: str) -> None:
 @pytest.mark.parametrize("has", ["rotation", "sinks", "both"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("radius", [0.03, 1.0])
-def test_no_attack_on_rotary_and_sink_heads_gets_above(has: str, mask: str, norm: str, radius: float) -> None:
-    att = layer(len(mask), frozenset({"rotation", "sinks"} if has == "both" else {has}), mask=mask, n=6, samples=1, heads=2)
-    found = adversary.attack(att, radius, norm=norm, steps=3, starts=1, seed=1).norm
-    value = bounds.over_ball(att, radius, norm=norm)
-    assert bool((value * HOLDS >= found).all())
-    assert bool((value <= by_entries(att, radius, norm) * (1 + 1e-12)).all())
+def test_no_attack_on_rotary_and_sink_heads_gets_above(has: str, mask: str, norm: str) -> None:
+    att, radii = layer(len(mask), frozenset({"rotation", "sinks"} if has == "both" else {has}), mask=mask, n=6, samples=1, heads=2), [0.03, 1.0]
+    values = bounds.over_ball(att, radii, norm=norm)
+    for radius, value in zip(radii, values.unbind(-1), strict=True):
+        found = adversary.attack(att, radius, norm=norm, steps=3, starts=1, seed=1).norm
+        assert bool((value * HOLDS >= found).all())
+    assert bool((values <= by_entries(att, radii, norm) * (1 + 1e-12)).all())
 
 
 @pytest.mark.parametrize("has", ["rotation", "sinks"])

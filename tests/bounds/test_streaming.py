@@ -87,6 +87,7 @@ def test_nothing_is_wrong_on_hard_heads(family: str) -> None:
     assert not wrong, judge.summary(wrong)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["plain", "causal", "window", "offsets", "padded", "biases"])
 @pytest.mark.parametrize("size", [0.05, 0.25, 0.6])
 def test_near_the_stored_form(kind: str, size: float, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ SMALLER = {
         ("max_length=64, map=name", "max_length=16, map=name, layers=[0]"),
     ],
     "02_heatmaps": [("samples=2, max_length=128", "samples=2, max_length=12, layers=[0, 1]")],
-    "03_growth_with_length": [("(2, 6, 12, 24, 48, 96)", "(10, 12, 14)"), ("sequences=4", "sequences=2"), ("layers=(0, 2, 5)", "layers=(0,)")],
+    "03_growth_with_length": [("(2, 6, 12, 24, 48, 96)", "(10, 12)"), ("sequences=4", "sequences=2"), ("layers=(0, 2, 5)", "layers=(0,)")],
     "04_what_makes_a_head_steep": [("samples=4", "samples=1"), ("capture(2)", "capture(1)")],
     "05_adversarial_inputs": [("(4, 16, 64, 256)", "(4, 16)"), ("range(400)", "range(40)"), ("steps=60", "steps=10")],
     "06_train_with_jasmin": [
@@ -24,6 +24,9 @@ SMALLER = {
         ("[test][:200]", "[test][:20]"),
     ],
     "07_modern_decoders": [
+        ("layers = [0, 5, 10, 15, 20, 25, 29]", "layers = [0, 10, 20]"),
+        ("[5, 15, 20, 25]", "[10, 20]"),
+        ("[0.25, 0.5, 1, 2, 4]", "[0.5, 1]"),
         ("max_length=64, layers=layers", "max_length=16, layers=layers"),
         ("captured(64)", "captured(16)"),
         ("[16, 32, 64, 128]", "[4, 8, 16]"),

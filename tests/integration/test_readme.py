@@ -93,6 +93,7 @@ def test_every_part_that_was_measured_is_shown() -> None:
     assert shown == set(measured.PARTS)
 
 
+@pytest.mark.slow
 def test_the_first_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as tf
-from support.hub import COMMIT, OLD, ask, serve
+from support.gguf_files import save_gguf
+from support.hub import COMMIT, OLD, Asking, serve
 from support.models import AFFINE, TEXT, build, save_bert, save_tokenizer
 
 from lipbound.errors import CheckpointError
@@ -188,17 +189,24 @@ def test_hub(tmp_path: Path) -> None:
     (headless / "README.md").write_text("no model here")
     weightless = tmp_path / "weightless"
     tf.BertConfig(**TEXT).save_pretrained(weightless)
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    save_gguf(packed / "model.gguf")
     repos = {
         "owner/bert": {COMMIT: new, OLD: old},
         "owner/headless": {COMMIT: headless},
         "owner/weightless": {COMMIT: weightless},
         "owner/gated-model": {COMMIT: new},
+        "owner/packed": {COMMIT: packed},
     }
     cache = tmp_path / "cache"
     with serve(repos) as server:
         endpoint = f"http://127.0.0.1:{server.server_port}"
-        names = ["owner/bert", "owner/bert@v1", "owner/bert@v9", "owner/nothing", "owner/gated-model", "owner/headless", "owner/weightless"]
-        answers = ask(cache, endpoint, names)
+        online = Asking(cache, endpoint)
+        answers = online.ask(
+            "owner/bert", "owner/bert@v1", "owner/bert@v9", "owner/nothing", "owner/gated-model", "owner/headless", "owner/weightless",
+            "owner/packed", ("owner/packed", "model.gguf"), ("owner/packed", "x.gguf"),
+        )  # fmt: skip
         assert answers["owner/bert"] == [COMMIT, COMMIT, [4, 7]]
         assert answers["owner/bert@v1"] == [OLD, OLD, [4, 7]]
         assert "has no revision 'v9'" in answers["owner/bert@v9"]
@@ -206,13 +214,19 @@ def test_hub(tmp_path: Path) -> None:
         assert "is a gated model" in answers["owner/gated-model"]
         assert "on the hub has no config.json" in answers["owner/headless"]
         assert "no weights" in answers["owner/weightless"]
+        assert "has its weights in GGUF files only; name one with gguf_file=, 'model.gguf'" in answers["owner/packed"]
+        assert "has no file x.gguf; did you mean 'model.gguf'" in answers["owner/packed x.gguf"]
+        commit, revision, ids = answers["owner/packed model.gguf"]
+        assert (commit, revision[:7], len(ids)) == (COMMIT, "sha256:", 4)
         downloads = sum(request.startswith("GET") and request.endswith("model.safetensors") for request in server.requests)
         assert downloads == 2
     # the server is gone: the cache answers, and what is not in it gets another sentence, offline or unreachable
-    unreachable = ask(cache, endpoint, ["owner/bert", "owner/other"])
+    with online:
+        unreachable = online.ask("owner/bert", "owner/other")
     assert unreachable["owner/bert"][0] == COMMIT
     assert "cannot be reached" in unreachable["owner/other"]
-    offline = ask(cache, endpoint, ["owner/bert@v1", "owner/other"], HF_HUB_OFFLINE="1")
+    with Asking(cache, endpoint, HF_HUB_OFFLINE="1") as other:
+        offline = other.ask("owner/bert@v1", "owner/other")
     assert offline["owner/bert@v1"][0] == OLD
     assert "HF_HUB_OFFLINE forbids" in offline["owner/other"]
 

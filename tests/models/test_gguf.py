@@ -9,7 +9,6 @@ import gguf
 import pytest
 import torch
 from support.gguf_files import LETTERS, WORDS, Kind, llama, save_gguf
-from support.hub import COMMIT, ask, serve
 from support.models import save_bert
 
 import lipbound as lb
@@ -152,18 +151,6 @@ def test_transformers_is_left_as_it_was(folder: Path) -> None:
     before = gguf.GGUFReader, gguf.get_tensor_name_map
     load_checkpoint(folder).tokenizer()
     assert (gguf.GGUFReader, gguf.get_tensor_name_map) == before
-
-
-@pytest.mark.slow
-def test_hub(folder: Path, tmp_path: Path) -> None:
-    with serve({"owner/packed": {COMMIT: folder}}) as server:
-        answers = ask(
-            tmp_path / "cache", f"http://127.0.0.1:{server.server_port}", ["owner/packed", ["owner/packed", "model.gguf"], ["owner/packed", "x.gguf"]]
-        )
-    assert "has its weights in GGUF files only; name one with gguf_file=, 'model.gguf'" in answers["owner/packed"]
-    assert "has no file x.gguf; did you mean 'model.gguf'" in answers["owner/packed x.gguf"]
-    commit, revision, ids = answers["owner/packed model.gguf"]
-    assert (commit, revision[:7], len(ids)) == (COMMIT, "sha256:", 4)
 
 
 # -- builtin:smollm2 --------------------------------------------------------------------------------------------------------

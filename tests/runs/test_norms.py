@@ -50,7 +50,7 @@ def layers(bert: Path) -> list[Attention]:
     return lb.capture(BertModel.from_pretrained(bert).double(), batch)
 
 
-@pytest.mark.parametrize("map", ["head", "head_out", "heads", "layer"])
+@pytest.mark.parametrize("map", ["head", "head_out", *(pytest.param(map, marks=pytest.mark.slow) for map in ("heads", "layer"))])
 def test_numbers_are_those_of_token_norm_and_of_dense_jacobians(norm: str, map: str, bert: Path, layers: list[Attention]) -> None:
     ds = lb.compare(bert, TEXTS, norm=norm, map=map, dtype="float64", layers=[1], **OPTIONS)
     att, (perturbed, output) = layers[1], TOKENS[norm]

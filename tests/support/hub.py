@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -111,24 +110,40 @@ SCRIPT = """
 import json, sys
 from lipbound.models.checkpoints import load_checkpoint
 from lipbound.errors import CheckpointError
-answers = {}
-for name in json.loads(sys.argv[1]):
-    try:
-        name, file = name if isinstance(name, list) else (name, None)
+for line in sys.stdin:
+    answers = {}
+    for name, file in json.loads(line):
         said = name if file is None else f"{name} {file}"
-        checkpoint = load_checkpoint(name, gguf_file=file)
-        answers[said] = [checkpoint.commit, checkpoint.revision, checkpoint.tokenizer()("the ferry").input_ids]
-    except CheckpointError as error:
-        answers[said] = str(error)
-print(json.dumps(answers))
+        try:
+            checkpoint = load_checkpoint(name, gguf_file=file)
+            answers[said] = [checkpoint.commit, checkpoint.revision, checkpoint.tokenizer()("the ferry").input_ids]
+        except CheckpointError as error:
+            answers[said] = str(error)
+    print("ANSWERS", json.dumps(answers), flush=True)
 """
 
 
-def ask(cache: Path, endpoint: str, names: list[str | list[str]], **env: str) -> dict:
-    """Commit, revision and two words' tokens of each model, or the sentence that refuses it; a name may come with a GGUF file's, [name, file]."""
-    environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1"} | env
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SCRIPT), json.dumps(names)], capture_output=True, text=True, env=environment, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+class Asking:
+    """A process that loads models from a hub, in which nothing is known of it but its address and a cache."""
+
+    def __init__(self, cache: Path, endpoint: str, **env: str):
+        environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1"} | env
+        words = [sys.executable, "-c", SCRIPT]
+        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
+
+    def __enter__(self) -> "Asking":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.communicate(timeout=60)
+
+    def ask(self, *names: str | tuple[str, str]) -> dict:
+        """Commit, revision and two words' tokens of each model, or the sentence that refuses it; a name may come with a GGUF file's."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([(name, None) if isinstance(name, str) else name for name in names]) + "\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("ANSWERS "):
+                return json.loads(line.removeprefix("ANSWERS "))
+        raise AssertionError("the process that was asked has ended")

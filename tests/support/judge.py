@@ -51,7 +51,7 @@ def case(family: str, dtype: torch.dtype, seed: int) -> Attention:
 
 
 def judge(att: Attention, name: str, *, map: str = "head", tol: float = 1e-4, delta: float = 1e-6, methods: Iterable[str] = METHODS,
-          chosen: Iterable[str] | None = None, l2: bool = True) -> Iterator[Verdict]:  # fmt: skip
+          chosen: Iterable[str] | None = None, l2: bool = True, exact: list[list[Enclosed]] | None = None) -> Iterator[Verdict]:  # fmt: skip
     """The verdicts on all norms of a layer.
 
     Args:
@@ -59,8 +59,9 @@ def judge(att: Attention, name: str, *, map: str = "head", tol: float = 1e-4, de
         map: what the norms are of. tol, delta: of the enclosures.
         methods: for enclosures. chosen: names of bounds, where None all that cover the layer; for map "head" alone.
         l2: whether bounds on L2 attention, whose norms have no enclosures, are judged too, where the layer has no variants; for map "head" alone.
+        exact: the norms, where they are known already.
     """
-    exact = mp_oracle.norms(att, map)
+    exact = mp_oracle.norms(att, map) if exact is None else exact
     for method in methods:
         yield from _enclosures(att, name, method, exact, map=map, tol=tol, delta=delta)
     if map != "head":

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from lipbound.errors import CheckpointError, nearest
+from lipbound.errors import CheckpointError
 from lipbound.models.checkpoint import Checkpoint
-from lipbound.models.sources.catalogue import BUILTINS, MINILM_SHA256, PREFIX, Builtin
+from lipbound.models.sources.catalogue import BUILTINS, MINILM_SHA256, PREFIX, Builtin, builtin
 from lipbound.models.sources.source import LoadOptions
 
 __all__ = ["BUILTINS", "MINILM_SHA256", "PREFIX", "Builtin", "BuiltinSource"]
@@ -24,6 +24,4 @@ class BuiltinSource:
             raise CheckpointError(f"revision {options.revision!r} was given for the builtin checkpoint {name!r}; revisions are for hub models")
         if options.gguf_file is not None:
             raise CheckpointError(f"gguf_file is {options.gguf_file!r}, but builtin checkpoints take none; it is for directories and hub models")
-        if name not in BUILTINS:
-            raise CheckpointError(f"unknown builtin checkpoint {name!r}; {nearest(name, BUILTINS)}")
-        return BUILTINS[name].load(name, options)
+        return builtin(name).load(name, options)

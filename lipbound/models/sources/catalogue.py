@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lipbound.errors import CheckpointError
+from lipbound.errors import CheckpointError, nearest
 
 if TYPE_CHECKING:
     from lipbound.models.checkpoint import Checkpoint
@@ -200,10 +200,17 @@ BUILTINS: dict[str, Builtin] = {
 """What ``builtin:NAME`` stands for, by its name."""
 
 
+def builtin(name: str) -> Builtin:
+    """The builtin checkpoint of that name; raises CheckpointError for names that are not in `BUILTINS`."""
+    if name not in BUILTINS:
+        raise CheckpointError(f"unknown builtin checkpoint {name!r}; {nearest(name, BUILTINS)}")
+    return BUILTINS[name]
+
+
 def describe(name: str) -> Description:
     """A builtin checkpoint, without loading it."""
-    builtin = BUILTINS[name]
+    found = BUILTINS[name]
     try:
-        return builtin.describe(name)
+        return found.describe(name)
     except CheckpointError as error:
-        return Description(PREFIX + name, "", "", 0, 0, 0, "", "", builtin.origin, str(error))
+        return Description(PREFIX + name, "", "", 0, 0, 0, "", "", found.origin, str(error))
