@@ -25,6 +25,7 @@ def study() -> Iterator[xr.Dataset]:
     return sequence_growth("builtin:gpt2", lengths=(2, 5, 9), sequences=2, tol=1e-6)
 
 
+@pytest.mark.slow
 def test_values_are_those_of_the_model_at_the_cut_text(study: xr.Dataset) -> None:
     checkpoint = load_checkpoint("builtin:gpt2")
     tokens, _ = stream(checkpoint, None, 2 * 16)

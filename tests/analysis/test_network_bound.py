@@ -115,6 +115,7 @@ def test_what_is_not_understood_is_refused() -> None:
         network_bound(build(MODERN["Qwen 3"]), inputs_for(build(MODERN["Qwen 3"])), 0.1)
 
 
+@pytest.mark.slow
 def test_far_away_the_bound_is_infinite() -> None:
     model = build(MODELS["vit"]).double()
     found = network_bound(model, double(model), [1e-6, 1.0, 1e40, 1e59])

@@ -170,6 +170,7 @@ def test_ellipsoids_hold_all_tokens() -> None:
         assert bool((ds["largest_token"] <= ds["ellipsoid_radius"] * (1 + 1e-6)).all())
 
 
+@pytest.mark.slow
 def test_sound_bounds_hold_on_every_map() -> None:
     from lipbound.runs.compare import compare
 

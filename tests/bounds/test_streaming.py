@@ -19,6 +19,7 @@ from lipbound.bounds.lipbound2026.streaming import parts, plain, rows
 from lipbound.errors import LipboundError
 
 NAMES = ["lipbound", "lipbound_block"]
+PLAIN = [family for family in sorted(FAMILIES) if not judge.case(family, torch.float64, 0).variants]
 
 
 @pytest.fixture
@@ -75,14 +76,14 @@ def test_never_below_the_dense_norm_without_quadratic_forms(att: Attention) -> N
 
 
 @pytest.mark.usefixtures("nothing_fits")
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.each_value(family=tuple(PLAIN)[::3])
+@pytest.mark.parametrize("family", PLAIN)
 def test_nothing_is_wrong_on_hard_heads(family: str) -> None:
     """Norms are known to 80 digits; nothing is allowed for rounding."""
     verdicts = []
     for seed in range(part(2, 1)):
         att = judge.case(family, torch.float64, seed).select(slice(0, 3))
-        if not att.variants:
-            verdicts += judge.judge(att, f"{family}({seed})", methods=(), chosen=NAMES, l2=False)
+        verdicts += judge.judge(att, f"{family}({seed})", methods=(), chosen=NAMES, l2=False)
     wrong = [verdict for verdict in verdicts if verdict.miss > 0]
     assert not wrong, judge.summary(wrong)
 
