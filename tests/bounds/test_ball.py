@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.layers import HARD, random_attention
 from support.oracles import oracle
+from support.strategies import part
 
 from lipbound import bounds
 from lipbound.analysis import adversary
@@ -20,18 +21,19 @@ WITH_RADIUS = [name for name in bounds.names() if bounds.get(name).ball is not N
 
 @pytest.mark.each_value(kind=("biases", "padded", "sharp"))
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("relative", [*(pytest.param(r, marks=pytest.mark.slow) for r in (1e-3, 0.03)), 1.0])
-def test_no_bound_is_below_the_adversary(kind: str, norm: str, relative: float) -> None:
-    """12 kinds x 6 heads x 3 radii x 2 norms: 432 heads."""
+def test_no_bound_is_below_the_adversary(kind: str, norm: str) -> None:
+    """12 kinds x 6 heads x 3 radii x 2 norms: 432 heads; of `make test` the largest radius."""
     att = random_attention(kind, seed=3)
-    radius = relative * float(att.x.norm(dim=-1).mean())
-    found = adversary.attack(att, radius, norm=norm, steps=4, starts=2).norm
-    assert bool((found >= oracle(att) * (1 - 1e-6)).all())
-    assert bool((bounds.over_ball(att, radius, norm=norm) >= found * (1 - 1e-9)).all())
-    for name in WITH_RADIUS:
-        bound = bounds.get(name)
-        if name != "specformer":  # which is none for small inputs
-            assert bool((~bound.sound(att) | (bound.over_ball(att, radius, norm=norm) >= found * (1 - 1e-9))).all()), name
+    exact, radii = oracle(att), [relative * float(att.x.norm(dim=-1).mean()) for relative in (1.0, 0.03, 1e-3)[: part(3, 1)]]
+    values = bounds.over_ball(att, radii, norm=norm)
+    for radius, value in zip(radii, values.unbind(-1), strict=True):
+        found = adversary.attack(att, radius, norm=norm, steps=4, starts=2).norm
+        assert bool((found >= exact * (1 - 1e-6)).all())
+        assert bool((value >= found * (1 - 1e-9)).all())
+        for name in WITH_RADIUS:
+            bound = bounds.get(name)
+            if name != "specformer":  # which is none for small inputs
+                assert bool((~bound.sound(att) | (bound.over_ball(att, radius, norm=norm) >= found * (1 - 1e-9))).all()), name
 
 
 @pytest.mark.each_value(kind=HARD)
@@ -175,19 +177,19 @@ def test_bounds_without_a_radius_say_so() -> None:
 
 @pytest.mark.each_value(kind=("biases", "padded", "sharp"))
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("relative", [1e-4, 0.03, 1.0])
-def test_no_point_of_the_ball_changes_the_jacobian_more(kind: str, norm: str, relative: float) -> None:
+def test_no_point_of_the_ball_changes_the_jacobian_more(kind: str, norm: str) -> None:
     """12 kinds x 6 heads x 3 radii x 2 norms, 30 points each: dense Jacobians there and at the centre."""
     att = random_attention(kind, seed=5)
-    radius = relative * float(att.x.norm(dim=-1).mean())
-    values = ball_difference(att, radius, norm=norm)
-    g = torch.Generator().manual_seed(1)
-    for s in range(att.samples):
-        one = att.unpadded(s)
-        here = HeadJacobian(one).dense()
-        move = torch.randn(30, *one.x.shape[1:], generator=g, dtype=torch.float64)
-        move = move / move.norm(dim=-1 if norm == "token" else (-2, -1), keepdim=True)
-        there = HeadJacobian(one.at(one.x + radius * move)).dense().unflatten(0, (30, one.heads))
-        assert bool((torch.linalg.matrix_norm(there - here, 2) <= values[s] * (1 + 1e-9)).all())
-    ends = bounds.over_ball(att, [radius, 0.0], norm=norm).unbind(-1)
-    assert bool((ends[0] <= (ends[1] * (1 + CERTIFIED_TOL) + values) * (1 + 1e-9)).all())
+    radii = [relative * float(att.x.norm(dim=-1).mean()) for relative in (1e-4, 0.03, 1.0)]
+    values = ball_difference(att, radii, norm=norm)
+    for r, radius in enumerate(radii):
+        g = torch.Generator().manual_seed(1)
+        for s in range(att.samples):
+            one = att.unpadded(s)
+            here = HeadJacobian(one).dense()
+            move = torch.randn(30, *one.x.shape[1:], generator=g, dtype=torch.float64)
+            move = move / move.norm(dim=-1 if norm == "token" else (-2, -1), keepdim=True)
+            there = HeadJacobian(one.at(one.x + radius * move)).dense().unflatten(0, (30, one.heads))
+            assert bool((torch.linalg.matrix_norm(there - here, 2) <= values[s, :, r] * (1 + 1e-9)).all())
+    ends = bounds.over_ball(att, [0.0, *radii], norm=norm)
+    assert bool((ends[..., 1:] <= (ends[..., :1] * (1 + CERTIFIED_TOL) + values) * (1 + 1e-9)).all())

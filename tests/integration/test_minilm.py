@@ -78,8 +78,8 @@ def test_enclosures_are_as_narrow_as_asked(layers: list[LayerCapture]) -> None:
 
 @pytest.mark.slow
 def test_compression_of_gram_blocks_is_nearly_exact(layers: list[LayerCapture]) -> None:
-    """Geometric mean within 4.2 % (of all heads, 3.7 %), all within 10 %: every sixth head of every layer."""
-    chosen = [layer.attention.select(heads=slice(0, None, 6)) for layer in layers]
+    """Geometric mean within 4.2 % (of all heads, 3.7 %), all within 10 %: one head of every layer."""
+    chosen = [layer.attention.select(heads=slice(2 * i, 2 * i + 1)) for i, layer in enumerate(layers)]
     exact = torch.cat([spectral_norm(att, tol=1e-6).lower for att in chosen])
     ratio = torch.cat([bounds.get("lipbound_gram")(att) for att in chosen]) / exact
     assert float(ratio.min()) >= 1

@@ -14,7 +14,7 @@ SMALLER = {
         ("max_length=64, map=name", "max_length=16, map=name, layers=[0]"),
     ],
     "02_heatmaps": [("samples=2, max_length=128", "samples=2, max_length=12, layers=[0, 1]")],
-    "03_growth_with_length": [("(2, 6, 12, 24, 48, 96)", "(10, 12)"), ("sequences=4", "sequences=2"), ("layers=(0, 2, 5)", "layers=(0,)")],
+    "03_growth_with_length": [("(2, 6, 12, 24, 48, 96)", "(10, 12, 14)"), ("sequences=4", "sequences=2"), ("layers=(0, 2, 5)", "layers=(0,)")],
     "04_what_makes_a_head_steep": [("samples=4", "samples=1"), ("capture(2)", "capture(1)")],
     "05_adversarial_inputs": [("(4, 16, 64, 256)", "(4, 16)"), ("range(400)", "range(40)"), ("steps=60", "steps=10")],
     "06_train_with_jasmin": [

@@ -3,22 +3,15 @@ r"""Norms of sums over pairs of tokens, weighted by numbers >= 0, which our boun
 Their rounding is Lemma 109 (docs/theory/ball_pairs.md).
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.bounds.ball.plain import CentreErrors
 from lipbound.bounds.ball.softmax_interval import key_spread
-from lipbound.bounds.lipbound2026.parts import outer
+from lipbound.bounds.lipbound2026.spread import Maps, spread
 from lipbound.jacobians.token_tangents import Tangents
-from lipbound.linalg.matrix_norms import block_norm, gamma, upper_factor
-
-PAIR_CHUNK = 2**24
-"""Bytes of the largest temporary, the d x d matrices of some tokens of all heads."""
-Maps = Callable[[slice], Tensor]
-"""Of some tokens, (heads, tokens, d, r): vectors are mapped by their transposes."""
+from lipbound.linalg.matrix_norms import upper_factor
 
 
 class PairSums:
@@ -42,16 +35,16 @@ class PairSums:
 
     def values(self, w: Tensor) -> Tensor:
         r""":math:`\|\sum_j w_{ij} x_{ij} x_{ij}^T\|^{1/2}`, (heads, N, 1)."""
-        return _spread(w, self._v, self._o, self._off.d, None)
+        return spread(w, self._v, self._o, self._off.d, None)
 
     def keys(self, w: Tensor) -> Tensor:
         r""":math:`\|\sum_j w_{ij} \hat k_{ij} \hat k_{ij}^T\|^{1/2}`, (heads, N, 1)."""
-        return _spread(w, self._k, self._mean, self._off.f, self._map_k)
+        return spread(w, self._k, self._mean, self._off.f, self._map_k)
 
     def columns(self, w: Tensor) -> Tensor:
         r""":math:`\max_j \|\sum_i w_{ij} \tilde q_{ij} \tilde q_{ij}^T\|^{1/2}` over tokens j, (heads,)."""
         w = w[..., : w.shape[-2]].mT
-        return _spread(w, self._q, None, None, self._map_q).add((w @ self._off.u.square()).sqrt()).amax((-1, -2))
+        return spread(w, self._q, None, None, self._map_q).add((w @ self._off.u.square()).sqrt()).amax((-1, -2))
 
 
 class VariantPairSums(PairSums):
@@ -79,30 +72,3 @@ def _half_diameter(x: Tensor, off: Tensor) -> Tensor:
     """Half the largest distance of two of the vectors (heads, N, d), each known up to ``off``, (heads, 1, 1)."""
     apart = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").amax((-1, -2))[:, None, None]
     return apart / 2 + off.amax((-1, -2), keepdim=True)
-
-
-def _spread(w: Tensor, x: Tensor, centre: Tensor | None, off: Tensor | None, maps: Maps | None) -> Tensor:
-    """||sum_j w_ij y_ij y_ij^T||^(1/2) for y_ij = F_i^T (x_j - c_i), each known up to ``off`` (heads, N, 1): (heads, N, 1).
-
-    From w (heads, N, M), x (heads, M, d), c (heads, N, d), or 0, and the maps F of the rows.
-    """
-    (n, m), d = w.shape[-2:], x.shape[-1]
-    total, length = w.sum(-1, keepdim=True), x.norm(dim=-1, keepdim=True)
-    size, side = w @ length.square(), torch.zeros_like(w[..., :1])
-    if centre is not None:
-        far = centre.norm(dim=-1, keepdim=True)
-        side, size = w @ x - total / 2 * centre, size + 2 * far * (w @ length) + far.square() * total
-    lost = gamma(m + 2 * d + 18) * size  # the difference cancels
-    pairs, step = outer(x, x), max(1, PAIR_CHUNK // (8 * len(x) * d * d))
-    found = []
-    for rows in (slice(i, i + step) for i in range(0, n, step)):
-        sums, more = (w[:, rows] @ pairs).unflatten(-1, (d, d)), lost[:, rows]
-        if centre is not None:
-            cross = side[:, rows, :, None] * centre[:, rows, None, :]
-            sums = sums - cross - cross.mT
-        if maps is not None:
-            factor = maps(rows)
-            sums, more = factor.mT @ sums @ factor, more * factor.square().sum((-1, -2))[..., None]
-        found.append((block_norm(sums)[..., None] + more).sqrt())
-    root = torch.cat(found, 1)
-    return root if off is None else root + off * total.sqrt()

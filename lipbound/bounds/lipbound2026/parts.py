@@ -155,7 +155,7 @@ class BlockNorms:
             self.z = (scaled @ (w_k.mT @ w_v)).norm(dim=-1) + gamma(inputs + d + 4) * size * (size_k * size_v)[:, None]  # |z_i|
             images, projected = scaled @ (w_q.mT @ w_k).mT, (w_q.mT @ w_v)[:, None]
             reach = size * (size_q * size_k)[:, None]  # at least |W_Q^T q~_k|
-            pairs, length_y = _pairs(images), lengths(images)
+            pairs, length_y = coordinate_pairs(images), lengths(images)
             w2, squares = p * p, outer(v, v)
             total = w2.sum(-1)
             side = w2 @ v - total[..., None] / 2 * o
@@ -174,7 +174,7 @@ class BlockNorms:
                 a = root(block_norm(squared) + off_a[:, r])
                 through_v = block_norm(c @ projected) + (off + gamma(inputs + d + 4) * size_c) * (size_q * size_v)[:, None]
                 lost = off + gamma(inputs + 2 * d + 6) * size_c
-                through_q = torch.addcmul(_image_norms(c, pairs, size_c, length_y), lost[..., None], reach[:, None])
+                through_q = torch.addcmul(image_norms(c, pairs, size_c, length_y), lost[..., None], reach[:, None])
                 norms += (through_v, torch.minimum(a, longest[:, r]), through_q)
             found.append(norms)
         whole = [torch.cat(part, 1) for part in zip(*found, strict=True)]
@@ -243,16 +243,18 @@ def root(x: Tensor) -> Tensor:
     return torch.where(x == 0, 0.0, torch.where(x == 0, 1.0, x).sqrt()) if x.requires_grad else x.sqrt()
 
 
-def _pairs(y: Tensor) -> Tensor:
+def coordinate_pairs(y: Tensor) -> Tensor:
     """Products y_i y_j of coordinates of y (heads, N, d), doubled where i < j: (heads, N, d (d + 1) / 2). Quadratic forms become inner products."""
     i, j = torch.triu_indices(y.shape[-1], y.shape[-1], device=y.device)
     return y[..., i] * y[..., j] * torch.where(i == j, 1.0, 2.0)
 
 
-def _image_norms(maps: Tensor, pairs: Tensor, sizes: Tensor, lengths: Tensor) -> Tensor:
-    r"""|M_i y_k|, rounded upwards, for maps (heads, n, d_v, d), `_pairs` of y_k, upper values of their Frobenius norms and lengths: (heads, n, N).
+def image_norms(maps: Tensor, pairs: Tensor, sizes: Tensor, lengths: Tensor) -> Tensor:
+    r"""|M_i y_k|, rounded upwards, for maps (heads, n, d_v, d), `coordinate_pairs` of y_k, upper values of their Frobenius norms and lengths.
 
-    As :math:`(y^T M^T M y)^{1/2}`, one product of matrices for all of them; to its square the rounding error is added: Lemma 53
+    Returns (heads, n, N). For upper values of the 2-norms of the absolute values of maps in place of Frobenius norms it holds as well.
+
+    It is :math:`(y^T M^T M y)^{1/2}`, one product of matrices for all of them; to its square the rounding error is added: Lemma 53
     (docs/theory/numerics.md).
     """
     d_v, d = maps.shape[-2:]

@@ -37,6 +37,21 @@ class Parts(NamedTuple):
     b_q: Tensor
 
 
+class Own(NamedTuple):
+    r"""Of some tokens t as queries.
+
+    Attributes:
+        b, b_v: as in `Parts`. through, size: matrices (n, d_v, d) of Frobenius norm 1 and their sizes (n, 1), which times one another and times
+            :math:`L_t q_k` are :math:`B_t \tilde q_{kt}`. off: what rounding may take from its length, over the sizes of :math:`D^k_t` and q_k, (n,).
+    """
+
+    b: Tensor
+    b_v: Tensor
+    through: Tensor
+    size: Tensor
+    off: Tensor
+
+
 class Maps:
     """Of one head of one sample of a float64 layer.
 
@@ -68,7 +83,7 @@ class Maps:
         turn, s_k, q = self._tangents.maps("k", tokens)[0], self._tangents.size("k", tokens).detach()[:, None], self._size
         u, size_u = _apart(self._unit[None] if turn is None else self._unit @ turn.mT, -1, self.work)
         size_u, small = size_u[..., 0] * q, gamma(self._inputs + 6 * self._d + self._d_v + 46)
-        f, size = _normalised(self._tangents.projection("k", tokens), self.work) if self._factored else self._metric("k", "k", tokens, self.work)
+        f, size = normalised(self._tangents.projection("k", tokens), self.work) if self._factored else self._metric("k", "k", tokens, self.work)
         through, size_v = self._metric("k", "v", tokens, self.work)
         y, g = _times(u, f), gamma(self._d + 8, self.work)
         image = _lengths(_times(u, through), g) * size_v * size_u + small * self._norm_v * s_k * q
@@ -82,7 +97,9 @@ class Maps:
         if weights is not None:
             tops = weights.detach() * s_k * q * (5 if self._factored else 1)  # squared, 25: the factor is larger by 16 roundings
             inner = self._inner(y, right, relative.detach(), weights * size * size_u, g) + small * tops.mT @ tops
-        return Parts(length, image, inner, *self._row(tokens, cov, size_c, u, size_u, s_k))
+        own, q = self._own(tokens, cov, size_c), self._size
+        seen = _lengths((own.through.to(self.work) @ u.mT).mT, gamma(2 * self._d + 16, self.work)) * (own.size * size_u)
+        return Parts(length, image, inner, own.b, own.b_v, seen + own.off[:, None] * s_k * q)
 
     def _inner(self, left: Tensor, right: Tensor, relative: Tensor, weights: Tensor, g: float) -> Tensor:
         """Sums of |left_i . right_k| over tokens, with ``weights`` of rows, whose lengths are at most ``relative``."""
@@ -95,8 +112,8 @@ class Maps:
         off = gamma(self._d + 8, self.work) * mine.mT @ mine + g * (cross + cross.mT)
         return (total * (1 + gamma(len(weights) + 4, self.work)) + off + LOST) * top**2
 
-    def _row(self, tokens: Tensor, cov: Tensor, size_c: Tensor, u: Tensor, size_u: Tensor, s_k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``b``, ``b_v`` and ``b_q``; u, size_u: queries as the tokens map them, as unit vectors and how long they are."""
+    def _own(self, tokens: Tensor, cov: Tensor, size_c: Tensor) -> "Own":
+        """What the tokens do as queries."""
         turn, s_q = self._tangents.maps("q", tokens)[0], self._tangents.size("q", tokens).detach()
         wide = torch.float64  # float32 would cost these norms 1e-4: they are small beside their factors
         own, size_own = _apart(cov if turn is None else cov @ turn.mT, (-2, -1), wide)
@@ -106,15 +123,14 @@ class Maps:
         once = size_own[:, 0, 0]
         b = root(block_norm(_times(own, gram) @ own.mT) * size[:, 0] * once**2 + off * size_c * s_q)
         b_v = (block_norm(_times(own, values)) + g) * (size_v[:, 0] * once) + off * self._norm_v
-        through, size = _apart(_times(own, keys), (-2, -1), self.work)
-        seen = _lengths((through @ u.mT).mT, gamma(2 * self._d + 16, self.work)) * (size[..., 0] * size_k * once[:, None] * size_u)
-        return b, b_v, seen + off[:, None] * s_k * self._size
+        through, size = _apart(_times(own, keys), (-2, -1), wide)
+        return Own(b, b_v, through, size[..., 0] * size_k * once[:, None], off)
 
     def _metric(self, a: str, b: str, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return _normalised(self._tangents.metric(a, b, tokens), dtype)
+        return normalised(self._tangents.metric(a, b, tokens), dtype)
 
 
-def _normalised(m: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def normalised(m: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Matrices, those of their absolute values made no longer than 1 in the 2-norm, and by what they were divided, (n or 1, 1)."""
     size = m.detach().abs()
     size = torch.minimum(torch.linalg.matrix_norm(size), (size.sum(-1).amax(-1) * size.sum(-2).amax(-1)).sqrt())[:, None]

@@ -4,9 +4,11 @@ The compression of `lipbound.bounds.lipbound2026.plain`, block by block, with a 
 Lemma 18 (docs/theory/bounds.md). Blocks of J as in `lipbound.jacobians.token_tangents`.
 
 Cost per head: O(N^3 d + N^2 d (d + d_v) + N d^3) operations, O(N^2 (d + d_v)) memory for some rows at a time; above `ALL_PAIRS` tokens O(N^3) in
-place of O(N^3 d), with lengths in place of inner products. Most products are in float32, their rounding allowed for; those of derivatives are in
-float64.
+place of O(N^3 d), with lengths in place of inner products, as few large products of matrices (`lipbound.bounds.lipbound2026.variant_forms`). Most
+products of shorter heads are in float32, their rounding allowed for; those of long heads and of derivatives are in float64.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +18,8 @@ from lipbound.attention.variants import VARIANTS
 from lipbound.bounds import ingredients as qty
 from lipbound.bounds.lipbound2026 import plain
 from lipbound.bounds.lipbound2026.parts import CHUNK, RTOL, in_chunks, root
+from lipbound.bounds.lipbound2026.spread import spread
+from lipbound.bounds.lipbound2026.variant_forms import Covariances, Forms
 from lipbound.bounds.lipbound2026.variant_maps import TINIEST, Maps
 from lipbound.bounds.multihead import with_folded
 from lipbound.linalg.matrix_norms import UNIT, block_norm, gamma, matrix_norm, nonnegative_norm, power_of_two
@@ -51,19 +55,49 @@ def _one(att: Attention, sample: int, h: int) -> Tensor:
     kept = torch.arange(att.tokens, device=att.device)[keep]
     p, t = (w[sample, h][keep][:, keep] for w in (att.p, att.weights))
     k, v = att.centred_k[sample, h][keep], att.centred_v[sample, h][keep]
-    c, n, o = abs(att.scale), len(kept), p @ v
+    c, o = abs(att.scale), p @ v
     unit = power_of_two(p.detach().amax())  # a sink may leave probabilities whose squares underflow; J is linear in P and T
     p, t = p / unit, t / unit
     norm_v = matrix_norm(att.w_v[h])
     e = t * torch.cdist(o, v, compute_mode="donot_use_mm_for_euclid_dist")
-    maps = Maps(att, sample, h, keep)
-    size_c = c * (e.detach() @ k.detach().norm(dim=-1))  # of the terms of C_i, which may cancel
+    if len(kept) <= ALL_PAIRS or att.cache.recording:
+        maps = Maps(att, sample, h, keep)
+        found = _of_tokens(maps, kept, c, t, e, k, v, o)
+    else:
+        maps = forms = Forms(att, sample, h, keep)
+        found = _of_long(forms, kept, c, t, k, v, o)
 
-    # Token by token: q~_ij for all i where it is the key j, B_i where it is the query i.
-    length, image, b_q = torch.zeros_like(p), torch.zeros_like(p), torch.zeros_like(p)
-    b, b_v = p.new_zeros(n), p.new_zeros(n)
-    inner = torch.zeros_like(p) if n <= ALL_PAIRS else None
+    reach = e * found.length
+    inner = reach @ reach.mT if found.inner is None else found.inner
+    squares = (p * norm_v) ** 2 + 2 * p * e * found.image + reach**2
+    tokens = root(squares) + torch.diag_embed(found.b)
+    single = [tokens.sum(-1).amax(-1), root(tokens.square().sum(-2)).amax(-1)]
+    block = nonnegative_norm((p * norm_v + reach + torch.diag_embed(found.b))[None], rtol=RTOL)[0]
+    x = p * found.b_v[None, :] + e.mT * found.b_q + (e * found.image) @ p.mT
+    keys = torch.minimum(found.kappa[:, None] * found.kappa[None, :], inner)
+    squared = nonnegative_norm((p @ p.mT * norm_v**2 + torch.diag_embed(found.b**2) + x + x.mT + keys)[None], rtol=RTOL)[0]
+    return torch.stack([root(squared), block, *single]) * unit * (1 + gamma(10 * maps.width + 200))
+
+
+class Found(NamedTuple):
+    r"""`lipbound.bounds.lipbound2026.variant_maps.Parts` of all tokens t, here :math:`length_{it} = |\tilde q_{it}|`, and :math:`\kappa_i`, (N,)."""
+
+    length: Tensor
+    image: Tensor
+    inner: Tensor | None
+    b: Tensor
+    b_v: Tensor
+    b_q: Tensor
+    kappa: Tensor
+
+
+def _of_tokens(maps: Maps, kept: Tensor, c: float, t: Tensor, e: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Found:
+    """Token by token: q~_ij for all i where it is the key j, B_i where it is the query i."""
+    n = len(kept)
+    inner = torch.zeros_like(t) if n <= ALL_PAIRS else None
     step = max(1, CHUNK // (8 * n * max(n if n <= ALL_PAIRS else 1, maps.width)))
+    size_c = c * (e.detach() @ k.detach().norm(dim=-1))  # of the terms of C_i, which may cancel
+    length, image, b_q, (b, b_v) = *(torch.zeros_like(t) for _ in range(3)), t.new_zeros(2, n)
     for i in range(0, n, step):
         part = slice(i, i + step)
         cov = c * (t[part, :, None] * (v[None] - o[part, None, :])).mT @ k  # C_i, (i, d_v, d)
@@ -72,22 +106,25 @@ def _one(att: Attention, sample: int, h: int) -> Tensor:
         if inner is not None and found.inner is not None:
             inner += found.inner
         b[part], b_v[part], b_q[part] = found.b, found.b_v, found.b_q
-
-    reach = e * length
-    if inner is None:
-        inner = reach @ reach.mT
-    kappa = p.new_zeros(n)
+    reach, kappa = e * length, t.new_zeros(n)
     for i in range(0, n, step):
         part = slice(i, i + step)
         size = reach.detach()[part].norm(dim=-1)
         weight = (t[part] * length[part] / size.clamp_min(TINIEST)[:, None])[..., None]
         kappa[part] = (block_norm((weight * (v[None] - o[part, None, :])).to(maps.work).mT) + gamma(6, maps.work)) * size
+    return Found(length, image, inner, b, b_v, b_q, kappa)
 
-    squares = (p * norm_v) ** 2 + 2 * p * e * image + reach**2
-    tokens = root(squares) + torch.diag_embed(b)
-    single = [tokens.sum(-1).amax(-1), root(tokens.square().sum(-2)).amax(-1)]
-    block = nonnegative_norm((p * norm_v + reach + torch.diag_embed(b))[None], rtol=RTOL)[0]
-    x = p * b_v[None, :] + e.mT * b_q + (e * image) @ p.mT
-    keys = torch.minimum(kappa[:, None] * kappa[None, :], inner)
-    squared = nonnegative_norm((p @ p.mT * norm_v**2 + torch.diag_embed(b**2) + x + x.mT + keys)[None], rtol=RTOL)[0]
-    return torch.stack([root(squared), block, *single]) * unit * (1 + gamma(10 * maps.width + 200))
+
+def _of_long(forms: Forms, kept: Tensor, c: float, t: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Found:
+    """The same for many tokens at a time, without inner products."""
+    n, covariances = len(kept), Covariances(c, t, v, o, k)
+    length, image, b_q, (b, b_v) = *(torch.empty_like(t) for _ in range(3)), t.new_empty(2, n)
+    for i in range(0, n, forms.rows):
+        part = slice(i, i + forms.rows)
+        found = forms.parts(kept[part], None, *covariances.of(part))
+        length[:, part], image[:, part] = found.length.mT, found.image.mT
+        b[part], b_v[part], b_q[part] = found.b, found.b_v, found.b_q
+    weights = t * length
+    size = weights.norm(dim=-1, keepdim=True)
+    weights = (weights / size.clamp_min(TINIEST)).square()
+    return Found(length, image, None, b, b_v, b_q, (spread(weights[None], v[None], o[None])[0] * size)[:, 0])

@@ -1,0 +1,63 @@
+r"""`lipbound.bounds.lipbound2026.variant_maps` for long heads: lengths of vectors as quadratic forms in queries.
+
+:math:`|\tilde q_{it}|^2 = c^2 q_i^T H_t q_i` with :math:`H_t = L_t^T W_K^T W_K L_t`, and so on. With the d (d + 1)/2 products of the coordinates of
+every query, all i and many t are one product of two matrices. Such products run at the speed of the processor, where a map for each token reads and
+writes memory instead. Everything is float64, as forms cost half of the digits: Lemma 115
+(docs/theory/long_variants.md).
+"""
+
+import torch
+from torch import Tensor
+
+from lipbound.attention.layer import Attention
+from lipbound.bounds.lipbound2026.parts import coordinate_pairs, image_norms, outer, root
+from lipbound.bounds.lipbound2026.variant_maps import Maps, Parts, normalised
+from lipbound.linalg.matrix_norms import gamma
+
+FORM_BYTES = 2**23
+"""Bytes of the largest temporary of some tokens."""
+
+
+class Forms(Maps):
+    """`Maps` without inner products and without derivatives."""
+
+    def __init__(self, att: Attention, sample: int, h: int, keep: slice | Tensor):
+        super().__init__(att, sample, h, keep)
+        self._pairs = coordinate_pairs(self._unit)
+
+    @property
+    def rows(self) -> int:
+        """How many tokens are worth taking at a time."""
+        return max(1, FORM_BYTES // (8 * max(self._n, self._d_v * self._unit.shape[1], self._pairs.shape[1])))
+
+    def parts(self, tokens: Tensor, weights: Tensor | None, cov: Tensor, size_c: Tensor) -> Parts:
+        assert weights is None
+        (turn, longest), q = self._tangents.maps("k", tokens), self._size
+        reach, small = self._tangents.size("k", tokens)[:, None] * q, gamma(self._inputs + 6 * self._d + self._d_v + 46)
+        (metric, size), (through, size_v) = (normalised(self._tangents.metric("k", name, tokens), torch.float64) for name in "kv")
+        own = self._own(tokens, cov, size_c)
+        values, steep = through.mT, own.through
+        if turn is not None:
+            metric, values, steep = turn.mT @ metric @ turn, values @ turn, steep @ turn
+        i, j = torch.triu_indices(*metric.shape[-2:], device=metric.device)
+        off = gamma(self._inputs + 6 * self._d + self._pairs.shape[1] + 54)
+        length = root((metric[:, i, j] @ self._pairs.mT).clamp_min(0) * (size * q.square()) + off * reach.square())
+        ones = torch.ones_like(q)
+        image = image_norms(values, self._pairs, longest, ones) * (size_v * q) + small * self._norm_v * reach
+        seen = image_norms(steep, self._pairs, longest, ones) * (own.size * q) + own.off[:, None] * reach
+        return Parts(length, image, None, own.b, own.b_v, seen)
+
+
+class Covariances:
+    """The covariances C_i of values and keys, c times, of many rows at a time, from the products of all values with all keys."""
+
+    def __init__(self, c: float, t: Tensor, v: Tensor, o: Tensor, k: Tensor):
+        self._c, self._t, self._v, self._o, self._k = c, t, v, o, k
+        self._pairs = outer(v, k)
+
+    def of(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """(rows, d_v, d), and sums of the sizes of their terms, (rows,)."""
+        t, o = self._t[rows], self._o[rows]
+        cov = (t @ self._pairs).unflatten(-1, (o.shape[-1], -1)) - o[:, :, None] * (t @ self._k)[:, None, :]
+        far, long = self._v.norm(dim=-1), self._k.norm(dim=-1)
+        return self._c * cov, self._c * (t @ (far * long) + o.norm(dim=-1) * (t @ long))
