@@ -60,7 +60,7 @@ class Attention(Transforms):
 
     `Attention.of` takes the same in groups, `Projections` and `Scoring`.
 
-    All floating tensors must share one dtype, float32 or float64, which is the dtype of everything derived.
+    All floating tensors but the mask must share one dtype, float32 or float64, which is the dtype of everything derived.
 
     Raises:
         AttentionError: for shapes that do not fit, mixed or unsupported dtypes, NaN or infinite entries, or a query

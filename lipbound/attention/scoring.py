@@ -180,6 +180,7 @@ class Scoring:
         """For projections without biases; the shift of a normalisation of queries or keys, which is none of these, stays."""
         return replace(self, steps=self._steps(lambda step: step.without_biases()))
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "Scoring":
-        """With changed tensors."""
-        return replace(self, mask=None if self.mask is None else change(self.mask), steps=self._steps(lambda step: step.map(change)))
+    def map(self, change: Callable[[Tensor], Tensor], *, mask: bool = True) -> "Scoring":
+        """With changed tensors; the mask stays where ``mask`` is False."""
+        changed = change(self.mask) if mask and self.mask is not None else self.mask
+        return replace(self, mask=changed, steps=self._steps(lambda step: step.map(change)))

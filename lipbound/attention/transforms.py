@@ -46,18 +46,18 @@ class Transforms(Fields, ABC):
     # -- where and in what dtype -----------------------------------------------------------------------------------------
 
     def double(self) -> Self:
-        """The same layer in float64 (self when it already is), made once."""
+        """The same layer in float64 (self when it already is), made once. The mask is the layer's own: it is added to float64 scores anyway."""
         if self.x.dtype == torch.float64:
             return self
-        return self.cache.get("double", lambda: self._map(lambda t: t.double() if t.is_floating_point() else t, check=False))
+        return self.cache.get("double", lambda: self._map(lambda t: t.double() if t.is_floating_point() else t, check=False, mask=False))
 
     def to(self, device: str | torch.device) -> Self:
         """The same layer on another device."""
         return self._map(lambda t: t.to(device))
 
-    def _map(self, change: Callable[[Tensor], Tensor], *, check: bool = True) -> Self:
+    def _map(self, change: Callable[[Tensor], Tensor], *, check: bool = True, mask: bool = True) -> Self:
         return self.with_parts(
-            x=change(self.x), projections=self.projections.map(change), scoring=self.scoring.map(change),
+            x=change(self.x), projections=self.projections.map(change), scoring=self.scoring.map(change, mask=mask),
             valid=None if self.valid is None else change(self.valid),
             surroundings=None if self.surroundings is None else self.surroundings.map(lambda norm: norm.map(change)), check=check,
         )  # fmt: skip

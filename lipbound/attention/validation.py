@@ -68,7 +68,7 @@ def _check_values(given: dict[str, Tensor], valid: Tensor | None) -> None:
     for name, tensor in given.items():
         if tensor.dtype not in (torch.float32, torch.float64):
             raise AttentionError(f"{name} has dtype {tensor.dtype}; attention is computed in torch.float32 or torch.float64")
-        if tensor.dtype != given["x"].dtype:
+        if tensor.dtype != given["x"].dtype and name != "mask":
             raise AttentionError(f"{name} has dtype {tensor.dtype} but x has {given['x'].dtype}; give all tensors one dtype")
         if name == "mask":
             if bool(torch.isnan(tensor).any()) or bool((tensor == math.inf).any()):
