@@ -97,7 +97,8 @@ def _of_tokens(maps: Maps, kept: Tensor, c: float, t: Tensor, e: Tensor, k: Tens
     inner = torch.zeros_like(t) if n <= ALL_PAIRS else None
     step = max(1, CHUNK // (8 * n * max(n if n <= ALL_PAIRS else 1, maps.width)))
     size_c = c * (e.detach() @ k.detach().norm(dim=-1))  # of the terms of C_i, which may cancel
-    length, image, b_q, (b, b_v) = *(torch.zeros_like(t) for _ in range(3)), t.new_zeros(2, n)
+    length, image, b_q = (torch.zeros_like(t) for _ in range(3))
+    b, b_v = t.new_zeros(n), t.new_zeros(n)
     for i in range(0, n, step):
         part = slice(i, i + step)
         cov = c * (t[part, :, None] * (v[None] - o[part, None, :])).mT @ k  # C_i, (i, d_v, d)
@@ -118,7 +119,8 @@ def _of_tokens(maps: Maps, kept: Tensor, c: float, t: Tensor, e: Tensor, k: Tens
 def _of_long(forms: Forms, kept: Tensor, c: float, t: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Found:
     """The same for many tokens at a time, without inner products."""
     n, covariances = len(kept), Covariances(c, t, v, o, k)
-    length, image, b_q, (b, b_v) = *(torch.empty_like(t) for _ in range(3)), t.new_empty(2, n)
+    length, image, b_q = (torch.empty_like(t) for _ in range(3))
+    b, b_v = t.new_empty(n), t.new_empty(n)
     for i in range(0, n, forms.rows):
         part = slice(i, i + forms.rows)
         found = forms.parts(kept[part], None, *covariances.of(part))
