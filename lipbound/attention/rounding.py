@@ -154,5 +154,6 @@ def _only_forbids(mask: Tensor) -> bool:
 def _alive(mask: Tensor | None, reach: float) -> Tensor:
     """Largest absolute values of rows of a mask where probabilities do not vanish if scores are no larger than half of ``reach``, (rows,)."""
     assert mask is not None
+    mask = mask.double()
     alive = (mask > BLOCKED) & (mask >= mask.amax(-1, keepdim=True) - VANISHED - reach)
     return mask.abs().masked_fill(~alive, 0.0).amax(-1)

@@ -111,6 +111,18 @@ def test_repr_says_what_it_is() -> None:
     assert "with w_o, mask" in repr(random_attention("causal"))
 
 
+def test_the_mask_may_have_a_dtype_of_its_own() -> None:
+    """It is added to float64 scores; the float64 copy of a layer has that of the layer itself."""
+    att = random_attention("offsets", dtype=torch.float32)
+    assert att.mask is not None
+    assert att.double().mask is att.mask
+    wide = att.double().with_parts(scoring=att.scoring.map(torch.Tensor.double))
+    assert torch.equal(att.double().p, wide.p)
+    assert torch.equal(lb.spectral_norm(att.double(), delta=1e-6).upper, lb.spectral_norm(wide, delta=1e-6).upper)
+    again = Attention(att.x.double(), att.w_q.double(), att.w_k.double(), att.w_v.double(), mask=att.mask)
+    torch.testing.assert_close(again.p, wide.p)
+
+
 def test_values_without_derivatives_do_not_serve_where_these_are_wanted() -> None:
     att = random_attention("biases")
     att = att.at(att.x.requires_grad_())

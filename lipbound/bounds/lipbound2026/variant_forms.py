@@ -31,6 +31,7 @@ class Forms(Maps):
         return max(1, FORM_BYTES // (8 * max(self._n, self._d_v * self._unit.shape[1], self._pairs.shape[1])))
 
     def parts(self, tokens: Tensor, weights: Tensor | None, cov: Tensor, size_c: Tensor) -> Parts:
+        """`Maps.parts`; ``weights`` is None."""
         assert weights is None
         (turn, longest), q = self._tangents.maps("k", tokens), self._size
         reach, small = self._tangents.size("k", tokens)[:, None] * q, gamma(self._inputs + 6 * self._d + self._d_v + 46)

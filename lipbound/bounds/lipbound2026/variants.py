@@ -8,8 +8,6 @@ place of O(N^3 d), with lengths in place of inner products, as few large product
 products of shorter heads are in float32, their rounding allowed for; those of long heads and of derivatives are in float64.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -20,7 +18,7 @@ from lipbound.bounds.lipbound2026 import plain
 from lipbound.bounds.lipbound2026.parts import CHUNK, RTOL, in_chunks, root
 from lipbound.bounds.lipbound2026.spread import spread
 from lipbound.bounds.lipbound2026.variant_forms import Covariances, Forms
-from lipbound.bounds.lipbound2026.variant_maps import TINIEST, Maps
+from lipbound.bounds.lipbound2026.variant_maps import TINIEST, Maps, Parts
 from lipbound.bounds.multihead import with_folded
 from lipbound.linalg.matrix_norms import UNIT, block_norm, gamma, matrix_norm, nonnegative_norm, power_of_two
 
@@ -62,10 +60,10 @@ def _one(att: Attention, sample: int, h: int) -> Tensor:
     e = t * torch.cdist(o, v, compute_mode="donot_use_mm_for_euclid_dist")
     if len(kept) <= ALL_PAIRS or att.cache.recording:
         maps = Maps(att, sample, h, keep)
-        found = _of_tokens(maps, kept, c, t, e, k, v, o)
+        found, kappa = _of_tokens(maps, kept, c, t, e, k, v, o)
     else:
         maps = forms = Forms(att, sample, h, keep)
-        found = _of_long(forms, kept, c, t, k, v, o)
+        found, kappa = _of_long(forms, kept, c, t, k, v, o)
 
     reach = e * found.length
     inner = reach @ reach.mT if found.inner is None else found.inner
@@ -74,25 +72,16 @@ def _one(att: Attention, sample: int, h: int) -> Tensor:
     single = [tokens.sum(-1).amax(-1), root(tokens.square().sum(-2)).amax(-1)]
     block = nonnegative_norm((p * norm_v + reach + torch.diag_embed(found.b))[None], rtol=RTOL)[0]
     x = p * found.b_v[None, :] + e.mT * found.b_q + (e * found.image) @ p.mT
-    keys = torch.minimum(found.kappa[:, None] * found.kappa[None, :], inner)
+    keys = torch.minimum(kappa[:, None] * kappa[None, :], inner)
     squared = nonnegative_norm((p @ p.mT * norm_v**2 + torch.diag_embed(found.b**2) + x + x.mT + keys)[None], rtol=RTOL)[0]
     return torch.stack([root(squared), block, *single]) * unit * (1 + gamma(10 * maps.width + 200))
 
 
-class Found(NamedTuple):
-    r"""`lipbound.bounds.lipbound2026.variant_maps.Parts` of all tokens t, here :math:`length_{it} = |\tilde q_{it}|`, and :math:`\kappa_i`, (N,)."""
+def _of_tokens(maps: Maps, kept: Tensor, c: float, t: Tensor, e: Tensor, k: Tensor, v: Tensor, o: Tensor) -> tuple[Parts, Tensor]:
+    """`Parts` of all tokens t, lengths as (i, t), and kappa, (N,).
 
-    length: Tensor
-    image: Tensor
-    inner: Tensor | None
-    b: Tensor
-    b_v: Tensor
-    b_q: Tensor
-    kappa: Tensor
-
-
-def _of_tokens(maps: Maps, kept: Tensor, c: float, t: Tensor, e: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Found:
-    """Token by token: q~_ij for all i where it is the key j, B_i where it is the query i."""
+    Token by token: q~_it for all i where it is the key, B_t where it is the query.
+    """
     n = len(kept)
     inner = torch.zeros_like(t) if n <= ALL_PAIRS else None
     step = max(1, CHUNK // (8 * n * max(n if n <= ALL_PAIRS else 1, maps.width)))
@@ -113,10 +102,10 @@ def _of_tokens(maps: Maps, kept: Tensor, c: float, t: Tensor, e: Tensor, k: Tens
         size = reach.detach()[part].norm(dim=-1)
         weight = (t[part] * length[part] / size.clamp_min(TINIEST)[:, None])[..., None]
         kappa[part] = (block_norm((weight * (v[None] - o[part, None, :])).to(maps.work).mT) + gamma(6, maps.work)) * size
-    return Found(length, image, inner, b, b_v, b_q, kappa)
+    return Parts(length, image, inner, b, b_v, b_q), kappa
 
 
-def _of_long(forms: Forms, kept: Tensor, c: float, t: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Found:
+def _of_long(forms: Forms, kept: Tensor, c: float, t: Tensor, k: Tensor, v: Tensor, o: Tensor) -> tuple[Parts, Tensor]:
     """The same for many tokens at a time, without inner products."""
     n, covariances = len(kept), Covariances(c, t, v, o, k)
     length, image, b_q = (torch.empty_like(t) for _ in range(3))
@@ -129,4 +118,4 @@ def _of_long(forms: Forms, kept: Tensor, c: float, t: Tensor, k: Tensor, v: Tens
     weights = t * length
     size = weights.norm(dim=-1, keepdim=True)
     weights = (weights / size.clamp_min(TINIEST)).square()
-    return Found(length, image, None, b, b_v, b_q, (spread(weights[None], v[None], o[None])[0] * size)[:, 0])
+    return Parts(length, image, None, b, b_v, b_q), (spread(weights[None], v[None], o[None])[0] * size)[:, 0]
