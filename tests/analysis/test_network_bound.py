@@ -62,11 +62,11 @@ def steepest_move(model: tf.PreTrainedModel, inputs: dict[str, Tensor], radius: 
 
 @pytest.mark.parametrize("name", ["bert", *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name != "bert")])
 def test_nothing_in_the_ball_is_above(name: str) -> None:
-    """Per model all of it x 2 radii and one block of it x 1 radius, 5 points each."""
+    """Per model all of it and one block of it x 1 radius, 5 points each."""
     model = build(MODELS[name]).double()
     inputs = double(model, **SMALL)
     for start, end in (("embeddings", "last_hidden_state"), (1, 1)):
-        radii = [0.0, 1e-4, 1e-2] if end == "last_hidden_state" else [0.0, 1e-3]
+        radii = [0.0, 1e-2] if end == "last_hidden_state" else [0.0, 1e-3]
         found = network_bound(model, inputs, radii, start=start, end=end)
         exact = lb.network_norm(model, inputs, start=start, end=end, tol=1e-9).lower
         assert bool((found.lower <= exact * (1 + OWN)).all())

@@ -53,7 +53,7 @@ def head(n: int, kind: str, width: int = 32, d: int = 8, size: float = 0.25, **m
 
 
 @pytest.mark.usefixtures("nothing_fits")
-@settings(examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(examples(24), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layers())
 def test_never_below_the_dense_norm(att: Attention) -> None:
     att = att.select(slice(0, 3), slice(0, 4))

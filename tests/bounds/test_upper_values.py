@@ -276,7 +276,8 @@ def check_slopes(att: Attention, name: str) -> int:
     return int(smooth.sum())
 
 
-@pytest.mark.each_value(kind=HARD)
+@pytest.mark.each_value
+@pytest.mark.parametrize("kind", HARD)
 @pytest.mark.parametrize("name", SMOOTH)
 def test_derivatives_at_smooth_points(kind: str, name: str, tight: None) -> None:
     assert check_slopes(random_attention(kind, 5), name) >= 4

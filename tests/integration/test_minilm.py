@@ -22,6 +22,11 @@ def layers() -> list[LayerCapture]:
     return Capturer(checkpoint.model).run(inputs.batch)
 
 
+def shortened(att: Attention) -> Attention:
+    """At the first 32 tokens."""
+    return Attention(att.x[:, :32], att.w_q, att.w_k, att.w_v, b_q=att.b_q, b_k=att.b_k, b_v=att.b_v, scale=att.scale)
+
+
 def test_capture_reproduces_the_model(layers: list[LayerCapture]) -> None:
     assert len(layers) == 6
     assert max(layer.error for layer in layers) < 1e-5
@@ -29,9 +34,9 @@ def test_capture_reproduces_the_model(layers: list[LayerCapture]) -> None:
 
 @pytest.mark.slow
 def test_norms_agree_with_500_power_steps(layers: list[LayerCapture]) -> None:
-    """36 heads."""
+    """72 heads."""
     worst = 0.0
-    for layer in layers[::2]:
+    for layer in layers:
         norm = spectral_norm(layer.attention, tol=1e-4)
         power = spectral_norm(layer.attention, method="power", tol=0, max_steps=500, seed=1)
         worst = max(worst, float((norm.lower / power.lower - 1).abs().max()))
@@ -40,9 +45,9 @@ def test_norms_agree_with_500_power_steps(layers: list[LayerCapture]) -> None:
 
 @pytest.mark.slow
 def test_norms_agree_with_dense_float64_svd(layers: list[LayerCapture]) -> None:
-    for i in (0, 2, 5):
+    for i in range(6):
         att = layers[i].attention
-        short = Attention(att.x[:, :32], att.w_q, att.w_k, att.w_v, b_q=att.b_q, b_k=att.b_k, b_v=att.b_v, scale=att.scale)
+        short = shortened(att)
         norm = spectral_norm(short, tol=1e-5)
         sigma = torch.linalg.eigvalsh((j := dense_jacobian(short.double(), 0, 2 * i)) @ j.mT)[-1].sqrt()
         assert abs(float(norm.lower[0, 2 * i] / sigma) - 1) < 1e-4
@@ -78,23 +83,24 @@ def test_enclosures_are_as_narrow_as_asked(layers: list[LayerCapture]) -> None:
 
 @pytest.mark.slow
 def test_compression_of_gram_blocks_is_nearly_exact(layers: list[LayerCapture]) -> None:
-    """Geometric mean within 4.2 % (of all heads, 3.7 %), all within 10 %: one head of every layer."""
-    chosen = [layer.attention.select(heads=slice(2 * i, 2 * i + 1)) for i, layer in enumerate(layers)]
+    """Geometric mean within 4 %, all within 10 %: 72 heads at 32 tokens; at 128 it is 3.7 % in the mean."""
+    chosen = [shortened(layer.attention) for layer in layers]
     exact = torch.cat([spectral_norm(att, tol=1e-6).lower for att in chosen])
     ratio = torch.cat([bounds.get("lipbound_gram")(att) for att in chosen]) / exact
     assert float(ratio.min()) >= 1
-    assert float(ratio.log().mean().exp()) <= 1.042
+    assert float(ratio.log().mean().exp()) <= 1.04
     assert float(ratio.max()) <= 1.1
 
 
 @pytest.mark.slow
 def test_deflation_proves_real_norms(layers: list[LayerCapture]) -> None:
-    """12 heads to 1e-7, in agreement with Lanczos in float64; one of them proved by Cholesky, which refuses less."""
-    att = layers[4].attention.double()
-    norm = spectral_norm(att, method="deflation", tol=1e-7)
-    assert bool(norm.converged.all())
-    assert bool((norm.upper <= norm.lower * (1 + 1e-7)).all())
-    torch.testing.assert_close(spectral_norm(att, tol=1e-9).lower, norm.lower, rtol=1e-7, atol=0)
+    """24 heads to 1e-7, in agreement with Lanczos in float64; one of them proved by Cholesky, which refuses less."""
+    for i in (3, 4):
+        att = layers[i].attention.double()
+        norm = spectral_norm(att, method="deflation", tol=1e-7)
+        assert bool(norm.converged.all())
+        assert bool((norm.upper <= norm.lower * (1 + 1e-7)).all())
+        torch.testing.assert_close(spectral_norm(att, tol=1e-9).lower, norm.lower, rtol=1e-7, atol=0)
     gram, sigma = Gram(att, 0, [5]), float(norm.lower[0, 5])
     matrix = gram.dense()
     assert cholesky_bound(gram, sigma * (1 + 1e-7), matrix) is not None

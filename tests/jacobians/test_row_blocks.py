@@ -72,7 +72,7 @@ def close(a: Tensor, b: Tensor) -> None:
 
 
 @given(att=masked())
-@examples(75)
+@examples(45)
 def test_products_are_those_of_whole_matrices(att: Attention) -> None:
     g = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -86,7 +86,7 @@ def test_products_are_those_of_whole_matrices(att: Attention) -> None:
 
 
 @given(att=masked())
-@examples(24)
+@examples(15)
 def test_norms_are_those_of_the_autograd_jacobian(att: Attention) -> None:
     exact, error = oracle(att), tensor_error(att)
     for budget in (2e9, 0):
