@@ -9,7 +9,6 @@ import pytest
 import lipbound as lb
 
 
-@pytest.mark.slow
 def test_the_package_runs() -> None:
     done = subprocess.run([sys.executable, "-m", "lipbound", "compare", "builtin:nope"], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (2, "")

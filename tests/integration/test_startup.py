@@ -58,6 +58,11 @@ def test_help_loads_nothing() -> None:
     assert after("--version", "then", "--help", *(word for command in COMMANDS for word in ("then", command, "--help"))) == set()
 
 
+def test_a_mistyped_builtin_is_told_before_anything_is_loaded() -> None:
+    code = "from lipbound import cli\ntry:\n    cli.main()\nexcept SystemExit as end:\n    assert end.code == 2, end.code"
+    assert loaded(code, "compare", "builtin:nope") == set()
+
+
 def test_models_are_listed_without_loading_anything() -> None:
     assert after("models", "--json") == set()
 

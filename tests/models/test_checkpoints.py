@@ -2,6 +2,7 @@ import importlib.metadata
 import json
 import re
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -200,31 +201,31 @@ def test_hub(tmp_path: Path) -> None:
         "owner/packed": {COMMIT: packed},
     }
     cache = tmp_path / "cache"
-    with serve(repos) as server:
-        endpoint = f"http://127.0.0.1:{server.server_port}"
-        online = Asking(cache, endpoint)
-        answers = online.ask(
-            "owner/bert", "owner/bert@v1", "owner/bert@v9", "owner/nothing", "owner/gated-model", "owner/headless", "owner/weightless",
-            "owner/packed", ("owner/packed", "model.gguf"), ("owner/packed", "x.gguf"),
-        )  # fmt: skip
-        assert answers["owner/bert"] == [COMMIT, COMMIT, [4, 7]]
-        assert answers["owner/bert@v1"] == [OLD, OLD, [4, 7]]
-        assert "has no revision 'v9'" in answers["owner/bert@v9"]
-        assert "was not found on the hub" in answers["owner/nothing"]
-        assert "is a gated model" in answers["owner/gated-model"]
-        assert "on the hub has no config.json" in answers["owner/headless"]
-        assert "no weights" in answers["owner/weightless"]
-        assert "has its weights in GGUF files only; name one with gguf_file=, 'model.gguf'" in answers["owner/packed"]
-        assert "has no file x.gguf; did you mean 'model.gguf'" in answers["owner/packed x.gguf"]
-        commit, revision, ids = answers["owner/packed model.gguf"]
-        assert (commit, revision[:7], len(ids)) == (COMMIT, "sha256:", 4)
-        downloads = sum(request.startswith("GET") and request.endswith("model.safetensors") for request in server.requests)
-        assert downloads == 2
-    # the server is gone: the cache answers, and what is not in it gets another sentence, offline or unreachable
-    with online:
+    with ExitStack() as processes:
+        with serve(repos) as server:
+            endpoint = f"http://127.0.0.1:{server.server_port}"
+            online = processes.enter_context(Asking(cache, endpoint))
+            answers = online.ask(
+                "owner/bert", "owner/bert@v1", "owner/bert@v9", "owner/nothing", "owner/gated-model", "owner/headless", "owner/weightless",
+                "owner/packed", ("owner/packed", "model.gguf"), ("owner/packed", "x.gguf"),
+            )  # fmt: skip
+            assert answers["owner/bert"] == [COMMIT, COMMIT, [4, 7]]
+            assert answers["owner/bert@v1"] == [OLD, OLD, [4, 7]]
+            assert "has no revision 'v9'" in answers["owner/bert@v9"]
+            assert "was not found on the hub" in answers["owner/nothing"]
+            assert "is a gated model" in answers["owner/gated-model"]
+            assert "on the hub has no config.json" in answers["owner/headless"]
+            assert "no weights" in answers["owner/weightless"]
+            assert "has its weights in GGUF files only; name one with gguf_file=, 'model.gguf'" in answers["owner/packed"]
+            assert "has no file x.gguf; did you mean 'model.gguf'" in answers["owner/packed x.gguf"]
+            commit, revision, ids = answers["owner/packed model.gguf"]
+            assert (commit, revision[:7], len(ids)) == (COMMIT, "sha256:", 4)
+            downloads = sum(request.startswith("GET") and request.endswith("model.safetensors") for request in server.requests)
+            assert downloads == 2
+        # the server is gone: the cache answers, and what is not in it gets another sentence, offline or unreachable
         unreachable = online.ask("owner/bert", "owner/other")
-    assert unreachable["owner/bert"][0] == COMMIT
-    assert "cannot be reached" in unreachable["owner/other"]
+        assert unreachable["owner/bert"][0] == COMMIT
+        assert "cannot be reached" in unreachable["owner/other"]
     with Asking(cache, endpoint, HF_HUB_OFFLINE="1") as other:
         offline = other.ask("owner/bert@v1", "owner/other")
     assert offline["owner/bert@v1"][0] == OLD

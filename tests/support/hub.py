@@ -129,13 +129,16 @@ class Asking:
     def __init__(self, cache: Path, endpoint: str, **env: str):
         environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1"} | env
         words = [sys.executable, "-c", SCRIPT]
-        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
+        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
     def __enter__(self) -> "Asking":
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._process.communicate(timeout=60)
+        try:
+            self._process.communicate(timeout=60)
+        finally:
+            self._process.kill()
 
     def ask(self, *names: str | tuple[str, str]) -> dict:
         """Commit, revision and two words' tokens of each model, or the sentence that refuses it; a name may come with a GGUF file's."""
