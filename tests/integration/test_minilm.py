@@ -94,13 +94,16 @@ def test_compression_of_gram_blocks_is_nearly_exact(layers: list[LayerCapture]) 
 
 @pytest.mark.slow
 def test_deflation_proves_real_norms(layers: list[LayerCapture]) -> None:
-    """24 heads to 1e-7, in agreement with Lanczos in float64; one of them proved by Cholesky, which refuses less."""
+    """24 heads to 1e-7, in agreement with Lanczos and with certificates as narrow; one of them proved by Cholesky, which refuses less."""
     for i in (3, 4):
         att = layers[i].attention.double()
         norm = spectral_norm(att, method="deflation", tol=1e-7)
         assert bool(norm.converged.all())
         assert bool((norm.upper <= norm.lower * (1 + 1e-7)).all())
         torch.testing.assert_close(spectral_norm(att, tol=1e-9).lower, norm.lower, rtol=1e-7, atol=0)
+        certified = spectral_norm(layers[i].attention, tol=1e-7, delta=1e-9)  # its vectors are searched for in float32
+        assert bool(certified.converged.all())
+        assert bool(((certified.lower <= norm.upper) & (norm.lower <= certified.upper)).all())
     gram, sigma = Gram(att, 0, [5]), float(norm.lower[0, 5])
     matrix = gram.dense()
     assert cholesky_bound(gram, sigma * (1 + 1e-7), matrix) is not None

@@ -29,7 +29,8 @@ from lipbound.linalg.solution import Norm, seeds_for, unit_vectors
 VECTORS = 2
 """How many Ritz vectors are deflated at first."""
 SEARCH = 3e-3
-"""Residual, relative to the Ritz value, at which the search ends; the certificate feels its square."""
+"""Residual, relative to the Ritz value, at which the search ends at the latest; the certificate feels its square, so that small tolerances need a
+smaller one."""
 ATTEMPTS = ((0.5, 1), (0.25, 1), (0.25, 2))
 """Of each attempt: its share of delta, and a factor on the number of independent starts that are needed."""
 AUDIBLE = 128.0
@@ -75,7 +76,8 @@ def enclose(
         zeros.clone(), (roundoff.size + roundoff.products) ** 2, torch.zeros(op.batch, n, dtype=torch.float64, device=op.device), zeros.long()
     )
     active = torch.arange(op.batch)
-    z, found.steps = ritz_search(search, count=min(VECTORS, n), residual=SEARCH, max_steps=max_steps, seed=seed)
+    residual = max(min(SEARCH, 0.3 * math.sqrt(tol)), 16 * torch.finfo(search.dtype).eps)
+    z, found.steps = ritz_search(search, count=min(VECTORS, n), residual=residual, max_steps=max_steps, seed=seed)
     z = z.double()
     for attempt, (share, starts) in enumerate(ATTEMPTS):
         index = active.to(op.device)
