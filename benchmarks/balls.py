@@ -154,7 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--starts", type=int, default=6)
+    parser.add_argument("--starts", type=int, default=7)
     parser.add_argument("--balls", type=int, default=5000)
     parser.add_argument("--norms", nargs="*", default=list(NORMS), choices=NORMS)
     parser.add_argument("--radii", nargs="*", type=float, default=list(RADII), help="of the mean length of a token")

@@ -40,14 +40,15 @@ START, TURN = 8, 3
 """Power iterations where an ascent starts, and at every step."""
 
 
-def attack(att: Attention, radius: float, *, norm: str = "token", steps: int = 20, starts: int = 6, seed: int = 0) -> Attack:
+def attack(att: Attention, radius: float, *, norm: str = "token", steps: int = 20, starts: int = 7, seed: int = 0) -> Attack:
     r"""A lower bound on :math:`\sup \|J(X')\|` over a ball, head by head, by ascent from several inputs.
 
     The ascent is on :math:`u^T J(X') v`: in turn a few power iterations improve u and v, and X' moves along the gradient, projected to the ball.
     Steps that lower the value are taken back; their length, at first twice the radius, grows while they succeed and shrinks where they fail. The
-    first six starts are X itself, the points of the sphere along the top right singular vector at X and against it, and those with every token
-    drawn towards another one, towards the mean of all, and towards the one furthest away; more starts are random points of the sphere. It is a
-    heuristic: the supremum may be larger.
+    first seven starts are X itself, the points of the sphere along the top right singular vector at X and against it, those with every token
+    drawn towards another one, towards the mean of all, and towards the one furthest away, and that with queries turned to the key whose probability
+    then matters most (in a Frobenius ball of one token alone; plain heads only); more starts are random points of the sphere. It is a heuristic: the
+    supremum may be larger.
 
     Args:
         att: the layer at the centre.
@@ -85,7 +86,7 @@ def _attack_head(att: Attention, radius: float, norm: str, steps: int, starts: i
     top = spectral_norm(att, tol=1e-3, vectors=True)
     assert top.left is not None
     assert top.right is not None
-    move = _starts(att.x, top.right[:, 0], radius, norm, starts, generator)
+    move = _starts(att, top.right[:, 0], radius, norm, starts, generator)
     noise = torch.randn(top.left[:, 0].shape, generator=generator, dtype=torch.float64).to(att.x)
     at = _climbed(att, move, top.left[:, 0] + 0.1 * noise / noise.norm().clamp_min(1e-30), START)
     length = torch.full_like(move[:, :1, :1], 2.0)
@@ -103,15 +104,35 @@ def _attack_head(att: Attention, radius: float, norm: str, steps: int, starts: i
     return exact[winner], candidates[winner]
 
 
-def _starts(x: Tensor, right: Tensor, radius: float, norm: str, starts: int, generator: torch.Generator) -> Tensor:
+def _starts(att: Attention, right: Tensor, radius: float, norm: str, starts: int, generator: torch.Generator) -> Tensor:
     """The moves from x (1, N, D) that the ascent starts from, (starts, N, D)."""
+    x = att.x
     n = x.shape[1]
     swapped = x[:, torch.randperm(n, generator=generator).to(x.device)]
     furthest = x[:, torch.cdist(x[0], x[0]).argmax(1)]
-    towards = [swapped - x, x.mean(1, keepdim=True) - x, furthest - x]
-    at_random = torch.randn(max(0, starts - 6), *x.shape[1:], generator=generator, dtype=torch.float64).to(x)
-    moves = torch.cat([torch.zeros_like(x), right, -right, *towards, at_random])[:starts]
-    return _project(_unit(moves, norm) * radius, radius, norm)
+    moves = [torch.zeros_like(x), right, -right, swapped - x, x.mean(1, keepdim=True) - x, furthest - x]
+    moves += [] if att.variants else [_towards_keys(att.double(), radius, norm).to(x)]
+    at_random = torch.randn(max(0, starts - len(moves)), *x.shape[1:], generator=generator, dtype=torch.float64).to(x)
+    return _project(_unit(torch.cat([*moves, at_random])[:starts], norm) * radius, radius, norm)
+
+
+def _towards_keys(att: Attention, radius: float, norm: str) -> Tensor:
+    """Moves (1, N, D) that turn each query to the key for which P_j (1 - P_j) |v_j - o| |k_j - mean of k| is then largest: the size of the token's
+    own block of J where that key and one other matter. In a Frobenius ball the token for which this is largest moves alone. Float64."""
+    p, v = att.p[0], att.centred_v[0]
+    keys = att.scale * att.centred_k[0] @ att.w_q.mT
+    mean = p @ keys
+    far = torch.cdist(mean, keys)
+    there = torch.sigmoid(torch.logit(p.clamp(1e-30, 1 - 1e-7)) + radius * far)
+    size = torch.where(p > 0, there * (1 - there) * far * torch.cdist(p @ v, v), 0.0)[0]
+    best, index = torch.nan_to_num(size).max(-1)
+    move = keys[:, index] - mean
+    if norm == "token":
+        return move
+    alone = torch.zeros_like(move)
+    row = int(best.argmax())
+    alone[:, row] = move[:, row]
+    return alone
 
 
 def _climbed(att: Attention, move: Tensor, left: Tensor, turns: int) -> Climb:
@@ -158,7 +179,7 @@ def radius_curve(
     bounds: Sequence[str] | None = None,
     adversary: bool = True,
     steps: int = 20,
-    starts: int = 6,
+    starts: int = 7,
     seed: int = 0,
 ) -> xr.Dataset:
     """Bounds over balls of growing radius, and what an adversary finds in them: the true supremum lies between.

@@ -55,6 +55,17 @@ def test_the_adversary_climbs() -> None:
     assert bool((adversary.attack(att, 0.5, steps=8).norm > 1.02 * oracle(att)).all())
 
 
+@pytest.mark.parametrize(("norm", "seed", "head"), [("frobenius", 0, (1, 0)), ("token", 1, (1, 1))])
+def test_the_adversary_turns_sharp_queries_to_other_keys(norm: str, seed: int, head: tuple[int, int]) -> None:
+    """Where attention is nearly one-hot, J does not change at first, and grows by factors once another key is reached."""
+    att = random_attention("sharp", seed=seed)
+    radius = 0.03 * float(att.x.norm(dim=-1).mean())
+    found, without = (adversary.attack(att, radius, norm=norm, steps=4, starts=starts).norm for starts in (7, 6))
+    assert bool((found >= without).all())
+    assert float(found[head]) > 1.7 * float(without[head])
+    assert bool((found <= bounds.over_ball(att, radius, norm=norm) * (1 + 1e-9)).all())
+
+
 @pytest.mark.each_value(kind=HARD)
 @pytest.mark.parametrize("norm", NORMS)
 def test_radius_zero_is_the_point(att: Attention, norm: str) -> None:

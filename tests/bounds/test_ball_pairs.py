@@ -45,7 +45,10 @@ def test_every_part_holds_at_points_of_the_ball(seed: int) -> None:
     n = att.tokens
     near_k = kt[:, None] - (p @ kt)[:, :, None]
     held = (to.c_v + to.m_v).square() * to.up
-    turned = centre._turned(held, radius, norm)
+    most = radius**2 * (held.sum(-2) if norm == "token" else held.amax(-2))
+    turned = centre.norm_a * most.amax(-1).sqrt()
+    reached, whole = centre._reached(held, most), centre._whole(to, held, most, own_up)
+    assert bool((reached[0] <= (centre.pairs.columns(held) + centre.norm_a[:, None] * most.sqrt()) * HOLDS).all())
     for k in range(12):
         move = unit(torch.randn(heads.x.shape, generator=g, dtype=torch.float64), norm) * radius * (1 - 1e-12)
         if k % 3 == 0 and norm == "frobenius":
@@ -62,9 +65,15 @@ def test_every_part_holds_at_points_of_the_ball(seed: int) -> None:
         assert bool((torch.linalg.matrix_norm(b2 - b, 2) <= own[..., 0] * HOLDS + 1e-13 * size).all())
         assert bool((torch.linalg.matrix_norm(b2, 2) <= own_up[..., 0] * HOLDS + 1e-13 * size).all())
         keys, keys2 = (torch.einsum("bij,bijv,bid->bivjd", *t).flatten(3).flatten(1, 2) for t in ((p, apart, qt), (p2, apart2, qt2)))
-        assert bool((torch.linalg.matrix_norm(keys2, 2) <= (centre.pairs.columns(held) + turned) * HOLDS).all())
-        limit = (centre._keys(to) + turned) * HOLDS + 1e-13 * torch.linalg.matrix_norm(keys, 2)
-        assert bool((torch.linalg.matrix_norm(keys2 - keys, 2) <= limit).all())
+        for limit, vectors in zip(reached, (qt2, qt2 @ att.w_v), strict=True):
+            columns = torch.linalg.matrix_norm(held.mT.sqrt()[..., None] * vectors[:, None], 2)
+            assert bool((columns <= limit * HOLDS).all())
+        rest2 = torch.einsum("bij,bdv->bivjd", p2, att.w_v).flatten(3).flatten(1, 2)
+        rest2 = rest2 + torch.einsum("ij,bivd->bivjd", torch.eye(n, dtype=torch.float64), b2).flatten(3).flatten(1, 2)
+        for limit, matrix in zip(whole, (keys2, rest2, keys2 @ rest2.mT), strict=True):
+            assert bool((torch.linalg.matrix_norm(matrix, 2) <= limit * HOLDS).all())
+        changed = (centre._keys(to) + turned) * HOLDS + 1e-13 * torch.linalg.matrix_norm(keys, 2)
+        assert bool((torch.linalg.matrix_norm(keys2 - keys, 2) <= changed).all())
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -65,8 +65,8 @@ def over_ball(att: Attention, radius: float | Sequence[float], *, norm: str = "t
     Proof: Lemma 27 (docs/theory/balls.md).
 
     The value is the smaller of that and a bound by sums over pairs of tokens, which is tighter at most radii: Lemma 108 (docs/theory/ball_pairs.md)
-    for plain heads, Lemma 110 (docs/theory/ball_pairs.md) for those with rotary position embeddings or sinks. Heads with capped scores have the bound
-    above alone.
+    and Lemma 116 (docs/theory/ball_norm.md) for plain heads, Lemma 110 (docs/theory/ball_pairs.md) for those with rotary position embeddings or
+    sinks. Heads with capped scores have the bound above alone.
 
     As the radius goes to 0, (a) goes to the value at the centre; (c) grows like :math:`\rho^2 \sqrt N`, as global bounds must.
     """

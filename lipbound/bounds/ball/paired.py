@@ -46,12 +46,14 @@ class ByPairs(BallCentre):
         return changed.minimum(changed_pairs), whole.minimum(whole_pairs)
 
     def by_pairs(self, radius: float, norm: str) -> tuple[Tensor, Tensor]:
-        """`bounds` by Lemma 108 (docs/theory/ball_pairs.md)."""
+        """`bounds` by Lemma 108 (docs/theory/ball_pairs.md) and Lemma 116 (docs/theory/ball_norm.md)."""
         to = self._moved(radius, norm)
         own, own_up = self._own(to)
-        held = (to.c_v + to.m_v).square() * to.up
-        turned = self._turned(held, radius, norm)
-        direct = self.pairs.columns(held) + turned + self._values(to.up, own_up, torch.ones_like(own_up))
+        held = (to.c_v + to.m_v).square() * to.up[..., : to.up.shape[-2]]
+        most = radius**2 * (held.sum(-2) if norm == "token" else held.amax(-2))
+        turned = self.norm_a * most.amax(-1).sqrt()
+        keys, values, cross = self._whole(to, held, most, own_up)
+        direct = (keys.square() + values.square() + 2 * cross).sqrt()
         changed = self._keys(to) + turned + self._values(to.change, own, to.total)
         slack = 2 * gamma(20 * (self.p.shape[-2] + 20) + 2000)
         changed, direct = (t.nan_to_num(torch.inf, torch.inf) * (1 + slack) for t in (changed, direct))
@@ -86,15 +88,29 @@ class ByPairs(BallCentre):
         own = sums + to.w * to.w_k + to.m_v * to.c_k + c * to.m_a
         return own, (self.b[..., None] + own).minimum(c * (to.c_k + to.m_a))
 
-    def _turned(self, held: Tensor, radius: float, norm: str) -> Tensor:
-        """What the moves of queries add to the part of J through keys, (heads,)."""
-        held = held[..., : held.shape[-2]]
-        most = held.sum(-2).amax(-1) if norm == "token" else held.amax((-1, -2))
-        return self.norm_a * radius * most.sqrt()
+    def _whole(self, to: Moved, held: Tensor, most: Tensor, own_up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Upper values of ||K'||, of ||V' + B'|| and of ||K' (V' + B')^T||, (heads,) each: Lemma 116 (docs/theory/ball_norm.md)."""
+        by_token, through = self._reached(held, most)
+        keys, values = by_token.amax(-1), self._values(to.up, own_up, torch.ones_like(own_up))
+        sums = to.up[..., : to.up.shape[-2]].sum(-2).amax(-1).sqrt()
+        cross = through.amax(-1) * sums + (own_up[..., 0] * by_token).amax(-1)
+        return keys, values, cross.minimum(keys * values)
+
+    def _reached(self, w: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each token j and unit vectors y, at least the root of sum_i w_ij (y . q~'_ij)^2, and of that of W_V^T q~'_ij, (heads, N) each.
+
+        From weights (heads, N, N) and the most that sum_i w_ij |h'_i|^2 can be, (heads, N).
+        """
+        found = self.pairs.columns(w) + self.norm_a[:, None] * most.sqrt()
+        return found, self.norm_v[..., 0] * found
 
     def _keys(self, to: Moved) -> Tensor:
         """How far the part of J through keys is from that at the centre while queries stand still, (heads,)."""
-        columns, values = self.pairs.columns, self.pairs.values
+
+        def columns(w: Tensor) -> Tensor:
+            return self.pairs.columns(w).amax(-1)
+
+        values = self.pairs.values
         share = (self.d / self.d.amax(-1, keepdim=True).clamp_min(1e-290)).clamp_min(LEAST_SHARE)
         even = columns(values(to.change).square() * to.change)
         shared = columns(values(to.change / share).square() * (to.change * share))
@@ -121,6 +137,9 @@ class PairedBallCentre(ByPairs):
         low, up, _ = self.reach(radius, norm)
         size, mean_square = relative_changes(self.p, self.off_p, self.f, self.u, self.cov_k, self.norm_a, radius, norm)
         return relative_interval(self.scores, size + self.off_scores + self.off_p, mean_square, low, up)
+
+    def _reached(self, w: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
+        return self.pairs.turned(w, most)
 
 
 class PairedVariantCentre(VariantBallCentre, ByPairs):

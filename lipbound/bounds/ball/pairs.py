@@ -3,6 +3,8 @@ r"""Norms of sums over pairs of tokens, weighted by numbers >= 0, which our boun
 Their rounding is Lemma 109 (docs/theory/ball_pairs.md).
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,39 @@ from lipbound.bounds.ball.plain import CentreErrors
 from lipbound.bounds.ball.softmax_interval import key_spread
 from lipbound.bounds.lipbound2026.spread import Maps, spread
 from lipbound.jacobians.token_tangents import Tangents
-from lipbound.linalg.matrix_norms import upper_factor
+from lipbound.linalg.matrix_norms import gamma, matrix_norm, upper_factor
+
+UNEVEN = 1.5
+"""Exponent of the ratio of two lengths in the weights between which their sum is shared: 1 is best where both are along one direction, 2 where they
+are orthogonal."""
+
+
+class Turning(NamedTuple):
+    r"""Vectors :math:`x_i` of queries, which move by :math:`G h_i` when token i moves by :math:`h_i`: Lemma 116 (docs/theory/ball_norm.md).
+
+    ``x`` (heads, N, r), known up to ``off`` (heads, N, 1); rows ``g`` (heads, s, r) whose sum of squares is at least :math:`G G^T`, known up to
+    ``off_g`` (heads, 1, 1) in the Frobenius norm; ``size`` at least ||G||, (heads, 1, 1).
+    """
+
+    x: Tensor
+    off: Tensor
+    g: Tensor
+    off_g: Tensor
+    size: Tensor
+
+    def columns(self, w: Tensor, most: Tensor) -> Tensor:
+        r"""For each token j at least :math:`(\sum_i w_{ij} (y \cdot x'_i)^2)^{1/2}` for unit vectors y, (heads, N).
+
+        The weights w are (heads, N, N); :math:`\sum_i w_{ij} (y \cdot G h_i)^2` is at most ``most`` (heads, N) times :math:`|G^T y|^2`.
+        """
+        w, move = w.mT, most.sqrt()[..., None]
+        squares = w @ self.off.square()
+        still = spread(w, self.x, None) + squares.sqrt()
+        ratio = (still / (move * self.size)).nan_to_num(1.0).clamp(1e-6, 1e6) ** UNEVEN
+        share, rest = 1 + 1 / ratio, (1 + ratio) * move.square()
+        weights = torch.cat([share * w, rest.expand(-1, -1, self.g.shape[1])], -1)
+        joint = spread(weights, torch.cat([self.x, self.g], 1), None) + (share * squares).sqrt() + rest.sqrt() * self.off_g
+        return (still + move * self.size).minimum(joint)[..., 0]
 
 
 class PairSums:
@@ -32,6 +66,25 @@ class PairSums:
         self._q = abs(att.scale) * att.q[0] @ upper_factor(att.w_k)[0].mT
         self._o, self._mean = p @ self._v, p @ self._k
         self.reach_v, self.reach_k = _half_diameter(self._v, off.d), _half_diameter(self._k, off.f)
+        self._turnings = self._turning(att, off)
+
+    def _turning(self, att: Attention, off: CentreErrors) -> tuple[Turning, Turning]:
+        r""":math:`\tilde q_i`, and :math:`W_V^T \tilde q_i`."""
+        c, (f_q, f_k), through = abs(att.scale), (upper_factor(w)[0] for w in (att.w_q, att.w_k)), att.w_k.mT @ att.w_v
+        own = gamma(att.tokens + att.x.shape[2] + 8 * (att.d + att.d_v) + 100)
+        of_q, of_fk, of_k, of_v = (torch.linalg.matrix_norm(w)[:, None, None] for w in (f_q, f_k, att.w_k, att.w_v))
+        found = []
+        for x, off_x, g, off_g in (
+            (self._q, off.u, c * f_q @ f_k.mT, own * c * of_q * of_fk),
+            (c * att.q[0] @ through, of_v * off.u, c * f_q @ through, own * c * of_q * of_k * of_v),
+        ):
+            found.append(Turning(x, off_x, g, off_g, matrix_norm(g)[:, None, None] + off_g))
+        return found[0], found[1]
+
+    def turned(self, w: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
+        """`Turning.columns` of queries, and of queries seen through the values, (heads, N) each."""
+        keys, through = (turning.columns(w, most) for turning in self._turnings)
+        return keys, through
 
     def values(self, w: Tensor) -> Tensor:
         r""":math:`\|\sum_j w_{ij} x_{ij} x_{ij}^T\|^{1/2}`, (heads, N, 1)."""
@@ -42,9 +95,9 @@ class PairSums:
         return spread(w, self._k, self._mean, self._off.f, self._map_k)
 
     def columns(self, w: Tensor) -> Tensor:
-        r""":math:`\max_j \|\sum_i w_{ij} \tilde q_{ij} \tilde q_{ij}^T\|^{1/2}` over tokens j, (heads,)."""
+        r""":math:`\|\sum_i w_{ij} \tilde q_{ij} \tilde q_{ij}^T\|^{1/2}` of every token j, (heads, N)."""
         w = w[..., : w.shape[-2]].mT
-        return spread(w, self._q, None, None, self._map_q).add((w @ self._off.u.square()).sqrt()).amax((-1, -2))
+        return spread(w, self._q, None, None, self._map_q).add((w @ self._off.u.square()).sqrt())[..., 0]
 
 
 class VariantPairSums(PairSums):
