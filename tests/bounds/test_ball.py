@@ -27,7 +27,7 @@ def test_no_bound_is_below_the_adversary(kind: str, norm: str) -> None:
     exact, radii = oracle(att), [relative * float(att.x.norm(dim=-1).mean()) for relative in (1.0, 0.03, 1e-3)[: part(3, 1)]]
     values = bounds.over_ball(att, radii, norm=norm)
     for radius, value in zip(radii, values.unbind(-1), strict=True):
-        found = adversary.attack(att, radius, norm=norm, steps=4, starts=2).norm
+        found = adversary.attack(att, radius, norm=norm, steps=8, starts=2).norm
         assert bool((found >= exact * (1 - 1e-6)).all())
         assert bool((value >= found * (1 - 1e-9)).all())
         for name in WITH_RADIUS:
@@ -40,7 +40,7 @@ def test_no_bound_is_below_the_adversary(kind: str, norm: str) -> None:
 @pytest.mark.parametrize("norm", NORMS)
 def test_the_adversary_stays_in_the_ball_and_attains_its_norm(att: Attention, norm: str) -> None:
     radius = 0.5
-    found = adversary.attack(att, radius, norm=norm, steps=3, starts=2)
+    found = adversary.attack(att, radius, norm=norm, steps=6, starts=2)
     move = (found.x - att.x[:, None]).norm(dim=-1)
     assert float((move if norm == "token" else move.norm(dim=-1)).max()) <= radius
     for h in range(att.heads):
@@ -139,7 +139,7 @@ def test_intervals_reach_zero_where_scores_are_far_apart() -> None:
 def test_float32_attacks_stay_in_the_ball(norm: str, relative: float) -> None:
     att = random_attention("biases", dtype=torch.float32)
     radius = relative * float(att.x.norm(dim=-1).mean())
-    found = adversary.attack(att, radius, norm=norm, steps=3, starts=2)
+    found = adversary.attack(att, radius, norm=norm, steps=6, starts=2)
     move = found.x.double() - att.x[:, None].double()
     size = move.norm(dim=-1).amax() if norm == "token" else move.flatten(2).norm(dim=-1).amax()
     assert float(size) <= radius
