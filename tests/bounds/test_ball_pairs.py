@@ -77,6 +77,30 @@ def test_every_part_holds_at_points_of_the_ball(seed: int) -> None:
 
 
 @pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("seed", [0, 1, 2, 4, 5, 6])  # 3 has no queries
+def test_queries_that_all_move_the_worst_way_stay_below(seed: int, norm: str) -> None:
+    """All in step along one direction, or the one of largest weight alone; the sum is nearly reached where this is the worst that there is."""
+    att, _, radius = small_layer(seed, samples=1, heads=3)
+    centre, g = PairedBallCentre(att), torch.Generator().manual_seed(seed)
+    w = torch.rand(3, att.tokens, att.tokens, generator=g, dtype=torch.float64)
+    most = radius**2 * (w.sum(-2) if norm == "token" else w.amax(-2))
+    qt, a = att.scale * att.q[0] @ att.w_k.mT, att.scale * att.w_q @ att.w_k.mT
+    share = []
+    for limit, x, map in zip(centre._reached(w, most), (qt, qt @ att.w_v), (a, a @ att.w_v), strict=True):
+        for j in range(att.tokens):
+            weights = w[:, :, j, None].sqrt()
+            for vectors in (weights * x, map):
+                y = torch.linalg.svd(vectors).Vh[:, 0, :, None]
+                still, turn = (x @ y).abs(), radius * (map @ y).norm(dim=1, keepdim=True)
+                if norm == "frobenius":
+                    turn = turn * torch.nn.functional.one_hot(w[:, :, j].argmax(-1), att.tokens)[..., None]
+                reached = (weights * (still + turn)).norm(dim=(1, 2))
+                assert bool((reached <= limit[:, j] * HOLDS).all())
+                share.append(reached / limit[:, j])
+    assert float(torch.stack(share).amax()) > 0.9
+
+
+@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("kind", HARD)
 def test_nothing_rises_and_much_falls(kind: str, norm: str) -> None:
     att = random_attention(kind)
