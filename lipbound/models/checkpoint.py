@@ -63,7 +63,8 @@ class Checkpoint:
     def _inside(self, file: str) -> Any:
         """The tokenizer in a GGUF file."""
         try:
-            with quiet(), gguf_file.read_once():
+            assert self.source is not None
+            with quiet(), gguf_file.read_once(Path(self.source, file)):
                 return AutoTokenizer.from_pretrained(self.source, gguf_file=file, trust_remote_code=False)
         except Exception as error:  # files of other makers raise a zoo of types
             raise CheckpointError(

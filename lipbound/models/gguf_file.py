@@ -67,17 +67,29 @@ def quantization(path: Path) -> str:
 
 
 @contextmanager
-def read_once() -> Iterator[None]:
+def read_once(path: Path) -> Iterator[None]:
     """Context in which transformers reads the fields of a file once, where it would do so for configuration, weights and tokenizer each.
 
     The names of tensors are likewise listed once instead of once a module, and no bar is drawn. What is read is the same.
+
+    Raises:
+        Exception: as `contents`.
     """
     import gguf
     from transformers import modeling_gguf_pytorch_utils as reader
 
+    parse, known = reader._gguf_parse_value, contents(path).parsed
+
+    def parsed(value: Any, types: Any) -> Any:
+        found = known.get(id(value))
+        if found is None or found[0] is not value:
+            found = known[id(value)] = value, parse(value, types)
+        return found[1]
+
     changes: tuple[tuple[Any, str, Any], ...] = (
         (gguf, "GGUFReader", lambda path, mode="r": contents(Path(path))),
         (gguf, "get_tensor_name_map", lru_cache(gguf.get_tensor_name_map)),
+        (reader, "_gguf_parse_value", parsed),
         (reader, "tqdm", reader.tqdm if os.environ.get(VERBOSE) else lambda items, **kwargs: items),
     )
     before = [getattr(module, name) for module, name, _ in changes]
@@ -94,6 +106,25 @@ def read_once() -> Iterator[None]:
 def _reader(path: str, size: int, changed: int) -> Any:
     from gguf.gguf_reader import GGUFReader
 
-    # a slice of a memory map costs several times one of a plain array, and there is one for every word of the vocabulary
-    plain = property(lambda self: self.__dict__["data"], lambda self, mapped: self.__dict__.update(data=mapped.view(np.ndarray)))
-    return type("Reader", (GGUFReader,), {"data": plain})(path)
+    class Reader(GGUFReader):  # type: ignore[misc]  # the package has no types
+        """Quick with the words of a vocabulary, of which it takes several small arrays each."""
+
+        def __init__(self, path: str) -> None:
+            self.parsed: dict[int, tuple[Any, Any]] = {}  # by the identity of an array that is kept beside what it says
+            super().__init__(path)
+
+        @property
+        def data(self) -> np.ndarray:
+            return self._plain
+
+        @data.setter
+        def data(self, mapped: np.ndarray) -> None:
+            self._plain = mapped.view(np.ndarray)  # a slice of a memory map costs several times one of a plain array
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> np.ndarray:
+            if (override_order or self.byte_order) != "I":
+                return super()._get(offset, dtype, count, override_order)
+            count = int(count)
+            return self._plain[offset : offset + np.dtype(dtype).itemsize * count].view(dtype)[:count]
+
+    return Reader(path)

@@ -16,7 +16,7 @@ from lipbound.devices import resolve_device
 from lipbound.errors import CheckpointError, LipboundError, shown
 from lipbound.models.checkpoints import load_checkpoint
 from lipbound.runs.config import RunConfig
-from lipbound.runs.measure import LayerResult, MeasurementSpec, Measurer
+from lipbound.runs.measure import LayerResult, MeasurementSpec, Measurer, capturer
 from lipbound.runs.partial_store import PartialRun
 from lipbound.runs.plan import Block, Plan, Sources
 
@@ -53,7 +53,7 @@ def work(worker: WorkerSpec, inputs: Mapping[str, Tensor], start: int, skip: Col
             )
             if checkpoint.revision != worker.weights:
                 raise CheckpointError(f"{worker.model} is {checkpoint.revision} on a worker but {worker.weights} here; give all the same checkpoint")
-            _MEASURERS[worker] = Measurer(checkpoint.model, worker.layers, worker.spec)
+            _MEASURERS[worker] = Measurer(capturer(checkpoint.model, worker.layers, worker.spec.map), worker.spec)
         return list(_MEASURERS[worker].block({name: t.to(device) for name, t in inputs.items()}, start, skip))
 
 
@@ -83,7 +83,7 @@ class SerialExecutor(Executor):
         return sources.device
 
     def results(self, config: RunConfig, sources: Sources, plan: Plan, blocks: Sequence[Block]) -> Iterator[tuple[int, LayerResult]]:
-        measurer = Measurer(sources.checkpoint.model, config.chosen_layers, plan.spec)
+        measurer = Measurer(sources.capturer, plan.spec)
         for start, stop, skip in blocks:
             for measured in measurer.block(sources.inputs.block(start, stop, sources.device), start, skip):
                 yield start, measured
@@ -111,6 +111,7 @@ class DaskExecutor(Executor):
 
     def results(self, config: RunConfig, sources: Sources, plan: Plan, blocks: Sequence[Block]) -> Iterator[tuple[int, LayerResult]]:
         revision = sources.checkpoint.revision
+        sources.capturer.release()  # workers read the layers themselves
         worker = WorkerSpec(
             str(config.model), config.revision, revision, config.dtype, config.device, config.chosen_layers, plan.spec, config.weights,
             config.gguf_file,

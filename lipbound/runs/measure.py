@@ -83,15 +83,21 @@ class LayerResult(NamedTuple):
     error: float
 
 
+def capturer(model: "PreTrainedModel", layers: Sequence[int] | None, map: str) -> Capturer:
+    """Of these layers of a model (all for None), with what stands around them where the map needs it."""
+    return Capturer(model, layers, around=map in BLOCKS)
+
+
+def layers_at(capturer: Capturer, inputs: Mapping[str, Tensor]) -> list[LayerInfo]:
+    """The layers at some inputs."""
+    return [LayerInfo(c.index, c.name, (a := c.attention).heads, a.tokens, a.variants) for c in capturer.each(inputs)]
+
+
 class Measurer:
-    """Measures blocks of samples on one loaded model."""
+    """Measures blocks of samples on the layers that `capturer` finds."""
 
-    def __init__(self, model: "PreTrainedModel", layers: Sequence[int] | None, spec: MeasurementSpec):
-        self._capturer, self._spec = Capturer(model, layers, around=spec.map in BLOCKS), spec
-
-    def look(self, inputs: Mapping[str, Tensor]) -> list[LayerInfo]:
-        """The layers at some inputs."""
-        return [LayerInfo(c.index, c.name, (a := c.attention).heads, a.tokens, a.variants) for c in self._capturer.each(inputs)]
+    def __init__(self, capturer: Capturer, spec: MeasurementSpec):
+        self._capturer, self._spec = capturer, spec
 
     def block(self, inputs: Mapping[str, Tensor], start: int, skip: Collection[int] = ()) -> Iterator[LayerResult]:
         """Every layer but those at the positions ``skip``, at inputs whose first sample has number ``start``.

@@ -15,10 +15,11 @@ from lipbound.devices import available
 from lipbound.errors import LipboundError, tell
 from lipbound.jacobians.maps import WHOLE
 from lipbound.models.batch import Inputs
+from lipbound.models.capture.capture import Capturer
 from lipbound.models.checkpoints import Checkpoint, load_checkpoint
 from lipbound.models.inputs import prepare
 from lipbound.runs.config import RunConfig
-from lipbound.runs.measure import LayerInfo, MeasurementSpec, Measurer
+from lipbound.runs.measure import LayerInfo, MeasurementSpec, capturer, layers_at
 from lipbound.runs.partial_store import partial_path, stored_block
 
 BLOCK_BYTES = 1.5e9
@@ -28,11 +29,12 @@ BYTES_PER_SCORE = 80
 
 
 class Sources(NamedTuple):
-    """What the names in a configuration lead to: the checkpoint on a device of this machine, and the inputs."""
+    """What the names in a configuration lead to: the checkpoint on a device of this machine, the inputs, and what reads its layers."""
 
     checkpoint: Checkpoint
     inputs: Inputs
     device: str
+    capturer: Capturer
 
 
 def open_sources(config: RunConfig, device: str) -> Sources:
@@ -42,7 +44,7 @@ def open_sources(config: RunConfig, device: str) -> Sources:
         CheckpointError, InputsError: they cannot be found or used.
     """
     checkpoint = open_checkpoint(config, device)
-    return Sources(checkpoint, open_inputs(config, checkpoint), device)
+    return Sources(checkpoint, open_inputs(config, checkpoint), device, capturer(checkpoint.model, config.chosen_layers, config.map))
 
 
 def open_checkpoint(config: RunConfig, device: str) -> Checkpoint:
@@ -142,8 +144,7 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
     """
     samples = sources.inputs.samples
     exact = config.exact_count(samples)
-    looking = MeasurementSpec(tuple(config.names), config.map, config.tol, None, config.seed, exact, config.norm)
-    layers = Measurer(sources.checkpoint.model, config.chosen_layers, looking).look(sources.inputs.block(0, 1, sources.device))
+    layers = layers_at(sources.capturer, sources.inputs.block(0, 1, sources.device))
     names, not_applicable = about(config.names, all_variants(layers), everything=config.everything)
     block = block_size(layers, samples, memory, parts)
     if config.resume and config.target is not None:  # other blocks would change last digits

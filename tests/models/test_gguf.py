@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.gguf_files import LETTERS, WORDS, Kind, llama, save_gguf
 from support.models import save_bert
+from transformers import modeling_gguf_pytorch_utils as reader
 
 import lipbound as lb
 from lipbound.errors import CheckpointError, LipboundError
@@ -18,6 +19,7 @@ from lipbound.models.capture.capture import Capturer
 from lipbound.models.checkpoints import load_checkpoint
 from lipbound.models.inputs import prepare
 from lipbound.models.sources.catalogue import describe
+from lipbound.models.sources.weight_checks import check_finite
 
 SMALL = {"data": "the ferry", "max_length": 6, "progress": False}
 
@@ -148,9 +150,30 @@ def test_pieces_and_files_without_a_type(tmp_path: Path) -> None:
 
 
 def test_transformers_is_left_as_it_was(folder: Path) -> None:
-    before = gguf.GGUFReader, gguf.get_tensor_name_map
+    before = gguf.GGUFReader, gguf.get_tensor_name_map, reader._gguf_parse_value
     load_checkpoint(folder).tokenizer()
-    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == before
+    assert (gguf.GGUFReader, gguf.get_tensor_name_map, reader._gguf_parse_value) == before
+
+
+def test_fields_are_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_gguf(tmp_path / "model.gguf")
+    seen: list[int] = []
+    parse = reader._gguf_parse_value
+    monkeypatch.setattr(reader, "_gguf_parse_value", lambda value, types: (seen.append(id(value)), parse(value, types))[1])
+    tokenizer = load_checkpoint(tmp_path).tokenizer()
+    assert len(seen) == len(set(seen)) > len(tokenizer)
+    save_gguf(tmp_path / "other.gguf", kind=Kind.Q8_0)  # another file is not the one that is kept
+    assert load_checkpoint(tmp_path / "other.gguf").quantization == "GGUF Q8_0 (15 tensors Q8_0, 5 F32)"
+    assert len(seen) > len(tokenizer) * 2
+
+
+@pytest.mark.parametrize("spoilt", [float("nan"), float("inf"), -float("inf")])
+def test_a_number_that_is_none_is_found_wherever_it_is(spoilt: float, folder: Path) -> None:
+    model = load_checkpoint(folder).model
+    weight = model.state_dict()["layers.1.mlp.up_proj.weight"]
+    weight[-1, 3] = spoilt
+    with pytest.raises(CheckpointError, match=r"NaN or infinite numbers, in layers\.1\.mlp\.up_proj"):
+        check_finite(model, "mine")
 
 
 # -- builtin:smollm2 --------------------------------------------------------------------------------------------------------

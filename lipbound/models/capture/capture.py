@@ -93,6 +93,10 @@ class Capturer:
         """Verify the next batch against the model again, whatever was verified before; probed weights stay."""
         self._verified.clear()
 
+    def release(self) -> None:
+        """Free the probed weights; they are probed again when they are needed."""
+        self._weights.clear()
+
     def _probed(self, i: int, call: Call) -> Weights:
         weights = self._weights.get(i)
         if weights is None or not weights.belongs_to(call):

@@ -80,7 +80,7 @@ def load_gguf(name: str, file: Path, commit: str | None, options: LoadOptions) -
 
 def _read(name: str, file: Path) -> PreTrainedModel:
     try:
-        with quiet(), gguf_file.read_once():
+        with quiet(), gguf_file.read_once(file):
             config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
             model, report = AutoModel.from_pretrained(
                 file.parent, gguf_file=file.name, config=config, attn_implementation="eager", dtype=torch.float32, trust_remote_code=False,
