@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.variants.rotary import turned
 from lipbound.attention.variants.token_maps import TokenMap
 from lipbound.linalg.matrix_norms import upper_factor
 
@@ -56,16 +57,42 @@ class Tangents:
             return self._once((a,), lambda: upper_factor(w)[0].mT[None])
         return torch.cat([w.mT.expand(len(g), -1, -1), g[:, None]], 1)
 
-    def maps(self, a: str, tokens: slice | Tensor) -> tuple[Tensor | None, Tensor]:
-        r"""L of some tokens in :math:`D = L^T [W\,g]^T`, and bounds on the 2-norms of :math:`|L|`, (n or 1,).
+    def turned(self, a: str, y: Tensor, tokens: slice | Tensor) -> Tensor:
+        r"""L y for L of some tokens in :math:`D = L^T [W\,g]^T` and vectors in rows, (n or 1, r, d_a) -> (n or 1, r, d_a + extra).
 
-        (n, d_a + extra, d_a), or None for identities.
+        A rotation turns coordinates; other maps are products of matrices.
         """
+        angles = self._turns(a, tokens)
+        if angles is not None:
+            return turned(y, angles[0][:, None], -angles[1][:, None])
+        left = self._matrices(a, tokens)
+        return y if left is None else y @ left.mT
+
+    def returned(self, a: str, y: Tensor, tokens: slice | Tensor) -> Tensor:
+        """L^T y, (n or 1, r, d_a + extra) -> (n or 1, r, d_a)."""
+        angles = self._turns(a, tokens)
+        if angles is not None:
+            return turned(y, angles[0][:, None], angles[1][:, None])
+        left = self._matrices(a, tokens)
+        return y if left is None else y @ left
+
+    def longest(self, a: str, tokens: slice | Tensor) -> Tensor:
+        r"""Bounds on the 2-norms of :math:`|L|`, (n or 1,): roots of the largest row sums times the largest column sums."""
+        angles = self._turns(a, tokens)
+        if angles is not None:
+            cos, sin = angles
+            sums = (cos.abs() + sin.abs()).amax(-1)
+            return sums if 2 * cos.shape[-1] == self._w[a].shape[1] else sums.clamp_min(1.0)
         left = self._matrices(a, tokens)
         if left is None:
-            return None, self._w[a].new_ones(1)
+            return self._w[a].new_ones(1)
         size = left.detach().abs()
-        return left, (size.sum(-1).amax(-1) * size.sum(-2).amax(-1)).sqrt()
+        return (size.sum(-1).amax(-1) * size.sum(-2).amax(-1)).sqrt()
+
+    def _turns(self, a: str, tokens: slice | Tensor) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines of some tokens, (n, r) float64, where their map is a rotation alone."""
+        angles = None if a == "v" else self._passages[a].turns()
+        return None if angles is None else (angles[0][tokens].double(), angles[1][tokens].double())
 
     def push(self, a: str, x: Tensor, tokens: slice | Tensor) -> Tensor:
         """D^a_i x_i for some tokens, (n, D, r) -> (n, d_a, r)."""
@@ -88,7 +115,7 @@ class Tangents:
         """
         g = self._direction(a, tokens)
         size = self._w[a].norm()[None] if g is None else (self._w[a].square().sum() + g.square().sum(-1)).sqrt()
-        return size * self.maps(a, tokens)[1]
+        return size * self.longest(a, tokens)
 
     def _matrices(self, a: str, tokens: slice | Tensor) -> Tensor | None:
         if self._kept is not None and tokens is self._kept[0] and a in self._kept[1]:

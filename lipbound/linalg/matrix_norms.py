@@ -129,8 +129,10 @@ def block_norm(b: Tensor, *, squarings: int = 2) -> Tensor:
 def _squared_norm(b: Tensor, squarings: int, work: torch.dtype) -> Tensor:
     """`block_norm` of matrices with no more rows than columns, before what is added for rounding."""
     k, m = b.shape[-2:]
-    size = b.detach().abs().amax((-1, -2), keepdim=True).double()
-    b = (b / size.clamp_min(1e-290)).to(work)  # entries are at most 1: powers stay in range
+    least, whole = 1e-290 if b.dtype == torch.float64 else torch.finfo(b.dtype).tiny, b.detach()
+    size = torch.maximum(whole.amax((-1, -2), keepdim=True), -whole.amin((-1, -2), keepdim=True))
+    divisor = size.clamp_min(least)  # entries divided by it are at most 1: powers stay in range
+    b = (b / divisor).to(work) if b.requires_grad else torch.div(b, divisor, out=torch.empty_like(b, dtype=work))
     g = b @ b.mT
     for _ in range(squarings):
         g = g @ g
@@ -139,8 +141,8 @@ def _squared_norm(b: Tensor, squarings: int, work: torch.dtype) -> Tensor:
     unit = torch.finfo(work).eps / 2
     spread = (f - t * t / k).clamp_min(0) + 32 * k * unit * f  # the difference cancels
     top = torch.minimum(t / k + ((1 - 1 / k) * spread).clamp_min(1e-300).sqrt(), (f * (1 + 2 * (k + 4) * unit)).clamp_min(1e-300).sqrt())
-    size = size[..., 0, 0]
-    return torch.where(size <= 1e-290, (k * m) ** 0.5 * size, top ** (0.5 / 2**squarings) * size)  # near the end of the range, Frobenius
+    size = size[..., 0, 0].double()
+    return torch.where(size <= least, (k * m) ** 0.5 * size, top ** (0.5 / 2**squarings) * size)  # near the end of the range, Frobenius
 
 
 def eigenvalues(g: Tensor) -> Tensor:

@@ -101,6 +101,17 @@ def test_block_norm_at_the_end_of_the_range(size: float) -> None:
     assert bool((value <= size * 4).all())
 
 
+@pytest.mark.parametrize("size", [1.0, 1e30, 1e-36, 1e-39, 1e-45])
+@pytest.mark.parametrize("by_column", [False, True])
+def test_block_norm_of_float32_matrices(size: float, by_column: bool) -> None:
+    b = torch.cat([draw(5, 6, 4), torch.zeros(1, 6, 4)]).float() * size
+    b = b.mT.contiguous().mT if by_column else b
+    exact, value = torch.linalg.matrix_norm(b.double(), 2), block_norm(b)
+    assert bool((value >= exact).all())
+    assert bool((value <= exact * (1.03 if size > 1e-37 else 24**0.5 * 1.001)).all())
+    assert float(value[-1]) == 0
+
+
 def test_nonnegative_norms_of_tiny_and_huge_entries() -> None:
     for size in (1e-170, 1e-300, 1e160):
         norm = nonnegative_norm(torch.full((3, 3), size, dtype=torch.float64))

@@ -234,3 +234,6 @@ class NormStep:
     def double(self) -> "NormStep":
         """With products in float64."""
         return NormStep(self.unit.double(), self.gain.double(), None if self.direction is None else self.direction.double())
+
+    def turns(self) -> None:
+        """It turns nothing."""

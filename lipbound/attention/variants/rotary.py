@@ -142,10 +142,16 @@ class RotationStep:
         """With products in float64, in which angles are stored where they are."""
         return self
 
+    def turns(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of all tokens."""
+        return self.rotation.cos, self.rotation.sin
+
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Vectors x (..., d) with coordinates i and i + r turned, cos and sin (..., r) broadcastable to those coordinates."""
     r = cos.shape[-1]
     a, b, rest = x[..., :r], x[..., r : 2 * r], x[..., 2 * r :]
-    pair = torch.cat([cos * a - sin * b, cos * b + sin * a], -1)
-    return torch.cat([pair, rest.expand(*pair.shape[:-1], rest.shape[-1])], -1)
+    parts = [cos * a - sin * b, cos * b + sin * a]
+    if rest.shape[-1]:
+        parts.append(rest.expand(*parts[0].shape[:-1], -1))
+    return torch.cat(parts, -1)

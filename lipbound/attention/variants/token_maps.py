@@ -30,6 +30,9 @@ class TokenStep(Protocol):
     def double(self) -> "TokenStep":
         """With products in float64."""
 
+    def turns(self) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines (N, r) of a step that turns coordinates i and i + r of every token, and nothing else; None for others."""
+
 
 @dataclass(frozen=True, eq=False)
 class TokenMap:
@@ -55,6 +58,10 @@ class TokenMap:
     def extra(self) -> int:
         """How many coordinates it sees besides the projected vector, 0 or 1."""
         return 0 if self.direction is None else 1
+
+    def turns(self) -> tuple[Tensor, Tensor] | None:
+        """Those of its only step; None where there are others."""
+        return self.steps[0].turns() if len(self.steps) == 1 else None
 
     def push(self, z: Tensor, extra: Tensor | None = None) -> Tensor:
         r"""Perturbations of the projected vectors (batch, N, d), and :math:`\tau` (batch, N, 1) where there is one, as they arrive, (batch, N, d)."""

@@ -147,13 +147,14 @@ class BlockNorms:
         self.qt_norm = (self.qt.norm(dim=-1) + self.off_qt)[..., None]
 
         # Row by row, since the d_v x d matrices of all rows would not fit.
-        keys, mean_k, factor = outer(v, k), p @ k, factor_q.mT[:, None]
+        scaled_k = att.scale * k
+        keys, mean_k, factor = outer(v, scaled_k), p @ scaled_k, factor_q.mT
         length_k, length_v, length_o = lengths(k), lengths(v), lengths(o)
         off_c = gamma(n + 6) * abs(att.scale) * (mean(p, length_v * length_k) + length_o * mean(p, length_k))
         if gram:
             w_q, w_k, w_v = (w[heads] for w in (att.w_q, att.w_k, att.w_v))
             self.z = (scaled @ (w_k.mT @ w_v)).norm(dim=-1) + gamma(inputs + d + 4) * size * (size_k * size_v)[:, None]  # |z_i|
-            images, projected = scaled @ (w_q.mT @ w_k).mT, (w_q.mT @ w_v)[:, None]
+            images, projected = scaled @ (w_q.mT @ w_k).mT, w_q.mT @ w_v
             reach = size * (size_q * size_k)[:, None]  # at least |W_Q^T q~_k|
             pairs, length_y = coordinate_pairs(images), lengths(images)
             w2, squares = p * p, outer(v, v)
@@ -165,14 +166,15 @@ class BlockNorms:
         found: list[tuple[Tensor, ...]] = []
         for i in range(0, n, step):
             r = slice(i, i + step)
-            c = att.scale * ((p[:, r] @ keys).unflatten(-1, (d_v, d)) - o[:, r, :, None] * mean_k[:, r, None, :])  # c C_i
+            c = torch.addcmul((p[:, r] @ keys).unflatten(-1, (d_v, d)), o[:, r, :, None], mean_k[:, r, None, :], value=-1)  # c C_i
             size_c, off = c.detach().flatten(2).norm(dim=-1), off_c[:, r]
-            norms: tuple[Tensor, ...] = (block_norm(c @ factor) + (off + gamma(d + 2) * size_c) * size_q[:, None],)
+            norms: tuple[Tensor, ...] = (block_norm(each_times(c, factor)) + (off + gamma(d + 2) * size_c) * size_q[:, None],)
             if gram:
-                cross = side[:, r, :, None] * o[:, r, None, :]
-                squared = (w2[:, r] @ squares).unflatten(-1, (d_v, d_v)) - cross - cross.mT  # A_i A_i^T
+                squared = (w2[:, r] @ squares).unflatten(-1, (d_v, d_v))  # A_i A_i^T, less the next two
+                for x, y in ((side, o), (o, side)):
+                    squared = torch.addcmul(squared, x[:, r, :, None], y[:, r, None, :], value=-1)
                 a = root(block_norm(squared) + off_a[:, r])
-                through_v = block_norm(c @ projected) + (off + gamma(inputs + d + 4) * size_c) * (size_q * size_v)[:, None]
+                through_v = block_norm(each_times(c, projected)) + (off + gamma(inputs + d + 4) * size_c) * (size_q * size_v)[:, None]
                 lost = off + gamma(inputs + 2 * d + 6) * size_c
                 through_q = torch.addcmul(image_norms(c, pairs, size_c, length_y), lost[..., None], reach[:, None])
                 norms += (through_v, torch.minimum(a, longest[:, r]), through_q)
@@ -246,7 +248,8 @@ def root(x: Tensor) -> Tensor:
 def coordinate_pairs(y: Tensor) -> Tensor:
     """Products y_i y_j of coordinates of y (heads, N, d), doubled where i < j: (heads, N, d (d + 1) / 2). Quadratic forms become inner products."""
     i, j = torch.triu_indices(y.shape[-1], y.shape[-1], device=y.device)
-    return y[..., i] * y[..., j] * torch.where(i == j, 1.0, 2.0)
+    rows, weights = y.mT.contiguous(), torch.where(i == j, 1.0, 2.0).to(y)[:, None]
+    return (rows.index_select(-2, i) * weights * rows.index_select(-2, j)).mT
 
 
 def image_norms(maps: Tensor, pairs: Tensor, sizes: Tensor, lengths: Tensor) -> Tensor:
@@ -259,9 +262,14 @@ def image_norms(maps: Tensor, pairs: Tensor, sizes: Tensor, lengths: Tensor) -> 
     """
     d_v, d = maps.shape[-2:]
     i, j = torch.triu_indices(d, d, device=maps.device)
-    forms = (maps.mT @ maps)[..., i, j]
+    forms = (maps.mT @ maps).flatten(-2).index_select(-1, i * d + j)
     allowance = gamma(d * (d + 1) // 2 + d_v + 8) * sizes**2
     return root(torch.addcmul((forms @ pairs.mT).clamp_min(0), allowance[..., :, None], lengths[..., None, :] ** 2))
+
+
+def each_times(maps: Tensor, m: Tensor) -> Tensor:
+    """Products of maps (heads, n, a, b) with one matrix a head, (heads, b, r), as one product: a copy of it for each would cost more."""
+    return (maps.flatten(1, 2) @ m).unflatten(1, maps.shape[1:3])
 
 
 def outer(x: Tensor, y: Tensor) -> Tensor:

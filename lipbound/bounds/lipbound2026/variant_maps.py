@@ -80,8 +80,8 @@ class Maps:
             tokens: their numbers, (n,). weights: E_it, (n, N), or None where ``inner`` is not wanted.
             cov: C_t, (n, d_v, d), size_c: what their rounding is relative to, (n,).
         """
-        turn, s_k, q = self._tangents.maps("k", tokens)[0], self._tangents.size("k", tokens).detach()[:, None], self._size
-        u, size_u = _apart(self._unit[None] if turn is None else self._unit @ turn.mT, -1, self.work)
+        s_k, q = self._tangents.size("k", tokens).detach()[:, None], self._size
+        u, size_u = _apart(self._tangents.turned("k", self._unit[None], tokens), -1, self.work)
         size_u, small = size_u[..., 0] * q, gamma(self._inputs + 6 * self._d + self._d_v + 46)
         f, size = normalised(self._tangents.projection("k", tokens), self.work) if self._factored else self._metric("k", "k", tokens, self.work)
         through, size_v = self._metric("k", "v", tokens, self.work)
@@ -98,7 +98,7 @@ class Maps:
             tops = weights.detach() * s_k * q * (5 if self._factored else 1)  # squared, 25: the factor is larger by 16 roundings
             inner = self._inner(y, right, relative.detach(), weights * size * size_u, g) + small * tops.mT @ tops
         own, q = self._own(tokens, cov, size_c), self._size
-        seen = _lengths((own.through.to(self.work) @ u.mT).mT, gamma(2 * self._d + 16, self.work)) * (own.size * size_u)
+        seen = _lengths(u @ own.through.to(self.work).mT, gamma(2 * self._d + 16, self.work)) * (own.size * size_u)
         return Parts(length, image, inner, own.b, own.b_v, seen + own.off[:, None] * s_k * q)
 
     def _inner(self, left: Tensor, right: Tensor, relative: Tensor, weights: Tensor, g: float) -> Tensor:
@@ -106,17 +106,19 @@ class Maps:
         top = weights.detach().amax().clamp_min(TINIEST)
         weights = weights / top
         w = weights.to(self.work)[..., None]
-        total = ((w * left) @ (w * right).mT).abs().sum(0).double()
-        own, mine = weights.detach(), weights.detach() * relative
-        cross = mine.mT @ own
-        off = gamma(self._d + 8, self.work) * mine.mT @ mine + g * (cross + cross.mT)
+        mine = w * left
+        each = mine @ (mine if right is left else w * right).mT
+        total = (each.abs() if each.requires_grad else each.abs_()).sum(0).double()
+        own, long = weights.detach(), weights.detach() * relative
+        cross = long.mT @ own
+        off = gamma(self._d + 8, self.work) * long.mT @ long + g * (cross + cross.mT)
         return (total * (1 + gamma(len(weights) + 4, self.work)) + off + LOST) * top**2
 
     def _own(self, tokens: Tensor, cov: Tensor, size_c: Tensor) -> "Own":
         """What the tokens do as queries."""
-        turn, s_q = self._tangents.maps("q", tokens)[0], self._tangents.size("q", tokens).detach()
+        s_q = self._tangents.size("q", tokens).detach()
         wide = torch.float64  # float32 would cost these norms 1e-4: they are small beside their factors
-        own, size_own = _apart(cov if turn is None else cov @ turn.mT, (-2, -1), wide)
+        own, size_own = _apart(self._tangents.turned("q", cov, tokens), (-2, -1), wide)
         gram, size = self._metric("q", "q", tokens, wide)
         (values, size_v), (keys, size_k) = self._metric("q", "v", tokens, wide), self._metric("q", "k", tokens, wide)
         g, off = gamma(self._d + 8, wide), gamma(2 * self._n + self._inputs + 8 * self._d + self._d_v + 68) * size_c * s_q

@@ -86,11 +86,12 @@ def _of_tokens(maps: Maps, kept: Tensor, c: float, t: Tensor, e: Tensor, k: Tens
     inner = torch.zeros_like(t) if n <= ALL_PAIRS else None
     step = max(1, CHUNK // (8 * n * max(n if n <= ALL_PAIRS else 1, maps.width)))
     size_c = c * (e.detach() @ k.detach().norm(dim=-1))  # of the terms of C_i, which may cancel
+    keys = c * k
     length, image, b_q = (torch.zeros_like(t) for _ in range(3))
     b, b_v = t.new_zeros(n), t.new_zeros(n)
     for i in range(0, n, step):
         part = slice(i, i + step)
-        cov = c * (t[part, :, None] * (v[None] - o[part, None, :])).mT @ k  # C_i, (i, d_v, d)
+        cov = (t[part, :, None] * (v[None] - o[part, None, :])).mT @ keys  # C_i, (i, d_v, d)
         found = maps.parts(kept[part], e[:, part].mT if inner is not None else None, cov, size_c[part])
         length[:, part], image[:, part] = found.length.mT, found.image.mT
         if inner is not None and found.inner is not None:
