@@ -11,6 +11,7 @@ from transformers import BertConfig, BertModel
 import lipbound as lb
 from lipbound.bounds.audit import audit
 from lipbound.errors import LipboundError, StoreError
+from lipbound.models.capture import capture
 from lipbound.runs import plan, store
 
 TEXTS = ["the ferry is in a clock", "the keeper and the lighthouse", "a island of the ferry"]
@@ -42,6 +43,14 @@ def test_blocks_do_not_change_results(bert: Path, monkeypatch: pytest.MonkeyPatc
     single = lb.compare(bert, TEXTS, bounds=["yudin"], **OPTIONS)
     for name in ("exact", "yudin", "exact_upper"):
         np.testing.assert_allclose(whole[name], single[name], rtol=1e-5)
+
+
+def test_every_layer_is_probed_once(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    probed: list[str] = []
+    probe = capture.probe
+    monkeypatch.setattr(capture, "probe", lambda call: (probed.append(call.name), probe(call))[1])
+    ds = lb.compare(bert, ["one text", "another one", "and a third"], memory=1, max_length=4, bounds=["lipbound_block"], progress=False)
+    assert len(probed) == len(set(probed)) == ds.sizes["layer"]
 
 
 def test_same_seed_same_numbers(bert: Path) -> None:
