@@ -16,7 +16,7 @@ from lipbound.devices import resolve_device
 from lipbound.errors import CheckpointError, LipboundError, shown
 from lipbound.models.checkpoints import load_checkpoint
 from lipbound.runs.config import RunConfig
-from lipbound.runs.measure import LayerResult, MeasurementSpec, Measurer, capturer
+from lipbound.runs.measure import LayerResult, MeasurementSpec, Measurer, capturer_of
 from lipbound.runs.partial_store import PartialRun
 from lipbound.runs.plan import Block, Plan, Sources
 
@@ -53,7 +53,7 @@ def work(worker: WorkerSpec, inputs: Mapping[str, Tensor], start: int, skip: Col
             )
             if checkpoint.revision != worker.weights:
                 raise CheckpointError(f"{worker.model} is {checkpoint.revision} on a worker but {worker.weights} here; give all the same checkpoint")
-            _MEASURERS[worker] = Measurer(capturer(checkpoint.model, worker.layers, worker.spec.map), worker.spec)
+            _MEASURERS[worker] = Measurer(capturer_of(checkpoint.model, worker.layers, worker.spec.map), worker.spec)
         return list(_MEASURERS[worker].block({name: t.to(device) for name, t in inputs.items()}, start, skip))
 
 

@@ -83,7 +83,7 @@ class LayerResult(NamedTuple):
     error: float
 
 
-def capturer(model: "PreTrainedModel", layers: Sequence[int] | None, map: str) -> Capturer:
+def capturer_of(model: "PreTrainedModel", layers: Sequence[int] | None, map: str) -> Capturer:
     """Of these layers of a model (all for None), with what stands around them where the map needs it."""
     return Capturer(model, layers, around=map in BLOCKS)
 
@@ -94,7 +94,7 @@ def layers_at(capturer: Capturer, inputs: Mapping[str, Tensor]) -> list[LayerInf
 
 
 class Measurer:
-    """Measures blocks of samples on the layers that `capturer` finds."""
+    """Measures blocks of samples on the layers that a `Capturer` finds."""
 
     def __init__(self, capturer: Capturer, spec: MeasurementSpec):
         self._capturer, self._spec = capturer, spec

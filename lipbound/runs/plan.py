@@ -19,7 +19,7 @@ from lipbound.models.capture.capture import Capturer
 from lipbound.models.checkpoints import Checkpoint, load_checkpoint
 from lipbound.models.inputs import prepare
 from lipbound.runs.config import RunConfig
-from lipbound.runs.measure import LayerInfo, MeasurementSpec, capturer, layers_at
+from lipbound.runs.measure import LayerInfo, MeasurementSpec, capturer_of, layers_at
 from lipbound.runs.partial_store import partial_path, stored_block
 
 BLOCK_BYTES = 1.5e9
@@ -44,7 +44,7 @@ def open_sources(config: RunConfig, device: str) -> Sources:
         CheckpointError, InputsError: they cannot be found or used.
     """
     checkpoint = open_checkpoint(config, device)
-    return Sources(checkpoint, open_inputs(config, checkpoint), device, capturer(checkpoint.model, config.chosen_layers, config.map))
+    return Sources(checkpoint, open_inputs(config, checkpoint), device, capturer_of(checkpoint.model, config.chosen_layers, config.map))
 
 
 def open_checkpoint(config: RunConfig, device: str) -> Checkpoint:

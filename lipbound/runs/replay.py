@@ -12,7 +12,7 @@ from lipbound.errors import InputsError, StoreError
 from lipbound.models.batch import Inputs
 from lipbound.models.checkpoints import Checkpoint
 from lipbound.runs.config import RunConfig
-from lipbound.runs.measure import Measurer, capturer
+from lipbound.runs.measure import Measurer, capturer_of
 from lipbound.runs.plan import measurement_spec, open_checkpoint, open_inputs
 from lipbound.runs.provenance import package_version
 
@@ -42,7 +42,7 @@ class Replay(NamedTuple):
     def measurer(self, ds: xr.Dataset, layer: int) -> Measurer:
         """Measures the layer at one position of the run as the run did."""
         spec = measurement_spec(self.config, self.config.names, ds.attrs["exact_samples"], ds["exact"][0].shape)
-        return Measurer(capturer(self.checkpoint.model, [int(ds["layer"][layer])], spec.map), spec)
+        return Measurer(capturer_of(self.checkpoint.model, [int(ds["layer"][layer])], spec.map), spec)
 
 
 def replay(ds: xr.Dataset, *, model: Any = None, data: Any = None, device: str = "auto", dtype: str | None = None) -> Replay:
