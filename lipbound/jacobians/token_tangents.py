@@ -40,15 +40,11 @@ class Tangents:
 
     def product(self, a: str, b: str, tokens: slice | Tensor) -> Tensor:
         """D^a_i D^b_i^T for some tokens, (n or 1, d_a, d_b)."""
-        left, right = self._matrices(a, tokens), self._matrices(b, tokens)
-        out = self.metric(a, b, tokens)
-        out = out if left is None else left.mT @ out
-        return out if right is None else out @ right
+        return self.returned(b, self.returned(a, self.metric(a, b, tokens).mT, tokens).mT, tokens)
 
     def factor(self, a: str, tokens: slice | Tensor) -> Tensor:
         """F_i for which F_i F_i^T is D^a_i D^a_i^T or a little more, for some tokens, (n or 1, d_a, r): Lemma 76 (docs/theory/upper_values.md)."""
-        left, out = self._matrices(a, tokens), self.projection(a, tokens)
-        return out if left is None else left.mT @ out
+        return self.returned(a, self.projection(a, tokens).mT, tokens).mT
 
     def projection(self, a: str, tokens: slice | Tensor) -> Tensor:
         r"""The same of :math:`[W\,g]^T`, before the maps of the tokens, (n or 1, d_a + extra, r)."""
@@ -90,21 +86,20 @@ class Tangents:
         return (size.sum(-1).amax(-1) * size.sum(-2).amax(-1)).sqrt()
 
     def _turns(self, a: str, tokens: slice | Tensor) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines of some tokens, (n, r) float64, where their map is a rotation alone."""
-        angles = None if a == "v" else self._passages[a].turns()
+        """Cosines and sines of some tokens, (n, r) float64, where their map is a rotation alone and no matrix of it is held."""
+        held = self._kept is not None and tokens is self._kept[0]
+        angles = None if a == "v" or held else self._passages[a].turns()
         return None if angles is None else (angles[0][tokens].double(), angles[1][tokens].double())
 
     def push(self, a: str, x: Tensor, tokens: slice | Tensor) -> Tensor:
         """D^a_i x_i for some tokens, (n, D, r) -> (n, d_a, r)."""
-        left, g = self._matrices(a, tokens), self._direction(a, tokens)
-        y = self._w[a].mT @ x
+        g, y = self._direction(a, tokens), self._w[a].mT @ x
         y = y if g is None else torch.cat([y, g[:, None] @ x], 1)
-        return y if left is None else left.mT @ y
+        return self.returned(a, y.mT, tokens).mT
 
     def pull(self, a: str, y: Tensor, tokens: slice | Tensor) -> Tensor:
         """D^a_i^T y_i for some tokens, (n, d_a, r) -> (n, D, r)."""
-        left, g = self._matrices(a, tokens), self._direction(a, tokens)
-        y = y if left is None else left @ y
+        g, y = self._direction(a, tokens), self.turned(a, y.mT, tokens).mT
         return self._w[a] @ y if g is None else self._w[a] @ y[:, :-1] + g[..., None] * y[:, -1:]
 
     def size(self, a: str, tokens: slice | Tensor) -> Tensor:
