@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lipbound import bounds
 from lipbound.attention.layer import Attention
-from lipbound.bounds.lipbound2026 import variant_forms, variant_maps, variants
+from lipbound.bounds.lipbound2026 import variant_forms, variant_inner, variant_maps, variants
 from lipbound.bounds.lipbound2026.variant_forms import Covariances, Forms
 from lipbound.bounds.lipbound2026.variant_maps import Maps
 from lipbound.jacobians.token_tangents import Tangents
@@ -78,6 +78,24 @@ def test_float32_hardly_moves_the_bounds(has: tuple[str, ...], monkeypatch: pyte
         assert bool((found <= wide * (1 + 2e-4)).all())
 
 
+@pytest.mark.parametrize("has", HAS)
+def test_largest_terms_of_long_heads_have_inner_products(has: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest have products of lengths; sums that leave out nothing are those of all pairs."""
+    att = layer(3, frozenset(has), n=7).of_samples(slice(0, 1))
+    e = torch.rand(7, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64) ** 4
+    length, _, inner, *_ = direct(att, e, torch.zeros(7, att.d_v, att.d, dtype=torch.float64))
+    length, q, before = length.mT, att.scale * att.q[0, 0], (e * length.mT) @ (e * length.mT).mT
+    monkeypatch.setattr(variant_inner, "CHUNK", 8 * 7 * 3)  # three rows at a time
+    for count in (0, 1, 3, 7):
+        monkeypatch.setattr(variant_inner, "LARGEST", count)
+        found = variant_inner.inner_products(Tangents(att, 0, 0), torch.arange(7), q, e, length, 100)
+        assert torch.equal(found, found.mT)
+        assert bool((found >= inner * (1 - 1e-13)).all())
+        assert bool((found <= before * (1 + 1e-13)).all())
+        before = found
+    torch.testing.assert_close(found, inner, rtol=1e-9, atol=1e-11)
+
+
 @pytest.mark.each_value
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("has", HAS[1:])
@@ -86,19 +104,23 @@ def test_lengths_take_the_place_of_inner_products_in_long_inputs(has: tuple[str,
     pairs = bounds.evaluate(att, ["lipbound", "lipbound_block"])
     monkeypatch.setattr(variants, "ALL_PAIRS", att.tokens - 1)
     monkeypatch.setattr(variant_forms, "FORM_BYTES", 8 * 40)  # two tokens at a time
-    lengths = bounds.evaluate(layer(4, frozenset(has), mask=mask, n=9), ["lipbound", "lipbound_block"])
-    torch.testing.assert_close(lengths["lipbound_block"], pairs["lipbound_block"], rtol=1e-5, atol=0)  # it has no inner products
-    exact, value = oracle(att), lengths["lipbound"]
-    assert bool((value >= exact).all())
-    assert bool((value >= pairs["lipbound"] * (1 - 1e-5)).all())
-    assert bool((value <= pairs["lipbound"] * 1.5).all())
-    assert bool((value > pairs["lipbound"] * 1.001).any())  # the two are not the same
+    exact, found = oracle(att), {}
+    for count in (0, 1, 9):
+        monkeypatch.setattr(variant_inner, "LARGEST", count)
+        found[count] = bounds.evaluate(layer(4, frozenset(has), mask=mask, n=9), ["lipbound", "lipbound_block"])
+        torch.testing.assert_close(found[count]["lipbound_block"], pairs["lipbound_block"], rtol=1e-5, atol=0)  # it has no inner products
+        assert bool((found[count]["lipbound"] >= exact).all())
+    torch.testing.assert_close(found[9]["lipbound"], pairs["lipbound"], rtol=1e-3, atol=0)  # norms of small matrices are rounded upwards
+    ratio, lengths = found[1]["lipbound"] / pairs["lipbound"], found[0]["lipbound"] / pairs["lipbound"]
+    assert bool(((ratio >= 1 - 1e-5) & (ratio <= lengths * (1 + 1e-12)) & (lengths <= 1.5)).all())
+    assert bool((lengths > 1.001).any())  # the two are not the same
 
 
 @pytest.mark.parametrize("family", [name for name in sorted(FAMILIES) if judge.case(name, torch.float64, 0).variants])
 def test_lengths_are_not_wrong_on_hard_heads(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms are known to 80 digits; nothing is allowed for rounding."""
     monkeypatch.setattr(variants, "ALL_PAIRS", 0)
+    monkeypatch.setattr(variant_inner, "LARGEST", 2)
     att = judge.case(family, torch.float64, 0).select(slice(0, 2))
     verdicts = list(judge.judge(att, family, methods=(), chosen=["lipbound"], l2=False))
     assert verdicts

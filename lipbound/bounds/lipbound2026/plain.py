@@ -54,10 +54,11 @@ def lipbound(att: Attention) -> Tensor:
     (`lipbound.linalg.matrix_norms.block_norm`, within 1 %). Memory O(N^2 + N d d_v) per head. Differentiable in all that enters J (not ``b_k``,
     ``b_v``); where the norm of a matrix has no derivative (several equal top singular values), the derivative is that along one of its top pairs.
 
-    Where these matrices would take more than 4 GB (17 and one for each head, float64: from N = 5271 on for one head, 4153 for 12), they are applied
-    to vectors and never stored, whatever memory is free: O(N^2 d^2) operations, O(N d^2) memory. The value is then another one, 0.93 to 1.17 times
-    that of stored matrices on the heads where both were computed: Lemmas 104 and 105 (docs/theory/long_inputs.md). With derivatives they are
-    always stored.
+    Where these matrices would take more than 4 GB (17 and one for each head, float64: from N = 5271 on for one head, 4153 for 12), they are formed
+    tile by tile in float32, rounded upwards, 4 N^2 bytes, and the second number of L is the norm of absolute values: 1.00 to 1.06 times the value
+    of stored matrices on the heads where both were computed. Above 20,000 tokens they are applied to vectors and never stored: O(N^2 d^2)
+    operations, O(N d^2) memory, 0.93 to 1.24 times that value. Which it is depends on the layer's shape, whatever memory is free:
+    Lemmas 104 and 105 (docs/theory/long_inputs.md), Lemma 117 (docs/theory/long_terms.md). With derivatives they are always stored.
     With rotary position embeddings, normalised queries and keys, capped scores or sinks: `lipbound.bounds.lipbound2026.variants`.
     """
 

@@ -33,12 +33,12 @@ class Forms(Maps):
     def parts(self, tokens: Tensor, weights: Tensor | None, cov: Tensor, size_c: Tensor) -> Parts:
         """`Maps.parts`; ``weights`` is None."""
         assert weights is None
-        longest, q = self._tangents.longest("k", tokens), self._size
-        reach, small = self._tangents.size("k", tokens)[:, None] * q, gamma(self._inputs + 6 * self._d + self._d_v + 46)
-        (metric, size), (through, size_v) = (normalised(self._tangents.metric("k", name, tokens), torch.float64) for name in "kv")
+        longest, q = self.tangents.longest("k", tokens), self._size
+        reach, small = self.tangents.size("k", tokens)[:, None] * q, gamma(self._inputs + 6 * self._d + self._d_v + 46)
+        (metric, size), (through, size_v) = (normalised(self.tangents.metric("k", name, tokens), torch.float64) for name in "kv")
         own = self._own(tokens, cov, size_c)
-        values, steep = (self._tangents.returned("k", m, tokens) for m in (through.mT, own.through))
-        metric = self._tangents.returned("k", self._tangents.returned("k", metric, tokens).mT, tokens)
+        values, steep = (self.tangents.returned("k", m, tokens) for m in (through.mT, own.through))
+        metric = self.tangents.returned("k", self.tangents.returned("k", metric, tokens).mT, tokens)
         i, j = torch.triu_indices(*metric.shape[-2:], device=metric.device)
         off = gamma(self._inputs + 6 * self._d + self._pairs.shape[1] + 54)
         length = root((metric[:, i, j] @ self._pairs.mT).clamp_min(0) * (size * q.square()) + off * reach.square())

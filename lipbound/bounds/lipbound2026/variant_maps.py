@@ -59,11 +59,12 @@ class Maps:
     matrices of projections; else from their small factors.
 
     Attributes:
+        tangents: how its queries, keys and values follow their tokens.
         work: dtype of the products. width: how many numbers the largest temporary has for every pair of tokens.
     """
 
     def __init__(self, att: Attention, sample: int, h: int, keep: slice | Tensor):
-        self._tangents = tangents = Tangents(att, sample, h)
+        self.tangents = tangents = Tangents(att, sample, h)
         self._factored = not (att.cache.recording or tangents.directed)
         self.work = torch.float32 if self._factored and reproducible_float32() else torch.float64
         q = att.scale * att.q[sample, h][keep]
@@ -80,10 +81,10 @@ class Maps:
             tokens: their numbers, (n,). weights: E_it, (n, N), or None where ``inner`` is not wanted.
             cov: C_t, (n, d_v, d), size_c: what their rounding is relative to, (n,).
         """
-        s_k, q = self._tangents.size("k", tokens).detach()[:, None], self._size
-        u, size_u = _apart(self._tangents.turned("k", self._unit[None], tokens), -1, self.work)
+        s_k, q = self.tangents.size("k", tokens).detach()[:, None], self._size
+        u, size_u = _apart(self.tangents.turned("k", self._unit[None], tokens), -1, self.work)
         size_u, small = size_u[..., 0] * q, gamma(self._inputs + 6 * self._d + self._d_v + 46)
-        f, size = normalised(self._tangents.projection("k", tokens), self.work) if self._factored else self._metric("k", "k", tokens, self.work)
+        f, size = normalised(self.tangents.projection("k", tokens), self.work) if self._factored else self._metric("k", "k", tokens, self.work)
         through, size_v = self._metric("k", "v", tokens, self.work)
         y, g = _times(u, f), gamma(self._d + 8, self.work)
         image = _lengths(_times(u, through), g) * size_v * size_u + small * self._norm_v * s_k * q
@@ -116,9 +117,9 @@ class Maps:
 
     def _own(self, tokens: Tensor, cov: Tensor, size_c: Tensor) -> "Own":
         """What the tokens do as queries."""
-        s_q = self._tangents.size("q", tokens).detach()
+        s_q = self.tangents.size("q", tokens).detach()
         wide = torch.float64  # float32 would cost these norms 1e-4: they are small beside their factors
-        own, size_own = _apart(self._tangents.turned("q", cov, tokens), (-2, -1), wide)
+        own, size_own = _apart(self.tangents.turned("q", cov, tokens), (-2, -1), wide)
         gram, size = self._metric("q", "q", tokens, wide)
         (values, size_v), (keys, size_k) = self._metric("q", "v", tokens, wide), self._metric("q", "k", tokens, wide)
         g, off = gamma(self._d + 8, wide), gamma(2 * self._n + self._inputs + 8 * self._d + self._d_v + 68) * size_c * s_q
@@ -129,7 +130,7 @@ class Maps:
         return Own(b, b_v, through, size[..., 0] * size_k * once[:, None], off)
 
     def _metric(self, a: str, b: str, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return normalised(self._tangents.metric(a, b, tokens), dtype)
+        return normalised(self.tangents.metric(a, b, tokens), dtype)
 
 
 def normalised(m: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -3,9 +3,10 @@ r"""`lipbound` and `lipbound_block` for heads with rotary position embeddings, n
 The compression of `lipbound.bounds.lipbound2026.plain`, block by block, with a vector :math:`\tilde q_{ij}` for each pair of tokens:
 Lemma 18 (docs/theory/bounds.md). Blocks of J as in `lipbound.jacobians.token_tangents`.
 
-Cost per head: O(N^3 d + N^2 d (d + d_v) + N d^3) operations, O(N^2 (d + d_v)) memory for some rows at a time; above `ALL_PAIRS` tokens O(N^3) in
-place of O(N^3 d), with lengths in place of inner products, as few large products of matrices (`lipbound.bounds.lipbound2026.variant_forms`). Most
-products of shorter heads are in float32, their rounding allowed for; those of long heads and of derivatives are in float64.
+Cost per head: O(N^3 d + N^2 d (d + d_v) + N d^3) operations, O(N^2 (d + d_v)) memory for some rows at a time. Above `ALL_PAIRS` tokens
+O(N^3 + N^2 d^2) operations, with lengths in place of most inner products (`lipbound.bounds.lipbound2026.variant_inner`), as few large products of
+matrices (`lipbound.bounds.lipbound2026.variant_forms`). Most products of shorter heads are in float32, their rounding allowed for; those of long
+heads and of derivatives are in float64.
 """
 
 import torch
@@ -18,12 +19,13 @@ from lipbound.bounds.lipbound2026 import plain
 from lipbound.bounds.lipbound2026.parts import CHUNK, RTOL, in_chunks, root
 from lipbound.bounds.lipbound2026.spread import spread
 from lipbound.bounds.lipbound2026.variant_forms import Covariances, Forms
+from lipbound.bounds.lipbound2026.variant_inner import inner_products
 from lipbound.bounds.lipbound2026.variant_maps import TINIEST, Maps, Parts
 from lipbound.bounds.multihead import with_folded
 from lipbound.linalg.matrix_norms import UNIT, block_norm, gamma, matrix_norm, nonnegative_norm, power_of_two
 
-ALL_PAIRS = 1024
-"""Tokens above which inner products of q~_ij and q~_kj are replaced by products of lengths, whatever the machine: half a minute a head or so."""
+ALL_PAIRS = 256
+"""Tokens above which inner products of q~_ij and q~_kj are formed for the largest terms alone: they would take 26 s a head at 1,024 tokens, not 3."""
 ROWS = 2
 """Where the bounds in the norms of single tokens stand among those that are computed together: by rows, then by columns."""
 
@@ -66,7 +68,10 @@ def _one(att: Attention, sample: int, h: int) -> Tensor:
         found, kappa = _of_long(forms, kept, c, t, k, v, o)
 
     reach = e * found.length
-    inner = reach @ reach.mT if found.inner is None else found.inner
+    inner = found.inner
+    if inner is None:
+        widths = att.x.shape[2] + 6 * att.d + att.d_v + 52
+        inner = inner_products(maps.tangents, kept, att.scale * att.q[sample, h][keep], e, found.length, widths)
     squares = (p * norm_v) ** 2 + 2 * p * e * found.image + reach**2
     tokens = root(squares) + torch.diag_embed(found.b)
     single = [tokens.sum(-1).amax(-1), root(tokens.square().sum(-2)).amax(-1)]

@@ -17,12 +17,12 @@ FLOOR = 1e-2
 """What such a vector keeps of power iteration's, entry by entry, so that none of its entries is too small."""
 
 
-def least_norm(apply: Callable[[Tensor], Tensor], n: int, more: Tensor) -> Tensor:
+def least_norm(apply: Callable[[Tensor], Tensor], n: int, more: Tensor, *, rtol: float = RTOL) -> Tensor:
     r"""An upper value of the least of the norms of some matrices M, each with a number of its own added, ``more`` (m,).
 
     ``apply`` maps (n, m) to the products of each matrix with its column. For every y > 0, :math:`\|M\| \le \max_i (M y)_i / y_i`: Lemma 49
     (docs/theory/numerics.md). y follows power iteration, now and then from the Ritz vector of the space of all y so far, until the least upper value
-    is within `RTOL` of the least lower one.
+    is within ``rtol`` of the least lower one.
     """
     y = more.new_ones(n, len(more))
     upper, seen = torch.full_like(more, torch.inf), []
@@ -30,7 +30,7 @@ def least_norm(apply: Callable[[Tensor], Tensor], n: int, more: Tensor) -> Tenso
         z = apply(y)
         upper = torch.minimum(upper, (z / y).amax(0))
         lower = (y * z).sum(0) / (y * y).sum(0)
-        if not bool((upper + more).amin() > (1 + RTOL) * (lower + more).amin()):
+        if not bool((upper + more).amin() > (1 + rtol) * (lower + more).amin()):
             break
         size = y.norm(dim=0)
         seen.append((y / size, z / size))

@@ -126,12 +126,12 @@ class TokenNorms:
         squares = (pairs @ self.forms.mT).clamp_min_(0).addcmul_(lengths(y)[:, None] ** 2, self.allowance)
         return squares.sqrt_().addcmul_(self.reach[rows, None], self.lost)
 
-    def inner(self, rows: slice) -> Tensor:
-        r""":math:`|\tilde q_i \cdot \tilde q_k|` of some i for all k, (rows, N)."""
+    def inner(self, rows: slice, cols: slice = slice(None)) -> Tensor:
+        r""":math:`|\tilde q_i \cdot \tilde q_k|` of some i and k, (rows, cols)."""
         length, off = lengths(self.qt) + self.off_qt, self.off_qt
         left = torch.stack([gamma(self.qt.shape[-1] + 2) * length + 2 * off, length, self.excess * self.size], -1)
         right = torch.stack([length, 2 * off, self.size], -1)
-        return (self.qt[rows] @ self.qt.mT).abs_().addmm_(left[rows], right.mT)
+        return (self.qt[rows] @ self.qt[cols].mT).abs_().addmm_(left[rows], right[cols].mT)
 
 
 def _against_outer(p: Tensor, x: Tensor, y: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 r"""`lipbound` and `lipbound_block` for plain heads at any length: matrices of norms of blocks are applied to vectors, and never there as a whole.
 
-Proof: Lemmas 104 and 105 (docs/theory/long_inputs.md).
+Up to 20,000 tokens `lipbound` has them in float32 (`lipbound.bounds.lipbound2026.streaming.tiled`). Proof: Lemmas 104 and 105
+(docs/theory/long_inputs.md).
 """
 
 from dataclasses import fields
@@ -15,12 +16,15 @@ from lipbound.bounds.lipbound2026.parts import MATRICES, Sample, root, samples_o
 from lipbound.bounds.lipbound2026.streaming.iteration import MAX_STEPS, least_norm
 from lipbound.bounds.lipbound2026.streaming.parts import FORM_BYTES, LARGEST, TokenNorms
 from lipbound.bounds.lipbound2026.streaming.rows import ROW_BYTES
+from lipbound.bounds.lipbound2026.streaming.tiled import Tiled, numbers
 from lipbound.devices import require
 from lipbound.jacobians.rounding import distance
 from lipbound.linalg.matrix_norms import matrix_norm
 
 STORED = 4e9
 """Bytes of matrices over all pairs of tokens above which our bounds do without them."""
+TILED = 1.6e9
+"""Bytes of one float32 matrix over all pairs of tokens up to which `lipbound` has one: 20,000 tokens."""
 TEMPORARIES = 12
 """How many blocks of rows are in memory together."""
 
@@ -33,12 +37,19 @@ def too_long(att: Attention) -> bool:
     return (MATRICES + att.heads) * 8.0 * att.tokens**2 > STORED and not att.cache.recording
 
 
-def memory(att: Attention) -> float:
-    """Bytes that the bounds take without whole matrices, but for the layer's mask, if it has one."""
+def tiled(att: Attention, kind: "type[Stacked] | type[Compressed]") -> bool:
+    """Whether one float32 matrix over all pairs of tokens stands for those of `lipbound`: a matter of the layer's shape again."""
+    return kind is Compressed and 4.0 * att.tokens**2 <= TILED
+
+
+def memory(att: Attention, kind: "type[Stacked] | type[Compressed]") -> float:
+    """Bytes that a bound takes without float64 matrices over all pairs of tokens, but for the layer's mask, if it has one."""
     d, forms = att.d, att.d * (att.d + 1) // 2
     forms = forms if 8 * att.tokens * forms <= FORM_BYTES else 0
     heads = att.samples * att.heads * (3 * d + 2 * att.d_v + 16) + 2 * att.samples * att.x.shape[2]
-    return 8.0 * att.tokens * (heads + forms + 4 * (d + att.d_v) + 8 * LARGEST + 4 * MAX_STEPS + 30) + TEMPORARIES * max(ROW_BYTES, 8 * att.tokens)
+    tokens = 8.0 * att.tokens * (heads + forms + 4 * (d + att.d_v) + 8 * LARGEST + 4 * MAX_STEPS + 30)
+    square = 4.0 * att.tokens**2 + 8.0 * numbers(att.tokens) if tiled(att, kind) else 0.0
+    return tokens + square + TEMPORARIES * max(ROW_BYTES, 8 * att.tokens)
 
 
 def streamed(att: Attention, kind: "type[Stacked] | type[Compressed]") -> Tensor:
@@ -46,8 +57,9 @@ def streamed(att: Attention, kind: "type[Stacked] | type[Compressed]") -> Tensor
 
     Raises LipboundError where the memory for it is not free.
     """
-    what = f"our bounds at {att.tokens} tokens keep numbers for every token and some rows of their matrices"
-    require(memory(att), att.device, what, "measure shorter inputs or fewer samples, or name other bounds")
+    square = ", one of them in float32" if tiled(att, kind) else ""
+    what = f"our bounds at {att.tokens} tokens keep numbers for every token and some rows of their matrices{square}"
+    require(memory(att, kind), att.device, what, "measure shorter inputs or fewer samples, or name other bounds")
     found = []
     with torch.no_grad():
         for sample in samples_of(att):
@@ -63,7 +75,7 @@ def _one(sample: Sample, head: int, kind: "type[Stacked] | type[Compressed]") ->
     parts = TokenNorms(one, head, sample.errors, gram=kind is Compressed)
     errors = TensorErrors(*(getattr(sample.errors, field.name)[0, head] for field in fields(sample.errors)))
     away = distance(errors, parts.moments, one.scale, parts.norm_v)
-    return kind(parts).value(), parts.largest, away
+    return (Tiled if tiled(one, kind) else kind)(parts).value(), parts.largest, away
 
 
 class Stacked:
