@@ -1,7 +1,7 @@
 """Time and peak memory of the exact norm of one head of width 64 at N = 1024 ... 16384, each in a process of its own. Writes long.json.
 
 ``python benchmarks/long.py certified 16384`` and ``... lipbound 16384`` take one thread for the certified norm, and for the bound, of the same head,
-and renew these rows alone.
+``... rotary 16384`` for the bound on it with rotary position embeddings, and renew these rows alone.
 """
 
 import json
@@ -16,15 +16,18 @@ import torch
 
 from lipbound import bounds
 from lipbound.attention.layer import Attention
+from lipbound.attention.variants.rotary import Rotation
 from lipbound.jacobians.spectral_norm import spectral_norm
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 
 
-def layer(n: int) -> Attention:
+def layer(n: int, *, rotary: bool = False) -> Attention:
     """One head of width 64."""
     g = torch.Generator().manual_seed(0)
-    return Attention(torch.randn(1, n, 256, generator=g), *(torch.randn(1, 256, 64, generator=g) * 0.06 for _ in range(3)))
+    angles = torch.arange(n)[:, None] * 10000.0 ** -torch.linspace(0, 1, 32)
+    turns = {"rotation": Rotation.of_angles(angles)} if rotary else {}
+    return Attention(torch.randn(1, n, 256, generator=g), *(torch.randn(1, 256, 64, generator=g) * 0.06 for _ in range(3)), **turns)
 
 
 def one(n: int) -> dict[str, float]:
@@ -45,9 +48,9 @@ def one(n: int) -> dict[str, float]:
 def single(what: str, n: int) -> dict[str, float]:
     """Value, seconds of the processor, and peak resident memory in GB of this process, of one thread."""
     torch.set_num_threads(1)
-    att = layer(n)
+    att, name = layer(n, rotary=what == "rotary"), "lipbound" if what == "rotary" else what
     start = time.process_time()
-    value = spectral_norm(att, tol=1e-3, delta=1e-10).upper if what == "certified" else bounds.evaluate(att, [what])[what]
+    value = spectral_norm(att, tol=1e-3, delta=1e-10).upper if what == "certified" else bounds.evaluate(att, [name])[name]
     return {
         "value": float(value),
         "processor_seconds": time.process_time() - start,

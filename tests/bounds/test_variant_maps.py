@@ -46,13 +46,15 @@ def test_parts_are_those_of_the_maps(has: tuple[str, ...], work: torch.dtype, mo
         assert bool((value <= true * (1 + above) + above * 0.1 * largest).all()), name
 
 
+@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("has", HAS)
-def test_forms_of_long_heads_are_those_of_the_maps(has: tuple[str, ...]) -> None:
+def test_forms_of_long_heads_are_those_of_the_maps(has: tuple[str, ...], whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variant_forms, "PAIR_BYTES", 2**28 if whole else 0)
     att = layer(3, frozenset(has), n=7).of_samples(slice(0, 1))
     t, k, v = att.weights[0, 0], att.centred_k[0, 0], att.centred_v[0, 0]
     o = att.p[0, 0] @ v
-    forms, covariances = Forms(att, 0, 0, slice(None)), Covariances(2.0, t, v, o, k)
-    cov, size_c = covariances.of(slice(0, 7))
+    forms, covariances = Forms(att, 0, 0, slice(None)), Covariances(2.0, v, k)
+    cov, size_c = covariances.of(t, o)
     torch.testing.assert_close(cov, 2 * (t[..., None] * (v - o[:, None])).mT @ k)
     assert bool((size_c >= 2 * (t[..., None] * (v - o[:, None])).abs().mT.matmul(k.abs()).norm(dim=(1, 2)) * (1 - 1e-12)).all())
     found = forms.parts(torch.arange(7), None, cov, size_c)
@@ -88,7 +90,7 @@ def test_largest_terms_of_long_heads_have_inner_products(has: tuple[str, ...], m
     monkeypatch.setattr(variant_inner, "CHUNK", 8 * 7 * 3)  # three rows at a time
     for count in (0, 1, 3, 7):
         monkeypatch.setattr(variant_inner, "LARGEST", count)
-        found = variant_inner.inner_products(Tangents(att, 0, 0), torch.arange(7), q, e, length, 100)
+        found = variant_inner.sums_of(variant_inner.InnerProducts(att, Tangents(att, 0, 0), torch.arange(7), q), e, length)
         assert torch.equal(found, found.mT)
         assert bool((found >= inner * (1 - 1e-13)).all())
         assert bool((found <= before * (1 + 1e-13)).all())

@@ -11,11 +11,14 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.bounds.lipbound2026.parts import coordinate_pairs, image_norms, outer, root
+from lipbound.bounds.lipbound2026.streaming.parts import against_outer
 from lipbound.bounds.lipbound2026.variant_maps import Maps, Parts, normalised
 from lipbound.linalg.matrix_norms import gamma
 
 FORM_BYTES = 2**23
 """Bytes of the largest temporary of some tokens."""
+PAIR_BYTES = 2**28
+"""Bytes up to which the products of all values with all keys are kept."""
 
 
 class Forms(Maps):
@@ -33,31 +36,40 @@ class Forms(Maps):
     def parts(self, tokens: Tensor, weights: Tensor | None, cov: Tensor, size_c: Tensor) -> Parts:
         """`Maps.parts`; ``weights`` is None."""
         assert weights is None
-        longest, q = self.tangents.longest("k", tokens), self._size
-        reach, small = self.tangents.size("k", tokens)[:, None] * q, gamma(self._inputs + 6 * self._d + self._d_v + 46)
-        (metric, size), (through, size_v) = (normalised(self.tangents.metric("k", name, tokens), torch.float64) for name in "kv")
-        own = self._own(tokens, cov, size_c)
-        values, steep = (self.tangents.returned("k", m, tokens) for m in (through.mT, own.through))
+        image, b, b_v, b_q = self.but_lengths(tokens, cov, size_c)
+        return Parts(self.lengths(tokens), image, None, b, b_v, b_q)
+
+    def lengths(self, tokens: Tensor) -> Tensor:
+        r"""`Parts.length` of some tokens alone, (n, N)."""
+        reach, q = self.tangents.size("k", tokens)[:, None] * self._size, self._size
+        metric, size = normalised(self.tangents.metric("k", "k", tokens), torch.float64)
         metric = self.tangents.returned("k", self.tangents.returned("k", metric, tokens).mT, tokens)
         i, j = torch.triu_indices(*metric.shape[-2:], device=metric.device)
         off = gamma(self._inputs + 6 * self._d + self._pairs.shape[1] + 54)
-        length = root((metric[:, i, j] @ self._pairs.mT).clamp_min(0) * (size * q.square()) + off * reach.square())
+        return root((metric[:, i, j] @ self._pairs.mT).clamp_min(0) * (size * q.square()) + off * reach.square())
+
+    def but_lengths(self, tokens: Tensor, cov: Tensor, size_c: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The image, b, b_v and b_q of `Parts`."""
+        longest, q = self.tangents.longest("k", tokens), self._size
+        reach, small = self.tangents.size("k", tokens)[:, None] * q, gamma(self._inputs + 6 * self._d + self._d_v + 46)
+        through, size_v = normalised(self.tangents.metric("k", "v", tokens), torch.float64)
+        own = self._own(tokens, cov, size_c)
+        values, steep = (self.tangents.returned("k", m, tokens) for m in (through.mT, own.through))
         ones = torch.ones_like(q)
         image = image_norms(values, self._pairs, longest, ones) * (size_v * q) + small * self._norm_v * reach
         seen = image_norms(steep, self._pairs, longest, ones) * (own.size * q) + own.off[:, None] * reach
-        return Parts(length, image, None, own.b, own.b_v, seen)
+        return image, own.b, own.b_v, seen
 
 
 class Covariances:
-    """The covariances C_i of values and keys, c times, of many rows at a time, from the products of all values with all keys."""
+    """The covariances C_i of values and keys, c times, of many rows at a time: where memory allows, from the products of all values with all keys."""
 
-    def __init__(self, c: float, t: Tensor, v: Tensor, o: Tensor, k: Tensor):
-        self._c, self._t, self._v, self._o, self._k = c, t, v, o, k
-        self._pairs = outer(v, k)
+    def __init__(self, c: float, v: Tensor, k: Tensor):
+        self._c, self._v, self._k = c, v, k
+        self._pairs = outer(v, k) if 8 * len(v) * v.shape[1] * k.shape[1] <= PAIR_BYTES else None
 
-    def of(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """(rows, d_v, d), and sums of the sizes of their terms, (rows,)."""
-        t, o = self._t[rows], self._o[rows]
-        cov = (t @ self._pairs).unflatten(-1, (o.shape[-1], -1)) - o[:, :, None] * (t @ self._k)[:, None, :]
+    def of(self, t: Tensor, o: Tensor) -> tuple[Tensor, Tensor]:
+        """(rows, d_v, d), and sums of the sizes of their terms, (rows,), from rows of weights and outputs."""
+        sums = against_outer(t, self._v, self._k) if self._pairs is None else (t @ self._pairs).unflatten(-1, (o.shape[-1], -1))
         far, long = self._v.norm(dim=-1), self._k.norm(dim=-1)
-        return self._c * cov, self._c * (t @ (far * long) + o.norm(dim=-1) * (t @ long))
+        return self._c * (sums - o[:, :, None] * (t @ self._k)[:, None, :]), self._c * (t @ (far * long) + o.norm(dim=-1) * (t @ long))

@@ -3,9 +3,13 @@ r"""Sums over tokens of :math:`|\tilde q_{ij} \cdot \tilde q_{kj}|` for long hea
 Proof: Lemma 118 (docs/theory/long_terms.md).
 """
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from lipbound.attention.layer import Attention
 from lipbound.bounds.lipbound2026.parts import CHUNK
 from lipbound.jacobians.token_tangents import Tangents
 from lipbound.linalg.matrix_norms import gamma
@@ -14,24 +18,54 @@ LARGEST = 32
 """How many tokens of a row have inner products."""
 
 
-def inner_products(tangents: Tangents, kept: Tensor, q: Tensor, e: Tensor, length: Tensor, widths: int) -> Tensor:
-    r"""Upper values of :math:`\sum_j E_{ij} E_{kj} |\tilde q_{ij} \cdot \tilde q_{kj}|` but for `positive_slack`, (N, N), float64.
+class Metric(NamedTuple):
+    """What a token does to inner products of queries: its number, (d, d), and its rounding over the lengths of both queries."""
+
+    token: int
+    product: Tensor
+    lost: Tensor
+
+
+class InnerProducts:
+    r"""Of vectors :math:`\tilde q_{ij}` with one token j, for some of the queries i with all, never less than they are.
 
     Args:
-        tangents: of the head. kept: its tokens but for padding. q: c q_i, (N, d).
-        e: E. length: upper values of :math:`|\tilde q_{ij}|`. (N, N). widths: of all numbers that a product of queries sees.
+        att: the layer. tangents: of one of its heads. kept: its tokens but for padding. q: c q_i of these, (N, d).
     """
-    n, reach, size_q = len(q), e * length, q.norm(dim=-1)
-    chosen = torch.zeros_like(e, dtype=torch.bool).scatter_(1, reach.topk(min(LARGEST, n), -1).indices, True)
+
+    def __init__(self, att: Attention, tangents: Tangents, kept: Tensor, q: Tensor):
+        self._tangents, self._kept, self._q, self._size = tangents, kept, q, q.norm(dim=-1)
+        self._gamma = gamma(att.x.shape[2] + 6 * att.d + att.d_v + 52)
+
+    def metrics(self) -> Iterator[Metric]:
+        """Of all tokens."""
+        n, step = len(self._q), max(1, CHUNK // (8 * self._q.shape[1] ** 2))
+        for tokens in (slice(i, min(i + step, n)) for i in range(0, n, step)):
+            count, kept = tokens.stop - tokens.start, self._kept[tokens]
+            products = self._tangents.product("k", "k", kept).expand(count, -1, -1)
+            lost = self._gamma * self._tangents.size("k", kept).square().expand(count)
+            yield from (Metric(*each) for each in zip(range(tokens.start, tokens.stop), products, lost, strict=True))
+
+    def of(self, metric: Metric, rows: Tensor, length: Tensor) -> Tensor:
+        r"""Absolute values, (rows, N), at most the products of ``length``, :math:`|\tilde q_{ij}|` (N,)."""
+        inner = (self._q[rows] @ metric.product @ self._q.mT).abs_().addcmul_(metric.lost * self._size[rows, None], self._size)
+        return torch.minimum(inner, length[rows, None] * length)
+
+    def parts(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """As many rows as are worth taking at a time."""
+        return rows.split(max(1, CHUNK // (8 * len(self._q))))
+
+
+def sums_of(inner: InnerProducts, e: Tensor, length: Tensor) -> Tensor:
+    r"""Upper values of :math:`\sum_j E_{ij} E_{kj} |\tilde q_{ij} \cdot \tilde q_{kj}|` but for `positive_slack`, (N, N), float64.
+
+    From E and upper values of :math:`|\tilde q_{ij}|`, (N, N).
+    """
+    reach = e * length
+    chosen = torch.zeros_like(e, dtype=torch.bool).scatter_(1, reach.topk(min(LARGEST, len(e)), -1).indices, True)
     total = torch.where(chosen, 0.0, reach) @ reach.mT
-    step, most = max(1, CHUNK // (8 * q.shape[1] ** 2)), max(1, CHUNK // (8 * n))
-    for start in range(0, n, step):
-        tokens = slice(start, min(start + step, n))
-        products = tangents.product("k", "k", kept[tokens]).expand(tokens.stop - start, -1, -1)
-        off = gamma(widths) * tangents.size("k", kept[tokens]).square().expand(tokens.stop - start)
-        for j, product, lost in zip(range(start, tokens.stop), products, off, strict=True):
-            for rows in chosen[:, j].nonzero()[:, 0].split(most):
-                inner = (q[rows] @ product @ q.mT).abs_().addcmul_(lost * size_q[rows, None], size_q)
-                inner = torch.minimum(inner, length[rows, j, None] * length[:, j])
-                total[rows] += inner.mul_(e[rows, j, None] * e[:, j])
+    for metric in inner.metrics():
+        j = metric.token
+        for rows in inner.parts(chosen[:, j].nonzero()[:, 0]):
+            total[rows] += inner.of(metric, rows, length[:, j]).mul_(e[rows, j, None] * e[:, j])
     return torch.minimum(total, total.mT)

@@ -6,7 +6,8 @@ Lemma 18 (docs/theory/bounds.md). Blocks of J as in `lipbound.jacobians.token_ta
 Cost per head: O(N^3 d + N^2 d (d + d_v) + N d^3) operations, O(N^2 (d + d_v)) memory for some rows at a time. Above `ALL_PAIRS` tokens
 O(N^3 + N^2 d^2) operations, with lengths in place of most inner products (`lipbound.bounds.lipbound2026.variant_inner`), as few large products of
 matrices (`lipbound.bounds.lipbound2026.variant_forms`). Most products of shorter heads are in float32, their rounding allowed for; those of long
-heads and of derivatives are in float64.
+heads and of derivatives are in float64. Where matrices over all pairs of tokens would take more than 4 GB, as for plain heads,
+`lipbound.bounds.lipbound2026.streaming.variants` does without them.
 """
 
 import torch
@@ -18,8 +19,10 @@ from lipbound.bounds import ingredients as qty
 from lipbound.bounds.lipbound2026 import plain
 from lipbound.bounds.lipbound2026.parts import CHUNK, RTOL, in_chunks, root
 from lipbound.bounds.lipbound2026.spread import spread
+from lipbound.bounds.lipbound2026.streaming.plain import too_long
+from lipbound.bounds.lipbound2026.streaming.variants import streamed
 from lipbound.bounds.lipbound2026.variant_forms import Covariances, Forms
-from lipbound.bounds.lipbound2026.variant_inner import inner_products
+from lipbound.bounds.lipbound2026.variant_inner import InnerProducts, sums_of
 from lipbound.bounds.lipbound2026.variant_maps import TINIEST, Maps, Parts
 from lipbound.bounds.multihead import with_folded
 from lipbound.linalg.matrix_norms import UNIT, block_norm, gamma, matrix_norm, nonnegative_norm, power_of_two
@@ -42,7 +45,8 @@ def _block(att: Attention) -> Tensor:
 
 def together(att: Attention) -> Tensor:
     """All four bounds, (samples, heads, 4): both, and from `ROWS` on those where single tokens move, by Lemma 97 (docs/theory/token_bounds.md)."""
-    return att.memo("lipbound and lipbound_block", lambda: in_chunks(att, variants, [1.0, 1.0, att.tokens**0.5 * (1 + 4 * UNIT), 1.0]))
+    reach = [1.0, 1.0, att.tokens**0.5 * (1 + 4 * UNIT), 1.0]
+    return att.memo("lipbound and lipbound_block", lambda: streamed(att, reach) if too_long(att) else in_chunks(att, variants, reach))
 
 
 def variants(att: Attention, sample: int, heads: slice) -> Tensor:
@@ -70,8 +74,7 @@ def _one(att: Attention, sample: int, h: int) -> Tensor:
     reach = e * found.length
     inner = found.inner
     if inner is None:
-        widths = att.x.shape[2] + 6 * att.d + att.d_v + 52
-        inner = inner_products(maps.tangents, kept, att.scale * att.q[sample, h][keep], e, found.length, widths)
+        inner = sums_of(InnerProducts(att, maps.tangents, kept, att.scale * att.q[sample, h][keep]), e, found.length)
     squares = (p * norm_v) ** 2 + 2 * p * e * found.image + reach**2
     tokens = root(squares) + torch.diag_embed(found.b)
     single = [tokens.sum(-1).amax(-1), root(tokens.square().sum(-2)).amax(-1)]
@@ -113,12 +116,12 @@ def _of_tokens(maps: Maps, kept: Tensor, c: float, t: Tensor, e: Tensor, k: Tens
 
 def _of_long(forms: Forms, kept: Tensor, c: float, t: Tensor, k: Tensor, v: Tensor, o: Tensor) -> tuple[Parts, Tensor]:
     """The same for many tokens at a time, without inner products."""
-    n, covariances = len(kept), Covariances(c, t, v, o, k)
+    n, covariances = len(kept), Covariances(c, v, k)
     length, image, b_q = (torch.empty_like(t) for _ in range(3))
     b, b_v = t.new_empty(n), t.new_empty(n)
     for i in range(0, n, forms.rows):
         part = slice(i, i + forms.rows)
-        found = forms.parts(kept[part], None, *covariances.of(part))
+        found = forms.parts(kept[part], None, *covariances.of(t[part], o[part]))
         length[:, part], image[:, part] = found.length.mT, found.image.mT
         b[part], b_v[part], b_q[part] = found.b, found.b_v, found.b_q
     weights = t * length

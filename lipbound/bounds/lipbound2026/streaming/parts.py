@@ -83,7 +83,7 @@ class TokenNorms:
         total += p.sum(0)
 
         length_k, length_v = lengths(self.k), lengths(self.v)
-        c = att.scale * (_against_outer(p, self.v, self.k) - o[:, :, None] * (p @ self.k)[:, None])
+        c = att.scale * (against_outer(p, self.v, self.k) - o[:, :, None] * (p @ self.k)[:, None])
         size_c = c.flatten(1).norm(dim=-1)
         off = gamma(n + 6) * abs(att.scale) * (p @ (length_v * length_k) + lengths(o) * (p @ length_k))
         self.b[rows] = block_norm(c @ self._factor_q.mT) + (off + gamma(d + 2) * size_c) * size_q
@@ -109,7 +109,7 @@ class TokenNorms:
         w2 = (p * p).scatter_(1, keys, 0.0)
         total = w2.sum(-1)
         side = w2 @ self.v - total[:, None] / 2 * o
-        squared = _against_outer(w2, self.v, self.v) - outer(side, o).view(len(o), *o.shape[1:] * 2) - outer(o, side).view(len(o), *o.shape[1:] * 2)
+        squared = against_outer(w2, self.v, self.v) - outer(side, o).view(len(o), *o.shape[1:] * 2) - outer(o, side).view(len(o), *o.shape[1:] * 2)
         length, length_o = lengths(self.v), lengths(o)
         off = gamma(n + 10) * (w2 @ length**2 + 2 * length_o * (w2 @ length) + total * length_o**2)
         self.rest[rows] = torch.minimum(root(block_norm(squared) + off), e.scatter(1, keys, 0.0).norm(dim=-1))
@@ -134,7 +134,7 @@ class TokenNorms:
         return (self.qt[rows] @ self.qt[cols].mT).abs_().addmm_(left[rows], right[cols].mT)
 
 
-def _against_outer(p: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def against_outer(p: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Sums over tokens of p_ij x_j y_j^T for rows p (n, N), without the outer products of all tokens at once: (n, a, b)."""
     n, (a, b) = len(x), (x.shape[1], y.shape[1])
     total, step = p.new_zeros(len(p), a * b), max(1, ROW_BYTES // (8 * a * b))
