@@ -12,7 +12,7 @@ UP = 1 + 1.01 * 2.0**-11
 """More than rounding to float16 takes from a number, times it and put back before."""
 HIDDEN = 1.01 * 2.0**-25
 """More than it takes from one next to zero."""
-ROWS = 512
+ROWS = 256
 """How many are converted at a time."""
 
 

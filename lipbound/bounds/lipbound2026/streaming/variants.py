@@ -12,7 +12,7 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.attention.rounding import TensorErrors
 from lipbound.bounds.lipbound2026.parts import Sample, root, samples_of
-from lipbound.bounds.lipbound2026.streaming.halves import Halves
+from lipbound.bounds.lipbound2026.streaming.halves import ROWS, Halves
 from lipbound.bounds.lipbound2026.streaming.iteration import MAX_STEPS, least_norm
 from lipbound.bounds.lipbound2026.streaming.rows import ROW_BYTES, Rows
 from lipbound.bounds.lipbound2026.variant_forms import PAIR_BYTES, Covariances, Forms
@@ -21,6 +21,8 @@ from lipbound.devices import require
 from lipbound.jacobians.rounding import Moments, distance
 from lipbound.linalg.matrix_norms import gamma, matrix_norm, power_of_two
 
+PART = 4
+"""By how much fewer rows are formed at a time than for plain heads: there are more matrices of that size."""
 ADDED = 1 + 2.0**-17
 """What rounding to float32 takes from sums of at most 64 numbers, put back."""
 HIDDEN = 2.0**-100
@@ -48,7 +50,7 @@ def memory(att: Attention) -> float:
     n, d, d_v = att.tokens, att.d, att.d_v
     tokens = att.samples * att.heads * (3 * d + 2 * d_v + 16) + 2 * att.samples * att.x.shape[2] + d * (d + 1) // 2 + 2 * LARGEST + 4 * MAX_STEPS
     pairs = 8.0 * n * d * d_v
-    return 8.0 * n * (n + tokens) + (pairs if pairs <= PAIR_BYTES else 0.0) + 10.0 * max(ROW_BYTES, 8 * n)
+    return 8.0 * n * (n + tokens) + (pairs if pairs <= PAIR_BYTES else 0.0) + 12.0 * max(ROW_BYTES / PART, 8 * n) + 8.0 * n * ROWS
 
 
 def _one(sample: Sample, head: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,7 +73,7 @@ class VariantNorms:
         n, d, d_v = att.tokens, att.d, att.d_v
         self._n, self._c, self.norm_v = n, abs(att.scale), matrix_norm(att.w_v[head])
         self._q, self._k, self._v = att.scale * att.q[0, head], att.centred_k[0, head], att.centred_v[0, head]
-        self._rows, self._tokens = Rows(att, head, d_v * max(d, d_v)), torch.arange(n, device=att.device)
+        self._rows, self._tokens = Rows(att, head, max(d_v * max(d, d_v), PART * n)), torch.arange(n, device=att.device)
         self._forms = Forms(att, 0, head, slice(None))
         self._o, self._b, self._b_v = torch.zeros_like(self._v), self._v.new_zeros(n), self._v.new_zeros(n)
         stats = self._v.new_zeros(4, n)
