@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lipbound import bounds, devices
 from lipbound.attention.layer import Attention
+from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.bounds.lipbound2026 import variant_forms, variant_inner, variants
 from lipbound.bounds.lipbound2026.parts import samples_of
 from lipbound.bounds.lipbound2026.streaming import halves, parts, plain, rows
@@ -71,6 +72,21 @@ def test_never_below_the_dense_norm(seed: int, has: set[str], mask: str, n: int,
     value, exact = all_four(att), oracle(att)
     assert not bool(value.isnan().any())
     assert bool((value[..., :2] >= exact[..., None] * (1 - 1e-9)).all()), float((value[..., 0] / exact).min())
+
+
+def test_maps_of_padding_do_not_matter(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """At tokens of zeros the derivative of a normalisation is 1e15 times its weight."""
+    x = layer(4, frozenset(), n=6).x.clone()
+    x[1, 4:] = 0.0
+    valid = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
+    weights = [torch.randn(2, 7, 4, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in range(3)]
+    norm = QKNorm(torch.ones(2, 4, dtype=torch.float64), None, 1e-30)
+    make = lambda: Attention(x, *weights, norm_q=norm, valid=valid)  # noqa: E731
+    stored = all_four(make())
+    request.getfixturevalue("nothing_fits")
+    value = all_four(make())
+    assert bool((value[..., :2] >= oracle(make())[..., None]).all())
+    assert bool((value <= 1.1 * stored).all()), (value / stored).amax((0, 1))
 
 
 @pytest.mark.usefixtures("nothing_fits")

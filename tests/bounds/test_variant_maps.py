@@ -128,3 +128,23 @@ def test_lengths_are_not_wrong_on_hard_heads(family: str, monkeypatch: pytest.Mo
     assert verdicts
     wrong = [verdict for verdict in verdicts if verdict.miss > 0]
     assert not wrong, judge.summary(wrong)
+
+
+@pytest.mark.parametrize("has", [("rotation",), ("rotation", "norm"), ("rotation", "cap", "sinks")])
+def test_derivatives_of_long_heads(has: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Terms that are formed again for derivatives give those of terms that are kept, and these are what differences of values show."""
+    monkeypatch.setattr(variants, "ALL_PAIRS", 0)
+    monkeypatch.setattr(variant_inner, "LARGEST", 3)
+    att = layer(4, frozenset(has), n=9)
+
+    def slope() -> Tensor:
+        x = att.x.clone().requires_grad_(True)
+        return torch.autograd.grad(bounds.get("lipbound")(att.at(x)).sum(), x)[0]
+
+    found = slope()
+    monkeypatch.setattr(variant_inner, "checkpoint", lambda terms, *inputs, **options: terms(*inputs))
+    torch.testing.assert_close(found, slope(), rtol=1e-12, atol=1e-12)
+
+    y, step = torch.randn(att.x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64), 1e-4
+    values = [float(bounds.get("lipbound")(att.at((att.x + t * y).requires_grad_(True))).sum()) for t in (step, -step)]
+    assert float((found * y).sum()) == pytest.approx((values[0] - values[1]) / (2 * step), rel=0.02)

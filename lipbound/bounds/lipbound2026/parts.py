@@ -249,7 +249,8 @@ def coordinate_pairs(y: Tensor) -> Tensor:
     """Products y_i y_j of coordinates of y (heads, N, d), doubled where i < j: (heads, N, d (d + 1) / 2). Quadratic forms become inner products."""
     i, j = torch.triu_indices(y.shape[-1], y.shape[-1], device=y.device)
     rows, weights = y.mT.contiguous(), torch.where(i == j, 1.0, 2.0).to(y)[:, None]
-    return (rows.index_select(-2, i) * weights * rows.index_select(-2, j)).mT
+    left, right = rows.index_select(-2, i), rows.index_select(-2, j)
+    return (left * weights * right if y.requires_grad else left.mul_(weights).mul_(right)).mT
 
 
 def image_norms(maps: Tensor, pairs: Tensor, sizes: Tensor, lengths: Tensor) -> Tensor:

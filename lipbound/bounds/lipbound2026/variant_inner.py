@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from lipbound.attention.layer import Attention
 from lipbound.bounds.lipbound2026.parts import CHUNK
@@ -59,13 +60,18 @@ class InnerProducts:
 def sums_of(inner: InnerProducts, e: Tensor, length: Tensor) -> Tensor:
     r"""Upper values of :math:`\sum_j E_{ij} E_{kj} |\tilde q_{ij} \cdot \tilde q_{kj}|` but for `positive_slack`, (N, N), float64.
 
-    From E and upper values of :math:`|\tilde q_{ij}|`, (N, N).
+    From E and upper values of :math:`|\tilde q_{ij}|`, (N, N). Where derivatives are wanted, terms are formed once more for them, not kept.
     """
     reach = e * length
     chosen = torch.zeros_like(e, dtype=torch.bool).scatter_(1, reach.topk(min(LARGEST, len(e)), -1).indices, True)
     total = torch.where(chosen, 0.0, reach) @ reach.mT
-    for metric in inner.metrics():
+
+    def terms(metric: Metric, rows: Tensor) -> Tensor:
         j = metric.token
-        for rows in inner.parts(chosen[:, j].nonzero()[:, 0]):
-            total[rows] += inner.of(metric, rows, length[:, j]).mul_(e[rows, j, None] * e[:, j])
+        return inner.of(metric, rows, length[:, j]) * (e[rows, j, None] * e[:, j])
+
+    for metric in inner.metrics():
+        for rows in inner.parts(chosen[:, metric.token].nonzero()[:, 0]):
+            found = checkpoint(terms, metric, rows, use_reentrant=False, preserve_rng_state=False) if total.requires_grad else terms(metric, rows)
+            total = total.index_add_(0, rows, found)
     return torch.minimum(total, total.mT)

@@ -20,7 +20,7 @@ class Halves:
     """A square matrix, zero at first. Zeros are exact.
 
     Args:
-        size: what no entry of `put_columns` exceeds.
+        size: near the largest entry that `put_columns` gets; ten thousand times as much would still fit.
     """
 
     def __init__(self, n: int, device: torch.device, size: Tensor):

@@ -41,7 +41,8 @@ class Rows:
         """Every block with its rows of P and of what changes of scores are weighted with, P times the slopes of the scores."""
         for rows in self.blocks:
             scores = self._q[rows] @ self._k.mT
-            p, slopes = self._probabilities(rows, scores), self._scoring.slopes(scores, 0, rows) if self._scoring.sloped else None
+            slopes = self._scoring.slopes(scores, 0, rows) if self._scoring.sloped else None
+            p = self._probabilities(rows, scores)
             yield rows, p, p if slopes is None else p * slopes
 
     def _probabilities(self, rows: slice, scores: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from lipbound.bounds.lipbound2026.streaming.iteration import least_norm
 from lipbound.bounds.lipbound2026.streaming.key_gram import KeyGram
 from lipbound.bounds.lipbound2026.streaming.packed import Packed
 from lipbound.bounds.lipbound2026.streaming.parts import TokenNorms
+from lipbound.bounds.lipbound2026.streaming.rows import ROW_BYTES
 from lipbound.linalg.matrix_norms import matrix_norm, power_of_two
 
 TILE = 512
@@ -25,7 +26,7 @@ RTOL = 1e-3
 
 def numbers(n: int) -> int:
     """How many float64 numbers are in memory at a time, besides the float32 matrix."""
-    return n * TILE * (2 * GROUP + 4)
+    return n * max(TILE, ROW_BYTES // (8 * n)) * (2 * GROUP + 6)
 
 
 class Tiled:
@@ -59,7 +60,7 @@ class Tiled:
         return least_norm(apply, len(self._parts.v), self._parts.b.new_zeros(1), rtol=RTOL) * self.packed.scale
 
     def _size(self) -> Tensor:
-        """A number that no entry exceeds."""
+        """A number that no entry exceeds by more than its rounding."""
         own = self._parts
         b, b_v, a, z, q = (t.amax() for t in (own.b, own.b_v, own.a, own.z, own.qt_norm))
         return own.norm_v**2 + (b + a * q) ** 2 + 2 * (b_v + z * a)

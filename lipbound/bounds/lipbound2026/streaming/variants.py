@@ -15,7 +15,7 @@ from lipbound.bounds.lipbound2026.parts import Sample, root, samples_of
 from lipbound.bounds.lipbound2026.streaming.halves import ROWS, Halves
 from lipbound.bounds.lipbound2026.streaming.iteration import MAX_STEPS, least_norm
 from lipbound.bounds.lipbound2026.streaming.rows import ROW_BYTES, Rows
-from lipbound.bounds.lipbound2026.variant_forms import PAIR_BYTES, Covariances, Forms
+from lipbound.bounds.lipbound2026.variant_forms import FORM_BYTES, PAIR_BYTES, Covariances, Forms
 from lipbound.bounds.lipbound2026.variant_inner import LARGEST, InnerProducts
 from lipbound.devices import require
 from lipbound.jacobians.rounding import Moments, distance
@@ -50,7 +50,8 @@ def memory(att: Attention) -> float:
     n, d, d_v = att.tokens, att.d, att.d_v
     tokens = att.samples * att.heads * (3 * d + 2 * d_v + 16) + 2 * att.samples * att.x.shape[2] + d * (d + 1) // 2 + 2 * LARGEST + 4 * MAX_STEPS
     pairs = 8.0 * n * d * d_v
-    return 8.0 * n * (n + tokens) + (pairs if pairs <= PAIR_BYTES else 0.0) + 12.0 * max(ROW_BYTES / PART, 8 * n) + 8.0 * n * ROWS
+    square = max(8.0 * n**2 + (pairs if pairs <= PAIR_BYTES else 0.0), 4.0 * n * d * (d + 1))  # pairs of coordinates take twice their room at first
+    return 8.0 * n * tokens + square + 12.0 * max(ROW_BYTES / PART, 8 * n) + 8.0 * FORM_BYTES + 8.0 * n * ROWS
 
 
 def _one(sample: Sample, head: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,7 +88,7 @@ class VariantNorms:
         self._inner = InnerProducts(att, self._forms.tangents, self._tokens, self._q)
         self._reach, self._image = (Halves(n, att.device, size) for _ in range(2))
         self._terms = torch.zeros(0, dtype=torch.float32, device=att.device)
-        self._scale = torch.ones_like(self.largest)
+        self._scale, self._steepest = torch.ones_like(self.largest), torch.zeros_like(self.largest)  # the latter: no |B_i| is larger
         self._measure_lengths()
         self._add_inner_products()
         self._measure_queries()
@@ -104,26 +105,24 @@ class VariantNorms:
         step = self._forms.rows
         return (slice(i, min(i + step, rows.stop)) for i in range(rows.start, rows.stop, step))
 
-    def _steepest(self) -> Tensor:
-        """A number that no |B_i| exceeds."""
-        far, long = 2 * self._v.norm(dim=-1).amax(), self._k.norm(dim=-1).amax()
-        return self._c * far * long * self._forms.tangents.size("q", self._tokens).amax()
-
     def _measure_lengths(self) -> None:
         r""":math:`|\tilde q_{it}|` into ``_reach``, E_it into ``_image``, as (t, i), and the largest of their products in every row."""
         for part in self._parts(slice(0, self._n)):
             self._reach.put(part, self._forms.lengths(self._tokens[part]))
         count = min(LARGEST, self._n)
         self._keys, self._top = self._tokens.new_zeros(self._n, count), self._v.new_zeros(self._n, count)
+        reach, long = self._forms.tangents.size("q", self._tokens).expand(self._n), self._k.norm(dim=-1)
         for rows, t in self._weights():
             e = torch.cdist(self._o[rows], self._v, compute_mode="donot_use_mm_for_euclid_dist").mul_(t)
             self._image.put_columns(rows, e)
+            far = self._c * (e @ long)
+            self._steepest = torch.maximum(self._steepest, torch.where(far > 0, far * reach[rows], 0.0).amax())
             self._top[rows], self._keys[rows] = self._reach.columns(rows).mul_(e).topk(count, -1)
 
     def _add_inner_products(self) -> None:
         r"""Those of the largest terms into ``_terms``, token by token; :math:`E_{it} |\tilde q_{it}|` of the others into ``_reach``."""
         self._terms = torch.full((self._n, self._n), HIDDEN, dtype=torch.float32, device=self._v.device)
-        self._scale = power_of_two((self._top.amax() + self.norm_v + self._steepest()) ** 2)
+        self._scale = power_of_two((self._top.amax() + self.norm_v + self._steepest) ** 2)
         order = self._keys.flatten().argsort(stable=True) // self._keys.shape[1]
         chosen = order.split(self._keys.flatten().bincount(minlength=self._n).tolist())
         for metric, mine in zip(self._inner.metrics(), chosen, strict=True):
