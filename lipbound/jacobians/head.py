@@ -43,6 +43,12 @@ class RowSpace:
         return self._both[1]
 
     @cached_property
+    def square(self) -> Tensor:
+        """w^T w, (heads, m, m)."""
+        w = self._w.to(self._dtype)
+        return w.mT @ w
+
+    @cached_property
     def loss(self) -> float:
         """An upper value of how far singular values of a map of w move, relatively, where its coordinates take the place of w; of all heads."""
         u, r = (t.double() for t in self._both)
@@ -163,7 +169,7 @@ class HeadOperator(TensorOperator):
     @cached_property
     def _square(self) -> Tensor:
         """w^T w, (batch, m, m)."""
-        square = self.w.mT @ self.w
+        square = self.rows.square
         return square.expand(self.batch, -1, -1) if len(square) == 1 else square[self.head]
 
     def _directions(self, u: Tensor | None) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.masking import BLOCKED, four_axes
+from lipbound.linalg.room import Room
 
 ROWS = 128
 """Queries of a block: fewer would see fewer keys that they do not need, but make products of matrices that processors are slow at."""
@@ -129,11 +130,11 @@ def cotangents(read: Read, q: Tensor, k: Tensor, v: Tensor, o: Tensor, y: Tensor
     Results are laid out column by column, which makes float64 products up to twice as fast.
     """
     to_q, to_k, to_v = (t.new_zeros(t.shape[0], t.shape[2], t.shape[1]) for t in (q, k, v))
-    room = _room(v)
+    room = Room()
     for b in range(len(y)):
         columns, shift = k[b].mT.contiguous(), (y[b] * o[b]).sum(-1, keepdim=True)
         for rows, keys, p, weights in read(b):
-            part, g = y[b, rows], room(p.shape)
+            part, g = y[b, rows], room.take(v, *p.shape)
             torch.mm(part, v[b, keys].mT, out=g).sub_(shift[rows]).mul_(weights)
             to_q[b, :, rows] = columns[:, keys] @ g.mT
             to_k[b, :, keys].addmm_(q[b, rows].mT, g)
@@ -145,27 +146,14 @@ def pushed(read: Read, q: Tensor, k: Tensor, v: Tensor, o: Tensor, z: tuple[Tens
     """The output's perturbations, (batch, N, d_v), under perturbations z of q, k and v, shaped like these. Not differentiable."""
     z_q, z_k, z_v = z
     out = o.new_zeros(o.shape[0], o.shape[2], o.shape[1])
-    room = _room(v)
+    room = Room()
     for b in range(len(out)):
         left, right = torch.cat([z_q[b], q[b]], -1), torch.cat([k[b], z_k[b]], -1)
         columns, moved = v[b].mT.contiguous(), z_v[b].mT.contiguous()
         for rows, keys, p, weights in read(b):
-            t = torch.mm(left[rows], right[keys].mT, out=room(p.shape)).mul_(weights)
+            t = torch.mm(left[rows], right[keys].mT, out=room.take(v, *p.shape)).mul_(weights)
             part = columns[:, keys] @ t.mT
             # at a one-hot row the difference is exactly zero, which a fused multiply-add would spoil
             part -= (t.sum(-1, keepdim=True) * o[b, rows]).mT
             out[b, :, rows] = part.addmm_(moved[:, keys], p.mT)
     return out.mT
-
-
-def _room(like: Tensor) -> Callable[[torch.Size], Tensor]:
-    """Memory for one matrix after the other, each of which ends the one before: fresh pages for each would cost as much as a product."""
-    kept = like.new_empty(0)
-
-    def take(shape: torch.Size) -> Tensor:
-        nonlocal kept
-        if kept.numel() < shape.numel():
-            kept = kept.new_empty(shape.numel())
-        return kept[: shape.numel()].view(shape)
-
-    return take

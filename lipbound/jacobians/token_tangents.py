@@ -56,11 +56,12 @@ class Tangents:
     def turned(self, a: str, y: Tensor, tokens: slice | Tensor) -> Tensor:
         r"""L y for L of some tokens in :math:`D = L^T [W\,g]^T` and vectors in rows, (n or 1, r, d_a) -> (n or 1, r, d_a + extra).
 
-        A rotation turns coordinates; other maps are products of matrices.
+        A rotation turns coordinates, in the dtype of y; other maps are products of float64 matrices.
         """
         angles = self._turns(a, tokens)
         if angles is not None:
-            return turned(y, angles[0][:, None], -angles[1][:, None])
+            cos, sin = (t.to(y.dtype)[:, None] for t in angles)
+            return turned(y, cos, -sin)
         left = self._matrices(a, tokens)
         return y if left is None else y @ left.mT
 
@@ -71,6 +72,10 @@ class Tangents:
             return turned(y, angles[0][:, None], angles[1][:, None])
         left = self._matrices(a, tokens)
         return y if left is None else y @ left
+
+    def turns_only(self, a: str) -> bool:
+        """Whether the maps L are rotations and nothing else."""
+        return a != "v" and self._passages[a].turns() is not None
 
     def longest(self, a: str, tokens: slice | Tensor) -> Tensor:
         r"""Bounds on the 2-norms of :math:`|L|`, (n or 1,): roots of the largest row sums times the largest column sums."""

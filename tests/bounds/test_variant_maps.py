@@ -37,7 +37,8 @@ def test_parts_are_those_of_the_maps(has: tuple[str, ...], work: torch.dtype, mo
     g = torch.Generator().manual_seed(0)
     e = torch.rand(att.tokens, att.tokens, generator=g, dtype=torch.float64) ** 8
     cov = torch.randn(att.tokens, att.d_v, att.d, generator=g, dtype=torch.float64)
-    found = Maps(att, 0, 0, slice(None)).parts(torch.arange(att.tokens), e.mT, cov, cov.norm(dim=(1, 2)))
+    maps, tokens = Maps(att, 0, 0, slice(None)), torch.arange(att.tokens)
+    found = maps.parts(tokens, e.mT, maps.own(tokens, cov, cov.norm(dim=(1, 2))))
     for name, true in zip(found._fields, direct(att, e, cov), strict=True):
         value = getattr(found, name)
         largest = true.max()
@@ -57,7 +58,7 @@ def test_forms_of_long_heads_are_those_of_the_maps(has: tuple[str, ...], whole: 
     cov, size_c = covariances.of(t, o)
     torch.testing.assert_close(cov, 2 * (t[..., None] * (v - o[:, None])).mT @ k)
     assert bool((size_c >= 2 * (t[..., None] * (v - o[:, None])).abs().mT.matmul(k.abs()).norm(dim=(1, 2)) * (1 - 1e-12)).all())
-    found = forms.parts(torch.arange(7), None, cov, size_c)
+    found = forms.of(torch.arange(7), cov, size_c)
     assert found.inner is None
     for name, true in zip(found._fields, direct(att, t, cov), strict=True):
         value = getattr(found, name)

@@ -48,7 +48,7 @@ def test_blocks_do_not_change_results(bert: Path, monkeypatch: pytest.MonkeyPatc
 def test_every_layer_is_probed_once(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     probed: list[str] = []
     probe = capture.probe
-    monkeypatch.setattr(capture, "probe", lambda call: (probed.append(call.name), probe(call))[1])
+    monkeypatch.setattr(capture, "probe", lambda call, known: (probed.append(call.name), probe(call, known))[1])
     ds = lb.compare(bert, ["one text", "another one", "and a third"], memory=1, max_length=4, bounds=["lipbound_block"], progress=False)
     assert len(probed) == len(set(probed)) == ds.sizes["layer"]
 

@@ -151,6 +151,13 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Vectors x (..., d) with coordinates i and i + r turned, cos and sin (..., r) broadcastable to those coordinates."""
     r = cos.shape[-1]
     a, b, rest = x[..., :r], x[..., r : 2 * r], x[..., 2 * r :]
+    if not torch.is_grad_enabled():  # without temporaries, which cost more than the arithmetic
+        out = x.new_empty(*torch.broadcast_shapes(a.shape, cos.shape)[:-1], x.shape[-1])
+        torch.mul(cos, a, out=out[..., :r]).addcmul_(sin, b, value=-1)
+        torch.mul(cos, b, out=out[..., r : 2 * r]).addcmul_(sin, a)
+        if rest.shape[-1]:
+            out[..., 2 * r :] = rest
+        return out
     parts = [cos * a - sin * b, cos * b + sin * a]
     if rest.shape[-1]:
         parts.append(rest.expand(*parts[0].shape[:-1], -1))

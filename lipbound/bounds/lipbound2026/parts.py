@@ -17,6 +17,7 @@ from lipbound.devices import require
 from lipbound.jacobians.rounding import Moments, distance
 from lipbound.linalg.matrix_norms import block_norm, gamma, matrix_norm, nonnegative_norm, upper_factor
 from lipbound.linalg.powers import times_power_up
+from lipbound.linalg.room import Room
 
 CHUNK = 2**22
 """Bytes of the largest temporary, the N x d_v x d moments of some heads of one sample."""
@@ -47,9 +48,10 @@ def in_chunks(att: Attention, values: Callable[[Attention, int, slice], Tensor],
     require(most, att.device, what, "measure shorter inputs, or name other bounds")
     heads = max(1, int(CHUNK // (8 * att.tokens * max(att.d_v * max(att.d, att.d_v), att.tokens))))
     rows, factors = [], torch.tensor(reach, dtype=torch.float64, device=att.device)[:, None]
-    for sample in samples_of(att):
-        found = [values(sample.layer, 0, slice(h, min(att.heads, h + heads))) for h in range(0, att.heads, heads)]
-        rows.append(sample.finished(torch.cat(found).mT, factors).mT)
+    with torch.set_grad_enabled(att.cache.recording):
+        for sample in samples_of(att):
+            found = [values(sample.layer, 0, slice(h, min(att.heads, h + heads))) for h in range(0, att.heads, heads)]
+            rows.append(sample.finished(torch.cat(found).mT, factors).mT)
     return torch.stack(rows)
 
 
@@ -273,6 +275,9 @@ def each_times(maps: Tensor, m: Tensor) -> Tensor:
     return (maps.flatten(1, 2) @ m).unflatten(1, maps.shape[1:3])
 
 
-def outer(x: Tensor, y: Tensor) -> Tensor:
-    """Rows of outer products, (heads, N, a) and (heads, N, b) -> (heads, N, a b)."""
-    return (x[..., :, None] * y[..., None, :]).flatten(-2)
+def outer(x: Tensor, y: Tensor, room: Room | None = None) -> Tensor:
+    """Rows of outer products, (heads, N, a) and (heads, N, b) -> (heads, N, a b); in ``room`` where no derivative is wanted."""
+    left, right = x[..., :, None], y[..., None, :]
+    if room is None or torch.is_grad_enabled():
+        return (left * right).flatten(-2)
+    return torch.mul(left, right, out=room.take(x, *x.shape, y.shape[-1])).flatten(-2)

@@ -14,6 +14,7 @@ from lipbound.bounds.lipbound2026.parts import coordinate_pairs, image_norms, ou
 from lipbound.bounds.lipbound2026.streaming.parts import against_outer
 from lipbound.bounds.lipbound2026.variant_maps import Maps, Parts, normalised
 from lipbound.linalg.matrix_norms import gamma
+from lipbound.linalg.room import Room
 
 FORM_BYTES = 2**23
 """Bytes of the largest temporary of some tokens."""
@@ -33,9 +34,8 @@ class Forms(Maps):
         """How many tokens are worth taking at a time."""
         return max(1, FORM_BYTES // (8 * max(self._n, self._d_v * self._unit.shape[1], self._pairs.shape[1])))
 
-    def parts(self, tokens: Tensor, weights: Tensor | None, cov: Tensor, size_c: Tensor) -> Parts:
-        """`Maps.parts`; ``weights`` is None."""
-        assert weights is None
+    def of(self, tokens: Tensor, cov: Tensor, size_c: Tensor) -> Parts:
+        """`Maps.parts` and `Maps.own` of some tokens, but for inner products."""
         image, b, b_v, b_q = self.but_lengths(tokens, cov, size_c)
         return Parts(self.lengths(tokens), image, None, b, b_v, b_q)
 
@@ -53,23 +53,27 @@ class Forms(Maps):
         longest, q = self.tangents.longest("k", tokens), self._size
         reach, small = self.tangents.size("k", tokens)[:, None] * q, gamma(self._inputs + 6 * self._d + self._d_v + 46)
         through, size_v = normalised(self.tangents.metric("k", "v", tokens), torch.float64)
-        own = self._own(tokens, cov, size_c)
+        own = self.own(tokens, cov, size_c, torch.float64)
         values, steep = (self.tangents.returned("k", m, tokens) for m in (through.mT, own.through))
         ones = torch.ones_like(q)
         image = image_norms(values, self._pairs, longest, ones) * (size_v * q) + small * self._norm_v * reach
-        seen = image_norms(steep, self._pairs, longest, ones) * (own.size * q) + own.off[:, None] * reach
+        most = longest * own.through.norm(dim=(-2, -1))
+        seen = image_norms(steep, self._pairs, most, ones) * (own.size * q) + own.off[:, None] * reach
         return image, own.b, own.b_v, seen
 
 
 class Covariances:
-    """The covariances C_i of values and keys, c times, of many rows at a time: where memory allows, from the products of all values with all keys."""
+    """The covariances C_i of values and keys, c times, of many rows at a time: where memory allows, from the products of all values with all keys,
+    which are put into ``room``."""
 
-    def __init__(self, c: float, v: Tensor, k: Tensor):
-        self._c, self._v, self._k = c, v, k
-        self._pairs = outer(v, k) if 8 * len(v) * v.shape[1] * k.shape[1] <= PAIR_BYTES else None
+    def __init__(self, c: float, v: Tensor, k: Tensor, room: Room | None = None):
+        self._v, self._k = v, c * k
+        self._pairs = outer(v, self._k, room) if 8 * len(v) * v.shape[1] * k.shape[1] <= PAIR_BYTES else None
 
-    def of(self, t: Tensor, o: Tensor) -> tuple[Tensor, Tensor]:
-        """(rows, d_v, d), and sums of the sizes of their terms, (rows,), from rows of weights and outputs."""
-        sums = against_outer(t, self._v, self._k) if self._pairs is None else (t @ self._pairs).unflatten(-1, (o.shape[-1], -1))
-        far, long = self._v.norm(dim=-1), self._k.norm(dim=-1)
-        return self._c * (sums - o[:, :, None] * (t @ self._k)[:, None, :]), self._c * (t @ (far * long) + o.norm(dim=-1) * (t @ long))
+    def of(self, t: Tensor, o: Tensor, keys: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """(rows, d_v, d), and sums of the sizes of their terms, (rows,), from rows of weights of some keys, and outputs."""
+        v, k = self._v[keys], self._k[keys]
+        sums = against_outer(t, v, k) if self._pairs is None else (t @ self._pairs[keys]).unflatten(-1, (v.shape[1], -1))
+        far, long, weights = v.detach().norm(dim=-1), k.detach().norm(dim=-1), t.detach()
+        sizes = weights @ (far * long) + o.detach().norm(dim=-1) * (weights @ long)
+        return torch.addcmul(sums, o[:, :, None], (t @ k)[:, None, :], value=-1), sizes

@@ -16,6 +16,8 @@ from lipbound.linalg.matrix_norms import block_norm, gamma, reproducible_float32
 
 TINIEST = 1e-290
 """Sizes below are as good as zero."""
+SQUARINGS = 1
+"""How often the Gram matrices of B_t and B_t W_V are squared: they are small beside other terms, and once more would take 1e-4 off the bounds."""
 LOST = 2.0**-80
 """More than underflow can take from sums of products of numbers that are 1 at most, in float32."""
 
@@ -41,15 +43,27 @@ class Own(NamedTuple):
     r"""Of some tokens t as queries.
 
     Attributes:
-        b, b_v: as in `Parts`. through, size: matrices (n, d_v, d) of Frobenius norm 1 and their sizes (n, 1), which times one another and times
-            :math:`L_t q_k` are :math:`B_t \tilde q_{kt}`. off: what rounding may take from its length, over the sizes of :math:`D^k_t` and q_k, (n,).
+        b, b_v: as in `Parts`. through, size: matrices (n, d_v, d) and sizes (n, 1), which times one another and times :math:`L_t q_k` are
+            :math:`B_t \tilde q_{kt}`.
+        rounded: how far ``through`` may be from what it stands for in the Frobenius norm, (n, 1).
+        off: what float64 rounding may take from its length, over the sizes of :math:`D^k_t` and q_k, (n,).
     """
 
     b: Tensor
     b_v: Tensor
     through: Tensor
     size: Tensor
+    rounded: Tensor
     off: Tensor
+
+
+class Moved(NamedTuple):
+    """Vectors of length 1 at most, or matrices of Frobenius norm 1, mapped by some tokens: y times size; ``spread`` (n or 1, 1) is at least the
+    2-norm of the absolute values of the maps, over the sizes, which the rounding of y is relative to."""
+
+    y: Tensor
+    size: Tensor
+    spread: Tensor
 
 
 class Maps:
@@ -73,37 +87,52 @@ class Maps:
         self._size = q.detach().norm(dim=-1)
         self._unit = q / self._size.clamp_min(TINIEST)[:, None]
         self.width = max(self._d, self._d_v)
+        self._normal: dict[tuple[str, torch.dtype], tuple[Tensor, tuple[Tensor, Tensor]]] = {}
 
-    def parts(self, tokens: Tensor, weights: Tensor | None, cov: Tensor, size_c: Tensor) -> Parts:
-        """All of some tokens.
+    def parts(self, tokens: Tensor, weights: Tensor | None, own: Own, rows: slice = slice(None)) -> Parts:
+        """All of some tokens, at the queries ``rows``, which are the N of `Parts`.
 
         Args:
-            tokens: their numbers, (n,). weights: E_it, (n, N), or None where ``inner`` is not wanted.
-            cov: C_t, (n, d_v, d), size_c: what their rounding is relative to, (n,).
+            tokens: their numbers, (n,). weights: E_it, (n, N), or None where ``inner`` is not wanted. own: of these tokens.
         """
-        s_k, q = self.tangents.size("k", tokens).detach()[:, None], self._size
-        u, size_u = _apart(self.tangents.turned("k", self._unit[None], tokens), -1, self.work)
-        size_u, small = size_u[..., 0] * q, gamma(self._inputs + 6 * self._d + self._d_v + 46)
-        f, size = normalised(self.tangents.projection("k", tokens), self.work) if self._factored else self._metric("k", "k", tokens, self.work)
+        s_k, q = self.tangents.size("k", tokens).detach()[:, None], self._size[rows]
+        moved = self._moved("k", self._unit[None, rows], tokens, -1, self.work)
+        u, size_u, reach = moved.y, moved.size * q, s_k * q
+        small, g = gamma(self._inputs + 6 * self._d + self._d_v + 46), gamma(self._d + 8, self.work)
+        f, size = self._factor("k", tokens, self.work) if self._factored else self._metric("k", "k", tokens, self.work)
         through, size_v = self._metric("k", "v", tokens, self.work)
-        y, g = _times(u, f), gamma(self._d + 8, self.work)
-        image = _lengths(_times(u, through), g) * size_v * size_u + small * self._norm_v * s_k * q
+        y = _times(u, f)
+        image = _lengths(_times(u, through), g, moved.spread) * (size_v * size_u) + (small * self._norm_v) * reach
         if self._factored:
-            right, relative = y, _lengths(y, g)
-            length = relative * size * size_u + small * s_k * q
+            right, relative = y, _lengths(y, g, moved.spread)
+            length = relative * (size * size_u) + small * reach
         else:
-            right, size, relative = u, size.sqrt(), torch.ones_like(size_u)
-            length = root((y * u).sum(-1).clamp_min(0) * (size * size_u) ** 2 + small * (s_k * q) ** 2)
+            right, size, relative = u, size.sqrt(), torch.ones_like(moved.size)
+            length = root((y * u).sum(-1).clamp_min(0) * (size * size_u) ** 2 + small * reach**2)
         inner = None
         if weights is not None:
-            tops = weights.detach() * s_k * q * (5 if self._factored else 1)  # squared, 25: the factor is larger by 16 roundings
-            inner = self._inner(y, right, relative.detach(), weights * size * size_u, g) + small * tops.mT @ tops
-        own, q = self._own(tokens, cov, size_c), self._size
-        seen = _lengths(u @ own.through.to(self.work).mT, gamma(2 * self._d + 16, self.work)) * (own.size * size_u)
-        return Parts(length, image, inner, own.b, own.b_v, seen + own.off[:, None] * s_k * q)
+            tops = weights.detach() * reach * (5 if self._factored else 1)  # squared, 25: the factor is larger by 16 roundings
+            inner = self._inner(y, right, relative.detach(), weights * (size * size_u), g * moved.spread) + small * tops.mT @ tops
+        off = (gamma(self._d + 8, self.work) * own.through.detach().norm(dim=(-2, -1))[:, None] + own.rounded) * moved.spread
+        seen = (_lengths(u @ own.through.mT, g, 0.0) + off) * (own.size * size_u)
+        return Parts(length, image, inner, own.b, own.b_v, seen + own.off[:, None] * reach)
 
-    def _inner(self, left: Tensor, right: Tensor, relative: Tensor, weights: Tensor, g: float) -> Tensor:
-        """Sums of |left_i . right_k| over tokens, with ``weights`` of rows, whose lengths are at most ``relative``."""
+    def _moved(self, a: str, x: Tensor, tokens: Tensor, dim: int | tuple[int, int], work: torch.dtype) -> Moved:
+        """L x for the maps L of some tokens, x (n or 1, r, d_a) of norm 1 at most along the axes ``dim``, in the dtype ``work``."""
+        if self._turns(a):
+            spread = self.tangents.longest(a, tokens)
+            one = torch.ones_like(spread)
+            return Moved(self.tangents.turned(a, x.to(work), tokens), one[:, None], spread[:, None])
+        y, size = _apart(self.tangents.turned(a, x, tokens), dim, work)
+        return Moved(y, size.flatten(1), size.new_ones(1, 1))
+
+    def _turns(self, a: str) -> bool:
+        """Whether vectors are turned in the dtype of the products."""
+        return self._factored and self.tangents.turns_only(a)
+
+    def _inner(self, left: Tensor, right: Tensor, relative: Tensor, weights: Tensor, g: Tensor) -> Tensor:
+        """Sums of |left_i . right_k| over tokens, with ``weights`` of rows, whose lengths are at most ``relative``; each is off by a vector of length
+        ``g`` (n or 1, 1) at most."""
         top = weights.detach().amax().clamp_min(TINIEST)
         weights = weights / top
         w = weights.to(self.work)[..., None]
@@ -111,26 +140,45 @@ class Maps:
         each = mine @ (mine if right is left else w * right).mT
         total = (each.abs() if each.requires_grad else each.abs_()).sum(0).double()
         own, long = weights.detach(), weights.detach() * relative
-        cross = long.mT @ own
-        off = gamma(self._d + 8, self.work) * long.mT @ long + g * (cross + cross.mT)
+        cross = long.mT @ (g * own)
+        off = gamma(self._d + 8, self.work) * long.mT @ long + cross + cross.mT
         return (total * (1 + gamma(len(weights) + 4, self.work)) + off + LOST) * top**2
 
-    def _own(self, tokens: Tensor, cov: Tensor, size_c: Tensor) -> "Own":
-        """What the tokens do as queries."""
+    def own(self, tokens: Tensor, cov: Tensor, size_c: Tensor, work: torch.dtype | None = None) -> Own:
+        """What some tokens (n,) do as queries, with products in ``work``; float64 where derivatives are wanted.
+
+        Args:
+            cov: C_t, (n, d_v, d), size_c: what their rounding is relative to, (n,).
+        """
+        work = self.work if work is None else work
         s_q = self.tangents.size("q", tokens).detach()
-        wide = torch.float64  # float32 would cost these norms 1e-4: they are small beside their factors
-        own, size_own = _apart(self.tangents.turned("q", cov, tokens), (-2, -1), wide)
-        gram, size = self._metric("q", "q", tokens, wide)
-        (values, size_v), (keys, size_k) = self._metric("q", "v", tokens, wide), self._metric("q", "k", tokens, wide)
-        g, off = gamma(self._d + 8, wide), gamma(2 * self._n + self._inputs + 8 * self._d + self._d_v + 68) * size_c * s_q
-        once = size_own[:, 0, 0]
-        b = root(block_norm(_times(own, gram) @ own.mT) * size[:, 0] * once**2 + off * size_c * s_q)
-        b_v = (block_norm(_times(own, values)) + g) * (size_v[:, 0] * once) + off * self._norm_v
-        through, size = _apart(_times(own, keys), (-2, -1), wide)
-        return Own(b, b_v, through, size[..., 0] * size_k * once[:, None], off)
+        once = torch.linalg.vector_norm(cov.detach(), dim=(-2, -1))
+        unit = divided(cov, once.clamp_min(TINIEST)[:, None, None], work if self._turns("q") else torch.float64)
+        moved = self._moved("q", unit, tokens, (-2, -1), work)
+        own, once, g = moved.y, once * moved.size[:, 0], gamma(self._d + 8, work) * moved.spread[:, 0]
+        off = gamma(2 * self._n + self._inputs + 8 * self._d + self._d_v + 68) * size_c * s_q
+        (values, size_v), (keys, size_k) = self._metric("q", "v", tokens, work), self._metric("q", "k", tokens, work)
+        if self._factored:
+            f, size = self._factor("q", tokens, work)
+            b = (block_norm(_times(own, f), squarings=SQUARINGS) + g) * (size[:, 0] * once) + off
+        else:
+            gram, size = self._metric("q", "q", tokens, work)
+            b = root(block_norm(_times(own, gram) @ own.mT, squarings=SQUARINGS) * size[:, 0] * once**2 + off * size_c * s_q)
+        b_v = (block_norm(_times(own, values), squarings=SQUARINGS) + g) * (size_v[:, 0] * once) + off * self._norm_v
+        return Own(b, b_v, _times(own, keys), size_k * once[:, None], g[:, None].expand(len(b), 1), off)
+
+    def _factor(self, a: str, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return self._normalised(a, self.tangents.projection(a, tokens), dtype)
 
     def _metric(self, a: str, b: str, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return normalised(self.tangents.metric(a, b, tokens), dtype)
+        return self._normalised(a + b, self.tangents.metric(a, b, tokens), dtype)
+
+    def _normalised(self, name: str, m: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """`normalised` of matrices, once where they are the same for all tokens."""
+        key = name, dtype
+        if key not in self._normal or self._normal[key][0] is not m:
+            self._normal[key] = m, normalised(m, dtype)
+        return self._normal[key][1]
 
 
 def normalised(m: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -145,12 +193,18 @@ def _times(x: Tensor, m: Tensor) -> Tensor:
     return x @ (m[0] if len(m) == 1 else m)
 
 
-def _lengths(x: Tensor, off: float) -> Tensor:
-    """Upper values of the lengths of rows, each of which is off by a vector of length ``off`` at most; float64."""
-    return torch.linalg.vector_norm(x, dim=-1).double() * (1 + off) + off
+def _lengths(x: Tensor, off: float, size: Tensor | float) -> Tensor:
+    """Upper values of the lengths of rows, each of which is off by a vector of length ``off * size`` at most; float64. ``off`` covers the roundings
+    of the lengths themselves."""
+    return torch.linalg.vector_norm(x, dim=-1).double() * (1 + off) + off * size
 
 
 def _apart(x: Tensor, dim: int | tuple[int, int], work: torch.dtype) -> tuple[Tensor, Tensor]:
     """x with 2-norms (Frobenius norms) of 1 along some axes, and those that it had."""
     size = torch.linalg.vector_norm(x.detach(), dim=dim, keepdim=True)
-    return (x / size.clamp_min(TINIEST)).to(work), size
+    return divided(x, size.clamp_min(TINIEST), work), size
+
+
+def divided(x: Tensor, by: Tensor, work: torch.dtype) -> Tensor:
+    """x / by in another dtype; without a temporary where no derivative is wanted."""
+    return (x / by).to(work) if torch.is_grad_enabled() else torch.div(x, by, out=torch.empty_like(x, dtype=work))

@@ -26,6 +26,7 @@ from lipbound.bounds.lipbound2026.variant_inner import InnerProducts, sums_of
 from lipbound.bounds.lipbound2026.variant_maps import TINIEST, Maps, Parts
 from lipbound.bounds.multihead import with_folded
 from lipbound.linalg.matrix_norms import UNIT, block_norm, gamma, matrix_norm, nonnegative_norm, power_of_two
+from lipbound.linalg.room import Room
 
 ALL_PAIRS = 256
 """Tokens above which inner products of q~_ij and q~_kj are formed for the largest terms alone: they would take 26 s a head at 1,024 tokens, not 3."""
@@ -51,10 +52,11 @@ def together(att: Attention) -> Tensor:
 
 def variants(att: Attention, sample: int, heads: slice) -> Tensor:
     """All four bounds for some heads of one sample, (heads, 4)."""
-    return torch.stack([_one(att, sample, h) for h in range(*heads.indices(att.heads))])
+    room = Room()
+    return torch.stack([_one(att, sample, h, room) for h in range(*heads.indices(att.heads))])
 
 
-def _one(att: Attention, sample: int, h: int) -> Tensor:
+def _one(att: Attention, sample: int, h: int, room: Room) -> Tensor:
     keep: slice | Tensor = slice(None) if att.valid is None else att.valid[sample]  # the derivative of a norm at padding may be infinite
     kept = torch.arange(att.tokens, device=att.device)[keep]
     p, t = (w[sample, h][keep][:, keep] for w in (att.p, att.weights))
@@ -66,10 +68,10 @@ def _one(att: Attention, sample: int, h: int) -> Tensor:
     e = t * torch.cdist(o, v, compute_mode="donot_use_mm_for_euclid_dist")
     if len(kept) <= ALL_PAIRS or att.cache.recording:
         maps = Maps(att, sample, h, keep)
-        found, kappa = _of_tokens(maps, kept, c, t, e, k, v, o)
+        found, kappa = _of_tokens(maps, kept, Covariances(c, v, k, room), t, e, v, o)
     else:
         maps = forms = Forms(att, sample, h, keep)
-        found, kappa = _of_long(forms, kept, c, t, k, v, o)
+        found, kappa = _of_long(forms, kept, Covariances(c, v, k, room), t, v, o)
 
     reach = e * found.length
     inner = found.inner
@@ -85,43 +87,57 @@ def _one(att: Attention, sample: int, h: int) -> Tensor:
     return torch.stack([root(squared), block, *single]) * unit * (1 + gamma(10 * maps.width + 200))
 
 
-def _of_tokens(maps: Maps, kept: Tensor, c: float, t: Tensor, e: Tensor, k: Tensor, v: Tensor, o: Tensor) -> tuple[Parts, Tensor]:
+def _of_tokens(maps: Maps, kept: Tensor, covariances: Covariances, t: Tensor, e: Tensor, v: Tensor, o: Tensor) -> tuple[Parts, Tensor]:
     """`Parts` of all tokens t, lengths as (i, t), and kappa, (N,).
 
-    Token by token: q~_it for all i where it is the key, B_t where it is the query.
+    Some tokens at a time: q~_it for all i that see t as a key, B_t where it is the query. What a mask forbids is left at zero.
     """
     n = len(kept)
     inner = torch.zeros_like(t) if n <= ALL_PAIRS else None
     step = max(1, CHUNK // (8 * n * max(n if n <= ALL_PAIRS else 1, maps.width)))
-    size_c = c * (e.detach() @ k.detach().norm(dim=-1))  # of the terms of C_i, which may cancel
-    keys = c * k
+    parts = seen(t, step)
     length, image, b_q = (torch.zeros_like(t) for _ in range(3))
     b, b_v = t.new_zeros(n), t.new_zeros(n)
-    for i in range(0, n, step):
-        part = slice(i, i + step)
-        cov = (t[part, :, None] * (v[None] - o[part, None, :])).mT @ keys  # C_i, (i, d_v, d)
-        found = maps.parts(kept[part], e[:, part].mT if inner is not None else None, cov, size_c[part])
-        length[:, part], image[:, part] = found.length.mT, found.image.mT
+    for part, rows, keys in parts:
+        own = maps.own(kept[part], *covariances.of(t[part, keys], o[part], keys))
+        b[part], b_v[part] = own.b, own.b_v
+        if rows.start == rows.stop:
+            continue
+        found = maps.parts(kept[part], e[rows, part].mT if inner is not None else None, own, rows)
+        length[rows, part], image[rows, part], b_q[part, rows] = found.length.mT, found.image.mT, found.b_q
         if inner is not None and found.inner is not None:
-            inner += found.inner
-        b[part], b_v[part], b_q[part] = found.b, found.b_v, found.b_q
+            inner[rows, rows] += found.inner
     reach, kappa = e * length, t.new_zeros(n)
-    for i in range(0, n, step):
-        part = slice(i, i + step)
+    for part, _, keys in (each for each in parts if each[2].start < each[2].stop):
         size = reach.detach()[part].norm(dim=-1)
-        weight = (t[part] * length[part] / size.clamp_min(TINIEST)[:, None])[..., None]
-        kappa[part] = (block_norm((weight * (v[None] - o[part, None, :])).to(maps.work).mT) + gamma(6, maps.work)) * size
+        weight = (t[part, keys] * length[part, keys] / size.clamp_min(TINIEST)[:, None])[..., None]
+        kappa[part] = (block_norm((weight * (v[None, keys] - o[part, None, :])).to(maps.work).mT) + gamma(6, maps.work)) * size
     return Parts(length, image, inner, b, b_v, b_q), kappa
 
 
-def _of_long(forms: Forms, kept: Tensor, c: float, t: Tensor, k: Tensor, v: Tensor, o: Tensor) -> tuple[Parts, Tensor]:
+def seen(t: Tensor, step: int) -> list[tuple[slice, slice, slice]]:
+    """Parts of so many tokens; the queries that see some of them as keys, from first to last; the keys that they see as queries. t (N, N)."""
+    ends = []
+    for m in (t.detach().mT, t.detach()):
+        order = (m != 0).to(torch.uint8)
+        most, first = order.max(-1)
+        last = len(t) - order.flip(-1).argmax(-1)
+        ends += [torch.where(most > 0, first, len(t)).tolist(), torch.where(most > 0, last, 0).tolist()]
+    found = []
+    for part in (slice(i, min(i + step, len(t))) for i in range(0, len(t), step)):
+        low, high, left, right = min(ends[0][part]), max(ends[1][part]), min(ends[2][part]), max(ends[3][part])
+        found.append((part, slice(low, max(low, high)), slice(left, max(left, right))))
+    return found
+
+
+def _of_long(forms: Forms, kept: Tensor, covariances: Covariances, t: Tensor, v: Tensor, o: Tensor) -> tuple[Parts, Tensor]:
     """The same for many tokens at a time, without inner products."""
-    n, covariances = len(kept), Covariances(c, v, k)
+    n = len(kept)
     length, image, b_q = (torch.empty_like(t) for _ in range(3))
     b, b_v = t.new_empty(n), t.new_empty(n)
     for i in range(0, n, forms.rows):
         part = slice(i, i + forms.rows)
-        found = forms.parts(kept[part], None, *covariances.of(t[part], o[part]))
+        found = forms.of(kept[part], *covariances.of(t[part], o[part]))
         length[:, part], image[:, part] = found.length.mT, found.image.mT
         b[part], b_v[part], b_q[part] = found.b, found.b_v, found.b_q
     weights = t * length

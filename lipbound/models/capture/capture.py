@@ -15,12 +15,15 @@ from transformers import PreTrainedModel
 from lipbound.attention.layer import Attention
 from lipbound.errors import CaptureError, flag, indices
 from lipbound.models.capture.assembly import assemble, valid_tokens
-from lipbound.models.capture.probing import Weights, probe
+from lipbound.models.capture.probing import Turns, Weights, probe
 from lipbound.models.capture.recorder import RECORDING_ATTENTION, Call, check_model, hidden_states, implementation, record, taken
 from lipbound.models.capture.residual_detection import Seen, surroundings, watching
 from lipbound.models.capture.verification import check_rebuilt, own_outputs, verify_outputs
 from lipbound.models.offload import by_layer
 from lipbound.models.precision import measurable
+
+ROTATIONS = 4
+"""How many of the rotations found last are tried on the next layer, which mostly has one of them."""
 
 
 @dataclass
@@ -50,6 +53,7 @@ class Capturer:
     layers: Sequence[int] | None = None
     around: bool = False
     _weights: dict[int, Weights] = field(default_factory=dict)
+    _turns: list[Turns] = field(default_factory=list)
     _verified: dict[tuple[bool, int], float] = field(default_factory=dict)
 
     def run(self, inputs: Mapping[str, Tensor]) -> list[LayerCapture]:
@@ -101,7 +105,10 @@ class Capturer:
         weights = self._weights.get(i)
         if weights is None or not weights.belongs_to(call):
             with implementation(self.model, RECORDING_ATTENTION):
-                weights = probe(call)
+                weights = probe(call, self._turns)
+            found = weights.turns
+            if found is not None and all(found.rotation is not turns.rotation for turns in self._turns):
+                self._turns = [*self._turns, found][-ROTATIONS:]
             if not by_layer(self.model):  # its weights are many
                 self._weights[i] = weights
         return weights

@@ -1,5 +1,6 @@
 """A layer that is fed chosen tokens and stopped at the attention interface, so that what it makes of them can be read off."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from lipbound.attention.variants.rotary import Rotation
 from lipbound.errors import CaptureError
 from lipbound.models.capture.norm_stub import stub_norms
 from lipbound.models.capture.recorder import Call, handling, hidden_states
-from lipbound.models.capture.rotary_fit import find_rotation
+from lipbound.models.capture.rotary_fit import ROTATION_TOLERANCE, find_rotation, misses
 from lipbound.models.offload import plain_copy
 
 Tensors = tuple[Tensor, ...]
@@ -66,8 +67,9 @@ class ProbedLayer:
             return end
         raise CaptureError(f"layer {self._call.name}: probing did not reach the attention interface")
 
-    def rotation(self) -> tuple[Rotation | None, Tensor]:
-        """The rotation of the call's tokens, from the queries and keys of random tokens before and after it."""
+    def rotation(self, known: Iterable[tuple[Rotation | None, Tensor]] = ()) -> tuple[Rotation | None, Tensor]:
+        """The rotation of the call's tokens, from the queries and keys of random tokens before and after it: one that is ``known``, with the order of
+        its coordinates, where it takes the ones to the others."""
         shape = hidden_states(self._call).shape
         given = self._call.kwargs[POSITIONS]
         if any(len(t) > 1 and not torch.equal(t, t[:1].expand_as(t)) for t in ((given,) if isinstance(given, Tensor) else given) if t.ndim > 2):
@@ -75,6 +77,7 @@ class ProbedLayer:
         for stub in self.stubs:
             stub.centred = False  # centred vectors do not span the space
         generator = torch.Generator().manual_seed(0)
+        candidates = list(known)
         before: list[Tensor] = []
         after: list[Tensor] = []
         while sum(map(len, before)) < self._call.q.shape[-1] + 4:
@@ -82,6 +85,10 @@ class ProbedLayer:
             for vectors, turned in ((before, False), (after, True)):
                 found = self.projections(x, turned=turned)[:2]
                 vectors.extend(t.unflatten(0, shape[:2]).transpose(1, 2).flatten(0, 1) for t in found)
+            while candidates:
+                rotation, order = candidates.pop()
+                if len(order) == self._call.q.shape[-1] and misses(rotation, order, torch.cat(before), torch.cat(after)) <= ROTATION_TOLERANCE:
+                    return rotation, order
         try:
             return find_rotation(torch.cat(before), torch.cat(after))
         except CaptureError as error:

@@ -4,8 +4,9 @@ The layer is copied, fed chosen tokens in float64, and stopped at the attention 
 nothing, and normalisations of queries and keys by what they do linearly, so that what remains is affine in the tokens; both are read off separately.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,20 @@ from lipbound.models.offload import plain_copy
 
 CAPTURE_TOLERANCE = 1e-4
 """Largest relative error of a rebuilt tensor. Affine projections rebuild to 1e-5 or better in float32, others miss by orders of magnitude."""
+CHECKED = 64
+"""How many of the recorded outputs of all heads tell whether their projection is affine."""
+
+
+class Turns(NamedTuple):
+    """Position embeddings of a call, the rotation that they make (None where nothing is turned), and the order of coordinates in which it is one."""
+
+    positions: Any
+    rotation: Rotation | None
+    order: Tensor
+
+    def of(self, call: Call) -> bool:
+        """Whether a call has these position embeddings."""
+        return same_values(self.positions, call.kwargs.get(POSITIONS))
 
 
 @dataclass
@@ -47,9 +62,17 @@ class Weights:
         """Whether another call of the layer has the same rotation."""
         return same_values(self.positions, call.kwargs.get(POSITIONS))
 
+    @property
+    def turns(self) -> Turns | None:
+        """What its position embeddings do, where it has some."""
+        return None if self.order is None else Turns(self.positions, self.rotation, self.order)
 
-def probe(call: Call) -> Weights:
+
+def probe(call: Call, known: Iterable[Turns] = ()) -> Weights:
     """What a layer makes of its tokens.
+
+    Args:
+        call: of the layer. known: what position embeddings do in other layers; taken over where they do the same to this layer's vectors.
 
     Raises:
         CaptureError: queries and keys are normalised, or turned by their positions, in a way that is not known here; a mask, bias or sink depends
@@ -66,7 +89,9 @@ def probe(call: Call) -> Weights:
     w = [(y[1:] - y[0]).transpose(0, 1).contiguous() for y in maps]
     b = [y[0] if bool((y[0] != 0).any()) else None for y in maps]
     norms = [_over_all_heads(norm, w[i], b[i]) if norm and together else norm for i, (norm, together) in enumerate(found)]
-    rotation, order = layer.rotation() if call.kwargs.get(POSITIONS) is not None else (None, None)
+    rotation = order = None
+    if call.kwargs.get(POSITIONS) is not None:
+        rotation, order = layer.rotation((turns.rotation, turns.order) for turns in known if turns.of(call))
     heads = call.q.shape[1]
 
     def one_per_head(t: Tensor | None, side: int) -> Tensor | None:
@@ -101,7 +126,8 @@ def _probe_output(call: Call) -> Tensor | None:
     eye = torch.eye(heads * d_v, dtype=torch.float64, device=device)
     zero = projection(torch.zeros_like(eye[:1]))
     w_o: Tensor = projection(eye) - zero
-    flat = call.out.flatten(2).double().nan_to_num()  # rows of padding may be undefined
+    flat = call.out.flatten(2).flatten(0, 1)
+    flat = flat[:: -(-len(flat) // CHECKED)].double().nan_to_num()  # rows of padding may be undefined
     own, mine, size = projection(flat) - zero, flat @ w_o, flat.abs() @ w_o.abs()
     if not float((own - mine).abs().amax()) <= CAPTURE_TOLERANCE * float(torch.maximum(own.abs().amax(), 1e-3 * size.amax())):
         raise CaptureError(f"layer {call.name}: the output projection ({type(call.consumer).__name__}) is not an affine map, which is not supported")

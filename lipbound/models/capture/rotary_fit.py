@@ -47,6 +47,13 @@ def find_rotation(before: Tensor, after: Tensor) -> tuple[Rotation | None, Tenso
     if not first:
         return None, order
     rotation = Rotation(maps[:, first, first].contiguous(), maps[:, second, first].contiguous())
-    if not float((rotation.turn(before[..., order]) - after[..., order]).abs().amax() / after.abs().amax()) <= 10 * ROTATION_TOLERANCE:
+    if not misses(rotation, order, before, after) <= 10 * ROTATION_TOLERANCE:
         raise CaptureError("positions act on queries and keys by a linear map that is not a rotation of pairs of coordinates")
     return rotation, order
+
+
+def misses(rotation: Rotation | None, order: Tensor, before: Tensor, after: Tensor) -> float:
+    """By how much a rotation, of coordinates in this order, does not take some vectors of every token, (vectors, N, d), to others; relative."""
+    left, right = before[..., order], after[..., order]
+    turned = left if rotation is None else rotation.turn(left)
+    return float((turned - right).abs().amax() / right.abs().amax().clamp_min(1e-300))

@@ -92,11 +92,12 @@ def verify_outputs(call: Call, attention: Attention, own: Tensor, sample: int) -
     Raises:
         CaptureError: an error above `CAPTURE_TOLERANCE`, or nothing of the right size to compare with.
     """
-    att = attention.select(samples=slice(sample, sample + 1))
-    if own.numel() != att.tokens * att.heads * att.d_v:
+    part = slice(sample, sample + 1)
+    if own.numel() != attention.tokens * attention.heads * attention.d_v:
         raise CaptureError(f"layer {call.name}: no point of the model could be found where its head outputs can be checked")
-    own = own.reshape(1, att.tokens, att.heads, att.d_v).transpose(1, 2)
-    difference = head_error(att.out, own, att.v.abs().amax((-1, -2)), att.valid)
+    own = own.reshape(1, attention.tokens, attention.heads, attention.d_v).transpose(1, 2)
+    valid = None if attention.valid is None else attention.valid[part]
+    difference = head_error(attention.out[part], own, attention.v[part].abs().amax((-1, -2)), valid)
     if not difference <= CAPTURE_TOLERANCE:
         raise CaptureError(_different(call.name, difference))
     return difference
