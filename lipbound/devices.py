@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from lipbound.errors import LipboundError, UnknownNameError, shown
 
@@ -82,6 +83,20 @@ def require(needed: float, device: torch.device, what: str, instead: str) -> Non
     free = available(device)
     if needed > 0.9 * free:
         raise LipboundError(f"{what}, about {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB of memory are free; {instead}")
+
+
+class Room:
+    """Memory for one large temporary after the other, each of which ends the one before: fresh pages cost as much as the arithmetic on them."""
+
+    def __init__(self) -> None:
+        self._kept: Tensor | None = None
+
+    def take(self, like: Tensor, *shape: int) -> Tensor:
+        """A tensor of this shape with arbitrary entries, in the dtype and on the device of ``like``."""
+        size, kept = torch.Size(shape).numel(), self._kept
+        if kept is None or kept.numel() < size or kept.dtype != like.dtype or kept.device != like.device:
+            self._kept = kept = like.new_empty(size)
+        return kept[:size].view(shape)
 
 
 def side_by_side(tasks: Sequence[Callable[[], T]]) -> list[T]:

@@ -1,4 +1,4 @@
-"""Samples measured side by side: the same numbers, errors and interruptions as one after the other."""
+"""Samples measured side by side: the same numbers, errors and interruptions as one after the other. Memory that is used again."""
 
 import threading
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lipbound as lb
-from lipbound.devices import side_by_side
+from lipbound.devices import Room, side_by_side
 from lipbound.errors import LipboundError
 
 
@@ -61,3 +61,13 @@ def test_numbers_do_not_depend_on_how_many_threads_there_are(checkpoint, threads
     for other in runs[1:]:
         for name in runs[0].drop_vars("checksum").data_vars:  # but for sums that the processor's library rounds in another order
             np.testing.assert_allclose(other[name], runs[0][name], rtol=4e-15)
+
+
+def test_a_room_is_used_again_where_it_is_large_enough() -> None:
+    room, like = Room(), torch.zeros(1)
+    first = room.take(like, 4, 6)
+    assert first.shape == (4, 6)
+    assert room.take(like, 2, 3).data_ptr() == first.data_ptr()
+    assert room.take(like.double(), 2, 3).dtype == torch.float64
+    larger = room.take(like, 5, 6)
+    assert (larger.shape, larger.dtype) == ((5, 6), torch.float32)

@@ -25,22 +25,26 @@ class RowSpace:
     def __init__(self, w: Tensor, spans: list[Tensor], dtype: torch.dtype):
         self._w, self._spans, self._dtype = w, spans, dtype
 
+    def _whole(self) -> Tensor:
+        """w with the spans beside it, float64."""
+        w = self._w.double()
+        return torch.cat([w, *(t.double().expand(len(w), -1, -1) for t in self._spans)], -1) if self._spans else w
+
     @cached_property
     def _both(self) -> tuple[Tensor, Tensor]:
-        w = self._w.double()
-        spans = [t.double().expand(len(w), -1, -1) for t in self._spans]
-        u, r = torch.linalg.qr(torch.cat([w, *spans], -1))
-        return u.to(self._dtype), r[..., : w.shape[2]].to(self._dtype)
+        """In float64: u, and all of u^T w."""
+        u, r = torch.linalg.qr(self._whole())
+        return u, r
 
     @property
     def basis(self) -> Tensor:
         """Orthonormal u, (heads, D, m')."""
-        return self._both[0]
+        return self._both[0].to(self._dtype)
 
     @property
     def coordinates(self) -> Tensor:
         """u^T w, (heads, m', m), zero below the diagonal."""
-        return self._both[1]
+        return self._both[1][..., : self._w.shape[2]].to(self._dtype)
 
     @cached_property
     def square(self) -> Tensor:
@@ -51,15 +55,13 @@ class RowSpace:
     @cached_property
     def loss(self) -> float:
         """An upper value of how far singular values of a map of w move, relatively, where its coordinates take the place of w; of all heads."""
-        u, r = (t.double() for t in self._both)
-        spans = [t.double().expand(len(u), -1, -1) for t in self._spans]
-        w = torch.cat([self._w.double(), *spans], -1)
-        r = torch.cat([r, *(u.mT @ t for t in spans)], -1)
-        per = 2.0**-53 * (w.shape[1] + w.shape[2] + 16)
-        size = w.norm(dim=-2, keepdim=True).clamp_min(1e-290)
-        columns = ((w - u @ r) / size).norm(dim=(-2, -1)) + per * w.shape[2] ** 0.5 * u.norm(dim=(-2, -1))
-        unit = torch.eye(u.shape[-1], dtype=torch.float64, device=u.device)
-        return float(((u.mT @ u - unit).norm(dim=(-2, -1)) + per * u.norm(dim=(-2, -1)) ** 2 + 4 * columns).amax())
+        (m, n), per = self._whole().shape[1:], 2.0**-53
+        unit, found = torch.eye(self._both[0].shape[2], dtype=torch.float64, device=self._w.device), []
+        for w, u, r in zip(self._whole(), *self._both, strict=True):  # one after the other, in the cache
+            size, length = w.norm(dim=0).clamp_min(1e-290), (m + n + 16) * per * u.norm()
+            columns = (torch.addmm(w, u, r, alpha=-1).norm(dim=0) / size).norm() + length * n**0.5
+            found.append((u.mT @ u - unit).norm() + length * u.norm() + 4 * columns)
+        return float(torch.stack(found).amax())
 
     def double(self) -> "RowSpace":
         """In float64."""
@@ -136,6 +138,11 @@ class HeadOperator(TensorOperator):
     def _cotangents(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The cotangents of q, k, v as they enter scores and output, under y."""
 
+    @property
+    def turned_alone(self) -> bool:
+        """Whether queries and keys are turned between projection and scores at most."""
+        return all(not to.steps or to.turns() is not None for to in (self.to_q, self.to_k))
+
     @abstractmethod
     def push(self, z: Tensor | list[Tensor]) -> Tensor:
         """The output perturbation under perturbations z of all coordinates (scores already scaled), side by side or part by part: (batch, N, d_v)."""
@@ -145,8 +152,12 @@ class HeadOperator(TensorOperator):
         """P x, (batch, N, r) -> (batch, N, r)."""
 
     @abstractmethod
+    def transposed_average(self, x: Tensor) -> Tensor:
+        """P^T x, (batch, N, r) -> (batch, N, r)."""
+
     def column_sums(self) -> Tensor:
         """Of P, (batch, N)."""
+        return self.transposed_average(torch.ones_like(self.o[..., :1]))[..., 0]
 
     @abstractmethod
     def largest(self) -> Tensor:
@@ -160,7 +171,7 @@ class HeadOperator(TensorOperator):
         return list(z.split(self.sizes, -1))
 
     @cached_property
-    def _triangle(self) -> list[Tensor]:
+    def triangle(self) -> list[Tensor]:
         """Coordinates of queries, keys and values, (batch or 1, rows, size) each, the first two without the rows that are zero: gathered once."""
         r, d = self.rows.coordinates, self.sizes[0]
         parts = [r[:, :d, :d], r[:, : 2 * d, d : 2 * d], r[..., 2 * d :]]
@@ -215,7 +226,7 @@ class HeadOperator(TensorOperator):
         return self.sample[:: len(self.w)]
 
     def jvp(self, x: Tensor) -> Tensor:
-        z = [torch.matmul(x[..., : part.shape[-2]], part) for part in self._triangle]
+        z = [torch.matmul(x[..., : part.shape[-2]], part) for part in self.triangle]
         if self.extra is None:
             return self.push([*z, x[..., :0], x[..., :0]])
         extra = torch.einsum("bnr,bnre->bne", x, self._directions(self.rows.basis))
@@ -223,7 +234,7 @@ class HeadOperator(TensorOperator):
 
     def vjp(self, y: Tensor) -> Tensor:
         q, k, v, *extra = self._pulled(y)
-        to_q, to_k, to_v = (part.mT.expand(len(y), -1, -1) for part in self._triangle)
+        to_q, to_k, to_v = (part.mT.expand(len(y), -1, -1) for part in self.triangle)
         x = torch.bmm(v, to_v)  # of all rows; the others add to the first of them
         for part, to in ((k, to_k), (q, to_q)):
             x[..., : to.shape[-1]].baddbmm_(part, to)
@@ -305,8 +316,8 @@ class HeadJacobian(InParts, HeadOperator):
     def average(self, x: Tensor) -> Tensor:
         return self.p @ x
 
-    def column_sums(self) -> Tensor:
-        return self.p.sum(-2)
+    def transposed_average(self, x: Tensor) -> Tensor:
+        return self.p.mT @ x
 
     def largest(self) -> Tensor:
         return self.p.amax(-1)

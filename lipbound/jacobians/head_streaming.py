@@ -178,11 +178,11 @@ class StreamedHeadJacobian(HeadOperator):
                 out[b, rows] = p @ x[b, keys]
         return out
 
-    def column_sums(self) -> Tensor:
-        out = torch.zeros(self.batch, self.out_shape[0], dtype=self.dtype, device=self.device)
+    def transposed_average(self, x: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
         for b in range(self.batch):
-            for _, keys, p, _ in self._read(b):
-                out[b, keys] += p.sum(0)
+            for rows, keys, p, _ in self._read(b):
+                out[b, keys] += p.mT @ x[b, rows]
         return out
 
     def largest(self) -> Tensor:

@@ -19,6 +19,9 @@ from lipbound.jacobians.maps import BLOCKS, WHOLE
 from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.operators import Roundoff
 
+SCHUR_STEPS = 4
+"""Steps of power iteration for the norms of matrices of sizes: within a few percent."""
+
 
 def tensor_error(att: Attention) -> Tensor:
     r"""An upper value of :math:`\|J - \hat J\|`, (samples, heads), float64: J at the given numbers, J-hat of the float64 tensors made of them.
@@ -76,13 +79,14 @@ def distance(e: TensorErrors, rows: Moments, scale: float, w_v: Tensor, loose: T
 
 
 @torch.no_grad()
-def roundoff(att: Attention, op: HeadOperator, *, loose: Tensor | None = None, skew: float = 0.0) -> Roundoff:
+def roundoff(att: Attention, op: HeadOperator, *, loose: Tensor | None = None, skew: float = 0.0, sharp: bool = False) -> Roundoff:
     """Of the heads of a float64 layer: Lemma 70 (docs/theory/rounding.md) for its tensors, Lemma 71 (docs/theory/rounding.md) for its
     products.
 
     Args:
         att, op: the layer and its Jacobian.
         loose: how far w_v may be from the projection that is meant, (heads,). skew: by how much more norms may differ, relatively.
+        sharp: whether to spend some passes over P on sizes that are a half or a third.
     """
     e = tensor_errors(att)
     c, n = abs(att.scale), att.tokens
@@ -97,14 +101,20 @@ def roundoff(att: Attention, op: HeadOperator, *, loose: Tensor | None = None, s
     vanished = SMALLEST * (ends[0] * c * (ends[1] * ends[3] + ends[2] * ends[4]) + w_v)
     # Norms of the three parts of J: of entries' absolute values, so that they bound the rounding of sums as well
     both, reach = value * key, torch.minimum((e.q * value).norm(dim=-1), columns * ends[0] * ends[2])
-    parts = [2 * c * (both * e.q_slope).amax(-1), 2 * c * reach * k_slope[..., 0], columns * w_v]
+    both, reach = 2 * both, 2 * reach
+    if sharp:
+        both, reach = (torch.minimum(*t) for t in zip((both, reach), _paths(op, e), strict=True))
+    parts = [c * (both * e.q_slope).amax(-1), c * reach * k_slope[..., 0], columns * w_v]
     size = sum(parts[1:], start=parts[0])
-    steps = (n + 2 * (att.d + att.d_v) + 40) * UNIT
-    # Coordinates are products with a triangular factor, whose absolute values have a norm that is larger by this factor at most
+    steps = n + max(2 * att.d, att.d_v) + 24
+    terms = [part.shape[-2] + 16 for part in op.triangle]
+    if not op.turned_alone:
+        steps, terms = steps + 2 * (att.d + att.d_v) + 40, [sum(op.w.shape[2:]) + 2 * op.in_shape[1] + 24] * 3
+    # Coordinates are products with a triangular factor, whose absolute values have a norm that is larger by these factors at most
     spread = _spread(att)
-    width, lost = (sum(op.w.shape[2:]) + 2 * op.in_shape[1] + 24) * UNIT, op.rows.loss
     wide = sum(part * s for part, s in zip(parts, spread, strict=True))
-    return Roundoff(*(_upper(t).flatten().cpu() for t in (tensors + vanished + lost * wide + skew * size, steps * size + width * wide, size)))
+    rounded = steps * size + sum(part * s * count for part, s, count in zip(parts, _absolute(op, att), terms, strict=True))
+    return Roundoff(*(_upper(t).flatten().cpu() for t in (tensors + vanished + op.rows.loss * wide + skew * size, rounded * UNIT, size)))
 
 
 def _whatever_p(e: TensorErrors, scale: float, w_v: Tensor) -> Tensor:
@@ -120,6 +130,16 @@ def _spread(att: Attention) -> list[Tensor]:
     return [torch.linalg.matrix_norm(w) / spectral(w).clamp_min(1e-300) for w in (att.w_q, att.w_k, att.w_v)]
 
 
+def _absolute(op: HeadOperator, att: Attention) -> list[Tensor]:
+    """How much larger the norms of the absolute values of the coordinates may be than the norms of the projections, (heads,) each."""
+    found = []
+    for r, w, unit in zip(op.rows.coordinates.split(op.sizes[:3], -1), (att.w_q, att.w_k, att.w_v), (att.scale, att.scale, 1.0), strict=True):
+        size = r.abs()
+        most = torch.minimum(torch.linalg.matrix_norm(size), (size.sum(-1).amax(-1) * size.sum(-2).amax(-1)).sqrt())
+        found.append(most / (abs(unit) * spectral(w)).clamp_min(1e-300))
+    return found
+
+
 def folding_error(att: Attention, basis: Tensor, folded: Tensor) -> tuple[Tensor, float]:
     r"""How far ``folded`` E^T is from w_v w_o in the Frobenius norm, (heads,), and E, the stored ``basis`` (heads, D_out, r), from orthonormal."""
     w_v, w_o, e = (t.double() for t in (att.w_v, att.w_o if att.w_o is not None else basis.mT, basis))
@@ -132,9 +152,9 @@ def folding_error(att: Attention, basis: Tensor, folded: Tensor) -> tuple[Tensor
     return missed * MARGIN, float((torch.linalg.matrix_norm(e.mT @ e - unit) + per * sizes[2] ** 2).amax())
 
 
-def layer_roundoff(att: Attention, op: HeadOperator, map: str) -> Roundoff:
+def layer_roundoff(att: Attention, op: HeadOperator, map: str, *, sharp: bool = False) -> Roundoff:
     """Of a whole layer, from its heads': Lemma 72 (docs/theory/rounding.md)."""
-    heads = roundoff(att, op)
+    heads = roundoff(att, op, sharp=sharp)
     tensors, size = (t.view(att.samples, att.heads) for t in (heads.tensors, heads.size))
     per = [tensors, size, size * torch.stack(_spread(att)).amax(0).cpu()]  # the last of absolute values
     width = (2 * (att.tokens + 3 * (att.d + att.d_v) + att.x.shape[2] + att.heads + 60)) * UNIT
@@ -189,10 +209,26 @@ def _moments(op: HeadOperator, e: TensorErrors) -> Moments:
     return Moments.of(value, key, (MARGIN * mass).clamp_min(0), op.largest().view(shape), op.column_sums().view(shape))
 
 
+def _paths(op: HeadOperator, e: TensorErrors) -> tuple[Tensor, Tensor]:
+    r"""Sums :math:`\sum_j P_{ij} (|v_j| + |o_i|) |k_j|`, (samples, heads, N), and the norms of the matrices
+    :math:`[P_{ij} (|v_j| + |o_i|) |q_i|]_{ij}`, (samples, heads), by Lemma 49 (docs/theory/numerics.md); upper values."""
+    v, k, q, o = (t.flatten(0, 1) for t in (e.v, e.k, e.q, op.o.norm(dim=-1).view(e.v.shape)))
+    both, key = op.average(torch.stack([v * k, k], -1)).unbind(-1)
+    y, found = torch.ones_like(v), torch.full_like(v[:, 0], torch.inf)
+    for _ in range(SCHUR_STEPS):
+        value, mass = op.average(torch.stack([v * y, y], -1)).unbind(-1)
+        image = q * (value + o * mass)
+        back, far = op.transposed_average(torch.stack([q * image, o * q * image], -1)).unbind(-1)
+        z = v * back + far
+        found = torch.minimum(found, (z / y).amax(-1))
+        y = (z / z.amax(-1, keepdim=True).clamp_min(1e-300)).clamp_min(1e-14)
+    return _upper((both + o * key).view(e.v.shape)), _upper(found.sqrt().view(e.v.shape[:2]))
+
+
 def _upper(x: Tensor) -> Tensor:
     return torch.nan_to_num(x * MARGIN, nan=math.inf, posinf=math.inf)
 
 
-def map_roundoff(att: Attention, op: HeadOperator, map: str) -> Roundoff:
+def map_roundoff(att: Attention, op: HeadOperator, map: str, *, sharp: bool = False) -> Roundoff:
     """Of the Jacobian of ``map`` of a float64 layer, whose heads' Jacobian is ``op``."""
-    return layer_roundoff(att, op, map) if map in WHOLE else roundoff(att, op)
+    return layer_roundoff(att, op, map, sharp=sharp) if map in WHOLE else roundoff(att, op, sharp=sharp)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.masking import BLOCKED, four_axes
-from lipbound.linalg.room import Room
+from lipbound.devices import Room
 
 ROWS = 128
 """Queries of a block: fewer would see fewer keys that they do not need, but make products of matrices that processors are slow at."""

@@ -92,7 +92,7 @@ def spectral_norm(
         raise LipboundError(f"method {method!r} has no closed form of map {map!r}; use 'lanczos' with delta")
     if method == "power":
         return _power(att, map, tol, delta, vectors, seed, max_steps)
-    wide = Measured(att.double(), map)
+    wide = Measured(att.double(), map, sharp=delta is not None)
     if method in PROOFS:
         norm = PROOFS[method](wide.op, _grams(wide.attention, map), tol=tol, seed=seed, vectors=vectors)
         norm = widened(norm, wide.roundoff.tensors, tol)
@@ -112,7 +112,7 @@ def spectral_norm(
 
 class Measured:
     """A layer whose map is measured: in units in which its tensors are of ordinary size (unless wanted ``as_given``), with the output projection
-    folded in where the map has it.
+    folded in where the map has it. ``sharp``: as for `lipbound.jacobians.rounding.roundoff`.
 
     Attributes:
         attention: the layer. op: its Jacobian.
@@ -123,8 +123,8 @@ class Measured:
 
     basis: Tensor | None
 
-    def __init__(self, att: Attention, map: str, *, as_given: bool = False):
-        self.map, self.known, before = map, None, att
+    def __init__(self, att: Attention, map: str, *, as_given: bool = False, sharp: bool = False):
+        self.map, self.known, self._sharp, before = map, None, sharp, att
         att, self.basis = att.fold_output() if map == "head_out" else (att, None)
         self.folded = None if self.basis is None else folding_error(before, self.basis, att.w_v)
         self.exponents = torch.zeros(att.heads, dtype=torch.long)
@@ -143,9 +143,10 @@ class Measured:
         """Of a float64 layer."""
         heads = heads_of(self.op)
         if self.folded is None:
-            return map_roundoff(self.attention, heads, self.map)
+            return map_roundoff(self.attention, heads, self.map, sharp=self._sharp)
         loose, skew = self.folded
-        return roundoff(self.attention, heads, loose=times_power(loose, -self.exponents.to(loose.device)), skew=skew)
+        loose = times_power(loose, -self.exponents.to(loose.device))
+        return roundoff(self.attention, heads, loose=loose, skew=skew, sharp=self._sharp)
 
 
 def heads_of(op: JacobianOperator) -> HeadOperator:

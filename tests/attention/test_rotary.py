@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotary
 import lipbound as lb
 from lipbound.analysis import adversarial_inputs, mean_field
 from lipbound.attention.layer import Attention
-from lipbound.attention.variants.rotary import Rotation
+from lipbound.attention.variants.rotary import Rotation, turned
 from lipbound.bounds.terms import shares
 from lipbound.errors import AttentionError, LipboundError
 from lipbound.jacobians.rounding import tensor_error
@@ -46,6 +46,19 @@ def rotary(seed: int, n: int = 5, d: int = 4, d_v: int = 3, r: int = 2, scale: f
 
 
 KINDS = ("plain", "biases", "causal", "padded", "repeated")
+
+
+@pytest.mark.parametrize("r", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_vectors_are_turned_alike_with_and_without_derivatives(r: int, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(r)
+    for x, angles in (((2, 3, 5, 6), (5, r)), ((1, 4, 6), (5, 1, r)), ((5, 4, 6), (5, 1, r)), ((0, 5, 6), (5, r))):
+        y, a = torch.randn(x, generator=g, dtype=dtype), torch.randn(angles, generator=g, dtype=dtype)
+        before = y.clone()
+        with torch.no_grad():
+            found = turned(y, a.cos(), a.sin())
+        assert torch.equal(y, before)
+        torch.testing.assert_close(found, turned(y, a.cos(), a.sin()))
 
 
 @pytest.mark.slow

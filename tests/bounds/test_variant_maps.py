@@ -81,6 +81,36 @@ def test_float32_hardly_moves_the_bounds(has: tuple[str, ...], monkeypatch: pyte
         assert bool((found <= wide * (1 + 2e-4)).all())
 
 
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("has", [("rotation",), ("rotation", "norm"), ("together", "cap"), ("sinks",)])
+def test_what_a_mask_forbids_is_skipped_and_not_missed(has: tuple[str, ...], mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variants, "CHUNK", 2 * 8 * 9 * 9)  # two tokens at a time
+    att = layer(7, frozenset(has), mask=mask, n=9)
+    few = bounds.evaluate(att, ["lipbound", "lipbound_block"])
+    formed: list[int] = []
+
+    def all_of_them(t: Tensor, step: int) -> list[tuple[slice, slice, slice]]:
+        found = variants_seen(t, step)
+        formed.extend([sum(rows.stop - rows.start for _, rows, _ in found), sum(keys.stop - keys.start for _, _, keys in found)])
+        return [(part, slice(0, len(t)), slice(0, len(t))) for part, _, _ in found]
+
+    variants_seen = variants.seen
+    monkeypatch.setattr(variants, "seen", all_of_them)
+    whole = bounds.evaluate(layer(7, frozenset(has), mask=mask, n=9), ["lipbound", "lipbound_block"])
+    for name, value in whole.items():
+        torch.testing.assert_close(few[name], value, rtol=1e-5, atol=0)  # sums of other lengths round otherwise
+    if mask in ("causal", "window"):
+        assert max(formed) < 5 * 9
+
+
+def test_parts_and_what_they_see() -> None:
+    t = torch.zeros(5, 5)
+    t[1, 0] = t[2, 2] = t[4, 1] = t[4, 3] = 1
+    assert variants.seen(t, 2) == [
+        (slice(0, 2), slice(1, 5), slice(0, 1)), (slice(2, 4), slice(2, 5), slice(2, 3)), (slice(4, 5), slice(5, 5), slice(1, 4)),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("has", HAS)
 def test_largest_terms_of_long_heads_have_inner_products(has: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest have products of lengths; sums that leave out nothing are those of all pairs."""

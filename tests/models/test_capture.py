@@ -4,10 +4,12 @@ import pytest
 import torch
 import transformers as tf
 from support.models import AFFINE, MODERN, REFUSED, TEXT, build, inputs_for
+from transformers.models.llama import modeling_llama
 
+from lipbound.attention.variants.rotary import Rotation
 from lipbound.errors import CaptureError, Notice
 from lipbound.jacobians.spectral_norm import spectral_norm
-from lipbound.models.capture import recorder
+from lipbound.models.capture import probed_layer, recorder
 from lipbound.models.capture.capture import Capturer, capture
 
 
@@ -217,3 +219,39 @@ def test_positions_that_differ_between_samples_are_refused() -> None:
     positions[1] += torch.arange(9)
     with pytest.raises(CaptureError, match="is given samples with different positions"):
         capture(model, {**inputs_for(model), "position_ids": positions})
+
+
+def test_a_rotation_is_fitted_once_for_layers_that_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again where the same position embeddings do something else: what a layer takes over must turn its own vectors."""
+    fitted, fit = [], probed_layer.find_rotation
+
+    def find(before: torch.Tensor, after: torch.Tensor) -> tuple[Rotation | None, torch.Tensor]:
+        fitted.append(len(before))
+        return fit(before, after)
+
+    monkeypatch.setattr(probed_layer, "find_rotation", find)
+    model = build(MODERN["Llama"])
+    capturer = Capturer(model)
+    layers = capturer.run(inputs_for(model))
+    assert len(fitted) == 1
+    assert len({id(layer.attention.scoring.find(Rotation)) for layer in layers}) == 1
+    capturer.run(inputs_for(model, length=7))  # other positions
+    assert len(fitted) == 2
+    apply = modeling_llama.apply_rotary_pos_emb
+    second = model.layers[1].self_attn
+
+    def backwards(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
+        return apply(q, k, cos, -sin if q.shape[-2] == 9 and calling[-1] is second else sin, *rest)
+
+    calling: list[torch.nn.Module] = []
+    hooks = [m.self_attn.register_forward_pre_hook(lambda module, args, kwargs: calling.append(module), with_kwargs=True) for m in model.layers]
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", backwards)
+    fitted.clear()
+    monkeypatch.setattr(probed_layer, "plain_copy", lambda module: module)  # so that the second layer is told apart
+    try:
+        first, other = (layer.attention.scoring.find(Rotation) for layer in Capturer(model.double()).run(inputs_for(model)))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert len(fitted) == 2
+    torch.testing.assert_close(other.sin, -first.sin, rtol=1e-5, atol=1e-6)

@@ -152,7 +152,8 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     r = cos.shape[-1]
     a, b, rest = x[..., :r], x[..., r : 2 * r], x[..., 2 * r :]
     if not torch.is_grad_enabled():  # without temporaries, which cost more than the arithmetic
-        out = x.new_empty(*torch.broadcast_shapes(a.shape, cos.shape)[:-1], x.shape[-1])
+        lead = (1,) * (x.ndim - cos.ndim) + cos.shape[:-1]
+        out = x.new_empty(*(n if m == 1 else m for n, m in zip(x.shape, lead, strict=False)), x.shape[-1])
         torch.mul(cos, a, out=out[..., :r]).addcmul_(sin, b, value=-1)
         torch.mul(cos, b, out=out[..., r : 2 * r]).addcmul_(sin, a)
         if rest.shape[-1]:

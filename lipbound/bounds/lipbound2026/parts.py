@@ -13,11 +13,10 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.rounding import TensorErrors, tensor_errors
-from lipbound.devices import require
+from lipbound.devices import Room, require
 from lipbound.jacobians.rounding import Moments, distance
 from lipbound.linalg.matrix_norms import block_norm, gamma, matrix_norm, nonnegative_norm, upper_factor
 from lipbound.linalg.powers import times_power_up
-from lipbound.linalg.room import Room
 
 CHUNK = 2**22
 """Bytes of the largest temporary, the N x d_v x d moments of some heads of one sample."""

@@ -13,8 +13,8 @@ from lipbound.attention.layer import Attention
 from lipbound.bounds.lipbound2026.parts import coordinate_pairs, image_norms, outer, root
 from lipbound.bounds.lipbound2026.streaming.parts import against_outer
 from lipbound.bounds.lipbound2026.variant_maps import Maps, Parts, normalised
+from lipbound.devices import Room
 from lipbound.linalg.matrix_norms import gamma
-from lipbound.linalg.room import Room
 
 FORM_BYTES = 2**23
 """Bytes of the largest temporary of some tokens."""

@@ -25,8 +25,8 @@ from lipbound.bounds.lipbound2026.variant_forms import Covariances, Forms
 from lipbound.bounds.lipbound2026.variant_inner import InnerProducts, sums_of
 from lipbound.bounds.lipbound2026.variant_maps import TINIEST, Maps, Parts
 from lipbound.bounds.multihead import with_folded
+from lipbound.devices import Room
 from lipbound.linalg.matrix_norms import UNIT, block_norm, gamma, matrix_norm, nonnegative_norm, power_of_two
-from lipbound.linalg.room import Room
 
 ALL_PAIRS = 256
 """Tokens above which inner products of q~_ij and q~_kj are formed for the largest terms alone: they would take 26 s a head at 1,024 tokens, not 3."""

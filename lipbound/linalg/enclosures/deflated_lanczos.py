@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lipbound.linalg.certificates import log_inverse_epsilon
+from lipbound.linalg.enclosures.dots import Dots
 from lipbound.linalg.enclosures.residual_certificate import Recurrences, below, excluded, smallest_excluded
 from lipbound.linalg.enclosures.verified import Bordered
 from lipbound.linalg.matrix_norms import UNIT
@@ -47,24 +48,25 @@ def deflated_bound(
         return Deflated(nothing, nothing.long(), small.z[:, :0])
     limit = min(max_steps, n - r)
     epsilon = math.exp(-log_inverse_epsilon(n, delta))
-    gamma = 2 * (n + r + 8) * UNIT * r**0.5  # of products with z
+    dots = Dots(n)
+    gamma = 2 * (dots.roundings + 4 * UNIT) * r**0.5  # of products with z
     z, rows = small.z, Recurrences(op.batch, limit, small, roundoff, epsilon - 4 * float(small.skew.amax()) - 4 * gamma - 16 * UNIT)
     result = Deflated(torch.full_like(target, math.inf), torch.zeros(op.batch, dtype=torch.int64), z.new_zeros(op.batch, min(RITZ, limit), n))
     active, going = torch.arange(op.batch), torch.ones(op.batch, dtype=torch.bool)
     v = torch.stack([torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds]).to(op.device)
     v = v / torch.linalg.vector_norm(v, dim=1, keepdim=True)
     for _ in range(2):
-        v = v - (v[:, None] @ z.mT @ z)[:, 0]
+        v = v - (dots(v, z)[:, None] @ z)[:, 0]
     v = v / torch.linalg.vector_norm(v, dim=1, keepdim=True)
     basis, b = v.new_empty(op.batch, min(24, limit), n), v.new_zeros(op.batch)
     for j in range(limit):
         if j == basis.shape[1]:
             basis = torch.cat([basis, basis.new_empty(len(active), min(j, limit - j), n)], 1)
         basis[:, j] = v
-        outside = torch.linalg.vector_norm(v[:, None] @ z.mT, dim=(1, 2)) + gamma
+        outside = torch.linalg.vector_norm(dots(v, z), dim=1) + gamma
         w = op.gram(v.view(-1, *op.out_shape)).flatten(1)
         reach = torch.linalg.vector_norm(w, dim=1)
-        w = w - (w[:, None] @ z.mT @ z)[:, 0]
+        w = w - (dots(w, z)[:, None] @ z)[:, 0]
         a = (w * v).sum(1).clamp_min(0)
         w.addcmul_(v, a[:, None], value=-1)
         if j:

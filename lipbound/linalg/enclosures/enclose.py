@@ -33,7 +33,7 @@ SEARCH = 3e-3
 smaller one."""
 ATTEMPTS = ((0.5, 1), (0.25, 1), (0.25, 2))
 """Of each attempt: its share of delta, and a factor on the number of independent starts that are needed."""
-AUDIBLE = 128.0
+AUDIBLE = 6.0
 """How many times the rounding of one product, relative to the norm, the component of a start must be that a certificate rests on."""
 MOST_STARTS = 4
 """Beyond so many independent starts, more of them do not help: their components are a good part of their length."""

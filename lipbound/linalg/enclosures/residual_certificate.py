@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from lipbound.linalg.enclosures.dots import Dots
 from lipbound.linalg.enclosures.verified import Bordered
 from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.operators import Roundoff
@@ -37,7 +38,7 @@ class Recurrences:
         self.top = small.values.numpy()[:, -1]
         self.off = np.linalg.norm(small.r_c.numpy(), axis=(1, 2)) + small.slack(roundoff.size).numpy()
         r, n = small.z.shape[1:]
-        self.project = 2 * small.skew.numpy() + 4 * (n + r + 8) * UNIT * r**0.5
+        self.project = 2 * small.skew.numpy() + 4 * (Dots(n).roundings + (r + 8) * UNIT) * r**0.5
         self.epsilon = epsilon
 
     def append(self, active: Array, j: int, alpha: Array, beta: Array, lost: Array, outside: Array, reach: Array) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lipbound.linalg.enclosures.dots import Dots
 from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.operators import Roundoff
 
@@ -120,8 +121,8 @@ def bordered(z: Tensor, y: Tensor, roundoff: Roundoff) -> Bordered:
     r_c = torch.linalg.qr(c.mT, mode="r").R
     if r_c.shape[1] < r:
         r_c = torch.cat([r_c, r_c.new_zeros(len(r_c), r - r_c.shape[1], r)], 1)
-    per = 2 * (n + 4 * r + 16) * UNIT
-    skew = (z @ z.mT - torch.eye(r, dtype=z.dtype, device=z.device)).norm(dim=(1, 2)).cpu() + per * r
+    per, dots = 2 * (n + 4 * r + 16) * UNIT, Dots(n)
+    skew = (dots.gram(z) - torch.eye(r, dtype=z.dtype, device=z.device)).norm(dim=(1, 2)).cpu() + (2 * dots.roundings + 4 * UNIT) * r
     rate = roundoff.products * r**0.5 * (1 + 1e-6)
     images = y.norm(dim=(1, 2)).cpu() + 2 * roundoff.size * rate + rate**2
     fixed = ((6 * skew + 4 * per * r) * images + 2 * rate**2) * (1 + 1e-6)

@@ -1,0 +1,92 @@
+"""What float64 arithmetic does to products: never more than is said, and sizes that are those of absolute values."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from support.variants import layer
+from torch import Tensor
+
+from lipbound.attention.rounding import tensor_errors
+from lipbound.attention.variants.rotary import Rotation
+from lipbound.jacobians import rounding
+from lipbound.jacobians.head import HeadJacobian
+from lipbound.jacobians.head_streaming import StreamedHeadJacobian
+
+exact = np.vectorize(Fraction, otypes=[object])
+
+
+def fractions(t: Tensor) -> np.ndarray:
+    """The numbers that a tensor holds, as they are."""
+    return exact(t.double().numpy())
+
+
+def turned(x: np.ndarray, turn: Rotation | None, sign: int) -> np.ndarray:
+    if turn is None:
+        return x
+    cos, sin, r = fractions(turn.cos), sign * fractions(turn.sin), turn.cos.shape[1]
+    a, b = x[:, :r], x[:, r : 2 * r]
+    return np.concatenate([cos * a - sin * b, cos * b + sin * a, x[:, 2 * r :]], 1)
+
+
+class Exact:
+    """The products of one entry of an operator, without rounding."""
+
+    def __init__(self, op: HeadJacobian, entry: int, turn: Rotation | None):
+        self._p, self._t, self._q, self._k, self._v, self._o = (fractions(t[entry]) for t in (op.p, op.t, op.q, op.k, op.v, op.o))
+        self._r, self._turn = [fractions(part[entry % len(part)]) for part in op.triangle], turn
+
+    def jvp(self, x: np.ndarray) -> np.ndarray:
+        z_q, z_k, z_v = (x[:, : len(r)] @ r for r in self._r)
+        t = self._t * (turned(z_q, self._turn, 1) @ self._k.T + self._q @ turned(z_k, self._turn, 1).T)
+        return t @ self._v - t.sum(1, keepdims=True) * self._o + self._p @ z_v
+
+    def vjp(self, y: np.ndarray) -> np.ndarray:
+        g = self._t * (y @ self._v.T - (y * self._o).sum(1, keepdims=True))
+        x = (self._p.T @ y) @ self._r[2].T
+        for z, r in ((turned(g @ self._k, self._turn, -1), self._r[0]), (turned(g.T @ self._q, self._turn, -1), self._r[1])):
+            x[:, : len(r)] += z @ r.T
+        return x
+
+
+@pytest.mark.parametrize("sharp", [False, True])
+@pytest.mark.parametrize(
+    ("has", "mask"), [((), "none"), ((), "causal"), (("rotation",), "none"), (("rotation",), "causal"), (("rotation", "cap"), "window")]
+)
+def test_products_are_no_further_off_than_is_said(has: tuple[str, ...], mask: str, sharp: bool) -> None:
+    att = layer(2, frozenset(has), mask=mask, n=6, d=4, d_v=5, samples=1)
+    op = HeadJacobian(att)
+    found = rounding.roundoff(att, op, sharp=sharp)
+    turn = next((step for step in att.scoring.steps if isinstance(step, Rotation)), None)
+    g, worst = torch.Generator().manual_seed(0), torch.zeros(op.batch, dtype=torch.float64)
+    for shape, name in ((op.in_shape, "jvp"), (op.out_shape, "vjp")):
+        for _ in range(4):
+            x = torch.randn(op.batch, *shape, generator=g, dtype=torch.float64)
+            with torch.no_grad():
+                y = getattr(op, name)(x)
+            for b in range(op.batch):
+                off = fractions(y[b]) - getattr(Exact(op, b, turn), name)(fractions(x[b]))
+                worst[b] = max(worst[b], float(np.sqrt(float((off**2).sum()))) / float(x[b].norm()))
+    assert bool((worst <= found.products).all())
+    assert bool((worst > 0).all())
+    assert bool((found.size >= torch.linalg.matrix_norm(op.dense(), 2)).all())
+    if sharp:
+        loose = rounding.roundoff(att, op)
+        assert bool((found.products <= loose.products).all())
+        assert bool((found.tensors <= loose.tensors).all())
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "window", "padded"])
+def test_sizes_of_paths_are_those_of_absolute_values(mask: str) -> None:
+    """Both forms of the operator, against the dense matrix of sizes."""
+    att = layer(1, frozenset(), mask=mask, n=9)
+    e, op = tensor_errors(att), HeadJacobian(att)
+    p, o = att.p, op.o.norm(dim=-1).view(e.v.shape)
+    sizes = p * (e.v[..., None, :] + o[..., None])
+    queries, keys = rounding._paths(op, e)
+    true = torch.linalg.matrix_norm(sizes * e.q[..., None], 2)
+    torch.testing.assert_close(queries, (sizes @ e.k[..., None])[..., 0], rtol=2e-6, atol=1e-12)
+    assert bool(((keys >= true) & (keys <= 1.1 * true)).all())
+    for other, value in zip(rounding._paths(StreamedHeadJacobian(att), e), (queries, keys), strict=True):
+        torch.testing.assert_close(other, value, rtol=1e-9, atol=1e-12)
