@@ -25,7 +25,8 @@ from exact_norms import ACCURACY, device, random_layer
 
 from lipbound import bounds
 from lipbound.attention.layer import Attention
-from lipbound.jacobians import head_streaming, row_blocks
+from lipbound.jacobians import head_streaming
+from lipbound.jacobians.products import row_blocks
 from lipbound.jacobians.spectral_norm import spectral_norm
 
 REPEATS, HEADS, N = 2, 2, 1024

@@ -2,70 +2,23 @@
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.token_maps import TokenMap
-from lipbound.jacobians.matrices import InParts, narrow
-from lipbound.jacobians.row_blocks import Block, RowBlocks, cotangents, pushed, worthwhile
+from lipbound.jacobians.products.matrices import InParts, narrow
+from lipbound.jacobians.products.row_blocks import Block, RowBlocks, cotangents, pushed, worthwhile
+from lipbound.jacobians.row_space import RowSpace
 from lipbound.linalg.operators import JacobianOperator, PerEntry, TensorOperator
 
 
 def _flat(t: Tensor) -> Tensor:
     return t.reshape(-1, *t.shape[2:])
-
-
-class RowSpace:
-    """The row space of projections w (heads, D, m) and of spans (D, n) that all heads share: found on first use, once for all copies."""
-
-    def __init__(self, w: Tensor, spans: list[Tensor], dtype: torch.dtype):
-        self._w, self._spans, self._dtype = w, spans, dtype
-
-    def _whole(self) -> Tensor:
-        """w with the spans beside it, float64."""
-        w = self._w.double()
-        return torch.cat([w, *(t.double().expand(len(w), -1, -1) for t in self._spans)], -1) if self._spans else w
-
-    @cached_property
-    def _both(self) -> tuple[Tensor, Tensor]:
-        """In float64: u, and all of u^T w."""
-        u, r = torch.linalg.qr(self._whole())
-        return u, r
-
-    @property
-    def basis(self) -> Tensor:
-        """Orthonormal u, (heads, D, m')."""
-        return self._both[0].to(self._dtype)
-
-    @property
-    def coordinates(self) -> Tensor:
-        """u^T w, (heads, m', m), zero below the diagonal."""
-        return self._both[1][..., : self._w.shape[2]].to(self._dtype)
-
-    @cached_property
-    def square(self) -> Tensor:
-        """w^T w, (heads, m, m)."""
-        w = self._w.to(self._dtype)
-        return w.mT @ w
-
-    @cached_property
-    def loss(self) -> float:
-        """An upper value of how far singular values of a map of w move, relatively, where its coordinates take the place of w; of all heads."""
-        (m, n), per = self._whole().shape[1:], 2.0**-53
-        unit, found = torch.eye(self._both[0].shape[2], dtype=torch.float64, device=self._w.device), []
-        for w, u, r in zip(self._whole(), *self._both, strict=True):  # one after the other, in the cache
-            size, length = w.norm(dim=0).clamp_min(1e-290), (m + n + 16) * per * u.norm()
-            columns = (torch.addmm(w, u, r, alpha=-1).norm(dim=0) / size).norm() + length * n**0.5
-            found.append((u.mT @ u - unit).norm() + length * u.norm() + 4 * columns)
-        return float(torch.stack(found).amax())
-
-    def double(self) -> "RowSpace":
-        """In float64."""
-        return RowSpace(self._w, self._spans, torch.float64)
 
 
 @dataclass(init=False, eq=False, repr=False)
@@ -142,6 +95,14 @@ class HeadOperator(TensorOperator):
     def turned_alone(self) -> bool:
         """Whether queries and keys are turned between projection and scores at most."""
         return all(not to.steps or to.turns() is not None for to in (self.to_q, self.to_k))
+
+    def single(self) -> Self | None:
+        """The same maps with products in float32, of a float64 layer whose numbers are in its range; None where normalisations are among them."""
+        if not self.turned_alone:
+            return None
+        changes = {f.name: t.float() for f in fields(self) if isinstance(t := getattr(self, f.name), Tensor) and t.is_floating_point()}
+        to_q, to_k = (replace(to, dtype=torch.float32) for to in (self.to_q, self.to_k))
+        return self._with(**changes | {"dtype": torch.float32, "rows": self.rows.to(torch.float32), "to_q": to_q, "to_k": to_k})
 
     @abstractmethod
     def push(self, z: Tensor | list[Tensor]) -> Tensor:
@@ -287,7 +248,8 @@ class HeadJacobian(InParts, HeadOperator):
 
     def __init__(self, att: Attention):
         self._set(att)
-        self.p, self.t = _flat(att.p), _flat(att.weights)
+        self.p = _flat(att.p)
+        self.t = self.p if att.weights is att.p else _flat(att.weights)
         self.o = self.p @ self.v
         self.blocks = worthwhile(self.p)
 
@@ -312,6 +274,10 @@ class HeadJacobian(InParts, HeadOperator):
         t = self.t * s if torch.is_grad_enabled() else s.mul_(self.t)
         # at a one-hot row the difference is exactly zero, which a fused multiply-add would spoil
         return narrow(t, self.v) - t.sum(-1, keepdim=True) * self.o + narrow(self.p, z_v)
+
+    def single(self) -> Self | None:
+        other = super().single()
+        return other._with(t=other.p) if other is not None and self.t is self.p else other
 
     def average(self, x: Tensor) -> Tensor:
         return self.p @ x

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.masking import add_mask
 from lipbound.attention.scoring import Scoring
 from lipbound.jacobians.head import HeadJacobian, HeadOperator
-from lipbound.jacobians.row_blocks import ROWS, Block, RowBlocks, cotangents, pushed
+from lipbound.jacobians.products.row_blocks import ROWS, Block, RowBlocks, cotangents, pushed
 from lipbound.linalg.operators import PerEntry
 
 WHOLE_BYTES = {"cpu": 2e9, "cuda": 8e9}
@@ -62,7 +63,11 @@ class Kept:
 
     def double(self) -> "Kept":
         """In float64."""
-        return Kept([[block.double() for block in entry] for entry in self.entries])
+        return Kept([[block.to(torch.float64) for block in entry] for entry in self.entries])
+
+    def single(self) -> "Kept":
+        """In float32."""
+        return Kept([[block.to(torch.float32) for block in entry] for entry in self.entries])
 
 
 @dataclass(init=False, eq=False, repr=False)
@@ -170,6 +175,11 @@ class StreamedHeadJacobian(HeadOperator):
 
     def _cotangents(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return cotangents(self._read, self.q, self.k, self.v, self.o, y)
+
+    def single(self) -> Self | None:
+        other = super().single()
+        wide = {name: getattr(self, name) for name in ("wide_q", "wide_k", "top", "total")}  # of scores
+        return None if other is None else other._with(**wide, kept=None if self.kept is None else self.kept.single())
 
     def average(self, x: Tensor) -> Tensor:
         out = torch.zeros_like(x)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.jacobians.matrices import InParts, narrow
+from lipbound.jacobians.products.matrices import InParts, narrow
 from lipbound.linalg.operators import PerEntry
 
 

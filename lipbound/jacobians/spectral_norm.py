@@ -100,7 +100,7 @@ def spectral_norm(
         norm = dense_svd(wide.op, vectors=vectors)
         norm = widened(norm, wide.roundoff.tensors + wide.roundoff.products, tol)
     else:
-        op = wide.op if att.dtype == torch.float64 or wide.known is not None else Measured(att, map).op
+        op = wide.op if att.dtype == torch.float64 or wide.known is not None else _narrow(wide.op) or Measured(att, map).op
         steps = DEFAULT_STEPS[method] if max_steps is None else max_steps
         with torch.no_grad():
             if delta is None:
@@ -147,6 +147,11 @@ class Measured:
         loose, skew = self.folded
         loose = times_power(loose, -self.exponents.to(loose.device))
         return roundoff(self.attention, heads, loose=loose, skew=skew, sharp=self._sharp)
+
+
+def _narrow(op: JacobianOperator) -> JacobianOperator | None:
+    """Heads of a float32 layer with products in float32, where they can be made of those in float64."""
+    return op.single() if isinstance(op, HeadOperator) else None
 
 
 def heads_of(op: JacobianOperator) -> HeadOperator:

@@ -11,7 +11,14 @@ from lipbound.linalg.stopping import StoppingRule, project_out
 
 
 def golub_kahan(
-    op: JacobianOperator, *, tol: float, max_steps: int, seed: int | Sequence[int], delta: float | None = None, vectors: bool = False
+    op: JacobianOperator,
+    *,
+    tol: float,
+    max_steps: int,
+    seed: int | Sequence[int],
+    delta: float | None = None,
+    vectors: bool = False,
+    refined: bool = True,
 ) -> Norm:
     """Norms of J by Golub-Kahan-Lanczos bidiagonalisation with full reorthogonalisation, for any operator.
 
@@ -60,4 +67,4 @@ def golub_kahan(
         if bool(results.done.all()):
             break
     rule.finish(results, op, tops)
-    return results.norm(op)
+    return results.norm(op, refined=refined)

@@ -17,11 +17,19 @@ from lipbound.linalg.solution import Norm, Results, start_vectors
 from lipbound.linalg.stopping import StoppingRule, project_out
 
 LOOK = 2
-"""Steps between two looks at the recurrences, whose small eigenvalue problems cost as much as a step on small layers."""
+"""Steps between two looks at the recurrences of vectors with fewer than `LARGE` entries: their small eigenvalue problems cost as much as a step."""
+LARGE = 2**14
 
 
 def lanczos(
-    op: JacobianOperator, *, tol: float, max_steps: int, seed: int | Sequence[int], delta: float | None = None, vectors: bool = False
+    op: JacobianOperator,
+    *,
+    tol: float,
+    max_steps: int,
+    seed: int | Sequence[int],
+    delta: float | None = None,
+    vectors: bool = False,
+    refined: bool = True,
 ) -> Norm:
     """Norms of J by the Lanczos method on J J^T with full reorthogonalisation.
 
@@ -29,7 +37,7 @@ def lanczos(
     ``tol`` of its Ritz value, when its Krylov space is exhausted, or after ``max_steps`` products; it is then no longer computed.
     """
     n = math.prod(op.out_shape)
-    limit = min(max_steps, n)
+    limit, look = min(max_steps, n), 1 if n >= LARGE else LOOK
     whole, results, rule = op, Results(op, vectors, limit), StoppingRule(n, op.batch, tol, delta, op.dtype)
     tops = torch.zeros(op.batch, dtype=torch.float64)
     active = torch.arange(op.batch)
@@ -64,7 +72,7 @@ def lanczos(
 
         a, c = alpha[:, : j + 1], beta[:, : j + 1]
         largest = a.abs().amax(1) + 2 * c.amax(1)  # above every Ritz value (Gershgorin)
-        if j % LOOK and j + 1 < limit and bool((c[:, j] > rule.floor * largest).all()):
+        if j % look and j + 1 < limit and bool((c[:, j] > rule.floor * largest).all()):
             continue  # nobody's Krylov space has ended: look at the next step
         top, s, reached, exhausted = rule.look(a, c)
         exhausted |= torch.tensor(j + 1 == n)
@@ -90,7 +98,7 @@ def lanczos(
             op, basis, v, b = op.select(there), basis[: len(where)], v[there], b[there]
             active, alpha, beta, unit = active[where], alpha[where], beta[where], unit[where]
     rule.finish(results, whole, tops)
-    return results.norm(whole)
+    return results.norm(whole, refined=refined)
 
 
 def ritz_vectors(op: JacobianOperator, *, steps: int, count: int, seed: int | Sequence[int]) -> Tensor:

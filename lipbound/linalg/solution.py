@@ -121,13 +121,16 @@ class Results:
         self.alpha[index, :steps], self.beta[index, :steps], self.unit[index] = alpha, beta, unit
         self.exhausted[index], self.converged[index], self.steps[index], self.done[index] = exhausted, reached, steps, True
 
-    def norm(self, op: JacobianOperator) -> Norm:
-        """The results as a `Norm`; singular vectors are refined by one product, which also clears directions that J does not reach."""
+    def norm(self, op: JacobianOperator, *, refined: bool = True) -> Norm:
+        """The results as a `Norm`; singular vectors are refined by one product, which also clears directions that J does not reach, or only those on
+        the left are there, as they were found."""
         if not bool(torch.isfinite(self.lower).all()):
             remedy = " in float32; use dtype='float64'" if op.dtype == torch.float32 else "; rescale the inputs or the weights"
             raise RangeError(f"Jacobian products overflow{remedy}")
         left = right = None
-        if self.left is not None:
+        if self.left is not None and not refined:
+            left = self.left
+        elif self.left is not None:
             right = unit_vectors(op.vjp(self.left))
             left = unit_vectors(op.jvp(right))
         return Norm(self.lower, self.upper, self.steps, self.converged, self.error, left, right)

@@ -7,9 +7,9 @@ from support.oracles import oracle
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.reference import dense_jacobian, head_function
-from lipbound.jacobians import matrices as products
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.jacobians.l2_attention import L2HeadJacobian
+from lipbound.jacobians.products import matrices as products
 from lipbound.linalg.operators import AutogradJacobian, JacobianOperator
 
 

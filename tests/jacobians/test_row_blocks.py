@@ -16,11 +16,12 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.attention.masking import BLOCKED
 from lipbound.attention.variants.base import Variant
-from lipbound.jacobians import head_streaming, row_blocks
+from lipbound.jacobians import head_streaming
 from lipbound.jacobians.head import HeadJacobian, HeadOperator
 from lipbound.jacobians.head_streaming import StreamedHeadJacobian, head_jacobian
+from lipbound.jacobians.products import row_blocks
+from lipbound.jacobians.products.row_blocks import RowBlocks
 from lipbound.jacobians.rounding import tensor_error
-from lipbound.jacobians.row_blocks import RowBlocks
 from lipbound.jacobians.spectral_norm import spectral_norm
 
 
@@ -177,3 +178,28 @@ def test_derivatives_pass_through_masked_heads() -> None:
     x = att.x.clone().requires_grad_()
     moving = att.at(x)
     torch.autograd.gradcheck(lambda t: HeadJacobian(att.at(t)).along(torch.ones(6, 6, 7, dtype=torch.float64)), (moving.x,))
+
+
+@pytest.mark.parametrize("has", [(), ("rotation",), ("cap", "sinks"), ("norm",)])
+@pytest.mark.parametrize("make", [HeadJacobian, StreamedHeadJacobian])
+def test_the_single_precision_copy_is_the_operator_of_the_single_precision_layer(make: type[HeadOperator], has: tuple[str, ...]) -> None:
+    """Made of the float64 one, without forming P anew; of normalised queries and keys there is none."""
+    att = layer(0, frozenset(has), mask="causal", n=7)
+    wide = make(att)
+    op = wide.single()
+    if "norm" in has:
+        assert op is None
+        return
+    assert op is not None
+    own = make(att._map(lambda t: t.float() if t.is_floating_point() else t))
+    y = torch.randn(op.batch, *op.out_shape, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        for other in (op, op.select(torch.tensor([3, 0]))):
+            index = torch.arange(op.batch) if other is op else torch.tensor([3, 0])
+            products = [(a.gram(y[index]), a.vjp(y[index])) for a in (other, own.select(index))]
+            assert {t.dtype for pair in products for t in pair} == {torch.float32}
+            for found, expected in zip(*products, strict=True):
+                torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+        torch.testing.assert_close(
+            op.double().gram(y.double()), wide.gram(y.double()), rtol=1e-3, atol=1e-4 * float(wide.gram(y.double()).abs().max())
+        )

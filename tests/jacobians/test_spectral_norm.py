@@ -15,6 +15,7 @@ from lipbound.jacobians.rounding import tensor_error
 from lipbound.jacobians.spectral_norm import Measured, l2_spectral_norm, spectral_norm
 from lipbound.linalg.certificates import log_inverse_epsilon
 from lipbound.linalg.enclosures.deflated_lanczos import deflated_bound
+from lipbound.linalg.enclosures.enclose import _quotients
 from lipbound.linalg.enclosures.verified import bordered
 from lipbound.linalg.operator_norm import operator_norm
 from lipbound.linalg.operators import AutogradJacobian, Roundoff
@@ -273,3 +274,21 @@ def test_certificates_honour_vanishing_failure_probabilities() -> None:
     for n in (3, 100, 6000):
         assert log_inverse_epsilon(n, 0.99e-100) - log_inverse_epsilon(n, 1.01e-100) == pytest.approx(math.log(1.01 / 0.99), rel=1e-6)
         assert log_inverse_epsilon(n, 1e-200) - log_inverse_epsilon(n, 1e-100) == pytest.approx(100 * math.log(10), rel=1e-6)
+
+
+def test_lower_ends_are_lengths_of_transposed_products_less_rounding() -> None:
+    """Of any vector, of whatever length: never above the norm, and at the top singular vector hardly below it. Of vectors that say nothing, zero."""
+    att = random_attention("biases")
+    measured = Measured(att, "head")
+    op, roundoff = measured.op, measured.roundoff
+    u, s, _ = torch.linalg.svd(op.dense())
+    with torch.no_grad():
+        low, top = _quotients(op, roundoff, 7 * u[..., 0])
+        assert bool((low <= s[:, 0]).all())
+        assert bool((low >= s[:, 0] - 2 * (roundoff.products + roundoff.tensors) - 1e-12 * s[:, 0]).all())
+        torch.testing.assert_close(top.norm(dim=1), torch.ones_like(low))
+        other = torch.randn(u.shape[:2], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        for vectors in (other, other * 1e200, other * 1e-200):
+            assert bool((_quotients(op, roundoff, vectors)[0] < s[:, 0]).all())
+        for vectors in (torch.zeros_like(other), other * torch.nan, other * torch.inf):
+            assert bool((_quotients(op, roundoff, vectors)[0] == 0).all())

@@ -113,7 +113,7 @@ def estimate(
     """
     solver = {"lanczos": lanczos, "golub-kahan": golub_kahan}[method]
     try:
-        found = solver(search, tol=tol, max_steps=max_steps, seed=seed, vectors=True)
+        found = solver(search, tol=tol, max_steps=max_steps, seed=seed, vectors=True, refined=False)
     except RangeError:
         options: dict[str, Any] = {"method": method, "tol": tol, "max_steps": max_steps, "vectors": vectors}
         if search is not op:
@@ -128,7 +128,7 @@ def estimate(
     astray = ~(low >= found.lower * (1 - 10 * tol - 1e-5))
     astray |= ~found.converged
     if search is not op and bool(astray.any()):
-        again = solver(op, tol=tol, max_steps=max_steps, seed=seed, vectors=True)
+        again = solver(op, tol=tol, max_steps=max_steps, seed=seed, vectors=True, refined=False)
         assert again.left is not None
         other, vector = _quotients(op, roundoff, again.left.flatten(1).double())
         pick = astray.to(op.device)
@@ -153,10 +153,15 @@ def _nothing(op: JacobianOperator, vectors: bool) -> Norm:
 
 
 def _quotients(op: JacobianOperator, roundoff: Roundoff, vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Lower bounds on the norms from one vector each (batch, n), and these vectors with length one."""
-    z = torch.linalg.qr(vectors[..., None]).Q.mT.contiguous()
-    low, top = bordered(z, op.gram(z.view(-1, *op.out_shape)).flatten(1)[:, None], roundoff).lower()
-    return (torch.nan_to_num(low).sqrt() * (1 - 4 * UNIT) - roundoff.tensors).clamp_min(0), top
+    """Lower bounds on the norms from one vector z each (batch, n), and these vectors with length one.
+
+    The length of J^T z less what rounding may have added to it, over that of z, which is 1 but for its own rounding."""
+    z = torch.nan_to_num(vectors / vectors.abs().amax(1, keepdim=True).clamp_min(1e-300), nan=0.0, posinf=0.0, neginf=0.0)
+    z = z / torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp_min(1e-300)
+    image = op.vjp(z.view(-1, *op.out_shape)).flatten(1)
+    size = torch.linalg.vector_norm(image, dim=1).cpu() * (1 - (image.shape[1] + 2 * z.shape[1] + 16) * UNIT)
+    low = torch.nan_to_num(size - roundoff.products * (1 + 1e-6), nan=0.0, posinf=0.0) - roundoff.tensors
+    return torch.where(torch.isfinite(image).all(1).cpu(), low, 0.0).clamp_min(0), z
 
 
 def _ends(found: Found, roundoff: Roundoff) -> tuple[Tensor, Tensor]:

@@ -114,10 +114,10 @@ class Block(NamedTuple):
     p: Tensor
     weights: Tensor
 
-    def double(self) -> "Block":
-        """In float64."""
-        p = self.p.double()
-        return self._replace(p=p, weights=p if self.weights is self.p else self.weights.double())
+    def to(self, dtype: torch.dtype) -> "Block":
+        """In another dtype."""
+        p = self.p.to(dtype)
+        return self._replace(p=p, weights=p if self.weights is self.p else self.weights.to(dtype))
 
 
 Read = Callable[[int], Iterable[Block]]
