@@ -129,9 +129,9 @@ def test_values_without_derivatives_do_not_serve_where_these_are_wanted() -> Non
     with torch.no_grad():
         before = (att.p, lb.bounds.get("lipbound_block")(att), lb.bounds.get("yudin")(att))
     after = (att.p, lb.bounds.get("lipbound_block")(att), lb.bounds.get("yudin")(att))
-    for old, new in zip(before, after, strict=True):
+    for old, new, rtol in zip(before, after, (1e-12, 1e-5, 1e-12), strict=True):  # our bounds have float32 products where no derivatives are wanted
         assert (old.requires_grad, new.requires_grad) == (False, True)
-        torch.testing.assert_close(old, new.detach(), rtol=1e-12, atol=0)
+        torch.testing.assert_close(old, new.detach(), rtol=rtol, atol=0)
         assert bool(torch.isfinite(torch.autograd.grad(new.sum(), att.x, retain_graph=True)[0]).all())
 
 

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.rounding import TensorErrors, tensor_errors
-from lipbound.devices import Room, require
+from lipbound.bounds.lipbound2026.pieces import lengths, mean
+from lipbound.bounds.lipbound2026.row_norms import Rows, Weights, all_norms, own_norms, query_norms
+from lipbound.devices import require
 from lipbound.jacobians.rounding import Moments, distance
-from lipbound.linalg.matrix_norms import block_norm, gamma, matrix_norm, nonnegative_norm, upper_factor
+from lipbound.linalg.matrix_norms import gamma, matrix_norm, nonnegative_norm, upper_factor
 from lipbound.linalg.powers import times_power_up
 
 CHUNK = 2**22
@@ -135,7 +137,7 @@ class BlockNorms:
     def __init__(self, att: Attention, sample: int, heads: slice, *, gram: bool = False):
         p, q = att.p[sample, heads], att.q[sample, heads]
         k, v = att.centred_k[sample, heads], att.centred_v[sample, heads]
-        n, d, d_v, inputs = att.tokens, att.d, att.d_v, att.x.shape[2]
+        n, d, inputs = att.tokens, att.d, att.x.shape[2]
         self.p, self.v = p, v
         self.o = o = p @ v
         self.distance = torch.cdist(o, v, compute_mode="donot_use_mm_for_euclid_dist")
@@ -148,42 +150,17 @@ class BlockNorms:
         self.qt_norm = (self.qt.norm(dim=-1) + self.off_qt)[..., None]
 
         # Row by row, since the d_v x d matrices of all rows would not fit.
-        scaled_k = att.scale * k
-        keys, mean_k, factor = outer(v, scaled_k), p @ scaled_k, factor_q.mT
         length_k, length_v, length_o = lengths(k), lengths(v), lengths(o)
-        off_c = gamma(n + 6) * abs(att.scale) * (mean(p, length_v * length_k) + length_o * mean(p, length_k))
-        if gram:
-            w_q, w_k, w_v = (w[heads] for w in (att.w_q, att.w_k, att.w_v))
-            self.z = (scaled @ (w_k.mT @ w_v)).norm(dim=-1) + gamma(inputs + d + 4) * size * (size_k * size_v)[:, None]  # |z_i|
-            images, projected = scaled @ (w_q.mT @ w_k).mT, w_q.mT @ w_v
-            reach = size * (size_q * size_k)[:, None]  # at least |W_Q^T q~_k|
-            pairs, length_y = coordinate_pairs(images), lengths(images)
-            w2, squares = p * p, outer(v, v)
-            total = w2.sum(-1)
-            side = w2 @ v - total[..., None] / 2 * o
-            off_a = gamma(n + 10) * (mean(w2, length_v**2) + 2 * length_o * mean(w2, length_v) + total.detach() * length_o**2)
-            longest = (p * self.distance).norm(dim=-1)  # at least ||A_i||, and exact to rounding where it is tiny
-        step = max(1, int(CHUNK // (8 * len(p) * d_v * max(d, d_v))))
-        found: list[tuple[Tensor, ...]] = []
-        for i in range(0, n, step):
-            r = slice(i, i + step)
-            c = torch.addcmul((p[:, r] @ keys).unflatten(-1, (d_v, d)), o[:, r, :, None], mean_k[:, r, None, :], value=-1)  # c C_i
-            size_c, off = c.detach().flatten(2).norm(dim=-1), off_c[:, r]
-            norms: tuple[Tensor, ...] = (block_norm(each_times(c, factor)) + (off + gamma(d + 2) * size_c) * size_q[:, None],)
-            if gram:
-                squared = (w2[:, r] @ squares).unflatten(-1, (d_v, d_v))  # A_i A_i^T, less the next two
-                for x, y in ((side, o), (o, side)):
-                    squared = torch.addcmul(squared, x[:, r, :, None], y[:, r, None, :], value=-1)
-                a = root(block_norm(squared) + off_a[:, r])
-                through_v = block_norm(each_times(c, projected)) + (off + gamma(inputs + d + 4) * size_c) * (size_q * size_v)[:, None]
-                lost = off + gamma(inputs + 2 * d + 6) * size_c
-                through_q = torch.addcmul(image_norms(c, pairs, size_c, length_y), lost[..., None], reach[:, None])
-                norms += (through_v, torch.minimum(a, longest[:, r]), through_q)
-            found.append(norms)
-        whole = [torch.cat(part, 1) for part in zip(*found, strict=True)]
-        self.b = whole[0]
-        if gram:
-            self.b_v, self.a, self.b_q = whole[1:]
+        off = gamma(n + 6) * abs(att.scale) * (mean(p, length_v * length_k) + length_o * mean(p, length_k))
+        rows = Rows(p, v, att.scale * k, o, off)
+        if not gram:
+            self.b = query_norms(rows, factor_q.mT, size_q)
+            return
+        w_q, w_k, w_v = (w[heads] for w in (att.w_q, att.w_k, att.w_v))
+        self.z = (scaled @ (w_k.mT @ w_v)).norm(dim=-1) + gamma(inputs + d + 4) * size * (size_k * size_v)[:, None]  # |z_i|
+        images, reach = scaled @ (w_q.mT @ w_k).mT, size * (size_q * size_k)[:, None]
+        self.b, self.b_v, self.b_q = all_norms(rows, Weights(factor_q.mT, w_q.mT @ w_v, size_q, size_v, inputs, images, reach))
+        self.a = torch.minimum(own_norms(p, v, o), (p * self.distance).norm(dim=-1))  # the latter is exact to rounding where it is tiny
 
     def block(self) -> Tensor:
         """The compression of J itself, (heads,)."""
@@ -229,54 +206,3 @@ def _weights(att: Attention) -> tuple[Tensor, ...]:
     """`upper_factor` of W_Q and W_K, how far the latter's square is above, ||W_V||, and Frobenius norms of the first two and of W_V, (heads, ...)."""
     (f_q, _), (f_k, excess) = upper_factor(att.w_q), upper_factor(att.w_k)
     return f_q, f_k, excess, matrix_norm(att.w_v), *(torch.linalg.matrix_norm(w.detach()) for w in (f_q, f_k, att.w_v))
-
-
-def mean(p: Tensor, x: Tensor) -> Tensor:
-    """P x for vectors x (heads, N), without derivative."""
-    return (x[..., None, :] @ p.detach().mT)[..., 0, :]
-
-
-def lengths(x: Tensor) -> Tensor:
-    """Of rows, without derivative: what allowances are made of."""
-    return x.detach().norm(dim=-1)
-
-
-def root(x: Tensor) -> Tensor:
-    """Square root whose derivative at 0 is 0; NaN of NaN and of numbers < 0."""
-    return torch.where(x == 0, 0.0, torch.where(x == 0, 1.0, x).sqrt()) if x.requires_grad else x.sqrt()
-
-
-def coordinate_pairs(y: Tensor) -> Tensor:
-    """Products y_i y_j of coordinates of y (heads, N, d), doubled where i < j: (heads, N, d (d + 1) / 2). Quadratic forms become inner products."""
-    i, j = torch.triu_indices(y.shape[-1], y.shape[-1], device=y.device)
-    rows, weights = y.mT.contiguous(), torch.where(i == j, 1.0, 2.0).to(y)[:, None]
-    left, right = rows.index_select(-2, i), rows.index_select(-2, j)
-    return (left * weights * right if y.requires_grad else left.mul_(weights).mul_(right)).mT
-
-
-def image_norms(maps: Tensor, pairs: Tensor, sizes: Tensor, lengths: Tensor) -> Tensor:
-    r"""|M_i y_k|, rounded upwards, for maps (heads, n, d_v, d), `coordinate_pairs` of y_k, upper values of their Frobenius norms and lengths.
-
-    Returns (heads, n, N). For upper values of the 2-norms of the absolute values of maps in place of Frobenius norms it holds as well.
-
-    It is :math:`(y^T M^T M y)^{1/2}`, one product of matrices for all of them; to its square the rounding error is added: Lemma 53
-    (docs/theory/numerics.md).
-    """
-    d_v, d = maps.shape[-2:]
-    i, j = torch.triu_indices(d, d, device=maps.device)
-    forms = (maps.mT @ maps).flatten(-2).index_select(-1, i * d + j)
-    allowance = gamma(d * (d + 1) // 2 + d_v + 8) * sizes**2
-    return root(torch.addcmul((forms @ pairs.mT).clamp_min(0), allowance[..., :, None], lengths[..., None, :] ** 2))
-
-
-def each_times(maps: Tensor, m: Tensor) -> Tensor:
-    """Products of maps (heads, n, a, b) with one matrix a head, (heads, b, r), as one product: a copy of it for each would cost more."""
-    return (maps.flatten(1, 2) @ m).unflatten(1, maps.shape[1:3])
-
-
-def outer(x: Tensor, y: Tensor, room: Room | None = None) -> Tensor:
-    """Rows of outer products, (heads, N, a) and (heads, N, b) -> (heads, N, a b); in ``room`` where no derivative is wanted."""
-    left, right = x[..., :, None], y[..., None, :]
-    if room is None or torch.is_grad_enabled():
-        return (left * right).flatten(-2)
-    return torch.mul(left, right, out=room.take(x, *x.shape, y.shape[-1])).flatten(-2)

@@ -10,7 +10,8 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.bounds import ingredients as qty
 from lipbound.bounds.lipbound2026 import BIBTEX, CITATION
-from lipbound.bounds.lipbound2026.parts import RTOL, BlockNorms, in_chunks, root
+from lipbound.bounds.lipbound2026.parts import RTOL, BlockNorms, in_chunks
+from lipbound.bounds.lipbound2026.pieces import root
 from lipbound.bounds.lipbound2026.streaming.plain import Compressed, Stacked, streamed, too_long
 from lipbound.bounds.lipbound2026.terms import block_terms, gram_terms
 from lipbound.bounds.multihead import with_folded
@@ -51,8 +52,10 @@ def lipbound(att: Attention) -> Tensor:
     This is Lemma 16 (docs/theory/bounds.md): norms of the terms of each block of :math:`J J^T`, compressed.
 
     J depends on keys and values only through differences, so both are centred first; the norms of small matrices are upper values
-    (`lipbound.linalg.matrix_norms.block_norm`, within 1 %). Memory O(N^2 + N d d_v) per head. Differentiable in all that enters J (not ``b_k``,
-    ``b_v``); where the norm of a matrix has no derivative (several equal top singular values), the derivative is that along one of its top pairs.
+    (`lipbound.linalg.matrix_norms.block_norm`, within 1 %), of float32 products whose rounding is allowed for. Where derivatives are wanted, products
+    are float64, and values differ in their fourth or fifth digit. Memory O(N^2 + N d d_v) per head. Differentiable in all that enters J (not
+    ``b_k``, ``b_v``); where the norm of a matrix has no derivative (several equal top singular values), the derivative is that along one of its top
+    pairs.
 
     Where these matrices would take more than 4 GB (17 and one for each head, float64: from N = 5271 on for one head, 4153 for 12), they are formed
     tile by tile in float32, rounded upwards, 4 N^2 bytes, and the second number of L is the norm of absolute values: 1.00 to 1.06 times the value
@@ -108,18 +111,30 @@ def _lipbound(att: Attention, sample: int, heads: slice) -> Tensor:
     together, without = nonnegative_norm(e0 + parts.keys(), rtol=RTOL), nonnegative_norm(e0, rtol=RTOL)
 
     rows = parts.p * parts.qt_norm
+    lengths = v.detach().norm(dim=-1)[..., None, :] + o.detach().norm(dim=-1)[..., :, None]
+    off = gamma(n + att.d_v + 10) * (rows.detach() * lengths).square().sum((-1, -2))
+    key = (matrix_norm(a[..., None] * qt) + (a.detach() * parts.off_qt).norm(dim=-1)) ** 2
+    least = (rows.detach() * parts.distance.detach()).square().sum(-2).amax(-1)  # a diagonal entry of the matrix whose norm may be smaller
+    matters = ~((key <= least) | (without + least >= together))
+    if bool(matters.any()):
+        some = matters.nonzero()[:, 0]
+        other = _second(rows[some], v[some], o[some], off[some], key[some], without[some], together[some])
+        key = key.index_put((some,), torch.minimum(key[some], other))
+    return torch.stack([root(torch.minimum(together, without + key)), parts.block()], -1)
+
+
+def _second(rows: Tensor, v: Tensor, o: Tensor, off: Tensor, key: Tensor, without: Tensor, together: Tensor) -> Tensor:
+    """The second number of L, (heads,), where it may be what decides; infinity where not."""
     pair = rows.mT @ rows
     shifted = (v @ v.mT) * pair
     mixed = (rows * (o @ v.mT - (o * o).sum(-1, keepdim=True) / 2)).mT @ rows
-    lengths = v.detach().norm(dim=-1)[..., None, :] + o.detach().norm(dim=-1)[..., :, None]
-    key = (matrix_norm(a[..., None] * qt) + (a.detach() * parts.off_qt).norm(dim=-1)) ** 2
     second = shifted - mixed - mixed.mT
-    off = gamma(n + att.d_v + 10) * (rows.detach() * lengths).square().sum((-1, -2))
     least = _quotient(second.detach()) + off
-    matters = ~((key <= least) | (without + least >= together))  # solve for it only where it may be what decides
+    matters = ~((key <= least) | (without + least >= together))
+    value = torch.full_like(key, torch.inf).detach()
     if bool(matters.any()):
-        key = key.index_put((matters.nonzero()[:, 0],), torch.minimum(key[matters], symmetric_norm(second[matters]) + off[matters]))
-    return torch.stack([root(torch.minimum(together, without + key)), parts.block()], -1)
+        value = value.index_put((matters.nonzero()[:, 0],), symmetric_norm(second[matters]) + off[matters])
+    return value
 
 
 def _quotient(g: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.variants import VARIANTS
 from lipbound.bounds import ingredients as qty
 from lipbound.bounds.lipbound2026 import BIBTEX, CITATION
-from lipbound.bounds.lipbound2026.parts import BlockNorms, in_chunks, lengths, mean, outer, root, weights_of
+from lipbound.bounds.lipbound2026.parts import BlockNorms, in_chunks, weights_of
+from lipbound.bounds.lipbound2026.pieces import lengths, mean, outer, root
 from lipbound.bounds.lipbound2026.variant_rows import VariantRows, largest_row
 from lipbound.bounds.lipbound2026.variants import ROWS, together
 from lipbound.bounds.multihead import with_folded

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds.lipbound2026.parts import coordinate_pairs, image_norms, outer, root
+from lipbound.bounds.lipbound2026.pieces import coordinate_pairs, image_norms, normalised, outer, root
 from lipbound.bounds.lipbound2026.streaming.parts import against_outer
-from lipbound.bounds.lipbound2026.variant_maps import Maps, Parts, normalised
+from lipbound.bounds.lipbound2026.variant_maps import Maps, Parts
 from lipbound.devices import Room
 from lipbound.linalg.matrix_norms import gamma
 

@@ -10,14 +10,10 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds.lipbound2026.parts import root
+from lipbound.bounds.lipbound2026.pieces import SQUARINGS, TINIEST, divided, normalised, root
 from lipbound.jacobians.token_tangents import Tangents
 from lipbound.linalg.matrix_norms import block_norm, gamma, reproducible_float32
 
-TINIEST = 1e-290
-"""Sizes below are as good as zero."""
-SQUARINGS = 1
-"""How often the Gram matrices of B_t and B_t W_V are squared: they are small beside other terms, and once more would take 1e-4 off the bounds."""
 LOST = 2.0**-80
 """More than underflow can take from sums of products of numbers that are 1 at most, in float32."""
 
@@ -181,13 +177,6 @@ class Maps:
         return self._normal[key][1]
 
 
-def normalised(m: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Matrices, those of their absolute values made no longer than 1 in the 2-norm, and by what they were divided, (n or 1, 1)."""
-    size = m.detach().abs()
-    size = torch.minimum(torch.linalg.matrix_norm(size), (size.sum(-1).amax(-1) * size.sum(-2).amax(-1)).sqrt())[:, None]
-    return (m / size.clamp_min(TINIEST)[..., None]).to(dtype), size
-
-
 def _times(x: Tensor, m: Tensor) -> Tensor:
     """Products (n, N, a) @ (n or 1, a, b), those with one matrix as one product."""
     return x @ (m[0] if len(m) == 1 else m)
@@ -203,8 +192,3 @@ def _apart(x: Tensor, dim: int | tuple[int, int], work: torch.dtype) -> tuple[Te
     """x with 2-norms (Frobenius norms) of 1 along some axes, and those that it had."""
     size = torch.linalg.vector_norm(x.detach(), dim=dim, keepdim=True)
     return divided(x, size.clamp_min(TINIEST), work), size
-
-
-def divided(x: Tensor, by: Tensor, work: torch.dtype) -> Tensor:
-    """x / by in another dtype; without a temporary where no derivative is wanted."""
-    return (x / by).to(work) if torch.is_grad_enabled() else torch.div(x, by, out=torch.empty_like(x, dtype=work))

@@ -17,13 +17,14 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.variants import VARIANTS
 from lipbound.bounds import ingredients as qty
 from lipbound.bounds.lipbound2026 import plain
-from lipbound.bounds.lipbound2026.parts import CHUNK, RTOL, in_chunks, root
+from lipbound.bounds.lipbound2026.parts import CHUNK, RTOL, in_chunks
+from lipbound.bounds.lipbound2026.pieces import TINIEST, root, seen
 from lipbound.bounds.lipbound2026.spread import spread
 from lipbound.bounds.lipbound2026.streaming.plain import too_long
 from lipbound.bounds.lipbound2026.streaming.variants import streamed
 from lipbound.bounds.lipbound2026.variant_forms import Covariances, Forms
 from lipbound.bounds.lipbound2026.variant_inner import InnerProducts, sums_of
-from lipbound.bounds.lipbound2026.variant_maps import TINIEST, Maps, Parts
+from lipbound.bounds.lipbound2026.variant_maps import Maps, Parts
 from lipbound.bounds.multihead import with_folded
 from lipbound.devices import Room
 from lipbound.linalg.matrix_norms import UNIT, block_norm, gamma, matrix_norm, nonnegative_norm, power_of_two
@@ -113,21 +114,6 @@ def _of_tokens(maps: Maps, kept: Tensor, covariances: Covariances, t: Tensor, e:
         weight = (t[part, keys] * length[part, keys] / size.clamp_min(TINIEST)[:, None])[..., None]
         kappa[part] = (block_norm((weight * (v[None, keys] - o[part, None, :])).to(maps.work).mT) + gamma(6, maps.work)) * size
     return Parts(length, image, inner, b, b_v, b_q), kappa
-
-
-def seen(t: Tensor, step: int) -> list[tuple[slice, slice, slice]]:
-    """Parts of so many tokens; the queries that see some of them as keys, from first to last; the keys that they see as queries. t (N, N)."""
-    ends = []
-    for m in (t.detach().mT, t.detach()):
-        order = (m != 0).to(torch.uint8)
-        most, first = order.max(-1)
-        last = len(t) - order.flip(-1).argmax(-1)
-        ends += [torch.where(most > 0, first, len(t)).tolist(), torch.where(most > 0, last, 0).tolist()]
-    found = []
-    for part in (slice(i, min(i + step, len(t))) for i in range(0, len(t), step)):
-        low, high, left, right = min(ends[0][part]), max(ends[1][part]), min(ends[2][part]), max(ends[3][part])
-        found.append((part, slice(low, max(low, high)), slice(left, max(left, right))))
-    return found
 
 
 def _of_long(forms: Forms, kept: Tensor, covariances: Covariances, t: Tensor, v: Tensor, o: Tensor) -> tuple[Parts, Tensor]:

@@ -6,7 +6,7 @@ It is symmetric with entries of either sign; the norm of the absolute values is 
 import torch
 from torch import Tensor
 
-from lipbound.bounds.lipbound2026.parts import lengths
+from lipbound.bounds.lipbound2026.pieces import lengths
 from lipbound.bounds.lipbound2026.streaming.packed import Packed
 from lipbound.bounds.lipbound2026.streaming.parts import TokenNorms
 from lipbound.linalg.matrix_norms import gamma, power_of_two

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.rounding import TensorErrors
-from lipbound.bounds.lipbound2026.parts import lengths, outer, root, weights_of
+from lipbound.bounds.lipbound2026.parts import weights_of
+from lipbound.bounds.lipbound2026.pieces import lengths, outer, root
 from lipbound.bounds.lipbound2026.streaming.rows import ROW_BYTES, Rows
 from lipbound.jacobians.rounding import Moments
 from lipbound.linalg.matrix_norms import block_norm, gamma

@@ -12,7 +12,8 @@ from torch.nn.functional import embedding_bag
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.rounding import TensorErrors
-from lipbound.bounds.lipbound2026.parts import MATRICES, Sample, root, samples_of
+from lipbound.bounds.lipbound2026.parts import MATRICES, Sample, samples_of
+from lipbound.bounds.lipbound2026.pieces import root
 from lipbound.bounds.lipbound2026.streaming.iteration import MAX_STEPS, least_norm
 from lipbound.bounds.lipbound2026.streaming.parts import FORM_BYTES, LARGEST, TokenNorms
 from lipbound.bounds.lipbound2026.streaming.rows import ROW_BYTES

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lipbound.bounds.lipbound2026.parts import root
+from lipbound.bounds.lipbound2026.pieces import root
 from lipbound.bounds.lipbound2026.streaming.iteration import least_norm
 from lipbound.bounds.lipbound2026.streaming.key_gram import KeyGram
 from lipbound.bounds.lipbound2026.streaming.packed import Packed

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.rounding import TensorErrors
-from lipbound.bounds.lipbound2026.parts import Sample, root, samples_of
+from lipbound.bounds.lipbound2026.parts import Sample, samples_of
+from lipbound.bounds.lipbound2026.pieces import root
 from lipbound.bounds.lipbound2026.streaming.halves import ROWS, Halves
 from lipbound.bounds.lipbound2026.streaming.iteration import MAX_STEPS, least_norm
 from lipbound.bounds.lipbound2026.streaming.rows import ROW_BYTES, Rows

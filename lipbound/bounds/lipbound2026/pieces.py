@@ -1,0 +1,93 @@
+"""What the matrices of our bounds are made from: products, lengths and roots that round upwards or say by how much they may be off."""
+
+import torch
+from torch import Tensor
+
+from lipbound.devices import Room
+from lipbound.linalg.matrix_norms import gamma
+
+TINIEST = 1e-290
+"""Sizes below are as good as zero."""
+SQUARINGS = 1
+"""How often the Gram matrices of B_t and B_t W_V are squared: they are small beside other terms, and once more would take 1e-4 off the bounds."""
+
+
+def mean(p: Tensor, x: Tensor) -> Tensor:
+    """P x for vectors x (heads, N), without derivative."""
+    return (x[..., None, :] @ p.detach().mT)[..., 0, :]
+
+
+def lengths(x: Tensor) -> Tensor:
+    """Of rows, without derivative: what allowances are made of."""
+    return x.detach().norm(dim=-1)
+
+
+def root(x: Tensor) -> Tensor:
+    """Square root whose derivative at 0 is 0; NaN of NaN and of numbers < 0."""
+    return torch.where(x == 0, 0.0, torch.where(x == 0, 1.0, x).sqrt()) if x.requires_grad else x.sqrt()
+
+
+def coordinate_pairs(y: Tensor) -> Tensor:
+    """Products y_i y_j of coordinates of y (heads, N, d), doubled where i < j: (heads, N, d (d + 1) / 2). Quadratic forms become inner products."""
+    i, j = torch.triu_indices(y.shape[-1], y.shape[-1], device=y.device)
+    rows, weights = y.mT.contiguous(), torch.where(i == j, 1.0, 2.0).to(y)[:, None]
+    left, right = rows.index_select(-2, i), rows.index_select(-2, j)
+    return (left * weights * right if y.requires_grad else left.mul_(weights).mul_(right)).mT
+
+
+def image_norms(maps: Tensor, pairs: Tensor, sizes: Tensor, lengths: Tensor) -> Tensor:
+    r"""|M_i y_k|, rounded upwards, for maps (heads, n, d_v, d), `coordinate_pairs` of y_k, upper values of their Frobenius norms and lengths.
+
+    Returns (heads, n, N). For upper values of the 2-norms of the absolute values of maps in place of Frobenius norms it holds as well.
+
+    It is :math:`(y^T M^T M y)^{1/2}`, one product of matrices for all of them; to its square the rounding error is added: Lemma 53
+    (docs/theory/numerics.md).
+    """
+    d_v, d = maps.shape[-2:]
+    i, j = torch.triu_indices(d, d, device=maps.device)
+    forms = (maps.mT @ maps).flatten(-2).index_select(-1, i * d + j)
+    allowance = gamma(d * (d + 1) // 2 + d_v + 8) * sizes**2
+    return root(torch.addcmul((forms @ pairs.mT).clamp_min(0), allowance[..., :, None], lengths[..., None, :] ** 2))
+
+
+def each_times(maps: Tensor, m: Tensor) -> Tensor:
+    """Products of maps (heads, n, a, b) with one matrix a head, (heads, b, r), as one product: a copy of it for each would cost more."""
+    return (maps.flatten(1, 2) @ m).unflatten(1, maps.shape[1:3])
+
+
+def outer(x: Tensor, y: Tensor, room: Room | None = None) -> Tensor:
+    """Rows of outer products, (heads, N, a) and (heads, N, b) -> (heads, N, a b); in ``room`` where no derivative is wanted."""
+    left, right = x[..., :, None], y[..., None, :]
+    if room is None or torch.is_grad_enabled():
+        return (left * right).flatten(-2)
+    return torch.mul(left, right, out=room.take(x, *x.shape, y.shape[-1])).flatten(-2)
+
+
+def normalised(m: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Matrices, those of their absolute values made no longer than 1 in the 2-norm, and by what they were divided, (n or 1, 1)."""
+    size = m.detach().abs()
+    size = torch.minimum(torch.linalg.matrix_norm(size), (size.sum(-1).amax(-1) * size.sum(-2).amax(-1)).sqrt())[:, None]
+    return (m / size.clamp_min(TINIEST)[..., None]).to(dtype), size
+
+
+def divided(x: Tensor, by: Tensor, work: torch.dtype) -> Tensor:
+    """x / by in another dtype; without a temporary where no derivative is wanted."""
+    return (x / by).to(work) if torch.is_grad_enabled() else torch.div(x, by, out=torch.empty_like(x, dtype=work))
+
+
+def seen(t: Tensor, step: int) -> list[tuple[slice, slice, slice]]:
+    """Parts of so many tokens; the queries that see some of them as keys, from first to last; the keys that they see as queries.
+
+    t: entries that are zero where nothing is seen, (N, N), or bool.
+    """
+    ends = []
+    for m in (t.detach().mT, t.detach()):
+        order = (m != 0).to(torch.uint8)
+        most, first = order.max(-1)
+        last = len(t) - order.flip(-1).argmax(-1)
+        ends += [torch.where(most > 0, first, len(t)).tolist(), torch.where(most > 0, last, 0).tolist()]
+    found = []
+    for part in (slice(i, min(i + step, len(t))) for i in range(0, len(t), step)):
+        low, high, left, right = min(ends[0][part]), max(ends[1][part]), min(ends[2][part]), max(ends[3][part])
+        found.append((part, slice(low, max(low, high)), slice(left, max(left, right))))
+    return found
