@@ -43,13 +43,13 @@ def _frobenius_p(att: Attention) -> Upper:
 
 
 def _queries(att: Attention) -> Upper:
-    """||X A + 1 a^T||_F = scale ||Q W_K^T||_F, (samples, heads); one head at a time, as it has N x D entries each."""
+    """||X A + 1 a^T||_F = scale ||Q W_K^T||_F, (samples, heads), from Q^T Q and W_K^T W_K: Lemma 86 (docs/theory/upper_values.md)."""
     (q, error), _ = factors.entering(att)
     (q, e), (w, f) = scaled(q, (-2, -1)), scaled(att.w_k, (-2, -1))
-    lengths = torch.stack([torch.linalg.vector_norm(q[:, h] @ w[h].mT, dim=(-1, -2)) for h in range(att.heads)], -1)
-    rounding = gamma(att.d + 4) * torch.linalg.matrix_norm(q.detach()) * torch.linalg.matrix_norm(w.detach())
-    total = (lengths + rounding) * (1 + gamma(att.tokens * att.x.shape[2] + 8))
-    return factors.scale(att) * (Upper.of(total).shifted((e + f)[..., 0, 0]) + error * factors.root_count(att) * factors.norm_k(att))
+    squares = ((q.mT @ q) * (w.mT @ w)).sum((-1, -2))
+    rounding = gamma(att.tokens + att.x.shape[2] + att.d**2 + 8) * (q.detach().square().sum((-1, -2)) * w.detach().square().sum((-1, -2)))
+    total = Upper.of(squares.clamp_min(0) + rounding).sqrt()
+    return factors.scale(att) * (total.shifted((e + f)[..., 0, 0]) + error * factors.root_count(att) * factors.norm_k(att))
 
 
 @bound(

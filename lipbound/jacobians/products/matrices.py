@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lipbound.linalg.operators import TensorOperator
 
-GRAM_BYTES = {"cpu": 2**19, "cuda": 2**30}
+GRAM_BYTES = {"cpu": 2**20, "cuda": 2**30}
 """Bytes of the attention matrices that one product works on at a time: what a core's own cache holds, and what keeps a GPU busy."""
 
 
