@@ -58,7 +58,8 @@ def spectral_norm(
         tol: relative error of the norm at which the Lanczos methods stop (``upper / lower - 1`` where ``upper`` is asked for, else an
             a-posteriori estimate that fails with probability at most 1e-3 a norm); absolute change for "power".
         delta: total failure probability of the ``upper`` of all norms of this call, over random start vectors
-            (`lipbound.linalg.enclosures`); float64 products carry about 1e-9 a norm and start, or less, smaller values take independent starts.
+            (`lipbound.linalg.enclosures`); one start carries about 1e-9 a norm at 128 tokens; smaller values and
+            longer inputs take independent starts, whose probabilities are multiplied.
             None for lower ends alone, in about a third of the time.
         vectors: also return the top singular pair.
         seed: of the random start vectors, which are independent across samples and heads; a sequence gives each sample its own.

@@ -11,15 +11,9 @@ from lipbound.linalg.stopping import StoppingRule, project_out
 
 
 def golub_kahan(
-    op: JacobianOperator,
-    *,
-    tol: float,
-    max_steps: int,
-    seed: int | Sequence[int],
-    delta: float | None = None,
-    vectors: bool = False,
-    refined: bool = True,
-) -> Norm:
+    op: JacobianOperator, *, tol: float, max_steps: int, seed: int | Sequence[int], delta: float | None = None, vectors: bool = False,
+    refined: bool = True
+) -> Norm:  # fmt: skip
     """Norms of J by Golub-Kahan-Lanczos bidiagonalisation with full reorthogonalisation, for any operator.
 
     Its bidiagonal B gives the Lanczos recurrence of J^T J (B^T B), by which entries stop as in `lanczos`; singular values are not squared: Lemma 43

@@ -22,19 +22,14 @@ LARGE = 2**14
 
 
 def lanczos(
-    op: JacobianOperator,
-    *,
-    tol: float,
-    max_steps: int,
-    seed: int | Sequence[int],
-    delta: float | None = None,
-    vectors: bool = False,
-    refined: bool = True,
-) -> Norm:
+    op: JacobianOperator, *, tol: float, max_steps: int, seed: int | Sequence[int], delta: float | None = None, vectors: bool = False,
+    refined: bool = True
+) -> Norm:  # fmt: skip
     """Norms of J by the Lanczos method on J J^T with full reorthogonalisation.
 
     An entry stops when its upper bound (at failure probability ``delta`` for the whole batch, or 1e-3 each for an estimate) is within
-    ``tol`` of its Ritz value, when its Krylov space is exhausted, or after ``max_steps`` products; it is then no longer computed.
+    ``tol`` of its Ritz value, when its Krylov space is exhausted, or after ``max_steps`` products; it is then no longer computed. Without ``refined``
+    vectors are Ritz vectors on the left alone, as they are found.
     """
     n = math.prod(op.out_shape)
     limit, look = min(max_steps, n), 1 if n >= LARGE else LOOK

@@ -8,13 +8,15 @@ from support.oracles import encloses, oracle
 from lipbound import bounds
 from lipbound.attention.layer import Attention
 from lipbound.attention.reference import dense_jacobian, head_function
+from lipbound.attention.variants.rotary import Rotation
 from lipbound.errors import LipboundError
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.jacobians.l2_attention import L2HeadJacobian
 from lipbound.jacobians.rounding import tensor_error
 from lipbound.jacobians.spectral_norm import Measured, l2_spectral_norm, spectral_norm
 from lipbound.linalg.certificates import log_inverse_epsilon
-from lipbound.linalg.enclosures.deflated_lanczos import deflated_bound
+from lipbound.linalg.enclosures import enclose
+from lipbound.linalg.enclosures.deflated_lanczos import Deflated, deflated_bound
 from lipbound.linalg.enclosures.enclose import _quotients
 from lipbound.linalg.enclosures.verified import bordered
 from lipbound.linalg.operator_norm import operator_norm
@@ -292,3 +294,26 @@ def test_lower_ends_are_lengths_of_transposed_products_less_rounding() -> None:
             assert bool((_quotients(op, roundoff, vectors)[0] < s[:, 0]).all())
         for vectors in (torch.zeros_like(other), other * torch.nan, other * torch.inf):
             assert bool((_quotients(op, roundoff, vectors)[0] == 0).all())
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+def test_one_random_start_carries_a_certificate_of_a_usual_head(rotated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 tokens, width 32, 1e-9 a norm: what rounding may have hidden is known well enough. Of smaller probabilities it is not."""
+    g, width = torch.Generator().manual_seed(0), 32
+    extra = {"rotation": Rotation.of_angles(torch.randn(128, width // 2, generator=g))} if rotated else {}
+    x, w = torch.randn(1, 128, 256, generator=g), [torch.randn(2, 256, width, generator=g) * 0.06 for _ in range(3)]
+    att, runs = Attention(x, *w, **extra), []
+    bound = enclose.deflated_bound
+
+    def counted(*args: object) -> Deflated:
+        runs.append(args)
+        return bound(*args)
+
+    monkeypatch.setattr(enclose, "deflated_bound", counted)
+    for delta, starts in ((1e-9, 1), (1e-14, 2)):
+        runs.clear()
+        norm = spectral_norm(att, tol=1e-3, delta=2 * delta)
+        assert bool(norm.converged.all())
+        assert len(runs) == starts
+    exact = spectral_norm(att.double(), tol=1e-10)
+    assert bool((norm.lower <= exact.lower * (1 + 1e-9)).all() & (norm.upper >= exact.lower).all())
