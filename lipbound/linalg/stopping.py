@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 from scipy.linalg import eigh_tridiagonal
-from scipy.linalg.lapack import dstemr
+from scipy.linalg.lapack import dstemr, dstev
 from torch import Tensor
 
 from lipbound.errors import LipboundError, is_number
@@ -103,13 +103,16 @@ def top_eigenpairs(alpha: np.ndarray, beta: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def eigenpairs(alpha: np.ndarray, beta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Eigenvalues, ascending (batch, k), and vectors (batch, k, k) of tridiagonal matrices: diagonal (batch, k), off-diagonal (batch, k - 1)."""
-    k = alpha.shape[1]
-    whole = np.zeros((len(alpha), k, k))
-    i = np.arange(k)
-    whole[:, i, i] = alpha
-    whole[:, i[1:], i[:-1]] = beta  # numpy reads the lower triangle
-    return np.linalg.eigh(whole)
+    """Eigenvalues, ascending (batch, k), and vectors (batch, k, k) of tridiagonal matrices: diagonal (batch, k), off-diagonal (batch, k - 1).
+
+    By LAPACK's implicit QL, which is single-threaded for the same reason.
+    """
+    values, vectors = np.empty(alpha.shape), np.empty((*alpha.shape, alpha.shape[1]))
+    for i in range(len(alpha)):
+        values[i], vectors[i], info = dstev(alpha[i], beta[i] if alpha.shape[1] > 1 else np.zeros(1))
+        if info:
+            values[i], vectors[i] = eigh_tridiagonal(alpha[i], beta[i])
+    return values, vectors
 
 
 def project_out(x: Tensor, basis: Tensor, passes: int = 1) -> Tensor:

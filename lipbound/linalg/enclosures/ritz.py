@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lipbound.linalg.operators import JacobianOperator
 from lipbound.linalg.solution import start_vectors
-from lipbound.linalg.stopping import eigenpairs, project_out
+from lipbound.linalg.stopping import eigenpairs, project_out, top_eigenpairs
 
 
 def ritz_search(op: JacobianOperator, *, count: int, residual: float, max_steps: int, seed: int | Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -45,18 +45,21 @@ def ritz_search(op: JacobianOperator, *, count: int, residual: float, max_steps:
             continue
         a, c = alpha[:, : j + 1], beta[:, : j + 1]
         known = np.asarray(np.isfinite(a).all(1) & np.isfinite(c).all(1))
-        values, s = eigenpairs(np.where(known[:, None], a, 0.0), np.where(known[:, None], c[:, :-1], 0.0))
-        small = c[:, -1] * np.abs(s[:, -1, -1]) <= residual * values[:, -1]
+        top, s = top_eigenpairs(np.where(known[:, None], a, 0.0), np.where(known[:, None], c, 0.0))
+        small = c[:, -1] * np.abs(s[:, -1]) <= residual * top
         stop = np.asarray(~known | small | (c[:, -1] <= 1e-6 * residual * np.abs(a).max(1)) | (j + 1 == limit))
+        if not stop.any():
+            continue
         spent[active[stop]] = j + 1
-        ended = torch.from_numpy(np.flatnonzero(stop & known))
-        turns = torch.from_numpy(s[stop & known, :, ::-1][:, :, :count].swapaxes(1, 2).copy()).to(basis)
-        found[active[ended].to(op.device), : turns.shape[1]] = turns @ basis[ended.to(op.device), : j + 1]
+        ended = np.flatnonzero(stop & known)
+        _, turns = eigenpairs(a[ended], c[ended, :-1])
+        largest = torch.from_numpy(turns[:, :, ::-1][:, :, :count].swapaxes(1, 2).copy()).to(basis)
+        there = torch.from_numpy(ended).to(op.device)
+        found[active[ended].to(op.device), : largest.shape[1]] = largest @ basis[there, : j + 1]
         keep = torch.from_numpy(np.flatnonzero(~stop))
         if not len(keep):
             break
-        if len(keep) < len(active):
-            there = keep.to(op.device)
-            op, basis, v, unit = op.select(there), basis[there], v[there], unit[there]
-            active, alpha, beta = active[keep], alpha[keep.numpy()], beta[keep.numpy()]
+        there = keep.to(op.device)
+        op, basis, v, unit = op.select(there), basis[there], v[there], unit[there]
+        active, alpha, beta = active[keep], alpha[keep.numpy()], beta[keep.numpy()]
     return torch.where(torch.isfinite(found).flatten(1).all(1)[:, None, None], found, torch.ones_like(found)), spent
