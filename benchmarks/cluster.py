@@ -4,10 +4,12 @@ import json
 import time
 from pathlib import Path
 
+import dask
 import numpy as np
 from dask.distributed import Client, LocalCluster
 
 import lipbound as lb
+from lipbound.runs.execute import TRIMMING
 
 SAMPLES = 48
 OPTIONS = {"samples": SAMPLES, "max_length": 128, "progress": False, "memory": "30MB"}
@@ -15,7 +17,11 @@ OPTIONS = {"samples": SAMPLES, "max_length": 128, "progress": False, "memory": "
 
 def timed(workers: int) -> tuple[float, np.ndarray, int]:
     """Seconds on so many single-threaded processes, once they have loaded the checkpoint; exact norms; samples per block."""
-    with LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=None) as cluster, Client(cluster) as client:
+    with (
+        dask.config.set({TRIMMING: None}),
+        LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=None) as cluster,
+        Client(cluster) as client,
+    ):
         lb.compare("builtin:minilm", client=client, **OPTIONS | {"samples": 2 * workers})
         start = time.perf_counter()
         ds = lb.compare("builtin:minilm", client=client, **OPTIONS)

@@ -149,6 +149,7 @@ def cluster(scheduler: str | None) -> Iterator[Any]:
         yield None
         return
     try:
+        import dask
         from dask.distributed import Client, LocalCluster
     except ImportError as error:
         raise LipboundError("--scheduler needs dask.distributed; pip install 'lipbound[distributed]'") from error
@@ -163,7 +164,13 @@ def cluster(scheduler: str | None) -> Iterator[Any]:
     count = scheduler.removeprefix("local:")
     if not count.isdigit() or int(count) < 1:
         raise LipboundError(f"--scheduler is {scheduler!r}; the number of local processes must be at least 1, such as local:2")
-    with LocalCluster(n_workers=int(count), threads_per_worker=1, dashboard_address=":0") as local, Client(local) as client:
+    from lipbound.runs.execute import TRIMMING
+
+    with (
+        dask.config.set({TRIMMING: None}),
+        LocalCluster(n_workers=int(count), threads_per_worker=1, dashboard_address=":0") as local,
+        Client(local) as client,
+    ):
         typer.echo(f"dashboard: {client.dashboard_link}", err=True)
         yield client
 

@@ -1,5 +1,6 @@
 """Carrying out a plan: blocks of samples measured here, or by the workers of a cluster."""
 
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressC
 from torch import Tensor
 
 from lipbound.devices import resolve_device
-from lipbound.errors import CheckpointError, LipboundError, shown
+from lipbound.errors import CheckpointError, LipboundError, shown, tell
 from lipbound.models.checkpoints import load_checkpoint
 from lipbound.runs.config import RunConfig
 from lipbound.runs.measure import LayerResult, MeasurementSpec, Measurer, capturer_of
@@ -37,6 +38,10 @@ class WorkerSpec(NamedTuple):
     loading: str = "auto"
     gguf_file: str | None = None
 
+
+TRIMMING = "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_"
+"""Where dask has what its workers' allocators do with freed memory. By default they give all of it back to the system, and fresh memory costs more
+than the arithmetic on it; None leaves them as they are."""
 
 _MEASURERS: dict[WorkerSpec, Measurer] = {}
 _TURN = threading.Lock()
@@ -110,6 +115,7 @@ class DaskExecutor(Executor):
         return config.device  # as it was asked for: "auto" may be another one on every worker
 
     def results(self, config: RunConfig, sources: Sources, plan: Plan, blocks: Sequence[Block]) -> Iterator[tuple[int, LayerResult]]:
+        _tell_of_trimming(self._client)
         revision = sources.checkpoint.revision
         sources.capturer.release()  # workers read the layers themselves
         worker = WorkerSpec(
@@ -117,6 +123,17 @@ class DaskExecutor(Executor):
             config.gguf_file,
         )  # fmt: skip
         return distribute(self._client, worker, [(sources.inputs.block(start, stop, "cpu"), start, skip) for start, stop, skip in blocks])
+
+
+def _tell_of_trimming(client: Any) -> None:
+    """Warn where workers have dask's own setting of `TRIMMING`."""
+    name = TRIMMING.rpartition(".")[2]
+    found = {value for value in client.run(os.environ.get, name).values() if value is not None and value.isdigit() and int(value) < 2**20}
+    if found:
+        tell(
+            f"workers give freed memory back to the system at once ({name}={min(found)}, dask's default), which can make them several times slower; "
+            f"dask.config.set({{{TRIMMING!r}: None}}) before they start leaves it off"
+        )
 
 
 def fill(
