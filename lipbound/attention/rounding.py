@@ -118,8 +118,11 @@ def _entered(att: Attention, side: Side, size: Tensor, around: Tensor) -> Passin
     differences = side == "k" and att.scoring.shift_invariant and att.scoring.plain_keys
     error = _projected(around, w, None) if differences else _projected(size, w, b)
     passing = Passing(error, spectral(w)[:, None].expand_as(error), torch.zeros_like(error))
+    steps = [step for step in att.scoring.steps if step.acts_on(side)]
+    if not steps:
+        return passing
     y = att.projected(side)
-    for step in att.scoring.steps:
+    for step in steps:
         passing = step.rounded(side, att.x, y, passing)
         y = step.enter(side, att.x, y, att.valid)
     return passing
