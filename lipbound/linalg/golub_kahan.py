@@ -44,8 +44,8 @@ def golub_kahan(
         alpha[:, j] = a[:, j] ** 2 + (b[:, j - 1] ** 2 if j else 0.0)
         beta[:, j] = a[:, j] * b[:, j]
         bidiagonal = torch.diag_embed(a[:, : j + 1]) + torch.diag_embed(b[:, :j], 1)
-        s_left, sigma, _ = torch.linalg.svd(torch.nan_to_num(bidiagonal))
-        _, _, reached, exhausted = rule.look(alpha[:, : j + 1], beta[:, : j + 1])
+        s_left, sigma, _ = torch.linalg.svd(torch.nan_to_num(bidiagonal).masked_fill(results.done[:, None, None], 0))
+        _, _, reached, exhausted = rule.look(alpha[:, : j + 1], beta[:, : j + 1], results.done)
         exhausted |= torch.tensor(j + 1 == min(n, m + 1))
         broken = ~torch.isfinite(a[:, j])
         stop = (reached | exhausted | broken | torch.tensor(j + 1 == limit)) & ~results.done

@@ -69,7 +69,7 @@ def lanczos(
         largest = a.abs().amax(1) + 2 * c.amax(1)  # above every Ritz value (Gershgorin)
         if j % look and j + 1 < limit and bool((c[:, j] > rule.floor * largest).all()):
             continue  # nobody's Krylov space has ended: look at the next step
-        top, s, reached, exhausted = rule.look(a, c)
+        top, s, reached, exhausted = rule.look(a, c, results.done[active])
         exhausted |= torch.tensor(j + 1 == n)
         broken = ~torch.isfinite(a[:, j])
         stop = (reached | exhausted | broken | torch.tensor(j + 1 == limit)) & ~results.done[active]

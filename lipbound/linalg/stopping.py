@@ -45,19 +45,27 @@ class StoppingRule:
         self.tol = tol
         self.floor = 4 * torch.finfo(dtype).eps
 
-    def look(self, alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """After k steps, alpha and beta (batch, k): top Ritz value, its vector (batch, k), whether tol is reached, whether the space is exhausted."""
-        a, b = alpha.numpy().copy(), beta.numpy().copy()
+    def look(self, alpha: Tensor, beta: Tensor, done: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """After k steps, alpha and beta (batch, k): top Ritz value, its vector (batch, k), whether tol is reached, whether the space is exhausted.
+
+        Zero and False for entries that are ``done`` (batch,), whose recurrences have gone on beyond their end.
+        """
+        top, s, reached, exhausted = (torch.zeros_like(t) for t in (alpha[:, 0], alpha, done, done))
+        for whole, part in zip((top, s, reached, exhausted), self._look(alpha[~done].numpy(), beta[~done].numpy()), strict=True):
+            whole[~done] = torch.from_numpy(part)
+        return top, s, reached, exhausted
+
+    def _look(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         if not np.isfinite(b[:, -1]).all() or not np.isfinite(a[:, -1]).all():
             a, b = np.nan_to_num(a), np.nan_to_num(b)
         k = a.shape[1]
         ritz, s = top_eigenpairs(a, b)
         top = np.maximum(ritz, 0)
-        target = top * ((1 + self.tol) / (1 + self.rounding)) ** 2
-        zero = (np.abs(a).max(1) == 0) & (b.max(1) == 0)  # a Ritz value that rounding has made negative is no zero
+        with np.errstate(over="ignore"):  # of what is not finite
+            target = top * ((1 + self.tol) / (1 + self.rounding)) ** 2
+        zero = (np.abs(a).max(1, initial=0) == 0) & (b.max(1, initial=0) == 0)  # a Ritz value that rounding has made negative is no zero
         reached = excludes(a, self._floored(b, top), np.full(len(a), k), target, self.log_inverse) & (top > 0) | zero
-        exhausted = b[:, -1] <= self.floor * top
-        return torch.from_numpy(top), torch.from_numpy(s), torch.from_numpy(reached), torch.from_numpy(exhausted)
+        return top, s, reached, b[:, -1] <= self.floor * top
 
     def _floored(self, beta: np.ndarray, top: np.ndarray) -> np.ndarray:
         """A beta below rounding is rounding: taking it larger makes the bound larger, by Lemma 42 (docs/theory/certificates.md)."""

@@ -317,3 +317,16 @@ def test_one_random_start_carries_a_certificate_of_a_usual_head(rotated: bool, m
         assert len(runs) == starts
     exact = spectral_norm(att.double(), tol=1e-10)
     assert bool((norm.lower <= exact.lower * (1 + 1e-9)).all() & (norm.upper >= exact.lower).all())
+
+
+@pytest.mark.parametrize("method", ["golub-kahan", "lanczos"])
+@pytest.mark.parametrize("sink", [60.0, 95.0, 100.0, 103.0])
+def test_a_head_that_vanishes_in_float32_leaves_the_others_alone(method: str, sink: float) -> None:
+    """Its recurrence goes on after its end, on what underflow has left, while theirs do not end."""
+    for tokens in (2, 5, 40):
+        g = torch.Generator().manual_seed(tokens)
+        tensors = (torch.randn(shape, generator=g) for shape in [(1, tokens, 6), (2, 6, 4), (2, 6, 4), (2, 6, 4)])
+        att = Attention(*tensors, sinks=torch.tensor([sink, -3.0]))
+        norm, exact = spectral_norm(att, method=method, tol=1e-8), spectral_norm(att, method="dense").lower
+        assert float(norm.lower[0, 0]) <= float(exact[0, 0]) * (1 + 1e-12)
+        torch.testing.assert_close(norm.lower[0, 1], exact[0, 1], rtol=1e-8, atol=0)
