@@ -3,8 +3,10 @@
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import wraps
 from pathlib import Path
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch import Tensor
 from lipbound.errors import LipboundError, UnknownNameError, shown
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 """What is computed in."""
@@ -83,6 +86,19 @@ def require(needed: float, device: torch.device, what: str, instead: str) -> Non
     free = available(device)
     if needed > 0.9 * free:
         raise LipboundError(f"{what}, about {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB of memory are free; {instead}")
+
+
+def without_autocast(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorator: products are in the dtype of their factors, whatever the caller lets torch choose."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        with ExitStack() as stack:
+            for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+                stack.enter_context(torch.autocast(device, enabled=False))
+            return function(*args, **kwargs)
+
+    return run
 
 
 class Room:

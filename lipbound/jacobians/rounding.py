@@ -222,7 +222,7 @@ def _paths(op: HeadOperator, e: TensorErrors) -> tuple[Tensor, Tensor]:
         z = v * back + far
         found = torch.minimum(found, (z / y).amax(-1))
         y = (z / z.amax(-1, keepdim=True).clamp_min(1e-300)).clamp_min(1e-14)
-    return _upper((both + o * key).view(e.v.shape)), _upper(found.sqrt().view(e.v.shape[:2]))
+    return _upper((both + o * key).view(e.v.shape)), _upper((found + SMALLEST).sqrt().view(e.v.shape[:2]))
 
 
 def _upper(x: Tensor) -> Tensor:

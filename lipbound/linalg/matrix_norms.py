@@ -103,7 +103,9 @@ def product_norm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def reproducible_float32() -> bool:
-    """Whether float32 products are float32 throughout, and not bfloat16 or TF32, which torch can be told to use."""
+    """Whether float32 products are float32 throughout, and not bfloat16 or TF32, which torch can be told to use (under autocast, for one)."""
+    if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
+        return False
     return all(backend.matmul.fp32_precision in ("none", "ieee") for backend in (torch.backends.cuda, torch.backends.mkldnn))
 
 

@@ -1,12 +1,16 @@
 """What our bounds on plain heads make of every row of P: never below norms of the matrices themselves, and hardly above, in float32 too."""
 
+import math
+
 import pytest
 import torch
 from support.variants import MASKS, layer
 
 from lipbound import bounds
+from lipbound.attention.layer import Attention
 from lipbound.bounds.lipbound2026 import row_norms
 from lipbound.bounds.lipbound2026.parts import BlockNorms
+from lipbound.bounds.lipbound2026.pieces import longest_lengths
 
 LEAST = 1 - 1e-13
 
@@ -53,3 +57,42 @@ def test_float32_hardly_moves_the_bounds(mask: str, monkeypatch: pytest.MonkeyPa
         assert bool((values[True][name] >= wide * (1 - 1e-6)).all())
         assert bool((values[True][name] <= wide * (1 + 2e-4)).all())
         assert bool((values[True][name] != wide).any())
+
+
+def many_small(n: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """n numbers most of which a float32 sum of squares rounds down one after the other."""
+    x = torch.full((n,), 2.0**-13.51, dtype=dtype)
+    x[:7] = 7**-0.5
+    return x
+
+
+@pytest.mark.parametrize("n", [1, 7, 64, 1024, 12_000])
+def test_lengths_in_float32_are_upper_values(n: int) -> None:
+    for x in (many_small(n, torch.float32), torch.randn(n, generator=torch.Generator().manual_seed(n)).exp() * 1e-10):
+        exact = math.fsum(float(t) ** 2 for t in x) ** 0.5
+        assert exact <= float(longest_lengths(x)) <= exact * (1 + 2e-7 * (n + 8))
+
+
+def test_values_wider_than_queries() -> None:
+    """Images of queries are lengths of d_v numbers, whatever d is."""
+    one, x = torch.ones(1, 1, 1, dtype=torch.float64), torch.tensor([[[0.5], [1.0]]], dtype=torch.float64)
+    att = Attention(x, one, one, many_small(2000).view(1, 1, -1), scale=1.0)
+    p, v, k = att.p[0, 0], att.centred_v[0, 0], att.centred_k[0, 0]
+    cov = torch.einsum("ij,ijv,ja->iva", p, v - (p @ v)[:, None], k)
+    with torch.no_grad():
+        found = BlockNorms(att, 0, slice(None), gram=True).b_q[0]
+    true = torch.einsum("iva,ka->ikv", cov, att.q[0, 0]).norm(dim=-1)
+    assert bool((found >= true * LEAST).all())
+    assert bool((found <= true * (1 + 1e-3)).all())
+
+
+@pytest.mark.parametrize("exponent", [-10, -60, -70, -80, -200])
+def test_rows_that_leave_next_to_nothing(exponent: int) -> None:
+    """Squares of their probabilities vanish in float32, and the key that has the rest has the value zero."""
+    small = 2.0**exponent
+    p = torch.tensor([[[1 - 2 * small, small, small]]], dtype=torch.float64)
+    v = torch.tensor([[[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]]], dtype=torch.float64)
+    with torch.no_grad():
+        found = row_norms.own_norms(p, v, p @ v)
+    true = float(torch.linalg.matrix_norm(p[0, 0][:, None] * (v[0] - p[0] @ v[0]), 2))
+    assert true <= float(found) <= true * (1 + 2e-2) + 1e-18

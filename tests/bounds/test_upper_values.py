@@ -17,7 +17,9 @@ from torch import Tensor
 
 from lipbound import bounds
 from lipbound.attention.layer import Attention
+from lipbound.attention.variants.rotary import Rotation
 from lipbound.bounds.lipbound2026 import parts, plain, variants
+from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.linalg import matrix_norms
 
 OURS = ("lipbound", "lipbound_block", "lipbound_gram")
@@ -336,3 +338,64 @@ def test_derivatives_at_ties_are_along_a_top_pair(tight: None) -> None:
         single = [(of(part, 1e-6) - of(part, -1e-6)) / 2e-6 for part in move.split(3, 1)]
         along = float((slope * move).sum())
         assert min(single) - 1e-5 <= along <= max(single) + 1e-5
+
+
+def nearly_nothing(case: str) -> Attention:
+    """Layers with ordinary norms, some of whose numbers have squares that underflow."""
+    g = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g, dtype=torch.float64)
+
+    if case.startswith("rotary scores"):
+        x, w_q, w_k, w_v = (draw(*shape) for shape in [(1, 8, 6), (1, 6, 4), (1, 6, 4), (1, 6, 4)])
+        turn = Rotation.of_angles(torch.arange(8)[:, None] * torch.tensor([1.0, 0.1]))
+        return Attention(x, w_q * float(case.split()[-1]), w_k, w_v, rotation=turn)
+    x, *w = (draw(*shape) for shape in [(1, 3, 4), (1, 4, 4), (1, 4, 4), (1, 4, 4)])
+    if case.endswith("mask"):
+        steps = (torch.arange(3)[:, None] - torch.arange(3)).abs().double()
+        return Attention(x, *w, mask=-400 * steps, cap=5.0 if case == "capped mask" else None)
+    if case == "zero key":
+        x[0, 0], x[0, 2] = 0, -x[0, 1]
+        mask = torch.zeros(3, 3, dtype=torch.float64)
+        mask[0, 1:] = -400
+        return Attention(x, *w, mask=mask)
+    x[0, 0] *= 1e-170
+    return Attention(x, *w, rotation=Rotation.of_angles(draw(3, 2)) if case == "rotary tiny token" else None)
+
+
+NEARLY = [*(f"rotary scores {f}" for f in (30, 100, 200, 300, 600)), "capped mask", "plain mask", "zero key", "tiny token", "rotary tiny token"]
+
+
+@pytest.mark.parametrize("case", NEARLY)
+def test_what_nearly_vanishes_leaves_bounds_finite(case: str) -> None:
+    att = nearly_nothing(case)
+    exact = float(spectral_norm(att, method="dense").lower)
+    for recorded in (False, True):
+        x = att.x.clone().requires_grad_(recorded)
+        for name in ("lipbound", "lipbound_block"):
+            assert exact <= float(bounds.get(name)(att.with_parts(x=x))) <= 2 * exact
+
+
+@pytest.mark.parametrize("has", [(), ("rotation",)])
+def test_autocast_changes_nothing(has: tuple[str, ...]) -> None:
+    plainly = bounds.evaluate(layer(3, frozenset(has)), ["lipbound", "lipbound_block"])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under = bounds.evaluate(layer(3, frozenset(has)), ["lipbound", "lipbound_block"])
+    for name, value in plainly.items():
+        torch.testing.assert_close(under[name], value, rtol=2e-4, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("width", [40, 640, 2000])
+def test_one_token_and_a_sink_with_wide_values(width: int, dtype: torch.dtype) -> None:
+    """J = p (1 + (1 - p) c) w for the logit c: known without a decomposition, and our bound is it but for rounding."""
+    w = torch.full((width,), 2.0**-13.51, dtype=torch.float64)
+    w[:7] = 7**-0.5
+    w, one = w.to(dtype), torch.ones(1, 1, 1, dtype=dtype)
+    for logit in (0.5, 1.0, 3.0):
+        att = Attention(one, one * 0, one, w.view(1, 1, -1), b_q=one[0] * logit, scale=1.0, sinks=torch.tensor([logit], dtype=dtype))
+        exact = 0.5 * math.fsum(float(t) ** 2 for t in w) ** 0.5 * (1 + 0.5 * logit)
+        found = bounds.evaluate(att, ["lipbound", "lipbound_block"])
+        for value in found.values():
+            assert exact <= float(value) <= exact * (1 + 5e-5)

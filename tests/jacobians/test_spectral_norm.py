@@ -330,3 +330,13 @@ def test_a_head_that_vanishes_in_float32_leaves_the_others_alone(method: str, si
         norm, exact = spectral_norm(att, method=method, tol=1e-8), spectral_norm(att, method="dense").lower
         assert float(norm.lower[0, 0]) <= float(exact[0, 0]) * (1 + 1e-12)
         torch.testing.assert_close(norm.lower[0, 1], exact[0, 1], rtol=1e-8, atol=0)
+
+
+@pytest.mark.parametrize("method", ["golub-kahan", "lanczos", "power"])
+def test_autocast_changes_nothing(method: str) -> None:
+    att = random_attention("plain", 0, dtype=torch.float32)
+    plainly = spectral_norm(att, method=method)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under = spectral_norm(att, method=method)
+        assert torch.is_autocast_enabled("cpu")
+    torch.testing.assert_close(under.lower, plainly.lower, rtol=0, atol=0)

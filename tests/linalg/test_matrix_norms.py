@@ -126,3 +126,5 @@ def test_coarser_float32_products_are_noticed() -> None:
         assert not reproducible_float32()
     finally:
         torch.set_float32_matmul_precision(before)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not reproducible_float32()

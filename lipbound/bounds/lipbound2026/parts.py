@@ -24,7 +24,7 @@ CHUNK = 2**22
 """Bytes of the largest temporary, the N x d_v x d moments of some heads of one sample."""
 MATRICES = 17
 """How many N x N matrices of one head are in memory together, besides P of all heads."""
-TINY = 2.0**-180
+TINY = 2.0**-160
 """At least what underflow can take from a norm, relative to the largest probability and the sizes of values and their weights."""
 RTOL = 1e-5
 """How far above the exact norms of N x N matrices their upper values may stay."""
