@@ -111,13 +111,20 @@ def spectral(w: Tensor) -> Tensor:
     return torch.where(known, norm * size, size.nan_to_num(torch.inf))
 
 
+@torch.no_grad()
+def projection_norms(att: Attention) -> tuple[Tensor, Tensor, Tensor]:
+    """`spectral` of the float64 projections to queries, keys and values, once for a layer."""
+    return att.memo("norms of projections", lambda: (spectral(att.w_q), spectral(att.w_k), spectral(att.w_v)))
+
+
 def _entered(att: Attention, side: Side, size: Tensor, around: Tensor) -> Passing:
     """Queries or keys as they enter the scores, of tokens of lengths ``size``, and ``around`` their mean, (samples, N)."""
     own = att.projections
     w, b = (own.w_q, own.b_q) if side == "q" else (own.w_k, own.b_k)
     differences = side == "k" and att.scoring.shift_invariant and att.scoring.plain_keys
     error = _projected(around, w, None) if differences else _projected(size, w, b)
-    passing = Passing(error, spectral(w)[:, None].expand_as(error), torch.zeros_like(error))
+    slope = projection_norms(att)[0 if side == "q" else 1]
+    passing = Passing(error, slope[:, None].expand_as(error), torch.zeros_like(error))
     steps = [step for step in att.scoring.steps if step.acts_on(side)]
     if not steps:
         return passing

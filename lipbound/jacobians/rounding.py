@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.layer_norm import Normaliser
-from lipbound.attention.rounding import MARGIN, SMALLEST, TensorErrors, spectral, tensor_errors
+from lipbound.attention.rounding import MARGIN, SMALLEST, TensorErrors, projection_norms, tensor_errors
 from lipbound.jacobians.head import HeadOperator
 from lipbound.jacobians.head_streaming import head_jacobian
 from lipbound.jacobians.maps import BLOCKS, WHOLE
@@ -90,7 +90,7 @@ def roundoff(att: Attention, op: HeadOperator, *, loose: Tensor | None = None, s
     """
     e = tensor_errors(att)
     c, n = abs(att.scale), att.tokens
-    rows, w_v = _moments(op, e), spectral(att.w_v)
+    rows, w_v = _moments(op, e), projection_norms(att)[2]
     if loose is not None:
         e = replace(e, v_error=e.v_error + torch.linalg.vector_norm(att.centred(att.x), dim=-1)[:, None] * loose[:, None])
     known = 0.0 if loose is None else loose
@@ -127,16 +127,16 @@ def _whatever_p(e: TensorErrors, scale: float, w_v: Tensor) -> Tensor:
 
 def _spread(att: Attention) -> list[Tensor]:
     """How much larger the norms of the projections' absolute values may be than their norms, (heads,) each, queries, keys, values."""
-    return [torch.linalg.matrix_norm(w) / spectral(w).clamp_min(1e-300) for w in (att.w_q, att.w_k, att.w_v)]
+    return [torch.linalg.matrix_norm(w) / norm.clamp_min(1e-300) for w, norm in zip((att.w_q, att.w_k, att.w_v), projection_norms(att), strict=True)]
 
 
 def _absolute(op: HeadOperator, att: Attention) -> list[Tensor]:
     """How much larger the norms of the absolute values of the coordinates may be than the norms of the projections, (heads,) each."""
     found = []
-    for r, w, unit in zip(op.rows.coordinates.split(op.sizes[:3], -1), (att.w_q, att.w_k, att.w_v), (att.scale, att.scale, 1.0), strict=True):
+    for r, norm, unit in zip(op.rows.coordinates.split(op.sizes[:3], -1), projection_norms(att), (att.scale, att.scale, 1.0), strict=True):
         size = r.abs()
         most = torch.minimum(torch.linalg.matrix_norm(size), (size.sum(-1).amax(-1) * size.sum(-2).amax(-1)).sqrt())
-        found.append(most / (abs(unit) * spectral(w)).clamp_min(1e-300))
+        found.append(most / (abs(unit) * norm).clamp_min(1e-300))
     return found
 
 
