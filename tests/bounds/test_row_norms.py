@@ -10,7 +10,7 @@ from lipbound import bounds
 from lipbound.attention.layer import Attention
 from lipbound.bounds.lipbound2026 import row_norms
 from lipbound.bounds.lipbound2026.parts import BlockNorms
-from lipbound.bounds.lipbound2026.pieces import longest_lengths
+from lipbound.bounds.lipbound2026.pieces import upper_lengths
 
 LEAST = 1 - 1e-13
 
@@ -70,7 +70,7 @@ def many_small(n: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 def test_lengths_in_float32_are_upper_values(n: int) -> None:
     for x in (many_small(n, torch.float32), torch.randn(n, generator=torch.Generator().manual_seed(n)).exp() * 1e-10):
         exact = math.fsum(float(t) ** 2 for t in x) ** 0.5
-        assert exact <= float(longest_lengths(x)) <= exact * (1 + 2e-7 * (n + 8))
+        assert exact <= float(upper_lengths(x)) <= exact * (1 + 2e-7 * (n + 8))
 
 
 def test_values_wider_than_queries() -> None:

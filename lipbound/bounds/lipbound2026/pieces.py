@@ -7,7 +7,8 @@ from lipbound.devices import Room
 from lipbound.linalg.matrix_norms import gamma
 
 TINIEST = 2.0**-470
-"""Sizes below are as good as zero; what they are sizes of may be larger by the root of the smallest number, as squares underflow."""
+"""Stands for smaller sizes where something is divided by them: far above 2^-537, below which squares vanish and sizes with them, so that quotients
+stay small."""
 SQUARINGS = 1
 """How often the Gram matrices of B_t and B_t W_V are squared: they are small beside other terms, and once more would take 1e-4 off the bounds."""
 
@@ -22,13 +23,13 @@ def lengths(x: Tensor) -> Tensor:
     return x.detach().norm(dim=-1)
 
 
-def small_lengths(x: Tensor) -> Tensor:
-    """The same of numbers >= 0 whose squares may underflow, (..., n, 1)."""
+def scaled_lengths(x: Tensor) -> Tensor:
+    """Lengths of rows of numbers >= 0 whose squares may underflow, without derivative, (..., n, 1)."""
     most = x.detach().amax(-1, keepdim=True).clamp_min(1e-300)
     return most * (x.detach() / most).norm(dim=-1, keepdim=True)
 
 
-def longest_lengths(x: Tensor) -> Tensor:
+def upper_lengths(x: Tensor) -> Tensor:
     """Upper values of lengths of rows in any dtype, float64: the rounding of squares and of their sum is relative."""
     return torch.linalg.vector_norm(x, dim=-1).double() * (1 + gamma(x.shape[-1] + 4, x.dtype))
 

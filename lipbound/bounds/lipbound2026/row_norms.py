@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lipbound.bounds.lipbound2026.pieces import TINIEST, divided, each_times, lengths, longest_lengths, mean, normalised, outer, root, seen
+from lipbound.bounds.lipbound2026.pieces import TINIEST, divided, each_times, lengths, mean, normalised, outer, root, seen, upper_lengths
 from lipbound.devices import Room
 from lipbound.linalg.matrix_norms import block_norm, gamma, reproducible_float32
 
@@ -79,7 +79,7 @@ def all_norms(rows: Rows, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
         norm = block_norm(each_times(c.unit, value[0])) + c.lost
         b_v.append(norm * (c.size * value[1]) + (c.off + gamma(inputs + d + 4) * c.size) * sizes)
         moved = (images[:, c.queries] @ c.unit.flatten(1, 2).mT).unflatten(2, c.unit.shape[1:3])  # (heads, k, i, d_v)
-        length = longest_lengths(moved) + c.lost
+        length = upper_lengths(moved) + c.lost
         lost = (c.off + gamma(inputs + 2 * d + 6) * c.size)[:, None] * weights.reach[:, c.queries, None]
         b_q[:, c.rows, c.queries] = (length * long[:, c.queries, None] * c.size[:, None] + lost).mT
     return torch.cat(b, 1), torch.cat(b_v, 1), b_q

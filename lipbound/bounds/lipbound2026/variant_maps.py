@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds.lipbound2026.pieces import SQUARINGS, TINIEST, divided, longest_lengths, normalised, root
+from lipbound.bounds.lipbound2026.pieces import SQUARINGS, TINIEST, divided, normalised, root, upper_lengths
 from lipbound.jacobians.token_tangents import Tangents
 from lipbound.linalg.matrix_norms import block_norm, gamma, reproducible_float32
 
@@ -184,7 +184,7 @@ def _times(x: Tensor, m: Tensor) -> Tensor:
 
 def _lengths(x: Tensor, off: float, size: Tensor | float) -> Tensor:
     """Upper values of the lengths of rows, each of which is off by a vector of length ``off * size`` at most; float64."""
-    return longest_lengths(x) + off * size
+    return upper_lengths(x) + off * size
 
 
 def _apart(x: Tensor, dim: int | tuple[int, int], work: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from lipbound.attention.variants import VARIANTS
 from lipbound.bounds import ingredients as qty
 from lipbound.bounds.lipbound2026 import plain
 from lipbound.bounds.lipbound2026.parts import CHUNK, RTOL, in_chunks
-from lipbound.bounds.lipbound2026.pieces import TINIEST, root, seen, small_lengths
+from lipbound.bounds.lipbound2026.pieces import TINIEST, root, scaled_lengths, seen
 from lipbound.bounds.lipbound2026.spread import spread
 from lipbound.bounds.lipbound2026.streaming.plain import too_long
 from lipbound.bounds.lipbound2026.streaming.variants import streamed
@@ -110,7 +110,7 @@ def _of_tokens(maps: Maps, kept: Tensor, covariances: Covariances, t: Tensor, e:
             inner[rows, rows] += found.inner
     reach, kappa = e * length, t.new_zeros(n)
     for part, _, keys in (each for each in parts if each[2].start < each[2].stop):
-        size = small_lengths(reach[part])
+        size = scaled_lengths(reach[part])
         weight = (t[part, keys] * length[part, keys] / size.clamp_min(TINIEST))[..., None]
         kappa[part] = (block_norm((weight * (v[None, keys] - o[part, None, :])).to(maps.work).mT) + gamma(6, maps.work)) * size[:, 0]
     return Parts(length, image, inner, b, b_v, b_q), kappa
@@ -127,6 +127,6 @@ def _of_long(forms: Forms, kept: Tensor, covariances: Covariances, t: Tensor, v:
         length[:, part], image[:, part] = found.length.mT, found.image.mT
         b[part], b_v[part], b_q[part] = found.b, found.b_v, found.b_q
     weights = t * length
-    size = small_lengths(weights)
+    size = scaled_lengths(weights)
     weights = (weights / size.clamp_min(TINIEST)).square()
     return Parts(length, image, None, b, b_v, b_q), (spread(weights[None], v[None], o[None])[0] * size)[:, 0]
