@@ -1,5 +1,6 @@
 """Where to compute, with what memory, on how many threads."""
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -106,13 +107,17 @@ class Room:
 
     def __init__(self) -> None:
         self._kept: Tensor | None = None
+        self._views: dict[tuple[int, ...], Tensor] = {}
 
     def take(self, like: Tensor, *shape: int) -> Tensor:
         """A tensor of this shape with arbitrary entries, in the dtype and on the device of ``like``."""
-        size, kept = torch.Size(shape).numel(), self._kept
+        view, size, kept = self._views.get(shape), math.prod(shape), self._kept
         if kept is None or kept.numel() < size or kept.dtype != like.dtype or kept.device != like.device:
-            self._kept = kept = like.new_empty(size)
-        return kept[:size].view(shape)
+            self._kept, self._views, view = like.new_empty(size), {}, None
+        if view is None:
+            assert self._kept is not None
+            view = self._views[shape] = self._kept[:size].view(shape)
+        return view
 
 
 def side_by_side(tasks: Sequence[Callable[[], T]]) -> list[T]:

@@ -65,11 +65,12 @@ class Transforms(Fields, ABC):
     # -- parts of it, and other inputs -------------------------------------------------------------------------------------
 
     def select(self, samples: slice = slice(None), heads: slice = slice(None)) -> Self:
-        """Some samples and heads of the layer."""
+        """Some samples and heads of the layer, one of each at least."""
+        x, projections = self.x[samples], self.projections.of_heads(heads)
         return self.with_parts(
-            x=self.x[samples], projections=self.projections.of_heads(heads), scoring=self.scoring.select(samples, heads),
-            valid=None if self.valid is None else self.valid[samples],
+            x=x, projections=projections, scoring=self.scoring.select(samples, heads), valid=None if self.valid is None else self.valid[samples],
             surroundings=None if self.surroundings is None else self.surroundings.map(lambda norm: norm.select(samples)),
+            check=0 in (len(x), len(projections.w_q)),
         )  # fmt: skip
 
     def unpadded(self, sample: int) -> Self:
@@ -102,9 +103,12 @@ class Transforms(Fields, ABC):
         """The same layer without the biases of its projections; the shift of a normalisation of queries or keys, which is none of these, stays."""
         return self.with_parts(projections=self.projections.without_biases(), scoring=self.scoring.without_biases())
 
-    def with_values(self, w_v: Tensor, b_v: Tensor | None, w_o: Tensor | None = None) -> Self:
-        """The same attention pattern over other values and output projection; queries, keys and probabilities already computed are shared."""
-        other = self.with_parts(projections=replace(self.projections, w_v=w_v, b_v=b_v, w_o=w_o))
+    def with_values(self, w_v: Tensor, b_v: Tensor | None, w_o: Tensor | None = None, *, check: bool = True) -> Self:
+        """The same attention pattern over other values and output projection; queries, keys and probabilities already computed are shared.
+
+        ``check``: whether to look at the numbers.
+        """
+        other = self.with_parts(projections=replace(self.projections, w_v=w_v, b_v=b_v, w_o=w_o), check=check)
         other.cache.share(self.cache, *PATTERN)
         return other
 
@@ -139,7 +143,7 @@ class Transforms(Fields, ABC):
         unit = torch.where(size > 0, 2.0 ** size.clamp_min(1e-300).log2().round(), 1.0)
         w_v = (own.w_v.double() / unit[:, None, None]).to(own.w_v.dtype)
         b_v = None if own.b_v is None else (own.b_v.double() / unit[:, None]).to(own.w_v.dtype)
-        other = self.with_values(w_v, b_v, own.w_o)
+        other = self.with_values(w_v, b_v, own.w_o, check=not (b_v is None or bool(torch.isfinite(b_v).all())))
         other.cache.keep("centred_v", self.centred_v / unit[:, None, None])
         return other, unit
 

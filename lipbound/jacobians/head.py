@@ -3,7 +3,7 @@
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.token_maps import TokenMap
 from lipbound.jacobians.products.matrices import InParts, narrow
-from lipbound.jacobians.products.row_blocks import Block, RowBlocks, cotangents, pushed, worthwhile
+from lipbound.jacobians.products.row_blocks import Block, Read, RowBlocks, Tokens, cotangents, pushed, worthwhile
 from lipbound.jacobians.row_space import RowSpace
 from lipbound.linalg.operators import JacobianOperator, PerEntry, TensorOperator
 
@@ -88,8 +88,19 @@ class HeadOperator(TensorOperator):
         self.own = None if self.extra is None else (self.extra.mT @ self.extra)[self.sample]
 
     @abstractmethod
-    def _cotangents(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _read_blocks(self) -> Read | None:
+        """The blocks of rows of P that products are formed in; None where they are formed with whole matrices."""
+
+    @cached_property
+    def tokens(self) -> Tokens:
+        """Queries, keys, values and outputs as products in blocks take them."""
+        return Tokens.of(self.q, self.k, self.v, self.o)
+
+    def _cotangents(self, y: Tensor) -> tuple[Tensor, ...]:
         """The cotangents of q, k, v as they enter scores and output, under y."""
+        read = self._read_blocks()
+        assert read is not None
+        return cotangents(read, self.tokens, y).split(self.sizes[:3], -1)
 
     @property
     def turned_alone(self) -> bool:
@@ -104,9 +115,11 @@ class HeadOperator(TensorOperator):
         to_q, to_k = (replace(to, dtype=torch.float32) for to in (self.to_q, self.to_k))
         return self._with(**changes | {"dtype": torch.float32, "rows": self.rows.to(torch.float32), "to_q": to_q, "to_k": to_k})
 
-    @abstractmethod
     def push(self, z: Tensor | list[Tensor]) -> Tensor:
         """The output perturbation under perturbations z of all coordinates (scores already scaled), side by side or part by part: (batch, N, d_v)."""
+        read = self._read_blocks()
+        assert read is not None
+        return pushed(read, self.tokens, self._arriving(z))
 
     @abstractmethod
     def average(self, x: Tensor) -> Tensor:
@@ -163,8 +176,11 @@ class HeadOperator(TensorOperator):
         return q, k, v
 
     def pull(self, y: Tensor) -> Tensor:
-        """The cotangents of all coordinates under y, side by side, (batch, N, m)."""
-        return torch.cat(self._pulled(y), -1)
+        """The cotangents of all coordinates under y, side by side, (batch, N, m), laid out coordinate by coordinate."""
+        read = self._read_blocks()
+        if read is not None and not (self.to_q.steps or self.to_k.steps):
+            return cotangents(read, self.tokens, y)
+        return torch.cat([t.mT for t in self._pulled(y)], 1).mT
 
     def spread(self, x: Tensor) -> Tensor:
         """Coordinates of perturbations of the layer's input, (samples, N, D) -> (batch, N, m), for a batch of whole layers."""
@@ -187,7 +203,8 @@ class HeadOperator(TensorOperator):
         return self.sample[:: len(self.w)]
 
     def jvp(self, x: Tensor) -> Tensor:
-        z = [torch.matmul(x[..., : part.shape[-2]], part) for part in self.triangle]
+        times = torch.matmul if self._read_blocks() is None else narrow
+        z = [times(x[..., : part.shape[-2]], part) for part in self.triangle]
         if self.extra is None:
             return self.push([*z, x[..., :0], x[..., :0]])
         extra = torch.einsum("bnr,bnre->bne", x, self._directions(self.rows.basis))
@@ -196,7 +213,8 @@ class HeadOperator(TensorOperator):
     def vjp(self, y: Tensor) -> Tensor:
         q, k, v, *extra = self._pulled(y)
         to_q, to_k, to_v = (part.mT.expand(len(y), -1, -1) for part in self.triangle)
-        x = torch.bmm(v, to_v)  # of all rows; the others add to the first of them
+        times = torch.bmm if self._read_blocks() is None else narrow
+        x = times(v, to_v)  # of all rows; the others add to the first of them
         for part, to in ((k, to_k), (q, to_q)):
             x[..., : to.shape[-1]].baddbmm_(part, to)
         if self.extra is None:
@@ -216,6 +234,8 @@ class HeadOperator(TensorOperator):
     def gram(self, y: Tensor) -> Tensor:
         if self.dtype == torch.float64:  # two products with the triangular factor round less than one with its square
             return self.jvp(self.vjp(y))
+        if self.extra is None and self._read_blocks() is not None:
+            return self.push(torch.bmm(self.pull(y), self._square))
         pulled = self._pulled(y)
         first, *others = zip(pulled[:3], self._square.split(self.sizes[:3], 1), strict=True)
         z = torch.bmm(*first)
@@ -253,23 +273,24 @@ class HeadJacobian(InParts, HeadOperator):
         self.o = self.p @ self.v
         self.blocks = worthwhile(self.p)
 
-    def _read(self, blocks: RowBlocks, b: int) -> list[Block]:
-        """The blocks of an entry."""
-        return [Block(rows, keys, self.p[b, rows, keys], self.t[b, rows, keys]) for rows, keys in blocks.of(b)]
+    def _read_blocks(self) -> Read | None:
+        blocks = self.blocks
+        if blocks is None or torch.is_grad_enabled():
+            return None
+        return lambda b: [Block(rows, keys, self.p[b, rows, keys], self.t[b, rows, keys]) for rows, keys in blocks.of(b)]
 
-    def _cotangents(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The cotangents of q, k, v as they enter scores and output, under y."""
-        if self.blocks is not None and not torch.is_grad_enabled():
-            return cotangents(partial(self._read, self.blocks), self.q, self.k, self.v, self.o, y)
+    def _cotangents(self, y: Tensor) -> tuple[Tensor, ...]:
+        if self._read_blocks() is not None:
+            return super()._cotangents(y)
         g = y @ self.v.mT
         shift = (y * self.o).sum(-1, keepdim=True)
         g = self.t * (g - shift) if torch.is_grad_enabled() else g.sub_(shift).mul_(self.t)
         return narrow(g, self.k), narrow(g.mT, self.q), narrow(self.p.mT, y)
 
     def push(self, z: Tensor | list[Tensor]) -> Tensor:
+        if self._read_blocks() is not None:
+            return super().push(z)
         z_q, z_k, z_v = self._arriving(z)
-        if self.blocks is not None and not torch.is_grad_enabled():
-            return pushed(partial(self._read, self.blocks), self.q, self.k, self.v, self.o, (z_q, z_k, z_v))
         s = (z_q @ self.k.mT).baddbmm_(self.q, z_k.mT)
         t = self.t * s if torch.is_grad_enabled() else s.mul_(self.t)
         # at a one-hot row the difference is exactly zero, which a fused multiply-add would spoil

@@ -11,7 +11,7 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.masking import add_mask
 from lipbound.attention.scoring import Scoring
 from lipbound.jacobians.head import HeadJacobian, HeadOperator
-from lipbound.jacobians.products.row_blocks import ROWS, Block, RowBlocks, cotangents, pushed
+from lipbound.jacobians.products.row_blocks import ROWS, Block, Read, RowBlocks
 from lipbound.linalg.operators import PerEntry
 
 WHOLE_BYTES = {"cpu": 2e9, "cuda": 8e9}
@@ -119,10 +119,11 @@ class StreamedHeadJacobian(HeadOperator):
             top = scores.amax(-1, keepdim=True)
             top = top if extra is None else top.maximum(extra.amax())
             self.top[b, rows] = top.masked_fill(top == -torch.inf, 0.0)  # rows of padding attend to nothing
-            total = (scores - self.top[b, rows]).exp_().sum(-1, keepdim=True)
+            grown = scores.sub_(self.top[b, rows]).exp_()
+            total = grown.sum(-1, keepdim=True)
             total = total if extra is None else total + (extra - self.top[b, rows]).exp().sum(-1, keepdim=True)
             self.total[b, rows] = total.clamp_min(1.0)
-            p = self._probabilities(b, rows, scores)
+            p = self._shares(b, rows, grown)
             self.o[b, rows] = p @ self.v[b, keys]
             if keep:
                 found.append(Block(rows, keys, p, self._weights(b, rows, keys, p)))
@@ -154,7 +155,11 @@ class StreamedHeadJacobian(HeadOperator):
 
     def _probabilities(self, b: int, rows: slice, scores: Tensor) -> Tensor:
         """Entries of some rows of P from their scores, in the dtype of the products."""
-        return scores.sub_(self.top[b, rows]).exp_().to(self.dtype).div_(self.total[b, rows].to(self.dtype))
+        return self._shares(b, rows, scores.sub_(self.top[b, rows]).exp_())
+
+    def _shares(self, b: int, rows: slice, grown: Tensor) -> Tensor:
+        """The same from exponentials of scores less the largest of their row."""
+        return grown.to(self.dtype).div_(self.total[b, rows].to(self.dtype))
 
     def _weights(self, b: int, rows: slice, keys: slice, p: Tensor) -> Tensor:
         """What changes of q k^T are weighted with in a block of P."""
@@ -173,8 +178,8 @@ class StreamedHeadJacobian(HeadOperator):
             p = self._probabilities(b, rows, self._scores(b, rows, keys))
             yield Block(rows, keys, p, self._weights(b, rows, keys, p))
 
-    def _cotangents(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return cotangents(self._read, self.q, self.k, self.v, self.o, y)
+    def _read_blocks(self) -> Read:
+        return self._read
 
     def single(self) -> Self | None:
         other = super().single()
@@ -198,6 +203,3 @@ class StreamedHeadJacobian(HeadOperator):
     def largest(self) -> Tensor:
         """A sink's where that is larger."""
         return (1 / self.total[..., 0]).masked_fill((self.o == 0).all(-1), 0.0)
-
-    def push(self, z: Tensor | list[Tensor]) -> Tensor:
-        return pushed(self._read, self.q, self.k, self.v, self.o, self._arriving(z))

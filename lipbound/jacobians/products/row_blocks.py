@@ -15,8 +15,9 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.masking import BLOCKED, four_axes
 from lipbound.devices import Room
 
-ROWS = 128
-"""Queries of a block: fewer would see fewer keys that they do not need, but make products of matrices that processors are slow at."""
+ROWS = 96
+"""Queries of a block: fewer would see fewer keys that they do not need, but make products of matrices that processors are slow at. A multiple of 24,
+the width of the tiles in which float64 products are computed on x86."""
 WORTH = 0.85
 """Share of the attention matrices above which whole matrices are the faster."""
 LEAST = 384
@@ -124,36 +125,61 @@ Read = Callable[[int], Iterable[Block]]
 """The blocks of an entry of a batch."""
 
 
-def cotangents(read: Read, q: Tensor, k: Tensor, v: Tensor, o: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The cotangents of q, k, v as they enter scores and output, under y: everything (batch, N, d or d_v). Not differentiable.
+def by_columns(t: Tensor) -> Tensor:
+    """The same tensor (batch, N, d), laid out coordinate by coordinate."""
+    return t.mT.contiguous().mT
 
-    Results are laid out column by column, which makes float64 products up to twice as fast.
-    """
-    to_q, to_k, to_v = (t.new_zeros(t.shape[0], t.shape[2], t.shape[1]) for t in (q, k, v))
-    room = Room()
+
+def _liked(t: Tensor) -> Tensor:
+    """The same tensor, as products are fastest that sum over its tokens, and write the like: in float64 coordinate by coordinate."""
+    return by_columns(t) if t.dtype == torch.float64 else t
+
+
+class Tokens(NamedTuple):
+    """Queries, keys, values and outputs of a batch of heads as products in blocks take them, (batch, N, d or d_v); keys and values in two layouts."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    summed_k: Tensor
+    summed_v: Tensor
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> "Tokens":
+        """Of tensors (batch, N, d or d_v)."""
+        return Tokens(q, k, v, o, by_columns(k), _liked(v))
+
+
+def cotangents(read: Read, own: Tokens, y: Tensor) -> Tensor:
+    """The cotangents of q, k and v as they enter scores and output, side by side, (batch, N, 2 d + d_v), under y (batch, N, d_v). Laid out coordinate
+    by coordinate; not differentiable."""
+    n, d, d_v = *own.q.shape[1:], own.v.shape[2]
+    found, room = y.new_zeros(len(y), 2 * d + d_v, n).mT, Room()
     for b in range(len(y)):
-        columns, shift = k[b].mT.contiguous(), (y[b] * o[b]).sum(-1, keepdim=True)
+        to_q, to_k, to_v = found[b].split([d, d, d_v], -1)
+        q, v, o, k = own.q[b], own.v[b], own.o[b], own.summed_k[b]
+        shift = (y[b] * o).sum(-1, keepdim=True)
         for rows, keys, p, weights in read(b):
-            part, g = y[b, rows], room.take(v, *p.shape)
-            torch.mm(part, v[b, keys].mT, out=g).sub_(shift[rows]).mul_(weights)
-            to_q[b, :, rows] = columns[:, keys] @ g.mT
-            to_k[b, :, keys].addmm_(q[b, rows].mT, g)
-            to_v[b, :, keys].addmm_(part.mT, p)
-    return to_q.mT, to_k.mT, to_v.mT
+            part = y[b, rows]
+            g = torch.mm(part, v[keys].mT, out=room.take(y, *p.shape)).sub_(shift[rows]).mul_(weights)
+            torch.mm(g, k[keys], out=to_q[rows])
+            to_k[keys].addmm_(g.mT, q[rows])
+            to_v[keys].addmm_(p.mT, part)
+    return found
 
 
-def pushed(read: Read, q: Tensor, k: Tensor, v: Tensor, o: Tensor, z: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """The output's perturbations, (batch, N, d_v), under perturbations z of q, k and v, shaped like these. Not differentiable."""
-    z_q, z_k, z_v = z
-    out = o.new_zeros(o.shape[0], o.shape[2], o.shape[1])
-    room = Room()
+def pushed(read: Read, own: Tokens, z: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """The output's perturbations, (batch, N, d_v), under perturbations z of q, k and v, (batch, N, d or d_v) each. Not differentiable."""
+    z_q, z_k, z_v = *z[:2], _liked(z[2])
+    out, room = torch.zeros_like(own.summed_v), Room()
     for b in range(len(out)):
-        left, right = torch.cat([z_q[b], q[b]], -1), torch.cat([k[b], z_k[b]], -1)
-        columns, moved = v[b].mT.contiguous(), z_v[b].mT.contiguous()
+        o, v = own.o[b], own.summed_v[b]
+        left, right = torch.cat([z_q[b], own.q[b]], -1), torch.cat([own.k[b], z_k[b]], -1)
         for rows, keys, p, weights in read(b):
             t = torch.mm(left[rows], right[keys].mT, out=room.take(v, *p.shape)).mul_(weights)
-            part = columns[:, keys] @ t.mT
+            part = torch.mm(t, v[keys], out=out[b, rows])
             # at a one-hot row the difference is exactly zero, which a fused multiply-add would spoil
-            part -= (t.sum(-1, keepdim=True) * o[b, rows]).mT
-            out[b, :, rows] = part.addmm_(moved[:, keys], p.mT)
-    return out.mT
+            part -= t.sum(-1, keepdim=True) * o[rows]
+            part.addmm_(p, z_v[b, keys])
+    return out
