@@ -2,6 +2,7 @@
 
 import math
 from abc import abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Self
@@ -12,7 +13,7 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.token_maps import TokenMap
 from lipbound.jacobians.products.matrices import InParts, narrow
-from lipbound.jacobians.products.row_blocks import Block, Read, RowBlocks, Tokens, cotangents, pushed, worthwhile
+from lipbound.jacobians.products.row_blocks import SHORT, Block, Group, RowBlocks, Tokens, cotangents, pushed, worthwhile
 from lipbound.jacobians.row_space import RowSpace
 from lipbound.linalg.operators import JacobianOperator, PerEntry, TensorOperator
 
@@ -88,7 +89,7 @@ class HeadOperator(TensorOperator):
         self.own = None if self.extra is None else (self.extra.mT @ self.extra)[self.sample]
 
     @abstractmethod
-    def _read_blocks(self) -> Read | None:
+    def _groups(self) -> Iterable[Group] | None:
         """The blocks of rows of P that products are formed in; None where they are formed with whole matrices."""
 
     @cached_property
@@ -98,9 +99,9 @@ class HeadOperator(TensorOperator):
 
     def _cotangents(self, y: Tensor) -> tuple[Tensor, ...]:
         """The cotangents of q, k, v as they enter scores and output, under y."""
-        read = self._read_blocks()
-        assert read is not None
-        return cotangents(read, self.tokens, y).split(self.sizes[:3], -1)
+        groups = self._groups()
+        assert groups is not None
+        return cotangents(groups, y, (self.sizes[0], self.sizes[2])).split(self.sizes[:3], -1)
 
     @property
     def turned_alone(self) -> bool:
@@ -117,9 +118,9 @@ class HeadOperator(TensorOperator):
 
     def push(self, z: Tensor | list[Tensor]) -> Tensor:
         """The output perturbation under perturbations z of all coordinates (scores already scaled), side by side or part by part: (batch, N, d_v)."""
-        read = self._read_blocks()
-        assert read is not None
-        return pushed(read, self.tokens, self._arriving(z))
+        groups = self._groups()
+        assert groups is not None
+        return pushed(groups, self._arriving(z))
 
     @abstractmethod
     def average(self, x: Tensor) -> Tensor:
@@ -151,6 +152,11 @@ class HeadOperator(TensorOperator):
         parts = [r[:, :d, :d], r[:, : 2 * d, d : 2 * d], r[..., 2 * d :]]
         return [(part if len(r) == 1 else part[self.head]).contiguous() for part in parts]
 
+    @property
+    def _long(self) -> bool:
+        """Whether coordinates are better laid out one after the other than token by token."""
+        return self._groups() is not None and self.out_shape[0] >= SHORT
+
     @cached_property
     def _square(self) -> Tensor:
         """w^T w, (batch, m, m)."""
@@ -177,9 +183,9 @@ class HeadOperator(TensorOperator):
 
     def pull(self, y: Tensor) -> Tensor:
         """The cotangents of all coordinates under y, side by side, (batch, N, m), laid out coordinate by coordinate."""
-        read = self._read_blocks()
-        if read is not None and not (self.to_q.steps or self.to_k.steps):
-            return cotangents(read, self.tokens, y)
+        groups = self._groups()
+        if groups is not None and not (self.to_q.steps or self.to_k.steps):
+            return cotangents(groups, y, (self.sizes[0], self.sizes[2]))
         return torch.cat([t.mT for t in self._pulled(y)], 1).mT
 
     def spread(self, x: Tensor) -> Tensor:
@@ -203,7 +209,7 @@ class HeadOperator(TensorOperator):
         return self.sample[:: len(self.w)]
 
     def jvp(self, x: Tensor) -> Tensor:
-        times = torch.matmul if self._read_blocks() is None else narrow
+        times = narrow if self._long else torch.matmul
         z = [times(x[..., : part.shape[-2]], part) for part in self.triangle]
         if self.extra is None:
             return self.push([*z, x[..., :0], x[..., :0]])
@@ -213,7 +219,7 @@ class HeadOperator(TensorOperator):
     def vjp(self, y: Tensor) -> Tensor:
         q, k, v, *extra = self._pulled(y)
         to_q, to_k, to_v = (part.mT.expand(len(y), -1, -1) for part in self.triangle)
-        times = torch.bmm if self._read_blocks() is None else narrow
+        times = narrow if self._long else torch.bmm
         x = times(v, to_v)  # of all rows; the others add to the first of them
         for part, to in ((k, to_k), (q, to_q)):
             x[..., : to.shape[-1]].baddbmm_(part, to)
@@ -234,7 +240,7 @@ class HeadOperator(TensorOperator):
     def gram(self, y: Tensor) -> Tensor:
         if self.dtype == torch.float64:  # two products with the triangular factor round less than one with its square
             return self.jvp(self.vjp(y))
-        if self.extra is None and self._read_blocks() is not None:
+        if self.extra is None and self._groups() is not None:
             return self.push(torch.bmm(self.pull(y), self._square))
         pulled = self._pulled(y)
         first, *others = zip(pulled[:3], self._square.split(self.sizes[:3], 1), strict=True)
@@ -273,14 +279,17 @@ class HeadJacobian(InParts, HeadOperator):
         self.o = self.p @ self.v
         self.blocks = worthwhile(self.p)
 
-    def _read_blocks(self) -> Read | None:
-        blocks = self.blocks
-        if blocks is None or torch.is_grad_enabled():
-            return None
-        return lambda b: [Block(rows, keys, self.p[b, rows, keys], self.t[b, rows, keys]) for rows, keys in blocks.of(b)]
+    @cached_property
+    def _shared(self) -> list[Block]:
+        """Blocks that hold those of all entries."""
+        assert self.blocks is not None
+        return [Block(rows, keys, self.p[:, rows, keys], self.t[:, rows, keys]) for rows, keys in self.blocks.shared()]
+
+    def _groups(self) -> Iterable[Group] | None:
+        return None if self.blocks is None or torch.is_grad_enabled() else [(slice(None), self.tokens, self._shared)]
 
     def _cotangents(self, y: Tensor) -> tuple[Tensor, ...]:
-        if self._read_blocks() is not None:
+        if self._groups() is not None:
             return super()._cotangents(y)
         g = y @ self.v.mT
         shift = (y * self.o).sum(-1, keepdim=True)
@@ -288,7 +297,7 @@ class HeadJacobian(InParts, HeadOperator):
         return narrow(g, self.k), narrow(g.mT, self.q), narrow(self.p.mT, y)
 
     def push(self, z: Tensor | list[Tensor]) -> Tensor:
-        if self._read_blocks() is not None:
+        if self._groups() is not None:
             return super().push(z)
         z_q, z_k, z_v = self._arriving(z)
         s = (z_q @ self.k.mT).baddbmm_(self.q, z_k.mT)

@@ -11,7 +11,7 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.masking import add_mask
 from lipbound.attention.scoring import Scoring
 from lipbound.jacobians.head import HeadJacobian, HeadOperator
-from lipbound.jacobians.products.row_blocks import ROWS, Block, Read, RowBlocks
+from lipbound.jacobians.products.row_blocks import ROWS, Block, Group, RowBlocks
 from lipbound.linalg.operators import PerEntry
 
 WHOLE_BYTES = {"cpu": 2e9, "cuda": 8e9}
@@ -178,8 +178,10 @@ class StreamedHeadJacobian(HeadOperator):
             p = self._probabilities(b, rows, self._scores(b, rows, keys))
             yield Block(rows, keys, p, self._weights(b, rows, keys, p))
 
-    def _read_blocks(self) -> Read:
-        return self._read
+    def _groups(self) -> Iterator[Group]:
+        for b in range(self.batch):
+            one = slice(b, b + 1)
+            yield one, self.tokens.select(one), (block._replace(p=block.p[None], weights=block.weights[None]) for block in self._read(b))
 
     def single(self) -> Self | None:
         other = super().single()

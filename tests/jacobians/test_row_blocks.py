@@ -28,7 +28,7 @@ from lipbound.jacobians.spectral_norm import spectral_norm
 @pytest.fixture(autouse=True)
 def blocks_of_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everywhere, however short the sequences are and however little they save."""
-    for name, value in (("ROWS", 2), ("LEAST", 0), ("WORTH", 2.0)):
+    for name, value in (("ROWS", 2), ("FEWER_ROWS", 2), ("LEAST", 0), ("WORTH", 2.0)):
         monkeypatch.setattr(row_blocks, name, value)
     monkeypatch.setattr(head_streaming, "ROWS", 2)
 
@@ -121,6 +121,25 @@ def test_blocks_are_what_the_mask_allows(att: Attention, step: int) -> None:
                     inside += (rows.stop - rows.start) * (keys.stop - keys.start)
         assert found.size == inside
         assert found.share == inside / (6 * n * n)
+
+
+def test_blocks_of_a_batch_hold_those_of_every_entry_and_no_more() -> None:
+    p = torch.zeros(3, 6, 6)
+    p[0, 0, 0] = p[0, 1, 2] = p[1, 0, 3] = p[2, 4, 5] = 1.0
+    assert RowBlocks.of_probabilities(p, 2).shared() == [(slice(0, 2), slice(0, 4)), (slice(4, 6), slice(5, 6))]
+    assert RowBlocks.of_probabilities(p[:2], 2).shared() == [(slice(0, 2), slice(0, 4))]
+    assert RowBlocks.of_probabilities(p[:1], 4).shared() == [(slice(0, 4), slice(0, 3))]
+
+
+@pytest.mark.parametrize(("n", "rows"), [(96, 48), (300, 96)])
+def test_short_layers_have_shorter_blocks(monkeypatch: pytest.MonkeyPatch, n: int, rows: int) -> None:
+    monkeypatch.undo()
+    p = torch.ones(2, n, n).tril()
+    found = row_blocks.worthwhile(p)
+    assert found is not None
+    assert found.step == rows
+    assert row_blocks.worthwhile(torch.ones(2, n, n)) is None
+    assert row_blocks.worthwhile(torch.ones(2, 95, 95).tril()) is None
 
 
 def test_scores_outside_the_blocks_are_not_formed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ A block of queries i0 ... i1 sees keys 0 ... i1 under a causal mask, i0 - w ... 
 is read off the mask, or the zeros of P, so that any mask counts.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -20,7 +20,9 @@ ROWS = 96
 the width of the tiles in which float64 products are computed on x86."""
 WORTH = 0.85
 """Share of the attention matrices above which whole matrices are the faster."""
-LEAST = 384
+SHORT, FEWER_ROWS = 256, 48
+"""So many queries of a block where there are fewer tokens than that."""
+LEAST = 96
 """Tokens from which blocks of matrices that are in memory are faster than these."""
 
 
@@ -74,6 +76,12 @@ class RowBlocks:
         ends = zip(starts, self.first[b].tolist(), self.last[b].tolist(), strict=True)
         return [(slice(i, min(i + self.step, self.tokens)), slice(a, c)) for i, a, c in ends if a < c]
 
+    def shared(self) -> list[tuple[slice, slice]]:
+        """Rows and columns of blocks that hold those of every entry."""
+        seen = self.last > self.first
+        first, last = torch.where(seen, self.first, self.tokens).amin(0), self.last.amax(0)
+        return replace(self, first=first[None], last=last[None]).of(0)
+
     @property
     def widest(self) -> int:
         """The most columns of a block."""
@@ -103,12 +111,12 @@ def worthwhile(p: Tensor) -> RowBlocks | None:
     """The blocks of matrices P (batch, N, N) that are in memory, where products are faster with them; None where not."""
     if p.device.type != "cpu" or p.shape[-1] < LEAST:  # on a GPU many small products cost more than few large ones
         return None
-    blocks = RowBlocks.of_probabilities(p, ROWS)
+    blocks = RowBlocks.of_probabilities(p, FEWER_ROWS if p.shape[-1] < SHORT else ROWS)
     return blocks if blocks.share <= WORTH else None
 
 
 class Block(NamedTuple):
-    """Rows and columns of a block, and P and what changes of q k^T are weighted with there, (rows, columns)."""
+    """Rows and columns of a block, and P and what changes of q k^T are weighted with there, (rows, columns), or (batch, rows, columns)."""
 
     rows: slice
     keys: slice
@@ -119,10 +127,6 @@ class Block(NamedTuple):
         """In another dtype."""
         p = self.p.to(dtype)
         return self._replace(p=p, weights=p if self.weights is self.p else self.weights.to(dtype))
-
-
-Read = Callable[[int], Iterable[Block]]
-"""The blocks of an entry of a batch."""
 
 
 def by_columns(t: Tensor) -> Tensor:
@@ -150,36 +154,42 @@ class Tokens(NamedTuple):
         """Of tensors (batch, N, d or d_v)."""
         return Tokens(q, k, v, o, by_columns(k), _liked(v))
 
+    def select(self, index: slice) -> "Tokens":
+        """Of some heads, views."""
+        return Tokens(*(t[index] for t in self))
 
-def cotangents(read: Read, own: Tokens, y: Tensor) -> Tensor:
-    """The cotangents of q, k and v as they enter scores and output, side by side, (batch, N, 2 d + d_v), under y (batch, N, d_v). Laid out coordinate
-    by coordinate; not differentiable."""
-    n, d, d_v = *own.q.shape[1:], own.v.shape[2]
-    found, room = y.new_zeros(len(y), 2 * d + d_v, n).mT, Room()
-    for b in range(len(y)):
-        to_q, to_k, to_v = found[b].split([d, d, d_v], -1)
-        q, v, o, k = own.q[b], own.v[b], own.o[b], own.summed_k[b]
-        shift = (y[b] * o).sum(-1, keepdim=True)
-        for rows, keys, p, weights in read(b):
-            part = y[b, rows]
-            g = torch.mm(part, v[keys].mT, out=room.take(y, *p.shape)).sub_(shift[rows]).mul_(weights)
-            torch.mm(g, k[keys], out=to_q[rows])
-            to_k[keys].addmm_(g.mT, q[rows])
-            to_v[keys].addmm_(p.mT, part)
+
+Group = tuple[slice, Tokens, Iterable[Block]]
+"""Some entries of a batch, what they are made of, and their blocks, the same for all of them, with P (entries, rows, columns)."""
+
+
+def cotangents(groups: Iterable[Group], y: Tensor, widths: tuple[int, int]) -> Tensor:
+    """The cotangents of q, k and v as they enter scores and output, side by side, (batch, N, 2 d + d_v), under y (batch, N, d_v), for d and d_v the
+    ``widths``. Laid out coordinate by coordinate; not differentiable."""
+    d, d_v = widths
+    found, room = y.new_zeros(len(y), 2 * d + d_v, y.shape[1]).mT, Room()
+    for entries, (q, _, v, o, k, _), blocks in groups:
+        given, (to_q, to_k, to_v) = y[entries], found[entries].split([d, d, d_v], -1)
+        shift = (given * o).sum(-1, keepdim=True)
+        for rows, keys, p, weights in blocks:
+            part = given[:, rows]
+            g = torch.bmm(part, v[:, keys].mT, out=room.take(y, *p.shape)).sub_(shift[:, rows]).mul_(weights)
+            torch.bmm(g, k[:, keys], out=to_q[:, rows])
+            to_k[:, keys].baddbmm_(g.mT, q[:, rows])
+            to_v[:, keys].baddbmm_(p.mT, part)
     return found
 
 
-def pushed(read: Read, own: Tokens, z: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def pushed(groups: Iterable[Group], z: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     """The output's perturbations, (batch, N, d_v), under perturbations z of q, k and v, (batch, N, d or d_v) each. Not differentiable."""
     z_q, z_k, z_v = *z[:2], _liked(z[2])
-    out, room = torch.zeros_like(own.summed_v), Room()
-    for b in range(len(out)):
-        o, v = own.o[b], own.summed_v[b]
-        left, right = torch.cat([z_q[b], own.q[b]], -1), torch.cat([own.k[b], z_k[b]], -1)
-        for rows, keys, p, weights in read(b):
-            t = torch.mm(left[rows], right[keys].mT, out=room.take(v, *p.shape)).mul_(weights)
-            part = torch.mm(t, v[keys], out=out[b, rows])
+    out, room = torch.zeros_like(z_v), Room()
+    for entries, (q, k, _, o, _, v), blocks in groups:
+        left, right, moved = torch.cat([z_q[entries], q], -1), torch.cat([k, z_k[entries]], -1), z_v[entries]
+        for rows, keys, p, weights in blocks:
+            t = torch.bmm(left[:, rows], right[:, keys].mT, out=room.take(z_v, *p.shape)).mul_(weights)
+            part = torch.bmm(t, v[:, keys], out=out[entries, rows])
             # at a one-hot row the difference is exactly zero, which a fused multiply-add would spoil
-            part -= t.sum(-1, keepdim=True) * o[rows]
-            part.addmm_(p, z_v[b, keys])
+            part -= t.sum(-1, keepdim=True) * o[:, rows]
+            part.baddbmm_(p, moved[:, keys])
     return out
