@@ -84,7 +84,7 @@ def two_diracs(u: Tensor, eigenvalue: float, radius: float) -> tuple[Tensor, Ten
     gamma = -eigenvalue if eigenvalue < 0 else eigenvalue / 8
     u = u.double()
     x = radius * torch.stack([-u, u] if eigenvalue < 0 else [u, u / 2])
-    log_odds = torch.tensor(-2 * gamma * radius**2, dtype=torch.float64)
+    log_odds = torch.tensor(-2 * gamma * radius**2, dtype=torch.float64, device=u.device)
     return x, torch.stack([torch.sigmoid(log_odds), torch.sigmoid(-log_odds)])
 
 
@@ -126,7 +126,7 @@ def query_block_norms(att: Attention) -> Tensor:
 
 
 def duplicated_norm(att: Attention, norm: Tensor) -> Tensor:
-    r"""Exact local constant when every token stands twice or more often, (samples, heads), float64, from ``norm``, that of the layer as it is.
+    r"""Exact local constant when every token stands twice or more often, (samples, heads), float64 on the CPU; ``norm``: of the layer as it is.
 
     .. math:: \|J'\| = \max\big(\|J\|,\ \max_i \|B_i\|\big)
 
@@ -136,4 +136,4 @@ def duplicated_norm(att: Attention, norm: Tensor) -> Tensor:
     Proof: Lemma 64 (docs/theory/inputs.md). (A causal mask is meant to let copies see each other: the mask repeated block by block.)
     """
     att.only("duplicated_norm")
-    return torch.maximum(norm.double(), query_block_norms(att).amax(-1))
+    return torch.maximum(norm.double().cpu(), query_block_norms(att).amax(-1).cpu())

@@ -105,11 +105,11 @@ class _Chain:
 
     def __init__(self, sublayers: list[Sublayer], delta: float):
         self.sublayers, self.delta = sublayers, delta
-        shape = sublayers[0].shape
+        shape, device = sublayers[0].shape, sublayers[0].device
         count = len(sublayers)
-        self.norms = {(a, b): upper_norm(Products(sublayers[a:b], shape), delta) for a in range(count) for b in range(a + 1, count + 1)}
+        self.norms = {(a, b): upper_norm(Products(sublayers[a:b], shape, device), delta) for a in range(count) for b in range(a + 1, count + 1)}
         self.norms |= {(b, b): torch.ones((), dtype=torch.float64) for b in range(count + 1)}
-        self.lower = operator_norm(Products(sublayers, shape), tol=1e-6).lower[0]
+        self.lower = operator_norm(Products(sublayers, shape, device), tol=1e-6).lower[0]
 
     def bounds(self, radii: list[float]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Upper bound and product of single sublayers, (radii,), and the ends of the norm at the centre, ()."""
@@ -122,10 +122,15 @@ class _Chain:
         product = torch.ones((), dtype=torch.float64)
         for b, sublayer in enumerate(self.sublayers, 1):
             reach = float(tops[-1]) * radius
-            changes.append(sublayer.change(reach).nan_to_num(torch.inf, torch.inf))
+            changes.append(_change(sublayer, reach))
             spread = [self.norms[at, b] * e * t for at, (e, t) in enumerate(zip(changes, tops, strict=True), 1)]
             telescoped = self.norms[0, b] + torch.stack(spread).sum()
             alone = self.norms[b - 1, b] + changes[-1]
             tops.append(telescoped.minimum(alone * tops[-1]).nan_to_num(torch.inf, torch.inf) * (1 + 1e-12))
-            product = product * (self.norms[b - 1, b] + sublayer.change(float(product) * radius).nan_to_num(torch.inf, torch.inf))
+            product = product * (self.norms[b - 1, b] + _change(sublayer, float(product) * radius))
         return tops[-1], product.nan_to_num(torch.inf, torch.inf)
+
+
+def _change(sublayer: Sublayer, radius: float) -> Tensor:
+    """How far the Jacobian of a sublayer may be from the one at the centre, on the CPU, (); infinite where that cannot be said."""
+    return sublayer.change(radius).cpu().nan_to_num(torch.inf, torch.inf)

@@ -24,11 +24,15 @@ SOLVERS = ("fgsm", "pgd", "autoattack")
 class _Pixels(nn.Module):
     """A classifier as a function of pixels in [0, 1], its normalisation inside."""
 
+    mean: Tensor
+    std: Tensor
+
     def __init__(self, model: "PreTrainedModel", mean: Sequence[float], std: Sequence[float]):
         super().__init__()
         self.model = model
         device = next(model.parameters()).device
-        self.mean, self.std = (torch.tensor(list(values), device=device).view(1, -1, 1, 1) for values in (mean, std))
+        for name, values in {"mean": mean, "std": std}.items():  # buffers, which move with the model
+            self.register_buffer(name, torch.tensor(list(values), device=device).view(1, -1, 1, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.model(pixel_values=(x - self.mean) / self.std).logits
@@ -76,11 +80,10 @@ def robust_accuracy(
         raise LipboundError("attacks in pixel space need adversarial-robustness-toolbox; pip install 'lipbound[robustness]'") from error
     state = np.random.get_state()  # noqa: NPY002  (what the toolbox draws from)
     np.random.seed(seed)  # noqa: NPY002
-    before, training = torch.random.get_rng_state(), model.training
+    before, training, device = torch.random.get_rng_state(), model.training, next(model.parameters()).device
     torch.manual_seed(seed)
     model.eval()
     try:
-        device = next(model.parameters()).device
         classifier = PyTorchClassifier(
             _Pixels(model, mean, std), loss=nn.CrossEntropyLoss(), input_shape=tuple(images.shape[1:]), nb_classes=model.config.num_labels,
             clip_values=(0.0, 1.0), device_type="cpu" if device.type == "cpu" else "gpu",
@@ -97,7 +100,7 @@ def robust_accuracy(
     finally:
         np.random.set_state(state)  # noqa: NPY002
         torch.random.set_rng_state(before)
-        model.train(training)
+        model.to(device).train(training)  # the toolbox takes it to the first GPU
     return results
 
 

@@ -276,7 +276,7 @@ def _times(factors: np.ndarray, x: Tensor) -> Tensor:
 def _norms(one: Attention) -> np.ndarray:
     """Of a single float64 head at all samples, as it computes: far out attention saturates, and what rounding may have done is more than the norm."""
     unit, size = one.unit_values()
-    return (operator_norm(HeadJacobian(unit), tol=1e-6).lower * size).cpu().numpy()
+    return (operator_norm(HeadJacobian(unit), tol=1e-6).lower * size.cpu()).numpy()
 
 
 def draw_regimes(ds: xr.Dataset) -> Figure:

@@ -90,7 +90,7 @@ def attention_statistics(setting: Setting) -> xr.Dataset:
         rows["norm"].append(upper.mean(-1))
         for name in names:
             rows[name].append(flat[name].mean(-1))
-        counts = [np.histogram((flat[name][positive] / upper[positive]).clamp(max=1.9999), edges)[0] for name in names]
+        counts = [np.histogram((flat[name][positive] / upper[positive]).clamp(max=1.9999).cpu().numpy(), edges)[0] for name in names]
         rows["histogram"].append(counts)
         rows["map"].append(att.p.double().mean(0))
     tables = {name: torch.stack(rows[name]).cpu().numpy() for name in ("norm", *names)}

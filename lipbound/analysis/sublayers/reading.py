@@ -187,13 +187,13 @@ def _of_tokens(norm: Normaliser | None, sample: int, keep: Tensor) -> Normaliser
 def _check(model: "PreTrainedModel", inputs: Mapping[str, Tensor], network: Network, index: int) -> None:
     """Raise LipboundError where the Jacobian of a block is not that of the sublayers found in it, on a random direction."""
     with chain(model, dict(inputs), index, index) as (f, x, real):
-        direction = torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(index))
+        direction = torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(index)).to(x.device)
         direction = direction if real is None else direction * real
         own = NetworkJacobian(f, x, real).jvp(direction)
     for s in range(len(x)):
         keep = torch.ones(x.shape[1], dtype=torch.bool) if real is None else real[s, :, 0] != 0
         parts = network.sublayers(s, index, index, 0.5)
-        rebuilt = Products(parts, (int(keep.sum()), x.shape[2])).jvp(direction[s][keep][None])[0]
+        rebuilt = Products(parts, (int(keep.sum()), x.shape[2]), x.device).jvp(direction[s][keep][None])[0]
         off = float((rebuilt - own[s][keep]).norm() / own[s][keep].norm())
         if not off <= 1e-6:
             raise LipboundError(

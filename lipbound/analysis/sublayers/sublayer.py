@@ -135,13 +135,19 @@ class Sublayer:
     def _sum_norm(self) -> Tensor:
         """An upper value of the norm of x + m(x), ()."""
         assert self.part is not None
-        return upper_norm(Products([Sublayer(self.name, self.part, None, False, self.delta)], self.shape), self.delta)
+        return upper_norm(Products([Sublayer(self.name, self.part, None, False, self.delta)], self.shape, self.device), self.delta)
 
     @property
     def shape(self) -> tuple[int, int]:
         """(N, D) of its inputs."""
         assert self.around is not None
         return self.around.x.shape[1], self.around.x.shape[2]
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        assert self.around is not None
+        return self.around.x.device
 
     def _normalise(self, x: Tensor) -> Tensor:
         return x if self.around is None else self.around.jvp(x[None])[0]
@@ -153,10 +159,10 @@ class Sublayer:
 class Products(JacobianOperator):
     """The Jacobian of some sublayers, one after the other; a batch of one."""
 
-    def __init__(self, sublayers: list[Sublayer], shape: tuple[int, int]):
+    def __init__(self, sublayers: list[Sublayer], shape: tuple[int, int], device: torch.device):
         self._sublayers = sublayers
         self.batch, self.in_shape, self.out_shape = 1, shape, shape
-        self.dtype, self.device = torch.float64, torch.device("cpu")
+        self.dtype, self.device = torch.float64, device
 
     def jvp(self, x: Tensor) -> Tensor:
         x = x[0]

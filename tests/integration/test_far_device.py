@@ -1,0 +1,76 @@
+"""Everything on a device that is not the CPU: one made of the CPU's numbers, which refuses what a GPU refuses, in a process of its own."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import elsewhere, far_device
+
+LAYERS = (
+    ((), None, "float32"), (("rotation",), "causal", "float32"), (("norm",), None, "float64"), (("cap", "sinks"), "causal", "float64"),
+)  # fmt: skip
+FAMILIES = ("bert", "gpt2", "vit", "Llama", "Gemma 2", "Phi, q/k-norm", "T5 encoder")
+RECIPES = ("which-map", "three-norms", "token-profile", "mass-splitting", "yudin-2", "yudin-multihead", "castin-2", "castin-3")
+CLOSE = {"float64": 1e-6, "float32": 5e-4}
+Call = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def there() -> Iterator[Call]:
+    """Calls a function in the process that knows the device."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=far_device.register) as pool:
+        yield lambda f, *args: pool.submit(f, *args).result()
+
+
+def agree(found: elsewhere.Pairs, rtol: float) -> None:
+    """Both devices' numbers are the same ones."""
+    assert found
+    for name, (near, far) in found.items():
+        assert near, name
+        np.testing.assert_allclose(far, near, rtol=rtol, atol=rtol * 1e-3, err_msg=name)
+
+
+def test_the_device_refuses_what_a_gpu_refuses(there: Call) -> None:
+    found = there(elsewhere.refusals)
+    assert len(found) == 7, found
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("what", [elsewhere.norms, elsewhere.all_bounds, elsewhere.long_bounds, elsewhere.token_norms])
+@pytest.mark.parametrize(("has", "mask", "dtype"), LAYERS)
+def test_layers(there: Call, what: Call, has: tuple[str, ...], mask: str | None, dtype: str) -> None:
+    agree(there(what, has, mask, dtype), CLOSE[dtype])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_are_captured(there: Call, family: str) -> None:
+    agree(there(elsewhere.captured, family), 1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"weights": "layers"}, {"norm": "every-token"}, {"map": "post_norm", "dtype": "float64"}])
+def test_whole_runs(there: Call, bert: Path, options: dict[str, Any]) -> None:
+    agree(there(elsewhere.run, bert, options), CLOSE["float32"])
+
+
+@pytest.mark.each_value(family=("bert",))
+@pytest.mark.parametrize(("family", "map"), [("bert", "post_norm"), ("gpt2", "pre_norm"), ("Llama", "residual")])
+def test_networks(there: Call, family: str, map: str) -> None:
+    agree(there(elsewhere.around, family, map), 5e-3)  # products of upper ends, each within 1e-3
+
+
+def test_derivatives(there: Call) -> None:
+    agree(there(elsewhere.derivatives), CLOSE["float32"])
+
+
+def test_inputs_and_measures(there: Call) -> None:
+    agree(there(elsewhere.inputs_and_measures), CLOSE["float64"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes(there: Call, name: str) -> None:
+    agree(there(elsewhere.recipe_of, name), 5e-3)

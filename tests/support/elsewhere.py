@@ -1,0 +1,223 @@
+"""What is computed on the CPU and on the device beside it, `support.far_device`, in a process that knows it: the numbers of both.
+
+Functions to call by name in that process; what they take and return can be sent to another.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xarray as xr
+from support.far_device import NAME, Far
+from support.layers import random_attention
+from support.models import AFFINE, MODERN
+from support.variants import layer
+from torch import Tensor, nn
+
+import lipbound as lb
+from lipbound import bounds
+from lipbound.analysis import adversarial_inputs, mean_field
+from lipbound.analysis.network import block_product
+from lipbound.analysis.recipes import recipe
+from lipbound.analysis.recipes.registry import Setting
+from lipbound.attention.layer import Attention
+from lipbound.bounds.lipbound2026 import variant_forms
+from lipbound.bounds.lipbound2026.streaming import parts, plain, variants
+from lipbound.bounds.multihead import whole_layer
+from lipbound.errors import LipboundError
+from lipbound.jacobians import head_streaming
+from lipbound.jacobians.maps import MAPS
+from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
+from lipbound.models.capture.differentiable import attention_layers
+from lipbound.regularizers import JaSMin, SoundPenalty, Specformer
+
+Pairs = dict[str, tuple[list[Any], list[Any]]]
+"""By what was computed: lists of numbers, on the CPU and on the other device."""
+METHODS: tuple[dict[str, Any], ...] = (
+    {}, {"delta": 1e-9, "vectors": True}, {"method": "golub-kahan"}, {"method": "power"}, {"method": "dense"}, {"method": "deflation"},
+    {"method": "cholesky"},
+)  # fmt: skip
+TOKEN_NORMS = (("every", "worst"), ("one", "all"), ("one", "worst"), ("all", "worst"))
+
+
+def refusals() -> list[str]:
+    """The errors of what a GPU would refuse."""
+    far, near = torch.ones(3, device=NAME), torch.ones(3)
+    wrong: tuple[Callable[[], object], ...] = (
+        lambda: far + near, lambda: near[far.long()], lambda: torch.cat([far, near]), lambda: torch.mv(far.outer(far), near), far.numpy,
+        lambda: torch.rand(3, device=NAME, generator=torch.Generator()), lambda: torch.where(near > 0, far, 0.0),
+    )  # fmt: skip
+    found = []
+    for f in wrong:
+        try:
+            f()
+        except (RuntimeError, TypeError) as error:
+            found.append(str(error))
+    return found
+
+
+def norms(has: tuple[str, ...], mask: str | None, dtype: str) -> Pairs:
+    """Norms of every map by every method that covers it, and of L2 attention."""
+    att, found = _layer(has, mask, dtype), {}
+    for map in MAPS:
+        for options in METHODS:
+            _both(found, f"{map} {options}", att, lambda one, m=map, o=options: spectral_norm(one, map=m, tol=1e-4, **o))
+    _both(found, "L2", att, l2_spectral_norm)
+    head_streaming.WHOLE_BYTES["cpu"], kept = 0, head_streaming.WHOLE_BYTES["cpu"]
+    _both(found, "streamed", att, lambda one: spectral_norm(one, tol=1e-4, delta=1e-9))
+    head_streaming.WHOLE_BYTES["cpu"] = kept
+    return found
+
+
+def all_bounds(has: tuple[str, ...], mask: str | None, dtype: str) -> Pairs:
+    """Every bound of heads and whole layers that covers them, and those over balls."""
+    att, found = _layer(has, mask, dtype), {}
+    for name in bounds.names(None):
+        _both(found, name, att, bounds.get(name))
+        _both(found, f"{name}, layer", att, lambda one, n=name: whole_layer(one, n))
+    for norm in ("token", "frobenius"):
+        _both(found, f"ball, {norm}", att, lambda one, n=norm: bounds.over_ball(one, 0.1, norm=n))
+    _both(found, "attack", att, lambda one: lb.attack(one, 0.1).norm)
+    return found
+
+
+def long_bounds(has: tuple[str, ...], mask: str | None, dtype: str) -> Pairs:
+    """Our bounds in the forms of long inputs."""
+    att, found = _layer(has, mask, dtype), {}
+    limits = [(plain, "STORED"), *((module, "FORM_BYTES") for module in (plain, parts, variants, variant_forms))]
+    limits += [(module, "PAIR_BYTES") for module in (variants, variant_forms)]
+    before = [getattr(module, name) for module, name in limits]
+    for count in (1, len(limits)):
+        for module, name in limits[:count]:
+            setattr(module, name, 0)
+        for name in ("lipbound", "lipbound_block"):
+            _both(found, f"{name}, {count}", att, bounds.get(name))
+    for (module, name), value in zip(limits, before, strict=True):
+        setattr(module, name, value)
+    return found
+
+
+def token_norms(has: tuple[str, ...], mask: str | None, dtype: str) -> Pairs:
+    """Norms that tell tokens apart."""
+    att, found = _layer(has, mask, dtype), {}
+    for perturbed, output in TOKEN_NORMS:
+        _both(found, f"{perturbed} {output}", att, lambda one, p=perturbed, o=output: lb.token_norm(one, p, o))
+    _both(found, "profile", att, lb.token_profile)
+    return found
+
+
+def captured(family: str) -> Pairs:
+    """Queries, probabilities and norms of a small model of a family, captured on either device."""
+    torch.manual_seed(0)
+    near = (AFFINE | MODERN)[family]().eval()
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    inputs = _ids() if near.main_input_name == "input_ids" else {"pixel_values": pixels}
+    seen = [lb.capture(near, inputs), lb.capture(_moved(near), {name: t.to(NAME) for name, t in inputs.items()})]
+    assert all(isinstance(att.x, Far) for att in seen[1])
+    return {f"layer {k}": (_numbers([a.q, a.p]), _numbers([b.q, b.p])) for k, (a, b) in enumerate(zip(*seen, strict=True))}
+
+
+def run(folder: Path, options: dict[str, Any]) -> Pairs:
+    """A whole run of a checkpoint's directory."""
+    runs = [lb.compare(folder, samples=2, max_length=8, progress=False, device=device, **options) for device in ("cpu", NAME)]
+    assert runs[1].attrs["device"] == NAME
+    return {"run": (_numbers(runs[0]), _numbers(runs[1]))}
+
+
+def recipe_of(name: str) -> Pairs:
+    """What a recipe measures of a small decoder."""
+    runs = [recipe(name).compute(Setting("builtin:gpt2", samples=1, device=device)) for device in ("cpu", NAME)]
+    return {name: (_numbers(runs[0]), _numbers(runs[1]))}
+
+
+def around(family: str, map: str) -> Pairs:
+    """Norms of the layers of a small model with what stands around them, of its network, and the bounds on that."""
+    torch.manual_seed(0)
+    near = (AFFINE | MODERN)[family]().eval()
+    ids, found = _ids(), {}
+    sides = ((near, ids), (_moved(near), {key: t.to(NAME) for key, t in ids.items()}))
+    for name, f in {
+        "layer": lambda m, x: [spectral_norm(att, map=map, tol=1e-3, delta=1e-6).lower for att in lb.capture(m, x, around=True)],
+        "network": lambda m, x: lb.network_norm(m, x, end="last_hidden_state", delta=1e-6),
+        "product": lambda m, x: list(block_product(m, x).values()),
+        "bound": lambda m, x: lb.network_bound(m, x, 1e-3).upper,
+    }.items():
+        found[name] = (_numbers(f(*sides[0])), _numbers(f(*sides[1])))
+    return found
+
+
+def inputs_and_measures() -> Pairs:
+    """Adversarial inputs, and attention between measures."""
+    att, found = random_attention("biases"), {}
+    for name, f in {
+        "adversarial": lambda a: adversarial_inputs.adversarial_inputs(a, 4, 1.0), "lower": lambda a: adversarial_inputs.lower_bound(a, 4, 1.0),
+        "limit": adversarial_inputs.large_radius_limit, "crossover": adversarial_inputs.crossover_length,
+        "copies": lambda a: mean_field.duplicated_norm(a, spectral_norm(a).lower),
+        "weighted": lambda a: mean_field.weighted_norm(a, torch.full_like(a.x[..., 0], 1 / a.tokens)),
+    }.items():  # fmt: skip
+        _both(found, name, att, f)
+    return found
+
+
+def derivatives() -> Pairs:
+    """Penalties of a small model and their derivatives."""
+    torch.manual_seed(0)
+    near, ids = AFFINE["bert"]().eval(), _ids()
+    found: Pairs = {}
+    for name, f in {"JaSMin": _jasmin, "ours": _ours, "Specformer": lambda m, _: Specformer(1.0, 1.0, 1.0)(m)}.items():
+        both = []
+        for model in (near, _moved(near)):
+            value = f(model, {key: t.to(model.device) for key, t in ids.items()})
+            value.backward()
+            both.append(_numbers([value, *(p.grad for p in model.parameters() if p.grad is not None)]))
+            model.zero_grad()
+        found[name] = (both[0], both[1])
+    return found
+
+
+def _ids() -> dict[str, Tensor]:
+    return {"input_ids": torch.arange(3, 21).view(2, 9), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
+
+
+def _jasmin(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    with lb.attention_probabilities(model) as seen:
+        model(**inputs)
+    return JaSMin(k=2)(seen)
+
+
+def _ours(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    with attention_layers(model) as seen:
+        model(**inputs)
+    return SoundPenalty()(seen)
+
+
+def _moved(model: nn.Module) -> Any:
+    return copy.deepcopy(model).to(NAME)
+
+
+def _layer(has: tuple[str, ...], mask: str | None, dtype: str) -> Attention:
+    att = layer(1, frozenset(has), n=5, **({} if mask is None else {"mask": mask}))
+    return att if dtype == "float64" else att._map(lambda t: t.float() if t.is_floating_point() else t)
+
+
+def _both(found: Pairs, name: str, att: Attention, f: Callable[[Attention], Any]) -> None:
+    """Both results under a name; nothing where the CPU's layer is refused."""
+    try:
+        near = f(att.select())
+    except LipboundError:
+        return
+    found[name] = (_numbers(near), _numbers(f(att.to(NAME))))
+
+
+def _numbers(result: Any) -> list[Any]:
+    """All floating-point numbers of a result, flat."""
+    if isinstance(result, Tensor):
+        return result.detach().cpu().double().flatten().tolist() if result.is_floating_point() else []
+    if isinstance(result, xr.Dataset):
+        return [x for t in result.data_vars.values() if t.dtype.kind == "f" for x in t.values.ravel().tolist()]
+    if is_dataclass(result):
+        return [x for field in fields(result) for x in _numbers(getattr(result, field.name))]
+    return [x for part in result for x in _numbers(part)] if isinstance(result, list | tuple) else []

@@ -1,0 +1,127 @@
+"""A device beside the CPU, of the CPU's own numbers: its tensors refuse what those on a GPU refuse, above all to meet others in one operation.
+
+Registering it changes the process it is in, so that tests use it in one of their own.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_leaves, tree_map
+
+NAME = "far"
+MOVING = {"copy_", "_to_copy", "_copy_from"}
+"""Operations that lead from one device to another."""
+BY_PLACE = {"index", "index_put", "index_put_", "_index_put_impl_"}
+"""Operations whose indices may be on the CPU."""
+
+
+class Far(torch.Tensor):
+    """A tensor on the other device; its numbers are those of ``near``, on the CPU."""
+
+    near: Tensor
+
+    @staticmethod
+    def __new__(cls, near: Tensor) -> "Far":
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, near.size(), strides=near.stride(), storage_offset=near.storage_offset(), dtype=near.dtype, layout=near.layout, device=f"{NAME}:0"
+        )
+        made.near = near
+        return made
+
+    def __repr__(self, **_: Any) -> str:
+        return f"Far({self.near})"
+
+    def tolist(self) -> Any:
+        """Numbers, as of any tensor."""
+        return self.near.tolist()
+
+    def numpy(self, **_: Any) -> Any:
+        """Refused, as on a GPU."""
+        raise TypeError(f"can't convert {NAME}:0 device type tensor to numpy")
+
+    def __array__(self, *_: Any) -> Any:
+        raise TypeError(f"can't convert {NAME}:0 device type tensor to numpy")
+
+    def __getitem__(self, index: Any) -> Tensor:
+        lists = index if isinstance(index, tuple) else (index,)  # which torch makes tensors of, on the device
+        return super().__getitem__(tuple(torch.tensor(i) if isinstance(i, list) else i for i in lists))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        far = _result_is_far(func.overloadpacket.__name__, args, kwargs)
+        if kwargs.get("device") is not None:
+            far, kwargs["device"] = torch.device(kwargs["device"]).type == NAME, torch.device("cpu")
+        if far and kwargs.get("generator") is not None:
+            raise RuntimeError(f"Expected a '{NAME}' device type for generator but found 'cpu'")
+        known: dict[int, Far] = {}
+
+        def near(t: Any) -> Any:
+            if not isinstance(t, Far):
+                return t
+            known[id(t.near)] = t
+            return t.near
+
+        def wrapped(t: Any) -> Any:
+            if not isinstance(t, Tensor):
+                return t
+            return known[id(t)] if id(t) in known else Far(t) if far else t
+
+        found = tree_map(wrapped, func(*tree_map(near, args), **tree_map(near, kwargs)))
+        if torch.Tag.inplace_view in func.tags:  # the tensor itself has another shape from now on
+            with no_dispatch():
+                func(*args, **kwargs)
+        return found
+
+
+def _result_is_far(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Where the result of an operation is; raises RuntimeError for tensors that do not go together."""
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    far, beside = [t for t in tensors if isinstance(t, Far)], [t for t in tensors if not isinstance(t, Far) and t.ndim]
+    if name == "copy_":
+        return isinstance(args[0], Far)
+    if name in BY_PLACE:
+        values = [t for t in args[2:] if isinstance(t, Tensor) and t.ndim]
+        if not isinstance(args[0], Far) or not all(isinstance(t, Far) for t in values):
+            raise RuntimeError(f"{name}: indices should be either on cpu or on the same device as the indexed tensor (cpu), values on its device")
+    elif far and beside and name not in MOVING:
+        shapes = [(type(t).__name__, tuple(t.shape)) for t in tensors]
+        raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found at least two devices, {NAME}:0 and cpu: {shapes}")
+    return bool(far)
+
+
+def _made(like: str) -> Callable[..., Tensor]:
+    """A function that makes tensors, for this device, of torch's own for the CPU."""
+    make = getattr(torch, like)
+    return lambda *args, dtype=None, device=None, pin_memory=None, layout=None, memory_format=None: Far(make(*args, dtype=dtype))
+
+
+FACTORIES = {
+    "empty.memory_format": "empty", "empty_strided": "empty_strided", "_efficientzerotensor": "zeros", "eye": "eye", "eye.m": "eye",
+    "arange": "arange", "arange.start": "arange", "arange.start_step": "arange", "linspace": "linspace", "triu_indices": "triu_indices",
+}  # fmt: skip
+
+
+def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+    (target.near if isinstance(target, Far) else target).copy_(source.near if isinstance(source, Far) else source)
+    return target
+
+
+LIBRARY: list[Any] = []
+
+
+def register() -> None:
+    """Make the device known to torch, in this process, for good."""
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+    _setup_privateuseone_for_python_backend(NAME)
+    library = torch.library.Library("aten", "IMPL")
+    for name, like in FACTORIES.items():
+        library.impl(name, _made(like), "PrivateUse1")
+    library.impl("_copy_from", _copy_from, "PrivateUse1")
+    LIBRARY.append(library)
+    torch.__future__.set_swap_module_params_on_conversion(True)  # or a module's dtype would change in name only
+    torch.set_num_threads(1)
