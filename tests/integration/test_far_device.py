@@ -1,5 +1,6 @@
 """Everything on a device that is not the CPU: one made of the CPU's numbers, which refuses what a GPU refuses, in a process of its own."""
 
+import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -60,6 +61,11 @@ def test_whole_runs(there: Call, bert: Path, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("family", "map"), [("bert", "post_norm"), ("gpt2", "pre_norm"), ("Llama", "residual")])
 def test_networks(there: Call, family: str, map: str) -> None:
     agree(there(elsewhere.around, family, map), 5e-3)  # products of upper ends, each within 1e-3
+
+
+def test_the_benchmark_of_gpus(there: Call, tmp_path: Path) -> None:
+    assert there(elsewhere.gpu_benchmark, tmp_path / "gpu.json") == 0
+    assert json.loads((tmp_path / "gpu.json").read_text())["device"] == far_device.NAME
 
 
 def test_derivatives(there: Call) -> None:

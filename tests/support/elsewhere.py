@@ -133,6 +133,14 @@ def recipe_of(name: str) -> Pairs:
     return {name: (_numbers(runs[0]), _numbers(runs[1]))}
 
 
+def gpu_benchmark(out: Path) -> int:
+    """The exit status of the benchmark of GPUs on small layers, which checks itself against the CPU."""
+    from integration.test_readme import benchmark
+
+    status: int = benchmark("gpu").main(["--device", NAME, "--small", "--out", str(out)])
+    return status
+
+
 def around(family: str, map: str) -> Pairs:
     """Norms of the layers of a small model with what stands around them, of its network, and the bounds on that."""
     torch.manual_seed(0)
