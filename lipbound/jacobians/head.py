@@ -277,7 +277,7 @@ class HeadJacobian(InParts, HeadOperator):
         self.p = _flat(att.p)
         self.t = self.p if att.weights is att.p else _flat(att.weights)
         self.o = self.p @ self.v
-        self.blocks = worthwhile(self.p)
+        self.blocks = None if att.mask is None and att.valid is None else worthwhile(self.p)
 
     @cached_property
     def _shared(self) -> list[Block]:

@@ -43,9 +43,8 @@ class RowBlocks:
     @staticmethod
     def of_probabilities(p: Tensor, step: int) -> "RowBlocks":
         """From the zeros of P, (batch, N, N)."""
-        n = p.shape[-1]
-        seen = [torch.stack([each[i : i + step].amax(0) != 0 for i in range(0, n, step)]) for each in p.detach()]
-        return _of(torch.stack(seen), n, step, (len(p),))
+        n, p = p.shape[-1], p.detach()
+        return _of(torch.stack([p[:, i : i + step].amax(1) != 0 for i in range(0, n, step)], 1), n, step, (len(p),))
 
     @staticmethod
     def of_mask(att: Attention, step: int) -> "RowBlocks":
