@@ -1,5 +1,6 @@
 """Products with attention matrices that are in memory, as processors like them."""
 
+import math
 from abc import abstractmethod
 from functools import cached_property
 from typing import Self
@@ -29,6 +30,7 @@ class InParts(TensorOperator):
     def _parts(self) -> list[Self]:
         """Views of so many entries."""
         together = max(1, int(GRAM_BYTES.get(self.device.type, GRAM_BYTES["cpu"]) // (self.out_shape[0] ** 2 * self.dtype.itemsize)))
+        together = math.ceil(self.batch / math.ceil(max(1, self.batch) / together))  # parts of nearly one size
         return [self] if self.batch <= together else [self.select(slice(i, i + together)) for i in range(0, self.batch, together)]
 
     def gram(self, y: Tensor) -> Tensor:
