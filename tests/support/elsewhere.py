@@ -110,7 +110,7 @@ def token_norms(has: tuple[str, ...], mask: str | None, dtype: str) -> Pairs:
 
 
 def captured(family: str) -> Pairs:
-    """Queries, probabilities and norms of a small model of a family, captured on either device."""
+    """Queries and probabilities of a small model of a family, captured on either device."""
     torch.manual_seed(0)
     near = (AFFINE | MODERN)[family]().eval()
     pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))

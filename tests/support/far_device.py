@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 NAME = "far"
 MOVING = {"copy_", "_to_copy", "_copy_from"}
 """Operations that lead from one device to another."""
+PHYSICAL = {torch.ops.aten._conj.default: torch.ops.aten.conj_physical.default, torch.ops.aten._neg_view.default: torch.ops.aten.neg.default}
+"""Views that only say that entries are to be conjugated or negated, which operations inside of others do not see."""
 BY_PLACE = {"index", "index_put", "index_put_", "_index_put_impl_"}
 """Operations whose indices may be on the CPU."""
 
@@ -70,6 +72,7 @@ class Far(torch.Tensor):
                 return t
             return known[id(t)] if id(t) in known else Far(t) if far else t
 
+        func = PHYSICAL.get(func, func)
         found = tree_map(wrapped, func(*tree_map(near, args), **tree_map(near, kwargs)))
         if torch.Tag.inplace_view in func.tags:  # the tensor itself has another shape from now on
             with no_dispatch():
