@@ -155,6 +155,20 @@ def name_or_none(name: str, value: Any) -> str | None:
     raise LipboundError(f"{name} is {shown(value)}; give its name, or leave it out")
 
 
+def sample_count(samples: Any, error: type[LipboundError] = LipboundError) -> int | None:
+    """How many samples are wanted: a whole number of at least 1, or None for "all".
+
+    >>> sample_count("all"), sample_count(8)
+    (None, 8)
+    """
+    if isinstance(samples, str) and samples.strip().lower() == "all":
+        return None
+    try:
+        return whole("samples", samples, least=1, error=error)
+    except error as wrong:
+        raise error(f"{wrong}, or 'all'") from wrong
+
+
 def indices(name: str, value: Any) -> list[int]:
     """An argument that lists whole numbers: one, several, or text such as "0-3,7"; numbers below zero count from the end.
 

@@ -35,6 +35,11 @@ def probability(text: str | float) -> float:
     return value
 
 
+def counted(text: str) -> int | str:
+    """A number of samples, or what else was given in its place."""
+    return int(text) if text.strip().lstrip("-").isdigit() else text
+
+
 def refuse_given(norm: str, **options: Any) -> None:
     """Refuse options that a norm with deterministic ends does not have, where they were given, be it with their default."""
     from lipbound.bounds.entry import check_norm
@@ -68,13 +73,16 @@ def compare(
     ],
     data: Annotated[
         str | None,
-        typer.Option(help="Hub dataset (id or id:config), text file, image folder, parquet/csv/json, safetensors of inputs, or a text."),
+        typer.Option(help="Hub dataset (id or id:config), text file, folder of texts or images, parquet/csv/tsv/json, safetensors of inputs, or a text."),
     ] = None,
     split: Annotated[str | None, typer.Option(help="Split of a hub dataset.")] = None,
     column: Annotated[str | None, typer.Option(help="Column of a dataset that holds the text or image.")] = None,
-    samples: Annotated[int, typer.Option(help="How many samples.")] = 8,
+    samples: Annotated[str, typer.Option(help="How many samples, or 'all'.")] = "8",
+    shuffle: Annotated[int | None, typer.Option(help="Draw the samples from all of the data, with this seed; the first ones otherwise.")] = None,
     exact_samples: Annotated[int | None, typer.Option(help="Exact norms on the first so many samples only.")] = None,
-    max_length: Annotated[int, typer.Option(help="Tokens per text, special tokens included.")] = 128,
+    max_length: Annotated[int, typer.Option(help="Tokens per text, special tokens included; a text alone is cut into windows of so many.")] = 128,
+    tokenizer: Annotated[str | None, typer.Option(help="Directory or hub id of the tokenizer, where the checkpoint has none.")] = None,
+    processor: Annotated[str | None, typer.Option(help="Directory or hub id of the image processor, where the checkpoint has none.")] = None,
     layers: Annotated[str | None, typer.Option(help="Layer numbers, e.g. 0,5,11 or 0-3,7; all by default.")] = None,
     bounds: Annotated[str, typer.Option(help="'default', 'all', or names separated by commas (see `lipbound bounds`).")] = "default",
     map: Annotated[
@@ -109,9 +117,9 @@ def compare(
     refuse_given(norm, delta=delta, seed=seed)
     interruption.keeps(lambda: blocks_in(out) if out is not None else "nothing was kept, since there was no --out")
     config = RunConfig(
-        model, data, split=split, column=column, bounds=bounds, map=map, norm=norm, samples=samples, exact_samples=exact_samples,
+        model, data, split=split, column=column, bounds=bounds, map=map, norm=norm, samples=counted(samples), exact_samples=exact_samples,
         max_length=max_length, layers=layers, revision=revision, tol=tol, delta=delta or None, device=device, dtype=dtype, seed=seed, out=out,
-        resume=resume, memory=memory, weights=weights, gguf_file=gguf_file,
+        resume=resume, memory=memory, weights=weights, gguf_file=gguf_file, shuffle=shuffle, tokenizer=tokenizer, processor=processor,
     )  # fmt: skip
     with cluster(scheduler) as client:
         ds = measured(config, client=client, progress=not state["quiet"])

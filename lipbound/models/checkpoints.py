@@ -1,6 +1,7 @@
 """Where a model comes from: hub id, local directory, builtin or loaded module -> a `Checkpoint` ready for capture."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,6 +33,8 @@ def load_checkpoint(
     device: str | torch.device = "cpu",
     weights: str = "auto",
     gguf_file: str | None = None,
+    tokenizer: str | Path | None = None,
+    processor: str | Path | None = None,
 ) -> Checkpoint:
     """Load a model for capture.
 
@@ -47,6 +50,7 @@ def load_checkpoint(
             weights would take more than half of the free memory of the device.
         gguf_file: which GGUF file of a directory or of a hub model; its weights are measured as the floating-point numbers that they stand for, and
             configuration and tokenizer are its own. Needs the extra ``gguf``.
+        tokenizer, processor: directory or hub id of the tokenizer or the image processor to take, where the checkpoint has none, or another one.
 
     Returns:
         The model in evaluation mode with eager attention (a loaded model as it was handed over), with its name, its revision and where its
@@ -68,8 +72,20 @@ def load_checkpoint(
         name_or_none("revision", revision), DTYPES[dtype_name(dtype, CheckpointError)], resolve_device(device), weights,
         name_or_none("gguf_file", gguf_file),
     )  # fmt: skip
+    companions = _companion("tokenizer", tokenizer), _companion("processor", processor)
     for source in SOURCES:
         if source.matches(model):
-            return source.load(model, options)
+            checkpoint = source.load(model, options)
+            checkpoint.tokenizer_from, checkpoint.processor_from = companions
+            return checkpoint
     kind = "a class" if isinstance(model, type) else "a torch module, not a transformers model" if isinstance(model, nn.Module) else shown(model)
     raise CheckpointError(f"model is {kind}; give a hub id, a directory, 'builtin:NAME' or a loaded transformers model")
+
+
+def _companion(name: str, value: Any) -> str | None:
+    """The name of a tokenizer or processor; raises CheckpointError for anything else, such as a loaded one."""
+    if value is None:
+        return None
+    if not isinstance(value, str | Path) or not str(value).strip():
+        raise CheckpointError(f"{name} is {shown(value)}; give a directory or a hub id (of a loaded one, the directory of its save_pretrained)")
+    return str(value)

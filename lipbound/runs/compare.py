@@ -31,7 +31,7 @@ def compare(
     bounds: str | Iterable[str] = "default",
     map: str = "head",
     norm: str = "frobenius",
-    samples: int = 8,
+    samples: int | str = 8,
     exact_samples: int | None = None,
     max_length: int = 128,
     layers: Sequence[int] | int | str | None = None,
@@ -48,6 +48,9 @@ def compare(
     memory: str | float = "auto",
     weights: str = "auto",
     gguf_file: str | None = None,
+    shuffle: int | None = None,
+    tokenizer: str | Path | None = None,
+    processor: str | Path | None = None,
     client: Any = None,
     progress: bool = True,
 ) -> xr.Dataset:
@@ -64,7 +67,7 @@ def compare(
         norm: "frobenius" (all tokens move, by 1 together), "every-token" (every token moves by at most 1, and the output token that moves furthest
             counts) or "one-token" (one token alone moves). The latter two have the exact norms of `lipbound.token_norm`, both ends of them
             deterministic, for the maps "head", "head_out", "heads" and "layer"; bounds are those stated in the norm.
-        samples: how many samples of the data; all where it has fewer, which a `lipbound.errors.Notice` and attrs["notes"] tell.
+        samples: how many samples of the data, or "all"; all where it has fewer, which a `lipbound.errors.Notice` and attrs["notes"] tell.
         exact_samples: compute exact norms on the first so many samples only (bounds on all).
         max_length: tokens per text.
         layers: indices of attention layers, one, several, or text such as "0-3,7"; all by default.
@@ -83,6 +86,8 @@ def compare(
             "auto": the latter where the weights would take more than half of the free memory.
         gguf_file: which GGUF file of a directory or of a hub model; its quantised weights are measured as the numbers that they stand for, and
             attrs["quantization"] says how they were stored. Needs the extra ``gguf``.
+        shuffle: a seed, with which samples are drawn from all of the data; None for the first ones.
+        tokenizer, processor: directory or hub id of a tokenizer or image processor, where the checkpoint has none, or in place of its own.
         client: a ``dask.distributed`` client whose workers measure blocks of samples; each loads the checkpoint once, so ``model`` must be a name
             that they can load, and computes with the ``device`` asked for. Start it with one thread per worker.
         progress: show a progress bar on standard error, where that is a terminal or a notebook.
@@ -100,7 +105,7 @@ def compare(
     config = RunConfig(
         model, data, bounds=bounds, map=map, norm=norm, samples=samples, exact_samples=exact_samples, max_length=max_length, layers=layers,
         split=split, column=column, revision=revision, tol=tol, delta=delta, device=device, dtype=dtype, seed=seed, out=out, resume=resume,
-        memory=memory, weights=weights, gguf_file=gguf_file,
+        memory=memory, weights=weights, gguf_file=gguf_file, shuffle=shuffle, tokenizer=tokenizer, processor=processor,
     )  # fmt: skip
     return run(config, client=client, progress=flag("progress", progress))
 

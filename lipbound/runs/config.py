@@ -14,7 +14,7 @@ from lipbound.bounds.entry import check_norm
 from lipbound.bounds.multihead import names_for
 from lipbound.bounds.registry import resolve
 from lipbound.devices import dtype_name
-from lipbound.errors import AlteredRunError, LipboundError, StoreError, choice, flag, indices, is_number, name_or_none, real, shown, whole
+from lipbound.errors import AlteredRunError, LipboundError, StoreError, choice, flag, indices, is_number, name_or_none, real, sample_count, shown, whole
 from lipbound.jacobians.maps import MAPS
 from lipbound.jacobians.tokens.token_norm import TOKEN_MAPS
 from lipbound.runs.provenance import DRAWN
@@ -45,7 +45,7 @@ class RunConfig:
     bounds: str | Iterable[str] = "default"
     map: str = "head"
     norm: str = "frobenius"
-    samples: int = 8
+    samples: int | str = 8
     exact_samples: int | None = None
     max_length: int = 128
     layers: Sequence[int] | int | str | None = None
@@ -62,6 +62,9 @@ class RunConfig:
     memory: str | float = "auto"
     weights: str = "auto"
     gguf_file: str | None = None
+    shuffle: int | None = None
+    tokenizer: str | Path | None = None
+    processor: str | Path | None = None
 
     def __post_init__(self) -> None:
         for name, value in self._checked().items():
@@ -85,8 +88,9 @@ class RunConfig:
             raise LipboundError(f"map {map!r} has exact norms for norm='frobenius' alone; with norm={norm!r} take one of {', '.join(TOKEN_MAPS)}")
         names_for(bounds if isinstance(bounds, str) else list(bounds), map, norm)
         return {
-            "bounds": bounds, "map": map, "norm": norm, "samples": whole("samples", self.samples, least=1), "seed": whole("seed", self.seed),
+            "bounds": bounds, "map": map, "norm": norm, "samples": sample_count(self.samples) or "all", "seed": whole("seed", self.seed),
             "exact_samples": None if self.exact_samples is None else whole("exact_samples", self.exact_samples, least=1),
+            "shuffle": None if self.shuffle is None else whole("shuffle", self.shuffle, least=0),
             "max_length": whole("max_length", self.max_length, least=1),
             "layers": None if self.layers is None else tuple(indices("layers", self.layers)),
             "tol": real("tol", self.tol, "between 0 and 1 (relative width of the enclosures)", above=0, below=1),
@@ -133,6 +137,7 @@ class RunConfig:
                 layers=tuple(ds["layer"].values.tolist()), split=source["split"], column=source["column"], revision=commit if model is None else None,
                 tol=a["tol"], device=device, dtype=dtype or a["dtype"], **{name: a[name] for name in ("delta", "seed") if name in a},
                 gguf_file=source.get("gguf_file") if model is None else None,
+                **{name: source.get(name) for name in ("shuffle", "tokenizer", "processor")},
             )  # fmt: skip
         except LipboundError as error:
             raise AlteredRunError(f"the run's settings (attributes) were changed, no run can have them: {error}") from error

@@ -50,14 +50,16 @@ def open_sources(config: RunConfig, device: str) -> Sources:
 def open_checkpoint(config: RunConfig, device: str) -> Checkpoint:
     """The model, on a device; raises CheckpointError where it cannot be had."""
     return load_checkpoint(
-        config.model, revision=config.revision, dtype=config.dtype, device=device, weights=config.weights, gguf_file=config.gguf_file
-    )
+        config.model, revision=config.revision, dtype=config.dtype, device=device, weights=config.weights, gguf_file=config.gguf_file,
+        tokenizer=config.tokenizer, processor=config.processor,
+    )  # fmt: skip
 
 
 def open_inputs(config: RunConfig, checkpoint: Checkpoint) -> Inputs:
     """The inputs; raises InputsError where they cannot be made."""
     inputs = prepare(
-        checkpoint, config.data, samples=config.samples, max_length=config.max_length, split=config.split, column=config.column
+        checkpoint, config.data, samples=config.samples, max_length=config.max_length, split=config.split, column=config.column,
+        shuffle=config.shuffle,
     )  # fmt: skip
     if config.exact_samples is not None and config.exact_samples > inputs.samples:
         inputs.notes.append(f"exact norms of {config.exact_samples} samples were asked for, and there are {inputs.samples}, which all get them")

@@ -140,7 +140,8 @@ def source(config: RunConfig) -> dict[str, Any]:
     """Where model and data are found again, paths absolute.
 
     ``model`` is None for one in memory; ``data``, ``split``, ``column`` and ``max_length`` are what `lipbound.models.inputs.prepare` was given:
-    ``data`` None for the default, False for objects in memory.
+    ``data`` None for the default, False for objects in memory. ``shuffle``, ``tokenizer``, ``processor`` and ``gguf_file`` are there where they were
+    given.
     """
     data = config.data
     named = isinstance(data, (str, Path))
@@ -148,7 +149,13 @@ def source(config: RunConfig) -> dict[str, Any]:
         "model": absolute(config.model) if isinstance(config.model, (str, Path)) else None,
         "data": absolute(data) if named else None if data is None else False, "split": config.split, "column": config.column,
         "max_length": config.max_length,
-    } | ({} if config.gguf_file is None else {"gguf_file": config.gguf_file})  # fmt: skip
+    } | {name: value for name, value in _rarer(config).items() if value is not None}  # fmt: skip
+
+
+def _rarer(config: RunConfig) -> dict[str, Any]:
+    """What `source` has where it was asked for."""
+    named = {name: None if value is None else absolute(value) for name, value in (("tokenizer", config.tokenizer), ("processor", config.processor))}
+    return {"gguf_file": config.gguf_file, "shuffle": config.shuffle, **named}
 
 
 def provenance(config: RunConfig, checkpoint: Checkpoint, inputs: Inputs, **settled: Any) -> dict[str, Any]:

@@ -1,9 +1,12 @@
 """What the ending of a file says about what is in it."""
 
+import gzip
 from pathlib import Path
 from typing import Any
 
-TABLES = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
+from lipbound.errors import InputsError
+
+TABLES = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json"}
 """Endings of tables, and the loader of `datasets` that reads them."""
 
 IMAGE_FILES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -12,6 +15,12 @@ IMAGE_FILES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"
 
 TEXT_FILES = (".txt", ".md", ".text", ".tex", ".html", ".rst", ".log", ".safetensors", ".zarr")
 """Endings of names that are meant as files, whatever blanks are in them."""
+
+PROSE = (".txt", ".text")
+"""Endings of the files of a folder that are read as texts."""
+
+PACKED = ".gz"
+"""Ending, behind another, of a file that is packed with gzip."""
 
 
 def there(data: Any) -> Path | None:
@@ -23,10 +32,19 @@ def there(data: Any) -> Path | None:
         return None
 
 
+def ending(path: Path) -> str:
+    """The ending of a name in small letters, that of what is packed where the file is packed.
+
+    >>> ending(Path("A.TXT")), ending(Path("b.csv.gz"))
+    ('.txt', '.csv')
+    """
+    return Path(path.stem if path.suffix.lower() == PACKED else path.name).suffix.lower()
+
+
 def is_plain_file(data: Any) -> bool:
     """Whether it is the path of a file that is not a table."""
     path = there(data)
-    return path is not None and path.is_file() and path.suffix not in TABLES
+    return path is not None and path.is_file() and ending(path) not in TABLES
 
 
 def is_sentence(data: Any) -> bool:
@@ -39,4 +57,15 @@ def is_sentence(data: Any) -> bool:
         return False
     if "\n" in data or len(data) > 200:
         return True
-    return Path(data).suffix.lower() not in (*TABLES, *IMAGE_FILES, *TEXT_FILES) and ("/" not in data or there(str(Path(data).parent)) is None)
+    return ending(Path(data)) not in (*TABLES, *IMAGE_FILES, *TEXT_FILES) and ("/" not in data or there(str(Path(data).parent)) is None)
+
+
+def read_text(path: Path) -> str:
+    """The whole of a UTF-8 file, unpacked where it is packed with gzip; raises InputsError where it is no such file."""
+    try:
+        packed = path.suffix.lower() == PACKED
+        return gzip.decompress(path.read_bytes()).decode("utf-8") if packed else path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputsError(f"{path} is not a UTF-8 text file") from error
+    except (OSError, EOFError) as error:
+        raise InputsError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error

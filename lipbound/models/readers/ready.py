@@ -47,7 +47,7 @@ def ready_inputs(data: Mapping[str, Any] | str | Path, checkpoint: Checkpoint) -
     if len(set(lengths.values())) > 1:
         raise InputsError(f"ready inputs disagree about the number of samples: {', '.join(f'{name} {n}' for name, n in lengths.items())}")
     taken = _taken(checkpoint)
-    main, kind = str(checkpoint.model.main_input_name), type(checkpoint.model).__name__
+    main, kind = checkpoint.main_input, type(checkpoint.model).__name__
     if main not in given and not ("inputs_embeds" in given and "inputs_embeds" in taken):
         raise InputsError(f"ready inputs of {kind} must have {main}; given are {', '.join(map(str, given))}")
     tensors = {name: t for name, t in given.items() if not taken or name in taken}
@@ -71,7 +71,7 @@ def _taken(checkpoint: Checkpoint) -> set[str]:
     """Names of what the model's forward takes; empty where they cannot be told."""
     parameters = inspect.signature(checkpoint.model.forward).parameters.values()
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return names if str(checkpoint.model.main_input_name) in names else set()
+    return names if checkpoint.main_input in names else set()
 
 
 def check_images(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> None:
