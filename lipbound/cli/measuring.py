@@ -73,7 +73,9 @@ def compare(
     ],
     data: Annotated[
         str | None,
-        typer.Option(help="Hub dataset (id or id:config), text file, folder of texts or images, parquet/csv/tsv/json, safetensors of inputs, or a text."),
+        typer.Option(
+            help="Hub dataset (id or id:config), text file, folder of texts or images, parquet/csv/tsv/json, safetensors of inputs, or a text."
+        ),
     ] = None,
     split: Annotated[str | None, typer.Option(help="Split of a hub dataset.")] = None,
     column: Annotated[str | None, typer.Option(help="Column of a dataset that holds the text or image.")] = None,

@@ -15,6 +15,8 @@ MODALITIES = {"input_ids": "text", "pixel_values": "image"}
 """What a model takes, by the name of its main input."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.vocab", "tekken.json")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+TOKENS_INSTEAD = "token numbers, or name another tokenizer with tokenizer="
+IMAGES_INSTEAD = "a dict of ready inputs, {'pixel_values': ...}, or name another processor with processor="
 
 
 @dataclass
@@ -52,8 +54,9 @@ class Checkpoint:
     def main_input(self) -> str:
         """The name of the model's main input: the one it declares, or, where its forward has none of that name, one that it has."""
         declared = str(self.model.main_input_name)
-        names = inspect.signature(self.model.forward).parameters
-        return declared if declared in names else next((name for name in names if name in MODALITIES), declared)
+        parameters = inspect.signature(self.model.forward).parameters.values()
+        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        return declared if declared in names else next((name for name in names if name in MODALITIES), names[0] if names else declared)
 
     @property
     def modality(self) -> str:
@@ -66,13 +69,13 @@ class Checkpoint:
             return self._given(AutoTokenizer, "tokenizer", self.tokenizer_from, TOKENIZER_FILES)
         if self.gguf_file is not None:
             return self._inside(self.gguf_file)
-        return self._companion(AutoTokenizer, "tokenizer", TOKENIZER_FILES, "token numbers, or name another tokenizer with tokenizer=")
+        return self._companion(AutoTokenizer, "tokenizer", TOKENIZER_FILES, TOKENS_INSTEAD)
 
     def image_processor(self) -> Any:
         """The checkpoint's image processor, or the one that was given for it; raises CheckpointError where there is none."""
         if self.processor_from is not None:
             return self._given(AutoImageProcessor, "image processor", self.processor_from, PROCESSOR_FILES)
-        return self._companion(AutoImageProcessor, "image processor", PROCESSOR_FILES, "a dict of ready inputs, {'pixel_values': ...}, or name another processor with processor=")
+        return self._companion(AutoImageProcessor, "image processor", PROCESSOR_FILES, IMAGES_INSTEAD)
 
     def _inside(self, file: str) -> Any:
         """The tokenizer in a GGUF file."""
@@ -82,7 +85,7 @@ class Checkpoint:
                 return AutoTokenizer.from_pretrained(self.source, gguf_file=file, trust_remote_code=False)
         except Exception as error:  # files of other makers raise a zoo of types
             raise CheckpointError(
-                f"{self.name} has no tokenizer that transformers can read ({first_line(error)}); give data as token numbers, or name another tokenizer with tokenizer="
+                f"{self.name} has no tokenizer that transformers can read ({first_line(error)}); give data as {TOKENS_INSTEAD}"
             ) from error
 
     def _given(self, loader: Any, what: str, name: str, files: tuple[str, ...]) -> Any:

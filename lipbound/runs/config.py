@@ -14,7 +14,20 @@ from lipbound.bounds.entry import check_norm
 from lipbound.bounds.multihead import names_for
 from lipbound.bounds.registry import resolve
 from lipbound.devices import dtype_name
-from lipbound.errors import AlteredRunError, LipboundError, StoreError, choice, flag, indices, is_number, name_or_none, real, sample_count, shown, whole
+from lipbound.errors import (
+    AlteredRunError,
+    LipboundError,
+    StoreError,
+    choice,
+    flag,
+    indices,
+    is_number,
+    name_or_none,
+    real,
+    sample_count,
+    shown,
+    whole,
+)
 from lipbound.jacobians.maps import MAPS
 from lipbound.jacobians.tokens.token_norm import TOKEN_MAPS
 from lipbound.runs.provenance import DRAWN

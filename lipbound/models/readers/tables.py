@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +100,13 @@ class Found:
         if groups is None or count < 2 or count >= len(groups):
             return None
         seen, every = dict.fromkeys(groups[:count]), dict.fromkeys(groups)
-        changes = sum(a != b for a, b in zip(groups, groups[1:], strict=False))
+        changes = sum(a != b for a, b in pairwise(groups))
         if changes != len(every) - 1 or len(seen) >= min(count, len(every)):
             return None
         names = ", ".join(map(str, list(seen)[:3])) + (", ..." if len(seen) > 3 else "")
         return (
-            f"the {many} of {self.description} are sorted by {self.at}, and the first {count} are of {len(seen)} of {len(every)} ({names}); shuffle=0, "
-            "or another seed, draws from all"
+            f"the {many} of {self.description} are sorted by {self.at}, and the first {count} are of {len(seen)} of {len(every)} ({names}); "
+            "shuffle=0, or another seed, draws from all"
         )
 
 
