@@ -79,25 +79,21 @@ def compare(
         seed: of the start vectors of exact norms. The same seed gives the same numbers on the same machine.
         out: where to save the run, a Zarr store that must not exist yet. While it is computed, its finished blocks are kept beside it, in
             ``<out>.partial``.
-        resume: take up the unfinished run of ``out`` where it stopped (and return a finished one as it is): what is stored is not computed
-            again, and the result is that of an uninterrupted run. Without an unfinished run it starts one.
+        resume: take up the unfinished run of ``out`` where it stopped, or return a finished one as it is; the result is that of an uninterrupted run.
         memory: working memory that decides how many samples are taken at a time: bytes, "4GB", or "auto".
-        weights: "whole" (the model in memory), "layers" (read from its safetensors files layer by layer, several times, with little in memory), or
-            "auto": the latter where the weights would take more than half of the free memory.
-        gguf_file: which GGUF file of a directory or of a hub model; its quantised weights are measured as the numbers that they stand for, and
-            attrs["quantization"] says how they were stored. Needs the extra ``gguf``.
+        weights: "whole" (in memory), "layers" (read from its files layer by layer), or "auto" (see `lipbound.load_checkpoint`).
+        gguf_file: which GGUF file of a directory or of a hub model; attrs["quantization"] says how its weights are stored.
         shuffle: a seed, with which samples are drawn from all of the data; None for the first ones.
         tokenizer, processor: directory or hub id of a tokenizer or image processor, where the checkpoint has none, or in place of its own.
-        client: a ``dask.distributed`` client whose workers measure blocks of samples; each loads the checkpoint once, so ``model`` must be a name
-            that they can load, and computes with the ``device`` asked for. Start it with one thread per worker.
+        client: a ``dask.distributed`` client, with one thread per worker, whose workers measure blocks of samples on the ``device`` asked for; each
+            loads the checkpoint once, so ``model`` must be a name that they can load.
         progress: show a progress bar on standard error, where that is a terminal or a notebook.
 
     Returns:
         Dataset with dims (sample, layer, head), or (sample, layer) for maps of whole layers: ``exact`` (lower end), ``exact_upper``,
         ``exact_steps``, ``exact_converged``, one variable per bound under its registry name and ``<name>_sound`` (whether its assumptions
         held), ``exact_l2`` where a bound is about L2 attention. Bounds of "default" and "all" that say nothing about a layer of the model are left
-        out; attrs["not_applicable"] tells why. Values are natural, not logarithms. attrs carry provenance and, in ``audit``, how
-        often each bound fell below the exact norm.
+        out (attrs["not_applicable"]). Values are natural, not logarithms. attrs["audit"] says how often each bound fell below the exact norm.
 
     Raises:
         LipboundError: see its subclasses; nothing is computed when the output cannot be written.

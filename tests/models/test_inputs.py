@@ -1,6 +1,5 @@
 import importlib.util
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 import datasets
@@ -181,8 +180,8 @@ def test_a_modality_is_one_reader_and_one_entry(bert: Checkpoint, vit: Checkpoin
         kind = ItemKind(int, takes="numbers", one="a number", many="numbers", columns=("n",))
 
         def read(self, checkpoint: Checkpoint, data: object, selection: Selection) -> Inputs:
-            found, description = self.items(checkpoint, data, selection.split, selection.column)
-            return Inputs({"pixel_values": torch.tensor(list(islice(found, selection.samples)))}, description)
+            found = self.items(checkpoint, data, selection.split, selection.column)
+            return Inputs({"pixel_values": torch.tensor(found.take(selection.samples, None, "numbers")[0])}, found.description)
 
         def default(self) -> tuple[Iterator[int], str]:
             return iter([1, 2]), "one and two"

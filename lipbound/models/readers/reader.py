@@ -86,6 +86,6 @@ class Reader(ABC):
             return Found([data], f"the text {shown(data[:40] + '...' if len(data) > 40 else data)}")
         if isinstance(data, pd.Series):
             no_table(split, column, "a series has")
-            name = self.kind.columns[0]
+            name = self.kind.many
             return replace(rows(data.to_frame(name), None, name, self.kind, checkpoint.name), description="a series")
         return rows(data, split, column, self.kind, checkpoint.name)

@@ -46,7 +46,7 @@ class TextReader(Reader):
         """The first windows of a text, the first of several texts that are not blank, or the first conversations."""
         samples, max_length = selection.samples, selection.max_length
         limit = positions(checkpoint)
-        if limit is not None and max_length > limit:
+        if limit is not None and max_length > limit and given_tokens(data) is None:
             raise InputsError(f"max_length {max_length} exceeds the {limit} positions of {checkpoint.name}; give at most {limit}")
         if _are_chats(data):
             no_table(selection.split, selection.column, "conversations in memory have")
@@ -61,6 +61,7 @@ class TextReader(Reader):
         if isinstance(texts[0], Tokens):
             if not all(isinstance(text, Tokens) for text in texts):
                 raise InputsError(f"{found.description} holds both texts and token numbers; give one kind")
+            max_length = max_length if limit is None else min(max_length, limit)
             notes += _cut([len(text.ids) for text in texts], max_length)
             return Inputs(batch_of(texts, checkpoint, max_length), description, f"token numbers as given, each text cut at {max_length}", notes)
         if not all(isinstance(text, str) for text in texts):
