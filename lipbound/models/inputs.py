@@ -10,7 +10,7 @@ from lipbound.models.readers.files import is_sentence
 from lipbound.models.readers.images import ImageReader
 from lipbound.models.readers.positions import check_tokens
 from lipbound.models.readers.reader import Reader, Selection
-from lipbound.models.readers.ready import check_images, is_ready, ready_inputs
+from lipbound.models.readers.ready import check_images, check_towers, is_ready, ready_inputs
 from lipbound.models.readers.remarks import remarks
 from lipbound.models.readers.tables import no_table, order
 from lipbound.models.readers.text import TextReader
@@ -115,6 +115,7 @@ def _ready(checkpoint: Checkpoint, data: Any, selection: Selection) -> Inputs:
 
 
 def _read(checkpoint: Checkpoint, data: Any, selection: Selection) -> Inputs:
+    check_towers(checkpoint, [checkpoint.main_input])
     reader = READERS.get(checkpoint.modality)
     if reader is None:
         raise InputsError(f"{checkpoint.name} takes {checkpoint.modality}, neither text nor images; give a dict of ready inputs")

@@ -18,6 +18,15 @@ def text_config(model: Any) -> Any:
         return model.config
 
 
+def several_towers(model: Any) -> bool:
+    """Whether a model looks nothing up itself, but in one of several towers."""
+    try:
+        model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return True
+    return False
+
+
 def token_embedding(model: Any) -> nn.Module | None:
     """The table that token numbers are looked up in; None where it cannot be told."""
     for module in (model, *(getattr(model, name, None) for name in ("text_model", "text_encoder", "language_model", "text_branch"))):

@@ -1,7 +1,7 @@
 """Inputs that are ready for the model: named tensors, in memory or in a file."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,14 @@ from lipbound.errors import InputsError, shown
 from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.quiet import first_line
 from lipbound.models.readers.files import there
+from lipbound.models.readers.positions import several_towers
 
+TOWERS = (
+    ("text_config", "input_ids", "text"),
+    ("vision_config", "pixel_values", "images"),
+    ("audio_config", "input_features", "sound"),
+)
+"""Parts of configurations, the input of the tower that each is of, and what that takes."""
 SAMPLES = "tensors of (samples, ...) with at least one sample"
 
 
@@ -48,6 +55,7 @@ def ready_inputs(data: Mapping[str, Any] | str | Path, checkpoint: Checkpoint) -
         raise InputsError(f"ready inputs disagree about the number of samples: {', '.join(f'{name} {n}' for name, n in lengths.items())}")
     taken = _taken(checkpoint)
     main, kind = checkpoint.main_input, type(checkpoint.model).__name__
+    check_towers(checkpoint, given)
     if main not in given and not ("inputs_embeds" in given and "inputs_embeds" in taken):
         raise InputsError(f"ready inputs of {kind} must have {main}; given are {', '.join(map(str, given))}")
     tensors = {name: t for name, t in given.items() if not taken or name in taken}
@@ -72,6 +80,20 @@ def _taken(checkpoint: Checkpoint) -> set[str]:
     parameters = inspect.signature(checkpoint.model.forward).parameters.values()
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     return names if checkpoint.main_input in names else set()
+
+
+def check_towers(checkpoint: Checkpoint, given: Collection[str]) -> None:
+    """Raise InputsError where a model of several towers, all of which always run, lacks the input of one."""
+    model, takes = checkpoint.model, _taken(checkpoint)
+    towers = {other: words for part, other, words in TOWERS if getattr(model.config, part, None) is not None and other in takes}
+    if len(towers) < 2 or not several_towers(model):
+        return
+    missing = [name for name in towers if name not in given]
+    if missing:
+        raise InputsError(
+            f"{type(model).__name__} has towers of {' and '.join(towers.values())} and needs {' and '.join(towers)}, but there is no "
+            f"{' and no '.join(missing)}; give a dict of ready inputs with all of them, or load one tower by a class of its own"
+        )
 
 
 def check_images(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> None:
