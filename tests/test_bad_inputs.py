@@ -72,8 +72,8 @@ MODELS = {
 }
 NUMBERS_OF_COMPARE = {
     **{f"--samples {value}": f"--samples is {value}; {COUNT}" for value in (0, -1, -99)},
-    **{f"--samples {value}": f"--samples must be a whole number, not '{value}'" for value in ("1.5", "many", "1e9", "nan")},
-    "--samples ''": "--samples must be a whole number, not ''",
+    **{f"--samples {value}": f"--samples must be a whole number or 'all', not '{value}'" for value in ("1.5", "many", "1e9", "nan")},
+    "--samples ''": "--samples must be a whole number or 'all', not ''",
     "--samples": "option '--samples' requires an argument",
     **{f"--exact-samples {value}": f"--exact-samples is {value}; {COUNT}" for value in (0, -3)},
     "--exact-samples x": "--exact-samples must be a whole number, not 'x'",
@@ -335,7 +335,7 @@ def test_one_sentence_and_status_two(
 
 
 TOLD = {
-    "compare {bert} --data {text} --max-length 12 --samples 99 --bounds castin --layers 0": "note: 99 samples were asked for, and text.txt gives",
+    "compare {bert} --data {text} --max-length 11 --samples 99 --bounds castin --layers 0": "note: 99 samples were asked for, and text.txt gives",
     f"compare {{bert}} {QUICK} --exact-samples 5": "note: exact norms of 5 samples were asked for",
     "compare {bert} --data {mess}/extra.safetensors --samples 2 --bounds castin": "note: colour is not an input of BertModel and was left out",
 }

@@ -35,9 +35,14 @@ def probability(text: str | float) -> float:
     return value
 
 
-def counted(text: str) -> int | str:
-    """A number of samples, or what else was given in its place."""
-    return int(text) if text.strip().lstrip("-").isdigit() else text
+def count(text: str | int) -> int | str:
+    """A number of samples, or "all"."""
+    if str(text).strip().lower() == "all":
+        return "all"
+    try:
+        return int(text)
+    except ValueError:
+        raise LipboundError(f"--samples must be a whole number or 'all', not {shown(text)}") from None
 
 
 def refuse_given(norm: str, **options: Any) -> None:
@@ -79,7 +84,7 @@ def compare(
     ] = None,
     split: Annotated[str | None, typer.Option(help="Split of a hub dataset.")] = None,
     column: Annotated[str | None, typer.Option(help="Column of a dataset that holds the text or image.")] = None,
-    samples: Annotated[str, typer.Option(help="How many samples, or 'all'.")] = "8",
+    samples: Annotated[int, typer.Option(parser=count, help="How many samples, or 'all'.")] = 8,
     shuffle: Annotated[int | None, typer.Option(help="Draw the samples from all of the data, with this seed; the first ones otherwise.")] = None,
     exact_samples: Annotated[int | None, typer.Option(help="Exact norms on the first so many samples only.")] = None,
     max_length: Annotated[int, typer.Option(help="Tokens per text, special tokens included; a text alone is cut into windows of so many.")] = 128,
@@ -119,7 +124,7 @@ def compare(
     refuse_given(norm, delta=delta, seed=seed)
     interruption.keeps(lambda: blocks_in(out) if out is not None else "nothing was kept, since there was no --out")
     config = RunConfig(
-        model, data, split=split, column=column, bounds=bounds, map=map, norm=norm, samples=counted(samples), exact_samples=exact_samples,
+        model, data, split=split, column=column, bounds=bounds, map=map, norm=norm, samples=samples, exact_samples=exact_samples,
         max_length=max_length, layers=layers, revision=revision, tol=tol, delta=delta or None, device=device, dtype=dtype, seed=seed, out=out,
         resume=resume, memory=memory, weights=weights, gguf_file=gguf_file, shuffle=shuffle, tokenizer=tokenizer, processor=processor,
     )  # fmt: skip

@@ -78,7 +78,7 @@ def prepare(
     in_memory = (data is not None and not isinstance(data, str | Path)) or is_sentence(data)
     if count is not None and inputs.samples < count and not (in_memory and count == DEFAULT_SAMPLES):
         inputs.notes.append(f"{count} samples were asked for, and {inputs.description} gives only {inputs.samples}")
-    inputs.notes += remarks(checkpoint, inputs.batch)
+    inputs.notes += remarks(checkpoint.model, inputs.batch)
     for note in inputs.notes:
         tell(note)
     return inputs

@@ -121,6 +121,14 @@ def test_notes_are_in_the_run(vit: Path) -> None:
     )
 
 
+def test_arrays_are_pictures(checkpoint: Checkpoint) -> None:
+    colours = np.random.default_rng(0).integers(0, 255, (20, 20, 3), dtype=np.uint8)
+    expected = prepare(checkpoint, [Image.fromarray(colours), grey(RAMP, np.uint8)]).batch["pixel_values"]
+    assert torch.equal(prepare(checkpoint, [colours, RAMP.astype(np.uint8)]).batch["pixel_values"], expected)
+    with pytest.raises(InputsError, match=r"holds items of type ndarray, but .* takes images"):
+        prepare(checkpoint, [colours.astype(np.float64)])
+
+
 def test_paths_of_images(checkpoint: Checkpoint, tmp_path: Path) -> None:
     pictures = [grey(np.roll(RAMP, k), np.uint8) for k in range(3)]
     for k, picture in enumerate(pictures):

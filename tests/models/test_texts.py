@@ -3,6 +3,7 @@
 import gzip
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import datasets
@@ -16,8 +17,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
+import lipbound as lb
 from lipbound.analysis.length_growth import stream
-from lipbound.errors import CheckpointError, InputsError, Notice
+from lipbound.errors import CaptureError, CheckpointError, InputsError, Notice
 from lipbound.models.batch import Inputs
 from lipbound.models.checkpoints import Checkpoint, load_checkpoint
 from lipbound.models.inputs import prepare
@@ -56,7 +58,8 @@ def everywhere(texts: list[str], folder: Path) -> list[object]:
     datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["w1"]}), "test": dataset}).save_to_disk(folder / "splits")
     paths = sorted(folder_of(texts, folder / "texts").iterdir())
     return [
-        texts, tuple(texts), frame, frame["text"], dataset, dataset.to_iterable_dataset(), folder / "texts", paths, [str(path) for path in paths],
+        texts, tuple(texts), np.array(texts), np.array(texts, dtype=object), frame, frame["text"], dataset, datasets.DatasetDict({"test": dataset}),
+        datasets.IterableDatasetDict({"test": dataset.to_iterable_dataset()}), dataset.to_iterable_dataset(), folder / "texts", paths, [str(path) for path in paths],
         *(folder / name for name in ("t.csv", "t.tsv", "t.csv.gz", "t.jsonl", "t.jsonl.gz", "saved", "splits")),
     ]  # fmt: skip
 
@@ -211,7 +214,7 @@ def test_windows_of_a_tokenizer_in_python(tmp_path: Path) -> None:
     letters = [words.index(c) for c in "MKTLLAGGS"]
     assert inputs.batch["input_ids"].tolist() == [[0, *letters[:4], 2], [0, *letters[4:8], 2]]
     assert not inputs.notes
-    with pytest.warns(Notice, match=r"\d+% of the tokens are <unk>, which stands for what the tokenizer does not know"):
+    with pytest.warns(Notice, match=r"most tokens of 2 of 2 samples \(\d+% of all\) are <unk>, which stands for what"):
         inputs = prepare(protein, samples=2, max_length=30)
     assert inputs.description == "the story of a lighthouse clock that comes with lipbound"
 
@@ -237,6 +240,30 @@ def test_float_masks_of_0_and_1_are_told(checkpoint: Checkpoint) -> None:
     )
     for mask in (ones.tril().bool(), torch.zeros(1, 1, 3, 3).masked_fill(ones.triu(1).bool(), -torch.inf)):
         assert not prepare(checkpoint, {"input_ids": ids, "attention_mask": mask}).notes
+
+
+def test_a_layer_of_ones_own_and_captures_are_told_of_such_masks(checkpoint: Checkpoint) -> None:
+    x, w = torch.randn(1, 3, 8, generator=torch.Generator().manual_seed(0)), torch.ones(2, 8, 4)
+    with pytest.warns(Notice, match="mask holds 0 and 1, which are added to the scores and forbid nothing"):
+        lb.Attention(x, w, w, w, mask=torch.ones(3, 3).tril())
+    ids = torch.tensor([[7, 8, 9]])
+    with pytest.warns(Notice, match="attention_mask has 4 axes and holds the numbers 0 and 1"), suppress(CaptureError):
+        lb.capture(checkpoint.model, {"input_ids": ids, "attention_mask": torch.ones(1, 1, 3, 3).tril()})
+    with pytest.warns(Notice, match="1 of 1 samples end or begin with the model's padding token"):
+        lb.capture(checkpoint.model, {"input_ids": torch.tensor([[7, 8, 0]])})
+
+
+def test_embeddings_that_are_no_numbers(checkpoint: Checkpoint) -> None:
+    with pytest.raises(InputsError, match="inputs_embeds has NaN or infinite entries"):
+        prepare(checkpoint, {"inputs_embeds": torch.full((1, 3, 24), torch.nan)})
+
+
+def test_hidden_files_are_no_texts(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = folder_of(SHORT, tmp_path / "texts")
+    (folder / ".ipynb_checkpoints").mkdir()
+    (folder / ".ipynb_checkpoints" / "0-checkpoint.txt").write_text("w1")
+    (folder / "README.md").write_text("w2")
+    assert prepare(checkpoint, folder, samples="all", max_length=20).samples == 3
 
 
 def rows_that_end_early() -> Iterator[dict[str, object]]:

@@ -97,7 +97,7 @@ def test_options_of_the_command_line(bert: Path, table: Path, tmp_path: Path, ca
     assert status == 0, err
     attrs = lb.load(run).attrs
     assert (attrs["samples"], attrs["source"]["shuffle"], attrs["source"]["tokenizer"]) == (12, 4, str(bert))
-    for given, sentence in (("some", "--samples is 'some'; it must be a whole number, at least 1, or 'all'"), ("0", "--samples is 0; it must be")):
+    for given, sentence in (("some", "--samples must be a whole number or 'all', not 'some'"), ("0", "--samples is 0; it must be")):
         status, _, err = call(capsys, monkeypatch, "compare", bert, "--data", table, "--samples", given, *options)
         assert status == 2
         assert sentence in " ".join(err.split())

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lipbound.attention.layer import Attention
-from lipbound.errors import CaptureError, flag, indices
+from lipbound.errors import CaptureError, flag, indices, tell
 from lipbound.models.capture.assembly import assemble, valid_tokens
 from lipbound.models.capture.probing import Turns, Weights, probe
 from lipbound.models.capture.recorder import RECORDING_ATTENTION, Call, check_model, hidden_states, implementation, record, taken
@@ -21,6 +21,7 @@ from lipbound.models.capture.residual_detection import Seen, surroundings, watch
 from lipbound.models.capture.verification import check_rebuilt, own_outputs, verify_outputs
 from lipbound.models.offload import by_layer
 from lipbound.models.precision import measurable
+from lipbound.models.readers.remarks import odd_masks
 
 ROTATIONS = 4
 """How many of the rotations found last are tried on the next layer, which mostly has one of them."""
@@ -144,5 +145,7 @@ def capture(
         CaptureError: see `Capturer.run`.
     """
     check_model(model)
+    for said in odd_masks(model, inputs) if isinstance(inputs, Mapping) else []:
+        tell(said)
     chosen = None if layers is None else indices("layers", layers)
     return [layer.attention for layer in Capturer(measurable(model), chosen, flag("around", around)).run(inputs)]

@@ -41,6 +41,12 @@ def ending(path: Path) -> str:
     return Path(path.stem if path.suffix.lower() == PACKED else path.name).suffix.lower()
 
 
+def visible(folder: Path) -> list[Path]:
+    """The files of a folder and the folders in it, by their paths, but for hidden ones: copies of notebooks' checkpoints, notes of file systems."""
+    files = (file for file in folder.rglob("*") if not any(part.startswith(".") for part in file.relative_to(folder).parts))
+    return sorted(file for file in files if file.is_file())
+
+
 def is_plain_file(data: Any) -> bool:
     """Whether it is the path of a file that is not a table."""
     path = there(data)

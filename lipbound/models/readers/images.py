@@ -7,6 +7,7 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from lipbound.models.batch import Inputs
 from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.quiet import first_line, quiet
 from lipbound.models.readers import pixels
-from lipbound.models.readers.files import IMAGE_FILES, TABLES, ending, there
+from lipbound.models.readers.files import IMAGE_FILES, TABLES, ending, there, visible
 from lipbound.models.readers.reader import Reader, Selection
 from lipbound.models.readers.tables import Found, ItemKind
 
@@ -31,8 +32,12 @@ PHOTOGRAPHS = ("astronaut.png", "chelsea.png", "coffee.png", "motorcycle_left.pn
 """Files of scikit-image that are the default images."""
 
 
-def _as_image(value: Any) -> Path | None:
-    """The path of an image, where that is what a value is."""
+def _as_image(value: Any) -> Path | Image.Image | None:
+    """The path of an image, or an image of an array (height, width) or, of 8 bits, (height, width, 3 or 4), where a value is one."""
+    if isinstance(value, np.ndarray) and value.size:
+        colours = value.ndim == 3 and value.shape[-1] in (3, 4) and value.dtype == np.uint8
+        grey = value.ndim == 2 and value.dtype in (np.uint8, np.uint16, np.int32, np.float32)
+        return Image.fromarray(value) if colours or grey else None
     path = there(value)
     return path if path is not None and path.is_file() and path.suffix.lower() in IMAGE_FILES else None
 
@@ -72,9 +77,10 @@ class ImageReader(Reader):
 
     def open_folder(self, path: Path) -> Found | None:
         """The images of a folder and the folders in it, by their paths; None for a folder of tables."""
-        if any(ending(file) in TABLES for file in path.iterdir()):
+        files = [file for file in visible(path) if file.suffix.lower() in IMAGE_FILES]
+        tables = {ending(file) for file in path.iterdir()} & TABLES.keys()
+        if tables - ({".tsv"} if files else set()):
             return None
-        files = sorted(f for f in path.rglob("*") if f.suffix.lower() in IMAGE_FILES)
         if not files:
             raise InputsError(f"{path} holds no images ({', '.join(IMAGE_FILES)})")
         return Found(files, path.name, lambda: [str(file.parent.relative_to(path)) for file in files], "folder")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pandas as pd
 
 from lipbound.errors import InputsError, shown
@@ -69,6 +70,8 @@ class Reader(ABC):
             InputsError: no such data, items of another modality, a split or a column of what has none; of a table that is read row by row also
                 later on.
         """
+        if isinstance(data, np.ndarray) and data.ndim == 1 and data.dtype.kind in "UO":
+            data = data.tolist()  # of strings, or of whatever objects
         path = there(data)
         if data is None:
             no_table(split, column, f"the default {self.kind.many} have")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import DatasetDict
+from datasets import DatasetDict, IterableDatasetDict
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -22,12 +22,16 @@ TOWERS = (
     ("audio_config", "input_features", "sound"),
 )
 """Parts of configurations, the input of the tower that each is of, and what that takes."""
+FINITE = ("pixel_values", "inputs_embeds", "input_features", "input_values")
+"""Inputs that are numbers."""
 SAMPLES = "tensors of (samples, ...) with at least one sample"
 
 
 def is_ready(data: Any) -> bool:
     """Whether it is a mapping (but not the splits of a dataset), or names a .safetensors file."""
-    return (isinstance(data, Mapping) and not isinstance(data, DatasetDict)) or (isinstance(data, str | Path) and str(data).endswith(".safetensors"))
+    return (isinstance(data, Mapping) and not isinstance(data, DatasetDict | IterableDatasetDict)) or (
+        isinstance(data, str | Path) and str(data).endswith(".safetensors")
+    )
 
 
 def ready_inputs(data: Mapping[str, Any] | str | Path, checkpoint: Checkpoint) -> tuple[dict[str, Tensor], str, list[str]]:
@@ -97,7 +101,10 @@ def check_towers(checkpoint: Checkpoint, given: Collection[str]) -> None:
 
 
 def check_images(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> None:
-    """Raise InputsError where ready images are not (samples, channels, height, width) finite numbers of the model's channels."""
+    """Raise InputsError where ready images are not (samples, channels, height, width) finite numbers of its channels, or others not finite."""
+    for name in FINITE:
+        if name in batch and not bool(torch.isfinite(batch[name]).all()):
+            raise InputsError(f"{name} has NaN or infinite entries; the Jacobian is not defined there")
     pixels = batch.get("pixel_values")
     if pixels is None:
         return
@@ -105,8 +112,6 @@ def check_images(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> None:
         raise InputsError(
             f"pixel_values is of dtype {str(pixels.dtype).removeprefix('torch.')}; give the floating-point numbers that the image processor returns"
         )
-    if not bool(torch.isfinite(pixels).all()):
-        raise InputsError("pixel_values has NaN or infinite entries; the Jacobian is not defined there")
     channels = getattr(checkpoint.model.config, "num_channels", None)
     if pixels.ndim == 4 and isinstance(channels, int) and pixels.shape[1] != channels:
         raise InputsError(f"pixel_values has shape {tuple(pixels.shape)}; {checkpoint.name} takes (samples, {channels}, height, width)")

@@ -2,17 +2,24 @@
 
 import hashlib
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lipbound.models.checkpoint import Checkpoint
+from lipbound.attention.masking import zero_one
 from lipbound.models.readers.positions import text_config
 
 
-def remarks(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> list[str]:
-    """Sentences about samples that are the same, padding that no mask tells of, and masks of 0 and 1 that are added to scores."""
-    return [said for said in (_repeated(batch), _unmasked(checkpoint, batch), _added(batch)) if said is not None]
+def remarks(model: Any, batch: Mapping[str, Tensor]) -> list[str]:
+    """Sentences about samples that are the same, and those of `odd_masks`."""
+    repeated = _repeated(batch)
+    return ([] if repeated is None else [repeated]) + odd_masks(model, batch)
+
+
+def odd_masks(model: Any, batch: Mapping[str, Tensor]) -> list[str]:
+    """Sentences about padding that no mask tells of, and masks of 0 and 1 that are added to scores."""
+    return [said for said in (_unmasked(model, batch), _added(batch)) if said is not None]
 
 
 def _repeated(batch: Mapping[str, Tensor]) -> str | None:
@@ -31,11 +38,11 @@ def _repeated(batch: Mapping[str, Tensor]) -> str | None:
     return f"{count} samples are {len(first)} different ones: those numbered {listed} repeat earlier ones, and means count them again"
 
 
-def _unmasked(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> str | None:
+def _unmasked(model: Any, batch: Mapping[str, Tensor]) -> str | None:
     """Runs of the padding token at an end of a sample, where no mask says that they are padding."""
-    ids, config = batch.get("input_ids"), text_config(checkpoint.model)
+    ids, config = batch.get("input_ids"), text_config(model)
     pad = getattr(config, "pad_token_id", None)
-    if ids is None or "attention_mask" in batch or not isinstance(pad, int):
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or batch.get("attention_mask") is not None or not isinstance(pad, int):
         return None
     is_pad = ids == pad
     trailing, leading = is_pad.flip(-1).cummin(-1).values.sum(-1), is_pad.cummin(-1).values.sum(-1)
@@ -52,13 +59,11 @@ def _unmasked(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> str | None
 
 
 def _added(batch: Mapping[str, Tensor]) -> str | None:
-    """A mask over pairs of tokens, in floating-point numbers that look as if they meant yes and no."""
+    """A mask over pairs of tokens, in numbers that look as if they meant yes and no."""
     for name, mask in batch.items():
-        if not name.endswith("attention_mask") or mask.ndim < 3 or not mask.is_floating_point():
-            continue
-        if bool(((mask == 0) | (mask == 1)).all()) and bool((mask == 1).any()):
+        if name.endswith("attention_mask") and isinstance(mask, Tensor) and mask.ndim == 4 and mask.dtype != torch.bool and zero_one(mask):
             return (
-                f"{name} has {mask.ndim} axes and holds 0 and 1 as floating-point numbers, which are added to the scores and mask nothing; give a "
-                "boolean mask, True where a token is seen, or 0 there and -inf elsewhere"
+                f"{name} has 4 axes and holds the numbers 0 and 1, which are added to the scores and mask nothing; give a boolean mask, True where a "
+                "token is seen, or 0 there and -inf elsewhere"
             )
     return None

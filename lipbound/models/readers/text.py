@@ -16,7 +16,7 @@ from lipbound.errors import InputsError
 from lipbound.models.batch import Inputs
 from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.quiet import first_line, quiet
-from lipbound.models.readers.files import IMAGE_FILES, PROSE, TABLES, ending, is_plain_file, read_text
+from lipbound.models.readers.files import IMAGE_FILES, PROSE, TABLES, ending, is_plain_file, read_text, visible
 from lipbound.models.readers.positions import positions
 from lipbound.models.readers.reader import Reader, Selection
 from lipbound.models.readers.tables import Found, ItemKind, Lazy, no_table, order
@@ -56,7 +56,7 @@ class TextReader(Reader):
         found = self.items(checkpoint, data, selection.split, selection.column)
         texts, notes = found.take(samples, selection.shuffle, "texts")
         if not texts:
-            raise InputsError(f"{found.description} is empty" if is_plain_file(data) else f"{found.description} has no text in it")
+            raise InputsError(f"{data} is empty" if is_plain_file(data) else f"{found.description} has no text in it")
         description = selection.described(found.description)
         if isinstance(texts[0], Tokens):
             if not all(isinstance(text, Tokens) for text in texts):
@@ -92,7 +92,7 @@ class TextReader(Reader):
 
     def open_folder(self, path: Path) -> Found | None:
         """The texts of a folder and the folders in it, a file each, by their paths; None for a folder of tables, and where there are none."""
-        names = sorted(file for file in path.rglob("*") if file.is_file())
+        names = visible(path)
         files = [file for file in names if ending(file) in PROSE]
         if not files or any(ending(file) in TABLES for file in names):
             return None
@@ -124,7 +124,7 @@ def _chats(checkpoint: Checkpoint, data: Sequence[Any], selection: Selection) ->
         raise InputsError(f"the chat template of {checkpoint.name} does not take these conversations: {error}") from error
     batch, notes = _tokens(tokenizer, texts, selection.max_length, checkpoint.name, special=False)  # the template has written them
     made = f"{type(tokenizer).__name__} with its chat template, each cut at {selection.max_length} tokens"
-    return Inputs(batch, selection.described(f"{len(texts)} conversations"), made, notes)
+    return Inputs(batch, selection.described(f"{len(texts)} conversations"), made, notes + _unknown(tokenizer, batch))
 
 
 def _windows(tokenizer: Any, text: str, selection: Selection, name: str) -> tuple[dict[str, Tensor], list[str]]:
@@ -203,10 +203,14 @@ def _unknown(tokenizer: Any, batch: Mapping[str, Tensor]) -> list[str]:
     if unknown is None or unknown in (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id):
         return []
     special = torch.tensor(sorted({int(i) for i in tokenizer.all_special_ids} - {unknown}))
-    words = ~torch.isin(ids, special.to(ids.dtype))
-    share = float((ids == unknown)[words].float().mean()) if bool(words.any()) else 0.0
+    words, lost = ~torch.isin(ids, special.to(ids.dtype)), ids == unknown
+    strange = int((lost.sum(-1) > UNKNOWN * words.sum(-1)).sum())
+    share = float(lost.sum() / words.sum().clamp_min(1))
     return (
-        [f"{share:.0%} of the tokens are {tokenizer.unk_token}, which stands for what the tokenizer does not know; give data of the model's language"]
-        if share > UNKNOWN
+        [
+            f"most tokens of {strange} of {len(ids)} samples ({share:.0%} of all) are {tokenizer.unk_token}, which stands for what the tokenizer "
+            "does not know; give data in the model's language"
+        ]
+        if strange
         else []
     )
