@@ -59,8 +59,8 @@ def everywhere(texts: list[str], folder: Path) -> list[object]:
     paths = sorted(folder_of(texts, folder / "texts").iterdir())
     return [
         texts, tuple(texts), np.array(texts), np.array(texts, dtype=object), frame, frame["text"], dataset, datasets.DatasetDict({"test": dataset}),
-        datasets.IterableDatasetDict({"test": dataset.to_iterable_dataset()}), dataset.to_iterable_dataset(), folder / "texts", paths, [str(path) for path in paths],
-        *(folder / name for name in ("t.csv", "t.tsv", "t.csv.gz", "t.jsonl", "t.jsonl.gz", "saved", "splits")),
+        datasets.IterableDatasetDict({"test": dataset.to_iterable_dataset()}), dataset.to_iterable_dataset(), folder / "texts", paths,
+        [str(path) for path in paths], *(folder / name for name in ("t.csv", "t.tsv", "t.csv.gz", "t.jsonl", "t.jsonl.gz", "saved", "splits")),
     ]  # fmt: skip
 
 

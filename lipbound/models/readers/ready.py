@@ -29,9 +29,8 @@ SAMPLES = "tensors of (samples, ...) with at least one sample"
 
 def is_ready(data: Any) -> bool:
     """Whether it is a mapping (but not the splits of a dataset), or names a .safetensors file."""
-    return (isinstance(data, Mapping) and not isinstance(data, DatasetDict | IterableDatasetDict)) or (
-        isinstance(data, str | Path) and str(data).endswith(".safetensors")
-    )
+    named = isinstance(data, str | Path) and str(data).endswith(".safetensors")
+    return named or (isinstance(data, Mapping) and not isinstance(data, DatasetDict | IterableDatasetDict))
 
 
 def ready_inputs(data: Mapping[str, Any] | str | Path, checkpoint: Checkpoint) -> tuple[dict[str, Tensor], str, list[str]]:
