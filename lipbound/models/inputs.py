@@ -93,7 +93,7 @@ def token_texts(checkpoint: Checkpoint, inputs: Inputs, sample: int = 0) -> list
     ['[CLS]', 'the', 'gu', '##lls', '[SEP]']
     """
     ids = inputs.batch.get("input_ids")
-    if ids is None or checkpoint.source is None:
+    if ids is None or (checkpoint.source is None and checkpoint.tokenizer_from is None):
         return []
     try:
         tokenizer = checkpoint.tokenizer()

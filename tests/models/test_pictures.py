@@ -1,9 +1,12 @@
 """Images of every depth and format against arrays that are worked out by hand."""
 
+import io
 from collections import Counter
 from pathlib import Path
 
+import datasets
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from PIL import Image
@@ -139,6 +142,22 @@ def test_paths_of_images(checkpoint: Checkpoint, tmp_path: Path) -> None:
     assert torch.equal(prepare(checkpoint, [Path(name) for name in names]).batch["pixel_values"], expected)
     with pytest.raises(InputsError, match=r"data holds .*9\.png, which is no file of images that is there"):
         prepare(checkpoint, [tmp_path / "0.png", tmp_path / "9.png"])
+    with pytest.raises(InputsError, match=r"data holds 9\.png, which is no file of images that is there"):
+        prepare(checkpoint, ["9.png"])
+    frame = pd.DataFrame({"image": names})
+    assert torch.equal(prepare(checkpoint, frame).batch["pixel_values"], expected)
+
+
+def test_rows_that_are_no_images(checkpoint: Checkpoint) -> None:
+    good = io.BytesIO()
+    grey(RAMP, np.uint8).save(good, "png")
+    rows = [{"bytes": good.getvalue(), "path": None}, {"bytes": b"garbage", "path": None}]
+    table = datasets.Dataset.from_dict({"image": rows}).cast_column("image", datasets.Image())
+    assert prepare(checkpoint, table, samples=1).samples == 1
+    with pytest.raises(InputsError, match="row 1 of a dataset cannot be read: "):
+        prepare(checkpoint, table)
+    with pytest.raises(InputsError, match="breaks off after 1 rows: "):
+        prepare(checkpoint, table.to_iterable_dataset())
 
 
 def test_folders_of_classes(checkpoint: Checkpoint, tmp_path: Path) -> None:

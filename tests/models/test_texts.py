@@ -22,7 +22,7 @@ from lipbound.analysis.length_growth import stream
 from lipbound.errors import CaptureError, CheckpointError, InputsError, Notice
 from lipbound.models.batch import Inputs
 from lipbound.models.checkpoints import Checkpoint, load_checkpoint
-from lipbound.models.inputs import prepare
+from lipbound.models.inputs import prepare, token_texts
 
 LONG = " ".join(f"w{k % 40}" for k in range(25))
 SHORT = ["the ferry is in a clock", "keeper", "a lighthouse and the island"]
@@ -285,6 +285,11 @@ def test_rows_of_another_kind(checkpoint: Checkpoint, row: object) -> None:
         prepare(checkpoint, pd.DataFrame({"text": ["w1", row, "w3"]}, dtype=object), max_length=8)
 
 
+def test_folders_of_tables_are_named_without_their_path(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    pd.DataFrame({"text": ["w1", "w2"]}).to_parquet(tmp_path / "test.parquet")
+    assert prepare(checkpoint, tmp_path, samples="all", max_length=8).description == f"{tmp_path.name}, test split"
+
+
 def test_missing_rows_are_told(checkpoint: Checkpoint) -> None:
     for data in (pd.DataFrame({"text": ["w1", None, float("nan"), " ", "w3"]}), datasets.Dataset.from_dict({"text": ["w1", None, None, "", "w3"]})):
         with pytest.warns(Notice, match=r"were passed over: 3"):
@@ -310,5 +315,7 @@ def test_another_tokenizer(bert: Path, tmp_path: Path) -> None:
         prepare(load_checkpoint(bert, tokenizer=tmp_path), SHORT, max_length=20)
     with pytest.raises(CheckpointError, match=r"tokenizer is of type .*; give a directory or a hub id"):
         load_checkpoint(bert, tokenizer=load_checkpoint(bert).tokenizer())
+    named = load_checkpoint(build(AFFINE["bert"]), tokenizer=bert)
+    assert token_texts(named, expected) == SHORT[0].split()
     tokens, _ = stream(load_checkpoint(folder, tokenizer=bert), SHORT, 7)
     assert tokens.tolist() == [*expected.batch["input_ids"][0].tolist(), 14]

@@ -14,7 +14,7 @@ from PIL import Image
 
 from lipbound.errors import InputsError, shown
 from lipbound.models.quiet import cause, first_line, quiet
-from lipbound.models.readers.files import TABLES, TEXT_FILES, ending, there
+from lipbound.models.readers.files import IMAGE_FILES, TABLES, TEXT_FILES, ending, there
 from lipbound.models.readers.token_ids import Tokens
 
 CLASSES = ("label", "labels", "class", "target", "category", "fine_label", "coarse_label")
@@ -178,7 +178,7 @@ def _listed(data: Sequence[Any], kind: ItemKind, name: str) -> Found:
         data = [Path(item) for item in data]
     items = [kind.item(item) for item in data]
     for given, item in zip(data, items, strict=True):
-        if item is None and isinstance(given, Path):
+        if item is None and (isinstance(given, Path) or (isinstance(given, str) and ending(Path(given[-20:])) in IMAGE_FILES)):
             raise InputsError(f"data holds {given}, which is no file of {kind.takes} that is there; {name} takes {kind.takes}")
         if item is None:
             raise InputsError(f"data holds items of type {type(given).__name__}, but {name} takes {kind.takes}; give a list of {kind.many}")
@@ -312,7 +312,7 @@ def _read_table(name: str, path: Path, split: str | None, header: bool) -> tuple
             raise InputsError(f"{name} is not a file that can be read here; tables are {', '.join(TABLES)}")
     repo, _, config = name.partition(":")
     chosen = split or _pick_split(repo, config or None)
-    return datasets.load_dataset(repo, config or None, split=chosen), f"{name}, {chosen} split"
+    return datasets.load_dataset(repo, config or None, split=chosen), f"{path.name if path.is_dir() else name}, {chosen} split"
 
 
 def is_saved(path: Path) -> bool:
