@@ -290,6 +290,11 @@ def test_folders_of_tables_are_named_without_their_path(checkpoint: Checkpoint, 
     assert prepare(checkpoint, tmp_path, samples="all", max_length=8).description == f"{tmp_path.name}, test split"
 
 
+def test_texts_and_tokens_do_not_mix(checkpoint: Checkpoint) -> None:
+    with pytest.raises(InputsError, match="holds both texts and token numbers; give one kind"):
+        prepare(checkpoint, ["w1", [4, 5]], max_length=8)
+
+
 def test_missing_rows_are_told(checkpoint: Checkpoint) -> None:
     for data in (pd.DataFrame({"text": ["w1", None, float("nan"), " ", "w3"]}), datasets.Dataset.from_dict({"text": ["w1", None, None, "", "w3"]})):
         with pytest.warns(Notice, match=r"were passed over: 3"):

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -166,8 +167,7 @@ def rows(data: Any, split: str | None, column: str | None, kind: ItemKind, name:
         return _listed(data, kind, name)
     table, description = table_of(data, split, column)
     chosen = _column(table, column, kind, description)
-    groups = lambda: _classes(table)  # noqa: E731
-    return Found(_values(table, chosen, kind, description, name), description, groups, "class")
+    return Found(_values(table, chosen, kind, description, name), description, partial(_classes, table))
 
 
 def _listed(data: Sequence[Any], kind: ItemKind, name: str) -> Found:

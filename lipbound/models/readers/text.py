@@ -58,14 +58,12 @@ class TextReader(Reader):
         if not texts:
             raise InputsError(f"{data} is empty" if is_plain_file(data) else f"{found.description} has no text in it")
         description = selection.described(found.description)
+        if len({isinstance(text, Tokens) for text in texts}) > 1:
+            raise InputsError(f"{found.description} holds both texts and token numbers; give one kind")
         if isinstance(texts[0], Tokens):
-            if not all(isinstance(text, Tokens) for text in texts):
-                raise InputsError(f"{found.description} holds both texts and token numbers; give one kind")
             max_length = max_length if limit is None else min(max_length, limit)
             notes += _cut([len(text.ids) for text in texts], max_length)
             return Inputs(batch_of(texts, checkpoint, max_length), description, f"token numbers as given, each text cut at {max_length}", notes)
-        if not all(isinstance(text, str) for text in texts):
-            raise InputsError(f"{found.description} holds both texts and token numbers; give one kind")
         tokenizer = checkpoint.tokenizer()
         kind = type(tokenizer).__name__
         if len(texts) == 1 and (samples != 1 or (isinstance(found.items, Sequence) and len(found.items) == 1)):
