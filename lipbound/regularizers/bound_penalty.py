@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.bounds.registry import get
-from lipbound.devices import without_autocast
+from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError, UnknownNameError, check_layer, nearest, shown
 
 
@@ -25,7 +25,7 @@ class SoundPenalty:
             raise UnknownNameError(f"unknown penalty bound {name!r}; {nearest(name, self.NAMES)}")
         self.name = name
 
-    @without_autocast
+    @in_own_modes
     def __call__(self, layers: Sequence[Attention]) -> Tensor:
         """The penalty, a scalar in float64.
 

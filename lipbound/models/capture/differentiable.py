@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lipbound.attention.layer import Attention
-from lipbound.devices import without_autocast
+from lipbound.devices import in_own_modes
 from lipbound.errors import CaptureError
 from lipbound.models.capture.parameters import ModuleProjections, projections
 from lipbound.models.training.watch import Call, Probabilities, transformers_model, watching
@@ -71,7 +71,7 @@ def attention_layers(model: nn.Module, layers: Sequence[int] | int | str | None 
             result.append(att)
 
 
-@without_autocast
+@in_own_modes
 def _layer(call: Call, found: ModuleProjections | None) -> Attention | None:
     """The layer of a call, without samples that are all padding; None where no sample remains."""
     name, x = type(call.module).__name__, call.x
