@@ -1,7 +1,7 @@
 """JaSMin, the penalty of Yudin et al. 2025."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -55,7 +55,7 @@ class JaSMin:
             LipboundError: no attentions, what is no list of such tensors, or a ``valid`` of other tokens.
         """
         known = getattr(attentions, "valid", None) if valid is None else None
-        if isinstance(attentions, Tensor) or not isinstance(attentions, Iterable):
+        if not isinstance(attentions, list | tuple):
             raise LipboundError(f"attentions is {shown(attentions)}; give a list with one tensor of shape (samples, heads, queries, keys) per layer")
         attentions = list(attentions)
         if not attentions:

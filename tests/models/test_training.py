@@ -58,6 +58,16 @@ def test_masks_of_whole_numbers_are_refused() -> None:
         model(torch.ones(1, 9, dtype=torch.long), attention_mask=DOCUMENTS.long())
 
 
+@pytest.mark.parametrize("mask", [None, DOCUMENTS, added(DOCUMENTS)], ids=["none", "bool", "added"])
+def test_biases_of_relative_positions(mask: Tensor | None) -> None:
+    model, ids = build(MODERN["T5 encoder"]), inputs_for(bert())["input_ids"]
+    outside = model(ids, attention_mask=mask).last_hidden_state
+    with attention_probabilities(model) as found:
+        inside = model(ids, attention_mask=mask).last_hidden_state
+    torch.testing.assert_close(inside, outside, rtol=1e-4, atol=1e-5)
+    assert len(found) == 2
+
+
 LEFT = torch.tensor([[1] * 9, [0] * 3 + [1] * 6])
 RIGHT = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
 
@@ -154,8 +164,8 @@ def test_pictures_of_one_pass_are_samples_of_one_layer() -> None:
     with attention_probabilities(model, layers=[1]) as found:
         model(inputs_for(bert())["input_ids"][:1])
     assert [tuple(p.shape) for p in found] == [(2, 4, 5, 5)]
-    alone = float(JaSMin()([found[0][:1]])), float(JaSMin()([found[0][1:, :, :4, :4]]))
-    assert float(JaSMin()(found)) == pytest.approx(sum(alone) / 2, rel=1e-6)
+    alone = JaSMin()([found[0][:1]]) + JaSMin()([found[0][1:, :, :4, :4]])
+    torch.testing.assert_close(JaSMin()(found), alone / 2)
 
 
 def gradients(model: nn.Module, penalty: Tensor) -> list[Tensor]:
@@ -215,6 +225,9 @@ def test_contexts_inside_each_other_and_models_side_by_side() -> None:
     ids = inputs_for(first)["input_ids"]
     with attention_probabilities(first) as outer, attention_probabilities(second) as other:
         first(ids)
+        with attention_probabilities(first), attention_probabilities(first) as twin:
+            pass
+        assert twin == []
         with attention_probabilities(first, layers=[1]) as inner, attention_layers(first, 0) as whole:
             first(ids)
             second(ids)

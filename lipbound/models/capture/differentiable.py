@@ -35,7 +35,7 @@ def attention_probabilities(model: nn.Module, layers: Sequence[int] | int | str 
         `lipbound.models.training.watch.Probabilities`: a list whose ``valid`` says which tokens are not padding; `JaSMin` looks at it.
 
     Raises:
-        CaptureError: no transformers model; capped scores, sinks or position biases; masks of whole numbers; layers that do not exist; reentrant
+        CaptureError: no transformers model; capped scores or sinks; masks of whole numbers; layers that do not exist; reentrant
             gradient checkpointing, which has no gradients to give; DataParallel on several devices.
 
     >>> import torch
@@ -58,8 +58,9 @@ def attention_layers(model: nn.Module, layers: Sequence[int] | int | str | None 
     Weights are found by their names (`lipbound.models.capture.parameters`).
 
     Raises:
-        CaptureError: as `attention_probabilities`; a model whose projections are not found, whose attention modules are not given one tensor of token
-            vectors, or whose queries, keys or values are not these projections of it (rotations, cross-attention).
+        CaptureError: as `attention_probabilities`; biases of relative positions; a model whose projections are not found, whose attention modules
+            are not given one tensor of token vectors, or whose queries, keys or values are not these projections of it (rotations,
+            cross-attention).
     """
     known = {id(p.module): p for p in projections(transformers_model(model))}
     result: list[Attention] = []
@@ -77,6 +78,8 @@ def _layer(call: Call, found: ModuleProjections | None) -> Attention | None:
     name, x = type(call.module).__name__, call.x
     if found is None or x is None:
         raise CaptureError(f"the projections of {name} are not found by their names, so its bound has no gradient")
+    if call.biased:
+        raise CaptureError(f"{name} uses position_bias in its attention, which bounds with gradients do not support")
     if call.repeated:
         raise CaptureError(f"{name} calls attention several times in one forward pass, which bounds with gradients do not support")
     if x.ndim != 3 or x.shape[:2] != (call.query.shape[0], call.query.shape[2]) or call.key.shape[2] != x.shape[1]:

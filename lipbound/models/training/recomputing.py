@@ -1,12 +1,13 @@
 """Changing a model in training for a while, and doing the same again when its layers are recomputed in the backward pass (gradient checkpointing)."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -14,6 +15,8 @@ from lipbound.errors import CaptureError
 
 TRAINING_ATTENTION = "lipbound-training"
 """Name of the attention function in the transformers registry that keeps its probabilities when asked to."""
+ATTRIBUTE = "_attn_implementation_internal"
+"""Where a configuration of transformers keeps the name of the attention function."""
 lock = threading.RLock()
 """Held where what all threads share is changed."""
 
@@ -53,37 +56,38 @@ def _lending(objects: Iterable[Any], name: str) -> Iterator[None]:
 
 
 @contextmanager
-def attending(model: PreTrainedModel) -> Iterator[None]:
-    """Context in which a model runs our attention function."""
-    configs = [config for module in model.modules() for config in _configs(getattr(module, "config", None))]
-    with _lending(configs, "_attn_implementation_internal"):
-        if any(config._attn_implementation_internal != TRAINING_ATTENTION for config in configs):
+def attending(model: PreTrainedModel, modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Context in which a model, all of whose ``modules`` are given, runs our attention function."""
+    configs = list({id(config): config for module in modules for config in _configs(vars(module).get("config"))}.values())
+    with _lending(configs, ATTRIBUTE):
+        if any(getattr(config, ATTRIBUTE) != TRAINING_ATTENTION for config in configs):
             model.set_attn_implementation(TRAINING_ATTENTION)
-        yield
+        with _checkpointed(modules, [config for config in configs if getattr(config, ATTRIBUTE) == TRAINING_ATTENTION]):
+            yield
 
 
 def _configs(config: Any) -> Iterator[Any]:
     """A model configuration and those inside it."""
-    if hasattr(config, "_attn_implementation_internal"):
+    if hasattr(config, ATTRIBUTE):
         yield config
         for name in getattr(config, "sub_configs", {}):
             yield from _configs(getattr(config, name, None))
 
 
 @contextmanager
-def checkpointed(model: PreTrainedModel) -> Iterator[None]:
+def _checkpointed(modules: Sequence[nn.Module], configs: Sequence[Any]) -> Iterator[None]:
     """Context in which layers that are checkpointed are recomputed later, in the backward pass, with the attention that they run with now."""
     name = "_gradient_checkpointing_func"
-    modules = [module for module in model.modules() if getattr(getattr(module, name, None), "func", None) in (checkpoint, _checkpoint)]
+    modules = [module for module in modules if getattr(vars(module).get(name), "func", None) in (checkpoint, _checkpoint)]
     with _lending(modules, name):
         for module in modules:
             func = getattr(module, name)
             if func.func is checkpoint:
-                setattr(module, name, partial(_checkpoint, model, func))
+                setattr(module, name, partial(_checkpoint, configs, func))
         yield
 
 
-def _checkpoint(model: PreTrainedModel, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _checkpoint(configs: Sequence[Any], func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``func``, torch's checkpointing with its options, made to remember which calls of attention were watched."""
     keywords = {**getattr(func, "keywords", {}), **kwargs}
     if keywords.get("use_reentrant") and torch.is_grad_enabled():
@@ -98,7 +102,7 @@ def _checkpoint(model: PreTrainedModel, func: Callable[..., Any], *args: Any, **
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         notes: list[bool] = []
         first, second = (nullcontext(), nullcontext()) if own is None else own()
-        return _noting(first, notes), _Recomputing(second, notes, model)
+        return _noting(first, notes), _Recomputing(second, notes, configs)
 
     return func(*args, **kwargs | {"context_fn": contexts})
 
@@ -116,14 +120,16 @@ def _noting(own: AbstractContextManager[Any], notes: list[bool]) -> Iterator[Non
 class _Recomputing:
     """Context of a recomputation, which torch may enter again for another backward pass."""
 
-    def __init__(self, own: AbstractContextManager[Any], notes: list[bool], model: PreTrainedModel):
-        self._own, self._notes, self._model = own, notes, model
+    def __init__(self, own: AbstractContextManager[Any], notes: list[bool], configs: Sequence[Any]):
+        self._own, self._notes, self._configs = own, notes, configs
 
     def __enter__(self) -> None:
         self._stack = ExitStack()
         self._before, replay.script = replay.script, iter(self._notes)
         self._stack.enter_context(self._own)
-        self._stack.enter_context(attending(self._model))
+        self._stack.enter_context(_lending(self._configs, ATTRIBUTE))
+        for config in self._configs:
+            setattr(config, ATTRIBUTE, TRAINING_ATTENTION)
 
     def __exit__(self, *error: Any) -> None:
         replay.script = self._before

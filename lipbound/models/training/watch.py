@@ -17,7 +17,7 @@ from transformers.masking_utils import eager_mask
 from lipbound.attention.masking import BLOCKED
 from lipbound.errors import CaptureError, indices, shown
 from lipbound.models.capture.recorder import check_model
-from lipbound.models.training.recomputing import TRAINING_ATTENTION, attending, checkpointed, lock, replay
+from lipbound.models.training.recomputing import TRAINING_ATTENTION, attending, lock, replay
 
 
 class Probabilities(list[Tensor]):
@@ -41,7 +41,7 @@ class Probabilities(list[Tensor]):
         return Probabilities(super().__getitem__(index), self.valid[index]) if isinstance(index, slice) else super().__getitem__(index)
 
 
-@dataclass
+@dataclass(eq=False)
 class Call:
     """One call of the attention interface: queries, keys and values, what was added to the scores, and the input of its module."""
 
@@ -53,6 +53,8 @@ class Call:
     """The mask as the model gives it."""
     mask: Tensor | None
     scale: float
+    biased: bool
+    """Whether biases of relative positions are added to its scores."""
     x: Tensor | None = None
     valid: Tensor | None = None
     """(samples, queries) bool, False at padding; None where there is none."""
@@ -71,7 +73,7 @@ class _Pass(threading.local):
         self.last: dict[int, tuple[Call, int]] = {}
 
 
-@dataclass
+@dataclass(eq=False)
 class Watch:
     """Who wants the probabilities of which layers of a model; threads that run the model side by side count their layers each."""
 
@@ -120,11 +122,11 @@ class Watch:
 _watches: list[Watch] = []
 
 
-def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kw: Any) -> tuple[Tensor, Any]:
+def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **kw: Any) -> tuple[Tensor, Any]:
     """Torch's fused attention, or the same by way of probabilities where a watch wants them."""
     fused = partial(sdpa_attention_forward, module, query, key, value, attention_mask, **kw)
     if extras := [name for name in ("softcap", "s_aux") if kw.get(name) is not None]:
-        raise _unsupported(module, extras)
+        raise CaptureError(f"{type(module).__name__} uses {', '.join(extras)} in its attention, which penalties do not support")
     if replay.script is not None:
         return _explicit(module, query, key, value, attention_mask, kw)[:2] if next(replay.script) else fused()
     if getattr(module, "_is_replica", False):
@@ -135,8 +137,6 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, att
         replay.notes.append(bool(layers))
     if not layers:
         return fused()
-    if kw.get("position_bias") is not None:
-        raise _unsupported(module, ["position_bias"])
     out, p, call, wide = _explicit(module, query, key, value, attention_mask, kw)
     for watch, layer in layers:
         watch.add(call, layer, wide)
@@ -154,10 +154,6 @@ REPLICAS = (
 )
 
 
-def _unsupported(module: nn.Module, extras: list[str]) -> CaptureError:
-    return CaptureError(f"{type(module).__name__} uses {', '.join(extras)} in its attention, which penalties do not support")
-
-
 def _explicit(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, given: Tensor | None, kw: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor, Call, Tensor]:
@@ -167,6 +163,8 @@ def _explicit(
     keys, values = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
     scores = ((query @ keys.mT) * scale).to(torch.promote_types(query.dtype, torch.float32))
     mask = _added(module, given, kw.get("is_causal"), scores)
+    if (bias := kw.get("position_bias")) is not None:
+        scores = scores + bias[..., : scores.shape[-1]]
     p = torch.softmax(scores if mask is None else scores + mask, -1)
     if given is not None:  # where nothing is seen, fused attention gives zeros; the lowest number is a number
         unseen = ~given if given.dtype == torch.bool else given == -torch.inf
@@ -174,7 +172,7 @@ def _explicit(
     used = p.to(query.dtype)
     dropped = nn.functional.dropout(used, kw.get("dropout", 0.0), module.training)
     out = (dropped @ values).transpose(1, 2).contiguous()
-    return out, used, Call(module, query, key, value, given, mask, scale), p
+    return out, used, Call(module, query, key, value, given, mask, scale, bias is not None), p
 
 
 def _added(module: nn.Module, given: Tensor | None, causal: bool | None, scores: Tensor) -> Tensor | None:
@@ -252,12 +250,12 @@ def watching(model: nn.Module, layers: object, inputs_of: Mapping[int, nn.Module
     chosen = None if layers is None else indices("layers", layers)
     if chosen is not None and min(chosen, default=0) < 0:
         raise CaptureError(f"layers is {shown(layers)}; count attention layers from 0, in the order of the forward pass")
-    watch = Watch(frozenset(map(id, inner.modules())), None if chosen is None else frozenset(chosen), inputs_of is not None)
+    modules = list((model if isinstance(model, nn.Module) else inner).modules())
+    watch = Watch(frozenset(map(id, modules)), None if chosen is None else frozenset(chosen), inputs_of is not None)
     with ExitStack() as stack:
-        stack.enter_context(_hooked(watch, inner, list((inputs_of or {}).values())))
-        stack.enter_context(attending(inner))
-        stack.enter_context(checkpointed(inner))
-        if any(getattr(m, "_compiled_call_impl", None) is not None or hasattr(m, "_orig_mod") for m in (model, *inner.modules())):
+        stack.enter_context(_hooked(watch, modules, list((inputs_of or {}).values())))
+        stack.enter_context(attending(inner, modules))
+        if any(module._compiled_call_impl is not None or "_orig_mod" in module._modules for module in modules):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         _watches.append(watch)
         try:
@@ -270,12 +268,12 @@ def watching(model: nn.Module, layers: object, inputs_of: Mapping[int, nn.Module
 
 
 @contextmanager
-def _hooked(watch: Watch, model: PreTrainedModel, modules: Sequence[nn.Module]) -> Iterator[None]:
+def _hooked(watch: Watch, parts: Sequence[nn.Module], modules: Sequence[nn.Module]) -> Iterator[None]:
     """Context in which a watch knows which token stream is computed, and what modules are given."""
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
-            given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+            given = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
         except TypeError:
             given = kwargs
         rest = next((v for v in given.values() if isinstance(v, dict) and "attention_mask" in v), {})
@@ -290,7 +288,7 @@ def _hooked(watch: Watch, model: PreTrainedModel, modules: Sequence[nn.Module]) 
         if isinstance(x, Tensor):
             watch.here.inputs[id(module)] = x
 
-    for part in model.modules():
+    for part in parts:
         if isinstance(part, PreTrainedModel):
             watch.hooks.append(part.register_forward_pre_hook(enter, with_kwargs=True))
             watch.hooks.append(part.register_forward_hook(leave, always_call=True))
