@@ -194,6 +194,32 @@ def gradient(model: nn.Module, value: Tensor) -> list[Tensor]:
     return [torch.zeros(()) if g is None else g for g in found]
 
 
+SIZES = {"vocab_size": 60, "d_model": 24}
+BART = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 32))}
+SEQ2SEQ: dict[str, Callable[[], tf.PreTrainedModel]] = {
+    "bart": lambda: tf.BartModel(tf.BartConfig(**SIZES, **BART, max_position_embeddings=40)),
+    "t5": lambda: tf.T5Model(tf.T5Config(**SIZES, d_kv=6, d_ff=32, num_layers=1, num_heads=4)),
+}
+
+
+@pytest.mark.parametrize("name", SEQ2SEQ)
+def test_encoders_and_decoders_have_their_own_padding(name: str) -> None:
+    """At equal lengths: encoder, decoder and cross-attention give what the two texts give alone."""
+    model, ids = build(SEQ2SEQ[name]).double(), torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(2))
+    real = torch.tensor([[1] * 8, [1] * 5 + [0] * 3])
+    own = torch.tensor([[1] * 6 + [0] * 2, [1] * 8])
+    with torch.no_grad(), attention_probabilities(model) as found:
+        model(ids, attention_mask=real, decoder_input_ids=ids.flip(1), decoder_attention_mask=own)
+    for penalty in (JaSMin(), JaSMin(reduce="mean")):
+        values = []
+        for s in range(2):
+            with torch.no_grad(), attention_probabilities(model) as alone:
+                model(ids[s : s + 1, real[s] > 0], decoder_input_ids=ids.flip(1)[s : s + 1, own[s] > 0])
+            values.append(penalty(alone))
+        assert len(found) == 3
+        assert float(penalty(found)) == pytest.approx(float(torch.stack(values).mean()), rel=1e-5)
+
+
 def test_nothing_but_padding() -> None:
     model = build(AFFINE["bert"])
     with attention_probabilities(model) as found, attention_layers(model) as layers:
