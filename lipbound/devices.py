@@ -89,14 +89,23 @@ def require(needed: float, device: torch.device, what: str, instead: str) -> Non
         raise LipboundError(f"{what}, about {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB of memory are free; {instead}")
 
 
-def without_autocast(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator: products are in the dtype of their factors, whatever the caller lets torch choose."""
+def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorator: the function computes what it would by itself, whatever the caller lets torch choose.
+
+    Products are in the dtype of their factors (no autocast), new tensors are on the CPU unless said otherwise (no default device), and results can
+    take part in derivatives later on (no inference mode; derivatives are then not recorded, as there).
+    """
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         with ExitStack() as stack:
+            if torch.is_inference_mode_enabled():
+                stack.enter_context(torch.inference_mode(False))
+                stack.enter_context(torch.no_grad())
             for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
                 stack.enter_context(torch.autocast(device, enabled=False))
+            if torch.get_default_device().type != "cpu":
+                stack.enter_context(torch.device("cpu"))
             return function(*args, **kwargs)
 
     return run

@@ -1,5 +1,6 @@
 """Exact local Lipschitz constants of whole networks, or of chains of their blocks, through the model's own modules."""
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError, real, shown, whole
 from lipbound.linalg.certificates import ROUNDING
 from lipbound.linalg.operator_norm import operator_norm
@@ -119,6 +121,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return max(fitting, key=len)
 
 
+@in_own_modes
 def network_norm(
     model: "PreTrainedModel",
     inputs: Inputs,
@@ -189,6 +192,7 @@ def _from_gradients(op: JacobianOperator) -> Norm:
     return Norm(sigma, sigma * (1 + error), steps, torch.ones(op.batch, dtype=torch.bool), error)
 
 
+@in_own_modes
 def block_product(model: "PreTrainedModel", inputs: Inputs, *, tol: float = 1e-3, delta: float | None = 1e-6, seed: int = 0) -> dict[str, Tensor]:
     """Exact norms of every block and of what follows the last one, and their product, an upper bound on the whole network's: (samples,) each.
 
@@ -221,6 +225,9 @@ def chain(
 
     ``start`` may also be the number of blocks: what leaves the last one.
     """
+    inputs = {name: t.clone() if isinstance(t, Tensor) and t.is_inference() else t for name, t in inputs.items()}
+    if any(p.is_inference() for p in model.parameters()):  # made in inference mode, tensors take part in no derivative, and copies do
+        model = copy.deepcopy(model)
     parts = blocks(model)
     # the number of blocks: what leaves the last one
     first = 0 if isinstance(start, str) and start == "embeddings" else _number(start, len(parts) + 1, "start")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lipbound.analysis.network import NetworkJacobian, chain
+from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class _Pixels(nn.Module):
         return logits
 
 
+@in_own_modes
 def robust_accuracy(
     model: "PreTrainedModel",
     images: Tensor,
@@ -147,6 +149,7 @@ def _generate(classifier: Any, solver: str, size: float, norm: str, batch: int) 
     return run
 
 
+@in_own_modes
 def embedding_accuracy(
     model: "PreTrainedModel", inputs: Mapping[str, Tensor], labels: Tensor, radius: float, *, steps: int = 10, batch: int = 32, seed: int = 0
 ) -> dict[str, float]:
@@ -170,7 +173,7 @@ def embedding_accuracy(
     for i in range(0, len(labels), batch):
         piece = {name: t[i : i + batch] if len(t) == len(labels) else t for name, t in inputs.items()}
         with chain(model, piece, "embeddings", "logits") as (f, x, real):
-            for name, good in _attacked(f, x, real, labels[i : i + batch].to(x.device), radius, steps, generator).items():
+            for name, good in _attacked(f, x, real, labels[i : i + batch].to(x.device).clone(), radius, steps, generator).items():
                 right[name] = right.get(name, 0) + int(good.sum())
     return {name: 100 * count / len(labels) for name, count in right.items()}
 
@@ -219,6 +222,7 @@ def _attacked(
     return results
 
 
+@in_own_modes
 def first_order_radius(model: "PreTrainedModel", inputs: Mapping[str, Tensor], *, batch: int = 32) -> Tensor:
     r"""How far (Frobenius norm) a sample's token vectors must move before its linearised prediction changes, (samples,), float64.
 

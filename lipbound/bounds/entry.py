@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from lipbound.bounds.kinds import ByKind
+from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError, UnknownNameError, check_layer, is_number, nearest, shown
 from lipbound.formatting.mathml import formula
 from lipbound.formatting.notebooks import html_facts
@@ -93,6 +94,7 @@ class Bound:
     def __post_init__(self) -> None:
         object.__setattr__(self, "__doc__", self.function.__doc__)
 
+    @in_own_modes
     def __call__(self, att: Attention) -> Tensor:
         """Value of the bound, (samples, heads), float64; infinite where it cannot be evaluated.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.devices import without_autocast
+from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError, check_layer, choice, flag, real, whole
 from lipbound.jacobians.gram import Gram
 from lipbound.jacobians.gram_variants import covered, gram_of
@@ -32,7 +32,7 @@ PROOFS = {"deflation": deterministic.deflation, "cholesky": deterministic.choles
 """Methods with deterministic upper bounds, for maps whose J J^T has a closed form."""
 
 
-@without_autocast
+@in_own_modes
 def spectral_norm(
     att: Attention,
     *,
@@ -221,7 +221,7 @@ def _grams(att: Attention, map: str) -> list[Callable[[], Gram]]:
     return [partial(gram_of, att, s, [h]) for s in range(att.samples) for h in range(att.heads)]
 
 
-@without_autocast
+@in_own_modes
 def l2_spectral_norm(att: Attention, *, tol: float = 1e-4, seed: int | Sequence[int] = 0) -> Norm:
     """Exact local Lipschitz constant of L2 attention with the layer's weights (see `L2HeadJacobian`), samples x heads.
 

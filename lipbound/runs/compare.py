@@ -9,7 +9,7 @@ import numpy as np
 import xarray as xr
 
 from lipbound.bounds.audit import norm_of
-from lipbound.devices import resolve_device
+from lipbound.devices import in_own_modes, resolve_device
 from lipbound.errors import StoreError, flag
 from lipbound.runs.config import RunConfig
 from lipbound.runs.dataset import allocate, assemble
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+@in_own_modes
 def compare(
     model: "str | Path | PreTrainedModel",
     data: Any = None,
@@ -106,6 +107,7 @@ def compare(
     return run(config, client=client, progress=flag("progress", progress))
 
 
+@in_own_modes
 def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.Dataset:
     """What `compare` does: open, plan, execute, assemble, save."""
     executor = SerialExecutor() if client is None else DaskExecutor(client, config)

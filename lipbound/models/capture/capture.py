@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lipbound.attention.layer import Attention
+from lipbound.devices import in_own_modes
 from lipbound.errors import CaptureError, flag, indices, tell
 from lipbound.models.capture.assembly import assemble, valid_tokens
 from lipbound.models.capture.probing import Turns, Weights, probe
@@ -126,6 +127,7 @@ class Capturer:
         return list(dict.fromkeys(i % count for i in layers))
 
 
+@in_own_modes
 def capture(
     model: PreTrainedModel, inputs: Mapping[str, Tensor], *, layers: Sequence[int] | int | str | None = None, around: bool = False
 ) -> list[Attention]:
