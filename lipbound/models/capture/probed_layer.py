@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from lipbound.attention.variants.rotary import Rotation
-from lipbound.errors import CaptureError
+from lipbound.errors import CaptureError, LipboundError
 from lipbound.models.capture.norm_stub import stub_norms
-from lipbound.models.capture.recorder import Call, handling, hidden_states
+from lipbound.models.capture.recorder import RAISED, Call, handling, hidden_states
 from lipbound.models.capture.rotary_fit import ROTATION_TOLERANCE, find_rotation, misses
 from lipbound.models.offload import plain_copy
 
@@ -51,6 +51,14 @@ class ProbedLayer:
             if not same_values(value, second.get(name)):
                 raise self._call.unsupported(f"computes its {name.replace('_', ' ')} from its tokens")
 
+    def depends(self, side: int) -> tuple[bool, bool]:
+        """Whether queries (side 0), keys or values depend on the tokens that the layer is given, and on where a token stands."""
+        shape, generator = hidden_states(self._call).shape, torch.Generator().manual_seed(2)
+        one, other = torch.randn(2, shape[-1], generator=generator, dtype=torch.float64).to(self._call.q.device)
+        first, second = (self.projections(x.expand(shape).contiguous(), turned=True)[side].unflatten(0, shape[:2]) for x in (one, other))
+        size = first.abs().amax()
+        return bool((first - second).abs().amax() > ROTATION_TOLERANCE * size), bool((first - first[:, :1]).abs().amax() > ROTATION_TOLERANCE * size)
+
     def _stopped(self, tokens: Tensor, turned: bool) -> _Abort:
         """What the copy hands to the attention interface."""
 
@@ -65,6 +73,13 @@ class ProbedLayer:
                 self._owner(*args, **kwargs)
         except _Abort as end:
             return end
+        except RAISED as error:
+            if isinstance(error, LipboundError):
+                raise
+            message = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            raise self._call.unsupported(
+                f"cannot be run by itself on chosen token vectors ({message}): it needs more than one (samples, N, D) tensor"
+            ) from error
         raise CaptureError(f"layer {self._call.name}: probing did not reach the attention interface")
 
     def rotation(self, known: Iterable[tuple[Rotation | None, Tensor]] = ()) -> tuple[Rotation | None, Tensor]:
@@ -113,10 +128,9 @@ def _replaced(call: Call, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
             return value.to(torch.complex128)
         return tuple(double(v) for v in value) if isinstance(value, tuple) else value
 
-    kwargs = {name: None if name in ("past_key_values", "layer_past") else double(value) for name, value in call.kwargs.items()}
-    if call.args:
-        return (x, *(double(a) for a in call.args[1:])), kwargs
-    return (), kwargs | {"hidden_states": x}
+    given = hidden_states(call)
+    args, kwargs = ((x if a is given else double(a) for a in call.args), {n: x if a is given else double(a) for n, a in call.kwargs.items()})
+    return tuple(args), {name: None if name in ("past_key_values", "layer_past") else value for name, value in kwargs.items()}
 
 
 def same_values(a: Any, b: Any) -> bool:

@@ -9,8 +9,9 @@ from transformers import PreTrainedModel
 
 from lipbound.attention.layer import Attention
 from lipbound.errors import CaptureError
+from lipbound.models.capture.probed_layer import POSITIONS, ProbedLayer
 from lipbound.models.capture.probing import CAPTURE_TOLERANCE, Weights
-from lipbound.models.capture.recorder import Call, forward, implementation
+from lipbound.models.capture.recorder import Call, forward, hidden_states, implementation
 
 
 def head_error(mine: Tensor, reference: Tensor, floor: Tensor, valid: Tensor | None) -> float:
@@ -25,6 +26,24 @@ def head_error(mine: Tensor, reference: Tensor, floor: Tensor, valid: Tensor | N
         difference, size = difference.masked_fill(padded, 0), size.masked_fill(padded, 0)
     scale = torch.maximum(size.amax((-1, -2)), 1e-3 * floor.to(size.dtype)).clamp_min(torch.finfo(size.dtype).tiny)
     return float((difference.amax((-1, -2)) / scale).amax())
+
+
+def check_call(call: Call, valid: Tensor | None) -> None:
+    """Raise CaptureError for a call that is not the self-attention of one tensor of tokens, ``valid`` of them, or whose output is not a number."""
+    hidden_states(call)
+    if call.run.calls > 1:
+        raise call.unsupported(
+            f"calls attention {call.run.calls} times each time it runs (differential attention, or a part of its tokens at a time)"
+        )
+    heads = call.out if valid is None else call.out[valid]
+    if not bool(heads.isnan().any()):
+        return
+    hint = ""
+    if valid is not None and not bool(valid[:, 0].all()) and call.out.dtype == torch.float64:
+        hint = " (in float64 tokens of padding on the left attend to nothing, which is 0/0, and all others then see them; pad on the right, or take float32)"
+    raise CaptureError(
+        f"layer {call.name}: the model's own eager attention gives NaN there{hint}; give inputs, and a dtype, in which the model has numbers"
+    )
 
 
 def check_rebuilt(call: Call, attention: Attention, weights: Weights) -> float:
@@ -45,17 +64,16 @@ def check_rebuilt(call: Call, attention: Attention, weights: Weights) -> float:
         size = reach * torch.linalg.matrix_norm(w) if norm is None else torch.zeros_like(reach)
         difference = head_error(mine, model, size, valid)
         if not difference <= CAPTURE_TOLERANCE:
-            raise CaptureError(_not_affine(call, name, difference))
+            raise _not_affine(call, name, difference)
         error = max(error, difference)
     difference = head_error(attention.out, call.out.transpose(1, 2), attention.v.abs().amax((-1, -2)), valid)
     if not difference <= CAPTURE_TOLERANCE:
-        raise CaptureError(_different(call.name, difference))
+        raise _different(call, difference)
     return max(error, difference)
 
 
 def own_outputs(model: PreTrainedModel, inputs: Mapping[str, Tensor], calls: Sequence[Call], sample: int, samples: int) -> dict[int, Tensor]:
     """What the model's untouched eager attention passes on at one sample of ``samples``, by the identity of each call."""
-    part = slice(sample, sample + 1)
     seen: dict[int, list[Tensor]] = {id(c.consumer or c.module): [] for c in calls}
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -70,11 +88,18 @@ def own_outputs(model: PreTrainedModel, inputs: Mapping[str, Tensor], calls: Seq
         hooks.append(module.register_forward_pre_hook(before) if consumer else module.register_forward_hook(after))
     try:
         with implementation(model, "eager"):
-            forward(model, {name: _one_sample(name, t, part, samples) for name, t in inputs.items()})
+            forward(model, one_sample(inputs, sample, samples))
     finally:
         for hook in hooks:
             hook.remove()
-    return {id(call): seen[id(call.consumer or call.module)][call.turn] for call in calls}
+    found = {id(call): seen[id(call.consumer or call.module)][call.turn : call.turn + 1] for call in calls}
+    return {key: one[0] for key, one in found.items() if one and isinstance(one[0], Tensor)}
+
+
+def one_sample(inputs: Mapping[str, Any], sample: int, samples: int | None = None) -> dict[str, Any]:
+    """The model inputs of one of so many samples; by default as many as the first tensor has."""
+    count = samples or next((len(t) for t in inputs.values() if isinstance(t, Tensor) and t.ndim), 0)
+    return {name: _one_sample(name, t, slice(sample, sample + 1), count) for name, t in inputs.items()}
 
 
 def _one_sample(name: str, value: Any, part: slice, samples: int) -> Any:
@@ -86,33 +111,45 @@ def _one_sample(name: str, value: Any, part: slice, samples: int) -> Any:
     return value[part] if len(value) == samples else value
 
 
-def verify_outputs(call: Call, attention: Attention, own: Tensor, sample: int) -> float:
+def verify_outputs(call: Call, attention: Attention, own: Tensor | None, sample: int) -> float:
     """Error of the head outputs of one sample against what the model's untouched eager attention passes on there, ``own``.
 
     Raises:
         CaptureError: an error above `CAPTURE_TOLERANCE`, or nothing of the right size to compare with.
     """
-    part = slice(sample, sample + 1)
-    if own.numel() != attention.tokens * attention.heads * attention.d_v:
-        raise CaptureError(f"layer {call.name}: no point of the model could be found where its head outputs can be checked")
+    part, size = slice(sample, sample + 1), attention.tokens * attention.heads * attention.d_v
+    if own is not None and own.numel() > size and call.consumer is not None and not own.numel() % size:
+        raise call.unsupported(f"is given windows or tiles in place of samples ({own.numel() // size} for one sample)")
+    if own is None or own.numel() != size:
+        nowhere = "hands on the outputs of its heads in no form in which they can be checked"
+        raise call.unsupported(call.changed or nowhere)
     own = own.reshape(1, attention.tokens, attention.heads, attention.d_v).transpose(1, 2)
     valid = None if attention.valid is None else attention.valid[part]
     difference = head_error(attention.out[part], own, attention.v[part].abs().amax((-1, -2)), valid)
     if not difference <= CAPTURE_TOLERANCE:
-        raise CaptureError(_different(call.name, difference))
+        raise _different(call, difference)
     return difference
 
 
-def _different(name: str, difference: float) -> str:
-    return (
-        f"layer {name}: rebuilt head outputs differ from the model's own eager attention by {difference:.1e} relative "
+def _different(call: Call, difference: float) -> CaptureError:
+    if call.changed and call.consumer is None:
+        return call.unsupported(call.changed)
+    return CaptureError(
+        f"layer {call.name}: rebuilt head outputs differ from the model's own eager attention by {difference:.1e} relative "
         f"(allowed {CAPTURE_TOLERANCE:.0e}); its attention is not softmax(scale q k^T + mask) v, nor a variant of it known here"
     )
 
 
-def _not_affine(call: Call, name: str, difference: float) -> str:
-    what = f"layer {call.name} ({type(call.module).__name__}): {name} are not one affine map of the layer's input (off by {difference:.1e} relative)"
-    return (
-        f"{what}, but for a normalisation and a rotation: the layer transforms them in another way between projection and scores, or takes them from "
-        "another input (cross-attention)"
+def _not_affine(call: Call, name: str, difference: float) -> CaptureError:
+    by_tokens, by_positions = ProbedLayer(call).depends(("queries", "keys", "values").index(name))
+    if not by_tokens:
+        return call.unsupported(f"takes its {name} from another input than its first (cross-attention, or {name} shared with another layer)")
+    if by_positions:
+        return call.unsupported(
+            f"makes its {name} depend on the position of a token otherwise than by {POSITIONS}, where rotations are found (inside the module, or by "
+            "an argument of another name)"
+        )
+    return CaptureError(
+        f"layer {call.name} ({type(call.module).__name__}): {name} are not one affine map of the layer's input (off by {difference:.1e} relative), but "
+        "for a normalisation and a rotation: the layer transforms them in another way between projection and scores"
     )

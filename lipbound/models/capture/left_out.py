@@ -1,0 +1,100 @@
+"""Attention that a model computes without its attention interface, so that a capture can say what it has not seen."""
+
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+SOFTMAX = ("_softmax", "_safe_softmax")
+FUSED = ("_scaled_dot_product", "scaled_dot_product", "_native_multi_head_attention", "_transformer_encoder_layer", "_fused_sdp", "_flash_attention",
+         "_efficient_attention")  # fmt: skip
+"""Beginnings of the names of torch's operations that are attention by themselves."""
+PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "matmul")
+FOLLOWED = 8
+"""How many tensors that were made of a softmax are remembered at a time."""
+NAMED = 4
+"""How many modules a sentence names."""
+
+
+class Watch(TorchDispatchMode):
+    """Lists the modules in which a softmax over three axes or more is multiplied by a matrix (which routers of experts do not do), or torch's own
+    attention is called, but for what happens in a context of `seen`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, nn.Module] = {}
+        self._stack: list[tuple[nn.Module, str]] = []
+        self._softmaxes: deque[tuple[Tensor, tuple[nn.Module, str]]] = deque(maxlen=FOLLOWED)
+        self._seen = False
+
+    def enter(self, module: nn.Module, name: str) -> None:
+        """A module begins to run."""
+        self._stack.append((module, name))
+
+    def leave(self) -> None:
+        """The module that began last has run."""
+        self._stack.pop()
+
+    @contextmanager
+    def seen(self) -> Iterator[None]:
+        """Context of attention that is captured."""
+        self._seen = True
+        try:
+            yield
+        finally:
+            self._seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not self._seen and self._stack:
+            self._look(func._schema.name.rpartition("::")[2], args, out)
+        return out
+
+    def _look(self, operation: str, args: Sequence[Any], out: Any) -> None:
+        if operation.startswith(FUSED):
+            self._add(self._owner())
+        elif operation in PRODUCTS:
+            for one in args[:3]:
+                if isinstance(one, Tensor) and (owner := self._made_in(one)) is not None:
+                    self._add(owner)
+        elif isinstance(out, Tensor) and operation in SOFTMAX and out.ndim > 2:
+            self._softmaxes.append((out, self._owner()))
+        elif isinstance(result := out[0] if isinstance(out, tuple) and out else out, Tensor) and args and isinstance(args[0], Tensor):
+            owner = self._made_in(args[0])  # dropout, casts and other forms of probabilities
+            if owner is not None and result.numel() == args[0].numel():
+                self._softmaxes.append((result, owner))
+
+    def _owner(self) -> tuple[nn.Module, str]:
+        return next((one for one in reversed(self._stack) if not isinstance(one[0], nn.Softmax)), self._stack[-1])
+
+    def _made_in(self, tensor: Tensor) -> tuple[nn.Module, str] | None:
+        return next((owner for one, owner in self._softmaxes if one is tensor or (one.numel() == tensor.numel() and _same_memory(one, tensor))), None)
+
+    def _add(self, owner: tuple[nn.Module, str]) -> None:
+        self.found[owner[1]] = owner[0]
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def left_out(model: nn.Module, watch: Watch, captured: Collection[str]) -> list[str]:
+    """A sentence on the modules of which the attention was not seen, where there are some.
+
+    Args:
+        model: whose forward pass was watched.
+        watch: what watched it.
+        captured: names of the modules that were seen.
+    """
+    missed = [f"{name or 'the model itself'} ({type(module).__name__})" for name, module in watch.found.items() if name not in captured]
+    if not missed:
+        return []
+    more = f" and {len(missed) - NAMED} more" if len(missed) > NAMED else ""
+    several, are = (f"{len(missed)} modules compute", "are") if len(missed) > 1 else ("a module computes", "is")
+    return [
+        f"{several} attention without transformers' attention interface, which cannot be captured: {', '.join(missed[:NAMED])}{more} of "
+        f"{type(model).__name__} {are} left out"
+    ]
