@@ -32,18 +32,14 @@ def check_call(call: Call, valid: Tensor | None) -> None:
     """Raise CaptureError for a call that is not the self-attention of one tensor of tokens, ``valid`` of them, or whose output is not a number."""
     hidden_states(call)
     if call.run.calls > 1:
-        raise call.unsupported(
-            f"calls attention {call.run.calls} times each time it runs (differential attention, or a part of its tokens at a time)"
-        )
+        raise call.unsupported(f"calls attention {call.run.calls} times whenever it runs (differential attention, or tokens part by part)")
     heads = call.out if valid is None else call.out[valid]
     if not bool(heads.isnan().any()):
         return
     hint = ""
     if valid is not None and not bool(valid[:, 0].all()) and call.out.dtype == torch.float64:
-        hint = " (in float64 tokens of padding on the left attend to nothing, which is 0/0, and all others then see them; pad on the right, or take float32)"
-    raise CaptureError(
-        f"layer {call.name}: the model's own eager attention gives NaN there{hint}; give inputs, and a dtype, in which the model has numbers"
-    )
+        hint = ": in float64, padding on the left attends to nothing, which is 0/0 and spreads; pad on the right, or take float32"
+    raise CaptureError(f"layer {call.name}: the outputs of its heads are NaN in the model's own eager pass{hint}")
 
 
 def check_rebuilt(call: Call, attention: Attention, weights: Weights) -> float:
@@ -150,6 +146,6 @@ def _not_affine(call: Call, name: str, difference: float) -> CaptureError:
             "an argument of another name)"
         )
     return CaptureError(
-        f"layer {call.name} ({type(call.module).__name__}): {name} are not one affine map of the layer's input (off by {difference:.1e} relative), but "
-        "for a normalisation and a rotation: the layer transforms them in another way between projection and scores"
+        f"layer {call.name} ({type(call.module).__name__}): {name} are not one affine map of the layer's input (off by {difference:.1e} relative), "
+        "but for a normalisation and a rotation: the layer transforms them in another way between projection and scores"
     )
