@@ -70,7 +70,7 @@ def check_mask(call: Call, valid: Tensor | None) -> None:
     width = "" if window is None else f" (its sliding window is {window} tokens wide)"
     raise CaptureError(
         f"layer {call.name}: its mask forbids some token every key{width}, so its softmax is undefined; change the model's configuration, or "
-        "mark such tokens as padding, with 0 in an attention_mask of (samples, tokens)"
+        "give inputs in which every token that is no padding may attend to one"
     )
 
 

@@ -20,7 +20,7 @@ from lipbound.models.capture.left_out import Watch, left_out
 from lipbound.models.capture.probing import Turns, Weights, probe
 from lipbound.models.capture.recorder import RECORDING_ATTENTION, Call, check_model, hidden_states, implementation, record, taken
 from lipbound.models.capture.residual_detection import surroundings, watching
-from lipbound.models.capture.verification import check_call, check_rebuilt, one_sample, own_outputs, verify_outputs
+from lipbound.models.capture.verification import Own, check_call, check_rebuilt, one_sample, own_outputs, verify_outputs
 from lipbound.models.offload import by_layer
 from lipbound.models.precision import measurable
 
@@ -79,19 +79,19 @@ class Capturer:
         chosen = [i for position, i in enumerate(self._chosen(len(calls))) if position not in skip]
         valid = {i: valid_tokens(calls[i], inputs) for i in chosen}
         for i in chosen:
-            check_call(calls[i], valid[i])
             check_mask(calls[i], valid[i])
+            check_call(calls[i], valid[i])
         self._note(*about_padding([calls[i] for i in chosen], list(valid.values())))
         fresh = [i for i in chosen if (valid[i] is not None, i) not in self._verified]  # once without padding, once with
         samples = {i: 0 if (v := valid[i]) is None else int((~v).any(-1).nonzero()[0]) for i in fresh}
-        own: dict[int, Tensor] = {}
+        own: dict[int, Own] = {}
         for sample in sorted(set(samples.values())):
             compared = [calls[i] for i in fresh if samples[i] == sample]
             own |= own_outputs(self.model, inputs, compared, sample, len(hidden_states(compared[0])))
         for i in chosen:
             attention, error = self._layer(i, calls[i], valid[i])
             if i in samples:
-                self._verified[valid[i] is not None, i] = verify_outputs(calls[i], attention, own.get(id(calls[i])), samples[i])
+                self._verified[valid[i] is not None, i] = verify_outputs(calls[i], attention, own[id(calls[i])], samples[i])
             attention.surroundings = surroundings(attention, seen) if self.around else None
             attention.cache.drop("p", "weights", "out")  # of all layers at once they would fill the memory
             yield LayerCapture(i, calls[i].name, attention, max([error, *(e for (_, j), e in self._verified.items() if j == i)]))
@@ -119,7 +119,7 @@ class Capturer:
         """One layer, and its error against the recorded pass."""
         weights = self._probed(i, call)
         attention = assemble(call, weights, valid)
-        return attention, check_rebuilt(call, attention, weights)
+        return attention, check_rebuilt(self.model, call, attention, weights)
 
     def forget(self) -> None:
         """Verify the next batch against the model again, whatever was verified before; probed weights stay."""

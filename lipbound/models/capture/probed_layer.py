@@ -34,6 +34,10 @@ class ProbedLayer:
 
     def __init__(self, call: Call):
         self._call = call
+        positions = call.kwargs.get(POSITIONS)
+        pair = isinstance(positions, tuple | list) and len(positions) == 2 and all(isinstance(t, Tensor) for t in positions)
+        if not (positions is None or pair or isinstance(positions, Tensor)):
+            raise call.unsupported(f"is given position embeddings of an unknown make ({type(positions).__name__}; known are cosines and sines)")
         self._owner = plain_copy(call.module).double()
         self.stubs = stub_norms(self._owner)
 
@@ -52,10 +56,10 @@ class ProbedLayer:
                 raise self._call.unsupported(f"computes its {name.replace('_', ' ')} from its tokens")
 
     def depends(self, side: int) -> tuple[bool, bool]:
-        """Whether queries (side 0), keys or values depend on the tokens that the layer is given, and on where a token stands."""
+        """Whether queries (side 0), keys or values depend on the tokens that the layer is given, and on where a token stands, though unturned."""
         shape, generator = hidden_states(self._call).shape, torch.Generator().manual_seed(2)
         one, other = torch.randn(2, shape[-1], generator=generator, dtype=torch.float64).to(self._call.q.device)
-        first, second = (self.projections(x.expand(shape).contiguous(), turned=True)[side].unflatten(0, shape[:2]) for x in (one, other))
+        first, second = (self.projections(x.expand(shape).contiguous())[side].unflatten(0, shape[:2]) for x in (one, other))
         size = first.abs().amax()
         return bool((first - second).abs().amax() > ROTATION_TOLERANCE * size), bool((first - first[:, :1]).abs().amax() > ROTATION_TOLERANCE * size)
 
@@ -77,9 +81,7 @@ class ProbedLayer:
             if isinstance(error, LipboundError):
                 raise
             message = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-            raise self._call.unsupported(
-                f"cannot be run by itself on chosen token vectors ({message}): it needs more than one (samples, N, D) tensor"
-            ) from error
+            raise self._call.unsupported(f"cannot be run by itself on other token vectors ({message})") from error
         raise CaptureError(f"layer {self._call.name}: probing did not reach the attention interface")
 
     def rotation(self, known: Iterable[tuple[Rotation | None, Tensor]] = ()) -> tuple[Rotation | None, Tensor]:

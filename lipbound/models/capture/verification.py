@@ -1,7 +1,7 @@
 """Whether a capture reproduces the model: rebuilt tensors against those of the forward pass, and against the model's own eager attention."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from lipbound.attention.layer import Attention
 from lipbound.errors import CaptureError
 from lipbound.models.capture.probed_layer import POSITIONS, ProbedLayer
 from lipbound.models.capture.probing import CAPTURE_TOLERANCE, Weights
-from lipbound.models.capture.recorder import Call, forward, hidden_states, implementation
+from lipbound.models.capture.recorder import RECORDING_ATTENTION, Call, forward, hidden_states, implementation
 
 
 def head_error(mine: Tensor, reference: Tensor, floor: Tensor, valid: Tensor | None) -> float:
@@ -42,8 +42,8 @@ def check_call(call: Call, valid: Tensor | None) -> None:
     raise CaptureError(f"layer {call.name}: the outputs of its heads are NaN in the model's own eager pass{hint}")
 
 
-def check_rebuilt(call: Call, attention: Attention, weights: Weights) -> float:
-    """Largest error of rebuilt queries, keys, values and head outputs, on every sample and head of the recorded forward pass.
+def check_rebuilt(model: PreTrainedModel, call: Call, attention: Attention, weights: Weights) -> float:
+    """Largest error of rebuilt queries, keys, values and head outputs, on every sample and head of a model's recorded forward pass.
 
     Raises:
         CaptureError: an error above `CAPTURE_TOLERANCE`: the layer is not what `Attention` describes.
@@ -52,15 +52,15 @@ def check_rebuilt(call: Call, attention: Attention, weights: Weights) -> float:
     reach = torch.linalg.vector_norm(attention.x, dim=-1).amax(-1, keepdim=True)
     order = slice(None) if weights.order is None else weights.order
     error = 0.0
-    for name, mine, model, w, norm in (
+    for name, mine, recorded, w, norm in (
         ("queries", attention.q, call.q[..., order], attention.w_q, weights.norm_q),
         ("keys", attention.k, call.k[..., order].repeat_interleave(groups, 1), attention.w_k, weights.norm_k),
         ("values", attention.v, call.v.repeat_interleave(groups, 1), attention.w_v, None),
     ):
         size = reach * torch.linalg.matrix_norm(w) if norm is None else torch.zeros_like(reach)
-        difference = head_error(mine, model, size, valid)
+        difference = head_error(mine, recorded, size, valid)
         if not difference <= CAPTURE_TOLERANCE:
-            raise _not_affine(call, name, difference)
+            raise _not_affine(model, call, name, difference)
         error = max(error, difference)
     difference = head_error(attention.out, call.out.transpose(1, 2), attention.v.abs().amax((-1, -2)), valid)
     if not difference <= CAPTURE_TOLERANCE:
@@ -68,9 +68,20 @@ def check_rebuilt(call: Call, attention: Attention, weights: Weights) -> float:
     return max(error, difference)
 
 
-def own_outputs(model: PreTrainedModel, inputs: Mapping[str, Tensor], calls: Sequence[Call], sample: int, samples: int) -> dict[int, Tensor]:
-    """What the model's untouched eager attention passes on at one sample of ``samples``, by the identity of each call."""
-    seen: dict[int, list[Tensor]] = {id(c.consumer or c.module): [] for c in calls}
+class Own(NamedTuple):
+    """What the model's untouched eager attention passes on at one sample, and what its module was given there; None where it cannot be told."""
+
+    outputs: Tensor | None
+    x: Tensor | None
+
+
+def own_outputs(model: PreTrainedModel, inputs: Mapping[str, Tensor], calls: Sequence[Call], sample: int, samples: int) -> dict[int, Own]:
+    """What a pass of one sample of ``samples`` through the model's untouched eager attention shows, by the identity of each call."""
+    seen: dict[int, list[Any]] = {id(c.consumer or c.module): [] for c in calls}
+    given: dict[int, list[Any]] = {id(c.module): [] for c in calls}
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given[id(module)].append(args[0] if args else kwargs.get("hidden_states"))
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> None:
         seen[id(module)].append(args[0])
@@ -78,7 +89,7 @@ def own_outputs(model: PreTrainedModel, inputs: Mapping[str, Tensor], calls: Seq
     def after(module: nn.Module, args: Any, output: Any) -> None:
         seen[id(module)].append(output[0] if isinstance(output, tuple) else output)
 
-    hooks = []
+    hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in {id(c.module): c.module for c in calls}.values()]
     for module in {id(m): m for m in (c.consumer or c.module for c in calls)}.values():
         consumer = any(c.consumer is module for c in calls)
         hooks.append(module.register_forward_pre_hook(before) if consumer else module.register_forward_hook(after))
@@ -88,8 +99,11 @@ def own_outputs(model: PreTrainedModel, inputs: Mapping[str, Tensor], calls: Seq
     finally:
         for hook in hooks:
             hook.remove()
-    found = {id(call): seen[id(call.consumer or call.module)][call.turn : call.turn + 1] for call in calls}
-    return {key: one[0] for key, one in found.items() if one and isinstance(one[0], Tensor)}
+
+    def of(found: list[Any], turn: int) -> Tensor | None:
+        return found[turn] if turn < len(found) and isinstance(found[turn], Tensor) else None
+
+    return {id(call): Own(of(seen[id(call.consumer or call.module)], call.turn), of(given[id(call.module)], call.turn)) for call in calls}
 
 
 def one_sample(inputs: Mapping[str, Any], sample: int, samples: int | None = None) -> dict[str, Any]:
@@ -107,12 +121,13 @@ def _one_sample(name: str, value: Any, part: slice, samples: int) -> Any:
     return value[part] if len(value) == samples else value
 
 
-def verify_outputs(call: Call, attention: Attention, own: Tensor | None, sample: int) -> float:
-    """Error of the head outputs of one sample against what the model's untouched eager attention passes on there, ``own``.
+def verify_outputs(call: Call, attention: Attention, seen: Own, sample: int) -> float:
+    """Error of the head outputs of one sample against what the model's untouched eager attention passes on there.
 
     Raises:
         CaptureError: an error above `CAPTURE_TOLERANCE`, or nothing of the right size to compare with.
     """
+    own = seen.outputs
     part, size = slice(sample, sample + 1), attention.tokens * attention.heads * attention.d_v
     if own is not None and own.numel() > size and call.consumer is not None and not own.numel() % size:
         raise call.unsupported(f"is given windows or tiles in place of samples ({own.numel() // size} for one sample)")
@@ -123,6 +138,12 @@ def verify_outputs(call: Call, attention: Attention, own: Tensor | None, sample:
     valid = None if attention.valid is None else attention.valid[part]
     difference = head_error(attention.out[part], own, attention.v[part].abs().amax((-1, -2)), valid)
     if not difference <= CAPTURE_TOLERANCE:
+        x, own_x = attention.x[part], seen.x
+        if own_x is not None and own_x.shape == x.shape and not head_error(own_x[:, None], x[:, None], 0 * x[:, :1, 0], valid) <= CAPTURE_TOLERANCE:
+            raise call.unsupported(
+                "is given other token vectors when the model runs on one sample of the same inputs: it draws random numbers in evaluation, or "
+                "one sample changes with the others (give it the random numbers where it takes them as an input, or one sample)"
+            )
         raise _different(call, difference)
     return difference
 
@@ -130,14 +151,17 @@ def verify_outputs(call: Call, attention: Attention, own: Tensor | None, sample:
 def _different(call: Call, difference: float) -> CaptureError:
     if call.changed and call.consumer is None:
         return call.unsupported(call.changed)
+    if call.mask is not None and call.mask.dtype == torch.bool:
+        return call.unsupported("is given a mask of True and False, which its eager attention adds to the scores as 1 and 0")
     return CaptureError(
         f"layer {call.name}: rebuilt head outputs differ from the model's own eager attention by {difference:.1e} relative "
         f"(allowed {CAPTURE_TOLERANCE:.0e}); its attention is not softmax(scale q k^T + mask) v, nor a variant of it known here"
     )
 
 
-def _not_affine(call: Call, name: str, difference: float) -> CaptureError:
-    by_tokens, by_positions = ProbedLayer(call).depends(("queries", "keys", "values").index(name))
+def _not_affine(model: PreTrainedModel, call: Call, name: str, difference: float) -> CaptureError:
+    with implementation(model, RECORDING_ATTENTION):
+        by_tokens, by_positions = ProbedLayer(call).depends(("queries", "keys", "values").index(name))
     if not by_tokens:
         return call.unsupported(f"takes its {name} from another input than its first (cross-attention, or {name} shared with another layer)")
     if by_positions:
