@@ -116,8 +116,6 @@ def _additive(call: Call, x: Tensor) -> Tensor | None:
     mask, bias = call.mask, call.extras.get("position_bias")
     if mask is not None:
         mask = four_axes(mask[..., : x.shape[1]])  # one made for a cache may be wider
-        if mask.dtype == torch.bool:
-            mask = torch.zeros(mask.shape, dtype=x.dtype, device=x.device).masked_fill(~mask, -torch.inf)
         mask = mask.to(x.dtype)
     if bias is None:
         return mask

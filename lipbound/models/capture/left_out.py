@@ -15,13 +15,16 @@ FUSED = ("_scaled_dot_product", "scaled_dot_product", "_native_multi_head_attent
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "matmul")
 FOLLOWED = 8
 """How many tensors that were made of a softmax are remembered at a time."""
+DEEP = 3
+"""How many modules may stand between one of attention and its softmax, with it."""
 NAMED = 4
 """How many modules a sentence names."""
 
 
 class Watch(TorchDispatchMode):
-    """Lists the modules in which a softmax over three axes or more is multiplied by a matrix (which routers of experts do not do), or torch's own
-    attention is called, but for what happens in a context of `seen`."""
+    """Lists the modules of attention in which a softmax is multiplied by a matrix, or torch's own attention is called, but for what happens in a
+    context of `seen`. What is no attention (routers of experts, mixtures of residual streams) has a softmax of its own: the name of the module tells.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,20 +58,22 @@ class Watch(TorchDispatchMode):
 
     def _look(self, operation: str, args: Sequence[Any], out: Any) -> None:
         if operation.startswith(FUSED):
-            self._add(self._owner())
+            self._add(self._owner() or self._stack[-1])
         elif operation in PRODUCTS:
             for one in args[:3]:
                 if isinstance(one, Tensor) and (owner := self._made_in(one)) is not None:
                     self._add(owner)
         elif isinstance(out, Tensor) and operation in SOFTMAX and out.ndim > 2:
-            self._softmaxes.append((out, self._owner()))
+            if (owner := self._owner()) is not None:
+                self._softmaxes.append((out, owner))
         elif isinstance(result := out[0] if isinstance(out, tuple) and out else out, Tensor) and args and isinstance(args[0], Tensor):
             owner = self._made_in(args[0])  # dropout, casts and other forms of probabilities
             if owner is not None and result.numel() == args[0].numel():
                 self._softmaxes.append((result, owner))
 
-    def _owner(self) -> tuple[nn.Module, str]:
-        return next((one for one in reversed(self._stack) if not isinstance(one[0], nn.Softmax)), self._stack[-1])
+    def _owner(self) -> tuple[nn.Module, str] | None:
+        """The module of attention that runs, itself or by a part of it."""
+        return next((one for one in reversed(self._stack[-DEEP:]) if "att" in type(one[0]).__name__.lower()), None)
 
     def _made_in(self, tensor: Tensor) -> tuple[nn.Module, str] | None:
         return next((owner for one, owner in self._softmaxes if one is tensor or (one.numel() == tensor.numel() and _same_memory(one, tensor))), None)

@@ -47,6 +47,8 @@ class Call:
     out: Tensor
     turn: int
     """How many calls the same module made before (models such as ALBERT run one module as every layer)."""
+    boolean: bool = False
+    """Whether the mask was given as True and False, which torch's fused attention understands; here it is what that adds to scores."""
     given_mask: Tensor | None = None
     """The mask of tokens, (samples, N), that the model (of a composed one the part) around the layer was given."""
     consumer: nn.Module | None = None
@@ -231,6 +233,9 @@ class _Recorder:
 
     def attention(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kw: Any) -> tuple[Tensor, Any]:
         """Stands for the attention function; lets the module's own eager one compute."""
+        boolean = mask is not None and mask.dtype == torch.bool
+        if mask is not None and boolean:  # eager functions would add True as 1
+            mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, torch.finfo(q.dtype).min)
         with nullcontext() if self._watch is None else self._watch.seen():
             out, probabilities = _eager(module)(module, q, k, v, mask, **kw)
         run = next((run for run in reversed(self._stack) if run.module is module), None)
@@ -239,7 +244,7 @@ class _Recorder:
         run.calls += 1
         extras = {name: value for name, value in kw.items() if value is not None}
         turn = sum(call.module is module for call in self.calls)
-        self._waiting = Call(run, q, k, v, mask, kw.get("scaling"), extras, out, turn, self._given_mask())
+        self._waiting = Call(run, q, k, v, mask, kw.get("scaling"), extras, out, turn, boolean, self._given_mask())
         self.calls.append(self._waiting)
         return out, probabilities
 

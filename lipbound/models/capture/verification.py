@@ -94,7 +94,8 @@ def own_outputs(model: PreTrainedModel, inputs: Mapping[str, Tensor], calls: Seq
         consumer = any(c.consumer is module for c in calls)
         hooks.append(module.register_forward_pre_hook(before) if consumer else module.register_forward_hook(after))
     try:
-        with implementation(model, "eager"):
+        # eager attention adds a mask of True and False to the scores as numbers
+        with implementation(model, "sdpa" if any(call.boolean for call in calls) else "eager"):
             forward(model, one_sample(inputs, sample, samples))
     finally:
         for hook in hooks:
@@ -151,8 +152,6 @@ def verify_outputs(call: Call, attention: Attention, seen: Own, sample: int) -> 
 def _different(call: Call, difference: float) -> CaptureError:
     if call.changed and call.consumer is None:
         return call.unsupported(call.changed)
-    if call.mask is not None and call.mask.dtype == torch.bool:
-        return call.unsupported("is given a mask of True and False, which its eager attention adds to the scores as 1 and 0")
     return CaptureError(
         f"layer {call.name}: rebuilt head outputs differ from the model's own eager attention by {difference:.1e} relative "
         f"(allowed {CAPTURE_TOLERANCE:.0e}); its attention is not softmax(scale q k^T + mask) v, nor a variant of it known here"
