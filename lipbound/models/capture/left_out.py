@@ -50,6 +50,11 @@ class Watch(TorchDispatchMode):
         finally:
             self._seen = False
 
+    def names(self, captured: Collection[str]) -> str:
+        """Some of what was found, but for modules that were captured, with their types."""
+        found = [f"{name or 'the model itself'} ({type(module).__name__})" for name, module in self.found.items() if name not in captured]
+        return ", ".join(found[:NAMED]) + (f" and {len(found) - NAMED} more" if len(found) > NAMED else "")
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if not self._seen and self._stack:
@@ -94,12 +99,11 @@ def left_out(model: nn.Module, watch: Watch, captured: Collection[str]) -> list[
         watch: what watched it.
         captured: names of the modules that were seen.
     """
-    missed = [f"{name or 'the model itself'} ({type(module).__name__})" for name, module in watch.found.items() if name not in captured]
-    if not missed:
+    count = len(set(watch.found) - set(captured))
+    if not count:
         return []
-    more = f" and {len(missed) - NAMED} more" if len(missed) > NAMED else ""
-    several, are = (f"{len(missed)} modules compute", "are") if len(missed) > 1 else ("a module computes", "is")
+    several, are = (f"{count} modules compute", "are") if count > 1 else ("a module computes", "is")
     return [
-        f"{several} attention without transformers' attention interface, which cannot be captured: {', '.join(missed[:NAMED])}{more} of "
-        f"{type(model).__name__} {are} left out"
+        f"{several} attention without transformers' attention interface, which cannot be captured: {watch.names(captured)} of {type(model).__name__} "
+        f"{are} left out"
     ]

@@ -305,9 +305,11 @@ def record(model: PreTrainedModel, inputs: Mapping[str, Tensor], *, watch: Watch
         for hook in hooks:
             hook.remove()
     if not recorder.calls:
+        own = "either it has no attention layers, or it brings an attention code of its own"
+        if watch is not None and watch.found:
+            own = f"it brings an attention code of its own, in {watch.names([])}"
         raise CaptureError(
-            f"{type(model).__name__} has no attention that can be captured: its forward pass never calls the transformers attention "
-            "interface (either it has no attention layers, or it brings an attention code of its own)"
+            f"{type(model).__name__} has no attention that can be captured: its forward pass never calls the transformers attention interface ({own})"
         )
     return recorder.calls
 

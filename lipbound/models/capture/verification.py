@@ -94,8 +94,10 @@ def own_outputs(model: PreTrainedModel, inputs: Mapping[str, Tensor], calls: Seq
         consumer = any(c.consumer is module for c in calls)
         hooks.append(module.register_forward_pre_hook(before) if consumer else module.register_forward_hook(after))
     try:
-        # eager attention adds a mask of True and False to the scores as numbers
-        with implementation(model, "sdpa" if any(call.boolean for call in calls) else "eager"):
+        boolean = next((call for call in calls if call.boolean), None)  # eager attention adds True and False as numbers
+        if boolean is not None and not model._supports_sdpa:
+            raise boolean.unsupported("takes a mask of True and False for numbers to add to its scores (give an additive one)")
+        with implementation(model, "eager" if boolean is None else "sdpa"):
             forward(model, one_sample(inputs, sample, samples))
     finally:
         for hook in hooks:
@@ -131,7 +133,7 @@ def verify_outputs(call: Call, attention: Attention, seen: Own, sample: int) -> 
     own = seen.outputs
     part, size = slice(sample, sample + 1), attention.tokens * attention.heads * attention.d_v
     if own is not None and own.numel() > size and call.consumer is not None and not own.numel() % size:
-        raise call.unsupported(f"is given windows or tiles in place of samples ({own.numel() // size} for one sample)")
+        raise call.unsupported(f"is given windows or tiles in place of samples ({attention.samples} in the batch)")
     if own is None or own.numel() != size:
         nowhere = "hands on the outputs of its heads in no form in which they can be checked"
         raise call.unsupported(call.changed or nowhere)
