@@ -10,7 +10,7 @@ from lipbound.models.readers.files import is_sentence
 from lipbound.models.readers.images import ImageReader
 from lipbound.models.readers.positions import check_tokens
 from lipbound.models.readers.reader import Reader, Selection
-from lipbound.models.readers.ready import check_images, is_ready, ready_inputs
+from lipbound.models.readers.ready import check_images, is_ready, options_of, ready_inputs
 from lipbound.models.readers.tables import no_table
 from lipbound.models.readers.text import TextReader
 
@@ -99,7 +99,7 @@ def _ready(checkpoint: Checkpoint, data: Any, samples: int, split: str | None, c
     no_table(split, column, "ready inputs have")
     batch, description, notes = ready_inputs(data, checkpoint)
     check_images(checkpoint, batch)
-    return Inputs({name: tensor[:samples] for name, tensor in batch.items()}, description, notes=notes)
+    return Inputs({name: tensor[:samples] for name, tensor in batch.items()}, description, notes=notes, options=options_of(data, checkpoint))
 
 
 def _read(checkpoint: Checkpoint, data: Any, samples: int, max_length: int, split: str | None, column: str | None) -> Inputs:

@@ -25,7 +25,8 @@ def telling_samples(inputs: Mapping[str, Any]) -> list[int]:
     lacking = [(t == 0).sum(-1) for name, t in inputs.items() if _is_mask(name, t)]
     if lacking and int((most := torch.stack([t.cpu() for t in lacking if len(t) == len(lacking[0])]).amax(0)).max()) > 0:
         found.append(int(most.argmax()))
-    if _restarts(positions := inputs.get("position_ids")):
+    positions = inputs.get("position_ids")
+    if isinstance(positions, Tensor) and _restarts(positions):
         found.append(int((positions.diff(dim=-1) < 0).any(-1).nonzero()[0]))
     return list(dict.fromkeys(found))
 

@@ -27,7 +27,7 @@ class Watch(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: dict[str, nn.Module] = {}
         self._stack: list[tuple[nn.Module, str]] = []
         self._softmaxes: deque[tuple[Tensor, tuple[nn.Module, str]]] = deque(maxlen=FOLLOWED)

@@ -102,7 +102,7 @@ def _eager(module: nn.Module) -> Callable[..., tuple[Tensor, Any]]:
 
 
 @cache
-def _named_in(kind: type) -> tuple[dict[str, Any], str] | None:
+def _named_in(kind: Any) -> tuple[dict[str, Any], str] | None:
     """The globals and the name of the eager attention function that the methods of a class mention, ``forward`` first."""
     methods = [inspect.unwrap(f) for cls in kind.__mro__ for f in sorted(vars(cls).values(), key=_is_forward) if inspect.isfunction(f)]
     return next(((f.__globals__, name) for f in methods for name in f.__code__.co_names if name.endswith(EAGER)), None)
