@@ -38,7 +38,8 @@ def prepare(
             "wikitext:wikitext-2-raw-v1"), a text file (cut into consecutive windows of ``max_length`` tokens), a folder of images,
             a .parquet, .csv or .json table, a .safetensors file of ready inputs, a ``datasets.Dataset``, a list of strings, PIL
             images or conversations (each a list of messages ``{"role": ..., "content": ...}``, written out by the tokenizer's chat template), or a
-            dict of ready tensors. Several words that name no file are themselves the text.
+            dict of ready tensors, with settings that are True or False, such as ``interpolate_pos_encoding``. Several
+            words that name no file are themselves the text.
         samples: how many. Where there are fewer, all are used, and a `lipbound.errors.Notice` says so (not of data in memory, unless another number
             than the default was asked for).
         max_length: tokens per text, special tokens included.

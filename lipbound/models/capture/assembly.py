@@ -9,7 +9,7 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.masking import four_axes, sees_some_key
 from lipbound.attention.projections import Projections
 from lipbound.attention.scoring import Scoring
-from lipbound.errors import CaptureError
+from lipbound.errors import AttentionError, CaptureError
 from lipbound.models.capture.probing import Weights
 from lipbound.models.capture.recorder import Call, hidden_states
 from lipbound.models.capture.variants import variants_of
@@ -35,7 +35,10 @@ def assemble(call: Call, weights: Weights, valid: Tensor | None) -> Attention:
     b_q, b_k, b_v = (None if b is None else cast(b) for b in weights.b)
     projections = Projections(w_q, w_k, w_v, b_q, b_k, b_v, None if weights.w_o is None else cast(weights.w_o))
     scoring = Scoring(float(scale), mask, tuple(variants_of(call, weights, x.dtype)))
-    return Attention.of(x.detach(), projections, scoring, valid=valid)
+    try:
+        return Attention.of(x.detach(), projections, scoring, valid=valid)
+    except AttentionError as error:
+        raise CaptureError(f"layer {call.name}: {error}") from error
 
 
 def valid_tokens(call: Call, inputs: Mapping[str, Tensor]) -> Tensor | None:

@@ -1,5 +1,6 @@
 """Whether the numbers of a sample would be others if it were alone in its batch, or if the model kept its cache: tried out, and said."""
 
+import inspect
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -15,7 +16,7 @@ from lipbound.models.capture.recorder import RECORDING_ATTENTION, Call, hidden_s
 SAME = 1e-3
 """Relative difference of head outputs up to which they count as the same: rounding, in sums of another order."""
 
-LEFT = "since it is padded on the left and its positions are counted from there; pad on the right, or give position_ids"
+LEFT = "since it is padded on the left and its positions are counted from there; pad on the right"
 LONGEST = "since the longest sample decides for all (which rotary tables are used, for one); give it samples of one length"
 
 
@@ -45,7 +46,8 @@ def dependence(model: PreTrainedModel, inputs: Mapping[str, Any]) -> list[str]:
     if alone is not None:
         off = _difference(here, _outputs(_calls(model, alone), alone))
         if off > SAME:
-            why = LEFT if left else LONGEST
+            by_hand = ", or give position_ids" if "position_ids" in inspect.signature(model.forward).parameters else ""
+            why = LEFT + by_hand if left else LONGEST
             notes.append(
                 f"numbers depend on what shares the batch: head outputs of the sample with most padding are up to {off:.1%} off those alone, {why}"
             )

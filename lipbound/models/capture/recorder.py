@@ -93,8 +93,9 @@ def _attention(
 
 def _eager(module: nn.Module) -> Callable[..., tuple[Tensor, Any]]:
     """The eager attention that a module's own code names (a file may have several)."""
-    named = _named_in(type(module))
-    function = getattr(sys.modules[type(module).__module__], EAGER, None) if named is None else named[0].get(named[1])  # as it is now
+    kind: Any = type(module)
+    named = _named_in(kind)
+    function = getattr(sys.modules[kind.__module__], EAGER, None) if named is None else named[0].get(named[1])  # as it is now
     if function is None:
         raise CaptureError(f"{type(module).__name__} names no eager attention function, so its attention cannot be checked")
     found: Callable[..., tuple[Tensor, Any]] = function
