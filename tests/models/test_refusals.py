@@ -81,6 +81,22 @@ def test_norms_and_positions_of_an_unknown_make() -> None:
         capture(model, inputs_for(model))
 
 
+class Convolution(nn.Linear):
+    """A projection of each token and the one before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + x.roll(1, dims=1))
+
+
+def test_projections_of_several_tokens() -> None:
+    model = build(MODERN["Llama"])
+    mine = Convolution(24, 24)
+    mine.load_state_dict(model.layers[1].self_attn.q_proj.state_dict())
+    model.layers[1].self_attn.q_proj = mine
+    with pytest.raises(CaptureError, match=r"layers.1.self_attn: LlamaAttention makes its queries of several tokens \(by a convolution, for one\)"):
+        capture(model, inputs_for(model))
+
+
 def test_how_arguments_are_passed_makes_no_difference() -> None:
     """Position embeddings by position, and one tensor for queries, keys and values."""
     model = build(MODERN["Llama"])

@@ -1,7 +1,7 @@
 """A layer that is fed chosen tokens and stopped at the attention interface, so that what it makes of them can be read off."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,14 @@ class _Abort(Exception):
 
     def __init__(self, qkv: Tensors, others: dict[str, Any]):
         self.qkv, self.others = qkv, others
+
+
+class Dependence(NamedTuple):
+    """Whether queries, keys or values depend on the tokens that a layer is given, on other tokens than their own, on where their own stands."""
+
+    on_tokens: bool
+    on_others: bool
+    on_position: bool
 
 
 class ProbedLayer:
@@ -55,13 +63,22 @@ class ProbedLayer:
             if not same_values(value, second.get(name)):
                 raise self._call.unsupported(f"computes its {name.replace('_', ' ')} from its tokens")
 
-    def depends(self, side: int) -> tuple[bool, bool]:
-        """Whether queries (side 0), keys or values depend on the tokens that the layer is given, and on where a token stands, though unturned."""
+    def depends(self, side: int) -> Dependence:
+        """What queries (side 0), keys or values depend on, unturned."""
         shape, generator = hidden_states(self._call).shape, torch.Generator().manual_seed(2)
         one, other = torch.randn(2, shape[-1], generator=generator, dtype=torch.float64).to(self._call.q.device)
-        first, second = (self.projections(x.expand(shape).contiguous())[side].unflatten(0, shape[:2]) for x in (one, other))
-        size = first.abs().amax()
-        return bool((first - second).abs().amax() > ROTATION_TOLERANCE * size), bool((first - first[:, :1]).abs().amax() > ROTATION_TOLERANCE * size)
+        mixed = one.repeat(*shape[:2], 1)
+        mixed[:, 0] = other
+        alike, different, first = (
+            self.projections(x, turned=False)[side].unflatten(0, shape[:2])
+            for x in (one.expand(shape).contiguous(), other.expand(shape).contiguous(), mixed)
+        )
+        limit = ROTATION_TOLERANCE * alike.abs().amax()
+
+        def differ(a: Tensor, b: Tensor) -> bool:
+            return a.numel() > 0 and bool((a - b).abs().amax() > limit)
+
+        return Dependence(differ(alike, different), differ(alike[:, 1:], first[:, 1:]), differ(alike, alike[:, :1]))
 
     def _stopped(self, tokens: Tensor, turned: bool) -> _Abort:
         """What the copy hands to the attention interface."""

@@ -162,10 +162,12 @@ def _different(call: Call, difference: float) -> CaptureError:
 
 def _not_affine(model: PreTrainedModel, call: Call, name: str, difference: float) -> CaptureError:
     with implementation(model, RECORDING_ATTENTION):
-        by_tokens, by_positions = ProbedLayer(call).depends(("queries", "keys", "values").index(name))
-    if not by_tokens:
+        depends = ProbedLayer(call).depends(("queries", "keys", "values").index(name))
+    if not depends.on_tokens:
         return call.unsupported(f"takes its {name} from another input than its first (cross-attention, or {name} shared with another layer)")
-    if by_positions:
+    if depends.on_others:
+        return call.unsupported(f"makes its {name} of several tokens (by a convolution, for one)")
+    if depends.on_position:
         return call.unsupported(
             f"makes its {name} depend on the position of a token otherwise than by {POSITIONS}, where rotations are found (inside the module, or by "
             "an argument of another name)"
