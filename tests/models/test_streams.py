@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import transformers as tf
-from support.models import AFFINE, GPT2, IDS, LLAMA, MODERN, TEXT, build, inputs_for
+from support.models import AFFINE, GPT2, IDS, IMAGE, LLAMA, MODERN, TEXT, build, inputs_for
 from torch import Tensor
 
 import lipbound as lb
@@ -141,6 +141,36 @@ def test_rotary_tables_that_the_longest_text_chooses_are_told() -> None:
         notes = lb.compare(long_phi(), inputs, bounds=["lipbound"], progress=False).attrs["notes"]
     assert "the longest sample decides" in notes[0]
     silent(long_phi(), {"input_ids": NINE[:, :6], "attention_mask": PADDED[:, :6]})  # none of the two is long
+
+
+@pytest.mark.parametrize("norm", ["layer", "group"])
+def test_padding_of_sound_is_that_of_its_frames(norm: str) -> None:
+    """The mask is of samples of sound, the tokens are frames; a normalisation over time makes the rest of the batch matter."""
+    config = tf.Wav2Vec2Config(
+        hidden_size=24, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32, conv_dim=(8, 8), conv_stride=(5, 4), conv_kernel=(10, 8),
+        num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2, feat_extract_norm=norm, num_feat_extract_layers=2,
+    )  # fmt: skip
+    model = build(lambda: tf.Wav2Vec2Model(config))
+    sound = torch.randn(2, 400, generator=torch.Generator().manual_seed(0))
+    sound[1, 200:] = 0
+    inputs = {"input_values": sound, "attention_mask": (torch.arange(400) < torch.tensor([[400], [200]])).long()}
+    if norm == "group":
+        with pytest.warns(Notice, match=r"numbers depend on what shares the batch: .* normalisations over padding"):
+            capture(model, inputs)
+        return
+    found, alone = silent(model, inputs)[0], silent(model, {"input_values": sound[1:, :200]})[0]
+    assert found.lengths.tolist() == [18, 8]
+    torch.testing.assert_close(lb.spectral_norm(found, tol=1e-6).lower[1], lb.spectral_norm(alone, tol=1e-6).lower[0], rtol=1e-4, atol=0)
+
+
+def test_one_model_has_streams_of_text_and_images() -> None:
+    """With as many tokens each: only the text is padded."""
+    text, vision = {**TEXT, "num_hidden_layers": 1}, {**IMAGE, "num_hidden_layers": 1}
+    model = build(lambda: tf.CLIPModel(tf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)))
+    g = torch.Generator().manual_seed(0)
+    mask = (torch.arange(17) < torch.tensor([[17], [10]])).long()
+    inputs = {"input_ids": torch.randint(3, 60, (2, 17), generator=g), "attention_mask": mask, "pixel_values": torch.randn(2, 3, 16, 16, generator=g)}
+    assert sorted(layer.lengths.tolist() for layer in silent(model, inputs)) == [[17, 10], [17, 17]]
 
 
 def test_a_text_that_was_seen_before_changes_nothing() -> None:

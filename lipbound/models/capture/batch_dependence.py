@@ -17,7 +17,7 @@ SAME = 1e-3
 """Relative difference of head outputs up to which they count as the same: rounding, in sums of another order."""
 
 LEFT = "since it is padded on the left and its positions are counted from there; pad on the right"
-LONGEST = "since the longest sample decides for all (which rotary tables are used, for one); give it samples of one length"
+LONGEST = "since the longest sample decides for all (rotary tables for long texts, normalisations over padding); give samples of one length"
 
 
 def telling_samples(inputs: Mapping[str, Any]) -> list[int]:
