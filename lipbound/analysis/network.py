@@ -34,7 +34,7 @@ class NetworkJacobian(JacobianOperator):
     Args:
         f: (samples, *in_shape) -> (samples, *out_shape), each sample of the result depending on the same sample of the input alone.
         x: the inputs.
-        real: (samples, N, 1), 0 for tokens that are held fixed and whose outputs do not count (padding), or None.
+        real: (samples, N, 1), 0 for tokens that are held fixed (padding), or None.
     """
 
     def __init__(self, f: Callable[[Tensor], Tensor], x: Tensor, real: Tensor | None = None):
@@ -43,14 +43,12 @@ class NetworkJacobian(JacobianOperator):
             self._leaf = x.detach().clone().requires_grad_()
             self._value = f(self._leaf)
         self.batch, self.in_shape, self.out_shape = len(x), tuple(x.shape[1:]), tuple(self._value.shape[1:])
-        self._counted = real if real is not None and self._value.ndim == 3 and self._value.shape[1] == x.shape[1] else None
         self.dtype, self.device = x.dtype, x.device
         self._forward = True
 
     def jvp(self, x: Tensor) -> Tensor:
         x = x if self._real is None else x * self._real
-        y = self._pushed(x)
-        return y if self._counted is None else y * self._counted
+        return self._pushed(x)
 
     def _pushed(self, x: Tensor) -> Tensor:
         if self._forward:
@@ -66,7 +64,6 @@ class NetworkJacobian(JacobianOperator):
         return product.detach()
 
     def vjp(self, y: Tensor) -> Tensor:
-        y = y if self._counted is None else y * self._counted
         (product,) = torch.autograd.grad(self._value, self._leaf, y, retain_graph=True)
         return product if self._real is None else product * self._real
 
@@ -221,7 +218,7 @@ class _Reached(Exception):
 def chain(
     model: "PreTrainedModel", inputs: Inputs, start: str | int, end: str | int
 ) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor, Tensor | None]]:
-    """The map from ``start`` to ``end`` as a function of (samples, N, D), its input here, and where perturbations are allowed.
+    """The map from ``start`` to ``end`` as a function of (samples, N, D), zero for padding, its input here, and where perturbations are allowed.
 
     ``start`` may also be the number of blocks: what leaves the last one.
     """
@@ -270,7 +267,9 @@ def chain(
     def f(x: Tensor) -> Tensor:
         replacement[:] = [x]
         try:
-            return run()
+            value = run()
+            counted = _real_tokens(model, inputs, value, parts[0] if isinstance(last, int) else None)
+            return value if counted is None else value.masked_fill(~counted, 0)
         finally:
             replacement.clear()
 
@@ -286,12 +285,25 @@ def chain(
             except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
                 raise cannot_compute(model, error) from error
             x = given[0].detach().clone()
-            valid = inputs.get("attention_mask")
-            real = None if valid is None or tuple(valid.shape) != tuple(x.shape[:2]) else (valid != 0)[..., None].to(x.dtype)
-            yield f, x, real
+            valid = _real_tokens(model, inputs, x, parts[0])
+            yield f, x, None if valid is None else valid.to(x.dtype)
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _real_tokens(model: "PreTrainedModel", inputs: Inputs, value: Tensor, block: nn.Module | None) -> Tensor | None:
+    """Which tokens of a tensor (samples, N, ...) are not padding, (samples, N, 1), None for all.
+
+    Of an encoder and a decoder each has its own padding: the stream is that of a ``block``, or for None that of the outputs.
+    """
+    name = "attention_mask"
+    if getattr(model.config, "is_encoder_decoder", False):
+        decoder = block is None or any(module is block and "decoder" in at for at, module in model.named_modules())
+        name = "decoder_attention_mask" if decoder else name
+    mask = inputs.get(name)
+    fits = mask is not None and value.ndim == 3 and tuple(mask.shape) == tuple(value.shape[:2])
+    return (mask != 0)[..., None] if fits and mask is not None else None
 
 
 def _number(value: Any, count: int, name: str) -> int:

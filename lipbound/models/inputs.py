@@ -10,7 +10,7 @@ from lipbound.models.readers.files import is_sentence
 from lipbound.models.readers.images import ImageReader
 from lipbound.models.readers.positions import check_tokens
 from lipbound.models.readers.reader import Reader, Selection
-from lipbound.models.readers.ready import check_images, check_towers, is_ready, ready_inputs
+from lipbound.models.readers.ready import check_images, check_towers, is_ready, options_of, ready_inputs
 from lipbound.models.readers.remarks import remarks
 from lipbound.models.readers.tables import no_table, order
 from lipbound.models.readers.text import TextReader
@@ -41,7 +41,8 @@ def prepare(
             tables also packed, as .gz), a folder that ``save_to_disk`` wrote, a .safetensors file of ready inputs, a ``datasets.Dataset``, a
             ``pandas.DataFrame`` or Series, a list of strings, of PIL images, of paths or of conversations (each a list of messages
             ``{"role": ..., "content": ...}``, written out by the tokenizer's chat template), token numbers (a list, a tensor or an array, or a list
-            of them; or a column ``input_ids``), or a dict of ready tensors. Several words that name no file are themselves the text.
+            of them; or a column ``input_ids``), or a dict of ready tensors, with settings that are True or False, such as
+            ``interpolate_pos_encoding``. Several words that name no file are themselves the text.
         samples: how many, or "all". Where there are fewer, all are used, and a `lipbound.errors.Notice` says so (not of data in memory, unless
             another number than the default was asked for).
         max_length: tokens per text, special tokens included. A text that is alone is cut into consecutive windows of so many tokens, each a sample;
@@ -111,7 +112,8 @@ def _ready(checkpoint: Checkpoint, data: Any, selection: Selection) -> Inputs:
     if selection.shuffle is not None:
         drawn = order(len(next(iter(batch.values()))), selection.shuffle)
         batch = {name: tensor[drawn] for name, tensor in batch.items()}
-    return Inputs({name: tensor[: selection.samples] for name, tensor in batch.items()}, selection.described(description), notes=notes)
+    batch = {name: tensor[: selection.samples] for name, tensor in batch.items()}
+    return Inputs(batch, selection.described(description), notes=notes, options=options_of(data, checkpoint))
 
 
 def _read(checkpoint: Checkpoint, data: Any, selection: Selection) -> Inputs:

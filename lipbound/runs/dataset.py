@@ -45,6 +45,8 @@ def assemble(config: RunConfig, sources: Sources, plan: Plan, tables: dict[str, 
         "samples": plan.samples, "exact_samples": plan.spec.exact_samples, "tokens": int(lengths.max()), "capture_error": error,
         "block": plan.block, "variants": sorted(plan.variants), "not_applicable": plan.not_applicable,
     }  # fmt: skip
+    if sources.capturer.notes:
+        ds.attrs["notes"] = [*ds.attrs.get("notes", []), *sources.capturer.notes]
     ds[CHECKSUM] = checksums(ds)
     ds.attrs["settings_checksum"] = settings_checksum(ds)
     ds.attrs["audit"] = audit(ds)

@@ -59,7 +59,7 @@ def work(worker: WorkerSpec, inputs: Mapping[str, Tensor], start: int, skip: Col
             if checkpoint.revision != worker.weights:
                 raise CheckpointError(f"{worker.model} is {checkpoint.revision} on a worker but {worker.weights} here; give all the same checkpoint")
             _MEASURERS[worker] = Measurer(capturer_of(checkpoint.model, worker.layers, worker.spec.map), worker.spec)
-        return list(_MEASURERS[worker].block({name: t.to(device) for name, t in inputs.items()}, start, skip))
+        return list(_MEASURERS[worker].block({name: t.to(device) if isinstance(t, Tensor) else t for name, t in inputs.items()}, start, skip))
 
 
 class Executor(ABC):

@@ -15,6 +15,7 @@ from lipbound.devices import available
 from lipbound.errors import LipboundError, tell
 from lipbound.jacobians.maps import WHOLE
 from lipbound.models.batch import Inputs
+from lipbound.models.capture.batch_dependence import telling_samples
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.checkpoints import Checkpoint, load_checkpoint
 from lipbound.models.inputs import prepare
@@ -147,6 +148,8 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
     samples = sources.inputs.samples
     exact = config.exact_count(samples)
     layers = layers_at(sources.capturer, sources.inputs.block(0, 1, sources.device))
+    for sample in telling_samples(sources.inputs.batch):
+        sources.capturer.examine(sources.inputs.block(sample, sample + 1, sources.device))
     names, not_applicable = about(config.names, all_variants(layers), everything=config.everything)
     block = block_size(layers, samples, memory, parts)
     if config.resume and config.target is not None:  # other blocks would change last digits

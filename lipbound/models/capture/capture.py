@@ -15,11 +15,13 @@ from transformers import PreTrainedModel
 from lipbound.attention.layer import Attention
 from lipbound.devices import in_own_modes
 from lipbound.errors import CaptureError, flag, indices, tell
-from lipbound.models.capture.assembly import assemble, valid_tokens
+from lipbound.models.capture.assembly import about_padding, assemble, check_mask, valid_tokens
+from lipbound.models.capture.batch_dependence import dependence, telling_samples
+from lipbound.models.capture.left_out import Watch, left_out
 from lipbound.models.capture.probing import Turns, Weights, probe
 from lipbound.models.capture.recorder import RECORDING_ATTENTION, Call, check_model, hidden_states, implementation, record, taken
-from lipbound.models.capture.residual_detection import Seen, surroundings, watching
-from lipbound.models.capture.verification import check_rebuilt, own_outputs, verify_outputs
+from lipbound.models.capture.residual_detection import surroundings, watching
+from lipbound.models.capture.verification import Own, check_call, check_rebuilt, one_sample, own_outputs, verify_outputs
 from lipbound.models.offload import by_layer
 from lipbound.models.precision import measurable
 from lipbound.models.readers.remarks import odd_masks
@@ -54,6 +56,9 @@ class Capturer:
     model: PreTrainedModel
     layers: Sequence[int] | None = None
     around: bool = False
+    notes: list[str] = field(default_factory=list)
+    """What there was to tell: attention that is left out, padding that is none, numbers that depend on the batch."""
+    _watched: bool = False
     _weights: dict[int, Weights] = field(default_factory=dict)
     _turns: list[Turns] = field(default_factory=list)
     _verified: dict[tuple[bool, int], float] = field(default_factory=dict)
@@ -72,28 +77,51 @@ class Capturer:
         """
         inputs = taken(self.model, inputs)
         with implementation(self.model, RECORDING_ATTENTION), watching(self.model if self.around else None) as seen:
-            calls = record(self.model, inputs)
+            calls = self._record(inputs)
         chosen = [i for position, i in enumerate(self._chosen(len(calls))) if position not in skip]
-        if not chosen:
-            return
-        valid = valid_tokens(inputs, hidden_states(calls[chosen[0]]))
-        padded = valid is not None
-        fresh = [i for i in chosen if (padded, i) not in self._verified]  # once without padding, once with
-        sample = 0 if valid is None else int((~valid).any(-1).nonzero()[0])
-        own = own_outputs(self.model, inputs, [calls[i] for i in fresh], sample, len(hidden_states(calls[chosen[0]]))) if fresh else {}
+        valid = {i: valid_tokens(calls[i], inputs) for i in chosen}
         for i in chosen:
-            yield self._layer(i, calls[i], inputs, own.get(id(calls[i])), sample, seen)
+            check_mask(calls[i], valid[i])
+            check_call(calls[i], valid[i])
+        self._note(*about_padding([calls[i] for i in chosen], list(valid.values())))
+        fresh = [i for i in chosen if (valid[i] is not None, i) not in self._verified]  # once without padding, once with
+        samples = {i: 0 if (v := valid[i]) is None else int((~v).any(-1).nonzero()[0]) for i in fresh}
+        own: dict[int, Own] = {}
+        for sample in sorted(set(samples.values())):
+            compared = [calls[i] for i in fresh if samples[i] == sample]
+            own |= own_outputs(self.model, inputs, compared, sample, len(hidden_states(compared[0])))
+        for i in chosen:
+            attention, error = self._layer(i, calls[i], valid[i])
+            if i in samples:
+                self._verified[valid[i] is not None, i] = verify_outputs(calls[i], attention, own[id(calls[i])], samples[i])
+            attention.surroundings = surroundings(attention, seen) if self.around else None
+            attention.cache.drop("p", "weights", "out")  # of all layers at once they would fill the memory
+            yield LayerCapture(i, calls[i].name, attention, max([error, *(e for (_, j), e in self._verified.items() if j == i)]))
 
-    def _layer(self, i: int, call: Call, inputs: Mapping[str, Tensor], own: Tensor | None, sample: int, seen: Sequence[Seen]) -> LayerCapture:
-        """One layer; ``own``: what the model itself passes on at a sample, where that is to be checked."""
+    def examine(self, inputs: Mapping[str, Tensor]) -> None:
+        """Tell whether the numbers of one sample, given with the padding that it has in its batch, depend on more than its own tokens."""
+        self._note(*dependence(self.model, inputs))
+
+    def _record(self, inputs: Mapping[str, Tensor]) -> list[Call]:
+        """The calls of a forward pass; on the first, attention that the model computes without calling is told."""
+        if self._watched:
+            return record(self.model, inputs)
+        watch, self._watched = Watch(), True
+        calls = record(self.model, inputs, watch=watch)
+        self._note(*left_out(self.model, watch, {call.name for call in calls}))
+        return calls
+
+    def _note(self, *notes: str) -> None:
+        for note in notes:
+            if note not in self.notes:
+                self.notes.append(note)
+                tell(note)
+
+    def _layer(self, i: int, call: Call, valid: Tensor | None) -> tuple[Attention, float]:
+        """One layer, and its error against the recorded pass."""
         weights = self._probed(i, call)
-        attention = assemble(call, weights, inputs)
-        error = check_rebuilt(call, attention, weights)
-        if own is not None:
-            self._verified[attention.valid is not None, i] = verify_outputs(call, attention, own, sample)
-        attention.surroundings = surroundings(attention, seen) if self.around else None
-        attention.cache.drop("p", "weights", "out")  # of all layers at once they would fill the memory
-        return LayerCapture(i, call.name, attention, max([error, *(e for (_, j), e in self._verified.items() if j == i)]))
+        attention = assemble(call, weights, valid)
+        return attention, check_rebuilt(self.model, call, attention, weights)
 
     def forget(self) -> None:
         """Verify the next batch against the model again, whatever was verified before; probed weights stay."""
@@ -150,4 +178,8 @@ def capture(
     for said in odd_masks(model, inputs) if isinstance(inputs, Mapping) else []:
         tell(said)
     chosen = None if layers is None else indices("layers", layers)
-    return [layer.attention for layer in Capturer(measurable(model), chosen, flag("around", around)).run(inputs)]
+    capturer = Capturer(measurable(model), chosen, flag("around", around))
+    layers_found = [layer.attention for layer in capturer.run(inputs)]
+    for sample in telling_samples(inputs):
+        capturer.examine(one_sample(inputs, sample))
+    return layers_found

@@ -44,6 +44,9 @@ def positions(checkpoint: Checkpoint) -> int | None:
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     if limit is None:
         return None
+    rope = getattr(config, "rope_parameters", None)
+    if isinstance(rope, Mapping) and rope.get("rope_type") == "dynamic":  # the limit is that from which rotary tables grow
+        limit = int(limit * float(rope.get("factor") or 1))
     padding = getattr(checkpoint.model.base_model, "embeddings", None)
     offset = getattr(padding, "padding_idx", None) if hasattr(padding, "position_embeddings") else None
     return int(limit) - (int(offset) + 1 if offset else 0)  # RoBERTa's positions start behind the padding index

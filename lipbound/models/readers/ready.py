@@ -40,7 +40,8 @@ def ready_inputs(data: Mapping[str, Any] | str | Path, checkpoint: Checkpoint) -
         InputsError: they are no such tensors, disagree about the number of samples, or what the model is about is not among them.
     """
     if isinstance(data, Mapping):
-        given, description = {name: _tensor(name, value) for name, value in data.items() if value is not None}, "ready model inputs"
+        tensors = {name: value for name, value in data.items() if value is not None and not isinstance(value, bool)}
+        given, description = {name: _tensor(name, value) for name, value in tensors.items()}, "ready model inputs"
     else:
         path = there(data)
         if path is None or not path.is_file():
@@ -64,6 +65,20 @@ def ready_inputs(data: Mapping[str, Any] | str | Path, checkpoint: Checkpoint) -
     tensors = {name: t for name, t in given.items() if not taken or name in taken}
     notes = [f"{name} is not an input of {kind} and was left out" for name in given if name not in tensors]
     return tensors, description, notes
+
+
+def options_of(data: object, checkpoint: Checkpoint) -> dict[str, bool]:
+    """What is given as True or False rather than as a tensor: settings of the model's forward pass, such as interpolate_pos_encoding.
+
+    Raises:
+        InputsError: the forward pass has no such setting.
+    """
+    options = {str(name): value for name, value in data.items() if isinstance(value, bool)} if isinstance(data, Mapping) else {}
+    if options and (unknown := set(options) - _taken(checkpoint)):
+        raise InputsError(
+            f"{min(unknown)} is no setting of {type(checkpoint.model).__name__}'s forward pass; leave it out, or give tensors of (samples, ...)"
+        )
+    return options
 
 
 def _tensor(name: object, value: Any) -> Tensor:
