@@ -6,6 +6,7 @@ import operator
 import re
 import warnings
 from collections.abc import Iterable
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -153,6 +154,15 @@ def name_or_none(name: str, value: Any) -> str | None:
     if value is None or (isinstance(value, str) and value.strip()):
         return value
     raise LipboundError(f"{name} is {shown(value)}; give its name, or leave it out")
+
+
+def adapter_name(value: Any) -> str | None:
+    """An argument that names an adapter of a model, or says that there is none ("none", False), or nothing (None)."""
+    if value is False or (isinstance(value, str) and value.strip().lower() == "none"):
+        return "none"
+    if value is None or (isinstance(value, str | PurePath) and str(value).strip()):
+        return None if value is None else str(value)
+    raise LipboundError(f"adapter is {shown(value)}; give the directory that PEFT wrote, its hub id, or 'none' for the weights without one")
 
 
 def indices(name: str, value: Any) -> list[int]:

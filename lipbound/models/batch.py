@@ -23,6 +23,10 @@ class Inputs:
     preprocessing: str = "none: ready model inputs"
     notes: list[str] = field(default_factory=list)
 
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in self.batch.items())
+        return f"Inputs({shapes}; {self.description})"
+
     @property
     def samples(self) -> int:
         """Number of samples."""

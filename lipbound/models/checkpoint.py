@@ -31,6 +31,7 @@ class Checkpoint:
         notes: sentences on what is not as it was handed over.
         gguf_file: the GGUF file in ``source`` that weights and tokenizer came from, or None.
         quantization: how the weights were stored, "GGUF Q4_1 (...)" for one, where they were quantised; None where they were not.
+        configuration: "sha256:..." over the config.json of a directory; None where ``revision`` covers it, or there is none.
     """
 
     model: PreTrainedModel
@@ -43,6 +44,11 @@ class Checkpoint:
     notes: list[str] = field(default_factory=list)
     gguf_file: str | None = None
     quantization: str | None = None
+    configuration: str | None = None
+
+    def __repr__(self) -> str:
+        where = ", weights on disk" if self.by_layer else ""
+        return f"Checkpoint({self.name!r}, {type(self.model).__name__}, {str(self.model.dtype).removeprefix('torch.')}{where}, {self.revision[:19]})"
 
     @property
     def modality(self) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import xarray as xr
@@ -48,6 +48,7 @@ def compare(
     memory: str | float = "auto",
     weights: str = "auto",
     gguf_file: str | None = None,
+    adapter: "str | Path | Literal[False] | None" = None,
     client: Any = None,
     progress: bool = True,
 ) -> xr.Dataset:
@@ -83,6 +84,8 @@ def compare(
             "auto": the latter where the weights would take more than half of the free memory.
         gguf_file: which GGUF file of a directory or of a hub model; its quantised weights are measured as the numbers that they stand for, and
             attrs["quantization"] says how they were stored. Needs the extra ``gguf``.
+        adapter: a LoRA adapter, merged into the weights: the directory that PEFT wrote, or its hub id. "none" or False measures a checkpoint that
+            has an adapter beside its weights without it; see `lipbound.models.checkpoints.load_checkpoint`.
         client: a ``dask.distributed`` client whose workers measure blocks of samples; each loads the checkpoint once, so ``model`` must be a name
             that they can load, and computes with the ``device`` asked for. Start it with one thread per worker.
         progress: show a progress bar on standard error, where that is a terminal or a notebook.
@@ -100,7 +103,7 @@ def compare(
     config = RunConfig(
         model, data, bounds=bounds, map=map, norm=norm, samples=samples, exact_samples=exact_samples, max_length=max_length, layers=layers,
         split=split, column=column, revision=revision, tol=tol, delta=delta, device=device, dtype=dtype, seed=seed, out=out, resume=resume,
-        memory=memory, weights=weights, gguf_file=gguf_file,
+        memory=memory, weights=weights, gguf_file=gguf_file, adapter=adapter,
     )  # fmt: skip
     return run(config, client=client, progress=flag("progress", progress))
 

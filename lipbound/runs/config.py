@@ -7,14 +7,27 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from lipbound.bounds.audit import norm_of
 from lipbound.bounds.entry import check_norm
 from lipbound.bounds.multihead import names_for
 from lipbound.bounds.registry import resolve
 from lipbound.devices import dtype_name
-from lipbound.errors import AlteredRunError, LipboundError, StoreError, choice, flag, indices, is_number, name_or_none, real, shown, whole
+from lipbound.errors import (
+    AlteredRunError,
+    LipboundError,
+    StoreError,
+    adapter_name,
+    choice,
+    flag,
+    indices,
+    is_number,
+    name_or_none,
+    real,
+    shown,
+    whole,
+)
 from lipbound.jacobians.maps import MAPS
 from lipbound.jacobians.tokens.token_norm import TOKEN_MAPS
 from lipbound.runs.provenance import DRAWN
@@ -62,6 +75,7 @@ class RunConfig:
     memory: str | float = "auto"
     weights: str = "auto"
     gguf_file: str | None = None
+    adapter: str | Path | Literal[False] | None = None
 
     def __post_init__(self) -> None:
         for name, value in self._checked().items():
@@ -92,6 +106,7 @@ class RunConfig:
             "tol": real("tol", self.tol, "between 0 and 1 (relative width of the enclosures)", above=0, below=1),
             "delta": None if self.delta is None else real("delta", self.delta, DELTA, above=0, below=1),
             "dtype": dtype_name(self.dtype), "resume": flag("resume", self.resume), "memory": _memory(self.memory),
+            "adapter": adapter_name(self.adapter),
         } | {name: name_or_none(name, getattr(self, name)) for name in ("split", "column", "revision", "gguf_file")}  # fmt: skip
 
     def _check_deterministic(self) -> None:
@@ -133,6 +148,7 @@ class RunConfig:
                 layers=tuple(ds["layer"].values.tolist()), split=source["split"], column=source["column"], revision=commit if model is None else None,
                 tol=a["tol"], device=device, dtype=dtype or a["dtype"], **{name: a[name] for name in ("delta", "seed") if name in a},
                 gguf_file=source.get("gguf_file") if model is None else None,
+                adapter=source.get("adapter") if model is None or isinstance(model, (str, Path)) else None,
             )  # fmt: skip
         except LipboundError as error:
             raise AlteredRunError(f"the run's settings (attributes) were changed, no run can have them: {error}") from error

@@ -19,9 +19,11 @@ def check_filled(report: dict[str, Any], name: str) -> None:
     missing = [key for key in report["missing_keys"] if not any(part in key for part in HEADS_ONLY)]
     wrong = missing + [str(item[0] if isinstance(item, tuple) else item) for item in report["mismatched_keys"]]
     if wrong:
+        others = sorted(str(key) for key in report["unexpected_keys"])
+        instead = f"; what is there instead is {', '.join(others[:2])}{', ...' if len(others) > 2 else ''}" if missing and others else ""
         raise CheckpointError(
             f"the weights of {name} do not fill its architecture: {len(wrong)} tensors are missing or of another shape, {sorted(wrong)[0]} among "
-            "them, and would be random numbers"
+            f"them, and would be random numbers{instead}"
         )
 
 
