@@ -1,5 +1,6 @@
 """Data -> model inputs: text through the checkpoint's tokenizer, images through its processor, or inputs that are ready."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def prepare(
             "wikitext:wikitext-2-raw-v1"), a text file (cut into consecutive windows of ``max_length`` tokens), a folder of images,
             a .parquet, .csv or .json table, a .safetensors file of ready inputs, a ``datasets.Dataset``, a list of strings, PIL
             images or conversations (each a list of messages ``{"role": ..., "content": ...}``, written out by the tokenizer's chat template), or a
-            dict of ready tensors. Several words that name no file are themselves the text.
+            dict of ready tensors, or `Inputs` as this function returned them. Several words that name no file are themselves the text.
         samples: how many. Where there are fewer, all are used, and a `lipbound.errors.Notice` says so (not of data in memory, unless another number
             than the default was asked for).
         max_length: tokens per text, special tokens included.
@@ -65,6 +66,9 @@ def prepare(
         raise InputsError(f"checkpoint is {shown(checkpoint)}; give what lipbound.load_checkpoint returns")
     if isinstance(data, str) and not data.strip():
         raise InputsError("data is empty; give a file, a folder, a hub dataset or a text, or leave it out for the default")
+    if isinstance(data, Inputs):
+        no_table(split, column, "ready inputs have")
+        return replace(data, batch={name: tensor[:samples] for name, tensor in data.batch.items()}, notes=list(data.notes))
     inputs = _ready(checkpoint, data, samples, split, column) if is_ready(data) else _read(checkpoint, data, samples, max_length, split, column)
     check_tokens(checkpoint, inputs.batch)
     in_memory = (data is not None and not isinstance(data, str | Path)) or is_sentence(data)

@@ -29,5 +29,5 @@ def renames(stored: Iterable[str], config: PreTrainedConfig) -> dict[str, str]:
 def _tied(config: PreTrainedConfig) -> Iterator[tuple[str, str]]:
     """Weights of the models with a head, and which they are the same as."""
     for mapping in HEADS:
-        tied = getattr(mapping.get(type(config)), "_tied_weights_keys", None)
+        tied = getattr(mapping.get(type(config), None), "_tied_weights_keys", None)
         yield from tied.items() if isinstance(tied, dict) else ()

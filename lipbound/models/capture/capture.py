@@ -14,13 +14,16 @@ from transformers import PreTrainedModel
 
 from lipbound.attention.layer import Attention
 from lipbound.errors import CaptureError, flag, indices
+from lipbound.models.batch import Inputs
 from lipbound.models.capture.assembly import assemble, valid_tokens
 from lipbound.models.capture.probing import Turns, Weights, probe
-from lipbound.models.capture.recorder import RECORDING_ATTENTION, Call, check_model, hidden_states, implementation, record, taken
+from lipbound.models.capture.recorder import RECORDING_ATTENTION, Call, hidden_states, implementation, record, taken
 from lipbound.models.capture.residual_detection import Seen, surroundings, watching
 from lipbound.models.capture.verification import check_rebuilt, own_outputs, verify_outputs
+from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.offload import by_layer
 from lipbound.models.precision import measurable
+from lipbound.models.unwrapping import bare_model
 
 ROTATIONS = 4
 """How many of the rotations found last are tried on the next layer, which mostly has one of them."""
@@ -56,11 +59,11 @@ class Capturer:
     _turns: list[Turns] = field(default_factory=list)
     _verified: dict[tuple[bool, int], float] = field(default_factory=dict)
 
-    def run(self, inputs: Mapping[str, Tensor]) -> list[LayerCapture]:
+    def run(self, inputs: Mapping[str, Tensor] | Inputs) -> list[LayerCapture]:
         """The attention of every (chosen) layer at these model inputs, in the model's dtype and on its device; see `each`."""
         return list(self.each(inputs))
 
-    def each(self, inputs: Mapping[str, Tensor], skip: Collection[int] = ()) -> Iterator[LayerCapture]:
+    def each(self, inputs: Mapping[str, Tensor] | Inputs, skip: Collection[int] = ()) -> Iterator[LayerCapture]:
         """The attention of one (chosen) layer after the other, but for those at the positions ``skip``.
 
         Raises:
@@ -126,14 +129,19 @@ class Capturer:
 
 
 def capture(
-    model: PreTrainedModel, inputs: Mapping[str, Tensor], *, layers: Sequence[int] | int | str | None = None, around: bool = False
+    model: PreTrainedModel | Checkpoint,
+    inputs: Mapping[str, Tensor] | Inputs,
+    *,
+    layers: Sequence[int] | int | str | None = None,
+    around: bool = False,
 ) -> list[Attention]:
     """The `Attention` of every layer of a transformers model at a batch of ready inputs, checked against the model.
 
     Args:
-        model: a loaded transformers model; any task class. Of one in half precision a copy in float32 is captured, and a
-            `lipbound.errors.Notice` says so.
-        inputs: what its forward takes, e.g. ``tokenizer(texts, return_tensors="pt", padding=True)``.
+        model: a loaded transformers model, any task class, or a `lipbound.models.checkpoint.Checkpoint`. Of one in half precision a copy in float32
+            is captured, and a `lipbound.errors.Notice` says so. Wrappers (torch.compile, DataParallel, PEFT, pipelines, SentenceTransformer) are taken
+            off, and a notice says what that leaves out.
+        inputs: what its forward takes, e.g. ``tokenizer(texts, return_tensors="pt", padding=True)``, or what `lipbound.prepare` returns.
         layers: indices of the attention layers wanted, one, several, or text such as "0-3,7"; all by default.
         around: also find residual connection and layer normalisation, for the maps "pre_norm" and "post_norm".
 
@@ -143,6 +151,5 @@ def capture(
     Raises:
         CaptureError: see `Capturer.run`.
     """
-    check_model(model)
     chosen = None if layers is None else indices("layers", layers)
-    return [layer.attention for layer in Capturer(measurable(model), chosen, flag("around", around)).run(inputs)]
+    return [layer.attention for layer in Capturer(measurable(bare_model(model)), chosen, flag("around", around)).run(inputs)]

@@ -14,6 +14,7 @@ from transformers.masking_utils import eager_mask
 from lipbound.attention.layer import Attention
 from lipbound.errors import CaptureError
 from lipbound.models.capture.parameters import projections
+from lipbound.models.unwrapping import bare_model
 
 TRAINING_TOLERANCE = 1e-3
 """Largest relative difference between the model's queries and projected inputs."""
@@ -72,6 +73,7 @@ AttentionMaskInterface.register(TRAINING_ATTENTION, eager_mask)
 @contextmanager
 def _watching(model: PreTrainedModel, layers: Sequence[int] | None) -> Iterator[_Watch]:
     global _watch
+    model = bare_model(model, tells=False)
     if model.config._attn_implementation != TRAINING_ATTENTION:
         model.set_attn_implementation(TRAINING_ATTENTION)
     before, _watch = _watch, _Watch(None if layers is None else frozenset(layers))

@@ -122,6 +122,7 @@ class Adapter:
         return {
             key.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".modules_to_save.", "."): tensor
             for key, tensor in found.items()
+            if ".original_module." not in key  # what a module that was trained as a whole had been
         }
 
     def check(self) -> None:
