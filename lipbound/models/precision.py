@@ -30,7 +30,7 @@ def check_floating(model: PreTrainedModel, name: str) -> None:
             path = key.partition("._packed_params")[0] if "._packed_params" in key else key.rpartition(".")[0]
             kind = type(model.get_submodule(path)).__name__
             raise CheckpointError(
-                f"the weights of {name} are not all floating-point numbers: {path} is a quantized {kind}, whose derivatives are not those of its outputs; "
+                f"the weights of {name} are not all floating-point numbers: {path} is a quantized {kind}, which has no true derivatives; "
                 "give the model before quantization"
             )
     for key, tensor in model.named_parameters():

@@ -82,10 +82,8 @@ def compare(
         memory: working memory that decides how many samples are taken at a time: bytes, "4GB", or "auto".
         weights: "whole" (the model in memory), "layers" (read from its safetensors files layer by layer, several times, with little in memory), or
             "auto": the latter where the weights would take more than half of the free memory.
-        gguf_file: which GGUF file of a directory or of a hub model; its quantised weights are measured as the numbers that they stand for, and
-            attrs["quantization"] says how they were stored. Needs the extra ``gguf``.
-        adapter: a LoRA adapter, merged into the weights: the directory that PEFT wrote, or its hub id. "none" or False measures a checkpoint that
-            has an adapter beside its weights without it; see `lipbound.models.checkpoints.load_checkpoint`.
+        gguf_file: which GGUF file of a directory or hub model, measured as the numbers that it stands for (attrs["quantization"]; extra ``gguf``).
+        adapter: a LoRA adapter to merge into the weights, a directory or hub id; "none": not even one that lies beside them.
         client: a ``dask.distributed`` client whose workers measure blocks of samples; each loads the checkpoint once, so ``model`` must be a name
             that they can load, and computes with the ``device`` asked for. Start it with one thread per worker.
         progress: show a progress bar on standard error, where that is a terminal or a notebook.

@@ -139,8 +139,8 @@ def capture(
 
     Args:
         model: a loaded transformers model, any task class, or a `lipbound.models.checkpoint.Checkpoint`. Of one in half precision a copy in float32
-            is captured, and a `lipbound.errors.Notice` says so. Wrappers (torch.compile, DataParallel, PEFT, pipelines, SentenceTransformer) are taken
-            off, and a notice says what that leaves out.
+            is captured, and a `lipbound.errors.Notice` says so. Wrappers (torch.compile, DataParallel, PEFT, a pipeline, sentence encoders) are
+            taken off, and a notice says what that leaves out.
         inputs: what its forward takes, e.g. ``tokenizer(texts, return_tensors="pt", padding=True)``, or what `lipbound.prepare` returns.
         layers: indices of the attention layers wanted, one, several, or text such as "0-3,7"; all by default.
         around: also find residual connection and layer normalisation, for the maps "pre_norm" and "post_norm".

@@ -57,6 +57,7 @@ def load_folder(name: str, folder: Path, commit: str | None, options: LoadOption
     Raises:
         CheckpointError: files that transformers cannot load, weights that do not fill the architecture or are not finite.
     """
+    config = _config(name, folder)
     notes = adapters.refuse_unasked(name, folder, options.adapter)
     files, unread = weight_files.files(folder)
     for note in unread:
@@ -64,9 +65,9 @@ def load_folder(name: str, folder: Path, commit: str | None, options: LoadOption
     device = torch.device(options.device)
     by_layer = options.weights == "layers" or (options.weights == "auto" and _large(folder, options.dtype, device))
     if by_layer:
-        model, how = _load_by_layer(name, folder, options, device), None
+        model, how = _load_by_layer(name, folder, config, options, device), None
     else:
-        model, how = _load_whole(name, folder)
+        model, how = _load_whole(name, folder, config)
         check_floating(model, name)
         if how is None:
             check_stored(folder, model, name)
@@ -94,7 +95,8 @@ def _why(error: Exception) -> str:
 
 
 def _config(name: str, folder: Path) -> PreTrainedConfig:
-    weight_files.check_file(folder / "config.json")
+    if (folder / "config.json").is_file():
+        weight_files.check_file(folder / "config.json")
     try:
         with quiet():
             return AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -102,9 +104,8 @@ def _config(name: str, folder: Path) -> PreTrainedConfig:
         raise CheckpointError(f"{name} could not be loaded: {_why(error)}") from error
 
 
-def _load_whole(name: str, folder: Path) -> tuple[PreTrainedModel, str | None]:
+def _load_whole(name: str, folder: Path, config: PreTrainedConfig) -> tuple[PreTrainedModel, str | None]:
     """The model, and what its weights had been quantised with."""
-    config = _config(name, folder)
     how = quantized.ask_for_floats(config, name)
     if how is not None:
         quantized.check_blocks(folder, config, name)
@@ -129,8 +130,7 @@ def _load_whole(name: str, folder: Path) -> tuple[PreTrainedModel, str | None]:
     return model, how
 
 
-def _load_by_layer(name: str, folder: Path, options: LoadOptions, device: torch.device) -> PreTrainedModel:
-    config = _config(name, folder)
+def _load_by_layer(name: str, folder: Path, config: PreTrainedConfig, options: LoadOptions, device: torch.device) -> PreTrainedModel:
     try:
         with quiet():
             model, report = offload_loading.load_offloaded(folder, config, dtype=options.dtype, device=device)
