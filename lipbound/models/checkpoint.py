@@ -31,7 +31,8 @@ class Checkpoint:
         notes: sentences on what is not as it was handed over.
         gguf_file: the GGUF file in ``source`` that weights and tokenizer came from, or None.
         quantization: how the weights were stored, "GGUF Q4_1 (...)" for one, where they were quantised; None where they were not.
-        configuration: "sha256:..." over the config.json of a directory; None where ``revision`` covers it, or there is none.
+        configuration: "sha256:..." over the config.json of a directory, or over what the configuration of a loaded model says; None where
+            ``revision`` covers it.
     """
 
     model: PreTrainedModel

@@ -165,9 +165,19 @@ def test_a_changed_configuration_is_told(tmp_path: Path) -> None:
     ds = lb.compare(tmp_path, inputs, bounds=["lipbound"], progress=False, out=tmp_path / "run.zarr")
     says(tmp_path, rms_norm_eps=0.5)
     now = lb.verify(ds, data=inputs, places=1)
-    assert any("not the recorded config.json" in fault for fault in now.faults)
+    assert any("not the recorded configuration" in fault for fault in now.faults)
     with pytest.raises(lb.LipboundError, match="configuration was 'sha256:"):
         lb.compare(tmp_path, inputs, bounds=["lipbound"], progress=False, out=tmp_path / "run.zarr", resume=True)
+
+
+def test_a_finished_run_of_another_configuration_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    model, other = (build(lambda eps=eps: tf.LlamaModel(tf.LlamaConfig(**LLAMA, rms_norm_eps=eps))) for eps in (1e-6, 0.5))
+    arguments = {"bounds": ["lipbound"], "progress": False, "out": tmp_path / "run.zarr"}
+    ds = lb.compare(model, {"input_ids": IDS}, **arguments)
+    model.config.use_cache = False  # what no number depends on
+    assert lb.compare(model, {"input_ids": IDS}, **arguments, resume=True).identical(ds)
+    with pytest.raises(lb.LipboundError, match="configuration was 'sha256:"):
+        lb.compare(other, {"input_ids": IDS}, **arguments, resume=True)
 
 
 @BOTH

@@ -9,7 +9,7 @@ from lipbound.models import offload
 from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.precision import check_floating, in_dtype
 from lipbound.models.sources.source import LoadOptions
-from lipbound.models.sources.weight_checks import check_finite, state_sha256
+from lipbound.models.sources.weight_checks import check_finite, config_sha256, state_sha256
 from lipbound.models.unwrapping import unwrapped
 
 
@@ -65,4 +65,5 @@ class LoadedModelSource:
             commit,
             loaded=True,
             notes=notes if note is None else [*notes, note],
+            configuration=f"sha256:{config_sha256(model.config)}",
         )
