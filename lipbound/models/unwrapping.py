@@ -47,7 +47,7 @@ def bare_inputs(inputs: T, model: nn.Module) -> T | dict[str, Tensor]:
     """The tensors of `Inputs`, on the device of a model; anything else as it is."""
     if not isinstance(inputs, Inputs):
         return inputs
-    device = next((p.device for p in model.parameters() if not p.is_meta), None)
+    device = next((t.device for t in (*model.parameters(), *model.buffers()) if not t.is_meta), None)
     return dict(inputs.batch) if device is None else inputs.block(0, inputs.samples, str(device))
 
 

@@ -82,7 +82,7 @@ def files(folder: Path) -> tuple[list[Path], list[str]]:
     if shards := sorted(file.name for file in folder.iterdir() if DISTRIBUTED.fullmatch(file.name)):
         raise CheckpointError(f"{folder} holds a distributed checkpoint ({shards[0]}); save the model again, whole, with save_pretrained")
     named = _read_json(folder / "config.json").get(NAMED)
-    candidates = [name for name in (ORDER if named is None else (str(named), *ORDER)) if (folder / name).is_file()]
+    candidates = _candidates(folder, named)
     if named is not None and candidates[:1] != [named]:
         raise CheckpointError(f"the config.json of {folder} says that its weights are in {named} ({NAMED}), which is not there")
     if not candidates:
@@ -93,6 +93,16 @@ def files(folder: Path) -> tuple[list[Path], list[str]]:
         check_file(file)
     notes = [f"the weights are read from {first}; {' and '.join(others)} beside it {'is' if len(others) == 1 else 'are'} not read"] if others else []
     return found, notes
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has a file that weights are read from."""
+    return bool(_candidates(folder, _read_json(folder / "config.json").get(NAMED)))
+
+
+def _candidates(folder: Path, named: Any) -> list[str]:
+    """Files of a folder that may hold its weights, the first of which does; ``named``: what its configuration calls it."""
+    return [name for name in (ORDER if named is None else (str(named), *ORDER)) if (folder / name).is_file()]
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -223,6 +223,9 @@ def test_an_adapter_alone_is_no_model(tmp_path: Path) -> None:
     write(folder / "adapter", {"r": 3, "base_model_name_or_path": "owner/base"}, load_file(folder / "adapter" / "adapter_model.safetensors"))
     with pytest.raises(CheckpointError, match="is an adapter of owner/base, not a model; give owner/base as the model, with adapter="):
         load_checkpoint(folder / "adapter")
+    (folder / "adapter" / "config.json").write_bytes((folder / "config.json").read_bytes())  # as training scripts leave it
+    with pytest.raises(CheckpointError, match=r"is an adapter of owner/base, not a model"):
+        load_checkpoint(folder / "adapter")
 
 
 def test_an_adapter_of_another_model_is_told(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from lipbound.models import offload
 from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.quiet import first_line
 from lipbound.models.sources.weight_checks import HEADS_ONLY, sha256
-from lipbound.models.weight_files import check_file
+from lipbound.models.weight_files import check_file, has_weights
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -223,7 +223,7 @@ def refuse_unasked(name: str, folder: Path, asked: Adapter | str | None) -> list
 
 def refuse_alone(name: str, folder: Path) -> None:
     """Raise CheckpointError where a folder that was given as a model holds nothing but an adapter."""
-    if (folder / CONFIG).is_file() and not (folder / "config.json").exists():
+    if (folder / CONFIG).is_file() and not ((folder / "config.json").exists() and has_weights(folder)):
         base = open_adapter(name, folder).base or "the model that it was trained on"
         raise CheckpointError(f"{name} is an adapter of {base}, not a model; give {base} as the model, with adapter={name!r}")
 

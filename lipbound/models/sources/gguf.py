@@ -18,6 +18,7 @@ from lipbound.models.quiet import first_line, quiet
 from lipbound.models.sources import adapters
 from lipbound.models.sources.source import LoadOptions
 from lipbound.models.sources.weight_checks import check_filled, check_finite, sha256
+from lipbound.models.weight_files import check_file
 
 SUFFIX = ".gguf"
 
@@ -59,6 +60,7 @@ def load_gguf(name: str, file: Path, commit: str | None, options: LoadOptions) -
             do not fill the architecture or are not finite.
         LipboundError: more weights than the memory takes.
     """
+    check_file(file)
     notes = adapters.refuse_unasked(name, file.parent, options.adapter)
     gguf_file.check_installed(name)
     if options.weights == "layers":
