@@ -178,15 +178,3 @@ def test_a_finished_run_of_another_configuration_is_not_taken_for_this_one(tmp_p
     assert lb.compare(model, {"input_ids": IDS}, **arguments, resume=True).identical(ds)
     with pytest.raises(lb.LipboundError, match="configuration was 'sha256:"):
         lb.compare(other, {"input_ids": IDS}, **arguments, resume=True)
-
-
-@BOTH
-def test_the_numbers_do_not_depend_on_torchs_default_dtype(weights: str, tmp_path: Path) -> None:
-    llama().save_pretrained(tmp_path)
-    plain = outputs(tmp_path, weights)
-    try:
-        for dtype in (torch.float16, torch.float64):
-            torch.set_default_dtype(dtype)
-            assert torch.equal(outputs(tmp_path, weights), plain)
-    finally:
-        torch.set_default_dtype(torch.float32)
