@@ -6,6 +6,7 @@ import operator
 import re
 import warnings
 from collections.abc import Iterable
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -167,6 +168,15 @@ def sample_count(samples: Any, error: type[LipboundError] = LipboundError) -> in
         return whole("samples", samples, least=1, error=error)
     except error as wrong:
         raise error(f"{wrong}, or 'all'") from wrong
+
+
+def adapter_name(value: Any) -> str | None:
+    """An argument that names an adapter of a model, or says that there is none ("none", False), or nothing (None)."""
+    if value is False or (isinstance(value, str) and value.strip().lower() == "none"):
+        return "none"
+    if value is None or (isinstance(value, str | PurePath) and str(value).strip()):
+        return None if value is None else str(value)
+    raise LipboundError(f"adapter is {shown(value)}; give the directory that PEFT wrote, its hub id, or 'none' for the weights without one")
 
 
 def indices(name: str, value: Any) -> list[int]:

@@ -15,8 +15,9 @@ from lipbound.linalg.certificates import ROUNDING
 from lipbound.linalg.operator_norm import operator_norm
 from lipbound.linalg.operators import JacobianOperator, Transposed
 from lipbound.linalg.solution import Norm, check_seed
-from lipbound.models.capture.recorder import cannot_compute, check_model, implementation, taken
+from lipbound.models.capture.recorder import cannot_compute, implementation, taken
 from lipbound.models.precision import measurable
+from lipbound.models.unwrapping import bare_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -138,8 +139,9 @@ def network_norm(
     ``upper`` does not cover the rounding of activations, so give a model in float64 where digits beyond the fourth matter.
 
     Args:
-        model: a transformers model; of one in half precision a copy in float32 is measured, and a `lipbound.errors.Notice` says so.
-        inputs: what its forward takes, on its device.
+        model: a transformers model, or a `lipbound.models.checkpoint.Checkpoint`; of one in half precision a copy in float32 is measured, and a
+            `lipbound.errors.Notice` says so, and what taking off a wrapper leaves out.
+        inputs: what its forward takes, on its device, or what `lipbound.prepare` returns.
         start: "embeddings", or the number of a block.
         end: "logits", "last_hidden_state", or the number of a block.
         tol, delta, seed: as in `lipbound.spectral_norm`.
@@ -151,8 +153,7 @@ def network_norm(
     Raises:
         LipboundError: no such block, end or output; an end before the start.
     """
-    check_model(model)
-    model = measurable(model)
+    model = measurable(bare_model(model))
     inputs = {name: t for name, t in taken(model, inputs).items() if isinstance(t, Tensor)}
     if isinstance(start, int):
         _number(start, len(blocks(model)), "start")

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from lipbound.analysis.network import NetworkJacobian, chain
 from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError
+from lipbound.models.capture.recorder import taken
+from lipbound.models.precision import measurable
+from lipbound.models.unwrapping import bare_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -168,6 +171,8 @@ def embedding_accuracy(
     """
     if not radius > 0:
         raise LipboundError(f"radius is {radius}; it must be positive")
+    model = measurable(bare_model(model))
+    inputs = {name: t for name, t in taken(model, inputs).items() if isinstance(t, Tensor)}
     generator = torch.Generator().manual_seed(seed)
     right: dict[str, int] = {}
     for i in range(0, len(labels), batch):
@@ -230,6 +235,8 @@ def first_order_radius(model: "PreTrainedModel", inputs: Mapping[str, Tensor], *
     reading of the
     Jacobian at one point, not a certificate: the network is not linear.
     """
+    model = measurable(bare_model(model))
+    inputs = {name: t for name, t in taken(model, inputs).items() if isinstance(t, Tensor)}
     found = []
     count = len(next(iter(inputs.values())))
     for i in range(0, count, batch):

@@ -110,6 +110,10 @@ def compare(
     memory: Annotated[str, typer.Option(help="Working memory, e.g. 4GB: how many samples are taken at a time.")] = "auto",
     weights: Annotated[str, typer.Option(help="'whole' in memory, 'layers' (read layer by layer, for large models), or 'auto'.")] = "auto",
     gguf_file: Annotated[str | None, typer.Option(help="Which GGUF file of a directory or of a hub model; the file itself is a model, too.")] = None,
+    adapter: Annotated[
+        str | None,
+        typer.Option(help="LoRA adapter to merge into the weights: a directory or a hub id; 'none' leaves out one that lies beside the weights."),
+    ] = None,
     scheduler: Annotated[
         str | None, typer.Option(help="Address of a dask scheduler whose workers share the run, or local:N for N processes here.")
     ] = None,
@@ -127,6 +131,7 @@ def compare(
         model, data, split=split, column=column, bounds=bounds, map=map, norm=norm, samples=samples, exact_samples=exact_samples,
         max_length=max_length, layers=layers, revision=revision, tol=tol, delta=delta or None, device=device, dtype=dtype, seed=seed, out=out,
         resume=resume, memory=memory, weights=weights, gguf_file=gguf_file, shuffle=shuffle, tokenizer=tokenizer, processor=processor,
+        adapter=adapter,
     )  # fmt: skip
     with cluster(scheduler) as client:
         ds = measured(config, client=client, progress=not state["quiet"])

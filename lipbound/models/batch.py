@@ -26,6 +26,10 @@ class Inputs:
     notes: list[str] = field(default_factory=list)
     options: dict[str, bool] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in self.batch.items())
+        return f"Inputs({shapes}; {self.description})"
+
     @property
     def samples(self) -> int:
         """Number of samples."""

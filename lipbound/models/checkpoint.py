@@ -35,6 +35,8 @@ class Checkpoint:
         gguf_file: the GGUF file in ``source`` that weights and tokenizer came from, or None.
         quantization: how the weights were stored, "GGUF Q4_1 (...)" for one, where they were quantised; None where they were not.
         tokenizer_from, processor_from: directory or hub id whose tokenizer or image processor is taken in place of the checkpoint's own, or None.
+        configuration: "sha256:..." over the config.json of a directory, or over what the configuration of a loaded model says; None where
+            ``revision`` covers it.
     """
 
     model: PreTrainedModel
@@ -49,6 +51,7 @@ class Checkpoint:
     quantization: str | None = None
     tokenizer_from: str | None = None
     processor_from: str | None = None
+    configuration: str | None = None
 
     @property
     def main_input(self) -> str:
@@ -57,6 +60,10 @@ class Checkpoint:
         parameters = inspect.signature(self.model.forward).parameters.values()
         names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         return declared if declared in names else next((name for name in names if name in MODALITIES), names[0] if names else declared)
+
+    def __repr__(self) -> str:
+        where = ", weights on disk" if self.by_layer else ""
+        return f"Checkpoint({self.name!r}, {type(self.model).__name__}, {str(self.model.dtype).removeprefix('torch.')}{where}, {self.revision[:19]})"
 
     @property
     def modality(self) -> str:

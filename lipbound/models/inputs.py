@@ -1,5 +1,6 @@
 """Data -> model inputs: text through the checkpoint's tokenizer, images through its processor, or inputs that are ready."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def prepare(
             ``pandas.DataFrame`` or Series, a list of strings, of PIL images, of paths or of conversations (each a list of messages
             ``{"role": ..., "content": ...}``, written out by the tokenizer's chat template), token numbers (a list, a tensor or an array, or a list
             of them; or a column ``input_ids``), or a dict of ready tensors, with settings that are True or False, such as
-            ``interpolate_pos_encoding``. Several words that name no file are themselves the text.
+            ``interpolate_pos_encoding``, or `Inputs` as this function returned them. Several words that name no file are themselves the text.
         samples: how many, or "all". Where there are fewer, all are used, and a `lipbound.errors.Notice` says so (not of data in memory, unless
             another number than the default was asked for).
         max_length: tokens per text, special tokens included. A text that is alone is cut into consecutive windows of so many tokens, each a sample;
@@ -73,6 +74,11 @@ def prepare(
         raise InputsError(f"checkpoint is {shown(checkpoint)}; give what lipbound.load_checkpoint returns")
     if isinstance(data, str) and not data.strip():
         raise InputsError("data is empty; give a file, a folder, a hub dataset or a text, or leave it out for the default")
+    if isinstance(data, Inputs):
+        no_table(split, column, "ready inputs have")
+        first = slice(None) if count is None else slice(count)
+        drawn = first if shuffle is None else order(data.samples, shuffle)[first]
+        return replace(data, batch={name: tensor[drawn] for name, tensor in data.batch.items()}, notes=list(data.notes))
     selection = Selection(count, max_length, split, column, shuffle)
     inputs = _ready(checkpoint, data, selection) if is_ready(data) else _read(checkpoint, data, selection)
     check_tokens(checkpoint, inputs.batch)

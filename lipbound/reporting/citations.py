@@ -69,7 +69,7 @@ def _constants(ds: xr.Dataset, prose: Prose) -> str:
     a, safe = ds.attrs, prose.escape
     name, _, meaning = norm_words(ds).partition(" ")
     called = ", the spectral norms of Jacobians," if norm_of(ds) == "frobenius" else f" in the {name} norm, norms of Jacobians {safe(meaning)},"
-    kind = "commit" if a.get("commit") == a["revision"] else "weights"
+    kind = "commit" if a.get("commit") and str(a["revision"]).startswith(a["commit"]) else "weights"
     quantized = f", stored as {safe(str(a['quantization']))} and computed with as floating-point numbers" if a.get("quantization") else ""
     return (
         f"Local Lipschitz constants{called} of {safe(a['map_description'])} were computed with lipbound "

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import xarray as xr
@@ -52,6 +52,7 @@ def compare(
     shuffle: int | None = None,
     tokenizer: str | Path | None = None,
     processor: str | Path | None = None,
+    adapter: "str | Path | Literal[False] | None" = None,
     client: Any = None,
     progress: bool = True,
 ) -> xr.Dataset:
@@ -86,6 +87,7 @@ def compare(
         gguf_file: which GGUF file of a directory or of a hub model; attrs["quantization"] says how its weights are stored.
         shuffle: a seed, with which samples are drawn from all of the data; None for the first ones.
         tokenizer, processor: directory or hub id of a tokenizer or image processor, where the checkpoint has none, or in place of its own.
+        adapter: a LoRA adapter to merge into the weights, a directory or hub id; "none": not even one that lies beside them.
         client: a ``dask.distributed`` client, with one thread per worker, whose workers measure blocks of samples on the ``device`` asked for; each
             loads the checkpoint once, so ``model`` must be a name that they can load.
         progress: show a progress bar on standard error, where that is a terminal or a notebook.
@@ -102,7 +104,7 @@ def compare(
     config = RunConfig(
         model, data, bounds=bounds, map=map, norm=norm, samples=samples, exact_samples=exact_samples, max_length=max_length, layers=layers,
         split=split, column=column, revision=revision, tol=tol, delta=delta, device=device, dtype=dtype, seed=seed, out=out, resume=resume,
-        memory=memory, weights=weights, gguf_file=gguf_file, shuffle=shuffle, tokenizer=tokenizer, processor=processor,
+        memory=memory, weights=weights, gguf_file=gguf_file, shuffle=shuffle, tokenizer=tokenizer, processor=processor, adapter=adapter,
     )  # fmt: skip
     return run(config, client=client, progress=flag("progress", progress))
 

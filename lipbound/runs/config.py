@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from lipbound.bounds.audit import norm_of
 from lipbound.bounds.entry import check_norm
@@ -18,6 +18,7 @@ from lipbound.errors import (
     AlteredRunError,
     LipboundError,
     StoreError,
+    adapter_name,
     choice,
     flag,
     indices,
@@ -78,6 +79,7 @@ class RunConfig:
     shuffle: int | None = None
     tokenizer: str | Path | None = None
     processor: str | Path | None = None
+    adapter: str | Path | Literal[False] | None = None
 
     def __post_init__(self) -> None:
         for name, value in self._checked().items():
@@ -109,6 +111,7 @@ class RunConfig:
             "tol": real("tol", self.tol, "between 0 and 1 (relative width of the enclosures)", above=0, below=1),
             "delta": None if self.delta is None else real("delta", self.delta, DELTA, above=0, below=1),
             "dtype": dtype_name(self.dtype), "resume": flag("resume", self.resume), "memory": _memory(self.memory),
+            "adapter": adapter_name(self.adapter),
         } | {name: name_or_none(name, getattr(self, name)) for name in ("split", "column", "revision", "gguf_file")}  # fmt: skip
 
     def _check_deterministic(self) -> None:
@@ -151,6 +154,7 @@ class RunConfig:
                 tol=a["tol"], device=device, dtype=dtype or a["dtype"], **{name: a[name] for name in ("delta", "seed") if name in a},
                 gguf_file=source.get("gguf_file") if model is None else None,
                 **{name: source.get(name) for name in ("shuffle", "tokenizer", "processor")},
+                adapter=source.get("adapter") if model is None or isinstance(model, (str, Path)) else None,
             )  # fmt: skip
         except LipboundError as error:
             raise AlteredRunError(f"the run's settings (attributes) were changed, no run can have them: {error}") from error

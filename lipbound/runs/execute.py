@@ -37,6 +37,7 @@ class WorkerSpec(NamedTuple):
     spec: MeasurementSpec
     loading: str = "auto"
     gguf_file: str | None = None
+    adapter: str | None = None
 
 
 TRIMMING = "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_"
@@ -54,8 +55,9 @@ def work(worker: WorkerSpec, inputs: Mapping[str, Tensor], start: int, skip: Col
         if worker not in _MEASURERS:
             _MEASURERS.clear()
             checkpoint = load_checkpoint(
-                worker.model, revision=worker.revision, dtype=worker.dtype, device=device, weights=worker.loading, gguf_file=worker.gguf_file
-            )
+                worker.model, revision=worker.revision, dtype=worker.dtype, device=device, weights=worker.loading, gguf_file=worker.gguf_file,
+                adapter=worker.adapter,
+            )  # fmt: skip
             if checkpoint.revision != worker.weights:
                 raise CheckpointError(f"{worker.model} is {checkpoint.revision} on a worker but {worker.weights} here; give all the same checkpoint")
             _MEASURERS[worker] = Measurer(capturer_of(checkpoint.model, worker.layers, worker.spec.map), worker.spec)
@@ -120,7 +122,7 @@ class DaskExecutor(Executor):
         sources.capturer.release()  # workers read the layers themselves
         worker = WorkerSpec(
             str(config.model), config.revision, revision, config.dtype, config.device, config.chosen_layers, plan.spec, config.weights,
-            config.gguf_file,
+            config.gguf_file, None if config.adapter is None else str(config.adapter),
         )  # fmt: skip
         return distribute(self._client, worker, [(sources.inputs.block(start, stop, "cpu"), start, skip) for start, stop, skip in blocks])
 

@@ -52,7 +52,7 @@ def open_checkpoint(config: RunConfig, device: str) -> Checkpoint:
     """The model, on a device; raises CheckpointError where it cannot be had."""
     return load_checkpoint(
         config.model, revision=config.revision, dtype=config.dtype, device=device, weights=config.weights, gguf_file=config.gguf_file,
-        tokenizer=config.tokenizer, processor=config.processor,
+        tokenizer=config.tokenizer, processor=config.processor, adapter=config.adapter,
     )  # fmt: skip
 
 
@@ -72,7 +72,8 @@ def identity(config: RunConfig, sources: Sources) -> dict[str, Any]:
     """What must be equal for a stored run, finished or not, to be the one that is asked for, in JSON's types."""
     checkpoint, inputs = sources.checkpoint, sources.inputs
     return {
-        "model": checkpoint.name, "revision": checkpoint.revision, "data_fingerprint": inputs.fingerprint, "samples": inputs.samples,
+        "model": checkpoint.name, "revision": checkpoint.revision, "configuration": checkpoint.configuration,
+        "data_fingerprint": inputs.fingerprint, "samples": inputs.samples,
         "bounds": config.names, "map": config.map, "norm": config.norm, "exact_samples": config.exact_count(inputs.samples),
         "tol": config.tol, "dtype": config.dtype, **{name: value for name, value in config.drawn.items() if name != "method"},
     }  # fmt: skip

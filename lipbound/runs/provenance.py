@@ -61,7 +61,7 @@ def checksums(ds: xr.Dataset) -> xr.DataArray:
 def settings_checksum(ds: xr.Dataset) -> str:
     """sha256 over `SETTINGS`, the numbers of the layers and the lengths of the samples."""
     said: dict[str, Any] = {name: ds.attrs.get(name) for name in SETTINGS}
-    said |= {name: ds.attrs[name] for name in ("variants", "not_applicable", "notes", "quantization") if name in ds.attrs}
+    said |= {name: ds.attrs[name] for name in ("variants", "not_applicable", "notes", "quantization", "configuration") if name in ds.attrs}
     said |= {"norm": norm_of(ds)} if norm_of(ds) != "frobenius" else {}  # runs of before do not say it, and are Frobenius
     said |= {"layer": ds["layer"].values.tolist(), "length": ds["length"].values.tolist()}
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
@@ -149,13 +149,13 @@ def source(config: RunConfig) -> dict[str, Any]:
         "model": absolute(config.model) if isinstance(config.model, (str, Path)) else None,
         "data": absolute(data) if named else None if data is None else False, "split": config.split, "column": config.column,
         "max_length": config.max_length,
-    } | {name: value for name, value in _rarer(config).items() if value is not None}  # fmt: skip
+    } | _where_there(gguf_file=config.gguf_file, shuffle=config.shuffle, adapter=_found_again(config.adapter),
+                     tokenizer=_found_again(config.tokenizer), processor=_found_again(config.processor))  # fmt: skip
 
 
-def _rarer(config: RunConfig) -> dict[str, Any]:
-    """What `source` has where it was asked for."""
-    named = {name: None if value is None else absolute(value) for name, value in (("tokenizer", config.tokenizer), ("processor", config.processor))}
-    return {"gguf_file": config.gguf_file, "shuffle": config.shuffle, **named}
+def _found_again(name: Any) -> str | None:
+    """Where a companion of a model is found again; "none" is no path."""
+    return name if name in (None, "none") else absolute(name)
 
 
 def provenance(config: RunConfig, checkpoint: Checkpoint, inputs: Inputs, **settled: Any) -> dict[str, Any]:
@@ -190,9 +190,11 @@ def provenance(config: RunConfig, checkpoint: Checkpoint, inputs: Inputs, **sett
         "python": sys.version.split()[0],
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-    } | _where_there("quantization", checkpoint.quantization) | _where_there("notes", [*checkpoint.notes, *inputs.notes])  # fmt: skip
+    } | _where_there(
+        quantization=checkpoint.quantization, configuration=checkpoint.configuration, notes=[*checkpoint.notes, *inputs.notes],
+    )  # fmt: skip
 
 
-def _where_there(name: str, value: Any) -> dict[str, Any]:
-    """An attribute, where there is something to tell."""
-    return {name: value} if value else {}
+def _where_there(**attributes: Any) -> dict[str, Any]:
+    """Attributes that have something to tell."""
+    return {name: value for name, value in attributes.items() if value}

@@ -75,6 +75,10 @@ def replay(ds: xr.Dataset, *, model: Any = None, data: Any = None, device: str =
             f"{kind}: the run is of {a['model']} ({a['architecture']}, {a['revision']}), "
             f"{checkpoint.name} ({type(checkpoint.model).__name__}) {now}has {checkpoint.revision}"
         )
+    if comparable and None not in (checkpoint.configuration, a.get("configuration")) and checkpoint.configuration != a["configuration"]:
+        differences.append(
+            f"not the recorded configuration of the model: the run has {a['configuration']}, {checkpoint.name} now has {checkpoint.configuration}"
+        )
     try:
         inputs = open_inputs(config, checkpoint)
     except InputsError as error:

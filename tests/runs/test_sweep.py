@@ -66,6 +66,7 @@ def test_every_option_of_compare_is_one_of_sweeps(tmp_path: Path) -> None:
     }
     given |= {"tol": 0.01, "delta": None, "device": "cpu", "dtype": "float64", "seed": 3, "memory": "1GB", "weights": "whole", "gguf_file": "a.gguf"}
     given |= {"shuffle": 2, "tokenizer": "words", "processor": "pictures"}
+    given["adapter"] = "owner/adapter"
     assert set(OPTIONS) == set(given)
     file = tmp_path / "sweep.yaml"
     file.write_text(yaml.safe_dump({"model": "m", "max_length": 6} | given))

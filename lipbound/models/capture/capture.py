@@ -15,16 +15,19 @@ from transformers import PreTrainedModel
 from lipbound.attention.layer import Attention
 from lipbound.devices import in_own_modes
 from lipbound.errors import CaptureError, flag, indices, tell
+from lipbound.models.batch import Inputs
 from lipbound.models.capture.assembly import about_padding, assemble, check_mask, valid_tokens
 from lipbound.models.capture.batch_dependence import dependence, telling_samples
 from lipbound.models.capture.left_out import Watch, left_out
 from lipbound.models.capture.probing import Turns, Weights, probe
-from lipbound.models.capture.recorder import RECORDING_ATTENTION, Call, check_model, hidden_states, implementation, record, taken
+from lipbound.models.capture.recorder import RECORDING_ATTENTION, Call, hidden_states, implementation, record, taken
 from lipbound.models.capture.residual_detection import surroundings, watching
 from lipbound.models.capture.verification import Own, check_call, check_rebuilt, one_sample, own_outputs, verify_outputs
+from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.offload import by_layer
 from lipbound.models.precision import measurable
 from lipbound.models.readers.remarks import odd_masks
+from lipbound.models.unwrapping import bare_inputs, bare_model
 
 ROTATIONS = 4
 """How many of the rotations found last are tried on the next layer, which mostly has one of them."""
@@ -63,11 +66,11 @@ class Capturer:
     _turns: list[Turns] = field(default_factory=list)
     _verified: dict[tuple[bool, int], float] = field(default_factory=dict)
 
-    def run(self, inputs: Mapping[str, Tensor]) -> list[LayerCapture]:
+    def run(self, inputs: Mapping[str, Tensor] | Inputs) -> list[LayerCapture]:
         """The attention of every (chosen) layer at these model inputs, in the model's dtype and on its device; see `each`."""
         return list(self.each(inputs))
 
-    def each(self, inputs: Mapping[str, Tensor], skip: Collection[int] = ()) -> Iterator[LayerCapture]:
+    def each(self, inputs: Mapping[str, Tensor] | Inputs, skip: Collection[int] = ()) -> Iterator[LayerCapture]:
         """The attention of one (chosen) layer after the other, but for those at the positions ``skip``.
 
         Raises:
@@ -157,14 +160,19 @@ class Capturer:
 
 @in_own_modes
 def capture(
-    model: PreTrainedModel, inputs: Mapping[str, Tensor], *, layers: Sequence[int] | int | str | None = None, around: bool = False
+    model: PreTrainedModel | Checkpoint,
+    inputs: Mapping[str, Tensor] | Inputs,
+    *,
+    layers: Sequence[int] | int | str | None = None,
+    around: bool = False,
 ) -> list[Attention]:
     """The `Attention` of every layer of a transformers model at a batch of ready inputs, checked against the model.
 
     Args:
-        model: a loaded transformers model; any task class. Of one in half precision a copy in float32 is captured, and a
-            `lipbound.errors.Notice` says so.
-        inputs: what its forward takes, e.g. ``tokenizer(texts, return_tensors="pt", padding=True)``.
+        model: a loaded transformers model, any task class, or a `lipbound.models.checkpoint.Checkpoint`. Of one in half precision a copy in float32
+            is captured, and a `lipbound.errors.Notice` says so. Wrappers (torch.compile, DataParallel, PEFT, a pipeline, sentence encoders) are
+            taken off, and a notice says what that leaves out.
+        inputs: what its forward takes, e.g. ``tokenizer(texts, return_tensors="pt", padding=True)``, or what `lipbound.prepare` returns.
         layers: indices of the attention layers wanted, one, several, or text such as "0-3,7"; all by default.
         around: also find residual connection and layer normalisation, for the maps "pre_norm" and "post_norm".
 
@@ -174,12 +182,13 @@ def capture(
     Raises:
         CaptureError: see `Capturer.run`.
     """
-    check_model(model)
-    for said in odd_masks(model, inputs) if isinstance(inputs, Mapping) else []:
-        tell(said)
     chosen = None if layers is None else indices("layers", layers)
-    capturer = Capturer(measurable(model), chosen, flag("around", around))
-    layers_found = [layer.attention for layer in capturer.run(inputs)]
-    for sample in telling_samples(inputs):
-        capturer.examine(one_sample(inputs, sample))
-    return layers_found
+    bare = bare_model(model)
+    batch = bare_inputs(inputs, bare)
+    for said in odd_masks(bare, batch) if isinstance(batch, Mapping) else []:
+        tell(said)
+    capturer = Capturer(measurable(bare), chosen, flag("around", around))
+    found = [layer.attention for layer in capturer.run(batch)]
+    for sample in telling_samples(batch):
+        capturer.examine(one_sample(batch, sample))
+    return found

@@ -15,6 +15,7 @@ from transformers.masking_utils import eager_mask
 
 from lipbound.errors import CaptureError, LipboundError, shown
 from lipbound.models.capture.left_out import Watch
+from lipbound.models.unwrapping import bare_inputs
 
 RECORDING_ATTENTION = "lipbound"
 """Name of our attention function in the transformers registry."""
@@ -189,11 +190,12 @@ def check_model(model: object) -> None:
 
 
 def taken(model: PreTrainedModel, inputs: object) -> dict[str, Tensor]:
-    """Inputs as a model's forward takes them: floating-point ones in its dtype.
+    """Inputs as a model's forward takes them: floating-point ones in its dtype, those of `lipbound.prepare` on its device.
 
     Raises:
         CaptureError: there are no named tensors among them.
     """
+    inputs = bare_inputs(inputs, model)
     if not isinstance(inputs, Mapping) or not any(isinstance(t, Tensor) for t in inputs.values()):
         kind = "without tensors" if isinstance(inputs, Mapping) else shown(inputs)
         raise CaptureError(f"inputs is {kind}; give named tensors, such as tokenizer(text, return_tensors='pt')")

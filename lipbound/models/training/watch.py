@@ -16,8 +16,8 @@ from transformers.masking_utils import eager_mask
 
 from lipbound.attention.masking import BLOCKED
 from lipbound.errors import CaptureError, indices, shown
-from lipbound.models.capture.recorder import check_model
 from lipbound.models.training.recomputing import TRAINING_ATTENTION, attending, lock, replay
+from lipbound.models.unwrapping import bare_model
 
 
 class Probabilities(list[Tensor]):
@@ -229,18 +229,10 @@ def transformers_model(model: object) -> PreTrainedModel:
     Raises:
         CaptureError: there is none, or DataParallel on several devices.
     """
-    while not isinstance(model, PreTrainedModel):
-        if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
-            raise CaptureError(REPLICAS)
-        inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
-        if inner is None and callable(getattr(model, "get_base_model", None)):
-            inner = model.get_base_model()  # type: ignore[attr-defined]
-        if not isinstance(inner, nn.Module):
-            break
-        model = inner
-    check_model(model)
-    assert isinstance(model, PreTrainedModel)
-    return model
+    inside = getattr(model, "_orig_mod", model)
+    if isinstance(inside, nn.DataParallel) and len(inside.device_ids) > 1:
+        raise CaptureError(REPLICAS)
+    return bare_model(model, tells=False)
 
 
 @contextmanager
