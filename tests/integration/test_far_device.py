@@ -27,12 +27,12 @@ def there() -> Iterator[Call]:
         yield lambda f, *args: pool.submit(f, *args).result()
 
 
-def agree(found: elsewhere.Pairs, rtol: float) -> None:
-    """Both devices' numbers are the same ones."""
+def agree(found: elsewhere.Pairs, rtol: float, of_largest: float = 1e-9) -> None:
+    """Both devices' numbers are the same ones, up to what their methods allow; ``of_largest``: for tensors in units of their largest entry."""
     assert found
-    for name, (near, far) in found.items():
+    for name, (near, far, allowed) in found.items():
         assert near, name
-        np.testing.assert_allclose(far, near, rtol=rtol, atol=rtol * 1e-3, err_msg=name)
+        np.testing.assert_allclose(far, near, rtol=rtol + allowed, atol=of_largest, err_msg=name)
 
 
 def test_the_device_refuses_what_a_gpu_refuses(there: Call) -> None:
@@ -49,7 +49,7 @@ def test_layers(there: Call, what: Call, has: tuple[str, ...], mask: str | None,
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_are_captured(there: Call, family: str) -> None:
-    agree(there(elsewhere.captured, family), 1e-6)
+    agree(there(elsewhere.captured, family), 0.0, 1e-5)
 
 
 @pytest.mark.parametrize("options", [{}, {"weights": "layers"}, {"norm": "every-token"}, {"map": "post_norm", "dtype": "float64"}])
@@ -69,7 +69,7 @@ def test_the_benchmark_of_gpus(there: Call, tmp_path: Path) -> None:
 
 
 def test_derivatives(there: Call) -> None:
-    agree(there(elsewhere.derivatives), CLOSE["float32"])
+    agree(there(elsewhere.derivatives), CLOSE["float32"], 1e-5)
 
 
 def test_inputs_and_measures(there: Call) -> None:

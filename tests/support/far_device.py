@@ -3,6 +3,7 @@
 Registering it changes the process it is in, so that tests use it in one of their own.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -127,4 +128,4 @@ def register() -> None:
     library.impl("_copy_from", _copy_from, "PrivateUse1")
     LIBRARY.append(library)
     torch.__future__.set_swap_module_params_on_conversion(True)  # or a module's dtype would change in name only
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ["LIPBOUND_TESTS_THREADS"]))
