@@ -106,9 +106,8 @@ def token_norms(has: tuple[str, ...], mask: str | None, dtype: str) -> Pairs:
     """Norms that tell tokens apart."""
     att, found = _layer(has, mask, dtype), {}
     for perturbed, output in TOKEN_NORMS:
-        _both(
-            found, f"{perturbed} {output}", att, lambda one, p=perturbed, o=output: lb.token_norm(one, p, o, tol=1e-3), 1e-3 * (perturbed == "every")
-        )
+        allowed = 1e-3 if perturbed == "every" else 0.0  # the others have no tolerance
+        _both(found, f"{perturbed} {output}", att, lambda one, p=perturbed, o=output: lb.token_norm(one, p, o, tol=1e-3), allowed)
     _both(found, "profile", att, lb.token_profile)
     return found
 
