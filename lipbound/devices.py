@@ -1,7 +1,6 @@
 """Where to compute, with what memory, on how many threads."""
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -9,6 +8,7 @@ from functools import wraps
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -71,11 +71,7 @@ def available(device: torch.device) -> float:
     """Bytes that can be allocated on a device without swapping, as the system estimates it."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
-    free = float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    table = Path("/proc/meminfo")
-    if table.exists():
-        lines = dict(line.split(":", 1) for line in table.read_text().splitlines())
-        free = float(lines["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in lines else free
+    free = float(psutil.virtual_memory().available)
     for limit, use in LIMITS:
         if Path(limit).exists() and (most := Path(limit).read_text().strip()).isdigit():
             free = min(free, float(most) - float(Path(use).read_text()))

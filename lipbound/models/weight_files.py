@@ -62,7 +62,7 @@ def contents(folder: Path) -> dict[str, TensorRef]:
                 f"{folder} has neither model.safetensors nor {index.name}, and weights='layers' reads no other files; use weights='whole', or save "
                 "the model again with save_pretrained"
             )
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     found = {}
     for name in names:
         file = (folder / name).absolute()

@@ -38,7 +38,7 @@ def planned_runs(path: str | Path) -> list[Run]:
         LipboundError: the file cannot be read, is not such a mapping, or has a key that is not known.
     """
     try:
-        content = yaml.safe_load(Path(path).read_text())
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise LipboundError(f"{path} cannot be read as YAML: {_why(error)}") from error
     if not isinstance(content, dict) or not content.get("model"):
@@ -120,7 +120,7 @@ def _name(model: Any, data: Any, length: Any) -> str:
 def _index(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write the index, whole or not at all."""
     new = path.with_suffix(".csv.partial")
-    with new.open("w", newline="") as file:
+    with new.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, FIELDS)
         writer.writeheader()
         writer.writerows(rows)

@@ -10,7 +10,7 @@ from PIL import Image
 
 from lipbound.errors import InputsError, shown
 from lipbound.models.quiet import cause, first_line, quiet
-from lipbound.models.readers.files import TABLES, there
+from lipbound.models.readers.files import TABLES, is_path, there
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _read_table(name: str, path: Path, split: str | None, header: bool) -> tuple
         return table.rename_columns({old: str(i) for i, old in enumerate(table.column_names)}), path.name
     if path.suffix in TABLES and path.is_file():
         return datasets.load_dataset(TABLES[path.suffix], data_files=str(path), split="train"), path.name
-    if path.exists() or name.startswith((".", "~", "/")) or path.suffix in TABLES:
+    if path.exists() or is_path(name) or path.suffix in TABLES:
         if not path.exists():
             raise InputsError(f"there is no file or folder {name}")
         if not path.is_dir():
