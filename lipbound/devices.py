@@ -12,13 +12,24 @@ import psutil
 import torch
 from torch import Tensor
 
-from lipbound.errors import LipboundError, UnknownNameError, shown
+from lipbound.errors import CheckpointError, LipboundError, UnknownNameError, shown
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 """What is computed in."""
+
+
+WEIGHTS = ("auto", "whole", "layers")
+"""Where the weights of a model may be: see `lipbound.models.checkpoints.load_checkpoint`."""
+
+
+def check_weights(weights: object) -> str:
+    """One of `WEIGHTS`; raises CheckpointError for anything else."""
+    if not isinstance(weights, str) or weights not in WEIGHTS:
+        raise CheckpointError(f"weights is {shown(weights)}; allowed are 'auto', 'whole' (all in memory) and 'layers' (on disk, read layer by layer)")
+    return weights
 
 
 def resolve_device(device: str | torch.device) -> str:

@@ -27,7 +27,8 @@ LACKING = {
         "wait3", "wait4", "waitid", "writev", "O_CLOEXEC", "O_DIRECTORY", "O_DIRECT", "O_NOFOLLOW", "O_NONBLOCK", "O_SYNC", "O_TMPFILE",
     },
     "signal": {
-        "SIGALRM", "SIGCHLD", "SIGHUP", "SIGKILL", "SIGPIPE", "SIGSTOP", "SIGUSR1", "SIGUSR2", "SIGXFSZ", "alarm", "pause", "pthread_kill", "setitimer",
+        "SIGALRM",
+        "SIGCHLD", "SIGHUP", "SIGKILL", "SIGPIPE", "SIGSTOP", "SIGUSR1", "SIGUSR2", "SIGXFSZ", "alarm", "pause", "pthread_kill", "setitimer",
     },
 }  # fmt: skip
 """What Windows or macOS has not, of modules that every system has."""

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lipbound.devices import DTYPES, dtype_name, resolve_device
+from lipbound.devices import DTYPES, WEIGHTS, check_weights, dtype_name, resolve_device
 from lipbound.errors import CheckpointError, name_or_none, shown
 from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.sources.builtins import BuiltinSource
@@ -19,9 +19,6 @@ __all__ = ["SOURCES", "WEIGHTS", "Checkpoint", "load_checkpoint"]
 
 SOURCES: tuple[Source, ...] = (LoadedModelSource(), BuiltinSource(), DirectorySource(), HubSource())
 """The kinds of checkpoints, in the order in which they are asked; the first that matches loads the model."""
-
-WEIGHTS = ("auto", "whole", "layers")
-"""Where weights may be: see `load_checkpoint`."""
 
 
 def load_checkpoint(
@@ -60,8 +57,7 @@ def load_checkpoint(
     >>> checkpoint.modality, checkpoint.model.config.num_hidden_layers, str(checkpoint.model.dtype)
     ('text', 6, 'torch.float32')
     """
-    if not isinstance(weights, str) or weights not in WEIGHTS:
-        raise CheckpointError(f"weights is {shown(weights)}; allowed are 'auto', 'whole' (all in memory) and 'layers' (on disk, read layer by layer)")
+    check_weights(weights)
     if isinstance(model, str | Path) and not str(model).strip():
         raise CheckpointError("model is empty; give a hub id, a checkpoint directory or a builtin such as 'builtin:minilm'")
     options = LoadOptions(

@@ -18,7 +18,7 @@ from lipbound.models.batch import Inputs
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.checkpoints import Checkpoint, load_checkpoint
 from lipbound.models.inputs import prepare
-from lipbound.runs.config import RunConfig
+from lipbound.runs.config import LEAST_MEMORY, RunConfig
 from lipbound.runs.measure import LayerInfo, MeasurementSpec, capturer_of, layers_at
 from lipbound.runs.partial_store import partial_path, stored_block
 
@@ -145,6 +145,10 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
     samples = sources.inputs.samples
     exact = config.exact_count(samples)
     layers = layers_at(sources.capturer, sources.inputs.block(0, 1, sources.device))
+    if any(i < 0 for i in config.chosen_layers or ()):
+        numbers = ", ".join(str(layer.index) for layer in layers)
+        sources.inputs.notes.append(f"layers below zero count from the end: measured {'are' if len(layers) > 1 else 'is'} {numbers}")
+        tell(sources.inputs.notes[-1])
     names, not_applicable = about(config.names, all_variants(layers), everything=config.everything)
     block = block_size(layers, samples, memory, parts)
     if config.resume and config.target is not None:  # other blocks would change last digits
@@ -197,4 +201,6 @@ def memory_bytes(memory: str | float, device: str) -> float:
     """Bytes that the ``memory`` of a configuration means."""
     if memory == "auto":
         return min(BLOCK_BYTES, available(torch.device("cpu")) / 4) if device == "cpu" else available(torch.device(device)) / 4
+    if float(memory) < LEAST_MEMORY:
+        tell(f"memory is {float(memory):g} bytes, so that samples are measured one at a time; write '4GB' for gigabytes")
     return float(memory)
