@@ -184,7 +184,7 @@ def resolve(bounds: str | Bound | Iterable[str | Bound], norm: str | None = None
             return []
         given, bounds = bounds, [part.strip() for part in bounds.split(",") if part.strip()]
         if not bounds:
-            raise UnknownNameError(f"bounds is {shown(given)}, which names none; give 'default', 'all', 'none', a name, or names separated by commas")
+            raise UnknownNameError(f"bounds is {shown(given)}, which names none; give 'default', 'all', a name, names separated by commas, or 'none'")
     if not isinstance(bounds, Iterable) or isinstance(bounds, bytes | Mapping) or (hasattr(bounds, "shape") and not bounds.shape):
         raise UnknownNameError(f"bounds is {shown(bounds)}; give 'default', 'all', a name, or a list of names")
     return _of_one_norm(list(dict.fromkeys(get(name.name if isinstance(name, Bound) else name).name for name in bounds)), norm)

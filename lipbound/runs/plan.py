@@ -146,8 +146,8 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
     exact = config.exact_count(samples)
     layers = layers_at(sources.capturer, sources.inputs.block(0, 1, sources.device))
     if any(i < 0 for i in config.chosen_layers or ()):
-        numbers = ", ".join(str(layer.index) for layer in layers)
-        sources.inputs.notes.append(f"layers below zero count from the end: measured {'are' if len(layers) > 1 else 'is'} {numbers}")
+        measured = f"layers {', '.join(str(one.index) for one in layers)} are" if len(layers) > 1 else f"layer {layers[0].index} is"
+        sources.inputs.notes.append(f"layers below zero count from the end: {measured} measured")
         tell(sources.inputs.notes[-1])
     names, not_applicable = about(config.names, all_variants(layers), everything=config.everything)
     block = block_size(layers, samples, memory, parts)
