@@ -52,6 +52,21 @@ def resolve_device(device: str | torch.device) -> str:
     return device
 
 
+def has_float64(device: str | torch.device) -> bool:
+    """Whether a device computes in float64, which Apple's GPUs do not."""
+    if torch.device(device).type in ("cpu", "cuda"):
+        return True
+    try:
+        return bool(torch.ones(1, dtype=torch.float64, device=device).sum() == 1)
+    except (TypeError, RuntimeError, NotImplementedError):
+        return False
+
+
+def measuring_device(device: torch.device) -> torch.device:
+    """Where the layers of a model on a device are measured: there, or on the CPU where the device has no float64."""
+    return device if has_float64(device) else torch.device("cpu")
+
+
 def dtype_name(dtype: object, error: type[LipboundError] = UnknownNameError) -> str:
     """ "float32" or "float64", however it is written: also torch.float64, np.float64.
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lipbound.devices import DTYPES, WEIGHTS, check_weights, dtype_name, resolve_device
+from lipbound.devices import DTYPES, WEIGHTS, check_weights, dtype_name, has_float64, resolve_device
 from lipbound.errors import CheckpointError, name_or_none, shown
 from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.sources.builtins import BuiltinSource
@@ -64,6 +64,8 @@ def load_checkpoint(
         name_or_none("revision", revision), DTYPES[dtype_name(dtype, CheckpointError)], resolve_device(device), weights,
         name_or_none("gguf_file", gguf_file),
     )  # fmt: skip
+    if options.dtype == torch.float64 and not has_float64(options.device):
+        raise CheckpointError(f"dtype is 'float64', which the device {str(options.device)!r} does not have; take dtype='float32', or device='cpu'")
     for source in SOURCES:
         if source.matches(model):
             return source.load(model, options)

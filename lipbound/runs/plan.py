@@ -11,7 +11,7 @@ import torch
 from lipbound.attention.variants import VARIANTS
 from lipbound.bounds.registry import get
 from lipbound.bounds.registry import names as bound_names
-from lipbound.devices import available
+from lipbound.devices import available, has_float64
 from lipbound.errors import LipboundError, tell
 from lipbound.jacobians.maps import WHOLE
 from lipbound.models.batch import Inputs
@@ -44,7 +44,11 @@ def open_sources(config: RunConfig, device: str) -> Sources:
         CheckpointError, InputsError: they cannot be found or used.
     """
     checkpoint = open_checkpoint(config, device)
-    return Sources(checkpoint, open_inputs(config, checkpoint), device, capturer_of(checkpoint.model, config.chosen_layers, config.map))
+    inputs = open_inputs(config, checkpoint)
+    if not has_float64(device):
+        inputs.notes.append(f"the device {device!r} has no float64: the model runs there, and its heads are measured on the CPU")
+        tell(inputs.notes[-1])
+    return Sources(checkpoint, inputs, device, capturer_of(checkpoint.model, config.chosen_layers, config.map))
 
 
 def open_checkpoint(config: RunConfig, device: str) -> Checkpoint:
@@ -202,5 +206,5 @@ def memory_bytes(memory: str | float, device: str) -> float:
     if memory == "auto":
         return min(BLOCK_BYTES, available(torch.device("cpu")) / 4) if device == "cpu" else available(torch.device(device)) / 4
     if float(memory) < LEAST_MEMORY:
-        tell(f"memory is {float(memory):g} bytes, so that samples are measured one at a time; write '4GB' for gigabytes")
+        tell(f"memory is {float(memory):g} byte{'s' * (memory != 1)}, so that samples are measured one at a time; write '4GB' for gigabytes")
     return float(memory)

@@ -76,6 +76,25 @@ def test_inputs_and_measures(there: Call) -> None:
     agree(there(elsewhere.inputs_and_measures), CLOSE["float64"])
 
 
+@pytest.fixture(scope="module")
+def without_float64() -> Iterator[Call]:
+    """Calls a function in a process whose device knows no float64."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=far_device.register_without_float64) as pool:
+        yield lambda f, *args: pool.submit(f, *args).result()
+
+
+@pytest.mark.parametrize("family", ["bert", "vit", "Llama"])
+def test_models_are_captured_without_float64(without_float64: Call, family: str) -> None:
+    agree(without_float64(elsewhere.captured, family), 0.0, 1e-5)
+
+
+def test_runs_without_float64_are_measured_on_the_cpu(without_float64: Call, bert: Path) -> None:
+    agree(without_float64(elsewhere.run, bert, {"map": "head_out"}), CLOSE["float32"])
+    agree(without_float64(elsewhere.surrounded, "bert"), CLOSE["float32"])
+    assert "the device 'far' has no float64: the model runs there, and its heads are measured on the CPU" in without_float64(elsewhere.notes, bert)
+    assert without_float64(elsewhere.refused, bert).startswith("dtype is 'float64', which the device 'far' does not have; take dtype='float32'")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes(there: Call, name: str) -> None:

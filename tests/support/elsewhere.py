@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import xarray as xr
-from support.far_device import NAME, Far
+from support.far_device import LACKING, NAME, Far
 from support.layers import random_attention
 from support.models import AFFINE, MODERN
 from support.variants import layer
@@ -119,7 +119,7 @@ def captured(family: str) -> Pairs:
     pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     inputs = _ids() if near.main_input_name == "input_ids" else {"pixel_values": pixels}
     seen = [lb.capture(near, inputs), lb.capture(_moved(near), {name: t.to(NAME) for name, t in inputs.items()})]
-    assert all(isinstance(att.x, Far) for att in seen[1])
+    assert all(isinstance(att.x, Far) != bool(LACKING) for att in seen[1])  # on the CPU, where the device has no float64
     pairs = list(zip(*seen, strict=True))
     return {f"{name} of layer {k}": _in_units(*(getattr(att, name) for att in pair)) for k, pair in enumerate(pairs) for name in "qp"}
 
@@ -132,6 +132,29 @@ def run(folder: Path, options: dict[str, Any]) -> Pairs:
     allowed = dict.fromkeys(("exact", "exact_upper"), options["tol"])
     measured = [name for name, values in runs[0].items() if values.dtype.kind == "f"]
     return {name: (_numbers(runs[0][[name]]), _numbers(runs[1][[name]]), allowed.get(name, 0.0)) for name in measured}
+
+
+def surrounded(family: str) -> Pairs:
+    """Norms of layers of a small model with what stands around them."""
+    torch.manual_seed(0)
+    near = (AFFINE | MODERN)[family]().eval()
+    both = [lb.capture(m, {key: t.to(m.device) for key, t in _ids().items()}, around=True) for m in (near, _moved(near))]
+    norms = [[spectral_norm(att, map="residual", tol=1e-5).lower for att in layers] for layers in both]
+    return {"residual": (_numbers(norms[0]), _numbers(norms[1]), 1e-5)}
+
+
+def notes(folder: Path) -> list[str]:
+    """What a run on the device says of it."""
+    return lb.compare(folder, samples=1, max_length=8, bounds="castin", progress=False, device=NAME).attrs["notes"]
+
+
+def refused(folder: Path) -> str:
+    """The error about float64 there."""
+    try:
+        lb.compare(folder, samples=1, max_length=8, progress=False, device=NAME, dtype="float64")
+    except LipboundError as error:
+        return str(error)
+    return ""
 
 
 def recipe_of(name: str) -> Pairs:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lipbound.attention.layer import Attention
+from lipbound.devices import measuring_device
 from lipbound.errors import CaptureError, flag, indices
 from lipbound.models.capture.assembly import assemble, valid_tokens
 from lipbound.models.capture.probing import Turns, Weights, probe
@@ -57,7 +58,8 @@ class Capturer:
     _verified: dict[tuple[bool, int], float] = field(default_factory=dict)
 
     def run(self, inputs: Mapping[str, Tensor]) -> list[LayerCapture]:
-        """The attention of every (chosen) layer at these model inputs, in the model's dtype and on its device; see `each`."""
+        """The attention of every (chosen) layer at these model inputs, in the model's dtype and on its device (the CPU where that has no float64);
+        see `each`."""
         return list(self.each(inputs))
 
     def each(self, inputs: Mapping[str, Tensor], skip: Collection[int] = ()) -> Iterator[LayerCapture]:
@@ -71,6 +73,9 @@ class Capturer:
         inputs = taken(self.model, inputs)
         with implementation(self.model, RECORDING_ATTENTION), watching(self.model if self.around else None) as seen:
             calls = record(self.model, inputs)
+        own_inputs, home = inputs, measuring_device(calls[0].q.device)
+        calls, inputs = [call.to(home) for call in calls], {name: t.to(home) if isinstance(t, Tensor) else t for name, t in inputs.items()}
+        seen = [Seen(s.module, s.x.to(home), s.out.to(home)) for s in seen]
         chosen = [i for position, i in enumerate(self._chosen(len(calls))) if position not in skip]
         if not chosen:
             return
@@ -78,9 +83,10 @@ class Capturer:
         padded = valid is not None
         fresh = [i for i in chosen if (padded, i) not in self._verified]  # once without padding, once with
         sample = 0 if valid is None else int((~valid).any(-1).nonzero()[0])
-        own = own_outputs(self.model, inputs, [calls[i] for i in fresh], sample, len(hidden_states(calls[chosen[0]]))) if fresh else {}
+        own = own_outputs(self.model, own_inputs, [calls[i] for i in fresh], sample, len(hidden_states(calls[chosen[0]]))) if fresh else {}
         for i in chosen:
-            yield self._layer(i, calls[i], inputs, own.get(id(calls[i])), sample, seen)
+            mine = own.get(id(calls[i]))
+            yield self._layer(i, calls[i], inputs, None if mine is None else mine.to(home), sample, seen)
 
     def _layer(self, i: int, call: Call, inputs: Mapping[str, Tensor], own: Tensor | None, sample: int, seen: Sequence[Seen]) -> LayerCapture:
         """One layer; ``own``: what the model itself passes on at a sample, where that is to be checked."""

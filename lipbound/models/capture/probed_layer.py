@@ -34,7 +34,7 @@ class ProbedLayer:
 
     def __init__(self, call: Call):
         self._call = call
-        self._owner = plain_copy(call.module).double()
+        self._owner = plain_copy(call.module).to(call.q.device).double()
         self.stubs = stub_norms(self._owner)
 
     def projections(self, tokens: Tensor, *, turned: bool = False) -> Tensors:

@@ -4,11 +4,12 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
@@ -36,6 +37,13 @@ class Call:
     turn: int
     """How many calls the same module made before (models such as ALBERT run one module as every layer)."""
     consumer: nn.Module | None = None
+
+    def to(self, device: torch.device) -> "Call":
+        """The same call with its tensors on a device; the modules stay where they are."""
+        if self.q.device == device:
+            return self
+        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("module", "consumer")}
+        return replace(self, **tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, given))
 
     def unsupported(self, what: str) -> CaptureError:
         """The error about something that the layer does."""
