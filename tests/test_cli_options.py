@@ -106,6 +106,21 @@ def test_a_run_is_no_file_of_another_kind(said, name: str, command: str, tmp_pat
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("sweep {yaml} --out runs.csv", "--out is 'runs.csv', which holds all runs of the sweep and their index.csv; give a folder, such as 'runs'"),
+        ("demo --out demo.pdf", "--out is 'demo.pdf', which holds three runs and their figures; give a folder, such as 'demo'"),
+        ("reproduce castin-1 -o one.pdf", "--output is 'one.pdf', which holds data, figures and captions; give a folder, such as 'one'"),
+    ],
+)
+def test_a_folder_is_no_file(said, words: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sweep.yaml").write_text("model: builtin:gpt2\n")
+    monkeypatch.chdir(tmp_path)
+    assert said(*shlex.split(words.format(yaml="sweep.yaml")))[::2] == (2, f"error: {error}")
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep.yaml"]
+
+
 @pytest.mark.parametrize("layers", ["-1", [-1, 0]])
 def test_layers_from_the_end_are_told(layers: object) -> None:
     with pytest.warns(Notice, match="layers below zero count from the end: layers? .*5.* measured"):

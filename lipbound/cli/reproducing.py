@@ -85,6 +85,7 @@ def reproduce(
     """Compute and draw a figure or a claim of a paper, for any checkpoint."""
     from lipbound.analysis.recipes.registry import RECIPES as recipes
     from lipbound.analysis.recipes.registry import Setting, recipe
+    from lipbound.runs.config import check_folder_name
 
     if name is None:
         for one in recipes.values():
@@ -93,6 +94,7 @@ def reproduce(
     chosen = list(recipes.values()) if name == "all" else [recipe(name)]
     if not any(one.of_model for one in chosen) and (model is not None or data):
         tell(f"{chosen[0].name} measures no model, so {', '.join(filter(None, (model, *(data or ()))))} is not looked at")
+    check_folder_name("output", output, "holds data, figures and captions")
     if samples is not None:
         whole("samples", samples, least=1)
     setting = Setting(model or Setting.model, tuple(data or ()), column, split, samples, full, device, dtype, seed)
@@ -111,9 +113,10 @@ def demo(
 ) -> None:
     """Compare all bounds on the three builtin checkpoints, and draw their heatmaps."""
     from lipbound.reporting.plots import heatmaps
-    from lipbound.runs.config import RunConfig
+    from lipbound.runs.config import RunConfig, check_folder_name
     from lipbound.runs.store import check_target
 
+    check_folder_name("out", out, "holds three runs and their figures")
     check_target(out)
     interruption.keeps(lambda: f"runs that were finished are kept in {out}")
     for model in DEMO:

@@ -191,6 +191,12 @@ def check_run_name(out: Any) -> None:
         raise LipboundError(f"out is {shown(str(out))}, and a run is a folder of its own kind; name it {run}, then: {command.format(run=run)}")
 
 
+def check_folder_name(name: str, folder: str | Path, what: str) -> None:
+    """Raise LipboundError where a folder that is to be made has the ending of a file; ``what`` it holds, with its verb."""
+    if Path(folder).suffix.lower() in EXPORTS:
+        raise LipboundError(f"{name} is {shown(str(folder))}, which {what}; give a folder, such as {str(Path(folder).with_suffix(''))!r}")
+
+
 def refuse_drawn(name: str, value: Any, norm: str) -> None:
     """Raise LipboundError about an option, one of `DRAWN`, that was given with a norm whose ends are deterministic."""
     raise LipboundError(f"{name} is {shown(value)}, which norm={norm!r} does not take, since both its ends are deterministic; leave it out")

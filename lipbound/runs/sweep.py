@@ -12,7 +12,7 @@ import yaml
 
 from lipbound.errors import LipboundError, nearest
 from lipbound.runs.compare import run
-from lipbound.runs.config import RunConfig
+from lipbound.runs.config import RunConfig, check_folder_name
 
 AXES = ("model", "data", "max_length")
 OPTIONS = tuple(field.name for field in fields(RunConfig) if field.name not in (*AXES, "out", "resume"))
@@ -74,6 +74,7 @@ def sweep(path: str | Path, out: str | Path, *, client: Any = None, progress: bo
         For every run, as it ends, its row of the index: run, model, data, max_length, status ("done", "kept" where it was finished before, or
         "failed") and error.
     """
+    check_folder_name("out", out, "holds all runs of the sweep and their index.csv")
     planned = planned_runs(path)
     folder = Path(out).expanduser()
     try:
