@@ -47,6 +47,11 @@ def switch(name: str, wanted: bool) -> None:
             os.environ[VERBOSE] = "1"
 
 
+def _completing(complete: Callable[[str], list[str]]) -> Callable[[Any, list[str], str], list[tuple[str, str] | str]]:
+    """A completer as typer calls it."""
+    return lambda ctx, words, start: [*complete(start)]
+
+
 class Command(TyperCommand):
     """A command that also takes `SWITCHES`, whose options are completed by `COMPLETERS`, and whose errors speak of them."""
 
@@ -54,8 +59,7 @@ class Command(TyperCommand):
         super().__init__(*args, **settings)
         for param in self.params:
             if param.name in COMPLETERS and param._custom_shell_complete is None:
-                complete = COMPLETERS[param.name]
-                _typer_param_setup_autocompletion_compat(param, autocompletion=lambda ctx, words, start, complete=complete: complete(start))
+                _typer_param_setup_autocompletion_compat(param, autocompletion=_completing(COMPLETERS[param.name]))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for name in SWITCHES:
@@ -70,7 +74,7 @@ class Command(TyperCommand):
         _, _, order = self.make_parser(ctx).parse_args(args=list(words))
         for param, times in Counter(id(param) for param in order).items():
             option = next(one for one in order if id(one) == param)
-            if times > 1 and option.opts[-1].startswith("-") and not option.multiple and not option.is_flag:
+            if times > 1 and option.opts[-1].startswith("-") and not option.multiple and not getattr(option, "is_flag", False):
                 more = f", with its {LISTS[option.name]} separated by commas" if option.name in LISTS else ""
                 raise LipboundError(f"{option.opts[-1]} is given {times} times, and one of them would be ignored; give it once{more}")
 

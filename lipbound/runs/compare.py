@@ -74,8 +74,7 @@ def compare(
         delta: probability that any ``exact_upper`` of the run fails (see `lipbound.spectral_norm`); None for lower ends alone, which take about
             a third of the time. Frobenius norm only: the others take neither delta nor seed.
         device: "auto" (CUDA where there is one), or a torch device. dtype: "float32" or "float64", or torch's.
-        seed: of the start vectors of exact norms. The same seed gives the same numbers on the same machine with as many threads
-            (``OMP_NUM_THREADS``); sums over another number of threads round otherwise.
+        seed: of the start vectors of exact norms. The same seed gives the same numbers on one machine with one number of threads.
         out: where to save the run, a Zarr store that must not exist yet. While it is computed, its finished blocks are kept beside it, in
             ``<out>.partial``.
         resume: take up the unfinished run of ``out`` where it stopped (and return a finished one as it is): what is stored is not computed
