@@ -94,6 +94,7 @@ NUMBERS_OF_COMPARE = {
     **{f"--seed {value}": f"--seed must be a whole number, not '{value}'" for value in ("x", "1.5", "1e3")},
     **{f"--memory {value}": f"--memory is '{value}'; {SIZE}" for value in ("0", "-1", "much", "4XB", "nan", "inf", "50%", "1e999")},
     "--memory ''": f"--memory is ''; {SIZE}",
+    "--memory 4": "--memory is '4', which is 4 bytes; give it with its unit, such as '4GB', or 'auto'",
 }
 NAMES_OF_COMPARE = {
     "--bounds ''": "--bounds is '', which names none; give 'default', 'all', a name",
@@ -101,7 +102,7 @@ NAMES_OF_COMPARE = {
     "--bounds yudn": "unknown bound 'yudn'; did you mean 'yudin'",
     "--bounds Yudin": "did you mean 'yudin'",
     "--bounds 'yudin kim'": "did you mean 'yudin'",
-    "--bounds exact": "unknown bound 'exact'; allowed are castin,",
+    "--bounds exact,yudin": "unknown bound 'exact'; allowed are castin,",
     "--bounds all,yudin": "unknown bound 'all'; allowed are",
     "--map heads2": "unknown map 'heads2'; did you mean 'heads'",
     "--map HEAD": "did you mean 'head'",
@@ -123,7 +124,7 @@ NAMES_OF_COMPARE = {
     f"{QUICK} --out {{mess}}/strange.zarr --resume": "{mess}/strange.zarr is not a run of lipbound",
     f"{QUICK} --out {{mess}}/file --resume": "{mess}/file is not a run of lipbound",
     "extra": "got unexpected extra argument(s) (extra); see lipbound compare --help",
-    "--sampels 3": "no such option: --sampels (Possible options: --exact-samples, --samples, --split)",
+    "--sampels 3": "no such option: --sampels; did you mean --samples?",
     "--no-such": "no such option: --no-such",
     "-x": "no such option: -x",
 }
@@ -336,6 +337,7 @@ def test_one_sentence_and_status_two(
 
 TOLD = {
     "compare {bert} --data {text} --max-length 11 --samples 99 --bounds castin --layers 0": "note: 99 samples were asked for, and text.txt gives",
+    f"compare {{bert}} {QUICK} --layers=-1": "note: layers below zero count from the end: layer 1 is measured",
     f"compare {{bert}} {QUICK} --exact-samples 5": "note: exact norms of 5 samples were asked for",
     "compare {bert} --data {mess}/extra.safetensors --samples 2 --bounds castin": "note: colour is not an input of BertModel and was left out",
 }
@@ -357,7 +359,6 @@ def test_what_is_done_otherwise_is_told(
 DONE = {
     "compare {bert} --data 'the ferry is in a clock' --max-length 12 --bounds castin": "exact norms: 8 heads",
     f"compare {{bert}} {QUICK} --layers 0-1": "exact norms: 8 heads",
-    f"compare {{bert}} {QUICK} --layers=-1": "exact norms: 4 heads",
     f"compare {{bert}} {QUICK} --memory 1e9 --dtype torch.float32 --layers 0": "exact norms: 4 heads",
     f"--quiet compare {{bert}} {QUICK} --layers 0 --verbose": "exact norms: 4 heads",
 }

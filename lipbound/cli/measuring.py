@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -90,8 +91,10 @@ def compare(
     max_length: Annotated[int, typer.Option(help="Tokens per text, special tokens included; a text alone is cut into windows of so many.")] = 128,
     tokenizer: Annotated[str | None, typer.Option(help="Directory or hub id of the tokenizer, where the checkpoint has none.")] = None,
     processor: Annotated[str | None, typer.Option(help="Directory or hub id of the image processor, where the checkpoint has none.")] = None,
-    layers: Annotated[str | None, typer.Option(help="Layer numbers, e.g. 0,5,11 or 0-3,7; all by default.")] = None,
-    bounds: Annotated[str, typer.Option(help="'default', 'all', or names separated by commas (see `lipbound bounds`).")] = "default",
+    layers: Annotated[str | None, typer.Option(help="Layer numbers, e.g. 0,5,11 or 0-3,7; -1 is the last; all by default.")] = None,
+    bounds: Annotated[
+        str, typer.Option(help="'default', 'all', 'none' (exact norms alone), or names separated by commas (see `lipbound bounds`).")
+    ] = "default",
     map: Annotated[
         str,
         typer.Option(help="head, head_out (with its slice of the output projection), heads, layer (all together), residual, pre_norm or post_norm."),
@@ -107,7 +110,7 @@ def compare(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
     out: Annotated[Path | None, typer.Option(help="Save the run here, a Zarr store that does not exist yet.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Take up the unfinished run of --out where it stopped.")] = False,
-    memory: Annotated[str, typer.Option(help="Working memory, e.g. 4GB: how many samples are taken at a time.")] = "auto",
+    memory: Annotated[str, typer.Option(help="Working memory with its unit, e.g. 4GB: how many samples are taken at a time.")] = "auto",
     weights: Annotated[str, typer.Option(help="'whole' in memory, 'layers' (read layer by layer, for large models), or 'auto'.")] = "auto",
     gguf_file: Annotated[str | None, typer.Option(help="Which GGUF file of a directory or of a hub model; the file itself is a model, too.")] = None,
     adapter: Annotated[
@@ -137,7 +140,7 @@ def compare(
         ds = measured(config, client=client, progress=not state["quiet"])
     show(ds)
     if out is not None:
-        typer.echo(f"saved {out}; draw it with: lipbound heatmap {out} -o heatmap.pdf")
+        typer.echo(f"saved {out}; draw it with: lipbound heatmap {shlex.quote(str(out))} -o heatmap.pdf")
 
 
 @app.command(epilog="Example: lipbound sweep sweep.yaml --out runs")

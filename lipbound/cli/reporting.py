@@ -77,7 +77,12 @@ def table(
 @app.command(epilog="Example: lipbound cite minilm.zarr > references.bib; lipbound cite minilm.zarr --format latex")
 def cite(
     run: StoredRun,
-    format: Annotated[str, typer.Option(help="bib (entries, the paragraph as a comment), or the paragraph alone: latex, text.")] = "bib",
+    format: Annotated[
+        str,
+        typer.Option(
+            help="bib (entries, the paragraph as a comment), or the paragraph alone: latex, text.", autocompletion=one_of("bib", "latex", "text")
+        ),
+    ] = "bib",
 ) -> None:
     """Print BibTeX for every bound in a run and for lipbound, and a methods paragraph with the run's settings."""
     from lipbound.reporting import citations

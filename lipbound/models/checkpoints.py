@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lipbound.devices import DTYPES, dtype_name, resolve_device
+from lipbound.devices import DTYPES, WEIGHTS, check_weights, dtype_name, has_float64, resolve_device
 from lipbound.errors import CheckpointError, adapter_name, name_or_none, shown
 from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.sources.adapters import Adapter, open_adapter
@@ -21,9 +21,6 @@ __all__ = ["SOURCES", "WEIGHTS", "Checkpoint", "load_checkpoint"]
 
 SOURCES: tuple[Source, ...] = (LoadedModelSource(), BuiltinSource(), DirectorySource(), HubSource())
 """The kinds of checkpoints, in the order in which they are asked; the first that matches loads the model."""
-
-WEIGHTS = ("auto", "whole", "layers")
-"""Where weights may be: see `load_checkpoint`."""
 
 
 def load_checkpoint(
@@ -68,14 +65,15 @@ def load_checkpoint(
     >>> checkpoint.modality, checkpoint.model.config.num_hidden_layers, str(checkpoint.model.dtype)
     ('text', 6, 'torch.float32')
     """
-    if not isinstance(weights, str) or weights not in WEIGHTS:
-        raise CheckpointError(f"weights is {shown(weights)}; allowed are 'auto', 'whole' (all in memory) and 'layers' (on disk, read layer by layer)")
+    check_weights(weights)
     if isinstance(model, str | Path) and not str(model).strip():
         raise CheckpointError("model is empty; give a hub id, a checkpoint directory or a builtin such as 'builtin:minilm'")
     options = LoadOptions(
         name_or_none("revision", revision), DTYPES[dtype_name(dtype, CheckpointError)], resolve_device(device), weights,
         name_or_none("gguf_file", gguf_file), _adapter(adapter_name(adapter)),
     )  # fmt: skip
+    if options.dtype == torch.float64 and not has_float64(options.device):
+        raise CheckpointError(f"dtype is 'float64', which the device {str(options.device)!r} does not have; take dtype='float32', or device='cpu'")
     companions = _companion("tokenizer", tokenizer), _companion("processor", processor)
     for source in SOURCES:
         if source.matches(model):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import Pipeline, PreTrainedModel
 
 from lipbound.errors import CaptureError, shown, tell
@@ -43,7 +43,7 @@ def bare_model(given: object, tells: bool = True) -> PreTrainedModel:
     return model
 
 
-def bare_inputs(inputs: T, model: nn.Module) -> T | dict[str, Tensor]:
+def bare_inputs(inputs: Any, model: nn.Module) -> Any:
     """The tensors of `Inputs`, on the device of a model; anything else as it is."""
     if not isinstance(inputs, Inputs):
         return inputs

@@ -62,7 +62,8 @@ def compare(
         model: hub id ("google/vit-base-patch16-224", "name@revision"), directory, GGUF file, "builtin:NAME" (minilm, smollm2, gpt2,
             llama, vit, ...; see `lipbound.models.checkpoints.load_checkpoint`), or a loaded transformers model.
         data: None for a default of the model's modality, or anything `lipbound.models.inputs.prepare` takes.
-        bounds: names of bounds, "default" (the published ones and the cheap ones of ours) or "all" (costly ones too; see `lipbound.bounds.names`).
+        bounds: names of bounds, "default" (the published ones and the cheap ones of ours) or "all" (costly ones too; see `lipbound.bounds.names`);
+            "none" for exact norms alone.
         map: "head" (no output projection), "head_out" (with the head's slice of it; bounds then have ||W_V W_O|| for ||W_V||), "heads" (all heads
             of a layer side by side), "layer" (with the output projection; bounds on heads are put together by `lipbound.bounds.whole_layer`),
             or the layer with its residual connection, "residual", and layer normalisation, "pre_norm" or "post_norm" (see `lipbound.spectral_norm`).
@@ -78,7 +79,7 @@ def compare(
         delta: probability that any ``exact_upper`` of the run fails (see `lipbound.spectral_norm`); None for lower ends alone, which take about
             a third of the time. Frobenius norm only: the others take neither delta nor seed.
         device: "auto" (CUDA where there is one), or a torch device. dtype: "float32" or "float64", or torch's.
-        seed: of the start vectors of exact norms. The same seed gives the same numbers on the same machine.
+        seed: of the start vectors of exact norms. The same seed gives the same numbers on one machine with one number of threads.
         out: where to save the run, a Zarr store that must not exist yet. While it is computed, its finished blocks are kept beside it, in
             ``<out>.partial``.
         resume: take up the unfinished run of ``out`` where it stopped, or return a finished one as it is; the result is that of an uninterrupted run.

@@ -11,7 +11,7 @@ import torch
 from lipbound.attention.variants import VARIANTS
 from lipbound.bounds.registry import get
 from lipbound.bounds.registry import names as bound_names
-from lipbound.devices import available
+from lipbound.devices import available, has_float64
 from lipbound.errors import LipboundError, tell
 from lipbound.jacobians.maps import WHOLE
 from lipbound.models.batch import Inputs
@@ -19,7 +19,7 @@ from lipbound.models.capture.batch_dependence import telling_samples
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.checkpoints import Checkpoint, load_checkpoint
 from lipbound.models.inputs import prepare
-from lipbound.runs.config import RunConfig
+from lipbound.runs.config import LEAST_MEMORY, RunConfig
 from lipbound.runs.measure import LayerInfo, MeasurementSpec, capturer_of, layers_at
 from lipbound.runs.partial_store import partial_path, stored_block
 
@@ -45,7 +45,11 @@ def open_sources(config: RunConfig, device: str) -> Sources:
         CheckpointError, InputsError: they cannot be found or used.
     """
     checkpoint = open_checkpoint(config, device)
-    return Sources(checkpoint, open_inputs(config, checkpoint), device, capturer_of(checkpoint.model, config.chosen_layers, config.map))
+    inputs = open_inputs(config, checkpoint)
+    if not has_float64(device):
+        inputs.notes.append(f"the device {device!r} has no float64: the model runs there, and its heads are measured on the CPU")
+        tell(inputs.notes[-1])
+    return Sources(checkpoint, inputs, device, capturer_of(checkpoint.model, config.chosen_layers, config.map))
 
 
 def open_checkpoint(config: RunConfig, device: str) -> Checkpoint:
@@ -151,6 +155,10 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
     layers = layers_at(sources.capturer, sources.inputs.block(0, 1, sources.device))
     for sample in telling_samples(sources.inputs.batch):
         sources.capturer.examine(sources.inputs.block(sample, sample + 1, sources.device))
+    if any(i < 0 for i in config.chosen_layers or ()):
+        measured = f"layers {', '.join(str(one.index) for one in layers)} are" if len(layers) > 1 else f"layer {layers[0].index} is"
+        sources.inputs.notes.append(f"layers below zero count from the end: {measured} measured")
+        tell(sources.inputs.notes[-1])
     names, not_applicable = about(config.names, all_variants(layers), everything=config.everything)
     block = block_size(layers, samples, memory, parts)
     if config.resume and config.target is not None:  # other blocks would change last digits
@@ -203,4 +211,6 @@ def memory_bytes(memory: str | float, device: str) -> float:
     """Bytes that the ``memory`` of a configuration means."""
     if memory == "auto":
         return min(BLOCK_BYTES, available(torch.device("cpu")) / 4) if device == "cpu" else available(torch.device(device)) / 4
+    if float(memory) < LEAST_MEMORY:
+        tell(f"memory is {float(memory):g} byte{'s' * (memory != 1)}, so that samples are measured one at a time; write '4GB' for gigabytes")
     return float(memory)

@@ -79,7 +79,7 @@ def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
     if damaged not in DAMAGED:
         raise UnknownNameError(f"damaged is {damaged!r}; {nearest(damaged, DAMAGED)}")
     if not path.exists():
-        raise StoreError(f"there is no run {path}; `lipbound compare MODEL --out {path}` makes one")
+        raise StoreError(f"there is no run {path}; `lipbound compare MODEL --out {shlex.quote(str(path))}` makes one")
     ds = read(path)
     if "lipbound" not in ds.attrs:
         raise StoreError(f"{path} is a Zarr store but not a run of lipbound")

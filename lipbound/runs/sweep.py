@@ -12,7 +12,7 @@ import yaml
 
 from lipbound.errors import LipboundError, nearest
 from lipbound.runs.compare import run
-from lipbound.runs.config import RunConfig
+from lipbound.runs.config import RunConfig, check_folder_name
 
 AXES = ("model", "data", "max_length")
 OPTIONS = tuple(field.name for field in fields(RunConfig) if field.name not in (*AXES, "out", "resume"))
@@ -38,7 +38,7 @@ def planned_runs(path: str | Path) -> list[Run]:
         LipboundError: the file cannot be read, is not such a mapping, or has a key that is not known.
     """
     try:
-        content = yaml.safe_load(Path(path).read_text())
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise LipboundError(f"{path} cannot be read as YAML: {_why(error)}") from error
     if not isinstance(content, dict) or not content.get("model"):
@@ -74,6 +74,7 @@ def sweep(path: str | Path, out: str | Path, *, client: Any = None, progress: bo
         For every run, as it ends, its row of the index: run, model, data, max_length, status ("done", "kept" where it was finished before, or
         "failed") and error.
     """
+    check_folder_name("out", out, "holds all runs of the sweep and their index.csv")
     planned = planned_runs(path)
     folder = Path(out).expanduser()
     try:
@@ -120,7 +121,7 @@ def _name(model: Any, data: Any, length: Any) -> str:
 def _index(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write the index, whole or not at all."""
     new = path.with_suffix(".csv.partial")
-    with new.open("w", newline="") as file:
+    with new.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, FIELDS)
         writer.writeheader()
         writer.writerows(rows)

@@ -146,7 +146,9 @@ class Recipe:
             write(self.draw(ds), folder / f"{self.name}.{kind}")
         caption = f"{self.title} ({self.source}). {self.caption(ds)}"
         for suffix, text in ((".txt", caption), (".tex", f"\\caption{{{latex_caption(caption)}}}")):
-            (folder / f"{self.name}{suffix}").write_text("\n".join(textwrap.wrap(text, 140, break_long_words=False, break_on_hyphens=False)) + "\n")
+            (folder / f"{self.name}{suffix}").write_text(
+                "\n".join(textwrap.wrap(text, 140, break_long_words=False, break_on_hyphens=False)) + "\n", encoding="utf-8"
+            )
 
 
 def check_same(path: Path, ds: xr.Dataset, setting: Setting) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lipbound.attention.layer import Attention
-from lipbound.devices import in_own_modes
+from lipbound.devices import in_own_modes, measuring_device
 from lipbound.errors import CaptureError, flag, indices, tell
 from lipbound.models.batch import Inputs
 from lipbound.models.capture.assembly import about_padding, assemble, check_mask, valid_tokens
@@ -21,7 +21,7 @@ from lipbound.models.capture.batch_dependence import dependence, telling_samples
 from lipbound.models.capture.left_out import Watch, left_out
 from lipbound.models.capture.probing import Turns, Weights, probe
 from lipbound.models.capture.recorder import RECORDING_ATTENTION, Call, hidden_states, implementation, record, taken
-from lipbound.models.capture.residual_detection import surroundings, watching
+from lipbound.models.capture.residual_detection import Seen, surroundings, watching
 from lipbound.models.capture.verification import Own, check_call, check_rebuilt, one_sample, own_outputs, verify_outputs
 from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.offload import by_layer
@@ -67,7 +67,8 @@ class Capturer:
     _verified: dict[tuple[bool, int], float] = field(default_factory=dict)
 
     def run(self, inputs: Mapping[str, Tensor] | Inputs) -> list[LayerCapture]:
-        """The attention of every (chosen) layer at these model inputs, in the model's dtype and on its device; see `each`."""
+        """The attention of every (chosen) layer at these model inputs, in the model's dtype and on its device (the CPU where that has no float64);
+        see `each`."""
         return list(self.each(inputs))
 
     def each(self, inputs: Mapping[str, Tensor] | Inputs, skip: Collection[int] = ()) -> Iterator[LayerCapture]:
@@ -81,6 +82,9 @@ class Capturer:
         inputs = taken(self.model, inputs)
         with implementation(self.model, RECORDING_ATTENTION), watching(self.model if self.around else None) as seen:
             calls = self._record(inputs)
+        own_inputs, home = inputs, measuring_device(calls[0].q.device)
+        calls, inputs = [call.to(home) for call in calls], {name: t.to(home) if isinstance(t, Tensor) else t for name, t in inputs.items()}
+        seen = [Seen(s.module, s.x.to(home), s.out.to(home)) for s in seen]
         chosen = [i for position, i in enumerate(self._chosen(len(calls))) if position not in skip]
         valid = {i: valid_tokens(calls[i], inputs) for i in chosen}
         for i in chosen:
@@ -92,11 +96,12 @@ class Capturer:
         own: dict[int, Own] = {}
         for sample in sorted(set(samples.values())):
             compared = [calls[i] for i in fresh if samples[i] == sample]
-            own |= own_outputs(self.model, inputs, compared, sample, len(hidden_states(compared[0])))
+            own |= own_outputs(self.model, own_inputs, compared, sample, len(hidden_states(compared[0])))
         for i in chosen:
             attention, error = self._layer(i, calls[i], valid[i])
             if i in samples:
-                self._verified[valid[i] is not None, i] = verify_outputs(calls[i], attention, own[id(calls[i])], samples[i])
+                mine = own[id(calls[i])].to(home)
+                self._verified[valid[i] is not None, i] = verify_outputs(calls[i], attention, mine, samples[i])
             attention.surroundings = surroundings(attention, seen) if self.around else None
             attention.cache.drop("p", "weights", "out")  # of all layers at once they would fill the memory
             yield LayerCapture(i, calls[i].name, attention, max([error, *(e for (_, j), e in self._verified.items() if j == i)]))

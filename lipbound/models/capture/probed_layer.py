@@ -46,7 +46,7 @@ class ProbedLayer:
         pair = isinstance(positions, tuple | list) and len(positions) == 2 and all(isinstance(t, Tensor) for t in positions)
         if not (positions is None or pair or isinstance(positions, Tensor)):
             raise call.unsupported(f"is given position embeddings of an unknown make ({type(positions).__name__}; known are cosines and sines)")
-        self._owner = plain_copy(call.module).double()
+        self._owner = plain_copy(call.module).to(call.q.device).double()
         self.stubs = stub_norms(self._owner)
 
     def projections(self, tokens: Tensor, *, turned: bool = False) -> Tensors:

@@ -4,12 +4,13 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
@@ -75,6 +76,17 @@ class Call:
     def kwargs(self) -> dict[str, Any]:
         """All other arguments of the module."""
         return self.run.kwargs
+
+    def to(self, device: torch.device) -> "Call":
+        """The same call with its tensors on a device; the modules stay where they are."""
+        if self.q.device == device:
+            return self
+
+        def there(value: Any) -> Any:
+            return tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, value)
+
+        own = {field.name: there(getattr(self, field.name)) for field in fields(self) if field.name not in ("run", "consumer")}
+        return replace(self, run=replace(self.run, args=there(self.args), kwargs=there(self.kwargs)), **own)
 
     def unsupported(self, what: str) -> CaptureError:
         """The error about something that the layer does."""

@@ -74,6 +74,10 @@ class Own(NamedTuple):
     outputs: Tensor | None
     x: Tensor | None
 
+    def to(self, device: torch.device) -> "Own":
+        """The same on a device."""
+        return Own(*(None if t is None else t.to(device) for t in self))
+
 
 def own_outputs(model: PreTrainedModel, inputs: Mapping[str, Tensor], calls: Sequence[Call], sample: int, samples: int) -> dict[int, Own]:
     """What a pass of one sample of ``samples`` through the model's untouched eager attention shows, by the identity of each call."""

@@ -1,6 +1,7 @@
 """What the ending of a file says about what is in it."""
 
 import gzip
+import re
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,20 @@ def visible(folder: Path) -> list[Path]:
     return sorted(file for file in files if file.is_file())
 
 
+def is_path(name: str) -> bool:
+    """Whether a name can only be that of a file or folder, there or not, of this system or of another: no hub id looks like it.
+
+    >>> is_path("./bert"), is_path(r"C:\\models\\bert"), is_path("owner/bert"), is_path("wikitext:wikitext-2-raw-v1")
+    (True, True, False, False)
+    """
+    return rooted(name) or "\\" in name
+
+
+def rooted(name: str) -> bool:
+    """Whether a name says where it begins: here, at home, at a root or on a drive."""
+    return name.startswith((".", "~", "/", "\\\\")) or re.match(r"[A-Za-z]:[/\\]", name) is not None
+
+
 def is_plain_file(data: Any) -> bool:
     """Whether it is the path of a file that is not a table."""
     path = there(data)
@@ -59,7 +74,7 @@ def is_sentence(data: Any) -> bool:
     >>> is_sentence("how smooth is attention?"), is_sentence("my file.txt"), is_sentence("ag_news")
     (True, False, False)
     """
-    if not isinstance(data, str) or len(data.split()) < 2 or there(data) is not None or data.startswith((".", "~", "/")):
+    if not isinstance(data, str) or len(data.split()) < 2 or there(data) is not None or rooted(data):
         return False
     if "\n" in data or len(data) > 200:
         return True

@@ -15,7 +15,7 @@ from PIL import Image
 
 from lipbound.errors import InputsError, shown
 from lipbound.models.quiet import cause, first_line, quiet
-from lipbound.models.readers.files import IMAGE_FILES, TABLES, TEXT_FILES, ending, there
+from lipbound.models.readers.files import IMAGE_FILES, TABLES, TEXT_FILES, ending, is_path, there
 from lipbound.models.readers.token_ids import Tokens
 
 CLASSES = ("label", "labels", "class", "target", "category", "fine_label", "coarse_label")
@@ -305,7 +305,7 @@ def _read_table(name: str, path: Path, split: str | None, header: bool) -> tuple
             return table, description.replace("a dataset", path.name, 1)
         no_table(split, None, f"{path.name}, one dataset, has")
         return saved, path.name
-    if path.exists() or name.startswith((".", "~", "/")) or kind in TABLES:
+    if path.exists() or is_path(name) or kind in TABLES:
         if not path.exists():
             raise InputsError(f"there is no file or folder {name}")
         if not path.is_dir():
