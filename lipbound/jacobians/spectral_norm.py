@@ -26,7 +26,7 @@ from lipbound.linalg.operator_norm import DEFAULT_STEPS, METHODS, operator_norm
 from lipbound.linalg.operators import JacobianOperator, Roundoff
 from lipbound.linalg.powers import times_power, times_power_up
 from lipbound.linalg.reference_solvers import dense_svd
-from lipbound.linalg.solution import Norm
+from lipbound.linalg.solution import Norm, sample_seeds
 
 PROOFS = {"deflation": deterministic.deflation, "cholesky": deterministic.cholesky}
 """Methods with deterministic upper bounds, for maps whose J J^T has a closed form."""
@@ -90,14 +90,15 @@ def spectral_norm(
     choice("map", map, MAPS)
     choice("method", method, (*METHODS, *PROOFS))
     check_arguments(att, method, tol, delta)
+    seeds = sample_seeds(att.samples, seed)
     tol, vectors, max_steps = float(tol), flag("vectors", vectors), None if max_steps is None else whole("max_steps", max_steps, least=1)
     if map in BLOCKS and method in PROOFS:
         raise LipboundError(f"method {method!r} has no closed form of map {map!r}; use 'lanczos' with delta")
     if method == "power":
-        return _power(att, map, tol, delta, vectors, seed, max_steps)
+        return _power(att, map, tol, delta, vectors, seeds, max_steps)
     wide = Measured(att.double(), map, sharp=delta is not None)
     if method in PROOFS:
-        norm = PROOFS[method](wide.op, _grams(wide.attention, map), tol=tol, seed=seed, vectors=vectors)
+        norm = PROOFS[method](wide.op, _grams(wide.attention, map), tol=tol, seed=seeds, vectors=vectors)
         norm = widened(norm, wide.roundoff.tensors, tol)
     elif method == "dense":
         norm = dense_svd(wide.op, vectors=vectors)
@@ -107,9 +108,9 @@ def spectral_norm(
         steps = DEFAULT_STEPS[method] if max_steps is None else max_steps
         with torch.no_grad():
             if delta is None:
-                norm = estimate(wide.op, wide.roundoff, op, method=method, tol=tol, seed=seed, max_steps=steps, vectors=vectors)
+                norm = estimate(wide.op, wide.roundoff, op, method=method, tol=tol, seed=seeds, max_steps=steps, vectors=vectors)
             else:
-                norm = enclose(wide.op, wide.roundoff, op, tol=tol, delta=delta / wide.op.batch, seed=seed, max_steps=steps, vectors=vectors)
+                norm = enclose(wide.op, wide.roundoff, op, tol=tol, delta=delta / wide.op.batch, seed=seeds, max_steps=steps, vectors=vectors)
     return shaped(att, norm, wide)
 
 
@@ -174,10 +175,10 @@ def check_arguments(att: object, method: str, tol: float, delta: float | None) -
         real("delta", delta, "between 0 and 1, a probability of failure", above=0, below=1)
 
 
-def _power(att: Attention, map: str, tol: float, delta: float | None, vectors: bool, seed: int | Sequence[int], max_steps: int | None) -> Norm:
+def _power(att: Attention, map: str, tol: float, delta: float | None, vectors: bool, seeds: list[int], max_steps: int | None) -> Norm:
     """Power iteration, whose absolute stopping rule must see J itself, in the dtype that was given."""
     plain = Measured(att, map, as_given=True)
-    norm = operator_norm(plain.op, method="power", tol=tol, delta=delta, vectors=vectors, seed=seed, max_steps=max_steps)
+    norm = operator_norm(plain.op, method="power", tol=tol, delta=delta, vectors=vectors, seed=seeds, max_steps=max_steps)
     return shaped(att, norm, plain)
 
 
@@ -231,8 +232,8 @@ def l2_spectral_norm(att: Attention, *, tol: float = 1e-4, seed: int | Sequence[
     scaled, unit = att.double().unit_values()
     op = L2HeadJacobian(scaled)
     search = op if att.dtype == torch.float64 else L2HeadJacobian(att.unit_values()[0])
-    nothing = torch.zeros(op.batch, dtype=torch.float64)
-    norm = estimate(op, Roundoff(nothing, nothing, nothing), search, method="lanczos", tol=tol, seed=seed, max_steps=DEFAULT_STEPS["lanczos"])
+    nothing, seeds = torch.zeros(op.batch, dtype=torch.float64), sample_seeds(att.samples, seed)
+    norm = estimate(op, Roundoff(nothing, nothing, nothing), search, method="lanczos", tol=tol, seed=seeds, max_steps=DEFAULT_STEPS["lanczos"])
     return _scale(norm.view(att.samples, att.heads), unit.cpu().log2().round().long())
 
 

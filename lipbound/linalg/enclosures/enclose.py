@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +23,7 @@ from lipbound.linalg.golub_kahan import golub_kahan
 from lipbound.linalg.lanczos import lanczos
 from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.operators import JacobianOperator, Roundoff
-from lipbound.linalg.solution import Norm, seeds_for, unit_vectors
+from lipbound.linalg.solution import Norm, seeds_each, unit_vectors
 
 VECTORS = 2
 """How many Ritz vectors are deflated at first."""
@@ -77,12 +76,13 @@ def enclose(
     )
     active = torch.arange(op.batch)
     residual = max(min(SEARCH, 0.3 * math.sqrt(tol)), 16 * torch.finfo(search.dtype).eps)
-    z, found.steps = ritz_search(search, count=min(VECTORS, n), residual=residual, max_steps=max_steps, seed=seed)
+    seeds = seeds_each(op.batch, seed)
+    z, found.steps = ritz_search(search, count=min(VECTORS, n), residual=residual, max_steps=max_steps, seed=seeds)
     z = z.double()
     for attempt, (share, starts) in enumerate(ATTEMPTS):
         index = active.to(op.device)
         part = op if len(active) == op.batch else op.select(index)
-        z = _attempt(part, roundoff.select(active), z, found, active, tol, delta * share, starts, _again(seed, attempt, op.batch, active), max_steps)
+        z = _attempt(part, roundoff.select(active), z, found, active, tol, delta * share, starts, _again(seeds, attempt, active), max_steps)
         keep = _open(found, roundoff, tol)[active]
         active, z = active[keep], z[keep.to(z.device)]
         if not len(active):
@@ -245,11 +245,10 @@ def _settle(op: JacobianOperator, roundoff: Roundoff, found: Found, index: Tenso
         found.high[i] = min(float(found.high[i]), high + slack)
 
 
-def _again(seed: int | Sequence[int], attempt: int, batch: int, active: Tensor) -> list[int]:
-    """A seed for every entry: the same vectors whatever the batch is made of, other ones than those of the search."""
-    seeds = seeds_for(batch, seed)
-    each = batch // len(seeds)
-    return [int(np.random.SeedSequence([abs(seeds[i // each]), i % each, attempt + 1]).generate_state(1, np.uint64)[0] >> 8) for i in active.tolist()]
+def _again(seeds: Sequence[int], attempt: int, active: Tensor) -> list[int]:
+    """Seeds of the certificates of an attempt: other vectors than those of the search and of other attempts."""
+    every = seeds_each(len(seeds), seeds, "certificate", attempt)
+    return [every[i] for i in active.tolist()]
 
 
 def _norm(op: JacobianOperator, found: Found, low: Tensor, high: Tensor, tol: float, vectors: bool) -> Norm:
