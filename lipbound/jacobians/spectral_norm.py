@@ -130,7 +130,7 @@ class Measured:
     def __init__(self, att: Attention, map: str, *, as_given: bool = False, sharp: bool = False):
         self.map, self.known, self._sharp, before = map, None, sharp, att
         att, self.basis = att.fold_output() if map == "head_out" else (att, None)
-        self.folded = None if self.basis is None else folding_error(before, self.basis, att.w_v)
+        self.folded = None if self.basis is None else folding_error(before, att, self.basis)
         self.exponents = torch.zeros(att.heads, dtype=torch.long)
         if as_given:
             pass
@@ -148,9 +148,8 @@ class Measured:
         heads = heads_of(self.op)
         if self.folded is None:
             return map_roundoff(self.attention, heads, self.map, sharp=self._sharp)
-        loose, skew = self.folded
-        loose = times_power(loose, -self.exponents.to(loose.device))
-        return roundoff(self.attention, heads, loose=loose, skew=skew, sharp=self._sharp)
+        folding = self.folded.shifted(-self.exponents.to(self.folded.weights.device))
+        return roundoff(self.attention, heads, folding=folding, sharp=self._sharp)
 
 
 def _narrow(op: JacobianOperator) -> JacobianOperator | None:
