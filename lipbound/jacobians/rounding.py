@@ -100,7 +100,7 @@ def roundoff(att: Attention, op: HeadOperator, *, folding: "Folding | None" = No
     value, key, columns = rows.value, rows.key, rows.columns
     k_slope = e.k_slope.amax(-1, keepdim=True)
     ends = [t.amax(-1) for t in (e.v, e.k, e.q, e.q_slope, e.k_slope)]
-    vanished = SMALLEST * (ends[0] * c * (ends[1] * ends[3] + ends[2] * ends[4]) + w_v)
+    vanished = SMALLEST * (ends[0] * c * (ends[1] * ends[3] + ends[2] * ends[4]) + w_v) * (att.lengths > 0)[:, None]
     # Norms of the three parts of J: of entries' absolute values, so that they bound the rounding of sums as well
     both, reach = value * key, torch.minimum((e.q * value).norm(dim=-1), columns * ends[0] * ends[2])
     both, reach = 2 * both, 2 * reach
@@ -161,7 +161,8 @@ class Folding(NamedTuple):
 
 @torch.no_grad()
 def folding_error(att: Attention, folded: Attention, basis: Tensor) -> Folding:
-    """Of the layer that `Attention.fold_output` made of another, with the stored ``basis`` E (heads, D_out, r): Lemma 72 (docs/theory/rounding.md)."""
+    """Of the layer that `Attention.fold_output` made of another, with its ``basis`` E (heads, D_out, r): Lemma 72
+    (docs/theory/rounding.md)."""
     assert att.w_o is not None
     weights, skew = _missed(att.w_v, att.w_o, basis, folded.w_v)
     if att.b_v is None or folded.b_v is None:
@@ -193,10 +194,15 @@ def _moved(att: Attention, folding: Folding) -> Tensor:
 @torch.no_grad()
 def folding_slack(folded: Attention, folding: Folding) -> Tensor:
     """An upper value of the norm of the Jacobian that folding has lost, (samples, heads): that of heads whose values are what it has rounded away,
-    whatever their probabilities are. Lemma 72 (docs/theory/rounding.md)."""
-    e, v = tensor_errors(folded), _moved(folded, folding) * MARGIN
+    for the probabilities there are, as far as they are known. Lemma 72 (docs/theory/rounding.md)."""
+    e, v, op, n, c = tensor_errors(folded), _moved(folded, folding) * MARGIN, head_jacobian(folded), folded.tokens, abs(folded.scale)
     v = v if folded.valid is None else v.masked_fill(~folded.valid[:, None], 0.0)
-    return _whatever_p(replace(e, v=v, v_error=torch.zeros_like(v)), abs(folded.scale), folding.weights)
+    rest = (1 - op.largest().view(e.p.shape)).clamp_min(0) + e.p + (n + 8) * UNIT
+    deviation = v.amax(-1, keepdim=True) * (2 * rest.sqrt()).clamp_max(1)
+    through_k = (e.k_slope + e.k_slope_error).amax(-1) * (deviation * (e.q + e.q_error)).norm(dim=-1)
+    through_q = (e.k + e.k_error).amax(-1) * (deviation * (e.q_slope + e.q_slope_error)).amax(-1)
+    found = _upper(c * (through_k + through_q) + n**0.5 * folding.weights)
+    return torch.where(torch.isfinite(e.score).all(-1), found, torch.inf)  # a variant that does not say what it does to scores
 
 
 def layer_roundoff(att: Attention, op: HeadOperator, map: str, *, sharp: bool = False) -> Roundoff:

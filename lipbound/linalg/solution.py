@@ -15,7 +15,6 @@ from lipbound.formatting import number
 from lipbound.formatting.notebooks import ROWS, html_table
 from lipbound.linalg.operators import JacobianOperator
 
-
 SALT = "lipbound: directions that no data know of"
 """Part of the key of every random stream."""
 

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor, nn
 
 from lipbound.errors import LipboundError
-from lipbound.linalg.solution import normal_numbers
 from lipbound.models.capture.parameters import projections
 
 
@@ -41,7 +40,8 @@ class Specformer(nn.Module):
         fixed = w.detach()
         fresh = key not in self._vectors
         if fresh:
-            self._vectors[key] = normal_numbers(w.shape[0] * w.shape[2], "specformer").view(w.shape[0], w.shape[2], 1).to(w)
+            generator = torch.Generator().manual_seed(0)
+            self._vectors[key] = torch.randn(w.shape[0], w.shape[2], 1, generator=generator).to(w)
         v = self._vectors[key].to(w)
         for _ in range(20 if fresh else self.steps):
             u = nn.functional.normalize(fixed @ v, dim=1)
