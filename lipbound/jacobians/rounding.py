@@ -100,7 +100,7 @@ def roundoff(att: Attention, op: HeadOperator, *, folding: "Folding | None" = No
     value, key, columns = rows.value, rows.key, rows.columns
     k_slope = e.k_slope.amax(-1, keepdim=True)
     ends = [t.amax(-1) for t in (e.v, e.k, e.q, e.q_slope, e.k_slope)]
-    vanished = SMALLEST * (ends[0] * c * (ends[1] * ends[3] + ends[2] * ends[4]) + w_v) * (att.lengths > 0)[:, None]
+    vanished = SMALLEST * (ends[0] * c * (ends[1] * ends[3] + ends[2] * ends[4]) + w_v)
     # Norms of the three parts of J: of entries' absolute values, so that they bound the rounding of sums as well
     both, reach = value * key, torch.minimum((e.q * value).norm(dim=-1), columns * ends[0] * ends[2])
     both, reach = 2 * both, 2 * reach

@@ -237,6 +237,10 @@ def l2_spectral_norm(att: Attention, *, tol: float = 1e-4, seed: int | Sequence[
 
 
 def _scale(norm: Norm, exponents: Tensor) -> Norm:
-    """Ends times powers of two; near the end of the range, where that rounds, outwards."""
+    """Ends times powers of two; near the end of the range, where that rounds, outwards, and then they are not close to each other."""
     lower = times_power(norm.lower, exponents)
-    return replace(norm, lower=torch.where(lower < 1e-300, 0.0, lower), upper=times_power_up(norm.upper, exponents))
+    lost = (lower < 1e-300) & (norm.lower > 0)
+    return replace(
+        norm, lower=torch.where(lost, 0.0, lower), upper=times_power_up(norm.upper, exponents),
+        error=torch.where(lost, math.inf, norm.error), converged=norm.converged & ~lost,
+    )  # fmt: skip
