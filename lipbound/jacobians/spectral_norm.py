@@ -80,8 +80,7 @@ def spectral_norm(
     The Jacobian is that at the numbers given, in exact arithmetic: every rounding, from scores and softmax to the recurrences, is inside
     ``lower`` and ``upper`` (all methods but "power"). Where logits are so large that rounding alone is wider than ``tol``, ``converged`` is False.
     For a fixed seed the certificate presumes that the input was not chosen with knowledge of lipbound's own random stream; what torch or numpy draw
-    with any seed is independent of it. Without ``delta``, where float32 cannot resolve the norm, it is found in float64; where that cannot,
-    ``converged`` is False.
+    with any seed is independent of it. Without ``delta`` a norm that float32 cannot resolve is found in float64, or ``converged`` is False.
 
     >>> import torch
     >>> g = torch.Generator().manual_seed(0)
