@@ -14,7 +14,7 @@ from lipbound.errors import LipboundError, real, shown, whole
 from lipbound.linalg.certificates import ROUNDING
 from lipbound.linalg.operator_norm import operator_norm
 from lipbound.linalg.operators import JacobianOperator, Transposed
-from lipbound.linalg.solution import Norm, check_seed
+from lipbound.linalg.solution import Norm, sample_seeds
 from lipbound.models.capture.recorder import cannot_compute, implementation, taken
 from lipbound.models.precision import measurable
 from lipbound.models.unwrapping import bare_model
@@ -158,8 +158,7 @@ def network_norm(
     if isinstance(start, int):
         _number(start, len(blocks(model)), "start")
     share = None if delta is None else real("delta", delta, "a probability between 0 and 1, or None", above=0, below=1)
-    seeds = seed if isinstance(seed, int) and not isinstance(seed, bool) else check_seed(seed)
-    return _norm(model, inputs, start, end, tol, share, seeds, whole("batch", batch, least=1))
+    return _norm(model, inputs, start, end, tol, share, seed, whole("batch", batch, least=1))
 
 
 def _norm(
@@ -167,7 +166,7 @@ def _norm(
 ) -> Norm:
     parts: list[Norm] = []
     count = len(next(iter(inputs.values())))
-    seeds = [seed + s for s in range(count)] if isinstance(seed, int) else list(seed)
+    seeds = sample_seeds(count, seed)
     for i in range(0, count, batch):
         piece = {name: t[i : i + batch] if len(t) == count else t for name, t in inputs.items()}
         with chain(model, piece, start, end) as (f, x, real):

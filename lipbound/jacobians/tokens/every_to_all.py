@@ -11,7 +11,7 @@ from lipbound.linalg.lanczos import lanczos
 from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.operator_norm import DEFAULT_STEPS
 from lipbound.linalg.operators import JacobianOperator, Roundoff
-from lipbound.linalg.solution import Norm
+from lipbound.linalg.solution import Norm, normal_numbers
 
 COLUMNS = 4
 """Of the matrices whose climb gives the weights, and vectors that climb."""
@@ -84,7 +84,7 @@ def _start(op: JacobianOperator) -> Tensor:
     """Unit vectors of the outputs to climb from, (columns, batch, ...): the top singular vector, roughly, and fixed ones without preference."""
     found = lanczos(op, tol=1e-2, max_steps=40, seed=0, vectors=True)
     assert found.left is not None
-    drawn = torch.randn(COLUMNS - 1, 1, *op.out_shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    drawn = normal_numbers((COLUMNS - 1) * math.prod(op.out_shape), "every to all").view(COLUMNS - 1, 1, *op.out_shape)
     images = [op.jvp(op.vjp(one.to(op.device).expand(op.batch, *op.out_shape).contiguous())) for one in drawn]
     return _unit(torch.stack([found.left.double(), *images]))
 
