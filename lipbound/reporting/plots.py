@@ -18,7 +18,7 @@ from lipbound.formatting import digits, number, plain
 from lipbound.reporting import labels, statistics
 from lipbound.reporting.curves import ball_curve, ratios
 from lipbound.reporting.figures.arrangement import Arrangement, Sheet, arrange
-from lipbound.reporting.figures.captions import heatmap_caption, write_captions
+from lipbound.reporting.figures.captions import caption_files, heatmap_caption
 from lipbound.reporting.figures.scales import COLORMAP, Scale, check_scale, image, log10, scales
 from lipbound.reporting.figures.titles import folded
 from lipbound.reporting.reductions import reduce_samples, reduction_name
@@ -92,8 +92,7 @@ def heatmaps(
     with matplotlib.rc_context(settings):
         figure = _draw(ds, grids, bars, scale == "panel", columns, inches, points, font_size is None and style is None, words if caption else "")
         if path is not None:
-            write(figure, Path(path))
-            write_captions(Path(path), words)
+            write(figure, Path(path), caption_files(Path(path), words))
     return figure
 
 

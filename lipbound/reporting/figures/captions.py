@@ -6,7 +6,6 @@ from pathlib import Path
 import xarray as xr
 
 from lipbound.bounds.audit import audit
-from lipbound.errors import StoreError
 from lipbound.reporting import labels, statistics
 from lipbound.reporting.latex import typeset
 from lipbound.reporting.reductions import reduction_name
@@ -38,22 +37,10 @@ def latex_caption(text: str) -> str:
     return typeset(text).replace("log10 of", "$\\log_{10}$ of")
 
 
-def write_captions(figure: Path, text: str) -> list[Path]:
-    r"""The caption beside a figure: ``figure.caption.txt``, and ``figure.caption.tex``, which is ``\caption{...}`` for a figure environment.
-
-    Returns:
-        The two files.
-
-    Raises:
-        StoreError: they cannot be written.
-    """
-    files = [figure.with_name(f"{figure.stem}.caption{kind}") for kind in (".txt", ".tex")]
-    try:
-        for file, content in zip(files, (text, f"\\caption{{{latex_caption(text)}}}"), strict=True):
-            file.write_text(content + "\n", encoding="utf-8")
-    except OSError as error:
-        raise StoreError(f"{files[0]} cannot be written: {error.strerror or error}") from error
-    return files
+def caption_files(figure: Path, text: str) -> dict[Path, str]:
+    r"""The caption beside a figure: ``figure.caption.txt``, and ``figure.caption.tex``, which is ``\caption{...}`` for a figure environment."""
+    contents = {".txt": text, ".tex": f"\\caption{{{latex_caption(text)}}}"}
+    return {figure.with_name(f"{figure.stem}.caption{kind}"): content + "\n" for kind, content in contents.items()}
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -13,8 +13,9 @@ import xarray as xr
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from lipbound.errors import LipboundError, StoreError
+from lipbound.errors import LipboundError
 from lipbound.formatting import plain
+from lipbound.formatting.files import replacing
 from lipbound.formatting.mathml import formula
 from lipbound.reporting.page.contents import attention_bytes, contents
 from lipbound.runs import store
@@ -75,11 +76,8 @@ def report(
             one["title"] = f"{one['title']} ({i + 1})"
     attention = b"".join(attention_bytes(one["details"]) for one in pages)
     text = _page(pages, attention)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StoreError(f"{target} cannot be written: {error.strerror or error}") from error
+    with replacing(target) as (page,):
+        page.write_text(text, encoding="utf-8")
     return [plain(f"{one['title']}: no details of single heads: {one['reason']}") for one in pages if one["details"] is None]
 
 
