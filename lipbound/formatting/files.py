@@ -24,7 +24,9 @@ def replacing(*targets: str | Path) -> Iterator[list[Path]]:
     """
     ends = [Path(os.path.realpath(Path(target).expanduser())) for target in targets]  # where a link leads is replaced, not the link
     special = [end.exists() and not end.is_file() for end in ends]
-    beside = [end if is_special else end.with_name(f".{end.stem}.{os.getpid()}.partial{end.suffix}") for end, is_special in zip(ends, special, strict=True)]
+    beside = [
+        end if is_special else end.with_name(f".{end.stem}.{os.getpid()}.partial{end.suffix}") for end, is_special in zip(ends, special, strict=True)
+    ]
     written = [path for path, is_special in zip(beside, special, strict=True) if not is_special]
     try:
         for end in ends:

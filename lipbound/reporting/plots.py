@@ -117,7 +117,8 @@ def heatmap(
     known = statistics.panels(ds)
     if name not in known:
         raise UnknownNameError(f"the run has no {name!r}; {nearest(name, known)}")
-    axes = ax if ax is not None else Drawing(figsize=(3.45, 2.8), layout="constrained").add_subplot()
+    low = ds.sizes["layer"] * 0.35  # inches of the panel; one layer is a strip
+    axes = ax if ax is not None else Drawing(figsize=(3.45, 2.8 if low > 2 else 1.3 + low), layout="constrained").add_subplot()
     grid = log10(_grid(ds[name], reduce))
     shown = scales(ds, {name: grid}, "panel")[0] if limits is None else Scale((name,), *limits)
     picture = image(axes, grid, shown)
@@ -125,7 +126,10 @@ def heatmap(
     axes.set(xlabel=_across(ds), ylabel="layer")
     _ticks(axes, ds)
     samples = "" if _across(ds) == "sample" or ds.sizes["sample"] == 1 else f", {reduction_name(reduce)} over samples"
-    axes.figure.colorbar(picture, ax=axes, extend=shown.extend({name: grid})).set_label(f"log10{samples}")
+    side = "bottom" if ax is None and low <= 2 else "right"
+    axes.figure.colorbar(picture, ax=axes, extend=shown.extend({name: grid}), location=side, aspect=20 if side == "right" else 35).set_label(
+        f"log10{samples}"
+    )
     return axes
 
 
@@ -163,6 +167,7 @@ def _draw(
         own_bars=own,
         titles=lambda section, side, size: max(len(_folded(titles[name], side, size)) for name in sections[section]),
         caption=len(_wrapped(words, inches, points)),
+        layers=ds.sizes["layer"],
     )
     place = arrange(sheet, columns, shrink=shrink)
     points = place.sheet.points
@@ -248,8 +253,9 @@ def _say_beyond(axes: Axes, grid: np.ndarray, scale: Scale) -> None:
     """The range of the values of a panel that lies beyond its colour scale."""
     if side := scale.beyond(grid):
         finite = grid[np.isfinite(grid)]
-        upper = "\u221e" if np.isposinf(grid).any() else f"{finite.max():.1f}"
-        text = f"{side} the scale:\n{finite.min():.1f} to {upper}".replace("-", "\u2212")
+        ends = ["\u2212\u221e"] * bool(np.isneginf(grid).any()) + ([f"{finite.min():.1f}", f"{finite.max():.1f}"] if finite.size else [])
+        ends += ["\u221e"] * bool(np.isposinf(grid).any())
+        text = f"{side} the scale:\n{' to '.join(dict.fromkeys((ends[0], ends[-1])))}".replace("-", "\u2212")
         axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color="black")
 
 

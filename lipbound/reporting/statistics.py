@@ -17,6 +17,8 @@ ROWS = ("bound", "layer", "head")
 VALUES = ("ratio", "value")
 OFF_SCALE = 4.0
 """Decades by which a panel's median may exceed every other panel's before it leaves the shared scale."""
+APART, FARTHEST = 8.0, 40.0
+"""Decades between a bound's median ratio and the next one's, and from one, beyond which it leaves an axis of ratios."""
 
 
 @takes_run
@@ -136,6 +138,28 @@ def shared_scale(grids: dict[str, np.ndarray]) -> tuple[float, float]:
         kept.append(name)
     finite = np.concatenate([grids[name][np.isfinite(grids[name])] for name in kept]) if kept else np.zeros(1)
     return float(finite.min()), float(finite.max())
+
+
+def shared_axis(logs: dict[str, np.ndarray]) -> tuple[list[str], tuple[float, float]]:
+    """Who stays on a common axis of ratios, and its ends (log10): from the ratios nearest to one outwards, up to a gap of `APART` decades.
+
+    Args:
+        logs: log10 of the ratios of each bound; infinite ones and NaN do not count.
+
+    Returns:
+        Names in their order, and the ends, one among them. Single values far beyond the medians of all do not stretch it.
+    """
+    known = {name: values[np.isfinite(values)] for name, values in logs.items()}
+    middle = {name: float(np.median(values)) for name, values in known.items() if values.size}
+    kept: dict[str, float] = {}
+    for name in sorted(middle, key=lambda n: abs(middle[n])):
+        near = [abs(middle[name] - other) for other in kept.values()] or [0.0]
+        if min(near) <= APART and abs(middle[name]) <= FARTHEST:
+            kept[name] = middle[name]
+    ends = [0.0, *kept.values()]
+    low, high = min(ends) - OFF_SCALE, max(ends) + OFF_SCALE
+    inside = np.concatenate([np.zeros(1), *(values[(values >= low) & (values <= high)] for name, values in known.items() if name in kept)])
+    return [name for name in logs if name in kept], (float(inside.min()), float(inside.max()))
 
 
 def widths(ds: xr.Dataset, name: str = "exact") -> xr.DataArray:

@@ -46,13 +46,13 @@ class Scale:
 
     @property
     def top(self) -> float:
-        """The upper end of the bar, which is above the lower one."""
-        return max(self.high, self.low + 1e-6)
+        """The upper end of the bar, which is so far above the lower one that its numbers are legible."""
+        return self.high if self.high > self.low + 1e-4 else self.low + 0.1
 
     def beyond(self, grid: np.ndarray) -> str:
         """Where most of a panel lies: "above" the bar, "below" it, or "" for on it."""
-        known = grid[np.isfinite(grid)]
-        middle = float(np.median(known)) if known.size else self.low
+        known = grid[~np.isnan(grid)]
+        middle = float(np.sort(known)[known.size // 2]) if known.size else self.low  # infinite ones have an order, and no mean
         return "above" if middle > self.top else "below" if middle < self.low else ""
 
     def extend(self, grids: dict[str, np.ndarray]) -> str:
