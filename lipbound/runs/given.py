@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 import xarray as xr
 
 from lipbound.errors import StoreError, shown
+from lipbound.runs.provenance import RUN, RUN_SAMPLE, flags
 from lipbound.runs.store import load
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -53,7 +54,8 @@ def run_of(given: object) -> xr.Dataset:
     ds = given
     for axis in AXES:
         if axis not in ds.dims and axis in ds.coords:
-            ds = ds.expand_dims(axis)
+            notes = [name for name in flags(ds) if (name != RUN or axis != "head") and (name != RUN_SAMPLE or axis == "sample")]  # of coordinates, only data variables get the axis
+            ds = ds.reset_coords(notes).expand_dims(axis).set_coords(notes)
             ds = ds.assign_coords({name: (axis, [ds[name].item()]) for name, along in ALONG.items() if along == axis and name in ds.coords})
         if axis not in ds.dims and not (axis == "head" and "head" not in given.coords):
             raise StoreError(f"the run has no axis {axis!r} any more; give the run itself, what is shown of it can be chosen with reduce=")

@@ -52,6 +52,8 @@ class Capturer:
     model: PreTrainedModel
     layers: Sequence[int] | None = None
     around: bool = False
+    count: int | None = field(default=None, init=False)
+    """How many attention layers the model has, once it was run."""
     _weights: dict[int, Weights] = field(default_factory=dict)
     _turns: list[Turns] = field(default_factory=list)
     _verified: dict[tuple[bool, int], float] = field(default_factory=dict)
@@ -71,7 +73,8 @@ class Capturer:
         inputs = taken(self.model, inputs)
         with implementation(self.model, RECORDING_ATTENTION), watching(self.model if self.around else None) as seen:
             calls = record(self.model, inputs)
-        chosen = [i for position, i in enumerate(self._chosen(len(calls))) if position not in skip]
+        self.count = len(calls)
+        chosen = [i for position, i in enumerate(self._chosen(self.count)) if position not in skip]
         if not chosen:
             return
         valid = valid_tokens(inputs, hidden_states(calls[chosen[0]]))
