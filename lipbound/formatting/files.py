@@ -4,7 +4,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lipbound.errors import StoreError
@@ -45,7 +45,8 @@ def replacing(*targets: str | Path) -> Iterator[list[Path]]:
         raise StoreError(f"{targets[0]} cannot be written: {error.strerror or error}") from error
     finally:
         for path in written:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
 
 
 def _settle(path: Path) -> None:
