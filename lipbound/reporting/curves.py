@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from lipbound.bounds.audit import label
+from lipbound.bounds.audit import bounds_there, label
 from lipbound.formatting import number
 from lipbound.reporting import statistics
 from lipbound.reporting.styles import BASE, Drawing, write
@@ -31,7 +31,7 @@ def ratios(ds: xr.Dataset, *, bounds: Iterable[str] | None = None, ax: Axes | No
     Raises:
         LipboundError: a bound that the run has not.
     """
-    names = [name for name in statistics.panels(ds, bounds) if name in ds.attrs["bounds"]]
+    names = [name for name in statistics.panels(ds, bounds) if name in bounds_there(ds)]
     axes = ax if ax is not None else Drawing(figsize=(3.45, 0.9 + 0.22 * len(names)), layout="constrained").add_subplot()
     values = [statistics.ratio(ds, name).values for name in names]
     with np.errstate(divide="ignore"):

@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
-from lipbound.bounds.audit import audit, compared_with
+from lipbound.bounds.audit import audit, bounds_there, compared_with
 from lipbound.errors import UnknownNameError, nearest, whole
 from lipbound.formatting import digits, number, plain
 from lipbound.reporting import labels, statistics
@@ -234,7 +234,7 @@ def _titles(ds: xr.Dataset, names: list[str]) -> dict[str, list[str]]:
     """Of every panel: label with the audit's mark, and the mean ratio to the exact norm."""
     table, entries = statistics.summary(ds), audit(ds)
     found = {name: [plain(ds[name].attrs["label"])] for name in names}
-    for name in (name for name in names if name in ds.attrs["bounds"]):
+    for name in (name for name in names if name in bounds_there(ds)):
         found[name][0] += labels.mark(entries[name])
         ratio = table.loc[name, "geomean"]
         wide = statistics.width(ds, name)
@@ -276,4 +276,4 @@ def caption(ds: xr.Dataset, *, bounds: Iterable[str] | None = None, reduce: str 
 
 def _caption(ds: xr.Dataset, panels: list[str], bars: list[Scale], reduce: str | float, scale: str) -> str:
     first = bars[0].names if scale == "rows" and len(bars) > 1 else ()
-    return heatmap_caption(ds, bounds=[name for name in panels if name in ds.attrs["bounds"]], reduce=reduce, scale=scale, first=first)
+    return heatmap_caption(ds, bounds=[name for name in panels if name in bounds_there(ds)], reduce=reduce, scale=scale, first=first)

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from lipbound.bounds.audit import allowance, audit, compared_with, norm_of
+from lipbound.bounds.audit import allowance, audit, bounds_there, compared_with, norm_of
 from lipbound.errors import LipboundError, UnknownNameError, nearest
 from lipbound.reporting.reductions import reduce_samples
 from lipbound.runs.given import takes_run
@@ -32,7 +32,7 @@ def summary(ds: xr.Dataset) -> pd.DataFrame:
     """
     rows = []
     counts = audit(ds)
-    for name in ds.attrs["bounds"]:
+    for name in bounds_there(ds):
         quotient = ratio(ds, name)
         values = quotient.values[~np.isnan(quotient.values)]
         single = _geomeans(quotient)
@@ -74,7 +74,7 @@ def breakdown(
         raise UnknownNameError(f"unknown values {values!r}; {nearest(values, VALUES)}")
     if by == "head" and "head" not in ds.dims:
         raise LipboundError("the run is about whole layers and has no heads; ask for a table by layer")
-    names = list(ds.attrs["bounds"]) if bounds is None else present(ds, bounds)
+    names = bounds_there(ds) if bounds is None else present(ds, bounds)
     inner = tuple(dim for dim in ("head",) if dim in ds.dims and by == "layer")
 
     def reduced(array: xr.DataArray) -> np.ndarray:
@@ -99,19 +99,19 @@ def breakdown(
 def present(ds: xr.Dataset, bounds: Iterable[str]) -> list[str]:
     """Names of bounds that a run has; others raise, those that no bound has before those that the run lacks."""
     names = list(bounds)
-    missing = [name for name in names if name not in ds.attrs["bounds"]]
+    missing = [name for name in names if name not in bounds_there(ds)]
     if missing:
         from lipbound.bounds.registry import get  # it needs torch, which names of the run do not
 
         missing = [get(name).name for name in missing]
-        raise UnknownNameError(f"the run has no bound {missing[0]!r}; it has {', '.join(ds.attrs['bounds'])}")
+        raise UnknownNameError(f"the run has no bound {missing[0]!r}; it has {', '.join(bounds_there(ds))}")
     return names
 
 
 def requested(ds: xr.Dataset, bounds: str) -> list[str]:
     """Names separated by commas, as `lipbound.bounds.resolve` reads them in the run's norm; those of the run need no registry, and so no torch."""
     names = [part.strip() for part in bounds.split(",") if part.strip()]
-    if names and all(name in ds.attrs["bounds"] for name in names):
+    if names and all(name in bounds_there(ds) for name in names):
         return list(dict.fromkeys(names))
     from lipbound.bounds.registry import resolve
 
@@ -121,7 +121,7 @@ def requested(ds: xr.Dataset, bounds: str) -> list[str]:
 def panels(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
     """Variables in the order of figures: the exact norm, then bounds, each behind the exact norm of its own map."""
     names = ["exact"]
-    for name in ds.attrs["bounds"] if bounds is None else present(ds, bounds):
+    for name in bounds_there(ds) if bounds is None else present(ds, bounds):
         if compared_with(ds, name) not in names:
             names.append(compared_with(ds, name))  # a bound on another map stands next to the exact norm of that map
         names.append(name)

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from lipbound.bounds.audit import allowance, audit
+from lipbound.bounds.audit import allowance, audit, bounds_there
 from lipbound.errors import LipboundError, UnknownNameError, nearest
 from lipbound.formatting import digits, number, plain
 from lipbound.reporting.citations import bibtex, methods
@@ -166,13 +166,13 @@ def _by_place(ds: xr.Dataset, by: str, chosen: list[str] | None, reduce: str | f
     shown["exact"] = [_written(x, w, 1) for x, w in zip(table["exact"], whole, strict=True)]
     pairs = zip(table["sample_min"], table["sample_max"], whole, strict=True)
     shown["over samples"] = [f"{_written(a, w, 1)} to {_written(b, w, 1)}" if a != b else _written(a, w, 1) for a, b, w in pairs]
-    for name in [str(c) for c in table.columns if c in ds.attrs["bounds"]]:
+    for name in [str(c) for c in table.columns if c in bounds_there(ds)]:
         wide = by_width(ds, name, table.index, reduce) if values == "ratio" else np.full(len(table), allowance(ds)[0])
         side = -1 if values == "ratio" else 0
         title = plain(ds[name].attrs["label"])
         title = f"{title} ({name})" if any(other.startswith(title) for other in map(str, shown.columns)) else title
         shown[title + mark(counts[name])] = [_written(x, w, side) for x, w in zip(table[name], wide, strict=True)]
-    notes = footnotes(ds, list(ds.attrs["bounds"]) if chosen is None else chosen)
+    notes = footnotes(ds, bounds_there(ds) if chosen is None else chosen)
     return Table(table, shown, (), _said_of_cells(ds, by, values, reduce), caption(ds), notes, tuple(map(str, table.index.names)))
 
 

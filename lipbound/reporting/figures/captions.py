@@ -5,7 +5,7 @@ from pathlib import Path
 
 import xarray as xr
 
-from lipbound.bounds.audit import audit
+from lipbound.bounds.audit import audit, bounds_there
 from lipbound.reporting import labels, statistics
 from lipbound.reporting.latex import typeset
 from lipbound.reporting.reductions import reduction_name
@@ -22,7 +22,7 @@ def heatmap_caption(
     own = f" {_listed([ds[name].attrs['label'] for name in first])}: on a colour scale of their own." if len(first) > 1 else ""
     rows = own or (f" {ds[first[0]].attrs['label']}: on a colour scale of its own." if first else "")
     entries = audit(ds)
-    counts = [entries[name] for name in statistics.panels(ds, bounds) if name in ds.attrs["bounds"]]
+    counts = [entries[name] for name in statistics.panels(ds, bounds) if name in bounds_there(ds)]
     used = ["\u2021"] * any(e["violations"] for e in counts) + ["\u2020"] * any(e["sound"] < e["compared"] and not e["violations"] for e in counts)
     legend = "".join(f" {mark} {MARKS[mark]}." for mark in used)
     return f"log10 of the local Lipschitz constant and its bounds{samples}{each}.{rows} {labels.run_caption(ds)}; ratios are geometric means.{legend}"

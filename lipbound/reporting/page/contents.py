@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from lipbound.bounds.audit import allowance, audit, compared_with, norm_of
+from lipbound.bounds.audit import allowance, audit, bounds_there, compared_with, norm_of
 from lipbound.errors import LipboundError
 from lipbound.formatting import plain
 from lipbound.models.inputs import token_texts
@@ -39,11 +39,11 @@ def contents(
     balls."""
     if not 0 <= sample < ds.sizes["sample"]:
         raise LipboundError(f"sample is {sample}; the run has samples 0 to {ds.sizes['sample'] - 1}")
-    if not ds.attrs["bounds"]:
+    if not bounds_there(ds):
         raise LipboundError("the run has no bounds, which a report is about; draw it with heatmaps, or compare it with some")
     found, words, reason = _details(ds, sample, model, data, device, balls) if wanted else (None, [], "they were left out when the report was made")
     across = "head" if "head" in ds.dims else "sample"
-    names = list(ds.attrs["bounds"])
+    names = bounds_there(ds)
     colours = _scales(ds, reduce)
     panels = [name for scale in colours for name in scale["names"]]
     kept = ds.isel(sample=slice(0, SINGLE)) if across == "head" else ds
