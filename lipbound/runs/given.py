@@ -8,8 +8,8 @@ from typing import Any, TypeVar, cast
 import xarray as xr
 
 from lipbound.errors import StoreError, shown
-from lipbound.runs.provenance import RUN, RUN_SAMPLE, flags
-from lipbound.runs.store import load
+from lipbound.runs.provenance import RUN, RUN_SAMPLE, bounds_of, flags
+from lipbound.runs.store import lacking_settings, load
 
 F = TypeVar("F", bound=Callable[..., Any])
 AXES = ("sample", "layer", "head")
@@ -51,6 +51,10 @@ def run_of(given: object) -> xr.Dataset:
         raise StoreError(f"a run is wanted, not {kind}; give the Dataset of lipbound.compare or lipbound.load, or its path")
     if "exact" not in given or "bounds" not in given.attrs or "map" not in given.attrs:
         raise StoreError("the Dataset is not a run of lipbound, or its attributes were dropped; keep them (xarray.set_options(keep_attrs=True))")
+    if lacking := lacking_settings(given):
+        raise StoreError(f"the Dataset is no longer a run: {lacking}, as after arithmetic on two runs; show the runs, or draw the result with xarray")
+    if lacking := [name for name in ("exact_converged", *(f"{bound}_sound" for bound in bounds_of(given))) if name not in given.variables]:
+        raise StoreError(f"the Dataset is no longer a run: {lacking[0]!r} is missing, which arithmetic on two runs drops where it differs; show the runs")
     ds = given
     for axis in AXES:
         if axis not in ds.dims and axis in ds.coords:
