@@ -69,8 +69,9 @@ def missing(ds: xr.Dataset, name: str) -> int:
         bounded |= ~np.isnan(ds[other].values)
     lost = np.isnan(ds["exact"].values) & bounded
     found = (~np.isnan(ds["exact"].values)).any(tuple(range(1, ds["exact"].ndim)))
-    first = ds["sample"].values < int(ds.attrs["exact_samples"]) if "run" not in ds.variables else found  # samples of runs put together have other numbers
-    return int(lost[found | first].sum())
+    if "run" not in ds.variables:  # samples of runs that were put together have other numbers
+        found |= ds["sample"].values < int(ds.attrs["exact_samples"])
+    return int(lost[found].sum())
 
 
 def allowance(ds: xr.Dataset, exact: str = "exact") -> tuple[float, xr.DataArray | float]:

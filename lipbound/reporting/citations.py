@@ -10,7 +10,7 @@ from lipbound.bounds.audit import audit, bounds_there, compared_with, norm_of
 from lipbound.bounds.lipbound2026 import CITATION
 from lipbound.errors import UnknownNameError, nearest
 from lipbound.reporting.formats import FORMATTERS, Prose
-from lipbound.reporting.labels import data_name, model_name, norm_words, places, relabelled, samples_words, state_words, widest
+from lipbound.reporting.labels import builtin_name, data_name, model_name, norm_words, over, places, relabelled, samples_words, state_words, widest
 from lipbound.runs.given import takes_run
 from lipbound.runs.provenance import FORMER
 from lipbound.runs.standing import origins, standing
@@ -79,11 +79,12 @@ def _constants(ds: xr.Dataset, prose: Prose) -> str:
     a, safe = ds.attrs, prose.escape
     name, _, meaning = norm_words(ds).partition(" ")
     called = ", the spectral norms of Jacobians," if norm_of(ds) == "frobenius" else f" in the {name} norm, norms of Jacobians {safe(meaning)},"
+    model = f"{safe(model_name(ds))} ({safe(builtin_name(ds))}{safe(a['architecture'])}"
     kind = "commit" if a.get("commit") == a["revision"] else "weights"
     quantized = f", stored as {safe(str(a['quantization']))} and computed with as floating-point numbers" if a.get("quantization") else ""
     return (
         f"Local Lipschitz constants{called} of {safe(a['map_description'])}, were computed with lipbound "
-        f"{safe(a['lipbound'])} {_cited(CITATION, prose)} for {safe(model_name(ds))} ({safe(a['architecture'])}, {places(ds, prose.times)}; "
+        f"{safe(a['lipbound'])} {_cited(CITATION, prose)} for {model}, {places(ds, prose.times)}; "
         f"{kind} {safe(str(a['revision']))}{quantized})."
     )
 
@@ -111,6 +112,8 @@ def _enclosures(ds: xr.Dataset, prose: Prose) -> str:
     a, there = ds.attrs, standing(ds)
     if not there.norms:
         return "There are no exact constants."
+    if there.edited:
+        return "Nothing is claimed of how closely the constants are known."
     dtype, tol, seed = prose.escape(a["dtype"]), float(a["tol"]), int(a.get("seed", 0))
     former = "" if FORMER in ds else ", both with every rounding included"
     if norm_of(ds) != "frobenius":
@@ -120,24 +123,27 @@ def _enclosures(ds: xr.Dataset, prose: Prose) -> str:
         )
     elif a["delta"] and "exact_upper" in ds:
         sentence = (
-            f"Each constant is enclosed, by Lanczos' method in {dtype}, between an attained value and an upper bound at most a factor 1 + {prose.number(tol)} "
-            f"above it{former}; over the random start vectors (seed {seed}), the upper bounds hold together with probability at least "
-            f"{prose.complement(float(a['delta']))}."
+            f"Each constant is enclosed, by Lanczos' method in {dtype}, between an attained value and an upper bound at most a factor "
+            f"1 + {prose.number(tol)} above it{former}; over the random start vectors (seed {seed}), the upper bounds hold together with "
+            f"probability at least {prose.complement(float(a['delta']))}."
         )
     elif FORMER in ds:
         sentence = (
             f"Constants are estimates by Lanczos' method in {dtype} (relative tolerance {prose.number(tol)}, seed {seed}), without upper bounds."
         )
     else:
+        upper = "their upper ends are left out here" if a["delta"] else "there are no upper ends"
         how = f"Lanczos' method in {dtype} (relative tolerance {prose.number(tol)}, seed {seed})"
-        sentence = f"Constants are lower ends: values that the norms attain, found by {how}, less every rounding; there are no upper ends."
+        sentence = f"Constants are lower ends: values that the norms attain, found by {how}, less every rounding; {upper}."
     if there.all_closed:
         return sentence
     wide = widest(ds)
     if "exact_upper" not in ds:
         return f"{sentence} For {there.norms - there.closed} of {there.norms} constants the tolerance was not reached."
-    factor = "some have no finite upper bound" if math.isinf(wide) else f"the widest enclosure has a factor of 1 + {prose.number(float(f'{wide:.1e}'))}"
-    return f"{sentence.replace('Each constant is', 'Each constant was to be')} This was not reached for {there.norms - there.closed} of {there.norms} constants: {factor}."
+    factor = f"the widest enclosure has a factor of 1 + {prose.number(wide)}"
+    factor = "some have no finite upper bound" if math.isinf(wide) else factor
+    sentence = sentence.replace("Each constant is", "Each constant was to be")
+    return f"{sentence} This was not reached for {there.norms - there.closed} of {there.norms} constants: {factor}."
 
 
 def _comparison(ds: xr.Dataset, prose: Prose) -> str:
@@ -146,8 +152,8 @@ def _comparison(ds: xr.Dataset, prose: Prose) -> str:
     for name in bounds_there(ds):
         sources.setdefault(_key(name), []).append(prose.escape(f"{ds[name].attrs['label']} [{ds[name].attrs['source']}]"))
     listed = "; ".join(f"{', '.join(labels)} {_cited(key, prose)}" for key, labels in sources.items())
-    over = "samples, layers and heads" if "head" in ds.dims else "samples and layers"
-    return f"They are compared with bounds: {listed}; ratios, bound over exact constant, are geometric means over {over}." if listed else ""
+    means = f"; ratios, bound over exact constant, are geometric means{over(ds)}" if over(ds) else ""
+    return f"They are compared with bounds: {listed}{means}." if listed else ""
 
 
 def _assumptions(ds: xr.Dataset, prose: Prose) -> str:
@@ -193,8 +199,8 @@ def _other_map(ds: xr.Dataset, prose: Prose) -> str:
 
 
 def _environment(ds: xr.Dataset, prose: Prose) -> str:
-    """On what device, with which versions, when."""
-    a, safe = ds.attrs, prose.escape
+    """On what device, with which versions, when; of every run that was put in."""
+    safe = prose.escape
     each = []
     for one in origins(ds):
         versions = ", ".join(f"{safe(name)} {safe(one['versions'][name])}" for name in ("torch", "transformers") if name in one["versions"])
@@ -204,7 +210,8 @@ def _environment(ds: xr.Dataset, prose: Prose) -> str:
 
 def _state(ds: xr.Dataset, prose: Prose) -> str:
     """What was done to the run since it was computed."""
-    return f"The run was {state}." if (state := state_words(ds)).startswith("edited") else f"Of the run, {state}." if state else ""
+    state = state_words(ds)
+    return f"The run was {state}: these are not its numbers or settings." if state.startswith("edited") else f"{state.capitalize()}." if state else ""
 
 
 def _cited(key: str, prose: Prose) -> str:

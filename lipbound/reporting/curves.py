@@ -1,6 +1,6 @@
 """Figures that are no heatmaps: ratios of bounds to exact norms, and bounds over balls against the radius."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import matplotlib
@@ -10,15 +10,17 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from lipbound.bounds.audit import bounds_there, label
+from lipbound.bounds.audit import label
+from lipbound.errors import LipboundError
 from lipbound.formatting import number
 from lipbound.reporting import statistics
+from lipbound.reporting.labels import relabelled
 from lipbound.reporting.styles import BASE, Drawing, write
 from lipbound.runs.given import takes_run
 
 
 @takes_run
-def ratios(ds: xr.Dataset, *, bounds: Iterable[str] | None = None, ax: Axes | None = None) -> Axes:
+def ratios(ds: xr.Dataset, *, bounds: Iterable[str] | None = None, ax: Axes | None = None, labels: Mapping[str, str] | None = None) -> Axes:
     """How far above: bound / exact of every head and sample, a box per bound (quartiles; whiskers to the smallest and the largest), logarithmic.
 
     Bounds that lie many decades beyond all others are no boxes but words in their rows, which say their range, so that the axis stays legible.
@@ -27,11 +29,15 @@ def ratios(ds: xr.Dataset, *, bounds: Iterable[str] | None = None, ax: Axes | No
         ds: a run.
         bounds: which, from top to bottom; all of the run by default.
         ax: where to draw; a new figure by default.
+        labels: what to call bounds, by name ("exact" and "exact_l2" among them), and "model" and "data".
 
     Raises:
-        LipboundError: a bound that the run has not.
+        LipboundError: a bound that the run has not, a run without bounds.
     """
-    names = [name for name in statistics.panels(ds, bounds) if name in bounds_there(ds)]
+    ds = relabelled(ds, labels)
+    names = statistics.present(ds, bounds)
+    if not names:
+        raise LipboundError("the run has no bounds, whose ratios to the exact norms are drawn; compare the model with some")
     axes = ax if ax is not None else Drawing(figsize=(3.45, 0.9 + 0.22 * len(names)), layout="constrained").add_subplot()
     values = [statistics.ratio(ds, name).values for name in names]
     with np.errstate(divide="ignore"):

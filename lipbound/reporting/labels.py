@@ -11,9 +11,10 @@ import xarray as xr
 from lipbound.bounds.audit import audit, bounds_there, compared_with, missing, norm_of
 from lipbound.bounds.entry import NORMS
 from lipbound.errors import LipboundError, UnknownNameError, nearest, shown
-from lipbound.formatting import number, plain, small
+from lipbound.formatting import plain, small
+from lipbound.runs.given import takes_run
 from lipbound.runs.provenance import lacks_variables
-from lipbound.runs.standing import Standing, closed, origins, standing
+from lipbound.runs.standing import Standing, origins, standing
 
 TITLES = {"builtin:minilm": "all-MiniLM-L6-v2", "builtin:smollm2": "SmolLM2-135M-Instruct"}
 """Titles of builtin checkpoints that other packages bring, which need not be installed where a run is shown."""
@@ -46,6 +47,7 @@ def relabelled(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Da
         UnknownNameError: a name that the run has not.
         LipboundError: a label that is no text.
     """
+    check_numbers(ds)
     given = dict(labels or {})
     known = [name for name in ("exact", "exact_l2", *bounds_there(ds)) if name in ds.variables]
     for name, text in given.items():
@@ -59,12 +61,24 @@ def relabelled(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Da
     return ds.assign(changed).assign_attrs(ds.attrs | ({CALLED: called} if called else {}))
 
 
+def check_numbers(ds: xr.Dataset) -> None:
+    """Raise LipboundError for norms below zero, which no run has."""
+    if bool((ds["exact"] < 0).any()):
+        raise LipboundError(
+            "some exact norms are negative, as in the difference of two runs, which is no run; give the runs themselves, or draw the difference "
+            "by xarray's own plot()"
+        )
+
+
 def model_name(ds: xr.Dataset) -> str:
     """A run's model as a paper calls it: the title of a builtin checkpoint, the last part of a path."""
     name = str(ds.attrs["model"])
-    if CALLED in ds.attrs and "model" in ds.attrs[CALLED]:
-        return str(ds.attrs[CALLED]["model"])
-    return f"{title} ({name})" if (title := _builtin_title(name)) else _last_part(name)
+    return str(ds.attrs.get(CALLED, {}).get("model") or _builtin_title(name) or _last_part(name))
+
+
+def builtin_name(ds: xr.Dataset) -> str:
+    """The name by which lipbound loads a run's model, and a comma, where it comes with a name of its own; else empty."""
+    return f"{ds.attrs['model']}, " if _builtin_title(str(ds.attrs["model"])) else ""
 
 
 def data_name(ds: xr.Dataset) -> str:
@@ -89,6 +103,7 @@ def _last_part(name: str) -> str:
     return path.name if (path.is_absolute() or name.startswith(("~", "."))) and path.name else name
 
 
+@takes_run
 def footnotes(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
     """Lines below a table of a run, or of some of its bounds: what the marks mean, why they are there (bounds of one reason together), which values
     are missing; and, of all bounds, `left_out`.
@@ -121,6 +136,7 @@ def named(ds: xr.Dataset, name: str) -> str:
     return label if label == name else f"{label} ({name})"
 
 
+@takes_run
 def left_out(ds: xr.Dataset) -> list[str]:
     """One line for every reason why bounds say nothing about the heads of a run, with the names of these bounds."""
     reasons: dict[str, list[str]] = {}
@@ -158,7 +174,7 @@ def listed(numbers: Iterable[int]) -> str:
     """Whole numbers in short: neighbours as a range.
 
     >>> listed([0, 1, 2, 5, 7, 8])
-    '0 to 2, 5, 7, 8'
+    '0 to 2, 5, 7 and 8'
     """
     runs: list[list[int]] = []
     for value in numbers:
@@ -166,11 +182,18 @@ def listed(numbers: Iterable[int]) -> str:
             runs[-1].append(value)
         else:
             runs.append([value])
-    return ", ".join(f"{one[0]} to {one[-1]}" if len(one) > 2 else ", ".join(map(str, one)) for one in runs)
+    parts = [part for one in runs for part in ([f"{one[0]} to {one[-1]}"] if len(one) > 2 else map(str, one))]
+    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+
+
+def over(ds: xr.Dataset, axes: Iterable[str] = ("sample", "layer", "head")) -> str:
+    """The axes along which there is something to take a mean of, and what stands before them: " over samples and heads"; empty for none."""
+    there = [f"{axis}s" for axis in axes if ds.sizes.get(axis, 1) > 1]
+    return f" over {' and '.join(filter(None, [', '.join(there[:-1]), there[-1]]))}" if there else ""
 
 
 def places(ds: xr.Dataset, times: str = "x") -> str:
-    """Layers and heads that are shown, of how many: "6 layers x 12 heads", "layers 0 to 2 of 6 x heads 3, 4 of 12"."""
+    """Layers and heads that are shown, of how many: "6 layers x 12 heads", "layers 0 to 2 of 6, heads 3 and 4 of 12"."""
     there = standing(ds)
     layers = list(there.layers)
     whole = there.all_layers if there.all_layers is not None else layers == list(range(len(layers)))
@@ -181,35 +204,41 @@ def places(ds: xr.Dataset, times: str = "x") -> str:
     least, most = there.heads
     numbers = [int(head) for head in ds["head"].values]
     if there.heads_made is not None and len(numbers) < there.heads_made:
-        return f"{text} {times} head{'s' if len(numbers) > 1 else ''} {listed(numbers)} of {there.heads_made}"
-    return f"{text} {times} {least if least == most else f'{least} to {most}'} head{'s' if most != 1 else ''}"
+        return f"{text}, head{'s' if len(numbers) > 1 else ''} {listed(numbers)} of {there.heads_made}"
+    heads = f"{least if least == most else f'{least} to {most}'} head{'s' if most != 1 else ''}"
+    return f"{text} {times} {heads}" if whole else f"{text}, {heads}{' each' if len(layers) > 1 else ''}"
 
 
 def samples_words(there: Standing) -> str:
     """How many samples are shown, of how many, how long: "2 of 8 samples of at most 32 tokens"."""
-    some = "" if there.all_samples is not False else f"{there.samples} of "
-    return f"{some}{counted(int(there.samples_made or there.samples) if some else there.samples, 'sample')} of at most {there.tokens} tokens"
+    made = there.samples_made or there.samples
+    some = f"{there.samples} of " if there.samples < made else ""  # of more, somebody put runs together
+    return f"{some}{counted(made if some else there.samples, 'sample')} of at most {there.tokens} tokens"
 
 
 def widest(ds: xr.Dataset) -> float:
-    """The largest relative width of the enclosures of the exact norms that are shown; infinite where one has no finite end, NaN without upper ends."""
+    """The largest relative width of the enclosures of the exact norms that are shown, rounded up to two digits.
+
+    Infinite where one has no finite upper end; NaN where there are no upper ends, or nothing to enclose.
+    """
     if "exact_upper" not in ds.variables:
         return float("nan")
     lower, upper = ds["exact"].values, ds["exact_upper"].values
     with np.errstate(all="ignore"):
-        width = np.where(upper == lower, 0.0, upper / lower - 1)
-    known = width[~np.isnan(lower)]
-    return float(np.where(np.isnan(known), np.inf, known).max()) if known.size else float("nan")
+        wide = np.where(upper == lower, 0.0, upper / lower - 1)[~np.isnan(lower)]
+    most = float(np.where(np.isnan(wide), np.inf, wide).max()) if wide.size else float("nan")
+    shown = float(f"{most:.1e}")
+    return shown if not most > shown else float(f"{most * 1.05:.1e}")
 
 
-def reached(ds: xr.Dataset, number_of: str = "exact norms") -> str:
+def reached(ds: xr.Dataset) -> str:
     """How many exact norms were not found to the tolerance asked for, and how wide their enclosures are, in words; empty where all were."""
     there = standing(ds)
     if there.all_closed:
         return ""
-    wide = widest(ds.where(xr.DataArray(~closed(ds), dims=ds["exact"].dims)) if "exact_upper" in ds.variables else ds)
-    how = "" if np.isnan(wide) else ", some without a finite upper end" if np.isinf(wide) else f", enclosed to {number(wide, 2)} or better"
-    return f"{there.norms - there.closed} of {there.norms} {number_of} not to that{how}"
+    wide = widest(ds)
+    how = "" if np.isnan(wide) else ", some without a finite upper end" if np.isinf(wide) else f", but to {small(wide)} or better"
+    return f"{there.norms - there.closed} of {there.norms} not to that{how}"
 
 
 def exact_words(ds: xr.Dataset) -> str:
@@ -217,46 +246,44 @@ def exact_words(ds: xr.Dataset) -> str:
     a, there = ds.attrs, standing(ds)
     if not there.norms:
         return "no exact norms"
-    to = small(float(a["tol"]))
-    surely = f" with failure probability {small(float(a['delta']))}" if norm_of(ds) == "frobenius" and a["delta"] and "exact_upper" in ds.variables else ""
+    if there.edited:  # whatever was claimed was of other numbers
+        return "exact norms of which nothing is claimed"
+    to, wide, enclosed = small(float(a["tol"])), widest(ds), "exact_upper" in ds.variables
+    closely, open_ = f"enclosed to {to}" if enclosed else f"lower ends, sought to {to}", reached(ds)
+    if enclosed and not there.closed:  # what was asked for says nothing about what is there
+        closely, open_ = "without finite upper ends" if np.isinf(wide) else f"enclosed to {small(wide)} ({to} was asked for)", ""
     if norm_of(ds) != "frobenius":
-        how, found = f"of layers in {a['dtype']}, enclosed to {to}", ", both ends deterministic"
+        found = f"of layers in {a['dtype']}, {closely}, both ends deterministic"
     else:
-        how = f"by {method_name(a['method'])} in {a['dtype']}, " + (f"enclosed to {to}" if "exact_upper" in ds.variables else f"lower ends, sought to {to}")
-        found = surely
-    open_ = reached(ds)
-    if there.closed == 0 and "exact_upper" in ds.variables:  # what was asked for says nothing about what is there
-        wide = widest(ds)
-        how = how.replace(f"enclosed to {to}", "without finite upper ends" if np.isinf(wide) else f"enclosed to {number(wide, 2)} ({to} was asked for)")
-        open_ = ""
+        surely = f" with failure probability {small(float(a['delta']))}" if a["delta"] and enclosed else ""
+        found = f"by {method_name(a['method'])} in {a['dtype']}, {closely}{surely}"
     some = "" if there.exact_samples == there.samples else f" (on {there.exact_samples} of the samples)"
-    return f"exact norms{some} {how}{found}" + (f"; {open_}" if open_ else "")
+    return f"exact norms{some} {found}" + (f", {open_}" if open_ else "")
 
 
 def method_name(method: str) -> str:
     """A method of `lipbound.spectral_norm` as prose calls it."""
-    return {"lanczos": "Lanczos' method", "power": "power iteration", "dense": "dense decompositions", "deflation": "Lanczos' method with deflation"}.get(
-        method, method
-    )
+    return {"lanczos": "Lanczos' method", "power": "power iteration", "dense": "dense decompositions"}.get(method, method)
 
 
 def state_words(ds: xr.Dataset) -> str:
     """What was done to a run since it was computed, as a phrase; empty for runs, and parts of runs, that are as they were."""
     there = standing(ds)
     if there.edited:
-        return "edited: not the numbers that were computed"
+        return "edited or put together by hand since it was computed"
     if there.edited is None and "made" in ds.attrs and lacks_variables(ds):
-        return "some of its variables left out, so that checksums cannot tell whether the others were edited"
+        return "some variables of the run left out, so that its checksums cannot exclude that others were edited"
     return ""
 
 
+@takes_run
 def run_caption(ds: xr.Dataset) -> str:
     """One line that says what the numbers shown are of; the norm where it is another than Frobenius, so that captions stay short."""
     a, there = ds.attrs, standing(ds)
+    model = f"{model_name(ds)} ({builtin_name(ds)}{a['architecture']}, {stored_as(ds)}{str(a['revision'])[:15]})"
     norm = "" if norm_of(ds) == "frobenius" else f"; norm: {norm_words(ds)}"
     together = f"; {there.runs} runs put together" if len(origins(ds)) > 1 else ""
-    state = state_words(ds)
+    state = f"; {words}" if (words := state_words(ds)) else ""
     return plain(
-        f"{model_name(ds)}, {a['architecture']} ({stored_as(ds)}{str(a['revision'])[:15]}), {places(ds)}; map: {a['map_description']}{norm}; "
-        f"data: {data_name(ds)}, {samples_words(there)}{together}; {exact_words(ds)}{'; ' if state else ''}{state}"
+        f"{model}, {places(ds)}; map: {a['map_description']}{norm}; data: {data_name(ds)}, {samples_words(there)}{together}; {exact_words(ds)}{state}"
     )

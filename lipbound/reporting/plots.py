@@ -1,7 +1,7 @@
 """Layer x head heatmaps of a run, in the manner of Figure 6 of Yudin et al. 2025."""
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import matplotlib
@@ -15,12 +15,13 @@ from matplotlib.image import AxesImage
 from lipbound.bounds.audit import audit, bounds_there, compared_with
 from lipbound.errors import UnknownNameError, nearest, whole
 from lipbound.formatting import digits, number, plain
-from lipbound.reporting import labels, statistics
+from lipbound.reporting import statistics
 from lipbound.reporting.curves import ball_curve, ratios
 from lipbound.reporting.figures.arrangement import Arrangement, Sheet, arrange
 from lipbound.reporting.figures.captions import caption_files, heatmap_caption
 from lipbound.reporting.figures.scales import COLORMAP, Scale, check_scale, image, log10, scales
 from lipbound.reporting.figures.titles import folded
+from lipbound.reporting.labels import mark, relabelled
 from lipbound.reporting.reductions import reduce_samples, reduction_name
 from lipbound.reporting.statistics import shared_scale
 from lipbound.reporting.styles import Drawing, look, write
@@ -57,6 +58,7 @@ def heatmaps(
     font_size: float | None = None,
     style: str | None = None,
     caption: bool = False,
+    labels: Mapping[str, str] | None = None,
 ) -> Figure:
     r"""A panel for the exact norm and one per bound: head number across (sample number for whole layers), layer number down, log10 of the values.
 
@@ -75,6 +77,7 @@ def heatmaps(
             by default, and less where many panels would become too flat.
         style: a venue known to tueplots, such as "icml2024" (extra ``styles``): its fonts and its widths of "page" and "column".
         caption: draw the caption into the picture too.
+        labels: what to call bounds, by name ("exact" and "exact_l2" among them), and "model" and "data".
 
     Returns:
         A matplotlib Figure that is not registered with pyplot.
@@ -83,6 +86,7 @@ def heatmaps(
         LipboundError: unknown bound, reduction, scale or file type; panels that do not fit on the paper; a file that cannot be written.
     """
     check_scale(scale)
+    ds = relabelled(ds, labels)
     settings, inches, points = look(style, width, font_size)
     columns = None if columns is None else whole("columns", columns, least=1)
     panels = statistics.panels(ds, bounds)
@@ -98,7 +102,13 @@ def heatmaps(
 
 @takes_run
 def heatmap(
-    ds: xr.Dataset, name: str = "exact", *, ax: Axes | None = None, reduce: str | float = "mean", limits: tuple[float, float] | None = None
+    ds: xr.Dataset,
+    name: str = "exact",
+    *,
+    ax: Axes | None = None,
+    reduce: str | float = "mean",
+    limits: tuple[float, float] | None = None,
+    labels: Mapping[str, str] | None = None,
 ) -> Axes:
     """One panel of `heatmaps` with a colour scale beside it, in axes of yours.
 
@@ -106,7 +116,7 @@ def heatmap(
         ds: a run.
         name: "exact", "exact_l2" or a bound of the run.
         ax: where to draw; a new figure by default (``.figure`` of what is returned).
-        reduce: as in `heatmaps`. limits: of the colour scale, log10; those of the panel by default.
+        reduce, labels: as in `heatmaps`. limits: of the colour scale, log10; those of the panel by default.
 
     Returns:
         The axes; the layout and the font are the caller's.
@@ -114,7 +124,7 @@ def heatmap(
     Raises:
         LipboundError: a variable that the run has not, an unknown reduction.
     """
-    known = statistics.panels(ds)
+    ds, known = relabelled(ds, labels), statistics.panels(ds)
     if name not in known:
         raise UnknownNameError(f"the run has no {name!r}; {nearest(name, known)}")
     low = ds.sizes["layer"] * 0.35  # inches of the panel; one layer is a strip
@@ -235,7 +245,7 @@ def _titles(ds: xr.Dataset, names: list[str]) -> dict[str, list[str]]:
     table, entries = statistics.summary(ds), audit(ds)
     found = {name: [plain(ds[name].attrs["label"])] for name in names}
     for name in (name for name in names if name in bounds_there(ds)):
-        found[name][0] += labels.mark(entries[name])
+        found[name][0] += mark(entries[name])
         ratio = table.loc[name, "geomean"]
         wide = statistics.width(ds, name)
         of = "exact" if compared_with(ds, name) == "exact" else "exact L2"
@@ -267,9 +277,17 @@ def _ticks(axes: Axes, ds: xr.Dataset, most: int = 6) -> None:
 
 
 @takes_run
-def caption(ds: xr.Dataset, *, bounds: Iterable[str] | None = None, reduce: str | float = "mean", scale: str = "rows") -> str:
+def caption(
+    ds: xr.Dataset,
+    *,
+    bounds: Iterable[str] | None = None,
+    reduce: str | float = "mean",
+    scale: str = "rows",
+    labels: Mapping[str, str] | None = None,
+) -> str:
     """The caption that `heatmaps` writes beside the figure with these arguments."""
     check_scale(scale)
+    ds = relabelled(ds, labels)
     panels = statistics.panels(ds, bounds)
     return _caption(ds, panels, scales(ds, {name: log10(_grid(ds[name], reduce)) for name in panels}, scale), reduce, scale)
 

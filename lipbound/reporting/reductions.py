@@ -33,4 +33,6 @@ def reduce_samples(values: xr.DataArray, how: str | float, dims: Sequence[str] =
 
 def reduction_name(how: str | float) -> str:
     """A reduction in words."""
-    return f"{how:g}-quantile" if not isinstance(how, str) else {"geomean": "geometric mean", "max": "maximum"}.get(how, how)
+    return (
+        f"{how:g}-quantile" if not isinstance(how, str) else {"mean": "arithmetic mean", "geomean": "geometric mean", "max": "maximum"}.get(how, how)
+    )

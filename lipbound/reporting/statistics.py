@@ -10,6 +10,7 @@ import xarray as xr
 
 from lipbound.bounds.audit import allowance, audit, bounds_there, compared_with, norm_of
 from lipbound.errors import LipboundError, UnknownNameError, nearest
+from lipbound.reporting.labels import check_numbers
 from lipbound.reporting.reductions import reduce_samples
 from lipbound.runs.given import takes_run
 
@@ -30,6 +31,7 @@ def summary(ds: xr.Dataset) -> pd.DataFrame:
     ``violations, compared, sound``: ``sound`` counts where the bound's assumptions held, ``violations`` where it is below the exact norm (of its own
     map: L2 attention for ``kim``). Heads whose exact norm is zero have no ratio.
     """
+    check_numbers(ds)
     rows = []
     counts = audit(ds)
     for name in bounds_there(ds):
@@ -74,7 +76,8 @@ def breakdown(
         raise UnknownNameError(f"unknown values {values!r}; {nearest(values, VALUES)}")
     if by == "head" and "head" not in ds.dims:
         raise LipboundError("the run is about whole layers and has no heads; ask for a table by layer")
-    names = bounds_there(ds) if bounds is None else present(ds, bounds)
+    check_numbers(ds)
+    names = present(ds, bounds)
     inner = tuple(dim for dim in ("head",) if dim in ds.dims and by == "layer")
 
     def reduced(array: xr.DataArray) -> np.ndarray:
@@ -96,9 +99,9 @@ def breakdown(
     return table.loc[~table[["exact", *names]].isna().all(axis=1)]  # layers of fewer heads have empty places
 
 
-def present(ds: xr.Dataset, bounds: Iterable[str]) -> list[str]:
-    """Names of bounds that a run has; others raise, those that no bound has before those that the run lacks."""
-    names = list(bounds)
+def present(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
+    """Names of bounds that a run has, all by default; others raise, those that no bound has before those that the run lacks."""
+    names = bounds_there(ds) if bounds is None else [bounds] if isinstance(bounds, str) else list(bounds)
     missing = [name for name in names if name not in bounds_there(ds)]
     if missing:
         from lipbound.bounds.registry import get  # it needs torch, which names of the run do not
@@ -118,10 +121,11 @@ def requested(ds: xr.Dataset, bounds: str) -> list[str]:
     return resolve(bounds, norm_of(ds))
 
 
+@takes_run
 def panels(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
     """Variables in the order of figures: the exact norm, then bounds, each behind the exact norm of its own map."""
     names = ["exact"]
-    for name in bounds_there(ds) if bounds is None else present(ds, bounds):
+    for name in present(ds, bounds):
         if compared_with(ds, name) not in names:
             names.append(compared_with(ds, name))  # a bound on another map stands next to the exact norm of that map
         names.append(name)
@@ -162,6 +166,7 @@ def shared_axis(logs: dict[str, np.ndarray]) -> tuple[list[str], tuple[float, fl
     return [name for name in logs if name in kept], (float(inside.min()), float(inside.max()))
 
 
+@takes_run
 def widths(ds: xr.Dataset, name: str = "exact") -> xr.DataArray:
     """Logarithm of upper over lower end of the exact norms that a bound (or "exact" itself) is compared with, by sample, layer, head.
 
@@ -176,6 +181,7 @@ def widths(ds: xr.Dataset, name: str = "exact") -> xr.DataArray:
     return width.where(ds[of] > 0)
 
 
+@takes_run
 def width(ds: xr.Dataset, name: str) -> float:
     """Relative width of the enclosure of the geometric mean of a bound's ratios (or of exact norms), over everything."""
     values = widths(ds, name).values
@@ -188,6 +194,7 @@ def has_upper(ds: xr.Dataset, name: str) -> bool:
     return "exact_upper" in ds and (name == "exact" or compared_with(ds, name) == "exact")
 
 
+@takes_run
 def ratio(ds: xr.Dataset, name: str, *, upper: bool = False) -> xr.DataArray:
     """Bound / exact, of the bound's own map, where that is positive; with ``upper``, against the upper end."""
     exact = ds["exact_upper" if upper else compared_with(ds, name)]

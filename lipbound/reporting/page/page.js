@@ -133,7 +133,7 @@
     });
     $("maps-note").textContent = (parts.length > 1 ? `The exact constant and what is near it have a colour scale of their own, above the other bounds'. ` : "") + "Scales are logarithmic" +
       (run.across === "head" ? `; every cell is the ${run.reduce} over ${run.samples} sample${run.samples > 1 ? "s" : ""}. ` : "; every cell is one sample. ") +
-      (run.exactSamples < run.samples ? `Exact constants and ratios are of the first ${run.exactSamples} samples. ` : "") +
+      (run.exactSamples < run.samples ? `Exact constants and ratios are of ${run.exactSamples} of the samples. ` : "") +
       "Click a cell, or move with the arrow keys.";
   }
 
@@ -274,7 +274,7 @@
       height: Math.max(200, 90 + 24 * rows.length), barmode: "relative", showlegend: true, legend: { orientation: "h", y: 1, yanchor: "bottom" }, margin: { l: 160, r: 15, t: 60, b: 30 },
       xaxis: axis({ tickformat: ".0%", fixedrange: true }), yaxis: axis({ fixedrange: true, ticks: "", automargin: true }),
     }));
-    $("terms-note").textContent = "Exact: how much of the norm passes through values (attention as it is), keys and queries (attention as it changes); parts may be negative. Bounds: values against softmax, of the bound (Yudin, Specformer) or of its square (Castin); ours at the top vector of their matrix of norms, for lipbound that of its first form, squared.";
+    $("terms-note").textContent = "Exact: how much of the norm passes through values (attention as it is), keys and queries (attention as it changes); parts may be negative. Bounds: values against softmax, of the bound (Yudin, Specformer) or of its square (Castin); those of lipbound at the top vector of their matrix of norms, for lipbound itself that of its first form, squared.";
     if (layer.balls) balls(layer.balls, h);
   }
 
