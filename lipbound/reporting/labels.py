@@ -237,7 +237,7 @@ def reached(ds: xr.Dataset) -> str:
     if there.all_closed:
         return ""
     wide = widest(ds)
-    how = "" if np.isnan(wide) else ", some without a finite upper end" if np.isinf(wide) else f", but to {small(wide)} or better"
+    how = "" if not wide > float(ds.attrs["tol"]) else ", some without a finite upper end" if np.isinf(wide) else f", but to {small(wide)} or better"
     return f"{there.norms - there.closed} of {there.norms} not to that{how}"
 
 

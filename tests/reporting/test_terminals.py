@@ -169,11 +169,13 @@ def test_nothing_known_is_nothing_claimed(ds: xr.Dataset, capsys: pytest.Capture
     empty["exact"][...] = np.nan
     show(empty)
     out = capsys.readouterr().out
-    assert "exact norms: 0 heads, 0 not converged" in out
+    assert "exact norms: 0 (" in out
     assert re.search(r"Yudin 2025, Thm 3 +n/a +n/a +n/a +n/a +0 of 0 +n/a", out)
     bare = ds.assign_attrs(bounds=[])
     show(bare)
-    assert "exact norms: 24 heads, from 0 to 3.75, 1 not converged" in " ".join(capsys.readouterr().out.split())
+    out = " ".join(capsys.readouterr().out.split())
+    assert "exact norms: 24 (3 layers x 4 heads, 2 samples), from 0 to 3.75;" in out
+    assert "asked for was 0.001: 1 of 24 not to that" in out
 
 
 def test_widths_that_are_none(ds: xr.Dataset) -> None:
