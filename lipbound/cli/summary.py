@@ -54,7 +54,7 @@ def show(ds: xr.Dataset) -> None:
     off = f"capture reproduces the model to {error} relative"
     lines = [f"exact norms: {len(exact)} ({places(ds)}, {counted(standing(ds).exact_samples, 'sample')}){extent}; {off}"]
     if open_ := reached(ds):
-        lines.append(f"asked for was {small(float(ds.attrs['tol']))}: {open_}")
+        lines.append(f"the tolerance asked for, {small(float(ds.attrs['tol']))}, was not reached by {open_}")
     if broken := {name: entry["broken"] for name, entry in audit(ds).items() if entry["broken"]}:
         lines.append(f"\u2021 A bound fell below the exact norm although its assumptions hold: {broken}. Please report this run.")
     for line in lines:

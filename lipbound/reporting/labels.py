@@ -201,7 +201,7 @@ def places(ds: xr.Dataset, times: str = "x") -> str:
     text = counted(len(layers), "layer") if whole else f"layer{'s' if len(layers) > 1 else ''} {listed(layers)}{of}"
     if "head" not in ds.dims:
         return text
-    least, most = there.heads
+    least, most = there.heads if there.norms else (ds.sizes["head"],) * 2
     numbers = [int(head) for head in ds["head"].values]
     if there.heads_made is not None and len(numbers) < there.heads_made:
         return f"{text}, head{'s' if len(numbers) > 1 else ''} {listed(numbers)} of {there.heads_made}"
@@ -237,8 +237,8 @@ def reached(ds: xr.Dataset) -> str:
     if there.all_closed:
         return ""
     wide = widest(ds)
-    how = "" if not wide > float(ds.attrs["tol"]) else ", some without a finite upper end" if np.isinf(wide) else f", but to {small(wide)} or better"
-    return f"{there.norms - there.closed} of {there.norms} not to that{how}"
+    how = "" if not wide > float(ds.attrs["tol"]) else ", some without a finite upper end" if np.isinf(wide) else f", enclosed to {small(wide)}"
+    return f"{there.norms - there.closed} of {there.norms}{how}"
 
 
 def exact_words(ds: xr.Dataset) -> str:
@@ -258,7 +258,7 @@ def exact_words(ds: xr.Dataset) -> str:
         surely = f" with failure probability {small(float(a['delta']))}" if a["delta"] and enclosed else ""
         found = f"by {method_name(a['method'])} in {a['dtype']}, {closely}{surely}"
     some = "" if there.exact_samples == there.samples else f" (on {there.exact_samples} of the samples)"
-    return f"exact norms{some} {found}" + (f", {open_}" if open_ else "")
+    return f"exact norms{some} {found}" + (f", except {open_}" if open_ else "")
 
 
 def method_name(method: str) -> str:
