@@ -314,7 +314,8 @@ def test_citations_come_from_the_registry(ds: xr.Dataset) -> None:
     assert "\\input{" not in citations.cite(other, "latex")
     assert citations.keys(other) == citations.keys(ds)
     other.attrs["tokens"] = "\\input{x}"
-    assert "\\input{" not in citations.methods(other)
+    with pytest.raises(LipboundError, match="its setting 'tokens' is"):
+        citations.methods(other)
 
 
 def test_layers_are_named_where_they_are_not_all() -> None:
