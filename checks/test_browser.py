@@ -32,8 +32,9 @@ return [box.left + xa._offset + xa.d2p(arguments[2]), box.top + ya._offset + ya.
 """
 
 WIDER = """
-const wide = document.documentElement.clientWidth, scrolls = (e) => e && e !== document.body && (getComputedStyle(e).overflowX !== "visible" || scrolls(e.parentElement));
-return [...document.querySelectorAll("body *")].filter((e) => e.getBoundingClientRect().right > wide + 1 && !scrolls(e.parentElement)).map((e) => e.outerHTML.slice(0, 80));
+const wide = document.documentElement.clientWidth, beyond = (e) => e.getBoundingClientRect().right > wide + 1;
+const scrolls = (e) => e && e !== document.body && (getComputedStyle(e).overflowX !== "visible" || scrolls(e.parentElement));
+return [...document.querySelectorAll("body *")].filter((e) => beyond(e) && !scrolls(e.parentElement)).map((e) => e.outerHTML.slice(0, 80));
 """
 """What reaches beyond the right edge and is in nothing that scrolls."""
 
