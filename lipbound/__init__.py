@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from lipbound.reporting.citations import cite as cite
     from lipbound.reporting.page.render import report as report
     from lipbound.runs.compare import compare as compare
+    from lipbound.runs.concat import concat as concat
     from lipbound.runs.store import load as load
+    from lipbound.runs.store import save as save
     from lipbound.runs.verify import verify as verify
 
 __version__ = "0.1.0"
@@ -52,6 +54,7 @@ _HOME = {
     "capture": "models.capture.capture",
     "cite": "reporting.citations",
     "compare": "runs.compare",
+    "concat": "runs.concat",
     "load": "runs.store",
     "load_checkpoint": "models.checkpoints",
     "network_bound": "analysis.network_bound",
@@ -59,6 +62,7 @@ _HOME = {
     "prepare": "models.inputs",
     "radius_curve": "analysis.adversary",
     "report": "reporting.page.render",
+    "save": "runs.store",
     "spectral_norm": "jacobians.spectral_norm",
     "token_norm": "jacobians.tokens.token_norm",
     "token_profile": "jacobians.tokens.profile",
@@ -68,7 +72,7 @@ _MODULES = {"bounds": "bounds", "plots": "reporting.plots", "regularizers": "reg
 _INSIDE = ("analysis", "attention", "devices", "errors", "formatting", "jacobians", "linalg", "models", "reporting", "runs")
 __all__ = [
     "Attention", "LipboundError", "NetworkBound", "Norm", "TokenProfile", "attack", "attention_probabilities", "bounds", "capture", "cite", "compare",
-    "load", "load_checkpoint", "network_bound", "network_norm", "plots", "prepare", "radius_curve", "regularizers", "report", "spectral_norm",
+    "concat", "load", "load_checkpoint", "network_bound", "network_norm", "plots", "prepare", "radius_curve", "regularizers", "report", "save", "spectral_norm",
     "tables", "token_norm", "token_profile", "verify",
 ]  # fmt: skip
 

@@ -3,6 +3,7 @@
 Commands import what they need when they run: ``lipbound --help`` loads neither torch nor anything else of size.
 """
 
+import contextlib
 import os
 import re
 import sys
@@ -138,6 +139,7 @@ def main() -> None:
         warnings.showwarning = _show_warning  # type: ignore[assignment]
         try:
             status = _program()(prog_name="lipbound", standalone_mode=False)
+            sys.stdout.flush()  # what a full disk does not take is told here rather than by Python when it ends
         except (KeyboardInterrupt, typer.Abort):
             status = 130
         except LipboundError as error:
@@ -145,6 +147,13 @@ def main() -> None:
             status = 2
         except typer.Exit as end:
             status = end.exit_code
+        except OSError as error:
+            if not error.strerror:  # an error of a network library
+                raise
+            _abandon_output()
+            where = f"{error.filename} cannot be read or" if error.filename else "the output cannot be"
+            _say(f"{where} written: {error.strerror}", error)
+            status = 2
         except Exception as error:
             if not hasattr(error, "format_message"):
                 raise
@@ -156,6 +165,12 @@ def main() -> None:
         typer.echo(interruption.sentence(), err=True)
     if status:
         sys.exit(status)
+
+
+def _abandon_output() -> None:
+    """What is still held back for standard output goes nowhere: Python would try again when it ends, and complain."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _say(message: str, error: Exception) -> None:

@@ -148,6 +148,8 @@ class RunConfig:
         """
         a = ds.attrs
         source = a.get("source")
+        if "runs" in a:
+            raise StoreError(f"the run was put together from {len(a['runs'])} runs, which cannot be computed again as one; give one of them")
         if source is None:
             raise StoreError("the run was written by a version of lipbound that did not record enough to repeat it")
         if model is None and a["loaded"]:

@@ -144,14 +144,14 @@ def fill(
     """Put results where they belong, in the tables and in the partial run; lengths of all samples, and the largest error of their captures."""
     lengths, error = np.zeros(len(tables["exact"]), dtype=np.int64), 0.0
     for start, measured in results:
-        if partial is not None:
-            partial.write(start, measured)
         for name, value in measured.values.items():
             tables[name][start : start + len(value), measured.layer, : value.shape[1]] = value
+        if partial is not None:
+            partial.write(start, measured)
         lengths[start : start + len(measured.lengths)] = measured.lengths
         error = max(error, measured.error)
         advance(len(measured.lengths))
-    return (lengths, error) if partial is None else partial.read(tables)
+    return (lengths, error) if partial is None else (partial.lengths, partial.error)
 
 
 def distribute(client: Any, worker: WorkerSpec, blocks: list[tuple[dict[str, Tensor], int, frozenset[int]]]) -> Iterator[tuple[int, LayerResult]]:

@@ -101,6 +101,7 @@ class Plan:
         samples: how many samples.
         block: how many of them are measured at a time.
         not_applicable: bounds of "default" or "all" that say nothing about this model, and what they do not cover.
+        model_layers: how many attention layers the model has, chosen or not.
     """
 
     spec: MeasurementSpec
@@ -108,6 +109,7 @@ class Plan:
     samples: int
     block: int
     not_applicable: dict[str, str]
+    model_layers: int | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -164,7 +166,7 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
     if config.resume and config.target is not None:  # other blocks would change last digits
         block = stored_block(partial_path(config.target), default=block)
     spec = measurement_spec(config, names, exact, norms_shape(layers, config.map))
-    return Plan(spec, layers, samples, block, not_applicable)
+    return Plan(spec, layers, samples, block, not_applicable, sources.capturer.count)
 
 
 def norms_shape(layers: Sequence[LayerInfo], map: str) -> tuple[int, int]:

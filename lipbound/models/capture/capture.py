@@ -59,6 +59,8 @@ class Capturer:
     model: PreTrainedModel
     layers: Sequence[int] | None = None
     around: bool = False
+    count: int | None = field(default=None, init=False)
+    """How many attention layers the model has, once it was run."""
     notes: list[str] = field(default_factory=list)
     """What there was to tell: attention that is left out, padding that is none, numbers that depend on the batch."""
     _watched: bool = False
@@ -82,10 +84,11 @@ class Capturer:
         inputs = taken(self.model, inputs)
         with implementation(self.model, RECORDING_ATTENTION), watching(self.model if self.around else None) as seen:
             calls = self._record(inputs)
+        self.count = len(calls)
         own_inputs, home = inputs, measuring_device(calls[0].q.device)
         calls, inputs = [call.to(home) for call in calls], {name: t.to(home) if isinstance(t, Tensor) else t for name, t in inputs.items()}
         seen = [Seen(s.module, s.x.to(home), s.out.to(home)) for s in seen]
-        chosen = [i for position, i in enumerate(self._chosen(len(calls))) if position not in skip]
+        chosen = [i for position, i in enumerate(self._chosen(self.count)) if position not in skip]
         valid = {i: valid_tokens(calls[i], inputs) for i in chosen}
         for i in chosen:
             check_mask(calls[i], valid[i])
