@@ -72,8 +72,8 @@ _MODULES = {"bounds": "bounds", "plots": "reporting.plots", "regularizers": "reg
 _INSIDE = ("analysis", "attention", "devices", "errors", "formatting", "jacobians", "linalg", "models", "reporting", "runs")
 __all__ = [
     "Attention", "LipboundError", "NetworkBound", "Norm", "TokenProfile", "attack", "attention_probabilities", "bounds", "capture", "cite", "compare",
-    "concat", "load", "load_checkpoint", "network_bound", "network_norm", "plots", "prepare", "radius_curve", "regularizers", "report", "save", "spectral_norm",
-    "tables", "token_norm", "token_profile", "verify",
+    "concat", "load", "load_checkpoint", "network_bound", "network_norm", "plots", "prepare", "radius_curve", "regularizers", "report", "save",
+    "spectral_norm", "tables", "token_norm", "token_profile", "verify",
 ]  # fmt: skip
 
 

@@ -112,6 +112,8 @@ class PartialRun:
             self._array_of(ERROR, np.dtype(float), self.done.shape, (1, 1), lost)
             self._array_of(DONE, np.dtype(np.int64), self.done.shape, (1, 1), lost)
             damaged, marked = self._take_up()
+        except StoreError:
+            raise
         except (OSError, ValueError) as error:
             raise StoreError(f"{self._path} cannot be used for an unfinished run: {_why(error)}") from error
         if marked and not stored and not self.done.any():

@@ -7,7 +7,9 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xarray as xr
@@ -68,20 +70,22 @@ def save(ds: xr.Dataset, path: str | Path) -> Path:
     if not isinstance(ds, xr.Dataset):
         raise StoreError(f"a run is wanted, not {shown(ds)}; give the Dataset of lipbound.compare or lipbound.load")
     if "bounds" in ds.attrs and (lacking := lacking_settings(ds) or _lacking_variables(ds)):
-        raise StoreError(f"the Dataset could not be loaded as a run again: {lacking}; save it with its own to_zarr, or keep the run's axes and attributes")
+        raise StoreError(
+            f"the Dataset could not be loaded as a run again: {lacking}; keep the run's axes and attributes, or save it with its own to_zarr"
+        )
     path = check_target(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         if path.suffix == NETCDF:
-            _plain_attributes(ds).to_netcdf(partial)
+            _plain_attributes(ds).to_netcdf(unfinished)
         else:
-            ds.to_zarr(partial, mode="w", consolidated=False)
-        partial.rename(path)
+            ds.to_zarr(unfinished, mode="w", consolidated=False)
+        unfinished.rename(path)
     except OSError as error:
-        _remove(partial)
+        _remove(unfinished)
         raise StoreError(f"{path} could not be written: {error.strerror or error}") from error
     except BaseException:  # interrupted; what it is made of is still there
-        _remove(partial)
+        _remove(unfinished)
         raise
     return path
 
@@ -191,7 +195,7 @@ def read(path: Path) -> xr.Dataset:
         except Exception as error:
             raise AlteredRunError(f"{path} is damaged: the description of {description.parent.name!r} cannot be read ({_short(error)})") from error
         if array.ndim == 1:  # coordinates, which are read with the descriptions
-            _readable(path, description.parent.name, lambda array=array: array[...], "")
+            _readable(path, description.parent.name, partial(_all, array), dict(zarr.open_group(path, mode="r").attrs))
     try:
         ds = xr.open_dataset(path) if netcdf else xr.open_zarr(path, chunks=None, consolidated=False)
     except Exception as error:  # zarr and xarray raise a zoo of types for a folder that is no store
@@ -201,18 +205,23 @@ def read(path: Path) -> xr.Dataset:
         raise StoreError(f"{path} is {kind}: {_short(error)}") from error
     with ds:
         for name, variable in ds.variables.items():
-            _readable(path, name, variable.load, f"; {again(ds)}")  # all of it at once, without dask
+            _readable(path, name, variable.load, ds.attrs)  # all of it at once, without dask
     if netcdf:
         _own_attributes(ds)
     return ds
 
 
-def _readable(path: Path, name: object, values: Callable[[], object], rest: str) -> None:
+def _all(array: zarr.Array) -> object:
+    return array[...]
+
+
+def _readable(path: Path, name: object, values: Callable[[], object], attrs: dict[str, Any]) -> None:
     """Raise AlteredRunError where values cannot be read."""
     try:
         values()
     except Exception as error:  # whatever a codec makes of bytes that are not its own
-        raise AlteredRunError(f"{path} is damaged: the values of {name!r} cannot be read ({type(error).__name__}){rest}") from error
+        what = f"the values of {name!r} cannot be read ({type(error).__name__})"
+        raise AlteredRunError(f"{path} is damaged: {what}; {again(xr.Dataset(attrs=attrs))}") from error
 
 
 def _short(error: Exception) -> str:
@@ -239,7 +248,8 @@ def _made_is_damaged(ds: xr.Dataset) -> bool:
     if "made" not in ds.attrs:
         return False
     made, runs = ds.attrs["made"], ds.attrs.get("runs", [])
-    kinds = {"samples": int, "exact_samples": int, "layers": list, "heads": int | None, "model_layers": int | None, "variables": list}
+    kinds: dict[str, Any] = {"samples": int, "exact_samples": int, "layers": list, "variables": list, "identity": str}
+    kinds |= dict.fromkeys(("heads", "model_layers"), (int, type(None)))
     good = isinstance(made, dict) and all(name in made and isinstance(made[name], kind) for name, kind in kinds.items())
     return not good or not isinstance(runs, list) or not all(isinstance(one, dict) for one in runs)
 
