@@ -8,7 +8,7 @@ import xarray as xr
 from lipbound.bounds.audit import audit
 from lipbound.runs.dataset import dataset
 from lipbound.runs.measure import LayerInfo
-from lipbound.runs.provenance import CHECKSUM, checksums, settings_checksum
+from lipbound.runs.provenance import sealed
 
 TEXTS = ["the ferry is in a clock", "the keeper and the lighthouse", "a island of the ferry", "the lighthouse"]
 OPTIONS = {"max_length": 12, "progress": False, "memory": 1, "bounds": ["yudin", "lipbound"]}  # one sample at a time
@@ -54,6 +54,6 @@ def made_up(*, layers: int = 3, heads: int = 4) -> xr.Dataset:
     found = [LayerInfo(k, f"layer.{k}", heads, 32, frozenset()) for k in range(layers)]
     ds = dataset(tables, list(FACTORS), found, np.array([32, 30]))
     ds.attrs = SETTINGS | {"bounds": list(FACTORS)}
-    ds[CHECKSUM] = checksums(ds)
-    ds.attrs |= {"settings_checksum": settings_checksum(ds), "audit": audit(ds)}
+    ds = sealed(ds, {"samples": 2, "exact_samples": 2, "layers": list(range(layers)), "heads": heads, "model_layers": layers})
+    ds.attrs["audit"] = audit(ds)
     return ds
