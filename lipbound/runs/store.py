@@ -70,9 +70,9 @@ def save(ds: xr.Dataset, path: str | Path) -> Path:
     """
     if not isinstance(ds, xr.Dataset):
         raise StoreError(f"a run is wanted, not {shown(ds)}; give the Dataset of lipbound.compare or lipbound.load")
-    if "bounds" in ds.attrs and (lacking := lacking_settings(ds) or _lacking_variables(ds)):
+    if "bounds" in ds.attrs and (lacking := _lacking_variables(ds)):
         raise StoreError(
-            f"the Dataset could not be loaded as a run again: {lacking}; keep the run's axes and attributes, or save it with its own to_zarr"
+            f"the Dataset could not be loaded as a run again: {lacking}; keep the run's axes and variables, or save it with its own to_zarr"
         )
     path = check_target(path)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -148,7 +148,7 @@ def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
         if damaged == "refuse":
             raise StoreError(f"{path} holds the data of the figure {ds.attrs['recipe']!r}, not a run of `lipbound compare`")
         return ds
-    if lacking := lacking_settings(ds) or _lacking_variables(ds):
+    if lacking := _lacking_settings(ds) or _lacking_variables(ds):
         raise AlteredRunError(f"{path} is damaged or was edited: {lacking}; {again(ds)}")
     if damaged != "accept" and (what := damage(ds)):
         message = f"{path} is damaged or was edited: {what}; `lipbound verify {shlex.quote(str(path))}` tells what differs; {again(ds)}"
@@ -244,7 +244,7 @@ def missing_settings(ds: xr.Dataset) -> list[str]:
     return [name for name in NEEDED if name not in ds.attrs and (name not in DRAWN or norm_of(ds) == "frobenius")]
 
 
-def lacking_settings(ds: xr.Dataset) -> str:
+def _lacking_settings(ds: xr.Dataset) -> str:
     """The first setting without which a run cannot be shown that is missing or of a wrong kind, in words; else empty."""
     if not isinstance(ds.attrs.get("norm", ""), str) or norm_of(ds) not in NORMS:
         return f"its setting 'norm' is {ds.attrs['norm']!r}"

@@ -37,7 +37,6 @@ def test_what_could_not_be_loaded_is_not_saved(whole: xr.Dataset, tmp_path: Path
         (whole["exact"], "a run is wanted, not of type DataArray"),
         (whole[["exact"]], "'yudin' is missing; keep"),
         (whole.isel(layer=0), "no table of numbers by sample, layer and head"),
-        (whole.assign_attrs(tol="wide"), "its setting 'tol' is 'wide'"),
     ):
         with pytest.raises(StoreError, match=message):
             lb.save(ds, tmp_path / "run.zarr")
