@@ -71,9 +71,9 @@ _HOME = {
 _MODULES = {"bounds": "bounds", "plots": "reporting.plots", "regularizers": "regularizers", "tables": "reporting.tables"}
 _INSIDE = ("analysis", "attention", "devices", "errors", "formatting", "jacobians", "linalg", "models", "reporting", "runs")
 __all__ = [
-    "Attention", "LipboundError", "NetworkBound", "Norm", "TokenProfile", "attack", "attention_probabilities", "bounds", "capture", "cite", "compare",
-    "concat", "load", "load_checkpoint", "network_bound", "network_norm", "plots", "prepare", "radius_curve", "regularizers", "report", "save", "spectral_norm",
-    "tables", "token_norm", "token_profile", "verify",
+    "Attention", "LipboundError", "NetworkBound", "Norm", "TokenProfile", "attack", "attention_probabilities", "bounds", "capture", "cite",
+    "compare", "concat", "load", "load_checkpoint", "network_bound", "network_norm", "plots", "prepare", "radius_curve", "regularizers", "report",
+    "save", "spectral_norm", "tables", "token_norm", "token_profile", "verify",
 ]  # fmt: skip
 
 

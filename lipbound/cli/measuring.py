@@ -145,7 +145,7 @@ def compare(
 
 @app.command(epilog="Example: lipbound sweep sweep.yaml --out runs")
 def sweep(
-    file: Annotated[Path, typer.Argument(help="YAML: model, data, max_length (values or lists), and options that hold for every run.")],
+    file: Annotated[Path, typer.Argument(help="YAML: model, data, max_length (values or lists), or pairs of them; and options for every run.")],
     out: Annotated[Path, typer.Option(help="Folder for the runs and their index.csv; what it holds already is kept.")] = Path("runs"),
     scheduler: Annotated[str | None, typer.Option(help="As in `lipbound compare`.")] = None,
 ) -> None:

@@ -167,5 +167,6 @@ def _finished(path: Path, settings: dict[str, Any], layers: Sequence[int] | None
         stored["bounds"] = settings["bounds"]
     asked = settings | {"layers": stored["layers"] if layers is None else sorted(dict.fromkeys(layers))}
     stored["layers"] = sorted(stored["layers"])
+    stored["samples"] = ds.sizes["sample"]  # a part of a run can be saved, too
     same_configuration(path, stored, asked)
     return ds

@@ -44,7 +44,8 @@ def concat(runs: Iterable[object]) -> xr.Dataset:
     """
     given = [] if isinstance(runs, str | xr.Dataset) or not isinstance(runs, Iterable) else list(runs)
     if len(given) < 2:
-        raise StoreError(f"runs is {shown(runs)}; give a list of two runs at least, Datasets or paths")
+        what = "one run alone" if len(given) == 1 else shown(runs)
+        raise StoreError(f"runs is {what}; give a list of two runs at least, Datasets or paths")
     parts = [part for run in given for part in split(run_of(run))]
     for number, part in enumerate(parts):
         _check(part, number, parts[0])
@@ -116,10 +117,8 @@ def _table(parts: list[xr.Dataset]) -> tuple[list[Key], list[int]]:
                 raise StoreError(f"sample {key[1]} of {part.attrs['data']} has exact norms in some of the runs only; take the same exact_samples")
             for layer in map(int, part["layer"].values):
                 if (key, layer) in owner:
-                    both = f"run {owner[key, layer] + 1} and run {number + 1}"
-                    raise StoreError(
-                        f"sample {key[1]} of {part.attrs['data']}, layer {layer}, is in {both} of those given; select parts that do not overlap"
-                    )
+                    both = f"run {owner[key, layer] + 1} and run {number + 1} of those given"
+                    raise StoreError(f"sample {key[1]} of {part.attrs['data']}, layer {layer}, is in {both}; select parts that do not overlap")
                 owner[key, layer] = number
     samples, layers = sorted(exact, key=lambda key: not exact[key]), sorted({layer for _, layer in owner})
     for key in samples:

@@ -102,16 +102,19 @@ class PartialRun:
 
     def _open(self, config: dict[str, Any]) -> None:
         """Open the arrays, make those that are not there, and take up what is as it was written."""
+        self._arrays: dict[str, zarr.Array] = {}
         self._salt = json.dumps(config, sort_keys=True).encode()
         try:
             stored = self._described(config)
-            self._arrays, lost = {}, []
+            lost: list[str] = []
             for name, table in self._tables.items():
                 self._array_of(name, table.dtype, table.shape, (self._block, 1, table.shape[2]), lost)
             self._array_of(LENGTH, self.lengths.dtype, self.lengths.shape, (self._block,), lost)
             self._array_of(ERROR, np.dtype(float), self.done.shape, (1, 1), lost)
             self._array_of(DONE, np.dtype(np.int64), self.done.shape, (1, 1), lost)
             damaged, marked = self._take_up()
+        except StoreError:
+            raise
         except (OSError, ValueError) as error:
             raise StoreError(f"{self._path} cannot be used for an unfinished run: {_why(error)}") from error
         if marked and not stored and not self.done.any():
@@ -182,7 +185,8 @@ class PartialRun:
         i, block = measured.layer, start // self._block
         rows = slice(start, start + len(measured.lengths))
         self.lengths[rows], self.error = measured.lengths, max(self.error, measured.error)
-        parts = {name: table[rows, i] for name, table in self._tables.items()} | {LENGTH: measured.lengths, ERROR: np.float64(measured.error)}
+        parts: dict[str, np.ndarray] = {name: table[rows, i] for name, table in self._tables.items()}
+        parts |= {LENGTH: measured.lengths, ERROR: np.asarray(measured.error)}
         try:
             for name in self._tables:
                 self._arrays[name][rows, i] = parts[name]

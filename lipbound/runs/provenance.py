@@ -33,9 +33,11 @@ SETTINGS = (
     "tokens", "capture_error", "made", "runs",
 )  # fmt: skip
 """Attributes that tables, figures and methods paragraphs quote, or need."""
+IDENTITY = ("revision", "data_fingerprint", "map", "norm", "method", "tol", "delta", "seed", "dtype")
+"""Those that decide what the numbers are."""
 COORDINATES = ("sample", "layer", "head", "layer_name", "length")
 RUN, RUN_SAMPLE = "run", "run_sample"
-"""Coordinates of runs that `lipbound.concat` put together: which of attrs["runs"] a place is from, by (sample, layer), and the sample's number there."""
+"""Coordinates of runs that `lipbound.concat` put together: which of attrs["runs"] a place is from, and the number of its sample there."""
 
 
 def bounds_of(ds: xr.Dataset) -> list[str]:
@@ -71,9 +73,9 @@ def lacks_variables(ds: xr.Dataset) -> bool:
 def checksums(ds: xr.Dataset) -> xr.DataArray:
     """Four bytes of a hash over everything that stands at a place, int32, with the axes of ``exact``.
 
-    Over the values of all variables, the numbers of sample, layer and head, the layer's name, the sample's length, and the checksum of the settings
-    of the run that it is from; so every part of a run can be checked, and places of other runs do not pass. Guards against accidents (a value edited,
-    a file damaged), not against somebody who computes it anew.
+    Over the values of all variables, the numbers of sample, layer and head, the layer's name, the sample's length, and what decides the numbers of
+    the run that it is from (`IDENTITY`); so every part of a run can be checked, and places of other runs do not pass. Guards against accidents (a
+    value edited, a file damaged), not against somebody who computes it anew.
     """
     dims = ds["exact"].dims
     shape = tuple(ds.sizes[dim] for dim in dims)
@@ -83,11 +85,11 @@ def checksums(ds: xr.Dataset) -> xr.DataArray:
     columns += [_column(ds, name, dims) for name in (sample, "layer", "length", *(["head"] if "head" in dims else []))]
     rows = np.ascontiguousarray(np.stack(columns, axis=-1)).reshape(*shape, -1)
     from_run = np.broadcast_to(ds[RUN].transpose("sample", "layer").values if RUN in ds.variables else 0, shape[:2])
-    settings = [str(one.get("settings_checksum")) for one in ds.attrs.get("runs", [ds.attrs])]
+    identities = [str(one.get("made", {}).get("identity")) for one in ds.attrs.get("runs", [ds.attrs])]
     layer_names = ds["layer_name"].values if "layer_name" in ds.variables else [""] * shape[1]
     values = np.zeros(shape, dtype=np.int32)
     for s, layer in np.ndindex(*shape[:2]):
-        said = [settings[int(from_run[s, layer])], str(layer_names[layer]), *names]
+        said = [identities[int(from_run[s, layer])], str(layer_names[layer]), *names]
         start = hashlib.blake2b(json.dumps(said).encode(), digest_size=4)
         for place in np.ndindex(*shape[2:]):
             digest = start.copy()
@@ -117,7 +119,8 @@ def settings_checksum(ds: xr.Dataset) -> str:
 
 def sealed(ds: xr.Dataset, made: dict[str, Any]) -> xr.Dataset:
     """A finished run with the record of what it was made with, and checksums of its settings and of every place."""
-    ds = ds.assign_attrs(made=made | {"variables": own(ds)})
+    identity = hashlib.sha256(json.dumps([ds.attrs.get(name) for name in IDENTITY]).encode()).hexdigest()
+    ds = ds.assign_attrs(made=made | {"variables": own(ds), "identity": identity})
     ds.attrs["settings_checksum"] = settings_checksum(ds)
     ds[CHECKSUM] = checksums(ds)
     return ds.set_coords(flags(ds))
@@ -158,8 +161,8 @@ def damage(ds: xr.Dataset) -> str:
         empty = [name for name in own(ds) if all(_empty(ds, name, *place) for place in places)]
         lost = f" (no value of {', '.join(empty)} is there)" if empty else ""
         wrong = strange(ds)
-        lost += f" (coordinates that cannot be those of the run: {', '.join(wrong)})" if wrong else ""
-        said.append(f"its numbers {where} are not those that were computed{lost}")
+        what = f"its coordinates {', '.join(wrong)}, and with them its numbers" if wrong else "its numbers"
+        said.append(f"{what} {where} are not those that were computed{lost}")
     return " and ".join(said)
 
 

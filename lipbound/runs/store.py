@@ -7,7 +7,10 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xarray as xr
@@ -67,23 +70,23 @@ def save(ds: xr.Dataset, path: str | Path) -> Path:
     """
     if not isinstance(ds, xr.Dataset):
         raise StoreError(f"a run is wanted, not {shown(ds)}; give the Dataset of lipbound.compare or lipbound.load")
-    if "bounds" in ds.attrs and (lacking := lacking_settings(ds) or _lacking_variables(ds)):
+    if "bounds" in ds.attrs and (lacking := _lacking_variables(ds)):
         raise StoreError(
-            f"the Dataset could not be loaded as a run again: {lacking}; save it with its own to_zarr, or keep the run's axes and attributes"
+            f"the Dataset could not be loaded as a run again: {lacking}; keep the run's axes and variables, or save it with its own to_zarr"
         )
     path = check_target(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         if path.suffix == NETCDF:
-            _plain_attributes(ds).to_netcdf(partial)
+            _plain_attributes(ds).to_netcdf(unfinished)
         else:
-            ds.to_zarr(partial, mode="w", consolidated=False)
-        partial.rename(path)
+            ds.to_zarr(unfinished, mode="w", consolidated=False)
+        unfinished.rename(path)
     except OSError as error:
-        _remove(partial)
+        _remove(unfinished)
         raise StoreError(f"{path} could not be written: {error.strerror or error}") from error
     except BaseException:  # interrupted; what it is made of is still there
-        _remove(partial)
+        _remove(unfinished)
         raise
     return path
 
@@ -99,22 +102,26 @@ def _remove(path: Path) -> None:
 def _plain_attributes(ds: xr.Dataset) -> xr.Dataset:
     """The same with attributes that netCDF can hold; a word before them tells JSON from text."""
     plain = ds.copy()
-    for variable in (plain, *plain.variables.values()):
-        variable.attrs = {
-            name: value if isinstance(value, str | int | float) and not isinstance(value, bool) else JSON + json.dumps(value)
-            for name, value in variable.attrs.items()
-        }
+    for attrs in _attributes(plain):
+        for name, value in attrs.items():
+            if not isinstance(value, str | int | float) or isinstance(value, bool):
+                attrs[name] = JSON + json.dumps(value)
     return plain
 
 
 def _own_attributes(ds: xr.Dataset) -> None:
     """Undo `_plain_attributes`, and the types of numbers that netCDF gives."""
-    for variable in (ds, *ds.variables.values()):
-        for name, value in variable.attrs.items():
+    for attrs in _attributes(ds):
+        for name, value in attrs.items():
             if isinstance(value, str) and value.startswith(JSON):
-                variable.attrs[name] = json.loads(value.removeprefix(JSON))
+                attrs[name] = json.loads(value.removeprefix(JSON))
             elif isinstance(value, np.generic):
-                variable.attrs[name] = value.item()
+                attrs[name] = value.item()
+
+
+def _attributes(ds: xr.Dataset) -> list[dict[Any, Any]]:
+    """Those of a Dataset and of its variables."""
+    return [ds.attrs, *(variable.attrs for variable in ds.variables.values())]
 
 
 def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
@@ -133,13 +140,15 @@ def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
         raise UnknownNameError(f"damaged is {damaged!r}; {nearest(damaged, DAMAGED)}")
     _check_there(path)
     ds = read(path)
+    if "lipbound" not in ds.attrs and {"exact", "exact_converged"} <= {*ds.variables}:
+        raise AlteredRunError(f"{path} is damaged: its description zarr.json cannot be read (it has no settings)")
     if "lipbound" not in ds.attrs:
-        raise StoreError(f"{path} is a Zarr store but not a run of lipbound")
+        raise StoreError(f"{path} is a {'netCDF file' if path.is_file() else 'Zarr store'} but not a run of lipbound")
     if "recipe" in ds.attrs and "bounds" not in ds.attrs:
         if damaged == "refuse":
             raise StoreError(f"{path} holds the data of the figure {ds.attrs['recipe']!r}, not a run of `lipbound compare`")
         return ds
-    if lacking := lacking_settings(ds) or _lacking_variables(ds):
+    if lacking := _lacking_settings(ds) or _lacking_variables(ds):
         raise AlteredRunError(f"{path} is damaged or was edited: {lacking}; {again(ds)}")
     if damaged != "accept" and (what := damage(ds)):
         message = f"{path} is damaged or was edited: {what}; `lipbound verify {shlex.quote(str(path))}` tells what differs; {again(ds)}"
@@ -155,7 +164,7 @@ def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
 def _check_there(path: Path) -> None:
     """Raise StoreError where no finished run is."""
     try:
-        there, partly = path.exists(), partial_path(path).exists()
+        there, partly = path.exists(), bool(path.name) and partial_path(path).exists()
         if path.is_dir():
             next(path.iterdir(), None)
     except OSError as error:
@@ -193,28 +202,36 @@ def read(path: Path) -> xr.Dataset:
         except Exception as error:
             raise AlteredRunError(f"{path} is damaged: the description of {description.parent.name!r} cannot be read ({_short(error)})") from error
         if array.ndim == 1:  # coordinates, which are read with the descriptions
-            _readable(path, description.parent.name, lambda array=array: array[...], "")
+            _readable(path, description.parent.name, partial(_all, array))
     try:
         ds = xr.open_dataset(path) if netcdf else xr.open_zarr(path, chunks=None, consolidated=False)
     except Exception as error:  # zarr and xarray raise a zoo of types for a folder that is no store
         if (path / "exact" / "zarr.json").exists():
             raise AlteredRunError(f"{path} is damaged: its description zarr.json cannot be read ({_short(error)})") from error
-        kind = "a file, but no netCDF file of a run" if netcdf else "not a run of lipbound"
-        raise StoreError(f"{path} is {kind}: {_short(error)}") from error
+        why = "it is a file, and none that netCDF can read" if netcdf else _short(error)
+        raise StoreError(f"{path} is not a run of lipbound: {why}") from error
     with ds:
         for name, variable in ds.variables.items():
-            _readable(path, name, variable.load, f"; {again(ds)}")  # all of it at once, without dask
+            _readable(path, name, variable.load)  # all of it at once, without dask
     if netcdf:
         _own_attributes(ds)
     return ds
 
 
-def _readable(path: Path, name: object, values: Callable[[], object], rest: str) -> None:
+def _all(array: zarr.Array) -> object:
+    return array[...]
+
+
+def _readable(path: Path, name: object, values: Callable[[], object]) -> None:
     """Raise AlteredRunError where values cannot be read."""
     try:
         values()
     except Exception as error:  # whatever a codec makes of bytes that are not its own
-        raise AlteredRunError(f"{path} is damaged: the values of {name!r} cannot be read ({type(error).__name__}){rest}") from error
+        what = f"the values of {name!r} cannot be read ({type(error).__name__})"
+        attrs = {}
+        with suppress(Exception):  # how it was made, if that can be read
+            attrs = dict(zarr.open_group(path, mode="r").attrs)
+        raise AlteredRunError(f"{path} is damaged: {what}; {again(xr.Dataset(attrs=attrs))}") from error
 
 
 def _short(error: Exception) -> str:
@@ -222,15 +239,20 @@ def _short(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-def lacking_settings(ds: xr.Dataset) -> str:
+def missing_settings(ds: xr.Dataset) -> list[str]:
+    """Settings without which a run cannot be shown that are not there."""
+    return [name for name in NEEDED if name not in ds.attrs and (name not in DRAWN or norm_of(ds) == "frobenius")]
+
+
+def _lacking_settings(ds: xr.Dataset) -> str:
     """The first setting without which a run cannot be shown that is missing or of a wrong kind, in words; else empty."""
     if not isinstance(ds.attrs.get("norm", ""), str) or norm_of(ds) not in NORMS:
         return f"its setting 'norm' is {ds.attrs['norm']!r}"
+    if lost := missing_settings(ds):
+        return f"its setting {lost[0]!r} is missing"
     for name, kinds in NEEDED.items():
-        if name in DRAWN and norm_of(ds) != "frobenius":
-            continue
-        if name not in ds.attrs or not isinstance(ds.attrs[name], kinds) or isinstance(ds.attrs[name], bool):
-            return f"its setting {name!r} is missing" if name not in ds.attrs else f"its setting {name!r} is {ds.attrs[name]!r}"
+        if name in ds.attrs and (not isinstance(ds.attrs[name], kinds) or isinstance(ds.attrs[name], bool)):
+            return f"its setting {name!r} is {ds.attrs[name]!r}"
     if ds.attrs["dtype"] not in FORMER_SLACK:
         return f"its setting 'dtype' is {ds.attrs['dtype']!r}"
     return "the record of what it was made with is damaged" if _made_is_damaged(ds) else ""
@@ -241,7 +263,8 @@ def _made_is_damaged(ds: xr.Dataset) -> bool:
     if "made" not in ds.attrs:
         return False
     made, runs = ds.attrs["made"], ds.attrs.get("runs", [])
-    kinds = {"samples": int, "exact_samples": int, "layers": list, "heads": int | None, "model_layers": int | None, "variables": list}
+    kinds: dict[str, Any] = {"samples": int, "exact_samples": int, "layers": list, "variables": list, "identity": str}
+    kinds |= dict.fromkeys(("heads", "model_layers"), (int, type(None)))
     good = isinstance(made, dict) and all(name in made and isinstance(made[name], kind) for name, kind in kinds.items())
     return not good or not isinstance(runs, list) or not all(isinstance(one, dict) for one in runs)
 

@@ -54,5 +54,6 @@ def made_up(*, layers: int = 3, heads: int = 4) -> xr.Dataset:
     found = [LayerInfo(k, f"layer.{k}", heads, 32, frozenset()) for k in range(layers)]
     ds = dataset(tables, list(FACTORS), found, np.array([32, 30]))
     ds.attrs = SETTINGS | {"bounds": list(FACTORS)}
-    made = {"samples": 2, "exact_samples": 2, "layers": list(range(layers)), "heads": heads, "model_layers": layers}
-    return sealed(ds, made).assign_attrs(audit=audit(ds))
+    ds = sealed(ds, {"samples": 2, "exact_samples": 2, "layers": list(range(layers)), "heads": heads, "model_layers": layers})
+    ds.attrs["audit"] = audit(ds)
+    return ds
