@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from lipbound.bounds.kinds import ByKind
-from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError, UnknownNameError, check_layer, is_number, nearest, shown
 from lipbound.formatting.mathml import formula
 from lipbound.formatting.notebooks import html_facts
@@ -94,7 +93,6 @@ class Bound:
     def __post_init__(self) -> None:
         object.__setattr__(self, "__doc__", self.function.__doc__)
 
-    @in_own_modes
     def __call__(self, att: Attention) -> Tensor:
         """Value of the bound, (samples, heads), float64; infinite where it cannot be evaluated.
 
@@ -102,10 +100,12 @@ class Bound:
             AttentionError: a layer that the statement is not about; see `applies`.
             LipboundError: derivatives may be wanted of a bound that has none.
         """
+        from lipbound.devices import in_own_modes  # here, since it needs torch
+
         formula = self.formula(att)
         if not self.differentiable and att.cache.recording:
             raise LipboundError(f"bound {self.name!r} has no derivatives; call it under torch.no_grad(), or take {DIFFERENTIABLE[self.norm]!r}")
-        return _numbers(formula.function(att)).expand(att.samples, att.heads)
+        return in_own_modes(lambda: _numbers(formula.function(att)).expand(att.samples, att.heads))()
 
     def formula(self, att: Attention) -> Formula:
         """The formula for the layer's kind of heads.

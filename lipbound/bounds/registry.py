@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from lipbound.bounds.entry import NORMS, Bound, Formula, check_norm
 from lipbound.bounds.kinds import ByKind
-from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError, UnknownNameError, nearest, shown
 
 if TYPE_CHECKING:
@@ -204,7 +203,6 @@ def _of_one_norm(found: list[str], norm: str | None) -> list[str]:
     return found
 
 
-@in_own_modes
 def evaluate(att: Attention, bounds: str | Iterable[str] = "default", norm: str | None = None) -> dict[str, Tensor]:
     """Values of some bounds of one norm on every head at every input: {name: (samples, heads) float64}; ``bounds`` and ``norm`` as for `resolve`.
 

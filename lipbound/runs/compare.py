@@ -62,8 +62,7 @@ def compare(
         model: hub id ("google/vit-base-patch16-224", "name@revision"), directory, GGUF file, "builtin:NAME" (minilm, smollm2, gpt2,
             llama, vit, ...; see `lipbound.models.checkpoints.load_checkpoint`), or a loaded transformers model.
         data: None for a default of the model's modality, or anything `lipbound.models.inputs.prepare` takes.
-        bounds: names of bounds, "default" (the published ones and the cheap ones of ours) or "all" (costly ones too; see `lipbound.bounds.names`);
-            "none" for exact norms alone.
+        bounds: names of bounds (see `lipbound.bounds.names`), "default" or "all" (costly ones too), or "none" for exact norms alone.
         map: "head" (no output projection), "head_out" (with the head's slice of it; bounds then have ||W_V W_O|| for ||W_V||), "heads" (all heads
             of a layer side by side), "layer" (with the output projection; bounds on heads are put together by `lipbound.bounds.whole_layer`),
             or the layer with its residual connection, "residual", and layer normalisation, "pre_norm" or "post_norm" (see `lipbound.spectral_norm`).
@@ -80,17 +79,15 @@ def compare(
             a third of the time. Frobenius norm only: the others take neither delta nor seed.
         device: "auto" (CUDA where there is one), or a torch device. dtype: "float32" or "float64", or torch's.
         seed: of the start vectors of exact norms. The same seed gives the same numbers on one machine with one number of threads.
-        out: where to save the run, a Zarr store that must not exist yet. While it is computed, its finished blocks are kept beside it, in
-            ``<out>.partial``.
+        out: where to save the run, a Zarr store that must not exist yet. Finished blocks are kept beside it meanwhile, in ``<out>.partial``.
         resume: take up the unfinished run of ``out`` where it stopped, or return a finished one as it is; the result is that of an uninterrupted run.
         memory: working memory that decides how many samples are taken at a time: bytes, "4GB", or "auto".
         weights: "whole" (in memory), "layers" (read from its files layer by layer), or "auto" (see `lipbound.load_checkpoint`).
         gguf_file: which GGUF file of a directory or of a hub model; attrs["quantization"] says how its weights are stored.
         shuffle: a seed, with which samples are drawn from all of the data; None for the first ones.
-        tokenizer, processor: directory or hub id of a tokenizer or image processor, where the checkpoint has none, or in place of its own.
-        adapter: a LoRA adapter to merge into the weights, a directory or hub id; "none": not even one that lies beside them.
-        client: a ``dask.distributed`` client, with one thread per worker, whose workers measure blocks of samples on the ``device`` asked for; each
-            loads the checkpoint once, so ``model`` must be a name that they can load.
+        tokenizer, processor: directory or hub id of a tokenizer or image processor, in place of the checkpoint's own. adapter: of a LoRA adapter to
+            merge into the weights; "none": not even one that lies beside them.
+        client: a ``dask.distributed`` client, with one thread per worker, whose workers load ``model`` by its name and measure blocks of samples.
         progress: show a progress bar on standard error, where that is a terminal or a notebook.
 
     Returns:

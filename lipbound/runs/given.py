@@ -9,7 +9,7 @@ import xarray as xr
 
 from lipbound.errors import StoreError, shown
 from lipbound.runs.provenance import RUN, RUN_SAMPLE, bounds_of, flags
-from lipbound.runs.store import load, missing_settings
+from lipbound.runs.store import lacking_settings, load
 
 F = TypeVar("F", bound=Callable[..., Any])
 AXES = ("sample", "layer", "head")
@@ -53,8 +53,8 @@ def run_of(given: object) -> xr.Dataset:
         raise StoreError(f"a run is wanted, not {kind}; give the Dataset of lipbound.compare or lipbound.load, or its path")
     if "exact" not in given or "bounds" not in given.attrs or "map" not in given.attrs:
         raise StoreError("the Dataset is not a run of lipbound, or its attributes were dropped; keep them (xarray.set_options(keep_attrs=True))")
-    if lost := missing_settings(given):
-        what = f"its setting {lost[0]!r} is missing, as after arithmetic on two runs"
+    if what := lacking_settings(given):
+        what += ", as after arithmetic on two runs" if "missing" in what else ""
         raise StoreError(f"the Dataset is no longer a run: {what}; show the runs, or draw the result with xarray")
     needed = ("exact_converged", *(f"{bound}_sound" for bound in bounds_of(given)))
     if lost := [name for name in needed if name not in given.variables]:

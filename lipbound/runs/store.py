@@ -148,7 +148,7 @@ def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
         if damaged == "refuse":
             raise StoreError(f"{path} holds the data of the figure {ds.attrs['recipe']!r}, not a run of `lipbound compare`")
         return ds
-    if lacking := _lacking_settings(ds) or _lacking_variables(ds):
+    if lacking := lacking_settings(ds) or _lacking_variables(ds):
         raise AlteredRunError(f"{path} is damaged or was edited: {lacking}; {again(ds)}")
     if damaged != "accept" and (what := damage(ds)):
         message = f"{path} is damaged or was edited: {what}; `lipbound verify {shlex.quote(str(path))}` tells what differs; {again(ds)}"
@@ -239,16 +239,16 @@ def _short(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-def missing_settings(ds: xr.Dataset) -> list[str]:
+def _missing_settings(ds: xr.Dataset) -> list[str]:
     """Settings without which a run cannot be shown that are not there."""
     return [name for name in NEEDED if name not in ds.attrs and (name not in DRAWN or norm_of(ds) == "frobenius")]
 
 
-def _lacking_settings(ds: xr.Dataset) -> str:
+def lacking_settings(ds: xr.Dataset) -> str:
     """The first setting without which a run cannot be shown that is missing or of a wrong kind, in words; else empty."""
     if not isinstance(ds.attrs.get("norm", ""), str) or norm_of(ds) not in NORMS:
         return f"its setting 'norm' is {ds.attrs['norm']!r}"
-    if lost := missing_settings(ds):
+    if lost := _missing_settings(ds):
         return f"its setting {lost[0]!r} is missing"
     for name, kinds in NEEDED.items():
         if name in ds.attrs and (not isinstance(ds.attrs[name], kinds) or isinstance(ds.attrs[name], bool)):

@@ -282,7 +282,7 @@ class Adapter(nn.Module):
 
     def __init__(self, inner: nn.Module):
         super().__init__()
-        self.base_model = inner
+        self.base_model, self.peft_config = inner, {}
 
     def get_base_model(self) -> nn.Module:
         return self.base_model

@@ -314,8 +314,8 @@ def test_citations_come_from_the_registry(ds: xr.Dataset) -> None:
     other["yudin"].attrs["citation"] = "x}\\input{/etc/passwd"
     assert "\\input{" not in citations.cite(other, "latex")
     assert citations.keys(other) == citations.keys(ds)
-    other.attrs["tokens"] = "\\input{x}"
-    with pytest.raises(LipboundError, match="its setting 'tokens' is"):
+    other.attrs["tol"] = "\\input{x}"
+    with pytest.raises(LipboundError, match="its setting 'tol' is"):
         citations.methods(other)
 
 
