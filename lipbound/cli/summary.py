@@ -49,7 +49,8 @@ def show(ds: xr.Dataset) -> None:
 
     typer.echo(emphasised(tables.render(ds, width=columns())))
     exact = ds["exact"].values[ds["exact"].notnull().values]
-    extent = f", from {number(float(exact.min()))} to {number(float(exact.max()))}" if exact.size else ""
+    ends = list(dict.fromkeys(number(float(end)) for end in (exact.min(), exact.max()))) if exact.size else []
+    extent = f", from {ends[0]} to {ends[1]}" if len(ends) > 1 else "".join(f", {end}" for end in ends)
     error = small(float(f"{ds.attrs['capture_error']:.1e}"))
     off = f"capture reproduces the model to {error} relative"
     lines = [f"exact norms: {len(exact)} ({places(ds)}, {counted(standing(ds).exact_samples, 'sample')}){extent}; {off}"]

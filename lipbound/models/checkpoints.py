@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lipbound.devices import DTYPES, WEIGHTS, check_weights, dtype_name, has_float64, resolve_device
-from lipbound.errors import CheckpointError, adapter_name, name_or_none, shown
+from lipbound.errors import CheckpointError, adapter_name, name_or_none, shown, tell
 from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.sources.adapters import Adapter, open_adapter
 from lipbound.models.sources.builtins import BuiltinSource
@@ -79,6 +79,12 @@ def load_checkpoint(
         if source.matches(model):
             checkpoint = source.load(model, options)
             checkpoint.tokenizer_from, checkpoint.processor_from = companions
+            for name, value, reads in (("tokenizer", tokenizer, "text"), ("processor", processor, "image")):
+                if value is not None and checkpoint.modality in {"text", "image"} - {reads}:
+                    checkpoint.notes.append(
+                        f"{name} {value} is not looked at: {checkpoint.name} reads {checkpoint.modality.replace('image', 'images')}"
+                    )
+                    tell(checkpoint.notes[-1])
             return checkpoint
     kind = "a class" if isinstance(model, type) else "a torch module, not a transformers model" if isinstance(model, nn.Module) else shown(model)
     raise CheckpointError(f"model is {kind}; give a hub id, a directory, 'builtin:NAME' or a loaded transformers model")

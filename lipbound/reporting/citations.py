@@ -162,7 +162,8 @@ def _assumptions(ds: xr.Dataset, prose: Prose) -> str:
     if not failing:
         return ""
     labels = ", ".join(prose.escape(str(ds[name].attrs["label"])) for name in failing)
-    return f"The assumptions of some do not hold on every head here, where they are no upper bounds: {labels}."
+    place = "head" if "head" in ds.dims else "layer"
+    return f"The assumptions of some do not hold on every {place} here, where they are no upper bounds: {labels}."
 
 
 def _left_out(ds: xr.Dataset, prose: Prose) -> str:
@@ -216,9 +217,9 @@ def _state(ds: xr.Dataset, prose: Prose) -> str:
 
 def _cited(key: str, prose: Prose) -> str:
     """A source in running text."""
-    author = re.search(r"author\s*=\s*\{+([^,}]+)", _entry(key))
+    author = re.search(r"author\s*=\s*\{+([^,}]+)(.*)", _entry(key))
     year = re.search(r"year\s*=\s*\{?(\d{4})", _entry(key))
-    return prose.cite(key, author[1].strip() if author else key, year[1] if year else "")
+    return prose.cite(key, author[1].strip() + " et al." * (author[2].count(" and ") > 1) if author else key, year[1] if year else "")
 
 
 def _key(name: str) -> str:

@@ -253,7 +253,7 @@ def exact_words(ds: xr.Dataset) -> str:
     if enclosed and not there.closed:  # what was asked for says nothing about what is there
         closely, open_ = "without finite upper ends" if np.isinf(wide) else f"enclosed to {small(wide)} ({to} was asked for)", ""
     if norm_of(ds) != "frobenius":
-        found = f"of layers in {a['dtype']}, {closely}, both ends deterministic"
+        found = f"of a model in {a['dtype']}, {closely}, both ends deterministic"
     else:
         surely = f" with failure probability {small(float(a['delta']))}" if a["delta"] and enclosed else ""
         found = f"by {method_name(a['method'])} in {a['dtype']}, {closely}{surely}"

@@ -27,7 +27,7 @@ NARROW = 62.0
 """Points at 10 pt that a column of words keeps at least."""
 GAP = 8.0
 """Points between two columns."""
-SIGNS = {" \u2021": "$^\\ddagger$", " \u2020": "$^\\dagger$", "\u2021": "$^\\ddagger$", "\u2020": "$^\\dagger$"}
+MARKS = {"\u2021": "$^\\ddagger$", "\u2020": "$^\\dagger$"}
 """The audit's marks."""
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
 FORMULA = re.compile(
@@ -60,8 +60,9 @@ def _words(text: str) -> str:
     """Foreign text without formulas, long words breakable, marks raised."""
     pieces = [_breakable(piece) if len(piece) > LONG else escape_latex(piece) for piece in re.split(r"( +)", text)]
     text = "".join(pieces)
-    for sign, command in SIGNS.items():
-        text = text.replace(sign, command)
+    text = re.sub(rf"(?<=\. )({'|'.join(MARKS)})", lambda sign: MARKS[sign[0]], text)  # before a sentence, not behind a word
+    for sign, command in MARKS.items():
+        text = text.replace(f" {sign}", command).replace(sign, command)
     return text
 
 

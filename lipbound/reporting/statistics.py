@@ -50,6 +50,17 @@ def summary(ds: xr.Dataset) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns).set_index("bound")
 
 
+def exact_summary(ds: xr.Dataset) -> pd.DataFrame:
+    """One row: the geometric mean of the exact norms over samples, layers and heads, their ends, and the extreme means of single samples."""
+    check_numbers(ds)
+    exact = ds["exact"]
+    every, single = exact.values[~np.isnan(exact.values)], _geomeans(exact)
+    single = single[~np.isnan(single)]
+    ends = [float(pick(values)) if values.size else float("nan") for values in (every, single) for pick in (np.min, np.max)]
+    columns = ["geomean", "min", "max", "sample_min", "sample_max"]
+    return pd.DataFrame([[_geomean(every), *ends]], columns=columns, index=pd.Index(["exact"], name="norm"))
+
+
 @takes_run
 def breakdown(
     ds: xr.Dataset, by: str = "layer", *, bounds: Iterable[str] | None = None, reduce: str | float = "geomean", values: str = "ratio"

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from lipbound.bounds.audit import allowance, audit
+from lipbound.bounds.audit import allowance, audit, bounds_there
 from lipbound.errors import LipboundError, UnknownNameError, nearest
 from lipbound.formatting import digits, number, plain
 from lipbound.reporting.citations import bibtex, methods
@@ -22,6 +22,7 @@ from lipbound.reporting.statistics import (
     VALUES,
     breakdown,
     by_width,
+    exact_summary,
     extents,
     panels,
     present,
@@ -117,19 +118,35 @@ def latex(ds: xr.Dataset, **options: Any) -> str:
 
 
 def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
-    """`summary`, ready to be written."""
+    """`summary`, ready to be written; of no bounds, what the exact norms are."""
+    if not (bounds_there(ds) if chosen is None else chosen):
+        return _of_exact(ds)
     whole = summary(ds)
     numbers = whole if chosen is None else whole.loc[chosen]
     shown = _said_of_bounds(ds, whole).loc[numbers.index]
     shown[BELOW] = shown[BELOW] + " of " + shown.pop("of")
     shown.insert(1, "name", [str(name) for name in shown.index])
-    none = f"none is below the exact norm in any of {int(numbers['compared'].max())} comparisons" if len(numbers) else ""
+    none = f"none is below the exact norm in any of {int(numbers['compared'].max())} comparisons"
     if int(with_exact(ds).sum()) < 2:
         shown = shown.drop(columns=RANGE)
     return Table(
         numbers, shown, ("bound", "name", HOLDS), f"bound / exact{over(ds)}", caption(ds), footnotes(ds, chosen), ("bound",), SPARE,
         {} if numbers["violations"].any() else {BELOW: none}, {RANGE: f"{RANGE}: smallest to largest geometric mean of a single sample"},
     )  # fmt: skip
+
+
+def _of_exact(ds: xr.Dataset) -> Table:
+    """Exact norms alone, as `summary` has ratios."""
+    numbers = exact_summary(ds)
+    wide = {column: width(ds, "exact") if column == "geomean" else float(np.expm1(np.nanmax(widths(ds), initial=0.0))) for column in numbers}
+    said = {column: [_written(value, wide[column], 1) for value in numbers[column]] for column in numbers}
+    pairs = zip(said["sample_min"], said["sample_max"], strict=True)
+    shown = pd.DataFrame({"norm": [str(ds["exact"].attrs["label"])], HEADINGS["geomean"]: said["geomean"]}, index=numbers.index)
+    if int(with_exact(ds).sum()) > 1:
+        shown[RANGE] = [f"{a} to {b}" if a != b else a for a, b in pairs]
+    shown["min"], shown["max"] = said["min"], said["max"]
+    meaning = {RANGE: f"{RANGE}: smallest to largest geometric mean of a single sample"}
+    return Table(numbers, shown, ("norm",), f"exact norm{over(ds)}", caption(ds), footnotes(ds, []), ("norm",), SPARE, meaning=meaning)
 
 
 @takes_run

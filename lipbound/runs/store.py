@@ -41,6 +41,8 @@ def check_target(path: str | Path) -> Path:
         StoreError: it exists already, or its folder cannot be written to.
     """
     path = Path(path).expanduser()
+    if path.name.endswith(PARTIAL):
+        raise StoreError(f"{path} is named as unfinished runs are; choose a name that does not end in {PARTIAL}")
     if path.exists():
         raise StoreError(f"{path} exists already; choose another name, or remove it first")
     try:
@@ -174,6 +176,9 @@ def _check_there(path: Path) -> None:
         raise StoreError(f"{path} is an unfinished run{_so_far(path)}; {_resumed(finished)}")
     if partly and not there:
         raise StoreError(f"there is no run {path} yet, but an unfinished one{_so_far(partial_path(path))}; {_resumed(path)}")
+    if not there and path.name.endswith(PARTIAL):
+        finished = path.with_name(path.name.removesuffix(PARTIAL))
+        raise StoreError(f"there is no unfinished run {path}" + (f"; {finished} is finished" if finished.exists() else ""))
     if not there:
         raise StoreError(f"there is no run {path}; `lipbound compare MODEL --out {shlex.quote(str(path))}` makes one")
 
@@ -196,6 +201,8 @@ def read(path: Path) -> xr.Dataset:
         AlteredRunError: the values of a variable cannot be read.
     """
     netcdf = path.is_file()
+    if not netcdf and (what := _no_store(path)):
+        raise StoreError(f"{path} is not a run of lipbound: {what}")
     for description in sorted(path.glob("*/zarr.json")):  # one by one: zarr, which opens all at once, goes on with the others when one fails
         try:
             array = zarr.open_array(description.parent, mode="r")
@@ -216,6 +223,14 @@ def read(path: Path) -> xr.Dataset:
     if netcdf:
         _own_attributes(ds)
     return ds
+
+
+def _no_store(path: Path) -> str:
+    """That a folder is neither a run nor what is left of one, and which runs are in it, in words; else empty."""
+    if (path / "zarr.json").exists() or (path / "exact").is_dir():
+        return ""
+    inside = sorted(one.parent.parent.name for one in path.glob("*/exact/zarr.json"))
+    return "it is a folder" + (f" of runs ({', '.join(inside[:5])}{', ...' if len(inside) > 5 else ''}); name one of them" if inside else "")
 
 
 def _all(array: zarr.Array) -> object:

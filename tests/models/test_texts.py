@@ -220,7 +220,7 @@ def test_windows_of_a_tokenizer_in_python(tmp_path: Path) -> None:
 
 
 def test_repeated_samples_are_told(checkpoint: Checkpoint) -> None:
-    with pytest.warns(Notice, match=r"4 samples are 2 different ones: those numbered 1, 3 repeat earlier ones"):
+    with pytest.warns(Notice, match=r"only 2 of 4 samples are different: samples 1, 3 repeat earlier ones, and means count them again"):
         prepare(checkpoint, ["w1", "w1", "w2", "w2"], max_length=4)
 
 

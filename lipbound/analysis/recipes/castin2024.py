@@ -16,6 +16,7 @@ from lipbound.analysis.recipes.registry import Setting, of, register, sheet, tic
 from lipbound.attention.layer import Attention
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.linalg.operator_norm import operator_norm
+from lipbound.reporting.labels import counted
 
 PAPER = "Castin, Ablin, Peyré 2024"
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
@@ -96,7 +97,7 @@ def geomean(values: xr.DataArray, *dims: str) -> xr.DataArray:
 def caption_growth(ds: xr.Dataset) -> str:
     """The fitted exponents."""
     sentences = [
-        f"{of(ds)}: {ds.sizes['sequence']} sequences of each of {ds.sizes['length']} lengths, {int(ds['length'][0])} to {int(ds['length'][-1])}."
+        f"{of(ds)}: {counted(ds.sizes['sequence'], 'sequence')} of each of {ds.sizes['length']} lengths, {int(ds['length'][0])} to {int(ds['length'][-1])}."
     ]
     for mode in ds["mode"].values.tolist():
         for text in ds["text"].values.tolist():

@@ -35,7 +35,12 @@ def _repeated(batch: Mapping[str, Tensor]) -> str | None:
     if not again:
         return None
     listed = ", ".join(map(str, again[:5])) + (", ..." if len(again) > 5 else "")
-    return f"{count} samples are {len(first)} different ones: those numbered {listed} repeat earlier ones, and means count them again"
+    those = (
+        f"sample {listed} repeats an earlier one, and means count it"
+        if len(again) == 1
+        else f"samples {listed} repeat earlier ones, and means count them"
+    )
+    return f"only {len(first)} of {count} samples {'is' if len(first) == 1 else 'are'} different: {those} again"
 
 
 def _unmasked(model: Any, batch: Mapping[str, Tensor]) -> str | None:

@@ -272,7 +272,9 @@ def _column(table: Any, column: str | None, kind: ItemKind, description: str) ->
             return name
     if not names:
         raise InputsError(f"{description} is empty")
-    raise InputsError(f"which column of {description} holds {kind.takes} is not clear; name one of {', '.join(names)} with column=")
+    raise InputsError(
+        f"which column of {description} holds {kind.takes} is not clear; name {'one of ' if len(names) > 1 else ''}{', '.join(names)} with column="
+    )
 
 
 def _load_table(name: str, split: str | None, *, header: bool = True) -> tuple[Any, str]:
@@ -305,7 +307,7 @@ def _read_table(name: str, path: Path, split: str | None, header: bool) -> tuple
             return table, description.replace("a dataset", path.name, 1)
         no_table(split, None, f"{path.name}, one dataset, has")
         return saved, path.name
-    if path.exists() or is_path(name) or kind in TABLES:
+    if path.exists() or is_path(name) or kind in (*TABLES, *TEXT_FILES, *IMAGE_FILES):
         if not path.exists():
             raise InputsError(f"there is no file or folder {name}")
         if not path.is_dir():

@@ -21,7 +21,7 @@ def stream(checkpoint: Checkpoint, data: Any, count: int, *, split: str | None =
         InputsError: no text, or less of it.
     """
     if checkpoint.modality != "text":
-        raise InputsError(f"{checkpoint.name} takes {checkpoint.modality}, not text")
+        raise InputsError(f"{checkpoint.name} takes {'images' if checkpoint.modality == 'image' else checkpoint.modality}, not text")
     found = TextReader().items(checkpoint, data, split, column)
     tokenizer: Any = None
     ids: list[int] = []

@@ -83,7 +83,7 @@ def snapshot(repo: str, revision: str | None, gguf_file: str | None = None, only
             ) from error
         raise CheckpointError(
             f"the hub cannot be reached and {repo}{at} is not in the local cache; "
-            f"{suggestion(repo, 'connect, give a directory, or try builtin:minilm')}"
+            f"{suggestion(repo, 'connect, or give a directory' if only else 'connect, give a directory, or try builtin:minilm')}"
         ) from error
     except OSError as error:
         raise CheckpointError(f"{repo}{at} could not be fetched from the hub: {first_line(error)}") from error

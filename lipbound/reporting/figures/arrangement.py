@@ -164,7 +164,7 @@ def arrange(sheet: Sheet, columns: int | None = None, *, shrink: bool = False) -
         many = f"{columns} column{'s' if columns > 1 else ''}" if columns else "as many columns as are legible"
         raise LipboundError(
             f"{sum(sheet.counts)} panels in {many} do not fit on a figure of {sheet.inches:g} x {sheet.limit:.3g} inches; "
-            f"ask for {'other columns, ' if columns else ''}a larger width, a smaller font or fewer bounds"
+            f"ask for {'other columns, ' if columns else ''}a larger width, another style or fewer bounds"
         )
     return possible[-1]
 

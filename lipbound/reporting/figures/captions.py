@@ -11,7 +11,7 @@ from lipbound.reporting import labels, statistics
 from lipbound.reporting.latex import typeset
 from lipbound.reporting.reductions import reduction_name
 
-MARKS = {"\u2020": "its assumptions do not hold on every head here", "\u2021": "it is below the exact norm of some head"}
+MARKS = {"\u2020": "its assumptions do not hold on every {} here", "\u2021": "it is below the exact norm of some {}"}
 
 
 def heatmap_caption(
@@ -25,9 +25,10 @@ def heatmap_caption(
     entries = audit(ds)
     counts = [entries[name] for name in statistics.panels(ds, bounds) if name in bounds_there(ds)]
     used = ["\u2021"] * any(e["violations"] for e in counts) + ["\u2020"] * any(e["sound"] < e["compared"] and not e["violations"] for e in counts)
-    legend = "".join(f" {mark} {MARKS[mark]}." for mark in used)
+    legend = "".join(f" {mark} {MARKS[mark].format('head' if 'head' in ds.dims else 'layer')}." for mark in used)
     ratios = f" Above the panels: bound / exact{', geometric mean' if labels.over(ds) else ''}{labels.over(ds)}." if counts else ""
-    return plain(f"log10 of the local Lipschitz constant and its bounds{samples}{each}.{rows} {labels.run_caption(ds)}.{ratios}{legend}")
+    and_bounds = f" and its bound{'s' if len(counts) > 1 else ''}" if counts else ""
+    return plain(f"log10 of the local Lipschitz constant{and_bounds}{samples}{each}.{rows} {labels.run_caption(ds)}.{ratios}{legend}")
 
 
 def latex_caption(text: str) -> str:

@@ -13,6 +13,7 @@ import xarray as xr
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
+from lipbound.devices import resolve_device
 from lipbound.errors import LipboundError
 from lipbound.formatting import plain
 from lipbound.formatting.files import replacing
@@ -57,10 +58,10 @@ def report(
         labels: what to call bounds, by name ("exact" and "exact_l2" among them), and "model" and "data"; each is for the runs that have the name.
 
     Returns:
-        A sentence for every run without details: why there are none.
+        A sentence for every run without the details that were wanted: why there are none.
 
     Raises:
-        LipboundError: no run, an unknown reduction, no such sample, a file that cannot be written.
+        LipboundError: no run, an unknown reduction, no such sample or device, a file that cannot be written.
     """
     several = [runs] if isinstance(runs, xr.Dataset | str | Path) else list(runs)
     if not several:
@@ -70,6 +71,8 @@ def report(
     target = Path(path)
     if target.suffix.lower() not in (".html", ".htm"):
         raise LipboundError(f"{target} is not an .html file; a report is a page")
+    if details:
+        device = resolve_device(device)  # before minutes of work, and before an older page is replaced
     options: Any = {"reduce": reduce, "sample": sample, "model": model, "data": data, "device": device, "wanted": details, "balls": balls}
     pages = []
     for run in several:
@@ -83,7 +86,7 @@ def report(
     text = _page(pages, attention)
     with replacing(target) as (page,):
         page.write_text(text, encoding="utf-8")
-    return [plain(f"{one['title']}: no details of single heads: {one['reason']}") for one in pages if one["details"] is None]
+    return [plain(f"{one['title']}: no details of single heads: {one['reason']}") for one in pages if details and one["details"] is None]
 
 
 def _own(labels: Mapping[str, str] | None, ds: xr.Dataset, several: Sequence[Any]) -> dict[str, str]:
