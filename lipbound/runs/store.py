@@ -227,7 +227,7 @@ def read(path: Path) -> xr.Dataset:
 
 def _no_store(path: Path) -> str:
     """That a folder is neither a run nor what is left of one, and which runs are in it, in words; else empty."""
-    if (path / "zarr.json").exists() or (path / "exact").is_dir():
+    if any((path / name).exists() for name in ("zarr.json", ".zgroup", "exact")):
         return ""
     inside = sorted(one.parent.parent.name for one in path.glob("*/exact/zarr.json"))
     return "it is a folder" + (f" of runs ({', '.join(inside[:5])}{', ...' if len(inside) > 5 else ''}); name one of them" if inside else "")

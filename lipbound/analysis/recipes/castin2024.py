@@ -97,7 +97,8 @@ def geomean(values: xr.DataArray, *dims: str) -> xr.DataArray:
 def caption_growth(ds: xr.Dataset) -> str:
     """The fitted exponents."""
     sentences = [
-        f"{of(ds)}: {counted(ds.sizes['sequence'], 'sequence')} of each of {ds.sizes['length']} lengths, {int(ds['length'][0])} to {int(ds['length'][-1])}."
+        f"{of(ds)}: {counted(ds.sizes['sequence'], 'sequence')} of each of {ds.sizes['length']} lengths, "
+        f"{int(ds['length'][0])} to {int(ds['length'][-1])}."
     ]
     for mode in ds["mode"].values.tolist():
         for text in ds["text"].values.tolist():
