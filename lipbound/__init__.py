@@ -11,8 +11,6 @@ Public names are imported when they are first used: ``import lipbound`` itself l
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lipbound import moved
-
 if TYPE_CHECKING:
     from lipbound import bounds as bounds
     from lipbound import regularizers as regularizers
@@ -79,7 +77,7 @@ def __getattr__(name: str) -> Any:
         value = importlib.import_module(f"lipbound.{_MODULES[name]}")
     elif name in _HOME:
         value = getattr(importlib.import_module(f"lipbound.{_HOME[name]}"), name)
-    elif name in _INSIDE or name in moved.MOVED:
+    elif name in _INSIDE:
         return importlib.import_module(f"lipbound.{name}")
     else:
         raise AttributeError(f"module 'lipbound' has no attribute {name!r}")
@@ -90,5 +88,3 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
 
-
-moved.install()

@@ -12,7 +12,6 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from lipbound import moved
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -124,18 +123,3 @@ def test_recipe_gets_the_sum_of_a_source_distribution(tmp_path: Path, monkeypatc
     assert filled == {**RECIPE, "context": {key: value for key, value in RECIPE["context"].items() if key != "sha256"}}
     with pytest.raises(SystemExit, match=re.escape("lipbound-9.9.9.tar.gz")):
         recipe.filled(source.rename(tmp_path / "lipbound-9.9.9.tar.gz"))
-
-
-def renamed_modules(row: str) -> dict[str, str]:
-    """Old module -> new one, of a row of the changelog: the second column may name their folder first, followed by a colon."""
-    _, old, new, _ = row.split("|")
-    folder, _, listed = new.rpartition(": ")
-    prefix = f"{folder.strip().strip('`')}." if folder else ""
-    return dict(zip(re.findall("`(.+?)`", old), (prefix + one for one in re.findall("`(.+?)`", listed)), strict=True))
-
-
-def test_changelog_says_where_modules_moved() -> None:
-    table = (ROOT / "CHANGELOG.md").read_text().split("| before, in `lipbound` | now |\n|---|---|\n")[1].split("\n\n")[0]
-    said = {old: new for row in table.splitlines() for old, new in renamed_modules(row).items()}
-    assert {old: new for old, new in said.items() if new not in moved.MOVED[old].split()} == {}
-    assert len(said) > 60

@@ -20,7 +20,7 @@ MODULES = {
     "regularizers": ("lipbound.regularizers", "penalties for training"),
 }
 """Public modules: the name that ``lipbound`` gives them, their home, what they hold."""
-LEFT_OUT = ("lipbound.moved", "lipbound.__main__", "lipbound.cli")
+LEFT_OUT = ("lipbound.__main__", "lipbound.cli")
 """Modules that nobody calls: paths of the last release, the entry point, the command line (which has a page of its own)."""
 INDEX = """API
 ===
