@@ -25,10 +25,10 @@ TIMED = {
 }
 """Methods of exact_norms.json."""
 TOKEN_NORMS = {
-    "every-worst": "every token moves, worst output token",
-    "one-all": "one token moves, all outputs",
-    "one-worst": "one token moves, worst output token",
-    "all-worst": "all tokens move, worst output token",
+    "every-token": "every token moves, worst output token",
+    "one-token": "one token moves, all outputs",
+    "token-pair": "one token moves, worst output token",
+    "output-token": "all tokens move, worst output token",
 }
 
 

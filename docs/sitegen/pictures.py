@@ -27,8 +27,8 @@ STYLE: Any = {
 }  # fmt: skip
 NORMS: dict[str, Callable[[lb.Attention], lb.Norm]] = {
     "all tokens together\n(frobenius)": lambda att: lb.spectral_norm(att, vectors=True),
-    "every token a little\n(every-token)": lambda att: lb.token_norm(att, "every", "worst", vectors=True),
-    "one token alone\n(one-token)": lambda att: lb.token_norm(att, "one", "all", vectors=True),
+    "every token a little\n(every-token)": lambda att: lb.token_norm(att, "every-token", vectors=True),
+    "one token alone\n(one-token)": lambda att: lb.token_norm(att, "one-token", vectors=True),
 }
 """The three norms, and the steepest direction of each."""
 

@@ -40,7 +40,7 @@ METHODS: tuple[dict[str, Any], ...] = (
     {}, {"delta": 1e-9, "vectors": True}, {"method": "golub-kahan"}, {"method": "power"}, {"method": "dense"}, {"method": "deflation"},
     {"method": "cholesky"},
 )  # fmt: skip
-TOKEN_NORMS = (("every", "worst"), ("one", "all"), ("one", "worst"), ("all", "worst"))
+TOKEN_NORMS = ("every-token", "one-token", "token-pair", "output-token")
 
 
 def refusals() -> list[str]:
@@ -103,8 +103,8 @@ def long_bounds(has: tuple[str, ...], mask: str | None, dtype: str) -> Pairs:
 def token_norms(has: tuple[str, ...], mask: str | None, dtype: str) -> Pairs:
     """Norms that tell tokens apart."""
     att, found = _layer(has, mask, dtype), {}
-    for perturbed, output in TOKEN_NORMS:
-        _both(found, f"{perturbed} {output}", att, lambda one, p=perturbed, o=output: lb.token_norm(one, p, o))
+    for norm in TOKEN_NORMS:
+        _both(found, norm, att, lambda one, norm=norm: lb.token_norm(one, norm))
     _both(found, "profile", att, lb.token_profile)
     return found
 
