@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from lipbound.analysis.adversary import attack as attack
     from lipbound.analysis.adversary import radius_curve as radius_curve
     from lipbound.analysis.network import network_norm as network_norm
-    from lipbound.analysis.network_bound import NetworkBound as NetworkBound
-    from lipbound.analysis.network_bound import network_bound as network_bound
     from lipbound.attention.layer import Attention as Attention
     from lipbound.errors import LipboundError as LipboundError
     from lipbound.jacobians.spectral_norm import spectral_norm as spectral_norm
@@ -42,7 +40,6 @@ __version__ = "0.1.0"
 _HOME = {
     "Attention": "attention.layer",
     "LipboundError": "errors",
-    "NetworkBound": "analysis.network_bound",
     "Norm": "linalg.solution",
     "TokenProfile": "jacobians.tokens.profile",
     "attack": "analysis.adversary",
@@ -52,7 +49,6 @@ _HOME = {
     "compare": "runs.compare",
     "load": "runs.store",
     "load_checkpoint": "models.checkpoints",
-    "network_bound": "analysis.network_bound",
     "network_norm": "analysis.network",
     "prepare": "models.inputs",
     "radius_curve": "analysis.adversary",
@@ -65,8 +61,8 @@ _HOME = {
 _MODULES = {"bounds": "bounds", "plots": "reporting.plots", "regularizers": "regularizers", "tables": "reporting.tables"}
 _INSIDE = ("analysis", "attention", "devices", "errors", "formatting", "jacobians", "linalg", "models", "reporting", "runs")
 __all__ = [
-    "Attention", "LipboundError", "NetworkBound", "Norm", "TokenProfile", "attack", "attention_probabilities", "bounds", "capture", "cite", "compare",
-    "load", "load_checkpoint", "network_bound", "network_norm", "plots", "prepare", "radius_curve", "regularizers", "report", "spectral_norm",
+    "Attention", "LipboundError", "Norm", "TokenProfile", "attack", "attention_probabilities", "bounds", "capture", "cite", "compare",
+    "load", "load_checkpoint", "network_norm", "plots", "prepare", "radius_curve", "regularizers", "report", "spectral_norm",
     "tables", "token_norm", "token_profile", "verify",
 ]  # fmt: skip
 

@@ -9,7 +9,7 @@ GROUPS = {
     "Measure": ("compare", "spectral_norm", "token_norm", "token_profile", "network_norm", "Norm", "TokenProfile"),
     "Models, inputs, layers": ("load_checkpoint", "prepare", "capture", "attention_probabilities", "Attention"),
     "Runs": ("load", "verify", "report", "cite"),
-    "Balls of inputs": ("attack", "radius_curve", "network_bound", "NetworkBound"),
+    "Balls of inputs": ("attack", "radius_curve"),
     "Errors": ("LipboundError",),
 }
 """Public names of the package, by what they are for."""

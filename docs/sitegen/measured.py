@@ -139,20 +139,6 @@ def balls() -> str:
     return "\n".join([*lines, "", said, "", measured_with(found)])
 
 
-def network_bounds() -> str:
-    """What benchmarks/network_bound.py has measured."""
-    found = report("network_bound.json")
-    lines = ["| model | blocks | radius / token | bound | exact at the centre | attack | product of sublayers |", "|---|---|---|---|---|---|---|"]
-    for row in found["rows"]:
-        numbers = (row[name] for name in ("bound", "centre", "attack", "product"))
-        lines.append(f"| `{row['model']}` | {row['blocks']} | {row['radius']:g} | {' | '.join(f'{x:.3g}' for x in numbers)} |")
-    attacked = found["attacked"]
-    said = (
-        f"{attacked['balls']} balls around small random models were attacked in float64: {attacked['below']} of the bounds were below what was found."
-    )
-    return "\n".join([*lines, "", said, "", measured_with(found)])
-
-
 def families() -> str:
     """What benchmarks/families.py has measured."""
     lines = [
@@ -246,7 +232,7 @@ def study() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     part.__name__: part
     for part in (
-        accuracy, speed, gemm, compiled, long, bound_costs, default_costs, balls, network_bounds, families, memory, token_norms, startup, cluster,
+        accuracy, speed, gemm, compiled, long, bound_costs, default_costs, balls, families, memory, token_norms, startup, cluster,
         penalty_costs, study,
     )
 }  # fmt: skip

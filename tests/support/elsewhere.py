@@ -20,7 +20,6 @@ from torch import Tensor, nn
 import lipbound as lb
 from lipbound import bounds
 from lipbound.analysis import adversarial_inputs, mean_field
-from lipbound.analysis.network import block_product
 from lipbound.analysis.recipes import recipe
 from lipbound.analysis.recipes.registry import Setting
 from lipbound.attention.layer import Attention
@@ -142,7 +141,7 @@ def gpu_benchmark(out: Path) -> int:
 
 
 def around(family: str, map: str) -> Pairs:
-    """Norms of the layers of a small model with what stands around them, of its network, and the bounds on that."""
+    """Norms of the layers of a small model with what stands around them, and of its network."""
     torch.manual_seed(0)
     near = (AFFINE | MODERN)[family]().eval()
     ids, found = _ids(), {}
@@ -150,8 +149,6 @@ def around(family: str, map: str) -> Pairs:
     for name, f in {
         "layer": lambda m, x: [spectral_norm(att, map=map, tol=1e-3, delta=1e-6).lower for att in lb.capture(m, x, around=True)],
         "network": lambda m, x: lb.network_norm(m, x, end="last_hidden_state", delta=1e-6),
-        "product": lambda m, x: list(block_product(m, x).values()),
-        "bound": lambda m, x: lb.network_bound(m, x, 1e-3).upper,
     }.items():
         found[name] = (_numbers(f(*sides[0])), _numbers(f(*sides[1])))
     return found
