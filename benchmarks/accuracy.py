@@ -27,7 +27,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("power", {"tol": 1e-4}),
     ("dense", {}),
     ("deflation", {"tol": 1e-7}),
-    ("cholesky", {"tol": 1e-7}),
 ]
 
 

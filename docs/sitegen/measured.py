@@ -109,7 +109,7 @@ def bound_costs() -> str:
     found = report("bounds.json")["minilm"]
     lines = ["| | time over plain exact norms | bound / exact, geometric mean | largest |", "|---|---|---|---|"]
     lines += [f"| exact norms, enclosed | {found['enclosure']['time_over_exact']:.2g} | | |"]
-    for name in ("lipbound_block", "lipbound", "lipbound_gram"):
+    for name in ("lipbound_block", "lipbound"):
         row = found[name]
         lines.append(f"| `{name}` | {row['time_over_exact']:.3g} | {row['geomean']:.3g} | {row['max']:.3g} |")
     return "\n".join(lines)

@@ -111,8 +111,7 @@ def certificate(target: Path) -> None:
 
 
 CHAIN = (
-    ("lipbound_gram", "norms of the blocks of J Jᵀ"),
-    ("lipbound", "norms of their terms"),
+    ("lipbound", "norms of the terms of the blocks of J Jᵀ"),
     ("lipbound_block", "norms of the blocks of J"),
     ("yudin_sqrt_n", "one worst row of P for all tokens; norms of X and A apart"),
     ("yudin", "norm of the softmax Jacobian instead of its effect on X"),

@@ -69,7 +69,6 @@ class Bound:
         cost: leading cost per head.
         formulas: the bound itself, by kind of head.
         norm: of `NORMS`: how perturbations and outputs are measured. Bounds of different norms never stand beside each other.
-        costly: whether it takes far longer than the exact norm; such bounds are computed on request, not by default.
         caveat: why the statement is no bound where its assumptions fail; empty when they always hold.
         differentiable: whether its values have derivatives; one that has none refuses layers whose derivatives may be wanted.
         ball: the statement for all inputs near X, of plain heads, or None where the source has none: see `over_ball`.
@@ -84,7 +83,6 @@ class Bound:
     map: str
     cost: str
     formulas: ByKind[Formula] = field(repr=False)
-    costly: bool = False
     caveat: str = ""
     ball: Ball | None = None
     differentiable: bool = True
@@ -179,7 +177,7 @@ class Bound:
 
     def facts(self) -> dict[str, object]:
         """What is said of the bound, as plain data."""
-        names = ("name", "label", "statement", "source", "citation", "assumptions", "caveat", "map", "norm", "cost", "costly", "differentiable")
+        names = ("name", "label", "statement", "source", "citation", "assumptions", "caveat", "map", "norm", "cost", "differentiable")
         return {name: getattr(self, name) for name in names} | {"covers": sorted(self.covers), "over_ball": self.ball is not None}
 
     def _repr_html_(self) -> str:

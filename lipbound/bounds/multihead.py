@@ -47,9 +47,6 @@ def whole_layer(att: Attention, name: str, *, map: str = "layer", rule: str = "b
     Args:
         att: the layer.
         name: registry name of a bound on heads, in any norm, which is that of the value then.
-            ``lipbound_gram`` compresses the blocks of the layer's own J J^T under the rule "best", which costs
-            O(N^3 D^2 + N^2 D^3) for "layer" and is far sharper than any combination; for layers with `lipbound.attention.variants.VARIANTS`, whose J
-            J^T is known head by head only, its values on heads are combined, as those of our other bounds are.
         map: "heads" (side by side), "layer" (with the output projection), or one of `lipbound.jacobians.maps.BLOCKS`, by
             `lipbound.jacobians.maps.block_bound`.
         rule: one of `RULES`, see the module's header.

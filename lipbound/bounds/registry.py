@@ -28,7 +28,6 @@ PAPERS = (
     "token_norms.newhouse2025",
     "lipbound2026.plain",
     "lipbound2026.variants",
-    "lipbound2026.gram",
     "lipbound2026.tokens",
 )
 """The modules that register bounds, under ``lipbound.bounds``."""
@@ -48,7 +47,6 @@ def bound(
     cost: str,
     bibtex: str = "",
     map: str = "head",
-    costly: bool = False,
     terms: Terms | None = None,
     layer: Layer | None = None,
     ball: Ball | None = None,
@@ -101,7 +99,7 @@ def bound(
             raise ValueError(f"the BibTeX key {citation!r} is already that of another entry")
         formulas = ByKind(Formula(function, condition, terms, layer), covers)
         _BOUNDS[name] = Bound(
-            name, label, citation, statement, source, assumptions, map, cost, formulas, costly, caveat, ball, differentiable, norm
+            name, label, citation, statement, source, assumptions, map, cost, formulas, caveat, ball, differentiable, norm
         )  # fmt: skip
         return _BOUNDS[name]
 
@@ -162,7 +160,7 @@ def get(name: str) -> Bound:
 
 
 def resolve(bounds: str | Bound | Iterable[str | Bound], norm: str | None = None) -> list[str]:
-    """Names for "all", "default" (all but the costly), one name, comma-separated names, or a list of names.
+    """Names for "default" or "all" (all bounds of the norm), one name, comma-separated names, or a list of names.
 
     Args:
         norm: of the bounds. None: that of the bounds that are named, and Frobenius for "all" and "default".
@@ -177,7 +175,7 @@ def resolve(bounds: str | Bound | Iterable[str | Bound], norm: str | None = None
         bounds = bounds.name
     if isinstance(bounds, str):
         if bounds in ("default", "all"):
-            return [name for name in names(norm or "frobenius") if bounds == "all" or not get(name).costly]
+            return names(norm or "frobenius")
         given, bounds = bounds, [part.strip() for part in bounds.split(",") if part.strip()]
         if not bounds:
             raise UnknownNameError(f"bounds is {shown(given)}, which names none; give 'default', 'all', a name, or names separated by commas")

@@ -20,7 +20,7 @@ from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
 from lipbound.jacobians.multihead import LayerJacobian
 from lipbound.jacobians.residual_block import BlockJacobian
 from lipbound.jacobians.rounding import folding_error, map_roundoff, roundoff
-from lipbound.linalg import deterministic
+from lipbound.linalg.deterministic import deflation
 from lipbound.linalg.enclosures.enclose import enclose, estimate, widened
 from lipbound.linalg.operator_norm import DEFAULT_STEPS, METHODS, operator_norm
 from lipbound.linalg.operators import JacobianOperator, Roundoff
@@ -28,8 +28,8 @@ from lipbound.linalg.powers import times_power, times_power_up
 from lipbound.linalg.reference_solvers import dense_svd
 from lipbound.linalg.solution import Norm
 
-PROOFS = {"deflation": deterministic.deflation, "cholesky": deterministic.cholesky}
-"""Methods with deterministic upper bounds, for maps whose J J^T has a closed form."""
+DEFLATION = "deflation"
+"""The method with deterministic upper ends, for maps whose J J^T has a closed form."""
 
 
 @without_autocast
@@ -52,11 +52,10 @@ def spectral_norm(
             projected by ``w_o`` and added), or the layer with what stands around it: "residual" (x + layer(x)), "pre_norm" (h + layer(norm(h))),
             "post_norm" (norm(x + layer(x))); the last two need ``att.surroundings``, from ``lipbound.capture(..., around=True)``.
         method: "lanczos" (on J J^T, with full reorthogonalisation), "golub-kahan" (on J; with ``delta`` as "lanczos") and "power" (as papers
-            define it: an absolute stopping rule, no upper end) search in the dtype of ``att``. "dense" (singular values, for small cases),
-            "deflation" (`lipbound.linalg.deterministic.deflate`; memory as for "lanczos") and "cholesky"
-            (`lipbound.linalg.deterministic.cholesky_bound`; memory of three square matrices of order N d_v) work in float64, and their
-            ``upper`` needs no probability. The last two cover the maps "head" and "head_out" of every layer, and "heads" and "layer" of layers
-            without `lipbound.attention.variants.VARIANTS`.
+            define it: an absolute stopping rule, no upper end) search in the dtype of ``att``. "dense" (singular values, for small cases) and
+            "deflation" (`lipbound.linalg.deterministic.deflate`; memory as for "lanczos") work in float64, and their ``upper`` needs no
+            probability. "deflation" covers the maps "head" and "head_out" of every layer, and "heads" and "layer" of layers without
+            `lipbound.attention.variants.VARIANTS`.
         tol: relative error of the norm at which the Lanczos methods stop (``upper / lower - 1`` where ``upper`` is asked for, else an
             a-posteriori estimate that fails with probability at most 1e-3 a norm); absolute change for "power".
         delta: total failure probability of the ``upper`` of all norms of this call, over random start vectors
@@ -69,8 +68,8 @@ def spectral_norm(
 
     Returns:
         `Norm` with fields of shape (samples, heads), or (samples,) for maps of the whole layer; values in float64, vectors in the dtype of
-        ``att``. ``upper`` is infinite unless ``delta`` is given or the method is "dense", "deflation" or
-        "cholesky", whose upper ends hold for every ``delta``. With ``vectors``, ``left`` is (samples, heads, N, d_v), or (samples, heads, N, D_out)
+        ``att``. ``upper`` is infinite unless ``delta`` is given or the method is "dense" or "deflation",
+        whose upper ends hold for every ``delta``. With ``vectors``, ``left`` is (samples, heads, N, d_v), or (samples, heads, N, D_out)
         for "head_out", and ``right`` (samples, heads, N, D); without the axis of heads for a whole layer.
 
     Raises:
@@ -88,16 +87,16 @@ def spectral_norm(
     True
     """
     choice("map", map, MAPS)
-    choice("method", method, (*METHODS, *PROOFS))
+    choice("method", method, (*METHODS, DEFLATION))
     check_arguments(att, method, tol, delta)
     tol, vectors, max_steps = float(tol), flag("vectors", vectors), None if max_steps is None else whole("max_steps", max_steps, least=1)
-    if map in BLOCKS and method in PROOFS:
+    if map in BLOCKS and method == DEFLATION:
         raise LipboundError(f"method {method!r} has no closed form of map {map!r}; use 'lanczos' with delta")
     if method == "power":
         return _power(att, map, tol, delta, vectors, seed, max_steps)
     wide = Measured(att.double(), map, sharp=delta is not None)
-    if method in PROOFS:
-        norm = PROOFS[method](wide.op, _grams(wide.attention, map), tol=tol, seed=seed, vectors=vectors)
+    if method == DEFLATION:
+        norm = deflation(wide.op, _grams(wide.attention, map), tol=tol, seed=seed, vectors=vectors)
         norm = widened(norm, wide.roundoff.tensors, tol)
     elif method == "dense":
         norm = dense_svd(wide.op, vectors=vectors)
@@ -168,7 +167,7 @@ def heads_of(op: JacobianOperator) -> HeadOperator:
 def check_arguments(att: object, method: str, tol: float, delta: float | None) -> None:
     """Raise LipboundError for what is no layer, and for numbers that make no sense."""
     check_layer(att, "spectral_norm")
-    positive = method in PROOFS
+    positive = method == DEFLATION
     real("tol", tol, f"a number {'>' if positive else '>='} 0", above=0 if positive else math.nextafter(0, -1))
     if delta is not None:
         real("delta", delta, "between 0 and 1, a probability of failure", above=0, below=1)

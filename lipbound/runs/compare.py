@@ -57,7 +57,7 @@ def compare(
         model: hub id ("google/vit-base-patch16-224", "name@revision"), directory, GGUF file, "builtin:NAME" (minilm, smollm2, gpt2,
             llama, vit, ...; see `lipbound.models.checkpoints.load_checkpoint`), or a loaded transformers model.
         data: None for a default of the model's modality, or anything `lipbound.models.inputs.prepare` takes.
-        bounds: names of bounds, "default" (the published ones and the cheap ones of ours) or "all" (costly ones too; see `lipbound.bounds.names`).
+        bounds: names of bounds (see `lipbound.bounds.names`), or "default" or "all": every bound of the norm.
         map: "head" (no output projection), "head_out" (with the head's slice of it; bounds then have ||W_V W_O|| for ||W_V||), "heads" (all heads
             of a layer side by side), "layer" (with the output projection; bounds on heads are put together by `lipbound.bounds.whole_layer`),
             or the layer with its residual connection, "residual", and layer normalisation, "pre_norm" or "post_norm" (see `lipbound.spectral_norm`).

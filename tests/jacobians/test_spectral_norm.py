@@ -34,7 +34,7 @@ def test_norms_match_the_oracle(att: Attention, method: str) -> None:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("method", ["lanczos", "golub-kahan", "deflation", "cholesky", "dense"])
+@pytest.mark.parametrize("method", ["lanczos", "golub-kahan", "deflation", "dense"])
 def test_enclosures_hold_the_oracle(kind: str, method: str, dtype: torch.dtype) -> None:
     att = random_attention(kind, dtype=dtype)
     norm, exact, error = spectral_norm(att, method=method, tol=1e-6, delta=1e-10), oracle(att), tensor_error(att)
@@ -258,7 +258,7 @@ def test_common_offsets_cost_no_digits(offset: str) -> None:
     exact = torch.stack([torch.linalg.matrix_norm(dense_jacobian(att.double(), s, h), 2) for s in range(2) for h in range(3)]).view(2, 3)
     error = (spectral_norm(att, tol=1e-6).lower / exact - 1).abs().max()
     assert float(error) <= 3e-6
-    for name in ("lipbound", "lipbound_block", "lipbound_gram"):
+    for name in ("lipbound", "lipbound_block"):
         assert bool((bounds.get(name)(att) >= exact * (1 - 1e-6)).all())
 
 
@@ -266,7 +266,7 @@ def test_tiny_values_do_not_vanish() -> None:
     """Squares of 1e-170 underflow; bounds must not."""
     att = random_attention("plain")
     tiny = Attention(att.x, att.w_q, att.w_k, att.w_v * 1e-170)
-    for name in ("lipbound", "lipbound_block", "lipbound_gram"):
+    for name in ("lipbound", "lipbound_block"):
         torch.testing.assert_close(bounds.get(name)(tiny), bounds.get(name)(att) * 1e-170, rtol=1e-9, atol=0)
     torch.testing.assert_close(bounds.over_ball(tiny, 0.1), bounds.over_ball(att, 0.1) * 1e-170, rtol=1e-6, atol=0)
 

@@ -37,7 +37,6 @@ Pairs = dict[str, tuple[list[Any], list[Any]]]
 """By what was computed: lists of numbers, on the CPU and on the other device."""
 METHODS: tuple[dict[str, Any], ...] = (
     {}, {"delta": 1e-9, "vectors": True}, {"method": "golub-kahan"}, {"method": "power"}, {"method": "dense"}, {"method": "deflation"},
-    {"method": "cholesky"},
 )  # fmt: skip
 TOKEN_NORMS = ("every-token", "one-token", "token-pair", "output-token")
 
