@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     Ball = Callable[[Attention, float, str], Tensor]
     Terms = Callable[["Bound", Attention], dict[str, Tensor]]
     Layer = Callable[["Bound", Attention, str], Tensor]
+    Longest = Callable[[int], int]
 
 MAP_NORMS = {"head": "exact", "l2": "exact_l2"}
 """The variable that holds the exact norm of the map a bound is about."""
@@ -46,12 +47,14 @@ class Formula:
         condition: when it is a bound, as a test on an `Attention`, True per (sample, head) where the assumptions hold.
         terms: what each of its terms contributes, fractions of one; None where it is a single product. See `lipbound.bounds.terms`.
         layer: what it makes of a whole layer, (samples,), map "heads" or "layer"; None for the published rules. See `lipbound.bounds.multihead`.
+        longest: the most tokens at which it is computed on layers of so many heads; None for any number.
     """
 
     function: Function
     condition: Function
     terms: Terms | None = None
     layer: Layer | None = None
+    longest: Longest | None = None
 
 
 @dataclass(frozen=True)
@@ -96,11 +99,13 @@ class Bound:
 
         Raises:
             AttentionError: a layer that the statement is not about; see `applies`.
-            LipboundError: derivatives may be wanted of a bound that has none.
+            LipboundError: derivatives may be wanted of a bound that has none; inputs longer than `longest`.
         """
         formula = self.formula(att)
         if not self.differentiable and att.cache.recording:
             raise LipboundError(f"bound {self.name!r} has no derivatives; call it under torch.no_grad(), or take {DIFFERENTIABLE[self.norm]!r}")
+        if why := self.too_long(att.tokens, att.heads, att.variants):
+            raise LipboundError(f"bound {self.name!r} {why}")
         return _numbers(formula.function(att)).expand(att.samples, att.heads)
 
     def formula(self, att: Attention) -> Formula:
@@ -111,7 +116,7 @@ class Bound:
         """
         check_layer(att, f"bound {self.name!r}")
         att.only(f"bound {self.name!r}", self.covers)
-        return self.formulas.of(att)
+        return self.formulas.of(att.variants)
 
     @property
     def function(self) -> Function:
@@ -133,14 +138,24 @@ class Bound:
         check_layer(att, f"bound {self.name!r}")
         return att.variants <= self.covers
 
+    def too_long(self, tokens: int, heads: int, variants: frozenset[str]) -> str:
+        """Why the bound is not computed on layers with so many tokens, as the end of a sentence; empty where it is."""
+        longest = self.formulas.of(variants).longest
+        if longest is None or tokens <= longest(heads):
+            return ""
+        return (
+            f"is computed up to {longest(heads):,} tokens of such heads, and there are {tokens:,}; take exact_upper, the enclosure of the "
+            "exact norm, which is sharper and takes less time there"
+        )
+
     def sound(self, att: Attention) -> Tensor:
         """Whether the statement is a valid upper bound here, by its assumptions: (samples, heads), bool."""
         check_layer(att, f"bound {self.name!r}")
-        return self.formulas.of(att).condition(att).expand(att.samples, att.heads)
+        return self.formulas.of(att.variants).condition(att).expand(att.samples, att.heads)
 
     def terms(self, att: Attention) -> dict[str, Tensor] | None:
         """What each term contributes, as fractions of one, (samples, heads) each; None where there are no terms, or no statement."""
-        terms = self.formulas.of(att).terms if self.applies(att) else None
+        terms = self.formulas.of(att.variants).terms if self.applies(att) else None
         return None if terms is None else terms(self, att)
 
     def over_ball(self, att: Attention, radius: float, *, norm: str = "token") -> Tensor:
@@ -163,14 +178,16 @@ class Bound:
         check_ball(radius, norm)
         return _numbers(self.ball(att, float(radius), norm)).expand(att.samples, att.heads)
 
-    def extends(self, *variants: str, condition: Function, terms: Terms | None = None, layer: Layer | None = None) -> Callable[[Function], Function]:
+    def extends(
+        self, *variants: str, condition: Function, terms: Terms | None = None, layer: Layer | None = None, longest: Longest | None = None
+    ) -> Callable[[Function], Function]:
         """Decorator: the bound's formula for heads with ``variants`` (some or all of them) that the formulas so far do not cover.
 
         It stands for itself: what it is not given is not taken over from the formula for plain heads.
         """
 
         def enter(function: Function) -> Function:
-            self.formulas.extend(Formula(function, condition, terms, layer), variants)
+            self.formulas.extend(Formula(function, condition, terms, layer, longest), variants)
             return function
 
         return enter

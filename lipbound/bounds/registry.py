@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lipbound.attention.layer import Attention
-    from lipbound.bounds.entry import Ball, Function, Layer, Terms
+    from lipbound.bounds.entry import Ball, Function, Layer, Longest, Terms
 
 PAPERS = (
     "castin2024",
@@ -49,6 +49,7 @@ def bound(
     map: str = "head",
     terms: Terms | None = None,
     layer: Layer | None = None,
+    longest: Longest | None = None,
     ball: Ball | None = None,
     caveat: str = "",
     covers: Collection[str] = (),
@@ -78,7 +79,7 @@ def bound(
     Args:
         covers: variants of attention for which the same function holds.
         bibtex: the source's entry; bounds of one source may share it.
-        terms, layer: see `Formula`. The other arguments are attributes of `Bound`.
+        terms, layer, longest: see `Formula`. The other arguments are attributes of `Bound`.
 
     Where other formulas hold for other kinds of heads, each is registered with `Bound.extends`::
 
@@ -97,7 +98,7 @@ def bound(
         check_norm(norm)
         if bibtex and _BIBTEX.setdefault(citation, bibtex) != bibtex:
             raise ValueError(f"the BibTeX key {citation!r} is already that of another entry")
-        formulas = ByKind(Formula(function, condition, terms, layer), covers)
+        formulas = ByKind(Formula(function, condition, terms, layer, longest), covers)
         _BOUNDS[name] = Bound(
             name, label, citation, statement, source, assumptions, map, cost, formulas, caveat, ball, differentiable, norm
         )  # fmt: skip

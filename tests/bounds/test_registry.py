@@ -82,7 +82,7 @@ def test_a_citation_key_has_one_entry() -> None:
 def test_kinds_go_from_narrow_to_wide() -> None:
     kinds = ByKind("plain", ("cap",))
     kinds.extend("wide", ("cap", "sinks"))
-    assert [kinds.of(variant_layer(0, frozenset(has))) for has in ((), ("cap",), ("sinks",), ("rotation",))] == ["plain", "plain", "wide", "wide"]
+    assert [kinds.of(frozenset(has)) for has in ((), ("cap",), ("sinks",), ("rotation",))] == ["plain", "plain", "wide", "wide"]
 
 
 @pytest.mark.each_value(kind=HARD)

@@ -23,8 +23,6 @@ from lipbound.analysis import adversarial_inputs, mean_field
 from lipbound.analysis.recipes import recipe
 from lipbound.analysis.recipes.registry import Setting
 from lipbound.attention.layer import Attention
-from lipbound.bounds.lipbound2026 import variant_forms
-from lipbound.bounds.lipbound2026.streaming import parts, plain, variants
 from lipbound.bounds.multihead import whole_layer
 from lipbound.errors import LipboundError
 from lipbound.jacobians import head_streaming
@@ -79,22 +77,6 @@ def all_bounds(has: tuple[str, ...], mask: str | None, dtype: str) -> Pairs:
     for norm in ("token", "frobenius"):
         _both(found, f"ball, {norm}", att, lambda one, n=norm: bounds.over_ball(one, 0.1, norm=n))
     _both(found, "attack", att, lambda one: lb.attack(one, 0.1).norm)
-    return found
-
-
-def long_bounds(has: tuple[str, ...], mask: str | None, dtype: str) -> Pairs:
-    """Our bounds in the forms of long inputs."""
-    att, found = _layer(has, mask, dtype), {}
-    limits = [(plain, "STORED"), *((module, "FORM_BYTES") for module in (plain, parts, variants, variant_forms))]
-    limits += [(module, "PAIR_BYTES") for module in (variants, variant_forms)]
-    before = [getattr(module, name) for module, name in limits]
-    for count in (1, len(limits)):
-        for module, name in limits[:count]:
-            setattr(module, name, 0)
-        for name in ("lipbound", "lipbound_block"):
-            _both(found, f"{name}, {count}", att, bounds.get(name))
-    for (module, name), value in zip(limits, before, strict=True):
-        setattr(module, name, value)
     return found
 
 

@@ -106,7 +106,7 @@ def _sample(att: Attention, radii: list[float], norm: str, entries_only: bool) -
     if not -1000 < int(shift) < 1000:
         nothing = torch.full((att.heads, len(radii)), torch.inf, dtype=torch.float64, device=att.device)
         return nothing, nothing
-    around = CENTRES.of(one)(one)
+    around = CENTRES.of(one.variants)(one)
     bounds = around.by_entries if entries_only else around.bounds
     found = [bounds(r * float(exact_power(shift)), norm) for r in radii]
     hidden = TINY * (torch.linalg.vector_norm(one.w_v, dim=(1, 2)) + one.centred_v[0].norm(dim=-1).amax(-1))

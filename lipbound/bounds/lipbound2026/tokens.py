@@ -11,7 +11,7 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.variants import VARIANTS
 from lipbound.bounds import ingredients as qty
 from lipbound.bounds.lipbound2026 import BIBTEX, CITATION
-from lipbound.bounds.lipbound2026.parts import BlockNorms, in_chunks, weights_of
+from lipbound.bounds.lipbound2026.parts import BlockNorms, in_chunks, longest, weights_of
 from lipbound.bounds.lipbound2026.pieces import lengths, mean, outer, root
 from lipbound.bounds.lipbound2026.variant_rows import VariantRows, largest_row
 from lipbound.bounds.lipbound2026.variants import ROWS, together
@@ -31,6 +31,7 @@ from lipbound.linalg.matrix_norms import UNIT, gamma, symmetric_norm
     condition=qty.always,
     cost="O(N^2 d_v (d + d_v)), fewer rows where some stand out",
     layer=with_folded,
+    longest=longest,
     differentiable=False,
     norm="every-token",
 )
@@ -57,6 +58,7 @@ def lipbound_every(att: Attention) -> Tensor:
     condition=qty.always,
     cost="O(N^2 d d_v)",
     layer=with_folded,
+    longest=longest,
     norm="every-token",
 )
 def lipbound_every_block(att: Attention) -> Tensor:
@@ -82,6 +84,7 @@ def lipbound_every_block(att: Attention) -> Tensor:
     condition=qty.always,
     cost="O(N^2 d d_v)",
     layer=with_folded,
+    longest=longest,
     norm="one-token",
 )
 def lipbound_one(att: Attention) -> Tensor:
@@ -94,7 +97,7 @@ def lipbound_one(att: Attention) -> Tensor:
     return _sums(att)[..., 1]
 
 
-@lipbound_every.extends(*VARIANTS, condition=qty.always, layer=with_folded)
+@lipbound_every.extends(*VARIANTS, condition=qty.always, layer=with_folded, longest=longest)
 def _every(att: Attention) -> Tensor:
     def values(one: Attention, sample: int, heads: slice) -> Tensor:
         return torch.stack([VariantRows(one, sample, h).value() for h in range(*heads.indices(one.heads))])[:, None]
@@ -102,12 +105,12 @@ def _every(att: Attention) -> Tensor:
     return att.memo("lipbound_every", lambda: in_chunks(att, values, [_root_count(att)])[..., 0])
 
 
-@lipbound_every_block.extends(*VARIANTS, condition=qty.always, layer=with_folded)
+@lipbound_every_block.extends(*VARIANTS, condition=qty.always, layer=with_folded, longest=longest)
 def _every_block(att: Attention) -> Tensor:
     return together(att)[..., ROWS]
 
 
-@lipbound_one.extends(*VARIANTS, condition=qty.always, layer=with_folded)
+@lipbound_one.extends(*VARIANTS, condition=qty.always, layer=with_folded, longest=longest)
 def _one(att: Attention) -> Tensor:
     return together(att)[..., ROWS + 1]
 
