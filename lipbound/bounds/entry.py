@@ -65,7 +65,7 @@ class Bound:
         name: registry name, the variable of a run.
         label: short label for figures and tables.
         citation: BibTeX key of the source (an entry of `lipbound.bounds.BIBTEX`).
-        statement: the inequality, in plain text.
+        statement: the inequality, in plain text. statement_latex: the same, its formulas in LaTeX between dollar signs.
         source: theorem or equation number.
         assumptions: when the statement is a bound, in words.
         map: "head" (softmax(q k^T) v; with the output slice folded into the values when asked for) or "l2" (L2 attention).
@@ -81,6 +81,7 @@ class Bound:
     label: str
     citation: str
     statement: str
+    statement_latex: str
     source: str
     assumptions: str
     map: str
@@ -194,7 +195,20 @@ class Bound:
 
     def facts(self) -> dict[str, object]:
         """What is said of the bound, as plain data."""
-        names = ("name", "label", "statement", "source", "citation", "assumptions", "caveat", "map", "norm", "cost", "differentiable")
+        names = (
+            "name",
+            "label",
+            "statement",
+            "statement_latex",
+            "source",
+            "citation",
+            "assumptions",
+            "caveat",
+            "map",
+            "norm",
+            "cost",
+            "differentiable",
+        )
         return {name: getattr(self, name) for name in names} | {"covers": sorted(self.covers), "over_ball": self.ball is not None}
 
     def _repr_html_(self) -> str:
@@ -208,7 +222,7 @@ class Bound:
             "covers": covers,
             "cost per head": self.cost,
         }
-        return html_facts(f"{self.label} ({self.name})", said, {"statement": formula(self.statement)})
+        return html_facts(f"{self.label} ({self.name})", said, {"statement": formula(self.statement_latex)})
 
     @property
     def year(self) -> int:

@@ -44,6 +44,7 @@ def inverse_phi(y: Tensor) -> Tensor:
     citation=CITATION,
     bibtex=BIBTEX,
     statement="||J|| <= sqrt(N) scale (4 phi^-1(N-1) + 1) ||W_Q||^2 ||W_V||, phi(x) = x e^(x+1), on L2 attention",
+    statement_latex=r"$\|J\| \le \sqrt{N}\,\mathrm{scale}\,(4 \phi^{-1}(N-1) + 1) \|W_Q\|^2 \|W_V\|$, $\phi(x) = x e^{x+1}$, on L2 attention",
     source="Theorem 3.2, in the degree-two form",
     assumptions="bounds L2 attention with these W_Q, W_V, not the checkpoint's head; masks may only forbid, never a token to itself",
     condition=lambda att: qty.hides_or_shows(att) & (att.scale >= 0),

@@ -41,6 +41,7 @@ def bound(
     label: str,
     citation: str,
     statement: str,
+    statement_latex: str,
     source: str,
     assumptions: str,
     condition: Function,
@@ -56,7 +57,7 @@ def bound(
     differentiable: bool = True,
     norm: str = "frobenius",
 ) -> Callable[[Function], Bound]:
-    """Decorator: enter a function of an `Attention` into the registry under ``name``. What it returns is the `Bound`, which is called alike.
+    r"""Decorator: enter a function of an `Attention` into the registry under ``name``. What it returns is the `Bound`, which is called alike.
 
     Adding a bound touches three files: the paper's own, with its BibTeX entry and terms inside, one word in `PAPERS`, and a test. A new paper::
 
@@ -68,6 +69,7 @@ def bound(
             citation="doe2027",
             bibtex=BIBTEX,
             statement="||J|| <= ||W_V|| (||P|| + ...)",
+            statement_latex=r"$\|J\| \le \|W_V\| (\|P\| + \dots)$",
             source="Theorem 1",
             assumptions="no query bias; any mask",
             condition=qty.no_query_bias,
@@ -100,7 +102,7 @@ def bound(
             raise ValueError(f"the BibTeX key {citation!r} is already that of another entry")
         formulas = ByKind(Formula(function, condition, terms, layer, longest), covers)
         _BOUNDS[name] = Bound(
-            name, label, citation, statement, source, assumptions, map, cost, formulas, caveat, ball, differentiable, norm
+            name, label, citation, statement, statement_latex, source, assumptions, map, cost, formulas, caveat, ball, differentiable, norm
         )  # fmt: skip
         return _BOUNDS[name]
 

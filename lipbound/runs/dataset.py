@@ -73,7 +73,8 @@ def dataset(
     for name in names:
         bound = get(name)
         ds[name].attrs = {
-            "label": bound.label, "citation": bound.citation, "statement": bound.statement, "source": bound.source,
+            "label": bound.label, "citation": bound.citation, "statement": bound.statement, "statement_latex": bound.statement_latex,
+            "source": bound.source,
             "assumptions": bound.assumptions, "compared_with": bound.exact, "caveat": bound.caveat,
         }  # fmt: skip
     return ds

@@ -32,6 +32,7 @@ def _closed(att: Attention, radius: float, norm: str = "token") -> Tensor:
     citation=CITATION,
     bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| (1 + 2 scale ||W_Q|| ||W_K|| R^2), R = max_i |x_i|",
+    statement_latex=r"$\|J\| \le \|W_V\|\,(1 + 2 \mathrm{scale}\,\|W_Q\| \|W_K\| R^2)$, $R = \max_i |x_i|$",
     source="the attention factor of the authors' code (utils.py), without its 1/3, with Remark 2 of Yudin et al. 2025",
     assumptions="any biases (Remark 2), any mask",
     condition=qty.always,

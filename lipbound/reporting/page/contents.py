@@ -68,6 +68,7 @@ def contents(
         "norm": plain(labels.norm_words(ds)),
         "steepest": STEEPEST[norm_of(ds)],
         "statements": {name: plain(ds[name].attrs["statement"]) for name in names},
+        "formulas": {name: plain(ds[name].attrs.get("statement_latex", ds[name].attrs["statement"])) for name in names},
         "sources": {name: plain(ds[name].attrs["source"]) for name in names},
         "compared": {name: compared_with(ds, name) for name in names},
         "exactSamples": ds.attrs["exact_samples"],
