@@ -72,7 +72,7 @@ def bound(
             statement_latex=r"$\|J\| \le \|W_V\| (\|P\| + \dots)$",
             source="Theorem 1",
             assumptions="no query bias; any mask",
-            condition=qty.no_query_bias,
+            condition=conditions.no_query_bias,
             cost="O(N D)",
             terms=values_and_softmax(lambda att, value: factors.norm_v(att) * factors.norm_p(att) / value),
         )
@@ -85,7 +85,7 @@ def bound(
 
     Where other formulas hold for other kinds of heads, each is registered with `Bound.extends`::
 
-        @doe.extends("rotation", "cap", condition=qty.always)
+        @doe.extends("rotation", "cap", condition=conditions.always)
         def _turned(att: Attention) -> Tensor: ...
 
     Raises:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds import ingredients as qty
+from lipbound.bounds import conditions
 from lipbound.bounds.lipbound2026 import BIBTEX, CITATION
 from lipbound.bounds.lipbound2026.parts import RTOL, BlockNorms, in_chunks, longest
 from lipbound.bounds.lipbound2026.pieces import root
@@ -30,7 +30,7 @@ BLOCK_KEY = "lipbound_block"
     statement_latex=r"$\|J\|^2 \le \min(\|E + K\|, \|E\| + L)$, $N \times N$ matrices of norms of the blocks of $J J^T$ (see its docstring)",
     source="lipbound.bounds.lipbound2026.plain",
     assumptions="any biases, any mask",
-    condition=qty.always,
+    condition=conditions.always,
     cost="O(N^3 + N^2 d d_v)",
     terms=gram_terms,
     layer=with_folded,
@@ -81,7 +81,7 @@ def lipbound(att: Attention) -> Tensor:
     "matrix",
     source="lipbound.bounds.lipbound2026.plain",
     assumptions="any biases, any mask",
-    condition=qty.always,
+    condition=conditions.always,
     cost="O(N^2 d d_v)",
     terms=block_terms,
     layer=with_folded,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants import VARIANTS
-from lipbound.bounds import ingredients as qty
+from lipbound.bounds import conditions
 from lipbound.bounds.lipbound2026 import BIBTEX, CITATION
 from lipbound.bounds.lipbound2026.parts import BlockNorms, in_chunks, longest, weights_of
 from lipbound.bounds.lipbound2026.pieces import lengths, mean, outer, root
@@ -29,7 +29,7 @@ from lipbound.linalg.matrix_norms import UNIT, gamma, symmetric_norm
     statement_latex=r"$\|J\|^2 \le \max_i (\sum_j d_{ij}) \|\sum_j J_{ij} J_{ij}^T / d_{ij}\|$, $d_{ij}$ upper values of $\|J_{ij}\|$",
     source="lipbound.bounds.lipbound2026.tokens",
     assumptions="any biases, any mask",
-    condition=qty.always,
+    condition=conditions.always,
     cost="O(N^2 d_v (d + d_v)), fewer rows where some stand out",
     layer=with_folded,
     longest=longest,
@@ -57,7 +57,7 @@ def lipbound_every(att: Attention) -> Tensor:
     statement_latex=r"$\|J\| \le \max_i \sum_j \|J_{ij}\|$, with upper values of the norms of the blocks of J",
     source="lipbound.bounds.lipbound2026.tokens",
     assumptions="any biases, any mask",
-    condition=qty.always,
+    condition=conditions.always,
     cost="O(N^2 d d_v)",
     layer=with_folded,
     longest=longest,
@@ -84,7 +84,7 @@ def lipbound_every_block(att: Attention) -> Tensor:
     statement_latex=r"$\|J\| \le \max_j (\sum_i \|J_{ij}\|^2)^{1/2}$, with upper values of the norms of the blocks of J",
     source="lipbound.bounds.lipbound2026.tokens",
     assumptions="any biases, any mask",
-    condition=qty.always,
+    condition=conditions.always,
     cost="O(N^2 d d_v)",
     layer=with_folded,
     longest=longest,
@@ -100,7 +100,7 @@ def lipbound_one(att: Attention) -> Tensor:
     return _sums(att)[..., 1]
 
 
-@lipbound_every.extends(*VARIANTS, condition=qty.always, layer=with_folded, longest=longest)
+@lipbound_every.extends(*VARIANTS, condition=conditions.always, layer=with_folded, longest=longest)
 def _every(att: Attention) -> Tensor:
     def values(one: Attention, sample: int, heads: slice) -> Tensor:
         return torch.stack([VariantRows(one, sample, h).value() for h in range(*heads.indices(one.heads))])[:, None]
@@ -108,12 +108,12 @@ def _every(att: Attention) -> Tensor:
     return att.memo("lipbound_every", lambda: in_chunks(att, values, [_root_count(att)])[..., 0])
 
 
-@lipbound_every_block.extends(*VARIANTS, condition=qty.always, layer=with_folded, longest=longest)
+@lipbound_every_block.extends(*VARIANTS, condition=conditions.always, layer=with_folded, longest=longest)
 def _every_block(att: Attention) -> Tensor:
     return together(att)[..., ROWS]
 
 
-@lipbound_one.extends(*VARIANTS, condition=qty.always, layer=with_folded, longest=longest)
+@lipbound_one.extends(*VARIANTS, condition=conditions.always, layer=with_folded, longest=longest)
 def _one(att: Attention) -> Tensor:
     return together(att)[..., ROWS + 1]
 

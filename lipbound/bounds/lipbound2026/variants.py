@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants import VARIANTS
-from lipbound.bounds import ingredients as qty
+from lipbound.bounds import conditions
 from lipbound.bounds.lipbound2026 import plain
 from lipbound.bounds.lipbound2026.parts import CHUNK, RTOL, in_chunks, longest
 from lipbound.bounds.lipbound2026.pieces import TINIEST, root, scaled_lengths, seen
@@ -28,12 +28,12 @@ ROWS = 2
 """Where the bounds in the norms of single tokens stand among those that are computed together: by rows, then by columns."""
 
 
-@plain.lipbound.extends(*VARIANTS, condition=qty.always, layer=with_folded, longest=lambda heads: min(LONGEST, longest(heads)))
+@plain.lipbound.extends(*VARIANTS, condition=conditions.always, layer=with_folded, longest=lambda heads: min(LONGEST, longest(heads)))
 def _gram(att: Attention) -> Tensor:
     return together(att)[..., 0]
 
 
-@plain.lipbound_block.extends(*VARIANTS, condition=qty.always, layer=with_folded, longest=longest)
+@plain.lipbound_block.extends(*VARIANTS, condition=conditions.always, layer=with_folded, longest=longest)
 def _block(att: Attention) -> Tensor:
     return together(att)[..., 1]
 
