@@ -129,14 +129,6 @@ def test_yudin_improves_castin_and_g1_exceeds_the_norm() -> None:
     assert bool((values["yudin_sqrt_n"] <= values["yudin_closed"]).all())
 
 
-def test_yudin_improves_castin_by_a_constant_for_all_lengths() -> None:
-    """N (1 + 2t)^2 <= 3 (t^2 (4N + 1) + N) for every t >= 0: the difference is a quadratic in t without real roots."""
-    for n in (1, 2, 10, 10**6):
-        a, b, c = 12 * n + 3 - 4 * n, -4 * n, 3 * n - n
-        assert a > 0
-        assert b * b - 4 * a * c < 0
-
-
 def test_yudin_is_not_sharper_than_specformer_for_small_inputs() -> None:
     """The comparison in the paper holds where the inputs are not small: Specformer's formula goes to 0 with X, and no bound may."""
     att = random_attention("plain")
