@@ -9,7 +9,7 @@ RELEASE_STAMP := $(VENV)/installed-release
 VENV_MIN := .venv-min
 MIN_STAMP := $(VENV_MIN)/installed
 
-.PHONY: demo test quick test-min test-all every lint outputs docs release-check debian figures notebooks bench accuracy tightness clean
+.PHONY: demo test quick test-min test-kernels test-all every lint outputs docs release-check debian figures notebooks bench accuracy tightness clean
 
 $(STAMP): setup.cfg constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3 ..."; exit 1; }
@@ -50,6 +50,10 @@ quick: $(STAMP)
 # The tests of `make quick` with the lowest versions that setup.cfg admits, in a virtual environment of their own.
 test-min: $(MIN_STAMP)
 	LIPBOUND_TESTS_SHARE=0.1 $(VENV_MIN)/bin/python -m pytest -m "not slow"
+
+# The tests of numbers under other kernels than this processor's own, on one and on two threads, a line each: make test-kernels KERNELS="cbwr default".
+test-kernels: $(STAMP)
+	$(BIN)/python checks/kernels.py $(KERNELS)
 
 # All tests: notebooks executed, runs killed and resumed, recipes of all kinds, the study of penalties, all examples of the property tests.
 test-all: $(STAMP)

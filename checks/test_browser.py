@@ -31,6 +31,13 @@ const xa = div._fullLayout["xaxis" + s], ya = div._fullLayout["yaxis" + s], box 
 return [box.left + xa._offset + xa.d2p(arguments[2]), box.top + ya._offset + ya.d2p(arguments[1])];
 """
 
+WIDER = """
+const wide = document.documentElement.clientWidth, beyond = (e) => e.getBoundingClientRect().right > wide + 1;
+const scrolls = (e) => e && e !== document.body && (getComputedStyle(e).overflowX !== "visible" || scrolls(e.parentElement));
+return [...document.querySelectorAll("body *")].filter((e) => beyond(e) && !scrolls(e.parentElement)).map((e) => e.outerHTML.slice(0, 80));
+"""
+"""What reaches beyond the right edge and is in nothing that scrolls."""
+
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[webdriver.Chrome]:
@@ -283,6 +290,20 @@ def test_narrow_and_printed(opened: Any, pages: dict[str, Path], tmp_path: Path)
 
         (Path(SHOTS) / "printed.pdf").write_bytes(base64.b64decode(printed["data"]))
     assert pages["one"].stat().st_size < 6e6
+
+
+@pytest.mark.parametrize("name", ["one", "two", "hostile", "layers"])
+@pytest.mark.parametrize("width", [390, 320])
+def test_nothing_overflows_on_a_telephone(opened: Any, browser: webdriver.Chrome, name: str, width: int) -> None:
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {"width": width, "height": 844, "deviceScaleFactor": 2, "mobile": True})
+    try:
+        opened(name)
+        assert browser.execute_script("return document.documentElement.scrollWidth") == width
+        wider = browser.execute_script(WIDER)
+        assert wider == []
+        shoot(browser, f"{name}-{width}")
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def shoot(browser: webdriver.Chrome, name: str) -> None:

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from lipbound.reporting.citations import cite as cite
     from lipbound.reporting.page.render import report as report
     from lipbound.runs.compare import compare as compare
+    from lipbound.runs.concat import concat as concat
     from lipbound.runs.store import load as load
+    from lipbound.runs.store import save as save
     from lipbound.runs.verify import verify as verify
 
 __version__ = "0.1.0"
@@ -47,12 +49,14 @@ _HOME = {
     "capture": "models.capture.capture",
     "cite": "reporting.citations",
     "compare": "runs.compare",
+    "concat": "runs.concat",
     "load": "runs.store",
     "load_checkpoint": "models.checkpoints",
     "network_norm": "analysis.network",
     "prepare": "models.inputs",
     "radius_curve": "analysis.adversary",
     "report": "reporting.page.render",
+    "save": "runs.store",
     "spectral_norm": "jacobians.spectral_norm",
     "token_norm": "jacobians.tokens.token_norm",
     "token_profile": "jacobians.tokens.profile",
@@ -61,9 +65,9 @@ _HOME = {
 _MODULES = {"bounds": "bounds", "plots": "reporting.plots", "regularizers": "regularizers", "tables": "reporting.tables"}
 _INSIDE = ("analysis", "attention", "devices", "errors", "formatting", "jacobians", "linalg", "models", "reporting", "runs")
 __all__ = [
-    "Attention", "LipboundError", "Norm", "TokenProfile", "attack", "attention_probabilities", "bounds", "capture", "cite", "compare",
-    "load", "load_checkpoint", "network_norm", "plots", "prepare", "radius_curve", "regularizers", "report", "spectral_norm",
-    "tables", "token_norm", "token_profile", "verify",
+    "Attention", "LipboundError", "Norm", "TokenProfile", "attack", "attention_probabilities", "bounds", "capture", "cite",
+    "compare", "concat", "load", "load_checkpoint", "network_norm", "plots", "prepare", "radius_curve", "regularizers", "report",
+    "save", "spectral_norm", "tables", "token_norm", "token_profile", "verify",
 ]  # fmt: skip
 
 

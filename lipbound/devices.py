@@ -1,7 +1,6 @@
 """Where to compute, with what memory, on how many threads."""
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -9,16 +8,28 @@ from functools import wraps
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+import psutil
 import torch
 from torch import Tensor
 
-from lipbound.errors import LipboundError, UnknownNameError, shown
+from lipbound.errors import CheckpointError, LipboundError, UnknownNameError, shown
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 """What is computed in."""
+
+
+WEIGHTS = ("auto", "whole", "layers")
+"""Where the weights of a model may be: see `lipbound.models.checkpoints.load_checkpoint`."""
+
+
+def check_weights(weights: object) -> str:
+    """One of `WEIGHTS`; raises CheckpointError for anything else."""
+    if not isinstance(weights, str) or weights not in WEIGHTS:
+        raise CheckpointError(f"weights is {shown(weights)}; allowed are 'auto', 'whole' (all in memory) and 'layers' (on disk, read layer by layer)")
+    return weights
 
 
 def resolve_device(device: str | torch.device) -> str:
@@ -39,6 +50,21 @@ def resolve_device(device: str | torch.device) -> str:
     except (RuntimeError, AssertionError, ValueError, ImportError, NotImplementedError) as error:
         raise LipboundError(f"device {shown(device)} cannot be used here; try 'cpu' or 'auto'") from error
     return device
+
+
+def has_float64(device: str | torch.device) -> bool:
+    """Whether a device computes in float64, which Apple's GPUs do not."""
+    if torch.device(device).type in ("cpu", "cuda"):
+        return True
+    try:
+        return bool(torch.ones(1, dtype=torch.float64, device=device).sum() == 1)
+    except (TypeError, RuntimeError, NotImplementedError):
+        return False
+
+
+def measuring_device(device: torch.device) -> torch.device:
+    """Where the layers of a model on a device are measured: there, or on the CPU where the device has no float64."""
+    return device if has_float64(device) else torch.device("cpu")
 
 
 def dtype_name(dtype: object, error: type[LipboundError] = UnknownNameError) -> str:
@@ -71,11 +97,7 @@ def available(device: torch.device) -> float:
     """Bytes that can be allocated on a device without swapping, as the system estimates it."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
-    free = float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    table = Path("/proc/meminfo")
-    if table.exists():
-        lines = dict(line.split(":", 1) for line in table.read_text().splitlines())
-        free = float(lines["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in lines else free
+    free = float(psutil.virtual_memory().available)
     for limit, use in LIMITS:
         if Path(limit).exists() and (most := Path(limit).read_text().strip()).isdigit():
             free = min(free, float(most) - float(Path(use).read_text()))
@@ -89,14 +111,23 @@ def require(needed: float, device: torch.device, what: str, instead: str) -> Non
         raise LipboundError(f"{what}, about {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB of memory are free; {instead}")
 
 
-def without_autocast(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator: products are in the dtype of their factors, whatever the caller lets torch choose."""
+def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorator: the function computes what it would by itself, whatever the caller lets torch choose.
+
+    Products are in the dtype of their factors (no autocast), new tensors are on the CPU unless said otherwise (no default device), and results can
+    take part in derivatives later on (no inference mode; derivatives are then not recorded, as there).
+    """
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         with ExitStack() as stack:
+            if torch.is_inference_mode_enabled():
+                stack.enter_context(torch.inference_mode(False))
+                stack.enter_context(torch.no_grad())
             for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
                 stack.enter_context(torch.autocast(device, enabled=False))
+            if torch.get_default_device().type != "cpu":
+                stack.enter_context(torch.device("cpu"))
             return function(*args, **kwargs)
 
     return run

@@ -6,6 +6,7 @@ import operator
 import re
 import warnings
 from collections.abc import Iterable
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -153,6 +154,29 @@ def name_or_none(name: str, value: Any) -> str | None:
     if value is None or (isinstance(value, str) and value.strip()):
         return value
     raise LipboundError(f"{name} is {shown(value)}; give its name, or leave it out")
+
+
+def sample_count(samples: Any, error: type[LipboundError] = LipboundError) -> int | None:
+    """How many samples are wanted: a whole number of at least 1, or None for "all".
+
+    >>> sample_count("all"), sample_count(8)
+    (None, 8)
+    """
+    if isinstance(samples, str) and samples.strip().lower() == "all":
+        return None
+    try:
+        return whole("samples", samples, least=1, error=error)
+    except error as wrong:
+        raise error(f"{wrong}, or 'all'") from wrong
+
+
+def adapter_name(value: Any) -> str | None:
+    """An argument that names an adapter of a model, or says that there is none ("none", False), or nothing (None)."""
+    if value is False or (isinstance(value, str) and value.strip().lower() == "none"):
+        return "none"
+    if value is None or (isinstance(value, str | PurePath) and str(value).strip()):
+        return None if value is None else str(value)
+    raise LipboundError(f"adapter is {shown(value)}; give the directory that PEFT wrote, its hub id, or 'none' for the weights without one")
 
 
 def indices(name: str, value: Any) -> list[int]:

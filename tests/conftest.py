@@ -5,7 +5,8 @@ What needs transformers is imported by the fixtures themselves: the process that
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, here and in processes that tests start
+os.environ.setdefault("LIPBOUND_TESTS_THREADS", "1")  # small matrices: more threads wait for each other
+os.environ["OMP_NUM_THREADS"] = os.environ["LIPBOUND_TESTS_THREADS"]  # read when torch is imported, here and in processes that tests start
 
 import hashlib
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from support.selection import combinations_left_out
 import lipbound as lb
 from lipbound.attention.layer import Attention
 
-torch.set_num_threads(1)  # small matrices: more threads wait for each other
+torch.set_num_threads(int(os.environ["LIPBOUND_TESTS_THREADS"]))
 
 
 @pytest.hookimpl(tryfirst=True)

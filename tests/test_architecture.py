@@ -27,7 +27,7 @@ SIDEWAYS = {("errors", "devices", "formatting")}
 """Folders of one floor that may import one another."""
 NEVER: dict[str, set[str]] = {folder: {"transformers", "xarray"} for folder in ("attention", "linalg", "jacobians", "bounds")}
 
-TOP_ENTRIES, FOLDER_FILES, MODULE_LINES, FUNCTION_LINES = 16, 13, 350, 80
+TOP_ENTRIES, FOLDER_FILES, MODULE_LINES, FUNCTION_LINES = 16, 16, 500, 80
 EXCEPTIONS: dict[str, str] = {"cli.application -> lipbound": "the number of the version stands in the package itself, and nowhere else"}
 """What may break a rule, as the tests name it, and why."""
 

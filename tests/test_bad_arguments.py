@@ -108,7 +108,7 @@ def models() -> Cases:
         found += each(f"network {name}", lambda v, name=name: lb.network_norm(bert, ids, **{"end": 1, name: v}), *fine)
     loaded = Checkpoint(bert, "bert", "", None)
     found += each("prepare for", lambda v: lb.prepare(v, ids)) + each("prepare samples", lambda v: lb.prepare(loaded, ids, samples=v))
-    found += each("prepare", lambda v: lb.prepare(loaded, v), "text", "digits", "path", "None")
+    found += each("prepare", lambda v: lb.prepare(loaded, v), "text", "digits", "path", "None", "array")
     return found
 
 
@@ -136,7 +136,7 @@ def test_every_wrong_argument_is_refused_in_one_sentence(start: str) -> None:
 
 
 def test_samples_as_text_are_refused_in_words(bert: Path) -> None:
-    with pytest.raises(LipboundError, match=r"^samples is '8'; it must be a whole number, at least 1$"):
+    with pytest.raises(LipboundError, match=r"^samples is '8'; it must be a whole number, at least 1, or 'all'$"):
         lb.compare(bert, samples="8")
     with pytest.raises(LipboundError, match=r"^client is 3; give a dask\.distributed\.Client$"):
         lb.compare(bert, client=3)

@@ -41,7 +41,7 @@ MODELS = {
     "compare owner/nothing@v1 --revision v2": "two revisions were given",
     "compare {bert}/config.json": "is a file; give the directory that holds config.json",
     "compare {mess}/empty": "has no config.json",
-    "compare {mess}/adapter": "has no config.json",
+    "compare {mess}/adapter": "/adapter is an adapter of the model that it was trained on, not a model",
     "compare {mess}/no-weights": "has a config.json but no weights",
     "compare {mess}/bad-config": "is not a valid JSON file",
     "compare {mess}/list-config": "could not be loaded: Unrecognized model",
@@ -49,8 +49,8 @@ MODELS = {
     "compare {mess}/unknown-type": "names the model type 'mystery', which this version of transformers does not know",
     "compare {mess}/odd-heads": "is not a multiple of the number of attention heads",
     "compare {mess}/other-shapes": "its weights have other shapes than its config.json says",
-    "compare {mess}/truncated": "could not be loaded: Error while deserializing header",
-    "compare {mess}/no-bytes": "could not be loaded: Error while deserializing header",
+    "compare {mess}/truncated": "/truncated/model.safetensors is cut off: it has 48,048 bytes and should have at least 49,048",
+    "compare {mess}/no-bytes": "/no-bytes/model.safetensors is empty",
     "compare {mess}/missing": "do not fill its architecture: 16 tensors are missing or of another shape",
     "compare {mess}/nan-weights": "contain NaN or infinite numbers, in encoder.layer.1.attention.self.query.weight",
     "compare {mess}/whole-numbers": "are not all floating-point numbers, encoder.layer.0.attention.self.query.weight for one",
@@ -69,8 +69,8 @@ MODELS = {
 }
 NUMBERS_OF_COMPARE = {
     **{f"--samples {value}": f"--samples is {value}; {COUNT}" for value in (0, -1, -99)},
-    **{f"--samples {value}": f"--samples must be a whole number, not '{value}'" for value in ("1.5", "many", "1e9", "nan")},
-    "--samples ''": "--samples must be a whole number, not ''",
+    **{f"--samples {value}": f"--samples must be a whole number or 'all', not '{value}'" for value in ("1.5", "many", "1e9", "nan")},
+    "--samples ''": "--samples must be a whole number or 'all', not ''",
     "--samples": "option '--samples' requires an argument",
     **{f"--exact-samples {value}": f"--exact-samples is {value}; {COUNT}" for value in (0, -3)},
     "--exact-samples x": "--exact-samples must be a whole number, not 'x'",
@@ -91,6 +91,7 @@ NUMBERS_OF_COMPARE = {
     **{f"--seed {value}": f"--seed must be a whole number, not '{value}'" for value in ("x", "1.5", "1e3")},
     **{f"--memory {value}": f"--memory is '{value}'; {SIZE}" for value in ("0", "-1", "much", "4XB", "nan", "inf", "50%", "1e999")},
     "--memory ''": f"--memory is ''; {SIZE}",
+    "--memory 4": "--memory is '4', which is 4 bytes; give it with its unit, such as '4GB', or 'auto'",
 }
 NAMES_OF_COMPARE = {
     "--bounds ''": "--bounds is '', which names none; give 'default', 'all', a name",
@@ -98,7 +99,7 @@ NAMES_OF_COMPARE = {
     "--bounds yudn": "unknown bound 'yudn'; did you mean 'yudin'",
     "--bounds Yudin": "did you mean 'yudin'",
     "--bounds 'yudin kim'": "did you mean 'yudin'",
-    "--bounds exact": "unknown bound 'exact'; allowed are castin,",
+    "--bounds exact,yudin": "unknown bound 'exact'; allowed are castin,",
     "--bounds all,yudin": "unknown bound 'all'; allowed are",
     "--map heads2": "unknown map 'heads2'; did you mean 'heads'",
     "--map HEAD": "did you mean 'head'",
@@ -120,7 +121,7 @@ NAMES_OF_COMPARE = {
     f"{QUICK} --out {{mess}}/strange.zarr --resume": "{mess}/strange.zarr is not a run of lipbound",
     f"{QUICK} --out {{mess}}/file --resume": "{mess}/file is not a run of lipbound",
     "extra": "got unexpected extra argument(s) (extra); see lipbound compare --help",
-    "--sampels 3": "no such option: --sampels (Possible options: --exact-samples, --samples, --split)",
+    "--sampels 3": "no such option: --sampels; did you mean --samples?",
     "--no-such": "no such option: --no-such",
     "-x": "no such option: -x",
 }
@@ -332,7 +333,8 @@ def test_one_sentence_and_status_two(
 
 
 TOLD = {
-    "compare {bert} --data {text} --max-length 12 --samples 99 --bounds castin --layers 0": "note: 99 samples were asked for, and text.txt gives",
+    "compare {bert} --data {text} --max-length 11 --samples 99 --bounds castin --layers 0": "note: 99 samples were asked for, and text.txt gives",
+    f"compare {{bert}} {QUICK} --layers=-1": "note: layers below zero count from the end: layer 1 is measured",
     f"compare {{bert}} {QUICK} --exact-samples 5": "note: exact norms of 5 samples were asked for",
     "compare {bert} --data {mess}/extra.safetensors --samples 2 --bounds castin": "note: colour is not an input of BertModel and was left out",
 }
@@ -352,11 +354,10 @@ def test_what_is_done_otherwise_is_told(
 
 
 DONE = {
-    "compare {bert} --data 'the ferry is in a clock' --max-length 12 --bounds castin": "exact norms: 8 heads",
-    f"compare {{bert}} {QUICK} --layers 0-1": "exact norms: 8 heads",
-    f"compare {{bert}} {QUICK} --layers=-1": "exact norms: 4 heads",
-    f"compare {{bert}} {QUICK} --memory 1e9 --dtype torch.float32 --layers 0": "exact norms: 4 heads",
-    f"--quiet compare {{bert}} {QUICK} --layers 0 --verbose": "exact norms: 4 heads",
+    "compare {bert} --data 'the ferry is in a clock' --max-length 12 --bounds castin": "exact norms: 8 (2 layers x 4 heads, 1 sample)",
+    f"compare {{bert}} {QUICK} --layers 0-1": "exact norms: 8 (2 layers x 4 heads, 1 sample)",
+    f"compare {{bert}} {QUICK} --memory 1e9 --dtype torch.float32 --layers 0": "exact norms: 4 (layer 0 of 2, 4 heads, 1 sample)",
+    f"--quiet compare {{bert}} {QUICK} --layers 0 --verbose": "exact norms: 4 (layer 0 of 2, 4 heads, 1 sample)",
 }
 
 

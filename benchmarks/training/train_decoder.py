@@ -20,7 +20,7 @@ CARD = """---
 license: mit
 library_name: transformers
 ---
-# A small {name}, trained on one book
+# A small {name}, trained on Alice's Adventures in Wonderland
 
 {name} architecture, {layers} layers x {heads} heads, width {width}, context {context}, byte-level BPE of {vocab} tokens;
 trained from scratch by `benchmarks/training/train_decoder.py` on *Alice's Adventures in Wonderland* (Lewis Carroll, 1865;

@@ -8,7 +8,7 @@ PACKAGE = ROOT / "lipbound"
 GROUPS = {
     "Measure": ("compare", "spectral_norm", "token_norm", "token_profile", "network_norm", "Norm", "TokenProfile"),
     "Models, inputs, layers": ("load_checkpoint", "prepare", "capture", "attention_probabilities", "Attention"),
-    "Runs": ("load", "verify", "report", "cite"),
+    "Runs": ("load", "save", "concat", "verify", "report", "cite"),
     "Balls of inputs": ("attack", "radius_curve"),
     "Errors": ("LipboundError",),
 }

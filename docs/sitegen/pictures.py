@@ -142,7 +142,7 @@ def terms(target: Path) -> None:
     """How the exact norm of heads is spread over a checkpoint, beside two bounds: what a heatmap shows."""
     ds = lb.compare("builtin:gpt2", samples=1, max_length=48, bounds=["yudin", "lipbound"], progress=False)
     figure, axes = sheet(1, 3, (7.4, 2.3))
-    for ax, name, title in zip(axes[0], ("exact", "lipbound", "yudin"), ("exact", "lipbound (ours)", "Yudin et al., Theorem 3"), strict=True):
+    for ax, name, title in zip(axes[0], ("exact", "lipbound", "yudin"), ("exact", "lipbound", "Yudin et al., Theorem 3"), strict=True):
         values = ds[name].mean("sample").values
         shared = {"vmin": float(ds["exact"].min()), "vmax": float(ds["lipbound"].max())} if name != "yudin" else {}
         image = ax.imshow(values, cmap="viridis", aspect="auto", **shared)

@@ -11,6 +11,7 @@ from lipbound.attention.layer import Attention
 from lipbound.bounds.ball.bound_over_ball import CENTRES, over_ball
 from lipbound.bounds.entry import check_ball, check_radii
 from lipbound.bounds.registry import get, resolve
+from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError, check_layer, flag, shown, whole
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.jacobians.spectral_norm import spectral_norm
@@ -40,6 +41,7 @@ START, TURN = 8, 3
 """Power iterations where an ascent starts, and at every step."""
 
 
+@in_own_modes
 def attack(att: Attention, radius: float, *, norm: str = "token", steps: int = 20, starts: int = 7, seed: int = 0) -> Attack:
     r"""A lower bound on :math:`\sup \|J(X')\|` over a ball, head by head, by ascent from several inputs.
 
@@ -53,7 +55,8 @@ def attack(att: Attention, radius: float, *, norm: str = "token", steps: int = 2
     Args:
         att: the layer at the centre.
         radius: of the ball. norm: "token" or "frobenius", as in `lipbound.bounds.over_ball`.
-        steps, starts: of the ascent, for each head. seed: of the starts.
+        steps, starts: of the ascent, for each head. seed: of the starts, which are drawn for each head by itself: its result does not depend on
+            which other heads and samples the layer has.
 
     Returns:
         `Attack`; the norm is the float64 value at the input found, ``x``, which lies in the ball as the layer's dtype holds it; never below that at
@@ -68,11 +71,15 @@ def attack(att: Attention, radius: float, *, norm: str = "token", steps: int = 2
     if not all(isinstance(count, int) and not isinstance(count, bool) and count >= 1 for count in (steps, starts)):
         raise LipboundError(f"steps is {shown(steps)} and starts {shown(starts)}; both must be integers, and at least one of each is needed")
     (start,) = check_seed(whole("seed", seed))
-    generator = torch.Generator().manual_seed(start)
+    att = att.detached()
     norms, inputs = [], []
     for s in range(att.samples):
         one = att.unpadded(s)
-        found = [_attack_head(one.select(heads=slice(h, h + 1)), radius, norm, steps, starts, generator) for h in range(att.heads)]
+        with torch.enable_grad():  # a stream of numbers for each head: what is found for one depends on no other
+            found = [
+                _attack_head(one.select(heads=slice(h, h + 1)), radius, norm, steps, starts, torch.Generator().manual_seed(start))
+                for h in range(att.heads)
+            ]
         norms.append(torch.stack([value for value, _ in found]))
         full = att.x[s].expand(att.heads, -1, -1).clone()
         keep = slice(None) if att.valid is None else att.valid[s]
@@ -170,6 +177,7 @@ def _inside(x: Tensor, move: Tensor, radius: float, norm: str) -> Tensor:
     return x
 
 
+@in_own_modes
 def radius_curve(
     att: Attention,
     radii: Sequence[float],

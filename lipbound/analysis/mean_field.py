@@ -16,7 +16,7 @@ from lipbound.errors import AttentionError
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.linalg.operator_norm import operator_norm
 from lipbound.linalg.operators import JacobianOperator
-from lipbound.linalg.solution import Norm
+from lipbound.linalg.solution import Norm, sample_seeds
 
 CHUNK = 2**24
 """Bytes of the d_v x d matrices of some tokens that are decomposed at a time."""
@@ -72,7 +72,7 @@ def weighted_norm(att: Attention, weights: Tensor, *, tol: float = 1e-4, delta: 
     Arguments as in `lipbound.spectral_norm`; weights (samples, N), positive, adding up to one. Norm of shape (samples, heads).
     """
     op = WeightedJacobian(HeadJacobian(weighted(att, weights)), weights.repeat_interleave(att.heads, 0))
-    return operator_norm(op, tol=tol, delta=delta, seed=seed).view(att.samples, att.heads)
+    return operator_norm(op, tol=tol, delta=delta, seed=sample_seeds(att.samples, seed)).view(att.samples, att.heads)
 
 
 def two_diracs(u: Tensor, eigenvalue: float, radius: float) -> tuple[Tensor, Tensor]:

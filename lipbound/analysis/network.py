@@ -1,5 +1,6 @@
 """Exact local Lipschitz constants of whole networks, or of chains of their blocks, through the model's own modules."""
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError, real, shown, whole
 from lipbound.linalg.certificates import ROUNDING
 from lipbound.linalg.operator_norm import operator_norm
 from lipbound.linalg.operators import JacobianOperator, Transposed
-from lipbound.linalg.solution import Norm, check_seed
-from lipbound.models.capture.recorder import cannot_compute, check_model, implementation, taken
+from lipbound.linalg.solution import Norm, sample_seeds
+from lipbound.models.capture.recorder import cannot_compute, implementation, taken
 from lipbound.models.precision import measurable
+from lipbound.models.unwrapping import bare_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,7 +35,7 @@ class NetworkJacobian(JacobianOperator):
     Args:
         f: (samples, *in_shape) -> (samples, *out_shape), each sample of the result depending on the same sample of the input alone.
         x: the inputs.
-        real: (samples, N, 1), 0 for tokens that are held fixed and whose outputs do not count (padding), or None.
+        real: (samples, N, 1), 0 for tokens that are held fixed (padding), or None.
     """
 
     def __init__(self, f: Callable[[Tensor], Tensor], x: Tensor, real: Tensor | None = None):
@@ -41,14 +44,12 @@ class NetworkJacobian(JacobianOperator):
             self._leaf = x.detach().clone().requires_grad_()
             self._value = f(self._leaf)
         self.batch, self.in_shape, self.out_shape = len(x), tuple(x.shape[1:]), tuple(self._value.shape[1:])
-        self._counted = real if real is not None and self._value.ndim == 3 and self._value.shape[1] == x.shape[1] else None
         self.dtype, self.device = x.dtype, x.device
         self._forward = True
 
     def jvp(self, x: Tensor) -> Tensor:
         x = x if self._real is None else x * self._real
-        y = self._pushed(x)
-        return y if self._counted is None else y * self._counted
+        return self._pushed(x)
 
     def _pushed(self, x: Tensor) -> Tensor:
         if self._forward:
@@ -64,7 +65,6 @@ class NetworkJacobian(JacobianOperator):
         return product.detach()
 
     def vjp(self, y: Tensor) -> Tensor:
-        y = y if self._counted is None else y * self._counted
         (product,) = torch.autograd.grad(self._value, self._leaf, y, retain_graph=True)
         return product if self._real is None else product * self._real
 
@@ -119,6 +119,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return max(fitting, key=len)
 
 
+@in_own_modes
 def network_norm(
     model: "PreTrainedModel",
     inputs: Inputs,
@@ -138,8 +139,9 @@ def network_norm(
     ``upper`` does not cover the rounding of activations, so give a model in float64 where digits beyond the fourth matter.
 
     Args:
-        model: a transformers model; of one in half precision a copy in float32 is measured, and a `lipbound.errors.Notice` says so.
-        inputs: what its forward takes, on its device.
+        model: a transformers model, or a `lipbound.models.checkpoint.Checkpoint`; of one in half precision a copy in float32 is measured, and a
+            `lipbound.errors.Notice` says so, and what taking off a wrapper leaves out.
+        inputs: what its forward takes, on its device, or what `lipbound.prepare` returns.
         start: "embeddings", or the number of a block.
         end: "logits", "last_hidden_state", or the number of a block.
         tol, delta, seed: as in `lipbound.spectral_norm`.
@@ -151,14 +153,12 @@ def network_norm(
     Raises:
         LipboundError: no such block, end or output; an end before the start.
     """
-    check_model(model)
-    model = measurable(model)
+    model = measurable(bare_model(model))
     inputs = {name: t for name, t in taken(model, inputs).items() if isinstance(t, Tensor)}
     if isinstance(start, int):
         _number(start, len(blocks(model)), "start")
     share = None if delta is None else real("delta", delta, "a probability between 0 and 1, or None", above=0, below=1)
-    seeds = seed if isinstance(seed, int) and not isinstance(seed, bool) else check_seed(seed)
-    return _norm(model, inputs, start, end, tol, share, seeds, whole("batch", batch, least=1))
+    return _norm(model, inputs, start, end, tol, share, seed, whole("batch", batch, least=1))
 
 
 def _norm(
@@ -166,7 +166,7 @@ def _norm(
 ) -> Norm:
     parts: list[Norm] = []
     count = len(next(iter(inputs.values())))
-    seeds = [seed + s for s in range(count)] if isinstance(seed, int) else list(seed)
+    seeds = sample_seeds(count, seed)
     for i in range(0, count, batch):
         piece = {name: t[i : i + batch] if len(t) == count else t for name, t in inputs.items()}
         with chain(model, piece, start, end) as (f, x, real):
@@ -204,10 +204,13 @@ class _Reached(Exception):
 def chain(
     model: "PreTrainedModel", inputs: Inputs, start: str | int, end: str | int
 ) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor, Tensor | None]]:
-    """The map from ``start`` to ``end`` as a function of (samples, N, D), its input here, and where perturbations are allowed.
+    """The map from ``start`` to ``end`` as a function of (samples, N, D), zero for padding, its input here, and where perturbations are allowed.
 
     ``start`` may also be the number of blocks: what leaves the last one.
     """
+    inputs = {name: t.clone() if isinstance(t, Tensor) and t.is_inference() else t for name, t in inputs.items()}
+    if any(p.is_inference() for p in model.parameters()):  # made in inference mode, tensors take part in no derivative, and copies do
+        model = copy.deepcopy(model)
     parts = blocks(model)
     # the number of blocks: what leaves the last one
     first = 0 if isinstance(start, str) and start == "embeddings" else _number(start, len(parts) + 1, "start")
@@ -250,7 +253,9 @@ def chain(
     def f(x: Tensor) -> Tensor:
         replacement[:] = [x]
         try:
-            return run()
+            value = run()
+            counted = _real_tokens(model, inputs, value, parts[0] if isinstance(last, int) else None)
+            return value if counted is None else value.masked_fill(~counted, 0)
         finally:
             replacement.clear()
 
@@ -266,12 +271,25 @@ def chain(
             except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
                 raise cannot_compute(model, error) from error
             x = given[0].detach().clone()
-            valid = inputs.get("attention_mask")
-            real = None if valid is None or tuple(valid.shape) != tuple(x.shape[:2]) else (valid != 0)[..., None].to(x.dtype)
-            yield f, x, real
+            valid = _real_tokens(model, inputs, x, parts[0])
+            yield f, x, None if valid is None else valid.to(x.dtype)
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _real_tokens(model: "PreTrainedModel", inputs: Inputs, value: Tensor, block: nn.Module | None) -> Tensor | None:
+    """Which tokens of a tensor (samples, N, ...) are not padding, (samples, N, 1), None for all.
+
+    Of an encoder and a decoder each has its own padding: the stream is that of a ``block``, or for None that of the outputs.
+    """
+    name = "attention_mask"
+    if getattr(model.config, "is_encoder_decoder", False):
+        decoder = block is None or any(module is block and "decoder" in at for at, module in model.named_modules())
+        name = "decoder_attention_mask" if decoder else name
+    mask = inputs.get(name)
+    fits = mask is not None and value.ndim == 3 and tuple(mask.shape) == tuple(value.shape[:2])
+    return (mask != 0)[..., None] if fits and mask is not None else None
 
 
 def _number(value: Any, count: int, name: str) -> int:

@@ -10,7 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from lipbound.analysis.network import NetworkJacobian, chain
+from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError
+from lipbound.models.capture.recorder import taken
+from lipbound.models.precision import measurable
+from lipbound.models.unwrapping import bare_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,6 +43,7 @@ class _Pixels(nn.Module):
         return logits
 
 
+@in_own_modes
 def robust_accuracy(
     model: "PreTrainedModel",
     images: Tensor,
@@ -147,6 +152,7 @@ def _generate(classifier: Any, solver: str, size: float, norm: str, batch: int) 
     return run
 
 
+@in_own_modes
 def embedding_accuracy(
     model: "PreTrainedModel", inputs: Mapping[str, Tensor], labels: Tensor, radius: float, *, steps: int = 10, batch: int = 32, seed: int = 0
 ) -> dict[str, float]:
@@ -165,12 +171,14 @@ def embedding_accuracy(
     """
     if not radius > 0:
         raise LipboundError(f"radius is {radius}; it must be positive")
+    model = measurable(bare_model(model))
+    inputs = {name: t for name, t in taken(model, inputs).items() if isinstance(t, Tensor)}
     generator = torch.Generator().manual_seed(seed)
     right: dict[str, int] = {}
     for i in range(0, len(labels), batch):
         piece = {name: t[i : i + batch] if len(t) == len(labels) else t for name, t in inputs.items()}
         with chain(model, piece, "embeddings", "logits") as (f, x, real):
-            for name, good in _attacked(f, x, real, labels[i : i + batch].to(x.device), radius, steps, generator).items():
+            for name, good in _attacked(f, x, real, labels[i : i + batch].to(x.device).clone(), radius, steps, generator).items():
                 right[name] = right.get(name, 0) + int(good.sum())
     return {name: 100 * count / len(labels) for name, count in right.items()}
 
@@ -219,6 +227,7 @@ def _attacked(
     return results
 
 
+@in_own_modes
 def first_order_radius(model: "PreTrainedModel", inputs: Mapping[str, Tensor], *, batch: int = 32) -> Tensor:
     r"""How far (Frobenius norm) a sample's token vectors must move before its linearised prediction changes, (samples,), float64.
 
@@ -226,6 +235,8 @@ def first_order_radius(model: "PreTrainedModel", inputs: Mapping[str, Tensor], *
     reading of the
     Jacobian at one point, not a certificate: the network is not linear.
     """
+    model = measurable(bare_model(model))
+    inputs = {name: t for name, t in taken(model, inputs).items() if isinstance(t, Tensor)}
     found = []
     count = len(next(iter(inputs.values())))
     for i in range(0, count, batch):

@@ -5,6 +5,8 @@ from typing import Any, Generic, TypeVar, overload
 
 import torch
 
+from lipbound.devices import in_own_modes
+
 T = TypeVar("T")
 
 
@@ -31,7 +33,7 @@ class Cache:
         """The value kept under ``key``; ``make()``, which is then kept, where there is none."""
         place = self._place(key)
         if place not in self._values:
-            self._values[place] = make()
+            self._values[place] = in_own_modes(make)()  # kept for callers in other modes
         value: T = self._values[place]
         return value
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.cache import Cache, derived
+from lipbound.attention.masking import zero_one
 from lipbound.attention.projections import Projections, projected
 from lipbound.attention.residual import ResidualContext
 from lipbound.attention.scoring import Scoring
@@ -20,7 +21,7 @@ from lipbound.attention.variants.qk_norm import QKNorm, QKNormalised
 from lipbound.attention.variants.rotary import Rotation
 from lipbound.attention.variants.sinks import Sinks
 from lipbound.attention.variants.token_maps import TokenMap
-from lipbound.errors import AttentionError, is_number, shown
+from lipbound.errors import AttentionError, is_number, shown, tell
 from lipbound.formatting.notebooks import html_facts
 
 T = TypeVar("T")
@@ -112,6 +113,8 @@ class Attention(Transforms):
         found += [] if cap is None else [Cap(float(cap))]
         found += [] if sinks is None else [Sinks(sinks)]
         projections = Projections(w_q, w_k, w_v, b_q, b_k, b_v, w_o)
+        if isinstance(mask, Tensor) and mask.is_floating_point() and zero_one(mask):
+            tell("mask holds 0 and 1, which are added to the scores and forbid nothing; a mask has 0 where attention is allowed and -inf elsewhere")
         self._set(x, projections, Scoring(None if scale is None else float(scale), mask, tuple(found)), valid, surroundings)
 
     @classmethod

@@ -9,6 +9,15 @@ BLOCKED = -1e30
 """Additive mask entries at or below this value forbid attention (models write the dtype's lowest number, or -inf)."""
 
 
+def zero_one(mask: Tensor) -> bool:
+    """Whether a mask holds nothing but 0 and 1, and both: it was hardly meant to be added to scores.
+
+    >>> zero_one(torch.ones(2, 2).tril()), zero_one(torch.zeros(2, 2))
+    (True, False)
+    """
+    return bool(((mask == 0) | (mask == 1)).all()) and bool((mask == 1).any()) and bool((mask == 0).any())
+
+
 def add_mask(scores: Tensor, mask: Tensor) -> Tensor:
     """``scores`` plus an additive mask of theirs, -inf where it forbids attention."""
     return (scores + mask).masked_fill(mask <= BLOCKED, -math.inf)

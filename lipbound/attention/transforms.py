@@ -55,6 +55,10 @@ class Transforms(Fields, ABC):
         """The same layer on another device."""
         return self._map(lambda t: t.to(device))
 
+    def detached(self) -> Self:
+        """The same layer without derivatives, of copies of its tensors: also where those were made in inference mode."""
+        return self._map(lambda t: t.detach().clone(), check=False)
+
     def _map(self, change: Callable[[Tensor], Tensor], *, check: bool = True, mask: bool = True) -> Self:
         return self.with_parts(
             x=change(self.x), projections=self.projections.map(change), scoring=self.scoring.map(change, mask=mask),

@@ -82,6 +82,10 @@ def _check_values(given: dict[str, Tensor], valid: Tensor | None) -> None:
 def _check_mask(mask: Tensor | None, full: tuple[int, ...], valid: Tensor | None) -> None:
     """It must be of the scores' shape, and every query that counts must see at least one key."""
     if mask is not None:
+        if not mask.ndim:
+            raise AttentionError(
+                f"mask is one number, {shown(mask.item())}; it must have an axis of keys and broadcast to (samples, heads, N, N) = {full}"
+            )
         try:
             fits = torch.broadcast_shapes(mask.shape, full) == full
         except RuntimeError:

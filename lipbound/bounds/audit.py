@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lipbound.errors import LipboundError
+
 if TYPE_CHECKING:
     import xarray as xr
 
@@ -30,9 +32,11 @@ def audit(ds: xr.Dataset) -> dict[str, dict[str, Any]]:
         in the theorem or in this program) and ``why`` (where its assumptions did not hold: why the statement is then no bound; else empty).
     """
     report = {}
-    for name in ds.attrs["bounds"]:
+    for name in bounds_there(ds):
         exact = ds[compared_with(ds, name)].values
         slack, rounding = allowance(ds, compared_with(ds, name))
+        if f"{name}_sound" not in ds.variables:
+            raise LipboundError(f"{name}_sound, which says where the assumptions of {name} hold, was left out of the run; keep it")
         value, sound = ds[name].values, ds[f"{name}_sound"].values
         known = np.isfinite(exact) & ~np.isnan(value)  # a value that is not there accuses nobody; what cannot be evaluated is infinite
         below = known & ~(value >= exact * (1 - slack) - np.asarray(rounding))
@@ -48,6 +52,11 @@ def audit(ds: xr.Dataset) -> dict[str, dict[str, Any]]:
     return report
 
 
+def bounds_there(ds: xr.Dataset) -> list[str]:
+    """Names of the bounds that are there with the exact norms of their maps; some of a run's variables may have been left out."""
+    return [str(name) for name in ds.attrs["bounds"] if name in ds.variables and compared_with(ds, name) in ds.variables]
+
+
 def missing(ds: xr.Dataset, name: str) -> int:
     """How often a bound has no value although the exact norm that it is compared with has one; for "exact", how often that lacks one.
 
@@ -56,9 +65,13 @@ def missing(ds: xr.Dataset, name: str) -> int:
     if name != "exact":
         return int((np.isfinite(ds[compared_with(ds, name)].values) & np.isnan(ds[name].values)).sum())
     bounded = np.zeros(ds["exact"].shape, dtype=bool)
-    for other in ds.attrs["bounds"]:
+    for other in bounds_there(ds):
         bounded |= ~np.isnan(ds[other].values)
-    return int((np.isnan(ds["exact"].values) & bounded)[: int(ds.attrs["exact_samples"])].sum())
+    lost = np.isnan(ds["exact"].values) & bounded
+    found = (~np.isnan(ds["exact"].values)).any(tuple(range(1, ds["exact"].ndim)))
+    if "run" not in ds.variables:  # samples of runs that were put together have other numbers
+        found |= ds["sample"].values < int(ds.attrs["exact_samples"])
+    return int(lost[found].sum())
 
 
 def allowance(ds: xr.Dataset, exact: str = "exact") -> tuple[float, xr.DataArray | float]:

@@ -69,12 +69,12 @@ def _with_biases(att: Attention, radius: float, norm: str = "token") -> Tensor:
 
 @bound(
     "castin_bias",
-    label="Castin + biases (ours)",
+    label="Castin 2024 + biases",
     citation=CITATION,
     bibtex=BIBTEX,
     statement="||J|| <= sqrt(3) ||W_V|| (||A||^2 R^4 + N R^2 (||A|| R + |a|)^2 + N)^(1/2), a = scale W_K b_Q",
     statement_latex=r"$\|J\| \le \sqrt{3}\,\|W_V\|\,(\|A\|^2 R^4 + N R^2 (\|A\| R + |a|)^2 + N)^{1/2}$, $a = \mathrm{scale}\,W_K b_Q$",
-    source="after appendix E.3; this form is ours, the printed one could not be recovered",
+    source="after appendix E.3, derived anew, since the printed form could not be recovered",
     assumptions="any biases, any mask",
     condition=conditions.always,
     cost="O(N D + D d^2)",

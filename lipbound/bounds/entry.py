@@ -102,12 +102,14 @@ class Bound:
             AttentionError: a layer that the statement is not about; see `applies`.
             LipboundError: derivatives may be wanted of a bound that has none; inputs longer than `longest`.
         """
+        from lipbound.devices import in_own_modes  # here, since it needs torch
+
         formula = self.formula(att)
         if not self.differentiable and att.cache.recording:
             raise LipboundError(f"bound {self.name!r} has no derivatives; call it under torch.no_grad(), or take {DIFFERENTIABLE[self.norm]!r}")
         if why := self.too_long(att.tokens, att.heads, att.variants):
             raise LipboundError(f"bound {self.name!r} {why}")
-        return _numbers(formula.function(att)).expand(att.samples, att.heads)
+        return in_own_modes(lambda: _numbers(formula.function(att)).expand(att.samples, att.heads))()
 
     def formula(self, att: Attention) -> Formula:
         """The formula for the layer's kind of heads.

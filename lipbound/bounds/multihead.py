@@ -16,10 +16,11 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.bounds.entry import Bound
-from lipbound.bounds.factors import size, spectral, wide
+from lipbound.bounds.factors import root_count, size, spectral, wide
 from lipbound.bounds.registry import get, resolve
 from lipbound.errors import AttentionError, LipboundError, UnknownNameError, check_layer, nearest, shown
 from lipbound.jacobians.maps import BLOCKS, block_bound
+from lipbound.jacobians.rounding import Folding, folding_error, folding_slack
 from lipbound.linalg.matrix_norms import matrix_norm
 from lipbound.linalg.upper import Upper, scaled
 
@@ -104,9 +105,9 @@ def folded(att: Attention, name: str) -> Tensor:
 
     .. math:: \|J\| \le \min\big\{ (L^T \Omega L)^{1/2},\ \|[E_1 \dots E_H]\|\,|L| \big\}
 
-    Proof: Lemma 20 (docs/theory/layers.md).
+    Proof: Lemma 20 (docs/theory/layers.md); what folding rounds is added, by Lemma 72 (docs/theory/rounding.md).
     """
-    heads, e = wide(att).fold_output()
+    heads, e, folding = _folded(att)
     values = get(name)(heads)
     omega = matrix_norm(e[:, None].mT @ e[None])
     whole = size(values, -1)
@@ -114,4 +115,34 @@ def folded(att: Attention, name: str) -> Tensor:
     pairs = Upper.of(torch.einsum("sh,hg,sg->s", parts, omega, parts)).sqrt().shifted(exponent[:, 0]) + torch.where(
         torch.isfinite(values), 0.0, values
     ).sum(-1)
-    return (pairs.minimum(spectral(torch.cat(list(e), 1)) * whole) * (1 + 1e-12)).value()
+    together = pairs.minimum(spectral(torch.cat(list(e), 1)) * whole) * (1 + 1e-12)
+    return (together + _rounded(heads, folding, name).sum()).value()
+
+
+def with_output(att: Attention, name: str) -> tuple[Tensor, Tensor]:
+    """A bound on heads that are followed by their slices of the output projection (map "head_out"), and where it is sound, (samples, heads) each.
+
+    The bound's value at the heads that have absorbed them, and what that has rounded: Lemma 4 (docs/theory/jacobian.md) and Lemma 72
+    (docs/theory/rounding.md).
+    """
+    heads, e, folding = _folded(att)
+    bound = get(name)
+    value = Upper.of(bound(heads)) * spectral(e)
+    return (value + _rounded(heads, folding, name)).value(), bound.sound(heads)
+
+
+def _folded(att: Attention) -> tuple[Attention, Tensor, Folding]:
+    """Heads that have absorbed their output slices, in float64, once for a layer; the bases of their outputs; and what that has rounded."""
+
+    def make() -> tuple[Attention, Tensor, Folding]:
+        given = wide(att)
+        heads, e = given.fold_output()
+        return heads, e, folding_error(given, heads, e)
+
+    return att.memo("folded", make)
+
+
+def _rounded(heads: Attention, folding: Folding, name: str) -> Upper:
+    """What the norms of heads may have lost when they were folded, in the norm of a bound, (samples, heads)."""
+    lost = Upper.of(folding_slack(heads, folding))
+    return lost * root_count(heads) if get(name).norm == "every-token" else lost

@@ -31,6 +31,8 @@ PAPERS = (
     "lipbound2026.tokens",
 )
 """The modules that register bounds, under ``lipbound.bounds``."""
+NO_BOUNDS = ("none", "exact")
+"""Names for no bound at all."""
 _BOUNDS: dict[str, Bound] = {}
 _BIBTEX: dict[str, str] = {}
 
@@ -163,7 +165,7 @@ def get(name: str) -> Bound:
 
 
 def resolve(bounds: str | Bound | Iterable[str | Bound], norm: str | None = None) -> list[str]:
-    """Names for "default" or "all" (all bounds of the norm), one name, comma-separated names, or a list of names.
+    """Names for "default" or "all" (all bounds of the norm), "none" or "exact" (exact norms alone), one name, names separated by commas, or a list.
 
     Args:
         norm: of the bounds. None: that of the bounds that are named, and Frobenius for "all" and "default".
@@ -179,9 +181,11 @@ def resolve(bounds: str | Bound | Iterable[str | Bound], norm: str | None = None
     if isinstance(bounds, str):
         if bounds in ("default", "all"):
             return names(norm or "frobenius")
+        if bounds in NO_BOUNDS:
+            return []
         given, bounds = bounds, [part.strip() for part in bounds.split(",") if part.strip()]
         if not bounds:
-            raise UnknownNameError(f"bounds is {shown(given)}, which names none; give 'default', 'all', a name, or names separated by commas")
+            raise UnknownNameError(f"bounds is {shown(given)}, which names none; give 'default', 'all', a name, names separated by commas, or 'none'")
     if not isinstance(bounds, Iterable) or isinstance(bounds, bytes | Mapping) or (hasattr(bounds, "shape") and not bounds.shape):
         raise UnknownNameError(f"bounds is {shown(bounds)}; give 'default', 'all', a name, or a list of names")
     return _of_one_norm(list(dict.fromkeys(get(name.name if isinstance(name, Bound) else name).name for name in bounds)), norm)

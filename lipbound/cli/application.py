@@ -3,27 +3,32 @@
 Commands import what they need when they run: ``lipbound --help`` loads neither torch nor anything else of size.
 """
 
+import contextlib
 import os
 import re
 import sys
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, _typer_param_setup_autocompletion_compat
 
 from lipbound import __version__
 from lipbound.cli import interruption
-from lipbound.errors import LipboundError, Notice, nearest
+from lipbound.cli.completion import COMPLETERS
+from lipbound.errors import LipboundError, Notice, nearest, neighbours
 from lipbound.formatting import plain
 
 Callback = TypeVar("Callback", bound=Callable[..., Any])
 VERBOSE = "LIPBOUND_VERBOSE"
 """The environment variable that lets other libraries speak, here and in processes that are started."""
+LISTS = {"bounds": "names", "layers": "numbers"}
+"""Options that take several values in one text."""
 SWITCHES = {
     "quiet": "Neither progress bar nor notes.",
     "verbose": "What other libraries say, too: their progress bars, warnings and retries.",
@@ -43,13 +48,36 @@ def switch(name: str, wanted: bool) -> None:
             os.environ[VERBOSE] = "1"
 
 
+def _completing(complete: Callable[[str], list[str]]) -> Callable[[Any, list[str], str], list[tuple[str, str] | str]]:
+    """A completer as typer calls it."""
+    return lambda ctx, words, start: [*complete(start)]
+
+
 class Command(TyperCommand):
-    """A command that also takes `SWITCHES`, and whose errors speak of its options."""
+    """A command that also takes `SWITCHES`, whose options are completed by `COMPLETERS`, and whose errors speak of them."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        for param in self.params:
+            if param.name in COMPLETERS and param._custom_shell_complete is None:
+                _typer_param_setup_autocompletion_compat(param, autocompletion=_completing(COMPLETERS[param.name]))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for name in SWITCHES:
             switch(name, f"--{name}" in args)
-        return super().parse_args(ctx, [word for word in args if word not in {f"--{name}" for name in SWITCHES}])
+        words = [word for word in args if word not in {f"--{name}" for name in SWITCHES}]
+        if not ctx.resilient_parsing:
+            self._once(ctx, words)
+        return super().parse_args(ctx, words)
+
+    def _once(self, ctx: Any, words: list[str]) -> None:
+        """Refuse an option that is given twice, of which the parser would take the last without a word."""
+        _, _, order = self.make_parser(ctx).parse_args(args=list(words))
+        for param, times in Counter(id(param) for param in order).items():
+            option = next(one for one in order if id(one) == param)
+            if times > 1 and option.opts[-1].startswith("-") and not option.multiple and not getattr(option, "is_flag", False):
+                more = f", with its {LISTS[option.name]} separated by commas" if option.name in LISTS else ""
+                raise LipboundError(f"{option.opts[-1]} is given {times} times, and one of them would be ignored; give it once{more}")
 
     def invoke(self, ctx: Any) -> Any:
         options = {param.name: param.opts[-1] for param in self.params if param.name and param.opts}
@@ -111,6 +139,7 @@ def main() -> None:
         warnings.showwarning = _show_warning  # type: ignore[assignment]
         try:
             status = _program()(prog_name="lipbound", standalone_mode=False)
+            sys.stdout.flush()  # what a full disk does not take is told here rather than by Python when it ends
         except (KeyboardInterrupt, typer.Abort):
             status = 130
         except LipboundError as error:
@@ -118,6 +147,13 @@ def main() -> None:
             status = 2
         except typer.Exit as end:
             status = end.exit_code
+        except OSError as error:
+            if not error.strerror:  # an error of a network library
+                raise
+            _abandon_output()
+            where = f"{error.filename} cannot be read or" if error.filename else "the output cannot be"
+            _say(f"{where} written: {error.strerror}", error)
+            status = 2
         except Exception as error:
             if not hasattr(error, "format_message"):
                 raise
@@ -129,6 +165,12 @@ def main() -> None:
         typer.echo(interruption.sentence(), err=True)
     if status:
         sys.exit(status)
+
+
+def _abandon_output() -> None:
+    """What is still held back for standard output goes nowhere: Python would try again when it ends, and complain."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _say(message: str, error: Exception) -> None:
@@ -146,6 +188,9 @@ def _of_usage(error: Any) -> str:
     if unknown:
         names = [c.name or c.callback.__name__.replace("_", "-") for c in app.registered_commands if c.callback is not None]
         return f"there is no command {unknown[1]!r}; {nearest(unknown[1], names)}"
+    if wrong := re.fullmatch(r"No such option: (\S+).*", message):
+        known = [name for param in error.ctx.command.params for name in (*param.opts, *param.secondary_opts) if name.startswith("--")]
+        return f"no such option: {wrong[1]}; {_meant(wrong[1], known) or f'see {command} --help'}"
     if "Value error, " in message:  # a sentence of ours
         return message.partition("Value error, ")[2]
     expected = re.fullmatch(r"Invalid value for '(.*?)': Input should be a valid (\w+).*", message)
@@ -153,6 +198,15 @@ def _of_usage(error: Any) -> str:
         what = {"integer": "a whole number", "number": "a number"}.get(expected[2], f"a {expected[2]}")
         return f"{expected[1].split(' / ')[-1]} must be {what}{_given(expected[1])}"
     return f"{message[:1].lower()}{message[1:]}; see {command} --help"
+
+
+def _meant(word: str, known: list[str]) -> str:
+    """Which option a mistyped one was meant to be: the one that it begins, or that begins it, else the likest; empty where that is not clear."""
+    known = [*dict.fromkeys([*known, *(f"--{name}" for name in SWITCHES)])]
+    word = word if word.startswith("--") else f"-{word}"
+    near = [name for name in known if name.startswith(word) or word.startswith(name)]
+    near = near if len(near) == 1 else neighbours(word, known, cutoff=0.7)[:1]
+    return f"did you mean {near[0]}?" if near else ""
 
 
 def _given(option: str) -> str:

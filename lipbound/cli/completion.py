@@ -1,6 +1,22 @@
-"""What the shell offers behind some options; `lipbound --install-completion` sets it up. Nothing of size is imported."""
+"""What the shell offers behind some options; `lipbound --install-completion` sets it up. Nothing of size is imported: names stand here, too."""
 
 from collections.abc import Callable, Sequence
+
+BOUNDS = (
+    "kim", "dasoulas", "castin", "castin_bias", "castin_c3", "castin_c3_as_coded", "castin_mean_field", "specformer", "yudin", "yudin_g1",
+    "yudin_nobias", "yudin_sqrt_n", "yudin_closed", "lipbound", "lipbound_block", "newhouse", "lipbound_every",
+    "lipbound_every_block", "lipbound_one",
+)  # fmt: skip
+MAPS = ("head", "head_out", "heads", "layer", "residual", "pre_norm", "post_norm")
+NORMS = ("frobenius", "every-token", "one-token")
+RECIPES = (
+    "castin-1", "castin-6", "castin-2", "castin-3", "which-map", "three-norms", "token-profile", "mass-splitting", "yudin-1", "yudin-2", "yudin-3",
+    "yudin-6", "yudin-theorem-4", "yudin-multihead",
+)  # fmt: skip
+REDUCTIONS = ("mean", "geomean", "max", "median")
+DTYPES = ("float32", "float64")
+DEVICES = ("auto", "cpu", "cuda", "mps")
+WEIGHTS = ("auto", "whole", "layers")
 
 
 def one_of(*values: str) -> Callable[[str], list[str]]:
@@ -10,6 +26,26 @@ def one_of(*values: str) -> Callable[[str], list[str]]:
         return [value for value in values if value.startswith(incomplete)]
 
     return complete
+
+
+def some_of(*values: str, alone: Sequence[str] = ()) -> Callable[[str], list[str]]:
+    """Completes the last of several that stand behind each other with commas; those in ``alone`` stand for themselves."""
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")
+        given = before.split(",")
+        offered = [value for value in values if value not in given] if comma else [*alone, *values]
+        return [before + comma + value for value in offered if value.startswith(last)]
+
+    return complete
+
+
+COMPLETERS = {
+    "bounds": some_of(*BOUNDS, alone=("default", "all", "none")), "map": one_of(*MAPS), "norm": one_of(*NORMS), "dtype": one_of(*DTYPES),
+    "device": one_of(*DEVICES), "weights": one_of(*WEIGHTS), "reduce": one_of(*REDUCTIONS), "scale": one_of("rows", "shared", "panel"),
+    "values": one_of("ratio", "value"),
+}  # fmt: skip
+"""Of arguments of any command, by their names."""
 
 
 def models(incomplete: str) -> Sequence[tuple[str, str]]:

@@ -54,30 +54,33 @@ def info(run: StoredRun, json: Json = False) -> None:
 def facts(ds: xr.Dataset, path: Path) -> dict[str, Any]:
     """What a run holds, by names in words."""
     from lipbound.bounds.audit import audit
-    from lipbound.reporting.labels import norm_words
+    from lipbound.reporting.labels import model_name, norm_words
     from lipbound.runs.provenance import CHECKSUM, damage
+    from lipbound.runs.standing import standing
 
-    a, exact = ds.attrs, ds["exact"]
+    a, exact, there = ds.attrs, ds["exact"], standing(ds)
     entries = audit(ds)
     return {
         "run": str(path),
         "model": a["model"],
+        "called": model_name(ds),
         "architecture": a["architecture"],
         "revision": a["revision"],
         "quantization": a.get("quantization"),
         "data": a["data"],
         "data fingerprint": a["data_fingerprint"],
         "preprocessing": a.get("preprocessing", ""),
-        "samples": a["samples"],
-        "exact on samples": a["exact_samples"],
-        "tokens at most": a["tokens"],
+        "samples": there.samples,
+        "exact on samples": there.exact_samples,
+        "tokens at most": there.tokens,
         "layers": ds["layer"].values.tolist(),
+        "layers of the model": there.model_layers,
         "heads": int(ds.sizes["head"]) if "head" in ds.dims else "none: whole layers",
         "map": a["map_description"],
         "norm": norm_words(ds),
         "exact from": float(exact.min()),
         "exact to": float(exact.max()),
-        "not converged": int(exact.notnull().sum() - ds["exact_converged"].sum()),
+        "not converged": there.norms - there.closed,
         "bounds": list(a["bounds"]),
         "below exact": {name: entry["violations"] for name, entry in entries.items() if entry["violations"]},
         "left out": list(a.get("not_applicable", {})),

@@ -42,7 +42,8 @@ def watch() -> None:
         return
     sys.unraisablehook = _told_otherwise
     reader, writer = os.pipe()
-    os.set_blocking(writer, False)
+    if hasattr(os, "set_blocking"):  # Windows has it from Python 3.12 on, and does not ask for it
+        os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     threading.Thread(target=_wait, args=(reader,), daemon=True).start()
 

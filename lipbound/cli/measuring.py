@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -33,6 +34,16 @@ def probability(text: str | float) -> float:
     if not 0 <= value < 1 or (value == 0 and isinstance(text, str) and any(c in text for c in "123456789")):
         raise LipboundError(f"--delta is {shown(text)}; it must be a probability between 0 and 1, or 0 for plain estimates without upper ends")
     return value
+
+
+def count(text: str | int) -> int | str:
+    """A number of samples, or "all"."""
+    if str(text).strip().lower() == "all":
+        return "all"
+    try:
+        return int(text)
+    except ValueError:
+        raise LipboundError(f"--samples must be a whole number or 'all', not {shown(text)}") from None
 
 
 def refuse_given(norm: str, **options: Any) -> None:
@@ -68,15 +79,22 @@ def compare(
     ],
     data: Annotated[
         str | None,
-        typer.Option(help="Hub dataset (id or id:config), text file, image folder, parquet/csv/json, safetensors of inputs, or a text."),
+        typer.Option(
+            help="Hub dataset (id or id:config), text file, folder of texts or images, parquet/csv/tsv/json, safetensors of inputs, or a text."
+        ),
     ] = None,
     split: Annotated[str | None, typer.Option(help="Split of a hub dataset.")] = None,
     column: Annotated[str | None, typer.Option(help="Column of a dataset that holds the text or image.")] = None,
-    samples: Annotated[int, typer.Option(help="How many samples.")] = 8,
+    samples: Annotated[int, typer.Option(parser=count, help="How many samples, or 'all'.")] = 8,
+    shuffle: Annotated[int | None, typer.Option(help="Draw the samples from all of the data, with this seed; the first ones otherwise.")] = None,
     exact_samples: Annotated[int | None, typer.Option(help="Exact norms on the first so many samples only.")] = None,
-    max_length: Annotated[int, typer.Option(help="Tokens per text, special tokens included.")] = 128,
-    layers: Annotated[str | None, typer.Option(help="Layer numbers, e.g. 0,5,11 or 0-3,7; all by default.")] = None,
-    bounds: Annotated[str, typer.Option(help="'default', 'all', or names separated by commas (see `lipbound bounds`).")] = "default",
+    max_length: Annotated[int, typer.Option(help="Tokens per text, special tokens included; a text alone is cut into windows of so many.")] = 128,
+    tokenizer: Annotated[str | None, typer.Option(help="Directory or hub id of the tokenizer, where the checkpoint has none.")] = None,
+    processor: Annotated[str | None, typer.Option(help="Directory or hub id of the image processor, where the checkpoint has none.")] = None,
+    layers: Annotated[str | None, typer.Option(help="Layer numbers, e.g. 0,5,11 or 0-3,7; -1 is the last; all by default.")] = None,
+    bounds: Annotated[
+        str, typer.Option(help="'default', 'all', 'none' (exact norms alone), or names separated by commas (see `lipbound bounds`).")
+    ] = "default",
     map: Annotated[
         str,
         typer.Option(help="head, head_out (with its slice of the output projection), heads, layer (all together), residual, pre_norm or post_norm."),
@@ -92,9 +110,13 @@ def compare(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
     out: Annotated[Path | None, typer.Option(help="Save the run here, a Zarr store that does not exist yet.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Take up the unfinished run of --out where it stopped.")] = False,
-    memory: Annotated[str, typer.Option(help="Working memory, e.g. 4GB: how many samples are taken at a time.")] = "auto",
+    memory: Annotated[str, typer.Option(help="Working memory with its unit, e.g. 4GB: how many samples are taken at a time.")] = "auto",
     weights: Annotated[str, typer.Option(help="'whole' in memory, 'layers' (read layer by layer, for large models), or 'auto'.")] = "auto",
     gguf_file: Annotated[str | None, typer.Option(help="Which GGUF file of a directory or of a hub model; the file itself is a model, too.")] = None,
+    adapter: Annotated[
+        str | None,
+        typer.Option(help="LoRA adapter to merge into the weights: a directory or a hub id; 'none' leaves out one that lies beside the weights."),
+    ] = None,
     scheduler: Annotated[
         str | None, typer.Option(help="Address of a dask scheduler whose workers share the run, or local:N for N processes here.")
     ] = None,
@@ -111,18 +133,19 @@ def compare(
     config = RunConfig(
         model, data, split=split, column=column, bounds=bounds, map=map, norm=norm, samples=samples, exact_samples=exact_samples,
         max_length=max_length, layers=layers, revision=revision, tol=tol, delta=delta or None, device=device, dtype=dtype, seed=seed, out=out,
-        resume=resume, memory=memory, weights=weights, gguf_file=gguf_file,
+        resume=resume, memory=memory, weights=weights, gguf_file=gguf_file, shuffle=shuffle, tokenizer=tokenizer, processor=processor,
+        adapter=adapter,
     )  # fmt: skip
     with cluster(scheduler) as client:
         ds = measured(config, client=client, progress=not state["quiet"])
     show(ds)
     if out is not None:
-        typer.echo(f"saved {out}; draw it with: lipbound heatmap {out} -o heatmap.pdf")
+        typer.echo(f"saved {out}; draw it with: lipbound heatmap {shlex.quote(str(out))} -o heatmap.pdf")
 
 
 @app.command(epilog="Example: lipbound sweep sweep.yaml --out runs")
 def sweep(
-    file: Annotated[Path, typer.Argument(help="YAML: model, data, max_length (values or lists), and options that hold for every run.")],
+    file: Annotated[Path, typer.Argument(help="YAML: model, data, max_length (values or lists), or pairs of them; and options for every run.")],
     out: Annotated[Path, typer.Option(help="Folder for the runs and their index.csv; what it holds already is kept.")] = Path("runs"),
     scheduler: Annotated[str | None, typer.Option(help="As in `lipbound compare`.")] = None,
 ) -> None:

@@ -1,13 +1,31 @@
 """Commands that show a stored run: heatmap, table, cite and report."""
 
+import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from lipbound.cli.application import StoredRun, app, number_or_name
 from lipbound.cli.completion import one_of
 from lipbound.cli.machine import echo_json
+from lipbound.errors import LipboundError, shown
+
+Labels = Annotated[
+    list[str] | None,
+    typer.Option("--label", help="NAME=TEXT: what to call a bound, by its name, or 'exact', 'model', 'data'; may be given several times."),
+]
+
+
+def labels_of(given: list[str] | None) -> dict[str, str]:
+    """What --label was given, by names; raises LipboundError for anything but NAME=TEXT."""
+    found = {}
+    for word in given or []:
+        name, sign, text = word.partition("=")
+        if not sign or not name.strip() or not text.strip():
+            raise LipboundError(f"--label is {shown(word)}; it takes NAME=TEXT, such as --label {shlex.quote('yudin=Yudin et al.')}")
+        found[name.strip()] = text.strip()
+    return found
 
 
 @app.command(epilog="Example: lipbound heatmap minilm.zarr -o minilm.pdf --reduce geomean")
@@ -23,6 +41,7 @@ def heatmap(
     columns: Annotated[int | None, typer.Option(min=1, help="Panels in a row.")] = None,
     style: Annotated[str | None, typer.Option(help="A venue known to tueplots, e.g. icml2024: its fonts and widths (extra `styles`).")] = None,
     caption: Annotated[bool, typer.Option("--caption", help="Draw the caption into the picture too.")] = False,
+    label: Labels = None,
 ) -> None:
     """Draw layer x head heatmaps of a run, and write the caption beside the figure."""
     from lipbound.reporting.plots import heatmaps
@@ -31,8 +50,8 @@ def heatmap(
 
     ds = load(run, damaged="refuse")
     chosen = None if bounds is None else requested(ds, bounds)
-    how, inches = number_or_name(reduce), number_or_name(width)
-    heatmaps(ds, output, bounds=chosen, reduce=how, scale=scale, width=inches, columns=columns, style=style, caption=caption)
+    how, inches, called = number_or_name(reduce), number_or_name(width), labels_of(label)
+    heatmaps(ds, output, bounds=chosen, reduce=how, scale=scale, width=inches, columns=columns, style=style, caption=caption, labels=called)
     typer.echo(f"wrote {output}, and its caption to {output.stem}.caption.txt and .tex beside it")
 
 
@@ -53,11 +72,12 @@ def table(
     width: Annotated[
         str | None, typer.Option(help="Of text: characters (the terminal's by default); of latex: column (the default), page, slide, or points.")
     ] = None,
+    label: Labels = None,
 ) -> None:
     """Print bound / exact per bound, with the audit; or exact norms and bounds per layer or head.
 
     Where a line has no room for all columns, words fold. Then a table per bound lacks, in this order, names, "assumptions hold", "below
-    exact" (marks and notes say these), "over samples", min and max, and says so; a table per layer or head goes on below. Numbers
+    exact" (marks and notes say these), "range over samples", min and max, and says so; a table per layer or head goes on below. Numbers
     stay whole; csv has everything.
     """
     from lipbound.cli.summary import columns, emphasised
@@ -67,23 +87,30 @@ def table(
 
     ds = load(run, damaged="refuse")
     chosen = None if bounds is None else requested(ds, bounds)
+    options: Any = {"by": by, "bounds": chosen, "reduce": number_or_name(reduce), "values": values, "labels": labels_of(label)}
     if json:
-        echo_json(tables.table_of(ds, by=by, bounds=chosen, reduce=number_or_name(reduce), values=values).data())
+        echo_json(tables.table_of(ds, **options).data())
         return
     wide = number_or_name(width) if width is not None else columns() if format == "text" else None
-    typer.echo(emphasised(tables.render(ds, format, by=by, bounds=chosen, reduce=number_or_name(reduce), values=values, width=wide)))
+    typer.echo(emphasised(tables.render(ds, format, width=wide, **options)))
 
 
 @app.command(epilog="Example: lipbound cite minilm.zarr > references.bib; lipbound cite minilm.zarr --format latex")
 def cite(
     run: StoredRun,
-    format: Annotated[str, typer.Option(help="bib (entries, the paragraph as a comment), or the paragraph alone: latex, text.")] = "bib",
+    format: Annotated[
+        str,
+        typer.Option(
+            help="bib (entries, the paragraph as a comment), or the paragraph alone: latex, text.", autocompletion=one_of("bib", "latex", "text")
+        ),
+    ] = "bib",
+    label: Labels = None,
 ) -> None:
     """Print BibTeX for every bound in a run and for lipbound, and a methods paragraph with the run's settings."""
     from lipbound.reporting import citations
     from lipbound.runs.store import load
 
-    typer.echo(citations.cite(load(run, damaged="refuse"), format), nl=False)
+    typer.echo(citations.cite(load(run, damaged="refuse"), format, labels=labels_of(label)), nl=False)
 
 
 @app.command(epilog="Example: lipbound report minilm.zarr -o minilm.html; lipbound report bert.zarr gpt2.zarr -o both.html")
@@ -99,11 +126,12 @@ def report(
     model: Annotated[str | None, typer.Option(help="In place of the recorded model (one run).")] = None,
     data: Annotated[str | None, typer.Option(help="In place of the recorded data (one run).")] = None,
     device: Annotated[str, typer.Option(help="As in `lipbound compare`.")] = "auto",
+    label: Labels = None,
 ) -> None:
     """Write a self-contained page: heatmaps to hover and click, single heads, the audit, provenance, what to cite."""
     from lipbound.reporting.page.render import report as write_report
 
-    how = number_or_name(reduce)
-    for notice in write_report(runs, output, reduce=how, sample=sample, details=details, balls=balls, model=model, data=data, device=device):
+    options: Any = {"sample": sample, "details": details, "balls": balls, "model": model, "data": data, "device": device}
+    for notice in write_report(runs, output, reduce=number_or_name(reduce), labels=labels_of(label), **options):
         typer.echo(f"note: {notice}", err=True)
     typer.echo(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB)")

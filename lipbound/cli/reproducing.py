@@ -7,7 +7,7 @@ import typer
 
 from lipbound.cli import interruption
 from lipbound.cli.application import StoredRun, app, state
-from lipbound.cli.completion import models
+from lipbound.cli.completion import RECIPES, models, one_of
 from lipbound.cli.machine import echo_json
 from lipbound.cli.measuring import measured
 from lipbound.cli.summary import echo_folded, show
@@ -66,7 +66,9 @@ def list_bounds(json: Annotated[bool, typer.Option("--json", help="JSON, for pro
 
 @app.command(epilog="Example: lipbound reproduce castin-1 bert-base-uncased --data alice.txt --full -o figures")
 def reproduce(
-    name: Annotated[str | None, typer.Argument(help="A recipe, or 'all'; without one the recipes are listed.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="A recipe, or 'all'; without one the recipes are listed.", autocompletion=one_of(*RECIPES, "all"))
+    ] = None,
     model: Annotated[str | None, typer.Argument(help="As for `lipbound compare`; builtin:minilm by default.", autocompletion=models)] = None,
     data: Annotated[list[str] | None, typer.Option(help="As for `lipbound compare`; may be given several times.")] = None,
     split: Annotated[str | None, typer.Option(help="Split of a hub dataset.")] = None,
@@ -81,15 +83,18 @@ def reproduce(
     ),
 ) -> None:
     """Compute and draw a figure or a claim of a paper, for any checkpoint."""
-    from lipbound.analysis.recipes.registry import RECIPES, Setting, recipe
+    from lipbound.analysis.recipes.registry import RECIPES as recipes
+    from lipbound.analysis.recipes.registry import Setting, recipe
+    from lipbound.runs.config import check_folder_name
 
     if name is None:
-        for one in RECIPES.values():
+        for one in recipes.values():
             typer.echo(f"{one.name}: {one.title}\n    {one.source}; about {one.cost} with small settings on two cores")
         return
-    chosen = list(RECIPES.values()) if name == "all" else [recipe(name)]
+    chosen = list(recipes.values()) if name == "all" else [recipe(name)]
     if not any(one.of_model for one in chosen) and (model is not None or data):
         tell(f"{chosen[0].name} measures no model, so {', '.join(filter(None, (model, *(data or ()))))} is not looked at")
+    check_folder_name("output", output, "holds data, figures and captions")
     if samples is not None:
         whole("samples", samples, least=1)
     setting = Setting(model or Setting.model, tuple(data or ()), column, split, samples, full, device, dtype, seed)
@@ -108,9 +113,10 @@ def demo(
 ) -> None:
     """Compare all bounds on the three builtin checkpoints, and draw their heatmaps."""
     from lipbound.reporting.plots import heatmaps
-    from lipbound.runs.config import RunConfig
+    from lipbound.runs.config import RunConfig, check_folder_name
     from lipbound.runs.store import check_target
 
+    check_folder_name("out", out, "holds three runs and their figures")
     check_target(out)
     interruption.keeps(lambda: f"runs that were finished are kept in {out}")
     for model in DEMO:

@@ -42,15 +42,19 @@ def echo_folded(text: str) -> None:
 def show(ds: xr.Dataset) -> None:
     """The summary as a table on standard output, what the exact norms are, and what the audit says."""
     from lipbound.bounds.audit import audit
-    from lipbound.formatting import number
+    from lipbound.formatting import number, small
     from lipbound.reporting import tables
+    from lipbound.reporting.labels import counted, places, reached
+    from lipbound.runs.standing import standing
 
     typer.echo(emphasised(tables.render(ds, width=columns())))
     exact = ds["exact"].values[ds["exact"].notnull().values]
     extent = f", from {number(float(exact.min()))} to {number(float(exact.max()))}" if exact.size else ""
-    unconverged = int((ds["exact"].notnull() & ~ds["exact_converged"]).sum())
-    off = f"capture reproduces the model to {ds.attrs['capture_error']:.1e} relative"
-    lines = [f"exact norms: {len(exact)} heads{extent}, {unconverged} not converged; {off}"]
+    error = small(float(f"{ds.attrs['capture_error']:.1e}"))
+    off = f"capture reproduces the model to {error} relative"
+    lines = [f"exact norms: {len(exact)} ({places(ds)}, {counted(standing(ds).exact_samples, 'sample')}){extent}; {off}"]
+    if open_ := reached(ds):
+        lines.append(f"the tolerance asked for, {small(float(ds.attrs['tol']))}, was not reached by {open_}")
     if broken := {name: entry["broken"] for name, entry in audit(ds).items() if entry["broken"]}:
         lines.append(f"\u2021 A bound fell below the exact norm although its assumptions hold: {broken}. Please report this run.")
     for line in lines:

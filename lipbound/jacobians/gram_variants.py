@@ -109,7 +109,7 @@ class VariantGram(Gram):
         r, k = len(q_r), len(q_c)
         out = a_r.new_zeros(r, self._d_v, k * self._d_v)
         for j in self._slices(r, k):
-            inner = self._scale**2 * (q_r @ self._m_kk[j] @ q_c.mT)  # (j, i, k)
+            inner = (self._scale * q_r) @ self._m_kk[j] @ (self._scale * q_c.mT)  # (j, i, k)
             weighted = inner.permute(1, 2, 0)[:, :, None] * a_c[None, ..., j]  # (i, k, d_v, j)
             out += a_r[..., j] @ weighted.flatten(1, 2).mT
         return out.view(r, self._d_v, k, self._d_v)

@@ -18,6 +18,8 @@ from lipbound.jacobians.head_streaming import head_jacobian
 from lipbound.jacobians.maps import BLOCKS, WHOLE
 from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.operators import Roundoff
+from lipbound.linalg.powers import times_power, times_power_up
+from lipbound.linalg.upper import Upper, scaled
 
 SCHUR_STEPS = 4
 """Steps of power iteration for the norms of matrices of sizes: within a few percent."""
@@ -79,21 +81,21 @@ def distance(e: TensorErrors, rows: Moments, scale: float, w_v: Tensor, loose: T
 
 
 @torch.no_grad()
-def roundoff(att: Attention, op: HeadOperator, *, loose: Tensor | None = None, skew: float = 0.0, sharp: bool = False) -> Roundoff:
+def roundoff(att: Attention, op: HeadOperator, *, folding: "Folding | None" = None, sharp: bool = False) -> Roundoff:
     """Of the heads of a float64 layer: Lemma 70 (docs/theory/rounding.md) for its tensors, Lemma 71 (docs/theory/rounding.md) for its
     products.
 
     Args:
         att, op: the layer and its Jacobian.
-        loose: how far w_v may be from the projection that is meant, (heads,). skew: by how much more norms may differ, relatively.
+        folding: how far its values may be from those that are meant.
         sharp: whether to spend some passes over P on sizes that are a half or a third.
     """
     e = tensor_errors(att)
     c, n = abs(att.scale), att.tokens
     rows, w_v = _moments(op, e), projection_norms(att)[2]
-    if loose is not None:
-        e = replace(e, v_error=e.v_error + torch.linalg.vector_norm(att.centred(att.x), dim=-1)[:, None] * loose[:, None])
-    known = 0.0 if loose is None else loose
+    if folding is not None:
+        e = replace(e, v_error=e.v_error + _moved(att, folding))
+    known, skew = (0.0, 0.0) if folding is None else (folding.weights, folding.skew)
     tensors = torch.minimum(distance(e, rows, c, w_v, known), 2 * _whatever_p(e, c, w_v + known))
     value, key, columns = rows.value, rows.key, rows.columns
     k_slope = e.k_slope.amax(-1, keepdim=True)
@@ -140,16 +142,67 @@ def _absolute(op: HeadOperator, att: Attention) -> list[Tensor]:
     return found
 
 
-def folding_error(att: Attention, basis: Tensor, folded: Tensor) -> tuple[Tensor, float]:
-    r"""How far ``folded`` E^T is from w_v w_o in the Frobenius norm, (heads,), and E, the stored ``basis`` (heads, D_out, r), from orthonormal."""
-    w_v, w_o, e = (t.double() for t in (att.w_v, att.w_o if att.w_o is not None else basis.mT, basis))
-    inner = w_o @ e
-    per = 2 * (w_v.shape[1] + e.shape[1] + 16) * UNIT
-    sizes = [torch.linalg.matrix_norm(t) for t in (w_v, w_o, e, inner)]
-    missed = torch.linalg.matrix_norm(w_o - inner @ e.mT) + per * sizes[1] * sizes[2] * (1 + sizes[2])
-    missed = sizes[0] * missed + sizes[2] * (torch.linalg.matrix_norm(folded.double() - w_v @ inner) + per * sizes[0] * sizes[3])
+class Folding(NamedTuple):
+    r"""What folding an output slice into the values has rounded, upper values.
+
+    Attributes:
+        weights: :math:`\|W_V W_O - \hat w E^T\|_F`, (heads,). biases: the same of the values' biases, (heads,).
+        skew: how far E, as stored, is from orthonormal columns.
+    """
+
+    weights: Tensor
+    biases: Tensor
+    skew: float
+
+    def shifted(self, exponents: Tensor) -> "Folding":
+        """Of values multiplied by powers of two, (heads,)."""
+        return Folding(times_power_up(self.weights, exponents), times_power_up(self.biases, exponents), self.skew)
+
+
+@torch.no_grad()
+def folding_error(att: Attention, folded: Attention, basis: Tensor) -> Folding:
+    """Of the layer that `Attention.fold_output` made of another, with its ``basis`` E (heads, D_out, r): Lemma 72
+    (docs/theory/rounding.md)."""
+    assert att.w_o is not None
+    weights, skew = _missed(att.w_v, att.w_o, basis, folded.w_v)
+    if att.b_v is None or folded.b_v is None:
+        return Folding(weights, torch.zeros_like(weights), skew)
+    return Folding(weights, _missed(att.b_v[:, None], att.w_o, basis, folded.b_v[:, None])[0], skew)
+
+
+def _missed(w: Tensor, w_o: Tensor, e: Tensor, folded: Tensor) -> tuple[Tensor, float]:
+    """Upper values of |w w_o - folded e^T|_F, (heads,), and of |e^T e - 1|_F; w and w_o in units of their sizes, so that no square underflows."""
+    (w, a), (w_o, b), e = scaled(w, (-2, -1)), scaled(w_o, (-2, -1)), e.double()
+    near, inner = times_power(folded.double(), -(a + b)), w_o @ e
+    per = 2 * (w.shape[-1] + e.shape[1] + 16) * UNIT
+    sizes = [torch.linalg.matrix_norm(t) for t in (w, w_o, e, inner)]
+    left = torch.linalg.matrix_norm(w_o - inner @ e.mT) + per * sizes[1] * sizes[2] * (1 + sizes[2])
+    made = torch.linalg.matrix_norm(near - w @ inner) + per * sizes[0] * sizes[3]
+    missed = Upper.of((sizes[0] * left + sizes[2] * made) * MARGIN).shifted((a + b)[..., 0, 0]).value()
     unit = torch.eye(e.shape[2], dtype=e.dtype, device=e.device)
-    return missed * MARGIN, float((torch.linalg.matrix_norm(e.mT @ e - unit) + per * sizes[2] ** 2).amax())
+    return missed, float((torch.linalg.matrix_norm(e.mT @ e - unit) + per * sizes[2] ** 2).amax())
+
+
+def _moved(att: Attention, folding: Folding) -> Tensor:
+    """How far values are from those that are meant, before their mean is taken away where P does not see it, (samples, heads, N)."""
+    x = att.x.double()
+    if att.scoring.extra_scores is None:
+        return torch.linalg.vector_norm(att.centred(x), dim=-1)[:, None] * folding.weights[:, None]
+    return torch.linalg.vector_norm(x, dim=-1)[:, None] * folding.weights[:, None] + folding.biases[:, None]
+
+
+@torch.no_grad()
+def folding_slack(folded: Attention, folding: Folding) -> Tensor:
+    """An upper value of the norm of the Jacobian that folding has lost, (samples, heads): that of heads whose values are what it has rounded away,
+    for the probabilities there are, as far as they are known. Lemma 72 (docs/theory/rounding.md)."""
+    e, v, op, n, c = tensor_errors(folded), _moved(folded, folding) * MARGIN, head_jacobian(folded), folded.tokens, abs(folded.scale)
+    v = v if folded.valid is None else v.masked_fill(~folded.valid[:, None], 0.0)
+    rest = (1 - op.largest().view(e.p.shape)).clamp_min(0) + e.p + (n + 8) * UNIT
+    deviation = v.amax(-1, keepdim=True) * (2 * rest.sqrt()).clamp_max(1)
+    through_k = (e.k_slope + e.k_slope_error).amax(-1) * (deviation * (e.q + e.q_error)).norm(dim=-1)
+    through_q = (e.k + e.k_error).amax(-1) * (deviation * (e.q_slope + e.q_slope_error)).amax(-1)
+    found = _upper(c * (through_k + through_q) + n**0.5 * folding.weights)
+    return torch.where(torch.isfinite(e.score).all(-1), found, torch.inf)  # a variant that does not say what it does to scores
 
 
 def layer_roundoff(att: Attention, op: HeadOperator, map: str, *, sharp: bool = False) -> Roundoff:

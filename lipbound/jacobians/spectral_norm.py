@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.devices import without_autocast
+from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError, check_layer, choice, flag, real, whole
 from lipbound.jacobians.gram import Gram
 from lipbound.jacobians.gram_variants import covered, gram_of
@@ -26,13 +26,13 @@ from lipbound.linalg.operator_norm import DEFAULT_STEPS, METHODS, operator_norm
 from lipbound.linalg.operators import JacobianOperator, Roundoff
 from lipbound.linalg.powers import times_power, times_power_up
 from lipbound.linalg.reference_solvers import dense_svd
-from lipbound.linalg.solution import Norm
+from lipbound.linalg.solution import Norm, sample_seeds
 
 DEFLATION = "deflation"
 """The method with deterministic upper ends, for maps whose J J^T has a closed form."""
 
 
-@without_autocast
+@in_own_modes
 def spectral_norm(
     att: Attention,
     *,
@@ -78,7 +78,8 @@ def spectral_norm(
 
     The Jacobian is that at the numbers given, in exact arithmetic: every rounding, from scores and softmax to the recurrences, is inside
     ``lower`` and ``upper`` (all methods but "power"). Where logits are so large that rounding alone is wider than ``tol``, ``converged`` is False.
-    For a fixed seed the certificate presumes that the input was not chosen with knowledge of it.
+    For a fixed seed the certificate presumes that the input was not chosen with knowledge of lipbound's own random stream; what torch or numpy draw
+    with any seed is independent of it. Without ``delta`` a norm that float32 cannot resolve is found in float64, or ``converged`` is False.
 
     >>> import torch
     >>> g = torch.Generator().manual_seed(0)
@@ -89,14 +90,15 @@ def spectral_norm(
     choice("map", map, MAPS)
     choice("method", method, (*METHODS, DEFLATION))
     check_arguments(att, method, tol, delta)
+    seeds = sample_seeds(att.samples, seed)
     tol, vectors, max_steps = float(tol), flag("vectors", vectors), None if max_steps is None else whole("max_steps", max_steps, least=1)
     if map in BLOCKS and method == DEFLATION:
         raise LipboundError(f"method {method!r} has no closed form of map {map!r}; use 'lanczos' with delta")
     if method == "power":
-        return _power(att, map, tol, delta, vectors, seed, max_steps)
+        return _power(att, map, tol, delta, vectors, seeds, max_steps)
     wide = Measured(att.double(), map, sharp=delta is not None)
     if method == DEFLATION:
-        norm = deflation(wide.op, _grams(wide.attention, map), tol=tol, seed=seed, vectors=vectors)
+        norm = deflation(wide.op, _grams(wide.attention, map), tol=tol, seed=seeds, vectors=vectors)
         norm = widened(norm, wide.roundoff.tensors, tol)
     elif method == "dense":
         norm = dense_svd(wide.op, vectors=vectors)
@@ -106,9 +108,9 @@ def spectral_norm(
         steps = DEFAULT_STEPS[method] if max_steps is None else max_steps
         with torch.no_grad():
             if delta is None:
-                norm = estimate(wide.op, wide.roundoff, op, method=method, tol=tol, seed=seed, max_steps=steps, vectors=vectors)
+                norm = estimate(wide.op, wide.roundoff, op, method=method, tol=tol, seed=seeds, max_steps=steps, vectors=vectors)
             else:
-                norm = enclose(wide.op, wide.roundoff, op, tol=tol, delta=delta / wide.op.batch, seed=seed, max_steps=steps, vectors=vectors)
+                norm = enclose(wide.op, wide.roundoff, op, tol=tol, delta=delta / wide.op.batch, seed=seeds, max_steps=steps, vectors=vectors)
     return shaped(att, norm, wide)
 
 
@@ -128,7 +130,7 @@ class Measured:
     def __init__(self, att: Attention, map: str, *, as_given: bool = False, sharp: bool = False):
         self.map, self.known, self._sharp, before = map, None, sharp, att
         att, self.basis = att.fold_output() if map == "head_out" else (att, None)
-        self.folded = None if self.basis is None else folding_error(before, self.basis, att.w_v)
+        self.folded = None if self.basis is None else folding_error(before, att, self.basis)
         self.exponents = torch.zeros(att.heads, dtype=torch.long)
         if as_given:
             pass
@@ -146,9 +148,8 @@ class Measured:
         heads = heads_of(self.op)
         if self.folded is None:
             return map_roundoff(self.attention, heads, self.map, sharp=self._sharp)
-        loose, skew = self.folded
-        loose = times_power(loose, -self.exponents.to(loose.device))
-        return roundoff(self.attention, heads, loose=loose, skew=skew, sharp=self._sharp)
+        folding = self.folded.shifted(-self.exponents.to(self.folded.weights.device))
+        return roundoff(self.attention, heads, folding=folding, sharp=self._sharp)
 
 
 def _narrow(op: JacobianOperator) -> JacobianOperator | None:
@@ -173,10 +174,10 @@ def check_arguments(att: object, method: str, tol: float, delta: float | None) -
         real("delta", delta, "between 0 and 1, a probability of failure", above=0, below=1)
 
 
-def _power(att: Attention, map: str, tol: float, delta: float | None, vectors: bool, seed: int | Sequence[int], max_steps: int | None) -> Norm:
+def _power(att: Attention, map: str, tol: float, delta: float | None, vectors: bool, seeds: list[int], max_steps: int | None) -> Norm:
     """Power iteration, whose absolute stopping rule must see J itself, in the dtype that was given."""
     plain = Measured(att, map, as_given=True)
-    norm = operator_norm(plain.op, method="power", tol=tol, delta=delta, vectors=vectors, seed=seed, max_steps=max_steps)
+    norm = operator_norm(plain.op, method="power", tol=tol, delta=delta, vectors=vectors, seed=seeds, max_steps=max_steps)
     return shaped(att, norm, plain)
 
 
@@ -220,7 +221,7 @@ def _grams(att: Attention, map: str) -> list[Callable[[], Gram]]:
     return [partial(gram_of, att, s, [h]) for s in range(att.samples) for h in range(att.heads)]
 
 
-@without_autocast
+@in_own_modes
 def l2_spectral_norm(att: Attention, *, tol: float = 1e-4, seed: int | Sequence[int] = 0) -> Norm:
     """Exact local Lipschitz constant of L2 attention with the layer's weights (see `L2HeadJacobian`), samples x heads.
 
@@ -230,12 +231,16 @@ def l2_spectral_norm(att: Attention, *, tol: float = 1e-4, seed: int | Sequence[
     scaled, unit = att.double().unit_values()
     op = L2HeadJacobian(scaled)
     search = op if att.dtype == torch.float64 else L2HeadJacobian(att.unit_values()[0])
-    nothing = torch.zeros(op.batch, dtype=torch.float64)
-    norm = estimate(op, Roundoff(nothing, nothing, nothing), search, method="lanczos", tol=tol, seed=seed, max_steps=DEFAULT_STEPS["lanczos"])
+    nothing, seeds = torch.zeros(op.batch, dtype=torch.float64), sample_seeds(att.samples, seed)
+    norm = estimate(op, Roundoff(nothing, nothing, nothing), search, method="lanczos", tol=tol, seed=seeds, max_steps=DEFAULT_STEPS["lanczos"])
     return _scale(norm.view(att.samples, att.heads), unit.cpu().log2().round().long())
 
 
 def _scale(norm: Norm, exponents: Tensor) -> Norm:
-    """Ends times powers of two; near the end of the range, where that rounds, outwards."""
+    """Ends times powers of two; near the end of the range, where that rounds, outwards, and then they are not close to each other."""
     lower = times_power(norm.lower, exponents)
-    return replace(norm, lower=torch.where(lower < 1e-300, 0.0, lower), upper=times_power_up(norm.upper, exponents))
+    lost = (lower < 1e-300) & (norm.lower > 0)
+    return replace(
+        norm, lower=torch.where(lost, 0.0, lower), upper=times_power_up(norm.upper, exponents),
+        error=torch.where(lost, math.inf, norm.error), converged=norm.converged & ~lost,
+    )  # fmt: skip

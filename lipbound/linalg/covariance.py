@@ -17,6 +17,8 @@ BYTES = 2**26
 """Of the largest temporary over rows of several heads."""
 FLUSHED = 2.0**-120
 """Entries of a matrix that count as zero, relative to its largest."""
+FAINT = 2.0**-500
+"""Deviations of rows, of inputs of ordinary size, below which nothing depends on their digits: this much is added to all of them."""
 
 
 class Largest(NamedTuple):
@@ -127,7 +129,7 @@ def _exact(x: Tensor, distances: Tensor, p: Tensor) -> Tensor:
     lengths = p * distances[heaviest]  # at most N times as small as the columns of X^T M
     error = gamma(n + 12) * lengths.sum(-1)
     scale = lengths.amax(-1, keepdim=True)
-    scale = torch.where(scale > 0, scale, 1.0)
+    scale = torch.where(scale > 0, scale.clamp_min(FAINT), 1.0)  # p over a subnormal number would overflow
     weights = torch.where(p * distances.amax() < FLUSHED * scale, 0.0, p / scale)  # subnormal products would take a hundred times as long
     z = x - x[heaviest][..., None, :]
     z.sub_(p[..., None, :] @ z).mul_(weights[..., None])
@@ -135,4 +137,4 @@ def _exact(x: Tensor, distances: Tensor, p: Tensor) -> Tensor:
     g = z @ z.mT
     top = eigenvalues(g)[..., -1].clamp_min(0)
     top = top * (1 + 16 * min(n, width) * UNIT) + gamma(max(n, width) + 4) * g.diagonal(dim1=-2, dim2=-1).sum(-1)
-    return ((top.sqrt() + 4 * FLUSHED * n**0.5) * scale[..., 0] + 2 * error + 2.0**-500) * (1 + gamma(20))
+    return ((top.sqrt() + 4 * FLUSHED * n**0.5) * scale[..., 0] + 2 * error + FAINT) * (1 + gamma(20))

@@ -14,7 +14,7 @@ from lipbound.errors import LipboundError
 from lipbound.linalg.lanczos import ritz_vectors
 from lipbound.linalg.matrix_norms import SMALLEST, UNIT, block_norm, nonnegative_norm
 from lipbound.linalg.operators import JacobianOperator
-from lipbound.linalg.solution import Norm, unit_vectors
+from lipbound.linalg.solution import Norm, normal_numbers, seeds_each, unit_vectors
 
 RANKS = (8, 24)
 """How many Ritz vectors are deflated, in successive attempts."""
@@ -98,10 +98,10 @@ def deflation(op: JacobianOperator, grams: Sequence[Callable[[], BlockMatrix]], 
     norm = _empty(op, vectors)
     size = op.out_shape[0] * op.out_shape[1]
     require(8.0 * size * (STEPS + 4 * max(RANKS)), op.device, f"method 'deflation' needs {STEPS + 4 * max(RANKS)} vectors of {size}", "use 'lanczos'")
-    together = max(1, int(2.5e8 // (8 * size * STEPS)))
+    together, seeds = max(1, int(2.5e8 // (8 * size * STEPS))), seeds_each(op.batch, seed)
     for first in range(0, op.batch, together):
         entries = torch.arange(first, min(op.batch, first + together), device=op.device)
-        ritz = ritz_vectors(op.select(entries), steps=STEPS, count=max(RANKS), seed=_seeds(seed, op.batch, first, len(entries)))
+        ritz = ritz_vectors(op.select(entries), steps=STEPS, count=max(RANKS), seed=seeds[first : first + len(entries)])
         for i, basis in zip(entries.tolist(), ritz, strict=True):
             gram = grams[i]()
             tokens = basis.view(-1, *op.out_shape)[:, gram.keep]
@@ -133,10 +133,10 @@ def _keep_vector(norm: Norm, i: int, gram: BlockMatrix, vector: Tensor) -> None:
 
 def _refuse_underflow(norm: Norm, op: JacobianOperator) -> None:
     """Raise LipboundError where J is not zero, but G leaves the range of float64: attention next to a sink has norms of any size."""
-    tiny = (norm.upper < SMALLEST).nonzero()[:, 0].to(op.device)
+    tiny, size = (norm.upper < SMALLEST).nonzero()[:, 0].to(op.device), op.out_shape[0] * op.out_shape[1]
     if not len(tiny):
         return
-    y = torch.randn(len(tiny), *op.out_shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(op.device)
+    y = normal_numbers(len(tiny) * size, "underflow").view(len(tiny), *op.out_shape).to(op.device)
     if bool((op.select(tiny).vjp(y) != 0).any()):
         raise LipboundError(f"a norm is below {SMALLEST:g} and its square underflows float64; use method='dense', or rescale the weights")
 
@@ -150,10 +150,3 @@ def _finish(norm: Norm, op: JacobianOperator, tol: float) -> Norm:
         return norm
     right = unit_vectors(op.vjp(norm.left))
     return Norm(norm.lower, norm.upper, norm.steps, norm.converged, norm.error, unit_vectors(op.jvp(right)), right)
-
-
-def _seeds(seed: int | Sequence[int], batch: int, first: int, count: int) -> list[int]:
-    """One seed per entry: the same vectors whatever the batch is cut into."""
-    seeds = [seed] if isinstance(seed, int) else list(seed)
-    each = batch // len(seeds)
-    return [seeds[i // each] * 1_000_003 + i % each for i in range(first, first + count)]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lipbound.errors import RangeError
 from lipbound.linalg.operators import JacobianOperator
-from lipbound.linalg.solution import Norm, Results, start_vectors
+from lipbound.linalg.solution import Norm, Results, normal_numbers, start_vectors
 from lipbound.linalg.stopping import StoppingRule, project_out
 
 LOOK = 2
@@ -104,7 +104,6 @@ def ritz_vectors(op: JacobianOperator, *, steps: int, count: int, seed: int | Se
     op = op.double()
     n = math.prod(op.out_shape)
     steps = min(steps, n)
-    fresh = torch.Generator().manual_seed(0)
     v = start_vectors(op, op.out_shape, seed)
     basis = v.new_zeros(op.batch, steps, n)
     images = v.new_zeros(op.batch, steps, n)
@@ -117,7 +116,7 @@ def ritz_vectors(op: JacobianOperator, *, steps: int, count: int, seed: int | Se
         w = project_out(w, known, 2)
         ended = torch.linalg.vector_norm(w, dim=1) <= 1e-12 * size
         if bool(ended.any()):
-            other = torch.randn(w.shape, generator=fresh, dtype=torch.float64).to(w.device)
+            other = normal_numbers(w.numel(), "fresh", j).view(w.shape).to(w.device)
             w = torch.where(ended[:, None], project_out(other, known, 2), w)
         v = w / torch.linalg.vector_norm(w, dim=1, keepdim=True).clamp_min(1e-300)
     projected = basis @ images.mT

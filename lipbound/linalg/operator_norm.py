@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError, UnknownNameError, is_number, nearest
 from lipbound.linalg.golub_kahan import golub_kahan
 from lipbound.linalg.lanczos import lanczos
@@ -15,6 +16,7 @@ METHODS = ("lanczos", "golub-kahan", "power", "dense")
 DEFAULT_STEPS = {"lanczos": 500, "golub-kahan": 500, "power": 100}
 
 
+@in_own_modes
 def operator_norm(
     op: JacobianOperator,
     *,

@@ -1,10 +1,12 @@
 """What a solver returns, what it starts from, and where it collects its results."""
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,6 +14,9 @@ from lipbound.errors import LipboundError, RangeError, shown, whole
 from lipbound.formatting import number
 from lipbound.formatting.notebooks import ROWS, html_table
 from lipbound.linalg.operators import JacobianOperator
+
+SALT = "lipbound: directions that no data know of"
+"""Part of the key of every random stream."""
 
 
 @dataclass(frozen=True)
@@ -69,16 +74,36 @@ class Norm:
 def start_vectors(op: JacobianOperator, shape: tuple[int, ...], seed: int | Sequence[int]) -> Tensor:
     """Independent directions, uniform on the sphere: one unit vector per batch entry, (batch, prod(shape)), drawn on the CPU in float64.
 
-    With a sequence of seeds the batch is cut into that many equal parts, each with a generator of its own, so that a part's vectors do not
-    depend on what else is in the batch.
+    With a sequence of seeds the batch is cut into that many equal parts, and a part's vectors do not depend on what else is in the batch.
     """
-    seeds = seeds_for(op.batch, seed)
-    parts = []
-    for one in seeds:
-        generator = torch.Generator().manual_seed(one)
-        parts.append(torch.randn(op.batch // len(seeds), math.prod(shape), generator=generator, dtype=torch.float64))
-    x = torch.cat(parts)
+    x = torch.stack([normal_numbers(math.prod(shape), one) for one in seeds_each(op.batch, seed)])
     return (x / torch.linalg.vector_norm(x, dim=1, keepdim=True)).to(op.device, op.dtype)
+
+
+def normal_numbers(count: int, *key: int | str) -> Tensor:
+    """Independent standard normal numbers, float64 on the CPU, (count,): all that is drawn at random under a failure probability is drawn here.
+
+    The stream belongs to ``key`` and ``count``, and to nothing else: a counter-based generator (Philox), keyed by a hash with a salt of its own. What
+    users draw with any seed of torch or numpy, data and weights alike, is therefore independent of it.
+    """
+    return torch.from_numpy(np.random.Generator(np.random.Philox(key=_hash(count, *key))).standard_normal(count))
+
+
+def seeds_each(batch: int, seed: int | Sequence[int], *purpose: int | str) -> list[int]:
+    """A seed for every entry of a batch, which depends on its own seed, its place among the entries that share this, and the purpose."""
+    seeds = seeds_for(batch, seed)
+    each = max(1, batch // len(seeds))
+    return [_hash(seeds[i // each], i % each, *purpose) >> 65 for i in range(batch)]
+
+
+def sample_seeds(samples: int, seed: int | Sequence[int]) -> list[int]:
+    """A seed for every sample of a layer, so that what is drawn for a head does not depend on which other heads and samples there are."""
+    return check_seed(seed) if isinstance(seed, Sequence) and not isinstance(seed, str | bytes) else seeds_each(samples, seed)
+
+
+def _hash(*key: int | str) -> int:
+    """128 bits."""
+    return int.from_bytes(hashlib.blake2b(repr((SALT, *key)).encode(), digest_size=16).digest(), "little")
 
 
 def seeds_for(batch: int, seed: int | Sequence[int]) -> list[int]:

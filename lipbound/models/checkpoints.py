@@ -1,17 +1,19 @@
 """Where a model comes from: hub id, local directory, builtin or loaded module -> a `Checkpoint` ready for capture."""
 
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lipbound.devices import DTYPES, dtype_name, resolve_device
-from lipbound.errors import CheckpointError, name_or_none, shown
+from lipbound.devices import DTYPES, WEIGHTS, check_weights, dtype_name, has_float64, resolve_device
+from lipbound.errors import CheckpointError, adapter_name, name_or_none, shown
 from lipbound.models.checkpoint import Checkpoint
+from lipbound.models.sources.adapters import Adapter, open_adapter
 from lipbound.models.sources.builtins import BuiltinSource
 from lipbound.models.sources.directory import DirectorySource
-from lipbound.models.sources.hub import HubSource
+from lipbound.models.sources.hub import HubSource, adapter_folder
 from lipbound.models.sources.loaded_model import LoadedModelSource
 from lipbound.models.sources.source import LoadOptions, Source
 
@@ -19,9 +21,6 @@ __all__ = ["SOURCES", "WEIGHTS", "Checkpoint", "load_checkpoint"]
 
 SOURCES: tuple[Source, ...] = (LoadedModelSource(), BuiltinSource(), DirectorySource(), HubSource())
 """The kinds of checkpoints, in the order in which they are asked; the first that matches loads the model."""
-
-WEIGHTS = ("auto", "whole", "layers")
-"""Where weights may be: see `load_checkpoint`."""
 
 
 def load_checkpoint(
@@ -32,6 +31,9 @@ def load_checkpoint(
     device: str | torch.device = "cpu",
     weights: str = "auto",
     gguf_file: str | None = None,
+    tokenizer: str | Path | None = None,
+    processor: str | Path | None = None,
+    adapter: str | Path | Literal[False] | None = None,
 ) -> Checkpoint:
     """Load a model for capture.
 
@@ -47,6 +49,9 @@ def load_checkpoint(
             weights would take more than half of the free memory of the device.
         gguf_file: which GGUF file of a directory or of a hub model; its weights are measured as the floating-point numbers that they stand for, and
             configuration and tokenizer are its own. Needs the extra ``gguf``.
+        tokenizer, processor: directory or hub id of the tokenizer or the image processor to take, where the checkpoint has none, or another one.
+        adapter: a LoRA adapter that is merged into the weights: the directory that PEFT wrote, or its hub id. "none" or False: none, where one
+            lies beside the weights; without either such a checkpoint is refused, whatever packages are installed.
 
     Returns:
         The model in evaluation mode with eager attention (a loaded model as it was handed over), with its name, its revision and where its
@@ -60,16 +65,37 @@ def load_checkpoint(
     >>> checkpoint.modality, checkpoint.model.config.num_hidden_layers, str(checkpoint.model.dtype)
     ('text', 6, 'torch.float32')
     """
-    if not isinstance(weights, str) or weights not in WEIGHTS:
-        raise CheckpointError(f"weights is {shown(weights)}; allowed are 'auto', 'whole' (all in memory) and 'layers' (on disk, read layer by layer)")
+    check_weights(weights)
     if isinstance(model, str | Path) and not str(model).strip():
         raise CheckpointError("model is empty; give a hub id, a checkpoint directory or a builtin such as 'builtin:minilm'")
     options = LoadOptions(
         name_or_none("revision", revision), DTYPES[dtype_name(dtype, CheckpointError)], resolve_device(device), weights,
-        name_or_none("gguf_file", gguf_file),
+        name_or_none("gguf_file", gguf_file), _adapter(adapter_name(adapter)),
     )  # fmt: skip
+    if options.dtype == torch.float64 and not has_float64(options.device):
+        raise CheckpointError(f"dtype is 'float64', which the device {str(options.device)!r} does not have; take dtype='float32', or device='cpu'")
+    companions = _companion("tokenizer", tokenizer), _companion("processor", processor)
     for source in SOURCES:
         if source.matches(model):
-            return source.load(model, options)
+            checkpoint = source.load(model, options)
+            checkpoint.tokenizer_from, checkpoint.processor_from = companions
+            return checkpoint
     kind = "a class" if isinstance(model, type) else "a torch module, not a transformers model" if isinstance(model, nn.Module) else shown(model)
     raise CheckpointError(f"model is {kind}; give a hub id, a directory, 'builtin:NAME' or a loaded transformers model")
+
+
+def _companion(name: str, value: Any) -> str | None:
+    """The name of a tokenizer or processor; raises CheckpointError for anything else, such as a loaded one."""
+    if value is None:
+        return None
+    if not isinstance(value, str | Path) or not str(value).strip():
+        raise CheckpointError(f"{name} is {shown(value)}; give a directory or a hub id (of a loaded one, the directory of its save_pretrained)")
+    return str(value)
+
+
+def _adapter(name: str | None) -> Adapter | str | None:
+    """The adapter of a directory or of a hub repository."""
+    if name is None or name == "none":
+        return name
+    folder = Path(name).expanduser()
+    return open_adapter(name, folder if folder.exists() else adapter_folder(name))

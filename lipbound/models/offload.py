@@ -6,9 +6,9 @@ up for every look-up of tokens (1 GB of float32 for 128k tokens of width 2048), 
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,9 +40,15 @@ class WeightOffloader:
         self.users += 1
         if self.users == 1 or (self.table and not table):
             for name, stored in self.stored.items():
-                value = stored.read() if table else _cast(stored.read().to(self.device), self.away[name].dtype)
+                value = stored.read() if table else self._value(name, stored)
                 setattr(module, name, nn.Parameter(value, requires_grad=False))
             self.table = table
+
+    def _value(self, name: str, stored: TensorRef) -> Tensor:
+        """A parameter as the model computes with it."""
+        if stored.change is None:
+            return _cast(stored.read().to(self.device), self.away[name].dtype)
+        return stored.changed(_cast(stored.read(), self.away[name].dtype)).to(self.device)
 
     def release(self, module: nn.Module) -> None:
         """Parameters out of memory, if nobody else holds them."""
@@ -54,7 +60,8 @@ class WeightOffloader:
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Hook before a forward pass."""
-        self.hold(module, table=self.device.type == "cpu" and _looks_up(module))
+        plain = all(stored.change is None for stored in self.stored.values())
+        self.hold(module, table=plain and self.device.type == "cpu" and _looks_up(module))
         for part, keeper in _read_by(module):
             keeper.hold(part)
 
@@ -86,6 +93,16 @@ def _kept(module: nn.Module) -> list[tuple[nn.Module, WeightOffloader]]:
 def by_layer(module: nn.Module) -> bool:
     """Whether any of a module's parameters stay on disk."""
     return bool(_kept(module))
+
+
+def change(model: nn.Module, name: str, made: Callable[[Tensor], Tensor]) -> bool:
+    """Have a parameter changed wherever it is read from disk; False where it does not stay there."""
+    path, _, last = name.rpartition(".")
+    keeper = _keeper(model.get_submodule(path))
+    if keeper is None or last not in keeper.stored:
+        return False
+    keeper.stored[last] = replace(keeper.stored[last], change=made)
+    return True
 
 
 def on_disk(model: nn.Module) -> dict[str, TensorRef]:

@@ -15,6 +15,7 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
 from lipbound.errors import CheckpointError
 from lipbound.models.offload import WeightOffloader, keep
+from lipbound.models.renaming import renames
 from lipbound.models.weight_files import TensorRef, contents
 
 _OTHER_FORM = "its weights are stored in another form than the model computes with (pieces to join or split); use weights='whole'"
@@ -36,10 +37,12 @@ def load_offloaded(folder: Path, config: PreTrainedConfig, *, dtype: torch.dtype
     if getattr(config, "quantization_config", None) is not None:
         raise CheckpointError("its weights are quantized, and weights='layers' reads float weights only; give the checkpoint that was quantized")
     tensors = contents(folder)
+    tensors = {renamed.get(key, key): stored for key, stored in tensors.items()} if (renamed := renames(tensors, config)) else tensors
     placeholders = {key: _placeholder(stored) for key, stored in tensors.items()}
     owners = {tensor.data_ptr(): key for key, tensor in placeholders.items()}
     with torch.device("meta"):
-        architecture = type(AutoModel.from_config(config, trust_remote_code=False))
+        # eager whatever attention the configuration asks for: its package need not be here, and its code need not be fetched
+        architecture = type(AutoModel.from_config(config, trust_remote_code=False, attn_implementation="eager"))
     with _NoJoining(owners) as joining:
         try:
             model, report = architecture.from_pretrained(

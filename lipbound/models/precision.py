@@ -10,6 +10,9 @@ from lipbound.errors import CheckpointError, tell
 from lipbound.models.offload import by_layer
 from lipbound.models.weight_files import contents
 
+PACKED = ("qweight", "weight_packed", "W_q", "qzeros")
+"""Buffers of layers that keep their weights in a form of their own."""
+
 
 def dtypes(model: PreTrainedModel) -> set[torch.dtype]:
     """Of the weights."""
@@ -19,8 +22,17 @@ def dtypes(model: PreTrainedModel) -> set[torch.dtype]:
 def check_floating(model: PreTrainedModel, name: str) -> None:
     """Raise CheckpointError where a model has weights that are no floating-point numbers, or weights that were never loaded.
 
-    Numbers of one byte are taken for none: what they stand for depends on scales that are kept beside them.
+    Numbers of one byte are taken for none: what they stand for depends on scales that are kept beside them. Layers that keep packed weights have no
+    derivatives, or wrong ones, however right their outputs are.
     """
+    for key, value in model.state_dict(keep_vars=True).items():
+        if _packed(key, value):
+            path = key.partition("._packed_params")[0] if "._packed_params" in key else key.rpartition(".")[0]
+            kind = type(model.get_submodule(path)).__name__
+            raise CheckpointError(
+                f"the weights of {name} are not all floating-point numbers: {path} is a quantized {kind}, which has no true derivatives; "
+                "give the model before quantization"
+            )
     for key, tensor in model.named_parameters():
         if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
             raise CheckpointError(
@@ -29,6 +41,13 @@ def check_floating(model: PreTrainedModel, name: str) -> None:
             )
         if tensor.is_meta and not by_layer(model):
             raise CheckpointError(f"the weights of {name} are not in memory ({key} is on the device meta); load the model with its weights")
+
+
+def _packed(key: str, value: object) -> bool:
+    """Whether an entry of a layer's state holds quantised weights: of torch (int8 layers, static or dynamic), GPTQ, AWQ, compressed-tensors, HQQ."""
+    if not isinstance(value, torch.Tensor):
+        return "packed" in key and value is not None
+    return value.is_quantized or (key.rpartition(".")[2] in PACKED and not value.is_floating_point())
 
 
 def check_stored(folder: Path, model: PreTrainedModel, name: str) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -59,8 +60,9 @@ def bars() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says, in one line of at most 300 characters."""
-    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+    """What an error of another library says, in one line of at most 300 characters, without codes for terminals."""
+    said = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", str(error)).strip()
+    return said.splitlines()[0][:300] if said else type(error).__name__
 
 
 def cause(error: BaseException) -> str:

@@ -7,14 +7,15 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.bounds.registry import get
-from lipbound.errors import LipboundError, UnknownNameError, nearest
+from lipbound.devices import in_own_modes
+from lipbound.errors import LipboundError, UnknownNameError, check_layer, nearest, shown
 
 
 class SoundPenalty:
     r"""Mean over samples of :math:`\sum_{l,h} \log L^{l,h}`, L a registered bound that has derivatives: "lipbound" or "lipbound_block".
 
     Sound and far tighter than what `JaSMin` is built on, at a far higher price. To be called with the list of
-    `lipbound.models.capture.differentiable.attention_layers`.
+    `lipbound.models.capture.differentiable.attention_layers`, whose layers know their padding.
     """
 
     NAMES = ("lipbound", "lipbound_block")
@@ -24,9 +25,18 @@ class SoundPenalty:
             raise UnknownNameError(f"unknown penalty bound {name!r}; {nearest(name, self.NAMES)}")
         self.name = name
 
+    @in_own_modes
     def __call__(self, layers: Sequence[Attention]) -> Tensor:
-        """The penalty, a scalar in float64."""
-        if not len(layers):
+        """The penalty, a scalar in float64.
+
+        Raises:
+            LipboundError: no layers, or what is no list of them.
+        """
+        if not isinstance(layers, list | tuple):
+            raise LipboundError(f"layers is {shown(layers)}; give the list of attention_layers(model)")
+        for att in layers:
+            check_layer(att, "SoundPenalty")
+        if not layers:
             raise LipboundError("there are no layers; was the model run inside attention_layers, and has its context ended?")
         terms = [get(self.name)(att).clamp_min(torch.finfo(torch.float64).tiny).log().sum(-1).mean() for att in layers]
         return torch.stack(terms).sum()

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lipbound.errors import LipboundError, UnknownNameError, nearest
+from lipbound.errors import LipboundError, UnknownNameError, nearest, shown, whole
 
 QUERY_REDUCTIONS = ("max", "mean")
 SMALL = 1e-6
-"""Added to g_k in equation (9)."""
+"""Added to g_k of equation (9), which has no such term: ours, so that the logarithm stays finite where g_k vanishes."""
 
 
 class JaSMin:
@@ -20,10 +20,12 @@ class JaSMin:
 
     .. math::
         \sum_{l,h} \max_i \log g_1(P_i^{l,h}) \quad (k = 0), \qquad
-        \sum_{l,h} \max_i \log \frac{g_1(P_i^{l,h})}{g_k(P_i^{l,h}) + 10^{-6}} \quad (k > 1)
+        \sum_{l,h} \max_i \log \frac{g_1(P_i^{l,h})}{g_k(P_i^{l,h})} \quad (k > 1)
 
-    averaged over samples; ``reduce="mean"`` takes the mean over queries i for their maximum. :math:`g_1` is evaluated without cancellation (see
-    `lipbound.attention.softmax.g`), and its logarithm from below at the smallest positive number of the dtype, where rows are one-hot.
+    averaged over samples; ``reduce="mean"`` takes the mean over queries i for their maximum. Padding does not count, and samples that are all padding
+    are left out. Two things are ours, not the paper's: where k > 1, :math:`10^{-6}` is added to :math:`g_k`, which may vanish; and :math:`g_1` is
+    evaluated without cancellation (see `lipbound.attention.softmax.g`), its logarithm from below at the smallest positive number of the dtype, where
+    rows are one-hot.
 
     Args:
         k: 0 for the bound on the norm, or an order above 1 for the ratio.
@@ -34,6 +36,7 @@ class JaSMin:
     """
 
     def __init__(self, k: int = 0, reduce: str = "max"):
+        k = whole("k", k)
         if k < 0 or k == 1:
             raise LipboundError(f"k is {k}; give 0, for the largest singular value, or an order above 1, for the ratio")
         if reduce not in QUERY_REDUCTIONS:
@@ -44,17 +47,39 @@ class JaSMin:
         """The penalty, a scalar.
 
         Args:
-            attentions: per layer (samples, heads, N, N), rows summing to one.
-            valid: (samples, N) bool or 0/1, as the model's ``attention_mask``: rows of padding do not count.
+            attentions: per layer (samples, heads, queries, keys), rows summing to one.
+            valid: (samples, queries) bool or 0/1, as the model's ``attention_mask``: rows of padding do not count. What
+                `lipbound.attention_probabilities` has found knows its own.
+
+        Raises:
+            LipboundError: no attentions, what is no list of such tensors, or a ``valid`` of other tokens.
         """
-        if not len(attentions):
+        known = getattr(attentions, "valid", None) if valid is None else None
+        if not isinstance(attentions, list | tuple):
+            raise LipboundError(f"attentions is {shown(attentions)}; give a list with one tensor of shape (samples, heads, queries, keys) per layer")
+        attentions = list(attentions)
+        if not attentions:
             raise LipboundError("there are no attentions; was the model run inside attention_probabilities, or with output_attentions=True?")
-        return sum((self._layer(p, None if valid is None else valid.bool()) for p in attentions), torch.zeros((), device=attentions[0].device))
+        for p in attentions:
+            if not isinstance(p, Tensor) or p.ndim != 4 or not p.is_floating_point():
+                what = f"has shape {tuple(p.shape)}" if isinstance(p, Tensor) else f"is {shown(p)}"
+                raise LipboundError(
+                    f"one of the attentions {what}; each must be (samples, heads, queries, keys), such as attention_probabilities gives"
+                )
+        masks = [valid] * len(attentions) if known is None else known
+        total = torch.zeros((), device=attentions[0].device)
+        for p, mask in zip(attentions, masks, strict=True):
+            total = total + self._layer(p, None if mask is None else _rows_that_count(p, mask)).to(total.device)
+        return total
 
     def _layer(self, p: Tensor, valid: Tensor | None) -> Tensor:
         n = p.shape[-1]
         if self.k > n:
             raise LipboundError(f"k is {self.k} but rows have {n} entries; give k at most {n}")
+        if valid is not None and not bool((some := valid.any(-1)).all()):
+            if not bool(some.any()):
+                return p.new_zeros(())
+            p, valid = p[some], valid[some]
         if self.reduce == "max":  # only the row that attains it takes part in the derivative
             with torch.no_grad():
                 values = _values(p, self.k)
@@ -72,6 +97,15 @@ class JaSMin:
         """The logarithm for every row, (..., N) -> (...)."""
         result: Tensor = _Logarithm.apply(p, self.k)  # type: ignore[no-untyped-call]
         return result
+
+
+def _rows_that_count(p: Tensor, valid: object) -> Tensor:
+    """``valid`` as (samples, queries) bool on the device of p."""
+    rows = (len(p), p.shape[-2])
+    if not isinstance(valid, Tensor) or tuple(valid.shape) != rows:
+        what = f"has shape {tuple(valid.shape)}" if isinstance(valid, Tensor) else f"is {shown(valid)}"
+        raise LipboundError(f"valid {what}; attentions of shape {tuple(p.shape)} need {rows}, True where a token is not padding")
+    return valid.to(p.device) != 0
 
 
 def _values(p: Tensor, k: int) -> Tensor:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError
 from lipbound.models.capture.parameters import projections
 
@@ -23,6 +24,7 @@ class Specformer(nn.Module):
         self.weights, self.steps = (l_q, l_k, l_v), steps
         self._vectors: dict[tuple[str, int], Tensor] = {}
 
+    @in_own_modes
     def forward(self, model: nn.Module) -> Tensor:
         """The penalty, a scalar; models whose projections have known names (`lipbound.models.capture.parameters.projections`)."""
         total: Tensor | None = None

@@ -3,43 +3,93 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from lipbound.errors import LipboundError, real, shown, tell
 from lipbound.models.capture.differentiable import attention_layers, attention_probabilities
 from lipbound.regularizers.bound_penalty import SoundPenalty
-from lipbound.regularizers.jasmin import JaSMin
 from lipbound.regularizers.specformer import Specformer
 
 
 class PenaltyMixin:
     """For ``transformers.Trainer``: adds ``strength`` times ``penalty`` to the loss. ``class MyTrainer(PenaltyMixin, Trainer)``.
 
+    The loss of a step is that of the Trainer plus ``strength`` times the mean penalty of its batches, however many are accumulated. Padding does not
+    count.
+
     Attributes:
-        penalty: `JaSMin`, `Specformer`, `SoundPenalty`, or a function of the list of attention probabilities.
-        strength: its factor. layers: which attention layers it sees; all by default.
+        penalty: `JaSMin`, `Specformer`, `SoundPenalty`, or a function of the list of attention probabilities, whose ``valid`` tells padding.
+        strength: its factor; 0 trains without the penalty. layers: which attention layers it sees; all by default.
+
+    Raises:
+        LipboundError: a class that names Trainer first, where the penalty would never be added; in training, a penalty without a strength or the
+            other way round, or what is neither.
     """
 
     penalty: Callable[..., Tensor] | None = None
-    strength: float = 0.0
-    layers: Sequence[int] | None = None
+    strength: float | None = None
+    layers: Sequence[int] | int | str | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for base in cls.__mro__[1 : cls.__mro__.index(PenaltyMixin)]:
+            if "compute_loss" in vars(base) and not issubclass(base, PenaltyMixin):
+                raise LipboundError(
+                    f"{cls.__name__} inherits from {base.__name__} before PenaltyMixin, so its penalty would never be added; write "
+                    f"class {cls.__name__}(PenaltyMixin, {base.__name__})"
+                )
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         """The loss of the Trainer, plus the penalty while the model is in training."""
         parent: Any = super()
-        if self.penalty is None or not self.strength or not model.training:
+        strength = self._strength() if model.training else 0.0
+        if not strength:
             return parent.compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
-        inner = getattr(model, "module", model)
-        valid = inputs.get("attention_mask")
-        if isinstance(self.penalty, Specformer):
-            loss, outputs = parent.compute_loss(model, inputs, return_outputs=True, **kwargs)
-            extra = self.penalty(inner)
-        elif isinstance(self.penalty, SoundPenalty):
-            with attention_layers(inner, self.layers) as found:
-                loss, outputs = parent.compute_loss(model, inputs, return_outputs=True, **kwargs)
-            extra = self.penalty(found).to(loss.dtype)
-        else:
-            with attention_probabilities(inner, self.layers) as attentions:
-                loss, outputs = parent.compute_loss(model, inputs, return_outputs=True, **kwargs)
-            extra = self.penalty(attentions, valid) if isinstance(self.penalty, JaSMin) else self.penalty(attentions)
-        loss = loss + self.strength * extra
+        extra, loss, outputs = self._penalised(model, lambda: parent.compute_loss(model, inputs, return_outputs=True, **kwargs))
+        if not extra.requires_grad and torch.is_grad_enabled():
+            tell("the penalty depends on no parameter that is trained, so it changes the loss and not the model")
+        loss = loss + strength * extra.to(loss) / self._batches(kwargs.get("num_items_in_batch"))
         return (loss, outputs) if return_outputs else loss
+
+    def _strength(self) -> float:
+        """The factor of the penalty; 0 where there is none."""
+        name = type(self).__name__
+        if self.penalty is None and self.strength is None:
+            tell(f"{name} has neither penalty nor strength, so it trains without a penalty; set both, or strength = 0")
+        elif self.strength is None:
+            raise LipboundError(f"{name} has a penalty but no strength; set strength, such as 1e-3 (0 trains without the penalty)")
+        strength = 0.0 if self.strength is None else real("strength", self.strength, "a finite number, the factor of the penalty, such as 1e-3")
+        if strength and self.penalty is None:
+            raise LipboundError(f"{name} has strength {strength:g} but no penalty; set penalty, such as lipbound.regularizers.JaSMin()")
+        if strength and (not callable(self.penalty) or isinstance(self.penalty, type)):
+            raise LipboundError(
+                f"penalty is {shown(self.penalty)}; give JaSMin(), Specformer(...), SoundPenalty() or a function of attention probabilities"
+            )
+        return strength
+
+    def _penalised(self, model: nn.Module, loss: Callable[[], tuple[Tensor, Any]]) -> tuple[Tensor, Tensor, Any]:
+        """The penalty of the batch, a scalar, with the loss and the outputs."""
+        assert self.penalty is not None
+        if isinstance(self.penalty, Specformer):
+            result, extra = loss(), self.penalty(model)
+        elif isinstance(self.penalty, SoundPenalty):
+            with attention_layers(model, self.layers) as found:
+                result = loss()
+            extra = self.penalty(found)
+        else:
+            with attention_probabilities(model, self.layers) as attentions:
+                result = loss()
+            extra = self.penalty(attentions)
+        if not isinstance(extra, Tensor) or extra.numel() != 1:
+            what = f"a tensor of shape {tuple(extra.shape)}" if isinstance(extra, Tensor) else shown(extra)
+            raise LipboundError(f"the penalty returned {what}; it must return a tensor with one number")
+        return extra.reshape(()), *result
+
+    def _batches(self, items: Any) -> int:
+        """What the penalty of a batch is to be divided by: batches that are accumulated, where the Trainer does not divide by them later."""
+        trainer: Any = self
+        scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
+        if scaled is None:
+            scaled = (trainer.model_accepts_loss_kwargs and items is not None) or trainer.compute_loss_func is not None
+        return getattr(trainer, "current_gradient_accumulation_steps", trainer.args.gradient_accumulation_steps) if scaled else 1

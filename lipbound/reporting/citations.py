@@ -1,16 +1,19 @@
 """What to cite for a run, and a paragraph on how its numbers were made."""
 
+import math
 import re
+from collections.abc import Mapping
 
 import xarray as xr
 
-from lipbound.bounds.audit import audit, compared_with, norm_of
+from lipbound.bounds.audit import audit, bounds_there, compared_with, norm_of
 from lipbound.bounds.lipbound2026 import CITATION
 from lipbound.errors import UnknownNameError, nearest
 from lipbound.reporting.formats import FORMATTERS, Prose
-from lipbound.reporting.labels import norm_words
+from lipbound.reporting.labels import builtin_name, data_name, model_name, norm_words, over, places, relabelled, samples_words, state_words, widest
 from lipbound.runs.given import takes_run
 from lipbound.runs.provenance import FORMER
+from lipbound.runs.standing import origins, standing
 
 CITATION_FORMATS = tuple(sorted(name for name, formatter in FORMATTERS.items() if formatter.prose is not None))
 PARAGRAPH_FORMATS = tuple(name for name in CITATION_FORMATS if FORMATTERS[name].bibliography is None)
@@ -18,7 +21,7 @@ PARAGRAPH_FORMATS = tuple(name for name in CITATION_FORMATS if FORMATTERS[name].
 
 def keys(ds: xr.Dataset) -> list[str]:
     """BibTeX keys of every source of a run's bounds, and of lipbound."""
-    return list(dict.fromkeys([_key(name) for name in ds.attrs["bounds"]] + [CITATION]))
+    return list(dict.fromkeys([_key(name) for name in bounds_there(ds)] + [CITATION]))
 
 
 @takes_run
@@ -28,12 +31,17 @@ def bibtex(ds: xr.Dataset) -> str:
 
 
 @takes_run
-def cite(ds: xr.Dataset, format: str = "bib") -> str:
+def cite(ds: xr.Dataset, format: str = "bib", *, labels: Mapping[str, str] | None = None) -> str:
     """What goes into a paper: "bib", the entries with the `methods` paragraph in comments; "latex" or "text", the paragraph alone.
 
+    Args:
+        ds: a run. format: of what is written.
+        labels: what to call bounds, by name, and "model" and "data".
+
     Raises:
-        UnknownNameError: another format.
+        UnknownNameError: another format, a label for what the run has not.
     """
+    ds = relabelled(ds, labels)
     formatter = FORMATTERS.get(format)
     if formatter is None or formatter.prose is None:
         raise UnknownNameError(f"unknown format {format!r}; {nearest(format, CITATION_FORMATS)}")
@@ -42,16 +50,18 @@ def cite(ds: xr.Dataset, format: str = "bib") -> str:
 
 
 @takes_run
-def methods(ds: xr.Dataset, format: str = "latex") -> str:
+def methods(ds: xr.Dataset, format: str = "latex", *, labels: Mapping[str, str] | None = None) -> str:
     r"""One paragraph for a methods section: what was computed, how, how surely, from what, with what; from the run's own settings.
 
     Args:
         ds: a run.
         format: "latex" (foreign text escaped, ``\cite`` with the keys of `bibtex`) or "text" (author and year).
+        labels: as in `cite`.
 
     Raises:
-        UnknownNameError: another format.
+        UnknownNameError: another format, a label for what the run has not.
     """
+    ds = relabelled(ds, labels)
     formatter = FORMATTERS.get(format)
     if formatter is None or formatter.prose is None or formatter.bibliography is not None:
         raise UnknownNameError(f"unknown format {format!r}; {nearest(format, PARAGRAPH_FORMATS)}")
@@ -60,7 +70,7 @@ def methods(ds: xr.Dataset, format: str = "latex") -> str:
 
 def _paragraph(ds: xr.Dataset, prose: Prose) -> str:
     """`methods` as some format writes prose; parts that have nothing to say are empty."""
-    parts = (_constants, _inputs, _variants, _enclosures, _comparison, _left_out, _below_exact, _other_map, _environment)
+    parts = (_constants, _inputs, _variants, _enclosures, _comparison, _assumptions, _left_out, _below_exact, _other_map, _environment, _state)
     return " ".join(filter(None, (part(ds, prose) for part in parts)))
 
 
@@ -69,11 +79,12 @@ def _constants(ds: xr.Dataset, prose: Prose) -> str:
     a, safe = ds.attrs, prose.escape
     name, _, meaning = norm_words(ds).partition(" ")
     called = ", the spectral norms of Jacobians," if norm_of(ds) == "frobenius" else f" in the {name} norm, norms of Jacobians {safe(meaning)},"
-    kind = "commit" if a.get("commit") == a["revision"] else "weights"
+    model = f"{safe(model_name(ds))} ({safe(builtin_name(ds))}{safe(a['architecture'])}"
+    kind = "commit" if a.get("commit") and str(a["revision"]).startswith(a["commit"]) else "weights"
     quantized = f", stored as {safe(str(a['quantization']))} and computed with as floating-point numbers" if a.get("quantization") else ""
     return (
-        f"Local Lipschitz constants{called} of {safe(a['map_description'])} were computed with lipbound "
-        f"{safe(a['lipbound'])} {_cited(CITATION, prose)} for {safe(str(a['model']))} ({safe(a['architecture'])}, {_places(ds, prose.times)}; "
+        f"Local Lipschitz constants{called} of {safe(a['map_description'])}, were computed with lipbound "
+        f"{safe(a['lipbound'])} {_cited(CITATION, prose)} for {model}, {places(ds, prose.times)}; "
         f"{kind} {safe(str(a['revision']))}{quantized})."
     )
 
@@ -81,13 +92,10 @@ def _constants(ds: xr.Dataset, prose: Prose) -> str:
 def _inputs(ds: xr.Dataset, prose: Prose) -> str:
     """At which inputs."""
     a, safe = ds.attrs, prose.escape
-    samples, exact_samples, tokens = (int(a[name]) for name in ("samples", "exact_samples", "tokens"))
+    there = standing(ds)
     made = f"{safe(a['preprocessing'])}; " if a.get("preprocessing") else ""
-    some = f", exact constants on the first {exact_samples}" if exact_samples != samples else ""
-    return (
-        f"Inputs were {samples} sample{'s' if samples > 1 else ''} of at most {tokens} tokens from {safe(str(a['data']))} "
-        f"({made}{safe(a['data_fingerprint'])}){some}."
-    )
+    some = f", with exact constants on {there.exact_samples} of them" if there.exact_samples != there.samples else ""
+    return f"Inputs were {samples_words(there)} from {safe(data_name(ds))} ({made}{safe(a['data_fingerprint'])}){some}."
 
 
 def _variants(ds: xr.Dataset, prose: Prose) -> str:
@@ -100,40 +108,61 @@ def _variants(ds: xr.Dataset, prose: Prose) -> str:
 
 
 def _enclosures(ds: xr.Dataset, prose: Prose) -> str:
-    """How surely the constants are known, and how many are not."""
-    a = ds.attrs
+    """How surely the constants are known, and how many are not; from the enclosures that are shown."""
+    a, there = ds.attrs, standing(ds)
+    if not there.norms:
+        return "There are no exact constants."
+    if there.edited:
+        return "Nothing is claimed of how closely the constants are known."
     dtype, tol, seed = prose.escape(a["dtype"]), float(a["tol"]), int(a.get("seed", 0))
     former = "" if FORMER in ds else ", both with every rounding included"
     if norm_of(ds) != "frobenius":
         sentence = (
             f"Each constant is enclosed, in float64 and deterministically, at the layer that the model computes in {dtype}, between an attained "
-            f"value and an upper bound at most a factor {1 + tol:.10g} above it{former}."
+            f"value and an upper bound at most a factor 1 + {prose.number(tol)} above it{former}."
         )
-    elif a["delta"]:
+    elif a["delta"] and "exact_upper" in ds:
         sentence = (
-            f"Each constant is enclosed, by Lanczos' method in {dtype}, between an attained value and an upper bound at most a factor {1 + tol:.10g} "
-            f"above it{former}; over the random start vectors (seed {seed}), the upper bounds hold together with probability at least "
-            f"{prose.complement(float(a['delta']))}."
+            f"Each constant is enclosed, by Lanczos' method in {dtype}, between an attained value and an upper bound at most a factor "
+            f"1 + {prose.number(tol)} above it{former}; over the random start vectors (seed {seed}), the upper bounds hold together with "
+            f"probability at least {prose.complement(float(a['delta']))}."
         )
     elif FORMER in ds:
         sentence = (
             f"Constants are estimates by Lanczos' method in {dtype} (relative tolerance {prose.number(tol)}, seed {seed}), without upper bounds."
         )
     else:
+        upper = "their upper ends are left out here" if a["delta"] else "there are no upper ends"
         how = f"Lanczos' method in {dtype} (relative tolerance {prose.number(tol)}, seed {seed})"
-        sentence = f"Constants are lower ends: values that the norms attain, found by {how}, less every rounding; there are no upper ends."
-    known = int(ds["exact"].notnull().sum())
-    unconverged = int((ds["exact"].notnull() & ~ds["exact_converged"]).sum())
-    return f"{sentence} For {unconverged} of {known} constants that was not reached." if unconverged else sentence
+        sentence = f"Constants are lower ends: values that the norms attain, found by {how}, less every rounding; {upper}."
+    if there.all_closed:
+        return sentence
+    wide = widest(ds)
+    if "exact_upper" not in ds:
+        return f"{sentence} For {there.norms - there.closed} of {there.norms} constants the tolerance was not reached."
+    factor = f"the widest enclosure has a factor of 1 + {prose.number(wide)}"
+    factor = "some have no finite upper bound" if math.isinf(wide) else factor
+    sentence = sentence.replace("Each constant is", "Each constant was to be")
+    return f"{sentence} This was not reached for {there.norms - there.closed} of {there.norms} constants: {factor}."
 
 
 def _comparison(ds: xr.Dataset, prose: Prose) -> str:
     """The bounds, by source."""
     sources: dict[str, list[str]] = {}
-    for name in ds.attrs["bounds"]:
+    for name in bounds_there(ds):
         sources.setdefault(_key(name), []).append(prose.escape(f"{ds[name].attrs['label']} [{ds[name].attrs['source']}]"))
     listed = "; ".join(f"{', '.join(labels)} {_cited(key, prose)}" for key, labels in sources.items())
-    return f"They are compared with upper bounds: {listed}; ratios are geometric means over samples, layers and heads." if listed else ""
+    means = f"; ratios, bound over exact constant, are geometric means{over(ds)}" if over(ds) else ""
+    return f"They are compared with bounds: {listed}{means}." if listed else ""
+
+
+def _assumptions(ds: xr.Dataset, prose: Prose) -> str:
+    """The bounds whose assumptions fail here, of which nothing is found to be below the constants."""
+    failing = [name for name, entry in audit(ds).items() if entry["sound"] < entry["compared"] and not entry["violations"]]
+    if not failing:
+        return ""
+    labels = ", ".join(prose.escape(str(ds[name].attrs["label"])) for name in failing)
+    return f"The assumptions of some do not hold on every head here, where they are no upper bounds: {labels}."
 
 
 def _left_out(ds: xr.Dataset, prose: Prose) -> str:
@@ -160,7 +189,7 @@ def _below_exact(ds: xr.Dataset, prose: Prose) -> str:
 
 def _other_map(ds: xr.Dataset, prose: Prose) -> str:
     """The bounds on L2 attention, which are compared with another constant."""
-    labels = [prose.escape(ds[name].attrs["label"]) for name in ds.attrs["bounds"] if compared_with(ds, name) != "exact"]
+    labels = [prose.escape(ds[name].attrs["label"]) for name in bounds_there(ds) if compared_with(ds, name) != "exact"]
     if not labels:
         return ""
     return (
@@ -170,23 +199,19 @@ def _other_map(ds: xr.Dataset, prose: Prose) -> str:
 
 
 def _environment(ds: xr.Dataset, prose: Prose) -> str:
-    """On what device, with which versions, when."""
-    a, safe = ds.attrs, prose.escape
-    versions = ", ".join(f"{safe(name)} {safe(a['versions'][name])}" for name in ("torch", "transformers") if name in a["versions"])
-    return f"Computed on {safe(a['device'])} with {versions}, Python {safe(a['python'])}, on {safe(a['date'][:10])}."
+    """On what device, with which versions, when; of every run that was put in."""
+    safe = prose.escape
+    each = []
+    for one in origins(ds):
+        versions = ", ".join(f"{safe(name)} {safe(one['versions'][name])}" for name in ("torch", "transformers") if name in one["versions"])
+        each.append(f"on {safe(one['device'])} with {versions}, Python {safe(one['python'])}, on {safe(one['date'][:10])}")
+    return f"Computed {'; and '.join(dict.fromkeys(each))}."
 
 
-def _places(ds: xr.Dataset, times: str) -> str:
-    """Layers and heads of a run in words; layers by their numbers where they are not the first ones."""
-    layers = ds["layer"].values.tolist()
-    plural = "s" if len(layers) > 1 else ""
-    first = layers == list(range(len(layers)))
-    text = f"{len(layers)} layer{plural}" if first else f"layer{plural} {', '.join(str(int(layer)) for layer in layers)}"
-    if "head" not in ds.dims:
-        return text
-    counts = ds["exact"].notnull().any("sample").sum("head").values
-    heads = f"{counts.min()}" if counts.min() == counts.max() else f"{counts.min()} to {counts.max()}"
-    return f"{text} {times} {heads} head{'s' if counts.max() > 1 else ''}"
+def _state(ds: xr.Dataset, prose: Prose) -> str:
+    """What was done to the run since it was computed."""
+    state = state_words(ds)
+    return f"The run was {state}: these are not its numbers or settings." if state.startswith("edited") else f"{state.capitalize()}." if state else ""
 
 
 def _cited(key: str, prose: Prose) -> str:

@@ -66,7 +66,7 @@ def markdown_table(table: Table) -> str:
     cells = table.shown.map(escape_markdown).rename(columns=escape_markdown)
     lines = [line for part in (table.caption, table.head) if part for line in (_markdown_note(part), "")]
     align = ["left" if title in table.words else "right" for title in table.shown.columns]
-    notes = [f"{_markdown_note(note)}<br>" for note in table.notes]
+    notes = [f"{_markdown_note(note)}<br>" for note in [*table.remarks(), *table.notes]]
     return "\n".join([*lines, str(cells.to_markdown(index=False, disable_numparse=True, colalign=align)), "", *notes]).rstrip()
 
 

@@ -1,13 +1,27 @@
-"""The words that stand beside the numbers of a run: marks of the audit, footnotes, captions."""
+"""The words that stand beside the numbers of a run: names, marks of the audit, footnotes, captions. They are made from what is shown."""
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import PurePath, PureWindowsPath
 from typing import Any
 
+import numpy as np
 import xarray as xr
 
-from lipbound.bounds.audit import audit, compared_with, missing, norm_of
+from lipbound.bounds.audit import audit, bounds_there, compared_with, missing, norm_of
 from lipbound.bounds.entry import NORMS
+from lipbound.errors import LipboundError, UnknownNameError, nearest, shown
 from lipbound.formatting import plain, small
+from lipbound.runs.given import takes_run
+from lipbound.runs.provenance import lacks_variables
+from lipbound.runs.standing import Standing, origins, standing
+
+TITLES = {"builtin:minilm": "all-MiniLM-L6-v2", "builtin:smollm2": "SmolLM2-135M-Instruct"}
+"""Titles of builtin checkpoints that other packages bring, which need not be installed where a run is shown."""
+CALLED = "called"
+"""Attribute with the names that `relabelled` gave to a run's model and data."""
+FORMER = " (ours)"
+"""What labels of runs of before say of this package's bounds, and no paper should."""
 
 
 def mark(entry: dict[str, Any]) -> str:
@@ -22,11 +36,79 @@ MEANING = {
 """What the audit's marks say."""
 
 
+def relabelled(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Dataset:
+    """A run whose variables, model and data are called as somebody wants them called; what the run itself says of them stays in its settings.
+
+    Args:
+        ds: a run.
+        labels: texts by name: of a bound, "exact" or "exact_l2", or "model" or "data".
+
+    Raises:
+        UnknownNameError: a name that the run has not.
+        LipboundError: a label that is no text.
+    """
+    check_numbers(ds)
+    given = dict(labels or {})
+    known = [name for name in ("exact", "exact_l2", *bounds_there(ds)) if name in ds.variables]
+    for name, text in given.items():
+        if name not in known and name not in ("model", "data"):
+            raise UnknownNameError(f"labels has {shown(name)}, which the run has not; {nearest(name, [*known, 'model', 'data'])}")
+        if not isinstance(text, str) or not plain(text).strip():
+            raise LipboundError(f"the label of {name} is {shown(text)}; give a text")
+    said = {name: str(given.get(name, str(ds[name].attrs.get("label", name)).removesuffix(FORMER))) for name in known}
+    changed = {name: ds[name].assign_attrs(label=text) for name, text in said.items() if text != ds[name].attrs.get("label")}
+    called = ds.attrs.get(CALLED, {}) | {name: given[name] for name in ("model", "data") if name in given}
+    return ds.assign(changed).assign_attrs(ds.attrs | ({CALLED: called} if called else {}))
+
+
+def check_numbers(ds: xr.Dataset) -> None:
+    """Raise LipboundError for norms below zero, which no run has."""
+    if bool((ds["exact"] < 0).any()):
+        raise LipboundError(
+            "some exact norms are negative, as in the difference of two runs, which is no run; give the runs themselves, or draw the difference "
+            "by xarray's own plot()"
+        )
+
+
+def model_name(ds: xr.Dataset) -> str:
+    """A run's model as a paper calls it: the title of a builtin checkpoint, the last part of a path."""
+    name = str(ds.attrs["model"])
+    return str(ds.attrs.get(CALLED, {}).get("model") or _builtin_title(name) or _last_part(name))
+
+
+def builtin_name(ds: xr.Dataset) -> str:
+    """The name by which lipbound loads a run's model, and a comma, where it comes with a name of its own; else empty."""
+    return f"{ds.attrs['model']}, " if _builtin_title(str(ds.attrs["model"])) else ""
+
+
+def data_name(ds: xr.Dataset) -> str:
+    """A run's data, as it describes them or as somebody wants them called."""
+    return str(ds.attrs.get(CALLED, {}).get("data", ds.attrs["data"]))
+
+
+def _builtin_title(name: str) -> str:
+    """The title of the model card of a checkpoint that is called ``builtin:...``; empty where there is none."""
+    from lipbound.models.sources.catalogue import BUILTINS, PREFIX, describe
+
+    short = name.removeprefix(PREFIX)
+    return TITLES.get(name) or (describe(short).title if name.startswith(PREFIX) and short in BUILTINS else "")
+
+
+def _last_part(name: str) -> str:
+    """Of a path its last part, of a folder in the cache of Hugging Face the name of the model; any other name as it is."""
+    if stored := re.search(r"models--([^/\\]+)[/\\]snapshots", name):
+        return stored[1].replace("--", "/")
+    kind = PureWindowsPath if "\\" in name else PurePath
+    path = kind(name)
+    return path.name if (path.is_absolute() or name.startswith(("~", "."))) and path.name else name
+
+
+@takes_run
 def footnotes(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
     """Lines below a table of a run, or of some of its bounds: what the marks mean, why they are there (bounds of one reason together), which values
     are missing; and, of all bounds, `left_out`.
     """
-    kept = list(ds.attrs["bounds"]) if bounds is None else list(bounds)
+    kept = bounds_there(ds) if bounds is None else list(bounds)
     reasons: dict[tuple[str, str], list[str]] = {}
     for name, entry in audit(ds).items():
         if name in kept and (sign := mark(entry).strip()):
@@ -50,15 +132,20 @@ def footnotes(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
 
 def named(ds: xr.Dataset, name: str) -> str:
     """A bound by its label and its name."""
-    return f"{ds[name].attrs['label']} ({name})"
+    label = str(ds[name].attrs["label"])
+    return label if label == name else f"{label} ({name})"
 
 
+@takes_run
 def left_out(ds: xr.Dataset) -> list[str]:
     """One line for every reason why bounds say nothing about the heads of a run, with the names of these bounds."""
     reasons: dict[str, list[str]] = {}
     for name, why in ds.attrs.get("not_applicable", {}).items():
-        reasons.setdefault(why, []).append(name)
-    return [f"left out, since the statement {why}: {', '.join(names)}" for why, names in reasons.items()]
+        reasons.setdefault(f"the statement {why}", []).append(name)
+    for name in ds.attrs["bounds"]:
+        if name in ds.variables and name not in bounds_there(ds):
+            reasons.setdefault("the exact norm of its own map is not there", []).append(str(name))
+    return [f"left out, since {why}: {', '.join(names)}" for why, names in reasons.items()]
 
 
 def holds(sound: int, compared: int) -> str:
@@ -78,20 +165,125 @@ def stored_as(ds: xr.Dataset) -> str:
     return f"{how}, " if how else ""
 
 
-def run_caption(ds: xr.Dataset) -> str:
-    """One line that says what the numbers of a run are of; its norm where it is another than Frobenius, so that captions stay short."""
-    a = ds.attrs
-    exact = "" if a["exact_samples"] == a["samples"] else f" (exact norms on the first {a['exact_samples']})"
-    to = small(float(a["tol"]))
-    norm = "" if norm_of(ds) == "frobenius" else f"norm: {norm_words(ds)}; "
-    if norm:
-        how = f"of layers in {a['dtype']}, enclosed to {to}, both ends deterministic"
-    elif a["delta"]:
-        how = f"by {a['method']} in {a['dtype']}, enclosed to {to} with failure probability {small(float(a['delta']))}"
+def counted(count: int, what: str) -> str:
+    """A number of things: "1 sample", "2 samples"."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def listed(numbers: Iterable[int]) -> str:
+    """Whole numbers in short: neighbours as a range.
+
+    >>> listed([0, 1, 2, 5, 7, 8])
+    '0 to 2, 5, 7 and 8'
+    """
+    runs: list[list[int]] = []
+    for value in numbers:
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    parts = [part for one in runs for part in ([f"{one[0]} to {one[-1]}"] if len(one) > 2 else map(str, one))]
+    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+
+
+def over(ds: xr.Dataset, axes: Iterable[str] = ("sample", "layer", "head")) -> str:
+    """The axes along which there is something to take a mean of, and what stands before them: " over samples and heads"; empty for none."""
+    there = [f"{axis}s" for axis in axes if ds.sizes.get(axis, 1) > 1]
+    return f" over {' and '.join(filter(None, [', '.join(there[:-1]), there[-1]]))}" if there else ""
+
+
+def places(ds: xr.Dataset, times: str = "x") -> str:
+    """Layers and heads that are shown, of how many: "6 layers x 12 heads", "layers 0 to 2 of 6, heads 3 and 4 of 12"."""
+    there = standing(ds)
+    layers = list(there.layers)
+    whole = there.all_layers if there.all_layers is not None else layers == list(range(len(layers)))
+    of = "" if there.model_layers is None else f" of {there.model_layers}"
+    text = counted(len(layers), "layer") if whole else f"layer{'s' if len(layers) > 1 else ''} {listed(layers)}{of}"
+    if "head" not in ds.dims:
+        return text
+    least, most = there.heads if there.norms else (ds.sizes["head"],) * 2
+    numbers = [int(head) for head in ds["head"].values]
+    if there.heads_made is not None and len(numbers) < there.heads_made:
+        return f"{text}, head{'s' if len(numbers) > 1 else ''} {listed(numbers)} of {there.heads_made}"
+    heads = f"{least if least == most else f'{least} to {most}'} head{'s' if most != 1 else ''}"
+    return f"{text} {times} {heads}" if whole else f"{text}, {heads}{' each' if len(layers) > 1 else ''}"
+
+
+def samples_words(there: Standing) -> str:
+    """How many samples are shown, of how many, how long: "2 of 8 samples of at most 32 tokens"."""
+    made = there.samples_made or there.samples
+    some = f"{there.samples} of " if there.samples < made else ""  # of more, somebody put runs together
+    return f"{some}{counted(made if some else there.samples, 'sample')} of at most {there.tokens} tokens"
+
+
+def widest(ds: xr.Dataset) -> float:
+    """The largest relative width of the enclosures of the exact norms that are shown, rounded up to two digits.
+
+    Infinite where one has no finite upper end; NaN where there are no upper ends, or nothing to enclose.
+    """
+    if "exact_upper" not in ds.variables:
+        return float("nan")
+    lower, upper = ds["exact"].values, ds["exact_upper"].values
+    with np.errstate(all="ignore"):
+        wide = np.where(upper == lower, 0.0, upper / lower - 1)[~np.isnan(lower)]
+    most = float(np.where(np.isnan(wide), np.inf, wide).max()) if wide.size else float("nan")
+    shown = float(f"{most:.1e}")
+    return shown if not most > shown else float(f"{most * 1.05:.1e}")
+
+
+def reached(ds: xr.Dataset) -> str:
+    """How many exact norms were not found to the tolerance asked for, and how wide their enclosures are, in words; empty where all were."""
+    there = standing(ds)
+    if there.all_closed:
+        return ""
+    wide = widest(ds)
+    how = "" if not wide > float(ds.attrs["tol"]) else ", some without a finite upper end" if np.isinf(wide) else f", enclosed to {small(wide)}"
+    return f"{there.norms - there.closed} of {there.norms}{how}"
+
+
+def exact_words(ds: xr.Dataset) -> str:
+    """How the exact norms that are shown are known: by what method, how closely, how surely; from the values themselves."""
+    a, there = ds.attrs, standing(ds)
+    if not there.norms:
+        return "no exact norms"
+    if there.edited:  # whatever was claimed was of other numbers
+        return "exact norms of which nothing is claimed"
+    to, wide, enclosed = small(float(a["tol"])), widest(ds), "exact_upper" in ds.variables
+    closely, open_ = f"enclosed to {to}" if enclosed else f"lower ends, sought to {to}", reached(ds)
+    if enclosed and not there.closed:  # what was asked for says nothing about what is there
+        closely, open_ = "without finite upper ends" if np.isinf(wide) else f"enclosed to {small(wide)} ({to} was asked for)", ""
+    if norm_of(ds) != "frobenius":
+        found = f"of layers in {a['dtype']}, {closely}, both ends deterministic"
     else:
-        how = f"by {a['method']} in {a['dtype']}, lower ends, sought to {to}"
-    plural = "s" if a["samples"] > 1 else ""
+        surely = f" with failure probability {small(float(a['delta']))}" if a["delta"] and enclosed else ""
+        found = f"by {method_name(a['method'])} in {a['dtype']}, {closely}{surely}"
+    some = "" if there.exact_samples == there.samples else f" (on {there.exact_samples} of the samples)"
+    return f"exact norms{some} {found}" + (f", except {open_}" if open_ else "")
+
+
+def method_name(method: str) -> str:
+    """A method of `lipbound.spectral_norm` as prose calls it."""
+    return {"lanczos": "Lanczos' method", "power": "power iteration", "dense": "dense decompositions"}.get(method, method)
+
+
+def state_words(ds: xr.Dataset) -> str:
+    """What was done to a run since it was computed, as a phrase; empty for runs, and parts of runs, that are as they were."""
+    there = standing(ds)
+    if there.edited:
+        return "edited or put together by hand since it was computed"
+    if there.edited is None and "made" in ds.attrs and lacks_variables(ds):
+        return "some variables of the run left out, so that its checksums cannot exclude that others were edited"
+    return ""
+
+
+@takes_run
+def run_caption(ds: xr.Dataset) -> str:
+    """One line that says what the numbers shown are of; the norm where it is another than Frobenius, so that captions stay short."""
+    a, there = ds.attrs, standing(ds)
+    model = f"{model_name(ds)} ({builtin_name(ds)}{a['architecture']}, {stored_as(ds)}{str(a['revision'])[:15]})"
+    norm = "" if norm_of(ds) == "frobenius" else f"; norm: {norm_words(ds)}"
+    together = f"; {there.runs} runs put together" if len(origins(ds)) > 1 else ""
+    state = f"; {words}" if (words := state_words(ds)) else ""
     return plain(
-        f"{a['model']} ({a['architecture']}, {stored_as(ds)}{str(a['revision'])[:15]}); map: {a['map_description']}; {norm}data: {a['data']}, "
-        f"{a['samples']} sample{plural} of at most {a['tokens']} tokens{exact}; exact norms {how}"
+        f"{model}, {places(ds)}; map: {a['map_description']}{norm}; data: {data_name(ds)}, {samples_words(there)}{together}; {exact_words(ds)}{state}"
     )

@@ -119,7 +119,7 @@ def latex_table(table: Table, width: str | float | None = None) -> str:
     bodies = [_tabular(replace(table, shown=part), block, size) for part in parts for block in fitted.blocks]
     left_out = [f"no room for: {', '.join(fitted.left_out)}; --width page has more"] if fitted.left_out else []
     comments = ["\\usepackage{booktabs, siunitx}", f"at most {room:g} pt wide; for a table environment, or running text", table.caption, *left_out]
-    said = [table.head, *(table.instead.get(title, "") for title in fitted.left_out)]
+    said = [table.head, *table.remarks(fitted.left_out)]
     notes = [*(f"{one[0].upper()}{one[1:]}" for one in [*said, *table.notes] if one), table.caption]
     lines = [  # no group in braces: a frame of beamer would take it for its subtitle
         *(f"% {plain(line)}" for line in comments),

@@ -30,7 +30,7 @@ class Table:
         notes: lines below the table.
         keys: titles of the columns that say what a row is; they are repeated where columns go on below.
         spare: titles of columns that may be left out, the first one first. Without any, columns that do not fit go on below.
-        instead: what to say in place of a column that is left out.
+        instead: what to say in place of a column that is left out. meaning: what to say of a column that is there.
     """
 
     numbers: pd.DataFrame
@@ -42,6 +42,12 @@ class Table:
     keys: tuple[str, ...]
     spare: tuple[str, ...] = ()
     instead: Mapping[str, str] = field(default_factory=dict)
+    meaning: Mapping[str, str] = field(default_factory=dict)
+
+    def remarks(self, left_out: Sequence[str] = ()) -> list[str]:
+        """What there is to say of columns that are there, and in place of those that are left out."""
+        said = [text for title, text in self.meaning.items() if title in self.shown.columns and title not in left_out]
+        return said + [self.instead[title] for title in left_out if self.instead.get(title)]
 
     def data(self) -> dict[str, Any]:
         """Numbers in full precision as plain data: what run, what the cells are, ``rows`` by column, ``notes``."""
@@ -49,9 +55,8 @@ class Table:
 
     def _repr_html_(self) -> str:
         rows = [[plain(str(cell)) for cell in row] for row in self.shown.values]
-        return html_table(
-            [plain(str(title)) for title in self.shown.columns], rows, title=self.caption, notes=[self.head, *self.notes], words=self.words
-        )
+        notes = [self.head, *self.remarks(), *self.notes]
+        return html_table([plain(str(title)) for title in self.shown.columns], rows, title=self.caption, notes=notes, words=self.words)
 
 
 class Measured(NamedTuple):
@@ -173,7 +178,7 @@ def text_lines(table: Table, room: float | None) -> list[str]:
     lines: list[str] = []
     for block in fitted.blocks:
         lines += [*([""] if lines else []), *_block(table, {title: int(width) for title, width in block.items()})]
-    lines += [line for title in fitted.left_out if (said := table.instead.get(title)) for line in hanging(said, room)]
+    lines += [line for said in table.remarks(fitted.left_out) for line in hanging(said, room)]
     return lines + (hanging(f"no room for: {', '.join(fitted.left_out)}", room) if fitted.left_out else [])
 
 

@@ -1,7 +1,7 @@
 """Layer x head heatmaps of a run, in the manner of Figure 6 of Yudin et al. 2025."""
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import matplotlib
@@ -12,15 +12,16 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
-from lipbound.bounds.audit import audit, compared_with
+from lipbound.bounds.audit import audit, bounds_there, compared_with
 from lipbound.errors import UnknownNameError, nearest, whole
 from lipbound.formatting import digits, number, plain
-from lipbound.reporting import labels, statistics
+from lipbound.reporting import statistics
 from lipbound.reporting.curves import ball_curve, ratios
 from lipbound.reporting.figures.arrangement import Arrangement, Sheet, arrange
-from lipbound.reporting.figures.captions import heatmap_caption, write_captions
+from lipbound.reporting.figures.captions import caption_files, heatmap_caption
 from lipbound.reporting.figures.scales import COLORMAP, Scale, check_scale, image, log10, scales
 from lipbound.reporting.figures.titles import folded
+from lipbound.reporting.labels import mark, relabelled
 from lipbound.reporting.reductions import reduce_samples, reduction_name
 from lipbound.reporting.statistics import shared_scale
 from lipbound.reporting.styles import Drawing, look, write
@@ -57,6 +58,7 @@ def heatmaps(
     font_size: float | None = None,
     style: str | None = None,
     caption: bool = False,
+    labels: Mapping[str, str] | None = None,
 ) -> Figure:
     r"""A panel for the exact norm and one per bound: head number across (sample number for whole layers), layer number down, log10 of the values.
 
@@ -75,6 +77,7 @@ def heatmaps(
             by default, and less where many panels would become too flat.
         style: a venue known to tueplots, such as "icml2024" (extra ``styles``): its fonts and its widths of "page" and "column".
         caption: draw the caption into the picture too.
+        labels: what to call bounds, by name ("exact" and "exact_l2" among them), and "model" and "data".
 
     Returns:
         A matplotlib Figure that is not registered with pyplot.
@@ -83,6 +86,7 @@ def heatmaps(
         LipboundError: unknown bound, reduction, scale or file type; panels that do not fit on the paper; a file that cannot be written.
     """
     check_scale(scale)
+    ds = relabelled(ds, labels)
     settings, inches, points = look(style, width, font_size)
     columns = None if columns is None else whole("columns", columns, least=1)
     panels = statistics.panels(ds, bounds)
@@ -92,14 +96,19 @@ def heatmaps(
     with matplotlib.rc_context(settings):
         figure = _draw(ds, grids, bars, scale == "panel", columns, inches, points, font_size is None and style is None, words if caption else "")
         if path is not None:
-            write(figure, Path(path))
-            write_captions(Path(path), words)
+            write(figure, Path(path), caption_files(Path(path), words))
     return figure
 
 
 @takes_run
 def heatmap(
-    ds: xr.Dataset, name: str = "exact", *, ax: Axes | None = None, reduce: str | float = "mean", limits: tuple[float, float] | None = None
+    ds: xr.Dataset,
+    name: str = "exact",
+    *,
+    ax: Axes | None = None,
+    reduce: str | float = "mean",
+    limits: tuple[float, float] | None = None,
+    labels: Mapping[str, str] | None = None,
 ) -> Axes:
     """One panel of `heatmaps` with a colour scale beside it, in axes of yours.
 
@@ -107,7 +116,7 @@ def heatmap(
         ds: a run.
         name: "exact", "exact_l2" or a bound of the run.
         ax: where to draw; a new figure by default (``.figure`` of what is returned).
-        reduce: as in `heatmaps`. limits: of the colour scale, log10; those of the panel by default.
+        reduce, labels: as in `heatmaps`. limits: of the colour scale, log10; those of the panel by default.
 
     Returns:
         The axes; the layout and the font are the caller's.
@@ -115,10 +124,11 @@ def heatmap(
     Raises:
         LipboundError: a variable that the run has not, an unknown reduction.
     """
-    known = statistics.panels(ds)
+    ds, known = relabelled(ds, labels), statistics.panels(ds)
     if name not in known:
         raise UnknownNameError(f"the run has no {name!r}; {nearest(name, known)}")
-    axes = ax if ax is not None else Drawing(figsize=(3.45, 2.8), layout="constrained").add_subplot()
+    low = ds.sizes["layer"] * 0.35  # inches of the panel; one layer is a strip
+    axes = ax if ax is not None else Drawing(figsize=(3.45, 2.8 if low > 2 else 1.3 + low), layout="constrained").add_subplot()
     grid = log10(_grid(ds[name], reduce))
     shown = scales(ds, {name: grid}, "panel")[0] if limits is None else Scale((name,), *limits)
     picture = image(axes, grid, shown)
@@ -126,7 +136,10 @@ def heatmap(
     axes.set(xlabel=_across(ds), ylabel="layer")
     _ticks(axes, ds)
     samples = "" if _across(ds) == "sample" or ds.sizes["sample"] == 1 else f", {reduction_name(reduce)} over samples"
-    axes.figure.colorbar(picture, ax=axes, extend=shown.extend({name: grid})).set_label(f"log10{samples}")
+    side = "bottom" if ax is None and low <= 2 else "right"
+    axes.figure.colorbar(picture, ax=axes, extend=shown.extend({name: grid}), location=side, aspect=20 if side == "right" else 35).set_label(
+        f"log10{samples}"
+    )
     return axes
 
 
@@ -164,6 +177,7 @@ def _draw(
         own_bars=own,
         titles=lambda section, side, size: max(len(_folded(titles[name], side, size)) for name in sections[section]),
         caption=len(_wrapped(words, inches, points)),
+        layers=ds.sizes["layer"],
     )
     place = arrange(sheet, columns, shrink=shrink)
     points = place.sheet.points
@@ -230,8 +244,8 @@ def _titles(ds: xr.Dataset, names: list[str]) -> dict[str, list[str]]:
     """Of every panel: label with the audit's mark, and the mean ratio to the exact norm."""
     table, entries = statistics.summary(ds), audit(ds)
     found = {name: [plain(ds[name].attrs["label"])] for name in names}
-    for name in (name for name in names if name in ds.attrs["bounds"]):
-        found[name][0] += labels.mark(entries[name])
+    for name in (name for name in names if name in bounds_there(ds)):
+        found[name][0] += mark(entries[name])
         ratio = table.loc[name, "geomean"]
         wide = statistics.width(ds, name)
         of = "exact" if compared_with(ds, name) == "exact" else "exact L2"
@@ -249,8 +263,9 @@ def _say_beyond(axes: Axes, grid: np.ndarray, scale: Scale) -> None:
     """The range of the values of a panel that lies beyond its colour scale."""
     if side := scale.beyond(grid):
         finite = grid[np.isfinite(grid)]
-        upper = "\u221e" if np.isposinf(grid).any() else f"{finite.max():.1f}"
-        text = f"{side} the scale:\n{finite.min():.1f} to {upper}".replace("-", "\u2212")
+        ends = ["\u2212\u221e"] * bool(np.isneginf(grid).any()) + ([f"{finite.min():.1f}", f"{finite.max():.1f}"] if finite.size else [])
+        ends += ["\u221e"] * bool(np.isposinf(grid).any())
+        text = f"{side} the scale:\n{' to '.join(dict.fromkeys((ends[0], ends[-1])))}".replace("-", "\u2212")
         axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color="black")
 
 
@@ -262,13 +277,21 @@ def _ticks(axes: Axes, ds: xr.Dataset, most: int = 6) -> None:
 
 
 @takes_run
-def caption(ds: xr.Dataset, *, bounds: Iterable[str] | None = None, reduce: str | float = "mean", scale: str = "rows") -> str:
+def caption(
+    ds: xr.Dataset,
+    *,
+    bounds: Iterable[str] | None = None,
+    reduce: str | float = "mean",
+    scale: str = "rows",
+    labels: Mapping[str, str] | None = None,
+) -> str:
     """The caption that `heatmaps` writes beside the figure with these arguments."""
     check_scale(scale)
+    ds = relabelled(ds, labels)
     panels = statistics.panels(ds, bounds)
     return _caption(ds, panels, scales(ds, {name: log10(_grid(ds[name], reduce)) for name in panels}, scale), reduce, scale)
 
 
 def _caption(ds: xr.Dataset, panels: list[str], bars: list[Scale], reduce: str | float, scale: str) -> str:
     first = bars[0].names if scale == "rows" and len(bars) > 1 else ()
-    return heatmap_caption(ds, bounds=[name for name in panels if name in ds.attrs["bounds"]], reduce=reduce, scale=scale, first=first)
+    return heatmap_caption(ds, bounds=[name for name in panels if name in bounds_there(ds)], reduce=reduce, scale=scale, first=first)

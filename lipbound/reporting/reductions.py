@@ -1,5 +1,6 @@
 """Many values into one: means, maxima, quantiles over samples or heads."""
 
+import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,18 +20,26 @@ def reduce_samples(values: xr.DataArray, how: str | float, dims: Sequence[str] =
         if isinstance(how, bool) or not is_number(how) or not 0 <= float(how) <= 1:
             raise LipboundError(f"reduce is {shown(how)}; a quantile lies between 0 and 1, and allowed are {', '.join(REDUCTIONS)}")
         top = np.finfo(np.float64).max / 4  # infinite values are ordered like any others, but cannot be interpolated
-        quantile = values.clip(max=top).quantile(how, dims, skipna=True)
+        with warnings.catch_warnings():  # of places without any value
+            warnings.simplefilter("ignore", RuntimeWarning)
+            quantile = values.clip(max=top).quantile(how, dims, skipna=True)
         return quantile.where(~(quantile > top * 1e-6), np.inf)
     if how == "geomean":
         with np.errstate(divide="ignore"):
             logs: xr.DataArray = xr.apply_ufunc(np.log, values)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
             return xr.apply_ufunc(np.exp, logs.mean(dims, skipna=True))
     if how not in REDUCTIONS:
         raise UnknownNameError(f"unknown reduction {how!r}; {nearest(how, REDUCTIONS)}, or a quantile between 0 and 1")
-    reduced: xr.DataArray = getattr(values, how)(dims, skipna=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        reduced: xr.DataArray = getattr(values, how)(dims, skipna=True)
     return reduced
 
 
 def reduction_name(how: str | float) -> str:
     """A reduction in words."""
-    return f"{how:g}-quantile" if not isinstance(how, str) else {"geomean": "geometric mean", "max": "maximum"}.get(how, how)
+    return (
+        f"{how:g}-quantile" if not isinstance(how, str) else {"mean": "arithmetic mean", "geomean": "geometric mean", "max": "maximum"}.get(how, how)
+    )

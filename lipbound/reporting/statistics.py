@@ -8,8 +8,9 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from lipbound.bounds.audit import allowance, audit, compared_with, norm_of
+from lipbound.bounds.audit import allowance, audit, bounds_there, compared_with, norm_of
 from lipbound.errors import LipboundError, UnknownNameError, nearest
+from lipbound.reporting.labels import check_numbers
 from lipbound.reporting.reductions import reduce_samples
 from lipbound.runs.given import takes_run
 
@@ -17,6 +18,8 @@ ROWS = ("bound", "layer", "head")
 VALUES = ("ratio", "value")
 OFF_SCALE = 4.0
 """Decades by which a panel's median may exceed every other panel's before it leaves the shared scale."""
+APART, FARTHEST = 8.0, 40.0
+"""Decades between a bound's median ratio and the next one's, and from one, beyond which it leaves an axis of ratios."""
 
 
 @takes_run
@@ -28,9 +31,10 @@ def summary(ds: xr.Dataset) -> pd.DataFrame:
     ``violations, compared, sound``: ``sound`` counts where the bound's assumptions held, ``violations`` where it is below the exact norm (of its own
     map: L2 attention for ``kim``). Heads whose exact norm is zero have no ratio.
     """
+    check_numbers(ds)
     rows = []
     counts = audit(ds)
-    for name in ds.attrs["bounds"]:
+    for name in bounds_there(ds):
         quotient = ratio(ds, name)
         values = quotient.values[~np.isnan(quotient.values)]
         single = _geomeans(quotient)
@@ -72,7 +76,8 @@ def breakdown(
         raise UnknownNameError(f"unknown values {values!r}; {nearest(values, VALUES)}")
     if by == "head" and "head" not in ds.dims:
         raise LipboundError("the run is about whole layers and has no heads; ask for a table by layer")
-    names = list(ds.attrs["bounds"]) if bounds is None else present(ds, bounds)
+    check_numbers(ds)
+    names = present(ds, bounds)
     inner = tuple(dim for dim in ("head",) if dim in ds.dims and by == "layer")
 
     def reduced(array: xr.DataArray) -> np.ndarray:
@@ -94,32 +99,33 @@ def breakdown(
     return table.loc[~table[["exact", *names]].isna().all(axis=1)]  # layers of fewer heads have empty places
 
 
-def present(ds: xr.Dataset, bounds: Iterable[str]) -> list[str]:
-    """Names of bounds that a run has; others raise, those that no bound has before those that the run lacks."""
-    names = list(bounds)
-    missing = [name for name in names if name not in ds.attrs["bounds"]]
+def present(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
+    """Names of bounds that a run has, all by default; others raise, those that no bound has before those that the run lacks."""
+    names = bounds_there(ds) if bounds is None else [bounds] if isinstance(bounds, str) else list(bounds)
+    missing = [name for name in names if name not in bounds_there(ds)]
     if missing:
         from lipbound.bounds.registry import get  # it needs torch, which names of the run do not
 
         missing = [get(name).name for name in missing]
-        raise UnknownNameError(f"the run has no bound {missing[0]!r}; it has {', '.join(ds.attrs['bounds'])}")
+        raise UnknownNameError(f"the run has no bound {missing[0]!r}; it has {', '.join(bounds_there(ds))}")
     return names
 
 
 def requested(ds: xr.Dataset, bounds: str) -> list[str]:
     """Names separated by commas, as `lipbound.bounds.resolve` reads them in the run's norm; those of the run need no registry, and so no torch."""
     names = [part.strip() for part in bounds.split(",") if part.strip()]
-    if names and all(name in ds.attrs["bounds"] for name in names):
+    if names and all(name in bounds_there(ds) for name in names):
         return list(dict.fromkeys(names))
     from lipbound.bounds.registry import resolve
 
     return resolve(bounds, norm_of(ds))
 
 
+@takes_run
 def panels(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
     """Variables in the order of figures: the exact norm, then bounds, each behind the exact norm of its own map."""
     names = ["exact"]
-    for name in ds.attrs["bounds"] if bounds is None else present(ds, bounds):
+    for name in present(ds, bounds):
         if compared_with(ds, name) not in names:
             names.append(compared_with(ds, name))  # a bound on another map stands next to the exact norm of that map
         names.append(name)
@@ -138,6 +144,29 @@ def shared_scale(grids: dict[str, np.ndarray]) -> tuple[float, float]:
     return float(finite.min()), float(finite.max())
 
 
+def shared_axis(logs: dict[str, np.ndarray]) -> tuple[list[str], tuple[float, float]]:
+    """Who stays on a common axis of ratios, and its ends (log10): from the ratios nearest to one outwards, up to a gap of `APART` decades.
+
+    Args:
+        logs: log10 of the ratios of each bound; infinite ones and NaN do not count.
+
+    Returns:
+        Names in their order, and the ends, one among them. Single values far beyond the medians of all do not stretch it.
+    """
+    known = {name: values[np.isfinite(values)] for name, values in logs.items()}
+    middle = {name: float(np.median(values)) for name, values in known.items() if values.size}
+    kept: dict[str, float] = {}
+    for name in sorted(middle, key=lambda n: abs(middle[n])):
+        near = [abs(middle[name] - other) for other in kept.values()] or [0.0]
+        if min(near) <= APART and abs(middle[name]) <= FARTHEST:
+            kept[name] = middle[name]
+    ends = [0.0, *kept.values()]
+    low, high = min(ends) - OFF_SCALE, max(ends) + OFF_SCALE
+    inside = np.concatenate([np.zeros(1), *(values[(values >= low) & (values <= high)] for name, values in known.items() if name in kept)])
+    return [name for name in logs if name in kept], (float(inside.min()), float(inside.max()))
+
+
+@takes_run
 def widths(ds: xr.Dataset, name: str = "exact") -> xr.DataArray:
     """Logarithm of upper over lower end of the exact norms that a bound (or "exact" itself) is compared with, by sample, layer, head.
 
@@ -152,6 +181,7 @@ def widths(ds: xr.Dataset, name: str = "exact") -> xr.DataArray:
     return width.where(ds[of] > 0)
 
 
+@takes_run
 def width(ds: xr.Dataset, name: str) -> float:
     """Relative width of the enclosure of the geometric mean of a bound's ratios (or of exact norms), over everything."""
     values = widths(ds, name).values
@@ -164,6 +194,7 @@ def has_upper(ds: xr.Dataset, name: str) -> bool:
     return "exact_upper" in ds and (name == "exact" or compared_with(ds, name) == "exact")
 
 
+@takes_run
 def ratio(ds: xr.Dataset, name: str, *, upper: bool = False) -> xr.DataArray:
     """Bound / exact, of the bound's own map, where that is positive; with ``upper``, against the upper end."""
     exact = ds["exact_upper" if upper else compared_with(ds, name)]

@@ -1,15 +1,19 @@
 """How figures look: fonts and widths, ours or those of a conference by tueplots; and how they are written."""
 
+import inspect
 import io
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import matplotlib
 from matplotlib import font_manager
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from lipbound.errors import LipboundError, StoreError, UnknownNameError, is_number, nearest, shown
+from lipbound.errors import LipboundError, UnknownNameError, is_number, nearest, shown, tell
 from lipbound.formatting import escape_latex
+from lipbound.formatting.files import replacing
 
 WIDTHS = {"page": 7.1, "column": 3.45, "slide": 12.0}
 """Figure widths in inches: across two columns of a paper, one column, a slide."""
@@ -19,15 +23,16 @@ CAPTION = 6.6
 """Square inches that the caption of a figure takes, at 10 points."""
 SLIDE = 0.54
 """Height over width of what is wider than paper: a slide of 16:9, less its title."""
-BASE: Any = {
-    "pdf.fonttype": 42,  # TrueType, embedded and editable
+FILES: Any = {
+    "pdf.fonttype": 42,  # TrueType, embedded and editable; conferences refuse Type 3
+    "ps.fonttype": 42,
     "svg.fonttype": "path",
     "svg.hashsalt": "lipbound",  # the same figure is the same file
     "pgf.rcfonts": False,  # the document's fonts
     "pgf.texsystem": "pdflatex",
-    "font.family": "sans-serif",
-    "axes.linewidth": 0.5,
 }
+"""How figures become files."""
+BASE: Any = FILES | {"font.family": "sans-serif", "axes.linewidth": 0.5}
 TUEPLOTS_COLUMNS = {"page": "full", "column": "half"}
 """What tueplots calls our widths, for journals of two columns."""
 SPARE = {"serif": "STIXGeneral"}
@@ -69,17 +74,27 @@ def look(style: str | None, width: str | float, font_size: float | None) -> Look
     if style not in known:
         raise UnknownNameError(f"unknown style {style!r}; {nearest(style, known)}")
     make = getattr(bundles, style)
-    try:
-        found = make(column=TUEPLOTS_COLUMNS.get(str(width), "full"), usetex=False)
-    except TypeError:  # a venue of one column
-        found = make(usetex=False)
+    wanted = {"column": TUEPLOTS_COLUMNS.get(str(width), "full"), "usetex": False}  # venues of one column have no such choice, others none of TeX
+    found = make(**{name: value for name, value in wanted.items() if name in inspect.signature(make).parameters})
     layout = ("figure.constrained_layout.use", "figure.autolayout", "figure.figsize", "text.usetex")
     kept = {key: value for key, value in found.items() if key not in layout}
-    wanted = found[f"font.{found['font.family']}"] if found["font.family"] in ("serif", "sans-serif") else [found["font.family"]]
-    kept["font.family"] = next((font for font in wanted if font in font_manager.get_font_names()), SPARE.get(found["font.family"], "DejaVu Sans"))
+    kept["font.family"] = _font(style, found)
     inches = float(found["figure.figsize"][0]) if width in TUEPLOTS_COLUMNS else inches
     points = font_size or float(found["font.size"])
     return Look(BASE | kept | {"font.size": points}, inches, points)
+
+
+def _font(style: str, found: dict[str, Any]) -> str:
+    """The first font of a venue that is installed; else a like one, which is told."""
+    family = found["font.family"]
+    fonts = found.get(f"font.{family}", []) if family in ("serif", "sans-serif") else [family]  # none: the venue leaves them to TeX
+    installed = next((font for font in fonts if font in font_manager.get_font_names()), None)
+    if installed is None:
+        spare = SPARE.get(family, "DejaVu Sans")
+        why = f"of its fonts ({', '.join(fonts)}) none is installed" if fonts else "it leaves its font to TeX, which does not draw these figures"
+        tell(f"style {style!r}: {why}; {spare} is taken")
+        return spare
+    return installed
 
 
 def paper_height(inches: float, *, captioned: bool = False) -> float:
@@ -90,7 +105,16 @@ def paper_height(inches: float, *, captioned: bool = False) -> float:
 
 
 class Drawing(Figure):
-    """A figure that notebooks show although pyplot does not know of it."""
+    """A figure that notebooks show although pyplot does not know of it, and whose files have the fonts that it was made with."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._fonts = {key: value for key, value in matplotlib.rcParams.items() if key.startswith(("font.", "mathtext."))}
+
+    def savefig(self, *args: Any, **kwargs: Any) -> None:
+        """Write it, as `matplotlib.figure.Figure.savefig` does, with fonts that papers take."""
+        with matplotlib.rc_context(self._fonts | FILES):
+            super().savefig(*args, **kwargs)
 
     def _repr_png_(self) -> bytes:
         buffer = io.BytesIO()
@@ -98,8 +122,18 @@ class Drawing(Figure):
         return buffer.getvalue()
 
 
-def write(figure: Figure, path: Path) -> None:
-    """A figure as a file; the same figure gives the same file. Text in .pgf is escaped for LaTeX, which must be installed for it."""
+def write(figure: Figure, path: Path, beside: Mapping[Path, str] | None = None) -> None:
+    """A figure as a file; the same figure gives the same file. Text in .pgf is escaped for LaTeX, which must be installed for it.
+
+    Args:
+        figure: to write. path: where.
+        beside: texts that belong to it, by their files. They and the figure take the places of older ones together, when all of them are whole.
+
+    Raises:
+        LipboundError: a file type that cannot be drawn.
+        StoreError: a file that cannot be written; older ones are still there.
+    """
+    beside = beside or {}
     kind = path.suffix.removeprefix(".").lower()
     supported = figure.canvas.get_supported_filetypes()
     if kind not in supported:
@@ -108,17 +142,17 @@ def write(figure: Figure, path: Path) -> None:
     texts = [text for text in figure.findobj(Text) if text.get_text()] if kind == "pgf" else []
     plain = [text.get_text() for text in texts]
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         for text, words in zip(texts, plain, strict=True):
             text.set_text("\n".join(escape_latex(line) for line in words.split("\n")))
         options: Any = {} if metadata is None else {"metadata": metadata}
-        figure.savefig(path, dpi=300, **options)
+        with replacing(path, *beside) as (drawn, *others):
+            figure.savefig(drawn, dpi=300, **options)
+            for file, words in zip(others, beside.values(), strict=True):
+                file.write_text(words, encoding="utf-8")
     except RuntimeError as error:
         if kind != "pgf":
             raise
         raise LipboundError(f"{path} needs pdflatex, which measures its text, and which is not installed; .pdf needs nothing") from error
-    except OSError as error:
-        raise StoreError(f"{path} cannot be written: {error.strerror or error}") from error
     finally:
         for text, words in zip(texts, plain, strict=True):
             text.set_text(words)

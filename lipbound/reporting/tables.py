@@ -1,6 +1,6 @@
 """Tables of a run: bound / exact per bound, per layer or per head; as text, Markdown, LaTeX or CSV."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from lipbound.errors import LipboundError, UnknownNameError, nearest
 from lipbound.formatting import digits, number, plain
 from lipbound.reporting.citations import bibtex, methods
 from lipbound.reporting.formats import FORMATTERS
-from lipbound.reporting.labels import footnotes, holds, left_out, mark
+from lipbound.reporting.labels import counted, footnotes, holds, left_out, mark, over, relabelled
 from lipbound.reporting.labels import run_caption as caption
 from lipbound.reporting.layout import Table
 from lipbound.reporting.reductions import reduction_name
@@ -32,6 +32,7 @@ from lipbound.reporting.statistics import (
     widths,
 )
 from lipbound.runs.given import takes_run
+from lipbound.runs.standing import standing, with_exact
 
 __all__ = [
     "FORMATS", "OFF_SCALE", "ROWS", "VALUES", "bibtex", "breakdown", "by_width", "caption", "footnotes", "holds", "latex", "left_out", "mark",
@@ -39,10 +40,11 @@ __all__ = [
 ]  # fmt: skip
 FORMATS = tuple(name for name, formatter in FORMATTERS.items() if formatter.table or formatter.fitted)
 HOLDS, BELOW = "assumptions hold", "below exact"
-SPARE = ("name", HOLDS, BELOW, "over samples", "min", "max")
+RANGE = "range over samples"
+SPARE = ("name", HOLDS, BELOW, RANGE, "min", "max")
 """Columns of a table by bound that are left out where there is no room, the first one first: marks and notes say what the second and the third do."""
 HEADINGS = {
-    "geomean": "geom. mean", "samples": "over samples", "min": "min", "max": "max", "violations": "below exact", "compared": "of",
+    "geomean": "geom. mean", "samples": RANGE, "min": "min", "max": "max", "violations": "below exact", "compared": "of",
     "sound": "assumptions hold",
 }  # fmt: skip
 
@@ -57,6 +59,7 @@ def render(
     reduce: str | float = "geomean",
     values: str = "ratio",
     width: str | float | None = None,
+    labels: Mapping[str, str] | None = None,
 ) -> str:
     """`summary` (by "bound") or `breakdown` (by "layer" or "head") as "text", "markdown", "latex" (booktabs, siunitx) or "csv" (full precision).
 
@@ -68,10 +71,12 @@ def render(
 
     Numbers are the middles of their enclosures, to the digits that these support (four at most): the last one is off by at most one unit. Enclosures
     are those of the exact norms.
+
+    ``labels`` says what to call bounds, by name ("exact" and "exact_l2" among them), and "model" and "data".
     """
     if format not in FORMATS:
         raise UnknownNameError(f"unknown format {format!r}; {nearest(format, FORMATS)}")
-    made = table_of(ds, by, bounds=bounds, reduce=reduce, values=values)
+    made = table_of(ds, by, bounds=bounds, reduce=reduce, values=values, labels=labels)
     formatter = FORMATTERS[format]
     if formatter.fitted is not None:
         return formatter.fitted(made, width)
@@ -85,7 +90,13 @@ def render(
 
 @takes_run
 def table_of(
-    ds: xr.Dataset, by: str = "bound", *, bounds: Iterable[str] | None = None, reduce: str | float = "geomean", values: str = "ratio"
+    ds: xr.Dataset,
+    by: str = "bound",
+    *,
+    bounds: Iterable[str] | None = None,
+    reduce: str | float = "geomean",
+    values: str = "ratio",
+    labels: Mapping[str, str] | None = None,
 ) -> Table:
     """What `render` writes, before it has a format: ``.numbers`` and ``.shown`` are DataFrames, and notebooks show it as a table."""
     if by not in ROWS:
@@ -94,7 +105,8 @@ def table_of(
         raise LipboundError(
             f"rows per bound are geometric means of ratios, and reduce is {reduce!r}, values {values!r}; these are for rows by layer or head"
         )
-    chosen = None if bounds is None else list(bounds)
+    ds = relabelled(ds, labels)
+    chosen = None if bounds is None else present(ds, bounds)
     return _by_bound(ds, chosen) if by == "bound" else _by_place(ds, by, chosen, reduce, values)
 
 
@@ -107,21 +119,23 @@ def latex(ds: xr.Dataset, **options: Any) -> str:
 def _by_bound(ds: xr.Dataset, chosen: list[str] | None) -> Table:
     """`summary`, ready to be written."""
     whole = summary(ds)
-    numbers = whole if chosen is None else whole.loc[present(ds, chosen)]
+    numbers = whole if chosen is None else whole.loc[chosen]
     shown = _said_of_bounds(ds, whole).loc[numbers.index]
     shown[BELOW] = shown[BELOW] + " of " + shown.pop("of")
     shown.insert(1, "name", [str(name) for name in shown.index])
     none = f"none is below the exact norm in any of {int(numbers['compared'].max())} comparisons" if len(numbers) else ""
-    over = "samples, layers and heads" if "head" in ds.dims else "samples and layers"
+    if int(with_exact(ds).sum()) < 2:
+        shown = shown.drop(columns=RANGE)
     return Table(
-        numbers, shown, ("bound", "name", HOLDS), f"bound / exact over {over}", caption(ds), footnotes(ds, chosen), ("bound",), SPARE,
-        {} if numbers["violations"].any() else {BELOW: none},
+        numbers, shown, ("bound", "name", HOLDS), f"bound / exact{over(ds)}", caption(ds), footnotes(ds, chosen), ("bound",), SPARE,
+        {} if numbers["violations"].any() else {BELOW: none}, {RANGE: f"{RANGE}: smallest to largest geometric mean of a single sample"},
     )  # fmt: skip
 
 
 @takes_run
 def readable(ds: xr.Dataset) -> pd.DataFrame:
     """`summary` in words: as many digits as are known, labels with the audit's marks."""
+    ds = relabelled(ds)
     return _said_of_bounds(ds, summary(ds))
 
 
@@ -146,12 +160,13 @@ def _said_of_bounds(ds: xr.Dataset, table: pd.DataFrame) -> pd.DataFrame:
 
 def _said_of_cells(ds: xr.Dataset, by: str, values: str, reduce: str | float) -> str:
     """What stands above `breakdown`: of what its cells are, and over what."""
-    over = "samples" if by == "head" or "head" not in ds.dims else "samples and heads"
+    means = over(ds, ("sample",) if by == "head" else ("sample", "head"))
     what = "bound / exact" if values == "ratio" else "bound"
-    head = f"{reduction_name(reduce)} over {over}: exact, its range over samples, {what}"
-    if ds.attrs["exact_samples"] != ds.attrs["samples"]:
-        bounded = "" if values == "ratio" else f", bounds over all {ds.attrs['samples']}"
-        head += f"; exact norms are of the first {ds.attrs['exact_samples']} samples{bounded}"
+    head = f"{reduction_name(reduce)}{means}: exact norm, {what}" if means else f"exact norm, {what}"
+    there = standing(ds)
+    if there.exact_samples != there.samples:
+        bounded = "" if values == "ratio" else f", bounds of all {there.samples}"
+        head += f"; exact norms are of {counted(there.exact_samples, 'sample')}{bounded}"
     return head
 
 
@@ -165,15 +180,18 @@ def _by_place(ds: xr.Dataset, by: str, chosen: list[str] | None, reduce: str | f
     whole = by_width(ds, "exact", table.index, reduce)
     shown["exact"] = [_written(x, w, 1) for x, w in zip(table["exact"], whole, strict=True)]
     pairs = zip(table["sample_min"], table["sample_max"], whole, strict=True)
-    shown["over samples"] = [f"{_written(a, w, 1)} to {_written(b, w, 1)}" if a != b else _written(a, w, 1) for a, b, w in pairs]
-    for name in [str(c) for c in table.columns if c in ds.attrs["bounds"]]:
+    if int(with_exact(ds).sum()) > 1:
+        shown[RANGE] = [f"{_written(a, w, 1)} to {_written(b, w, 1)}" if a != b else _written(a, w, 1) for a, b, w in pairs]
+    for name in present(ds, chosen):
         wide = by_width(ds, name, table.index, reduce) if values == "ratio" else np.full(len(table), allowance(ds)[0])
         side = -1 if values == "ratio" else 0
         title = plain(ds[name].attrs["label"])
-        title = f"{title} ({name})" if any(other.startswith(title) for other in map(str, shown.columns)) else title
+        title = f"{title} ({name})" if any(other == title or other.startswith(f"{title} \u2020") for other in map(str, shown.columns)) else title
         shown[title + mark(counts[name])] = [_written(x, w, side) for x, w in zip(table[name], wide, strict=True)]
-    notes = footnotes(ds, list(ds.attrs["bounds"]) if chosen is None else chosen)
-    return Table(table, shown, (), _said_of_cells(ds, by, values, reduce), caption(ds), notes, tuple(map(str, table.index.names)))
+    head, notes, keys = _said_of_cells(ds, by, values, reduce), footnotes(ds, present(ds, chosen)), tuple(map(str, table.index.names))
+    kind = "exact norm" if by == "head" or "head" not in ds.dims else f"{reduction_name(reduce)} over heads"
+    meaning = {RANGE: f"{RANGE}: smallest to largest {kind} of a single sample"}
+    return Table(table, shown, (), head, caption(ds), notes, keys, meaning=meaning)
 
 
 def _written(x: float, wide: float, side: int) -> str:

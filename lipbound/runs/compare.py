@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import xarray as xr
 
 from lipbound.bounds.audit import norm_of
-from lipbound.devices import resolve_device
+from lipbound.devices import in_own_modes, resolve_device
 from lipbound.errors import StoreError, flag
 from lipbound.runs.config import RunConfig
 from lipbound.runs.dataset import allocate, assemble
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+@in_own_modes
 def compare(
     model: "str | Path | PreTrainedModel",
     data: Any = None,
@@ -31,7 +32,7 @@ def compare(
     bounds: str | Iterable[str] = "default",
     map: str = "head",
     norm: str = "frobenius",
-    samples: int = 8,
+    samples: int | str = 8,
     exact_samples: int | None = None,
     max_length: int = 128,
     layers: Sequence[int] | int | str | None = None,
@@ -48,6 +49,10 @@ def compare(
     memory: str | float = "auto",
     weights: str = "auto",
     gguf_file: str | None = None,
+    shuffle: int | None = None,
+    tokenizer: str | Path | None = None,
+    processor: str | Path | None = None,
+    adapter: "str | Path | Literal[False] | None" = None,
     client: Any = None,
     progress: bool = True,
 ) -> xr.Dataset:
@@ -57,14 +62,14 @@ def compare(
         model: hub id ("google/vit-base-patch16-224", "name@revision"), directory, GGUF file, "builtin:NAME" (minilm, smollm2, gpt2,
             llama, vit, ...; see `lipbound.models.checkpoints.load_checkpoint`), or a loaded transformers model.
         data: None for a default of the model's modality, or anything `lipbound.models.inputs.prepare` takes.
-        bounds: names of bounds (see `lipbound.bounds.names`), or "default" or "all": every bound of the norm.
+        bounds: names of bounds (see `lipbound.bounds.names`), "default" or "all" (every bound of the norm), or "none" for exact norms alone.
         map: "head" (no output projection), "head_out" (with the head's slice of it; bounds then have ||W_V W_O|| for ||W_V||), "heads" (all heads
             of a layer side by side), "layer" (with the output projection; bounds on heads are put together by `lipbound.bounds.whole_layer`),
             or the layer with its residual connection, "residual", and layer normalisation, "pre_norm" or "post_norm" (see `lipbound.spectral_norm`).
         norm: "frobenius" (all tokens move, by 1 together), "every-token" (every token moves by at most 1, and the output token that moves furthest
             counts) or "one-token" (one token alone moves). The latter two have the exact norms of `lipbound.token_norm`, both ends of them
             deterministic, for the maps "head", "head_out", "heads" and "layer"; bounds are those stated in the norm.
-        samples: how many samples of the data; all where it has fewer, which a `lipbound.errors.Notice` and attrs["notes"] tell.
+        samples: how many samples of the data, or "all"; all where it has fewer, which a `lipbound.errors.Notice` and attrs["notes"] tell.
         exact_samples: compute exact norms on the first so many samples only (bounds on all).
         max_length: tokens per text.
         layers: indices of attention layers, one, several, or text such as "0-3,7"; all by default.
@@ -73,26 +78,23 @@ def compare(
         delta: probability that any ``exact_upper`` of the run fails (see `lipbound.spectral_norm`); None for lower ends alone, which take about
             a third of the time. Frobenius norm only: the others take neither delta nor seed.
         device: "auto" (CUDA where there is one), or a torch device. dtype: "float32" or "float64", or torch's.
-        seed: of the start vectors of exact norms. The same seed gives the same numbers on the same machine.
-        out: where to save the run, a Zarr store that must not exist yet. While it is computed, its finished blocks are kept beside it, in
-            ``<out>.partial``.
-        resume: take up the unfinished run of ``out`` where it stopped (and return a finished one as it is): what is stored is not computed
-            again, and the result is that of an uninterrupted run. Without an unfinished run it starts one.
+        seed: of the start vectors of exact norms. The same seed gives the same numbers on one machine with one number of threads.
+        out: where to save the run, a Zarr store that must not exist yet. Finished blocks are kept beside it meanwhile, in ``<out>.partial``.
+        resume: take up the unfinished run of ``out`` where it stopped, or return a finished one as it is; the result is that of an uninterrupted run.
         memory: working memory that decides how many samples are taken at a time: bytes, "4GB", or "auto".
-        weights: "whole" (the model in memory), "layers" (read from its safetensors files layer by layer, several times, with little in memory), or
-            "auto": the latter where the weights would take more than half of the free memory.
-        gguf_file: which GGUF file of a directory or of a hub model; its quantised weights are measured as the numbers that they stand for, and
-            attrs["quantization"] says how they were stored. Needs the extra ``gguf``.
-        client: a ``dask.distributed`` client whose workers measure blocks of samples; each loads the checkpoint once, so ``model`` must be a name
-            that they can load, and computes with the ``device`` asked for. Start it with one thread per worker.
+        weights: "whole" (in memory), "layers" (read from its files layer by layer), or "auto" (see `lipbound.load_checkpoint`).
+        gguf_file: which GGUF file of a directory or of a hub model; attrs["quantization"] says how its weights are stored.
+        shuffle: a seed, with which samples are drawn from all of the data; None for the first ones.
+        tokenizer, processor: directory or hub id of a tokenizer or image processor, in place of the checkpoint's own. adapter: of a LoRA adapter to
+            merge into the weights; "none": not even one that lies beside them.
+        client: a ``dask.distributed`` client, with one thread per worker, whose workers load ``model`` by its name and measure blocks of samples.
         progress: show a progress bar on standard error, where that is a terminal or a notebook.
 
     Returns:
         Dataset with dims (sample, layer, head), or (sample, layer) for maps of whole layers: ``exact`` (lower end), ``exact_upper``,
         ``exact_steps``, ``exact_converged``, one variable per bound under its registry name and ``<name>_sound`` (whether its assumptions
         held), ``exact_l2`` where a bound is about L2 attention. Bounds of "default" and "all" that say nothing about a layer of the model are left
-        out; attrs["not_applicable"] tells why. Values are natural, not logarithms. attrs carry provenance and, in ``audit``, how
-        often each bound fell below the exact norm.
+        out (attrs["not_applicable"]). Values are natural, not logarithms. attrs["audit"] says how often each bound fell below the exact norm.
 
     Raises:
         LipboundError: see its subclasses; nothing is computed when the output cannot be written.
@@ -100,11 +102,12 @@ def compare(
     config = RunConfig(
         model, data, bounds=bounds, map=map, norm=norm, samples=samples, exact_samples=exact_samples, max_length=max_length, layers=layers,
         split=split, column=column, revision=revision, tol=tol, delta=delta, device=device, dtype=dtype, seed=seed, out=out, resume=resume,
-        memory=memory, weights=weights, gguf_file=gguf_file,
+        memory=memory, weights=weights, gguf_file=gguf_file, shuffle=shuffle, tokenizer=tokenizer, processor=processor, adapter=adapter,
     )  # fmt: skip
     return run(config, client=client, progress=flag("progress", progress))
 
 
+@in_own_modes
 def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.Dataset:
     """What `compare` does: open, plan, execute, assemble, save."""
     executor = SerialExecutor() if client is None else DaskExecutor(client, config)
@@ -161,5 +164,6 @@ def _finished(path: Path, settings: dict[str, Any], layers: Sequence[int] | None
         stored["bounds"] = settings["bounds"]
     asked = settings | {"layers": stored["layers"] if layers is None else sorted(dict.fromkeys(layers))}
     stored["layers"] = sorted(stored["layers"])
+    stored["samples"] = ds.sizes["sample"]  # a part of a run can be saved, too
     same_configuration(path, stored, asked)
     return ds

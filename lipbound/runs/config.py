@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from lipbound.bounds.audit import norm_of
 from lipbound.bounds.entry import check_norm
 from lipbound.bounds.multihead import names_for
 from lipbound.bounds.registry import resolve
-from lipbound.devices import dtype_name
-from lipbound.errors import AlteredRunError, LipboundError, StoreError, choice, flag, indices, is_number, name_or_none, real, shown, whole
+from lipbound.devices import check_weights, dtype_name
+from lipbound.errors import (
+    AlteredRunError,
+    LipboundError,
+    StoreError,
+    adapter_name,
+    choice,
+    flag,
+    indices,
+    is_number,
+    name_or_none,
+    real,
+    sample_count,
+    shown,
+    whole,
+)
 from lipbound.jacobians.maps import MAPS
 from lipbound.jacobians.tokens.token_norm import TOKEN_MAPS
 from lipbound.runs.provenance import DRAWN
@@ -24,6 +39,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DELTA = "a probability between 0 and 1, or None for plain estimates without upper ends"
+EXPORTS = {
+    **{f".{kind}": f"lipbound table {{run}} --format {format}" for kind, format in
+       {"csv": "csv", "tsv": "csv", "xlsx": "csv", "parquet": "csv", "md": "markdown", "tex": "latex", "txt": "text"}.items()},
+    **{f".{kind}": f"lipbound heatmap {{run}} -o heatmap.{kind}" for kind in ("pdf", "png", "svg", "jpg", "eps")},
+    ".json": "lipbound table {run} --json", ".html": "lipbound report {run} -o report.html", ".bib": "lipbound cite {run}",
+    ".nc": "lb.load('{run}').to_netcdf(...) in Python",
+}  # fmt: skip
+"""What makes a file of such an ending from a run."""
+LEAST_MEMORY = 1e6
+"""Bytes that no unit need be written behind."""
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
@@ -45,7 +70,7 @@ class RunConfig:
     bounds: str | Iterable[str] = "default"
     map: str = "head"
     norm: str = "frobenius"
-    samples: int = 8
+    samples: int | str = 8
     exact_samples: int | None = None
     max_length: int = 128
     layers: Sequence[int] | int | str | None = None
@@ -62,6 +87,10 @@ class RunConfig:
     memory: str | float = "auto"
     weights: str = "auto"
     gguf_file: str | None = None
+    shuffle: int | None = None
+    tokenizer: str | Path | None = None
+    processor: str | Path | None = None
+    adapter: str | Path | Literal[False] | None = None
 
     def __post_init__(self) -> None:
         for name, value in self._checked().items():
@@ -77,21 +106,23 @@ class RunConfig:
             raise LipboundError("model is empty; give a hub id, a checkpoint directory or a builtin such as 'builtin:minilm'")
         if isinstance(self.data, str) and not self.data.strip():
             raise LipboundError("data is empty; give a file, a folder, a hub dataset or a text, or leave it out for the default")
-        if self.out is not None and (not isinstance(self.out, str | Path) or not str(self.out).strip()):
-            raise LipboundError(f"out is {shown(self.out)}; give the name of a run that does not exist yet, such as 'run.zarr'")
+        check_run_name(self.out)
         bounds = self.bounds if isinstance(self.bounds, str) else tuple(resolve(self.bounds))  # an iterator could be read once only
         map, norm = choice("map", self.map, MAPS), check_norm(self.norm)
         if norm != "frobenius" and map not in TOKEN_MAPS:
             raise LipboundError(f"map {map!r} has exact norms for norm='frobenius' alone; with norm={norm!r} take one of {', '.join(TOKEN_MAPS)}")
         names_for(bounds if isinstance(bounds, str) else list(bounds), map, norm)
         return {
-            "bounds": bounds, "map": map, "norm": norm, "samples": whole("samples", self.samples, least=1), "seed": whole("seed", self.seed),
+            "bounds": bounds, "map": map, "norm": norm, "samples": sample_count(self.samples) or "all", "seed": whole("seed", self.seed),
             "exact_samples": None if self.exact_samples is None else whole("exact_samples", self.exact_samples, least=1),
+            "shuffle": None if self.shuffle is None else whole("shuffle", self.shuffle, least=0),
             "max_length": whole("max_length", self.max_length, least=1),
             "layers": None if self.layers is None else tuple(indices("layers", self.layers)),
             "tol": real("tol", self.tol, "between 0 and 1 (relative width of the enclosures)", above=0, below=1),
             "delta": None if self.delta is None else real("delta", self.delta, DELTA, above=0, below=1),
+            "weights": check_weights(self.weights),
             "dtype": dtype_name(self.dtype), "resume": flag("resume", self.resume), "memory": _memory(self.memory),
+            "adapter": adapter_name(self.adapter),
         } | {name: name_or_none(name, getattr(self, name)) for name in ("split", "column", "revision", "gguf_file")}  # fmt: skip
 
     def _check_deterministic(self) -> None:
@@ -117,6 +148,8 @@ class RunConfig:
         """
         a = ds.attrs
         source = a.get("source")
+        if "runs" in a:
+            raise StoreError(f"the run was put together from {len(a['runs'])} runs, which cannot be computed again as one; give one of them")
         if source is None:
             raise StoreError("the run was written by a version of lipbound that did not record enough to repeat it")
         if model is None and a["loaded"]:
@@ -133,6 +166,8 @@ class RunConfig:
                 layers=tuple(ds["layer"].values.tolist()), split=source["split"], column=source["column"], revision=commit if model is None else None,
                 tol=a["tol"], device=device, dtype=dtype or a["dtype"], **{name: a[name] for name in ("delta", "seed") if name in a},
                 gguf_file=source.get("gguf_file") if model is None else None,
+                **{name: source.get(name) for name in ("shuffle", "tokenizer", "processor")},
+                adapter=source.get("adapter") if model is None or isinstance(model, (str, Path)) else None,
             )  # fmt: skip
         except LipboundError as error:
             raise AlteredRunError(f"the run's settings (attributes) were changed, no run can have them: {error}") from error
@@ -171,6 +206,21 @@ class RunConfig:
         return samples if self.exact_samples is None else min(self.exact_samples, samples)
 
 
+def check_run_name(out: Any) -> None:
+    """Raise LipboundError for what cannot be the name of a run, or is that of a file which other commands write."""
+    if out is not None and (not isinstance(out, str | Path) or not str(out).strip()):
+        raise LipboundError(f"out is {shown(out)}; give the name of a run that does not exist yet, such as 'run.zarr'")
+    if out is not None and (command := EXPORTS.get(Path(out).suffix.lower())):
+        run = shlex.quote(str(Path(out).with_suffix(".zarr")))
+        raise LipboundError(f"out is {shown(str(out))}, and a run is a folder of its own kind; name it {run}, then: {command.format(run=run)}")
+
+
+def check_folder_name(name: str, folder: str | Path, what: str) -> None:
+    """Raise LipboundError where a folder that is to be made has the ending of a file; ``what`` it holds, with its verb."""
+    if Path(folder).suffix.lower() in EXPORTS:
+        raise LipboundError(f"{name} is {shown(str(folder))}, which {what}; give a folder, such as {str(Path(folder).with_suffix(''))!r}")
+
+
 def refuse_drawn(name: str, value: Any, norm: str) -> None:
     """Raise LipboundError about an option, one of `DRAWN`, that was given with a norm whose ends are deterministic."""
     raise LipboundError(f"{name} is {shown(value)}, which norm={norm!r} does not take, since both its ends are deterministic; leave it out")
@@ -184,6 +234,8 @@ def _memory(memory: Any) -> str | float:
     if isinstance(memory, str):
         match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([kmgt]?)i?b?", memory.strip().lower())
         size = float(match[1]) * UNITS[match[2]] if match else None
+        if size is not None and 0 < size < LEAST_MEMORY and not re.search("[a-z]", memory.lower().replace("e", "")):
+            raise LipboundError(f"memory is {shown(memory)}, which is {size:g} bytes; give it with its unit, such as '{memory.strip()}GB', or 'auto'")
     if isinstance(size, bool) or not is_number(size) or not 0 < float(size) < math.inf:
         raise LipboundError(f"memory is {shown(memory)}; give a size such as '4GB', a number of bytes, or 'auto'")
     return float(size)

@@ -1,6 +1,7 @@
 """What a run is made into: empty tables, then the labelled Dataset with its provenance."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import xarray as xr
@@ -12,7 +13,7 @@ from lipbound.jacobians.maps import MAPS, WHOLE
 from lipbound.runs.config import RunConfig
 from lipbound.runs.measure import LayerInfo
 from lipbound.runs.plan import Plan, Sources
-from lipbound.runs.provenance import CHECKSUM, checksums, provenance, settings_checksum
+from lipbound.runs.provenance import provenance, sealed
 
 
 def allocate(plan: Plan) -> dict[str, np.ndarray]:
@@ -45,11 +46,20 @@ def assemble(config: RunConfig, sources: Sources, plan: Plan, tables: dict[str, 
         "samples": plan.samples, "exact_samples": plan.spec.exact_samples, "tokens": int(lengths.max()), "capture_error": error,
         "block": plan.block, "variants": sorted(plan.variants), "not_applicable": plan.not_applicable,
     }  # fmt: skip
-    ds[CHECKSUM] = checksums(ds)
-    ds.attrs["settings_checksum"] = settings_checksum(ds)
+    if sources.capturer.notes:
+        ds.attrs["notes"] = [*ds.attrs.get("notes", []), *sources.capturer.notes]
+    ds = sealed(ds, made(plan, config.map))
     ds.attrs["audit"] = audit(ds)
     ds.attrs["violations"] = {name: entry["violations"] for name, entry in ds.attrs["audit"].items()}
     return ds
+
+
+def made(plan: Plan, map: str) -> dict[str, Any]:
+    """What a run is made with, for whoever sees a part of it."""
+    return {
+        "samples": plan.samples, "exact_samples": plan.spec.exact_samples, "layers": [layer.index for layer in plan.layers],
+        "heads": None if map in WHOLE else plan.shape[2], "model_layers": plan.model_layers,
+    }  # fmt: skip
 
 
 def dataset(
@@ -77,4 +87,4 @@ def dataset(
             "source": bound.source,
             "assumptions": bound.assumptions, "compared_with": bound.exact, "caveat": bound.caveat,
         }  # fmt: skip
-    return ds
+    return ds.set_coords([name for name in tables if tables[name].dtype == bool])

@@ -37,6 +37,7 @@ class WorkerSpec(NamedTuple):
     spec: MeasurementSpec
     loading: str = "auto"
     gguf_file: str | None = None
+    adapter: str | None = None
 
 
 TRIMMING = "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_"
@@ -54,12 +55,13 @@ def work(worker: WorkerSpec, inputs: Mapping[str, Tensor], start: int, skip: Col
         if worker not in _MEASURERS:
             _MEASURERS.clear()
             checkpoint = load_checkpoint(
-                worker.model, revision=worker.revision, dtype=worker.dtype, device=device, weights=worker.loading, gguf_file=worker.gguf_file
-            )
+                worker.model, revision=worker.revision, dtype=worker.dtype, device=device, weights=worker.loading, gguf_file=worker.gguf_file,
+                adapter=worker.adapter,
+            )  # fmt: skip
             if checkpoint.revision != worker.weights:
                 raise CheckpointError(f"{worker.model} is {checkpoint.revision} on a worker but {worker.weights} here; give all the same checkpoint")
             _MEASURERS[worker] = Measurer(capturer_of(checkpoint.model, worker.layers, worker.spec.map), worker.spec)
-        return list(_MEASURERS[worker].block({name: t.to(device) for name, t in inputs.items()}, start, skip))
+        return list(_MEASURERS[worker].block({name: t.to(device) if isinstance(t, Tensor) else t for name, t in inputs.items()}, start, skip))
 
 
 class Executor(ABC):
@@ -120,7 +122,7 @@ class DaskExecutor(Executor):
         sources.capturer.release()  # workers read the layers themselves
         worker = WorkerSpec(
             str(config.model), config.revision, revision, config.dtype, config.device, config.chosen_layers, plan.spec, config.weights,
-            config.gguf_file,
+            config.gguf_file, None if config.adapter is None else str(config.adapter),
         )  # fmt: skip
         return distribute(self._client, worker, [(sources.inputs.block(start, stop, "cpu"), start, skip) for start, stop, skip in blocks])
 
@@ -142,14 +144,14 @@ def fill(
     """Put results where they belong, in the tables and in the partial run; lengths of all samples, and the largest error of their captures."""
     lengths, error = np.zeros(len(tables["exact"]), dtype=np.int64), 0.0
     for start, measured in results:
-        if partial is not None:
-            partial.write(start, measured)
         for name, value in measured.values.items():
             tables[name][start : start + len(value), measured.layer, : value.shape[1]] = value
+        if partial is not None:
+            partial.write(start, measured)
         lengths[start : start + len(measured.lengths)] = measured.lengths
         error = max(error, measured.error)
         advance(len(measured.lengths))
-    return (lengths, error) if partial is None else partial.read(tables)
+    return (lengths, error) if partial is None else (partial.lengths, partial.error)
 
 
 def distribute(client: Any, worker: WorkerSpec, blocks: list[tuple[dict[str, Tensor], int, frozenset[int]]]) -> Iterator[tuple[int, LayerResult]]:

@@ -8,12 +8,15 @@ from typing import Any, TypeVar, cast
 import xarray as xr
 
 from lipbound.errors import StoreError, shown
-from lipbound.runs.store import load
+from lipbound.runs.provenance import RUN, RUN_SAMPLE, bounds_of, flags
+from lipbound.runs.store import lacking_settings, load
 
 F = TypeVar("F", bound=Callable[..., Any])
 AXES = ("sample", "layer", "head")
 ALONG = {"layer_name": "layer", "length": "sample"}
 """Coordinates that belong to another one's axis."""
+ANNOTATED = {RUN: ("sample", "layer"), RUN_SAMPLE: ("sample",)}
+"""Axes of annotations that have not all of them."""
 
 
 def takes_run(function: F) -> F:
@@ -50,10 +53,19 @@ def run_of(given: object) -> xr.Dataset:
         raise StoreError(f"a run is wanted, not {kind}; give the Dataset of lipbound.compare or lipbound.load, or its path")
     if "exact" not in given or "bounds" not in given.attrs or "map" not in given.attrs:
         raise StoreError("the Dataset is not a run of lipbound, or its attributes were dropped; keep them (xarray.set_options(keep_attrs=True))")
+    if what := lacking_settings(given):
+        what += ", as after arithmetic on two runs" if "missing" in what else ""
+        raise StoreError(f"the Dataset is no longer a run: {what}; show the runs, or draw the result with xarray")
+    needed = ("exact_converged", *(f"{bound}_sound" for bound in bounds_of(given)))
+    if lost := [name for name in needed if name not in given.variables]:
+        raise StoreError(
+            f"the Dataset is no longer a run: {lost[0]!r} is missing, which arithmetic on two runs drops where it differs; show the runs"
+        )
     ds = given
     for axis in AXES:
         if axis not in ds.dims and axis in ds.coords:
-            ds = ds.expand_dims(axis)
+            notes = [name for name in flags(ds) if axis in ANNOTATED.get(name, AXES)]  # of coordinates, only data variables get the axis
+            ds = ds.reset_coords(notes).expand_dims(axis).set_coords(notes)
             ds = ds.assign_coords({name: (axis, [ds[name].item()]) for name, along in ALONG.items() if along == axis and name in ds.coords})
         if axis not in ds.dims and not (axis == "head" and "head" not in given.coords):
             raise StoreError(f"the run has no axis {axis!r} any more; give the run itself, what is shown of it can be chosen with reduce=")

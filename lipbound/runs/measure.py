@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds.multihead import whole_layer
+from lipbound.bounds.multihead import whole_layer, with_output
 from lipbound.bounds.registry import get
 from lipbound.devices import side_by_side
 from lipbound.jacobians.maps import BLOCKS, WHOLE
@@ -134,10 +134,12 @@ def _measure(att: Attention, spec: MeasurementSpec, seeds: list[int], exact_coun
     """
     values: dict[str, Any] = {}
     whole = spec.map in WHOLE
-    bounded = att.double().fold_output()[0] if spec.map == "head_out" else att
     for name in spec.names:
-        sound = get(name).sound(bounded)
-        values[name] = whole_layer(bounded, name, map=spec.map) if whole else get(name)(bounded)
+        if spec.map == "head_out":
+            values[name], values[f"{name}_sound"] = with_output(att, name)
+            continue
+        sound = get(name).sound(att)
+        values[name] = whole_layer(att, name, map=spec.map) if whole else get(name)(att)
         values[f"{name}_sound"] = sound.all(-1) if whole else sound
     exact_count = min(exact_count, att.samples)
     if exact_count > 0:

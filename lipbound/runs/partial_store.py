@@ -1,23 +1,31 @@
 """A run while it is computed: a Zarr store beside its final place, filled by (block of samples, layer), that another process can take up."""
 
+from __future__ import annotations
+
+import hashlib
+import json
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import zarr
 from filelock import FileLock, Timeout
 
-from lipbound.errors import StoreError
-from lipbound.runs.measure import LayerResult
+from lipbound.errors import StoreError, tell
 
+if TYPE_CHECKING:  # saying that a run is unfinished needs no torch
+    from lipbound.runs.measure import LayerResult
+
+PARTIAL = ".partial"
 LENGTH, ERROR, DONE = ".length", ".capture_error", ".done"
 
 
 def partial_path(path: Path) -> Path:
     """Where the unfinished run that will become ``path`` is kept."""
-    return path.with_name(path.name + ".partial")
+    return path.with_name(path.name + PARTIAL)
 
 
 def _hold(path: Path) -> FileLock:
@@ -53,14 +61,20 @@ class PartialRun:
     """The store of an unfinished run, held by one process at a time.
 
     A block's values are written first and its mark last, each file whole or not at all: what is marked is there, and a process may be killed
-    at any moment.
+    at any moment. The mark of a layer at a block is a hash over everything that was written for it and over the configuration; what does not fit
+    its mark when a run is taken up counts as not measured.
 
     Args:
         path: where the finished run will be.
         config: everything that decides its numbers, in JSON's types.
-        tables: empty arrays (samples, layers, heads) of the run.
+        tables: empty arrays (samples, layers, heads) of the run; filled with what is there already, and by `write`.
         block: samples in a block.
         resume: take up what is there; otherwise there must be nothing.
+
+    Attributes:
+        done: (blocks, layers) bool: what was there already, and as it was written.
+        lengths: (samples,) tokens of the samples; 0 where no layer is measured yet.
+        error: the largest error of the captures.
 
     Raises:
         StoreError: something is there and ``resume`` is not asked for; another process fills it; it belongs to another configuration; it cannot
@@ -68,7 +82,10 @@ class PartialRun:
     """
 
     def __init__(self, path: Path, config: Mapping[str, Any], tables: Mapping[str, np.ndarray], block: int, *, resume: bool):
-        self._path, self._block = partial_path(path), block
+        self._path, self._block, self._tables = partial_path(path), block, tables
+        count, layers = next(iter(tables.values())).shape[:2]
+        self.done = np.zeros((-(-count // block), layers), dtype=bool)
+        self.lengths, self.error = np.zeros(count, dtype=np.int64), 0.0
         there = self._path.exists()
         try:
             self._path.mkdir(parents=True, exist_ok=True)
@@ -78,58 +95,106 @@ class PartialRun:
         try:
             if there and not resume:
                 raise unfinished(path)
-            self._group = self._open(config, tables, there)
+            self._open(dict(config))
         except BaseException:
             self._lock.release()
             raise
 
-    def _open(self, config: Mapping[str, Any], tables: Mapping[str, np.ndarray], there: bool) -> zarr.Group:
+    def _open(self, config: dict[str, Any]) -> None:
+        """Open the arrays, make those that are not there, and take up what is as it was written."""
+        self._arrays: dict[str, zarr.Array] = {}
+        self._salt = json.dumps(config, sort_keys=True).encode()
         try:
-            group = zarr.open_group(self._path, mode="a")
-            if there and "config" in group.attrs:
-                same_configuration(self._path, dict(group.attrs["config"]), dict(config))
-                return group
-            count, layers, heads = next(iter(tables.values())).shape
-            blocks = -(-count // self._block)
-            for name, table in tables.items():
-                group.create_array(
-                    name, shape=table.shape, chunks=(self._block, 1, heads), dtype=table.dtype, fill_value=table.flat[0], overwrite=True
-                )
-            group.create_array(LENGTH, shape=(count,), chunks=(self._block,), dtype="int64", overwrite=True)
-            group.create_array(ERROR, shape=(blocks, layers), chunks=(1, 1), dtype="float64", overwrite=True)
-            group.create_array(DONE, shape=(blocks, layers), chunks=(1, 1), dtype="bool", fill_value=False, overwrite=True)
-            group.attrs["config"] = dict(config)  # last: a store without it was never begun
+            stored = self._described(config)
+            lost: list[str] = []
+            for name, table in self._tables.items():
+                self._array_of(name, table.dtype, table.shape, (self._block, 1, table.shape[2]), lost)
+            self._array_of(LENGTH, self.lengths.dtype, self.lengths.shape, (self._block,), lost)
+            self._array_of(ERROR, np.dtype(float), self.done.shape, (1, 1), lost)
+            self._array_of(DONE, np.dtype(np.int64), self.done.shape, (1, 1), lost)
+            damaged, marked = self._take_up()
+        except StoreError:
+            raise
         except (OSError, ValueError) as error:
-            raise StoreError(f"{self._path} cannot be used for an unfinished run: {error}") from error
-        return group
+            raise StoreError(f"{self._path} cannot be used for an unfinished run: {_why(error)}") from error
+        if marked and not stored and not self.done.any():
+            raise StoreError(f"the description of {self._path} is lost, and nothing in it fits this run; remove it, or choose another name")
+        self._group.attrs["config"] = config  # last: a store without it was never begun
+        if damaged or (stored and lost):
+            count = f"{damaged} of the {marked} measured blocks of one layer each in {self._path} " + ("is" if damaged == 1 else "are")
+            files = f"the description of {', '.join(lost)} in {self._path} was lost and is written anew; " if stored and lost else ""
+            tell(f"{files}{count} lost or damaged{', and measured again' if damaged else ''}")
 
-    @property
-    def done(self) -> np.ndarray:
-        """(blocks, layers) bool."""
-        return np.asarray(self._array(DONE)[:])
+    def _described(self, config: dict[str, Any]) -> bool:
+        """Open the group; whether it says what run it is of, which must be this one."""
+        description = self._path / "zarr.json"
+        try:
+            self._group = zarr.open_group(self._path, mode="a")
+        except Exception:  # no group's: what it holds shows whether it is of this run
+            description.unlink(missing_ok=True)
+            self._group = zarr.open_group(self._path, mode="a")
+        stored = self._group.attrs.get("config")
+        if not isinstance(stored, Mapping):
+            return False
+        same_configuration(self._path, dict(stored), config)
+        return True
 
-    def _array(self, name: str) -> zarr.Array:
-        array = self._group[name]
-        assert isinstance(array, zarr.Array)
-        return array
+    def _array_of(self, name: str, dtype: np.dtype, shape: tuple[int, ...], chunks: tuple[int, ...], lost: list[str]) -> None:
+        """Open one of the arrays; where its description is gone, or is another's, it is written anew beside the values, which are kept."""
+        description = self._path / name / "zarr.json"
+        try:
+            array = self._group[name]
+        except Exception:  # whatever zarr makes of a description that is no longer one
+            array = None
+        if not isinstance(array, zarr.Array) or (array.shape, array.chunks, array.dtype) != (shape, chunks, dtype):
+            lost.append(name)
+            description.unlink(missing_ok=True)
+            array = self._group.create_array(name, shape=shape, chunks=chunks, dtype=dtype, fill_value=0)
+        self._arrays[name] = array
+
+    def _take_up(self) -> tuple[int, int]:
+        """Fill the tables with what fits its mark; how many marked pairs of block and layer do not, and how many are marked."""
+        found = {name: _values(array) for name, array in self._arrays.items()}
+        marks, readable = found.pop(DONE)
+        damaged = int((~readable).sum())
+        for block, layer in np.argwhere((marks != 0) & readable):
+            rows = slice(block * self._block, (block + 1) * self._block)
+            where = {name: rows if name == LENGTH else (block, layer) if name == ERROR else (rows, layer) for name in found}
+            parts = {name: found[name][0][at] for name, at in where.items()}
+            if not all(found[name][1][at].all() for name, at in where.items()) or self._mark(block, layer, parts) != marks[block, layer]:
+                damaged += 1
+                continue
+            self.done[block, layer] = True
+            for name in self._tables:
+                self._tables[name][rows, layer] = parts[name]
+            self.lengths[rows] = parts[LENGTH]
+            self.error = max(self.error, float(parts[ERROR]))
+        return damaged, int((marks != 0).sum() + (~readable).sum())
+
+    def _mark(self, block: int, layer: int, parts: Mapping[str, np.ndarray]) -> int:
+        """Hash over what is stored of a layer at a block, and over where and of what run that is; not 0, which means that nothing is."""
+        digest = hashlib.blake2b(self._salt, digest_size=8)
+        digest.update(f"{block}/{layer}".encode())
+        for name in sorted(parts):
+            digest.update(name.encode())
+            digest.update(np.ascontiguousarray(parts[name]).tobytes())
+        return int.from_bytes(digest.digest(), "little", signed=True) or 1
 
     def write(self, start: int, measured: LayerResult) -> None:
-        """Store one layer at the block that starts at sample ``start``."""
+        """Store one layer at the block that starts at sample ``start``, from the tables, into which it was put."""
         i, block = measured.layer, start // self._block
+        rows = slice(start, start + len(measured.lengths))
+        self.lengths[rows], self.error = measured.lengths, max(self.error, measured.error)
+        parts: dict[str, np.ndarray] = {name: table[rows, i] for name, table in self._tables.items()}
+        parts |= {LENGTH: measured.lengths, ERROR: np.asarray(measured.error)}
         try:
-            for name, value in measured.values.items():
-                self._array(name)[start : start + len(value), i, : value.shape[1]] = value
-            self._array(LENGTH)[start : start + len(measured.lengths)] = measured.lengths
-            self._array(ERROR)[block, i] = measured.error
-            self._array(DONE)[block, i] = True
+            for name in self._tables:
+                self._arrays[name][rows, i] = parts[name]
+            self._arrays[LENGTH][rows] = parts[LENGTH]
+            self._arrays[ERROR][block, i] = parts[ERROR]
+            self._arrays[DONE][block, i] = self._mark(block, i, parts)
         except OSError as error:
             raise StoreError(f"{self._path} could not be written: {error.strerror or error}; run again with resume once it can") from error
-
-    def read(self, tables: dict[str, np.ndarray]) -> tuple[np.ndarray, float]:
-        """Fill the tables with what is stored; lengths of the samples, and the largest error of the capture."""
-        for name in tables:
-            tables[name][...] = self._array(name)[:]
-        return np.asarray(self._array(LENGTH)[:]), float(np.max(np.asarray(self._array(ERROR)[:])))
 
     def __enter__(self) -> Self:
         return self
@@ -144,13 +209,43 @@ class PartialRun:
             shutil.rmtree(self._path, ignore_errors=True)
 
 
+def _values(array: zarr.Array) -> tuple[np.ndarray, np.ndarray]:
+    """The values of an array, and where they could be read: chunk by chunk where some cannot."""
+    try:
+        return np.asarray(array[...]), np.ones(array.shape, dtype=bool)
+    except Exception:  # whatever a codec makes of bytes that are not its own
+        values, readable = np.zeros(array.shape, dtype=array.dtype), np.zeros(array.shape, dtype=bool)
+    for index in np.ndindex(*(-(-size // chunk) for size, chunk in zip(array.shape, array.chunks, strict=True))):
+        at = tuple(slice(i * chunk, (i + 1) * chunk) for i, chunk in zip(index, array.chunks, strict=True))
+        with suppress(Exception):
+            values[at] = array[at]
+            readable[at] = True
+    return values, readable
+
+
+def _why(error: Exception) -> str:
+    """An error of the system or of another package, in one line."""
+    return str(getattr(error, "strerror", None) or error or type(error).__name__).splitlines()[0]
+
+
+def measured_blocks(path: Path) -> tuple[int, int]:
+    """How many blocks of one layer each are marked as measured in the unfinished run at ``path``, and how many there are; (0, 0) if that is lost."""
+    try:
+        array = zarr.open_array(path / DONE, mode="r")
+        marks, readable = _values(array)
+    except Exception:
+        return 0, 0
+    return int(((marks != 0) & readable).sum()), marks.size
+
+
 def stored_block(path: Path, *, default: int) -> int:
     """Samples in a block of the unfinished run at ``path``; ``default`` where there is none."""
-    try:
-        config = zarr.open_group(path, mode="r").attrs.get("config", {})
-    except (OSError, ValueError):
-        return default
-    return int(config.get("block", default)) if isinstance(config, Mapping) else default
+    for name in (LENGTH, "exact"):
+        try:
+            return int(zarr.open_array(path / name, mode="r").chunks[0])
+        except Exception:  # never begun, or the description is lost
+            continue
+    return default
 
 
 def same_configuration(path: Path, stored: dict[str, Any], asked: dict[str, Any]) -> None:

@@ -11,14 +11,15 @@ import torch
 from lipbound.attention.variants import VARIANTS
 from lipbound.bounds.registry import get
 from lipbound.bounds.registry import names as bound_names
-from lipbound.devices import available
+from lipbound.devices import available, has_float64
 from lipbound.errors import LipboundError, tell
 from lipbound.jacobians.maps import WHOLE
 from lipbound.models.batch import Inputs
+from lipbound.models.capture.batch_dependence import telling_samples
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.checkpoints import Checkpoint, load_checkpoint
 from lipbound.models.inputs import prepare
-from lipbound.runs.config import RunConfig
+from lipbound.runs.config import LEAST_MEMORY, RunConfig
 from lipbound.runs.measure import LayerInfo, MeasurementSpec, capturer_of, layers_at
 from lipbound.runs.partial_store import partial_path, stored_block
 
@@ -44,20 +45,26 @@ def open_sources(config: RunConfig, device: str) -> Sources:
         CheckpointError, InputsError: they cannot be found or used.
     """
     checkpoint = open_checkpoint(config, device)
-    return Sources(checkpoint, open_inputs(config, checkpoint), device, capturer_of(checkpoint.model, config.chosen_layers, config.map))
+    inputs = open_inputs(config, checkpoint)
+    if not has_float64(device):
+        inputs.notes.append(f"the device {device!r} has no float64: the model runs there, and its heads are measured on the CPU")
+        tell(inputs.notes[-1])
+    return Sources(checkpoint, inputs, device, capturer_of(checkpoint.model, config.chosen_layers, config.map))
 
 
 def open_checkpoint(config: RunConfig, device: str) -> Checkpoint:
     """The model, on a device; raises CheckpointError where it cannot be had."""
     return load_checkpoint(
-        config.model, revision=config.revision, dtype=config.dtype, device=device, weights=config.weights, gguf_file=config.gguf_file
-    )
+        config.model, revision=config.revision, dtype=config.dtype, device=device, weights=config.weights, gguf_file=config.gguf_file,
+        tokenizer=config.tokenizer, processor=config.processor, adapter=config.adapter,
+    )  # fmt: skip
 
 
 def open_inputs(config: RunConfig, checkpoint: Checkpoint) -> Inputs:
     """The inputs; raises InputsError where they cannot be made."""
     inputs = prepare(
-        checkpoint, config.data, samples=config.samples, max_length=config.max_length, split=config.split, column=config.column
+        checkpoint, config.data, samples=config.samples, max_length=config.max_length, split=config.split, column=config.column,
+        shuffle=config.shuffle,
     )  # fmt: skip
     if config.exact_samples is not None and config.exact_samples > inputs.samples:
         inputs.notes.append(f"exact norms of {config.exact_samples} samples were asked for, and there are {inputs.samples}, which all get them")
@@ -69,7 +76,8 @@ def identity(config: RunConfig, sources: Sources) -> dict[str, Any]:
     """What must be equal for a stored run, finished or not, to be the one that is asked for, in JSON's types."""
     checkpoint, inputs = sources.checkpoint, sources.inputs
     return {
-        "model": checkpoint.name, "revision": checkpoint.revision, "data_fingerprint": inputs.fingerprint, "samples": inputs.samples,
+        "model": checkpoint.name, "revision": checkpoint.revision, "configuration": checkpoint.configuration,
+        "data_fingerprint": inputs.fingerprint, "samples": inputs.samples,
         "bounds": config.names, "map": config.map, "norm": config.norm, "exact_samples": config.exact_count(inputs.samples),
         "tol": config.tol, "dtype": config.dtype, **{name: value for name, value in config.drawn.items() if name != "method"},
     }  # fmt: skip
@@ -93,6 +101,7 @@ class Plan:
         samples: how many samples.
         block: how many of them are measured at a time.
         not_applicable: bounds of "default" or "all" that say nothing about this model, and what they do not cover.
+        model_layers: how many attention layers the model has, chosen or not.
     """
 
     spec: MeasurementSpec
@@ -100,6 +109,7 @@ class Plan:
     samples: int
     block: int
     not_applicable: dict[str, str]
+    model_layers: int | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -145,12 +155,18 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
     samples = sources.inputs.samples
     exact = config.exact_count(samples)
     layers = layers_at(sources.capturer, sources.inputs.block(0, 1, sources.device))
+    for sample in telling_samples(sources.inputs.batch):
+        sources.capturer.examine(sources.inputs.block(sample, sample + 1, sources.device))
+    if any(i < 0 for i in config.chosen_layers or ()):
+        measured = f"layers {', '.join(str(one.index) for one in layers)} are" if len(layers) > 1 else f"layer {layers[0].index} is"
+        sources.inputs.notes.append(f"layers below zero count from the end: {measured} measured")
+        tell(sources.inputs.notes[-1])
     names, not_applicable = about(config.names, layers, everything=config.everything)
     block = block_size(layers, samples, memory, parts)
     if config.resume and config.target is not None:  # other blocks would change last digits
         block = stored_block(partial_path(config.target), default=block)
     spec = measurement_spec(config, names, exact, norms_shape(layers, config.map))
-    return Plan(spec, layers, samples, block, not_applicable)
+    return Plan(spec, layers, samples, block, not_applicable, sources.capturer.count)
 
 
 def norms_shape(layers: Sequence[LayerInfo], map: str) -> tuple[int, int]:
@@ -202,4 +218,6 @@ def memory_bytes(memory: str | float, device: str) -> float:
     """Bytes that the ``memory`` of a configuration means."""
     if memory == "auto":
         return min(BLOCK_BYTES, available(torch.device("cpu")) / 4) if device == "cpu" else available(torch.device(device)) / 4
+    if float(memory) < LEAST_MEMORY:
+        tell(f"memory is {float(memory):g} byte{'s' * (memory != 1)}, so that samples are measured one at a time; write '4GB' for gigabytes")
     return float(memory)

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import shlex
 import sys
+from collections.abc import Hashable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,59 +30,128 @@ DRAWN = ("method", "delta", "seed")
 SETTINGS = (
     "lipbound", "model", "revision", "loaded", "commit", "architecture", "data", "data_fingerprint", "source", "preprocessing", "bounds", "map",
     "map_description", "method", "tol", "delta", "dtype", "device", "seed", "versions", "python", "date", "command", "samples", "exact_samples",
-    "tokens", "capture_error",
+    "tokens", "capture_error", "made", "runs",
 )  # fmt: skip
-"""Attributes that tables, figures and methods paragraphs quote."""
+"""Attributes that tables, figures and methods paragraphs quote, or need."""
+IDENTITY = ("revision", "data_fingerprint", "map", "norm", "method", "tol", "delta", "seed", "dtype")
+"""Those that decide what the numbers are."""
+COORDINATES = ("sample", "layer", "head", "layer_name", "length")
+RUN, RUN_SAMPLE = "run", "run_sample"
+"""Coordinates of runs that `lipbound.concat` put together: which of attrs["runs"] a place is from, and the number of its sample there."""
+
+
+def bounds_of(ds: xr.Dataset) -> list[str]:
+    """Names of the bounds whose values are there; some of a run's variables may have been left out."""
+    return [str(name) for name in ds.attrs["bounds"] if name in ds.variables]
+
+
+def _names(ds: xr.Dataset) -> list[str]:
+    """Everything that a run with these bounds can hold."""
+    bounds = list(ds.attrs["bounds"])
+    return ["exact", "exact_upper", "exact_l2", FORMER, "exact_steps", "exact_converged", *bounds, *(f"{name}_sound" for name in bounds)]
 
 
 def own(ds: xr.Dataset) -> list[str]:
     """The variables that a run computed, whatever was added to it since."""
-    bounds = list(ds.attrs["bounds"])
-    names = ["exact", "exact_upper", "exact_l2", FORMER, "exact_steps", "exact_converged", *bounds, *(f"{name}_sound" for name in bounds)]
-    return [name for name in names if name in ds]
+    return [name for name in _names(ds) if name in ds.variables]
+
+
+def flags(ds: xr.Dataset) -> list[str]:
+    """The variables that are annotations of places, not quantities: what is true or false, checksums, and where a place is from.
+
+    They are coordinates, so that arithmetic leaves them alone.
+    """
+    names = ["exact_converged", *(f"{name}_sound" for name in ds.attrs["bounds"]), CHECKSUM, RUN, RUN_SAMPLE]
+    return [name for name in names if name in ds.variables]
+
+
+def lacks_variables(ds: xr.Dataset) -> bool:
+    """Whether variables that the run was made with were left out, so that checksums, which are over all of them, say nothing."""
+    return set(ds.attrs["made"]["variables"]) - set(own(ds)) != set()
 
 
 def checksums(ds: xr.Dataset) -> xr.DataArray:
-    """First eight bytes of the sha256 over all values of a sample and layer, (sample, layer), int64.
+    """Four bytes of a hash over everything that stands at a place, int32, with the axes of ``exact``.
 
-    Guards against accidents (a value edited, a file damaged), not against somebody who computes it anew.
+    Over the values of all variables, the numbers of sample, layer and head, the layer's name, the sample's length, and what decides the numbers of
+    the run that it is from (`IDENTITY`); so every part of a run can be checked, and places of other runs do not pass. Guards against accidents (a
+    value edited, a file damaged), not against somebody who computes it anew.
     """
+    dims = ds["exact"].dims
+    shape = tuple(ds.sizes[dim] for dim in dims)
     names = sorted(own(ds))
-    arrays = [np.ascontiguousarray(ds[name].transpose("sample", "layer", ...).values) for name in names]
-    values = np.zeros((ds.sizes["sample"], ds.sizes["layer"]), dtype=np.int64)
-    for s, layer in np.ndindex(*values.shape):
-        digest = hashlib.sha256()
-        for name, array in zip(names, arrays, strict=True):
-            digest.update(name.encode())
-            digest.update(array[s, layer].tobytes())
-        values[s, layer] = int.from_bytes(digest.digest()[:8], "big", signed=True)
-    return xr.DataArray(values, dims=("sample", "layer"), attrs={"long_name": "hash of this sample's and layer's values when they were computed"})
+    sample = RUN_SAMPLE if RUN_SAMPLE in ds.variables else "sample"
+    columns = [_column(ds, name, dims) for name in names]
+    columns += [_column(ds, name, dims) for name in (sample, "layer", "length", *(["head"] if "head" in dims else []))]
+    rows = np.ascontiguousarray(np.stack(columns, axis=-1)).reshape(*shape, -1)
+    from_run = np.broadcast_to(ds[RUN].transpose("sample", "layer").values if RUN in ds.variables else 0, shape[:2])
+    identities = [str(one.get("made", {}).get("identity")) for one in ds.attrs.get("runs", [ds.attrs])]
+    layer_names = ds["layer_name"].values if "layer_name" in ds.variables else [""] * shape[1]
+    values = np.zeros(shape, dtype=np.int32)
+    for s, layer in np.ndindex(*shape[:2]):
+        said = [identities[int(from_run[s, layer])], str(layer_names[layer]), *names]
+        start = hashlib.blake2b(json.dumps(said).encode(), digest_size=4)
+        for place in np.ndindex(*shape[2:]):
+            digest = start.copy()
+            digest.update(rows[(s, layer, *place)].tobytes())
+            values[(s, layer, *place)] = int.from_bytes(digest.digest(), "little", signed=True)
+    return xr.DataArray(values, dims=dims, attrs={"long_name": "hash of what stood at this place when it was computed"})
+
+
+def _column(ds: xr.Dataset, name: str, dims: tuple[Hashable, ...]) -> np.ndarray:
+    """A variable at every place, as eight bytes that neither its type on disk nor the kind of NaN or zero changes."""
+    if name not in ds.variables:
+        return np.zeros([ds.sizes[dim] for dim in dims], dtype=np.int64)
+    values = ds[name].broadcast_like(ds["exact"]).transpose(*dims).values
+    if values.dtype.kind != "f":
+        return values.astype("<i8")
+    values = values.astype("<f8") + 0.0
+    return np.where(np.isnan(values), np.nan, values).view("<i8")
 
 
 def settings_checksum(ds: xr.Dataset) -> str:
-    """sha256 over `SETTINGS`, the numbers of the layers and the lengths of the samples."""
+    """Hash (sha256) over `SETTINGS`, which hold what the run was made with, whatever part of it is there."""
     said: dict[str, Any] = {name: ds.attrs.get(name) for name in SETTINGS}
-    said |= {name: ds.attrs[name] for name in ("variants", "not_applicable", "notes", "quantization") if name in ds.attrs}
+    said |= {name: ds.attrs[name] for name in ("variants", "not_applicable", "notes", "quantization", "configuration") if name in ds.attrs}
     said |= {"norm": norm_of(ds)} if norm_of(ds) != "frobenius" else {}  # runs of before do not say it, and are Frobenius
-    said |= {"layer": ds["layer"].values.tolist(), "length": ds["length"].values.tolist()}
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
 
 
+def sealed(ds: xr.Dataset, made: dict[str, Any]) -> xr.Dataset:
+    """A finished run with the record of what it was made with, and checksums of its settings and of every place."""
+    identity = hashlib.sha256(json.dumps([ds.attrs.get(name) for name in IDENTITY]).encode()).hexdigest()
+    ds = ds.assign_attrs(made=made | {"variables": own(ds), "identity": identity})
+    ds.attrs["settings_checksum"] = settings_checksum(ds)
+    ds[CHECKSUM] = checksums(ds)
+    return ds.set_coords(flags(ds))
+
+
+def settings_altered(ds: xr.Dataset) -> bool:
+    """Whether the settings are not those that were recorded; False for a run that has no checksum of them, or one of an earlier version."""
+    runs = [xr.Dataset(attrs=one) for one in ds.attrs.get("runs", [])]
+    return _has_checksums(ds) and any(settings_checksum(one) != one.attrs.get("settings_checksum") for one in (ds, *runs))
+
+
+def _has_checksums(ds: xr.Dataset) -> bool:
+    """Whether there are checksums of the settings, of this version: earlier ones did not record what the run was made with."""
+    return "settings_checksum" in ds.attrs and "made" in ds.attrs
+
+
 def altered(ds: xr.Dataset) -> list[tuple[int, int]] | None:
-    """Positions (sample, layer) whose values are not those that were computed; None for a run without checksums."""
-    if CHECKSUM not in ds:
+    """Positions (sample, layer) where something is not as it was computed; None for a run without checksums, or with those of an earlier version."""
+    if CHECKSUM not in ds.variables or "made" not in ds.attrs:
         return None
-    return [(int(s), int(layer)) for s, layer in np.argwhere(checksums(ds).values != ds[CHECKSUM].values)]
+    wrong = checksums(ds) != ds[CHECKSUM].transpose(*ds["exact"].dims).variable
+    return [(int(s), int(layer)) for s, layer in np.argwhere(wrong.any([dim for dim in wrong.dims if dim not in ("sample", "layer")]).values)]
 
 
 def damage(ds: xr.Dataset) -> str:
     """What of a run is no longer as it was computed, as the end of a sentence; empty where everything is, or where the run has no checksums."""
     said = []
-    if "settings_checksum" in ds.attrs:
-        if settings_checksum(ds) != ds.attrs["settings_checksum"]:
-            said.append("its settings (attributes, layers or lengths) are not those that were recorded")
-        if CHECKSUM not in ds:
-            said.append("the checksums of its numbers are missing")
+    if settings_altered(ds):
+        said.append("its settings (attributes) are not those that were recorded")
+    if _has_checksums(ds) and CHECKSUM not in ds.variables:
+        said.append("the checksums of its numbers are missing")
     if places := altered(ds):
         count = ds.sizes["sample"] * ds.sizes["layer"]
         first = ", ".join(f"sample {int(ds['sample'][s])} layer {int(ds['layer'][i])}" for s, i in places[:3])
@@ -90,8 +160,22 @@ def damage(ds: xr.Dataset) -> str:
         )
         empty = [name for name in own(ds) if all(_empty(ds, name, *place) for place in places)]
         lost = f" (no value of {', '.join(empty)} is there)" if empty else ""
-        said.append(f"its numbers {where} are not those that were computed{lost}")
+        wrong = strange(ds)
+        what = f"its coordinates {', '.join(wrong)}, and with them its numbers" if wrong else "its numbers"
+        said.append(f"{what} {where} are not those that were computed{lost}")
     return " and ".join(said)
+
+
+def strange(ds: xr.Dataset) -> list[str]:
+    """Coordinates with values that the run cannot have had: numbers that are there twice or were not measured, empty names, no length."""
+    made = ds.attrs["made"]
+    heads = made["heads"]
+    known = {"sample": range(made["samples"]), "layer": made["layers"], "head": range(heads or 0)}
+    wrong = [name for name, numbers in known.items() if name in ds.variables and not set(ds[name].values.tolist()) <= set(numbers)]
+    wrong += [name for name in ("sample", "layer", "head") if name in ds.dims and len(np.unique(ds[name].values)) < ds.sizes[name]]
+    wrong += ["layer_name"] if "layer_name" not in ds.variables or not all(map(str, ds["layer_name"].values)) else []
+    wrong += ["length"] if "length" not in ds.variables or bool((ds["length"] < 1).any()) else []
+    return [name for name in COORDINATES if name in wrong]
 
 
 def _empty(ds: xr.Dataset, name: str, sample: int, layer: int) -> bool:
@@ -140,7 +224,8 @@ def source(config: RunConfig) -> dict[str, Any]:
     """Where model and data are found again, paths absolute.
 
     ``model`` is None for one in memory; ``data``, ``split``, ``column`` and ``max_length`` are what `lipbound.models.inputs.prepare` was given:
-    ``data`` None for the default, False for objects in memory.
+    ``data`` None for the default, False for objects in memory. ``shuffle``, ``tokenizer``, ``processor`` and ``gguf_file`` are there where they were
+    given.
     """
     data = config.data
     named = isinstance(data, (str, Path))
@@ -148,7 +233,13 @@ def source(config: RunConfig) -> dict[str, Any]:
         "model": absolute(config.model) if isinstance(config.model, (str, Path)) else None,
         "data": absolute(data) if named else None if data is None else False, "split": config.split, "column": config.column,
         "max_length": config.max_length,
-    } | ({} if config.gguf_file is None else {"gguf_file": config.gguf_file})  # fmt: skip
+    } | _where_there(gguf_file=config.gguf_file, shuffle=config.shuffle, adapter=_found_again(config.adapter),
+                     tokenizer=_found_again(config.tokenizer), processor=_found_again(config.processor))  # fmt: skip
+
+
+def _found_again(name: Any) -> str | None:
+    """Where a companion of a model is found again; "none" is no path."""
+    return name if name in (None, "none") else absolute(name)
 
 
 def provenance(config: RunConfig, checkpoint: Checkpoint, inputs: Inputs, **settled: Any) -> dict[str, Any]:
@@ -183,9 +274,11 @@ def provenance(config: RunConfig, checkpoint: Checkpoint, inputs: Inputs, **sett
         "python": sys.version.split()[0],
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-    } | _where_there("quantization", checkpoint.quantization) | _where_there("notes", [*checkpoint.notes, *inputs.notes])  # fmt: skip
+    } | _where_there(
+        quantization=checkpoint.quantization, configuration=checkpoint.configuration, notes=[*checkpoint.notes, *inputs.notes],
+    )  # fmt: skip
 
 
-def _where_there(name: str, value: Any) -> dict[str, Any]:
-    """An attribute, where there is something to tell."""
-    return {name: value} if value else {}
+def _where_there(**attributes: Any) -> dict[str, Any]:
+    """Attributes that have something to tell."""
+    return {name: value for name, value in attributes.items() if value}

@@ -40,8 +40,10 @@ class Replay(NamedTuple):
     notes: list[str]
 
     def measurer(self, ds: xr.Dataset, layer: int) -> Measurer:
-        """Measures the layer at one position of the run as the run did."""
-        spec = measurement_spec(self.config, self.config.names, ds.attrs["exact_samples"], ds["exact"][0].shape)
+        """Measures the layer at one position of the run as the run did, which may have had more samples, layers and heads than are there."""
+        made = ds.attrs.get("made")
+        shape = ds["exact"][0].shape if made is None else (len(made["layers"]), made["heads"] or 1)
+        spec = measurement_spec(self.config, self.config.names, ds.attrs["exact_samples"], shape)
         return Measurer(capturer_of(self.checkpoint.model, [int(ds["layer"][layer])], spec.map), spec)
 
 
@@ -75,6 +77,10 @@ def replay(ds: xr.Dataset, *, model: Any = None, data: Any = None, device: str =
             f"{kind}: the run is of {a['model']} ({a['architecture']}, {a['revision']}), "
             f"{checkpoint.name} ({type(checkpoint.model).__name__}) {now}has {checkpoint.revision}"
         )
+    if comparable and None not in (checkpoint.configuration, a.get("configuration")) and checkpoint.configuration != a["configuration"]:
+        differences.append(
+            f"not the recorded configuration of the model: the run has {a['configuration']}, {checkpoint.name} now has {checkpoint.configuration}"
+        )
     try:
         inputs = open_inputs(config, checkpoint)
     except InputsError as error:
@@ -106,8 +112,10 @@ def changed_versions(ds: xr.Dataset) -> dict[str, tuple[str, str]]:
 
 
 def measure_again(rerun: Replay, ds: xr.Dataset, sample: int, layer: int) -> dict[str, np.ndarray]:
-    """Everything the run stores about one sample and layer, by position, computed again: name -> (heads,)."""
-    block = rerun.inputs.block(sample, sample + 1, rerun.device)
+    """Everything the run stores about one sample and layer, by position, computed again: name -> (heads,), for the heads that are there."""
+    number = int(ds["sample"][sample])
+    block = rerun.inputs.block(number, number + 1, rerun.device)
     with torch.no_grad():
-        (measured,) = rerun.measurer(ds, layer).block(block, sample)
-    return {name: value[0] for name, value in measured.values.items()}
+        (measured,) = rerun.measurer(ds, layer).block(block, number)
+    there = ds["head"].values if "head" in ds.dims else [0]
+    return {name: value[0, [head for head in there if head < value.shape[1]]] for name, value in measured.values.items()}

@@ -8,16 +8,23 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import xarray as xr
 import yaml
 
+from lipbound.bounds.audit import audit, compared_with
 from lipbound.errors import LipboundError, nearest
 from lipbound.runs.compare import run
-from lipbound.runs.config import RunConfig
+from lipbound.runs.config import RunConfig, check_folder_name
+from lipbound.runs.standing import standing
 
 AXES = ("model", "data", "max_length")
 OPTIONS = tuple(field.name for field in fields(RunConfig) if field.name not in (*AXES, "out", "resume"))
 """What else a sweep file may say; a sweep itself decides where its runs are saved, and resumes them."""
+PAIRS = "pairs"
 FIELDS = ("run", *AXES, "status", "error")
+NUMBERS = ("samples", "layers", "norms", "not_closed", "exact_geomean", "exact_min", "exact_max")
+"""Columns of the index about exact norms; two of every bound follow, `<name>_ratio` and `<name>_violations`."""
 
 
 @dataclass(frozen=True)
@@ -32,32 +39,47 @@ def planned_runs(path: str | Path) -> list[Run]:
     """The runs that a sweep file asks for.
 
     The file is YAML: ``model``, ``data`` and ``max_length`` are values or lists of them, every combination of which is a run; all other keys
-    (`OPTIONS`) are arguments of `lipbound.compare` that hold for every run.
+    (`OPTIONS`) are arguments of `lipbound.compare` that hold for every run. Where not every combination is wanted, ``pairs`` is a list of mappings of
+    the same keys, one for each model with its data; what a pair does not say, or says otherwise, is as it stands beside.
 
     Raises:
         LipboundError: the file cannot be read, is not such a mapping, or has a key that is not known.
     """
     try:
-        content = yaml.safe_load(Path(path).read_text())
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise LipboundError(f"{path} cannot be read as YAML: {_why(error)}") from error
-    if not isinstance(content, dict) or not content.get("model"):
+    if not isinstance(content, dict) or not (content.get("model") or content.get(PAIRS)):
         raise LipboundError(f"{path} is not a sweep; give a mapping with at least a model, such as 'model: [builtin:minilm, builtin:gpt2]'")
-    for key in content:
-        if key not in (*AXES, *OPTIONS):
-            raise LipboundError(f"{path} has an unknown key {key!r}; {nearest(str(key), (*AXES, *OPTIONS))}")
-    common = {key: value for key, value in content.items() if key in OPTIONS}
-    lists = [_listed(content.get("model")), _listed(content.get("data")), _listed(content.get("max_length", RunConfig.max_length))]
+    shared = {key: value for key, value in content.items() if key != PAIRS}
+    pairs = content.get(PAIRS, [{}])
+    if not isinstance(pairs, list) or not pairs or not all(isinstance(pair, dict) for pair in pairs):
+        raise LipboundError(f"{path} has pairs that are no list of mappings; give for each run such as '- {{model: builtin:gpt2, data: words.txt}}'")
+    for keys, known in ((content, (*AXES, *OPTIONS, PAIRS)), *((pair, (*AXES, *OPTIONS)) for pair in pairs)):
+        for key in keys:
+            if key not in known:
+                raise LipboundError(f"{path} has an unknown key {key!r}; {nearest(str(key), known)}")
+    if unused := [key for key in shared if PAIRS in content and all(key in pair for pair in pairs)]:
+        raise LipboundError(f"{path} has {unused[0]!r} beside pairs, which all have their own; leave it out in one of the two places")
     runs: dict[str, Run] = {}
-    for values in itertools.product(*lists):
-        chosen = dict(zip(AXES, values, strict=True))
-        name = base = _name(*values)
-        for number in itertools.count(2):
-            if name not in runs:
-                break
-            name = f"{base}-{number}"
-        runs[name] = Run(name, chosen | common)
+    for number, pair in enumerate(pairs):
+        if not (merged := shared | pair).get("model"):
+            raise LipboundError(f"{path} has a pair without a model (number {number + 1}); name it there, or beside the pairs for all of them")
+        for one in _combinations(merged):
+            base = name = _name(*(one[key] for key in AXES))
+            for count in itertools.count(2):
+                if name not in runs:
+                    break
+                name = f"{base}-{count}"
+            runs[name] = Run(name, one)
     return list(runs.values())
+
+
+def _combinations(content: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Arguments of every combination of models, data and lengths."""
+    lists = [_listed(content.get("model")), _listed(content.get("data")), _listed(content.get("max_length", RunConfig.max_length))]
+    for values in itertools.product(*lists):
+        yield dict(zip(AXES, values, strict=True)) | {key: value for key, value in content.items() if key in OPTIONS}
 
 
 def sweep(path: str | Path, out: str | Path, *, client: Any = None, progress: bool = True) -> Iterator[dict[str, Any]]:
@@ -72,8 +94,9 @@ def sweep(path: str | Path, out: str | Path, *, client: Any = None, progress: bo
 
     Yields:
         For every run, as it ends, its row of the index: run, model, data, max_length, status ("done", "kept" where it was finished before, or
-        "failed") and error.
+        "failed"), error, and the numbers of `numbers`.
     """
+    check_folder_name("out", out, "holds all runs of the sweep and their index.csv")
     planned = planned_runs(path)
     folder = Path(out).expanduser()
     try:
@@ -86,8 +109,7 @@ def sweep(path: str | Path, out: str | Path, *, client: Any = None, progress: bo
         try:
             config = RunConfig(**one.arguments, out=folder / f"{one.name}.zarr", resume=True)
             kept = (folder / f"{one.name}.zarr").exists()
-            run(config, client=client, progress=progress)
-            row |= {"status": "kept" if kept else "done"}
+            row |= numbers(run(config, client=client, progress=progress)) | {"status": "kept" if kept else "done"}
         except LipboundError as error:
             row |= {"status": "failed", "error": str(error)}
         except Exception as error:  # whatever it is, the other runs must go on
@@ -95,6 +117,34 @@ def sweep(path: str | Path, out: str | Path, *, client: Any = None, progress: bo
         rows.append(row)
         _index(folder / "index.csv", rows)
         yield row
+
+
+def numbers(ds: xr.Dataset) -> dict[str, float]:
+    """What a run comes to in a row of an index.
+
+    ``samples`` and ``layers``; ``norms``, exact norms, of which ``not_closed`` were not found to the tolerance; their geometric mean over samples,
+    layers and heads (those that are not zero), smallest and largest. Of every bound the geometric mean of bound / exact, ``<name>_ratio``, and how
+    often it is below the exact norm, ``<name>_violations``.
+    """
+    exact = ds["exact"].values
+    known = exact[~np.isnan(exact)]
+    found = standing(ds)
+    least, most = (float(known.min()), float(known.max())) if known.size else (float("nan"), float("nan"))
+    row = {
+        "samples": found.samples, "layers": len(found.layers), "norms": found.norms, "not_closed": found.norms - found.closed,
+        "exact_geomean": _geomean(known[known > 0]), "exact_min": least, "exact_max": most,
+    }  # fmt: skip
+    for name, entry in audit(ds).items():
+        norm, value = ds[compared_with(ds, name)].values, ds[name].values
+        there = np.isfinite(norm) & (norm > 0) & ~np.isnan(value)
+        row |= {f"{name}_ratio": _geomean(value[there] / norm[there]), f"{name}_violations": entry["violations"]}
+    return row
+
+
+def _geomean(values: np.ndarray) -> float:
+    """NaN where there is no value."""
+    with np.errstate(divide="ignore"):
+        return float(np.exp(np.log(values).mean())) if values.size else float("nan")
 
 
 def _why(error: Exception) -> str:
@@ -118,10 +168,15 @@ def _name(model: Any, data: Any, length: Any) -> str:
 
 
 def _index(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write the index, whole or not at all."""
+    """Write the index, whole or not at all; it has the bounds of all of its runs."""
+    bounds = dict.fromkeys(key for row in rows for key in row if key not in (*FIELDS, *NUMBERS))
     new = path.with_suffix(".csv.partial")
-    with new.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
-        writer.writerows(rows)
-    new.replace(path)
+    try:
+        with new.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, [*FIELDS, *NUMBERS, *bounds])
+            writer.writeheader()
+            writer.writerows(rows)
+        new.replace(path)
+    except OSError as error:
+        what = f"{path} could not be written: {error.strerror or error}"
+        raise LipboundError(f"{what}; the runs beside it are kept, and the same command goes on from there") from error

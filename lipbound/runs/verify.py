@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,9 +14,11 @@ from lipbound.bounds.audit import audit, norm_of
 from lipbound.devices import dtype_name
 from lipbound.errors import AlteredRunError, CaptureError, StoreError, whole
 from lipbound.formatting import plain
+from lipbound.runs.concat import split
 from lipbound.runs.given import whole_run
-from lipbound.runs.provenance import FORMER, altered, own, settings_checksum
+from lipbound.runs.provenance import FORMER, altered, lacks_variables, own, settings_altered, strange
 from lipbound.runs.replay import OtherModelError, Replay, changed_versions, measure_again, replay
+from lipbound.runs.standing import with_exact
 
 ALLOWED = {"float32": 1e-4, "float64": 1e-8}
 """Relative difference that rounding explains, per unit of the logarithm's size: the exponentials in some bounds amplify it."""
@@ -51,6 +53,7 @@ class Verification:
         judged: whether numbers that do not agree count against the run; not where it was computed again in another dtype.
         dtype: what was computed in.
         norm: of the run, which is that of what was computed again.
+        runs: how many runs were put together; samples of ``places`` are then those of each run, one run after the other.
     """
 
     faults: tuple[str, ...]
@@ -61,6 +64,7 @@ class Verification:
     judged: bool
     dtype: str
     norm: str = "frobenius"
+    runs: int = 1
 
     @property
     def ok(self) -> bool:
@@ -97,7 +101,8 @@ class Verification:
             layers.setdefault(sample, []).append(str(layer))
         where = "; ".join(f"sample {s}, layer{'s' if len(found) > 1 else ''} {', '.join(found)}" for s, found in layers.items())
         norm = "" if self.norm == "frobenius" else f" and the {self.norm} norm"
-        return f"computed again, in {self.dtype}{norm}: all heads at {where}"
+        each = "" if self.runs == 1 else f", of {self.runs} runs that were put together, each by its own numbers"
+        return f"computed again, in {self.dtype}{norm}{each}: all heads at {where}"
 
     def _holding(self) -> list[str]:
         """What agrees, the same numbers and those within rounding apart."""
@@ -149,8 +154,9 @@ def verify(
     In another dtype than the run's, the model's own activations differ too: numbers that do not agree are then told, but are no problem.
 
     Args:
-        ds: a run, from `lipbound.load` or `lipbound.compare`, or its path; whole, since checksums and delta are of all of it.
-        places: how many random pairs of sample and layer; all of them where there are fewer.
+        ds: a run, from `lipbound.load` or `lipbound.compare`, a selection of its samples, layers or heads, or its path; of what `lipbound.concat`
+            put together, every run is verified by itself.
+        places: how many random pairs of sample and layer; all of them where there are fewer; of each run where several were put together.
         seed: which ones.
         model, data: in place of those recorded; needed for runs on objects in memory.
         device, dtype: to compute on and in; a run in float32 can be checked in "float64".
@@ -163,6 +169,46 @@ def verify(
     """
     ds = whole_run(ds)
     places, seed = whole("places", places, least=1), whole("seed", seed, least=0)
+    if "runs" not in ds.attrs:
+        return _verify_one(ds, places, seed, model, data, device, dtype)
+    found = [_verify_one(part, places, seed, model, data, device, dtype) for part in split(ds)]
+    return _together(found, _own_faults(ds))
+
+
+def _own_faults(ds: xr.Dataset) -> list[str]:
+    """Sentences about what a run says of itself and its numbers that does not hold: settings, audit."""
+    faults = []
+    if settings_altered(ds):
+        faults.append("the run's settings (attributes) are not those that were recorded when it was computed (checksum)")
+    now, then = (json.dumps(one, sort_keys=True) for one in (audit(ds), ds.attrs["audit"]))  # as text, since NaN differs from itself
+    if now != then and _is_whole(ds):
+        faults.append("the audit stored with the run is not that of its numbers")
+    return faults
+
+
+def _is_whole(ds: xr.Dataset) -> bool:
+    """Whether nothing was selected from a run since it was made."""
+    made = ds.attrs.get("made")
+    return made is None or (ds.sizes["sample"], ds.sizes["layer"], ds.sizes.get("head")) == (made["samples"], len(made["layers"]), made["heads"])
+
+
+def _together(found: list[Verification], faults: list[str]) -> Verification:
+    """What was found of several runs, which are told apart by their place in ``attrs["runs"]``."""
+    named = [f"run {number}: " for number in range(len(found))]
+    faults = faults + [name + fault for name, one in zip(named, found, strict=True) for fault in one.faults]
+    numbers = [replace(d, place=f"{name}{d.place}") for name, one in zip(named, found, strict=True) for d in one.numbers]
+    remarks = [name + remark for name, one in zip(named, found, strict=True) for remark in one.remarks]
+    rows = pd.concat([one.table for one in found]).groupby(level=0, sort=False)
+    table = rows.agg({"values": "sum", "largest": "max", "off": "sum"})
+    places = tuple(place for one in found for place in one.places)
+    first = found[0]
+    return Verification(
+        tuple(faults), tuple(numbers), tuple(remarks), table, places, all(one.judged for one in found), first.dtype, first.norm, len(found)
+    )
+
+
+def _verify_one(ds: xr.Dataset, places: int, seed: int, model: Any, data: Any, device: str, dtype: str | None) -> Verification:
+    """`verify` of one run."""
     if "dtype" not in ds.attrs or "source" not in ds.attrs:
         raise StoreError("the run was written by a version of lipbound that did not record enough to repeat it")
     wanted = ds.attrs["dtype"] if dtype is None else dtype_name(dtype)
@@ -171,18 +217,19 @@ def verify(
         rerun = replay(ds, model=model, data=data, device=device, dtype=wanted)
     except (AlteredRunError, OtherModelError) as error:  # nothing can be computed with such settings, or such a model
         return nothing((str(error),))
-    faults = list(rerun.differences)
-    if "settings_checksum" in ds.attrs and settings_checksum(ds) != ds.attrs["settings_checksum"]:
-        faults.append("the run's settings (attributes) are not those that were recorded when it was computed (checksum)")
-    if json.dumps(audit(ds), sort_keys=True) != json.dumps(ds.attrs["audit"], sort_keys=True):  # as text, since NaN differs from itself
-        faults.append("the audit stored with the run is not that of its numbers")
-    broken = altered(ds)
+    faults = list(rerun.differences) + _own_faults(ds)
+    unknown = "made" in ds.attrs and lacks_variables(ds)
+    broken = None if unknown else altered(ds)
+    wrong_axes = strange(ds) if broken else []
+    faults += [f"the coordinates {', '.join(wrong_axes)} cannot be those of the run"] if wrong_axes else []
     faults += [f"{_place(ds, s, i)}: the stored numbers are not those that were computed (checksum)" for s, i in broken or []]
-    remarks = [] if broken is not None else ["the run has no checksums, so numbers that were changed by hand show only where they are computed again"]
+    why = "variables that its checksums are over were left out of the run" if unknown else "the run has no checksums"
+    remarks = [] if broken is not None else [f"{why}, so numbers that were changed by hand show only where they are computed again"]
     remarks += [f"{name} was {then}, is {now}" for name, (then, now) in changed_versions(ds).items()] + rerun.notes
-    shapes = rerun.inputs.samples == ds.sizes["sample"]
-    if not shapes:
-        faults.append(f"the data now has {rerun.inputs.samples} samples, the run {ds.sizes['sample']}")
+    samples = int(ds.attrs["samples"])
+    shapes = rerun.inputs.samples == samples and not {"sample", "layer", "head"} & set(wrong_axes)
+    if rerun.inputs.samples != samples:
+        faults.append(f"the data now has {rerun.inputs.samples} samples, the run {samples}")
     chosen = _choose(ds, places, seed, broken or []) if shapes else []
     found: dict[str, tuple[int, float, int]] = {}
     wrong: list[Difference] = []
@@ -210,7 +257,8 @@ def _choose(ds: xr.Dataset, places: int, seed: int, broken: list[tuple[int, int]
     samples, layers = ds.sizes["sample"], ds.sizes["layer"]
     order = np.random.default_rng(seed).permutation(samples * layers)
     pairs = [(int(k) // layers, int(k) % layers) for k in order]
-    pairs.sort(key=lambda pair: pair[0] >= ds.attrs["exact_samples"])
+    known = with_exact(ds)
+    pairs.sort(key=lambda pair: not known[pair[0]])
     picked = pairs[:places]
     return sorted({*picked, *broken})
 

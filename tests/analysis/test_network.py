@@ -158,3 +158,30 @@ def test_bad_ends() -> None:
             network_norm(model, inputs, **options)
     with pytest.raises(LipboundError, match="no list of blocks"):
         blocks(torch.nn.Linear(2, 2))
+
+
+def test_an_encoders_padding_is_not_the_decoders() -> None:
+    """From the encoder's embeddings to the decoder's outputs, which have as many tokens, none of them padding."""
+    config = tf.BartConfig(
+        vocab_size=60, d_model=8, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=8,
+        decoder_ffn_dim=8, max_position_embeddings=40,
+    )  # fmt: skip
+    model = build(lambda: tf.BartModel(config)).double()
+    ids = torch.arange(3, 9)[None]
+    inputs = {"input_ids": ids, "decoder_input_ids": ids + 9, "attention_mask": torch.tensor([[1, 1, 1, 0, 0, 0]])}
+    model.set_attn_implementation("eager")
+    entered: list[torch.Tensor] = []
+    hook = model.encoder.layers[0].register_forward_pre_hook(lambda module, args: entered.append(args[0]))
+    model(**inputs, use_cache=False)
+    hook.remove()
+
+    def outputs(x: torch.Tensor) -> torch.Tensor:
+        whole = torch.cat([x, entered[0][0, 3:]])[None]
+        inside = model.encoder.layers[0].register_forward_pre_hook(lambda module, args: (whole, *args[1:]))
+        value = model(**inputs, use_cache=False).last_hidden_state
+        inside.remove()
+        return value
+
+    jacobian = torch.autograd.functional.jacobian(outputs, entered[0][0, :3].detach())
+    expected = float(torch.linalg.svdvals(jacobian.reshape(48, 24))[0])
+    assert float(network_norm(model, inputs, end="last_hidden_state", tol=1e-8).lower) == pytest.approx(expected, rel=1e-6)

@@ -201,7 +201,7 @@ def test_the_order_of_tokens_and_heads_does_not_matter(kind: str, seed: int) -> 
     for name in OURS:
         value = bounds.get(name)(other)
         torch.testing.assert_close(value, bounds.get(name)(att)[:, again], rtol=2e-4, atol=0)  # block norms are within 1e-4 in float32
-        torch.testing.assert_close(value[:, 0], value[:, 2], rtol=1e-12, atol=0)
+        torch.testing.assert_close(value[:, 0], value[:, 2], rtol=2e-4, atol=0)  # products of another place in the batch may round otherwise
 
 
 # -- what cannot be evaluated ----------------------------------------------------------------------------------------------

@@ -285,10 +285,11 @@ def test_lower_ends_are_lengths_of_transposed_products_less_rounding() -> None:
     op, roundoff = measured.op, measured.roundoff
     u, s, _ = torch.linalg.svd(op.dense())
     with torch.no_grad():
-        low, top = _quotients(op, roundoff, 7 * u[..., 0])
+        low, top, image = _quotients(op, roundoff, 7 * u[..., 0])
         assert bool((low <= s[:, 0]).all())
         assert bool((low >= s[:, 0] - 2 * (roundoff.products + roundoff.tensors) - 1e-12 * s[:, 0]).all())
         torch.testing.assert_close(top.norm(dim=1), torch.ones_like(low))
+        torch.testing.assert_close(image.norm(dim=1), s[:, 0])
         other = torch.randn(u.shape[:2], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         for vectors in (other, other * 1e200, other * 1e-200):
             assert bool((_quotients(op, roundoff, vectors)[0] < s[:, 0]).all())

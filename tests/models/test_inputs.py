@@ -1,6 +1,5 @@
 import importlib.util
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 import datasets
@@ -8,10 +7,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import transformers as tf
 from PIL import Image
 from safetensors.torch import save_file
-from support.models import AFFINE, build, save_bert
+from support.models import AFFINE, LLAMA, MODERN, build, save_bert
 
+import lipbound as lb
 from lipbound.errors import InputsError
 from lipbound.models.batch import Inputs
 from lipbound.models.checkpoints import Checkpoint, load_checkpoint
@@ -181,8 +182,8 @@ def test_a_modality_is_one_reader_and_one_entry(bert: Checkpoint, vit: Checkpoin
         kind = ItemKind(int, takes="numbers", one="a number", many="numbers", columns=("n",))
 
         def read(self, checkpoint: Checkpoint, data: object, selection: Selection) -> Inputs:
-            found, description = self.items(checkpoint, data, selection.split, selection.column)
-            return Inputs({"pixel_values": torch.tensor(list(islice(found, selection.samples)))}, description)
+            found = self.items(checkpoint, data, selection.split, selection.column)
+            return Inputs({"pixel_values": torch.tensor(found.take(selection.samples, None, "numbers")[0])}, found.description)
 
         def default(self) -> tuple[Iterator[int], str]:
             return iter([1, 2]), "one and two"
@@ -234,3 +235,22 @@ def test_conversations_go_through_the_chat_template(tmp_path: Path) -> None:
     assert prepare(checkpoint, chats, samples=2, max_length=3).batch["input_ids"].shape == (2, 3)
     with pytest.raises(InputsError, match="some of the conversations are not lists of messages"):
         prepare(checkpoint, [chats[0], "the ferry"], max_length=12)
+
+
+def test_settings_of_the_forward_pass_are_passed_on() -> None:
+    """Images of another size than the model's, which its positions are interpolated for."""
+    vit = build(AFFINE["vit"])
+    batch = {"pixel_values": torch.randn(2, 3, 24, 24, generator=torch.Generator().manual_seed(0)), "interpolate_pos_encoding": True}
+    inputs = prepare(load_checkpoint(vit), batch)
+    assert inputs.options == {"interpolate_pos_encoding": True}
+    assert inputs.fingerprint != Inputs(inputs.batch, "").fingerprint
+    ds = lb.compare(vit, batch, bounds=["lipbound"], exact_samples=1, progress=False)
+    assert ds.attrs["tokens"] == 37
+    with pytest.raises(InputsError, match="smaller is no setting of ViTModel's forward pass"):
+        prepare(load_checkpoint(vit), {**batch, "smaller": True})
+
+
+def test_dynamic_rotary_tables_reach_beyond_the_positions_they_were_made_for() -> None:
+    config = tf.LlamaConfig(**LLAMA, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0})
+    assert positions(Checkpoint(build(lambda: tf.LlamaModel(config)), "llama", "", None)) == 160
+    assert positions(Checkpoint(build(MODERN["Llama"]), "llama", "", None)) == 40

@@ -241,10 +241,10 @@ def test_broken_files(tmp_path: Path) -> None:
     content = shard.read_bytes()
     for wrong in (b"not weights", content[:-100]):
         shard.write_bytes(wrong)
-        with pytest.raises(CheckpointError, match="could not be loaded layer by layer"):
+        with pytest.raises(CheckpointError, match=f"{shard.name} is (not a safetensors file|cut off)"):
             load_checkpoint(tmp_path, weights="layers")
     shard.unlink()
-    with pytest.raises(CheckpointError, match=f"could not be loaded layer by layer.*{shard.name}"):
+    with pytest.raises(CheckpointError, match=f"names 1 of 5 files of weights that is not there, {shard.name}"):
         load_checkpoint(tmp_path, weights="layers")
 
 

@@ -109,7 +109,7 @@ def test_caption_says_what_it_is(ds: xr.Dataset) -> None:
     assert [t.get_text() for t in plots.heatmaps(ds).texts if t.get_text()] == []  # in the picture on request
     text = "\n".join(t.get_text() for t in plots.heatmaps(ds, caption=True).texts).replace("\n", " ")
     assert text == plots.caption(ds)
-    for part in ("GPT2Model", "without output projection", "ready model inputs", "2 samples", "mean over samples", "float32"):
+    for part in ("GPT2Model", "without output projection", "ready model inputs", "2 samples", "each the arithmetic mean over samples", "float32"):
         assert part in text
 
 
@@ -133,7 +133,7 @@ def test_panels_in_axes_of_ones_own(ds: xr.Dataset, tmp_path: Path) -> None:
     assert (left.images[0].norm.vmin, left.images[0].norm.vmax) == (0.0, 1.0)
     assert left.get_title() == "Yudin 2025, Thm 3"
     assert plots.ratios(ds, bounds=["lipbound", "kim"], ax=right) is right
-    assert [t.get_text() for t in right.get_yticklabels()] == ["lipbound (ours)", "Kim 2021 (L2 map)"]
+    assert [t.get_text() for t in right.get_yticklabels()] == ["lipbound", "Kim 2021 (L2 map)"]
     medians = sorted(float(line.get_xdata()[0]) for line in right.lines if line.get_color() == "black" and len(set(line.get_xdata())) == 1)
     for name, exact in (("lipbound", "exact"), ("kim", "exact_l2")):
         assert min(abs(m / float((ds[name] / ds[exact]).median()) - 1) for m in medians) < 1e-9

@@ -140,7 +140,7 @@ def test_columns_with_something_below_exact_are_not_called_sound(ds: xr.Dataset)
     narrow = tables.render(ds, width=60)
     assert "none is below" not in narrow
     assert "\u2021: below the exact norm somewhere" in narrow
-    assert "none is below the exact norm in any of 24 comparisons" in tables.render(ds, width=60, bounds=["yudin", "lipbound"])
+    assert "none is below the exact norm in any of 24 comparisons" in " ".join(tables.render(ds, width=44, bounds=["yudin", "lipbound"]).split())
 
 
 def test_colours(ds: xr.Dataset, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,11 +169,16 @@ def test_nothing_known_is_nothing_claimed(ds: xr.Dataset, capsys: pytest.Capture
     empty["exact"][...] = np.nan
     show(empty)
     out = capsys.readouterr().out
-    assert "exact norms: 0 heads, 0 not converged" in out
-    assert re.search(r"Yudin 2025, Thm 3 +n/a +n/a +n/a +n/a +0 of 0 +n/a", out)
+    assert "exact norms: 0 (" in out
+    assert re.search(r"Yudin 2025, Thm 3 +n/a +n/a +n/a +0 of 0 +n/a", out)
+    assert "3 layers x 4 heads" in " ".join(out.split())
+    assert "no exact norms" in " ".join(out.split())
+    assert "enclosed" not in out
     bare = ds.assign_attrs(bounds=[])
     show(bare)
-    assert "exact norms: 24 heads, from 0 to 3.75, 1 not converged" in " ".join(capsys.readouterr().out.split())
+    out = " ".join(capsys.readouterr().out.split())
+    assert "exact norms: 24 (3 layers x 4 heads, 2 samples), from 0 to 3.75;" in out
+    assert "the tolerance asked for, 0.001, was not reached by 1 of 24, enclosed to 0.0041" in out
 
 
 def test_widths_that_are_none(ds: xr.Dataset) -> None:

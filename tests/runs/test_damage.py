@@ -52,10 +52,27 @@ def cut(size: int) -> Callable[[Path], None]:
     return change
 
 
-def value(run: Path) -> None:
-    array = zarr.open_group(run, mode="a")["lipbound"]
-    assert isinstance(array, zarr.Array)
-    array[1, 0, 2] = 1e-3
+def edited(name: str, at: object, to: object) -> Callable[[Path], None]:
+    def change(run: Path) -> None:
+        array = zarr.open_group(run, mode="a")[name]
+        assert isinstance(array, zarr.Array)
+        array[at] = to
+
+    return change
+
+
+def emptied(name: str) -> Callable[[Path], None]:
+    return lambda run: chunk(run, name).write_bytes(b"") and None
+
+
+def swapped(one: str, other: str) -> Callable[[Path], None]:
+    def change(run: Path) -> None:
+        first, second = chunk(run, one), chunk(run, other)
+        values = first.read_bytes()
+        first.write_bytes(second.read_bytes())
+        second.write_bytes(values)
+
+    return change
 
 
 def setting(name: str, to: object) -> Callable[[Path], None]:
@@ -85,9 +102,16 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "a chunk of flags": (without_chunk("yudin_sound"), "are not those that were computed"),
     "the checksums": (without_chunk("checksum"), "its numbers at every sample and layer"),
     "all checksums": (without_variable("checksum"), "the checksums of its numbers are missing"),
-    "the layers": (without_chunk("layer"), "settings (attributes, layers or lengths) are not those that were recorded"),
-    "an edited value": (value, "its numbers at sample 1 layer 0 are not those that were computed;"),
-    "an edited setting": (setting("tol", 0.1), "settings (attributes, layers or lengths)"),
+    "the layers": (without_chunk("layer"), "its coordinates layer, and with them its numbers at"),
+    "the samples": (without_chunk("sample"), "its coordinates sample, and with them its numbers"),
+    "the heads": (without_chunk("head"), "its coordinates head, and with them its numbers"),
+    "names of layers": (without_chunk("layer_name"), "its coordinates layer_name, and with them its numbers"),
+    "the lengths": (without_chunk("length"), "its coordinates length, and with them its numbers"),
+    "other lengths": (edited("length", 1, 99), "its numbers at sample 1 layer 0, sample 1 layer 1 are not those"),
+    "an empty coordinate": (emptied("layer"), "the values of 'layer' cannot be read"),
+    "files that changed places": (swapped("exact_upper", "yudin"), "its numbers at every sample and layer"),
+    "an edited value": (edited("lipbound", (1, 0, 2), 1e-3), "its numbers at sample 1 layer 0 are not those that were computed;"),
+    "an edited setting": (setting("tol", 0.1), "its settings (attributes) are not those that were recorded"),
     "a missing setting": (setting("samples", None), "its setting 'samples' is missing"),
     "a setting of another type": (setting("tol", "wide"), "its setting 'tol' is 'wide'"),
     "another dtype": (setting("dtype", "float8"), "its setting 'dtype' is 'float8'"),
@@ -129,7 +153,7 @@ def test_every_command_refuses_it(
     command: list[str], sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Path(shutil.copytree(sound, tmp_path / "run.zarr"))
-    value(run)
+    edited("lipbound", (1, 0, 2), 1e-3)(run)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["lipbound", command[0], str(run), *command[1:]])
     with pytest.raises(SystemExit) as end:

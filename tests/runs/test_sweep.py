@@ -1,7 +1,9 @@
 """Many runs from one file."""
 
+import csv
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from support.runs import TEXTS
@@ -24,7 +26,7 @@ def test_sweeps(bert: Path, tmp_path: Path) -> None:
     assert rows[2]["error"].startswith("there is no directory")
     index = (tmp_path / "runs" / "index.csv").read_text().splitlines()
     assert len(index) == 5
-    assert index[0] == "run,model,data,max_length,status,error"
+    assert index[0].startswith("run,model,data,max_length,status,error,samples,layers,norms,not_closed,exact_geomean,")
     runs = [store.load(tmp_path / "runs" / row["run"]) for row in rows[:2]]
     assert [ds.attrs["tokens"] for ds in runs] == [6, 8]
     before = (tmp_path / "runs" / rows[0]["run"] / "zarr.json").stat().st_mtime_ns
@@ -33,6 +35,67 @@ def test_sweeps(bert: Path, tmp_path: Path) -> None:
     assert "note: 2 of 4 runs were finished before and are kept as they are" in result.stderr
     assert "2 runs of the sweep failed" in str(result.exception)
     assert (tmp_path / "runs" / rows[0]["run"] / "zarr.json").stat().st_mtime_ns == before
+
+
+def test_the_index_has_the_numbers_of_every_run(bert: Path, tmp_path: Path) -> None:
+    """Set against the values of the stores, with bounds that only some of the runs have."""
+    text = tmp_path / "words.txt"
+    text.write_text("\n".join(TEXTS * 3))
+    file = tmp_path / "sweep.yaml"
+    pairs = [{"data": str(text), "bounds": "yudin"}, {"data": str(text), "bounds": "yudin,castin", "layers": [1]}]
+    file.write_text(yaml.safe_dump({"pairs": pairs, "model": str(bert), "samples": 2, "max_length": 6}))
+    list(sweep(file, tmp_path / "runs", progress=False))
+    rows = list(csv.DictReader((tmp_path / "runs" / "index.csv").open()))
+    assert [row["layers"] for row in rows] == ["2", "1"]
+    assert rows[0]["castin_ratio"] == ""
+    for row in rows:
+        ds = store.load(tmp_path / "runs" / row["run"])
+        assert [int(row[name]) for name in ("samples", "norms", "not_closed")] == [2, ds["exact"].size, 0]
+        assert float(row["exact_geomean"]) == pytest.approx(float(np.exp(np.log(ds["exact"]).mean())), rel=1e-12)
+        assert [float(row["exact_min"]), float(row["exact_max"])] == [float(ds["exact"].min()), float(ds["exact"].max())]
+        for name in ds.attrs["bounds"]:
+            assert float(row[f"{name}_ratio"]) == pytest.approx(float(np.exp(np.log(ds[name] / ds["exact"]).mean())), rel=1e-12)
+            assert int(row[f"{name}_violations"]) == int((ds[name] < ds["exact"]).sum())
+
+
+def test_pairs(tmp_path: Path) -> None:
+    file = tmp_path / "sweep.yaml"
+    file.write_text("pairs:\n- {model: a, data: x.txt}\n- {model: [b, c], data: y.txt, max_length: 6, samples: 2}\nmax_length: [7, 8]\nsamples: 5\n")
+    found = [(run.name, run.arguments["max_length"], run.arguments["samples"]) for run in planned_runs(file)]
+    assert found == [("a-x-7", 7, 5), ("a-x-8", 8, 5), ("b-y-6", 6, 2), ("c-y-6", 6, 2)]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("pairs: x", "no list of mappings"),
+        ("pairs: []", "at least a model"),
+        ("pairs: [a]", "no list of mappings"),
+        ("pairs: [{data: x}, {model: m}]", r"pair without a model \(number 1\)"),
+        ("pairs: [{model: m, sample: 3}]", "did you mean 'samples'"),
+        ("pairs: [{model: m, pairs: []}]", "unknown key 'pairs'"),
+        ("model: n\npairs: [{model: m}]", "'model' beside pairs, which all have their own"),
+    ],
+)
+def test_bad_pairs(content: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "sweep.yaml"
+    file.write_text(content)
+    with pytest.raises(LipboundError, match=message):
+        planned_runs(file)
+
+
+def test_an_index_on_a_full_disk(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sentence, and the run is kept."""
+    file = tmp_path / "sweep.yaml"
+    file.write_text(f"model: {bert}\ndata: the ferry\nmax_length: 4\nbounds: yudin\n")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(csv.DictWriter, "writeheader", full)
+    with pytest.raises(LipboundError, match=r"index\.csv could not be written: No space left on device; the runs beside it are kept"):
+        list(sweep(file, tmp_path / "runs", progress=False))
+    assert len(list((tmp_path / "runs").glob("*.zarr"))) == 1
 
 
 @pytest.mark.parametrize(
@@ -65,6 +128,8 @@ def test_every_option_of_compare_is_one_of_sweeps(tmp_path: Path) -> None:
         "revision": "v1",
     }
     given |= {"tol": 0.01, "delta": None, "device": "cpu", "dtype": "float64", "seed": 3, "memory": "1GB", "weights": "whole", "gguf_file": "a.gguf"}
+    given |= {"shuffle": 2, "tokenizer": "words", "processor": "pictures"}
+    given["adapter"] = "owner/adapter"
     assert set(OPTIONS) == set(given)
     file = tmp_path / "sweep.yaml"
     file.write_text(yaml.safe_dump({"model": "m", "max_length": 6} | given))

@@ -179,7 +179,7 @@ def test_plain_estimates_and_images(vit: Path, tmp_path: Path) -> None:
         Image.fromarray(np.random.default_rng(i).integers(0, 256, (40, 40, 3), dtype=np.uint8)).save(folder / f"{i}.png")
     ds = lb.compare(vit, folder, delta=None, bounds=["castin"], progress=False)
     assert "size" in ds.attrs["preprocessing"]
-    assert "image_mean" in ds.attrs["preprocessing"]
+    assert "image mean" in ds.attrs["preprocessing"]
     found = lb.verify(ds)
     assert found.ok, str(found)
     ds["exact"][0, 0, 0] *= 1.01

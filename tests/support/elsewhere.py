@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import xarray as xr
-from support.far_device import NAME, Far
+from support.far_device import LACKING, NAME, Far
 from support.layers import random_attention
 from support.models import AFFINE, MODERN
 from support.variants import layer
@@ -28,14 +28,16 @@ from lipbound.errors import LipboundError
 from lipbound.jacobians import head_streaming
 from lipbound.jacobians.maps import MAPS
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
+from lipbound.linalg.solution import Norm
 from lipbound.models.capture.differentiable import attention_layers
 from lipbound.regularizers import JaSMin, SoundPenalty, Specformer
 
-Pairs = dict[str, tuple[list[Any], list[Any]]]
-"""By what was computed: lists of numbers, on the CPU and on the other device."""
+Pairs = dict[str, tuple[list[Any], list[Any], float]]
+"""By what was computed: lists of numbers, on the CPU and on the other device, and how far apart their methods let them be, relatively."""
 METHODS: tuple[dict[str, Any], ...] = (
     {}, {"delta": 1e-9, "vectors": True}, {"method": "golub-kahan"}, {"method": "power"}, {"method": "dense"}, {"method": "deflation"},
 )  # fmt: skip
+TOL = {"float32": 1e-4, "float64": 1e-8}
 TOKEN_NORMS = ("every-token", "one-token", "token-pair", "output-token")
 
 
@@ -57,13 +59,13 @@ def refusals() -> list[str]:
 
 def norms(has: tuple[str, ...], mask: str | None, dtype: str) -> Pairs:
     """Norms of every map by every method that covers it, and of L2 attention."""
-    att, found = _layer(has, mask, dtype), {}
+    att, found, tol = _layer(has, mask, dtype), {}, TOL[dtype]
     for map in MAPS:
         for options in METHODS:
-            _both(found, f"{map} {options}", att, lambda one, m=map, o=options: spectral_norm(one, map=m, tol=1e-4, **o))
-    _both(found, "L2", att, l2_spectral_norm)
+            _both(found, f"{map} {options}", att, lambda one, m=map, o=options: spectral_norm(one, map=m, tol=tol, **o), tol)
+    _both(found, "L2", att, lambda one: l2_spectral_norm(one, tol=tol), tol)
     head_streaming.WHOLE_BYTES["cpu"], kept = 0, head_streaming.WHOLE_BYTES["cpu"]
-    _both(found, "streamed", att, lambda one: spectral_norm(one, tol=1e-4, delta=1e-9))
+    _both(found, "streamed", att, lambda one: spectral_norm(one, tol=tol, delta=1e-9), tol)
     head_streaming.WHOLE_BYTES["cpu"] = kept
     return found
 
@@ -84,7 +86,8 @@ def token_norms(has: tuple[str, ...], mask: str | None, dtype: str) -> Pairs:
     """Norms that tell tokens apart."""
     att, found = _layer(has, mask, dtype), {}
     for norm in TOKEN_NORMS:
-        _both(found, norm, att, lambda one, norm=norm: lb.token_norm(one, norm))
+        allowed = 1e-3 if norm == "every-token" else 0.0  # the others have no tolerance
+        _both(found, norm, att, lambda one, norm=norm: lb.token_norm(one, norm, tol=1e-3), allowed)
     _both(found, "profile", att, lb.token_profile)
     return found
 
@@ -96,21 +99,48 @@ def captured(family: str) -> Pairs:
     pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     inputs = _ids() if near.main_input_name == "input_ids" else {"pixel_values": pixels}
     seen = [lb.capture(near, inputs), lb.capture(_moved(near), {name: t.to(NAME) for name, t in inputs.items()})]
-    assert all(isinstance(att.x, Far) for att in seen[1])
-    return {f"layer {k}": (_numbers([a.q, a.p]), _numbers([b.q, b.p])) for k, (a, b) in enumerate(zip(*seen, strict=True))}
+    assert all(isinstance(att.x, Far) != bool(LACKING) for att in seen[1])  # on the CPU, where the device has no float64
+    pairs = list(zip(*seen, strict=True))
+    return {f"{name} of layer {k}": _in_units(*(getattr(att, name) for att in pair)) for k, pair in enumerate(pairs) for name in "qp"}
 
 
 def run(folder: Path, options: dict[str, Any]) -> Pairs:
     """A whole run of a checkpoint's directory."""
+    options = {"tol": 1e-3 if "norm" in options else 1e-5} | options
     runs = [lb.compare(folder, samples=2, max_length=8, progress=False, device=device, **options) for device in ("cpu", NAME)]
     assert runs[1].attrs["device"] == NAME
-    return {"run": (_numbers(runs[0]), _numbers(runs[1]))}
+    allowed = dict.fromkeys(("exact", "exact_upper"), options["tol"])
+    measured = [name for name, values in runs[0].items() if values.dtype.kind == "f"]
+    return {name: (_numbers(runs[0][[name]]), _numbers(runs[1][[name]]), allowed.get(name, 0.0)) for name in measured}
+
+
+def surrounded(family: str) -> Pairs:
+    """Norms of layers of a small model with what stands around them."""
+    torch.manual_seed(0)
+    near = (AFFINE | MODERN)[family]().eval()
+    both = [lb.capture(m, {key: t.to(m.device) for key, t in _ids().items()}, around=True) for m in (near, _moved(near))]
+    norms = [[spectral_norm(att, map="residual", tol=1e-5).lower for att in layers] for layers in both]
+    return {"residual": (_numbers(norms[0]), _numbers(norms[1]), 1e-5)}
+
+
+def notes(folder: Path) -> list[str]:
+    """What a run on the device says of it."""
+    return lb.compare(folder, samples=1, max_length=8, bounds="castin", progress=False, device=NAME).attrs["notes"]
+
+
+def refused(folder: Path) -> str:
+    """The error about float64 there."""
+    try:
+        lb.compare(folder, samples=1, max_length=8, progress=False, device=NAME, dtype="float64")
+    except LipboundError as error:
+        return str(error)
+    return ""
 
 
 def recipe_of(name: str) -> Pairs:
     """What a recipe measures of a small decoder."""
     runs = [recipe(name).compute(Setting("builtin:gpt2", samples=1, device=device)) for device in ("cpu", NAME)]
-    return {name: (_numbers(runs[0]), _numbers(runs[1]))}
+    return {name: (_numbers(runs[0]), _numbers(runs[1]), 1e-3)}
 
 
 def gpu_benchmark(out: Path) -> int:
@@ -127,11 +157,11 @@ def around(family: str, map: str) -> Pairs:
     near = (AFFINE | MODERN)[family]().eval()
     ids, found = _ids(), {}
     sides = ((near, ids), (_moved(near), {key: t.to(NAME) for key, t in ids.items()}))
-    for name, f in {
-        "layer": lambda m, x: [spectral_norm(att, map=map, tol=1e-3, delta=1e-6).lower for att in lb.capture(m, x, around=True)],
-        "network": lambda m, x: lb.network_norm(m, x, end="last_hidden_state", delta=1e-6),
-    }.items():
-        found[name] = (_numbers(f(*sides[0])), _numbers(f(*sides[1])))
+    for name, f, allowed in (
+        ("layer", lambda m, x: [spectral_norm(att, map=map, tol=1e-3, delta=1e-6).lower for att in lb.capture(m, x, around=True)], 1e-3),
+        ("network", lambda m, x: lb.network_norm(m, x, end="last_hidden_state", tol=1e-4, delta=1e-6), 1e-4),
+    ):
+        found[name] = (_numbers(f(*sides[0])), _numbers(f(*sides[1])), allowed)
     return found
 
 
@@ -158,9 +188,10 @@ def derivatives() -> Pairs:
         for model in (near, _moved(near)):
             value = f(model, {key: t.to(model.device) for key, t in ids.items()})
             value.backward()
-            both.append(_numbers([value, *(p.grad for p in model.parameters() if p.grad is not None)]))
+            both.append((value.detach(), torch.cat([p.grad.cpu().flatten() for p in model.parameters() if p.grad is not None])))
             model.zero_grad()
-        found[name] = (both[0], both[1])
+        for k, what in enumerate(("", ", derivatives")):
+            found[name + what] = _in_units(both[0][k], both[1][k])
     return found
 
 
@@ -189,13 +220,19 @@ def _layer(has: tuple[str, ...], mask: str | None, dtype: str) -> Attention:
     return att if dtype == "float64" else att._map(lambda t: t.float() if t.is_floating_point() else t)
 
 
-def _both(found: Pairs, name: str, att: Attention, f: Callable[[Attention], Any]) -> None:
-    """Both results under a name; nothing where the CPU's layer is refused."""
+def _in_units(near: Tensor, far: Tensor) -> tuple[list[Any], list[Any], float]:
+    """Entries of one tensor in units of its largest, which is what arithmetic rounds by."""
+    unit = max(float(near.abs().max()), 1e-300)
+    return _numbers(near / unit), _numbers(far / unit), 0.0
+
+
+def _both(found: Pairs, name: str, att: Attention, f: Callable[[Attention], Any], allowed: float = 0.0) -> None:
+    """Both results under a name; nothing where the CPU's layer is refused. ``allowed``: how far apart two results of f may be."""
     try:
         near = f(att.select())
     except LipboundError:
         return
-    found[name] = (_numbers(near), _numbers(f(att.to(NAME))))
+    found[name] = (_numbers(near), _numbers(f(att.to(NAME))), allowed)
 
 
 def _numbers(result: Any) -> list[Any]:
@@ -204,6 +241,9 @@ def _numbers(result: Any) -> list[Any]:
         return result.detach().cpu().double().flatten().tolist() if result.is_floating_point() else []
     if isinstance(result, xr.Dataset):
         return [x for t in result.data_vars.values() if t.dtype.kind == "f" for x in t.values.ravel().tolist()]
+    if isinstance(result, Norm):  # singular vectors by their lengths: where two values are close, any of their mixtures would do
+        lengths = [t.flatten(2).norm(dim=-1) for t in (result.left, result.right) if t is not None]
+        return _numbers([result.lower, result.upper, *lengths])
     if is_dataclass(result):
         return [x for field in fields(result) for x in _numbers(getattr(result, field.name))]
     return [x for part in result for x in _numbers(part)] if isinstance(result, list | tuple) else []

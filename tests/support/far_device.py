@@ -3,6 +3,7 @@
 Registering it changes the process it is in, so that tests use it in one of their own.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ MOVING = {"copy_", "_to_copy", "_copy_from"}
 """Operations that lead from one device to another."""
 PHYSICAL = {torch.ops.aten._conj.default: torch.ops.aten.conj_physical.default, torch.ops.aten._neg_view.default: torch.ops.aten.neg.default}
 """Views that only say that entries are to be conjugated or negated, which operations inside of others do not see."""
+LACKING: list[str] = []
+"""What the device does not have, of what others have."""
 BY_PLACE = {"index", "index_put", "index_put_", "_index_put_impl_"}
 """Operations whose indices may be on the CPU."""
 
@@ -27,6 +30,8 @@ class Far(torch.Tensor):
 
     @staticmethod
     def __new__(cls, near: Tensor) -> "Far":
+        if near.dtype == torch.float64 and LACKING:
+            raise TypeError(f"Cannot convert a tensor to float64 dtype as the device {NAME} doesn't support float64")
         made = torch.Tensor._make_wrapper_subclass(
             cls, near.size(), strides=near.stride(), storage_offset=near.storage_offset(), dtype=near.dtype, layout=near.layout, device=f"{NAME}:0"
         )
@@ -127,4 +132,10 @@ def register() -> None:
     library.impl("_copy_from", _copy_from, "PrivateUse1")
     LIBRARY.append(library)
     torch.__future__.set_swap_module_params_on_conversion(True)  # or a module's dtype would change in name only
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ["LIPBOUND_TESTS_THREADS"]))
+
+
+def register_without_float64() -> None:
+    """Make the device known as one that knows no float64, as Apple's GPUs are."""
+    register()
+    LACKING.append("float64")

@@ -21,6 +21,17 @@ def encloses(norm: Norm, exact: Tensor, tol: float, error: Tensor) -> bool:
     return bool((below & above).all())
 
 
+def capture_error(att: Attention) -> float:
+    """How far float32 arithmetic may move head outputs of a captured layer from the model's, in the units of its ``error``.
+
+    A score rounds by its own size, which is the relative error of a probability; what values leave after cancelling is compared with their sum.
+    """
+    att = att.double()
+    scores = float((att.scale * att.q @ att.k.mT).abs().amax())
+    out, values = att.out.abs().amax((-1, -2)), att.v.abs().amax((-1, -2))
+    return 8 * 2.0**-24 * (1 + scores) * float((values / torch.maximum(out, 1e-3 * values)).amax())
+
+
 def jacobians(att: Attention, sample: int) -> Tensor:
     """Autograd Jacobians of all heads side by side, padding left out: (n, heads, d_v, n D)."""
     heads = [head_function(att, sample, h) for h in range(att.heads)]

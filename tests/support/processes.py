@@ -10,10 +10,12 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    ["lipbound.__main__", "lipbound.cli.measuring", "lipbound.runs.compare", "lipbound.models.inputs", "transformers.models.bert.modeling_bert"]
-)
+FORKS = "forkserver" in multiprocessing.get_all_start_methods()  # Windows starts every process anew
+CONTEXT = multiprocessing.get_context("forkserver" if FORKS else "spawn")
+if FORKS:
+    CONTEXT.set_forkserver_preload(
+        ["lipbound.__main__", "lipbound.cli.measuring", "lipbound.runs.compare", "lipbound.models.inputs", "transformers.models.bert.modeling_bert"]
+    )
 
 
 class Command:

@@ -8,7 +8,7 @@ import xarray as xr
 from lipbound.bounds.audit import audit
 from lipbound.runs.dataset import dataset
 from lipbound.runs.measure import LayerInfo
-from lipbound.runs.provenance import CHECKSUM, checksums, settings_checksum
+from lipbound.runs.provenance import sealed
 
 TEXTS = ["the ferry is in a clock", "the keeper and the lighthouse", "a island of the ferry", "the lighthouse"]
 OPTIONS = {"max_length": 12, "progress": False, "memory": 1, "bounds": ["yudin", "lipbound"]}  # one sample at a time
@@ -44,9 +44,9 @@ def made_up(*, layers: int = 3, heads: int = 4) -> xr.Dataset:
     steps = np.arange(np.prod(shape), dtype=np.float64).reshape(shape)
     exact = 2.0 + 0.25 * (steps % 7) + 0.125 * (steps % 3)
     exact[0, 0, 0] = 0.0
-    tables: dict[str, np.ndarray] = {"exact": exact, "exact_upper": exact * (1 + 2.0**-11), "exact_l2": exact * 1.5}
+    tables: dict[str, np.ndarray] = {"exact": exact, "exact_upper": exact * (1 + np.where(steps == 5, 2.0**-8, 2.0**-11)), "exact_l2": exact * 1.5}
     tables |= {name: exact * factor * (1 + (steps % 5) / 8) for name, factor in FACTORS.items()}
-    tables["castin_mean_field"][1, 0, 1] = np.inf
+    tables["castin_mean_field"][1, 0, min(1, heads - 1)] = np.inf
     tables |= {"exact_steps": np.full(shape, 12, dtype=np.int32), "exact_converged": steps != 5}
     tables |= {f"{name}_sound": np.ones(shape, dtype=bool) for name in FACTORS}
     tables |= {f"{name}_sound": np.zeros(shape, dtype=bool) for name in ("castin", "castin_mean_field", "specformer", "castin_c3")}
@@ -54,6 +54,6 @@ def made_up(*, layers: int = 3, heads: int = 4) -> xr.Dataset:
     found = [LayerInfo(k, f"layer.{k}", heads, 32, frozenset()) for k in range(layers)]
     ds = dataset(tables, list(FACTORS), found, np.array([32, 30]))
     ds.attrs = SETTINGS | {"bounds": list(FACTORS)}
-    ds[CHECKSUM] = checksums(ds)
-    ds.attrs |= {"settings_checksum": settings_checksum(ds), "audit": audit(ds)}
+    ds = sealed(ds, {"samples": 2, "exact_samples": 2, "layers": list(range(layers)), "heads": heads, "model_layers": layers})
+    ds.attrs["audit"] = audit(ds)
     return ds

@@ -142,11 +142,14 @@ class Recipe:
 
     def render(self, ds: xr.Dataset, folder: Path, *, kinds: Sequence[str] = ("pdf", "png")) -> None:
         """Figure, and caption as plain text and for LaTeX, of a computed Dataset."""
-        for kind in kinds:
-            write(self.draw(ds), folder / f"{self.name}.{kind}")
         caption = f"{self.title} ({self.source}). {self.caption(ds)}"
-        for suffix, text in ((".txt", caption), (".tex", f"\\caption{{{latex_caption(caption)}}}")):
-            (folder / f"{self.name}{suffix}").write_text("\n".join(textwrap.wrap(text, 140, break_long_words=False, break_on_hyphens=False)) + "\n")
+        texts = {".txt": caption, ".tex": f"\\caption{{{latex_caption(caption)}}}"}
+        beside = {
+            folder / f"{self.name}{suffix}": "\n".join(textwrap.wrap(text, 140, break_long_words=False, break_on_hyphens=False)) + "\n"
+            for suffix, text in texts.items()
+        }
+        for kind in kinds:
+            write(self.draw(ds), folder / f"{self.name}.{kind}", beside)
 
 
 def check_same(path: Path, ds: xr.Dataset, setting: Setting) -> None:

@@ -12,6 +12,7 @@ from lipbound.bounds.entry import check_radii
 from lipbound.bounds.kinds import ByKind
 from lipbound.bounds.lipbound2026.parts import TINY
 from lipbound.bounds.registry import get
+from lipbound.devices import in_own_modes
 from lipbound.errors import AttentionError, LipboundError, check_layer
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.linalg.powers import exact_power, times_power_up
@@ -23,6 +24,7 @@ CENTRES: ByKind[Callable[[Attention], ByPairs]] = ByKind(PairedBallCentre)
 CENTRES.extend(PairedVariantCentre, COVERS)
 
 
+@in_own_modes
 def over_ball(att: Attention, radius: float | Sequence[float], *, norm: str = "token", at: str = "certified") -> Tensor:
     r"""An upper bound on :math:`\|J(X')\|` for every X' in a ball around the layer's input.
 

@@ -23,12 +23,12 @@ BLOCK_KEY = "lipbound_block"
 
 @bound(
     "lipbound",
-    label="lipbound (ours)",
+    label="lipbound",
     citation=CITATION,
     bibtex=BIBTEX,
     statement="||J||^2 <= min(||E + K||, ||E|| + L), N x N matrices of norms of the blocks of J J^T (see its docstring)",
     statement_latex=r"$\|J\|^2 \le \min(\|E + K\|, \|E\| + L)$, $N \times N$ matrices of norms of the blocks of $J J^T$ (see its docstring)",
-    source="lipbound.bounds.lipbound2026.plain",
+    source="Lemma 16 in the documentation of lipbound",
     assumptions="any biases, any mask",
     condition=conditions.always,
     cost="O(N^3 + N^2 d d_v)",
@@ -79,7 +79,7 @@ def lipbound(att: Attention) -> Tensor:
     statement="||J|| <= ||[P_ij (||W_V|| + |v_j - o_i| |c W_K q_i|)]_ij + diag ||B_i|| ||, an N x N matrix",
     statement_latex=r"$\|J\| \le \|\,[P_{ij} (\|W_V\| + |v_j - o_i| |\mathrm{scale}\,W_K q_i|)]_{ij} + \mathrm{diag}\,\|B_i\|\,\|$, an $N \times N$ "
     "matrix",
-    source="lipbound.bounds.lipbound2026.plain",
+    source="Lemma 15 in the documentation of lipbound",
     assumptions="any biases, any mask",
     condition=conditions.always,
     cost="O(N^2 d d_v)",

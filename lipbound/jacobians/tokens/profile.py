@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.devices import in_own_modes
 from lipbound.formatting import number
 from lipbound.formatting.notebooks import ROWS, html_table
 from lipbound.jacobians.maps import WHOLE
@@ -41,6 +42,7 @@ class TokenProfile:
         return html_table(["token", "moved: lower", "upper", "output: lower", "upper"], rows, title=title, most=ROWS)
 
 
+@in_own_modes
 def token_profile(att: Attention, *, map: str = "head") -> TokenProfile:
     r"""Exact norms of each token's column of blocks of the Jacobian, and of each output token's row of blocks.
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from lipbound.jacobians.tokens.blocks import Blocks
 from lipbound.jacobians.tokens.wedges import wedged
 from lipbound.linalg.matrix_norms import at_most, block_norm, matrix_norm, symmetric_norm
+from lipbound.linalg.solution import normal_numbers
 
 POWER_STEPS = 12
 LEADERS = 4
@@ -266,8 +267,7 @@ def more_starts(blocks: Blocks, y: Tensor, lengths: Tensor) -> Tensor:
         vectors = torch.linalg.eigh(g).eigenvectors.mT.flip(-2)[..., :3, :]
     except RuntimeError:  # LinAlgError
         vectors = y
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(1, y.shape[-1], generator=generator, dtype=torch.float64).to(y.device)
+    drawn = normal_numbers(y.shape[-1], "one more start")[None].to(y.device)
     return torch.cat([y, vectors, _unit(drawn).expand(len(y), 1, -1, -1)], 2)
 
 

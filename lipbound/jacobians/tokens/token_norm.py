@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 
 from lipbound.attention.layer import Attention
+from lipbound.devices import in_own_modes
 from lipbound.errors import check_layer, choice, flag, real
 from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
 from lipbound.jacobians.spectral_norm import Measured, heads_of, shaped
@@ -31,6 +32,7 @@ MATRIX_BYTES = {"cpu": 2**28, "cuda": 2**33}
 """What the attention matrices of the heads that are worked on at a time may take."""
 
 
+@in_own_modes
 def token_norm(att: Attention, norm: str = "every-token", *, map: str = "head", tol: float = 1e-3, vectors: bool = False) -> Norm:
     r"""Exact norm of the Jacobian of every head at every input, with tokens told apart.
 

@@ -14,6 +14,7 @@ from lipbound.linalg.enclosures.residual_certificate import Recurrences, below, 
 from lipbound.linalg.enclosures.verified import Bordered
 from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.operators import JacobianOperator, Roundoff
+from lipbound.linalg.solution import normal_numbers
 
 LOOK = 2
 """Steps between two looks at the recurrences."""
@@ -53,7 +54,7 @@ def deflated_bound(
     z, rows = small.z, Recurrences(op.batch, limit, small, roundoff, epsilon - 4 * float(small.skew.amax()) - 4 * gamma - 16 * UNIT)
     result = Deflated(torch.full_like(target, math.inf), torch.zeros(op.batch, dtype=torch.int64), z.new_zeros(op.batch, min(RITZ, limit), n))
     active, going = torch.arange(op.batch), torch.ones(op.batch, dtype=torch.bool)
-    v = torch.stack([torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds]).to(op.device)
+    v = torch.stack([normal_numbers(n, seed) for seed in seeds]).to(op.device)
     v = v / torch.linalg.vector_norm(v, dim=1, keepdim=True)
     for _ in range(2):
         v = v - (dots(v, z)[:, None] @ z)[:, 0]

@@ -7,11 +7,10 @@ largest eigenvalue of :math:`G = J J^T` is that of a small matrix bordered by :m
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +23,7 @@ from lipbound.linalg.golub_kahan import golub_kahan
 from lipbound.linalg.lanczos import lanczos
 from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.operators import JacobianOperator, Roundoff
-from lipbound.linalg.solution import Norm, seeds_for, unit_vectors
+from lipbound.linalg.solution import Norm, seeds_each, start_vectors, unit_vectors
 
 VECTORS = 2
 """How many Ritz vectors are deflated at first."""
@@ -39,6 +38,13 @@ MOST_STARTS = 4
 """Beyond so many independent starts, more of them do not help: their components are a good part of their length."""
 LARGEST_DENSE = 512
 """Largest output dimension for which what random starts leave open is settled by a dense decomposition."""
+ADDED = 16
+"""Units of the last digit of a bound on the norm that rounding of one product is taken to be, where it is not measured."""
+HIDDEN = 4
+"""How many times the share of a direction that all are given alike what a random vector shows of a difference is taken for."""
+FAINT = 1e-12
+"""Norms below this, of values of ordinary size, come from probabilities that other dtypes than float64 may have lost."""
+Solver = Callable[..., Norm]
 
 
 @dataclass
@@ -77,12 +83,13 @@ def enclose(
     )
     active = torch.arange(op.batch)
     residual = max(min(SEARCH, 0.3 * math.sqrt(tol)), 16 * torch.finfo(search.dtype).eps)
-    z, found.steps = ritz_search(search, count=min(VECTORS, n), residual=residual, max_steps=max_steps, seed=seed)
+    seeds = seeds_each(op.batch, seed)
+    z, found.steps = ritz_search(search, count=min(VECTORS, n), residual=residual, max_steps=max_steps, seed=seeds)
     z = z.double()
     for attempt, (share, starts) in enumerate(ATTEMPTS):
         index = active.to(op.device)
         part = op if len(active) == op.batch else op.select(index)
-        z = _attempt(part, roundoff.select(active), z, found, active, tol, delta * share, starts, _again(seed, attempt, op.batch, active), max_steps)
+        z = _attempt(part, roundoff.select(active), z, found, active, tol, delta * share, starts, _again(seeds, attempt, active), max_steps)
         keep = _open(found, roundoff, tol)[active]
         active, z = active[keep], z[keep.to(z.device)]
         if not len(active):
@@ -108,52 +115,89 @@ def estimate(
 ) -> Norm:  # fmt: skip
     """Norms from below, without an upper end: the solver's vector is found in any dtype, its quotient is taken in float64, less all rounding.
 
-    Where the quotient is not what the solver said, rounding has led it astray, and it runs again in float64. Of a norm whose products leave the range
-    of float64 nothing is said: its lower end is zero.
+    Where products of the search cannot tell norms apart that differ by ``tol``, or its value is not the quotient, it runs again in float64; where
+    rounding of float64 itself is more than that, ``converged`` is False. Of a norm whose products leave the range of float64 nothing is said: its
+    lower end is zero.
     """
-    solver = {"lanczos": lanczos, "golub-kahan": golub_kahan}[method]
+    solver: Solver = partial({"lanczos": lanczos, "golub-kahan": golub_kahan}[method], tol=tol, max_steps=max_steps, vectors=True, refined=False)
+    norm, top = _estimated(op, roundoff, search, solver, tol, seeds_each(op.batch, seed))
+    if not vectors:
+        return norm
+    right = unit_vectors(op.vjp(top.view(-1, *op.out_shape)))
+    return replace(norm, left=unit_vectors(op.jvp(right)), right=right)
+
+
+def _estimated(
+    op: JacobianOperator, roundoff: Roundoff, search: JacobianOperator, solver: Solver, tol: float, seeds: Sequence[int]
+) -> tuple[Norm, Tensor]:
+    """`estimate`, and the vectors (batch, n) whose quotients are the lower ends."""
     try:
-        found = solver(search, tol=tol, max_steps=max_steps, seed=seed, vectors=True, refined=False)
+        found = solver(search, seed=seeds)
     except RangeError:
-        options: dict[str, Any] = {"method": method, "tol": tol, "max_steps": max_steps, "vectors": vectors}
         if search is not op:
-            return estimate(op, roundoff, op, seed=seed, **options)
+            return _estimated(op, roundoff, op, solver, tol, seeds)
         if op.batch == 1:
-            return _nothing(op, vectors)
-        seeds, every = _again(seed, 0, op.batch, torch.arange(op.batch)), torch.arange(op.batch)
-        parts = [op.select(i[None].to(op.device)) for i in every]
-        return Norm.cat([estimate(one, roundoff.select(i[None]), one, seed=seeds[i], **options) for i, one in zip(every, parts, strict=True)])
+            return _nothing(op)
+        ones = [(op.select(torch.tensor([i], device=op.device)), roundoff.select(torch.tensor([i])), seeds[i]) for i in range(op.batch)]
+        parts = [_estimated(one, own, one, solver, tol, [its]) for one, own, its in ones]
+        return Norm.cat([norm for norm, _ in parts]), torch.cat([top for _, top in parts])
     assert found.left is not None
-    low, top = _quotients(op, roundoff, found.left.flatten(1).double())
-    astray = ~(low >= found.lower * (1 - 10 * tol - 1e-5))
-    astray |= ~found.converged
-    if search is not op and bool(astray.any()):
-        again = solver(op, tol=tol, max_steps=max_steps, seed=seed, vectors=True, refined=False)
-        assert again.left is not None
-        other, vector = _quotients(op, roundoff, again.left.flatten(1).double())
-        pick = astray.to(op.device)
-        low, top = torch.where(astray, other, low), torch.where(pick[:, None], vector, top)
-        found = replace(
-            found, **{name: torch.where(astray, getattr(again, name), getattr(found, name)) for name in ("lower", "steps", "converged", "error")}
-        )
-    error = torch.where(found.lower > low, (1 + found.error) * found.lower / low.clamp_min(1e-300) - 1, found.error)
-    converged = found.converged & (low >= found.lower * (1 - tol))
-    left = right = None
-    if vectors:
-        right = unit_vectors(op.vjp(top.view(-1, *op.out_shape)))
-        left = unit_vectors(op.jvp(right))
-    return Norm(low, found.upper, found.steps, converged, error, left, right)
+    low, top, image = _quotients(op, roundoff, found.left.flatten(1).double())
+    noise = roundoff.tensors + roundoff.products
+    if search is not op:
+        noise = noise + _blur(op, search, roundoff, top, image, low, tol, seeds)
+    high = found.lower * (1 + found.error) + noise
+    error = torch.where(high > low, torch.where(low > 0, high / low.clamp_min(1e-300) - 1, math.inf), found.error)
+    converged = found.converged & (found.lower + noise - low <= tol * low)
+    norm = Norm(low, found.upper, found.steps, converged, error)
+    again = torch.empty(0) if search is op else (~converged).nonzero()[:, 0]
+    if not len(again):
+        return norm, top
+    there = again.to(op.device)
+    part = op.select(there)
+    others = seeds_each(op.batch, seeds, "float64")
+    better, top[there] = _estimated(part, roundoff.select(again), part, solver, tol, [others[i] for i in again.tolist()])
+    for name in ("lower", "upper", "steps", "converged", "error"):
+        getattr(norm, name)[again] = getattr(better, name)
+    return norm, top
 
 
-def _nothing(op: JacobianOperator, vectors: bool) -> Norm:
+def _blur(
+    op: JacobianOperator, search: JacobianOperator, roundoff: Roundoff, top: Tensor, image: Tensor, low: Tensor, tol: float, seeds: Sequence[int]
+) -> Tensor:  # fmt: skip
+    r"""How far products of ``search`` may be from those of ``op``, (batch,): as seen at the vectors ``top``, whose images by J^T are ``image``.
+
+    Where the norm is so much smaller than what is added up in its products that their rounding may hide other vectors, a random direction is looked
+    at, too, in which a difference of one direction alone shows as one part of :math:`n^{1/2}`.
+    """
+
+    def apart(one: JacobianOperator, other: JacobianOperator, y: Tensor, exact: Tensor | None = None) -> Tensor:
+        seen = other.vjp(y.to(other.dtype).view(-1, *other.out_shape)).flatten(1).double()
+        exact = one.vjp(y.view(-1, *one.out_shape)).flatten(1) if exact is None else exact
+        return torch.nan_to_num(torch.linalg.vector_norm(exact - seen, dim=1).cpu(), nan=math.inf)
+
+    blur = apart(op, search, top, image)
+    unit = torch.finfo(search.dtype).eps
+    unsure = (~(ADDED * unit * roundoff.size <= tol * low) | (roundoff.size == 0)).nonzero()[:, 0]
+    if len(unsure):
+        there = unsure.to(op.device)
+        whole = len(unsure) == op.batch
+        wide, narrow = (op, search) if whole else (op.select(there), search.select(there))
+        every = seeds_each(op.batch, seeds, "blur")
+        y = start_vectors(wide, wide.out_shape, [every[i] for i in unsure.tolist()])
+        blur[unsure] = torch.maximum(blur[unsure], HIDDEN * y.shape[1] ** 0.5 * apart(wide, narrow, y))
+    return torch.where(low < FAINT, math.inf, blur)
+
+
+def _nothing(op: JacobianOperator) -> tuple[Norm, Tensor]:
     """What is known of one norm without looking."""
     zero, no = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.bool)
-    left, right = (torch.zeros(1, *shape, dtype=op.dtype, device=op.device) if vectors else None for shape in (op.out_shape, op.in_shape))
-    return Norm(zero, zero + math.inf, zero.long(), no, zero + math.inf, left, right)
+    vector = torch.zeros(1, math.prod(op.out_shape), dtype=torch.float64, device=op.device)
+    return Norm(zero, zero + math.inf, zero.long(), no, zero + math.inf), vector
 
 
-def _quotients(op: JacobianOperator, roundoff: Roundoff, vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Lower bounds on the norms from one vector z each (batch, n), and these vectors with length one.
+def _quotients(op: JacobianOperator, roundoff: Roundoff, vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Lower bounds on the norms from one vector z each (batch, n), these vectors with length one, and their images J^T z (batch, m).
 
     The length of J^T z less what rounding may have added to it, over that of z, which is 1 but for its own rounding."""
     z = torch.nan_to_num(vectors / vectors.abs().amax(1, keepdim=True).clamp_min(1e-300), nan=0.0, posinf=0.0, neginf=0.0)
@@ -161,7 +205,7 @@ def _quotients(op: JacobianOperator, roundoff: Roundoff, vectors: Tensor) -> tup
     image = op.vjp(z.view(-1, *op.out_shape)).flatten(1)
     size = torch.linalg.vector_norm(image, dim=1).cpu() * (1 - (image.shape[1] + 2 * z.shape[1] + 16) * UNIT)
     low = torch.nan_to_num(size - roundoff.products * (1 + 1e-6), nan=0.0, posinf=0.0) - roundoff.tensors
-    return torch.where(torch.isfinite(image).all(1).cpu(), low, 0.0).clamp_min(0), z
+    return torch.where(torch.isfinite(image).all(1).cpu(), low, 0.0).clamp_min(0), z, image
 
 
 def _ends(found: Found, roundoff: Roundoff) -> tuple[Tensor, Tensor]:
@@ -245,11 +289,10 @@ def _settle(op: JacobianOperator, roundoff: Roundoff, found: Found, index: Tenso
         found.high[i] = min(float(found.high[i]), high + slack)
 
 
-def _again(seed: int | Sequence[int], attempt: int, batch: int, active: Tensor) -> list[int]:
-    """A seed for every entry: the same vectors whatever the batch is made of, other ones than those of the search."""
-    seeds = seeds_for(batch, seed)
-    each = batch // len(seeds)
-    return [int(np.random.SeedSequence([abs(seeds[i // each]), i % each, attempt + 1]).generate_state(1, np.uint64)[0] >> 8) for i in active.tolist()]
+def _again(seeds: Sequence[int], attempt: int, active: Tensor) -> list[int]:
+    """Seeds of the certificates of an attempt: other vectors than those of the search and of other attempts."""
+    every = seeds_each(len(seeds), seeds, "certificate", attempt)
+    return [every[i] for i in active.tolist()]
 
 
 def _norm(op: JacobianOperator, found: Found, low: Tensor, high: Tensor, tol: float, vectors: bool) -> Norm:

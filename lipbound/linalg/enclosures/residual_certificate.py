@@ -137,8 +137,8 @@ def smallest_excluded(rows: Recurrences, steps: Array, start: Array) -> Array:
     k = int(steps.max(initial=0))
     largest = np.nan_to_num(np.maximum(rows.alpha[:, :k], 0).max(1, initial=0.0) + 2 * rows.beta[:, :k].max(1, initial=0.0))
     base = np.maximum(np.maximum(start, 0.0), 1e-300)
-    low, high = np.full_like(base, -30.0), np.log(np.maximum(4 * largest / base, 4.0))
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"):  # what overflows is not excluded
+        low, high = np.full_like(base, -30.0), np.log(np.clip(4 * largest / base, 4.0, 1e300))
         found = excluded(rows, steps, base * (1 + np.exp(high)))
         for _ in range(30):
             more = ~found & (high < 60)

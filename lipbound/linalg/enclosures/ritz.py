@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lipbound.linalg.operators import JacobianOperator
-from lipbound.linalg.solution import start_vectors
+from lipbound.linalg.solution import normal_numbers, start_vectors
 from lipbound.linalg.stopping import eigenpairs, project_out, top_eigenpairs
 
 
@@ -20,7 +20,7 @@ def ritz_search(op: JacobianOperator, *, count: int, residual: float, max_steps:
     """
     n = math.prod(op.out_shape)
     limit = min(max_steps, n)
-    found = torch.randn(op.batch, count, n, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(op.device, op.dtype)
+    found = normal_numbers(count * n, "rest").view(1, count, n).repeat(op.batch, 1, 1).to(op.device, op.dtype)
     spent = torch.zeros(op.batch, dtype=torch.int64)
     active = torch.arange(op.batch)
     v = start_vectors(op, op.out_shape, seed)

@@ -2,99 +2,41 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import eager_mask
+from torch import nn
 
 from lipbound.attention.layer import Attention
+from lipbound.devices import in_own_modes
 from lipbound.errors import CaptureError
-from lipbound.models.capture.parameters import projections
+from lipbound.models.capture.parameters import ModuleProjections, projections
+from lipbound.models.training.watch import Call, Probabilities, transformers_model, watching
 
 TRAINING_TOLERANCE = 1e-3
-"""Largest relative difference between the model's queries and projected inputs."""
-TRAINING_ATTENTION = "lipbound-training"
-"""Name of the attention function in the transformers registry that keeps its probabilities when asked to."""
-
-
-@dataclass
-class _Watch:
-    """Who wants the probabilities of which calls, counted in the order of the forward pass."""
-
-    chosen: frozenset[int] | None
-    found: list[Tensor] = field(default_factory=list)
-    queries: list[Tensor] = field(default_factory=list)
-    modules: list[nn.Module] = field(default_factory=list)
-    masks: list[Tensor | None] = field(default_factory=list)
-    scales: list[float] = field(default_factory=list)
-    calls: int = 0
-
-
-_watch: _Watch | None = None
-
-
-def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kw: Any) -> tuple[Tensor, Any]:
-    watch = _watch
-    if watch is None:
-        return sdpa_attention_forward(module, query, key, value, mask, **kw)
-    watch.calls += 1
-    if watch.chosen is not None and watch.calls - 1 not in watch.chosen:
-        return sdpa_attention_forward(module, query, key, value, mask, **kw)
-    extras = [name for name in ("softcap", "s_aux", "position_bias") if kw.get(name) is not None]
-    if extras:
-        raise CaptureError(f"{type(module).__name__} uses {', '.join(extras)} in its attention, which penalties do not support")
-    scale = kw.get("scaling") or query.shape[-1] ** -0.5
-    groups = query.shape[1] // key.shape[1]
-    key, value = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
-    scores = (query @ key.mT) * scale
-    scores = scores if mask is None else scores + mask[..., : key.shape[-2]]
-    p = torch.softmax(scores, -1, dtype=torch.promote_types(query.dtype, torch.float32))
-    watch.found.append(p)  # before dropout: rows of it do not sum to one
-    watch.queries.append(query)
-    watch.modules.append(module)
-    watch.masks.append(mask)
-    watch.scales.append(scale)
-    p = p.to(query.dtype)
-    dropped = nn.functional.dropout(p, kw.get("dropout", 0.0), module.training)
-    return (dropped @ value).transpose(1, 2).contiguous(), p
-
-
-AttentionInterface.register(TRAINING_ATTENTION, _attention)
-
-
-AttentionMaskInterface.register(TRAINING_ATTENTION, eager_mask)
+"""Largest relative difference between the model's queries, keys and values and projected inputs, in float32 and float64."""
+HALF_ROUNDINGS = 4
+"""The same in half precision, in roundings: of input, of weights, of their product, and of what is added to it."""
 
 
 @contextmanager
-def _watching(model: PreTrainedModel, layers: Sequence[int] | None) -> Iterator[_Watch]:
-    global _watch
-    if model.config._attn_implementation != TRAINING_ATTENTION:
-        model.set_attn_implementation(TRAINING_ATTENTION)
-    before, _watch = _watch, _Watch(None if layers is None else frozenset(layers))
-    try:
-        yield _watch
-    finally:
-        _watch = before
-
-
-@contextmanager
-def attention_probabilities(model: PreTrainedModel, layers: Sequence[int] | None = None) -> Iterator[list[Tensor]]:
+def attention_probabilities(model: nn.Module, layers: Sequence[int] | int | str | None = None) -> Iterator[Probabilities]:
     """Context in which every forward pass of a model adds its attention probabilities to a list, per layer (samples, heads, N, N), with gradients.
 
-    The model keeps the attention function that does this (set with ``set_attn_implementation``); outside such a context it runs torch's fused
-    attention, as it does for layers that are not chosen. Probabilities are those before dropout, in float32 at least, also where the model or
-    autocast uses less.
+    Probabilities are those before dropout, in float32 at least, also where the model or autocast uses less. Masks count as fused attention takes
+    them: True where attention is allowed, or numbers to be added. A layer that calls attention several times in a pass has one entry: its
+    probabilities, where all calls share them, else those of all calls as samples. Afterwards the model's attention is what it was before.
 
     Args:
-        model: a transformers model whose attention goes through ``AttentionInterface``.
-        layers: numbers of attention calls, in the order of the forward pass, counted over all forward passes in the context; all by default.
+        model: a transformers model whose attention goes through ``AttentionInterface``, also inside DistributedDataParallel, ``torch.compile`` (it
+            runs uncompiled in the context) or PEFT.
+        layers: numbers of attention layers, in the order of the forward pass, counted over all forward passes in the context; all by default.
+
+    Returns:
+        `lipbound.models.training.watch.Probabilities`: a list whose ``valid`` says which tokens are not padding; `JaSMin` looks at it.
 
     Raises:
-        CaptureError: capped scores, sinks or position biases.
+        CaptureError: no transformers model; capped scores or sinks; masks of whole numbers; layers that do not exist; reentrant
+            gradient checkpointing, which has no gradients to give; DataParallel on several devices.
 
     >>> import torch
     >>> from transformers import BertConfig, BertModel
@@ -104,49 +46,73 @@ def attention_probabilities(model: PreTrainedModel, layers: Sequence[int] | None
     >>> [tuple(p.shape) for p in found]
     [(1, 2, 3, 3), (1, 2, 3, 3)]
     """
-    with _watching(model, layers) as watch:
+    with watching(model, layers) as watch:
         yield watch.found
 
 
 @contextmanager
-def attention_layers(model: PreTrainedModel, layers: Sequence[int] | None = None) -> Iterator[list[Attention]]:
+def attention_layers(model: nn.Module, layers: Sequence[int] | int | str | None = None) -> Iterator[list[Attention]]:
     """The same with whole `Attention` layers, differentiable in the model's weights and inputs: what bounds are computed from.
 
-    The list is filled when the context ends. Weights are found by their names (`lipbound.models.capture.parameters`).
+    The list is filled when the context ends, without samples that are all padding; of a model in half precision the layers are in float32.
+    Weights are found by their names (`lipbound.models.capture.parameters`).
 
     Raises:
-        CaptureError: a model whose projections are not found, or whose attention modules are not given one tensor of token vectors.
+        CaptureError: as `attention_probabilities`; biases of relative positions; a model whose projections are not found, whose attention modules
+            are not given one tensor of token vectors, or whose queries, keys or values are not these projections of it (rotations,
+            cross-attention).
     """
-    known = {id(p.module): p for p in projections(model)}
-    given: dict[int, list[Tensor]] = {}
-
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = args[0] if args else kwargs.get("hidden_states")
-        if isinstance(x, Tensor):
-            given.setdefault(id(module), []).append(x)
-
-    hooks = [p.module.register_forward_pre_hook(before, with_kwargs=True) for p in known.values()]
+    known = {id(p.module): p for p in projections(transformers_model(model))}
     result: list[Attention] = []
-    try:
-        with _watching(model, layers) as watch:
-            yield result
-    finally:
-        for hook in hooks:
-            hook.remove()
-    for module, query, mask, scale in zip(watch.modules, watch.queries, watch.masks, watch.scales, strict=True):
-        if id(module) not in known or not given.get(id(module)):
-            raise CaptureError(f"the projections of {type(module).__name__} are not found by their names, so its bound has no gradient")
-        found, x = known[id(module)], given[id(module)].pop(0)
-        mask = None if mask is None else mask.to(x.dtype)
-        (w_q, w_k, w_v), (b_q, b_k, b_v) = found.w, found.b
-        heads = query.shape[1]
-        w_q, w_k, w_v = (w.repeat_interleave(heads // len(w), 0) for w in (w_q, w_k, w_v))
-        att = Attention(x, w_q, w_k, w_v, b_q=b_q, b_k=b_k, b_v=b_v, scale=scale, mask=mask)
-        with torch.no_grad():
-            mine = att.select(slice(0, 1)).q
-            off = float((mine - query[:1]).abs().amax() / query[:1].abs().amax().clamp_min(torch.finfo(mine.dtype).tiny))
-        if not off <= TRAINING_TOLERANCE:
+    with watching(model, layers, {key: p.module for key, p in known.items()}) as watch:
+        yield result
+    for call in watch.calls:
+        att = _layer(call, known.get(id(call.module)))
+        if att is not None:
+            result.append(att)
+
+
+@in_own_modes
+def _layer(call: Call, found: ModuleProjections | None) -> Attention | None:
+    """The layer of a call, without samples that are all padding; None where no sample remains."""
+    name, x = type(call.module).__name__, call.x
+    if found is None or x is None:
+        raise CaptureError(f"the projections of {name} are not found by their names, so its bound has no gradient")
+    if call.biased:
+        raise CaptureError(f"{name} uses position_bias in its attention, which bounds with gradients do not support")
+    if call.repeated:
+        raise CaptureError(f"{name} calls attention several times in one forward pass, which bounds with gradients do not support")
+    if x.ndim != 3 or x.shape[:2] != (call.query.shape[0], call.query.shape[2]) or call.key.shape[2] != x.shape[1]:
+        raise CaptureError(
+            f"{name} is given token vectors of shape {tuple(x.shape)} for {call.query.shape[2]} queries and {call.key.shape[2]} keys; bounds with "
+            "gradients need self-attention without a cache"
+        )
+    dtype, heads, valid, mask = torch.promote_types(x.dtype, torch.float32), call.query.shape[1], call.valid, call.mask
+    keep = None if valid is None or bool(valid.any(-1).all()) else valid.any(-1)
+    if valid is not None and keep is not None:
+        if not bool(keep.any()):
+            return None
+        x, valid, mask = x[keep], valid[keep], mask[keep] if mask is not None and len(mask) > 1 else mask
+    w = [t.to(dtype).repeat_interleave(heads // len(t), 0) for t in found.w]
+    b = [None if t is None else t.to(dtype).repeat_interleave(heads // len(t), 0) for t in found.b]
+    mask = None if mask is None else mask.to(dtype)
+    att = Attention(x.to(dtype), *w, b_q=b[0], b_k=b[1], b_v=b[2], scale=call.scale, mask=mask, valid=valid)
+    _check(att, call, 0 if keep is None else int(keep.nonzero()[0]))
+    return att
+
+
+@torch.no_grad()
+def _check(att: Attention, call: Call, sample: int) -> None:
+    """Raise CaptureError unless the model's own queries, keys and values are the layer's, at its first sample, which is ``sample`` of the call."""
+    first = att.select(slice(0, 1))
+    real = slice(None) if first.valid is None else first.valid[0]
+    for name, mine, own in (("queries", first.q, call.query), ("keys", first.k, call.key), ("values", first.v, call.value)):
+        mine, own = mine[0][:, real], own[sample][:, real].to(mine.dtype)
+        own = own.repeat_interleave(len(mine) // len(own), 0)  # keys and values that heads share
+        off = float((mine - own).abs().amax() / own.abs().amax().clamp_min(torch.finfo(mine.dtype).tiny)) if mine.shape == own.shape else torch.inf
+        resolved = torch.finfo(call.query.dtype).eps * HALF_ROUNDINGS
+        if not off <= max(TRAINING_TOLERANCE, resolved):
             raise CaptureError(
-                f"{type(module).__name__} does more to its queries than project them (off by {off:.1e}), so its bound has no gradient here"
+                f"{type(call.module).__name__} does more to its {name} than project its input (off by {off:.1e}), or takes them from elsewhere "
+                "(cross-attention), so its bound has no gradient here"
             )
-        result.append(att)

@@ -5,12 +5,15 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from lipbound.errors import CaptureError
+from lipbound.errors import CaptureError, shown
 
 SEPARATE = (("query", "key", "value"), ("q_proj", "k_proj", "v_proj"), ("q_lin", "k_lin", "v_lin"))
 """Names of three linear maps in one module."""
 FUSED = ("c_attn", "qkv")
 """Names of one linear map onto queries, keys and values, in this order."""
+
+HEADS = ("num_attention_heads", "num_heads", "n_heads")
+"""Names under which a module keeps its number of heads."""
 
 
 class ModuleProjections(NamedTuple):
@@ -26,18 +29,23 @@ def projections(model: nn.Module) -> list[ModuleProjections]:
     """Of every attention module of a model, in the order of its modules.
 
     Raises:
-        CaptureError: none is found: the model names its projections in another way than `SEPARATE` and `FUSED`.
+        CaptureError: no module, or none is found in it: the model names its projections in another way than `SEPARATE` and `FUSED`.
     """
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"model is {shown(model)}; give a loaded transformers model")
     found = []
     for name, module in model.named_modules():
-        heads = next((n for key in ("num_attention_heads", "num_heads", "n_heads") if isinstance(n := getattr(module, key, None), int)), 0)
+        heads = next((n for key in HEADS if isinstance(n := getattr(module, key, None), int)), 0)
         maps = _maps(module) if heads else None
         if maps is not None:
             (w, b) = zip(*(_per_head(*m, heads) for m in maps), strict=True)
             found.append(ModuleProjections(name, module, (w[0], w[1], w[2]), (b[0], b[1], b[2])))
     if not found:
         names = ", ".join("/".join(three) for three in SEPARATE)
-        raise CaptureError(f"{type(model).__name__} has no attention modules with projections of a known name ({names}, {', '.join(FUSED)})")
+        raise CaptureError(
+            f"{type(model).__name__} has no attention modules that say how many heads they have ({', '.join(HEADS)}) and have projections of a known "
+            f"name ({names}, {', '.join(FUSED)})"
+        )
     return found
 
 

@@ -1,15 +1,15 @@
 """A layer that is fed chosen tokens and stopped at the attention interface, so that what it makes of them can be read off."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lipbound.attention.variants.rotary import Rotation
-from lipbound.errors import CaptureError
+from lipbound.errors import CaptureError, LipboundError
 from lipbound.models.capture.norm_stub import stub_norms
-from lipbound.models.capture.recorder import Call, handling, hidden_states
+from lipbound.models.capture.recorder import RAISED, Call, handling, hidden_states
 from lipbound.models.capture.rotary_fit import ROTATION_TOLERANCE, find_rotation, misses
 from lipbound.models.offload import plain_copy
 
@@ -25,6 +25,14 @@ class _Abort(Exception):
         self.qkv, self.others = qkv, others
 
 
+class Dependence(NamedTuple):
+    """Whether queries, keys or values depend on the tokens that a layer is given, on other tokens than their own, on where their own stands."""
+
+    on_tokens: bool
+    on_others: bool
+    on_position: bool
+
+
 class ProbedLayer:
     """A copy of the layer of a call, in float64, stopped at the attention interface.
 
@@ -34,7 +42,11 @@ class ProbedLayer:
 
     def __init__(self, call: Call):
         self._call = call
-        self._owner = plain_copy(call.module).double()
+        positions = call.kwargs.get(POSITIONS)
+        pair = isinstance(positions, tuple | list) and len(positions) == 2 and all(isinstance(t, Tensor) for t in positions)
+        if not (positions is None or pair or isinstance(positions, Tensor)):
+            raise call.unsupported(f"is given position embeddings of an unknown make ({type(positions).__name__}; known are cosines and sines)")
+        self._owner = plain_copy(call.module).to(call.q.device).double()
         self.stubs = stub_norms(self._owner)
 
     def projections(self, tokens: Tensor, *, turned: bool = False) -> Tensors:
@@ -51,6 +63,23 @@ class ProbedLayer:
             if not same_values(value, second.get(name)):
                 raise self._call.unsupported(f"computes its {name.replace('_', ' ')} from its tokens")
 
+    def depends(self, side: int) -> Dependence:
+        """What queries (side 0), keys or values depend on, unturned."""
+        shape, generator = hidden_states(self._call).shape, torch.Generator().manual_seed(2)
+        one, other = torch.randn(2, shape[-1], generator=generator, dtype=torch.float64).to(self._call.q.device)
+        mixed = one.repeat(*shape[:2], 1)
+        mixed[:, 0] = other
+        alike, different, first = (
+            self.projections(x, turned=False)[side].unflatten(0, shape[:2])
+            for x in (one.expand(shape).contiguous(), other.expand(shape).contiguous(), mixed)
+        )
+        limit = ROTATION_TOLERANCE * alike.abs().amax()
+
+        def differ(a: Tensor, b: Tensor) -> bool:
+            return a.numel() > 0 and bool((a - b).abs().amax() > limit)
+
+        return Dependence(differ(alike, different), differ(alike[:, 1:], first[:, 1:]), differ(alike, alike[:, :1]))
+
     def _stopped(self, tokens: Tensor, turned: bool) -> _Abort:
         """What the copy hands to the attention interface."""
 
@@ -65,6 +94,11 @@ class ProbedLayer:
                 self._owner(*args, **kwargs)
         except _Abort as end:
             return end
+        except RAISED as error:
+            if isinstance(error, LipboundError):
+                raise
+            message = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            raise self._call.unsupported(f"cannot be run by itself on other token vectors ({message})") from error
         raise CaptureError(f"layer {self._call.name}: probing did not reach the attention interface")
 
     def rotation(self, known: Iterable[tuple[Rotation | None, Tensor]] = ()) -> tuple[Rotation | None, Tensor]:
@@ -113,10 +147,9 @@ def _replaced(call: Call, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
             return value.to(torch.complex128)
         return tuple(double(v) for v in value) if isinstance(value, tuple) else value
 
-    kwargs = {name: None if name in ("past_key_values", "layer_past") else double(value) for name, value in call.kwargs.items()}
-    if call.args:
-        return (x, *(double(a) for a in call.args[1:])), kwargs
-    return (), kwargs | {"hidden_states": x}
+    given = hidden_states(call)
+    args, kwargs = ((x if a is given else double(a) for a in call.args), {n: x if a is given else double(a) for n, a in call.kwargs.items()})
+    return tuple(args), {name: None if name in ("past_key_values", "layer_past") else value for name, value in kwargs.items()}
 
 
 def same_values(a: Any, b: Any) -> bool:

@@ -121,7 +121,7 @@ def _probe_output(call: Call) -> Tensor | None:
     if call.consumer is None:
         return None
     heads, d_v = call.q.shape[1], call.v.shape[-1]
-    projection = plain_copy(call.consumer).double()
+    projection = plain_copy(call.consumer).to(call.q.device).double()
     device = call.q.device
     eye = torch.eye(heads * d_v, dtype=torch.float64, device=device)
     zero = projection(torch.zeros_like(eye[:1]))

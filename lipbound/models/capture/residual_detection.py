@@ -84,6 +84,7 @@ def normaliser(s: Seen) -> Normaliser | None:
         weight, bias = s.module.weight, getattr(s.module, "bias", None)
     eps = eps_of(s.module, s.x.dtype)
     assert isinstance(weight, Tensor)
+    weight, bias = weight.to(s.x.device), None if bias is None else bias.to(s.x.device)
     for centred, shift in ((True, 0.0), (False, 0.0), (False, 1.0)):
         norm = Normaliser(s.x, (weight + shift).detach(), None if bias is None else bias.detach(), eps=eps, centred=centred)
         if float((norm.out - s.out).abs().amax()) <= RESIDUAL_TOLERANCE * float(s.out.abs().amax()):

@@ -26,7 +26,8 @@ def find_rotation(before: Tensor, after: Tensor) -> tuple[Rotation | None, Tenso
         CaptureError: the vectors are not taken to each other by a linear map for each token, or not by a rotation of pairs of coordinates.
     """
     y, z = before.transpose(0, 1), after.transpose(0, 1)  # (N, vectors, d)
-    maps = torch.linalg.lstsq(y, z).solution.mT  # z = R y
+    driver = "gelsd" if y.device.type == "cpu" else "gels"  # the default one rounds as its workspace happens to lie in memory
+    maps = torch.linalg.lstsq(y, z, driver=driver).solution.mT  # z = R y
     misfit = float((y @ maps.mT - z).abs().amax() / z.abs().amax().clamp_min(1e-300))
     if not misfit <= ROTATION_TOLERANCE:
         raise CaptureError("positions act on queries and keys in another way than by a rotation of each token")

@@ -1,9 +1,13 @@
 """What the ending of a file says about what is in it."""
 
+import gzip
+import re
 from pathlib import Path
 from typing import Any
 
-TABLES = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
+from lipbound.errors import InputsError
+
+TABLES = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json"}
 """Endings of tables, and the loader of `datasets` that reads them."""
 
 IMAGE_FILES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -12,6 +16,12 @@ IMAGE_FILES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"
 
 TEXT_FILES = (".txt", ".md", ".text", ".tex", ".html", ".rst", ".log", ".safetensors", ".zarr")
 """Endings of names that are meant as files, whatever blanks are in them."""
+
+PROSE = (".txt", ".text")
+"""Endings of the files of a folder that are read as texts."""
+
+PACKED = ".gz"
+"""Ending, behind another, of a file that is packed with gzip."""
 
 
 def there(data: Any) -> Path | None:
@@ -23,10 +33,39 @@ def there(data: Any) -> Path | None:
         return None
 
 
+def ending(path: Path) -> str:
+    """The ending of a name in small letters, that of what is packed where the file is packed.
+
+    >>> ending(Path("A.TXT")), ending(Path("b.csv.gz"))
+    ('.txt', '.csv')
+    """
+    return Path(path.stem if path.suffix.lower() == PACKED else path.name).suffix.lower()
+
+
+def visible(folder: Path) -> list[Path]:
+    """The files of a folder and the folders in it, by their paths, but for hidden ones: copies of notebooks' checkpoints, notes of file systems."""
+    files = (file for file in folder.rglob("*") if not any(part.startswith(".") for part in file.relative_to(folder).parts))
+    return sorted(file for file in files if file.is_file())
+
+
+def is_path(name: str) -> bool:
+    """Whether a name can only be that of a file or folder, there or not, of this system or of another: no hub id looks like it.
+
+    >>> is_path("./bert"), is_path(r"C:\\models\\bert"), is_path("owner/bert"), is_path("wikitext:wikitext-2-raw-v1")
+    (True, True, False, False)
+    """
+    return rooted(name) or "\\" in name
+
+
+def rooted(name: str) -> bool:
+    """Whether a name says where it begins: here, at home, at a root or on a drive."""
+    return name.startswith((".", "~", "/", "\\\\")) or re.match(r"[A-Za-z]:[/\\]", name) is not None
+
+
 def is_plain_file(data: Any) -> bool:
     """Whether it is the path of a file that is not a table."""
     path = there(data)
-    return path is not None and path.is_file() and path.suffix not in TABLES
+    return path is not None and path.is_file() and ending(path) not in TABLES
 
 
 def is_sentence(data: Any) -> bool:
@@ -35,8 +74,19 @@ def is_sentence(data: Any) -> bool:
     >>> is_sentence("how smooth is attention?"), is_sentence("my file.txt"), is_sentence("ag_news")
     (True, False, False)
     """
-    if not isinstance(data, str) or len(data.split()) < 2 or there(data) is not None or data.startswith((".", "~", "/")):
+    if not isinstance(data, str) or len(data.split()) < 2 or there(data) is not None or rooted(data):
         return False
     if "\n" in data or len(data) > 200:
         return True
-    return Path(data).suffix.lower() not in (*TABLES, *IMAGE_FILES, *TEXT_FILES) and ("/" not in data or there(str(Path(data).parent)) is None)
+    return ending(Path(data)) not in (*TABLES, *IMAGE_FILES, *TEXT_FILES) and ("/" not in data or there(str(Path(data).parent)) is None)
+
+
+def read_text(path: Path) -> str:
+    """The whole of a UTF-8 file, unpacked where it is packed with gzip; raises InputsError where it is no such file."""
+    try:
+        packed = path.suffix.lower() == PACKED
+        return gzip.decompress(path.read_bytes()).decode("utf-8") if packed else path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputsError(f"{path} is not a UTF-8 text file") from error
+    except (OSError, EOFError) as error:
+        raise InputsError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error

@@ -1,20 +1,52 @@
 """What a text model can be given: how many tokens, and which."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lipbound.errors import InputsError
 from lipbound.models.checkpoint import Checkpoint
 
 
+def text_config(model: Any) -> Any:
+    """The part of a model's configuration that is about text: of a model of several towers that of the text's."""
+    try:
+        return model.config.get_text_config()
+    except (AttributeError, ValueError):  # several are about text
+        return model.config
+
+
+def several_towers(model: Any) -> bool:
+    """Whether a model looks nothing up itself, but in one of several towers."""
+    try:
+        model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return True
+    return False
+
+
+def token_embedding(model: Any) -> nn.Module | None:
+    """The table that token numbers are looked up in; None where it cannot be told."""
+    for module in (model, *(getattr(model, name, None) for name in ("text_model", "text_encoder", "language_model", "text_branch"))):
+        try:
+            if module is not None:
+                return module.get_input_embeddings()
+        except (AttributeError, NotImplementedError):  # models of several towers have no single one
+            continue
+    return None
+
+
 def positions(checkpoint: Checkpoint) -> int | None:
     """Longest input of a text model in tokens, or None where it sets no limit."""
-    config = checkpoint.model.config
+    config = text_config(checkpoint.model)
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     if limit is None:
         return None
+    rope = getattr(config, "rope_parameters", None)
+    if isinstance(rope, Mapping) and rope.get("rope_type") == "dynamic":  # the limit is that from which rotary tables grow
+        limit = int(limit * float(rope.get("factor") or 1))
     padding = getattr(checkpoint.model.base_model, "embeddings", None)
     offset = getattr(padding, "padding_idx", None) if hasattr(padding, "position_embeddings") else None
     return int(limit) - (int(offset) + 1 if offset else 0)  # RoBERTa's positions start behind the padding index
@@ -39,11 +71,12 @@ def check_tokens(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> None:
     if ids.ndim != 2 or not ids.shape[1]:
         raise InputsError(f"input_ids has shape {shape}; it must be (samples, tokens) with at least one token")
     check_positions(checkpoint, batch)
-    embedding = checkpoint.model.get_input_embeddings()
-    _check_range("input_ids", ids, getattr(embedding, "num_embeddings", None), f"{checkpoint.name} knows tokens", "are they of its tokenizer?")
+    embedding = token_embedding(checkpoint.model)
+    known = getattr(embedding, "num_embeddings", None) or getattr(text_config(checkpoint.model), "vocab_size", None)
+    _check_range("input_ids", ids, known if isinstance(known, int) else None, f"{checkpoint.name} knows tokens", "are they of its tokenizer?")
     types = batch.get("token_type_ids")
     if types is not None:
-        kinds = getattr(checkpoint.model.config, "type_vocab_size", None)
+        kinds = getattr(text_config(checkpoint.model), "type_vocab_size", None)
         _check_range("token_type_ids", types, kinds or None, f"{checkpoint.name} knows types", "leave them out for type 0")
     for name in ("attention_mask", "token_type_ids"):
         if name in batch and batch[name].ndim == 2 and tuple(batch[name].shape) != shape:

@@ -1,26 +1,38 @@
 """What a modality must know to be read, and what all readers share: defaults, files, folders, lists, tables and hub datasets."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
+
+import numpy as np
+import pandas as pd
 
 from lipbound.errors import InputsError, shown
 from lipbound.models.batch import Inputs
 from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.readers.files import is_plain_file, is_sentence, there
-from lipbound.models.readers.tables import ItemKind, no_table, rows
+from lipbound.models.readers.tables import Found, ItemKind, is_saved, no_table, rows
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which part of some data is wanted; arguments as of `lipbound.models.inputs.prepare`."""
+    """Which part of some data is wanted; arguments as of `lipbound.models.inputs.prepare`, but for ``samples``, None for all."""
 
-    samples: int
+    samples: int | None
     max_length: int
-    split: str | None
-    column: str | None
+    split: str | None = None
+    column: str | None = None
+    shuffle: int | None = None
+
+    def described(self, description: str) -> str:
+        """The description of what was chosen from some data.
+
+        >>> Selection(8, 128, shuffle=3).described("news.csv")
+        'news.csv, shuffled with seed 3'
+        """
+        return description if self.shuffle is None else f"{description}, shuffled with seed {self.shuffle}"
 
 
 class Reader(ABC):
@@ -40,37 +52,43 @@ class Reader(ABC):
         """The first items of some data as tensors that the checkpoint's model takes; raises InputsError where there are none."""
 
     @abstractmethod
-    def default(self) -> tuple[Iterator[Any], str]:
+    def default(self) -> tuple[Iterable[Any], str]:
         """The items that are read where the user gives no data, and a description."""
 
     @abstractmethod
-    def open_file(self, path: Path, checkpoint: Checkpoint) -> Iterator[Any]:
+    def open_file(self, path: Path, checkpoint: Checkpoint) -> Iterable[Any]:
         """The items of a file that is no table; raises InputsError where it is of another modality."""
 
-    def open_folder(self, path: Path) -> Iterator[Any] | None:
+    def open_folder(self, path: Path) -> Found | None:
         """The items of a folder, or None where `datasets` is to read it."""
         return None
 
-    def items(self, checkpoint: Checkpoint, data: Any, split: str | None, column: str | None) -> tuple[Iterator[Any], str]:
-        """The items of some data one by one, and a description.
+    def items(self, checkpoint: Checkpoint, data: Any, split: str | None, column: str | None) -> Found:
+        """The items of some data one by one.
 
         Raises:
             InputsError: no such data, items of another modality, a split or a column of what has none; of a table that is read row by row also
                 later on.
         """
+        if isinstance(data, np.ndarray) and data.ndim == 1 and data.dtype.kind in "UO":
+            data = data.tolist()  # of strings, or of whatever objects
         path = there(data)
         if data is None:
             no_table(split, column, f"the default {self.kind.many} have")
-            return self.default()
+            return Found(*self.default())
         if is_plain_file(data) and path is not None:
             no_table(split, column, f"{path.name}, one file, has")
-            return self.open_file(path, checkpoint), path.name
-        if path is not None and path.is_dir() and (found := self.open_folder(path)) is not None:
+            return Found(self.open_file(path, checkpoint), path.name)
+        if path is not None and path.is_dir() and not is_saved(path) and (found := self.open_folder(path)) is not None:
             no_table(split, column, f"{path.name}, a folder of {self.kind.many}, has")
-            return found, path.name
+            return found
         if is_sentence(data):
             no_table(split, column, "a text has")
             if self.kind.type is not str:
                 raise InputsError(f"there is no file, folder or dataset {shown(data)}, and {checkpoint.name} takes {self.kind.takes}, not text")
-            return iter([data]), f"the text {shown(data[:40] + '...' if len(data) > 40 else data)}"
+            return Found([data], f"the text {shown(data[:40] + '...' if len(data) > 40 else data)}")
+        if isinstance(data, pd.Series):
+            no_table(split, column, "a series has")
+            name = self.kind.many
+            return replace(rows(data.to_frame(name), None, name, self.kind, checkpoint.name), description="a series")
         return rows(data, split, column, self.kind, checkpoint.name)

@@ -1,12 +1,12 @@
 """Inputs that are ready for the model: named tensors, in memory or in a file."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import DatasetDict
+from datasets import DatasetDict, IterableDatasetDict
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -14,13 +14,23 @@ from lipbound.errors import InputsError, shown
 from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.quiet import first_line
 from lipbound.models.readers.files import there
+from lipbound.models.readers.positions import several_towers
 
+TOWERS = (
+    ("text_config", "input_ids", "text"),
+    ("vision_config", "pixel_values", "images"),
+    ("audio_config", "input_features", "sound"),
+)
+"""Parts of configurations, the input of the tower that each is of, and what that takes."""
+FINITE = ("pixel_values", "inputs_embeds", "input_features", "input_values")
+"""Inputs that are numbers."""
 SAMPLES = "tensors of (samples, ...) with at least one sample"
 
 
 def is_ready(data: Any) -> bool:
     """Whether it is a mapping (but not the splits of a dataset), or names a .safetensors file."""
-    return (isinstance(data, Mapping) and not isinstance(data, DatasetDict)) or (isinstance(data, str | Path) and str(data).endswith(".safetensors"))
+    named = isinstance(data, str | Path) and str(data).endswith(".safetensors")
+    return named or (isinstance(data, Mapping) and not isinstance(data, DatasetDict | IterableDatasetDict))
 
 
 def ready_inputs(data: Mapping[str, Any] | str | Path, checkpoint: Checkpoint) -> tuple[dict[str, Tensor], str, list[str]]:
@@ -30,7 +40,8 @@ def ready_inputs(data: Mapping[str, Any] | str | Path, checkpoint: Checkpoint) -
         InputsError: they are no such tensors, disagree about the number of samples, or what the model is about is not among them.
     """
     if isinstance(data, Mapping):
-        given, description = {name: _tensor(name, value) for name, value in data.items() if value is not None}, "ready model inputs"
+        tensors = {name: value for name, value in data.items() if value is not None and not isinstance(value, bool)}
+        given, description = {name: _tensor(name, value) for name, value in tensors.items()}, "ready model inputs"
     else:
         path = there(data)
         if path is None or not path.is_file():
@@ -47,12 +58,27 @@ def ready_inputs(data: Mapping[str, Any] | str | Path, checkpoint: Checkpoint) -
     if len(set(lengths.values())) > 1:
         raise InputsError(f"ready inputs disagree about the number of samples: {', '.join(f'{name} {n}' for name, n in lengths.items())}")
     taken = _taken(checkpoint)
-    main, kind = str(checkpoint.model.main_input_name), type(checkpoint.model).__name__
+    main, kind = checkpoint.main_input, type(checkpoint.model).__name__
+    check_towers(checkpoint, given)
     if main not in given and not ("inputs_embeds" in given and "inputs_embeds" in taken):
         raise InputsError(f"ready inputs of {kind} must have {main}; given are {', '.join(map(str, given))}")
     tensors = {name: t for name, t in given.items() if not taken or name in taken}
     notes = [f"{name} is not an input of {kind} and was left out" for name in given if name not in tensors]
     return tensors, description, notes
+
+
+def options_of(data: object, checkpoint: Checkpoint) -> dict[str, bool]:
+    """What is given as True or False rather than as a tensor: settings of the model's forward pass, such as interpolate_pos_encoding.
+
+    Raises:
+        InputsError: the forward pass has no such setting.
+    """
+    options = {str(name): value for name, value in data.items() if isinstance(value, bool)} if isinstance(data, Mapping) else {}
+    if options and (unknown := set(options) - _taken(checkpoint)):
+        raise InputsError(
+            f"{min(unknown)} is no setting of {type(checkpoint.model).__name__}'s forward pass; leave it out, or give tensors of (samples, ...)"
+        )
+    return options
 
 
 def _tensor(name: object, value: Any) -> Tensor:
@@ -71,11 +97,28 @@ def _taken(checkpoint: Checkpoint) -> set[str]:
     """Names of what the model's forward takes; empty where they cannot be told."""
     parameters = inspect.signature(checkpoint.model.forward).parameters.values()
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return names if str(checkpoint.model.main_input_name) in names else set()
+    return names if checkpoint.main_input in names else set()
+
+
+def check_towers(checkpoint: Checkpoint, given: Collection[str]) -> None:
+    """Raise InputsError where a model of several towers, all of which always run, lacks the input of one."""
+    model, takes = checkpoint.model, _taken(checkpoint)
+    towers = {other: words for part, other, words in TOWERS if getattr(model.config, part, None) is not None and other in takes}
+    if len(towers) < 2 or not several_towers(model):
+        return
+    missing = [name for name in towers if name not in given]
+    if missing:
+        raise InputsError(
+            f"{type(model).__name__} has towers of {' and '.join(towers.values())} and needs {' and '.join(towers)}, but there is no "
+            f"{' and no '.join(missing)}; give a dict of ready inputs with all of them, or load one tower by a class of its own"
+        )
 
 
 def check_images(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> None:
-    """Raise InputsError where ready images are not (samples, channels, height, width) finite numbers of the model's channels."""
+    """Raise InputsError where ready images are not (samples, channels, height, width) finite numbers of its channels, or others not finite."""
+    for name in FINITE:
+        if name in batch and not bool(torch.isfinite(batch[name]).all()):
+            raise InputsError(f"{name} has NaN or infinite entries; the Jacobian is not defined there")
     pixels = batch.get("pixel_values")
     if pixels is None:
         return
@@ -83,8 +126,6 @@ def check_images(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> None:
         raise InputsError(
             f"pixel_values is of dtype {str(pixels.dtype).removeprefix('torch.')}; give the floating-point numbers that the image processor returns"
         )
-    if not bool(torch.isfinite(pixels).all()):
-        raise InputsError("pixel_values has NaN or infinite entries; the Jacobian is not defined there")
     channels = getattr(checkpoint.model.config, "num_channels", None)
     if pixels.ndim == 4 and isinstance(channels, int) and pixels.shape[1] != channels:
         raise InputsError(f"pixel_values has shape {tuple(pixels.shape)}; {checkpoint.name} takes (samples, {channels}, height, width)")

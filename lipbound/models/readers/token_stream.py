@@ -9,6 +9,7 @@ from lipbound.errors import InputsError
 from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.quiet import quiet
 from lipbound.models.readers.text import TextReader
+from lipbound.models.readers.token_ids import Tokens
 
 
 def stream(checkpoint: Checkpoint, data: Any, count: int, *, split: str | None = None, column: str | None = None) -> tuple[Tensor, str]:
@@ -21,12 +22,16 @@ def stream(checkpoint: Checkpoint, data: Any, count: int, *, split: str | None =
     """
     if checkpoint.modality != "text":
         raise InputsError(f"{checkpoint.name} takes {checkpoint.modality}, not text")
-    pieces, description = TextReader().items(checkpoint, data, split, column)
-    tokenizer = checkpoint.tokenizer()
+    found = TextReader().items(checkpoint, data, split, column)
+    tokenizer: Any = None
     ids: list[int] = []
-    for piece in pieces:
-        with quiet():
-            ids += tokenizer(piece, add_special_tokens=False)["input_ids"]
+    for piece in found.items:
+        if isinstance(piece, Tokens):
+            ids += piece.ids
+        elif piece is not None:
+            tokenizer = tokenizer or checkpoint.tokenizer()
+            with quiet():
+                ids += tokenizer(piece, add_special_tokens=False)["input_ids"]
         if len(ids) >= count:
-            return torch.tensor(ids[:count]), description
-    raise InputsError(f"{description} has {len(ids)} tokens, and {count} are needed; give more text, fewer sequences or shorter ones")
+            return torch.tensor(ids[:count]), found.description
+    raise InputsError(f"{found.description} has {len(ids)} tokens, and {count} are needed; give more text, fewer sequences or shorter ones")

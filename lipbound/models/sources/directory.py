@@ -1,10 +1,10 @@
 """Checkpoints in a directory of this machine, or in a GGUF file."""
 
-import os
 from pathlib import Path
 
 from lipbound.errors import CheckpointError
 from lipbound.models.checkpoint import Checkpoint
+from lipbound.models.readers.files import is_path
 from lipbound.models.sources import gguf
 from lipbound.models.sources.folder import FolderSource, check_directory
 from lipbound.models.sources.source import LoadOptions
@@ -26,7 +26,7 @@ class DirectorySource(FolderSource):
 
     def names(self, name: str) -> bool:
         """Whether something is there, or the name cannot be a hub id."""
-        return Path(name).expanduser().exists() or name.startswith((".", "~", os.sep)) or name.count("/") > 1 or _is_gguf(name)
+        return Path(name).expanduser().exists() or is_path(name) or name.count("/") > 1 or _is_gguf(name)
 
     def locate(self, name: str, revision: str | None) -> tuple[Path, None]:
         """The directory; raises CheckpointError where it is none, lacks its files, or a revision of it is wanted."""

@@ -15,8 +15,10 @@ from lipbound.models import gguf_file
 from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.precision import check_floating
 from lipbound.models.quiet import first_line, quiet
+from lipbound.models.sources import adapters
 from lipbound.models.sources.source import LoadOptions
 from lipbound.models.sources.weight_checks import check_filled, check_finite, sha256
+from lipbound.models.weight_files import check_file
 
 SUFFIX = ".gguf"
 
@@ -58,6 +60,8 @@ def load_gguf(name: str, file: Path, commit: str | None, options: LoadOptions) -
             do not fill the architecture or are not finite.
         LipboundError: more weights than the memory takes.
     """
+    check_file(file)
+    notes = adapters.refuse_unasked(name, file.parent, options.adapter)
     gguf_file.check_installed(name)
     if options.weights == "layers":
         raise CheckpointError(f"{name} is a GGUF file, and weights='layers' reads safetensors files only; use weights='whole'")
@@ -71,11 +75,14 @@ def load_gguf(name: str, file: Path, commit: str | None, options: LoadOptions) -
     devices.require(4.0 * count, torch.device("cpu"), f"the weights of {name} take memory in float32", instead)
     model = _read(name, file)
     check_floating(model, name)
-    model = model.to(device=options.device, dtype=options.dtype)
+    model = model.to(dtype=options.dtype)
+    adapters.merge(model, options.adapter)
+    model = model.to(device=options.device)
     check_finite(model, name)
-    return Checkpoint(
-        model.eval(), name, f"sha256:{sha256([file])}", str(file.parent), commit, gguf_file=file.name, quantization=how,
+    checkpoint = Checkpoint(
+        model.eval(), name, f"sha256:{sha256([file])}", str(file.parent), commit, gguf_file=file.name, quantization=how, notes=notes,
     )  # fmt: skip
+    return adapters.named(checkpoint, options.adapter)
 
 
 def _read(name: str, file: Path) -> PreTrainedModel:
@@ -84,7 +91,7 @@ def _read(name: str, file: Path) -> PreTrainedModel:
             config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
             model, report = AutoModel.from_pretrained(
                 file.parent, gguf_file=file.name, config=config, attn_implementation="eager", dtype=torch.float32, trust_remote_code=False,
-                output_loading_info=True,
+                output_loading_info=True, adapter_kwargs={"subfolder": adapters.ELSEWHERE},
             )  # fmt: skip
     except Exception as error:  # broken files raise a zoo of types
         raise CheckpointError(f"{name} could not be loaded: {_why(error)}") from error

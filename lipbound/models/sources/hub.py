@@ -1,5 +1,6 @@
 """Fetching a checkpoint from the Hugging Face hub, or from its cache when the hub is out of reach."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import huggingface_hub.errors as hub_errors
@@ -44,12 +45,23 @@ def _parts(name: str, revision: str | None) -> tuple[str, str | None]:
     return repo, suffix or revision
 
 
-def snapshot(repo: str, revision: str | None, gguf_file: str | None = None) -> tuple[Path, str]:
-    """Folder and commit of a hub model, fetched, or, when the hub is out of reach, from the cache; of a GGUF file, that file alone."""
+def adapter_folder(name: str) -> Path:
+    """Where an adapter from the hub is; raises CheckpointError where it cannot be had."""
+    if name.startswith((".", "~", "/")):
+        raise CheckpointError(f"there is no directory {name}; adapter= takes the directory that PEFT wrote, or its hub id")
+    folder, _ = snapshot(*_parts(name, None), only=("adapter_config.json", "adapter_model.*"))
+    return folder
+
+
+def snapshot(repo: str, revision: str | None, gguf_file: str | None = None, only: Sequence[str] = ()) -> tuple[Path, str]:
+    """Folder and commit of a hub model, fetched, or, when the hub is out of reach, from the cache; of a GGUF file, that file alone.
+
+    ``only``: the names of an adapter's files, in place of a model's.
+    """
     at = f" at revision {revision!r}" if revision else ""
     try:
         with quiet(), bars():
-            patterns = _wanted(repo, revision, gguf_file)
+            patterns = _wanted(repo, revision, gguf_file, only)
             folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns, local_files_only=patterns is None))
     except hub_errors.HFValidationError as error:
         raise CheckpointError(f"{repo!r} is neither a directory here nor a valid hub id; {suggestion(repo, 'hub ids are owner/name')}") from error
@@ -75,12 +87,12 @@ def snapshot(repo: str, revision: str | None, gguf_file: str | None = None) -> t
         ) from error
     except OSError as error:
         raise CheckpointError(f"{repo}{at} could not be fetched from the hub: {first_line(error)}") from error
-    if gguf_file is None:
+    if gguf_file is None and not only:
         check_directory(folder, f"{repo}{at} on the hub")
     return folder, folder.name
 
 
-def _wanted(repo: str, revision: str | None, gguf_file: str | None) -> list[str] | None:
+def _wanted(repo: str, revision: str | None, gguf_file: str | None, only: Sequence[str]) -> list[str] | None:
     """The files of a hub model that are needed: configuration, tokenizer or processor, and one format of weights; or a GGUF file, which has all.
 
     None: the hub is out of reach.
@@ -98,6 +110,8 @@ def _wanted(repo: str, revision: str | None, gguf_file: str | None) -> list[str]
         raise
     except Exception:  # no connection, in whatever type the HTTP client of the day reports it
         return None
+    if only:
+        return list(only)
     names = [sibling.rfilename for sibling in info.siblings or [] if "/" not in sibling.rfilename]
     weights = [n for n in names if n.endswith(".safetensors") and not n.startswith("consolidated")]
     packed = [n for n in names if n.endswith(gguf.SUFFIX)]

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from lipbound.models.checkpoint import Checkpoint
+from lipbound.models.sources.adapters import Adapter
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class LoadOptions:
         device: a torch device.
         weights: "auto", "whole" or "layers".
         gguf_file: which GGUF file of a directory or a hub model, or None.
+        adapter: what is merged into the weights; "none": not even one that lies beside them; None: nothing was said.
     """
 
     revision: str | None
@@ -25,6 +27,7 @@ class LoadOptions:
     device: str | torch.device
     weights: str
     gguf_file: str | None = None
+    adapter: Adapter | str | None = None
 
 
 class Source(Protocol):

@@ -1,12 +1,13 @@
 """Whether weights are complete and finite, and the hashes that tell them apart."""
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from lipbound.errors import CheckpointError
 
@@ -19,9 +20,11 @@ def check_filled(report: dict[str, Any], name: str) -> None:
     missing = [key for key in report["missing_keys"] if not any(part in key for part in HEADS_ONLY)]
     wrong = missing + [str(item[0] if isinstance(item, tuple) else item) for item in report["mismatched_keys"]]
     if wrong:
+        others = sorted(str(key) for key in report["unexpected_keys"])
+        instead = f"; what is there instead is {', '.join(others[:2])}{', ...' if len(others) > 2 else ''}" if missing and others else ""
         raise CheckpointError(
             f"the weights of {name} do not fill its architecture: {len(wrong)} tensors are missing or of another shape, {sorted(wrong)[0]} among "
-            "them, and would be random numbers"
+            f"them, and would be random numbers{instead}"
         )
 
 
@@ -40,6 +43,24 @@ def _finite(tensor: Tensor) -> bool:
 def not_finite(name: str, key: str) -> CheckpointError:
     """The error about a tensor with NaN or infinite numbers."""
     return CheckpointError(f"the weights of {name} contain NaN or infinite numbers, in {key}; no norm is defined there")
+
+
+WITHOUT_EFFECT = frozenset((
+    "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache", "output_attentions", "output_hidden_states", "return_dict",
+    "id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params", "quantization_config",
+))  # fmt: skip
+"""What a configuration says that no number of a forward pass without a cache depends on."""
+
+
+def config_sha256(config: PreTrainedConfig) -> str:
+    """Hash over what a configuration in memory says beyond the defaults of its class: positions, windows, epsilons, which weights do not tell."""
+
+    def kept(said: Any) -> Any:
+        if not isinstance(said, dict):
+            return said
+        return {str(key): kept(value) for key, value in said.items() if key not in WITHOUT_EFFECT and not str(key).startswith("_")}
+
+    return hashlib.sha256(json.dumps(kept(config.to_diff_dict()), sort_keys=True, default=str).encode()).hexdigest()
 
 
 def sha256(files: list[Path]) -> str:

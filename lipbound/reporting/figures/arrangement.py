@@ -13,6 +13,8 @@ SIDE = 6.0
 """Least width of a panel, in lines of type: narrower ones have no room for their titles."""
 FLAT = 2.0
 """Least height of a panel, in lines of type."""
+USUAL, TALL, THICK = 0.55, 3.0, 3.5
+"""Height over width of a panel of few layers; of its cells, at most; and the most lines of type that a row of cells takes: one layer is a strip."""
 WIDE = 36.0
 """Width of a figure, in lines of type, from which on colour bars stand on the right of their panels rather than below them."""
 ENOUGH = 0.45
@@ -68,6 +70,7 @@ class Sheet:
         own_bars: every panel has a colour bar of its own instead.
         titles: lines of the longest title of a section, for panels of some width in inches and type of some size.
         caption: lines of the caption in the picture.
+        layers: rows of a panel's grid.
     """
 
     counts: Sequence[int]
@@ -77,6 +80,7 @@ class Sheet:
     own_bars: bool
     titles: Callable[[int, float, float], int]
     caption: int
+    layers: int = 12
 
     @property
     def line(self) -> float:
@@ -90,8 +94,8 @@ class Sheet:
 
     @property
     def beside(self) -> bool:
-        """Whether colour bars stand on the right."""
-        return not self.own_bars and self.inches / self.line >= WIDE
+        """Whether colour bars stand on the right; strips are too low for them."""
+        return not self.own_bars and self.inches / self.line >= WIDE and self.shape * TALL >= USUAL and self.layers > 2
 
     @property
     def gap(self) -> float:
@@ -132,7 +136,8 @@ class Sheet:
     def natural(self, across: int) -> float:
         """Height of a panel whose cells are square, or nearly so, in inches."""
         side = self.side(across)
-        return min(max(side * self.shape, 0.55 * side), 1.25 * side)
+        wanted = min(max(self.shape, min(USUAL, TALL * self.shape)) * side, THICK * self.layers * self.line)
+        return min(max(wanted, 1.25 * FLAT * self.line), 1.25 * side)  # what lies beyond a scale is said in two lines
 
 
 def arrange(sheet: Sheet, columns: int | None = None, *, shrink: bool = False) -> Arrangement:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import xarray as xr
 
-from lipbound.bounds.audit import audit
-from lipbound.errors import StoreError
+from lipbound.bounds.audit import audit, bounds_there
+from lipbound.formatting import plain
 from lipbound.reporting import labels, statistics
 from lipbound.reporting.latex import typeset
 from lipbound.reporting.reductions import reduction_name
@@ -19,14 +19,15 @@ def heatmap_caption(
 ) -> str:
     """The caption of `lipbound.plots.heatmaps` with these arguments; ``first``: the panels of the first rows, where these have their own scale."""
     each = " (a colour scale for each panel)" if scale == "panel" else ""
-    samples = "" if ds.attrs["samples"] == 1 or "head" not in ds.dims else f", {reduction_name(reduce)} over samples"
+    samples = "" if ds.sizes["sample"] == 1 or "head" not in ds.dims else f", each the {reduction_name(reduce)} over samples"
     own = f" {_listed([ds[name].attrs['label'] for name in first])}: on a colour scale of their own." if len(first) > 1 else ""
     rows = own or (f" {ds[first[0]].attrs['label']}: on a colour scale of its own." if first else "")
     entries = audit(ds)
-    counts = [entries[name] for name in statistics.panels(ds, bounds) if name in ds.attrs["bounds"]]
+    counts = [entries[name] for name in statistics.panels(ds, bounds) if name in bounds_there(ds)]
     used = ["\u2021"] * any(e["violations"] for e in counts) + ["\u2020"] * any(e["sound"] < e["compared"] and not e["violations"] for e in counts)
     legend = "".join(f" {mark} {MARKS[mark]}." for mark in used)
-    return f"log10 of the local Lipschitz constant and its bounds{samples}{each}.{rows} {labels.run_caption(ds)}; ratios are geometric means.{legend}"
+    ratios = f" Above the panels: bound / exact{', geometric mean' if labels.over(ds) else ''}{labels.over(ds)}." if counts else ""
+    return plain(f"log10 of the local Lipschitz constant and its bounds{samples}{each}.{rows} {labels.run_caption(ds)}.{ratios}{legend}")
 
 
 def latex_caption(text: str) -> str:
@@ -38,22 +39,10 @@ def latex_caption(text: str) -> str:
     return typeset(text).replace("log10 of", "$\\log_{10}$ of")
 
 
-def write_captions(figure: Path, text: str) -> list[Path]:
-    r"""The caption beside a figure: ``figure.caption.txt``, and ``figure.caption.tex``, which is ``\caption{...}`` for a figure environment.
-
-    Returns:
-        The two files.
-
-    Raises:
-        StoreError: they cannot be written.
-    """
-    files = [figure.with_name(f"{figure.stem}.caption{kind}") for kind in (".txt", ".tex")]
-    try:
-        for file, content in zip(files, (text, f"\\caption{{{latex_caption(text)}}}"), strict=True):
-            file.write_text(content + "\n", encoding="utf-8")
-    except OSError as error:
-        raise StoreError(f"{files[0]} cannot be written: {error.strerror or error}") from error
-    return files
+def caption_files(figure: Path, text: str) -> dict[Path, str]:
+    r"""The caption beside a figure: ``figure.caption.txt``, and ``figure.caption.tex``, which is ``\caption{...}`` for a figure environment."""
+    contents = {".txt": text, ".tex": f"\\caption{{{latex_caption(text)}}}"}
+    return {figure.with_name(f"{figure.stem}.caption{kind}"): content + "\n" for kind, content in contents.items()}
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.image import AxesImage
 
-from lipbound.bounds.audit import compared_with
+from lipbound.bounds.audit import bounds_there, compared_with
 from lipbound.errors import UnknownNameError, nearest
 from lipbound.reporting.statistics import shared_scale
 
@@ -46,13 +46,13 @@ class Scale:
 
     @property
     def top(self) -> float:
-        """The upper end of the bar, which is above the lower one."""
-        return max(self.high, self.low + 1e-6)
+        """The upper end of the bar, which is so far above the lower one that its numbers are legible."""
+        return self.high if self.high > self.low + 1e-4 else self.low + 0.1
 
     def beyond(self, grid: np.ndarray) -> str:
         """Where most of a panel lies: "above" the bar, "below" it, or "" for on it."""
-        known = grid[np.isfinite(grid)]
-        middle = float(np.median(known)) if known.size else self.low
+        known = grid[~np.isnan(grid)]
+        middle = float(np.sort(known)[known.size // 2]) if known.size else self.low  # infinite ones have an order, and no mean
         return "above" if middle > self.top else "below" if middle < self.low else ""
 
     def extend(self, grids: dict[str, np.ndarray]) -> str:
@@ -84,7 +84,7 @@ def scales(ds: xr.Dataset, grids: dict[str, np.ndarray], how: str) -> list[Scale
     if how == "shared" or not far:
         return [_scale(names, grids)]
     # The exact norm of another map has bounds of its own map beside it and would take up colours that all others need.
-    measured = [name for name in far if name in ds.attrs["bounds"]] or far
+    measured = [name for name in far if name in bounds_there(ds)] or far
     low, high = shared_scale({name: grids[name] for name in measured})
     return [_scale(close, grids, NEAR_COLORMAP), Scale(tuple(far), low, high)]
 
@@ -103,7 +103,7 @@ def log10(values: xr.DataArray) -> np.ndarray:
 
 def _near(ds: xr.Dataset, grids: dict[str, np.ndarray], name: str) -> bool:
     """Whether a panel is the exact norm, or a bound on it whose median is at most a factor of ten larger."""
-    if name not in ds.attrs["bounds"]:
+    if name not in bounds_there(ds):
         return name == "exact"
     return compared_with(ds, name) == "exact" and _median(grids[name]) - _median(grids["exact"]) <= NEAR
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from lipbound.bounds.audit import allowance, audit, compared_with, norm_of
+from lipbound.bounds.audit import allowance, audit, bounds_there, compared_with, norm_of
 from lipbound.errors import LipboundError
 from lipbound.formatting import plain
 from lipbound.models.inputs import token_texts
@@ -16,6 +16,7 @@ from lipbound.reporting.figures.scales import scales
 from lipbound.reporting.page.details import RADII, SIDE, Details, details
 from lipbound.reporting.reductions import reduce_samples, reduction_name
 from lipbound.runs.replay import replay
+from lipbound.runs.standing import standing
 
 SINGLE = 16
 """Samples whose numbers go into the page one by one; more only take part in what is aggregated."""
@@ -27,7 +28,8 @@ STEEPEST = {
 }
 """What the shares of tokens are, by norm."""
 PROVENANCE = (
-    "model", "revision", "quantization", "architecture", "data", "data_fingerprint", "preprocessing", "samples", "exact_samples", "tokens",
+    "model", "revision", "quantization", "architecture", "data", "data_fingerprint", "preprocessing", "layers and heads", "samples", "exact_samples",
+    "tokens",
     "map_description", "norm", "method", "tol", "delta", "dtype", "device", "seed", "capture_error", "lipbound", "python", "date", "command",
 )  # fmt: skip
 
@@ -39,11 +41,11 @@ def contents(
     balls."""
     if not 0 <= sample < ds.sizes["sample"]:
         raise LipboundError(f"sample is {sample}; the run has samples 0 to {ds.sizes['sample'] - 1}")
-    if not ds.attrs["bounds"]:
+    if not bounds_there(ds):
         raise LipboundError("the run has no bounds, which a report is about; draw it with heatmaps, or compare it with some")
     found, words, reason = _details(ds, sample, model, data, device, balls) if wanted else (None, [], "they were left out when the report was made")
     across = "head" if "head" in ds.dims else "sample"
-    names = list(ds.attrs["bounds"])
+    names, there = bounds_there(ds), standing(ds)
     colours = _scales(ds, reduce)
     panels = [name for scale in colours for name in scale["names"]]
     kept = ds.isel(sample=slice(0, SINGLE)) if across == "head" else ds
@@ -51,7 +53,7 @@ def contents(
     shown = tables.readable(ds)
     return {
         "title": plain(title),
-        "model": plain(str(ds.attrs["model"])),
+        "model": plain(labels.model_name(ds)),
         "caption": labels.run_caption(ds),
         "across": across,
         "layers": ds["layer"].values.tolist(),
@@ -63,7 +65,7 @@ def contents(
         "labels": {name: plain(ds[name].attrs["label"]) for name in panels},
         "marks": {name: labels.mark(entry).strip() for name, entry in audit(ds).items()},
         "left": list(ds.attrs.get("not_applicable", {})),
-        "tokens_most": int(ds.attrs["tokens"]),
+        "tokens_most": there.tokens,
         "map": plain(ds.attrs["map_description"]),
         "norm": plain(labels.norm_words(ds)),
         "steepest": STEEPEST[norm_of(ds)],
@@ -71,7 +73,7 @@ def contents(
         "formulas": {name: plain(ds[name].attrs.get("statement_latex", ds[name].attrs["statement"])) for name in names},
         "sources": {name: plain(ds[name].attrs["source"]) for name in names},
         "compared": {name: compared_with(ds, name) for name in names},
-        "exactSamples": ds.attrs["exact_samples"],
+        "exactSamples": there.exact_samples,
         "widths": {name: _widths(ds, one, reduce, across) for name, one in _examples(ds, names).items()},
         "slack": allowance(ds)[0],
         "scales": colours,
@@ -198,8 +200,11 @@ def _histogram(ratio: xr.DataArray) -> dict[str, Any]:
 
 
 def _provenance(ds: xr.Dataset) -> list[list[str]]:
-    said = ds.attrs | {"norm": labels.norm_words(ds)}
+    there = standing(ds)
+    shown = {"layers and heads": labels.places(ds), "samples": there.samples, "exact_samples": there.exact_samples, "tokens": there.tokens}
+    said = ds.attrs | shown | {"norm": labels.norm_words(ds), "model": labels.model_name(ds), "data": labels.data_name(ds)}
     rows = [[name.replace("_", " "), plain(f"{said[name]:.3g}" if isinstance(said[name], float) else str(said[name]))]
             for name in PROVENANCE if name in said]  # fmt: skip
     packages = ", ".join(f"{name} {version}" for name, version in ds.attrs["versions"].items())
-    return [*rows, ["versions", plain(packages)]]
+    state = labels.state_words(ds)
+    return [*rows, ["versions", plain(packages)], *([["state", state]] if state else [])]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lipbound.attention import softmax
 from lipbound.attention.layer import Attention
-from lipbound.bounds.audit import norm_of
+from lipbound.bounds.audit import bounds_there, norm_of
 from lipbound.bounds.ball.bound_over_ball import CENTRES, over_ball
 from lipbound.bounds.terms import shares
 from lipbound.jacobians.head import HeadJacobian
@@ -78,7 +78,7 @@ def details(rerun: Replay, ds: xr.Dataset, sample: int, *, balls: bool = False) 
     capturer = Capturer(rerun.checkpoint.model, ds["layer"].values.tolist())
     layers = capturer.run(rerun.inputs.block(sample, sample + 1, rerun.device))
     with torch.no_grad():
-        return [of_layer(layer.attention, ds.attrs["map"], ds.attrs["bounds"], norm_of(ds), balls=balls) for layer in layers]
+        return [of_layer(layer.attention, ds.attrs["map"], bounds_there(ds), norm_of(ds), balls=balls) for layer in layers]
 
 
 def of_layer(att: Attention, map: str, names: list[str], norm: str = "frobenius", *, balls: bool = False) -> Details:

@@ -103,7 +103,8 @@
     const run = current(), shown = panelsShown(run), parts = sections(run), wide = run.columns.length, high = run.layers.length;
     const total = Math.max(300, $("maps").clientWidth), across = Math.max(1, Math.min(shown.length, Math.floor(total / 210)));
     const cell = total / across, side = cell - 50;
-    const height = Math.min(Math.max(side * high / wide, side * 0.45), side * 1.2), row = height + 62, foot = 64;
+    const strip = Math.max(34, Math.min(side * 0.45, 3 * side * high / wide)); // cells at most three times as high as wide: one layer is a strip
+    const height = Math.min(Math.max(side * high / wide, strip), side * 1.2), row = height + 62, foot = 64;
     const whole = parts.reduce((sum, part) => sum + Math.ceil(part.names.length / across) * row + foot, 0);
     const data = [], annotations = [], shapes = [];
     const figure = layout({ height: whole, margin: { l: 0, r: 0, t: 0, b: 0 }, annotations, shapes });
@@ -133,7 +134,7 @@
     });
     $("maps-note").textContent = (parts.length > 1 ? `The exact constant and what is near it have a colour scale of their own, above the other bounds'. ` : "") + "Scales are logarithmic" +
       (run.across === "head" ? `; every cell is the ${run.reduce} over ${run.samples} sample${run.samples > 1 ? "s" : ""}. ` : "; every cell is one sample. ") +
-      (run.exactSamples < run.samples ? `Exact constants and ratios are of the first ${run.exactSamples} samples. ` : "") +
+      (run.exactSamples < run.samples ? `Exact constants and ratios are of ${run.exactSamples} of the samples. ` : "") +
       "Click a cell, or move with the arrow keys.";
   }
 
@@ -274,7 +275,7 @@
       height: Math.max(200, 90 + 24 * rows.length), barmode: "relative", showlegend: true, legend: { orientation: "h", y: 1, yanchor: "bottom" }, margin: { l: 160, r: 15, t: 60, b: 30 },
       xaxis: axis({ tickformat: ".0%", fixedrange: true }), yaxis: axis({ fixedrange: true, ticks: "", automargin: true }),
     }));
-    $("terms-note").textContent = "Exact: how much of the norm passes through values (attention as it is), keys and queries (attention as it changes); parts may be negative. Bounds: values against softmax, of the bound (Yudin, Specformer) or of its square (Castin); ours at the top vector of their matrix of norms, for lipbound that of its first form, squared.";
+    $("terms-note").textContent = "Exact: how much of the norm passes through values (attention as it is), keys and queries (attention as it changes); parts may be negative. Bounds: values against softmax, of the bound (Yudin, Specformer) or of its square (Castin); those of lipbound at the top vector of their matrix of norms, for lipbound itself that of its first form, squared.";
     if (layer.balls) balls(layer.balls, h);
   }
 
@@ -299,12 +300,20 @@
       return row ? Number(row[2].replace(/,/g, "")) || null : null;
     };
     const label = (name) => runs.find((run) => run.labels[name]).labels[name];
+    // Bounds that lie eight decades beyond all nearer ones leave the axis, and say where they are.
+    const logs = (name) => runs.map((run) => mean(run, name)).filter((x) => x !== null && x > 0 && Number.isFinite(x)).map(Math.log10);
+    let end = 0;
+    for (const x of names.flatMap(logs).sort((a, b) => a - b)) if (x <= end + 8) end = Math.max(end, x);
+    const beyond = names.filter((n) => logs(n).some((x) => x > end));
     show("compare", runs.map((run, k) => ({
-      type: "scatter", mode: "markers", name: escaped(run.title), y: names.map((n) => escaped(label(n))), x: names.map((n) => mean(run, n)),
+      type: "scatter", mode: "markers", name: escaped(short(run.title)), y: names.map((n) => escaped(short(label(n)))), x: names.map((n) => { const x = mean(run, n); return x !== null && Math.log10(x) <= end ? x : null; }),
       marker: { size: 10, symbol: k, color: ["#0b7bd1", "#d1600b", "#7a4fd1", "#0f9d6b", "#c02f6d"][k % 5] }, hovertemplate: "%{y}: %{x:.4g}<extra>%{fullData.name}</extra>",
     })), layout({
-      height: 60 + 26 * names.length, showlegend: true, legend: { orientation: "h", y: 1.05 }, margin: { l: 170, r: 15, t: 30, b: 40 },
-      xaxis: axis({ type: "log", title: { text: "bound / exact, geometric mean" }, exponentformat: "power", fixedrange: true }), yaxis: axis({ autorange: "reversed", fixedrange: true, automargin: true }),
+      height: 60 + 26 * names.length + 22 * runs.length, showlegend: true, legend: { orientation: "h", y: 1, yanchor: "bottom" }, margin: { l: 150, r: 15, t: 10 + 22 * runs.length, b: 40 },
+      annotations: beyond.map((n) => ({
+        text: `beyond: ${number(10 ** Math.min(...logs(n).filter((x) => x > end)), 0.1)}`, x: 1, xref: "paper", xanchor: "right", y: escaped(short(label(n))), showarrow: false, font: { size: 11 },
+      })),
+      xaxis: axis({ type: "log", title: { text: "bound / exact" }, exponentformat: "power", fixedrange: true, nticks: 6 }), yaxis: axis({ type: "category", autorange: "reversed", fixedrange: true, automargin: true }),
     }));
   }
 

@@ -3,7 +3,7 @@
 import base64
 import gzip
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,14 @@ import xarray as xr
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from lipbound.errors import LipboundError, StoreError
+from lipbound.errors import LipboundError
 from lipbound.formatting import plain
+from lipbound.formatting.files import replacing
 from lipbound.formatting.mathml import formula
+from lipbound.reporting.labels import model_name, relabelled
 from lipbound.reporting.page.contents import attention_bytes, contents
 from lipbound.runs import store
+from lipbound.runs.given import run_of
 
 HERE = Path(__file__).parent
 
@@ -33,6 +36,7 @@ def report(
     model: Any = None,
     data: Any = None,
     device: str = "auto",
+    labels: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Write a page about one run, or about several side by side.
 
@@ -50,6 +54,7 @@ def report(
             norm, and heads without normalised queries and keys.
         model, data: in place of those recorded, for runs on objects in memory (one run only).
         device: where details are computed.
+        labels: what to call bounds, by name ("exact" and "exact_l2" among them), and "model" and "data"; each is for the runs that have the name.
 
     Returns:
         A sentence for every run without details: why there are none.
@@ -68,19 +73,23 @@ def report(
     options: Any = {"reduce": reduce, "sample": sample, "model": model, "data": data, "device": device, "wanted": details, "balls": balls}
     pages = []
     for run in several:
-        ds = run if isinstance(run, xr.Dataset) else store.load(run, damaged="refuse")
-        pages.append(contents(ds, str(ds.attrs["model"]) if isinstance(run, xr.Dataset) else Path(run).stem, **options))
+        ds = run_of(run) if isinstance(run, xr.Dataset) else store.load(run, damaged="refuse")
+        ds = relabelled(ds, _own(labels, ds, several))
+        pages.append(contents(ds, model_name(ds) if isinstance(run, xr.Dataset) else Path(run).stem, **options))
     for i, one in enumerate(pages):  # names that tell runs apart
         if [p["title"] for p in pages].count(one["title"]) > 1:
             one["title"] = f"{one['title']} ({i + 1})"
     attention = b"".join(attention_bytes(one["details"]) for one in pages)
     text = _page(pages, attention)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StoreError(f"{target} cannot be written: {error.strerror or error}") from error
+    with replacing(target) as (page,):
+        page.write_text(text, encoding="utf-8")
     return [plain(f"{one['title']}: no details of single heads: {one['reason']}") for one in pages if one["details"] is None]
+
+
+def _own(labels: Mapping[str, str] | None, ds: xr.Dataset, several: Sequence[Any]) -> dict[str, str]:
+    """The labels that a run of several has a use for; of a single run all of them."""
+    given = dict(labels or {})
+    return given if len(several) == 1 else {name: text for name, text in given.items() if name in ds.variables or name in ("model", "data")}
 
 
 def _page(pages: list[dict[str, Any]], attention: bytes) -> str:

@@ -1,0 +1,1 @@
+"""Models in training: following their attention, with gradients."""

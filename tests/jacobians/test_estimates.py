@@ -1,0 +1,113 @@
+"""Norms without ``delta`` where float32 products, or the range of float64, cannot resolve them: right, or not converged."""
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from support import mp_oracle
+from support.layers import random_attention
+
+from lipbound.attention.layer import Attention
+from lipbound.errors import AttentionError
+from lipbound.jacobians.spectral_norm import spectral_norm
+from lipbound.linalg.enclosures.enclose import estimate
+from lipbound.linalg.enclosures.residual_certificate import smallest_excluded
+from lipbound.linalg.operators import JacobianOperator, Roundoff
+
+
+def cancelling(seed: int, near: float) -> Attention:
+    """Two heads in float32 whose outputs cancel but for ``near``."""
+    g = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    w_q, w_k, w_v, w_o = draw(1, 5, 3), draw(1, 5, 3), draw(1, 5, 3), draw(1, 3, 4)
+    w_v = torch.cat([w_v, w_v * (1 + near * draw(1, 5, 3))])
+    parts = (draw(1, 4, 5), w_q.repeat(2, 1, 1), w_k.repeat(2, 1, 1), w_v)
+    return Attention(*(t.float() for t in parts), w_o=torch.cat([w_o, -w_o]).float())
+
+
+@pytest.mark.parametrize("near", [1e-5, 1e-7])
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+def test_heads_that_cancel(seed: int, near: float) -> None:
+    att = cancelling(seed, near)
+    exact = mp_oracle.norms(att, "layer")[0][0].value
+    norm = spectral_norm(att, map="layer")
+    assert float(norm.lower) <= exact
+    assert not bool(norm.converged) or float(norm.lower) >= exact * (1 - 3e-4)
+    assert bool(norm.converged) or near < 1e-5  # float64 resolves what is left of eleven digits
+
+
+def test_a_sink_that_leaves_nothing_in_float32() -> None:
+    att = random_attention("plain", dtype=torch.float32)
+    att = Attention(att.x, att.w_q, att.w_k, att.w_v, sinks=torch.tensor([200.0, 1000.0, 0.0]))
+    norm = spectral_norm(att)
+    exact = mp_oracle.norms(att)
+    for s, row in enumerate(exact):
+        for h, value in enumerate(row):
+            assert not bool(norm.converged[s, h]) or float(norm.lower[s, h]) == pytest.approx(value.value, rel=3e-4)
+            assert bool(norm.converged[s, h]) or float(norm.error[s, h]) > 1e-4
+    assert norm.converged[:, 2].all()
+
+
+class Diagonal(JacobianOperator):
+    """Diagonal matrices in a dtype, of which some entries may be left out."""
+
+    def __init__(self, values: torch.Tensor, dtype: torch.dtype):
+        self.values, self.dtype, self.device = values.to(dtype), dtype, values.device
+        self.batch, self.in_shape, self.out_shape = len(values), values.shape[1:], values.shape[1:]
+
+    def jvp(self, x: torch.Tensor) -> torch.Tensor:
+        return self.values * x
+
+    vjp = jvp
+
+    def select(self, index: torch.Tensor) -> "Diagonal":
+        return Diagonal(self.values[index], self.dtype)
+
+
+def test_what_the_search_does_not_see_at_all_is_found() -> None:
+    """One entry of 64, the largest, is zero in float32: neither the vector that was found nor its value shows it."""
+    full = torch.linspace(1, 2, 64, dtype=torch.float64).repeat(2, 1)
+    full[1, 7] = 3.0
+    seen = full.clone()
+    seen[1, 7] = 0.0
+    zero = torch.zeros(2, dtype=torch.float64)
+    roundoff = Roundoff(zero, zero, torch.tensor([2.0, 1e7], dtype=torch.float64))  # a bound that says: much is added up here
+    norm = estimate(Diagonal(full, torch.float64), roundoff, Diagonal(seen, torch.float32), method="lanczos", tol=1e-4, seed=0, max_steps=500)
+    torch.testing.assert_close(norm.lower, torch.tensor([2.0, 3.0], dtype=torch.float64), rtol=2e-4, atol=0)
+    assert norm.converged.all()
+
+
+@pytest.mark.parametrize("size", [1e-305, 1e-313, 1e-320])
+@pytest.mark.parametrize("delta", [None, 1e-6])
+def test_norms_that_end_below_the_range_are_not_close_to_their_ends(size: float, delta: float | None) -> None:
+    att = random_attention("plain")
+    norm = spectral_norm(Attention(att.x, att.w_q, att.w_k, size * att.w_v), delta=delta)
+    assert bool((norm.lower == 0).all())
+    assert not bool(norm.converged.any())
+    assert bool((norm.error == math.inf).all())
+    zero = spectral_norm(Attention(att.x, att.w_q, att.w_k, 0 * att.w_v), delta=delta)
+    assert bool(zero.converged.all())
+
+
+def test_a_mask_without_dimensions_is_refused() -> None:
+    att = random_attention("plain")
+    with pytest.raises(AttentionError, match="mask is one number"):
+        Attention(att.x, att.w_q, att.w_k, att.w_v, mask=torch.tensor(0.0))
+
+
+class Large:
+    """Recurrences whose sizes exceed the target by more than float64 can say."""
+
+    alpha = beta = np.full((1, 1), 1e200)
+
+
+def test_what_overflows_is_not_excluded_and_warns_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lipbound.linalg.enclosures.residual_certificate.excluded", lambda rows, steps, x: np.zeros(x.shape, dtype=bool))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert smallest_excluded(Large(), np.ones(1, dtype=int), np.zeros(1))[0] == np.inf  # type: ignore[arg-type]

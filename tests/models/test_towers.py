@@ -1,0 +1,82 @@
+"""Models of several towers, and models that declare another main input than they take."""
+
+import pytest
+import torch
+import transformers as tf
+from support.models import IMAGE, TEXT, build
+
+import lipbound as lb
+from lipbound.errors import InputsError
+from lipbound.models.checkpoints import Checkpoint, load_checkpoint
+from lipbound.models.inputs import prepare
+
+
+def clip(kind: str) -> tf.PreTrainedModel:
+    """A small model of two towers, biases and all random."""
+    name = {"clip": "CLIP", "owlvit": "OwlViT", "siglip": "Siglip"}[kind]
+    text = {**TEXT, "eos_token_id": 2, "pad_token_id": 0} | ({"projection_size": 24} if kind == "siglip" else {})
+    config = getattr(tf, f"{name}Config")(text_config=text, vision_config=dict(IMAGE), projection_dim=24)
+    return build(lambda: getattr(tf, f"{name}Model")(config))
+
+
+def both() -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    return {
+        "input_ids": torch.tensor([[1, 7, 9, 2]]),
+        "attention_mask": torch.ones(1, 4, dtype=torch.int64),
+        "pixel_values": torch.randn(1, 3, 16, 16),
+    }
+
+
+@pytest.mark.parametrize("kind", ["clip", "owlvit", "siglip"])
+def test_two_towers_are_compared_as_they_are_captured(kind: str) -> None:
+    model = clip(kind)
+    layers = lb.capture(model, both())
+    ds = lb.compare(model, both(), bounds=["castin"], delta=None, progress=False)
+    assert ds.sizes["layer"] == len(layers) == 4
+    for i, att in enumerate(layers):
+        assert torch.allclose(torch.from_numpy(ds["exact"].values[:, i]), lb.spectral_norm(att, tol=1e-4).lower.double(), rtol=2e-3)
+
+
+def test_what_towers_lack() -> None:
+    checkpoint = load_checkpoint(clip("clip"))
+    for data in (None, ["w1"], [[1, 2]], {"input_ids": [[1, 2]]}):
+        with pytest.raises(
+            InputsError, match=r"CLIPModel has towers of text and images and needs input_ids and pixel_values, but there is no pixel_values"
+        ):
+            prepare(checkpoint, data)
+    with pytest.raises(InputsError, match="there is no input_ids; give a dict of ready inputs with all of them"):
+        prepare(checkpoint, {"pixel_values": both()["pixel_values"]})
+    for ids in ([[1, 60]], [[-1, 2]]):
+        with pytest.raises(InputsError, match=r"input_ids has the number .* knows tokens 0 to 59"):
+            prepare(checkpoint, both() | {"input_ids": torch.tensor(ids), "attention_mask": torch.ones(1, 2)})
+    with pytest.raises(InputsError, match="exceed the 40 positions"):
+        prepare(checkpoint, {"input_ids": torch.ones(1, 41, dtype=torch.int64), "pixel_values": both()["pixel_values"]})
+
+
+class Undeclared(tf.ViTModel):
+    """A vision model that does not say what it takes."""
+
+    main_input_name = "input_ids"
+
+
+def test_the_main_input_is_one_that_the_model_takes(vit: object) -> None:
+    checkpoint = load_checkpoint(build(lambda: Undeclared(tf.ViTConfig(**IMAGE))), processor=vit)
+    assert (checkpoint.main_input, checkpoint.modality) == ("pixel_values", "image")
+    pixels = both()["pixel_values"]
+    ds = lb.compare(checkpoint.model, {"pixel_values": pixels}, bounds=["castin"], delta=None, progress=False)
+    assert ds.sizes["layer"] == 2
+    assert prepare(checkpoint, samples=2).batch["pixel_values"].shape == (2, 3, 16, 16)
+
+
+def test_what_takes_neither() -> None:
+    class Other(tf.ViTModel):
+        main_input_name = "input_ids"
+
+        def forward(self, waves: torch.Tensor, **kwargs: object) -> object:
+            return super().forward(waves)
+
+    checkpoint = Checkpoint(build(lambda: Other(tf.ViTConfig(**IMAGE))), "waves", "", None)
+    assert checkpoint.main_input == "waves"
+    with pytest.raises(InputsError, match="takes waves, neither text nor images"):
+        prepare(checkpoint)

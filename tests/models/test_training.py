@@ -1,0 +1,376 @@
+"""Models in training: the same numbers inside the contexts as outside, whatever masks, padding, wrappers and checkpoints there are."""
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from support.models import AFFINE, LLAMA, MODERN, build, inputs_for
+from torch import Tensor, nn
+
+from lipbound.errors import CaptureError
+from lipbound.models.capture.differentiable import attention_layers, attention_probabilities
+from lipbound.regularizers.jasmin import JaSMin
+
+DOCUMENTS = torch.block_diag(torch.ones(5, 5), torch.ones(4, 4)).bool()[None, None]
+"""Two documents in one text of nine tokens."""
+
+
+def bert() -> tf.PreTrainedModel:
+    return build(AFFINE["bert"])
+
+
+def llama() -> tf.PreTrainedModel:
+    return build(lambda: tf.LlamaModel(tf.LlamaConfig(**LLAMA)))
+
+
+def added(mask: Tensor) -> Tensor:
+    return torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+
+
+@pytest.mark.parametrize("make", [bert, llama])
+@pytest.mark.parametrize(
+    "mask", [DOCUMENTS.tril(), DOCUMENTS.expand(1, 4, 9, 9) & (torch.arange(9) > 0), DOCUMENTS.triu(1)], ids=["causal", "heads", "blind"]
+)
+def test_masks_of_true_and_false_are_what_fused_attention_takes_them_for(make: Callable[[], tf.PreTrainedModel], mask: Tensor) -> None:
+    """True is where attention is allowed; the outputs are those of the model outside, also of tokens that see nothing ("blind")."""
+    model, ids = make(), inputs_for(bert())["input_ids"]
+    outside = model(ids, attention_mask=mask).last_hidden_state
+    with attention_probabilities(model) as found:
+        inside = model(ids, attention_mask=mask).last_hidden_state
+    torch.testing.assert_close(inside, outside, rtol=1e-4, atol=1e-5)
+    assert all(float(p.masked_fill(mask, 0).detach().max()) == 0 for p in found)
+    for other in (added(mask), torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)):
+        outside = model(ids, attention_mask=other).last_hidden_state
+        with attention_probabilities(model) as same:
+            inside = model(ids, attention_mask=other).last_hidden_state
+        torch.testing.assert_close(inside, outside, rtol=1e-4, atol=1e-5)
+        rows = mask.any(-1).expand(len(ids), 4, -1)
+        torch.testing.assert_close(found[0][rows], same[0][rows], rtol=1e-4, atol=1e-6)
+
+
+def test_masks_of_whole_numbers_are_refused() -> None:
+    model = llama()
+    with pytest.raises(CaptureError, match="mask of int64 numbers; give True where"), attention_probabilities(model):
+        model(torch.ones(1, 9, dtype=torch.long), attention_mask=DOCUMENTS.long())
+
+
+@pytest.mark.parametrize("mask", [None, DOCUMENTS, added(DOCUMENTS)], ids=["none", "bool", "added"])
+def test_biases_of_relative_positions(mask: Tensor | None) -> None:
+    model, ids = build(MODERN["T5 encoder"]), inputs_for(bert())["input_ids"]
+    outside = model(ids, attention_mask=mask).last_hidden_state
+    with attention_probabilities(model) as found:
+        inside = model(ids, attention_mask=mask).last_hidden_state
+    torch.testing.assert_close(inside, outside, rtol=1e-4, atol=1e-5)
+    assert len(found) == 2
+
+
+LEFT = torch.tensor([[1] * 9, [0] * 3 + [1] * 6])
+RIGHT = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
+
+
+@pytest.mark.parametrize("mask", [LEFT, RIGHT], ids=["left", "right"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+def test_padding_is_known_for_every_layer(name: str, mask: Tensor) -> None:
+    model = llama() if name == "llama" else build(AFFINE[name])
+    ids = inputs_for(bert())["input_ids"]
+    with attention_probabilities(model) as found:
+        model(ids, attention_mask=mask)
+        model(ids, attention_mask=added((mask != 0)[:, None, None, :] & torch.ones(9, 9, dtype=torch.bool).tril()))
+        model(ids)
+    assert all(v is not None and torch.equal(v, mask != 0) for v in found.valid[:4])
+    assert found.valid[4:] == [None, None]
+    assert found[1:3].valid == found.valid[1:3]
+
+
+SEQ2SEQ: dict[str, Callable[[], tf.PreTrainedModel]] = {
+    "bart": lambda: tf.BartModel(tf.BartConfig(vocab_size=60, d_model=24, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+                                               decoder_attention_heads=4, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=40)),
+    "marian": lambda: tf.MarianModel(tf.MarianConfig(vocab_size=60, d_model=24, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+                                                     decoder_attention_heads=4, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=40,
+                                                     pad_token_id=0, decoder_start_token_id=0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SEQ2SEQ)
+@pytest.mark.parametrize("length", [9, 7])
+def test_padding_belongs_to_a_stream_of_tokens(name: str, length: int) -> None:
+    """The encoder's is not the decoder's, also at equal lengths; cross-attention has the decoder's rows."""
+    model, ids = build(SEQ2SEQ[name]), inputs_for(bert())["input_ids"]
+    own = torch.ones(2, length, dtype=torch.long)
+    own[0, -2:] = 0
+    with attention_probabilities(model) as found:
+        model(ids, attention_mask=RIGHT, decoder_input_ids=ids[:, :length])
+        model(ids, attention_mask=RIGHT, decoder_input_ids=ids[:, :length], decoder_attention_mask=own)
+    seen = [None if v is None else v.long().tolist() for v in found.valid]
+    assert seen == [RIGHT.tolist(), None, None, RIGHT.tolist(), own.tolist(), own.tolist()]
+
+
+def test_a_layer_counts_once_however_often_it_calls() -> None:
+    config = tf.DiffLlamaConfig(**LLAMA)
+    model = build(lambda: tf.DiffLlamaModel(config))
+    own = copy.deepcopy(model)
+    own.set_attn_implementation("eager")
+    ids = inputs_for(bert())["input_ids"]
+    with attention_probabilities(model) as found:
+        model(ids)
+        model(ids)
+    theirs = own(ids, output_attentions=True).attentions
+    assert len(found) == 2 * len(theirs)
+    assert float(JaSMin()(found[:2]).detach()) == pytest.approx(float(JaSMin()(list(theirs)).detach()), rel=1e-5)
+    model = bert()
+    module = model.encoder.layer[1].attention.self
+    once = module.forward
+    module.forward = lambda *args, **kwargs: [once(*args, **kwargs) for _ in range(2)][1]
+    with attention_layers(model, [0]), pytest.raises(CaptureError, match="several times in one forward pass"), attention_layers(model):
+        model(ids)
+
+
+class Pictures(nn.Module):
+    """Attention picture by picture, of pictures of several sizes laid end to end."""
+
+    def __init__(self, config: Any, sizes: tuple[int, ...], is_causal: bool):
+        super().__init__()
+        self.config, self.sizes, self.is_causal = config, sizes, is_causal
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        attention = tf.AttentionInterface()[self.config._attn_implementation]
+        x = hidden_states.unflatten(-1, (4, 6)).transpose(1, 2)
+        parts = [attention(self, part, part, part, None, scaling=1.0)[0] for part in x.split(self.sizes, 2)]
+        return torch.cat(parts, 1).flatten(2), None
+
+
+def of_pictures(sizes: tuple[int, ...], is_causal: bool) -> tf.PreTrainedModel:
+    model = bert()
+    for layer in model.encoder.layer:
+        layer.attention.self = Pictures(model.config, sizes, is_causal)
+    return model
+
+
+def test_no_mask_at_all_is_causal_where_fused_attention_makes_it_so() -> None:
+    model, ids = of_pictures((9,), is_causal=True), inputs_for(bert())["input_ids"]
+    outside = model(ids).last_hidden_state
+    with attention_probabilities(model) as found:
+        inside = model(ids).last_hidden_state
+    torch.testing.assert_close(inside, outside, rtol=1e-4, atol=1e-5)
+    assert all(float(p.triu(1).detach().max()) == 0 for p in found)
+
+
+def test_pictures_of_one_pass_are_samples_of_one_layer() -> None:
+    model = of_pictures((5, 4), is_causal=False)
+    with attention_probabilities(model, layers=[1]) as found:
+        model(inputs_for(bert())["input_ids"][:1])
+    assert [tuple(p.shape) for p in found] == [(2, 4, 5, 5)]
+    alone = JaSMin()([found[0][:1]]) + JaSMin()([found[0][1:, :, :4, :4]])
+    torch.testing.assert_close(JaSMin()(found), alone / 2)
+
+
+def gradients(model: nn.Module, penalty: Tensor) -> list[Tensor]:
+    given = torch.autograd.grad(penalty, list(model.parameters()), allow_unused=True)
+    return [torch.zeros(()) if g is None else g for g in given]
+
+
+@pytest.mark.parametrize("chosen", [None, [1]])
+@pytest.mark.parametrize("context", [attention_probabilities, attention_layers])
+def test_checkpointed_layers_have_the_same_gradients(context: Any, chosen: list[int] | None) -> None:
+    model = bert().train()
+    batch = inputs_for(model, padded=True)
+
+    def penalty() -> Tensor:
+        torch.manual_seed(0)
+        with context(model, chosen) as found:
+            loss = model(**batch).last_hidden_state.square().mean()
+        return loss + sum((t if isinstance(t, Tensor) else t.p).square().mean() for t in found)
+
+    plain = gradients(model, penalty())
+    model.activation_checkpointing_enable()
+    before = model.encoder.layer[0]._gradient_checkpointing_func
+    for mine, exact in zip(gradients(model, penalty()), plain, strict=True):
+        torch.testing.assert_close(mine, exact, rtol=1e-4, atol=1e-6)
+    value = penalty()
+    value.backward(retain_graph=True)
+    value.backward()
+    assert model.encoder.layer[0]._gradient_checkpointing_func is before
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_reentrant_checkpoints_are_refused() -> None:
+    model = bert().train()
+    model.activation_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(CaptureError, match="use_reentrant"), attention_probabilities(model):
+        model(**inputs_for(model))
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "eager"])
+def test_a_model_is_left_as_it_was(kind: str) -> None:
+    model = bert().train()
+    model.set_attn_implementation(kind)
+    hooks = {name: (len(m._forward_hooks), len(m._forward_pre_hooks)) for name, m in model.named_modules()}
+    with attention_layers(model), attention_probabilities(model):
+        model(**inputs_for(model))
+    with pytest.raises(IndexError), attention_layers(model):
+        model(torch.full((1, 9), 10**6))
+    with pytest.raises(CaptureError), attention_layers(model):
+        model(**inputs_for(model), attention_mask=DOCUMENTS.expand(2, 1, -1, -1).long())
+    assert model.config._attn_implementation == kind
+    assert {name: (len(m._forward_hooks), len(m._forward_pre_hooks)) for name, m in model.named_modules()} == hooks
+    assert model.training
+
+
+def test_contexts_inside_each_other_and_models_side_by_side() -> None:
+    first, second = bert(), llama()
+    ids = inputs_for(first)["input_ids"]
+    with attention_probabilities(first) as outer, attention_probabilities(second) as other:
+        first(ids)
+        with attention_probabilities(first), attention_probabilities(first) as twin:
+            pass
+        assert twin == []
+        with attention_probabilities(first, layers=[1]) as inner, attention_layers(first, 0) as whole:
+            first(ids)
+            second(ids)
+        first(ids)
+    assert (len(outer), len(inner), len(whole), len(other)) == (6, 1, 1, 2)
+    torch.testing.assert_close(outer[3], inner[0], rtol=0, atol=0)
+    torch.testing.assert_close(outer[2], whole[0].p, rtol=1e-4, atol=1e-6)
+
+
+def test_threads_keep_to_their_own_models_and_share_one() -> None:
+    models = [bert(), build(AFFINE["bert"], seed=1)]
+    ids = inputs_for(models[0])["input_ids"]
+    alone = []
+    for model in models:
+        with attention_probabilities(model) as found:
+            model(ids)
+        alone.append(found)
+    results: dict[int, Any] = {}
+    start = threading.Barrier(2)
+
+    def run(i: int) -> None:
+        start.wait()
+        for _ in range(5):
+            with attention_probabilities(models[i]) as mine:
+                models[i](ids)
+        results[i] = mine
+
+    def together(work: Callable[[int], None]) -> None:
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    together(run)
+    for i in range(2):
+        assert all(torch.equal(p, q) for p, q in zip(results[i], alone[i], strict=True))
+
+    def half(i: int) -> None:
+        start.wait()
+        models[0](ids[i : i + 1])
+
+    with attention_probabilities(models[0], layers=[1]) as shared:
+        together(half)
+    assert len(shared) == 2
+    assert any(torch.allclose(shared[0], alone[0][1][i : i + 1], rtol=1e-4, atol=1e-6) for i in range(2))
+    assert all(model.config._attn_implementation == "sdpa" for model in models)
+
+
+class Adapter(nn.Module):
+    """A wrapper as adapters are."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.base_model, self.peft_config = inner, {}
+
+    def get_base_model(self) -> nn.Module:
+        return self.base_model
+
+    def forward(self, **kwargs: Any) -> Any:
+        return self.base_model(**kwargs)
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "data parallel": nn.DataParallel, "compiled": lambda m: torch.compile(m, backend="eager"), "adapters": lambda m: nn.DataParallel(Adapter(m)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_wrapped_models(name: str) -> None:
+    model = bert()
+    batch = inputs_for(model, padded=True)
+    with attention_probabilities(model) as plain:
+        model(**batch)
+    wrapped = WRAPPERS[name](model)
+    for _ in range(2):
+        wrapped(**batch)
+        with attention_probabilities(wrapped) as found, attention_layers(wrapped) as whole:
+            wrapped(**batch)
+        assert len(whole) == 2
+        for p, q in zip(found, plain, strict=True):
+            torch.testing.assert_close(p, q)
+
+
+def test_copies_of_data_parallel_are_refused() -> None:
+    model = bert()
+    copied = model.encoder.layer[0].attention.self._replicate_for_data_parallel()
+    x = torch.randn(1, 3, 24)
+    copied.query, copied.key, copied.value = (getattr(model.encoder.layer[0].attention.self, n) for n in ("query", "key", "value"))
+    with pytest.raises(CaptureError, match="DistributedDataParallel"), attention_probabilities(model):
+        copied(x)
+
+
+@pytest.mark.parametrize("bad", [nn.Linear(2, 2), "bert", None, nn.DataParallel(nn.Linear(2, 2))], ids=["module", "name", "none", "wrapped"])
+@pytest.mark.parametrize("context", [attention_probabilities, attention_layers])
+def test_what_is_no_transformers_model_is_refused(context: Any, bad: Any) -> None:
+    with pytest.raises(CaptureError, match="give a loaded transformers model"), context(bad):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"), [([7], "layers \\[7\\] do not exist"), ([-1], "count attention layers from 0"), ("x", "give numbers from 0")]
+)
+def test_layers_that_do_not_exist(layers: Any, message: str) -> None:
+    model = bert()
+    with pytest.raises(ValueError, match=message), attention_probabilities(model, layers):
+        model(**inputs_for(model))
+
+
+@pytest.mark.parametrize("mode", ["autocast", "bfloat16", "float64"])
+def test_layers_of_models_in_other_precisions(mode: str) -> None:
+    """In half precision they are those of the float32 model up to its rounding, in float32."""
+    model = bert()
+    batch = inputs_for(model, padded=True)
+    with attention_layers(model) as exact:
+        model(**batch)
+    model = model.to({"bfloat16": torch.bfloat16, "float64": torch.float64}.get(mode, torch.float32))
+    with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"), attention_layers(model) as found:
+        model(**batch)
+    assert {att.dtype for att in found} == {torch.float64 if mode == "float64" else torch.float32}
+    torch.testing.assert_close(found[0].out.float(), exact[0].out, rtol=0, atol=0.1)
+    assert found[0].p.requires_grad
+
+
+def test_cross_attention_is_no_self_attention() -> None:
+    model, ids = build(SEQ2SEQ["bart"]), inputs_for(bert())["input_ids"]
+    with pytest.raises(CaptureError, match="does more to its keys than project its input"), attention_layers(model, [2]):
+        model(ids, decoder_input_ids=ids.flip(1))
+
+
+def test_one_module_as_several_layers() -> None:
+    """Each choice takes the input of its own pass."""
+    model = build(AFFINE["albert"])
+    batch = inputs_for(model)
+    with attention_layers(model) as both:
+        model(**batch)
+    with attention_layers(model, [1]) as second:
+        model(**batch)
+    torch.testing.assert_close(second[0].x, both[1].x)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "Gemma 2"])
+def test_sinks_and_caps_are_refused_in_layers_that_were_not_chosen_too(name: str) -> None:
+    model = build(MODERN[name])
+    with pytest.raises(CaptureError, match="which penalties do not support"), attention_probabilities(model, [1]):
+        model(**inputs_for(model))

@@ -1,0 +1,151 @@
+"""What captions, tables and paragraphs say is counted from what is shown: parts of runs, edited runs, enclosures that did not close, names."""
+
+import numpy as np
+import pytest
+import xarray as xr
+from support.models import AFFINE, build, inputs_for
+from support.runs import made_up
+
+import lipbound as lb
+from lipbound import plots, tables
+from lipbound.errors import LipboundError, UnknownNameError
+from lipbound.reporting import citations, labels
+
+
+@pytest.fixture(scope="module")
+def ds() -> xr.Dataset:
+    return made_up()
+
+
+def said(ds: xr.Dataset) -> dict[str, str]:
+    """Everything that says what a run is."""
+    return {"table": tables.caption(ds), "figure": plots.caption(ds), "methods": citations.methods(ds, "text"), "latex": citations.methods(ds)}
+
+
+def test_what_did_not_close_is_not_called_enclosed_to_the_tolerance(gpt2_run: xr.Dataset) -> None:
+    model = build(AFFINE["gpt2"])
+    run = lb.compare(model, inputs_for(model), tol=1e-15, bounds=["yudin"], progress=False)
+    width = float((run["exact_upper"] / run["exact"] - 1).max())
+    assert width > 1e-14  # rounding alone
+    for name, text in said(run).items():
+        assert "enclosed to 1e-15" not in text
+        assert "factor 1 above" not in text, name
+    stated = float(tables.caption(run).partition("enclosed to ")[2].partition(" ")[0])
+    assert width <= stated <= 1.2 * width
+    assert f"This was not reached for {run['exact'].size} of {run['exact'].size} constants" in citations.methods(run, "text")
+    assert all("enclosed to 0.001 with failure" in tables.caption(part) for part in (gpt2_run, gpt2_run.isel(sample=[0])))
+
+
+def test_some_that_did_not_close_are_counted_and_their_width_is_told(ds: xr.Dataset) -> None:
+    assert "enclosed to 0.001 with failure probability 1e-6, except 1 of 24, enclosed to 0.0041" in tables.caption(ds)
+    assert "This was not reached for 1 of 24 constants: the widest enclosure has a factor of 1 + 0.0041." in citations.methods(ds, "text")
+    closed = ds.isel(layer=[0, 2])
+    assert "except" not in tables.caption(closed)
+    assert "not reached" not in citations.methods(closed, "text")
+    open_ = ds.copy(deep=True)
+    open_["exact_upper"][0, 1, 1] = np.inf
+    assert labels.reached(open_) == "1 of 24, some without a finite upper end"
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"sample": [0]}, ["1 of 2 samples of at most 32 tokens", "3 layers x 4 heads"]),
+        ({"sample": 1}, ["1 of 2 samples of at most 30 tokens"]),
+        ({"layer": [0]}, ["layer 0 of 3, 4 heads;"]),
+        ({"layer": 2}, ["layer 2 of 3, 4 heads;"]),
+        ({"layer": [0, 2]}, ["layers 0 and 2 of 3, 4 heads each"]),
+        ({"head": [1, 3]}, ["3 layers, heads 1 and 3 of 4"]),
+        ({"head": 3}, ["3 layers, head 3 of 4"]),
+    ],
+)
+def test_parts_are_called_what_they_are(ds: xr.Dataset, part: dict, words: list[str]) -> None:
+    shown = ds.isel(part)
+    for text in said(shown).values():
+        for word in words:
+            assert word.replace(" x ", " ") in text.replace(" x ", " ").replace(" $\\times$ ", " ")
+        assert "edited" not in text
+    assert ("over samples" in plots.caption(shown)) == ("sample" not in part)
+    assert ("range over samples" in tables.render(shown, by="layer")) == ("sample" not in part)
+
+
+def test_what_was_edited_is_called_edited_and_nothing_is_claimed_of_it(ds: xr.Dataset) -> None:
+    changed = ds.copy(deep=True)
+    changed["exact"][0, 1, 2] *= 1.5
+    setting = ds.assign_attrs(tol=1e-9)
+    with xr.set_options(keep_attrs=True):
+        others = [ds * 2, xr.concat([ds, ds], "sample"), changed, setting]
+    for other in others:
+        for text in said(other).values():
+            assert "edited" in text
+            assert "enclosed to" not in text
+            assert "probability" not in text
+    assert "4 samples" in tables.caption(others[1])
+    assert all("edited" not in text for text in said(ds).values())
+
+
+def test_variables_that_were_left_out_are_not_missed(ds: xr.Dataset) -> None:
+    part = ds[["exact", "yudin"]]
+    assert list(tables.summary(part).index) == ["yudin"]
+    np.testing.assert_array_equal(tables.summary(part).loc["yudin", "geomean"], tables.summary(ds).loc["yudin", "geomean"])
+    assert "Yudin 2025, Thm 3" in tables.render(part, by="head")
+    assert [axes.get_title().split("\n")[0] for axes in plots.heatmaps(part).axes if axes.images] == ["Exact", "Yudin 2025, Thm 3"]
+    assert [label.get_text() for label in plots.ratios(part).get_yticklabels()] == ["Yudin 2025, Thm 3"]
+    assert citations.keys(part) == ["yudin2025pay", "lipbound2026"]
+    assert "cannot exclude that others were edited" in tables.caption(part)
+    kim = ds[["exact", "kim", "yudin"]]
+    assert "left out, since the exact norm of its own map is not there: kim" in tables.render(kim)
+    with pytest.raises(LipboundError, match="no bounds, whose ratios"):
+        plots.ratios(ds[["exact"]])
+
+
+def test_differences_are_no_runs(ds: xr.Dataset) -> None:
+    with xr.set_options(keep_attrs=True):
+        difference = ds - 2 * ds
+    for show in (plots.heatmaps, plots.ratios, plots.heatmap, tables.render, tables.summary, tables.breakdown, citations.methods):
+        with pytest.raises(LipboundError, match="negative, as in the difference of two runs"):
+            show(difference)
+
+
+def test_labels_are_the_users(ds: xr.Dataset) -> None:
+    mine = {"lipbound": "This 50% work", "yudin": "Yudin et al.", "model": "MiniLM", "data": "Alice", "exact": "Norm"}
+    table = tables.render(ds, "latex", labels=mine)
+    assert "This 50\\% work & " in table
+    assert "Yudin et al. & " in table
+    assert "MiniLM (BertModel" in tables.render(ds, labels=mine).replace("builtin:minilm, ", "")
+    for text in (plots.caption(ds, labels=mine), citations.methods(ds, "text", labels=mine), citations.cite(ds, labels=mine)):
+        assert "MiniLM (" in text
+        assert "Alice" in text
+        assert "the text that comes with" not in text
+    assert "Norm, Castin 2024, C.3, This 50% work" in plots.caption(ds, labels=mine)
+    titles = [axes.get_title().split("\n")[0] for axes in plots.heatmaps(ds, labels=mine).axes if axes.images]
+    assert {"Norm", "This 50% work", "Yudin et al."} <= set(titles)
+    assert "This 50% work" in [label.get_text() for label in plots.ratios(ds, labels=mine).get_yticklabels()]
+    assert "edited" not in tables.render(ds, labels=mine)  # what it is called is no setting
+    assert ds["lipbound"].attrs["label"] == "lipbound"
+    with pytest.raises(UnknownNameError, match="labels has 'lipbond', which the run has not; did you mean 'lipbound'"):
+        tables.render(ds, labels={"lipbond": "x"})
+    with pytest.raises(LipboundError, match="the label of yudin is 3; give a text"):
+        plots.heatmaps(ds, labels={"yudin": 3})  # type: ignore[dict-item]
+
+
+def test_nobody_is_said_to_have_written_a_bound(ds: xr.Dataset) -> None:
+    for name in lb.bounds.names(None):
+        bound = lb.bounds.get(name)
+        assert not {"our", "ours", "we"} & set(f"{bound.label} {bound.source}".replace("(", " ").replace(")", " ").replace(",", " ").split()), name
+    before = ds.copy()
+    before["lipbound"].attrs["label"] = "lipbound (ours)"  # as runs of before have it
+    assert "ours" not in tables.render(before) + plots.caption(before) + citations.methods(before)
+
+
+def test_models_have_their_real_names(ds: xr.Dataset) -> None:
+    assert tables.caption(ds).startswith("all-MiniLM-L6-v2 (builtin:minilm, BertModel, ")
+    for given, name in (
+        ("/home/me/checkpoints/alice", "alice"),
+        ("/c/hub/models--sentence-transformers--all-MiniLM-L6-v2/snapshots/0a1b", "sentence-transformers/all-MiniLM-L6-v2"),
+        ("google/vit-base-patch16-224", "google/vit-base-patch16-224"),
+        ("C:\\models\\bert", "bert"),
+        ("builtin:gpt2", "A small GPT-2, trained on Alice's Adventures in Wonderland"),
+        ("builtin:none", "builtin:none"),
+    ):
+        assert labels.model_name(ds.assign_attrs(model=given)) == name

@@ -1,0 +1,184 @@
+"""Figures and pages as files: all styles, fonts that papers take, full disks, and old files that stay until new ones are whole."""
+
+import errno
+import io
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+from support.runs import made_up
+from tueplots import bundles
+
+import lipbound as lb
+from lipbound import plots
+from lipbound.cli import main
+from lipbound.errors import StoreError
+from lipbound.formatting.files import replacing
+from lipbound.reporting import statistics
+from lipbound.reporting.figures.arrangement import Sheet
+from lipbound.reporting.styles import Drawing, look
+from lipbound.runs import store
+
+STYLES = [name for name in dir(bundles) if name[-4:].isdigit()]
+
+
+@pytest.fixture(scope="module")
+def ds() -> xr.Dataset:
+    return made_up()
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that takes the beginning of every file."""
+
+    def no_space(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("lipbound.formatting.files._settle", no_space)
+
+
+@pytest.mark.filterwarnings("ignore:style")
+@pytest.mark.parametrize("style", STYLES)
+def test_every_style_has_a_look(style: str) -> None:
+    for width in ("column", "page", 4.0):
+        found = look(style, width, None)
+        assert 2 < found.inches < 8
+        assert found.settings["pdf.fonttype"] == found.settings["ps.fonttype"] == 42
+        assert "text.usetex" not in found.settings
+
+
+@pytest.mark.parametrize("style", ["aistats2025", "eccv2024"])
+def test_venues_without_a_choice_of_tex_are_drawn(ds: xr.Dataset, style: str) -> None:
+    with pytest.warns(UserWarning, match=f"style '{style}': it leaves its font to TeX.*; STIXGeneral is taken"):
+        plots.heatmaps(ds, bounds=["yudin"], style=style)
+
+
+@pytest.mark.parametrize("kind", ["pdf", "ps"])
+def test_files_that_users_save_have_fonts_that_papers_take(ds: xr.Dataset, kind: str) -> None:
+    for figure in (plots.heatmap(ds).figure, plots.ratios(ds, bounds=["yudin"]).figure, plots.heatmaps(ds, bounds=["yudin"])):
+        file = io.BytesIO()
+        figure.savefig(file, format=kind)
+        assert b"/Type3" not in file.getvalue()
+        assert b"FontType 3" not in file.getvalue()
+
+
+@pytest.mark.usefixtures("full_disk")
+@pytest.mark.parametrize("what", ["figure", "page"])
+def test_a_full_disk_leaves_what_was_there(ds: xr.Dataset, tmp_path: Path, what: str) -> None:
+    write: dict[str, Callable[[], object]] = {
+        "figure": lambda: plots.heatmaps(ds, tmp_path / "x.pdf", bounds=["yudin"]),
+        "page": lambda: lb.report(ds, tmp_path / "x.html", details=False),
+    }
+    names = {"figure": ["x.caption.tex", "x.caption.txt", "x.pdf"], "page": ["x.html"]}[what]
+    for name in names:
+        (tmp_path / name).write_text("old")
+    with pytest.raises(StoreError, match=r"x\.(pdf|html) cannot be written: No space left on device"):
+        write[what]()
+    assert sorted(file.name for file in tmp_path.iterdir()) == names
+    assert all((tmp_path / name).read_text() == "old" for name in names)
+
+
+def test_files_replace_one_another_whole(tmp_path: Path) -> None:
+    target, link = tmp_path / "a.txt", tmp_path / "link.txt"
+    target.write_text("old")
+    target.chmod(0o640)
+    link.symlink_to(target)
+    with replacing(link, tmp_path / "new" / "b.txt") as (one, other):
+        one.write_text("1")
+        other.write_text("2")
+        assert target.read_text() == "old"
+    assert (target.read_text(), (tmp_path / "new" / "b.txt").read_text()) == ("1", "2")
+    assert link.is_symlink()
+    assert target.stat().st_mode & 0o777 == 0o640
+    with pytest.raises(ZeroDivisionError), replacing(target) as (one,):
+        one.write_text(f"half {1 / 0}")
+    assert target.read_text() == "1"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.txt", "link.txt", "new"]
+    with replacing("/dev/null") as (one,):
+        one.write_text("gone")
+    assert not Path("/dev/null").is_file()
+
+
+@pytest.mark.parametrize("command", [("table",), ("cite",), ("info",), ("table", "--json")])
+def test_output_that_nobody_takes_is_one_sentence(
+    ds: xr.Dataset, tmp_path: Path, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    run = store.save(ds, tmp_path / "run.zarr")
+    monkeypatch.setattr(sys, "argv", ["lipbound", command[0], str(run), *command[1:]])
+    monkeypatch.setattr(sys, "stdout", Full())
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert capsys.readouterr().err == "error: the output cannot be written: No space left on device\n"
+
+
+def test_ratios_far_beyond_the_others_leave_the_axis(ds: xr.Dataset) -> None:
+    far = ds.copy(deep=True)
+    far["specformer"][...] = far["exact"] * 1e177
+    far["yudin"][1, 1, 1] = 1e200
+    axes = plots.ratios(far)
+    low, high = axes.get_xlim()
+    assert 0.1 < low < 1 < high < 1e6
+    axes.figure.savefig(io.BytesIO(), format="png")
+    words = {round(text.get_position()[1]): text.get_text() for text in axes.texts}
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    said = {names[row - 1]: text for row, text in words.items()}
+    assert said["Specformer 2024"] == "beyond: 1.0e177"
+    assert said["Castin 3.5, mean field"] == "beyond: 4.0e302 to \u221e"
+    assert said["Yudin 2025, Thm 3"].startswith("up to ")
+    assert set(said) == {"Specformer 2024", "Castin 3.5, mean field", "Yudin 2025, Thm 3"}
+    for bounds in (["specformer"], ["castin_mean_field"], ["lipbound"]):
+        plots.ratios(far, bounds=bounds).figure.savefig(io.BytesIO(), format="png")
+    nothing = far.copy(deep=True)
+    nothing["exact"][...] = 0.0
+    plots.ratios(nothing).figure.savefig(io.BytesIO(), format="png")
+
+
+def test_who_stays_on_an_axis_of_ratios() -> None:
+    logs = {
+        "a": np.array([0.1, 0.3]),
+        "b": np.array([7.0]),
+        "c": np.array([14.0, np.inf]),
+        "d": np.array([23.0]),
+        "e": np.array([-9.0]),
+        "f": np.array([np.nan]),
+    }
+    assert statistics.shared_axis(logs) == (["a", "b", "c"], (0.0, 14.0))
+    assert statistics.shared_axis({"far": np.array([177.0])}) == ([], (0.0, 0.0))
+    assert statistics.shared_axis({"one": np.array([2.0, 2.5, 150.0])}) == (["one"], (0.0, 2.5))
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(1, 12), (1, 1), (2, 64), (1, 64)])
+def test_one_layer_is_a_strip(layers: int, heads: int) -> None:
+    sheet = Sheet((4,), 7.1, 7.0, layers / heads, own_bars=False, titles=lambda section, side, points: 2, caption=0, layers=layers)
+    assert sheet.natural(4) < 0.5 * sheet.side(4)
+    assert not sheet.beside
+    figure = plots.heatmap(made_up(layers=layers, heads=heads)).figure
+    figure.draw_without_rendering()
+    box = figure.axes[0].get_window_extent()
+    assert box.height < 0.5 * box.width
+    square = Sheet((4,), 7.1, 7.0, 1.0, own_bars=False, titles=lambda section, side, points: 2, caption=0)
+    assert square.natural(4) == square.side(4)
+    assert square.beside
+
+
+def test_colour_bars_of_one_value_have_legible_numbers(ds: xr.Dataset) -> None:
+    one = ds.isel(layer=[1], head=[1])
+    axes = plots.heatmap(one, "yudin")
+    assert isinstance(axes.figure, Drawing)
+    axes.figure.draw_without_rendering()
+    bar = axes.figure.axes[1]
+    assert bar.xaxis.get_offset_text().get_text() == bar.yaxis.get_offset_text().get_text() == ""
+    infinite = ds.copy(deep=True)
+    infinite["yudin"][...] = np.inf
+    texts = [text.get_text() for panel in plots.heatmaps(infinite, bounds=["yudin"]).axes for text in panel.texts]
+    assert texts == ["above the scale:\n\u221e"]

@@ -1,0 +1,92 @@
+"""Runs on disk: what can be saved, what cannot be read, and that no work is lost."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+
+import lipbound as lb
+from lipbound.errors import AlteredRunError, DamagedRunWarning, StoreError
+from lipbound.runs import store
+
+
+def test_netcdf_and_back(whole: xr.Dataset, tmp_path: Path) -> None:
+    """Everything, attributes of any type among it; checked against the same checksums."""
+    path = lb.save(whole, tmp_path / "run.nc")
+    assert path.is_file()
+    with xr.open_dataset(path) as plain:
+        np.testing.assert_array_equal(plain["exact"], whole["exact"])  # any other program reads it
+        assert plain.attrs["model"] == whole.attrs["model"]
+    ds = store.load(path, damaged="refuse")
+    assert ds.identical(whole)
+    assert (ds.attrs["commit"], ds.attrs["versions"], ds.attrs["tol"]) == (None, whole.attrs["versions"], 1e-3)
+    assert lb.verify.__name__ == "verify"
+    with xr.open_dataset(path) as plain:
+        edited = plain.load()
+    edited["yudin"][1, 0, 2] *= 2
+    edited.to_netcdf(tmp_path / "edited.nc")
+    with pytest.warns(DamagedRunWarning, match="its numbers at sample 1 layer 0 are not those"):
+        lb.load(tmp_path / "edited.nc")
+
+
+def test_what_could_not_be_loaded_is_not_saved(whole: xr.Dataset, tmp_path: Path) -> None:
+    for ds, message in (
+        (None, "a run is wanted, not None"),
+        (whole["exact"], "a run is wanted, not of type DataArray"),
+        (whole[["exact"]], "'yudin' is missing; keep"),
+        (whole.isel(layer=0), "no table of numbers by sample, layer and head"),
+    ):
+        with pytest.raises(StoreError, match=message):
+            lb.save(ds, tmp_path / "run.zarr")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["run.zarr", "run.nc"])
+def test_a_full_disk_leaves_nothing_behind(name: str, whole: xr.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: xr.Dataset, path: Path, **_: object) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(xr.Dataset, "to_zarr", full)
+    monkeypatch.setattr(xr.Dataset, "to_netcdf", full)
+    with pytest.raises(StoreError, match="could not be written: No space left on device"):
+        lb.save(whole, tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text, stores and netCDF files of other programs, folders that may not be read, names that no system takes."""
+    (tmp_path / "words.txt").write_text("the ferry")
+    (tmp_path / "empty.nc").write_bytes(b"")
+    other = xr.Dataset({"a": ("x", [1.0])})
+    other.to_netcdf(tmp_path / "other.nc")
+    other.to_zarr(tmp_path / "other.zarr", zarr_format=2, consolidated=False)
+    for name, message in (
+        ("words.txt", "is not a run of lipbound: it is a file, and none that netCDF can read"),
+        ("empty.nc", "is not a run of lipbound"),
+        ("other.nc", "is a netCDF file but not a run of lipbound"),
+        ("other.zarr", "is a Zarr store but not a run of lipbound"),
+        ("x" * 300, "cannot be read: File name too long"),
+    ):
+        with pytest.raises(StoreError, match=message) as error:
+            lb.load(tmp_path / name)
+        assert "\n" not in str(error.value)
+
+    def locked(self: Path) -> None:
+        raise PermissionError(13, os.strerror(13))
+
+    (tmp_path / "locked.zarr").mkdir()
+    monkeypatch.setattr(Path, "iterdir", locked)
+    with pytest.raises(StoreError, match=r"locked\.zarr cannot be read: Permission denied"):
+        lb.load(tmp_path / "locked.zarr")
+
+
+@pytest.mark.parametrize("content", [None, "", "{}"])
+def test_a_run_without_its_description(content: str | None, whole: xr.Dataset, tmp_path: Path) -> None:
+    """Its values are there, so it is a damaged run and not anything else."""
+    description = lb.save(whole, tmp_path / "run.zarr") / "zarr.json"
+    description.unlink() if content is None else description.write_text(content)
+    with pytest.raises(AlteredRunError, match=r"run\.zarr is damaged: its description zarr\.json cannot be read"):
+        lb.load(tmp_path / "run.zarr")
