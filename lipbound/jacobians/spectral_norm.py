@@ -51,12 +51,12 @@ def spectral_norm(
         map: "head" (no output projection), "head_out" (with the head's slice ``w_o``), "heads" (all heads side by side), "layer" (all heads,
             projected by ``w_o`` and added), or the layer with what stands around it: "residual" (x + layer(x)), "pre_norm" (h + layer(norm(h))),
             "post_norm" (norm(x + layer(x))); the last two need ``att.surroundings``, from ``lipbound.capture(..., around=True)``.
-        method: "lanczos" (on J J^T, with full reorthogonalisation), "golub-kahan" (on J; with ``delta`` as "lanczos") and "power" (as papers
+        method: "lanczos" (on J J^T, with full reorthogonalisation) and "power" (as papers
             define it: an absolute stopping rule, no upper end) search in the dtype of ``att``. "dense" (singular values, for small cases) and
             "deflation" (`lipbound.linalg.deterministic.deflate`; memory as for "lanczos") work in float64, and their ``upper`` needs no
             probability. "deflation" covers the maps "head" and "head_out" of every layer, and "heads" and "layer" of layers without
             `lipbound.attention.variants.VARIANTS`.
-        tol: relative error of the norm at which the Lanczos methods stop (``upper / lower - 1`` where ``upper`` is asked for, else an
+        tol: relative error of the norm at which Lanczos' method stops (``upper / lower - 1`` where ``upper`` is asked for, else an
             a-posteriori estimate that fails with probability at most 1e-3 a norm); absolute change for "power".
         delta: total failure probability of the ``upper`` of all norms of this call, over random start vectors
             (`lipbound.linalg.enclosures`); one start carries about 1e-9 a norm at 128 tokens; smaller values and
@@ -108,7 +108,7 @@ def spectral_norm(
         steps = DEFAULT_STEPS[method] if max_steps is None else max_steps
         with torch.no_grad():
             if delta is None:
-                norm = estimate(wide.op, wide.roundoff, op, method=method, tol=tol, seed=seeds, max_steps=steps, vectors=vectors)
+                norm = estimate(wide.op, wide.roundoff, op, tol=tol, seed=seeds, max_steps=steps, vectors=vectors)
             else:
                 norm = enclose(wide.op, wide.roundoff, op, tol=tol, delta=delta / wide.op.batch, seed=seeds, max_steps=steps, vectors=vectors)
     return shaped(att, norm, wide)
@@ -232,7 +232,7 @@ def l2_spectral_norm(att: Attention, *, tol: float = 1e-4, seed: int | Sequence[
     op = L2HeadJacobian(scaled)
     search = op if att.dtype == torch.float64 else L2HeadJacobian(att.unit_values()[0])
     nothing, seeds = torch.zeros(op.batch, dtype=torch.float64), sample_seeds(att.samples, seed)
-    norm = estimate(op, Roundoff(nothing, nothing, nothing), search, method="lanczos", tol=tol, seed=seeds, max_steps=DEFAULT_STEPS["lanczos"])
+    norm = estimate(op, Roundoff(nothing, nothing, nothing), search, tol=tol, seed=seeds, max_steps=DEFAULT_STEPS["lanczos"])
     return _scale(norm.view(att.samples, att.heads), unit.cpu().log2().round().long())
 
 

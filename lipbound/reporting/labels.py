@@ -20,8 +20,6 @@ TITLES = {"builtin:minilm": "all-MiniLM-L6-v2", "builtin:smollm2": "SmolLM2-135M
 """Titles of builtin checkpoints that other packages bring, which need not be installed where a run is shown."""
 CALLED = "called"
 """Attribute with the names that `relabelled` gave to a run's model and data."""
-FORMER = " (ours)"
-"""What labels of runs of before say of this package's bounds, and no paper should."""
 
 
 def mark(entry: dict[str, Any]) -> str:
@@ -55,7 +53,7 @@ def relabelled(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Da
             raise UnknownNameError(f"labels has {shown(name)}, which the run has not; {nearest(name, [*known, 'model', 'data'])}")
         if not isinstance(text, str) or not plain(text).strip():
             raise LipboundError(f"the label of {name} is {shown(text)}; give a text")
-    said = {name: str(given.get(name, str(ds[name].attrs.get("label", name)).removesuffix(FORMER))) for name in known}
+    said = {name: str(given.get(name, str(ds[name].attrs.get("label", name)))) for name in known}
     changed = {name: ds[name].assign_attrs(label=text) for name, text in said.items() if text != ds[name].attrs.get("label")}
     called = ds.attrs.get(CALLED, {}) | {name: given[name] for name in ("model", "data") if name in given}
     return ds.assign(changed).assign_attrs(ds.attrs | ({CALLED: called} if called else {}))

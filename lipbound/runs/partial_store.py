@@ -249,8 +249,7 @@ def stored_block(path: Path, *, default: int) -> int:
 
 
 def same_configuration(path: Path, stored: dict[str, Any], asked: dict[str, Any]) -> None:
-    """Raise StoreError naming the fields in which a run differs from what is asked for; one without a norm is of before, and Frobenius."""
-    stored = {"norm": "frobenius"} | stored
+    """Raise StoreError naming the fields in which a run differs from what is asked for."""
     different = [key for key in {**stored, **asked} if stored.get(key) != asked.get(key)]
     if different:
         what = "; ".join(f"{key} was {stored.get(key)!r} and is now {asked.get(key)!r}" for key in different)

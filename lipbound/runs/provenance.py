@@ -23,8 +23,6 @@ if TYPE_CHECKING:  # reading a run needs no torch
     from lipbound.runs.config import RunConfig
 
 CHECKSUM = "checksum"
-FORMER = "exact_rounding"
-"""Runs of before 0.1 hold the size of the rounding errors of their exact norms, which are now inside the enclosures."""
 DRAWN = ("method", "delta", "seed")
 """Attributes about exact norms found from random vectors, in runs in the Frobenius norm alone."""
 SETTINGS = (
@@ -48,7 +46,7 @@ def bounds_of(ds: xr.Dataset) -> list[str]:
 def _names(ds: xr.Dataset) -> list[str]:
     """Everything that a run with these bounds can hold."""
     bounds = list(ds.attrs["bounds"])
-    return ["exact", "exact_upper", "exact_l2", FORMER, "exact_steps", "exact_converged", *bounds, *(f"{name}_sound" for name in bounds)]
+    return ["exact", "exact_upper", "exact_l2", "exact_steps", "exact_converged", *bounds, *(f"{name}_sound" for name in bounds)]
 
 
 def own(ds: xr.Dataset) -> list[str]:
@@ -113,7 +111,7 @@ def settings_checksum(ds: xr.Dataset) -> str:
     """Hash (sha256) over `SETTINGS`, which hold what the run was made with, whatever part of it is there."""
     said: dict[str, Any] = {name: ds.attrs.get(name) for name in SETTINGS}
     said |= {name: ds.attrs[name] for name in ("variants", "not_applicable", "notes", "quantization", "configuration") if name in ds.attrs}
-    said |= {"norm": norm_of(ds)} if norm_of(ds) != "frobenius" else {}  # runs of before do not say it, and are Frobenius
+    said |= {"norm": norm_of(ds)} if norm_of(ds) != "frobenius" else {}
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import xarray as xr
 import zarr
 
-from lipbound.bounds.audit import FORMER_SLACK, compared_with, norm_of
+from lipbound.bounds.audit import compared_with, norm_of
 from lipbound.bounds.entry import NORMS
 from lipbound.errors import AlteredRunError, DamagedRunWarning, StoreError, UnknownNameError, nearest, shown
 from lipbound.runs.partial_store import PARTIAL, measured_blocks, partial_path
@@ -157,7 +157,7 @@ def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
         warnings.warn(message, DamagedRunWarning, stacklevel=2)
     names = ["exact", "exact_upper", "exact_l2", *ds.attrs["bounds"]]
     first = [name for name in names if name in ds]
-    ds = ds.set_coords(flags(ds))  # runs of before have them among their variables
+    ds = ds.set_coords(flags(ds))
     return ds[first + [name for name in ds.data_vars if name not in first]]  # a store does not keep their order
 
 
@@ -253,7 +253,7 @@ def lacking_settings(ds: xr.Dataset) -> str:
     for name, kinds in NEEDED.items():
         if name in ds.attrs and (not isinstance(ds.attrs[name], kinds) or isinstance(ds.attrs[name], bool)):
             return f"its setting {name!r} is {ds.attrs[name]!r}"
-    if ds.attrs["dtype"] not in FORMER_SLACK:
+    if ds.attrs["dtype"] not in ("float32", "float64"):
         return f"its setting 'dtype' is {ds.attrs['dtype']!r}"
     return "the record of what it was made with is damaged" if _made_is_damaged(ds) else ""
 

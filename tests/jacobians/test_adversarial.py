@@ -58,7 +58,7 @@ def test_nothing_is_wrong_of_other_maps(map: str, dtype: torch.dtype) -> None:
         att = judge.case(family, dtype, 100).select(slice(0, 1))
         covered = map not in WHOLE or not att.variants  # there J J^T of all heads has no closed form
         if family not in REFUSED:
-            verdicts += judge.judge(att, family, map=map, methods=["lanczos", "golub-kahan", *(["deflation"] if covered else [])])
+            verdicts += judge.judge(att, family, map=map, methods=["lanczos", *(["deflation"] if covered else [])])
     check(verdicts)
 
 

@@ -27,7 +27,7 @@ def oracle(att: Attention, map: str) -> Tensor:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("map", MAPS)
-@pytest.mark.parametrize("method", ["lanczos", "golub-kahan", "dense", "deflation"])
+@pytest.mark.parametrize("method", ["lanczos", "dense", "deflation"])
 def test_norms_of_layers_match_the_oracle(att: Attention, map: str, method: str) -> None:
     norm = spectral_norm(att, map=map, method=method, tol=1e-8, vectors=True)
     exact = oracle(att, map)

@@ -267,10 +267,6 @@ def test_methods_say_the_settings_of_the_run(ds: xr.Dataset) -> None:
     assert "less every rounding; there are no upper ends" in citations.methods(rough, "text")
     assert "lower ends, sought to 0.001" in tables.render(rough)
     assert "both with every rounding included" in text
-    before = rough.assign(exact_rounding=rough["exact"] * 1e-6)  # runs of before do not have it inside, nor say what they were made with
-    before.attrs = {name: value for name, value in before.attrs.items() if name != "made"}
-    assert "Constants are estimates by" in citations.methods(before, "text")
-    assert "rounding" not in citations.methods(ds.assign(exact_rounding=ds["exact"] * 1e-6), "text")
     assert "1 sample of" in citations.methods(rough, "text")
 
 
@@ -286,18 +282,6 @@ def test_foreign_text() -> None:
     assert plain("a\u2029b\x00c\td") == "a b c d"
     assert escape_latex("é ↯ † Đ") == "é {[}U+21AF] † {[}U+0110]"
     assert "\n" not in escape_markdown("a\nb")
-
-
-def test_rounding_takes_digits_away(ds: xr.Dataset) -> None:
-    """Runs of before say what rounding may have added to their exact norms: enclosures are no closer than that."""
-    other = ds.copy(deep=True)
-    other["exact_rounding"] = other["exact"].copy()
-    other["exact_rounding"][...] = 0.1 * other["exact"]
-    assert tables.width(other, "yudin") == pytest.approx(0.22, rel=0.05)
-    assert all(len(re.sub("[^1-9]", "", text)) <= 2 for text in tables.readable(other)[["geom. mean", "min", "max"]].loc["yudin"])
-    other["exact_rounding"][...] = 2 * other["exact"]  # nothing is known
-    tables.render(other)
-    tables.render(other, by="head")
 
 
 def test_exact_norms_of_some_samples_only(ds: xr.Dataset) -> None:

@@ -15,7 +15,7 @@ from lipbound.attention.layer import Attention
 from lipbound.errors import LipboundError
 from lipbound.jacobians.spectral_norm import spectral_norm
 
-METHODS = ("lanczos", "golub-kahan", "dense", "deflation")
+METHODS = ("lanczos", "dense", "deflation")
 BY_HEAD = ("deflation",)
 """Those of them that take the heads of a layer one after the other."""
 L2 = "lanczos (L2)"

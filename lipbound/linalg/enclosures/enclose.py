@@ -19,7 +19,6 @@ from lipbound.linalg.certificates import log_inverse_epsilon
 from lipbound.linalg.enclosures.deflated_lanczos import RITZ, deflated_bound
 from lipbound.linalg.enclosures.ritz import ritz_search
 from lipbound.linalg.enclosures.verified import bordered, largest_eigenvalue
-from lipbound.linalg.golub_kahan import golub_kahan
 from lipbound.linalg.lanczos import lanczos
 from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.operators import JacobianOperator, Roundoff
@@ -110,7 +109,7 @@ def widened(norm: Norm, by: Tensor, tol: float) -> Norm:
 
 
 def estimate(
-    op: JacobianOperator, roundoff: Roundoff, search: JacobianOperator, *, method: str, tol: float, seed: int | Sequence[int],
+    op: JacobianOperator, roundoff: Roundoff, search: JacobianOperator, *, tol: float, seed: int | Sequence[int],
     max_steps: int, vectors: bool = False
 ) -> Norm:  # fmt: skip
     """Norms from below, without an upper end: the solver's vector is found in any dtype, its quotient is taken in float64, less all rounding.
@@ -119,7 +118,7 @@ def estimate(
     rounding of float64 itself is more than that, ``converged`` is False. Of a norm whose products leave the range of float64 nothing is said: its
     lower end is zero.
     """
-    solver: Solver = partial({"lanczos": lanczos, "golub-kahan": golub_kahan}[method], tol=tol, max_steps=max_steps, vectors=True, refined=False)
+    solver: Solver = partial(lanczos, tol=tol, max_steps=max_steps, vectors=True, refined=False)
     norm, top = _estimated(op, roundoff, search, solver, tol, seeds_each(op.batch, seed))
     if not vectors:
         return norm
