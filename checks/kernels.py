@@ -51,9 +51,8 @@ def run(kernel: str, threads: int, tests: list[str]) -> tuple[bool, str]:
     environment |= KERNELS[kernel] | {"LIPBOUND_TESTS_THREADS": str(threads)}
     environment.setdefault("LIPBOUND_TESTS_SHARE", "0.1")
     workers = max(1, (os.cpu_count() or 1) // threads)  # threads that wait for a core spin
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-n", str(workers), "-m", "not slow", "--color=no", *tests], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "pytest", "-n", str(workers), "-m", "not slow", "--color=no", *tests]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     said = done.stdout.strip()
     return done.returncode == 0, said.splitlines()[-1] if said and done.returncode == 0 else f"FAILED\n{said}\n{done.stderr}".rstrip()
 
