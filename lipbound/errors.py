@@ -157,7 +157,7 @@ def name_or_none(name: str, value: Any) -> str | None:
 
 
 def sample_count(samples: Any, error: type[LipboundError] = LipboundError) -> int | None:
-    """How many samples are wanted: a whole number of at least 1, or None for "all".
+    """The number of samples that is wanted: a whole number of at least 1, or None for "all".
 
     >>> sample_count("all"), sample_count(8)
     (None, 8)

@@ -229,7 +229,7 @@ def _why(error: Exception) -> str:
 
 
 def measured_blocks(path: Path) -> tuple[int, int]:
-    """How many blocks of one layer each are marked as measured in the unfinished run at ``path``, and how many there are; (0, 0) if that is lost."""
+    """The numbers of measured blocks (of one layer each) and of all blocks in the unfinished run at ``path``; (0, 0) if that is lost."""
     try:
         array = zarr.open_array(path / DONE, mode="r")
         marks, readable = _values(array)

@@ -179,7 +179,7 @@ def _check_there(path: Path) -> None:
 
 
 def _so_far(partial: Path) -> str:
-    """How much of an unfinished run is measured, in brackets."""
+    """The measured share of an unfinished run, in brackets."""
     done, count = measured_blocks(partial)
     return f" ({done} of {count} blocks of one layer each are measured)" if count else ""
 
@@ -259,7 +259,7 @@ def lacking_settings(ds: xr.Dataset) -> str:
 
 
 def _made_is_damaged(ds: xr.Dataset) -> bool:
-    """Whether attrs["made"], and attrs["runs"] of runs put together, are not what `lipbound.runs.provenance.sealed` writes."""
+    """Tell whether attrs["made"], and attrs["runs"] of runs put together, are not what `lipbound.runs.provenance.sealed` writes."""
     if "made" not in ds.attrs:
         return False
     made, runs = ds.attrs["made"], ds.attrs.get("runs", [])

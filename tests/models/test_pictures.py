@@ -140,9 +140,9 @@ def test_paths_of_images(checkpoint: Checkpoint, tmp_path: Path) -> None:
     names = [str(tmp_path / f"{k}.png") for k in range(3)]
     assert torch.equal(prepare(checkpoint, names).batch["pixel_values"], expected)
     assert torch.equal(prepare(checkpoint, [Path(name) for name in names]).batch["pixel_values"], expected)
-    with pytest.raises(InputsError, match=r"data holds .*9\.png, which is no file of images that is there"):
+    with pytest.raises(InputsError, match=r"data holds .*9\.png, and there is no file of images of that name"):
         prepare(checkpoint, [tmp_path / "0.png", tmp_path / "9.png"])
-    with pytest.raises(InputsError, match=r"data holds 9\.png, which is no file of images that is there"):
+    with pytest.raises(InputsError, match=r"data holds 9\.png, and there is no file of images of that name"):
         prepare(checkpoint, ["9.png"])
     frame = pd.DataFrame({"image": names})
     assert torch.equal(prepare(checkpoint, frame).batch["pixel_values"], expected)

@@ -78,7 +78,7 @@ class Found:
     at: str = "class"
 
     def take(self, count: int | None, shuffle: int | None, many: str) -> tuple[list[Any], list[str]]:
-        """The first ``count`` items, or all, of all in the order of a seed; and notes on those that are none, and on whom they stand for.
+        """The first ``count`` items (None: all), in their order or in that of a seed, and notes on blank ones and on items sorted by class.
 
         Raises:
             InputsError: items of a stream are to be shuffled.
@@ -112,7 +112,7 @@ class Found:
 
 
 def order(count: int, seed: int) -> list[int]:
-    """The numbers 0...count-1 in an order of a seed that is the same with every version of everything."""
+    """The numbers 0...count-1 in an order that depends on the seed alone, with every version of every package."""
     return [int(i) for i in np.argsort(np.random.Philox(seed).random_raw(count), kind="stable")]
 
 
@@ -179,7 +179,7 @@ def _listed(data: Sequence[Any], kind: ItemKind, name: str) -> Found:
     items = [kind.item(item) for item in data]
     for given, item in zip(data, items, strict=True):
         if item is None and (isinstance(given, Path) or (isinstance(given, str) and ending(Path(given[-20:])) in IMAGE_FILES)):
-            raise InputsError(f"data holds {given}, which is no file of {kind.takes} that is there; {name} takes {kind.takes}")
+            raise InputsError(f"data holds {given}, and there is no file of {kind.takes} of that name; {name} takes {kind.takes}")
         if item is None:
             raise InputsError(f"data holds items of type {type(given).__name__}, but {name} takes {kind.takes}; give a list of {kind.many}")
     return Found(items, f"{len(data)} given {kind.many if len(data) > 1 else kind.many.removesuffix('s')}")
@@ -316,7 +316,7 @@ def _read_table(name: str, path: Path, split: str | None, header: bool) -> tuple
 
 
 def is_saved(path: Path) -> bool:
-    """Whether it is a folder that ``save_to_disk`` of a dataset wrote."""
+    """Tell whether a folder is one that ``save_to_disk`` of a dataset wrote."""
     return (path / "dataset_dict.json").is_file() or ((path / "dataset_info.json").is_file() and (path / "state.json").is_file())
 
 
