@@ -69,13 +69,13 @@ class Found:
         items: a sequence, or an iterator where their number is not known before the end; None stands for a row without an item.
         description: of the data, for captions.
         groups: the class of each item, where the data say it.
-        at: what says it, in messages.
+        at: what says it, in messages: one and several.
     """
 
     items: Iterable[Any]
     description: str
     groups: Callable[[], Sequence[Any] | None] = field(default=lambda: None)
-    at: str = "class"
+    at: tuple[str, str] = ("class", "classes")
 
     def take(self, count: int | None, shuffle: int | None, many: str) -> tuple[list[Any], list[str]]:
         """The first ``count`` items (None: all), in their order or in that of a seed, and notes on blank ones and on items sorted by class.
@@ -105,8 +105,9 @@ class Found:
         if changes != len(every) - 1 or len(seen) >= min(count, len(every)):
             return None
         names = ", ".join(map(str, list(seen)[:3])) + (", ..." if len(seen) > 3 else "")
+        one, several = self.at
         return (
-            f"the {many} of {self.description} are sorted by {self.at}, and the first {count} are of {len(seen)} of {len(every)} ({names}); "
+            f"the {many} of {self.description} are sorted by {one}, and the first {count} are of {len(seen)} of {len(every)} {several} ({names}); "
             "shuffle=0, or another seed, draws from all"
         )
 

@@ -95,7 +95,7 @@ class TextReader(Reader):
         if not files or any(ending(file) in TABLES for file in names):
             return None
         texts = Lazy(len(files), lambda k: read_text(files[k]))
-        return Found(texts, path.name, lambda: [str(file.parent.relative_to(path)) for file in files], "folder")
+        return Found(texts, path.name, lambda: [str(file.parent.relative_to(path)) for file in files], ("folder", "folders"))
 
 
 def _are_chats(data: Any) -> bool:
