@@ -97,7 +97,7 @@ def _column(ds: xr.Dataset, name: str, dims: tuple[Hashable, ...]) -> np.ndarray
     """A variable at every place, as eight bytes that neither its type on disk nor the kind of NaN or zero changes."""
     if name not in ds.variables:
         return np.zeros([ds.sizes[dim] for dim in dims], dtype=np.int64)
-    values = ds.variables[name].set_dims({dim: ds.sizes[dim] for dim in dims}).transpose(*dims).values
+    values = ds.variables[name].set_dims({dim: ds.sizes[dim] for dim in dims}).transpose(*dims).values  # type: ignore[no-untyped-call]
     if values.dtype.kind != "f":
         return values.astype("<i8")
     values = values.astype("<f8") + 0.0

@@ -177,8 +177,8 @@ class Adapter:
         parameters = dict(model.named_parameters())
         for name, change in found.items():
             if name not in parameters or tuple(parameters[name].shape) != change.shape:
-                shape = tuple(parameters[name].shape) if name in parameters else "none"
-                raise CheckpointError(f"the adapter {self.name} is for another model: its part for {name} has shape {change.shape}, there {shape}")
+                theirs = f"that of the model has {tuple(parameters[name].shape)}" if name in parameters else "the model has none"
+                raise CheckpointError(f"the adapter {self.name} is for another model: its part for {name} has shape {change.shape}, {theirs}")
         if not found:
             raise CheckpointError(f"the adapter {self.name} changes nothing that attention depends on; leave it out")
         return found
