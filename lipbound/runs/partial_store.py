@@ -14,7 +14,7 @@ import numpy as np
 import zarr
 from filelock import FileLock, Timeout
 
-from lipbound.errors import StoreError, tell
+from lipbound.errors import StoreError, one_line, tell
 
 if TYPE_CHECKING:  # saying that a run is unfinished needs no torch
     from lipbound.runs.measure import LayerResult
@@ -116,7 +116,7 @@ class PartialRun:
         except StoreError:
             raise
         except (OSError, ValueError) as error:
-            raise StoreError(f"{self._path} cannot be used for an unfinished run: {_why(error)}") from error
+            raise StoreError(f"{self._path} cannot be used for an unfinished run: {one_line(error)}") from error
         if marked and not stored and not self.done.any():
             raise StoreError(f"the description of {self._path} is lost, and nothing in it fits this run; remove it, or choose another name")
         self._group.attrs["config"] = config  # last: a store without it was never begun
@@ -221,11 +221,6 @@ def _values(array: zarr.Array) -> tuple[np.ndarray, np.ndarray]:
             values[at] = array[at]
             readable[at] = True
     return values, readable
-
-
-def _why(error: Exception) -> str:
-    """An error of the system or of another package, in one line."""
-    return str(getattr(error, "strerror", None) or error or type(error).__name__).splitlines()[0]
 
 
 def measured_blocks(path: Path) -> tuple[int, int]:

@@ -24,7 +24,7 @@ NAMED = 4
 class Watch(TorchDispatchMode):
     """Record of the modules that compute attention by themselves: a softmax that is multiplied by a matrix, or torch's own attention.
 
-    What happens in a context of `seen` is left out. Routers of experts and mixtures of residual streams have a softmax, too, so a module counts if the
+    What happens in a context of `seen` is left out. Routers of experts and mixtures of residual streams have a softmax, too: a module counts if the
     name of its class says that it is attention.
     """
 
