@@ -45,7 +45,7 @@ TESTS = (
 
 
 def run(kernel: str, threads: int, tests: list[str]) -> tuple[bool, str]:
-    """Whether the tests that are not slow pass under a kernel, and what pytest says: its last line, or everything where one fails."""
+    """Run the tests that are not slow under a kernel: whether they pass, and what pytest says (its last line, or everything where one fails)."""
     own = {name for variables in KERNELS.values() for name in variables}
     environment = {name: value for name, value in os.environ.items() if name not in own}
     environment |= KERNELS[kernel] | {"LIPBOUND_TESTS_THREADS": str(threads)}

@@ -279,7 +279,7 @@ def chain(
 
 
 def _real_tokens(model: "PreTrainedModel", inputs: Inputs, value: Tensor, block: nn.Module | None) -> Tensor | None:
-    """Which tokens of a tensor (samples, N, ...) are not padding, (samples, N, 1), None for all.
+    """Tokens of a tensor (samples, N, ...) that are not padding, (samples, N, 1) bool; None for all.
 
     Of an encoder and a decoder each has its own padding: the stream is that of a ``block``, or for None that of the outputs.
     """

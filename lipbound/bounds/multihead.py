@@ -143,6 +143,6 @@ def _folded(att: Attention) -> tuple[Attention, Tensor, Folding]:
 
 
 def _rounded(heads: Attention, folding: Folding, name: str) -> Upper:
-    """What the norms of heads may have lost when they were folded, in the norm of a bound, (samples, heads)."""
+    """Upper values of what folding took from the norms of heads, in the norm of a bound, (samples, heads)."""
     lost = Upper.of(folding_slack(heads, folding))
     return lost * root_count(heads) if get(name).norm == "every-token" else lost

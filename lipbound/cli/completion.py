@@ -1,4 +1,4 @@
-"""What the shell offers behind some options; `lipbound --install-completion` sets it up. Nothing of size is imported: names stand here, too."""
+"""Completions of options in the shell (`lipbound --install-completion`). Names are written out here, so that nothing of size is imported."""
 
 from collections.abc import Callable, Sequence
 

@@ -107,7 +107,7 @@ def _variants(ds: xr.Dataset, prose: Prose) -> str:
 
 
 def _enclosures(ds: xr.Dataset, prose: Prose) -> str:
-    """How surely the constants are known, and how many are not; from the enclosures that are shown."""
+    """The sentences on how surely the constants that are shown are known."""
     a, there = ds.attrs, standing(ds)
     if not there.norms:
         return "There are no exact constants."
@@ -203,7 +203,7 @@ def _environment(ds: xr.Dataset, prose: Prose) -> str:
 
 
 def _state(ds: xr.Dataset, prose: Prose) -> str:
-    """What was done to the run since it was computed."""
+    """The sentence on what was done to the run since it was computed."""
     state = state_words(ds)
     return f"The run was {state}: these are not its numbers or settings." if state.startswith("edited") else f"{state.capitalize()}." if state else ""
 

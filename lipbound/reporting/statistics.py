@@ -145,7 +145,7 @@ def shared_scale(grids: dict[str, np.ndarray]) -> tuple[float, float]:
 
 
 def shared_axis(logs: dict[str, np.ndarray]) -> tuple[list[str], tuple[float, float]]:
-    """Who stays on a common axis of ratios, and its ends (log10): from the ratios nearest to one outwards, up to a gap of `APART` decades.
+    """Choose the bounds that share an axis of ratios, and its ends (log10): from ratios near one outwards, up to a gap of `APART` decades.
 
     Args:
         logs: log10 of the ratios of each bound; infinite ones and NaN do not count.

@@ -38,11 +38,6 @@ RUN, RUN_SAMPLE = "run", "run_sample"
 """Coordinates of runs that `lipbound.concat` put together: which of attrs["runs"] a place is from, and the number of its sample there."""
 
 
-def bounds_of(ds: xr.Dataset) -> list[str]:
-    """Names of the bounds whose values are there; some of a run's variables may have been left out."""
-    return [str(name) for name in ds.attrs["bounds"] if name in ds.variables]
-
-
 def _names(ds: xr.Dataset) -> list[str]:
     """Everything that a run with these bounds can hold."""
     bounds = list(ds.attrs["bounds"])
@@ -64,7 +59,7 @@ def flags(ds: xr.Dataset) -> list[str]:
 
 
 def lacks_variables(ds: xr.Dataset) -> bool:
-    """Whether variables that the run was made with were left out, so that checksums, which are over all of them, say nothing."""
+    """Tell whether variables of the run were left out, so that checksums, which are over all of them, say nothing."""
     return set(ds.attrs["made"]["variables"]) - set(own(ds)) != set()
 
 
@@ -100,7 +95,7 @@ def _column(ds: xr.Dataset, name: str, dims: tuple[Hashable, ...]) -> np.ndarray
     """A variable at every place, as eight bytes that neither its type on disk nor the kind of NaN or zero changes."""
     if name not in ds.variables:
         return np.zeros([ds.sizes[dim] for dim in dims], dtype=np.int64)
-    values = ds[name].broadcast_like(ds["exact"]).transpose(*dims).values
+    values = ds.variables[name].set_dims({dim: ds.sizes[dim] for dim in dims}).transpose(*dims).values  # type: ignore[no-untyped-call]
     if values.dtype.kind != "f":
         return values.astype("<i8")
     values = values.astype("<f8") + 0.0
@@ -125,13 +120,13 @@ def sealed(ds: xr.Dataset, made: dict[str, Any]) -> xr.Dataset:
 
 
 def settings_altered(ds: xr.Dataset) -> bool:
-    """Whether the settings are not those that were recorded; False for a run that has no checksum of them, or one of an earlier version."""
+    """Tell whether the settings are not those that were recorded; False for a run that has no checksum of them, or one of an earlier version."""
     runs = [xr.Dataset(attrs=one) for one in ds.attrs.get("runs", [])]
     return _has_checksums(ds) and any(settings_checksum(one) != one.attrs.get("settings_checksum") for one in (ds, *runs))
 
 
 def _has_checksums(ds: xr.Dataset) -> bool:
-    """Whether there are checksums of the settings, of this version: earlier ones did not record what the run was made with."""
+    """Tell whether there is a checksum of the settings as this version writes it; earlier ones did not record what the run was made with."""
     return "settings_checksum" in ds.attrs and "made" in ds.attrs
 
 
@@ -170,10 +165,15 @@ def strange(ds: xr.Dataset) -> list[str]:
     heads = made["heads"]
     known = {"sample": range(made["samples"]), "layer": made["layers"], "head": range(heads or 0)}
     wrong = [name for name, numbers in known.items() if name in ds.variables and not set(ds[name].values.tolist()) <= set(numbers)]
-    wrong += [name for name in ("sample", "layer", "head") if name in ds.dims and len(np.unique(ds[name].values)) < ds.sizes[name]]
+    wrong += repeated(ds)
     wrong += ["layer_name"] if "layer_name" not in ds.variables or not all(map(str, ds["layer_name"].values)) else []
     wrong += ["length"] if "length" not in ds.variables or bool((ds["length"] < 1).any()) else []
     return [name for name in COORDINATES if name in wrong]
+
+
+def repeated(ds: xr.Dataset) -> list[str]:
+    """Axes on which a sample, layer or head is there twice, as after joining runs by ``xarray.concat``."""
+    return [axis for axis in ("sample", "layer", "head") if axis in ds.dims and len(np.unique(ds[axis].values)) < ds.sizes[axis]]
 
 
 def _empty(ds: xr.Dataset, name: str, sample: int, layer: int) -> bool:
@@ -236,7 +236,7 @@ def source(config: RunConfig) -> dict[str, Any]:
 
 
 def _found_again(name: Any) -> str | None:
-    """Where a companion of a model is found again; "none" is no path."""
+    """The absolute path, or hub id, of a companion of a model; "none" is no path."""
     return name if name in (None, "none") else absolute(name)
 
 

@@ -18,7 +18,7 @@ import zarr
 
 from lipbound.bounds.audit import compared_with, norm_of
 from lipbound.bounds.entry import NORMS
-from lipbound.errors import AlteredRunError, DamagedRunWarning, StoreError, UnknownNameError, nearest, shown
+from lipbound.errors import AlteredRunError, DamagedRunWarning, StoreError, UnknownNameError, nearest, one_line, shown
 from lipbound.runs.partial_store import PARTIAL, measured_blocks, partial_path
 from lipbound.runs.provenance import DRAWN, RUN, RUN_SAMPLE, again, damage, flags, own
 
@@ -179,7 +179,7 @@ def _check_there(path: Path) -> None:
 
 
 def _so_far(partial: Path) -> str:
-    """How much of an unfinished run is measured, in brackets."""
+    """The measured share of an unfinished run, in brackets."""
     done, count = measured_blocks(partial)
     return f" ({done} of {count} blocks of one layer each are measured)" if count else ""
 
@@ -200,15 +200,15 @@ def read(path: Path) -> xr.Dataset:
         try:
             array = zarr.open_array(description.parent, mode="r")
         except Exception as error:
-            raise AlteredRunError(f"{path} is damaged: the description of {description.parent.name!r} cannot be read ({_short(error)})") from error
+            raise AlteredRunError(f"{path} is damaged: the description of {description.parent.name!r} cannot be read ({one_line(error)})") from error
         if array.ndim == 1:  # coordinates, which are read with the descriptions
             _readable(path, description.parent.name, partial(_all, array))
     try:
         ds = xr.open_dataset(path) if netcdf else xr.open_zarr(path, chunks=None, consolidated=False)
     except Exception as error:  # zarr and xarray raise a zoo of types for a folder that is no store
         if (path / "exact" / "zarr.json").exists():
-            raise AlteredRunError(f"{path} is damaged: its description zarr.json cannot be read ({_short(error)})") from error
-        why = "it is a file, and none that netCDF can read" if netcdf else _short(error)
+            raise AlteredRunError(f"{path} is damaged: its description zarr.json cannot be read ({one_line(error)})") from error
+        why = "it is a file, and none that netCDF can read" if netcdf else one_line(error)
         raise StoreError(f"{path} is not a run of lipbound: {why}") from error
     with ds:
         for name, variable in ds.variables.items():
@@ -234,11 +234,6 @@ def _readable(path: Path, name: object, values: Callable[[], object]) -> None:
         raise AlteredRunError(f"{path} is damaged: {what}; {again(xr.Dataset(attrs=attrs))}") from error
 
 
-def _short(error: Exception) -> str:
-    """An error of another package on one line."""
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
 def _missing_settings(ds: xr.Dataset) -> list[str]:
     """Settings without which a run cannot be shown that are not there."""
     return [name for name in NEEDED if name not in ds.attrs and (name not in DRAWN or norm_of(ds) == "frobenius")]
@@ -259,7 +254,7 @@ def lacking_settings(ds: xr.Dataset) -> str:
 
 
 def _made_is_damaged(ds: xr.Dataset) -> bool:
-    """Whether attrs["made"], and attrs["runs"] of runs put together, are not what `lipbound.runs.provenance.sealed` writes."""
+    """Tell whether attrs["made"], and attrs["runs"] of runs put together, are not what `lipbound.runs.provenance.sealed` writes."""
     if "made" not in ds.attrs:
         return False
     made, runs = ds.attrs["made"], ds.attrs.get("runs", [])

@@ -187,13 +187,13 @@ def _own_faults(ds: xr.Dataset) -> list[str]:
 
 
 def _is_whole(ds: xr.Dataset) -> bool:
-    """Whether nothing was selected from a run since it was made."""
+    """Tell whether the whole of a run is there, not a selection."""
     made = ds.attrs.get("made")
     return made is None or (ds.sizes["sample"], ds.sizes["layer"], ds.sizes.get("head")) == (made["samples"], len(made["layers"]), made["heads"])
 
 
 def _together(found: list[Verification], faults: list[str]) -> Verification:
-    """What was found of several runs, which are told apart by their place in ``attrs["runs"]``."""
+    """Join the verifications of several runs, which are told apart by their place in ``attrs["runs"]``."""
     named = [f"run {number}: " for number in range(len(found))]
     faults = faults + [name + fault for name, one in zip(named, found, strict=True) for fault in one.faults]
     numbers = [replace(d, place=f"{name}{d.place}") for name, one in zip(named, found, strict=True) for d in one.numbers]

@@ -198,10 +198,12 @@ def test_the_order_of_tokens_and_heads_does_not_matter(kind: str, seed: int) -> 
     again = torch.tensor([2, 0, 2, 1])
     weights = {name: t[again] for name in ("w_q", "w_k", "w_v", "b_q", "b_k", "b_v", "w_o") if (t := getattr(att, name)) is not None}
     other = changed(att, x=att.x[:, order], **weights)
+    # kernels may round products at another place of the batch otherwise: norms of blocks, in float32, by what Lemma 48 allows them
+    same = att.d_v * (2 * att.x.shape[-1] + 2 * att.d_v + 20) * 2.0**-24
     for name in OURS:
         value = bounds.get(name)(other)
         torch.testing.assert_close(value, bounds.get(name)(att)[:, again], rtol=2e-4, atol=0)  # block norms are within 1e-4 in float32
-        torch.testing.assert_close(value[:, 0], value[:, 2], rtol=2e-4, atol=0)  # products of another place in the batch may round otherwise
+        torch.testing.assert_close(value[:, 0], value[:, 2], rtol=same, atol=0)
 
 
 # -- what cannot be evaluated ----------------------------------------------------------------------------------------------

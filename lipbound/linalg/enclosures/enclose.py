@@ -164,7 +164,7 @@ def _estimated(
 def _blur(
     op: JacobianOperator, search: JacobianOperator, roundoff: Roundoff, top: Tensor, image: Tensor, low: Tensor, tol: float, seeds: Sequence[int]
 ) -> Tensor:  # fmt: skip
-    r"""How far products of ``search`` may be from those of ``op``, (batch,): as seen at the vectors ``top``, whose images by J^T are ``image``.
+    r"""Distance of products of ``search`` from those of ``op``, (batch,), as seen at the vectors ``top``, whose images by J^T are ``image``.
 
     Where the norm is so much smaller than what is added up in its products that their rounding may hide other vectors, a random direction is looked
     at, too, in which a difference of one direction alone shows as one part of :math:`n^{1/2}`.

@@ -1,4 +1,4 @@
-"""Whether the numbers of a sample would be others if it were alone in its batch, or if the model kept its cache: tried out, and said."""
+"""Runs of one sample alone, or with a cache, that show whether its numbers depend on what shares its batch, or on the missing cache."""
 
 import inspect
 from collections.abc import Mapping

@@ -26,7 +26,7 @@ class _Abort(Exception):
 
 
 class Dependence(NamedTuple):
-    """Whether queries, keys or values depend on the tokens that a layer is given, on other tokens than their own, on where their own stands."""
+    """Facts on queries, keys or values: whether they depend on the layer's tokens, on tokens other than their own, on the position of their own."""
 
     on_tokens: bool
     on_others: bool
@@ -64,7 +64,7 @@ class ProbedLayer:
                 raise self._call.unsupported(f"computes its {name.replace('_', ' ')} from its tokens")
 
     def depends(self, side: int) -> Dependence:
-        """What queries (side 0), keys or values depend on, unturned."""
+        """The `Dependence` of queries (side 0), keys (1) or values (2), before they are rotated."""
         shape, generator = hidden_states(self._call).shape, torch.Generator().manual_seed(2)
         one, other = torch.randn(2, shape[-1], generator=generator, dtype=torch.float64).to(self._call.q.device)
         mixed = one.repeat(*shape[:2], 1)

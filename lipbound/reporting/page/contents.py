@@ -29,8 +29,8 @@ STEEPEST = {
 """What the shares of tokens are, by norm."""
 PROVENANCE = (
     "model", "revision", "quantization", "architecture", "data", "data_fingerprint", "preprocessing", "layers and heads", "samples", "exact_samples",
-    "tokens",
-    "map_description", "norm", "method", "tol", "delta", "dtype", "device", "seed", "capture_error", "lipbound", "python", "date", "command",
+    "tokens", "map_description", "norm", "method", "tol", "delta", "dtype", "device", "seed", "capture_error", "lipbound", "python", "date",
+    "command",
 )  # fmt: skip
 
 
