@@ -308,7 +308,8 @@ def test_registry_is_complete() -> None:
 
 def test_names_are_unique() -> None:
     with pytest.raises(ValueError, match="already registered"):
-        bounds.bound("yudin", label="", citation="", statement="", source="", assumptions="", condition=lambda a: a.p, cost="")(lambda a: a.p)
+        texts = dict.fromkeys(("label", "citation", "statement", "statement_latex", "source", "assumptions", "cost"), "")
+        bounds.bound("yudin", **texts, condition=lambda a: a.p)(lambda a: a.p)
 
 
 @pytest.mark.each_value
