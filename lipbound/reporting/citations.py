@@ -193,7 +193,7 @@ def _other_map(ds: xr.Dataset, prose: Prose) -> str:
 
 
 def _environment(ds: xr.Dataset, prose: Prose) -> str:
-    """On what device, with which versions, when; of every run that was put in."""
+    """The sentence on device, versions and date, of every run that was put together."""
     safe = prose.escape
     each = []
     for one in origins(ds):

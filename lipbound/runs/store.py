@@ -120,7 +120,7 @@ def _own_attributes(ds: xr.Dataset) -> None:
 
 
 def _attributes(ds: xr.Dataset) -> list[dict[Any, Any]]:
-    """Those of a Dataset and of its variables."""
+    """Attributes of a Dataset and of its variables."""
     return [ds.attrs, *(variable.attrs for variable in ds.variables.values())]
 
 

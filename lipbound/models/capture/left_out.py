@@ -53,7 +53,7 @@ class Watch(TorchDispatchMode):
             self._seen = False
 
     def names(self, captured: Collection[str]) -> str:
-        """Some of what was found, but for modules that were captured, with their types."""
+        """Names and types of some of the modules that were found, without those that were captured."""
         found = [f"{name or 'the model itself'} ({type(module).__name__})" for name, module in self.found.items() if name not in captured]
         return ", ".join(found[:NAMED]) + (f" and {len(found) - NAMED} more" if len(found) > NAMED else "")
 

@@ -12,6 +12,7 @@ from lipbound.models.capture.norm_stub import stub_norms
 from lipbound.models.capture.recorder import RAISED, Call, handling, hidden_states
 from lipbound.models.capture.rotary_fit import ROTATION_TOLERANCE, find_rotation, misses
 from lipbound.models.offload import plain_copy
+from lipbound.models.quiet import first_line
 
 Tensors = tuple[Tensor, ...]
 POSITIONS = "position_embeddings"
@@ -97,8 +98,7 @@ class ProbedLayer:
         except RAISED as error:
             if isinstance(error, LipboundError):
                 raise
-            message = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-            raise self._call.unsupported(f"cannot be run by itself on other token vectors ({message})") from error
+            raise self._call.unsupported(f"cannot be run by itself on other token vectors ({first_line(error)})") from error
         raise CaptureError(f"layer {self._call.name}: probing did not reach the attention interface")
 
     def rotation(self, known: Iterable[tuple[Rotation | None, Tensor]] = ()) -> tuple[Rotation | None, Tensor]:

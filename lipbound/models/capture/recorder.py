@@ -16,6 +16,7 @@ from transformers.masking_utils import eager_mask
 
 from lipbound.errors import CaptureError, LipboundError, shown
 from lipbound.models.capture.left_out import Watch
+from lipbound.models.quiet import first_line
 from lipbound.models.training.recomputing import attention_configs
 from lipbound.models.unwrapping import bare_inputs
 
@@ -214,8 +215,7 @@ RAISED = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, Asse
 
 def cannot_compute(model: nn.Module, error: Exception) -> CaptureError:
     """The error about a forward pass that fails."""
-    message = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return CaptureError(f"{type(model).__name__} cannot compute with these inputs: {message[:300]}")
+    return CaptureError(f"{type(model).__name__} cannot compute with these inputs: {first_line(error)}")
 
 
 def forward(model: PreTrainedModel, inputs: Mapping[str, Tensor], *, cache: bool = False) -> None:

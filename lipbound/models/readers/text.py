@@ -73,7 +73,7 @@ class TextReader(Reader):
         return Inputs(batch, description, f"{kind}, each text cut at {max_length} tokens", notes + said + _unknown(tokenizer, batch))
 
     def items(self, checkpoint: Checkpoint, data: Any, split: str | None, column: str | None) -> Found:
-        """As of `Reader.items`; tokens in memory are items, too."""
+        """The items of some data, as `Reader.items` has them; tokens in memory are items, too."""
         given = given_tokens(data)
         if given is None:
             return super().items(checkpoint, data, split, column)

@@ -58,7 +58,7 @@ class LowRank:
         return shape[::-1] if self.transposed else shape
 
     def __call__(self, weight: Tensor) -> Tensor:
-        """On the CPU, so that the sum is the same on every device."""
+        """The changed weight; added up on the CPU, so that the sum is the same on every device."""
         added = self.scale * (self.b.double() @ self.a.double())
         return (weight.cpu().double() + (added.mT if self.transposed else added)).to(weight.dtype).to(weight.device)
 
@@ -99,7 +99,7 @@ class Adapter:
 
     @cached_property
     def file(self) -> Path:
-        """Its weights; raises CheckpointError where there are none, or damaged ones."""
+        """The file of its weights; raises CheckpointError where there is none, or a damaged one."""
         found = next((self.folder / name for name in WEIGHTS if (self.folder / name).is_file()), None)
         if found is None:
             raise CheckpointError(f"the adapter {self.name} has no weights ({' or '.join(WEIGHTS)})")
@@ -112,7 +112,7 @@ class Adapter:
         return f"sha256:{sha256([self.file, self.folder / CONFIG])}"
 
     def tensors(self) -> dict[str, Tensor]:
-        """Its weights by their names, without what PEFT puts in front of them."""
+        """The tensors of its file by their names, without what PEFT puts in front of them."""
         try:
             read: Any = load_file if self.file.suffix == ".safetensors" else _load_pickle
             found: dict[str, Tensor] = read(self.file)
