@@ -307,8 +307,8 @@ def test_registry_is_complete() -> None:
 
 
 def test_names_are_unique() -> None:
+    texts = dict.fromkeys(("label", "citation", "statement", "statement_latex", "source", "assumptions", "cost"), "")
     with pytest.raises(ValueError, match="already registered"):
-        texts = dict.fromkeys(("label", "citation", "statement", "statement_latex", "source", "assumptions", "cost"), "")
         bounds.bound("yudin", **texts, condition=lambda a: a.p)(lambda a: a.p)
 
 

@@ -189,12 +189,6 @@ def _fresh_rotary_tables(model: nn.Module) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def check_model(model: object) -> None:
-    """Raise CaptureError for what is no transformers model."""
-    if not isinstance(model, PreTrainedModel):
-        raise CaptureError(f"model is {shown(model)}; give a loaded transformers model (of lipbound.load_checkpoint(...).model, for one)")
-
-
 def taken(model: PreTrainedModel, inputs: object) -> dict[str, Tensor]:
     """Inputs as a model's forward takes them: floating-point ones in its dtype, those of `lipbound.prepare` on its device.
 
