@@ -38,7 +38,7 @@ FORMULA = re.compile(
 )
 """What statements, labels and descriptions of ours write as plain text."""
 HASH = re.compile(r"\b([0-9a-f]{16})[0-9a-f]{16,}\b")
-LONG = 24
+LONG = 20
 """Characters of a word from which on it may be broken at its punctuation."""
 
 
@@ -66,8 +66,9 @@ def _words(text: str) -> str:
 
 
 def _breakable(word: str) -> str:
-    """A long word, with places to break it behind punctuation and before capitals."""
-    return "\\allowbreak{}".join(escape_latex(piece) for piece in re.findall(r".+?(?:[/._:\-]+|(?<=[a-z0-9])(?=[A-Z])|$)", word))
+    """A long word, with places to break it behind punctuation, before capitals, and in the middle of a hash."""
+    ends = r"[/._:\-]+|(?<=[a-z0-9])(?=[A-Z])|(?<=\b[0-9a-f]{8})(?=[0-9a-f]{8}\b)|$"
+    return "\\allowbreak{}".join(escape_latex(piece) for piece in re.findall(rf".+?(?:{ends})", word))
 
 
 def _formula(match: re.Match[str], found: str) -> str:
