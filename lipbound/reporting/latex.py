@@ -38,7 +38,8 @@ FORMULA = re.compile(
 )
 """What statements, labels and descriptions of ours write as plain text."""
 HASH = re.compile(r"\b([0-9a-f]{16})[0-9a-f]{16,}\b")
-LONG = 20
+SHORT_HASH = re.compile(r"\b[0-9a-f]{16}\b")
+LONG = 24
 """Characters of a word from which on it may be broken at its punctuation."""
 
 
@@ -58,7 +59,7 @@ def typeset(text: str) -> str:
 
 def _words(text: str) -> str:
     """Foreign text without formulas, long words breakable, marks raised."""
-    pieces = [_breakable(piece) if len(piece) > LONG else escape_latex(piece) for piece in re.split(r"( +)", text)]
+    pieces = [_breakable(piece) if len(piece) > LONG or SHORT_HASH.search(piece) else escape_latex(piece) for piece in re.split(r"( +)", text)]
     text = "".join(pieces)
     for sign, command in SIGNS.items():
         text = text.replace(sign, command)
