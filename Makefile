@@ -11,7 +11,7 @@ MIN_STAMP := $(VENV_MIN)/installed
 
 .PHONY: demo test quick test-min test-kernels test-all every lint outputs docs release-check debian figures notebooks bench accuracy tightness clean
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): setup.cfg constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3 ..."; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt "torch==2.13.0"
@@ -27,7 +27,7 @@ $(RELEASE_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[release]"
 	touch $@
 
-$(MIN_STAMP): pyproject.toml constraints-min.txt
+$(MIN_STAMP): setup.cfg constraints-min.txt
 	test -x $(VENV_MIN)/bin/python || $(PYTHON) -m venv $(VENV_MIN)
 	$(VENV_MIN)/bin/python -m pip install --quiet --constraint constraints-min.txt torch
 	$(VENV_MIN)/bin/python -m pip install --quiet --constraint constraints-min.txt --editable ".[test]"
@@ -47,7 +47,7 @@ test: $(STAMP)
 quick: $(STAMP)
 	LIPBOUND_TESTS_SHARE=0.1 $(BIN)/python -m pytest -m "not slow"
 
-# The tests of `make quick` with the lowest versions that pyproject.toml admits, in a virtual environment of their own.
+# The tests of `make quick` with the lowest versions that setup.cfg admits, in a virtual environment of their own.
 test-min: $(MIN_STAMP)
 	LIPBOUND_TESTS_SHARE=0.1 $(VENV_MIN)/bin/python -m pytest -m "not slow"
 
@@ -65,6 +65,7 @@ every: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 
 # Reports in a real browser; tables and citations through LaTeX, in an article, in two columns and on slides, without overfull boxes: needs Debian's chromium, texlive and poppler-utils (`make debian`).

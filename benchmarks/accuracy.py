@@ -23,11 +23,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("lanczos", {"tol": 1e-4}),
     ("lanczos", {"tol": 1e-3, "delta": 1e-10}),
     ("lanczos", {"tol": 1e-6, "delta": 1e-10}),
-    ("golub-kahan", {"tol": 1e-3, "delta": 1e-10}),
     ("power", {"tol": 1e-4}),
     ("dense", {}),
     ("deflation", {"tol": 1e-7}),
-    ("cholesky", {"tol": 1e-7}),
 ]
 
 

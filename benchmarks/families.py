@@ -34,7 +34,7 @@ def ratios(layers: list[LayerCapture]) -> dict[str, Any]:
     }  # fmt: skip
     for name in lb.bounds.names():
         bound = lb.bounds.get(name)
-        if bound.costly or bound.map != "head" or not all(bound.applies(layer.attention) for layer in layers):
+        if bound.map != "head" or not all(bound.applies(layer.attention) for layer in layers):
             continue
         if not all(bool(bound.sound(layer.attention).all()) for layer in layers):
             continue

@@ -2,7 +2,7 @@
 
 Two samples of at most 128 tokens of each checkpoint's own data (one sample of every third layer of the largest), one attention head at a time.
 For every norm: bound / exact over samples, layers and heads, the exact norm being that of the map that the bound is about, and how often the
-assumptions of the bound hold. `lipbound_gram`, which is costly, is measured where it takes less than a few minutes.
+assumptions of the bound hold.
 """
 
 import json
@@ -20,12 +20,12 @@ from lipbound.bounds.entry import NORMS
 from lipbound.runs.provenance import versions
 
 CHECKPOINTS: dict[str, dict[str, Any]] = {
-    "builtin:minilm": {"samples": 2, "costly": True},
-    "builtin:gpt2": {"samples": 2, "costly": True},
-    "builtin:vit": {"samples": 2, "costly": True},
-    "builtin:llama": {"samples": 2, "costly": True},
-    "builtin:qwen3": {"samples": 2, "costly": False},
-    "builtin:smollm2": {"samples": 1, "costly": False, "layers": list(range(0, 30, 3))},
+    "builtin:minilm": {"samples": 2},
+    "builtin:gpt2": {"samples": 2},
+    "builtin:vit": {"samples": 2},
+    "builtin:llama": {"samples": 2},
+    "builtin:qwen3": {"samples": 2},
+    "builtin:smollm2": {"samples": 1, "layers": list(range(0, 30, 3))},
 }
 
 
@@ -46,13 +46,12 @@ def entries(ds: xr.Dataset) -> dict[str, Any]:
     return found
 
 
-def measured(model: str, samples: int, costly: bool, layers: list[int] | None = None) -> dict[str, Any]:
+def measured(model: str, samples: int, layers: list[int] | None = None) -> dict[str, Any]:
     """Every norm of one checkpoint."""
     row: dict[str, Any] = {"samples": samples, "norms": {}}
     for norm in NORMS:
-        wanted = "all" if costly else "default"
         start = time.perf_counter()
-        ds = lb.compare(model, bounds=wanted, norm=norm, samples=samples, layers=layers, progress=False)
+        ds = lb.compare(model, norm=norm, samples=samples, layers=layers, progress=False)
         row |= {"layers": ds.sizes["layer"], "heads": ds.sizes["layer"] * ds.sizes["head"], "tokens": int(ds.attrs["tokens"])}
         row["norms"][norm] = {
             "exact": [float(ds["exact"].min()), float(ds["exact"].max())],

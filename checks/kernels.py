@@ -45,14 +45,14 @@ TESTS = (
 
 
 def run(kernel: str, threads: int, tests: list[str]) -> tuple[bool, str]:
-    """Whether the tests that are not slow pass under a kernel, and what pytest says: its last line, or everything where one fails."""
+    """Run the tests that are not slow under a kernel: whether they pass, and what pytest says (its last line, or everything where one fails)."""
     own = {name for variables in KERNELS.values() for name in variables}
     environment = {name: value for name, value in os.environ.items() if name not in own}
     environment |= KERNELS[kernel] | {"LIPBOUND_TESTS_THREADS": str(threads)}
     environment.setdefault("LIPBOUND_TESTS_SHARE", "0.1")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-m", "not slow", "--color=no", *tests], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    workers = max(1, (os.cpu_count() or 1) // threads)  # threads that wait for a core spin
+    command = [sys.executable, "-m", "pytest", "-n", str(workers), "-m", "not slow", "--color=no", *tests]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     said = done.stdout.strip()
     return done.returncode == 0, said.splitlines()[-1] if said and done.returncode == 0 else f"FAILED\n{said}\n{done.stderr}".rstrip()
 

@@ -11,16 +11,12 @@ Public names are imported when they are first used: ``import lipbound`` itself l
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lipbound import moved
-
 if TYPE_CHECKING:
     from lipbound import bounds as bounds
     from lipbound import regularizers as regularizers
     from lipbound.analysis.adversary import attack as attack
     from lipbound.analysis.adversary import radius_curve as radius_curve
     from lipbound.analysis.network import network_norm as network_norm
-    from lipbound.analysis.network_bound import NetworkBound as NetworkBound
-    from lipbound.analysis.network_bound import network_bound as network_bound
     from lipbound.attention.layer import Attention as Attention
     from lipbound.errors import LipboundError as LipboundError
     from lipbound.jacobians.spectral_norm import spectral_norm as spectral_norm
@@ -46,7 +42,6 @@ __version__ = "0.1.0"
 _HOME = {
     "Attention": "attention.layer",
     "LipboundError": "errors",
-    "NetworkBound": "analysis.network_bound",
     "Norm": "linalg.solution",
     "TokenProfile": "jacobians.tokens.profile",
     "attack": "analysis.adversary",
@@ -57,7 +52,6 @@ _HOME = {
     "concat": "runs.concat",
     "load": "runs.store",
     "load_checkpoint": "models.checkpoints",
-    "network_bound": "analysis.network_bound",
     "network_norm": "analysis.network",
     "prepare": "models.inputs",
     "radius_curve": "analysis.adversary",
@@ -71,8 +65,8 @@ _HOME = {
 _MODULES = {"bounds": "bounds", "plots": "reporting.plots", "regularizers": "regularizers", "tables": "reporting.tables"}
 _INSIDE = ("analysis", "attention", "devices", "errors", "formatting", "jacobians", "linalg", "models", "reporting", "runs")
 __all__ = [
-    "Attention", "LipboundError", "NetworkBound", "Norm", "TokenProfile", "attack", "attention_probabilities", "bounds", "capture", "cite",
-    "compare", "concat", "load", "load_checkpoint", "network_bound", "network_norm", "plots", "prepare", "radius_curve", "regularizers", "report",
+    "Attention", "LipboundError", "Norm", "TokenProfile", "attack", "attention_probabilities", "bounds", "capture", "cite",
+    "compare", "concat", "load", "load_checkpoint", "network_norm", "plots", "prepare", "radius_curve", "regularizers", "report",
     "save", "spectral_norm", "tables", "token_norm", "token_profile", "verify",
 ]  # fmt: skip
 
@@ -83,7 +77,7 @@ def __getattr__(name: str) -> Any:
         value = importlib.import_module(f"lipbound.{_MODULES[name]}")
     elif name in _HOME:
         value = getattr(importlib.import_module(f"lipbound.{_HOME[name]}"), name)
-    elif name in _INSIDE or name in moved.MOVED:
+    elif name in _INSIDE:
         return importlib.import_module(f"lipbound.{name}")
     else:
         raise AttributeError(f"module 'lipbound' has no attribute {name!r}")
@@ -93,6 +87,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
-
-
-moved.install()

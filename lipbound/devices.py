@@ -53,7 +53,7 @@ def resolve_device(device: str | torch.device) -> str:
 
 
 def has_float64(device: str | torch.device) -> bool:
-    """Whether a device computes in float64, which Apple's GPUs do not."""
+    """Tell whether a device computes in float64, which Apple's GPUs do not."""
     if torch.device(device).type in ("cpu", "cuda"):
         return True
     try:
@@ -63,7 +63,7 @@ def has_float64(device: str | torch.device) -> bool:
 
 
 def measuring_device(device: torch.device) -> torch.device:
-    """Where the layers of a model on a device are measured: there, or on the CPU where the device has no float64."""
+    """The device on which the layers of a model are measured: its own, or the CPU where that has no float64."""
     return device if has_float64(device) else torch.device("cpu")
 
 

@@ -149,6 +149,16 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def one_line(error: BaseException) -> str:
+    r"""The message of an error of the system or of another package, on one line.
+
+    >>> one_line(ValueError("this\nand that")), one_line(OSError(28, "No space left on device")), one_line(KeyError())
+    ('this', 'No space left on device', 'KeyError')
+    """
+    said = str(getattr(error, "strerror", None) or error).strip()
+    return said.splitlines()[0] if said else type(error).__name__
+
+
 def name_or_none(name: str, value: Any) -> str | None:
     """An argument that is text, or None."""
     if value is None or (isinstance(value, str) and value.strip()):
@@ -157,7 +167,7 @@ def name_or_none(name: str, value: Any) -> str | None:
 
 
 def sample_count(samples: Any, error: type[LipboundError] = LipboundError) -> int | None:
-    """How many samples are wanted: a whole number of at least 1, or None for "all".
+    """The number of samples that is wanted: a whole number of at least 1, or None for "all".
 
     >>> sample_count("all"), sample_count(8)
     (None, 8)

@@ -89,20 +89,19 @@ def check_schemas() -> None:
         print(f"valid: {', '.join(files)}")
 
 
-def build(commit: str, out: Path) -> dict[str, str]:
+def built(commit: str, out: Path) -> dict[str, str]:
     """Both distributions of a commit, from a clone of its own; their sha256 by name."""
     with tempfile.TemporaryDirectory() as folder:
         run("git", "clone", "--quiet", ROOT, folder)
         run("git", "checkout", "--quiet", commit, cwd=Path(folder))
-        time = run("git", "log", "-1", "--format=%ct", cwd=Path(folder)).strip()
-        run(sys.executable, "-m", "build", "--outdir", out, folder, SOURCE_DATE_EPOCH=time)
+        run(sys.executable, Path(folder) / "release" / "build.py", out)
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(out.iterdir())}
 
 
 def check_distributions(out: Path) -> tuple[Path, Path]:
     """Build them twice and look at them; the wheel and the source distribution."""
     commit = run("git", "rev-parse", "HEAD").strip()
-    first, second = (build(commit, out / name) for name in ("first", "second"))
+    first, second = (built(commit, out / name) for name in ("first", "second"))
     if first != second:
         raise SystemExit(f"two builds of {commit} differ: {first} and {second}")
     wheel, source = (next((out / "first").glob(pattern)) for pattern in ("*.whl", "*.tar.gz"))
@@ -123,7 +122,7 @@ def check_recipe(source: Path) -> None:
     (variant,) = Stage0Recipe.from_yaml(recipe.filled(source)).render(VariantConfig(), settings)
     rendered = variant.recipe.to_dict()
     (origin,) = rendered["source"]
-    if origin["sha256"] != hashlib.sha256(source.read_bytes()).hexdigest() or not origin["url"].endswith(f"/{source.name}"):
+    if origin["sha256"] != hashlib.sha256(source.read_bytes()).hexdigest() or Path(origin["path"]).name != source.name:
         raise SystemExit(f"the recipe is of another source: {origin}")
     print(f"conda/recipe.yaml: renders, {len(rendered['requirements']['run'])} requirements")
 

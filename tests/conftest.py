@@ -81,7 +81,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def gpt2_run() -> Iterator[xr.Dataset]:
-    """A run of all bounds that are not costly on a small GPT-2, 2 samples x 2 layers x 4 heads; take ``copy(deep=True)`` to change it."""
+    """A run of all bounds on a small GPT-2, 2 samples x 2 layers x 4 heads; take ``copy(deep=True)`` to change it."""
     from support.models import AFFINE, build, inputs_for
 
     model = build(AFFINE["gpt2"])

@@ -58,9 +58,10 @@ def test_numbers_do_not_depend_on_how_many_threads_there_are(checkpoint, threads
         threads(count)
         runs.append(lb.compare(checkpoint, samples=3, exact_samples=2, max_length=24, layers=[0], bounds=["lipbound", "yudin_sqrt_n", "castin"]))
     assert int(np.isfinite(runs[0].exact).sum()) == 2 * runs[0].sizes["head"]
+    rounding = 24 * 128 * np.finfo(float).eps  # sums over tokens and inputs, which the processor's library adds up in another order
     for other in runs[1:]:
-        for name in runs[0].drop_vars("checksum").data_vars:  # but for sums that the processor's library rounds in another order
-            np.testing.assert_allclose(other[name], runs[0][name], rtol=4e-15)
+        for name in runs[0].drop_vars("checksum").data_vars:
+            np.testing.assert_allclose(other[name], runs[0][name], rtol=rounding)
 
 
 def test_a_room_is_used_again_where_it_is_large_enough() -> None:

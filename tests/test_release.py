@@ -1,8 +1,13 @@
 """What is published says one thing everywhere: lowest versions, the recipe for conda, Pythons, the date of a version."""
 
+import configparser
 import hashlib
 import importlib.util
+import io
 import re
+import subprocess
+import sys
+import tarfile
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -12,11 +17,10 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from lipbound import moved
-
 ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-PACKAGE = PROJECT["project"]
+TOOLS_OF = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PACKAGE = configparser.ConfigParser()
+PACKAGE.read(ROOT / "setup.cfg")
 RECIPE = yaml.safe_load((ROOT / "conda" / "recipe.yaml").read_text())
 CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
 """Where conda-forge calls a package otherwise."""
@@ -29,12 +33,18 @@ def pins(name: str) -> dict[str, str]:
     return {canonicalize_name(line.split("==")[0]): line.split("==")[1] for line in lines}
 
 
+def listed(section: str, name: str) -> list[str]:
+    """The lines of a value of setup.cfg."""
+    return [line for line in PACKAGE[section][name].splitlines() if line]
+
+
 def named(requirements: list[str]) -> dict[str, Requirement]:
     return {canonicalize_name(one.name): one for one in map(Requirement, requirements)}
 
 
-EXTRAS = PACKAGE["optional-dependencies"]
-DIRECT = named([*PACKAGE["dependencies"], *(one for extra, of in EXTRAS.items() if extra not in TOOLS for one in of)])
+EXTRAS = {name: listed("options.extras_require", name) for name in PACKAGE["options.extras_require"]}
+DEPENDENCIES = listed("options", "install_requires")
+DIRECT = named([*DEPENDENCIES, *(one for extra, of in EXTRAS.items() if extra not in TOOLS for one in of)])
 
 
 @pytest.mark.parametrize("name", sorted(DIRECT))
@@ -46,7 +56,7 @@ def test_lowest_versions_are_those_that_are_tested(name: str) -> None:
 
 
 def test_one_requirement_has_one_lowest_version() -> None:
-    every = [Requirement(one) for of in (PACKAGE["dependencies"], *EXTRAS.values()) for one in of]
+    every = [Requirement(one) for of in (DEPENDENCIES, *EXTRAS.values()) for one in of]
     for one in every:
         if canonicalize_name(one.name) in DIRECT:
             assert one.specifier == DIRECT[canonicalize_name(one.name)].specifier, one
@@ -57,21 +67,28 @@ def conda(requirements: list[str]) -> set[str]:
 
 
 def test_recipe_requires_what_the_package_does() -> None:
-    lowest = PACKAGE["requires-python"].removeprefix(">=")
+    lowest = PACKAGE["options"]["python_requires"].removeprefix(">=")
     context, requirements = RECIPE["context"], RECIPE["requirements"]
     assert context["python_min"] == lowest
-    assert set(requirements["run"]) == conda(PACKAGE["dependencies"]) | {"python >=${{ python_min }}"}
-    assert set(requirements["host"]) == conda(PROJECT["build-system"]["requires"]) | {"python ${{ python_min }}.*", "pip"}
-    (script,) = (f"{name} = {place}" for name, place in PACKAGE["scripts"].items())
-    assert RECIPE["build"]["python"]["entry_points"] == [script]
-    assert RECIPE["about"]["license_file"] == PACKAGE["license-files"]
-    assert (RECIPE["about"]["summary"], RECIPE["about"]["license"]) == (PACKAGE["description"], PACKAGE["license"])
+    assert set(requirements["run"]) == conda(DEPENDENCIES) | {"python >=${{ python_min }}"}
+    assert set(requirements["host"]) == conda(TOOLS_OF["build-system"]["requires"]) | {"python ${{ python_min }}.*", "pip"}
+    assert RECIPE["build"]["python"]["entry_points"] == listed("options.entry_points", "console_scripts")
+    about = PACKAGE["metadata"]
+    assert RECIPE["about"]["license_file"] == listed("metadata", "license_files")
+    assert (RECIPE["about"]["summary"], RECIPE["about"]["license"]) == (about["description"], about["license"])
+
+
+def test_the_description_for_an_index_has_no_links_to_files() -> None:
+    """There is no address that they could lead to; their texts stay."""
+    done = subprocess.run([sys.executable, "setup.py", "--long-description"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert re.findall(r"\]\((?!https?:|#)[^)]*\)", done.stdout) == []
+    assert "what `exact_upper` means" in done.stdout
 
 
 def test_pythons_are_those_that_the_workflow_tests() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "checks.yml").read_text())
     prefix = "Programming Language :: Python :: 3."
-    claimed = [one.removeprefix("Programming Language :: Python :: ") for one in PACKAGE["classifiers"] if one.startswith(prefix)]
+    claimed = [one.removeprefix("Programming Language :: Python :: ") for one in listed("metadata", "classifiers") if one.startswith(prefix)]
     assert claimed == workflow["jobs"]["tests"]["strategy"]["matrix"]["python"]
 
 
@@ -126,16 +143,23 @@ def test_recipe_gets_the_sum_of_a_source_distribution(tmp_path: Path, monkeypatc
         recipe.filled(source.rename(tmp_path / "lipbound-9.9.9.tar.gz"))
 
 
-def renamed_modules(row: str) -> dict[str, str]:
-    """Old module -> new one, of a row of the changelog: the second column may name their folder first, followed by a colon."""
-    _, old, new, _ = row.split("|")
-    folder, _, listed = new.rpartition(": ")
-    prefix = f"{folder.strip().strip('`')}." if folder else ""
-    return dict(zip(re.findall("`(.+?)`", old), (prefix + one for one in re.findall("`(.+?)`", listed)), strict=True))
-
-
-def test_changelog_says_where_modules_moved() -> None:
-    table = (ROOT / "CHANGELOG.md").read_text().split("| before, in `lipbound` | now |\n|---|---|\n")[1].split("\n\n")[0]
-    said = {old: new for row in table.splitlines() for old, new in renamed_modules(row).items()}
-    assert {old: new for old, new in said.items() if new not in moved.MOVED[old].split()} == {}
-    assert len(said) > 60
+def test_a_source_distribution_is_packed_the_same_whoever_packs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build = script("build", monkeypatch)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "one.py").write_text("1\n")
+    (tmp_path / "a" / "two.sh").write_text("2\n")
+    (tmp_path / "a" / "two.sh").chmod(0o700)
+    packed = []
+    for order, owner in ((("one.py", "two.sh"), 0), (("two.sh", "one.py"), 1000)):
+        source = tmp_path / f"{owner}.tar.gz"
+        with tarfile.open(source, "w:gz") as archive:
+            for name in order:
+                member = archive.gettarinfo(tmp_path / "a" / name, arcname=f"a/{name}")
+                member.uid, member.mtime = owner, 1_000_000 + owner
+                with (tmp_path / "a" / name).open("rb") as file:
+                    archive.addfile(member, file)
+        packed.append(build.packed(source, 1_700_000_000))
+    assert packed[0] == packed[1]
+    with tarfile.open(fileobj=io.BytesIO(packed[0])) as archive:
+        assert [(one.name, one.mode, one.mtime) for one in archive] == [("a/one.py", 0o644, 1_700_000_000), ("a/two.sh", 0o755, 1_700_000_000)]
+        assert archive.extractfile("a/two.sh").read() == b"2\n"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, BertForSequenceClassification
 
 import lipbound as lb
-from lipbound.bounds.ingredients import norm_m
+from lipbound.bounds.factors import norm_m
 from lipbound.models.capture.differentiable import attention_probabilities
 from lipbound.models.checkpoints import load_checkpoint
 from lipbound.regularizers.jasmin import JaSMin
@@ -70,7 +70,7 @@ def run(strength: float, seed: int, batch: dict[str, Tensor], labels: Tensor, fo
         "accuracy": 100 * right / TEST,
         "network_constant": float(lb.network_norm(model, few).lower.median()),
         "head_constant": float(heads.log().mean().exp()),
-        "softmax_norm": float(torch.stack([norm_m(att) for att in layers]).mean()),
+        "softmax_norm": float(torch.stack([norm_m(att).value() for att in layers]).mean()),
     }
 
 

@@ -9,7 +9,7 @@ GROUPS = {
     "Measure": ("compare", "spectral_norm", "token_norm", "token_profile", "network_norm", "Norm", "TokenProfile"),
     "Models, inputs, layers": ("load_checkpoint", "prepare", "capture", "attention_probabilities", "Attention"),
     "Runs": ("load", "save", "concat", "verify", "report", "cite"),
-    "Balls of inputs": ("attack", "radius_curve", "network_bound", "NetworkBound"),
+    "Balls of inputs": ("attack", "radius_curve"),
     "Errors": ("LipboundError",),
 }
 """Public names of the package, by what they are for."""
@@ -20,7 +20,7 @@ MODULES = {
     "regularizers": ("lipbound.regularizers", "penalties for training"),
 }
 """Public modules: the name that ``lipbound`` gives them, their home, what they hold."""
-LEFT_OUT = ("lipbound.moved", "lipbound.__main__", "lipbound.cli")
+LEFT_OUT = ("lipbound.__main__", "lipbound.cli")
 """Modules that nobody calls: paths of the last release, the entry point, the command line (which has a page of its own)."""
 INDEX = """API
 ===

@@ -73,7 +73,7 @@ def facts(bound: Bound) -> list[str]:
         "bounds": MAPS[bound.map],
         "norm": f"{bound.norm}: {NORMS[bound.norm]}",
         "covers": ", ".join(["plain heads", *(VARIANTS[name] for name in VARIANTS if name in bound.covers)]),
-        "cost per head": f"`{bound.cost}`" + (' (computed on request: `bounds="all"`)' if bound.costly else ""),
+        "cost per head": f"`{bound.cost}`",
         "over a ball of inputs": "yes, `over_ball`" if bound.ball else over_ball(bound),
         "derivatives": "yes" if bound.differentiable else "no",
     }
@@ -123,8 +123,7 @@ def tight(bound: Bound) -> list[str]:
         ratios = " | ".join(shown_ratio(entry[key]) for key in ("geomean", "min", "max"))
         lines.append(f"| `{model}` | {row['heads']} | {ratios} | {held} |")
     if missing:
-        why = "it is costly there" if bound.costly else "it says nothing about heads of that kind"
-        lines += ["", f"Not measured on {', '.join(missing)}: {why}."]
+        lines += ["", f"Not measured on {', '.join(missing)}: it says nothing about heads of that kind."]
     caption = f"Least, geometric mean and most of bound / exact. Grey: the other bounds of the norm; blue: {bound.name}."
     lines += ["", f"```{{figure}} ../pictures/tight-{bound.name}.svg", f":alt: {caption}", "", caption, "```", ""]
     versions = report["versions"]

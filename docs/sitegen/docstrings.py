@@ -24,7 +24,7 @@ MARKUP = re.compile(r"(``.+?``|:[\w:+-]+:`[^`]+`|`[^`]+`|\*\*[^*\s][^*]*\*\*|(?<
 """Literals, roles, references and emphasis: what stays as it is."""
 ROLE = "lipbound"
 """The role of what stands between single backticks."""
-TYPE_VARIABLE = re.compile(r"(^|\.)([A-Z]|Annotated|Callback|Function|Terms|Layer|Ball)$|[\[~]")
+TYPE_VARIABLE = re.compile(r"(^|\.)([A-Z]|Annotated|Callback|Function|Terms|Layer|Ball|Longest)$|[\[~]")
 """Names in signatures that stand for types and have no page."""
 SHORT = {
     "Tensor": "torch.Tensor",

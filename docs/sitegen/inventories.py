@@ -29,7 +29,9 @@ NAMES = {
         collections.abc.Hashable py:class library/collections.abc.html#$
         collections.abc.Mapping py:class library/collections.abc.html#$
         collections.abc.Sequence py:class library/collections.abc.html#$
+        collections.Counter py:class library/collections.html#$
         contextlib.AbstractContextManager py:class library/contextlib.html#$
+        _thread._local py:class library/threading.html#threading.local
         pathlib.Path py:class library/pathlib.html#$
         typing.Any py:data library/typing.html#$
         typing.Protocol py:class library/typing.html#$
@@ -73,6 +75,7 @@ NAMES = {
         torch.Tensor py:class tensors.html#$
         torch.dtype py:class tensor_attributes.html#$
         torch.device py:class tensor_attributes.html#$
+        torch.utils._python_dispatch.TorchDispatchMode py:class notes/extending.html#extending-all-torch-api-with-modes
         torch.Generator py:class generated/torch.Generator.html#$
         torch.nn.Module py:class generated/torch.nn.Module.html#$
         torch.nn.modules.module.Module py:class generated/torch.nn.Module.html#torch.nn.Module

@@ -25,10 +25,10 @@ TIMED = {
 }
 """Methods of exact_norms.json."""
 TOKEN_NORMS = {
-    "every-worst": "every token moves, worst output token",
-    "one-all": "one token moves, all outputs",
-    "one-worst": "one token moves, worst output token",
-    "all-worst": "all tokens move, worst output token",
+    "every-token": "every token moves, worst output token",
+    "one-token": "one token moves, all outputs",
+    "token-pair": "one token moves, worst output token",
+    "output-token": "all tokens move, worst output token",
 }
 
 
@@ -97,10 +97,8 @@ def long() -> str:
         lines.append(f"| {tokens} | {row['seconds']:.3g} | {row['steps']} | {row['error']:.0e} | {row['peak_gb']:.2g} |")
     lines += ["", f"Time grows as N^{found['time_exponent']:.1f}. With one thread:", ""]
     lines += ["| | tokens | seconds of the processor | peak memory, GB |", "|---|---|---|---|"]
-    names = {"certified": "norm, enclosed to 1e-3", "lipbound": "`lipbound`", "rotary": "`lipbound`, with rotary embeddings"}
-    for name, text in names.items():
-        for tokens, row in found["one_thread"].get(name, {}).items():
-            lines.append(f"| {text} | {tokens} | {row['processor_seconds']:.3g} | {row['peak_gb']:.2g} |")
+    for tokens, row in found["one_thread"].items():
+        lines.append(f"| norm, enclosed to 1e-3 | {tokens} | {row['processor_seconds']:.3g} | {row['peak_gb']:.2g} |")
     return "\n".join(lines)
 
 
@@ -109,7 +107,7 @@ def bound_costs() -> str:
     found = report("bounds.json")["minilm"]
     lines = ["| | time over plain exact norms | bound / exact, geometric mean | largest |", "|---|---|---|---|"]
     lines += [f"| exact norms, enclosed | {found['enclosure']['time_over_exact']:.2g} | | |"]
-    for name in ("lipbound_block", "lipbound", "lipbound_gram"):
+    for name in ("lipbound_block", "lipbound"):
         row = found[name]
         lines.append(f"| `{name}` | {row['time_over_exact']:.3g} | {row['geomean']:.3g} | {row['max']:.3g} |")
     return "\n".join(lines)
@@ -135,20 +133,6 @@ def balls() -> str:
     said = (
         f"{plain['balls']} balls around small plain heads and {variants['balls']} around heads with rotary position embeddings, caps and sinks were "
         f"attacked in float64: {plain['below'] + variants['below']} of the bounds were below what was found."
-    )
-    return "\n".join([*lines, "", said, "", measured_with(found)])
-
-
-def network_bounds() -> str:
-    """What benchmarks/network_bound.py has measured."""
-    found = report("network_bound.json")
-    lines = ["| model | blocks | radius / token | bound | exact at the centre | attack | product of sublayers |", "|---|---|---|---|---|---|---|"]
-    for row in found["rows"]:
-        numbers = (row[name] for name in ("bound", "centre", "attack", "product"))
-        lines.append(f"| `{row['model']}` | {row['blocks']} | {row['radius']:g} | {' | '.join(f'{x:.3g}' for x in numbers)} |")
-    attacked = found["attacked"]
-    said = (
-        f"{attacked['balls']} balls around small random models were attacked in float64: {attacked['below']} of the bounds were below what was found."
     )
     return "\n".join([*lines, "", said, "", measured_with(found)])
 
@@ -246,7 +230,7 @@ def study() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     part.__name__: part
     for part in (
-        accuracy, speed, gemm, compiled, long, bound_costs, default_costs, balls, network_bounds, families, memory, token_norms, startup, cluster,
+        accuracy, speed, gemm, compiled, long, bound_costs, default_costs, balls, families, memory, token_norms, startup, cluster,
         penalty_costs, study,
     )
 }  # fmt: skip

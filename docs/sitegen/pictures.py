@@ -27,8 +27,8 @@ STYLE: Any = {
 }  # fmt: skip
 NORMS: dict[str, Callable[[lb.Attention], lb.Norm]] = {
     "all tokens together\n(frobenius)": lambda att: lb.spectral_norm(att, vectors=True),
-    "every token a little\n(every-token)": lambda att: lb.token_norm(att, "every", "worst", vectors=True),
-    "one token alone\n(one-token)": lambda att: lb.token_norm(att, "one", "all", vectors=True),
+    "every token a little\n(every-token)": lambda att: lb.token_norm(att, "every-token", vectors=True),
+    "one token alone\n(one-token)": lambda att: lb.token_norm(att, "one-token", vectors=True),
 }
 """The three norms, and the steepest direction of each."""
 
@@ -111,8 +111,7 @@ def certificate(target: Path) -> None:
 
 
 CHAIN = (
-    ("lipbound_gram", "norms of the blocks of J Jᵀ"),
-    ("lipbound", "norms of their terms"),
+    ("lipbound", "norms of the terms of the blocks of J Jᵀ"),
     ("lipbound_block", "norms of the blocks of J"),
     ("yudin_sqrt_n", "one worst row of P for all tokens; norms of X and A apart"),
     ("yudin", "norm of the softmax Jacobian instead of its effect on X"),

@@ -111,7 +111,7 @@ def columns(norm: str) -> list[str]:
     for bound in (bounds.get(name) for name in bounds.names(norm)):
         if bound.citation != ours:
             source = f"{paper(bound.citation)}: {bound.source}"
-            cells = [f"[`{bound.name}`]({bound.name}.md)", source, bound.statement, bound.assumptions, bound.caveat or "never"]
+            cells = [f"[`{bound.name}`]({bound.name}.md)", source, bound.statement_latex, bound.assumptions, bound.caveat or "never"]
             lines.append(f"| {' | '.join(map(cell, cells))} |")
     lines = [*lines[:4], "No published bound is known to us."] if len(lines) == 6 else lines
     return [*lines, "", "Ours: " + ", ".join(f"`{name}`" for name in bounds.names(norm) if bounds.get(name).citation == ours) + ".", ""]

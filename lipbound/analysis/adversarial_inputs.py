@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds import ingredients as qty
+from lipbound.bounds import factors
 from lipbound.errors import LipboundError
 
 
@@ -134,7 +134,7 @@ def large_radius_limit(att: Attention) -> Limit:
     real = torch.ones_like(top[..., 0], dtype=torch.bool) if att.valid is None else att.valid[:, None, :].expand_as(top[..., 0])
     gap = torch.full_like(top[..., 0], math.inf) if att.tokens == 1 else top[..., 0] - top[..., 1]
     counts = torch.zeros_like(top[..., 0]).scatter_add_(-1, where[..., 0], real.double())
-    return Limit(qty.norm_v(att) * counts.amax(-1).sqrt(), gap.masked_fill(~real, math.inf).amin(-1))
+    return Limit(factors.norm_v(att).value() * counts.amax(-1).sqrt(), gap.masked_fill(~real, math.inf).amin(-1))
 
 
 def quadratic_inputs(att: Attention, tokens: int, radius: float) -> Tensor:
@@ -175,7 +175,7 @@ def crossover_length(att: Attention) -> Tensor:
     exceeds the range of float64 on pretrained heads.
     """
     att.only("Proposition 3.4")
-    t = qty.norm_a(att) * qty.radius(att) ** 2
+    t = factors.norm_a(att).value() * factors.radius(att).value() ** 2
     first = 4 * t + 2 * torch.log1p(3 * t) - math.log(3)  # log of the first term of the numerator
     rest = torch.log1p(-(t**2) * (-first).exp())
     return (first + rest - torch.log1p(4 * t**2)) / math.log(10)

@@ -189,20 +189,6 @@ def _from_gradients(op: JacobianOperator) -> Norm:
     return Norm(sigma, sigma * (1 + error), steps, torch.ones(op.batch, dtype=torch.bool), error)
 
 
-@in_own_modes
-def block_product(model: "PreTrainedModel", inputs: Inputs, *, tol: float = 1e-3, delta: float | None = 1e-6, seed: int = 0) -> dict[str, Tensor]:
-    """Exact norms of every block and of what follows the last one, and their product, an upper bound on the whole network's: (samples,) each.
-
-    The product is of upper ends where ``delta`` is given (total failure probability), else of estimates.
-    """
-    count = len(blocks(model))
-    share = None if delta is None else delta / (count + 1)
-    values = {f"block {i}": network_norm(model, inputs, start=i, end=i, tol=tol, delta=share, seed=seed) for i in range(count)}
-    values["head"] = _norm(model, inputs, count, _output_name(model), tol, share, seed, 16)
-    factors = {name: norm.lower if delta is None else norm.upper for name, norm in values.items()}
-    return factors | {"product": torch.stack(list(factors.values())).prod(0)}
-
-
 def _output_name(model: "PreTrainedModel") -> str:
     return "last_hidden_state" if type(model) is type(model.base_model) else "logits"
 
@@ -293,7 +279,7 @@ def chain(
 
 
 def _real_tokens(model: "PreTrainedModel", inputs: Inputs, value: Tensor, block: nn.Module | None) -> Tensor | None:
-    """Which tokens of a tensor (samples, N, ...) are not padding, (samples, N, 1), None for all.
+    """Tokens of a tensor (samples, N, ...) that are not padding, (samples, N, 1) bool; None for all.
 
     Of an encoder and a decoder each has its own padding: the stream is that of a ``block``, or for None that of the outputs.
     """

@@ -116,7 +116,7 @@ class Fields:
         """Raise AttentionError if the layer has variants that ``what`` does not cover."""
         other = [step.title for step in sorted(self.scoring.steps, key=lambda step: step.place) if step.name not in allowed]
         if other:
-            covering = "exact norms of heads, 'lipbound', 'lipbound_block' and 'lipbound_gram'"
+            covering = "exact norms of heads, 'lipbound' and 'lipbound_block'"
             raise AttentionError(f"{what} does not cover {' and '.join(other)}; {covering} do")
 
     # -- shapes ------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ BLOCKED = -1e30
 
 
 def zero_one(mask: Tensor) -> bool:
-    """Whether a mask holds nothing but 0 and 1, and both: it was hardly meant to be added to scores.
+    """Tell whether a mask holds 0 and 1, both and nothing else: it was hardly meant to be added to scores.
 
     >>> zero_one(torch.ones(2, 2).tril()), zero_one(torch.zeros(2, 2))
     (True, False)

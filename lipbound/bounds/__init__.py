@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from lipbound.bounds.audit import audit  # here, so that importing the module of that name does not replace the function
 from lipbound.bounds.entry import Bound
 from lipbound.bounds.registry import PAPERS, bibliography, bound, evaluate, get, names, resolve
-from lipbound.moved import MOVED
 
 if TYPE_CHECKING:
     from lipbound.bounds.after_layer_norm import after_norm as after_norm
@@ -29,7 +28,7 @@ def __getattr__(name: str) -> Any:
         value: Any = bibliography()
     elif name in _HOME:
         value = getattr(importlib.import_module(f"lipbound.bounds.{_HOME[name]}"), name)
-    elif name in _INSIDE or f"bounds.{name}" in MOVED:
+    elif name in _INSIDE:
         return importlib.import_module(f"lipbound.bounds.{name}")
     else:
         raise AttributeError(f"module 'lipbound.bounds' has no attribute {name!r}")

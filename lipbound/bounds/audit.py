@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 L2_SLACK = 1e-9
 """Relative allowance for norms of L2 attention, which are float64 values without an enclosure."""
-FORMER_SLACK = {"float32": 1e-5, "float64": 1e-9}
-"""The same for exact norms of runs of before, whose ``exact_rounding`` says what rounding may have added to them."""
 
 
 def audit(ds: xr.Dataset) -> dict[str, dict[str, Any]]:
@@ -34,12 +32,12 @@ def audit(ds: xr.Dataset) -> dict[str, dict[str, Any]]:
     report = {}
     for name in bounds_there(ds):
         exact = ds[compared_with(ds, name)].values
-        slack, rounding = allowance(ds, compared_with(ds, name))
+        slack = allowance(compared_with(ds, name))
         if f"{name}_sound" not in ds.variables:
             raise LipboundError(f"{name}_sound, which says where the assumptions of {name} hold, was left out of the run; keep it")
         value, sound = ds[name].values, ds[f"{name}_sound"].values
         known = np.isfinite(exact) & ~np.isnan(value)  # a value that is not there accuses nobody; what cannot be evaluated is infinite
-        below = known & ~(value >= exact * (1 - slack) - np.asarray(rounding))
+        below = known & ~(value >= exact * (1 - slack))
         positive = known & (exact > 0)
         report[name] = {
             "compared": int(known.sum()),
@@ -74,11 +72,9 @@ def missing(ds: xr.Dataset, name: str) -> int:
     return int(lost[found].sum())
 
 
-def allowance(ds: xr.Dataset, exact: str = "exact") -> tuple[float, xr.DataArray | float]:
-    """How far, relatively and absolutely, the exact norms of a run may lie above the true ones: not at all where they are ends of enclosures."""
-    if exact == "exact_l2":
-        return L2_SLACK, 0.0
-    return (FORMER_SLACK[ds.attrs["dtype"]], ds["exact_rounding"]) if "exact_rounding" in ds else (0.0, 0.0)
+def allowance(exact: str = "exact") -> float:
+    """How far, relatively, exact norms of a run may lie above the true ones: not at all where they are ends of enclosures."""
+    return L2_SLACK if exact == "exact_l2" else 0.0
 
 
 def label(ds: xr.Dataset, name: str) -> str:
@@ -98,7 +94,7 @@ def caveat(ds: xr.Dataset, name: str) -> str:
 
 
 def norm_of(ds: xr.Dataset) -> str:
-    """The norm of a run's numbers, one of `lipbound.bounds.entry.NORMS`; runs that say none are of before, and Frobenius."""
+    """The norm of a run's numbers, one of `lipbound.bounds.entry.NORMS`; Frobenius where it says none."""
     return str(ds.attrs.get("norm", "frobenius"))
 
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds import factors
-from lipbound.bounds import ingredients as qty
+from lipbound.bounds import conditions, factors
 from lipbound.bounds.factors import ROOT3
 from lipbound.bounds.registry import bound
 from lipbound.bounds.terms import values_and_softmax
@@ -38,14 +37,15 @@ def _theorem_3_3(att: Attention, radius: float, norm: str = "token") -> Tensor:
     citation=CITATION,
     bibtex=BIBTEX,
     statement="||J|| <= sqrt(3) ||W_V|| (||A||^2 R^4 (4N+1) + N)^(1/2), R = max_i |x_i|",
+    statement_latex=r"$\|J\| \le \sqrt{3}\,\|W_V\|\,(\|A\|^2 R^4 (4N+1) + N)^{1/2}$, $R = \max_i |x_i|$",
     source="Theorem 3.3; Theorem 4.3 with a causal mask",
     assumptions="no query bias; any mask",
-    condition=qty.no_query_bias,
+    condition=conditions.no_query_bias,
     cost="O(N D + D d^2)",
     terms=_terms,
     ball=_theorem_3_3,
     caveat="it ignores the query bias, which enters the scores; with a large one the exact norm exceeds it",
-    covers=qty.LINEAR,
+    covers=conditions.LINEAR,
 )
 def castin(att: Attention) -> Tensor:
     r"""Theorem 3.3 (Theorem 2 of Yudin et al. 2025), with the radius of the smallest centred ball that holds the tokens:
@@ -73,9 +73,10 @@ def _with_biases(att: Attention, radius: float, norm: str = "token") -> Tensor:
     citation=CITATION,
     bibtex=BIBTEX,
     statement="||J|| <= sqrt(3) ||W_V|| (||A||^2 R^4 + N R^2 (||A|| R + |a|)^2 + N)^(1/2), a = scale W_K b_Q",
+    statement_latex=r"$\|J\| \le \sqrt{3}\,\|W_V\|\,(\|A\|^2 R^4 + N R^2 (\|A\| R + |a|)^2 + N)^{1/2}$, $a = \mathrm{scale}\,W_K b_Q$",
     source="after appendix E.3, derived anew, since the printed form could not be recovered",
     assumptions="any biases, any mask",
-    condition=qty.always,
+    condition=conditions.always,
     cost="O(N D + D d^2)",
     terms=_terms,
     ball=_with_biases,
@@ -100,7 +101,7 @@ def castin_bias(att: Attention) -> Tensor:
     return _with_biases(att, 0.0)
 
 
-@castin_bias.extends(*qty.LINEAR, condition=qty.always, terms=_terms)
+@castin_bias.extends(*conditions.LINEAR, condition=conditions.always, terms=_terms)
 def _castin_bias_linear(att: Attention) -> Tensor:
     n, r = factors.count(att), factors.radius(att)
     t, (q, k) = factors.norm_a(att) * r**2, factors.pull_of_biases(att)
@@ -159,9 +160,10 @@ def _from_side(att: Attention, side: Upper, distance: Upper) -> Tensor:
     citation=CITATION,
     bibtex=BIBTEX,
     statement="||J|| <= sqrt(3) ||W_V|| (R'^2 r^2 (N+1) + N)^(1/2), R' >= |A x_i| and |A^T x_i|, r = max_ij |x_i - x_j|",
+    statement_latex=r"$\|J\| \le \sqrt{3}\,\|W_V\|\,(R'^2 r^2 (N+1) + N)^{1/2}$, $R' \ge |A x_i|$ and $|A^T x_i|$, $r = \max_{ij} |x_i - x_j|$",
     source="Theorem C.3, with R' taken on both sides",
     assumptions="no query bias; any mask",
-    condition=qty.no_query_bias,
+    condition=conditions.no_query_bias,
     cost="O(N^2 D + N D d)",
     terms=_terms,
     ball=_theorem_c3,
@@ -181,7 +183,7 @@ def castin_c3(att: Attention) -> Tensor:
     return _theorem_c3(att, 0.0)
 
 
-@castin_c3.extends(*qty.LINEAR, condition=qty.always, terms=_terms)
+@castin_c3.extends(*conditions.LINEAR, condition=conditions.always, terms=_terms)
 def _castin_c3_linear(att: Attention) -> Tensor:
     return _from_side(att, _turned_side(att), factors.diameter(att))
 
@@ -192,9 +194,10 @@ def _castin_c3_linear(att: Attention) -> Tensor:
     citation=CITATION,
     bibtex=BIBTEX,
     statement="||W_V|| (R'^2 r^2 (N+1) + N)^(1/2), R' = max_i |A x_i|",
+    statement_latex=r"$\|W_V\|\,(R'^2 r^2 (N+1) + N)^{1/2}$, $R' = \max_i |A x_i|$",
     source="Theorem C.3 as recalled from the authors' code: without sqrt(3), R' on one side",
     assumptions="none known under which it is a bound",
-    condition=qty.never,
+    condition=conditions.never,
     cost="O(N^2 D + N D d)",
     terms=values_and_softmax(lambda att, value: ((factors.norm_v(att) * factors.root_count(att)) / value) ** 2),
     caveat="it lacks the factor sqrt(3) and takes R' on one side only, while both enter J; random heads exceed it twofold",
@@ -209,7 +212,7 @@ def castin_c3_as_coded(att: Attention) -> Tensor:
 
 
 def _mean_field_condition(att: Attention) -> Tensor:
-    return qty.unmasked(att) & ~qty.has_query_bias(att)
+    return conditions.unmasked(att) & ~conditions.has_query_bias(att)
 
 
 def _mean_field(att: Attention, radius: float, norm: str = "token") -> Tensor:
@@ -223,6 +226,7 @@ def _mean_field(att: Attention, radius: float, norm: str = "token") -> Tensor:
     citation=CITATION,
     bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| (1 + 3 ||A|| R^2) exp(2 ||A|| R^2)",
+    statement_latex=r"$\|J\| \le \|W_V\|\,(1 + 3 \|A\| R^2) \exp(2 \|A\| R^2)$",
     source="Theorem 3.5 with Lemma 3.2",
     assumptions="no mask, no query bias",
     condition=_mean_field_condition,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     Ball = Callable[[Attention, float, str], Tensor]
     Terms = Callable[["Bound", Attention], dict[str, Tensor]]
     Layer = Callable[["Bound", Attention, str], Tensor]
+    Longest = Callable[[int], int]
 
 MAP_NORMS = {"head": "exact", "l2": "exact_l2"}
 """The variable that holds the exact norm of the map a bound is about."""
@@ -46,12 +47,14 @@ class Formula:
         condition: when it is a bound, as a test on an `Attention`, True per (sample, head) where the assumptions hold.
         terms: what each of its terms contributes, fractions of one; None where it is a single product. See `lipbound.bounds.terms`.
         layer: what it makes of a whole layer, (samples,), map "heads" or "layer"; None for the published rules. See `lipbound.bounds.multihead`.
+        longest: the most tokens at which it is computed on layers of so many heads; None for any number.
     """
 
     function: Function
     condition: Function
     terms: Terms | None = None
     layer: Layer | None = None
+    longest: Longest | None = None
 
 
 @dataclass(frozen=True)
@@ -62,14 +65,13 @@ class Bound:
         name: registry name, the variable of a run.
         label: short label for figures and tables.
         citation: BibTeX key of the source (an entry of `lipbound.bounds.BIBTEX`).
-        statement: the inequality, in plain text.
+        statement: the inequality, in plain text. statement_latex: the same, its formulas in LaTeX between dollar signs.
         source: theorem or equation number.
         assumptions: when the statement is a bound, in words.
         map: "head" (softmax(q k^T) v; with the output slice folded into the values when asked for) or "l2" (L2 attention).
         cost: leading cost per head.
         formulas: the bound itself, by kind of head.
         norm: of `NORMS`: how perturbations and outputs are measured. Bounds of different norms never stand beside each other.
-        costly: whether it takes far longer than the exact norm; such bounds are computed on request, not by default.
         caveat: why the statement is no bound where its assumptions fail; empty when they always hold.
         differentiable: whether its values have derivatives; one that has none refuses layers whose derivatives may be wanted.
         ball: the statement for all inputs near X, of plain heads, or None where the source has none: see `over_ball`.
@@ -79,12 +81,12 @@ class Bound:
     label: str
     citation: str
     statement: str
+    statement_latex: str
     source: str
     assumptions: str
     map: str
     cost: str
     formulas: ByKind[Formula] = field(repr=False)
-    costly: bool = False
     caveat: str = ""
     ball: Ball | None = None
     differentiable: bool = True
@@ -98,13 +100,15 @@ class Bound:
 
         Raises:
             AttentionError: a layer that the statement is not about; see `applies`.
-            LipboundError: derivatives may be wanted of a bound that has none.
+            LipboundError: derivatives may be wanted of a bound that has none; inputs longer than `longest`.
         """
         from lipbound.devices import in_own_modes  # here, since it needs torch
 
         formula = self.formula(att)
         if not self.differentiable and att.cache.recording:
             raise LipboundError(f"bound {self.name!r} has no derivatives; call it under torch.no_grad(), or take {DIFFERENTIABLE[self.norm]!r}")
+        if why := self.too_long(att.tokens, att.heads, att.variants):
+            raise LipboundError(f"bound {self.name!r} {why}")
         return in_own_modes(lambda: _numbers(formula.function(att)).expand(att.samples, att.heads))()
 
     def formula(self, att: Attention) -> Formula:
@@ -115,7 +119,7 @@ class Bound:
         """
         check_layer(att, f"bound {self.name!r}")
         att.only(f"bound {self.name!r}", self.covers)
-        return self.formulas.of(att)
+        return self.formulas.of(att.variants)
 
     @property
     def function(self) -> Function:
@@ -137,14 +141,24 @@ class Bound:
         check_layer(att, f"bound {self.name!r}")
         return att.variants <= self.covers
 
+    def too_long(self, tokens: int, heads: int, variants: frozenset[str]) -> str:
+        """Why the bound is not computed on layers with so many tokens, as the end of a sentence; empty where it is."""
+        longest = self.formulas.of(variants).longest
+        if longest is None or tokens <= longest(heads):
+            return ""
+        return (
+            f"is computed up to {longest(heads):,} tokens of such heads, and there are {tokens:,}; take exact_upper, the enclosure of the "
+            "exact norm, which is sharper and takes less time there"
+        )
+
     def sound(self, att: Attention) -> Tensor:
         """Whether the statement is a valid upper bound here, by its assumptions: (samples, heads), bool."""
         check_layer(att, f"bound {self.name!r}")
-        return self.formulas.of(att).condition(att).expand(att.samples, att.heads)
+        return self.formulas.of(att.variants).condition(att).expand(att.samples, att.heads)
 
     def terms(self, att: Attention) -> dict[str, Tensor] | None:
         """What each term contributes, as fractions of one, (samples, heads) each; None where there are no terms, or no statement."""
-        terms = self.formulas.of(att).terms if self.applies(att) else None
+        terms = self.formulas.of(att.variants).terms if self.applies(att) else None
         return None if terms is None else terms(self, att)
 
     def over_ball(self, att: Attention, radius: float, *, norm: str = "token") -> Tensor:
@@ -167,21 +181,36 @@ class Bound:
         check_ball(radius, norm)
         return _numbers(self.ball(att, float(radius), norm)).expand(att.samples, att.heads)
 
-    def extends(self, *variants: str, condition: Function, terms: Terms | None = None, layer: Layer | None = None) -> Callable[[Function], Function]:
+    def extends(
+        self, *variants: str, condition: Function, terms: Terms | None = None, layer: Layer | None = None, longest: Longest | None = None
+    ) -> Callable[[Function], Function]:
         """Decorator: the bound's formula for heads with ``variants`` (some or all of them) that the formulas so far do not cover.
 
         It stands for itself: what it is not given is not taken over from the formula for plain heads.
         """
 
         def enter(function: Function) -> Function:
-            self.formulas.extend(Formula(function, condition, terms, layer), variants)
+            self.formulas.extend(Formula(function, condition, terms, layer, longest), variants)
             return function
 
         return enter
 
     def facts(self) -> dict[str, object]:
         """What is said of the bound, as plain data."""
-        names = ("name", "label", "statement", "source", "citation", "assumptions", "caveat", "map", "norm", "cost", "costly", "differentiable")
+        names = (
+            "name",
+            "label",
+            "statement",
+            "statement_latex",
+            "source",
+            "citation",
+            "assumptions",
+            "caveat",
+            "map",
+            "norm",
+            "cost",
+            "differentiable",
+        )
         return {name: getattr(self, name) for name in names} | {"covers": sorted(self.covers), "over_ball": self.ball is not None}
 
     def _repr_html_(self) -> str:
@@ -195,7 +224,7 @@ class Bound:
             "covers": covers,
             "cost per head": self.cost,
         }
-        return html_facts(f"{self.label} ({self.name})", said, {"statement": formula(self.statement)})
+        return html_facts(f"{self.label} ({self.name})", said, {"statement": formula(self.statement_latex)})
 
     @property
     def year(self) -> int:

@@ -8,8 +8,7 @@ from scipy.special import lambertw
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds import factors
-from lipbound.bounds import ingredients as qty
+from lipbound.bounds import conditions, factors
 from lipbound.bounds.registry import bound
 from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.upper import Upper
@@ -44,9 +43,10 @@ def inverse_phi(y: Tensor) -> Tensor:
     citation=CITATION,
     bibtex=BIBTEX,
     statement="||J|| <= sqrt(N) scale (4 phi^-1(N-1) + 1) ||W_Q||^2 ||W_V||, phi(x) = x e^(x+1), on L2 attention",
+    statement_latex=r"$\|J\| \le \sqrt{N}\,\mathrm{scale}\,(4 \phi^{-1}(N-1) + 1) \|W_Q\|^2 \|W_V\|$, $\phi(x) = x e^{x+1}$, on L2 attention",
     source="Theorem 3.2, in the degree-two form",
     assumptions="bounds L2 attention with these W_Q, W_V, not the checkpoint's head; masks may only forbid, never a token to itself",
-    condition=lambda att: qty.hides_or_shows(att) & (att.scale >= 0),
+    condition=lambda att: conditions.hides_or_shows(att) & (att.scale >= 0),
     cost="O(D d^2)",
     map="l2",
     caveat="finite offsets on the scores, or a token that may not attend to itself, are outside its proof",

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Generic, TypeVar
-
-if TYPE_CHECKING:
-    from lipbound.attention.layer import Attention
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -43,6 +40,6 @@ class ByKind(Generic[T]):
             raise ValueError(f"an extension to {sorted(covers)} must cover more than {sorted(self.covers)}, which is covered already")
         self._entries.append((frozenset(covers), entry))
 
-    def of(self, att: Attention) -> T:
-        """The first entry that covers the layer's variants; where none does, the widest."""
-        return next((entry for covers, entry in self._entries if att.variants <= covers), self._entries[-1][1])
+    def of(self, variants: frozenset[str]) -> T:
+        """The first entry that covers these variants; where none does, the widest."""
+        return next((entry for covers, entry in self._entries if variants <= covers), self._entries[-1][1])

@@ -48,9 +48,6 @@ def whole_layer(att: Attention, name: str, *, map: str = "layer", rule: str = "b
     Args:
         att: the layer.
         name: registry name of a bound on heads, in any norm, which is that of the value then.
-            ``lipbound_gram`` compresses the blocks of the layer's own J J^T under the rule "best", which costs
-            O(N^3 D^2 + N^2 D^3) for "layer" and is far sharper than any combination; for layers with `lipbound.attention.variants.VARIANTS`, whose J
-            J^T is known head by head only, its values on heads are combined, as those of our other bounds are.
         map: "heads" (side by side), "layer" (with the output projection), or one of `lipbound.jacobians.maps.BLOCKS`, by
             `lipbound.jacobians.maps.block_bound`.
         rule: one of `RULES`, see the module's header.
@@ -146,6 +143,6 @@ def _folded(att: Attention) -> tuple[Attention, Tensor, Folding]:
 
 
 def _rounded(heads: Attention, folding: Folding, name: str) -> Upper:
-    """What the norms of heads may have lost when they were folded, in the norm of a bound, (samples, heads)."""
+    """Upper values of what folding took from the norms of heads, in the norm of a bound, (samples, heads)."""
     lost = Upper.of(folding_slack(heads, folding))
     return lost * root_count(heads) if get(name).norm == "every-token" else lost

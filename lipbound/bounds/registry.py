@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lipbound.attention.layer import Attention
-    from lipbound.bounds.entry import Ball, Function, Layer, Terms
+    from lipbound.bounds.entry import Ball, Function, Layer, Longest, Terms
 
 PAPERS = (
     "castin2024",
@@ -28,7 +28,6 @@ PAPERS = (
     "token_norms.newhouse2025",
     "lipbound2026.plain",
     "lipbound2026.variants",
-    "lipbound2026.gram",
     "lipbound2026.tokens",
 )
 """The modules that register bounds, under ``lipbound.bounds``."""
@@ -44,22 +43,23 @@ def bound(
     label: str,
     citation: str,
     statement: str,
+    statement_latex: str,
     source: str,
     assumptions: str,
     condition: Function,
     cost: str,
     bibtex: str = "",
     map: str = "head",
-    costly: bool = False,
     terms: Terms | None = None,
     layer: Layer | None = None,
+    longest: Longest | None = None,
     ball: Ball | None = None,
     caveat: str = "",
     covers: Collection[str] = (),
     differentiable: bool = True,
     norm: str = "frobenius",
 ) -> Callable[[Function], Bound]:
-    """Decorator: enter a function of an `Attention` into the registry under ``name``. What it returns is the `Bound`, which is called alike.
+    r"""Decorator: enter a function of an `Attention` into the registry under ``name``. What it returns is the `Bound`, which is called alike.
 
     Adding a bound touches three files: the paper's own, with its BibTeX entry and terms inside, one word in `PAPERS`, and a test. A new paper::
 
@@ -71,9 +71,10 @@ def bound(
             citation="doe2027",
             bibtex=BIBTEX,
             statement="||J|| <= ||W_V|| (||P|| + ...)",
+            statement_latex=r"$\|J\| \le \|W_V\| (\|P\| + \dots)$",
             source="Theorem 1",
             assumptions="no query bias; any mask",
-            condition=qty.no_query_bias,
+            condition=conditions.no_query_bias,
             cost="O(N D)",
             terms=values_and_softmax(lambda att, value: factors.norm_v(att) * factors.norm_p(att) / value),
         )
@@ -82,11 +83,11 @@ def bound(
     Args:
         covers: variants of attention for which the same function holds.
         bibtex: the source's entry; bounds of one source may share it.
-        terms, layer: see `Formula`. The other arguments are attributes of `Bound`.
+        terms, layer, longest: see `Formula`. The other arguments are attributes of `Bound`.
 
     Where other formulas hold for other kinds of heads, each is registered with `Bound.extends`::
 
-        @doe.extends("rotation", "cap", condition=qty.always)
+        @doe.extends("rotation", "cap", condition=conditions.always)
         def _turned(att: Attention) -> Tensor: ...
 
     Raises:
@@ -101,9 +102,9 @@ def bound(
         check_norm(norm)
         if bibtex and _BIBTEX.setdefault(citation, bibtex) != bibtex:
             raise ValueError(f"the BibTeX key {citation!r} is already that of another entry")
-        formulas = ByKind(Formula(function, condition, terms, layer), covers)
+        formulas = ByKind(Formula(function, condition, terms, layer, longest), covers)
         _BOUNDS[name] = Bound(
-            name, label, citation, statement, source, assumptions, map, cost, formulas, costly, caveat, ball, differentiable, norm
+            name, label, citation, statement, statement_latex, source, assumptions, map, cost, formulas, caveat, ball, differentiable, norm
         )  # fmt: skip
         return _BOUNDS[name]
 
@@ -164,7 +165,7 @@ def get(name: str) -> Bound:
 
 
 def resolve(bounds: str | Bound | Iterable[str | Bound], norm: str | None = None) -> list[str]:
-    """Names for "all", "default" (all but the costly), "none" or "exact" (exact norms alone), one name, comma-separated names, or a list of names.
+    """Names for "default" or "all" (all bounds of the norm), "none" or "exact" (exact norms alone), one name, names separated by commas, or a list.
 
     Args:
         norm: of the bounds. None: that of the bounds that are named, and Frobenius for "all" and "default".
@@ -179,7 +180,7 @@ def resolve(bounds: str | Bound | Iterable[str | Bound], norm: str | None = None
         bounds = bounds.name
     if isinstance(bounds, str):
         if bounds in ("default", "all"):
-            return [name for name in names(norm or "frobenius") if bounds == "all" or not get(name).costly]
+            return names(norm or "frobenius")
         if bounds in NO_BOUNDS:
             return []
         given, bounds = bounds, [part.strip() for part in bounds.split(",") if part.strip()]

@@ -3,8 +3,7 @@
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds import factors
-from lipbound.bounds import ingredients as qty
+from lipbound.bounds import conditions, factors
 from lipbound.bounds.registry import bound
 from lipbound.bounds.terms import values_and_softmax
 from lipbound.linalg.matrix_norms import UNIT, gamma
@@ -28,13 +27,13 @@ def _large(att: Attention) -> Tensor:
 
 def _condition(att: Attention) -> Tensor:
     n = factors.count(att)
-    return _large(att) & (abs(att.scale) <= n * (n + 1)) & qty.no_query_bias(att)
+    return _large(att) & (abs(att.scale) <= n * (n + 1)) & conditions.no_query_bias(att)
 
 
 def _condition_linear(att: Attention) -> Tensor:
     n = factors.count(att)
     slope = (factors.scale(att) * factors.turn(att) ** 2).value()
-    return _large(att) & (slope <= n.sqrt() * (n + 1) / 2 * (1 - 4 * UNIT)) & qty.no_query_bias(att)
+    return _large(att) & (slope <= n.sqrt() * (n + 1) / 2 * (1 - 4 * UNIT)) & conditions.no_query_bias(att)
 
 
 def _theorem(att: Attention, radius: float, norm: str = "frobenius") -> Tensor:
@@ -53,6 +52,7 @@ _terms = values_and_softmax(lambda att, value: Upper.of(1.0) / (1 + factors.norm
     citation=CITATION,
     bibtex=BIBTEX,
     statement="||J|| <= N (N+1) ||X||_F^2 (||W_V|| ||W_Q|| ||W_K|| + ||W_V||)",
+    statement_latex=r"$\|J\| \le N (N+1) \|X\|_F^2\,(\|W_V\| \|W_Q\| \|W_K\| + \|W_V\|)$",
     source="as stated in Theorem 1 of Yudin et al. 2025, at radius 0",
     assumptions="no query bias; inputs not small: (N+1) sqrt(N) ||X||_F^2 >= 1",
     condition=_condition,
@@ -76,6 +76,6 @@ def specformer(att: Attention) -> Tensor:
     return _theorem(att, 0.0)
 
 
-@specformer.extends(*qty.LINEAR, condition=_condition_linear, terms=_terms)
+@specformer.extends(*conditions.LINEAR, condition=_condition_linear, terms=_terms)
 def _linear(att: Attention) -> Tensor:
     return _theorem(att, 0.0)

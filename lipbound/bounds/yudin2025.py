@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds import factors
-from lipbound.bounds import ingredients as qty
+from lipbound.bounds import conditions, factors
 from lipbound.bounds.ball.softmax_interval import g1_over_box, reachable_rows
 from lipbound.bounds.registry import bound
 from lipbound.bounds.terms import values_and_softmax
@@ -30,7 +29,7 @@ def with_ones(att: Attention) -> Attention:
     without query bias are returned as they are.
     """
 
-    if not bool(qty.has_query_bias(att).any()):
+    if not bool(conditions.has_query_bias(att).any()):
         return att
 
     def make() -> Attention:
@@ -88,9 +87,10 @@ def _remark_1(att: Attention, radius: float, norm: str) -> Tensor:
     citation=CITATION,
     bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i ||M(P_i)||)",
+    statement_latex=r"$\|J\| \le \|W_V\|\,(\|P\| + 2 \|X\|^2 \|A\| \max_i \|M(P_i)\|)$",
     source="Theorem 3 with Remark 2",
     assumptions=ANY,
-    condition=qty.always,
+    condition=conditions.always,
     cost="O(N^2 d) (attention itself), O(N^2) more",
     terms=_terms,
     ball=_remark_1,
@@ -109,7 +109,7 @@ def yudin(att: Attention) -> Tensor:
     return _theorem3(att, with_ones(att), factors.norm_m(att))
 
 
-@yudin.extends(*qty.LINEAR, condition=qty.always, terms=_terms)
+@yudin.extends(*conditions.LINEAR, condition=conditions.always, terms=_terms)
 def _yudin_linear(att: Attention) -> Tensor:
     return _theorem3_linear(att, factors.norm_m(att))
 
@@ -120,9 +120,10 @@ def _yudin_linear(att: Attention) -> Tensor:
     citation=CITATION,
     bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i g_1(P_i)), g_1(p) = p_(1) (1 - p_(1) + p_(2))",
+    statement_latex=r"$\|J\| \le \|W_V\|\,(\|P\| + 2 \|X\|^2 \|A\| \max_i g_1(P_i))$, $g_1(p) = p_{(1)} (1 - p_{(1)} + p_{(2)})$",
     source="Theorem 3, Corollary 1 and Remark 2",
     assumptions=ANY,
-    condition=qty.always,
+    condition=conditions.always,
     cost="O(N^2 d) (attention itself), O(N^2) more",
     terms=_terms,
 )
@@ -131,7 +132,7 @@ def yudin_g1(att: Attention) -> Tensor:
     return _theorem3(att, with_ones(att), factors.largest_g1(att))
 
 
-@yudin_g1.extends(*qty.LINEAR, condition=qty.always, terms=_terms)
+@yudin_g1.extends(*conditions.LINEAR, condition=conditions.always, terms=_terms)
 def _yudin_g1_linear(att: Attention) -> Tensor:
     return _theorem3_linear(att, factors.largest_g1(att))
 
@@ -142,9 +143,10 @@ def _yudin_g1_linear(att: Attention) -> Tensor:
     citation=CITATION,
     bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i ||M(P_i)||), whatever the biases",
+    statement_latex=r"$\|J\| \le \|W_V\|\,(\|P\| + 2 \|X\|^2 \|A\| \max_i \|M(P_i)\|)$, whatever the biases",
     source="Theorem 3 without Remark 2",
     assumptions="no query bias; any mask",
-    condition=qty.no_query_bias,
+    condition=conditions.no_query_bias,
     cost="O(N^2 d) (attention itself), O(N^2) more",
     terms=_terms,
     caveat="it ignores the query bias, which enters the scores (Remark 2 adds it); 0.07 of the exact norm has been seen",
@@ -160,9 +162,10 @@ def yudin_nobias(att: Attention) -> Tensor:
     citation=CITATION,
     bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| (||P|| + 2 max_i ||X^T M(P_i)|| ||X|| ||A||)",
+    statement_latex=r"$\|J\| \le \|W_V\|\,(\|P\| + 2 \max_i \|X^T M(P_i)\| \|X\| \|A\|)$",
     source="appendix C, data-dependent form, with Remark 2",
     assumptions=ANY,
-    condition=qty.always,
+    condition=conditions.always,
     cost="O(N^3 + N^2 D), and a few N x N eigenvalue problems",
     terms=_terms,
 )
@@ -179,7 +182,7 @@ def yudin_sqrt_n(att: Attention) -> Tensor:
     return (factors.norm_v(att) * (factors.norm_p(att) + factors.deviation(att) * slope)).value()
 
 
-@yudin_sqrt_n.extends(*qty.LINEAR, condition=qty.always, terms=_terms)
+@yudin_sqrt_n.extends(*conditions.LINEAR, condition=conditions.always, terms=_terms)
 def _yudin_sqrt_n_linear(att: Attention) -> Tensor:
     return (factors.norm_v(att) * (factors.norm_p(att) + factors.deviation(att) * factors.slope_of_scores(att))).value()
 
@@ -196,9 +199,10 @@ def _closed(att: Attention, radius: float, norm: str = "token") -> Tensor:
     citation=CITATION,
     bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| (sqrt(N) + 2 sqrt(N) R^2 ||A||), R = max_i |x_i|",
+    statement_latex=r"$\|J\| \le \|W_V\|\,(\sqrt{N} + 2 \sqrt{N} R^2 \|A\|)$, $R = \max_i |x_i|$",
     source="appendix C, closed form, with Remark 2",
     assumptions=ANY,
-    condition=qty.always,
+    condition=conditions.always,
     cost="O(N D + D d^2)",
     terms=_terms_closed,
     ball=_closed,
@@ -214,7 +218,7 @@ def yudin_closed(att: Attention) -> Tensor:
     return _closed(att, 0.0)
 
 
-@yudin_closed.extends(*qty.LINEAR, condition=qty.always, terms=_terms_closed)
+@yudin_closed.extends(*conditions.LINEAR, condition=conditions.always, terms=_terms_closed)
 def _yudin_closed_linear(att: Attention) -> Tensor:
     r, (q, k) = factors.radius(att), factors.pull_of_biases(att)
     return (factors.norm_v(att) * factors.root_count(att) * (1 + r * (2 * factors.norm_a(att) * r + q + k))).value()

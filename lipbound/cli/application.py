@@ -168,7 +168,7 @@ def main() -> None:
 
 
 def _abandon_output() -> None:
-    """What is still held back for standard output goes nowhere: Python would try again when it ends, and complain."""
+    """Drop what is still held back for standard output: Python would try again when it ends, and complain."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -201,7 +201,7 @@ def _of_usage(error: Any) -> str:
 
 
 def _meant(word: str, known: list[str]) -> str:
-    """Which option a mistyped one was meant to be: the one that it begins, or that begins it, else the likest; empty where that is not clear."""
+    """Guess the option that a mistyped one was meant to be: the one that it begins, or that begins it, else the likest; "" where unclear."""
     known = [*dict.fromkeys([*known, *(f"--{name}" for name in SWITCHES)])]
     word = word if word.startswith("--") else f"-{word}"
     near = [name for name in known if name.startswith(word) or word.startswith(name)]

@@ -1,10 +1,10 @@
-"""What the shell offers behind some options; `lipbound --install-completion` sets it up. Nothing of size is imported: names stand here, too."""
+"""Completions of options in the shell (`lipbound --install-completion`). Names are written out here, so that nothing of size is imported."""
 
 from collections.abc import Callable, Sequence
 
 BOUNDS = (
     "kim", "dasoulas", "castin", "castin_bias", "castin_c3", "castin_c3_as_coded", "castin_mean_field", "specformer", "yudin", "yudin_g1",
-    "yudin_nobias", "yudin_sqrt_n", "yudin_closed", "lipbound", "lipbound_block", "lipbound_gram", "newhouse", "lipbound_every",
+    "yudin_nobias", "yudin_sqrt_n", "yudin_closed", "lipbound", "lipbound_block", "newhouse", "lipbound_every",
     "lipbound_every_block", "lipbound_one",
 )  # fmt: skip
 MAPS = ("head", "head_out", "heads", "layer", "residual", "pre_norm", "post_norm")

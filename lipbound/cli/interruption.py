@@ -42,7 +42,7 @@ def watch() -> None:
         return
     sys.unraisablehook = _told_otherwise
     reader, writer = os.pipe()
-    if hasattr(os, "set_blocking"):  # Windows has it from Python 3.12 on, and does not ask for it
+    if hasattr(os, "set_blocking"):  # absent on Windows before Python 3.12; a pipe may block there
         os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     threading.Thread(target=_wait, args=(reader,), daemon=True).start()

@@ -18,7 +18,7 @@ Labels = Annotated[
 
 
 def labels_of(given: list[str] | None) -> dict[str, str]:
-    """What --label was given, by names; raises LipboundError for anything but NAME=TEXT."""
+    """The texts given by --label, by their names; raises LipboundError for anything but NAME=TEXT."""
     found = {}
     for word in given or []:
         name, sign, text = word.partition("=")

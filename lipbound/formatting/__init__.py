@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 
 ESCAPED = {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
@@ -52,6 +53,15 @@ def small(x: float) -> str:
     ('0.001', '1e-6', '2.5e-10')
     """
     return f"{x:g}".replace("e-0", "e-")
+
+
+def joined(words: Sequence[str]) -> str:
+    """Several words or phrases as prose lists them.
+
+    >>> joined(["samples", "layers", "heads"]), joined(["samples"])
+    ('samples, layers and heads', 'samples')
+    """
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
 def plain(text: str) -> str:

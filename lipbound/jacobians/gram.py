@@ -170,12 +170,3 @@ class Gram:
         if self._w_o is None:
             return y.view(self.tokens, self.heads, self._d_v, -1).transpose(0, 1)
         return torch.einsum("hvo,nor->hnvr", self._w_o, y)
-
-    def dense(self) -> Tensor:
-        """All of G, (N width, N width)."""
-        size = self.tokens * self.width
-        out = torch.empty(self.tokens, self.width, self.tokens, self.width, dtype=torch.float64, device=self.device)
-        for rows, cols, tile in self.tiles():
-            out[rows, :, cols] = tile
-            out[cols, :, rows] = tile.permute(2, 3, 0, 1)
-        return out.view(size, size)

@@ -143,7 +143,7 @@ def _absolute(op: HeadOperator, att: Attention) -> list[Tensor]:
 
 
 class Folding(NamedTuple):
-    r"""What folding an output slice into the values has rounded, upper values.
+    r"""Upper values of the rounding by which an output slice was folded into the values.
 
     Attributes:
         weights: :math:`\|W_V W_O - \hat w E^T\|_F`, (heads,). biases: the same of the values' biases, (heads,).
@@ -155,13 +155,13 @@ class Folding(NamedTuple):
     skew: float
 
     def shifted(self, exponents: Tensor) -> "Folding":
-        """Of values multiplied by powers of two, (heads,)."""
+        """The same for values multiplied by powers of two, (heads,)."""
         return Folding(times_power_up(self.weights, exponents), times_power_up(self.biases, exponents), self.skew)
 
 
 @torch.no_grad()
 def folding_error(att: Attention, folded: Attention, basis: Tensor) -> Folding:
-    """Of the layer that `Attention.fold_output` made of another, with its ``basis`` E (heads, D_out, r): Lemma 72
+    """The rounding of a layer that `Attention.fold_output` made of another, with its ``basis`` E (heads, D_out, r): Lemma 72
     (docs/theory/rounding.md)."""
     assert att.w_o is not None
     weights, skew = _missed(att.w_v, att.w_o, basis, folded.w_v)
@@ -184,7 +184,7 @@ def _missed(w: Tensor, w_o: Tensor, e: Tensor, folded: Tensor) -> tuple[Tensor, 
 
 
 def _moved(att: Attention, folding: Folding) -> Tensor:
-    """How far values are from those that are meant, before their mean is taken away where P does not see it, (samples, heads, N)."""
+    """Distances of values from those that are meant, less what all share where P does not see that, (samples, heads, N)."""
     x = att.x.double()
     if att.scoring.extra_scores is None:
         return torch.linalg.vector_norm(att.centred(x), dim=-1)[:, None] * folding.weights[:, None]
@@ -193,8 +193,10 @@ def _moved(att: Attention, folding: Folding) -> Tensor:
 
 @torch.no_grad()
 def folding_slack(folded: Attention, folding: Folding) -> Tensor:
-    """An upper value of the norm of the Jacobian that folding has lost, (samples, heads): that of heads whose values are what it has rounded away,
-    for the probabilities there are, as far as they are known. Lemma 72 (docs/theory/rounding.md)."""
+    """Upper values of the norms that folding has taken from heads, (samples, heads): Lemma 72 (docs/theory/rounding.md).
+
+    They are norms of heads with the same probabilities, as far as these are known, whose values are what was rounded away.
+    """
     e, v, op, n, c = tensor_errors(folded), _moved(folded, folding) * MARGIN, head_jacobian(folded), folded.tokens, abs(folded.scale)
     v = v if folded.valid is None else v.masked_fill(~folded.valid[:, None], 0.0)
     rest = (1 - op.largest().view(e.p.shape)).clamp_min(0) + e.p + (n + 8) * UNIT

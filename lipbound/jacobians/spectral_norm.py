@@ -20,7 +20,7 @@ from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
 from lipbound.jacobians.multihead import LayerJacobian
 from lipbound.jacobians.residual_block import BlockJacobian
 from lipbound.jacobians.rounding import folding_error, map_roundoff, roundoff
-from lipbound.linalg import deterministic
+from lipbound.linalg.deterministic import deflation
 from lipbound.linalg.enclosures.enclose import enclose, estimate, widened
 from lipbound.linalg.operator_norm import DEFAULT_STEPS, METHODS, operator_norm
 from lipbound.linalg.operators import JacobianOperator, Roundoff
@@ -28,8 +28,8 @@ from lipbound.linalg.powers import times_power, times_power_up
 from lipbound.linalg.reference_solvers import dense_svd
 from lipbound.linalg.solution import Norm, sample_seeds
 
-PROOFS = {"deflation": deterministic.deflation, "cholesky": deterministic.cholesky}
-"""Methods with deterministic upper bounds, for maps whose J J^T has a closed form."""
+DEFLATION = "deflation"
+"""The method with deterministic upper ends, for maps whose J J^T has a closed form."""
 
 
 @in_own_modes
@@ -51,13 +51,12 @@ def spectral_norm(
         map: "head" (no output projection), "head_out" (with the head's slice ``w_o``), "heads" (all heads side by side), "layer" (all heads,
             projected by ``w_o`` and added), or the layer with what stands around it: "residual" (x + layer(x)), "pre_norm" (h + layer(norm(h))),
             "post_norm" (norm(x + layer(x))); the last two need ``att.surroundings``, from ``lipbound.capture(..., around=True)``.
-        method: "lanczos" (on J J^T, with full reorthogonalisation), "golub-kahan" (on J; with ``delta`` as "lanczos") and "power" (as papers
-            define it: an absolute stopping rule, no upper end) search in the dtype of ``att``. "dense" (singular values, for small cases),
-            "deflation" (`lipbound.linalg.deterministic.deflate`; memory as for "lanczos") and "cholesky"
-            (`lipbound.linalg.deterministic.cholesky_bound`; memory of three square matrices of order N d_v) work in float64, and their
-            ``upper`` needs no probability. The last two cover the maps "head" and "head_out" of every layer, and "heads" and "layer" of layers
-            without `lipbound.attention.variants.VARIANTS`.
-        tol: relative error of the norm at which the Lanczos methods stop (``upper / lower - 1`` where ``upper`` is asked for, else an
+        method: "lanczos" (on J J^T, with full reorthogonalisation) and "power" (as papers
+            define it: an absolute stopping rule, no upper end) search in the dtype of ``att``. "dense" (singular values, for small cases) and
+            "deflation" (`lipbound.linalg.deterministic.deflate`; memory as for "lanczos") work in float64, and their ``upper`` needs no
+            probability. "deflation" covers the maps "head" and "head_out" of every layer, and "heads" and "layer" of layers without
+            `lipbound.attention.variants.VARIANTS`.
+        tol: relative error of the norm at which Lanczos' method stops (``upper / lower - 1`` where ``upper`` is asked for, else an
             a-posteriori estimate that fails with probability at most 1e-3 a norm); absolute change for "power".
         delta: total failure probability of the ``upper`` of all norms of this call, over random start vectors
             (`lipbound.linalg.enclosures`); one start carries about 1e-9 a norm at 128 tokens; smaller values and
@@ -69,8 +68,8 @@ def spectral_norm(
 
     Returns:
         `Norm` with fields of shape (samples, heads), or (samples,) for maps of the whole layer; values in float64, vectors in the dtype of
-        ``att``. ``upper`` is infinite unless ``delta`` is given or the method is "dense", "deflation" or
-        "cholesky", whose upper ends hold for every ``delta``. With ``vectors``, ``left`` is (samples, heads, N, d_v), or (samples, heads, N, D_out)
+        ``att``. ``upper`` is infinite unless ``delta`` is given or the method is "dense" or "deflation",
+        whose upper ends hold for every ``delta``. With ``vectors``, ``left`` is (samples, heads, N, d_v), or (samples, heads, N, D_out)
         for "head_out", and ``right`` (samples, heads, N, D); without the axis of heads for a whole layer.
 
     Raises:
@@ -89,17 +88,17 @@ def spectral_norm(
     True
     """
     choice("map", map, MAPS)
-    choice("method", method, (*METHODS, *PROOFS))
+    choice("method", method, (*METHODS, DEFLATION))
     check_arguments(att, method, tol, delta)
     seeds = sample_seeds(att.samples, seed)
     tol, vectors, max_steps = float(tol), flag("vectors", vectors), None if max_steps is None else whole("max_steps", max_steps, least=1)
-    if map in BLOCKS and method in PROOFS:
+    if map in BLOCKS and method == DEFLATION:
         raise LipboundError(f"method {method!r} has no closed form of map {map!r}; use 'lanczos' with delta")
     if method == "power":
         return _power(att, map, tol, delta, vectors, seeds, max_steps)
     wide = Measured(att.double(), map, sharp=delta is not None)
-    if method in PROOFS:
-        norm = PROOFS[method](wide.op, _grams(wide.attention, map), tol=tol, seed=seeds, vectors=vectors)
+    if method == DEFLATION:
+        norm = deflation(wide.op, _grams(wide.attention, map), tol=tol, seed=seeds, vectors=vectors)
         norm = widened(norm, wide.roundoff.tensors, tol)
     elif method == "dense":
         norm = dense_svd(wide.op, vectors=vectors)
@@ -109,7 +108,7 @@ def spectral_norm(
         steps = DEFAULT_STEPS[method] if max_steps is None else max_steps
         with torch.no_grad():
             if delta is None:
-                norm = estimate(wide.op, wide.roundoff, op, method=method, tol=tol, seed=seeds, max_steps=steps, vectors=vectors)
+                norm = estimate(wide.op, wide.roundoff, op, tol=tol, seed=seeds, max_steps=steps, vectors=vectors)
             else:
                 norm = enclose(wide.op, wide.roundoff, op, tol=tol, delta=delta / wide.op.batch, seed=seeds, max_steps=steps, vectors=vectors)
     return shaped(att, norm, wide)
@@ -169,7 +168,7 @@ def heads_of(op: JacobianOperator) -> HeadOperator:
 def check_arguments(att: object, method: str, tol: float, delta: float | None) -> None:
     """Raise LipboundError for what is no layer, and for numbers that make no sense."""
     check_layer(att, "spectral_norm")
-    positive = method in PROOFS
+    positive = method == DEFLATION
     real("tol", tol, f"a number {'>' if positive else '>='} 0", above=0 if positive else math.nextafter(0, -1))
     if delta is not None:
         real("delta", delta, "between 0 and 1, a probability of failure", above=0, below=1)
@@ -233,7 +232,7 @@ def l2_spectral_norm(att: Attention, *, tol: float = 1e-4, seed: int | Sequence[
     op = L2HeadJacobian(scaled)
     search = op if att.dtype == torch.float64 else L2HeadJacobian(att.unit_values()[0])
     nothing, seeds = torch.zeros(op.batch, dtype=torch.float64), sample_seeds(att.samples, seed)
-    norm = estimate(op, Roundoff(nothing, nothing, nothing), search, method="lanczos", tol=tol, seed=seeds, max_steps=DEFAULT_STEPS["lanczos"])
+    norm = estimate(op, Roundoff(nothing, nothing, nothing), search, tol=tol, seed=seeds, max_steps=DEFAULT_STEPS["lanczos"])
     return _scale(norm.view(att.samples, att.heads), unit.cpu().log2().round().long())
 
 

@@ -1,6 +1,6 @@
-r"""Upper bounds on exact norms that hold with certainty: deflated compression and Cholesky factorisation, both of :math:`G = J J^T` in float64.
+r"""Upper bounds on exact norms that hold with certainty: deflated compression of :math:`G = J J^T` in float64.
 
-Both take the float64 arrays P, v - o, q, k and the weights as exact, and add an allowance for every rounding after them.
+The float64 arrays P, v - o, q, k and the weights are taken as exact; every rounding after them is allowed for.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lipbound.devices import require
 from lipbound.errors import LipboundError
-from lipbound.linalg.lanczos import lanczos, ritz_vectors
-from lipbound.linalg.matrix_norms import SMALLEST, UNIT, block_norm, gamma, nonnegative_norm
+from lipbound.linalg.lanczos import ritz_vectors
+from lipbound.linalg.matrix_norms import SMALLEST, UNIT, block_norm, nonnegative_norm
 from lipbound.linalg.operators import JacobianOperator
 from lipbound.linalg.solution import Norm, normal_numbers, seeds_each, unit_vectors
 
@@ -42,9 +42,6 @@ class BlockMatrix(Protocol):
 
     def apply(self, y: Tensor) -> Tensor:
         """G y for r vectors at a time, (tokens, width, r) -> the same."""
-
-    def dense(self) -> Tensor:
-        """All of G."""
 
 
 def deflate(gram: BlockMatrix, q: Tensor) -> tuple[float, float, Tensor]:
@@ -119,58 +116,6 @@ def deflation(op: JacobianOperator, grams: Sequence[Callable[[], BlockMatrix]], 
                 if norm.upper[i] <= norm.lower[i] * (1 + tol) or rank == min(columns.shape):
                     break
             norm.steps[i] = STEPS if size > STEPS else size
-    return _finish(norm, op, tol)
-
-
-def cholesky_bound(gram: BlockMatrix, sigma: float, matrix: Tensor | None = None) -> float | None:
-    r"""A proof that :math:`\|J\| \le \sigma` up to rounding: the Cholesky factorisation of :math:`\sigma^2 I - G`.
-
-    When LAPACK's factorisation runs to completion, the matrix is positive semi-definite but for rounding, which is bounded: Lemma 46
-    (docs/theory/certificates.md).
-
-    Args:
-        gram: G, n x n.
-        sigma: the bound to prove.
-        matrix: ``gram.dense()`` where it is at hand.
-
-    Returns:
-        A bound on the norm, ``sigma`` enlarged by all rounding errors (about n^2 units of rounding, relatively); None when the
-        factorisation breaks down, which proves nothing: the norm is larger, or too near.
-    """
-    m = -(gram.dense() if matrix is None else matrix)
-    m.diagonal().add_(sigma**2)
-    trace, n = float(m.diagonal().sum()), len(m)
-    _, info = torch.linalg.cholesky_ex(m)
-    if int(info) != 0 or not sigma > 0:
-        return None
-    g = gamma(n + 1)
-    excess = g / (1 - g) * trace + UNIT * (sigma**2 + trace / n) + gram.error
-    return float((sigma**2 + excess) ** 0.5 * (1 + 4 * UNIT))
-
-
-def cholesky(op: JacobianOperator, grams: Sequence[Callable[[], BlockMatrix]], *, tol: float, seed: int | Sequence[int], vectors: bool) -> Norm:
-    """Norms from a Lanczos run in float64, proved by `cholesky_bound` a little above; memory three n x n matrices, n the size of the output."""
-    size = op.out_shape[0] * op.out_shape[1]
-    require(3 * 8.0 * size**2, op.device, f"method 'cholesky' needs three matrices of {size} x {size}", "use method='deflation'")
-    estimate = lanczos(op, tol=tol / 4, max_steps=500, seed=seed, vectors=vectors)
-    norm = _empty(op, vectors)
-    for i in range(op.batch):
-        low = float(estimate.lower[i])
-        gram = grams[i]()
-        matrix = gram.dense()
-        slack = gram.error + 8 * size * UNIT * float(matrix.diagonal().sum())
-        norm.lower[i] = max(low**2 - slack, 0.0) ** 0.5
-        if low == 0:
-            # No positive matrix to factor: G is zero up to rounding, and its Frobenius norm bounds what there is.
-            norm.upper[i] = (float(matrix.norm()) + gram.error) ** 0.5
-        for excess in (tol / 2, 2 * tol, 16 * tol) if low > 0 else ():
-            bound = cholesky_bound(gram, low * (1 + excess), matrix)
-            if bound is not None:
-                norm.upper[i] = bound
-                break
-        norm.steps[i] = estimate.steps[i]
-    if norm.left is not None and estimate.left is not None:
-        norm.left.copy_(estimate.left)
     return _finish(norm, op, tol)
 
 

@@ -91,17 +91,6 @@ def upper_factor(w: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(proved, f, squares.sqrt() * (1 + 4 * UNIT) * eye), torch.where(proved, 3 * more, 2 * squares)[..., 0, 0]
 
 
-def product_norm(a: Tensor, b: Tensor) -> Tensor:
-    """Spectral norms of ``a @ b^T`` for tall a (..., m, d) and b (..., n, d), without forming it: (...), float64.
-
-    The norm of the product of two `upper_factor`, and its rounding: Lemma 76 (docs/theory/upper_values.md).
-    """
-    sizes = [power_of_two(w.detach().double().abs().amax((-1, -2), keepdim=True)) for w in (a, b)]
-    f_a, f_b = (upper_factor(w.double() / size)[0] for w, size in zip((a, b), sizes, strict=True))
-    rounding = gamma(a.shape[-1] + 4) * (torch.linalg.matrix_norm(f_a.detach()) * torch.linalg.matrix_norm(f_b.detach()))
-    return (matrix_norm(f_a @ f_b.mT) + rounding) * (1 + 4 * UNIT) * (sizes[0] * sizes[1])[..., 0, 0]
-
-
 def reproducible_float32() -> bool:
     """Whether float32 products are float32 throughout, and not bfloat16 or TF32, which torch can be told to use (under autocast, for one)."""
     if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):

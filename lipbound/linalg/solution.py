@@ -102,7 +102,7 @@ def sample_seeds(samples: int, seed: int | Sequence[int]) -> list[int]:
 
 
 def _hash(*key: int | str) -> int:
-    """128 bits."""
+    """A hash of 128 bits over a key and the salt."""
     return int.from_bytes(hashlib.blake2b(repr((SALT, *key)).encode(), digest_size=16).digest(), "little")
 
 

@@ -96,7 +96,7 @@ class Checkpoint:
             ) from error
 
     def _given(self, loader: Any, what: str, name: str, files: tuple[str, ...]) -> Any:
-        """What was named in place of the checkpoint's own."""
+        """Load the tokenizer or processor that was named in place of the checkpoint's own."""
         folder = Path(name).expanduser()
         if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in files):
             raise CheckpointError(f"{name} has no files of a {what} ({files[0]} or the like); give a directory that has, or a hub id")

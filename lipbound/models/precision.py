@@ -44,7 +44,7 @@ def check_floating(model: PreTrainedModel, name: str) -> None:
 
 
 def _packed(key: str, value: object) -> bool:
-    """Whether an entry of a layer's state holds quantised weights: of torch (int8 layers, static or dynamic), GPTQ, AWQ, compressed-tensors, HQQ."""
+    """Tell whether an entry of a layer's state holds quantised weights: of torch's int8 layers, GPTQ, AWQ, compressed-tensors, HQQ."""
     if not isinstance(value, torch.Tensor):
         return "packed" in key and value is not None
     return value.is_quantized or (key.rpartition(".")[2] in PACKED and not value.is_floating_point())

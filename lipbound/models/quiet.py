@@ -60,7 +60,7 @@ def bars() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says, in one line of at most 300 characters, without codes for terminals."""
+    """The message of another library's error in one line of at most 300 characters, without codes for terminals."""
     said = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", str(error)).strip()
     return said.splitlines()[0][:300] if said else type(error).__name__
 

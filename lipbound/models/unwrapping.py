@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def unwrapped(given: object) -> tuple[object, list[str]]:
-    """What is inside all wrappers, or the object itself where it is none, and sentences on what was left out on the way."""
+    """Take all wrappers off an object: what is inside, and sentences on what was left out on the way."""
     notes: list[str] = []
     for _ in range(DEPTH):
         if isinstance(given, PreTrainedModel):
@@ -52,7 +52,7 @@ def bare_inputs(inputs: Any, model: nn.Module) -> Any:
 
 
 def _inside(given: Any) -> tuple[object | None, str]:
-    """What a wrapper holds, and what is lost without it; None for what is no wrapper."""
+    """The content of a wrapper (None for what is no wrapper), and a sentence on what is lost without it, or ""."""
     if isinstance(given, Checkpoint | Pipeline):
         return given.model, ""
     if isinstance(given, type):

@@ -1,4 +1,4 @@
-"""Which files of a folder hold the weights of a checkpoint, and the tensors of safetensors files, read one by one or in part."""
+"""The files of a folder that hold the weights of a checkpoint, and the tensors of safetensors files, read one by one or in part."""
 
 import json
 import os
@@ -43,7 +43,7 @@ class TensorRef:
     change: Callable[[Tensor], Tensor] | None = None
 
     def changed(self, tensor: Tensor) -> Tensor:
-        """What the model computes with where the file has ``tensor``, all of it."""
+        """The tensor that the model computes with where the file has ``tensor``, all of it."""
         return tensor if self.change is None else self.change(tensor)
 
     def read(self, rows: slice | None = None) -> Tensor:
@@ -96,7 +96,7 @@ def files(folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder has a file that weights are read from."""
+    """Tell whether a folder has a file that weights are read from."""
     return bool(_candidates(folder, _read_json(folder / "config.json").get(NAMED)))
 
 
@@ -106,7 +106,7 @@ def _candidates(folder: Path, named: Any) -> list[str]:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """What a file says where it is a mapping; else nothing."""
+    """The mapping in a JSON file; empty where there is none."""
     try:
         said = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -87,7 +87,7 @@ class PenaltyMixin:
         return extra.reshape(()), *result
 
     def _batches(self, items: Any) -> int:
-        """What the penalty of a batch is to be divided by: batches that are accumulated, where the Trainer does not divide by them later."""
+        """The divisor of a batch's penalty: the number of accumulated batches, where the Trainer does not divide by it later."""
         trainer: Any = self
         scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
         if scaled is None:

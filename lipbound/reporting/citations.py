@@ -12,7 +12,6 @@ from lipbound.errors import UnknownNameError, nearest
 from lipbound.reporting.formats import FORMATTERS, Prose
 from lipbound.reporting.labels import builtin_name, data_name, model_name, norm_words, over, places, relabelled, samples_words, state_words, widest
 from lipbound.runs.given import takes_run
-from lipbound.runs.provenance import FORMER
 from lipbound.runs.standing import origins, standing
 
 CITATION_FORMATS = tuple(sorted(name for name, formatter in FORMATTERS.items() if formatter.prose is not None))
@@ -108,28 +107,23 @@ def _variants(ds: xr.Dataset, prose: Prose) -> str:
 
 
 def _enclosures(ds: xr.Dataset, prose: Prose) -> str:
-    """How surely the constants are known, and how many are not; from the enclosures that are shown."""
+    """The sentences on how surely the constants that are shown are known."""
     a, there = ds.attrs, standing(ds)
     if not there.norms:
         return "There are no exact constants."
     if there.edited:
         return "Nothing is claimed of how closely the constants are known."
     dtype, tol, seed = prose.escape(a["dtype"]), float(a["tol"]), int(a.get("seed", 0))
-    former = "" if FORMER in ds else ", both with every rounding included"
     if norm_of(ds) != "frobenius":
         sentence = (
             f"Each constant is enclosed, in float64 and deterministically, at the layer that the model computes in {dtype}, between an attained "
-            f"value and an upper bound at most a factor 1 + {prose.number(tol)} above it{former}."
+            f"value and an upper bound at most a factor 1 + {prose.number(tol)} above it, both with every rounding included."
         )
     elif a["delta"] and "exact_upper" in ds:
         sentence = (
             f"Each constant is enclosed, by Lanczos' method in {dtype}, between an attained value and an upper bound at most a factor "
-            f"1 + {prose.number(tol)} above it{former}; over the random start vectors (seed {seed}), the upper bounds hold together with "
-            f"probability at least {prose.complement(float(a['delta']))}."
-        )
-    elif FORMER in ds:
-        sentence = (
-            f"Constants are estimates by Lanczos' method in {dtype} (relative tolerance {prose.number(tol)}, seed {seed}), without upper bounds."
+            f"1 + {prose.number(tol)} above it, both with every rounding included; over the random start vectors (seed {seed}), the upper bounds "
+            f"hold together with probability at least {prose.complement(float(a['delta']))}."
         )
     else:
         upper = "their upper ends are left out here" if a["delta"] else "there are no upper ends"
@@ -200,7 +194,7 @@ def _other_map(ds: xr.Dataset, prose: Prose) -> str:
 
 
 def _environment(ds: xr.Dataset, prose: Prose) -> str:
-    """On what device, with which versions, when; of every run that was put in."""
+    """The sentence on device, versions and date, of every run that was put together."""
     safe = prose.escape
     each = []
     for one in origins(ds):
@@ -210,7 +204,7 @@ def _environment(ds: xr.Dataset, prose: Prose) -> str:
 
 
 def _state(ds: xr.Dataset, prose: Prose) -> str:
-    """What was done to the run since it was computed."""
+    """The sentence on what was done to the run since it was computed."""
     state = state_words(ds)
     return f"The run was {state}: these are not its numbers or settings." if state.startswith("edited") else f"{state.capitalize()}." if state else ""
 

@@ -59,7 +59,7 @@ def ratios(ds: xr.Dataset, *, bounds: Iterable[str] | None = None, ax: Axes | No
 
 
 def _beyond(values: np.ndarray, boxed: bool, low: float, high: float) -> str:
-    """What is said in the row of a bound of which not everything is on the axis, whose ends are log10."""
+    """Words for the row of a bound of which not everything is on the axis (from 10^low to 10^high)."""
     known = values[~np.isnan(values)]
     if not known.size:
         return "no ratio: no positive exact norm"

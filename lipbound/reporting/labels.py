@@ -11,7 +11,7 @@ import xarray as xr
 from lipbound.bounds.audit import audit, bounds_there, compared_with, missing, norm_of
 from lipbound.bounds.entry import NORMS
 from lipbound.errors import LipboundError, UnknownNameError, nearest, shown
-from lipbound.formatting import plain, small
+from lipbound.formatting import joined, plain, small
 from lipbound.runs.given import takes_run
 from lipbound.runs.provenance import lacks_variables
 from lipbound.runs.standing import Standing, origins, standing
@@ -20,8 +20,6 @@ TITLES = {"builtin:minilm": "all-MiniLM-L6-v2", "builtin:smollm2": "SmolLM2-135M
 """Titles of builtin checkpoints that other packages bring, which need not be installed where a run is shown."""
 CALLED = "called"
 """Attribute with the names that `relabelled` gave to a run's model and data."""
-FORMER = " (ours)"
-"""What labels of runs of before say of this package's bounds, and no paper should."""
 
 
 def mark(entry: dict[str, Any]) -> str:
@@ -55,7 +53,7 @@ def relabelled(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Da
             raise UnknownNameError(f"labels has {shown(name)}, which the run has not; {nearest(name, [*known, 'model', 'data'])}")
         if not isinstance(text, str) or not plain(text).strip():
             raise LipboundError(f"the label of {name} is {shown(text)}; give a text")
-    said = {name: str(given.get(name, str(ds[name].attrs.get("label", name)).removesuffix(FORMER))) for name in known}
+    said = {name: str(given.get(name, str(ds[name].attrs.get("label", name)))) for name in known}
     changed = {name: ds[name].assign_attrs(label=text) for name, text in said.items() if text != ds[name].attrs.get("label")}
     called = ds.attrs.get(CALLED, {}) | {name: given[name] for name in ("model", "data") if name in given}
     return ds.assign(changed).assign_attrs(ds.attrs | ({CALLED: called} if called else {}))
@@ -95,7 +93,7 @@ def _builtin_title(name: str) -> str:
 
 
 def _last_part(name: str) -> str:
-    """Of a path its last part, of a folder in the cache of Hugging Face the name of the model; any other name as it is."""
+    """The last part of a path, the model's name of a folder in the cache of Hugging Face, or any other name as it is."""
     if stored := re.search(r"models--([^/\\]+)[/\\]snapshots", name):
         return stored[1].replace("--", "/")
     kind = PureWindowsPath if "\\" in name else PurePath
@@ -182,14 +180,13 @@ def listed(numbers: Iterable[int]) -> str:
             runs[-1].append(value)
         else:
             runs.append([value])
-    parts = [part for one in runs for part in ([f"{one[0]} to {one[-1]}"] if len(one) > 2 else map(str, one))]
-    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+    return joined([part for one in runs for part in ([f"{one[0]} to {one[-1]}"] if len(one) > 2 else map(str, one))])
 
 
 def over(ds: xr.Dataset, axes: Iterable[str] = ("sample", "layer", "head")) -> str:
     """The axes along which there is something to take a mean of, and what stands before them: " over samples and heads"; empty for none."""
     there = [f"{axis}s" for axis in axes if ds.sizes.get(axis, 1) > 1]
-    return f" over {' and '.join(filter(None, [', '.join(there[:-1]), there[-1]]))}" if there else ""
+    return f" over {joined(there)}" if there else ""
 
 
 def places(ds: xr.Dataset, times: str = "x") -> str:
@@ -210,7 +207,7 @@ def places(ds: xr.Dataset, times: str = "x") -> str:
 
 
 def samples_words(there: Standing) -> str:
-    """How many samples are shown, of how many, how long: "2 of 8 samples of at most 32 tokens"."""
+    """The samples that are shown, of how many, and their length: "2 of 8 samples of at most 32 tokens"."""
     made = there.samples_made or there.samples
     some = f"{there.samples} of " if there.samples < made else ""  # of more, somebody put runs together
     return f"{some}{counted(made if some else there.samples, 'sample')} of at most {there.tokens} tokens"
@@ -232,7 +229,7 @@ def widest(ds: xr.Dataset) -> float:
 
 
 def reached(ds: xr.Dataset) -> str:
-    """How many exact norms were not found to the tolerance asked for, and how wide their enclosures are, in words; empty where all were."""
+    """Words on the exact norms that were not found to the tolerance: how many, enclosed how closely; empty where all were."""
     there = standing(ds)
     if there.all_closed:
         return ""
@@ -242,7 +239,7 @@ def reached(ds: xr.Dataset) -> str:
 
 
 def exact_words(ds: xr.Dataset) -> str:
-    """How the exact norms that are shown are known: by what method, how closely, how surely; from the values themselves."""
+    """Words on how the exact norms that are shown are known (method, width, probability), from the values themselves."""
     a, there = ds.attrs, standing(ds)
     if not there.norms:
         return "no exact norms"
@@ -267,7 +264,7 @@ def method_name(method: str) -> str:
 
 
 def state_words(ds: xr.Dataset) -> str:
-    """What was done to a run since it was computed, as a phrase; empty for runs, and parts of runs, that are as they were."""
+    """A phrase on what was done to a run since it was computed; empty for runs, and parts of runs, that are as they were."""
     there = standing(ds)
     if there.edited:
         return "edited or put together by hand since it was computed"

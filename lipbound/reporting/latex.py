@@ -38,6 +38,7 @@ FORMULA = re.compile(
 )
 """What statements, labels and descriptions of ours write as plain text."""
 HASH = re.compile(r"\b([0-9a-f]{16})[0-9a-f]{16,}\b")
+SHORT_HASH = re.compile(r"\b[0-9a-f]{16}\b")
 LONG = 24
 """Characters of a word from which on it may be broken at its punctuation."""
 
@@ -58,7 +59,7 @@ def typeset(text: str) -> str:
 
 def _words(text: str) -> str:
     """Foreign text without formulas, long words breakable, marks raised."""
-    pieces = [_breakable(piece) if len(piece) > LONG else escape_latex(piece) for piece in re.split(r"( +)", text)]
+    pieces = [_breakable(piece) if len(piece) > LONG or SHORT_HASH.search(piece) else escape_latex(piece) for piece in re.split(r"( +)", text)]
     text = "".join(pieces)
     text = re.sub(rf"(?<=\. )({'|'.join(MARKS)})", lambda sign: MARKS[sign[0]], text)  # before a sentence, not behind a word
     for sign, command in MARKS.items():
@@ -67,8 +68,9 @@ def _words(text: str) -> str:
 
 
 def _breakable(word: str) -> str:
-    """A long word, with places to break it behind punctuation and before capitals."""
-    return "\\allowbreak{}".join(escape_latex(piece) for piece in re.findall(r".+?(?:[/._:\-]+|(?<=[a-z0-9])(?=[A-Z])|$)", word))
+    """A long word, with places to break it behind punctuation, before capitals, and in the middle of a hash."""
+    ends = r"[/._:\-]+|(?<=[a-z0-9])(?=[A-Z])|(?<=\b[0-9a-f]{8})(?=[0-9a-f]{8}\b)|$"
+    return "\\allowbreak{}".join(escape_latex(piece) for piece in re.findall(rf".+?(?:{ends})", word))
 
 
 def _formula(match: re.Match[str], found: str) -> str:

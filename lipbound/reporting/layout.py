@@ -45,7 +45,7 @@ class Table:
     meaning: Mapping[str, str] = field(default_factory=dict)
 
     def remarks(self, left_out: Sequence[str] = ()) -> list[str]:
-        """What there is to say of columns that are there, and in place of those that are left out."""
+        """Sentences on columns that are there, and in place of those that are left out."""
         said = [text for title, text in self.meaning.items() if title in self.shown.columns and title not in left_out]
         return said + [self.instead[title] for title in left_out if self.instead.get(title)]
 

@@ -16,30 +16,29 @@ def reduce_samples(values: xr.DataArray, how: str | float, dims: Sequence[str] =
 
     Entries without a value (NaN) do not count.
     """
+    with warnings.catch_warnings(), np.errstate(divide="ignore"):
+        warnings.simplefilter("ignore", RuntimeWarning)  # of places without any value
+        return _reduced(values, how, dims)
+
+
+def _reduced(values: xr.DataArray, how: str | float, dims: Sequence[str]) -> xr.DataArray:
     if not isinstance(how, str):
         if isinstance(how, bool) or not is_number(how) or not 0 <= float(how) <= 1:
             raise LipboundError(f"reduce is {shown(how)}; a quantile lies between 0 and 1, and allowed are {', '.join(REDUCTIONS)}")
         top = np.finfo(np.float64).max / 4  # infinite values are ordered like any others, but cannot be interpolated
-        with warnings.catch_warnings():  # of places without any value
-            warnings.simplefilter("ignore", RuntimeWarning)
-            quantile = values.clip(max=top).quantile(how, dims, skipna=True)
+        quantile = values.clip(max=top).quantile(how, dims, skipna=True)
         return quantile.where(~(quantile > top * 1e-6), np.inf)
     if how == "geomean":
-        with np.errstate(divide="ignore"):
-            logs: xr.DataArray = xr.apply_ufunc(np.log, values)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
-            return xr.apply_ufunc(np.exp, logs.mean(dims, skipna=True))
+        logs: xr.DataArray = xr.apply_ufunc(np.log, values)
+        return xr.apply_ufunc(np.exp, logs.mean(dims, skipna=True))
     if how not in REDUCTIONS:
         raise UnknownNameError(f"unknown reduction {how!r}; {nearest(how, REDUCTIONS)}, or a quantile between 0 and 1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        reduced: xr.DataArray = getattr(values, how)(dims, skipna=True)
+    reduced: xr.DataArray = getattr(values, how)(dims, skipna=True)
     return reduced
 
 
 def reduction_name(how: str | float) -> str:
     """A reduction in words."""
-    return (
-        f"{how:g}-quantile" if not isinstance(how, str) else {"mean": "arithmetic mean", "geomean": "geometric mean", "max": "maximum"}.get(how, how)
-    )
+    if not isinstance(how, str):
+        return f"{how:g}-quantile"
+    return {"mean": "arithmetic mean", "geomean": "geometric mean", "max": "maximum"}.get(how, how)

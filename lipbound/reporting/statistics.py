@@ -156,7 +156,7 @@ def shared_scale(grids: dict[str, np.ndarray]) -> tuple[float, float]:
 
 
 def shared_axis(logs: dict[str, np.ndarray]) -> tuple[list[str], tuple[float, float]]:
-    """Who stays on a common axis of ratios, and its ends (log10): from the ratios nearest to one outwards, up to a gap of `APART` decades.
+    """Choose the bounds that share an axis of ratios, and its ends (log10): from ratios near one outwards, up to a gap of `APART` decades.
 
     Args:
         logs: log10 of the ratios of each bound; infinite ones and NaN do not count.
@@ -181,12 +181,11 @@ def shared_axis(logs: dict[str, np.ndarray]) -> tuple[list[str], tuple[float, fl
 def widths(ds: xr.Dataset, name: str = "exact") -> xr.DataArray:
     """Logarithm of upper over lower end of the exact norms that a bound (or "exact" itself) is compared with, by sample, layer, head.
 
-    Estimates without an upper end count as if they were ``tol`` wide. NaN where there is no norm, infinite where rounding exceeds it.
+    Estimates without an upper end count as if they were ``tol`` wide. NaN where there is no norm.
     """
     of = "exact" if name == "exact" else compared_with(ds, name)
-    slack, rounding = allowance(ds, of)
-    lower = ds[of] - rounding
-    upper = (ds["exact_upper"] if has_upper(ds, name) else ds[of] * (1 + float(ds.attrs["tol"]))) + rounding
+    slack, lower = allowance(of), ds[of]
+    upper = ds["exact_upper"] if has_upper(ds, name) else ds[of] * (1 + float(ds.attrs["tol"]))
     with np.errstate(all="ignore"):
         width: xr.DataArray = xr.apply_ufunc(np.log, upper / lower.where(lower > 0, 0.0)) + slack
     return width.where(ds[of] > 0)

@@ -19,7 +19,7 @@ WIDTHS = {"page": 7.1, "column": 3.45, "slide": 12.0}
 """Figure widths in inches: across two columns of a paper, one column, a slide."""
 PAPER, TEXT = 8.5, 9.0
 """Inches: the widest figure that is for paper, and the height of the text on its pages."""
-CAPTION = 6.6
+CAPTION = 8.6
 """Square inches that the caption of a figure takes, at 10 points."""
 SLIDE = 0.54
 """Height over width of what is wider than paper: a slide of 16:9, less its title."""

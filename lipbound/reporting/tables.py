@@ -200,7 +200,7 @@ def _by_place(ds: xr.Dataset, by: str, chosen: list[str] | None, reduce: str | f
     if int(with_exact(ds).sum()) > 1:
         shown[RANGE] = [f"{_written(a, w, 1)} to {_written(b, w, 1)}" if a != b else _written(a, w, 1) for a, b, w in pairs]
     for name in present(ds, chosen):
-        wide = by_width(ds, name, table.index, reduce) if values == "ratio" else np.full(len(table), allowance(ds)[0])
+        wide = by_width(ds, name, table.index, reduce) if values == "ratio" else np.full(len(table), allowance())
         side = -1 if values == "ratio" else 0
         title = plain(ds[name].attrs["label"])
         title = f"{title} ({name})" if any(other == title or other.startswith(f"{title} \u2020") for other in map(str, shown.columns)) else title

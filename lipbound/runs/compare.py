@@ -62,7 +62,7 @@ def compare(
         model: hub id ("google/vit-base-patch16-224", "name@revision"), directory, GGUF file, "builtin:NAME" (minilm, smollm2, gpt2,
             llama, vit, ...; see `lipbound.models.checkpoints.load_checkpoint`), or a loaded transformers model.
         data: None for a default of the model's modality, or anything `lipbound.models.inputs.prepare` takes.
-        bounds: names of bounds (see `lipbound.bounds.names`), "default" or "all" (costly ones too), or "none" for exact norms alone.
+        bounds: names of bounds (see `lipbound.bounds.names`), "default" or "all" (every bound of the norm), or "none" for exact norms alone.
         map: "head" (no output projection), "head_out" (with the head's slice of it; bounds then have ||W_V W_O|| for ||W_V||), "heads" (all heads
             of a layer side by side), "layer" (with the output projection; bounds on heads are put together by `lipbound.bounds.whole_layer`),
             or the layer with its residual connection, "residual", and layer normalisation, "pre_norm" or "post_norm" (see `lipbound.spectral_norm`).

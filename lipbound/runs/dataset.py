@@ -55,7 +55,7 @@ def assemble(config: RunConfig, sources: Sources, plan: Plan, tables: dict[str, 
 
 
 def made(plan: Plan, map: str) -> dict[str, Any]:
-    """What a run is made with, for whoever sees a part of it."""
+    """The extent of a whole run, recorded for whoever sees a part of it."""
     return {
         "samples": plan.samples, "exact_samples": plan.spec.exact_samples, "layers": [layer.index for layer in plan.layers],
         "heads": None if map in WHOLE else plan.shape[2], "model_layers": plan.model_layers,
@@ -83,7 +83,8 @@ def dataset(
     for name in names:
         bound = get(name)
         ds[name].attrs = {
-            "label": bound.label, "citation": bound.citation, "statement": bound.statement, "source": bound.source,
+            "label": bound.label, "citation": bound.citation, "statement": bound.statement, "statement_latex": bound.statement_latex,
+            "source": bound.source,
             "assumptions": bound.assumptions, "compared_with": bound.exact, "caveat": bound.caveat,
         }  # fmt: skip
     return ds.set_coords([name for name in tables if tables[name].dtype == bool])

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 import xarray as xr
 
 from lipbound.errors import StoreError, shown
-from lipbound.runs.provenance import RUN, RUN_SAMPLE, bounds_of, flags
+from lipbound.runs.provenance import RUN, RUN_SAMPLE, flags
 from lipbound.runs.store import lacking_settings, load
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -56,7 +56,7 @@ def run_of(given: object) -> xr.Dataset:
     if what := lacking_settings(given):
         what += ", as after arithmetic on two runs" if "missing" in what else ""
         raise StoreError(f"the Dataset is no longer a run: {what}; show the runs, or draw the result with xarray")
-    needed = ("exact_converged", *(f"{bound}_sound" for bound in bounds_of(given)))
+    needed = ("exact_converged", *(f"{bound}_sound" for bound in given.attrs["bounds"] if bound in given.variables))
     if lost := [name for name in needed if name not in given.variables]:
         raise StoreError(
             f"the Dataset is no longer a run: {lost[0]!r} is missing, which arithmetic on two runs drops where it differs; show the runs"

@@ -24,7 +24,7 @@ from lipbound.models.capture.capture import Capturer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-TOKENS = {"every-token": ("every", "worst"), "one-token": ("one", "all")}
+TOKENS = ("every-token", "one-token")
 """What moves and which output counts, for `lipbound.token_norm`, in those of `lipbound.bounds.entry.NORMS` that tell tokens apart."""
 
 SMALL = 1024
@@ -156,8 +156,7 @@ def _measure(att: Attention, spec: MeasurementSpec, seeds: list[int], exact_coun
 def _exact(att: Attention, spec: MeasurementSpec, seeds: list[int]) -> Norm:
     """Exact norms of all samples of a layer."""
     if spec.norm in TOKENS:
-        perturbed, output = TOKENS[spec.norm]
-        return token_norm(att, perturbed, output, map=spec.map, tol=spec.tol)
+        return token_norm(att, spec.norm, map=spec.map, tol=spec.tol)
     delta = spec.delta_of(att.samples, 1 if spec.map in WHOLE else att.heads)
     return spectral_norm(att, map=spec.map, tol=spec.tol, delta=delta, seed=seeds)
 

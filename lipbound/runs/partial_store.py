@@ -14,7 +14,7 @@ import numpy as np
 import zarr
 from filelock import FileLock, Timeout
 
-from lipbound.errors import StoreError, tell
+from lipbound.errors import StoreError, one_line, tell
 
 if TYPE_CHECKING:  # saying that a run is unfinished needs no torch
     from lipbound.runs.measure import LayerResult
@@ -116,7 +116,7 @@ class PartialRun:
         except StoreError:
             raise
         except (OSError, ValueError) as error:
-            raise StoreError(f"{self._path} cannot be used for an unfinished run: {_why(error)}") from error
+            raise StoreError(f"{self._path} cannot be used for an unfinished run: {one_line(error)}") from error
         if marked and not stored and not self.done.any():
             raise StoreError(f"the description of {self._path} is lost, and nothing in it fits this run; remove it, or choose another name")
         self._group.attrs["config"] = config  # last: a store without it was never begun
@@ -223,13 +223,8 @@ def _values(array: zarr.Array) -> tuple[np.ndarray, np.ndarray]:
     return values, readable
 
 
-def _why(error: Exception) -> str:
-    """An error of the system or of another package, in one line."""
-    return str(getattr(error, "strerror", None) or error or type(error).__name__).splitlines()[0]
-
-
 def measured_blocks(path: Path) -> tuple[int, int]:
-    """How many blocks of one layer each are marked as measured in the unfinished run at ``path``, and how many there are; (0, 0) if that is lost."""
+    """The numbers of measured blocks (of one layer each) and of all blocks in the unfinished run at ``path``; (0, 0) if that is lost."""
     try:
         array = zarr.open_array(path / DONE, mode="r")
         marks, readable = _values(array)
@@ -249,8 +244,7 @@ def stored_block(path: Path, *, default: int) -> int:
 
 
 def same_configuration(path: Path, stored: dict[str, Any], asked: dict[str, Any]) -> None:
-    """Raise StoreError naming the fields in which a run differs from what is asked for; one without a norm is of before, and Frobenius."""
-    stored = {"norm": "frobenius"} | stored
+    """Raise StoreError naming the fields in which a run differs from what is asked for."""
     different = [key for key in {**stored, **asked} if stored.get(key) != asked.get(key)]
     if different:
         what = "; ".join(f"{key} was {stored.get(key)!r} and is now {asked.get(key)!r}" for key in different)

@@ -161,7 +161,7 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
         measured = f"layers {', '.join(str(one.index) for one in layers)} are" if len(layers) > 1 else f"layer {layers[0].index} is"
         sources.inputs.notes.append(f"layers below zero count from the end: {measured} measured")
         tell(sources.inputs.notes[-1])
-    names, not_applicable = about(config.names, all_variants(layers), everything=config.everything)
+    names, not_applicable = about(config.names, layers, everything=config.everything)
     block = block_size(layers, samples, memory, parts)
     if config.resume and config.target is not None:  # other blocks would change last digits
         block = stored_block(partial_path(config.target), default=block)
@@ -186,20 +186,25 @@ def all_variants(layers: Sequence[LayerInfo]) -> frozenset[str]:
     return frozenset().union(*(layer.variants for layer in layers))
 
 
-def about(names: list[str], variants: frozenset[str], *, everything: bool) -> tuple[list[str], dict[str, str]]:
-    """The bounds that say something about layers with these variants, and what the others do not cover.
+def about(names: list[str], layers: Sequence[LayerInfo], *, everything: bool) -> tuple[list[str], dict[str, str]]:
+    """The bounds that say something about these layers, and why the others do not: variants they do not cover, inputs too long for them.
 
     Raises:
         LipboundError: when one of the others was asked for by name.
     """
+    variants = all_variants(layers)
     silent = {}
     for name in names:
         if other := [VARIANTS[v] for v in VARIANTS if v in variants - get(name).covers]:
             silent[name] = "does not cover " + " and ".join(other)
+        elif why := [said for one in layers if (said := get(name).too_long(one.tokens, one.heads, one.variants))]:
+            silent[name] = why[0]
     if silent and not everything:
-        name, why = next(iter(silent.items()))
-        fitting = [n for n in bound_names(get(name).norm) if variants <= get(n).covers]
-        raise LipboundError(f"bound {name!r} {why}, which this model has; leave it out, or take bounds='default' or some of {', '.join(fitting)}")
+        name, why_not = next(iter(silent.items()))
+        if not variants <= get(name).covers:
+            fitting = [n for n in bound_names(get(name).norm) if variants <= get(n).covers]
+            why_not += f", which this model has; leave it out, or take bounds='default' or some of {', '.join(fitting)}"
+        raise LipboundError(f"bound {name!r} {why_not}")
     return [name for name in names if name not in silent], silent
 
 

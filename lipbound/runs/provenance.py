@@ -23,8 +23,6 @@ if TYPE_CHECKING:  # reading a run needs no torch
     from lipbound.runs.config import RunConfig
 
 CHECKSUM = "checksum"
-FORMER = "exact_rounding"
-"""Runs of before 0.1 hold the size of the rounding errors of their exact norms, which are now inside the enclosures."""
 DRAWN = ("method", "delta", "seed")
 """Attributes about exact norms found from random vectors, in runs in the Frobenius norm alone."""
 SETTINGS = (
@@ -40,15 +38,10 @@ RUN, RUN_SAMPLE = "run", "run_sample"
 """Coordinates of runs that `lipbound.concat` put together: which of attrs["runs"] a place is from, and the number of its sample there."""
 
 
-def bounds_of(ds: xr.Dataset) -> list[str]:
-    """Names of the bounds whose values are there; some of a run's variables may have been left out."""
-    return [str(name) for name in ds.attrs["bounds"] if name in ds.variables]
-
-
 def _names(ds: xr.Dataset) -> list[str]:
     """Everything that a run with these bounds can hold."""
     bounds = list(ds.attrs["bounds"])
-    return ["exact", "exact_upper", "exact_l2", FORMER, "exact_steps", "exact_converged", *bounds, *(f"{name}_sound" for name in bounds)]
+    return ["exact", "exact_upper", "exact_l2", "exact_steps", "exact_converged", *bounds, *(f"{name}_sound" for name in bounds)]
 
 
 def own(ds: xr.Dataset) -> list[str]:
@@ -66,7 +59,7 @@ def flags(ds: xr.Dataset) -> list[str]:
 
 
 def lacks_variables(ds: xr.Dataset) -> bool:
-    """Whether variables that the run was made with were left out, so that checksums, which are over all of them, say nothing."""
+    """Tell whether variables of the run were left out, so that checksums, which are over all of them, say nothing."""
     return set(ds.attrs["made"]["variables"]) - set(own(ds)) != set()
 
 
@@ -102,7 +95,7 @@ def _column(ds: xr.Dataset, name: str, dims: tuple[Hashable, ...]) -> np.ndarray
     """A variable at every place, as eight bytes that neither its type on disk nor the kind of NaN or zero changes."""
     if name not in ds.variables:
         return np.zeros([ds.sizes[dim] for dim in dims], dtype=np.int64)
-    values = ds[name].broadcast_like(ds["exact"]).transpose(*dims).values
+    values = ds.variables[name].set_dims({dim: ds.sizes[dim] for dim in dims}).transpose(*dims).values  # type: ignore[no-untyped-call]
     if values.dtype.kind != "f":
         return values.astype("<i8")
     values = values.astype("<f8") + 0.0
@@ -113,7 +106,7 @@ def settings_checksum(ds: xr.Dataset) -> str:
     """Hash (sha256) over `SETTINGS`, which hold what the run was made with, whatever part of it is there."""
     said: dict[str, Any] = {name: ds.attrs.get(name) for name in SETTINGS}
     said |= {name: ds.attrs[name] for name in ("variants", "not_applicable", "notes", "quantization", "configuration") if name in ds.attrs}
-    said |= {"norm": norm_of(ds)} if norm_of(ds) != "frobenius" else {}  # runs of before do not say it, and are Frobenius
+    said |= {"norm": norm_of(ds)} if norm_of(ds) != "frobenius" else {}
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -127,13 +120,13 @@ def sealed(ds: xr.Dataset, made: dict[str, Any]) -> xr.Dataset:
 
 
 def settings_altered(ds: xr.Dataset) -> bool:
-    """Whether the settings are not those that were recorded; False for a run that has no checksum of them, or one of an earlier version."""
+    """Tell whether the settings are not those that were recorded; False for a run that has no checksum of them, or one of an earlier version."""
     runs = [xr.Dataset(attrs=one) for one in ds.attrs.get("runs", [])]
     return _has_checksums(ds) and any(settings_checksum(one) != one.attrs.get("settings_checksum") for one in (ds, *runs))
 
 
 def _has_checksums(ds: xr.Dataset) -> bool:
-    """Whether there are checksums of the settings, of this version: earlier ones did not record what the run was made with."""
+    """Tell whether there is a checksum of the settings as this version writes it; earlier ones did not record what the run was made with."""
     return "settings_checksum" in ds.attrs and "made" in ds.attrs
 
 
@@ -172,10 +165,15 @@ def strange(ds: xr.Dataset) -> list[str]:
     heads = made["heads"]
     known = {"sample": range(made["samples"]), "layer": made["layers"], "head": range(heads or 0)}
     wrong = [name for name, numbers in known.items() if name in ds.variables and not set(ds[name].values.tolist()) <= set(numbers)]
-    wrong += [name for name in ("sample", "layer", "head") if name in ds.dims and len(np.unique(ds[name].values)) < ds.sizes[name]]
+    wrong += repeated(ds)
     wrong += ["layer_name"] if "layer_name" not in ds.variables or not all(map(str, ds["layer_name"].values)) else []
     wrong += ["length"] if "length" not in ds.variables or bool((ds["length"] < 1).any()) else []
     return [name for name in COORDINATES if name in wrong]
+
+
+def repeated(ds: xr.Dataset) -> list[str]:
+    """Axes on which a sample, layer or head is there twice, as after joining runs by ``xarray.concat``."""
+    return [axis for axis in ("sample", "layer", "head") if axis in ds.dims and len(np.unique(ds[axis].values)) < ds.sizes[axis]]
 
 
 def _empty(ds: xr.Dataset, name: str, sample: int, layer: int) -> bool:
@@ -238,7 +236,7 @@ def source(config: RunConfig) -> dict[str, Any]:
 
 
 def _found_again(name: Any) -> str | None:
-    """Where a companion of a model is found again; "none" is no path."""
+    """The absolute path, or hub id, of a companion of a model; "none" is no path."""
     return name if name in (None, "none") else absolute(name)
 
 

@@ -1,19 +1,20 @@
-"""What of a run is there, of how much, and whether it is as it was computed: facts about the Dataset that is shown, for captions and tables."""
+"""Facts about the Dataset that is shown, for captions and tables: what of a run is there, of how much, and whether it is as it was computed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import xarray as xr
 
-from lipbound.runs.provenance import CHECKSUM, altered, lacks_variables, settings_altered
+from lipbound.runs.provenance import CHECKSUM, altered, lacks_variables, repeated, settings_altered
 
 
 @dataclass(frozen=True)
 class Standing:
-    """What a Dataset holds now, counted from its values and coordinates, beside what the run was made with.
+    """Contents of a Dataset, counted from its values and coordinates, beside what the run was made with.
 
     Attributes:
         samples: that are there. exact_samples: of them, those with an exact norm.
@@ -24,9 +25,8 @@ class Standing:
         tokens: of the longest sample that is there.
         norms: exact norms that are there.
         closed: of them, those whose two ends are within ``tol`` (estimates: those that converged).
-        edited: whether values, coordinates or settings are not those that were computed; None where that cannot be told, since variables are
-            missing or the run has no checksums.
         runs: how many runs were put together; 1 for one.
+        shown: the Dataset.
     """
 
     samples: int
@@ -39,23 +39,23 @@ class Standing:
     tokens: int
     norms: int
     closed: int
-    edited: bool | None
     runs: int
+    shown: xr.Dataset = field(repr=False, compare=False)
+
+    @cached_property
+    def edited(self) -> bool | None:
+        """`edited`, which takes a hash of every place, where somebody asks."""
+        return edited(self.shown)
 
     @property
     def all_closed(self) -> bool:
-        """Whether every exact norm that is there was found to the tolerance."""
+        """True where every exact norm that is there was found to the tolerance."""
         return self.closed == self.norms
 
     @property
     def all_layers(self) -> bool | None:
-        """Whether every attention layer of the model is there; None where the run does not say how many it has."""
+        """True where every attention layer of the model is there; None where the run does not say how many it has."""
         return None if self.model_layers is None else len(set(self.layers)) == self.model_layers
-
-    @property
-    def all_samples(self) -> bool | None:
-        """Whether every sample of the run is there; None where the run does not say."""
-        return None if self.samples_made is None else self.samples == self.samples_made
 
 
 def standing(ds: xr.Dataset) -> Standing:
@@ -75,8 +75,8 @@ def standing(ds: xr.Dataset) -> Standing:
         tokens=int(ds["length"].max()) if "length" in ds.variables else int(ds.attrs["tokens"]),
         norms=int(there.sum()),
         closed=int(closed(ds).sum()),
-        edited=edited(ds),
         runs=len(origins(ds)),
+        shown=ds,
     )
 
 
@@ -97,7 +97,7 @@ def closed(ds: xr.Dataset) -> np.ndarray:
 
 
 def edited(ds: xr.Dataset) -> bool | None:
-    """Whether values, coordinates or settings are not those that were computed; None where that cannot be told.
+    """Tell whether values, coordinates or settings are not those that were computed; None where that cannot be told.
 
     Parts of a run (``ds.isel(sample=[0])``) are as they were computed; arithmetic, and runs joined by ``xarray.concat``, whose attributes are
     those of one of them, are not.
@@ -107,11 +107,6 @@ def edited(ds: xr.Dataset) -> bool | None:
     if settings_altered(ds) or CHECKSUM not in ds.variables or repeated(ds):
         return True
     return None if lacks_variables(ds) else bool(altered(ds))
-
-
-def repeated(ds: xr.Dataset) -> bool:
-    """Whether a sample, layer or head is there twice, as after joining runs by ``xarray.concat``."""
-    return any(len(np.unique(ds[axis].values)) < ds.sizes[axis] for axis in ("sample", "layer", "head") if axis in ds.dims)
 
 
 def origins(ds: xr.Dataset) -> list[dict[str, Any]]:

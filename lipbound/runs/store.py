@@ -16,9 +16,9 @@ import numpy as np
 import xarray as xr
 import zarr
 
-from lipbound.bounds.audit import FORMER_SLACK, compared_with, norm_of
+from lipbound.bounds.audit import compared_with, norm_of
 from lipbound.bounds.entry import NORMS
-from lipbound.errors import AlteredRunError, DamagedRunWarning, StoreError, UnknownNameError, nearest, shown
+from lipbound.errors import AlteredRunError, DamagedRunWarning, StoreError, UnknownNameError, nearest, one_line, shown
 from lipbound.runs.partial_store import PARTIAL, measured_blocks, partial_path
 from lipbound.runs.provenance import DRAWN, RUN, RUN_SAMPLE, again, damage, flags, own
 
@@ -122,7 +122,7 @@ def _own_attributes(ds: xr.Dataset) -> None:
 
 
 def _attributes(ds: xr.Dataset) -> list[dict[Any, Any]]:
-    """Those of a Dataset and of its variables."""
+    """Attributes of a Dataset and of its variables."""
     return [ds.attrs, *(variable.attrs for variable in ds.variables.values())]
 
 
@@ -159,7 +159,7 @@ def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
         warnings.warn(message, DamagedRunWarning, stacklevel=2)
     names = ["exact", "exact_upper", "exact_l2", *ds.attrs["bounds"]]
     first = [name for name in names if name in ds]
-    ds = ds.set_coords(flags(ds))  # runs of before have them among their variables
+    ds = ds.set_coords(flags(ds))
     return ds[first + [name for name in ds.data_vars if name not in first]]  # a store does not keep their order
 
 
@@ -184,7 +184,7 @@ def _check_there(path: Path) -> None:
 
 
 def _so_far(partial: Path) -> str:
-    """How much of an unfinished run is measured, in brackets."""
+    """The measured share of an unfinished run, in brackets."""
     done, count = measured_blocks(partial)
     return f" ({done} of {count} blocks of one layer each are measured)" if count else ""
 
@@ -207,15 +207,15 @@ def read(path: Path) -> xr.Dataset:
         try:
             array = zarr.open_array(description.parent, mode="r")
         except Exception as error:
-            raise AlteredRunError(f"{path} is damaged: the description of {description.parent.name!r} cannot be read ({_short(error)})") from error
+            raise AlteredRunError(f"{path} is damaged: the description of {description.parent.name!r} cannot be read ({one_line(error)})") from error
         if array.ndim == 1:  # coordinates, which are read with the descriptions
             _readable(path, description.parent.name, partial(_all, array))
     try:
         ds = xr.open_dataset(path) if netcdf else xr.open_zarr(path, chunks=None, consolidated=False)
     except Exception as error:  # zarr and xarray raise a zoo of types for a folder that is no store
         if (path / "exact" / "zarr.json").exists():
-            raise AlteredRunError(f"{path} is damaged: its description zarr.json cannot be read ({_short(error)})") from error
-        why = "it is a file, and none that netCDF can read" if netcdf else _short(error)
+            raise AlteredRunError(f"{path} is damaged: its description zarr.json cannot be read ({one_line(error)})") from error
+        why = "it is a file, and none that netCDF can read" if netcdf else one_line(error)
         raise StoreError(f"{path} is not a run of lipbound: {why}") from error
     with ds:
         for name, variable in ds.variables.items():
@@ -249,11 +249,6 @@ def _readable(path: Path, name: object, values: Callable[[], object]) -> None:
         raise AlteredRunError(f"{path} is damaged: {what}; {again(xr.Dataset(attrs=attrs))}") from error
 
 
-def _short(error: Exception) -> str:
-    """An error of another package on one line."""
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
 def _missing_settings(ds: xr.Dataset) -> list[str]:
     """Settings without which a run cannot be shown that are not there."""
     return [name for name in NEEDED if name not in ds.attrs and (name not in DRAWN or norm_of(ds) == "frobenius")]
@@ -268,13 +263,13 @@ def lacking_settings(ds: xr.Dataset) -> str:
     for name, kinds in NEEDED.items():
         if name in ds.attrs and (not isinstance(ds.attrs[name], kinds) or isinstance(ds.attrs[name], bool)):
             return f"its setting {name!r} is {ds.attrs[name]!r}"
-    if ds.attrs["dtype"] not in FORMER_SLACK:
+    if ds.attrs["dtype"] not in ("float32", "float64"):
         return f"its setting 'dtype' is {ds.attrs['dtype']!r}"
     return "the record of what it was made with is damaged" if _made_is_damaged(ds) else ""
 
 
 def _made_is_damaged(ds: xr.Dataset) -> bool:
-    """Whether attrs["made"], and attrs["runs"] of runs put together, are not what `lipbound.runs.provenance.sealed` writes."""
+    """Tell whether attrs["made"], and attrs["runs"] of runs put together, are not what `lipbound.runs.provenance.sealed` writes."""
     if "made" not in ds.attrs:
         return False
     made, runs = ds.attrs["made"], ds.attrs.get("runs", [])

@@ -120,7 +120,7 @@ def sweep(path: str | Path, out: str | Path, *, client: Any = None, progress: bo
 
 
 def numbers(ds: xr.Dataset) -> dict[str, float]:
-    """What a run comes to in a row of an index.
+    """The numbers of a run for its row of the index.
 
     ``samples`` and ``layers``; ``norms``, exact norms, of which ``not_closed`` were not found to the tolerance; their geometric mean over samples,
     layers and heads (those that are not zero), smallest and largest. Of every bound the geometric mean of bound / exact, ``<name>_ratio``, and how
@@ -142,7 +142,7 @@ def numbers(ds: xr.Dataset) -> dict[str, float]:
 
 
 def _geomean(values: np.ndarray) -> float:
-    """NaN where there is no value."""
+    """The geometric mean; NaN where there is no value."""
     with np.errstate(divide="ignore"):
         return float(np.exp(np.log(values).mean())) if values.size else float("nan")
 

@@ -16,7 +16,7 @@ from lipbound.errors import AlteredRunError, CaptureError, StoreError, whole
 from lipbound.formatting import plain
 from lipbound.runs.concat import split
 from lipbound.runs.given import whole_run
-from lipbound.runs.provenance import FORMER, altered, lacks_variables, own, settings_altered, strange
+from lipbound.runs.provenance import altered, lacks_variables, own, settings_altered, strange
 from lipbound.runs.replay import OtherModelError, Replay, changed_versions, measure_again, replay
 from lipbound.runs.standing import with_exact
 
@@ -187,13 +187,13 @@ def _own_faults(ds: xr.Dataset) -> list[str]:
 
 
 def _is_whole(ds: xr.Dataset) -> bool:
-    """Whether nothing was selected from a run since it was made."""
+    """Tell whether the whole of a run is there, not a selection."""
     made = ds.attrs.get("made")
     return made is None or (ds.sizes["sample"], ds.sizes["layer"], ds.sizes.get("head")) == (made["samples"], len(made["layers"]), made["heads"])
 
 
 def _together(found: list[Verification], faults: list[str]) -> Verification:
-    """What was found of several runs, which are told apart by their place in ``attrs["runs"]``."""
+    """Join the verifications of several runs, which are told apart by their place in ``attrs["runs"]``."""
     named = [f"run {number}: " for number in range(len(found))]
     faults = faults + [name + fault for name, one in zip(named, found, strict=True) for fault in one.faults]
     numbers = [replace(d, place=f"{name}{d.place}") for name, one in zip(named, found, strict=True) for d in one.numbers]
@@ -274,7 +274,7 @@ def _compare(ds: xr.Dataset, rerun: Replay, s: int, i: int) -> Iterator[tuple[st
     heads = len(next(iter(new.values())))
     slack = max(ALLOWED[ds.attrs["dtype"]], ALLOWED[str(rerun.checkpoint.model.dtype).removeprefix("torch.")])
     for name in own(ds):
-        if name in ("exact_steps", FORMER):  # depends on the machine, or is no longer computed
+        if name == "exact_steps":  # depends on the machine
             continue
         old = np.atleast_1d(ds[name].isel(sample=s, layer=i).values)
         for h, stored in enumerate(old):

@@ -68,7 +68,6 @@ def test_float64_is_not_advised_where_it_is_used() -> None:
 
 
 WITHOUT: list[Callable[[lb.Attention], torch.Tensor]] = [
-    lambda att: bounds.get("lipbound_gram")(att),
     lambda att: bounds.over_ball(att, 0.1),
     lambda att: bounds.get("yudin").over_ball(att, 0.1),
     lambda att: bounds.get("dasoulas")(changed(att, sinks=torch.zeros(att.heads, dtype=torch.float64))),

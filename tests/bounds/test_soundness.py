@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import given
 from support.oracles import dense_norms, encloses
@@ -14,14 +13,6 @@ from lipbound.jacobians.rounding import tensor_error
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
 
 MODERATE = {"inputs": ("plain", "duplicates", "pairs", "collinear", "tiny"), "weights": ("plain", "tied", "no_query", "rank_one_values")}
-QUICK = [name for name in bounds.names() if not bounds.get(name).costly]
-COSTLY = [name for name in bounds.names() if bounds.get(name).costly]
-"""Of dot-product attention all of them."""
-
-
-def test_costly_bounds_are_of_dot_product_attention() -> None:
-    assert COSTLY
-    assert all(bounds.get(name).map == "head" for name in COSTLY)
 
 
 def check(att: Attention, exact: torch.Tensor, exact_l2: torch.Tensor, slack: float, names: list[str]) -> None:
@@ -39,32 +30,14 @@ def check(att: Attention, exact: torch.Tensor, exact_l2: torch.Tensor, slack: fl
 @given(layers())
 def test_no_sound_bound_is_below_the_dense_norm(att: Attention) -> None:
     """100 shapes x 60 heads."""
-    check(att, dense_norms(att), dense_norms(att, "l2"), 1e-9, QUICK)
-
-
-@pytest.mark.slow
-@examples(100)
-@given(layers())
-def test_no_costly_bound_is_below_the_dense_norm(att: Attention) -> None:
-    """100 shapes x 60 heads."""
-    exact = dense_norms(att)
-    check(att, exact, exact, 1e-9, COSTLY)
+    check(att, dense_norms(att), dense_norms(att, "l2"), 1e-9, bounds.names())
 
 
 @examples(12)
 @given(layers(torch.float32, **MODERATE))
 def test_no_sound_bound_is_below_the_float32_norm(att: Attention) -> None:
     """12 shapes x 60 heads."""
-    check(att, spectral_norm(att, tol=1e-5).lower, l2_spectral_norm(att, tol=1e-5).lower, 1e-9, QUICK)
-
-
-@pytest.mark.slow
-@examples(12)
-@given(layers(torch.float32, **MODERATE))
-def test_no_costly_bound_is_below_the_float32_norm(att: Attention) -> None:
-    """12 shapes x 60 heads."""
-    exact = spectral_norm(att, tol=1e-5).lower
-    check(att, exact, exact, 0.0, COSTLY)
+    check(att, spectral_norm(att, tol=1e-5).lower, l2_spectral_norm(att, tol=1e-5).lower, 1e-9, bounds.names())
 
 
 @examples(50)

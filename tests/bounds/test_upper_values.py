@@ -22,8 +22,7 @@ from lipbound.bounds.lipbound2026 import parts, plain, variants
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.linalg import matrix_norms
 
-OURS = ("lipbound", "lipbound_block", "lipbound_gram")
-SMOOTH = ("lipbound", "lipbound_block")
+OURS = ("lipbound", "lipbound_block")
 DIGITS = 60
 
 
@@ -81,7 +80,6 @@ def test_heads_that_attend_to_one_key(dtype: torch.dtype, pull: float) -> None:
     norm = exact_norm(att)
     for name in OURS:
         assert float(bounds.get(name)(att)) >= norm, name
-    assert float(bounds.get("lipbound_gram")(att)) <= 1.01 * norm
 
 
 def far_from_zero(seed: int, dtype: torch.dtype, size: float) -> Attention:
@@ -200,10 +198,12 @@ def test_the_order_of_tokens_and_heads_does_not_matter(kind: str, seed: int) -> 
     again = torch.tensor([2, 0, 2, 1])
     weights = {name: t[again] for name in ("w_q", "w_k", "w_v", "b_q", "b_k", "b_v", "w_o") if (t := getattr(att, name)) is not None}
     other = changed(att, x=att.x[:, order], **weights)
-    for name in SMOOTH:  # squares of G that lipbound_gram forms or leaves depend on a power iteration
+    # kernels may round products at another place of the batch otherwise: norms of blocks, in float32, by what Lemma 48 allows them
+    same = att.d_v * (2 * att.x.shape[-1] + 2 * att.d_v + 20) * 2.0**-24
+    for name in OURS:
         value = bounds.get(name)(other)
         torch.testing.assert_close(value, bounds.get(name)(att)[:, again], rtol=2e-4, atol=0)  # block norms are within 1e-4 in float32
-        torch.testing.assert_close(value[:, 0], value[:, 2], rtol=2e-4, atol=0)  # products of another place in the batch may round otherwise
+        torch.testing.assert_close(value[:, 0], value[:, 2], rtol=same, atol=0)
 
 
 # -- what cannot be evaluated ----------------------------------------------------------------------------------------------
@@ -280,19 +280,19 @@ def check_slopes(att: Attention, name: str) -> int:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("kind", HARD)
-@pytest.mark.parametrize("name", SMOOTH)
+@pytest.mark.parametrize("name", OURS)
 def test_derivatives_at_smooth_points(kind: str, name: str, tight: None) -> None:
     assert check_slopes(random_attention(kind, 5), name) >= 4
 
 
 @pytest.mark.each_value(has=[("norm",), ("together", "cap"), ("rotation", "cap", "sinks")])
-@pytest.mark.parametrize("name", SMOOTH)
+@pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize("has", [("rotation",), ("norm",), ("together", "cap"), ("sinks",), ("rotation", "cap", "sinks")])
 def test_derivatives_with_variants(has: tuple[str, ...], name: str, tight: None) -> None:
     assert check_slopes(layer(3, frozenset(has)), name) >= 4
 
 
-@pytest.mark.parametrize("name", SMOOTH)
+@pytest.mark.parametrize("name", OURS)
 def test_derivatives_of_longer_heads(name: str, tight: None) -> None:
     """Where the value stops long before the vector has converged."""
     g = torch.Generator().manual_seed(0)
@@ -301,7 +301,7 @@ def test_derivatives_of_longer_heads(name: str, tight: None) -> None:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("name", SMOOTH)
+@pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize("sink", [30.0, 100.0, 800.0, 1e4])
 def test_derivatives_of_saturated_sinks_are_numbers(name: str, sink: float) -> None:
     att = layer(7, frozenset({"sinks"}))
@@ -312,7 +312,7 @@ def test_derivatives_of_saturated_sinks_are_numbers(name: str, sink: float) -> N
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("name", SMOOTH)
+@pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize("pull", [10.0, 100.0, 1e4])
 def test_derivatives_of_heads_with_one_key_are_numbers(name: str, pull: float) -> None:
     att = one_key_for_all(torch.float64, 12, pull)
@@ -328,7 +328,7 @@ def test_derivatives_at_ties_are_along_a_top_pair(tight: None) -> None:
     mask = torch.zeros(6, 6, dtype=torch.float64).masked_fill(torch.kron(torch.eye(2), torch.ones(3, 3)) == 0, -math.inf)
     x = torch.cat([half, half], 1).requires_grad_()
     move = torch.randn(x.shape, generator=g, dtype=torch.float64)
-    for name in SMOOTH:
+    for name in OURS:
         (slope,) = torch.autograd.grad(bounds.get(name)(Attention(x, *w, mask=mask)).sum(), x)
 
         def of(part: Tensor, step: float, name: str = name) -> float:

@@ -41,7 +41,7 @@ def test_the_device_refuses_what_a_gpu_refuses(there: Call) -> None:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("what", [elsewhere.norms, elsewhere.all_bounds, elsewhere.long_bounds, elsewhere.token_norms])
+@pytest.mark.parametrize("what", [elsewhere.norms, elsewhere.all_bounds, elsewhere.token_norms])
 @pytest.mark.parametrize(("has", "mask", "dtype"), LAYERS)
 def test_layers(there: Call, what: Call, has: tuple[str, ...], mask: str | None, dtype: str) -> None:
     agree(there(what, has, mask, dtype), CLOSE[dtype])

@@ -21,7 +21,7 @@ from lipbound.runs import store
 from lipbound.runs.measure import LayerResult
 from lipbound.runs.partial_store import PartialRun, partial_path
 
-OPTIONS = ("--max-length", "12", "--memory", "1", "--samples", "4", "--bounds", "yudin,lipbound", "--quiet")
+OPTIONS = ("--max-length", "12", "--memory", "1kB", "--samples", "4", "--bounds", "yudin,lipbound", "--quiet")
 
 
 def slowed(delay: float) -> None:

@@ -107,7 +107,7 @@ def test_workers_of_the_command_line_keep_freed_memory(bert: Path) -> None:
     distributed = pytest.importorskip("dask.distributed")
     name = TRIMMING.rpartition(".")[2]
     forkserver.ensure_running()
-    options = OPTIONS | {"samples": 1}
+    options = OPTIONS | {"samples": 1, "memory": "auto"}
     with pytest.MonkeyPatch.context() as patch:  # dask leaves it behind
         patch.setenv(name, "")
         patch.delenv(name)

@@ -27,7 +27,7 @@ def oracle(att: Attention, map: str) -> Tensor:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("map", MAPS)
-@pytest.mark.parametrize("method", ["lanczos", "golub-kahan", "dense", "deflation", "cholesky"])
+@pytest.mark.parametrize("method", ["lanczos", "dense", "deflation"])
 def test_norms_of_layers_match_the_oracle(att: Attention, map: str, method: str) -> None:
     norm = spectral_norm(att, map=map, method=method, tol=1e-8, vectors=True)
     exact = oracle(att, map)
@@ -95,11 +95,6 @@ def test_folded_heads_are_their_statement(att: Attention) -> None:
         assert float(bounds.whole_layer(att, "lipbound", rule="folded")[s]) == pytest.approx(min(pairs, stacked), rel=1e-9)
 
 
-def test_compressing_the_layer_beats_combining_its_heads() -> None:
-    att = random_attention("causal")
-    assert bool((bounds.whole_layer(att, "lipbound_gram") < bounds.whole_layer(att, "lipbound_gram", rule="folded")).all())
-
-
 def test_runs_over_layers() -> None:
     ds = lb.compare("builtin:gpt2", samples=2, max_length=12, layers=[1, 4], map="layer", bounds="all", progress=False)
     assert ds["exact"].dims == ("sample", "layer")
@@ -107,7 +102,7 @@ def test_runs_over_layers() -> None:
     assert "exact_l2" not in ds
     assert all(entry["broken"] == 0 for entry in ds.attrs["audit"].values())
     assert bool((ds["exact_upper"] <= ds["exact"] * 1.001).all())
-    assert lb.tables.summary(ds).loc["lipbound_gram", "geomean"] < lb.tables.summary(ds).loc["lipbound", "geomean"]
+    assert lb.tables.summary(ds).loc["lipbound", "geomean"] < lb.tables.summary(ds).loc["lipbound_block", "geomean"]
     assert "sample" in [axes.get_xlabel() for axes in lb.plots.heatmaps(ds, bounds=["yudin"]).axes]
     att = lb.capture(*_model())[1]
     direct = spectral_norm(att, map="layer", tol=1e-9).lower

@@ -23,7 +23,7 @@ from lipbound.linalg.operator_norm import operator_norm
 from lipbound.linalg.operators import AutogradJacobian, Roundoff
 
 
-@pytest.mark.parametrize("method", ["lanczos", "golub-kahan", "dense"])
+@pytest.mark.parametrize("method", ["lanczos", "dense"])
 def test_norms_match_the_oracle(att: Attention, method: str) -> None:
     norm, exact, error = spectral_norm(att, method=method, tol=1e-10), oracle(att), tensor_error(att)
     assert norm.lower.shape == norm.steps.shape == (2, 3)
@@ -34,7 +34,7 @@ def test_norms_match_the_oracle(att: Attention, method: str) -> None:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("method", ["lanczos", "golub-kahan", "deflation", "cholesky", "dense"])
+@pytest.mark.parametrize("method", ["lanczos", "deflation", "dense"])
 def test_enclosures_hold_the_oracle(kind: str, method: str, dtype: torch.dtype) -> None:
     att = random_attention(kind, dtype=dtype)
     norm, exact, error = spectral_norm(att, method=method, tol=1e-6, delta=1e-10), oracle(att), tensor_error(att)
@@ -82,7 +82,7 @@ def test_head_out_is_the_norm_with_the_output_projection(att: Attention) -> None
     assert norm.left.shape == (2, 3, att.tokens, att.w_o.shape[2])
 
 
-@pytest.mark.parametrize("method", ["lanczos", "golub-kahan", "dense"])
+@pytest.mark.parametrize("method", ["lanczos", "dense"])
 def test_singular_pair(att: Attention, method: str) -> None:
     norm = spectral_norm(att, method=method, tol=1e-13, vectors=True)
     assert norm.left.shape == (2, 3, att.tokens, att.d_v)
@@ -102,7 +102,7 @@ def test_padded_tokens_carry_no_singular_vectors() -> None:
 def test_zero_operator_and_exhausted_spaces() -> None:
     x, w = torch.ones(1, 4, 3, dtype=torch.float64), torch.ones(2, 3, 2, dtype=torch.float64)
     zero = Attention(x, w, w, w * 0)
-    for method in ("lanczos", "golub-kahan", "power", "dense"):
+    for method in ("lanczos", "power", "dense"):
         norm = spectral_norm(zero, method=method)
         assert norm.lower.tolist() == [[0.0, 0.0]]
         assert bool(norm.converged.all())
@@ -126,7 +126,7 @@ def test_huge_and_tiny_inputs(size: float) -> None:
 
 def test_overflow_is_a_sentence() -> None:
     op = AutogradJacobian(lambda x: 1e30 * x, torch.ones(4))
-    for method in ("lanczos", "golub-kahan"):
+    for method in ("lanczos",):
         with pytest.raises(LipboundError, match="float64"):
             operator_norm(op, method=method)
 
@@ -159,7 +159,7 @@ def test_l2_norms_of_masked_layers_in_float32() -> None:
 
 def test_any_callable() -> None:
     att = random_attention("window")
-    norm = operator_norm(AutogradJacobian(head_function(att, 1, 2), att.x[1]), method="golub-kahan", tol=1e-11)
+    norm = operator_norm(AutogradJacobian(head_function(att, 1, 2), att.x[1]), tol=1e-11)
     torch.testing.assert_close(norm.lower[0], oracle(att)[1, 2], rtol=1e-9, atol=0)
 
 
@@ -258,7 +258,7 @@ def test_common_offsets_cost_no_digits(offset: str) -> None:
     exact = torch.stack([torch.linalg.matrix_norm(dense_jacobian(att.double(), s, h), 2) for s in range(2) for h in range(3)]).view(2, 3)
     error = (spectral_norm(att, tol=1e-6).lower / exact - 1).abs().max()
     assert float(error) <= 3e-6
-    for name in ("lipbound", "lipbound_block", "lipbound_gram"):
+    for name in ("lipbound", "lipbound_block"):
         assert bool((bounds.get(name)(att) >= exact * (1 - 1e-6)).all())
 
 
@@ -266,7 +266,7 @@ def test_tiny_values_do_not_vanish() -> None:
     """Squares of 1e-170 underflow; bounds must not."""
     att = random_attention("plain")
     tiny = Attention(att.x, att.w_q, att.w_k, att.w_v * 1e-170)
-    for name in ("lipbound", "lipbound_block", "lipbound_gram"):
+    for name in ("lipbound", "lipbound_block"):
         torch.testing.assert_close(bounds.get(name)(tiny), bounds.get(name)(att) * 1e-170, rtol=1e-9, atol=0)
     torch.testing.assert_close(bounds.over_ball(tiny, 0.1), bounds.over_ball(att, 0.1) * 1e-170, rtol=1e-6, atol=0)
 
@@ -320,7 +320,7 @@ def test_one_random_start_carries_a_certificate_of_a_usual_head(rotated: bool, m
     assert bool((norm.lower <= exact.lower * (1 + 1e-9)).all() & (norm.upper >= exact.lower).all())
 
 
-@pytest.mark.parametrize("method", ["golub-kahan", "lanczos"])
+@pytest.mark.parametrize("method", ["lanczos"])
 @pytest.mark.parametrize("sink", [60.0, 95.0, 100.0, 103.0])
 def test_a_head_that_vanishes_in_float32_leaves_the_others_alone(method: str, sink: float) -> None:
     """Its recurrence goes on after its end, on what underflow has left, while theirs do not end."""
@@ -333,7 +333,7 @@ def test_a_head_that_vanishes_in_float32_leaves_the_others_alone(method: str, si
         torch.testing.assert_close(norm.lower[0, 1], exact[0, 1], rtol=1e-8, atol=0)
 
 
-@pytest.mark.parametrize("method", ["golub-kahan", "lanczos", "power"])
+@pytest.mark.parametrize("method", ["lanczos", "power"])
 def test_autocast_changes_nothing(method: str) -> None:
     att = random_attention("plain", 0, dtype=torch.float32)
     plainly = spectral_norm(att, method=method)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lipbound.linalg.matrix_norms import at_most, block_norm, matrix_norm, nonnegative_norm, product_norm, reproducible_float32, symmetric_norm
+from lipbound.linalg.matrix_norms import at_most, block_norm, matrix_norm, nonnegative_norm, reproducible_float32, symmetric_norm
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -33,12 +33,6 @@ def test_at_most_of_zeros_and_beyond_the_range() -> None:
     zero = torch.zeros(2, 3, 3).double()
     assert at_most(zero, torch.tensor([0.0, -1.0]).double()).tolist() == [True, False]
     assert not bool(at_most(zero + torch.eye(3).double(), torch.tensor([torch.nan, -torch.inf]).double()).any())
-
-
-@pytest.mark.parametrize("width", [3, 40])
-def test_product_norm(width: int) -> None:
-    a, b = draw(2, width, 5), draw(2, width, 5).flip(0)
-    torch.testing.assert_close(product_norm(a, b), torch.linalg.matrix_norm(a @ b.mT, 2), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("spread", [0.0, 1.0, 10.0, 300.0])

@@ -204,7 +204,7 @@ def test_other_adapters_are_refused(tmp_path: Path) -> None:
     write(adapter, config, {name.replace("layers.1", "layers.9"): tensor for name, tensor in stored.items()})
     assert "changes model.layers.9.self_attn.v_proj.lora_A.weight, which LlamaModel does not have" in says()
     write(adapter, config, {name: tensor[:, :-1].contiguous() if "A.weight" in name else tensor for name, tensor in stored.items()})
-    assert "is for another model: its part for layers.0.self_attn.q_proj.weight has shape (24, 23), there (24, 24)" in says()
+    assert "is for another model: its part for layers.0.self_attn.q_proj.weight has shape (24, 23), that of the model has (24, 24)" in says()
     (adapter / "adapter_model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     assert "adapter_model.safetensors is a pointer of Git LFS" in says()
     (adapter / "adapter_model.safetensors").unlink()

@@ -33,7 +33,7 @@ REASONS: dict[str, tuple[Callable[[], tf.PreTrainedModel], str]] = {
     "a window of nothing": (lambda: tf.MistralModel(tf.MistralConfig(**{**NARROW, "sliding_window": 0})),
                             r"its mask forbids some token every key \(its sliding window is 0 tokens wide\)"),
     "a norm of two tensors": (lambda: tf.ZayaModel(tf.ZayaConfig(**LLAMA, **IDS)),
-                              r"its normalisation ZayaQKNorm is of an unknown make, it takes more than one tensor"),
+                              r"its normalisation ZayaQKNorm is of an unknown make: it takes more than one tensor"),
     "masks drawn at random": (lambda: tf.ViTMAEModel(tf.ViTMAEConfig(**IMAGE)), r"draws random numbers in evaluation"),
     "windows": (lambda: tf.SwinModel(tf.SwinConfig(image_size=16, patch_size=2, embed_dim=12, depths=[1], num_heads=[2], window_size=4)),
                 r"is given windows or tiles in place of samples \(8 in the batch\)"),
@@ -63,7 +63,7 @@ class Reading(nn.Module):
 def test_norms_and_positions_of_an_unknown_make() -> None:
     model = build(MODERN["Qwen 3"])
     model.layers[1].self_attn.q_norm = Reading()
-    with pytest.raises(CaptureError, match=r"layer layers.1.self_attn: .*its normalisation LayerNorm is of an unknown make, its weight is read"):
+    with pytest.raises(CaptureError, match=r"layers.1.self_attn: .*LayerNorm is of an unknown make: the layer itself reads its weight"):
         capture(model, inputs_for(model))
     model = build(MODERN["Llama"])
 

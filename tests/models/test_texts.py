@@ -15,6 +15,7 @@ import transformers as tf
 from support.models import AFFINE, build
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.normalizers import Replace
 from tokenizers.pre_tokenizers import Whitespace
 
 import lipbound as lb
@@ -117,7 +118,7 @@ def test_sorted_labels_are_told(checkpoint: Checkpoint) -> None:
     texts = [f"w{k} w{k + 1}" for k in range(12)]
     features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["bad", "good"])})
     table = datasets.Dataset.from_dict({"text": texts, "label": [0] * 6 + [1] * 6}, features=features)
-    with pytest.warns(Notice, match=r"sorted by class, and the first 4 are of 1 of 2 \(bad\)"):
+    with pytest.warns(Notice, match=r"sorted by class, and the first 4 are of 1 of 2 classes \(bad\)"):
         prepare(checkpoint, table, samples=4, max_length=4)
     mixed = datasets.Dataset.from_dict({"text": texts, "label": [0, 0, 0, 0, 1, 0, 1, 1, 0, 1, 1, 1]}, features=features)
     assert not prepare(checkpoint, mixed, samples=4, max_length=4).notes
@@ -194,9 +195,14 @@ def test_texts_without_tokens(bert: Path, tmp_path: Path) -> None:
     for broken in ("\ud800 the", ["the", "\ud800"]):
         with pytest.raises(InputsError, match=r"the tokenizer of .* does not take the text"):
             prepare(bare, broken, max_length=20)
-    core = tokens_only(unk_token="?")
-    core.backend_tokenizer.model = WordLevel({"the": 0, "ferry": 1})
-    assert prepare(bare, ["the", "ferry"], max_length=20).samples == 2
+    deaf = tokens_only(unk_token="?")
+    deaf.backend_tokenizer.normalizer = Replace("gull", "")
+    deaf = with_tokenizer(bert, tmp_path / "deaf", deaf)
+    with pytest.warns(Notice, match="1 of 3 texts have no token and were passed over"):
+        assert prepare(deaf, ["the", "gull", "ferry"], max_length=20).samples == 2
+    for nothing in ("gull gull", ["gull", "gull gull"]):
+        with pytest.raises(InputsError, match="no token for the tokenizer of"):
+            prepare(deaf, nothing, max_length=20)
 
 
 def test_windows_of_a_tokenizer_in_python(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_figures_fit_on_the_paper(width: str) -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(LipboundError, match=r"16 panels in 1 column do not fit on a figure of 7.1 x 8.07 inches; ask for other columns"):
+    with pytest.raises(LipboundError, match=r"16 panels in 1 column do not fit on a figure of 7.1 x 7.79 inches; ask for other columns"):
         arrange(sheet((16,), "page", 1.0), columns=1)
     with pytest.raises(LipboundError, match="400 panels in as many columns as are legible"):
         arrange(sheet((400,), "column", 1.0), shrink=True)

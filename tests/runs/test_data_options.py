@@ -42,7 +42,7 @@ def test_shuffled_runs_are_replayed(bert: Path, table: Path, tmp_path: Path) -> 
     with pytest.raises(LipboundError, match="data_fingerprint"):
         lb.compare(bert, table, samples=3, shuffle=6, out=tmp_path / "run.zarr", resume=True, **QUICK)
     assert lb.compare(bert, table, samples=3, shuffle=5, out=tmp_path / "run.zarr", resume=True, **QUICK).identical(stored)
-    with pytest.warns(Notice, match="sorted by class, and the first 3 are of 1 of 2"):
+    with pytest.warns(Notice, match="sorted by class, and the first 3 are of 1 of 2 classes"):
         plain = lb.compare(bert, table, samples=3, **QUICK)
     assert any("sorted by class" in note for note in plain.attrs["notes"])
     assert "shuffle" not in plain.attrs["source"]

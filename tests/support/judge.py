@@ -15,8 +15,8 @@ from lipbound.attention.layer import Attention
 from lipbound.errors import LipboundError
 from lipbound.jacobians.spectral_norm import spectral_norm
 
-METHODS = ("lanczos", "golub-kahan", "dense", "deflation", "cholesky")
-BY_HEAD = ("deflation", "cholesky")
+METHODS = ("lanczos", "dense", "deflation")
+BY_HEAD = ("deflation",)
 """Those of them that take the heads of a layer one after the other."""
 L2 = "lanczos (L2)"
 """The enclosure of L2 attention's norm."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.reference import head_function
+from lipbound.linalg.deterministic import BlockMatrix
 from lipbound.linalg.solution import Norm
 
 
@@ -23,12 +24,14 @@ def encloses(norm: Norm, exact: Tensor, tol: float, error: Tensor) -> bool:
 def capture_error(att: Attention) -> float:
     """How far float32 arithmetic may move head outputs of a captured layer from the model's, in the units of its ``error``.
 
-    A score rounds by its own size, which is the relative error of a probability; what values leave after cancelling is compared with their sum.
+    A score rounds by its own size, which is the relative error of a probability, and moves outputs by as much of the deviation of values from them;
+    values round by their own size. Both are compared with the outputs of the same head.
     """
     att = att.double()
-    scores = float((att.scale * att.q @ att.k.mT).abs().amax())
+    scores = (att.scale * att.q @ att.k.mT).abs().amax((-1, -2))
+    deviation = (att.p @ att.v.square() - att.out.square()).clamp_min(0).sqrt().amax((-1, -2))
     out, values = att.out.abs().amax((-1, -2)), att.v.abs().amax((-1, -2))
-    return 8 * 2.0**-24 * (1 + scores) * float((values / torch.maximum(out, 1e-3 * values)).amax())
+    return 8 * 2.0**-24 * float((((1 + scores) * deviation + 2 * values) / torch.maximum(out, 1e-3 * values)).amax())
 
 
 def jacobians(att: Attention, sample: int) -> Tensor:
@@ -75,3 +78,12 @@ def dense_jacobians(att: Attention, map: str = "head") -> Tensor:
         att.x, att.w_q, att.w_k, att.w_v, b_q, b_k, b_v, mask, real.double()
     )
     return found
+
+
+def assembled(gram: BlockMatrix) -> Tensor:
+    """All of G from its tiles, (tokens width, tokens width)."""
+    out = torch.empty(gram.tokens, gram.width, gram.tokens, gram.width, dtype=torch.float64)
+    for rows, cols, tile in gram.tiles():
+        out[rows, :, cols] = tile
+        out[cols, :, rows] = tile.permute(2, 3, 0, 1)
+    return out.view(gram.tokens * gram.width, -1)

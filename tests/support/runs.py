@@ -34,7 +34,7 @@ SETTINGS: dict[str, Any] = {
     "map_description": "one attention head without output projection, x -> softmax(q k^T) v", "method": "lanczos", "tol": 1e-3, "delta": 1e-6,
     "dtype": "float32", "device": "cpu", "seed": 0, "versions": {"torch": "2.13.0", "transformers": "5.23.0"}, "python": "3.11.7",
     "date": "2026-11-22T13:00:00+00:00", "command": "lipbound compare builtin:minilm --out run.zarr", "samples": 2, "exact_samples": 2, "tokens": 32,
-    "capture_error": 1.2e-6, "block": 2, "variants": [], "not_applicable": {"lipbound_gram": "does not cover sink logits"},
+    "capture_error": 1.2e-6, "block": 2, "variants": [], "not_applicable": {"castin": "does not cover sink logits"},
 }  # fmt: skip
 
 

@@ -77,8 +77,8 @@ def three_norms(setting: Setting) -> xr.Dataset:
     checkpoint, layers, data = setting.capture(setting.count(2, 20))
     tables = {
         "frobenius": [spectral_norm(att, tol=1e-4).lower for att in layers],
-        "every-token": [token_norm(att, "every", "worst").lower for att in layers],
-        "one-token": [token_norm(att, "one", "all").lower for att in layers],
+        "every-token": [token_norm(att, "every-token").lower for att in layers],
+        "one-token": [token_norm(att, "one-token").lower for att in layers],
     }
     stacked = np.stack([torch.stack(values).cpu().numpy() for values in tables.values()])
     ds = xr.Dataset(

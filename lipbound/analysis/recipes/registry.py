@@ -153,12 +153,9 @@ class Recipe:
 
 
 def check_same(path: Path, ds: xr.Dataset, setting: Setting) -> None:
-    """Raise StoreError where what is stored was computed for something else than what is asked for; where nothing is asked for, tell what it is.
-
-    Stores of before 0.1 tell their model alone.
-    """
+    """Raise StoreError where what is stored was computed for something else than what is asked for; where nothing is asked for, tell what it is."""
     asked, usual = setting.asked(), Setting().asked()
-    stored = ds.attrs.get("asked") or ({"model": ds.attrs["model"]} if "model" in ds.attrs else {})
+    stored = ds.attrs.get("asked", {})
     other = [name for name in stored if stored[name] != asked.get(name)]
     if wrong := [f"{name} was {shown(stored[name])} and is now {shown(asked[name])}" for name in other if asked[name] != usual[name]]:
         raise StoreError(f"{path} holds the same figure of other things: {'; '.join(wrong)}; choose another folder with output=, or remove it")

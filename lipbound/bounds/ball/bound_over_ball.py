@@ -77,7 +77,7 @@ def over_ball(att: Attention, radius: float | Sequence[float], *, norm: str = "t
 
 def _over_ball(att: Attention, radius: float | Sequence[float], norm: str, at: str, *, entries_only: bool) -> Tensor:
     """`over_ball`; or, with ``entries_only``, what (a), (b) and (c) alone make of it."""
-    single, radii = _checked(att, radius, norm, "over_ball")
+    single, radii = _checked(att, radius, norm)
     double = att.double()
     centre = _centre(double, at)
     with torch.no_grad():
@@ -87,32 +87,15 @@ def _over_ball(att: Attention, radius: float | Sequence[float], norm: str, at: s
     return values[..., 0] if single else values
 
 
-@in_own_modes
-def ball_difference(att: Attention, radius: float | Sequence[float], *, norm: str = "token") -> Tensor:
-    r"""An upper bound on :math:`\|J(X') - J(X)\|` for every X' in a ball around the layer's input.
-
-    Arguments, shapes and errors are those of `over_ball`, of which it is the part beside the norm at the centre; where the bound on J(X') itself is
-    smaller, it is that bound and an upper value of the norm at the centre.
-    """
-    single, radii = _checked(att, radius, norm, "ball_difference")
-    double = att.double()
-    with torch.no_grad():
-        parts = [_sample(double.unpadded(s), radii, norm, False) for s in range(att.samples)]
-    changed, whole = (torch.stack(values) for values in zip(*parts, strict=True))
-    if bool((whole < changed).any()):
-        changed = changed.minimum(whole + get("lipbound")(double)[..., None])
-    return changed[..., 0] if single else changed
-
-
-def _checked(att: Attention, radius: float | Sequence[float], norm: str, name: str) -> tuple[bool, list[float]]:
+def _checked(att: Attention, radius: float | Sequence[float], norm: str) -> tuple[bool, list[float]]:
     """Whether one radius was given, and all of them; raises where the layer or the ball is not covered."""
-    check_layer(att, name)
+    check_layer(att, "over_ball")
     if "qk_norm" in att.variants:
-        raise AttentionError(f"{name} does not cover normalised queries and keys, whose derivative changes with the input; lipbound.attack does")
-    att.only(name, CENTRES.covers)
+        raise AttentionError("over_ball does not cover normalised queries and keys, whose derivative changes with the input; lipbound.attack does")
+    att.only("over_ball", CENTRES.covers)
     found = check_radii(radius, norm)
     if att.cache.recording:
-        raise LipboundError(f"{name} has no derivatives; call it under torch.no_grad()")
+        raise LipboundError("over_ball has no derivatives; call it under torch.no_grad()")
     return found
 
 
@@ -125,7 +108,7 @@ def _sample(att: Attention, radii: list[float], norm: str, entries_only: bool) -
     if not -1000 < int(shift) < 1000:
         nothing = torch.full((att.heads, len(radii)), torch.inf, dtype=torch.float64, device=att.device)
         return nothing, nothing
-    around = CENTRES.of(one)(one)
+    around = CENTRES.of(one.variants)(one)
     bounds = around.by_entries if entries_only else around.bounds
     found = [bounds(r * float(exact_power(shift)), norm) for r in radii]
     hidden = TINY * (torch.linalg.vector_norm(one.w_v, dim=(1, 2)) + one.centred_v[0].norm(dim=-1).amax(-1))

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.rounding import tensor_errors
-from lipbound.bounds import ingredients as qty
+from lipbound.bounds import factors
 from lipbound.bounds.ball.softmax_interval import key_spread, query_lengths, score_changes, softmax_interval
 from lipbound.bounds.lipbound2026.parts import BlockNorms
 from lipbound.linalg.matrix_norms import block_norm, gamma, matrix_norm, nonnegative_norm
@@ -32,7 +32,7 @@ class BallCentre:
         self.u = query_lengths(att)[..., None] + off.u
         f, kt = key_spread(att)
         self.d, self.f = torch.where(allowed, parts.distance + off.d, 0.0), torch.where(allowed, f + off.f, 0.0)
-        self.norm_a, self.norm_v = qty.norm_a(att), parts.norm_v
+        self.norm_a, self.norm_v = factors.norm_a(att).value(), parts.norm_v
         self.b = parts.b + off.b
         self.cov_v, self.cov_k = _covariance_norm(parts.p, parts.v) + off.cov_v, _covariance_norm(parts.p, kt) + off.cov_k
 

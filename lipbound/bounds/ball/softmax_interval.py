@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds import ingredients as qty
+from lipbound.bounds import factors
 from lipbound.linalg.matrix_norms import upper_factor
 
 
@@ -109,7 +109,7 @@ def _others(x: Tensor) -> Tensor:
 def reachable_rows(att: Attention, radius: float, norm: str) -> tuple[Tensor, Tensor]:
     """Smallest and largest P' over the ball around an unpadded float64 layer of one sample, two tensors (heads, N, N)."""
     f, _ = key_spread(att)
-    tau = score_changes(f, query_lengths(att)[..., None], qty.norm_a(att), radius, norm)
+    tau = score_changes(f, query_lengths(att)[..., None], factors.norm_a(att).value(), radius, norm)
     return softmax_interval(att.scores(att.q, att.centred_k)[0], tau)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.cap import cap_slope
 from lipbound.attention.variants.rotary import turned
-from lipbound.bounds import ingredients as qty
+from lipbound.bounds import factors
 from lipbound.bounds.ball.plain import BallCentre, CentreErrors, Slopes
 from lipbound.bounds.ball.softmax_interval import score_changes, softmax_interval
 from lipbound.jacobians.token_tangents import Tangents
@@ -31,7 +31,7 @@ class VariantBallCentre(BallCentre):
         if att.sinks is not None:
             scores = torch.cat([scores, att.sinks[:, None, None].expand(-1, att.tokens, 1)], -1)
         self.scores, self.p, self.allowed = scores, torch.softmax(scores, -1), scores > -torch.inf
-        self.norm_a, self.norm_v, self.cap = largest_a(att), qty.norm_v(att)[:, None, None], att.cap
+        self.norm_a, self.norm_v, self.cap = largest_a(att), factors.norm_v(att).value()[:, None, None], att.cap
         q, k = att.q[0], att.centred_k[0]
         self.z = att.scale * q @ k.mT  # before the cap
         off = CentreErrors(att)
@@ -101,7 +101,7 @@ def largest_a(att: Attention) -> Tensor:
     Where rotations depend on positions, :math:`R_i^T R_j` depends on their distance only but for rounding: one norm for each distance, and how far
     any pair of tokens is from the one that stands for its distance; never above the product of the parts' norms: Lemma 29 (docs/theory/balls.md).
     """
-    whole = qty.norm_a(att)
+    whole = factors.norm_a(att).value()
     if att.rotation is None:
         return whole
     z = torch.complex(att.rotation.cos.double(), att.rotation.sin.double())
@@ -117,5 +117,5 @@ def largest_a(att: Attention) -> Tensor:
         r_q, r_k = (torch.linalg.qr(w[h].double(), mode="r").R for w in (att.w_q, att.w_k))
         apart = turned(r_k.expand(len(of), -1, -1), of.real, of.imag)
         norms = abs(att.scale) * block_norm(r_q @ apart.mT, squarings=4)
-        found.append((norms + away * abs(att.scale) * qty.norm_q(att)[h] * qty.norm_k(att)[h]).amax())
+        found.append((norms + away * abs(att.scale) * factors.norm_q(att).value()[h] * factors.norm_k(att).value()[h]).amax())
     return torch.stack(found).minimum(whole)

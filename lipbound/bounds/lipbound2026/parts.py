@@ -24,10 +24,17 @@ CHUNK = 2**22
 """Bytes of the largest temporary, the N x d_v x d moments of some heads of one sample."""
 MATRICES = 17
 """How many N x N matrices of one head are in memory together, besides P of all heads."""
+STORED = 4e9
+"""Bytes of matrices over all pairs of tokens up to which our bounds are computed; longer heads have their exact norm enclosed in less time."""
 TINY = 2.0**-160
 """At least what underflow can take from a norm, relative to the largest probability and the sizes of values and their weights."""
 RTOL = 1e-5
 """How far above the exact norms of N x N matrices their upper values may stay."""
+
+
+def longest(heads: int) -> int:
+    """Most tokens at which our bounds are computed on layers of so many heads: 5,271 for one head, 4,153 for twelve."""
+    return int((STORED / (8 * (MATRICES + heads))) ** 0.5)
 
 
 WEIGHTS = "norms of weights"

@@ -39,29 +39,6 @@ def root(x: Tensor) -> Tensor:
     return torch.where(x == 0, 0.0, torch.where(x == 0, 1.0, x).sqrt()) if x.requires_grad else x.sqrt()
 
 
-def coordinate_pairs(y: Tensor) -> Tensor:
-    """Products y_i y_j of coordinates of y (heads, N, d), doubled where i < j: (heads, N, d (d + 1) / 2). Quadratic forms become inner products."""
-    i, j = torch.triu_indices(y.shape[-1], y.shape[-1], device=y.device)
-    rows, weights = y.mT.contiguous(), torch.where(i == j, 1.0, 2.0).to(y)[:, None]
-    left, right = rows.index_select(-2, i), rows.index_select(-2, j)
-    return (left * weights * right if y.requires_grad else left.mul_(weights).mul_(right)).mT
-
-
-def image_norms(maps: Tensor, pairs: Tensor, sizes: Tensor, lengths: Tensor) -> Tensor:
-    r"""|M_i y_k|, rounded upwards, for maps (heads, n, d_v, d), `coordinate_pairs` of y_k, upper values of their Frobenius norms and lengths.
-
-    Returns (heads, n, N). For upper values of the 2-norms of the absolute values of maps in place of Frobenius norms it holds as well.
-
-    It is :math:`(y^T M^T M y)^{1/2}`, one product of matrices for all of them; to its square the rounding error is added: Lemma 53
-    (docs/theory/numerics.md).
-    """
-    d_v, d = maps.shape[-2:]
-    i, j = torch.triu_indices(d, d, device=maps.device)
-    forms = (maps.mT @ maps).flatten(-2).index_select(-1, i * d + j)
-    allowance = gamma(d * (d + 1) // 2 + d_v + 8) * sizes**2
-    return root(torch.addcmul((forms @ pairs.mT).clamp_min(0), allowance[..., :, None], lengths[..., None, :] ** 2))
-
-
 def each_times(maps: Tensor, m: Tensor) -> Tensor:
     """Products of maps (heads, n, a, b) with one matrix a head, (heads, b, r), as one product: a copy of it for each would cost more."""
     return (maps.flatten(1, 2) @ m).unflatten(1, maps.shape[1:3])

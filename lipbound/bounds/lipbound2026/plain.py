@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds import ingredients as qty
+from lipbound.bounds import conditions
 from lipbound.bounds.lipbound2026 import BIBTEX, CITATION
-from lipbound.bounds.lipbound2026.parts import RTOL, BlockNorms, in_chunks
+from lipbound.bounds.lipbound2026.parts import RTOL, BlockNorms, in_chunks, longest
 from lipbound.bounds.lipbound2026.pieces import root
-from lipbound.bounds.lipbound2026.streaming.plain import Compressed, Stacked, streamed, too_long
 from lipbound.bounds.lipbound2026.terms import block_terms, gram_terms
 from lipbound.bounds.multihead import with_folded
 from lipbound.bounds.registry import bound
@@ -28,12 +27,14 @@ BLOCK_KEY = "lipbound_block"
     citation=CITATION,
     bibtex=BIBTEX,
     statement="||J||^2 <= min(||E + K||, ||E|| + L), N x N matrices of norms of the blocks of J J^T (see its docstring)",
+    statement_latex=r"$\|J\|^2 \le \min(\|E + K\|, \|E\| + L)$, $N \times N$ matrices of norms of the blocks of $J J^T$ (see its docstring)",
     source="Lemma 16 in the documentation of lipbound",
     assumptions="any biases, any mask",
-    condition=qty.always,
+    condition=conditions.always,
     cost="O(N^3 + N^2 d d_v)",
     terms=gram_terms,
     layer=with_folded,
+    longest=longest,
 )
 def lipbound(att: Attention) -> Tensor:
     r"""Path-Gram compression: within a factor of about 1.3 of the exact norm on pretrained heads, in float64.
@@ -57,17 +58,12 @@ def lipbound(att: Attention) -> Tensor:
     ``b_k``, ``b_v``); where the norm of a matrix has no derivative (several equal top singular values), the derivative is that along one of its top
     pairs.
 
-    Where these matrices would take more than 4 GB (17 and one for each head, float64: from N = 5271 on for one head, 4153 for 12), they are formed
-    tile by tile in float32, rounded upwards, 4 N^2 bytes, and the second number of L is the norm of absolute values: 1.00 to 1.06 times the value
-    of stored matrices on the heads where both were computed. Above 20,000 tokens they are applied to vectors and never stored: O(N^2 d^2)
-    operations, O(N d^2) memory, 0.93 to 1.24 times that value. Which it is depends on the layer's shape, whatever memory is free:
-    Lemmas 104 and 105 (docs/theory/long_inputs.md), Lemma 117 (docs/theory/long_terms.md). With derivatives they are always stored.
+    The matrices over all pairs of tokens, 17 and one for each head, may take 4 GB: 5,271 tokens for one head, 4,153 for twelve. For longer inputs
+    take the enclosure of the exact norm, which is cheaper there.
     With rotary position embeddings, normalised queries and keys, capped scores or sinks: `lipbound.bounds.lipbound2026.variants`.
     """
 
     def make() -> Tensor:
-        if too_long(att):
-            return streamed(att, Compressed)
         values = in_chunks(att, _lipbound)
         att.memo(BLOCK_KEY, lambda: values[..., 1])  # its parts are the same numbers, whichever bound needs them first
         return values[..., 0]
@@ -81,21 +77,24 @@ def lipbound(att: Attention) -> Tensor:
     citation=CITATION,
     bibtex=BIBTEX,
     statement="||J|| <= ||[P_ij (||W_V|| + |v_j - o_i| |c W_K q_i|)]_ij + diag ||B_i|| ||, an N x N matrix",
+    statement_latex=r"$\|J\| \le \|\,[P_{ij} (\|W_V\| + |v_j - o_i| |\mathrm{scale}\,W_K q_i|)]_{ij} + \mathrm{diag}\,\|B_i\|\,\|$, an $N \times N$ "
+    "matrix",
     source="Lemma 15 in the documentation of lipbound",
     assumptions="any biases, any mask",
-    condition=qty.always,
+    condition=conditions.always,
     cost="O(N^2 d d_v)",
     terms=block_terms,
     layer=with_folded,
+    longest=longest,
 )
 def lipbound_block(att: Attention) -> Tensor:
     r"""Compression of J itself: about 2 times the exact norm on pretrained heads.
 
     .. math:: \|J\| \le \big\|\,[P_{ij}(\|W_V\| + |v_j - o_i||\tilde q_i|)]_{ij} + \mathrm{diag}\,\|B_i\|\,\big\|
 
-    The entries bound the norms of the blocks of J: Lemmas 14 and 15 (docs/theory/bounds.md). Streamed like ``lipbound``, from the same lengths on.
+    The entries bound the norms of the blocks of J: Lemmas 14 and 15 (docs/theory/bounds.md). As long inputs as for ``lipbound``.
     """
-    return att.memo(BLOCK_KEY, lambda: streamed(att, Stacked) if too_long(att) else in_chunks(att, _block)[..., 1])
+    return att.memo(BLOCK_KEY, lambda: in_chunks(att, _block)[..., 1])
 
 
 def _block(att: Attention, sample: int, heads: slice) -> Tensor:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants import VARIANTS
-from lipbound.bounds import ingredients as qty
+from lipbound.bounds import conditions
 from lipbound.bounds.lipbound2026 import BIBTEX, CITATION
-from lipbound.bounds.lipbound2026.parts import BlockNorms, in_chunks, weights_of
+from lipbound.bounds.lipbound2026.parts import BlockNorms, in_chunks, longest, weights_of
 from lipbound.bounds.lipbound2026.pieces import lengths, mean, outer, root
 from lipbound.bounds.lipbound2026.variant_rows import VariantRows, largest_row
 from lipbound.bounds.lipbound2026.variants import ROWS, together
@@ -26,11 +26,13 @@ from lipbound.linalg.matrix_norms import UNIT, gamma, symmetric_norm
     citation=CITATION,
     bibtex=BIBTEX,
     statement="||J||^2 <= max_i (sum_j d_ij) ||sum_j J_ij J_ij^T / d_ij||, d_ij upper values of ||J_ij||",
+    statement_latex=r"$\|J\|^2 \le \max_i (\sum_j d_{ij}) \|\sum_j J_{ij} J_{ij}^T / d_{ij}\|$, $d_{ij}$ upper values of $\|J_{ij}\|$",
     source="Lemma 95 in the documentation of lipbound",
     assumptions="any biases, any mask",
-    condition=qty.always,
+    condition=conditions.always,
     cost="O(N^2 d_v (d + d_v)), fewer rows where some stand out",
     layer=with_folded,
+    longest=longest,
     differentiable=False,
     norm="every-token",
 )
@@ -52,11 +54,13 @@ def lipbound_every(att: Attention) -> Tensor:
     citation=CITATION,
     bibtex=BIBTEX,
     statement="||J|| <= max_i sum_j ||J_ij||, with upper values of the norms of the blocks of J",
+    statement_latex=r"$\|J\| \le \max_i \sum_j \|J_{ij}\|$, with upper values of the norms of the blocks of J",
     source="Lemma 94 in the documentation of lipbound",
     assumptions="any biases, any mask",
-    condition=qty.always,
+    condition=conditions.always,
     cost="O(N^2 d d_v)",
     layer=with_folded,
+    longest=longest,
     norm="every-token",
 )
 def lipbound_every_block(att: Attention) -> Tensor:
@@ -77,11 +81,13 @@ def lipbound_every_block(att: Attention) -> Tensor:
     citation=CITATION,
     bibtex=BIBTEX,
     statement="||J|| <= max_j (sum_i ||J_ij||^2)^(1/2), with upper values of the norms of the blocks of J",
+    statement_latex=r"$\|J\| \le \max_j (\sum_i \|J_{ij}\|^2)^{1/2}$, with upper values of the norms of the blocks of J",
     source="Lemma 94 in the documentation of lipbound",
     assumptions="any biases, any mask",
-    condition=qty.always,
+    condition=conditions.always,
     cost="O(N^2 d d_v)",
     layer=with_folded,
+    longest=longest,
     norm="one-token",
 )
 def lipbound_one(att: Attention) -> Tensor:
@@ -94,7 +100,7 @@ def lipbound_one(att: Attention) -> Tensor:
     return _sums(att)[..., 1]
 
 
-@lipbound_every.extends(*VARIANTS, condition=qty.always, layer=with_folded)
+@lipbound_every.extends(*VARIANTS, condition=conditions.always, layer=with_folded, longest=longest)
 def _every(att: Attention) -> Tensor:
     def values(one: Attention, sample: int, heads: slice) -> Tensor:
         return torch.stack([VariantRows(one, sample, h).value() for h in range(*heads.indices(one.heads))])[:, None]
@@ -102,12 +108,12 @@ def _every(att: Attention) -> Tensor:
     return att.memo("lipbound_every", lambda: in_chunks(att, values, [_root_count(att)])[..., 0])
 
 
-@lipbound_every_block.extends(*VARIANTS, condition=qty.always, layer=with_folded)
+@lipbound_every_block.extends(*VARIANTS, condition=conditions.always, layer=with_folded, longest=longest)
 def _every_block(att: Attention) -> Tensor:
     return together(att)[..., ROWS]
 
 
-@lipbound_one.extends(*VARIANTS, condition=qty.always, layer=with_folded)
+@lipbound_one.extends(*VARIANTS, condition=conditions.always, layer=with_folded, longest=longest)
 def _one(att: Attention) -> Tensor:
     return together(att)[..., ROWS + 1]
 

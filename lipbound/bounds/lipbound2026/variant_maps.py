@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds.lipbound2026.pieces import SQUARINGS, TINIEST, divided, normalised, root, upper_lengths
+from lipbound.bounds.lipbound2026.pieces import SQUARINGS, TINIEST, divided, normalised, outer, root, upper_lengths
+from lipbound.devices import Room
 from lipbound.jacobians.token_tangents import Tangents
 from lipbound.linalg.matrix_norms import block_norm, gamma, reproducible_float32
 
+PAIR_BYTES = 2**28
+"""Bytes up to which the products of all values with all keys are kept."""
 LOST = 2.0**-80
 """More than underflow can take from sums of products of numbers that are 1 at most, in float32."""
 
@@ -60,6 +63,23 @@ class Moved(NamedTuple):
     y: Tensor
     size: Tensor
     spread: Tensor
+
+
+class Covariances:
+    """The covariances C_i of values and keys, c times, of many rows at a time: where memory allows, from the products of all values with all keys,
+    which are put into ``room``."""
+
+    def __init__(self, c: float, v: Tensor, k: Tensor, room: Room | None = None):
+        self._v, self._k = v, c * k
+        self._pairs = outer(v, self._k, room) if 8 * len(v) * v.shape[1] * k.shape[1] <= PAIR_BYTES else None
+
+    def of(self, t: Tensor, o: Tensor, keys: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """(rows, d_v, d), and sums of the sizes of their terms, (rows,), from rows of weights of some keys, and outputs."""
+        v, k = self._v[keys], self._k[keys]
+        sums = (t[:, None] * v.mT) @ k if self._pairs is None else (t @ self._pairs[keys]).unflatten(-1, (v.shape[1], -1))
+        far, long, weights = v.detach().norm(dim=-1), k.detach().norm(dim=-1), t.detach()
+        sizes = weights @ (far * long) + o.detach().norm(dim=-1) * (weights @ long)
+        return torch.addcmul(sums, o[:, :, None], (t @ k)[:, None, :], value=-1), sizes
 
 
 class Maps:

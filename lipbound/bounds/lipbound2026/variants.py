@@ -3,11 +3,9 @@ r"""`lipbound` and `lipbound_block` for heads with rotary position embeddings, n
 The compression of `lipbound.bounds.lipbound2026.plain`, block by block, with a vector :math:`\tilde q_{ij}` for each pair of tokens:
 Lemma 18 (docs/theory/bounds.md). Blocks of J as in `lipbound.jacobians.token_tangents`.
 
-Cost per head: O(N^3 d + N^2 d (d + d_v) + N d^3) operations, O(N^2 (d + d_v)) memory for some rows at a time. Above `ALL_PAIRS` tokens
-O(N^3 + N^2 d^2) operations, with lengths in place of most inner products (`lipbound.bounds.lipbound2026.variant_inner`), as few large products of
-matrices (`lipbound.bounds.lipbound2026.variant_forms`). Most products of shorter heads are in float32, their rounding allowed for; those of long
-heads and of derivatives are in float64. Where matrices over all pairs of tokens would take more than 4 GB, as for plain heads,
-`lipbound.bounds.lipbound2026.streaming.variants` does without them.
+Cost per head: O(N^3 d + N^2 d (d + d_v) + N d^3) operations, most of them inner products of :math:`\tilde q_{ij}` and :math:`\tilde q_{kj}`,
+O(N^2 (d + d_v)) memory for some rows at a time. Above `LONGEST` tokens `lipbound` is not computed: the exact norm is enclosed in a tenth of the time
+and less. Most products are in float32, their rounding allowed for; where derivatives are wanted they are in float64.
 """
 
 import torch
@@ -15,40 +13,38 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants import VARIANTS
-from lipbound.bounds import ingredients as qty
+from lipbound.bounds import conditions
 from lipbound.bounds.lipbound2026 import plain
-from lipbound.bounds.lipbound2026.parts import CHUNK, RTOL, in_chunks
+from lipbound.bounds.lipbound2026.parts import CHUNK, RTOL, in_chunks, longest
 from lipbound.bounds.lipbound2026.pieces import TINIEST, root, scaled_lengths, seen
-from lipbound.bounds.lipbound2026.spread import spread
-from lipbound.bounds.lipbound2026.streaming.plain import too_long
-from lipbound.bounds.lipbound2026.streaming.variants import streamed
-from lipbound.bounds.lipbound2026.variant_forms import Covariances, Forms
-from lipbound.bounds.lipbound2026.variant_inner import InnerProducts, sums_of
-from lipbound.bounds.lipbound2026.variant_maps import Maps, Parts
+from lipbound.bounds.lipbound2026.variant_maps import Covariances, Maps, Parts
 from lipbound.bounds.multihead import with_folded
 from lipbound.devices import Room
 from lipbound.linalg.matrix_norms import UNIT, block_norm, gamma, matrix_norm, nonnegative_norm, power_of_two
 
-ALL_PAIRS = 256
-"""Tokens above which inner products of q~_ij and q~_kj are formed for the largest terms alone: they would take 26 s a head at 1,024 tokens, not 3."""
+LONGEST = 1024
+"""Tokens up to which inner products of q~_ij and q~_kj are formed, and with them `lipbound`; they would take minutes a head beyond."""
 ROWS = 2
 """Where the bounds in the norms of single tokens stand among those that are computed together: by rows, then by columns."""
 
 
-@plain.lipbound.extends(*VARIANTS, condition=qty.always, layer=with_folded)
+@plain.lipbound.extends(*VARIANTS, condition=conditions.always, layer=with_folded, longest=lambda heads: min(LONGEST, longest(heads)))
 def _gram(att: Attention) -> Tensor:
     return together(att)[..., 0]
 
 
-@plain.lipbound_block.extends(*VARIANTS, condition=qty.always, layer=with_folded)
+@plain.lipbound_block.extends(*VARIANTS, condition=conditions.always, layer=with_folded, longest=longest)
 def _block(att: Attention) -> Tensor:
     return together(att)[..., 1]
 
 
 def together(att: Attention) -> Tensor:
-    """All four bounds, (samples, heads, 4): both, and from `ROWS` on those where single tokens move, by Lemma 97 (docs/theory/token_bounds.md)."""
+    """All four bounds, (samples, heads, 4): both, and from `ROWS` on those where single tokens move, by Lemma 97 (docs/theory/token_bounds.md).
+
+    `lipbound` is infinite above `LONGEST` tokens, where its inner products are left out.
+    """
     reach = [1.0, 1.0, att.tokens**0.5 * (1 + 4 * UNIT), 1.0]
-    return att.memo("lipbound and lipbound_block", lambda: streamed(att, reach) if too_long(att) else in_chunks(att, variants, reach))
+    return att.memo("lipbound and lipbound_block", lambda: in_chunks(att, variants, reach))
 
 
 def variants(att: Attention, sample: int, heads: slice) -> Tensor:
@@ -67,24 +63,19 @@ def _one(att: Attention, sample: int, h: int, room: Room) -> Tensor:
     p, t = p / unit, t / unit
     norm_v = matrix_norm(att.w_v[h])
     e = t * torch.cdist(o, v, compute_mode="donot_use_mm_for_euclid_dist")
-    if len(kept) <= ALL_PAIRS or att.cache.recording:
-        maps = Maps(att, sample, h, keep)
-        found, kappa = _of_tokens(maps, kept, Covariances(c, v, k, room), t, e, v, o)
-    else:
-        maps = forms = Forms(att, sample, h, keep)
-        found, kappa = _of_long(forms, kept, Covariances(c, v, k, room), t, v, o)
+    maps = Maps(att, sample, h, keep)
+    found, kappa = _of_tokens(maps, kept, Covariances(c, v, k, room), t, e, v, o)
 
     reach = e * found.length
-    inner = found.inner
-    if inner is None:
-        inner = sums_of(InnerProducts(att, maps.tangents, kept, att.scale * att.q[sample, h][keep]), e, found.length)
     squares = (p * norm_v) ** 2 + 2 * p * e * found.image + reach**2
     tokens = root(squares) + torch.diag_embed(found.b)
     single = [tokens.sum(-1).amax(-1), root(tokens.square().sum(-2)).amax(-1)]
     block = nonnegative_norm((p * norm_v + reach + torch.diag_embed(found.b))[None], rtol=RTOL)[0]
-    x = p * found.b_v[None, :] + e.mT * found.b_q + (e * found.image) @ p.mT
-    keys = torch.minimum(kappa[:, None] * kappa[None, :], inner)
-    squared = nonnegative_norm((p @ p.mT * norm_v**2 + torch.diag_embed(found.b**2) + x + x.mT + keys)[None], rtol=RTOL)[0]
+    squared = block.new_tensor(torch.inf)
+    if found.inner is not None:
+        x = p * found.b_v[None, :] + e.mT * found.b_q + (e * found.image) @ p.mT
+        keys = torch.minimum(kappa[:, None] * kappa[None, :], found.inner)
+        squared = nonnegative_norm((p @ p.mT * norm_v**2 + torch.diag_embed(found.b**2) + x + x.mT + keys)[None], rtol=RTOL)[0]
     return torch.stack([root(squared), block, *single]) * unit * (1 + gamma(10 * maps.width + 200))
 
 
@@ -94,8 +85,8 @@ def _of_tokens(maps: Maps, kept: Tensor, covariances: Covariances, t: Tensor, e:
     Some tokens at a time: q~_it for all i that see t as a key, B_t where it is the query. What a mask forbids is left at zero.
     """
     n = len(kept)
-    inner = torch.zeros_like(t) if n <= ALL_PAIRS else None
-    step = max(1, CHUNK // (8 * n * max(n if n <= ALL_PAIRS else 1, maps.width)))
+    inner = torch.zeros_like(t) if n <= LONGEST else None
+    step = max(1, CHUNK // (8 * n * max(n if n <= LONGEST else 1, maps.width)))
     parts = seen(t, step)
     length, image, b_q = (torch.zeros_like(t) for _ in range(3))
     b, b_v = t.new_zeros(n), t.new_zeros(n)
@@ -114,19 +105,3 @@ def _of_tokens(maps: Maps, kept: Tensor, covariances: Covariances, t: Tensor, e:
         weight = (t[part, keys] * length[part, keys] / size.clamp_min(TINIEST))[..., None]
         kappa[part] = (block_norm((weight * (v[None, keys] - o[part, None, :])).to(maps.work).mT) + gamma(6, maps.work)) * size[:, 0]
     return Parts(length, image, inner, b, b_v, b_q), kappa
-
-
-def _of_long(forms: Forms, kept: Tensor, covariances: Covariances, t: Tensor, v: Tensor, o: Tensor) -> tuple[Parts, Tensor]:
-    """The same for many tokens at a time, without inner products."""
-    n = len(kept)
-    length, image, b_q = (torch.empty_like(t) for _ in range(3))
-    b, b_v = t.new_empty(n), t.new_empty(n)
-    for i in range(0, n, forms.rows):
-        part = slice(i, i + forms.rows)
-        found = forms.of(kept[part], *covariances.of(t[part], o[part]))
-        length[:, part], image[:, part] = found.length.mT, found.image.mT
-        b[part], b_v[part], b_q[part] = found.b, found.b_v, found.b_q
-    weights = t * length
-    size = scaled_lengths(weights)
-    weights = (weights / size.clamp_min(TINIEST)).square()
-    return Parts(length, image, None, b, b_v, b_q), (spread(weights[None], v[None], o[None])[0] * size)[:, 0]

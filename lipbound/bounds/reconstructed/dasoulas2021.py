@@ -7,8 +7,7 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants import VARIANTS
-from lipbound.bounds import factors
-from lipbound.bounds import ingredients as qty
+from lipbound.bounds import conditions, factors
 from lipbound.bounds.castin2024 import longest, sides
 from lipbound.bounds.lipbound2026.parts import samples_of
 from lipbound.bounds.registry import bound
@@ -58,9 +57,11 @@ def _queries(att: Attention) -> Upper:
     citation=CITATION,
     bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| (||P||_F + sqrt(2) R (max_j |A x_j| + ||X A + 1 a^T||_F)), R = max_i |x_i|, a = scale W_K b_Q",
+    statement_latex=r"$\|J\| \le \|W_V\|\,(\|P\|_F + \sqrt{2} R\,(\max_j |A x_j| + \|X A + 1 a^T\|_F))$, $R = \max_i |x_i|$, "
+    r"$a = \mathrm{scale}\,W_K b_Q$",
     source="reconstructed: the theorem recalled, its code read; the slope of the scores, of this input, derived anew",
     assumptions="any biases, any mask",
-    condition=qty.always,
+    condition=conditions.always,
     cost="O(N^2 + N D d)",
     terms=_terms,
 )
@@ -81,7 +82,7 @@ def dasoulas(att: Attention) -> Tensor:
     return (factors.norm_v(att) * (_frobenius_p(att) + ROOT2 * factors.radius(att) * (sides(att)[0] + _queries(att)))).value()
 
 
-@dasoulas.extends(*qty.LINEAR, condition=qty.always, terms=_terms)
+@dasoulas.extends(*conditions.LINEAR, condition=conditions.always, terms=_terms)
 def _linear(att: Attention) -> Tensor:
     (q, q_error), (k, k_error) = factors.entering(att)
     through_q = factors.norm_q(att) * (longest(k) + k_error)
@@ -90,7 +91,7 @@ def _linear(att: Attention) -> Tensor:
     return (factors.norm_v(att) * (_frobenius_p(att) + ROOT2 * factors.radius(att) * slope)).value()
 
 
-@dasoulas.extends(*VARIANTS, condition=qty.always)
+@dasoulas.extends(*VARIANTS, condition=conditions.always)
 def _with_variants(att: Attention) -> Tensor:
     if att.cache.recording:
         raise LipboundError(

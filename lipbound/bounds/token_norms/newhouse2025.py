@@ -3,8 +3,7 @@
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds import factors
-from lipbound.bounds import ingredients as qty
+from lipbound.bounds import conditions, factors
 from lipbound.bounds.registry import bound
 from lipbound.bounds.terms import values_and_softmax
 from lipbound.bounds.yudin2025 import with_ones
@@ -32,9 +31,10 @@ def _closed(att: Attention, radius: float, norm: str = "token") -> Tensor:
     citation=CITATION,
     bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| (1 + 2 scale ||W_Q|| ||W_K|| R^2), R = max_i |x_i|",
+    statement_latex=r"$\|J\| \le \|W_V\|\,(1 + 2 \mathrm{scale}\,\|W_Q\| \|W_K\| R^2)$, $R = \max_i |x_i|$",
     source="the attention factor of the authors' code (utils.py), without its 1/3, with Remark 2 of Yudin et al. 2025",
     assumptions="any biases (Remark 2), any mask",
-    condition=qty.always,
+    condition=conditions.always,
     cost="O(N D + D d^2)",
     terms=_terms,
     ball=_closed,
@@ -55,7 +55,7 @@ def newhouse(att: Attention) -> Tensor:
     return _closed(att, 0.0)
 
 
-@newhouse.extends(*qty.LINEAR, condition=qty.always, terms=_terms)
+@newhouse.extends(*conditions.LINEAR, condition=conditions.always, terms=_terms)
 def _linear(att: Attention) -> Tensor:
     r, (q, k) = factors.radius(att), factors.pull_of_biases(att)
     return (factors.norm_v(att) * (1 + r * (2 * factors.norm_a(att) * r + q + k))).value()

@@ -46,7 +46,7 @@ class TokenProfile:
 def token_profile(att: Attention, *, map: str = "head") -> TokenProfile:
     r"""Exact norms of each token's column of blocks of the Jacobian, and of each output token's row of blocks.
 
-    The largest of the first is `token_norm` with ("one", "all"), that of the second with ("all", "worst"): Lemma 92
+    The largest of the first is `token_norm` in the norm "one-token", that of the second in "output-token": Lemma 92
     (docs/theory/token_norms.md). Deterministic, rounding included; padding has zeros. Every token takes an eigenvalue problem of order 2 d + d_v
     (or D, for a whole layer) and one of order d_v.
 
@@ -63,7 +63,7 @@ def token_profile(att: Attention, *, map: str = "head") -> TokenProfile:
     >>> token_profile(att).lower.shape
     torch.Size([1, 2, 6])
     """
-    check(att, "token_profile", "one", "all", map)
+    check(att, "token_profile", map)
     found = [_piece(part, map) for part in pieces(att, map)]
     sides = [beside(ends, att.samples, map, lambda several, dim: torch.cat(list(several), dim)) for ends in zip(*found, strict=True)]
     lower, upper, output_lower, output_upper = sides

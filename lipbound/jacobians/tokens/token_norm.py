@@ -9,22 +9,22 @@ import torch
 
 from lipbound.attention.layer import Attention
 from lipbound.devices import in_own_modes
-from lipbound.errors import LipboundError, check_layer, choice, flag, real
+from lipbound.errors import check_layer, choice, flag, real
 from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
 from lipbound.jacobians.spectral_norm import Measured, heads_of, shaped
-from lipbound.jacobians.tokens.every_to_all import every_to_all
 from lipbound.jacobians.tokens.parts import Parts
 from lipbound.jacobians.tokens.search import Found, largest, largest_pair, steepest
 from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.solution import Norm
 
 T = TypeVar("T")
-PERTURBED = {
-    "every": "every token moves, each by a vector of length at most one",
-    "one": "one token moves, by a vector of length at most one",
-    "all": "all tokens move together, by a perturbation of Frobenius norm at most one",
+NORMS = {
+    "every-token": ("every", "worst"),
+    "one-token": ("one", "all"),
+    "token-pair": ("one", "worst"),
+    "output-token": ("all", "worst"),
 }
-OUTPUT = {"worst": "length of the output token that moves most", "all": "Frobenius norm of the change of all output tokens"}
+"""Norms that tell tokens apart: which tokens move, and which output tokens count."""
 TOKEN_MAPS = tuple(name for name in MAPS if name not in BLOCKS)
 CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**31}
 """What the blocks of the rows that are worked on at a time may take."""
@@ -33,55 +33,45 @@ MATRIX_BYTES = {"cpu": 2**28, "cuda": 2**33}
 
 
 @in_own_modes
-def token_norm(
-    att: Attention,
-    perturbed: str = "every",
-    output: str = "worst",
-    *,
-    map: str = "head",
-    tol: float = 1e-3,
-    vectors: bool = False,
-    delta: float = 1e-10,
-) -> Norm:
-    r"""Exact norm of the Jacobian of every head at every input, with tokens told apart on either side.
+def token_norm(att: Attention, norm: str = "every-token", *, map: str = "head", tol: float = 1e-3, vectors: bool = False) -> Norm:
+    r"""Exact norm of the Jacobian of every head at every input, with tokens told apart.
 
     For blocks :math:`J_{ij}` from token j to output token i:
 
-    ========= ========= ================================================================
-    perturbed output    norm
-    ========= ========= ================================================================
-    "every"   "worst"   :math:`\max_i \sup_{|y|=1} \sum_j |J_{ij}^T y|`
-    "one"     "all"     :math:`\max_j \|J_{:j}\|`, of columns of blocks
-    "one"     "worst"   :math:`\max_{ij} \|J_{ij}\|`
-    "all"     "worst"   :math:`\max_i \|J_{i:}\|`, of rows of blocks
-    "every"   "all"     :math:`\sup_{\|Y\|_F=1} \sum_j |J_{:j}^T Y|`, a bracket
-    ========= ========= ================================================================
+    ============== ====================== ============= ==================================================
+    norm           what moves             what counts   value
+    ============== ====================== ============= ==================================================
+    "every-token"  every token, each by   the output    :math:`\max_i \sup_{|y|=1} \sum_j |J_{ij}^T y|`
+                   at most one            token that
+                                          moves most
+    "one-token"    one token              all output    :math:`\max_j \|J_{:j}\|`, of columns of blocks
+                                          tokens
+    "token-pair"   one token              the worst     :math:`\max_{ij} \|J_{ij}\|`
+                                          output token
+    "output-token" all tokens, by one in  the worst     :math:`\max_i \|J_{i:}\|`, of rows of blocks
+                   the Frobenius norm     output token
+    ============== ====================== ============= ==================================================
 
     Lemmas 89, 90, 91 and 92 (docs/theory/token_norms.md). Both ends are deterministic and hold for the numbers given, every rounding included;
-    nothing is drawn at random. ("every", "all") alone is another matter: it is hard to compute in general, so that its ends need not meet (they are
-    at most 1.26 times apart where the search of both succeeds), it takes about ten times as long, and its upper end holds but for an event of
-    probability ``delta``: Lemma 103 (docs/theory/token_bounds.md).
+    nothing is drawn at random.
 
     Args:
         att: the layer, samples x heads.
-        perturbed: "every" (token up to length one), "one" (a single token, or in sum of lengths) or "all" (by the Frobenius norm).
-        output: "worst" (the output token that moves most) or "all" (Frobenius norm).
+        norm: one of the names above; `lipbound.compare` knows the first two.
         map: "head", "head_out", "heads" or "layer", as of `lipbound.spectral_norm`. Matrices of whole layers are as wide as all heads together: for
-            wide ones "every" and "one" to "all" take many times as long as all heads one by one.
-        tol: relative width of the enclosure at which the search stops. "every" to "worst" is closed by convex minimisation and by cutting the sphere
+            wide ones the first two norms take many times as long as all heads one by one.
+        tol: relative width of the enclosure at which the search stops. "every-token" is closed by convex minimisation and by cutting the sphere
             of output directions, which may leave a gap where many of them tie; the others close to rounding.
         vectors: also return which output token is hit, and by which perturbation.
-        delta: total failure probability of the upper ends of ("every", "all"), as of `lipbound.spectral_norm`; nothing else depends on it.
 
     Returns:
         `Norm` with fields (samples, heads), or (samples,) for maps of the whole layer, float64; ``steps`` are of the search, ``error`` is
         ``upper / lower - 1``. With ``vectors``, ``right`` is a perturbation that attains ``lower``: its tokens have length one each (or zero) for
-        "every", one of them has for "one", and the whole has for "all"; ``left`` is the unit output direction, at one token for "worst". Shapes as
-        of `lipbound.spectral_norm`, dtype that of ``att``.
+        "every-token", a single one has in the next two, and the whole has for "output-token"; ``left`` is the unit output direction, at one token
+        but for "one-token". Shapes as of `lipbound.spectral_norm`, dtype that of ``att``.
 
     Raises:
-        LipboundError: unknown names, a tolerance that is no positive number, a probability outside (0, 1), a map without its output projection, and
-            the pair ("all", "all"), which is `lipbound.spectral_norm`.
+        LipboundError: unknown names, a tolerance that is no positive number, a map without its output projection.
 
     >>> import torch
     >>> g = torch.Generator().manual_seed(0)
@@ -90,26 +80,18 @@ def token_norm(
     >>> bool((norm.upper <= norm.lower * 1.001).all())
     True
     """
-    check(att, "token_norm", perturbed, output, map)
+    choice("norm", norm, tuple(NORMS))
+    check(att, "token_norm", map)
     real("tol", tol, "a number > 0", above=0)
-    real("delta", delta, "between 0 and 1, a probability of failure", above=0, below=1)
     vectors, tol = flag("vectors", vectors), float(tol)
-    if (perturbed, output) == ("every", "all"):
-        each = float(delta) / (att.samples if map in WHOLE else att.samples * att.heads)
-        norms = [_bracket(part, map, tol, each, vectors) for part in pieces(att, map)]
-    else:
-        norms = [_piece(part, perturbed, output, map, tol, vectors) for part in pieces(att, map)]
+    norms = [_piece(part, *NORMS[norm], map, tol, vectors) for part in pieces(att, map)]
     return beside(norms, att.samples, map, Norm.cat)
 
 
-def check(att: object, what: str, perturbed: str, output: str, map: str) -> None:
+def check(att: object, what: str, map: str) -> None:
     """Raise LipboundError for what cannot be measured; ``what`` measures."""
-    choice("perturbed", perturbed, tuple(PERTURBED))
-    choice("output", output, tuple(OUTPUT))
     choice("map", map, TOKEN_MAPS)
     check_layer(att, what)
-    if (perturbed, output) == ("all", "all"):
-        raise LipboundError("perturbed='all' with output='all' is the spectral norm; use lipbound.spectral_norm, with delta for an upper end")
 
 
 def pieces(att: Attention, map: str) -> Iterator[Attention]:
@@ -152,13 +134,6 @@ def _piece(att: Attention, perturbed: str, output: str, map: str, tol: float, ve
     every = Found.cat(found)
     every = replace(every, upper=every.upper + parts.vanished)
     return shaped(att, _ends(measured, every, perturbed, output, tol, vectors), measured)
-
-
-@torch.no_grad()
-def _bracket(att: Attention, map: str, tol: float, delta: float, vectors: bool) -> Norm:
-    """Ends of the norm from every token to all outputs of a part of a layer."""
-    measured = Measured(att.double(), map)
-    return shaped(att, every_to_all(measured, tol=tol, delta=delta, vectors=vectors), measured)
 
 
 def _found(parts: Parts, chunks: list[slice], perturbed: str, output: str, tol: float) -> Found:

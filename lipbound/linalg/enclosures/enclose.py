@@ -19,7 +19,6 @@ from lipbound.linalg.certificates import log_inverse_epsilon
 from lipbound.linalg.enclosures.deflated_lanczos import RITZ, deflated_bound
 from lipbound.linalg.enclosures.ritz import ritz_search
 from lipbound.linalg.enclosures.verified import bordered, largest_eigenvalue
-from lipbound.linalg.golub_kahan import golub_kahan
 from lipbound.linalg.lanczos import lanczos
 from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.operators import JacobianOperator, Roundoff
@@ -110,7 +109,7 @@ def widened(norm: Norm, by: Tensor, tol: float) -> Norm:
 
 
 def estimate(
-    op: JacobianOperator, roundoff: Roundoff, search: JacobianOperator, *, method: str, tol: float, seed: int | Sequence[int],
+    op: JacobianOperator, roundoff: Roundoff, search: JacobianOperator, *, tol: float, seed: int | Sequence[int],
     max_steps: int, vectors: bool = False
 ) -> Norm:  # fmt: skip
     """Norms from below, without an upper end: the solver's vector is found in any dtype, its quotient is taken in float64, less all rounding.
@@ -119,7 +118,7 @@ def estimate(
     rounding of float64 itself is more than that, ``converged`` is False. Of a norm whose products leave the range of float64 nothing is said: its
     lower end is zero.
     """
-    solver: Solver = partial({"lanczos": lanczos, "golub-kahan": golub_kahan}[method], tol=tol, max_steps=max_steps, vectors=True, refined=False)
+    solver: Solver = partial(lanczos, tol=tol, max_steps=max_steps, vectors=True, refined=False)
     norm, top = _estimated(op, roundoff, search, solver, tol, seeds_each(op.batch, seed))
     if not vectors:
         return norm
@@ -165,7 +164,7 @@ def _estimated(
 def _blur(
     op: JacobianOperator, search: JacobianOperator, roundoff: Roundoff, top: Tensor, image: Tensor, low: Tensor, tol: float, seeds: Sequence[int]
 ) -> Tensor:  # fmt: skip
-    r"""How far products of ``search`` may be from those of ``op``, (batch,): as seen at the vectors ``top``, whose images by J^T are ``image``.
+    r"""Distance of products of ``search`` from those of ``op``, (batch,), as seen at the vectors ``top``, whose images by J^T are ``image``.
 
     Where the norm is so much smaller than what is added up in its products that their rounding may hide other vectors, a random direction is looked
     at, too, in which a difference of one direction alone shows as one part of :math:`n^{1/2}`.

@@ -42,7 +42,7 @@ def assemble(call: Call, weights: Weights, valid: Tensor | None) -> Attention:
 
 
 def valid_tokens(call: Call, inputs: Mapping[str, Tensor]) -> Tensor | None:
-    """Which tokens of a layer are not padding, (samples, N); None when all are real.
+    """Tokens of a layer that are not padding, (samples, N) bool; None when all are real.
 
     Padding belongs to a stream of tokens, and a model has several (an encoder's and a decoder's, text and image). What the layer itself does decides
     which is its own: where some mask of the inputs, (samples, any number), marks padding, those tokens of the layer are padding that no query may
@@ -55,7 +55,7 @@ def valid_tokens(call: Call, inputs: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def hidden_tokens(call: Call) -> Tensor:
-    """Which tokens of a layer no query may attend to, (samples, N)."""
+    """Tokens of a layer that no query may attend to, (samples, N) bool."""
     x = hidden_states(call)
     mask = _additive(call, x)
     if mask is None:

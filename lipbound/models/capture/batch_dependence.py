@@ -1,4 +1,4 @@
-"""Whether the numbers of a sample would be others if it were alone in its batch, or if the model kept its cache: tried out, and said."""
+"""Runs of one sample alone, or with a cache, that show whether its numbers depend on what shares its batch, or on the missing cache."""
 
 import inspect
 from collections.abc import Mapping
@@ -23,9 +23,10 @@ LONGEST = "since the longest sample decides for all (rotary tables for long text
 def telling_samples(inputs: Mapping[str, Any]) -> list[int]:
     """The samples that show whether numbers depend on what shares the batch: the one with most padding, and one whose positions begin again."""
     found = []
-    lacking = [(t == 0).sum(-1) for name, t in inputs.items() if _is_mask(name, t)]
-    if lacking and int((most := torch.stack([t.cpu() for t in lacking if len(t) == len(lacking[0])]).amax(0)).max()) > 0:
-        found.append(int(most.argmax()))
+    padding = [(t == 0).sum(-1).cpu() for name, t in inputs.items() if _is_mask(name, t)]
+    if padding:
+        most = torch.stack([counts for counts in padding if len(counts) == len(padding[0])]).amax(0)  # of the streams, (samples,)
+        found += [int(most.argmax())] if bool((most > 0).any()) else []
     positions = inputs.get("position_ids")
     if isinstance(positions, Tensor) and _restarts(positions):
         found.append(int((positions.diff(dim=-1) < 0).any(-1).nonzero()[0]))

@@ -22,8 +22,10 @@ NAMED = 4
 
 
 class Watch(TorchDispatchMode):
-    """Lists the modules of attention in which a softmax is multiplied by a matrix, or torch's own attention is called, but for what happens in a
-    context of `seen`. What is no attention (routers of experts, mixtures of residual streams) has a softmax of its own: the name of the module tells.
+    """Record of the modules that compute attention by themselves: a softmax that is multiplied by a matrix, or torch's own attention.
+
+    What happens in a context of `seen` is left out. Routers of experts and mixtures of residual streams have a softmax, too: a module counts if the
+    name of its class says that it is attention.
     """
 
     def __init__(self) -> None:
@@ -51,7 +53,7 @@ class Watch(TorchDispatchMode):
             self._seen = False
 
     def names(self, captured: Collection[str]) -> str:
-        """Some of what was found, but for modules that were captured, with their types."""
+        """Names and types of some of the modules that were found, without those that were captured."""
         found = [f"{name or 'the model itself'} ({type(module).__name__})" for name, module in self.found.items() if name not in captured]
         return ", ".join(found[:NAMED]) + (f" and {len(found) - NAMED} more" if len(found) > NAMED else "")
 

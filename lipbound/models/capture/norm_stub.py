@@ -29,13 +29,11 @@ class NormStub(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            raise AttributeError(
-                f"its normalisation {type(self.norm).__name__} is of an unknown make, its {name} is read by the layer itself"
-            ) from None
+            raise AttributeError(f"its normalisation {type(self.norm).__name__} is of an unknown make: the layer itself reads its {name}") from None
 
     def forward(self, y: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not isinstance(y, Tensor) or any(isinstance(one, Tensor) for one in (*args, *kwargs.values())):
-            raise TypeError(f"its normalisation {type(self.norm).__name__} is of an unknown make, it takes more than one tensor")
+            raise TypeError(f"its normalisation {type(self.norm).__name__} is of an unknown make: it takes more than one tensor")
         self.width = y.shape[-1]
         if self.mode == "linear":
             return y - y.mean(-1, keepdim=True) if self.centred else y

@@ -12,6 +12,7 @@ from lipbound.models.capture.norm_stub import stub_norms
 from lipbound.models.capture.recorder import RAISED, Call, handling, hidden_states
 from lipbound.models.capture.rotary_fit import ROTATION_TOLERANCE, find_rotation, misses
 from lipbound.models.offload import plain_copy
+from lipbound.models.quiet import first_line
 
 Tensors = tuple[Tensor, ...]
 POSITIONS = "position_embeddings"
@@ -26,7 +27,7 @@ class _Abort(Exception):
 
 
 class Dependence(NamedTuple):
-    """Whether queries, keys or values depend on the tokens that a layer is given, on other tokens than their own, on where their own stands."""
+    """Facts on queries, keys or values: whether they depend on the layer's tokens, on tokens other than their own, on the position of their own."""
 
     on_tokens: bool
     on_others: bool
@@ -64,7 +65,7 @@ class ProbedLayer:
                 raise self._call.unsupported(f"computes its {name.replace('_', ' ')} from its tokens")
 
     def depends(self, side: int) -> Dependence:
-        """What queries (side 0), keys or values depend on, unturned."""
+        """The `Dependence` of queries (side 0), keys (1) or values (2), before they are rotated."""
         shape, generator = hidden_states(self._call).shape, torch.Generator().manual_seed(2)
         one, other = torch.randn(2, shape[-1], generator=generator, dtype=torch.float64).to(self._call.q.device)
         mixed = one.repeat(*shape[:2], 1)
@@ -97,8 +98,7 @@ class ProbedLayer:
         except RAISED as error:
             if isinstance(error, LipboundError):
                 raise
-            message = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-            raise self._call.unsupported(f"cannot be run by itself on other token vectors ({message})") from error
+            raise self._call.unsupported(f"cannot be run by itself on other token vectors ({first_line(error)})") from error
         raise CaptureError(f"layer {self._call.name}: probing did not reach the attention interface")
 
     def rotation(self, known: Iterable[tuple[Rotation | None, Tensor]] = ()) -> tuple[Rotation | None, Tensor]:

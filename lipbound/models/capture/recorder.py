@@ -16,6 +16,8 @@ from transformers.masking_utils import eager_mask
 
 from lipbound.errors import CaptureError, LipboundError, shown
 from lipbound.models.capture.left_out import Watch
+from lipbound.models.quiet import first_line
+from lipbound.models.training.recomputing import attention_configs
 from lipbound.models.unwrapping import bare_inputs
 
 RECORDING_ATTENTION = "lipbound"
@@ -59,12 +61,12 @@ class Call:
 
     @property
     def module(self) -> nn.Module:
-        """Which module made it."""
+        """The module that made it."""
         return self.run.module
 
     @property
     def name(self) -> str:
-        """That of the module in the model."""
+        """The name of that module in the model."""
         return self.run.name
 
     @property
@@ -118,11 +120,11 @@ def _eager(module: nn.Module) -> Callable[..., tuple[Tensor, Any]]:
 @cache
 def _named_in(kind: Any) -> tuple[dict[str, Any], str] | None:
     """The globals and the name of the eager attention function that the methods of a class mention, ``forward`` first."""
-    methods = [inspect.unwrap(f) for cls in kind.__mro__ for f in sorted(vars(cls).values(), key=_is_forward) if inspect.isfunction(f)]
+    methods = [inspect.unwrap(f) for cls in kind.__mro__ for f in sorted(vars(cls).values(), key=_is_not_forward) if inspect.isfunction(f)]
     return next(((f.__globals__, name) for f in methods for name in f.__code__.co_names if name.endswith(EAGER)), None)
 
 
-def _is_forward(value: object) -> bool:
+def _is_not_forward(value: object) -> bool:
     return getattr(value, "__name__", "") != "forward"
 
 
@@ -148,7 +150,7 @@ def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
     """The model with another attention implementation, in evaluation mode, without gradients and as if it had seen no text before; restored
     afterwards."""
     training = {module: module.training for module in model.modules()}
-    configs = {id(c): c for module in model.modules() for c in _configs(getattr(module, "config", None))}
+    configs = {id(c): c for module in model.modules() for c in attention_configs(getattr(module, "config", None))}
     before = {key: config._attn_implementation_internal for key, config in configs.items()}
     experts = model.get_experts_implementation() if hasattr(model, "get_experts_implementation") else None
     try:
@@ -187,20 +189,6 @@ def _fresh_rotary_tables(model: nn.Module) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def _configs(config: Any) -> Iterator[Any]:
-    """A model configuration and those inside it."""
-    if hasattr(config, "_attn_implementation_internal"):
-        yield config
-        for name in getattr(config, "sub_configs", {}):
-            yield from _configs(getattr(config, name, None))
-
-
-def check_model(model: object) -> None:
-    """Raise CaptureError for what is no transformers model."""
-    if not isinstance(model, PreTrainedModel):
-        raise CaptureError(f"model is {shown(model)}; give a loaded transformers model (of lipbound.load_checkpoint(...).model, for one)")
-
-
 def taken(model: PreTrainedModel, inputs: object) -> dict[str, Tensor]:
     """Inputs as a model's forward takes them: floating-point ones in its dtype, those of `lipbound.prepare` on its device.
 
@@ -221,8 +209,7 @@ RAISED = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, Asse
 
 def cannot_compute(model: nn.Module, error: Exception) -> CaptureError:
     """The error about a forward pass that fails."""
-    message = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return CaptureError(f"{type(model).__name__} cannot compute with these inputs: {message[:300]}")
+    return CaptureError(f"{type(model).__name__} cannot compute with these inputs: {first_line(error)}")
 
 
 def forward(model: PreTrainedModel, inputs: Mapping[str, Tensor], *, cache: bool = False) -> None:
@@ -237,7 +224,7 @@ def forward(model: PreTrainedModel, inputs: Mapping[str, Tensor], *, cache: bool
 
 
 class _Recorder:
-    """What hooks on every module and our attention function see of one forward pass."""
+    """Record of one forward pass, made by hooks on every module and by our attention function."""
 
     def __init__(self, watch: Watch | None):
         self.calls: list[Call] = []
@@ -284,7 +271,7 @@ class _Recorder:
             self._watch.leave()
 
     def _follow(self, call: Call, module: nn.Module, x: Tensor) -> None:
-        """What a module that runs after a call makes of its output ``x``, if that is what it is given."""
+        """Note what a module makes of the output of a call, if that is what its input ``x`` is."""
         flat = call.out.flatten(2)
         if x.numel() != flat.numel():
             return
@@ -348,7 +335,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_gated(x: Tensor, flat: Tensor) -> bool:
-    """Whether every number of ``x`` has the sign of that of ``flat``, as after a gate between 0 and 1."""
+    """Tell whether every number of ``x`` has the sign of that of ``flat``, as after a gate between 0 and 1."""
     return bool(((x == 0) | (x.sign() == flat.sign())).all()) and bool((x != 0).any())
 
 

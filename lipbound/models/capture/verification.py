@@ -69,7 +69,7 @@ def check_rebuilt(model: PreTrainedModel, call: Call, attention: Attention, weig
 
 
 class Own(NamedTuple):
-    """What the model's untouched eager attention passes on at one sample, and what its module was given there; None where it cannot be told."""
+    """Output and input of the model's untouched eager attention at one sample; None where they cannot be told."""
 
     outputs: Tensor | None
     x: Tensor | None
@@ -80,7 +80,7 @@ class Own(NamedTuple):
 
 
 def own_outputs(model: PreTrainedModel, inputs: Mapping[str, Tensor], calls: Sequence[Call], sample: int, samples: int) -> dict[int, Own]:
-    """What a pass of one sample of ``samples`` through the model's untouched eager attention shows, by the identity of each call."""
+    """Run one sample of ``samples`` through the model's untouched eager attention: `Own` by the identity of each call."""
     seen: dict[int, list[Any]] = {id(c.consumer or c.module): [] for c in calls}
     given: dict[int, list[Any]] = {id(c.module): [] for c in calls}
 

@@ -49,7 +49,7 @@ def visible(folder: Path) -> list[Path]:
 
 
 def is_path(name: str) -> bool:
-    """Whether a name can only be that of a file or folder, there or not, of this system or of another: no hub id looks like it.
+    """Tell whether a name can only be that of a file or folder, there or not, of this system or of another: no hub id looks like it.
 
     >>> is_path("./bert"), is_path(r"C:\\models\\bert"), is_path("owner/bert"), is_path("wikitext:wikitext-2-raw-v1")
     (True, True, False, False)
@@ -58,7 +58,7 @@ def is_path(name: str) -> bool:
 
 
 def rooted(name: str) -> bool:
-    """Whether a name says where it begins: here, at home, at a root or on a drive."""
+    """Tell whether a name says where it begins: here, at home, at a root or on a drive."""
     return name.startswith((".", "~", "/", "\\\\")) or re.match(r"[A-Za-z]:[/\\]", name) is not None
 
 

@@ -83,7 +83,7 @@ class ImageReader(Reader):
             return None
         if not files:
             raise InputsError(f"{path} holds no images ({', '.join(IMAGE_FILES)})")
-        return Found(files, path.name, lambda: [str(file.parent.relative_to(path)) for file in files], "folder")
+        return Found(files, path.name, lambda: [str(file.parent.relative_to(path)) for file in files], ("folder", "folders"))
 
 
 def _processing(processor: Any) -> str:

@@ -19,7 +19,7 @@ def text_config(model: Any) -> Any:
 
 
 def several_towers(model: Any) -> bool:
-    """Whether a model looks nothing up itself, but in one of several towers."""
+    """Tell whether a model looks tokens up in one of several towers rather than in a table of its own."""
     try:
         model.get_input_embeddings()
     except (AttributeError, NotImplementedError):

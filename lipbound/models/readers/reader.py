@@ -18,7 +18,7 @@ from lipbound.models.readers.tables import Found, ItemKind, is_saved, no_table, 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which part of some data is wanted; arguments as of `lipbound.models.inputs.prepare`, but for ``samples``, None for all."""
+    """The part of some data that is wanted; arguments as of `lipbound.models.inputs.prepare`, but ``samples`` is None for all."""
 
     samples: int | None
     max_length: int

@@ -68,7 +68,7 @@ def ready_inputs(data: Mapping[str, Any] | str | Path, checkpoint: Checkpoint) -
 
 
 def options_of(data: object, checkpoint: Checkpoint) -> dict[str, bool]:
-    """What is given as True or False rather than as a tensor: settings of the model's forward pass, such as interpolate_pos_encoding.
+    """Settings of the model's forward pass that are given as True or False, such as interpolate_pos_encoding.
 
     Raises:
         InputsError: the forward pass has no such setting.

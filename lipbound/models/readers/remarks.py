@@ -1,4 +1,4 @@
-"""What is odd about inputs, in sentences: numbers come out all the same, and may not mean what one takes them for."""
+"""Sentences on odd inputs, of which numbers come out all the same, and may not mean what one takes them for."""
 
 import hashlib
 from collections.abc import Mapping

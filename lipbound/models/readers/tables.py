@@ -69,16 +69,16 @@ class Found:
         items: a sequence, or an iterator where their number is not known before the end; None stands for a row without an item.
         description: of the data, for captions.
         groups: the class of each item, where the data say it.
-        at: what says it, in messages.
+        at: what says it, in messages: one and several.
     """
 
     items: Iterable[Any]
     description: str
     groups: Callable[[], Sequence[Any] | None] = field(default=lambda: None)
-    at: str = "class"
+    at: tuple[str, str] = ("class", "classes")
 
     def take(self, count: int | None, shuffle: int | None, many: str) -> tuple[list[Any], list[str]]:
-        """The first ``count`` items, or all, of all in the order of a seed; and notes on those that are none, and on whom they stand for.
+        """The first ``count`` items (None: all), in their order or in that of a seed, and notes on blank ones and on items sorted by class.
 
         Raises:
             InputsError: items of a stream are to be shuffled.
@@ -105,14 +105,15 @@ class Found:
         if changes != len(every) - 1 or len(seen) >= min(count, len(every)):
             return None
         names = ", ".join(map(str, list(seen)[:3])) + (", ..." if len(seen) > 3 else "")
+        one, several = self.at
         return (
-            f"the {many} of {self.description} are sorted by {self.at}, and the first {count} are of {len(seen)} of {len(every)} ({names}); "
+            f"the {many} of {self.description} are sorted by {one}, and the first {count} are of {len(seen)} of {len(every)} {several} ({names}); "
             "shuffle=0, or another seed, draws from all"
         )
 
 
 def order(count: int, seed: int) -> list[int]:
-    """The numbers 0...count-1 in an order of a seed that is the same with every version of everything."""
+    """The numbers 0...count-1 in an order that depends on the seed alone, with every version of every package."""
     return [int(i) for i in np.argsort(np.random.Philox(seed).random_raw(count), kind="stable")]
 
 
@@ -179,7 +180,7 @@ def _listed(data: Sequence[Any], kind: ItemKind, name: str) -> Found:
     items = [kind.item(item) for item in data]
     for given, item in zip(data, items, strict=True):
         if item is None and (isinstance(given, Path) or (isinstance(given, str) and ending(Path(given[-20:])) in IMAGE_FILES)):
-            raise InputsError(f"data holds {given}, which is no file of {kind.takes} that is there; {name} takes {kind.takes}")
+            raise InputsError(f"data holds {given}, and there is no file of {kind.takes} of that name; {name} takes {kind.takes}")
         if item is None:
             raise InputsError(f"data holds items of type {type(given).__name__}, but {name} takes {kind.takes}; give a list of {kind.many}")
     return Found(items, f"{len(data)} given {kind.many if len(data) > 1 else kind.many.removesuffix('s')}")
@@ -318,7 +319,7 @@ def _read_table(name: str, path: Path, split: str | None, header: bool) -> tuple
 
 
 def is_saved(path: Path) -> bool:
-    """Whether it is a folder that ``save_to_disk`` of a dataset wrote."""
+    """Tell whether a folder is one that ``save_to_disk`` of a dataset wrote."""
     return (path / "dataset_dict.json").is_file() or ((path / "dataset_info.json").is_file() and (path / "state.json").is_file())
 
 

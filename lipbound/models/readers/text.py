@@ -73,7 +73,7 @@ class TextReader(Reader):
         return Inputs(batch, description, f"{kind}, each text cut at {max_length} tokens", notes + said + _unknown(tokenizer, batch))
 
     def items(self, checkpoint: Checkpoint, data: Any, split: str | None, column: str | None) -> Found:
-        """As of `Reader.items`; tokens in memory are items, too."""
+        """The items of some data, as `Reader.items` has them; tokens in memory are items, too."""
         given = given_tokens(data)
         if given is None:
             return super().items(checkpoint, data, split, column)
@@ -95,7 +95,7 @@ class TextReader(Reader):
         if not files or any(ending(file) in TABLES for file in names):
             return None
         texts = Lazy(len(files), lambda k: read_text(files[k]))
-        return Found(texts, path.name, lambda: [str(file.parent.relative_to(path)) for file in files], "folder")
+        return Found(texts, path.name, lambda: [str(file.parent.relative_to(path)) for file in files], ("folder", "folders"))
 
 
 def _are_chats(data: Any) -> bool:
@@ -152,7 +152,7 @@ def _windows(tokenizer: Any, text: str, selection: Selection, name: str) -> tupl
 
 
 def _in_windows(tokenizer: Any, text: str, max_length: int, special: int, name: str) -> Mapping[str, list[Any]]:
-    """What a tokenizer makes of a text, window by window."""
+    """Encode a text, window by window."""
     if getattr(tokenizer, "is_fast", False):
         return _encoded(tokenizer, text, name, truncation=True, max_length=max_length, return_overflowing_tokens=True)
     ids = _encoded(tokenizer, text, name, add_special_tokens=False)["input_ids"]  # written in Python, they return no windows
@@ -163,7 +163,7 @@ def _in_windows(tokenizer: Any, text: str, max_length: int, special: int, name: 
 
 
 def _encoded(tokenizer: Any, text: str | list[str], name: str, **options: Any) -> Any:
-    """What a tokenizer makes of text; raises InputsError where it ends in an error."""
+    """Encode text; raises InputsError where the tokenizer fails."""
     try:
         with quiet():
             return tokenizer(text, **options)
@@ -203,12 +203,10 @@ def _unknown(tokenizer: Any, batch: Mapping[str, Tensor]) -> list[str]:
     special = torch.tensor(sorted({int(i) for i in tokenizer.all_special_ids} - {unknown}))
     words, lost = ~torch.isin(ids, special.to(ids.dtype)), ids == unknown
     strange = int((lost.sum(-1) > UNKNOWN * words.sum(-1)).sum())
+    if not strange:
+        return []
     share = float(lost.sum() / words.sum().clamp_min(1))
-    return (
-        [
-            f"most tokens of {strange} of {len(ids)} samples ({share:.0%} of all) are {tokenizer.unk_token}, which stands for what the tokenizer "
-            "does not know; give data in the model's language"
-        ]
-        if strange
-        else []
-    )
+    return [
+        f"most tokens of {strange} of {len(ids)} samples ({share:.0%} of all) are {tokenizer.unk_token}, which stands for what the tokenizer "
+        "does not know; give data in the model's language"
+    ]

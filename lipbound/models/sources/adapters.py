@@ -18,7 +18,7 @@ from lipbound.errors import CheckpointError, tell
 from lipbound.models import offload
 from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.quiet import first_line
-from lipbound.models.sources.weight_checks import HEADS_ONLY, sha256
+from lipbound.models.sources.weight_checks import HEADS_ONLY, refused_pickle, sha256
 from lipbound.models.weight_files import check_file, has_weights
 
 CONFIG = "adapter_config.json"
@@ -53,12 +53,12 @@ class LowRank:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight."""
+        """The shape of the weight."""
         shape = (self.b.shape[0], self.a.shape[1])
         return shape[::-1] if self.transposed else shape
 
     def __call__(self, weight: Tensor) -> Tensor:
-        """On the CPU, so that the sum is the same on every device."""
+        """The changed weight; added up on the CPU, so that the sum is the same on every device."""
         added = self.scale * (self.b.double() @ self.a.double())
         return (weight.cpu().double() + (added.mT if self.transposed else added)).to(weight.dtype).to(weight.device)
 
@@ -71,7 +71,7 @@ class Replaced:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight."""
+        """The shape of the weight."""
         return tuple(self.value.shape)
 
     def __call__(self, weight: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class Adapter:
 
     @cached_property
     def file(self) -> Path:
-        """Its weights; raises CheckpointError where there are none, or damaged ones."""
+        """The file of its weights; raises CheckpointError where there is none, or a damaged one."""
         found = next((self.folder / name for name in WEIGHTS if (self.folder / name).is_file()), None)
         if found is None:
             raise CheckpointError(f"the adapter {self.name} has no weights ({' or '.join(WEIGHTS)})")
@@ -112,12 +112,12 @@ class Adapter:
         return f"sha256:{sha256([self.file, self.folder / CONFIG])}"
 
     def tensors(self) -> dict[str, Tensor]:
-        """Its weights by their names, without what PEFT puts in front of them."""
+        """The tensors of its file by their names, without what PEFT puts in front of them."""
         try:
             read: Any = load_file if self.file.suffix == ".safetensors" else _load_pickle
             found: dict[str, Tensor] = read(self.file)
         except Exception as error:  # broken files raise a zoo of types
-            why = "it holds other things than weights, none of which were run" if "eights" in first_line(error) else first_line(error)
+            why = "it is damaged or holds other things than weights, none of which were run" if refused_pickle(error) else first_line(error)
             raise CheckpointError(f"{self.file} cannot be read: {why}") from error
         return {
             key.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".modules_to_save.", "."): tensor
@@ -144,7 +144,7 @@ class Adapter:
             )
 
     def changes(self, model: PreTrainedModel) -> dict[str, LowRank | Replaced]:
-        """What it does to the parameters of a model, by their names there.
+        """The changes that it makes to the parameters of a model, by their names there.
 
         Parts that attention does not depend on, such as a head, may be missing in the model.
 
@@ -177,8 +177,8 @@ class Adapter:
         parameters = dict(model.named_parameters())
         for name, change in found.items():
             if name not in parameters or tuple(parameters[name].shape) != change.shape:
-                shape = tuple(parameters[name].shape) if name in parameters else "none"
-                raise CheckpointError(f"the adapter {self.name} is for another model: its part for {name} has shape {change.shape}, there {shape}")
+                theirs = f"that of the model has {tuple(parameters[name].shape)}" if name in parameters else "the model has none"
+                raise CheckpointError(f"the adapter {self.name} is for another model: its part for {name} has shape {change.shape}, {theirs}")
         if not found:
             raise CheckpointError(f"the adapter {self.name} changes nothing that attention depends on; leave it out")
         return found
@@ -260,7 +260,7 @@ def _load_pickle(file: Path) -> Any:
 
 
 def _path(model: PreTrainedModel, module: str) -> str | None:
-    """Where a module is in a model without the head that it was trained with; None where it is not."""
+    """The path of a module in a model without the head that it was trained with; None where it is not there."""
     for prefix in ("", f"{model.base_model_prefix}.", "model."):
         path = module.removeprefix(prefix)
         if path != module or not prefix:

@@ -7,8 +7,8 @@ from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.readers.files import is_path
 from lipbound.models.sources import gguf
 from lipbound.models.sources.folder import FolderSource, check_directory
-from lipbound.models.sources.known import suggestion
 from lipbound.models.sources.source import LoadOptions
+from lipbound.models.sources.suggestions import suggestion
 
 
 class DirectorySource(FolderSource):

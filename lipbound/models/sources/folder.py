@@ -17,7 +17,7 @@ from lipbound.models.quiet import first_line, quiet
 from lipbound.models.renaming import renames
 from lipbound.models.sources import adapters, quantized
 from lipbound.models.sources.source import LoadOptions
-from lipbound.models.sources.weight_checks import check_filled, check_finite, not_finite, sha256
+from lipbound.models.sources.weight_checks import check_filled, check_finite, not_finite, refused_pickle, sha256
 
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 """Files that hold weights."""
@@ -89,7 +89,7 @@ def _why(error: Exception) -> str:
         return "its weights have other shapes than its config.json says"
     if unknown := re.search(r"has model type `([^`]*)` but", message):
         return f"its config.json names the model type {unknown[1]!r}, which this version of transformers does not know"
-    if "weights_only" in message or "Weights only load failed" in message:
+    if refused_pickle(error):
         return "its file of weights is damaged or holds other things than weights, none of which were run; save the model again with save_pretrained"
     return message
 

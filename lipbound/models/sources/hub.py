@@ -9,10 +9,11 @@ from huggingface_hub import HfApi, constants, snapshot_download
 from lipbound.errors import CheckpointError, nearest
 from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.quiet import bars, first_line, quiet
+from lipbound.models.readers.files import is_path
 from lipbound.models.sources import gguf
 from lipbound.models.sources.folder import FolderSource, check_directory
-from lipbound.models.sources.known import suggestion
 from lipbound.models.sources.source import LoadOptions
+from lipbound.models.sources.suggestions import suggestion
 
 
 class HubSource(FolderSource):
@@ -46,8 +47,8 @@ def _parts(name: str, revision: str | None) -> tuple[str, str | None]:
 
 
 def adapter_folder(name: str) -> Path:
-    """Where an adapter from the hub is; raises CheckpointError where it cannot be had."""
-    if name.startswith((".", "~", "/")):
+    """The folder of an adapter from the hub; raises CheckpointError where it cannot be had."""
+    if is_path(name):
         raise CheckpointError(f"there is no directory {name}; adapter= takes the directory that PEFT wrote, or its hub id")
     folder, _ = snapshot(*_parts(name, None), only=("adapter_config.json", "adapter_model.*"))
     return folder

@@ -17,7 +17,7 @@ class LoadedModelSource:
     """A transformers model in memory, or a wrapper of one, used as it is and moved; a copy of it where its weights are in another dtype."""
 
     def matches(self, model: object) -> bool:
-        """Whether it is a transformers model once wrappers are taken off."""
+        """Tell whether it is a transformers model once wrappers are taken off."""
         return isinstance(unwrapped(model)[0], PreTrainedModel)
 
     def load(self, model: object, options: LoadOptions) -> Checkpoint:

@@ -15,6 +15,11 @@ HEADS_ONLY = ("pooler", "classifier", "lm_head", "score", "cls.", "qa_outputs", 
 """Parts of a model that attention does not depend on: weights missing there do not matter."""
 
 
+def refused_pickle(error: BaseException) -> bool:
+    """Tell whether torch refused to read a file since it is damaged or holds other things than weights."""
+    return "weights_only" in str(error) or "Weights only load failed" in str(error)
+
+
 def check_filled(report: dict[str, Any], name: str) -> None:
     """Raise CheckpointError where transformers' loading report lists tensors that would be random numbers."""
     missing = [key for key in report["missing_keys"] if not any(part in key for part in HEADS_ONLY)]

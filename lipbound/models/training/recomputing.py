@@ -22,7 +22,7 @@ lock = threading.RLock()
 
 
 class Replay(threading.local):
-    """What calls of layers that are checkpointed note down, and what their recomputation, in the backward pass, goes by."""
+    """Notes on the attention calls of checkpointed layers, which their recomputation in the backward pass follows."""
 
     notes: list[bool] | None = None
     script: Iterator[bool] | None = None
@@ -58,7 +58,7 @@ def _lending(objects: Iterable[Any], name: str) -> Iterator[None]:
 @contextmanager
 def attending(model: PreTrainedModel, modules: Sequence[nn.Module]) -> Iterator[None]:
     """Context in which a model, all of whose ``modules`` are given, runs our attention function."""
-    configs = list({id(config): config for module in modules for config in _configs(vars(module).get("config"))}.values())
+    configs = list({id(config): config for module in modules for config in attention_configs(vars(module).get("config"))}.values())
     with _lending(configs, ATTRIBUTE):
         if any(getattr(config, ATTRIBUTE) != TRAINING_ATTENTION for config in configs):
             model.set_attn_implementation(TRAINING_ATTENTION)
@@ -66,12 +66,12 @@ def attending(model: PreTrainedModel, modules: Sequence[nn.Module]) -> Iterator[
             yield
 
 
-def _configs(config: Any) -> Iterator[Any]:
-    """A model configuration and those inside it."""
+def attention_configs(config: Any) -> Iterator[Any]:
+    """A model configuration and those inside it, as far as they name an attention function."""
     if hasattr(config, ATTRIBUTE):
         yield config
         for name in getattr(config, "sub_configs", {}):
-            yield from _configs(getattr(config, name, None))
+            yield from attention_configs(getattr(config, name, None))
 
 
 @contextmanager

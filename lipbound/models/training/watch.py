@@ -63,7 +63,7 @@ class Call:
 
 
 class _Pass(threading.local):
-    """Where one thread stands in the forward pass of a watched model."""
+    """State of one thread in the forward pass of a watched model."""
 
     def __init__(self) -> None:
         self.streams: list[Any] = []
@@ -75,7 +75,7 @@ class _Pass(threading.local):
 
 @dataclass(eq=False)
 class Watch:
-    """Who wants the probabilities of which layers of a model; threads that run the model side by side count their layers each."""
+    """Collector of the probabilities of a model's layers; threads that run the model side by side count their layers each."""
 
     modules: frozenset[int]
     chosen: frozenset[int] | None
@@ -100,7 +100,7 @@ class Watch:
         self.here.entered[id(module)] = self.here.entered.get(id(module), 0) + 1
 
     def wants(self, layer: int) -> bool:
-        """Whether a layer was asked for."""
+        """Tell whether a layer was asked for."""
         return self.chosen is None or layer in self.chosen
 
     def add(self, call: Call, layer: int, p: Tensor) -> None:
@@ -176,7 +176,7 @@ def _explicit(
 
 
 def _added(module: nn.Module, given: Tensor | None, causal: bool | None, scores: Tensor) -> Tensor | None:
-    """What is added to the scores: as fused attention takes masks, and the absence of one."""
+    """The mask that is added to the scores, as fused attention takes masks, and the absence of one."""
     lowest, (rows, keys) = torch.finfo(scores.dtype).min, scores.shape[-2:]
     if given is None:
         causal = getattr(module, "is_causal", True) if causal is None else causal
@@ -195,7 +195,7 @@ def _added(module: nn.Module, given: Tensor | None, causal: bool | None, scores:
 
 
 def _valid(call: Call, streams: Sequence[Any]) -> Tensor | None:
-    """Which queries are not padding, by the mask of the innermost model that runs, whose token stream they are; None where all are."""
+    """Queries that are not padding, by the mask of the innermost model that runs, whose token stream they are; None where no query is padding."""
     given = streams[-1] if streams else None
     if isinstance(given, Mapping):
         given = next((t for t in given.values() if isinstance(t, Tensor)), None)

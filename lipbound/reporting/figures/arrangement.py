@@ -94,7 +94,7 @@ class Sheet:
 
     @property
     def beside(self) -> bool:
-        """Whether colour bars stand on the right; strips are too low for them."""
+        """True where colour bars stand on the right, for which strips are too low."""
         return not self.own_bars and self.inches / self.line >= WIDE and self.shape * TALL >= USUAL and self.layers > 2
 
     @property

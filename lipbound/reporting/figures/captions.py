@@ -6,7 +6,7 @@ from pathlib import Path
 import xarray as xr
 
 from lipbound.bounds.audit import audit, bounds_there
-from lipbound.formatting import plain
+from lipbound.formatting import joined, plain
 from lipbound.reporting import labels, statistics
 from lipbound.reporting.latex import typeset
 from lipbound.reporting.reductions import reduction_name
@@ -20,7 +20,7 @@ def heatmap_caption(
     """The caption of `lipbound.plots.heatmaps` with these arguments; ``first``: the panels of the first rows, where these have their own scale."""
     each = " (a colour scale for each panel)" if scale == "panel" else ""
     samples = "" if ds.sizes["sample"] == 1 or "head" not in ds.dims else f", each the {reduction_name(reduce)} over samples"
-    own = f" {_listed([ds[name].attrs['label'] for name in first])}: on a colour scale of their own." if len(first) > 1 else ""
+    own = f" {joined([ds[name].attrs['label'] for name in first])}: on a colour scale of their own." if len(first) > 1 else ""
     rows = own or (f" {ds[first[0]].attrs['label']}: on a colour scale of its own." if first else "")
     entries = audit(ds)
     counts = [entries[name] for name in statistics.panels(ds, bounds) if name in bounds_there(ds)]
@@ -44,7 +44,3 @@ def caption_files(figure: Path, text: str) -> dict[Path, str]:
     r"""The caption beside a figure: ``figure.caption.txt``, and ``figure.caption.tex``, which is ``\caption{...}`` for a figure environment."""
     contents = {".txt": text, ".tex": f"\\caption{{{latex_caption(text)}}}"}
     return {figure.with_name(f"{figure.stem}.caption{kind}"): content + "\n" for kind, content in contents.items()}
-
-
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

@@ -84,10 +84,7 @@ def details(rerun: Replay, ds: xr.Dataset, sample: int, *, balls: bool = False) 
 def of_layer(att: Attention, map: str, names: list[str], norm: str = "frobenius", *, balls: bool = False) -> Details:
     """`Details` of the heads of a layer with one sample, in one of `lipbound.bounds.entry.NORMS`; padding is left out."""
     att = att.unpadded(0)
-    if norm in TOKENS:
-        found_norm = token_norm(att, *TOKENS[norm], map=map, tol=TOKEN_TOL, vectors=True)
-    else:
-        found_norm = spectral_norm(att, map=map, tol=TOL, vectors=True)
+    found_norm = token_norm(att, norm, map=map, tol=TOKEN_TOL, vectors=True) if norm in TOKENS else spectral_norm(att, map=map, tol=TOL, vectors=True)
     assert found_norm.left is not None
     assert found_norm.right is not None
     left, right = found_norm.left[0].double(), found_norm.right[0].double()

@@ -1,1 +1,0 @@
-"""Attention and MLP sublayers of a transformer, and how far their Jacobians change around an input."""

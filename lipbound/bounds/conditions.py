@@ -1,0 +1,56 @@
+"""Assumptions that several statements share: (1 or samples, 1 or heads) bool, True where they hold."""
+
+import torch
+from torch import Tensor
+
+from lipbound.attention.layer import Attention
+from lipbound.attention.masking import BLOCKED
+
+LINEAR = ("rotation", "cap")
+"""Variants under which queries and keys are still affine in their tokens and rows of P still sum to one: published bounds extend to them."""
+
+
+def has_query_bias(att: Attention) -> Tensor:
+    """Whether a head has a nonzero query bias, (heads,), bool: the only bias that enters the Jacobian's shape."""
+    if att.b_q is None:
+        return torch.zeros(att.heads, dtype=torch.bool, device=att.device)
+    return (att.b_q != 0).any(-1)
+
+
+def hides_or_shows(att: Attention) -> Tensor:
+    """Whether the mask only forbids or allows (no finite offsets) and lets every token attend to itself, (1, 1), bool."""
+    if att.mask is None:
+        return torch.ones(1, 1, dtype=torch.bool, device=att.device)
+    blocked = att.mask <= BLOCKED
+    n = att.tokens
+    diagonal = blocked.expand(*blocked.shape[:-2], n, n).diagonal(dim1=-2, dim2=-1)
+    if att.valid is not None:
+        diagonal = diagonal & att.valid[:, None]
+    return (((att.mask == 0) | blocked).all() & ~diagonal.any()).view(1, 1)
+
+
+def unmasked(att: Attention) -> Tensor:
+    """Whether every token may attend to every other that is not padding, at no offset, (1, 1), bool."""
+    if att.mask is None:
+        return torch.ones(1, 1, dtype=torch.bool, device=att.device)
+    free = att.mask == 0
+    if att.valid is not None:
+        both = att.valid[:, None, :, None] & att.valid[:, None, None, :]
+        free = free | ~both
+    return free.all().view(1, 1)
+
+
+def always(att: Attention) -> Tensor:
+    """True for every layer."""
+    return torch.ones(1, 1, dtype=torch.bool, device=att.device)
+
+
+def never(att: Attention) -> Tensor:
+    """False for every layer."""
+    return ~always(att)
+
+
+def no_query_bias(att: Attention) -> Tensor:
+    """Where queries have no bias, nor keys if theirs does not drop out (rotation, cap), (heads,)."""
+    free = ~has_query_bias(att)
+    return free & (att.b_k == 0).all(-1) if att.variants and att.b_k is not None else free
