@@ -330,3 +330,16 @@ def test_another_tokenizer(bert: Path, tmp_path: Path) -> None:
     assert token_texts(named, expected) == SHORT[0].split()
     tokens, _ = stream(load_checkpoint(folder, tokenizer=bert), SHORT, 7)
     assert tokens.tolist() == [*expected.batch["input_ids"][0].tolist(), 14]
+
+
+def test_files_that_are_not_there_are_not_sought_on_the_hub(checkpoint: Checkpoint) -> None:
+    for name in ("letters.txt", "letters.txt.gz", "face.png"):
+        with pytest.raises(InputsError, match=f"there is no file or folder {name}"):
+            prepare(checkpoint, name, max_length=16)
+
+
+def test_a_processor_of_images_is_not_looked_at_for_text() -> None:
+    with pytest.warns(Notice, match="processor elsewhere is not looked at: builtin:gpt2 reads text"):
+        assert load_checkpoint("builtin:gpt2", processor="elsewhere").notes
+    with pytest.warns(Notice, match="tokenizer elsewhere is not looked at: builtin:vit reads images"):
+        assert load_checkpoint("builtin:vit", tokenizer="elsewhere").notes

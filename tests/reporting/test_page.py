@@ -266,10 +266,13 @@ def test_what_cannot_be_shown_is_said(ds: xr.Dataset, tmp_path: Path, bert: Path
         ({"reduce": "men"}, "did you mean 'mean'"),
         ({"path": tmp_path / "x.pdf"}, "not an .html file"),
         ({"runs": []}, "no run was given"),
+        ({"path": tmp_path / "new.html", "device": "gpu"}, "device 'gpu' cannot be used here"),
         ({"runs": [ds, ds], "model": model}, "for a single run"),
     ]:
         with pytest.raises(LipboundError, match=message):
             report(**({"runs": ds, "path": path} | options))
+    assert not (tmp_path / "new.html").exists()
+    assert report(ds, path, details=False) == []  # what nobody wanted is not missed
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot be written"):
         report(ds, tmp_path / "file" / "x.html", details=False)

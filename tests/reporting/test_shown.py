@@ -10,6 +10,7 @@ import lipbound as lb
 from lipbound import plots, tables
 from lipbound.errors import LipboundError, UnknownNameError
 from lipbound.reporting import citations, labels
+from lipbound.reporting.figures.captions import latex_caption
 
 
 @pytest.fixture(scope="module")
@@ -146,3 +147,43 @@ def test_models_have_their_real_names(ds: xr.Dataset) -> None:
         ("builtin:none", "builtin:none"),
     ):
         assert labels.model_name(ds.assign_attrs(model=given)) == name
+
+
+def test_without_bounds_the_table_is_of_exact_norms(ds: xr.Dataset) -> None:
+    """No empty table: means and ends as numpy has them, in every format; nothing is said of bounds, in captions either."""
+    part = ds.isel(layer=[1, 2])
+    (row,) = tables.table_of(part, bounds=[]).numbers.to_dict("records")
+    values = part["exact"].values
+    single = np.exp(np.log(values).mean((1, 2)))
+    expected = {
+        "geomean": np.exp(np.log(values).mean()),
+        "min": values.min(),
+        "max": values.max(),
+        "sample_min": single.min(),
+        "sample_max": single.max(),
+    }
+    assert row == pytest.approx(expected, rel=1e-12)
+    for form in tables.FORMATS:
+        text = tables.render(part, form, bounds=[])
+        assert "below exact" not in text
+        assert "bound / exact" not in text.lower(), form
+    assert "log10 of the local Lipschitz constant, each the" in plots.caption(part, bounds=[])
+    assert "constant and its bound, each" in plots.caption(part, bounds=["yudin"])
+    assert "constant and its bounds, each" in plots.caption(part)
+
+
+def test_marks_of_a_legend_keep_the_space_before_them(ds: xr.Dataset) -> None:
+    """A mark is raised to the word before it, and is no part of a sentence that has ended."""
+    text = latex_caption(plots.caption(ds))
+    assert ".$^" not in text
+    assert ". $^\\dagger$ its assumptions do not hold on every head here." in text
+    assert "Castin 2024, 3.3$^\\dagger$" in tables.latex(ds)
+
+
+def test_whole_layers_are_not_called_heads() -> None:
+    model = build(AFFINE["gpt2"])
+    run = lb.compare(model, inputs_for(model), map="layer", bounds=["castin_mean_field", "yudin"], samples=1, progress=False)
+    assert "its assumptions do not hold on every layer here" in plots.caption(run)
+    assert "do not hold on every layer here" in citations.methods(run, "text")
+    tokens = lb.compare(model, inputs_for(model), norm="one-token", bounds=["lipbound_one"], samples=1, progress=False)
+    assert "exact norms of a model in float32" in tables.caption(tokens)

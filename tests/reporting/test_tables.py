@@ -254,7 +254,8 @@ def test_methods_say_the_settings_of_the_run(ds: xr.Dataset) -> None:
     for part in (
         "lipbound 0.1.0", "GPT2Model", "2 layers x 4 heads", ds.attrs["revision"], ds.attrs["data_fingerprint"],
         f"2 samples of at most {ds.attrs['tokens']} tokens",
-        "in float32", "at most a factor 1 + 0.001", "at least 1 - 1e-6", "seed 0", "(Yudin 2025)", "(Castin 2024)", "torch 2.", ds.attrs["date"][:10],
+        "in float32", "at most a factor 1 + 0.001", "at least 1 - 1e-6", "seed 0", "(Yudin et al. 2025)", "(Castin et al. 2024)",
+        "torch 2.", ds.attrs["date"][:10],
         "is compared with the constant of that map",
     ):  # fmt: skip
         assert part in text, part

@@ -89,3 +89,19 @@ def test_a_run_without_its_description(content: str | None, whole: xr.Dataset, t
     description.unlink() if content is None else description.write_text(content)
     with pytest.raises(AlteredRunError, match=r"run\.zarr is damaged: its description zarr\.json cannot be read"):
         lb.load(tmp_path / "run.zarr")
+
+
+def test_folders_of_runs_and_names_of_unfinished_ones(whole: xr.Dataset, tmp_path: Path) -> None:
+    """A folder that holds runs is not a damaged one; no run is made under the name of an unfinished one, nor is that advised."""
+    lb.save(whole, tmp_path / "runs" / "a.zarr")
+    (tmp_path / "empty").mkdir()
+    for name, message in (
+        ("runs", r"runs is not a run of lipbound: it is a folder of runs \(a\.zarr\); name one of them"),
+        ("empty", r"empty is not a run of lipbound: it is a folder$"),
+        ("runs/a.zarr.partial", r"there is no unfinished run .*a\.zarr\.partial; .*a\.zarr is finished"),
+        ("runs/b.zarr.partial", r"there is no unfinished run .*b\.zarr\.partial$"),
+    ):
+        with pytest.raises(StoreError, match=message):
+            lb.load(tmp_path / name)
+    with pytest.raises(StoreError, match=r"choose a name that does not end in \.partial"):
+        lb.save(whole, tmp_path / "c.zarr.partial")
