@@ -64,7 +64,8 @@ def blocks_in(out: Path) -> str:
     if not partial.exists():
         return "nothing was measured yet"
     done = sum(1 for mark in (partial / ".done" / "c").rglob("*") if mark.is_file())
-    return f"{done} measured blocks of one layer each are kept in {partial}; the same command with --resume goes on from there"
+    blocks = "1 measured block of one layer is" if done == 1 else f"{done} measured blocks of one layer each are"
+    return f"{blocks} kept in {partial}; the same command with --resume goes on from there"
 
 
 @app.command(epilog="Example: lipbound compare builtin:minilm --data alice.txt --samples 8 --max-length 128 --out minilm.zarr")

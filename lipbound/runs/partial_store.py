@@ -247,5 +247,12 @@ def same_configuration(path: Path, stored: dict[str, Any], asked: dict[str, Any]
     """Raise StoreError naming the fields in which a run differs from what is asked for."""
     different = [key for key in {**stored, **asked} if stored.get(key) != asked.get(key)]
     if different:
-        what = "; ".join(f"{key} was {stored.get(key)!r} and is now {asked.get(key)!r}" for key in different)
+        what = "; ".join(f"{key} was {_said(stored.get(key))} and is now {_said(asked.get(key))}" for key in different)
         raise StoreError(f"{path} belongs to another configuration: {what}; use the same arguments, or another name")
+
+
+def _said(value: object) -> str:
+    """A setting in words: the items of a list, "none" for what is not set."""
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_said, value)) or "none"
+    return "none" if value is None else str(value)

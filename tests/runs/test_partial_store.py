@@ -19,7 +19,7 @@ from lipbound.models.checkpoints import load_checkpoint
 from lipbound.runs import store
 from lipbound.runs.execute import WorkerSpec, work
 from lipbound.runs.measure import LayerResult, MeasurementSpec
-from lipbound.runs.partial_store import DONE, PartialRun, measured_blocks, partial_path
+from lipbound.runs.partial_store import DONE, PartialRun, measured_blocks, partial_path, same_configuration
 
 
 @pytest.mark.each_value(count=(0, 3))
@@ -332,3 +332,8 @@ def test_unfinished_runs_are_named(bert: Path, tmp_path: Path) -> None:
         result = CliRunner().invoke(app, [command[0], str(partial), *command[1:]])
         assert "is an unfinished run (5 of 8 blocks" in str(result.exception)
         assert isinstance(result.exception, StoreError)
+
+
+def test_what_differs_is_said_in_words(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="bounds was yudin, kim and is now none; data was a story and is now none; use the same"):
+        same_configuration(tmp_path, {"bounds": ["yudin", "kim"], "data": "a story", "seed": 0}, {"bounds": [], "data": None, "seed": 0})
