@@ -166,7 +166,7 @@ def test_a_changed_configuration_is_told(tmp_path: Path) -> None:
     says(tmp_path, rms_norm_eps=0.5)
     now = lb.verify(ds, data=inputs, places=1)
     assert any("not the recorded configuration" in fault for fault in now.faults)
-    with pytest.raises(lb.LipboundError, match="configuration was 'sha256:"):
+    with pytest.raises(lb.LipboundError, match="configuration was sha256:"):
         lb.compare(tmp_path, inputs, bounds=["lipbound"], progress=False, out=tmp_path / "run.zarr", resume=True)
 
 
@@ -176,5 +176,5 @@ def test_a_finished_run_of_another_configuration_is_not_taken_for_this_one(tmp_p
     ds = lb.compare(model, {"input_ids": IDS}, **arguments)
     model.config.use_cache = False  # what no number depends on
     assert lb.compare(model, {"input_ids": IDS}, **arguments, resume=True).identical(ds)
-    with pytest.raises(lb.LipboundError, match="configuration was 'sha256:"):
+    with pytest.raises(lb.LipboundError, match="configuration was sha256:"):
         lb.compare(other, {"input_ids": IDS}, **arguments, resume=True)
