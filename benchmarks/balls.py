@@ -21,7 +21,8 @@ from torch import Tensor
 
 import lipbound as lb
 from lipbound.attention.layer import Attention
-from lipbound.bounds.ball.bound_over_ball import CENTRES, _over_ball
+from lipbound.bounds.ball.centre_entries_variants import COVERS
+from lipbound.bounds.ball.over_ball import _over_ball
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.checkpoints import load_checkpoint
 from lipbound.models.inputs import prepare
@@ -99,7 +100,7 @@ def attacked_variants(balls: int, steps: int) -> dict[str, Any]:
     """Balls around small heads with variants, under every mask."""
     from support.variants import MASKS, layer
 
-    variants = sorted(CENTRES.covers)
+    variants = sorted(COVERS)
     ratios, gains = [], []
     for seed in range(-(-balls // 12)):
         g = torch.Generator().manual_seed(seed)

@@ -20,7 +20,7 @@ from scipy.stats import beta
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.jacobians.spectral_norm import Measured
+from lipbound.jacobians.prepared_map import PreparedMap
 from lipbound.linalg.enclosures import enclose
 from lipbound.linalg.operator_norm import DEFAULT_STEPS
 
@@ -56,8 +56,8 @@ def missed(spectrum: list[float], runs: int, dtype: torch.dtype, delta: float, s
     """By how much the norm lies outside of each run's enclosure, (runs,); 0 where it is inside. Each may fail with probability ``delta``."""
     tol = max((1 - max(value for value in spectrum if value < 1)) / 4, 1e-4)  # less than what stands below the top
     att = head(spectrum, runs, dtype)
-    wide = Measured(att.double(), "head")
-    search = wide.op if dtype == torch.float64 else Measured(att, "head").op
+    wide = PreparedMap(att.double(), "head")
+    search = wide.op if dtype == torch.float64 else PreparedMap(att, "head").op
     # as `lipbound.spectral_norm` calls it, but that the runs of a batch do not share delta
     with torch.no_grad():
         norm = enclose.enclose(wide.op, wide.roundoff, search, tol=tol, delta=delta, seed=seed, max_steps=steps or DEFAULT_STEPS["lanczos"])

@@ -25,7 +25,7 @@ from exact_norms import ACCURACY, device, random_layer
 
 from lipbound import bounds
 from lipbound.attention.layer import Attention
-from lipbound.jacobians import head_streaming
+from lipbound.jacobians import streaming
 from lipbound.jacobians.products import row_blocks
 from lipbound.jacobians.spectral_norm import spectral_norm
 
@@ -68,14 +68,14 @@ def causal_heads() -> dict[str, Any]:
         jobs |= {f"{kind}, {name}": partial(f, layer) for kind, f in (("exact", plain), ("enclosed", enclosed), ("lipbound", bounded))}
     whole = {f"{kind}, causal, whole matrices": jobs[f"{kind}, causal"] for kind in ("exact", "enclosed")}
     times: dict[str, list[float]] = {}
-    worth, few = row_blocks.WORTH, head_streaming.FEW
+    worth, few = row_blocks.WORTH, streaming.FEW
     for repeat in range(REPEATS + 1):
         for name, job in (jobs | whole).items():
-            row_blocks.WORTH, head_streaming.FEW = (0.0, 0.0) if name in whole else (worth, few)
+            row_blocks.WORTH, streaming.FEW = (0.0, 0.0) if name in whole else (worth, few)
             spent = seconds(job) / HEADS
             if repeat:  # the first is to warm up
                 times.setdefault(name, []).append(spent)
-    row_blocks.WORTH, head_streaming.FEW = worth, few
+    row_blocks.WORTH, streaming.FEW = worth, few
     each = {name: statistics.median(values) for name, values in times.items()}
     power = each["power iteration"]
     return {

@@ -16,7 +16,7 @@ import torch
 import xarray as xr
 
 import lipbound as lb
-from lipbound.bounds.entry import NORMS
+from lipbound.bounds.bound import NORMS
 from lipbound.runs.provenance import versions
 
 CHECKPOINTS: dict[str, dict[str, Any]] = {

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from lipbound.attention.layer import Attention as Attention
     from lipbound.errors import LipboundError as LipboundError
     from lipbound.jacobians.spectral_norm import spectral_norm as spectral_norm
-    from lipbound.jacobians.tokens.profile import TokenProfile as TokenProfile
-    from lipbound.jacobians.tokens.profile import token_profile as token_profile
-    from lipbound.jacobians.tokens.token_norm import token_norm as token_norm
+    from lipbound.jacobians.token_norms.profile import TokenProfile as TokenProfile
+    from lipbound.jacobians.token_norms.profile import token_profile as token_profile
+    from lipbound.jacobians.token_norms.token_norm import token_norm as token_norm
     from lipbound.linalg.solution import Norm as Norm
     from lipbound.models.capture.capture import capture as capture
     from lipbound.models.capture.differentiable import attention_probabilities as attention_probabilities
@@ -43,7 +43,7 @@ _HOME = {
     "Attention": "attention.layer",
     "LipboundError": "errors",
     "Norm": "linalg.solution",
-    "TokenProfile": "jacobians.tokens.profile",
+    "TokenProfile": "jacobians.token_norms.profile",
     "attack": "analysis.adversary",
     "attention_probabilities": "models.capture.differentiable",
     "capture": "models.capture.capture",
@@ -58,8 +58,8 @@ _HOME = {
     "report": "reporting.page.render",
     "save": "runs.store",
     "spectral_norm": "jacobians.spectral_norm",
-    "token_norm": "jacobians.tokens.token_norm",
-    "token_profile": "jacobians.tokens.profile",
+    "token_norm": "jacobians.token_norms.token_norm",
+    "token_profile": "jacobians.token_norms.profile",
     "verify": "runs.verify",
 }
 _MODULES = {"bounds": "bounds", "plots": "reporting.plots", "regularizers": "regularizers", "tables": "reporting.tables"}

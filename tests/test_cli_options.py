@@ -11,7 +11,7 @@ from typer._click.core import Context
 
 import lipbound as lb
 from lipbound.analysis.recipes.registry import RECIPES
-from lipbound.bounds.entry import NORMS
+from lipbound.bounds.bound import NORMS
 from lipbound.cli import completion
 from lipbound.cli.application import _program
 from lipbound.devices import DTYPES, WEIGHTS

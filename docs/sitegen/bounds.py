@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lipbound import bounds
-from lipbound.bounds.entry import NORMS, Bound
+from lipbound.bounds.bound import NORMS, Bound
 from sitegen import counterexamples
 from sitegen.published import cell, paper
 
@@ -60,7 +60,7 @@ def over_ball(bound: Bound) -> str:
     """What is said of a bound that has no ball of its own."""
     if bound.citation != OURS:
         return "no statement in the source"
-    return "see {py:obj}`~lipbound.bounds.ball.bound_over_ball.over_ball`" if bound.name == "lipbound" else "no"
+    return "see {py:obj}`~lipbound.bounds.ball.over_ball.over_ball`" if bound.name == "lipbound" else "no"
 
 
 def facts(bound: Bound) -> list[str]:

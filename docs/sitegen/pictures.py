@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 import lipbound as lb
 from lipbound import bounds
 from lipbound.attention.reference import head_function
-from lipbound.jacobians.head_streaming import head_jacobian
+from lipbound.jacobians.streaming import head_jacobian
 from lipbound.linalg.operator_norm import operator_norm
 from sitegen.bounds import shown_ratio, tightness
 

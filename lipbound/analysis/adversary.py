@@ -8,8 +8,9 @@ import xarray as xr
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds.ball.bound_over_ball import CENTRES, over_ball
-from lipbound.bounds.entry import check_ball, check_radii
+from lipbound.bounds.ball.centre_entries_variants import COVERS
+from lipbound.bounds.ball.over_ball import over_ball
+from lipbound.bounds.bound import check_ball, check_radii
 from lipbound.bounds.registry import get, resolve
 from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError, check_layer, flag, shown, whole
@@ -211,7 +212,7 @@ def radius_curve(
     bounds = resolve(chosen, "frobenius") if chosen or isinstance(chosen, str) or not isinstance(chosen, Sequence) else []
     adversary = flag("adversary", adversary)
     values = {}
-    if att.variants <= CENTRES.covers or not (adversary or bounds):
+    if att.variants <= COVERS or not (adversary or bounds):
         values["over_ball"] = over_ball(att, list(radii), norm=norm, at=at).cpu().numpy()
     for name in bounds:
         values[name] = torch.stack([get(name).over_ball(att, r, norm=norm) for r in radii], -1).cpu().numpy()

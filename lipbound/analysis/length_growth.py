@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lipbound.analysis import adversarial_inputs
 from lipbound.attention.layer import Attention
-from lipbound.bounds.multihead import whole_layer
 from lipbound.bounds.registry import get
+from lipbound.bounds.whole_layer_rules import whole_layer
 from lipbound.devices import device_name, resolve_device
 from lipbound.errors import InputsError, LipboundError
 from lipbound.jacobians.spectral_norm import spectral_norm

@@ -7,18 +7,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from lipbound.bounds.audit import audit  # here, so that importing the module of that name does not replace the function
-from lipbound.bounds.entry import Bound
-from lipbound.bounds.registry import PAPERS, bibliography, bound, evaluate, get, names, resolve
+from lipbound.bounds.bound import Bound
+from lipbound.bounds.registry import bibliography, bound, evaluate, get, names, resolve
 
 if TYPE_CHECKING:
     from lipbound.bounds.after_layer_norm import after_norm as after_norm
-    from lipbound.bounds.ball.bound_over_ball import over_ball as over_ball
-    from lipbound.bounds.multihead import whole_layer as whole_layer
+    from lipbound.bounds.ball.over_ball import over_ball as over_ball
+    from lipbound.bounds.whole_layer_rules import whole_layer as whole_layer
 
     BIBTEX: dict[str, str]
 
-_INSIDE = (*PAPERS, "ball", "lipbound2026", "multihead", "reconstructed", "token_norms")
-_HOME = {"after_norm": "after_layer_norm", "over_ball": "ball.bound_over_ball", "whole_layer": "multihead"}
+_HOME = {"after_norm": "after_layer_norm", "over_ball": "ball.over_ball", "whole_layer": "whole_layer_rules"}
 __all__ = ["BIBTEX", "Bound", "after_norm", "audit", "bound", "evaluate", "get", "names", "over_ball", "resolve", "whole_layer"]
 
 
@@ -28,8 +27,6 @@ def __getattr__(name: str) -> Any:
         value: Any = bibliography()
     elif name in _HOME:
         value = getattr(importlib.import_module(f"lipbound.bounds.{_HOME[name]}"), name)
-    elif name in _INSIDE:
-        return importlib.import_module(f"lipbound.bounds.{name}")
     else:
         raise AttributeError(f"module 'lipbound.bounds' has no attribute {name!r}")
     globals()[name] = value

@@ -15,7 +15,7 @@ from lipbound.errors import LipboundError
 if TYPE_CHECKING:
     import xarray as xr
 
-    from lipbound.bounds.entry import Bound
+    from lipbound.bounds.bound import Bound
 
 L2_SLACK = 1e-9
 """Relative allowance for norms of L2 attention, which are float64 values without an enclosure."""
@@ -94,7 +94,7 @@ def caveat(ds: xr.Dataset, name: str) -> str:
 
 
 def norm_of(ds: xr.Dataset) -> str:
-    """The norm of a run's numbers, one of `lipbound.bounds.entry.NORMS`; Frobenius where it says none."""
+    """The norm of a run's numbers, one of `lipbound.bounds.bound.NORMS`; Frobenius where it says none."""
     return str(ds.attrs.get("norm", "frobenius"))
 
 

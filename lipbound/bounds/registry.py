@@ -7,8 +7,7 @@ import importlib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from lipbound.bounds.entry import NORMS, Bound, Formula, check_norm
-from lipbound.bounds.kinds import ByKind
+from lipbound.bounds.bound import NORMS, Bound, Formula, check_norm
 from lipbound.errors import LipboundError, UnknownNameError, nearest, shown
 
 if TYPE_CHECKING:
@@ -17,18 +16,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lipbound.attention.layer import Attention
-    from lipbound.bounds.entry import Ball, Function, Layer, Longest, Terms
+    from lipbound.bounds.bound import Ball, Function, Layer, Longest, Terms
 
 PAPERS = (
-    "castin2024",
-    "kim2021",
-    "specformer2024",
-    "yudin2025",
-    "reconstructed.dasoulas2021",
-    "token_norms.newhouse2025",
-    "lipbound2026.plain",
-    "lipbound2026.variants",
-    "lipbound2026.tokens",
+    "papers.castin2024",
+    "papers.kim2021",
+    "papers.specformer2024",
+    "papers.yudin2025",
+    "papers.dasoulas2021",
+    "papers.newhouse2025",
+    "ours.pairwise",
+    "ours.pairwise_variants",
+    "ours.single_token",
 )
 """The modules that register bounds, under ``lipbound.bounds``."""
 NO_BOUNDS = ("none", "exact")
@@ -102,7 +101,7 @@ def bound(
         check_norm(norm)
         if bibtex and _BIBTEX.setdefault(citation, bibtex) != bibtex:
             raise ValueError(f"the BibTeX key {citation!r} is already that of another entry")
-        formulas = ByKind(Formula(function, condition, terms, layer, longest), covers)
+        formulas = [Formula(function, condition, terms, layer, longest, frozenset(covers))]
         _BOUNDS[name] = Bound(
             name, label, citation, statement, statement_latex, source, assumptions, map, cost, formulas, caveat, ball, differentiable, norm
         )  # fmt: skip
@@ -132,7 +131,7 @@ def names(norm: str | None = "frobenius") -> list[str]:
     """Registry names of all bounds in a norm, oldest source first, as figures and tables show them.
 
     Args:
-        norm: "frobenius", "every-token" or "one-token" (`lipbound.bounds.entry.NORMS`); None for the bounds of all of them, norm by norm.
+        norm: "frobenius", "every-token" or "one-token" (`lipbound.bounds.bound.NORMS`); None for the bounds of all of them, norm by norm.
 
     Raises:
         UnknownNameError: another norm.

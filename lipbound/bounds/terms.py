@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds.entry import Bound
+from lipbound.bounds.bound import Bound
 from lipbound.bounds.registry import get
 from lipbound.linalg.upper import Upper
 

@@ -48,7 +48,7 @@ def count(text: str | int) -> int | str:
 
 def refuse_given(norm: str, **options: Any) -> None:
     """Refuse options that a norm with deterministic ends does not have, where they were given, be it with their default."""
-    from lipbound.bounds.entry import check_norm
+    from lipbound.bounds.bound import check_norm
     from lipbound.runs.config import refuse_drawn
 
     for name, value in options.items():

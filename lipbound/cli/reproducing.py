@@ -46,7 +46,7 @@ def list_bounds(json: Annotated[bool, typer.Option("--json", help="JSON, for pro
     """List all bounds: statement, norm, source, assumptions, cost."""
     from lipbound.attention.variants import VARIANTS
     from lipbound.bounds import get, names
-    from lipbound.bounds.entry import NORMS
+    from lipbound.bounds.bound import NORMS
 
     if json:
         echo_json([get(name).facts() for name in names(None)])

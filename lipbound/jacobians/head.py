@@ -13,7 +13,7 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.token_maps import TokenMap
 from lipbound.jacobians.products.matrices import InParts, narrow
-from lipbound.jacobians.products.row_blocks import SHORT, Block, Group, RowBlocks, Tokens, cotangents, pushed, worthwhile
+from lipbound.jacobians.products.row_blocks import SHORT, Group, HeadTensors, RowBlock, RowBlocks, cotangents, pushed, worthwhile
 from lipbound.jacobians.row_space import RowSpace
 from lipbound.linalg.operators import JacobianOperator, PerEntry, TensorOperator
 
@@ -93,9 +93,9 @@ class HeadOperator(TensorOperator):
         """The blocks of rows of P that products are formed in; None where they are formed with whole matrices."""
 
     @cached_property
-    def tokens(self) -> Tokens:
+    def tokens(self) -> HeadTensors:
         """Queries, keys, values and outputs as products in blocks take them."""
-        return Tokens.of(self.q, self.k, self.v, self.o)
+        return HeadTensors.of(self.q, self.k, self.v, self.o)
 
     def _cotangents(self, y: Tensor) -> tuple[Tensor, ...]:
         """The cotangents of q, k, v as they enter scores and output, under y."""
@@ -280,10 +280,10 @@ class HeadJacobian(InParts, HeadOperator):
         self.blocks = None if att.mask is None and att.valid is None else worthwhile(self.p)
 
     @cached_property
-    def _shared(self) -> list[Block]:
+    def _shared(self) -> list[RowBlock]:
         """Blocks that hold those of all entries."""
         assert self.blocks is not None
-        return [Block(rows, keys, self.p[:, rows, keys], self.t[:, rows, keys]) for rows, keys in self.blocks.shared()]
+        return [RowBlock(rows, keys, self.p[:, rows, keys], self.t[:, rows, keys]) for rows, keys in self.blocks.shared()]
 
     def _groups(self) -> Iterable[Group] | None:
         return None if self.blocks is None or torch.is_grad_enabled() else [(slice(None), self.tokens, self._shared)]

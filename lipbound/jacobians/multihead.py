@@ -9,7 +9,7 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.errors import AttentionError
 from lipbound.jacobians.head import HeadOperator
-from lipbound.jacobians.head_streaming import head_jacobian
+from lipbound.jacobians.streaming import head_jacobian
 from lipbound.linalg.operators import TensorOperator
 
 

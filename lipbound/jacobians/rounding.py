@@ -14,8 +14,8 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.layer_norm import Normaliser
 from lipbound.attention.rounding import MARGIN, SMALLEST, TensorErrors, projection_norms, tensor_errors
 from lipbound.jacobians.head import HeadOperator
-from lipbound.jacobians.head_streaming import head_jacobian
 from lipbound.jacobians.maps import BLOCKS, WHOLE
+from lipbound.jacobians.streaming import head_jacobian
 from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.operators import Roundoff
 from lipbound.linalg.powers import times_power, times_power_up

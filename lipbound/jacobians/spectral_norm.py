@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,12 +14,9 @@ from lipbound.errors import LipboundError, check_layer, choice, flag, real, whol
 from lipbound.jacobians.gram import Gram
 from lipbound.jacobians.gram_variants import covered, gram_of
 from lipbound.jacobians.head import HeadOperator
-from lipbound.jacobians.head_streaming import head_jacobian
 from lipbound.jacobians.l2_attention import L2HeadJacobian
 from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
-from lipbound.jacobians.multihead import LayerJacobian
-from lipbound.jacobians.residual_block import BlockJacobian
-from lipbound.jacobians.rounding import folding_error, map_roundoff, roundoff
+from lipbound.jacobians.prepared_map import PreparedMap
 from lipbound.linalg.deterministic import deflation
 from lipbound.linalg.enclosures.enclose import enclose, estimate, widened
 from lipbound.linalg.operator_norm import DEFAULT_STEPS, METHODS, operator_norm
@@ -96,7 +93,7 @@ def spectral_norm(
         raise LipboundError(f"method {method!r} has no closed form of map {map!r}; use 'lanczos' with delta")
     if method == "power":
         return _power(att, map, tol, delta, vectors, seeds, max_steps)
-    wide = Measured(att.double(), map, sharp=delta is not None)
+    wide = PreparedMap(att.double(), map, sharp=delta is not None)
     if method == DEFLATION:
         norm = deflation(wide.op, _grams(wide.attention, map), tol=tol, seed=seeds, vectors=vectors)
         norm = widened(norm, wide.roundoff.tensors, tol)
@@ -104,7 +101,7 @@ def spectral_norm(
         norm = dense_svd(wide.op, vectors=vectors)
         norm = widened(norm, wide.roundoff.tensors + wide.roundoff.products, tol)
     else:
-        op = wide.op if att.dtype == torch.float64 or wide.known is not None else _narrow(wide.op) or Measured(att, map).op
+        op = wide.op if att.dtype == torch.float64 or wide.known is not None else _narrow(wide.op) or PreparedMap(att, map).op
         steps = DEFAULT_STEPS[method] if max_steps is None else max_steps
         with torch.no_grad():
             if delta is None:
@@ -114,55 +111,9 @@ def spectral_norm(
     return shaped(att, norm, wide)
 
 
-class Measured:
-    """A layer whose map is measured: in units in which its tensors are of ordinary size (unless wanted ``as_given``), with the output projection
-    folded in where the map has it. ``sharp``: as for `lipbound.jacobians.rounding.roundoff`.
-
-    Attributes:
-        attention: the layer. op: its Jacobian.
-        exponents: of the powers of two that its norms are to be multiplied with, (heads,).
-        known: whether the layer could be brought into these units exactly, (samples, heads) bool, or None where it always can.
-        basis: (heads, D_out, r) of the outputs of "head_out", or None.
-    """
-
-    basis: Tensor | None
-
-    def __init__(self, att: Attention, map: str, *, as_given: bool = False, sharp: bool = False):
-        self.map, self.known, self._sharp, before = map, None, sharp, att
-        att, self.basis = att.fold_output() if map == "head_out" else (att, None)
-        self.folded = None if self.basis is None else folding_error(before, att, self.basis)
-        self.exponents = torch.zeros(att.heads, dtype=torch.long)
-        if as_given:
-            pass
-        elif map in ("head", "head_out") and att.dtype == torch.float64 and att.ordinary() is None:
-            att, exponents, self.known = att.unit_scales()
-            self.exponents = exponents.cpu()
-        elif map not in BLOCKS:  # the identity of a residual must be seen in its own units
-            att, unit = att.unit_values(together=map in WHOLE)
-            self.exponents = unit.cpu().log2().round().long()
-        self.attention, self.op = att, _operator(att, map)
-
-    @cached_property
-    def roundoff(self) -> Roundoff:
-        """Of a float64 layer."""
-        heads = heads_of(self.op)
-        if self.folded is None:
-            return map_roundoff(self.attention, heads, self.map, sharp=self._sharp)
-        folding = self.folded.shifted(-self.exponents.to(self.folded.weights.device))
-        return roundoff(self.attention, heads, folding=folding, sharp=self._sharp)
-
-
 def _narrow(op: JacobianOperator) -> JacobianOperator | None:
     """Heads of a float32 layer with products in float32, where they can be made of those in float64."""
     return op.single() if isinstance(op, HeadOperator) else None
-
-
-def heads_of(op: JacobianOperator) -> HeadOperator:
-    """The heads that an operator of a layer is made of."""
-    while not isinstance(op, HeadOperator):
-        assert isinstance(op, (LayerJacobian, BlockJacobian))
-        op = op.layer if isinstance(op, BlockJacobian) else op.heads
-    return op
 
 
 def check_arguments(att: object, method: str, tol: float, delta: float | None) -> None:
@@ -176,12 +127,12 @@ def check_arguments(att: object, method: str, tol: float, delta: float | None) -
 
 def _power(att: Attention, map: str, tol: float, delta: float | None, vectors: bool, seeds: list[int], max_steps: int | None) -> Norm:
     """Power iteration, whose absolute stopping rule must see J itself, in the dtype that was given."""
-    plain = Measured(att, map, as_given=True)
+    plain = PreparedMap(att, map, as_given=True)
     norm = operator_norm(plain.op, method="power", tol=tol, delta=delta, vectors=vectors, seed=seeds, max_steps=max_steps)
     return shaped(att, norm, plain)
 
 
-def shaped(att: Attention, norm: Norm, measured: Measured) -> Norm:
+def shaped(att: Attention, norm: Norm, measured: PreparedMap) -> Norm:
     """Norms and vectors as they are returned: (samples, heads) or (samples,), in the units and coordinates of the layer."""
     op, basis, exponents = measured.op, measured.basis, measured.exponents
     if measured.map in WHOLE:
@@ -204,12 +155,6 @@ def _cast(norm: Norm, dtype: torch.dtype) -> Norm:
     """With singular vectors in a dtype."""
     left, right = (None if t is None else t.to(dtype) for t in (norm.left, norm.right))
     return replace(norm, left=left, right=right)
-
-
-def _operator(att: Attention, map: str) -> JacobianOperator:
-    if map in BLOCKS:
-        return BlockJacobian(att, map)
-    return LayerJacobian(att, project=map == "layer") if map in WHOLE else head_jacobian(att)
 
 
 def _grams(att: Attention, map: str) -> list[Callable[[], Gram]]:

@@ -106,7 +106,7 @@ def read_once(path: Path) -> Iterator[None]:
 def _reader(path: str, size: int, changed: int) -> Any:
     from gguf.gguf_reader import GGUFReader
 
-    class Reader(GGUFReader):  # type: ignore[misc]  # the package has no types
+    class CheckedReader(GGUFReader):  # type: ignore[misc]  # the package has no types
         """Quick with the words of a vocabulary, of which it takes several small arrays each."""
 
         def __init__(self, path: str) -> None:
@@ -127,4 +127,4 @@ def _reader(path: str, size: int, changed: int) -> Any:
             count = int(count)
             return self._plain[offset : offset + np.dtype(dtype).itemsize * count].view(dtype)[:count]
 
-    return Reader(path)
+    return CheckedReader(path)

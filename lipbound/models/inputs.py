@@ -9,9 +9,9 @@ from lipbound.models.batch import Inputs
 from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.readers.files import is_sentence
 from lipbound.models.readers.images import ImageReader
+from lipbound.models.readers.model_inputs import check_images, check_towers, is_ready, options_of, ready_inputs
 from lipbound.models.readers.positions import check_tokens
 from lipbound.models.readers.reader import Reader, Selection
-from lipbound.models.readers.ready import check_images, check_towers, is_ready, options_of, ready_inputs
 from lipbound.models.readers.remarks import remarks
 from lipbound.models.readers.tables import no_table, order
 from lipbound.models.readers.text import TextReader

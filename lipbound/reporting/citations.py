@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import xarray as xr
 
 from lipbound.bounds.audit import audit, bounds_there, compared_with, norm_of
-from lipbound.bounds.lipbound2026 import CITATION
+from lipbound.bounds.ours import CITATION
 from lipbound.errors import UnknownNameError, nearest
 from lipbound.reporting.formats import FORMATTERS, Prose
 from lipbound.reporting.labels import builtin_name, data_name, model_name, norm_words, over, places, relabelled, samples_words, state_words, widest
-from lipbound.runs.given import takes_run
+from lipbound.runs.run_argument import takes_run
 from lipbound.runs.standing import origins, standing
 
 CITATION_FORMATS = tuple(sorted(name for name, formatter in FORMATTERS.items() if formatter.prose is not None))

@@ -16,7 +16,7 @@ from lipbound.formatting import number
 from lipbound.reporting import statistics
 from lipbound.reporting.labels import relabelled
 from lipbound.reporting.styles import BASE, Drawing, write
-from lipbound.runs.given import takes_run
+from lipbound.runs.run_argument import takes_run
 
 
 @takes_run

@@ -9,11 +9,11 @@ import numpy as np
 import xarray as xr
 
 from lipbound.bounds.audit import audit, bounds_there, compared_with, missing, norm_of
-from lipbound.bounds.entry import NORMS
+from lipbound.bounds.bound import NORMS
 from lipbound.errors import LipboundError, UnknownNameError, nearest, shown
 from lipbound.formatting import joined, plain, small
-from lipbound.runs.given import takes_run
 from lipbound.runs.provenance import lacks_variables
+from lipbound.runs.run_argument import takes_run
 from lipbound.runs.standing import Standing, origins, standing
 
 TITLES = {"builtin:minilm": "all-MiniLM-L6-v2", "builtin:smollm2": "SmolLM2-135M-Instruct"}

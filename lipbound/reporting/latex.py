@@ -10,7 +10,7 @@ from lipbound.formatting import escape_latex, plain, small
 from lipbound.reporting.layout import Table, fit, folded, measured
 
 
-class Look(NamedTuple):
+class TableRoom(NamedTuple):
     """Points: that a table may take, of its type, from line to line, of the type of its notes; and rows before it goes on in another."""
 
     room: float
@@ -20,7 +20,7 @@ class Look(NamedTuple):
     rows: int
 
 
-WIDTHS = {"column": Look(215, 8, 9.5, 7, 40), "page": Look(345, 8, 9.5, 7, 40), "slide": Look(307, 9, 11, 7, 14)}
+WIDTHS = {"column": TableRoom(215, 8, 9.5, 7, 40), "page": TableRoom(345, 8, 9.5, 7, 40), "slide": TableRoom(307, 9, 11, 7, 14)}
 r"""A column of the narrowest classes that are common (219 pt; ``article`` with ``twocolumn`` on A4 has 221 pt), the text of ``article`` at 10 pt, a
 frame of ``beamer``. The type is that of \footnotesize there, and the same in a class of larger type, where the table would not fit otherwise."""
 NARROW = 62.0

@@ -59,7 +59,7 @@ class Table:
         return html_table([plain(str(title)) for title in self.shown.columns], rows, title=self.caption, notes=notes, words=self.words)
 
 
-class Measured(NamedTuple):
+class ColumnWidths(NamedTuple):
     """A column: its title, whether it holds words, the width that it takes, and the width to which its words can be folded."""
 
     title: str
@@ -80,7 +80,7 @@ class Fitted(NamedTuple):
     left_out: list[str]
 
 
-def fit(table: Table, columns: Sequence[Measured], room: float | None, gap: float, *, optional: int = 0) -> Fitted:
+def fit(table: Table, columns: Sequence[ColumnWidths], room: float | None, gap: float, *, optional: int = 0) -> Fitted:
     """Widths of the columns of a table, and which of them are left out or go on below.
 
     Args:
@@ -91,7 +91,7 @@ def fit(table: Table, columns: Sequence[Measured], room: float | None, gap: floa
         optional: so many of the spare columns are left out before any word is folded.
     """
 
-    def taken(some: Sequence[Measured], *, folded: bool = True) -> float:
+    def taken(some: Sequence[ColumnWidths], *, folded: bool = True) -> float:
         return sum(c.least if folded else c.natural for c in some) + gap * (len(some) - 1)
 
     if room is None:
@@ -115,7 +115,7 @@ def fit(table: Table, columns: Sequence[Measured], room: float | None, gap: floa
     return Fitted([_shared_out(block, room - taken(block)) for block in [*blocks, now]], left_out)
 
 
-def _shared_out(columns: Sequence[Measured], spare: float) -> dict[str, float]:
+def _shared_out(columns: Sequence[ColumnWidths], spare: float) -> dict[str, float]:
     """The least widths, and what is left over to the first columns that can use it."""
     widths = {}
     for column in columns:
@@ -154,7 +154,7 @@ def _unbroken(text: str) -> list[str]:
     return text.replace(" \u2020", "\xa0\u2020").replace(" \u2021", "\xa0\u2021").split(" ")
 
 
-def measured(table: Table, of: Callable[[str], float], narrow: float, *, numbers: Callable[[str], float] | None = None) -> list[Measured]:
+def measured(table: Table, of: Callable[[str], float], narrow: float, *, numbers: Callable[[str], float] | None = None) -> list[ColumnWidths]:
     """The columns of a table, in the units of a measure of text; ``numbers`` measures cells of numbers, where that is another."""
     found = []
     for title in map(str, table.shown.columns):
@@ -165,7 +165,7 @@ def measured(table: Table, of: Callable[[str], float], narrow: float, *, numbers
         heading = max([min(narrow, of(word)) for word in _unbroken(title)] + [min(of(title), 2 * narrow / 3)])
         if least < heading:
             least = max(least, *(of(line) for line in folded(title, heading, of)))
-        found.append(Measured(title, words, max(natural, least), least))
+        found.append(ColumnWidths(title, words, max(natural, least), least))
     return found
 
 

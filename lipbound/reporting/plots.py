@@ -26,7 +26,7 @@ from lipbound.reporting.reductions import reduce_samples, reduction_name
 from lipbound.reporting.statistics import shared_scale
 from lipbound.reporting.styles import Drawing, look, write
 from lipbound.reporting.token_plots import token_profile
-from lipbound.runs.given import takes_run
+from lipbound.runs.run_argument import takes_run
 
 __all__ = [
     "COLORMAP",

@@ -12,7 +12,7 @@ from lipbound.bounds.audit import allowance, audit, bounds_there, compared_with,
 from lipbound.errors import LipboundError, UnknownNameError, nearest
 from lipbound.reporting.labels import check_numbers
 from lipbound.reporting.reductions import reduce_samples
-from lipbound.runs.given import takes_run
+from lipbound.runs.run_argument import takes_run
 
 ROWS = ("bound", "layer", "head")
 VALUES = ("ratio", "value")

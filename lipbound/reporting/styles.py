@@ -39,7 +39,7 @@ SPARE = {"serif": "STIXGeneral"}
 """Like Times, and always there: for machines without the venue's fonts."""
 
 
-class Look(NamedTuple):
+class FigureLook(NamedTuple):
     """Settings of matplotlib, the width of a figure in inches, and the size of its type in points."""
 
     settings: Any
@@ -47,7 +47,7 @@ class Look(NamedTuple):
     points: float
 
 
-def look(style: str | None, width: str | float, font_size: float | None) -> Look:
+def look(style: str | None, width: str | float, font_size: float | None) -> FigureLook:
     """How a figure looks.
 
     Args:
@@ -65,7 +65,7 @@ def look(style: str | None, width: str | float, font_size: float | None) -> Look
         raise LipboundError(f"width is {shown(width)}; it must be a number of inches, from 1 to 100, or one of {', '.join(WIDTHS)}")
     if style is None:
         points = font_size or (12.0 if width == "slide" else 7.0)
-        return Look(BASE | {"font.size": points}, inches, points)
+        return FigureLook(BASE | {"font.size": points}, inches, points)
     try:
         from tueplots import bundles
     except ImportError as error:
@@ -81,7 +81,7 @@ def look(style: str | None, width: str | float, font_size: float | None) -> Look
     kept["font.family"] = _font(style, found)
     inches = float(found["figure.figsize"][0]) if width in TUEPLOTS_COLUMNS else inches
     points = font_size or float(found["font.size"])
-    return Look(BASE | kept | {"font.size": points}, inches, points)
+    return FigureLook(BASE | kept | {"font.size": points}, inches, points)
 
 
 def _font(style: str, found: dict[str, Any]) -> str:

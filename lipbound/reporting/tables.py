@@ -32,7 +32,7 @@ from lipbound.reporting.statistics import (
     width,
     widths,
 )
-from lipbound.runs.given import takes_run
+from lipbound.runs.run_argument import takes_run
 from lipbound.runs.standing import standing, with_exact
 
 __all__ = [

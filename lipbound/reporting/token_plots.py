@@ -16,7 +16,7 @@ from lipbound.reporting.figures.titles import folded
 from lipbound.reporting.styles import Drawing, look, write
 
 if TYPE_CHECKING:
-    from lipbound.jacobians.tokens.profile import TokenProfile
+    from lipbound.jacobians.token_norms.profile import TokenProfile
 
 PANELS = {
     "moved": "what this token does to all outputs",

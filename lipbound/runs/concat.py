@@ -10,8 +10,8 @@ import xarray as xr
 
 from lipbound.bounds.audit import audit
 from lipbound.errors import StoreError, shown
-from lipbound.runs.given import run_of
 from lipbound.runs.provenance import RUN, RUN_SAMPLE, altered, damage, flags, lacks_variables, own, sealed
+from lipbound.runs.run_argument import run_of
 from lipbound.runs.standing import with_exact
 
 AGREE = (

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from lipbound.bounds.audit import norm_of
-from lipbound.bounds.entry import check_norm
-from lipbound.bounds.multihead import names_for
+from lipbound.bounds.bound import check_norm
 from lipbound.bounds.registry import resolve
+from lipbound.bounds.whole_layer_rules import names_for
 from lipbound.devices import check_weights, dtype_name
 from lipbound.errors import (
     AlteredRunError,
@@ -31,7 +31,7 @@ from lipbound.errors import (
     whole,
 )
 from lipbound.jacobians.maps import MAPS
-from lipbound.jacobians.tokens.token_norm import TOKEN_MAPS
+from lipbound.jacobians.token_norms.token_norm import TOKEN_MAPS
 from lipbound.runs.provenance import DRAWN
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from lipbound.models.checkpoints import load_checkpoint
 from lipbound.runs.config import RunConfig
 from lipbound.runs.measure import LayerResult, MeasurementSpec, Measurer, capturer_of
 from lipbound.runs.partial_store import PartialRun
-from lipbound.runs.plan import Block, Plan, Sources
+from lipbound.runs.plan import Plan, SampleBlock, Sources
 
 
 class WorkerSpec(NamedTuple):
@@ -76,7 +76,7 @@ class Executor(ABC):
         """The device that identifies an unfinished run: it is continued on the same one."""
 
     @abstractmethod
-    def results(self, config: RunConfig, sources: Sources, plan: Plan, blocks: Sequence[Block]) -> Iterator[tuple[int, LayerResult]]:
+    def results(self, config: RunConfig, sources: Sources, plan: Plan, blocks: Sequence[SampleBlock]) -> Iterator[tuple[int, LayerResult]]:
         """The first sample of a block and what was measured there, layer by layer, in the order in which it is measured."""
 
 
@@ -89,7 +89,7 @@ class SerialExecutor(Executor):
     def device(self, config: RunConfig, sources: Sources) -> str:
         return sources.device
 
-    def results(self, config: RunConfig, sources: Sources, plan: Plan, blocks: Sequence[Block]) -> Iterator[tuple[int, LayerResult]]:
+    def results(self, config: RunConfig, sources: Sources, plan: Plan, blocks: Sequence[SampleBlock]) -> Iterator[tuple[int, LayerResult]]:
         measurer = Measurer(sources.capturer, plan.spec)
         for start, stop, skip in blocks:
             for measured in measurer.block(sources.inputs.block(start, stop, sources.device), start, skip):
@@ -116,7 +116,7 @@ class DaskExecutor(Executor):
     def device(self, config: RunConfig, sources: Sources) -> str:
         return config.device  # as it was asked for: "auto" may be another one on every worker
 
-    def results(self, config: RunConfig, sources: Sources, plan: Plan, blocks: Sequence[Block]) -> Iterator[tuple[int, LayerResult]]:
+    def results(self, config: RunConfig, sources: Sources, plan: Plan, blocks: Sequence[SampleBlock]) -> Iterator[tuple[int, LayerResult]]:
         _tell_of_trimming(self._client)
         revision = sources.checkpoint.revision
         sources.capturer.release()  # workers read the layers themselves

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds.multihead import whole_layer, with_output
 from lipbound.bounds.registry import get
+from lipbound.bounds.whole_layer_rules import whole_layer, with_output
 from lipbound.devices import side_by_side
 from lipbound.jacobians.maps import BLOCKS, WHOLE
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
-from lipbound.jacobians.tokens.token_norm import token_norm
+from lipbound.jacobians.token_norms.token_norm import token_norm
 from lipbound.linalg.solution import Norm
 from lipbound.models.capture.capture import Capturer
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TOKENS = ("every-token", "one-token")
-"""What moves and which output counts, for `lipbound.token_norm`, in those of `lipbound.bounds.entry.NORMS` that tell tokens apart."""
+"""What moves and which output counts, for `lipbound.token_norm`, in those of `lipbound.bounds.bound.NORMS` that tell tokens apart."""
 
 SMALL = 1024
 """Tokens up to which samples are measured side by side; the matrices of longer inputs keep torch's own threads busy."""
@@ -42,7 +42,7 @@ class MeasurementSpec:
         delta: failure probability of one upper end, or None for plain estimates.
         seed: of the run.
         exact_samples: exact norms are computed for samples before this one.
-        norm: of `lipbound.bounds.entry.NORMS`. Those that tell tokens apart are deterministic, and have upper ends without ``delta``.
+        norm: of `lipbound.bounds.bound.NORMS`. Those that tell tokens apart are deterministic, and have upper ends without ``delta``.
     """
 
     names: tuple[str, ...]

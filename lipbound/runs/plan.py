@@ -83,7 +83,7 @@ def identity(config: RunConfig, sources: Sources) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class Block(NamedTuple):
+class SampleBlock(NamedTuple):
     """Samples start...stop-1, and the positions of layers that are measured there already."""
 
     start: int
@@ -121,11 +121,11 @@ class Plan:
         """Which of `lipbound.attention.variants.VARIANTS` the layers have."""
         return all_variants(self.layers)
 
-    def blocks(self, done: np.ndarray) -> list[Block]:
+    def blocks(self, done: np.ndarray) -> list[SampleBlock]:
         """The blocks with layers that are not measured yet; ``done`` is (blocks, layers) bool."""
         starts = range(0, self.samples, self.block)
         return [
-            Block(start, min(self.samples, start + self.block), frozenset(np.flatnonzero(row).tolist()))
+            SampleBlock(start, min(self.samples, start + self.block), frozenset(np.flatnonzero(row).tolist()))
             for start, row in zip(starts, done, strict=True)
             if not row.all()
         ]

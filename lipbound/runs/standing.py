@@ -59,7 +59,7 @@ class Standing:
 
 
 def standing(ds: xr.Dataset) -> Standing:
-    """`Standing` of a run, or of a part of one that has the axes sample and layer (`lipbound.runs.given.run_of` gives it them)."""
+    """`Standing` of a run, or of a part of one that has the axes sample and layer (`lipbound.runs.run_argument.run_of` gives it them)."""
     made = ds.attrs.get("made", {})
     exact = ds["exact"]
     there = exact.notnull()

@@ -17,7 +17,7 @@ import xarray as xr
 import zarr
 
 from lipbound.bounds.audit import compared_with, norm_of
-from lipbound.bounds.entry import NORMS
+from lipbound.bounds.bound import NORMS
 from lipbound.errors import AlteredRunError, DamagedRunWarning, StoreError, UnknownNameError, nearest, one_line, shown
 from lipbound.runs.partial_store import PARTIAL, measured_blocks, partial_path
 from lipbound.runs.provenance import DRAWN, RUN, RUN_SAMPLE, again, damage, flags, own

@@ -28,14 +28,14 @@ NUMBERS = ("samples", "layers", "norms", "not_closed", "exact_geomean", "exact_m
 
 
 @dataclass(frozen=True)
-class Run:
+class SweepRun:
     """One run of a sweep: the name of its store, and the arguments of `lipbound.compare`."""
 
     name: str
     arguments: dict[str, Any]
 
 
-def planned_runs(path: str | Path) -> list[Run]:
+def planned_runs(path: str | Path) -> list[SweepRun]:
     """The runs that a sweep file asks for.
 
     The file is YAML: ``model``, ``data`` and ``max_length`` are values or lists of them, every combination of which is a run; all other keys
@@ -61,7 +61,7 @@ def planned_runs(path: str | Path) -> list[Run]:
                 raise LipboundError(f"{path} has an unknown key {key!r}; {nearest(str(key), known)}")
     if unused := [key for key in shared if PAIRS in content and all(key in pair for pair in pairs)]:
         raise LipboundError(f"{path} has {unused[0]!r} beside pairs, which all have their own; leave it out in one of the two places")
-    runs: dict[str, Run] = {}
+    runs: dict[str, SweepRun] = {}
     for number, pair in enumerate(pairs):
         if not (merged := shared | pair).get("model"):
             raise LipboundError(f"{path} has a pair without a model (number {number + 1}); name it there, or beside the pairs for all of them")
@@ -71,7 +71,7 @@ def planned_runs(path: str | Path) -> list[Run]:
                 if name not in runs:
                     break
                 name = f"{base}-{count}"
-            runs[name] = Run(name, one)
+            runs[name] = SweepRun(name, one)
     return list(runs.values())
 
 

@@ -15,9 +15,9 @@ from lipbound.devices import dtype_name
 from lipbound.errors import AlteredRunError, CaptureError, StoreError, whole
 from lipbound.formatting import plain
 from lipbound.runs.concat import split
-from lipbound.runs.given import whole_run
 from lipbound.runs.provenance import altered, lacks_variables, own, settings_altered, strange
 from lipbound.runs.replay import OtherModelError, Replay, changed_versions, measure_again, replay
+from lipbound.runs.run_argument import whole_run
 from lipbound.runs.standing import with_exact
 
 ALLOWED = {"float32": 1e-4, "float64": 1e-8}

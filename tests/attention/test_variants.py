@@ -13,8 +13,8 @@ import lipbound as lb
 from lipbound.attention.variants.base import REGISTERED, UNIT, Shapes, Variant
 from lipbound.errors import AttentionError
 from lipbound.jacobians.head import HeadJacobian
-from lipbound.jacobians.head_streaming import StreamedHeadJacobian
 from lipbound.jacobians.rounding import tensor_error
+from lipbound.jacobians.streaming import StreamedHeadJacobian
 
 
 @pytest.fixture

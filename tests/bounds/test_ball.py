@@ -10,7 +10,7 @@ from lipbound import bounds
 from lipbound.analysis import adversary
 from lipbound.attention.layer import Attention
 from lipbound.attention.softmax import jacobian_norm
-from lipbound.bounds.ball.bound_over_ball import CERTIFIED_TOL, _sample
+from lipbound.bounds.ball.over_ball import CERTIFIED_TOL, _sample
 from lipbound.bounds.ball.softmax_interval import g1_over_box, reachable_rows, softmax_interval
 from lipbound.errors import LipboundError
 from lipbound.jacobians.head import HeadJacobian

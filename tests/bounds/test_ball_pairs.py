@@ -11,10 +11,10 @@ from torch import Tensor
 from lipbound import bounds
 from lipbound.analysis import adversary
 from lipbound.attention.layer import Attention
-from lipbound.bounds.ball.bound_over_ball import CERTIFIED_TOL, _over_ball
-from lipbound.bounds.ball.paired import PairedBallCentre, PairedVariantCentre
-from lipbound.bounds.ball.pairs import VariantPairSums
-from lipbound.bounds.ball.plain import CentreErrors
+from lipbound.bounds.ball.centre_entries import CentreErrors
+from lipbound.bounds.ball.centre_pairs import PairedBallCentre, PairedVariantCentre
+from lipbound.bounds.ball.over_ball import CERTIFIED_TOL, _over_ball
+from lipbound.bounds.ball.pair_sums import VariantPairSums
 
 NORMS = ("token", "frobenius")
 HOLDS = 1 + 1e-9

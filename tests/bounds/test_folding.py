@@ -8,9 +8,9 @@ from support.layers import random_attention
 from lipbound import bounds
 from lipbound.attention.layer import Attention
 from lipbound.bounds import whole_layer
-from lipbound.bounds.multihead import RULES, with_output
+from lipbound.bounds.whole_layer_rules import RULES, with_output
 from lipbound.jacobians.spectral_norm import spectral_norm
-from lipbound.jacobians.tokens.token_norm import token_norm
+from lipbound.jacobians.token_norms.token_norm import token_norm
 from lipbound.runs.measure import MeasurementSpec, _measure
 
 NAMES = [name for name in bounds.names() if bounds.get(name).map == "head"]

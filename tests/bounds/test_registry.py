@@ -12,7 +12,6 @@ from torch import Tensor
 from lipbound import bounds
 from lipbound.attention.layer import Attention
 from lipbound.bounds import registry
-from lipbound.bounds.kinds import ByKind
 from lipbound.errors import AttentionError
 
 TEXTS = {"label": "l", "citation": "doe2027", "statement": "s", "statement_latex": "$s$", "source": "s", "assumptions": "a", "cost": "c"}
@@ -79,12 +78,6 @@ def test_a_citation_key_has_one_entry() -> None:
         bounds.bound("doe", **TEXTS | {"citation": "yudin2025pay"}, condition=always, bibtex="@misc{other}")(always)
 
 
-def test_kinds_go_from_narrow_to_wide() -> None:
-    kinds = ByKind("plain", ("cap",))
-    kinds.extend("wide", ("cap", "sinks"))
-    assert [kinds.of(frozenset(has)) for has in ((), ("cap",), ("sinks",), ("rotation",))] == ["plain", "plain", "wide", "wide"]
-
-
 @pytest.mark.each_value(kind=HARD)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_block_bound_does_not_depend_on_what_ran_before(kind: str, dtype: torch.dtype) -> None:
@@ -118,7 +111,7 @@ print("torch" in sys.modules)
 @pytest.mark.slow
 def test_public_names_are_functions_whatever_was_imported_first() -> None:
     code = """
-import lipbound.bounds.audit, lipbound.bounds.multihead, lipbound.bounds.specformer2024
+import lipbound.bounds.audit, lipbound.bounds.whole_layer_rules, lipbound.bounds.papers.specformer2024
 from lipbound import bounds
 print(bounds.audit.__name__, bounds.whole_layer.__name__, bounds.over_ball.__name__, sorted(bounds.__all__) == dir(bounds), *bounds.names())
 """

@@ -8,9 +8,9 @@ from support.variants import MASKS, layer
 
 from lipbound import bounds
 from lipbound.attention.layer import Attention
-from lipbound.bounds.lipbound2026 import row_norms
-from lipbound.bounds.lipbound2026.parts import BlockNorms
-from lipbound.bounds.lipbound2026.pieces import upper_lengths
+from lipbound.bounds.ours import row_moments
+from lipbound.bounds.ours.block_norms import BlockNorms
+from lipbound.bounds.ours.rounded_products import upper_lengths
 
 LEAST = 1 - 1e-13
 
@@ -19,8 +19,8 @@ LEAST = 1 - 1e-13
 @pytest.mark.parametrize("work", [torch.float32, torch.float64])
 @pytest.mark.parametrize("mask", MASKS)
 def test_norms_are_those_of_the_matrices(mask: str, work: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_norms, "reproducible_float32", lambda: work == torch.float32)
-    monkeypatch.setattr(row_norms, "ROW_BYTES", 8 * 3 * 3 * 4 * at_once)
+    monkeypatch.setattr(row_moments, "reproducible_float32", lambda: work == torch.float32)
+    monkeypatch.setattr(row_moments, "ROW_BYTES", 8 * 3 * 3 * 4 * at_once)
     att = layer(1, frozenset(), mask=mask, n=9, samples=1)
     if att.valid is not None:
         att = att.unpadded(0)
@@ -50,7 +50,7 @@ def test_norms_are_those_of_the_matrices(mask: str, work: torch.dtype, at_once: 
 def test_float32_hardly_moves_the_bounds(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     values = {}
     for narrow in (True, False):
-        monkeypatch.setattr(row_norms, "reproducible_float32", lambda narrow=narrow: narrow)
+        monkeypatch.setattr(row_moments, "reproducible_float32", lambda narrow=narrow: narrow)
         with torch.no_grad():
             values[narrow] = bounds.evaluate(layer(2, frozenset(), mask=mask, n=9), ["lipbound", "lipbound_block"])
     for name, wide in values[False].items():
@@ -93,6 +93,6 @@ def test_rows_that_leave_next_to_nothing(exponent: int) -> None:
     p = torch.tensor([[[1 - 2 * small, small, small]]], dtype=torch.float64)
     v = torch.tensor([[[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]]], dtype=torch.float64)
     with torch.no_grad():
-        found = row_norms.own_norms(p, v, p @ v)
+        found = row_moments.own_norms(p, v, p @ v)
     true = float(torch.linalg.matrix_norm(p[0, 0][:, None] * (v[0] - p[0] @ v[0]), 2))
     assert true <= float(found) <= true * (1 + 2e-2) + 1e-18

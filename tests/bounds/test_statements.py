@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lipbound import bounds, devices
 from lipbound.attention.layer import Attention
-from lipbound.bounds.kim2021 import inverse_phi
+from lipbound.bounds.papers.kim2021 import inverse_phi
 from lipbound.errors import LipboundError, UnknownNameError
 from lipbound.jacobians.spectral_norm import l2_spectral_norm
 from lipbound.linalg import covariance

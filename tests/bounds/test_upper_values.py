@@ -18,7 +18,7 @@ from torch import Tensor
 from lipbound import bounds
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.rotary import Rotation
-from lipbound.bounds.lipbound2026 import parts, plain, variants
+from lipbound.bounds.ours import block_norms, pairwise, pairwise_variants
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.linalg import matrix_norms
 
@@ -240,7 +240,7 @@ PARTS = ("x", "w_q", "w_k", "w_v", "b_q", "b_k", "b_v")
 @pytest.fixture
 def tight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values that are smooth enough for differences: norms to 1e-12, products in float64."""
-    for module in (parts, plain, variants):
+    for module in (block_norms, pairwise, pairwise_variants):
         monkeypatch.setattr(module, "RTOL", 1e-12)
     monkeypatch.setattr(matrix_norms, "reproducible_float32", lambda: False)
 

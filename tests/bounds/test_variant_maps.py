@@ -7,8 +7,8 @@ from torch import Tensor
 
 from lipbound import bounds
 from lipbound.attention.layer import Attention
-from lipbound.bounds.lipbound2026 import variant_maps, variants
-from lipbound.bounds.lipbound2026.variant_maps import Covariances, Maps
+from lipbound.bounds.ours import pairwise_variants, token_block_norms
+from lipbound.bounds.ours.token_block_norms import Covariances, Maps
 from lipbound.errors import LipboundError
 from lipbound.jacobians.token_tangents import Tangents
 
@@ -16,7 +16,7 @@ HAS = [(), ("rotation",), ("norm",), ("together", "cap"), ("sinks",), ("rotation
 
 
 def direct(att: Attention, e: Tensor, cov: Tensor) -> tuple[Tensor, ...]:
-    """`variant_maps.Parts` of all tokens of the first head, from the maps themselves: q~_ij is a vector of the layer's input."""
+    """`token_block_norms.TokenVectors` of all tokens of the first head, from the maps themselves: q~_ij is a vector of the layer's input."""
     tangents, tokens, q = Tangents(att, 0, 0), torch.arange(att.tokens), att.scale * att.q[0, 0]
     turned = tangents.pull("k", q.mT[None].expand(att.tokens, -1, -1), tokens)  # (j, D, i)
     w_v = att.w_v[0]
@@ -29,7 +29,7 @@ def direct(att: Attention, e: Tensor, cov: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("work", [torch.float32, torch.float64])
 @pytest.mark.parametrize("has", HAS)
 def test_parts_are_those_of_the_maps(has: tuple[str, ...], work: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(variant_maps, "reproducible_float32", lambda: work == torch.float32)
+    monkeypatch.setattr(token_block_norms, "reproducible_float32", lambda: work == torch.float32)
     att = layer(3, frozenset(has)).of_samples(slice(0, 1))
     g = torch.Generator().manual_seed(0)
     e = torch.rand(att.tokens, att.tokens, generator=g, dtype=torch.float64) ** 8
@@ -46,7 +46,7 @@ def test_parts_are_those_of_the_maps(has: tuple[str, ...], work: torch.dtype, mo
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_covariances_are_those_of_their_definition(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(variant_maps, "PAIR_BYTES", 2**28 if whole else 0)
+    monkeypatch.setattr(token_block_norms, "PAIR_BYTES", 2**28 if whole else 0)
     att = layer(3, frozenset(), n=7).of_samples(slice(0, 1))
     t, k, v = att.weights[0, 0], att.centred_k[0, 0], att.centred_v[0, 0]
     o = att.p[0, 0] @ v
@@ -60,7 +60,7 @@ def test_float32_hardly_moves_the_bounds(has: tuple[str, ...], monkeypatch: pyte
     att = layer(5, frozenset(has))
     values = {}
     for narrow in (True, False):
-        monkeypatch.setattr(variant_maps, "reproducible_float32", lambda narrow=narrow: narrow)
+        monkeypatch.setattr(token_block_norms, "reproducible_float32", lambda narrow=narrow: narrow)
         values[narrow] = [bounds.get(name)(att.select(slice(None))) for name in ("lipbound", "lipbound_block")]
     for found, wide in zip(values[True], values[False], strict=True):
         assert bool((found >= wide * (1 - 1e-6)).all())
@@ -70,7 +70,7 @@ def test_float32_hardly_moves_the_bounds(has: tuple[str, ...], monkeypatch: pyte
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("has", [("rotation",), ("rotation", "norm"), ("together", "cap"), ("sinks",)])
 def test_what_a_mask_forbids_is_skipped_and_not_missed(has: tuple[str, ...], mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(variants, "CHUNK", 2 * 8 * 9 * 9)  # two tokens at a time
+    monkeypatch.setattr(pairwise_variants, "CHUNK", 2 * 8 * 9 * 9)  # two tokens at a time
     att = layer(7, frozenset(has), mask=mask, n=9)
     few = bounds.evaluate(att, ["lipbound", "lipbound_block"])
     formed: list[int] = []
@@ -80,8 +80,8 @@ def test_what_a_mask_forbids_is_skipped_and_not_missed(has: tuple[str, ...], mas
         formed.extend([sum(rows.stop - rows.start for _, rows, _ in found), sum(keys.stop - keys.start for _, _, keys in found)])
         return [(part, slice(0, len(t)), slice(0, len(t))) for part, _, _ in found]
 
-    variants_seen = variants.seen
-    monkeypatch.setattr(variants, "seen", all_of_them)
+    variants_seen = pairwise_variants.seen
+    monkeypatch.setattr(pairwise_variants, "seen", all_of_them)
     whole = bounds.evaluate(layer(7, frozenset(has), mask=mask, n=9), ["lipbound", "lipbound_block"])
     for name, value in whole.items():
         torch.testing.assert_close(few[name], value, rtol=1e-5, atol=0)  # sums of other lengths round otherwise
@@ -92,7 +92,7 @@ def test_what_a_mask_forbids_is_skipped_and_not_missed(has: tuple[str, ...], mas
 def test_parts_and_what_they_see() -> None:
     t = torch.zeros(5, 5)
     t[1, 0] = t[2, 2] = t[4, 1] = t[4, 3] = 1
-    assert variants.seen(t, 2) == [
+    assert pairwise_variants.seen(t, 2) == [
         (slice(0, 2), slice(1, 5), slice(0, 1)), (slice(2, 4), slice(2, 5), slice(2, 3)), (slice(4, 5), slice(5, 5), slice(1, 4)),
     ]  # fmt: skip
 
@@ -101,7 +101,7 @@ def test_parts_and_what_they_see() -> None:
 def test_long_heads_have_all_bounds_but_the_one_with_inner_products(has: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     att = layer(4, frozenset(has), n=9)
     short = bounds.evaluate(att, ["lipbound_block"])["lipbound_block"]
-    monkeypatch.setattr(variants, "LONGEST", 8)
+    monkeypatch.setattr(pairwise_variants, "LONGEST", 8)
     att = layer(4, frozenset(has), n=9)
     torch.testing.assert_close(bounds.get("lipbound_block")(att), short, rtol=1e-6, atol=0)
     with pytest.raises(LipboundError, match=r"'lipbound' is computed up to 8 tokens of such heads, and there are 9; take exact_upper"):

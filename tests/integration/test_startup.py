@@ -50,7 +50,7 @@ def test_importing_lipbound_loads_nothing() -> None:
 def test_modules_are_found_without_importing_them() -> None:
     """As attributes, in a process that has used nothing else."""
     assert loaded("import lipbound as lb\nlb.errors.StoreError, lb.attention, lb.linalg, lb.runs") == set()
-    assert "torch" in loaded("import lipbound as lb\nlb.devices.available, lb.bounds.multihead.RULES, lb.bounds.castin2024.castin, lb.bounds.ball")
+    assert "torch" in loaded("import lipbound as lb\nlb.devices.available, lb.bounds.whole_layer, lb.bounds.over_ball")
 
 
 def test_help_loads_nothing() -> None:

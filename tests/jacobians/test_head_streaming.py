@@ -6,17 +6,17 @@ from support.layers import HARD, random_attention
 from support.oracles import oracle
 
 from lipbound.attention.layer import Attention
-from lipbound.jacobians import head_streaming
+from lipbound.jacobians import streaming
 from lipbound.jacobians.head import HeadJacobian
-from lipbound.jacobians.head_streaming import StreamedHeadJacobian, head_jacobian
 from lipbound.jacobians.spectral_norm import spectral_norm
+from lipbound.jacobians.streaming import StreamedHeadJacobian, head_jacobian
 
 
 @pytest.fixture(params=[pytest.param(1, marks=pytest.mark.slow), 150, 2**23])
 def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Bytes that stream: one row at a time, three, all."""
-    monkeypatch.setitem(head_streaming.ROW_BYTES, "cpu", request.param)
-    monkeypatch.setitem(head_streaming.WHOLE_BYTES, "cpu", 0)
+    monkeypatch.setitem(streaming.ROW_BYTES, "cpu", request.param)
+    monkeypatch.setitem(streaming.WHOLE_BYTES, "cpu", 0)
     return request.param
 
 
@@ -46,7 +46,7 @@ def test_norms_are_those_of_whole_heads(kind: str, map: str, rows: int, monkeypa
     att.cache.drop("p")
     _ = att.p  # whether it is there decides nothing
     assert isinstance(head_jacobian(att), StreamedHeadJacobian)
-    monkeypatch.setitem(head_streaming.WHOLE_BYTES, "cpu", 2e9)
+    monkeypatch.setitem(streaming.WHOLE_BYTES, "cpu", 2e9)
     assert isinstance(head_jacobian(att), HeadJacobian)
     whole = spectral_norm(att, map=map, tol=1e-9, delta=delta, vectors=True)
     torch.testing.assert_close(streamed.lower, whole.lower, rtol=1e-8, atol=1e-12)
@@ -69,6 +69,6 @@ def test_float32_streams_as_precisely() -> None:
 def test_large_layers_are_streamed() -> None:
     """N = 16384: the attention matrix of one head alone is a gigabyte."""
     x = torch.zeros(1, 16384, 2)
-    assert not isinstance(head_streaming.head_jacobian(random_attention("plain")), StreamedHeadJacobian)
+    assert not isinstance(streaming.head_jacobian(random_attention("plain")), StreamedHeadJacobian)
     att = Attention(x, *(torch.zeros(1, 2, 1) for _ in range(3)))
-    assert att.tokens**2 * head_streaming.SCORE_BYTES > head_streaming.WHOLE_BYTES["cpu"]
+    assert att.tokens**2 * streaming.SCORE_BYTES > streaming.WHOLE_BYTES["cpu"]

@@ -10,7 +10,8 @@ import lipbound as lb
 from lipbound import bounds
 from lipbound.attention.layer import Attention
 from lipbound.errors import LipboundError
-from lipbound.jacobians.spectral_norm import Measured, spectral_norm
+from lipbound.jacobians.prepared_map import PreparedMap
+from lipbound.jacobians.spectral_norm import spectral_norm
 
 MAPS = ("heads", "layer")
 
@@ -36,7 +37,7 @@ def test_norms_of_layers_match_the_oracle(att: Attention, map: str, method: str)
     assert norm.right is not None
     assert norm.left.shape == (2, att.tokens, att.heads * att.d_v if map == "heads" else 9)
     assert norm.right.shape == att.x.shape
-    measured = Measured(att, map)
+    measured = PreparedMap(att, map)
     error = measured.roundoff.tensors * 2.0 ** measured.exponents[0]
     assert encloses(norm, exact, 1e-7, error)
     assert bool((norm.converged | (error > 1e-9 * exact)).all())
@@ -52,7 +53,7 @@ def test_float32_layers(kind: str, map: str) -> None:
     att = random_attention(kind, dtype=torch.float32)
     norm = spectral_norm(att, map=map, tol=1e-3, delta=1e-10)
     exact = oracle(att, map)
-    measured = Measured(att.double(), map)
+    measured = PreparedMap(att.double(), map)
     tiny = measured.roundoff.tensors * 2.0 ** measured.exponents[0]
     assert encloses(norm, exact, 1e-3, tiny)
 

@@ -13,11 +13,12 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.layer_norm import Normaliser, ellipsoid_radius
 from lipbound.attention.residual import ResidualContext
 from lipbound.bounds.after_layer_norm import after_norm, fold_normalisation
-from lipbound.bounds.multihead import whole_layer
+from lipbound.bounds.whole_layer_rules import whole_layer
 from lipbound.errors import AttentionError, LipboundError
 from lipbound.jacobians.maps import BLOCKS, block_bound
+from lipbound.jacobians.prepared_map import PreparedMap
 from lipbound.jacobians.residual_block import BlockJacobian
-from lipbound.jacobians.spectral_norm import Measured, spectral_norm
+from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.models.capture.capture import Capturer, capture
 
 PRE = ("gpt2", "opt", "vit", "clip text", "siglip vision")
@@ -67,7 +68,7 @@ def around(att: Attention, residual: str, centred: bool, seed: int = 0) -> Atten
 @pytest.mark.parametrize("map", list(BLOCKS))
 def test_norm_is_that_of_the_dense_jacobian(map: str, kind: str, centred: bool) -> None:
     att = around(random_attention(kind), "pre" if map == "pre_norm" else "post", centred)
-    norm, error = spectral_norm(att, map=map, tol=1e-9), Measured(att, map).roundoff.tensors
+    norm, error = spectral_norm(att, map=map, tol=1e-9), PreparedMap(att, map).roundoff.tensors
     bound = whole_layer(att, "lipbound", map=map)
     for s in range(att.samples):
         before, after = att.surroundings.fed_by, att.surroundings.followed_by

@@ -12,7 +12,7 @@ from lipbound.attention.rounding import tensor_errors
 from lipbound.attention.variants.rotary import Rotation
 from lipbound.jacobians import rounding
 from lipbound.jacobians.head import HeadJacobian
-from lipbound.jacobians.head_streaming import StreamedHeadJacobian
+from lipbound.jacobians.streaming import StreamedHeadJacobian
 
 exact = np.vectorize(Fraction, otypes=[object])
 

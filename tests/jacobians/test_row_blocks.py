@@ -16,13 +16,13 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.attention.masking import BLOCKED
 from lipbound.attention.variants.base import Variant
-from lipbound.jacobians import head_streaming
+from lipbound.jacobians import streaming
 from lipbound.jacobians.head import HeadJacobian, HeadOperator
-from lipbound.jacobians.head_streaming import StreamedHeadJacobian, head_jacobian
 from lipbound.jacobians.products import row_blocks
 from lipbound.jacobians.products.row_blocks import RowBlocks
 from lipbound.jacobians.rounding import tensor_error
 from lipbound.jacobians.spectral_norm import spectral_norm
+from lipbound.jacobians.streaming import StreamedHeadJacobian, head_jacobian
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def blocks_of_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everywhere, however short the sequences are and however little they save."""
     for name, value in (("ROWS", 2), ("FEWER_ROWS", 2), ("LEAST", 0), ("WORTH", 2.0)):
         monkeypatch.setattr(row_blocks, name, value)
-    monkeypatch.setattr(head_streaming, "ROWS", 2)
+    monkeypatch.setattr(streaming, "ROWS", 2)
 
 
 @st.composite
@@ -92,7 +92,7 @@ def test_norms_are_those_of_the_autograd_jacobian(att: Attention) -> None:
     exact, error = oracle(att), tensor_error(att)
     for budget in (2e9, 0):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(head_streaming.WHOLE_BYTES, "cpu", budget)
+            patch.setitem(streaming.WHOLE_BYTES, "cpu", budget)
             assert isinstance(head_jacobian(att), HeadJacobian if budget else StreamedHeadJacobian)
             assert encloses(spectral_norm(att, tol=1e-6, delta=1e-9), exact, 1e-6, error)
 
@@ -165,7 +165,7 @@ def test_scores_outside_the_blocks_are_not_formed(monkeypatch: pytest.MonkeyPatc
 
 
 def test_long_layers_with_few_allowed_entries_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_streaming, "LONG", 16)
+    monkeypatch.setattr(streaming, "LONG", 16)
     att = layer(0, frozenset(), n=16)
     assert isinstance(head_jacobian(changed(att, mask=window(16, 1))), StreamedHeadJacobian)
     assert isinstance(head_jacobian(changed(att, mask=window(16, 8))), HeadJacobian)
@@ -176,7 +176,7 @@ def test_long_layers_with_few_allowed_entries_are_streamed(monkeypatch: pytest.M
 def test_rows_are_fewer_where_memory_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     att = changed(layer(0, frozenset(), n=16), mask=window(16, 1))
     assert StreamedHeadJacobian(att).blocks.step == 2
-    monkeypatch.setitem(head_streaming.ROW_BYTES, "cpu", 8 * 4)
+    monkeypatch.setitem(streaming.ROW_BYTES, "cpu", 8 * 4)
     op = StreamedHeadJacobian(att)
     assert op.blocks.step == 1
     close(op.o, HeadJacobian(att).o)

@@ -12,8 +12,9 @@ from lipbound.attention.variants.rotary import Rotation
 from lipbound.errors import LipboundError
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.jacobians.l2_attention import L2HeadJacobian
+from lipbound.jacobians.prepared_map import PreparedMap
 from lipbound.jacobians.rounding import tensor_error
-from lipbound.jacobians.spectral_norm import Measured, l2_spectral_norm, spectral_norm
+from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
 from lipbound.linalg.certificates import log_inverse_epsilon
 from lipbound.linalg.enclosures import enclose
 from lipbound.linalg.enclosures.deflated_lanczos import Deflated, deflated_bound
@@ -71,13 +72,13 @@ def test_float32_agrees_to_rounding(kind: str) -> None:
 
 
 def test_head_out_is_the_norm_with_the_output_projection(att: Attention) -> None:
-    norm, unit = spectral_norm(att, map="head_out", tol=1e-10, vectors=True), 2.0 ** Measured(att, "head_out").exponents
+    norm, unit = spectral_norm(att, map="head_out", tol=1e-10, vectors=True), 2.0 ** PreparedMap(att, "head_out").exponents
     for s in range(att.samples):
         for h in range(att.heads):
             head = dense_jacobian(att, s, h)
             n = len(head) // att.d_v
             full = torch.einsum("nvk,vo->nok", head.view(n, att.d_v, -1), att.w_o[h]).reshape(n * att.w_o.shape[2], -1)
-            error = 3 * float(Measured(att, "head_out").roundoff.tensors.view(2, 3)[s, h] * unit[h])
+            error = 3 * float(PreparedMap(att, "head_out").roundoff.tensors.view(2, 3)[s, h] * unit[h])
             assert abs(float(norm.lower[s, h]) - float(torch.linalg.svdvals(full)[0])) <= 1e-9 * float(norm.lower[s, h]) + error
     assert norm.left.shape == (2, 3, att.tokens, att.w_o.shape[2])
 
@@ -281,7 +282,7 @@ def test_certificates_honour_vanishing_failure_probabilities() -> None:
 def test_lower_ends_are_lengths_of_transposed_products_less_rounding() -> None:
     """Of any vector, of whatever length: never above the norm, and at the top singular vector hardly below it. Of vectors that say nothing, zero."""
     att = random_attention("biases")
-    measured = Measured(att, "head")
+    measured = PreparedMap(att, "head")
     op, roundoff = measured.op, measured.roundoff
     u, s, _ = torch.linalg.svd(op.dense())
     with torch.no_grad():

@@ -17,13 +17,13 @@ from torch import Tensor
 import lipbound as lb
 from lipbound.attention.layer import Attention
 from lipbound.errors import LipboundError
+from lipbound.jacobians.prepared_map import PreparedMap
 from lipbound.jacobians.rounding import tensor_error
-from lipbound.jacobians.spectral_norm import Measured
-from lipbound.jacobians.tokens import token_norm as module
-from lipbound.jacobians.tokens.profile import token_profile
-from lipbound.jacobians.tokens.search import weights_of
-from lipbound.jacobians.tokens.token_norm import NORMS, parts_of, token_norm
-from lipbound.jacobians.tokens.wedges import wedged
+from lipbound.jacobians.token_norms import token_norm as module
+from lipbound.jacobians.token_norms.profile import token_profile
+from lipbound.jacobians.token_norms.row_search import weights_of
+from lipbound.jacobians.token_norms.sphere_cuts import wedged
+from lipbound.jacobians.token_norms.token_norm import NORMS, parts_of, token_norm
 
 MAPS = ("head", "head_out", "heads", "layer")
 ROUNDING = 1e-11
@@ -108,9 +108,9 @@ def test_wedges_close_what_weights_leave_open(seed: int, head: int) -> None:
 def test_wedges_hold_whatever_they_start_from(seed: int) -> None:
     """Columns that have not climbed, far targets, a row that is not the largest: the bound is loose then, and never below."""
     att = random_head(seed, seed)
-    parts = parts_of(Measured(att, "head"))
+    parts = parts_of(PreparedMap(att, "head"))
     blocks = token_oracle.blocks(att, 0, "head")[0]
-    unit = 2.0 ** Measured(att, "head").exponents.double()
+    unit = 2.0 ** PreparedMap(att, "head").exponents.double()
     g = torch.Generator().manual_seed(seed)
     for i in (0, 3):
         y = torch.randn(1, 1, 3, 4, generator=g, dtype=torch.float64)

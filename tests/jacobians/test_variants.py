@@ -16,8 +16,8 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.errors import AttentionError
 from lipbound.jacobians.head import HeadJacobian
-from lipbound.jacobians.head_streaming import StreamedHeadJacobian
 from lipbound.jacobians.rounding import tensor_error
+from lipbound.jacobians.streaming import StreamedHeadJacobian
 from lipbound.reporting.page.details import of_layer
 
 SETS = st.frozensets(st.sampled_from(VARIANTS))

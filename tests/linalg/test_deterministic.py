@@ -10,7 +10,8 @@ from lipbound.attention.layer import Attention
 from lipbound.errors import LipboundError
 from lipbound.jacobians.gram import Gram
 from lipbound.jacobians.head import HeadJacobian
-from lipbound.jacobians.spectral_norm import Measured, spectral_norm
+from lipbound.jacobians.prepared_map import PreparedMap
+from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.linalg.deterministic import deflate
 from lipbound.linalg.lanczos import ritz_vectors
 
@@ -19,7 +20,7 @@ from lipbound.linalg.lanczos import ritz_vectors
 def test_enclosures_hold_and_close(att: Attention, map: str) -> None:
     norm = spectral_norm(att, method="deflation", tol=1e-7, map=map, vectors=True)
     exact = oracle(att) if map == "head" else oracle(att.fold_output()[0])
-    measured = Measured(att, map)
+    measured = PreparedMap(att, map)
     error = measured.roundoff.tensors.view(2, 3) * 2.0**measured.exponents
     assert encloses(norm, exact, 1e-7, error)
     assert bool((norm.converged | (error > 1e-8 * exact)).all())

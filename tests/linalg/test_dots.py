@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from lipbound.linalg.enclosures.dots import Dots
+from lipbound.linalg.enclosures.inner_products import Dots
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 97, 256, 4096])

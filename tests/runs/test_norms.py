@@ -15,7 +15,7 @@ from transformers import BertModel
 import lipbound as lb
 from lipbound import plots, tables
 from lipbound.attention.layer import Attention
-from lipbound.bounds.entry import NORMS
+from lipbound.bounds.bound import NORMS
 from lipbound.cli.describing import facts
 from lipbound.errors import AlteredRunError, LipboundError, StoreError
 from lipbound.models.checkpoints import load_checkpoint

@@ -11,8 +11,8 @@ import lipbound as lb
 from lipbound import tables
 from lipbound.errors import StoreError
 from lipbound.runs import store
-from lipbound.runs.given import run_of
 from lipbound.runs.provenance import damage, repeated
+from lipbound.runs.run_argument import run_of
 from lipbound.runs.standing import closed, origins, standing
 
 

@@ -23,9 +23,9 @@ from lipbound.analysis import adversarial_inputs, mean_field
 from lipbound.analysis.recipes import recipe
 from lipbound.analysis.recipes.registry import Setting
 from lipbound.attention.layer import Attention
-from lipbound.bounds.multihead import whole_layer
+from lipbound.bounds.whole_layer_rules import whole_layer
 from lipbound.errors import LipboundError
-from lipbound.jacobians import head_streaming
+from lipbound.jacobians import streaming
 from lipbound.jacobians.maps import MAPS
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
 from lipbound.linalg.solution import Norm
@@ -64,9 +64,9 @@ def norms(has: tuple[str, ...], mask: str | None, dtype: str) -> Pairs:
         for options in METHODS:
             _both(found, f"{map} {options}", att, lambda one, m=map, o=options: spectral_norm(one, map=m, tol=tol, **o), tol)
     _both(found, "L2", att, lambda one: l2_spectral_norm(one, tol=tol), tol)
-    head_streaming.WHOLE_BYTES["cpu"], kept = 0, head_streaming.WHOLE_BYTES["cpu"]
+    streaming.WHOLE_BYTES["cpu"], kept = 0, streaming.WHOLE_BYTES["cpu"]
     _both(found, "streamed", att, lambda one: spectral_norm(one, tol=tol, delta=1e-9), tol)
-    head_streaming.WHOLE_BYTES["cpu"] = kept
+    streaming.WHOLE_BYTES["cpu"] = kept
     return found
 
 

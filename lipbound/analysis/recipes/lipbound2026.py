@@ -11,12 +11,12 @@ from scipy.stats import spearmanr
 
 from lipbound.analysis.mean_field import duplicated_norm, query_block_norms
 from lipbound.analysis.recipes.registry import Setting, of, register, sheet
-from lipbound.bounds.entry import NORMS
+from lipbound.bounds.bound import NORMS
 from lipbound.errors import LipboundError
 from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
 from lipbound.jacobians.spectral_norm import spectral_norm
-from lipbound.jacobians.tokens.profile import TokenProfile, token_profile
-from lipbound.jacobians.tokens.token_norm import token_norm
+from lipbound.jacobians.token_norms.profile import TokenProfile, token_profile
+from lipbound.jacobians.token_norms.token_norm import token_norm
 from lipbound.models.inputs import token_texts
 from lipbound.reporting.token_plots import token_profile as draw_profile
 

@@ -114,7 +114,7 @@ def worthwhile(p: Tensor) -> RowBlocks | None:
     return blocks if blocks.share <= WORTH else None
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """Rows and columns of a block, and P and what changes of q k^T are weighted with there, (rows, columns), or (batch, rows, columns)."""
 
     rows: slice
@@ -122,7 +122,7 @@ class Block(NamedTuple):
     p: Tensor
     weights: Tensor
 
-    def to(self, dtype: torch.dtype) -> "Block":
+    def to(self, dtype: torch.dtype) -> "RowBlock":
         """In another dtype."""
         p = self.p.to(dtype)
         return self._replace(p=p, weights=p if self.weights is self.p else self.weights.to(dtype))
@@ -138,7 +138,7 @@ def _liked(t: Tensor) -> Tensor:
     return by_columns(t) if t.dtype == torch.float64 else t
 
 
-class Tokens(NamedTuple):
+class HeadTensors(NamedTuple):
     """Queries, keys, values and outputs of a batch of heads as products in blocks take them, (batch, N, d or d_v); keys and values in two layouts."""
 
     q: Tensor
@@ -149,16 +149,16 @@ class Tokens(NamedTuple):
     summed_v: Tensor
 
     @staticmethod
-    def of(q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> "Tokens":
+    def of(q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> "HeadTensors":
         """Of tensors (batch, N, d or d_v)."""
-        return Tokens(q, k, v, o, by_columns(k), _liked(v))
+        return HeadTensors(q, k, v, o, by_columns(k), _liked(v))
 
-    def select(self, index: slice) -> "Tokens":
+    def select(self, index: slice) -> "HeadTensors":
         """Of some heads, views."""
-        return Tokens(*(t[index] for t in self))
+        return HeadTensors(*(t[index] for t in self))
 
 
-Group = tuple[slice, Tokens, Iterable[Block]]
+Group = tuple[slice, HeadTensors, Iterable[RowBlock]]
 """Some entries of a batch, what they are made of, and their blocks, the same for all of them, with P (entries, rows, columns)."""
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lipbound.linalg.certificates import log_inverse_epsilon
-from lipbound.linalg.enclosures.dots import Dots
+from lipbound.linalg.enclosures.inner_products import Dots
 from lipbound.linalg.enclosures.residual_certificate import Recurrences, below, excluded, smallest_excluded
 from lipbound.linalg.enclosures.verified import Bordered
 from lipbound.linalg.matrix_norms import UNIT

@@ -47,7 +47,7 @@ Solver = Callable[..., Norm]
 
 
 @dataclass
-class Found:
+class NormBounds:
     """What is known of each norm so far, squared, of the operator of the stored tensors; (batch,) float64.
 
     Attributes:
@@ -77,7 +77,7 @@ def enclose(
         raise LipboundError(f"delta is {delta}; the failure probability must be between 0 and 1")
     n = math.prod(op.out_shape)
     zeros = torch.zeros(op.batch, dtype=torch.float64)
-    found = Found(
+    found = NormBounds(
         zeros.clone(), (roundoff.size + roundoff.products) ** 2, torch.zeros(op.batch, n, dtype=torch.float64, device=op.device), zeros.long()
     )
     active = torch.arange(op.batch)
@@ -207,7 +207,7 @@ def _quotients(op: JacobianOperator, roundoff: Roundoff, vectors: Tensor) -> tup
     return torch.where(torch.isfinite(image).all(1).cpu(), low, 0.0).clamp_min(0), z, image
 
 
-def _ends(found: Found, roundoff: Roundoff) -> tuple[Tensor, Tensor]:
+def _ends(found: NormBounds, roundoff: Roundoff) -> tuple[Tensor, Tensor]:
     """Bounds on the norms at the given numbers, from those on the operator of the stored tensors."""
     low = (found.low.clamp_min(0).sqrt() * (1 - 4 * UNIT) - roundoff.tensors).clamp_min(0)
     return low, (found.high.sqrt() * (1 + 4 * UNIT) + roundoff.tensors) * (1 + 2 * UNIT)
@@ -225,7 +225,7 @@ def _goal(low: Tensor, tensors: Tensor, tol: float) -> Tensor:
     return ((sigma - tensors) * (1 + wide) - tensors).clamp_min(0) ** 2
 
 
-def _open(found: Found, roundoff: Roundoff, tol: float) -> Tensor:
+def _open(found: NormBounds, roundoff: Roundoff, tol: float) -> Tensor:
     """Where more work could make an enclosure narrower: not where it is as wide as rounding of the tensors makes it."""
     low, high = _ends(found, roundoff)
     wide = _reachable(found.low.clamp_min(0).sqrt(), roundoff.tensors, tol)
@@ -233,7 +233,7 @@ def _open(found: Found, roundoff: Roundoff, tol: float) -> Tensor:
 
 
 def _attempt(
-    op: JacobianOperator, roundoff: Roundoff, z: Tensor, found: Found, active: Tensor, tol: float, delta: float, starts: int,
+    op: JacobianOperator, roundoff: Roundoff, z: Tensor, found: NormBounds, active: Tensor, tol: float, delta: float, starts: int,
     seed: Sequence[int], max_steps: int
 ) -> Tensor:  # fmt: skip
     """Bounds from vectors z (batch, r, n) of the entries ``active``, kept in ``found``; returns better vectors for another attempt."""
@@ -273,7 +273,7 @@ def _starts(n: int, delta: float, noise: Tensor) -> Tensor:
     return count
 
 
-def _settle(op: JacobianOperator, roundoff: Roundoff, found: Found, index: Tensor) -> None:
+def _settle(op: JacobianOperator, roundoff: Roundoff, found: NormBounds, index: Tensor) -> None:
     """Dense bounds for some entries, from G column by column and a decomposition that is verified. They add no probability of failure to that of
     ``found``."""
     n = math.prod(op.out_shape)
@@ -294,7 +294,7 @@ def _again(seeds: Sequence[int], attempt: int, active: Tensor) -> list[int]:
     return [every[i] for i in active.tolist()]
 
 
-def _norm(op: JacobianOperator, found: Found, low: Tensor, high: Tensor, tol: float, vectors: bool) -> Norm:
+def _norm(op: JacobianOperator, found: NormBounds, low: Tensor, high: Tensor, tol: float, vectors: bool) -> Norm:
     error = torch.where(high > low, high / low.clamp_min(1e-300) - 1, 0.0)
     left = right = None
     if vectors:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from lipbound.linalg.enclosures.dots import Dots
+from lipbound.linalg.enclosures.inner_products import Dots
 from lipbound.linalg.enclosures.verified import Bordered
 from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.operators import Roundoff

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lipbound.linalg.enclosures.dots import Dots
+from lipbound.linalg.enclosures.inner_products import Dots
 from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.operators import Roundoff
 

@@ -10,7 +10,7 @@ from lipbound.attention.masking import four_axes, sees_some_key
 from lipbound.attention.projections import Projections
 from lipbound.attention.scoring import Scoring
 from lipbound.errors import AttentionError, CaptureError
-from lipbound.models.capture.probing import Weights
+from lipbound.models.capture.probing import ProbedWeights
 from lipbound.models.capture.recorder import Call, hidden_states
 from lipbound.models.capture.variants import variants_of
 
@@ -18,7 +18,7 @@ HIDDEN = -9999.0
 """Additive mask entries at or below this value hide a key: some models write -10000 for the lowest number."""
 
 
-def assemble(call: Call, weights: Weights, valid: Tensor | None) -> Attention:
+def assemble(call: Call, weights: ProbedWeights, valid: Tensor | None) -> Attention:
     """The `Attention` of a call, in the dtype of its input.
 
     Args:

@@ -18,11 +18,11 @@ from lipbound.errors import CaptureError, flag, indices, tell
 from lipbound.models.batch import Inputs
 from lipbound.models.capture.assembly import about_padding, assemble, check_mask, valid_tokens
 from lipbound.models.capture.batch_dependence import dependence, telling_samples
-from lipbound.models.capture.left_out import Watch, left_out
-from lipbound.models.capture.probing import Turns, Weights, probe
+from lipbound.models.capture.left_out import AttentionFinder, left_out
+from lipbound.models.capture.probing import ProbedWeights, Turns, probe
 from lipbound.models.capture.recorder import RECORDING_ATTENTION, Call, hidden_states, implementation, record, taken
 from lipbound.models.capture.residual_detection import Seen, surroundings, watching
-from lipbound.models.capture.verification import Own, check_call, check_rebuilt, one_sample, own_outputs, verify_outputs
+from lipbound.models.capture.verification import EagerAttention, check_call, check_rebuilt, one_sample, own_outputs, verify_outputs
 from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.offload import by_layer
 from lipbound.models.precision import measurable
@@ -64,7 +64,7 @@ class Capturer:
     notes: list[str] = field(default_factory=list)
     """What there was to tell: attention that is left out, padding that is none, numbers that depend on the batch."""
     _watched: bool = False
-    _weights: dict[int, Weights] = field(default_factory=dict)
+    _weights: dict[int, ProbedWeights] = field(default_factory=dict)
     _turns: list[Turns] = field(default_factory=list)
     _verified: dict[tuple[bool, int], float] = field(default_factory=dict)
 
@@ -96,7 +96,7 @@ class Capturer:
         self._note(*about_padding([calls[i] for i in chosen], list(valid.values())))
         fresh = [i for i in chosen if (valid[i] is not None, i) not in self._verified]  # once without padding, once with
         samples = {i: 0 if (v := valid[i]) is None else int((~v).any(-1).nonzero()[0]) for i in fresh}
-        own: dict[int, Own] = {}
+        own: dict[int, EagerAttention] = {}
         for sample in sorted(set(samples.values())):
             compared = [calls[i] for i in fresh if samples[i] == sample]
             own |= own_outputs(self.model, own_inputs, compared, sample, len(hidden_states(compared[0])))
@@ -117,7 +117,7 @@ class Capturer:
         """The calls of a forward pass; on the first, attention that the model computes without calling is told."""
         if self._watched:
             return record(self.model, inputs)
-        watch, self._watched = Watch(), True
+        watch, self._watched = AttentionFinder(), True
         calls = record(self.model, inputs, watch=watch)
         self._note(*left_out(self.model, watch, {call.name for call in calls}))
         return calls
@@ -142,7 +142,7 @@ class Capturer:
         """Free the probed weights; they are probed again when they are needed."""
         self._weights.clear()
 
-    def _probed(self, i: int, call: Call) -> Weights:
+    def _probed(self, i: int, call: Call) -> ProbedWeights:
         weights = self._weights.get(i)
         if weights is None or not weights.belongs_to(call):
             with implementation(self.model, RECORDING_ATTENTION):

@@ -10,7 +10,7 @@ from lipbound.attention.layer import Attention
 from lipbound.devices import in_own_modes
 from lipbound.errors import CaptureError
 from lipbound.models.capture.parameters import ModuleProjections, projections
-from lipbound.models.training.watch import Call, Probabilities, transformers_model, watching
+from lipbound.models.training.watch import Probabilities, TrainingCall, transformers_model, watching
 
 TRAINING_TOLERANCE = 1e-3
 """Largest relative difference between the model's queries, keys and values and projected inputs, in float32 and float64."""
@@ -73,7 +73,7 @@ def attention_layers(model: nn.Module, layers: Sequence[int] | int | str | None 
 
 
 @in_own_modes
-def _layer(call: Call, found: ModuleProjections | None) -> Attention | None:
+def _layer(call: TrainingCall, found: ModuleProjections | None) -> Attention | None:
     """The layer of a call, without samples that are all padding; None where no sample remains."""
     name, x = type(call.module).__name__, call.x
     if found is None or x is None:
@@ -102,7 +102,7 @@ def _layer(call: Call, found: ModuleProjections | None) -> Attention | None:
 
 
 @torch.no_grad()
-def _check(att: Attention, call: Call, sample: int) -> None:
+def _check(att: Attention, call: TrainingCall, sample: int) -> None:
     """Raise CaptureError unless the model's own queries, keys and values are the layer's, at its first sample, which is ``sample`` of the call."""
     first = att.select(slice(0, 1))
     real = slice(None) if first.valid is None else first.valid[0]

@@ -21,7 +21,7 @@ NAMED = 4
 """How many modules a sentence names."""
 
 
-class Watch(TorchDispatchMode):
+class AttentionFinder(TorchDispatchMode):
     """Record of the modules that compute attention by themselves: a softmax that is multiplied by a matrix, or torch's own attention.
 
     What happens in a context of `seen` is left out. Routers of experts and mixtures of residual streams have a softmax, too: a module counts if the
@@ -93,7 +93,7 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
-def left_out(model: nn.Module, watch: Watch, captured: Collection[str]) -> list[str]:
+def left_out(model: nn.Module, watch: AttentionFinder, captured: Collection[str]) -> list[str]:
     """A sentence on the modules of which the attention was not seen, where there are some.
 
     Args:

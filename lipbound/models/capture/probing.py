@@ -38,7 +38,7 @@ class Turns(NamedTuple):
 
 
 @dataclass
-class Weights:
+class ProbedWeights:
     """What probing found for one call: per-head projections in float64, what happens to queries and keys after them, and the output projection.
 
     Attributes:
@@ -68,7 +68,7 @@ class Weights:
         return None if self.order is None else Turns(self.positions, self.rotation, self.order)
 
 
-def probe(call: Call, known: Iterable[Turns] = ()) -> Weights:
+def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
     """What a layer makes of its tokens.
 
     Args:
@@ -105,7 +105,7 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> Weights:
         assert gain is not None
         return replace(norm, gain=gain, bias=one_per_head(norm.bias, side))
 
-    return Weights(
+    return ProbedWeights(
         tuple(t for i in range(3) if (t := one_per_head(w[i], i)) is not None), tuple(one_per_head(b[i], i) for i in range(3)), _probe_output(call),
         norm_q=every(norms[0], 0), norm_k=every(norms[1], 1), rotation=rotation, order=order, positions=call.kwargs.get(POSITIONS),
     )  # fmt: skip

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import eager_mask
 
 from lipbound.errors import CaptureError, LipboundError, shown
-from lipbound.models.capture.left_out import Watch
+from lipbound.models.capture.left_out import AttentionFinder
 from lipbound.models.quiet import first_line
 from lipbound.models.training.recomputing import attention_configs
 from lipbound.models.unwrapping import bare_inputs
@@ -27,7 +27,7 @@ EAGER = "eager_attention_forward"
 
 
 @dataclass(eq=False)
-class Run:
+class ModuleRun:
     """One run of a module: its name in the model, what it was given, by name but for the first argument, and how often it called attention."""
 
     module: nn.Module
@@ -41,7 +41,7 @@ class Run:
 class Call:
     """One call of the attention interface, with the module that made it and what that module was given."""
 
-    run: Run
+    run: ModuleRun
     q: Tensor
     k: Tensor
     v: Tensor
@@ -226,9 +226,9 @@ def forward(model: PreTrainedModel, inputs: Mapping[str, Tensor], *, cache: bool
 class _Recorder:
     """Record of one forward pass, made by hooks on every module and by our attention function."""
 
-    def __init__(self, watch: Watch | None):
+    def __init__(self, watch: AttentionFinder | None):
         self.calls: list[Call] = []
-        self._stack: list[Run] = []
+        self._stack: list[ModuleRun] = []
         self._watch = watch
         self._waiting: Call | None = None
         """The last call, until the projection of its output is found."""
@@ -257,7 +257,7 @@ class _Recorder:
 
     def enter(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._stack.append(Run(module, name, *_by_name(module, args, kwargs)))
+            self._stack.append(ModuleRun(module, name, *_by_name(module, args, kwargs)))
             if self._watch is not None:
                 self._watch.enter(module, name)
             if self._waiting is not None and args and isinstance(args[0], Tensor):
@@ -284,7 +284,7 @@ class _Recorder:
             call.changed = "multiplies its head outputs by a gate before they are projected"
 
 
-def record(model: PreTrainedModel, inputs: Mapping[str, Tensor], *, watch: Watch | None = None, cache: bool = False) -> list[Call]:
+def record(model: PreTrainedModel, inputs: Mapping[str, Tensor], *, watch: AttentionFinder | None = None, cache: bool = False) -> list[Call]:
     """The calls of the attention interface in one forward pass, in order, with the projection that consumed each call's output.
 
     Args:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from lipbound.attention.layer import Attention
 from lipbound.errors import CaptureError
 from lipbound.models.capture.probed_layer import POSITIONS, ProbedLayer
-from lipbound.models.capture.probing import CAPTURE_TOLERANCE, Weights
+from lipbound.models.capture.probing import CAPTURE_TOLERANCE, ProbedWeights
 from lipbound.models.capture.recorder import RECORDING_ATTENTION, Call, forward, hidden_states, implementation
 
 
@@ -42,7 +42,7 @@ def check_call(call: Call, valid: Tensor | None) -> None:
     raise CaptureError(f"layer {call.name}: the outputs of its heads are NaN in the model's own eager pass{hint}")
 
 
-def check_rebuilt(model: PreTrainedModel, call: Call, attention: Attention, weights: Weights) -> float:
+def check_rebuilt(model: PreTrainedModel, call: Call, attention: Attention, weights: ProbedWeights) -> float:
     """Largest error of rebuilt queries, keys, values and head outputs, on every sample and head of a model's recorded forward pass.
 
     Raises:
@@ -68,19 +68,19 @@ def check_rebuilt(model: PreTrainedModel, call: Call, attention: Attention, weig
     return max(error, difference)
 
 
-class Own(NamedTuple):
+class EagerAttention(NamedTuple):
     """Output and input of the model's untouched eager attention at one sample; None where they cannot be told."""
 
     outputs: Tensor | None
     x: Tensor | None
 
-    def to(self, device: torch.device) -> "Own":
+    def to(self, device: torch.device) -> "EagerAttention":
         """The same on a device."""
-        return Own(*(None if t is None else t.to(device) for t in self))
+        return EagerAttention(*(None if t is None else t.to(device) for t in self))
 
 
-def own_outputs(model: PreTrainedModel, inputs: Mapping[str, Tensor], calls: Sequence[Call], sample: int, samples: int) -> dict[int, Own]:
-    """Run one sample of ``samples`` through the model's untouched eager attention: `Own` by the identity of each call."""
+def own_outputs(model: PreTrainedModel, inputs: Mapping[str, Tensor], calls: Sequence[Call], sample: int, samples: int) -> dict[int, EagerAttention]:
+    """Run one sample of ``samples`` through the model's untouched eager attention: `EagerAttention` by the identity of each call."""
     seen: dict[int, list[Any]] = {id(c.consumer or c.module): [] for c in calls}
     given: dict[int, list[Any]] = {id(c.module): [] for c in calls}
 
@@ -110,7 +110,7 @@ def own_outputs(model: PreTrainedModel, inputs: Mapping[str, Tensor], calls: Seq
     def of(found: list[Any], turn: int) -> Tensor | None:
         return found[turn] if turn < len(found) and isinstance(found[turn], Tensor) else None
 
-    return {id(call): Own(of(seen[id(call.consumer or call.module)], call.turn), of(given[id(call.module)], call.turn)) for call in calls}
+    return {id(call): EagerAttention(of(seen[id(call.consumer or call.module)], call.turn), of(given[id(call.module)], call.turn)) for call in calls}
 
 
 def one_sample(inputs: Mapping[str, Any], sample: int, samples: int | None = None) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def _one_sample(name: str, value: Any, part: slice, samples: int) -> Any:
     return value[part] if len(value) == samples else value
 
 
-def verify_outputs(call: Call, attention: Attention, seen: Own, sample: int) -> float:
+def verify_outputs(call: Call, attention: Attention, seen: EagerAttention, sample: int) -> float:
     """Error of the head outputs of one sample against what the model's untouched eager attention passes on there.
 
     Raises:

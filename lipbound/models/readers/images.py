@@ -18,7 +18,7 @@ from lipbound.models.quiet import first_line, quiet
 from lipbound.models.readers import pixels
 from lipbound.models.readers.files import IMAGE_FILES, TABLES, ending, there, visible
 from lipbound.models.readers.reader import Reader, Selection
-from lipbound.models.readers.tables import Found, ItemKind
+from lipbound.models.readers.tables import DataItems, ItemKind
 
 IMAGE_COLUMNS = ("image", "img", "picture")
 PROCESSING = {
@@ -75,7 +75,7 @@ class ImageReader(Reader):
             raise InputsError(f"{path} is not an image file, but {checkpoint.name} takes images; give a folder of images, a dataset or a table")
         return [path]
 
-    def open_folder(self, path: Path) -> Found | None:
+    def open_folder(self, path: Path) -> DataItems | None:
         """The images of a folder and the folders in it, by their paths; None for a folder of tables."""
         files = [file for file in visible(path) if file.suffix.lower() in IMAGE_FILES]
         tables = {ending(file) for file in path.iterdir()} & TABLES.keys()
@@ -83,7 +83,7 @@ class ImageReader(Reader):
             return None
         if not files:
             raise InputsError(f"{path} holds no images ({', '.join(IMAGE_FILES)})")
-        return Found(files, path.name, lambda: [str(file.parent.relative_to(path)) for file in files], ("folder", "folders"))
+        return DataItems(files, path.name, lambda: [str(file.parent.relative_to(path)) for file in files], ("folder", "folders"))
 
 
 def _processing(processor: Any) -> str:

@@ -13,7 +13,7 @@ from lipbound.errors import InputsError, shown
 from lipbound.models.batch import Inputs
 from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.readers.files import is_plain_file, is_sentence, there
-from lipbound.models.readers.tables import Found, ItemKind, is_saved, no_table, rows
+from lipbound.models.readers.tables import DataItems, ItemKind, is_saved, no_table, rows
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class Reader(ABC):
     def open_file(self, path: Path, checkpoint: Checkpoint) -> Iterable[Any]:
         """The items of a file that is no table; raises InputsError where it is of another modality."""
 
-    def open_folder(self, path: Path) -> Found | None:
+    def open_folder(self, path: Path) -> DataItems | None:
         """The items of a folder, or None where `datasets` is to read it."""
         return None
 
-    def items(self, checkpoint: Checkpoint, data: Any, split: str | None, column: str | None) -> Found:
+    def items(self, checkpoint: Checkpoint, data: Any, split: str | None, column: str | None) -> DataItems:
         """The items of some data one by one.
 
         Raises:
@@ -75,10 +75,10 @@ class Reader(ABC):
         path = there(data)
         if data is None:
             no_table(split, column, f"the default {self.kind.many} have")
-            return Found(*self.default())
+            return DataItems(*self.default())
         if is_plain_file(data) and path is not None:
             no_table(split, column, f"{path.name}, one file, has")
-            return Found(self.open_file(path, checkpoint), path.name)
+            return DataItems(self.open_file(path, checkpoint), path.name)
         if path is not None and path.is_dir() and not is_saved(path) and (found := self.open_folder(path)) is not None:
             no_table(split, column, f"{path.name}, a folder of {self.kind.many}, has")
             return found
@@ -86,7 +86,7 @@ class Reader(ABC):
             no_table(split, column, "a text has")
             if self.kind.type is not str:
                 raise InputsError(f"there is no file, folder or dataset {shown(data)}, and {checkpoint.name} takes {self.kind.takes}, not text")
-            return Found([data], f"the text {shown(data[:40] + '...' if len(data) > 40 else data)}")
+            return DataItems([data], f"the text {shown(data[:40] + '...' if len(data) > 40 else data)}")
         if isinstance(data, pd.Series):
             no_table(split, column, "a series has")
             name = self.kind.many

@@ -16,7 +16,7 @@ from PIL import Image
 from lipbound.errors import InputsError, shown
 from lipbound.models.quiet import cause, first_line, quiet
 from lipbound.models.readers.files import IMAGE_FILES, TABLES, TEXT_FILES, ending, is_path, there
-from lipbound.models.readers.token_ids import Tokens
+from lipbound.models.readers.token_ids import TokenizedText
 
 CLASSES = ("label", "labels", "class", "target", "category", "fine_label", "coarse_label")
 """Usual names of the column that says of what class a row is."""
@@ -62,7 +62,7 @@ class Lazy(Sequence[Any]):
 
 
 @dataclass
-class Found:
+class DataItems:
     """The items of some data.
 
     Attributes:
@@ -119,7 +119,7 @@ def order(count: int, seed: int) -> list[int]:
 
 def _filled(items: Iterable[Any], passed: Counter[str]) -> Iterator[Any]:
     for item in items:
-        if item is None or (isinstance(item, str) and not item.strip()) or (isinstance(item, Tokens) and not item.ids):
+        if item is None or (isinstance(item, str) and not item.strip()) or (isinstance(item, TokenizedText) and not item.ids):
             passed["blank"] += 1
         else:
             yield item
@@ -146,7 +146,7 @@ class _Frame:
         return {name: None if pd.api.types.is_scalar(v) and pd.isna(v) else v for name, v in zip(self.column_names, values, strict=True)}
 
 
-def rows(data: Any, split: str | None, column: str | None, kind: ItemKind, name: str) -> Found:
+def rows(data: Any, split: str | None, column: str | None, kind: ItemKind, name: str) -> DataItems:
     """The items of a list, a dataset, a data frame, a table file or a hub dataset, or one item, value by value.
 
     Args:
@@ -161,17 +161,17 @@ def rows(data: Any, split: str | None, column: str | None, kind: ItemKind, name:
     if isinstance(data, kind.type | list | tuple) and not isinstance(data, str):
         no_table(split, column, f"{kind.many} in memory have")
     if isinstance(data, kind.type) and not isinstance(data, str):
-        return Found([data], kind.one)
+        return DataItems([data], kind.one)
     if isinstance(data, Image.Image):
         raise InputsError(f"data is an image, but {name} takes {kind.takes}")
     if isinstance(data, Sequence) and not isinstance(data, str):
         return _listed(data, kind, name)
     table, description = table_of(data, split, column)
     chosen = _column(table, column, kind, description)
-    return Found(_values(table, chosen, kind, description, name), description, partial(_classes, table))
+    return DataItems(_values(table, chosen, kind, description, name), description, partial(_classes, table))
 
 
-def _listed(data: Sequence[Any], kind: ItemKind, name: str) -> Found:
+def _listed(data: Sequence[Any], kind: ItemKind, name: str) -> DataItems:
     """The items of a list; of names of files where all of them are."""
     if not len(data):
         raise InputsError("data is an empty list; give at least one sample")
@@ -183,7 +183,7 @@ def _listed(data: Sequence[Any], kind: ItemKind, name: str) -> Found:
             raise InputsError(f"data holds {given}, and there is no file of {kind.takes} of that name; {name} takes {kind.takes}")
         if item is None:
             raise InputsError(f"data holds items of type {type(given).__name__}, but {name} takes {kind.takes}; give a list of {kind.many}")
-    return Found(items, f"{len(data)} given {kind.many if len(data) > 1 else kind.many.removesuffix('s')}")
+    return DataItems(items, f"{len(data)} given {kind.many if len(data) > 1 else kind.many.removesuffix('s')}")
 
 
 def table_of(data: Any, split: str | None, column: str | None) -> tuple[Any, str]:

@@ -19,8 +19,8 @@ from lipbound.models.quiet import first_line, quiet
 from lipbound.models.readers.files import IMAGE_FILES, PROSE, TABLES, ending, is_plain_file, read_text, visible
 from lipbound.models.readers.positions import positions
 from lipbound.models.readers.reader import Reader, Selection
-from lipbound.models.readers.tables import Found, ItemKind, Lazy, no_table, order
-from lipbound.models.readers.token_ids import Tokens, batch_of, given_tokens, tokens_of
+from lipbound.models.readers.tables import DataItems, ItemKind, Lazy, no_table, order
+from lipbound.models.readers.token_ids import TokenizedText, batch_of, given_tokens, tokens_of
 
 TEXT_COLUMNS = ("input_ids", "text", "sentence", "content", "question", "premise", "description")
 DEFAULT_TEXT = Path(__file__).parent.parent / "builtin" / "text.txt"
@@ -29,7 +29,7 @@ UNKNOWN = 0.5
 """Share of unknown tokens above which a text is hardly one of the tokenizer's."""
 
 
-def _as_text(value: Any) -> str | Tokens | None:
+def _as_text(value: Any) -> str | TokenizedText | None:
     """The text of a file, or the tokens, that a value stands for."""
     if isinstance(value, Path):
         return read_text(value) if is_plain_file(value) and ending(value) not in IMAGE_FILES else None
@@ -58,9 +58,9 @@ class TextReader(Reader):
         if not texts:
             raise InputsError(f"{data} is empty" if is_plain_file(data) else f"{found.description} has no text in it")
         description = selection.described(found.description)
-        if len({isinstance(text, Tokens) for text in texts}) > 1:
+        if len({isinstance(text, TokenizedText) for text in texts}) > 1:
             raise InputsError(f"{found.description} holds both texts and token numbers; give one kind")
-        if isinstance(texts[0], Tokens):
+        if isinstance(texts[0], TokenizedText):
             max_length = max_length if limit is None else min(max_length, limit)
             notes += _cut([len(text.ids) for text in texts], max_length)
             return Inputs(batch_of(texts, checkpoint, max_length), description, f"token numbers as given, each text cut at {max_length}", notes)
@@ -72,13 +72,13 @@ class TextReader(Reader):
         batch, said = _tokens(tokenizer, texts, max_length, checkpoint.name)
         return Inputs(batch, description, f"{kind}, each text cut at {max_length} tokens", notes + said + _unknown(tokenizer, batch))
 
-    def items(self, checkpoint: Checkpoint, data: Any, split: str | None, column: str | None) -> Found:
+    def items(self, checkpoint: Checkpoint, data: Any, split: str | None, column: str | None) -> DataItems:
         """The items of some data, as `Reader.items` has them; tokens in memory are items, too."""
         given = given_tokens(data)
         if given is None:
             return super().items(checkpoint, data, split, column)
         no_table(split, column, "token numbers in memory have")
-        return Found(given, f"{len(given)} given {'texts' if len(given) > 1 else 'text'} of token numbers")
+        return DataItems(given, f"{len(given)} given {'texts' if len(given) > 1 else 'text'} of token numbers")
 
     def default(self) -> tuple[list[str], str]:
         """`DEFAULT_TEXT`."""
@@ -88,14 +88,14 @@ class TextReader(Reader):
         """The whole of a UTF-8 file as one text."""
         return [read_text(path)]
 
-    def open_folder(self, path: Path) -> Found | None:
+    def open_folder(self, path: Path) -> DataItems | None:
         """The texts of a folder and the folders in it, a file each, by their paths; None for a folder of tables, and where there are none."""
         names = visible(path)
         files = [file for file in names if ending(file) in PROSE]
         if not files or any(ending(file) in TABLES for file in names):
             return None
         texts = Lazy(len(files), lambda k: read_text(files[k]))
-        return Found(texts, path.name, lambda: [str(file.parent.relative_to(path)) for file in files], ("folder", "folders"))
+        return DataItems(texts, path.name, lambda: [str(file.parent.relative_to(path)) for file in files], ("folder", "folders"))
 
 
 def _are_chats(data: Any) -> bool:
@@ -113,7 +113,7 @@ def _chats(checkpoint: Checkpoint, data: Sequence[Any], selection: Selection) ->
     tokenizer = checkpoint.tokenizer()
     if getattr(tokenizer, "chat_template", None) is None:
         raise InputsError(f"the tokenizer of {checkpoint.name} has no chat template, and conversations were given; give strings")
-    chats, _ = Found(list(data), "conversations").take(selection.samples, selection.shuffle, "conversations")
+    chats, _ = DataItems(list(data), "conversations").take(selection.samples, selection.shuffle, "conversations")
     if not all(map(_is_chat, chats)):
         raise InputsError("some of the conversations are not lists of messages such as {'role': 'user', 'content': 'hello'}")
     try:

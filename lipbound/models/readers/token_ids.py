@@ -12,14 +12,14 @@ from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.readers.positions import text_config
 
 
-class Tokens(NamedTuple):
+class TokenizedText(NamedTuple):
     """The tokens of one text, padding at both ends taken away; ``kept`` is False for tokens in between that are masked."""
 
     ids: list[int]
     kept: list[bool]
 
 
-def tokens_of(value: Any) -> Tokens | None:
+def tokens_of(value: Any) -> TokenizedText | None:
     """The tokens that a list, a tensor or an array of whole numbers, or a row of a tokenised dataset, stands for; None for anything else."""
     row = value if isinstance(value, Mapping) else {"input_ids": value}
     ids = _whole(row.get("input_ids"))
@@ -30,12 +30,12 @@ def tokens_of(value: Any) -> Tokens | None:
     if len(kept) != len(ids):
         raise InputsError(f"a row has {len(ids)} input_ids and an attention_mask of {len(kept)}; they must be of the same length")
     if True not in kept:
-        return Tokens([], [])
+        return TokenizedText([], [])
     first, last = kept.index(True), len(kept) - kept[::-1].index(True)
-    return Tokens(ids[first:last], kept[first:last])
+    return TokenizedText(ids[first:last], kept[first:last])
 
 
-def given_tokens(data: Any) -> list[Tokens] | None:
+def given_tokens(data: Any) -> list[TokenizedText] | None:
     """The tokens of each sample, where data in memory is token numbers: one list, tensor or array of them, or several."""
     if isinstance(data, Tensor | np.ndarray):
         if data.ndim == 0 or not _integer(data):
@@ -49,7 +49,7 @@ def given_tokens(data: Any) -> list[Tokens] | None:
     return None if any(one is None for one in found) else [one for one in found if one is not None]
 
 
-def batch_of(rows: Sequence[Tokens], checkpoint: Checkpoint, max_length: int) -> dict[str, Tensor]:
+def batch_of(rows: Sequence[TokenizedText], checkpoint: Checkpoint, max_length: int) -> dict[str, Tensor]:
     """``input_ids``, cut at ``max_length`` and padded on the right, and an ``attention_mask`` that says where."""
     length = min(max_length, max(len(row.ids) for row in rows))
     config = text_config(checkpoint.model)

@@ -9,7 +9,7 @@ from lipbound.errors import InputsError
 from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.quiet import quiet
 from lipbound.models.readers.text import TextReader
-from lipbound.models.readers.token_ids import Tokens
+from lipbound.models.readers.token_ids import TokenizedText
 
 
 def stream(checkpoint: Checkpoint, data: Any, count: int, *, split: str | None = None, column: str | None = None) -> tuple[Tensor, str]:
@@ -26,7 +26,7 @@ def stream(checkpoint: Checkpoint, data: Any, count: int, *, split: str | None =
     tokenizer: Any = None
     ids: list[int] = []
     for piece in found.items:
-        if isinstance(piece, Tokens):
+        if isinstance(piece, TokenizedText):
             ids += piece.ids
         elif piece is not None:
             tokenizer = tokenizer or checkpoint.tokenizer()

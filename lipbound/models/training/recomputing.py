@@ -21,14 +21,14 @@ lock = threading.RLock()
 """Held where what all threads share is changed."""
 
 
-class Replay(threading.local):
+class RecomputationNotes(threading.local):
     """Notes on the attention calls of checkpointed layers, which their recomputation in the backward pass follows."""
 
     notes: list[bool] | None = None
     script: Iterator[bool] | None = None
 
 
-replay = Replay()
+replay = RecomputationNotes()
 
 
 _lent: dict[tuple[int, str], tuple[Any, Any, int]] = {}

@@ -42,7 +42,7 @@ class Probabilities(list[Tensor]):
 
 
 @dataclass(eq=False)
-class Call:
+class TrainingCall:
     """One call of the attention interface: queries, keys and values, what was added to the scores, and the input of its module."""
 
     module: nn.Module
@@ -70,11 +70,11 @@ class _Pass(threading.local):
         self.entered: dict[int, int] = {}
         self.inputs: dict[int, Tensor] = {}
         self.layers: dict[tuple[int, int], int] = {}
-        self.last: dict[int, tuple[Call, int]] = {}
+        self.last: dict[int, tuple[TrainingCall, int]] = {}
 
 
 @dataclass(eq=False)
-class Watch:
+class ProbabilityCollector:
     """Collector of the probabilities of a model's layers; threads that run the model side by side count their layers each."""
 
     modules: frozenset[int]
@@ -82,7 +82,7 @@ class Watch:
     whole: bool
     """Whether calls are kept, not probabilities alone."""
     found: Probabilities = field(default_factory=Probabilities)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[TrainingCall] = field(default_factory=list)
     reached: int = 0
     here: _Pass = field(default_factory=_Pass)
     hooks: list[Any] = field(default_factory=list)
@@ -103,7 +103,7 @@ class Watch:
         """Tell whether a layer was asked for."""
         return self.chosen is None or layer in self.chosen
 
-    def add(self, call: Call, layer: int, p: Tensor) -> None:
+    def add(self, call: TrainingCall, layer: int, p: Tensor) -> None:
         """Keep the probabilities of a call, with those of earlier calls in the same pass."""
         call = replace(call, x=self.here.inputs.get(id(call.module)), valid=_valid(call, self.here.streams))
         first, place = self.here.last.get(layer, (None, 0))
@@ -119,7 +119,7 @@ class Watch:
             self.found[place], self.found.valid[place] = _side_by_side(self.found[place], self.found.valid[place], p, call.valid)
 
 
-_watches: list[Watch] = []
+_watches: list[ProbabilityCollector] = []
 
 
 def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **kw: Any) -> tuple[Tensor, Any]:
@@ -156,7 +156,7 @@ REPLICAS = (
 
 def _explicit(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, given: Tensor | None, kw: Mapping[str, Any]
-) -> tuple[Tensor, Tensor, Call, Tensor]:
+) -> tuple[Tensor, Tensor, TrainingCall, Tensor]:
     """Output and probabilities as a model takes them, the call, and probabilities before dropout in float32 at least."""
     scale = kw.get("scaling") or query.shape[-1] ** -0.5
     groups = query.shape[1] // key.shape[1]
@@ -172,7 +172,7 @@ def _explicit(
     used = p.to(query.dtype)
     dropped = nn.functional.dropout(used, kw.get("dropout", 0.0), module.training)
     out = (dropped @ values).transpose(1, 2).contiguous()
-    return out, used, Call(module, query, key, value, given, mask, scale, bias is not None), p
+    return out, used, TrainingCall(module, query, key, value, given, mask, scale, bias is not None), p
 
 
 def _added(module: nn.Module, given: Tensor | None, causal: bool | None, scores: Tensor) -> Tensor | None:
@@ -194,7 +194,7 @@ def _added(module: nn.Module, given: Tensor | None, causal: bool | None, scores:
     return given.to(scores.dtype).masked_fill(given <= torch.finfo(given.dtype).min, lowest)
 
 
-def _valid(call: Call, streams: Sequence[Any]) -> Tensor | None:
+def _valid(call: TrainingCall, streams: Sequence[Any]) -> Tensor | None:
     """Queries that are not padding, by the mask of the innermost model that runs, whose token stream they are; None where no query is padding."""
     given = streams[-1] if streams else None
     if isinstance(given, Mapping):
@@ -236,14 +236,17 @@ def transformers_model(model: object) -> PreTrainedModel:
 
 
 @contextmanager
-def watching(model: nn.Module, layers: object, inputs_of: Mapping[int, nn.Module] | None = None) -> Iterator[Watch]:
-    """Context in which a `Watch` follows the attention of a model; with ``inputs_of``, modules, also calls with the inputs of their modules."""
+def watching(model: nn.Module, layers: object, inputs_of: Mapping[int, nn.Module] | None = None) -> Iterator[ProbabilityCollector]:
+    """Context in which a `ProbabilityCollector` follows the attention of a model.
+
+    Calls of the modules in ``inputs_of`` are kept with the inputs of these modules.
+    """
     inner = transformers_model(model)
     chosen = None if layers is None else indices("layers", layers)
     if chosen is not None and min(chosen, default=0) < 0:
         raise CaptureError(f"layers is {shown(layers)}; count attention layers from 0, in the order of the forward pass")
     modules = list((model if isinstance(model, nn.Module) else inner).modules())
-    watch = Watch(frozenset(map(id, modules)), None if chosen is None else frozenset(chosen), inputs_of is not None)
+    watch = ProbabilityCollector(frozenset(map(id, modules)), None if chosen is None else frozenset(chosen), inputs_of is not None)
     with ExitStack() as stack:
         stack.enter_context(_hooked(watch, modules, list((inputs_of or {}).values())))
         stack.enter_context(attending(inner, modules))
@@ -260,7 +263,7 @@ def watching(model: nn.Module, layers: object, inputs_of: Mapping[int, nn.Module
 
 
 @contextmanager
-def _hooked(watch: Watch, parts: Sequence[nn.Module], modules: Sequence[nn.Module]) -> Iterator[None]:
+def _hooked(watch: ProbabilityCollector, parts: Sequence[nn.Module], modules: Sequence[nn.Module]) -> Iterator[None]:
     """Context in which a watch knows which token stream is computed, and what modules are given."""
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

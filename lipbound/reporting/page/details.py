@@ -10,12 +10,13 @@ from torch import Tensor
 from lipbound.attention import softmax
 from lipbound.attention.layer import Attention
 from lipbound.bounds.audit import bounds_there, norm_of
-from lipbound.bounds.ball.bound_over_ball import CENTRES, over_ball
+from lipbound.bounds.ball.centre_entries_variants import COVERS
+from lipbound.bounds.ball.over_ball import over_ball
 from lipbound.bounds.terms import shares
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.jacobians.spectral_norm import spectral_norm
-from lipbound.jacobians.tokens.profile import token_profile
-from lipbound.jacobians.tokens.token_norm import token_norm
+from lipbound.jacobians.token_norms.profile import token_profile
+from lipbound.jacobians.token_norms.token_norm import token_norm
 from lipbound.models.capture.capture import Capturer
 from lipbound.runs.measure import TOKENS
 from lipbound.runs.replay import Replay
@@ -82,7 +83,7 @@ def details(rerun: Replay, ds: xr.Dataset, sample: int, *, balls: bool = False) 
 
 
 def of_layer(att: Attention, map: str, names: list[str], norm: str = "frobenius", *, balls: bool = False) -> Details:
-    """`Details` of the heads of a layer with one sample, in one of `lipbound.bounds.entry.NORMS`; padding is left out."""
+    """`Details` of the heads of a layer with one sample, in one of `lipbound.bounds.bound.NORMS`; padding is left out."""
     att = att.unpadded(0)
     found_norm = token_norm(att, norm, map=map, tol=TOKEN_TOL, vectors=True) if norm in TOKENS else spectral_norm(att, map=map, tol=TOL, vectors=True)
     assert found_norm.left is not None
@@ -103,7 +104,7 @@ def of_layer(att: Attention, map: str, names: list[str], norm: str = "frobenius"
         parts={name: share.cpu().numpy() for name, share in parts(att, map, left, right).items()},
         bounds={name: {term: v[0].cpu().numpy() for term, v in terms.items()} for name, terms in found.items() if terms is not None},
         stride=stride,
-        balls=around(folded) if balls and norm == "frobenius" and att.variants <= CENTRES.covers else None,
+        balls=around(folded) if balls and norm == "frobenius" and att.variants <= COVERS else None,
     )
 
 

@@ -11,7 +11,7 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.masking import add_mask
 from lipbound.attention.scoring import Scoring
 from lipbound.jacobians.head import HeadJacobian, HeadOperator
-from lipbound.jacobians.products.row_blocks import ROWS, Block, Group, RowBlocks
+from lipbound.jacobians.products.row_blocks import ROWS, Group, RowBlock, RowBlocks
 from lipbound.linalg.operators import PerEntry
 
 WHOLE_BYTES = {"cpu": 2e9, "cuda": 8e9}
@@ -55,7 +55,7 @@ def _blocks(att: Attention) -> RowBlocks:
 class Kept:
     """Blocks of P and of its weights, a list for every entry of a batch."""
 
-    entries: list[list[Block]]
+    entries: list[list[RowBlock]]
 
     def select(self, index: Tensor | slice) -> "Kept":
         """Of some entries."""
@@ -110,7 +110,7 @@ class StreamedHeadJacobian(HeadOperator):
         if fits:
             self.kept = Kept(found)
 
-    def _first_pass(self, b: int, keep: bool) -> list[Block]:
+    def _first_pass(self, b: int, keep: bool) -> list[RowBlock]:
         """The largest score and the sum of each row of an entry, and its output; its blocks, if they are to be kept."""
         extra = None if self.scoring.extra_scores is None else self.scoring.extra_scores.double()[b % self.heads]
         found = []
@@ -126,7 +126,7 @@ class StreamedHeadJacobian(HeadOperator):
             p = self._shares(b, rows, grown)
             self.o[b, rows] = p @ self.v[b, keys]
             if keep:
-                found.append(Block(rows, keys, p, self._weights(b, rows, keys, p)))
+                found.append(RowBlock(rows, keys, p, self._weights(b, rows, keys, p)))
         return found
 
     def _place(self, b: int) -> tuple[int, int]:
@@ -169,14 +169,14 @@ class StreamedHeadJacobian(HeadOperator):
         slopes = self.scoring.slopes(self._scaled(b, rows, formed), self._place(b)[1], rows)
         return p if slopes is None else p * slopes[:, wanted].to(self.dtype)
 
-    def _read(self, b: int) -> Iterator[Block]:
+    def _read(self, b: int) -> Iterator[RowBlock]:
         """The blocks of an entry that are not all zero."""
         if self.kept is not None:
             yield from self.kept.entries[b]
             return
         for rows, keys in self.blocks.of(b):
             p = self._probabilities(b, rows, self._scores(b, rows, keys))
-            yield Block(rows, keys, p, self._weights(b, rows, keys, p))
+            yield RowBlock(rows, keys, p, self._weights(b, rows, keys, p))
 
     def _groups(self) -> Iterator[Group]:
         for b in range(self.batch):

@@ -11,12 +11,12 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.variants.cap import cap_slope
 from lipbound.attention.variants.rotary import turned
 from lipbound.bounds import factors
-from lipbound.bounds.ball.plain import BallCentre, CentreErrors, Slopes
+from lipbound.bounds.ball.centre_entries import BallCentre, CentreErrors, Slopes
 from lipbound.bounds.ball.softmax_interval import score_changes, softmax_interval
 from lipbound.jacobians.token_tangents import Tangents
 from lipbound.linalg.matrix_norms import block_norm
 
-COVERS = ("rotation", "cap", "sinks")
+COVERS = frozenset({"rotation", "cap", "sinks"})
 """The variants with a statement."""
 BALL_CHUNK = 2**24
 """Bytes of the largest temporary."""

@@ -1,16 +1,15 @@
 r"""Our bound on the local Lipschitz constant over a whole ball of inputs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds.ball.paired import ByPairs, PairedBallCentre, PairedVariantCentre
-from lipbound.bounds.ball.variants import COVERS
-from lipbound.bounds.entry import check_radii
-from lipbound.bounds.kinds import ByKind
-from lipbound.bounds.lipbound2026.parts import TINY
+from lipbound.bounds.ball.centre_entries_variants import COVERS
+from lipbound.bounds.ball.centre_pairs import PairedBallCentre, PairedVariantCentre
+from lipbound.bounds.bound import check_radii
+from lipbound.bounds.ours.block_norms import TINY
 from lipbound.bounds.registry import get
 from lipbound.devices import in_own_modes
 from lipbound.errors import AttentionError, LipboundError, check_layer
@@ -19,9 +18,6 @@ from lipbound.linalg.powers import exact_power, times_power_up
 
 CERTIFIED_TOL = 1e-3
 CERTIFIED_DELTA = 1e-10
-CENTRES: ByKind[Callable[[Attention], ByPairs]] = ByKind(PairedBallCentre)
-"""What the bound knows of a layer, by kind of head."""
-CENTRES.extend(PairedVariantCentre, COVERS)
 
 
 @in_own_modes
@@ -42,7 +38,7 @@ def over_ball(att: Attention, radius: float | Sequence[float], *, norm: str = "t
         LipboundError: a negative radius, an unknown norm, a bound at the centre that is about another map or whose assumptions do not hold,
             normalised queries or keys.
 
-    Rotary position embeddings, capped scores and sinks change some of what follows: `lipbound.bounds.ball.variants`.
+    Rotary position embeddings, capped scores and sinks change some of what follows: `lipbound.bounds.ball.centre_entries_variants`.
 
     With :math:`D_{ij} = |v_j - o_i|`, :math:`F_{ij} = |\tilde k_j - \sum_l P_{il} \tilde k_l|`, :math:`u_i = |\tilde q_i|`, P' between
     :math:`P^-` and :math:`P^+` (`lipbound.bounds.ball.softmax_interval`), :math:`\Delta = \max(P^+ - P, P - P^-)`, :math:`a_V = \|W_V\|\rho`,
@@ -92,7 +88,7 @@ def _checked(att: Attention, radius: float | Sequence[float], norm: str) -> tupl
     check_layer(att, "over_ball")
     if "qk_norm" in att.variants:
         raise AttentionError("over_ball does not cover normalised queries and keys, whose derivative changes with the input; lipbound.attack does")
-    att.only("over_ball", CENTRES.covers)
+    att.only("over_ball", COVERS)
     found = check_radii(radius, norm)
     if att.cache.recording:
         raise LipboundError("over_ball has no derivatives; call it under torch.no_grad()")
@@ -108,7 +104,7 @@ def _sample(att: Attention, radii: list[float], norm: str, entries_only: bool) -
     if not -1000 < int(shift) < 1000:
         nothing = torch.full((att.heads, len(radii)), torch.inf, dtype=torch.float64, device=att.device)
         return nothing, nothing
-    around = CENTRES.of(one.variants)(one)
+    around = PairedVariantCentre(one) if one.variants else PairedBallCentre(one)
     bounds = around.by_entries if entries_only else around.bounds
     found = [bounds(r * float(exact_power(shift)), norm) for r in radii]
     hidden = TINY * (torch.linalg.vector_norm(one.w_v, dim=(1, 2)) + one.centred_v[0].norm(dim=-1).amax(-1))

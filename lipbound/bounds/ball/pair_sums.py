@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds.ball.plain import CentreErrors
+from lipbound.bounds.ball.centre_entries import CentreErrors
+from lipbound.bounds.ball.moving_queries import Turning
 from lipbound.bounds.ball.softmax_interval import key_spread
-from lipbound.bounds.ball.turning import Turning
-from lipbound.bounds.lipbound2026.spread import Maps, spread
+from lipbound.bounds.ours.weighted_spread import Maps, spread
 from lipbound.jacobians.token_tangents import Tangents
 from lipbound.linalg.matrix_norms import gamma, matrix_norm, upper_factor
 

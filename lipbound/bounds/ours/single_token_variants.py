@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds.lipbound2026.parts import CHUNK
-from lipbound.bounds.lipbound2026.pieces import root
+from lipbound.bounds.ours.block_norms import CHUNK
+from lipbound.bounds.ours.rounded_products import root
 from lipbound.jacobians.token_tangents import Tangents
 from lipbound.linalg.matrix_norms import block_norm, gamma, matrix_norm, power_of_two, symmetric_norm
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lipbound.jacobians.tokens.blocks import Blocks
+from lipbound.jacobians.token_norms.block_rows import Blocks
 from lipbound.linalg.matrix_norms import UNIT, eigenvalues, symmetric_norm
 
 Weights = Callable[[Blocks, Tensor], tuple[Tensor, Tensor]]

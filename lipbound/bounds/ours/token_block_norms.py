@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds.lipbound2026.pieces import SQUARINGS, TINIEST, divided, normalised, outer, root, upper_lengths
+from lipbound.bounds.ours.rounded_products import SQUARINGS, TINIEST, divided, normalised, outer, root, upper_lengths
 from lipbound.devices import Room
 from lipbound.jacobians.token_tangents import Tangents
 from lipbound.linalg.matrix_norms import block_norm, gamma, reproducible_float32
@@ -21,7 +21,7 @@ LOST = 2.0**-80
 """More than underflow can take from sums of products of numbers that are 1 at most, in float32."""
 
 
-class Parts(NamedTuple):
+class TokenVectors(NamedTuple):
     r"""Of some tokens t, first as keys, then as queries; i and k are any tokens.
 
     Attributes:
@@ -38,11 +38,11 @@ class Parts(NamedTuple):
     b_q: Tensor
 
 
-class Own(NamedTuple):
+class QueryVectors(NamedTuple):
     r"""Of some tokens t as queries.
 
     Attributes:
-        b, b_v: as in `Parts`. through, size: matrices (n, d_v, d) and sizes (n, 1), which times one another and times :math:`L_t q_k` are
+        b, b_v: as in `TokenVectors`. through, size: matrices (n, d_v, d) and sizes (n, 1), which times one another and times :math:`L_t q_k` are
             :math:`B_t \tilde q_{kt}`.
         rounded: how far ``through`` may be from what it stands for in the Frobenius norm, (n, 1).
         off: what float64 rounding may take from its length, over the sizes of :math:`D^k_t` and q_k, (n,).
@@ -56,7 +56,7 @@ class Own(NamedTuple):
     off: Tensor
 
 
-class Moved(NamedTuple):
+class MappedVectors(NamedTuple):
     """Vectors of length 1 at most, or matrices of Frobenius norm 1, mapped by some tokens: y times size; ``spread`` (n or 1, 1) is at least the
     2-norm of the absolute values of the maps, over the sizes, which the rounding of y is relative to."""
 
@@ -105,8 +105,8 @@ class Maps:
         self.width = max(self._d, self._d_v)
         self._normal: dict[tuple[str, torch.dtype], tuple[Tensor, tuple[Tensor, Tensor]]] = {}
 
-    def parts(self, tokens: Tensor, weights: Tensor | None, own: Own, rows: slice = slice(None)) -> Parts:
-        """All of some tokens, at the queries ``rows``, which are the N of `Parts`.
+    def parts(self, tokens: Tensor, weights: Tensor | None, own: QueryVectors, rows: slice = slice(None)) -> TokenVectors:
+        """All of some tokens, at the queries ``rows``, which are the N of `TokenVectors`.
 
         Args:
             tokens: their numbers, (n,). weights: E_it, (n, N), or None where ``inner`` is not wanted. own: of these tokens.
@@ -131,16 +131,16 @@ class Maps:
             inner = self._inner(y, right, relative.detach(), weights * (size * size_u), g * moved.spread) + small * tops.mT @ tops
         off = (gamma(self._d + 8, self.work) * own.through.detach().norm(dim=(-2, -1))[:, None] + own.rounded) * moved.spread
         seen = (_lengths(u @ own.through.mT, g, 0.0) + off) * (own.size * size_u)
-        return Parts(length, image, inner, own.b, own.b_v, seen + own.off[:, None] * reach)
+        return TokenVectors(length, image, inner, own.b, own.b_v, seen + own.off[:, None] * reach)
 
-    def _moved(self, a: str, x: Tensor, tokens: Tensor, dim: int | tuple[int, int], work: torch.dtype) -> Moved:
+    def _moved(self, a: str, x: Tensor, tokens: Tensor, dim: int | tuple[int, int], work: torch.dtype) -> MappedVectors:
         """L x for the maps L of some tokens, x (n or 1, r, d_a) of norm 1 at most along the axes ``dim``, in the dtype ``work``."""
         if self._turns(a):
             spread = self.tangents.longest(a, tokens)
             one = torch.ones_like(spread)
-            return Moved(self.tangents.turned(a, x.to(work), tokens), one[:, None], spread[:, None])
+            return MappedVectors(self.tangents.turned(a, x.to(work), tokens), one[:, None], spread[:, None])
         y, size = _apart(self.tangents.turned(a, x, tokens), dim, work)
-        return Moved(y, size.flatten(1), size.new_ones(1, 1))
+        return MappedVectors(y, size.flatten(1), size.new_ones(1, 1))
 
     def _turns(self, a: str) -> bool:
         """Whether vectors are turned in the dtype of the products."""
@@ -160,7 +160,7 @@ class Maps:
         off = gamma(self._d + 8, self.work) * long.mT @ long + cross + cross.mT
         return (total * (1 + gamma(len(weights) + 4, self.work)) + off + LOST) * top**2
 
-    def own(self, tokens: Tensor, cov: Tensor, size_c: Tensor, work: torch.dtype | None = None) -> Own:
+    def own(self, tokens: Tensor, cov: Tensor, size_c: Tensor, work: torch.dtype | None = None) -> QueryVectors:
         """What some tokens (n,) do as queries, with products in ``work``; float64 where derivatives are wanted.
 
         Args:
@@ -181,7 +181,7 @@ class Maps:
             gram, size = self._metric("q", "q", tokens, work)
             b = root(block_norm(_times(own, gram) @ own.mT, squarings=SQUARINGS) * size[:, 0] * once**2 + off * size_c * s_q)
         b_v = (block_norm(_times(own, values), squarings=SQUARINGS) + g) * (size_v[:, 0] * once) + off * self._norm_v
-        return Own(b, b_v, _times(own, keys), size_k * once[:, None], g[:, None].expand(len(b), 1), off)
+        return QueryVectors(b, b_v, _times(own, keys), size_k * once[:, None], g[:, None].expand(len(b), 1), off)
 
     def _factor(self, a: str, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return self._normalised(a, self.tangents.projection(a, tokens), dtype)

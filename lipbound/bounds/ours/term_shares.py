@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds.entry import Bound
-from lipbound.bounds.lipbound2026.parts import MATRICES, BlockNorms, samples_of
+from lipbound.bounds.bound import Bound
+from lipbound.bounds.ours.block_norms import MATRICES, BlockNorms, samples_of
 from lipbound.devices import require
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from lipbound.jacobians.tokens.blocks import Blocks
-from lipbound.jacobians.tokens.wedges import wedged
+from lipbound.jacobians.token_norms.block_rows import Blocks
+from lipbound.jacobians.token_norms.sphere_cuts import wedged
 from lipbound.linalg.matrix_norms import at_most, block_norm, matrix_norm, symmetric_norm
 from lipbound.linalg.solution import normal_numbers
 
@@ -25,7 +25,7 @@ FLAT_BYTES = 2**26
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class BestRows:
     """The best row of each of b maps, and what no row exceeds, float64.
 
     Attributes:
@@ -41,22 +41,22 @@ class Found:
     steps: Tensor
 
     @staticmethod
-    def cat(found: "list[Found]") -> "Found":
+    def cat(found: "list[BestRows]") -> "BestRows":
         """Of all the maps of several."""
-        names = [f.name for f in fields(Found)]
-        return Found(**{name: torch.cat([getattr(one, name) for one in found]) for name in names})
+        names = [f.name for f in fields(BestRows)]
+        return BestRows(**{name: torch.cat([getattr(one, name) for one in found]) for name in names})
 
-    def joined(self, other: "Found") -> "Found":
+    def joined(self, other: "BestRows") -> "BestRows":
         """Of the rows of both."""
         first = self.value >= other.value
         value, token, source = (
             torch.where(first, a, b) for a, b in ((self.value, other.value), (self.token, other.token), (self.source, other.source))
         )
         vector = torch.where(first[:, None], self.vector, other.vector)
-        return Found(value, token, source, vector, torch.maximum(self.upper, other.upper), self.steps + other.steps)
+        return BestRows(value, token, source, vector, torch.maximum(self.upper, other.upper), self.steps + other.steps)
 
 
-def largest(g: Tensor, slack: Tensor, tol: float) -> Found:
+def largest(g: Tensor, slack: Tensor, tol: float) -> BestRows:
     """Roots of the largest eigenvalues of positive semi-definite matrices (b, i, n, n) over i, whose rounding errors are at most ``slack`` (b, i).
 
     A matrix that one Cholesky decomposition proves to be below the best by ``tol`` is not looked at again.
@@ -81,7 +81,7 @@ def largest(g: Tensor, slack: Tensor, tol: float) -> Found:
                 one, its = _eigen(g[b_, i][None])
                 if float(one[0]) > float(value[b_]):
                     value[b_], token[b_], vector[b_] = one[0], i, its[0]
-    return Found(value.clamp_min(0).sqrt(), token, token, vector, upper.amax(-1).sqrt(), torch.full_like(token, POWER_STEPS))
+    return BestRows(value.clamp_min(0).sqrt(), token, token, vector, upper.amax(-1).sqrt(), torch.full_like(token, POWER_STEPS))
 
 
 def _eigen(g: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,7 +93,7 @@ def _eigen(g: Tensor) -> tuple[Tensor, Tensor]:
     return values[..., -1], vectors[..., -1]
 
 
-def largest_pair(blocks: Blocks, tol: float) -> Found:
+def largest_pair(blocks: Blocks, tol: float) -> BestRows:
     """The largest norm of a block of every map; vectors are of the output: Lemma 92 (docs/theory/token_norms.md)."""
     b = blocks.rows[0]
     bounds = blocks.pair_bounds()
@@ -125,10 +125,10 @@ def largest_pair(blocks: Blocks, tol: float) -> Found:
                         value[m], place[m], vector[m] = found[0].sqrt(), at_, its[0]
         upper = upper.scatter_reduce(0, maps, norms, "amax")
     token = blocks.token[line, place // n]
-    return Found(value, token, place % n, vector, upper, torch.zeros_like(token))
+    return BestRows(value, token, place % n, vector, upper, torch.zeros_like(token))
 
 
-def steepest(blocks: Blocks, tol: float, known: Tensor | None = None) -> Found:
+def steepest(blocks: Blocks, tol: float, known: Tensor | None = None) -> BestRows:
     r"""The largest :math:`\sup_{|y|=1} \sum_j |J_{ij}^T y|` over output tokens i, of every map: Lemmas 89 and 90
     (docs/theory/token_norms.md).
 
@@ -157,7 +157,7 @@ def steepest(blocks: Blocks, tol: float, known: Tensor | None = None) -> Found:
         steps[rows[:, 0].unique()] += STEPS
     best = state.total.argmax(-1)
     token = blocks.token[at, best]
-    return Found(state.total[at, best], token, token, state.y[at, best, 0], state.upper.amax(-1), steps)
+    return BestRows(state.total[at, best], token, token, state.y[at, best, 0], state.upper.amax(-1), steps)
 
 
 class State:

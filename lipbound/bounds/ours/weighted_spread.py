@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lipbound.bounds.lipbound2026.pieces import outer
+from lipbound.bounds.ours.rounded_products import outer
 from lipbound.linalg.matrix_norms import block_norm, gamma
 
 PAIR_CHUNK = 2**24

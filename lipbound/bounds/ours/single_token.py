@@ -1,7 +1,7 @@
 r"""Our bounds where single tokens move: norms of the blocks of J, added up over rows or columns, and Lemma 95 (docs/theory/token_bounds.md).
 
-Symbols: docs/theory/notation.md. Proofs: docs/theory/token_bounds.md. Heads with variants: `lipbound.bounds.lipbound2026.variants` and
-`lipbound.bounds.lipbound2026.variant_rows`.
+Symbols: docs/theory/notation.md. Proofs: docs/theory/token_bounds.md. Heads with variants: `lipbound.bounds.ours.pairwise_variants` and
+`lipbound.bounds.ours.single_token_variants`.
 """
 
 import torch
@@ -10,13 +10,13 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants import VARIANTS
 from lipbound.bounds import conditions
-from lipbound.bounds.lipbound2026 import BIBTEX, CITATION
-from lipbound.bounds.lipbound2026.parts import BlockNorms, in_chunks, longest, weights_of
-from lipbound.bounds.lipbound2026.pieces import lengths, mean, outer, root
-from lipbound.bounds.lipbound2026.variant_rows import VariantRows, largest_row
-from lipbound.bounds.lipbound2026.variants import ROWS, together
-from lipbound.bounds.multihead import with_folded
+from lipbound.bounds.ours import BIBTEX, CITATION
+from lipbound.bounds.ours.block_norms import BlockNorms, in_chunks, longest, weights_of
+from lipbound.bounds.ours.pairwise_variants import ROWS, together
+from lipbound.bounds.ours.rounded_products import lengths, mean, outer, root
+from lipbound.bounds.ours.single_token_variants import VariantRows, largest_row
 from lipbound.bounds.registry import bound
+from lipbound.bounds.whole_layer_rules import with_folded
 from lipbound.linalg.matrix_norms import UNIT, gamma, symmetric_norm
 
 
@@ -135,7 +135,7 @@ def _sums(att: Attention) -> Tensor:
 
 def _refined(att: Attention, sample: int, heads: slice) -> Tensor:
     """`lipbound_every` of some heads of one sample, (heads, 1)."""
-    rows = Rows(att, sample, heads)
+    rows = BlockRows(att, sample, heads)
     return torch.stack([rows.largest(h) for h in range(len(rows.blocks.sizes))])[:, None]
 
 
@@ -171,7 +171,7 @@ class TokenBlocks:
         self.sizes = parts.p * self.inner + torch.diag_embed(parts.b)
 
 
-class Rows:
+class BlockRows:
     """What Lemma 95 (docs/theory/token_bounds.md) makes of each row of blocks, for some heads of one sample of a float64 layer."""
 
     def __init__(self, att: Attention, sample: int, heads: slice):

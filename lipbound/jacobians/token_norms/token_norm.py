@@ -11,9 +11,10 @@ from lipbound.attention.layer import Attention
 from lipbound.devices import in_own_modes
 from lipbound.errors import check_layer, choice, flag, real
 from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
-from lipbound.jacobians.spectral_norm import Measured, heads_of, shaped
-from lipbound.jacobians.tokens.parts import Parts
-from lipbound.jacobians.tokens.search import Found, largest, largest_pair, steepest
+from lipbound.jacobians.prepared_map import PreparedMap, heads_of
+from lipbound.jacobians.spectral_norm import shaped
+from lipbound.jacobians.token_norms.layer_tensors import LayerTensors
+from lipbound.jacobians.token_norms.row_search import BestRows, largest, largest_pair, steepest
 from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.solution import Norm
 
@@ -111,13 +112,13 @@ def beside(found: Sequence[T], samples: int, map: str, cat: Callable[[Sequence[T
     return cat([cat(found[i : i + per], 1) if per > 1 else found[i] for i in range(0, len(found), per)], 0)
 
 
-def parts_of(measured: Measured) -> Parts:
+def parts_of(measured: PreparedMap) -> LayerTensors:
     """What the blocks of a measured layer are made of."""
     whole = measured.map in WHOLE
-    return Parts.of(measured.attention, heads_of(measured.op), together=whole, project=measured.map == "layer")
+    return LayerTensors.of(measured.attention, heads_of(measured.op), together=whole, project=measured.map == "layer")
 
 
-def chunks(parts: Parts) -> Iterator[tuple[slice, list[slice]]]:
+def chunks(parts: LayerTensors) -> Iterator[tuple[slice, list[slice]]]:
     """Maps whose blocks are worked on together, and tokens among them, so many that they fit."""
     budget = CHUNK_BYTES.get(parts.p.device.type, CHUNK_BYTES["cpu"]) // parts.row_bytes
     step, maps = max(1, min(parts.tokens, budget)), max(1, budget // parts.tokens)
@@ -128,17 +129,17 @@ def chunks(parts: Parts) -> Iterator[tuple[slice, list[slice]]]:
 @torch.no_grad()
 def _piece(att: Attention, perturbed: str, output: str, map: str, tol: float, vectors: bool) -> Norm:
     """Norms of a part of a layer."""
-    measured = Measured(att.double(), map)
+    measured = PreparedMap(att.double(), map)
     parts = parts_of(measured)
     found = [_found(parts.of_maps(maps), rows, perturbed, output, tol) for maps, rows in chunks(parts)]
-    every = Found.cat(found)
+    every = BestRows.cat(found)
     every = replace(every, upper=every.upper + parts.vanished)
     return shaped(att, _ends(measured, every, perturbed, output, tol, vectors), measured)
 
 
-def _found(parts: Parts, chunks: list[slice], perturbed: str, output: str, tol: float) -> Found:
+def _found(parts: LayerTensors, chunks: list[slice], perturbed: str, output: str, tol: float) -> BestRows:
     """What is found in all tokens of some maps, some at a time; what is known of those before spares work on those after."""
-    best: Found | None = None
+    best: BestRows | None = None
     for rows in chunks:
         if (perturbed, output) == ("one", "all"):
             one = _placed(largest(*parts.columns(rows), tol / 4), rows)
@@ -154,12 +155,12 @@ def _found(parts: Parts, chunks: list[slice], perturbed: str, output: str, tol: 
     return best
 
 
-def _placed(found: Found, rows: slice) -> Found:
+def _placed(found: BestRows, rows: slice) -> BestRows:
     """With tokens counted from the first."""
     return replace(found, token=found.token + rows.start)
 
 
-def _ends(measured: Measured, found: Found, perturbed: str, output: str, tol: float, vectors: bool) -> Norm:
+def _ends(measured: PreparedMap, found: BestRows, perturbed: str, output: str, tol: float, vectors: bool) -> Norm:
     """What one product with J, or J^T, shows of the vectors that were found, and the bounds, with all rounding:
     Lemma 93 (docs/theory/token_norms.md)."""
     op, batch = measured.op, torch.arange(len(found.token), device=found.token.device)

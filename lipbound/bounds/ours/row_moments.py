@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lipbound.bounds.lipbound2026.pieces import TINIEST, divided, each_times, lengths, mean, normalised, outer, root, seen, upper_lengths
+from lipbound.bounds.ours.rounded_products import TINIEST, divided, each_times, lengths, mean, normalised, outer, root, seen, upper_lengths
 from lipbound.devices import Room
 from lipbound.linalg.matrix_norms import block_norm, gamma, reproducible_float32
 
@@ -18,7 +18,7 @@ ROW_BYTES = 2**20
 """Bytes of the float64 matrices of as many rows as are taken at a time: what a core's own cache holds."""
 
 
-class Rows(NamedTuple):
+class RowTensors(NamedTuple):
     """P, values, keys times c, and outputs of some heads, (heads, N, ...), float64; ``off``: what rounding may take from C_i, (heads, N)."""
 
     p: Tensor
@@ -28,7 +28,7 @@ class Rows(NamedTuple):
     off: Tensor
 
 
-class Weights(NamedTuple):
+class CovarianceFactors(NamedTuple):
     r"""What C_i is multiplied with, (heads, ...), float64.
 
     Attributes:
@@ -63,12 +63,12 @@ class Covariance(NamedTuple):
     lost: float
 
 
-def query_norms(rows: Rows, query: Tensor, size_q: Tensor) -> Tensor:
-    """||B_i||, (heads, N); ``query``, ``size_q``: as in `Weights`."""
+def query_norms(rows: RowTensors, query: Tensor, size_q: Tensor) -> Tensor:
+    """||B_i||, (heads, N); ``query``, ``size_q``: as in `CovarianceFactors`."""
     return torch.cat([_b(c, *normalised(query, c.unit.dtype), size_q) for c in _covariances(rows)], 1)
 
 
-def all_norms(rows: Rows, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
+def all_norms(rows: RowTensors, weights: CovarianceFactors) -> tuple[Tensor, Tensor, Tensor]:
     r"""||B_i||, ||B_i W_V||, (heads, N) each, and :math:`|B_i \tilde q_k|`, (heads, N, N), zero where k does not see i."""
     d, inputs, work = rows.k.shape[-1], weights.inputs, _work()
     query, value = normalised(weights.query, work), normalised(weights.value, work)
@@ -105,7 +105,7 @@ def own_norms(p: Tensor, v: Tensor, o: Tensor) -> Tensor:
     return root(torch.cat(found, 1) + off) * most[..., 0]
 
 
-def _covariances(rows: Rows) -> Iterator[Covariance]:
+def _covariances(rows: RowTensors) -> Iterator[Covariance]:
     """Of all rows, some at a time."""
     d_v, d, work = rows.v.shape[-1], rows.k.shape[-1], _work()
     room, step = Room(), max(1, ROW_BYTES // (8 * len(rows.p) * d_v * d))

@@ -1,8 +1,8 @@
 r"""Our bound over a ball by sums over pairs of tokens in place of norms of single blocks.
 
 Statement and proof: Lemma 108 (docs/theory/ball_pairs.md). All pairs of tokens contribute to the difference of the Jacobians at two inputs, and the
-vectors that they contribute point in different directions. `lipbound.bounds.ball.plain` adds up their lengths, this module the positive semi-definite
-matrices that they make.
+vectors that they contribute point in different directions. `lipbound.bounds.ball.centre_entries` adds up their lengths, this module the positive
+semi-definite matrices that they make.
 """
 
 from typing import NamedTuple
@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds.ball.pairs import PairSums, VariantPairSums
-from lipbound.bounds.ball.plain import BallCentre, CentreErrors
+from lipbound.bounds.ball.centre_entries import BallCentre, CentreErrors
+from lipbound.bounds.ball.centre_entries_variants import VariantBallCentre
+from lipbound.bounds.ball.pair_sums import PairSums, VariantPairSums
 from lipbound.bounds.ball.softmax_interval import relative_changes, relative_interval
-from lipbound.bounds.ball.variants import VariantBallCentre
 from lipbound.linalg.matrix_norms import gamma, nonnegative_norm
 
 LEAST_SHARE = 0.05
 """Of the weights that share a product between values and queries: they fall with the distance of the value, but not below this."""
 
 
-class Moved(NamedTuple):
+class BallChanges(NamedTuple):
     """What moves within the ball, row by row, tensors that broadcast to (heads, N, M), with the names of Lemma 108 (docs/theory/ball_pairs.md):
     P^+, Delta, sigma, m^V, m^A, c^v, c^k, w, w^k."""
 
@@ -64,7 +64,7 @@ class ByPairs(BallCentre):
         low, up, _ = self.reach(radius, norm)
         return low, up
 
-    def _moved(self, radius: float, norm: str) -> Moved:
+    def _moved(self, radius: float, norm: str) -> BallChanges:
         p, d, f, n = self.p, self.d, self.f, self.p.shape[-2]
         low, up = self.interval(radius, norm)
         change = (torch.maximum(up - p, p - low).clamp(0.0, 1.0) + p * self.off_p + 1e-289).clamp(max=1.0)
@@ -79,16 +79,16 @@ class ByPairs(BallCentre):
             (change * x).sum(-1, keepdim=True).minimum(total.sqrt() * sums(change)).minimum(c * score).minimum(most).minimum(x.amax(-1, keepdim=True))
             for x, sums, c, most in ((d, self.pairs.values, c_v, far), (f, self.pairs.keys, c_k, far_k))
         )
-        return Moved(up, change, total, self.norm_v * move, norm_a * move, c_v, c_k, w, w_k)
+        return BallChanges(up, change, total, self.norm_v * move, norm_a * move, c_v, c_k, w, w_k)
 
-    def _own(self, to: Moved) -> tuple[Tensor, Tensor]:
+    def _own(self, to: BallChanges) -> tuple[Tensor, Tensor]:
         """Upper values of ||B'_i - B_i|| and of ||B'_i||, (heads, N, 1) each."""
         c = to.c_v + to.m_v
         sums = (to.change * self.d * self.f).sum(-1, keepdim=True).minimum(self.pairs.values(to.change) * self.pairs.keys(to.change))
         own = sums + to.w * to.w_k + to.m_v * to.c_k + c * to.m_a
         return own, (self.b[..., None] + own).minimum(c * (to.c_k + to.m_a))
 
-    def _whole(self, to: Moved, held: Tensor, most: Tensor, own_up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _whole(self, to: BallChanges, held: Tensor, most: Tensor, own_up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Upper values of ||K'||, of ||V' + B'|| and of ||K' (V' + B')^T||, (heads,) each: Lemma 116 (docs/theory/ball_norm.md)."""
         by_token, through = self._reached(held, most)
         keys, values = by_token.amax(-1), self._values(to.up, own_up, torch.ones_like(own_up))
@@ -104,7 +104,7 @@ class ByPairs(BallCentre):
         found = self.pairs.columns(w) + self.norm_a[:, None] * most.sqrt()
         return found, self.norm_v[..., 0] * found
 
-    def _keys(self, to: Moved) -> Tensor:
+    def _keys(self, to: BallChanges) -> Tensor:
         """How far the part of J through keys is from that at the centre while queries stand still, (heads,)."""
 
         def columns(w: Tensor) -> Tensor:

@@ -4,9 +4,9 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.bounds import conditions, factors
+from lipbound.bounds.papers.yudin2025 import with_ones
 from lipbound.bounds.registry import bound
 from lipbound.bounds.terms import values_and_softmax
-from lipbound.bounds.yudin2025 import with_ones
 
 CITATION = "newhouse2025enforced"
 BIBTEX = """@misc{newhouse2025enforced,

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.rounding import TensorErrors, tensor_errors
-from lipbound.bounds.lipbound2026.pieces import lengths, mean
-from lipbound.bounds.lipbound2026.row_norms import Rows, Weights, all_norms, own_norms, query_norms
+from lipbound.bounds.ours.rounded_products import lengths, mean
+from lipbound.bounds.ours.row_moments import CovarianceFactors, RowTensors, all_norms, own_norms, query_norms
 from lipbound.devices import require
 from lipbound.jacobians.rounding import Moments, distance
 from lipbound.linalg.matrix_norms import gamma, matrix_norm, nonnegative_norm, upper_factor
@@ -159,14 +159,14 @@ class BlockNorms:
         # Row by row, since the d_v x d matrices of all rows would not fit.
         length_k, length_v, length_o = lengths(k), lengths(v), lengths(o)
         off = gamma(n + 6) * abs(att.scale) * (mean(p, length_v * length_k) + length_o * mean(p, length_k))
-        rows = Rows(p, v, att.scale * k, o, off)
+        rows = RowTensors(p, v, att.scale * k, o, off)
         if not gram:
             self.b = query_norms(rows, factor_q.mT, size_q)
             return
         w_q, w_k, w_v = (w[heads] for w in (att.w_q, att.w_k, att.w_v))
         self.z = (scaled @ (w_k.mT @ w_v)).norm(dim=-1) + gamma(inputs + d + 4) * size * (size_k * size_v)[:, None]  # |z_i|
         images, reach = scaled @ (w_q.mT @ w_k).mT, size * (size_q * size_k)[:, None]
-        self.b, self.b_v, self.b_q = all_norms(rows, Weights(factor_q.mT, w_q.mT @ w_v, size_q, size_v, inputs, images, reach))
+        self.b, self.b_v, self.b_q = all_norms(rows, CovarianceFactors(factor_q.mT, w_q.mT @ w_v, size_q, size_v, inputs, images, reach))
         self.a = torch.minimum(own_norms(p, v, o), (p * self.distance).norm(dim=-1))  # the latter is exact to rounding where it is tiny
 
     def block(self) -> Tensor:

@@ -8,8 +8,8 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants import VARIANTS
 from lipbound.bounds import conditions, factors
-from lipbound.bounds.castin2024 import longest, sides
-from lipbound.bounds.lipbound2026.parts import samples_of
+from lipbound.bounds.ours.block_norms import samples_of
+from lipbound.bounds.papers.castin2024 import longest, sides
 from lipbound.bounds.registry import bound
 from lipbound.bounds.terms import values_and_softmax
 from lipbound.errors import LipboundError

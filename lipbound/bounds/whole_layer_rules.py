@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds.entry import Bound
+from lipbound.bounds.bound import Bound
 from lipbound.bounds.factors import root_count, size, spectral, wide
 from lipbound.bounds.registry import get, resolve
 from lipbound.errors import AttentionError, LipboundError, UnknownNameError, check_layer, nearest, shown

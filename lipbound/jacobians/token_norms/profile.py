@@ -11,9 +11,9 @@ from lipbound.devices import in_own_modes
 from lipbound.formatting import number
 from lipbound.formatting.notebooks import ROWS, html_table
 from lipbound.jacobians.maps import WHOLE
-from lipbound.jacobians.spectral_norm import Measured
-from lipbound.jacobians.tokens.parts import Parts
-from lipbound.jacobians.tokens.token_norm import beside, check, chunks, parts_of, pieces
+from lipbound.jacobians.prepared_map import PreparedMap
+from lipbound.jacobians.token_norms.layer_tensors import LayerTensors
+from lipbound.jacobians.token_norms.token_norm import beside, check, chunks, parts_of, pieces
 from lipbound.linalg.matrix_norms import UNIT, at_most, symmetric_norm
 from lipbound.linalg.powers import times_power, times_power_up
 
@@ -73,7 +73,7 @@ def token_profile(att: Attention, *, map: str = "head") -> TokenProfile:
 @torch.no_grad()
 def _piece(att: Attention, map: str) -> list[Tensor]:
     """Both ends of columns, then of rows."""
-    measured = Measured(att.double(), map)
+    measured = PreparedMap(att.double(), map)
     parts = parts_of(measured)
     shape = (att.samples, att.tokens) if map in WHOLE else (att.samples, att.heads, att.tokens)
     exponents = measured.exponents[:1] if map in WHOLE else measured.exponents.repeat(att.samples)
@@ -98,7 +98,7 @@ def _piece(att: Attention, map: str) -> list[Tensor]:
     return ends
 
 
-def _matrices(parts: Parts, rows: slice, columns: bool) -> tuple[Tensor, Tensor]:
+def _matrices(parts: LayerTensors, rows: slice, columns: bool) -> tuple[Tensor, Tensor]:
     """Of columns of blocks, or of rows, of some tokens, with bounds on their rounding."""
     if columns:
         return parts.columns(rows)

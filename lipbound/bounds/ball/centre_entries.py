@@ -7,7 +7,7 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.rounding import tensor_errors
 from lipbound.bounds import factors
 from lipbound.bounds.ball.softmax_interval import key_spread, query_lengths, score_changes, softmax_interval
-from lipbound.bounds.lipbound2026.parts import BlockNorms
+from lipbound.bounds.ours.block_norms import BlockNorms
 from lipbound.linalg.matrix_norms import block_norm, gamma, matrix_norm, nonnegative_norm
 
 Slopes = tuple[float | Tensor, float | Tensor, float | Tensor]

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.bounds import conditions
-from lipbound.bounds.lipbound2026 import BIBTEX, CITATION
-from lipbound.bounds.lipbound2026.parts import RTOL, BlockNorms, in_chunks, longest
-from lipbound.bounds.lipbound2026.pieces import root
-from lipbound.bounds.lipbound2026.terms import block_terms, gram_terms
-from lipbound.bounds.multihead import with_folded
+from lipbound.bounds.ours import BIBTEX, CITATION
+from lipbound.bounds.ours.block_norms import RTOL, BlockNorms, in_chunks, longest
+from lipbound.bounds.ours.rounded_products import root
+from lipbound.bounds.ours.term_shares import block_terms, gram_terms
 from lipbound.bounds.registry import bound
+from lipbound.bounds.whole_layer_rules import with_folded
 from lipbound.linalg.matrix_norms import gamma, matrix_norm, nonnegative_norm, symmetric_norm
 
 BLOCK_KEY = "lipbound_block"
@@ -60,7 +60,7 @@ def lipbound(att: Attention) -> Tensor:
 
     The matrices over all pairs of tokens, 17 and one for each head, may take 4 GB: 5,271 tokens for one head, 4,153 for twelve. For longer inputs
     take the enclosure of the exact norm, which is cheaper there.
-    With rotary position embeddings, normalised queries and keys, capped scores or sinks: `lipbound.bounds.lipbound2026.variants`.
+    With rotary position embeddings, normalised queries and keys, capped scores or sinks: `lipbound.bounds.ours.pairwise_variants`.
     """
 
     def make() -> Tensor:

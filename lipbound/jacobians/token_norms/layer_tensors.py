@@ -10,7 +10,7 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.rounding import spectral, tensor_errors
 from lipbound.attention.variants.token_maps import TokenMap
 from lipbound.jacobians.head import HeadOperator
-from lipbound.jacobians.tokens.blocks import Blocks
+from lipbound.jacobians.token_norms.block_rows import Blocks
 from lipbound.linalg.matrix_norms import gamma
 
 SLOPE = 4.0
@@ -23,7 +23,7 @@ VANISHED = 1e-100
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
+class LayerTensors:
     r"""The tensors of the heads of a layer, float64, (b, h, ...): b maps of h heads that share an input.
 
     Attributes:
@@ -50,7 +50,7 @@ class Parts:
     roundings: int
 
     @staticmethod
-    def of(att: Attention, op: HeadOperator, *, together: bool, project: bool) -> "Parts":
+    def of(att: Attention, op: HeadOperator, *, together: bool, project: bool) -> "LayerTensors":
         """Of a float64 layer and the Jacobians of its heads: head by head in the coordinates of ``op``, or all heads of a sample ``together``, in
         those of X, then with the output projection where they are to be projected."""
         shape = (att.samples, att.heads) if together else (att.samples * att.heads, 1)
@@ -74,7 +74,7 @@ class Parts:
         q_size, k_size = (x.reshape(*shape, -1) for x in sizes)
         v_size = torch.linalg.matrix_norm(w[2])[op.head].view(shape) * (1 + 1e-6)
         roundings = 3 * att.tokens + 2 * att.x.shape[2] + 10 * (att.d + att.d_v) + width + heads + turned + 200
-        return Parts(p, t, q, k, v, o, to_q, to_k, w_v, w_o, q_size, k_size, v_size, roundings)
+        return LayerTensors(p, t, q, k, v, o, to_q, to_k, w_v, w_o, q_size, k_size, v_size, roundings)
 
     def of_maps(self, maps: slice) -> Self:
         """Some of the maps."""

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
-from lipbound.bounds.kinds import ByKind
 from lipbound.errors import LipboundError, UnknownNameError, check_layer, is_number, nearest, shown
 from lipbound.formatting.mathml import formula
 from lipbound.formatting.notebooks import html_facts
@@ -46,8 +45,9 @@ class Formula:
         function: the bound itself.
         condition: when it is a bound, as a test on an `Attention`, True per (sample, head) where the assumptions hold.
         terms: what each of its terms contributes, fractions of one; None where it is a single product. See `lipbound.bounds.terms`.
-        layer: what it makes of a whole layer, (samples,), map "heads" or "layer"; None for the published rules. See `lipbound.bounds.multihead`.
+        layer: what it makes of a whole layer, (samples,), map "heads" or "layer"; None for the published rules. See `lipbound.bounds.whole_layer`.
         longest: the most tokens at which it is computed on layers of so many heads; None for any number.
+        covers: the `lipbound.attention.variants.VARIANTS` for which it holds.
     """
 
     function: Function
@@ -55,6 +55,7 @@ class Formula:
     terms: Terms | None = None
     layer: Layer | None = None
     longest: Longest | None = None
+    covers: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Bound:
         assumptions: when the statement is a bound, in words.
         map: "head" (softmax(q k^T) v; with the output slice folded into the values when asked for) or "l2" (L2 attention).
         cost: leading cost per head.
-        formulas: the bound itself, by kind of head.
+        formulas: the bound itself, from the formula for plain heads to the one that covers most variants.
         norm: of `NORMS`: how perturbations and outputs are measured. Bounds of different norms never stand beside each other.
         caveat: why the statement is no bound where its assumptions fail; empty when they always hold.
         differentiable: whether its values have derivatives; one that has none refuses layers whose derivatives may be wanted.
@@ -86,7 +87,7 @@ class Bound:
     assumptions: str
     map: str
     cost: str
-    formulas: ByKind[Formula] = field(repr=False)
+    formulas: list[Formula] = field(repr=False)
     caveat: str = ""
     ball: Ball | None = None
     differentiable: bool = True
@@ -119,22 +120,26 @@ class Bound:
         """
         check_layer(att, f"bound {self.name!r}")
         att.only(f"bound {self.name!r}", self.covers)
-        return self.formulas.of(att.variants)
+        return self._formula_for(att.variants)
+
+    def _formula_for(self, variants: frozenset[str]) -> Formula:
+        """The first formula that covers these variants; where none does, the one that covers most."""
+        return next((formula for formula in self.formulas if variants <= formula.covers), self.formulas[-1])
 
     @property
     def function(self) -> Function:
         """The formula for plain heads, whose docstring is the statement."""
-        return self.formulas.plain.function
+        return self.formulas[0].function
 
     @property
     def condition(self) -> Function:
         """When it is a bound of plain heads; `sound` knows the others."""
-        return self.formulas.plain.condition
+        return self.formulas[0].condition
 
     @property
     def covers(self) -> frozenset[str]:
         """Which of `lipbound.attention.variants.VARIANTS` some formula holds for; the bound says nothing about layers with others."""
-        return self.formulas.covers
+        return self.formulas[-1].covers
 
     def applies(self, att: Attention) -> bool:
         """Whether the statement is about layers such as this one at all: whether it covers its variants."""
@@ -143,7 +148,7 @@ class Bound:
 
     def too_long(self, tokens: int, heads: int, variants: frozenset[str]) -> str:
         """Why the bound is not computed on layers with so many tokens, as the end of a sentence; empty where it is."""
-        longest = self.formulas.of(variants).longest
+        longest = self._formula_for(variants).longest
         if longest is None or tokens <= longest(heads):
             return ""
         return (
@@ -154,11 +159,11 @@ class Bound:
     def sound(self, att: Attention) -> Tensor:
         """Whether the statement is a valid upper bound here, by its assumptions: (samples, heads), bool."""
         check_layer(att, f"bound {self.name!r}")
-        return self.formulas.of(att.variants).condition(att).expand(att.samples, att.heads)
+        return self._formula_for(att.variants).condition(att).expand(att.samples, att.heads)
 
     def terms(self, att: Attention) -> dict[str, Tensor] | None:
         """What each term contributes, as fractions of one, (samples, heads) each; None where there are no terms, or no statement."""
-        terms = self.formulas.of(att.variants).terms if self.applies(att) else None
+        terms = self._formula_for(att.variants).terms if self.applies(att) else None
         return None if terms is None else terms(self, att)
 
     def over_ball(self, att: Attention, radius: float, *, norm: str = "token") -> Tensor:
@@ -187,10 +192,16 @@ class Bound:
         """Decorator: the bound's formula for heads with ``variants`` (some or all of them) that the formulas so far do not cover.
 
         It stands for itself: what it is not given is not taken over from the formula for plain heads.
+
+        Raises:
+            ValueError: unless ``variants`` hold all that earlier formulas cover, and more.
         """
+        covers = frozenset(variants)
+        if not self.covers < covers:
+            raise ValueError(f"an extension to {sorted(covers)} must cover more than {sorted(self.covers)}, which is covered already")
 
         def enter(function: Function) -> Function:
-            self.formulas.extend(Formula(function, condition, terms, layer, longest), variants)
+            self.formulas.append(Formula(function, condition, terms, layer, longest, covers))
             return function
 
         return enter

@@ -1,6 +1,6 @@
 r"""`lipbound` and `lipbound_block` for heads with rotary position embeddings, normalised queries and keys, capped scores or sinks.
 
-The compression of `lipbound.bounds.lipbound2026.plain`, block by block, with a vector :math:`\tilde q_{ij}` for each pair of tokens:
+The compression of `lipbound.bounds.ours.pairwise`, block by block, with a vector :math:`\tilde q_{ij}` for each pair of tokens:
 Lemma 18 (docs/theory/bounds.md). Blocks of J as in `lipbound.jacobians.token_tangents`.
 
 Cost per head: O(N^3 d + N^2 d (d + d_v) + N d^3) operations, most of them inner products of :math:`\tilde q_{ij}` and :math:`\tilde q_{kj}`,
@@ -14,11 +14,11 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants import VARIANTS
 from lipbound.bounds import conditions
-from lipbound.bounds.lipbound2026 import plain
-from lipbound.bounds.lipbound2026.parts import CHUNK, RTOL, in_chunks, longest
-from lipbound.bounds.lipbound2026.pieces import TINIEST, root, scaled_lengths, seen
-from lipbound.bounds.lipbound2026.variant_maps import Covariances, Maps, Parts
-from lipbound.bounds.multihead import with_folded
+from lipbound.bounds.ours import pairwise
+from lipbound.bounds.ours.block_norms import CHUNK, RTOL, in_chunks, longest
+from lipbound.bounds.ours.rounded_products import TINIEST, root, scaled_lengths, seen
+from lipbound.bounds.ours.token_block_norms import Covariances, Maps, TokenVectors
+from lipbound.bounds.whole_layer_rules import with_folded
 from lipbound.devices import Room
 from lipbound.linalg.matrix_norms import UNIT, block_norm, gamma, matrix_norm, nonnegative_norm, power_of_two
 
@@ -28,12 +28,12 @@ ROWS = 2
 """Where the bounds in the norms of single tokens stand among those that are computed together: by rows, then by columns."""
 
 
-@plain.lipbound.extends(*VARIANTS, condition=conditions.always, layer=with_folded, longest=lambda heads: min(LONGEST, longest(heads)))
+@pairwise.lipbound.extends(*VARIANTS, condition=conditions.always, layer=with_folded, longest=lambda heads: min(LONGEST, longest(heads)))
 def _gram(att: Attention) -> Tensor:
     return together(att)[..., 0]
 
 
-@plain.lipbound_block.extends(*VARIANTS, condition=conditions.always, layer=with_folded, longest=longest)
+@pairwise.lipbound_block.extends(*VARIANTS, condition=conditions.always, layer=with_folded, longest=longest)
 def _block(att: Attention) -> Tensor:
     return together(att)[..., 1]
 
@@ -79,8 +79,8 @@ def _one(att: Attention, sample: int, h: int, room: Room) -> Tensor:
     return torch.stack([root(squared), block, *single]) * unit * (1 + gamma(10 * maps.width + 200))
 
 
-def _of_tokens(maps: Maps, kept: Tensor, covariances: Covariances, t: Tensor, e: Tensor, v: Tensor, o: Tensor) -> tuple[Parts, Tensor]:
-    """`Parts` of all tokens t, lengths as (i, t), and kappa, (N,).
+def _of_tokens(maps: Maps, kept: Tensor, covariances: Covariances, t: Tensor, e: Tensor, v: Tensor, o: Tensor) -> tuple[TokenVectors, Tensor]:
+    """`TokenVectors` of all tokens t, lengths as (i, t), and kappa, (N,).
 
     Some tokens at a time: q~_it for all i that see t as a key, B_t where it is the query. What a mask forbids is left at zero.
     """
@@ -104,4 +104,4 @@ def _of_tokens(maps: Maps, kept: Tensor, covariances: Covariances, t: Tensor, e:
         size = scaled_lengths(reach[part])
         weight = (t[part, keys] * length[part, keys] / size.clamp_min(TINIEST))[..., None]
         kappa[part] = (block_norm((weight * (v[None, keys] - o[part, None, :])).to(maps.work).mT) + gamma(6, maps.work)) * size[:, 0]
-    return Parts(length, image, inner, b, b_v, b_q), kappa
+    return TokenVectors(length, image, inner, b, b_v, b_q), kappa

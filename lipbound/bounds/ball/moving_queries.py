@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lipbound.bounds.lipbound2026.spread import spread
+from lipbound.bounds.ours.weighted_spread import spread
 
 UNEVEN = 1.5
 """Exponent of the ratio of two lengths in the weights between which their sum is shared: 1 is best where both are along one direction, 2 where they

@@ -1,0 +1,67 @@
+"""A layer ready to be measured: in units of ordinary size, with the Jacobian of the map that is asked for."""
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lipbound.attention.layer import Attention
+from lipbound.jacobians.head import HeadOperator
+from lipbound.jacobians.maps import BLOCKS, WHOLE
+from lipbound.jacobians.multihead import LayerJacobian
+from lipbound.jacobians.residual_block import BlockJacobian
+from lipbound.jacobians.rounding import folding_error, map_roundoff, roundoff
+from lipbound.jacobians.streaming import head_jacobian
+from lipbound.linalg.operators import JacobianOperator, Roundoff
+
+
+class PreparedMap:
+    """A layer whose map is measured: in units in which its tensors are of ordinary size (unless wanted ``as_given``), with the output projection
+    folded in where the map has it. ``sharp``: as for `lipbound.jacobians.rounding.roundoff`.
+
+    Attributes:
+        attention: the layer. op: its Jacobian.
+        exponents: of the powers of two that its norms are to be multiplied with, (heads,).
+        known: whether the layer could be brought into these units exactly, (samples, heads) bool, or None where it always can.
+        basis: (heads, D_out, r) of the outputs of "head_out", or None.
+    """
+
+    basis: Tensor | None
+
+    def __init__(self, att: Attention, map: str, *, as_given: bool = False, sharp: bool = False):
+        self.map, self.known, self._sharp, before = map, None, sharp, att
+        att, self.basis = att.fold_output() if map == "head_out" else (att, None)
+        self.folded = None if self.basis is None else folding_error(before, att, self.basis)
+        self.exponents = torch.zeros(att.heads, dtype=torch.long)
+        if as_given:
+            pass
+        elif map in ("head", "head_out") and att.dtype == torch.float64 and att.ordinary() is None:
+            att, exponents, self.known = att.unit_scales()
+            self.exponents = exponents.cpu()
+        elif map not in BLOCKS:  # the identity of a residual must be seen in its own units
+            att, unit = att.unit_values(together=map in WHOLE)
+            self.exponents = unit.cpu().log2().round().long()
+        self.attention, self.op = att, _operator(att, map)
+
+    @cached_property
+    def roundoff(self) -> Roundoff:
+        """Of a float64 layer."""
+        heads = heads_of(self.op)
+        if self.folded is None:
+            return map_roundoff(self.attention, heads, self.map, sharp=self._sharp)
+        folding = self.folded.shifted(-self.exponents.to(self.folded.weights.device))
+        return roundoff(self.attention, heads, folding=folding, sharp=self._sharp)
+
+
+def heads_of(op: JacobianOperator) -> HeadOperator:
+    """The heads that an operator of a layer is made of."""
+    while not isinstance(op, HeadOperator):
+        assert isinstance(op, (LayerJacobian, BlockJacobian))
+        op = op.layer if isinstance(op, BlockJacobian) else op.heads
+    return op
+
+
+def _operator(att: Attention, map: str) -> JacobianOperator:
+    if map in BLOCKS:
+        return BlockJacobian(att, map)
+    return LayerJacobian(att, project=map == "layer") if map in WHOLE else head_jacobian(att)
