@@ -1,4 +1,5 @@
-"""Everything about the package but one text is in setup.cfg: its description, which is README.md without links to files of the repository."""
+"""Everything about the package but one text is in setup.cfg: its description, which is README.md
+without links to files of the repository."""
 
 import re
 from pathlib import Path
@@ -7,7 +8,8 @@ from setuptools import setup
 
 
 def plain_links(text: str) -> str:
-    """Markdown with pictures left out and links to relative paths as their text: on a package index they lead nowhere."""
+    """Markdown with pictures left out and links to relative paths as their text: on a package index
+    they lead nowhere."""
     text = re.sub(r"!\[[^\]]*\]\((?!https?:)[^)]*\)\n*", "", text)
     return re.sub(r"\[([^\]]*)\]\((?!https?:|#)[^)]*\)", r"\1", text)
 

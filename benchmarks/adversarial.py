@@ -1,8 +1,10 @@
-"""Every enclosure and every sound bound on families of hard heads, beside norms known to 80 digits: ``python benchmarks/adversarial.py``.
+"""Every enclosure and every sound bound on families of hard heads, beside norms known to 80 digits:
+``python benchmarks/adversarial.py``.
 
-A miss is an enclosure that does not hold the norm, or a sound bound below it, by however little: nothing is allowed for rounding. With
-``--cases 20000`` it takes a night's part of one core; ``--first`` goes on where another run ended. Tables are printed, and ``--out`` keeps them as
-JSON. The exit status is 1 where anything was missed.
+A miss is an enclosure that does not hold the norm, or a sound bound below it, by however little:
+nothing is allowed for rounding. With ``--cases 20000`` it takes a night's part of one core;
+``--first`` goes on where another run ended. Tables are printed, and ``--out`` keeps them as JSON.
+The exit status is 1 where anything was missed.
 """
 
 import argparse
@@ -32,9 +34,15 @@ def verdicts(options: argparse.Namespace, dtype: str, family: str) -> Iterator[V
     while judged < options.cases / len(options.families) / len(options.dtypes):
         att = judge.case(family, DTYPES[dtype], seed)
         yield from judge.judge(
-            att, f"{family}({seed})", map=options.map, tol=options.tol, delta=options.delta, methods=options.methods, chosen=options.bounds,
+            att,
+            f"{family}({seed})",
+            map=options.map,
+            tol=options.tol,
+            delta=options.delta,
+            methods=options.methods,
+            chosen=options.bounds,
             l2=not options.no_l2,
-        )  # fmt: skip
+        )
         judged += att.samples * (1 if options.map in judge.WHOLE else att.heads)
         seed += 1
 
@@ -55,7 +63,9 @@ def row(found: list[Verdict]) -> dict[str, Any]:
         "misses_beyond_1e-12": sum(v.miss > 1e-12 for v in wrong),
         "misses_beyond_1e-6": sum(v.miss > 1e-6 for v in wrong),
         "misses_that_converged": sum(v.converged is True for v in wrong),
-        "not_converged": len(open_ends) / len(judged) if judged and judged[0].converged is not None else None,
+        "not_converged": len(open_ends) / len(judged)
+        if judged and judged[0].converged is not None
+        else None,
         "median_width": widths[len(widths) // 2] if widths else None,
         "width_of_99_percent": widths[math.ceil(0.99 * len(widths)) - 1] if widths else None,
         "wider_than_1e-3": sum(w > 1e-3 for w in widths) / len(widths) if widths else None,
@@ -67,20 +77,35 @@ def small(value: float | None) -> str:
 
 
 def show(results: dict[str, dict[str, dict[str, Any]]], total: dict[str, dict[str, Any]]) -> None:
-    """Two tables: methods over all families, and the misses of each method on each family with the worst of them."""
-    print(f"{'method':26s}{'cases':>8s}{'refused':>8s}{'misses':>8s}{'>1e-12':>8s}{'>1e-6':>8s}{'worst':>9s}{'open':>8s}{'median':>9s}{'99 %':>9s}")
+    """Two tables: methods over all families, and the misses of each method on each family with the
+    worst of them."""
+    print(
+        f"{'method':26s}{'cases':>8s}{'refused':>8s}{'misses':>8s}{'>1e-12':>8s}{'>1e-6':>8s}{'worst':>9s}{'open':>8s}{'median':>9s}{'99 %':>9s}"  # noqa: E501
+    )
     for method, r in total.items():
         share = "-" if r["not_converged"] is None else f"{100 * r['not_converged']:.2f} %"
         print(
             f"{method:26s}{r['cases']:8d}{r['refused']:8d}{r['misses']:8d}{r['misses_beyond_1e-12']:8d}{r['misses_beyond_1e-6']:8d}"
-            f"{small(r['worst_miss']):>9s}{share:>8s}{small(r['median_width']):>9s}{small(r['width_of_99_percent']):>9s}  {r['worst_case']}"
+            f"{small(r['worst_miss']):>9s}{share:>8s}{small(r['median_width']):>9s}{small(r['width_of_99_percent']):>9s} "  # noqa: E501
+            f" {r['worst_case']}"
         )
     shown = [method for method, r in total.items() if r["misses"]]
     if shown:
-        print("\nmisses and the worst of them\n" + f"{'family':26s}" + "".join(f"{method[-16:]:>18s}" for method in shown))
+        print(
+            "\nmisses and the worst of them\n"
+            + f"{'family':26s}"
+            + "".join(f"{method[-16:]:>18s}" for method in shown)
+        )
     for family, by_method in results.items() if shown else ():
         cells = [by_method.get(method, {"misses": 0, "worst_miss": 0.0}) for method in shown]
-        print(f"{family:26s}" + "".join(f"{cell['misses'] or '':>9} {small(cell['worst_miss']) if cell['misses'] else '':>8s}" for cell in cells))
+        print(
+            f"{family:26s}"
+            + "".join(
+                f"{cell['misses'] or '':>9} "
+                f"{small(cell['worst_miss']) if cell['misses'] else '':>8s}"
+                for cell in cells
+            )
+        )
 
 
 def grouped(found: list[Verdict]) -> dict[str, list[Verdict]]:
@@ -92,13 +117,17 @@ def grouped(found: list[Verdict]) -> dict[str, list[Verdict]]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=2000, help="norms in all, shared among families and dtypes")
+    parser.add_argument(
+        "--cases", type=int, default=2000, help="norms in all, shared among families and dtypes"
+    )
     parser.add_argument("--first", type=int, default=1000, help="seed of each family's first layer")
     parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=list(FAMILIES))
     parser.add_argument("--dtypes", nargs="*", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--bounds", nargs="*", default=bounds.names(), choices=bounds.names())
-    parser.add_argument("--no-l2", action="store_true", help=f"leave out {L2} and bounds on L2 attention")
+    parser.add_argument(
+        "--no-l2", action="store_true", help=f"leave out {L2} and bounds on L2 attention"
+    )
     parser.add_argument("--map", default="head", choices=["head", "head_out", *judge.WHOLE])
     parser.add_argument("--tol", type=float, default=1e-4)
     parser.add_argument("--delta", type=float, default=1e-6)
@@ -109,7 +138,12 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     options = arguments()
     torch.set_num_threads(1)
-    record: dict[str, Any] = {"tol": options.tol, "delta": options.delta, "map": options.map, "samples_per_layer": SAMPLES}
+    record: dict[str, Any] = {
+        "tol": options.tol,
+        "delta": options.delta,
+        "map": options.map,
+        "samples_per_layer": SAMPLES,
+    }
     missed = False
     for dtype in options.dtypes:
         start, everything, results = time.perf_counter(), [], {}
@@ -118,9 +152,17 @@ def main() -> None:
             everything += found
             results[family] = {method: row(part) for method, part in grouped(found).items()}
             misses = sum(r["misses"] for r in results[family].values())
-            print(f"{time.perf_counter() - start:6.0f} s  {dtype} {family}: {len(found)} verdicts, {misses} misses", file=sys.stderr, flush=True)
+            print(
+                f"{time.perf_counter() - start:6.0f} s  {dtype} {family}: {len(found)} verdicts, "
+                f"{misses} misses",
+                file=sys.stderr,
+                flush=True,
+            )
         total = {method: row(part) for method, part in grouped(everything).items()}
-        print(f"\n{dtype}, map {options.map}, tol {options.tol:g}, delta {options.delta:g}: {time.perf_counter() - start:.0f} s")
+        print(
+            f"\n{dtype}, map {options.map}, tol {options.tol:g}, delta {options.delta:g}: "
+            f"{time.perf_counter() - start:.0f} s"
+        )
         show(results, total)
         record[dtype] = {"total": total, "families": results}
         missed = missed or any(r["misses"] for r in total.values())

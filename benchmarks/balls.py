@@ -1,11 +1,15 @@
-"""How far the bound over a ball of inputs is above what an adversary finds, and whether any adversary gets above it.
+"""How far the bound over a ball of inputs is above what an adversary finds, and whether any
+adversary gets above it.
 
-``python benchmarks/balls.py`` takes all heads of three layers of builtin:minilm on its default input at N = 64, radii from 1e-4 to 1 of the mean
-length of a token, both norms, one thread. "before" is the bound by entries alone (Lemma 27 (docs/theory/balls.md)), "after" is
-`lipbound.bounds.over_ball`. Times are CPU seconds for the three layers, the certified norm at the centre included. Where the adversary found less at
-a radius than at a smaller one, that counts. ``--balls`` many balls around small plain heads are attacked in float64 by steepest ascent with dense
-Jacobians, and half as many around heads with rotary position embeddings, caps and sinks by `lipbound.attack`. Prints, and writes balls.json and
-balls.png; ``--draw`` draws what balls.json holds.
+``python benchmarks/balls.py`` takes all heads of three layers of builtin:minilm on its default
+input at N = 64, radii from 1e-4 to 1 of the mean length of a token, both norms, one thread.
+"before" is the bound by entries alone (Lemma 27 (docs/theory/balls.md)), "after" is
+`lipbound.bounds.over_ball`. Times are CPU seconds for the three layers, the certified norm at the
+centre included. Where the adversary found less at a radius than at a smaller one, that counts.
+``--balls`` many balls around small plain heads are attacked in float64 by steepest ascent with
+dense Jacobians, and half as many around heads with rotary position embeddings, caps and sinks by
+`lipbound.attack`. Prints, and writes balls.json and balls.png; ``--draw`` draws what balls.json
+holds.
 """
 
 import argparse
@@ -51,25 +55,41 @@ def summary(values: Tensor) -> list[float]:
     return [float(values.log().mean().exp()), float(values.max())]
 
 
-def of_model(norm: str, radii: list[float], tokens: int, steps: int, starts: int) -> list[dict[str, Any]]:
+def of_model(
+    norm: str, radii: list[float], tokens: int, steps: int, starts: int
+) -> list[dict[str, Any]]:
     """A row for each radius."""
     atts = layers(tokens)
     exact = torch.cat([lb.spectral_norm(att, tol=1e-4).lower[0] for att in atts])
     found, rows = exact, []
     for relative in sorted(radii):
-        row: dict[str, Any] = {"norm": norm, "steps": steps, "radius": relative, "tokens": atts[0].tokens, "heads": len(exact)}
+        row: dict[str, Any] = {
+            "norm": norm,
+            "steps": steps,
+            "radius": relative,
+            "tokens": atts[0].tokens,
+            "heads": len(exact),
+        }
         bounds = {}
         for name, entries_only in (("before", True), ("after", False)):
             start = time.process_time()
             values = []
             for att in map(fresh, atts):
                 radius = relative * float(att.x.norm(dim=-1).mean())
-                values.append(_over_ball(att, radius, norm, "certified", entries_only=entries_only)[0])
+                values.append(
+                    _over_ball(att, radius, norm, "certified", entries_only=entries_only)[0]
+                )
             bounds[name] = torch.cat(values)
             row[f"{name}_s"] = time.process_time() - start
         start = time.process_time()
         for_radius = [
-            lb.attack(att.double(), relative * float(att.x.double().norm(dim=-1).mean()), norm=norm, steps=steps, starts=starts).norm[0]
+            lb.attack(
+                att.double(),
+                relative * float(att.x.double().norm(dim=-1).mean()),
+                norm=norm,
+                steps=steps,
+                starts=starts,
+            ).norm[0]
             for att in atts
         ]
         row["attack_s"] = time.process_time() - start
@@ -106,10 +126,25 @@ def attacked_variants(balls: int, steps: int) -> dict[str, Any]:
         g = torch.Generator().manual_seed(seed)
         has = frozenset(name for i, name in enumerate(variants) if (1 + seed % 7) >> i & 1)
         n = 3 + int(torch.randint(5, (), generator=g))
-        att = layer(seed, has, mask=MASKS[seed % len(MASKS)], n=n, scale=10 ** (float(torch.rand((), generator=g)) - 0.5), samples=4, heads=3)
-        radius = 10 ** float(torch.rand((), generator=g) * 4.5 - 4) * float(att.x.norm(dim=-1).mean())
+        att = layer(
+            seed,
+            has,
+            mask=MASKS[seed % len(MASKS)],
+            n=n,
+            scale=10 ** (float(torch.rand((), generator=g)) - 0.5),
+            samples=4,
+            heads=3,
+        )
+        radius = 10 ** float(torch.rand((), generator=g) * 4.5 - 4) * float(
+            att.x.norm(dim=-1).mean()
+        )
         norm = NORMS[seed // 7 % 2]
-        ratio, gain = against(att, norm, radius, lb.attack(att, radius, norm=norm, steps=steps, starts=4, seed=seed).norm)
+        ratio, gain = against(
+            att,
+            norm,
+            radius,
+            lb.attack(att, radius, norm=norm, steps=steps, starts=4, seed=seed).norm,
+        )
         ratios.append(ratio)
         gains.append(gain)
     return judged(ratios, gains, steps)
@@ -117,7 +152,9 @@ def attacked_variants(balls: int, steps: int) -> dict[str, Any]:
 
 def against(att: Attention, norm: str, radius: float, found: Tensor) -> tuple[Tensor, Tensor]:
     """Our bound over what an attack found, and the bound by entries alone over ours."""
-    after, before = (_over_ball(att, radius, norm, "certified", entries_only=e) for e in (False, True))
+    after, before = (
+        _over_ball(att, radius, norm, "certified", entries_only=e) for e in (False, True)
+    )
     return (after / found).flatten(), (before / after).flatten()
 
 
@@ -125,13 +162,18 @@ def judged(ratios: list[Tensor], gains: list[Tensor], steps: int) -> dict[str, A
     """Of many balls."""
     ratio, gain = torch.cat(ratios), torch.cat(gains)
     return {
-        "balls": len(ratio), "steps": steps, "below": int((ratio < 1 - 1e-9).sum()), "smallest": float(ratio.min()),
-        "bound_over_ascent": summary(ratio), "before_over_after": summary(gain),
-    }  # fmt: skip
+        "balls": len(ratio),
+        "steps": steps,
+        "below": int((ratio < 1 - 1e-9).sum()),
+        "smallest": float(ratio.min()),
+        "bound_over_ascent": summary(ratio),
+        "before_over_after": summary(gain),
+    }
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """The gap between bound and adversary against the radius: geometric means, and the worst head dotted."""
+    """The gap between bound and adversary against the radius: geometric means, and the worst head
+    dotted."""
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -140,7 +182,10 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     for ax, (norm, title) in zip(axes, titles.items(), strict=True):
         found = sorted((row for row in rows if row["norm"] == norm), key=lambda row: row["radius"])
         x = [row["radius"] for row in found]
-        for name, label, colour in (("before", "by entries", "#bb5566"), ("after", "with pairs of tokens", "#004488")):
+        for name, label, colour in (
+            ("before", "by entries", "#bb5566"),
+            ("after", "with pairs of tokens", "#004488"),
+        ):
             mean, worst = zip(*(row[f"{name}_over_adversary"] for row in found), strict=True)
             ax.loglog(x, mean, "o-", color=colour, markersize=3.5, label=label)
             ax.loglog(x, worst, ":", color=colour, linewidth=1.2, label=f"{label}, worst head")
@@ -158,7 +203,9 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=7)
     parser.add_argument("--balls", type=int, default=5000)
     parser.add_argument("--norms", nargs="*", default=list(NORMS), choices=NORMS)
-    parser.add_argument("--radii", nargs="*", type=float, default=list(RADII), help="of the mean length of a token")
+    parser.add_argument(
+        "--radii", nargs="*", type=float, default=list(RADII), help="of the mean length of a token"
+    )
     parser.add_argument("--out", type=Path, default=HERE.with_suffix(".json"))
     parser.add_argument("--draw", action="store_true", help="measure nothing")
     args = parser.parse_args()
@@ -177,7 +224,11 @@ def main() -> None:
         result["attacked"] = attacked(args.balls, steps=10)
         result["attacked_variants"] = attacked_variants(args.balls // 2, steps=10)
         print(json.dumps([result["attacked"], result["attacked_variants"]]), flush=True)
-    result["rows"] = [row for norm in args.norms for row in of_model(norm, args.radii, args.tokens, args.steps, args.starts)]
+    result["rows"] = [
+        row
+        for norm in args.norms
+        for row in of_model(norm, args.radii, args.tokens, args.steps, args.starts)
+    ]
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     draw(result["rows"], args.out.with_suffix(".png"))
 

@@ -1,9 +1,11 @@
-"""Time our bounds and the certificates against plain exact norms, in one run: ``make bench``. Writes benchmarks/bounds.json.
+"""Time our bounds and the certificates against plain exact norms, in one run: ``make bench``.
+Writes benchmarks/bounds.json.
 
-On all heads of builtin:minilm (N = 128, real text): bound / exact, and time of each bound and of the enclosures as a multiple of the plain norms'
-time (tol 1e-4). Scaling: the same ratio of times for 12 heads of width 32 at N = 64 ... 1024, random weights at a trained scale, N = 1024 on 2 of
-them. Default: all bounds but `yudin_sqrt_n`, which is timed apart, together, for heads of width 64 at N = 197 and 1024.
-Medians of interleaved repeats.
+On all heads of builtin:minilm (N = 128, real text): bound / exact, and time of each bound and of
+the enclosures as a multiple of the plain norms' time (tol 1e-4). Scaling: the same ratio of times
+for 12 heads of width 32 at N = 64 ... 1024, random weights at a trained scale, N = 1024 on 2 of
+them. Default: all bounds but `yudin_sqrt_n`, which is timed apart, together, for heads of width 64
+at N = 197 and 1024. Medians of interleaved repeats.
 """
 
 import json
@@ -33,7 +35,9 @@ def fresh(att: Attention) -> Attention:
     return other
 
 
-def timed(jobs: dict[str, Callable[[Attention], Any]], layers: list[Attention], repeats: int = REPEATS) -> dict[str, float]:
+def timed(
+    jobs: dict[str, Callable[[Attention], Any]], layers: list[Attention], repeats: int = REPEATS
+) -> dict[str, float]:
     """Median seconds of each job over all layers, interleaved."""
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
     for _ in range(repeats):
@@ -50,7 +54,12 @@ def main() -> None:
     """Measure, print and write."""
     torch.set_num_threads(2)
     checkpoint = load_checkpoint("builtin:minilm")
-    layers = [layer.attention for layer in Capturer(checkpoint.model).run(prepare(checkpoint, samples=1, max_length=128).batch)]
+    layers = [
+        layer.attention
+        for layer in Capturer(checkpoint.model).run(
+            prepare(checkpoint, samples=1, max_length=128).batch
+        )
+    ]
     heads = sum(att.heads for att in layers)
     jobs: dict[str, Callable[[Attention], Any]] = {
         "exact": lambda att: spectral_norm(att, tol=1e-4),
@@ -71,14 +80,24 @@ def main() -> None:
     for n in (64, 128, 256, 512, 1024):
         g = torch.Generator().manual_seed(0)
         count = 2 if n == 1024 else 12
-        att = Attention(torch.randn(1, n, 384, generator=g), *(torch.randn(count, 384, 32, generator=g) * 0.06 for _ in range(3)))
+        att = Attention(
+            torch.randn(1, n, 384, generator=g),
+            *(torch.randn(count, 384, 32, generator=g) * 0.06 for _ in range(3)),
+        )
         att.p  # noqa: B018  (computed before the clock starts)
         pair = timed({name: jobs[name] for name in ("exact", "lipbound")}, [att])
-        result["scaling"][n] = {"heads": count, "lipbound_seconds": pair["lipbound"], "lipbound_over_exact": pair["lipbound"] / pair["exact"]}
+        result["scaling"][n] = {
+            "heads": count,
+            "lipbound_seconds": pair["lipbound"],
+            "lipbound_over_exact": pair["lipbound"] / pair["exact"],
+        }
     result["default"] = {}
     for n, count in ((197, 12), (1024, 2)):
         g = torch.Generator().manual_seed(0)
-        att = Attention(torch.randn(1, n, 768, generator=g), *(torch.randn(count, 768, 64, generator=g) * 0.04 for _ in range(3)))
+        att = Attention(
+            torch.randn(1, n, 768, generator=g),
+            *(torch.randn(count, 768, 64, generator=g) * 0.04 for _ in range(3)),
+        )
         att.p  # noqa: B018
         names = [name for name in bounds.resolve("default") if name != "yudin_sqrt_n"]
         several: dict[str, Callable[[Attention], Any]] = {

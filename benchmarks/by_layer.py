@@ -1,7 +1,9 @@
-"""Time and peak memory of a checkpoint of 1.2 billion parameters in bfloat16, read layer by layer. Writes by_layer.json.
+"""Time and peak memory of a checkpoint of 1.2 billion parameters in bfloat16, read layer by layer.
+Writes by_layer.json.
 
-The checkpoint has the shape of Llama 3.2 1B and random weights; it takes 2.5 GB in a temporary folder, which is removed afterwards. Writing and
-work run in processes of their own (on Linux ru_maxrss of a process starts at that of its parent, VmHWM at nothing). Peaks count file pages that
+The checkpoint has the shape of Llama 3.2 1B and random weights; it takes 2.5 GB in a temporary
+folder, which is removed afterwards. Writing and work run in processes of their own (on Linux
+ru_maxrss of a process starts at that of its parent, VmHWM at nothing). Peaks count file pages that
 are mapped, too; the kernel may drop these at any time.
 """
 
@@ -25,9 +27,17 @@ from lipbound.runs.compare import compare
 TOKENS = 128
 DTYPES = ("float32", "float64")
 CONFIG = {
-    "vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
-    "intermediate_size": 8192, "max_position_embeddings": 8192, "tie_word_embeddings": True, "rope_theta": 500000.0,
-}  # fmt: skip
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "rope_theta": 500000.0,
+}
 
 
 def write(folder: Path) -> None:
@@ -46,7 +56,9 @@ def write(folder: Path) -> None:
         tensors = {name: _weight(shapes[name], g) for name in names}
         save_file(tensors, folder / file, {"format": "pt"})
         where |= dict.fromkeys(names, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": where})
+    )
 
 
 def _weight(shape: torch.Size, g: torch.Generator) -> torch.Tensor:
@@ -57,7 +69,9 @@ def _weight(shape: torch.Size, g: torch.Generator) -> torch.Tensor:
 
 def work(folder: Path, dtype: str) -> None:
     """What is measured: one forward pass, and a run of `lipbound.compare` over all layers."""
-    ids = torch.randint(0, CONFIG["vocab_size"], (1, TOKENS), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(
+        0, CONFIG["vocab_size"], (1, TOKENS), generator=torch.Generator().manual_seed(1)
+    )
     checkpoint = load_checkpoint(folder, weights="layers", dtype=dtype)
     reached("load")
     with torch.no_grad():
@@ -66,7 +80,15 @@ def work(folder: Path, dtype: str) -> None:
     reached("forward")
     if dtype != "float32":
         return
-    ds = compare(folder, {"input_ids": ids}, weights="layers", samples=1, device="cpu", bounds=["lipbound", "yudin"], progress=False)
+    ds = compare(
+        folder,
+        {"input_ids": ids},
+        weights="layers",
+        samples=1,
+        device="cpu",
+        bounds=["lipbound", "yudin"],
+        progress=False,
+    )
     assert bool((ds["lipbound"] >= ds["exact"]).all())
     reached("compare")
 
@@ -90,7 +112,9 @@ def reached(stage: str) -> None:
 
 def stages(*args: str) -> dict[str, Any]:
     """What a fresh process of this script with these arguments prints."""
-    done = subprocess.run([sys.executable, __file__, *args], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, __file__, *args], capture_output=True, text=True, check=True
+    )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -108,7 +132,11 @@ def main() -> None:
             work(folder, what)
         print(json.dumps(STAGES))
         return
-    report: dict[str, Any] = {"torch": torch.__version__, "transformers": tf.__version__, "tokens": TOKENS}
+    report: dict[str, Any] = {
+        "torch": torch.__version__,
+        "transformers": tf.__version__,
+        "tokens": TOKENS,
+    }
     with tempfile.TemporaryDirectory() as folder:
         report["write"] = stages(folder, "write")
         report["parameters"] = numbers(Path(folder))

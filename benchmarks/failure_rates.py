@@ -1,11 +1,14 @@
-"""How often certificates fail that may fail with probability delta: ``python benchmarks/failure_rates.py``.
+"""How often certificates fail that may fail with probability delta:
+``python benchmarks/failure_rates.py``.
 
-The Jacobian of a head at one token is the transpose of W_V, so any spectrum is that of some head. Here the norm is 1 and stands alone above
-clusters, which a start vector with hardly any of the top singular vector in it takes for the top; runs end by their own rule, and after a few steps,
-where certificates spend their probability. What random starts leave open of operators as small as these is otherwise settled by a dense
-decomposition, which cannot fail; here the starts speak alone. Every run has a start vector of its own. A failure is an upper end below 1, or a lower
-end above it. Rates must not be above delta but for chance: "at most" is their upper 99.9 % confidence limit (Clopper and Pearson 1934), and the exit
-status is 1 where the lower one exceeds delta.
+The Jacobian of a head at one token is the transpose of W_V, so any spectrum is that of some head.
+Here the norm is 1 and stands alone above clusters, which a start vector with hardly any of the top
+singular vector in it takes for the top; runs end by their own rule, and after a few steps, where
+certificates spend their probability. What random starts leave open of operators as small as these
+is otherwise settled by a dense decomposition, which cannot fail; here the starts speak alone. Every
+run has a start vector of its own. A failure is an upper end below 1, or a lower end above it. Rates
+must not be above delta but for chance: "at most" is their upper 99.9 % confidence limit (Clopper
+and Pearson 1934), and the exit status is 1 where the lower one exceeds delta.
 """
 
 import argparse
@@ -47,20 +50,39 @@ DELTAS = (0.5, 0.1, 0.01)
 
 
 def head(spectrum: list[float], runs: int, dtype: torch.dtype) -> Attention:
-    """The same head at as many samples as there are runs, with these singular values, rounded to the dtype."""
+    """The same head at as many samples as there are runs, with these singular values, rounded to
+    the dtype."""
     eye = torch.eye(WIDTH, dtype=dtype)[None]
-    return Attention(torch.ones(runs, 1, WIDTH, dtype=dtype), eye, eye, torch.tensor(spectrum, dtype=dtype).diag()[None])
+    return Attention(
+        torch.ones(runs, 1, WIDTH, dtype=dtype),
+        eye,
+        eye,
+        torch.tensor(spectrum, dtype=dtype).diag()[None],
+    )
 
 
-def missed(spectrum: list[float], runs: int, dtype: torch.dtype, delta: float, seed: int, steps: int | None) -> Tensor:
-    """By how much the norm lies outside of each run's enclosure, (runs,); 0 where it is inside. Each may fail with probability ``delta``."""
-    tol = max((1 - max(value for value in spectrum if value < 1)) / 4, 1e-4)  # less than what stands below the top
+def missed(
+    spectrum: list[float], runs: int, dtype: torch.dtype, delta: float, seed: int, steps: int | None
+) -> Tensor:
+    """By how much the norm lies outside of each run's enclosure, (runs,); 0 where it is inside.
+    Each may fail with probability ``delta``."""
+    tol = max(
+        (1 - max(value for value in spectrum if value < 1)) / 4, 1e-4
+    )  # less than what stands below the top
     att = head(spectrum, runs, dtype)
     wide = PreparedMap(att.double(), "head")
     search = wide.op if dtype == torch.float64 else PreparedMap(att, "head").op
     # as `lipbound.spectral_norm` calls it, but that the runs of a batch do not share delta
     with torch.no_grad():
-        norm = enclose.enclose(wide.op, wide.roundoff, search, tol=tol, delta=delta, seed=seed, max_steps=steps or DEFAULT_STEPS["lanczos"])
+        norm = enclose.enclose(
+            wide.op,
+            wide.roundoff,
+            search,
+            tol=tol,
+            delta=delta,
+            seed=seed,
+            max_steps=steps or DEFAULT_STEPS["lanczos"],
+        )
     return torch.maximum(1 - norm.upper, norm.lower - 1).clamp_min(0)
 
 
@@ -70,7 +92,14 @@ def row(found: Tensor, **case: Any) -> dict[str, Any]:
     low = float(beta.ppf(1e-3, failed, runs - failed + 1)) if failed else 0.0
     high = float(beta.ppf(1 - 1e-3, failed + 1, runs - failed)) if failed < runs else 1.0
     gross = int((found > 1e-6).sum())
-    return case | {"runs": runs, "failed": failed, "failed_by_more_than_1e-6": gross, "rate": failed / runs, "low": low, "high": high}
+    return case | {
+        "runs": runs,
+        "failed": failed,
+        "failed_by_more_than_1e-6": gross,
+        "rate": failed / runs,
+        "low": low,
+        "high": high,
+    }
 
 
 def main() -> None:
@@ -83,14 +112,26 @@ def main() -> None:
     torch.set_num_threads(1)
     enclose.LARGEST_DENSE = 0
     record: list[dict[str, Any]] = []
-    print(f"{'spectrum':26s}{'dtype':>9s}{'steps':>6s}{'delta':>7s}{'failed':>8s}{'rate':>9s}{'at most':>9s}{'by > 1e-6':>11s}")
-    for (name, spectrum), dtype, steps, delta in itertools.product(SPECTRA.items(), options.dtypes, STEPS, DELTAS):
+    print(
+        f"{'spectrum':26s}{'dtype':>9s}{'steps':>6s}{'delta':>7s}{'failed':>8s}{'rate':>9s}{'at most':>9s}{'by > 1e-6':>11s}"  # noqa: E501
+    )
+    for (name, spectrum), dtype, steps, delta in itertools.product(
+        SPECTRA.items(), options.dtypes, STEPS, DELTAS
+    ):
         sizes = [min(TOGETHER, options.runs - first) for first in range(0, options.runs, TOGETHER)]
-        found = torch.cat([missed(spectrum, size, getattr(torch, dtype), delta, options.seed + i, steps) for i, size in enumerate(sizes)])
+        found = torch.cat(
+            [
+                missed(spectrum, size, getattr(torch, dtype), delta, options.seed + i, steps)
+                for i, size in enumerate(sizes)
+            ]
+        )
         r = row(found, spectrum=name, dtype=dtype, steps=steps, delta=delta)
         record.append(r)
         print(f"{name:26s}{dtype:>9s}{steps or 'own':>6}{delta:7g}", end="")
-        print(f"{r['failed']:8d}{r['rate']:9.4f}{r['high']:9.4f}{r['failed_by_more_than_1e-6']:11d}", flush=True)
+        print(
+            f"{r['failed']:8d}{r['rate']:9.4f}{r['high']:9.4f}{r['failed_by_more_than_1e-6']:11d}",
+            flush=True,
+        )
     if options.out:
         options.out.write_text(json.dumps(record, indent=1) + "\n")
     sys.exit(int(any(r["low"] > r["delta"] for r in record)))

@@ -1,10 +1,13 @@
-"""Exact norms on a GPU, checked against the CPU, in one command of a few minutes: ``python benchmarks/gpu.py``. Writes gpu.json.
+"""Exact norms on a GPU, checked against the CPU, in one command of a few minutes:
+``python benchmarks/gpu.py``. Writes gpu.json.
 
-Shapes: a layer of ViT-B/16 (N = 197), one of GPT-2 (N = 1024, causal), one of Llama 8B (N = 2048, causal, rotary, 32 heads on 8 keys), with random
-weights at a trained scale, in float32. Of each: time of certified norms (to 1e-3 at delta 1e-6) and, of the first two, of `lipbound`, heads
-per second, memory at its peak, and what share of the rate of a large matrix product the products with J J^T reach, in float32 and in
-float64. Checks, of which a failure ends the program with status 1: some heads' norms lie where the enclosure says, as the CPU finds them in float64;
-all enclosures are as narrow as was asked for; `lipbound` is above.
+Shapes: a layer of ViT-B/16 (N = 197), one of GPT-2 (N = 1024, causal), one of Llama 8B (N = 2048,
+causal, rotary, 32 heads on 8 keys), with random weights at a trained scale, in float32. Of each:
+time of certified norms (to 1e-3 at delta 1e-6) and, of the first two, of `lipbound`, heads per
+second, memory at its peak, and what share of the rate of a large matrix product the products with J
+J^T reach, in float32 and in float64. Checks, of which a failure ends the program with status 1:
+some heads' norms lie where the enclosure says, as the CPU finds them in float64; all enclosures are
+as narrow as was asked for; `lipbound` is above.
 """
 
 import argparse
@@ -34,8 +37,8 @@ REPEATS = 3
 
 @dataclass(frozen=True)
 class Shape:
-    """A layer's shape. ``keys``: how many different keys its heads have. ``checked``: heads that the CPU computes again. ``bound``: of how many heads
-    `lipbound` is computed."""
+    """A layer's shape. ``keys``: how many different keys its heads have. ``checked``: heads that
+    the CPU computes again. ``bound``: of how many heads `lipbound` is computed."""
 
     name: str
     tokens: int
@@ -49,18 +52,31 @@ class Shape:
     bound: int = 0
 
     def layer(self) -> Attention:
-        """Random weights at a trained scale, float32, on the CPU: logits of standard deviation 2 or so."""
+        """Random weights at a trained scale, float32, on the CPU: logits of standard deviation 2 or
+        so."""
         g = torch.Generator().manual_seed(0)
         x = torch.randn(1, self.tokens, self.width, generator=g)
         w_q = torch.randn(self.heads, self.width, self.d, generator=g) * (2 / self.width) ** 0.5
-        w_k, w_v = (torch.randn(self.keys, self.width, self.d, generator=g) * (2 / self.width) ** 0.5 for _ in range(2))
+        w_k, w_v = (
+            torch.randn(self.keys, self.width, self.d, generator=g) * (2 / self.width) ** 0.5
+            for _ in range(2)
+        )
         shared = self.heads // self.keys
         mask = torch.full((self.tokens, self.tokens), -math.inf).triu(1) if self.causal else None
         turn = None
         if self.rotary:
-            angles = torch.arange(self.tokens)[:, None] * 500000.0 ** (-torch.arange(self.d // 2) * 2 / self.d)
+            angles = torch.arange(self.tokens)[:, None] * 500000.0 ** (
+                -torch.arange(self.d // 2) * 2 / self.d
+            )
             turn = Rotation.of_angles(angles)
-        return Attention(x, w_q, w_k.repeat_interleave(shared, 0), w_v.repeat_interleave(shared, 0), mask=mask, rotation=turn)
+        return Attention(
+            x,
+            w_q,
+            w_k.repeat_interleave(shared, 0),
+            w_v.repeat_interleave(shared, 0),
+            mask=mask,
+            rotation=turn,
+        )
 
 
 SHAPES = (
@@ -70,7 +86,9 @@ SHAPES = (
 )
 SMALL = (
     Shape("plain, N = 24", 24, 32, 8, 4, 4, checked=4, bound=4),
-    Shape("causal and rotary, N = 32", 32, 48, 8, 4, 2, causal=True, rotary=True, checked=2, bound=2),
+    Shape(
+        "causal and rotary, N = 32", 32, 48, 8, 4, 2, causal=True, rotary=True, checked=2, bound=2
+    ),
 )
 
 
@@ -109,7 +127,8 @@ def gemm_rate(dtype: torch.dtype, device: str, order: int) -> float:
 
 
 def products(att: Attention) -> float:
-    """Floating-point operations of one product with J J^T of every head, those with masked scores included."""
+    """Floating-point operations of one product with J J^T of every head, those with masked scores
+    included."""
     n, d, d_v = att.tokens, att.d, att.d_v
     return att.samples * att.heads * (2 * n * n * (4 * d + 4 * d_v) + 2 * n * (2 * d + d_v) ** 2)
 
@@ -133,24 +152,47 @@ def measured(shape: Shape, device: str, rates: dict[torch.dtype, float]) -> dict
     spent = seconds(lambda: spectral_norm(cpu.to(device), tol=TOL, delta=DELTA), device)
     peak = torch.cuda.max_memory_allocated(device) / 1e9 if device.startswith("cuda") else None
     width = float((norm.upper / norm.lower - 1).max())
-    check(bool(norm.converged.all()), f"{shape.name}: {int((~norm.converged).sum())} enclosures are wider than {TOL:g}, up to {width:.1e}")
+    check(
+        bool(norm.converged.all()),
+        f"{shape.name}: {int((~norm.converged).sum())} enclosures are wider than {TOL:g}, up to "
+        f"{width:.1e}",
+    )
 
     heads = slice(0, shape.checked)
     reference = spectral_norm(cpu.select(heads=heads).double(), tol=1e-8).lower
     lower, upper = norm.lower[:, heads], norm.upper[:, heads]
     inside = bool(((lower <= reference * (1 + 1e-8)) & (reference <= upper)).all())
-    check(inside, f"{shape.name}: the CPU finds {reference.tolist()} in float64, outside {lower.tolist()} to {upper.tolist()}")
+    check(
+        inside,
+        f"{shape.name}: the CPU finds {reference.tolist()} in float64, outside {lower.tolist()} "
+        f"to {upper.tolist()}",
+    )
     row: dict[str, Any] = {
-        "heads": shape.heads, "seconds": spent, "heads_per_second": shape.heads / spent, "peak_gb": peak, "width": width,
-        "error": float((1 - lower / reference).abs().max()), "checked": shape.checked,
-        "share_float32": share(att, rates[torch.float32]), "share_float64": share(att.double(), rates[torch.float64]),
-    }  # fmt: skip
+        "heads": shape.heads,
+        "seconds": spent,
+        "heads_per_second": shape.heads / spent,
+        "peak_gb": peak,
+        "width": width,
+        "error": float((1 - lower / reference).abs().max()),
+        "checked": shape.checked,
+        "share_float32": share(att, rates[torch.float32]),
+        "share_float64": share(att.double(), rates[torch.float64]),
+    }
     if shape.bound:
         some = slice(0, shape.bound)
         values = bounds.get("lipbound")(att.select(heads=some))
-        check(bool((values >= norm.lower[:, some].to(values.device)).all()), f"{shape.name}: lipbound is below the exact norm")
-        row["lipbound_seconds"] = seconds(lambda: bounds.get("lipbound")(cpu.to(device).select(heads=some)), device) / shape.bound * shape.heads
-        row["lipbound_ratio"] = float((values / norm.lower[:, some].to(values.device)).log().mean().exp())
+        check(
+            bool((values >= norm.lower[:, some].to(values.device)).all()),
+            f"{shape.name}: lipbound is below the exact norm",
+        )
+        row["lipbound_seconds"] = (
+            seconds(lambda: bounds.get("lipbound")(cpu.to(device).select(heads=some)), device)
+            / shape.bound
+            * shape.heads
+        )
+        row["lipbound_ratio"] = float(
+            (values / norm.lower[:, some].to(values.device)).log().mean().exp()
+        )
     return row
 
 
@@ -159,12 +201,21 @@ def report(device: str, shapes: tuple[Shape, ...], order: int) -> dict[str, Any]
     start = time.perf_counter()
     rates = {dtype: gemm_rate(dtype, device, order) for dtype in (torch.float32, torch.float64)}
     found: dict[str, Any] = {
-        "device": device_name(device), "torch": torch.__version__, "tol": TOL, "delta": DELTA,
-        "gemm_float32_tflops": rates[torch.float32] / 1e12, "gemm_float64_tflops": rates[torch.float64] / 1e12, "shapes": {},
-    }  # fmt: skip
+        "device": device_name(device),
+        "torch": torch.__version__,
+        "tol": TOL,
+        "delta": DELTA,
+        "gemm_float32_tflops": rates[torch.float32] / 1e12,
+        "gemm_float64_tflops": rates[torch.float64] / 1e12,
+        "shapes": {},
+    }
     for shape in shapes:
         row = found["shapes"][shape.name] = measured(shape, device, rates)
-        print(f"{shape.name}: {row['heads_per_second']:.4g} heads/s, {time.perf_counter() - start:.0f} s since the start; {row}", flush=True)
+        print(
+            f"{shape.name}: {row['heads_per_second']:.4g} heads/s, "
+            f"{time.perf_counter() - start:.0f} s since the start; {row}",
+            flush=True,
+        )
     return found
 
 
@@ -172,11 +223,22 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure, check, write; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda", help="where to compute")
-    parser.add_argument("--small", action="store_true", help="small layers, to try the script itself, on any device")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".json"), help="the file that is written")
+    parser.add_argument(
+        "--small", action="store_true", help="small layers, to try the script itself, on any device"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(__file__).with_suffix(".json"),
+        help="the file that is written",
+    )
     args = parser.parse_args(arguments)
     try:
-        found = report(resolve_device(args.device), SMALL if args.small else SHAPES, 256 if args.small else 8192)
+        found = report(
+            resolve_device(args.device),
+            SMALL if args.small else SHAPES,
+            256 if args.small else 8192,
+        )
     except (Failed, LipboundError) as failed:
         print(f"wrong: {failed}" if isinstance(failed, Failed) else str(failed), file=sys.stderr)
         return 1

@@ -1,6 +1,8 @@
-"""Time and peak memory of the exact norm of one head of width 64 at N = 1024 ... 16384, each in a process of its own. Writes long.json.
+"""Time and peak memory of the exact norm of one head of width 64 at N = 1024 ... 16384, each in a
+process of its own. Writes long.json.
 
-``python benchmarks/long.py certified 16384`` takes one thread for the certified norm of the same head, and renews this row alone.
+``python benchmarks/long.py certified 16384`` takes one thread for the certified norm of the same
+head, and renews this row alone.
 """
 
 import json
@@ -22,7 +24,10 @@ LENGTHS = (1024, 2048, 4096, 8192, 16384)
 def layer(n: int) -> Attention:
     """One head of width 64."""
     g = torch.Generator().manual_seed(0)
-    return Attention(torch.randn(1, n, 256, generator=g), *(torch.randn(1, 256, 64, generator=g) * 0.06 for _ in range(3)))
+    return Attention(
+        torch.randn(1, n, 256, generator=g),
+        *(torch.randn(1, 256, 64, generator=g) * 0.06 for _ in range(3)),
+    )
 
 
 def one(n: int) -> dict[str, float]:
@@ -41,7 +46,8 @@ def one(n: int) -> dict[str, float]:
 
 
 def certified(n: int) -> dict[str, float]:
-    """Upper end, seconds of the processor, and peak resident memory in GB of this process, of one thread."""
+    """Upper end, seconds of the processor, and peak resident memory in GB of this process, of one
+    thread."""
     torch.set_num_threads(1)
     att, start = layer(n), time.process_time()
     return {
@@ -67,14 +73,18 @@ def main() -> None:
         return
     runs = {}
     for n in LENGTHS:
-        done = subprocess.run([sys.executable, __file__, str(n)], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, __file__, str(n)], capture_output=True, text=True, check=True
+        )
         runs[n] = json.loads(done.stdout)
         print(n, runs[n], flush=True)
     x = np.log(LENGTHS)
     report = json.loads(path.read_text()) | {
         "runs": runs,
         "time_exponent": float(np.polyfit(x, np.log([r["seconds"] for r in runs.values()]), 1)[0]),
-        "memory_exponent": float(np.polyfit(x, np.log([r["peak_gb"] for r in runs.values()]), 1)[0]),
+        "memory_exponent": float(
+            np.polyfit(x, np.log([r["peak_gb"] for r in runs.values()]), 1)[0]
+        ),
     }
     print({key: value for key, value in report.items() if key.endswith("exponent")})
     path.write_text(json.dumps(report, indent=1) + "\n")

@@ -1,9 +1,11 @@
 """What masks save, in one run on one thread: ``python benchmarks/masks.py``. Writes masks.json.
 
-A layer of GPT-2's shape (N = 1024, d = 64, causal, two heads, random weights at a trained scale): exact norms with products in blocks of rows and on
-whole matrices, against power iteration with autograd at the loosest tolerance that is as accurate as 1e-4; `lipbound` against the same norms.
-One head of N = 8192 under a causal mask and in a sliding window of 256, each in a process of its own. Seconds of processor time, medians of
-interleaved repeats; gigabytes are the peak of the process beyond what the layer itself took, its N x N mask included.
+A layer of GPT-2's shape (N = 1024, d = 64, causal, two heads, random weights at a trained scale):
+exact norms with products in blocks of rows and on whole matrices, against power iteration with
+autograd at the loosest tolerance that is as accurate as 1e-4; `lipbound` against the same norms.
+One head of N = 8192 under a causal mask and in a sliding window of 256, each in a process of its
+own. Seconds of processor time, medians of interleaved repeats; gigabytes are the peak of the
+process beyond what the layer itself took, its N x N mask included.
 """
 
 import json
@@ -57,16 +59,27 @@ def bounded(att: Attention) -> object:
 
 
 def causal_heads() -> dict[str, Any]:
-    """Seconds per head of everything on the layer of GPT-2's shape, with a mask and without, and the ratios that matter."""
-    layers = {"causal": random_layer(N, 64, HEADS, causal=True), "no mask": random_layer(N, 64, HEADS)}
+    """Seconds per head of everything on the layer of GPT-2's shape, with a mask and without, and
+    the ratios that matter."""
+    layers = {
+        "causal": random_layer(N, 64, HEADS, causal=True),
+        "no mask": random_layer(N, 64, HEADS),
+    }
     jobs: dict[str, Callable[[], object]] = {}
     att = layers["causal"]
     exact = [spectral_norm(att.double(), tol=1e-9).lower[0]]
-    tol, error, products = rivals.loosest(rivals.power_iteration, [att], range(HEADS), exact, ACCURACY)
+    tol, error, products = rivals.loosest(
+        rivals.power_iteration, [att], range(HEADS), exact, ACCURACY
+    )
     jobs["power iteration"] = partial(rivals.values, rivals.power_iteration, att, range(HEADS), tol)
     for name, layer in layers.items():
-        jobs |= {f"{kind}, {name}": partial(f, layer) for kind, f in (("exact", plain), ("enclosed", enclosed), ("lipbound", bounded))}
-    whole = {f"{kind}, causal, whole matrices": jobs[f"{kind}, causal"] for kind in ("exact", "enclosed")}
+        jobs |= {
+            f"{kind}, {name}": partial(f, layer)
+            for kind, f in (("exact", plain), ("enclosed", enclosed), ("lipbound", bounded))
+        }
+    whole = {
+        f"{kind}, causal, whole matrices": jobs[f"{kind}, causal"] for kind in ("exact", "enclosed")
+    }
     times: dict[str, list[float]] = {}
     worth, few = row_blocks.WORTH, streaming.FEW
     for repeat in range(REPEATS + 1):
@@ -81,31 +94,54 @@ def causal_heads() -> dict[str, Any]:
     return {
         "seconds_per_head": each,
         "power_iteration": {"tol": tol, "error": error, "products": products},
-        "power_over_exact": {"blocks": power / each["exact, causal"], "whole matrices": power / each["exact, causal, whole matrices"]},
-        "power_over_enclosed": {"blocks": power / each["enclosed, causal"], "whole matrices": power / each["enclosed, causal, whole matrices"]},
-        "lipbound_over_enclosed": {name: each[f"lipbound, {name}"] / each[f"enclosed, {name}"] for name in layers},
-        "lipbound_over_exact": {name: each[f"lipbound, {name}"] / each[f"exact, {name}"] for name in layers},
+        "power_over_exact": {
+            "blocks": power / each["exact, causal"],
+            "whole matrices": power / each["exact, causal, whole matrices"],
+        },
+        "power_over_enclosed": {
+            "blocks": power / each["enclosed, causal"],
+            "whole matrices": power / each["enclosed, causal, whole matrices"],
+        },
+        "lipbound_over_enclosed": {
+            name: each[f"lipbound, {name}"] / each[f"enclosed, {name}"] for name in layers
+        },
+        "lipbound_over_exact": {
+            name: each[f"lipbound, {name}"] / each[f"exact, {name}"] for name in layers
+        },
     }
 
 
 def one(reach: int) -> dict[str, float]:
-    """Seconds, peak memory and norm of one head of N = 8192 whose queries see so many tokens up to their own."""
+    """Seconds, peak memory and norm of one head of N = 8192 whose queries see so many tokens up to
+    their own."""
     torch.set_num_threads(1)
     g, i = torch.Generator().manual_seed(0), torch.arange(LONG)
-    mask = torch.zeros(LONG, LONG).masked_fill_((i[:, None] < i) | (i[:, None] - i >= reach), -math.inf)
-    x, w = torch.randn(1, LONG, 256, generator=g), [torch.randn(1, 256, 64, generator=g) * 0.06 for _ in range(3)]
+    mask = torch.zeros(LONG, LONG).masked_fill_(
+        (i[:, None] < i) | (i[:, None] - i >= reach), -math.inf
+    )
+    x, w = (
+        torch.randn(1, LONG, 256, generator=g),
+        [torch.randn(1, 256, 64, generator=g) * 0.06 for _ in range(3)],
+    )
     att = Attention(x, *w, mask=mask)
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     norm = spectral_norm(att, tol=ACCURACY)
     spent, peak = time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"seconds": spent, "steps": int(norm.steps), "norm": float(norm.lower), "more_gb": (peak - before) / 1e6}
+    return {
+        "seconds": spent,
+        "steps": int(norm.steps),
+        "norm": float(norm.lower),
+        "more_gb": (peak - before) / 1e6,
+    }
 
 
 def windows() -> dict[str, Any]:
     """Both masks, and the ratio of their times."""
     runs = {}
     for name, reach in (("window", WINDOW), ("causal", LONG)):
-        done = subprocess.run([sys.executable, __file__, str(reach)], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, __file__, str(reach)], capture_output=True, text=True, check=True
+        )
         runs[name] = json.loads(done.stdout)
         print(name, runs[name], flush=True)
     return runs | {"window_over_causal": runs["window"]["seconds"] / runs["causal"]["seconds"]}
@@ -118,7 +154,10 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     report: dict[str, Any] = {"device": device(), "torch": torch.__version__}
-    for name, rows in ((f"{HEADS} heads, N = {N}", causal_heads), (f"one head, N = {LONG}", windows)):
+    for name, rows in (
+        (f"{HEADS} heads, N = {N}", causal_heads),
+        (f"one head, N = {LONG}", windows),
+    ):
         report[name] = rows()
         print(name, json.dumps(report[name], indent=1), flush=True)
     HERE.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")

@@ -1,4 +1,5 @@
-"""Rewrite the generated parts of README.md: its figure, and how tight the bounds are, from tightness.json."""
+"""Rewrite the generated parts of README.md: its figure, and how tight the bounds are, from
+tightness.json."""
 
 import re
 import sys
@@ -27,7 +28,10 @@ def table() -> str:
     lines = [f"| bound | norm | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
     for bound in map(bounds.get, bounds.names(None)):
         found = [row["norms"][bound.norm]["bounds"].get(bound.name) for row in rows.values()]
-        cells = ["" if one is None else shown_ratio(one["geomean"]) + (" †" if one["sound"] < 1 else "") for one in found]
+        cells = [
+            "" if one is None else shown_ratio(one["geomean"]) + (" †" if one["sound"] < 1 else "")
+            for one in found
+        ]
         lines.append(f"| `{bound.name}` | {bound.norm} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -38,7 +42,13 @@ PARTS = {"figure": figure, "tightness": table}
 def written(text: str) -> str:
     """README.md with its generated parts as they should be."""
     for name, part in PARTS.items():
-        text = re.sub(rf"(<!-- {name}: [^\n]*-->\n\n).*?(<!-- end -->)", lambda m, p=part: f"{m[1]}{p()}\n\n{m[2]}", text, count=1, flags=re.DOTALL)
+        text = re.sub(
+            rf"(<!-- {name}: [^\n]*-->\n\n).*?(<!-- end -->)",
+            lambda m, p=part: f"{m[1]}{p()}\n\n{m[2]}",
+            text,
+            count=1,
+            flags=re.DOTALL,
+        )
     return text
 
 

@@ -1,7 +1,9 @@
-"""What people use instead, written afresh: spectral norms of one head at a time from products by autograd, or from its dense Jacobian.
+"""What people use instead, written afresh: spectral norms of one head at a time from products by
+autograd, or from its dense Jacobian.
 
-Each rival is a function of (attention, head, tolerance) -> (value, products spent with J and its transpose). `loosest` finds the tolerance
-with which a rival is just accurate enough, so that times are compared at equal accuracy.
+Each rival is a function of (attention, head, tolerance) -> (value, products spent with J and its
+transpose). `loosest` finds the tolerance with which a rival is just accurate enough, so that times
+are compared at equal accuracy.
 """
 
 import warnings
@@ -21,16 +23,20 @@ TOLERANCES = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 
 
 def power_iteration(att: Attention, head: int, tol: float) -> tuple[float, int]:
-    """Power iteration on J^T J through autograd (Castin et al. 2024, appendix E.1), stopped when a step changes the value by less than tol."""
+    """Power iteration on J^T J through autograd (Castin et al. 2024, appendix E.1), stopped when a
+    step changes the value by less than tol."""
     return _power(att, head, tol, 1)
 
 
 def patient_power_iteration(att: Attention, head: int, tol: float) -> tuple[float, int]:
-    """The same, stopped when 20 steps together change the value by less than tol: in float32 one step's change soon rounds to nothing."""
+    """The same, stopped when 20 steps together change the value by less than tol: in float32 one
+    step's change soon rounds to nothing."""
     return _power(att, head, tol, 20)
 
 
-def _power(att: Attention, head: int, tol: float, patience: int, max_steps: int = 2000) -> tuple[float, int]:
+def _power(
+    att: Attention, head: int, tol: float, patience: int, max_steps: int = 2000
+) -> tuple[float, int]:
     op = AutogradJacobian(head_function(att, 0, head), att.x[0])
     x = torch.randn(1, *op.in_shape, generator=torch.Generator().manual_seed(head), dtype=att.dtype)
     found, products = [0.0] * patience, 0
@@ -71,15 +77,28 @@ def _svds(att: Attention, head: int, tol: float, solver: str) -> tuple[float, in
 
         return apply
 
-    linear = LinearOperator(op.shape, matvec=counted(op.matvec), rmatvec=counted(op.rmatvec), dtype=op.dtype)
+    linear = LinearOperator(
+        op.shape, matvec=counted(op.matvec), rmatvec=counted(op.rmatvec), dtype=op.dtype
+    )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # LOBPCG and single precision: it warns, and is judged by its result
-        values = svds(linear, k=1, tol=tol, solver=solver, return_singular_vectors=False, rng=np.random.default_rng(head), maxiter=2000)
+        warnings.simplefilter(
+            "ignore"
+        )  # LOBPCG and single precision: it warns, and is judged by its result
+        values = svds(
+            linear,
+            k=1,
+            tol=tol,
+            solver=solver,
+            return_singular_vectors=False,
+            rng=np.random.default_rng(head),
+            maxiter=2000,
+        )
     return float(values[0]), count
 
 
 def torch_svd_lowrank(att: Attention, head: int, tol: float) -> tuple[float, int]:
-    """torch.svd_lowrank of the dense autograd Jacobian; its subspace iterations take the place of a tolerance: 1, 2, ... as it shrinks."""
+    """torch.svd_lowrank of the dense autograd Jacobian; its subspace iterations take the place of a
+    tolerance: 1, 2, ... as it shrinks."""
     torch.manual_seed(head)
     rounds = 2 * round(-np.log10(tol)) - 3
     return float(torch.svd_lowrank(dense_jacobian(att, 0, head), q=6, niter=rounds)[1][0]), 0
@@ -100,11 +119,16 @@ def dense_svd(att: Attention, head: int, tol: float) -> tuple[float, int]:
 def values(rival: Rival, att: Attention, heads: range, tol: float) -> tuple[Tensor, float]:
     """A rival on some heads: values, float64, and its mean number of products."""
     results = [rival(att, h, tol) for h in heads]
-    return torch.tensor([value for value, _ in results], dtype=torch.float64), sum(count for _, count in results) / len(results)
+    return torch.tensor([value for value, _ in results], dtype=torch.float64), sum(
+        count for _, count in results
+    ) / len(results)
 
 
-def loosest(rival: Rival, layers: list[Attention], heads: range, reference: list[Tensor], accuracy: float) -> tuple[float, float, float]:
-    """The largest of `TOLERANCES` at which a rival is accurate on every head, with its largest error and mean number of products there.
+def loosest(
+    rival: Rival, layers: list[Attention], heads: range, reference: list[Tensor], accuracy: float
+) -> tuple[float, float, float]:
+    """The largest of `TOLERANCES` at which a rival is accurate on every head, with its largest
+    error and mean number of products there.
 
     The smallest one where none is: its error then says so.
     """
@@ -112,7 +136,10 @@ def loosest(rival: Rival, layers: list[Attention], heads: range, reference: list
         error, products = 0.0, 0.0
         for att, exact in zip(layers, reference, strict=True):
             found, count = values(rival, att, heads, tol)
-            error, products = max(error, float((found / exact[heads.start : heads.stop] - 1).abs().max())), products + count / len(layers)
+            error, products = (
+                max(error, float((found / exact[heads.start : heads.stop] - 1).abs().max())),
+                products + count / len(layers),
+            )
             if error > accuracy and tol != TOLERANCES[-1]:
                 break
         if error <= accuracy:

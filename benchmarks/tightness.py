@@ -1,8 +1,10 @@
-"""How tight every bound is on the checkpoints that come with lipbound: writes tightness.json, which README.md and the pages of bounds show.
+"""How tight every bound is on the checkpoints that come with lipbound: writes tightness.json, which
+README.md and the pages of bounds show.
 
-Two samples of at most 128 tokens of each checkpoint's own data (one sample of every third layer of the largest), one attention head at a time.
-For every norm: bound / exact over samples, layers and heads, the exact norm being that of the map that the bound is about, and how often the
-assumptions of the bound hold.
+Two samples of at most 128 tokens of each checkpoint's own data (one sample of every third layer of
+the largest), one attention head at a time. For every norm: bound / exact over samples, layers and
+heads, the exact norm being that of the map that the bound is about, and how often the assumptions
+of the bound hold.
 """
 
 import json
@@ -42,7 +44,12 @@ def entries(ds: xr.Dataset) -> dict[str, Any]:
         with np.errstate(over="ignore"):
             geomean = np.exp(np.log(quotient).mean())
         sound = float(ds[f"{name}_sound"].mean())
-        found[name] = {"geomean": finite(geomean), "min": finite(quotient.min()), "max": finite(quotient.max()), "sound": sound}
+        found[name] = {
+            "geomean": finite(geomean),
+            "min": finite(quotient.min()),
+            "max": finite(quotient.max()),
+            "sound": sound,
+        }
     return found
 
 
@@ -52,7 +59,11 @@ def measured(model: str, samples: int, layers: list[int] | None = None) -> dict[
     for norm in NORMS:
         start = time.perf_counter()
         ds = lb.compare(model, norm=norm, samples=samples, layers=layers, progress=False)
-        row |= {"layers": ds.sizes["layer"], "heads": ds.sizes["layer"] * ds.sizes["head"], "tokens": int(ds.attrs["tokens"])}
+        row |= {
+            "layers": ds.sizes["layer"],
+            "heads": ds.sizes["layer"] * ds.sizes["head"],
+            "tokens": int(ds.attrs["tokens"]),
+        }
         row["norms"][norm] = {
             "exact": [float(ds["exact"].min()), float(ds["exact"].max())],
             "bounds": entries(ds),
@@ -64,7 +75,11 @@ def measured(model: str, samples: int, layers: list[int] | None = None) -> dict[
 def main() -> None:
     """Measure, print, write."""
     rows = {model: measured(model, **how) for model, how in CHECKPOINTS.items()}
-    machine = {"machine": platform.machine(), "threads": torch.get_num_threads(), "python": platform.python_version()}
+    machine = {
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+    }
     report = {**machine, "versions": versions(), "checkpoints": rows}
     Path(__file__).with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
 

@@ -1,8 +1,11 @@
-"""What it costs to know how far the worst output token moves when every token does, and how far the two ends are apart.
+"""What it costs to know how far the worst output token moves when every token does, and how far the
+two ends are apart.
 
-``python benchmarks/token_norms.py`` measures all heads of the builtin checkpoints on their default inputs at N = 128 (65 for vit), one thread: share
-of heads closed to 1e-3, the widest enclosure, and time beside certified Frobenius norms (``delta`` 1e-6, the same tolerance of 1e-3). ``--brute N``
-sets N small heads against ascent from 1,000 starts and a convex solver. Prints, and writes token_norms.json.
+``python benchmarks/token_norms.py`` measures all heads of the builtin checkpoints on their default
+inputs at N = 128 (65 for vit), one thread: share of heads closed to 1e-3, the widest enclosure, and
+time beside certified Frobenius norms (``delta`` 1e-6, the same tolerance of 1e-3). ``--brute N``
+sets N small heads against ascent from 1,000 starts and a convex solver. Prints, and writes
+token_norms.json.
 """
 
 import argparse
@@ -31,7 +34,12 @@ TOL = 1e-3
 def layers(name: str) -> list[Attention]:
     """One input of a builtin checkpoint."""
     checkpoint = load_checkpoint(f"builtin:{name}")
-    return [layer.attention for layer in Capturer(checkpoint.model).run(prepare(checkpoint, samples=1, max_length=128).batch)]
+    return [
+        layer.attention
+        for layer in Capturer(checkpoint.model).run(
+            prepare(checkpoint, samples=1, max_length=128).batch
+        )
+    ]
 
 
 def fresh(att: Attention) -> Attention:
@@ -54,10 +62,17 @@ def of_model(name: str, repeats: int) -> dict[str, Any]:
     """All heads of a checkpoint."""
     atts = layers(name)
     frobenius, full = timed(lambda att: lb.spectral_norm(att, delta=1e-6, tol=TOL), atts, repeats)
-    row: dict[str, Any] = {"model": name, "heads": sum(att.heads for att in atts), "tokens": atts[0].tokens, "frobenius_s": frobenius}
+    row: dict[str, Any] = {
+        "model": name,
+        "heads": sum(att.heads for att in atts),
+        "tokens": atts[0].tokens,
+        "frobenius_s": frobenius,
+    }
     exact = torch.cat([norm.lower.flatten() for norm in full])
     for norm in NORMS:
-        seconds, norms = timed(lambda att, norm=norm: lb.token_norm(att, norm, tol=TOL), atts, repeats)
+        seconds, norms = timed(
+            lambda att, norm=norm: lb.token_norm(att, norm, tol=TOL), atts, repeats
+        )
         error = torch.cat([norm.error.flatten() for norm in norms])
         ratio = torch.cat([norm.lower.flatten() for norm in norms]) / exact
         row[norm] = {
@@ -65,7 +80,11 @@ def of_model(name: str, repeats: int) -> dict[str, Any]:
             "times_frobenius": seconds / frobenius,
             "closed": float((error <= TOL).double().mean()),
             "widest": float(error.max()),
-            "over_frobenius": [float(ratio.min()), float(ratio.log().mean().exp()), float(ratio.max())],
+            "over_frobenius": [
+                float(ratio.min()),
+                float(ratio.log().mean().exp()),
+                float(ratio.max()),
+            ],
         }
     return row
 
@@ -81,10 +100,20 @@ def brute(count: int, starts: int) -> dict[str, Any]:
 
     outside, gaps, found, widths = 0, [], [], []
     for k in range(count // 8):
-        n, d, d_v, width = (int(torch.randint(low, high, (), generator=g)) for low, high in ((2, 9), (1, 5), (1, 6), (3, 10)))
+        n, d, d_v, width = (
+            int(torch.randint(low, high, (), generator=g))
+            for low, high in ((2, 9), (1, 5), (1, 6), (3, 10))
+        )
         size = 10 ** float(torch.rand((), generator=g) * 2.5 - 1.5)
         mask = torch.full((n, n), -math.inf).triu(1).double() if k % 2 else None
-        att = Attention(draw(1, n, width), size * draw(8, width, d), draw(8, width, d), draw(8, width, d_v), b_q=draw(8, d), mask=mask)
+        att = Attention(
+            draw(1, n, width),
+            size * draw(8, width, d),
+            draw(8, width, d),
+            draw(8, width, d_v),
+            b_q=draw(8, d),
+            mask=mask,
+        )
         norm = lb.token_norm(att, tol=TOL)
         blocks = token_oracle.blocks(att, 0, "head")
         for h in range(8):
@@ -96,9 +125,14 @@ def brute(count: int, starts: int) -> dict[str, Any]:
             found.append(lower / below - 1)
             widths.append(upper / lower - 1)
     return {
-        "heads": len(gaps), "starts": starts, "outside": outside, "closed": sum(w <= TOL for w in widths) / len(widths), "widest": max(widths),
-        "upper_over_convex": [min(gaps), max(gaps)], "lower_over_search": [min(found), max(found)],
-    }  # fmt: skip
+        "heads": len(gaps),
+        "starts": starts,
+        "outside": outside,
+        "closed": sum(w <= TOL for w in widths) / len(widths),
+        "widest": max(widths),
+        "upper_over_convex": [min(gaps), max(gaps)],
+        "lower_over_search": [min(found), max(found)],
+    }
 
 
 def main() -> None:

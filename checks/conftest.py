@@ -8,7 +8,10 @@ import xarray as xr
 import lipbound as lb
 from lipbound.runs import store
 
-HOSTILE = "</script><img src=x onerror=window.hacked=1> $\\input{/etc/passwd}$ 50 % #_^~&{} |\n\x1b[31m @x \u21af"
+HOSTILE = (
+    "</script><img src=x onerror=window.hacked=1> $\\input{/etc/passwd}$ 50 % #_^~&{} "
+    "|\n\x1b[31m @x \u21af"
+)
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +32,15 @@ def ds(run: Path) -> xr.Dataset:
 def hostile(ds: xr.Dataset) -> xr.Dataset:
     """The run with names that try to be markup."""
     other = ds.copy(deep=True)
-    for name in ("model", "data", "architecture", "command", "map_description", "preprocessing", "device"):
+    for name in (
+        "model",
+        "data",
+        "architecture",
+        "command",
+        "map_description",
+        "preprocessing",
+        "device",
+    ):
         other.attrs[name] = HOSTILE
     for name in ("yudin", "castin"):
         other[name].attrs["label"] = HOSTILE

@@ -1,4 +1,5 @@
-"""Tables and methods paragraphs in the documents that people write: no box sticks out by more than a point. Needs texlive."""
+"""Tables and methods paragraphs in the documents that people write: no box sticks out by more than
+a point. Needs texlive."""
 
 import re
 import subprocess
@@ -10,10 +11,16 @@ import xarray as xr
 from lipbound import tables
 from lipbound.reporting import citations
 
-OVERFULL = re.compile(r"Overfull \\[hv]box \((\d+\.\d+)pt too|Float too large for page by (\d+\.\d+)pt")
+OVERFULL = re.compile(
+    r"Overfull \\[hv]box \((\d+\.\d+)pt too|Float too large for page by (\d+\.\d+)pt"
+)
 ALLOWED = 1.0
 """Points."""
-CLASSES = {"article": "\\documentclass{article}", "two columns": "\\documentclass[twocolumn, a4paper]{article}", "beamer": "\\documentclass{beamer}"}
+CLASSES = {
+    "article": "\\documentclass{article}",
+    "two columns": "\\documentclass[twocolumn, a4paper]{article}",
+    "beamer": "\\documentclass{beamer}",
+}
 WIDTHS = {"article": ("column", "page"), "two columns": ("column",), "beamer": ("slide",)}
 FLOAT = "\\begin{table}\\centering\n%s\\caption{Bounds}\\end{table}\n"
 FRAME = "\\begin{frame}[allowframebreaks]{Bounds}\n%s\n\\end{frame}\n"
@@ -21,10 +28,21 @@ FRAME = "\\begin{frame}[allowframebreaks]{Bounds}\n%s\n\\end{frame}\n"
 
 def log_of(folder: Path, body: str, preamble: str) -> str:
     """What LaTeX says of a document; an error fails."""
-    text = f"{preamble}\n\\usepackage{{booktabs, siunitx}}\n\\begin{{document}}\n{body}\n\\end{{document}}\n"
+    text = (
+        f"{preamble}\n\\usepackage{{booktabs, "
+        f"siunitx}}\n\\begin{{document}}\n{body}\n\\end{{document}}\n"
+    )
     (folder / "document.tex").write_text(text, encoding="utf-8")
     command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "document.tex"]
-    done = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True, errors="replace", timeout=120)
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        check=False,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=120,
+    )
     assert done.returncode == 0, done.stdout[-3000:]
     return (folder / "document.log").read_text(errors="replace")
 
@@ -50,19 +68,28 @@ def test_nothing_sticks_out(kind: str, shown: xr.Dataset, tmp_path: Path) -> Non
     if kind == "beamer":
         body = "".join(FRAME % part for part in parts)
     else:
-        body = "\n\n".join([*parts, *(FLOAT % tables.latex(shown, width=width) for width in WIDTHS[kind])])
+        body = "\n\n".join(
+            [*parts, *(FLOAT % tables.latex(shown, width=width) for width in WIDTHS[kind])]
+        )
     assert too_large(log_of(tmp_path, body, CLASSES[kind])) == []
 
 
 @pytest.mark.parametrize("points", ["10pt", "11pt", "12pt"])
-def test_the_default_fits_articles_of_every_size(points: str, shown: xr.Dataset, tmp_path: Path) -> None:
+def test_the_default_fits_articles_of_every_size(
+    points: str, shown: xr.Dataset, tmp_path: Path
+) -> None:
     body = f"{citations.methods(shown)}\n\n{tables.latex(shown)}\n\n{FLOAT % tables.latex(shown)}"
     for columns in ("onecolumn", "twocolumn"):
-        assert too_large(log_of(tmp_path, body, f"\\documentclass[{points}, {columns}]{{article}}")) == []
+        assert (
+            too_large(log_of(tmp_path, body, f"\\documentclass[{points}, {columns}]{{article}}"))
+            == []
+        )
 
 
 def test_what_sticks_out_is_seen(ds: xr.Dataset, tmp_path: Path) -> None:
     assert too_large(log_of(tmp_path, tables.latex(ds, width=900), CLASSES["two columns"]))
     assert too_large(log_of(tmp_path, FRAME % ("\\rule{1pt}{400pt}\n\n" * 2), CLASSES["beamer"]))
     assert too_large(log_of(tmp_path, "\\hbox to 10pt{\\rule{12pt}{1pt}}", CLASSES["article"]))
-    assert not too_large(log_of(tmp_path, "\\hbox to 10pt{\\rule{10.9pt}{1pt}}", CLASSES["article"]))
+    assert not too_large(
+        log_of(tmp_path, "\\hbox to 10pt{\\rule{10.9pt}{1pt}}", CLASSES["article"])
+    )

@@ -1,4 +1,5 @@
-"""Tables and methods paragraphs typeset by pdflatex, citations by BibTeX; what the PDF says is what the run says. Needs texlive and poppler-utils."""
+"""Tables and methods paragraphs typeset by pdflatex, citations by BibTeX; what the PDF says is what
+the run says. Needs texlive and poppler-utils."""
 
 import re
 import subprocess
@@ -18,7 +19,9 @@ PREAMBLE = r"""\documentclass{article}
 """
 
 
-def typeset(folder: Path, body: str, *, bibliography: str | None = None, preamble: str = PREAMBLE) -> str:
+def typeset(
+    folder: Path, body: str, *, bibliography: str | None = None, preamble: str = PREAMBLE
+) -> str:
     """The text of the PDF; any LaTeX or BibTeX error fails."""
     end = "\\bibliographystyle{plain}\\bibliography{refs}\n" if bibliography is not None else ""
     (folder / "x.tex").write_text(f"{preamble}{body}\n{end}\\end{{document}}\n", encoding="utf-8")
@@ -26,14 +29,31 @@ def typeset(folder: Path, body: str, *, bibliography: str | None = None, preambl
     if bibliography is not None:
         (folder / "refs.bib").write_text(bibliography, encoding="utf-8")
         subprocess.run(latex, cwd=folder, check=True, capture_output=True, timeout=120)
-        done = subprocess.run(["bibtex", "x"], cwd=folder, check=False, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            ["bibtex", "x"], cwd=folder, check=False, capture_output=True, text=True, timeout=60
+        )
         assert done.returncode == 0, done.stdout
         assert "Warning" not in done.stdout, done.stdout
         subprocess.run(latex, cwd=folder, check=True, capture_output=True, timeout=120)
-    done = subprocess.run(latex, cwd=folder, check=False, capture_output=True, text=True, errors="replace", timeout=120)
+    done = subprocess.run(
+        latex,
+        cwd=folder,
+        check=False,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=120,
+    )
     assert done.returncode == 0, done.stdout[-3000:]
     assert "undefined" not in done.stdout.lower() or bibliography is None
-    return subprocess.run(["pdftotext", "-layout", "x.pdf", "-"], cwd=folder, check=True, capture_output=True, text=True, timeout=60).stdout
+    return subprocess.run(
+        ["pdftotext", "-layout", "x.pdf", "-"],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    ).stdout
 
 
 @pytest.mark.parametrize("by", tables.ROWS)
@@ -42,12 +62,23 @@ def test_tables_are_typeset(ds: xr.Dataset, tmp_path: Path, by: str) -> None:
     shown = tables.readable(ds)
     if by == "bound":
         for name in ("yudin", "lipbound", "yudin_sqrt_n"):
-            label = shown.loc[name, "bound"].rstrip(" †‡").replace("sqrt(N)", "N")  # the root is drawn
-            (line,) = [line for line in text.replace("√", "").splitlines() if re.match(rf"{re.escape(label)} ?[†‡]* ?\d", " ".join(line.split()))]
+            label = (
+                shown.loc[name, "bound"].rstrip(" †‡").replace("sqrt(N)", "N")
+            )  # the root is drawn
+            (line,) = [
+                line
+                for line in text.replace("√", "").splitlines()
+                if re.match(rf"{re.escape(label)} ?[†‡]* ?\d", " ".join(line.split()))
+            ]
             assert shown.loc[name, "geom. mean"] in line
-            assert shown.loc[name, "range over samples"].replace(" to ", "–") in line.replace("\x15", "–")  # a dash in T1
+            assert shown.loc[name, "range over samples"].replace(" to ", "–") in line.replace(
+                "\x15", "–"
+            )  # a dash in T1
     else:
-        assert len([line for line in text.splitlines() if re.match(r"\s*\d+ ", line)]) >= {"layer": 6, "head": 24}[by]
+        assert (
+            len([line for line in text.splitlines() if re.match(r"\s*\d+ ", line)])
+            >= {"layer": 6, "head": 24}[by]
+        )
 
 
 def test_paragraph_and_bibliography(ds: xr.Dataset, tmp_path: Path) -> None:
@@ -79,6 +110,12 @@ def test_an_ordinary_document_is_enough(hostile: xr.Dataset, tmp_path: Path) -> 
     other = hostile.copy(deep=True)
     other["yudin"].attrs["label"] = '[0pt] \u03bb "x" \u0110\u1ee9c \u0127 caf\u00e9 <|>'
     other["castin"].attrs["label"] = "\u03bb first"
-    preamble = "\\documentclass{article}\n\\usepackage{booktabs, siunitx}\n\\begin{document}\\tiny\n"
+    preamble = (
+        "\\documentclass{article}\n\\usepackage{booktabs, siunitx}\n\\begin{document}\\tiny\n"
+    )
     for by in tables.ROWS:
-        typeset(tmp_path, f"{tables.latex(other, by=by)}\n\n{citations.cite(other, 'latex')}", preamble=preamble)
+        typeset(
+            tmp_path,
+            f"{tables.latex(other, by=by)}\n\n{citations.cite(other, 'latex')}",
+            preamble=preamble,
+        )

@@ -1,4 +1,5 @@
-"""Settings of Sphinx. `make docs` writes the source tree first (`sitegen`), then builds it; see docs/make_site.py."""
+"""Settings of Sphinx. `make docs` writes the source tree first (`sitegen`), then builds it; see
+docs/make_site.py."""
 
 import importlib.metadata
 import os
@@ -51,12 +52,15 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 
-# Other projects' pages, from stored lists of names, so that the site builds without a network; from their own where LIPBOUND_DOCS_ONLINE is set.
+# Other projects' pages, from stored lists of names, so that the site builds without a network; from
+# their own where LIPBOUND_DOCS_ONLINE is set.
 intersphinx_mapping = inventories.mapping(online="LIPBOUND_DOCS_ONLINE" in os.environ)
 intersphinx_disabled_reftypes: list[str] = []
 
 # Formulas: MathJax from a package, in SVG, so that pages need neither network nor fonts.
-MATHJAX = importlib.metadata.distribution("sphinx-mathjax-offline").locate_file("sphinx-mathjax-offline/static/mathjax/tex-svg.js")
+MATHJAX = importlib.metadata.distribution("sphinx-mathjax-offline").locate_file(
+    "sphinx-mathjax-offline/static/mathjax/tex-svg.js"
+)
 mathjax_path = "tex-svg.js"
 mathjax3_config = {"options": {"enableMenu": False}, "svg": {"fontCache": "global"}}
 

@@ -1,8 +1,10 @@
 """Render the figures of this folder from saved runs: ``make figures``.
 
-Runs are kept in figures/runs (not in git) and computed where they are missing: heatmaps of each builtin checkpoint, bounds over balls, and every
-recipe of `lipbound.analysis.recipes` on builtin:minilm. Each figure is a PDF, a PNG and its caption. ``--text`` gives texts to the recipes that
-the paper ran on text (``--text alice.txt --text ag_news.csv --column 2 --sequences 10``); without it they take the text that comes with lipbound.
+Runs are kept in figures/runs (not in git) and computed where they are missing: heatmaps of each
+builtin checkpoint, bounds over balls, and every recipe of `lipbound.analysis.recipes` on
+builtin:minilm. Each figure is a PDF, a PNG and its caption. ``--text`` gives texts to the recipes
+that the paper ran on text (``--text alice.txt --text ag_news.csv --column 2 --sequences 10``);
+without it they take the text that comes with lipbound.
 """
 
 import argparse
@@ -22,46 +24,79 @@ RUNS = HERE / "runs"
 
 def main() -> None:
     """Compute what is missing, then draw everything and write the captions."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", action="append", default=[], help="texts for the growth study; may be given several times")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--text",
+        action="append",
+        default=[],
+        help="texts for the growth study; may be given several times",
+    )
     parser.add_argument("--column", help="column of those that are tables")
     parser.add_argument("--sequences", type=int, help="sequences of each length")
     options = parser.parse_args()
     RUNS.mkdir(exist_ok=True)
     for name in ("minilm", "gpt2", "vit", "vit-baseline", "vit-jasmin", "smollm2"):
         path = RUNS / f"{name}.zarr"
-        ds = lb.load(path) if path.exists() else lb.compare(f"builtin:{name}", samples=2 if name == "smollm2" else 8, max_length=128, out=path)
+        ds = (
+            lb.load(path)
+            if path.exists()
+            else lb.compare(
+                f"builtin:{name}", samples=2 if name == "smollm2" else 8, max_length=128, out=path
+            )
+        )
         for kind in ("pdf", "png"):
             lb.plots.heatmaps(ds, HERE / f"{name}.{kind}")
-        (HERE / f"{name}.txt").write_text(lb.plots.caption(ds) + "\n\n" + lb.tables.render(ds) + "\n")
+        (HERE / f"{name}.txt").write_text(
+            lb.plots.caption(ds) + "\n\n" + lb.tables.render(ds) + "\n"
+        )
         print(f"figures/{name}.pdf, .png and .txt", flush=True)
     ball()
     growth = Setting(data=tuple(options.text), column=options.column, samples=options.sequences)
     for name, recipe in RECIPES.items():
         if name == "yudin-6":  # the heatmaps above
             continue
-        recipe.render(recipe.saved(growth if recipe.stored == RECIPES["castin-1"].stored else Setting(), RUNS), HERE)
+        recipe.render(
+            recipe.saved(
+                growth if recipe.stored == RECIPES["castin-1"].stored else Setting(), RUNS
+            ),
+            HERE,
+        )
         print(f"figures/{name}.pdf, .png and .txt", flush=True)
     gpt2 = replace(RECIPES["castin-1"], name="castin-4-gpt2", run="")
     first = growth.data[:1]
     column = None if first and Path(first[0]).suffix == ".txt" else growth.column
-    gpt2.render(gpt2.saved(replace(growth, model="builtin:gpt2", data=first, column=column), RUNS), HERE)
+    gpt2.render(
+        gpt2.saved(replace(growth, model="builtin:gpt2", data=first, column=column), RUNS), HERE
+    )
     print(f"figures/{gpt2.name}.pdf, .png and .txt", flush=True)
 
 
 def ball() -> None:
-    """Bounds over balls for four real heads, from 1e-4 of the tokens' length to three times it, with an adversary."""
+    """Bounds over balls for four real heads, from 1e-4 of the tokens' length to three times it,
+    with an adversary."""
     path = RUNS / "ball.zarr"
     if not path.exists():
         checkpoint = load_checkpoint("builtin:minilm")
-        att = Capturer(checkpoint.model, [2]).run(prepare(checkpoint, samples=1, max_length=128).batch)[0].attention.select(heads=slice(0, 4))
+        att = (
+            Capturer(checkpoint.model, [2])
+            .run(prepare(checkpoint, samples=1, max_length=128).batch)[0]
+            .attention.select(heads=slice(0, 4))
+        )
         length = float(att.x.norm(dim=-1).mean())
-        store.save(lb.radius_curve(att, [length * r for r in (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)]), path)
+        store.save(
+            lb.radius_curve(
+                att, [length * r for r in (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)]
+            ),
+            path,
+        )
     title = "builtin:minilm, layer 2, 128 tokens"
     for kind in ("pdf", "png"):
         lb.plots.ball_curve(store.read(path), HERE / f"ball.{kind}", title=title)
     (HERE / "ball.txt").write_text(
-        f"Bounds over balls, and what an adversary finds in them, against the radius, for four heads of {title}: every token moves by at most the "
+        "Bounds over balls, and what an adversary finds in them, against the radius, for four "
+        f"heads of {title}: every token moves by at most the "
         "radius. The true supremum lies in the shaded gap.\n"
     )
     print("figures/ball.pdf, .png and .txt", flush=True)

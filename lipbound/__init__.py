@@ -1,9 +1,13 @@
-"""lipbound: exact local Lipschitz constants of attention heads, beside every published l2 bound on softmax heads that we know of.
+"""lipbound: exact local Lipschitz constants of attention heads, beside every published l2 bound on
+softmax heads that we know of.
 
-Public names are imported when they are first used: ``import lipbound`` itself loads neither torch nor transformers.
+Public names are imported when they are first used: ``import lipbound`` itself loads neither torch
+nor transformers.
 
 >>> import lipbound as lb
->>> ds = lb.compare("builtin:gpt2", samples=1, max_length=16, bounds=["castin", "yudin"], progress=False)
+>>> ds = lb.compare(
+...     "builtin:gpt2", samples=1, max_length=16, bounds=["castin", "yudin"], progress=False
+... )
 >>> ds["exact"].dims
 ('sample', 'layer', 'head')
 """
@@ -25,7 +29,9 @@ if TYPE_CHECKING:
     from lipbound.jacobians.token_norms.token_norm import token_norm as token_norm
     from lipbound.linalg.solution import Norm as Norm
     from lipbound.models.capture.capture import capture as capture
-    from lipbound.models.capture.differentiable import attention_probabilities as attention_probabilities
+    from lipbound.models.capture.differentiable import (
+        attention_probabilities as attention_probabilities,
+    )
     from lipbound.models.checkpoints import load_checkpoint as load_checkpoint
     from lipbound.models.inputs import prepare as prepare
     from lipbound.reporting import plots as plots
@@ -62,13 +68,51 @@ _HOME = {
     "token_profile": "jacobians.token_norms.profile",
     "verify": "runs.verify",
 }
-_MODULES = {"bounds": "bounds", "plots": "reporting.plots", "regularizers": "regularizers", "tables": "reporting.tables"}
-_INSIDE = ("analysis", "attention", "devices", "errors", "formatting", "jacobians", "linalg", "models", "reporting", "runs")
+_MODULES = {
+    "bounds": "bounds",
+    "plots": "reporting.plots",
+    "regularizers": "regularizers",
+    "tables": "reporting.tables",
+}
+_INSIDE = (
+    "analysis",
+    "attention",
+    "devices",
+    "errors",
+    "formatting",
+    "jacobians",
+    "linalg",
+    "models",
+    "reporting",
+    "runs",
+)
 __all__ = [
-    "Attention", "LipboundError", "Norm", "TokenProfile", "attack", "attention_probabilities", "bounds", "capture", "cite",
-    "compare", "concat", "load", "load_checkpoint", "network_norm", "plots", "prepare", "radius_curve", "regularizers", "report",
-    "save", "spectral_norm", "tables", "token_norm", "token_profile", "verify",
-]  # fmt: skip
+    "Attention",
+    "LipboundError",
+    "Norm",
+    "TokenProfile",
+    "attack",
+    "attention_probabilities",
+    "bounds",
+    "capture",
+    "cite",
+    "compare",
+    "concat",
+    "load",
+    "load_checkpoint",
+    "network_norm",
+    "plots",
+    "prepare",
+    "radius_curve",
+    "regularizers",
+    "report",
+    "save",
+    "spectral_norm",
+    "tables",
+    "token_norm",
+    "token_profile",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:

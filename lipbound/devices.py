@@ -28,7 +28,10 @@ WEIGHTS = ("auto", "whole", "layers")
 def check_weights(weights: object) -> str:
     """One of `WEIGHTS`; raises CheckpointError for anything else."""
     if not isinstance(weights, str) or weights not in WEIGHTS:
-        raise CheckpointError(f"weights is {shown(weights)}; allowed are 'auto', 'whole' (all in memory) and 'layers' (on disk, read layer by layer)")
+        raise CheckpointError(
+            f"weights is {shown(weights)}; allowed are 'auto', 'whole' (all in memory) and "
+            "'layers' (on disk, read layer by layer)"
+        )
     return weights
 
 
@@ -48,7 +51,9 @@ def resolve_device(device: str | torch.device) -> str:
         if float(torch.ones(1, device=device)) != 1:
             raise RuntimeError("it does not compute")
     except (RuntimeError, AssertionError, ValueError, ImportError, NotImplementedError) as error:
-        raise LipboundError(f"device {shown(device)} cannot be used here; try 'cpu' or 'auto'") from error
+        raise LipboundError(
+            f"device {shown(device)} cannot be used here; try 'cpu' or 'auto'"
+        ) from error
     return device
 
 
@@ -63,7 +68,8 @@ def has_float64(device: str | torch.device) -> bool:
 
 
 def measuring_device(device: torch.device) -> torch.device:
-    """The device on which the layers of a model are measured: its own, or the CPU where that has no float64."""
+    """The device on which the layers of a model are measured: its own, or the CPU where that has no
+    float64."""
     return device if has_float64(device) else torch.device("cpu")
 
 
@@ -76,17 +82,30 @@ def dtype_name(dtype: object, error: type[LipboundError] = UnknownNameError) -> 
     >>> dtype_name("float32"), dtype_name(torch.float64)
     ('float32', 'float64')
     """
-    written = getattr(dtype, "__name__", None) if isinstance(dtype, type) else str(dtype) if isinstance(dtype, str | torch.dtype) else None
-    name = getattr(dtype, "name", None) if written is None and hasattr(dtype, "itemsize") else written
+    written = (
+        getattr(dtype, "__name__", None)
+        if isinstance(dtype, type)
+        else str(dtype)
+        if isinstance(dtype, str | torch.dtype)
+        else None
+    )
+    name = (
+        getattr(dtype, "name", None) if written is None and hasattr(dtype, "itemsize") else written
+    )
     name = name.removeprefix("torch.") if isinstance(name, str) else None
     if name not in DTYPES:
-        raise error(f"dtype is {shown(dtype)}; allowed are 'float32' and 'float64' (half-precision checkpoints are cast up)")
+        raise error(
+            f"dtype is {shown(dtype)}; allowed are 'float32' and 'float64' (half-precision "
+            "checkpoints are cast up)"
+        )
     return name
 
 
 def device_name(device: str) -> str:
     """A device as provenance names it."""
-    return f"{device} ({torch.cuda.get_device_name(device)})" if device.startswith("cuda") else device
+    return (
+        f"{device} ({torch.cuda.get_device_name(device)})" if device.startswith("cuda") else device
+    )
 
 
 LIMITS = (("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),)
@@ -105,17 +124,23 @@ def available(device: torch.device) -> float:
 
 
 def require(needed: float, device: torch.device, what: str, instead: str) -> None:
-    """Raise LipboundError when ``needed`` bytes are more than nine tenths of what is free: ``what`` needs them, and ``instead`` may do."""
+    """Raise LipboundError when ``needed`` bytes are more than nine tenths of what is free: ``what``
+    needs them, and ``instead`` may do."""
     free = available(device)
     if needed > 0.9 * free:
-        raise LipboundError(f"{what}, about {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB of memory are free; {instead}")
+        raise LipboundError(
+            f"{what}, about {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB of memory are free; "
+            f"{instead}"
+        )
 
 
 def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator: the function computes what it would by itself, whatever the caller lets torch choose.
+    """Decorator: the function computes what it would by itself, whatever the caller lets torch
+    choose.
 
-    Products are in the dtype of their factors (no autocast), new tensors are on the CPU unless said otherwise (no default device), and results can
-    take part in derivatives later on (no inference mode; derivatives are then not recorded, as there).
+    Products are in the dtype of their factors (no autocast), new tensors are on the CPU unless said
+    otherwise (no default device), and results can take part in derivatives later on (no inference
+    mode; derivatives are then not recorded, as there).
     """
 
     @wraps(function)
@@ -134,16 +159,23 @@ def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class Room:
-    """Memory for one large temporary after the other, each of which ends the one before: fresh pages cost as much as the arithmetic on them."""
+    """Memory for one large temporary after the other, each of which ends the one before: fresh
+    pages cost as much as the arithmetic on them."""
 
     def __init__(self) -> None:
         self._kept: Tensor | None = None
         self._views: dict[tuple[int, ...], Tensor] = {}
 
     def take(self, like: Tensor, *shape: int) -> Tensor:
-        """A tensor of this shape with arbitrary entries, in the dtype and on the device of ``like``."""
+        """A tensor of this shape with arbitrary entries, in the dtype and on the device of
+        ``like``."""
         view, size, kept = self._views.get(shape), math.prod(shape), self._kept
-        if kept is None or kept.numel() < size or kept.dtype != like.dtype or kept.device != like.device:
+        if (
+            kept is None
+            or kept.numel() < size
+            or kept.dtype != like.dtype
+            or kept.device != like.device
+        ):
             self._kept, self._views, view = like.new_empty(size), {}, None
         if view is None:
             assert self._kept is not None
@@ -152,10 +184,12 @@ class Room:
 
 
 def side_by_side(tasks: Sequence[Callable[[], T]]) -> list[T]:
-    """What the tasks return, each run in a thread of its own, among which torch's threads are shared out; derivatives are recorded as they are here.
+    """What the tasks return, each run in a thread of its own, among which torch's threads are
+    shared out; derivatives are recorded as they are here.
 
-    Many products of small matrices gain next to nothing from torch's own threads, which wait for each other after every one of them. An error of
-    one task is raised once all have ended, an interruption at once.
+    Many products of small matrices gain next to nothing from torch's own threads, which wait for
+    each other after every one of them. An error of one task is raised once all have ended, an
+    interruption at once.
     """
     if len(tasks) == 1:
         return [tasks[0]()]

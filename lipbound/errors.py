@@ -1,4 +1,5 @@
-"""The errors users meet: each message is one sentence saying what was given, what is allowed and what to try. And the checks of arguments."""
+"""The errors users meet: each message is one sentence saying what was given, what is allowed and
+what to try. And the checks of arguments."""
 
 import difflib
 import math
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class Notice(UserWarning):
-    """Something is not as it was asked for, and the work goes on; the command line prints it as a note."""
+    """Something is not as it was asked for, and the work goes on; the command line prints it as a
+    note."""
 
 
 def tell(message: str) -> None:
@@ -23,7 +25,8 @@ def tell(message: str) -> None:
 
 
 class LipboundError(ValueError):
-    """Base of every error that bad input can cause; the command line prints it and exits with status 2."""
+    """Base of every error that bad input can cause; the command line prints it and exits with
+    status 2."""
 
 
 class AttentionError(LipboundError):
@@ -53,7 +56,8 @@ class StoreError(LipboundError):
 
 
 class AlteredRunError(StoreError):
-    """A stored run is not as it was computed: a file is damaged or missing, or numbers or settings were changed."""
+    """A stored run is not as it was computed: a file is damaged or missing, or numbers or settings
+    were changed."""
 
 
 class DamagedRunWarning(UserWarning):
@@ -69,7 +73,8 @@ class UnknownNameError(LipboundError):
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a real number, as Python, numpy or a tensor of one element writes it, and not NaN."""
+    """Whether a value is a real number, as Python, numpy or a tensor of one element writes it, and
+    not NaN."""
     try:
         return not isinstance(value, str | bytes) and not math.isnan(float(value))  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -82,7 +87,9 @@ def shown(value: object) -> str:
     >>> shown("8"), shown([1, 2]), shown(object())
     ("'8'", '[1, 2]', 'of type object')
     """
-    plain = value is None or isinstance(value, bool | int | float | complex | str | bytes | list | tuple | set | dict | range)
+    plain = value is None or isinstance(
+        value, bool | int | float | complex | str | bytes | list | tuple | set | dict | range
+    )
     text = " ".join(repr(value).split()) if plain else ""
     if plain and len(text) <= 80:
         return text
@@ -98,7 +105,9 @@ def _has_axes(value: object) -> bool:
     return bool(getattr(value, "shape", False))
 
 
-def whole(name: str, value: Any, *, least: int | None = None, error: type[LipboundError] = LipboundError) -> int:
+def whole(
+    name: str, value: Any, *, least: int | None = None, error: type[LipboundError] = LipboundError
+) -> int:
     """An argument that is a whole number, of Python, numpy or torch.
 
     Args:
@@ -114,7 +123,11 @@ def whole(name: str, value: Any, *, least: int | None = None, error: type[Lipbou
     """
     try:
         dtype = str(getattr(value, "dtype", ""))
-        number = None if isinstance(value, bool) or "bool" in dtype or _has_axes(value) else operator.index(value)
+        number = (
+            None
+            if isinstance(value, bool) or "bool" in dtype or _has_axes(value)
+            else operator.index(value)
+        )
     except (TypeError, ValueError, RuntimeError):
         number = None
     if number is None or (least is not None and number < least):
@@ -123,19 +136,34 @@ def whole(name: str, value: Any, *, least: int | None = None, error: type[Lipbou
     return number
 
 
-def real(name: str, value: Any, must: str, *, above: float = -math.inf, below: float = math.inf, error: type[LipboundError] = LipboundError) -> float:
-    """An argument that is a finite number strictly between two others; ``must`` says what it must be.
+def real(
+    name: str,
+    value: Any,
+    must: str,
+    *,
+    above: float = -math.inf,
+    below: float = math.inf,
+    error: type[LipboundError] = LipboundError,
+) -> float:
+    """An argument that is a finite number strictly between two others; ``must`` says what it must
+    be.
 
     >>> real("tol", 0.001, "between 0 and 1", above=0, below=1)
     0.001
     """
-    if isinstance(value, bool) or _has_axes(value) or not is_number(value) or not (above < float(value) < below):
+    if (
+        isinstance(value, bool)
+        or _has_axes(value)
+        or not is_number(value)
+        or not (above < float(value) < below)
+    ):
         raise error(f"{name} is {shown(value)}; it must be {must}")
     return float(value)
 
 
 def choice(name: str, value: Any, allowed: Iterable[str]) -> str:
-    """An argument that is one of some names; raises UnknownNameError with the nearest one otherwise."""
+    """An argument that is one of some names; raises UnknownNameError with the nearest one
+    otherwise."""
     allowed = list(allowed)
     if not isinstance(value, str) or value not in allowed:
         raise UnknownNameError(f"unknown {name} {shown(value)}; {nearest(value, allowed)}")
@@ -144,7 +172,9 @@ def choice(name: str, value: Any, allowed: Iterable[str]) -> str:
 
 def flag(name: str, value: Any) -> bool:
     """An argument that is True or False."""
-    if _has_axes(value) or not (isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))):
+    if _has_axes(value) or not (
+        isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
+    ):
         raise LipboundError(f"{name} is {shown(value)}; it must be True or False")
     return bool(value)
 
@@ -152,7 +182,8 @@ def flag(name: str, value: Any) -> bool:
 def one_line(error: BaseException) -> str:
     r"""The message of an error of the system or of another package, on one line.
 
-    >>> one_line(ValueError("this\nand that")), one_line(OSError(28, "No space left on device")), one_line(KeyError())
+    >>> full = OSError(28, "No space left on device")
+    >>> one_line(ValueError("this\nand that")), one_line(full), one_line(KeyError())
     ('this', 'No space left on device', 'KeyError')
     """
     said = str(getattr(error, "strerror", None) or error).strip()
@@ -181,16 +212,21 @@ def sample_count(samples: Any, error: type[LipboundError] = LipboundError) -> in
 
 
 def adapter_name(value: Any) -> str | None:
-    """An argument that names an adapter of a model, or says that there is none ("none", False), or nothing (None)."""
+    """An argument that names an adapter of a model, or says that there is none ("none", False), or
+    nothing (None)."""
     if value is False or (isinstance(value, str) and value.strip().lower() == "none"):
         return "none"
     if value is None or (isinstance(value, str | PurePath) and str(value).strip()):
         return None if value is None else str(value)
-    raise LipboundError(f"adapter is {shown(value)}; give the directory that PEFT wrote, its hub id, or 'none' for the weights without one")
+    raise LipboundError(
+        f"adapter is {shown(value)}; give the directory that PEFT wrote, its hub id, or 'none' "
+        "for the weights without one"
+    )
 
 
 def indices(name: str, value: Any) -> list[int]:
-    """An argument that lists whole numbers: one, several, or text such as "0-3,7"; numbers below zero count from the end.
+    """An argument that lists whole numbers: one, several, or text such as "0-3,7"; numbers below
+    zero count from the end.
 
     >>> indices("layers", "0-3,7"), indices("layers", 3), indices("layers", range(2))
     ([0, 1, 2, 3, 7], [3], [0, 1])
@@ -198,9 +234,15 @@ def indices(name: str, value: Any) -> list[int]:
     try:
         if isinstance(value, str):
             return [i for part in value.split(",") for i in _span(part)]
-        return [whole(name, value)] if not isinstance(value, Iterable) or not _countable(value) else [whole(name, i) for i in value]
+        return (
+            [whole(name, value)]
+            if not isinstance(value, Iterable) or not _countable(value)
+            else [whole(name, i) for i in value]
+        )
     except LipboundError as error:
-        raise LipboundError(f"{name} is {shown(value)}; give numbers from 0, such as 3, or 0-3,7, or a list of them") from error
+        raise LipboundError(
+            f"{name} is {shown(value)}; give numbers from 0, such as 3, or 0-3,7, or a list of them"
+        ) from error
 
 
 def _countable(value: Any) -> bool:
@@ -222,11 +264,15 @@ def _span(part: str) -> range:
 def check_layer(att: object, what: str) -> None:
     """Raise LipboundError for what is no `lipbound.Attention`; ``what`` takes one."""
     if not hasattr(att, "only") or not hasattr(att, "scoring"):
-        raise LipboundError(f"{what} was given {shown(att)}; it takes one Attention, such as a layer of lipbound.capture")
+        raise LipboundError(
+            f"{what} was given {shown(att)}; it takes one Attention, such as a layer of "
+            "lipbound.capture"
+        )
 
 
 def nearest(name: object, allowed: Iterable[str]) -> str:
-    """The part of a message that names the closest allowed names, whatever their case, or all of them where none is close."""
+    """The part of a message that names the closest allowed names, whatever their case, or all of
+    them where none is close."""
     allowed = sorted(allowed)
     close = neighbours(name, allowed)
     if close:

@@ -12,10 +12,15 @@ HERE = Path(__file__).parent
 
 
 def execute(path: Path) -> nbformat.NotebookNode:
-    """A notebook with the outputs of a fresh run, without timings and identifiers that would differ every time."""
+    """A notebook with the outputs of a fresh run, without timings and identifiers that would differ
+    every time."""
     notebook = nbformat.read(path, as_version=4)
-    os.environ["PYTHONWARNINGS"] = "ignore"  # of progress bars that look for widgets: they name paths of this machine
-    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(HERE)}}, record_timing=False).execute()
+    os.environ["PYTHONWARNINGS"] = (
+        "ignore"  # of progress bars that look for widgets: they name paths of this machine
+    )
+    NotebookClient(
+        notebook, timeout=600, resources={"metadata": {"path": str(HERE)}}, record_timing=False
+    ).execute()
     return notebook
 
 

@@ -1,6 +1,8 @@
-"""Both distributions of a clean checkout, the same bytes whenever they are built: ``python release/build.py [OUT]``, ``dist`` by default.
+"""Both distributions of a clean checkout, the same bytes whenever they are built:
+``python release/build.py [OUT]``, ``dist`` by default.
 
-Wheels follow SOURCE_DATE_EPOCH, the date of the last commit; source distributions are packed again with sorted entries of that date and no owner.
+Wheels follow SOURCE_DATE_EPOCH, the date of the last commit; source distributions are packed again
+with sorted entries of that date and no owner.
 """
 
 import gzip
@@ -16,15 +18,22 @@ ROOT = Path(__file__).parents[1]
 
 def build(folder: Path, out: Path) -> list[Path]:
     """The wheel and the source distribution of a checkout, sorted by name."""
-    date = subprocess.run(["git", "log", "-1", "--format=%ct"], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
-    subprocess.run([sys.executable, "-m", "build", "--outdir", out, folder], env=os.environ | {"SOURCE_DATE_EPOCH": date}, check=True)
+    date = subprocess.run(
+        ["git", "log", "-1", "--format=%ct"], cwd=folder, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    subprocess.run(
+        [sys.executable, "-m", "build", "--outdir", out, folder],
+        env=os.environ | {"SOURCE_DATE_EPOCH": date},
+        check=True,
+    )
     for source in out.glob("*.tar.gz"):
         source.write_bytes(packed(source, int(date)))
     return sorted(out.iterdir())
 
 
 def packed(source: Path, date: int) -> bytes:
-    """The contents of a source distribution with sorted entries, one date, and neither owners nor machine-dependent modes."""
+    """The contents of a source distribution with sorted entries, one date, and neither owners nor
+    machine-dependent modes."""
     buffer = io.BytesIO()
     with (
         tarfile.open(source) as old,

@@ -1,12 +1,18 @@
-"""Fixtures of every folder. What lasts for a session is checked at its end: no test may have changed it.
+"""Fixtures of every folder. What lasts for a session is checked at its end: no test may have
+changed it.
 
-What needs transformers is imported by the fixtures themselves: the process that only hands out tests to the others does not wait for it.
+What needs transformers is imported by the fixtures themselves: the process that only hands out
+tests to the others does not wait for it.
 """
 
 import os
 
-os.environ.setdefault("LIPBOUND_TESTS_THREADS", "1")  # small matrices: more threads wait for each other
-os.environ["OMP_NUM_THREADS"] = os.environ["LIPBOUND_TESTS_THREADS"]  # read when torch is imported, here and in processes that tests start
+os.environ.setdefault(
+    "LIPBOUND_TESTS_THREADS", "1"
+)  # small matrices: more threads wait for each other
+os.environ["OMP_NUM_THREADS"] = os.environ[
+    "LIPBOUND_TESTS_THREADS"
+]  # read when torch is imported, here and in processes that tests start
 
 import hashlib
 from collections.abc import Iterator
@@ -26,8 +32,14 @@ torch.set_num_threads(int(os.environ["LIPBOUND_TESTS_THREADS"]))
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Notebooks start first, then what else is in integration/: long tests at the end would keep one process busy when the others are done."""
-    items.sort(key=lambda item: (not item.name.startswith("test_notebook_runs"), item.path.parent.name != "integration"))
+    """Notebooks start first, then what else is in integration/: long tests at the end would keep
+    one process busy when the others are done."""
+    items.sort(
+        key=lambda item: (
+            not item.name.startswith("test_notebook_runs"),
+            item.path.parent.name != "integration",
+        )
+    )
     for item in combinations_left_out(items):
         item.add_marker(pytest.mark.slow)
 
@@ -45,7 +57,11 @@ def att(kind: str) -> Attention:
 
 
 def _digest(folder: Path) -> dict[str, str]:
-    return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.rglob("*")) if file.is_file()}
+    return {
+        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
 
 
 def _unchanged(folder: Path) -> Iterator[Path]:
@@ -74,14 +90,17 @@ def vit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A file of words that the small BERT knows."""
     folder = tmp_path_factory.mktemp("text")
-    (folder / "text.txt").write_text("the ferry is in a clock of the keeper and the lighthouse " * 8)
+    (folder / "text.txt").write_text(
+        "the ferry is in a clock of the keeper and the lighthouse " * 8
+    )
     for _ in _unchanged(folder):
         yield folder / "text.txt"
 
 
 @pytest.fixture(scope="session")
 def gpt2_run() -> Iterator[xr.Dataset]:
-    """A run of all bounds on a small GPT-2, 2 samples x 2 layers x 4 heads; take ``copy(deep=True)`` to change it."""
+    """A run of all bounds on a small GPT-2, 2 samples x 2 layers x 4 heads; take
+    ``copy(deep=True)`` to change it."""
     from support.models import AFFINE, build, inputs_for
 
     model = build(AFFINE["gpt2"])

@@ -20,21 +20,31 @@ FLOORS = [
     {"analysis"},
     {"cli"},
 ]
-"""From the ground up. Whoever stands on one floor imports from its own folder and from the floors below."""
+"""From the ground up. Whoever stands on one floor imports from its own folder and from the floors
+below."""
 OUTSIDE = {"", "__main__"}
 """The package itself and its entry point: they lead to every floor, and no floor imports them."""
 SIDEWAYS = {("errors", "devices", "formatting")}
 """Folders of one floor that may import one another."""
-NEVER: dict[str, set[str]] = {folder: {"transformers", "xarray"} for folder in ("attention", "linalg", "jacobians", "bounds")}
+NEVER: dict[str, set[str]] = {
+    folder: {"transformers", "xarray"} for folder in ("attention", "linalg", "jacobians", "bounds")
+}
 
 TOP_ENTRIES, FOLDER_FILES, MODULE_LINES, FUNCTION_LINES = 16, 16, 500, 80
-EXCEPTIONS: dict[str, str] = {"cli.application -> lipbound": "the number of the version stands in the package itself, and nowhere else"}
+EXCEPTIONS: dict[str, str] = {
+    "cli.application -> lipbound": "the number of the version stands in the package itself, and "
+    "nowhere else"
+}
 """What may break a rule, as the tests name it, and why."""
 
 
 def name_of(path: Path) -> str:
     """``runs/store.py`` -> ``runs.store``; the package itself is ''."""
-    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+    return (
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        .removesuffix("__init__")
+        .rstrip(".")
+    )
 
 
 MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
@@ -44,7 +54,10 @@ def at_run_time(node: ast.AST) -> Iterator[ast.AST]:
     """Everything below a node, without the bodies of ``if TYPE_CHECKING``."""
     for child in ast.iter_child_nodes(node):
         yield child
-        if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+        if isinstance(child, ast.If) and ast.unparse(child.test) in (
+            "TYPE_CHECKING",
+            "typing.TYPE_CHECKING",
+        ):
             for other in child.orelse:
                 yield other
                 yield from at_run_time(other)
@@ -62,7 +75,8 @@ def absolute(node: ast.ImportFrom, module: str, is_package: bool) -> str:
 
 
 def imported(source: str, module: str = "", is_package: bool = False) -> set[str]:
-    """Full names of everything imported, at the top or inside functions: ``a.b`` and, for ``from a import b``, ``a.b`` too."""
+    """Full names of everything imported, at the top or inside functions: ``a.b`` and, for
+    ``from a import b``, ``a.b`` too."""
     names: set[str] = set()
     for node in at_run_time(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -80,7 +94,8 @@ def imports_of(module: str) -> frozenset[str]:
 
 
 def own(name: str) -> str | None:
-    """The module of ours behind an imported name: ``lipbound.runs.store.load`` -> ``runs.store``; None for other packages."""
+    """The module of ours behind an imported name: ``lipbound.runs.store.load`` -> ``runs.store``;
+    None for other packages."""
     if name.split(".")[0] != "lipbound":
         return None
     parts = name.split(".")[1:]
@@ -90,7 +105,9 @@ def own(name: str) -> str | None:
 
 
 def own_imports(module: str) -> set[str]:
-    return {other for name in imports_of(module) if (other := own(name)) is not None and other != module}
+    return {
+        other for name in imports_of(module) if (other := own(name)) is not None and other != module
+    }
 
 
 def folder(module: str) -> str:
@@ -119,20 +136,30 @@ def test_imports_go_down(module: str) -> None:
             wrong.append(pair)
             continue
         beside = floor(other) == floor(module) and folder(other) != folder(module)
-        if floor(other) > floor(module) or (beside and not any({folder(module), folder(other)} <= set(group) for group in SIDEWAYS)):
+        if floor(other) > floor(module) or (
+            beside and not any({folder(module), folder(other)} <= set(group) for group in SIDEWAYS)
+        ):
             wrong.append(pair)
     assert [pair for pair in sorted(wrong) if pair not in EXCEPTIONS] == []
 
 
 @pytest.mark.parametrize("module", [module for module in INSIDE if folder(module) in NEVER])
 def test_tensors_know_neither_models_nor_runs(module: str) -> None:
-    wrong = {f"{module} -> {package}" for name in imports_of(module) if (package := name.split(".")[0]) in NEVER[folder(module)]}
+    wrong = {
+        f"{module} -> {package}"
+        for name in imports_of(module)
+        if (package := name.split(".")[0]) in NEVER[folder(module)]
+    }
     assert sorted(wrong - EXCEPTIONS.keys()) == []
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
-    """A package counts as its own ``__init__``; what leads to it from its parts is an import like any other."""
-    graph = {module: {other for other in own_imports(module) if f"{module} -> {other}" not in EXCEPTIONS} for module in INSIDE}
+    """A package counts as its own ``__init__``; what leads to it from its parts is an import like
+    any other."""
+    graph = {
+        module: {other for other in own_imports(module) if f"{module} -> {other}" not in EXCEPTIONS}
+        for module in INSIDE
+    }
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -140,11 +167,19 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 
 
 def test_the_top_can_be_taken_in_at_a_glance() -> None:
-    entries = [path.name for path in PACKAGE.iterdir() if path.suffix == ".py" or (path.is_dir() and any(path.rglob("*.py")))]
+    entries = [
+        path.name
+        for path in PACKAGE.iterdir()
+        if path.suffix == ".py" or (path.is_dir() and any(path.rglob("*.py")))
+    ]
     assert len(entries) <= TOP_ENTRIES, sorted(entries)
 
 
-@pytest.mark.parametrize("path", [PACKAGE, *sorted({path.parent for path in MODULES.values()} - {PACKAGE})], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    [PACKAGE, *sorted({path.parent for path in MODULES.values()} - {PACKAGE})],
+    ids=lambda path: path.name,
+)
 def test_folders_are_small(path: Path) -> None:
     files = sorted(file.name for file in path.glob("*.py") if file.name != "__init__.py")
     assert len(files) <= FOLDER_FILES or f"{path.name}/" in EXCEPTIONS, files
@@ -153,9 +188,20 @@ def test_folders_are_small(path: Path) -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_modules_and_functions_are_short(module: str) -> None:
     text = MODULES[module].read_text()
-    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    lengths = {f"{module}.{node.name}": (node.end_lineno or node.lineno) - node.lineno + 1 for node in functions}
-    long = {name: count for name, count in lengths.items() if count > FUNCTION_LINES and name not in EXCEPTIONS}
+    functions = [
+        node
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    lengths = {
+        f"{module}.{node.name}": (node.end_lineno or node.lineno) - node.lineno + 1
+        for node in functions
+    }
+    long = {
+        name: count
+        for name, count in lengths.items()
+        if count > FUNCTION_LINES and name not in EXCEPTIONS
+    }
     if (count := len(text.splitlines())) > MODULE_LINES and module not in EXCEPTIONS:
         long[module] = count
     assert long == {}
@@ -187,7 +233,15 @@ class C:
         from ..linalg.operators import Gram
 """
     found = imported(source, "attention.layer")
-    assert found == {"typing", "typing.TYPE_CHECKING", "numpy", "lipbound.runs.store", "xarray", "lipbound.errors", "lipbound.linalg.operators.Gram"}
+    assert found == {
+        "typing",
+        "typing.TYPE_CHECKING",
+        "numpy",
+        "lipbound.runs.store",
+        "xarray",
+        "lipbound.errors",
+        "lipbound.linalg.operators.Gram",
+    }
     assert own("lipbound.linalg.operators.Gram") == "linalg.operators"
     assert own("numpy") is None
     assert floor("linalg.operators") < floor("jacobians.head") < floor("cli")

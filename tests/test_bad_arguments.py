@@ -1,4 +1,5 @@
-"""Arguments of wrong types and out of range in Python: a LipboundError of one sentence each; nearly right ones are accepted."""
+"""Arguments of wrong types and out of range in Python: a LipboundError of one sentence each; nearly
+right ones are accepted."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,28 +20,67 @@ from lipbound.runs import store
 from lipbound.runs.config import RunConfig
 
 WRONG: dict[str, Any] = {
-    "None": None, "digits": "8", "text": "x", "fraction": 1.5, "nan": float("nan"), "inf": float("inf"), "negative": -3, "zero": 0, "flag": True,
-    "list": [1.5], "dict": {}, "object": object(), "array": np.array([1, 2]), "bytes": b"x", "path": Path("x"), "function": print, "complex": 1j,
-    "set": {1.5}, "slice": slice(1), "empty": "",
-}  # fmt: skip
+    "None": None,
+    "digits": "8",
+    "text": "x",
+    "fraction": 1.5,
+    "nan": float("nan"),
+    "inf": float("inf"),
+    "negative": -3,
+    "zero": 0,
+    "flag": True,
+    "list": [1.5],
+    "dict": {},
+    "object": object(),
+    "array": np.array([1, 2]),
+    "bytes": b"x",
+    "path": Path("x"),
+    "function": print,
+    "complex": 1j,
+    "set": {1.5},
+    "slice": slice(1),
+    "empty": "",
+}
 ATT = random_attention("plain")
 Cases = list[tuple[str, Callable[[], object]]]
 
 
 def each(name: str, call: Callable[[Any], object], *right: str) -> Cases:
     """A call with every wrong value but those that are right here."""
-    return [(f"{name} {kind}", lambda value=value: call(value)) for kind, value in WRONG.items() if kind not in right]
+    return [
+        (f"{name} {kind}", lambda value=value: call(value))
+        for kind, value in WRONG.items()
+        if kind not in right
+    ]
 
 
 def settings() -> Cases:
-    """Arguments of compare, which all commands share; what is looked at later is not built for them."""
+    """Arguments of compare, which all commands share; what is looked at later is not built for
+    them."""
     right = {
-        "samples": (), "seed": ("negative", "zero"), "max_length": (), "exact_samples": ("None",), "tol": (), "delta": ("None",),
-        "layers": ("None", "digits", "negative", "zero", "array"), "bounds": (), "map": (), "norm": (), "dtype": (), "resume": ("flag",),
-        "memory": ("digits", "fraction"), "out": ("None", "digits", "text", "path"), "split": ("None", "digits", "text"),
-        "column": ("None", "digits", "text"), "revision": ("None", "digits", "text"),
-    }  # fmt: skip
-    return [case for name, fine in right.items() for case in each(name, lambda value, name=name: RunConfig("m", **{name: value}), *fine)]
+        "samples": (),
+        "seed": ("negative", "zero"),
+        "max_length": (),
+        "exact_samples": ("None",),
+        "tol": (),
+        "delta": ("None",),
+        "layers": ("None", "digits", "negative", "zero", "array"),
+        "bounds": (),
+        "map": (),
+        "norm": (),
+        "dtype": (),
+        "resume": ("flag",),
+        "memory": ("digits", "fraction"),
+        "out": ("None", "digits", "text", "path"),
+        "split": ("None", "digits", "text"),
+        "column": ("None", "digits", "text"),
+        "revision": ("None", "digits", "text"),
+    }
+    return [
+        case
+        for name, fine in right.items()
+        for case in each(name, lambda value, name=name: RunConfig("m", **{name: value}), *fine)
+    ]
 
 
 def layers() -> Cases:
@@ -48,35 +88,73 @@ def layers() -> Cases:
     names = ("x", "w_q", "w_k", "w_v")
     plain = {name: getattr(ATT, name) for name in names}
     optional = ("b_q", "w_o", "mask", "valid", "sinks", "rotation", "norm_q", "norm_k")
-    found = [case for name in (*names, *optional) for case in each(name, lambda value, name=name: lb.Attention(**plain | {name: value}),
-                                                                  *(["None"] if name in optional else []))]  # fmt: skip
-    found += each("scale", lambda value: lb.Attention(**plain, scale=value), "None", "fraction", "negative", "zero")
+    found = [
+        case
+        for name in (*names, *optional)
+        for case in each(
+            name,
+            lambda value, name=name: lb.Attention(**plain | {name: value}),
+            *(["None"] if name in optional else []),
+        )
+    ]
+    found += each(
+        "scale",
+        lambda value: lb.Attention(**plain, scale=value),
+        "None",
+        "fraction",
+        "negative",
+        "zero",
+    )
     for kind, tensor in {
-        "whole numbers": torch.ones(2, 6, 9, dtype=torch.int64), "half": torch.ones(2, 6, 9).half(), "complex": 1j * torch.ones(2, 6, 9),
-        "no axis": torch.tensor(1.0), "nothing": torch.zeros(0, 6, 9), "meta": torch.zeros(2, 6, 9, device="meta", dtype=torch.float64),
+        "whole numbers": torch.ones(2, 6, 9, dtype=torch.int64),
+        "half": torch.ones(2, 6, 9).half(),
+        "complex": 1j * torch.ones(2, 6, 9),
+        "no axis": torch.tensor(1.0),
+        "nothing": torch.zeros(0, 6, 9),
+        "meta": torch.zeros(2, 6, 9, device="meta", dtype=torch.float64),
         "sparse": ATT.x.to_sparse(),
-    }.items():  # fmt: skip
+    }.items():
         found.append((f"x {kind}", lambda tensor=tensor: lb.Attention(**plain | {"x": tensor})))
     norm_right = {
-        "map": (), "method": (), "tol": ("fraction", "zero"), "delta": ("None",), "vectors": ("flag",), "seed": ("negative", "zero"),
+        "map": (),
+        "method": (),
+        "tol": ("fraction", "zero"),
+        "delta": ("None",),
+        "vectors": ("flag",),
+        "seed": ("negative", "zero"),
         "max_steps": ("None",),
-    }  # fmt: skip
-    found += [c for name, fine in norm_right.items() for c in each(f"norm {name}", lambda v, name=name: lb.spectral_norm(ATT, **{name: v}), *fine)]
+    }
+    found += [
+        c
+        for name, fine in norm_right.items()
+        for c in each(
+            f"norm {name}", lambda v, name=name: lb.spectral_norm(ATT, **{name: v}), *fine
+        )
+    ]
     yudin = lb.bounds.get("yudin")
     for name, call in {
-        "norm of": lb.spectral_norm, "bound of": yudin, "sound of": yudin.sound, "get": lb.bounds.get,
+        "norm of": lb.spectral_norm,
+        "bound of": yudin,
+        "sound of": yudin.sound,
+        "get": lb.bounds.get,
         "evaluate of": lambda v: lb.bounds.evaluate(v, "yudin"),
-        "over_ball of": lambda v: lb.bounds.over_ball(v, 0.1), "whole_layer of": lambda v: lb.bounds.whole_layer(v, "yudin"),
-        "attack of": lambda v: lb.attack(v, 0.1), "curve of": lambda v: lb.radius_curve(v, [0.1]),
+        "over_ball of": lambda v: lb.bounds.over_ball(v, 0.1),
+        "whole_layer of": lambda v: lb.bounds.whole_layer(v, "yudin"),
+        "attack of": lambda v: lb.attack(v, 0.1),
+        "curve of": lambda v: lb.radius_curve(v, [0.1]),
         "at": lambda v: lb.bounds.over_ball(ATT, 0.1, at=v),
-        "rule": lambda v: lb.bounds.whole_layer(ATT, "yudin", rule=v), "layer map": lambda v: lb.bounds.whole_layer(ATT, "yudin", map=v),
-        "ball": lambda v: lb.bounds.over_ball(ATT, 0.1, norm=v), "attack norm": lambda v: lb.attack(ATT, 0.1, norm=v),
-    }.items():  # fmt: skip
+        "rule": lambda v: lb.bounds.whole_layer(ATT, "yudin", rule=v),
+        "layer map": lambda v: lb.bounds.whole_layer(ATT, "yudin", map=v),
+        "ball": lambda v: lb.bounds.over_ball(ATT, 0.1, norm=v),
+        "attack norm": lambda v: lb.attack(ATT, 0.1, norm=v),
+    }.items():
         found += each(name, call)
     found += each("evaluate names", lambda v: lb.bounds.evaluate(ATT, v))[:-1]
     found += each("radius", lambda v: lb.attack(ATT, v), "fraction", "zero", "flag")
     return (
-        found + each("steps", lambda v: lb.attack(ATT, 0.1, steps=v)) + each("attack seed", lambda v: lb.attack(ATT, 0.1, seed=v), "negative", "zero")
+        found
+        + each("steps", lambda v: lb.attack(ATT, 0.1, steps=v))
+        + each("attack seed", lambda v: lb.attack(ATT, 0.1, seed=v), "negative", "zero")
     )
 
 
@@ -87,10 +165,16 @@ def models() -> Cases:
     query = whole.encoder.layer[0].attention.self.query
     query.weight = torch.nn.Parameter((10 * query.weight).to(torch.int8), requires_grad=False)
     inputs = {
-        "beyond": torch.full((1, 4), 999), "fractions": torch.ones(1, 4), "one axis": torch.arange(4), "long": torch.ones(1, 60, dtype=torch.long),
+        "beyond": torch.full((1, 4), 999),
+        "fractions": torch.ones(1, 4),
+        "one axis": torch.arange(4),
+        "long": torch.ones(1, 60, dtype=torch.long),
         "list": [[1, 2]],
-    }  # fmt: skip
-    found = [(f"capture {name}", lambda value=value: lb.capture(bert, {"input_ids": value})) for name, value in inputs.items()]
+    }
+    found = [
+        (f"capture {name}", lambda value=value: lb.capture(bert, {"input_ids": value}))
+        for name, value in inputs.items()
+    ]
     found += [
         ("capture of other names", lambda: lb.capture(bert, {"foo": ids["input_ids"]})),
         ("capture whole numbers", lambda: lb.capture(whole, ids)),
@@ -100,15 +184,33 @@ def models() -> Cases:
         ("network beyond", lambda: lb.network_norm(bert, {"input_ids": torch.full((1, 4), 999)})),
         ("revision of a model", lambda: lb.load_checkpoint(bert, revision="v1")),
     ]
-    found += each("capture of", lambda v: lb.capture(v, ids)) + each("capture inputs", lambda v: lb.capture(bert, v))
+    found += each("capture of", lambda v: lb.capture(v, ids)) + each(
+        "capture inputs", lambda v: lb.capture(bert, v)
+    )
     found += each("capture layers", lambda v: lb.capture(bert, ids, layers=v), "None", "zero")
     found += each("load", lb.load_checkpoint, "text", "digits", "path")
-    found += each("network of", lambda v: lb.network_norm(v, ids)) + each("network inputs", lambda v: lb.network_norm(bert, v))
-    for name, fine in {"start": ("zero",), "end": ("zero",), "delta": ("None",), "seed": ("negative", "zero"), "batch": ()}.items():
-        found += each(f"network {name}", lambda v, name=name: lb.network_norm(bert, ids, **{"end": 1, name: v}), *fine)
+    found += each("network of", lambda v: lb.network_norm(v, ids)) + each(
+        "network inputs", lambda v: lb.network_norm(bert, v)
+    )
+    for name, fine in {
+        "start": ("zero",),
+        "end": ("zero",),
+        "delta": ("None",),
+        "seed": ("negative", "zero"),
+        "batch": (),
+    }.items():
+        found += each(
+            f"network {name}",
+            lambda v, name=name: lb.network_norm(bert, ids, **{"end": 1, name: v}),
+            *fine,
+        )
     loaded = Checkpoint(bert, "bert", "", None)
-    found += each("prepare for", lambda v: lb.prepare(v, ids)) + each("prepare samples", lambda v: lb.prepare(loaded, ids, samples=v))
-    found += each("prepare", lambda v: lb.prepare(loaded, v), "text", "digits", "path", "None", "array")
+    found += each("prepare for", lambda v: lb.prepare(v, ids)) + each(
+        "prepare samples", lambda v: lb.prepare(loaded, ids, samples=v)
+    )
+    found += each(
+        "prepare", lambda v: lb.prepare(loaded, v), "text", "digits", "path", "None", "array"
+    )
     return found
 
 
@@ -128,7 +230,11 @@ def test_every_wrong_argument_is_refused_in_one_sentence(start: str) -> None:
             try:
                 wrong[name] = f"returned {call()!r}"[:200]
             except LipboundError as error:
-                if "\n" in str(error) or not 10 < len(str(error)) < 400 or " object at 0x" in str(error):
+                if (
+                    "\n" in str(error)
+                    or not 10 < len(str(error)) < 400
+                    or " object at 0x" in str(error)
+                ):
                     wrong[name] = str(error)
             except Exception as error:
                 wrong[name] = f"{type(error).__name__}: {error}"
@@ -136,7 +242,9 @@ def test_every_wrong_argument_is_refused_in_one_sentence(start: str) -> None:
 
 
 def test_samples_as_text_are_refused_in_words(bert: Path) -> None:
-    with pytest.raises(LipboundError, match=r"^samples is '8'; it must be a whole number, at least 1, or 'all'$"):
+    with pytest.raises(
+        LipboundError, match=r"^samples is '8'; it must be a whole number, at least 1, or 'all'$"
+    ):
         lb.compare(bert, samples="8")
     with pytest.raises(LipboundError, match=r"^client is 3; give a dask\.distributed\.Client$"):
         lb.compare(bert, client=3)
@@ -145,19 +253,38 @@ def test_samples_as_text_are_refused_in_words(bert: Path) -> None:
 
 
 NEARLY = {
-    "layers": [1, "1", "0-1", [0], (1,), range(2), np.array([0, 1]), torch.tensor([1]), -1], "device": ["cpu", torch.device("cpu")],
-    "dtype": ["float32", torch.float32, np.float32, np.dtype("float32"), "torch.float32", torch.float64],
+    "layers": [1, "1", "0-1", [0], (1,), range(2), np.array([0, 1]), torch.tensor([1]), -1],
+    "device": ["cpu", torch.device("cpu")],
+    "dtype": [
+        "float32",
+        torch.float32,
+        np.float32,
+        np.dtype("float32"),
+        "torch.float32",
+        torch.float64,
+    ],
     "samples": [2, np.int64(2), torch.tensor(2)],
-    "bounds": ["yudin", ["yudin"], {"yudin"}, lb.bounds.get("yudin"), [lb.bounds.get("yudin")], (n for n in ["yudin"])],
-    "tol": [0.5, np.float32(0.25), torch.tensor(0.5)], "memory": [1e9, "1e9", "4gb", "2 GiB", np.float64(1e9)],
-}  # fmt: skip
+    "bounds": [
+        "yudin",
+        ["yudin"],
+        {"yudin"},
+        lb.bounds.get("yudin"),
+        [lb.bounds.get("yudin")],
+        (n for n in ["yudin"]),
+    ],
+    "tol": [0.5, np.float32(0.25), torch.tensor(0.5)],
+    "memory": [1e9, "1e9", "4gb", "2 GiB", np.float64(1e9)],
+}
 
 
 def test_what_is_nearly_right_is_accepted(bert: Path) -> None:
     for name, values in NEARLY.items():
         for value in values:
             config = RunConfig(str(bert), **{name: value})
-            assert isinstance(getattr(config, name), (int, float, str, tuple, torch.device)), (name, value)
+            assert isinstance(getattr(config, name), (int, float, str, tuple, torch.device)), (
+                name,
+                value,
+            )
     assert RunConfig("m", layers=3).chosen_layers == (3,)
     assert RunConfig("m", layers="0-3,7").chosen_layers == (0, 1, 2, 3, 7)
 
@@ -165,13 +292,27 @@ def test_what_is_nearly_right_is_accepted(bert: Path) -> None:
 @pytest.fixture(scope="module")
 def one(bert: Path) -> xr.Dataset:
     options = {"max_length": 12, "bounds": "castin", "progress": False}
-    return lb.compare(bert, "the ferry is in a clock", layers=1, device=torch.device("cpu"), dtype=torch.float32, **options)
+    return lb.compare(
+        bert,
+        "the ferry is in a clock",
+        layers=1,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        **options,
+    )
 
 
 def test_a_sentence_is_data_like_a_list_of_it(bert: Path, one: xr.Dataset) -> None:
     assert one.sizes == {"sample": 1, "layer": 1, "head": 4}
     assert one.attrs["data"] == "the text 'the ferry is in a clock'"
-    listed = lb.compare(bert, ["the ferry is in a clock"], layers=[1], max_length=12, bounds="castin", progress=False)
+    listed = lb.compare(
+        bert,
+        ["the ferry is in a clock"],
+        layers=[1],
+        max_length=12,
+        bounds="castin",
+        progress=False,
+    )
     assert one.drop_attrs().equals(listed.drop_attrs())
     assert lb.verify(one, places=1).ok
 
@@ -180,9 +321,13 @@ def test_a_sentence_is_data_like_a_list_of_it(bert: Path, one: xr.Dataset) -> No
 def test_data_that_is_nearly_right(data: str, bert: Path, one: xr.Dataset) -> None:
     tokens = lb.load_checkpoint(bert).tokenizer()(["the ferry is in a clock"])
     given = {
-        "tokens": tokens, "lists": dict(tokens), "arrays": {name: np.array(value) for name, value in tokens.items()},
-        "splits": datasets.DatasetDict(extra=datasets.Dataset.from_dict({"text": ["the ferry is in a clock"]})),
-    }  # fmt: skip
+        "tokens": tokens,
+        "lists": dict(tokens),
+        "arrays": {name: np.array(value) for name, value in tokens.items()},
+        "splits": datasets.DatasetDict(
+            extra=datasets.Dataset.from_dict({"text": ["the ferry is in a clock"]})
+        ),
+    }
     ds = lb.compare(bert, given[data], layers=1, max_length=12, bounds="castin", progress=False)
     np.testing.assert_array_equal(ds["exact"], one["exact"])
 
@@ -195,7 +340,13 @@ def test_a_loaded_model_in_another_dtype_is_measured_as_a_copy(dtype: torch.dtyp
     (note,) = ds.attrs["notes"]
     assert ("rounded; dtype='float64' keeps its numbers" in note) == (dtype == torch.float64)
     assert {p.dtype for p in model.parameters()} == {dtype}
-    expected = lb.compare(build(AFFINE["bert"]).to(dtype).float(), inputs_for(model), layers=0, bounds="castin", progress=False)
+    expected = lb.compare(
+        build(AFFINE["bert"]).to(dtype).float(),
+        inputs_for(model),
+        layers=0,
+        bounds="castin",
+        progress=False,
+    )
     np.testing.assert_array_equal(ds["exact"], expected["exact"])
 
 
@@ -216,23 +367,40 @@ def test_runs_are_taken_by_path_and_in_part(run: xr.Dataset, tmp_path: Path) -> 
     store.save(run, tmp_path / "run.zarr")
     assert lb.tables.summary(tmp_path / "run.zarr").equals(lb.tables.summary(run))
     assert lb.cite(str(tmp_path / "run.zarr")) == lb.cite(run)
-    for part in (run.isel(layer=0), run.isel(sample=0), run.isel(head=0), run.transpose("head", "layer", "sample")):
+    for part in (
+        run.isel(layer=0),
+        run.isel(sample=0),
+        run.isel(head=0),
+        run.transpose("head", "layer", "sample"),
+    ):
         assert len(lb.tables.summary(part)) == 2
-        assert len(lb.tables.breakdown(part, "head")) == part.sizes.get("head", 1) * part.sizes.get("layer", 1)
+        assert len(lb.tables.breakdown(part, "head")) == part.sizes.get("head", 1) * part.sizes.get(
+            "layer", 1
+        )
     assert lb.tables.summary(run.isel(layer=0)).equals(lb.tables.summary(run.isel(layer=[0])))
     assert lb.plots.heatmaps(run.isel(layer=0), bounds=["yudin"]).axes
 
 
 NO_RUNS: dict[str, Callable[[xr.Dataset], object]] = {
-    "mean": lambda ds: ds.mean("sample"), "no attributes": lambda ds: ds.drop_attrs(), "variable": lambda ds: ds["exact"],
-    "nothing left": lambda ds: ds.isel(sample=[]), **{kind: (lambda ds, value=value: value) for kind, value in WRONG.items()},
-}  # fmt: skip
+    "mean": lambda ds: ds.mean("sample"),
+    "no attributes": lambda ds: ds.drop_attrs(),
+    "variable": lambda ds: ds["exact"],
+    "nothing left": lambda ds: ds.isel(sample=[]),
+    **{kind: (lambda ds, value=value: value) for kind, value in WRONG.items()},
+}
 
 
 @pytest.mark.parametrize("kind", NO_RUNS)
 def test_what_is_no_run_is_refused(kind: str, run: xr.Dataset) -> None:
     given = NO_RUNS[kind](run)
-    for use in (lb.plots.heatmaps, lb.tables.summary, lb.tables.latex, lb.tables.bibtex, lb.cite, lb.verify):
+    for use in (
+        lb.plots.heatmaps,
+        lb.tables.summary,
+        lb.tables.latex,
+        lb.tables.bibtex,
+        lb.cite,
+        lb.verify,
+    ):
         with pytest.raises(LipboundError) as caught:
             use(given)
         assert "\n" not in str(caught.value)

@@ -1,4 +1,5 @@
-"""Bad values of every option and broken files of every kind: one sentence and status 2 each, in the words of the command line."""
+"""Bad values of every option and broken files of every kind: one sentence and status 2 each, in the
+words of the command line."""
 
 import hashlib
 import os
@@ -36,30 +37,41 @@ MODELS = {
     "compare a/b/c": "there is no directory a/b/c",
     "compare https://huggingface.co/owner/name": "there is no directory https:",
     "compare 'my model'": "neither a directory here nor a valid hub id; hub ids are owner/name",
-    "compare owner/nothing": "owner/nothing is not in the local cache, and HF_HUB_OFFLINE forbids looking on the hub",
+    "compare owner/nothing": "owner/nothing is not in the local cache, and HF_HUB_OFFLINE "
+    "forbids looking on the hub",
     "compare owner/nothing@v1": "at revision 'v1' is not in the local cache",
     "compare owner/nothing@v1 --revision v2": "two revisions were given",
     "compare {bert}/config.json": "is a file; give the directory that holds config.json",
     "compare {mess}/empty": "has no config.json",
-    "compare {mess}/adapter": "/adapter is an adapter of the model that it was trained on, not a model",
+    "compare {mess}/adapter": "/adapter is an adapter of the model that it was trained on, not a "
+    "model",
     "compare {mess}/no-weights": "has a config.json but no weights",
     "compare {mess}/bad-config": "is not a valid JSON file",
     "compare {mess}/list-config": "could not be loaded: Unrecognized model",
     "compare {mess}/empty-config": "could not be loaded: Unrecognized model",
-    "compare {mess}/unknown-type": "names the model type 'mystery', which this version of transformers does not know",
+    "compare {mess}/unknown-type": "names the model type 'mystery', which this version of "
+    "transformers does not know",
     "compare {mess}/odd-heads": "is not a multiple of the number of attention heads",
     "compare {mess}/other-shapes": "its weights have other shapes than its config.json says",
-    "compare {mess}/truncated": "/truncated/model.safetensors is cut off: it has 48,048 bytes and should have at least 49,048",
+    "compare {mess}/truncated": "/truncated/model.safetensors is cut off: it has 48,048 bytes "
+    "and should have at least 49,048",
     "compare {mess}/no-bytes": "/no-bytes/model.safetensors is empty",
-    "compare {mess}/missing": "do not fill its architecture: 16 tensors are missing or of another shape",
-    "compare {mess}/nan-weights": "contain NaN or infinite numbers, in encoder.layer.1.attention.self.query.weight",
-    "compare {mess}/whole-numbers": "are not all floating-point numbers, encoder.layer.0.attention.self.query.weight for one",
+    "compare {mess}/missing": "do not fill its architecture: 16 tensors are missing or of "
+    "another shape",
+    "compare {mess}/nan-weights": "contain NaN or infinite numbers, in "
+    "encoder.layer.1.attention.self.query.weight",
+    "compare {mess}/whole-numbers": "are not all floating-point numbers, "
+    "encoder.layer.0.attention.self.query.weight for one",
     "compare {mess}/pickled": "holds other things than weights, none of which were run",
     "compare {mess}/resnet --samples 1": "no attention that can be captured",
-    f"compare {{mess}}/no-tokenizer {SHORT}": "has no files of its tokenizer (tokenizer.json or the like)",
+    f"compare {{mess}}/no-tokenizer {SHORT}": "has no files of its tokenizer (tokenizer.json or "
+    "the like)",
     f"compare {{mess}}/bad-tokenizer {SHORT}": "has no usable tokenizer",
-    "compare {mess}/no-processor --samples 1": "has no files of its image processor (preprocessor_config.json or the like)",
-    f"compare {{mess}}/fewer-words --data {{text}} {SHORT}": "input_ids has the number 14; {mess}/fewer-words knows tokens 0 to 9",
+    "compare {mess}/no-processor --samples 1": "has no files of its image processor "
+    "(preprocessor_config.json or the like)",
+    f"compare {{mess}}/fewer-words --data {{text}} {SHORT}": "input_ids has the number 14; "
+    "{mess}/fewer-words knows tokens 0 "
+    "to 9",
     "compare {bert}@v1": "did you mean '{bert}'?",
     "compare {bert} --revision v1": "revisions are for hub models",
     "compare builtin:gpt2 --revision v1": "revisions are for hub models",
@@ -69,7 +81,10 @@ MODELS = {
 }
 NUMBERS_OF_COMPARE = {
     **{f"--samples {value}": f"--samples is {value}; {COUNT}" for value in (0, -1, -99)},
-    **{f"--samples {value}": f"--samples must be a whole number or 'all', not '{value}'" for value in ("1.5", "many", "1e9", "nan")},
+    **{
+        f"--samples {value}": f"--samples must be a whole number or 'all', not '{value}'"
+        for value in ("1.5", "many", "1e9", "nan")
+    },
     "--samples ''": "--samples must be a whole number or 'all', not ''",
     "--samples": "option '--samples' requires an argument",
     **{f"--exact-samples {value}": f"--exact-samples is {value}; {COUNT}" for value in (0, -3)},
@@ -79,19 +94,34 @@ NUMBERS_OF_COMPARE = {
     "--max-length=12.5": "--max-length must be a whole number, not '12.5'",
     "--max-length 41": "--max-length 41 exceeds the 40 positions of {bert}; give at most 40",
     **{
-        f"--layers {value}": f"--layers is '{value}'; {NUMBERS}" for value in ("a", "1-0", "0,,1", "0,", "1.0", "0..1", "all", "0-", "-1-1", "9" * 20)
+        f"--layers {value}": f"--layers is '{value}'; {NUMBERS}"
+        for value in ("a", "1-0", "0,,1", "0,", "1.0", "0..1", "all", "0-", "-1-1", "9" * 20)
     },
     "--layers ''": f"--layers is ''; {NUMBERS}",
-    f"{QUICK} --layers 9": "layers [9] do not exist: the model has 2 attention layers, numbered 0 to 1",
+    f"{QUICK} --layers 9": "layers [9] do not exist: the model has 2 attention layers, numbered "
+    "0 to 1",
     f"{QUICK} --layers=-9": "layers [-9] do not exist",
     f"{QUICK} --layers 1-3": "layers [2, 3] do not exist",
-    **{f"--tol {value}": f"--tol is {float(value)}; it must be between 0 and 1" for value in ("0", "1", "-1", "nan", "inf", "1e-400")},
+    **{
+        f"--tol {value}": f"--tol is {float(value)}; it must be between 0 and 1"
+        for value in ("0", "1", "-1", "nan", "inf", "1e-400")
+    },
     "--tol x": "--tol must be a number, not 'x'",
-    **{f"--delta {value}": f"--delta is '{value}'; {PROBABILITY}" for value in ("-1", "1", "2", "nan", "inf", "x", "1e-400")},
-    **{f"--seed {value}": f"--seed must be a whole number, not '{value}'" for value in ("x", "1.5", "1e3")},
-    **{f"--memory {value}": f"--memory is '{value}'; {SIZE}" for value in ("0", "-1", "much", "4XB", "nan", "inf", "50%", "1e999")},
+    **{
+        f"--delta {value}": f"--delta is '{value}'; {PROBABILITY}"
+        for value in ("-1", "1", "2", "nan", "inf", "x", "1e-400")
+    },
+    **{
+        f"--seed {value}": f"--seed must be a whole number, not '{value}'"
+        for value in ("x", "1.5", "1e3")
+    },
+    **{
+        f"--memory {value}": f"--memory is '{value}'; {SIZE}"
+        for value in ("0", "-1", "much", "4XB", "nan", "inf", "50%", "1e999")
+    },
     "--memory ''": f"--memory is ''; {SIZE}",
-    "--memory 4": "--memory is '4', which is 4 bytes; give it with its unit, such as '4GB', or 'auto'",
+    "--memory 4": "--memory is '4', which is 4 bytes; give it with its unit, such as '4GB', or "
+    "'auto'",
 }
 NAMES_OF_COMPARE = {
     "--bounds ''": "--bounds is '', which names none; give 'default', 'all', a name",
@@ -106,18 +136,29 @@ NAMES_OF_COMPARE = {
     "--map ''": "unknown map ''; allowed are head,",
     "--map layer --bounds kim": "has no value for --map layer; use --map head or leave it out",
     f"{QUICK} --map pre_norm": "map 'pre_norm' needs a layer that normalises before attention",
-    **{f"--device {value}": f"device '{value}' cannot be used here; try 'cpu' or 'auto'" for value in ("gpu", "cuda:77", "meta", "mps", "xla")},
+    **{
+        f"--device {value}": f"device '{value}' cannot be used here; try 'cpu' or 'auto'"
+        for value in ("gpu", "cuda:77", "meta", "mps", "xla")
+    },
     "--device ''": "--device is ''; give 'cpu', 'cuda', 'cuda:1' or 'auto'",
-    **{f"--dtype {value}": f"--dtype is '{value}'; allowed are 'float32' and 'float64'" for value in ("float16", "double", "32")},
+    **{
+        f"--dtype {value}": f"--dtype is '{value}'; allowed are 'float32' and 'float64'"
+        for value in ("float16", "double", "32")
+    },
     "--dtype ''": "--dtype is ''; allowed are",
-    **{f"--scheduler local:{value}": "the number of local processes must be at least 1, such as local:2" for value in ("0", "-1", "two", "")},
+    **{
+        f"--scheduler local:{value}": "the number of local processes must be at least 1, such as "
+        "local:2"
+        for value in ("0", "-1", "two", "")
+    },
     "--scheduler nowhere": "no dask scheduler answers at 'nowhere'",
     "--resume": "--resume needs --out, the name of the run to take up",
     f"{QUICK} --out {{mess}}/file/run.zarr": "{mess}/file/run.zarr cannot be written",
     f"{QUICK} --out /proc/nothing/run.zarr": "/proc/nothing/run.zarr cannot be written",
     f"{QUICK} --out {{mess}}/run.zarr": "{mess}/run.zarr exists already; choose another name",
     f"{QUICK} --out /": "/ exists already",
-    f"{QUICK} --out {{mess}}/run.zarr --resume": "belongs to another configuration: data_fingerprint was",
+    f"{QUICK} --out {{mess}}/run.zarr --resume": "belongs to another configuration: "
+    "data_fingerprint was",
     f"{QUICK} --out {{mess}}/strange.zarr --resume": "{mess}/strange.zarr is not a run of lipbound",
     f"{QUICK} --out {{mess}}/file --resume": "{mess}/file is not a run of lipbound",
     "extra": "got unexpected extra argument(s) (extra); see lipbound compare --help",
@@ -140,29 +181,38 @@ DATA = {
     "{mess}/empty.csv": "No columns to parse from file",
     "{mess}/header.csv": "could not be read, as a file or a hub dataset: it is empty",
     "{mess}/ragged.csv": "Expected 2 fields in line 3, saw 4",
-    "{mess}/numbers.csv": "which column of numbers.csv holds text is not clear; name one of a, b with --column",
-    "{mess}/numbers.csv --column a": "column 'a' of numbers.csv holds int, but {bert} takes text; name another with --column",
+    "{mess}/numbers.csv": "which column of numbers.csv holds text is not clear; name one of a, b "
+    "with --column",
+    "{mess}/numbers.csv --column a": "column 'a' of numbers.csv holds int, but {bert} takes "
+    "text; name another with --column",
     "{mess}/numbers.csv --column c": "numbers.csv has no column 'c'; its columns are a, b",
     "{mess}/numbers.csv --column 7": "numbers.csv has no column '7'; its columns are 0, 1",
     "{mess}/two.csv --column ''": "--column is ''; give its name, or leave it out",
-    "{mess}/two.csv --split test": "--split is 'test', but two.csv, one file, has no splits; leave it out",
+    "{mess}/two.csv --split test": "--split is 'test', but two.csv, one file, has no splits; "
+    "leave it out",
     "{mess}/blank.csv": "blank.csv has no text in it",
-    "{mess}/broken.parquet": "could not be read, as a file or a hub dataset: Parquet magic bytes not found",
+    "{mess}/broken.parquet": "could not be read, as a file or a hub dataset: Parquet magic bytes "
+    "not found",
     "{mess}/empty.parquet": "empty.parquet' could not be read",
     "{mess}/broken.json": "broken.json' could not be read",
     "{mess}/numbers.json": "holds int, but {bert} takes text",
     "{mess}/empty.jsonl": "could not be read, as a file or a hub dataset: it is empty",
-    "{text} --split train": "--split is 'train', but text.txt, one file, has no splits; leave it out",
-    "{text} --column text": "--column is 'text', but text.txt, one file, has no columns; leave it out",
+    "{text} --split train": "--split is 'train', but text.txt, one file, has no splits; leave it "
+    "out",
+    "{text} --column text": "--column is 'text', but text.txt, one file, has no columns; leave "
+    "it out",
     "'the ferry is in a clock' --split train": "but a text has no splits",
     "{mess}/broken.safetensors": "is not a readable safetensors file",
     "{mess}/extra.safetensors --split train": "but ready inputs have no splits",
     "{mess}/keys.safetensors": "ready inputs of BertModel must have input_ids; given are foo",
     "{mess}/mask-alone.safetensors": "must have input_ids; given are attention_mask",
-    "{mess}/vocabulary.safetensors": "input_ids has the number 1400; {bert} knows tokens 0 to 59; are they of its tokenizer?",
+    "{mess}/vocabulary.safetensors": "input_ids has the number 1400; {bert} knows tokens 0 to "
+    "59; are they of its tokenizer?",
     "{mess}/negative.safetensors": "input_ids has the number -6",
-    "{mess}/floats.safetensors": "input_ids is of dtype float32; token numbers must be whole (int64)",
-    "{mess}/long.safetensors": "inputs of 50 tokens exceed the 40 positions of {bert}; give at most 40",
+    "{mess}/floats.safetensors": "input_ids is of dtype float32; token numbers must be whole "
+    "(int64)",
+    "{mess}/long.safetensors": "inputs of 50 tokens exceed the 40 positions of {bert}; give at "
+    "most 40",
     "{mess}/one-axis.safetensors": "input_ids has shape (5,)",
     "{mess}/three-axes.safetensors": "input_ids has shape (2, 2, 6); it must be (samples, tokens)",
     "{mess}/no-tokens.safetensors": "input_ids has shape (2, 0); it must be (samples, tokens)",
@@ -177,19 +227,38 @@ IMAGES = {
     "{mess}/no-pictures": "a.png is not a readable image",
     "{mess}/half-a-picture": "a.png is not a readable image",
     "{mess}/pictures --split train": "but pictures, a folder of images, has no splits",
-    "'a photograph of a cat'": "there is no file, folder or dataset 'a photograph of a cat', and {vit} takes images, not text",
+    "'a photograph of a cat'": "there is no file, folder or dataset 'a photograph of a cat', and "
+    "{vit} takes images, not text",
     "{mess}/keys.safetensors": "ready inputs of ViTModel must have pixel_values; given are foo",
-    "{mess}/channels.safetensors": "pixel_values has shape (2, 1, 16, 16); {vit} takes (samples, 3, height, width)",
-    "{mess}/size.safetensors": "ViTModel cannot compute with these inputs: Input image size (32*32) doesn't match model (16*16)",
+    "{mess}/channels.safetensors": "pixel_values has shape (2, 1, 16, 16); {vit} takes (samples, "
+    "3, height, width)",
+    "{mess}/size.safetensors": "ViTModel cannot compute with these inputs: Input image size "
+    "(32*32) doesn't match model (16*16)",
     "{mess}/bytes.safetensors": "pixel_values is of dtype uint8",
     "{mess}/nan.safetensors": "pixel_values has NaN or infinite entries",
 }
 NO_RUN = "is not a run of lipbound"
 RUN_COMMANDS = {
-    **{f"{command} {{mess}}/nowhere.zarr {rest}": "there is no run {mess}/nowhere.zarr" for command, rest in (
-        ("table", ""), ("cite", ""), ("verify", ""), ("report", "--no-details"), ("heatmap", "-o {tmp}/x.png"))},
-    **{f"{command} {{mess}}/{what} {rest}": NO_RUN for what in ("empty", "strange.zarr") for command, rest in (
-        ("table", ""), ("cite", ""), ("verify", ""), ("heatmap", "-o {tmp}/x.png"))},
+    **{
+        f"{command} {{mess}}/nowhere.zarr {rest}": "there is no run {mess}/nowhere.zarr"
+        for command, rest in (
+            ("table", ""),
+            ("cite", ""),
+            ("verify", ""),
+            ("report", "--no-details"),
+            ("heatmap", "-o {tmp}/x.png"),
+        )
+    },
+    **{
+        f"{command} {{mess}}/{what} {rest}": NO_RUN
+        for what in ("empty", "strange.zarr")
+        for command, rest in (
+            ("table", ""),
+            ("cite", ""),
+            ("verify", ""),
+            ("heatmap", "-o {tmp}/x.png"),
+        )
+    },
     "table {mess}/foreign.zarr": "{mess}/foreign.zarr is a Zarr store but not a run of lipbound",
     "table": "missing argument 'run'; see lipbound table --help",
     "cite": "missing argument 'run'",
@@ -203,34 +272,50 @@ RUN_COMMANDS = {
     "table {mess}/run.zarr --bounds ''": "--bounds is '', which names none",
     "table {mess}/run.zarr --bounds kim": "the run has no bound 'kim'; it has yudin, castin",
     "table {mess}/run.zarr --by head --reduce average": "unknown reduction 'average'; allowed are",
-    **{f"table {{mess}}/run.zarr --by layer --reduce {value}": f"--reduce is {value}; a quantile lies between 0 and 1"
-       for value in ("2.0", "-1.0", "nan")},
-    "table {mess}/run.zarr --by head --values ratios": "unknown values 'ratios'; did you mean 'ratio'?",
+    **{
+        f"table {{mess}}/run.zarr --by layer --reduce {value}": f"--reduce is {value}; a quantile "
+        "lies between 0 and 1"
+        for value in ("2.0", "-1.0", "nan")
+    },
+    "table {mess}/run.zarr --by head --values ratios": "unknown values 'ratios'; did you mean "
+    "'ratio'?",
     "cite {mess}/run.zarr --format apa": "unknown format 'apa'; allowed are bib, latex, text",
     "heatmap {mess}/run.zarr -o {tmp}/x.docx": "has no file type that can be drawn",
     "heatmap {mess}/run.zarr -o {mess}/file/x.pdf": "{mess}/file/x.pdf cannot be written",
     "heatmap {mess}/run.zarr -o {tmp}/x.png --columns 0": "--columns",
-    "heatmap {mess}/run.zarr -o {tmp}/x.png --columns 1.5": "--columns must be a whole number, not '1.5'",
-    "heatmap {mess}/run.zarr -o {tmp}/x.png --width tall": "unknown width 'tall'; allowed are column, page, slide",
-    **{f"heatmap {{mess}}/run.zarr -o {{tmp}}/x.png --width {value}": f"--width is {float(value)}; it must be a number of inches"
-       for value in ("0", "-3", "nan", "inf", "1e9", "0.01")},
+    "heatmap {mess}/run.zarr -o {tmp}/x.png --columns 1.5": "--columns must be a whole number, "
+    "not '1.5'",
+    "heatmap {mess}/run.zarr -o {tmp}/x.png --width tall": "unknown width 'tall'; allowed are "
+    "column, page, slide",
+    **{
+        f"heatmap {{mess}}/run.zarr -o {{tmp}}/x.png --width {value}": f"--width is {float(value)}; it "  # noqa: E501
+        "must be a number of inches"
+        for value in ("0", "-3", "nan", "inf", "1e9", "0.01")
+    },
     "heatmap {mess}/run.zarr -o {tmp}/x.png --scale log": "unknown scale 'log'; allowed are",
     "heatmap {mess}/run.zarr -o {tmp}/x.png --bounds ''": "--bounds is '', which names none",
-    "heatmap {mess}/run.zarr -o {tmp}/x.png --reduce 1.5": "--reduce is 1.5; a quantile lies between 0 and 1",
+    "heatmap {mess}/run.zarr -o {tmp}/x.png --reduce 1.5": "--reduce is 1.5; a quantile lies "
+    "between 0 and 1",
     "report {mess}/run.zarr -o {tmp}/x.pdf": "is not an .html file",
-    "report {mess}/run.zarr -o {tmp}/x.html --sample 9": "--sample is 9; the run has samples 0 to 1",
-    "report {mess}/run.zarr {mess}/run.zarr -o {tmp}/x.html --model {bert}": "--model and --data are for a single run",
-    **{f"verify {{mess}}/run.zarr --places {value}": f"--places is {value}; {COUNT}" for value in (0, -1)},
+    "report {mess}/run.zarr -o {tmp}/x.html --sample 9": "--sample is 9; the run has samples 0 "
+    "to 1",
+    "report {mess}/run.zarr {mess}/run.zarr -o {tmp}/x.html --model {bert}": "--model and --data are for a "  # noqa: E501
+    "single run",
+    **{
+        f"verify {{mess}}/run.zarr --places {value}": f"--places is {value}; {COUNT}"
+        for value in (0, -1)
+    },
     "verify {mess}/run.zarr --places x": "--places must be a whole number, not 'x'",
     "verify {mess}/run.zarr --seed -1": "--seed is -1; it must be a whole number, at least 0",
     "verify {mess}/run.zarr --model {mess}/nowhere": "there is no directory {mess}/nowhere",
-    "verify {mess}/run.zarr --data {mess}/nowhere.txt": "there is no file or folder {mess}/nowhere.txt",
+    "verify {mess}/run.zarr --data {mess}/nowhere.txt": "there is no file or folder "
+    "{mess}/nowhere.txt",
     "verify {mess}/run.zarr --data {mess}/picture.png": "is an image, but {bert} reads text",
     "verify {mess}/run.zarr --device gpu": "device 'gpu' cannot be used here",
     "verify {mess}/run.zarr --dtype half": "--dtype is 'half'; allowed are",
     "verify {mess}/moved.zarr": "there is no directory {mess}/gone",
     "verify {mess}/memory.zarr": "in memory, which no name leads back to; give it as --model",
-}  # fmt: skip
+}
 OTHER_COMMANDS = {
     "compair x": "there is no command 'compair'; did you mean 'compare'?",
     "COMPARE x": "did you mean 'compare'?",
@@ -242,28 +327,42 @@ OTHER_COMMANDS = {
     "reproduce castin-1 {mess}/nowhere -o {tmp}/r": "there is no directory {mess}/nowhere",
     "reproduce castin-1 builtin:gpt3 -o {tmp}/r": "did you mean 'gpt2'?",
     "reproduce castin-1 {bert} -o {mess}/file": "{mess}/file/castin-1.zarr cannot be written",
-    **{f"reproduce castin-1 {{bert}} --samples {value} -o {{tmp}}/r": f"--samples is {value}; {COUNT}" for value in (0, -2)},
+    **{
+        f"reproduce castin-1 {{bert}} --samples {value} -o {{tmp}}/r": f"--samples is {value}; {COUNT}"  # noqa: E501
+        for value in (0, -2)
+    },
     "reproduce castin-1 {bert} --dtype half -o {tmp}/r": "--dtype is 'half'; allowed are",
     "reproduce castin-1 {bert} --device gpu -o {tmp}/r": "device 'gpu' cannot be used here",
     "reproduce castin-1 {vit} -o {tmp}/r": "{vit} takes images, not text",
     "sweep": "missing argument 'file'",
-    "sweep {mess}/nowhere.yaml": "{mess}/nowhere.yaml cannot be read as YAML: No such file or directory",
+    "sweep {mess}/nowhere.yaml": "{mess}/nowhere.yaml cannot be read as YAML: No such file or "
+    "directory",
     "sweep {mess}/empty": "cannot be read as YAML: Is a directory",
     "sweep {mess}/binary.bin": "cannot be read as YAML: it is not UTF-8 text",
     "sweep {mess}/broken.yaml": "{mess}/broken.yaml cannot be read as YAML: line 1, ",
-    "sweep {mess}/program.yaml": "cannot be read as YAML: line 1, could not determine a constructor",
-    **{f"sweep {{mess}}/{name}.yaml": "is not a sweep; give a mapping with at least a model" for name in ("list", "nothing", "no-model")},
+    "sweep {mess}/program.yaml": "cannot be read as YAML: line 1, could not determine a "
+    "constructor",
+    **{
+        f"sweep {{mess}}/{name}.yaml": "is not a sweep; give a mapping with at least a model"
+        for name in ("list", "nothing", "no-model")
+    },
     "sweep {mess}/key.yaml": "has an unknown key 'sampels'; did you mean 'samples'",
-    **{f"sweep {{mess}}/{name}.yaml --out {{tmp}}/s": "1 run of the sweep failed; {tmp}/s/index.csv says why"
-       for name in ("samples", "tol", "delta", "length", "number", "mapping", "layers")},
+    **{
+        f"sweep {{mess}}/{name}.yaml --out {{tmp}}/s": "1 run of the sweep failed; "
+        "{tmp}/s/index.csv says why"
+        for name in ("samples", "tol", "delta", "length", "number", "mapping", "layers")
+    },
     "sweep {mess}/good.yaml --out {mess}/file": "{mess}/file cannot be written",
     "demo --out {mess}/file": "{mess}/file exists already",
     "demo --samples 0 --out {tmp}/d": f"--samples is 0; {COUNT}",
     "demo --samples x --out {tmp}/d": "--samples must be a whole number, not 'x'",
-}  # fmt: skip
+}
 CASES = (
     MODELS
-    | {f"compare {{bert}} {options}": words for options, words in (NUMBERS_OF_COMPARE | NAMES_OF_COMPARE).items()}
+    | {
+        f"compare {{bert}} {options}": words
+        for options, words in (NUMBERS_OF_COMPARE | NAMES_OF_COMPARE).items()
+    }
     | {f"compare {{bert}} {SHORT} --data {data}": words for data, words in DATA.items()}
     | {f"compare {{vit}} --data {data}": words for data, words in IMAGES.items()}
     | RUN_COMMANDS
@@ -272,10 +371,14 @@ CASES = (
 
 
 @pytest.fixture(scope="module")
-def places(bert: Path, vit: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+def places(
+    bert: Path, vit: Path, text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Path]]:
     folder = mess(tmp_path_factory.mktemp("mess"), bert, vit, text)
     yield {"bert": bert, "vit": vit, "text": text, "mess": folder}
-    assert not [path for path in folder.iterdir() if "partial" in path.name], "something unfinished was left behind"
+    assert not [path for path in folder.iterdir() if "partial" in path.name], (
+        "something unfinished was left behind"
+    )
     assert store.load(folder / "run.zarr").sizes["sample"] == 2
 
 
@@ -287,7 +390,11 @@ def offline(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     loading, companion = checkpoints.load_checkpoint, checkpoint.Checkpoint._companion
 
     def load(model: object, **options: object) -> object:
-        good = model in (str(places["bert"]), str(places["vit"])) and options["revision"] is None and options["weights"] == "auto"
+        good = (
+            model in (str(places["bert"]), str(places["vit"]))
+            and options["revision"] is None
+            and options["weights"] == "auto"
+        )
         key = (model, options["dtype"])
         if good and key not in LOADED:
             LOADED[key] = loading(model, **options)
@@ -309,7 +416,13 @@ def offline(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
 LOADED: dict[object, object] = {}
 
 
-def run(line: str, places: dict[str, Path], tmp: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str, list[str]]:
+def run(
+    line: str,
+    places: dict[str, Path],
+    tmp: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[int, str, list[str]]:
     """Exit status, standard output, and the lines of standard error, of a command in a folder."""
     monkeypatch.chdir(tmp)
     status, out, err = call(capsys, monkeypatch, *shlex.split(line.format(tmp=tmp, **places)))
@@ -322,7 +435,11 @@ def test_there_are_enough() -> None:
 
 @pytest.mark.parametrize("line", CASES)
 def test_one_sentence_and_status_two(
-    line: str, places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    line: str,
+    places: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     status, _, err = run(line, places, tmp_path, capsys, monkeypatch)
     said = [one for one in err if not one.startswith("note: ")]
@@ -333,16 +450,23 @@ def test_one_sentence_and_status_two(
 
 
 TOLD = {
-    "compare {bert} --data {text} --max-length 11 --samples 99 --bounds castin --layers 0": "note: 99 samples were asked for, and text.txt gives",
-    f"compare {{bert}} {QUICK} --layers=-1": "note: layers below zero count from the end: layer 1 is measured",
+    "compare {bert} --data {text} --max-length 11 --samples 99 --bounds castin --layers 0": "note: 99 samples were asked "  # noqa: E501
+    "for, and text.txt gives",
+    f"compare {{bert}} {QUICK} --layers=-1": "note: layers below zero count from the end: layer "
+    "1 is measured",
     f"compare {{bert}} {QUICK} --exact-samples 5": "note: exact norms of 5 samples were asked for",
-    "compare {bert} --data {mess}/extra.safetensors --samples 2 --bounds castin": "note: colour is not an input of BertModel and was left out",
+    "compare {bert} --data {mess}/extra.safetensors --samples 2 --bounds castin": "note: colour is not an input "  # noqa: E501
+    "of BertModel and was left out",
 }
 
 
 @pytest.mark.parametrize("line", TOLD)
 def test_what_is_done_otherwise_is_told(
-    line: str, places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    line: str,
+    places: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On standard error and in the run, and with --quiet in the run alone."""
     status, _, err = run(f"{line} --out {{tmp}}/run.zarr", places, tmp_path, capsys, monkeypatch)
@@ -354,16 +478,23 @@ def test_what_is_done_otherwise_is_told(
 
 
 DONE = {
-    "compare {bert} --data 'the ferry is in a clock' --max-length 12 --bounds castin": "exact norms: 8 (2 layers x 4 heads, 1 sample)",
+    "compare {bert} --data 'the ferry is in a clock' --max-length 12 --bounds castin": "exact norms: 8 (2 layers x 4 "  # noqa: E501
+    "heads, 1 sample)",
     f"compare {{bert}} {QUICK} --layers 0-1": "exact norms: 8 (2 layers x 4 heads, 1 sample)",
-    f"compare {{bert}} {QUICK} --memory 1e9 --dtype torch.float32 --layers 0": "exact norms: 4 (layer 0 of 2, 4 heads, 1 sample)",
-    f"--quiet compare {{bert}} {QUICK} --layers 0 --verbose": "exact norms: 4 (layer 0 of 2, 4 heads, 1 sample)",
+    f"compare {{bert}} {QUICK} --memory 1e9 --dtype torch.float32 --layers 0": "exact norms: 4 (layer 0 of 2, "  # noqa: E501
+    "4 heads, 1 sample)",
+    f"--quiet compare {{bert}} {QUICK} --layers 0 --verbose": "exact norms: 4 (layer 0 of 2, 4 "
+    "heads, 1 sample)",
 }
 
 
 @pytest.mark.parametrize("line", DONE)
 def test_what_is_nearly_right_is_done(
-    line: str, places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    line: str,
+    places: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     status, out, err = run(line, places, tmp_path, capsys, monkeypatch)
     assert (status, err) == (0, [])
@@ -372,11 +503,22 @@ def test_what_is_nearly_right_is_done(
 
 
 def test_other_libraries_are_silent_unless_asked(
-    places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    places: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ragged = "compare {bert} --max-length 12 --data {mess}/numbers.csv"
     digest = hashlib.sha256((places["mess"] / "numbers.csv").read_bytes())
     assert len(run(ragged, places, tmp_path, capsys, monkeypatch)[2]) == 1
-    (places["mess"] / "loud.csv").write_text(f"a,b\n{digest.hexdigest()},2\n")  # not in the cache of datasets
-    loud = run("compare {bert} --max-length 12 --data {mess}/loud.csv --verbose", places, tmp_path, capsys, monkeypatch)[2]
+    (places["mess"] / "loud.csv").write_text(
+        f"a,b\n{digest.hexdigest()},2\n"
+    )  # not in the cache of datasets
+    loud = run(
+        "compare {bert} --max-length 12 --data {mess}/loud.csv --verbose",
+        places,
+        tmp_path,
+        capsys,
+        monkeypatch,
+    )[2]
     assert any("examples" in line for line in loud)

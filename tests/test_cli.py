@@ -18,9 +18,27 @@ from lipbound.errors import StoreError
 from lipbound.runs.config import RunConfig
 
 
-def test_compare_heatmap_table_cite(bert: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_heatmap_table_cite(
+    bert: Path,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     run = tmp_path / "run.zarr"
-    options = ("--data", text, "--samples", 2, "--max-length", 16, "--bounds", "yudin,castin", "--layers", "1", "--quiet")
+    options = (
+        "--data",
+        text,
+        "--samples",
+        2,
+        "--max-length",
+        16,
+        "--bounds",
+        "yudin,castin",
+        "--layers",
+        "1",
+        "--quiet",
+    )
     status, out, err = call(capsys, monkeypatch, "compare", bert, *options, "--out", run)
     assert status == 0, err
     assert "Yudin 2025, Thm 3" in out
@@ -29,7 +47,20 @@ def test_compare_heatmap_table_cite(bert: Path, text: Path, tmp_path: Path, caps
     assert ds.sizes == {"sample": 2, "layer": 1, "head": 4}
     assert ds.attrs["command"].startswith("lipbound compare")
     figure = tmp_path / "figure.pdf"
-    status, out, _ = call(capsys, monkeypatch, "heatmap", run, "-o", figure, "--reduce", "0.9", "--scale", "panel", "--bounds", "yudin")
+    status, out, _ = call(
+        capsys,
+        monkeypatch,
+        "heatmap",
+        run,
+        "-o",
+        figure,
+        "--reduce",
+        "0.9",
+        "--scale",
+        "panel",
+        "--bounds",
+        "yudin",
+    )
     assert (status, figure.stat().st_size > 1000) == (0, True)
     for format in ("text", "markdown", "latex", "csv"):
         status, out, _ = call(capsys, monkeypatch, "table", run, "--format", format)
@@ -43,7 +74,9 @@ def test_bounds_are_listed(capsys: pytest.CaptureFixture, monkeypatch: pytest.Mo
     status, out, _ = call(capsys, monkeypatch, "bounds")
     assert status == 0
     for name in lb.bounds.names(None):
-        assert "".join(lb.bounds.get(name).statement.split()) in "".join(out.split())  # folded to the terminal
+        assert "".join(lb.bounds.get(name).statement.split()) in "".join(
+            out.split()
+        )  # folded to the terminal
         assert f"{name}: {lb.bounds.get(name).label}" in out
     for norm in ("frobenius", "every-token", "one-token"):
         assert out.count(f"norm: {norm} (") == len(lb.bounds.names(norm))
@@ -64,7 +97,10 @@ def test_bounds_are_listed(capsys: pytest.CaptureFixture, monkeypatch: pytest.Mo
     ],
 )
 def test_errors_are_one_sentence_and_status_two(
-    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    sentence: str,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     status, _, err = call(capsys, monkeypatch, *arguments)
     assert status == 2
@@ -74,27 +110,41 @@ def test_errors_are_one_sentence_and_status_two(
     assert len(err.strip().splitlines()) == 1
 
 
-def test_a_model_without_attention(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_attention(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_vit(tmp_path)  # its processor serves
     build(REFUSED["resnet"][0]).save_pretrained(tmp_path)
     status, _, err = call(capsys, monkeypatch, "compare", tmp_path, "--samples", 1)
     assert (status, "no attention that can be captured" in err) == (2, True)
 
 
-def test_wrong_modality(bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_modality(
+    bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from PIL import Image
 
     Image.new("RGB", (4, 4)).save(tmp_path / "p.png")
-    status, _, err = call(capsys, monkeypatch, "compare", bert, "--data", tmp_path / "p.png", "--max-length", 8)
+    status, _, err = call(
+        capsys, monkeypatch, "compare", bert, "--data", tmp_path / "p.png", "--max-length", 8
+    )
     assert (status, "reads text" in err) == (2, True)
 
 
-def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debug_shows_the_traceback(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     status, _, err = call(capsys, monkeypatch, "--debug", "compare", "builtin:gpt3")
     assert (status, "Traceback" in err) == (2, True)
 
 
-def test_a_finished_run_is_rescued(bert: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_run_is_rescued(
+    bert: Path,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     module = runs_compare
 
     def full(ds: object, path: Path) -> None:
@@ -102,7 +152,9 @@ def test_a_finished_run_is_rescued(bert: Path, text: Path, tmp_path: Path, capsy
 
     monkeypatch.setattr(module, "save", full)
     options = ("--data", text, "--samples", 1, "--max-length", 8, "--bounds", "castin", "--quiet")
-    status, _, err = call(capsys, monkeypatch, "compare", bert, *options, "--out", tmp_path / "run.zarr")
+    status, _, err = call(
+        capsys, monkeypatch, "compare", bert, *options, "--out", tmp_path / "run.zarr"
+    )
     assert status == 2
     refuge = Path(err.split("was saved to ")[1].split(" instead")[0])
     assert lb.load(refuge).sizes["sample"] == 1
@@ -110,7 +162,14 @@ def test_a_finished_run_is_rescued(bert: Path, text: Path, tmp_path: Path, capsy
 
 def test_help_has_examples() -> None:
     for command in ("compare", "heatmap", "table", "cite", "bounds", "demo"):
-        assert "Example: lipbound" in (next(c for c in cli.app.registered_commands if (c.name or c.callback.__name__).endswith(command)).epilog or "")
+        assert "Example: lipbound" in (
+            next(
+                c
+                for c in cli.app.registered_commands
+                if (c.name or c.callback.__name__).endswith(command)
+            ).epilog
+            or ""
+        )
 
 
 def test_options_are_those_of_compare() -> None:
@@ -118,10 +177,14 @@ def test_options_are_those_of_compare() -> None:
     signature = inspect.signature(lb.compare).parameters
     config = {field.name: field.default for field in dataclasses.fields(RunConfig)}
     assert set(signature) - set(config) == {"client", "progress"}
-    assert {name: signature[name].default for name in config if name != "model"} == {n: d for n, d in config.items() if n != "model"}
+    assert {name: signature[name].default for name in config if name != "model"} == {
+        n: d for n, d in config.items() if n != "model"
+    }
     command = inspect.signature(measuring.compare).parameters
     assert set(command) - set(config) == {"scheduler"}
-    assert {name: command[name].default for name in config if name != "model"} == {n: d for n, d in config.items() if n != "model"}
+    assert {name: command[name].default for name in config if name != "model"} == {
+        n: d for n, d in config.items() if n != "model"
+    }
 
 
 def test_every_command_has_an_example() -> None:
@@ -138,11 +201,24 @@ def test_threads_wait_as_the_user_has_set(name: str, monkeypatch: pytest.MonkeyP
         monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv(name, "7")
     spin_briefly()
-    assert {other: os.environ[other] for other in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME") if other in os.environ} == {name: "7"}
+    assert {
+        other: os.environ[other]
+        for other in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+        if other in os.environ
+    } == {name: "7"}
 
 
 def test_threads_sleep_soon_while_they_wait() -> None:
     """The variable is there before torch is, whose threads read it once."""
-    code = "import os, sys, lipbound.__main__ as program; program.spin_briefly(); print('torch' in sys.modules, os.environ['GOMP_SPINCOUNT'])"
-    env = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")}
-    assert subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout.split() == ["False", "5000"]
+    code = (
+        "import os, sys, lipbound.__main__ as program; program.spin_briefly(); print('torch' "
+        "in sys.modules, os.environ['GOMP_SPINCOUNT'])"
+    )
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+    }
+    assert subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    ).stdout.split() == ["False", "5000"]

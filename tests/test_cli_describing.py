@@ -1,4 +1,5 @@
-"""What the command line says of models and runs, for people and for programs; what the shell completes."""
+"""What the command line says of models and runs, for people and for programs; what the shell
+completes."""
 
 import json
 import math
@@ -23,7 +24,15 @@ from lipbound.models.sources.catalogue import BUILTINS, Packaged, describe
 @pytest.fixture(scope="module")
 def run(bert: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("run") / "run.zarr"
-    lb.compare(bert, text, samples=2, max_length=8, bounds=["yudin", "castin", "lipbound"], progress=False, out=path)
+    lb.compare(
+        bert,
+        text,
+        samples=2,
+        max_length=8,
+        bounds=["yudin", "castin", "lipbound"],
+        progress=False,
+        out=path,
+    )
     return path
 
 
@@ -34,7 +43,10 @@ def said(*arguments: object, status: int = 0) -> str:
 
 
 def data(*arguments: object, status: int = 0) -> Any:
-    return json.loads(said(*arguments, "--json", status=status), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    return json.loads(
+        said(*arguments, "--json", status=status),
+        parse_constant=lambda name: pytest.fail(f"{name} is no JSON"),
+    )
 
 
 def test_models_are_what_their_files_say() -> None:
@@ -42,15 +54,31 @@ def test_models_are_what_their_files_say() -> None:
     assert [one["name"] for one in listed] == [f"builtin:{name}" for name in BUILTINS]
     for one in listed:
         if one["name"] == "builtin:smollm2":  # its file, read in tests/models/test_gguf.py
-            assert (one["layers"], one["heads"], one["width"], one["license"]) == (30, 9, 576, "apache-2.0")
+            assert (one["layers"], one["heads"], one["width"], one["license"]) == (
+                30,
+                9,
+                576,
+                "apache-2.0",
+            )
             continue
-        config = json.loads((BUILTINS[one["name"].removeprefix("builtin:")].place(one["name"].removeprefix("builtin:")) / "config.json").read_text())
+        config = json.loads(
+            (
+                BUILTINS[one["name"].removeprefix("builtin:")].place(
+                    one["name"].removeprefix("builtin:")
+                )
+                / "config.json"
+            ).read_text()
+        )
         assert one["layers"] == config.get("num_hidden_layers", config.get("n_layer"))
         assert one["heads"] == config.get("num_attention_heads", config.get("n_head"))
         assert one["reads"] == ("images" if "patch_size" in config else "text")
         assert one["license"] in ("mit", "apache-2.0")
     text = said("models")
-    for part in ("builtin:gpt2: A small GPT-2", "6 layers x 4 heads, width 128; reads text", "licence apache-2.0"):
+    for part in (
+        "builtin:gpt2: A small GPT-2",
+        "6 layers x 4 heads, width 128; reads text",
+        "licence apache-2.0",
+    ):
         assert part in text
 
 
@@ -67,7 +95,9 @@ def test_info_says_what_a_run_holds(run: Path, tmp_path: Path) -> None:
     assert found["layers"] == ds["layer"].values.tolist()
     assert found["exact to"] == float(ds["exact"].max())
     assert found["checksums"] == "hold"
-    assert found["bytes on disk"] == sum(file.stat().st_size for file in run.rglob("*") if file.is_file())
+    assert found["bytes on disk"] == sum(
+        file.stat().st_size for file in run.rglob("*") if file.is_file()
+    )
     text = said("info", run)
     assert f"model                {ds.attrs['model']}" in text
     assert "bounds               yudin, castin, lipbound" in text
@@ -100,7 +130,9 @@ def test_bounds_and_verification_for_programs(run: Path) -> None:
 
 
 def test_numbers_that_json_has_not() -> None:
-    assert plain_data({"a": [np.float64("inf"), -math.inf, math.nan, np.int64(3), True, "x"]}) == {"a": ["inf", "-inf", None, 3, True, "x"]}
+    assert plain_data({"a": [np.float64("inf"), -math.inf, math.nan, np.int64(3), True, "x"]}) == {
+        "a": ["inf", "-inf", None, 3, True, "x"]
+    }
 
 
 def test_the_shell_completes_models_and_formats() -> None:
@@ -110,7 +142,13 @@ def test_the_shell_completes_models_and_formats() -> None:
             "_TYPER_COMPLETE_ARGS": " ".join(words),
             "_TYPER_COMPLETE_FISH_ACTION": "get-args",
         }
-        return subprocess.run([sys.executable, "-m", "lipbound"], env=environment, capture_output=True, text=True, timeout=60).stdout
+        return subprocess.run(
+            [sys.executable, "-m", "lipbound"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        ).stdout
 
     assert "builtin:vit-jasmin" in offered("lipbound", "compare", "builtin:v")
     assert "builtin:gpt2" not in offered("lipbound", "compare", "builtin:v")

@@ -1,4 +1,5 @@
-"""Options of the command line that are given twice, mistyped or without a unit; what the shell completes; exact norms alone."""
+"""Options of the command line that are given twice, mistyped or without a unit; what the shell
+completes; exact norms alone."""
 
 import shlex
 from pathlib import Path
@@ -38,7 +39,11 @@ def said(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("words", "option", "more"),
     [
-        ("compare m --bounds yudin --bounds kim", "--bounds", ", with its names separated by commas"),
+        (
+            "compare m --bounds yudin --bounds kim",
+            "--bounds",
+            ", with its names separated by commas",
+        ),
         ("compare m --layers 0 --layers=1", "--layers", ", with its numbers separated by commas"),
         ("compare m --samples 3 --tol 0.1 --samples 3", "--samples", ""),
         ("reproduce castin-1 --data a --data b --seed 1 --seed 2", "--seed", ""),
@@ -49,73 +54,131 @@ def said(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
 )
 def test_an_option_given_twice_is_refused(said, words: str, option: str, more: str) -> None:
     status, _, error = said(*shlex.split(words))
-    assert (status, error) == (2, f"error: {option} is given 2 times, and one of them would be ignored; give it once{more}")
+    assert (status, error) == (
+        2,
+        f"error: {option} is given 2 times, and one of them would be ignored; give it once{more}",
+    )
 
 
 def test_what_may_be_repeated_is_not_refused(said) -> None:
-    assert "unknown recipe 'x'" in said("reproduce", "x", "--data", "a", "--data", "b", "--full", "--full")[2]
+    assert (
+        "unknown recipe 'x'"
+        in said("reproduce", "x", "--data", "a", "--data", "b", "--full", "--full")[2]
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "meant"),
     [
-        ("compare m --sample 3", "--samples"), ("compare m --sampels 3", "--samples"), ("compare m --max_length 3", "--max-length"),
-        ("compare m --tolerance 3", "--tol"), ("compare m --output x", "--out"), ("compare m -o x", "--out"), ("compare m --dtyp x", "--dtype"),
-        ("compare m --resum", "--resume"), ("compare m --verbos", "--verbose"), ("table r --formt csv", "--format"),
-        ("report r --no-detail", "--no-details"), ("verify r --place 3", "--places"), ("sweep f --scedule x", "--scheduler"),
+        ("compare m --sample 3", "--samples"),
+        ("compare m --sampels 3", "--samples"),
+        ("compare m --max_length 3", "--max-length"),
+        ("compare m --tolerance 3", "--tol"),
+        ("compare m --output x", "--out"),
+        ("compare m -o x", "--out"),
+        ("compare m --dtyp x", "--dtype"),
+        ("compare m --resum", "--resume"),
+        ("compare m --verbos", "--verbose"),
+        ("table r --formt csv", "--format"),
+        ("report r --no-detail", "--no-details"),
+        ("verify r --place 3", "--places"),
+        ("sweep f --scedule x", "--scheduler"),
     ],
-)  # fmt: skip
+)
 def test_a_typo_is_matched_to_what_was_meant(said, words: str, meant: str) -> None:
     status, _, error = said(*shlex.split(words))
-    assert (status, error) == (2, f"error: no such option: {words.split()[2]}; did you mean {meant}?")
+    assert (status, error) == (
+        2,
+        f"error: no such option: {words.split()[2]}; did you mean {meant}?",
+    )
 
 
 def test_what_is_like_no_option_is_matched_to_none(said) -> None:
-    assert said("compare", "m", "--frobnicate", "3")[2] == "error: no such option: --frobnicate; see lipbound compare --help"
+    assert (
+        said("compare", "m", "--frobnicate", "3")[2]
+        == "error: no such option: --frobnicate; see lipbound compare --help"
+    )
 
 
 @pytest.mark.parametrize("memory", ["4", " 16", "0.5", "100000"])
 def test_memory_without_its_unit_is_refused(said, memory: str) -> None:
     status, _, error = said("compare", "builtin:gpt2", "--memory", memory)
-    assert (status, f"which is {float(memory):g} bytes; give it with its unit, such as '{memory.strip()}GB'" in error) == (2, True)
+    assert (
+        status,
+        f"which is {float(memory):g} bytes; give it with its unit, such as '{memory.strip()}GB'"
+        in error,
+    ) == (2, True)
     with pytest.raises(LipboundError, match=r"memory is '.*', which is .* bytes"):
         RunConfig("builtin:gpt2", memory=memory)
 
 
 def test_memory_with_a_unit_or_of_a_size_is_taken() -> None:
-    assert [RunConfig("m", memory=m).memory for m in ("4GB", "2000000", "4kB", 5, "1e9")] == [4e9, 2e6, 4e3, 5.0, 1e9]
+    assert [RunConfig("m", memory=m).memory for m in ("4GB", "2000000", "4kB", 5, "1e9")] == [
+        4e9,
+        2e6,
+        4e3,
+        5.0,
+        1e9,
+    ]
 
 
 def test_a_few_bytes_are_told() -> None:
-    with pytest.warns(Notice, match="memory is 4 bytes, so that samples are measured one at a time; write '4GB' for gigabytes"):
+    with pytest.warns(
+        Notice,
+        match="memory is 4 bytes, so that samples are measured one at a time; write '4GB' for "
+        "gigabytes",
+    ):
         lb.compare("builtin:gpt2", bounds="castin", layers=[0], memory=4, **QUICK)
 
 
 @pytest.mark.parametrize(
     ("name", "command"),
     [
-        ("my run.csv", "lipbound table 'my run.zarr' --format csv"), ("run.tex", "lipbound table run.zarr --format latex"),
-        ("run.PDF", "lipbound heatmap run.zarr -o heatmap.pdf"), ("run.html", "lipbound report run.zarr -o report.html"),
-        ("run.json", "lipbound table run.zarr --json"), ("run.bib", "lipbound cite run.zarr"),
+        ("my run.csv", "lipbound table 'my run.zarr' --format csv"),
+        ("run.tex", "lipbound table run.zarr --format latex"),
+        ("run.PDF", "lipbound heatmap run.zarr -o heatmap.pdf"),
+        ("run.html", "lipbound report run.zarr -o report.html"),
+        ("run.json", "lipbound table run.zarr --json"),
+        ("run.bib", "lipbound cite run.zarr"),
     ],
-)  # fmt: skip
-def test_a_run_is_no_file_of_another_kind(said, name: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+)
+def test_a_run_is_no_file_of_another_kind(
+    said, name: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     status, _, error = said("compare", "builtin:gpt2", "--out", name)
     run = shlex.quote(str(Path(name).with_suffix(".zarr")))
-    assert (status, error) == (2, f"error: --out is {name!r}, and a run is a folder of its own kind; name it {run}, then: {command}")
+    assert (status, error) == (
+        2,
+        f"error: --out is {name!r}, and a run is a folder of its own kind; name it {run}, then: "
+        f"{command}",
+    )
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ("sweep {yaml} --out runs.csv", "--out is 'runs.csv', which holds all runs of the sweep and their index.csv; give a folder, such as 'runs'"),
-        ("demo --out demo.pdf", "--out is 'demo.pdf', which holds three runs and their figures; give a folder, such as 'demo'"),
-        ("reproduce castin-1 -o one.pdf", "--output is 'one.pdf', which holds data, figures and captions; give a folder, such as 'one'"),
+        (
+            "sweep {yaml} --out runs.csv",
+            "--out is 'runs.csv', which holds all runs of the sweep and their index.csv; give a "
+            "folder, such as 'runs'",
+        ),
+        (
+            "demo --out demo.pdf",
+            "--out is 'demo.pdf', which holds three runs and their figures; give a folder, such "
+            "as 'demo'",
+        ),
+        (
+            "reproduce castin-1 -o one.pdf",
+            "--output is 'one.pdf', which holds data, figures and captions; give a folder, such "
+            "as 'one'",
+        ),
     ],
 )
-def test_a_folder_is_no_file(said, words: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_no_file(
+    said, words: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "sweep.yaml").write_text("model: builtin:gpt2\n")
     monkeypatch.chdir(tmp_path)
     assert said(*shlex.split(words.format(yaml="sweep.yaml")))[::2] == (2, f"error: {error}")
@@ -133,27 +196,37 @@ def test_layers_from_the_end_are_told(layers: object) -> None:
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ("--device gpu", "device 'gpu' cannot be used here"), ("--dtype half", "--dtype is 'half'; allowed are 'float32' and 'float64'"),
-        ("--weights ram", "--weights is 'ram'; allowed are 'auto', 'whole'"), ("--max-length 0", "--max-length is 0; it must be a whole number"),
-        ("--max-length x", "--max-length must be a whole number, not 'x'"), ("--norm l2", "unknown norm 'l2'"),
+        ("--device gpu", "device 'gpu' cannot be used here"),
+        ("--dtype half", "--dtype is 'half'; allowed are 'float32' and 'float64'"),
+        ("--weights ram", "--weights is 'ram'; allowed are 'auto', 'whole'"),
+        ("--max-length 0", "--max-length is 0; it must be a whole number"),
+        ("--max-length x", "--max-length must be a whole number, not 'x'"),
+        ("--norm l2", "unknown norm 'l2'"),
         ("--map heds", "did you mean 'heads'"),
     ],
-)  # fmt: skip
-def test_bad_values_are_refused_before_anything_is_loaded(said, words: str, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lipbound.runs.plan.load_checkpoint", lambda *_, **__: pytest.fail("a model was loaded"))
+)
+def test_bad_values_are_refused_before_anything_is_loaded(
+    said, words: str, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "lipbound.runs.plan.load_checkpoint", lambda *_, **__: pytest.fail("a model was loaded")
+    )
     status, _, found = said("compare", "builtin:gpt2", *words.split())
     assert (status, error in found) == (2, True), found
 
 
 def test_the_hint_after_saving_can_be_pasted(said, tmp_path: Path) -> None:
-    run, quick = tmp_path / "my run.zarr", "--samples 1 --max-length 8 --layers 0 --bounds castin --quiet"
+    run, quick = (
+        tmp_path / "my run.zarr",
+        "--samples 1 --max-length 8 --layers 0 --bounds castin --quiet",
+    )
     status, out, _ = said("compare", "builtin:gpt2", *quick.split(), "--out", run)
     assert status == 0
     hint = out.strip().rpartition("draw it with: ")[2]
     assert shlex.split(hint)[:3] == ["lipbound", "heatmap", str(run)]
 
 
-# -- exact norms alone ----------------------------------------------------------------------------------------------------
+# -- exact norms alone -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bounds", ["none", "exact", []])
@@ -171,18 +244,34 @@ def _small():
 
 
 def test_a_run_of_exact_norms_alone_goes_everywhere(said, tmp_path: Path) -> None:
-    run, quick = tmp_path / "run.zarr", "--samples 1 --max-length 8 --layers 0 --bounds exact --quiet"
+    run, quick = (
+        tmp_path / "run.zarr",
+        "--samples 1 --max-length 8 --layers 0 --bounds exact --quiet",
+    )
     assert said("compare", "builtin:gpt2", *quick.split(), "--out", run)[0] == 0
     commands = [("table", run, "--format", form) for form in ("text", "markdown", "latex", "csv")]
-    commands += [("table", run, "--by", "layer"), ("table", run, "--json"), ("heatmap", run, "-o", tmp_path / "run.pdf")]
-    commands += [("info", run), ("cite", run), ("cite", run, "--format", "latex"), ("verify", run, "--places", 1)]
+    commands += [
+        ("table", run, "--by", "layer"),
+        ("table", run, "--json"),
+        ("heatmap", run, "-o", tmp_path / "run.pdf"),
+    ]
+    commands += [
+        ("info", run),
+        ("cite", run),
+        ("cite", run, "--format", "latex"),
+        ("verify", run, "--places", 1),
+    ]
     for words in commands:
         status, _, error = said(*words)
         assert (status, error) == (0, ""), words
-    assert said("report", run)[2] == "error: the run has no bounds, which a report is about; draw it with heatmaps, or compare it with some"
+    assert (
+        said("report", run)[2]
+        == "error: the run has no bounds, which a report is about; draw it with heatmaps, or "
+        "compare it with some"
+    )
 
 
-# -- completion ------------------------------------------------------------------------------------------------------------
+# -- completion ------------------------------------------------------------------------------------
 
 
 def completed(command: str, name: str, start: str) -> list[str]:
@@ -201,7 +290,9 @@ def test_what_is_completed_is_what_there_is() -> None:
 
 
 def test_the_shell_completes_names() -> None:
-    assert completed("compare", "bounds", "yudin_") == [name for name in completion.BOUNDS if name.startswith("yudin_")]
+    assert completed("compare", "bounds", "yudin_") == [
+        name for name in completion.BOUNDS if name.startswith("yudin_")
+    ]
     assert completed("compare", "bounds", "kim,yudin,yudin_g") == ["kim,yudin,yudin_g1"]
     assert {"all", "default", "none"} <= set(completed("compare", "bounds", ""))
     assert completed("compare", "map", "pre") == ["pre_norm"]

@@ -1,4 +1,5 @@
-"""Samples measured side by side: the same numbers, errors and interruptions as one after the other. Memory that is used again."""
+"""Samples measured side by side: the same numbers, errors and interruptions as one after the other.
+Memory that is used again."""
 
 import threading
 
@@ -28,9 +29,14 @@ def test_results_are_in_order_and_threads_are_shared_out(threads):
         return name, torch.get_num_threads(), torch.is_grad_enabled()
 
     with torch.no_grad():
-        assert side_by_side([lambda: task("a"), lambda: task("b")]) == [("a", 2, False), ("b", 2, False)]
+        assert side_by_side([lambda: task("a"), lambda: task("b")]) == [
+            ("a", 2, False),
+            ("b", 2, False),
+        ]
     assert torch.get_num_threads() == 4
-    assert side_by_side([lambda: (torch.get_num_threads(), threading.current_thread())]) == [(4, threading.current_thread())]
+    assert side_by_side([lambda: (torch.get_num_threads(), threading.current_thread())]) == [
+        (4, threading.current_thread())
+    ]
 
 
 def test_an_error_is_raised_once_all_have_ended(threads):
@@ -56,9 +62,20 @@ def test_numbers_do_not_depend_on_how_many_threads_there_are(checkpoint, threads
     runs = []
     for count in (1, 2, 5):
         threads(count)
-        runs.append(lb.compare(checkpoint, samples=3, exact_samples=2, max_length=24, layers=[0], bounds=["lipbound", "yudin_sqrt_n", "castin"]))
+        runs.append(
+            lb.compare(
+                checkpoint,
+                samples=3,
+                exact_samples=2,
+                max_length=24,
+                layers=[0],
+                bounds=["lipbound", "yudin_sqrt_n", "castin"],
+            )
+        )
     assert int(np.isfinite(runs[0].exact).sum()) == 2 * runs[0].sizes["head"]
-    rounding = 24 * 128 * np.finfo(float).eps  # sums over tokens and inputs, which the processor's library adds up in another order
+    rounding = (
+        24 * 128 * np.finfo(float).eps
+    )  # sums over tokens and inputs, which the processor's library adds up in another order
     for other in runs[1:]:
         for name in runs[0].drop_vars("checksum").data_vars:
             np.testing.assert_allclose(other[name], runs[0][name], rtol=rounding)

@@ -1,4 +1,5 @@
-"""The source of the documentation site, without Sphinx: every bound has a page, every page is in a toctree, links lead somewhere."""
+"""The source of the documentation site, without Sphinx: every bound has a page, every page is in a
+toctree, links lead somewhere."""
 
 import posixpath
 import re
@@ -16,7 +17,9 @@ from lipbound import bounds
 
 ROOT = Path(__file__).parents[1]
 SITE = tree.assemble()
-TOCTREE = re.compile(r"^```\{toctree\}\n(.*?)^```|^\.\. toctree::\n((?:\s*\n|\s+.*\n)+)", re.MULTILINE | re.DOTALL)
+TOCTREE = re.compile(
+    r"^```\{toctree\}\n(.*?)^```|^\.\. toctree::\n((?:\s*\n|\s+.*\n)+)", re.MULTILINE | re.DOTALL
+)
 
 
 def children(place: str) -> list[str]:
@@ -26,14 +29,20 @@ def children(place: str) -> list[str]:
         for line in (match[1] or match[2]).splitlines():
             entry = re.sub(r".*<(.+)>$", r"\1", line.strip())
             if entry and not entry.startswith(":"):
-                found += [posixpath.join(folder, f"{entry}{suffix}") for suffix in (".md", ".rst", ".ipynb")]
+                found += [
+                    posixpath.join(folder, f"{entry}{suffix}")
+                    for suffix in (".md", ".rst", ".ipynb")
+                ]
     return [one for one in found if one in SITE.pages]
 
 
 def labels(text: str) -> set[str]:
     """What links within a page may lead to: labels, and headings as MyST writes them."""
     headings = re.findall(r"^#{1,3} (.+)$", text, re.MULTILINE)
-    slugs = {re.sub(r"[^\w\- ]", "", re.sub(r"`", "", one).lower()).strip().replace(" ", "-") for one in headings}
+    slugs = {
+        re.sub(r"[^\w\- ]", "", re.sub(r"`", "", one).lower()).strip().replace(" ", "-")
+        for one in headings
+    }
     return slugs | set(re.findall(r"^\(([\w-]+)\)=$", text, re.MULTILINE))
 
 
@@ -51,7 +60,14 @@ def test_every_page_is_in_a_toctree() -> None:
 def test_every_bound_has_a_page(name: str) -> None:
     page, bound = SITE.pages[f"bounds/{name}.md"], bounds.get(name)
     assert bound.label in page.splitlines()[0]
-    for part in ("## Statement", "## Proof", "## How tight it is", f"pictures/tight-{name}.svg", "```{eval-rst}", bound.cost):
+    for part in (
+        "## Statement",
+        "## Proof",
+        "## How tight it is",
+        f"pictures/tight-{name}.svg",
+        "```{eval-rst}",
+        bound.cost,
+    ):
         assert part in page
     assert f"pictures/tight-{name}.svg" in tree.DRAWN
     assert ("## Where it fails" in page) == (name in counterexamples.EXAMPLES)
@@ -59,13 +75,23 @@ def test_every_bound_has_a_page(name: str) -> None:
 
 def test_proofs_are_our_own_lemmas() -> None:
     """Those that docstrings cite or that name the bound; "Lemma 3.2" of a paper is none."""
-    found = {name: site_bounds.proofs(bounds.get(name)) for name in ("castin_mean_field", "castin_bias", "lipbound", "yudin")}
-    assert found == {"castin_mean_field": [38], "castin_bias": [34, 35], "lipbound": [16, 78], "yudin": [31, 32, 33]}
+    found = {
+        name: site_bounds.proofs(bounds.get(name))
+        for name in ("castin_mean_field", "castin_bias", "lipbound", "yudin")
+    }
+    assert found == {
+        "castin_mean_field": [38],
+        "castin_bias": [34, 35],
+        "lipbound": [16, 78],
+        "yudin": [31, 32, 33],
+    }
 
 
 def test_what_fails_has_an_example() -> None:
     """A bound with a caveat has the layer that shows it."""
-    assert set(counterexamples.EXAMPLES) == {name for name in bounds.names(None) if bounds.get(name).caveat}
+    assert set(counterexamples.EXAMPLES) == {
+        name for name in bounds.names(None) if bounds.get(name).caveat
+    }
 
 
 @pytest.mark.parametrize("name", counterexamples.EXAMPLES)
@@ -86,12 +112,18 @@ def every_label() -> set[str]:
 @pytest.mark.parametrize("place", [place for place in SITE.pages if place.endswith(".md")])
 def test_relative_links_lead_somewhere(place: str) -> None:
     text = SITE.pages[place]
-    text = "".join(part for i, part in enumerate(tree.FENCE.split(text)) if i % 2 == 0 or "{figure}" in part or "{eval-rst}" not in part)
+    text = "".join(
+        part
+        for i, part in enumerate(tree.FENCE.split(text))
+        if i % 2 == 0 or "{figure}" in part or "{eval-rst}" not in part
+    )
     for _, target, _ in [*tree.LINK.findall(text), *tree.FIGURE.findall(text)]:
         path, _, anchor = target.partition("#")
         if re.match(r"[a-z]+:", target) or not re.search(r"\.\w+$|^$", path):
             continue
-        found = posixpath.normpath(posixpath.join(posixpath.dirname(place), path)) if path else place
+        found = (
+            posixpath.normpath(posixpath.join(posixpath.dirname(place), path)) if path else place
+        )
         assert found in SITE.pages or found in SITE.files or found in tree.DRAWN, target
         if anchor and found in SITE.pages:
             assert anchor in (every_label() if not path else labels(SITE.pages[found])), target
@@ -105,9 +137,14 @@ def test_files_that_pages_show_exist() -> None:
 
 def test_links_are_set_right() -> None:
     site = tree.Tree({"theory/index.md": "", "howto/cite.md": ""})
-    text = "[a](../docs/theory/index.md#x) ![b](minilm.png) [c](https://x.org/a.md)\n```\n[d](minilm.png)\n```\n"
+    text = (
+        "[a](../docs/theory/index.md#x) ![b](minilm.png) "
+        "[c](https://x.org/a.md)\n```\n[d](minilm.png)\n```\n"
+    )
     changed = site.relinked(text, "figures/README.md", "findings/papers.md")
-    assert changed == text.replace("../docs/theory", "../theory").replace("![b](minilm.png)", "![b](../files/figures/minilm.png)")
+    assert changed == text.replace("../docs/theory", "../theory").replace(
+        "![b](minilm.png)", "![b](../files/figures/minilm.png)"
+    )
     assert site.files == {"files/figures/minilm.png": ROOT / "figures" / "minilm.png"}
 
 
@@ -116,12 +153,19 @@ def test_every_notebook_is_in_the_gallery() -> None:
     names = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
     assert children("gallery/index.md") == [f"gallery/{name}.ipynb" for name in names]
     assert all(f":link: {name}\n" in page for name in names)
-    assert all(gallery.picture(ROOT / "notebooks" / name).startswith(b"\x89PNG") for name in gallery.NOTEBOOKS)
+    assert all(
+        gallery.picture(ROOT / "notebooks" / name).startswith(b"\x89PNG")
+        for name in gallery.NOTEBOOKS
+    )
 
 
 def test_the_command_line_is_told_in_words() -> None:
     page = SITE.pages["reference/cli.md"]
-    for row in ("| `--samples` | int | `8` |", "| `model` | str | required |", "| `--output`, `-o` | path | required |"):
+    for row in (
+        "| `--samples` | int | `8` |",
+        "| `model` | str | required |",
+        "| `--output`, `-o` | path | required |",
+    ):
         assert row in page or row.replace("`--output`, `-o`", "`-o`, `--output`") in page, row
     assert "method" not in "".join(re.findall(r"^\| `[^|]*\| ([^|]*)\|", page, re.MULTILINE))
 
@@ -129,17 +173,28 @@ def test_the_command_line_is_told_in_words() -> None:
 def test_every_public_name_has_a_page() -> None:
     named = {*(name for names in api.GROUPS.values() for name in names), *api.MODULES}
     assert named == set(lb.__all__)
-    assert all(f"reference/api/lipbound.{name}.rst" in SITE.pages for names in api.GROUPS.values() for name in names)
+    assert all(
+        f"reference/api/lipbound.{name}.rst" in SITE.pages
+        for names in api.GROUPS.values()
+        for name in names
+    )
 
 
 def test_every_module_is_documented() -> None:
-    texts = "\n".join(text for place, text in SITE.pages.items() if place.startswith("reference/api/"))
-    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in (ROOT / "lipbound").rglob("*.py")]
+    texts = "\n".join(
+        text for place, text in SITE.pages.items() if place.startswith("reference/api/")
+    )
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in (ROOT / "lipbound").rglob("*.py")
+    ]
     wanted = {name for name in modules if not name.startswith(api.LEFT_OUT)}
     assert set(re.findall(r"automodule:: ([\w.]+)", texts)) == wanted
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")), ids=lambda path: path.stem
+)
 def test_issues_ask_for_what_is_needed(path: Path) -> None:
     form = yaml.safe_load(path.read_text())
     assert {"name", "description", "body"} <= set(form)

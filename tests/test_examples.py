@@ -18,6 +18,8 @@ MODULES = [
 
 @pytest.mark.parametrize("module", MODULES)
 def test_examples_print_what_docstrings_say(module: str) -> None:
-    found = doctest.testmod(importlib.import_module(module), optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    found = doctest.testmod(
+        importlib.import_module(module), optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    )
     assert found.attempted > 0
     assert found.failed == 0

@@ -1,4 +1,5 @@
-"""Numbers do not depend on the modes of torch that the caller has set; what they are without any is the oracle."""
+"""Numbers do not depend on the modes of torch that the caller has set; what they are without any is
+the oracle."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,7 +15,10 @@ from torch import Tensor
 import lipbound as lb
 from lipbound.analysis.robustness import embedding_accuracy, first_order_radius
 
-TENSORS = [torch.randn(s, generator=torch.Generator().manual_seed(0)) for s in [(2, 5, 6), (2, 6, 3), (2, 6, 3), (2, 6, 3)]]
+TENSORS = [
+    torch.randn(s, generator=torch.Generator().manual_seed(0))
+    for s in [(2, 5, 6), (2, 6, 3), (2, 6, 3), (2, 6, 3)]
+]
 
 
 @contextmanager
@@ -28,9 +32,12 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "no_grad": torch.no_grad, "inference": torch.inference_mode, "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "float64": lambda: default_dtype(torch.float64), "device": lambda: torch.device("meta"),
-}  # fmt: skip
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "float64": lambda: default_dtype(torch.float64),
+    "device": lambda: torch.device("meta"),
+}
 
 
 def classifier() -> tf.PreTrainedModel:
@@ -43,7 +50,9 @@ def ends(norm: Any) -> Tensor:
 
 OF_LAYERS: dict[str, Callable[[lb.Attention], Any]] = {
     "attack": lambda a: lb.attack(a, 0.5, steps=2).norm,
-    "radius_curve": lambda a: lb.radius_curve(a, [0.1], steps=1, norm="frobenius", bounds=["yudin"]).to_array().values,
+    "radius_curve": lambda a: (
+        lb.radius_curve(a, [0.1], steps=1, norm="frobenius", bounds=["yudin"]).to_array().values
+    ),
     "enclosure": lambda a: ends(lb.spectral_norm(a, delta=1e-6)),
     "layer": lambda a: ends(lb.spectral_norm(a, map="heads")),
     "token_norm": lambda a: ends(lb.token_norm(a)),
@@ -55,9 +64,17 @@ OF_MODELS: dict[str, Callable[[Any, Any], Any]] = {
     "network_norm": lambda m, x: ends(lb.network_norm(m, x, end="logits")),
     "block": lambda m, x: ends(lb.network_norm(m, x, start=1, end=1, tol=1e-2)),
     "radius": first_order_radius,
-    "accuracy": lambda m, x: list(embedding_accuracy(m, x, x["input_ids"].sum(1) % 3, 0.5, steps=2).values()),
+    "accuracy": lambda m, x: list(
+        embedding_accuracy(m, x, x["input_ids"].sum(1) % 3, 0.5, steps=2).values()
+    ),
     "capture": lambda m, x: lb.capture(m, x)[1].out,
-    "compare": lambda m, x: lb.compare(m, x, bounds=["yudin", "castin"], progress=False)[["exact", "exact_upper", "castin"]].to_array().values,
+    "compare": lambda m, x: (
+        lb.compare(m, x, bounds=["yudin", "castin"], progress=False)[
+            ["exact", "exact_upper", "castin"]
+        ]
+        .to_array()
+        .values
+    ),
 }
 
 

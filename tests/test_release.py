@@ -1,4 +1,5 @@
-"""What is published says one thing everywhere: lowest versions, the recipe for conda, Pythons, the date of a version."""
+"""What is published says one thing everywhere: lowest versions, the recipe for conda, Pythons, the
+date of a version."""
 
 import configparser
 import hashlib
@@ -42,9 +43,13 @@ def named(requirements: list[str]) -> dict[str, Requirement]:
     return {canonicalize_name(one.name): one for one in map(Requirement, requirements)}
 
 
-EXTRAS = {name: listed("options.extras_require", name) for name in PACKAGE["options.extras_require"]}
+EXTRAS = {
+    name: listed("options.extras_require", name) for name in PACKAGE["options.extras_require"]
+}
 DEPENDENCIES = listed("options", "install_requires")
-DIRECT = named([*DEPENDENCIES, *(one for extra, of in EXTRAS.items() if extra not in TOOLS for one in of)])
+DIRECT = named(
+    [*DEPENDENCIES, *(one for extra, of in EXTRAS.items() if extra not in TOOLS for one in of)]
+)
 
 
 @pytest.mark.parametrize("name", sorted(DIRECT))
@@ -63,7 +68,10 @@ def test_one_requirement_has_one_lowest_version() -> None:
 
 
 def conda(requirements: list[str]) -> set[str]:
-    return {f"{CONDA_NAMES.get(one.name, one.name)} {one.specifier}" for one in named(requirements).values()}
+    return {
+        f"{CONDA_NAMES.get(one.name, one.name)} {one.specifier}"
+        for one in named(requirements).values()
+    }
 
 
 def test_recipe_requires_what_the_package_does() -> None:
@@ -71,16 +79,30 @@ def test_recipe_requires_what_the_package_does() -> None:
     context, requirements = RECIPE["context"], RECIPE["requirements"]
     assert context["python_min"] == lowest
     assert set(requirements["run"]) == conda(DEPENDENCIES) | {"python >=${{ python_min }}"}
-    assert set(requirements["host"]) == conda(TOOLS_OF["build-system"]["requires"]) | {"python ${{ python_min }}.*", "pip"}
-    assert RECIPE["build"]["python"]["entry_points"] == listed("options.entry_points", "console_scripts")
+    assert set(requirements["host"]) == conda(TOOLS_OF["build-system"]["requires"]) | {
+        "python ${{ python_min }}.*",
+        "pip",
+    }
+    assert RECIPE["build"]["python"]["entry_points"] == listed(
+        "options.entry_points", "console_scripts"
+    )
     about = PACKAGE["metadata"]
     assert RECIPE["about"]["license_file"] == listed("metadata", "license_files")
-    assert (RECIPE["about"]["summary"], RECIPE["about"]["license"]) == (about["description"], about["license"])
+    assert (RECIPE["about"]["summary"], RECIPE["about"]["license"]) == (
+        about["description"],
+        about["license"],
+    )
 
 
 def test_the_description_for_an_index_has_no_links_to_files() -> None:
     """There is no address that they could lead to; their texts stay."""
-    done = subprocess.run([sys.executable, "setup.py", "--long-description"], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "setup.py", "--long-description"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert re.findall(r"\]\((?!https?:|#)[^)]*\)", done.stdout) == []
     assert "what `exact_upper` means" in done.stdout
 
@@ -88,14 +110,20 @@ def test_the_description_for_an_index_has_no_links_to_files() -> None:
 def test_pythons_are_those_that_the_workflow_tests() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "checks.yml").read_text())
     prefix = "Programming Language :: Python :: 3."
-    claimed = [one.removeprefix("Programming Language :: Python :: ") for one in listed("metadata", "classifiers") if one.startswith(prefix)]
+    claimed = [
+        one.removeprefix("Programming Language :: Python :: ")
+        for one in listed("metadata", "classifiers")
+        if one.startswith(prefix)
+    ]
     assert claimed == workflow["jobs"]["tests"]["strategy"]["matrix"]["python"]
 
 
 def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A program of release/, which imports its neighbours."""
     monkeypatch.syspath_prepend(str(ROOT / "release"))
-    spec = importlib.util.spec_from_file_location(f"release_{name}", ROOT / "release" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        f"release_{name}", ROOT / "release" / f"{name}.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -103,7 +131,10 @@ def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-DATED, CITED = "# Changelog\n\n## 1.2.0 - 2026-01-31\n", "version: 1.2.0\ndate-released: 2026-01-31\n"
+DATED, CITED = (
+    "# Changelog\n\n## 1.2.0 - 2026-01-31\n",
+    "version: 1.2.0\ndate-released: 2026-01-31\n",
+)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +152,13 @@ DATED, CITED = "# Changelog\n\n## 1.2.0 - 2026-01-31\n", "version: 1.2.0\ndate-r
         (["v1.2.0"], DATED, CITED.replace("31", "30"), "date-released: 2026-01-30"),
     ],
 )
-def test_a_tagged_version_is_dated(tags: list[str], changelog: str, citation: str, fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tagged_version_is_dated(
+    tags: list[str],
+    changelog: str,
+    citation: str,
+    fault: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     said = script("check", monkeypatch).release_fault("1.2.0", tags, changelog, citation)
     assert said == fault or (fault is not None and fault in said)
 
@@ -132,18 +169,25 @@ def test_versions_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(found) == 4
 
 
-def test_recipe_gets_the_sum_of_a_source_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipe_gets_the_sum_of_a_source_distribution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = script("recipe", monkeypatch)
     source = tmp_path / f"lipbound-{RECIPE['context']['version']}.tar.gz"
     source.write_bytes(b"what was packed")
     filled = yaml.safe_load(recipe.filled(source))
     assert filled["context"].pop("sha256") == hashlib.sha256(b"what was packed").hexdigest()
-    assert filled == {**RECIPE, "context": {key: value for key, value in RECIPE["context"].items() if key != "sha256"}}
+    assert filled == {
+        **RECIPE,
+        "context": {key: value for key, value in RECIPE["context"].items() if key != "sha256"},
+    }
     with pytest.raises(SystemExit, match=re.escape("lipbound-9.9.9.tar.gz")):
         recipe.filled(source.rename(tmp_path / "lipbound-9.9.9.tar.gz"))
 
 
-def test_a_source_distribution_is_packed_the_same_whoever_packs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_distribution_is_packed_the_same_whoever_packs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     build = script("build", monkeypatch)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "one.py").write_text("1\n")
@@ -161,5 +205,8 @@ def test_a_source_distribution_is_packed_the_same_whoever_packs_it(tmp_path: Pat
         packed.append(build.packed(source, 1_700_000_000))
     assert packed[0] == packed[1]
     with tarfile.open(fileobj=io.BytesIO(packed[0])) as archive:
-        assert [(one.name, one.mode, one.mtime) for one in archive] == [("a/one.py", 0o644, 1_700_000_000), ("a/two.sh", 0o755, 1_700_000_000)]
+        assert [(one.name, one.mode, one.mtime) for one in archive] == [
+            ("a/one.py", 0o644, 1_700_000_000),
+            ("a/two.sh", 0o755, 1_700_000_000),
+        ]
         assert archive.extractfile("a/two.sh").read() == b"2\n"

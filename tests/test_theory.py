@@ -10,8 +10,11 @@ from sitegen.docstrings import exists
 ROOT = Path(__file__).parents[1]
 THEORY = ROOT / "docs" / "theory"
 PAGES = {path.name: path.read_text() for path in sorted(THEORY.glob("*.md"))}
-CITATION = re.compile(r"\bLemmas? ([0-9]+(?:(?:, | and )[0-9]+)*)(?![0-9.]*[0-9])(?:\s+\((docs/theory/\w+\.md)\))?")
-"""Lemmas of our own, "Lemma 7" or "Lemmas 7, 8 and 9", and the page named behind; "Lemma 3.8" of a paper is none."""
+CITATION = re.compile(
+    r"\bLemmas? ([0-9]+(?:(?:, | and )[0-9]+)*)(?![0-9.]*[0-9])(?:\s+\((docs/theory/\w+\.md)\))?"
+)
+"""Lemmas of our own, "Lemma 7" or "Lemmas 7, 8 and 9", and the page named behind; "Lemma 3.8" of a
+paper is none."""
 
 
 def pages_in_order() -> list[str]:
@@ -21,9 +24,15 @@ def pages_in_order() -> list[str]:
 
 def lemmas() -> dict[int, str]:
     """Page of every lemma."""
-    found = [(int(number), page) for page in pages_in_order() for number in re.findall(r"^### Lemma (\d+) \(", PAGES[page], re.MULTILINE)]
+    found = [
+        (int(number), page)
+        for page in pages_in_order()
+        for number in re.findall(r"^### Lemma (\d+) \(", PAGES[page], re.MULTILINE)
+    ]
     numbers = [number for number, _ in found]
-    assert numbers == sorted(set(numbers)), "lemmas are numbered in the order of the pages; some numbers are free"
+    assert numbers == sorted(set(numbers)), (
+        "lemmas are numbered in the order of the pages; some numbers are free"
+    )
     return dict(found)
 
 
@@ -31,9 +40,17 @@ def docstrings() -> list[tuple[str, str]]:
     """Every docstring of the package, those below constants included, and where it is."""
     found = []
     for path in sorted((ROOT / "lipbound").rglob("*.py")):
-        bodies = [node.body for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
+        bodies = [
+            node.body
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        ]
         values = [part.value for body in bodies for part in body if isinstance(part, ast.Expr)]
-        texts = [value for value in values if isinstance(value, ast.Constant) and isinstance(value.value, str)]
+        texts = [
+            value
+            for value in values
+            if isinstance(value, ast.Constant) and isinstance(value.value, str)
+        ]
         found += [(f"{path.relative_to(ROOT)}:{text.lineno}", str(text.value)) for text in texts]
     return found
 
@@ -43,7 +60,9 @@ def citations() -> list[tuple[str, int, str]]:
     found = []
     for where, text in docstrings():
         for match in CITATION.finditer(text):
-            found += [(where, int(number), match[2] or "") for number in re.findall(r"\d+", match[1])]
+            found += [
+                (where, int(number), match[2] or "") for number in re.findall(r"\d+", match[1])
+            ]
     return found
 
 
@@ -58,8 +77,16 @@ def test_every_lemma_has_statement_assumptions_proof_and_code() -> None:
     for page, text in PAGES.items():
         for section in re.split(r"^(?=###? )", text, flags=re.MULTILINE):
             if section.startswith("### Lemma"):
-                for part in ("**Statement.**", "**Assumptions.**", "**Proof.**", "QED\n", "**Code.** `lipbound."):
-                    assert part in section, f"{part} is missing in {section.splitlines()[0]} of {page}"
+                for part in (
+                    "**Statement.**",
+                    "**Assumptions.**",
+                    "**Proof.**",
+                    "QED\n",
+                    "**Code.** `lipbound.",
+                ):
+                    assert part in section, (
+                        f"{part} is missing in {section.splitlines()[0]} of {page}"
+                    )
 
 
 def test_what_docstrings_cite_is_on_the_page_they_name() -> None:
@@ -68,7 +95,9 @@ def test_what_docstrings_cite_is_on_the_page_they_name() -> None:
     assert cited
     wrong = [one for one in cited if one[2] != f"docs/theory/{where_is.get(one[1])}"]
     assert not wrong
-    assert {number for _, number, _ in cited} == set(where_is), "every lemma is cited by a docstring"
+    assert {number for _, number, _ in cited} == set(where_is), (
+        "every lemma is cited by a docstring"
+    )
 
 
 def test_links_between_lemmas_lead_to_their_pages() -> None:
@@ -82,7 +111,9 @@ def test_links_between_lemmas_lead_to_their_pages() -> None:
             assert target in PAGES
 
 
-@pytest.mark.parametrize("name", sorted(set(re.findall(r"`(lipbound\.[\w.]+)`", "\n".join(PAGES.values())))))
+@pytest.mark.parametrize(
+    "name", sorted(set(re.findall(r"`(lipbound\.[\w.]+)`", "\n".join(PAGES.values()))))
+)
 def test_functions_named_on_the_pages_exist(name: str) -> None:
     assert exists(name)
 

@@ -1,15 +1,20 @@
-"""What penalties on attention do to a vision transformer: accuracy, accuracy under attack, and local constants of heads and of the whole network.
+"""What penalties on attention do to a vision transformer: accuracy, accuracy under attack, and
+local constants of heads and of the whole network.
 
-    python benchmarks/jasmin/study.py benchmarks/jasmin/small.yaml --data uoft-cs/cifar10 --out jasmin
+    python benchmarks/jasmin/study.py benchmarks/jasmin/small.yaml --data uoft-cs/cifar10 --out
+    jasmin
 
-Fine-tunes a checkpoint once for every method and seed of the configuration, with the recipe of Yudin et al. 2025 (SGD with momentum 0.9, weight
-decay 1e-4, cosine schedule, flips, CutMix and MixUp), and measures each result. Results are kept as they come (OUT/results.jsonl); what is there is
-not computed again. Writes a table with mean and standard deviation over seeds, the distribution of the network's local constant (Figure 4 of the
-paper) and attention statistics by layer and head (Figure 5). ``--keep`` writes every network to OUT/networks, as float16 checkpoints that
+Fine-tunes a checkpoint once for every method and seed of the configuration, with the recipe of
+Yudin et al. 2025 (SGD with momentum 0.9, weight decay 1e-4, cosine schedule, flips, CutMix and
+MixUp), and measures each result. Results are kept as they come (OUT/results.jsonl); what is there
+is not computed again. Writes a table with mean and standard deviation over seeds, the distribution
+of the network's local constant (Figure 4 of the paper) and attention statistics by layer and head
+(Figure 5). ``--keep`` writes every network to OUT/networks, as float16 checkpoints that
 ``lipbound compare`` reads.
 
-search.yaml looks for strengths, small.yaml compares methods at those found; both are for two CPU cores. cifar10.yaml and cifar100.yaml have the
-paper's grid for a ViT-B. ``--only METHOD`` and ``--seed S`` do a part of a configuration, so that every core or GPU can have its own; a last call
+search.yaml looks for strengths, small.yaml compares methods at those found; both are for two CPU
+cores. cifar10.yaml and cifar100.yaml have the paper's grid for a ViT-B. ``--only METHOD`` and
+``--seed S`` do a part of a configuration, so that every core or GPU can have its own; a last call
 without them draws and tabulates everything.
 """
 
@@ -56,11 +61,12 @@ library_name: transformers
 
 Measured before rounding to float16: {clean:.1f} % of the first {count} test images right; {pgd:.1f} % of the first {attacks} under projected gradient
 descent (4 steps, 2/255); median local Lipschitz constant of the network, embeddings to logits, {constant:.2f} over the first {norms}.
-"""
+"""  # noqa: E501
 
 
 def mixed(images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """A batch with flips, then MixUp or CutMix, by halves of the time: images, and targets (n, classes) in their proportions."""
+    """A batch with flips, then MixUp or CutMix, by halves of the time: images, and targets (n,
+    classes) in their proportions."""
     flip = torch.rand(len(images)) < 0.5
     images = torch.where(flip[:, None, None, None], images.flip(-1), images)
     order = torch.randperm(len(images))
@@ -72,13 +78,18 @@ def mixed(images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         h, w = (round(size * (1 - share) ** 0.5) for size in (height, width))
         top, left = int(torch.randint(height - h + 1, ())), int(torch.randint(width - w + 1, ()))
         images = images.clone()
-        images[..., top : top + h, left : left + w] = images[order][..., top : top + h, left : left + w]
+        images[..., top : top + h, left : left + w] = images[order][
+            ..., top : top + h, left : left + w
+        ]
         share = 1 - h * w / (height * width)
     return images, share * targets + (1 - share) * targets[order]
 
 
-def penalty(method: dict[str, Any]) -> Callable[[ViTForImageClassification, list[Tensor], Tensor], Tensor]:
-    """What a method of the configuration adds to the loss: (model, attentions, images) -> scalar."""
+def penalty(
+    method: dict[str, Any],
+) -> Callable[[ViTForImageClassification, list[Tensor], Tensor], Tensor]:
+    """What a method of the configuration adds to the loss: (model, attentions, images)
+    -> scalar."""
     kind = method.get("penalty")
     if kind is None:
         return lambda model, attentions, x: x.new_zeros(())
@@ -98,28 +109,51 @@ def penalty(method: dict[str, Any]) -> Callable[[ViTForImageClassification, list
     return on_a_few
 
 
-def fine_tune(config: dict[str, Any], method: dict[str, Any], seed: int, images: Tensor, labels: Tensor, device: str) -> tuple[nn.Module, float]:
+def fine_tune(
+    config: dict[str, Any],
+    method: dict[str, Any],
+    seed: int,
+    images: Tensor,
+    labels: Tensor,
+    device: str,
+) -> tuple[nn.Module, float]:
     """The checkpoint after its epochs, and seconds per step."""
     torch.manual_seed(seed)
     folder = load_checkpoint(config["start"]).source
     model = ViTForImageClassification.from_pretrained(
-        folder, ignore_mismatched_sizes=True, num_labels=int(labels.max()) + 1, **config.get("model", {})
+        folder,
+        ignore_mismatched_sizes=True,
+        num_labels=int(labels.max()) + 1,
+        **config.get("model", {}),
     )
     model = model.float().to(device).train()
     model.set_attn_implementation("sdpa")
     extra = penalty(method)
-    epochs, batch, per_epoch = config["epochs"], config["batch"], min(config.get("images", len(labels)), len(labels))
+    epochs, batch, per_epoch = (
+        config["epochs"],
+        config["batch"],
+        min(config.get("images", len(labels)), len(labels)),
+    )
     steps = epochs * (per_epoch // batch)
-    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9, weight_decay=1e-4)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=config["lr"], momentum=0.9, weight_decay=1e-4
+    )
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     began = time.perf_counter()
     for _ in range(epochs):
         for index in torch.randperm(len(labels))[: per_epoch // batch * batch].split(batch):
             x = images[index].float().div(255).sub(MEAN[0]).div(STD[0]).to(device)
-            x, targets = mixed(x, nn.functional.one_hot(labels[index], model.config.num_labels).float().to(device))
-            with torch.autocast(device, torch.bfloat16, enabled=config.get("bfloat16", False)), attention_probabilities(model) as attentions:
+            x, targets = mixed(
+                x, nn.functional.one_hot(labels[index], model.config.num_labels).float().to(device)
+            )
+            with (
+                torch.autocast(device, torch.bfloat16, enabled=config.get("bfloat16", False)),
+                attention_probabilities(model) as attentions,
+            ):
                 logits = model(pixel_values=x).logits
-            loss = nn.functional.cross_entropy(logits.float(), targets) + extra(model, attentions, x)
+            loss = nn.functional.cross_entropy(logits.float(), targets) + extra(
+                model, attentions, x
+            )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -127,26 +161,49 @@ def fine_tune(config: dict[str, Any], method: dict[str, Any], seed: int, images:
     return model.eval(), (time.perf_counter() - began) / max(1, steps)
 
 
-def measure(config: dict[str, Any], model: nn.Module, images: Tensor, labels: Tensor, device: str) -> dict[str, Any]:
+def measure(
+    config: dict[str, Any], model: nn.Module, images: Tensor, labels: Tensor, device: str
+) -> dict[str, Any]:
     """Everything about one network."""
     count = config["evaluate"]
     x, y = images[: count["attacks"]].float().div(255).to(device), labels[: count["attacks"]]
     cheap = [name for name in ATTACKS if not name.startswith("autoattack")]
     found: dict[str, Any] = robust_accuracy(model, x, y, mean=MEAN, std=STD, attacks=cheap)
     few = count["autoattack"]
-    found |= robust_accuracy(model, x[:few], y[:few], mean=MEAN, std=STD, attacks=[name for name in ATTACKS if name not in cheap])
+    found |= robust_accuracy(
+        model,
+        x[:few],
+        y[:few],
+        mean=MEAN,
+        std=STD,
+        attacks=[name for name in ATTACKS if name not in cheap],
+    )
     right = 0
     with torch.no_grad():
-        for part, wanted in zip(images[: count["clean"]].split(500), labels[: count["clean"]].split(500), strict=True):
-            right += int((model(pixel_values=(part.float().div(255).to(device) - 0.5) / 0.5).logits.argmax(-1).cpu() == wanted).sum())
+        for part, wanted in zip(
+            images[: count["clean"]].split(500), labels[: count["clean"]].split(500), strict=True
+        ):
+            right += int(
+                (
+                    model(pixel_values=(part.float().div(255).to(device) - 0.5) / 0.5)
+                    .logits.argmax(-1)
+                    .cpu()
+                    == wanted
+                ).sum()
+            )
     found["clean"] = 100 * right / min(count["clean"], len(labels))
     inputs = {"pixel_values": (images[: count["norms"]].float().div(255).to(device) - 0.5) / 0.5}
     found["network_norm"] = network_norm(model, inputs).lower.tolist()
     few = {"pixel_values": inputs["pixel_values"][:32]}
     with torch.no_grad(), attention_probabilities(model) as attentions:
         model(**few)
-    found["head_norm"] = [spectral_norm(att, tol=1e-3).lower.log().mean(0).exp().tolist() for att in capture(model, few)]
-    found["softmax_norm"] = [softmax.jacobian_norm(p).upper.mean((0, 2)).tolist() for p in attentions]
+    found["head_norm"] = [
+        spectral_norm(att, tol=1e-3).lower.log().mean(0).exp().tolist()
+        for att in capture(model, few)
+    ]
+    found["softmax_norm"] = [
+        softmax.jacobian_norm(p).upper.mean((0, 2)).tolist() for p in attentions
+    ]
     found["largest_probability"] = [p.double().amax(-1).mean((0, 2)).tolist() for p in attentions]
     return found
 
@@ -158,9 +215,16 @@ def table(rows: list[dict[str, Any]]) -> str:
     for method in dict.fromkeys(row["method"] for row in rows):
         mine = [row for row in rows if row["method"] == method]
         values = {name: np.array([row[name] for row in mine]) for name in ATTACKS}
-        values["median network constant"] = np.array([np.median(row["network_norm"]) for row in mine])
-        values["mean head constant"] = np.array([np.exp(np.mean(np.log(row["head_norm"]))) for row in mine])
-        cells = [f"{v.mean():.3g} ± {v.std(ddof=1):.2g}" if len(v) > 1 else f"{v.mean():.3g}" for v in values.values()]
+        values["median network constant"] = np.array(
+            [np.median(row["network_norm"]) for row in mine]
+        )
+        values["mean head constant"] = np.array(
+            [np.exp(np.mean(np.log(row["head_norm"]))) for row in mine]
+        )
+        cells = [
+            f"{v.mean():.3g} ± {v.std(ddof=1):.2g}" if len(v) > 1 else f"{v.mean():.3g}"
+            for v in values.values()
+        ]
         lines.append(f"| {method} | {len(mine)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -174,14 +238,28 @@ def draw(rows: list[dict[str, Any]], out: Path) -> None:
     fig, ax = plt.subplots(figsize=(6.5, 3.2), constrained_layout=True)
     for method in methods:
         values = np.concatenate([row["network_norm"] for row in rows if row["method"] == method])
-        ax.ecdf(values, label=method, lw=2 if method == "baseline" else 1, color="black" if method == "baseline" else None)
-    ax.set(xscale="log", xlabel="exact local Lipschitz constant, embeddings to logits", ylabel="share of images x seeds")
+        ax.ecdf(
+            values,
+            label=method,
+            lw=2 if method == "baseline" else 1,
+            color="black" if method == "baseline" else None,
+        )
+    ax.set(
+        xscale="log",
+        xlabel="exact local Lipschitz constant, embeddings to logits",
+        ylabel="share of images x seeds",
+    )
     ax.set_xticks([3, 4, 5, 6, 8, 10], ["3", "4", "5", "6", "8", "10"], minor=False)
     ax.set_xticks([], minor=True)
     ax.legend(fontsize=6)
     fig.savefig(out / "network_constant.png", dpi=160)
-    fig, axes = plt.subplots(1, len(methods), figsize=(1.6 * len(methods), 2.8), constrained_layout=True, squeeze=False)
-    grids = [np.mean([row["softmax_norm"] for row in rows if row["method"] == method], 0) for method in methods]
+    fig, axes = plt.subplots(
+        1, len(methods), figsize=(1.6 * len(methods), 2.8), constrained_layout=True, squeeze=False
+    )
+    grids = [
+        np.mean([row["softmax_norm"] for row in rows if row["method"] == method], 0)
+        for method in methods
+    ]
     for ax, method, grid in zip(axes[0], methods, grids, strict=True):
         image = ax.imshow(grid, cmap="cividis", vmin=0, vmax=max(g.max() for g in grids))
         ax.set_title(textwrap.fill(method, 16), fontsize=7)
@@ -200,16 +278,31 @@ def card(config: dict[str, Any], method: dict[str, Any], seed: int, row: dict[st
     """The model card of a kept network."""
     steps = config["epochs"] * (config.get("images", 50_000) // config["batch"])
     return CARD.format(
-        start=config["start"], method=method["name"], steps=steps, batch=config["batch"], lr=config["lr"], seed=seed,
-        clean=row["clean"], count=config["evaluate"]["clean"], pgd=row["pgd-2"], attacks=config["evaluate"]["attacks"],
-        constant=np.median(row["network_norm"]), norms=config["evaluate"]["norms"],
-    )  # fmt: skip
+        start=config["start"],
+        method=method["name"],
+        steps=steps,
+        batch=config["batch"],
+        lr=config["lr"],
+        seed=seed,
+        clean=row["clean"],
+        count=config["evaluate"]["clean"],
+        pgd=row["pgd-2"],
+        attacks=config["evaluate"]["attacks"],
+        constant=np.median(row["network_norm"]),
+        norms=config["evaluate"]["norms"],
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("config", type=Path)
-    parser.add_argument("--data", default="uoft-cs/cifar10", help="hub dataset id, or a folder with train.parquet and test.parquet")
+    parser.add_argument(
+        "--data",
+        default="uoft-cs/cifar10",
+        help="hub dataset id, or a folder with train.parquet and test.parquet",
+    )
     parser.add_argument("--out", type=Path, default=Path("jasmin"))
     parser.add_argument("--only", help="one method of the configuration")
     parser.add_argument("--seed", type=int, help="one seed of the configuration")
@@ -231,15 +324,21 @@ def main() -> None:
             if any(row["method"] == name and row["seed"] == seed for row in results(store)):
                 continue
             model, seconds = fine_tune(config, method, seed, *train, device)
-            row = {"method": name, "seed": seed, "seconds_per_step": seconds} | measure(config, model, *test, device)
+            row = {"method": name, "seed": seed, "seconds_per_step": seconds} | measure(
+                config, model, *test, device
+            )
             if args.keep:
                 folder = args.out / "networks" / f"{name.replace(' ', '-').replace(',', '')}-{seed}"
                 save(model, folder, card(config, method, seed, row))
-                ViTImageProcessor(size={"height": 32, "width": 32}, image_mean=[0.5] * 3, image_std=[0.5] * 3).save_pretrained(folder)
+                ViTImageProcessor(
+                    size={"height": 32, "width": 32}, image_mean=[0.5] * 3, image_std=[0.5] * 3
+                ).save_pretrained(folder)
             with store.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             print(
-                f"seed {seed} {name}: " + ", ".join(f"{a} {row[a]:.1f}" for a in ATTACKS) + f", constant {np.median(row['network_norm']):.2f}",
+                f"seed {seed} {name}: "
+                + ", ".join(f"{a} {row[a]:.1f}" for a in ATTACKS)
+                + f", constant {np.median(row['network_norm']):.2f}",
                 flush=True,
             )
     rows = results(store)

@@ -1,9 +1,11 @@
-"""The text case: all-MiniLM-L6-v2 fine-tuned to sort news with JaSMin, accuracy and local constants against the strength of the penalty.
+"""The text case: all-MiniLM-L6-v2 fine-tuned to sort news with JaSMin, accuracy and local constants
+against the strength of the penalty.
 
     python benchmarks/jasmin/text.py --data ag_news --out jasmin-text
 
-``--data`` is a hub dataset with columns text and label, or a .csv of AG_NEWS without a line of names (class, title, text). One epoch over 1,600
-texts of at most 64 tokens, AdamW, three seeds for every strength; a quarter of an hour on two CPU cores. Results are kept as they come.
+``--data`` is a hub dataset with columns text and label, or a .csv of AG_NEWS without a line of
+names (class, title, text). One epoch over 1,600 texts of at most 64 tokens, AdamW, three seeds for
+every strength; a quarter of an hour on two CPU cores. Results are kept as they come.
 """
 
 import argparse
@@ -36,11 +38,15 @@ def texts(data: str) -> tuple[list[str], Tensor]:
     else:
         rows = load_dataset(data, split="test")
         words, labels = rows["text"], torch.tensor(rows["label"])
-    order = torch.randperm(len(words), generator=torch.Generator().manual_seed(0))[: TRAIN + TEST].tolist()
+    order = torch.randperm(len(words), generator=torch.Generator().manual_seed(0))[
+        : TRAIN + TEST
+    ].tolist()
     return [words[i] for i in order], labels[order]
 
 
-def run(strength: float, seed: int, batch: dict[str, Tensor], labels: Tensor, folder: str) -> dict[str, float]:
+def run(
+    strength: float, seed: int, batch: dict[str, Tensor], labels: Tensor, folder: str
+) -> dict[str, float]:
     """One fine-tuning, measured."""
     torch.manual_seed(seed)
     model = BertForSequenceClassification.from_pretrained(folder, num_labels=4).float().train()
@@ -62,7 +68,12 @@ def run(strength: float, seed: int, batch: dict[str, Tensor], labels: Tensor, fo
     right = 0
     with torch.no_grad():
         for index in torch.arange(TRAIN, TRAIN + TEST).split(100):
-            right += int((model(**{name: t[index] for name, t in batch.items()}).logits.argmax(-1) == labels[index]).sum())
+            right += int(
+                (
+                    model(**{name: t[index] for name, t in batch.items()}).logits.argmax(-1)
+                    == labels[index]
+                ).sum()
+            )
     few = {name: t[TRAIN : TRAIN + NORMS] for name, t in batch.items()}
     layers = lb.capture(model, few)
     heads = torch.stack([lb.spectral_norm(att, tol=1e-3).lower for att in layers])
@@ -75,7 +86,9 @@ def run(strength: float, seed: int, batch: dict[str, Tensor], labels: Tensor, fo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", default="ag_news")
     parser.add_argument("--out", type=Path, default=Path("jasmin-text"))
     args = parser.parse_args()
@@ -85,7 +98,9 @@ def main() -> None:
     words, labels = texts(args.data)
     folder = str(load_checkpoint("builtin:minilm").source)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    batch = dict(tokenizer(words, truncation=True, max_length=64, padding=True, return_tensors="pt"))
+    batch = dict(
+        tokenizer(words, truncation=True, max_length=64, padding=True, return_tensors="pt")
+    )
     for seed in SEEDS:
         for strength in STRENGTHS:
             if any(row["seed"] == seed and row["strength"] == strength for row in rows):
@@ -99,7 +114,10 @@ def main() -> None:
     lines = ["| strength | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for strength in STRENGTHS:
         mine = [row for row in rows if row["strength"] == strength]
-        cells = [f"{np.mean([r[c] for r in mine]):.3g} ± {np.std([r[c] for r in mine], ddof=1):.2g}" for c in columns]
+        cells = [
+            f"{np.mean([r[c] for r in mine]):.3g} ± {np.std([r[c] for r in mine], ddof=1):.2g}"
+            for c in columns
+        ]
         lines.append(f"| {strength:g} | " + " | ".join(cells) + " |")
     (args.out / "table.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))

@@ -1,4 +1,5 @@
-"""What both training scripts share: the schedule, and writing a small float16 checkpoint with its card."""
+"""What both training scripts share: the schedule, and writing a small float16 checkpoint with its
+card."""
 
 import math
 from pathlib import Path
@@ -8,7 +9,8 @@ from transformers import PreTrainedModel
 
 
 def one_cycle(step: int, total: int, warmup: float = 0.05) -> float:
-    """Learning-rate factor at ``step``: linear warm-up over the first ``warmup`` share of steps, then a half cosine to zero."""
+    """Learning-rate factor at ``step``: linear warm-up over the first ``warmup`` share of steps,
+    then a half cosine to zero."""
     start = max(1, int(warmup * total))
     if step < start:
         return (step + 1) / start
@@ -19,7 +21,10 @@ def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
     """Parameter groups in which only matrices decay; biases and normalisation weights do not."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim <= 1]
-    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
 
 
 def save(model: PreTrainedModel, folder: Path, card: str) -> None:
@@ -28,4 +33,6 @@ def save(model: PreTrainedModel, folder: Path, card: str) -> None:
     model.eval().half().save_pretrained(folder)
     (folder / "README.md").write_text(card)
     size = (folder / "model.safetensors").stat().st_size
-    print(f"{folder}: {sum(p.numel() for p in model.parameters()):,} parameters, {size / 1e6:.2f} MB")
+    print(
+        f"{folder}: {sum(p.numel() for p in model.parameters()):,} parameters, {size / 1e6:.2f} MB"
+    )

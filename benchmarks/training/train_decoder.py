@@ -1,9 +1,12 @@
-"""Train ``builtin:gpt2``, ``builtin:llama`` or ``builtin:qwen3``: a small decoder with its own byte-level BPE on the text of one book.
+"""Train ``builtin:gpt2``, ``builtin:llama`` or ``builtin:qwen3``: a small decoder with its own
+byte-level BPE on the text of one book.
 
-    python benchmarks/training/train_decoder.py --architecture qwen3 --text alice.txt --out lipbound/models/builtin/qwen3
+    python benchmarks/training/train_decoder.py --architecture qwen3 --text alice.txt --out
+    lipbound/models/builtin/qwen3
 
-Minutes on two CPU cores. The last tenth of the text is held out and its perplexity reported in the model card. All three have the same depth, width,
-heads, text and steps; llama has rotary embeddings, RMSNorm, SwiGLU and two key/value heads, and qwen3 normalises queries and keys besides.
+Minutes on two CPU cores. The last tenth of the text is held out and its perplexity reported in the
+model card. All three have the same depth, width, heads, text and steps; llama has rotary
+embeddings, RMSNorm, SwiGLU and two key/value heads, and qwen3 normalises queries and keys besides.
 """
 
 import argparse
@@ -13,7 +16,13 @@ from pathlib import Path
 import torch
 from common import decay_groups, one_cycle, save
 from tokenizers import ByteLevelBPETokenizer
-from transformers import GPT2Config, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
+from transformers import (
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
 from transformers.models.auto import AutoModelForCausalLM
 
 CARD = """---
@@ -29,26 +38,45 @@ token; on the training part {train_ppl:.1f}.
 
 It is a real, trained decoder that fits in a Python package, there to try lipbound on. It is no language model to build on:
 it has read one book.
-"""
+"""  # noqa: E501
 
 
 NAMES = {"gpt2": "GPT-2", "llama": "Llama", "qwen3": "Qwen 3"}
 
 
-def configuration(args: argparse.Namespace, vocab: int, end: int) -> GPT2Config | LlamaConfig | Qwen3Config:
+def configuration(
+    args: argparse.Namespace, vocab: int, end: int
+) -> GPT2Config | LlamaConfig | Qwen3Config:
     """The architecture that was asked for; ``end``: the token that begins and ends texts."""
     if args.architecture == "gpt2":
         return GPT2Config(
-            vocab_size=vocab, n_positions=args.context, n_embd=args.width, n_layer=args.layers, n_head=args.heads,
-            resid_pdrop=args.dropout, embd_pdrop=args.dropout, attn_pdrop=args.dropout, bos_token_id=end, eos_token_id=end,
-        )  # fmt: skip
+            vocab_size=vocab,
+            n_positions=args.context,
+            n_embd=args.width,
+            n_layer=args.layers,
+            n_head=args.heads,
+            resid_pdrop=args.dropout,
+            embd_pdrop=args.dropout,
+            attn_pdrop=args.dropout,
+            bos_token_id=end,
+            eos_token_id=end,
+        )
     kind = {"llama": LlamaConfig, "qwen3": Qwen3Config}[args.architecture]
     return kind(
-        vocab_size=vocab, max_position_embeddings=args.context, hidden_size=args.width, num_hidden_layers=args.layers,
-        num_attention_heads=args.heads, num_key_value_heads=args.heads // 2, head_dim=args.width // args.heads,
-        intermediate_size=8 * args.width // 3 // 8 * 8, attention_dropout=args.dropout, tie_word_embeddings=True,
-        bos_token_id=end, eos_token_id=end, pad_token_id=None,
-    )  # fmt: skip
+        vocab_size=vocab,
+        max_position_embeddings=args.context,
+        hidden_size=args.width,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        num_key_value_heads=args.heads // 2,
+        head_dim=args.width // args.heads,
+        intermediate_size=8 * args.width // 3 // 8 * 8,
+        attention_dropout=args.dropout,
+        tie_word_embeddings=True,
+        bos_token_id=end,
+        eos_token_id=end,
+        pad_token_id=None,
+    )
 
 
 @torch.no_grad()
@@ -84,17 +112,25 @@ def main() -> None:
 
     text = args.text.read_text()
     bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator([text], vocab_size=args.vocab, special_tokens=["<|endoftext|>"], show_progress=False)
+    bpe.train_from_iterator(
+        [text], vocab_size=args.vocab, special_tokens=["<|endoftext|>"], show_progress=False
+    )
     special = "<|endoftext|>"
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe._tokenizer, bos_token=special, eos_token=special, unk_token=special, model_max_length=args.context
+        tokenizer_object=bpe._tokenizer,
+        bos_token=special,
+        eos_token=special,
+        unk_token=special,
+        model_max_length=args.context,
     )
     cut = int(0.9 * len(text))
     train = torch.tensor(tokenizer(text[:cut]).input_ids)
     held_out = torch.tensor(tokenizer(text[cut:]).input_ids)
     print(f"{len(train):,} training tokens, {len(held_out):,} held out")
 
-    model = AutoModelForCausalLM.from_config(configuration(args, len(tokenizer), tokenizer.bos_token_id)).train()
+    model = AutoModelForCausalLM.from_config(
+        configuration(args, len(tokenizer), tokenizer.bos_token_id)
+    ).train()
     optimizer = torch.optim.AdamW(decay_groups(model, 0.1), lr=args.lr, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: one_cycle(s, args.steps))
     offsets = torch.arange(args.length)
@@ -111,12 +147,22 @@ def main() -> None:
         optimizer.zero_grad()
         if step % 50 == 49:
             ppl = perplexity(model, held_out, args.length)
-            print(f"step {step + 1} loss {loss:.3f} held-out perplexity {ppl:.1f} {time.time() - began:.0f} s", flush=True)
+            print(
+                f"step {step + 1} loss {loss:.3f} held-out perplexity {ppl:.1f} "
+                f"{time.time() - began:.0f} s",
+                flush=True,
+            )
 
     card = CARD.format(
-        name=NAMES[args.architecture], **{k: getattr(args, k) for k in ("layers", "heads", "width", "context", "steps", "batch", "length")},
-        vocab=len(tokenizer), ppl=perplexity(model, held_out, args.length), train_ppl=perplexity(model, train, args.length),
-    )  # fmt: skip
+        name=NAMES[args.architecture],
+        **{
+            k: getattr(args, k)
+            for k in ("layers", "heads", "width", "context", "steps", "batch", "length")
+        },
+        vocab=len(tokenizer),
+        ppl=perplexity(model, held_out, args.length),
+        train_ppl=perplexity(model, train, args.length),
+    )
     save(model, args.out, card)
     tokenizer.save_pretrained(args.out)
     print(card)

@@ -1,9 +1,11 @@
-"""Train ``builtin:vit``: a small vision transformer on CIFAR-10 at its own resolution, 32 x 32 in patches of 4.
+"""Train ``builtin:vit``: a small vision transformer on CIFAR-10 at its own resolution, 32 x 32 in
+patches of 4.
 
     python benchmarks/training/train_vit.py --data uoft-cs/cifar10 --out lipbound/models/builtin/vit
 
-``--data`` is a hub dataset id, or a folder with train.parquet and test.parquet of the same columns. About an hour on one
-CPU core in bfloat16. The test accuracy of the float16 checkpoint goes into the model card.
+``--data`` is a hub dataset id, or a folder with train.parquet and test.parquet of the same columns.
+About an hour on one CPU core in bfloat16. The test accuracy of the float16 checkpoint goes into the
+model card.
 """
 
 import argparse
@@ -28,13 +30,17 @@ trained from scratch by `benchmarks/training/train_vit.py` for {epochs} epochs (
 smoothing 0.1). CIFAR-10 test accuracy of these float16 weights, computed in float32: {accuracy:.2f} %.
 
 It is a real, trained image classifier that fits in a Python package, there to try lipbound on; larger ones do far better.
-"""
+"""  # noqa: E501
 
 
 def pixels(data: str, split: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Images (n, 3, 32, 32) in uint8 and labels (n,) of one split."""
     files = Path(data) / f"{split}.parquet"
-    rows = load_dataset("parquet", data_files=str(files), split="train") if files.exists() else load_dataset(data, split=split)
+    rows = (
+        load_dataset("parquet", data_files=str(files), split="train")
+        if files.exists()
+        else load_dataset(data, split=split)
+    )
     image = "image" if "image" in rows.column_names else "img"
     array = np.stack([np.asarray(picture.convert("RGB")) for picture in rows[image]])
     label = "label" if "label" in rows.column_names else "fine_label"  # as in CIFAR-100
@@ -49,7 +55,12 @@ def augment(batch: torch.Tensor) -> torch.Tensor:
     padded = torch.nn.functional.pad(batch, (4, 4, 4, 4))
     rows = torch.randint(9, (n, 1)) + torch.arange(32)
     cols = torch.randint(9, (n, 1)) + torch.arange(32)
-    return padded[torch.arange(n)[:, None, None, None], torch.arange(3)[:, None, None], rows[:, None, :, None], cols[:, None, None]]
+    return padded[
+        torch.arange(n)[:, None, None, None],
+        torch.arange(3)[:, None, None],
+        rows[:, None, :, None],
+        cols[:, None, None],
+    ]
 
 
 def normalise(batch: torch.Tensor) -> torch.Tensor:
@@ -61,7 +72,10 @@ def normalise(batch: torch.Tensor) -> torch.Tensor:
 def accuracy(model: ViTForImageClassification, images: torch.Tensor, labels: torch.Tensor) -> float:
     """Top-1 accuracy in percent."""
     model.eval()
-    right = sum(int((model(normalise(x)).logits.argmax(-1) == y).sum()) for x, y in zip(images.split(500), labels.split(500), strict=True))
+    right = sum(
+        int((model(normalise(x)).logits.argmax(-1) == y).sum())
+        for x, y in zip(images.split(500), labels.split(500), strict=True)
+    )
     model.train()
     return 100 * right / len(labels)
 
@@ -85,9 +99,15 @@ def main() -> None:
     images, labels = pixels(args.data, "train")
     test_images, test_labels = pixels(args.data, "test")
     config = ViTConfig(
-        hidden_size=args.width, num_hidden_layers=args.layers, num_attention_heads=args.heads, intermediate_size=4 * args.width,
-        image_size=32, patch_size=4, id2label=dict(enumerate(LABELS)), label2id={name: k for k, name in enumerate(LABELS)},
-    )  # fmt: skip
+        hidden_size=args.width,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        intermediate_size=4 * args.width,
+        image_size=32,
+        patch_size=4,
+        id2label=dict(enumerate(LABELS)),
+        label2id={name: k for k, name in enumerate(LABELS)},
+    )
     model = ViTForImageClassification(config).train()
     steps = args.epochs * (len(labels) // args.batch)
     optimizer = torch.optim.AdamW(decay_groups(model, 0.05), lr=args.lr)
@@ -99,7 +119,9 @@ def main() -> None:
         for index in order.split(args.batch):
             with torch.autocast("cpu", torch.bfloat16):
                 logits = model(normalise(augment(images[index]))).logits
-            loss = torch.nn.functional.cross_entropy(logits.float(), labels[index], label_smoothing=0.1)
+            loss = torch.nn.functional.cross_entropy(
+                logits.float(), labels[index], label_smoothing=0.1
+            )
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -108,7 +130,8 @@ def main() -> None:
             total += float(loss)
         score = accuracy(model, test_images[:2000], test_labels[:2000])
         print(
-            f"epoch {epoch + 1} loss {total * args.batch / len(order):.3f} first 2000 test images {score:.1f} % {time.time() - began:.0f} s",
+            f"epoch {epoch + 1} loss {total * args.batch / len(order):.3f} first 2000 test "
+            f"images {score:.1f} % {time.time() - began:.0f} s",
             flush=True,
         )
 
@@ -116,7 +139,9 @@ def main() -> None:
     values = {name: getattr(args, name) for name in ("layers", "heads", "width", "epochs", "batch")}
     card = CARD.format(**values, accuracy=accuracy(model, test_images, test_labels))
     save(model, args.out, card)
-    ViTImageProcessor(size={"height": 32, "width": 32}, image_mean=[0.5] * 3, image_std=[0.5] * 3).save_pretrained(args.out)
+    ViTImageProcessor(
+        size={"height": 32, "width": 32}, image_mean=[0.5] * 3, image_std=[0.5] * 3
+    ).save_pretrained(args.out)
     print(card)
 
 

@@ -1,4 +1,5 @@
-"""The reference of the package: a page for each public name, and one for each folder with all its modules."""
+"""The reference of the package: a page for each public name, and one for each folder with all its
+modules."""
 
 import ast
 from pathlib import Path
@@ -6,29 +7,50 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "lipbound"
 GROUPS = {
-    "Measure": ("compare", "spectral_norm", "token_norm", "token_profile", "network_norm", "Norm", "TokenProfile"),
-    "Models, inputs, layers": ("load_checkpoint", "prepare", "capture", "attention_probabilities", "Attention"),
+    "Measure": (
+        "compare",
+        "spectral_norm",
+        "token_norm",
+        "token_profile",
+        "network_norm",
+        "Norm",
+        "TokenProfile",
+    ),
+    "Models, inputs, layers": (
+        "load_checkpoint",
+        "prepare",
+        "capture",
+        "attention_probabilities",
+        "Attention",
+    ),
     "Runs": ("load", "save", "concat", "verify", "report", "cite"),
     "Balls of inputs": ("attack", "radius_curve"),
     "Errors": ("LipboundError",),
 }
 """Public names of the package, by what they are for."""
 MODULES = {
-    "bounds": ("lipbound.bounds", "the registry of bounds: `names`, `get`, `evaluate`, `over_ball`"),
+    "bounds": (
+        "lipbound.bounds",
+        "the registry of bounds: `names`, `get`, `evaluate`, `over_ball`",
+    ),
     "plots": ("lipbound.reporting.plots", "heatmaps and curves of runs"),
-    "tables": ("lipbound.reporting.tables", "tables of runs, as text, Markdown, LaTeX, CSV and DataFrames"),
+    "tables": (
+        "lipbound.reporting.tables",
+        "tables of runs, as text, Markdown, LaTeX, CSV and DataFrames",
+    ),
     "regularizers": ("lipbound.regularizers", "penalties for training"),
 }
 """Public modules: the name that ``lipbound`` gives them, their home, what they hold."""
 LEFT_OUT = ("lipbound.__main__", "lipbound.cli")
-"""Modules that nobody calls: paths of the last release, the entry point, the command line (which has a page of its own)."""
+"""Modules that nobody calls: paths of the last release, the entry point, the command line (which
+has a page of its own)."""
 INDEX = """API
 ===
 
 Public names are attributes of ``lipbound``: ``import lipbound as lb``, then ``lb.compare``. What is listed here keeps its name and its meaning
 between releases. Every module is documented below as well, for those who build on the parts.
 
-"""
+"""  # noqa: E501
 
 
 def home(name: str) -> str:
@@ -43,7 +65,8 @@ def home(name: str) -> str:
 
 
 def public() -> dict[str, str]:
-    """Public functions and classes: the module and name where they are defined -> the public name."""
+    """Public functions and classes: the module and name where they are defined -> the
+    public name."""
     return {f"{home(name)}.{name}": name for names in GROUPS.values() for name in names}
 
 
@@ -56,7 +79,9 @@ def modules() -> dict[str, list[str]]:
         folder = ".".join(path.parent.relative_to(ROOT).parts)
         if not name.startswith(LEFT_OUT):
             found.setdefault(folder, []).append(name)
-    return {folder: [folder, *sorted(set(names) - {folder})] for folder, names in sorted(found.items())}
+    return {
+        folder: [folder, *sorted(set(names) - {folder})] for folder, names in sorted(found.items())
+    }
 
 
 def source_of(module: str) -> Path:
@@ -66,7 +91,8 @@ def source_of(module: str) -> Path:
 
 
 def definitions(module: str) -> list[str]:
-    """Functions and classes that a module defines, in order, without those whose names begin with an underscore."""
+    """Functions and classes that a module defines, in order, without those whose names begin with
+    an underscore."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     body = ast.parse(source_of(module).read_text(encoding="utf-8")).body
     return [node.name for node in body if isinstance(node, kinds) and not node.name.startswith("_")]
@@ -86,7 +112,11 @@ def title(text: str, line: str = "=") -> list[str]:
 def page_of(name: str) -> str:
     """The page of one public name."""
     kind = "autoclass" if name[0].isupper() else "autofunction"
-    members = ["   :members:", "   :member-order: bysource", "   :show-inheritance:"] if kind == "autoclass" else []
+    members = (
+        ["   :members:", "   :member-order: bysource", "   :show-inheritance:"]
+        if kind == "autoclass"
+        else []
+    )
     other = f"Defined in :py:mod:`{home(name)}`."
     return "\n".join([*title(name), f".. {kind}:: lipbound.{name}", *members, "", other, ""])
 
@@ -96,10 +126,17 @@ def section(module: str, line: str) -> list[str]:
     names = public()
     here = [name for name in definitions(module) if f"{module}.{name}" in names]
     lines = [*title(module.removeprefix("lipbound."), line), f".. automodule:: {module}"]
-    lines += ["   :members:", "   :ignore-module-all:", "   :member-order: bysource", "   :show-inheritance:"]
+    lines += [
+        "   :members:",
+        "   :ignore-module-all:",
+        "   :member-order: bysource",
+        "   :show-inheritance:",
+    ]
     lines += [f"   :exclude-members: {', '.join(here)}"] if here else []
     lines += [""]
-    lines += [f"Public: {', '.join(f':py:obj:`lipbound.{name}`' for name in here)}.", ""] if here else []
+    lines += (
+        [f"Public: {', '.join(f':py:obj:`lipbound.{name}`' for name in here)}.", ""] if here else []
+    )
     return lines
 
 
@@ -115,7 +152,14 @@ def index(folders: list[str]) -> str:
     """The page that leads to all others."""
     lines = [INDEX]
     for group, names in GROUPS.items():
-        lines += [*title(group, "-"), ".. autosummary::", "   :nosignatures:", "", *(f"   lipbound.{name}" for name in names), ""]
+        lines += [
+            *title(group, "-"),
+            ".. autosummary::",
+            "   :nosignatures:",
+            "",
+            *(f"   lipbound.{name}" for name in names),
+            "",
+        ]
     lines += [*title("Public modules", "-")]
     for name, (where, what) in MODULES.items():
         lines += [f"``lb.{name}``", f"   :py:mod:`{where}`: {what}.", ""]
@@ -125,7 +169,15 @@ def index(folders: list[str]) -> str:
         lines += [f"   * - :doc:`{folder}`", f"     - {first_sentence(folder)}"]
     lines += ["", ".. toctree::", "   :hidden:", "   :caption: Public names", ""]
     lines += [f"   {name} <lipbound.{name}>" for names in GROUPS.values() for name in names]
-    lines += ["", ".. toctree::", "   :hidden:", "   :caption: Folders", "", *(f"   {folder}" for folder in folders), ""]
+    lines += [
+        "",
+        ".. toctree::",
+        "   :hidden:",
+        "   :caption: Folders",
+        "",
+        *(f"   {folder}" for folder in folders),
+        "",
+    ]
     return "\n".join(lines)
 
 
@@ -133,5 +185,12 @@ def pages() -> dict[str, str]:
     """All pages of the reference of the package."""
     folders = modules()
     found = {"reference/api/index.rst": index(list(folders))}
-    found |= {f"reference/api/lipbound.{name}.rst": page_of(name) for names in GROUPS.values() for name in names}
-    return found | {f"reference/api/{folder}.rst": folder_page(folder, names) for folder, names in folders.items()}
+    found |= {
+        f"reference/api/lipbound.{name}.rst": page_of(name)
+        for names in GROUPS.values()
+        for name in names
+    }
+    return found | {
+        f"reference/api/{folder}.rst": folder_page(folder, names)
+        for folder, names in folders.items()
+    }

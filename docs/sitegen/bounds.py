@@ -1,4 +1,5 @@
-"""A page for every bound, from the registry: statement, source, proof, how tight it is, where it fails."""
+"""A page for every bound, from the registry: statement, source, proof, how tight it is, where it
+fails."""
 
 import inspect
 import json
@@ -14,8 +15,17 @@ from sitegen.published import cell, paper
 
 ROOT = Path(__file__).parents[2]
 THEORY = ROOT / "docs" / "theory"
-VARIANTS = {"rotation": "rotation", "qk_norm": "normalised queries and keys", "cap": "capped scores", "sinks": "sinks"}
-MAPS = {"head": "one attention head", "l2": "L2 attention with the weights of the head (compared with `exact_l2`, never with `exact`)"}
+VARIANTS = {
+    "rotation": "rotation",
+    "qk_norm": "normalised queries and keys",
+    "cap": "capped scores",
+    "sinks": "sinks",
+}
+MAPS = {
+    "head": "one attention head",
+    "l2": "L2 attention with the weights of the head (compared with `exact_l2`, never with "
+    "`exact`)",
+}
 OURS = "lipbound2026"
 CITATION = re.compile(r"\bLemmas? ((?:\d+(?:, | and )?)+)\s+\(docs/theory/\w+\.md\)")
 """Lemmas of our own in docstrings; "Lemma 3.2" of a paper is none."""
@@ -24,7 +34,9 @@ CITATION = re.compile(r"\bLemmas? ((?:\d+(?:, | and )?)+)\s+\(docs/theory/\w+\.m
 @cache
 def tightness() -> dict[str, Any]:
     """What benchmarks/tightness.py has measured."""
-    found: dict[str, Any] = json.loads((ROOT / "benchmarks" / "tightness.json").read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads(
+        (ROOT / "benchmarks" / "tightness.json").read_text(encoding="utf-8")
+    )
     return found
 
 
@@ -41,8 +53,13 @@ def lemmas() -> dict[int, tuple[str, str]]:
 
 
 def proofs(bound: Bound) -> list[int]:
-    """Lemmas that prove a bound: those its docstring cites, and those that name it as their code."""
-    cited = {int(n) for group in CITATION.findall(inspect.getdoc(bound.function) or "") for n in re.findall(r"\d+", group)}
+    """Lemmas that prove a bound: those its docstring cites, and those that name it as
+    their code."""
+    cited = {
+        int(n)
+        for group in CITATION.findall(inspect.getdoc(bound.function) or "")
+        for n in re.findall(r"\d+", group)
+    }
     dotted = f"{bound.function.__module__}.{bound.name}`"
     return sorted(cited | {number for number, (_, code) in lemmas().items() if dotted in code})
 
@@ -60,7 +77,11 @@ def over_ball(bound: Bound) -> str:
     """What is said of a bound that has no ball of its own."""
     if bound.citation != OURS:
         return "no statement in the source"
-    return "see {py:obj}`~lipbound.bounds.ball.over_ball.over_ball`" if bound.name == "lipbound" else "no"
+    return (
+        "see {py:obj}`~lipbound.bounds.ball.over_ball.over_ball`"
+        if bound.name == "lipbound"
+        else "no"
+    )
 
 
 def facts(bound: Bound) -> list[str]:
@@ -72,18 +93,34 @@ def facts(bound: Bound) -> list[str]:
         "otherwise": bound.caveat or "it always holds",
         "bounds": MAPS[bound.map],
         "norm": f"{bound.norm}: {NORMS[bound.norm]}",
-        "covers": ", ".join(["plain heads", *(VARIANTS[name] for name in VARIANTS if name in bound.covers)]),
+        "covers": ", ".join(
+            ["plain heads", *(VARIANTS[name] for name in VARIANTS if name in bound.covers)]
+        ),
         "cost per head": f"`{bound.cost}`",
         "over a ball of inputs": "yes, `over_ball`" if bound.ball else over_ball(bound),
         "derivatives": "yes" if bound.differentiable else "no",
     }
-    return ["| | |", "|---|---|", *(f"| **{name}** | {cell(what)} |" for name, what in rows.items()), ""]
+    return [
+        "| | |",
+        "|---|---|",
+        *(f"| **{name}** | {cell(what)} |" for name, what in rows.items()),
+        "",
+    ]
 
 
 def statement(bound: Bound) -> list[str]:
     """The docstring of a bound, which states it with every symbol."""
     text = inspect.getdoc(bound.function)
-    return ["## Statement", "", "````{eval-rst}", *docstring(text or "").splitlines(), "````", "", "Symbols: [notation](../theory/notation.md).", ""]
+    return [
+        "## Statement",
+        "",
+        "````{eval-rst}",
+        *docstring(text or "").splitlines(),
+        "````",
+        "",
+        "Symbols: [notation](../theory/notation.md).",
+        "",
+    ]
 
 
 def docstring(text: str) -> str:
@@ -111,24 +148,49 @@ def proof(bound: Bound) -> list[str]:
 def tight(bound: Bound) -> list[str]:
     """How far above the exact norm it is on the checkpoints that come with lipbound."""
     report = tightness()
-    lines = ["## How tight it is", "", f"`{bound.name}` divided by the exact norm, over all heads and samples:", ""]
-    lines += ["| checkpoint | heads | geometric mean | least | most | assumptions hold |", "|---|---|---|---|---|---|"]
+    lines = [
+        "## How tight it is",
+        "",
+        f"`{bound.name}` divided by the exact norm, over all heads and samples:",
+        "",
+    ]
+    lines += [
+        "| checkpoint | heads | geometric mean | least | most | assumptions hold |",
+        "|---|---|---|---|---|---|",
+    ]
     missing = []
     for model, row in report["checkpoints"].items():
         entry = row["norms"][bound.norm]["bounds"].get(bound.name)
         if entry is None:
             missing.append(f"`{model}`")
             continue
-        held = {1.0: "everywhere", 0.0: "nowhere"}.get(entry["sound"], f"{100 * entry['sound']:.0f} %")
+        held = {1.0: "everywhere", 0.0: "nowhere"}.get(
+            entry["sound"], f"{100 * entry['sound']:.0f} %"
+        )
         ratios = " | ".join(shown_ratio(entry[key]) for key in ("geomean", "min", "max"))
         lines.append(f"| `{model}` | {row['heads']} | {ratios} | {held} |")
     if missing:
-        lines += ["", f"Not measured on {', '.join(missing)}: it says nothing about heads of that kind."]
-    caption = f"Least, geometric mean and most of bound / exact. Grey: the other bounds of the norm; blue: {bound.name}."
-    lines += ["", f"```{{figure}} ../pictures/tight-{bound.name}.svg", f":alt: {caption}", "", caption, "```", ""]
+        lines += [
+            "",
+            f"Not measured on {', '.join(missing)}: it says nothing about heads of that kind.",
+        ]
+    caption = (
+        "Least, geometric mean and most of bound / exact. Grey: the other bounds of the "
+        f"norm; blue: {bound.name}."
+    )
+    lines += [
+        "",
+        f"```{{figure}} ../pictures/tight-{bound.name}.svg",
+        f":alt: {caption}",
+        "",
+        caption,
+        "```",
+        "",
+    ]
     versions = report["versions"]
     lines += [
-        f"Measured by `benchmarks/tightness.py` on {report['machine']}, torch {versions['torch']}, transformers {versions['transformers']}.",
+        f"Measured by `benchmarks/tightness.py` on {report['machine']}, torch "
+        f"{versions['torch']}, transformers {versions['transformers']}.",
         "",
     ]
     return lines
@@ -141,10 +203,20 @@ def failure(bound: Bound) -> list[str]:
         return []
     found = counterexamples.shortfall(bound.name)
     exact = "exact norm of L2 attention" if bound.map == "l2" else "exact norm"
-    lines = ["## Where it fails", "", counterexamples.REASONS[code], "", "```python", "import torch", "import lipbound as lb", ""]
+    lines = [
+        "## Where it fails",
+        "",
+        counterexamples.REASONS[code],
+        "",
+        "```python",
+        "import torch",
+        "import lipbound as lb",
+        "",
+    ]
     lines += [*code.strip().splitlines(), "```", ""]
     lines += [
-        f"Here `{bound.name}` is {found.bound:.4g}, and the {exact} {found.exact:.4g}. `lb.bounds.get({bound.name!r}).sound(att)` is False.",
+        f"Here `{bound.name}` is {found.bound:.4g}, and the {exact} {found.exact:.4g}. "
+        f"`lb.bounds.get({bound.name!r}).sound(att)` is False.",
         "",
     ]
     return lines
@@ -153,9 +225,26 @@ def failure(bound: Bound) -> list[str]:
 def page(name: str) -> str:
     """The page of one bound."""
     bound = bounds.get(name)
-    lines = [f"# {bound.label} (`{name}`)", "", *facts(bound), *statement(bound), *proof(bound), *tight(bound), *failure(bound)]
-    lines += ["## Use it", "", "```python", f'value = lb.bounds.get("{name}")(att)  # (samples, heads), float64']
-    lines += [f'holds = lb.bounds.get("{name}").sound(att)  # where its assumptions hold', "```", ""]
+    lines = [
+        f"# {bound.label} (`{name}`)",
+        "",
+        *facts(bound),
+        *statement(bound),
+        *proof(bound),
+        *tight(bound),
+        *failure(bound),
+    ]
+    lines += [
+        "## Use it",
+        "",
+        "```python",
+        f'value = lb.bounds.get("{name}")(att)  # (samples, heads), float64',
+    ]
+    lines += [
+        f'holds = lb.bounds.get("{name}").sound(att)  # where its assumptions hold',
+        "```",
+        "",
+    ]
     lines += ["`att` is an `lb.Attention`: see [tensors of your own](../howto/tensors.md).", ""]
     if bound.citation != OURS:
         lines += ["## Cite", "", "```bibtex", bounds.BIBTEX[bound.citation], "```", ""]
@@ -167,10 +256,18 @@ def index() -> str:
     lines = [
         "# Bounds",
         "",
-        "All bounds of the registry, with how far above the exact norm they are: bound / exact on `builtin:minilm`, geometric mean",
+        "All bounds of the registry, with how far above the exact norm they are: bound / exact "
+        "on `builtin:minilm`, geometric mean",
     ]
-    lines += ["over 72 heads, at 128 tokens. A mark (†): the assumptions of the bound do not hold there.", ""]
-    lines += ["Bounds of different norms are never compared. [Which published bounds are in, and which are left out](published.md).", ""]
+    lines += [
+        "over 72 heads, at 128 tokens. A mark (†): the assumptions of the bound do not hold there.",
+        "",
+    ]
+    lines += [
+        "Bounds of different norms are never compared. [Which published bounds are in, and which "
+        "are left out](published.md).",
+        "",
+    ]
     measured = tightness()["checkpoints"]["builtin:minilm"]["norms"]
     for norm, meaning in NORMS.items():
         lines += [
@@ -185,7 +282,10 @@ def index() -> str:
             bound = bounds.get(name)
             entry = measured[norm]["bounds"][name]
             mark = " †" if entry["sound"] < 1 else ""
-            lines.append(f"| [`{name}`]({name}.md) | {cell(bound.label)} | {shown_ratio(entry['geomean'])}{mark} | {cell(bound.assumptions)} |")
+            lines.append(
+                f"| [`{name}`]({name}.md) | {cell(bound.label)} | "
+                f"{shown_ratio(entry['geomean'])}{mark} | {cell(bound.assumptions)} |"
+            )
         lines += [""]
     lines += ["```{toctree}", ":hidden:", "", "published", *bounds.names(None), "```", ""]
     return "\n".join(lines)
@@ -193,4 +293,6 @@ def index() -> str:
 
 def pages() -> dict[str, str]:
     """A page for every bound, and the list of them."""
-    return {"bounds/index.md": index()} | {f"bounds/{name}.md": page(name) for name in bounds.names(None)}
+    return {"bounds/index.md": index()} | {
+        f"bounds/{name}.md": page(name) for name in bounds.names(None)
+    }

@@ -1,4 +1,5 @@
-"""The smallest layers we know on which a published statement is below the exact norm, as code that the pages of bounds show and run."""
+"""The smallest layers we know on which a published statement is below the exact norm, as code that
+the pages of bounds show and run."""
 
 from dataclasses import dataclass
 
@@ -29,17 +30,21 @@ w_q = torch.tensor([[[1.0], [0.0], [0.0]]], dtype=torch.float64)
 w_k = torch.tensor([[[0.0], [1.0], [0.0]]], dtype=torch.float64)  # keys see nothing of these tokens, so A x_i = 0
 w_v = torch.tensor([[[0.0], [0.0], [1.0]]], dtype=torch.float64)
 att = lb.Attention(x, w_q, w_k, w_v, scale=1.0)
-"""
+"""  # noqa: E501
 NEGATIVE = """
 one = torch.ones(1, 1, 1, dtype=torch.float64)
 x = torch.tensor([[[0.0], [10.0], [-10.0]]], dtype=torch.float64)
 att = lb.Attention(x, one, one, one, scale=-1.0)  # L2 attention that prefers far tokens
 """
 REASONS = {
-    QUERY_BIAS: "The query bias enters the scores, and with it the Jacobian; the statement does not see it.",
-    CAUSAL: "With a causal mask both rows of P look at the first token, and the norm of P exceeds one.",
-    SMALL: "The value term of the statement is multiplied by the squared norm of X and vanishes with X; the Jacobian of one token is W_V.",
-    ONE_SIDE: "A perturbation of a token moves its scores as a query, and those of all others as a key: A x_i and A^T x_i both enter the Jacobian.",
+    QUERY_BIAS: "The query bias enters the scores, and with it the Jacobian; the statement does "
+    "not see it.",
+    CAUSAL: "With a causal mask both rows of P look at the first token, and the norm of P "
+    "exceeds one.",
+    SMALL: "The value term of the statement is multiplied by the squared norm of X and vanishes "
+    "with X; the Jacobian of one token is W_V.",
+    ONE_SIDE: "A perturbation of a token moves its scores as a query, and those of all others as "
+    "a key: A x_i and A^T x_i both enter the Jacobian.",
     NEGATIVE: "The proof needs a scale of at least zero.",
 }
 EXAMPLES = {

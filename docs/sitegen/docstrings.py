@@ -1,7 +1,9 @@
-"""A Sphinx extension: docstrings of the package as reStructuredText, and references that they leave short.
+"""A Sphinx extension: docstrings of the package as reStructuredText, and references that they leave
+short.
 
-Docstrings are written to be read as they are. Plain text in them may hold formulas such as ``max_i |A x_i|``, whose bars and underscores would be
-markup; names between single backticks lead to the page of the object where there is one, and are code otherwise.
+Docstrings are written to be read as they are. Plain text in them may hold formulas such as
+``max_i |A x_i|``, whose bars and underscores would be markup; names between single backticks lead
+to the page of the object where there is one, and are code otherwise.
 """
 
 import importlib
@@ -20,11 +22,15 @@ if TYPE_CHECKING:
     from sphinx.application import Sphinx
     from sphinx.environment import BuildEnvironment
 
-MARKUP = re.compile(r"(``.+?``|:[\w:+-]+:`[^`]+`|`[^`]+`|\*\*[^*\s][^*]*\*\*|(?<![\w*])\*[A-Za-z][^*]*\*(?!\w))")
+MARKUP = re.compile(
+    r"(``.+?``|:[\w:+-]+:`[^`]+`|`[^`]+`|\*\*[^*\s][^*]*\*\*|(?<![\w*])\*[A-Za-z][^*]*\*(?!\w))"
+)
 """Literals, roles, references and emphasis: what stays as it is."""
 ROLE = "lipbound"
 """The role of what stands between single backticks."""
-TYPE_VARIABLE = re.compile(r"(^|\.)([A-Z]|Annotated|Callback|Function|Terms|Layer|Ball|Longest)$|[\[~]")
+TYPE_VARIABLE = re.compile(
+    r"(^|\.)([A-Z]|Annotated|Callback|Function|Terms|Layer|Ball|Longest)$|[\[~]"
+)
 """Names in signatures that stand for types and have no page."""
 SHORT = {
     "Tensor": "torch.Tensor",
@@ -45,13 +51,17 @@ SHORT = {
     "scipy.sparse.linalg._interface.LinearOperator": "scipy.sparse.linalg.LinearOperator",
     "Axes": "matplotlib.axes.Axes",
     "Figure": "matplotlib.figure.Figure",
-    **{name: f"collections.abc.{name}" for name in ("Callable", "Collection", "Iterable", "Iterator", "Mapping", "Sequence")},
+    **{
+        name: f"collections.abc.{name}"
+        for name in ("Callable", "Collection", "Iterable", "Iterator", "Mapping", "Sequence")
+    },
 }
 """Names as modules of the package import them, in full."""
 
 
 def plain(line: str) -> str:
-    """A line of text in which bars, stars, at signs and underscores at the end of words are characters."""
+    """A line of text in which bars, stars, at signs and underscores at the end of words are
+    characters."""
     parts = MARKUP.split(line)
     for i in range(0, len(parts), 2):
         parts[i] = re.sub(r"(?<!\\)\|", r"\\|", parts[i])
@@ -63,7 +73,8 @@ def plain(line: str) -> str:
 def sections(lines: list[str]) -> list[str]:
     """The lines of a docstring, its lists of results and attributes as napoleon reads them.
 
-    What follows ``Returns:`` is a sentence, without a type before a colon. Attributes that share a line have one each.
+    What follows ``Returns:`` is a sentence, without a type before a colon. Attributes that share a
+    line have one each.
     """
     found: list[str] = []
     section, inner = "", 0
@@ -76,7 +87,11 @@ def sections(lines: list[str]) -> list[str]:
             section = ""
         elif section in ("Returns:", "Yields:") and first:
             line, first = f"{line[:indent]}: {line.lstrip()}", False
-        elif section == "Attributes:" and indent == inner and (shared := re.match(r"\s*(\w+(?:, \w+)+): (.*)", line)):
+        elif (
+            section == "Attributes:"
+            and indent == inner
+            and (shared := re.match(r"\s*(\w+(?:, \w+)+): (.*)", line))
+        ):
             *others, last = shared[1].split(", ")
             found += [f"{line[:indent]}{name}: see ``{last}``." for name in others]
             line = f"{line[:indent]}{last}: {shared[2]}"
@@ -109,14 +124,33 @@ def process(app: "Sphinx", what: str, name: str, obj: Any, options: Any, lines: 
     lines[:] = markup(lines)
 
 
-def role(name: str, rawtext: str, text: str, lineno: int, inliner: Any, options: Any = None, content: Any = ()) -> tuple[list[Any], list[Any]]:
-    """What stands between single backticks: a reference to an object of the package where it names one, code otherwise."""
+def role(
+    name: str,
+    rawtext: str,
+    text: str,
+    lineno: int,
+    inliner: Any,
+    options: Any = None,
+    content: Any = (),
+) -> tuple[list[Any], list[Any]]:
+    """What stands between single backticks: a reference to an object of the package where it names
+    one, code otherwise."""
     from docutils import nodes
     from sphinx.addnodes import pending_xref
 
     shown = nodes.literal(rawtext, text, classes=["code"])
     document = inliner.document.settings.env.docname
-    return [pending_xref(rawtext, shown, refdomain="", reftype=ROLE, reftarget=text, refdoc=document, refwarn=True)], []
+    return [
+        pending_xref(
+            rawtext,
+            shown,
+            refdomain="",
+            reftype=ROLE,
+            reftarget=text,
+            refdoc=document,
+            refwarn=True,
+        )
+    ], []
 
 
 def exists(name: str) -> bool:
@@ -136,26 +170,37 @@ def exists(name: str) -> bool:
 
 
 def candidate(target: str, known: Any) -> str | None:
-    """The object of the package that a name means: itself, a public name, or the one class or function (or dotted attribute) that ends with it."""
+    """The object of the package that a name means: itself, a public name, or the one class or
+    function (or dotted attribute) that ends with it."""
     public = api.public().get(target)
     for name in (target, f"lipbound.{public}", f"lipbound.{target}"):
         if name in known:
             return name
     if target.startswith("lipbound.") and exists(target):
-        found = importlib.import_module(target) if target in sys.modules else operator.attrgetter(target.removeprefix("lipbound."))(lipbound)
+        found = (
+            importlib.import_module(target)
+            if target in sys.modules
+            else operator.attrgetter(target.removeprefix("lipbound."))(lipbound)
+        )
         home = f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', '')}"
         if home in known or api.public().get(home):
             return home if home in known else f"lipbound.{api.public()[home]}"
-    kinds = ("class", "function", "exception", "module", "data") if "." not in target else tuple(known)
+    kinds = (
+        ("class", "function", "exception", "module", "data") if "." not in target else tuple(known)
+    )
     same = {name for name in known if name.endswith(f".{target}") and name.startswith("lipbound.")}
     same = {name for name in same if "." in target or known[name].objtype in kinds}
     return min(same) if len(same) == 1 else None
 
 
-def resolve(app: "Sphinx", env: "BuildEnvironment", node: "pending_xref", contnode: "Element") -> "Element | None":
-    """A reference that no page answers to: names in full, public names, then objects of this package by their last name.
+def resolve(
+    app: "Sphinx", env: "BuildEnvironment", node: "pending_xref", contnode: "Element"
+) -> "Element | None":
+    """A reference that no page answers to: names in full, public names, then objects of this
+    package by their last name.
 
-    What stands between backticks and is no object of the package stays code; a name that begins with ``lipbound.`` must exist.
+    What stands between backticks and is no object of the package stays code; a name that begins
+    with ``lipbound.`` must exist.
     """
     target, kind = node["reftarget"], node["reftype"]
     if kind != ROLE and node.get("refdomain") != "py":
@@ -175,7 +220,9 @@ def resolve(app: "Sphinx", env: "BuildEnvironment", node: "pending_xref", contno
     return contnode if TYPE_VARIABLE.search(target) else None
 
 
-def domain_reference(app: "Sphinx", node: "pending_xref", contnode: "Element", docname: str, anchor: str, title: str) -> "Element":
+def domain_reference(
+    app: "Sphinx", node: "pending_xref", contnode: "Element", docname: str, anchor: str, title: str
+) -> "Element":
     """A link to an object of the package."""
     from sphinx.util.nodes import make_refnode
 
@@ -185,6 +232,8 @@ def domain_reference(app: "Sphinx", node: "pending_xref", contnode: "Element", d
 def setup(app: "Sphinx") -> dict[str, bool]:
     """Called by Sphinx."""
     app.add_role(ROLE, role)
-    app.connect("autodoc-process-docstring", process, priority=400)  # before napoleon, which makes lists of arguments
+    app.connect(
+        "autodoc-process-docstring", process, priority=400
+    )  # before napoleon, which makes lists of arguments
     app.connect("missing-reference", resolve, priority=400)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

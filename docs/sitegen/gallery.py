@@ -22,17 +22,22 @@ def cells(path: Path) -> list[dict[str, Any]]:
 
 
 def title_and_claim(path: Path) -> tuple[str, str]:
-    """The heading of a notebook, and the first sentence behind **Claim.**, which every notebook opens with.
+    """The heading of a notebook, and the first sentence behind **Claim.**, which every notebook
+    opens with.
 
     Raises:
         ValueError: a notebook that opens otherwise.
     """
     text = "".join(cells(path)[0]["source"])
-    match = re.match(r"# (.+?)\n+\*\*Claims?\.?\*\*\.?\s*(?:\([^)]*\)\.?\s*)?(.+?)(?:\n\n|\Z)", text, re.DOTALL)
+    match = re.match(
+        r"# (.+?)\n+\*\*Claims?\.?\*\*\.?\s*(?:\([^)]*\)\.?\s*)?(.+?)(?:\n\n|\Z)", text, re.DOTALL
+    )
     if match is None:
         raise ValueError(f"{path.name} does not open with a title and a claim")
     claim = " ".join(match[2].split())
-    return match[1].strip(), re.split(r"(?<=[a-z\d)$])[.:;] (?=[A-Z])|; ", claim)[0].rstrip(".:;") + "."
+    return match[1].strip(), re.split(r"(?<=[a-z\d)$])[.:;] (?=[A-Z])|; ", claim)[0].rstrip(
+        ".:;"
+    ) + "."
 
 
 def picture(path: Path) -> bytes:
@@ -63,11 +68,37 @@ def thumbnail(path: Path, target: Path) -> None:
 
 def pages() -> dict[str, str]:
     """The page of cards."""
-    lines = ["# Gallery", "", "Eight notebooks, executed: each states a claim and measures it. Each runs in about a minute on two cores.", ""]
+    lines = [
+        "# Gallery",
+        "",
+        "Eight notebooks, executed: each states a claim and measures it. Each runs in about a "
+        "minute on two cores.",
+        "",
+    ]
     lines += ["::::{grid} 1 2 2 3", ":gutter: 3", ""]
     for number, name in enumerate(NOTEBOOKS):
         title, claim = title_and_claim(ROOT / "notebooks" / name)
-        lines += [f":::{{grid-item-card}} {title}", f":img-top: {Path(thumbnail_place(number)).relative_to('gallery').as_posix()}"]
-        lines += [f":img-alt: A figure of the notebook: {title}", f":link: {Path(name).stem}", ":link-type: doc", "", claim, ":::", ""]
-    lines += ["::::", "", "```{toctree}", ":hidden:", "", *(Path(name).stem for name in NOTEBOOKS), "```", ""]
+        lines += [
+            f":::{{grid-item-card}} {title}",
+            f":img-top: {Path(thumbnail_place(number)).relative_to('gallery').as_posix()}",
+        ]
+        lines += [
+            f":img-alt: A figure of the notebook: {title}",
+            f":link: {Path(name).stem}",
+            ":link-type: doc",
+            "",
+            claim,
+            ":::",
+            "",
+        ]
+    lines += [
+        "::::",
+        "",
+        "```{toctree}",
+        ":hidden:",
+        "",
+        *(Path(name).stem for name in NOTEBOOKS),
+        "```",
+        "",
+    ]
     return {"gallery/index.md": "\n".join(lines)}

@@ -1,7 +1,8 @@
-"""Names of other projects that docstrings and signatures mention, and where their documentation has them.
+"""Names of other projects that docstrings and signatures mention, and where their documentation has
+them.
 
-Sphinx wants lists of names (inventories), which it fetches. A build without a network has these instead: written by hand, one line a name, and
-turned into the format that Sphinx reads.
+Sphinx wants lists of names (inventories), which it fetches. A build without a network has these
+instead: written by hand, one line a name, and turned into the format that Sphinx reads.
 """
 
 import tempfile
@@ -81,7 +82,7 @@ NAMES = {
         torch.nn.modules.module.Module py:class generated/torch.nn.Module.html#torch.nn.Module
         torch.nn.parameter.Parameter py:class generated/torch.nn.parameter.Parameter.html#$
         torch.autograd.Function py:class generated/torch.autograd.Function.html#$
-    """,
+    """,  # noqa: E501
     "transformers": """
         transformers.PreTrainedModel py:class main_classes/model#$
         transformers.PretrainedConfig py:class main_classes/configuration#$
@@ -104,7 +105,7 @@ NAMES = {
     """,
     "scipy": """
         scipy.sparse.linalg.LinearOperator py:class reference/generated/scipy.sparse.linalg.LinearOperator.html#$
-    """,
+    """,  # noqa: E501
     "pillow": """
         PIL.Image.Image py:class reference/Image.html#$
     """,
@@ -126,15 +127,21 @@ def entries(project: str) -> list[str]:
 
 def inventory(project: str) -> bytes:
     """An inventory in the format of Sphinx, version 2."""
-    head = f"# Sphinx inventory version 2\n# Project: {project}\n# Version: stored\n# The remainder of this file is compressed using zlib.\n"
+    head = (
+        f"# Sphinx inventory version 2\n# Project: {project}\n# Version: stored\n# The "
+        "remainder of this file is compressed using zlib.\n"
+    )
     return head.encode() + zlib.compress("".join(f"{line}\n" for line in entries(project)).encode())
 
 
 def mapping(online: bool) -> dict[str, tuple[str, str | None]]:
-    """What Sphinx is told of other projects: their addresses, and the stored lists, or None to fetch theirs."""
+    """What Sphinx is told of other projects: their addresses, and the stored lists, or None to
+    fetch theirs."""
     if online:
         return {project: (address, None) for project, address in PROJECTS.items()}
     folder = Path(tempfile.mkdtemp(prefix="lipbound-inventories-"))
     for project in PROJECTS:
         (folder / f"{project}.inv").write_bytes(inventory(project))
-    return {project: (address, str(folder / f"{project}.inv")) for project, address in PROJECTS.items()}
+    return {
+        project: (address, str(folder / f"{project}.inv")) for project, address in PROJECTS.items()
+    }

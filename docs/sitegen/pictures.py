@@ -22,12 +22,18 @@ FAR = 1e11
 """Where the scale of ratios ends; the mean-field bound is beyond it on most checkpoints."""
 TEXT = "How smooth is attention? It depends on the tokens."
 STYLE: Any = {
-    "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none", "svg.hashsalt": "lipbound",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "lipbound",
     "figure.facecolor": "white",
-}  # fmt: skip
+}
 NORMS: dict[str, Callable[[lb.Attention], lb.Norm]] = {
     "all tokens together\n(frobenius)": lambda att: lb.spectral_norm(att, vectors=True),
-    "every token a little\n(every-token)": lambda att: lb.token_norm(att, "every-token", vectors=True),
+    "every token a little\n(every-token)": lambda att: lb.token_norm(
+        att, "every-token", vectors=True
+    ),
     "one token alone\n(one-token)": lambda att: lb.token_norm(att, "one-token", vectors=True),
 }
 """The three norms, and the steepest direction of each."""
@@ -37,13 +43,19 @@ NORMS: dict[str, Callable[[lb.Attention], lb.Norm]] = {
 def layers() -> list[lb.Attention]:
     """A small trained decoder at one sentence."""
     checkpoint = lb.load_checkpoint("builtin:gpt2")
-    return lb.capture(checkpoint.model, lb.prepare(checkpoint, [TEXT], samples=1, max_length=16).batch)
+    return lb.capture(
+        checkpoint.model, lb.prepare(checkpoint, [TEXT], samples=1, max_length=16).batch
+    )
 
 
 @cache
 def steep() -> lb.Attention:
     """The steepest head there."""
-    found = [(float(norm), layer, head) for layer, att in enumerate(layers()) for head, norm in enumerate(lb.spectral_norm(att).lower[0])]
+    found = [
+        (float(norm), layer, head)
+        for layer, att in enumerate(layers())
+        for head, norm in enumerate(lb.spectral_norm(att).lower[0])
+    ]
     _, layer, head = max(found)
     return layers()[layer].select(heads=slice(head, head + 1))
 
@@ -71,7 +83,8 @@ def styled(draw: Callable[[Path], None]) -> Callable[[Path], None]:
 
 @styled
 def three_norms(target: Path) -> None:
-    """What moves, and what is measured: the steepest perturbation of one head in each of the three norms."""
+    """What moves, and what is measured: the steepest perturbation of one head in each of the three
+    norms."""
     att = steep().double()
     figure, axes = sheet(2, 3, (7.6, 3.4))
     for column, (name, measure) in enumerate(NORMS.items()):
@@ -105,7 +118,11 @@ def certificate(target: Path) -> None:
     ax.plot(steps, upper, color=ORANGE, marker="o", ms=3, label="exact_upper")
     ax.plot(steps, lower, color=BLUE, marker="o", ms=3, label="exact")
     ax.axhline(exact, color="black", lw=0.8, ls=":", label="norm of the dense Jacobian")
-    ax.set(xlabel="products with J and its transpose", ylabel="local constant", ylim=(0.9 * exact, 1.6 * exact))
+    ax.set(
+        xlabel="products with J and its transpose",
+        ylabel="local constant",
+        ylim=(0.9 * exact, 1.6 * exact),
+    )
     ax.legend(frameon=False)
     saved(figure, target)
 
@@ -132,21 +149,37 @@ def why_loose(target: Path) -> None:
         ax.barh(place, value - 1, left=1, color=BLUE if name.startswith("lipbound") else GREY)
         ax.text(value * 1.1, place, f"{shown_ratio(value)}×  {what}", va="center", fontsize=8)
     ax.set_yticks(range(len(CHAIN)), [name for name, _ in CHAIN])
-    ax.set(xscale="log", xlim=(1, 3e6), xlabel="bound / exact, geometric mean over 72 heads of MiniLM")
+    ax.set(
+        xscale="log", xlim=(1, 3e6), xlabel="bound / exact, geometric mean over 72 heads of MiniLM"
+    )
     ax.invert_yaxis()
     saved(figure, target)
 
 
 @styled
 def terms(target: Path) -> None:
-    """How the exact norm of heads is spread over a checkpoint, beside two bounds: what a heatmap shows."""
-    ds = lb.compare("builtin:gpt2", samples=1, max_length=48, bounds=["yudin", "lipbound"], progress=False)
+    """How the exact norm of heads is spread over a checkpoint, beside two bounds: what a heatmap
+    shows."""
+    ds = lb.compare(
+        "builtin:gpt2", samples=1, max_length=48, bounds=["yudin", "lipbound"], progress=False
+    )
     figure, axes = sheet(1, 3, (7.4, 2.3))
-    for ax, name, title in zip(axes[0], ("exact", "lipbound", "yudin"), ("exact", "lipbound", "Yudin et al., Theorem 3"), strict=True):
+    for ax, name, title in zip(
+        axes[0],
+        ("exact", "lipbound", "yudin"),
+        ("exact", "lipbound", "Yudin et al., Theorem 3"),
+        strict=True,
+    ):
         values = ds[name].mean("sample").values
-        shared = {"vmin": float(ds["exact"].min()), "vmax": float(ds["lipbound"].max())} if name != "yudin" else {}
+        shared = (
+            {"vmin": float(ds["exact"].min()), "vmax": float(ds["lipbound"].max())}
+            if name != "yudin"
+            else {}
+        )
         image = ax.imshow(values, cmap="viridis", aspect="auto", **shared)
-        ax.set(title=title, xlabel="head", xticks=range(values.shape[1]), yticks=range(values.shape[0]))
+        ax.set(
+            title=title, xlabel="head", xticks=range(values.shape[1]), yticks=range(values.shape[0])
+        )
         figure.colorbar(image, ax=ax)
     axes[0, 0].set_ylabel("layer")
     saved(figure, target)
@@ -160,19 +193,37 @@ def tight(name: str, target: Path) -> None:
     ax: Axes = axes[0, 0]
     for place, row in enumerate(rows.values()):
         entries = row["norms"][norm]["bounds"]
-        others = [entry["geomean"] for other, entry in entries.items() if other != name and entry["geomean"] is not None]
+        others = [
+            entry["geomean"]
+            for other, entry in entries.items()
+            if other != name and entry["geomean"] is not None
+        ]
         ax.plot(others, [place] * len(others), "|", color=GREY, ms=10)
         mine = entries.get(name)
         if mine is None or mine["geomean"] is None or mine["geomean"] > FAR:
             said = "not measured" if mine is None else "beyond the scale"
-            ax.text(0.99, place, said, transform=ax.get_yaxis_transform(), fontsize=8, va="center", ha="right", color=GREY if mine is None else BLUE)
+            ax.text(
+                0.99,
+                place,
+                said,
+                transform=ax.get_yaxis_transform(),
+                fontsize=8,
+                va="center",
+                ha="right",
+                color=GREY if mine is None else BLUE,
+            )
         else:
             most = mine["max"] if mine["max"] is not None else FAR
             ax.plot([mine["min"], most], [place, place], color=BLUE, lw=1.5)
             ax.plot([mine["geomean"]], [place], "o", color=BLUE, ms=6)
     ax.axvline(1, color="black", lw=0.8)
     ax.set_yticks(range(len(rows)), [model.removeprefix("builtin:") for model in rows])
-    ax.set(xscale="log", xlabel="bound / exact (1: the exact norm itself)", xlim=(0.7, FAR), ylim=(len(rows) - 0.5, -0.5))
+    ax.set(
+        xscale="log",
+        xlabel="bound / exact (1: the exact norm itself)",
+        xlim=(0.7, FAR),
+        ylim=(len(rows) - 0.5, -0.5),
+    )
     saved(figure, target)
 
 

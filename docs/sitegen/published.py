@@ -17,7 +17,8 @@ REASONS = {
 
 
 class LeftOut(NamedTuple):
-    """A statement that is no column: where it is found, what it says, and why it is left out, one of `REASONS`, with a remark."""
+    """A statement that is no column: where it is found, what it says, and why it is left out, one
+    of `REASONS`, with a remark."""
 
     source: str
     says: str
@@ -28,15 +29,19 @@ class LeftOut(NamedTuple):
 LEFT_OUT = (
     LeftOut(
         "Kim, Papamakarios, Mnih 2021, Theorem 3.2 in the largest-entry norm (arXiv:2006.04710)",
-        "(4 phi^-1(N-1) + (D/H)^(-1/2)) ||W_O^T|| max_h ||W_Q|| ||W_Q^T|| max_h ||W_V^T||, norms of largest entries, L2 attention",
+        "(4 phi^-1(N-1) + (D/H)^(-1/2)) ||W_O^T|| max_h ||W_Q|| ||W_Q^T|| max_h ||W_V^T||, norms "
+        "of largest entries, L2 attention",
         "another norm",
         "recalled; the same theorem in the l2 norm is `kim`, beside the exact norm of its own map",
     ),
     LeftOut(
-        "Qi, Wang, Chen, Shi, Zhang 2023, LipsFormer, Theorem 1 (arXiv:2304.09856); sharper in Nair 2025, Theorem 2 (arXiv:2510.23012)",
-        "2N(N-1) nu tau eps^(-1/2) ||W_K|| + 2(N-1) nu tau eps^(-1/2) ||W_Q|| + 2N nu eps^(-1/2) ||W_V||, scaled cosine attention",
+        "Qi, Wang, Chen, Shi, Zhang 2023, LipsFormer, Theorem 1 (arXiv:2304.09856); sharper in "
+        "Nair 2025, Theorem 2 (arXiv:2510.23012)",
+        "2N(N-1) nu tau eps^(-1/2) ||W_K|| + 2(N-1) nu tau eps^(-1/2) ||W_Q|| + 2N nu eps^(-1/2) "
+        "||W_V||, scaled cosine attention",
         "another map",
-        "queries, keys and values are normalised, with eps > 0, as in no checkpoint known to us; at eps = 1e-6 it is a thousand times the weights",
+        "queries, keys and values are normalised, with eps > 0, as in no checkpoint known to us; "
+        "at eps = 1e-6 it is a thousand times the weights",
     ),
     LeftOut(
         "Large, Liu, Huh, Bahng, Isola, Bernstein 2024, modular norm (arXiv:2405.14813)",
@@ -48,7 +53,8 @@ LEFT_OUT = (
         "Newhouse et al. 2025, whole networks (arXiv:2507.13338)",
         "residual blocks (1 - alpha) L + alpha L L_att, GeLU / 1.1289, attention times 1/3",
         "another map",
-        "their networks mix and shrink branches so; the factor of attention is `newhouse`, without the 1/3",
+        "their networks mix and shrink branches so; the factor of attention is `newhouse`, "
+        "without the 1/3",
     ),
     LeftOut(
         "Emadi 2026, bound on layers (arXiv:2602.18849)",
@@ -58,7 +64,8 @@ LEFT_OUT = (
     ),
     LeftOut(
         "Nair 2025, Theorem 1 (arXiv:2510.23012)",
-        "the softmax is 1/2-Lipschitz in every l_p, and 2 p (1 - p) locally in the largest-entry norm",
+        "the softmax is 1/2-Lipschitz in every l_p, and 2 p (1 - p) locally in the largest-entry "
+        "norm",
         "no constant",
         "of a softmax row, not of a head: `lipbound.attention.softmax.largest_entry_norm`",
     ),
@@ -75,16 +82,19 @@ LEFT_OUT = (
         "none for a head at an input was seen",
     ),
     LeftOut(
-        "Geshkovski, Letrouit, Polyanskiy, Rigollet 2023 (arXiv:2305.05465); Castin, Ablin, Carrillo, Peyré 2025 (arXiv:2501.18322)",
+        "Geshkovski, Letrouit, Polyanskiy, Rigollet 2023 (arXiv:2305.05465); Castin, Ablin, "
+        "Carrillo, Peyré 2025 (arXiv:2501.18322)",
         "dynamics of tokens under attention, in the limit of many layers",
         "no constant",
         "none for a head at an input was seen",
     ),
     LeftOut(
-        "Shi et al. 2020 (arXiv:2002.06622); Bonaert et al. 2021, DeepT; Shi et al. 2024, GenBaB (arXiv:2405.21063); Vertex-Softmax 2026",
+        "Shi et al. 2020 (arXiv:2002.06622); Bonaert et al. 2021, DeepT; Shi et al. 2024, GenBaB "
+        "(arXiv:2405.21063); Vertex-Softmax 2026",
         "verification of networks over a set of inputs",
         "no constant",
-        "they decide whether a radius is safe; Vertex-Softmax has the exact optimum of a softmax-weighted sum over a box of scores",
+        "they decide whether a radius is safe; Vertex-Softmax has the exact optimum of a "
+        "softmax-weighted sum over a box of scores",
     ),
 )  # fmt: skip
 
@@ -97,7 +107,10 @@ def cell(text: str) -> str:
 def paper(key: str) -> str:
     """Authors, year and title of a source, from its BibTeX entry."""
     entry = bounds.BIBTEX[key].replace("{\\'e}", "é")
-    fields = {name: value.replace("{", "").replace("}", "") for name, value in re.findall(r"(\w+)\s*=\s*\{(.*)\}", entry)}
+    fields = {
+        name: value.replace("{", "").replace("}", "")
+        for name, value in re.findall(r"(\w+)\s*=\s*\{(.*)\}", entry)
+    }
     authors = ", ".join(author.split(",")[0] for author in fields["author"].split(" and "))
     where = re.search(r"arXiv:[\d.]+", fields.get("note", ""))
     return f"{authors} {fields['year']}, *{fields['title']}*" + (f" ({where[0]})" if where else "")
@@ -107,22 +120,44 @@ def columns(norm: str) -> list[str]:
     """The published bounds of a norm, as rows of a table; ours below them."""
     ours = bounds.get("lipbound").citation
     lines = [f"### Norm: {norm}", "", NORMS[norm][0].upper() + NORMS[norm][1:] + ".", ""]
-    lines += ["| column | source | statement | a bound when | where it fails |", "|---|---|---|---|---|"]
+    lines += [
+        "| column | source | statement | a bound when | where it fails |",
+        "|---|---|---|---|---|",
+    ]
     for bound in (bounds.get(name) for name in bounds.names(norm)):
         if bound.citation != ours:
             source = f"{paper(bound.citation)}: {bound.source}"
-            cells = [f"[`{bound.name}`]({bound.name}.md)", source, bound.statement_latex, bound.assumptions, bound.caveat or "never"]
+            cells = [
+                f"[`{bound.name}`]({bound.name}.md)",
+                source,
+                bound.statement_latex,
+                bound.assumptions,
+                bound.caveat or "never",
+            ]
             lines.append(f"| {' | '.join(map(cell, cells))} |")
     lines = [*lines[:4], "No published bound is known to us."] if len(lines) == 6 else lines
-    return [*lines, "", "Ours: " + ", ".join(f"`{name}`" for name in bounds.names(norm) if bounds.get(name).citation == ours) + ".", ""]
+    return [
+        *lines,
+        "",
+        "Ours: "
+        + ", ".join(f"`{name}`" for name in bounds.names(norm) if bounds.get(name).citation == ours)
+        + ".",
+        "",
+    ]
 
 
 def page() -> str:
     """The whole page."""
     assert {entry.reason for entry in LEFT_OUT} == set(REASONS)
     lines = ["# Published bounds: what is in, what is left out, and why", ""]
-    lines += ["A run sets beside exact norms every published l2 bound on softmax heads that we know of. Bounds of one norm are compared among"]
-    lines += ["themselves only. What we prove in place of the printed statements is in [published bounds](../theory/published.md) and"]
+    lines += [
+        "A run sets beside exact norms every published l2 bound on softmax heads that we know "
+        "of. Bounds of one norm are compared among"
+    ]
+    lines += [
+        "themselves only. What we prove in place of the printed statements is in [published "
+        "bounds](../theory/published.md) and"
+    ]
     lines += ["[bounds where tokens are told apart](../theory/token_bounds.md).", ""]
     lines += ["## What is in", ""]
     for norm in NORMS:
@@ -130,7 +165,10 @@ def page() -> str:
     lines += ["## What is left out", "", "A statement is left out where"]
     lines[-1] += " " + "; ".join(f"{why} (*{reason}*)" for reason, why in REASONS.items()) + "."
     lines += ["", "| source | says | why | remark |", "|---|---|---|---|"]
-    lines += [f"| {cell(one.source)} | {cell(one.says)} | {one.reason} | {cell(one.remark)} |" for one in LEFT_OUT]
+    lines += [
+        f"| {cell(one.source)} | {cell(one.says)} | {one.reason} | {cell(one.remark)} |"
+        for one in LEFT_OUT
+    ]
     lines += ["", "Where you know of another, please open an issue with the text of its statement."]
     return "\n".join(lines) + "\n"
 

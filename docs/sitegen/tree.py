@@ -1,7 +1,8 @@
-"""The source tree of the site, as one mapping: where every page and every file stands, links between them set right.
+"""The source tree of the site, as one mapping: where every page and every file stands, links
+between them set right.
 
-Pages under docs/, the notebooks, and a few files of the repository keep the links that work in the repository; here these become links within
-the site. Nothing needs Sphinx.
+Pages under docs/, the notebooks, and a few files of the repository keep the links that work in the
+repository; here these become links within the site. Nothing needs Sphinx.
 """
 
 import posixpath
@@ -23,7 +24,8 @@ MOVED = {
     "CODE_OF_CONDUCT.md": "contributing/conduct.md",
     "figures/README.md": "findings/papers.md",
 }
-"""Pages of the repository that stand elsewhere on the site. The README is for those who come to the repository; the site has a start page."""
+"""Pages of the repository that stand elsewhere on the site. The README is for those who come to the
+repository; the site has a start page."""
 LINK = re.compile(r"(\[(?:[^\[\]]|\[[^\[\]]*\])*\]\()([^()\s]+)(\))")
 FIGURE = re.compile(r"(^```\{figure\} )(\S+)()$", re.MULTILINE)
 FENCE = re.compile(r"(^```.*?^```[^\n]*$)", re.MULTILINE | re.DOTALL)
@@ -50,13 +52,16 @@ class Tree:
         return place
 
     def place_of(self, path: str) -> str | None:
-        """Where something of the repository stands on the site; None where it is not there to be shown."""
+        """Where something of the repository stands on the site; None where it is not there to be
+        shown."""
         if path in MOVED:
             return MOVED[path]
         if path.startswith("notebooks/") and path.endswith(".ipynb"):
             return f"gallery/{Path(path).name}"
         inside = path.removeprefix("docs/")
-        if path.startswith("docs/") and (inside in self.pages or inside in self.files or inside in DRAWN):
+        if path.startswith("docs/") and (
+            inside in self.pages or inside in self.files or inside in DRAWN
+        ):
             return inside
         return self.file(path) if (ROOT / path).is_file() else None
 
@@ -85,7 +90,8 @@ class Tree:
 
 
 def lemmas_labelled(text: str) -> str:
-    """A page of theory whose lemmas can be referred to: ``lemma-7`` is a label, and links to lemmas lead to them."""
+    """A page of theory whose lemmas can be referred to: ``lemma-7`` is a label, and links to lemmas
+    lead to them."""
     return LEMMA_LINK.sub(r"[\1](#lemma-\2)", LEMMA.sub(r"(lemma-\2)=\n\1", text))
 
 
@@ -106,7 +112,12 @@ def filled(text: str) -> str:
     Raises:
         KeyError: no part has the name.
     """
-    return re.sub(r"^<!-- table: (\w+) -->$", lambda match: measured.PARTS[match[1]](), text, flags=re.MULTILINE)
+    return re.sub(
+        r"^<!-- table: (\w+) -->$",
+        lambda match: measured.PARTS[match[1]](),
+        text,
+        flags=re.MULTILINE,
+    )
 
 
 @cache
@@ -122,7 +133,9 @@ def assemble() -> Tree:
     tree.pages = dict(texts)  # known before links are followed
     for number, name in enumerate(gallery.NOTEBOOKS):
         texts[f"gallery/{name}"] = (ROOT / "notebooks" / name).read_text(encoding="utf-8")
-        tree.files[gallery.thumbnail_place(number)] = ROOT / "notebooks" / name  # replaced by its picture when written
+        tree.files[gallery.thumbnail_place(number)] = (
+            ROOT / "notebooks" / name
+        )  # replaced by its picture when written
     for place, text in texts.items():
         if place.startswith("theory/"):
             text = lemmas_labelled(text)
@@ -133,7 +146,8 @@ def assemble() -> Tree:
 
 
 def write(folder: Path) -> None:
-    """Lay the source of the site under ``folder``, pictures included; what stood there is removed."""
+    """Lay the source of the site under ``folder``, pictures included; what stood there
+    is removed."""
     tree = assemble()
     shutil.rmtree(folder, ignore_errors=True)
     for place, text in tree.pages.items():

@@ -1,4 +1,5 @@
-"""Over a ball of inputs: what an adversary finds, what bounds allow, and the curve of both against the radius."""
+"""Over a ball of inputs: what an adversary finds, what bounds allow, and the curve of both against
+the radius."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -23,14 +24,16 @@ BOUNDS = ("castin_bias", "yudin", "specformer")
 
 
 class Attack(NamedTuple):
-    """What `attack` found: norms (samples, heads), and the inputs that attain them, (samples, heads, N, D)."""
+    """What `attack` found: norms (samples, heads), and the inputs that attain them, (samples,
+    heads, N, D)."""
 
     norm: Tensor
     x: Tensor
 
 
 class Climb(NamedTuple):
-    """Where the ascents stand: |J^T u| (starts,), the moves from X, u, and v = J^T u / |J^T u|, (starts, N, .)."""
+    """Where the ascents stand: |J^T u| (starts,), the moves from X, u, and v = J^T u / |J^T u|,
+    (starts, N, .)."""
 
     value: Tensor
     move: Tensor
@@ -43,25 +46,37 @@ START, TURN = 8, 3
 
 
 @in_own_modes
-def attack(att: Attention, radius: float, *, norm: str = "token", steps: int = 20, starts: int = 7, seed: int = 0) -> Attack:
-    r"""A lower bound on :math:`\sup \|J(X')\|` over a ball, head by head, by ascent from several inputs.
+def attack(
+    att: Attention,
+    radius: float,
+    *,
+    norm: str = "token",
+    steps: int = 20,
+    starts: int = 7,
+    seed: int = 0,
+) -> Attack:
+    r"""A lower bound on :math:`\sup \|J(X')\|` over a ball, head by head, by ascent from several
+    inputs.
 
-    The ascent is on :math:`u^T J(X') v`: in turn a few power iterations improve u and v, and X' moves along the gradient, projected to the ball.
-    Steps that lower the value are taken back; their length, at first twice the radius, grows while they succeed and shrinks where they fail. The
-    first seven starts are X itself, the points of the sphere along the top right singular vector at X and against it, those with every token
-    drawn towards another one, towards the mean of all, and towards the one furthest away, and that with queries turned to the key whose probability
-    then matters most (in a Frobenius ball of one token alone; plain heads only); more starts are random points of the sphere. It is a heuristic: the
-    supremum may be larger.
+    The ascent is on :math:`u^T J(X') v`: in turn a few power iterations improve u and v, and X'
+    moves along the gradient, projected to the ball. Steps that lower the value are taken back;
+    their length, at first twice the radius, grows while they succeed and shrinks where they fail.
+    The first seven starts are X itself, the points of the sphere along the top right singular
+    vector at X and against it, those with every token drawn towards another one, towards the mean
+    of all, and towards the one furthest away, and that with queries turned to the key whose
+    probability then matters most (in a Frobenius ball of one token alone; plain heads only); more
+    starts are random points of the sphere. It is a heuristic: the supremum may be larger.
 
     Args:
         att: the layer at the centre.
         radius: of the ball. norm: "token" or "frobenius", as in `lipbound.bounds.over_ball`.
-        steps, starts: of the ascent, for each head. seed: of the starts, which are drawn for each head by itself: its result does not depend on
-            which other heads and samples the layer has.
+        steps, starts: of the ascent, for each head. seed: of the starts, which are drawn for each
+            head by itself: its result does not depend on which other heads and samples the layer
+            has.
 
     Returns:
-        `Attack`; the norm is the float64 value at the input found, ``x``, which lies in the ball as the layer's dtype holds it; never below that at
-        X itself.
+        `Attack`; the norm is the float64 value at the input found, ``x``, which lies in the ball as
+        the layer's dtype holds it; never below that at X itself.
 
     Raises:
         LipboundError: a negative radius, an unknown norm, no steps or no starts.
@@ -69,16 +84,31 @@ def attack(att: Attention, radius: float, *, norm: str = "token", steps: int = 2
     check_layer(att, "attack")
     check_ball(radius, norm)
     radius = float(radius)
-    if not all(isinstance(count, int) and not isinstance(count, bool) and count >= 1 for count in (steps, starts)):
-        raise LipboundError(f"steps is {shown(steps)} and starts {shown(starts)}; both must be integers, and at least one of each is needed")
+    if not all(
+        isinstance(count, int) and not isinstance(count, bool) and count >= 1
+        for count in (steps, starts)
+    ):
+        raise LipboundError(
+            f"steps is {shown(steps)} and starts {shown(starts)}; both must be integers, and at "
+            "least one of each is needed"
+        )
     (start,) = check_seed(whole("seed", seed))
     att = att.detached()
     norms, inputs = [], []
     for s in range(att.samples):
         one = att.unpadded(s)
-        with torch.enable_grad():  # a stream of numbers for each head: what is found for one depends on no other
+        with (
+            torch.enable_grad()
+        ):  # a stream of numbers for each head: what is found for one depends on no other
             found = [
-                _attack_head(one.select(heads=slice(h, h + 1)), radius, norm, steps, starts, torch.Generator().manual_seed(start))
+                _attack_head(
+                    one.select(heads=slice(h, h + 1)),
+                    radius,
+                    norm,
+                    steps,
+                    starts,
+                    torch.Generator().manual_seed(start),
+                )
                 for h in range(att.heads)
             ]
         norms.append(torch.stack([value for value, _ in found]))
@@ -89,8 +119,11 @@ def attack(att: Attention, radius: float, *, norm: str = "token", steps: int = 2
     return Attack(torch.stack(norms), torch.stack(inputs))
 
 
-def _attack_head(att: Attention, radius: float, norm: str, steps: int, starts: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """One head of one unpadded sample: the largest norm found, (), float64, and its input (N, D)."""
+def _attack_head(
+    att: Attention, radius: float, norm: str, steps: int, starts: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """One head of one unpadded sample: the largest norm found, (), float64, and its
+    input (N, D)."""
     top = spectral_norm(att, tol=1e-3, vectors=True)
     assert top.left is not None
     assert top.right is not None
@@ -102,9 +135,19 @@ def _attack_head(att: Attention, radius: float, norm: str, steps: int, starts: i
         x = (att.x + at.move).requires_grad_()
         form = (at.left * HeadJacobian(att.at(x)).along(at.right)).sum()
         (gradient,) = torch.autograd.grad(form, x)
-        new = _climbed(att, _project(at.move + length * radius * _unit(torch.nan_to_num(gradient), norm), radius, norm), at.left, TURN)
+        new = _climbed(
+            att,
+            _project(
+                at.move + length * radius * _unit(torch.nan_to_num(gradient), norm), radius, norm
+            ),
+            at.left,
+            TURN,
+        )
         better = (new.value >= at.value)[:, None, None]
-        at = Climb(torch.where(better[:, 0, 0], new.value, at.value), *(torch.where(better, a, b) for a, b in zip(new[1:], at[1:], strict=True)))
+        at = Climb(
+            torch.where(better[:, 0, 0], new.value, at.value),
+            *(torch.where(better, a, b) for a, b in zip(new[1:], at[1:], strict=True)),
+        )
         length = torch.where(better, 1.3 * length, 0.4 * length).clamp(max=8.0)
     candidates = torch.cat([att.x, _inside(att.x, at.move[int(at.value.argmax())], radius, norm)])
     exact = spectral_norm(att.double().at(candidates.double()), tol=1e-6).lower[:, 0]
@@ -112,21 +155,33 @@ def _attack_head(att: Attention, radius: float, norm: str, steps: int, starts: i
     return exact[winner], candidates[winner]
 
 
-def _starts(att: Attention, right: Tensor, radius: float, norm: str, starts: int, generator: torch.Generator) -> Tensor:
+def _starts(
+    att: Attention, right: Tensor, radius: float, norm: str, starts: int, generator: torch.Generator
+) -> Tensor:
     """The moves from x (1, N, D) that the ascent starts from, (starts, N, D)."""
     x = att.x
     n = x.shape[1]
     swapped = x[:, torch.randperm(n, generator=generator).to(x.device)]
     furthest = x[:, torch.cdist(x[0], x[0]).argmax(1)]
-    moves = [torch.zeros_like(x), right, -right, swapped - x, x.mean(1, keepdim=True) - x, furthest - x]
+    moves = [
+        torch.zeros_like(x),
+        right,
+        -right,
+        swapped - x,
+        x.mean(1, keepdim=True) - x,
+        furthest - x,
+    ]
     moves += [] if att.variants else [_towards_keys(att.double(), radius, norm).to(x)]
-    at_random = torch.randn(max(0, starts - len(moves)), *x.shape[1:], generator=generator, dtype=torch.float64).to(x)
+    at_random = torch.randn(
+        max(0, starts - len(moves)), *x.shape[1:], generator=generator, dtype=torch.float64
+    ).to(x)
     return _project(_unit(torch.cat([*moves, at_random])[:starts], norm) * radius, radius, norm)
 
 
 def _towards_keys(att: Attention, radius: float, norm: str) -> Tensor:
-    """Moves (1, N, D) that turn each query to the key for which P_j (1 - P_j) |v_j - o| |k_j - mean of k| is then largest: the size of the token's
-    own block of J where that key and one other matter. In a Frobenius ball the token for which this is largest moves alone. Float64."""
+    """Moves (1, N, D) that turn each query to the key for which P_j (1 - P_j) |v_j - o| |k_j - mean
+    of k| is then largest: the size of the token's own block of J where that key and one other
+    matter. In a Frobenius ball the token for which this is largest moves alone. Float64."""
     p, v = att.p[0], att.centred_v[0]
     keys = att.scale * att.centred_k[0] @ att.w_q.mT
     mean = p @ keys
@@ -152,7 +207,9 @@ def _climbed(att: Attention, move: Tensor, left: Tensor, turns: int) -> Climb:
             left = _unit(op.gram(left), "frobenius")
         right = op.vjp(left)
         value = torch.linalg.vector_norm(right, dim=(-2, -1))
-        return Climb(torch.nan_to_num(value, 0.0, 0.0), move, left, op.lift(_unit(right, "frobenius")))
+        return Climb(
+            torch.nan_to_num(value, 0.0, 0.0), move, left, op.lift(_unit(right, "frobenius"))
+        )
 
 
 def _sizes(move: Tensor, norm: str) -> Tensor:
@@ -166,11 +223,14 @@ def _unit(move: Tensor, norm: str) -> Tensor:
 
 def _project(move: Tensor, radius: float, norm: str) -> Tensor:
     """The nearest point of the ball, a rounding inside it."""
-    return move * (radius * (1 - 1e-6) / _sizes(move, norm).clamp_min(torch.finfo(move.dtype).tiny)).clamp(max=1.0)
+    return move * (
+        radius * (1 - 1e-6) / _sizes(move, norm).clamp_min(torch.finfo(move.dtype).tiny)
+    ).clamp(max=1.0)
 
 
 def _inside(x: Tensor, move: Tensor, radius: float, norm: str) -> Tensor:
-    """The point x + move (1, N, D) as its dtype holds it, moved back where rounding has put it outside the ball: to x itself at worst."""
+    """The point x + move (1, N, D) as its dtype holds it, moved back where rounding has put it
+    outside the ball: to x itself at worst."""
     for part in (1.0, 0.99, 0.9, 0.5):
         point = (x.double() + part * move.double()).to(x.dtype)
         if bool((_sizes(point.double() - x.double(), norm) <= radius).all()):
@@ -191,17 +251,20 @@ def radius_curve(
     starts: int = 7,
     seed: int = 0,
 ) -> xr.Dataset:
-    """Bounds over balls of growing radius, and what an adversary finds in them: the true supremum lies between.
+    """Bounds over balls of growing radius, and what an adversary finds in them: the true supremum
+    lies between.
 
     Args:
         att, norm, at: as in `lipbound.bounds.over_ball`.
         radii: in the units of ``x``.
-        bounds: registry names of bounds with a radius; `BOUNDS` by default, none where the layer is one that they do not cover.
+        bounds: registry names of bounds with a radius; `BOUNDS` by default, none where the layer is
+            one that they do not cover.
         adversary: run `attack` (with ``steps``, ``starts``, ``seed``) at every radius.
 
     Returns:
-        Dataset with dims (sample, head, radius): ``over_ball`` (ours; not where queries or keys are normalised, which it does not cover),
-        ``adversary``, and every bound under its name. What was found at a smaller radius counts at larger ones too.
+        Dataset with dims (sample, head, radius): ``over_ball`` (ours; not where queries or keys are
+        normalised, which it does not cover), ``adversary``, and every bound under its name. What
+        was found at a smaller radius counts at larger ones too.
 
     Raises:
         LipboundError: as `lipbound.bounds.over_ball` and `attack` do; nothing to show.
@@ -209,18 +272,35 @@ def radius_curve(
     check_layer(att, "radius_curve")
     _, radii = check_radii(radii, norm)
     chosen = BOUNDS if bounds is None and not att.variants else () if bounds is None else bounds
-    bounds = resolve(chosen, "frobenius") if chosen or isinstance(chosen, str) or not isinstance(chosen, Sequence) else []
+    bounds = (
+        resolve(chosen, "frobenius")
+        if chosen or isinstance(chosen, str) or not isinstance(chosen, Sequence)
+        else []
+    )
     adversary = flag("adversary", adversary)
     values = {}
     if att.variants <= COVERS or not (adversary or bounds):
         values["over_ball"] = over_ball(att, list(radii), norm=norm, at=at).cpu().numpy()
     for name in bounds:
-        values[name] = torch.stack([get(name).over_ball(att, r, norm=norm) for r in radii], -1).cpu().numpy()
+        values[name] = (
+            torch.stack([get(name).over_ball(att, r, norm=norm) for r in radii], -1).cpu().numpy()
+        )
     if adversary:
-        found = torch.stack([attack(att, r, norm=norm, steps=steps, starts=starts, seed=seed).norm for r in radii], -1)
+        found = torch.stack(
+            [attack(att, r, norm=norm, steps=steps, starts=starts, seed=seed).norm for r in radii],
+            -1,
+        )
         order = torch.tensor(radii).argsort()
         found[..., order] = found[..., order].cummax(-1).values
         values["adversary"] = found.cpu().numpy()
-    ds = xr.Dataset({name: (("sample", "head", "radius"), value) for name, value in values.items()}, coords={"radius": list(radii)})
-    ds.attrs = {"norm": norm, "at": at, "bounds": list(bounds), "token_norm": float(att.x.norm(dim=-1)[att.x.norm(dim=-1) > 0].mean())}
+    ds = xr.Dataset(
+        {name: (("sample", "head", "radius"), value) for name, value in values.items()},
+        coords={"radius": list(radii)},
+    )
+    ds.attrs = {
+        "norm": norm,
+        "at": at,
+        "bounds": list(bounds),
+        "token_norm": float(att.x.norm(dim=-1)[att.x.norm(dim=-1) > 0].mean()),
+    }
     return ds

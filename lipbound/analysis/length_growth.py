@@ -1,4 +1,5 @@
-"""How local constants grow with the length of the input (Castin, Ablin and Peyré 2024, section 5 and Figures 1, 4 and 6)."""
+"""How local constants grow with the length of the input (Castin, Ablin and Peyré 2024, section 5
+and Figures 1, 4 and 6)."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,15 +32,36 @@ LENGTHS = tuple(range(2, 101, 2))
 BOUND = "castin_bias"
 VARIABLES = {
     "head_exact": (("sequence", "length", "layer", "head"), "exact local constant of a head"),
-    "layer_exact": (("sequence", "length", "layer"), "exact local constant of the whole layer, with its output projection"),
-    "head_bound": (("sequence", "length", "layer", "head"), f"{BOUND}: Theorem 3.3 (4.3 with a causal mask), with biases"),
-    "layer_bound": (("sequence", "length", "layer"), f"{BOUND} of the heads, put together for the whole layer"),
-    "magnitude": (("sequence", "length", "layer"), "mean length of the tokens that enter the layer"),
-    "adversarial_head": (("length", "layer", "head"), "exact local constant of a head without biases at its adversarial input"),
+    "layer_exact": (
+        ("sequence", "length", "layer"),
+        "exact local constant of the whole layer, with its output projection",
+    ),
+    "head_bound": (
+        ("sequence", "length", "layer", "head"),
+        f"{BOUND}: Theorem 3.3 (4.3 with a causal mask), with biases",
+    ),
+    "layer_bound": (
+        ("sequence", "length", "layer"),
+        f"{BOUND} of the heads, put together for the whole layer",
+    ),
+    "magnitude": (
+        ("sequence", "length", "layer"),
+        "mean length of the tokens that enter the layer",
+    ),
+    "adversarial_head": (
+        ("length", "layer", "head"),
+        "exact local constant of a head without biases at its adversarial input",
+    ),
     "adversarial_lower": (("length", "layer", "head"), "lower bound of Proposition 3.4 there"),
     "adversarial_upper": (("length", "layer", "head"), "Theorem 3.3 there"),
-    "adversarial_layer": (("length", "layer"), "exact local constant of the whole layer at the adversarial input of its steepest head"),
-    "adversarial_layer_bound": (("length", "layer"), f"{BOUND} of the heads there, put together for the whole layer"),
+    "adversarial_layer": (
+        ("length", "layer"),
+        "exact local constant of the whole layer at the adversarial input of its steepest head",
+    ),
+    "adversarial_layer_bound": (
+        ("length", "layer"),
+        f"{BOUND} of the heads there, put together for the whole layer",
+    ),
     "radius": (("layer",), "length of adversarial tokens: the mean magnitude of real ones"),
 }
 
@@ -61,35 +83,49 @@ def sequence_growth(
     dtype: str = "float32",
     seed: int = 0,
 ) -> xr.Dataset:
-    r"""Exact local constants of every head and every whole layer against the number of tokens, on text and on adversarial inputs.
+    r"""Exact local constants of every head and every whole layer against the number of tokens, on
+    text and on adversarial inputs.
 
-    The text (every row of a table) is tokenised without special tokens, and cut into ``sequences`` sequences for every length, none of which overlap,
-    as in the paper. Adversarial inputs are those of `lipbound.analysis.adversarial_inputs.adversarial_inputs`, of the mean length of real tokens (or
-    ``radius``).
+    The text (every row of a table) is tokenised without special tokens, and cut into ``sequences``
+    sequences for every length, none of which overlap, as in the paper. Adversarial inputs are those
+    of `lipbound.analysis.adversarial_inputs.adversarial_inputs`, of the mean length of real tokens
+    (or ``radius``).
 
     Args:
-        model, data, split, column, revision, device, dtype, layers: as for `lipbound.compare`; text models only.
+        model, data, split, column, revision, device, dtype, layers: as for `lipbound.compare`; text
+            models only.
         lengths: numbers of tokens; even ones from 2 to 100 in the paper.
         sequences: how many of each length.
         causal: run a BERT-like encoder as a decoder, with a causal mask.
         radius: length of adversarial tokens.
-        tol: relative error of exact norms (an estimate, no certificate). seed: of their start vectors.
+        tol: relative error of exact norms (an estimate, no certificate). seed: of their start
+            vectors.
 
     Returns:
-        Dataset with dims sequence, length, layer, head; its variables are described in `VARIABLES` and in their attrs.
+        Dataset with dims sequence, length, layer, head; its variables are described in `VARIABLES`
+        and in their attrs.
 
     Raises:
-        LipboundError: too little text, lengths the model does not take, a model that cannot be run as a decoder; see also `lipbound.compare`.
+        LipboundError: too little text, lengths the model does not take, a model that cannot be run
+            as a decoder; see also `lipbound.compare`.
     """
     lengths = sorted(set(lengths))
     if not lengths or lengths[0] < 1 or sequences < 1:
-        raise LipboundError(f"{sequences} sequences of lengths {lengths} were asked for; give at least one, of at least one token")
+        raise LipboundError(
+            f"{sequences} sequences of lengths {lengths} were asked for; give at least one, of "
+            "at least one token"
+        )
     where = resolve_device(device)
     checkpoint = load_checkpoint(model, revision=revision, dtype=dtype, device=where)
     limit = positions(checkpoint)
     if limit is not None and lengths[-1] > limit:
-        raise InputsError(f"length {lengths[-1]} exceeds the {limit} positions of {checkpoint.name}; give at most {limit}")
-    tokens, description = stream(checkpoint, data, sequences * sum(lengths), split=split, column=column)
+        raise InputsError(
+            f"length {lengths[-1]} exceeds the {limit} positions of {checkpoint.name}; give at "
+            f"most {limit}"
+        )
+    tokens, description = stream(
+        checkpoint, data, sequences * sum(lengths), split=split, column=column
+    )
     capturer = Capturer(checkpoint.model, layers)
     parts: dict[str, list[Any]] = {}
     start, last, captured = 0, [], []
@@ -105,27 +141,47 @@ def sequence_growth(
                 _check_causal(last, checkpoint.name)
             for name, values in _real(last, tol, seed).items():
                 parts.setdefault(name, []).append(values)
-    radii = np.full(len(last), float(radius)) if radius is not None else np.mean(parts["magnitude"], axis=(0, 1))
+    radii = (
+        np.full(len(last), float(radius))
+        if radius is not None
+        else np.mean(parts["magnitude"], axis=(0, 1))
+    )
     plain = [att.at(att.x[:1], mask=None, valid=None).without_biases() for att in last]
     for n in lengths:
         for name, values in _adversarial(last, plain, n, radii, tol, seed).items():
             parts.setdefault(name, []).append(values)
-    tables = {name: np.stack(rows, axis=VARIABLES[name][0].index("length")) for name, rows in parts.items()} | {"radius": radii}
+    tables = {
+        name: np.stack(rows, axis=VARIABLES[name][0].index("length"))
+        for name, rows in parts.items()
+    } | {"radius": radii}
     ds = xr.Dataset(
-        {name: (dims, tables[name], {"description": text}) for name, (dims, text) in VARIABLES.items()},
+        {
+            name: (dims, tables[name], {"description": text})
+            for name, (dims, text) in VARIABLES.items()
+        },
         coords={"length": lengths, "layer": [layer.index for layer in captured]},
     )
     ds.attrs = {
-        "model": checkpoint.name, "revision": checkpoint.revision, "data": description, "causal": int(_masked(last)), "tol": tol, "seed": seed,
-        "dtype": dtype, "device": device_name(where), "versions": versions(), "lipbound": versions()["lipbound"],
-    }  # fmt: skip
+        "model": checkpoint.name,
+        "revision": checkpoint.revision,
+        "data": description,
+        "causal": int(_masked(last)),
+        "tol": tol,
+        "seed": seed,
+        "dtype": dtype,
+        "device": device_name(where),
+        "versions": versions(),
+        "lipbound": versions()["lipbound"],
+    }
     return ds
 
 
 def _real(layers: list[Attention], tol: float, seed: int) -> dict[str, np.ndarray]:
     """Of the sequences of one length, each with the axis of sequences first."""
     seeds = [seed + s for s in range(layers[0].samples)]
-    rows: dict[str, list[Tensor]] = {name: [] for name in ("head_exact", "layer_exact", "head_bound", "layer_bound", "magnitude")}
+    rows: dict[str, list[Tensor]] = {
+        name: [] for name in ("head_exact", "layer_exact", "head_bound", "layer_bound", "magnitude")
+    }
     for att in layers:
         rows["head_exact"].append(spectral_norm(att, tol=tol, seed=seeds).lower)
         rows["layer_exact"].append(spectral_norm(att, map="layer", tol=tol, seed=seeds).lower)
@@ -135,19 +191,34 @@ def _real(layers: list[Attention], tol: float, seed: int) -> dict[str, np.ndarra
     return {name: torch.stack(values, 1).cpu().double().numpy() for name, values in rows.items()}
 
 
-def _adversarial(layers: list[Attention], without_biases: list[Attention], n: int, radii: np.ndarray, tol: float, seed: int) -> dict[str, np.ndarray]:
+def _adversarial(
+    layers: list[Attention],
+    without_biases: list[Attention],
+    n: int,
+    radii: np.ndarray,
+    tol: float,
+    seed: int,
+) -> dict[str, np.ndarray]:
     """Of the adversarial inputs of one length, each with the axis of layers first."""
-    rows: dict[str, list[Tensor]] = {name: [] for name in VARIABLES if name.startswith("adversarial")}
+    rows: dict[str, list[Tensor]] = {
+        name: [] for name in VARIABLES if name.startswith("adversarial")
+    }
     for real, plain, r in zip(layers, without_biases, radii.tolist(), strict=True):
         mask = None if real.mask is None else causal_mask(n, real)
         x = adversarial_inputs.adversarial_inputs(plain, n, r)
-        heads = [plain.select(heads=slice(h, h + 1)).at(x[h][None], mask=mask) for h in range(len(x))]
-        rows["adversarial_head"].append(torch.stack([spectral_norm(one, tol=tol, seed=seed).lower[0, 0] for one in heads]))
+        heads = [
+            plain.select(heads=slice(h, h + 1)).at(x[h][None], mask=mask) for h in range(len(x))
+        ]
+        rows["adversarial_head"].append(
+            torch.stack([spectral_norm(one, tol=tol, seed=seed).lower[0, 0] for one in heads])
+        )
         rows["adversarial_lower"].append(adversarial_inputs.lower_bound(plain, n, r))
         rows["adversarial_upper"].append(torch.stack([get("castin")(one)[0, 0] for one in heads]))
         steepest = int(adversarial_inputs.steepness(plain).gamma.argmax())
         whole = real.at(x[steepest][None], mask=mask, valid=None)
-        rows["adversarial_layer"].append(spectral_norm(whole, map="layer", tol=tol, seed=seed).lower[0])
+        rows["adversarial_layer"].append(
+            spectral_norm(whole, map="layer", tol=tol, seed=seed).lower[0]
+        )
         rows["adversarial_layer_bound"].append(whole_layer(whole, BOUND, map="layer")[0])
     return {name: torch.stack(values).cpu().double().numpy() for name, values in rows.items()}
 
@@ -178,25 +249,35 @@ def decoder(model: "PreTrainedModel", causal: bool) -> Iterator[None]:
 def _check_causal(layers: list[Attention], name: str) -> None:
     for att in layers:
         n = att.tokens
-        blocked = att.forbid(torch.zeros(1, 1, n, n, dtype=att.dtype, device=att.device)) == -torch.inf
+        blocked = (
+            att.forbid(torch.zeros(1, 1, n, n, dtype=att.dtype, device=att.device)) == -torch.inf
+        )
         if not bool((blocked == torch.ones(n, n, device=att.device).triu(1).bool()).all()):
-            raise LipboundError(f"{name} cannot be run with a causal mask: its attention is not causal even as a decoder")
+            raise LipboundError(
+                f"{name} cannot be run with a causal mask: its attention is not causal even as a "
+                "decoder"
+            )
 
 
 def exponents(values: xr.DataArray, *, shortest: int = 10, confidence: float = 0.95) -> xr.Dataset:
-    """Slope of log(values) over log(length), least squares, one per entry of the other axes; all sequences count as measurements.
+    """Slope of log(values) over log(length), least squares, one per entry of the other axes; all
+    sequences count as measurements.
 
     Args:
         values: positive, with the axis "length" and perhaps "sequence".
         shortest: shorter lengths are left out.
-        confidence: of the interval, by Student's t with independent errors: sequences do not overlap, but text is correlated, so it is a guide.
+        confidence: of the interval, by Student's t with independent errors: sequences do not
+            overlap, but text is correlated, so it is a guide.
 
     Returns:
         Dataset of ``exponent``, ``low`` and ``high``.
     """
     kept = values.where(values["length"] >= shortest, drop=True)
     if kept.sizes["length"] < 3:
-        raise LipboundError(f"a slope needs at least three lengths of {shortest} and more; the study has {kept.sizes['length']}")
+        raise LipboundError(
+            f"a slope needs at least three lengths of {shortest} and more; the study has "
+            f"{kept.sizes['length']}"
+        )
     points = [d for d in ("sequence", "length") if d in kept.dims]
     others = [d for d in kept.dims if d not in points]
     x = np.log(np.broadcast_to(kept["length"].values, [kept.sizes[d] for d in points])).ravel()
@@ -206,5 +287,13 @@ def exponents(values: xr.DataArray, *, shortest: int = 10, confidence: float = 0
         half = stats.t.ppf((1 + confidence) / 2, len(x) - 2) * line.stderr
         return np.array([line.slope, line.slope - half, line.slope + half])
 
-    found = xr.apply_ufunc(fit, kept.transpose(*others, *points), input_core_dims=[points], output_core_dims=[["end"]], vectorize=True)
-    return xr.Dataset({name: found.isel(end=i) for i, name in enumerate(("exponent", "low", "high"))})
+    found = xr.apply_ufunc(
+        fit,
+        kept.transpose(*others, *points),
+        input_core_dims=[points],
+        output_core_dims=[["end"]],
+        vectorize=True,
+    )
+    return xr.Dataset(
+        {name: found.isel(end=i) for i, name in enumerate(("exponent", "low", "high"))}
+    )

@@ -1,4 +1,5 @@
-"""Inputs at which copies of tokens make a head steeper: a search by gradient ascent (see `lipbound.analysis.mean_field.duplicated_norm`)."""
+"""Inputs at which copies of tokens make a head steeper: a search by gradient ascent (see
+`lipbound.analysis.mean_field.duplicated_norm`)."""
 
 from typing import NamedTuple
 
@@ -13,15 +14,16 @@ from lipbound.jacobians.spectral_norm import spectral_norm
 
 
 class SplitSearch(NamedTuple):
-    """For every head the largest ratio found, (heads,), float64, and the input where it was found, (heads, N, D). Above 1 the head splits there."""
+    """For every head the largest ratio found, (heads,), float64, and the input where it was found,
+    (heads, N, D). Above 1 the head splits there."""
 
     ratio: Tensor
     x: Tensor
 
 
 def search_split(att: Attention, *, steps: int = 60, rate: float = 0.05) -> SplitSearch:
-    r"""Look for inputs at which :math:`\max_i \|B_i\| > \|J\|`, by gradient ascent (Adam) on the logarithm of their ratio from every sample of
-    ``att``.
+    r"""Look for inputs at which :math:`\max_i \|B_i\| > \|J\|`, by gradient ascent (Adam) on the
+    logarithm of their ratio from every sample of ``att``.
 
     Args:
         att: the heads, and where to start; no padding.
@@ -35,10 +37,15 @@ def search_split(att: Attention, *, steps: int = 60, rate: float = 0.05) -> Spli
     """
     att.only("search_split")
     if att.valid is not None:
-        raise LipboundError("the search takes inputs without padding; give one sample at a time, Attention.unpadded(i)")
+        raise LipboundError(
+            "the search takes inputs without padding; give one sample at a time, "
+            "Attention.unpadded(i)"
+        )
     att = att.double()
     found = [_search(att.select(heads=slice(h, h + 1)), steps, rate) for h in range(att.heads)]
-    return SplitSearch(torch.stack([ratio for ratio, _ in found]), torch.stack([x for _, x in found]))
+    return SplitSearch(
+        torch.stack([ratio for ratio, _ in found]), torch.stack([x for _, x in found])
+    )
 
 
 def _search(att: Attention, steps: int, rate: float) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,9 @@
-r"""Attention on weighted tokens: the maps between probability measures of Castin, Ablin and Peyré 2024 (appendix C), and copies of tokens.
+r"""Attention on weighted tokens: the maps between probability measures of Castin, Ablin and Peyré
+2024 (appendix C), and copies of tokens.
 
-With weights :math:`a_j` on the tokens, :math:`P_{ij} \propto a_j e^{S_{ij}}`, and perturbations and outputs have the norm
-:math:`(\sum_i a_i |x_i|^2)^{1/2}` (their Definition C.4 and Lemma C.5). Equal weights give back attention and its norm: Lemma 62
-(docs/theory/inputs.md).
+With weights :math:`a_j` on the tokens, :math:`P_{ij} \propto a_j e^{S_{ij}}`, and perturbations and
+outputs have the norm :math:`(\sum_i a_i |x_i|^2)^{1/2}` (their Definition C.4 and Lemma C.5). Equal
+weights give back attention and its norm: Lemma 62 (docs/theory/inputs.md).
 """
 
 import math
@@ -23,16 +24,24 @@ CHUNK = 2**24
 
 
 class WeightedJacobian(JacobianOperator):
-    r"""Jacobians of weighted self-attention in its weighted norm: :math:`D^{1/2} J D^{-1/2}`, D the diagonal matrix of the weights.
+    r"""Jacobians of weighted self-attention in its weighted norm: :math:`D^{1/2} J D^{-1/2}`, D the
+    diagonal matrix of the weights.
 
     Args:
-        op: Jacobians of heads whose probabilities have the weights in them (see `weighted`), tokens on the first axis of inputs and outputs.
+        op: Jacobians of heads whose probabilities have the weights in them (see `weighted`), tokens
+            on the first axis of inputs and outputs.
         weights: (batch, N), positive.
     """
 
     def __init__(self, op: JacobianOperator, weights: Tensor):
         self._op, self._root = op, weights.sqrt().to(op.dtype)[..., None]
-        self.batch, self.in_shape, self.out_shape, self.dtype, self.device = op.batch, op.in_shape, op.out_shape, op.dtype, op.device
+        self.batch, self.in_shape, self.out_shape, self.dtype, self.device = (
+            op.batch,
+            op.in_shape,
+            op.out_shape,
+            op.dtype,
+            op.device,
+        )
 
     def jvp(self, x: Tensor) -> Tensor:
         return self._root * self._op.jvp(x / self._root)
@@ -48,38 +57,72 @@ class WeightedJacobian(JacobianOperator):
 
 
 def weighted(att: Attention, weights: Tensor) -> Attention:
-    """The layer on tokens with weights (samples, N), by way of a mask: :math:`P_{ij} \\propto a_j e^{S_{ij}}`.
+    """The layer on tokens with weights (samples, N), by way of a mask:
+    :math:`P_{ij} \\propto a_j e^{S_{ij}}`.
 
     Raises:
         AttentionError: weights that are not positive, or do not add up to one to 1e-6.
     """
     att.only("mean-field attention")
     if tuple(weights.shape) != (att.samples, att.tokens):
-        raise AttentionError(f"weights have shape {tuple(weights.shape)}; they must be (samples, N), here {(att.samples, att.tokens)}")
+        raise AttentionError(
+            f"weights have shape {tuple(weights.shape)}; they must be (samples, N), here "
+            f"{(att.samples, att.tokens)}"
+        )
     if att.valid is not None:
-        raise AttentionError("weighted attention takes inputs without padding; give one sample at a time, Attention.unpadded(i)")
+        raise AttentionError(
+            "weighted attention takes inputs without padding; give one sample at a time, "
+            "Attention.unpadded(i)"
+        )
     weights = weights.double()
     if not bool((weights > 0).all()) or float((weights.sum(-1) - 1).abs().max()) > 1e-6:
         raise AttentionError("weights must be positive and add up to one for every sample")
     logs = weights.log()[:, None, None, :]
     mask = logs if att.mask is None else att.mask.double() + logs
-    return Attention(att.x, att.w_q, att.w_k, att.w_v, b_q=att.b_q, b_k=att.b_k, b_v=att.b_v, w_o=att.w_o, scale=att.scale, mask=mask.to(att.dtype))
+    return Attention(
+        att.x,
+        att.w_q,
+        att.w_k,
+        att.w_v,
+        b_q=att.b_q,
+        b_k=att.b_k,
+        b_v=att.b_v,
+        w_o=att.w_o,
+        scale=att.scale,
+        mask=mask.to(att.dtype),
+    )
 
 
-def weighted_norm(att: Attention, weights: Tensor, *, tol: float = 1e-4, delta: float | None = None, seed: int | Sequence[int] = 0) -> Norm:
-    """Exact local Lipschitz constant of every head on weighted tokens, in the weighted norm: a lower end of the mean-field one (Lemma C.5).
+def weighted_norm(
+    att: Attention,
+    weights: Tensor,
+    *,
+    tol: float = 1e-4,
+    delta: float | None = None,
+    seed: int | Sequence[int] = 0,
+) -> Norm:
+    """Exact local Lipschitz constant of every head on weighted tokens, in the weighted norm: a
+    lower end of the mean-field one (Lemma C.5).
 
-    Arguments as in `lipbound.spectral_norm`; weights (samples, N), positive, adding up to one. Norm of shape (samples, heads).
+    Arguments as in `lipbound.spectral_norm`; weights (samples, N), positive, adding up to one. Norm
+    of shape (samples, heads).
     """
-    op = WeightedJacobian(HeadJacobian(weighted(att, weights)), weights.repeat_interleave(att.heads, 0))
-    return operator_norm(op, tol=tol, delta=delta, seed=sample_seeds(att.samples, seed)).view(att.samples, att.heads)
+    op = WeightedJacobian(
+        HeadJacobian(weighted(att, weights)), weights.repeat_interleave(att.heads, 0)
+    )
+    return operator_norm(op, tol=tol, delta=delta, seed=sample_seeds(att.samples, seed)).view(
+        att.samples, att.heads
+    )
 
 
 def two_diracs(u: Tensor, eigenvalue: float, radius: float) -> tuple[Tensor, Tensor]:
-    r"""Two tokens (2, D) and their weights (2,), float64, at which the mean-field constant explodes with the radius (Proposition 3.6).
+    r"""Two tokens (2, D) and their weights (2,), float64, at which the mean-field constant explodes
+    with the radius (Proposition 3.6).
 
-    For a negative eigenvalue of A the points :math:`-Ru` and :math:`Ru`, else :math:`Ru` and :math:`Ru/2`, u its unit eigenvector; the
-    first has the weight a with :math:`a/(1-a) = e^{-2\gamma R^2}`, :math:`\gamma` of `lipbound.analysis.adversarial_inputs.steepness`.
+    For a negative eigenvalue of A the points :math:`-Ru` and :math:`Ru`, else :math:`Ru` and
+    :math:`Ru/2`, u its unit eigenvector; the first has the weight a with
+    :math:`a/(1-a) = e^{-2\gamma R^2}`, :math:`\gamma` of
+    `lipbound.analysis.adversarial_inputs.steepness`.
     """
     gamma = -eigenvalue if eigenvalue < 0 else eigenvalue / 8
     u = u.double()
@@ -89,24 +132,29 @@ def two_diracs(u: Tensor, eigenvalue: float, radius: float) -> tuple[Tensor, Ten
 
 
 def two_dirac_growth(eigenvalue: float, radius: float, direction: Tensor, image: Tensor) -> float:
-    r"""What the local constant at `two_diracs` tends to with the radius, for :math:`W_V = I`, ``direction`` u and ``image`` :math:`A^T u`.
+    r"""What the local constant at `two_diracs` tends to with the radius, for :math:`W_V = I`,
+    ``direction`` u and ``image`` :math:`A^T u`.
 
-    .. math:: \tfrac12 e^{\gamma R^2}\,\|I - R^2 u (A^T u)^T\| \quad\text{or, for a positive eigenvalue,}\quad
+    .. math::
+        \tfrac12 e^{\gamma R^2}\,\|I - R^2 u (A^T u)^T\| \quad\text{or, for a positive
+        eigenvalue,}\quad
               \tfrac12 e^{\gamma R^2}\,\|I + \tfrac18 R^2 u (A^T u)^T\|
 
-    which for symmetric A is :math:`\tfrac12 e^{\gamma R^2} (1 + \gamma R^2)`. It is what the heavy token sees of the light one: Lemma 63
-    (docs/theory/inputs.md).
+    which for symmetric A is :math:`\tfrac12 e^{\gamma R^2} (1 + \gamma R^2)`. It is what the heavy
+    token sees of the light one: Lemma 63 (docs/theory/inputs.md).
     """
     negative = eigenvalue < 0
     gamma = -eigenvalue if negative else eigenvalue / 8
     u, w = direction.double(), image.double()
-    matrix = torch.eye(len(u), dtype=torch.float64, device=u.device) + (-1 if negative else 1 / 8) * radius**2 * torch.outer(u, w)
+    matrix = torch.eye(len(u), dtype=torch.float64, device=u.device) + (
+        -1 if negative else 1 / 8
+    ) * radius**2 * torch.outer(u, w)
     return math.exp(gamma * radius**2) / 2 * float(torch.linalg.matrix_norm(matrix, 2))
 
 
 def query_block_norms(att: Attention) -> Tensor:
-    r""":math:`\|B_i\|` for every token, :math:`B_i = \mathrm{scale}\,V^T M(P_i) K W_Q^T`, (samples, heads, N), float64: what a token's own query
-    does.
+    r""":math:`\|B_i\|` for every token, :math:`B_i = \mathrm{scale}\,V^T M(P_i) K W_Q^T`, (samples,
+    heads, N), float64: what a token's own query does.
 
     Dense singular values of d_v x d matrices, exact to rounding.
     """
@@ -126,14 +174,17 @@ def query_block_norms(att: Attention) -> Tensor:
 
 
 def duplicated_norm(att: Attention, norm: Tensor) -> Tensor:
-    r"""Exact local constant when every token stands twice or more often, (samples, heads), float64 on the CPU; ``norm``: of the layer as it is.
+    r"""Exact local constant when every token stands twice or more often, (samples, heads), float64
+    on the CPU; ``norm``: of the layer as it is.
 
     .. math:: \|J'\| = \max\big(\|J\|,\ \max_i \|B_i\|\big)
 
-    whatever the number of copies :math:`m \ge 2`. So mass splitting (perturbing copies of a token differently) makes a head steeper at an
-    input exactly where :math:`\max_i \|B_i\| > \|J\|`, which is what the local constant between probability measures allows.
+    whatever the number of copies :math:`m \ge 2`. So mass splitting (perturbing copies of a token
+    differently) makes a head steeper at an input exactly where :math:`\max_i \|B_i\| > \|J\|`,
+    which is what the local constant between probability measures allows.
 
-    Proof: Lemma 64 (docs/theory/inputs.md). (A causal mask is meant to let copies see each other: the mask repeated block by block.)
+    Proof: Lemma 64 (docs/theory/inputs.md). (A causal mask is meant to let copies see each other:
+    the mask repeated block by block.)
     """
     att.only("duplicated_norm")
     return torch.maximum(norm.double().cpu(), query_block_norms(att).amax(-1).cpu())

@@ -1,4 +1,5 @@
-"""Exact local Lipschitz constants of whole networks, or of chains of their blocks, through the model's own modules."""
+"""Exact local Lipschitz constants of whole networks, or of chains of their blocks, through the
+model's own modules."""
 
 import copy
 import math
@@ -24,16 +25,20 @@ if TYPE_CHECKING:
 
 Inputs = Mapping[str, Tensor]
 FEW = 16
-"""Outputs, such as logits of a few classes, whose gradients are simply computed: the norm is then dense, and ``upper`` needs no probability."""
+"""Outputs, such as logits of a few classes, whose gradients are simply computed: the norm is then
+dense, and ``upper`` needs no probability."""
 
 
 class NetworkJacobian(JacobianOperator):
-    """Jacobians of a function that treats samples one by one, at a batch of inputs: one batch entry per sample.
+    """Jacobians of a function that treats samples one by one, at a batch of inputs: one batch entry
+    per sample.
 
-    Products with J^T by reverse mode; with J by forward mode, or where some operation has none, by differentiating products with J^T.
+    Products with J^T by reverse mode; with J by forward mode, or where some operation has none, by
+    differentiating products with J^T.
 
     Args:
-        f: (samples, *in_shape) -> (samples, *out_shape), each sample of the result depending on the same sample of the input alone.
+        f: (samples, *in_shape) -> (samples, *out_shape), each sample of the result depending on the
+            same sample of the input alone.
         x: the inputs.
         real: (samples, N, 1), 0 for tokens that are held fixed (padding), or None.
     """
@@ -43,7 +48,11 @@ class NetworkJacobian(JacobianOperator):
         with torch.enable_grad():
             self._leaf = x.detach().clone().requires_grad_()
             self._value = f(self._leaf)
-        self.batch, self.in_shape, self.out_shape = len(x), tuple(x.shape[1:]), tuple(self._value.shape[1:])
+        self.batch, self.in_shape, self.out_shape = (
+            len(x),
+            tuple(x.shape[1:]),
+            tuple(self._value.shape[1:]),
+        )
         self.dtype, self.device = x.dtype, x.device
         self._forward = True
 
@@ -60,7 +69,9 @@ class NetworkJacobian(JacobianOperator):
                 self._forward = False
         with torch.enable_grad():
             y = torch.zeros_like(self._value).requires_grad_()
-            (back,) = torch.autograd.grad(self._value, self._leaf, y, create_graph=True, retain_graph=True)
+            (back,) = torch.autograd.grad(
+                self._value, self._leaf, y, create_graph=True, retain_graph=True
+            )
             (product,) = torch.autograd.grad(back, y, x, retain_graph=True)
         return product.detach()
 
@@ -73,7 +84,10 @@ class NetworkJacobian(JacobianOperator):
         if columns <= rows:
             return super().dense()
         unit = torch.eye(rows, dtype=self.dtype, device=self.device)
-        found = [self.vjp(e.view(1, *self.out_shape).expand(self.batch, *self.out_shape)).flatten(1) for e in unit]
+        found = [
+            self.vjp(e.view(1, *self.out_shape).expand(self.batch, *self.out_shape)).flatten(1)
+            for e in unit
+        ]
         return torch.stack(found, 1)
 
     def select(self, index: Tensor) -> "NetworkJacobian":
@@ -106,16 +120,23 @@ class _Part(NetworkJacobian):
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks of a model, in order: its longest ``ModuleList`` of modules of one class.
+    """The transformer blocks of a model, in order: its longest ``ModuleList`` of modules of one
+    class.
 
     Raises:
         LipboundError: there is none.
     """
-    lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) and len({type(part) for part in m}) == 1]
+    lists = [
+        list(m)
+        for m in model.modules()
+        if isinstance(m, nn.ModuleList) and len(m) and len({type(part) for part in m}) == 1
+    ]
     expected = getattr(getattr(model, "config", None), "num_hidden_layers", None)
     fitting = [parts for parts in lists if len(parts) == expected] or lists
     if not fitting:
-        raise LipboundError(f"{type(model).__name__} has no list of blocks, so there is nothing to start or end at")
+        raise LipboundError(
+            f"{type(model).__name__} has no list of blocks, so there is nothing to start or end at"
+        )
     return max(fitting, key=len)
 
 
@@ -131,16 +152,20 @@ def network_norm(
     seed: int | Sequence[int] = 0,
     batch: int = 16,
 ) -> Norm:
-    r"""Exact local Lipschitz constant (2-norm of the Jacobian) of a network at every sample, from token vectors to its outputs.
+    r"""Exact local Lipschitz constant (2-norm of the Jacobian) of a network at every sample, from
+    token vectors to its outputs.
 
-    The map starts at what enters the first block ("embeddings": after the patch or word embeddings, which are left out as in Yudin et al. 2025),
-    or at what enters block ``start``; it ends at the logits, at the last hidden state, or at what leaves block ``end``. The model runs its own
-    modules, in evaluation mode, with eager attention; padding is held fixed. The Jacobian is that of the network as it computes in its dtype:
-    ``upper`` does not cover the rounding of activations, so give a model in float64 where digits beyond the fourth matter.
+    The map starts at what enters the first block ("embeddings": after the patch or word embeddings,
+    which are left out as in Yudin et al. 2025), or at what enters block ``start``; it ends at the
+    logits, at the last hidden state, or at what leaves block ``end``. The model runs its own
+    modules, in evaluation mode, with eager attention; padding is held fixed. The Jacobian is that
+    of the network as it computes in its dtype: ``upper`` does not cover the rounding of
+    activations, so give a model in float64 where digits beyond the fourth matter.
 
     Args:
-        model: a transformers model, or a `lipbound.models.checkpoint.Checkpoint`; of one in half precision a copy in float32 is measured, and a
-            `lipbound.errors.Notice` says so, and what taking off a wrapper leaves out.
+        model: a transformers model, or a `lipbound.models.checkpoint.Checkpoint`; of one in half
+            precision a copy in float32 is measured, and a `lipbound.errors.Notice` says so, and
+            what taking off a wrapper leaves out.
         inputs: what its forward takes, on its device, or what `lipbound.prepare` returns.
         start: "embeddings", or the number of a block.
         end: "logits", "last_hidden_state", or the number of a block.
@@ -157,12 +182,23 @@ def network_norm(
     inputs = {name: t for name, t in taken(model, inputs).items() if isinstance(t, Tensor)}
     if isinstance(start, int):
         _number(start, len(blocks(model)), "start")
-    share = None if delta is None else real("delta", delta, "a probability between 0 and 1, or None", above=0, below=1)
+    share = (
+        None
+        if delta is None
+        else real("delta", delta, "a probability between 0 and 1, or None", above=0, below=1)
+    )
     return _norm(model, inputs, start, end, tol, share, seed, whole("batch", batch, least=1))
 
 
 def _norm(
-    model: "PreTrainedModel", inputs: Inputs, start: str | int, end: str | int, tol: float, delta: float | None, seed: int | Sequence[int], batch: int
+    model: "PreTrainedModel",
+    inputs: Inputs,
+    start: str | int,
+    end: str | int,
+    tol: float,
+    delta: float | None,
+    seed: int | Sequence[int],
+    batch: int,
 ) -> Norm:
     parts: list[Norm] = []
     count = len(next(iter(inputs.values())))
@@ -182,7 +218,8 @@ def _norm(
 
 
 def _from_gradients(op: JacobianOperator) -> Norm:
-    """Norms from all gradients of a few outputs; ``upper`` allows for the same rounding of products as a certificate."""
+    """Norms from all gradients of a few outputs; ``upper`` allows for the same rounding of products
+    as a certificate."""
     sigma = torch.linalg.svdvals(op.dense().double())[:, 0].cpu()
     steps = torch.full((op.batch,), math.prod(op.out_shape))
     error = torch.full_like(sigma, ROUNDING[op.dtype])
@@ -204,21 +241,37 @@ class _Reached(Exception):
 def chain(
     model: "PreTrainedModel", inputs: Inputs, start: str | int, end: str | int
 ) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor, Tensor | None]]:
-    """The map from ``start`` to ``end`` as a function of (samples, N, D), zero for padding, its input here, and where perturbations are allowed.
+    """The map from ``start`` to ``end`` as a function of (samples, N, D), zero for padding, its
+    input here, and where perturbations are allowed.
 
     ``start`` may also be the number of blocks: what leaves the last one.
     """
-    inputs = {name: t.clone() if isinstance(t, Tensor) and t.is_inference() else t for name, t in inputs.items()}
-    if any(p.is_inference() for p in model.parameters()):  # made in inference mode, tensors take part in no derivative, and copies do
+    inputs = {
+        name: t.clone() if isinstance(t, Tensor) and t.is_inference() else t
+        for name, t in inputs.items()
+    }
+    if any(
+        p.is_inference() for p in model.parameters()
+    ):  # made in inference mode, tensors take part in no derivative, and copies do
         model = copy.deepcopy(model)
     parts = blocks(model)
     # the number of blocks: what leaves the last one
-    first = 0 if isinstance(start, str) and start == "embeddings" else _number(start, len(parts) + 1, "start")
+    first = (
+        0
+        if isinstance(start, str) and start == "embeddings"
+        else _number(start, len(parts) + 1, "start")
+    )
     last = _number(end, len(parts), "end") if isinstance(end, int) else end
     if isinstance(last, int) and last < first:
-        raise LipboundError(f"end is block {last} but start is block {first}; end at {first} or later")
-    if not isinstance(last, int) and (not isinstance(last, str) or last not in ("logits", "last_hidden_state")):
-        raise LipboundError(f"end is {shown(end)}; give 'logits', 'last_hidden_state' or the number of a block")
+        raise LipboundError(
+            f"end is block {last} but start is block {first}; end at {first} or later"
+        )
+    if not isinstance(last, int) and (
+        not isinstance(last, str) or last not in ("logits", "last_hidden_state")
+    ):
+        raise LipboundError(
+            f"end is {shown(end)}; give 'logits', 'last_hidden_state' or the number of a block"
+        )
     given: list[Tensor] = []
     replacement: list[Tensor] = []
 
@@ -227,7 +280,11 @@ def chain(
         given.append(value)
         if not replacement:
             return None
-        return ((replacement[0], *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": replacement[0]})
+        return (
+            ((replacement[0], *args[1:]), kwargs)
+            if args
+            else (args, kwargs | {"hidden_states": replacement[0]})
+        )
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
         value = output[0] if isinstance(output, tuple) else output
@@ -246,7 +303,9 @@ def chain(
         except _Reached as reached:
             return reached.value
         if not hasattr(outputs, str(last)) or not isinstance(getattr(outputs, str(last)), Tensor):
-            raise LipboundError(f"{type(model).__name__} has no {last}; its outputs are {', '.join(outputs.keys())}")
+            raise LipboundError(
+                f"{type(model).__name__} has no {last}; its outputs are {', '.join(outputs.keys())}"
+            )
         value: Tensor = getattr(outputs, str(last))
         return value
 
@@ -254,12 +313,18 @@ def chain(
         replacement[:] = [x]
         try:
             value = run()
-            counted = _real_tokens(model, inputs, value, parts[0] if isinstance(last, int) else None)
+            counted = _real_tokens(
+                model, inputs, value, parts[0] if isinstance(last, int) else None
+            )
             return value if counted is None else value.masked_fill(~counted, 0)
         finally:
             replacement.clear()
 
-    hooks = [parts[first].register_forward_pre_hook(before, with_kwargs=True) if first < len(parts) else parts[-1].register_forward_hook(after)]
+    hooks = [
+        parts[first].register_forward_pre_hook(before, with_kwargs=True)
+        if first < len(parts)
+        else parts[-1].register_forward_hook(after)
+    ]
     if isinstance(last, int):
         hooks.append(parts[last].register_forward_hook(stop))
     try:
@@ -268,7 +333,14 @@ def chain(
                 run()
             except LipboundError:
                 raise
-            except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
+            except (
+                RuntimeError,
+                ValueError,
+                TypeError,
+                IndexError,
+                KeyError,
+                AttributeError,
+            ) as error:
                 raise cannot_compute(model, error) from error
             x = given[0].detach().clone()
             valid = _real_tokens(model, inputs, x, parts[0])
@@ -278,14 +350,20 @@ def chain(
             hook.remove()
 
 
-def _real_tokens(model: "PreTrainedModel", inputs: Inputs, value: Tensor, block: nn.Module | None) -> Tensor | None:
-    """Tokens of a tensor (samples, N, ...) that are not padding, (samples, N, 1) bool; None for all.
+def _real_tokens(
+    model: "PreTrainedModel", inputs: Inputs, value: Tensor, block: nn.Module | None
+) -> Tensor | None:
+    """Tokens of a tensor (samples, N, ...) that are not padding, (samples, N, 1) bool; None for
+    all.
 
-    Of an encoder and a decoder each has its own padding: the stream is that of a ``block``, or for None that of the outputs.
+    Of an encoder and a decoder each has its own padding: the stream is that of a ``block``, or for
+    None that of the outputs.
     """
     name = "attention_mask"
     if getattr(model.config, "is_encoder_decoder", False):
-        decoder = block is None or any(module is block and "decoder" in at for at, module in model.named_modules())
+        decoder = block is None or any(
+            module is block and "decoder" in at for at, module in model.named_modules()
+        )
         name = "decoder_attention_mask" if decoder else name
     mask = inputs.get(name)
     fits = mask is not None and value.ndim == 3 and tuple(mask.shape) == tuple(value.shape[:2])
@@ -294,5 +372,8 @@ def _real_tokens(model: "PreTrainedModel", inputs: Inputs, value: Tensor, block:
 
 def _number(value: Any, count: int, name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < count:
-        raise LipboundError(f"{name} is {shown(value)}; it must be the number of a block, and this model has {count}")
+        raise LipboundError(
+            f"{name} is {shown(value)}; it must be the number of a block, and this model has "
+            f"{count}"
+        )
     return value

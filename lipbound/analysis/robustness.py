@@ -1,4 +1,5 @@
-"""Accuracy under attack, beside the constants: pixels through adversarial-robustness-toolbox, token vectors through our own steps."""
+"""Accuracy under attack, beside the constants: pixels through adversarial-robustness-toolbox, token
+vectors through our own steps."""
 
 import math
 import re
@@ -35,7 +36,10 @@ class _Pixels(nn.Module):
         super().__init__()
         self.model = model
         device = next(model.parameters()).device
-        for name, values in {"mean": mean, "std": std}.items():  # buffers, which move with the model
+        for name, values in {
+            "mean": mean,
+            "std": std,
+        }.items():  # buffers, which move with the model
             self.register_buffer(name, torch.tensor(list(values), device=device).view(1, -1, 1, 1))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,50 +60,75 @@ def robust_accuracy(
     batch: int = 128,
     seed: int = 0,
 ) -> dict[str, float]:
-    """Accuracy of an image classifier under attacks in pixel space, in percent, by adversarial-robustness-toolbox (extra ``robustness``).
+    """Accuracy of an image classifier under attacks in pixel space, in percent, by
+    adversarial-robustness-toolbox (extra ``robustness``).
 
     Args:
         model: an image classifier of transformers, in float32.
         images: (n, channels, height, width), pixels in [0, 1], before normalisation. labels: (n,).
         mean, std: of the checkpoint's image processor, per channel.
-        attacks: "clean", or "fgsm-B", "pgd-B" (4 steps, step B/2, random start), "autoattack-B" (APGD on cross entropy, and from three classes on
-            also on the ratio of differences of logits, 10 steps each, as that toolbox implements them). B is the budget: in 1/255 for the norm
-            "linf", in units of pixel values, all of the image together, for "l2".
+        attacks: "clean", or "fgsm-B", "pgd-B" (4 steps, step B/2, random start), "autoattack-B"
+            (APGD on cross entropy, and from three classes on also on the ratio of differences of
+            logits, 10 steps each, as that toolbox implements them). B is the budget: in 1/255 for
+            the norm "linf", in units of pixel values, all of the image together, for "l2".
         norm: "linf" or "l2".
         batch: images at a time. seed: of random starts.
 
     Returns:
-        The accuracy for every attack. An attacked accuracy is an upper bound on what stronger attacks leave, not a certificate.
+        The accuracy for every attack. An attacked accuracy is an upper bound on what stronger
+        attacks leave, not a certificate.
 
     Raises:
-        LipboundError: unknown attack or norm, pixels outside [0, 1], adversarial-robustness-toolbox not installed.
+        LipboundError: unknown attack or norm, pixels outside [0, 1], adversarial-robustness-toolbox
+            not installed.
     """
     if norm not in ("linf", "l2"):
         raise LipboundError(f"norm is {norm!r}; give 'linf' or 'l2'")
     parsed = {name: _parse(name) for name in attacks}
     if float(images.min()) < 0 or float(images.max()) > 1:
-        raise LipboundError(f"pixels lie between {float(images.min()):.3g} and {float(images.max()):.3g}; give them in [0, 1], before normalisation")
+        raise LipboundError(
+            f"pixels lie between {float(images.min()):.3g} and {float(images.max()):.3g}; give "
+            "them in [0, 1], before normalisation"
+        )
     try:
         from art.estimators.classification import PyTorchClassifier
     except ImportError as error:
-        raise LipboundError("attacks in pixel space need adversarial-robustness-toolbox; pip install 'lipbound[robustness]'") from error
+        raise LipboundError(
+            "attacks in pixel space need adversarial-robustness-toolbox; pip install "
+            "'lipbound[robustness]'"
+        ) from error
     state = np.random.get_state()  # noqa: NPY002  (what the toolbox draws from)
     np.random.seed(seed)  # noqa: NPY002
-    before, training, device = torch.random.get_rng_state(), model.training, next(model.parameters()).device
+    before, training, device = (
+        torch.random.get_rng_state(),
+        model.training,
+        next(model.parameters()).device,
+    )
     torch.manual_seed(seed)
     model.eval()
     try:
         classifier = PyTorchClassifier(
-            _Pixels(model, mean, std), loss=nn.CrossEntropyLoss(), input_shape=tuple(images.shape[1:]), nb_classes=model.config.num_labels,
-            clip_values=(0.0, 1.0), device_type="cpu" if device.type == "cpu" else "gpu",
-        )  # fmt: skip
+            _Pixels(model, mean, std),
+            loss=nn.CrossEntropyLoss(),
+            input_shape=tuple(images.shape[1:]),
+            nb_classes=model.config.num_labels,
+            clip_values=(0.0, 1.0),
+            device_type="cpu" if device.type == "cpu" else "gpu",
+        )
         pixels, targets = images.float().cpu().numpy(), labels.cpu().numpy()
         results = {}
         for name, (solver, budget) in parsed.items():
             size = budget / 255 if norm == "linf" else budget
-            found = pixels if solver is None else _generate(classifier, solver, size, norm, batch)(pixels, targets)
+            found = (
+                pixels
+                if solver is None
+                else _generate(classifier, solver, size, norm, batch)(pixels, targets)
+            )
             guesses = np.concatenate(
-                [classifier.predict(part, batch_size=batch).argmax(-1) for part in np.array_split(found, max(1, len(found) // 512))]
+                [
+                    classifier.predict(part, batch_size=batch).argmax(-1)
+                    for part in np.array_split(found, max(1, len(found) // 512))
+                ]
             )
             results[name] = 100 * float((guesses == targets).mean())
     finally:
@@ -114,19 +143,36 @@ def _parse(name: str) -> tuple[str | None, float]:
         return None, 0.0
     match = re.fullmatch(r"([a-z]+)-([0-9.]+)", name)
     if not match or match[1] not in SOLVERS:
-        raise LipboundError(f"unknown attack {name!r}; give 'clean' or one of {', '.join(SOLVERS)} with its budget, such as 'pgd-2'")
+        raise LipboundError(
+            f"unknown attack {name!r}; give 'clean' or one of {', '.join(SOLVERS)} with its "
+            "budget, such as 'pgd-2'"
+        )
     return match[1], float(match[2])
 
 
-def _generate(classifier: Any, solver: str, size: float, norm: str, batch: int) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    from art.attacks.evasion import AutoAttack, AutoProjectedGradientDescent, FastGradientMethod, ProjectedGradientDescentPyTorch
+def _generate(
+    classifier: Any, solver: str, size: float, norm: str, batch: int
+) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    from art.attacks.evasion import (
+        AutoAttack,
+        AutoProjectedGradientDescent,
+        FastGradientMethod,
+        ProjectedGradientDescentPyTorch,
+    )
 
     order: Any = np.inf if norm == "linf" else 2
     if solver == "fgsm":
         attack: Any = FastGradientMethod(classifier, norm=order, eps=size, batch_size=batch)
     elif solver == "pgd":
         attack = ProjectedGradientDescentPyTorch(
-            classifier, norm=order, eps=size, eps_step=size / 2, max_iter=PGD_STEPS, num_random_init=1, batch_size=batch, verbose=False
+            classifier,
+            norm=order,
+            eps=size,
+            eps_step=size / 2,
+            max_iter=PGD_STEPS,
+            num_random_init=1,
+            batch_size=batch,
+            verbose=False,
         )
     else:
         parts = [
@@ -141,12 +187,18 @@ def _generate(classifier: Any, solver: str, size: float, norm: str, batch: int) 
                 loss_type=loss,
                 verbose=False,
             )
-            for loss in ("cross_entropy", "difference_logits_ratio")[: 1 if classifier.nb_classes < 3 else 2]  # the latter needs three logits
+            for loss in ("cross_entropy", "difference_logits_ratio")[
+                : 1 if classifier.nb_classes < 3 else 2
+            ]  # the latter needs three logits
         ]
-        attack = AutoAttack(classifier, norm=order, eps=size, eps_step=size / 2, attacks=parts, batch_size=batch)
+        attack = AutoAttack(
+            classifier, norm=order, eps=size, eps_step=size / 2, attacks=parts, batch_size=batch
+        )
 
     def run(pixels: np.ndarray, targets: np.ndarray) -> np.ndarray:
-        found: np.ndarray = attack.generate(x=pixels, y=np.eye(classifier.nb_classes, dtype=np.float32)[targets])
+        found: np.ndarray = attack.generate(
+            x=pixels, y=np.eye(classifier.nb_classes, dtype=np.float32)[targets]
+        )
         return found
 
     return run
@@ -154,20 +206,32 @@ def _generate(classifier: Any, solver: str, size: float, norm: str, batch: int) 
 
 @in_own_modes
 def embedding_accuracy(
-    model: "PreTrainedModel", inputs: Mapping[str, Tensor], labels: Tensor, radius: float, *, steps: int = 10, batch: int = 32, seed: int = 0
+    model: "PreTrainedModel",
+    inputs: Mapping[str, Tensor],
+    labels: Tensor,
+    radius: float,
+    *,
+    steps: int = 10,
+    batch: int = 32,
+    seed: int = 0,
 ) -> dict[str, float]:
-    r"""Accuracy of a classifier, text or image, when the token vectors of a sample may move by ``radius`` in all (Frobenius norm), in percent.
+    r"""Accuracy of a classifier, text or image, when the token vectors of a sample may move by
+    ``radius`` in all (Frobenius norm), in percent.
 
     Args:
-        model, inputs: as for `lipbound.network_norm`; the model has logits of a few classes, (samples, classes).
+        model, inputs: as for `lipbound.network_norm`; the model has logits of a few classes,
+            (samples, classes).
         labels: (samples,).
         radius: in the units of the token vectors after the embeddings.
-        steps: of projected gradient ascent on the cross entropy, each of radius/4, from a random start.
+        steps: of projected gradient ascent on the cross entropy, each of radius/4, from a random
+            start.
 
     Returns:
-        "clean"; "singular": along the top right singular vector of the network's Jacobian, the worse of both directions; "gradient": one step along
-        the gradient; "pgd". "first_order": share of samples whose margin over every other class exceeds ``radius`` times the length of its gradient.
-        That is what the network's linearisation promises: neither a bound nor an attack.
+        "clean"; "singular": along the top right singular vector of the network's Jacobian, the
+        worse of both directions; "gradient": one step along the gradient; "pgd". "first_order":
+        share of samples whose margin over every other class exceeds ``radius`` times the length of
+        its gradient. That is what the network's linearisation promises: neither a bound nor an
+        attack.
     """
     if not radius > 0:
         raise LipboundError(f"radius is {radius}; it must be positive")
@@ -176,21 +240,34 @@ def embedding_accuracy(
     generator = torch.Generator().manual_seed(seed)
     right: dict[str, int] = {}
     for i in range(0, len(labels), batch):
-        piece = {name: t[i : i + batch] if len(t) == len(labels) else t for name, t in inputs.items()}
+        piece = {
+            name: t[i : i + batch] if len(t) == len(labels) else t for name, t in inputs.items()
+        }
         with chain(model, piece, "embeddings", "logits") as (f, x, real):
-            for name, good in _attacked(f, x, real, labels[i : i + batch].to(x.device).clone(), radius, steps, generator).items():
+            for name, good in _attacked(
+                f, x, real, labels[i : i + batch].to(x.device).clone(), radius, steps, generator
+            ).items():
                 right[name] = right.get(name, 0) + int(good.sum())
     return {name: 100 * count / len(labels) for name, count in right.items()}
 
 
 def _attacked(
-    f: Callable[[Tensor], Tensor], x: Tensor, real: Tensor | None, labels: Tensor, radius: float, steps: int, generator: torch.Generator
+    f: Callable[[Tensor], Tensor],
+    x: Tensor,
+    real: Tensor | None,
+    labels: Tensor,
+    radius: float,
+    steps: int,
+    generator: torch.Generator,
 ) -> dict[str, Tensor]:
     """Which samples are classified rightly, for every attack, (samples,) bool."""
     with torch.no_grad():
         logits = f(x)
     if logits.ndim != 2:
-        raise LipboundError(f"the logits have shape {tuple(logits.shape)}; attacks need one row of classes for each sample")
+        raise LipboundError(
+            f"the logits have shape {tuple(logits.shape)}; attacks need one row of classes for "
+            "each sample"
+        )
 
     def good(move: Tensor) -> Tensor:
         with torch.no_grad():
@@ -198,7 +275,9 @@ def _attacked(
 
     def unit(move: Tensor) -> Tensor:
         move = move if real is None else move * real
-        return move / torch.linalg.vector_norm(move.flatten(1), dim=1).clamp_min(1e-30).view(-1, 1, 1)
+        return move / torch.linalg.vector_norm(move.flatten(1), dim=1).clamp_min(1e-30).view(
+            -1, 1, 1
+        )
 
     def gradient(move: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -228,12 +307,15 @@ def _attacked(
 
 
 @in_own_modes
-def first_order_radius(model: "PreTrainedModel", inputs: Mapping[str, Tensor], *, batch: int = 32) -> Tensor:
-    r"""How far (Frobenius norm) a sample's token vectors must move before its linearised prediction changes, (samples,), float64.
+def first_order_radius(
+    model: "PreTrainedModel", inputs: Mapping[str, Tensor], *, batch: int = 32
+) -> Tensor:
+    r"""How far (Frobenius norm) a sample's token vectors must move before its linearised prediction
+    changes, (samples,), float64.
 
-    :math:`\min_j (z_y - z_j) / |\nabla (z_y - z_j)|` over the other classes j, y the predicted one; infinite where a difference has no gradient. A
-    reading of the
-    Jacobian at one point, not a certificate: the network is not linear.
+    :math:`\min_j (z_y - z_j) / |\nabla (z_y - z_j)|` over the other classes j, y the predicted one;
+    infinite where a difference has no gradient. A reading of the Jacobian at one point, not a
+    certificate: the network is not linear.
     """
     model = measurable(bare_model(model))
     inputs = {name: t for name, t in taken(model, inputs).items() if isinstance(t, Tensor)}
@@ -247,7 +329,9 @@ def first_order_radius(model: "PreTrainedModel", inputs: Mapping[str, Tensor], *
             rows = NetworkJacobian(f, x, real).dense().double()
             label = logits.argmax(-1, keepdim=True)
             margin = logits.gather(1, label) - logits
-            slope = torch.linalg.vector_norm(rows.gather(1, label[..., None].expand(-1, 1, rows.shape[2])) - rows, dim=-1)
+            slope = torch.linalg.vector_norm(
+                rows.gather(1, label[..., None].expand(-1, 1, rows.shape[2])) - rows, dim=-1
+            )
             ratio = (margin / slope.clamp_min(1e-300)).scatter(1, label, math.inf)
             found.append(ratio.amin(-1).cpu())
     return torch.cat(found)

@@ -11,10 +11,12 @@ T = TypeVar("T")
 
 
 class Cache:
-    """Values by key, owned by one layer. What it holds never decides which path a computation takes, only whether a value is computed again.
+    """Values by key, owned by one layer. What it holds never decides which path a computation
+    takes, only whether a value is computed again.
 
     Args:
-        differentiable: whether derivatives may be wanted of what it holds. Values computed without them then do not serve where they are on.
+        differentiable: whether derivatives may be wanted of what it holds. Values computed without
+            them then do not serve where they are on.
     """
 
     def __init__(self, *, differentiable: bool = False) -> None:
@@ -41,17 +43,25 @@ class Cache:
         """Use this value from now on."""
         self._values[self._place(key)] = value
 
-    def share(self, other: "Cache", *keys: Hashable, change: Callable[[Any], Any] = lambda value: value) -> None:
-        """Take over what another layer of the same tensors, or of more of them, has computed under these keys, each value changed."""
-        self._values |= {place: change(value) for place, value in other._values.items() if place[0] in keys}
+    def share(
+        self, other: "Cache", *keys: Hashable, change: Callable[[Any], Any] = lambda value: value
+    ) -> None:
+        """Take over what another layer of the same tensors, or of more of them, has computed under
+        these keys, each value changed."""
+        self._values |= {
+            place: change(value) for place, value in other._values.items() if place[0] in keys
+        }
 
     def drop(self, *keys: Hashable) -> None:
         """Free what is kept under these keys; it is computed again when it is needed."""
-        self._values = {place: value for place, value in self._values.items() if place[0] not in keys}
+        self._values = {
+            place: value for place, value in self._values.items() if place[0] not in keys
+        }
 
 
 class derived(Generic[T]):
-    """Decorator: a property that is computed on first use and kept in the ``cache`` of its object, under its own name."""
+    """Decorator: a property that is computed on first use and kept in the ``cache`` of its object,
+    under its own name."""
 
     def __init__(self, make: Callable[[Any], T]) -> None:
         self._make, self.__doc__ = make, make.__doc__

@@ -17,7 +17,8 @@ from lipbound.errors import AttentionError
 
 
 class Fields:
-    """The parts of an attention layer, and the names that papers and users have for what is in them."""
+    """The parts of an attention layer, and the names that papers and users have for what is in
+    them."""
 
     x: Tensor
     projections: Projections
@@ -26,7 +27,7 @@ class Fields:
     surroundings: ResidualContext | None
     cache: Cache
 
-    # -- parts -------------------------------------------------------------------------------------------------------
+    # -- parts -------------------------------------------------------------------------------------
 
     @property
     def w_q(self) -> Tensor:
@@ -114,12 +115,16 @@ class Fields:
 
     def only(self, what: str, allowed: Collection[str] = ()) -> None:
         """Raise AttentionError if the layer has variants that ``what`` does not cover."""
-        other = [step.title for step in sorted(self.scoring.steps, key=lambda step: step.place) if step.name not in allowed]
+        other = [
+            step.title
+            for step in sorted(self.scoring.steps, key=lambda step: step.place)
+            if step.name not in allowed
+        ]
         if other:
             covering = "exact norms of heads, 'lipbound' and 'lipbound_block'"
             raise AttentionError(f"{what} does not cover {' and '.join(other)}; {covering} do")
 
-    # -- shapes ------------------------------------------------------------------------------------------------------
+    # -- shapes ------------------------------------------------------------------------------------
 
     @property
     def samples(self) -> int:

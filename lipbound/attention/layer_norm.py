@@ -9,9 +9,11 @@ from lipbound.errors import AttentionError
 
 
 class Normaliser:
-    r"""LayerNorm or RMSNorm at a batch of inputs; as a linear map, its Jacobian there, token by token.
+    r"""LayerNorm or RMSNorm at a batch of inputs; as a linear map, its Jacobian there, token by
+    token.
 
-    With :math:`u = (x - \bar x)/s`, :math:`s = (|x - \bar x|^2/D + eps)^{1/2}` (RMSNorm: without the mean), the output is :math:`w \circ u + b` and
+    With :math:`u = (x - \bar x)/s`, :math:`s = (|x - \bar x|^2/D + eps)^{1/2}` (RMSNorm: without
+    the mean), the output is :math:`w \circ u + b` and
 
     .. math:: J\,dx = w \circ \big(dx - \overline{dx} - u\,(u \cdot dx)/D\big)/s
 
@@ -26,14 +28,33 @@ class Normaliser:
         unit: u, (samples, N, D). size: s, (samples, N, 1), float64.
     """
 
-    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float = 0.0, centred: bool = True):
+    def __init__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        eps: float = 0.0,
+        centred: bool = True,
+    ):
         if weight.shape != x.shape[-1:] or (bias is not None and bias.shape != weight.shape):
             raise AttentionError(
-                f"a normaliser's weight has shape {tuple(weight.shape)}; for inputs of width {x.shape[-1]} it must be ({x.shape[-1]},)"
+                f"a normaliser's weight has shape {tuple(weight.shape)}; for inputs of width "
+                f"{x.shape[-1]} it must be ({x.shape[-1]},)"
             )
-        self.x, self.weight, self.bias, self.eps, self.centred = x, weight, bias, float(eps), centred
+        self.x, self.weight, self.bias, self.eps, self.centred = (
+            x,
+            weight,
+            bias,
+            float(eps),
+            centred,
+        )
         deviation = x.double() - x.double().mean(-1, keepdim=True) if centred else x.double()
-        self.size = (deviation.square().mean(-1, keepdim=True) + eps).sqrt().clamp_min(torch.finfo(torch.float64).tiny)
+        self.size = (
+            (deviation.square().mean(-1, keepdim=True) + eps)
+            .sqrt()
+            .clamp_min(torch.finfo(torch.float64).tiny)
+        )
         self.unit = (deviation / self.size).to(x.dtype)
 
     @property
@@ -55,13 +76,16 @@ class Normaliser:
 
     @property
     def norms(self) -> Tensor:
-        r"""Upper values of the norms of each token's Jacobian, :math:`\max_k |w_k| / s`, (samples, N), float64."""
+        r"""Upper values of the norms of each token's Jacobian, :math:`\max_k |w_k| / s`, (samples,
+        N), float64."""
         return self.weight.double().abs().amax() / self.size[..., 0] * (1 + 1e-12)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Normaliser":
         """Another one with changed tensors."""
         bias = None if self.bias is None else change(self.bias)
-        return Normaliser(change(self.x), change(self.weight), bias, eps=self.eps, centred=self.centred)
+        return Normaliser(
+            change(self.x), change(self.weight), bias, eps=self.eps, centred=self.centred
+        )
 
     def double(self) -> "Normaliser":
         """In float64."""
@@ -69,7 +93,9 @@ class Normaliser:
 
     def select(self, samples: slice | Tensor) -> "Normaliser":
         """Some samples."""
-        return Normaliser(self.x[samples], self.weight, self.bias, eps=self.eps, centred=self.centred)
+        return Normaliser(
+            self.x[samples], self.weight, self.bias, eps=self.eps, centred=self.centred
+        )
 
     def radius(self) -> float:
         """Of the smallest centred ball around all its outputs (`ellipsoid_radius`)."""
@@ -77,12 +103,14 @@ class Normaliser:
 
 
 def ellipsoid_radius(weight: Tensor, bias: Tensor | None = None, *, centred: bool = True) -> float:
-    r"""Largest length of an output of LayerNorm (``centred``) or RMSNorm over all inputs: R of the published bounds, from parameters alone.
+    r"""Largest length of an output of LayerNorm (``centred``) or RMSNorm over all inputs: R of the
+    published bounds, from parameters alone.
 
     .. math:: \max\{|w \circ z + b| : |z|^2 \le D,\ \textstyle\sum_k z_k = 0\}
 
-    (without the sum for RMSNorm). Outputs lie on this ellipsoid but for eps, which keeps them inside. Computed as the minimum of its dual over one
-    number, every value of which is an upper value: Lemma 23 (docs/theory/layers.md). Cost O(D^3) for LayerNorm, O(D) for RMSNorm.
+    (without the sum for RMSNorm). Outputs lie on this ellipsoid but for eps, which keeps them
+    inside. Computed as the minimum of its dual over one number, every value of which is an upper
+    value: Lemma 23 (docs/theory/layers.md). Cost O(D^3) for LayerNorm, O(D) for RMSNorm.
     """
     w = weight.detach().double()
     b = torch.zeros_like(w) if bias is None else bias.detach().double()
@@ -97,11 +125,15 @@ def ellipsoid_radius(weight: Tensor, bias: Tensor | None = None, *, centred: boo
     high = float(g.norm() / width**0.5)
     low = 0.0
     distances = (top - values).clamp_min(0)
-    for _ in range(200):  # where the derivative D - sum g^2/(mu - lambda)^2 changes sign, mu = top + middle
+    for _ in range(
+        200
+    ):  # where the derivative D - sum g^2/(mu - lambda)^2 changes sign, mu = top + middle
         middle = (low + high) / 2
         if not low < middle < high:
             break
         too_small = float((g / (middle + distances)).square().sum()) > width
         low, high = (middle, high) if too_small else (low, middle)
-    dual = (top + high) * width + torch.where(g == 0, 0.0, g**2 / (high + distances).clamp_min(1e-300)).sum()
+    dual = (top + high) * width + torch.where(
+        g == 0, 0.0, g**2 / (high + distances).clamp_min(1e-300)
+    ).sum()
     return float((dual + b.square().sum()).sqrt() * (1 + 1e-12))

@@ -6,16 +6,22 @@ import torch
 from torch import Tensor
 
 BLOCKED = -1e30
-"""Additive mask entries at or below this value forbid attention (models write the dtype's lowest number, or -inf)."""
+"""Additive mask entries at or below this value forbid attention (models write the dtype's lowest
+number, or -inf)."""
 
 
 def zero_one(mask: Tensor) -> bool:
-    """Tell whether a mask holds 0 and 1, both and nothing else: it was hardly meant to be added to scores.
+    """Tell whether a mask holds 0 and 1, both and nothing else: it was hardly meant to be added to
+    scores.
 
     >>> zero_one(torch.ones(2, 2).tril()), zero_one(torch.zeros(2, 2))
     (True, False)
     """
-    return bool(((mask == 0) | (mask == 1)).all()) and bool((mask == 1).any()) and bool((mask == 0).any())
+    return (
+        bool(((mask == 0) | (mask == 1)).all())
+        and bool((mask == 1).any())
+        and bool((mask == 0).any())
+    )
 
 
 def add_mask(scores: Tensor, mask: Tensor) -> Tensor:
@@ -24,7 +30,8 @@ def add_mask(scores: Tensor, mask: Tensor) -> Tensor:
 
 
 def level(mask: Tensor) -> Tensor:
-    """A mask, float64, less the largest entry of each row: the softmax sees only differences, and large constants would swallow digits of scores."""
+    """A mask, float64, less the largest entry of each row: the softmax sees only differences, and
+    large constants would swallow digits of scores."""
     forbidden = mask <= BLOCKED
     mask = mask.double().masked_fill(forbidden, -math.inf)
     top = mask.amax(-1, keepdim=True)
@@ -50,8 +57,11 @@ def among(mask: Tensor, keep: Tensor) -> Tensor:
 
 
 def sees_some_key(mask: Tensor, tokens: int, valid: Tensor | None) -> bool:
-    """Whether every query that counts may attend to some key; ``valid`` (samples, N) bool or None."""
-    keys = (mask > BLOCKED).expand(*mask.shape[:-2], *torch.broadcast_shapes(mask.shape[-2:], (1, tokens)))
+    """Whether every query that counts may attend to some key; ``valid`` (samples, N)
+    bool or None."""
+    keys = (mask > BLOCKED).expand(
+        *mask.shape[:-2], *torch.broadcast_shapes(mask.shape[-2:], (1, tokens))
+    )
     if valid is not None:
         keys = keys & valid[:, None, None, :]
     sees = keys.any(-1)

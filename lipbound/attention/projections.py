@@ -1,4 +1,5 @@
-"""The projections of a layer: what makes queries, keys and values of tokens, and what is made of the heads' outputs."""
+"""The projections of a layer: what makes queries, keys and values of tokens, and what is made of
+the heads' outputs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -15,7 +16,8 @@ class Projections:
         w_q, w_k: (heads, D, d). Grouped keys are repeated, one per head.
         w_v: (heads, D, d_v).
         b_q, b_k, b_v: (heads, d), (heads, d), (heads, d_v), or None for no bias.
-        w_o: each head's slice of the output projection, (heads, d_v, D_out), or None when it is not known.
+        w_o: each head's slice of the output projection, (heads, d_v, D_out), or None when it is not
+            known.
     """
 
     w_q: Tensor
@@ -28,7 +30,9 @@ class Projections:
 
     def tensors(self) -> dict[str, Tensor]:
         """Those that are there, by name."""
-        return {field.name: t for field in fields(self) if (t := getattr(self, field.name)) is not None}
+        return {
+            field.name: t for field in fields(self) if (t := getattr(self, field.name)) is not None
+        }
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Projections":
         """With changed tensors."""
@@ -44,7 +48,8 @@ class Projections:
 
 
 def projected(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-    """Tokens (samples, N, D) by per-head weights (heads, D, d) and biases, (samples, heads, N, d), in float64.
+    """Tokens (samples, N, D) by per-head weights (heads, D, d) and biases, (samples, heads, N, d),
+    in float64.
 
     Cancellations within a projection would otherwise cost digits of everything after it.
     """

@@ -1,4 +1,5 @@
-"""Attention heads as plain functions, written from the definition alone: what closed forms are tested against."""
+"""Attention heads as plain functions, written from the definition alone: what closed forms are
+tested against."""
 
 from collections.abc import Callable
 
@@ -10,12 +11,17 @@ from lipbound.attention.variants.qk_norm import QKNorm
 
 
 def head_function(att: Attention, sample: int, head: int) -> Callable[[Tensor], Tensor]:
-    """The head as a plain function of its input, (n, D) -> (n, d_v), n the tokens of the sample that are not padding.
+    """The head as a plain function of its input, (n, D) -> (n, d_v), n the tokens of the sample
+    that are not padding.
 
-    Written independently of the closed forms above, from the definition; with ``torch.func.jacrev`` it is the oracle they
-    are tested against.
+    Written independently of the closed forms above, from the definition; with ``torch.func.jacrev``
+    it is the oracle they are tested against.
     """
-    keep = torch.ones(att.tokens, dtype=torch.bool, device=att.device) if att.valid is None else att.valid[sample]
+    keep = (
+        torch.ones(att.tokens, dtype=torch.bool, device=att.device)
+        if att.valid is None
+        else att.valid[sample]
+    )
     mask, angles = None, None
     sink = None if att.sinks is None else att.sinks[head].to(att.dtype).expand(int(keep.sum()), 1)
     if att.rotation is not None:
@@ -37,12 +43,17 @@ def head_function(att: Attention, sample: int, head: int) -> Callable[[Tensor], 
     def normed(x: Tensor, y: Tensor, norm: QKNorm | None) -> Tensor:
         if norm is None:
             return y
-        whole = y if norm.over is None else torch.nn.functional.linear(x, norm.over[0].mT, norm.over[1])
+        whole = (
+            y if norm.over is None else torch.nn.functional.linear(x, norm.over[0].mT, norm.over[1])
+        )
         y = norm.gain[head] * y * torch.rsqrt((whole**2).mean(-1, keepdim=True) + norm.eps)
         return y if norm.bias is None else y + norm.bias[head]
 
     def f(x: Tensor) -> Tensor:
-        q, k = normed(x, linear(x, att.w_q, att.b_q), att.norm_q), normed(x, linear(x, att.w_k, att.b_k), att.norm_k)
+        q, k = (
+            normed(x, linear(x, att.w_q, att.b_q), att.norm_q),
+            normed(x, linear(x, att.w_k, att.b_k), att.norm_k),
+        )
         scores = rotated(q) @ rotated(k).mT * att.scale
         if att.cap is not None:
             scores = torch.tanh(scores / att.cap) * att.cap
@@ -54,7 +65,8 @@ def head_function(att: Attention, sample: int, head: int) -> Callable[[Tensor], 
 
 
 def dense_jacobian(att: Attention, sample: int = 0, head: int = 0) -> Tensor:
-    """The oracle: the Jacobian of one head by reverse-mode autograd, (n d_v, n D), padding tokens left out.
+    """The oracle: the Jacobian of one head by reverse-mode autograd, (n d_v, n D), padding tokens
+    left out.
 
     Memory grows like n^2 d_v D: for small cases.
     """

@@ -1,4 +1,5 @@
-"""What stands around an attention layer in its model: residual connection and layer normalisation."""
+"""What stands around an attention layer in its model: residual connection and layer
+normalisation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ class ResidualContext:
 
     Attributes:
         fed_by: the normaliser whose output is the layer's input, or None.
-        residual: "pre" for h + layer(norm(h)), norm being ``fed_by``; "post" for x + layer(x); None for neither.
+        residual: "pre" for h + layer(norm(h)), norm being ``fed_by``; "post" for x + layer(x); None
+            for neither.
         followed_by: the normaliser of x + layer(x) under "post", or None.
     """
 
@@ -22,5 +24,7 @@ class ResidualContext:
 
     def map(self, change: Callable[[Normaliser], Normaliser]) -> "ResidualContext":
         """The same with changed normalisers."""
-        fed_by, followed_by = (None if norm is None else change(norm) for norm in (self.fed_by, self.followed_by))
+        fed_by, followed_by = (
+            None if norm is None else change(norm) for norm in (self.fed_by, self.followed_by)
+        )
         return ResidualContext(fed_by, self.residual, followed_by)

@@ -25,7 +25,8 @@ class Scoring:
 
     Args:
         scale: factor of the scores; ``d ** -0.5`` of the layer when None.
-        mask: additive, broadcastable to (samples, heads, N, N), entries finite or -inf, or None; entries at or below -1e30 forbid attention.
+        mask: additive, broadcastable to (samples, heads, N, N), entries finite or -inf, or None;
+            entries at or below -1e30 forbid attention.
         steps: the variants, in any order; they act in that of their stages.
 
     Raises:
@@ -46,9 +47,12 @@ class Scoring:
 
     def inputs(self) -> list[Tensor]:
         """All tensors that it is made of."""
-        return [*([] if self.mask is None else [self.mask]), *(t for step in self.steps for t in step.inputs())]
+        return [
+            *([] if self.mask is None else [self.mask]),
+            *(t for step in self.steps for t in step.inputs()),
+        ]
 
-    # -- what the variants are ----------------------------------------------------------------------------------------
+    # -- what the variants are ---------------------------------------------------------------------
 
     @property
     def names(self) -> frozenset[str]:
@@ -66,10 +70,11 @@ class Scoring:
 
     @property
     def plain_keys(self) -> bool:
-        """Whether no variant acts on keys: their biases then shift every row of scores by a constant."""
+        """Whether no variant acts on keys: their biases then shift every row of scores by a
+        constant."""
         return not any(step.acts_on("k") for step in self.steps)
 
-    # -- queries and keys ---------------------------------------------------------------------------------------------
+    # -- queries and keys --------------------------------------------------------------------------
 
     def enter(self, side: Side, x: Tensor, y: Tensor, valid: Tensor | None) -> Tensor:
         """Projected queries or keys (samples, heads, N, d), float64, as they enter the scores."""
@@ -77,15 +82,19 @@ class Scoring:
             y = step.enter(side, x, y, valid)
         return y
 
-    def token_map(self, side: Side, x: Tensor, y: Callable[[], Tensor], dtype: torch.dtype) -> TokenMap:
-        """The derivative of `enter` with respect to the projected vectors y(), of every head of every sample, token by token."""
+    def token_map(
+        self, side: Side, x: Tensor, y: Callable[[], Tensor], dtype: torch.dtype
+    ) -> TokenMap:
+        """The derivative of `enter` with respect to the projected vectors y(), of every head of
+        every sample, token by token."""
         found = [step.step(side, x, y, dtype) for step in self.steps]
         return TokenMap([step for step in found if step is not None], x.shape[1], dtype, x.device)
 
-    # -- scores -------------------------------------------------------------------------------------------------------
+    # -- scores ------------------------------------------------------------------------------------
 
     def transformed(self, z: Tensor, heads: slice | int = EVERY, rows: slice = EVERY) -> Tensor:
-        """Scaled scores, (samples, heads, rows, N) or (rows, N) of one head, as they are before the mask."""
+        """Scaled scores, (samples, heads, rows, N) or (rows, N) of one head, as they are before the
+        mask."""
         for step in self.steps:
             z = step.scores(z, heads, rows)
         return z
@@ -107,20 +116,25 @@ class Scoring:
 
     @property
     def entrywise(self) -> bool:
-        """Whether every score passes by itself, so that those which a mask forbids need not be known."""
+        """Whether every score passes by itself, so that those which a mask forbids need not be
+        known."""
         return all(step.entrywise for step in self.steps)
 
     @cached_property
     def level_mask(self) -> Tensor | None:
-        """The mask as it is added to scores: without what each row has in common, unless constants take part in the softmax beside it."""
+        """The mask as it is added to scores: without what each row has in common, unless constants
+        take part in the softmax beside it."""
         return level(self.mask) if self.mask is not None and self._levelled else self.mask
 
     @property
     def _levelled(self) -> bool:
-        return self.mask is not None and not (self.mask.requires_grad or self.extra_scores is not None or self.mask.shape[-1] == 1)
+        return self.mask is not None and not (
+            self.mask.requires_grad or self.extra_scores is not None or self.mask.shape[-1] == 1
+        )
 
     def mask_part(self, sample: int, head: int, rows: slice, keys: slice = EVERY) -> Tensor | None:
-        """Some rows and columns of `level_mask` of one head, (rows or 1, keys or 1), without forming the rest; None where there is no mask.
+        """Some rows and columns of `level_mask` of one head, (rows or 1, keys or 1), without
+        forming the rest; None where there is no mask.
 
         ``keys`` are to hold all that ``rows`` may attend to.
         """
@@ -138,7 +152,7 @@ class Scoring:
             scores = add_mask(scores, self.level_mask)
         return scores if valid is None else scores.masked_fill(~valid[:, None, None, :], -math.inf)
 
-    # -- the softmax --------------------------------------------------------------------------------------------------
+    # -- the softmax -------------------------------------------------------------------------------
 
     @property
     def extra_scores(self) -> Tensor | None:
@@ -147,7 +161,8 @@ class Scoring:
         return torch.cat(found, -1) if found else None
 
     def probabilities(self, scores: Tensor, valid: Tensor | None) -> Tensor:
-        """Softmax over keys (and what else takes part), rows of padded queries zero; raises AttentionError when scores overflow."""
+        """Softmax over keys (and what else takes part), rows of padded queries zero; raises
+        AttentionError when scores overflow."""
         padded = None if valid is None else ~valid[:, None, :, None]
         scores = scores if padded is None else scores.masked_fill(padded, 0.0)
         extra = self.extra_scores
@@ -158,10 +173,13 @@ class Scoring:
             p = torch.softmax(scores, -1)
         p = p if padded is None else p.masked_fill(padded, 0.0)
         if not bool(torch.isfinite(p).all()):
-            raise AttentionError("the attention scores overflow, so their softmax is not finite; rescale the inputs or the weights")
+            raise AttentionError(
+                "the attention scores overflow, so their softmax is not finite; rescale the "
+                "inputs or the weights"
+            )
         return p
 
-    # -- copies -------------------------------------------------------------------------------------------------------
+    # -- copies ------------------------------------------------------------------------------------
 
     def _steps(self, change: Callable[[Variant], Variant]) -> tuple[Variant, ...]:
         return tuple(map(change, self.steps))
@@ -177,7 +195,8 @@ class Scoring:
         return replace(self, mask=mask, steps=self._steps(lambda step: step.of_tokens(keep)))
 
     def without_biases(self) -> "Scoring":
-        """For projections without biases; the shift of a normalisation of queries or keys, which is none of these, stays."""
+        """For projections without biases; the shift of a normalisation of queries or keys, which is
+        none of these, stays."""
         return replace(self, steps=self._steps(lambda step: step.without_biases()))
 
     def map(self, change: Callable[[Tensor], Tensor], *, mask: bool = True) -> "Scoring":

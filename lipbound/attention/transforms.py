@@ -1,4 +1,5 @@
-"""A layer at other inputs, of some heads, in another dtype, with its output projection folded in: everything that makes one layer of another."""
+"""A layer at other inputs, of some heads, in another dtype, with its output projection folded in:
+everything that makes one layer of another."""
 
 import math
 from abc import ABC, abstractmethod
@@ -20,7 +21,8 @@ PATTERN = ("wide_q", "q", "wide_k", "k", "centred_k", "p", "weights")
 WIDE = ("wide_q", "centred_k", "centred_v")
 """Those in float64 whatever the layer's dtype, and free of biases that J does not see."""
 ORDINARY = 16
-"""Logarithms to base 2 within which sizes of tensors are left as they are by `Transforms.unit_scales`."""
+"""Logarithms to base 2 within which sizes of tensors are left as they are by
+`Transforms.unit_scales`."""
 LARGEST_SCORES = 80
 """Logarithm to base 2 of the size of scores beyond which no bound is evaluated."""
 ZERO = -100_000
@@ -43,57 +45,90 @@ class Transforms(Fields, ABC):
     ) -> Self:
         """A layer with other parts; what is not named stays."""
 
-    # -- where and in what dtype -----------------------------------------------------------------------------------------
+    # -- where and in what dtype -------------------------------------------------------------------
 
     def double(self) -> Self:
-        """The same layer in float64 (self when it already is), made once. The mask is the layer's own: it is added to float64 scores anyway."""
+        """The same layer in float64 (self when it already is), made once. The mask is the layer's
+        own: it is added to float64 scores anyway."""
         if self.x.dtype == torch.float64:
             return self
-        return self.cache.get("double", lambda: self._map(lambda t: t.double() if t.is_floating_point() else t, check=False, mask=False))
+        return self.cache.get(
+            "double",
+            lambda: self._map(
+                lambda t: t.double() if t.is_floating_point() else t, check=False, mask=False
+            ),
+        )
 
     def to(self, device: str | torch.device) -> Self:
         """The same layer on another device."""
         return self._map(lambda t: t.to(device))
 
     def detached(self) -> Self:
-        """The same layer without derivatives, of copies of its tensors: also where those were made in inference mode."""
+        """The same layer without derivatives, of copies of its tensors: also where those were made
+        in inference mode."""
         return self._map(lambda t: t.detach().clone(), check=False)
 
-    def _map(self, change: Callable[[Tensor], Tensor], *, check: bool = True, mask: bool = True) -> Self:
+    def _map(
+        self, change: Callable[[Tensor], Tensor], *, check: bool = True, mask: bool = True
+    ) -> Self:
         return self.with_parts(
-            x=change(self.x), projections=self.projections.map(change), scoring=self.scoring.map(change, mask=mask),
+            x=change(self.x),
+            projections=self.projections.map(change),
+            scoring=self.scoring.map(change, mask=mask),
             valid=None if self.valid is None else change(self.valid),
-            surroundings=None if self.surroundings is None else self.surroundings.map(lambda norm: norm.map(change)), check=check,
-        )  # fmt: skip
+            surroundings=None
+            if self.surroundings is None
+            else self.surroundings.map(lambda norm: norm.map(change)),
+            check=check,
+        )
 
-    # -- parts of it, and other inputs -------------------------------------------------------------------------------------
+    # -- parts of it, and other inputs -------------------------------------------------------------
 
     def select(self, samples: slice = slice(None), heads: slice = slice(None)) -> Self:
         """Some samples and heads of the layer, one of each at least."""
         x, projections = self.x[samples], self.projections.of_heads(heads)
         return self.with_parts(
-            x=x, projections=projections, scoring=self.scoring.select(samples, heads), valid=None if self.valid is None else self.valid[samples],
-            surroundings=None if self.surroundings is None else self.surroundings.map(lambda norm: norm.select(samples)),
+            x=x,
+            projections=projections,
+            scoring=self.scoring.select(samples, heads),
+            valid=None if self.valid is None else self.valid[samples],
+            surroundings=None
+            if self.surroundings is None
+            else self.surroundings.map(lambda norm: norm.select(samples)),
             check=0 in (len(x), len(projections.w_q)),
-        )  # fmt: skip
+        )
 
     def unpadded(self, sample: int) -> Self:
         """One sample without its padding tokens: samples = 1 and no ``valid``."""
         one = slice(sample, sample + 1)
-        valid, scoring = None if self.valid is None else self.valid[one], self.scoring.select(one, slice(None))
-        part = self.with_parts(x=self.x[one], scoring=scoring, valid=valid, surroundings=None, check=False)
+        valid, scoring = (
+            None if self.valid is None else self.valid[one],
+            self.scoring.select(one, slice(None)),
+        )
+        part = self.with_parts(
+            x=self.x[one], scoring=scoring, valid=valid, surroundings=None, check=False
+        )
         if self.valid is None:
             return part
         keep = self.valid[sample]
-        return part.with_parts(x=part.x[:, keep], scoring=part.scoring.of_tokens(keep), valid=None, surroundings=None)
+        return part.with_parts(
+            x=part.x[:, keep], scoring=part.scoring.of_tokens(keep), valid=None, surroundings=None
+        )
 
-    def at(self, x: Tensor, *, mask: Tensor | Literal["same"] | None = "same", valid: Tensor | Literal["same"] | None = "same") -> Self:
-        """The same layer, with everything that makes it one, at other inputs; differentiable in them.
+    def at(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | Literal["same"] | None = "same",
+        valid: Tensor | Literal["same"] | None = "same",
+    ) -> Self:
+        """The same layer, with everything that makes it one, at other inputs; differentiable in
+        them.
 
         Args:
             x: (samples, N, D), any number of samples, in the layer's dtype. A rotation fixes N.
-            mask, valid: of these inputs, as in the constructor; the layer's own by default, which must then fit x. ``surroundings``, which hold
-                inputs themselves, are dropped.
+            mask, valid: of these inputs, as in the constructor; the layer's own by default, which
+                must then fit x. ``surroundings``, which hold inputs themselves, are dropped.
 
         Raises:
             AttentionError: shapes that do not fit, another dtype.
@@ -101,26 +136,35 @@ class Transforms(Fields, ABC):
         scoring = self.scoring if isinstance(mask, str) else replace(self.scoring, mask=mask)
         return self.with_parts(x=x, scoring=scoring, valid=valid, surroundings=None)
 
-    # -- other weights -------------------------------------------------------------------------------------------------------
+    # -- other weights -----------------------------------------------------------------------------
 
     def without_biases(self) -> Self:
-        """The same layer without the biases of its projections; the shift of a normalisation of queries or keys, which is none of these, stays."""
-        return self.with_parts(projections=self.projections.without_biases(), scoring=self.scoring.without_biases())
+        """The same layer without the biases of its projections; the shift of a normalisation of
+        queries or keys, which is none of these, stays."""
+        return self.with_parts(
+            projections=self.projections.without_biases(), scoring=self.scoring.without_biases()
+        )
 
-    def with_values(self, w_v: Tensor, b_v: Tensor | None, w_o: Tensor | None = None, *, check: bool = True) -> Self:
-        """The same attention pattern over other values and output projection; queries, keys and probabilities already computed are shared.
+    def with_values(
+        self, w_v: Tensor, b_v: Tensor | None, w_o: Tensor | None = None, *, check: bool = True
+    ) -> Self:
+        """The same attention pattern over other values and output projection; queries, keys and
+        probabilities already computed are shared.
 
         ``check``: whether to look at the numbers.
         """
-        other = self.with_parts(projections=replace(self.projections, w_v=w_v, b_v=b_v, w_o=w_o), check=check)
+        other = self.with_parts(
+            projections=replace(self.projections, w_v=w_v, b_v=b_v, w_o=w_o), check=check
+        )
         other.cache.share(self.cache, *PATTERN)
         return other
 
     def fold_output(self) -> tuple[Self, Tensor]:
         """Heads with their output slice, as plain heads of the same Jacobian norm.
 
-        With the thin QR of the transpose, ``w_o[h] = L E^T`` (E: D_out x r with orthonormal columns), the map
-        ``x -> out @ w_o[h]`` has the singular values of the head whose value projection is ``w_v[h] @ L``: Lemma 4 (docs/theory/jacobian.md).
+        With the thin QR of the transpose, ``w_o[h] = L E^T`` (E: D_out x r with orthonormal
+        columns), the map ``x -> out @ w_o[h]`` has the singular values of the head whose value
+        projection is ``w_v[h] @ L``: Lemma 4 (docs/theory/jacobian.md).
 
         Returns:
             That layer, and E as a tensor (heads, D_out, r), r = min(d_v, D_out).
@@ -130,15 +174,22 @@ class Transforms(Fields, ABC):
         """
         own = self.projections
         if own.w_o is None:
-            raise AttentionError("map 'head_out' needs the output projection w_o, which this layer does not have; use map='head'")
+            raise AttentionError(
+                "map 'head_out' needs the output projection w_o, which this layer does not have; "
+                "use map='head'"
+            )
         e, r = torch.linalg.qr(own.w_o.mT)
         fold = r.mT
-        return self.with_values(own.w_v @ fold, None if own.b_v is None else (own.b_v[:, None] @ fold)[:, 0]), e
+        return self.with_values(
+            own.w_v @ fold, None if own.b_v is None else (own.b_v[:, None] @ fold)[:, 0]
+        ), e
 
     def unit_values(self, *, together: bool = False) -> tuple[Self, Tensor]:
-        """The layer with each head's values (or all heads' ``together``) divided by a power of two near their size, and these numbers (heads,).
+        """The layer with each head's values (or all heads' ``together``) divided by a power of two
+        near their size, and these numbers (heads,).
 
-        Exact, and keeps products away from overflow and underflow; J is linear in the values: Lemma 4 (docs/theory/jacobian.md).
+        Exact, and keeps products away from overflow and underflow; J is linear in the values: Lemma
+        4 (docs/theory/jacobian.md).
         """
         own = self.projections
         size = own.w_v.detach().abs().amax((-1, -2)).double()
@@ -147,23 +198,33 @@ class Transforms(Fields, ABC):
         unit = torch.where(size > 0, 2.0 ** size.clamp_min(1e-300).log2().round(), 1.0)
         w_v = (own.w_v.double() / unit[:, None, None]).to(own.w_v.dtype)
         b_v = None if own.b_v is None else (own.b_v.double() / unit[:, None]).to(own.w_v.dtype)
-        other = self.with_values(w_v, b_v, own.w_o, check=not (b_v is None or bool(torch.isfinite(b_v).all())))
+        other = self.with_values(
+            w_v, b_v, own.w_o, check=not (b_v is None or bool(torch.isfinite(b_v).all()))
+        )
         other.cache.keep("centred_v", self.centred_v / unit[:, None, None])
         return other, unit
 
     def unit_scales(self) -> tuple[Self, Tensor, Tensor]:
-        r"""The layer in float64 with tensors of ordinary size, whose Jacobians are those of this one but for known powers of two.
+        r"""The layer in float64 with tensors of ordinary size, whose Jacobians are those of this
+        one but for known powers of two.
 
-        :math:`(x, W_Q, W_K)` and :math:`(2^a x, 2^{b-a} W_Q, 2^{-b-a} W_K)`, with biases of queries and keys times :math:`2^{\pm b}`, have one J,
-        which is linear in the values: Lemma 73 (docs/theory/upper_values.md). Biases that J does not see are dropped. Layers whose sizes lie within
-        :math:`2^{\pm 16}` stay as they are, and share what is derived from them. Queries and keys that are normalised keep their size.
+        :math:`(x, W_Q, W_K)` and :math:`(2^a x, 2^{b-a} W_Q, 2^{-b-a} W_K)`, with biases of queries
+        and keys times :math:`2^{\pm b}`, have one J, which is linear in the values: Lemma 73
+        (docs/theory/upper_values.md). Biases that J does not see are dropped. Layers whose sizes
+        lie within :math:`2^{\pm 16}` stay as they are, and share what is derived from them. Queries
+        and keys that are normalised keep their size.
 
         Returns:
-            That layer; exponents (heads,) of the powers of two that its J is to be multiplied with; and whether all this is exact and logits are
-            in the range in which bounds can be evaluated, (samples, heads) bool.
+            That layer; exponents (heads,) of the powers of two that its J is to be multiplied with;
+            and whether all this is exact and logits are in the range in which bounds can be
+            evaluated, (samples, heads) bool.
         """
         exact = torch.ones(self.samples, self.heads, dtype=torch.bool, device=self.device)
-        wide, invariant, ordinary = self.double(), "qk_norm" not in self.scoring.names, self.ordinary()
+        wide, invariant, ordinary = (
+            self.double(),
+            "qk_norm" not in self.scoring.names,
+            self.ordinary(),
+        )
         if ordinary is not None:
             return ordinary, torch.zeros(self.heads, dtype=torch.long, device=self.device), exact
         own, sizes, e_x, e_c = wide._sizes()
@@ -173,20 +234,33 @@ class Transforms(Fields, ABC):
         for name, t in moved.items():
             exact &= (_times(t, -steps[name]) == getattr(own, name)).flatten(1).all(1)
         by_x = torch.full((self.samples,), -e_x, device=self.device)
-        x, variants = _times(wide.x, by_x), [step.of_scaled_inputs(-e_x) for step in wide.scoring.steps]
+        x, variants = (
+            _times(wide.x, by_x),
+            [step.of_scaled_inputs(-e_x) for step in wide.scoring.steps],
+        )
         exact &= (_times(x, -by_x) == wide.x).all() & (logits <= LARGEST_SCORES)
         exact &= all(
             torch.equal(t, u) for old, new in zip(wide.scoring.steps, variants, strict=True)
             for t, u in zip(old.inputs(), new.of_scaled_inputs(e_x).inputs(), strict=True)
         )  # fmt: skip
         # nothing is said of other heads, whose numbers may be too large to compute with
-        moved = {name: t.where(exact.all(0).view(-1, *[1] * (t.ndim - 1)), torch.zeros_like(t)) for name, t in moved.items()}
+        moved = {
+            name: t.where(exact.all(0).view(-1, *[1] * (t.ndim - 1)), torch.zeros_like(t))
+            for name, t in moved.items()
+        }
         scale = math.ldexp(self.scale, -e_c) if invariant else self.scale
         scoring = replace(wide.scoring, scale=scale, steps=tuple(variants))
-        return wide.with_parts(x=x, projections=replace(own, **moved), scoring=scoring, surroundings=None), -steps["w_v"], exact
+        return (
+            wide.with_parts(
+                x=x, projections=replace(own, **moved), scoring=scoring, surroundings=None
+            ),
+            -steps["w_v"],
+            exact,
+        )
 
     def ordinary(self) -> Self | None:
-        """The layer in float64 without biases that J does not see, if its sizes are ordinary; else None."""
+        """The layer in float64 without biases that J does not see, if its sizes are ordinary; else
+        None."""
         own, sizes, *ends = self._sizes()
         every = torch.cat([*sizes.values(), torch.tensor(ends, device=self.device)])
         if not bool(((every.abs() <= ORDINARY) | (every == ZERO)).all()):
@@ -194,13 +268,24 @@ class Transforms(Fields, ABC):
         wide = self.x.dtype == torch.float64
         if wide and own.b_k is self.b_k and own.b_v is self.b_v and self.surroundings is None:
             return self
-        scoring = self.scoring if wide else self.scoring.map(lambda t: t.double() if t.is_floating_point() else t)
-        other = self.with_parts(x=self.x.double(), projections=own.map(lambda t: t.double()), scoring=scoring, surroundings=None, check=False)
+        scoring = (
+            self.scoring
+            if wide
+            else self.scoring.map(lambda t: t.double() if t.is_floating_point() else t)
+        )
+        other = self.with_parts(
+            x=self.x.double(),
+            projections=own.map(lambda t: t.double()),
+            scoring=scoring,
+            surroundings=None,
+            check=False,
+        )
         other.cache.share(self.cache, *(("q", "p", "weights") if wide else ()), *WIDE)
         return other
 
     def _sizes(self) -> tuple[Projections, dict[str, Tensor], int, int]:
-        """Projections without biases that J does not see; exponents of their sizes, of that of x and of ``scale``."""
+        """Projections without biases that J does not see; exponents of their sizes, of that of x
+        and of ``scale``."""
         own, scoring = self.projections, self.scoring
         own = replace(own, b_k=None if scoring.plain_keys and scoring.shift_invariant else own.b_k,
                       b_v=None if scoring.extra_scores is None else own.b_v)  # fmt: skip
@@ -210,9 +295,14 @@ class Transforms(Fields, ABC):
     def of_samples(self, samples: slice) -> Self:
         """The layer at some of its inputs, with what has been derived at all of them."""
         part = self.with_parts(
-            x=self.x[samples], scoring=self.scoring.select(samples, slice(None)), valid=None if self.valid is None else self.valid[samples],
-            surroundings=None if self.surroundings is None else self.surroundings.map(lambda norm: norm.select(samples)), check=False,
-        )  # fmt: skip
+            x=self.x[samples],
+            scoring=self.scoring.select(samples, slice(None)),
+            valid=None if self.valid is None else self.valid[samples],
+            surroundings=None
+            if self.surroundings is None
+            else self.surroundings.map(lambda norm: norm.select(samples)),
+            check=False,
+        )
         part.cache.share(self.cache, *PATTERN, *WIDE, change=lambda t: t[samples])
         return part
 
@@ -228,8 +318,11 @@ def _exponents(t: Tensor) -> Tensor:
     return torch.where(size > 0, torch.frexp(size).exponent.long(), ZERO)
 
 
-def _steps(sizes: dict[str, Tensor], e_x: int, e_c: int, invariant: bool) -> tuple[dict[str, Tensor], Tensor]:
-    """Exponents to change projections by, (heads,) each, when inputs change by -e_x, and those of the logits' sizes (0 where unknown).
+def _steps(
+    sizes: dict[str, Tensor], e_x: int, e_c: int, invariant: bool
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Exponents to change projections by, (heads,) each, when inputs change by -e_x, and those of
+    the logits' sizes (0 where unknown).
 
     ``invariant``: whether only products of queries and keys count.
     """
@@ -248,11 +341,21 @@ def _steps(sizes: dict[str, Tensor], e_x: int, e_c: int, invariant: bool) -> tup
         logits = e_c + e_q + e_k
         up_q = logits // 2 - e_q
         up_k = e_c - up_q
-    return {"w_q": e_x + up_q, "b_q": up_q, "w_k": e_x + up_k, "b_k": up_k, "w_v": -e_v, "b_v": -e_v - e_x}, logits
+    return {
+        "w_q": e_x + up_q,
+        "b_q": up_q,
+        "w_k": e_x + up_k,
+        "b_k": up_k,
+        "w_v": -e_v,
+        "b_v": -e_v - e_x,
+    }, logits
 
 
 def _times(t: Tensor, exponents: Tensor) -> Tensor:
-    """Entries of t (n, ...), float64, times 2 to the exponents (n,), in steps whose factors are in the range of float64."""
+    """Entries of t (n, ...), float64, times 2 to the exponents (n,), in steps whose factors are in
+    the range of float64."""
     for part in (exponents // 4, (exponents + 1) // 4, (exponents + 2) // 4, (exponents + 3) // 4):
-        t = t * ((part.clamp(-1022, 1023) + 1023) << 52).view(torch.float64).view(-1, *[1] * (t.ndim - 1))
+        t = t * ((part.clamp(-1022, 1023) + 1023) << 52).view(torch.float64).view(
+            -1, *[1] * (t.ndim - 1)
+        )
     return t

@@ -13,7 +13,8 @@ from lipbound.errors import AttentionError, shown
 
 
 def validate(x: Tensor, projections: Projections, scoring: Scoring, valid: Tensor | None) -> None:
-    """Raise AttentionError unless the tensors of a layer fit together, are numbers of one dtype, and every query may attend to some key."""
+    """Raise AttentionError unless the tensors of a layer fit together, are numbers of one dtype,
+    and every query may attend to some key."""
     needed = {"x": x, "w_q": projections.w_q, "w_k": projections.w_k, "w_v": projections.w_v}
     optional = projections.tensors() | {"mask": scoring.mask, "valid": valid}
     for name, tensor in (optional | needed).items():
@@ -24,16 +25,25 @@ def validate(x: Tensor, projections: Projections, scoring: Scoring, valid: Tenso
             _check_tensor(name, tensor)
     given = {"x": x} | projections.tensors()
     for name in ("x", "w_q", "w_k", "w_v"):
-        axes, shape = "(samples, N, D)" if name == "x" else "(heads, D, d)", tuple(given[name].shape)
+        axes, shape = (
+            "(samples, N, D)" if name == "x" else "(heads, D, d)",
+            tuple(given[name].shape),
+        )
         if len(shape) != 3 or 0 in shape:
             raise AttentionError(f"{name} has shape {shape}; it must be {axes} with no empty axis")
     heads, _, d = given["w_q"].shape
     samples, tokens, model = x.shape
     d_v = given["w_v"].shape[2]
     expected: dict[str, tuple[int | None, ...]] = {
-        "w_q": (heads, model, d), "w_k": (heads, model, d), "w_v": (heads, model, d_v),
-        "b_q": (heads, d), "b_k": (heads, d), "b_v": (heads, d_v), "w_o": (heads, d_v, None), "valid": (samples, tokens),
-    }  # fmt: skip
+        "w_q": (heads, model, d),
+        "w_k": (heads, model, d),
+        "w_v": (heads, model, d_v),
+        "b_q": (heads, d),
+        "b_k": (heads, d),
+        "b_v": (heads, d_v),
+        "w_o": (heads, d_v, None),
+        "valid": (samples, tokens),
+    }
     for name, tensor in (given | ({} if valid is None else {"valid": valid})).items():
         if name in expected:
             _check_shape(name, tensor, expected[name], given)
@@ -52,31 +62,51 @@ def _check_tensor(name: str, tensor: object) -> None:
     if not isinstance(tensor, Tensor):
         raise AttentionError(f"{name} is {shown(tensor)}; it must be a torch tensor")
     if tensor.is_meta:
-        raise AttentionError(f"{name} is on the device meta, which holds no numbers; give tensors on a CPU or GPU")
+        raise AttentionError(
+            f"{name} is on the device meta, which holds no numbers; give tensors on a CPU or GPU"
+        )
     if tensor.layout != torch.strided:
         raise AttentionError(f"{name} is sparse; give {name}.to_dense()")
 
 
-def _check_shape(name: str, tensor: Tensor, wanted: tuple[int | None, ...], given: dict[str, Tensor]) -> None:
+def _check_shape(
+    name: str, tensor: Tensor, wanted: tuple[int | None, ...], given: dict[str, Tensor]
+) -> None:
     got = tuple(tensor.shape)
-    if len(got) != len(wanted) or any(b is not None and a != b for a, b in zip(got, wanted, strict=True)):
+    if len(got) != len(wanted) or any(
+        b is not None and a != b for a, b in zip(got, wanted, strict=True)
+    ):
         shape = tuple("any" if s is None else s for s in wanted)
-        raise AttentionError(f"{name} has shape {got}; with x {tuple(given['x'].shape)} and w_q {tuple(given['w_q'].shape)} it must be {shape}")
+        raise AttentionError(
+            f"{name} has shape {got}; with x {tuple(given['x'].shape)} and w_q "
+            f"{tuple(given['w_q'].shape)} it must be {shape}"
+        )
 
 
 def _check_values(given: dict[str, Tensor], valid: Tensor | None) -> None:
     for name, tensor in given.items():
         if tensor.dtype not in (torch.float32, torch.float64):
-            raise AttentionError(f"{name} has dtype {tensor.dtype}; attention is computed in torch.float32 or torch.float64")
+            raise AttentionError(
+                f"{name} has dtype {tensor.dtype}; attention is computed in torch.float32 or "
+                "torch.float64"
+            )
         if tensor.dtype != given["x"].dtype and name != "mask":
-            raise AttentionError(f"{name} has dtype {tensor.dtype} but x has {given['x'].dtype}; give all tensors one dtype")
+            raise AttentionError(
+                f"{name} has dtype {tensor.dtype} but x has {given['x'].dtype}; give all tensors "
+                "one dtype"
+            )
         if name == "mask":
             if bool(torch.isnan(tensor).any()) or bool((tensor == math.inf).any()):
-                raise AttentionError("mask has NaN or +inf entries; it must be finite, or -inf where attention is forbidden")
+                raise AttentionError(
+                    "mask has NaN or +inf entries; it must be finite, or -inf where attention is "
+                    "forbidden"
+                )
             continue
         counted = tensor[valid] if name == "x" and valid is not None else tensor
         if not bool(torch.isfinite(counted).all()):
-            raise AttentionError(f"{name} has NaN or infinite entries; the Jacobian is not defined there")
+            raise AttentionError(
+                f"{name} has NaN or infinite entries; the Jacobian is not defined there"
+            )
 
 
 def _check_mask(mask: Tensor | None, full: tuple[int, ...], valid: Tensor | None) -> None:
@@ -84,15 +114,24 @@ def _check_mask(mask: Tensor | None, full: tuple[int, ...], valid: Tensor | None
     if mask is not None:
         if not mask.ndim:
             raise AttentionError(
-                f"mask is one number, {shown(mask.item())}; it must have an axis of keys and broadcast to (samples, heads, N, N) = {full}"
+                f"mask is one number, {shown(mask.item())}; it must have an axis of keys and "
+                f"broadcast to (samples, heads, N, N) = {full}"
             )
         try:
             fits = torch.broadcast_shapes(mask.shape, full) == full
         except RuntimeError:
             fits = False
         if not fits:
-            raise AttentionError(f"mask has shape {tuple(mask.shape)}; it must be broadcastable to (samples, heads, N, N) = {full}")
+            raise AttentionError(
+                f"mask has shape {tuple(mask.shape)}; it must be broadcastable to (samples, "
+                f"heads, N, N) = {full}"
+            )
     if valid is not None and not bool(valid.any(-1).all()):
-        raise AttentionError("valid marks every token of a sample as padding; each sample needs at least one token")
+        raise AttentionError(
+            "valid marks every token of a sample as padding; each sample needs at least one token"
+        )
     if mask is not None and not sees_some_key(mask, full[-1], valid):
-        raise AttentionError("mask forbids some query every key, so its softmax is undefined; mark such tokens with valid=False")
+        raise AttentionError(
+            "mask forbids some query every key, so its softmax is undefined; mark such tokens "
+            "with valid=False"
+        )

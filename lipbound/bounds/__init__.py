@@ -1,4 +1,5 @@
-"""Upper bounds on the local Lipschitz constant of attention heads: one file per paper, one registry.
+"""Upper bounds on the local Lipschitz constant of attention heads: one file per paper, one
+registry.
 
 What needs torch is imported on first use; what the bounds are called and `audit` need none.
 """
@@ -6,7 +7,9 @@ What needs torch is imported on first use; what the bounds are called and `audit
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lipbound.bounds.audit import audit  # here, so that importing the module of that name does not replace the function
+from lipbound.bounds.audit import (
+    audit,
+)  # here, so that importing the module of that name does not replace the function
 from lipbound.bounds.bound import Bound
 from lipbound.bounds.registry import bibliography, bound, evaluate, get, names, resolve
 
@@ -17,8 +20,24 @@ if TYPE_CHECKING:
 
     BIBTEX: dict[str, str]
 
-_HOME = {"after_norm": "after_layer_norm", "over_ball": "ball.over_ball", "whole_layer": "whole_layer_rules"}
-__all__ = ["BIBTEX", "Bound", "after_norm", "audit", "bound", "evaluate", "get", "names", "over_ball", "resolve", "whole_layer"]
+_HOME = {
+    "after_norm": "after_layer_norm",
+    "over_ball": "ball.over_ball",
+    "whole_layer": "whole_layer_rules",
+}
+__all__ = [
+    "BIBTEX",
+    "Bound",
+    "after_norm",
+    "audit",
+    "bound",
+    "evaluate",
+    "get",
+    "names",
+    "over_ball",
+    "resolve",
+    "whole_layer",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,5 @@
-"""Bounds on heads together with the layer normalisation in front of them, its weights folded into the projections."""
+"""Bounds on heads together with the layer normalisation in front of them, its weights folded into
+the projections."""
 
 import torch
 from torch import Tensor
@@ -10,19 +11,24 @@ from lipbound.linalg.upper import Upper
 
 
 def fold_normalisation(att: Attention) -> Attention:
-    r"""The layer as a function of the bare normalised tokens :math:`u = (x - \bar x)/s`: same q, k, v and P, other inputs and weights.
+    r"""The layer as a function of the bare normalised tokens :math:`u = (x - \bar x)/s`: same q, k,
+    v and P, other inputs and weights.
 
-    With :math:`w, b` the normaliser's parameters, :math:`W_Q` becomes :math:`\mathrm{diag}(w) W_Q` and :math:`b_Q` becomes :math:`b_Q + W_Q^T b`;
-    likewise for keys and values. Folded inputs have :math:`|u_i| \le \sqrt D`, whatever the parameters. Everything is in float64, and its rounding
+    With :math:`w, b` the normaliser's parameters, :math:`W_Q` becomes :math:`\mathrm{diag}(w) W_Q`
+    and :math:`b_Q` becomes :math:`b_Q + W_Q^T b`; likewise for keys and values. Folded inputs have
+    :math:`|u_i| \le \sqrt D`, whatever the parameters. Everything is in float64, and its rounding
     there is not counted.
 
     Raises:
-        AttentionError: a layer that is not known to be fed by a normaliser (``lipbound.capture(..., around=True)`` finds it).
+        AttentionError: a layer that is not known to be fed by a normaliser
+            (``lipbound.capture(..., around=True)`` finds it).
     """
     att.only("the ellipsoid of normalised inputs")
     fed_by = None if att.surroundings is None else att.surroundings.fed_by
     if fed_by is None:
-        raise AttentionError("no normalisation in front of this layer is known; capture it with around=True")
+        raise AttentionError(
+            "no normalisation in front of this layer is known; capture it with around=True"
+        )
 
     att, norm = att.double(), fed_by.double()
 
@@ -31,16 +37,30 @@ def fold_normalisation(att: Attention) -> Attention:
         return b if shift is None else shift if b is None else b + shift
 
     scaled = [norm.weight[:, None] * w for w in (att.w_q, att.w_k, att.w_v)]
-    b_q, b_k, b_v = (bias(w, b) for w, b in ((att.w_q, att.b_q), (att.w_k, att.b_k), (att.w_v, att.b_v)))
-    return Attention(norm.unit, *scaled, b_q=b_q, b_k=b_k, b_v=b_v, w_o=att.w_o, scale=att.scale, mask=att.mask, valid=att.valid)
+    b_q, b_k, b_v = (
+        bias(w, b) for w, b in ((att.w_q, att.b_q), (att.w_k, att.b_k), (att.w_v, att.b_v))
+    )
+    return Attention(
+        norm.unit,
+        *scaled,
+        b_q=b_q,
+        b_k=b_k,
+        b_v=b_v,
+        w_o=att.w_o,
+        scale=att.scale,
+        mask=att.mask,
+        valid=att.valid,
+    )
 
 
 def after_norm(att: Attention, name: str) -> Tensor:
-    r"""A bound on the maps :math:`h \mapsto head(norm(h))`, (samples, heads), float64, from the registered bound ``name`` on the folded heads.
+    r"""A bound on the maps :math:`h \mapsto head(norm(h))`, (samples, heads), float64, from the
+    registered bound ``name`` on the folded heads.
 
-    :math:`L(\text{folded}) \cdot \max_i 1/s_i` with :math:`s_i` the size that token i is divided by: Lemma 24 (docs/theory/layers.md). Against the
-    bound on the head as it is times the largest norm of the normalisation, :math:`\max_k |w_k| / s_i`, it sees which directions the weights w make
-    long.
+    :math:`L(\text{folded}) \cdot \max_i 1/s_i` with :math:`s_i` the size that token i is divided
+    by: Lemma 24 (docs/theory/layers.md). Against the bound on the head as it is times the largest
+    norm of the normalisation, :math:`\max_k |w_k| / s_i`, it sees which directions the weights w
+    make long.
     """
     folded = fold_normalisation(att)
     assert att.surroundings is not None

@@ -1,4 +1,5 @@
-"""What a bound is: a statement, what is needed to judge it, and its formula for each kind of head."""
+"""What a bound is: a statement, what is needed to judge it, and its formula for each
+kind of head."""
 
 from __future__ import annotations
 
@@ -28,13 +29,22 @@ MAP_NORMS = {"head": "exact", "l2": "exact_l2"}
 """The variable that holds the exact norm of the map a bound is about."""
 NORMS = {
     "frobenius": "all tokens move, by 1 together in the Frobenius norm, which measures outputs too",
-    "every-token": "every token moves by at most 1, and the output token that moves furthest counts",
+    "every-token": "every token moves by at most 1, and the output token that moves furthest "
+    "counts",
     "one-token": "one token alone moves, by 1, and outputs are measured in the Frobenius norm",
 }
-"""How perturbations and outputs are measured. Bounds and exact norms are compared within one norm only."""
-DIFFERENTIABLE = {"frobenius": "lipbound", "every-token": "lipbound_every_block", "one-token": "lipbound_one"}
+"""How perturbations and outputs are measured. Bounds and exact norms are compared within one norm
+only."""
+DIFFERENTIABLE = {
+    "frobenius": "lipbound",
+    "every-token": "lipbound_every_block",
+    "one-token": "lipbound_one",
+}
 """A sharp bound with derivatives in each norm."""
-BALLS = {"token": "every token moves by at most the radius", "frobenius": "X moves by at most the radius in the Frobenius norm"}
+BALLS = {
+    "token": "every token moves by at most the radius",
+    "frobenius": "X moves by at most the radius in the Frobenius norm",
+}
 
 
 @dataclass(frozen=True)
@@ -43,10 +53,14 @@ class Formula:
 
     Attributes:
         function: the bound itself.
-        condition: when it is a bound, as a test on an `Attention`, True per (sample, head) where the assumptions hold.
-        terms: what each of its terms contributes, fractions of one; None where it is a single product. See `lipbound.bounds.terms`.
-        layer: what it makes of a whole layer, (samples,), map "heads" or "layer"; None for the published rules. See `lipbound.bounds.whole_layer`.
-        longest: the most tokens at which it is computed on layers of so many heads; None for any number.
+        condition: when it is a bound, as a test on an `Attention`, True per (sample, head) where
+            the assumptions hold.
+        terms: what each of its terms contributes, fractions of one; None where it is a single
+            product. See `lipbound.bounds.terms`.
+        layer: what it makes of a whole layer, (samples,), map "heads" or "layer"; None for the
+            published rules. See `lipbound.bounds.whole_layer`.
+        longest: the most tokens at which it is computed on layers of so many heads; None for any
+            number.
         covers: the `lipbound.attention.variants.VARIANTS` for which it holds.
     """
 
@@ -60,22 +74,30 @@ class Formula:
 
 @dataclass(frozen=True)
 class Bound:
-    """A published (or our own) upper bound on the local Lipschitz constant of one attention head at one input.
+    """A published (or our own) upper bound on the local Lipschitz constant of one attention head at
+    one input.
 
     Attributes:
         name: registry name, the variable of a run.
         label: short label for figures and tables.
         citation: BibTeX key of the source (an entry of `lipbound.bounds.BIBTEX`).
-        statement: the inequality, in plain text. statement_latex: the same, its formulas in LaTeX between dollar signs.
+        statement: the inequality, in plain text. statement_latex: the same, its formulas in LaTeX
+            between dollar signs.
         source: theorem or equation number.
         assumptions: when the statement is a bound, in words.
-        map: "head" (softmax(q k^T) v; with the output slice folded into the values when asked for) or "l2" (L2 attention).
+        map: "head" (softmax(q k^T) v; with the output slice folded into the values when asked for)
+            or "l2" (L2 attention).
         cost: leading cost per head.
-        formulas: the bound itself, from the formula for plain heads to the one that covers most variants.
-        norm: of `NORMS`: how perturbations and outputs are measured. Bounds of different norms never stand beside each other.
-        caveat: why the statement is no bound where its assumptions fail; empty when they always hold.
-        differentiable: whether its values have derivatives; one that has none refuses layers whose derivatives may be wanted.
-        ball: the statement for all inputs near X, of plain heads, or None where the source has none: see `over_ball`.
+        formulas: the bound itself, from the formula for plain heads to the one that covers most
+            variants.
+        norm: of `NORMS`: how perturbations and outputs are measured. Bounds of different norms
+            never stand beside each other.
+        caveat: why the statement is no bound where its assumptions fail; empty when they always
+            hold.
+        differentiable: whether its values have derivatives; one that has none refuses layers whose
+            derivatives may be wanted.
+        ball: the statement for all inputs near X, of plain heads, or None where the source has
+            none: see `over_ball`.
     """
 
     name: str
@@ -101,16 +123,22 @@ class Bound:
 
         Raises:
             AttentionError: a layer that the statement is not about; see `applies`.
-            LipboundError: derivatives may be wanted of a bound that has none; inputs longer than `longest`.
+            LipboundError: derivatives may be wanted of a bound that has none; inputs longer than
+                `longest`.
         """
         from lipbound.devices import in_own_modes  # here, since it needs torch
 
         formula = self.formula(att)
         if not self.differentiable and att.cache.recording:
-            raise LipboundError(f"bound {self.name!r} has no derivatives; call it under torch.no_grad(), or take {DIFFERENTIABLE[self.norm]!r}")
+            raise LipboundError(
+                f"bound {self.name!r} has no derivatives; call it under torch.no_grad(), or take "
+                f"{DIFFERENTIABLE[self.norm]!r}"
+            )
         if why := self.too_long(att.tokens, att.heads, att.variants):
             raise LipboundError(f"bound {self.name!r} {why}")
-        return in_own_modes(lambda: _numbers(formula.function(att)).expand(att.samples, att.heads))()
+        return in_own_modes(
+            lambda: _numbers(formula.function(att)).expand(att.samples, att.heads)
+        )()
 
     def formula(self, att: Attention) -> Formula:
         """The formula for the layer's kind of heads.
@@ -123,8 +151,11 @@ class Bound:
         return self._formula_for(att.variants)
 
     def _formula_for(self, variants: frozenset[str]) -> Formula:
-        """The first formula that covers these variants; where none does, the one that covers most."""
-        return next((formula for formula in self.formulas if variants <= formula.covers), self.formulas[-1])
+        """The first formula that covers these variants; where none does, the one that
+        covers most."""
+        return next(
+            (formula for formula in self.formulas if variants <= formula.covers), self.formulas[-1]
+        )
 
     @property
     def function(self) -> Function:
@@ -138,36 +169,43 @@ class Bound:
 
     @property
     def covers(self) -> frozenset[str]:
-        """Which of `lipbound.attention.variants.VARIANTS` some formula holds for; the bound says nothing about layers with others."""
+        """Which of `lipbound.attention.variants.VARIANTS` some formula holds for; the bound says
+        nothing about layers with others."""
         return self.formulas[-1].covers
 
     def applies(self, att: Attention) -> bool:
-        """Whether the statement is about layers such as this one at all: whether it covers its variants."""
+        """Whether the statement is about layers such as this one at all: whether it covers its
+        variants."""
         check_layer(att, f"bound {self.name!r}")
         return att.variants <= self.covers
 
     def too_long(self, tokens: int, heads: int, variants: frozenset[str]) -> str:
-        """Why the bound is not computed on layers with so many tokens, as the end of a sentence; empty where it is."""
+        """Why the bound is not computed on layers with so many tokens, as the end of a sentence;
+        empty where it is."""
         longest = self._formula_for(variants).longest
         if longest is None or tokens <= longest(heads):
             return ""
         return (
-            f"is computed up to {longest(heads):,} tokens of such heads, and there are {tokens:,}; take exact_upper, the enclosure of the "
+            f"is computed up to {longest(heads):,} tokens of such heads, and there are "
+            f"{tokens:,}; take exact_upper, the enclosure of the "
             "exact norm, which is sharper and takes less time there"
         )
 
     def sound(self, att: Attention) -> Tensor:
-        """Whether the statement is a valid upper bound here, by its assumptions: (samples, heads), bool."""
+        """Whether the statement is a valid upper bound here, by its assumptions: (samples, heads),
+        bool."""
         check_layer(att, f"bound {self.name!r}")
         return self._formula_for(att.variants).condition(att).expand(att.samples, att.heads)
 
     def terms(self, att: Attention) -> dict[str, Tensor] | None:
-        """What each term contributes, as fractions of one, (samples, heads) each; None where there are no terms, or no statement."""
+        """What each term contributes, as fractions of one, (samples, heads) each; None where there
+        are no terms, or no statement."""
         terms = self._formula_for(att.variants).terms if self.applies(att) else None
         return None if terms is None else terms(self, att)
 
     def over_ball(self, att: Attention, radius: float, *, norm: str = "token") -> Tensor:
-        """The source's bound over a ball of inputs, (samples, heads), float64; `lipbound.bounds.over_ball` is ours.
+        """The source's bound over a ball of inputs, (samples, heads), float64;
+        `lipbound.bounds.over_ball` is ours.
 
         Args:
             att: the layer at the centre.
@@ -175,11 +213,13 @@ class Bound:
             norm: "token" (every token moves by at most ``radius``) or "frobenius" (all of X does).
 
         Raises:
-            LipboundError: where the source has no such statement, a negative radius, an unknown norm.
+            LipboundError: where the source has no such statement, a negative radius, an unknown
+                norm.
         """
         if self.ball is None:
             raise LipboundError(
-                f"bound {self.name!r} is a statement about one input, without a radius; use lipbound.bounds.over_ball(..., at={self.name!r})"
+                f"bound {self.name!r} is a statement about one input, without a radius; use "
+                f"lipbound.bounds.over_ball(..., at={self.name!r})"
             )
         check_layer(att, f"bound {self.name!r}")
         att.only(f"bound {self.name!r} over a ball")
@@ -187,18 +227,28 @@ class Bound:
         return _numbers(self.ball(att, float(radius), norm)).expand(att.samples, att.heads)
 
     def extends(
-        self, *variants: str, condition: Function, terms: Terms | None = None, layer: Layer | None = None, longest: Longest | None = None
+        self,
+        *variants: str,
+        condition: Function,
+        terms: Terms | None = None,
+        layer: Layer | None = None,
+        longest: Longest | None = None,
     ) -> Callable[[Function], Function]:
-        """Decorator: the bound's formula for heads with ``variants`` (some or all of them) that the formulas so far do not cover.
+        """Decorator: the bound's formula for heads with ``variants`` (some or all of them) that the
+        formulas so far do not cover.
 
-        It stands for itself: what it is not given is not taken over from the formula for plain heads.
+        It stands for itself: what it is not given is not taken over from the formula for plain
+        heads.
 
         Raises:
             ValueError: unless ``variants`` hold all that earlier formulas cover, and more.
         """
         covers = frozenset(variants)
         if not self.covers < covers:
-            raise ValueError(f"an extension to {sorted(covers)} must cover more than {sorted(self.covers)}, which is covered already")
+            raise ValueError(
+                f"an extension to {sorted(covers)} must cover more than {sorted(self.covers)}, "
+                "which is covered already"
+            )
 
         def enter(function: Function) -> Function:
             self.formulas.append(Formula(function, condition, terms, layer, longest, covers))
@@ -222,7 +272,10 @@ class Bound:
             "cost",
             "differentiable",
         )
-        return {name: getattr(self, name) for name in names} | {"covers": sorted(self.covers), "over_ball": self.ball is not None}
+        return {name: getattr(self, name) for name in names} | {
+            "covers": sorted(self.covers),
+            "over_ball": self.ball is not None,
+        }
 
     def _repr_html_(self) -> str:
         covers = ", ".join(("plain heads", *sorted(self.covers)))
@@ -235,7 +288,9 @@ class Bound:
             "covers": covers,
             "cost per head": self.cost,
         }
-        return html_facts(f"{self.label} ({self.name})", said, {"statement": formula(self.statement_latex)})
+        return html_facts(
+            f"{self.label} ({self.name})", said, {"statement": formula(self.statement_latex)}
+        )
 
     @property
     def year(self) -> int:
@@ -261,11 +316,14 @@ def check_norm(norm: str) -> str:
 
 
 def check_ball(radius: float, norm: str) -> None:
-    """Raise LipboundError unless ``radius`` is a number from 0 to 1e60, whose fourth power is in range, and ``norm`` one of `BALLS`."""
+    """Raise LipboundError unless ``radius`` is a number from 0 to 1e60, whose fourth power is in
+    range, and ``norm`` one of `BALLS`."""
     if not isinstance(norm, str) or norm not in BALLS:
         raise UnknownNameError(f"unknown norm {shown(norm)} of a ball; {nearest(norm, BALLS)}")
     if not is_number(radius) or not 0 <= radius <= 1e60:
-        raise LipboundError(f"radius is {shown(radius)}; it must be a finite number >= 0, and at most 1e60")
+        raise LipboundError(
+            f"radius is {shown(radius)}; it must be a finite number >= 0, and at most 1e60"
+        )
 
 
 def check_radii(radius: float | Sequence[float], norm: str) -> tuple[bool, list[float]]:
@@ -274,7 +332,11 @@ def check_radii(radius: float | Sequence[float], norm: str) -> tuple[bool, list[
     Raises:
         LipboundError: as `check_ball` does, or for no radius at all.
     """
-    many = isinstance(radius, Iterable) and not isinstance(radius, str | bytes) and getattr(radius, "ndim", 1) > 0
+    many = (
+        isinstance(radius, Iterable)
+        and not isinstance(radius, str | bytes)
+        and getattr(radius, "ndim", 1) > 0
+    )
     radii = list(cast("Iterable[float]", radius)) if many else [cast("float", radius)]
     if not radii:
         raise LipboundError("radius is empty; give a number >= 0, or a sequence of at least one")

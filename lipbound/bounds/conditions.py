@@ -1,4 +1,5 @@
-"""Assumptions that several statements share: (1 or samples, 1 or heads) bool, True where they hold."""
+"""Assumptions that several statements share: (1 or samples, 1 or heads) bool, True
+where they hold."""
 
 import torch
 from torch import Tensor
@@ -7,18 +8,21 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.masking import BLOCKED
 
 LINEAR = ("rotation", "cap")
-"""Variants under which queries and keys are still affine in their tokens and rows of P still sum to one: published bounds extend to them."""
+"""Variants under which queries and keys are still affine in their tokens and rows of P still sum to
+one: published bounds extend to them."""
 
 
 def has_query_bias(att: Attention) -> Tensor:
-    """Whether a head has a nonzero query bias, (heads,), bool: the only bias that enters the Jacobian's shape."""
+    """Whether a head has a nonzero query bias, (heads,), bool: the only bias that enters the
+    Jacobian's shape."""
     if att.b_q is None:
         return torch.zeros(att.heads, dtype=torch.bool, device=att.device)
     return (att.b_q != 0).any(-1)
 
 
 def hides_or_shows(att: Attention) -> Tensor:
-    """Whether the mask only forbids or allows (no finite offsets) and lets every token attend to itself, (1, 1), bool."""
+    """Whether the mask only forbids or allows (no finite offsets) and lets every token attend to
+    itself, (1, 1), bool."""
     if att.mask is None:
         return torch.ones(1, 1, dtype=torch.bool, device=att.device)
     blocked = att.mask <= BLOCKED
@@ -30,7 +34,8 @@ def hides_or_shows(att: Attention) -> Tensor:
 
 
 def unmasked(att: Attention) -> Tensor:
-    """Whether every token may attend to every other that is not padding, at no offset, (1, 1), bool."""
+    """Whether every token may attend to every other that is not padding, at no offset, (1, 1),
+    bool."""
     if att.mask is None:
         return torch.ones(1, 1, dtype=torch.bool, device=att.device)
     free = att.mask == 0
@@ -51,6 +56,7 @@ def never(att: Attention) -> Tensor:
 
 
 def no_query_bias(att: Attention) -> Tensor:
-    """Where queries have no bias, nor keys if theirs does not drop out (rotation, cap), (heads,)."""
+    """Where queries have no bias, nor keys if theirs does not drop out (rotation, cap),
+    (heads,)."""
     free = ~has_query_bias(att)
     return free & (att.b_k == 0).all(-1) if att.variants and att.b_k is not None else free

@@ -1,7 +1,9 @@
-"""The factors that several published bounds share, as upper values with exponents of their own, each computed once per `Attention`.
+"""The factors that several published bounds share, as upper values with exponents of their own,
+each computed once per `Attention`.
 
-They are of the numbers given, whatever their dtype: everything is computed in float64 from factors brought into range by powers of two, and
-rounding is added: Lemmas 83, 84, 85 and 86 (docs/theory/upper_values.md).
+They are of the numbers given, whatever their dtype: everything is computed in float64 from factors
+brought into range by powers of two, and rounding is added: Lemmas 83, 84, 85 and 86
+(docs/theory/upper_values.md).
 """
 
 import math
@@ -31,7 +33,8 @@ TINY = 2.0**-900
 
 
 def wide(att: Attention) -> Attention:
-    """The layer in float64, with the queries and keys that are known; its probabilities are those of the given numbers."""
+    """The layer in float64, with the queries and keys that are known; its probabilities are those
+    of the given numbers."""
 
     def make() -> Attention:
         double = att.double()
@@ -42,7 +45,7 @@ def wide(att: Attention) -> Attention:
     return att.memo("wide", make)
 
 
-# -- norms of what is given --------------------------------------------------------------------------------------------
+# -- norms of what is given ------------------------------------------------------------------------
 
 
 def spectral(t: Tensor) -> Upper:
@@ -81,16 +84,26 @@ def scale(att: Attention) -> Upper:
 
 def turn(att: Attention) -> Upper:
     """The largest norm of a token's rotation, 1 without."""
-    return Upper.of(torch.tensor(1.0 if att.rotation is None else att.rotation.norm, dtype=torch.float64, device=att.device))
+    return Upper.of(
+        torch.tensor(
+            1.0 if att.rotation is None else att.rotation.norm,
+            dtype=torch.float64,
+            device=att.device,
+        )
+    )
 
 
 def _together(att: Attention) -> Upper:
-    """||W_Q||_F ||W_K||_F, (heads,), without derivatives: what rounding of products of both is relative to."""
-    return att.memo("sizes", lambda: size(att.w_q.detach(), (-2, -1)) * size(att.w_k.detach(), (-2, -1)))
+    """||W_Q||_F ||W_K||_F, (heads,), without derivatives: what rounding of products of both is
+    relative to."""
+    return att.memo(
+        "sizes", lambda: size(att.w_q.detach(), (-2, -1)) * size(att.w_k.detach(), (-2, -1))
+    )
 
 
 def norm_a(att: Attention) -> Upper:
-    """||A||, A = scale W_Q W_K^T (D x D), (heads,); with a rotation |scale| max ||R_i||^2 ||W_Q|| ||W_K||, which bounds those of all A_ij."""
+    """||A||, A = scale W_Q W_K^T (D x D), (heads,); with a rotation |scale| max ||R_i||^2 ||W_Q||
+    ||W_K||, which bounds those of all A_ij."""
 
     def make() -> Upper:
         if att.rotation is not None:
@@ -101,17 +114,27 @@ def norm_a(att: Attention) -> Upper:
 
 
 def product(a: Tensor, b: Tensor) -> Upper:
-    """||a b^T|| of a (..., m, d) and b (..., m, d) without forming it: Lemma 86 (docs/theory/upper_values.md)."""
+    """||a b^T|| of a (..., m, d) and b (..., m, d) without forming it: Lemma 86
+    (docs/theory/upper_values.md)."""
     (a, e), (b, f) = scaled(a, (-2, -1)), scaled(b, (-2, -1))
     tall = a.shape[-2] > a.shape[-1]
     r_a, r_b = (torch.linalg.qr(t.detach(), mode="r").R if tall else t.detach() for t in (a, b))
     inner = r_a @ r_b.mT
-    rounding = 16 * sum(a.shape[-2:]) * UNIT * torch.linalg.matrix_norm(a.detach()) * torch.linalg.matrix_norm(b.detach())
+    rounding = (
+        16
+        * sum(a.shape[-2:])
+        * UNIT
+        * torch.linalg.matrix_norm(a.detach())
+        * torch.linalg.matrix_norm(b.detach())
+    )
     norm = matrix_norm(inner) + rounding
     if a.requires_grad or b.requires_grad:
         u, s, vh = torch.linalg.svd(inner)
         top = torch.where(s[..., :1] > 0, s[..., :1], 1.0)[..., None]
-        left, right = a.detach() @ (r_b.mT @ vh[..., 0, :, None]) / top, b.detach() @ (r_a.mT @ u[..., :, :1]) / top
+        left, right = (
+            a.detach() @ (r_b.mT @ vh[..., 0, :, None]) / top,
+            b.detach() @ (r_a.mT @ u[..., :, :1]) / top,
+        )
         form = ((left.mT @ a) @ (b.mT @ right))[..., 0, 0]
         norm = norm + (form - form.detach())
     return Upper.of(norm).shifted((e + f)[..., 0, 0])
@@ -119,13 +142,20 @@ def product(a: Tensor, b: Tensor) -> Upper:
 
 def length_of_bias(b: Tensor | None, att: Attention) -> Upper:
     """|b|, (heads,); zero without."""
-    return Upper.of(torch.zeros(att.heads, dtype=torch.float64, device=att.device)) if b is None else size(b, -1)
+    return (
+        Upper.of(torch.zeros(att.heads, dtype=torch.float64, device=att.device))
+        if b is None
+        else size(b, -1)
+    )
 
 
 def pull_of_biases(att: Attention) -> tuple[Upper, Upper]:
-    """How far biases move gradients of scores, with rotation or cap: |scale| max ||R_i||^2 times ||W_K|| |b_Q| and ||W_Q|| |b_K|, (heads,)."""
+    """How far biases move gradients of scores, with rotation or cap: |scale| max ||R_i||^2 times
+    ||W_K|| |b_Q| and ||W_Q|| |b_K|, (heads,)."""
     factor = scale(att) * turn(att) ** 2
-    return factor * norm_k(att) * length_of_bias(att.b_q, att), factor * norm_q(att) * length_of_bias(att.b_k, att)
+    return factor * norm_k(att) * length_of_bias(att.b_q, att), factor * norm_q(
+        att
+    ) * length_of_bias(att.b_k, att)
 
 
 def shift(att: Attention) -> Upper:
@@ -133,12 +163,20 @@ def shift(att: Attention) -> Upper:
     if att.b_q is None:
         return length_of_bias(None, att)
     (w, e), (b, f) = scaled(att.w_k, (-2, -1)), scaled(att.b_q, -1)
-    moved = torch.linalg.vector_norm((w @ b[..., None])[..., 0], dim=-1) * (1 + gamma(w.shape[-2] + 4))
-    rounding = gamma(w.shape[-1] + 4) * torch.linalg.matrix_norm(w.detach()) * torch.linalg.vector_norm(b.detach(), dim=-1)
-    return scale(att) * Upper.of(moved + rounding * (1 + gamma(w.numel()))).shifted(e[..., 0, 0] + f[..., 0])
+    moved = torch.linalg.vector_norm((w @ b[..., None])[..., 0], dim=-1) * (
+        1 + gamma(w.shape[-2] + 4)
+    )
+    rounding = (
+        gamma(w.shape[-1] + 4)
+        * torch.linalg.matrix_norm(w.detach())
+        * torch.linalg.vector_norm(b.detach(), dim=-1)
+    )
+    return scale(att) * Upper.of(moved + rounding * (1 + gamma(w.numel()))).shifted(
+        e[..., 0, 0] + f[..., 0]
+    )
 
 
-# -- inputs: (samples, 1), so that they broadcast against heads ----------------------------------------------------------
+# -- inputs: (samples, 1), so that they broadcast against heads ------------------------------------
 
 
 def count(att: Attention) -> Tensor:
@@ -190,27 +228,41 @@ def diameter(att: Attention) -> Upper:
 
 
 def total_radius(att: Attention, radius: float, norm: str) -> Upper:
-    """How far X can move in the Frobenius norm within a ball, hence also in the spectral norm, (samples, 1)."""
+    """How far X can move in the Frobenius norm within a ball, hence also in the spectral norm,
+    (samples, 1)."""
     return Upper.of(radius) * (root_count(att) if norm == "token" else torch.ones_like(count(att)))
 
 
-# -- attention: (samples, heads) ---------------------------------------------------------------------------------------
+# -- attention: (samples, heads) -------------------------------------------------------------------
 
 
 def stretched(att: Attention, power: int) -> tuple[Tensor, Tensor]:
-    """What rows of P are multiplied with to stand for the exact ones, (1/(1 - error))^power, and which rows nothing is known of."""
+    """What rows of P are multiplied with to stand for the exact ones, (1/(1 - error))^power, and
+    which rows nothing is known of."""
     error = tensor_errors(att).p
     known = error < UNKNOWN
-    return torch.where(known, (1 / (1 - torch.where(known, error, 0.0))) ** power * (1 + gamma(att.tokens + 20)), 1.0), ~known
+    return torch.where(
+        known,
+        (1 / (1 - torch.where(known, error, 0.0))) ** power * (1 + gamma(att.tokens + 20)),
+        1.0,
+    ), ~known
 
 
 def probabilities(att: Attention) -> Tensor:
-    """P of all heads of all samples, of the given numbers; raises LipboundError where memory for them is not free."""
+    """P of all heads of all samples, of the given numbers; raises LipboundError where memory for
+    them is not free."""
 
     def make() -> Tensor:
         needed = COPIES * 8.0 * att.samples * att.heads * att.tokens**2
-        what = f"bounds that look at attention matrices need those of all heads at {att.tokens} tokens"
-        require(needed, att.device, what, "measure shorter inputs, fewer samples or heads, or name other bounds")
+        what = (
+            f"bounds that look at attention matrices need those of all heads at {att.tokens} tokens"
+        )
+        require(
+            needed,
+            att.device,
+            what,
+            "measure shorter inputs, fewer samples or heads, or name other bounds",
+        )
         return wide(att).p
 
     return att.memo("probabilities", make)
@@ -221,7 +273,9 @@ def norm_p(att: Attention) -> Upper:
 
     def make() -> Upper:
         p, (stretch, unknown) = probabilities(att), stretched(att, 1)
-        fixed = (p.detach() * stretch[..., None]).masked_fill(unknown[..., None], 0.0).clamp(max=1.0)
+        fixed = (
+            (p.detach() * stretch[..., None]).masked_fill(unknown[..., None], 0.0).clamp(max=1.0)
+        )
         norm = nonnegative_norm(fixed, rtol=TIGHT, max_steps=STEPS) + TINY
         if p.requires_grad:
             u, y = top_pair(fixed)
@@ -236,7 +290,8 @@ def norm_p(att: Attention) -> Upper:
 
 
 def top_pair(p: Tensor) -> tuple[Tensor, Tensor]:
-    """A pair of top singular vectors of each matrix, (..., n, 1) both, orthogonal to nothing that is left out: by a dense decomposition."""
+    """A pair of top singular vectors of each matrix, (..., n, 1) both, orthogonal to nothing that
+    is left out: by a dense decomposition."""
     _, vectors = torch.linalg.eigh(p.mT @ p)
     y = vectors[..., -1:]
     u = p @ y
@@ -281,8 +336,9 @@ def deviation(att: Attention) -> Upper:
 
 
 def entering(att: Attention) -> tuple[tuple[Tensor, Upper], tuple[Tensor, Upper]]:
-    """Queries and keys as they enter the scores, (samples, heads, N, d) in float64, zero for padding, keys centred unless there is a cap;
-    and upper values of the rounding of each token's, (samples, heads)."""
+    """Queries and keys as they enter the scores, (samples, heads, N, d) in float64, zero for
+    padding, keys centred unless there is a cap; and upper values of the rounding of each token's,
+    (samples, heads)."""
     layer = wide(att)
     q, k = layer.wide_q, layer.wide_k
     real = None if att.valid is None else att.valid[:, None, :, None]
@@ -294,16 +350,20 @@ def entering(att: Attention) -> tuple[tuple[Tensor, Upper], tuple[Tensor, Upper]
     r = radius(att).detach()
     found = []
     for w, b, extra in ((att.w_q, att.b_q, 0), (att.w_k, att.b_k, att.tokens + 4)):
-        largest = turn(att) * (r * size(w.detach(), (-2, -1)) + length_of_bias(None if b is None else b.detach(), att))
+        largest = turn(att) * (
+            r * size(w.detach(), (-2, -1)) + length_of_bias(None if b is None else b.detach(), att)
+        )
         found.append(largest * (3 * gamma(att.x.shape[2] + 12 + extra)))
     return (q, found[0]), (k, found[1])
 
 
 def slope_of_scores(att: Attention) -> Upper:
-    r"""Upper value of the norm of dX -> dS before the softmax, with rotation or cap, (samples, heads).
+    r"""Upper value of the norm of dX -> dS before the softmax, with rotation or cap, (samples,
+    heads).
 
-    :math:`|scale| \max_i \|R_i\| (\|Q\| \|W_K\| + \|K\| \|W_Q\|)`, Q and K the queries and keys as they enter the scores (keys centred, unless
-    there is a cap): Lemma 32 (docs/theory/published.md).
+    :math:`|scale| \max_i \|R_i\| (\|Q\| \|W_K\| + \|K\| \|W_Q\|)`, Q and K the queries and keys as
+    they enter the scores (keys centred, unless there is a cap): Lemma 32
+    (docs/theory/published.md).
     """
     q, k = (spectral(t) + error * root_count(att) for t, error in entering(att))
     return scale(att) * turn(att) * (q * norm_k(att) + k * norm_q(att))

@@ -58,9 +58,11 @@ def bound(
     differentiable: bool = True,
     norm: str = "frobenius",
 ) -> Callable[[Function], Bound]:
-    r"""Decorator: enter a function of an `Attention` into the registry under ``name``. What it returns is the `Bound`, which is called alike.
+    r"""Decorator: enter a function of an `Attention` into the registry under ``name``. What it
+    returns is the `Bound`, which is called alike.
 
-    Adding a bound touches three files: the paper's own, with its BibTeX entry and terms inside, one word in `PAPERS`, and a test. A new paper::
+    Adding a bound touches three files: the paper's own, with its BibTeX entry and terms inside, one
+    word in `PAPERS`, and a test. A new paper::
 
         BIBTEX = "@misc{doe2027, ...}"
 
@@ -75,7 +77,9 @@ def bound(
             assumptions="no query bias; any mask",
             condition=conditions.no_query_bias,
             cost="O(N D)",
-            terms=values_and_softmax(lambda att, value: factors.norm_v(att) * factors.norm_p(att) / value),
+            terms=values_and_softmax(
+                lambda att, value: factors.norm_v(att) * factors.norm_p(att) / value
+            ),
         )
         def doe(att: Attention) -> Tensor: ...
 
@@ -103,8 +107,21 @@ def bound(
             raise ValueError(f"the BibTeX key {citation!r} is already that of another entry")
         formulas = [Formula(function, condition, terms, layer, longest, frozenset(covers))]
         _BOUNDS[name] = Bound(
-            name, label, citation, statement, statement_latex, source, assumptions, map, cost, formulas, caveat, ball, differentiable, norm
-        )  # fmt: skip
+            name,
+            label,
+            citation,
+            statement,
+            statement_latex,
+            source,
+            assumptions,
+            map,
+            cost,
+            formulas,
+            caveat,
+            ball,
+            differentiable,
+            norm,
+        )
         return _BOUNDS[name]
 
     return enter
@@ -131,7 +148,8 @@ def names(norm: str | None = "frobenius") -> list[str]:
     """Registry names of all bounds in a norm, oldest source first, as figures and tables show them.
 
     Args:
-        norm: "frobenius", "every-token" or "one-token" (`lipbound.bounds.bound.NORMS`); None for the bounds of all of them, norm by norm.
+        norm: "frobenius", "every-token" or "one-token" (`lipbound.bounds.bound.NORMS`); None for
+            the bounds of all of them, norm by norm.
 
     Raises:
         UnknownNameError: another norm.
@@ -164,10 +182,12 @@ def get(name: str) -> Bound:
 
 
 def resolve(bounds: str | Bound | Iterable[str | Bound], norm: str | None = None) -> list[str]:
-    """Names for "default" or "all" (all bounds of the norm), "none" or "exact" (exact norms alone), one name, names separated by commas, or a list.
+    """Names for "default" or "all" (all bounds of the norm), "none" or "exact" (exact norms alone),
+    one name, names separated by commas, or a list.
 
     Args:
-        norm: of the bounds. None: that of the bounds that are named, and Frobenius for "all" and "default".
+        norm: of the bounds. None: that of the bounds that are named, and Frobenius for "all" and
+            "default".
 
     Raises:
         UnknownNameError: unknown names, an unknown norm.
@@ -184,32 +204,54 @@ def resolve(bounds: str | Bound | Iterable[str | Bound], norm: str | None = None
             return []
         given, bounds = bounds, [part.strip() for part in bounds.split(",") if part.strip()]
         if not bounds:
-            raise UnknownNameError(f"bounds is {shown(given)}, which names none; give 'default', 'all', a name, names separated by commas, or 'none'")
-    if not isinstance(bounds, Iterable) or isinstance(bounds, bytes | Mapping) or (hasattr(bounds, "shape") and not bounds.shape):
-        raise UnknownNameError(f"bounds is {shown(bounds)}; give 'default', 'all', a name, or a list of names")
-    return _of_one_norm(list(dict.fromkeys(get(name.name if isinstance(name, Bound) else name).name for name in bounds)), norm)
+            raise UnknownNameError(
+                f"bounds is {shown(given)}, which names none; give 'default', 'all', a name, "
+                "names separated by commas, or 'none'"
+            )
+    if (
+        not isinstance(bounds, Iterable)
+        or isinstance(bounds, bytes | Mapping)
+        or (hasattr(bounds, "shape") and not bounds.shape)
+    ):
+        raise UnknownNameError(
+            f"bounds is {shown(bounds)}; give 'default', 'all', a name, or a list of names"
+        )
+    return _of_one_norm(
+        list(
+            dict.fromkeys(
+                get(name.name if isinstance(name, Bound) else name).name for name in bounds
+            )
+        ),
+        norm,
+    )
 
 
 def _of_one_norm(found: list[str], norm: str | None) -> list[str]:
-    """These names; LipboundError where one of them is not of the norm, or, without one, not of that of the first."""
+    """These names; LipboundError where one of them is not of the norm, or, without one, not of that
+    of the first."""
     for name in found:
         other, own = get(name).norm, norm or get(found[0]).norm
         if other != own:
             here = f"here the norm is {own}" if norm else f"{found[0]!r} in the {own} norm"
             raise LipboundError(
-                f"bound {name!r} is stated in the {other} norm and {here}, and numbers of different norms are not compared; take some of "
+                f"bound {name!r} is stated in the {other} norm and {here}, and numbers of "
+                "different norms are not compared; take some of "
                 f"{', '.join(names(own))}"
             )
     return found
 
 
-def evaluate(att: Attention, bounds: str | Iterable[str] = "default", norm: str | None = None) -> dict[str, Tensor]:
-    """Values of some bounds of one norm on every head at every input: {name: (samples, heads) float64}; ``bounds`` and ``norm`` as for `resolve`.
+def evaluate(
+    att: Attention, bounds: str | Iterable[str] = "default", norm: str | None = None
+) -> dict[str, Tensor]:
+    """Values of some bounds of one norm on every head at every input: {name: (samples, heads)
+    float64}; ``bounds`` and ``norm`` as for `resolve`.
 
     >>> import torch
     >>> from lipbound.attention.layer import Attention
     >>> g = torch.Generator().manual_seed(0)
-    >>> att = Attention(*(torch.randn(s, generator=g) for s in [(2, 5, 8), (3, 8, 4), (3, 8, 4), (3, 8, 4)]))
+    >>> shapes = [(2, 5, 8), (3, 8, 4), (3, 8, 4), (3, 8, 4)]
+    >>> att = Attention(*(torch.randn(shape, generator=g) for shape in shapes))
     >>> evaluate(att, ["castin", "yudin"])["yudin"].shape
     torch.Size([2, 3])
     """

@@ -1,14 +1,17 @@
 r"""Bounds on whole layers from bounds on their heads.
 
-With :math:`L_h` a bound on head h, :math:`W_O^h` its slice of the output projection (d_v x D_out) and :math:`W_O` all of them stacked:
+With :math:`L_h` a bound on head h, :math:`W_O^h` its slice of the output projection (d_v x D_out)
+and :math:`W_O` all of them stacked:
 
-- ``"sum"``: all heads side by side ("heads") :math:`\sum_h L_h` (Yudin et al. 2025, section 3); with the output projection ("layer")
-  :math:`\sum_h \|W_O^h\| L_h` (Castin et al. 2024, Lemma 3.8);
-- ``"root_sum_square"``: :math:`(\sum_h L_h^2)^{1/2}` (Yudin et al. 2025), and :math:`\|W_O\| (\sum_h L_h^2)^{1/2}`;
+- ``"sum"``: all heads side by side ("heads") :math:`\sum_h L_h` (Yudin et al. 2025, section 3);
+  with the output projection ("layer") :math:`\sum_h \|W_O^h\| L_h` (Castin et al. 2024, Lemma 3.8);
+- ``"root_sum_square"``: :math:`(\sum_h L_h^2)^{1/2}` (Yudin et al. 2025), and
+  :math:`\|W_O\| (\sum_h L_h^2)^{1/2}`;
 - ``"folded"`` (ours): the same for "heads", and for "layer" see `folded`;
 - ``"best"``: the smaller of the published two, and for our own bounds of all three.
 
-Proof: Lemmas 19 and 20 (docs/theory/layers.md); in the norms of single tokens Lemma 98 (docs/theory/token_bounds.md).
+Proof: Lemmas 19 and 20 (docs/theory/layers.md); in the norms of single tokens Lemma 98
+(docs/theory/token_bounds.md).
 """
 
 import torch
@@ -18,7 +21,14 @@ from lipbound.attention.layer import Attention
 from lipbound.bounds.bound import Bound
 from lipbound.bounds.factors import root_count, size, spectral, wide
 from lipbound.bounds.registry import get, resolve
-from lipbound.errors import AttentionError, LipboundError, UnknownNameError, check_layer, nearest, shown
+from lipbound.errors import (
+    AttentionError,
+    LipboundError,
+    UnknownNameError,
+    check_layer,
+    nearest,
+    shown,
+)
 from lipbound.jacobians.maps import BLOCKS, block_bound
 from lipbound.jacobians.rounding import Folding, folding_error, folding_slack
 from lipbound.linalg.matrix_norms import matrix_norm
@@ -28,16 +38,20 @@ RULES = ("best", "sum", "root_sum_square", "folded")
 
 
 def names_for(bounds: str | list[str], map: str, norm: str = "frobenius") -> list[str]:
-    """Names of the bounds that say something about a map in a norm: those on L2 attention say nothing about a whole layer here.
+    """Names of the bounds that say something about a map in a norm: those on L2 attention say
+    nothing about a whole layer here.
 
     Raises:
         LipboundError: when such a bound, or one of another norm, is asked for by name.
     """
     names = resolve(bounds, norm)
-    other = [name for name in names if map in ("heads", "layer", *BLOCKS) and get(name).map != "head"]
+    other = [
+        name for name in names if map in ("heads", "layer", *BLOCKS) and get(name).map != "head"
+    ]
     if other and bounds not in ("default", "all"):
         raise LipboundError(
-            f"{other[0]!r} bounds {get(other[0]).map} attention head by head and has no value for map={map!r}; use map='head' or leave it out"
+            f"{other[0]!r} bounds {get(other[0]).map} attention head by head and has no value "
+            f"for map={map!r}; use map='head' or leave it out"
         )
     return [name for name in names if name not in other]
 
@@ -48,12 +62,13 @@ def whole_layer(att: Attention, name: str, *, map: str = "layer", rule: str = "b
     Args:
         att: the layer.
         name: registry name of a bound on heads, in any norm, which is that of the value then.
-        map: "heads" (side by side), "layer" (with the output projection), or one of `lipbound.jacobians.maps.BLOCKS`, by
-            `lipbound.jacobians.maps.block_bound`.
+        map: "heads" (side by side), "layer" (with the output projection), or one of
+            `lipbound.jacobians.maps.BLOCKS`, by `lipbound.jacobians.maps.block_bound`.
         rule: one of `RULES`, see the module's header.
 
     Raises:
-        LipboundError: unknown rule, map or bound, a bound on another map, an unknown output projection.
+        LipboundError: unknown rule, map or bound, a bound on another map, an unknown output
+            projection.
     """
     check_layer(att, "whole_layer")
     if not isinstance(map, str):
@@ -61,12 +76,17 @@ def whole_layer(att: Attention, name: str, *, map: str = "layer", rule: str = "b
     if map in BLOCKS:
         return block_bound(att, whole_layer(att, name, rule=rule), map)
     if map not in ("heads", "layer"):
-        raise UnknownNameError(f"unknown map {map!r} of a whole layer; {nearest(map, ('heads', 'layer', *BLOCKS))}")
+        raise UnknownNameError(
+            f"unknown map {map!r} of a whole layer; {nearest(map, ('heads', 'layer', *BLOCKS))}"
+        )
     if not isinstance(rule, str) or rule not in RULES:
         raise UnknownNameError(f"unknown rule {shown(rule)}; {nearest(rule, RULES)}")
     (name,) = names_for([name], map, get(name).norm)
     if map == "layer" and att.w_o is None:
-        raise AttentionError("map 'layer' needs the output projection w_o, which this layer does not have; use map='heads'")
+        raise AttentionError(
+            "map 'layer' needs the output projection w_o, which this layer does not have; use "
+            "map='heads'"
+        )
     bound = get(name)
     if rule == "best":
         return (bound.formula(att).layer or published)(bound, att, map)
@@ -82,7 +102,9 @@ def _together(bound: Bound, att: Attention, map: str) -> tuple[Upper, Upper]:
     if map == "heads":
         return Upper.of(heads).sum(), size(heads, -1)
     assert att.w_o is not None
-    return (Upper.of(heads) * spectral(att.w_o)).sum(), spectral(att.w_o.flatten(0, 1)) * size(heads, -1)
+    return (Upper.of(heads) * spectral(att.w_o)).sum(), spectral(att.w_o.flatten(0, 1)) * size(
+        heads, -1
+    )
 
 
 def published(bound: Bound, att: Attention, map: str) -> Tensor:
@@ -92,7 +114,8 @@ def published(bound: Bound, att: Attention, map: str) -> Tensor:
 
 
 def with_folded(bound: Bound, att: Attention, map: str) -> Tensor:
-    """The smallest of all rules, (samples,): for bounds that keep or gain from folding, as ours do."""
+    """The smallest of all rules, (samples,): for bounds that keep or gain from folding,
+    as ours do."""
     best = published(bound, att, map)
     return torch.minimum(best, folded(att, bound.name)) if map == "layer" else best
 
@@ -100,30 +123,33 @@ def with_folded(bound: Bound, att: Attention, map: str) -> Tensor:
 def folded(att: Attention, name: str) -> Tensor:
     r"""A layer's bound from heads that have absorbed their projections, (samples,).
 
-    With the thin QR of the transposes, :math:`W_O^h = R_h^T E_h^T` (E_h orthonormal columns), the layer is :math:`\sum_h (I \otimes E_h) J_h`, where
-    :math:`J_h` is the head with values :math:`V R_h^T`, bounded by :math:`L_h`. Then, with :math:`\Omega_{hg} = \|E_h^T E_g\|`,
+    With the thin QR of the transposes, :math:`W_O^h = R_h^T E_h^T` (E_h orthonormal columns), the
+    layer is :math:`\sum_h (I \otimes E_h) J_h`, where :math:`J_h` is the head with values
+    :math:`V R_h^T`, bounded by :math:`L_h`. Then, with :math:`\Omega_{hg} = \|E_h^T E_g\|`,
 
     .. math:: \|J\| \le \min\big\{ (L^T \Omega L)^{1/2},\ \|[E_1 \dots E_H]\|\,|L| \big\}
 
-    Proof: Lemma 20 (docs/theory/layers.md); what folding rounds is added, by Lemma 72 (docs/theory/rounding.md).
+    Proof: Lemma 20 (docs/theory/layers.md); what folding rounds is added, by Lemma 72
+    (docs/theory/rounding.md).
     """
     heads, e, folding = _folded(att)
     values = get(name)(heads)
     omega = matrix_norm(e[:, None].mT @ e[None])
     whole = size(values, -1)
     parts, exponent = scaled(torch.where(torch.isfinite(values), values, 0.0), -1)
-    pairs = Upper.of(torch.einsum("sh,hg,sg->s", parts, omega, parts)).sqrt().shifted(exponent[:, 0]) + torch.where(
-        torch.isfinite(values), 0.0, values
-    ).sum(-1)
+    pairs = Upper.of(torch.einsum("sh,hg,sg->s", parts, omega, parts)).sqrt().shifted(
+        exponent[:, 0]
+    ) + torch.where(torch.isfinite(values), 0.0, values).sum(-1)
     together = pairs.minimum(spectral(torch.cat(list(e), 1)) * whole) * (1 + 1e-12)
     return (together + _rounded(heads, folding, name).sum()).value()
 
 
 def with_output(att: Attention, name: str) -> tuple[Tensor, Tensor]:
-    """A bound on heads that are followed by their slices of the output projection (map "head_out"), and where it is sound, (samples, heads) each.
+    """A bound on heads that are followed by their slices of the output projection (map "head_out"),
+    and where it is sound, (samples, heads) each.
 
-    The bound's value at the heads that have absorbed them, and what that has rounded: Lemma 4 (docs/theory/jacobian.md) and Lemma 72
-    (docs/theory/rounding.md).
+    The bound's value at the heads that have absorbed them, and what that has rounded: Lemma 4
+    (docs/theory/jacobian.md) and Lemma 72 (docs/theory/rounding.md).
     """
     heads, e, folding = _folded(att)
     bound = get(name)
@@ -132,7 +158,8 @@ def with_output(att: Attention, name: str) -> tuple[Tensor, Tensor]:
 
 
 def _folded(att: Attention) -> tuple[Attention, Tensor, Folding]:
-    """Heads that have absorbed their output slices, in float64, once for a layer; the bases of their outputs; and what that has rounded."""
+    """Heads that have absorbed their output slices, in float64, once for a layer; the bases of
+    their outputs; and what that has rounded."""
 
     def make() -> tuple[Attention, Tensor, Folding]:
         given = wide(att)
@@ -143,6 +170,7 @@ def _folded(att: Attention) -> tuple[Attention, Tensor, Folding]:
 
 
 def _rounded(heads: Attention, folding: Folding, name: str) -> Upper:
-    """Upper values of what folding took from the norms of heads, in the norm of a bound, (samples, heads)."""
+    """Upper values of what folding took from the norms of heads, in the norm of a bound, (samples,
+    heads)."""
     lost = Upper.of(folding_slack(heads, folding))
     return lost * root_count(heads) if get(name).norm == "every-token" else lost

@@ -1,6 +1,7 @@
 """The application that commands are registered with, and what all of them share.
 
-Commands import what they need when they run: ``lipbound --help`` loads neither torch nor anything else of size.
+Commands import what they need when they run: ``lipbound --help`` loads neither torch nor anything
+else of size.
 """
 
 import contextlib
@@ -26,7 +27,8 @@ from lipbound.formatting import plain
 
 Callback = TypeVar("Callback", bound=Callable[..., Any])
 VERBOSE = "LIPBOUND_VERBOSE"
-"""The environment variable that lets other libraries speak, here and in processes that are started."""
+"""The environment variable that lets other libraries speak, here and in processes that are started.
+"""
 LISTS = {"bounds": "names", "layers": "numbers"}
 """Options that take several values in one text."""
 SWITCHES = {
@@ -36,8 +38,15 @@ SWITCHES = {
 }
 """Options that every command takes, behind its name or before it."""
 
-state: dict[str, Any] = {"debug": False, "quiet": False, "verbose": False, "options": {}, "given": frozenset()}
-"""What was asked for, the names of the running command's options by the names of its arguments, and the arguments that were given."""
+state: dict[str, Any] = {
+    "debug": False,
+    "quiet": False,
+    "verbose": False,
+    "options": {},
+    "given": frozenset(),
+}
+"""What was asked for, the names of the running command's options by the names of its arguments, and
+the arguments that were given."""
 
 
 def switch(name: str, wanted: bool) -> None:
@@ -48,19 +57,24 @@ def switch(name: str, wanted: bool) -> None:
             os.environ[VERBOSE] = "1"
 
 
-def _completing(complete: Callable[[str], list[str]]) -> Callable[[Any, list[str], str], list[tuple[str, str] | str]]:
+def _completing(
+    complete: Callable[[str], list[str]],
+) -> Callable[[Any, list[str], str], list[tuple[str, str] | str]]:
     """A completer as typer calls it."""
     return lambda ctx, words, start: [*complete(start)]
 
 
 class Command(TyperCommand):
-    """A command that also takes `SWITCHES`, whose options are completed by `COMPLETERS`, and whose errors speak of them."""
+    """A command that also takes `SWITCHES`, whose options are completed by `COMPLETERS`, and whose
+    errors speak of them."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         for param in self.params:
             if param.name in COMPLETERS and param._custom_shell_complete is None:
-                _typer_param_setup_autocompletion_compat(param, autocompletion=_completing(COMPLETERS[param.name]))
+                _typer_param_setup_autocompletion_compat(
+                    param, autocompletion=_completing(COMPLETERS[param.name])
+                )
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for name in SWITCHES:
@@ -71,18 +85,37 @@ class Command(TyperCommand):
         return super().parse_args(ctx, words)
 
     def _once(self, ctx: Any, words: list[str]) -> None:
-        """Refuse an option that is given twice, of which the parser would take the last without a word."""
+        """Refuse an option that is given twice, of which the parser would take the last without a
+        word."""
         _, _, order = self.make_parser(ctx).parse_args(args=list(words))
         for param, times in Counter(id(param) for param in order).items():
             option = next(one for one in order if id(one) == param)
-            if times > 1 and option.opts[-1].startswith("-") and not option.multiple and not getattr(option, "is_flag", False):
-                more = f", with its {LISTS[option.name]} separated by commas" if option.name in LISTS else ""
-                raise LipboundError(f"{option.opts[-1]} is given {times} times, and one of them would be ignored; give it once{more}")
+            if (
+                times > 1
+                and option.opts[-1].startswith("-")
+                and not option.multiple
+                and not getattr(option, "is_flag", False)
+            ):
+                more = (
+                    f", with its {LISTS[option.name]} separated by commas"
+                    if option.name in LISTS
+                    else ""
+                )
+                raise LipboundError(
+                    f"{option.opts[-1]} is given {times} times, and one of them would be "
+                    f"ignored; give it once{more}"
+                )
 
     def invoke(self, ctx: Any) -> Any:
         options = {param.name: param.opts[-1] for param in self.params if param.name and param.opts}
-        state["options"] = {name: option for name, option in options.items() if option.startswith("-")}
-        state["given"] = frozenset(name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "DEFAULT") != "DEFAULT")
+        state["options"] = {
+            name: option for name, option in options.items() if option.startswith("-")
+        }
+        state["given"] = frozenset(
+            name
+            for name in ctx.params
+            if getattr(ctx.get_parameter_source(name), "name", "DEFAULT") != "DEFAULT"
+        )
         try:
             return super().invoke(ctx)
         except LipboundError as error:
@@ -94,7 +127,10 @@ class Application(typer.Typer):
     """Registers every command as a `Command`."""
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Callback], Callback]:
-        settings["epilog"] = f"{settings.get('epilog') or ''}\n\nEvery command also takes --quiet, --verbose and --debug."
+        settings["epilog"] = (
+            f"{settings.get('epilog') or ''}\n\nEvery command also takes --quiet, --verbose and "
+            "--debug."
+        )
         return super().command(name, **({"cls": Command} | settings))
 
 
@@ -114,10 +150,15 @@ def main_options(
     quiet: Annotated[bool, typer.Option("--quiet", help=SWITCHES["quiet"])] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help=SWITCHES["verbose"])] = False,
     debug: Annotated[bool, typer.Option("--debug", help=SWITCHES["debug"])] = False,
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
-    """Exact local Lipschitz constants of attention heads, beside every published l2 bound on softmax heads that we know of."""
-    state.update(quiet=False, verbose=False, debug=False)  # whatever an earlier call in this process wanted
+    """Exact local Lipschitz constants of attention heads, beside every published l2 bound on
+    softmax heads that we know of."""
+    state.update(
+        quiet=False, verbose=False, debug=False
+    )  # whatever an earlier call in this process wanted
     for name, wanted in (("quiet", quiet), ("verbose", verbose), ("debug", debug)):
         switch(name, wanted)
 
@@ -129,7 +170,8 @@ def _program() -> Any:
 
 
 def main() -> None:
-    """Entry point: errors of input become one sentence and status 2, an interruption one and status 130."""
+    """Entry point: errors of input become one sentence and status 2, an interruption one and status
+    130."""
     state.update(debug=False, quiet=False, verbose=False, options={})
     interruption.forget()
     before = os.environ.get(VERBOSE)
@@ -139,7 +181,8 @@ def main() -> None:
         warnings.showwarning = _show_warning  # type: ignore[assignment]
         try:
             status = _program()(prog_name="lipbound", standalone_mode=False)
-            sys.stdout.flush()  # what a full disk does not take is told here rather than by Python when it ends
+            # what a full disk does not take is told here rather than by Python when it ends
+            sys.stdout.flush()
         except (KeyboardInterrupt, typer.Abort):
             status = 130
         except LipboundError as error:
@@ -151,7 +194,9 @@ def main() -> None:
             if not error.strerror:  # an error of a network library
                 raise
             _abandon_output()
-            where = f"{error.filename} cannot be read or" if error.filename else "the output cannot be"
+            where = (
+                f"{error.filename} cannot be read or" if error.filename else "the output cannot be"
+            )
             _say(f"{where} written: {error.strerror}", error)
             status = 2
         except Exception as error:
@@ -160,7 +205,9 @@ def main() -> None:
             _say(_of_usage(error), error)
             status = 2
         finally:
-            os.environ.pop(VERBOSE, None) if before is None else os.environ.update({VERBOSE: before})
+            os.environ.pop(VERBOSE, None) if before is None else os.environ.update(
+                {VERBOSE: before}
+            )
     if status == 130:
         typer.echo(interruption.sentence(), err=True)
     if status:
@@ -168,7 +215,8 @@ def main() -> None:
 
 
 def _abandon_output() -> None:
-    """Drop what is still held back for standard output: Python would try again when it ends, and complain."""
+    """Drop what is still held back for standard output: Python would try again when it ends, and
+    complain."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -181,27 +229,44 @@ def _say(message: str, error: Exception) -> None:
 
 
 def _of_usage(error: Any) -> str:
-    """What typer says of a command line that it cannot read, in one sentence that quotes what was given."""
+    """What typer says of a command line that it cannot read, in one sentence that quotes what was
+    given."""
     message = " ".join(str(error.format_message()).split()).rstrip(".")
-    command = getattr(error.ctx, "command_path", "lipbound") if getattr(error, "ctx", None) is not None else "lipbound"
+    command = (
+        getattr(error.ctx, "command_path", "lipbound")
+        if getattr(error, "ctx", None) is not None
+        else "lipbound"
+    )
     unknown = re.fullmatch(r"No such command '(.*?)'.*", message)
     if unknown:
-        names = [c.name or c.callback.__name__.replace("_", "-") for c in app.registered_commands if c.callback is not None]
+        names = [
+            c.name or c.callback.__name__.replace("_", "-")
+            for c in app.registered_commands
+            if c.callback is not None
+        ]
         return f"there is no command {unknown[1]!r}; {nearest(unknown[1], names)}"
     if wrong := re.fullmatch(r"No such option: (\S+).*", message):
-        known = [name for param in error.ctx.command.params for name in (*param.opts, *param.secondary_opts) if name.startswith("--")]
+        known = [
+            name
+            for param in error.ctx.command.params
+            for name in (*param.opts, *param.secondary_opts)
+            if name.startswith("--")
+        ]
         return f"no such option: {wrong[1]}; {_meant(wrong[1], known) or f'see {command} --help'}"
     if "Value error, " in message:  # a sentence of ours
         return message.partition("Value error, ")[2]
     expected = re.fullmatch(r"Invalid value for '(.*?)': Input should be a valid (\w+).*", message)
     if expected:
-        what = {"integer": "a whole number", "number": "a number"}.get(expected[2], f"a {expected[2]}")
+        what = {"integer": "a whole number", "number": "a number"}.get(
+            expected[2], f"a {expected[2]}"
+        )
         return f"{expected[1].split(' / ')[-1]} must be {what}{_given(expected[1])}"
     return f"{message[:1].lower()}{message[1:]}; see {command} --help"
 
 
 def _meant(word: str, known: list[str]) -> str:
-    """Guess the option that a mistyped one was meant to be: the one that it begins, or that begins it, else the likest; "" where unclear."""
+    """Guess the option that a mistyped one was meant to be: the one that it begins, or that begins
+    it, else the likest; "" where unclear."""
     known = [*dict.fromkeys([*known, *(f"--{name}" for name in SWITCHES)])]
     word = word if word.startswith("--") else f"-{word}"
     near = [name for name in known if name.startswith(word) or word.startswith(name)]
@@ -220,7 +285,9 @@ def _given(option: str) -> str:
     return ""
 
 
-def _show_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object
+) -> None:
     """Notices as notes; warnings of other libraries only where they are wanted."""
     if issubclass(category, Notice):
         if not state["quiet"]:
@@ -234,7 +301,8 @@ def _show_warning(message: Warning | str, category: type[Warning], filename: str
 def in_options(message: str, options: dict[str, str]) -> str:
     """A message with the names of Python's arguments as options of the command line.
 
-    >>> in_options("exact_samples is 0; name another with column=", {"exact_samples": "--exact-samples", "column": "--column"})
+    >>> options = {"exact_samples": "--exact-samples", "column": "--column"}
+    >>> in_options("exact_samples is 0; name another with column=", options)
     '--exact-samples is 0; name another with --column'
     >>> in_options("leave it out, or take bounds='default'", {"bounds": "--bounds"})
     'leave it out, or take --bounds default'

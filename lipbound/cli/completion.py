@@ -1,18 +1,47 @@
-"""Completions of options in the shell (`lipbound --install-completion`). Names are written out here, so that nothing of size is imported."""
+"""Completions of options in the shell (`lipbound --install-completion`). Names are written out
+here, so that nothing of size is imported."""
 
 from collections.abc import Callable, Sequence
 
 BOUNDS = (
-    "kim", "dasoulas", "castin", "castin_bias", "castin_c3", "castin_c3_as_coded", "castin_mean_field", "specformer", "yudin", "yudin_g1",
-    "yudin_nobias", "yudin_sqrt_n", "yudin_closed", "lipbound", "lipbound_block", "newhouse", "lipbound_every",
-    "lipbound_every_block", "lipbound_one",
-)  # fmt: skip
+    "kim",
+    "dasoulas",
+    "castin",
+    "castin_bias",
+    "castin_c3",
+    "castin_c3_as_coded",
+    "castin_mean_field",
+    "specformer",
+    "yudin",
+    "yudin_g1",
+    "yudin_nobias",
+    "yudin_sqrt_n",
+    "yudin_closed",
+    "lipbound",
+    "lipbound_block",
+    "newhouse",
+    "lipbound_every",
+    "lipbound_every_block",
+    "lipbound_one",
+)
 MAPS = ("head", "head_out", "heads", "layer", "residual", "pre_norm", "post_norm")
 NORMS = ("frobenius", "every-token", "one-token")
 RECIPES = (
-    "castin-1", "castin-6", "castin-2", "castin-3", "which-map", "three-norms", "token-profile", "mass-splitting", "yudin-1", "yudin-2", "yudin-3",
-    "yudin-6", "yudin-theorem-4", "yudin-multihead",
-)  # fmt: skip
+    "castin-1",
+    "castin-6",
+    "castin-2",
+    "castin-3",
+    "which-map",
+    "three-norms",
+    "token-profile",
+    "mass-splitting",
+    "yudin-1",
+    "yudin-2",
+    "yudin-3",
+    "yudin-6",
+    "yudin-theorem-4",
+    "yudin-multihead",
+)
 REDUCTIONS = ("mean", "geomean", "max", "median")
 DTYPES = ("float32", "float64")
 DEVICES = ("auto", "cpu", "cuda", "mps")
@@ -29,7 +58,8 @@ def one_of(*values: str) -> Callable[[str], list[str]]:
 
 
 def some_of(*values: str, alone: Sequence[str] = ()) -> Callable[[str], list[str]]:
-    """Completes the last of several that stand behind each other with commas; those in ``alone`` stand for themselves."""
+    """Completes the last of several that stand behind each other with commas; those in ``alone``
+    stand for themselves."""
 
     def complete(incomplete: str) -> list[str]:
         before, comma, last = incomplete.rpartition(",")
@@ -41,10 +71,16 @@ def some_of(*values: str, alone: Sequence[str] = ()) -> Callable[[str], list[str
 
 
 COMPLETERS = {
-    "bounds": some_of(*BOUNDS, alone=("default", "all", "none")), "map": one_of(*MAPS), "norm": one_of(*NORMS), "dtype": one_of(*DTYPES),
-    "device": one_of(*DEVICES), "weights": one_of(*WEIGHTS), "reduce": one_of(*REDUCTIONS), "scale": one_of("rows", "shared", "panel"),
+    "bounds": some_of(*BOUNDS, alone=("default", "all", "none")),
+    "map": one_of(*MAPS),
+    "norm": one_of(*NORMS),
+    "dtype": one_of(*DTYPES),
+    "device": one_of(*DEVICES),
+    "weights": one_of(*WEIGHTS),
+    "reduce": one_of(*REDUCTIONS),
+    "scale": one_of("rows", "shared", "panel"),
     "values": one_of("ratio", "value"),
-}  # fmt: skip
+}
 """Of arguments of any command, by their names."""
 
 
@@ -52,4 +88,8 @@ def models(incomplete: str) -> Sequence[tuple[str, str]]:
     """Builtin checkpoints, with what they are; the shell itself completes folders."""
     from lipbound.models.sources.catalogue import BUILTINS, PREFIX, describe
 
-    return [(PREFIX + name, describe(name).title) for name in BUILTINS if (PREFIX + name).startswith(incomplete)]
+    return [
+        (PREFIX + name, describe(name).title)
+        for name in BUILTINS
+        if (PREFIX + name).startswith(incomplete)
+    ]

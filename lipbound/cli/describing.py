@@ -32,14 +32,21 @@ def models(json: Json = False) -> None:
             typer.echo(f"{one.name}\n    not installed: {one.missing}")
             continue
         typer.echo(f"{one.name}: {plain(one.title)}")
-        typer.echo(f"    {one.architecture}, {one.layers} layers x {one.heads} heads, width {one.width}; reads {one.reads}")
+        typer.echo(
+            f"    {one.architecture}, {one.layers} layers x {one.heads} heads, width "
+            f"{one.width}; reads {one.reads}"
+        )
         typer.echo(f"    licence {one.license}; {one.origin}")
-    typer.echo("Any other model: a hub id such as owner/name, a directory with config.json and weights, or a GGUF file.")
+    typer.echo(
+        "Any other model: a hub id such as owner/name, a directory with config.json and weights, "
+        "or a GGUF file."
+    )
 
 
 @app.command(epilog="Example: lipbound info minilm.zarr")
 def info(run: StoredRun, json: Json = False) -> None:
-    """Say what a stored run holds: model, data, settings, bounds, and whether its numbers are those that were computed."""
+    """Say what a stored run holds: model, data, settings, bounds, and whether its numbers are those
+    that were computed."""
     from lipbound.runs.store import load
 
     found = facts(load(run, damaged="accept"), run)
@@ -82,7 +89,9 @@ def facts(ds: xr.Dataset, path: Path) -> dict[str, Any]:
         "exact to": float(exact.max()),
         "not converged": there.norms - there.closed,
         "bounds": list(a["bounds"]),
-        "below exact": {name: entry["violations"] for name, entry in entries.items() if entry["violations"]},
+        "below exact": {
+            name: entry["violations"] for name, entry in entries.items() if entry["violations"]
+        },
         "left out": list(a.get("not_applicable", {})),
         "method": a.get("method"),
         "tol": float(a["tol"]),
@@ -93,7 +102,9 @@ def facts(ds: xr.Dataset, path: Path) -> dict[str, Any]:
         "date": a["date"],
         "command": a["command"],
         "versions": a["versions"],
-        "bytes on disk": sum(file.stat().st_size for file in path.expanduser().rglob("*") if file.is_file()),
+        "bytes on disk": sum(
+            file.stat().st_size for file in path.expanduser().rglob("*") if file.is_file()
+        ),
         "checksums": damage(ds) or ("hold" if CHECKSUM in ds else "none"),
     }
 
@@ -106,4 +117,8 @@ def _words(value: Any) -> str:
         return ", ".join(map(str, value)) or "none"
     if value is None:
         return "none"
-    return number(value, 4) if isinstance(value, float) and (value == 0 or value >= 1e-2) else str(value)
+    return (
+        number(value, 4)
+        if isinstance(value, float) and (value == 0 or value >= 1e-2)
+        else str(value)
+    )

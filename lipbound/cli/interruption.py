@@ -1,4 +1,5 @@
-"""What Ctrl-C does: one line that says what is kept, within a second, whatever the process is in the middle of."""
+"""What Ctrl-C does: one line that says what is kept, within a second, whatever the process is in
+the middle of."""
 
 import os
 import signal
@@ -8,7 +9,8 @@ import time
 from collections.abc import Callable
 
 PATIENCE = 0.7
-"""Seconds that a command has to end by itself, once it was interrupted; products of large matrices do not look up in between."""
+"""Seconds that a command has to end by itself, once it was interrupted; products of large matrices
+do not look up in between."""
 
 _kept: list[Callable[[], str]] = []
 _said: list[str] = []
@@ -37,8 +39,12 @@ def sentence() -> str:
 
 
 def watch() -> None:
-    """Let the process end soon after SIGINT even where Python does not get its turn. For the main thread of a process of its own."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    """Let the process end soon after SIGINT even where Python does not get its turn. For the main
+    thread of a process of its own."""
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
         return
     sys.unraisablehook = _told_otherwise
     reader, writer = os.pipe()
@@ -49,7 +55,8 @@ def watch() -> None:
 
 
 def _told_otherwise(found: "sys.UnraisableHookArgs") -> None:
-    """An interruption that falls into a callback or a finaliser, where Python can only print it: the process ends by its other thread."""
+    """An interruption that falls into a callback or a finaliser, where Python can only print it:
+    the process ends by its other thread."""
     if not issubclass(found.exc_type, KeyboardInterrupt):
         sys.__unraisablehook__(found)
 

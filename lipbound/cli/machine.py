@@ -8,7 +8,8 @@ import typer
 
 
 def echo_json(value: Any) -> None:
-    """Print a value as JSON; ``"inf"`` and ``"-inf"`` stand for infinite numbers, null for missing ones, which JSON has no numbers for."""
+    """Print a value as JSON; ``"inf"`` and ``"-inf"`` stand for infinite numbers, null for missing
+    ones, which JSON has no numbers for."""
     typer.echo(json.dumps(plain_data(value), allow_nan=False, indent=2))
 
 

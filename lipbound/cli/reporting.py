@@ -13,17 +13,25 @@ from lipbound.errors import LipboundError, shown
 
 Labels = Annotated[
     list[str] | None,
-    typer.Option("--label", help="NAME=TEXT: what to call a bound, by its name, or 'exact', 'model', 'data'; may be given several times."),
+    typer.Option(
+        "--label",
+        help="NAME=TEXT: what to call a bound, by its name, or 'exact', 'model', 'data'; may be "
+        "given several times.",
+    ),
 ]
 
 
 def labels_of(given: list[str] | None) -> dict[str, str]:
-    """The texts given by --label, by their names; raises LipboundError for anything but NAME=TEXT."""
+    """The texts given by --label, by their names; raises LipboundError for anything but
+    NAME=TEXT."""
     found = {}
     for word in given or []:
         name, sign, text = word.partition("=")
         if not sign or not name.strip() or not text.strip():
-            raise LipboundError(f"--label is {shown(word)}; it takes NAME=TEXT, such as --label {shlex.quote('yudin=Yudin et al.')}")
+            raise LipboundError(
+                f"--label is {shown(word)}; it takes NAME=TEXT, such as --label "
+                f"{shlex.quote('yudin=Yudin et al.')}"
+            )
         found[name.strip()] = text.strip()
     return found
 
@@ -31,16 +39,34 @@ def labels_of(given: list[str] | None) -> dict[str, str]:
 @app.command(epilog="Example: lipbound heatmap minilm.zarr -o minilm.pdf --reduce geomean")
 def heatmap(
     run: StoredRun,
-    output: Annotated[Path, typer.Option("-o", "--output", help="File to write: .pdf, .svg, .png, .pgf, ...")],
-    bounds: Annotated[str | None, typer.Option(help="Names separated by commas; all of the run by default.")] = None,
-    reduce: Annotated[str, typer.Option(help="mean, geomean, max, median or a quantile such as 0.9, over samples.")] = "mean",
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="File to write: .pdf, .svg, .png, .pgf, ...")
+    ],
+    bounds: Annotated[
+        str | None, typer.Option(help="Names separated by commas; all of the run by default.")
+    ] = None,
+    reduce: Annotated[
+        str,
+        typer.Option(help="mean, geomean, max, median or a quantile such as 0.9, over samples."),
+    ] = "mean",
     scale: Annotated[
-        str, typer.Option(help="'rows' (what is near the exact norm first, on its own scale), 'shared', or 'panel' (one each).")
+        str,
+        typer.Option(
+            help="'rows' (what is near the exact norm first, on its own scale), 'shared', or "
+            "'panel' (one each)."
+        ),
     ] = "rows",
     width: Annotated[str, typer.Option(help="'page', 'column', 'slide' or inches.")] = "page",
     columns: Annotated[int | None, typer.Option(min=1, help="Panels in a row.")] = None,
-    style: Annotated[str | None, typer.Option(help="A venue known to tueplots, e.g. icml2024: its fonts and widths (extra `styles`).")] = None,
-    caption: Annotated[bool, typer.Option("--caption", help="Draw the caption into the picture too.")] = False,
+    style: Annotated[
+        str | None,
+        typer.Option(
+            help="A venue known to tueplots, e.g. icml2024: its fonts and widths (extra `styles`)."
+        ),
+    ] = None,
+    caption: Annotated[
+        bool, typer.Option("--caption", help="Draw the caption into the picture too.")
+    ] = False,
     label: Labels = None,
 ) -> None:
     """Draw layer x head heatmaps of a run, and write the caption beside the figure."""
@@ -51,7 +77,18 @@ def heatmap(
     ds = load(run, damaged="refuse")
     chosen = None if bounds is None else requested(ds, bounds)
     how, inches, called = number_or_name(reduce), number_or_name(width), labels_of(label)
-    heatmaps(ds, output, bounds=chosen, reduce=how, scale=scale, width=inches, columns=columns, style=style, caption=caption, labels=called)
+    heatmaps(
+        ds,
+        output,
+        bounds=chosen,
+        reduce=how,
+        scale=scale,
+        width=inches,
+        columns=columns,
+        style=style,
+        caption=caption,
+        labels=called,
+    )
     typer.echo(f"wrote {output}, and its caption to {output.stem}.caption.txt and .tex beside it")
 
 
@@ -61,24 +98,44 @@ def table(
     format: Annotated[
         str,
         typer.Option(
-            help="text, markdown, latex (booktabs, siunitx) or csv (full precision).", autocompletion=one_of("text", "markdown", "latex", "csv")
+            help="text, markdown, latex (booktabs, siunitx) or csv (full precision).",
+            autocompletion=one_of("text", "markdown", "latex", "csv"),
         ),
     ] = "text",
-    by: Annotated[str, typer.Option(help="A row per bound, layer or head.", autocompletion=one_of("bound", "layer", "head"))] = "bound",
-    bounds: Annotated[str | None, typer.Option(help="Names separated by commas; all of the run by default.")] = None,
-    reduce: Annotated[str, typer.Option(help="geomean, mean, max, median or a quantile, for rows per layer or head.")] = "geomean",
-    values: Annotated[str, typer.Option(help="'ratio' (bound / exact) or 'value', for rows per layer or head.")] = "ratio",
-    json: Annotated[bool, typer.Option("--json", help="JSON with full precision, in place of --format.")] = False,
+    by: Annotated[
+        str,
+        typer.Option(
+            help="A row per bound, layer or head.", autocompletion=one_of("bound", "layer", "head")
+        ),
+    ] = "bound",
+    bounds: Annotated[
+        str | None, typer.Option(help="Names separated by commas; all of the run by default.")
+    ] = None,
+    reduce: Annotated[
+        str,
+        typer.Option(help="geomean, mean, max, median or a quantile, for rows per layer or head."),
+    ] = "geomean",
+    values: Annotated[
+        str, typer.Option(help="'ratio' (bound / exact) or 'value', for rows per layer or head.")
+    ] = "ratio",
+    json: Annotated[
+        bool, typer.Option("--json", help="JSON with full precision, in place of --format.")
+    ] = False,
     width: Annotated[
-        str | None, typer.Option(help="Of text: characters (the terminal's by default); of latex: column (the default), page, slide, or points.")
+        str | None,
+        typer.Option(
+            help="Of text: characters (the terminal's by default); of latex: column (the "
+            "default), page, slide, or points."
+        ),
     ] = None,
     label: Labels = None,
 ) -> None:
     """Print bound / exact per bound, with the audit; or exact norms and bounds per layer or head.
 
-    Where a line has no room for all columns, words fold. Then a table per bound lacks, in this order, names, "assumptions hold", "below
-    exact" (marks and notes say these), "range over samples", min and max, and says so; a table per layer or head goes on below. Numbers
-    stay whole; csv has everything.
+    Where a line has no room for all columns, words fold. Then a table per bound lacks, in this
+    order, names, "assumptions hold", "below exact" (marks and notes say these), "range over
+    samples", min and max, and says so; a table per layer or head goes on below. Numbers stay whole;
+    csv has everything.
     """
     from lipbound.cli.summary import columns, emphasised
     from lipbound.reporting import tables
@@ -87,7 +144,13 @@ def table(
 
     ds = load(run, damaged="refuse")
     chosen = None if bounds is None else requested(ds, bounds)
-    options: Any = {"by": by, "bounds": chosen, "reduce": number_or_name(reduce), "values": values, "labels": labels_of(label)}
+    options: Any = {
+        "by": by,
+        "bounds": chosen,
+        "reduce": number_or_name(reduce),
+        "values": values,
+        "labels": labels_of(label),
+    }
     if json:
         echo_json(tables.table_of(ds, **options).data())
         return
@@ -95,43 +158,86 @@ def table(
     typer.echo(emphasised(tables.render(ds, format, width=wide, **options)))
 
 
-@app.command(epilog="Example: lipbound cite minilm.zarr > references.bib; lipbound cite minilm.zarr --format latex")
+@app.command(
+    epilog="Example: lipbound cite minilm.zarr > references.bib; lipbound cite minilm.zarr "
+    "--format latex"
+)
 def cite(
     run: StoredRun,
     format: Annotated[
         str,
         typer.Option(
-            help="bib (entries, the paragraph as a comment), or the paragraph alone: latex, text.", autocompletion=one_of("bib", "latex", "text")
+            help="bib (entries, the paragraph as a comment), or the paragraph alone: latex, text.",
+            autocompletion=one_of("bib", "latex", "text"),
         ),
     ] = "bib",
     label: Labels = None,
 ) -> None:
-    """Print BibTeX for every bound in a run and for lipbound, and a methods paragraph with the run's settings."""
+    """Print BibTeX for every bound in a run and for lipbound, and a methods paragraph with the
+    run's settings."""
     from lipbound.reporting import citations
     from lipbound.runs.store import load
 
-    typer.echo(citations.cite(load(run, damaged="refuse"), format, labels=labels_of(label)), nl=False)
+    typer.echo(
+        citations.cite(load(run, damaged="refuse"), format, labels=labels_of(label)), nl=False
+    )
 
 
-@app.command(epilog="Example: lipbound report minilm.zarr -o minilm.html; lipbound report bert.zarr gpt2.zarr -o both.html")
+@app.command(
+    epilog="Example: lipbound report minilm.zarr -o minilm.html; lipbound report bert.zarr "
+    "gpt2.zarr -o both.html"
+)
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Runs saved by `lipbound compare --out`; several are shown side by side.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The page to write, an .html file.")] = Path("report.html"),
-    reduce: Annotated[str, typer.Option(help="geomean, mean, max, median or a quantile, over samples.")] = "geomean",
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Runs saved by `lipbound compare --out`; several are shown side by side."
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="The page to write, an .html file.")
+    ] = Path("report.html"),
+    reduce: Annotated[
+        str, typer.Option(help="geomean, mean, max, median or a quantile, over samples.")
+    ] = "geomean",
     sample: Annotated[int, typer.Option(help="The sample whose attention is shown.")] = 0,
     details: Annotated[
-        bool, typer.Option("--details/--no-details", help="Load the model again, for attention and singular vectors of every head.")
+        bool,
+        typer.Option(
+            "--details/--no-details",
+            help="Load the model again, for attention and singular vectors of every head.",
+        ),
     ] = True,
-    balls: Annotated[bool, typer.Option("--balls", help="Bound every head over balls around that sample, too: minutes for long texts.")] = False,
-    model: Annotated[str | None, typer.Option(help="In place of the recorded model (one run).")] = None,
-    data: Annotated[str | None, typer.Option(help="In place of the recorded data (one run).")] = None,
+    balls: Annotated[
+        bool,
+        typer.Option(
+            "--balls",
+            help="Bound every head over balls around that sample, too: minutes for long texts.",
+        ),
+    ] = False,
+    model: Annotated[
+        str | None, typer.Option(help="In place of the recorded model (one run).")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="In place of the recorded data (one run).")
+    ] = None,
     device: Annotated[str, typer.Option(help="As in `lipbound compare`.")] = "auto",
     label: Labels = None,
 ) -> None:
-    """Write a self-contained page: heatmaps to hover and click, single heads, the audit, provenance, what to cite."""
+    """Write a self-contained page: heatmaps to hover and click, single heads, the audit,
+    provenance, what to cite."""
     from lipbound.reporting.page.render import report as write_report
 
-    options: Any = {"sample": sample, "details": details, "balls": balls, "model": model, "data": data, "device": device}
-    for notice in write_report(runs, output, reduce=number_or_name(reduce), labels=labels_of(label), **options):
+    options: Any = {
+        "sample": sample,
+        "details": details,
+        "balls": balls,
+        "model": model,
+        "data": data,
+        "device": device,
+    }
+    for notice in write_report(
+        runs, output, reduce=number_or_name(reduce), labels=labels_of(label), **options
+    ):
         typer.echo(f"note: {notice}", err=True)
     typer.echo(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB)")

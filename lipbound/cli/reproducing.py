@@ -19,22 +19,52 @@ DEMO = ("builtin:minilm", "builtin:gpt2", "builtin:vit")
 @app.command(epilog="Example: lipbound verify minilm.zarr --places 8")
 def verify(
     run: StoredRun,
-    places: Annotated[int, typer.Option(help="How many pairs of sample and layer to compute again, all heads of each.")] = 4,
+    places: Annotated[
+        int,
+        typer.Option(
+            help="How many pairs of sample and layer to compute again, all heads of each."
+        ),
+    ] = 4,
     seed: Annotated[int, typer.Option(help="Which ones.")] = 0,
-    model: Annotated[str | None, typer.Option(help="In place of the recorded model, e.g. where its directory has moved.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="In place of the recorded model, e.g. where its directory has moved."),
+    ] = None,
     data: Annotated[str | None, typer.Option(help="In place of the recorded data.")] = None,
     device: Annotated[str, typer.Option(help="As in `lipbound compare`.")] = "auto",
-    dtype: Annotated[str | None, typer.Option(help="Compute again in another dtype; float64 tells how far off float32 is.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="JSON, for programs; the status is the same.")] = False,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Compute again in another dtype; float64 tells how far off float32 is."),
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="JSON, for programs; the status is the same.")
+    ] = False,
 ) -> None:
-    """Compute some numbers of a run again, from its recorded provenance; ends with status 1 where they do not hold."""
+    """Compute some numbers of a run again, from its recorded provenance; ends with status 1 where
+    they do not hold."""
     from lipbound.runs.store import load
     from lipbound.runs.verify import verify as run_verify
 
-    found = run_verify(load(run, damaged="accept"), places=places, seed=seed, model=model, data=data, device=device, dtype=dtype)
+    found = run_verify(
+        load(run, damaged="accept"),
+        places=places,
+        seed=seed,
+        model=model,
+        data=data,
+        device=device,
+        dtype=dtype,
+    )
     if json:
         table = found.table.reset_index().to_dict("records")
-        echo_json({"ok": found.ok, "problems": found.problems, "notes": found.notes, "places": found.places, "table": table})
+        echo_json(
+            {
+                "ok": found.ok,
+                "problems": found.problems,
+                "notes": found.notes,
+                "places": found.places,
+                "table": table,
+            }
+        )
     else:
         typer.echo(str(found))
     if not found.ok:
@@ -42,7 +72,9 @@ def verify(
 
 
 @app.command("bounds", epilog="Example: lipbound bounds")
-def list_bounds(json: Annotated[bool, typer.Option("--json", help="JSON, for programs.")] = False) -> None:
+def list_bounds(
+    json: Annotated[bool, typer.Option("--json", help="JSON, for programs.")] = False,
+) -> None:
     """List all bounds: statement, norm, source, assumptions, cost."""
     from lipbound.attention.variants import VARIANTS
     from lipbound.bounds import get, names
@@ -55,32 +87,60 @@ def list_bounds(json: Annotated[bool, typer.Option("--json", help="JSON, for pro
         bound = get(name)
         covers = ", ".join(VARIANTS[v] for v in VARIANTS if v in bound.covers) or "nothing"
         said = [
-            f"{name}: {bound.label}", f"    {bound.statement}", f"    norm: {bound.norm} ({NORMS[bound.norm]})",
+            f"{name}: {bound.label}",
+            f"    {bound.statement}",
+            f"    norm: {bound.norm} ({NORMS[bound.norm]})",
             f"    source: {bound.source} [{bound.citation}]",
-            f"    a bound when: {bound.assumptions}", f"    covers besides plain heads: {covers}", f"    cost per head: {bound.cost}",
-        ]  # fmt: skip
+            f"    a bound when: {bound.assumptions}",
+            f"    covers besides plain heads: {covers}",
+            f"    cost per head: {bound.cost}",
+        ]
         for line in said:
             echo_folded(line)
         typer.echo()
 
 
-@app.command(epilog="Example: lipbound reproduce castin-1 bert-base-uncased --data alice.txt --full -o figures")
+@app.command(
+    epilog="Example: lipbound reproduce castin-1 bert-base-uncased --data alice.txt --full -o "
+    "figures"
+)
 def reproduce(
     name: Annotated[
-        str | None, typer.Argument(help="A recipe, or 'all'; without one the recipes are listed.", autocompletion=one_of(*RECIPES, "all"))
+        str | None,
+        typer.Argument(
+            help="A recipe, or 'all'; without one the recipes are listed.",
+            autocompletion=one_of(*RECIPES, "all"),
+        ),
     ] = None,
-    model: Annotated[str | None, typer.Argument(help="As for `lipbound compare`; builtin:minilm by default.", autocompletion=models)] = None,
-    data: Annotated[list[str] | None, typer.Option(help="As for `lipbound compare`; may be given several times.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="As for `lipbound compare`; builtin:minilm by default.", autocompletion=models
+        ),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="As for `lipbound compare`; may be given several times."),
+    ] = None,
     split: Annotated[str | None, typer.Option(help="Split of a hub dataset.")] = None,
     column: Annotated[str | None, typer.Option(help="Column of a table.")] = None,
-    samples: Annotated[int | None, typer.Option(help="Samples, or sequences of each length.")] = None,
-    full: Annotated[bool, typer.Option("--full", help="The paper's sizes rather than small ones.")] = False,
+    samples: Annotated[
+        int | None, typer.Option(help="Samples, or sequences of each length.")
+    ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="The paper's sizes rather than small ones.")
+    ] = False,
     device: Annotated[str, typer.Option(help="As for `lipbound compare`.")] = "auto",
     dtype: Annotated[str, typer.Option(help="As for `lipbound compare`.")] = "float32",
     seed: Annotated[int, typer.Option(help="As for `lipbound compare`.")] = 0,
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for data, figures and captions; runs it holds are drawn again.")] = Path(
-        "reproduced"
-    ),
+    output: Annotated[
+        Path,
+        typer.Option(
+            "-o",
+            "--output",
+            help="Folder for data, figures and captions; runs it holds are drawn again.",
+        ),
+    ] = Path("reproduced"),
 ) -> None:
     """Compute and draw a figure or a claim of a paper, for any checkpoint."""
     from lipbound.analysis.recipes.registry import RECIPES as recipes
@@ -89,26 +149,41 @@ def reproduce(
 
     if name is None:
         for one in recipes.values():
-            typer.echo(f"{one.name}: {one.title}\n    {one.source}; about {one.cost} with small settings on two cores")
+            typer.echo(
+                f"{one.name}: {one.title}\n    {one.source}; about {one.cost} with small "
+                "settings on two cores"
+            )
         return
     chosen = list(recipes.values()) if name == "all" else [recipe(name)]
     if not any(one.of_model for one in chosen) and (model is not None or data):
-        tell(f"{chosen[0].name} measures no model, so {', '.join(filter(None, (model, *(data or ()))))} is not looked at")
+        tell(
+            f"{chosen[0].name} measures no model, so "
+            f"{', '.join(filter(None, (model, *(data or ()))))} is not looked at"
+        )
     check_folder_name("output", output, "holds data, figures and captions")
     if samples is not None:
         whole("samples", samples, least=1)
-    setting = Setting(model or Setting.model, tuple(data or ()), column, split, samples, full, device, dtype, seed)
-    interruption.keeps(lambda: f"figures that were finished are kept in {output}; the same command goes on from there")
+    setting = Setting(
+        model or Setting.model, tuple(data or ()), column, split, samples, full, device, dtype, seed
+    )
+    interruption.keeps(
+        lambda: (
+            f"figures that were finished are kept in {output}; the same command goes on from there"
+        )
+    )
     for one in chosen:
         ds = one.reproduce(setting, output)
         typer.echo(
-            f"{one.title} ({one.source}).\n{one.caption(ds)}\nwrote {output / one.name}.pdf, .png, .txt and .tex, from {output / one.stored}\n"
+            f"{one.title} ({one.source}).\n{one.caption(ds)}\nwrote {output / one.name}.pdf, "
+            f".png, .txt and .tex, from {output / one.stored}\n"
         )
 
 
 @app.command(epilog="Example: lipbound demo --out results")
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for runs and figures; must not exist yet.")] = Path("lipbound-demo"),
+    out: Annotated[
+        Path, typer.Option(help="Folder for runs and figures; must not exist yet.")
+    ] = Path("lipbound-demo"),
     samples: Annotated[int, typer.Option(help="Samples per checkpoint.")] = 8,
 ) -> None:
     """Compare all bounds on the three builtin checkpoints, and draw their heatmaps."""
@@ -121,7 +196,9 @@ def demo(
     interruption.keeps(lambda: f"runs that were finished are kept in {out}")
     for model in DEMO:
         name = model.removeprefix("builtin:")
-        ds = measured(RunConfig(model, samples=samples, out=out / f"{name}.zarr"), progress=not state["quiet"])
+        ds = measured(
+            RunConfig(model, samples=samples, out=out / f"{name}.zarr"), progress=not state["quiet"]
+        )
         show(ds)
         for kind in ("pdf", "png"):
             heatmaps(ds, out / f"{name}.{kind}")

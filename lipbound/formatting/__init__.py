@@ -1,19 +1,30 @@
-"""Numbers and foreign text in tables: as many digits as are known, and nothing that is read as markup."""
+"""Numbers and foreign text in tables: as many digits as are known, and nothing that is read as
+markup."""
 
 import math
 import re
 from collections.abc import Sequence
 
 ESCAPED = {
-    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
-    "|": r"\textbar{}", '"': r"{\char34}", "[": "{[}", **{c: "\\" + c for c in "&%$#_{}"},
-}  # fmt: skip
-ACCENTED = frozenset(chr(c) for c in range(0xC0, 0x100)) - set("\u00d0\u00d7\u00de\u00f0\u00f7\u00fe")
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    '"': r"{\char34}",
+    "[": "{[}",
+    **{c: "\\" + c for c in "&%$#_{}"},
+}
+ACCENTED = frozenset(chr(c) for c in range(0xC0, 0x100)) - set(
+    "\u00d0\u00d7\u00de\u00f0\u00f7\u00fe"
+)
 """Letters that LaTeX composes whatever the font."""
 
 
 def digits(x: float, width: float, most: int = 4) -> int:
-    """How many significant digits of x its enclosure supports, at least one: rounded to them, the last one is off by at most one unit.
+    """How many significant digits of x its enclosure supports, at least one: rounded to them, the
+    last one is off by at most one unit.
 
     Args:
         x: the middle of the enclosure.
@@ -65,7 +76,8 @@ def joined(words: Sequence[str]) -> str:
 
 
 def plain(text: str) -> str:
-    """Foreign text on one line, without control characters (line ends, terminal escapes, changes of direction).
+    """Foreign text on one line, without control characters (line ends, terminal escapes, changes of
+    direction).
 
     >>> plain("a\\nb\\x1b[31m")
     'a b [31m'
@@ -79,7 +91,10 @@ def escape_latex(text: str) -> str:
     >>> escape_latex("50 % of a_b^2\n\\input{x}")
     '50 \\% of a\\_b\\textasciicircum{}2 \\textbackslash{}input\\{x\\}'
     """
-    known = "".join(c if c.isascii() or c in ACCENTED or c in "\u2020\u2021" else f"[U+{ord(c):04X}]" for c in plain(text))
+    known = "".join(
+        c if c.isascii() or c in ACCENTED or c in "\u2020\u2021" else f"[U+{ord(c):04X}]"
+        for c in plain(text)
+    )
     return "".join(ESCAPED.get(c, c) for c in known)
 
 
@@ -89,5 +104,12 @@ def escape_markdown(text: str) -> str:
     >>> escape_markdown("a|b <script> [x](y) _z_")
     'a\\\\|b &lt;script&gt; \\\\[x\\\\](y) \\\\_z\\\\_'
     """
-    text = plain(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("@", "&#64;").replace("://", "&#58;//")
+    text = (
+        plain(text)
+        .replace("&", "&amp;")
+        .replace("<", "&lt;")
+        .replace(">", "&gt;")
+        .replace("@", "&#64;")
+        .replace("://", "&#58;//")
+    )
     return re.sub(r"([\\`*_\[\]|$~])", r"\\\1", text)

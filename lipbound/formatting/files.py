@@ -12,9 +12,11 @@ from lipbound.errors import StoreError
 
 @contextmanager
 def replacing(*targets: str | Path) -> Iterator[list[Path]]:
-    """Give a path beside each target to write to; when all is written, they take the targets' places together, and otherwise nothing has changed.
+    """Give a path beside each target to write to; when all is written, they take the targets'
+    places together, and otherwise nothing has changed.
 
-    Folders are made where they are missing. A target that is no ordinary file, such as a pipe, is written to directly.
+    Folders are made where they are missing. A target that is no ordinary file, such as a pipe, is
+    written to directly.
 
     Args:
         targets: the files to write.
@@ -22,10 +24,13 @@ def replacing(*targets: str | Path) -> Iterator[list[Path]]:
     Raises:
         StoreError: one of them cannot be written; whatever had these names before is still there.
     """
-    ends = [Path(os.path.realpath(Path(target).expanduser())) for target in targets]  # where a link leads is replaced, not the link
+    ends = [
+        Path(os.path.realpath(Path(target).expanduser())) for target in targets
+    ]  # where a link leads is replaced, not the link
     special = [end.exists() and not end.is_file() for end in ends]
     beside = [
-        end if is_special else end.with_name(f".{end.stem}.{os.getpid()}.partial{end.suffix}") for end, is_special in zip(ends, special, strict=True)
+        end if is_special else end.with_name(f".{end.stem}.{os.getpid()}.partial{end.suffix}")
+        for end, is_special in zip(ends, special, strict=True)
     ]
     written = [path for path, is_special in zip(beside, special, strict=True) if not is_special]
     try:

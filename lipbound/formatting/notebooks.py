@@ -34,7 +34,13 @@ def html_table(
     above = f'<caption style="{LEFT}">{escape(title)}</caption>' if title else ""
     titles = "".join(f'<th style="{style[name]}">{escape(name)}</th>' for name in head)
     body = "".join(
-        "<tr>" + "".join(f'<td style="{style[name]}">{escape(cell)}</td>' for name, cell in zip(head, row, strict=True)) + "</tr>" for row in shown
+        "<tr>"
+        + "".join(
+            f'<td style="{style[name]}">{escape(cell)}</td>'
+            for name, cell in zip(head, row, strict=True)
+        )
+        + "</tr>"
+        for row in shown
     )
     more = [f"and {len(rows) - len(shown)} more rows"] if len(shown) < len(rows) else []
     below = "".join(f"<div><small>{escape(note)}</small></div>" for note in [*more, *notes] if note)
@@ -42,7 +48,14 @@ def html_table(
 
 
 def html_facts(title: str, facts: Mapping[str, str], ready: Mapping[str, str] | None = None) -> str:
-    """Names and what they are, a row each; ``ready`` are facts in HTML already, which come first."""
+    """Names and what they are, a row each; ``ready`` are facts in HTML already, which
+    come first."""
     cells = dict(ready or {}) | {name: escape(value) for name, value in facts.items() if value}
-    body = "".join(f'<tr><th style="{LEFT}">{escape(name)}</th><td style="{LEFT}">{value}</td></tr>' for name, value in cells.items())
-    return f'<table><caption style="{LEFT}"><b>{escape(title)}</b></caption><tbody>{body}</tbody></table>'
+    body = "".join(
+        f'<tr><th style="{LEFT}">{escape(name)}</th><td style="{LEFT}">{value}</td></tr>'
+        for name, value in cells.items()
+    )
+    return (
+        "<table><caption "
+        f'style="{LEFT}"><b>{escape(title)}</b></caption><tbody>{body}</tbody></table>'
+    )

@@ -1,7 +1,9 @@
-r"""The matrix :math:`G = J J^T` of one head with rotary embeddings, normalised queries and keys, a cap or sinks, block by block and in closed form.
+r"""The matrix :math:`G = J J^T` of one head with rotary embeddings, normalised queries and keys, a
+cap or sinks, block by block and in closed form.
 
-Statement and proof: Lemma 8 (docs/theory/jacobian.md). :math:`D^a_j` maps a perturbation of token j to that of its query, key or value
-(`lipbound.jacobians.token_tangents`), and :math:`M^{ab}_j = D^a_j D^{bT}_j`.
+Statement and proof: Lemma 8 (docs/theory/jacobian.md). :math:`D^a_j` maps a perturbation of token j
+to that of its query, key or value (`lipbound.jacobians.token_tangents`), and
+:math:`M^{ab}_j = D^a_j D^{bT}_j`.
 """
 
 from collections.abc import Iterator
@@ -18,16 +20,19 @@ from lipbound.linalg.matrix_norms import gamma
 
 
 def covered(att: Attention, heads: list[int], w_o: Tensor | None = None) -> None:
-    """Raise AttentionError where J J^T of these heads together has no closed form here: several heads, or projected ones, with variants."""
+    """Raise AttentionError where J J^T of these heads together has no closed form here: several
+    heads, or projected ones, with variants."""
     if att.variants and (len(heads) > 1 or w_o is not None):
         has = " and ".join(VARIANTS[name] for name in VARIANTS if name in att.variants)
         raise AttentionError(
-            f"J J^T of a layer with {has} has a closed form one head at a time only; use map='head' or 'head_out', or method 'lanczos' with delta"
+            f"J J^T of a layer with {has} has a closed form one head at a time only; use "
+            "map='head' or 'head_out', or method 'lanczos' with delta"
         )
 
 
 def gram_of(att: Attention, sample: int, heads: list[int], w_o: Tensor | None = None) -> Gram:
-    """J J^T of some heads of one sample, whatever the layer is: arguments as of `Gram`; heads with variants one at a time, and without ``w_o``.
+    """J J^T of some heads of one sample, whatever the layer is: arguments as of `Gram`; heads with
+    variants one at a time, and without ``w_o``.
 
     Raises:
         AttentionError: see `covered`.
@@ -39,10 +44,12 @@ def gram_of(att: Attention, sample: int, heads: list[int], w_o: Tensor | None = 
 class VariantGram(Gram):
     """J J^T of one head of one sample, any variant (none included); padding tokens are left out.
 
-    Operations O(N^3 (d_v^2 + d) + N^3 d^2 / n) for tiles of n tokens, memory O(N (d + d_v)^2 + N^2) and a few tiles.
+    Operations O(N^3 (d_v^2 + d) + N^3 d^2 / n) for tiles of n tokens, memory O(N (d + d_v)^2 + N^2)
+    and a few tiles.
 
     Args:
-        att: the layer; its P, weights, q, k, v and the derivative of what stands between projections and scores are cast to float64 as they are.
+        att: the layer; its P, weights, q, k, v and the derivative of what stands between
+            projections and scores are cast to float64 as they are.
         sample: which input. head: which head.
     """
 
@@ -58,13 +65,21 @@ class VariantGram(Gram):
         parts = list(self._parts())
         if len(parts) == 1:
             d.keep(self._kept)
-        self._m_kk, self._m_kv = (torch.cat([d.product("k", b, at).expand(len(at), -1, -1) for _, at in parts]) for b in "kv")
-        self._c_k, self._c_v = (torch.cat([c[i] @ d.product("q", b, at) for i, at in parts]) for b in "kv")
+        self._m_kk, self._m_kv = (
+            torch.cat([d.product("k", b, at).expand(len(at), -1, -1) for _, at in parts])
+            for b in "kv"
+        )
+        self._c_k, self._c_v = (
+            torch.cat([c[i] @ d.product("q", b, at) for i, at in parts]) for b in "kv"
+        )
         self._own = torch.cat([c[i] @ d.product("q", "q", at) @ c[i].mT for i, at in parts])
 
     def _parts(self) -> Iterator[tuple[slice, Tensor]]:
-        """Slices of the tokens that are not padding, and where these stand among all: so many that a matrix for each of them fits a tile."""
-        step = max(1, int(TILE.get(self.device.type, TILE["cpu"]) // (8 * (self._q.shape[2] + 1) ** 2)))
+        """Slices of the tokens that are not padding, and where these stand among all: so many that
+        a matrix for each of them fits a tile."""
+        step = max(
+            1, int(TILE.get(self.device.type, TILE["cpu"]) // (8 * (self._q.shape[2] + 1) ** 2))
+        )
         if step >= self.tokens:
             yield slice(0, self.tokens), self._kept
             return
@@ -72,13 +87,20 @@ class VariantGram(Gram):
             yield slice(i, i + step), self._kept[i : i + step]
 
     def _rounding(self, lengths: Tensor, k: Tensor, inputs: int) -> float:
-        r"""Bound on the 2-norm of the rounding error of G, in tiles or products, given P, its weights, v - o, q, k and the maps of the tokens.
+        r"""Bound on the 2-norm of the rounding error of G, in tiles or products, given P, its
+        weights, v - o, q, k and the maps of the tokens.
 
-        Lemma 55 (docs/theory/numerics.md), which counts the roundings that a product sees, in `tile` or in `apply`; :math:`s^a_j` is `Tangents.size`.
+        Lemma 55 (docs/theory/numerics.md), which counts the roundings that a product sees, in
+        `tile` or in `apply`; :math:`s^a_j` is `Tangents.size`.
         """
-        s_q, s_k = (torch.cat([self._tangents.size(a, at).expand(len(at)) for _, at in self._parts()]) for a in "qk")
+        s_q, s_k = (
+            torch.cat([self._tangents.size(a, at).expand(len(at)) for _, at in self._parts()])
+            for a in "qk"
+        )
         part = float(self._p.norm()) * float(self._w["v"].norm())
-        part += abs(self._scale) * float((lengths[0] * self._q[0].norm(dim=1)[:, None] * s_k).norm())
+        part += abs(self._scale) * float(
+            (lengths[0] * self._q[0].norm(dim=1)[:, None] * s_k).norm()
+        )
         part += abs(self._scale) * float((lengths[0] @ k[0].norm(dim=1) * s_q).amax())
         return gamma(2 * self.tokens + inputs + 6 * self._q.shape[2] + self._d_v + 40) * part**2
 
@@ -97,7 +119,8 @@ class VariantGram(Gram):
         return out
 
     def _slices(self, rows: int, cols: int) -> Iterator[slice]:
-        """Slices of the tokens that are summed over, so many that what is formed for each of them fits a tile."""
+        """Slices of the tokens that are summed over, so many that what is formed for each of them
+        fits a tile."""
         block = 8 * self._d_v * max(rows * cols, max(rows, cols) * max(self._d_v, self._q.shape[2]))
         step = max(1, int(TILE.get(self.device.type, TILE["cpu"]) // block))
         for j in range(0, self.tokens, step):
@@ -131,7 +154,8 @@ class VariantGram(Gram):
         return out.addcmul_(reached[..., None], back[:, None])
 
     def apply(self, y: Tensor) -> Tensor:
-        """G y for r vectors at a time, (N, d_v, r) -> (N, d_v, r), as J (J^T y) in the arrays that the tiles are made of."""
+        """G y for r vectors at a time, (N, d_v, r) -> (N, d_v, r), as J (J^T y) in the arrays that
+        the tiles are made of."""
         step, c, r = self._step(), self._scale, y.shape[-1]
         rows = [slice(i, min(i + step, self.tokens)) for i in range(0, self.tokens, step)]
         q, p, c_i, d = self._q[0], self._p[0], self._c_i, self._tangents
@@ -143,5 +167,7 @@ class VariantGram(Gram):
         for i, at in self._parts():
             x = d.pull("q", to_q[i], at) + d.pull("k", to_k[i], at) + d.pull("v", to_v[i], at)
             d_q[i], d_k[i], d_v[i] = (d.push(a, x, at) for a in "qkv")
-        inner = torch.cat([self._a(0, i) @ (c * torch.einsum("id,jdr->ijr", q[i], d_k)) for i in rows])
+        inner = torch.cat(
+            [self._a(0, i) @ (c * torch.einsum("id,jdr->ijr", q[i], d_k)) for i in rows]
+        )
         return c_i @ d_q + inner + (p @ d_v.flatten(1)).view_as(y)

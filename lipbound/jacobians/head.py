@@ -13,7 +13,16 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.token_maps import TokenMap
 from lipbound.jacobians.products.matrices import InParts, narrow
-from lipbound.jacobians.products.row_blocks import SHORT, Group, HeadTensors, RowBlock, RowBlocks, cotangents, pushed, worthwhile
+from lipbound.jacobians.products.row_blocks import (
+    SHORT,
+    Group,
+    HeadTensors,
+    RowBlock,
+    RowBlocks,
+    cotangents,
+    pushed,
+    worthwhile,
+)
 from lipbound.jacobians.row_space import RowSpace
 from lipbound.linalg.operators import JacobianOperator, PerEntry, TensorOperator
 
@@ -26,28 +35,36 @@ def _flat(t: Tensor) -> Tensor:
 class HeadOperator(TensorOperator):
     r"""Closed-form Jacobian of every head of an `Attention`, with respect to its input X.
 
-    With ``w = [scale w_q, scale w_k, w_v]`` (D x m) and ``dq, dk, dv = dX w`` (q, k and v below are unscaled),
+    With ``w = [scale w_q, scale w_k, w_v]`` (D x m) and ``dq, dk, dv = dX w`` (q, k and v below are
+    unscaled),
 
     .. math::
-        dS = dq\,k^T + q\,dk^T,\quad T = P \circ (dS - \mathrm{rowsum}(P \circ dS)),\quad J\,dX = T v + P\,dv
+        dS = dq\,k^T + q\,dk^T,\quad T = P \circ (dS - \mathrm{rowsum}(P \circ dS)),\quad
+        J\,dX = T v + P\,dv
 
-    That is Lemma 1 (docs/theory/jacobian.md). A rotation or normalisation of queries and keys turns dq and dk on their way to dS, token by token
-    (`lipbound.attention.variants.token_maps`); a cap multiplies dS by its slope. Where queries or keys of all heads are normalised together, their
-    common size is one more coordinate of dX, different for each token. Values and keys enter only through differences and are centred first, which
-    removes the cancellation that large biases would cause.
+    That is Lemma 1 (docs/theory/jacobian.md). A rotation or normalisation of queries and keys turns
+    dq and dk on their way to dS, token by token (`lipbound.attention.variants.token_maps`); a cap
+    multiplies dS by its slope. Where queries or keys of all heads are normalised together, their
+    common size is one more coordinate of dX, different for each token. Values and keys enter only
+    through differences and are centred first, which removes the cancellation that large biases
+    would cause.
 
-    J sees dX only through ``dX w``, so it is applied in coordinates of the row space of ``w``: with ``w = u r`` (thin QR, u: D x m' with orthonormal
-    columns, m' = min(D, m)), inputs of the operator are ``dX u``, (N, m'), and singular values are unchanged: Lemma 3 (docs/theory/jacobian.md).
-    ``gram`` needs no QR at all, only ``w^T w`` (m x m). ``lift`` brings vectors of the reduced space back to (N, D).
+    J sees dX only through ``dX w``, so it is applied in coordinates of the row space of ``w``: with
+    ``w = u r`` (thin QR, u: D x m' with orthonormal columns, m' = min(D, m)), inputs of the
+    operator are ``dX u``, (N, m'), and singular values are unchanged: Lemma 3
+    (docs/theory/jacobian.md). ``gram`` needs no QR at all, only ``w^T w`` (m x m). ``lift`` brings
+    vectors of the reduced space back to (N, D).
 
-    Batch entries are in the order of ``att.p.flatten(0, 1)``: all heads of sample 0, then sample 1, ...
+    Batch entries are in the order of ``att.p.flatten(0, 1)``: all heads of sample 0, then sample 1,
+    ...
     """
 
     w: Tensor
     """(heads, D, m), shared by all entries."""
     rows: RowSpace
     sizes: list[int]
-    """Of the parts of m: queries, keys, values, and what is normalised over all heads together, on either side."""
+    """Of the parts of m: queries, keys, values, and what is normalised over all heads together, on
+    either side."""
     plain: bool
     """Whether the heads have no variants."""
     extra: Tensor | None
@@ -79,18 +96,26 @@ class HeadOperator(TensorOperator):
         self.sizes = [att.d, att.d, att.d_v, self.to_q.extra, self.to_k.extra]
         spans = [span for step in att.scoring.steps for span in step.spans()]
         self.rows = RowSpace(self.w, spans, att.dtype)
-        self.in_shape = (att.tokens, min(att.x.shape[2], self.w.shape[2] + sum(w.shape[1] for w in spans)))
+        self.in_shape = (
+            att.tokens,
+            min(att.x.shape[2], self.w.shape[2] + sum(w.shape[1] for w in spans)),
+        )
         self.q = _flat(att.q)
         self.k = _flat(att.centred_k.to(att.dtype))
         self.v = _flat(att.centred_v.to(att.dtype))
         directions = [to.direction for to in (self.to_q, self.to_k) if to.direction is not None]
         self.extra = att.scale * torch.stack(directions, -1) if directions else None
-        self.cross = None if self.extra is None else _flat(torch.einsum("hdm,snde->shnme", self.w, self.extra))
+        self.cross = (
+            None
+            if self.extra is None
+            else _flat(torch.einsum("hdm,snde->shnme", self.w, self.extra))
+        )
         self.own = None if self.extra is None else (self.extra.mT @ self.extra)[self.sample]
 
     @abstractmethod
     def _groups(self) -> Iterable[Group] | None:
-        """The blocks of rows of P that products are formed in; None where they are formed with whole matrices."""
+        """The blocks of rows of P that products are formed in; None where they are formed with
+        whole matrices."""
 
     @cached_property
     def tokens(self) -> HeadTensors:
@@ -109,15 +134,29 @@ class HeadOperator(TensorOperator):
         return all(not to.steps or to.turns() is not None for to in (self.to_q, self.to_k))
 
     def single(self) -> Self | None:
-        """The same maps with products in float32, of a float64 layer whose numbers are in its range; None where normalisations are among them."""
+        """The same maps with products in float32, of a float64 layer whose numbers are in its
+        range; None where normalisations are among them."""
         if not self.turned_alone:
             return None
-        changes = {f.name: t.float() for f in fields(self) if isinstance(t := getattr(self, f.name), Tensor) and t.is_floating_point()}
+        changes = {
+            f.name: t.float()
+            for f in fields(self)
+            if isinstance(t := getattr(self, f.name), Tensor) and t.is_floating_point()
+        }
         to_q, to_k = (replace(to, dtype=torch.float32) for to in (self.to_q, self.to_k))
-        return self._with(**changes | {"dtype": torch.float32, "rows": self.rows.to(torch.float32), "to_q": to_q, "to_k": to_k})
+        return self._with(
+            **changes
+            | {
+                "dtype": torch.float32,
+                "rows": self.rows.to(torch.float32),
+                "to_q": to_q,
+                "to_k": to_k,
+            }
+        )
 
     def push(self, z: Tensor | list[Tensor]) -> Tensor:
-        """The output perturbation under perturbations z of all coordinates (scores already scaled), side by side or part by part: (batch, N, d_v)."""
+        """The output perturbation under perturbations z of all coordinates (scores already scaled),
+        side by side or part by part: (batch, N, d_v)."""
         groups = self._groups()
         assert groups is not None
         return pushed(groups, self._arriving(z))
@@ -147,7 +186,8 @@ class HeadOperator(TensorOperator):
 
     @cached_property
     def triangle(self) -> list[Tensor]:
-        """Coordinates of queries, keys and values, (batch or 1, rows, size) each, the first two without the rows that are zero: gathered once."""
+        """Coordinates of queries, keys and values, (batch or 1, rows, size) each, the first two
+        without the rows that are zero: gathered once."""
         r, d = self.rows.coordinates, self.sizes[0]
         parts = [r[:, :d, :d], r[:, : 2 * d, d : 2 * d], r[..., 2 * d :]]
         return [(part if len(r) == 1 else part[self.head]).contiguous() for part in parts]
@@ -176,24 +216,32 @@ class HeadOperator(TensorOperator):
         return [q, k, v, *(t for t in (extra_q, extra_k) if t is not None)]
 
     def _arriving(self, z: Tensor | list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Perturbations of all coordinates, as `push` takes them, as those of q, k and v as they enter scores and output."""
+        """Perturbations of all coordinates, as `push` takes them, as those of q, k and v as they
+        enter scores and output."""
         q, k, v, extra_q, extra_k = z.split(self.sizes, -1) if isinstance(z, Tensor) else z
-        q, k = (to.push(t, extra if to.extra else None) for to, t, extra in ((self.to_q, q, extra_q), (self.to_k, k, extra_k)))
+        q, k = (
+            to.push(t, extra if to.extra else None)
+            for to, t, extra in ((self.to_q, q, extra_q), (self.to_k, k, extra_k))
+        )
         return q, k, v
 
     def pull(self, y: Tensor) -> Tensor:
-        """The cotangents of all coordinates under y, side by side, (batch, N, m), laid out coordinate by coordinate."""
+        """The cotangents of all coordinates under y, side by side, (batch, N, m), laid out
+        coordinate by coordinate."""
         groups = self._groups()
         if groups is not None and not (self.to_q.steps or self.to_k.steps):
             return cotangents(groups, y, (self.sizes[0], self.sizes[2]))
         return torch.cat([t.mT for t in self._pulled(y)], 1).mT
 
     def spread(self, x: Tensor) -> Tensor:
-        """Coordinates of perturbations of the layer's input, (samples, N, D) -> (batch, N, m), for a batch of whole layers."""
+        """Coordinates of perturbations of the layer's input, (samples, N, D) -> (batch, N, m), for
+        a batch of whole layers."""
         z = torch.einsum("snd,hdm->shnm", x, self.w)
         if self.extra is None:
             return _flat(z)
-        along = torch.einsum("snd,snde->sne", x, self.extra[self._layers()])[:, None].expand(-1, len(self.w), -1, -1)
+        along = torch.einsum("snd,snde->sne", x, self.extra[self._layers()])[:, None].expand(
+            -1, len(self.w), -1, -1
+        )
         return _flat(torch.cat([z, along], -1))
 
     def collect(self, z: Tensor) -> Tensor:
@@ -202,7 +250,9 @@ class HeadOperator(TensorOperator):
         x = torch.einsum("shnm,hdm->snd", z[..., : self.w.shape[2]], self.w)
         if self.extra is None:
             return x
-        return x + torch.einsum("shne,snde->snd", z[..., self.w.shape[2] :], self.extra[self._layers()])
+        return x + torch.einsum(
+            "shne,snde->snd", z[..., self.w.shape[2] :], self.extra[self._layers()]
+        )
 
     def _layers(self) -> Tensor:
         """The samples of a batch of whole layers."""
@@ -225,20 +275,29 @@ class HeadOperator(TensorOperator):
             x[..., : to.shape[-1]].baddbmm_(part, to)
         if self.extra is None:
             return x
-        return x + torch.einsum("bne,bnre->bnr", torch.cat(extra, -1), self._directions(self.rows.basis))
+        return x + torch.einsum(
+            "bne,bnre->bnr", torch.cat(extra, -1), self._directions(self.rows.basis)
+        )
 
     def along(self, dx: Tensor) -> Tensor:
-        """J dX in the coordinates of X, (batch, N, D) -> (batch, N, d_v); unlike the other products differentiable in what the layer is made of."""
+        """J dX in the coordinates of X, (batch, N, D) -> (batch, N, d_v); unlike the other products
+        differentiable in what the layer is made of."""
         return self.push(self._perturbed(dx))
 
     def paths(self, dx: Tensor) -> dict[str, Tensor]:
-        """J dX, (batch, N, D) -> (batch, N, d_v), in three parts: what passes through values, keys and queries; as `along`."""
+        """J dX, (batch, N, D) -> (batch, N, d_v), in three parts: what passes through values, keys
+        and queries; as `along`."""
         parts = self._perturbed(dx)
         ways = {"values": (2,), "keys": (1, 4), "queries": (0, 3)}
-        return {name: self.push([t if i in way else torch.zeros_like(t) for i, t in enumerate(parts)]) for name, way in ways.items()}
+        return {
+            name: self.push([t if i in way else torch.zeros_like(t) for i, t in enumerate(parts)])
+            for name, way in ways.items()
+        }
 
     def gram(self, y: Tensor) -> Tensor:
-        if self.dtype == torch.float64:  # two products with the triangular factor round less than one with its square
+        if (
+            self.dtype == torch.float64
+        ):  # two products with the triangular factor round less than one with its square
             return self.jvp(self.vjp(y))
         if self.extra is None and self._groups() is not None:
             return self.push(torch.bmm(self.pull(y), self._square))
@@ -283,10 +342,17 @@ class HeadJacobian(InParts, HeadOperator):
     def _shared(self) -> list[RowBlock]:
         """Blocks that hold those of all entries."""
         assert self.blocks is not None
-        return [RowBlock(rows, keys, self.p[:, rows, keys], self.t[:, rows, keys]) for rows, keys in self.blocks.shared()]
+        return [
+            RowBlock(rows, keys, self.p[:, rows, keys], self.t[:, rows, keys])
+            for rows, keys in self.blocks.shared()
+        ]
 
     def _groups(self) -> Iterable[Group] | None:
-        return None if self.blocks is None or torch.is_grad_enabled() else [(slice(None), self.tokens, self._shared)]
+        return (
+            None
+            if self.blocks is None or torch.is_grad_enabled()
+            else [(slice(None), self.tokens, self._shared)]
+        )
 
     def _cotangents(self, y: Tensor) -> tuple[Tensor, ...]:
         if self._groups() is not None:

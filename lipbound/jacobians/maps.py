@@ -16,28 +16,37 @@ def check_block(att: Attention, map: str) -> None:
     """Raise AttentionError where a layer does not have what a map of `BLOCKS` needs."""
     if att.w_o is None or att.w_o.shape[2] != att.x.shape[2]:
         raise AttentionError(
-            f"map {map!r} needs an output projection back to width {att.x.shape[2]}, which this layer does not have; use map='heads'"
+            f"map {map!r} needs an output projection back to width {att.x.shape[2]}, which this "
+            "layer does not have; use map='heads'"
         )
     around = att.surroundings
     if map == "pre_norm" and (around is None or around.residual != "pre" or around.fed_by is None):
         raise AttentionError(
-            "map 'pre_norm' needs a layer that normalises before attention, which this is not known to be; try 'post_norm' or 'residual'"
+            "map 'pre_norm' needs a layer that normalises before attention, which this is not "
+            "known to be; try 'post_norm' or 'residual'"
         )
-    if map == "post_norm" and (around is None or around.residual != "post" or around.followed_by is None):
+    if map == "post_norm" and (
+        around is None or around.residual != "post" or around.followed_by is None
+    ):
         raise AttentionError(
-            "map 'post_norm' needs a layer that normalises after attention, which this is not known to be; try 'pre_norm' or 'residual'"
+            "map 'post_norm' needs a layer that normalises after attention, which this is not "
+            "known to be; try 'pre_norm' or 'residual'"
         )
 
 
 def block_bound(att: Attention, layer: Tensor, map: str) -> Tensor:
     r"""A bound on a map of `BLOCKS` from one on the layer, (samples,).
 
-    With L the bound on the layer and n the largest norm of a token's normalisation: :math:`1 + L`, :math:`1 + L n` before, :math:`n (1 + L)` after:
-    Lemma 22 (docs/theory/layers.md).
+    With L the bound on the layer and n the largest norm of a token's normalisation: :math:`1 + L`,
+    :math:`1 + L n` before, :math:`n (1 + L)` after: Lemma 22 (docs/theory/layers.md).
     """
     check_block(att, map)
     around = att.surroundings
-    norm = None if around is None else {"pre_norm": around.fed_by, "post_norm": around.followed_by}.get(map)
+    norm = (
+        None
+        if around is None
+        else {"pre_norm": around.fed_by, "post_norm": around.followed_by}.get(map)
+    )
     if norm is None:
         return (1 + layer) * (1 + 1e-13)
     sizes = norm.norms if att.valid is None else norm.norms.masked_fill(~att.valid, 0.0)

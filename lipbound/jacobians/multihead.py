@@ -15,10 +15,12 @@ from lipbound.linalg.operators import TensorOperator
 
 @dataclass(init=False, eq=False, repr=False)
 class LayerJacobian(TensorOperator):
-    r"""Closed-form Jacobian of a layer's heads with respect to their common input X, one batch entry per sample.
+    r"""Closed-form Jacobian of a layer's heads with respect to their common input X, one batch
+    entry per sample.
 
-    Without projection the heads' outputs stand side by side, (N, heads d_v), head by head; with it they are projected by their slices ``w_o`` and
-    added, (N, D_out). Both come from the products of `HeadOperator` on (dQ, dK, dV) of every head.
+    Without projection the heads' outputs stand side by side, (N, heads d_v), head by head; with it
+    they are projected by their slices ``w_o`` and added, (N, D_out). Both come from the products of
+    `HeadOperator` on (dQ, dK, dV) of every head.
 
     Args:
         att: the layer.
@@ -35,13 +37,19 @@ class LayerJacobian(TensorOperator):
 
     def __init__(self, att: Attention, *, project: bool):
         if project and att.w_o is None:
-            raise AttentionError("map 'layer' needs the output projection w_o, which this layer does not have; use map='heads'")
+            raise AttentionError(
+                "map 'layer' needs the output projection w_o, which this layer does not have; "
+                "use map='heads'"
+            )
         self.heads = head_jacobian(att)
         self.count = att.heads
         self.w_o = att.w_o if project else None
         self.batch, self.dtype, self.device = att.samples, att.dtype, att.device
         self.in_shape = (att.tokens, att.x.shape[2])
-        self.out_shape = (att.tokens, att.heads * att.d_v if self.w_o is None else self.w_o.shape[2])
+        self.out_shape = (
+            att.tokens,
+            att.heads * att.d_v if self.w_o is None else self.w_o.shape[2],
+        )
 
     def jvp(self, x: Tensor) -> Tensor:
         y = self.heads.push(self.heads.spread(x)).unflatten(0, (-1, self.count))
@@ -50,10 +58,17 @@ class LayerJacobian(TensorOperator):
         return torch.einsum("shnv,hvo->sno", y, self.w_o)
 
     def vjp(self, y: Tensor) -> Tensor:
-        parts = y.unflatten(2, (self.count, -1)).transpose(1, 2) if self.w_o is None else torch.einsum("sno,hvo->shnv", y, self.w_o)
+        parts = (
+            y.unflatten(2, (self.count, -1)).transpose(1, 2)
+            if self.w_o is None
+            else torch.einsum("sno,hvo->shnv", y, self.w_o)
+        )
         return self.heads.collect(self.heads.pull(parts.flatten(0, 1)))
 
     def select(self, index: Tensor | slice) -> Self:
         chosen = torch.arange(self.batch, device=self.device)[index]
         every = torch.arange(self.count, device=self.device)
-        return self._with(batch=len(chosen), heads=self.heads.select((chosen[:, None] * self.count + every).flatten()))
+        return self._with(
+            batch=len(chosen),
+            heads=self.heads.select((chosen[:, None] * self.count + every).flatten()),
+        )

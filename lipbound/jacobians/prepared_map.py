@@ -1,4 +1,5 @@
-"""A layer ready to be measured: in units of ordinary size, with the Jacobian of the map that is asked for."""
+"""A layer ready to be measured: in units of ordinary size, with the Jacobian of the map that is
+asked for."""
 
 from functools import cached_property
 
@@ -16,13 +17,15 @@ from lipbound.linalg.operators import JacobianOperator, Roundoff
 
 
 class PreparedMap:
-    """A layer whose map is measured: in units in which its tensors are of ordinary size (unless wanted ``as_given``), with the output projection
-    folded in where the map has it. ``sharp``: as for `lipbound.jacobians.rounding.roundoff`.
+    """A layer whose map is measured: in units in which its tensors are of ordinary size (unless
+    wanted ``as_given``), with the output projection folded in where the map has it. ``sharp``: as
+    for `lipbound.jacobians.rounding.roundoff`.
 
     Attributes:
         attention: the layer. op: its Jacobian.
         exponents: of the powers of two that its norms are to be multiplied with, (heads,).
-        known: whether the layer could be brought into these units exactly, (samples, heads) bool, or None where it always can.
+        known: whether the layer could be brought into these units exactly, (samples, heads) bool,
+            or None where it always can.
         basis: (heads, D_out, r) of the outputs of "head_out", or None.
     """
 

@@ -1,4 +1,5 @@
-"""The Jacobian of an attention layer with what stands around it: residual connection, layer normalisation before or after."""
+"""The Jacobian of an attention layer with what stands around it: residual connection, layer
+normalisation before or after."""
 
 from dataclasses import dataclass
 
@@ -16,7 +17,8 @@ class BlockJacobian(TensorOperator):
     """Closed-form Jacobian of one of `BLOCKS`, one batch entry per sample, (N, D) -> (N, D).
 
     Raises:
-        AttentionError: the layer has no output projection of its own width, or its model does not put the normalisation there.
+        AttentionError: the layer has no output projection of its own width, or its model does not
+            put the normalisation there.
     """
 
     layer: PerEntry[LayerJacobian]

@@ -1,4 +1,5 @@
-"""Exact local Lipschitz constants: the spectral norm of the Jacobian of every head, or of a whole layer."""
+"""Exact local Lipschitz constants: the spectral norm of the Jacobian of every head, or of a whole
+layer."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -45,52 +46,71 @@ def spectral_norm(
 
     Args:
         att: the layer, samples x heads.
-        map: "head" (no output projection), "head_out" (with the head's slice ``w_o``), "heads" (all heads side by side), "layer" (all heads,
-            projected by ``w_o`` and added), or the layer with what stands around it: "residual" (x + layer(x)), "pre_norm" (h + layer(norm(h))),
-            "post_norm" (norm(x + layer(x))); the last two need ``att.surroundings``, from ``lipbound.capture(..., around=True)``.
-        method: "lanczos" (on J J^T, with full reorthogonalisation) and "power" (as papers
-            define it: an absolute stopping rule, no upper end) search in the dtype of ``att``. "dense" (singular values, for small cases) and
-            "deflation" (`lipbound.linalg.deterministic.deflate`; memory as for "lanczos") work in float64, and their ``upper`` needs no
-            probability. "deflation" covers the maps "head" and "head_out" of every layer, and "heads" and "layer" of layers without
+        map: "head" (no output projection), "head_out" (with the head's slice ``w_o``), "heads" (all
+            heads side by side), "layer" (all heads, projected by ``w_o`` and added), or the layer
+            with what stands around it: "residual" (x + layer(x)), "pre_norm" (h + layer(norm(h))),
+            "post_norm" (norm(x + layer(x))); the last two need ``att.surroundings``, from
+            ``lipbound.capture(..., around=True)``.
+        method: "lanczos" (on J J^T, with full reorthogonalisation) and "power" (as papers define
+            it: an absolute stopping rule, no upper end) search in the dtype of ``att``. "dense"
+            (singular values, for small cases) and "deflation"
+            (`lipbound.linalg.deterministic.deflate`; memory as for "lanczos") work in float64, and
+            their ``upper`` needs no probability. "deflation" covers the maps "head" and "head_out"
+            of every layer, and "heads" and "layer" of layers without
             `lipbound.attention.variants.VARIANTS`.
-        tol: relative error of the norm at which Lanczos' method stops (``upper / lower - 1`` where ``upper`` is asked for, else an
-            a-posteriori estimate that fails with probability at most 1e-3 a norm); absolute change for "power".
-        delta: total failure probability of the ``upper`` of all norms of this call, over random start vectors
-            (`lipbound.linalg.enclosures`); one start carries about 1e-9 a norm at 128 tokens; smaller values and
-            longer inputs take independent starts, whose probabilities are multiplied.
-            None for lower ends alone, in about a third of the time.
+        tol: relative error of the norm at which Lanczos' method stops (``upper / lower - 1`` where
+            ``upper`` is asked for, else an a-posteriori estimate that fails with probability at
+            most 1e-3 a norm); absolute change for "power".
+        delta: total failure probability of the ``upper`` of all norms of this call, over random
+            start vectors (`lipbound.linalg.enclosures`); one start carries about 1e-9 a norm at 128
+            tokens; smaller values and longer inputs take independent starts, whose probabilities
+            are multiplied. None for lower ends alone, in about a third of the time.
         vectors: also return the top singular pair.
-        seed: of the random start vectors, which are independent across samples and heads; a sequence gives each sample its own.
-        max_steps: 500 products of each run by default (100 for "power"); where they do not suffice, ``converged`` is False.
+        seed: of the random start vectors, which are independent across samples and heads; a
+            sequence gives each sample its own.
+        max_steps: 500 products of each run by default (100 for "power"); where they do not suffice,
+            ``converged`` is False.
 
     Returns:
-        `Norm` with fields of shape (samples, heads), or (samples,) for maps of the whole layer; values in float64, vectors in the dtype of
-        ``att``. ``upper`` is infinite unless ``delta`` is given or the method is "dense" or "deflation",
-        whose upper ends hold for every ``delta``. With ``vectors``, ``left`` is (samples, heads, N, d_v), or (samples, heads, N, D_out)
-        for "head_out", and ``right`` (samples, heads, N, D); without the axis of heads for a whole layer.
+        `Norm` with fields of shape (samples, heads), or (samples,) for maps of the whole layer;
+        values in float64, vectors in the dtype of ``att``. ``upper`` is infinite unless ``delta``
+        is given or the method is "dense" or "deflation", whose upper ends hold for every ``delta``.
+        With ``vectors``, ``left`` is (samples, heads, N, d_v), or (samples, heads, N, D_out) for
+        "head_out", and ``right`` (samples, heads, N, D); without the axis of heads for a whole
+        layer.
 
     Raises:
-        LipboundError: unknown map or method, numbers that make no sense, a method that does not cover the map of this layer, more memory needed
-            than there is, overflow.
+        LipboundError: unknown map or method, numbers that make no sense, a method that does not
+            cover the map of this layer, more memory needed than there is, overflow.
 
-    The Jacobian is that at the numbers given, in exact arithmetic: every rounding, from scores and softmax to the recurrences, is inside
-    ``lower`` and ``upper`` (all methods but "power"). Where logits are so large that rounding alone is wider than ``tol``, ``converged`` is False.
-    For a fixed seed the certificate presumes that the input was not chosen with knowledge of lipbound's own random stream; what torch or numpy draw
-    with any seed is independent of it. Without ``delta`` a norm that float32 cannot resolve is found in float64, or ``converged`` is False.
+    The Jacobian is that at the numbers given, in exact arithmetic: every rounding, from scores and
+    softmax to the recurrences, is inside ``lower`` and ``upper`` (all methods but "power"). Where
+    logits are so large that rounding alone is wider than ``tol``, ``converged`` is False. For a
+    fixed seed the certificate presumes that the input was not chosen with knowledge of lipbound's
+    own random stream; what torch or numpy draw with any seed is independent of it. Without
+    ``delta`` a norm that float32 cannot resolve is found in float64, or ``converged`` is False.
 
     >>> import torch
     >>> g = torch.Generator().manual_seed(0)
-    >>> att = Attention(*(torch.randn(s, generator=g, dtype=torch.float64) for s in [(1, 6, 8), (2, 8, 4), (2, 8, 4), (2, 8, 4)]))
-    >>> torch.allclose(spectral_norm(att, tol=1e-9).lower, spectral_norm(att, method="dense").lower, rtol=1e-8)
+    >>> shapes = [(1, 6, 8), (2, 8, 4), (2, 8, 4), (2, 8, 4)]
+    >>> att = Attention(*(torch.randn(shape, generator=g).double() for shape in shapes))
+    >>> dense = spectral_norm(att, method="dense")
+    >>> torch.allclose(spectral_norm(att, tol=1e-9).lower, dense.lower, rtol=1e-8)
     True
     """
     choice("map", map, MAPS)
     choice("method", method, (*METHODS, DEFLATION))
     check_arguments(att, method, tol, delta)
     seeds = sample_seeds(att.samples, seed)
-    tol, vectors, max_steps = float(tol), flag("vectors", vectors), None if max_steps is None else whole("max_steps", max_steps, least=1)
+    tol, vectors, max_steps = (
+        float(tol),
+        flag("vectors", vectors),
+        None if max_steps is None else whole("max_steps", max_steps, least=1),
+    )
     if map in BLOCKS and method == DEFLATION:
-        raise LipboundError(f"method {method!r} has no closed form of map {map!r}; use 'lanczos' with delta")
+        raise LipboundError(
+            f"method {method!r} has no closed form of map {map!r}; use 'lanczos' with delta"
+        )
     if method == "power":
         return _power(att, map, tol, delta, vectors, seeds, max_steps)
     wide = PreparedMap(att.double(), map, sharp=delta is not None)
@@ -101,18 +121,40 @@ def spectral_norm(
         norm = dense_svd(wide.op, vectors=vectors)
         norm = widened(norm, wide.roundoff.tensors + wide.roundoff.products, tol)
     else:
-        op = wide.op if att.dtype == torch.float64 or wide.known is not None else _narrow(wide.op) or PreparedMap(att, map).op
+        op = (
+            wide.op
+            if att.dtype == torch.float64 or wide.known is not None
+            else _narrow(wide.op) or PreparedMap(att, map).op
+        )
         steps = DEFAULT_STEPS[method] if max_steps is None else max_steps
         with torch.no_grad():
             if delta is None:
-                norm = estimate(wide.op, wide.roundoff, op, tol=tol, seed=seeds, max_steps=steps, vectors=vectors)
+                norm = estimate(
+                    wide.op,
+                    wide.roundoff,
+                    op,
+                    tol=tol,
+                    seed=seeds,
+                    max_steps=steps,
+                    vectors=vectors,
+                )
             else:
-                norm = enclose(wide.op, wide.roundoff, op, tol=tol, delta=delta / wide.op.batch, seed=seeds, max_steps=steps, vectors=vectors)
+                norm = enclose(
+                    wide.op,
+                    wide.roundoff,
+                    op,
+                    tol=tol,
+                    delta=delta / wide.op.batch,
+                    seed=seeds,
+                    max_steps=steps,
+                    vectors=vectors,
+                )
     return shaped(att, norm, wide)
 
 
 def _narrow(op: JacobianOperator) -> JacobianOperator | None:
-    """Heads of a float32 layer with products in float32, where they can be made of those in float64."""
+    """Heads of a float32 layer with products in float32, where they can be made of those in
+    float64."""
     return op.single() if isinstance(op, HeadOperator) else None
 
 
@@ -120,20 +162,43 @@ def check_arguments(att: object, method: str, tol: float, delta: float | None) -
     """Raise LipboundError for what is no layer, and for numbers that make no sense."""
     check_layer(att, "spectral_norm")
     positive = method == DEFLATION
-    real("tol", tol, f"a number {'>' if positive else '>='} 0", above=0 if positive else math.nextafter(0, -1))
+    real(
+        "tol",
+        tol,
+        f"a number {'>' if positive else '>='} 0",
+        above=0 if positive else math.nextafter(0, -1),
+    )
     if delta is not None:
         real("delta", delta, "between 0 and 1, a probability of failure", above=0, below=1)
 
 
-def _power(att: Attention, map: str, tol: float, delta: float | None, vectors: bool, seeds: list[int], max_steps: int | None) -> Norm:
-    """Power iteration, whose absolute stopping rule must see J itself, in the dtype that was given."""
+def _power(
+    att: Attention,
+    map: str,
+    tol: float,
+    delta: float | None,
+    vectors: bool,
+    seeds: list[int],
+    max_steps: int | None,
+) -> Norm:
+    """Power iteration, whose absolute stopping rule must see J itself, in the dtype
+    that was given."""
     plain = PreparedMap(att, map, as_given=True)
-    norm = operator_norm(plain.op, method="power", tol=tol, delta=delta, vectors=vectors, seed=seeds, max_steps=max_steps)
+    norm = operator_norm(
+        plain.op,
+        method="power",
+        tol=tol,
+        delta=delta,
+        vectors=vectors,
+        seed=seeds,
+        max_steps=max_steps,
+    )
     return shaped(att, norm, plain)
 
 
 def shaped(att: Attention, norm: Norm, measured: PreparedMap) -> Norm:
-    """Norms and vectors as they are returned: (samples, heads) or (samples,), in the units and coordinates of the layer."""
+    """Norms and vectors as they are returned: (samples, heads) or (samples,), in the units and
+    coordinates of the layer."""
     op, basis, exponents = measured.op, measured.basis, measured.exponents
     if measured.map in WHOLE:
         return _cast(_scale(norm, exponents[0]), att.dtype)
@@ -141,14 +206,25 @@ def shaped(att: Attention, norm: Norm, measured: PreparedMap) -> Norm:
     if measured.known is not None:
         known = measured.known.cpu()
         unknown = {"lower": 0.0, "upper": math.inf, "error": math.inf, "converged": False}
-        norm = replace(norm, **{name: torch.where(known, getattr(norm, name), value) for name, value in unknown.items()})
+        norm = replace(
+            norm,
+            **{
+                name: torch.where(known, getattr(norm, name), value)
+                for name, value in unknown.items()
+            },
+        )
     if norm.left is None or norm.right is None:
         return norm
     left = norm.left.view(att.samples, att.heads, *op.out_shape)
     if basis is not None:
         left = left @ basis.mT
     assert isinstance(op, HeadOperator)
-    return _cast(replace(norm, left=left, right=op.lift(norm.right).view(att.samples, att.heads, att.tokens, -1)), att.dtype)
+    return _cast(
+        replace(
+            norm, left=left, right=op.lift(norm.right).view(att.samples, att.heads, att.tokens, -1)
+        ),
+        att.dtype,
+    )
 
 
 def _cast(norm: Norm, dtype: torch.dtype) -> Norm:
@@ -168,21 +244,31 @@ def _grams(att: Attention, map: str) -> list[Callable[[], Gram]]:
 
 @in_own_modes
 def l2_spectral_norm(att: Attention, *, tol: float = 1e-4, seed: int | Sequence[int] = 0) -> Norm:
-    """Exact local Lipschitz constant of L2 attention with the layer's weights (see `L2HeadJacobian`), samples x heads.
+    """Exact local Lipschitz constant of L2 attention with the layer's weights (see
+    `L2HeadJacobian`), samples x heads.
 
-    This is the map that Kim et al. 2021 bound; it is not the head of the checkpoint. The search is in the dtype of ``att``, the value a quotient in
-    float64, without enclosure: rounding is not counted.
+    This is the map that Kim et al. 2021 bound; it is not the head of the checkpoint. The search is
+    in the dtype of ``att``, the value a quotient in float64, without enclosure: rounding is not
+    counted.
     """
     scaled, unit = att.double().unit_values()
     op = L2HeadJacobian(scaled)
     search = op if att.dtype == torch.float64 else L2HeadJacobian(att.unit_values()[0])
     nothing, seeds = torch.zeros(op.batch, dtype=torch.float64), sample_seeds(att.samples, seed)
-    norm = estimate(op, Roundoff(nothing, nothing, nothing), search, tol=tol, seed=seeds, max_steps=DEFAULT_STEPS["lanczos"])
+    norm = estimate(
+        op,
+        Roundoff(nothing, nothing, nothing),
+        search,
+        tol=tol,
+        seed=seeds,
+        max_steps=DEFAULT_STEPS["lanczos"],
+    )
     return _scale(norm.view(att.samples, att.heads), unit.cpu().log2().round().long())
 
 
 def _scale(norm: Norm, exponents: Tensor) -> Norm:
-    """Ends times powers of two; near the end of the range, where that rounds, outwards, and then they are not close to each other."""
+    """Ends times powers of two; near the end of the range, where that rounds, outwards, and then
+    they are not close to each other."""
     lower = times_power(norm.lower, exponents)
     lost = (lower < 1e-300) & (norm.lower > 0)
     return replace(

@@ -1,4 +1,5 @@
-"""The Jacobian of heads whose attention matrices do not fit, or are mostly masked: P is formed for some rows, and the keys they see, at a time."""
+"""The Jacobian of heads whose attention matrices do not fit, or are mostly masked: P is formed for
+some rows, and the keys they see, at a time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ ROW_BYTES = {"cpu": 2**23, "cuda": 2**29}
 SCORE_BYTES = 20
 """Bytes for one entry of P while it is computed in float64, and in the products."""
 LONG = 1024
-"""Tokens from which whole attention matrices are not formed where not most of their entries are allowed."""
+"""Tokens from which whole attention matrices are not formed where not most of their entries are
+allowed."""
 FEW = 0.6
 """Share of them up to which blocks that are formed for themselves are the faster."""
 
@@ -32,7 +34,11 @@ def head_jacobian(att: Attention) -> HeadOperator:
         return StreamedHeadJacobian(att)
     if att.device.type != "cpu" or att.tokens < LONG or (att.mask is None and att.valid is None):
         return HeadJacobian(att)
-    return StreamedHeadJacobian(att) if RowBlocks.of_mask(att, ROWS).share <= FEW else HeadJacobian(att)
+    return (
+        StreamedHeadJacobian(att)
+        if RowBlocks.of_mask(att, ROWS).share <= FEW
+        else HeadJacobian(att)
+    )
 
 
 def _budget(bytes_of: dict[str, float] | dict[str, int], device: torch.device) -> float:
@@ -40,7 +46,8 @@ def _budget(bytes_of: dict[str, float] | dict[str, int], device: torch.device) -
 
 
 def _blocks(att: Attention) -> RowBlocks:
-    """Of so many rows at a time as memory allows, no more than products need where the mask forbids something."""
+    """Of so many rows at a time as memory allows, no more than products need where the mask forbids
+    something."""
     most = _budget(ROW_BYTES, att.device) // 8
     if att.device.type == "cpu" and not (att.mask is None and att.valid is None):
         blocks = RowBlocks.of_mask(att, ROWS)
@@ -59,7 +66,14 @@ class Kept:
 
     def select(self, index: Tensor | slice) -> "Kept":
         """Of some entries."""
-        return Kept([self.entries[b] for b in torch.arange(len(self.entries))[index if isinstance(index, slice) else index.cpu()].tolist()])
+        return Kept(
+            [
+                self.entries[b]
+                for b in torch.arange(len(self.entries))[
+                    index if isinstance(index, slice) else index.cpu()
+                ].tolist()
+            ]
+        )
 
     def double(self) -> "Kept":
         """In float64."""
@@ -72,11 +86,14 @@ class Kept:
 
 @dataclass(init=False, eq=False, repr=False)
 class StreamedHeadJacobian(HeadOperator):
-    """`HeadOperator` in memory O(N (d + d_v)) per head: rows of P come from q, k, and the largest score and sum of each row, twice in every product.
+    """`HeadOperator` in memory O(N (d + d_v)) per head: rows of P come from q, k, and the largest
+    score and sum of each row, twice in every product.
 
-    Scores are formed only for the keys that a block of rows sees, so that time goes with the entries that the mask allows; where these fit, as in a
-    sliding window, P is kept between products. Scores are float64, as for `Attention.p`, so the numbers are those of `HeadJacobian` up to the order
-    of summation. Products take about twice as long where P is not kept. Not differentiable.
+    Scores are formed only for the keys that a block of rows sees, so that time goes with the
+    entries that the mask allows; where these fit, as in a sliding window, P is kept between
+    products. Scores are float64, as for `Attention.p`, so the numbers are those of `HeadJacobian`
+    up to the order of summation. Products take about twice as long where P is not kept. Not
+    differentiable.
     """
 
     scale: float
@@ -100,28 +117,47 @@ class StreamedHeadJacobian(HeadOperator):
     def __init__(self, att: Attention):
         self._set(att)
         self.wide_q, self.wide_k = (t.flatten(0, 1) for t in (att.wide_q, att.centred_k))
-        self.scale, self.scoring, self.valid, self.heads, self.sloped = att.scale, att.scoring, att.valid, att.heads, att.scoring.sloped
+        self.scale, self.scoring, self.valid, self.heads, self.sloped = (
+            att.scale,
+            att.scoring,
+            att.valid,
+            att.heads,
+            att.scoring.sloped,
+        )
         self.entry = torch.arange(self.batch, device=self.device)
         self.top = torch.zeros(self.batch, att.tokens, 1, dtype=torch.float64, device=self.device)
         self.total = torch.ones_like(self.top)
         self.o, self.blocks, self.kept = torch.zeros_like(self.v), _blocks(att), None
-        fits = self.blocks.size * SCORE_BYTES * (2 if self.sloped else 1) <= _budget(WHOLE_BYTES, self.device)
+        fits = self.blocks.size * SCORE_BYTES * (2 if self.sloped else 1) <= _budget(
+            WHOLE_BYTES, self.device
+        )
         found = [self._first_pass(b, fits) for b in range(self.batch)]
         if fits:
             self.kept = Kept(found)
 
     def _first_pass(self, b: int, keep: bool) -> list[RowBlock]:
-        """The largest score and the sum of each row of an entry, and its output; its blocks, if they are to be kept."""
-        extra = None if self.scoring.extra_scores is None else self.scoring.extra_scores.double()[b % self.heads]
+        """The largest score and the sum of each row of an entry, and its output; its blocks, if
+        they are to be kept."""
+        extra = (
+            None
+            if self.scoring.extra_scores is None
+            else self.scoring.extra_scores.double()[b % self.heads]
+        )
         found = []
         for rows, keys in self.blocks.of(b):
             scores = self._scores(b, rows, keys)
             top = scores.amax(-1, keepdim=True)
             top = top if extra is None else top.maximum(extra.amax())
-            self.top[b, rows] = top.masked_fill(top == -torch.inf, 0.0)  # rows of padding attend to nothing
+            self.top[b, rows] = top.masked_fill(
+                top == -torch.inf, 0.0
+            )  # rows of padding attend to nothing
             grown = scores.sub_(self.top[b, rows]).exp_()
             total = grown.sum(-1, keepdim=True)
-            total = total if extra is None else total + (extra - self.top[b, rows]).exp().sum(-1, keepdim=True)
+            total = (
+                total
+                if extra is None
+                else total + (extra - self.top[b, rows]).exp().sum(-1, keepdim=True)
+            )
             self.total[b, rows] = total.clamp_min(1.0)
             p = self._shares(b, rows, grown)
             self.o[b, rows] = p @ self.v[b, keys]
@@ -139,7 +175,9 @@ class StreamedHeadJacobian(HeadOperator):
 
     def _seen(self, keys: slice) -> tuple[slice, slice]:
         """The keys to form scores of, and among them those that are wanted."""
-        return (keys, slice(None)) if self.scoring.entrywise else (slice(0, self.out_shape[0]), keys)
+        return (
+            (keys, slice(None)) if self.scoring.entrywise else (slice(0, self.out_shape[0]), keys)
+        )
 
     def _scores(self, b: int, rows: slice, keys: slice) -> Tensor:
         """Masked float64 scores of some queries of an entry, (rows, keys)."""
@@ -150,7 +188,9 @@ class StreamedHeadJacobian(HeadOperator):
         if mask is not None:
             scores = add_mask(scores, mask)
         if self.valid is not None:
-            scores = scores.masked_fill(~self.valid[s, keys], -torch.inf).masked_fill(~self.valid[s, rows, None], -torch.inf)
+            scores = scores.masked_fill(~self.valid[s, keys], -torch.inf).masked_fill(
+                ~self.valid[s, rows, None], -torch.inf
+            )
         return scores
 
     def _probabilities(self, b: int, rows: slice, scores: Tensor) -> Tensor:
@@ -181,12 +221,25 @@ class StreamedHeadJacobian(HeadOperator):
     def _groups(self) -> Iterator[Group]:
         for b in range(self.batch):
             one = slice(b, b + 1)
-            yield one, self.tokens.select(one), (block._replace(p=block.p[None], weights=block.weights[None]) for block in self._read(b))
+            yield (
+                one,
+                self.tokens.select(one),
+                (
+                    block._replace(p=block.p[None], weights=block.weights[None])
+                    for block in self._read(b)
+                ),
+            )
 
     def single(self) -> Self | None:
         other = super().single()
-        wide = {name: getattr(self, name) for name in ("wide_q", "wide_k", "top", "total")}  # of scores
-        return None if other is None else other._with(**wide, kept=None if self.kept is None else self.kept.single())
+        wide = {
+            name: getattr(self, name) for name in ("wide_q", "wide_k", "top", "total")
+        }  # of scores
+        return (
+            None
+            if other is None
+            else other._with(**wide, kept=None if self.kept is None else self.kept.single())
+        )
 
     def average(self, x: Tensor) -> Tensor:
         out = torch.zeros_like(x)

@@ -1,9 +1,11 @@
-r"""How far above its Ritz value can the largest eigenvalue be? Probabilistic upper bounds from a Lanczos run.
+r"""How far above its Ritz value can the largest eigenvalue be? Probabilistic upper bounds from a
+Lanczos run.
 
-Lanczos on a symmetric positive semi-definite :math:`G` from a start vector uniform on the sphere gives a polynomial :math:`p_k`. Where it exceeds
-:math:`1/\varepsilon` beyond the largest Ritz value, the largest eigenvalue is smaller, with a failure probability that belongs to
-:math:`\varepsilon` (Hochstenbach 2013): Lemmas 41 and 42 (docs/theory/certificates.md). Unlike residuals, it cannot be fooled by clustered
-eigenvalues.
+Lanczos on a symmetric positive semi-definite :math:`G` from a start vector uniform on the sphere
+gives a polynomial :math:`p_k`. Where it exceeds :math:`1/\varepsilon` beyond the largest Ritz
+value, the largest eigenvalue is smaller, with a failure probability that belongs to
+:math:`\varepsilon` (Hochstenbach 2013): Lemmas 41 and 42 (docs/theory/certificates.md). Unlike
+residuals, it cannot be fooled by clustered eigenvalues.
 """
 
 import math
@@ -14,26 +16,35 @@ from scipy.special import betaincinv, betaln
 
 Array = np.ndarray
 RESCALE = 8
-"""Steps between two rescalings of the polynomial, which grows at most by the inverse of the rounding unit in each: far from overflow."""
+"""Steps between two rescalings of the polynomial, which grows at most by the inverse of the
+rounding unit in each: far from overflow."""
 ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-11}
-"""Relative allowance for products in this dtype: the recurrence belongs to a matrix that is off by rounding."""
+"""Relative allowance for products in this dtype: the recurrence belongs to a matrix that is off by
+rounding."""
 
 
 def log_inverse_epsilon(n: int, delta: float) -> float:
-    """log(1 / eps), where a uniform unit vector of R^n has a component below eps along a given direction with probability at most delta.
+    """log(1 / eps), where a uniform unit vector of R^n has a component below eps along a given
+    direction with probability at most delta.
 
     Proof: Lemma 41 (docs/theory/certificates.md)."""
     if n == 1:
         return 0.0
-    if delta < 1e-100 and n > 2:  # beyond the range of the quantile: the density of the squared component is at most x^(-1/2) / B
+    if (
+        delta < 1e-100 and n > 2
+        # beyond the range of the quantile: the density of the squared component is at most x^(-1/2)
+        # / B
+    ):
         return -math.log(delta) - float(betaln(0.5, (n - 1) / 2)) + math.log(2)
     return -0.5 * math.log(float(betaincinv(0.5, (n - 1) / 2, delta)))
 
 
 def log_polynomial(alpha: Array, beta: Array, steps: Array, x: Array) -> Array:
-    """log p_k(x) for a batch of recurrences alpha, beta (batch, >= k) after k = ``steps`` (batch,) steps; -inf where p_k(x) <= 0.
+    """log p_k(x) for a batch of recurrences alpha, beta (batch, >= k) after k = ``steps`` (batch,)
+    steps; -inf where p_k(x) <= 0.
 
-    float64 arrays of numpy, as everywhere in this module: the arithmetic is of a few numbers per norm.
+    float64 arrays of numpy, as everywhere in this module: the arithmetic is of a few numbers per
+    norm.
     """
     older, p = np.zeros_like(x), np.ones_like(x)
     total, before = np.zeros_like(x), np.zeros_like(x)
@@ -53,14 +64,16 @@ def log_polynomial(alpha: Array, beta: Array, steps: Array, x: Array) -> Array:
 
 
 def excludes(alpha: Array, beta: Array, steps: Array, x: Array, log_inverse: float) -> Array:
-    """Whether the largest eigenvalue is below x, (batch,) bool, at the failure probability behind ``log_inverse``; x beyond the Ritz values.
+    """Whether the largest eigenvalue is below x, (batch,) bool, at the failure probability behind
+    ``log_inverse``; x beyond the Ritz values.
 
     Proof: Lemma 42 (docs/theory/certificates.md)."""
     return log_polynomial(alpha, beta, steps, x) >= log_inverse
 
 
 def upper_bound(alpha: Array, beta: Array, steps: Array, top: Array, log_inverse: float) -> Array:
-    """An upper bound on the largest eigenvalue, within 2 % of the excess over ``top`` (largest Ritz values) that the recurrences allow, (batch,).
+    """An upper bound on the largest eigenvalue, within 2 % of the excess over ``top`` (largest Ritz
+    values) that the recurrences allow, (batch,).
 
     Found by bisection on the logarithm of the excess, and rounded upwards.
     """

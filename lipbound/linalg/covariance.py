@@ -1,4 +1,5 @@
-r"""The largest :math:`\|X^T M(P_i)\|` over the rows of an attention matrix, rounded upwards, without solving for every row."""
+r"""The largest :math:`\|X^T M(P_i)\|` over the rows of an attention matrix, rounded upwards,
+without solving for every row."""
 
 from typing import NamedTuple
 
@@ -18,7 +19,8 @@ BYTES = 2**26
 FLUSHED = 2.0**-120
 """Entries of a matrix that count as zero, relative to its largest."""
 FAINT = 2.0**-500
-"""Deviations of rows, of inputs of ordinary size, below which nothing depends on their digits: this much is added to all of them."""
+"""Deviations of rows, of inputs of ordinary size, below which nothing depends on their digits: this
+much is added to all of them."""
 
 
 class Largest(NamedTuple):
@@ -30,23 +32,34 @@ class Largest(NamedTuple):
 
 
 def weighted_deviation_norm(x: Tensor, p: Tensor, stretch: Tensor | None = None) -> Upper:
-    r""":math:`\max_i f_i\,\|X^T M(P_i)\|` for inputs x (samples, N, D) and probabilities p (samples, heads, N, N): (samples, heads).
+    r""":math:`\max_i f_i\,\|X^T M(P_i)\|` for inputs x (samples, N, D) and probabilities p
+    (samples, heads, N, N): (samples, heads).
 
-    Every row gets a cheap upper value from a few N x N products; rows are then solved for exactly, in the order of those values, until no other row
-    can be larger. Rows left over after `ROUNDS` rounds count with their upper values: the result is always an upper value, and the exact maximum when
-    the rounds suffice: Lemma 51 (docs/theory/numerics.md); rounding is included: Lemma 85 (docs/theory/upper_values.md). The derivative is that of
-    one row at a top singular pair. Cost O(N^3 + N^2 D), and a few eigenvalue problems per head.
+    Every row gets a cheap upper value from a few N x N products; rows are then solved for exactly,
+    in the order of those values, until no other row can be larger. Rows left over after `ROUNDS`
+    rounds count with their upper values: the result is always an upper value, and the exact maximum
+    when the rounds suffice: Lemma 51 (docs/theory/numerics.md); rounding is included: Lemma 85
+    (docs/theory/upper_values.md). The derivative is that of one row at a top singular pair. Cost
+    O(N^3 + N^2 D), and a few eigenvalue problems per head.
 
     Args:
-        stretch: f, (samples, heads, N), at least 1; what rounding of P takes, for instance. One by default.
+        stretch: f, (samples, heads, N), at least 1; what rounding of P takes, for instance. One by
+            default.
     """
     x, e = scaled(x, (-2, -1))
     values = []
     for s in range(len(x)):
-        rows, factors = p[s].double(), torch.ones_like(p[s][..., 0], dtype=torch.float64) if stretch is None else stretch[s]
+        rows, factors = (
+            p[s].double(),
+            torch.ones_like(p[s][..., 0], dtype=torch.float64) if stretch is None else stretch[s],
+        )
         with torch.no_grad():
             found = _one_sample(x[s], rows, factors)
-        values.append(found.value if not (x.requires_grad or rows.requires_grad) else _with_derivative(found, x[s], rows, factors))
+        values.append(
+            found.value
+            if not (x.requires_grad or rows.requires_grad)
+            else _with_derivative(found, x[s], rows, factors)
+        )
     return Upper.of(torch.stack(values)).shifted(e[:, 0])
 
 
@@ -81,7 +94,8 @@ def _one_sample(x: Tensor, p: Tensor, stretch: Tensor) -> Largest:
 
 
 def _with_derivative(found: Largest, x: Tensor, p: Tensor, stretch: Tensor) -> Tensor:
-    """The values with the derivative of the row each comes from: at a top singular pair of X^T M, or of the cheap upper value."""
+    """The values with the derivative of the row each comes from: at a top singular pair of X^T M,
+    or of the cheap upper value."""
     heads = torch.arange(len(p), device=p.device)
     rows = p[heads, found.row]
     y = x - x[rows.detach().argmax(-1)][:, None]  # (heads, N, D)
@@ -90,20 +104,26 @@ def _with_derivative(found: Largest, x: Tensor, p: Tensor, stretch: Tensor) -> T
     form = (u[:, None, :, 0] @ z @ vh[:, 0, :, None])[:, 0, 0]
     if not bool(found.solved.all()):
         centred = _centred(x)
-        form = torch.where(found.solved, form, _upper_values(centred @ centred.T, x.shape[1], rows[:, None])[1][:, 0])
+        form = torch.where(
+            found.solved,
+            form,
+            _upper_values(centred @ centred.T, x.shape[1], rows[:, None])[1][:, 0],
+        )
     form = form * stretch[heads, found.row]
     return found.value + (form - form.detach())
 
 
 def _upper_values(k: Tensor, width: int, p: Tensor) -> tuple[Tensor, Tensor]:
-    """Wolkowicz-Styan upper value of ||X^T M(P_i)|| for every row, (heads, rows), and one with derivatives; k = X X^T for x of this width."""
+    """Wolkowicz-Styan upper value of ||X^T M(P_i)|| for every row, (heads, rows), and one with
+    derivatives; k = X X^T for x of this width."""
     n = len(k)
     w = p * p
     c = p @ k  # c_ij = mean_i . x_j
     s = (c * p).sum(-1, keepdim=True)  # |mean_i|^2
     distance = (k.diagonal() - 2 * c + s).clamp_min(0)
     t = (w * distance).sum(-1)
-    # f = sum_jl w_j w_l (k_jl - c_j - c_l + s)^2 = sum_jl w_j w_l (k_jl - c_j)^2 + ..., expanded so that only N x N products occur
+    # f = sum_jl w_j w_l (k_jl - c_j - c_l + s)^2 = sum_jl w_j w_l (k_jl - c_j)^2 + ..., expanded so
+    # that only N x N products occur
     total, wc, wcc = w.sum(-1), (w * c).sum(-1), (w * c * c).sum(-1)
     s = s[..., 0]
     wk = w @ k
@@ -112,7 +132,10 @@ def _upper_values(k: Tensor, width: int, p: Tensor) -> tuple[Tensor, Tensor]:
         + 2 * s * (wk * w).sum(-1) + 2 * wc**2 - 4 * s * wc * total
     )  # fmt: skip
     unit = gamma(4 * n + 2 * width + 60) * k.diagonal().detach().amax()
-    slack_t, slack_f = 5 * unit * total.detach(), 20 * unit * k.diagonal().detach().amax() * total.detach() ** 2
+    slack_t, slack_f = (
+        5 * unit * total.detach(),
+        20 * unit * k.diagonal().detach().amax() * total.detach() ** 2,
+    )
     m = min(n, width)
     high, low, f = t + slack_t, (t - slack_t).clamp_min(0), f.clamp_min(0) + slack_f
     room = (1 - 1 / m) * (f - low * low / m).clamp_min(0)
@@ -123,18 +146,27 @@ def _upper_values(k: Tensor, width: int, p: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _exact(x: Tensor, distances: Tensor, p: Tensor) -> Tensor:
-    """||X^T M(p)|| of given rows p (heads, rows, N), dense: (heads, rows). Centred at each row's heaviest token, which avoids cancellation."""
+    """||X^T M(p)|| of given rows p (heads, rows, N), dense: (heads, rows). Centred at each row's
+    heaviest token, which avoids cancellation."""
     n, width = x.shape
     heaviest = p.argmax(-1)
     lengths = p * distances[heaviest]  # at most N times as small as the columns of X^T M
     error = gamma(n + 12) * lengths.sum(-1)
     scale = lengths.amax(-1, keepdim=True)
-    scale = torch.where(scale > 0, scale.clamp_min(FAINT), 1.0)  # p over a subnormal number would overflow
-    weights = torch.where(p * distances.amax() < FLUSHED * scale, 0.0, p / scale)  # subnormal products would take a hundred times as long
+    scale = torch.where(
+        scale > 0, scale.clamp_min(FAINT), 1.0
+    )  # p over a subnormal number would overflow
+    weights = torch.where(
+        p * distances.amax() < FLUSHED * scale, 0.0, p / scale
+    )  # subnormal products would take a hundred times as long
     z = x - x[heaviest][..., None, :]
     z.sub_(p[..., None, :] @ z).mul_(weights[..., None])
     z = z if n <= width else z.mT
     g = z @ z.mT
     top = eigenvalues(g)[..., -1].clamp_min(0)
-    top = top * (1 + 16 * min(n, width) * UNIT) + gamma(max(n, width) + 4) * g.diagonal(dim1=-2, dim2=-1).sum(-1)
-    return ((top.sqrt() + 4 * FLUSHED * n**0.5) * scale[..., 0] + 2 * error + FAINT) * (1 + gamma(20))
+    top = top * (1 + 16 * min(n, width) * UNIT) + gamma(max(n, width) + 4) * g.diagonal(
+        dim1=-2, dim2=-1
+    ).sum(-1)
+    return ((top.sqrt() + 4 * FLUSHED * n**0.5) * scale[..., 0] + 2 * error + FAINT) * (
+        1 + gamma(20)
+    )

@@ -1,6 +1,8 @@
-r"""Upper bounds on exact norms that hold with certainty: deflated compression of :math:`G = J J^T` in float64.
+r"""Upper bounds on exact norms that hold with certainty: deflated compression of :math:`G = J J^T`
+in float64.
 
-The float64 arrays P, v - o, q, k and the weights are taken as exact; every rounding after them is allowed for.
+The float64 arrays P, v - o, q, k and the weights are taken as exact; every rounding after them is
+allowed for.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,10 +25,12 @@ STEPS = 60
 
 
 class BlockMatrix(Protocol):
-    r"""A symmetric positive semi-definite :math:`G = J J^T` in float64, known block by block: ``tokens`` x ``tokens`` blocks of order ``width``.
+    r"""A symmetric positive semi-definite :math:`G = J J^T` in float64, known block by block:
+    ``tokens`` x ``tokens`` blocks of order ``width``.
 
     Attributes:
-        keep: which tokens of the operator these are. error: bound on the 2-norm of the rounding error of G.
+        keep: which tokens of the operator these are. error: bound on the 2-norm of the rounding
+            error of G.
     """
 
     tokens: int
@@ -45,19 +49,22 @@ class BlockMatrix(Protocol):
 
 
 def deflate(gram: BlockMatrix, q: Tensor) -> tuple[float, float, Tensor]:
-    r"""Two-sided bounds on :math:`\lambda_{max}(G)` from any few vectors; next to exact when they span its top eigenvectors.
+    r"""Two-sided bounds on :math:`\lambda_{max}(G)` from any few vectors; next to exact when they
+    span its top eigenvectors.
 
-    :math:`\lambda_{max}(T) \le \lambda_{max}(G) \le \lambda_{max}\begin{pmatrix} T & R_C^T \\ R_C & \varphi I \end{pmatrix}` with Q orthonormal,
-    :math:`T = Q^T G Q`, :math:`GQ - QT = Q_C R_C` and :math:`\varphi` at least the norm of the deflated :math:`(I - QQ^T) G (I - QQ^T)`, by
-    compression to norms of blocks or Frobenius: Lemmas 44 and 45 (docs/theory/certificates.md). Where :math:`\varphi` is below the top of T, the gap
-    is of the order of the squared residuals.
+    :math:`\lambda_{max}(T) \le \lambda_{max}(G) \le \lambda_{max}\begin{pmatrix} T & R_C^T \\ R_C &
+    \varphi I \end{pmatrix}` with Q orthonormal, :math:`T = Q^T G Q`, :math:`GQ - QT = Q_C R_C` and
+    :math:`\varphi` at least the norm of the deflated :math:`(I - QQ^T) G (I - QQ^T)`, by
+    compression to norms of blocks or Frobenius: Lemmas 44 and 45 (docs/theory/certificates.md).
+    Where :math:`\varphi` is below the top of T, the gap is of the order of the squared residuals.
 
     Args:
         gram: G, n x n with n = tokens x width.
         q: (n, r) vectors; they are orthonormalised first.
 
     Returns:
-        lower and upper bound on the largest eigenvalue, rounding included, and the vector (n,) that attains the lower one up to rounding.
+        lower and upper bound on the largest eigenvalue, rounding included, and the vector (n,) that
+        attains the lower one up to rounding.
     """
     n, w = gram.tokens, gram.width
     q = torch.linalg.qr(q).Q
@@ -74,7 +81,11 @@ def deflate(gram: BlockMatrix, q: Tensor) -> tuple[float, float, Tensor]:
         if rows == cols:
             trace += float(tile.diagonal(dim1=0, dim2=2).diagonal(dim1=0, dim2=1).sum())
         flat = tile.reshape(shape[0] * w, shape[2] * w)
-        flat = flat - q3[rows].reshape(-1, r) @ y3[cols].reshape(-1, r).mT - inner[rows].reshape(-1, r) @ q3[cols].reshape(-1, r).mT
+        flat = (
+            flat
+            - q3[rows].reshape(-1, r) @ y3[cols].reshape(-1, r).mT
+            - inner[rows].reshape(-1, r) @ q3[cols].reshape(-1, r).mT
+        )
         norms = block_norm(flat.view(shape).transpose(1, 2))
         sizes[rows, cols] = norms
         squares += float((flat * flat).sum()) * (1 if rows == cols else 2)
@@ -82,26 +93,50 @@ def deflate(gram: BlockMatrix, q: Tensor) -> tuple[float, float, Tensor]:
             sizes[cols, rows] = norms.mT
     phi = min(float(nonnegative_norm(sizes)), squares**0.5)
     r_c = torch.linalg.qr(c, mode="r").R
-    bordered = torch.cat([torch.cat([t, r_c.mT], 1), torch.cat([r_c, phi * torch.eye(len(r_c), dtype=t.dtype, device=t.device)], 1)])
+    bordered = torch.cat(
+        [
+            torch.cat([t, r_c.mT], 1),
+            torch.cat([r_c, phi * torch.eye(len(r_c), dtype=t.dtype, device=t.device)], 1),
+        ]
+    )
     values, vectors = torch.linalg.eigh(t)
-    # The rounding of G in the tiles and in Y, proved, and an allowance for Q, T and C, which are products of the size of tr G.
+    # The rounding of G in the tiles and in Y, proved, and an allowance for Q, T and C, which are
+    # products of the size of tr G.
     slack = (2 + r**0.5) * gram.error + 8 * (n * w + n + 4 * r + 40) * UNIT * trace
     upper = float(torch.linalg.eigvalsh(bordered)[-1]) + slack
     return max(float(values[-1]) - slack, 0.0), upper, q @ vectors[:, -1]
 
 
-def deflation(op: JacobianOperator, grams: Sequence[Callable[[], BlockMatrix]], *, tol: float, seed: int | Sequence[int], vectors: bool) -> Norm:
-    """Norms enclosed by `deflate`, with Ritz vectors of a Lanczos run; ``converged`` where the enclosure is no wider than ``tol``.
+def deflation(
+    op: JacobianOperator,
+    grams: Sequence[Callable[[], BlockMatrix]],
+    *,
+    tol: float,
+    seed: int | Sequence[int],
+    vectors: bool,
+) -> Norm:
+    """Norms enclosed by `deflate`, with Ritz vectors of a Lanczos run; ``converged`` where the
+    enclosure is no wider than ``tol``.
 
     Memory O(STEPS n + tile) per norm; time that of one or two passes over the blocks of G.
     """
     norm = _empty(op, vectors)
     size = op.out_shape[0] * op.out_shape[1]
-    require(8.0 * size * (STEPS + 4 * max(RANKS)), op.device, f"method 'deflation' needs {STEPS + 4 * max(RANKS)} vectors of {size}", "use 'lanczos'")
+    require(
+        8.0 * size * (STEPS + 4 * max(RANKS)),
+        op.device,
+        f"method 'deflation' needs {STEPS + 4 * max(RANKS)} vectors of {size}",
+        "use 'lanczos'",
+    )
     together, seeds = max(1, int(2.5e8 // (8 * size * STEPS))), seeds_each(op.batch, seed)
     for first in range(0, op.batch, together):
         entries = torch.arange(first, min(op.batch, first + together), device=op.device)
-        ritz = ritz_vectors(op.select(entries), steps=STEPS, count=max(RANKS), seed=seeds[first : first + len(entries)])
+        ritz = ritz_vectors(
+            op.select(entries),
+            steps=STEPS,
+            count=max(RANKS),
+            seed=seeds[first : first + len(entries)],
+        )
         for i, basis in zip(entries.tolist(), ritz, strict=True):
             gram = grams[i]()
             tokens = basis.view(-1, *op.out_shape)[:, gram.keep]
@@ -123,7 +158,14 @@ def _empty(op: JacobianOperator, vectors: bool) -> Norm:
     b = op.batch
     left = torch.zeros(b, *op.out_shape, dtype=op.dtype, device=op.device) if vectors else None
     zeros = torch.zeros(b, dtype=torch.float64)
-    return Norm(zeros, zeros + torch.inf, torch.zeros(b, dtype=torch.int64), torch.zeros(b, dtype=torch.bool), zeros.clone(), left)
+    return Norm(
+        zeros,
+        zeros + torch.inf,
+        torch.zeros(b, dtype=torch.int64),
+        torch.zeros(b, dtype=torch.bool),
+        zeros.clone(),
+        left,
+    )
 
 
 def _keep_vector(norm: Norm, i: int, gram: BlockMatrix, vector: Tensor) -> None:
@@ -132,13 +174,20 @@ def _keep_vector(norm: Norm, i: int, gram: BlockMatrix, vector: Tensor) -> None:
 
 
 def _refuse_underflow(norm: Norm, op: JacobianOperator) -> None:
-    """Raise LipboundError where J is not zero, but G leaves the range of float64: attention next to a sink has norms of any size."""
-    tiny, size = (norm.upper < SMALLEST).nonzero()[:, 0].to(op.device), op.out_shape[0] * op.out_shape[1]
+    """Raise LipboundError where J is not zero, but G leaves the range of float64: attention next to
+    a sink has norms of any size."""
+    tiny, size = (
+        (norm.upper < SMALLEST).nonzero()[:, 0].to(op.device),
+        op.out_shape[0] * op.out_shape[1],
+    )
     if not len(tiny):
         return
     y = normal_numbers(len(tiny) * size, "underflow").view(len(tiny), *op.out_shape).to(op.device)
     if bool((op.select(tiny).vjp(y) != 0).any()):
-        raise LipboundError(f"a norm is below {SMALLEST:g} and its square underflows float64; use method='dense', or rescale the weights")
+        raise LipboundError(
+            f"a norm is below {SMALLEST:g} and its square underflows float64; use "
+            "method='dense', or rescale the weights"
+        )
 
 
 def _finish(norm: Norm, op: JacobianOperator, tol: float) -> Norm:
@@ -149,4 +198,12 @@ def _finish(norm: Norm, op: JacobianOperator, tol: float) -> Norm:
     if norm.left is None:
         return norm
     right = unit_vectors(op.vjp(norm.left))
-    return Norm(norm.lower, norm.upper, norm.steps, norm.converged, norm.error, unit_vectors(op.jvp(right)), right)
+    return Norm(
+        norm.lower,
+        norm.upper,
+        norm.steps,
+        norm.converged,
+        norm.error,
+        unit_vectors(op.jvp(right)),
+        right,
+    )

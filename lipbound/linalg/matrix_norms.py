@@ -1,7 +1,9 @@
-"""Matrix norms that bounds are built from. Each returns an *upper* value, in float64: an estimate from below would void the bound.
+"""Matrix norms that bounds are built from. Each returns an *upper* value, in float64: an estimate
+from below would void the bound.
 
-Rounding is inside, by proofs that are checked where they are used: what LAPACK computes is a guess until a product or a Cholesky decomposition, whose
-rounding is known, confirms it. NaN stays NaN, and what is not finite has the norm NaN or infinity.
+Rounding is inside, by proofs that are checked where they are used: what LAPACK computes is a guess
+until a product or a Cholesky decomposition, whose rounding is known, confirms it. NaN stays NaN,
+and what is not finite has the norm NaN or infinity.
 """
 
 import torch
@@ -17,7 +19,8 @@ LARGEST_DENSE_EIG = 1024
 LOOK = 3
 """Steps of power iteration between two looks at what it has shown, which cost as much."""
 SQUARED, SQUARINGS = 16, 6
-"""Largest matrix whose Gram matrix is squared, and how often, before power iteration: for small ones that is less work than the steps it saves."""
+"""Largest matrix whose Gram matrix is squared, and how often, before power iteration: for small
+ones that is less work than the steps it saves."""
 VECTOR_STEPS = 20_000
 """Steps of power iteration for a vector whose derivative is wanted, beyond that size."""
 
@@ -31,11 +34,14 @@ def gamma(k: int, dtype: torch.dtype = torch.float64) -> float:
 def power_of_two(size: Tensor) -> Tensor:
     """Powers of two, float64, within a factor of two of sizes > 0; 1 for zero, NaN and infinity."""
     sensible = (size > 0) & torch.isfinite(size)
-    return exact_power(torch.frexp(torch.where(sensible, size.detach().double(), 0.5)).exponent.clamp(-1022, 1023))
+    return exact_power(
+        torch.frexp(torch.where(sensible, size.detach().double(), 0.5)).exponent.clamp(-1022, 1023)
+    )
 
 
 def largest_entry(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Matrices g (..., m, n) with those that are not finite replaced by zero; their largest absolute entries; and which were not finite: (...)."""
+    """Matrices g (..., m, n) with those that are not finite replaced by zero; their largest
+    absolute entries; and which were not finite: (...)."""
     low, high = g.amin((-1, -2)), g.amax((-1, -2))  # NaN if one is
     largest = torch.maximum(-low, high)
     bad = ~torch.isfinite(largest)
@@ -47,8 +53,9 @@ def largest_entry(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def matrix_norm(w: Tensor) -> Tensor:
     """Spectral norms of the last two axes: (..., m, n) -> (...), float64.
 
-    The largest eigenvalue of the Gram matrix of the shorter side, proved by `symmetric_norm`, and the rounding of that matrix:
-    Lemma 75 (docs/theory/upper_values.md). The derivative is that of ``|w v|`` at a top singular vector v.
+    The largest eigenvalue of the Gram matrix of the shorter side, proved by `symmetric_norm`, and
+    the rounding of that matrix: Lemma 75 (docs/theory/upper_values.md). The derivative is that of
+    ``|w v|`` at a top singular vector v.
     """
     w = w.double()
     fixed, largest, bad = largest_entry(w.detach())
@@ -56,13 +63,19 @@ def matrix_norm(w: Tensor) -> Tensor:
     size = power_of_two(largest)
     tall = tall / size[..., None, None]
     squares = tall.square().sum((-1, -2))
-    norm = (symmetric_norm(tall.mT @ tall) + gamma(2 * sum(tall.shape[-2:]) + 4) * squares).sqrt() * (1 + 4 * UNIT) * size
+    norm = (
+        (symmetric_norm(tall.mT @ tall) + gamma(2 * sum(tall.shape[-2:]) + 4) * squares).sqrt()
+        * (1 + 4 * UNIT)
+        * size
+    )
     norm = norm.masked_fill(bad, torch.nan)
     if not w.requires_grad:
         return norm
     v = torch.linalg.eigh(tall.mT @ tall).eigenvectors[..., -1:]
     image = (w if w.shape[-2] >= w.shape[-1] else w.mT) @ v
-    u = image.detach() / torch.linalg.vector_norm(image.detach(), dim=-2, keepdim=True).clamp_min(1e-300)
+    u = image.detach() / torch.linalg.vector_norm(image.detach(), dim=-2, keepdim=True).clamp_min(
+        1e-300
+    )
     return _with_derivative(norm, (u * image).sum((-1, -2)))
 
 
@@ -72,10 +85,12 @@ def _with_derivative(value: Tensor, form: Tensor) -> Tensor:
 
 
 def upper_factor(w: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Small F and a number r >= 0 with :math:`w^T w \preceq F^T F \preceq w^T w + r I` for w (..., m, n): (..., min(m, n), n) and (...), float64.
+    r"""Small F and a number r >= 0 with :math:`w^T w \preceq F^T F \preceq w^T w + r I` for w (...,
+    m, n): (..., min(m, n), n) and (...), float64.
 
-    Hence :math:`|F y| \ge |w y|` for every y, and :math:`\|M F^T\| \ge \|M w^T\|` for every M: Lemma 76 (docs/theory/upper_values.md). w itself
-    where it is small, or where gradients are wanted, which QR has not at every w. r is about 1e-12 of :math:`\|w\|_F^2`.
+    Hence :math:`|F y| \ge |w y|` for every y, and :math:`\|M F^T\| \ge \|M w^T\|` for every M:
+    Lemma 76 (docs/theory/upper_values.md). w itself where it is small, or where gradients are
+    wanted, which QR has not at every w. r is about 1e-12 of :math:`\|w\|_F^2`.
     """
     w = w.double()
     m, n = w.shape[-2:]
@@ -88,42 +103,62 @@ def upper_factor(w: Tensor) -> tuple[Tensor, Tensor]:
     off = f.mT @ f - w.mT @ w - more * eye
     rounding = gamma(m + n + 4) * (squares + f.square().sum((-1, -2), keepdim=True) + n * more)
     proved = off.square().sum((-1, -2), keepdim=True).sqrt() + 2 * rounding <= more
-    return torch.where(proved, f, squares.sqrt() * (1 + 4 * UNIT) * eye), torch.where(proved, 3 * more, 2 * squares)[..., 0, 0]
+    return torch.where(proved, f, squares.sqrt() * (1 + 4 * UNIT) * eye), torch.where(
+        proved, 3 * more, 2 * squares
+    )[..., 0, 0]
 
 
 def reproducible_float32() -> bool:
-    """Whether float32 products are float32 throughout, and not bfloat16 or TF32, which torch can be told to use (under autocast, for one)."""
+    """Whether float32 products are float32 throughout, and not bfloat16 or TF32, which torch can be
+    told to use (under autocast, for one)."""
     if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
         return False
-    return all(backend.matmul.fp32_precision in ("none", "ieee") for backend in (torch.backends.cuda, torch.backends.mkldnn))
+    return all(
+        backend.matmul.fp32_precision in ("none", "ieee")
+        for backend in (torch.backends.cuda, torch.backends.mkldnn)
+    )
 
 
 def block_norm(b: Tensor, *, squarings: int = 2) -> Tensor:
-    r"""Spectral norms of many small matrices (..., m, n), rounded upwards: (...), float64; differentiable.
+    r"""Spectral norms of many small matrices (..., m, n), rounded upwards: (...), float64;
+    differentiable.
 
-    No iteration to convergence: the Gram matrix of the shorter side is squared ``squarings`` times, Wolkowicz and Styan's bound on its largest
-    eigenvalue: Lemma 47 (docs/theory/numerics.md) is taken of the power and rooted back. An upper value for every number of squarings; each of them
+    No iteration to convergence: the Gram matrix of the shorter side is squared ``squarings`` times,
+    Wolkowicz and Styan's bound on its largest eigenvalue: Lemma 47 (docs/theory/numerics.md) is
+    taken of the power and rooted back. An upper value for every number of squarings; each of them
     halves the logarithm of the excess.
 
-    Small blocks are multiplied in float32, derivatives formed in float64. The rounding error (about 1e-4 for k = 32, Lemma 48
-    (docs/theory/numerics.md)) is added to the result; where it would exceed 2e-3, products are in float64.
+    Small blocks are multiplied in float32, derivatives formed in float64. The rounding error (about
+    1e-4 for k = 32, Lemma 48 (docs/theory/numerics.md)) is added to the result; where it would
+    exceed 2e-3, products are in float64.
     """
     b = b if b.shape[-2] <= b.shape[-1] else b.mT
     k, m = b.shape[-2:]
     slack = k * (2 * m + 2 * k + 20)
-    small = slack * torch.finfo(torch.float32).eps / 2 <= 2e-3 and squarings <= 2 and k * m <= 10_000
+    small = (
+        slack * torch.finfo(torch.float32).eps / 2 <= 2e-3 and squarings <= 2 and k * m <= 10_000
+    )
     work = torch.float32 if small and reproducible_float32() else torch.float64
     value = _squared_norm(b.detach(), squarings, work) * (1 + slack * torch.finfo(work).eps / 2)
-    return _with_derivative(value, _squared_norm(b, squarings, torch.float64)) if b.requires_grad else value
+    return (
+        _with_derivative(value, _squared_norm(b, squarings, torch.float64))
+        if b.requires_grad
+        else value
+    )
 
 
 def _squared_norm(b: Tensor, squarings: int, work: torch.dtype) -> Tensor:
-    """`block_norm` of matrices with no more rows than columns, before what is added for rounding."""
+    """`block_norm` of matrices with no more rows than columns, before what is added for
+    rounding."""
     k, m = b.shape[-2:]
     least, whole = 1e-290 if b.dtype == torch.float64 else torch.finfo(b.dtype).tiny, b.detach()
     size = torch.maximum(whole.amax((-1, -2), keepdim=True), -whole.amin((-1, -2), keepdim=True))
     divisor = size.clamp_min(least)  # entries divided by it are at most 1: powers stay in range
-    b = (b / divisor).to(work) if b.requires_grad else torch.div(b, divisor, out=torch.empty_like(b, dtype=work))
+    b = (
+        (b / divisor).to(work)
+        if b.requires_grad
+        else torch.div(b, divisor, out=torch.empty_like(b, dtype=work))
+    )
     g = b @ b.mT
     for _ in range(squarings):
         g = g @ g
@@ -131,13 +166,19 @@ def _squared_norm(b: Tensor, squarings: int, work: torch.dtype) -> Tensor:
     t, f = g.diagonal(dim1=-2, dim2=-1).double().sum(-1), (g * g).sum(-1).double().sum(-1)
     unit = torch.finfo(work).eps / 2
     spread = (f - t * t / k).clamp_min(0) + 32 * k * unit * f  # the difference cancels
-    top = torch.minimum(t / k + ((1 - 1 / k) * spread).clamp_min(1e-300).sqrt(), (f * (1 + 2 * (k + 4) * unit)).clamp_min(1e-300).sqrt())
+    top = torch.minimum(
+        t / k + ((1 - 1 / k) * spread).clamp_min(1e-300).sqrt(),
+        (f * (1 + 2 * (k + 4) * unit)).clamp_min(1e-300).sqrt(),
+    )
     size = size[..., 0, 0].double()
-    return torch.where(size <= least, (k * m) ** 0.5 * size, top ** (0.5 / 2**squarings) * size)  # near the end of the range, Frobenius
+    return torch.where(
+        size <= least, (k * m) ** 0.5 * size, top ** (0.5 / 2**squarings) * size
+    )  # near the end of the range, Frobenius
 
 
 def eigenvalues(g: Tensor) -> Tensor:
-    """Of symmetric matrices, ascending; where the solver gives up on one of them, bounds of all that are above."""
+    """Of symmetric matrices, ascending; where the solver gives up on one of them, bounds of all
+    that are above."""
     try:
         return torch.linalg.eigvalsh(g)
     except RuntimeError:  # LinAlgError
@@ -145,10 +186,12 @@ def eigenvalues(g: Tensor) -> Tensor:
 
 
 def symmetric_norm(g: Tensor) -> Tensor:
-    """Largest eigenvalues of symmetric matrices (..., n, n), rounded upwards, zero at least: (...), float64; the lower triangle counts.
+    """Largest eigenvalues of symmetric matrices (..., n, n), rounded upwards, zero at least: (...),
+    float64; the lower triangle counts.
 
-    What an eigensolver finds is enlarged until a Cholesky decomposition proves it, whose rounding is added: Lemma 74 (docs/theory/upper_values.md).
-    The derivative is that of ``x^T g x`` at a top eigenvector x.
+    What an eigensolver finds is enlarged until a Cholesky decomposition proves it, whose rounding
+    is added: Lemma 74 (docs/theory/upper_values.md). The derivative is that of ``x^T g x`` at a top
+    eigenvector x.
     """
     g = g.double()
     fixed, largest, bad = largest_entry(g.detach())
@@ -166,7 +209,11 @@ def symmetric_norm(g: Tensor) -> Tensor:
         if not bool((proved == torch.inf).any()):
             break
     else:
-        proved = torch.minimum(proved, torch.linalg.matrix_norm(fixed.tril() + fixed.tril(-1).mT, torch.inf) * (1 + gamma(n + 2)))
+        proved = torch.minimum(
+            proved,
+            torch.linalg.matrix_norm(fixed.tril() + fixed.tril(-1).mT, torch.inf)
+            * (1 + gamma(n + 2)),
+        )
     result = (torch.where(largest > 0, proved, 0.0) * size).masked_fill(bad, torch.nan)
     if vectors is None:
         return result
@@ -175,7 +222,8 @@ def symmetric_norm(g: Tensor) -> Tensor:
 
 
 def at_most(g: Tensor, bound: Tensor) -> Tensor:
-    """Whether one Cholesky decomposition each proves that symmetric matrices (..., n, n) have no eigenvalue above ``bound`` (...), bool.
+    """Whether one Cholesky decomposition each proves that symmetric matrices (..., n, n) have no
+    eigenvalue above ``bound`` (...), bool.
 
     Float64; the lower triangle counts: Lemma 74 (docs/theory/upper_values.md). False says nothing.
     """
@@ -188,19 +236,25 @@ def at_most(g: Tensor, bound: Tensor) -> Tensor:
     safe = torch.where(torch.isfinite(at), at, 0.0)
     done = torch.linalg.cholesky_ex(safe[..., None, None] * eye - g).info == 0
     proved = (at + 2 * gamma(n + 2) * (n * at + diagonal) * (1 + gamma(n + 4))) * (1 + 4 * UNIT)
-    return (done & torch.isfinite(at) & (at > 8 * n * UNIT) & (proved <= bound) | (largest == 0) & (bound >= 0)) & ~bad
+    return (
+        done & torch.isfinite(at) & (at > 8 * n * UNIT) & (proved <= bound)
+        | (largest == 0) & (bound >= 0)
+    ) & ~bad
 
 
 def nonnegative_norm(p: Tensor, *, rtol: float = 1e-6, max_steps: int = 40) -> Tensor:
-    r"""Spectral norms of entrywise nonnegative matrices, rounded upwards: (..., n, n) -> (...), float64.
+    r"""Spectral norms of entrywise nonnegative matrices, rounded upwards: (..., n, n) -> (...),
+    float64.
 
-    Collatz-Wielandt on :math:`B = P^T P`: for every y > 0, :math:`\rho(B) \le \max_i (B y)_i / y_i`: Lemma 49 (docs/theory/numerics.md). y follows
-    power iteration, and the best upper value is kept; where it has not come within ``rtol`` of the Rayleigh quotient, and n is at most 1024, an
-    eigensolver proposes a value that `symmetric_norm` proves.
+    Collatz-Wielandt on :math:`B = P^T P`: for every y > 0,
+    :math:`\rho(B) \le \max_i (B y)_i / y_i`: Lemma 49 (docs/theory/numerics.md). y follows power
+    iteration, and the best upper value is kept; where it has not come within ``rtol`` of the
+    Rayleigh quotient, and n is at most 1024, an eigensolver proposes a value that `symmetric_norm`
+    proves.
 
-    The derivative is that of the norm at a top singular pair, :math:`u^T\,dP\,y` with :math:`u \propto P y`: Lemma 81
-    (docs/theory/upper_values.md); where it is wanted, y is an eigenvector
-    of B to rounding.
+    The derivative is that of the norm at a top singular pair, :math:`u^T\,dP\,y` with
+    :math:`u \propto P y`: Lemma 81 (docs/theory/upper_values.md); where it is wanted, y is an
+    eigenvector of B to rounding.
     """
     flat, largest, bad = largest_entry(p.reshape(-1, *p.shape[-2:]).double())
     with torch.no_grad():
@@ -218,7 +272,8 @@ def nonnegative_norm(p: Tensor, *, rtol: float = 1e-6, max_steps: int = 40) -> T
 
 @torch.no_grad()
 def _perron(p: Tensor) -> Tensor:
-    """Unit vectors y >= 0 at which B = p^T p has its largest eigenvalue, (batch, n, n) -> (batch, n, 1)."""
+    """Unit vectors y >= 0 at which B = p^T p has its largest eigenvalue, (batch, n, n) -> (batch,
+    n, 1)."""
     if p.shape[-1] <= LARGEST_DENSE_EIG:
         y = torch.linalg.eigh(p.mT @ p).eigenvectors[..., -1:].abs()
     else:
@@ -239,7 +294,9 @@ def _collatz_wielandt(flat: Tensor, rtol: float, max_steps: int) -> Tensor:
     upper = torch.full((len(flat),), torch.inf, dtype=torch.float64, device=flat.device)
     active = torch.arange(len(flat), device=flat.device)
     part = flat
-    y = torch.ones(len(flat), 1, n, dtype=torch.float64, device=flat.device)  # a row: products with single columns take several times as long
+    y = torch.ones(
+        len(flat), 1, n, dtype=torch.float64, device=flat.device
+    )  # a row: products with single columns take several times as long
     if n <= SQUARED:
         power = flat.mT @ flat
         for _ in range(SQUARINGS):
@@ -253,7 +310,9 @@ def _collatz_wielandt(flat: Tensor, rtol: float, max_steps: int) -> Tensor:
             y = z.clamp_min(1e-14)  # any y > 0 will do: keep it off zero; a few steps stay in range
             continue
         ratio = (z / y).amax((-1, -2))
-        upper[active] = torch.where(going, torch.minimum(upper[active], ratio), upper[active])  # settled values stay as they are
+        upper[active] = torch.where(
+            going, torch.minimum(upper[active], ratio), upper[active]
+        )  # settled values stay as they are
         rayleigh = (y * z).sum((-1, -2)) / (y * y).sum((-1, -2))
         going = going & (upper[active] > rayleigh * (1 + 2 * rtol))
         unsettled = active[going]
@@ -265,5 +324,7 @@ def _collatz_wielandt(flat: Tensor, rtol: float, max_steps: int) -> Tensor:
             going = torch.ones(len(active), dtype=torch.bool, device=flat.device)
     if len(unsettled) and n <= LARGEST_DENSE_EIG:
         dense = flat[unsettled]
-        upper[unsettled] = torch.minimum(upper[unsettled], symmetric_norm(dense.mT @ dense) * (1 + gamma(2 * n)))
+        upper[unsettled] = torch.minimum(
+            upper[unsettled], symmetric_norm(dense.mT @ dense) * (1 + gamma(2 * n))
+        )
     return upper.sqrt() * (1 + 8 * n * UNIT)

@@ -26,10 +26,11 @@ def operator_norm(
     seed: int | Sequence[int] = 0,
     max_steps: int | None = None,
 ) -> Norm:
-    """Spectral norms of any `JacobianOperator`, one per batch entry; arguments as in `spectral_norm`.
+    """Spectral norms of any `JacobianOperator`, one per batch entry; arguments as in
+    `spectral_norm`.
 
-    Nothing is known of the rounding of its products: ends hold for the operator as it computes, up to `lipbound.linalg.certificates.ROUNDING`.
-    `lipbound.spectral_norm` counts all rounding.
+    Nothing is known of the rounding of its products: ends hold for the operator as it computes, up
+    to `lipbound.linalg.certificates.ROUNDING`. `lipbound.spectral_norm` counts all rounding.
 
     >>> import torch
     >>> from lipbound.linalg.operators import AutogradJacobian
@@ -48,7 +49,9 @@ def operator_norm(
         raise LipboundError(f"max_steps is {steps!r}; at least one step is needed")
     if method == "power":
         if delta is not None:
-            raise LipboundError("method 'power' gives no upper bound; use 'lanczos' with delta, or delta=None")
+            raise LipboundError(
+                "method 'power' gives no upper bound; use 'lanczos' with delta, or delta=None"
+            )
         with torch.no_grad():
             return power_iteration(op, tol=tol, max_steps=steps, seed=seed, vectors=vectors)
     with torch.no_grad():

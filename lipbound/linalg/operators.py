@@ -1,6 +1,7 @@
 r"""A batch of linear maps given by their products, and the ones that need no closed form.
 
-Every operator is a *batch* of Jacobians :math:`J_b : R^{in} \to R^{out}`, flattened to a single batch axis, with
+Every operator is a *batch* of Jacobians :math:`J_b : R^{in} \to R^{out}`, flattened to a single
+batch axis, with
 
     ``jvp(x)``   (batch, *in_shape)  -> (batch, *out_shape)      :math:`J x`
     ``vjp(y)``   (batch, *out_shape) -> (batch, *in_shape)       :math:`J^T y`
@@ -27,11 +28,13 @@ T = TypeVar("T")
 
 
 class Roundoff(NamedTuple):
-    r"""What float64 arithmetic does to a batch of operators; upper values, (batch,) each, float64 on the CPU.
+    r"""What float64 arithmetic does to a batch of operators; upper values, (batch,) each, float64
+    on the CPU.
 
     Attributes:
         tensors: :math:`\|J - \hat J\|`, J-hat being the operator of the tensors that are stored.
-        products: how far products of J-hat, or its transpose, with a unit vector are from exact ones.
+        products: how far products of J-hat, or its transpose, with a unit vector are from exact
+            ones.
         size: :math:`\|\hat J\|`, crudely.
     """
 
@@ -88,11 +91,14 @@ class JacobianOperator(ABC):
         return torch.stack(columns, -1)
 
     def to_scipy(self, i: int = 0) -> LinearOperator:
-        """Entry ``i`` of the batch as a scipy operator of shape (out, in) on flattened vectors, in this operator's dtype."""
+        """Entry ``i`` of the batch as a scipy operator of shape (out, in) on flattened vectors, in
+        this operator's dtype."""
         one = self.select(torch.tensor([i], device=self.device))
         shape = (math.prod(self.out_shape), math.prod(self.in_shape))
 
-        def product(f: Callable[[Tensor], Tensor], into: tuple[int, ...]) -> Callable[[np.ndarray], np.ndarray]:
+        def product(
+            f: Callable[[Tensor], Tensor], into: tuple[int, ...]
+        ) -> Callable[[np.ndarray], np.ndarray]:
             def apply(x: np.ndarray) -> np.ndarray:
                 t = torch.from_numpy(np.ascontiguousarray(x)).to(self.device, self.dtype)
                 return f(t.view(1, *into)).reshape(-1).cpu().numpy()
@@ -116,14 +122,17 @@ class _Castable(Protocol):
 
 _BATCHED = "has the batch axis first"
 PerEntry = Annotated[T, _BATCHED]
-"""Type of a field of a `TensorOperator` that has the batch axis first: a tensor, something with a method ``select``, or None."""
+"""Type of a field of a `TensorOperator` that has the batch axis first: a tensor, something with a
+method ``select``, or None."""
 
 
 @dataclass(init=False, eq=False, repr=False)
 class TensorOperator(JacobianOperator):
-    """An operator made of tensors, which its copies share or take entries of: a dataclass that names its batch fields by the type `PerEntry`.
+    """An operator made of tensors, which its copies share or take entries of: a dataclass that
+    names its batch fields by the type `PerEntry`.
 
-    Copies hold the declared fields and nothing else, so an attribute that is not declared is missed at its first use.
+    Copies hold the declared fields and nothing else, so an attribute that is not declared is missed
+    at its first use.
     """
 
     batch: int
@@ -142,11 +151,17 @@ class TensorOperator(JacobianOperator):
     def select(self, index: Tensor | slice) -> Self:
         """The operators at positions ``index`` of the batch; views of their tensors for a slice."""
         count = len(range(self.batch)[index]) if isinstance(index, slice) else len(index)
-        return self._with(batch=count, **{f.name: _picked(getattr(self, f.name), index) for f in fields(self) if _batched(f)})
+        return self._with(
+            batch=count,
+            **{f.name: _picked(getattr(self, f.name), index) for f in fields(self) if _batched(f)},
+        )
 
     def double(self) -> Self:
         """The same maps with products in float64."""
-        return self._with(**{f.name: _cast(getattr(self, f.name)) for f in fields(self)} | {"dtype": torch.float64})
+        return self._with(
+            **{f.name: _cast(getattr(self, f.name)) for f in fields(self)}
+            | {"dtype": torch.float64}
+        )
 
 
 def _batched(field: Field[Any]) -> bool:
@@ -198,7 +213,13 @@ class Transposed(JacobianOperator):
 
     def __init__(self, op: JacobianOperator):
         self._op = op
-        self.batch, self.in_shape, self.out_shape, self.dtype, self.device = op.batch, op.out_shape, op.in_shape, op.dtype, op.device
+        self.batch, self.in_shape, self.out_shape, self.dtype, self.device = (
+            op.batch,
+            op.out_shape,
+            op.in_shape,
+            op.dtype,
+            op.device,
+        )
 
     def jvp(self, x: Tensor) -> Tensor:
         return self._op.vjp(x)

@@ -1,4 +1,5 @@
-"""The solvers that `lipbound.linalg.lanczos` is measured against: power iteration, as papers use it, and the dense decomposition."""
+"""The solvers that `lipbound.linalg.lanczos` is measured against: power iteration, as papers use
+it, and the dense decomposition."""
 
 import math
 from collections.abc import Sequence
@@ -11,12 +12,21 @@ from lipbound.linalg.operators import JacobianOperator
 from lipbound.linalg.solution import Norm, Results, start_vectors, unit_vectors
 
 
-def power_iteration(op: JacobianOperator, *, tol: float, max_steps: int, seed: int | Sequence[int], vectors: bool = False) -> Norm:
-    r"""Norms of J by power iteration on J^T J, as papers on attention define it (Castin et al. 2024, appendix E.1).
+def power_iteration(
+    op: JacobianOperator,
+    *,
+    tol: float,
+    max_steps: int,
+    seed: int | Sequence[int],
+    vectors: bool = False,
+) -> Norm:
+    r"""Norms of J by power iteration on J^T J, as papers on attention define it (Castin et al.
+    2024, appendix E.1).
 
-    :math:`x_{k+1} = J^T J x_k / |J^T J x_k|`, :math:`\mu_k = |J x_k|`; stops when :math:`|\mu_{k+1} - \mu_k| <` ``tol``, an *absolute* change, or
-    after ``max_steps``. It approaches the norm from below, and the rule depends on the scale of J: the result is a lower estimate without an error
-    (``error`` is NaN); `lanczos` is there for the number itself.
+    :math:`x_{k+1} = J^T J x_k / |J^T J x_k|`, :math:`\mu_k = |J x_k|`; stops when
+    :math:`|\mu_{k+1} - \mu_k| <` ``tol``, an *absolute* change, or after ``max_steps``. It
+    approaches the norm from below, and the rule depends on the scale of J: the result is a lower
+    estimate without an error (``error`` is NaN); `lanczos` is there for the number itself.
     """
     results = Results(op, vectors)
     x = start_vectors(op, op.in_shape, seed).view(-1, *op.in_shape)
@@ -26,7 +36,11 @@ def power_iteration(op: JacobianOperator, *, tol: float, max_steps: int, seed: i
         mu = torch.linalg.vector_norm(y.flatten(1), dim=1).double().cpu()
         good = (mu - previous).abs() < tol
         stop = (good | torch.tensor(step == max_steps)) & ~results.done
-        results.lower[stop], results.steps[stop], results.converged[stop] = mu[stop], step, good[stop]
+        results.lower[stop], results.steps[stop], results.converged[stop] = (
+            mu[stop],
+            step,
+            good[stop],
+        )
         if results.left is not None:
             chosen = stop.to(op.device)
             results.left[chosen] = unit_vectors(y)[chosen]
@@ -40,10 +54,12 @@ def power_iteration(op: JacobianOperator, *, tol: float, max_steps: int, seed: i
 
 
 def dense_svd(op: JacobianOperator, *, vectors: bool = False, memory: float = 4e9) -> Norm:
-    """Norms of J from the singular values of the matrices themselves, in float64, one batch entry at a time.
+    """Norms of J from the singular values of the matrices themselves, in float64, one batch entry
+    at a time.
 
-    ``lower`` and ``upper`` are the computed value less and plus a relative rounding allowance for decomposing the matrix: Lemma 50
-    (docs/theory/numerics.md); where attention saturates, the cancellation in ``v_j - o_i`` comes on top (`lipbound.jacobians.rounding.roundoff`).
+    ``lower`` and ``upper`` are the computed value less and plus a relative rounding allowance for
+    decomposing the matrix: Lemma 50 (docs/theory/numerics.md); where attention saturates, the
+    cancellation in ``v_j - o_i`` comes on top (`lipbound.jacobians.rounding.roundoff`).
 
     Raises:
         LipboundError: when one matrix and its decomposition would take more than ``memory`` bytes.
@@ -51,7 +67,10 @@ def dense_svd(op: JacobianOperator, *, vectors: bool = False, memory: float = 4e
     out, into = math.prod(op.out_shape), math.prod(op.in_shape)
     needed = 3 * 8 * out * into
     if needed > memory:
-        raise LipboundError(f"method 'dense' needs a matrix of {out} x {into} per head, about {needed / 1e9:.0f} GB of memory; use method='lanczos'")
+        raise LipboundError(
+            f"method 'dense' needs a matrix of {out} x {into} per head, about {needed / 1e9:.0f} "
+            "GB of memory; use method='lanczos'"
+        )
     results = Results(op, vectors)
     precise = op.double()
     rounding = 4 * (out + into) * torch.finfo(precise.dtype).eps

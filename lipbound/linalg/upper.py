@@ -1,4 +1,5 @@
-"""Upper values of nonnegative numbers that keep their exponents apart: products and powers of norms neither overflow nor underflow on the way."""
+"""Upper values of nonnegative numbers that keep their exponents apart: products and powers of norms
+neither overflow nor underflow on the way."""
 
 from __future__ import annotations
 
@@ -15,17 +16,20 @@ FAR = 200
 
 
 def exponents(t: Tensor, dims: int | tuple[int, ...] | None = None) -> Tensor:
-    """Integers e (int64): the largest |t| over ``dims`` (kept, of length one) is 2^e times a number in [1/2, 1); 0 where it is 0 or infinite."""
+    """Integers e (int64): the largest |t| over ``dims`` (kept, of length one) is 2^e times a number
+    in [1/2, 1); 0 where it is 0 or infinite."""
     size = t.detach().abs().double()
     size = size if dims is None else size.amax(dims, keepdim=True)
     return torch.where(torch.isfinite(size), torch.frexp(size).exponent.long(), 0)
 
 
 class Upper:
-    """Upper values :math:`m\\,2^e` of real numbers >= 0, element by element. Lemma 83 (docs/theory/upper_values.md).
+    """Upper values :math:`m\\,2^e` of real numbers >= 0, element by element. Lemma 83
+    (docs/theory/upper_values.md).
 
-    Every operation rounds upwards. What is no number is infinite; zero times infinity is zero, as zeros are exact and infinity stands for a
-    number that is not known. Derivatives are those of the mantissas; of equal numbers `max` and `maximum` follow one.
+    Every operation rounds upwards. What is no number is infinite; zero times infinity is zero, as
+    zeros are exact and infinity stands for a number that is not known. Derivatives are those of the
+    mantissas; of equal numbers `max` and `maximum` follow one.
 
     Args:
         m: float64, any shape. e: int64, broadcastable to it.
@@ -36,16 +40,22 @@ class Upper:
 
     @staticmethod
     def of(value: Upper | Tensor | float) -> Upper:
-        """These numbers, which are upper values themselves; what is NaN or negative becomes infinite."""
+        """These numbers, which are upper values themselves; what is NaN or negative becomes
+        infinite."""
         if isinstance(value, Upper):
             return value
-        t = torch.as_tensor(value, dtype=torch.float64) if not isinstance(value, Tensor) else value.double()
+        t = (
+            torch.as_tensor(value, dtype=torch.float64)
+            if not isinstance(value, Tensor)
+            else value.double()
+        )
         t = torch.where(t >= 0, t, torch.inf)
         e = exponents(t)
         return Upper(times_power(t, -e), e)
 
     def value(self) -> Tensor:
-        """The numbers in float64, rounded upwards: infinite beyond its range, never zero for a number that is not."""
+        """The numbers in float64, rounded upwards: infinite beyond its range, never zero for a
+        number that is not."""
         inner = exponents(self.m)
         e = (self.e + inner).clamp(-1300, 1100)
         v = times_power(times_power(self.m, -inner), e)
@@ -73,7 +83,9 @@ class Upper:
         own, its = torch.where(self.m == 0, none, self.e), torch.where(other.m == 0, none, other.e)
         e = torch.maximum(own, its)
         e = torch.where(e == none, 0, e)
-        m = self.m * exact_power((self.e - e).clamp(-FAR, 0)) + other.m * exact_power((other.e - e).clamp(-FAR, 0))
+        m = self.m * exact_power((self.e - e).clamp(-FAR, 0)) + other.m * exact_power(
+            (other.e - e).clamp(-FAR, 0)
+        )
         return Upper(m * UP, e)
 
     __rmul__ = __mul__
@@ -111,7 +123,13 @@ class Upper:
         other = Upper.of(other)
         (m, e), (n, f) = self._normal(), other._normal()
         bigger = torch.where(e == f, m > n, e > f)
-        return torch.where(m == 0, False, torch.where((n == 0) | (m == torch.inf), (m > 0) & (n < torch.inf), bigger & (n < torch.inf)))
+        return torch.where(
+            m == 0,
+            False,
+            torch.where(
+                (n == 0) | (m == torch.inf), (m > 0) & (n < torch.inf), bigger & (n < torch.inf)
+            ),
+        )
 
     def _normal(self) -> tuple[Tensor, Tensor]:
         """Mantissas in [1/2, 1), and exponents."""
@@ -133,7 +151,9 @@ class Upper:
 
     def sum(self) -> Upper:
         """Sums over the last axis."""
-        top = torch.where(self.m == 0, torch.iinfo(torch.int64).min // 4, self.e).amax(-1, keepdim=True)
+        top = torch.where(self.m == 0, torch.iinfo(torch.int64).min // 4, self.e).amax(
+            -1, keepdim=True
+        )
         top = torch.where(top < -(2**60), 0, top)
         total = (self.m * exact_power((self.e - top).clamp(-FAR, 0))).sum(-1)
         return Upper(total * (1 + (self.m.shape[-1] + 4) * UNIT), top[..., 0])
@@ -147,6 +167,7 @@ class Upper:
 
 
 def scaled(t: Tensor, dims: int | tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """t in float64 divided by powers of two so that its largest entry over ``dims`` is in [1/2, 1), and their exponents (``dims`` of length one)."""
+    """t in float64 divided by powers of two so that its largest entry over ``dims`` is in [1/2, 1),
+    and their exponents (``dims`` of length one)."""
     e = exponents(t, dims)
     return times_power(t.double(), -e), e

@@ -48,4 +48,6 @@ class Inputs:
 
     def block(self, start: int, stop: int, device: str) -> dict[str, Any]:
         """Samples start...stop-1, on a device, and the options."""
-        return {name: tensor[start:stop].to(device) for name, tensor in self.batch.items()} | self.options
+        return {
+            name: tensor[start:stop].to(device) for name, tensor in self.batch.items()
+        } | self.options

@@ -1,4 +1,5 @@
-"""Where a model comes from: hub id, local directory, builtin or loaded module -> a `Checkpoint` ready for capture."""
+"""Where a model comes from: hub id, local directory, builtin or loaded module -> a `Checkpoint`
+ready for capture."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +21,8 @@ from lipbound.models.sources.source import LoadOptions, Source
 __all__ = ["SOURCES", "WEIGHTS", "Checkpoint", "load_checkpoint"]
 
 SOURCES: tuple[Source, ...] = (LoadedModelSource(), BuiltinSource(), DirectorySource(), HubSource())
-"""The kinds of checkpoints, in the order in which they are asked; the first that matches loads the model."""
+"""The kinds of checkpoints, in the order in which they are asked; the first that matches loads the
+model."""
 
 
 def load_checkpoint(
@@ -38,28 +40,35 @@ def load_checkpoint(
     """Load a model for capture.
 
     Args:
-        model: hub id ("google/vit-base-patch16-224", "name@revision"), a checkpoint directory, a GGUF file, "builtin:minilm",
-            "builtin:smollm2", "builtin:gpt2", "builtin:llama", "builtin:qwen3", "builtin:vit", "builtin:vit-baseline", "builtin:vit-jasmin", or a
+        model: hub id ("google/vit-base-patch16-224", "name@revision"), a checkpoint directory, a
+            GGUF file, "builtin:minilm", "builtin:smollm2", "builtin:gpt2", "builtin:llama",
+            "builtin:qwen3", "builtin:vit", "builtin:vit-baseline", "builtin:vit-jasmin", or a
             loaded transformers model (used as it is, moved and cast).
         revision: branch, tag or commit of a hub model.
         dtype: "float32" or "float64"; half-precision weights are cast up.
         device: a torch device.
-        weights: "whole": all weights in memory, in ``dtype``. "layers": they stay in the checkpoint's safetensors files, and each module's are in
-            memory only while it runs; the numbers are the same, every forward pass reads the files anew. "auto": "layers" where the whole
-            weights would take more than half of the free memory of the device.
-        gguf_file: which GGUF file of a directory or of a hub model; its weights are measured as the floating-point numbers that they stand for, and
-            configuration and tokenizer are its own. Needs the extra ``gguf``.
-        tokenizer, processor: directory or hub id of the tokenizer or the image processor to take, where the checkpoint has none, or another one.
-        adapter: a LoRA adapter that is merged into the weights: the directory that PEFT wrote, or its hub id. "none" or False: none, where one
-            lies beside the weights; without either such a checkpoint is refused, whatever packages are installed.
+        weights: "whole": all weights in memory, in ``dtype``. "layers": they stay in the
+            checkpoint's safetensors files, and each module's are in memory only while it runs; the
+            numbers are the same, every forward pass reads the files anew. "auto": "layers" where
+            the whole weights would take more than half of the free memory of the device.
+        gguf_file: which GGUF file of a directory or of a hub model; its weights are measured as the
+            floating-point numbers that they stand for, and configuration and tokenizer are its own.
+            Needs the extra ``gguf``.
+        tokenizer, processor: directory or hub id of the tokenizer or the image processor to take,
+            where the checkpoint has none, or another one.
+        adapter: a LoRA adapter that is merged into the weights: the directory that PEFT wrote, or
+            its hub id. "none" or False: none, where one lies beside the weights; without either
+            such a checkpoint is refused, whatever packages are installed.
 
     Returns:
-        The model in evaluation mode with eager attention (a loaded model as it was handed over), with its name, its revision and where its
-        tokenizer or image processor is. Code that a checkpoint brings is never run.
+        The model in evaluation mode with eager attention (a loaded model as it was handed over),
+        with its name, its revision and where its tokenizer or image processor is. Code that a
+        checkpoint brings is never run.
 
     Raises:
-        CheckpointError: unknown or unreachable model, no weights, weights that do not fit, NaN or infinite weights, no safetensors files
-            for "layers". A model loaded in layers raises it later on, too, when its files are gone or have changed.
+        CheckpointError: unknown or unreachable model, no weights, weights that do not fit, NaN or
+            infinite weights, no safetensors files for "layers". A model loaded in layers raises it
+            later on, too, when its files are gone or have changed.
 
     >>> checkpoint = load_checkpoint("builtin:gpt2")
     >>> checkpoint.modality, checkpoint.model.config.num_hidden_layers, str(checkpoint.model.dtype)
@@ -67,35 +76,62 @@ def load_checkpoint(
     """
     check_weights(weights)
     if isinstance(model, str | Path) and not str(model).strip():
-        raise CheckpointError("model is empty; give a hub id, a checkpoint directory or a builtin such as 'builtin:minilm'")
+        raise CheckpointError(
+            "model is empty; give a hub id, a checkpoint directory or a builtin such as "
+            "'builtin:minilm'"
+        )
     options = LoadOptions(
-        name_or_none("revision", revision), DTYPES[dtype_name(dtype, CheckpointError)], resolve_device(device), weights,
-        name_or_none("gguf_file", gguf_file), _adapter(adapter_name(adapter)),
-    )  # fmt: skip
+        name_or_none("revision", revision),
+        DTYPES[dtype_name(dtype, CheckpointError)],
+        resolve_device(device),
+        weights,
+        name_or_none("gguf_file", gguf_file),
+        _adapter(adapter_name(adapter)),
+    )
     if options.dtype == torch.float64 and not has_float64(options.device):
-        raise CheckpointError(f"dtype is 'float64', which the device {str(options.device)!r} does not have; take dtype='float32', or device='cpu'")
+        raise CheckpointError(
+            f"dtype is 'float64', which the device {str(options.device)!r} does not have; take "
+            "dtype='float32', or device='cpu'"
+        )
     companions = _companion("tokenizer", tokenizer), _companion("processor", processor)
     for source in SOURCES:
         if source.matches(model):
             checkpoint = source.load(model, options)
             checkpoint.tokenizer_from, checkpoint.processor_from = companions
-            for name, value, reads in (("tokenizer", tokenizer, "text"), ("processor", processor, "image")):
+            for name, value, reads in (
+                ("tokenizer", tokenizer, "text"),
+                ("processor", processor, "image"),
+            ):
                 if value is not None and checkpoint.modality in {"text", "image"} - {reads}:
                     checkpoint.notes.append(
-                        f"{name} {value} is not looked at: {checkpoint.name} reads {checkpoint.modality.replace('image', 'images')}"
+                        f"{name} {value} is not looked at: {checkpoint.name} reads "
+                        f"{checkpoint.modality.replace('image', 'images')}"
                     )
                     tell(checkpoint.notes[-1])
             return checkpoint
-    kind = "a class" if isinstance(model, type) else "a torch module, not a transformers model" if isinstance(model, nn.Module) else shown(model)
-    raise CheckpointError(f"model is {kind}; give a hub id, a directory, 'builtin:NAME' or a loaded transformers model")
+    kind = (
+        "a class"
+        if isinstance(model, type)
+        else "a torch module, not a transformers model"
+        if isinstance(model, nn.Module)
+        else shown(model)
+    )
+    raise CheckpointError(
+        f"model is {kind}; give a hub id, a directory, 'builtin:NAME' or a loaded transformers "
+        "model"
+    )
 
 
 def _companion(name: str, value: Any) -> str | None:
-    """The name of a tokenizer or processor; raises CheckpointError for anything else, such as a loaded one."""
+    """The name of a tokenizer or processor; raises CheckpointError for anything else, such as a
+    loaded one."""
     if value is None:
         return None
     if not isinstance(value, str | Path) or not str(value).strip():
-        raise CheckpointError(f"{name} is {shown(value)}; give a directory or a hub id (of a loaded one, the directory of its save_pretrained)")
+        raise CheckpointError(
+            f"{name} is {shown(value)}; give a directory or a hub id (of a loaded one, the "
+            "directory of its save_pretrained)"
+        )
     return str(value)
 
 

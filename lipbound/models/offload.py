@@ -1,8 +1,11 @@
-"""Modules whose parameters stay on disk and are in memory only while a forward pass runs through them.
+"""Modules whose parameters stay on disk and are in memory only while a forward pass runs through
+them.
 
-On disk, a parameter is a tensor on the meta device with the right shape and dtype; hooks put what the file says in its place before the module
-runs, and the meta tensor back afterwards. accelerate's offloading does as much for plain forward passes, but casts the whole table of embeddings
-up for every look-up of tokens (1 GB of float32 for 128k tokens of width 2048), and its modules cannot be copied without their hooks.
+On disk, a parameter is a tensor on the meta device with the right shape and dtype; hooks put what
+the file says in its place before the module runs, and the meta tensor back afterwards. accelerate's
+offloading does as much for plain forward passes, but casts the whole table of embeddings up for
+every look-up of tokens (1 GB of float32 for 128k tokens of width 2048), and its modules cannot be
+copied without their hooks.
 """
 
 import copy
@@ -19,14 +22,16 @@ from lipbound.models.weight_files import TensorRef
 
 @dataclass
 class WeightOffloader:
-    """Fetches the parameters of one module when they are needed first and drops them after their last use.
+    """Fetches the parameters of one module when they are needed first and drops them after their
+    last use.
 
     Attributes:
         away: the parameters as they are when not in memory, on the meta device.
         stored: where each of them is on disk.
         device: where they are brought.
         users: how many forward passes and `resident` contexts hold the parameters.
-        table: whether what is in memory is the file's own table of embeddings, in the dtype of the file.
+        table: whether what is in memory is the file's own table of embeddings, in the dtype of the
+            file.
     """
 
     away: dict[str, nn.Parameter]
@@ -36,7 +41,8 @@ class WeightOffloader:
     table: bool = False
 
     def hold(self, module: nn.Module, table: bool = False) -> None:
-        """Parameters into memory, unless they are there, in the dtype that was asked for; with ``table`` as the file has them."""
+        """Parameters into memory, unless they are there, in the dtype that was asked for; with
+        ``table`` as the file has them."""
         self.users += 1
         if self.users == 1 or (self.table and not table):
             for name, stored in self.stored.items():
@@ -67,7 +73,11 @@ class WeightOffloader:
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Hook after a forward pass, also after one that failed."""
-        rows = _cast(output, self.away["weight"].dtype) if self.table and isinstance(output, Tensor) else None
+        rows = (
+            _cast(output, self.away["weight"].dtype)
+            if self.table and isinstance(output, Tensor)
+            else None
+        )
         for part, keeper in _read_by(module):
             keeper.release(part)
         self.release(module)
@@ -96,7 +106,8 @@ def by_layer(module: nn.Module) -> bool:
 
 
 def change(model: nn.Module, name: str, made: Callable[[Tensor], Tensor]) -> bool:
-    """Have a parameter changed wherever it is read from disk; False where it does not stay there."""
+    """Have a parameter changed wherever it is read from disk; False where it does not
+    stay there."""
     path, _, last = name.rpartition(".")
     keeper = _keeper(model.get_submodule(path))
     if keeper is None or last not in keeper.stored:
@@ -108,12 +119,17 @@ def change(model: nn.Module, name: str, made: Callable[[Tensor], Tensor]) -> boo
 def on_disk(model: nn.Module) -> dict[str, TensorRef]:
     """Where the parameters that stay on disk are, by their names in the model."""
     parts = {part: prefix for prefix, part in model.named_modules()}
-    return {f"{parts[part]}.{name}".lstrip("."): where for part, keeper in _kept(model) for name, where in keeper.stored.items()}
+    return {
+        f"{parts[part]}.{name}".lstrip("."): where
+        for part, keeper in _kept(model)
+        for name, where in keeper.stored.items()
+    }
 
 
 @contextmanager
 def resident(module: nn.Module) -> Iterator[None]:
-    """Context in which all parameters of a module and its submodules are in memory, in the dtype that was asked for; any module will do.
+    """Context in which all parameters of a module and its submodules are in memory, in the dtype
+    that was asked for; any module will do.
 
     Raises:
         CheckpointError: a file is gone, has changed or cannot be read.
@@ -130,7 +146,8 @@ def resident(module: nn.Module) -> Iterator[None]:
 
 
 def plain_copy(module: nn.Module) -> nn.Module:
-    """A deep copy with its weights in memory and no tie to a disk; of an ordinary module just a deep copy.
+    """A deep copy with its weights in memory and no tie to a disk; of an ordinary module just a
+    deep copy.
 
     Raises:
         CheckpointError: a file is gone, has changed or cannot be read.
@@ -139,7 +156,12 @@ def plain_copy(module: nn.Module) -> nn.Module:
         copied = copy.deepcopy(module)
     for part in copied.modules():
         hooks = (part._forward_pre_hooks, part._forward_hooks)
-        for mine in [key for table in hooks for key, hook in table.items() if isinstance(getattr(hook, "__self__", None), WeightOffloader)]:
+        for mine in [
+            key
+            for table in hooks
+            for key, hook in table.items()
+            if isinstance(getattr(hook, "__self__", None), WeightOffloader)
+        ]:
             for table in (*hooks, part._forward_hooks_always_called):
                 table.pop(mine, None)
     return copied
@@ -150,10 +172,19 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _looks_up(module: nn.Module) -> bool:
-    """Whether a forward pass does nothing but take rows of a table, so that only these need be read and cast."""
-    return isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward and module.max_norm is None
+    """Whether a forward pass does nothing but take rows of a table, so that only these need be read
+    and cast."""
+    return (
+        isinstance(module, nn.Embedding)
+        and type(module).forward is nn.Embedding.forward
+        and module.max_norm is None
+    )
 
 
 def _read_by(module: nn.Module) -> list[tuple[nn.Module, WeightOffloader]]:
     """Submodules whose parameters a module reads without calling them."""
-    return [pair for child in module.children() for pair in _kept(child)] if isinstance(module, nn.MultiheadAttention) else []
+    return (
+        [pair for child in module.children() for pair in _kept(child)]
+        if isinstance(module, nn.MultiheadAttention)
+        else []
+    )

@@ -10,7 +10,11 @@ from contextlib import contextmanager
 
 import datasets
 from datasets.utils import logging as datasets_logging
-from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from huggingface_hub.utils.tqdm import (
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+)
 from transformers.utils import logging as transformers_logging
 
 VERBOSE = "LIPBOUND_VERBOSE"
@@ -19,7 +23,8 @@ VERBOSE = "LIPBOUND_VERBOSE"
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Context in which transformers, datasets and the hub print neither progress bars nor warnings, unless `VERBOSE` is set."""
+    """Context in which transformers, datasets and the hub print neither progress bars nor warnings,
+    unless `VERBOSE` is set."""
     if os.environ.get(VERBOSE):
         yield
         return
@@ -60,7 +65,8 @@ def bars() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The message of another library's error in one line of at most 300 characters, without codes for terminals."""
+    """The message of another library's error in one line of at most 300 characters, without codes
+    for terminals."""
     said = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", str(error)).strip()
     return said.splitlines()[0][:300] if said else type(error).__name__
 

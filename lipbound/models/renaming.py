@@ -2,22 +2,36 @@
 
 from collections.abc import Iterable, Iterator
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, PreTrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    PreTrainedConfig,
+)
 
 WRAPPERS = ("_orig_mod.", "module.")
 """What torch.compile and DataParallel put in front of the names of a state dict."""
-HEADS = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING)
-"""Models with a head whose weights may be those of the table of embeddings, by their configurations."""
+HEADS = (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+)
+"""Models with a head whose weights may be those of the table of embeddings, by their
+configurations."""
 
 
 def renames(stored: Iterable[str], config: PreTrainedConfig) -> dict[str, str]:
     """Stored names that have to change: old -> new.
 
-    Prefixes of wrappers go, where all names have them. A table of embeddings that is stored under the name of the head that it is tied to, and
-    under that alone, as ``safetensors.torch.save_model`` does, gets its own name.
+    Prefixes of wrappers go, where all names have them. A table of embeddings that is stored under
+    the name of the head that it is tied to, and under that alone, as
+    ``safetensors.torch.save_model`` does, gets its own name.
     """
     new = {name: name for name in stored}
-    while found := next((one for one in WRAPPERS if new and all(name.startswith(one) for name in new.values())), None):
+    while found := next(
+        (one for one in WRAPPERS if new and all(name.startswith(one) for name in new.values())),
+        None,
+    ):
         new = {name: now.removeprefix(found) for name, now in new.items()}
     for head, table in _tied(config) if getattr(config, "tie_word_embeddings", False) else ():
         inside = table.partition(".")[2] or table  # as the model without its head calls it

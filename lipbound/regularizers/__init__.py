@@ -6,7 +6,8 @@ In two lines of a training step (`lipbound.models.capture.differentiable`)::
         loss = model(**batch).loss
     (loss + 1e-3 * JaSMin(k=10)(attentions)).backward()
 
-With ``transformers.Trainer``: ``class MyTrainer(PenaltyMixin, Trainer)``, then ``trainer.penalty = JaSMin(); trainer.strength = 1e-3``.
+With ``transformers.Trainer``: ``class MyTrainer(PenaltyMixin, Trainer)``, then
+``trainer.penalty = JaSMin(); trainer.strength = 1e-3``.
 """
 
 from lipbound.regularizers.bound_penalty import SoundPenalty

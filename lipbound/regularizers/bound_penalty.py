@@ -12,10 +12,12 @@ from lipbound.errors import LipboundError, UnknownNameError, check_layer, neares
 
 
 class SoundPenalty:
-    r"""Mean over samples of :math:`\sum_{l,h} \log L^{l,h}`, L a registered bound that has derivatives: "lipbound" or "lipbound_block".
+    r"""Mean over samples of :math:`\sum_{l,h} \log L^{l,h}`, L a registered bound that has
+    derivatives: "lipbound" or "lipbound_block".
 
-    Sound and far tighter than what `JaSMin` is built on, at a far higher price. To be called with the list of
-    `lipbound.models.capture.differentiable.attention_layers`, whose layers know their padding.
+    Sound and far tighter than what `JaSMin` is built on, at a far higher price. To be called with
+    the list of `lipbound.models.capture.differentiable.attention_layers`, whose layers know their
+    padding.
     """
 
     NAMES = ("lipbound", "lipbound_block")
@@ -33,10 +35,18 @@ class SoundPenalty:
             LipboundError: no layers, or what is no list of them.
         """
         if not isinstance(layers, list | tuple):
-            raise LipboundError(f"layers is {shown(layers)}; give the list of attention_layers(model)")
+            raise LipboundError(
+                f"layers is {shown(layers)}; give the list of attention_layers(model)"
+            )
         for att in layers:
             check_layer(att, "SoundPenalty")
         if not layers:
-            raise LipboundError("there are no layers; was the model run inside attention_layers, and has its context ended?")
-        terms = [get(self.name)(att).clamp_min(torch.finfo(torch.float64).tiny).log().sum(-1).mean() for att in layers]
+            raise LipboundError(
+                "there are no layers; was the model run inside attention_layers, and has its "
+                "context ended?"
+            )
+        terms = [
+            get(self.name)(att).clamp_min(torch.finfo(torch.float64).tiny).log().sum(-1).mean()
+            for att in layers
+        ]
         return torch.stack(terms).sum()

@@ -9,10 +9,11 @@ from lipbound.models.capture.parameters import projections
 
 
 class Specformer(nn.Module):
-    r"""The penalty of Hu et al. 2024: :math:`\sum_{l,h} \lambda_Q \sigma_1^2(W_Q) + \lambda_K \sigma_1^2(W_K) + \lambda_V \sigma_1^2(W_V)`.
+    r"""The penalty of Hu et al. 2024: :math:`\sum_{l,h} \lambda_Q \sigma_1^2(W_Q) + \lambda_K
+    \sigma_1^2(W_K) + \lambda_V \sigma_1^2(W_V)`.
 
-    :math:`\sigma_1` by power iteration that goes on from call to call, as in the paper; its derivative is that of :math:`(u^T W v)^2` at the
-    vectors found.
+    :math:`\sigma_1` by power iteration that goes on from call to call, as in the paper; its
+    derivative is that of :math:`(u^T W v)^2` at the vectors found.
 
     Args:
         l_q, l_k, l_v: the three weights.
@@ -26,7 +27,8 @@ class Specformer(nn.Module):
 
     @in_own_modes
     def forward(self, model: nn.Module) -> Tensor:
-        """The penalty, a scalar; models whose projections have known names (`lipbound.models.capture.parameters.projections`)."""
+        """The penalty, a scalar; models whose projections have known names
+        (`lipbound.models.capture.parameters.projections`)."""
         total: Tensor | None = None
         for found in projections(model):
             for i, (w, factor) in enumerate(zip(found.w, self.weights, strict=True)):
@@ -34,7 +36,9 @@ class Specformer(nn.Module):
                     term = factor * self._squared((found.name, i), w)
                     total = term if total is None else total + term
         if total is None:
-            raise LipboundError("all three weights of Specformer are 0, so there is nothing to penalise")
+            raise LipboundError(
+                "all three weights of Specformer are 0, so there is nothing to penalise"
+            )
         return total
 
     def _squared(self, key: tuple[str, int], w: Tensor) -> Tensor:

@@ -13,18 +13,21 @@ from lipbound.regularizers.specformer import Specformer
 
 
 class PenaltyMixin:
-    """For ``transformers.Trainer``: adds ``strength`` times ``penalty`` to the loss. ``class MyTrainer(PenaltyMixin, Trainer)``.
+    """For ``transformers.Trainer``: adds ``strength`` times ``penalty`` to the loss.
+    ``class MyTrainer(PenaltyMixin, Trainer)``.
 
-    The loss of a step is that of the Trainer plus ``strength`` times the mean penalty of its batches, however many are accumulated. Padding does not
-    count.
+    The loss of a step is that of the Trainer plus ``strength`` times the mean penalty of its
+    batches, however many are accumulated. Padding does not count.
 
     Attributes:
-        penalty: `JaSMin`, `Specformer`, `SoundPenalty`, or a function of the list of attention probabilities, whose ``valid`` tells padding.
-        strength: its factor; 0 trains without the penalty. layers: which attention layers it sees; all by default.
+        penalty: `JaSMin`, `Specformer`, `SoundPenalty`, or a function of the list of attention
+            probabilities, whose ``valid`` tells padding.
+        strength: its factor; 0 trains without the penalty. layers: which attention layers it sees;
+            all by default.
 
     Raises:
-        LipboundError: a class that names Trainer first, where the penalty would never be added; in training, a penalty without a strength or the
-            other way round, or what is neither.
+        LipboundError: a class that names Trainer first, where the penalty would never be added; in
+            training, a penalty without a strength or the other way round, or what is neither.
     """
 
     penalty: Callable[..., Tensor] | None = None
@@ -36,19 +39,27 @@ class PenaltyMixin:
         for base in cls.__mro__[1 : cls.__mro__.index(PenaltyMixin)]:
             if "compute_loss" in vars(base) and not issubclass(base, PenaltyMixin):
                 raise LipboundError(
-                    f"{cls.__name__} inherits from {base.__name__} before PenaltyMixin, so its penalty would never be added; write "
+                    f"{cls.__name__} inherits from {base.__name__} before PenaltyMixin, so its "
+                    "penalty would never be added; write "
                     f"class {cls.__name__}(PenaltyMixin, {base.__name__})"
                 )
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any
+    ) -> Any:
         """The loss of the Trainer, plus the penalty while the model is in training."""
         parent: Any = super()
         strength = self._strength() if model.training else 0.0
         if not strength:
             return parent.compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
-        extra, loss, outputs = self._penalised(model, lambda: parent.compute_loss(model, inputs, return_outputs=True, **kwargs))
+        extra, loss, outputs = self._penalised(
+            model, lambda: parent.compute_loss(model, inputs, return_outputs=True, **kwargs)
+        )
         if not extra.requires_grad and torch.is_grad_enabled():
-            tell("the penalty depends on no parameter that is trained, so it changes the loss and not the model")
+            tell(
+                "the penalty depends on no parameter that is trained, so it changes the loss and "
+                "not the model"
+            )
         loss = loss + strength * extra.to(loss) / self._batches(kwargs.get("num_items_in_batch"))
         return (loss, outputs) if return_outputs else loss
 
@@ -56,19 +67,39 @@ class PenaltyMixin:
         """The factor of the penalty; 0 where there is none."""
         name = type(self).__name__
         if self.penalty is None and self.strength is None:
-            tell(f"{name} has neither penalty nor strength, so it trains without a penalty; set both, or strength = 0")
+            tell(
+                f"{name} has neither penalty nor strength, so it trains without a penalty; set "
+                "both, or strength = 0"
+            )
         elif self.strength is None:
-            raise LipboundError(f"{name} has a penalty but no strength; set strength, such as 1e-3 (0 trains without the penalty)")
-        strength = 0.0 if self.strength is None else real("strength", self.strength, "a finite number, the factor of the penalty, such as 1e-3")
+            raise LipboundError(
+                f"{name} has a penalty but no strength; set strength, such as 1e-3 (0 trains "
+                "without the penalty)"
+            )
+        strength = (
+            0.0
+            if self.strength is None
+            else real(
+                "strength",
+                self.strength,
+                "a finite number, the factor of the penalty, such as 1e-3",
+            )
+        )
         if strength and self.penalty is None:
-            raise LipboundError(f"{name} has strength {strength:g} but no penalty; set penalty, such as lipbound.regularizers.JaSMin()")
+            raise LipboundError(
+                f"{name} has strength {strength:g} but no penalty; set penalty, such as "
+                "lipbound.regularizers.JaSMin()"
+            )
         if strength and (not callable(self.penalty) or isinstance(self.penalty, type)):
             raise LipboundError(
-                f"penalty is {shown(self.penalty)}; give JaSMin(), Specformer(...), SoundPenalty() or a function of attention probabilities"
+                f"penalty is {shown(self.penalty)}; give JaSMin(), Specformer(...), "
+                "SoundPenalty() or a function of attention probabilities"
             )
         return strength
 
-    def _penalised(self, model: nn.Module, loss: Callable[[], tuple[Tensor, Any]]) -> tuple[Tensor, Tensor, Any]:
+    def _penalised(
+        self, model: nn.Module, loss: Callable[[], tuple[Tensor, Any]]
+    ) -> tuple[Tensor, Tensor, Any]:
         """The penalty of the batch, a scalar, with the loss and the outputs."""
         assert self.penalty is not None
         if isinstance(self.penalty, Specformer):
@@ -82,14 +113,31 @@ class PenaltyMixin:
                 result = loss()
             extra = self.penalty(attentions)
         if not isinstance(extra, Tensor) or extra.numel() != 1:
-            what = f"a tensor of shape {tuple(extra.shape)}" if isinstance(extra, Tensor) else shown(extra)
-            raise LipboundError(f"the penalty returned {what}; it must return a tensor with one number")
+            what = (
+                f"a tensor of shape {tuple(extra.shape)}"
+                if isinstance(extra, Tensor)
+                else shown(extra)
+            )
+            raise LipboundError(
+                f"the penalty returned {what}; it must return a tensor with one number"
+            )
         return extra.reshape(()), *result
 
     def _batches(self, items: Any) -> int:
-        """The divisor of a batch's penalty: the number of accumulated batches, where the Trainer does not divide by it later."""
+        """The divisor of a batch's penalty: the number of accumulated batches, where the Trainer
+        does not divide by it later."""
         trainer: Any = self
         scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
         if scaled is None:
-            scaled = (trainer.model_accepts_loss_kwargs and items is not None) or trainer.compute_loss_func is not None
-        return getattr(trainer, "current_gradient_accumulation_steps", trainer.args.gradient_accumulation_steps) if scaled else 1
+            scaled = (
+                trainer.model_accepts_loss_kwargs and items is not None
+            ) or trainer.compute_loss_func is not None
+        return (
+            getattr(
+                trainer,
+                "current_gradient_accumulation_steps",
+                trainer.args.gradient_accumulation_steps,
+            )
+            if scaled
+            else 1
+        )

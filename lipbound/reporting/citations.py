@@ -10,12 +10,27 @@ from lipbound.bounds.audit import audit, bounds_there, compared_with, norm_of
 from lipbound.bounds.ours import CITATION
 from lipbound.errors import UnknownNameError, nearest
 from lipbound.reporting.formats import FORMATTERS, Prose
-from lipbound.reporting.labels import builtin_name, data_name, model_name, norm_words, over, places, relabelled, samples_words, state_words, widest
+from lipbound.reporting.labels import (
+    builtin_name,
+    data_name,
+    model_name,
+    norm_words,
+    over,
+    places,
+    relabelled,
+    samples_words,
+    state_words,
+    widest,
+)
 from lipbound.runs.run_argument import takes_run
 from lipbound.runs.standing import origins, standing
 
-CITATION_FORMATS = tuple(sorted(name for name, formatter in FORMATTERS.items() if formatter.prose is not None))
-PARAGRAPH_FORMATS = tuple(name for name in CITATION_FORMATS if FORMATTERS[name].bibliography is None)
+CITATION_FORMATS = tuple(
+    sorted(name for name, formatter in FORMATTERS.items() if formatter.prose is not None)
+)
+PARAGRAPH_FORMATS = tuple(
+    name for name in CITATION_FORMATS if FORMATTERS[name].bibliography is None
+)
 
 
 def keys(ds: xr.Dataset) -> list[str]:
@@ -31,7 +46,8 @@ def bibtex(ds: xr.Dataset) -> str:
 
 @takes_run
 def cite(ds: xr.Dataset, format: str = "bib", *, labels: Mapping[str, str] | None = None) -> str:
-    """What goes into a paper: "bib", the entries with the `methods` paragraph in comments; "latex" or "text", the paragraph alone.
+    """What goes into a paper: "bib", the entries with the `methods` paragraph in comments; "latex"
+    or "text", the paragraph alone.
 
     Args:
         ds: a run. format: of what is written.
@@ -45,16 +61,24 @@ def cite(ds: xr.Dataset, format: str = "bib", *, labels: Mapping[str, str] | Non
     if formatter is None or formatter.prose is None:
         raise UnknownNameError(f"unknown format {format!r}; {nearest(format, CITATION_FORMATS)}")
     paragraph = _paragraph(ds, formatter.prose)
-    return f"{paragraph}\n" if formatter.bibliography is None else formatter.bibliography(paragraph, bibtex(ds))
+    return (
+        f"{paragraph}\n"
+        if formatter.bibliography is None
+        else formatter.bibliography(paragraph, bibtex(ds))
+    )
 
 
 @takes_run
-def methods(ds: xr.Dataset, format: str = "latex", *, labels: Mapping[str, str] | None = None) -> str:
-    r"""One paragraph for a methods section: what was computed, how, how surely, from what, with what; from the run's own settings.
+def methods(
+    ds: xr.Dataset, format: str = "latex", *, labels: Mapping[str, str] | None = None
+) -> str:
+    r"""One paragraph for a methods section: what was computed, how, how surely, from what, with
+    what; from the run's own settings.
 
     Args:
         ds: a run.
-        format: "latex" (foreign text escaped, ``\cite`` with the keys of `bibtex`) or "text" (author and year).
+        format: "latex" (foreign text escaped, ``\cite`` with the keys of `bibtex`) or "text"
+            (author and year).
         labels: as in `cite`.
 
     Raises:
@@ -69,7 +93,19 @@ def methods(ds: xr.Dataset, format: str = "latex", *, labels: Mapping[str, str] 
 
 def _paragraph(ds: xr.Dataset, prose: Prose) -> str:
     """`methods` as some format writes prose; parts that have nothing to say are empty."""
-    parts = (_constants, _inputs, _variants, _enclosures, _comparison, _assumptions, _left_out, _below_exact, _other_map, _environment, _state)
+    parts = (
+        _constants,
+        _inputs,
+        _variants,
+        _enclosures,
+        _comparison,
+        _assumptions,
+        _left_out,
+        _below_exact,
+        _other_map,
+        _environment,
+        _state,
+    )
     return " ".join(filter(None, (part(ds, prose) for part in parts)))
 
 
@@ -77,12 +113,21 @@ def _constants(ds: xr.Dataset, prose: Prose) -> str:
     """Of which map, in which norm, of which model."""
     a, safe = ds.attrs, prose.escape
     name, _, meaning = norm_words(ds).partition(" ")
-    called = ", the spectral norms of Jacobians," if norm_of(ds) == "frobenius" else f" in the {name} norm, norms of Jacobians {safe(meaning)},"
+    called = (
+        ", the spectral norms of Jacobians,"
+        if norm_of(ds) == "frobenius"
+        else f" in the {name} norm, norms of Jacobians {safe(meaning)},"
+    )
     model = f"{safe(model_name(ds))} ({safe(builtin_name(ds))}{safe(a['architecture'])}"
     kind = "commit" if a.get("commit") and str(a["revision"]).startswith(a["commit"]) else "weights"
-    quantized = f", stored as {safe(str(a['quantization']))} and computed with as floating-point numbers" if a.get("quantization") else ""
+    quantized = (
+        f", stored as {safe(str(a['quantization']))} and computed with as floating-point numbers"
+        if a.get("quantization")
+        else ""
+    )
     return (
-        f"Local Lipschitz constants{called} of {safe(a['map_description'])}, were computed with lipbound "
+        f"Local Lipschitz constants{called} of {safe(a['map_description'])}, were computed with "
+        "lipbound "
         f"{safe(a['lipbound'])} {_cited(CITATION, prose)} for {model}, {places(ds, prose.times)}; "
         f"{kind} {safe(str(a['revision']))}{quantized})."
     )
@@ -93,8 +138,15 @@ def _inputs(ds: xr.Dataset, prose: Prose) -> str:
     a, safe = ds.attrs, prose.escape
     there = standing(ds)
     made = f"{safe(a['preprocessing'])}; " if a.get("preprocessing") else ""
-    some = f", with exact constants on {there.exact_samples} of them" if there.exact_samples != there.samples else ""
-    return f"Inputs were {samples_words(there)} from {safe(data_name(ds))} ({made}{safe(a['data_fingerprint'])}){some}."
+    some = (
+        f", with exact constants on {there.exact_samples} of them"
+        if there.exact_samples != there.samples
+        else ""
+    )
+    return (
+        f"Inputs were {samples_words(there)} from {safe(data_name(ds))} "
+        f"({made}{safe(a['data_fingerprint'])}){some}."
+    )
 
 
 def _variants(ds: xr.Dataset, prose: Prose) -> str:
@@ -103,7 +155,11 @@ def _variants(ds: xr.Dataset, prose: Prose) -> str:
         return ""
     from lipbound.attention.variants import VARIANTS  # it needs torch
 
-    return f"The attention of this model has {' and '.join(VARIANTS[v] for v in ds.attrs['variants'])}, which are part of the map."
+    return (
+        "The attention of this model has "
+        f"{' and '.join(VARIANTS[v] for v in ds.attrs['variants'])}, which are part of the "
+        "map."
+    )
 
 
 def _enclosures(ds: xr.Dataset, prose: Prose) -> str:
@@ -116,52 +172,80 @@ def _enclosures(ds: xr.Dataset, prose: Prose) -> str:
     dtype, tol, seed = prose.escape(a["dtype"]), float(a["tol"]), int(a.get("seed", 0))
     if norm_of(ds) != "frobenius":
         sentence = (
-            f"Each constant is enclosed, in float64 and deterministically, at the layer that the model computes in {dtype}, between an attained "
-            f"value and an upper bound at most a factor 1 + {prose.number(tol)} above it, both with every rounding included."
+            "Each constant is enclosed, in float64 and deterministically, at the layer that the "
+            f"model computes in {dtype}, between an attained "
+            f"value and an upper bound at most a factor 1 + {prose.number(tol)} above it, both "
+            "with every rounding included."
         )
     elif a["delta"] and "exact_upper" in ds:
         sentence = (
-            f"Each constant is enclosed, by Lanczos' method in {dtype}, between an attained value and an upper bound at most a factor "
-            f"1 + {prose.number(tol)} above it, both with every rounding included; over the random start vectors (seed {seed}), the upper bounds "
+            f"Each constant is enclosed, by Lanczos' method in {dtype}, between an attained "
+            "value and an upper bound at most a factor "
+            f"1 + {prose.number(tol)} above it, both with every rounding included; over the "
+            f"random start vectors (seed {seed}), the upper bounds "
             f"hold together with probability at least {prose.complement(float(a['delta']))}."
         )
     else:
         upper = "their upper ends are left out here" if a["delta"] else "there are no upper ends"
         how = f"Lanczos' method in {dtype} (relative tolerance {prose.number(tol)}, seed {seed})"
-        sentence = f"Constants are lower ends: values that the norms attain, found by {how}, less every rounding; {upper}."
+        sentence = (
+            f"Constants are lower ends: values that the norms attain, found by {how}, "
+            f"less every rounding; {upper}."
+        )
     if there.all_closed:
         return sentence
     wide = widest(ds)
     if "exact_upper" not in ds:
-        return f"{sentence} For {there.norms - there.closed} of {there.norms} constants the tolerance was not reached."
+        return (
+            f"{sentence} For {there.norms - there.closed} of {there.norms} constants the "
+            "tolerance was not reached."
+        )
     factor = f"the widest enclosure has a factor of 1 + {prose.number(wide)}"
     factor = "some have no finite upper bound" if math.isinf(wide) else factor
     sentence = sentence.replace("Each constant is", "Each constant was to be")
-    return f"{sentence} This was not reached for {there.norms - there.closed} of {there.norms} constants: {factor}."
+    return (
+        f"{sentence} This was not reached for {there.norms - there.closed} of {there.norms} "
+        f"constants: {factor}."
+    )
 
 
 def _comparison(ds: xr.Dataset, prose: Prose) -> str:
     """The bounds, by source."""
     sources: dict[str, list[str]] = {}
     for name in bounds_there(ds):
-        sources.setdefault(_key(name), []).append(prose.escape(f"{ds[name].attrs['label']} [{ds[name].attrs['source']}]"))
-    listed = "; ".join(f"{', '.join(labels)} {_cited(key, prose)}" for key, labels in sources.items())
-    means = f"; ratios, bound over exact constant, are geometric means{over(ds)}" if over(ds) else ""
+        sources.setdefault(_key(name), []).append(
+            prose.escape(f"{ds[name].attrs['label']} [{ds[name].attrs['source']}]")
+        )
+    listed = "; ".join(
+        f"{', '.join(labels)} {_cited(key, prose)}" for key, labels in sources.items()
+    )
+    means = (
+        f"; ratios, bound over exact constant, are geometric means{over(ds)}" if over(ds) else ""
+    )
     return f"They are compared with bounds: {listed}{means}." if listed else ""
 
 
 def _assumptions(ds: xr.Dataset, prose: Prose) -> str:
-    """The bounds whose assumptions fail here, of which nothing is found to be below the constants."""
-    failing = [name for name, entry in audit(ds).items() if entry["sound"] < entry["compared"] and not entry["violations"]]
+    """The bounds whose assumptions fail here, of which nothing is found to be below the
+    constants."""
+    failing = [
+        name
+        for name, entry in audit(ds).items()
+        if entry["sound"] < entry["compared"] and not entry["violations"]
+    ]
     if not failing:
         return ""
     labels = ", ".join(prose.escape(str(ds[name].attrs["label"])) for name in failing)
     place = "head" if "head" in ds.dims else "layer"
-    return f"The assumptions of some do not hold on every {place} here, where they are no upper bounds: {labels}."
+    return (
+        f"The assumptions of some do not hold on every {place} here, where they are no upper "
+        f"bounds: {labels}."
+    )
 
 
 def _left_out(ds: xr.Dataset, prose: Prose) -> str:
-    """The bounds that say nothing about such attention, of which the run has no more than the names."""
+    """The bounds that say nothing about such attention, of which the run has no more than the
+    names."""
     names = ds.attrs.get("not_applicable")
     if not names:
         return ""
@@ -175,7 +259,8 @@ def _below_exact(ds: xr.Dataset, prose: Prose) -> str:
     """A sentence for every bound that is below an exact constant."""
     safe = prose.escape
     return " ".join(
-        f"{safe(ds[name].attrs['label'])} is below the constant it should bound in {entry['violations']} of {entry['compared']} cases, "
+        f"{safe(ds[name].attrs['label'])} is below the constant it should bound in "
+        f"{entry['violations']} of {entry['compared']} cases, "
         f"because {safe(entry['why'])}."
         for name, entry in audit(ds).items()
         if entry["violations"]
@@ -184,12 +269,18 @@ def _below_exact(ds: xr.Dataset, prose: Prose) -> str:
 
 def _other_map(ds: xr.Dataset, prose: Prose) -> str:
     """The bounds on L2 attention, which are compared with another constant."""
-    labels = [prose.escape(ds[name].attrs["label"]) for name in bounds_there(ds) if compared_with(ds, name) != "exact"]
+    labels = [
+        prose.escape(ds[name].attrs["label"])
+        for name in bounds_there(ds)
+        if compared_with(ds, name) != "exact"
+    ]
     if not labels:
         return ""
     return (
-        f"The bound on L2 attention ({', '.join(labels)}) is compared with the constant of that map, with the same weights, an "
-        f"estimate to a relative tolerance of {prose.number(float(ds.attrs['tol']))} without upper bound."
+        f"The bound on L2 attention ({', '.join(labels)}) is compared with the constant of that "
+        "map, with the same weights, an "
+        f"estimate to a relative tolerance of {prose.number(float(ds.attrs['tol']))} without "
+        "upper bound."
     )
 
 
@@ -198,26 +289,44 @@ def _environment(ds: xr.Dataset, prose: Prose) -> str:
     safe = prose.escape
     each = []
     for one in origins(ds):
-        versions = ", ".join(f"{safe(name)} {safe(one['versions'][name])}" for name in ("torch", "transformers") if name in one["versions"])
-        each.append(f"on {safe(one['device'])} with {versions}, Python {safe(one['python'])}, on {safe(one['date'][:10])}")
+        versions = ", ".join(
+            f"{safe(name)} {safe(one['versions'][name])}"
+            for name in ("torch", "transformers")
+            if name in one["versions"]
+        )
+        each.append(
+            f"on {safe(one['device'])} with {versions}, Python {safe(one['python'])}, on "
+            f"{safe(one['date'][:10])}"
+        )
     return f"Computed {'; and '.join(dict.fromkeys(each))}."
 
 
 def _state(ds: xr.Dataset, prose: Prose) -> str:
     """The sentence on what was done to the run since it was computed."""
     state = state_words(ds)
-    return f"The run was {state}: these are not its numbers or settings." if state.startswith("edited") else f"{state.capitalize()}." if state else ""
+    return (
+        f"The run was {state}: these are not its numbers or settings."
+        if state.startswith("edited")
+        else f"{state.capitalize()}."
+        if state
+        else ""
+    )
 
 
 def _cited(key: str, prose: Prose) -> str:
     """A source in running text."""
     author = re.search(r"author\s*=\s*\{+([^,}]+)(.*)", _entry(key))
     year = re.search(r"year\s*=\s*\{?(\d{4})", _entry(key))
-    return prose.cite(key, author[1].strip() + " et al." * (author[2].count(" and ") > 1) if author else key, year[1] if year else "")
+    return prose.cite(
+        key,
+        author[1].strip() + " et al." * (author[2].count(" and ") > 1) if author else key,
+        year[1] if year else "",
+    )
 
 
 def _key(name: str) -> str:
-    """BibTeX key of a bound's source: the registry's, since a run's own could be any text, and there would be no entry for it."""
+    """BibTeX key of a bound's source: the registry's, since a run's own could be any text, and
+    there would be no entry for it."""
     from lipbound.bounds.registry import get
 
     return get(name).citation

@@ -1,4 +1,5 @@
-"""Output formats: what each makes of a table and of a paragraph. Another one is a `Formatter` in `FORMATTERS`, and its test."""
+"""Output formats: what each makes of a table and of a paragraph. Another one is a `Formatter` in
+`FORMATTERS`, and its test."""
 
 import math
 import re
@@ -38,7 +39,8 @@ class Formatter:
         table: writes a table; None for a format that has none, or that has `fitted`.
         fitted: the same, in a width.
         prose: how it writes a methods paragraph; None for a format that has none.
-        bibliography: puts a paragraph and BibTeX entries into one file; None for a format of the paragraph alone.
+        bibliography: puts a paragraph and BibTeX entries into one file; None for a format of the
+            paragraph alone.
     """
 
     table: Callable[[Table], str] | None = None
@@ -48,11 +50,24 @@ class Formatter:
 
 
 def text_table(table: Table, width: str | float | None = None) -> str:
-    """What run it is, what its cells are, columns with spaces between them, notes: all folded to ``width`` characters, where that is given."""
+    """What run it is, what its cells are, columns with spaces between them, notes: all folded to
+    ``width`` characters, where that is given."""
     if width is not None and (isinstance(width, str) or not width >= 1):
-        raise LipboundError(f"width is {width!r}; that of text is a number of characters, such as 80")
-    plainly = replace(table, shown=table.shown.map(plain).rename(columns=plain), words=_every(table.words), keys=_every(table.keys))
-    around = [line for part in (table.caption, table.head) if part for line in folded(plain(part), width or math.inf)]
+        raise LipboundError(
+            f"width is {width!r}; that of text is a number of characters, such as 80"
+        )
+    plainly = replace(
+        table,
+        shown=table.shown.map(plain).rename(columns=plain),
+        words=_every(table.words),
+        keys=_every(table.keys),
+    )
+    around = [
+        line
+        for part in (table.caption, table.head)
+        if part
+        for line in folded(plain(part), width or math.inf)
+    ]
     notes = [line for note in table.notes for line in hanging(plain(note), width)]
     return "\n".join([*around, "", *text_lines(plainly, width), *([""] if notes else []), *notes])
 
@@ -64,10 +79,19 @@ def _every(titles: tuple[str, ...]) -> tuple[str, ...]:
 def markdown_table(table: Table) -> str:
     """What run it is, what its cells are, a Markdown table; every note ends its line."""
     cells = table.shown.map(escape_markdown).rename(columns=escape_markdown)
-    lines = [line for part in (table.caption, table.head) if part for line in (_markdown_note(part), "")]
+    lines = [
+        line for part in (table.caption, table.head) if part for line in (_markdown_note(part), "")
+    ]
     align = ["left" if title in table.words else "right" for title in table.shown.columns]
     notes = [f"{_markdown_note(note)}<br>" for note in [*table.remarks(), *table.notes]]
-    return "\n".join([*lines, str(cells.to_markdown(index=False, disable_numparse=True, colalign=align)), "", *notes]).rstrip()
+    return "\n".join(
+        [
+            *lines,
+            str(cells.to_markdown(index=False, disable_numparse=True, colalign=align)),
+            "",
+            *notes,
+        ]
+    ).rstrip()
 
 
 def csv_table(table: Table) -> str:
@@ -79,18 +103,28 @@ def csv_table(table: Table) -> str:
 
 
 def _markdown_note(text: str) -> str:
-    r"""A note for Markdown, without links or HTML; ``_ | * ~ $``, which names and formulas hold, stay as they are."""
+    r"""A note for Markdown, without links or HTML; ``_ | * ~ $``, which names and formulas hold,
+    stay as they are."""
     return re.sub(r"\\([_|*~$])", r"\1", escape_markdown(text))
 
 
 def commented(paragraph: str, entries: str) -> str:
-    """BibTeX entries under a paragraph in a comment; BibTeX reads an entry after every @, comment or not."""
+    """BibTeX entries under a paragraph in a comment; BibTeX reads an entry after every @, comment
+    or not."""
     comment = paragraph.replace("@", "{\\char64}")
     return f"% {comment}\n\n{entries}"
 
 
-TEXT = Prose(plain, lambda key, author, year: f"({author} {year})", "x", small, lambda x: f"1 - {small(x)}")
-LATEX = Prose(typeset, lambda key, author, year: f"\\cite{{{key}}}", r"$\times$", latex_small, latex_complement)
+TEXT = Prose(
+    plain, lambda key, author, year: f"({author} {year})", "x", small, lambda x: f"1 - {small(x)}"
+)
+LATEX = Prose(
+    typeset,
+    lambda key, author, year: f"\\cite{{{key}}}",
+    r"$\times$",
+    latex_small,
+    latex_complement,
+)
 FORMATTERS = {
     "text": Formatter(fitted=text_table, prose=TEXT),
     "markdown": Formatter(markdown_table),
@@ -98,4 +132,5 @@ FORMATTERS = {
     "csv": Formatter(csv_table),
     "bib": Formatter(prose=LATEX, bibliography=commented),
 }
-"""Every format by its name; `lipbound table` and `lipbound cite` have those that can write what they print."""
+"""Every format by its name; `lipbound table` and `lipbound cite` have those that can write what
+they print."""

@@ -1,4 +1,5 @@
-"""The words that stand beside the numbers of a run: names, marks of the audit, footnotes, captions. They are made from what is shown."""
+"""The words that stand beside the numbers of a run: names, marks of the audit, footnotes, captions.
+They are made from what is shown."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -17,25 +18,35 @@ from lipbound.runs.run_argument import takes_run
 from lipbound.runs.standing import Standing, origins, standing
 
 TITLES = {"builtin:minilm": "all-MiniLM-L6-v2", "builtin:smollm2": "SmolLM2-135M-Instruct"}
-"""Titles of builtin checkpoints that other packages bring, which need not be installed where a run is shown."""
+"""Titles of builtin checkpoints that other packages bring, which need not be installed where a run
+is shown."""
 CALLED = "called"
 """Attribute with the names that `relabelled` gave to a run's model and data."""
 
 
 def mark(entry: dict[str, Any]) -> str:
-    """What the audit puts behind a bound's label: a double dagger where it is below exact, a dagger where its assumptions fail somewhere."""
-    return " \u2021" if entry["violations"] else " \u2020" if entry["sound"] < entry["compared"] else ""
+    """What the audit puts behind a bound's label: a double dagger where it is below exact, a dagger
+    where its assumptions fail somewhere."""
+    return (
+        " \u2021"
+        if entry["violations"]
+        else " \u2020"
+        if entry["sound"] < entry["compared"]
+        else ""
+    )
 
 
 MEANING = {
-    "\u2020": "a published statement whose assumptions do not hold everywhere here, and which is no bound where they do not",
+    "\u2020": "a published statement whose assumptions do not hold everywhere here, and which is "
+    "no bound where they do not",
     "\u2021": "below the exact norm somewhere",
 }
 """What the audit's marks say."""
 
 
 def relabelled(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Dataset:
-    """A run whose variables, model and data are called as somebody wants them called; what the run itself says of them stays in its settings.
+    """A run whose variables, model and data are called as somebody wants them called; what the run
+    itself says of them stays in its settings.
 
     Args:
         ds: a run.
@@ -50,12 +61,21 @@ def relabelled(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Da
     known = [name for name in ("exact", "exact_l2", *bounds_there(ds)) if name in ds.variables]
     for name, text in given.items():
         if name not in known and name not in ("model", "data"):
-            raise UnknownNameError(f"labels has {shown(name)}, which the run has not; {nearest(name, [*known, 'model', 'data'])}")
+            raise UnknownNameError(
+                f"labels has {shown(name)}, which the run has not; "
+                f"{nearest(name, [*known, 'model', 'data'])}"
+            )
         if not isinstance(text, str) or not plain(text).strip():
             raise LipboundError(f"the label of {name} is {shown(text)}; give a text")
     said = {name: str(given.get(name, str(ds[name].attrs.get("label", name)))) for name in known}
-    changed = {name: ds[name].assign_attrs(label=text) for name, text in said.items() if text != ds[name].attrs.get("label")}
-    called = ds.attrs.get(CALLED, {}) | {name: given[name] for name in ("model", "data") if name in given}
+    changed = {
+        name: ds[name].assign_attrs(label=text)
+        for name, text in said.items()
+        if text != ds[name].attrs.get("label")
+    }
+    called = ds.attrs.get(CALLED, {}) | {
+        name: given[name] for name in ("model", "data") if name in given
+    }
     return ds.assign(changed).assign_attrs(ds.attrs | ({CALLED: called} if called else {}))
 
 
@@ -63,19 +83,22 @@ def check_numbers(ds: xr.Dataset) -> None:
     """Raise LipboundError for norms below zero, which no run has."""
     if bool((ds["exact"] < 0).any()):
         raise LipboundError(
-            "some exact norms are negative, as in the difference of two runs, which is no run; give the runs themselves, or draw the difference "
+            "some exact norms are negative, as in the difference of two runs, which is no run; "
+            "give the runs themselves, or draw the difference "
             "by xarray's own plot()"
         )
 
 
 def model_name(ds: xr.Dataset) -> str:
-    """A run's model as a paper calls it: the title of a builtin checkpoint, the last part of a path."""
+    """A run's model as a paper calls it: the title of a builtin checkpoint, the last part of a
+    path."""
     name = str(ds.attrs["model"])
     return str(ds.attrs.get(CALLED, {}).get("model") or _builtin_title(name) or _last_part(name))
 
 
 def builtin_name(ds: xr.Dataset) -> str:
-    """The name by which lipbound loads a run's model, and a comma, where it comes with a name of its own; else empty."""
+    """The name by which lipbound loads a run's model, and a comma, where it comes with a name of
+    its own; else empty."""
     return f"{ds.attrs['model']}, " if _builtin_title(str(ds.attrs["model"])) else ""
 
 
@@ -85,15 +108,19 @@ def data_name(ds: xr.Dataset) -> str:
 
 
 def _builtin_title(name: str) -> str:
-    """The title of the model card of a checkpoint that is called ``builtin:...``; empty where there is none."""
+    """The title of the model card of a checkpoint that is called ``builtin:...``; empty where there
+    is none."""
     from lipbound.models.sources.catalogue import BUILTINS, PREFIX, describe
 
     short = name.removeprefix(PREFIX)
-    return TITLES.get(name) or (describe(short).title if name.startswith(PREFIX) and short in BUILTINS else "")
+    return TITLES.get(name) or (
+        describe(short).title if name.startswith(PREFIX) and short in BUILTINS else ""
+    )
 
 
 def _last_part(name: str) -> str:
-    """The last part of a path, the model's name of a folder in the cache of Hugging Face, or any other name as it is."""
+    """The last part of a path, the model's name of a folder in the cache of Hugging Face, or any
+    other name as it is."""
     if stored := re.search(r"models--([^/\\]+)[/\\]snapshots", name):
         return stored[1].replace("--", "/")
     kind = PureWindowsPath if "\\" in name else PurePath
@@ -103,27 +130,41 @@ def _last_part(name: str) -> str:
 
 @takes_run
 def footnotes(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
-    """Lines below a table of a run, or of some of its bounds: what the marks mean, why they are there (bounds of one reason together), which values
-    are missing; and, of all bounds, `left_out`.
+    """Lines below a table of a run, or of some of its bounds: what the marks mean, why they are
+    there (bounds of one reason together), which values are missing; and, of all bounds, `left_out`.
     """
     kept = bounds_there(ds) if bounds is None else list(bounds)
     reasons: dict[tuple[str, str], list[str]] = {}
     for name, entry in audit(ds).items():
         if name in kept and (sign := mark(entry).strip()):
-            below = [f"below exact on {entry['violations']} of {entry['compared']}"] if entry["violations"] else []
-            partly = [f"assumptions hold on {entry['sound']} of {entry['compared']}"] if 0 < entry["sound"] < entry["compared"] else []
-            why = "; ".join([*below, *partly, entry["why"] or "its assumptions hold, so please report this run"])
+            below = (
+                [f"below exact on {entry['violations']} of {entry['compared']}"]
+                if entry["violations"]
+                else []
+            )
+            partly = (
+                [f"assumptions hold on {entry['sound']} of {entry['compared']}"]
+                if 0 < entry["sound"] < entry["compared"]
+                else []
+            )
+            why = "; ".join(
+                [*below, *partly, entry["why"] or "its assumptions hold, so please report this run"]
+            )
             reasons.setdefault((sign, why), []).append(named(ds, name))
     used = {sign for sign, _ in reasons}
     lines = [f"{sign}: {meaning}" for sign, meaning in MEANING.items() if sign in used]
     lines += [f"{sign} {', '.join(names)}: {why}" for (sign, why), names in reasons.items()]
     places = int(ds["exact"].notnull().sum())
     if lost := missing(ds, "exact"):
-        lines.append(f"exact norms: none at {lost} of {places + lost} places, which are not compared")
+        lines.append(
+            f"exact norms: none at {lost} of {places + lost} places, which are not compared"
+        )
     for name in kept:
         if lost := missing(ds, name):
             lines.append(
-                f"{named(ds, name)}: no value at {lost} of {int(ds[compared_with(ds, name)].notnull().sum())} places, which are not compared"
+                f"{named(ds, name)}: no value at {lost} of "
+                f"{int(ds[compared_with(ds, name)].notnull().sum())} places, which are not "
+                "compared"
             )
     return lines if bounds is not None else lines + left_out(ds)
 
@@ -136,7 +177,8 @@ def named(ds: xr.Dataset, name: str) -> str:
 
 @takes_run
 def left_out(ds: xr.Dataset) -> list[str]:
-    """One line for every reason why bounds say nothing about the heads of a run, with the names of these bounds."""
+    """One line for every reason why bounds say nothing about the heads of a run, with the names of
+    these bounds."""
     reasons: dict[str, list[str]] = {}
     for name, why in ds.attrs.get("not_applicable", {}).items():
         reasons.setdefault(f"the statement {why}", []).append(name)
@@ -148,7 +190,15 @@ def left_out(ds: xr.Dataset) -> list[str]:
 
 def holds(sound: int, compared: int) -> str:
     """Where a bound's assumptions held, in words."""
-    return "n/a" if not compared else "everywhere" if sound == compared else "nowhere" if sound == 0 else f"on {sound} of {compared}"
+    return (
+        "n/a"
+        if not compared
+        else "everywhere"
+        if sound == compared
+        else "nowhere"
+        if sound == 0
+        else f"on {sound} of {compared}"
+    )
 
 
 def norm_words(ds: xr.Dataset) -> str:
@@ -158,7 +208,8 @@ def norm_words(ds: xr.Dataset) -> str:
 
 
 def stored_as(ds: xr.Dataset) -> str:
-    """How the weights of a run's model were quantised, in short, and a comma; empty where they were not, or where an earlier version made the run."""
+    """How the weights of a run's model were quantised, in short, and a comma; empty where they were
+    not, or where an earlier version made the run."""
     how = str(ds.attrs.get("quantization", "")).partition(" (")[0]
     return f"{how}, " if how else ""
 
@@ -180,43 +231,69 @@ def listed(numbers: Iterable[int]) -> str:
             runs[-1].append(value)
         else:
             runs.append([value])
-    return joined([part for one in runs for part in ([f"{one[0]} to {one[-1]}"] if len(one) > 2 else map(str, one))])
+    return joined(
+        [
+            part
+            for one in runs
+            for part in ([f"{one[0]} to {one[-1]}"] if len(one) > 2 else map(str, one))
+        ]
+    )
 
 
 def over(ds: xr.Dataset, axes: Iterable[str] = ("sample", "layer", "head")) -> str:
-    """The axes along which there is something to take a mean of, and what stands before them: " over samples and heads"; empty for none."""
+    """The axes along which there is something to take a mean of, and what stands before them: "
+    over samples and heads"; empty for none."""
     there = [f"{axis}s" for axis in axes if ds.sizes.get(axis, 1) > 1]
     return f" over {joined(there)}" if there else ""
 
 
 def places(ds: xr.Dataset, times: str = "x") -> str:
-    """Layers and heads that are shown, of how many: "6 layers x 12 heads", "layers 0 to 2 of 6, heads 3 and 4 of 12"."""
+    """Layers and heads that are shown, of how many: "6 layers x 12 heads", "layers 0 to 2 of 6,
+    heads 3 and 4 of 12"."""
     there = standing(ds)
     layers = list(there.layers)
     whole = there.all_layers if there.all_layers is not None else layers == list(range(len(layers)))
     of = "" if there.model_layers is None else f" of {there.model_layers}"
-    text = counted(len(layers), "layer") if whole else f"layer{'s' if len(layers) > 1 else ''} {listed(layers)}{of}"
+    text = (
+        counted(len(layers), "layer")
+        if whole
+        else f"layer{'s' if len(layers) > 1 else ''} {listed(layers)}{of}"
+    )
     if "head" not in ds.dims:
         return text
     least, most = there.heads if there.norms else (ds.sizes["head"],) * 2
     numbers = [int(head) for head in ds["head"].values]
     if there.heads_made is not None and len(numbers) < there.heads_made:
-        return f"{text}, head{'s' if len(numbers) > 1 else ''} {listed(numbers)} of {there.heads_made}"
+        return (
+            f"{text}, head{'s' if len(numbers) > 1 else ''} {listed(numbers)} of {there.heads_made}"
+        )
     heads = f"{least if least == most else f'{least} to {most}'} head{'s' if most != 1 else ''}"
-    return f"{text} {times} {heads}" if whole else f"{text}, {heads}{' each' if len(layers) > 1 else ''}"
+    return (
+        f"{text} {times} {heads}"
+        if whole
+        else f"{text}, {heads}{' each' if len(layers) > 1 else ''}"
+    )
 
 
 def samples_words(there: Standing) -> str:
-    """The samples that are shown, of how many, and their length: "2 of 8 samples of at most 32 tokens"."""
+    """The samples that are shown, of how many, and their length: "2 of 8 samples of at most 32
+    tokens"."""
     made = there.samples_made or there.samples
-    some = f"{there.samples} of " if there.samples < made else ""  # of more, somebody put runs together
-    return f"{some}{counted(made if some else there.samples, 'sample')} of at most {there.tokens} tokens"
+    some = (
+        f"{there.samples} of " if there.samples < made else ""
+    )  # of more, somebody put runs together
+    return (
+        f"{some}{counted(made if some else there.samples, 'sample')} of at most "
+        f"{there.tokens} tokens"
+    )
 
 
 def widest(ds: xr.Dataset) -> float:
-    """The largest relative width of the enclosures of the exact norms that are shown, rounded up to two digits.
+    """The largest relative width of the enclosures of the exact norms that are shown, rounded up to
+    two digits.
 
-    Infinite where one has no finite upper end; NaN where there are no upper ends, or nothing to enclose.
+    Infinite where one has no finite upper end; NaN where there are no upper ends, or nothing to
+    enclose.
     """
     if "exact_upper" not in ds.variables:
         return float("nan")
@@ -229,17 +306,25 @@ def widest(ds: xr.Dataset) -> float:
 
 
 def reached(ds: xr.Dataset) -> str:
-    """Words on the exact norms that were not found to the tolerance: how many, enclosed how closely; empty where all were."""
+    """Words on the exact norms that were not found to the tolerance: how many, enclosed how
+    closely; empty where all were."""
     there = standing(ds)
     if there.all_closed:
         return ""
     wide = widest(ds)
-    how = "" if not wide > float(ds.attrs["tol"]) else ", some without a finite upper end" if np.isinf(wide) else f", enclosed to {small(wide)}"
+    how = (
+        ""
+        if not wide > float(ds.attrs["tol"])
+        else ", some without a finite upper end"
+        if np.isinf(wide)
+        else f", enclosed to {small(wide)}"
+    )
     return f"{there.norms - there.closed} of {there.norms}{how}"
 
 
 def exact_words(ds: xr.Dataset) -> str:
-    """Words on how the exact norms that are shown are known (method, width, probability), from the values themselves."""
+    """Words on how the exact norms that are shown are known (method, width, probability), from the
+    values themselves."""
     a, there = ds.attrs, standing(ds)
     if not there.norms:
         return "no exact norms"
@@ -248,39 +333,65 @@ def exact_words(ds: xr.Dataset) -> str:
     to, wide, enclosed = small(float(a["tol"])), widest(ds), "exact_upper" in ds.variables
     closely, open_ = f"enclosed to {to}" if enclosed else f"lower ends, sought to {to}", reached(ds)
     if enclosed and not there.closed:  # what was asked for says nothing about what is there
-        closely, open_ = "without finite upper ends" if np.isinf(wide) else f"enclosed to {small(wide)} ({to} was asked for)", ""
+        closely, open_ = (
+            "without finite upper ends"
+            if np.isinf(wide)
+            else f"enclosed to {small(wide)} ({to} was asked for)",
+            "",
+        )
     if norm_of(ds) != "frobenius":
         found = f"of a model in {a['dtype']}, {closely}, both ends deterministic"
     else:
-        surely = f" with failure probability {small(float(a['delta']))}" if a["delta"] and enclosed else ""
+        surely = (
+            f" with failure probability {small(float(a['delta']))}"
+            if a["delta"] and enclosed
+            else ""
+        )
         found = f"by {method_name(a['method'])} in {a['dtype']}, {closely}{surely}"
-    some = "" if there.exact_samples == there.samples else f" (on {there.exact_samples} of the samples)"
+    some = (
+        ""
+        if there.exact_samples == there.samples
+        else f" (on {there.exact_samples} of the samples)"
+    )
     return f"exact norms{some} {found}" + (f", except {open_}" if open_ else "")
 
 
 def method_name(method: str) -> str:
     """A method of `lipbound.spectral_norm` as prose calls it."""
-    return {"lanczos": "Lanczos' method", "power": "power iteration", "dense": "dense decompositions"}.get(method, method)
+    return {
+        "lanczos": "Lanczos' method",
+        "power": "power iteration",
+        "dense": "dense decompositions",
+    }.get(method, method)
 
 
 def state_words(ds: xr.Dataset) -> str:
-    """A phrase on what was done to a run since it was computed; empty for runs, and parts of runs, that are as they were."""
+    """A phrase on what was done to a run since it was computed; empty for runs, and parts of runs,
+    that are as they were."""
     there = standing(ds)
     if there.edited:
         return "edited or put together by hand since it was computed"
     if there.edited is None and "made" in ds.attrs and lacks_variables(ds):
-        return "some variables of the run left out, so that its checksums cannot exclude that others were edited"
+        return (
+            "some variables of the run left out, so that its checksums cannot exclude that "
+            "others were edited"
+        )
     return ""
 
 
 @takes_run
 def run_caption(ds: xr.Dataset) -> str:
-    """One line that says what the numbers shown are of; the norm where it is another than Frobenius, so that captions stay short."""
+    """One line that says what the numbers shown are of; the norm where it is another than
+    Frobenius, so that captions stay short."""
     a, there = ds.attrs, standing(ds)
-    model = f"{model_name(ds)} ({builtin_name(ds)}{a['architecture']}, {stored_as(ds)}{str(a['revision'])[:15]})"
+    model = (
+        f"{model_name(ds)} ({builtin_name(ds)}{a['architecture']}, "
+        f"{stored_as(ds)}{str(a['revision'])[:15]})"
+    )
     norm = "" if norm_of(ds) == "frobenius" else f"; norm: {norm_words(ds)}"
     together = f"; {there.runs} runs put together" if len(origins(ds)) > 1 else ""
     state = f"; {words}" if (words := state_words(ds)) else ""
     return plain(
-        f"{model}, {places(ds)}; map: {a['map_description']}{norm}; data: {data_name(ds)}, {samples_words(there)}{together}; {exact_words(ds)}{state}"
+        f"{model}, {places(ds)}; map: {a['map_description']}{norm}; data: {data_name(ds)}, "
+        f"{samples_words(there)}{together}; {exact_words(ds)}{state}"
     )

@@ -1,4 +1,5 @@
-r"""Tables and text for LaTeX: as wide as a column or a page, numbers by siunitx, formulas in mathematics, foreign text as text."""
+r"""Tables and text for LaTeX: as wide as a column or a page, numbers by siunitx, formulas in
+mathematics, foreign text as text."""
 
 import re
 from collections.abc import Mapping
@@ -11,7 +12,8 @@ from lipbound.reporting.layout import Table, fit, folded, measured
 
 
 class TableRoom(NamedTuple):
-    """Points: that a table may take, of its type, from line to line, of the type of its notes; and rows before it goes on in another."""
+    """Points: that a table may take, of its type, from line to line, of the type of its notes; and
+    rows before it goes on in another."""
 
     room: float
     type: float
@@ -20,9 +22,15 @@ class TableRoom(NamedTuple):
     rows: int
 
 
-WIDTHS = {"column": TableRoom(215, 8, 9.5, 7, 40), "page": TableRoom(345, 8, 9.5, 7, 40), "slide": TableRoom(307, 9, 11, 7, 14)}
-r"""A column of the narrowest classes that are common (219 pt; ``article`` with ``twocolumn`` on A4 has 221 pt), the text of ``article`` at 10 pt, a
-frame of ``beamer``. The type is that of \footnotesize there, and the same in a class of larger type, where the table would not fit otherwise."""
+WIDTHS = {
+    "column": TableRoom(215, 8, 9.5, 7, 40),
+    "page": TableRoom(345, 8, 9.5, 7, 40),
+    "slide": TableRoom(307, 9, 11, 7, 14),
+}
+r"""A column of the narrowest classes that are common (219 pt; ``article`` with ``twocolumn`` on A4
+has 221 pt), the text of ``article`` at 10 pt, a frame of ``beamer``. The type is that of
+\footnotesize there, and the same in a class of larger type, where the table would not fit
+otherwise."""
 NARROW = 62.0
 """Points at 10 pt that a column of words keeps at least."""
 GAP = 8.0
@@ -33,7 +41,8 @@ NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
 FORMULA = re.compile(
     r"\b[xh] -> (?:(?:softmax|layer|norm|k\^T|[xhqkv](?![a-z])|[()+])\s?)+"  # a map
     r"|\|\|(?P<normed>[A-Z]+(?:_[A-Z])?)\|\|(?P<kind>_F)?(?P<power>\^\d)?"
-    r"|sqrt\((?P<root>[A-Za-z0-9])\)|\b(?P<primed>[A-Z])'(?!\w)|\b(?P<left>[A-Z]) = (?P<right>\d+)\b|\b(?P<product>[A-Z]+)\^T\b"
+    r"|sqrt\((?P<root>[A-Za-z0-9])\)|\b(?P<primed>[A-Z])'(?!\w)|\b(?P<left>[A-Z]) = "
+    r"(?P<right>\d+)\b|\b(?P<product>[A-Z]+)\^T\b"
     r"|(?<![\w.])(?P<digits>\d(?:\.\d+)?)e-(?P<power_of_ten>\d+)\b"
 )
 """What statements, labels and descriptions of ours write as plain text."""
@@ -44,7 +53,8 @@ LONG = 24
 
 
 def typeset(text: str) -> str:
-    r"""Text for LaTeX: foreign text as text; formulas of ours in mathematics; hashes by their first 16 digits; long names with places to break them.
+    r"""Text for LaTeX: foreign text as text; formulas of ours in mathematics; hashes by their first
+    16 digits; long names with places to break them.
 
     >>> typeset("x -> softmax(q k^T) v, up to 2 ||W_V|| of 50 %")
     '$x \\to \\mathrm{softmax}(q k^{T}) v$, up to 2 $\\|W_V\\|$ of 50 \\%'
@@ -59,18 +69,26 @@ def typeset(text: str) -> str:
 
 def _words(text: str) -> str:
     """Foreign text without formulas, long words breakable, marks raised."""
-    pieces = [_breakable(piece) if len(piece) > LONG or SHORT_HASH.search(piece) else escape_latex(piece) for piece in re.split(r"( +)", text)]
+    pieces = [
+        _breakable(piece) if len(piece) > LONG or SHORT_HASH.search(piece) else escape_latex(piece)
+        for piece in re.split(r"( +)", text)
+    ]
     text = "".join(pieces)
-    text = re.sub(rf"(?<=\. )({'|'.join(MARKS)})", lambda sign: MARKS[sign[0]], text)  # before a sentence, not behind a word
+    text = re.sub(
+        rf"(?<=\. )({'|'.join(MARKS)})", lambda sign: MARKS[sign[0]], text
+    )  # before a sentence, not behind a word
     for sign, command in MARKS.items():
         text = text.replace(f" {sign}", command).replace(sign, command)
     return text
 
 
 def _breakable(word: str) -> str:
-    """A long word, with places to break it behind punctuation, before capitals, and in the middle of a hash."""
+    """A long word, with places to break it behind punctuation, before capitals, and in the middle
+    of a hash."""
     ends = r"[/._:\-]+|(?<=[a-z0-9])(?=[A-Z])|(?<=\b[0-9a-f]{8})(?=[0-9a-f]{8}\b)|$"
-    return "\\allowbreak{}".join(escape_latex(piece) for piece in re.findall(rf".+?(?:{ends})", word))
+    return "\\allowbreak{}".join(
+        escape_latex(piece) for piece in re.findall(rf".+?(?:{ends})", word)
+    )
 
 
 def _formula(match: re.Match[str], found: str) -> str:
@@ -109,19 +127,43 @@ def latex_table(table: Table, width: str | float | None = None) -> str:
     """
     width = "column" if width is None else width
     if isinstance(width, str) and width not in WIDTHS:
-        raise UnknownNameError(f"unknown width {width!r} of a LaTeX table, which has a number of points or a name; {nearest(width, WIDTHS)}")
+        raise UnknownNameError(
+            f"unknown width {width!r} of a LaTeX table, which has a number of points or a name; "
+            f"{nearest(width, WIDTHS)}"
+        )
     look = WIDTHS[width] if isinstance(width, str) else WIDTHS["column"]._replace(room=float(width))
     room, rows = look.room, look.rows
     size = look.type / 10 * 1.07  # small type is wider
     if not room > 0:
-        raise LipboundError(f"width is {width}; it must be a positive number of points, or one of {', '.join(WIDTHS)}")
+        raise LipboundError(
+            f"width is {width}; it must be a positive number of points, or one of "
+            f"{', '.join(WIDTHS)}"
+        )
     table = replace(table, shown=table.shown.drop(columns="name", errors="ignore"))
-    columns = measured(table, lambda text: size * extent(text), size * NARROW, numbers=lambda text: size * sum(map(_extent, _tokens(text))))
+    columns = measured(
+        table,
+        lambda text: size * extent(text),
+        size * NARROW,
+        numbers=lambda text: size * sum(map(_extent, _tokens(text))),
+    )
     fitted = fit(table, columns, room, GAP, optional=3)
     parts = [table.shown.iloc[k : k + rows] for k in range(0, max(1, len(table.shown)), rows)]
-    bodies = [_tabular(replace(table, shown=part), block, size) for part in parts for block in fitted.blocks]
-    left_out = [f"no room for: {', '.join(fitted.left_out)}; --width page has more"] if fitted.left_out else []
-    comments = ["\\usepackage{booktabs, siunitx}", f"at most {room:g} pt wide; for a table environment, or running text", table.caption, *left_out]
+    bodies = [
+        _tabular(replace(table, shown=part), block, size)
+        for part in parts
+        for block in fitted.blocks
+    ]
+    left_out = (
+        [f"no room for: {', '.join(fitted.left_out)}; --width page has more"]
+        if fitted.left_out
+        else []
+    )
+    comments = [
+        "\\usepackage{booktabs, siunitx}",
+        f"at most {room:g} pt wide; for a table environment, or running text",
+        table.caption,
+        *left_out,
+    ]
     said = [table.head, *table.remarks(fitted.left_out)]
     notes = [*(f"{one[0].upper()}{one[1:]}" for one in [*said, *table.notes] if one), table.caption]
     lines = [  # no group in braces: a frame of beamer would take it for its subtitle
@@ -129,26 +171,49 @@ def latex_table(table: Table, width: str | float | None = None) -> str:
         f"\\begingroup\\fontsize{{{look.type:g}}}{{{look.leading:g}}}\\selectfont\\setlength{{\\tabcolsep}}{{4pt}}%",
         "\n\n\\smallskip\n".join(bodies),
         "",
-        f"\\smallskip\\fontsize{{{look.notes:g}}}{{{look.notes + 1:g}}}\\selectfont\\raggedright\\noindent",
-        *(f"{typeset(note)}." for note in notes),  # one paragraph: long notes must fit below a table in a column
+        f"\\smallskip\\fontsize{{{look.notes:g}}}{{{look.notes + 1:g}}}\\selectfont"
+        "\\raggedright\\noindent",
+        *(
+            f"{typeset(note)}." for note in notes
+        ),  # one paragraph: long notes must fit below a table in a column
         "\\par\\endgroup",
     ]
     return "\n".join(lines) + "\n"
 
 
 def _tabular(table: Table, block: Mapping[str, float], size: float) -> str:
-    """Some columns and rows of a table; columns of words as wide as they were fitted, where they fold."""
+    """Some columns and rows of a table; columns of words as wide as they were fitted, where they
+    fold."""
     kinds, headings = [], []
     for title, width in block.items():
         words = title in table.words
         lines = [typeset(line) for line in folded(title, width, lambda text: size * extent(text))]
         stacked = "\\\\".join(lines)
-        headings.append(stacked if len(lines) == 1 else f"\\shortstack[{'l' if words else 'r'}]{{{stacked}}}")
+        headings.append(
+            stacked if len(lines) == 1 else f"\\shortstack[{'l' if words else 'r'}]{{{stacked}}}"
+        )
         folds = words and any(size * extent(str(value)) > width for value in table.shown[title])
-        kinds.append(f">{{\\raggedright\\arraybackslash\\hangindent=0.8em}}p{{{width:.1f}pt}}" if folds else "l" if words else "r")
-    rows = [" & ".join(_cell(str(row[title]), title in table.words) for title in block) for _, row in table.shown.iterrows()]
+        kinds.append(
+            f">{{\\raggedright\\arraybackslash\\hangindent=0.8em}}p{{{width:.1f}pt}}"
+            if folds
+            else "l"
+            if words
+            else "r"
+        )
+    rows = [
+        " & ".join(_cell(str(row[title]), title in table.words) for title in block)
+        for _, row in table.shown.iterrows()
+    ]
     body = [" & ".join(headings) + r" \\", "\\midrule", *(f"{row} \\\\" for row in rows)]
-    return "\n".join([f"\\noindent\\begin{{tabular}}[b]{{@{{}}{''.join(kinds)}@{{}}}}", "\\toprule", *body, "\\bottomrule", "\\end{tabular}\\par"])
+    return "\n".join(
+        [
+            f"\\noindent\\begin{{tabular}}[b]{{@{{}}{''.join(kinds)}@{{}}}}",
+            "\\toprule",
+            *body,
+            "\\bottomrule",
+            "\\end{tabular}\\par",
+        ]
+    )
 
 
 def _cell(text: str, words: bool) -> str:
@@ -175,14 +240,25 @@ def _extent(token: str) -> float:
     mantissa, _, exponent = token.replace(",", "").partition("e")
     if not NUMBER.fullmatch(token):
         return {"inf": 10.0, "to": 5.0}.get(token) or extent(token) + 2 * WIDE[" "]
-    return extent(mantissa) + (1.7 if len(mantissa) > 4 else 0) + (23 + 4.2 * len(exponent) if exponent else 0)
+    return (
+        extent(mantissa)
+        + (1.7 if len(mantissa) > 4 else 0)
+        + (23 + 4.2 * len(exponent) if exponent else 0)
+    )
 
 
 WIDE = {
-    **dict.fromkeys("ijl.,:;'|!", 2.9), **dict.fromkeys("frst()[]- ", 4.0), **dict.fromkeys("ceg", 4.8), **dict.fromkeys("0123456789aoz/", 5.1),
-    **dict.fromkeys("wm+=<>", 8.4), **dict.fromkeys("\u2020\u2021", 4.5), "\xa0": 0.0, **dict.fromkeys("MW", 10.3),
-}  # fmt: skip
-"""Points that characters take in Computer Modern at 10 pt; what is not there takes `SMALL` or `CAPITAL`."""
+    **dict.fromkeys("ijl.,:;'|!", 2.9),
+    **dict.fromkeys("frst()[]- ", 4.0),
+    **dict.fromkeys("ceg", 4.8),
+    **dict.fromkeys("0123456789aoz/", 5.1),
+    **dict.fromkeys("wm+=<>", 8.4),
+    **dict.fromkeys("\u2020\u2021", 4.5),
+    "\xa0": 0.0,
+    **dict.fromkeys("MW", 10.3),
+}
+"""Points that characters take in Computer Modern at 10 pt; what is not there takes `SMALL` or
+`CAPITAL`."""
 SMALL, CAPITAL = 5.6, 7.7
 
 

@@ -1,4 +1,5 @@
-"""A table before it has a format, and how it fits a width: words fold, columns are left out in a stated order or go on below. Numbers stay whole."""
+"""A table before it has a format, and how it fits a width: words fold, columns are left out in a
+stated order or go on below. Numbers stay whole."""
 
 from __future__ import annotations
 
@@ -28,9 +29,12 @@ class Table:
         head: what the cells are.
         caption: what run this is.
         notes: lines below the table.
-        keys: titles of the columns that say what a row is; they are repeated where columns go on below.
-        spare: titles of columns that may be left out, the first one first. Without any, columns that do not fit go on below.
-        instead: what to say in place of a column that is left out. meaning: what to say of a column that is there.
+        keys: titles of the columns that say what a row is; they are repeated where columns go on
+            below.
+        spare: titles of columns that may be left out, the first one first. Without any, columns
+            that do not fit go on below.
+        instead: what to say in place of a column that is left out. meaning: what to say of a column
+            that is there.
     """
 
     numbers: pd.DataFrame
@@ -46,21 +50,38 @@ class Table:
 
     def remarks(self, left_out: Sequence[str] = ()) -> list[str]:
         """Sentences on columns that are there, and in place of those that are left out."""
-        said = [text for title, text in self.meaning.items() if title in self.shown.columns and title not in left_out]
+        said = [
+            text
+            for title, text in self.meaning.items()
+            if title in self.shown.columns and title not in left_out
+        ]
         return said + [self.instead[title] for title in left_out if self.instead.get(title)]
 
     def data(self) -> dict[str, Any]:
-        """Numbers in full precision as plain data: what run, what the cells are, ``rows`` by column, ``notes``."""
-        return {"run": self.caption, "cells": self.head, "rows": self.numbers.reset_index().to_dict("records"), "notes": self.notes}
+        """Numbers in full precision as plain data: what run, what the cells are, ``rows`` by
+        column, ``notes``."""
+        return {
+            "run": self.caption,
+            "cells": self.head,
+            "rows": self.numbers.reset_index().to_dict("records"),
+            "notes": self.notes,
+        }
 
     def _repr_html_(self) -> str:
         rows = [[plain(str(cell)) for cell in row] for row in self.shown.values]
         notes = [self.head, *self.remarks(), *self.notes]
-        return html_table([plain(str(title)) for title in self.shown.columns], rows, title=self.caption, notes=notes, words=self.words)
+        return html_table(
+            [plain(str(title)) for title in self.shown.columns],
+            rows,
+            title=self.caption,
+            notes=notes,
+            words=self.words,
+        )
 
 
 class ColumnWidths(NamedTuple):
-    """A column: its title, whether it holds words, the width that it takes, and the width to which its words can be folded."""
+    """A column: its title, whether it holds words, the width that it takes, and the width to which
+    its words can be folded."""
 
     title: str
     words: bool
@@ -80,7 +101,14 @@ class Fitted(NamedTuple):
     left_out: list[str]
 
 
-def fit(table: Table, columns: Sequence[ColumnWidths], room: float | None, gap: float, *, optional: int = 0) -> Fitted:
+def fit(
+    table: Table,
+    columns: Sequence[ColumnWidths],
+    room: float | None,
+    gap: float,
+    *,
+    optional: int = 0,
+) -> Fitted:
     """Widths of the columns of a table, and which of them are left out or go on below.
 
     Args:
@@ -126,12 +154,17 @@ def _shared_out(columns: Sequence[ColumnWidths], spare: float) -> dict[str, floa
 
 
 def cells(text: str) -> int:
-    """Columns of a terminal that a text takes: two for wide characters, none for those that combine."""
-    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+    """Columns of a terminal that a text takes: two for wide characters, none for those that
+    combine."""
+    return sum(
+        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1
+        for c in text
+    )
 
 
 def folded(text: str, width: float, measure: Callable[[str], float] = cells) -> list[str]:
-    """Lines of a text, broken between words; a word that is too long is broken anywhere. Marks stay with their word.
+    """Lines of a text, broken between words; a word that is too long is broken anywhere. Marks stay
+    with their word.
 
     >>> folded("Castin 3.5, mean field \\u2020", 11)
     ['Castin 3.5,', 'mean', 'field \\u2020']
@@ -142,7 +175,9 @@ def folded(text: str, width: float, measure: Callable[[str], float] = cells) -> 
             lines[-1] += f" {word}"
             continue
         while len(word) > 1 and measure(word) > width:
-            end = max(1, max((k for k in range(len(word)) if measure(word[:k]) <= width), default=1))
+            end = max(
+                1, max((k for k in range(len(word)) if measure(word[:k]) <= width), default=1)
+            )
             lines.append(word[:end])
             word = word[end:]
         lines.append(word)
@@ -154,15 +189,28 @@ def _unbroken(text: str) -> list[str]:
     return text.replace(" \u2020", "\xa0\u2020").replace(" \u2021", "\xa0\u2021").split(" ")
 
 
-def measured(table: Table, of: Callable[[str], float], narrow: float, *, numbers: Callable[[str], float] | None = None) -> list[ColumnWidths]:
-    """The columns of a table, in the units of a measure of text; ``numbers`` measures cells of numbers, where that is another."""
+def measured(
+    table: Table,
+    of: Callable[[str], float],
+    narrow: float,
+    *,
+    numbers: Callable[[str], float] | None = None,
+) -> list[ColumnWidths]:
+    """The columns of a table, in the units of a measure of text; ``numbers`` measures cells of
+    numbers, where that is another."""
     found = []
     for title in map(str, table.shown.columns):
         values = [str(value) for value in table.shown[title]]
         words = title in table.words
         natural = max([of(title) if words else 0.0, *map(of if words else numbers or of, values)])
-        least = max(of(line) for value in values or [""] for line in folded(value, narrow, of)) if words else natural
-        heading = max([min(narrow, of(word)) for word in _unbroken(title)] + [min(of(title), 2 * narrow / 3)])
+        least = (
+            max(of(line) for value in values or [""] for line in folded(value, narrow, of))
+            if words
+            else natural
+        )
+        heading = max(
+            [min(narrow, of(word)) for word in _unbroken(title)] + [min(of(title), 2 * narrow / 3)]
+        )
         if least < heading:
             least = max(least, *(of(line) for line in folded(title, heading, of)))
         found.append(ColumnWidths(title, words, max(natural, least), least))
@@ -170,16 +218,24 @@ def measured(table: Table, of: Callable[[str], float], narrow: float, *, numbers
 
 
 def text_lines(table: Table, room: float | None) -> list[str]:
-    """A table of plain text: blocks of columns under folded headings, words to the left and numbers to the right, then what was left out."""
+    """A table of plain text: blocks of columns under folded headings, words to the left and numbers
+    to the right, then what was left out."""
     columns = measured(table, cells, NARROW)
     if room is None:  # headings on one line
-        columns = [column._replace(natural=max(column.natural, cells(column.title))) for column in columns]
+        columns = [
+            column._replace(natural=max(column.natural, cells(column.title))) for column in columns
+        ]
     fitted = fit(table, columns, room, 2, optional=4)
     lines: list[str] = []
     for block in fitted.blocks:
-        lines += [*([""] if lines else []), *_block(table, {title: int(width) for title, width in block.items()})]
+        lines += [
+            *([""] if lines else []),
+            *_block(table, {title: int(width) for title, width in block.items()}),
+        ]
     lines += [line for said in table.remarks(fitted.left_out) for line in hanging(said, room)]
-    return lines + (hanging(f"no room for: {', '.join(fitted.left_out)}", room) if fitted.left_out else [])
+    return lines + (
+        hanging(f"no room for: {', '.join(fitted.left_out)}", room) if fitted.left_out else []
+    )
 
 
 def hanging(text: str, room: float | None) -> list[str]:
@@ -192,15 +248,27 @@ def hanging(text: str, room: float | None) -> list[str]:
 
 def _block(table: Table, widths: Mapping[str, int]) -> list[str]:
     """Headings, a rule and rows of some columns."""
-    rows = [_row({title: folded(title, width) for title, width in widths.items()}, widths, table, top=False)]
+    rows = [
+        _row(
+            {title: folded(title, width) for title, width in widths.items()},
+            widths,
+            table,
+            top=False,
+        )
+    ]
     rows.append(["  ".join("-" * width for width in widths.values())])
     for _, row in table.shown.iterrows():
-        lines = {title: folded(str(row[title]), width) if title in table.words else [str(row[title])] for title, width in widths.items()}
+        lines = {
+            title: folded(str(row[title]), width) if title in table.words else [str(row[title])]
+            for title, width in widths.items()
+        }
         rows.append(_row(lines, widths, table, top=True))
     return [line for row in rows for line in row]
 
 
-def _row(lines: Mapping[str, list[str]], widths: Mapping[str, int], table: Table, *, top: bool) -> list[str]:
+def _row(
+    lines: Mapping[str, list[str]], widths: Mapping[str, int], table: Table, *, top: bool
+) -> list[str]:
     """Cells of several lines side by side, at the top or at the bottom of the row."""
     height = max(map(len, lines.values()))
     text = []

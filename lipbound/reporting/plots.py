@@ -60,30 +60,38 @@ def heatmaps(
     caption: bool = False,
     labels: Mapping[str, str] | None = None,
 ) -> Figure:
-    r"""A panel for the exact norm and one per bound: head number across (sample number for whole layers), layer number down, log10 of the values.
+    r"""A panel for the exact norm and one per bound: head number across (sample number for whole
+    layers), layer number down, log10 of the values.
 
-    The figure with its caption is never taller than a page of 9 inches, or a slide of 16:9 where it is wider than paper. With ``path``, the caption
-    is written beside it, as ``NAME.caption.txt`` and ``NAME.caption.tex`` (``\input`` that in a figure).
+    The figure with its caption is never taller than a page of 9 inches, or a slide of 16:9 where it
+    is wider than paper. With ``path``, the caption is written beside it, as ``NAME.caption.txt``
+    and ``NAME.caption.tex`` (``\input`` that in a figure).
 
     Args:
         ds: a run, from `lipbound.compare` or `lipbound.load`.
-        path: where to write it (.pdf, .svg, .png, .pgf, ...); fonts are embedded, files are reproducible.
+        path: where to write it (.pdf, .svg, .png, .pgf, ...); fonts are embedded, files are
+            reproducible.
         bounds: which bounds, in this order; all of the run by default.
-        reduce: "mean" (as in Figure 6), "geomean", "max", "median" or a quantile in [0, 1], over samples.
-        scale: "rows" (the exact norm and bounds within a factor of ten of it come first, on a colour scale of their own), "shared" (one scale) or
-            "panel" (a scale each). Panels far beyond a scale are drawn in the colour beyond it, and say their range.
+        reduce: "mean" (as in Figure 6), "geomean", "max", "median" or a quantile in [0, 1], over
+            samples.
+        scale: "rows" (the exact norm and bounds within a factor of ten of it come first, on a
+            colour scale of their own), "shared" (one scale) or "panel" (a scale each). Panels far
+            beyond a scale are drawn in the colour beyond it, and say their range.
         width: "page", "column", "slide", or inches.
-        columns: panels in a row; as few as fit on the paper by default. font_size: points; 7, and 12 on a slide,
-            by default, and less where many panels would become too flat.
-        style: a venue known to tueplots, such as "icml2024" (extra ``styles``): its fonts and its widths of "page" and "column".
+        columns: panels in a row; as few as fit on the paper by default. font_size: points; 7, and
+            12 on a slide, by default, and less where many panels would become too flat.
+        style: a venue known to tueplots, such as "icml2024" (extra ``styles``): its fonts and its
+            widths of "page" and "column".
         caption: draw the caption into the picture too.
-        labels: what to call bounds, by name ("exact" and "exact_l2" among them), and "model" and "data".
+        labels: what to call bounds, by name ("exact" and "exact_l2" among them), and "model" and
+            "data".
 
     Returns:
         A matplotlib Figure that is not registered with pyplot.
 
     Raises:
-        LipboundError: unknown bound, reduction, scale or file type; panels that do not fit on the paper; a file that cannot be written.
+        LipboundError: unknown bound, reduction, scale or file type; panels that do not fit on the
+            paper; a file that cannot be written.
     """
     check_scale(scale)
     ds = relabelled(ds, labels)
@@ -94,7 +102,17 @@ def heatmaps(
     bars = scales(ds, grids, scale)
     words = _caption(ds, panels, bars, reduce, scale)
     with matplotlib.rc_context(settings):
-        figure = _draw(ds, grids, bars, scale == "panel", columns, inches, points, font_size is None and style is None, words if caption else "")
+        figure = _draw(
+            ds,
+            grids,
+            bars,
+            scale == "panel",
+            columns,
+            inches,
+            points,
+            font_size is None and style is None,
+            words if caption else "",
+        )
         if path is not None:
             write(figure, Path(path), caption_files(Path(path), words))
     return figure
@@ -116,7 +134,8 @@ def heatmap(
         ds: a run.
         name: "exact", "exact_l2" or a bound of the run.
         ax: where to draw; a new figure by default (``.figure`` of what is returned).
-        reduce, labels: as in `heatmaps`. limits: of the colour scale, log10; those of the panel by default.
+        reduce, labels: as in `heatmaps`. limits: of the colour scale, log10; those of the panel by
+            default.
 
     Returns:
         The axes; the layout and the font are the caller's.
@@ -128,18 +147,32 @@ def heatmap(
     if name not in known:
         raise UnknownNameError(f"the run has no {name!r}; {nearest(name, known)}")
     low = ds.sizes["layer"] * 0.35  # inches of the panel; one layer is a strip
-    axes = ax if ax is not None else Drawing(figsize=(3.45, 2.8 if low > 2 else 1.3 + low), layout="constrained").add_subplot()
+    axes = (
+        ax
+        if ax is not None
+        else Drawing(
+            figsize=(3.45, 2.8 if low > 2 else 1.3 + low), layout="constrained"
+        ).add_subplot()
+    )
     grid = log10(_grid(ds[name], reduce))
     shown = scales(ds, {name: grid}, "panel")[0] if limits is None else Scale((name,), *limits)
     picture = image(axes, grid, shown)
     axes.set_title(plain(ds[name].attrs["label"]), parse_math=False)
     axes.set(xlabel=_across(ds), ylabel="layer")
     _ticks(axes, ds)
-    samples = "" if _across(ds) == "sample" or ds.sizes["sample"] == 1 else f", {reduction_name(reduce)} over samples"
-    side = "bottom" if ax is None and low <= 2 else "right"
-    axes.figure.colorbar(picture, ax=axes, extend=shown.extend({name: grid}), location=side, aspect=20 if side == "right" else 35).set_label(
-        f"log10{samples}"
+    samples = (
+        ""
+        if _across(ds) == "sample" or ds.sizes["sample"] == 1
+        else f", {reduction_name(reduce)} over samples"
     )
+    side = "bottom" if ax is None and low <= 2 else "right"
+    axes.figure.colorbar(
+        picture,
+        ax=axes,
+        extend=shown.extend({name: grid}),
+        location=side,
+        aspect=20 if side == "right" else 35,
+    ).set_label(f"log10{samples}")
     return axes
 
 
@@ -149,7 +182,8 @@ def _across(ds: xr.Dataset) -> str:
 
 
 def _grid(values: xr.DataArray, reduce: str | float) -> xr.DataArray:
-    """The values of a panel, (layer, head), or (layer, sample) for maps of whole layers, which need no reduction."""
+    """The values of a panel, (layer, head), or (layer, sample) for maps of whole layers, which need
+    no reduction."""
     if "head" in values.dims:
         return reduce_samples(values, reduce).transpose("layer", "head")
     return values.transpose("layer", "sample")
@@ -166,8 +200,13 @@ def _draw(
     shrink: bool,
     words: str,
 ) -> Figure:
-    """Panels, section by section, each section with its colour bar; or each panel with its ``own``."""
-    sections = [[name for scale in bars for name in scale.names]] if own else [list(scale.names) for scale in bars]
+    """Panels, section by section, each section with its colour bar; or each panel with
+    its ``own``."""
+    sections = (
+        [[name for scale in bars for name in scale.names]]
+        if own
+        else [list(scale.names) for scale in bars]
+    )
     titles = _titles(ds, [name for names in sections for name in names])
     sheet = Sheet(
         counts=[len(names) for names in sections],
@@ -175,7 +214,9 @@ def _draw(
         points=points,
         shape=ds.sizes["layer"] / ds.sizes[_across(ds)],
         own_bars=own,
-        titles=lambda section, side, size: max(len(_folded(titles[name], side, size)) for name in sections[section]),
+        titles=lambda section, side, size: max(
+            len(_folded(titles[name], side, size)) for name in sections[section]
+        ),
         caption=len(_wrapped(words, inches, points)),
         layers=ds.sizes["layer"],
     )
@@ -187,18 +228,52 @@ def _draw(
         for index, names in enumerate(sections):
             for k, name in enumerate(names):
                 scale = next(scale for scale in bars if name in scale.names)
-                picture = _panel(ds, _axes(figure, place, *place.corners[index][k], place.side, place.height), grids[name], scale, place)
-                picture.axes.set_title("\n".join(_folded(titles[name], place.side, points)), fontsize=points, pad=3, parse_math=False)
-                _name_axes(ds, picture.axes, left=k % place.across == 0, lowest=k + place.across >= len(names))
+                picture = _panel(
+                    ds,
+                    _axes(figure, place, *place.corners[index][k], place.side, place.height),
+                    grids[name],
+                    scale,
+                    place,
+                )
+                picture.axes.set_title(
+                    "\n".join(_folded(titles[name], place.side, points)),
+                    fontsize=points,
+                    pad=3,
+                    parse_math=False,
+                )
+                _name_axes(
+                    ds,
+                    picture.axes,
+                    left=k % place.across == 0,
+                    lowest=k + place.across >= len(names),
+                )
                 if own:
                     left, top = place.corners[index][k]
-                    beside = _axes(figure, place, left + place.side + 0.3 * place.line, top, 0.35 * place.line, place.height)
-                    figure.colorbar(picture, cax=beside, extend=scale.extend(grids)).ax.tick_params(labelsize=points - 1, width=0.5)
+                    beside = _axes(
+                        figure,
+                        place,
+                        left + place.side + 0.3 * place.line,
+                        top,
+                        0.35 * place.line,
+                        place.height,
+                    )
+                    figure.colorbar(picture, cax=beside, extend=scale.extend(grids)).ax.tick_params(
+                        labelsize=points - 1, width=0.5
+                    )
             if not own:
                 _bar(figure, place, index, picture, bars[index], grids)
         lines = "\n".join(_wrapped(words, inches, points))
         at = 1 - place.bottom / place.total
-        figure.text(0.5, at, lines, ha="center", va="bottom", fontsize=points - 0.5, linespacing=1.3, parse_math=False)
+        figure.text(
+            0.5,
+            at,
+            lines,
+            ha="center",
+            va="bottom",
+            fontsize=points - 0.5,
+            linespacing=1.3,
+            parse_math=False,
+        )
     return figure
 
 
@@ -207,7 +282,9 @@ def _wrapped(words: str, inches: float, points: float) -> list[str]:
     return textwrap.wrap(words, int(inches * 72 / points * 1.95))
 
 
-def _panel(ds: xr.Dataset, axes: Axes, grid: np.ndarray, scale: Scale, place: Arrangement) -> AxesImage:
+def _panel(
+    ds: xr.Dataset, axes: Axes, grid: np.ndarray, scale: Scale, place: Arrangement
+) -> AxesImage:
     """Cells and numbers of layers and heads."""
     picture = image(axes, grid, scale)
     _say_beyond(axes, grid, scale)
@@ -223,17 +300,36 @@ def _name_axes(ds: xr.Dataset, axes: Axes, *, left: bool, lowest: bool) -> None:
     axes.set_ylabel("layer" if left else "", labelpad=1)
 
 
-def _axes(figure: Figure, place: Arrangement, left: float, top: float, width: float, height: float) -> Axes:
+def _axes(
+    figure: Figure, place: Arrangement, left: float, top: float, width: float, height: float
+) -> Axes:
     """Axes at a place in inches from the top left corner."""
-    return figure.add_axes((left / place.inches, 1 - (top + height) / place.total, width / place.inches, height / place.total))
+    return figure.add_axes(
+        (
+            left / place.inches,
+            1 - (top + height) / place.total,
+            width / place.inches,
+            height / place.total,
+        )
+    )
 
 
-def _bar(figure: Figure, place: Arrangement, index: int, picture: AxesImage, scale: Scale, grids: dict[str, np.ndarray]) -> None:
+def _bar(
+    figure: Figure,
+    place: Arrangement,
+    index: int,
+    picture: AxesImage,
+    scale: Scale,
+    grids: dict[str, np.ndarray],
+) -> None:
     """The colour bar of a section, on its right or below it."""
     left, top, width, height = place.bars[index]
     upright = height > width
     bar = figure.colorbar(
-        picture, cax=_axes(figure, place, left, top, width, height), orientation="vertical" if upright else "horizontal", extend=scale.extend(grids)
+        picture,
+        cax=_axes(figure, place, left, top, width, height),
+        orientation="vertical" if upright else "horizontal",
+        extend=scale.extend(grids),
     )
     lines = height / place.line / 12 if upright else 1.0
     bar.set_label("log10" if lines < 1 else QUANTITY, labelpad=2)
@@ -263,15 +359,22 @@ def _say_beyond(axes: Axes, grid: np.ndarray, scale: Scale) -> None:
     """The range of the values of a panel that lies beyond its colour scale."""
     if side := scale.beyond(grid):
         finite = grid[np.isfinite(grid)]
-        ends = ["\u2212\u221e"] * bool(np.isneginf(grid).any()) + ([f"{finite.min():.1f}", f"{finite.max():.1f}"] if finite.size else [])
+        ends = ["\u2212\u221e"] * bool(np.isneginf(grid).any()) + (
+            [f"{finite.min():.1f}", f"{finite.max():.1f}"] if finite.size else []
+        )
         ends += ["\u221e"] * bool(np.isposinf(grid).any())
-        text = f"{side} the scale:\n{' to '.join(dict.fromkeys((ends[0], ends[-1])))}".replace("-", "\u2212")
+        text = f"{side} the scale:\n{' to '.join(dict.fromkeys((ends[0], ends[-1])))}".replace(
+            "-", "\u2212"
+        )
         axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color="black")
 
 
 def _ticks(axes: Axes, ds: xr.Dataset, most: int = 6) -> None:
     """Numbers of heads, at most about six, and of layers, at most ``most`` too."""
-    for axis, ticks, limit in ((axes.xaxis, ds[_across(ds)].values, 6), (axes.yaxis, ds["layer"].values, min(6, most))):
+    for axis, ticks, limit in (
+        (axes.xaxis, ds[_across(ds)].values, 6),
+        (axes.yaxis, ds["layer"].values, min(6, most)),
+    ):
         step = max(1, -(-len(ticks) // limit))
         axis.set_ticks(range(0, len(ticks), step), [str(t) for t in ticks[::step]])
 
@@ -289,9 +392,23 @@ def caption(
     check_scale(scale)
     ds = relabelled(ds, labels)
     panels = statistics.panels(ds, bounds)
-    return _caption(ds, panels, scales(ds, {name: log10(_grid(ds[name], reduce)) for name in panels}, scale), reduce, scale)
+    return _caption(
+        ds,
+        panels,
+        scales(ds, {name: log10(_grid(ds[name], reduce)) for name in panels}, scale),
+        reduce,
+        scale,
+    )
 
 
-def _caption(ds: xr.Dataset, panels: list[str], bars: list[Scale], reduce: str | float, scale: str) -> str:
+def _caption(
+    ds: xr.Dataset, panels: list[str], bars: list[Scale], reduce: str | float, scale: str
+) -> str:
     first = bars[0].names if scale == "rows" and len(bars) > 1 else ()
-    return heatmap_caption(ds, bounds=[name for name in panels if name in bounds_there(ds)], reduce=reduce, scale=scale, first=first)
+    return heatmap_caption(
+        ds,
+        bounds=[name for name in panels if name in bounds_there(ds)],
+        reduce=reduce,
+        scale=scale,
+        first=first,
+    )

@@ -1,4 +1,5 @@
-"""Ratios of bounds to exact norms over a run: per bound, per layer, per head, with the widths of their enclosures."""
+"""Ratios of bounds to exact norms over a run: per bound, per layer, per head, with the widths of
+their enclosures."""
 
 import warnings
 from collections.abc import Iterable
@@ -17,19 +18,23 @@ from lipbound.runs.run_argument import takes_run
 ROWS = ("bound", "layer", "head")
 VALUES = ("ratio", "value")
 OFF_SCALE = 4.0
-"""Decades by which a panel's median may exceed every other panel's before it leaves the shared scale."""
+"""Decades by which a panel's median may exceed every other panel's before it leaves the shared
+scale."""
 APART, FARTHEST = 8.0, 40.0
-"""Decades between a bound's median ratio and the next one's, and from one, beyond which it leaves an axis of ratios."""
+"""Decades between a bound's median ratio and the next one's, and from one, beyond which it leaves
+an axis of ratios."""
 
 
 @takes_run
 def summary(ds: xr.Dataset) -> pd.DataFrame:
     """Per bound: bound / exact over samples, layers and heads, and the audit.
 
-    Columns ``label``; ``geomean, min, max`` of bound / ``exact``; ``geomean_lower``, the geometric mean against ``exact_upper``: the true one lies
-    between the two (NaN for estimates without upper ends); ``sample_min, sample_max``, smallest and largest geometric mean of single samples;
-    ``violations, compared, sound``: ``sound`` counts where the bound's assumptions held, ``violations`` where it is below the exact norm (of its own
-    map: L2 attention for ``kim``). Heads whose exact norm is zero have no ratio.
+    Columns ``label``; ``geomean, min, max`` of bound / ``exact``; ``geomean_lower``, the geometric
+    mean against ``exact_upper``: the true one lies between the two (NaN for estimates without upper
+    ends); ``sample_min, sample_max``, smallest and largest geometric mean of single samples;
+    ``violations, compared, sound``: ``sound`` counts where the bound's assumptions held,
+    ``violations`` where it is below the exact norm (of its own map: L2 attention for ``kim``).
+    Heads whose exact norm is zero have no ratio.
     """
     check_numbers(ds)
     rows = []
@@ -39,31 +44,77 @@ def summary(ds: xr.Dataset) -> pd.DataFrame:
         values = quotient.values[~np.isnan(quotient.values)]
         single = _geomeans(quotient)
         known = single[~np.isnan(single)]
-        lower = float(_geomean(ratio(ds, name, upper=True).values)) if has_upper(ds, name) else float("nan")
-        low, high = (float(values.min()), float(values.max())) if values.size else (float("nan"), float("nan"))
-        least, most = (float(known.min()), float(known.max())) if known.size else (float("nan"), float("nan"))
+        lower = (
+            float(_geomean(ratio(ds, name, upper=True).values))
+            if has_upper(ds, name)
+            else float("nan")
+        )
+        low, high = (
+            (float(values.min()), float(values.max()))
+            if values.size
+            else (float("nan"), float("nan"))
+        )
+        least, most = (
+            (float(known.min()), float(known.max())) if known.size else (float("nan"), float("nan"))
+        )
         entry = counts[name]
         rows.append(
-            (name, ds[name].attrs["label"], _geomean(values), low, high, lower, least, most, entry["violations"], entry["compared"], entry["sound"])
+            (
+                name,
+                ds[name].attrs["label"],
+                _geomean(values),
+                low,
+                high,
+                lower,
+                least,
+                most,
+                entry["violations"],
+                entry["compared"],
+                entry["sound"],
+            )
         )
-    columns = ["bound", "label", "geomean", "min", "max", "geomean_lower", "sample_min", "sample_max", "violations", "compared", "sound"]
+    columns = [
+        "bound",
+        "label",
+        "geomean",
+        "min",
+        "max",
+        "geomean_lower",
+        "sample_min",
+        "sample_max",
+        "violations",
+        "compared",
+        "sound",
+    ]
     return pd.DataFrame(rows, columns=columns).set_index("bound")
 
 
 def exact_summary(ds: xr.Dataset) -> pd.DataFrame:
-    """One row: the geometric mean of the exact norms over samples, layers and heads, their ends, and the extreme means of single samples."""
+    """One row: the geometric mean of the exact norms over samples, layers and heads, their ends,
+    and the extreme means of single samples."""
     check_numbers(ds)
     exact = ds["exact"]
     every, single = exact.values[~np.isnan(exact.values)], _geomeans(exact)
     single = single[~np.isnan(single)]
-    ends = [float(pick(values)) if values.size else float("nan") for values in (every, single) for pick in (np.min, np.max)]
+    ends = [
+        float(pick(values)) if values.size else float("nan")
+        for values in (every, single)
+        for pick in (np.min, np.max)
+    ]
     columns = ["geomean", "min", "max", "sample_min", "sample_max"]
-    return pd.DataFrame([[_geomean(every), *ends]], columns=columns, index=pd.Index(["exact"], name="norm"))
+    return pd.DataFrame(
+        [[_geomean(every), *ends]], columns=columns, index=pd.Index(["exact"], name="norm")
+    )
 
 
 @takes_run
 def breakdown(
-    ds: xr.Dataset, by: str = "layer", *, bounds: Iterable[str] | None = None, reduce: str | float = "geomean", values: str = "ratio"
+    ds: xr.Dataset,
+    by: str = "layer",
+    *,
+    bounds: Iterable[str] | None = None,
+    reduce: str | float = "geomean",
+    values: str = "ratio",
 ) -> pd.DataFrame:
     """Per layer, or per layer and head: the exact norm, and every bound or its ratio to it.
 
@@ -71,12 +122,13 @@ def breakdown(
         ds: a run.
         by: "layer" or "head".
         bounds: which; all of the run by default.
-        reduce: "geomean", "mean", "max", "median" or a quantile, over samples (and heads, for layers).
+        reduce: "geomean", "mean", "max", "median" or a quantile, over samples (and heads, for
+            layers).
         values: "ratio" (bound / exact) or "value".
 
     Returns:
-        Columns ``exact``, ``exact_upper`` (where the run has it), ``sample_min, sample_max`` (of the exact norm, reduced over heads alone), and one
-        per bound.
+        Columns ``exact``, ``exact_upper`` (where the run has it), ``sample_min, sample_max`` (of
+        the exact norm, reduced over heads alone), and one per bound.
 
     Raises:
         LipboundError: unknown names; heads of a run on whole layers.
@@ -86,7 +138,9 @@ def breakdown(
     if values not in VALUES:
         raise UnknownNameError(f"unknown values {values!r}; {nearest(values, VALUES)}")
     if by == "head" and "head" not in ds.dims:
-        raise LipboundError("the run is about whole layers and has no heads; ask for a table by layer")
+        raise LipboundError(
+            "the run is about whole layers and has no heads; ask for a table by layer"
+        )
     check_numbers(ds)
     names = present(ds, bounds)
     inner = tuple(dim for dim in ("head",) if dim in ds.dims and by == "layer")
@@ -99,31 +153,50 @@ def breakdown(
     with np.errstate(all="ignore"):
         single = reduce_samples(ds["exact"], reduce, inner) if inner else ds["exact"]
     keep = ("layer",) if by == "layer" else ("layer", "head")
-    columns = {"exact": reduced(ds["exact"])} | ({"exact_upper": reduced(ds["exact_upper"])} if "exact_upper" in ds else {})
-    for name, extreme in (("sample_min", single.min("sample")), ("sample_max", single.max("sample"))):
+    columns = {"exact": reduced(ds["exact"])} | (
+        {"exact_upper": reduced(ds["exact_upper"])} if "exact_upper" in ds else {}
+    )
+    for name, extreme in (
+        ("sample_min", single.min("sample")),
+        ("sample_max", single.max("sample")),
+    ):
         columns[name] = extreme.transpose(*keep).values.ravel()
     columns |= {name: reduced(ratio(ds, name) if values == "ratio" else ds[name]) for name in names}
     index: Any = pd.Index(ds["layer"].values, name="layer")
     if by == "head":
-        index = pd.MultiIndex.from_product([ds["layer"].values, ds["head"].values], names=["layer", "head"])
+        index = pd.MultiIndex.from_product(
+            [ds["layer"].values, ds["head"].values], names=["layer", "head"]
+        )
     table = pd.DataFrame(columns, index=index)
-    return table.loc[~table[["exact", *names]].isna().all(axis=1)]  # layers of fewer heads have empty places
+    return table.loc[
+        ~table[["exact", *names]].isna().all(axis=1)
+    ]  # layers of fewer heads have empty places
 
 
 def present(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
-    """Names of bounds that a run has, all by default; others raise, those that no bound has before those that the run lacks."""
-    names = bounds_there(ds) if bounds is None else [bounds] if isinstance(bounds, str) else list(bounds)
+    """Names of bounds that a run has, all by default; others raise, those that no bound has before
+    those that the run lacks."""
+    names = (
+        bounds_there(ds)
+        if bounds is None
+        else [bounds]
+        if isinstance(bounds, str)
+        else list(bounds)
+    )
     missing = [name for name in names if name not in bounds_there(ds)]
     if missing:
         from lipbound.bounds.registry import get  # it needs torch, which names of the run do not
 
         missing = [get(name).name for name in missing]
-        raise UnknownNameError(f"the run has no bound {missing[0]!r}; it has {', '.join(bounds_there(ds))}")
+        raise UnknownNameError(
+            f"the run has no bound {missing[0]!r}; it has {', '.join(bounds_there(ds))}"
+        )
     return names
 
 
 def requested(ds: xr.Dataset, bounds: str) -> list[str]:
-    """Names separated by commas, as `lipbound.bounds.resolve` reads them in the run's norm; those of the run need no registry, and so no torch."""
+    """Names separated by commas, as `lipbound.bounds.resolve` reads them in the run's norm; those
+    of the run need no registry, and so no torch."""
     names = [part.strip() for part in bounds.split(",") if part.strip()]
     if names and all(name in bounds_there(ds) for name in names):
         return list(dict.fromkeys(names))
@@ -134,35 +207,49 @@ def requested(ds: xr.Dataset, bounds: str) -> list[str]:
 
 @takes_run
 def panels(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
-    """Variables in the order of figures: the exact norm, then bounds, each behind the exact norm of its own map."""
+    """Variables in the order of figures: the exact norm, then bounds, each behind the exact norm of
+    its own map."""
     names = ["exact"]
     for name in present(ds, bounds):
         if compared_with(ds, name) not in names:
-            names.append(compared_with(ds, name))  # a bound on another map stands next to the exact norm of that map
+            names.append(
+                compared_with(ds, name)
+            )  # a bound on another map stands next to the exact norm of that map
         names.append(name)
     return names
 
 
 def shared_scale(grids: dict[str, np.ndarray]) -> tuple[float, float]:
-    """Limits of the common colour scale: all panels, except those whose median lies decades above every other one."""
-    medians = {name: float(np.nanmedian(np.where(np.isneginf(grid), np.nan, grid))) for name, grid in grids.items() if np.isfinite(grid).any()}
+    """Limits of the common colour scale: all panels, except those whose median lies decades above
+    every other one."""
+    medians = {
+        name: float(np.nanmedian(np.where(np.isneginf(grid), np.nan, grid)))
+        for name, grid in grids.items()
+        if np.isfinite(grid).any()
+    }
     kept: list[str] = []
     for name in sorted(medians, key=lambda n: medians[n]):
         if kept and medians[name] > max(medians[n] for n in kept) + OFF_SCALE:
             break
         kept.append(name)
-    finite = np.concatenate([grids[name][np.isfinite(grids[name])] for name in kept]) if kept else np.zeros(1)
+    finite = (
+        np.concatenate([grids[name][np.isfinite(grids[name])] for name in kept])
+        if kept
+        else np.zeros(1)
+    )
     return float(finite.min()), float(finite.max())
 
 
 def shared_axis(logs: dict[str, np.ndarray]) -> tuple[list[str], tuple[float, float]]:
-    """Choose the bounds that share an axis of ratios, and its ends (log10): from ratios near one outwards, up to a gap of `APART` decades.
+    """Choose the bounds that share an axis of ratios, and its ends (log10): from ratios near one
+    outwards, up to a gap of `APART` decades.
 
     Args:
         logs: log10 of the ratios of each bound; infinite ones and NaN do not count.
 
     Returns:
-        Names in their order, and the ends, one among them. Single values far beyond the medians of all do not stretch it.
+        Names in their order, and the ends, one among them. Single values far beyond the medians of
+        all do not stretch it.
     """
     known = {name: values[np.isfinite(values)] for name, values in logs.items()}
     middle = {name: float(np.median(values)) for name, values in known.items() if values.size}
@@ -173,13 +260,23 @@ def shared_axis(logs: dict[str, np.ndarray]) -> tuple[list[str], tuple[float, fl
             kept[name] = middle[name]
     ends = [0.0, *kept.values()]
     low, high = min(ends) - OFF_SCALE, max(ends) + OFF_SCALE
-    inside = np.concatenate([np.zeros(1), *(values[(values >= low) & (values <= high)] for name, values in known.items() if name in kept)])
+    inside = np.concatenate(
+        [
+            np.zeros(1),
+            *(
+                values[(values >= low) & (values <= high)]
+                for name, values in known.items()
+                if name in kept
+            ),
+        ]
+    )
     return [name for name in logs if name in kept], (float(inside.min()), float(inside.max()))
 
 
 @takes_run
 def widths(ds: xr.Dataset, name: str = "exact") -> xr.DataArray:
-    """Logarithm of upper over lower end of the exact norms that a bound (or "exact" itself) is compared with, by sample, layer, head.
+    """Logarithm of upper over lower end of the exact norms that a bound (or "exact" itself) is
+    compared with, by sample, layer, head.
 
     Estimates without an upper end count as if they were ``tol`` wide. NaN where there is no norm.
     """
@@ -193,7 +290,8 @@ def widths(ds: xr.Dataset, name: str = "exact") -> xr.DataArray:
 
 @takes_run
 def width(ds: xr.Dataset, name: str) -> float:
-    """Relative width of the enclosure of the geometric mean of a bound's ratios (or of exact norms), over everything."""
+    """Relative width of the enclosure of the geometric mean of a bound's ratios (or of exact
+    norms), over everything."""
     values = widths(ds, name).values
     known = values[~np.isnan(values)]
     return float(np.expm1(known.mean())) if known.size else 0.0
@@ -206,7 +304,8 @@ def has_upper(ds: xr.Dataset, name: str) -> bool:
 
 @takes_run
 def ratio(ds: xr.Dataset, name: str, *, upper: bool = False) -> xr.DataArray:
-    """Bound / exact, of the bound's own map, where that is positive; with ``upper``, against the upper end."""
+    """Bound / exact, of the bound's own map, where that is positive; with ``upper``, against the
+    upper end."""
     exact = ds["exact_upper" if upper else compared_with(ds, name)]
     known, values = exact.values, ds[name].transpose(*exact.dims).values
     with np.errstate(all="ignore"):
@@ -226,14 +325,19 @@ def _geomeans(values: xr.DataArray) -> np.ndarray:
 
 
 def by_width(ds: xr.Dataset, name: str, index: pd.Index, reduce: str | float) -> np.ndarray:
-    """Relative widths of the enclosures of the rows of `breakdown`: the mean logarithm for geometric means, else the largest of a row."""
+    """Relative widths of the enclosures of the rows of `breakdown`: the mean logarithm for
+    geometric means, else the largest of a row."""
     wide = widths(ds, name)
     dims = [dim for dim in wide.dims if dim not in index.names]
     with warnings.catch_warnings():  # places without a head
         warnings.simplefilter("ignore", RuntimeWarning)
         one = wide.mean(dims) if reduce == "geomean" else wide.max(dims)
     values = one.transpose(*index.names).values.ravel()
-    every = pd.MultiIndex.from_product([ds[level].values for level in index.names]) if len(index.names) > 1 else pd.Index(ds["layer"].values)
+    every = (
+        pd.MultiIndex.from_product([ds[level].values for level in index.names])
+        if len(index.names) > 1
+        else pd.Index(ds["layer"].values)
+    )
     return np.expm1(values)[every.get_indexer(index)]
 
 
@@ -244,5 +348,9 @@ def extents(ds: xr.Dataset, name: str) -> dict[str, float]:
         return dict.fromkeys(("geomean", "sample_min", "sample_max", "min", "max"), 0.0)
     single = [np.nanmean(w) for w in wide if (~np.isnan(w)).any()]
     ends = {"min": wide.flat[np.nanargmin(quotient)], "max": wide.flat[np.nanargmax(quotient)]}
-    found = ends | {"geomean": np.nanmean(wide), "sample_min": max(single), "sample_max": max(single)}
+    found = ends | {
+        "geomean": np.nanmean(wide),
+        "sample_min": max(single),
+        "sample_max": max(single),
+    }
     return {column: float(np.expm1(value)) for column, value in found.items()}

@@ -1,4 +1,5 @@
-"""How figures look: fonts and widths, ours or those of a conference by tueplots; and how they are written."""
+"""How figures look: fonts and widths, ours or those of a conference by tueplots; and how they are
+written."""
 
 import inspect
 import io
@@ -40,7 +41,8 @@ SPARE = {"serif": "STIXGeneral"}
 
 
 class FigureLook(NamedTuple):
-    """Settings of matplotlib, the width of a figure in inches, and the size of its type in points."""
+    """Settings of matplotlib, the width of a figure in inches, and the size of its type
+    in points."""
 
     settings: Any
     inches: float
@@ -51,31 +53,55 @@ def look(style: str | None, width: str | float, font_size: float | None) -> Figu
     """How a figure looks.
 
     Args:
-        style: None, or the name of a bundle of tueplots such as "icml2024" or "neurips2024" (extra ``styles``): fonts and widths of that venue.
-        width: "page", "column", "slide" or inches; names mean the venue's widths where a style is given.
+        style: None, or the name of a bundle of tueplots such as "icml2024" or "neurips2024" (extra
+            ``styles``): fonts and widths of that venue.
+        width: "page", "column", "slide" or inches; names mean the venue's widths where a style is
+            given.
         font_size: points, in place of the style's (7 without one, 12 on a slide).
 
     Raises:
         LipboundError: unknown width or style, tueplots not installed.
     """
     if isinstance(width, str) and width not in WIDTHS:
-        raise UnknownNameError(f"unknown width {width!r}; {nearest(width, WIDTHS)}, or a number of inches")
-    inches = WIDTHS[width] if isinstance(width, str) else float(width) if is_number(width) else float("nan")
+        raise UnknownNameError(
+            f"unknown width {width!r}; {nearest(width, WIDTHS)}, or a number of inches"
+        )
+    inches = (
+        WIDTHS[width]
+        if isinstance(width, str)
+        else float(width)
+        if is_number(width)
+        else float("nan")
+    )
     if not 1 <= inches <= 100:
-        raise LipboundError(f"width is {shown(width)}; it must be a number of inches, from 1 to 100, or one of {', '.join(WIDTHS)}")
+        raise LipboundError(
+            f"width is {shown(width)}; it must be a number of inches, from 1 to 100, or one of "
+            f"{', '.join(WIDTHS)}"
+        )
     if style is None:
         points = font_size or (12.0 if width == "slide" else 7.0)
         return FigureLook(BASE | {"font.size": points}, inches, points)
     try:
         from tueplots import bundles
     except ImportError as error:
-        raise LipboundError(f"style {style!r} needs tueplots; pip install 'lipbound[styles]'") from error
+        raise LipboundError(
+            f"style {style!r} needs tueplots; pip install 'lipbound[styles]'"
+        ) from error
     known = [name for name in dir(bundles) if name[-4:].isdigit()]
     if style not in known:
         raise UnknownNameError(f"unknown style {style!r}; {nearest(style, known)}")
     make = getattr(bundles, style)
-    wanted = {"column": TUEPLOTS_COLUMNS.get(str(width), "full"), "usetex": False}  # venues of one column have no such choice, others none of TeX
-    found = make(**{name: value for name, value in wanted.items() if name in inspect.signature(make).parameters})
+    wanted = {
+        "column": TUEPLOTS_COLUMNS.get(str(width), "full"),
+        "usetex": False,
+    }  # venues of one column have no such choice, others none of TeX
+    found = make(
+        **{
+            name: value
+            for name, value in wanted.items()
+            if name in inspect.signature(make).parameters
+        }
+    )
     layout = ("figure.constrained_layout.use", "figure.autolayout", "figure.figsize", "text.usetex")
     kept = {key: value for key, value in found.items() if key not in layout}
     kept["font.family"] = _font(style, found)
@@ -87,29 +113,41 @@ def look(style: str | None, width: str | float, font_size: float | None) -> Figu
 def _font(style: str, found: dict[str, Any]) -> str:
     """The first font of a venue that is installed; else a like one, which is told."""
     family = found["font.family"]
-    fonts = found.get(f"font.{family}", []) if family in ("serif", "sans-serif") else [family]  # none: the venue leaves them to TeX
+    fonts = (
+        found.get(f"font.{family}", []) if family in ("serif", "sans-serif") else [family]
+    )  # none: the venue leaves them to TeX
     installed = next((font for font in fonts if font in font_manager.get_font_names()), None)
     if installed is None:
         spare = SPARE.get(family, "DejaVu Sans")
-        why = f"of its fonts ({', '.join(fonts)}) none is installed" if fonts else "it leaves its font to TeX, which does not draw these figures"
+        why = (
+            f"of its fonts ({', '.join(fonts)}) none is installed"
+            if fonts
+            else "it leaves its font to TeX, which does not draw these figures"
+        )
         tell(f"style {style!r}: {why}; {spare} is taken")
         return spare
     return installed
 
 
 def paper_height(inches: float, *, captioned: bool = False) -> float:
-    """How tall a figure of this width may be, in inches, so that its caption has room below it; ``captioned``: the caption is part of the figure."""
+    """How tall a figure of this width may be, in inches, so that its caption has room below it;
+    ``captioned``: the caption is part of the figure."""
     if inches > PAPER:
         return SLIDE * inches
     return TEXT if captioned else max(TEXT / 2, TEXT - CAPTION / inches)
 
 
 class Drawing(Figure):
-    """A figure that notebooks show although pyplot does not know of it, and whose files have the fonts that it was made with."""
+    """A figure that notebooks show although pyplot does not know of it, and whose files have the
+    fonts that it was made with."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._fonts = {key: value for key, value in matplotlib.rcParams.items() if key.startswith(("font.", "mathtext."))}
+        self._fonts = {
+            key: value
+            for key, value in matplotlib.rcParams.items()
+            if key.startswith(("font.", "mathtext."))
+        }
 
     def savefig(self, *args: Any, **kwargs: Any) -> None:
         """Write it, as `matplotlib.figure.Figure.savefig` does, with fonts that papers take."""
@@ -123,11 +161,13 @@ class Drawing(Figure):
 
 
 def write(figure: Figure, path: Path, beside: Mapping[Path, str] | None = None) -> None:
-    """A figure as a file; the same figure gives the same file. Text in .pgf is escaped for LaTeX, which must be installed for it.
+    """A figure as a file; the same figure gives the same file. Text in .pgf is escaped for LaTeX,
+    which must be installed for it.
 
     Args:
         figure: to write. path: where.
-        beside: texts that belong to it, by their files. They and the figure take the places of older ones together, when all of them are whole.
+        beside: texts that belong to it, by their files. They and the figure take the places of
+            older ones together, when all of them are whole.
 
     Raises:
         LipboundError: a file type that cannot be drawn.
@@ -137,7 +177,9 @@ def write(figure: Figure, path: Path, beside: Mapping[Path, str] | None = None) 
     kind = path.suffix.removeprefix(".").lower()
     supported = figure.canvas.get_supported_filetypes()
     if kind not in supported:
-        raise LipboundError(f"{path} has no file type that can be drawn; use one of {', '.join(sorted(supported))}")
+        raise LipboundError(
+            f"{path} has no file type that can be drawn; use one of {', '.join(sorted(supported))}"
+        )
     metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
     texts = [text for text in figure.findobj(Text) if text.get_text()] if kind == "pgf" else []
     plain = [text.get_text() for text in texts]
@@ -152,7 +194,10 @@ def write(figure: Figure, path: Path, beside: Mapping[Path, str] | None = None) 
     except RuntimeError as error:
         if kind != "pgf":
             raise
-        raise LipboundError(f"{path} needs pdflatex, which measures its text, and which is not installed; .pdf needs nothing") from error
+        raise LipboundError(
+            f"{path} needs pdflatex, which measures its text, and which is not installed; .pdf "
+            "needs nothing"
+        ) from error
     finally:
         for text, words in zip(texts, plain, strict=True):
             text.set_text(words)

@@ -1,4 +1,5 @@
-"""The main job: exact norm and every bound of every head of a checkpoint, as one labelled Dataset."""
+"""The main job: exact norm and every bound of every head of a checkpoint, as one
+labelled Dataset."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -59,51 +60,94 @@ def compare(
     """Exact local Lipschitz constant and upper bounds of every attention head of a checkpoint.
 
     Args:
-        model: hub id ("google/vit-base-patch16-224", "name@revision"), directory, GGUF file, "builtin:NAME" (minilm, smollm2, gpt2,
-            llama, vit, ...; see `lipbound.models.checkpoints.load_checkpoint`), or a loaded transformers model.
-        data: None for a default of the model's modality, or anything `lipbound.models.inputs.prepare` takes.
-        bounds: names of bounds (see `lipbound.bounds.names`), "default" or "all" (every bound of the norm), or "none" for exact norms alone.
-        map: "head" (no output projection), "head_out" (with the head's slice of it; bounds then have ||W_V W_O|| for ||W_V||), "heads" (all heads
-            of a layer side by side), "layer" (with the output projection; bounds on heads are put together by `lipbound.bounds.whole_layer`),
-            or the layer with its residual connection, "residual", and layer normalisation, "pre_norm" or "post_norm" (see `lipbound.spectral_norm`).
-        norm: "frobenius" (all tokens move, by 1 together), "every-token" (every token moves by at most 1, and the output token that moves furthest
-            counts) or "one-token" (one token alone moves). The latter two have the exact norms of `lipbound.token_norm`, both ends of them
-            deterministic, for the maps "head", "head_out", "heads" and "layer"; bounds are those stated in the norm.
-        samples: how many samples of the data, or "all"; all where it has fewer, which a `lipbound.errors.Notice` and attrs["notes"] tell.
+        model: hub id ("google/vit-base-patch16-224", "name@revision"), directory, GGUF file,
+            "builtin:NAME" (minilm, smollm2, gpt2, llama, vit, ...; see
+            `lipbound.models.checkpoints.load_checkpoint`), or a loaded transformers model.
+        data: None for a default of the model's modality, or anything
+            `lipbound.models.inputs.prepare` takes.
+        bounds: names of bounds (see `lipbound.bounds.names`), "default" or "all" (every bound of
+            the norm), or "none" for exact norms alone.
+        map: "head" (no output projection), "head_out" (with the head's slice of it; bounds then
+            have ||W_V W_O|| for ||W_V||), "heads" (all heads of a layer side by side), "layer"
+            (with the output projection; bounds on heads are put together by
+            `lipbound.bounds.whole_layer`), or the layer with its residual connection, "residual",
+            and layer normalisation, "pre_norm" or "post_norm" (see `lipbound.spectral_norm`).
+        norm: "frobenius" (all tokens move, by 1 together), "every-token" (every token moves by at
+            most 1, and the output token that moves furthest counts) or "one-token" (one token alone
+            moves). The latter two have the exact norms of `lipbound.token_norm`, both ends of them
+            deterministic, for the maps "head", "head_out", "heads" and "layer"; bounds are those
+            stated in the norm.
+        samples: how many samples of the data, or "all"; all where it has fewer, which a
+            `lipbound.errors.Notice` and attrs["notes"] tell.
         exact_samples: compute exact norms on the first so many samples only (bounds on all).
         max_length: tokens per text.
         layers: indices of attention layers, one, several, or text such as "0-3,7"; all by default.
         split, column: of a dataset. revision: of a hub model.
         tol: relative width of the enclosure of exact norms, ``exact_upper / exact - 1``.
-        delta: probability that any ``exact_upper`` of the run fails (see `lipbound.spectral_norm`); None for lower ends alone, which take about
-            a third of the time. Frobenius norm only: the others take neither delta nor seed.
-        device: "auto" (CUDA where there is one), or a torch device. dtype: "float32" or "float64", or torch's.
-        seed: of the start vectors of exact norms. The same seed gives the same numbers on one machine with one number of threads.
-        out: where to save the run, a Zarr store that must not exist yet. Finished blocks are kept beside it meanwhile, in ``<out>.partial``.
-        resume: take up the unfinished run of ``out`` where it stopped, or return a finished one as it is; the result is that of an uninterrupted run.
-        memory: working memory that decides how many samples are taken at a time: bytes, "4GB", or "auto".
-        weights: "whole" (in memory), "layers" (read from its files layer by layer), or "auto" (see `lipbound.load_checkpoint`).
-        gguf_file: which GGUF file of a directory or of a hub model; attrs["quantization"] says how its weights are stored.
+        delta: probability that any ``exact_upper`` of the run fails (see `lipbound.spectral_norm`);
+            None for lower ends alone, which take about a third of the time. Frobenius norm only:
+            the others take neither delta nor seed.
+        device: "auto" (CUDA where there is one), or a torch device. dtype: "float32" or "float64",
+            or torch's.
+        seed: of the start vectors of exact norms. The same seed gives the same numbers on one
+            machine with one number of threads.
+        out: where to save the run, a Zarr store that must not exist yet. Finished blocks are kept
+            beside it meanwhile, in ``<out>.partial``.
+        resume: take up the unfinished run of ``out`` where it stopped, or return a finished one as
+            it is; the result is that of an uninterrupted run.
+        memory: working memory that decides how many samples are taken at a time: bytes, "4GB", or
+            "auto".
+        weights: "whole" (in memory), "layers" (read from its files layer by layer), or "auto" (see
+            `lipbound.load_checkpoint`).
+        gguf_file: which GGUF file of a directory or of a hub model; attrs["quantization"] says how
+            its weights are stored.
         shuffle: a seed, with which samples are drawn from all of the data; None for the first ones.
-        tokenizer, processor: directory or hub id of a tokenizer or image processor, in place of the checkpoint's own. adapter: of a LoRA adapter to
-            merge into the weights; "none": not even one that lies beside them.
-        client: a ``dask.distributed`` client, with one thread per worker, whose workers load ``model`` by its name and measure blocks of samples.
+        tokenizer, processor: directory or hub id of a tokenizer or image processor, in place of the
+            checkpoint's own. adapter: of a LoRA adapter to merge into the weights; "none": not even
+            one that lies beside them.
+        client: a ``dask.distributed`` client, with one thread per worker, whose workers load
+            ``model`` by its name and measure blocks of samples.
         progress: show a progress bar on standard error, where that is a terminal or a notebook.
 
     Returns:
-        Dataset with dims (sample, layer, head), or (sample, layer) for maps of whole layers: ``exact`` (lower end), ``exact_upper``,
-        ``exact_steps``, ``exact_converged``, one variable per bound under its registry name and ``<name>_sound`` (whether its assumptions
-        held), ``exact_l2`` where a bound is about L2 attention. Bounds of "default" and "all" that say nothing about a layer of the model are left
-        out (attrs["not_applicable"]). Values are natural, not logarithms. attrs["audit"] says how often each bound fell below the exact norm.
+        Dataset with dims (sample, layer, head), or (sample, layer) for maps of whole layers:
+        ``exact`` (lower end), ``exact_upper``, ``exact_steps``, ``exact_converged``, one variable
+        per bound under its registry name and ``<name>_sound`` (whether its assumptions held),
+        ``exact_l2`` where a bound is about L2 attention. Bounds of "default" and "all" that say
+        nothing about a layer of the model are left out (attrs["not_applicable"]). Values are
+        natural, not logarithms. attrs["audit"] says how often each bound fell below the exact norm.
 
     Raises:
         LipboundError: see its subclasses; nothing is computed when the output cannot be written.
     """
     config = RunConfig(
-        model, data, bounds=bounds, map=map, norm=norm, samples=samples, exact_samples=exact_samples, max_length=max_length, layers=layers,
-        split=split, column=column, revision=revision, tol=tol, delta=delta, device=device, dtype=dtype, seed=seed, out=out, resume=resume,
-        memory=memory, weights=weights, gguf_file=gguf_file, shuffle=shuffle, tokenizer=tokenizer, processor=processor, adapter=adapter,
-    )  # fmt: skip
+        model,
+        data,
+        bounds=bounds,
+        map=map,
+        norm=norm,
+        samples=samples,
+        exact_samples=exact_samples,
+        max_length=max_length,
+        layers=layers,
+        split=split,
+        column=column,
+        revision=revision,
+        tol=tol,
+        delta=delta,
+        device=device,
+        dtype=dtype,
+        seed=seed,
+        out=out,
+        resume=resume,
+        memory=memory,
+        weights=weights,
+        gguf_file=gguf_file,
+        shuffle=shuffle,
+        tokenizer=tokenizer,
+        processor=processor,
+        adapter=adapter,
+    )
     return run(config, client=client, progress=flag("progress", progress))
 
 
@@ -125,9 +169,16 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
     tables = allocate(planned)
     with _partial_run(config, sources, planned, tables, executor) as partial:
         done = planned.nothing_done() if partial is None else partial.done
-        with progress_bar(progress, f"{sources.checkpoint.name}: layers", planned.samples * len(planned.layers)) as advance:
+        with progress_bar(
+            progress, f"{sources.checkpoint.name}: layers", planned.samples * len(planned.layers)
+        ) as advance:
             advance(planned.count(done))
-            lengths, error = fill(tables, executor.results(config, sources, planned, planned.blocks(done)), partial, advance)
+            lengths, error = fill(
+                tables,
+                executor.results(config, sources, planned, planned.blocks(done)),
+                partial,
+                advance,
+            )
         ds = assemble(config, sources, planned, tables, lengths, error)
         if target is not None:
             _save(ds, target)
@@ -135,15 +186,21 @@ def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.D
 
 
 def _partial_run(
-    config: RunConfig, sources: Sources, planned: Plan, tables: dict[str, np.ndarray], executor: Executor
+    config: RunConfig,
+    sources: Sources,
+    planned: Plan,
+    tables: dict[str, np.ndarray],
+    executor: Executor,
 ) -> AbstractContextManager[PartialRun | None]:
     """What keeps finished blocks while the run is computed, where it is saved at all."""
     if config.target is None:
         return nullcontext()
     asked = identity(config, sources) | {
-        "layers": [layer.index for layer in planned.layers], "device": executor.device(config, sources), "versions": versions(),
+        "layers": [layer.index for layer in planned.layers],
+        "device": executor.device(config, sources),
+        "versions": versions(),
         "block": planned.block,
-    }  # fmt: skip
+    }
     return PartialRun(config.target, asked, tables, planned.block, resume=config.resume)
 
 
@@ -159,10 +216,16 @@ def _save(ds: xr.Dataset, target: Path) -> None:
 def _finished(path: Path, settings: dict[str, Any], layers: Sequence[int] | None) -> xr.Dataset:
     """A run that was finished before, if it is the one that is asked for."""
     ds = load_run(path, damaged="refuse")
-    stored: dict[str, Any] = {key: ds.attrs.get(key) for key in settings} | {"norm": norm_of(ds)} | {"layers": ds["layer"].values.tolist()}
+    stored: dict[str, Any] = (
+        {key: ds.attrs.get(key) for key in settings}
+        | {"norm": norm_of(ds)}
+        | {"layers": ds["layer"].values.tolist()}
+    )
     if {*stored["bounds"], *ds.attrs.get("not_applicable", ())} == {*settings["bounds"]}:
         stored["bounds"] = settings["bounds"]
-    asked = settings | {"layers": stored["layers"] if layers is None else sorted(dict.fromkeys(layers))}
+    asked = settings | {
+        "layers": stored["layers"] if layers is None else sorted(dict.fromkeys(layers))
+    }
     stored["layers"] = sorted(stored["layers"])
     stored["samples"] = ds.sizes["sample"]  # a part of a run can be saved, too
     same_configuration(path, stored, asked)

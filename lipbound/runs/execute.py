@@ -10,7 +10,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from torch import Tensor
 
 from lipbound.devices import resolve_device
@@ -23,7 +31,8 @@ from lipbound.runs.plan import Plan, SampleBlock, Sources
 
 
 class WorkerSpec(NamedTuple):
-    """How another process makes the same `Measurer`; ``weights`` is the ``revision`` of the checkpoint that it must find.
+    """How another process makes the same `Measurer`; ``weights`` is the ``revision`` of the
+    checkpoint that it must find.
 
     ``loading`` is its argument ``weights``.
     """
@@ -41,27 +50,47 @@ class WorkerSpec(NamedTuple):
 
 
 TRIMMING = "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_"
-"""Where dask has what its workers' allocators do with freed memory. By default they give all of it back to the system, and fresh memory costs more
-than the arithmetic on it; None leaves them as they are."""
+"""Where dask has what its workers' allocators do with freed memory. By default they give all of it
+back to the system, and fresh memory costs more than the arithmetic on it; None leaves them as they
+are."""
 
 _MEASURERS: dict[WorkerSpec, Measurer] = {}
 _TURN = threading.Lock()
 
 
-def work(worker: WorkerSpec, inputs: Mapping[str, Tensor], start: int, skip: Collection[int] = ()) -> list[LayerResult]:
-    """`Measurer.block` in a process of its own, which loads the checkpoint once; threads of one process take turns, since they share the model."""
+def work(
+    worker: WorkerSpec, inputs: Mapping[str, Tensor], start: int, skip: Collection[int] = ()
+) -> list[LayerResult]:
+    """`Measurer.block` in a process of its own, which loads the checkpoint once; threads of one
+    process take turns, since they share the model."""
     device = resolve_device(worker.device)
     with _TURN:
         if worker not in _MEASURERS:
             _MEASURERS.clear()
             checkpoint = load_checkpoint(
-                worker.model, revision=worker.revision, dtype=worker.dtype, device=device, weights=worker.loading, gguf_file=worker.gguf_file,
+                worker.model,
+                revision=worker.revision,
+                dtype=worker.dtype,
+                device=device,
+                weights=worker.loading,
+                gguf_file=worker.gguf_file,
                 adapter=worker.adapter,
-            )  # fmt: skip
+            )
             if checkpoint.revision != worker.weights:
-                raise CheckpointError(f"{worker.model} is {checkpoint.revision} on a worker but {worker.weights} here; give all the same checkpoint")
-            _MEASURERS[worker] = Measurer(capturer_of(checkpoint.model, worker.layers, worker.spec.map), worker.spec)
-        return list(_MEASURERS[worker].block({name: t.to(device) if isinstance(t, Tensor) else t for name, t in inputs.items()}, start, skip))
+                raise CheckpointError(
+                    f"{worker.model} is {checkpoint.revision} on a worker but {worker.weights} "
+                    "here; give all the same checkpoint"
+                )
+            _MEASURERS[worker] = Measurer(
+                capturer_of(checkpoint.model, worker.layers, worker.spec.map), worker.spec
+            )
+        return list(
+            _MEASURERS[worker].block(
+                {name: t.to(device) if isinstance(t, Tensor) else t for name, t in inputs.items()},
+                start,
+                skip,
+            )
+        )
 
 
 class Executor(ABC):
@@ -76,8 +105,11 @@ class Executor(ABC):
         """The device that identifies an unfinished run: it is continued on the same one."""
 
     @abstractmethod
-    def results(self, config: RunConfig, sources: Sources, plan: Plan, blocks: Sequence[SampleBlock]) -> Iterator[tuple[int, LayerResult]]:
-        """The first sample of a block and what was measured there, layer by layer, in the order in which it is measured."""
+    def results(
+        self, config: RunConfig, sources: Sources, plan: Plan, blocks: Sequence[SampleBlock]
+    ) -> Iterator[tuple[int, LayerResult]]:
+        """The first sample of a block and what was measured there, layer by layer, in the order in
+        which it is measured."""
 
 
 class SerialExecutor(Executor):
@@ -89,10 +121,14 @@ class SerialExecutor(Executor):
     def device(self, config: RunConfig, sources: Sources) -> str:
         return sources.device
 
-    def results(self, config: RunConfig, sources: Sources, plan: Plan, blocks: Sequence[SampleBlock]) -> Iterator[tuple[int, LayerResult]]:
+    def results(
+        self, config: RunConfig, sources: Sources, plan: Plan, blocks: Sequence[SampleBlock]
+    ) -> Iterator[tuple[int, LayerResult]]:
         measurer = Measurer(sources.capturer, plan.spec)
         for start, stop, skip in blocks:
-            for measured in measurer.block(sources.inputs.block(start, stop, sources.device), start, skip):
+            for measured in measurer.block(
+                sources.inputs.block(start, stop, sources.device), start, skip
+            ):
                 yield start, measured
 
 
@@ -105,7 +141,10 @@ class DaskExecutor(Executor):
 
     def __init__(self, client: Any, config: RunConfig):
         if not isinstance(config.model, (str, Path)):
-            raise LipboundError("with a client, model must be a name that every worker can load (hub id, directory or builtin), not a loaded model")
+            raise LipboundError(
+                "with a client, model must be a name that every worker can load (hub id, "
+                "directory or builtin), not a loaded model"
+            )
         if not hasattr(client, "submit") or not hasattr(client, "ncores"):
             raise LipboundError(f"client is {shown(client)}; give a dask.distributed.Client")
         self._client = client
@@ -116,32 +155,58 @@ class DaskExecutor(Executor):
     def device(self, config: RunConfig, sources: Sources) -> str:
         return config.device  # as it was asked for: "auto" may be another one on every worker
 
-    def results(self, config: RunConfig, sources: Sources, plan: Plan, blocks: Sequence[SampleBlock]) -> Iterator[tuple[int, LayerResult]]:
+    def results(
+        self, config: RunConfig, sources: Sources, plan: Plan, blocks: Sequence[SampleBlock]
+    ) -> Iterator[tuple[int, LayerResult]]:
         _tell_of_trimming(self._client)
         revision = sources.checkpoint.revision
         sources.capturer.release()  # workers read the layers themselves
         worker = WorkerSpec(
-            str(config.model), config.revision, revision, config.dtype, config.device, config.chosen_layers, plan.spec, config.weights,
-            config.gguf_file, None if config.adapter is None else str(config.adapter),
-        )  # fmt: skip
-        return distribute(self._client, worker, [(sources.inputs.block(start, stop, "cpu"), start, skip) for start, stop, skip in blocks])
+            str(config.model),
+            config.revision,
+            revision,
+            config.dtype,
+            config.device,
+            config.chosen_layers,
+            plan.spec,
+            config.weights,
+            config.gguf_file,
+            None if config.adapter is None else str(config.adapter),
+        )
+        return distribute(
+            self._client,
+            worker,
+            [
+                (sources.inputs.block(start, stop, "cpu"), start, skip)
+                for start, stop, skip in blocks
+            ],
+        )
 
 
 def _tell_of_trimming(client: Any) -> None:
     """Warn where workers have dask's own setting of `TRIMMING`."""
     name = TRIMMING.rpartition(".")[2]
-    found = {value for value in client.run(os.environ.get, name).values() if value is not None and value.isdigit() and int(value) < 2**20}
+    found = {
+        value
+        for value in client.run(os.environ.get, name).values()
+        if value is not None and value.isdigit() and int(value) < 2**20
+    }
     if found:
         tell(
-            f"workers give freed memory back to the system at once ({name}={min(found)}, dask's default), which can make them several times slower; "
+            f"workers give freed memory back to the system at once ({name}={min(found)}, dask's "
+            "default), which can make them several times slower; "
             f"dask.config.set({{{TRIMMING!r}: None}}) before they start leaves it off"
         )
 
 
 def fill(
-    tables: dict[str, np.ndarray], results: Iterator[tuple[int, LayerResult]], partial: PartialRun | None, advance: Callable[[int], None]
+    tables: dict[str, np.ndarray],
+    results: Iterator[tuple[int, LayerResult]],
+    partial: PartialRun | None,
+    advance: Callable[[int], None],
 ) -> tuple[np.ndarray, float]:
-    """Put results where they belong, in the tables and in the partial run; lengths of all samples, and the largest error of their captures."""
+    """Put results where they belong, in the tables and in the partial run; lengths of all samples,
+    and the largest error of their captures."""
     lengths, error = np.zeros(len(tables["exact"]), dtype=np.int64), 0.0
     for start, measured in results:
         for name, value in measured.values.items():
@@ -154,21 +219,30 @@ def fill(
     return (lengths, error) if partial is None else (partial.lengths, partial.error)
 
 
-def distribute(client: Any, worker: WorkerSpec, blocks: list[tuple[dict[str, Tensor], int, frozenset[int]]]) -> Iterator[tuple[int, LayerResult]]:
-    """Blocks measured by the workers of a dask.distributed client, in the order in which they end; this process alone writes what they return.
+def distribute(
+    client: Any, worker: WorkerSpec, blocks: list[tuple[dict[str, Tensor], int, frozenset[int]]]
+) -> Iterator[tuple[int, LayerResult]]:
+    """Blocks measured by the workers of a dask.distributed client, in the order in which they end;
+    this process alone writes what they return.
 
-    Blocks of a worker that dies go to another (dask's own rule: three deaths on one block and it is given up).
+    Blocks of a worker that dies go to another (dask's own rule: three deaths on one block and it is
+    given up).
     """
     from dask.distributed import KilledWorker, as_completed
 
-    futures = {client.submit(work, worker, x, start, skip, pure=False): start for x, start, skip in blocks}
+    futures = {
+        client.submit(work, worker, x, start, skip, pure=False): start for x, start, skip in blocks
+    }
     try:
         for future in as_completed(futures):
             for measured in future.result():
                 yield futures[future], measured
             future.release()
     except KilledWorker as error:
-        raise LipboundError(f"workers of the cluster died again and again ({error.args[0]}); give them more memory, or a smaller memory=") from error
+        raise LipboundError(
+            f"workers of the cluster died again and again ({error.args[0]}); give them more "
+            "memory, or a smaller memory="
+        ) from error
     finally:
         client.cancel(list(futures))
 
@@ -176,9 +250,21 @@ def distribute(client: Any, worker: WorkerSpec, blocks: list[tuple[dict[str, Ten
 @contextmanager
 def progress_bar(show: bool, title: str, total: int) -> Iterator[Any]:
     """A progress bar over samples x layers; yields ``advance(layers)``."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TaskProgressColumn(show_speed=True))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TaskProgressColumn(show_speed=True),
+    )
     console = Console(stderr=True)
     silent = not (show and (console.is_terminal or console.is_jupyter))
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True, disable=silent) as bar:
+    with Progress(
+        *columns,
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=silent,
+    ) as bar:
         task = bar.add_task(title, total=total)
         yield lambda layers: bar.update(task, advance=layers)

@@ -1,4 +1,5 @@
-"""Exact norms and bounds of every layer at a block of samples, as arrays: the unit of work of a run."""
+"""Exact norms and bounds of every layer at a block of samples, as arrays: the unit of work of a
+run."""
 
 import hashlib
 import itertools
@@ -25,10 +26,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TOKENS = ("every-token", "one-token")
-"""What moves and which output counts, for `lipbound.token_norm`, in those of `lipbound.bounds.bound.NORMS` that tell tokens apart."""
+"""What moves and which output counts, for `lipbound.token_norm`, in those of
+`lipbound.bounds.bound.NORMS` that tell tokens apart."""
 
 SMALL = 1024
-"""Tokens up to which samples are measured side by side; the matrices of longer inputs keep torch's own threads busy."""
+"""Tokens up to which samples are measured side by side; the matrices of longer inputs keep torch's
+own threads busy."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ class MeasurementSpec:
         delta: failure probability of one upper end, or None for plain estimates.
         seed: of the run.
         exact_samples: exact norms are computed for samples before this one.
-        norm: of `lipbound.bounds.bound.NORMS`. Those that tell tokens apart are deterministic, and have upper ends without ``delta``.
+        norm: of `lipbound.bounds.bound.NORMS`. Those that tell tokens apart are deterministic, and
+            have upper ends without ``delta``.
     """
 
     names: tuple[str, ...]
@@ -59,13 +63,15 @@ class MeasurementSpec:
         return self.delta is not None or self.norm in TOKENS
 
     def delta_of(self, samples: int, heads: int) -> float | None:
-        """Failure probability that the exact norms of so many heads at so many samples have together."""
+        """Failure probability that the exact norms of so many heads at so many samples have
+        together."""
         return None if self.delta is None else self.delta * samples * heads
 
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """A layer as one sample shows it: its number and name, its heads and tokens, which of `lipbound.attention.variants.VARIANTS` it has."""
+    """A layer as one sample shows it: its number and name, its heads and tokens, which of
+    `lipbound.attention.variants.VARIANTS` it has."""
 
     index: int
     name: str
@@ -75,7 +81,8 @@ class LayerInfo:
 
 
 class LayerResult(NamedTuple):
-    """One layer at one block: its position among the chosen layers, values (samples, heads), lengths of the inputs, error of the capture."""
+    """One layer at one block: its position among the chosen layers, values (samples, heads),
+    lengths of the inputs, error of the capture."""
 
     layer: int
     values: dict[str, np.ndarray]
@@ -84,13 +91,17 @@ class LayerResult(NamedTuple):
 
 
 def capturer_of(model: "PreTrainedModel", layers: Sequence[int] | None, map: str) -> Capturer:
-    """Of these layers of a model (all for None), with what stands around them where the map needs it."""
+    """Of these layers of a model (all for None), with what stands around them where the map needs
+    it."""
     return Capturer(model, layers, around=map in BLOCKS)
 
 
 def layers_at(capturer: Capturer, inputs: Mapping[str, Tensor]) -> list[LayerInfo]:
     """The layers at some inputs."""
-    return [LayerInfo(c.index, c.name, (a := c.attention).heads, a.tokens, a.variants) for c in capturer.each(inputs)]
+    return [
+        LayerInfo(c.index, c.name, (a := c.attention).heads, a.tokens, a.variants)
+        for c in capturer.each(inputs)
+    ]
 
 
 class Measurer:
@@ -99,8 +110,11 @@ class Measurer:
     def __init__(self, capturer: Capturer, spec: MeasurementSpec):
         self._capturer, self._spec = capturer, spec
 
-    def block(self, inputs: Mapping[str, Tensor], start: int, skip: Collection[int] = ()) -> Iterator[LayerResult]:
-        """Every layer but those at the positions ``skip``, at inputs whose first sample has number ``start``.
+    def block(
+        self, inputs: Mapping[str, Tensor], start: int, skip: Collection[int] = ()
+    ) -> Iterator[LayerResult]:
+        """Every layer but those at the positions ``skip``, at inputs whose first sample has number
+        ``start``.
 
         What comes out depends on the block alone, not on blocks measured before.
         """
@@ -110,25 +124,43 @@ class Measurer:
         for i, layer in zip(positions, self._capturer.each(inputs, skip), strict=False):
             attention = layer.attention
             lengths, error = attention.lengths.long().cpu().numpy(), layer.error
-            seeds = [_seed(spec.seed, layer.index, s) for s in range(start, start + attention.samples)]
+            seeds = [
+                _seed(spec.seed, layer.index, s) for s in range(start, start + attention.samples)
+            ]
             values = _measured(attention, spec, seeds, spec.exact_samples - start)
             del layer, attention  # frees P and what hangs on it
             yield LayerResult(i, values, lengths, error)
 
 
-def _measured(att: Attention, spec: MeasurementSpec, seeds: list[int], exact_count: int) -> dict[str, np.ndarray]:
+def _measured(
+    att: Attention, spec: MeasurementSpec, seeds: list[int], exact_count: int
+) -> dict[str, np.ndarray]:
     """`_measure`, of as many parts of the block side by side as torch has threads."""
-    count = min(att.samples, torch.get_num_threads()) if att.device.type == "cpu" and att.tokens <= SMALL else 1
+    count = (
+        min(att.samples, torch.get_num_threads())
+        if att.device.type == "cpu" and att.tokens <= SMALL
+        else 1
+    )
     if count == 1:
         return _measure(att, spec, seeds, exact_count)
     ends = [att.samples * i // count for i in range(count + 1)]
-    found = side_by_side([partial(_measure, att.of_samples(slice(i, j)), spec, seeds[i:j], exact_count - i) for i, j in itertools.pairwise(ends)])
-    names = {name: None for part in found for name in part}  # exact norms may be missing from the last parts
+    found = side_by_side(
+        [
+            partial(_measure, att.of_samples(slice(i, j)), spec, seeds[i:j], exact_count - i)
+            for i, j in itertools.pairwise(ends)
+        ]
+    )
+    names = {
+        name: None for part in found for name in part
+    }  # exact norms may be missing from the last parts
     return {name: np.concatenate([part[name] for part in found if name in part]) for name in names}
 
 
-def _measure(att: Attention, spec: MeasurementSpec, seeds: list[int], exact_count: int) -> dict[str, np.ndarray]:
-    """Everything about one layer at one block of samples, (samples, heads) each; exact norms for the first ``exact_count`` samples.
+def _measure(
+    att: Attention, spec: MeasurementSpec, seeds: list[int], exact_count: int
+) -> dict[str, np.ndarray]:
+    """Everything about one layer at one block of samples, (samples, heads) each; exact norms for
+    the first ``exact_count`` samples.
 
     A whole layer counts as one head.
     """
@@ -145,11 +177,17 @@ def _measure(att: Attention, spec: MeasurementSpec, seeds: list[int], exact_coun
     if exact_count > 0:
         part = att if exact_count == att.samples else att.select(slice(0, exact_count))
         norm = _exact(part, spec, seeds[:exact_count])
-        values |= {"exact": norm.lower, "exact_steps": norm.steps, "exact_converged": norm.converged}
+        values |= {
+            "exact": norm.lower,
+            "exact_steps": norm.steps,
+            "exact_converged": norm.converged,
+        }
         if spec.encloses:
             values["exact_upper"] = norm.upper
         if any(get(name).exact == "exact_l2" for name in spec.names):
-            values["exact_l2"] = l2_spectral_norm(part, tol=spec.tol, seed=seeds[:exact_count]).lower
+            values["exact_l2"] = l2_spectral_norm(
+                part, tol=spec.tol, seed=seeds[:exact_count]
+            ).lower
     return {name: value.reshape(len(value), -1).cpu().numpy() for name, value in values.items()}
 
 
@@ -162,5 +200,6 @@ def _exact(att: Attention, spec: MeasurementSpec, seeds: list[int]) -> Norm:
 
 
 def _seed(seed: int, layer: int, sample: int) -> int:
-    """Seeds that differ by layer and sample, and do not depend on how samples are grouped into blocks."""
+    """Seeds that differ by layer and sample, and do not depend on how samples are grouped into
+    blocks."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{layer}/{sample}".encode()).digest()[:6], "big")

@@ -1,4 +1,5 @@
-"""A run while it is computed: a Zarr store beside its final place, filled by (block of samples, layer), that another process can take up."""
+"""A run while it is computed: a Zarr store beside its final place, filled by (block of samples,
+layer), that another process can take up."""
 
 from __future__ import annotations
 
@@ -29,24 +30,34 @@ def partial_path(path: Path) -> Path:
 
 
 def _hold(path: Path) -> FileLock:
-    """The lock of an unfinished run, which the system lets go when its process ends, however that ends."""
+    """The lock of an unfinished run, which the system lets go when its process ends, however that
+    ends."""
     lock = FileLock(partial_path(path) / ".lock")
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
-        raise StoreError(f"another process is filling {path} at this moment; wait for it to end, or choose another name") from error
+        raise StoreError(
+            f"another process is filling {path} at this moment; wait for it to end, or choose "
+            "another name"
+        ) from error
     except OSError as error:
-        raise StoreError(f"{partial_path(path)} cannot be written: {error.strerror or error}") from error
+        raise StoreError(
+            f"{partial_path(path)} cannot be written: {error.strerror or error}"
+        ) from error
     return lock
 
 
 def unfinished(path: Path) -> StoreError:
     """The error about a run that is there in part, and was not asked for."""
-    return StoreError(f"{partial_path(path)} holds an unfinished run; continue it with resume (--resume), or remove it first")
+    return StoreError(
+        f"{partial_path(path)} holds an unfinished run; continue it with resume (--resume), or "
+        "remove it first"
+    )
 
 
 def check_free(path: Path, *, resume: bool) -> None:
-    """Whether nobody else fills the run that will be at ``path``, and it is not there in part unless ``resume`` is asked for.
+    """Whether nobody else fills the run that will be at ``path``, and it is not there in part
+    unless ``resume`` is asked for.
 
     Raises:
         StoreError: otherwise.
@@ -60,14 +71,16 @@ def check_free(path: Path, *, resume: bool) -> None:
 class PartialRun:
     """The store of an unfinished run, held by one process at a time.
 
-    A block's values are written first and its mark last, each file whole or not at all: what is marked is there, and a process may be killed
-    at any moment. The mark of a layer at a block is a hash over everything that was written for it and over the configuration; what does not fit
-    its mark when a run is taken up counts as not measured.
+    A block's values are written first and its mark last, each file whole or not at all: what is
+    marked is there, and a process may be killed at any moment. The mark of a layer at a block is a
+    hash over everything that was written for it and over the configuration; what does not fit its
+    mark when a run is taken up counts as not measured.
 
     Args:
         path: where the finished run will be.
         config: everything that decides its numbers, in JSON's types.
-        tables: empty arrays (samples, layers, heads) of the run; filled with what is there already, and by `write`.
+        tables: empty arrays (samples, layers, heads) of the run; filled with what is there already,
+            and by `write`.
         block: samples in a block.
         resume: take up what is there; otherwise there must be nothing.
 
@@ -77,11 +90,19 @@ class PartialRun:
         error: the largest error of the captures.
 
     Raises:
-        StoreError: something is there and ``resume`` is not asked for; another process fills it; it belongs to another configuration; it cannot
-            be written.
+        StoreError: something is there and ``resume`` is not asked for; another process fills it; it
+            belongs to another configuration; it cannot be written.
     """
 
-    def __init__(self, path: Path, config: Mapping[str, Any], tables: Mapping[str, np.ndarray], block: int, *, resume: bool):
+    def __init__(
+        self,
+        path: Path,
+        config: Mapping[str, Any],
+        tables: Mapping[str, np.ndarray],
+        block: int,
+        *,
+        resume: bool,
+    ):
         self._path, self._block, self._tables = partial_path(path), block, tables
         count, layers = next(iter(tables.values())).shape[:2]
         self.done = np.zeros((-(-count // block), layers), dtype=bool)
@@ -90,7 +111,9 @@ class PartialRun:
         try:
             self._path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StoreError(f"{self._path} cannot be written: {error.strerror or error}") from error
+            raise StoreError(
+                f"{self._path} cannot be written: {error.strerror or error}"
+            ) from error
         self._lock = _hold(path)
         try:
             if there and not resume:
@@ -108,7 +131,9 @@ class PartialRun:
             stored = self._described(config)
             lost: list[str] = []
             for name, table in self._tables.items():
-                self._array_of(name, table.dtype, table.shape, (self._block, 1, table.shape[2]), lost)
+                self._array_of(
+                    name, table.dtype, table.shape, (self._block, 1, table.shape[2]), lost
+                )
             self._array_of(LENGTH, self.lengths.dtype, self.lengths.shape, (self._block,), lost)
             self._array_of(ERROR, np.dtype(float), self.done.shape, (1, 1), lost)
             self._array_of(DONE, np.dtype(np.int64), self.done.shape, (1, 1), lost)
@@ -116,13 +141,26 @@ class PartialRun:
         except StoreError:
             raise
         except (OSError, ValueError) as error:
-            raise StoreError(f"{self._path} cannot be used for an unfinished run: {one_line(error)}") from error
+            raise StoreError(
+                f"{self._path} cannot be used for an unfinished run: {one_line(error)}"
+            ) from error
         if marked and not stored and not self.done.any():
-            raise StoreError(f"the description of {self._path} is lost, and nothing in it fits this run; remove it, or choose another name")
+            raise StoreError(
+                f"the description of {self._path} is lost, and nothing in it fits this run; "
+                "remove it, or choose another name"
+            )
         self._group.attrs["config"] = config  # last: a store without it was never begun
         if damaged or (stored and lost):
-            count = f"{damaged} of the {marked} measured blocks of one layer each in {self._path} " + ("is" if damaged == 1 else "are")
-            files = f"the description of {', '.join(lost)} in {self._path} was lost and is written anew; " if stored and lost else ""
+            count = (
+                f"{damaged} of the {marked} measured blocks of one layer each in {self._path} "
+                + ("is" if damaged == 1 else "are")
+            )
+            files = (
+                f"the description of {', '.join(lost)} in {self._path} was lost and is written "
+                "anew; "
+                if stored and lost
+                else ""
+            )
             tell(f"{files}{count} lost or damaged{', and measured again' if damaged else ''}")
 
     def _described(self, config: dict[str, Any]) -> bool:
@@ -139,29 +177,50 @@ class PartialRun:
         same_configuration(self._path, dict(stored), config)
         return True
 
-    def _array_of(self, name: str, dtype: np.dtype, shape: tuple[int, ...], chunks: tuple[int, ...], lost: list[str]) -> None:
-        """Open one of the arrays; where its description is gone, or is another's, it is written anew beside the values, which are kept."""
+    def _array_of(
+        self,
+        name: str,
+        dtype: np.dtype,
+        shape: tuple[int, ...],
+        chunks: tuple[int, ...],
+        lost: list[str],
+    ) -> None:
+        """Open one of the arrays; where its description is gone, or is another's, it is written
+        anew beside the values, which are kept."""
         description = self._path / name / "zarr.json"
         try:
             array = self._group[name]
         except Exception:  # whatever zarr makes of a description that is no longer one
             array = None
-        if not isinstance(array, zarr.Array) or (array.shape, array.chunks, array.dtype) != (shape, chunks, dtype):
+        if not isinstance(array, zarr.Array) or (array.shape, array.chunks, array.dtype) != (
+            shape,
+            chunks,
+            dtype,
+        ):
             lost.append(name)
             description.unlink(missing_ok=True)
-            array = self._group.create_array(name, shape=shape, chunks=chunks, dtype=dtype, fill_value=0)
+            array = self._group.create_array(
+                name, shape=shape, chunks=chunks, dtype=dtype, fill_value=0
+            )
         self._arrays[name] = array
 
     def _take_up(self) -> tuple[int, int]:
-        """Fill the tables with what fits its mark; how many marked pairs of block and layer do not, and how many are marked."""
+        """Fill the tables with what fits its mark; how many marked pairs of block and layer do not,
+        and how many are marked."""
         found = {name: _values(array) for name, array in self._arrays.items()}
         marks, readable = found.pop(DONE)
         damaged = int((~readable).sum())
         for block, layer in np.argwhere((marks != 0) & readable):
             rows = slice(block * self._block, (block + 1) * self._block)
-            where = {name: rows if name == LENGTH else (block, layer) if name == ERROR else (rows, layer) for name in found}
+            where = {
+                name: rows if name == LENGTH else (block, layer) if name == ERROR else (rows, layer)
+                for name in found
+            }
             parts = {name: found[name][0][at] for name, at in where.items()}
-            if not all(found[name][1][at].all() for name, at in where.items()) or self._mark(block, layer, parts) != marks[block, layer]:
+            if (
+                not all(found[name][1][at].all() for name, at in where.items())
+                or self._mark(block, layer, parts) != marks[block, layer]
+            ):
                 damaged += 1
                 continue
             self.done[block, layer] = True
@@ -172,7 +231,8 @@ class PartialRun:
         return damaged, int((marks != 0).sum() + (~readable).sum())
 
     def _mark(self, block: int, layer: int, parts: Mapping[str, np.ndarray]) -> int:
-        """Hash over what is stored of a layer at a block, and over where and of what run that is; not 0, which means that nothing is."""
+        """Hash over what is stored of a layer at a block, and over where and of what run that is;
+        not 0, which means that nothing is."""
         digest = hashlib.blake2b(self._salt, digest_size=8)
         digest.update(f"{block}/{layer}".encode())
         for name in sorted(parts):
@@ -181,11 +241,14 @@ class PartialRun:
         return int.from_bytes(digest.digest(), "little", signed=True) or 1
 
     def write(self, start: int, measured: LayerResult) -> None:
-        """Store one layer at the block that starts at sample ``start``, from the tables, into which it was put."""
+        """Store one layer at the block that starts at sample ``start``, from the tables, into which
+        it was put."""
         i, block = measured.layer, start // self._block
         rows = slice(start, start + len(measured.lengths))
         self.lengths[rows], self.error = measured.lengths, max(self.error, measured.error)
-        parts: dict[str, np.ndarray] = {name: table[rows, i] for name, table in self._tables.items()}
+        parts: dict[str, np.ndarray] = {
+            name: table[rows, i] for name, table in self._tables.items()
+        }
         parts |= {LENGTH: measured.lengths, ERROR: np.asarray(measured.error)}
         try:
             for name in self._tables:
@@ -194,7 +257,10 @@ class PartialRun:
             self._arrays[ERROR][block, i] = parts[ERROR]
             self._arrays[DONE][block, i] = self._mark(block, i, parts)
         except OSError as error:
-            raise StoreError(f"{self._path} could not be written: {error.strerror or error}; run again with resume once it can") from error
+            raise StoreError(
+                f"{self._path} could not be written: {error.strerror or error}; run again with "
+                "resume once it can"
+            ) from error
 
     def __enter__(self) -> Self:
         return self
@@ -203,7 +269,8 @@ class PartialRun:
         self.close(finished=failure is None)
 
     def close(self, *, finished: bool) -> None:
-        """Let go of the store, and remove it when the run is saved: a ``with`` block that ends without an error."""
+        """Let go of the store, and remove it when the run is saved: a ``with`` block that ends
+        without an error."""
         self._lock.release()
         if finished:
             shutil.rmtree(self._path, ignore_errors=True)
@@ -214,9 +281,16 @@ def _values(array: zarr.Array) -> tuple[np.ndarray, np.ndarray]:
     try:
         return np.asarray(array[...]), np.ones(array.shape, dtype=bool)
     except Exception:  # whatever a codec makes of bytes that are not its own
-        values, readable = np.zeros(array.shape, dtype=array.dtype), np.zeros(array.shape, dtype=bool)
-    for index in np.ndindex(*(-(-size // chunk) for size, chunk in zip(array.shape, array.chunks, strict=True))):
-        at = tuple(slice(i * chunk, (i + 1) * chunk) for i, chunk in zip(index, array.chunks, strict=True))
+        values, readable = (
+            np.zeros(array.shape, dtype=array.dtype),
+            np.zeros(array.shape, dtype=bool),
+        )
+    for index in np.ndindex(
+        *(-(-size // chunk) for size, chunk in zip(array.shape, array.chunks, strict=True))
+    ):
+        at = tuple(
+            slice(i * chunk, (i + 1) * chunk) for i, chunk in zip(index, array.chunks, strict=True)
+        )
         with suppress(Exception):
             values[at] = array[at]
             readable[at] = True
@@ -224,7 +298,8 @@ def _values(array: zarr.Array) -> tuple[np.ndarray, np.ndarray]:
 
 
 def measured_blocks(path: Path) -> tuple[int, int]:
-    """The numbers of measured blocks (of one layer each) and of all blocks in the unfinished run at ``path``; (0, 0) if that is lost."""
+    """The numbers of measured blocks (of one layer each) and of all blocks in the unfinished run at
+    ``path``; (0, 0) if that is lost."""
     try:
         array = zarr.open_array(path / DONE, mode="r")
         marks, readable = _values(array)
@@ -247,8 +322,14 @@ def same_configuration(path: Path, stored: dict[str, Any], asked: dict[str, Any]
     """Raise StoreError naming the fields in which a run differs from what is asked for."""
     different = [key for key in {**stored, **asked} if stored.get(key) != asked.get(key)]
     if different:
-        what = "; ".join(f"{key} was {_said(stored.get(key))} and is now {_said(asked.get(key))}" for key in different)
-        raise StoreError(f"{path} belongs to another configuration: {what}; use the same arguments, or another name")
+        what = "; ".join(
+            f"{key} was {_said(stored.get(key))} and is now {_said(asked.get(key))}"
+            for key in different
+        )
+        raise StoreError(
+            f"{path} belongs to another configuration: {what}; use the same arguments, or "
+            "another name"
+        )
 
 
 def _said(value: object) -> str:

@@ -1,4 +1,5 @@
-"""The model and the inputs of a run again, found by its provenance, and what is no longer as it was."""
+"""The model and the inputs of a run again, found by its provenance, and what is no longer as it
+was."""
 
 import importlib.metadata
 from typing import Any, NamedTuple
@@ -40,19 +41,30 @@ class Replay(NamedTuple):
     notes: list[str]
 
     def measurer(self, ds: xr.Dataset, layer: int) -> Measurer:
-        """Measures the layer at one position of the run as the run did, which may have had more samples, layers and heads than are there."""
+        """Measures the layer at one position of the run as the run did, which may have had more
+        samples, layers and heads than are there."""
         made = ds.attrs.get("made")
         shape = ds["exact"][0].shape if made is None else (len(made["layers"]), made["heads"] or 1)
         spec = measurement_spec(self.config, self.config.names, ds.attrs["exact_samples"], shape)
-        return Measurer(capturer_of(self.checkpoint.model, [int(ds["layer"][layer])], spec.map), spec)
+        return Measurer(
+            capturer_of(self.checkpoint.model, [int(ds["layer"][layer])], spec.map), spec
+        )
 
 
-def replay(ds: xr.Dataset, *, model: Any = None, data: Any = None, device: str = "auto", dtype: str | None = None) -> Replay:
+def replay(
+    ds: xr.Dataset,
+    *,
+    model: Any = None,
+    data: Any = None,
+    device: str = "auto",
+    dtype: str | None = None,
+) -> Replay:
     """Load the model and prepare the inputs of a run anew.
 
     Args:
         ds: a run.
-        model, data: in place of what the run recorded; needed where it was made from objects in memory.
+        model, data: in place of what the run recorded; needed where it was made from objects in
+            memory.
         device: a torch device, or "auto". dtype: that of the run by default.
 
     Raises:
@@ -65,11 +77,16 @@ def replay(ds: xr.Dataset, *, model: Any = None, data: Any = None, device: str =
     checkpoint = open_checkpoint(config, where)
     a = ds.attrs
     differences, notes = [], []
-    comparable = _kind(checkpoint.revision) == _kind(a["revision"]) and checkpoint.loaded == a["loaded"]
+    comparable = (
+        _kind(checkpoint.revision) == _kind(a["revision"]) and checkpoint.loaded == a["loaded"]
+    )
     if checkpoint.loaded and dtype not in (None, a["dtype"]):
         comparable = False  # the hash of a model in memory is that of its numbers, rounded
     if not comparable:
-        notes.append(f"the weights of {checkpoint.name} were found another way than the run's, so only the numbers tell whether they are the same")
+        notes.append(
+            f"the weights of {checkpoint.name} were found another way than the run's, so only "
+            "the numbers tell whether they are the same"
+        )
     elif checkpoint.revision != a["revision"]:
         kind = "not the recorded model" if model is not None else "not the recorded weights"
         now = "" if model is not None else "now "
@@ -77,9 +94,14 @@ def replay(ds: xr.Dataset, *, model: Any = None, data: Any = None, device: str =
             f"{kind}: the run is of {a['model']} ({a['architecture']}, {a['revision']}), "
             f"{checkpoint.name} ({type(checkpoint.model).__name__}) {now}has {checkpoint.revision}"
         )
-    if comparable and None not in (checkpoint.configuration, a.get("configuration")) and checkpoint.configuration != a["configuration"]:
+    if (
+        comparable
+        and None not in (checkpoint.configuration, a.get("configuration"))
+        and checkpoint.configuration != a["configuration"]
+    ):
         differences.append(
-            f"not the recorded configuration of the model: the run has {a['configuration']}, {checkpoint.name} now has {checkpoint.configuration}"
+            f"not the recorded configuration of the model: the run has {a['configuration']}, "
+            f"{checkpoint.name} now has {checkpoint.configuration}"
         )
     try:
         inputs = open_inputs(config, checkpoint)
@@ -89,7 +111,10 @@ def replay(ds: xr.Dataset, *, model: Any = None, data: Any = None, device: str =
         raise
     if inputs.fingerprint != a["data_fingerprint"]:
         made = "model and data make other inputs" if differences else "not the recorded data"
-        differences.append(f"{made}: the run has {a['data_fingerprint']}, {inputs.description} now gives {inputs.fingerprint}")
+        differences.append(
+            f"{made}: the run has {a['data_fingerprint']}, {inputs.description} now gives "
+            f"{inputs.fingerprint}"
+        )
     return Replay(config, checkpoint, inputs, where, differences, notes)
 
 
@@ -112,10 +137,14 @@ def changed_versions(ds: xr.Dataset) -> dict[str, tuple[str, str]]:
 
 
 def measure_again(rerun: Replay, ds: xr.Dataset, sample: int, layer: int) -> dict[str, np.ndarray]:
-    """Everything the run stores about one sample and layer, by position, computed again: name -> (heads,), for the heads that are there."""
+    """Everything the run stores about one sample and layer, by position, computed again: name ->
+    (heads,), for the heads that are there."""
     number = int(ds["sample"][sample])
     block = rerun.inputs.block(number, number + 1, rerun.device)
     with torch.no_grad():
         (measured,) = rerun.measurer(ds, layer).block(block, number)
     there = ds["head"].values if "head" in ds.dims else [0]
-    return {name: value[0, [head for head in there if head < value.shape[1]]] for name, value in measured.values.items()}
+    return {
+        name: value[0, [head for head in there if head < value.shape[1]]]
+        for name, value in measured.values.items()
+    }

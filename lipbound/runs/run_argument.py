@@ -20,7 +20,8 @@ ANNOTATED = {RUN: ("sample", "layer"), RUN_SAMPLE: ("sample",)}
 
 
 def takes_run(function: F) -> F:
-    """Decorator of functions whose first argument is a run: they also take its path, and parts of it whose axes are gone."""
+    """Decorator of functions whose first argument is a run: they also take its path, and parts of
+    it whose axes are gone."""
 
     @wraps(function)
     def taking(ds: object, *args: Any, **kwargs: Any) -> Any:
@@ -30,10 +31,14 @@ def takes_run(function: F) -> F:
 
 
 def whole_run(given: object) -> xr.Dataset:
-    """The same without repairing anything: a run that has all its axes, or its path; raises StoreError for anything else."""
+    """The same without repairing anything: a run that has all its axes, or its path; raises
+    StoreError for anything else."""
     ds = run_of(given)
     if isinstance(given, xr.Dataset) and ds is not given:
-        raise StoreError("a part of a run, or one whose axes were moved, cannot be checked; give the whole run, or its path")
+        raise StoreError(
+            "a part of a run, or one whose axes were moved, cannot be checked; give the whole "
+            "run, or its path"
+        )
     return ds
 
 
@@ -50,25 +55,48 @@ def run_of(given: object) -> xr.Dataset:
         return load(given)
     if not isinstance(given, xr.Dataset):
         kind = f"the variable {given.name}" if isinstance(given, xr.DataArray) else shown(given)
-        raise StoreError(f"a run is wanted, not {kind}; give the Dataset of lipbound.compare or lipbound.load, or its path")
+        raise StoreError(
+            f"a run is wanted, not {kind}; give the Dataset of lipbound.compare or "
+            "lipbound.load, or its path"
+        )
     if "exact" not in given or "bounds" not in given.attrs or "map" not in given.attrs:
-        raise StoreError("the Dataset is not a run of lipbound, or its attributes were dropped; keep them (xarray.set_options(keep_attrs=True))")
+        raise StoreError(
+            "the Dataset is not a run of lipbound, or its attributes were dropped; keep them "
+            "(xarray.set_options(keep_attrs=True))"
+        )
     if what := lacking_settings(given):
         what += ", as after arithmetic on two runs" if "missing" in what else ""
-        raise StoreError(f"the Dataset is no longer a run: {what}; show the runs, or draw the result with xarray")
-    needed = ("exact_converged", *(f"{bound}_sound" for bound in given.attrs["bounds"] if bound in given.variables))
+        raise StoreError(
+            f"the Dataset is no longer a run: {what}; show the runs, or draw the result with xarray"
+        )
+    needed = (
+        "exact_converged",
+        *(f"{bound}_sound" for bound in given.attrs["bounds"] if bound in given.variables),
+    )
     if lost := [name for name in needed if name not in given.variables]:
         raise StoreError(
-            f"the Dataset is no longer a run: {lost[0]!r} is missing, which arithmetic on two runs drops where it differs; show the runs"
+            f"the Dataset is no longer a run: {lost[0]!r} is missing, which arithmetic on two "
+            "runs drops where it differs; show the runs"
         )
     ds = given
     for axis in AXES:
         if axis not in ds.dims and axis in ds.coords:
-            notes = [name for name in flags(ds) if axis in ANNOTATED.get(name, AXES)]  # of coordinates, only data variables get the axis
+            notes = [
+                name for name in flags(ds) if axis in ANNOTATED.get(name, AXES)
+            ]  # of coordinates, only data variables get the axis
             ds = ds.reset_coords(notes).expand_dims(axis).set_coords(notes)
-            ds = ds.assign_coords({name: (axis, [ds[name].item()]) for name, along in ALONG.items() if along == axis and name in ds.coords})
+            ds = ds.assign_coords(
+                {
+                    name: (axis, [ds[name].item()])
+                    for name, along in ALONG.items()
+                    if along == axis and name in ds.coords
+                }
+            )
         if axis not in ds.dims and not (axis == "head" and "head" not in given.coords):
-            raise StoreError(f"the run has no axis {axis!r} any more; give the run itself, what is shown of it can be chosen with reduce=")
+            raise StoreError(
+                f"the run has no axis {axis!r} any more; give the run itself, what is shown of "
+                "it can be chosen with reduce="
+            )
         if axis in ds.dims and not ds.sizes[axis]:
             raise StoreError(f"the run has no {axis} left; keep at least one")
     order = [axis for axis in AXES if axis in ds.dims]

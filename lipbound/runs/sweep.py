@@ -1,4 +1,5 @@
-"""Many runs from one file: every combination of models, data and lengths, one store each, and an index of them."""
+"""Many runs from one file: every combination of models, data and lengths, one store each, and an
+index of them."""
 
 import csv
 import itertools
@@ -19,12 +20,16 @@ from lipbound.runs.config import RunConfig, check_folder_name
 from lipbound.runs.standing import standing
 
 AXES = ("model", "data", "max_length")
-OPTIONS = tuple(field.name for field in fields(RunConfig) if field.name not in (*AXES, "out", "resume"))
-"""What else a sweep file may say; a sweep itself decides where its runs are saved, and resumes them."""
+OPTIONS = tuple(
+    field.name for field in fields(RunConfig) if field.name not in (*AXES, "out", "resume")
+)
+"""What else a sweep file may say; a sweep itself decides where its runs are saved, and resumes
+them."""
 PAIRS = "pairs"
 FIELDS = ("run", *AXES, "status", "error")
 NUMBERS = ("samples", "layers", "norms", "not_closed", "exact_geomean", "exact_min", "exact_max")
-"""Columns of the index about exact norms; two of every bound follow, `<name>_ratio` and `<name>_violations`."""
+"""Columns of the index about exact norms; two of every bound follow, `<name>_ratio` and
+`<name>_violations`."""
 
 
 @dataclass(frozen=True)
@@ -38,33 +43,57 @@ class SweepRun:
 def planned_runs(path: str | Path) -> list[SweepRun]:
     """The runs that a sweep file asks for.
 
-    The file is YAML: ``model``, ``data`` and ``max_length`` are values or lists of them, every combination of which is a run; all other keys
-    (`OPTIONS`) are arguments of `lipbound.compare` that hold for every run. Where not every combination is wanted, ``pairs`` is a list of mappings of
-    the same keys, one for each model with its data; what a pair does not say, or says otherwise, is as it stands beside.
+    The file is YAML: ``model``, ``data`` and ``max_length`` are values or lists of them, every
+    combination of which is a run; all other keys (`OPTIONS`) are arguments of `lipbound.compare`
+    that hold for every run. Where not every combination is wanted, ``pairs`` is a list of mappings
+    of the same keys, one for each model with its data; what a pair does not say, or says otherwise,
+    is as it stands beside.
 
     Raises:
-        LipboundError: the file cannot be read, is not such a mapping, or has a key that is not known.
+        LipboundError: the file cannot be read, is not such a mapping, or has a key that is not
+            known.
     """
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise LipboundError(f"{path} cannot be read as YAML: {_why(error)}") from error
     if not isinstance(content, dict) or not (content.get("model") or content.get(PAIRS)):
-        raise LipboundError(f"{path} is not a sweep; give a mapping with at least a model, such as 'model: [builtin:minilm, builtin:gpt2]'")
+        raise LipboundError(
+            f"{path} is not a sweep; give a mapping with at least a model, such as 'model: "
+            "[builtin:minilm, builtin:gpt2]'"
+        )
     shared = {key: value for key, value in content.items() if key != PAIRS}
     pairs = content.get(PAIRS, [{}])
-    if not isinstance(pairs, list) or not pairs or not all(isinstance(pair, dict) for pair in pairs):
-        raise LipboundError(f"{path} has pairs that are no list of mappings; give for each run such as '- {{model: builtin:gpt2, data: words.txt}}'")
-    for keys, known in ((content, (*AXES, *OPTIONS, PAIRS)), *((pair, (*AXES, *OPTIONS)) for pair in pairs)):
+    if (
+        not isinstance(pairs, list)
+        or not pairs
+        or not all(isinstance(pair, dict) for pair in pairs)
+    ):
+        raise LipboundError(
+            f"{path} has pairs that are no list of mappings; give for each run such as '- "
+            "{model: builtin:gpt2, data: words.txt}'"
+        )
+    for keys, known in (
+        (content, (*AXES, *OPTIONS, PAIRS)),
+        *((pair, (*AXES, *OPTIONS)) for pair in pairs),
+    ):
         for key in keys:
             if key not in known:
-                raise LipboundError(f"{path} has an unknown key {key!r}; {nearest(str(key), known)}")
+                raise LipboundError(
+                    f"{path} has an unknown key {key!r}; {nearest(str(key), known)}"
+                )
     if unused := [key for key in shared if PAIRS in content and all(key in pair for pair in pairs)]:
-        raise LipboundError(f"{path} has {unused[0]!r} beside pairs, which all have their own; leave it out in one of the two places")
+        raise LipboundError(
+            f"{path} has {unused[0]!r} beside pairs, which all have their own; leave it out in "
+            "one of the two places"
+        )
     runs: dict[str, SweepRun] = {}
     for number, pair in enumerate(pairs):
         if not (merged := shared | pair).get("model"):
-            raise LipboundError(f"{path} has a pair without a model (number {number + 1}); name it there, or beside the pairs for all of them")
+            raise LipboundError(
+                f"{path} has a pair without a model (number {number + 1}); name it there, or "
+                "beside the pairs for all of them"
+            )
         for one in _combinations(merged):
             base = name = _name(*(one[key] for key in AXES))
             for count in itertools.count(2):
@@ -77,15 +106,25 @@ def planned_runs(path: str | Path) -> list[SweepRun]:
 
 def _combinations(content: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Arguments of every combination of models, data and lengths."""
-    lists = [_listed(content.get("model")), _listed(content.get("data")), _listed(content.get("max_length", RunConfig.max_length))]
+    lists = [
+        _listed(content.get("model")),
+        _listed(content.get("data")),
+        _listed(content.get("max_length", RunConfig.max_length)),
+    ]
     for values in itertools.product(*lists):
-        yield dict(zip(AXES, values, strict=True)) | {key: value for key, value in content.items() if key in OPTIONS}
+        yield dict(zip(AXES, values, strict=True)) | {
+            key: value for key, value in content.items() if key in OPTIONS
+        }
 
 
-def sweep(path: str | Path, out: str | Path, *, client: Any = None, progress: bool = True) -> Iterator[dict[str, Any]]:
-    """Do the runs of a sweep file one after the other, each into ``<out>/<name>.zarr``; ``<out>/index.csv`` says how each ended.
+def sweep(
+    path: str | Path, out: str | Path, *, client: Any = None, progress: bool = True
+) -> Iterator[dict[str, Any]]:
+    """Do the runs of a sweep file one after the other, each into ``<out>/<name>.zarr``;
+    ``<out>/index.csv`` says how each ended.
 
-    Finished runs are kept, unfinished ones taken up. A run that fails is reported and does not stop the others.
+    Finished runs are kept, unfinished ones taken up. A run that fails is reported and does not stop
+    the others.
 
     Args:
         path: see `planned_runs`.
@@ -93,8 +132,9 @@ def sweep(path: str | Path, out: str | Path, *, client: Any = None, progress: bo
         client, progress: as in `lipbound.compare`.
 
     Yields:
-        For every run, as it ends, its row of the index: run, model, data, max_length, status ("done", "kept" where it was finished before, or
-        "failed"), error, and the numbers of `numbers`.
+        For every run, as it ends, its row of the index: run, model, data, max_length, status
+        ("done", "kept" where it was finished before, or "failed"), error, and the numbers of
+        `numbers`.
     """
     check_folder_name("out", out, "holds all runs of the sweep and their index.csv")
     planned = planned_runs(path)
@@ -105,11 +145,18 @@ def sweep(path: str | Path, out: str | Path, *, client: Any = None, progress: bo
         raise LipboundError(f"{folder} cannot be written: {error.strerror or error}") from error
     rows: list[dict[str, Any]] = []
     for one in planned:
-        row = {"run": f"{one.name}.zarr", **{key: one.arguments.get(key) for key in AXES}, "status": "done", "error": ""}
+        row = {
+            "run": f"{one.name}.zarr",
+            **{key: one.arguments.get(key) for key in AXES},
+            "status": "done",
+            "error": "",
+        }
         try:
             config = RunConfig(**one.arguments, out=folder / f"{one.name}.zarr", resume=True)
             kept = (folder / f"{one.name}.zarr").exists()
-            row |= numbers(run(config, client=client, progress=progress)) | {"status": "kept" if kept else "done"}
+            row |= numbers(run(config, client=client, progress=progress)) | {
+                "status": "kept" if kept else "done"
+            }
         except LipboundError as error:
             row |= {"status": "failed", "error": str(error)}
         except Exception as error:  # whatever it is, the other runs must go on
@@ -122,22 +169,33 @@ def sweep(path: str | Path, out: str | Path, *, client: Any = None, progress: bo
 def numbers(ds: xr.Dataset) -> dict[str, float]:
     """The numbers of a run for its row of the index.
 
-    ``samples`` and ``layers``; ``norms``, exact norms, of which ``not_closed`` were not found to the tolerance; their geometric mean over samples,
-    layers and heads (those that are not zero), smallest and largest. Of every bound the geometric mean of bound / exact, ``<name>_ratio``, and how
-    often it is below the exact norm, ``<name>_violations``.
+    ``samples`` and ``layers``; ``norms``, exact norms, of which ``not_closed`` were not found to
+    the tolerance; their geometric mean over samples, layers and heads (those that are not zero),
+    smallest and largest. Of every bound the geometric mean of bound / exact, ``<name>_ratio``, and
+    how often it is below the exact norm, ``<name>_violations``.
     """
     exact = ds["exact"].values
     known = exact[~np.isnan(exact)]
     found = standing(ds)
-    least, most = (float(known.min()), float(known.max())) if known.size else (float("nan"), float("nan"))
+    least, most = (
+        (float(known.min()), float(known.max())) if known.size else (float("nan"), float("nan"))
+    )
     row = {
-        "samples": found.samples, "layers": len(found.layers), "norms": found.norms, "not_closed": found.norms - found.closed,
-        "exact_geomean": _geomean(known[known > 0]), "exact_min": least, "exact_max": most,
-    }  # fmt: skip
+        "samples": found.samples,
+        "layers": len(found.layers),
+        "norms": found.norms,
+        "not_closed": found.norms - found.closed,
+        "exact_geomean": _geomean(known[known > 0]),
+        "exact_min": least,
+        "exact_max": most,
+    }
     for name, entry in audit(ds).items():
         norm, value = ds[compared_with(ds, name)].values, ds[name].values
         there = np.isfinite(norm) & (norm > 0) & ~np.isnan(value)
-        row |= {f"{name}_ratio": _geomean(value[there] / norm[there]), f"{name}_violations": entry["violations"]}
+        row |= {
+            f"{name}_ratio": _geomean(value[there] / norm[there]),
+            f"{name}_violations": entry["violations"],
+        }
     return row
 
 
@@ -179,4 +237,6 @@ def _index(path: Path, rows: list[dict[str, Any]]) -> None:
         new.replace(path)
     except OSError as error:
         what = f"{path} could not be written: {error.strerror or error}"
-        raise LipboundError(f"{what}; the runs beside it are kept, and the same command goes on from there") from error
+        raise LipboundError(
+            f"{what}; the runs beside it are kept, and the same command goes on from there"
+        ) from error

@@ -1,4 +1,5 @@
-"""Propositions of Castin et al. 2024 about steep inputs and far ones, against exact norms and the dense oracle."""
+"""Propositions of Castin et al. 2024 about steep inputs and far ones, against exact norms and the
+dense oracle."""
 
 import math
 
@@ -17,16 +18,23 @@ from lipbound.errors import LipboundError
 from lipbound.jacobians.spectral_norm import spectral_norm
 
 
-def layer(seed: int, *, width: int = 7, d: int = 4, heads: int = 3, size: float = 1.0, tokens: int = 5) -> Attention:
+def layer(
+    seed: int, *, width: int = 7, d: int = 4, heads: int = 3, size: float = 1.0, tokens: int = 5
+) -> Attention:
     """A random layer without biases, one sample, float64."""
     g = torch.Generator().manual_seed(seed)
-    x, w_q, w_k, w_v = (torch.randn(*shape, generator=g, dtype=torch.float64) for shape in [(1, tokens, width), *[(heads, width, d)] * 3])
+    x, w_q, w_k, w_v = (
+        torch.randn(*shape, generator=g, dtype=torch.float64)
+        for shape in [(1, tokens, width), *[(heads, width, d)] * 3]
+    )
     return Attention(x, size * w_q, w_k, w_v)
 
 
 def single(att: Attention, x: torch.Tensor, h: int, mask: torch.Tensor | None = None) -> Attention:
     """One head at one input."""
-    return Attention(x[None], *(w[h][None] for w in (att.w_q, att.w_k, att.w_v)), scale=att.scale, mask=mask)
+    return Attention(
+        x[None], *(w[h][None] for w in (att.w_q, att.w_k, att.w_v)), scale=att.scale, mask=mask
+    )
 
 
 def test_steepness_is_that_of_the_big_matrix() -> None:
@@ -36,7 +44,9 @@ def test_steepness_is_that_of_the_big_matrix() -> None:
         a = att.scale * att.w_q[h] @ att.w_k[h].mT
         values = torch.linalg.eigvals(a)
         real = values.real[values.imag.abs() < 1e-9]
-        assert float(steep.gamma[h]) == pytest.approx(max(float(-real.min()), float(real.max()) / 8), rel=1e-9)
+        assert float(steep.gamma[h]) == pytest.approx(
+            max(float(-real.min()), float(real.max()) / 8), rel=1e-9
+        )
         u = steep.direction[h]
         torch.testing.assert_close(a @ u, steep.eigenvalue[h] * u, rtol=1e-9, atol=1e-9)
         assert float(u.norm()) == pytest.approx(1)
@@ -46,21 +56,36 @@ def test_steepness_without_real_eigenvalues() -> None:
     turn = torch.tensor([[[0.0, -1.0], [1.0, 0.0]]], dtype=torch.float64)
     eye = torch.eye(2, dtype=torch.float64)[None]
     with pytest.raises(LipboundError, match="no real eigenvalue"):
-        adversarial_inputs.steepness(Attention(torch.ones(1, 3, 2, dtype=torch.float64), turn, eye, eye))
+        adversarial_inputs.steepness(
+            Attention(torch.ones(1, 3, 2, dtype=torch.float64), turn, eye, eye)
+        )
     wide = torch.zeros(1, 3, 2, dtype=torch.float64)
     wide[:, :2] = turn
     key = torch.zeros(1, 3, 2, dtype=torch.float64)
     key[:, :2] = eye
-    steep = adversarial_inputs.steepness(Attention(torch.ones(1, 3, 3, dtype=torch.float64), wide, key, key))
+    steep = adversarial_inputs.steepness(
+        Attention(torch.ones(1, 3, 3, dtype=torch.float64), wide, key, key)
+    )
     assert float(steep.gamma[0]) == 0
     assert float(steep.eigenvalue[0]) == 0
 
 
 @examples(60)
-@given(seed=st.integers(0, 10**6), tokens=st.integers(1, 9), radius=st.floats(0.01, 6), size=st.floats(0.01, 3), masked=st.booleans())
-def test_lower_bound_holds_at_adversarial_inputs(seed: int, tokens: int, radius: float, size: float, masked: bool) -> None:
+@given(
+    seed=st.integers(0, 10**6),
+    tokens=st.integers(1, 9),
+    radius=st.floats(0.01, 6),
+    size=st.floats(0.01, 3),
+    masked=st.booleans(),
+)
+def test_lower_bound_holds_at_adversarial_inputs(
+    seed: int, tokens: int, radius: float, size: float, masked: bool
+) -> None:
     att = layer(seed, size=size)
-    x, lower = adversarial_inputs.adversarial_inputs(att, tokens, radius), adversarial_inputs.lower_bound(att, tokens, radius)
+    x, lower = (
+        adversarial_inputs.adversarial_inputs(att, tokens, radius),
+        adversarial_inputs.lower_bound(att, tokens, radius),
+    )
     assert float(x.norm(dim=-1).amax()) <= radius * (1 + 1e-12)
     for h in range(att.heads):
         one = single(att, x[h], h, causal(tokens) if masked else None)
@@ -103,7 +128,9 @@ def test_large_radius_limit_is_reached(masked: bool) -> None:
         radius = 60 / float(limit.gap.clamp(max=100).amin().sqrt())
         far = Attention(radius * att.x, att.w_q, att.w_k, att.w_v, mask=mask)
         torch.testing.assert_close(oracle(far), limit.norm, rtol=1e-3, atol=0)
-        assert bool((limit.norm <= math.sqrt(6) * torch.linalg.matrix_norm(att.w_v, 2) * (1 + 1e-12)).all())
+        assert bool(
+            (limit.norm <= math.sqrt(6) * torch.linalg.matrix_norm(att.w_v, 2) * (1 + 1e-12)).all()
+        )
 
 
 def test_limit_of_padded_layers_counts_real_tokens() -> None:
@@ -111,7 +138,11 @@ def test_limit_of_padded_layers_counts_real_tokens() -> None:
     valid = torch.tensor([[True] * 4 + [False] * 2])
     padded = Attention(att.x, att.w_q, att.w_k, att.w_v, valid=valid)
     short = Attention(att.x[:, :4], att.w_q, att.w_k, att.w_v)
-    for mine, theirs in zip(adversarial_inputs.large_radius_limit(padded), adversarial_inputs.large_radius_limit(short), strict=True):
+    for mine, theirs in zip(
+        adversarial_inputs.large_radius_limit(padded),
+        adversarial_inputs.large_radius_limit(short),
+        strict=True,
+    ):
         torch.testing.assert_close(mine, theirs)
 
 
@@ -128,7 +159,10 @@ def test_quadratic_growth() -> None:
     for radius in (4.0, 64.0):
         x = adversarial_inputs.quadratic_inputs(att, n, radius)
         for h in range(att.heads):
-            floor = radius**2 * (1 - 1 / n) * float(rate[h]) - float(torch.linalg.matrix_norm(att.w_v[h], 2)) / n
+            floor = (
+                radius**2 * (1 - 1 / n) * float(rate[h])
+                - float(torch.linalg.matrix_norm(att.w_v[h], 2)) / n
+            )
             exact = float(oracle(single(att, x[h], h))[0, 0])
             assert floor * (1 - 1e-9) <= exact
             assert radius < 10 or exact < 1.1 * floor
@@ -141,7 +175,10 @@ def test_quadratic_growth() -> None:
 def test_crossover_length_is_where_the_bounds_meet(seed: int, size: float) -> None:
     att = layer(seed, size=size, heads=1)
     logs = float(adversarial_inputs.crossover_length(att)[0, 0])
-    t = float(torch.linalg.matrix_norm(att.scale * att.w_q[0] @ att.w_k[0].mT, 2) * att.x.norm(dim=-1).amax() ** 2)
+    t = float(
+        torch.linalg.matrix_norm(att.scale * att.w_q[0] @ att.w_k[0].mT, 2)
+        * att.x.norm(dim=-1).amax() ** 2
+    )
     left = math.log(1 + 3 * t) + 2 * t
     n = 10**logs if logs < 300 else None
     if n is not None:

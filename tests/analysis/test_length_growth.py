@@ -29,12 +29,18 @@ def study() -> Iterator[xr.Dataset]:
 def test_values_are_those_of_the_model_at_the_cut_text(study: xr.Dataset) -> None:
     checkpoint = load_checkpoint("builtin:gpt2")
     tokens, _ = stream(checkpoint, None, 2 * 16)
-    ids = tokens[2 * 2 : 2 * 2 + 2 * 5].view(2, 5)  # the sequences of length 5 follow those of length 2
+    ids = tokens[2 * 2 : 2 * 2 + 2 * 5].view(
+        2, 5
+    )  # the sequences of length 5 follow those of length 2
     layers = capture(checkpoint.model, {"input_ids": ids})
     for i, att in enumerate(layers):
         part = study.sel(length=5).isel(layer=i)
-        np.testing.assert_allclose(part["head_exact"], spectral_norm(att.double(), method="dense").lower, rtol=1e-5)
-        np.testing.assert_allclose(part["layer_exact"], spectral_norm(att.double(), map="layer", tol=1e-8).lower, rtol=1e-5)
+        np.testing.assert_allclose(
+            part["head_exact"], spectral_norm(att.double(), method="dense").lower, rtol=1e-5
+        )
+        np.testing.assert_allclose(
+            part["layer_exact"], spectral_norm(att.double(), map="layer", tol=1e-8).lower, rtol=1e-5
+        )
         np.testing.assert_allclose(part["magnitude"], att.x.norm(dim=-1).mean(-1), rtol=1e-6)
 
 
@@ -65,7 +71,11 @@ def test_exponents_of_a_power_law() -> None:
     n = np.arange(10, 101, 2)
     rng = np.random.default_rng(0)
     noise = rng.normal(0, 0.01, (5, len(n), 2))
-    values = xr.DataArray(n[None, :, None] ** 0.3 * np.exp(noise) * [1, 7], dims=("sequence", "length", "head"), coords={"length": n})
+    values = xr.DataArray(
+        n[None, :, None] ** 0.3 * np.exp(noise) * [1, 7],
+        dims=("sequence", "length", "head"),
+        coords={"length": n},
+    )
     fit = exponents(values)
     assert bool((abs(fit["exponent"] - 0.3) < fit["high"] - fit["low"]).all())
     assert bool((fit["high"] - fit["low"] < 0.01).all())
@@ -87,7 +97,9 @@ def test_too_little_text_and_bad_lengths() -> None:
 
 def test_csv_without_a_line_of_names(tmp_path: Path) -> None:
     path = tmp_path / "news.csv"
-    path.write_text('"3","first title","the lighthouse keeper"\n"4","second title","the clock of the island"\n')
+    path.write_text(
+        '"3","first title","the lighthouse keeper"\n"4","second title","the clock of the island"\n'
+    )
     tokens, description = stream(load_checkpoint("builtin:gpt2"), str(path), 6, column="2")
     text = load_checkpoint("builtin:gpt2").tokenizer().decode(tokens)
     assert "the lighthouse keeper".startswith(text.strip()[:12])

@@ -18,7 +18,8 @@ from lipbound.errors import AttentionError, LipboundError
 
 
 def weighted_oracle(att: Attention, a: torch.Tensor) -> torch.Tensor:
-    """Norms of weighted self-attention by its definition: autograd of softmax(scores) with weights, in the weighted norm, (heads,)."""
+    """Norms of weighted self-attention by its definition: autograd of softmax(scores) with weights,
+    in the weighted norm, (heads,)."""
     norms = []
     for h in range(att.heads):
 
@@ -52,16 +53,21 @@ def test_weighted_norm_against_autograd(seed: int, spread: float) -> None:
 def test_equal_weights_are_attention() -> None:
     att = random_attention("plain")
     a = torch.full((2, att.tokens), 1 / att.tokens, dtype=torch.float64)
-    torch.testing.assert_close(mean_field.weighted_norm(att, a, tol=1e-9).lower, oracle(att), rtol=1e-7, atol=0)
+    torch.testing.assert_close(
+        mean_field.weighted_norm(att, a, tol=1e-9).lower, oracle(att), rtol=1e-7, atol=0
+    )
 
 
 def test_weights_are_copies() -> None:
-    """Weights in whole numbers are what copies of tokens give to perturbations that are the same for all copies; others add B_i."""
+    """Weights in whole numbers are what copies of tokens give to perturbations that are the same
+    for all copies; others add B_i."""
     att = random_attention("plain", 5).select(slice(0, 1))
     counts = torch.tensor([1, 2, 3, 1, 2, 2])
     copied = Attention(att.x.repeat_interleave(counts, 1), att.w_q, att.w_k, att.w_v)
     weighted = mean_field.weighted_norm(att, (counts / counts.sum())[None].double(), tol=1e-9).lower
-    own = mean_field.query_block_norms(mean_field.weighted(att, (counts / counts.sum())[None].double()))[..., counts > 1].amax(-1)
+    own = mean_field.query_block_norms(
+        mean_field.weighted(att, (counts / counts.sum())[None].double())
+    )[..., counts > 1].amax(-1)
     torch.testing.assert_close(oracle(copied), torch.maximum(weighted, own), rtol=1e-7, atol=0)
 
 
@@ -96,7 +102,11 @@ def test_two_diracs_for_symmetric_weights_are_the_prediction() -> None:
         assert float(steep.gamma[0]) == pytest.approx(gamma)
         radius = math.sqrt(12 / gamma)
         x, a = mean_field.two_diracs(steep.direction[0], float(steep.eigenvalue[0]), radius)
-        exact = float(mean_field.weighted_norm(Attention(x[None], sign * eye, eye, eye, scale=1.0), a[None], tol=1e-10).lower)
+        exact = float(
+            mean_field.weighted_norm(
+                Attention(x[None], sign * eye, eye, eye, scale=1.0), a[None], tol=1e-10
+            ).lower
+        )
         assert exact == pytest.approx(math.exp(12) * 13 / 2, rel=1e-3)
 
 
@@ -113,7 +123,9 @@ def test_query_blocks_against_autograd() -> None:
             for i in range(att.tokens):
                 block = torch.func.jacrev(out)(att.q[s, h, i]) @ att.w_q[h].mT
                 expected = float(torch.linalg.matrix_norm(block, 2))
-                assert float(mean_field.query_block_norms(att)[s, h, i]) == pytest.approx(expected, rel=1e-8, abs=1e-12)
+                assert float(mean_field.query_block_norms(att)[s, h, i]) == pytest.approx(
+                    expected, rel=1e-8, abs=1e-12
+                )
 
 
 @pytest.mark.parametrize("copies", [2, 3])
@@ -122,17 +134,34 @@ def test_duplicated_norm_is_exact(copies: int) -> None:
     for seed in range(60):
         kind = ("plain", "biases", "sharp", "flat", "causal")[seed % 5]
         att = random_attention(kind, seed).select(slice(0, 1))
-        mask = None if att.mask is None else causal(att.tokens).repeat_interleave(copies, 0).repeat_interleave(copies, 1)
-        many = Attention(att.x.repeat_interleave(copies, 1), att.w_q, att.w_k, att.w_v, b_q=att.b_q, b_k=att.b_k, b_v=att.b_v, mask=mask)
+        mask = (
+            None
+            if att.mask is None
+            else causal(att.tokens).repeat_interleave(copies, 0).repeat_interleave(copies, 1)
+        )
+        many = Attention(
+            att.x.repeat_interleave(copies, 1),
+            att.w_q,
+            att.w_k,
+            att.w_v,
+            b_q=att.b_q,
+            b_k=att.b_k,
+            b_v=att.b_v,
+            mask=mask,
+        )
         mine = mean_field.duplicated_norm(att, oracle(att))
         worst = max(worst, float((oracle(many) / mine - 1).abs().max()))
     assert worst < 1e-12
 
 
 def test_search_finds_heads_that_split() -> None:
-    """At what the search finds, doubling every token makes the dense Jacobian's norm larger by the ratio it reports."""
+    """At what the search finds, doubling every token makes the dense Jacobian's norm larger by the
+    ratio it reports."""
     g = torch.Generator().manual_seed(0)
-    x, *w = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in [(4, 3, 3), *[(1, 3, 2)] * 3])
+    x, *w = (
+        torch.randn(shape, generator=g, dtype=torch.float64)
+        for shape in [(4, 3, 3), *[(1, 3, 2)] * 3]
+    )
     found = search_split(Attention(x, *w), steps=60)
     assert float(found.ratio[0]) > 1.2
     once, twice = Attention(found.x, *w), Attention(found.x.repeat_interleave(2, 1), *w)
@@ -144,7 +173,11 @@ def test_search_finds_heads_that_split() -> None:
 def test_bad_weights() -> None:
     att = random_attention("plain")
     ones = torch.ones(2, att.tokens, dtype=torch.float64)
-    for weights, message in ((ones, "add up to one"), (ones[:1], "must be \\(samples, N\\)"), (-ones / 6, "positive")):
+    for weights, message in (
+        (ones, "add up to one"),
+        (ones[:1], "must be \\(samples, N\\)"),
+        (-ones / 6, "positive"),
+    ):
         with pytest.raises(AttentionError, match=message):
             mean_field.weighted_norm(att, weights)
     with pytest.raises(AttentionError, match="without padding"):

@@ -23,13 +23,18 @@ def double(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: t.double() if t.is_floating_point() else t for name, t in inputs.items()}
 
 
-def own(model: tf.PreTrainedModel, name: str, inputs: dict[str, torch.Tensor], s: int) -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
-    """The network after its embeddings, taken apart by hand, for one sample, and its input there."""
+def own(
+    model: tf.PreTrainedModel, name: str, inputs: dict[str, torch.Tensor], s: int
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
+    """The network after its embeddings, taken apart by hand, for one sample, and its
+    input there."""
     if name == "vit":
         x = model.vit.embeddings(inputs["pixel_values"])[s]
 
         def vit(x: torch.Tensor) -> torch.Tensor:
-            for layer in model.vit.layers if hasattr(model.vit, "layers") else model.vit.encoder.layer:
+            for layer in (
+                model.vit.layers if hasattr(model.vit, "layers") else model.vit.encoder.layer
+            ):
                 x = layer(x[None])
                 x = (x[0] if isinstance(x, tuple) else x)[0]
             return model.classifier(model.vit.layernorm(x[None])[:, 0])[0]
@@ -41,11 +46,15 @@ def own(model: tf.PreTrainedModel, name: str, inputs: dict[str, torch.Tensor], s
         def bert(x: torch.Tensor) -> torch.Tensor:
             for layer in model.bert.encoder.layer:
                 x = layer(x[None])
-                x = (x[0] if isinstance(x, tuple) else x).reshape(-1, x.shape[-1] if not isinstance(x, tuple) else x[0].shape[-1])
+                x = (x[0] if isinstance(x, tuple) else x).reshape(
+                    -1, x.shape[-1] if not isinstance(x, tuple) else x[0].shape[-1]
+                )
             return model.classifier(model.bert.pooler(x[None]))[0]
 
         return bert, x
-    x = model.transformer.wte(inputs["input_ids"])[s] + model.transformer.wpe(torch.arange(inputs["input_ids"].shape[1]))
+    x = model.transformer.wte(inputs["input_ids"])[s] + model.transformer.wpe(
+        torch.arange(inputs["input_ids"].shape[1])
+    )
 
     def gpt2(x: torch.Tensor) -> torch.Tensor:
         positions = model.transformer.wpe(torch.arange(len(x)))
@@ -98,14 +107,19 @@ def test_one_block_against_its_own_module() -> None:
 
     for s in range(2):
         dense = torch.func.jacrev(own_block)(seen[0][s])
-        assert float(norm.lower[s]) == pytest.approx(float(torch.linalg.matrix_norm(dense.flatten(2).flatten(0, 1), 2)), rel=1e-7)
+        assert float(norm.lower[s]) == pytest.approx(
+            float(torch.linalg.matrix_norm(dense.flatten(2).flatten(0, 1), 2)), rel=1e-7
+        )
 
 
 def test_padding_is_held_fixed() -> None:
     model = build(lambda: tf.BertModel(tf.BertConfig(**TEXT))).double()
     padded = inputs_for(model, padded=True)
     mine = network_norm(model, padded, end="last_hidden_state", tol=1e-8)
-    short = {"input_ids": padded["input_ids"][1:, :6], "attention_mask": padded["attention_mask"][1:, :6]}
+    short = {
+        "input_ids": padded["input_ids"][1:, :6],
+        "attention_mask": padded["attention_mask"][1:, :6],
+    }
     alone = network_norm(model, short, end="last_hidden_state", tol=1e-8)
     assert float(mine.lower[1]) == pytest.approx(float(alone.lower[0]), rel=1e-7)
 
@@ -120,7 +134,8 @@ def test_batches_and_float32_agree() -> None:
 
 
 def test_reverse_mode_alone_will_do() -> None:
-    """Operations without a forward derivative: products with J by differentiating those with J^T."""
+    """Operations without a forward derivative: products with J by differentiating those
+    with J^T."""
 
     class Cube(torch.autograd.Function):
         """A cube without forward mode."""
@@ -140,7 +155,9 @@ def test_reverse_mode_alone_will_do() -> None:
     z = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(op.jvp(z), 3 * x**2 * z)
     torch.testing.assert_close(op.vjp(z), 3 * x**2 * z)
-    torch.testing.assert_close(Transposed(op).select(torch.tensor([1])).jvp(z[1:]), (3 * x**2 * z)[1:])
+    torch.testing.assert_close(
+        Transposed(op).select(torch.tensor([1])).jvp(z[1:]), (3 * x**2 * z)[1:]
+    )
     assert op.dense().shape == (2, 12, 12)
 
 
@@ -161,27 +178,45 @@ def test_bad_ends() -> None:
 
 
 def test_an_encoders_padding_is_not_the_decoders() -> None:
-    """From the encoder's embeddings to the decoder's outputs, which have as many tokens, none of them padding."""
+    """From the encoder's embeddings to the decoder's outputs, which have as many tokens, none of
+    them padding."""
     config = tf.BartConfig(
-        vocab_size=60, d_model=8, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=8,
-        decoder_ffn_dim=8, max_position_embeddings=40,
-    )  # fmt: skip
+        vocab_size=60,
+        d_model=8,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=8,
+        decoder_ffn_dim=8,
+        max_position_embeddings=40,
+    )
     model = build(lambda: tf.BartModel(config)).double()
     ids = torch.arange(3, 9)[None]
-    inputs = {"input_ids": ids, "decoder_input_ids": ids + 9, "attention_mask": torch.tensor([[1, 1, 1, 0, 0, 0]])}
+    inputs = {
+        "input_ids": ids,
+        "decoder_input_ids": ids + 9,
+        "attention_mask": torch.tensor([[1, 1, 1, 0, 0, 0]]),
+    }
     model.set_attn_implementation("eager")
     entered: list[torch.Tensor] = []
-    hook = model.encoder.layers[0].register_forward_pre_hook(lambda module, args: entered.append(args[0]))
+    hook = model.encoder.layers[0].register_forward_pre_hook(
+        lambda module, args: entered.append(args[0])
+    )
     model(**inputs, use_cache=False)
     hook.remove()
 
     def outputs(x: torch.Tensor) -> torch.Tensor:
         whole = torch.cat([x, entered[0][0, 3:]])[None]
-        inside = model.encoder.layers[0].register_forward_pre_hook(lambda module, args: (whole, *args[1:]))
+        inside = model.encoder.layers[0].register_forward_pre_hook(
+            lambda module, args: (whole, *args[1:])
+        )
         value = model(**inputs, use_cache=False).last_hidden_state
         inside.remove()
         return value
 
     jacobian = torch.autograd.functional.jacobian(outputs, entered[0][0, :3].detach())
     expected = float(torch.linalg.svdvals(jacobian.reshape(48, 24))[0])
-    assert float(network_norm(model, inputs, end="last_hidden_state", tol=1e-8).lower) == pytest.approx(expected, rel=1e-6)
+    assert float(
+        network_norm(model, inputs, end="last_hidden_state", tol=1e-8).lower
+    ) == pytest.approx(expected, rel=1e-6)

@@ -19,17 +19,36 @@ from lipbound.runs import store
 GROWTH = ("castin-1", "castin-6")
 """Run at fewer lengths by `test_growth_recipe`."""
 SLOW = (
-    "three-norms", "token-profile", "mass-splitting", "yudin-2", "yudin-multihead", "castin-2", "castin-3", "yudin-3", "yudin-6",
+    "three-norms",
+    "token-profile",
+    "mass-splitting",
+    "yudin-2",
+    "yudin-multihead",
+    "castin-2",
+    "castin-3",
+    "yudin-3",
+    "yudin-6",
     "yudin-theorem-4",
-)  # fmt: skip
+)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in RECIPES if n not in GROWTH])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.slow if n in SLOW else ())
+        for n in RECIPES
+        if n not in GROWTH
+    ],
+)
 def test_recipe_from_the_command_line(name: str, tmp_path: Path) -> None:
     text = tmp_path / "short.csv"
-    text.write_text("text\n" + "the lighthouse keeper wound the clock of the island and " * 3 + "the ferry\n")
+    text.write_text(
+        "text\n" + "the lighthouse keeper wound the clock of the island and " * 3 + "the ferry\n"
+    )
     arguments = ["--data", str(text)] if recipe(name).of_model else []
-    result = CliRunner().invoke(app, ["reproduce", name, "builtin:gpt2", *arguments, "--samples", "1", "-o", str(tmp_path)])
+    result = CliRunner().invoke(
+        app, ["reproduce", name, "builtin:gpt2", *arguments, "--samples", "1", "-o", str(tmp_path)]
+    )
     assert result.exit_code == 0, result.output
     for kind in ("pdf", "png", "txt", "tex"):
         assert (tmp_path / f"{name}.{kind}").stat().st_size > 100
@@ -48,7 +67,9 @@ def test_growth_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text.write_text("the lighthouse keeper wound the clock of the island " * 300)
     table = tmp_path / "words.csv"
     table.write_text("label,words\n" + "0,the clock of the lighthouse keeper\n" * 100)
-    ds = recipe("castin-1").compute(Setting("builtin:gpt2", (str(text), str(table)), column="words", samples=1))
+    ds = recipe("castin-1").compute(
+        Setting("builtin:gpt2", (str(text), str(table)), column="words", samples=1)
+    )
     assert ds["text"].values.tolist() == ["words.txt", "words.csv"]  # the column is the table's
     assert ds["mode"].values.tolist() == ["decoder"]  # GPT-2 is one anyway
     assert ds.sizes["length"] == 4
@@ -58,10 +79,14 @@ def test_growth_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("model", ["builtin:minilm", "builtin:gpt2"])
-def test_the_text_that_comes_along_is_long_enough_for_growth(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_text_that_comes_along_is_long_enough_for_growth(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken = []
 
-    def study(model: str, data: None, *, lengths: tuple[int, ...], sequences: int, **_: object) -> None:
+    def study(
+        model: str, data: None, *, lengths: tuple[int, ...], sequences: int, **_: object
+    ) -> None:
         taken.append(stream(load_checkpoint(model), data, sequences * sum(lengths))[0])
         raise InterruptedError
 
@@ -87,7 +112,11 @@ def test_statistics_are_those_of_the_rows() -> None:
     norms = torch.linalg.eigvalsh(m)[..., -1]
     np.testing.assert_allclose(ds["norm"].isel(layer=1, head=[0, 1]), norms.mean((0, 2)), rtol=1e-6)
     top = p.sort(-1, descending=True).values
-    np.testing.assert_allclose(ds["g1"].isel(layer=1, head=[0, 1]), (top[..., 0] * (1 - top[..., 0] + top[..., 1])).mean((0, 2)), rtol=1e-9)
+    np.testing.assert_allclose(
+        ds["g1"].isel(layer=1, head=[0, 1]),
+        (top[..., 0] * (1 - top[..., 0] + top[..., 1])).mean((0, 2)),
+        rtol=1e-9,
+    )
     assert ds.attrs["below"] == 0
 
 
@@ -106,7 +135,9 @@ def test_radius_regimes_of_the_papers() -> None:
     ds = recipe("castin-3").compute(Setting("builtin:gpt2"))
     np.testing.assert_allclose(ds["generic"].isel(reach=-1), ds["limit"], rtol=1e-3)
     far = ds["quadratic"].isel(radius=[-2, -1])
-    slope = np.log(far.isel(radius=1) / far.isel(radius=0)) / np.log(ds["radius"].values[-1] / ds["radius"].values[-2])
+    slope = np.log(far.isel(radius=1) / far.isel(radius=0)) / np.log(
+        ds["radius"].values[-1] / ds["radius"].values[-2]
+    )
     np.testing.assert_allclose(slope, 2, atol=0.01)
     late = ds["scaling"] >= 6
     np.testing.assert_allclose(ds["dirac"][late], ds["dirac_predicted"][late], rtol=1e-3)
@@ -124,7 +155,11 @@ def test_maps_of_a_pretrained_layer() -> None:
 
 
 def test_three_norms_are_those_of_the_layers_and_keep_their_order() -> None:
-    setting = Setting("builtin:gpt2", (["the lighthouse keeper wound the clock of the island, and the ferry came in at noon"],), samples=1)
+    setting = Setting(
+        "builtin:gpt2",
+        (["the lighthouse keeper wound the clock of the island, and the ferry came in at noon"],),
+        samples=1,
+    )
     ds = recipe("three-norms").compute(setting)
     norms = {name: ds["exact"].sel(norm=name) for name in ds["norm"].values}
     root = np.sqrt(ds["length"])
@@ -133,9 +168,13 @@ def test_three_norms_are_those_of_the_layers_and_keep_their_order() -> None:
     assert bool((norms["every-token"] <= norms["frobenius"] * root * (1 + 1e-3)).all())
     assert bool((norms["frobenius"] <= norms["every-token"] * root * (1 + 1e-3)).all())
     att = setting.capture(1)[1][2].double().select(heads=slice(0, 2))
-    columns = token_oracle.blocks(att, 0, "head").transpose(1, 2).flatten(2, 3)  # (heads, j, i r, D)
+    columns = (
+        token_oracle.blocks(att, 0, "head").transpose(1, 2).flatten(2, 3)
+    )  # (heads, j, i r, D)
     exact = torch.linalg.matrix_norm(columns, 2).amax(-1)
-    np.testing.assert_allclose(norms["one-token"].isel(layer=2, sample=0, head=[0, 1]), exact, rtol=1e-3)
+    np.testing.assert_allclose(
+        norms["one-token"].isel(layer=2, sample=0, head=[0, 1]), exact, rtol=1e-3
+    )
     steepest = norms["every-token"].mean("sample").values
     layer, head = np.unravel_index(steepest.argmax(), steepest.shape)
     assert f"head {head} of layer {layer} (every-token)" in recipe("three-norms").caption(ds)
@@ -153,9 +192,13 @@ def test_token_profiles_name_the_steepest_token_and_leave_padding_out() -> None:
         n = blocks.shape[1]
         truth = torch.linalg.matrix_norm(blocks.transpose(1, 2).flatten(2, 3), 2)
         np.testing.assert_allclose(ds["moved"][0, sample, :1, :n], truth, rtol=1e-5)
-        np.testing.assert_allclose(ds["output_upper"][0, sample, :1, :n], token_oracle.rows(blocks), rtol=1e-5)
+        np.testing.assert_allclose(
+            ds["output_upper"][0, sample, :1, :n], token_oracle.rows(blocks), rtol=1e-5
+        )
         assert not ds["moved"][:, sample, :, n:].any()
-    layer, _, head, token = np.unravel_index(int(ds["moved"][:, :1].values.argmax()), ds["moved"][:, :1].shape)
+    layer, _, head, token = np.unravel_index(
+        int(ds["moved"][:, :1].values.argmax()), ds["moved"][:, :1].shape
+    )
     caption = recipe("token-profile").caption(ds)
     assert f"all heads of layer {layer}" in caption
     assert f'head {head} at "{ds["text"].values[0, token]}"' in caption
@@ -174,7 +217,14 @@ def test_sound_bounds_hold_on_every_map() -> None:
     from lipbound.runs.compare import compare
 
     for map in ("residual", "pre_norm"):
-        ds = compare("builtin:gpt2", samples=2, max_length=12, map=map, bounds=["lipbound", "yudin", "castin_bias"], progress=False)
+        ds = compare(
+            "builtin:gpt2",
+            samples=2,
+            max_length=12,
+            map=map,
+            bounds=["lipbound", "yudin", "castin_bias"],
+            progress=False,
+        )
         for name, entry in ds.attrs["audit"].items():
             assert entry["broken"] == 0, (map, name)
         assert ds["exact"].dims == ("sample", "layer")

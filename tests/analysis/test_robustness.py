@@ -33,20 +33,37 @@ def trained() -> tuple[tf.PreTrainedModel, Tensor, Tensor]:
 def test_pixel_attacks_are_ordered(trained: tuple[tf.PreTrainedModel, Tensor, Tensor]) -> None:
     model, images, labels = trained
     found = robust_accuracy(
-        model, images, labels, mean=[0.5] * 3, std=[0.5] * 3, attacks=("clean", "fgsm-2", "pgd-2", "pgd-60", "fgsm-60", "autoattack-60")
+        model,
+        images,
+        labels,
+        mean=[0.5] * 3,
+        std=[0.5] * 3,
+        attacks=("clean", "fgsm-2", "pgd-2", "pgd-60", "fgsm-60", "autoattack-60"),
     )
     assert found["clean"] == 100
     assert found["clean"] >= found["fgsm-2"] >= found["fgsm-60"]
     assert found["pgd-2"] >= found["pgd-60"] >= found["autoattack-60"]
     assert found["pgd-60"] < 60
-    again = robust_accuracy(model, images, labels, mean=[0.5] * 3, std=[0.5] * 3, attacks=("pgd-60",))
+    again = robust_accuracy(
+        model, images, labels, mean=[0.5] * 3, std=[0.5] * 3, attacks=("pgd-60",)
+    )
     assert again["pgd-60"] == found["pgd-60"]
-    far = robust_accuracy(model, images, labels, mean=[0.5] * 3, std=[0.5] * 3, attacks=("pgd-0.01", "pgd-20"), norm="l2")
+    far = robust_accuracy(
+        model,
+        images,
+        labels,
+        mean=[0.5] * 3,
+        std=[0.5] * 3,
+        attacks=("pgd-0.01", "pgd-20"),
+        norm="l2",
+    )
     assert far["pgd-0.01"] == 100
     assert far["pgd-20"] < 60
 
 
-def test_fgsm_moves_every_pixel_by_the_budget(trained: tuple[tf.PreTrainedModel, Tensor, Tensor]) -> None:
+def test_fgsm_moves_every_pixel_by_the_budget(
+    trained: tuple[tf.PreTrainedModel, Tensor, Tensor],
+) -> None:
     """The accuracy is that of one step along the sign of the gradient, done by hand."""
     model, images, labels = trained
     for budget in (10, 30, 50):
@@ -54,13 +71,23 @@ def test_fgsm_moves_every_pixel_by_the_budget(trained: tuple[tf.PreTrainedModel,
         nn.functional.cross_entropy(model(pixel_values=(x - 0.5) / 0.5).logits, labels).backward()
         assert x.grad is not None
         moved = (images + budget / 255 * x.grad.sign()).clamp(0, 1)
-        by_hand = float((model(pixel_values=(moved - 0.5) / 0.5).logits.argmax(-1) == labels).double().mean()) * 100
-        found = robust_accuracy(model, images, labels, mean=[0.5] * 3, std=[0.5] * 3, attacks=(f"fgsm-{budget}",))
+        by_hand = (
+            float(
+                (model(pixel_values=(moved - 0.5) / 0.5).logits.argmax(-1) == labels)
+                .double()
+                .mean()
+            )
+            * 100
+        )
+        found = robust_accuracy(
+            model, images, labels, mean=[0.5] * 3, std=[0.5] * 3, attacks=(f"fgsm-{budget}",)
+        )
         assert found[f"fgsm-{budget}"] == pytest.approx(by_hand)
 
 
 class Linear(tf.PreTrainedModel):
-    """A network whose attacks can be worked out: blocks that do nothing, then a linear map of the mean token."""
+    """A network whose attacks can be worked out: blocks that do nothing, then a linear map of the
+    mean token."""
 
     config_class = tf.BertConfig
 
@@ -70,11 +97,17 @@ class Linear(tf.PreTrainedModel):
         self.layers = nn.ModuleList([nn.Identity() for _ in range(config.num_hidden_layers)])
         self.head = nn.Linear(config.hidden_size, 2)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: object) -> object:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: object
+    ) -> object:
         x = self.embed(input_ids)
         for layer in self.layers:
             x = layer(x)
-        weights = torch.ones_like(x[..., :1]) if attention_mask is None else attention_mask[..., None].to(x.dtype)
+        weights = (
+            torch.ones_like(x[..., :1])
+            if attention_mask is None
+            else attention_mask[..., None].to(x.dtype)
+        )
         from transformers.modeling_outputs import SequenceClassifierOutput
 
         return SequenceClassifierOutput(logits=self.head((x * weights).sum(1) / weights.sum(1)))
@@ -90,7 +123,9 @@ def test_linear_network_is_attacked_exactly_at_its_margin() -> None:
     radius = first_order_radius(model, inputs)
     w = model.head.weight[0] - model.head.weight[1]
     slope = float(w.norm()) / math.sqrt(5)  # the mean over five tokens
-    torch.testing.assert_close(radius, (logits[:, 0] - logits[:, 1]).abs().double() / slope, rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        radius, (logits[:, 0] - logits[:, 1]).abs().double() / slope, rtol=1e-4, atol=0
+    )
     for quantile in (0.3, 0.7):
         size = float(radius.quantile(quantile)) * 1.001
         found = embedding_accuracy(model, inputs, labels, size)
@@ -99,7 +134,9 @@ def test_linear_network_is_attacked_exactly_at_its_margin() -> None:
         assert found["first_order"] == pytest.approx(expected)
         assert found["gradient"] == pytest.approx(expected)
         assert found["pgd"] == pytest.approx(expected)
-        assert found["singular"] >= expected  # along another direction than the difference of logits
+        assert (
+            found["singular"] >= expected
+        )  # along another direction than the difference of logits
 
 
 def test_text_classifier_and_padding() -> None:

@@ -15,7 +15,12 @@ def test_out_is_the_function_the_oracle_differentiates(att: Attention) -> None:
     for s in range(att.samples):
         keep = slice(None) if att.valid is None else att.valid[s]
         for h in range(att.heads):
-            torch.testing.assert_close(head_function(att, s, h)(att.x[s][keep]), att.out[s, h][keep], rtol=1e-11, atol=1e-11)
+            torch.testing.assert_close(
+                head_function(att, s, h)(att.x[s][keep]),
+                att.out[s, h][keep],
+                rtol=1e-11,
+                atol=1e-11,
+            )
 
 
 def test_rows_of_p_sum_to_one_and_padding_takes_no_part() -> None:
@@ -26,13 +31,32 @@ def test_rows_of_p_sum_to_one_and_padding_takes_no_part() -> None:
     assert not att.out[1, :, 4:].any()
     changed = att.x.clone()
     changed[1, 4:] = math.nan  # not even the values of padded tokens matter
-    again = Attention(changed, att.w_q, att.w_k, att.w_v, b_q=att.b_q, b_k=att.b_k, b_v=att.b_v, mask=att.mask, valid=att.valid)
+    again = Attention(
+        changed,
+        att.w_q,
+        att.w_k,
+        att.w_v,
+        b_q=att.b_q,
+        b_k=att.b_k,
+        b_v=att.b_v,
+        mask=att.mask,
+        valid=att.valid,
+    )
     assert torch.equal(again.out, att.out)
 
 
 def test_padding_equals_leaving_tokens_out() -> None:
     att = random_attention("padded")
-    short = Attention(att.x[1:, :4], att.w_q, att.w_k, att.w_v, b_q=att.b_q, b_k=att.b_k, b_v=att.b_v, mask=causal(4))
+    short = Attention(
+        att.x[1:, :4],
+        att.w_q,
+        att.w_k,
+        att.w_v,
+        b_q=att.b_q,
+        b_k=att.b_k,
+        b_v=att.b_v,
+        mask=causal(4),
+    )
     torch.testing.assert_close(att.out[1:, :, :4], short.out)
 
 
@@ -118,8 +142,12 @@ def test_the_mask_may_have_a_dtype_of_its_own() -> None:
     assert att.double().mask is att.mask
     wide = att.double().with_parts(scoring=att.scoring.map(torch.Tensor.double))
     assert torch.equal(att.double().p, wide.p)
-    assert torch.equal(lb.spectral_norm(att.double(), delta=1e-6).upper, lb.spectral_norm(wide, delta=1e-6).upper)
-    again = Attention(att.x.double(), att.w_q.double(), att.w_k.double(), att.w_v.double(), mask=att.mask)
+    assert torch.equal(
+        lb.spectral_norm(att.double(), delta=1e-6).upper, lb.spectral_norm(wide, delta=1e-6).upper
+    )
+    again = Attention(
+        att.x.double(), att.w_q.double(), att.w_k.double(), att.w_v.double(), mask=att.mask
+    )
     torch.testing.assert_close(again.p, wide.p)
 
 
@@ -129,10 +157,14 @@ def test_values_without_derivatives_do_not_serve_where_these_are_wanted() -> Non
     with torch.no_grad():
         before = (att.p, lb.bounds.get("lipbound_block")(att), lb.bounds.get("yudin")(att))
     after = (att.p, lb.bounds.get("lipbound_block")(att), lb.bounds.get("yudin")(att))
-    for old, new, rtol in zip(before, after, (1e-12, 1e-5, 1e-12), strict=True):  # our bounds have float32 products where no derivatives are wanted
+    for old, new, rtol in zip(
+        before, after, (1e-12, 1e-5, 1e-12), strict=True
+    ):  # our bounds have float32 products where no derivatives are wanted
         assert (old.requires_grad, new.requires_grad) == (False, True)
         torch.testing.assert_close(old, new.detach(), rtol=rtol, atol=0)
-        assert bool(torch.isfinite(torch.autograd.grad(new.sum(), att.x, retain_graph=True)[0]).all())
+        assert bool(
+            torch.isfinite(torch.autograd.grad(new.sum(), att.x, retain_graph=True)[0]).all()
+        )
 
 
 @pytest.mark.parametrize("part", ["mask", "norm_q"])
@@ -140,7 +172,14 @@ def test_so_do_values_of_other_parts_with_derivatives(part: str) -> None:
     own = random_attention("plain")
     norm = QKNorm(torch.ones(own.heads, own.d, dtype=torch.float64, requires_grad=True), eps=1e-6)
     mask = torch.zeros(own.tokens, own.tokens, dtype=torch.float64, requires_grad=True)
-    att = Attention(own.x, own.w_q, own.w_k, own.w_v, mask=mask if part == "mask" else None, norm_q=norm if part == "norm_q" else None)
+    att = Attention(
+        own.x,
+        own.w_q,
+        own.w_k,
+        own.w_v,
+        mask=mask if part == "mask" else None,
+        norm_q=norm if part == "norm_q" else None,
+    )
     with torch.no_grad():
         assert not att.p.requires_grad
     assert att.p.requires_grad
@@ -150,5 +189,7 @@ def test_a_bias_of_keys_costs_no_digits_where_only_queries_are_normalised() -> N
     own = random_attention("plain")
     norm = QKNorm(torch.ones(own.heads, own.d, dtype=torch.float64), eps=1e-6)
     bias = torch.full((own.heads, own.d), 1e8, dtype=torch.float64)
-    without, with_bias = (Attention(own.x, own.w_q, own.w_k, own.w_v, b_k=b, norm_q=norm) for b in (None, bias))
+    without, with_bias = (
+        Attention(own.x, own.w_q, own.w_k, own.w_v, b_k=b, norm_q=norm) for b in (None, bias)
+    )
     assert torch.equal(without.p, with_bias.p)

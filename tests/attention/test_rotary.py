@@ -1,4 +1,5 @@
-"""Rotary position embeddings: exact norms and our bounds against dense Jacobians, and against Llama's own attention module."""
+"""Rotary position embeddings: exact norms and our bounds against dense Jacobians, and against
+Llama's own attention module."""
 
 import math
 
@@ -24,8 +25,18 @@ from lipbound.jacobians.spectral_norm import l2_spectral_norm
 from lipbound.reporting.page.details import of_layer
 
 
-def rotary(seed: int, n: int = 5, d: int = 4, d_v: int = 3, r: int = 2, scale: float = 1.0, factor: float = 1.0, kind: str = "biases",
-           samples: int = 2, heads: int = 3) -> Attention:  # fmt: skip
+def rotary(
+    seed: int,
+    n: int = 5,
+    d: int = 4,
+    d_v: int = 3,
+    r: int = 2,
+    scale: float = 1.0,
+    factor: float = 1.0,
+    kind: str = "biases",
+    samples: int = 2,
+    heads: int = 3,
+) -> Attention:
     """A small layer."""
     g = torch.Generator().manual_seed(seed)
 
@@ -34,15 +45,29 @@ def rotary(seed: int, n: int = 5, d: int = 4, d_v: int = 3, r: int = 2, scale: f
 
     turn = Rotation.of_angles(3 * draw(n, r))
     turn = Rotation(factor * turn.cos, factor * turn.sin)
-    extra: dict = {"b_q": draw(heads, d), "b_k": 3 * draw(heads, d), "b_v": 5 * draw(heads, d_v)} if kind != "plain" else {}
+    extra: dict = (
+        {"b_q": draw(heads, d), "b_k": 3 * draw(heads, d), "b_v": 5 * draw(heads, d_v)}
+        if kind != "plain"
+        else {}
+    )
     if kind == "causal":
         extra["mask"] = causal(n)
     if kind == "padded":
-        extra["valid"] = torch.arange(n) < torch.tensor([n, max(1, n - 2)] * samples)[:samples, None]
+        extra["valid"] = (
+            torch.arange(n) < torch.tensor([n, max(1, n - 2)] * samples)[:samples, None]
+        )
     x = scale * draw(samples, n, 7)
     if kind == "repeated":
         x[:, 1:] = x[:, :1]
-    return Attention(x, draw(heads, 7, d), draw(heads, 7, d), draw(heads, 7, d_v), w_o=draw(heads, d_v, 7), rotation=turn, **extra)
+    return Attention(
+        x,
+        draw(heads, 7, d),
+        draw(heads, 7, d),
+        draw(heads, 7, d_v),
+        w_o=draw(heads, d_v, 7),
+        rotation=turn,
+        **extra,
+    )
 
 
 KINDS = ("plain", "biases", "causal", "padded", "repeated")
@@ -52,8 +77,16 @@ KINDS = ("plain", "biases", "causal", "padded", "repeated")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_vectors_are_turned_alike_with_and_without_derivatives(r: int, dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(r)
-    for x, angles in (((2, 3, 5, 6), (5, r)), ((1, 4, 6), (5, 1, r)), ((5, 4, 6), (5, 1, r)), ((0, 5, 6), (5, r))):
-        y, a = torch.randn(x, generator=g, dtype=dtype), torch.randn(angles, generator=g, dtype=dtype)
+    for x, angles in (
+        ((2, 3, 5, 6), (5, r)),
+        ((1, 4, 6), (5, 1, r)),
+        ((5, 4, 6), (5, 1, r)),
+        ((0, 5, 6), (5, r)),
+    ):
+        y, a = (
+            torch.randn(x, generator=g, dtype=dtype),
+            torch.randn(angles, generator=g, dtype=dtype),
+        )
         before = y.clone()
         with torch.no_grad():
             found = turned(y, a.cos(), a.sin())
@@ -73,12 +106,18 @@ def test_vectors_are_turned_alike_with_and_without_derivatives(r: int, dtype: to
     factor=st.sampled_from([1.0, 1.3]),
     kind=st.sampled_from(KINDS),
 )
-def test_exact_norms_and_bounds(seed: int, n: int, d: int, d_v: int, part: float, scale: float, factor: float, kind: str) -> None:
+def test_exact_norms_and_bounds(
+    seed: int, n: int, d: int, d_v: int, part: float, scale: float, factor: float, kind: str
+) -> None:
     """60 shapes x 15 heads."""
-    att = rotary(seed, n, d, d_v, max(1, round(part * (d // 2))), scale, factor, kind, samples=3, heads=5)
+    att = rotary(
+        seed, n, d, d_v, max(1, round(part * (d // 2))), scale, factor, kind, samples=3, heads=5
+    )
     exact = oracle(att)
     slack = 3 * tensor_error(att) + 1e-9 * exact
-    assert bool(((lb.spectral_norm(att, tol=1e-10).lower - exact).abs() <= 1e-8 * exact + slack).all())
+    assert bool(
+        ((lb.spectral_norm(att, tol=1e-10).lower - exact).abs() <= 1e-8 * exact + slack).all()
+    )
     for name in ("lipbound", "lipbound_block"):
         value = lb.bounds.get(name)(att)
         assert bool((value >= exact * (1 - 1e-9)).all()), name
@@ -91,7 +130,9 @@ def test_parts_of_attention_keep_the_rotation() -> None:
     torch.testing.assert_close(oracle(att.select(slice(1, 2), slice(1, 3))), whole[1:, 1:])
     torch.testing.assert_close(oracle(att.unpadded(1)), whole[1:])
     single = att._map(lambda t: t.float() if t.is_floating_point() else t)
-    torch.testing.assert_close(lb.spectral_norm(single, tol=1e-6).lower, whole.double(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        lb.spectral_norm(single, tol=1e-6).lower, whole.double(), rtol=1e-4, atol=0
+    )
     torch.testing.assert_close(oracle(single.double()), whole, rtol=1e-4, atol=0)
     found = of_layer(att.unpadded(0), "head", ["lipbound"])
     assert sum(found.parts.values()) == pytest.approx(1)
@@ -101,21 +142,48 @@ def test_parts_of_attention_keep_the_rotation() -> None:
 
 
 def test_no_rotation_is_the_plain_layer() -> None:
-    """By angles of zero, our bounds are at most those of plain layers plus what the rotary form loses, and exact norms agree."""
+    """By angles of zero, our bounds are at most those of plain layers plus what the rotary form
+    loses, and exact norms agree."""
     still = rotary(7, n=6)
     zero = Rotation.of_angles(torch.zeros(6, 2))
     plain, turned = (
-        Attention(still.x, still.w_q, still.w_k, still.w_v, b_q=still.b_q, b_k=still.b_k, b_v=still.b_v, rotation=r) for r in (None, zero)
+        Attention(
+            still.x,
+            still.w_q,
+            still.w_k,
+            still.w_v,
+            b_q=still.b_q,
+            b_k=still.b_k,
+            b_v=still.b_v,
+            rotation=r,
+        )
+        for r in (None, zero)
     )
-    torch.testing.assert_close(lb.spectral_norm(plain, tol=1e-10).lower, lb.spectral_norm(turned, tol=1e-10).lower, rtol=1e-9, atol=0)
-    torch.testing.assert_close(lb.bounds.get("lipbound_block")(plain), lb.bounds.get("lipbound_block")(turned), rtol=0.01, atol=0)
+    torch.testing.assert_close(
+        lb.spectral_norm(plain, tol=1e-10).lower,
+        lb.spectral_norm(turned, tol=1e-10).lower,
+        rtol=1e-9,
+        atol=0,
+    )
+    torch.testing.assert_close(
+        lb.bounds.get("lipbound_block")(plain),
+        lb.bounds.get("lipbound_block")(turned),
+        rtol=0.01,
+        atol=0,
+    )
     assert bool((lb.bounds.get("lipbound")(turned) <= 1.5 * lb.bounds.get("lipbound")(plain)).all())
 
 
 def test_llamas_own_module() -> None:
     """The same map, and norm, as the attention module of transformers, shared keys included."""
     torch.manual_seed(0)
-    config = tf.LlamaConfig(hidden_size=16, num_attention_heads=4, num_key_value_heads=2, attention_bias=True, max_position_embeddings=32)
+    config = tf.LlamaConfig(
+        hidden_size=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_bias=True,
+        max_position_embeddings=32,
+    )
     config._attn_implementation = "sdpa"  # eager attention takes its softmax in float32
     module = LlamaAttention(config, 0).double().eval()
     for parameter in module.parameters():
@@ -130,7 +198,9 @@ def test_llamas_own_module() -> None:
         groups = 4 // len(w)
         return w.repeat_interleave(groups, 0).detach(), b.repeat_interleave(groups, 0).detach()
 
-    (w_q, b_q), (w_k, b_k), (w_v, b_v) = (heads(p) for p in (module.q_proj, module.k_proj, module.v_proj))
+    (w_q, b_q), (w_k, b_k), (w_v, b_v) = (
+        heads(p) for p in (module.q_proj, module.k_proj, module.v_proj)
+    )
     w_o = module.o_proj.weight.mT.reshape(4, d, 16).detach()
     att = Attention(
         x,
@@ -153,7 +223,9 @@ def test_llamas_own_module() -> None:
     torch.testing.assert_close(mine + module.o_proj.bias, whole(x[0]), rtol=1e-10, atol=1e-10)
     jacobian = torch.autograd.functional.jacobian(whole, x[0]).reshape(n * 16, n * 16)
     exact = float(torch.linalg.matrix_norm(jacobian, 2))
-    assert float(lb.spectral_norm(att, map="layer", tol=1e-10).lower) == pytest.approx(exact, rel=1e-8)
+    assert float(lb.spectral_norm(att, map="layer", tol=1e-10).lower) == pytest.approx(
+        exact, rel=1e-8
+    )
     assert bool((lb.bounds.get("lipbound")(att) <= 2 * lb.spectral_norm(att, tol=1e-9).lower).all())
 
 
@@ -164,16 +236,23 @@ def test_what_does_not_know_of_rotations_refuses_them() -> None:
             with pytest.raises(AttentionError, match="does not cover rotary"):
                 lb.bounds.get(name)(att)
     for call in (
-        lambda: adversarial_inputs.lower_bound(att, 4, 1.0), lambda: adversarial_inputs.large_radius_limit(att),
-        lambda: mean_field.weighted_norm(att, torch.full((2, 5), 0.2, dtype=torch.float64)), lambda: mean_field.query_block_norms(att),
-        lambda: l2_spectral_norm(att), lambda: lb.bounds.get("castin_bias").over_ball(att, 0.1),
-    ):  # fmt: skip
+        lambda: adversarial_inputs.lower_bound(att, 4, 1.0),
+        lambda: adversarial_inputs.large_radius_limit(att),
+        lambda: mean_field.weighted_norm(att, torch.full((2, 5), 0.2, dtype=torch.float64)),
+        lambda: mean_field.query_block_norms(att),
+        lambda: l2_spectral_norm(att),
+        lambda: lb.bounds.get("castin_bias").over_ball(att, 0.1),
+    ):
         with pytest.raises(AttentionError, match="does not cover rotary"):
             call()
 
 
 def test_bad_rotations() -> None:
-    for cos, sin in ((torch.ones(3), torch.ones(3)), (torch.ones(3, 2), torch.ones(3, 1)), (torch.full((3, 2), math.nan), torch.ones(3, 2))):
+    for cos, sin in (
+        (torch.ones(3), torch.ones(3)),
+        (torch.ones(3, 2), torch.ones(3, 1)),
+        (torch.full((3, 2), math.nan), torch.ones(3, 2)),
+    ):
         with pytest.raises(LipboundError, match=r"must be \(N, r\)|NaN or infinite"):
             Rotation(cos, sin)
     att = rotary(1)

@@ -69,7 +69,9 @@ def test_relative_accuracy_near_one_hot(a: float) -> None:
         low, high = max(q), p1 * (sum(q) + max(q))
         for _ in range(300):
             mid = (low + high) / 2
-            low, high = (mid, high) if p1 / (p1 - mid) - sum(x / (mid - x) for x in q) < 0 else (low, mid)
+            low, high = (
+                (mid, high) if p1 / (p1 - mid) - sum(x / (mid - x) for x in q) < 0 else (low, mid)
+            )
         exact = low
         norm = jacobian_norm(torch.tensor([[1 - rest.sum(), *rest]], dtype=torch.float64))
         slack = 1e-13 if a > 1e-300 else 1e-12
@@ -91,7 +93,9 @@ def test_g1_does_not_cancel_in_float32() -> None:
     z[0, 0] = 22.1
     p = torch.softmax(z, -1)
     naive = p.float().topk(2).values[0]
-    assert float(naive[0] * (1 - naive[0] + naive[1])) < 0.5 * float(jacobian_norm(p).lower)  # the printed form is no upper bound
+    assert float(naive[0] * (1 - naive[0] + naive[1])) < 0.5 * float(
+        jacobian_norm(p).lower
+    )  # the printed form is no upper bound
     assert float(g(p.float())) == pytest.approx(float(g(p)), rel=1e-5)
     assert float(g(p)) >= float(jacobian_norm(p).lower)
 
@@ -107,31 +111,43 @@ def test_g_k_bounds_the_kth_singular_value() -> None:
 
 
 def test_g1_is_differentiable() -> None:
-    z = torch.randn(3, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
+    z = torch.randn(
+        3, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True
+    )
     assert torch.autograd.gradcheck(lambda t: g(torch.softmax(t, -1)), z)
 
 
 def test_largest_norm_is_the_maximum_over_rows() -> None:
     p = torch.stack([rows(regime, 16, 2.0, 1) for regime in REGIMES])
     p = torch.softmax(p.log() * 1.3, -1)
-    torch.testing.assert_close(largest_jacobian_norm(p), jacobian_norm(p).upper.amax(-1), rtol=1e-14, atol=0)
+    torch.testing.assert_close(
+        largest_jacobian_norm(p), jacobian_norm(p).upper.amax(-1), rtol=1e-14, atol=0
+    )
     padded = p.clone()
     padded[:, 8:] = 0
-    torch.testing.assert_close(largest_jacobian_norm(padded), jacobian_norm(p[:, :8]).upper.amax(-1), rtol=1e-14, atol=0)
+    torch.testing.assert_close(
+        largest_jacobian_norm(padded), jacobian_norm(p[:, :8]).upper.amax(-1), rtol=1e-14, atol=0
+    )
     assert largest_jacobian_norm(torch.ones(2, 3, 1, 1)).tolist() == [[0, 0, 0], [0, 0, 0]]
 
 
 @examples(150)
 @given(st.sampled_from(REGIMES), st.integers(1, 12), st.floats(1e-4, 30), st.integers(0, 1000))
-def test_all_singular_values_against_dense_ones(regime: str, n: int, spread: float, seed: int) -> None:
+def test_all_singular_values_against_dense_ones(
+    regime: str, n: int, spread: float, seed: int
+) -> None:
     p = rows(regime, n, spread, seed) if n > 1 else torch.ones(3, 1, dtype=torch.float64)
     q = p / p.sum(-1, keepdim=True)
     dense = torch.linalg.eigvalsh(torch.diag_embed(q) - q[..., :, None] * q[..., None, :]).flip(-1)
     for k in range(1, n + 1):
         found = singular_value(p, k)
         assert bool((found.lower <= found.upper).all())
-        torch.testing.assert_close(found.lower, dense[..., k - 1].clamp_min(0), rtol=1e-9, atol=3e-15 * n)
-        torch.testing.assert_close(found.upper, dense[..., k - 1].clamp_min(0), rtol=1e-9, atol=3e-15 * n)
+        torch.testing.assert_close(
+            found.lower, dense[..., k - 1].clamp_min(0), rtol=1e-9, atol=3e-15 * n
+        )
+        torch.testing.assert_close(
+            found.upper, dense[..., k - 1].clamp_min(0), rtol=1e-9, atol=3e-15 * n
+        )
 
 
 def test_largest_singular_value_is_the_norm() -> None:
@@ -149,11 +165,22 @@ def test_interlacing_holds(regime: str, n: int, spread: float, seed: int) -> Non
 
 
 def test_interlacing_would_notice() -> None:
-    """The chain of other numbers than a softmax Jacobian's: g_1 without its second term is no bound."""
+    """The chain of other numbers than a softmax Jacobian's: g_1 without its second term is no
+    bound."""
     p = torch.tensor([[0.4, 0.35, 0.25]], dtype=torch.float64)
     assert float(jacobian_norm(p).lower) > 0.4 * (1 - 0.4)
     slack = interlacing(p, 8)[0]
-    values = [0.4, float(g(p)), float(singular_value(p, 1).upper), 0.35, float(g(p, 2)), float(singular_value(p, 2).upper), 0.25, float(g(p, 3)), 0.0]
+    values = [
+        0.4,
+        float(g(p)),
+        float(singular_value(p, 1).upper),
+        0.35,
+        float(g(p, 2)),
+        float(singular_value(p, 2).upper),
+        0.25,
+        float(g(p, 3)),
+        0.0,
+    ]
     expected = [(a - b) / a for a, b in itertools.pairwise(values)]
     np.testing.assert_allclose(slack.numpy(), expected, rtol=1e-12)
 
@@ -166,11 +193,12 @@ def test_orders_outside_the_row() -> None:
         interlacing(p, 12)
 
 
-# -- other norms ----------------------------------------------------------------------------------------------------------
+# -- other norms -----------------------------------------------------------------------------------
 
 
 def jacobian(p: Tensor) -> Tensor:
-    """diag(p) - p p^T, p_i - p_i^2 as p_i times the sum of the others, from which nothing cancels."""
+    """diag(p) - p p^T, p_i - p_i^2 as p_i times the sum of the others, from which
+    nothing cancels."""
     off = p[..., :, None] * p[..., None, :] * (1 - torch.eye(p.shape[-1], dtype=p.dtype))
     return torch.diag_embed(off.sum(-1)) - off
 
@@ -195,8 +223,16 @@ def test_norms_by_enumeration(regime: str, n: int, spread: float, seed: int) -> 
 
 
 @examples(50)
-@given(st.sampled_from(REGIMES), st.integers(6, 14), st.floats(1e-2, 10), st.integers(1, 5), st.integers(0, 1000))
-def test_ends_hold_the_best_of_all_subsets(regime: str, n: int, spread: float, largest: int, seed: int) -> None:
+@given(
+    st.sampled_from(REGIMES),
+    st.integers(6, 14),
+    st.floats(1e-2, 10),
+    st.integers(1, 5),
+    st.integers(0, 1000),
+)
+def test_ends_hold_the_best_of_all_subsets(
+    regime: str, n: int, spread: float, largest: int, seed: int
+) -> None:
     """Where not all entries are split by enumeration."""
     p = rows(regime, n, spread, seed)
     sums = p @ (signs(n).T + 1) / 2
@@ -208,7 +244,10 @@ def test_ends_hold_the_best_of_all_subsets(regime: str, n: int, spread: float, l
 
 
 def test_ends_are_near_on_long_rows() -> None:
-    p = torch.softmax(3 * torch.randn(4, 3, 500, generator=torch.Generator().manual_seed(0), dtype=torch.float64), -1)
+    p = torch.softmax(
+        3 * torch.randn(4, 3, 500, generator=torch.Generator().manual_seed(0), dtype=torch.float64),
+        -1,
+    )
     found = splitting_norm(p)
     assert found.lower.shape == (4, 3)
     assert float((found.upper - found.lower).max()) < 1e-3
@@ -218,8 +257,14 @@ def test_ends_are_near_on_long_rows() -> None:
 
 def test_rows_that_saturate_keep_their_digits() -> None:
     """4 p (1 - p) near one-hot rows, and rows of padding."""
-    p = torch.tensor([[1 - 2.0**-40, 2.0**-40, 0.0], [1.0, 1e-200, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
-    found, expected = splitting_norm(p), torch.tensor([4 * 2.0**-40 * (1 - 2.0**-40), 4e-200, 0.0, 0.0], dtype=torch.float64)
+    p = torch.tensor(
+        [[1 - 2.0**-40, 2.0**-40, 0.0], [1.0, 1e-200, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]],
+        dtype=torch.float64,
+    )
+    found, expected = (
+        splitting_norm(p),
+        torch.tensor([4 * 2.0**-40 * (1 - 2.0**-40), 4e-200, 0.0, 0.0], dtype=torch.float64),
+    )
     torch.testing.assert_close(found.lower, expected, rtol=1e-12, atol=0)
     torch.testing.assert_close(found.upper, expected, rtol=1e-12, atol=0)
     torch.testing.assert_close(2 * largest_entry_norm(p), expected, rtol=1e-12, atol=0)
@@ -227,9 +272,18 @@ def test_rows_that_saturate_keep_their_digits() -> None:
 
 
 @examples(50)
-@given(st.sampled_from(REGIMES), st.integers(2, 8), st.floats(1e-2, 10), st.floats(1, 20), st.integers(0, 1000))
-def test_no_change_exceeds_the_norm_in_any_lp(regime: str, n: int, spread: float, power: float, seed: int) -> None:
-    """Vectors of every kind, and steps of power iteration in l_q from them, which only increase the quotient."""
+@given(
+    st.sampled_from(REGIMES),
+    st.integers(2, 8),
+    st.floats(1e-2, 10),
+    st.floats(1, 20),
+    st.integers(0, 1000),
+)
+def test_no_change_exceeds_the_norm_in_any_lp(
+    regime: str, n: int, spread: float, power: float, seed: int
+) -> None:
+    """Vectors of every kind, and steps of power iteration in l_q from them, which only increase the
+    quotient."""
     p = rows(regime, n, spread, seed)
     m, bound = jacobian(p), largest_entry_norm(p)
     assert bool((bound <= LARGEST_LP_NORM).all())
@@ -237,10 +291,18 @@ def test_no_change_exceeds_the_norm_in_any_lp(regime: str, n: int, spread: float
     for _ in range(20):
         image = (m @ y[..., None])[..., 0]
         lengths = torch.linalg.vector_norm(image, power, dim=-1)
-        assert bool((lengths <= bound * torch.linalg.vector_norm(y, power, dim=-1) * (1 + 1e-12) + 1e-300).all())
-        dual = image.sign() * (image.abs() / image.abs().amax(-1, keepdim=True).clamp_min(1e-300)) ** (power - 1)
+        assert bool(
+            (
+                lengths <= bound * torch.linalg.vector_norm(y, power, dim=-1) * (1 + 1e-12) + 1e-300
+            ).all()
+        )
+        dual = image.sign() * (
+            image.abs() / image.abs().amax(-1, keepdim=True).clamp_min(1e-300)
+        ) ** (power - 1)
         y = (m @ dual[..., None])[..., 0]
-        y = y.sign() * (y.abs() / y.abs().amax(-1, keepdim=True).clamp_min(1e-300)) ** (1 / max(power - 1, 0.05))
+        y = y.sign() * (y.abs() / y.abs().amax(-1, keepdim=True).clamp_min(1e-300)) ** (
+            1 / max(power - 1, 0.05)
+        )
 
 
 def test_largest_entry_norm_has_derivatives() -> None:

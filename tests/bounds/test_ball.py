@@ -24,7 +24,13 @@ WITH_RADIUS = [name for name in bounds.names() if bounds.get(name).ball is not N
 def test_no_bound_is_below_the_adversary(kind: str, norm: str) -> None:
     """12 kinds x 6 heads x 3 radii x 2 norms: 432 heads; of `make test` the largest radius."""
     att = random_attention(kind, seed=3)
-    exact, radii = oracle(att), [relative * float(att.x.norm(dim=-1).mean()) for relative in (1.0, 0.03, 1e-3)[: part(3, 1)]]
+    exact, radii = (
+        oracle(att),
+        [
+            relative * float(att.x.norm(dim=-1).mean())
+            for relative in (1.0, 0.03, 1e-3)[: part(3, 1)]
+        ],
+    )
     values = bounds.over_ball(att, radii, norm=norm)
     for radius, value in zip(radii, values.unbind(-1), strict=True):
         found = adversary.attack(att, radius, norm=norm, steps=8, starts=2).norm
@@ -33,7 +39,12 @@ def test_no_bound_is_below_the_adversary(kind: str, norm: str) -> None:
         for name in WITH_RADIUS:
             bound = bounds.get(name)
             if name != "specformer":  # which is none for small inputs
-                assert bool((~bound.sound(att) | (bound.over_ball(att, radius, norm=norm) >= found * (1 - 1e-9))).all()), name
+                assert bool(
+                    (
+                        ~bound.sound(att)
+                        | (bound.over_ball(att, radius, norm=norm) >= found * (1 - 1e-9))
+                    ).all()
+                ), name
 
 
 @pytest.mark.each_value(kind=HARD)
@@ -45,7 +56,16 @@ def test_the_adversary_stays_in_the_ball_and_attains_its_norm(att: Attention, no
     assert float((move if norm == "token" else move.norm(dim=-1)).max()) <= radius
     for h in range(att.heads):
         there = Attention(
-            found.x[:, h], att.w_q, att.w_k, att.w_v, b_q=att.b_q, b_k=att.b_k, b_v=att.b_v, scale=att.scale, mask=att.mask, valid=att.valid
+            found.x[:, h],
+            att.w_q,
+            att.w_k,
+            att.w_v,
+            b_q=att.b_q,
+            b_k=att.b_k,
+            b_v=att.b_v,
+            scale=att.scale,
+            mask=att.mask,
+            valid=att.valid,
         )
         torch.testing.assert_close(found.norm[:, h], oracle(there)[:, h], rtol=1e-5, atol=0)
 
@@ -56,11 +76,16 @@ def test_the_adversary_climbs() -> None:
 
 
 @pytest.mark.parametrize(("norm", "seed", "head"), [("frobenius", 0, (1, 0)), ("token", 1, (1, 1))])
-def test_the_adversary_turns_sharp_queries_to_other_keys(norm: str, seed: int, head: tuple[int, int]) -> None:
-    """Where attention is nearly one-hot, J does not change at first, and grows by factors once another key is reached."""
+def test_the_adversary_turns_sharp_queries_to_other_keys(
+    norm: str, seed: int, head: tuple[int, int]
+) -> None:
+    """Where attention is nearly one-hot, J does not change at first, and grows by factors once
+    another key is reached."""
     att = random_attention("sharp", seed=seed)
     radius = 0.03 * float(att.x.norm(dim=-1).mean())
-    found, without = (adversary.attack(att, radius, norm=norm, steps=4, starts=starts).norm for starts in (7, 6))
+    found, without = (
+        adversary.attack(att, radius, norm=norm, steps=4, starts=starts).norm for starts in (7, 6)
+    )
     assert bool((found >= without).all())
     assert float(found[head]) > 1.7 * float(without[head])
     assert bool((found <= bounds.over_ball(att, radius, norm=norm) * (1 + 1e-9)).all())
@@ -69,7 +94,12 @@ def test_the_adversary_turns_sharp_queries_to_other_keys(norm: str, seed: int, h
 @pytest.mark.each_value(kind=HARD)
 @pytest.mark.parametrize("norm", NORMS)
 def test_radius_zero_is_the_point(att: Attention, norm: str) -> None:
-    torch.testing.assert_close(bounds.over_ball(att, 0.0, norm=norm, at="lipbound"), bounds.get("lipbound")(att), rtol=1e-5, atol=1e-12)
+    torch.testing.assert_close(
+        bounds.over_ball(att, 0.0, norm=norm, at="lipbound"),
+        bounds.get("lipbound")(att),
+        rtol=1e-5,
+        atol=1e-12,
+    )
     assert bool((bounds.over_ball(att, 0, norm=norm) <= oracle(att) * (1 + 2e-3)).all())
     for name in WITH_RADIUS:
         value, point = bounds.get(name).over_ball(att, 0, norm=norm), bounds.get(name)(att)
@@ -97,9 +127,21 @@ def test_intervals_hold_the_rows_of_moved_inputs(att: Attention, norm: str) -> N
         for radius in (1e-2, 0.5):
             low, high = reachable_rows(one, radius, norm)
             move = torch.randn(40, *one.x.shape[1:], generator=g, dtype=torch.float64)
-            size = move.norm(dim=-1, keepdim=True) if norm == "token" else torch.linalg.vector_norm(move, dim=(1, 2), keepdim=True)
+            size = (
+                move.norm(dim=-1, keepdim=True)
+                if norm == "token"
+                else torch.linalg.vector_norm(move, dim=(1, 2), keepdim=True)
+            )
             moved = Attention(
-                one.x + radius * move / size, one.w_q, one.w_k, one.w_v, b_q=one.b_q, b_k=one.b_k, b_v=one.b_v, scale=one.scale, mask=one.mask
+                one.x + radius * move / size,
+                one.w_q,
+                one.w_k,
+                one.w_v,
+                b_q=one.b_q,
+                b_k=one.b_k,
+                b_v=one.b_v,
+                scale=one.scale,
+                mask=one.mask,
             )
             assert bool((moved.p >= low * (1 - 1e-9)).all())
             assert bool((moved.p <= high * (1 + 1e-9)).all())
@@ -115,16 +157,24 @@ def test_softmax_interval_is_attained_at_corners() -> None:
     for j in range(3):
         sign = -torch.ones(4, dtype=torch.float64)
         sign[j] = 1
-        assert float(high[0, j]) == pytest.approx(float(torch.softmax(scores + sign * tau, -1)[0, j]), rel=1e-10)
-        assert float(low[0, j]) == pytest.approx(float(torch.softmax(scores - sign * tau, -1)[0, j]), rel=1e-10)
+        assert float(high[0, j]) == pytest.approx(
+            float(torch.softmax(scores + sign * tau, -1)[0, j]), rel=1e-10
+        )
+        assert float(low[0, j]) == pytest.approx(
+            float(torch.softmax(scores - sign * tau, -1)[0, j]), rel=1e-10
+        )
     assert float(low[0, 3]) == float(high[0, 3]) == 0
 
 
 def test_intervals_reach_zero_where_scores_are_far_apart() -> None:
-    low, high = softmax_interval(torch.tensor([[0.0, -1.0]], dtype=torch.float64), torch.tensor([[1600.0, 800.0]], dtype=torch.float64))
+    low, high = softmax_interval(
+        torch.tensor([[0.0, -1.0]], dtype=torch.float64),
+        torch.tensor([[1600.0, 800.0]], dtype=torch.float64),
+    )
     assert float(low.max()) < 1e-300
     assert float(high.min()) > 1 - 1e-12
-    # two one-hot tokens that a wide ball lets tie: the norm there is far above what rows that stay one-hot would allow
+    # two one-hot tokens that a wide ball lets tie: the norm there is far above what rows that stay
+    # one-hot would allow
     eye = torch.eye(2, dtype=torch.float64)
     move = torch.tensor([[30.0, -30.0], [30.0, -30.0]], dtype=torch.float64) * 0.98
     att = Attention(5 * eye[None], eye[None], eye[None], eye[None], scale=1.0)
@@ -149,7 +199,9 @@ def test_float32_attacks_stay_in_the_ball(norm: str, relative: float) -> None:
 def test_radii_come_as_any_number_that_is_in_range() -> None:
     att = random_attention("plain")
     for radius in (torch.tensor(0.25), torch.tensor([0.25])):
-        torch.testing.assert_close(bounds.over_ball(att, radius).flatten(), bounds.over_ball(att, 0.25).flatten())
+        torch.testing.assert_close(
+            bounds.over_ball(att, radius).flatten(), bounds.over_ball(att, 0.25).flatten()
+        )
     with pytest.raises(LipboundError, match="at most 1e60"):
         bounds.over_ball(att, 1e200)
     assert bool(torch.isfinite(bounds.over_ball(att, 1e60)).all())
@@ -189,11 +241,14 @@ def test_bounds_without_a_radius_say_so() -> None:
 @pytest.mark.each_value(kind=("biases", "padded", "sharp"))
 @pytest.mark.parametrize("norm", NORMS)
 def test_no_point_of_the_ball_changes_the_jacobian_more(kind: str, norm: str) -> None:
-    """12 kinds x 6 heads x 3 radii x 2 norms, 30 points each: dense Jacobians there and at the centre."""
+    """12 kinds x 6 heads x 3 radii x 2 norms, 30 points each: dense Jacobians there and at the
+    centre."""
     att = random_attention(kind, seed=5)
     radii = [relative * float(att.x.norm(dim=-1).mean()) for relative in (1e-4, 0.03, 1.0)]
     with torch.no_grad():
-        values = torch.stack([_sample(att.double().unpadded(s), radii, norm, False)[0] for s in range(att.samples)])
+        values = torch.stack(
+            [_sample(att.double().unpadded(s), radii, norm, False)[0] for s in range(att.samples)]
+        )
     for r, radius in enumerate(radii):
         g = torch.Generator().manual_seed(1)
         for s in range(att.samples):
@@ -201,7 +256,13 @@ def test_no_point_of_the_ball_changes_the_jacobian_more(kind: str, norm: str) ->
             here = HeadJacobian(one).dense()
             move = torch.randn(30, *one.x.shape[1:], generator=g, dtype=torch.float64)
             move = move / move.norm(dim=-1 if norm == "token" else (-2, -1), keepdim=True)
-            there = HeadJacobian(one.at(one.x + radius * move)).dense().unflatten(0, (30, one.heads))
-            assert bool((torch.linalg.matrix_norm(there - here, 2) <= values[s, :, r] * (1 + 1e-9)).all())
+            there = (
+                HeadJacobian(one.at(one.x + radius * move)).dense().unflatten(0, (30, one.heads))
+            )
+            assert bool(
+                (torch.linalg.matrix_norm(there - here, 2) <= values[s, :, r] * (1 + 1e-9)).all()
+            )
     ends = bounds.over_ball(att, [0.0, *radii], norm=norm)
-    assert bool((ends[..., 1:] <= (ends[..., :1] * (1 + CERTIFIED_TOL) + values) * (1 + 1e-9)).all())
+    assert bool(
+        (ends[..., 1:] <= (ends[..., :1] * (1 + CERTIFIED_TOL) + values) * (1 + 1e-9)).all()
+    )

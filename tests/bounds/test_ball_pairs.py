@@ -1,4 +1,5 @@
-"""The bound over a ball by pairs of tokens: every part of it against dense Jacobians at points of the ball, and the whole against steepest ascent."""
+"""The bound over a ball by pairs of tokens: every part of it against dense Jacobians at points of
+the ball, and the whole against steepest ascent."""
 
 import pytest
 import torch
@@ -25,7 +26,9 @@ def by_entries(att: Attention, radius: float | list[float], norm: str) -> Tensor
     return _over_ball(att, radius, norm, "certified", entries_only=True)
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow if seed >= 8 else ()) for seed in range(20)])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=pytest.mark.slow if seed >= 8 else ()) for seed in range(20)]
+)
 def test_no_ascent_gets_above(seed: int) -> None:
     """20 layers x 20 heads; 5,000 of them in benchmarks/balls.py."""
     att, norm, radius = small_layer(seed)
@@ -36,7 +39,8 @@ def test_no_ascent_gets_above(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(14))
 def test_every_part_holds_at_points_of_the_ball(seed: int) -> None:
-    """Rows of the softmax, means, covariances, B and the part of J through keys, all of them from dense tensors."""
+    """Rows of the softmax, means, covariances, B and the part of J through keys, all of them from
+    dense tensors."""
     att, norm, radius = small_layer(seed, samples=1, heads=3)
     centre, heads = PairedBallCentre(att), Heads(att)
     to, g = centre._moved(radius, norm), torch.Generator().manual_seed(seed)
@@ -48,28 +52,51 @@ def test_every_part_holds_at_points_of_the_ball(seed: int) -> None:
     most = radius**2 * (held.sum(-2) if norm == "token" else held.amax(-2))
     turned = centre.norm_a * most.amax(-1).sqrt()
     reached, whole = centre._reached(held, most), centre._whole(to, held, most, own_up)
-    assert bool((reached[0] <= (centre.pairs.columns(held) + centre.norm_a[:, None] * most.sqrt()) * HOLDS).all())
+    assert bool(
+        (
+            reached[0]
+            <= (centre.pairs.columns(held) + centre.norm_a[:, None] * most.sqrt()) * HOLDS
+        ).all()
+    )
     for k in range(12):
-        move = unit(torch.randn(heads.x.shape, generator=g, dtype=torch.float64), norm) * radius * (1 - 1e-12)
+        move = (
+            unit(torch.randn(heads.x.shape, generator=g, dtype=torch.float64), norm)
+            * radius
+            * (1 - 1e-12)
+        )
         if k % 3 == 0 and norm == "frobenius":
-            move = torch.zeros_like(move).index_copy(1, torch.tensor([k % n]), unit(move[:, [k % n]], "token") * radius * (1 - 1e-12))
+            move = torch.zeros_like(move).index_copy(
+                1, torch.tensor([k % n]), unit(move[:, [k % n]], "token") * radius * (1 - 1e-12)
+            )
         p2, apart2, qt2, _, b2 = heads.parts(heads.x + move)
         assert bool((p2 <= to.up * HOLDS + 1e-300).all())
         assert bool(((p2 - p).abs() <= to.change * HOLDS + 1e-15).all())
-        mean, mean_k = (p2[..., None] * apart).sum(2).norm(dim=-1), (p2[..., None] * near_k).sum(2).norm(dim=-1)
+        mean, mean_k = (
+            (p2[..., None] * apart).sum(2).norm(dim=-1),
+            (p2[..., None] * near_k).sum(2).norm(dim=-1),
+        )
         assert bool((mean <= to.w[..., 0] * HOLDS + 1e-14 * apart.norm(dim=-1).amax()).all())
         assert bool((mean_k <= to.w_k[..., 0] * HOLDS + 1e-14 * near_k.norm(dim=-1).amax()).all())
         spread = torch.linalg.matrix_norm(p2.sqrt()[..., None] * apart2, 2)
         assert bool((spread <= (to.c_v + to.m_v)[..., 0] * HOLDS).all())
         size = torch.linalg.matrix_norm(b, 2).amax() + 1e-300
-        assert bool((torch.linalg.matrix_norm(b2 - b, 2) <= own[..., 0] * HOLDS + 1e-13 * size).all())
-        assert bool((torch.linalg.matrix_norm(b2, 2) <= own_up[..., 0] * HOLDS + 1e-13 * size).all())
-        keys, keys2 = (torch.einsum("bij,bijv,bid->bivjd", *t).flatten(3).flatten(1, 2) for t in ((p, apart, qt), (p2, apart2, qt2)))
+        assert bool(
+            (torch.linalg.matrix_norm(b2 - b, 2) <= own[..., 0] * HOLDS + 1e-13 * size).all()
+        )
+        assert bool(
+            (torch.linalg.matrix_norm(b2, 2) <= own_up[..., 0] * HOLDS + 1e-13 * size).all()
+        )
+        keys, keys2 = (
+            torch.einsum("bij,bijv,bid->bivjd", *t).flatten(3).flatten(1, 2)
+            for t in ((p, apart, qt), (p2, apart2, qt2))
+        )
         for limit, vectors in zip(reached, (qt2, qt2 @ att.w_v), strict=True):
             columns = torch.linalg.matrix_norm(held.mT.sqrt()[..., None] * vectors[:, None], 2)
             assert bool((columns <= limit * HOLDS).all())
         rest2 = torch.einsum("bij,bdv->bivjd", p2, att.w_v).flatten(3).flatten(1, 2)
-        rest2 = rest2 + torch.einsum("ij,bivd->bivjd", torch.eye(n, dtype=torch.float64), b2).flatten(3).flatten(1, 2)
+        rest2 = rest2 + torch.einsum(
+            "ij,bivd->bivjd", torch.eye(n, dtype=torch.float64), b2
+        ).flatten(3).flatten(1, 2)
         for limit, matrix in zip(whole, (keys2, rest2, keys2 @ rest2.mT), strict=True):
             assert bool((torch.linalg.matrix_norm(matrix, 2) <= limit * HOLDS).all())
         changed = (centre._keys(to) + turned) * HOLDS + 1e-13 * torch.linalg.matrix_norm(keys, 2)
@@ -79,21 +106,27 @@ def test_every_part_holds_at_points_of_the_ball(seed: int) -> None:
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("seed", [0, 1, 2, 4, 5, 6])  # 3 has no queries
 def test_queries_that_all_move_the_worst_way_stay_below(seed: int, norm: str) -> None:
-    """All in step along one direction, or the one of largest weight alone; the sum is nearly reached where this is the worst that there is."""
+    """All in step along one direction, or the one of largest weight alone; the sum is nearly
+    reached where this is the worst that there is."""
     att, _, radius = small_layer(seed, samples=1, heads=3)
     centre, g = PairedBallCentre(att), torch.Generator().manual_seed(seed)
     w = torch.rand(3, att.tokens, att.tokens, generator=g, dtype=torch.float64)
     most = radius**2 * (w.sum(-2) if norm == "token" else w.amax(-2))
     qt, a = att.scale * att.q[0] @ att.w_k.mT, att.scale * att.w_q @ att.w_k.mT
     share = []
-    for limit, x, map in zip(centre._reached(w, most), (qt, qt @ att.w_v), (a, a @ att.w_v), strict=True):
+    for limit, x, map in zip(
+        centre._reached(w, most), (qt, qt @ att.w_v), (a, a @ att.w_v), strict=True
+    ):
         for j in range(att.tokens):
             weights = w[:, :, j, None].sqrt()
             for vectors in (weights * x, map):
                 y = torch.linalg.svd(vectors).Vh[:, 0, :, None]
                 still, turn = (x @ y).abs(), radius * (map @ y).norm(dim=1, keepdim=True)
                 if norm == "frobenius":
-                    turn = turn * torch.nn.functional.one_hot(w[:, :, j].argmax(-1), att.tokens)[..., None]
+                    turn = (
+                        turn
+                        * torch.nn.functional.one_hot(w[:, :, j].argmax(-1), att.tokens)[..., None]
+                    )
                 reached = (weights * (still + turn)).norm(dim=(1, 2))
                 assert bool((reached <= limit[:, j] * HOLDS).all())
                 share.append(reached / limit[:, j])
@@ -105,7 +138,10 @@ def test_queries_that_all_move_the_worst_way_stay_below(seed: int, norm: str) ->
 def test_nothing_rises_and_much_falls(kind: str, norm: str) -> None:
     att = random_attention(kind)
     radii = [0.0, 1e-6, 1e-3, 0.1, 1.0, 50.0, 1e6]
-    new, old = bounds.over_ball(att, radii, norm=norm), _over_ball(att, radii, norm, "certified", entries_only=True)
+    new, old = (
+        bounds.over_ball(att, radii, norm=norm),
+        _over_ball(att, radii, norm, "certified", entries_only=True),
+    )
     assert bool((new <= old * (1 + 1e-12)).all())
     assert bool((new < 0.8 * old).any())
     assert bool((new[..., 0] <= oracle(att) * (1 + 2 * CERTIFIED_TOL)).all())
@@ -115,8 +151,12 @@ def test_nothing_rises_and_much_falls(kind: str, norm: str) -> None:
 def test_it_grows_with_the_radius(norm: str) -> None:
     for kind in ("biases", "offsets"):
         centre = PairedBallCentre(random_attention(kind).unpadded(1))
-        values = torch.stack([torch.cat(centre.by_pairs(float(r), norm)) for r in torch.logspace(-5, 3, 40)])
-        assert bool((values.diff(dim=0) >= -3e-4 * values[1:]).all())  # what norms of small blocks and of matrices are rounded upwards by
+        values = torch.stack(
+            [torch.cat(centre.by_pairs(float(r), norm)) for r in torch.logspace(-5, 3, 40)]
+        )
+        assert bool(
+            (values.diff(dim=0) >= -3e-4 * values[1:]).all()
+        )  # what norms of small blocks and of matrices are rounded upwards by
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -134,7 +174,9 @@ def test_degenerate_layers(kind: str, norm: str) -> None:
 def test_the_ascent_sees_the_norm_of_the_layer() -> None:
     for seed in range(14):
         att, norm, _ = small_layer(seed)
-        torch.testing.assert_close(climb(att, 0.0, norm, steps=1), oracle(att), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(
+            climb(att, 0.0, norm, steps=1), oracle(att), rtol=1e-9, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("kind", HARD)
@@ -146,13 +188,28 @@ def test_sums_of_variants_are_those_of_plain_heads(kind: str) -> None:
     for name in ("values", "keys", "columns"):
         expected = getattr(centre.pairs, name)(weights)
         allowance = 1e-6 * float(expected.amax())  # roots of allowances for rounding
-        torch.testing.assert_close(getattr(other, name)(weights), expected, rtol=1e-3, atol=allowance)
+        torch.testing.assert_close(
+            getattr(other, name)(weights), expected, rtol=1e-3, atol=allowance
+        )
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize(("has", "mask", "norm"), [(has, mask, NORMS[(i + j) % 2]) for i, has in enumerate(HAS) for j, mask in enumerate(MASKS)])
+@pytest.mark.parametrize(
+    ("has", "mask", "norm"),
+    [(has, mask, NORMS[(i + j) % 2]) for i, has in enumerate(HAS) for j, mask in enumerate(MASKS)],
+)
 def test_no_attack_on_rotary_and_sink_heads_gets_above(has: str, mask: str, norm: str) -> None:
-    att, radii = layer(len(mask), frozenset({"rotation", "sinks"} if has == "both" else {has}), mask=mask, n=6, samples=1, heads=2), [0.03, 1.0]
+    att, radii = (
+        layer(
+            len(mask),
+            frozenset({"rotation", "sinks"} if has == "both" else {has}),
+            mask=mask,
+            n=6,
+            samples=1,
+            heads=2,
+        ),
+        [0.03, 1.0],
+    )
     values = bounds.over_ball(att, radii, norm=norm)
     for radius, value in zip(radii, values.unbind(-1), strict=True):
         found = adversary.attack(att, radius, norm=norm, steps=3, starts=1, seed=1).norm
@@ -167,5 +224,7 @@ def test_variants_gain_too_and_caps_do_not(has: str) -> None:
     assert bool((share <= 1 + 1e-12).all())
     assert float(share.log().mean().exp()) < 0.9
     capped = layer(3, frozenset({has, "cap"}))
-    torch.testing.assert_close(bounds.over_ball(capped, 0.1), by_entries(capped, 0.1, "token"), rtol=0, atol=0)
+    torch.testing.assert_close(
+        bounds.over_ball(capped, 0.1), by_entries(capped, 0.1, "token"), rtol=0, atol=0
+    )
     assert not hasattr(PairedVariantCentre(capped.unpadded(0)), "pairs")

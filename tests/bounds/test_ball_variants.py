@@ -1,4 +1,5 @@
-"""Bounds over balls and the adversary for rotary, capped and sink heads: against dense Jacobians all over the ball."""
+"""Bounds over balls and the adversary for rotary, capped and sink heads: against dense Jacobians
+all over the ball."""
 
 import math
 from dataclasses import replace
@@ -32,7 +33,8 @@ PROVED = st.frozensets(st.sampled_from(("rotation", "cap", "sinks")))
 
 
 def moves(att: Attention, norm: str, radius: float, count: int, seed: int) -> Tensor:
-    """Inputs of the ball around an unpadded layer, half of them on its boundary; the last moves one token only. (count, N, D)"""
+    """Inputs of the ball around an unpadded layer, half of them on its boundary; the last moves one
+    token only. (count, N, D)"""
     g = torch.Generator().manual_seed(seed)
     move = torch.randn(count, *att.x.shape[1:], generator=g, dtype=torch.float64)
     move[-1, 1:] = 0
@@ -49,12 +51,30 @@ def norms_at(att: Attention, h: int, points: Tensor) -> Tensor:
 
 @examples(50)
 @given(
-    seed=st.integers(0, 10**6), has=PROVED, mask=st.sampled_from(MASKS), n=st.integers(1, 6), d=st.integers(2, 5), d_v=st.integers(1, 4),
-    scale=st.sampled_from([1e-2, 0.3, 1.0, 10.0]), radius=st.sampled_from([0.0, 1e-4, 1e-2, 0.1, 0.5, 2.0, 10.0]), norm=st.sampled_from(NORMS),
-    biases=st.booleans(), same=st.booleans(),
-)  # fmt: skip
+    seed=st.integers(0, 10**6),
+    has=PROVED,
+    mask=st.sampled_from(MASKS),
+    n=st.integers(1, 6),
+    d=st.integers(2, 5),
+    d_v=st.integers(1, 4),
+    scale=st.sampled_from([1e-2, 0.3, 1.0, 10.0]),
+    radius=st.sampled_from([0.0, 1e-4, 1e-2, 0.1, 0.5, 2.0, 10.0]),
+    norm=st.sampled_from(NORMS),
+    biases=st.booleans(),
+    same=st.booleans(),
+)
 def test_no_point_of_the_ball_is_above(
-    seed: int, has: frozenset[str], mask: str, n: int, d: int, d_v: int, scale: float, radius: float, norm: str, biases: bool, same: bool
+    seed: int,
+    has: frozenset[str],
+    mask: str,
+    n: int,
+    d: int,
+    d_v: int,
+    scale: float,
+    radius: float,
+    norm: str,
+    biases: bool,
+    same: bool,
 ) -> None:
     att = layer(seed, has, mask=mask, n=n, d=d, d_v=d_v, scale=scale, biases=biases, same=same)
     one = att.unpadded(1).select(heads=slice(0, 2))
@@ -64,8 +84,12 @@ def test_no_point_of_the_ball_is_above(
     for h in range(2):
         x = one.x.clone().requires_grad_()
         part = one.select(heads=slice(h, h + 1))
-        (up,) = torch.autograd.grad((top.left[:, h] * HeadJacobian(part.at(x)).along(top.right[:, h])).sum(), x)
-        up = up / up.abs().amax().clamp_min(1e-300)  # gradients at one-hot rows are so small that their squares vanish
+        (up,) = torch.autograd.grad(
+            (top.left[:, h] * HeadJacobian(part.at(x)).along(top.right[:, h])).sum(), x
+        )
+        up = up / up.abs().amax().clamp_min(
+            1e-300
+        )  # gradients at one-hot rows are so small that their squares vanish
         step = radius * (1 - 1e-12) * adversary._unit(up, norm)
         found = norms_at(one, h, torch.cat([one.x, one.x + step, one.x - step, points]))
         assert bool((bound[h] >= found * (1 - 1e-9)).all())
@@ -76,7 +100,10 @@ def large_biases(seed: int, has: frozenset[str]) -> Attention:
     att = layer(seed, has, biases=False)
     g = torch.Generator().manual_seed(seed)
     return changed(
-        att, b_q=torch.randn(3, 4, generator=g).double(), b_k=40 * torch.randn(3, 4, generator=g).double(), b_v=torch.full((3, 3), 1e3).double()
+        att,
+        b_q=torch.randn(3, 4, generator=g).double(),
+        b_k=40 * torch.randn(3, 4, generator=g).double(),
+        b_v=torch.full((3, 3), 1e3).double(),
     )
 
 
@@ -88,7 +115,9 @@ def test_large_biases(has: set[str], norm: str) -> None:
     for radius in (1e-3, 0.1):
         bound = bounds.over_ball(att, radius, norm=norm)[0]
         points = moves(att, norm, radius, 6, 0)
-        assert all(bool((bound[h] >= norms_at(att, h, points) * (1 - 1e-9)).all()) for h in range(3))
+        assert all(
+            bool((bound[h] >= norms_at(att, h, points) * (1 - 1e-9)).all()) for h in range(3)
+        )
 
 
 @pytest.mark.parametrize(
@@ -96,13 +125,22 @@ def test_large_biases(has: set[str], norm: str) -> None:
     [
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (({"rotation"}, "token"), ({"rotation"}, "frobenius"), ({"norm"}, "token"), ({"cap"}, "token"), ({"sinks"}, "frobenius"))
+            for case in (
+                ({"rotation"}, "token"),
+                ({"rotation"}, "frobenius"),
+                ({"norm"}, "token"),
+                ({"cap"}, "token"),
+                ({"sinks"}, "frobenius"),
+            )
         ),
-        ({"together", "rotation"}, "frobenius"), ({"rotation", "cap", "sinks"}, "token"),
+        ({"together", "rotation"}, "frobenius"),
+        ({"rotation", "cap", "sinks"}, "token"),
     ],
-)  # fmt: skip
+)
 def test_the_adversary_on_every_variant(has: set[str], norm: str) -> None:
-    att = layer(7, frozenset(has), mask="padded", scale=0.7).select(heads=slice(0, 2))  # one head of each would leave their order untested
+    att = layer(7, frozenset(has), mask="padded", scale=0.7).select(
+        heads=slice(0, 2)
+    )  # one head of each would leave their order untested
     radius = 0.2
     found = adversary.attack(att, radius, norm=norm, steps=3, starts=1)
     move = (found.x - att.x[:, None]).norm(dim=-1)
@@ -110,14 +148,25 @@ def test_the_adversary_on_every_variant(has: set[str], norm: str) -> None:
     assert bool((found.norm >= oracle(att) * (1 - 1e-6)).all())
     assert bool((found.norm > 1.01 * oracle(att)).any())
     for h in range(2):
-        torch.testing.assert_close(found.norm[:, h], oracle(att.at(found.x[:, h]))[:, h], rtol=1e-5, atol=0)
+        torch.testing.assert_close(
+            found.norm[:, h], oracle(att.at(found.x[:, h]))[:, h], rtol=1e-5, atol=0
+        )
     if not has & {"norm", "together"}:
         assert bool((bounds.over_ball(att, radius, norm=norm) >= found.norm * (1 - 1e-9)).all())
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(
-    "has", [{"rotation"}, {"norm"}, {"together"}, {"cap"}, {"sinks"}, {"norm", "rotation", "sinks"}, {"together", "rotation", "cap"}]
+    "has",
+    [
+        {"rotation"},
+        {"norm"},
+        {"together"},
+        {"cap"},
+        {"sinks"},
+        {"norm", "rotation", "sinks"},
+        {"together", "rotation", "cap"},
+    ],
 )
 @pytest.mark.parametrize("mask", ["none", "padded"])
 def test_gradients_are_those_of_the_norm(has: set[str], mask: str) -> None:
@@ -125,7 +174,9 @@ def test_gradients_are_those_of_the_norm(has: set[str], mask: str) -> None:
     att = layer(7, frozenset(has), mask=mask).unpadded(1).select(heads=slice(1, 2))
     top = lb.spectral_norm(att, tol=1e-12, vectors=True)
     x = att.x.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad((top.left[:, 0] * HeadJacobian(att.at(x)).along(top.right[:, 0])).sum(), x)
+    (gradient,) = torch.autograd.grad(
+        (top.left[:, 0] * HeadJacobian(att.at(x)).along(top.right[:, 0])).sum(), x
+    )
     e = torch.randn(att.x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
     def there(step: float) -> float:
@@ -143,21 +194,37 @@ def test_gradients_of_saturated_caps_are_numbers() -> None:
     assert bool(torch.isfinite(gradient).all())
     z = torch.linspace(-5, 5, 11, dtype=torch.float64)
     far = layer(0, frozenset({"cap"}))
-    torch.testing.assert_close(far.slopes(z[:, None], torch.full((1, 1), 3.0).double())[:, 0], (3 * z * far.scale / far.cap).cosh() ** -2)
+    torch.testing.assert_close(
+        far.slopes(z[:, None], torch.full((1, 1), 3.0).double())[:, 0],
+        (3 * z * far.scale / far.cap).cosh() ** -2,
+    )
 
 
 @pytest.mark.parametrize(
-    ("has", "norm"), [({"rotation"}, "token"), ({"rotation", "sinks"}, "frobenius"), ({"cap"}, "frobenius"), ({"cap", "sinks"}, "token")]
+    ("has", "norm"),
+    [
+        ({"rotation"}, "token"),
+        ({"rotation", "sinks"}, "frobenius"),
+        ({"cap"}, "frobenius"),
+        ({"cap", "sinks"}, "token"),
+    ],
 )
 def test_radius_zero_and_growth(has: set[str], norm: str) -> None:
     att = layer(9, frozenset(has), mask="causal")
     radii = [0.0, 1e-4, 1e-2, 0.3, 3.0, 100.0, 1e60]
     values = bounds.over_ball(att, radii, norm=norm, at="lipbound")
-    torch.testing.assert_close(values[..., 0], bounds.get("lipbound")(att).minimum(values[..., 0] * (1 + 1e-5)), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        values[..., 0],
+        bounds.get("lipbound")(att).minimum(values[..., 0] * (1 + 1e-5)),
+        rtol=1e-5,
+        atol=0,
+    )
     assert bool((values.diff(dim=-1) >= -1e-9 * values[..., 1:]).all())
     assert bool(torch.isfinite(values).all())
     exact = oracle(att)
-    assert bool((bounds.over_ball(att, [0.0, 1e-7], norm=norm) <= exact[..., None] * (1 + 2e-3)).all())
+    assert bool(
+        (bounds.over_ball(att, [0.0, 1e-7], norm=norm) <= exact[..., None] * (1 + 2e-3)).all()
+    )
     if norm == "frobenius":
         assert bool((values <= bounds.over_ball(att, radii, at="lipbound") * (1 + 1e-3)).all())
 
@@ -169,18 +236,25 @@ def test_a_layer_without_variants_has_the_plain_bound(att: Attention, norm: str)
     centre = bounds.get("lipbound")(one)[0]
     plain, other = BallCentre(one), VariantBallCentre(one)
     for radius in (0.0, 1e-3, 0.1, 3.0):
-        found = [(centre + changed).minimum(whole) for changed, whole in (plain.bounds(radius, norm), other.bounds(radius, norm))]
+        found = [
+            (centre + changed).minimum(whole)
+            for changed, whole in (plain.bounds(radius, norm), other.bounds(radius, norm))
+        ]
         torch.testing.assert_close(*found, rtol=0.02, atol=1e-12)
 
 
 def test_neutral_variants_are_near_the_plain_bound() -> None:
-    """The bound by entries; that by pairs knows less of rows with variants, and lies between the plain one and that."""
+    """The bound by entries; that by pairs knows less of rows with variants, and lies between the
+    plain one and that."""
     plain = layer(1, frozenset())
     n = plain.tokens
     still = changed(plain, rotation=Rotation.of_angles(torch.zeros(n, 2)))
     sink = changed(plain, sinks=torch.full((3,), -1e4).double())
     for radius in (1e-3, 0.1):
-        entries = [_over_ball(one, radius, "token", "lipbound_block", entries_only=True) for one in (plain, still, sink)]
+        entries = [
+            _over_ball(one, radius, "token", "lipbound_block", entries_only=True)
+            for one in (plain, still, sink)
+        ]
         value = bounds.over_ball(plain, radius, at="lipbound_block")
         for neutral, by_entries in ((still, entries[1]), (sink, entries[2])):
             torch.testing.assert_close(by_entries, entries[0], rtol=0.02, atol=0)
@@ -195,10 +269,19 @@ def test_norms_of_turned_products() -> None:
         att = layer(3, frozenset(), n=7)
         turn = Rotation.of_angles(positions[:, None] * torch.tensor([1.0, 0.1]))
         turn = Rotation((1.2 * turn.cos).float(), (1.2 * turn.sin).float())
-        att = att.with_parts(scoring=replace(att.scoring, steps=(*(step for step in att.scoring.steps if step.name != "rotation"), turn)))
-        turned = att.rotation.turn(torch.eye(4, dtype=torch.float64)[:, None].expand(-1, 7, -1)).permute(1, 2, 0)  # R_i, (7, 4, 4)
+        att = att.with_parts(
+            scoring=replace(
+                att.scoring,
+                steps=(*(step for step in att.scoring.steps if step.name != "rotation"), turn),
+            )
+        )
+        turned = att.rotation.turn(
+            torch.eye(4, dtype=torch.float64)[:, None].expand(-1, 7, -1)
+        ).permute(1, 2, 0)  # R_i, (7, 4, 4)
         between = turned.mT[:, None] @ turned[None]
-        largest = matrix_norm(att.scale * att.w_q[:, None, None] @ between @ att.w_k.mT[:, None, None]).amax((-1, -2))
+        largest = matrix_norm(
+            att.scale * att.w_q[:, None, None] @ between @ att.w_k.mT[:, None, None]
+        ).amax((-1, -2))
         value = largest_a(att)
         assert bool((value >= largest * (1 - 1e-10)).all())
         if float(positions[1]) == 1:
@@ -207,7 +290,10 @@ def test_norms_of_turned_products() -> None:
 
 def test_normalised_queries_and_keys_have_no_bound_over_balls() -> None:
     att = layer(1, frozenset({"norm", "rotation"}))
-    with pytest.raises(AttentionError, match=r"over_ball does not cover normalised queries and keys, whose derivative changes"):
+    with pytest.raises(
+        AttentionError,
+        match=r"over_ball does not cover normalised queries and keys, whose derivative changes",
+    ):
         bounds.over_ball(att, 0.1)
     with pytest.raises(AttentionError, match="over_ball does not cover"):
         lb.radius_curve(att, [0.1], adversary=False)
@@ -241,6 +327,8 @@ def test_the_layer_at_other_inputs() -> None:
     assert bare.b_q is bare.b_k is bare.b_v is None
     assert isinstance(bare.norm_q, QKNorm)
     assert bare.norm_q.over[1] is None
-    assert math.isclose(float(bare.at(2 * att.x).q[0].abs().max()), float(bare.q[0].abs().max()), rel_tol=1e-5)  # normalised without biases
+    assert math.isclose(
+        float(bare.at(2 * att.x).q[0].abs().max()), float(bare.q[0].abs().max()), rel_tol=1e-5
+    )  # normalised without biases
     plain = random_attention("biases").without_biases()
     assert plain.b_q is plain.b_k is plain.b_v is None

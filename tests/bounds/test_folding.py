@@ -1,4 +1,5 @@
-"""Heads that absorb their output slices, where what is left of the product is rounding: bounds and enclosures against 80 digits."""
+"""Heads that absorb their output slices, where what is left of the product is rounding: bounds and
+enclosures against 80 digits."""
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ NAMES = [name for name in bounds.names() if bounds.get(name).map == "head"]
 
 
 def cancelling(seed: int, *, sinks: bool = False, bias: float = 0.0, samples: int = 2) -> Attention:
-    """Two heads whose values lie in a direction that the output projection does not see, but for the last digits of both."""
+    """Two heads whose values lie in a direction that the output projection does not see, but for
+    the last digits of both."""
     g = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -28,7 +30,14 @@ def cancelling(seed: int, *, sinks: bool = False, bias: float = 0.0, samples: in
     w_o = w_o - unseen[:, :, None] * (unseen[:, None] @ w_o)
     more = {"b_v": bias * draw(2, 1) * unseen} if bias else {}
     more |= {"sinks": draw(2)} if sinks else {}
-    return Attention(draw(samples, 3, 5), draw(2, 5, 3), draw(2, 5, 3), draw(2, 5, 1) * unseen[:, None], w_o=w_o, **more)
+    return Attention(
+        draw(samples, 3, 5),
+        draw(2, 5, 3),
+        draw(2, 5, 3),
+        draw(2, 5, 1) * unseen[:, None],
+        w_o=w_o,
+        **more,
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 2])
@@ -45,20 +54,32 @@ def test_bounds_count_what_folding_rounds(seed: int) -> None:
                 assert not sound[s, h] or float(values[s, h]) >= norm.upper, name
         for rule in RULES:
             together = whole_layer(att, name, rule=rule)
-            assert all(not sound[s].all() or float(together[s]) >= norm.upper for s, norm in enumerate(layer)), (name, rule)
+            assert all(
+                not sound[s].all() or float(together[s]) >= norm.upper
+                for s, norm in enumerate(layer)
+            ), (name, rule)
 
 
 @pytest.mark.parametrize("norm", ["one-token", "every-token"])
 def test_bounds_in_norms_of_tokens_count_it_too(norm: str) -> None:
     att = cancelling(2)
-    jacobian = [[mp_oracle.differentiated(att, s, h, "head_out").jacobian for h in range(2)] for s in range(2)]
+    jacobian = [
+        [mp_oracle.differentiated(att, s, h, "head_out").jacobian for h in range(2)]
+        for s in range(2)
+    ]
     for name in (name for name in NAMES if bounds.get(name).norm == norm):
         values, sound = with_output(att, name)
         for s in range(2):
             for h in range(2):
-                blocks = torch.tensor(jacobian[s][h].astype(float)).permute(0, 2, 1, 3)  # (N, N, D_out, D)
-                columns = torch.linalg.matrix_norm(blocks.transpose(0, 1).flatten(1, 2), 2).amax()  # one token moves
-                assert not sound[s, h] or float(values[s, h]) >= float(columns if norm == "one-token" else torch.linalg.matrix_norm(blocks, 2).amax())
+                blocks = torch.tensor(jacobian[s][h].astype(float)).permute(
+                    0, 2, 1, 3
+                )  # (N, N, D_out, D)
+                columns = torch.linalg.matrix_norm(
+                    blocks.transpose(0, 1).flatten(1, 2), 2
+                ).amax()  # one token moves
+                assert not sound[s, h] or float(values[s, h]) >= float(
+                    columns if norm == "one-token" else torch.linalg.matrix_norm(blocks, 2).amax()
+                )
 
 
 def test_runs_store_these_values() -> None:
@@ -81,7 +102,9 @@ def test_enclosures_count_value_biases_where_a_sink_lets_them_be_seen(bias: floa
     for h, value in enumerate(exact):
         assert float(norm.lower[0, h]) <= value.upper
         assert float(norm.upper[0, h]) >= value.lower
-        assert float(tokens.upper[0, h]) >= value.value / 3  # three tokens: no less than this times the norm of all of them
+        assert (
+            float(tokens.upper[0, h]) >= value.value / 3
+        )  # three tokens: no less than this times the norm of all of them
 
 
 @pytest.mark.parametrize("kind", ["plain", "padded", "biases", "wide_values"])

@@ -1,4 +1,5 @@
-"""What changes nothing of a Jacobian, or only its size, changes no enclosure and no bound: at any size that the dtype has room for."""
+"""What changes nothing of a Jacobian, or only its size, changes no enclosure and no bound: at any
+size that the dtype has room for."""
 
 from collections.abc import Callable
 from functools import cache
@@ -14,7 +15,9 @@ from lipbound import bounds
 from lipbound.attention.layer import Attention
 from lipbound.jacobians.spectral_norm import spectral_norm
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64], ids=["float32", "float64"]
+)
 MOST = {torch.float32: 60, torch.float64: 498}
 """Powers of two next to 1e18 and 1e150."""
 NEAR = {torch.float32: 1e-5, torch.float64: 1e-9}
@@ -25,8 +28,21 @@ NAMES = bounds.names()
 def heads(dtype: torch.dtype, seed: int = 0) -> Attention:
     """2 samples x 2 heads with biases, none of it exceptional."""
     g = torch.Generator().manual_seed(seed)
-    shapes = {"x": (2, 5, 4), "w_q": (2, 4, 3), "w_k": (2, 4, 3), "w_v": (2, 4, 2), "b_q": (2, 3), "b_k": (2, 3), "b_v": (2, 2)}
-    return Attention(**{name: torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for name, shape in shapes.items()})
+    shapes = {
+        "x": (2, 5, 4),
+        "w_q": (2, 4, 3),
+        "w_k": (2, 4, 3),
+        "w_v": (2, 4, 2),
+        "b_q": (2, 3),
+        "b_k": (2, 3),
+        "b_v": (2, 2),
+    }
+    return Attention(
+        **{
+            name: torch.randn(shape, generator=g, dtype=torch.float64).to(dtype)
+            for name, shape in shapes.items()
+        }
+    )
 
 
 @cache
@@ -42,7 +58,12 @@ def plainly(name: str, dtype: torch.dtype, biased: bool) -> tuple[Tensor, Callab
 
     @cache
     def follows(what: str) -> bool:
-        return torch.allclose(bounds.get(name)(SCALED[what](att, 2)), values * unit(what) ** 2, rtol=NEAR[dtype], atol=0.0)
+        return torch.allclose(
+            bounds.get(name)(SCALED[what](att, 2)),
+            values * unit(what) ** 2,
+            rtol=NEAR[dtype],
+            atol=0.0,
+        )
 
     return values, follows
 
@@ -59,10 +80,15 @@ def inputs_scaled(att: Attention, power: int) -> Attention:
 
 def values_scaled(att: Attention, power: int) -> Attention:
     """Values and their biases times s: s J."""
-    return changed(att, w_v=att.w_v * 2.0**power, b_v=None if att.b_v is None else att.b_v * 2.0**power)
+    return changed(
+        att, w_v=att.w_v * 2.0**power, b_v=None if att.b_v is None else att.b_v * 2.0**power
+    )
 
 
-SCALED: dict[str, Callable[[Attention, int], Attention]] = {"inputs": inputs_scaled, "values": values_scaled}
+SCALED: dict[str, Callable[[Attention, int], Attention]] = {
+    "inputs": inputs_scaled,
+    "values": values_scaled,
+}
 
 
 def permuted(att: Attention) -> Attention:
@@ -103,7 +129,9 @@ def test_enclosures_follow_scales(method: str, what: str, size: float, dtype: to
 @DTYPES
 @pytest.mark.parametrize("change", UNCHANGED)
 @pytest.mark.parametrize("method", METHODS)
-def test_enclosures_do_not_see_what_attention_does_not(method: str, change: Callable[[Attention], Attention], dtype: torch.dtype) -> None:
+def test_enclosures_do_not_see_what_attention_does_not(
+    method: str, change: Callable[[Attention], Attention], dtype: torch.dtype
+) -> None:
     overlap(heads(dtype), change(heads(dtype)), method)
 
 
@@ -112,7 +140,10 @@ def test_enclosures_do_not_see_what_attention_does_not(method: str, change: Call
 @pytest.mark.parametrize("method", METHODS)
 def test_enclosures_of_repeated_heads_are_the_same(method: str, dtype: torch.dtype) -> None:
     att = heads(dtype)
-    twice = {name: getattr(att, name).repeat_interleave(2, 0) for name in ("w_q", "w_k", "w_v", "b_q", "b_k", "b_v")}
+    twice = {
+        name: getattr(att, name).repeat_interleave(2, 0)
+        for name in ("w_q", "w_k", "w_v", "b_q", "b_k", "b_v")
+    }
     norm = spectral_norm(changed(att, **twice), method=method, tol=1e-4, delta=1e-6)
     assert bool((norm.lower[:, ::2] <= norm.upper[:, 1::2]).all())
     assert bool((norm.lower[:, 1::2] <= norm.upper[:, ::2]).all())
@@ -124,7 +155,8 @@ def test_enclosures_of_repeated_heads_are_the_same(method: str, dtype: torch.dty
 @pytest.mark.parametrize("what", SCALED)
 @pytest.mark.parametrize("name", NAMES)
 def test_bounds_follow_scales(name: str, what: str, size: float, dtype: torch.dtype) -> None:
-    """A bound that follows a scale of 4 follows one of 1e150 (or, of a paper's, is infinite there); one that does not is a bound all the same."""
+    """A bound that follows a scale of 4 follows one of 1e150 (or, of a paper's, is infinite there);
+    one that does not is a bound all the same."""
     bound, power = bounds.get(name), int(size * MOST[dtype])
     for biased in (True, False):
         att = heads(dtype) if biased else heads(dtype).without_biases()
@@ -132,16 +164,27 @@ def test_bounds_follow_scales(name: str, what: str, size: float, dtype: torch.dt
         values, follows = plainly(name, dtype, biased)
         found, sound = bound(other) * unit(what) ** -power, bound.sound(other)
         assert not bool(found.isnan().any())
-        close = ((found - values).abs() <= NEAR[dtype] * values) | (found.isinf() & ("lipbound" not in name))
+        close = ((found - values).abs() <= NEAR[dtype] * values) | (
+            found.isinf() & ("lipbound" not in name)
+        )
         assert bool(close.all()) or not follows(what)
         if bound.map == "head":
             norms = [norm for row in exact(dtype, biased) for norm in row]
-            wrong = [below(value, norm) for value, norm in zip(found.flatten().tolist(), norms, strict=True)]
-            assert [miss for miss, keep in zip(wrong, sound.flatten().tolist(), strict=True) if keep and miss] == []
+            wrong = [
+                below(value, norm)
+                for value, norm in zip(found.flatten().tolist(), norms, strict=True)
+            ]
+            assert [
+                miss
+                for miss, keep in zip(wrong, sound.flatten().tolist(), strict=True)
+                if keep and miss
+            ] == []
 
 
 def test_most_bounds_follow_both_scales() -> None:
     """Else the test above says little."""
     for what in SCALED:
-        following = [name for name in bounds.names() if plainly(name, torch.float64, False)[1](what)]
+        following = [
+            name for name in bounds.names() if plainly(name, torch.float64, False)[1](what)
+        ]
         assert {"castin", "castin_c3", "yudin", "lipbound", "lipbound_block"} <= set(following)

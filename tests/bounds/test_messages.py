@@ -1,4 +1,5 @@
-"""What is not a number, a name or a layer is refused in one sentence that says what was given and what is allowed."""
+"""What is not a number, a name or a layer is refused in one sentence that says what was given and
+what is allowed."""
 
 import math
 from collections.abc import Callable
@@ -24,31 +25,89 @@ def calls(name: str, run: Callable[..., Any], given: list[tuple[Any, str]]) -> d
 
 
 CALLS: dict[str, Call] = {
-    **calls("over_ball", lambda r: bounds.over_ball(ATT, r, at="yudin"), [
-        ([], "radius is empty"), ("x", "radius is 'x'"), (-1, "radius is -1"), (math.nan, "radius is nan"), (None, "radius is None"),
-        ([1, "x"], "radius is 'x'"),
-    ]),
-    **calls("castin", lambda r: bounds.get("castin").over_ball(ATT, r), [(r, "radius is .*it must be") for r in ([], "x", -1, math.nan, None)]),
-    **calls("spectral_norm", lambda given: lb.spectral_norm(ATT, **given), [
-        ({"tol": math.nan}, "tol is nan"), ({"tol": "x"}, "tol is 'x'"), ({"delta": "x"}, "delta is 'x'"), ({"delta": 1.5}, "between 0 and 1"),
-        ({"delta": 0}, "between 0 and 1"), ({"seed": "x"}, "seed is 'x'"), ({"seed": 1.5}, "seed is 1.5"), ({"seed": [1] * 5}, "5 seeds"),
-        ({"max_steps": 0}, "must be a whole number, at least 1"), ({"map": 3}, "unknown map 3"), ({"method": None}, "unknown method None"),
-    ]),
-    **calls("attack", lambda given: lb.attack(ATT, **{"radius": 1.0, **given}), [
-        ({"radius": "x"}, "radius is 'x'"), ({"radius": []}, r"radius is \[\]"), ({"steps": 0}, "steps is 0"), ({"steps": "x"}, "steps is 'x'"),
-        ({"seed": "x"}, "seed is 'x'"), ({"norm": "x"}, "unknown norm 'x'"),
-    ]),
-    **calls("radius_curve", lambda r: lb.radius_curve(ATT, r), [([], "radius is empty"), ("x", "radius is 'x'")]),
+    **calls(
+        "over_ball",
+        lambda r: bounds.over_ball(ATT, r, at="yudin"),
+        [
+            ([], "radius is empty"),
+            ("x", "radius is 'x'"),
+            (-1, "radius is -1"),
+            (math.nan, "radius is nan"),
+            (None, "radius is None"),
+            ([1, "x"], "radius is 'x'"),
+        ],
+    ),
+    **calls(
+        "castin",
+        lambda r: bounds.get("castin").over_ball(ATT, r),
+        [(r, "radius is .*it must be") for r in ([], "x", -1, math.nan, None)],
+    ),
+    **calls(
+        "spectral_norm",
+        lambda given: lb.spectral_norm(ATT, **given),
+        [
+            ({"tol": math.nan}, "tol is nan"),
+            ({"tol": "x"}, "tol is 'x'"),
+            ({"delta": "x"}, "delta is 'x'"),
+            ({"delta": 1.5}, "between 0 and 1"),
+            ({"delta": 0}, "between 0 and 1"),
+            ({"seed": "x"}, "seed is 'x'"),
+            ({"seed": 1.5}, "seed is 1.5"),
+            ({"seed": [1] * 5}, "5 seeds"),
+            ({"max_steps": 0}, "must be a whole number, at least 1"),
+            ({"map": 3}, "unknown map 3"),
+            ({"method": None}, "unknown method None"),
+        ],
+    ),
+    **calls(
+        "attack",
+        lambda given: lb.attack(ATT, **{"radius": 1.0, **given}),
+        [
+            ({"radius": "x"}, "radius is 'x'"),
+            ({"radius": []}, r"radius is \[\]"),
+            ({"steps": 0}, "steps is 0"),
+            ({"steps": "x"}, "steps is 'x'"),
+            ({"seed": "x"}, "seed is 'x'"),
+            ({"norm": "x"}, "unknown norm 'x'"),
+        ],
+    ),
+    **calls(
+        "radius_curve",
+        lambda r: lb.radius_curve(ATT, r),
+        [([], "radius is empty"), ("x", "radius is 'x'")],
+    ),
     **calls("get", bounds.get, [(3, "unknown bound 3"), ([], r"unknown bound \[\]")]),
-    **calls("evaluate", lambda names: bounds.evaluate(ATT, names), [(None, "bounds is None"), ([3], "unknown bound 3")]),
-    **calls("whole_layer", lambda rule: bounds.whole_layer(ATT, "yudin", rule=rule), [(3, "unknown rule 3")]),
-    **calls("layer", lambda att: bounds.evaluate(att, "yudin"), [(3, "was given 3; it takes one Attention")]),
+    **calls(
+        "evaluate",
+        lambda names: bounds.evaluate(ATT, names),
+        [(None, "bounds is None"), ([3], "unknown bound 3")],
+    ),
+    **calls(
+        "whole_layer",
+        lambda rule: bounds.whole_layer(ATT, "yudin", rule=rule),
+        [(3, "unknown rule 3")],
+    ),
+    **calls(
+        "layer",
+        lambda att: bounds.evaluate(att, "yudin"),
+        [(3, "was given 3; it takes one Attention")],
+    ),
     **calls("norm of", lb.spectral_norm, [(None, "spectral_norm was given None")]),
-    **calls("x", lambda x: lb.Attention(x, ATT.w_q, ATT.w_k, ATT.w_v), [([[1.0]], "x is \\[\\[1.0\\]\\]; it must be a torch tensor")]),
-    **calls("parts", lambda given: changed(ATT, **given), [
-        ({"scale": "x"}, "scale is 'x'"), ({"cap": "x"}, "cap is 'x'"), ({"mask": "x"}, "mask is .x.; it must be a torch tensor"),
-    ]),
-}  # fmt: skip
+    **calls(
+        "x",
+        lambda x: lb.Attention(x, ATT.w_q, ATT.w_k, ATT.w_v),
+        [([[1.0]], "x is \\[\\[1.0\\]\\]; it must be a torch tensor")],
+    ),
+    **calls(
+        "parts",
+        lambda given: changed(ATT, **given),
+        [
+            ({"scale": "x"}, "scale is 'x'"),
+            ({"cap": "x"}, "cap is 'x'"),
+            ({"mask": "x"}, "mask is .x.; it must be a torch tensor"),
+        ],
+    ),
+}
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -70,7 +129,9 @@ def test_float64_is_not_advised_where_it_is_used() -> None:
 WITHOUT: list[Callable[[lb.Attention], torch.Tensor]] = [
     lambda att: bounds.over_ball(att, 0.1),
     lambda att: bounds.get("yudin").over_ball(att, 0.1),
-    lambda att: bounds.get("dasoulas")(changed(att, sinks=torch.zeros(att.heads, dtype=torch.float64))),
+    lambda att: bounds.get("dasoulas")(
+        changed(att, sinks=torch.zeros(att.heads, dtype=torch.float64))
+    ),
     lambda att: bounds.get("lipbound_every")(att),
 ]
 

@@ -1,4 +1,5 @@
-"""Published bounds at any scale: what leaves the formula as it is leaves the value, whatever squares do on the way."""
+"""Published bounds at any scale: what leaves the formula as it is leaves the value, whatever
+squares do on the way."""
 
 import math
 
@@ -13,27 +14,36 @@ from torch import Tensor
 from lipbound import bounds
 from lipbound.attention.layer import Attention
 
-PUBLISHED = [name for name in bounds.names() if bounds.get(name).citation != bounds.get("lipbound").citation]
+PUBLISHED = [
+    name for name in bounds.names() if bounds.get(name).citation != bounds.get("lipbound").citation
+]
 WITH_ONES = ("yudin", "yudin_g1", "yudin_sqrt_n", "yudin_closed")
 """With a query bias they append a one to every token (Remark 2), which does not scale with them."""
-MODERATE = {"inputs": ("plain", "duplicates", "pairs", "collinear", "tiny"), "weights": ("plain", "tied", "no_query", "rank_one_values")}
+MODERATE = {
+    "inputs": ("plain", "duplicates", "pairs", "collinear", "tiny"),
+    "weights": ("plain", "tied", "no_query", "rank_one_values"),
+}
 EXPONENTS = st.sampled_from([-150, -120, -77, -40, -5, 5, 40, 82, 120, 150])
 
 
 def assert_same(value: Tensor, expected: Tensor, name: str) -> None:
     assert not bool(value.isnan().any()), name
-    torch.testing.assert_close(value, expected, rtol=1e-9, atol=0, msg=lambda text: f"{name}: {text}")
+    torch.testing.assert_close(
+        value, expected, rtol=1e-9, atol=0, msg=lambda text: f"{name}: {text}"
+    )
 
 
 def shifted(att: Attention, s: float) -> Attention:
-    """The same head in other units of its tokens: queries and keys, P and J stay as they are, values are in the new units too."""
+    """The same head in other units of its tokens: queries and keys, P and J stay as they are,
+    values are in the new units too."""
     return changed(att, x=att.x * s, w_q=att.w_q / s, w_k=att.w_k / s)
 
 
 @examples(20)
 @given(layers(**MODERATE), EXPONENTS)
 def test_units_of_tokens_do_not_matter(att: Attention, exponent: int) -> None:
-    """Of Kim's map, of degree two in W_Q, the value changes by the square; Specformer's value term is multiplied by ||X||_F^2."""
+    """Of Kim's map, of degree two in W_Q, the value changes by the square; Specformer's value term
+    is multiplied by ||X||_F^2."""
     s = 10.0**exponent
     other = shifted(att, s)
     ones, frobenius = att.b_q is not None, (att.x.norm(dim=(-1, -2)) ** 2)[:, None]
@@ -59,8 +69,17 @@ def test_units_of_tokens_do_not_matter(att: Attention, exponent: int) -> None:
 def test_units_of_tokens_do_not_matter_in_float32(att: Attention, exponent: int) -> None:
     """Against the same numbers in float64, in units in which nothing is large or small."""
     s = 10.0**exponent
-    other = changed(att, **{key: torch.from_numpy(t.numpy().astype("float32")) for key, t in
-                            {"x": att.x.double() * s, "w_q": att.w_q.double() / s, "w_k": att.w_k.double() / s}.items()})  # fmt: skip
+    other = changed(
+        att,
+        **{
+            key: torch.from_numpy(t.numpy().astype("float32"))
+            for key, t in {
+                "x": att.x.double() * s,
+                "w_q": att.w_q.double() / s,
+                "w_k": att.w_k.double() / s,
+            }.items()
+        },
+    )
     plain = other.double()
     plain = changed(plain, x=plain.x / s, w_q=plain.w_q * s, w_k=plain.w_k * s)
     for name in PUBLISHED:
@@ -77,7 +96,9 @@ def test_values_come_out_in_front(att: Attention, exponent: int) -> None:
     other = changed(att, w_v=att.w_v * s)
     for name in PUBLISHED:
         value, expected = bounds.get(name)(other), bounds.get(name)(att)
-        inside = expected.isfinite() & (expected.log10() + exponent < 300)  # near the end of the range the one is infinite, the other not
+        inside = expected.isfinite() & (
+            expected.log10() + exponent < 300
+        )  # near the end of the range the one is infinite, the other not
         assert_same(value[inside], expected[inside] * s, name)
 
 
@@ -86,8 +107,14 @@ def test_values_come_out_in_front(att: Attention, exponent: int) -> None:
 def test_order_of_tokens_and_number_of_heads_do_not_matter(att: Attention, seed: int) -> None:
     order = torch.randperm(att.tokens, generator=torch.Generator().manual_seed(seed))
     mask = None if att.mask is None else att.mask[..., order, :][..., order]
-    other = changed(att, x=att.x[:, order], mask=mask, valid=None if att.valid is None else att.valid[:, order])
-    twice = {key: torch.cat([t, t]) for key in ("w_q", "w_k", "w_v", "b_q", "b_k", "b_v") if (t := getattr(att, key)) is not None}
+    other = changed(
+        att, x=att.x[:, order], mask=mask, valid=None if att.valid is None else att.valid[:, order]
+    )
+    twice = {
+        key: torch.cat([t, t])
+        for key in ("w_q", "w_k", "w_v", "b_q", "b_k", "b_v")
+        if (t := getattr(att, key)) is not None
+    }
     mask = att.mask if att.mask is None or att.mask.ndim < 4 else torch.cat([att.mask, att.mask], 1)
     doubled = changed(att, **twice, mask=mask)
     for name in PUBLISHED:
@@ -111,7 +138,10 @@ def test_a_bound_that_is_out_of_range_is_infinite_or_smallest(exponent: int) -> 
     """Values alone beyond the range of squares: every other factor stays as it is."""
     att = random_attention("biases")
     for name in PUBLISHED:
-        value, expected = bounds.get(name)(changed(att, w_v=att.w_v * 10.0**exponent)), bounds.get(name)(att).log10() + exponent
+        value, expected = (
+            bounds.get(name)(changed(att, w_v=att.w_v * 10.0**exponent)),
+            bounds.get(name)(att).log10() + exponent,
+        )
         inside = (expected > -307) & (expected < 307)
         assert_same(value[inside].log10(), expected[inside], name)
         assert bool((value[expected > 309] == math.inf).all())

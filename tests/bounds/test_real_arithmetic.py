@@ -1,4 +1,5 @@
-"""Published bounds against their formulas in 60-digit arithmetic at the numbers given: never below, and hardly above."""
+"""Published bounds against their formulas in 60-digit arithmetic at the numbers given: never below,
+and hardly above."""
 
 import mpmath as mp
 import pytest
@@ -8,7 +9,18 @@ from torch import Tensor
 from lipbound import bounds
 from lipbound.attention.layer import Attention
 
-CHECKED = ("castin", "castin_bias", "castin_c3", "yudin_nobias", "yudin_g1", "yudin_sqrt_n", "yudin_closed", "specformer", "dasoulas", "newhouse")
+CHECKED = (
+    "castin",
+    "castin_bias",
+    "castin_c3",
+    "yudin_nobias",
+    "yudin_g1",
+    "yudin_sqrt_n",
+    "yudin_closed",
+    "specformer",
+    "dasoulas",
+    "newhouse",
+)
 
 
 def matrix(t: Tensor) -> mp.matrix:
@@ -50,10 +62,17 @@ def formulas(att: Attention, h: int) -> dict[str, mp.mpf]:
         "castin_bias": root3 * v * mp.sqrt(t**2 + n * t**2 + n),
         "castin_c3": root3 * v * mp.sqrt((side * apart) ** 2 * (n + 1) + n),
         "yudin_nobias": v * (norm_p + 2 * norm_x**2 * norm_a * max(norm(mi) for mi in m)),
-        "yudin_g1": v * (norm_p + 2 * norm_x**2 * norm_a * max(row[0] * (1 - row[0] + row[1]) for row in ordered)),
+        "yudin_g1": v
+        * (
+            norm_p + 2 * norm_x**2 * norm_a * max(row[0] * (1 - row[0] + row[1]) for row in ordered)
+        ),
         "yudin_sqrt_n": v * (norm_p + 2 * norm_x * norm_a * max(norm(x.T * mi) for mi in m)),
         "yudin_closed": v * mp.sqrt(n) * (1 + 2 * t),
-        "dasoulas": v * (mp.sqrt(sum(e * e for e in p)) + mp.sqrt(2) * r * (max(length(t * a.T) for t in tokens) + length(x * a))),
+        "dasoulas": v
+        * (
+            mp.sqrt(sum(e * e for e in p))
+            + mp.sqrt(2) * r * (max(length(t * a.T) for t in tokens) + length(x * a))
+        ),
         "newhouse": v * (1 + 2 * c * norm(w_q) * norm(w_k) * r**2),
         "specformer": n * (n + 1) * length(x) ** 2 * v * (norm(w_q) * norm(w_k) + 1),
     }
@@ -62,14 +81,24 @@ def formulas(att: Attention, h: int) -> dict[str, mp.mpf]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("logits", [1.0, 30.0, 1e3, 1e6, 1e12])
 @pytest.mark.parametrize("offset", [0.0, 1e4])
-def test_values_are_upper_values_in_real_arithmetic(offset: float, logits: float, dtype: torch.dtype) -> None:
+def test_values_are_upper_values_in_real_arithmetic(
+    offset: float, logits: float, dtype: torch.dtype
+) -> None:
     """``offset`` is common to all tokens; W_K nearly annihilates it, so that scores cancel."""
     g = torch.Generator().manual_seed(int(logits) % 1000 + int(offset))
-    x, w_q, w_k, w_v = (torch.randn(s, generator=g, dtype=torch.float64) for s in ((1, 4, 3), (2, 3, 2), (2, 3, 2), (2, 3, 2)))
+    x, w_q, w_k, w_v = (
+        torch.randn(s, generator=g, dtype=torch.float64)
+        for s in ((1, 4, 3), (2, 3, 2), (2, 3, 2), (2, 3, 2))
+    )
     common = torch.randn(3, generator=g, dtype=torch.float64)
     common = common / common.norm()
     w_k = w_k - common[:, None] * (common @ w_k)[:, None] * (1 - 1e-6)
-    att = Attention(*((t * f).to(dtype) for t, f in ((x + offset * common, 1.0), (w_q, logits), (w_k, 1.0), (w_v, 1.0))))
+    att = Attention(
+        *(
+            (t * f).to(dtype)
+            for t, f in ((x + offset * common, 1.0), (w_q, logits), (w_k, 1.0), (w_v, 1.0))
+        )
+    )
     with mp.workdps(60):
         for h in range(att.heads):
             expected = formulas(att, h)
@@ -77,4 +106,7 @@ def test_values_are_upper_values_in_real_arithmetic(offset: float, logits: float
                 value = mp.mpf(float(bounds.get(name)(att)[0, h]))
                 assert value >= expected[name], (name, mp.nstr(value / expected[name] - 1, 5))
                 if logits * max(1.0, offset) <= 30:
-                    assert value <= expected[name] * (1 + mp.mpf("1e-9")), (name, mp.nstr(value / expected[name] - 1, 5))
+                    assert value <= expected[name] * (1 + mp.mpf("1e-9")), (
+                        name,
+                        mp.nstr(value / expected[name] - 1, 5),
+                    )

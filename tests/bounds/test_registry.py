@@ -1,4 +1,5 @@
-"""The registry: what it takes, what it refuses, what it imports, and that nothing in it depends on what ran before."""
+"""The registry: what it takes, what it refuses, what it imports, and that nothing in it depends on
+what ran before."""
 
 import subprocess
 import sys
@@ -14,7 +15,15 @@ from lipbound.attention.layer import Attention
 from lipbound.bounds import registry
 from lipbound.errors import AttentionError
 
-TEXTS = {"label": "l", "citation": "doe2027", "statement": "s", "statement_latex": "$s$", "source": "s", "assumptions": "a", "cost": "c"}
+TEXTS = {
+    "label": "l",
+    "citation": "doe2027",
+    "statement": "s",
+    "statement_latex": "$s$",
+    "source": "s",
+    "assumptions": "a",
+    "cost": "c",
+}
 
 
 def always(att: Attention) -> Tensor:
@@ -36,11 +45,20 @@ def test_each_kind_of_head_has_its_formula() -> None:
         """The statement."""
         return torch.ones(1, 1)
 
-    @doe.extends("rotation", "cap", condition=lambda att: ~always(att), terms=lambda bound, att: {"values": bound(att)})
+    @doe.extends(
+        "rotation",
+        "cap",
+        condition=lambda att: ~always(att),
+        terms=lambda bound, att: {"values": bound(att)},
+    )
     def _(att: Attention) -> Tensor:
         return torch.full((1, 1), 2.0)
 
-    plain, turned, sink = random_attention("plain"), variant_layer(0, frozenset({"rotation"})), variant_layer(0, frozenset({"rotation", "sinks"}))
+    plain, turned, sink = (
+        random_attention("plain"),
+        variant_layer(0, frozenset({"rotation"})),
+        variant_layer(0, frozenset({"rotation", "sinks"})),
+    )
     assert doe is bounds.get("doe")
     assert doe.__doc__ == "The statement."
     assert bounds.names()[-1] == "doe"
@@ -63,19 +81,28 @@ def test_each_kind_of_head_has_its_formula() -> None:
 
 @pytest.mark.usefixtures("scratch")
 def test_a_layers_own_bound_is_its_best() -> None:
-    @bounds.bound("doe", **TEXTS, condition=always, layer=lambda bound, att, map: torch.zeros(att.samples, dtype=torch.float64))
+    @bounds.bound(
+        "doe",
+        **TEXTS,
+        condition=always,
+        layer=lambda bound, att, map: torch.zeros(att.samples, dtype=torch.float64),
+    )
     def doe(att: Attention) -> Tensor:
         return torch.ones(1, 1)
 
     att = random_attention("plain")
     assert bounds.whole_layer(att, "doe", map="heads").tolist() == [0.0, 0.0]
-    assert bounds.whole_layer(att, "doe", map="heads", rule="sum").tolist() == pytest.approx([3.0, 3.0])
+    assert bounds.whole_layer(att, "doe", map="heads", rule="sum").tolist() == pytest.approx(
+        [3.0, 3.0]
+    )
 
 
 @pytest.mark.usefixtures("scratch")
 def test_a_citation_key_has_one_entry() -> None:
     with pytest.raises(ValueError, match="'yudin2025pay' is already that of another entry"):
-        bounds.bound("doe", **TEXTS | {"citation": "yudin2025pay"}, condition=always, bibtex="@misc{other}")(always)
+        bounds.bound(
+            "doe", **TEXTS | {"citation": "yudin2025pay"}, condition=always, bibtex="@misc{other}"
+        )(always)
 
 
 @pytest.mark.each_value(kind=HARD)
@@ -95,7 +122,9 @@ def test_block_bound_does_not_depend_on_what_ran_before(kind: str, dtype: torch.
 
 
 def _run(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def test_the_registry_is_imported_without_torch() -> None:
@@ -114,7 +143,7 @@ def test_public_names_are_functions_whatever_was_imported_first() -> None:
 import lipbound.bounds.audit, lipbound.bounds.whole_layer_rules, lipbound.bounds.papers.specformer2024
 from lipbound import bounds
 print(bounds.audit.__name__, bounds.whole_layer.__name__, bounds.over_ball.__name__, sorted(bounds.__all__) == dir(bounds), *bounds.names())
-"""
+"""  # noqa: E501
     assert _run(code).split() == ["audit", "whole_layer", "over_ball", "True", *bounds.names()]
 
 
@@ -127,5 +156,5 @@ try:
     bounds.bound("yudin", **texts, condition=len)(len)
 except ValueError as error:
     print(error)
-"""
+"""  # noqa: E501
     assert _run(code) == "a bound named 'yudin' is already registered"

@@ -1,4 +1,5 @@
-"""What our bounds on plain heads make of every row of P: never below norms of the matrices themselves, and hardly above, in float32 too."""
+"""What our bounds on plain heads make of every row of P: never below norms of the matrices
+themselves, and hardly above, in float32 too."""
 
 import math
 
@@ -18,7 +19,9 @@ LEAST = 1 - 1e-13
 @pytest.mark.parametrize("at_once", [1, 3, 9])
 @pytest.mark.parametrize("work", [torch.float32, torch.float64])
 @pytest.mark.parametrize("mask", MASKS)
-def test_norms_are_those_of_the_matrices(mask: str, work: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_are_those_of_the_matrices(
+    mask: str, work: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(row_moments, "reproducible_float32", lambda: work == torch.float32)
     monkeypatch.setattr(row_moments, "ROW_BYTES", 8 * 3 * 3 * 4 * at_once)
     att = layer(1, frozenset(), mask=mask, n=9, samples=1)
@@ -52,7 +55,9 @@ def test_float32_hardly_moves_the_bounds(mask: str, monkeypatch: pytest.MonkeyPa
     for narrow in (True, False):
         monkeypatch.setattr(row_moments, "reproducible_float32", lambda narrow=narrow: narrow)
         with torch.no_grad():
-            values[narrow] = bounds.evaluate(layer(2, frozenset(), mask=mask, n=9), ["lipbound", "lipbound_block"])
+            values[narrow] = bounds.evaluate(
+                layer(2, frozenset(), mask=mask, n=9), ["lipbound", "lipbound_block"]
+            )
     for name, wide in values[False].items():
         assert bool((values[True][name] >= wide * (1 - 1e-6)).all())
         assert bool((values[True][name] <= wide * (1 + 2e-4)).all())
@@ -68,14 +73,20 @@ def many_small(n: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 
 @pytest.mark.parametrize("n", [1, 7, 64, 1024, 12_000])
 def test_lengths_in_float32_are_upper_values(n: int) -> None:
-    for x in (many_small(n, torch.float32), torch.randn(n, generator=torch.Generator().manual_seed(n)).exp() * 1e-10):
+    for x in (
+        many_small(n, torch.float32),
+        torch.randn(n, generator=torch.Generator().manual_seed(n)).exp() * 1e-10,
+    ):
         exact = math.fsum(float(t) ** 2 for t in x) ** 0.5
         assert exact <= float(upper_lengths(x)) <= exact * (1 + 2e-7 * (n + 8))
 
 
 def test_values_wider_than_queries() -> None:
     """Images of queries are lengths of d_v numbers, whatever d is."""
-    one, x = torch.ones(1, 1, 1, dtype=torch.float64), torch.tensor([[[0.5], [1.0]]], dtype=torch.float64)
+    one, x = (
+        torch.ones(1, 1, 1, dtype=torch.float64),
+        torch.tensor([[[0.5], [1.0]]], dtype=torch.float64),
+    )
     att = Attention(x, one, one, many_small(2000).view(1, 1, -1), scale=1.0)
     p, v, k = att.p[0, 0], att.centred_v[0, 0], att.centred_k[0, 0]
     cov = torch.einsum("ij,ijv,ja->iva", p, v - (p @ v)[:, None], k)
@@ -88,7 +99,8 @@ def test_values_wider_than_queries() -> None:
 
 @pytest.mark.parametrize("exponent", [-10, -60, -70, -80, -200])
 def test_rows_that_leave_next_to_nothing(exponent: int) -> None:
-    """Squares of their probabilities vanish in float32, and the key that has the rest has the value zero."""
+    """Squares of their probabilities vanish in float32, and the key that has the rest has the value
+    zero."""
     small = 2.0**exponent
     p = torch.tensor([[[1 - 2 * small, small, small]]], dtype=torch.float64)
     v = torch.tensor([[[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]]], dtype=torch.float64)

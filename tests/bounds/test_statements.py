@@ -1,4 +1,5 @@
-"""Every bound against its statement, written out naively with dense matrices, and the conditions under which it is sound."""
+"""Every bound against its statement, written out naively with dense matrices, and the conditions
+under which it is sound."""
 
 import math
 
@@ -47,12 +48,24 @@ def naive(att: Attention, s: int, h: int) -> dict[str, float]:
     shift = float((att.scale * w_k @ b_q).norm())
     return {
         **our_bounds(x, p, att, s, h),
-        "kim": math.sqrt(n) * att.scale * (4 * float(inverse_phi(torch.tensor(n - 1.0, dtype=torch.float64))) + 1) * norm(w_q) ** 2 * v,
-        "dasoulas": v * (float(p.norm()) + math.sqrt(2) * r * (side + float((x @ a + att.scale * w_k @ b_q).norm()))),
+        "kim": math.sqrt(n)
+        * att.scale
+        * (4 * float(inverse_phi(torch.tensor(n - 1.0, dtype=torch.float64))) + 1)
+        * norm(w_q) ** 2
+        * v,
+        "dasoulas": v
+        * (
+            float(p.norm())
+            + math.sqrt(2) * r * (side + float((x @ a + att.scale * w_k @ b_q).norm()))
+        ),
         "specformer": n * (n + 1) * frobenius**2 * (v * norm(w_q) * norm(w_k) + v),
         "castin": math.sqrt(3) * v * math.sqrt(norm(a) ** 2 * r**4 * (4 * n + 1) + n),
-        "castin_bias": math.sqrt(3) * v * math.sqrt(t**2 + n * r**2 * (norm(a) * r + shift) ** 2 + n),
-        "castin_c3": math.sqrt(3) * v * math.sqrt(max(side, other) ** 2 * diameter**2 * (n + 1) + n),
+        "castin_bias": math.sqrt(3)
+        * v
+        * math.sqrt(t**2 + n * r**2 * (norm(a) * r + shift) ** 2 + n),
+        "castin_c3": math.sqrt(3)
+        * v
+        * math.sqrt(max(side, other) ** 2 * diameter**2 * (n + 1) + n),
         "castin_c3_as_coded": v * math.sqrt(side**2 * diameter**2 * (n + 1) + n),
         "castin_mean_field": v * (1 + 3 * t) * math.exp(2 * t) if t < 350 else math.inf,
         "yudin": v * (norm(p) + 2 * norm(xe) ** 2 * ae * largest_m),
@@ -79,16 +92,28 @@ def our_bounds(x: Tensor, p: Tensor, att: Attention, s: int, h: int) -> dict[str
     for i in range(n):
         for j in range(n):
             reach = min(float(lengths[i] @ p[j]), norms[i] * float(p[j].norm()))
-            cross = float(p[i, j]) * norm(b[j] @ w_v) + float(p[j, i] * (b[i] @ qt[j]).norm() * (v[i] - o[j]).norm())
+            cross = float(p[i, j]) * norm(b[j] @ w_v) + float(
+                p[j, i] * (b[i] @ qt[j]).norm() * (v[i] - o[j]).norm()
+            )
             cross += float((w_v.T @ qt[i]).norm()) * reach
             e0[i, j] += cross + float(p[i] @ p[j]) * norm(w_v) ** 2
             e0[j, i] += cross
-            kk[i, j] = abs(float(qt[i] @ qt[j])) * min(norms[i] * norms[j], float(lengths[i] @ lengths[j]))
+            kk[i, j] = abs(float(qt[i] @ qt[j])) * min(
+                norms[i] * norms[j], float(lengths[i] @ lengths[j])
+            )
         e0[i, i] += norm(b[i]) ** 2
     stacked = sum(float(qt[i] @ qt[i]) * a[i].T @ a[i] for i in range(n))
     key = min(norm(torch.tensor(norms, dtype=x.dtype)[:, None] * qt) ** 2, norm(stacked))
-    sizes = [[float(p[i, j]) * (norm(w_v) + float((v[j] - o[i]).norm() * qt[i].norm())) for j in range(n)] for i in range(n)]
-    blocks = torch.tensor(sizes, dtype=x.dtype) + torch.diag(torch.tensor([norm(bi) for bi in b], dtype=x.dtype))
+    sizes = [
+        [
+            float(p[i, j]) * (norm(w_v) + float((v[j] - o[i]).norm() * qt[i].norm()))
+            for j in range(n)
+        ]
+        for i in range(n)
+    ]
+    blocks = torch.tensor(sizes, dtype=x.dtype) + torch.diag(
+        torch.tensor([norm(bi) for bi in b], dtype=x.dtype)
+    )
     return {
         "lipbound": math.sqrt(min(norm(e0 + kk), norm(e0) + key)),
         "lipbound_block": norm(blocks),
@@ -104,8 +129,12 @@ def test_bounds_are_their_statements(att: Attention) -> None:
             assert set(expected) == set(values)
             for name, value in expected.items():
                 # ours takes the norms of small blocks rounded upwards by up to a percent
-                assert float(values[name][s, h]) == pytest.approx(value, rel=1e-2 if name.startswith("lipbound") else 2e-6), name
-                assert float(values[name][s, h]) >= value * (1 - 1e-12), name  # rounded upwards, never down
+                assert float(values[name][s, h]) == pytest.approx(
+                    value, rel=1e-2 if name.startswith("lipbound") else 2e-6
+                ), name
+                assert float(values[name][s, h]) >= value * (1 - 1e-12), (
+                    name
+                )  # rounded upwards, never down
 
 
 @pytest.mark.parametrize("y", [0.0, 1e-9, 1.0, 127.0, 1e6])
@@ -117,8 +146,12 @@ def test_inverse_phi(y: float) -> None:
 def test_kim_is_attained_by_one_token() -> None:
     one = torch.ones(1, 1, 1, dtype=torch.float64)
     att = Attention(one, 3 * one, one, 2 * one)
-    assert float(bounds.get("kim")(att)) == pytest.approx(float(l2_spectral_norm(att).lower), rel=1e-9)
-    assert float(bounds.get("kim")(att)) == pytest.approx(18.0, rel=1e-9)  # degree two in W_Q; the printed degree one would give 6
+    assert float(bounds.get("kim")(att)) == pytest.approx(
+        float(l2_spectral_norm(att).lower), rel=1e-9
+    )
+    assert float(bounds.get("kim")(att)) == pytest.approx(
+        18.0, rel=1e-9
+    )  # degree two in W_Q; the printed degree one would give 6
 
 
 def test_yudin_improves_castin_and_g1_exceeds_the_norm() -> None:
@@ -130,7 +163,8 @@ def test_yudin_improves_castin_and_g1_exceeds_the_norm() -> None:
 
 
 def test_yudin_is_not_sharper_than_specformer_for_small_inputs() -> None:
-    """The comparison in the paper holds where the inputs are not small: Specformer's formula goes to 0 with X, and no bound may."""
+    """The comparison in the paper holds where the inputs are not small: Specformer's formula goes
+    to 0 with X, and no bound may."""
     att = random_attention("plain")
     for size, sharper in ((1.0, True), (1e-3, False)):
         small = Attention(size * att.x, att.w_q, att.w_k, att.w_v)
@@ -163,13 +197,18 @@ def test_rows_in_parts_give_the_same_norms(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("name", ["lipbound", "lipbound_block"])
-def test_memory_that_is_not_free_is_refused_before_it_is_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_not_free_is_refused_before_it_is_taken(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(devices, "available", lambda device: 1000.0)
-    with pytest.raises(LipboundError, match=r"need matrices over all their pairs, about .* GB, and 1e-06 GB of memory are free"):
+    with pytest.raises(
+        LipboundError,
+        match=r"need matrices over all their pairs, about .* GB, and 1e-06 GB of memory are free",
+    ):
         bounds.get(name)(random_attention("plain"))
 
 
-# -- published statements that fail, and the smallest cases that show it ---------------------------------------------------
+# -- published statements that fail, and the smallest cases that show it ---------------------------
 
 
 def shortfall(name: str, att: Attention) -> float:
@@ -181,7 +220,10 @@ def audited(name: str, att: Attention) -> dict:
     """What the audit of a run of one layer says of a bound."""
     bound = bounds.get(name)
     values = {"exact": dense_norms(att), name: bound(att), f"{name}_sound": bound.sound(att)}
-    ds = xr.Dataset({key: (("sample", "head"), value.numpy()) for key, value in values.items()}, attrs={"dtype": "float64", "bounds": [name]})
+    ds = xr.Dataset(
+        {key: (("sample", "head"), value.numpy()) for key, value in values.items()},
+        attrs={"dtype": "float64", "bounds": [name]},
+    )
     return bounds.audit(ds)[name]
 
 
@@ -191,7 +233,10 @@ def test_missing_numbers_are_not_compared() -> None:
     value = bound(att).clone()
     value[0, 0] = math.nan
     columns = {"exact": dense_norms(att), "yudin": value, "yudin_sound": bound.sound(att)}
-    ds = xr.Dataset({k: (("sample", "head"), v.numpy()) for k, v in columns.items()}, attrs={"dtype": "float64", "bounds": ["yudin"]})
+    ds = xr.Dataset(
+        {k: (("sample", "head"), v.numpy()) for k, v in columns.items()},
+        attrs={"dtype": "float64", "bounds": ["yudin"]},
+    )
     entry = bounds.audit(ds)["yudin"]
     assert entry["broken"] == 0
     assert entry["compared"] == value.numel() - 1
@@ -207,13 +252,22 @@ def test_specformer_fails_for_small_inputs() -> None:
 
 
 def biased() -> Attention:
-    """Queries that come from their bias alone, so A = 0, while values differ by much: |J| grows with the bias."""
+    """Queries that come from their bias alone, so A = 0, while values differ by much: |J| grows
+    with the bias."""
     x = torch.tensor([[[0.0, 10], [0, -10], [0, 5], [0, -5]]], dtype=torch.float64)
     w_q, w_k = (torch.tensor([[[c], [0.0]]], dtype=torch.float64) for c in (0.0, 1.0))
-    return Attention(x, w_q, w_k, torch.eye(2, dtype=torch.float64)[None], b_q=torch.tensor([[10.0]], dtype=torch.float64))
+    return Attention(
+        x,
+        w_q,
+        w_k,
+        torch.eye(2, dtype=torch.float64)[None],
+        b_q=torch.tensor([[10.0]], dtype=torch.float64),
+    )
 
 
-@pytest.mark.parametrize(("plain", "repaired"), [("castin", "castin_bias"), ("yudin_nobias", "yudin")])
+@pytest.mark.parametrize(
+    ("plain", "repaired"), [("castin", "castin_bias"), ("yudin_nobias", "yudin")]
+)
 def test_query_biases_break_the_plain_statements(plain: str, repaired: str) -> None:
     assert shortfall(plain, biased()) < 0.1
     assert not bool(bounds.get(plain).sound(biased()).any())
@@ -234,7 +288,9 @@ def test_c3_as_coded_fails() -> None:
         g = torch.Generator().manual_seed(seed)
         x = torch.randn(1, 2, 6, generator=g, dtype=torch.float64)
         w_q, w_k, w_v = (torch.randn(8, 6, 1, generator=g, dtype=torch.float64) for _ in range(3))
-        w_k = w_k - x[0, 0][:, None] * (x[0, 0] @ w_k)[:, None] / (x[0, 0] @ x[0, 0])  # one token unseen by the keys
+        w_k = w_k - x[0, 0][:, None] * (x[0, 0] @ w_k)[:, None] / (
+            x[0, 0] @ x[0, 0]
+        )  # one token unseen by the keys
         att = Attention(x, w_q, w_k, w_v)
         worst = min(worst, shortfall("castin_c3_as_coded", att))
         assert shortfall("castin_c3", att) >= 1
@@ -265,7 +321,9 @@ def test_conditions_see_masks_and_padding() -> None:
     assert not bool(kim.sound(random_attention("offsets")).any())
     att = random_attention("plain")
     valid = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
-    padding = torch.zeros(2, 1, 6, 6, dtype=torch.float64).masked_fill(~valid[:, None, None], -math.inf)
+    padding = torch.zeros(2, 1, 6, 6, dtype=torch.float64).masked_fill(
+        ~valid[:, None, None], -math.inf
+    )
     padded = Attention(att.x, att.w_q, att.w_k, att.w_v, mask=padding, valid=valid)
     assert bool(field.sound(padded).all())  # forbidding padding is no mask
     assert bool(kim.sound(padded).all())
@@ -285,7 +343,7 @@ def test_mean_field_of_zero_values_is_zero() -> None:
     assert float(bounds.get("castin_mean_field")(zero).abs().max()) == 0.0
 
 
-# -- the registry --------------------------------------------------------------------------------------------------------
+# -- the registry ----------------------------------------------------------------------------------
 
 
 def test_unknown_names_get_the_nearest() -> None:
@@ -307,7 +365,9 @@ def test_registry_is_complete() -> None:
 
 
 def test_names_are_unique() -> None:
-    texts = dict.fromkeys(("label", "citation", "statement", "statement_latex", "source", "assumptions", "cost"), "")
+    texts = dict.fromkeys(
+        ("label", "citation", "statement", "statement_latex", "source", "assumptions", "cost"), ""
+    )
     with pytest.raises(ValueError, match="already registered"):
         bounds.bound("yudin", **texts, condition=lambda a: a.p)(lambda a: a.p)
 
@@ -317,26 +377,46 @@ def test_names_are_unique() -> None:
 def test_our_bounds_have_derivatives(kind: str, name: str) -> None:
     """Against central differences along one direction of everything the layer is made of."""
     att = random_attention(kind)
-    given = {key: t for key in ("x", "w_q", "w_k", "w_v", "b_q", "b_k", "b_v") if (t := getattr(att, key)) is not None}
+    given = {
+        key: t
+        for key in ("x", "w_q", "w_k", "w_v", "b_q", "b_k", "b_v")
+        if (t := getattr(att, key)) is not None
+    }
     g = torch.Generator().manual_seed(1)
-    direction = {key: t.abs().max() * torch.randn(t.shape, generator=g, dtype=t.dtype) for key, t in given.items()}
+    direction = {
+        key: t.abs().max() * torch.randn(t.shape, generator=g, dtype=t.dtype)
+        for key, t in given.items()
+    }
     leaves = {key: t.clone().requires_grad_() for key, t in given.items()}
 
     def total(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         return bounds.get(name)(Attention(**tensors, mask=att.mask, valid=att.valid)).sum()
 
-    gradients = dict(zip(leaves, torch.autograd.grad(total(leaves), list(leaves.values()), materialize_grads=True), strict=True))
+    gradients = dict(
+        zip(
+            leaves,
+            torch.autograd.grad(total(leaves), list(leaves.values()), materialize_grads=True),
+            strict=True,
+        )
+    )
     step = 1e-6
-    ahead, back = (total({key: t + sign * step * direction[key] for key, t in given.items()}) for sign in (1, -1))
+    ahead, back = (
+        total({key: t + sign * step * direction[key] for key, t in given.items()})
+        for sign in (1, -1)
+    )
     slope = sum(float((gradients[key] * direction[key]).sum()) for key in given)
-    assert slope == pytest.approx(float(ahead - back) / (2 * step), rel=1e-2, abs=1e-3 * float(total(given)))
+    assert slope == pytest.approx(
+        float(ahead - back) / (2 * step), rel=1e-2, abs=1e-3 * float(total(given))
+    )
 
 
 def test_gradients_of_zero_heads_are_finite() -> None:
     x, w = torch.randn(1, 4, 3, dtype=torch.float64), torch.randn(2, 3, 2, dtype=torch.float64)
     values = torch.zeros(2, 3, 2, dtype=torch.float64, requires_grad=True)
     for name in ("lipbound", "lipbound_block"):
-        (gradient,) = torch.autograd.grad(bounds.get(name)(Attention(x, w, w, values)).sum(), values)
+        (gradient,) = torch.autograd.grad(
+            bounds.get(name)(Attention(x, w, w, values)).sum(), values
+        )
         assert bool(torch.isfinite(gradient).all())
 
 

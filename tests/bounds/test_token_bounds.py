@@ -1,4 +1,5 @@
-"""Bounds in the norms of single tokens: their statements, and never below what brute force attains; at any scale, and as they are printed."""
+"""Bounds in the norms of single tokens: their statements, and never below what brute force attains;
+at any scale, and as they are printed."""
 
 import math
 from decimal import Decimal
@@ -24,15 +25,30 @@ NORMS = ("every-token", "one-token")
 NAMES = [name for norm in NORMS for name in bounds.names(norm)]
 OURS = [name for name in NAMES if bounds.get(name).citation == bounds.get("lipbound").citation]
 SMOOTH = [name for name in NAMES if bounds.get(name).differentiable]
-MODERATE = {"inputs": ("plain", "duplicates", "pairs", "collinear", "tiny"), "weights": ("plain", "tied", "no_query", "rank_one_values")}
-HAS = ((), ("rotation",), ("norm",), ("together", "rotation"), ("cap",), ("sinks",), ("rotation", "cap", "sinks"))
+MODERATE = {
+    "inputs": ("plain", "duplicates", "pairs", "collinear", "tiny"),
+    "weights": ("plain", "tied", "no_query", "rank_one_values"),
+}
+HAS = (
+    (),
+    ("rotation",),
+    ("norm",),
+    ("together", "rotation"),
+    ("cap",),
+    ("sinks",),
+    ("rotation", "cap", "sinks"),
+)
 PARTS = ("x", "w_q", "w_k", "w_v", "b_q", "b_k", "b_v")
 
 
 def brute_force(att: Attention, steps: int = 20) -> dict[str, Tensor]:
-    """Attained values of both norms, (samples, heads). Biases that J does not see would cancel digits of the reference, and are left out."""
+    """Attained values of both norms, (samples, heads). Biases that J does not see would cancel
+    digits of the reference, and are left out."""
     j = token_oracle.all_blocks(att if att.variants else changed(att, b_k=None, b_v=None))
-    return {"every-token": token_oracle.every_from_below(j, 2, steps), "one-token": token_oracle.one(j)[0]}
+    return {
+        "every-token": token_oracle.every_from_below(j, 2, steps),
+        "one-token": token_oracle.one(j)[0],
+    }
 
 
 def check(att: Attention, slack: float = 1e-9, names: list[str] = NAMES) -> None:
@@ -47,7 +63,7 @@ def check(att: Attention, slack: float = 1e-9, names: list[str] = NAMES) -> None
         assert bool((~sound | (value >= least[bound.norm] * (1 - slack))).all()), name
 
 
-# -- the reference --------------------------------------------------------------------------------------------------------
+# -- the reference ---------------------------------------------------------------------------------
 
 
 def test_brute_force_meets_itself(kind: str) -> None:
@@ -75,7 +91,7 @@ def test_a_perturbation_attains_it() -> None:
     assert best == pytest.approx(float(token_oracle.every_from_below(j, 6)), rel=1e-9)
 
 
-# -- soundness ------------------------------------------------------------------------------------------------------------
+# -- soundness -------------------------------------------------------------------------------------
 
 
 @examples(25)
@@ -112,7 +128,11 @@ def test_hard_heads_in_80_digits(family: str, dtype: torch.dtype) -> None:
             bound = bounds.get(name)
             if bound.applies(att) and bool(bound.sound(att)[0, h]):
                 value = float(bound(att)[0, h])
-                assert value == math.inf or Decimal(value) >= least[bound.norm], (name, value, float(least[bound.norm]))
+                assert value == math.inf or Decimal(value) >= least[bound.norm], (
+                    name,
+                    value,
+                    float(least[bound.norm]),
+                )
 
 
 @pytest.mark.each_value(kind=HARD)
@@ -122,20 +142,28 @@ def test_whole_layers(kind: str) -> None:
     for map in ("heads", "layer"):
         for s in range(att.samples):
             (whole,) = token_oracle.blocks(att, s, map)
-            least = {"every-token": float(token_oracle.every_from_below(whole, 6, 20)), "one-token": float(token_oracle.one(whole)[0])}
+            least = {
+                "every-token": float(token_oracle.every_from_below(whole, 6, 20)),
+                "one-token": float(token_oracle.one(whole)[0]),
+            }
             for name in NAMES:
                 for rule in ("best", "sum", "root_sum_square", "folded"):
                     value = bounds.whole_layer(att, name, map=map, rule=rule)[s]
                     assert float(value) >= least[bounds.get(name).norm] * (1 - 1e-9), (name, rule)
 
 
-# -- statements -----------------------------------------------------------------------------------------------------------
+# -- statements ------------------------------------------------------------------------------------
 
 
 def naive(att: Attention, s: int, h: int) -> dict[str, float]:
-    """The statements from blocks of the autograd Jacobian of the definition and dense norms of their parts."""
+    """The statements from blocks of the autograd Jacobian of the definition and dense norms of
+    their parts."""
     keep = torch.ones(att.tokens, dtype=torch.bool) if att.valid is None else att.valid[s]
-    p, (q, k, v), (w_q, w_k, w_v) = att.p[s, h][keep][:, keep], (t[s, h][keep] for t in (att.q, att.k, att.v)), (att.w_q[h], att.w_k[h], att.w_v[h])
+    p, (q, k, v), (w_q, w_k, w_v) = (
+        att.p[s, h][keep][:, keep],
+        (t[s, h][keep] for t in (att.q, att.k, att.v)),
+        (att.w_q[h], att.w_k[h], att.w_v[h]),
+    )
     n, o, qt = len(p), p @ v, att.scale * q @ w_k.T
     dense = dense_jacobian(att, s, h).view(n, att.d_v, n, -1).transpose(1, 2)
     d = torch.zeros(n, n, dtype=torch.float64)
@@ -145,7 +173,9 @@ def naive(att: Attention, s: int, h: int) -> dict[str, float]:
             a, z = v[j] - o[i], w_v.T @ qt[i]
             form = torch.outer(a, z) + torch.outer(z, a) + qt[i] @ qt[i] * torch.outer(a, a)
             top = max(0.0, float(torch.linalg.eigvalsh(form)[-1]))
-            d[i, j] = p[i, j] * math.sqrt(float(torch.linalg.matrix_norm(w_v, 2)) ** 2 + top) + (i == j) * torch.linalg.matrix_norm(own, 2)
+            d[i, j] = p[i, j] * math.sqrt(float(torch.linalg.matrix_norm(w_v, 2)) ** 2 + top) + (
+                i == j
+            ) * torch.linalg.matrix_norm(own, 2)
     rounding = 1e-14 * float(d.max())  # of an entry of the dense Jacobian, whatever its own size
     assert bool((d >= torch.linalg.matrix_norm(dense, 2) * (1 - 1e-9) - rounding).all())
     forms = (torch.where(d > 1e-100, 1 / d, 0.0)[..., None, None] * dense @ dense.mT).sum(1)
@@ -158,7 +188,8 @@ def naive(att: Attention, s: int, h: int) -> dict[str, float]:
 
 @pytest.mark.each_value(kind=HARD)
 def test_our_bounds_are_their_statements(kind: str) -> None:
-    """Up to the upper values of norms of small blocks, within a percent; they are weights in ``lipbound_every``, where larger ones may be better."""
+    """Up to the upper values of norms of small blocks, within a percent; they are weights in
+    ``lipbound_every``, where larger ones may be better."""
     att = random_attention(kind)
     values = bounds.evaluate(att, "all", "every-token") | bounds.evaluate(att, "all", "one-token")
     for s in range(att.samples):
@@ -167,7 +198,12 @@ def test_our_bounds_are_their_statements(kind: str) -> None:
                 least = 0.99 if name == "lipbound_every" else 1 - 1e-9
                 assert value * least <= float(values[name][s, h]) <= value * 1.01, name
     assert bool((values["lipbound_every"] <= values["lipbound_every_block"] * (1 + 1e-12)).all())
-    assert bool((values["lipbound_every"] <= 1.12 * token_oracle.every_from_above(token_oracle.all_blocks(att))).all())
+    assert bool(
+        (
+            values["lipbound_every"]
+            <= 1.12 * token_oracle.every_from_above(token_oracle.all_blocks(att))
+        ).all()
+    )
 
 
 def printed_newhouse(att: Attention) -> float:
@@ -177,10 +213,17 @@ def printed_newhouse(att: Attention) -> float:
 
 
 def biased() -> Attention:
-    """Queries that come from their bias alone, so that the formula without it has no softmax term, while values differ by much."""
+    """Queries that come from their bias alone, so that the formula without it has no softmax term,
+    while values differ by much."""
     x = torch.tensor([[[0.0, 10], [0, -10]]], dtype=torch.float64)
     w_q, w_k = (torch.tensor([[[c], [0.0]]], dtype=torch.float64) for c in (0.0, 1.0))
-    return Attention(x, w_q, w_k, torch.eye(2, dtype=torch.float64)[None], b_q=torch.tensor([[10.0]], dtype=torch.float64))
+    return Attention(
+        x,
+        w_q,
+        w_k,
+        torch.eye(2, dtype=torch.float64)[None],
+        b_q=torch.tensor([[10.0]], dtype=torch.float64),
+    )
 
 
 def test_newhouse_is_its_statement(kind: str) -> None:
@@ -193,11 +236,23 @@ def test_newhouse_is_its_statement(kind: str) -> None:
                 assert float(value[s, h]) == pytest.approx(printed_newhouse(one), rel=1e-9)
                 assert float(value[s, h]) >= printed_newhouse(one) * (1 - 1e-15)
         return
-    ones = torch.cat([att.x, torch.ones_like(att.x[..., :1]) * (1 if att.valid is None else att.valid[..., None])], -1)
+    ones = torch.cat(
+        [
+            att.x,
+            torch.ones_like(att.x[..., :1]) * (1 if att.valid is None else att.valid[..., None]),
+        ],
+        -1,
+    )
     with_row = [
-        torch.cat([w, torch.zeros_like(w[:, :1]) if b is None else b[:, None]], 1) for w, b in ((att.w_q, att.b_q), (att.w_k, None), (att.w_v, None))
+        torch.cat([w, torch.zeros_like(w[:, :1]) if b is None else b[:, None]], 1)
+        for w, b in ((att.w_q, att.b_q), (att.w_k, None), (att.w_v, None))
     ]
-    torch.testing.assert_close(value, bounds.get("newhouse")(Attention(ones, *with_row, scale=att.scale)), rtol=1e-9, atol=0)
+    torch.testing.assert_close(
+        value,
+        bounds.get("newhouse")(Attention(ones, *with_row, scale=att.scale)),
+        rtol=1e-9,
+        atol=0,
+    )
 
 
 def test_newhouse_needs_the_query_bias_and_no_third() -> None:
@@ -209,7 +264,8 @@ def test_newhouse_needs_the_query_bias_and_no_third() -> None:
 
 
 def test_newhouse_is_none_in_the_frobenius_norm() -> None:
-    """All tokens attend to one: the Frobenius norm is sqrt(N) times that of the values, and numbers of both norms do not stand side by side."""
+    """All tokens attend to one: the Frobenius norm is sqrt(N) times that of the values, and numbers
+    of both norms do not stand side by side."""
     n = 9
     mask = torch.full((n, n), -math.inf, dtype=torch.float64)
     mask[:, 0] = 0.0
@@ -227,7 +283,11 @@ def test_newhouse_over_a_ball(norm: str) -> None:
     for radius in (0.1, 1.0):
         value = bounds.get("newhouse").over_ball(att, radius, norm=norm)
         move = torch.randn(att.x.shape, generator=g, dtype=torch.float64)
-        size = move.norm(dim=-1, keepdim=True) if norm == "token" else move.norm(dim=(-1, -2), keepdim=True)
+        size = (
+            move.norm(dim=-1, keepdim=True)
+            if norm == "token"
+            else move.norm(dim=(-1, -2), keepdim=True)
+        )
         moved = changed(att, x=att.x + radius * move / size)
         assert bool((value >= brute_force(moved)["every-token"] * (1 - 1e-9)).all())
         assert bool((value >= bounds.get("newhouse")(moved) * (1 - 1e-12)).all())
@@ -237,24 +297,39 @@ def test_without_scores_the_block_norms_are_exact() -> None:
     """Where J is P times W_V."""
     att = random_attention("no_query")
     weight = torch.linalg.matrix_norm(att.w_v, 2)
-    for name, factor in (("lipbound_every", 1.0), ("lipbound_every_block", 1.0), ("lipbound_one", att.tokens**-0.5)):
-        torch.testing.assert_close(bounds.get(name)(att), factor * weight.expand(2, -1), rtol=1e-9, atol=0)
+    for name, factor in (
+        ("lipbound_every", 1.0),
+        ("lipbound_every_block", 1.0),
+        ("lipbound_one", att.tokens**-0.5),
+    ):
+        torch.testing.assert_close(
+            bounds.get(name)(att), factor * weight.expand(2, -1), rtol=1e-9, atol=0
+        )
 
 
 def test_one_token_has_one_norm() -> None:
     att = random_attention("one_token")
     for name in OURS:
-        torch.testing.assert_close(bounds.get(name)(att), bounds.get("lipbound_block")(att), rtol=1e-9, atol=0)
+        torch.testing.assert_close(
+            bounds.get(name)(att), bounds.get("lipbound_block")(att), rtol=1e-9, atol=0
+        )
 
 
-# -- sizes, order, derivatives ---------------------------------------------------------------------------------------------
+# -- sizes, order, derivatives ---------------------------------------------------------------------
 
 
 @examples(20)
-@given(kind=st.sampled_from(("plain", "causal", "offsets", "padded", "wide_values", "flat")), power=st.integers(-150, 150), has=st.sampled_from(HAS))
+@given(
+    kind=st.sampled_from(("plain", "causal", "offsets", "padded", "wide_values", "flat")),
+    power=st.integers(-150, 150),
+    has=st.sampled_from(HAS),
+)
 def test_sizes_do_not_matter(kind: str, power: int, has: tuple[str, ...]) -> None:
     """Tokens in other units, and values times a number."""
-    att, s = variant_layer(1, frozenset(has), biases=False) if has else random_attention(kind), 10.0**power
+    att, s = (
+        variant_layer(1, frozenset(has), biases=False) if has else random_attention(kind),
+        10.0**power,
+    )
     if "together" in has:  # the weights that are normalised with are given apart
         return
     other = changed(att, x=att.x * s, w_q=att.w_q / s, w_k=att.w_k / s)
@@ -269,48 +344,82 @@ def test_sizes_do_not_matter(kind: str, power: int, has: tuple[str, ...]) -> Non
 def test_order_of_tokens_and_heads_does_not_matter() -> None:
     att = random_attention("biases")
     order, again = torch.tensor([3, 0, 5, 2, 1, 4]), torch.tensor([2, 0, 2, 1])
-    other = changed(att, x=att.x[:, order], **{name: getattr(att, name)[again] for name in (*PARTS[1:], "w_o")})
+    other = changed(
+        att, x=att.x[:, order], **{name: getattr(att, name)[again] for name in (*PARTS[1:], "w_o")}
+    )
     for name in NAMES:
-        torch.testing.assert_close(bounds.get(name)(other), bounds.get(name)(att)[:, again], rtol=1e-9, atol=0)
+        torch.testing.assert_close(
+            bounds.get(name)(other), bounds.get(name)(att)[:, again], rtol=1e-9, atol=0
+        )
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", SMOOTH)
-@pytest.mark.parametrize("kind", ["plain", "biases", "causal", "padded", "flat", "one_token", "wide_values"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "biases", "causal", "padded", "flat", "one_token", "wide_values"]
+)
 def test_derivatives(kind: str, name: str) -> None:
     """Against central differences along a direction of everything the layer is made of."""
     att = random_attention(kind)
     given = {key: t for key in PARTS if (t := getattr(att, key)) is not None}
     g = torch.Generator().manual_seed(1)
-    direction = {key: t.abs().max() * torch.randn(t.shape, generator=g, dtype=t.dtype) for key, t in given.items()}
+    direction = {
+        key: t.abs().max() * torch.randn(t.shape, generator=g, dtype=t.dtype)
+        for key, t in given.items()
+    }
     leaves = {key: t.clone().requires_grad_() for key, t in given.items()}
     total = bounds.get(name)(changed(att, **leaves)).sum()
-    found = dict(zip(leaves, torch.autograd.grad(total, list(leaves.values()), materialize_grads=True), strict=True))
+    found = dict(
+        zip(
+            leaves,
+            torch.autograd.grad(total, list(leaves.values()), materialize_grads=True),
+            strict=True,
+        )
+    )
     step = 1e-6
-    ahead, back = (float(bounds.get(name)(changed(att, **{k: t + sign * step * direction[k] for k, t in given.items()})).sum()) for sign in (1, -1))
+    ahead, back = (
+        float(
+            bounds.get(name)(
+                changed(att, **{k: t + sign * step * direction[k] for k, t in given.items()})
+            ).sum()
+        )
+        for sign in (1, -1)
+    )
     slope = sum(float((found[key] * direction[key]).sum()) for key in given)
-    assert slope == pytest.approx((ahead - back) / (2 * step), rel=2e-3, abs=1e-4 * float(total.detach()))
+    assert slope == pytest.approx(
+        (ahead - back) / (2 * step), rel=2e-3, abs=1e-4 * float(total.detach())
+    )
 
 
 @pytest.mark.parametrize("name", SMOOTH)
 @pytest.mark.parametrize("change", ["equal", "zero", "saturated"])
 def test_derivatives_are_finite(change: str, name: str) -> None:
     att = random_attention("plain")
-    parts = {"equal": {"x": torch.ones_like(att.x)}, "zero": {"x": 0 * att.x, "w_v": 0 * att.w_v}, "saturated": {"w_q": 300 * att.w_q}}[change]
+    parts = {
+        "equal": {"x": torch.ones_like(att.x)},
+        "zero": {"x": 0 * att.x, "w_v": 0 * att.w_v},
+        "saturated": {"w_q": 300 * att.w_q},
+    }[change]
     leaves = {key: parts.get(key, getattr(att, key)).clone().requires_grad_() for key in PARTS[:4]}
     value = bounds.get(name)(changed(att, **leaves))
-    assert all(bool(t.isfinite().all()) for t in torch.autograd.grad(value.sum(), list(leaves.values()), materialize_grads=True))
+    assert all(
+        bool(t.isfinite().all())
+        for t in torch.autograd.grad(value.sum(), list(leaves.values()), materialize_grads=True)
+    )
 
 
 def test_what_has_no_derivatives_says_what_has() -> None:
     att = changed(random_attention("plain"), w_q=random_attention("plain").w_q.requires_grad_())
-    with pytest.raises(LipboundError, match=r"'lipbound_every' has no derivatives; .* or take 'lipbound_every_block'"):
+    with pytest.raises(
+        LipboundError,
+        match=r"'lipbound_every' has no derivatives; .* or take 'lipbound_every_block'",
+    ):
         bounds.get("lipbound_every")(att)
     with torch.no_grad():
         assert bool(bounds.get("lipbound_every")(att).isfinite().all())
 
 
-# -- the registry ---------------------------------------------------------------------------------------------------------
+# -- the registry ----------------------------------------------------------------------------------
 
 
 def test_norms_do_not_mix() -> None:
@@ -326,7 +435,11 @@ def test_norms_do_not_mix() -> None:
         lambda: bounds.resolve(["lipbound_one"], "frobenius"),
         lambda: bounds.resolve("yudin", "every-token"),
     ):
-        with pytest.raises(LipboundError, match=r"bound '\w+' is stated in the [\w-]+ norm and .* are not compared; take some of ") as error:
+        with pytest.raises(
+            LipboundError,
+            match=r"bound '\w+' is stated in the [\w-]+ norm and .* are not compared; take some "
+            r"of ",
+        ) as error:
             call()
         assert "\n" not in str(error.value)
     with pytest.raises(LipboundError, match="unknown norm 'every'; did you mean 'every-token'"):
@@ -337,11 +450,16 @@ def test_norms_do_not_mix() -> None:
 
 @pytest.mark.parametrize("given", ["lipbound_one", ("yudin", "lipbound_one"), ["lipbound_every"]])
 def test_runs_are_in_one_norm(given: object) -> None:
-    with pytest.raises(LipboundError, match=r"bound 'lipbound_\w+' is stated in the \w+-token norm and .* take some of kim, ") as error:
+    with pytest.raises(
+        LipboundError,
+        match=r"bound 'lipbound_\w+' is stated in the \w+-token norm and .* take some of kim, ",
+    ) as error:
         RunConfig("builtin:minilm", bounds=given)
     assert "\n" not in str(error.value)
 
 
 def test_facts_say_the_norm() -> None:
-    assert {name: bounds.get(name).facts()["norm"] for name in bounds.names(None)} == {name: bounds.get(name).norm for name in bounds.names(None)}
+    assert {name: bounds.get(name).facts()["norm"] for name in bounds.names(None)} == {
+        name: bounds.get(name).norm for name in bounds.names(None)
+    }
     assert "every token moves by at most 1" in bounds.get("lipbound_every")._repr_html_()

@@ -1,4 +1,5 @@
-"""Our bounds as they are printed: never below the norm of the given numbers in 60 digits, whatever their sizes, and with their own derivatives."""
+"""Our bounds as they are printed: never below the norm of the given numbers in 60 digits, whatever
+their sizes, and with their own derivatives."""
 
 import math
 from collections.abc import Callable
@@ -27,7 +28,8 @@ DIGITS = 60
 
 
 def exact_norm(att: Attention) -> float:
-    """Of the first head at the first input, a plain one, from the quotient rule of the softmax in 60 digits; rounded down."""
+    """Of the first head at the first input, a plain one, from the quotient rule of the softmax in
+    60 digits; rounded down."""
     with mpmath.workdps(DIGITS):
 
         def numbers(t: Tensor) -> mpmath.matrix:
@@ -41,7 +43,11 @@ def exact_norm(att: Attention) -> float:
         rows = []
         for i in range(n):
             seen = [j for j in range(n) if float(mask[i, j]) > -1e30]
-            s = {j: mpmath.mpf(att.scale) * sum(q[i, e] * k[j, e] for e in range(d)) + mpmath.mpf(float(mask[i, j])) for j in seen}
+            s = {
+                j: mpmath.mpf(att.scale) * sum(q[i, e] * k[j, e] for e in range(d))
+                + mpmath.mpf(float(mask[i, j]))
+                for j in seen
+            }
             top = max(s.values())
             weight = {j: mpmath.exp(s[j] - top) for j in seen}
             total = sum(weight.values())
@@ -52,8 +58,12 @@ def exact_norm(att: Attention) -> float:
                 for a in range(d_v):
                     lever = p[j] * mpmath.mpf(att.scale) * (v[j, a] - o[a])
                     for c in range(width):
-                        block[a, j * width + c] += p[j] * w_v[c, a] + lever * sum(w_k[c, e] * q[i, e] for e in range(d))
-                        block[a, i * width + c] += lever * sum(w_q[c, e] * k[j, e] for e in range(d))
+                        block[a, j * width + c] += p[j] * w_v[c, a] + lever * sum(
+                            w_k[c, e] * q[i, e] for e in range(d)
+                        )
+                        block[a, i * width + c] += lever * sum(
+                            w_q[c, e] * k[j, e] for e in range(d)
+                        )
             rows += [block[a, :] for a in range(d_v)]
         j = mpmath.matrix([list(row) for row in rows])
         y = mpmath.matrix([mpmath.mpf(1 + (7 * i) % 5) for i in range(j.rows)])
@@ -70,7 +80,9 @@ def one_key_for_all(dtype: torch.dtype, tokens: int = 32, pull: float = 10.0) ->
     """Every row attends to one key, as in a head with an attention sink."""
     x = torch.tensor([[1.0, 0, 1]] + [[-0.3, 0, 0]] * (tokens - 1), dtype=dtype)[None]
     w_k, w_v = (torch.tensor(w, dtype=dtype).view(1, 3, 1) for w in ((0.0, 100, 1), (1.0, 0, 0)))
-    return Attention(x, torch.zeros_like(w_k), w_k, w_v, b_q=torch.full((1, 1), pull, dtype=dtype), scale=1.0)
+    return Attention(
+        x, torch.zeros_like(w_k), w_k, w_v, b_q=torch.full((1, 1), pull, dtype=dtype), scale=1.0
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -108,13 +120,20 @@ def test_tokens_far_from_zero(size: float, dtype: torch.dtype) -> None:
 def test_saturated_float32_heads(sharp: float) -> None:
     for seed in range(part(8, 2)):
         att = random_attention("biases", seed, torch.float32).select(slice(0, 1), slice(0, 1))
-        att = changed(att, x=att.x[:, :4, :3], w_q=sharp * att.w_q[:, :3], w_k=att.w_k[:, :3], w_v=att.w_v[:, :3], w_o=None)
+        att = changed(
+            att,
+            x=att.x[:, :4, :3],
+            w_q=sharp * att.w_q[:, :3],
+            w_k=att.w_k[:, :3],
+            w_v=att.w_v[:, :3],
+            w_o=None,
+        )
         norm = exact_norm(att)
         for name in OURS:
             assert float(bounds.get(name)(att)) >= norm, (seed, name)
 
 
-# -- sizes ---------------------------------------------------------------------------------------------------------------
+# -- sizes -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("power", [-150, -77, -40, 40, 82, 150])
@@ -133,8 +152,13 @@ Change = Callable[[Attention, float], tuple[Attention, float]]
 
 
 def scaled_tie(att: Attention, s: float) -> tuple[Attention, float]:
-    norms = {side: norm if norm is None or norm.over is None else replace(norm, over=(norm.over[0] / s, norm.over[1]))
-             for side in ("norm_q", "norm_k") for norm in (getattr(att, side),)}  # fmt: skip
+    norms = {
+        side: norm
+        if norm is None or norm.over is None
+        else replace(norm, over=(norm.over[0] / s, norm.over[1]))
+        for side in ("norm_q", "norm_k")
+        for norm in (getattr(att, side),)
+    }
     b_v = None if att.b_v is None or att.sinks is None else att.b_v * s
     return changed(att, x=att.x * s, w_q=att.w_q / s, w_k=att.w_k / s, b_v=b_v, **norms), 1.0
 
@@ -151,8 +175,31 @@ def scaled_queries(att: Attention, s: float) -> tuple[Attention, float]:
     return changed(att, w_q=att.w_q * s, b_q=b_q, w_k=att.w_k / s, b_k=b_k), 1.0
 
 
-KINDS = st.sampled_from(("plain", "biases", "causal", "window", "offsets", "padded", "wide_values", "duplicates", "flat", "no_query"))
-VARIANTS = st.sampled_from(((), ("rotation",), ("norm",), ("together", "rotation"), ("cap",), ("sinks",), ("rotation", "cap", "sinks")))
+KINDS = st.sampled_from(
+    (
+        "plain",
+        "biases",
+        "causal",
+        "window",
+        "offsets",
+        "padded",
+        "wide_values",
+        "duplicates",
+        "flat",
+        "no_query",
+    )
+)
+VARIANTS = st.sampled_from(
+    (
+        (),
+        ("rotation",),
+        ("norm",),
+        ("together", "rotation"),
+        ("cap",),
+        ("sinks",),
+        ("rotation", "cap", "sinks"),
+    )
+)
 SCALINGS = st.sampled_from((scaled_tie, scaled_values, scaled_queries))
 
 
@@ -160,12 +207,22 @@ def agree(att: Attention, other: Attention, factor: float) -> None:
     for name in OURS:
         before, after = bounds.get(name)(att), bounds.get(name)(other)
         assert bool(torch.isfinite(after).all()), name
-        torch.testing.assert_close(after / factor, before, rtol=1e-9, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            after / factor, before, rtol=1e-9, atol=0, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @examples(30)
-@given(kind=KINDS, has=VARIANTS, seed=st.integers(0, 10**6), change=SCALINGS, power=st.integers(-150, 150))
-def test_sizes_do_not_matter_in_float64(kind: str, has: tuple[str, ...], seed: int, change: Change, power: int) -> None:
+@given(
+    kind=KINDS,
+    has=VARIANTS,
+    seed=st.integers(0, 10**6),
+    change=SCALINGS,
+    power=st.integers(-150, 150),
+)
+def test_sizes_do_not_matter_in_float64(
+    kind: str, has: tuple[str, ...], seed: int, change: Change, power: int
+) -> None:
     att = layer(seed, frozenset(has)) if has else random_attention(kind, seed)
     agree(att, *change(att, 10.0**power))
 
@@ -185,35 +242,58 @@ def test_what_all_keys_or_values_share_does_not_matter(kind: str, seed: int, shi
     if kind == "padded":  # the layer's own biases of keys and values stand for what they share
         shift = 0.0
     b_k, b_v = (torch.full_like(w[:, 0], shift) for w in (att.w_k, att.w_v))
-    agree(att, changed(att, b_k=b_k if att.b_k is None else att.b_k + b_k, b_v=b_v if att.b_v is None else att.b_v + b_v), 1.0)
+    agree(
+        att,
+        changed(
+            att,
+            b_k=b_k if att.b_k is None else att.b_k + b_k,
+            b_v=b_v if att.b_v is None else att.b_v + b_v,
+        ),
+        1.0,
+    )
 
 
 @examples(30)
-@given(kind=st.sampled_from(("plain", "biases", "wide_values", "duplicates", "flat", "sharp")), seed=st.integers(0, 10**6))
+@given(
+    kind=st.sampled_from(("plain", "biases", "wide_values", "duplicates", "flat", "sharp")),
+    seed=st.integers(0, 10**6),
+)
 def test_the_order_of_tokens_and_heads_does_not_matter(kind: str, seed: int) -> None:
     att = random_attention(kind, seed)
     if att.mask is not None:
         att = changed(att, mask=None)
     order = torch.randperm(att.tokens, generator=torch.Generator().manual_seed(seed))
     again = torch.tensor([2, 0, 2, 1])
-    weights = {name: t[again] for name in ("w_q", "w_k", "w_v", "b_q", "b_k", "b_v", "w_o") if (t := getattr(att, name)) is not None}
+    weights = {
+        name: t[again]
+        for name in ("w_q", "w_k", "w_v", "b_q", "b_k", "b_v", "w_o")
+        if (t := getattr(att, name)) is not None
+    }
     other = changed(att, x=att.x[:, order], **weights)
-    # kernels may round products at another place of the batch otherwise: norms of blocks, in float32, by what Lemma 48 allows them
+    # kernels may round products at another place of the batch otherwise: norms of blocks, in
+    # float32, by what Lemma 48 allows them
     same = att.d_v * (2 * att.x.shape[-1] + 2 * att.d_v + 20) * 2.0**-24
     for name in OURS:
         value = bounds.get(name)(other)
-        torch.testing.assert_close(value, bounds.get(name)(att)[:, again], rtol=2e-4, atol=0)  # block norms are within 1e-4 in float32
+        torch.testing.assert_close(
+            value, bounds.get(name)(att)[:, again], rtol=2e-4, atol=0
+        )  # block norms are within 1e-4 in float32
         torch.testing.assert_close(value[:, 0], value[:, 2], rtol=same, atol=0)
 
 
-# -- what cannot be evaluated ----------------------------------------------------------------------------------------------
+# -- what cannot be evaluated ----------------------------------------------------------------------
 
 
 def test_what_cannot_be_evaluated_is_infinite() -> None:
-    """One token, whose score does not matter and is far beyond what can be resolved; the other head is as it was."""
+    """One token, whose score does not matter and is far beyond what can be resolved; the other head
+    is as it was."""
     att = random_attention("plain").select(slice(0, 1), slice(0, 2))
     att = changed(att, x=att.x[:, :1])
-    there = changed(att, w_q=torch.stack([att.w_q[0] * 1e150, att.w_q[1]]), w_k=torch.stack([att.w_k[0] * 1e150, att.w_k[1]]))
+    there = changed(
+        att,
+        w_q=torch.stack([att.w_q[0] * 1e150, att.w_q[1]]),
+        w_k=torch.stack([att.w_k[0] * 1e150, att.w_k[1]]),
+    )
     for name in OURS:
         value = bounds.get(name)(there)
         assert float(value[0, 0]) == math.inf
@@ -221,7 +301,8 @@ def test_what_cannot_be_evaluated_is_infinite() -> None:
 
 
 def test_numbers_that_would_underflow_are_not_left_out() -> None:
-    """A layer whose entries span more than the range of float64: multiplied into range some would be lost."""
+    """A layer whose entries span more than the range of float64: multiplied into range some would
+    be lost."""
     att = random_attention("plain")
     x = att.x * 1e250
     x[..., 0] = 1e-250
@@ -229,10 +310,18 @@ def test_numbers_that_would_underflow_are_not_left_out() -> None:
     for name in OURS:
         value = bounds.get(name)(there)
         assert not bool(value.isnan().any())
-        assert bool((value >= oracle(changed(att, x=torch.cat([torch.zeros_like(x[..., :1]), att.x[..., 1:]], -1))) * (1 - 1e-9)).all())
+        assert bool(
+            (
+                value
+                >= oracle(
+                    changed(att, x=torch.cat([torch.zeros_like(x[..., :1]), att.x[..., 1:]], -1))
+                )
+                * (1 - 1e-9)
+            ).all()
+        )
 
 
-# -- derivatives -----------------------------------------------------------------------------------------------------------
+# -- derivatives -----------------------------------------------------------------------------------
 
 PARTS = ("x", "w_q", "w_k", "w_v", "b_q", "b_k", "b_v")
 
@@ -246,10 +335,14 @@ def tight(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def slopes(att: Attention, name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Along one direction of everything the layer is made of: by derivatives, by differences of two steps, (samples, heads) each."""
+    """Along one direction of everything the layer is made of: by derivatives, by differences of two
+    steps, (samples, heads) each."""
     given = {key: t for key in PARTS if (t := getattr(att, key)) is not None}
     g = torch.Generator().manual_seed(1)
-    direction = {key: t.abs().max() * torch.randn(t.shape, generator=g, dtype=t.dtype) for key, t in given.items()}
+    direction = {
+        key: t.abs().max() * torch.randn(t.shape, generator=g, dtype=t.dtype)
+        for key, t in given.items()
+    }
 
     def value(step: float) -> tuple[Tensor, list[Tensor]]:
         leaves = {key: (t + step * direction[key]).requires_grad_() for key, t in given.items()}
@@ -274,7 +367,9 @@ def check_slopes(att: Attention, name: str) -> int:
     size = bounds.get(name)(att)
     smooth = (coarse - fine).abs() <= 1e-5 * torch.maximum(fine.abs(), 1e-2 * size)
     assert bool(torch.isfinite(exact).all())
-    assert bool(((exact - fine).abs() <= 1e-4 * torch.maximum(fine.abs(), 1e-2 * size))[smooth].all()), name
+    assert bool(
+        ((exact - fine).abs() <= 1e-4 * torch.maximum(fine.abs(), 1e-2 * size))[smooth].all()
+    ), name
     return int(smooth.sum())
 
 
@@ -287,7 +382,9 @@ def test_derivatives_at_smooth_points(kind: str, name: str, tight: None) -> None
 
 @pytest.mark.each_value(has=[("norm",), ("together", "cap"), ("rotation", "cap", "sinks")])
 @pytest.mark.parametrize("name", OURS)
-@pytest.mark.parametrize("has", [("rotation",), ("norm",), ("together", "cap"), ("sinks",), ("rotation", "cap", "sinks")])
+@pytest.mark.parametrize(
+    "has", [("rotation",), ("norm",), ("together", "cap"), ("sinks",), ("rotation", "cap", "sinks")]
+)
 def test_derivatives_with_variants(has: tuple[str, ...], name: str, tight: None) -> None:
     assert check_slopes(layer(3, frozenset(has)), name) >= 4
 
@@ -296,7 +393,10 @@ def test_derivatives_with_variants(has: tuple[str, ...], name: str, tight: None)
 def test_derivatives_of_longer_heads(name: str, tight: None) -> None:
     """Where the value stops long before the vector has converged."""
     g = torch.Generator().manual_seed(0)
-    x, *w = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in [(1, 40, 12), (2, 12, 4), (2, 12, 4), (2, 12, 4)])
+    x, *w = (
+        torch.randn(shape, generator=g, dtype=torch.float64)
+        for shape in [(1, 40, 12), (2, 12, 4), (2, 12, 4), (2, 12, 4)]
+    )
     assert check_slopes(Attention(x, 0.3 * w[0], w[1], w[2]), name) == 2
 
 
@@ -306,9 +406,14 @@ def test_derivatives_of_longer_heads(name: str, tight: None) -> None:
 def test_derivatives_of_saturated_sinks_are_numbers(name: str, sink: float) -> None:
     att = layer(7, frozenset({"sinks"}))
     leaves = {key: getattr(att, key).clone().requires_grad_() for key in PARTS}
-    value = bounds.get(name)(changed(att, sinks=torch.full((3,), sink, dtype=torch.float64), **leaves))
+    value = bounds.get(name)(
+        changed(att, sinks=torch.full((3,), sink, dtype=torch.float64), **leaves)
+    )
     assert bool(torch.isfinite(value).all())
-    assert all(bool(torch.isfinite(t).all()) for t in torch.autograd.grad(value.sum(), leaves.values(), materialize_grads=True))
+    assert all(
+        bool(torch.isfinite(t).all())
+        for t in torch.autograd.grad(value.sum(), leaves.values(), materialize_grads=True)
+    )
 
 
 @pytest.mark.each_value
@@ -316,16 +421,27 @@ def test_derivatives_of_saturated_sinks_are_numbers(name: str, sink: float) -> N
 @pytest.mark.parametrize("pull", [10.0, 100.0, 1e4])
 def test_derivatives_of_heads_with_one_key_are_numbers(name: str, pull: float) -> None:
     att = one_key_for_all(torch.float64, 12, pull)
-    leaves = {key: getattr(att, key).clone().requires_grad_() for key in ("x", "w_q", "w_k", "w_v", "b_q")}
+    leaves = {
+        key: getattr(att, key).clone().requires_grad_() for key in ("x", "w_q", "w_k", "w_v", "b_q")
+    }
     value = bounds.get(name)(changed(att, **leaves)).sum()
-    assert all(bool(torch.isfinite(t).all()) for t in torch.autograd.grad(value, leaves.values(), materialize_grads=True))
+    assert all(
+        bool(torch.isfinite(t).all())
+        for t in torch.autograd.grad(value, leaves.values(), materialize_grads=True)
+    )
 
 
 def test_derivatives_at_ties_are_along_a_top_pair(tight: None) -> None:
-    """Two groups of tokens that do not see each other, alike: the norm is the larger of two equal ones."""
+    """Two groups of tokens that do not see each other, alike: the norm is the larger of two equal
+    ones."""
     g = torch.Generator().manual_seed(0)
-    half, *w = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in [(1, 3, 5), (1, 5, 2), (1, 5, 2), (1, 5, 2)])
-    mask = torch.zeros(6, 6, dtype=torch.float64).masked_fill(torch.kron(torch.eye(2), torch.ones(3, 3)) == 0, -math.inf)
+    half, *w = (
+        torch.randn(shape, generator=g, dtype=torch.float64)
+        for shape in [(1, 3, 5), (1, 5, 2), (1, 5, 2), (1, 5, 2)]
+    )
+    mask = torch.zeros(6, 6, dtype=torch.float64).masked_fill(
+        torch.kron(torch.eye(2), torch.ones(3, 3)) == 0, -math.inf
+    )
     x = torch.cat([half, half], 1).requires_grad_()
     move = torch.randn(x.shape, generator=g, dtype=torch.float64)
     for name in OURS:
@@ -361,10 +477,19 @@ def nearly_nothing(case: str) -> Attention:
         mask[0, 1:] = -400
         return Attention(x, *w, mask=mask)
     x[0, 0] *= 1e-170
-    return Attention(x, *w, rotation=Rotation.of_angles(draw(3, 2)) if case == "rotary tiny token" else None)
+    return Attention(
+        x, *w, rotation=Rotation.of_angles(draw(3, 2)) if case == "rotary tiny token" else None
+    )
 
 
-NEARLY = [*(f"rotary scores {f}" for f in (30, 100, 200, 300, 600)), "capped mask", "plain mask", "zero key", "tiny token", "rotary tiny token"]
+NEARLY = [
+    *(f"rotary scores {f}" for f in (30, 100, 200, 300, 600)),
+    "capped mask",
+    "plain mask",
+    "zero key",
+    "tiny token",
+    "rotary tiny token",
+]
 
 
 @pytest.mark.parametrize("case", NEARLY)
@@ -389,12 +514,21 @@ def test_autocast_changes_nothing(has: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("width", [40, 640, 2000])
 def test_one_token_and_a_sink_with_wide_values(width: int, dtype: torch.dtype) -> None:
-    """J = p (1 + (1 - p) c) w for the logit c: known without a decomposition, and our bound is it but for rounding."""
+    """J = p (1 + (1 - p) c) w for the logit c: known without a decomposition, and our bound is it
+    but for rounding."""
     w = torch.full((width,), 2.0**-13.51, dtype=torch.float64)
     w[:7] = 7**-0.5
     w, one = w.to(dtype), torch.ones(1, 1, 1, dtype=dtype)
     for logit in (0.5, 1.0, 3.0):
-        att = Attention(one, one * 0, one, w.view(1, 1, -1), b_q=one[0] * logit, scale=1.0, sinks=torch.tensor([logit], dtype=dtype))
+        att = Attention(
+            one,
+            one * 0,
+            one,
+            w.view(1, 1, -1),
+            b_q=one[0] * logit,
+            scale=1.0,
+            sinks=torch.tensor([logit], dtype=dtype),
+        )
         exact = 0.5 * math.fsum(float(t) ** 2 for t in w) ** 0.5 * (1 + 0.5 * logit)
         found = bounds.evaluate(att, ["lipbound", "lipbound_block"])
         for value in found.values():

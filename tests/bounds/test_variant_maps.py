@@ -1,4 +1,5 @@
-"""Parts of our bounds on heads with variants: never below what products with the maps of single tokens give, and hardly above, in float32 too."""
+"""Parts of our bounds on heads with variants: never below what products with the maps of single
+tokens give, and hardly above, in float32 too."""
 
 import pytest
 import torch
@@ -12,23 +13,41 @@ from lipbound.bounds.ours.token_block_norms import Covariances, Maps
 from lipbound.errors import LipboundError
 from lipbound.jacobians.token_tangents import Tangents
 
-HAS = [(), ("rotation",), ("norm",), ("together", "cap"), ("sinks",), ("rotation", "norm"), ("rotation", "cap", "sinks")]
+HAS = [
+    (),
+    ("rotation",),
+    ("norm",),
+    ("together", "cap"),
+    ("sinks",),
+    ("rotation", "norm"),
+    ("rotation", "cap", "sinks"),
+]
 
 
 def direct(att: Attention, e: Tensor, cov: Tensor) -> tuple[Tensor, ...]:
-    """`token_block_norms.TokenVectors` of all tokens of the first head, from the maps themselves: q~_ij is a vector of the layer's input."""
+    """`token_block_norms.TokenVectors` of all tokens of the first head, from the maps themselves:
+    q~_ij is a vector of the layer's input."""
     tangents, tokens, q = Tangents(att, 0, 0), torch.arange(att.tokens), att.scale * att.q[0, 0]
     turned = tangents.pull("k", q.mT[None].expand(att.tokens, -1, -1), tokens)  # (j, D, i)
     w_v = att.w_v[0]
     inner = torch.einsum("ij,kj,jik->ik", e, e, (turned.mT @ turned).abs())
     steep = tangents.pull("q", cov.mT, tokens).mT  # B_i, (i, d_v, D)
     b, b_v = (torch.linalg.matrix_norm(m, 2) for m in (steep, steep @ w_v))
-    return turned.norm(dim=1), (turned.mT @ w_v).norm(dim=-1), inner, b, b_v, (steep @ turned).norm(dim=1)
+    return (
+        turned.norm(dim=1),
+        (turned.mT @ w_v).norm(dim=-1),
+        inner,
+        b,
+        b_v,
+        (steep @ turned).norm(dim=1),
+    )
 
 
 @pytest.mark.parametrize("work", [torch.float32, torch.float64])
 @pytest.mark.parametrize("has", HAS)
-def test_parts_are_those_of_the_maps(has: tuple[str, ...], work: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_those_of_the_maps(
+    has: tuple[str, ...], work: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(token_block_norms, "reproducible_float32", lambda: work == torch.float32)
     att = layer(3, frozenset(has)).of_samples(slice(0, 1))
     g = torch.Generator().manual_seed(0)
@@ -40,36 +59,55 @@ def test_parts_are_those_of_the_maps(has: tuple[str, ...], work: torch.dtype, mo
         value = getattr(found, name)
         largest = true.max()
         assert bool((value >= true - 1e-14 * largest).all()), name
-        above = 2e-2 if name in ("b", "b_v") else 1e-9 + (2e-4 if work == torch.float32 else 0)  # norms of blocks are rounded upwards
+        above = (
+            2e-2 if name in ("b", "b_v") else 1e-9 + (2e-4 if work == torch.float32 else 0)
+        )  # norms of blocks are rounded upwards
         assert bool((value <= true * (1 + above) + above * 0.1 * largest).all()), name
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_covariances_are_those_of_their_definition(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_covariances_are_those_of_their_definition(
+    whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(token_block_norms, "PAIR_BYTES", 2**28 if whole else 0)
     att = layer(3, frozenset(), n=7).of_samples(slice(0, 1))
     t, k, v = att.weights[0, 0], att.centred_k[0, 0], att.centred_v[0, 0]
     o = att.p[0, 0] @ v
     cov, size_c = Covariances(2.0, v, k).of(t, o)
     torch.testing.assert_close(cov, 2 * (t[..., None] * (v - o[:, None])).mT @ k)
-    assert bool((size_c >= 2 * (t[..., None] * (v - o[:, None])).abs().mT.matmul(k.abs()).norm(dim=(1, 2)) * (1 - 1e-12)).all())
+    assert bool(
+        (
+            size_c
+            >= 2
+            * (t[..., None] * (v - o[:, None])).abs().mT.matmul(k.abs()).norm(dim=(1, 2))
+            * (1 - 1e-12)
+        ).all()
+    )
 
 
 @pytest.mark.parametrize("has", HAS[1:])
-def test_float32_hardly_moves_the_bounds(has: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_hardly_moves_the_bounds(
+    has: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     att = layer(5, frozenset(has))
     values = {}
     for narrow in (True, False):
         monkeypatch.setattr(token_block_norms, "reproducible_float32", lambda narrow=narrow: narrow)
-        values[narrow] = [bounds.get(name)(att.select(slice(None))) for name in ("lipbound", "lipbound_block")]
+        values[narrow] = [
+            bounds.get(name)(att.select(slice(None))) for name in ("lipbound", "lipbound_block")
+        ]
     for found, wide in zip(values[True], values[False], strict=True):
         assert bool((found >= wide * (1 - 1e-6)).all())
         assert bool((found <= wide * (1 + 2e-4)).all())
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("has", [("rotation",), ("rotation", "norm"), ("together", "cap"), ("sinks",)])
-def test_what_a_mask_forbids_is_skipped_and_not_missed(has: tuple[str, ...], mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "has", [("rotation",), ("rotation", "norm"), ("together", "cap"), ("sinks",)]
+)
+def test_what_a_mask_forbids_is_skipped_and_not_missed(
+    has: tuple[str, ...], mask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pairwise_variants, "CHUNK", 2 * 8 * 9 * 9)  # two tokens at a time
     att = layer(7, frozenset(has), mask=mask, n=9)
     few = bounds.evaluate(att, ["lipbound", "lipbound_block"])
@@ -77,14 +115,23 @@ def test_what_a_mask_forbids_is_skipped_and_not_missed(has: tuple[str, ...], mas
 
     def all_of_them(t: Tensor, step: int) -> list[tuple[slice, slice, slice]]:
         found = variants_seen(t, step)
-        formed.extend([sum(rows.stop - rows.start for _, rows, _ in found), sum(keys.stop - keys.start for _, _, keys in found)])
+        formed.extend(
+            [
+                sum(rows.stop - rows.start for _, rows, _ in found),
+                sum(keys.stop - keys.start for _, _, keys in found),
+            ]
+        )
         return [(part, slice(0, len(t)), slice(0, len(t))) for part, _, _ in found]
 
     variants_seen = pairwise_variants.seen
     monkeypatch.setattr(pairwise_variants, "seen", all_of_them)
-    whole = bounds.evaluate(layer(7, frozenset(has), mask=mask, n=9), ["lipbound", "lipbound_block"])
+    whole = bounds.evaluate(
+        layer(7, frozenset(has), mask=mask, n=9), ["lipbound", "lipbound_block"]
+    )
     for name, value in whole.items():
-        torch.testing.assert_close(few[name], value, rtol=1e-5, atol=0)  # sums of other lengths round otherwise
+        torch.testing.assert_close(
+            few[name], value, rtol=1e-5, atol=0
+        )  # sums of other lengths round otherwise
     if mask in ("causal", "window"):
         assert max(formed) < 5 * 9
 
@@ -93,16 +140,24 @@ def test_parts_and_what_they_see() -> None:
     t = torch.zeros(5, 5)
     t[1, 0] = t[2, 2] = t[4, 1] = t[4, 3] = 1
     assert pairwise_variants.seen(t, 2) == [
-        (slice(0, 2), slice(1, 5), slice(0, 1)), (slice(2, 4), slice(2, 5), slice(2, 3)), (slice(4, 5), slice(5, 5), slice(1, 4)),
-    ]  # fmt: skip
+        (slice(0, 2), slice(1, 5), slice(0, 1)),
+        (slice(2, 4), slice(2, 5), slice(2, 3)),
+        (slice(4, 5), slice(5, 5), slice(1, 4)),
+    ]
 
 
 @pytest.mark.parametrize("has", HAS[1:])
-def test_long_heads_have_all_bounds_but_the_one_with_inner_products(has: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_heads_have_all_bounds_but_the_one_with_inner_products(
+    has: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     att = layer(4, frozenset(has), n=9)
     short = bounds.evaluate(att, ["lipbound_block"])["lipbound_block"]
     monkeypatch.setattr(pairwise_variants, "LONGEST", 8)
     att = layer(4, frozenset(has), n=9)
     torch.testing.assert_close(bounds.get("lipbound_block")(att), short, rtol=1e-6, atol=0)
-    with pytest.raises(LipboundError, match=r"'lipbound' is computed up to 8 tokens of such heads, and there are 9; take exact_upper"):
+    with pytest.raises(
+        LipboundError,
+        match=r"'lipbound' is computed up to 8 tokens of such heads, and there are 9; take "
+        r"exact_upper",
+    ):
         bounds.get("lipbound")(att)

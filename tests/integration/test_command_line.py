@@ -10,14 +10,21 @@ import lipbound as lb
 
 
 def test_the_package_runs() -> None:
-    done = subprocess.run([sys.executable, "-m", "lipbound", "compare", "builtin:nope"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "lipbound", "compare", "builtin:nope"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: unknown builtin checkpoint 'nope'")
 
 
 @pytest.mark.parametrize("module", ["lipbound", "lipbound.cli"])
 def test_the_version(module: str) -> None:
-    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--version"], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, f"lipbound {lb.__version__}\n", "")
     assert lb.__version__ == importlib.metadata.version("lipbound")
 
@@ -25,7 +32,9 @@ def test_the_version(module: str) -> None:
 @pytest.mark.slow
 def test_recipes_of_every_paper_are_listed() -> None:
     """Here, since in a process of the tests others may have imported them."""
-    done = subprocess.run([sys.executable, "-m", "lipbound", "reproduce"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "lipbound", "reproduce"], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0
     for name in ("castin-1", "yudin-1", "which-map"):
         assert f"\n{name}: " in f"\n{done.stdout}", name

@@ -1,4 +1,5 @@
-"""Everything on a device that is not the CPU: one made of the CPU's numbers, which refuses what a GPU refuses, in a process of its own."""
+"""Everything on a device that is not the CPU: one made of the CPU's numbers, which refuses what a
+GPU refuses, in a process of its own."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -12,10 +13,22 @@ import pytest
 from support import elsewhere, far_device
 
 LAYERS = (
-    ((), None, "float32"), (("rotation",), "causal", "float32"), (("norm",), None, "float64"), (("cap", "sinks"), "causal", "float64"),
-)  # fmt: skip
+    ((), None, "float32"),
+    (("rotation",), "causal", "float32"),
+    (("norm",), None, "float64"),
+    (("cap", "sinks"), "causal", "float64"),
+)
 FAMILIES = ("bert", "gpt2", "vit", "Llama", "Gemma 2", "Phi, q/k-norm", "T5 encoder")
-RECIPES = ("which-map", "three-norms", "token-profile", "mass-splitting", "yudin-2", "yudin-multihead", "castin-2", "castin-3")
+RECIPES = (
+    "which-map",
+    "three-norms",
+    "token-profile",
+    "mass-splitting",
+    "yudin-2",
+    "yudin-multihead",
+    "castin-2",
+    "castin-3",
+)
 CLOSE = {"float64": 1e-6, "float32": 5e-4}
 Call = Callable[..., Any]
 
@@ -23,12 +36,15 @@ Call = Callable[..., Any]
 @pytest.fixture(scope="module")
 def there() -> Iterator[Call]:
     """Calls a function in the process that knows the device."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=far_device.register) as pool:
+    with ProcessPoolExecutor(
+        1, mp_context=get_context("spawn"), initializer=far_device.register
+    ) as pool:
         yield lambda f, *args: pool.submit(f, *args).result()
 
 
 def agree(found: elsewhere.Pairs, rtol: float, of_largest: float = 1e-9) -> None:
-    """Both devices' numbers are the same ones, up to what their methods allow; ``of_largest``: for tensors in units of their largest entry."""
+    """Both devices' numbers are the same ones, up to what their methods allow; ``of_largest``: for
+    tensors in units of their largest entry."""
     assert found
     for name, (near, far, allowed) in found.items():
         assert near, name
@@ -43,7 +59,9 @@ def test_the_device_refuses_what_a_gpu_refuses(there: Call) -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("what", [elsewhere.norms, elsewhere.all_bounds, elsewhere.token_norms])
 @pytest.mark.parametrize(("has", "mask", "dtype"), LAYERS)
-def test_layers(there: Call, what: Call, has: tuple[str, ...], mask: str | None, dtype: str) -> None:
+def test_layers(
+    there: Call, what: Call, has: tuple[str, ...], mask: str | None, dtype: str
+) -> None:
     agree(there(what, has, mask, dtype), CLOSE[dtype])
 
 
@@ -52,13 +70,18 @@ def test_models_are_captured(there: Call, family: str) -> None:
     agree(there(elsewhere.captured, family), 0.0, 1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"weights": "layers"}, {"norm": "every-token"}, {"map": "post_norm", "dtype": "float64"}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"weights": "layers"}, {"norm": "every-token"}, {"map": "post_norm", "dtype": "float64"}],
+)
 def test_whole_runs(there: Call, bert: Path, options: dict[str, Any]) -> None:
     agree(there(elsewhere.run, bert, options), CLOSE["float32"])
 
 
 @pytest.mark.each_value(family=("bert",))
-@pytest.mark.parametrize(("family", "map"), [("bert", "post_norm"), ("gpt2", "pre_norm"), ("Llama", "residual")])
+@pytest.mark.parametrize(
+    ("family", "map"), [("bert", "post_norm"), ("gpt2", "pre_norm"), ("Llama", "residual")]
+)
 def test_networks(there: Call, family: str, map: str) -> None:
     agree(there(elsewhere.around, family, map), CLOSE["float32"])
 
@@ -79,7 +102,9 @@ def test_inputs_and_measures(there: Call) -> None:
 @pytest.fixture(scope="module")
 def without_float64() -> Iterator[Call]:
     """Calls a function in a process whose device knows no float64."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=far_device.register_without_float64) as pool:
+    with ProcessPoolExecutor(
+        1, mp_context=get_context("spawn"), initializer=far_device.register_without_float64
+    ) as pool:
         yield lambda f, *args: pool.submit(f, *args).result()
 
 
@@ -91,8 +116,13 @@ def test_models_are_captured_without_float64(without_float64: Call, family: str)
 def test_runs_without_float64_are_measured_on_the_cpu(without_float64: Call, bert: Path) -> None:
     agree(without_float64(elsewhere.run, bert, {"map": "head_out"}), CLOSE["float32"])
     agree(without_float64(elsewhere.surrounded, "bert"), CLOSE["float32"])
-    assert "the device 'far' has no float64: the model runs there, and its heads are measured on the CPU" in without_float64(elsewhere.notes, bert)
-    assert without_float64(elsewhere.refused, bert).startswith("dtype is 'float64', which the device 'far' does not have; take dtype='float32'")
+    assert (
+        "the device 'far' has no float64: the model runs there, and its heads are measured on "
+        "the CPU" in without_float64(elsewhere.notes, bert)
+    )
+    assert without_float64(elsewhere.refused, bert).startswith(
+        "dtype is 'float64', which the device 'far' does not have; take dtype='float32'"
+    )
 
 
 @pytest.mark.slow

@@ -24,13 +24,27 @@ def test_small_layers_are_measured_and_checked(gpu: ModuleType, tmp_path: Path) 
     assert gpu.main(["--device", "cpu", "--small", "--out", str(out)]) == 0
     rows = json.loads(out.read_text())["shapes"]
     assert list(rows) == [shape.name for shape in gpu.SMALL]
-    assert all(row["error"] <= row["width"] <= gpu.TOL and row["lipbound_ratio"] >= 1 and row["heads_per_second"] > 0 for row in rows.values())
+    assert all(
+        row["error"] <= row["width"] <= gpu.TOL
+        and row["lipbound_ratio"] >= 1
+        and row["heads_per_second"] > 0
+        for row in rows.values()
+    )
 
 
-def test_a_wrong_norm_is_found(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_norm_is_found(
+    gpu: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def wrong(att: Any, **options: Any) -> Any:
         norm = spectral_norm(att, **options)
-        return norm if att.dtype == torch.float64 else replace(norm, lower=1.01 * norm.lower, upper=1.01 * norm.upper)
+        return (
+            norm
+            if att.dtype == torch.float64
+            else replace(norm, lower=1.01 * norm.lower, upper=1.01 * norm.upper)
+        )
 
     monkeypatch.setattr(gpu, "spectral_norm", wrong)
     assert gpu.main(["--device", "cpu", "--small", "--out", str(tmp_path / "gpu.json")]) == 1
@@ -38,6 +52,8 @@ def test_a_wrong_norm_is_found(gpu: ModuleType, tmp_path: Path, monkeypatch: pyt
     assert not (tmp_path / "gpu.json").exists()
 
 
-def test_a_machine_without_the_device_is_told_so(gpu: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_without_the_device_is_told_so(
+    gpu: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert gpu.main(["--device", "cuda:63", "--small", "--out", str(tmp_path / "gpu.json")]) == 1
     assert capsys.readouterr().err.startswith("device 'cuda:63' cannot be used here")

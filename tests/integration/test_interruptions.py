@@ -1,4 +1,5 @@
-"""Ctrl-C at any moment, a full disk, two processes on one run: one line each, nothing lost, and the same run in the end."""
+"""Ctrl-C at any moment, a full disk, two processes on one run: one line each, nothing lost, and the
+same run in the end."""
 
 import functools
 import os
@@ -21,7 +22,17 @@ from lipbound.runs import store
 from lipbound.runs.measure import LayerResult
 from lipbound.runs.partial_store import PartialRun, partial_path
 
-OPTIONS = ("--max-length", "12", "--memory", "1kB", "--samples", "4", "--bounds", "yudin,lipbound", "--quiet")
+OPTIONS = (
+    "--max-length",
+    "12",
+    "--memory",
+    "1kB",
+    "--samples",
+    "4",
+    "--bounds",
+    "yudin,lipbound",
+    "--quiet",
+)
 
 
 def slowed(delay: float) -> None:
@@ -45,11 +56,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(bert: Path, data: Path) -> xr.Dataset:
-    return lb.compare(bert, data, max_length=12, memory=1, samples=4, bounds="yudin,lipbound", progress=False)
+    return lb.compare(
+        bert, data, max_length=12, memory=1, samples=4, bounds="yudin,lipbound", progress=False
+    )
 
 
 def hears() -> None:
-    """Take SIGINT as a terminal's command does: a shell's background jobs, such as these tests may run in, ignore it."""
+    """Take SIGINT as a terminal's command does: a shell's background jobs, such as these tests may
+    run in, ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -62,7 +76,9 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(*arguments: object) -> subprocess.Popen:
     """The command line in a process that imports everything itself."""
     words = [sys.executable, "-m", "lipbound", *map(str, arguments)]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=hears)
+    return subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=hears
+    )
 
 
 def interrupt(process: subprocess.Popen) -> tuple[int, str, float]:
@@ -76,7 +92,13 @@ def interrupt(process: subprocess.Popen) -> tuple[int, str, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", [0.5, 1.5, 3.5])
 def test_interrupted_while_it_starts(
-    moment: float, bert: Path, data: Path, expected: xr.Dataset, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    moment: float,
+    bert: Path,
+    data: Path,
+    expected: xr.Dataset,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Within a second or so even on a busy machine; the same command goes on."""
     out = tmp_path / "run.zarr"
@@ -98,7 +120,9 @@ def test_interrupted_while_it_starts(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stored", [1, 3])
-def test_interrupted_while_it_measures(stored: int, bert: Path, data: Path, expected: xr.Dataset, said: Path, tmp_path: Path) -> None:
+def test_interrupted_while_it_measures(
+    stored: int, bert: Path, data: Path, expected: xr.Dataset, said: Path, tmp_path: Path
+) -> None:
     """The line says what is kept and how to go on."""
     out = tmp_path / "run.zarr"
     words = ("compare", bert, "--data", data, *OPTIONS, "--out", out)
@@ -110,7 +134,9 @@ def test_interrupted_while_it_measures(stored: int, bert: Path, data: Path, expe
     assert status == 130
     assert time.monotonic() - began < 2
     assert err.startswith("interrupted: ")
-    assert f" kept in {partial_path(out)}; the same command with --resume goes on from there\n" in err
+    assert (
+        f" kept in {partial_path(out)}; the same command with --resume goes on from there\n" in err
+    )
     assert Command(said, *words, "--resume").ended() == (0, "")
     assert identical(store.load(out), expected)
     assert [path.name for path in tmp_path.iterdir()] == ["run.zarr"]
@@ -144,14 +170,19 @@ def test_interrupted_where_python_gets_no_turn(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_process_is_told_of_the_first(bert: Path, data: Path, expected: xr.Dataset, said: Path, tmp_path: Path) -> None:
+def test_a_second_process_is_told_of_the_first(
+    bert: Path, data: Path, expected: xr.Dataset, said: Path, tmp_path: Path
+) -> None:
     """With --resume or without; once the first was killed, another takes over."""
     out = tmp_path / "run.zarr"
     words = ("compare", bert, "--data", data, *OPTIONS, "--out", out)
     first = Command(said, *words, before=functools.partial(slowed, 60))
     first.has_printed(1)
     for resume in ([], ["--resume"]):
-        error = f"error: another process is filling {out} at this moment; wait for it to end, or choose another name\n"
+        error = (
+            f"error: another process is filling {out} at this moment; wait for it to end, or "
+            "choose another name\n"
+        )
         assert Command(said, *words, *resume).ended() == (2, error)
     first.send(signal.SIGKILL)  # which lets go of the run
     assert first.ended() == (-signal.SIGKILL, "")
@@ -166,7 +197,9 @@ def small_files() -> None:
 
 
 @pytest.mark.slow
-def test_a_full_disk_costs_nothing_that_was_measured(bert: Path, data: Path, expected: xr.Dataset, said: Path, tmp_path: Path) -> None:
+def test_a_full_disk_costs_nothing_that_was_measured(
+    bert: Path, data: Path, expected: xr.Dataset, said: Path, tmp_path: Path
+) -> None:
     """As large files cannot be written: the next command with --resume goes on."""
     out = tmp_path / "run.zarr"
     words = ("compare", bert, "--data", data, *OPTIONS, "--out", out)

@@ -38,7 +38,9 @@ def logging(log: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed_runs_end_like_uninterrupted_ones(bert: Path, whole: xr.Dataset, tmp_path: Path) -> None:
+def test_killed_runs_end_like_uninterrupted_ones(
+    bert: Path, whole: xr.Dataset, tmp_path: Path
+) -> None:
     """SIGKILL at random moments; each process logs what it measures."""
     out, log = tmp_path / "run.zarr", tmp_path / "log"
     dice = random.Random(0)
@@ -67,7 +69,10 @@ def _resumed(bert: Path, out: Path, log: Path) -> None:
 def _stored(out: Path) -> set[tuple[int, int]]:
     if not partial_path(out).exists():
         return set()
-    return {(int(b), int(i)) for b, i in np.argwhere(np.asarray(zarr.open_group(partial_path(out), mode="r")[DONE][:]))}
+    return {
+        (int(b), int(i))
+        for b, i in np.argwhere(np.asarray(zarr.open_group(partial_path(out), mode="r")[DONE][:]))
+    }
 
 
 @pytest.mark.slow
@@ -77,10 +82,15 @@ def test_a_worker_that_dies_is_replaced(bert: Path, tmp_path: Path) -> None:
     distributed = pytest.importorskip("dask.distributed")
     options = OPTIONS | {"dtype": "float64", "tol": 1e-9, "samples": 8}
     whole = lb.compare(bert, TEXTS * 2, **options)
-    forkserver.ensure_running()  # with what is imported there; what dask asks of it later comes too late
+    # with what is imported there; what dask asks of it later comes too late
+    forkserver.ensure_running()
     with (
-        dask.config.set({"distributed.worker.multiprocessing-method": "forkserver", TRIMMING: None}),
-        distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as workers,
+        dask.config.set(
+            {"distributed.worker.multiprocessing-method": "forkserver", TRIMMING: None}
+        ),
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, dashboard_address=None
+        ) as workers,
         distributed.Client(workers) as client,
     ):
         killed = []
@@ -116,7 +126,9 @@ def test_workers_of_the_command_line_keep_freed_memory(bert: Path) -> None:
             lb.compare(bert, TEXTS, client=client, **options)
             assert set(client.run(os.environ.get, name).values()) == {None}
         with (
-            distributed.LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=None) as workers,
+            distributed.LocalCluster(
+                n_workers=1, threads_per_worker=1, dashboard_address=None
+            ) as workers,
             distributed.Client(workers) as client,
             pytest.warns(Notice, match=f"{name}=65536, dask's default.*several times slower"),
         ):

@@ -1,4 +1,5 @@
-"""The claims about real pretrained heads: all-MiniLM-L6-v2 (BERT, 6 layers x 12 heads), text, N = 128."""
+"""The claims about real pretrained heads: all-MiniLM-L6-v2 (BERT, 6 layers x 12 heads), text, N =
+128."""
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from lipbound.models.inputs import prepare
 
 @pytest.fixture(scope="module")
 def layers() -> list[LayerCapture]:
-    """The first 128 tokens, special ones included, of the text that is embedded for demonstrations."""
+    """The first 128 tokens, special ones included, of the text that is embedded for
+    demonstrations."""
     checkpoint = load_checkpoint("builtin:minilm")
     inputs = prepare(checkpoint, None, samples=1, max_length=128)
     return Capturer(checkpoint.model).run(inputs.batch)
@@ -23,7 +25,16 @@ def layers() -> list[LayerCapture]:
 
 def shortened(att: Attention) -> Attention:
     """At the first 32 tokens."""
-    return Attention(att.x[:, :32], att.w_q, att.w_k, att.w_v, b_q=att.b_q, b_k=att.b_k, b_v=att.b_v, scale=att.scale)
+    return Attention(
+        att.x[:, :32],
+        att.w_q,
+        att.w_k,
+        att.w_v,
+        b_q=att.b_q,
+        b_k=att.b_k,
+        b_v=att.b_v,
+        scale=att.scale,
+    )
 
 
 def test_capture_reproduces_the_model(layers: list[LayerCapture]) -> None:
@@ -48,13 +59,16 @@ def test_norms_agree_with_dense_float64_svd(layers: list[LayerCapture]) -> None:
         att = layers[i].attention
         short = shortened(att)
         norm = spectral_norm(short, tol=1e-5)
-        sigma = torch.linalg.eigvalsh((j := dense_jacobian(short.double(), 0, 2 * i)) @ j.mT)[-1].sqrt()
+        sigma = torch.linalg.eigvalsh((j := dense_jacobian(short.double(), 0, 2 * i)) @ j.mT)[
+            -1
+        ].sqrt()
         assert abs(float(norm.lower[0, 2 * i] / sigma) - 1) < 1e-4
 
 
 @pytest.mark.slow
 def test_bounds_are_as_loose_as_published(layers: list[LayerCapture]) -> None:
-    """Geometric means of bound / exact within a quarter of reference measurements on this model; ours within a third of exact."""
+    """Geometric means of bound / exact within a quarter of reference measurements on this model;
+    ours within a third of exact."""
     ratios: dict[str, list[torch.Tensor]] = {name: [] for name in bounds.names()}
     for layer in layers:
         norm = spectral_norm(layer.attention, tol=1e-4)
@@ -69,7 +83,12 @@ def test_bounds_are_as_loose_as_published(layers: list[LayerCapture]) -> None:
     assert geomean["lipbound"] <= 1.35
     assert float(ours.max()) <= 1.8
     assert float(ours.min()) >= 1
-    for name, reference in (("specformer", 4.8e8), ("castin", 1.4e3), ("yudin_g1", 4.2e2), ("yudin_sqrt_n", 65)):
+    for name, reference in (
+        ("specformer", 4.8e8),
+        ("castin", 1.4e3),
+        ("yudin_g1", 4.2e2),
+        ("yudin_sqrt_n", 65),
+    ):
         assert 0.75 < geomean[name] / reference < 1.25, (name, geomean[name])
 
 
@@ -88,7 +107,11 @@ def test_deflation_proves_real_norms(layers: list[LayerCapture]) -> None:
         norm = spectral_norm(att, method="deflation", tol=1e-7)
         assert bool(norm.converged.all())
         assert bool((norm.upper <= norm.lower * (1 + 1e-7)).all())
-        torch.testing.assert_close(spectral_norm(att, tol=1e-9).lower, norm.lower, rtol=1e-7, atol=0)
-        certified = spectral_norm(layers[i].attention, tol=1e-7, delta=1e-9)  # its vectors are searched for in float32
+        torch.testing.assert_close(
+            spectral_norm(att, tol=1e-9).lower, norm.lower, rtol=1e-7, atol=0
+        )
+        certified = spectral_norm(
+            layers[i].attention, tol=1e-7, delta=1e-9
+        )  # its vectors are searched for in float32
         assert bool(certified.converged.all())
         assert bool(((certified.lower <= norm.upper) & (norm.lower <= certified.upper)).all())

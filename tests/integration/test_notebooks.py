@@ -14,9 +14,17 @@ SMALLER = {
         ("max_length=64, map=name", "max_length=16, map=name, layers=[0]"),
     ],
     "02_heatmaps": [("samples=2, max_length=128", "samples=2, max_length=12, layers=[0, 1]")],
-    "03_growth_with_length": [("(2, 6, 12, 24, 48, 96)", "(10, 12, 14)"), ("sequences=4", "sequences=2"), ("layers=(0, 2, 5)", "layers=(0,)")],
+    "03_growth_with_length": [
+        ("(2, 6, 12, 24, 48, 96)", "(10, 12, 14)"),
+        ("sequences=4", "sequences=2"),
+        ("layers=(0, 2, 5)", "layers=(0,)"),
+    ],
     "04_what_makes_a_head_steep": [("samples=4", "samples=1"), ("capture(2)", "capture(1)")],
-    "05_adversarial_inputs": [("(4, 16, 64, 256)", "(4, 16)"), ("range(400)", "range(40)"), ("steps=60", "steps=10")],
+    "05_adversarial_inputs": [
+        ("(4, 16, 64, 256)", "(4, 16)"),
+        ("range(400)", "range(40)"),
+        ("steps=60", "steps=10"),
+    ],
     "06_train_with_jasmin": [
         ("epochs=20", "epochs=1"),
         ("range(3)", "range(2)"),
@@ -32,11 +40,19 @@ SMALLER = {
         ("[16, 32, 64, 128]", "[4, 8, 16]"),
     ],
     "08_which_tokens": [
-        ("leaves at seven in the morning and again at four. Between the two crossings the harbour belongs ", "leaves. "),
-        ("to the gulls. Anna, who sold the tickets, had worked there for nineteen years.", "Anna sold tickets."),
+        (
+            "leaves at seven in the morning and again at four. Between the two crossings the "
+            "harbour belongs ",
+            "leaves. ",
+        ),
+        (
+            "to the gulls. Anna, who sold the tickets, had worked there for nineteen years.",
+            "Anna sold tickets.",
+        ),
     ],
 }
-"""What notebooks compute, and by what it is replaced here: every line runs, in a fraction of the time. `make notebooks` runs them as they are."""
+"""What notebooks compute, and by what it is replaced here: every line runs, in a fraction of the
+time. `make notebooks` runs them as they are."""
 
 
 @pytest.mark.slow
@@ -46,12 +62,18 @@ def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jupyter_client.provisioning.local_provisioner.launch_kernel", Kernel)
     notebook = nbformat.read(path, as_version=4)
     for whole, small in SMALLER.get(path.stem, []):
-        assert any(whole in cell.source for cell in notebook.cells), f"{whole} is not in the notebook"
+        assert any(whole in cell.source for cell in notebook.cells), (
+            f"{whole} is not in the notebook"
+        )
         for cell in notebook.cells:
             cell.source = cell.source.replace(whole, small)
     kept = [cell.get("outputs") for cell in notebook.cells if cell.cell_type == "code"]
-    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(path.parent)}}).execute()
-    assert [bool(outputs) for outputs in kept] == [bool(cell.outputs) for cell in notebook.cells if cell.cell_type == "code"]
+    NotebookClient(
+        notebook, timeout=600, resources={"metadata": {"path": str(path.parent)}}
+    ).execute()
+    assert [bool(outputs) for outputs in kept] == [
+        bool(cell.outputs) for cell in notebook.cells if cell.cell_type == "code"
+    ]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -20,12 +20,21 @@ from lipbound.linalg.operator_norm import METHODS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-PAGES = {"README.md": README, "figures/README.md": (ROOT / "figures" / "README.md").read_text(), **tree.handwritten()}
-PYTHON = [(name, code) for name, text in PAGES.items() for code in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)]
+PAGES = {
+    "README.md": README,
+    "figures/README.md": (ROOT / "figures" / "README.md").read_text(),
+    **tree.handwritten(),
+}
+PYTHON = [
+    (name, code)
+    for name, text in PAGES.items()
+    for code in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+]
 LINES = re.compile(r"^(?:    |\$ )(lipbound .*?)(?: #.*)?$", re.MULTILINE)
 COMMANDS = sorted({line for text in PAGES.values() for line in LINES.findall(text)})
 ELSEWHERE = ("from_pretrained", "dask", "Trainer", "minilm.zarr", '"builtin:minilm"')
-"""What a snippet has that takes the hub, other processes, or long; the first of the README runs all the same."""
+"""What a snippet has that takes the hub, other processes, or long; the first of the README runs all
+the same."""
 
 
 def benchmark(name: str) -> ModuleType:
@@ -42,7 +51,10 @@ def test_the_page_of_published_bounds_has_all() -> None:
     """As registered, and what is left out with a reason for each."""
     page = published.page()
     assert all(f"`{name}`" in page for name in bounds.names(None))
-    assert all(one.reason in published.REASONS and one.remark and re.search(r"\b20[12]\d\b", one.source) for one in published.LEFT_OUT)
+    assert all(
+        one.reason in published.REASONS and one.remark and re.search(r"\b20[12]\d\b", one.source)
+        for one in published.LEFT_OUT
+    )
 
 
 def test_nothing_claims_every_published_bound() -> None:
@@ -56,9 +68,17 @@ def test_nothing_claims_every_published_bound() -> None:
         *(ROOT / "lipbound").rglob("*.py"),
         *(ROOT / "notebooks").glob("*.ipynb"),
     ]
-    claims = [" ".join(text.split())[:60] for path in places for text in re.findall(r"every published(?:.|\n){60}", path.read_text(), re.IGNORECASE)]
+    claims = [
+        " ".join(text.split())[:60]
+        for path in places
+        for text in re.findall(r"every published(?:.|\n){60}", path.read_text(), re.IGNORECASE)
+    ]
     assert claims
-    assert [claim for claim in claims if not claim.lower().startswith("every published l2 bound on softmax heads that we know of")] == []
+    assert [
+        claim
+        for claim in claims
+        if not claim.lower().startswith("every published l2 bound on softmax heads that we know of")
+    ] == []
 
 
 def test_generated_parts_are_up_to_date() -> None:
@@ -75,11 +95,19 @@ def test_the_readme_is_short() -> None:
 
 
 def test_tightness_is_of_bounds() -> None:
-    """Where the assumptions of a bound hold, it is nowhere below the exact norm, but for the width of the enclosure."""
+    """Where the assumptions of a bound hold, it is nowhere below the exact norm, but for the width
+    of the enclosure."""
     rows = json.loads((ROOT / "benchmarks" / "tightness.json").read_text())["checkpoints"]
-    entries = [(model, name, one) for model, row in rows.items() for norm in row["norms"].values() for name, one in norm["bounds"].items()]
+    entries = [
+        (model, name, one)
+        for model, row in rows.items()
+        for norm in row["norms"].values()
+        for name, one in norm["bounds"].items()
+    ]
     assert {name for _, name, _ in entries} == set(bounds.names(None))
-    assert [(model, name) for model, name, one in entries if one["sound"] == 1 and one["min"] < 1 - 1e-9] == []
+    assert [
+        (model, name) for model, name, one in entries if one["sound"] == 1 and one["min"] < 1 - 1e-9
+    ] == []
 
 
 def test_no_enclosure_of_the_accuracy_table_misses() -> None:
@@ -103,8 +131,12 @@ def test_the_first_python_example_runs(tmp_path: Path, monkeypatch: pytest.Monke
     assert set(names["steepest"]) == {"layer", "head"}
 
 
-@pytest.mark.parametrize(("page", "code"), [one for one in PYTHON if not any(word in one[1] for word in ELSEWHERE)])
-def test_python_examples_of_pages_run(page: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("page", "code"), [one for one in PYTHON if not any(word in one[1] for word in ELSEWHERE)]
+)
+def test_python_examples_of_pages_run(
+    page: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     exec(code, {})
 

@@ -9,14 +9,37 @@ import pytest
 import lipbound as lb
 from lipbound import cli
 
-HEAVY = ("torch", "numpy", "xarray", "pandas", "scipy", "zarr", "matplotlib", "transformers", "datasets", "plotly", "PIL")
-COMMANDS = [command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback is not None]
+HEAVY = (
+    "torch",
+    "numpy",
+    "xarray",
+    "pandas",
+    "scipy",
+    "zarr",
+    "matplotlib",
+    "transformers",
+    "datasets",
+    "plotly",
+    "PIL",
+)
+COMMANDS = [
+    command.name or command.callback.__name__
+    for command in cli.app.registered_commands
+    if command.callback is not None
+]
 
 
 def loaded(code: str, *arguments: object) -> set[str]:
     """Which of `HEAVY` a fresh process has loaded after some code."""
-    script = f"import sys\n{code}\nprint('LOADED', *(name for name in {HEAVY!r} if name in sys.modules))"
-    done = subprocess.run([sys.executable, "-c", script, *map(str, arguments)], capture_output=True, text=True, timeout=240)
+    script = (
+        f"import sys\n{code}\nprint('LOADED', *(name for name in {HEAVY!r} if name in sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr
     return set(done.stdout.rpartition("LOADED")[2].split())
 
@@ -49,17 +72,33 @@ def test_importing_lipbound_loads_nothing() -> None:
 
 def test_modules_are_found_without_importing_them() -> None:
     """As attributes, in a process that has used nothing else."""
-    assert loaded("import lipbound as lb\nlb.errors.StoreError, lb.attention, lb.linalg, lb.runs") == set()
-    assert "torch" in loaded("import lipbound as lb\nlb.devices.available, lb.bounds.whole_layer, lb.bounds.over_ball")
+    assert (
+        loaded("import lipbound as lb\nlb.errors.StoreError, lb.attention, lb.linalg, lb.runs")
+        == set()
+    )
+    assert "torch" in loaded(
+        "import lipbound as lb\nlb.devices.available, lb.bounds.whole_layer, lb.bounds.over_ball"
+    )
 
 
 def test_help_loads_nothing() -> None:
     """One after the other: what one had loaded would be there at the end."""
-    assert after("--version", "then", "--help", *(word for command in COMMANDS for word in ("then", command, "--help"))) == set()
+    assert (
+        after(
+            "--version",
+            "then",
+            "--help",
+            *(word for command in COMMANDS for word in ("then", command, "--help")),
+        )
+        == set()
+    )
 
 
 def test_a_mistyped_builtin_is_told_before_anything_is_loaded() -> None:
-    code = "from lipbound import cli\ntry:\n    cli.main()\nexcept SystemExit as end:\n    assert end.code == 2, end.code"
+    code = (
+        "from lipbound import cli\ntry:\n    cli.main()\nexcept SystemExit as end:\n    "
+        "assert end.code == 2, end.code"
+    )
     assert loaded(code, "compare", "builtin:nope") == set()
 
 
@@ -70,15 +109,26 @@ def test_models_are_listed_without_loading_anything() -> None:
 @pytest.fixture(scope="module")
 def run(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("run") / "run.zarr"
-    lb.compare(bert, ["the ferry is in a clock"], bounds="yudin,castin", max_length=8, out=path, progress=False)
+    lb.compare(
+        bert,
+        ["the ferry is in a clock"],
+        bounds="yudin,castin",
+        max_length=8,
+        out=path,
+        progress=False,
+    )
     return path
 
 
 @pytest.mark.slow
 def test_stored_runs_are_shown_without_torch_or_models(run: Path, tmp_path: Path) -> None:
     models = {"transformers", "datasets"}
-    assert not after("table", run, "--json", "then", "info", run, "--json", "then", "table", run) & (models | {"torch", "matplotlib", "plotly"})
-    assert not after("cite", run) & (models | {"matplotlib", "plotly"})  # BibTeX stands in the papers' files
+    assert not after(
+        "table", run, "--json", "then", "info", run, "--json", "then", "table", run
+    ) & (models | {"torch", "matplotlib", "plotly"})
+    assert not after("cite", run) & (
+        models | {"matplotlib", "plotly"}
+    )  # BibTeX stands in the papers' files
     assert not after("heatmap", run, "-o", tmp_path / "run.pdf") & (models | {"torch", "plotly"})
     assert (tmp_path / "run.pdf").stat().st_size > 1000
 
@@ -87,7 +137,8 @@ def test_stored_runs_are_shown_without_torch_or_models(run: Path, tmp_path: Path
 def test_stored_runs_are_read_without_torch(run: Path) -> None:
     """Neither do provenance and checksums need it."""
     code = (
-        "from pathlib import Path\nfrom lipbound.runs.store import load\nfrom lipbound.runs.provenance import altered\n"
+        "from pathlib import Path\nfrom lipbound.runs.store import load\nfrom "
+        "lipbound.runs.provenance import altered\n"
         "assert altered(load(sys.argv[1])) == []"
     )
     assert not loaded(code, run) & {"torch", "transformers", "datasets", "matplotlib"}
@@ -95,4 +146,12 @@ def test_stored_runs_are_read_without_torch(run: Path) -> None:
 
 @pytest.mark.slow
 def test_bounds_are_listed_without_models() -> None:
-    assert not after("bounds") & {"transformers", "datasets", "matplotlib", "xarray", "pandas", "zarr", "plotly"}
+    assert not after("bounds") & {
+        "transformers",
+        "datasets",
+        "matplotlib",
+        "xarray",
+        "pandas",
+        "zarr",
+        "plotly",
+    }

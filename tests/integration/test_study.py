@@ -20,15 +20,27 @@ STUDY = Path(__file__).parents[2] / "benchmarks" / "jasmin"
 def test_small_study(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for split, count in (("train", 16), ("test", 12)):
-        pictures = [Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)) for _ in range(count)]
+        pictures = [
+            Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)) for _ in range(count)
+        ]
         features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
-        table = datasets.Dataset.from_dict({"image": pictures, "label": [i % 10 for i in range(count)]}, features=features)
+        table = datasets.Dataset.from_dict(
+            {"image": pictures, "label": [i % 10 for i in range(count)]}, features=features
+        )
         table.to_parquet(str(tmp_path / f"{split}.parquet"))
     config = yaml.safe_load((STUDY / "small.yaml").read_text())
-    config |= {"images": 8, "batch": 4, "seeds": [0, 1], "evaluate": {"clean": 12, "attacks": 4, "autoattack": 2, "norms": 2}}
+    config |= {
+        "images": 8,
+        "batch": 4,
+        "seeds": [0, 1],
+        "evaluate": {"clean": 12, "attacks": 4, "autoattack": 2, "norms": 2},
+    }
     config["model"] |= {"num_hidden_layers": 2}  # of the builtin's six
     config["methods"] = [
-        m for m in config["methods"] if m["name"] in ("baseline", "Specformer 1e-2", "JaSMin k=10, 5e-3, max", "lipbound_block 5e-3")
+        m
+        for m in config["methods"]
+        if m["name"]
+        in ("baseline", "Specformer 1e-2", "JaSMin k=10, 5e-3, max", "lipbound_block 5e-3")
     ]
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     command = [
@@ -42,13 +54,19 @@ def test_small_study(tmp_path: Path) -> None:
         "--keep",
     ]
     subprocess.run(command, check=True, timeout=300)
-    rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()
+    ]
     assert len(rows) == 8
     assert all(len(row["network_norm"]) == 2 and min(row["network_norm"]) > 0 for row in rows)
     assert (tmp_path / "out" / "table.md").read_text().count("\n") == 6
     kept = sorted((tmp_path / "out" / "networks").iterdir())
     assert len(kept) == 8
-    assert all((folder / "model.safetensors").exists() and "local Lipschitz constant" in (folder / "README.md").read_text() for folder in kept)
+    assert all(
+        (folder / "model.safetensors").exists()
+        and "local Lipschitz constant" in (folder / "README.md").read_text()
+        for folder in kept
+    )
     assert (tmp_path / "out" / "network_constant.png").stat().st_size > 1000
     assert (tmp_path / "out" / "softmax_norm.png").stat().st_size > 1000
 

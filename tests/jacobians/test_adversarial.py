@@ -1,7 +1,9 @@
-"""Enclosures hold the norm, and sound bounds are not below it, on heads on which rounding does its worst; nothing is allowed for rounding.
+"""Enclosures hold the norm, and sound bounds are not below it, on heads on which rounding does its
+worst; nothing is allowed for rounding.
 
-Truth is the norm of the Jacobian of the given floating-point numbers, to 80 digits. ``LIPBOUND_SEEDS=50`` makes it 50 layers of each family, with all
-methods on all of them; `benchmarks/adversarial.py` prints what was seen.
+Truth is the norm of the Jacobian of the given floating-point numbers, to 80 digits.
+``LIPBOUND_SEEDS=50`` makes it 50 layers of each family, with all methods on all of them;
+`benchmarks/adversarial.py` prints what was seen.
 """
 
 import os
@@ -20,14 +22,19 @@ LONG = int(os.environ.get("LIPBOUND_SEEDS", "0"))
 SEEDS = {torch.float32: 0, torch.float64: 1}
 TOGETHER = tuple(method for method in METHODS if method not in judge.BY_HEAD)
 REFUSED = {"sinks", "sinks_take_all", "several_variants", "variants_far_away", "subnormal"}
-"""Families of which some norms are below what products in the dtype can carry: to say so is right, if not the best."""
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+"""Families of which some norms are below what products in the dtype can carry: to say so is right,
+if not the best."""
+DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64], ids=["float32", "float64"]
+)
 
 
 def check(verdicts: list[Verdict], family: str = "") -> None:
     wrong = [verdict for verdict in verdicts if verdict.miss > 0]
     assert not wrong, judge.summary(wrong)
-    refused = {verdict.method for verdict in verdicts if verdict.refused} - {judge.L2}  # whose map has another scale than the head's
+    refused = {verdict.method for verdict in verdicts if verdict.refused} - {
+        judge.L2
+    }  # whose map has another scale than the head's
     assert not refused or family in REFUSED, refused
     assert any(not verdict.refused for verdict in verdicts)
 
@@ -43,8 +50,12 @@ def test_nothing_is_wrong_on_hard_heads(family: str, dtype: torch.dtype) -> None
             verdicts += judge.judge(att, name)
             continue
         exact = mp_oracle.norms(att)
-        verdicts += judge.judge(att, name, methods=TOGETHER, chosen=bounds.names(), l2=False, exact=exact)
-        verdicts += judge.judge(att.select(slice(0, 2)), name, methods=judge.BY_HEAD, chosen=["kim"], exact=exact[:2])
+        verdicts += judge.judge(
+            att, name, methods=TOGETHER, chosen=bounds.names(), l2=False, exact=exact
+        )
+        verdicts += judge.judge(
+            att.select(slice(0, 2)), name, methods=judge.BY_HEAD, chosen=["kim"], exact=exact[:2]
+        )
     check(verdicts, family)
 
 
@@ -56,13 +67,17 @@ def test_nothing_is_wrong_of_other_maps(map: str, dtype: torch.dtype) -> None:
     families = list(hard_heads.FAMILIES)[dtype == torch.float64 :: 1 if LONG else 2]
     for family in families[:: len(families) // part(len(families), 9)]:
         att = judge.case(family, dtype, 100).select(slice(0, 1))
-        covered = map not in WHOLE or not att.variants  # there J J^T of all heads has no closed form
+        covered = (
+            map not in WHOLE or not att.variants
+        )  # there J J^T of all heads has no closed form
         if family not in REFUSED:
-            verdicts += judge.judge(att, family, map=map, methods=["lanczos", *(["deflation"] if covered else [])])
+            verdicts += judge.judge(
+                att, family, map=map, methods=["lanczos", *(["deflation"] if covered else [])]
+            )
     check(verdicts)
 
 
-# -- heads that went wrong -----------------------------------------------------------------------------------------------
+# -- heads that went wrong -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("delta", [1e-10, 1e-6, 0.1])
@@ -78,7 +93,9 @@ def test_pairs_at_any_distance(offset: float) -> None:
     verdicts = []
     for seed in range(part(20)):
         att = hard_heads.pairs_far_away(seed, offset)
-        verdicts += judge.judge(att, f"pairs_far_away({seed})", methods=TOGETHER, chosen=bounds.names(), l2=False)
+        verdicts += judge.judge(
+            att, f"pairs_far_away({seed})", methods=TOGETHER, chosen=bounds.names(), l2=False
+        )
     check(verdicts)
 
 
@@ -86,11 +103,17 @@ def test_pairs_at_any_distance(offset: float) -> None:
 def test_inputs_large_and_weights_small(exponent: int) -> None:
     """The scale of inputs is none of the Jacobian's, and bounds follow it."""
     g = torch.Generator().manual_seed(0)
-    x, w_q, w_k, w_v = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in [(2, 4, 3), (2, 3, 2), (2, 3, 2), (2, 3, 2)])
+    x, w_q, w_k, w_v = (
+        torch.randn(shape, generator=g, dtype=torch.float64)
+        for shape in [(2, 4, 3), (2, 3, 2), (2, 3, 2), (2, 3, 2)]
+    )
     att = Attention(x * 10.0**exponent, w_q * 10.0**-exponent, w_k * 10.0**-exponent, w_v)
     check(list(judge.judge(att, f"1e{exponent}", l2=False)))
     exact = [[norm.value for norm in row] for row in mp_oracle.norms(att)]
-    assert exact == [[pytest.approx(norm.value, rel=1e-12) for norm in row] for row in mp_oracle.norms(Attention(x, w_q, w_k, w_v))]
+    assert exact == [
+        [pytest.approx(norm.value, rel=1e-12) for norm in row]
+        for row in mp_oracle.norms(Attention(x, w_q, w_k, w_v))
+    ]
 
 
 @pytest.mark.each_value
@@ -106,9 +129,13 @@ def test_one_token_that_all_attend_to(n: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("method", ["lanczos", "dense", "deflation"])
 def test_saturated_heads_are_known(method: str) -> None:
-    """Logits of 1e7: rounding changes probabilities by 1e-7 or more, but hardly those of rows that are one-hot."""
+    """Logits of 1e7: rounding changes probabilities by 1e-7 or more, but hardly those of rows that
+    are one-hot."""
     g = torch.Generator().manual_seed(0)
-    x, *weights = (torch.randn(*shape, generator=g, dtype=torch.float64) for shape in [(2, 8, 6), *[(2, 6, 3)] * 3])
+    x, *weights = (
+        torch.randn(*shape, generator=g, dtype=torch.float64)
+        for shape in [(2, 8, 6), *[(2, 6, 3)] * 3]
+    )
     att = Attention(x, *weights, scale=1e6)
     norm = spectral_norm(att, method=method, tol=1e-3, delta=1e-6 if method == "lanczos" else None)
     assert bool(norm.converged.all())
@@ -120,7 +147,10 @@ def test_saturated_heads_are_known(method: str) -> None:
 
 def test_upper_ends_are_finite_whatever_the_logits() -> None:
     g = torch.Generator().manual_seed(0)
-    x, *weights = (torch.randn(*shape, generator=g, dtype=torch.float64) for shape in [(2, 8, 6), *[(2, 6, 3)] * 3])
+    x, *weights = (
+        torch.randn(*shape, generator=g, dtype=torch.float64)
+        for shape in [(2, 8, 6), *[(2, 6, 3)] * 3]
+    )
     norm = spectral_norm(Attention(x, *weights, scale=1e20), delta=1e-6)
     assert bool(torch.isfinite(norm.upper).all())
     assert not bool(norm.converged.any())

@@ -1,4 +1,5 @@
-"""Norms without ``delta`` where float32 products, or the range of float64, cannot resolve them: right, or not converged."""
+"""Norms without ``delta`` where float32 products, or the range of float64, cannot resolve them:
+right, or not converged."""
 
 import math
 import warnings
@@ -48,7 +49,9 @@ def test_a_sink_that_leaves_nothing_in_float32() -> None:
     exact = mp_oracle.norms(att)
     for s, row in enumerate(exact):
         for h, value in enumerate(row):
-            assert not bool(norm.converged[s, h]) or float(norm.lower[s, h]) == pytest.approx(value.value, rel=3e-4)
+            assert not bool(norm.converged[s, h]) or float(norm.lower[s, h]) == pytest.approx(
+                value.value, rel=3e-4
+            )
             assert bool(norm.converged[s, h]) or float(norm.error[s, h]) > 1e-4
     assert norm.converged[:, 2].all()
 
@@ -70,21 +73,35 @@ class Diagonal(JacobianOperator):
 
 
 def test_what_the_search_does_not_see_at_all_is_found() -> None:
-    """One entry of 64, the largest, is zero in float32: neither the vector that was found nor its value shows it."""
+    """One entry of 64, the largest, is zero in float32: neither the vector that was found nor its
+    value shows it."""
     full = torch.linspace(1, 2, 64, dtype=torch.float64).repeat(2, 1)
     full[1, 7] = 3.0
     seen = full.clone()
     seen[1, 7] = 0.0
     zero = torch.zeros(2, dtype=torch.float64)
-    roundoff = Roundoff(zero, zero, torch.tensor([2.0, 1e7], dtype=torch.float64))  # a bound that says: much is added up here
-    norm = estimate(Diagonal(full, torch.float64), roundoff, Diagonal(seen, torch.float32), tol=1e-4, seed=0, max_steps=500)
-    torch.testing.assert_close(norm.lower, torch.tensor([2.0, 3.0], dtype=torch.float64), rtol=2e-4, atol=0)
+    roundoff = Roundoff(
+        zero, zero, torch.tensor([2.0, 1e7], dtype=torch.float64)
+    )  # a bound that says: much is added up here
+    norm = estimate(
+        Diagonal(full, torch.float64),
+        roundoff,
+        Diagonal(seen, torch.float32),
+        tol=1e-4,
+        seed=0,
+        max_steps=500,
+    )
+    torch.testing.assert_close(
+        norm.lower, torch.tensor([2.0, 3.0], dtype=torch.float64), rtol=2e-4, atol=0
+    )
     assert norm.converged.all()
 
 
 @pytest.mark.parametrize("size", [1e-305, 1e-313, 1e-320])
 @pytest.mark.parametrize("delta", [None, 1e-6])
-def test_norms_that_end_below_the_range_are_not_close_to_their_ends(size: float, delta: float | None) -> None:
+def test_norms_that_end_below_the_range_are_not_close_to_their_ends(
+    size: float, delta: float | None
+) -> None:
     att = random_attention("plain")
     norm = spectral_norm(Attention(att.x, att.w_q, att.w_k, size * att.w_v), delta=delta)
     assert bool((norm.lower == 0).all())
@@ -107,7 +124,10 @@ class Large:
 
 
 def test_what_overflows_is_not_excluded_and_warns_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lipbound.linalg.enclosures.residual_certificate.excluded", lambda rows, steps, x: np.zeros(x.shape, dtype=bool))
+    monkeypatch.setattr(
+        "lipbound.linalg.enclosures.residual_certificate.excluded",
+        lambda rows, steps, x: np.zeros(x.shape, dtype=bool),
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert smallest_excluded(Large(), np.ones(1, dtype=int), np.zeros(1))[0] == np.inf  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""J J^T of heads with rotation, q/k-norm, caps and sinks: against dense Jacobians of the definition, and what is made of it."""
+"""J J^T of heads with rotation, q/k-norm, caps and sinks: against dense Jacobians of the
+definition, and what is made of it."""
 
 from dataclasses import replace
 
@@ -18,7 +19,16 @@ from lipbound.jacobians.gram import Gram
 from lipbound.jacobians.gram_variants import VariantGram, gram_of
 from lipbound.jacobians.rounding import tensor_error
 
-SETS = [frozenset(has) for has in ((), *((v,) for v in VARIANTS), ("rotation", "cap"), ("rotation", "norm", "sinks"), VARIANTS)]
+SETS = [
+    frozenset(has)
+    for has in (
+        (),
+        *((v,) for v in VARIANTS),
+        ("rotation", "cap"),
+        ("rotation", "norm", "sinks"),
+        VARIANTS,
+    )
+]
 
 
 def two_norm(m: Tensor) -> float:
@@ -27,7 +37,9 @@ def two_norm(m: Tensor) -> float:
 
 @pytest.mark.parametrize("tile", [2**23, 1500])
 @pytest.mark.parametrize("has", SETS, ids=lambda has: "+".join(sorted(has)) or "plain")
-def test_gram_is_the_product_of_autograd_jacobians(has: frozenset[str], tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gram_is_the_product_of_autograd_jacobians(
+    has: frozenset[str], tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(gram_module.TILE, "cpu", tile)
     for seed, mask in enumerate(MASKS if tile > 1500 else ("padded",)):
         att = layer(seed, has, mask=mask, n=4 if tile > 1500 else 6)
@@ -38,9 +50,17 @@ def test_gram_is_the_product_of_autograd_jacobians(has: frozenset[str], tile: in
             off = two_norm(assembled(g) - reference)
             assert off <= 1e-12 * size
             assert off <= g.error + 1e-14 * size
-            y = torch.randn(g.tokens, g.width, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+            y = torch.randn(
+                g.tokens,
+                g.width,
+                3,
+                dtype=torch.float64,
+                generator=torch.Generator().manual_seed(0),
+            )
             image, apart = g.apply(y).flatten(0, 1), y.flatten(0, 1)
-            torch.testing.assert_close(image, reference @ apart, rtol=0, atol=1e-12 * size * float(y.norm()))
+            torch.testing.assert_close(
+                image, reference @ apart, rtol=0, atol=1e-12 * size * float(y.norm())
+            )
             assert two_norm(image - assembled(g) @ apart) <= 2 * g.error * two_norm(apart)
             assert g.error < 1e-10 * size
 
@@ -56,7 +76,18 @@ def test_plain_heads_have_the_same_gram(mask: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "inputs", [{}, {"n": 1}, {"same": True}, {"scale": 100.0}, {"scale": 1e-3}, {"n": 12, "d_v": 1}, {"mask": "padded"}, {"mask": "causal"}], ids=str
+    "inputs",
+    [
+        {},
+        {"n": 1},
+        {"same": True},
+        {"scale": 100.0},
+        {"scale": 1e-3},
+        {"n": 12, "d_v": 1},
+        {"mask": "padded"},
+        {"mask": "causal"},
+    ],
+    ids=str,
 )
 def test_enclosures_hold_and_close(inputs: dict) -> None:
     for seed, has in enumerate(SETS[-4:]):
@@ -82,13 +113,22 @@ def test_heads_with_their_output_projection() -> None:
 def test_float32_layers() -> None:
     att = layer(3, frozenset(VARIANTS))
     single = att._map(lambda t: t.float() if t.is_floating_point() else t)
-    torch.testing.assert_close(lb.spectral_norm(single, method="deflation", tol=1e-8).lower, oracle(single.double()), rtol=1e-8, atol=0)
+    torch.testing.assert_close(
+        lb.spectral_norm(single, method="deflation", tol=1e-8).lower,
+        oracle(single.double()),
+        rtol=1e-8,
+        atol=0,
+    )
 
 
 def test_whole_layers_are_known_by_their_heads_only() -> None:
     att = layer(4, frozenset({"rotation", "sinks"}), n=3).select(slice(1))
     for map, w_o in (("heads", None), ("layer", att.w_o)):
-        with pytest.raises(AttentionError, match="rotary position embeddings and sink logits has a closed form one head at a time only; use map"):
+        with pytest.raises(
+            AttentionError,
+            match="rotary position embeddings and sink logits has a closed form one head at a "
+            "time only; use map",
+        ):
             gram_of(att, 0, [0, 1, 2], w_o)
         with pytest.raises(AttentionError, match="one head at a time only"):
             lb.spectral_norm(att, map=map, method="deflation")
@@ -108,7 +148,9 @@ def test_probabilities_next_to_a_sink_whose_squares_underflow() -> None:
         assert bool((lb.bounds.get(name)(att) >= exact * (1 - 1e-12)).all())
     with pytest.raises(LipboundError, match="underflow"):
         lb.spectral_norm(att, method="deflation")
-    assert lb.spectral_norm(att.select(heads=slice(2, 3)), method="deflation").upper.amax() <= 1e-280
+    assert (
+        lb.spectral_norm(att.select(heads=slice(2, 3)), method="deflation").upper.amax() <= 1e-280
+    )
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -119,4 +161,6 @@ def test_padding_where_a_normalisation_has_no_derivative(together: bool) -> None
     for name in ("lipbound", "lipbound_block"):
         value = lb.bounds.get(name)(att)
         assert bool(((value >= exact) & (value <= 3 * exact)).all())
-    torch.testing.assert_close(lb.spectral_norm(att, method="deflation", tol=1e-7).upper, exact, rtol=1e-7, atol=0)
+    torch.testing.assert_close(
+        lb.spectral_norm(att, method="deflation", tol=1e-7).upper, exact, rtol=1e-7, atol=0
+    )

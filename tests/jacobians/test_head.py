@@ -18,14 +18,26 @@ def draw(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind_of", [HeadJacobian, L2HeadJacobian])
-def test_products_are_adjoint_and_match_the_matrix(att: Attention, kind_of: type[JacobianOperator]) -> None:
+def test_products_are_adjoint_and_match_the_matrix(
+    att: Attention, kind_of: type[JacobianOperator]
+) -> None:
     op = kind_of(att)
     x, y = draw(op.batch, *op.in_shape), draw(op.batch, *op.out_shape)
     matrix = JacobianOperator.dense(op)
     scale = float(matrix.abs().amax()) or 1.0
     torch.testing.assert_close(op.dense() / scale, matrix / scale, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close((matrix @ x.flatten(1)[..., None])[..., 0], op.jvp(x).flatten(1), rtol=1e-9, atol=1e-10 * scale)
-    torch.testing.assert_close((matrix.mT @ y.flatten(1)[..., None])[..., 0], op.vjp(y).flatten(1), rtol=1e-9, atol=1e-10 * scale)
+    torch.testing.assert_close(
+        (matrix @ x.flatten(1)[..., None])[..., 0],
+        op.jvp(x).flatten(1),
+        rtol=1e-9,
+        atol=1e-10 * scale,
+    )
+    torch.testing.assert_close(
+        (matrix.mT @ y.flatten(1)[..., None])[..., 0],
+        op.vjp(y).flatten(1),
+        rtol=1e-9,
+        atol=1e-10 * scale,
+    )
     torch.testing.assert_close(op.gram(y), op.jvp(op.vjp(y)), rtol=1e-8, atol=1e-9 * scale**2)
 
 
@@ -34,9 +46,14 @@ def test_matrix_has_the_singular_values_of_the_autograd_jacobian(att: Attention)
     matrices = op.dense()
     for i in range(op.batch):
         s, h = divmod(i, att.heads)
-        own, reference = torch.linalg.svdvals(matrices[i]), torch.linalg.svdvals(dense_jacobian(att, s, h))
+        own, reference = (
+            torch.linalg.svdvals(matrices[i]),
+            torch.linalg.svdvals(dense_jacobian(att, s, h)),
+        )
         count = min(len(own), len(reference))
-        torch.testing.assert_close(own[:count], reference[:count], rtol=1e-9, atol=1e-11 * float(reference[0]))
+        torch.testing.assert_close(
+            own[:count], reference[:count], rtol=1e-9, atol=1e-11 * float(reference[0])
+        )
 
 
 def test_lift_is_the_cotangent_of_the_input() -> None:
@@ -59,11 +76,18 @@ def test_l2_operator_is_the_derivative_of_l2_attention() -> None:
         def f(x: torch.Tensor, h: int = h) -> torch.Tensor:
             q = x @ att.w_q[h]
             logits = -att.scale * ((q[:, None] - q[None]) ** 2).sum(-1) + att.mask
-            return torch.softmax(logits, -1) @ x @ (att.scale * att.w_q[h] @ att.w_q[h].mT) @ att.w_v[h]
+            return (
+                torch.softmax(logits, -1)
+                @ x
+                @ (att.scale * att.w_q[h] @ att.w_q[h].mT)
+                @ att.w_v[h]
+            )
 
         jacobian = torch.func.jacrev(f)(att.x[s])
         reference = torch.linalg.svdvals(jacobian.reshape(24, -1))
-        torch.testing.assert_close(torch.linalg.svdvals(op.dense()[i])[:24], reference, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            torch.linalg.svdvals(op.dense()[i])[:24], reference, rtol=1e-9, atol=1e-9
+        )
 
 
 def test_autograd_operator_matches_the_dense_oracle() -> None:
@@ -76,7 +100,12 @@ def test_autograd_operator_matches_the_dense_oracle() -> None:
 
 def test_scipy_can_use_it() -> None:
     att = random_attention("causal")
-    sigma = svds(HeadJacobian(att).to_scipy(4), k=1, return_singular_vectors=False, rng=np.random.default_rng(0))
+    sigma = svds(
+        HeadJacobian(att).to_scipy(4),
+        k=1,
+        return_singular_vectors=False,
+        rng=np.random.default_rng(0),
+    )
     assert abs(sigma[0] / float(oracle(att).flatten()[4]) - 1) < 1e-8
 
 
@@ -89,15 +118,24 @@ def test_select_is_a_part_of_the_batch() -> None:
 def test_huge_biases_do_not_cancel() -> None:
     att = random_attention("plain", dtype=torch.float32)
     shifted = Attention(att.x, att.w_q, att.w_k, att.w_v, b_v=torch.full((3, 4), 1e4))
-    ratio = torch.linalg.svdvals(HeadJacobian(shifted).dense().double())[:, 0] / torch.linalg.svdvals(HeadJacobian(att).dense().double())[:, 0]
+    ratio = (
+        torch.linalg.svdvals(HeadJacobian(shifted).dense().double())[:, 0]
+        / torch.linalg.svdvals(HeadJacobian(att).dense().double())[:, 0]
+    )
     assert float((ratio - 1).abs().max()) < 2e-3  # v itself is rounded at 1e-3 there
 
 
-def test_products_do_not_depend_on_how_many_heads_they_take_at_a_time(att: Attention, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_do_not_depend_on_how_many_heads_they_take_at_a_time(
+    att: Attention, monkeypatch: pytest.MonkeyPatch
+) -> None:
     op = HeadJacobian(att)
-    y = torch.randn(op.batch, *op.out_shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    y = torch.randn(
+        op.batch, *op.out_shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     with torch.no_grad():
         whole = op.gram(y)
         for size in (1, 4 * 8 * att.tokens**2):
             monkeypatch.setitem(products.GRAM_BYTES, "cpu", size)
-            torch.testing.assert_close(HeadJacobian(att).gram(y), whole, rtol=0, atol=1e-13 * float(whole.abs().max()))
+            torch.testing.assert_close(
+                HeadJacobian(att).gram(y), whole, rtol=0, atol=1e-13 * float(whole.abs().max())
+            )

@@ -25,21 +25,40 @@ def test_products_are_those_of_whole_heads(att: Attention, rows: int) -> None:
     whole, streamed = HeadJacobian(att), StreamedHeadJacobian(att)
     g = torch.Generator().manual_seed(0)
     index = torch.tensor([4, 1])
-    for a, b in ((whole, streamed), (whole.select(index), streamed.select(index)), (whole.double(), streamed.double())):
-        x, y = (torch.randn(a.batch, *shape, generator=g, dtype=torch.float64) for shape in (a.in_shape, a.out_shape))
+    for a, b in (
+        (whole, streamed),
+        (whole.select(index), streamed.select(index)),
+        (whole.double(), streamed.double()),
+    ):
+        x, y = (
+            torch.randn(a.batch, *shape, generator=g, dtype=torch.float64)
+            for shape in (a.in_shape, a.out_shape)
+        )
         with torch.no_grad():
-            torch.testing.assert_close(b.jvp(x), a.jvp(x), rtol=0, atol=1e-12 * float(a.jvp(x).abs().max()))
-            torch.testing.assert_close(b.vjp(y), a.vjp(y), rtol=0, atol=1e-12 * float(a.vjp(y).abs().max()))
-            torch.testing.assert_close(b.gram(y), a.gram(y), rtol=0, atol=1e-12 * float(a.gram(y).abs().max()))
+            torch.testing.assert_close(
+                b.jvp(x), a.jvp(x), rtol=0, atol=1e-12 * float(a.jvp(x).abs().max())
+            )
+            torch.testing.assert_close(
+                b.vjp(y), a.vjp(y), rtol=0, atol=1e-12 * float(a.vjp(y).abs().max())
+            )
+            torch.testing.assert_close(
+                b.gram(y), a.gram(y), rtol=0, atol=1e-12 * float(a.gram(y).abs().max())
+            )
         if rows > 1:  # many products
-            torch.testing.assert_close(b.dense(), a.dense(), rtol=0, atol=1e-12 * float(a.dense().abs().max()))
+            torch.testing.assert_close(
+                b.dense(), a.dense(), rtol=0, atol=1e-12 * float(a.dense().abs().max())
+            )
 
 
 @pytest.mark.each_value(kind=HARD)
 @pytest.mark.parametrize("map", ["head", "head_out", "heads", "layer"])
-def test_norms_are_those_of_whole_heads(kind: str, map: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_are_those_of_whole_heads(
+    kind: str, map: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     att = random_attention(kind)
-    delta = 1e-6 if rows > 150 else None  # a few rows at a time, products are slow: they are compared above, and plain norms here
+    delta = (
+        1e-6 if rows > 150 else None
+    )  # a few rows at a time, products are slow: they are compared above, and plain norms here
     assert isinstance(head_jacobian(att), StreamedHeadJacobian)
     streamed = spectral_norm(att, map=map, tol=1e-9, delta=delta, vectors=True)
     assert att.cache.get("p", lambda: None) is None  # all of P was never formed
@@ -63,7 +82,9 @@ def test_float32_streams_as_precisely() -> None:
     with torch.no_grad():
         y = torch.randn(6, 6, 4, generator=torch.Generator().manual_seed(0))
         whole = HeadJacobian(att).gram(y)
-        torch.testing.assert_close(StreamedHeadJacobian(att).gram(y), whole, rtol=0, atol=3e-6 * float(whole.abs().max()))
+        torch.testing.assert_close(
+            StreamedHeadJacobian(att).gram(y), whole, rtol=0, atol=3e-6 * float(whole.abs().max())
+        )
 
 
 def test_large_layers_are_streamed() -> None:

@@ -1,4 +1,5 @@
-"""The oracle of 80 digits against float64 decompositions of autograd Jacobians, and against itself in more digits."""
+"""The oracle of 80 digits against float64 decompositions of autograd Jacobians, and against itself
+in more digits."""
 
 import itertools
 import math
@@ -17,12 +18,19 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.variants.base import REGISTERED, Variant
 from lipbound.attention.variants.qk_norm import QKNorm
 
-COMBINATIONS = [frozenset(has) for size in range(5) for has in itertools.combinations(VARIANTS, size) if not {"norm", "together"} <= set(has)]
+COMBINATIONS = [
+    frozenset(has)
+    for size in range(5)
+    for has in itertools.combinations(VARIANTS, size)
+    if not {"norm", "together"} <= set(has)
+]
 
 
 def agree(att: Attention, exact: torch.Tensor, map: str = "head", within: float = 1e-12) -> None:
     for row, expected in zip(mp_oracle.norms(att, map), exact.tolist(), strict=True):
-        for norm, value in zip(row, expected if isinstance(expected, list) else [expected], strict=True):
+        for norm, value in zip(
+            row, expected if isinstance(expected, list) else [expected], strict=True
+        ):
             assert norm.value == pytest.approx(value, rel=within)
             assert norm.width < 2e-14
 
@@ -59,7 +67,11 @@ def test_maps_with_output_projection(map: str) -> None:
     for s in range(att.samples):
         j = jacobians(att, s)  # (n, heads, d_v, n D)
         projected = torch.einsum("nhvx,hvo->hnox", j, att.w_o)
-        rows = {"head_out": projected.flatten(1, 2), "heads": j.flatten(0, 2)[None], "layer": projected.sum(0).flatten(0, 1)[None]}[map]
+        rows = {
+            "head_out": projected.flatten(1, 2),
+            "heads": j.flatten(0, 2)[None],
+            "layer": projected.sum(0).flatten(0, 1)[None],
+        }[map]
         expected.append(torch.linalg.svdvals(rows)[:, 0])
     agree(att, torch.stack(expected), map)
 
@@ -75,7 +87,9 @@ def test_equal_singular_values_are_enclosed() -> None:
 def test_numbers_beyond_float64() -> None:
     """A sink takes all but e^-800 of the probability."""
     one = torch.ones(1, 1, 1, dtype=torch.float64)
-    norm = mp_oracle.norm(Attention(0 * one, one, one, one, sinks=torch.tensor([800.0], dtype=torch.float64)))
+    norm = mp_oracle.norm(
+        Attention(0 * one, one, one, one, sinks=torch.tensor([800.0], dtype=torch.float64))
+    )
     with mp_oracle.exactly(600):
         expected = 1 / (1 + Decimal(800).exp())
         assert norm.lower <= expected <= norm.upper
@@ -85,7 +99,8 @@ def test_numbers_beyond_float64() -> None:
 
 @pytest.mark.parametrize("family", hard_heads.FAMILIES)
 def test_errors_are_upper_values(family: str) -> None:
-    """Each entry in 80 digits is as near that in 160 as is said; hard heads lose digits where others do not."""
+    """Each entry in 80 digits is as near that in 160 as is said; hard heads lose digits where
+    others do not."""
     att = hard_heads.FAMILIES[family](torch.Generator().manual_seed(1), torch.float64)
     with mp_oracle.exactly(80):
         rough = mp_oracle.differentiated(att, 0, 0, "head")
@@ -105,8 +120,11 @@ def test_norms_are_known_to_many_digits(dtype: torch.dtype) -> None:
         assert not math.isnan(norm.value)
 
 
-def forward(att: Attention, sample: int, head: int, rows: list[list[mpmath.mpf]]) -> list[mpmath.mpf]:
-    """The outputs of one head, one after the other, at other tokens than the sample's; written for numbers of any precision."""
+def forward(
+    att: Attention, sample: int, head: int, rows: list[list[mpmath.mpf]]
+) -> list[mpmath.mpf]:
+    """The outputs of one head, one after the other, at other tokens than the sample's; written for
+    numbers of any precision."""
     n = len(rows)
 
     def numbers(t: torch.Tensor) -> mpmath.matrix:
@@ -114,16 +132,29 @@ def forward(att: Attention, sample: int, head: int, rows: list[list[mpmath.mpf]]
 
     def linear(w: torch.Tensor, b: torch.Tensor | None) -> list[list[mpmath.mpf]]:
         y = mpmath.matrix(rows) * numbers(w)
-        return [[y[i, k] + (0 if b is None else mpmath.mpf(float(b[k]))) for k in range(y.cols)] for i in range(n)]
+        return [
+            [y[i, k] + (0 if b is None else mpmath.mpf(float(b[k]))) for k in range(y.cols)]
+            for i in range(n)
+        ]
 
-    def enter(w: torch.Tensor, b: torch.Tensor | None, norm: QKNorm | None) -> list[list[mpmath.mpf]]:
+    def enter(
+        w: torch.Tensor, b: torch.Tensor | None, norm: QKNorm | None
+    ) -> list[list[mpmath.mpf]]:
         y = linear(w[head], None if b is None else b[head])
         if norm is not None:
             whole = y if norm.over is None else linear(*norm.over)
-            sizes = [mpmath.sqrt(sum(e**2 for e in t) / len(t) + mpmath.mpf(norm.eps)) for t in whole]
-            gain, bias = norm.gain[head].tolist(), [0.0] * att.d if norm.bias is None else norm.bias[head].tolist()
+            sizes = [
+                mpmath.sqrt(sum(e**2 for e in t) / len(t) + mpmath.mpf(norm.eps)) for t in whole
+            ]
+            gain, bias = (
+                norm.gain[head].tolist(),
+                [0.0] * att.d if norm.bias is None else norm.bias[head].tolist(),
+            )
             y = [
-                [mpmath.mpf(g) * e / size + mpmath.mpf(b) for e, g, b in zip(row, gain, bias, strict=True)]
+                [
+                    mpmath.mpf(g) * e / size + mpmath.mpf(b)
+                    for e, g, b in zip(row, gain, bias, strict=True)
+                ]
                 for row, size in zip(y, sizes, strict=True)
             ]
         for i, row in enumerate(y if att.rotation is not None else []):
@@ -140,22 +171,37 @@ def forward(att: Attention, sample: int, head: int, rows: list[list[mpmath.mpf]]
         enter(att.w_k, att.b_k, att.norm_k),
         linear(att.w_v[head], None if att.b_v is None else att.b_v[head]),
     )
-    mask = None if att.mask is None else att.mask.expand(att.samples, att.heads, n, n)[sample, head].tolist()
+    mask = (
+        None
+        if att.mask is None
+        else att.mask.expand(att.samples, att.heads, n, n)[sample, head].tolist()
+    )
     outputs = []
     for i in range(n):
         scores = [mpmath.mpf(att.scale) * mpmath.fdot(q[i], k[j]) for j in range(n)]
-        scores = scores if att.cap is None else [att.cap * mpmath.tanh(score / att.cap) for score in scores]
-        scores = scores if mask is None else [score + mpmath.mpf(added) for score, added in zip(scores, mask[i], strict=True)]
+        scores = (
+            scores
+            if att.cap is None
+            else [att.cap * mpmath.tanh(score / att.cap) for score in scores]
+        )
+        scores = (
+            scores
+            if mask is None
+            else [score + mpmath.mpf(added) for score, added in zip(scores, mask[i], strict=True)]
+        )
         top = max(scores)
         weights = [mpmath.exp(score - top) for score in scores]
-        total = sum(weights) + (0 if att.sinks is None else mpmath.exp(mpmath.mpf(float(att.sinks[head])) - top))
+        total = sum(weights) + (
+            0 if att.sinks is None else mpmath.exp(mpmath.mpf(float(att.sinks[head])) - top)
+        )
         outputs += [mpmath.fdot(weights, [row[e] for row in v]) / total for e in range(att.d_v)]
     return outputs
 
 
 @pytest.mark.parametrize("family", hard_heads.FAMILIES)
 def test_a_step_of_1e_minus_60(family: str) -> None:
-    """Differences of outputs in 400 digits along a random direction, on heads where float64 cannot tell."""
+    """Differences of outputs in 400 digits along a random direction, on heads where float64 cannot
+    tell."""
     g = torch.Generator().manual_seed(3)
     att = hard_heads.FAMILIES[family](g, torch.float64).unpadded(0)
     size = float(att.x.abs().max()) or 1.0
@@ -172,7 +218,9 @@ def test_a_step_of_1e_minus_60(family: str) -> None:
         expected = [(a - b) / (2 * step) for a, b in zip(*ends, strict=True)]
         with mp_oracle.exactly(80):
             found = mp_oracle.differentiated(att, 0, 0, "head")
-            product = np.tensordot(found.jacobian, mp_oracle.exact(torch.tensor(direction)), ([2, 3], [0, 1])).flatten()
+            product = np.tensordot(
+                found.jacobian, mp_oracle.exact(torch.tensor(direction)), ([2, 3], [0, 1])
+            ).flatten()
         largest, error = mpmath.mpf(str(mp_oracle.norm(att).upper)), mpmath.mpf(str(found.error))
         for value, e in zip(product, expected, strict=True):
             assert abs(mpmath.mpf(str(value)) - e) <= largest * mpmath.mpf("1e-30") + 1e3 * error
@@ -185,7 +233,12 @@ def test_one_unit_in_the_last_place_is_a_miss() -> None:
     assert judge.above(3.0, norm) == judge.below(3.0, norm) == 0
     assert 0 < judge.above(math.nextafter(3.0, 4.0), norm) < 1e-15
     assert 0 < judge.below(math.nextafter(3.0, 2.0), norm) < 1e-15
-    assert judge.above(math.nan, norm) == judge.below(math.nan, norm) == judge.below(0.0, norm) == math.inf
+    assert (
+        judge.above(math.nan, norm)
+        == judge.below(math.nan, norm)
+        == judge.below(0.0, norm)
+        == math.inf
+    )
     assert judge.below(math.inf, norm) == judge.above(0.0, norm) == 0
 
 

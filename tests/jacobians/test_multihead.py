@@ -17,11 +17,16 @@ MAPS = ("heads", "layer")
 
 
 def oracle(att: Attention, map: str) -> Tensor:
-    """Float64 SVD of the autograd Jacobians of all heads, side by side or projected and added, (samples,)."""
+    """Float64 SVD of the autograd Jacobians of all heads, side by side or projected and added,
+    (samples,)."""
     values = []
     for s in range(att.samples):
         j = jacobians(att.double(), s)
-        j = torch.einsum("nhvx,hvo->nox", j, att.w_o.double()) if map == "layer" else j.flatten(1, 2)
+        j = (
+            torch.einsum("nhvx,hvo->nox", j, att.w_o.double())
+            if map == "layer"
+            else j.flatten(1, 2)
+        )
         values.append(torch.linalg.svdvals(j.reshape(-1, j.shape[-1]))[0])
     return torch.stack(values)
 
@@ -65,7 +70,10 @@ def test_no_sound_bound_is_below_a_layers_norm(att: Attention, map: str, rule: s
     exact = oracle(att, map)
     for name in bounds.resolve("all"):
         if bounds.get(name).map == "head":
-            value, sound = bounds.whole_layer(att, name, map=map, rule=rule), bounds.get(name).sound(att).all(-1)
+            value, sound = (
+                bounds.whole_layer(att, name, map=map, rule=rule),
+                bounds.get(name).sound(att).all(-1),
+            )
             assert value.shape == exact.shape
             assert bool((~sound | (value >= exact * (1 - 1e-9))).all()), name
 
@@ -81,7 +89,9 @@ def test_rules_are_their_statements(att: Attention) -> None:
         ("layer", "root_sum_square"): whole * heads.square().sum(1).sqrt(),
     }
     for (map, rule), value in expected.items():
-        torch.testing.assert_close(bounds.whole_layer(att, "yudin", map=map, rule=rule), value, rtol=1e-10, atol=0)
+        torch.testing.assert_close(
+            bounds.whole_layer(att, "yudin", map=map, rule=rule), value, rtol=1e-10, atol=0
+        )
     best = torch.minimum(expected["layer", "sum"], expected["layer", "root_sum_square"])
     torch.testing.assert_close(bounds.whole_layer(att, "yudin"), best, rtol=1e-10, atol=0)
 
@@ -90,20 +100,36 @@ def test_folded_heads_are_their_statement(att: Attention) -> None:
     folded, e = att.fold_output()
     values = bounds.get("lipbound")(folded)
     for s in range(att.samples):
-        omega = torch.tensor([[float(torch.linalg.matrix_norm(a.mT @ b, 2)) for b in e] for a in e], dtype=torch.float64)
+        omega = torch.tensor(
+            [[float(torch.linalg.matrix_norm(a.mT @ b, 2)) for b in e] for a in e],
+            dtype=torch.float64,
+        )
         pairs = float(values[s] @ omega @ values[s]) ** 0.5
         stacked = float(torch.linalg.matrix_norm(torch.cat(list(e), 1), 2) * values[s].norm())
-        assert float(bounds.whole_layer(att, "lipbound", rule="folded")[s]) == pytest.approx(min(pairs, stacked), rel=1e-9)
+        assert float(bounds.whole_layer(att, "lipbound", rule="folded")[s]) == pytest.approx(
+            min(pairs, stacked), rel=1e-9
+        )
 
 
 def test_runs_over_layers() -> None:
-    ds = lb.compare("builtin:gpt2", samples=2, max_length=12, layers=[1, 4], map="layer", bounds="all", progress=False)
+    ds = lb.compare(
+        "builtin:gpt2",
+        samples=2,
+        max_length=12,
+        layers=[1, 4],
+        map="layer",
+        bounds="all",
+        progress=False,
+    )
     assert ds["exact"].dims == ("sample", "layer")
     assert "kim" not in ds
     assert "exact_l2" not in ds
     assert all(entry["broken"] == 0 for entry in ds.attrs["audit"].values())
     assert bool((ds["exact_upper"] <= ds["exact"] * 1.001).all())
-    assert lb.tables.summary(ds).loc["lipbound", "geomean"] < lb.tables.summary(ds).loc["lipbound_block", "geomean"]
+    assert (
+        lb.tables.summary(ds).loc["lipbound", "geomean"]
+        < lb.tables.summary(ds).loc["lipbound_block", "geomean"]
+    )
     assert "sample" in [axes.get_xlabel() for axes in lb.plots.heatmaps(ds, bounds=["yudin"]).axes]
     att = lb.capture(*_model())[1]
     direct = spectral_norm(att, map="layer", tol=1e-9).lower

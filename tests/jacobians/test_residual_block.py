@@ -1,4 +1,5 @@
-"""Attention with residual connection and layer normalisation, against dense autograd Jacobians and the model's own modules."""
+"""Attention with residual connection and layer normalisation, against dense autograd Jacobians and
+the model's own modules."""
 
 import pytest
 import torch
@@ -29,7 +30,10 @@ def attention_of(att: Attention, x: torch.Tensor, s: int) -> torch.Tensor:
     """The layer as a function of its input, without output bias, for one sample."""
     total = torch.zeros_like(x)
     for h in range(att.heads):
-        q, k, v = (x @ w[h] + (0 if b is None else b[h]) for w, b in ((att.w_q, att.b_q), (att.w_k, att.b_k), (att.w_v, att.b_v)))
+        q, k, v = (
+            x @ w[h] + (0 if b is None else b[h])
+            for w, b in ((att.w_q, att.b_q), (att.w_k, att.b_k), (att.w_v, att.b_v))
+        )
         scores = att.scale * q @ k.mT
         if att.mask is not None:
             scores = scores + att.mask.expand(att.samples, att.heads, att.tokens, att.tokens)[s, h]
@@ -49,16 +53,31 @@ def around(att: Attention, residual: str, centred: bool, seed: int = 0) -> Atten
     """A layer with random normalisation around it, consistent with its input."""
     g = torch.Generator().manual_seed(seed)
     width = att.x.shape[2]
-    weight, bias = torch.randn(width, generator=g, dtype=torch.float64), torch.randn(width, generator=g, dtype=torch.float64)
+    weight, bias = (
+        torch.randn(width, generator=g, dtype=torch.float64),
+        torch.randn(width, generator=g, dtype=torch.float64),
+    )
     h = 3 * torch.randn(att.x.shape, generator=g, dtype=torch.float64)
     norm = Normaliser(h, weight, bias, eps=1e-3, centred=centred)
     x = norm.out if residual == "pre" else att.x
-    found = Attention(x, att.w_q, att.w_k, att.w_v, b_q=att.b_q, b_k=att.b_k, b_v=att.b_v, w_o=att.w_o, mask=att.mask)
+    found = Attention(
+        x,
+        att.w_q,
+        att.w_k,
+        att.w_v,
+        b_q=att.b_q,
+        b_k=att.b_k,
+        b_v=att.b_v,
+        w_o=att.w_o,
+        mask=att.mask,
+    )
     if residual == "pre":
         found.surroundings = ResidualContext(norm, "pre")
     else:
         out = torch.stack([attention_of(found, found.x[s], s) for s in range(found.samples)])
-        found.surroundings = ResidualContext(None, "post", Normaliser(found.x + out, weight, bias, eps=1e-3, centred=centred))
+        found.surroundings = ResidualContext(
+            None, "post", Normaliser(found.x + out, weight, bias, eps=1e-3, centred=centred)
+        )
     return found
 
 
@@ -73,7 +92,12 @@ def test_norm_is_that_of_the_dense_jacobian(map: str, kind: str, centred: bool) 
     for s in range(att.samples):
         before, after = att.surroundings.fed_by, att.surroundings.followed_by
 
-        def block(h: torch.Tensor, s: int = s, before: Normaliser | None = before, after: Normaliser | None = after) -> torch.Tensor:
+        def block(
+            h: torch.Tensor,
+            s: int = s,
+            before: Normaliser | None = before,
+            after: Normaliser | None = after,
+        ) -> torch.Tensor:
             x = normalise(h, before) if map == "pre_norm" and before is not None else h
             y = h + attention_of(att, x, s)
             return normalise(y, after) if map == "post_norm" and after is not None else y
@@ -95,26 +119,40 @@ def test_certificate_and_vjp_fit() -> None:
     torch.testing.assert_close(part.jvp(x[1:]), op.jvp(x)[1:])
     torch.testing.assert_close(op.double().jvp(x), op.jvp(x))
     norm = spectral_norm(att, map="pre_norm", delta=1e-6, tol=1e-6)
-    assert bool((norm.upper >= spectral_norm(att, map="pre_norm", method="dense").lower * (1 - 1e-12)).all())
+    assert bool(
+        (norm.upper >= spectral_norm(att, map="pre_norm", method="dense").lower * (1 - 1e-12)).all()
+    )
 
 
 def test_padding_takes_no_part() -> None:
     att = random_attention("padded")
     norm = spectral_norm(att, map="residual", tol=1e-9).lower
     for s in range(att.samples):
-        torch.testing.assert_close(norm[s], spectral_norm(att.unpadded(s), map="residual", tol=1e-9).lower[0], rtol=1e-8, atol=0)
-    empty = Attention(0 * att.x, 0 * att.w_q, 0 * att.w_k, 0 * att.w_v, w_o=att.w_o, valid=att.valid)
-    torch.testing.assert_close(spectral_norm(empty, map="residual").lower, torch.ones(2, dtype=torch.float64))
+        torch.testing.assert_close(
+            norm[s],
+            spectral_norm(att.unpadded(s), map="residual", tol=1e-9).lower[0],
+            rtol=1e-8,
+            atol=0,
+        )
+    empty = Attention(
+        0 * att.x, 0 * att.w_q, 0 * att.w_k, 0 * att.w_v, w_o=att.w_o, valid=att.valid
+    )
+    torch.testing.assert_close(
+        spectral_norm(empty, map="residual").lower, torch.ones(2, dtype=torch.float64)
+    )
 
 
 @pytest.mark.parametrize("name", [*PRE, *POST])
 def test_surroundings_are_found_in_models(name: str) -> None:
-    """Against the Jacobian of the model's own block, taken apart at the modules where the numbers were found."""
+    """Against the Jacobian of the model's own block, taken apart at the modules where the numbers
+    were found."""
     model = build(AFFINE[name]).double()
     layers = capture(model, inputs_for(model), around=True)
     for att in layers:
         assert att.surroundings is not None
-        if att.surroundings.fed_by is None:  # two families project their normalised embeddings once more
+        if (
+            att.surroundings.fed_by is None
+        ):  # two families project their normalised embeddings once more
             assert name in ("electra", "albert")
             assert att is layers[0]
         else:
@@ -134,9 +172,13 @@ def test_block_of_a_bert_layer_against_its_own_module() -> None:
     model.set_attn_implementation("eager")
     for att, layer in zip(layers, model.encoder.layer, strict=True):
         for s in range(att.samples):
-            dense = torch.func.jacrev(lambda x, layer=layer: layer.attention(x[None])[0][0])(att.x[s])
+            dense = torch.func.jacrev(lambda x, layer=layer: layer.attention(x[None])[0][0])(
+                att.x[s]
+            )
             exact = torch.linalg.matrix_norm(dense.flatten(2).flatten(0, 1), 2)
-            torch.testing.assert_close(spectral_norm(att, map="post_norm", tol=1e-9).lower[s], exact, rtol=1e-6, atol=0)
+            torch.testing.assert_close(
+                spectral_norm(att, map="post_norm", tol=1e-9).lower[s], exact, rtol=1e-6, atol=0
+            )
 
 
 def test_block_of_a_gpt2_layer_against_its_own_modules() -> None:
@@ -144,15 +186,21 @@ def test_block_of_a_gpt2_layer_against_its_own_modules() -> None:
     layers = capture(model, inputs_for(model), around=True)
     model.set_attn_implementation("eager")
     for att, block in zip(layers, model.h, strict=True):
-        mask = torch.full((att.tokens, att.tokens), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+        mask = torch.full((att.tokens, att.tokens), -torch.inf, dtype=torch.float64).triu(1)[
+            None, None
+        ]
 
-        def own(h: torch.Tensor, block: torch.nn.Module = block, mask: torch.Tensor = mask) -> torch.Tensor:
+        def own(
+            h: torch.Tensor, block: torch.nn.Module = block, mask: torch.Tensor = mask
+        ) -> torch.Tensor:
             return h + block.attn(block.ln_1(h[None]), attention_mask=mask)[0][0]
 
         for s in range(att.samples):
             dense = torch.func.jacrev(own)(att.surroundings.fed_by.x[s])
             exact = torch.linalg.matrix_norm(dense.flatten(2).flatten(0, 1), 2)
-            torch.testing.assert_close(spectral_norm(att, map="pre_norm", tol=1e-9).lower[s], exact, rtol=1e-6, atol=0)
+            torch.testing.assert_close(
+                spectral_norm(att, map="pre_norm", tol=1e-9).lower[s], exact, rtol=1e-6, atol=0
+            )
 
 
 def test_layer_scale_is_not_taken_for_a_residual() -> None:
@@ -181,9 +229,16 @@ def test_rms_norm_is_found() -> None:
 
 
 @examples(60)
-@given(seed=st.integers(0, 10**6), width=st.integers(2, 9), centred=st.booleans(), size=st.floats(0, 10), alone=st.booleans())
+@given(
+    seed=st.integers(0, 10**6),
+    width=st.integers(2, 9),
+    centred=st.booleans(),
+    size=st.floats(0, 10),
+    alone=st.booleans(),
+)
 def test_ellipsoid_radius(seed: int, width: int, centred: bool, size: float, alone: bool) -> None:
-    """Above the outputs at many inputs, and attained up to a gradient ascent from the best of them."""
+    """Above the outputs at many inputs, and attained up to a gradient ascent from the
+    best of them."""
     g = torch.Generator().manual_seed(seed)
     weight = torch.randn(width, generator=g, dtype=torch.float64)
     bias = None if alone else size * torch.randn(width, generator=g, dtype=torch.float64)
@@ -212,7 +267,12 @@ def test_needs() -> None:
         spectral_norm(random_attention("plain"), map="residual", method="deflation")
     with pytest.raises(AttentionError, match="weight has shape"):
         Normaliser(torch.zeros(1, 2, 3), torch.ones(4))
-    torch.testing.assert_close(block_bound(random_attention("plain"), torch.ones(2), "residual"), torch.full((2,), 2.0), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        block_bound(random_attention("plain"), torch.ones(2), "residual"),
+        torch.full((2,), 2.0),
+        rtol=1e-12,
+        atol=0,
+    )
 
 
 @pytest.mark.parametrize("centred", [True, False])
@@ -230,13 +290,20 @@ def test_bounds_after_a_norm(kind: str, centred: bool) -> None:
 
             def head(y: torch.Tensor, s: int = s, h: int = h) -> torch.Tensor:
                 x = normalise(y, norm)
-                q, k, v = (x @ w[h] + (0 if b is None else b[h]) for w, b in ((att.w_q, att.b_q), (att.w_k, att.b_k), (att.w_v, att.b_v)))
+                q, k, v = (
+                    x @ w[h] + (0 if b is None else b[h])
+                    for w, b in ((att.w_q, att.b_q), (att.w_k, att.b_k), (att.w_v, att.b_v))
+                )
                 scores = att.scale * q @ k.mT
                 if att.mask is not None:
                     scores = scores + att.mask
                 return torch.softmax(scores, -1) @ v
 
-            exact = float(torch.linalg.matrix_norm(torch.func.jacrev(head)(norm.x[s]).flatten(2).flatten(0, 1), 2))
+            exact = float(
+                torch.linalg.matrix_norm(
+                    torch.func.jacrev(head)(norm.x[s]).flatten(2).flatten(0, 1), 2
+                )
+            )
             for value in values.values():
                 assert float(value[s, h]) >= exact * (1 - 1e-9)
     with pytest.raises(AttentionError, match="around=True"):

@@ -1,4 +1,5 @@
-"""What float64 arithmetic does to products: never more than is said, and sizes that are those of absolute values."""
+"""What float64 arithmetic does to products: never more than is said, and sizes that are those of
+absolute values."""
 
 from fractions import Fraction
 
@@ -34,27 +35,43 @@ class Exact:
     """The products of one entry of an operator, without rounding."""
 
     def __init__(self, op: HeadJacobian, entry: int, turn: Rotation | None):
-        self._p, self._t, self._q, self._k, self._v, self._o = (fractions(t[entry]) for t in (op.p, op.t, op.q, op.k, op.v, op.o))
+        self._p, self._t, self._q, self._k, self._v, self._o = (
+            fractions(t[entry]) for t in (op.p, op.t, op.q, op.k, op.v, op.o)
+        )
         self._r, self._turn = [fractions(part[entry % len(part)]) for part in op.triangle], turn
 
     def jvp(self, x: np.ndarray) -> np.ndarray:
         z_q, z_k, z_v = (x[:, : len(r)] @ r for r in self._r)
-        t = self._t * (turned(z_q, self._turn, 1) @ self._k.T + self._q @ turned(z_k, self._turn, 1).T)
+        t = self._t * (
+            turned(z_q, self._turn, 1) @ self._k.T + self._q @ turned(z_k, self._turn, 1).T
+        )
         return t @ self._v - t.sum(1, keepdims=True) * self._o + self._p @ z_v
 
     def vjp(self, y: np.ndarray) -> np.ndarray:
         g = self._t * (y @ self._v.T - (y * self._o).sum(1, keepdims=True))
         x = (self._p.T @ y) @ self._r[2].T
-        for z, r in ((turned(g @ self._k, self._turn, -1), self._r[0]), (turned(g.T @ self._q, self._turn, -1), self._r[1])):
+        for z, r in (
+            (turned(g @ self._k, self._turn, -1), self._r[0]),
+            (turned(g.T @ self._q, self._turn, -1), self._r[1]),
+        ):
             x[:, : len(r)] += z @ r.T
         return x
 
 
 @pytest.mark.parametrize("sharp", [False, True])
 @pytest.mark.parametrize(
-    ("has", "mask"), [((), "none"), ((), "causal"), (("rotation",), "none"), (("rotation",), "causal"), (("rotation", "cap"), "window")]
+    ("has", "mask"),
+    [
+        ((), "none"),
+        ((), "causal"),
+        (("rotation",), "none"),
+        (("rotation",), "causal"),
+        (("rotation", "cap"), "window"),
+    ],
 )
-def test_products_are_no_further_off_than_is_said(has: tuple[str, ...], mask: str, sharp: bool) -> None:
+def test_products_are_no_further_off_than_is_said(
+    has: tuple[str, ...], mask: str, sharp: bool
+) -> None:
     att = layer(2, frozenset(has), mask=mask, n=6, d=4, d_v=5, samples=1)
     op = HeadJacobian(att)
     found = rounding.roundoff(att, op, sharp=sharp)
@@ -88,5 +105,7 @@ def test_sizes_of_paths_are_those_of_absolute_values(mask: str) -> None:
     true = torch.linalg.matrix_norm(sizes * e.q[..., None], 2)
     torch.testing.assert_close(queries, (sizes @ e.k[..., None])[..., 0], rtol=2e-6, atol=1e-12)
     assert bool(((keys >= true) & (keys <= 1.1 * true)).all())
-    for other, value in zip(rounding._paths(StreamedHeadJacobian(att), e), (queries, keys), strict=True):
+    for other, value in zip(
+        rounding._paths(StreamedHeadJacobian(att), e), (queries, keys), strict=True
+    ):
         torch.testing.assert_close(other, value, rtol=1e-9, atol=1e-12)

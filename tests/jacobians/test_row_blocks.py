@@ -1,4 +1,5 @@
-"""Products in blocks of rows, with the keys that they see, against whole matrices and the autograd Jacobian."""
+"""Products in blocks of rows, with the keys that they see, against whole matrices and the autograd
+Jacobian."""
 
 import math
 from collections.abc import Iterator
@@ -40,15 +41,28 @@ def masked(draw: st.DrawFn, has: tuple[str, ...] = VARIANTS) -> Attention:
     Under any mask: random, banded, of each head or sample, with offsets, padding.
     """
     n, g = draw(st.integers(3, 9)), torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    shape = draw(st.sampled_from([(n, n), (3, n, n), (2, 1, n, n), (2, 3, n, n), (n,), (2, 1, 1, n)]))
+    shape = draw(
+        st.sampled_from([(n, n), (3, n, n), (2, 1, n, n), (2, 3, n, n), (n,), (2, 1, 1, n)])
+    )
     allowed = torch.rand(shape, generator=g) < draw(st.sampled_from([0.2, 0.6]))
     if draw(st.booleans()) and len(shape) > 1 and shape[-2] == n:
         i = torch.arange(n)
-        allowed = ((i[:, None] - i >= draw(st.integers(-1, 1))) & (i[:, None] - i < draw(st.integers(2, n)))).expand(shape).clone()
+        allowed = (
+            (
+                (i[:, None] - i >= draw(st.integers(-1, 1)))
+                & (i[:, None] - i < draw(st.integers(2, n)))
+            )
+            .expand(shape)
+            .clone()
+        )
     allowed |= torch.rand(shape, generator=g).argsort(-1) == 0  # one key at least
-    offsets = draw(st.sampled_from([0.0, 2.0])) * torch.randn(shape, generator=g, dtype=torch.float64)
+    offsets = draw(st.sampled_from([0.0, 2.0])) * torch.randn(
+        shape, generator=g, dtype=torch.float64
+    )
     low = draw(st.sampled_from([-math.inf, torch.finfo(torch.float32).min]))
-    att = layer(draw(st.integers(0, 99)), frozenset(draw(st.sampled_from([(), *((v,) for v in has)]))), n=n)
+    att = layer(
+        draw(st.integers(0, 99)), frozenset(draw(st.sampled_from([(), *((v,) for v in has)]))), n=n
+    )
     valid = None
     if draw(st.booleans()):  # the last tokens of the second sample, which no other attends to alone
         valid = torch.arange(n) < torch.tensor([n, n - 1])[:, None]
@@ -57,7 +71,8 @@ def masked(draw: st.DrawFn, has: tuple[str, ...] = VARIANTS) -> Attention:
 
 
 def pairs(att: Attention) -> Iterator[tuple[HeadOperator, HeadOperator]]:
-    """The operator on whole matrices, and those in blocks: in memory, formed anew, formed once; and some entries of each."""
+    """The operator on whole matrices, and those in blocks: in memory, formed anew, formed once; and
+    some entries of each."""
     blocked = HeadJacobian(att)
     assert blocked.blocks is not None
     plain, kept = blocked._with(blocks=None), StreamedHeadJacobian(att)
@@ -78,7 +93,10 @@ def test_products_are_those_of_whole_matrices(att: Attention) -> None:
     g = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for whole, op in pairs(att):
-            x, y = (torch.randn(op.batch, *shape, generator=g, dtype=torch.float64) for shape in (op.in_shape, op.out_shape))
+            x, y = (
+                torch.randn(op.batch, *shape, generator=g, dtype=torch.float64)
+                for shape in (op.in_shape, op.out_shape)
+            )
             close(op.jvp(x), whole.jvp(x))
             close(op.vjp(y), whole.vjp(y))
             close(op.gram(y), whole.gram(y))
@@ -100,15 +118,21 @@ def test_norms_are_those_of_the_autograd_jacobian(att: Attention) -> None:
 @given(att=masked(has=("cap",)), step=st.integers(1, 4))
 @examples(150)
 def test_blocks_are_what_the_mask_allows(att: Attention, step: int) -> None:
-    """No smaller and no larger, counted entry by entry; P may have more zeros. Of a block with padding, what its queries' masks allow counts too."""
+    """No smaller and no larger, counted entry by entry; P may have more zeros. Of a block with
+    padding, what its queries' masks allow counts too."""
     n = att.tokens
     mask = torch.zeros(1, dtype=torch.float64) if att.mask is None else att.mask
     allowed = (mask > BLOCKED).expand(att.samples, att.heads, n, n)
     if att.valid is not None:
-        real = torch.stack([att.valid[:, i - i % step : i - i % step + step].any(-1) for i in range(n)], -1)
+        real = torch.stack(
+            [att.valid[:, i - i % step : i - i % step + step].any(-1) for i in range(n)], -1
+        )
         allowed = allowed & att.valid[:, None, None] & real[:, None, :, None]
     p = att.p.flatten(0, 1)
-    for found, seen in ((RowBlocks.of_mask(att, step), allowed.flatten(0, 1)), (RowBlocks.of_probabilities(p, step), p > 0)):
+    for found, seen in (
+        (RowBlocks.of_mask(att, step), allowed.flatten(0, 1)),
+        (RowBlocks.of_probabilities(p, step), p > 0),
+    ):
         inside = 0
         for b in range(att.samples * att.heads):
             blocks = {rows.start: (rows, keys) for rows, keys in found.of(b)}
@@ -117,7 +141,11 @@ def test_blocks_are_what_the_mask_allows(att: Attention, step: int) -> None:
                 assert (i in blocks) == bool(columns)
                 if columns:
                     rows, keys = blocks[i]
-                    assert (rows.stop, keys.start, keys.stop) == (min(i + step, n), columns[0], columns[-1] + 1)
+                    assert (rows.stop, keys.start, keys.stop) == (
+                        min(i + step, n),
+                        columns[0],
+                        columns[-1] + 1,
+                    )
                     inside += (rows.stop - rows.start) * (keys.stop - keys.start)
         assert found.size == inside
         assert found.share == inside / (6 * n * n)
@@ -126,13 +154,18 @@ def test_blocks_are_what_the_mask_allows(att: Attention, step: int) -> None:
 def test_blocks_of_a_batch_hold_those_of_every_entry_and_no_more() -> None:
     p = torch.zeros(3, 6, 6)
     p[0, 0, 0] = p[0, 1, 2] = p[1, 0, 3] = p[2, 4, 5] = 1.0
-    assert RowBlocks.of_probabilities(p, 2).shared() == [(slice(0, 2), slice(0, 4)), (slice(4, 6), slice(5, 6))]
+    assert RowBlocks.of_probabilities(p, 2).shared() == [
+        (slice(0, 2), slice(0, 4)),
+        (slice(4, 6), slice(5, 6)),
+    ]
     assert RowBlocks.of_probabilities(p[:2], 2).shared() == [(slice(0, 2), slice(0, 4))]
     assert RowBlocks.of_probabilities(p[:1], 4).shared() == [(slice(0, 4), slice(0, 3))]
 
 
 @pytest.mark.parametrize(("n", "rows"), [(96, 48), (300, 96)])
-def test_short_layers_have_shorter_blocks(monkeypatch: pytest.MonkeyPatch, n: int, rows: int) -> None:
+def test_short_layers_have_shorter_blocks(
+    monkeypatch: pytest.MonkeyPatch, n: int, rows: int
+) -> None:
     monkeypatch.undo()
     p = torch.ones(2, n, n).tril()
     found = row_blocks.worthwhile(p)
@@ -143,7 +176,8 @@ def test_short_layers_have_shorter_blocks(monkeypatch: pytest.MonkeyPatch, n: in
 
 
 def test_scores_outside_the_blocks_are_not_formed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A window of 3 among 64 tokens: 64 x 4 scores at most, not 64 x 64; with a variant that knows no parts of rows, all."""
+    """A window of 3 among 64 tokens: 64 x 4 scores at most, not 64 x 64; with a variant that knows
+    no parts of rows, all."""
     att = changed(layer(0, frozenset({"cap"}), n=64), mask=window(64, 1))
     formed = []
     scaled = StreamedHeadJacobian._scaled
@@ -170,7 +204,9 @@ def test_long_layers_with_few_allowed_entries_are_streamed(monkeypatch: pytest.M
     assert isinstance(head_jacobian(changed(att, mask=window(16, 1))), StreamedHeadJacobian)
     assert isinstance(head_jacobian(changed(att, mask=window(16, 8))), HeadJacobian)
     assert isinstance(head_jacobian(att), HeadJacobian)
-    assert isinstance(head_jacobian(changed(layer(0, frozenset(), n=15), mask=window(15, 1))), HeadJacobian)
+    assert isinstance(
+        head_jacobian(changed(layer(0, frozenset(), n=15), mask=window(15, 1))), HeadJacobian
+    )
 
 
 def test_rows_are_fewer_where_memory_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +218,9 @@ def test_rows_are_fewer_where_memory_asks_for_it(monkeypatch: pytest.MonkeyPatch
     close(op.o, HeadJacobian(att).o)
 
 
-def test_whole_matrices_stay_whole_where_blocks_gain_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_matrices_stay_whole_where_blocks_gain_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     p = layer(0, frozenset(), n=8).p.flatten(0, 1)
     monkeypatch.setattr(row_blocks, "WORTH", 0.85)
     assert row_blocks.worthwhile(p) is None
@@ -196,13 +234,19 @@ def test_derivatives_pass_through_masked_heads() -> None:
     att = changed(layer(0, frozenset(), n=6), mask=window(6, 1))
     x = att.x.clone().requires_grad_()
     moving = att.at(x)
-    torch.autograd.gradcheck(lambda t: HeadJacobian(att.at(t)).along(torch.ones(6, 6, 7, dtype=torch.float64)), (moving.x,))
+    torch.autograd.gradcheck(
+        lambda t: HeadJacobian(att.at(t)).along(torch.ones(6, 6, 7, dtype=torch.float64)),
+        (moving.x,),
+    )
 
 
 @pytest.mark.parametrize("has", [(), ("rotation",), ("cap", "sinks"), ("norm",)])
 @pytest.mark.parametrize("make", [HeadJacobian, StreamedHeadJacobian])
-def test_the_single_precision_copy_is_the_operator_of_the_single_precision_layer(make: type[HeadOperator], has: tuple[str, ...]) -> None:
-    """Made of the float64 one, without forming P anew; of normalised queries and keys there is none."""
+def test_the_single_precision_copy_is_the_operator_of_the_single_precision_layer(
+    make: type[HeadOperator], has: tuple[str, ...]
+) -> None:
+    """Made of the float64 one, without forming P anew; of normalised queries and keys there is
+    none."""
     att = layer(0, frozenset(has), mask="causal", n=7)
     wide = make(att)
     op = wide.single()
@@ -218,7 +262,12 @@ def test_the_single_precision_copy_is_the_operator_of_the_single_precision_layer
             products = [(a.gram(y[index]), a.vjp(y[index])) for a in (other, own.select(index))]
             assert {t.dtype for pair in products for t in pair} == {torch.float32}
             for found, expected in zip(*products, strict=True):
-                torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+                torch.testing.assert_close(
+                    found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max())
+                )
         torch.testing.assert_close(
-            op.double().gram(y.double()), wide.gram(y.double()), rtol=1e-3, atol=1e-4 * float(wide.gram(y.double()).abs().max())
+            op.double().gram(y.double()),
+            wide.gram(y.double()),
+            rtol=1e-3,
+            atol=1e-4 * float(wide.gram(y.double()).abs().max()),
         )

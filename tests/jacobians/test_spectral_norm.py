@@ -26,7 +26,11 @@ from lipbound.linalg.operators import AutogradJacobian, Roundoff
 
 @pytest.mark.parametrize("method", ["lanczos", "dense"])
 def test_norms_match_the_oracle(att: Attention, method: str) -> None:
-    norm, exact, error = spectral_norm(att, method=method, tol=1e-10), oracle(att), tensor_error(att)
+    norm, exact, error = (
+        spectral_norm(att, method=method, tol=1e-10),
+        oracle(att),
+        tensor_error(att),
+    )
     assert norm.lower.shape == norm.steps.shape == (2, 3)
     assert norm.lower.dtype == torch.float64
     assert encloses(norm, exact, 1e-9, error)
@@ -38,7 +42,11 @@ def test_norms_match_the_oracle(att: Attention, method: str) -> None:
 @pytest.mark.parametrize("method", ["lanczos", "deflation", "dense"])
 def test_enclosures_hold_the_oracle(kind: str, method: str, dtype: torch.dtype) -> None:
     att = random_attention(kind, dtype=dtype)
-    norm, exact, error = spectral_norm(att, method=method, tol=1e-6, delta=1e-10), oracle(att), tensor_error(att)
+    norm, exact, error = (
+        spectral_norm(att, method=method, tol=1e-6, delta=1e-10),
+        oracle(att),
+        tensor_error(att),
+    )
     assert encloses(norm, exact, 1e-6, error)
     assert bool((norm.converged | (error > 1e-7 * exact)).all())
 
@@ -54,9 +62,13 @@ def test_power_iteration_approaches_from_below(att: Attention) -> None:
 def test_power_iteration_stops_on_an_absolute_change() -> None:
     att = random_attention("plain")
     small = Attention(att.x, att.w_q, att.w_k, att.w_v * 1e-6)
-    assert int(spectral_norm(small, method="power", tol=1e-4).steps.max()) == 2  # the papers' rule depends on scale
+    assert (
+        int(spectral_norm(small, method="power", tol=1e-4).steps.max()) == 2
+    )  # the papers' rule depends on scale
     assert bool(spectral_norm(small, tol=1e-9).converged.all())
-    torch.testing.assert_close(spectral_norm(small, tol=1e-9).lower, oracle(small), rtol=1e-8, atol=0)
+    torch.testing.assert_close(
+        spectral_norm(small, tol=1e-9).lower, oracle(small), rtol=1e-8, atol=0
+    )
 
 
 @pytest.mark.parametrize("tol", [1e-2, 1e-4, 1e-8])
@@ -72,14 +84,24 @@ def test_float32_agrees_to_rounding(kind: str) -> None:
 
 
 def test_head_out_is_the_norm_with_the_output_projection(att: Attention) -> None:
-    norm, unit = spectral_norm(att, map="head_out", tol=1e-10, vectors=True), 2.0 ** PreparedMap(att, "head_out").exponents
+    norm, unit = (
+        spectral_norm(att, map="head_out", tol=1e-10, vectors=True),
+        2.0 ** PreparedMap(att, "head_out").exponents,
+    )
     for s in range(att.samples):
         for h in range(att.heads):
             head = dense_jacobian(att, s, h)
             n = len(head) // att.d_v
-            full = torch.einsum("nvk,vo->nok", head.view(n, att.d_v, -1), att.w_o[h]).reshape(n * att.w_o.shape[2], -1)
-            error = 3 * float(PreparedMap(att, "head_out").roundoff.tensors.view(2, 3)[s, h] * unit[h])
-            assert abs(float(norm.lower[s, h]) - float(torch.linalg.svdvals(full)[0])) <= 1e-9 * float(norm.lower[s, h]) + error
+            full = torch.einsum("nvk,vo->nok", head.view(n, att.d_v, -1), att.w_o[h]).reshape(
+                n * att.w_o.shape[2], -1
+            )
+            error = 3 * float(
+                PreparedMap(att, "head_out").roundoff.tensors.view(2, 3)[s, h] * unit[h]
+            )
+            assert (
+                abs(float(norm.lower[s, h]) - float(torch.linalg.svdvals(full)[0]))
+                <= 1e-9 * float(norm.lower[s, h]) + error
+            )
     assert norm.left.shape == (2, 3, att.tokens, att.w_o.shape[2])
 
 
@@ -88,10 +110,17 @@ def test_singular_pair(att: Attention, method: str) -> None:
     norm = spectral_norm(att, method=method, tol=1e-13, vectors=True)
     assert norm.left.shape == (2, 3, att.tokens, att.d_v)
     assert norm.right.shape == att.x[:, None].expand(-1, 3, -1, -1).shape
-    torch.testing.assert_close(norm.right.flatten(2).norm(dim=-1), torch.ones(2, 3, dtype=torch.float64))
+    torch.testing.assert_close(
+        norm.right.flatten(2).norm(dim=-1), torch.ones(2, 3, dtype=torch.float64)
+    )
     for h in range(3):
         image = dense_jacobian(att, 0, h) @ norm.right[0, h].flatten()
-        torch.testing.assert_close(image, norm.lower[0, h] * norm.left[0, h].flatten(), rtol=0, atol=1e-5 * float(norm.lower[0, h]))
+        torch.testing.assert_close(
+            image,
+            norm.lower[0, h] * norm.left[0, h].flatten(),
+            rtol=0,
+            atol=1e-5 * float(norm.lower[0, h]),
+        )
 
 
 def test_padded_tokens_carry_no_singular_vectors() -> None:
@@ -115,7 +144,9 @@ def test_zero_operator_and_exhausted_spaces() -> None:
 def test_float32_keeps_its_range(size: float) -> None:
     att = random_attention("plain", dtype=torch.float32)
     scaled = Attention(att.x, att.w_q, att.w_k, att.w_v * size)
-    torch.testing.assert_close(spectral_norm(scaled, tol=1e-6).lower, oracle(scaled), rtol=2e-5, atol=0)
+    torch.testing.assert_close(
+        spectral_norm(scaled, tol=1e-6).lower, oracle(scaled), rtol=2e-5, atol=0
+    )
 
 
 @pytest.mark.parametrize("size", [1e-6, 1e6])
@@ -142,7 +173,9 @@ def test_unconverged_is_said() -> None:
 def test_batches_do_not_change_results() -> None:
     att = random_attention("biases")
     whole = spectral_norm(att, seed=[5, 6])
-    torch.testing.assert_close(spectral_norm(att.select(slice(1, 2)), seed=[6]).lower, whole.lower[1:], rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        spectral_norm(att.select(slice(1, 2)), seed=[6]).lower, whole.lower[1:], rtol=1e-12, atol=0
+    )
 
 
 def test_l2_norms_match_dense() -> None:
@@ -154,7 +187,10 @@ def test_l2_norms_match_dense() -> None:
 def test_l2_norms_of_masked_layers_in_float32() -> None:
     for kind in ("causal", "padded"):
         torch.testing.assert_close(
-            l2_spectral_norm(random_attention(kind, dtype=torch.float32)).lower, l2_spectral_norm(random_attention(kind)).lower, rtol=1e-3, atol=0
+            l2_spectral_norm(random_attention(kind, dtype=torch.float32)).lower,
+            l2_spectral_norm(random_attention(kind)).lower,
+            rtol=1e-3,
+            atol=0,
         )
 
 
@@ -196,7 +232,8 @@ def test_dense_encloses() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_exhausted_spaces_are_not_taken_for_convergence(dtype: torch.dtype) -> None:
-    """One token, values diag(1, ..., 1, 1 + g): the Krylov space ends on rounding before it has found the last direction."""
+    """One token, values diag(1, ..., 1, 1 + g): the Krylov space ends on rounding before it has
+    found the last direction."""
     d, g, tol = 100, 3e-5, 1e-6
     w_v = torch.eye(d, dtype=dtype)
     w_v[-1, -1] += g
@@ -225,7 +262,8 @@ def test_subnormal_values_are_measured() -> None:
 
 
 def test_saturated_attention_in_float32() -> None:
-    """Logits of hundreds: P comes from float64 scores, so what is left is the rounding that is reported."""
+    """Logits of hundreds: P comes from float64 scores, so what is left is the rounding that is
+    reported."""
     g = torch.Generator().manual_seed(0)
     x = torch.randn(4, 48, 32, generator=g)
     w_q, w_k, w_v = (torch.randn(4, 32, 8, generator=g) for _ in range(3))
@@ -236,27 +274,50 @@ def test_saturated_attention_in_float32() -> None:
 
 
 def test_failure_rate_of_certificates_agrees_with_theory() -> None:
-    """1,000 upper bounds at 10 % each, stopped early: about a tenth at most may fail, and some should, or the bound is idle."""
+    """1,000 upper bounds at 10 % each, stopped early: about a tenth at most may fail, and some
+    should, or the bound is idle."""
     values = torch.cat([torch.ones(1), torch.linspace(0.2, 0.5, 59)]).double()
-    op = HeadJacobian(Attention(torch.ones(1000, 1, 60).double(), *[torch.zeros(1, 60, 60).double()] * 2, torch.diag(values)[None]))
-    roundoff = Roundoff(*[torch.full((1000,), size, dtype=torch.float64) for size in (0.0, 1e-14, 2.0)])
+    op = HeadJacobian(
+        Attention(
+            torch.ones(1000, 1, 60).double(),
+            *[torch.zeros(1, 60, 60).double()] * 2,
+            torch.diag(values)[None],
+        )
+    )
+    roundoff = Roundoff(
+        *[torch.full((1000,), size, dtype=torch.float64) for size in (0.0, 1e-14, 2.0)]
+    )
     z = torch.zeros(1000, 1, 60, dtype=torch.float64)
     z[..., -1] = 1
     small = bordered(z, op.gram(z).flatten(1)[:, None], roundoff)
     with torch.no_grad():
-        found = deflated_bound(op, roundoff, small, torch.zeros(1000, dtype=torch.float64), 0.1, list(range(1000)), 4)
+        found = deflated_bound(
+            op, roundoff, small, torch.zeros(1000, dtype=torch.float64), 0.1, list(range(1000)), 4
+        )
     failures = int((found.phi < float(values.max()) ** 2).sum())
     assert 0 < failures <= 100 + 3 * 9.5
 
 
 @pytest.mark.parametrize("offset", ["x", "b_k", "b_v"])
 def test_common_offsets_cost_no_digits(offset: str) -> None:
-    """Keys and values matter through differences alone: offsets of 1e4 in float32 leave norms and bounds where they are."""
+    """Keys and values matter through differences alone: offsets of 1e4 in float32 leave norms and
+    bounds where they are."""
     g = torch.Generator().manual_seed(1)
     x = torch.randn(2, 24, 16, generator=g) + (1e3 if offset == "x" else 0.0)
     w = [torch.randn(3, 16, 4, generator=g) * 0.3 for _ in range(3)]
-    att = Attention(x, *w, scale=0.01, **{name: torch.full((3, 4), 1e4) for name in ("b_k", "b_v") if name == offset})
-    exact = torch.stack([torch.linalg.matrix_norm(dense_jacobian(att.double(), s, h), 2) for s in range(2) for h in range(3)]).view(2, 3)
+    att = Attention(
+        x,
+        *w,
+        scale=0.01,
+        **{name: torch.full((3, 4), 1e4) for name in ("b_k", "b_v") if name == offset},
+    )
+    exact = torch.stack(
+        [
+            torch.linalg.matrix_norm(dense_jacobian(att.double(), s, h), 2)
+            for s in range(2)
+            for h in range(3)
+        ]
+    ).view(2, 3)
     error = (spectral_norm(att, tol=1e-6).lower / exact - 1).abs().max()
     assert float(error) <= 3e-6
     for name in ("lipbound", "lipbound_block"):
@@ -268,19 +329,28 @@ def test_tiny_values_do_not_vanish() -> None:
     att = random_attention("plain")
     tiny = Attention(att.x, att.w_q, att.w_k, att.w_v * 1e-170)
     for name in ("lipbound", "lipbound_block"):
-        torch.testing.assert_close(bounds.get(name)(tiny), bounds.get(name)(att) * 1e-170, rtol=1e-9, atol=0)
-    torch.testing.assert_close(bounds.over_ball(tiny, 0.1), bounds.over_ball(att, 0.1) * 1e-170, rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            bounds.get(name)(tiny), bounds.get(name)(att) * 1e-170, rtol=1e-9, atol=0
+        )
+    torch.testing.assert_close(
+        bounds.over_ball(tiny, 0.1), bounds.over_ball(att, 0.1) * 1e-170, rtol=1e-6, atol=0
+    )
 
 
 def test_certificates_honour_vanishing_failure_probabilities() -> None:
     """log(1/eps) is continuous where the closed form takes over, and goes on growing."""
     for n in (3, 100, 6000):
-        assert log_inverse_epsilon(n, 0.99e-100) - log_inverse_epsilon(n, 1.01e-100) == pytest.approx(math.log(1.01 / 0.99), rel=1e-6)
-        assert log_inverse_epsilon(n, 1e-200) - log_inverse_epsilon(n, 1e-100) == pytest.approx(100 * math.log(10), rel=1e-6)
+        assert log_inverse_epsilon(n, 0.99e-100) - log_inverse_epsilon(
+            n, 1.01e-100
+        ) == pytest.approx(math.log(1.01 / 0.99), rel=1e-6)
+        assert log_inverse_epsilon(n, 1e-200) - log_inverse_epsilon(n, 1e-100) == pytest.approx(
+            100 * math.log(10), rel=1e-6
+        )
 
 
 def test_lower_ends_are_lengths_of_transposed_products_less_rounding() -> None:
-    """Of any vector, of whatever length: never above the norm, and at the top singular vector hardly below it. Of vectors that say nothing, zero."""
+    """Of any vector, of whatever length: never above the norm, and at the top singular vector
+    hardly below it. Of vectors that say nothing, zero."""
     att = random_attention("biases")
     measured = PreparedMap(att, "head")
     op, roundoff = measured.op, measured.roundoff
@@ -288,10 +358,14 @@ def test_lower_ends_are_lengths_of_transposed_products_less_rounding() -> None:
     with torch.no_grad():
         low, top, image = _quotients(op, roundoff, 7 * u[..., 0])
         assert bool((low <= s[:, 0]).all())
-        assert bool((low >= s[:, 0] - 2 * (roundoff.products + roundoff.tensors) - 1e-12 * s[:, 0]).all())
+        assert bool(
+            (low >= s[:, 0] - 2 * (roundoff.products + roundoff.tensors) - 1e-12 * s[:, 0]).all()
+        )
         torch.testing.assert_close(top.norm(dim=1), torch.ones_like(low))
         torch.testing.assert_close(image.norm(dim=1), s[:, 0])
-        other = torch.randn(u.shape[:2], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        other = torch.randn(
+            u.shape[:2], generator=torch.Generator().manual_seed(0), dtype=torch.float64
+        )
         for vectors in (other, other * 1e200, other * 1e-200):
             assert bool((_quotients(op, roundoff, vectors)[0] < s[:, 0]).all())
         for vectors in (torch.zeros_like(other), other * torch.nan, other * torch.inf):
@@ -299,11 +373,21 @@ def test_lower_ends_are_lengths_of_transposed_products_less_rounding() -> None:
 
 
 @pytest.mark.parametrize("rotated", [False, True])
-def test_one_random_start_carries_a_certificate_of_a_usual_head(rotated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """128 tokens, width 32, 1e-9 a norm: what rounding may have hidden is known well enough. Of smaller probabilities it is not."""
+def test_one_random_start_carries_a_certificate_of_a_usual_head(
+    rotated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """128 tokens, width 32, 1e-9 a norm: what rounding may have hidden is known well enough. Of
+    smaller probabilities it is not."""
     g, width = torch.Generator().manual_seed(0), 32
-    extra = {"rotation": Rotation.of_angles(torch.randn(128, width // 2, generator=g))} if rotated else {}
-    x, w = torch.randn(1, 128, 256, generator=g), [torch.randn(2, 256, width, generator=g) * 0.06 for _ in range(3)]
+    extra = (
+        {"rotation": Rotation.of_angles(torch.randn(128, width // 2, generator=g))}
+        if rotated
+        else {}
+    )
+    x, w = (
+        torch.randn(1, 128, 256, generator=g),
+        [torch.randn(2, 256, width, generator=g) * 0.06 for _ in range(3)],
+    )
     att, runs = Attention(x, *w, **extra), []
     bound = enclose.deflated_bound
 
@@ -327,9 +411,15 @@ def test_a_head_that_vanishes_in_float32_leaves_the_others_alone(method: str, si
     """Its recurrence goes on after its end, on what underflow has left, while theirs do not end."""
     for tokens in (2, 5, 40):
         g = torch.Generator().manual_seed(tokens)
-        tensors = (torch.randn(shape, generator=g) for shape in [(1, tokens, 6), (2, 6, 4), (2, 6, 4), (2, 6, 4)])
+        tensors = (
+            torch.randn(shape, generator=g)
+            for shape in [(1, tokens, 6), (2, 6, 4), (2, 6, 4), (2, 6, 4)]
+        )
         att = Attention(*tensors, sinks=torch.tensor([sink, -3.0]))
-        norm, exact = spectral_norm(att, method=method, tol=1e-8), spectral_norm(att, method="dense").lower
+        norm, exact = (
+            spectral_norm(att, method=method, tol=1e-8),
+            spectral_norm(att, method="dense").lower,
+        )
         assert float(norm.lower[0, 0]) <= float(exact[0, 0]) * (1 + 1e-12)
         torch.testing.assert_close(norm.lower[0, 1], exact[0, 1], rtol=1e-8, atol=0)
 

@@ -1,4 +1,5 @@
-"""Norms that tell tokens apart, against dense Jacobians of the definition, ascent from many starts, a convex solver, and 80 digits."""
+"""Norms that tell tokens apart, against dense Jacobians of the definition, ascent from many starts,
+a convex solver, and 80 digits."""
 
 import math
 from decimal import Decimal
@@ -33,10 +34,16 @@ ROUNDING = 1e-11
 def truths(blocks: Tensor) -> dict[str, float]:
     """Of dense blocks (i, j, r, D); what every token does to the worst output is not among them."""
     column, single = token_oracle.one(blocks)
-    return {"one-token": float(column), "token-pair": float(single), "output-token": float(token_oracle.rows(blocks).amax())}
+    return {
+        "one-token": float(column),
+        "token-pair": float(single),
+        "output-token": float(token_oracle.rows(blocks).amax()),
+    }
 
 
-def check(att: Attention, map: str, heads: range | None = None, *, starts: int = 8, samples: int = 2) -> None:
+def check(
+    att: Attention, map: str, heads: range | None = None, *, starts: int = 8, samples: int = 2
+) -> None:
     """All norms of a layer against the oracles."""
     found = {name: token_norm(att, name, map=map) for name in NORMS}
     error = tensor_error(att)
@@ -45,17 +52,40 @@ def check(att: Attention, map: str, heads: range | None = None, *, starts: int =
         for h in range(len(blocks)) if heads is None else heads:
             at = (s,) if map in ("heads", "layer") else (s, h)
             # rounding of the oracle's own tensors is of the size of the program's
-            weight = 1.0 if att.w_o is None or map in ("head", "heads") else float(torch.linalg.matrix_norm(att.w_o.double()).sum())
-            loose = 2 * float(error[s].sum() if len(at) == 1 else error[at]) * weight * blocks.shape[1]
+            weight = (
+                1.0
+                if att.w_o is None or map in ("head", "heads")
+                else float(torch.linalg.matrix_norm(att.w_o.double()).sum())
+            )
+            loose = (
+                2 * float(error[s].sum() if len(at) == 1 else error[at]) * weight * blocks.shape[1]
+            )
             if not math.isfinite(loose):
                 continue
             for name, truth in truths(blocks[h]).items():
                 lower, upper = float(found[name].lower[at]), float(found[name].upper[at])
                 assert lower <= truth * (1 + ROUNDING) + loose + 1e-90, (name, at)
-                assert truth * (1 - ROUNDING) - loose <= upper <= truth * (1 + 1e-3 + ROUNDING) + 3 * loose + 1e-90, (name, at)
-            lower, upper = float(found["every-token"].lower[at]), float(found["every-token"].upper[at])
-            below, above = (float(end) for end in (token_oracle.every_from_below(blocks[h], starts), token_oracle.every_from_above(blocks[h])))
-            assert below * (1 - ROUNDING) - loose <= upper <= above * (1 + 1e-3 + 1e-6) + 3 * loose + 1e-90, at
+                assert (
+                    truth * (1 - ROUNDING) - loose
+                    <= upper
+                    <= truth * (1 + 1e-3 + ROUNDING) + 3 * loose + 1e-90
+                ), (name, at)
+            lower, upper = (
+                float(found["every-token"].lower[at]),
+                float(found["every-token"].upper[at]),
+            )
+            below, above = (
+                float(end)
+                for end in (
+                    token_oracle.every_from_below(blocks[h], starts),
+                    token_oracle.every_from_above(blocks[h]),
+                )
+            )
+            assert (
+                below * (1 - ROUNDING) - loose
+                <= upper
+                <= above * (1 + 1e-3 + 1e-6) + 3 * loose + 1e-90
+            ), at
             assert below * (1 - 1e-3) - 3 * loose <= lower + 1e-90, at
             assert lower <= above * (1 + ROUNDING) + loose, at
 
@@ -66,8 +96,17 @@ def test_dense_jacobians_of_small_layers(att: Attention) -> None:
     check(att, "head", range(0, 10, 3), starts=10)
 
 
-SETS = [(), *((name,) for name in VARIANTS), ("rotation", "norm", "cap"), ("rotation", "together", "sinks")]
-PAIRED = [(has, map, MASKS[(i + j) % len(MASKS)]) for i, has in enumerate(SETS) for j, map in enumerate(MAPS)]
+SETS = [
+    (),
+    *((name,) for name in VARIANTS),
+    ("rotation", "norm", "cap"),
+    ("rotation", "together", "sinks"),
+]
+PAIRED = [
+    (has, map, MASKS[(i + j) % len(MASKS)])
+    for i, has in enumerate(SETS)
+    for j, map in enumerate(MAPS)
+]
 """Every set of variants with every map, and every map with every mask."""
 
 
@@ -75,7 +114,11 @@ PAIRED = [(has, map, MASKS[(i + j) % len(MASKS)]) for i, has in enumerate(SETS) 
 @pytest.mark.parametrize(("has", "map", "mask"), PAIRED)
 def test_variants_masks_and_maps(has: tuple[str, ...], map: str, mask: str) -> None:
     seed = MASKS.index(mask)
-    check(layer(seed, frozenset(has), mask=mask, d_v=2 + seed % 3, biases=seed % 2 == 0), map, samples=1 + (mask == "padded"))
+    check(
+        layer(seed, frozenset(has), mask=mask, d_v=2 + seed % 3, biases=seed % 2 == 0),
+        map,
+        samples=1 + (mask == "padded"),
+    )
 
 
 @pytest.mark.each_value
@@ -89,7 +132,9 @@ def random_head(seed: int, head: int) -> Attention:
     """One of sixteen heads of seven tokens and four values."""
     g = torch.Generator().manual_seed(seed)
     shapes = [(1, 7, 6), (16, 6, 2), (16, 6, 2), (16, 6, 4)]
-    return Attention(*(torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes)).select(heads=slice(head, head + 1))
+    return Attention(
+        *(torch.randn(shape, generator=g, dtype=torch.float64) for shape in shapes)
+    ).select(heads=slice(head, head + 1))
 
 
 @pytest.mark.parametrize(("seed", "head"), [(8, 3), (20, 11)])
@@ -97,16 +142,23 @@ def test_wedges_close_what_weights_leave_open(seed: int, head: int) -> None:
     """Heads on which a matrix does better than every vector by 3 and 5 %."""
     att = random_head(seed, head)
     blocks = token_oracle.blocks(att, 0, "head")[0]
-    norm, below, above = token_norm(att), float(token_oracle.every_from_below(blocks, 200)), float(token_oracle.every_from_above(blocks))
+    norm, below, above = (
+        token_norm(att),
+        float(token_oracle.every_from_below(blocks, 200)),
+        float(token_oracle.every_from_above(blocks)),
+    )
     assert above > below * 1.02
     assert bool(norm.converged.all())
     assert below * (1 - 1e-9) <= float(norm.upper) <= below * (1 + 1.1e-3)
     assert float(norm.lower) <= below * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
 def test_wedges_hold_whatever_they_start_from(seed: int) -> None:
-    """Columns that have not climbed, far targets, a row that is not the largest: the bound is loose then, and never below."""
+    """Columns that have not climbed, far targets, a row that is not the largest: the bound is loose
+    then, and never below."""
     att = random_head(seed, seed)
     parts = parts_of(PreparedMap(att, "head"))
     blocks = token_oracle.blocks(att, 0, "head")[0]
@@ -117,13 +169,18 @@ def test_wedges_hold_whatever_they_start_from(seed: int) -> None:
         below = float(token_oracle.every_from_below(blocks[i : i + 1], 100) / unit)
         row = parts.rows(slice(i, i + 1))
         for target in (0.0, below, 2 * below):
-            upper, starts = wedged(row, y / y.norm(), target, lambda b, lengths: weights_of(b, lengths, 1e-3))
+            upper, starts = wedged(
+                row, y / y.norm(), target, lambda b, lengths: weights_of(b, lengths, 1e-3)
+            )
             assert below * (1 - 1e-12) <= upper <= 2 * below
             assert torch.allclose(torch.linalg.vector_norm(starts, dim=-1), torch.ones(1).double())
 
 
 @pytest.mark.each_value(family=tuple(hard_heads.FAMILIES)[::3])
-@pytest.mark.parametrize(("family", "dtype"), list(zip(hard_heads.FAMILIES, cycle([torch.float32, torch.float64]), strict=False)))
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    list(zip(hard_heads.FAMILIES, cycle([torch.float32, torch.float64]), strict=False)),
+)
 def test_hard_heads_to_eighty_digits(family: str, dtype: torch.dtype) -> None:
     """Nothing is allowed for rounding but that of the comparison."""
     att = judge.case(family, dtype, 7).select(slice(0, 2))
@@ -131,17 +188,29 @@ def test_hard_heads_to_eighty_digits(family: str, dtype: torch.dtype) -> None:
     for s in range(att.samples):
         for h in range(att.heads):
             exact = differentiated(att, s, h)
-            ends = {name: (norm.lower[s, h].item(), norm.upper[s, h].item()) for name, norm in found.items()}
+            ends = {
+                name: (norm.lower[s, h].item(), norm.upper[s, h].item())
+                for name, norm in found.items()
+            }
             check_digits(exact, ends)
-            unit = Decimal(1).scaleb(max(*map(abs, exact.jacobian.flat), Decimal("1e-600")).adjusted())
+            unit = Decimal(1).scaleb(
+                max(*map(abs, exact.jacobian.flat), Decimal("1e-600")).adjusted()
+            )
             j = torch.tensor((exact.jacobian / unit).astype(float)).permute(0, 2, 1, 3)
             real = slice(None) if att.valid is None else att.valid[s]
             y = found["every-token"].left
             assert y is not None
-            reached = torch.linalg.vector_norm(torch.einsum("ijvx,iv->jx", j, y[s, h].double()[real]), dim=-1).sum()
-            lower, upper = (Decimal(end) if math.isfinite(end) else Decimal("Infinity") for end in ends["every-token"])
+            reached = torch.linalg.vector_norm(
+                torch.einsum("ijvx,iv->jx", j, y[s, h].double()[real]), dim=-1
+            ).sum()
+            lower, upper = (
+                Decimal(end) if math.isfinite(end) else Decimal("Infinity")
+                for end in ends["every-token"]
+            )
             # the vector that is returned has the dtype of the layer
-            assert lower <= Decimal(float(reached)) * unit * (1 + Decimal("1e-12" if dtype == torch.float64 else "1e-3"))
+            assert lower <= Decimal(float(reached)) * unit * (
+                1 + Decimal("1e-12" if dtype == torch.float64 else "1e-3")
+            )
             below = Decimal(float(token_oracle.every_from_below(j, 5))) * unit
             assert below * (1 - Decimal("1e-13")) <= upper
 
@@ -151,13 +220,16 @@ def differentiated(att: Attention, sample: int, head: int) -> Differentiated:
     for digits in mp_oracle.DIGITS:
         with mp_oracle.exactly(digits):
             found = mp_oracle.differentiated(att, sample, head, "head")
-            if found.error <= max(max(map(abs, found.jacobian.flat)) * mp_oracle.ENOUGH, mp_oracle.TINY):
+            if found.error <= max(
+                max(map(abs, found.jacobian.flat)) * mp_oracle.ENOUGH, mp_oracle.TINY
+            ):
                 break
     return found
 
 
 def check_digits(exact: Differentiated, ends: dict[str, tuple[float, float]]) -> None:
-    """Columns, rows and blocks of a Jacobian (tokens, d_v, tokens, D) in 80 digits, against what was found of them."""
+    """Columns, rows and blocks of a Jacobian (tokens, d_v, tokens, D) in 80 digits, against what
+    was found of them."""
     j, n, d_v = exact.jacobian, len(exact.jacobian), exact.jacobian.shape[1]
 
     def norm(part: np.ndarray) -> mp_oracle.Enclosed:
@@ -178,7 +250,8 @@ def check_digits(exact: Differentiated, ends: dict[str, tuple[float, float]]) ->
 @examples(8)
 @given(layers())
 def test_norms_compare_as_they_must(att: Attention) -> None:
-    """Each with each: the lower end of what is smaller is not above the upper end of what is larger."""
+    """Each with each: the lower end of what is smaller is not above the upper end of what is
+    larger."""
     e, a, w, r = (token_norm(att, name) for name in NORMS)
     full = lb.spectral_norm(att, delta=1e-9)
     root = att.lengths.sqrt()[:, None] * (1 + 1e-12)
@@ -215,7 +288,11 @@ def test_vectors_attain_what_they_are_said_to(name: str, map: str) -> None:
             assert not x[~real].any()
             assert not y[~real].any()
             lengths = torch.linalg.vector_norm(x, dim=-1)
-            size = {"every": lengths.amax(), "one": lengths.sum(), "all": torch.linalg.vector_norm(lengths)}[NORMS[name][0]]
+            size = {
+                "every": lengths.amax(),
+                "one": lengths.sum(),
+                "all": torch.linalg.vector_norm(lengths),
+            }[NORMS[name][0]]
             assert float(size) == pytest.approx(1, abs=1e-12)
             image = torch.einsum("ijrx,jx->ir", blocks[h], x[real])
             moved = torch.linalg.vector_norm(image, dim=-1)
@@ -237,9 +314,13 @@ def test_profiles_of_dense_jacobians(has: tuple[str, ...], map: str) -> None:
             at = (s,) if map in ("heads", "layer") else (s, h)
             columns = torch.linalg.matrix_norm(blocks[h].transpose(0, 1).flatten(1, 2), 2)
             for lower, upper, truth in (
-                (profile.lower, profile.upper, columns), (profile.output_lower, profile.output_upper, token_oracle.rows(blocks[h])),
-            ):  # fmt: skip
-                assert bool((lower[at][:n] <= truth * (1 + ROUNDING)).all() and (upper[at][:n] >= truth * (1 - ROUNDING)).all())
+                (profile.lower, profile.upper, columns),
+                (profile.output_lower, profile.output_upper, token_oracle.rows(blocks[h])),
+            ):
+                assert bool(
+                    (lower[at][:n] <= truth * (1 + ROUNDING)).all()
+                    and (upper[at][:n] >= truth * (1 - ROUNDING)).all()
+                )
                 assert torch.allclose(lower[at][:n], upper[at][:n], rtol=1e-8)
                 assert not lower[at][n:].any()
                 assert not upper[at][n:].any()
@@ -249,7 +330,10 @@ def test_profiles_of_dense_jacobians(has: tuple[str, ...], map: str) -> None:
 @given(layers())
 def test_the_largest_of_a_profile_is_the_norm(att: Attention) -> None:
     profile = token_profile(att)
-    for lower, upper, name in ((profile.lower, profile.upper, "one-token"), (profile.output_lower, profile.output_upper, "output-token")):
+    for lower, upper, name in (
+        (profile.lower, profile.upper, "one-token"),
+        (profile.output_lower, profile.output_upper, "output-token"),
+    ):
         norm = token_norm(att, name)
         assert bool((lower.amax(-1) <= norm.upper).all() and (norm.lower <= upper.amax(-1)).all())
 
@@ -257,14 +341,20 @@ def test_the_largest_of_a_profile_is_the_norm(att: Attention) -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("map", ["head", "layer"])
-def test_chunks_change_nothing_but_rounding(name: str, map: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_change_nothing_but_rounding(
+    name: str, map: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     att = layer(5, frozenset({"rotation"}), n=9, heads=4, mask="causal")
     whole = token_norm(att, name, map=map)
     monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 1)
     monkeypatch.setitem(module.MATRIX_BYTES, "cpu", 1)
     parts = token_norm(att, name, map=map)
     assert whole.lower.shape == parts.lower.shape
-    assert bool((whole.lower <= parts.upper).all() and (parts.lower <= whole.upper).all() and parts.converged.all())
+    assert bool(
+        (whole.lower <= parts.upper).all()
+        and (parts.lower <= whole.upper).all()
+        and parts.converged.all()
+    )
     assert torch.allclose(whole.lower, parts.lower, rtol=1e-3)
 
 
@@ -278,7 +368,9 @@ def test_the_same_twice_and_in_float32() -> None:
 
 
 def test_zero_jacobians_have_zero_norms() -> None:
-    att = Attention(torch.randn(1, 4, 5), torch.randn(2, 5, 3), torch.randn(2, 5, 3), torch.zeros(2, 5, 2))
+    att = Attention(
+        torch.randn(1, 4, 5), torch.randn(2, 5, 3), torch.randn(2, 5, 3), torch.zeros(2, 5, 2)
+    )
     for name in NORMS:
         norm = token_norm(att, name)
         assert not norm.lower.any()
@@ -307,5 +399,7 @@ def test_what_is_refused(arguments: dict, words: str) -> None:
 
 def test_what_is_no_layer_is_refused() -> None:
     for measure in (token_norm, token_profile):
-        with pytest.raises(LipboundError, match=f"{measure.__name__} was given 'gpt2'; it takes one Attention"):
+        with pytest.raises(
+            LipboundError, match=f"{measure.__name__} was given 'gpt2'; it takes one Attention"
+        ):
             measure("gpt2")  # type: ignore[operator]

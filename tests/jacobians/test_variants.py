@@ -1,4 +1,5 @@
-"""Rotation, q/k-norm, caps, sinks and masks, alone and together: exact norms and bounds against dense Jacobians of the definition."""
+"""Rotation, q/k-norm, caps, sinks and masks, alone and together: exact norms and bounds against
+dense Jacobians of the definition."""
 
 import re
 
@@ -24,10 +25,18 @@ SETS = st.frozensets(st.sampled_from(VARIANTS))
 
 
 CASES = {
-    "seed": st.integers(0, 10**6), "has": SETS, "mask": st.sampled_from(MASKS), "n": st.integers(1, 7), "d": st.integers(2, 6),
-    "d_v": st.integers(1, 5), "scale": st.sampled_from([1e-2, 0.1, 1.0, 10.0, 100.0]), "biases": st.booleans(), "same": st.booleans(),
-    "samples": st.just(3), "heads": st.just(6),
-}  # fmt: skip
+    "seed": st.integers(0, 10**6),
+    "has": SETS,
+    "mask": st.sampled_from(MASKS),
+    "n": st.integers(1, 7),
+    "d": st.integers(2, 6),
+    "d_v": st.integers(1, 5),
+    "scale": st.sampled_from([1e-2, 0.1, 1.0, 10.0, 100.0]),
+    "biases": st.booleans(),
+    "same": st.booleans(),
+    "samples": st.just(3),
+    "heads": st.just(6),
+}
 
 
 @examples(120)
@@ -43,20 +52,40 @@ def test_exact_norms_and_bounds(att: Attention) -> None:
 
 
 def assert_bounds_hold(att: Attention, exact: Tensor) -> None:
-    names = [name for name in lb.bounds.names() if (b := lb.bounds.get(name)).map == "head" and b.applies(att)]
+    names = [
+        name
+        for name in lb.bounds.names()
+        if (b := lb.bounds.get(name)).map == "head" and b.applies(att)
+    ]
     assert names
     for name in names:
         value, sound = lb.bounds.get(name)(att), lb.bounds.get(name).sound(att)
         assert bool((value >= exact * (1 - 1e-9))[sound].all()), name
 
 
-@pytest.mark.each_value(has=({"norm"}, {"together"}, {"rotation", "together", "cap", "sinks"}, {"rotation", "norm", "sinks"}))
-@pytest.mark.parametrize("has", [*({v} for v in VARIANTS), {"rotation", "together", "cap", "sinks"}, {"rotation", "norm", "sinks"}])
+@pytest.mark.each_value(
+    has=(
+        {"norm"},
+        {"together"},
+        {"rotation", "together", "cap", "sinks"},
+        {"rotation", "norm", "sinks"},
+    )
+)
+@pytest.mark.parametrize(
+    "has",
+    [
+        *({v} for v in VARIANTS),
+        {"rotation", "together", "cap", "sinks"},
+        {"rotation", "norm", "sinks"},
+    ],
+)
 @pytest.mark.parametrize("mask", MASKS)
 def test_products_streams_and_whole_layers(has: set[str], mask: str) -> None:
     att = layer(3, frozenset(has), mask=mask)
     op, streamed = HeadJacobian(att), StreamedHeadJacobian(att)
-    y = torch.randn(op.batch, *op.out_shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    y = torch.randn(
+        op.batch, *op.out_shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     if att.valid is not None:
         y = (y.view(2, 3, *op.out_shape) * att.valid[:, None, :, None]).view_as(y)
     torch.testing.assert_close(op.gram(y), streamed.gram(y))
@@ -70,7 +99,9 @@ def test_products_streams_and_whole_layers(has: set[str], mask: str) -> None:
         assert bool((norm.upper >= dense.lower * (1 - 1e-9)).all())
     assert bool((lb.bounds.whole_layer(att, "lipbound", map="layer") >= known["layer"].lower).all())
     single = att._map(lambda t: t.float() if t.is_floating_point() else t)
-    torch.testing.assert_close(lb.spectral_norm(single, tol=1e-6).lower, oracle(att), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        lb.spectral_norm(single, tol=1e-6).lower, oracle(att), rtol=1e-4, atol=0
+    )
     top = lb.spectral_norm(att, tol=1e-10, vectors=True)
     reached = HeadJacobian(att).along(top.right.flatten(0, 1))
     torch.testing.assert_close(reached.norm(dim=(-1, -2)).view(2, 3), top.lower, rtol=1e-6, atol=0)
@@ -80,7 +111,9 @@ def test_products_streams_and_whole_layers(has: set[str], mask: str) -> None:
 
 @pytest.mark.parametrize("has", [{"rotation"}, {"together", "sinks"}, {"norm", "cap"}])
 def test_details_of_a_report(has: set[str]) -> None:
-    found = of_layer(layer(3, frozenset(has), mask="padded").unpadded(0), "head_out", ["lipbound", "castin_bias"])
+    found = of_layer(
+        layer(3, frozenset(has), mask="padded").unpadded(0), "head_out", ["lipbound", "castin_bias"]
+    )
     assert sum(found.parts.values()) == pytest.approx(1)
     assert set(found.bounds) == ({"castin_bias"} if has == {"rotation"} else set())
     assert bool((found.softmax_norm <= 0.5 + 1e-6).all())
@@ -95,7 +128,12 @@ def test_parts_of_a_layer(has: set[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "has", [{"rotation", "cap"}, {"together", "sinks"}, *(pytest.param(has, marks=pytest.mark.slow) for has in ({"rotation"}, {"cap"}))]
+    "has",
+    [
+        {"rotation", "cap"},
+        {"together", "sinks"},
+        *(pytest.param(has, marks=pytest.mark.slow) for has in ({"rotation"}, {"cap"})),
+    ],
 )
 def test_padding_takes_no_part_in_bounds(has: set[str]) -> None:
     att = layer(5, frozenset(has), mask="padded")
@@ -110,9 +148,22 @@ def test_a_neutral_variant_changes_nothing() -> None:
     """A cap and sinks that are far away leave plain attention."""
     plain = layer(1, frozenset())
     far = Attention(
-        plain.x, plain.w_q, plain.w_k, plain.w_v, b_q=plain.b_q, b_k=plain.b_k, b_v=plain.b_v, cap=1e8, sinks=torch.full((3,), -1e4).double()
+        plain.x,
+        plain.w_q,
+        plain.w_k,
+        plain.w_v,
+        b_q=plain.b_q,
+        b_k=plain.b_k,
+        b_v=plain.b_v,
+        cap=1e8,
+        sinks=torch.full((3,), -1e4).double(),
     )
-    torch.testing.assert_close(lb.spectral_norm(far, tol=1e-10).lower, lb.spectral_norm(plain, tol=1e-10).lower, rtol=1e-8, atol=0)
+    torch.testing.assert_close(
+        lb.spectral_norm(far, tol=1e-10).lower,
+        lb.spectral_norm(plain, tol=1e-10).lower,
+        rtol=1e-8,
+        atol=0,
+    )
 
 
 def test_layer_norm_is_rms_norm_after_centred_weights() -> None:
@@ -133,16 +184,34 @@ def test_bad_variants() -> None:
 
     ones = torch.ones(3, 4, dtype=torch.float64)
     for extra, words in (
-        ({"cap": 0.0}, "cap is 0.0; it must be a positive number"), ({"cap": float("nan")}, "cap is nan; it must be a finite number"),
-        ({"sinks": torch.zeros(2).double()}, "sinks has shape (2,)"), ({"sinks": torch.full((3,), torch.nan).double()}, "sinks has NaN"),
+        ({"cap": 0.0}, "cap is 0.0; it must be a positive number"),
+        ({"cap": float("nan")}, "cap is nan; it must be a finite number"),
+        ({"sinks": torch.zeros(2).double()}, "sinks has shape (2,)"),
+        ({"sinks": torch.full((3,), torch.nan).double()}, "sinks has NaN"),
         ({"norm_q": QKNorm(ones[:2])}, "norm_q has gains of shape (2, 4)"),
-        ({"norm_k": QKNorm(ones, over=(torch.ones(5, 12).double(), None))}, "norm_k normalises a projection of shape"),
-    ):  # fmt: skip
+        (
+            {"norm_k": QKNorm(ones, over=(torch.ones(5, 12).double(), None))},
+            "norm_k normalises a projection of shape",
+        ),
+    ):
         with pytest.raises(AttentionError, match=re.escape(words)):
             build(**extra)
     with pytest.raises(AttentionError, match="normalised without eps"):
         _ = Attention(0 * att.x, att.w_q, att.w_k, att.w_v, norm_k=QKNorm(ones)).p
-    assert bool(torch.isfinite(lb.spectral_norm(Attention(0 * att.x, att.w_q, att.w_k, att.w_v, norm_k=QKNorm(ones, eps=1e-6))).lower).all())
-    for bad in (lambda: QKNorm(ones[0]), lambda: QKNorm(ones, ones[:, :2]), lambda: QKNorm(ones, eps=-1.0), lambda: QKNorm(ones * torch.inf)):
-        with pytest.raises(AttentionError, match=r"gain of a normalisation|NaN or infinite numbers"):
+    assert bool(
+        torch.isfinite(
+            lb.spectral_norm(
+                Attention(0 * att.x, att.w_q, att.w_k, att.w_v, norm_k=QKNorm(ones, eps=1e-6))
+            ).lower
+        ).all()
+    )
+    for bad in (
+        lambda: QKNorm(ones[0]),
+        lambda: QKNorm(ones, ones[:, :2]),
+        lambda: QKNorm(ones, eps=-1.0),
+        lambda: QKNorm(ones * torch.inf),
+    ):
+        with pytest.raises(
+            AttentionError, match=r"gain of a normalisation|NaN or infinite numbers"
+        ):
             bad()

@@ -33,7 +33,11 @@ def test_deflating_any_vectors_encloses(att: Attention) -> None:
     exact = oracle(att)
     gram = Gram(att, 0, [2])
     for rank in (1, 3):
-        q = torch.randn(gram.tokens * gram.width, min(rank, gram.tokens * gram.width), generator=torch.Generator().manual_seed(rank)).double()
+        q = torch.randn(
+            gram.tokens * gram.width,
+            min(rank, gram.tokens * gram.width),
+            generator=torch.Generator().manual_seed(rank),
+        ).double()
         low, high, top = deflate(gram, q)
         assert low**0.5 <= float(exact[0, 2]) * (1 + 1e-13)
         assert high**0.5 >= float(exact[0, 2]) * (1 - 1e-13)
@@ -47,7 +51,11 @@ def test_zero_and_rank_one() -> None:
     assert bool(zero.converged.all())
     att = Attention(x, w, w, w)
     norm = spectral_norm(att, method="deflation", tol=1e-6)
-    assert bool((norm.lower <= oracle(att)).all() and (oracle(att) <= norm.upper).all() and norm.converged.all())
+    assert bool(
+        (norm.lower <= oracle(att)).all()
+        and (oracle(att) <= norm.upper).all()
+        and norm.converged.all()
+    )
 
 
 def test_float32_layers_are_measured_in_float64() -> None:
@@ -57,14 +65,17 @@ def test_float32_layers_are_measured_in_float64() -> None:
 
 
 def test_ritz_vectors_go_on_after_an_exhausted_space() -> None:
-    """G with two distinct eigenvalues: a Krylov space of two dimensions, and more vectors asked for."""
+    """G with two distinct eigenvalues: a Krylov space of two dimensions, and more vectors asked
+    for."""
     zero = torch.zeros(1, 6, 1, dtype=torch.float64)
     w_v = torch.diag(torch.tensor([2.0, 2.0, 1.0, 1.0, 1.0, 1.0], dtype=torch.float64))
     op = HeadJacobian(Attention(torch.ones(1, 1, 6, dtype=torch.float64), zero, zero, w_v[None]))
     vectors = ritz_vectors(op, steps=6, count=4, seed=0)
     torch.testing.assert_close(vectors[0] @ vectors[0].mT, torch.eye(4, dtype=torch.float64))
     images = torch.cat([op.gram(v.view(1, 1, 6)).view(1, 6) for v in vectors[0]])
-    torch.testing.assert_close((vectors[0] * images).sum(-1), torch.tensor([4.0, 4.0, 1.0, 1.0], dtype=torch.float64))
+    torch.testing.assert_close(
+        (vectors[0] * images).sum(-1), torch.tensor([4.0, 4.0, 1.0, 1.0], dtype=torch.float64)
+    )
 
 
 def test_memory_is_checked_before_work_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,14 @@
 import pytest
 import torch
 
-from lipbound.linalg.matrix_norms import at_most, block_norm, matrix_norm, nonnegative_norm, reproducible_float32, symmetric_norm
+from lipbound.linalg.matrix_norms import (
+    at_most,
+    block_norm,
+    matrix_norm,
+    nonnegative_norm,
+    reproducible_float32,
+    symmetric_norm,
+)
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -22,7 +29,9 @@ def test_at_most_says_yes_above_the_largest_eigenvalue_alone(n: int, size: float
     g = draw(4, n, n)
     g = (g + g.mT) * size
     top = torch.linalg.eigvalsh(g)[:, -1].abs() + size
-    g = g + (top - torch.linalg.eigvalsh(g)[:, -1])[:, None, None] * torch.eye(n).double()  # whose largest eigenvalue is top
+    g = (
+        g + (top - torch.linalg.eigvalsh(g)[:, -1])[:, None, None] * torch.eye(n).double()
+    )  # whose largest eigenvalue is top
     assert bool(at_most(g, top * (1 + 1e-9)).all())
     assert not bool(at_most(g, top * (1 - 1e-9)).any())
     assert not bool(at_most(g, torch.zeros(4).double()).any())
@@ -32,7 +41,9 @@ def test_at_most_says_yes_above_the_largest_eigenvalue_alone(n: int, size: float
 def test_at_most_of_zeros_and_beyond_the_range() -> None:
     zero = torch.zeros(2, 3, 3).double()
     assert at_most(zero, torch.tensor([0.0, -1.0]).double()).tolist() == [True, False]
-    assert not bool(at_most(zero + torch.eye(3).double(), torch.tensor([torch.nan, -torch.inf]).double()).any())
+    assert not bool(
+        at_most(zero + torch.eye(3).double(), torch.tensor([torch.nan, -torch.inf]).double()).any()
+    )
 
 
 @pytest.mark.parametrize("spread", [0.0, 1.0, 10.0, 300.0])
@@ -53,7 +64,9 @@ def test_nonnegative_norm_with_empty_rows_and_columns() -> None:
     p = torch.softmax(draw(1, 6, 6), -1)
     p[:, :, 4:] = 0
     p[:, 4:] = 0
-    torch.testing.assert_close(nonnegative_norm(p), torch.linalg.matrix_norm(p, 2), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        nonnegative_norm(p), torch.linalg.matrix_norm(p, 2), rtol=1e-5, atol=0
+    )
     assert float(nonnegative_norm(torch.zeros(3, 3))) == pytest.approx(0, abs=1e-6)
 
 
@@ -74,7 +87,9 @@ def test_block_norm_is_an_upper_value(shape: tuple[int, ...], size: float, squar
 
 def test_symmetric_norm() -> None:
     b = draw(4, 6, 3)
-    torch.testing.assert_close(symmetric_norm(b @ b.mT), torch.linalg.matrix_norm(b, 2) ** 2, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        symmetric_norm(b @ b.mT), torch.linalg.matrix_norm(b, 2) ** 2, rtol=1e-12, atol=0
+    )
     assert float(symmetric_norm(torch.zeros(2, 2))) == 0
 
 

@@ -1,4 +1,5 @@
-"""What is drawn at random under a failure probability: independent of whatever users draw, and of what shares the batch."""
+"""What is drawn at random under a failure probability: independent of whatever users draw, and of
+what shares the batch."""
 
 import math
 import re
@@ -31,13 +32,16 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
 
 
 def norm_of_rms(x: torch.Tensor) -> float:
-    """Of the normalisation of tokens by their root mean squares: the inverse of the smallest, by correctly rounded sums."""
+    """Of the normalisation of tokens by their root mean squares: the inverse of the smallest, by
+    correctly rounded sums."""
     return max(1 / math.sqrt(math.fsum((row.double() ** 2).tolist()) / len(row)) for row in x)
 
 
 @pytest.mark.parametrize("shape", [(8, 80), (40, 32)])
 @pytest.mark.parametrize("seed", [0, 1, 7])
-def test_data_drawn_with_the_same_seed_do_not_blind_a_norm(seed: int, shape: tuple[int, int]) -> None:
+def test_data_drawn_with_the_same_seed_do_not_blind_a_norm(
+    seed: int, shape: tuple[int, int]
+) -> None:
     # a normalisation does not see its own point, which was where the search started
     x = drawn(seed, *shape)
     op = AutogradJacobian(lambda t: t / t.square().mean(-1, keepdim=True).sqrt(), x)
@@ -52,9 +56,14 @@ def test_nor_does_it_that_of_a_layer_with_its_normalisation() -> None:
     x = drawn(0, 1, 40, 32)
     zero = torch.zeros(1, 32, 4, dtype=torch.float64)
     att = Attention(x, drawn(1, 1, 32, 4), drawn(2, 1, 32, 4), zero, w_o=zero.mT)
-    att.surroundings = ResidualContext(None, "post", Normaliser(x, torch.ones(32, dtype=torch.float64), centred=False))
+    att.surroundings = ResidualContext(
+        None, "post", Normaliser(x, torch.ones(32, dtype=torch.float64), centred=False)
+    )
     exact = norm_of_rms(x[0])
-    for norm in (spectral_norm(att, map="post_norm"), spectral_norm(att, map="post_norm", delta=1e-6)):
+    for norm in (
+        spectral_norm(att, map="post_norm"),
+        spectral_norm(att, map="post_norm", delta=1e-6),
+    ):
         assert float(norm.lower) == pytest.approx(exact, rel=2e-4)
         assert float(norm.upper) >= exact * (1 - 1e-12)
 
@@ -73,18 +82,26 @@ def around() -> Attention:
 
 def after() -> Attention:
     att = random_attention("plain")
-    att.surroundings = ResidualContext(None, "post", Normaliser(att.x, torch.ones(att.x.shape[2], dtype=torch.float64)))
+    att.surroundings = ResidualContext(
+        None, "post", Normaliser(att.x, torch.ones(att.x.shape[2], dtype=torch.float64))
+    )
     return att
 
 
 ENTRIES: dict[str, Callable[[float | None], object]] = {
-    "operator_norm": lambda delta: operator_norm(AutogradJacobian(torch.sin, torch.ones(5, dtype=torch.float64)), delta=delta),
+    "operator_norm": lambda delta: operator_norm(
+        AutogradJacobian(torch.sin, torch.ones(5, dtype=torch.float64)), delta=delta
+    ),
     "network_norm": bert_norm,
-    "weighted_norm": lambda delta: weighted_norm(random_attention("plain"), torch.full((2, 6), 1 / 6, dtype=torch.float64), delta=delta),
+    "weighted_norm": lambda delta: weighted_norm(
+        random_attention("plain"), torch.full((2, 6), 1 / 6, dtype=torch.float64), delta=delta
+    ),
     "l2": lambda delta: l2_spectral_norm(random_attention("plain")),
     **{
         f"spectral_norm {name}": lambda delta, name=name: spectral_norm(
-            {"pre_norm": around, "post_norm": after}.get(name, lambda: random_attention("plain"))(), map=name, delta=delta
+            {"pre_norm": around, "post_norm": after}.get(name, lambda: random_attention("plain"))(),
+            map=name,
+            delta=delta,
         )
         for name in MAPS
     },
@@ -93,7 +110,9 @@ ENTRIES: dict[str, Callable[[float | None], object]] = {
 
 @pytest.mark.parametrize("delta", [None, 1e-6])
 @pytest.mark.parametrize("entry", list(ENTRIES))
-def test_every_norm_draws_from_the_one_stream(entry: str, delta: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_norm_draws_from_the_one_stream(
+    entry: str, delta: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     streams: list[tuple[object, ...]] = []
 
     def spy(count: int, *key: int | str) -> torch.Tensor:
@@ -121,14 +140,25 @@ def test_no_other_generator_stands_where_probabilities_are_promised() -> None:
         for line in file.read_text().splitlines():
             if ">>>" in line or "Philox" in line:
                 continue
-            assert not re.search(r"manual_seed|torch\.(randn?|Generator)\b|np\.random|(?<![\w.])random\.\w", line), f"{file.name}: {line.strip()}"
+            assert not re.search(
+                r"manual_seed|torch\.(randn?|Generator)\b|np\.random|(?<![\w.])random\.\w", line
+            ), f"{file.name}: {line.strip()}"
 
 
 def test_the_stream_is_not_what_users_draw() -> None:
     ours = torch.stack([normal_numbers(64, seed) for seed in range(50)])
-    theirs = torch.stack([torch.randn(64, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in range(50)])
-    cosines = torch.nn.functional.normalize(ours, dim=1) @ torch.nn.functional.normalize(theirs, dim=1).mT
-    assert float(cosines.abs().max()) < 0.65  # of 2500 pairs of independent directions one in 10,000 has such a pair
+    theirs = torch.stack(
+        [
+            torch.randn(64, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+            for seed in range(50)
+        ]
+    )
+    cosines = (
+        torch.nn.functional.normalize(ours, dim=1) @ torch.nn.functional.normalize(theirs, dim=1).mT
+    )
+    assert (
+        float(cosines.abs().max()) < 0.65
+    )  # of 2500 pairs of independent directions one in 10,000 has such a pair
 
 
 def test_the_stream_is_normal_and_its_parts_are_independent() -> None:
@@ -145,7 +175,10 @@ def test_a_start_does_not_depend_on_what_shares_the_batch() -> None:
     assert seeds_each(6, [1, 2, 3])[2:4] == seeds_each(2, [2])
     att = random_attention("plain", dtype=torch.float32)
     whole = spectral_norm(att, delta=1e-6, seed=3)
-    assert torch.equal(whole.steps[:1, :2], spectral_norm(att.select(slice(0, 1), slice(0, 2)), delta=1e-6, seed=3).steps)
+    assert torch.equal(
+        whole.steps[:1, :2],
+        spectral_norm(att.select(slice(0, 1), slice(0, 2)), delta=1e-6, seed=3).steps,
+    )
     alone = spectral_norm(att.select(slice(0, 1), slice(0, 2)), delta=1e-6, seed=3)
     torch.testing.assert_close(whole.lower[:1, :2], alone.lower, rtol=1e-12, atol=0)
 

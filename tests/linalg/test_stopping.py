@@ -17,16 +17,30 @@ SIZES = strategies.tuples(strategies.integers(1, 3), strategies.integers(1, 12))
 @given(strategies.data(), SIZES, strategies.integers(-150, 150))
 def test_eigenpairs_of_tridiagonal_matrices(data, shape, exponent):
     entries = strategies.floats(-1, 1)
-    alpha, beta = (data.draw(arrays.arrays(np.float64, shape, elements=entries)) * 10.0**exponent for _ in range(2))
-    dense = np.stack([np.diag(a) + np.diag(b[:-1], 1) + np.diag(b[:-1], -1) for a, b in zip(alpha, beta, strict=True)])
+    alpha, beta = (
+        data.draw(arrays.arrays(np.float64, shape, elements=entries)) * 10.0**exponent
+        for _ in range(2)
+    )
+    dense = np.stack(
+        [
+            np.diag(a) + np.diag(b[:-1], 1) + np.diag(b[:-1], -1)
+            for a, b in zip(alpha, beta, strict=True)
+        ]
+    )
     unit = max(np.abs(dense).max(), 1e-300)
     values, vectors = eigenpairs(alpha, beta[:, :-1])
     np.testing.assert_allclose(values / unit, np.linalg.eigvalsh(dense / unit), atol=1e-14)
-    np.testing.assert_allclose((dense / unit) @ vectors, vectors * (values / unit)[:, None], atol=1e-14)
-    np.testing.assert_allclose(vectors.swapaxes(1, 2) @ vectors, np.broadcast_to(np.eye(shape[1]), dense.shape), atol=1e-14)
+    np.testing.assert_allclose(
+        (dense / unit) @ vectors, vectors * (values / unit)[:, None], atol=1e-14
+    )
+    np.testing.assert_allclose(
+        vectors.swapaxes(1, 2) @ vectors, np.broadcast_to(np.eye(shape[1]), dense.shape), atol=1e-14
+    )
     top, one = top_eigenpairs(alpha, beta)
     np.testing.assert_allclose(top / unit, values[:, -1] / unit, atol=1e-14)
-    np.testing.assert_allclose(((dense / unit) @ one[..., None])[..., 0], one * (top / unit)[:, None], atol=1e-14)
+    np.testing.assert_allclose(
+        ((dense / unit) @ one[..., None])[..., 0], one * (top / unit)[:, None], atol=1e-14
+    )
 
 
 SCRIPT = """
@@ -45,15 +59,20 @@ def spent(repeats):
     return {task.name: int((task / "stat").read_text().rpartition(")")[2].split()[11]) for task in tasks}
 
 print(json.dumps([spent(1), spent(100)]))
-"""
+"""  # noqa: E501
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="processor time of single threads is read from /proc")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="processor time of single threads is read from /proc"
+)
 def test_no_other_thread_works(monkeypatch):
-    """The threads of numpy's linear algebra spin for a while after each call, on a core that torch may need."""
+    """The threads of numpy's linear algebra spin for a while after each call, on a core that torch
+    may need."""
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "2")
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr
     before, after = json.loads(done.stdout)
     if not before:

@@ -35,7 +35,12 @@ def test_padding_is_left_out(family: str) -> None:
     for padded, alone in zip(layers, short, strict=True):
         assert padded.lengths.tolist() == [9, 6]
         torch.testing.assert_close(padded.out[1:, :, :6], alone.out, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(spectral_norm(padded, tol=1e-6).lower[1:], spectral_norm(alone, tol=1e-6).lower, rtol=1e-4, atol=0)
+        torch.testing.assert_close(
+            spectral_norm(padded, tol=1e-6).lower[1:],
+            spectral_norm(alone, tol=1e-6).lower,
+            rtol=1e-4,
+            atol=0,
+        )
 
 
 def test_bidirectional_padding_is_no_mask() -> None:
@@ -46,7 +51,9 @@ def test_bidirectional_padding_is_no_mask() -> None:
 def test_output_projection_is_the_models() -> None:
     model = build(AFFINE["gpt2"])
     att = capture(model, inputs_for(model))[1]
-    torch.testing.assert_close(att.w_o.flatten(0, 1), model.h[1].attn.c_proj.weight.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        att.w_o.flatten(0, 1), model.h[1].attn.c_proj.weight.detach(), rtol=1e-5, atol=1e-6
+    )
     bert = build(AFFINE["bert"])
     att = capture(bert, inputs_for(bert))[0]
     dense = bert.encoder.layer[0].attention.output.dense.weight.detach()
@@ -57,7 +64,9 @@ def test_weights_are_those_of_the_model() -> None:
     model = build(AFFINE["bert"])
     att = capture(model, inputs_for(model))[1]
     own = model.encoder.layer[1].attention.self
-    torch.testing.assert_close(att.w_q.transpose(0, 1).flatten(1), own.query.weight.detach().T, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        att.w_q.transpose(0, 1).flatten(1), own.query.weight.detach().T, rtol=1e-6, atol=1e-6
+    )
     torch.testing.assert_close(att.b_k.flatten(), own.key.bias.detach(), rtol=1e-6, atol=1e-6)
 
 
@@ -73,7 +82,11 @@ def test_what_cannot_be_right_is_refused(family: str) -> None:
 def test_a_capture_without_its_mask_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second pass through eager attention is what tells: q, k and v alone would agree."""
     model = build(AFFINE["gpt2"])
-    monkeypatch.setitem(recorder.AttentionMaskInterface._global_mapping, recorder.RECORDING_ATTENTION, lambda *args, **kwargs: None)
+    monkeypatch.setitem(
+        recorder.AttentionMaskInterface._global_mapping,
+        recorder.RECORDING_ATTENTION,
+        lambda *args, **kwargs: None,
+    )
     with pytest.raises(CaptureError, match="differ from the model's own eager attention"):
         capture(model, inputs_for(model))
 
@@ -84,7 +97,9 @@ def test_layers_can_be_chosen_and_batches_follow() -> None:
     batch = inputs_for(model)
     first, second = capturer.run({"pixel_values": batch["pixel_values"][:1]}), capturer.run(batch)
     assert len(first) == len(second) == 1
-    torch.testing.assert_close(second[0].attention.out[:1], first[0].attention.out, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        second[0].attention.out[:1], first[0].attention.out, rtol=1e-5, atol=1e-6
+    )
     torch.testing.assert_close(second[0].attention.x, capture(model, batch)[1].x)
     assert [layer.index for layer in Capturer(model, [-1, 1]).run(batch)] == [1]
     with pytest.raises(CaptureError, match="layers is empty"):
@@ -104,11 +119,18 @@ def test_training_mode_and_gradients_are_restored() -> None:
 def test_half_precision_is_captured_as_a_copy_with_the_same_numbers(family: str) -> None:
     model = build(AFFINE[family]).to(torch.bfloat16)
     batch = inputs_for(model)
-    with pytest.warns(Notice, match="the model's weights are in bfloat16; a copy of it in float32 is measured, with the same numbers"):
+    with pytest.warns(
+        Notice,
+        match="the model's weights are in bfloat16; a copy of it in float32 is measured, with "
+        "the same numbers",
+    ):
         layers = capture(model, batch)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     expected = capture(build(AFFINE[family]).to(torch.bfloat16).float(), batch)
-    assert all(torch.equal(a.out, b.out) and a.dtype == torch.float32 for a, b in zip(layers, expected, strict=True))
+    assert all(
+        torch.equal(a.out, b.out) and a.dtype == torch.float32
+        for a, b in zip(layers, expected, strict=True)
+    )
 
 
 def test_other_objects_are_refused() -> None:
@@ -124,7 +146,9 @@ def test_cross_attention_is_refused() -> None:
         capture(model, batch)
 
 
-def altered(change: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+def altered(
+    change: Callable[..., torch.Tensor],
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """BERT's eager attention with another mask or other probabilities."""
 
     def forward(module, query, key, value, mask, scaling=None, dropout=0.0, **kwargs):
@@ -135,7 +159,8 @@ def altered(change: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Te
 
 
 def test_every_sample_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that attends to padding is refused, also when the padded sample comes second or in a later block."""
+    """A model that attends to padding is refused, also when the padded sample comes second or in a
+    later block."""
     soft = altered(lambda s, m: torch.softmax(s if m is None else s + m.clamp_min(-1), -1))
     monkeypatch.setattr(tf.models.bert.modeling_bert, "eager_attention_forward", soft)
     model = build(AFFINE["bert"])
@@ -162,9 +187,18 @@ def test_a_loud_head_does_not_hide_a_wrong_one(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_model_is_left_as_it_was() -> None:
-    vision = tf.CLIPVisionConfig(hidden_size=24, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, image_size=16, patch_size=4)
+    vision = tf.CLIPVisionConfig(
+        hidden_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=32,
+        image_size=16,
+        patch_size=4,
+    )
     text = tf.CLIPTextConfig(**TEXT)
-    model = tf.CLIPModel(tf.CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=8))
+    model = tf.CLIPModel(
+        tf.CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=8)
+    )
     model.set_attn_implementation({"text_config": "eager", "vision_config": "sdpa"})
     model.train()
     model.text_model.eval()
@@ -176,14 +210,27 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 def test_what_depends_on_the_tokens_beside_queries_and_keys_is_refused() -> None:
-    """A bias made of the queries agrees in every forward pass, and would be missed in the derivative."""
+    """A bias made of the queries agrees in every forward pass, and would be missed in the
+    derivative."""
     config = tf.Wav2Vec2BertConfig(
-        hidden_size=24, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, feature_projection_input_dim=8, conv_depthwise_kernel_size=3
+        hidden_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=32,
+        feature_projection_input_dim=8,
+        conv_depthwise_kernel_size=3,
     )
     model = build(lambda: tf.Wav2Vec2BertModel(config))
-    with pytest.raises(CaptureError, match="computes its position bias from its tokens, which is not supported"):
-        capture(model, {"input_features": torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(0))})
-    doge = build(lambda: tf.DogeModel(tf.DogeConfig(**TEXT, num_key_value_heads=2)))  # passes its mask by keyword
+    with pytest.raises(
+        CaptureError, match="computes its position bias from its tokens, which is not supported"
+    ):
+        capture(
+            model,
+            {"input_features": torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(0))},
+        )
+    doge = build(
+        lambda: tf.DogeModel(tf.DogeConfig(**TEXT, num_key_value_heads=2))
+    )  # passes its mask by keyword
     torch.nn.init.normal_(doge.layers[0].self_attn.A)
     with pytest.raises(CaptureError, match="computes its mask from its tokens"):
         capture(doge, inputs_for(doge))
@@ -200,7 +247,9 @@ def test_an_output_projection_that_is_none_is_refused() -> None:
     mine = Normalising(24, 24)
     mine.load_state_dict(attention.o_proj.state_dict(), strict=False)
     attention.o_proj = mine
-    with pytest.raises(CaptureError, match=r"the output projection \(Normalising\) is not an affine map"):
+    with pytest.raises(
+        CaptureError, match=r"the output projection \(Normalising\) is not an affine map"
+    ):
         capture(model, inputs_for(model))
 
 
@@ -216,14 +265,22 @@ def test_positions_that_differ_between_samples_are_refused() -> None:
     positions = torch.arange(9).expand(2, -1).clone()
     layers = capture(model, {**inputs_for(model), "position_ids": positions + 5})
     plain = capture(model, inputs_for(model))
-    torch.testing.assert_close(spectral_norm(layers[0], tol=1e-6).lower, spectral_norm(plain[0], tol=1e-6).lower, rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        spectral_norm(layers[0], tol=1e-6).lower,
+        spectral_norm(plain[0], tol=1e-6).lower,
+        rtol=1e-4,
+        atol=0,
+    )
     positions[1] += torch.arange(9)
     with pytest.raises(CaptureError, match="is given samples with different positions"):
         capture(model, {**inputs_for(model), "position_ids": positions})
 
 
-def test_a_rotation_is_fitted_once_for_layers_that_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And again where the same position embeddings do something else: what a layer takes over must turn its own vectors."""
+def test_a_rotation_is_fitted_once_for_layers_that_share_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And again where the same position embeddings do something else: what a layer takes over must
+    turn its own vectors."""
     fitted, fit = [], probed_layer.find_rotation
 
     def find(before: torch.Tensor, after: torch.Tensor) -> tuple[Rotation | None, torch.Tensor]:
@@ -241,16 +298,28 @@ def test_a_rotation_is_fitted_once_for_layers_that_share_it(monkeypatch: pytest.
     apply = modeling_llama.apply_rotary_pos_emb
     second = model.layers[1].self_attn
 
-    def backwards(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def backwards(
+        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return apply(q, k, cos, -sin if q.shape[-2] == 9 and calling[-1] is second else sin, *rest)
 
     calling: list[torch.nn.Module] = []
-    hooks = [m.self_attn.register_forward_pre_hook(lambda module, args, kwargs: calling.append(module), with_kwargs=True) for m in model.layers]
+    hooks = [
+        m.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs: calling.append(module), with_kwargs=True
+        )
+        for m in model.layers
+    ]
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", backwards)
     fitted.clear()
-    monkeypatch.setattr(probed_layer, "plain_copy", lambda module: module)  # so that the second layer is told apart
+    monkeypatch.setattr(
+        probed_layer, "plain_copy", lambda module: module
+    )  # so that the second layer is told apart
     try:
-        first, other = (layer.attention.scoring.find(Rotation) for layer in Capturer(model.double()).run(inputs_for(model)))
+        first, other = (
+            layer.attention.scoring.find(Rotation)
+            for layer in Capturer(model.double()).run(inputs_for(model))
+        )
     finally:
         for hook in hooks:
             hook.remove()

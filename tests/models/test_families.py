@@ -1,4 +1,5 @@
-"""Model family by model family: what is captured, and what is measured on it, against the model's own attention module."""
+"""Model family by model family: what is captured, and what is measured on it, against the model's
+own attention module."""
 
 from pathlib import Path
 
@@ -12,13 +13,34 @@ from lipbound.attention.reference import dense_jacobian
 from lipbound.models.capture.capture import Capturer, capture
 
 HAS = {
-    "Qwen 3": {"rotation", "qk_norm"}, "Gemma 2": {"rotation", "cap"}, "Gemma 3": {"rotation", "qk_norm"}, "Phi, q/k-norm": {"rotation", "qk_norm"},
-    "gpt-oss": {"rotation", "sinks"}, "OLMo 2": {"rotation", "qk_norm"}, "Cohere": {"rotation", "qk_norm"}, "Llama 4": {"rotation", "qk_norm"},
-    "StableLM, q/k-norm": {"rotation", "qk_norm"}, "GPTBigCode": set(), "T5 encoder": set(),
-}  # fmt: skip
+    "Qwen 3": {"rotation", "qk_norm"},
+    "Gemma 2": {"rotation", "cap"},
+    "Gemma 3": {"rotation", "qk_norm"},
+    "Phi, q/k-norm": {"rotation", "qk_norm"},
+    "gpt-oss": {"rotation", "sinks"},
+    "OLMo 2": {"rotation", "qk_norm"},
+    "Cohere": {"rotation", "qk_norm"},
+    "Llama 4": {"rotation", "qk_norm"},
+    "StableLM, q/k-norm": {"rotation", "qk_norm"},
+    "GPTBigCode": set(),
+    "T5 encoder": set(),
+}
 ALL = {**AFFINE, **MODERN}
 DENSE = ("bert", "roberta", "gpt2", "vit", "dinov2", "albert", "opt", *MODERN)
-COMMON = ("bert", "gpt2", "vit", "opt", "Llama, YaRN", "Mistral", "Qwen 3", "Gemma 2", "Phi, q/k-norm", "gpt-oss", "ModernBERT", "T5 encoder")
+COMMON = (
+    "bert",
+    "gpt2",
+    "vit",
+    "opt",
+    "Llama, YaRN",
+    "Mistral",
+    "Qwen 3",
+    "Gemma 2",
+    "Phi, q/k-norm",
+    "gpt-oss",
+    "ModernBERT",
+    "T5 encoder",
+)
 """One of every kind of attention among them."""
 
 
@@ -31,7 +53,9 @@ def test_captured(family: str) -> None:
         assert layer.error < capture_error(layer.attention)
         assert layer.attention.w_o is not None
         found = layer.attention.variants
-        full = family == "Cohere 2" and layer.index == 1  # its layers of full attention are not turned
+        full = (
+            family == "Cohere 2" and layer.index == 1
+        )  # its layers of full attention are not turned
         assert found == (set() if full else HAS.get(family, {"rotation"}))
     if "sliding_window" in model.config.to_dict() and model.config.sliding_window == 4:
         p = layers[0].attention.p
@@ -41,15 +65,23 @@ def test_captured(family: str) -> None:
 @pytest.mark.each_value(family=COMMON)
 @pytest.mark.parametrize("family", DENSE)
 def test_jacobian_is_that_of_the_models_own_module(family: str) -> None:
-    """Dense SVD of autograd through the model's eager attention module, in float64, against ours; every sound bound is above it."""
+    """Dense SVD of autograd through the model's eager attention module, in float64, against ours;
+    every sound bound is above it."""
     model = build(ALL[family]).double()
     att, heads = own_heads(model, 1)
     jacobian = torch.func.jacrev(heads)(att.x[0].detach())
     norm = lb.spectral_norm(att, tol=1e-9).lower[0]
-    sigma = torch.stack([torch.linalg.svdvals(jacobian[:, h].reshape(att.tokens * att.d_v, -1))[0] for h in range(att.heads)])
+    sigma = torch.stack(
+        [
+            torch.linalg.svdvals(jacobian[:, h].reshape(att.tokens * att.d_v, -1))[0]
+            for h in range(att.heads)
+        ]
+    )
     torch.testing.assert_close(norm, sigma, rtol=1e-6, atol=0)
     for h in range(att.heads):
-        assert float(torch.linalg.svdvals(dense_jacobian(att, 0, h))[0] / sigma[h]) == pytest.approx(1, abs=1e-6)
+        assert float(
+            torch.linalg.svdvals(dense_jacobian(att, 0, h))[0] / sigma[h]
+        ) == pytest.approx(1, abs=1e-6)
     for name in lb.bounds.names():
         bound = lb.bounds.get(name)
         if bound.map == "head" and bound.applies(att):
@@ -66,10 +98,22 @@ def test_padding_is_left_out(family: str) -> None:
     for padded, alone in zip(layers, short, strict=True):
         assert padded.lengths.tolist() == [9, 6]
         torch.testing.assert_close(padded.out[1:, :, :6], alone.out, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(lb.spectral_norm(padded, tol=1e-6).lower[1:], lb.spectral_norm(alone, tol=1e-6).lower, rtol=1e-4, atol=0)
+        torch.testing.assert_close(
+            lb.spectral_norm(padded, tol=1e-6).lower[1:],
+            lb.spectral_norm(alone, tol=1e-6).lower,
+            rtol=1e-4,
+            atol=0,
+        )
 
 
-@pytest.mark.parametrize("family", ["Qwen 3", "Gemma 2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Llama", "gpt-oss"))])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "Qwen 3",
+        "Gemma 2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("Llama", "gpt-oss")),
+    ],
+)
 def test_compare(family: str) -> None:
     model = build(MODERN[family])
     ds = lb.compare(model, inputs_for(model), progress=False)
@@ -83,8 +127,13 @@ def test_compare(family: str) -> None:
     assert "rotary position embeddings" in lb.tables.methods(ds, "text")
     assert "left out (Kim 2021" in lb.tables.methods(ds, "text")
     for format in ("text", "markdown", "latex"):
-        assert "eft out, since the statement does not cover" in lb.tables.render(ds, format)  # sentences of LaTeX begin with a capital
-    with pytest.raises(lb.LipboundError, match=r"bound 'kim' does not cover rotary .* which this model has; leave it out"):
+        assert "eft out, since the statement does not cover" in lb.tables.render(
+            ds, format
+        )  # sentences of LaTeX begin with a capital
+    with pytest.raises(
+        lb.LipboundError,
+        match=r"bound 'kim' does not cover rotary .* which this model has; leave it out",
+    ):
         lb.compare(model, inputs_for(model), bounds=["kim", "lipbound"], progress=False)
 
 

@@ -1,4 +1,5 @@
-"""GGUF files: the numbers that they stand for, how they are chosen, what is recorded, what is refused."""
+"""GGUF files: the numbers that they stand for, how they are chosen, what is recorded, what is
+refused."""
 
 import importlib.metadata
 import importlib.util
@@ -49,8 +50,13 @@ def test_a_run_on_a_file_is_that_on_its_weights(folder: Path, tmp_path: Path) ->
     model = llama()
     model.load_state_dict(save_gguf(tmp_path / "again.gguf"))
     ids = load_checkpoint(folder).tokenizer()("the ferry", return_tensors="pt").input_ids
-    plain, packed = (lb.compare(one, {"input_ids": ids}, bounds=["lipbound"], progress=False) for one in (model, folder / "model.gguf"))
-    torch.testing.assert_close(torch.tensor(packed["exact"].values), torch.tensor(plain["exact"].values), rtol=1e-6, atol=0)
+    plain, packed = (
+        lb.compare(one, {"input_ids": ids}, bounds=["lipbound"], progress=False)
+        for one in (model, folder / "model.gguf")
+    )
+    torch.testing.assert_close(
+        torch.tensor(packed["exact"].values), torch.tensor(plain["exact"].values), rtol=1e-6, atol=0
+    )
     assert packed.attrs["quantization"] == "GGUF Q4_1 (14 tensors Q4_1, 5 F32, 1 Q8_0)"
     assert "quantization" not in plain.attrs
 
@@ -66,29 +72,44 @@ def test_capture_reproduces_the_model(folder: Path) -> None:
 def test_the_tokenizer_is_the_files(folder: Path) -> None:
     tokenizer = load_checkpoint(folder).tokenizer()
     space = LETTERS.index("Ġ") + 2
-    assert tokenizer("the ferry").input_ids == [WORDS.index("the"), space, WORDS.index("ferr"), WORDS.index("y")]
+    assert tokenizer("the ferry").input_ids == [
+        WORDS.index("the"),
+        space,
+        WORDS.index("ferr"),
+        WORDS.index("y"),
+    ]
 
 
 def test_a_run_says_how_weights_were_stored_and_is_verified(folder: Path, tmp_path: Path) -> None:
-    ds = lb.compare(folder, **SMALL, gguf_file="model.gguf", bounds=["yudin"], out=tmp_path / "run.zarr")
+    ds = lb.compare(
+        folder, **SMALL, gguf_file="model.gguf", bounds=["yudin"], out=tmp_path / "run.zarr"
+    )
     assert "GGUF Q4_1, sha256:" in lb.plots.caption(ds)
     assert "stored as GGUF Q4_1 (14 tensors Q4_1, 5 F32, 1 Q8_0)" in lb.tables.methods(ds, "text")
     shutil.copy(folder / "model.gguf", tmp_path / "other.gguf")
     assert lb.verify(tmp_path / "run.zarr").ok
     assert lb.verify(ds, model=tmp_path / "other.gguf").ok
     save_gguf(tmp_path / "other.gguf", kind=Kind.Q8_0)
-    assert any("not the recorded model" in said for said in lb.verify(ds, model=tmp_path / "other.gguf").problems)
+    assert any(
+        "not the recorded model" in said
+        for said in lb.verify(ds, model=tmp_path / "other.gguf").problems
+    )
 
 
 def test_files_are_chosen_by_name_where_there_are_several(folder: Path, tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         shutil.copy(folder / "model.gguf", tmp_path / name)
-    with pytest.raises(CheckpointError, match=r"several GGUF files; name one with gguf_file=, 'a\.gguf' or 'b\.gguf'$"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"several GGUF files; name one with gguf_file=, 'a\.gguf' or 'b\.gguf'$",
+    ):
         load_checkpoint(tmp_path)
     assert load_checkpoint(tmp_path, gguf_file="b.gguf").gguf_file == "b.gguf"
     with pytest.raises(CheckpointError, match=r"has no file c\.gguf; did you mean"):
         load_checkpoint(tmp_path, gguf_file="c.gguf")
-    with pytest.raises(CheckpointError, match=r"gguf_file is 'model.safetensors'; .* ends with \.gguf"):
+    with pytest.raises(
+        CheckpointError, match=r"gguf_file is 'model.safetensors'; .* ends with \.gguf"
+    ):
         load_checkpoint(tmp_path, gguf_file="model.safetensors")
     with pytest.raises(CheckpointError, match="give one of the two"):
         load_checkpoint(tmp_path / "a.gguf", gguf_file="b.gguf")
@@ -97,9 +118,13 @@ def test_files_are_chosen_by_name_where_there_are_several(folder: Path, tmp_path
     assert load_checkpoint(tmp_path, gguf_file="a.gguf").quantization is not None
 
 
-def test_what_cannot_be_read_is_refused_in_a_sentence(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_is_refused_in_a_sentence(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "model.gguf"
-    with pytest.raises(CheckpointError, match=r"there is no file nowhere\.gguf; of a hub model, give its id"):
+    with pytest.raises(
+        CheckpointError, match=r"there is no file nowhere\.gguf; of a hub model, give its id"
+    ):
         load_checkpoint("nowhere.gguf")
     file.write_bytes(b"GG")
     with pytest.raises(CheckpointError, match="could not be loaded"):
@@ -125,14 +150,19 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(folder: Path, tmp_path: Pa
     with pytest.raises(CheckpointError, match="a model in memory takes none"):
         load_checkpoint(llama(), gguf_file="a.gguf")
     monkeypatch.setattr(gguf_file, "numbers", lambda path: 10**14)
-    with pytest.raises(LipboundError, match=r"the weights of .* take memory in float32, about 4e\+05 GB"):
+    with pytest.raises(
+        LipboundError, match=r"the weights of .* take memory in float32, about 4e\+05 GB"
+    ):
         load_checkpoint(folder)
 
 
 def test_without_the_extra(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(gguf_file, "find_spec", lambda name: None if name == "gguf" else find(name))
-    with pytest.raises(CheckpointError, match=r"needs the package gguf, not installed here; pip install 'lipbound\[gguf\]'$"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"needs the package gguf, not installed here; pip install 'lipbound\[gguf\]'$",
+    ):
         load_checkpoint(folder)
 
 
@@ -160,11 +190,18 @@ def test_fields_are_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     save_gguf(tmp_path / "model.gguf")
     seen: list[int] = []
     parse = reader._gguf_parse_value
-    monkeypatch.setattr(reader, "_gguf_parse_value", lambda value, types: (seen.append(id(value)), parse(value, types))[1])
+    monkeypatch.setattr(
+        reader,
+        "_gguf_parse_value",
+        lambda value, types: (seen.append(id(value)), parse(value, types))[1],
+    )
     tokenizer = load_checkpoint(tmp_path).tokenizer()
     assert len(seen) == len(set(seen)) > len(tokenizer)
     save_gguf(tmp_path / "other.gguf", kind=Kind.Q8_0)  # another file is not the one that is kept
-    assert load_checkpoint(tmp_path / "other.gguf").quantization == "GGUF Q8_0 (15 tensors Q8_0, 5 F32)"
+    assert (
+        load_checkpoint(tmp_path / "other.gguf").quantization
+        == "GGUF Q8_0 (15 tensors Q8_0, 5 F32)"
+    )
     assert len(seen) > len(tokenizer) * 2
 
 
@@ -173,11 +210,13 @@ def test_a_number_that_is_none_is_found_wherever_it_is(spoilt: float, folder: Pa
     model = load_checkpoint(folder).model
     weight = model.state_dict()["layers.1.mlp.up_proj.weight"]
     weight[-1, 3] = spoilt
-    with pytest.raises(CheckpointError, match=r"NaN or infinite numbers, in layers\.1\.mlp\.up_proj"):
+    with pytest.raises(
+        CheckpointError, match=r"NaN or infinite numbers, in layers\.1\.mlp\.up_proj"
+    ):
         check_finite(model, "mine")
 
 
-# -- builtin:smollm2 --------------------------------------------------------------------------------------------------------
+# -- builtin:smollm2 -------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -186,15 +225,31 @@ def test_smollm2_capture_is_the_models_own_attention() -> None:
     said = describe("smollm2")
     config = checkpoint.model.config
     assert (said.architecture, said.layers, said.heads, said.width) == (
-        type(checkpoint.model).__name__, config.num_hidden_layers, config.num_attention_heads, config.hidden_size,
-    )  # fmt: skip
+        type(checkpoint.model).__name__,
+        config.num_hidden_layers,
+        config.num_attention_heads,
+        config.hidden_size,
+    )
     assert checkpoint.quantization == "GGUF Q4_1 (210 tensors Q4_1, 61 F32, 1 Q8_0)"
-    assert checkpoint.tokenizer().tokenize("Down the Rabbit-Hole, 12") == ["Down", "Ġthe", "ĠRabbit", "-", "H", "ole", ",", "Ġ", "1", "2"]
+    assert checkpoint.tokenizer().tokenize("Down the Rabbit-Hole, 12") == [
+        "Down",
+        "Ġthe",
+        "ĠRabbit",
+        "-",
+        "H",
+        "ole",
+        ",",
+        "Ġ",
+        "1",
+        "2",
+    ]
     batch = prepare(checkpoint, samples=1, max_length=32).batch
     outputs: dict[int, torch.Tensor] = {}
     for i in (0, 15):
         projection = checkpoint.model.layers[i].self_attn.o_proj
-        projection.register_forward_pre_hook(lambda module, args, i=i: outputs.update({i: args[0].detach()}))
+        projection.register_forward_pre_hook(
+            lambda module, args, i=i: outputs.update({i: args[0].detach()})
+        )
     with torch.no_grad():
         checkpoint.model(**batch)
     own = dict(outputs)

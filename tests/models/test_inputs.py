@@ -34,7 +34,9 @@ def vit(vit: Path) -> Checkpoint:
 
 
 def picture(seed: int = 0, size: int = 20) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (size, size, 3), dtype=np.uint8))
+    return Image.fromarray(
+        np.random.default_rng(seed).integers(0, 255, (size, size, 3), dtype=np.uint8)
+    )
 
 
 TEXTS = ["the ferry is in a clock", "keeper", "   ", "a lighthouse and the island"]
@@ -58,14 +60,22 @@ def test_text_sources_agree(bert: Checkpoint, tmp_path: Path) -> None:
     expected = prepare(bert, TEXTS, samples=3, max_length=40).batch
     assert expected["input_ids"].shape[0] == 3  # the blank row is passed over
     assert expected["attention_mask"].sum(-1).tolist() == [6, 1, 5]
-    for data in (datasets.Dataset.from_pandas(frame), tmp_path / "t.parquet", str(tmp_path / "t.csv"), tuple(TEXTS)):
+    for data in (
+        datasets.Dataset.from_pandas(frame),
+        tmp_path / "t.parquet",
+        str(tmp_path / "t.csv"),
+        tuple(TEXTS),
+    ):
         batch = prepare(bert, data, samples=3, max_length=40).batch
         assert all(torch.equal(batch[name], expected[name]) for name in expected)
     assert (
         prepare(bert, tmp_path / "t.parquet", samples=3, column="text", max_length=40).fingerprint
         == prepare(bert, TEXTS, samples=3, max_length=40).fingerprint
     )
-    assert prepare(bert, TEXTS, samples=2, max_length=40).fingerprint != prepare(bert, TEXTS, samples=3, max_length=40).fingerprint
+    assert (
+        prepare(bert, TEXTS, samples=2, max_length=40).fingerprint
+        != prepare(bert, TEXTS, samples=3, max_length=40).fingerprint
+    )
 
 
 def test_text_file_windows(bert: Checkpoint, tmp_path: Path) -> None:
@@ -84,10 +94,14 @@ def test_image_sources_agree(vit: Checkpoint, tmp_path: Path) -> None:
     assert torch.equal(prepare(vit, tmp_path).batch["pixel_values"], expected)
     assert torch.equal(prepare(vit, tmp_path / "0.png").batch["pixel_values"], expected[:1])
     assert torch.equal(prepare(vit, pictures[0]).batch["pixel_values"], expected[:1])
-    table = datasets.Dataset.from_dict({"img": pictures, "label": [0, 1, 2]}).cast_column("img", datasets.Image())
+    table = datasets.Dataset.from_dict({"img": pictures, "label": [0, 1, 2]}).cast_column(
+        "img", datasets.Image()
+    )
     assert torch.equal(prepare(vit, table).batch["pixel_values"], expected)
     table.to_parquet(tmp_path / "t.parquet")
-    assert torch.equal(prepare(vit, tmp_path / "t.parquet", samples=2).batch["pixel_values"], expected[:2])
+    assert torch.equal(
+        prepare(vit, tmp_path / "t.parquet", samples=2).batch["pixel_values"], expected[:2]
+    )
 
 
 def test_default_photographs(vit: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,11 +114,16 @@ def test_default_photographs(vit: Checkpoint, monkeypatch: pytest.MonkeyPatch) -
 def test_ready_inputs(bert: Checkpoint, tmp_path: Path) -> None:
     ids = {"input_ids": torch.arange(12).view(3, 4)}
     save_file(ids, tmp_path / "ready.safetensors")
-    assert torch.equal(prepare(bert, tmp_path / "ready.safetensors", samples=2).batch["input_ids"], ids["input_ids"][:2])
+    assert torch.equal(
+        prepare(bert, tmp_path / "ready.safetensors", samples=2).batch["input_ids"],
+        ids["input_ids"][:2],
+    )
     assert prepare(bert, ids).samples == 3
 
 
-def test_hub_datasets_are_named_with_split_and_config(bert: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_datasets_are_named_with_split_and_config(
+    bert: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
 
     def fake(repo: str, config: str | None = None, split: str | None = None) -> datasets.Dataset:
@@ -112,8 +131,13 @@ def test_hub_datasets_are_named_with_split_and_config(bert: Checkpoint, monkeypa
         return datasets.Dataset.from_dict({"text": TEXTS})
 
     monkeypatch.setattr(datasets, "load_dataset", fake)
-    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda repo, config: ["train", "validation"])
-    assert prepare(bert, "owner/news:small", max_length=40).description == "owner/news:small, validation split"
+    monkeypatch.setattr(
+        datasets, "get_dataset_split_names", lambda repo, config: ["train", "validation"]
+    )
+    assert (
+        prepare(bert, "owner/news:small", max_length=40).description
+        == "owner/news:small, validation split"
+    )
     prepare(bert, "news", split="extra", max_length=40)
     assert asked == [("owner/news", "small", "validation"), ("news", None, "extra")]
 
@@ -149,7 +173,10 @@ def test_errors_about_text(bert: Checkpoint, tmp_path: Path) -> None:
         ({"data": tmp_path / "no.parquet"}, "there is no file"),
         ({"data": 3}, "data is 3"),
         ({"data": {"input_ids": [1, 2]}}, "must be named tensors"),
-        ({"data": {"input_ids": torch.zeros(2, 3), "attention_mask": torch.zeros(1, 3)}}, "disagree about the number"),
+        (
+            {"data": {"input_ids": torch.zeros(2, 3), "attention_mask": torch.zeros(1, 3)}},
+            "disagree about the number",
+        ),
         ({"data": tmp_path / "no.safetensors"}, "there is no file"),
         ({"samples": 0}, "samples is 0"),
         ({"max_length": 0}, "max_length is 0"),
@@ -176,14 +203,19 @@ def test_errors_about_images(vit: Checkpoint, tmp_path: Path) -> None:
             prepare(vit, data)
 
 
-def test_a_modality_is_one_reader_and_one_entry(bert: Checkpoint, vit: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_modality_is_one_reader_and_one_entry(
+    bert: Checkpoint, vit: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class NumberReader(Reader):
         modality = "image"
         kind = ItemKind(int, takes="numbers", one="a number", many="numbers", columns=("n",))
 
         def read(self, checkpoint: Checkpoint, data: object, selection: Selection) -> Inputs:
             found = self.items(checkpoint, data, selection.split, selection.column)
-            return Inputs({"pixel_values": torch.tensor(found.take(selection.samples, None, "numbers")[0])}, found.description)
+            return Inputs(
+                {"pixel_values": torch.tensor(found.take(selection.samples, None, "numbers")[0])},
+                found.description,
+            )
 
         def default(self) -> tuple[Iterator[int], str]:
             return iter([1, 2]), "one and two"
@@ -199,10 +231,14 @@ def test_a_modality_is_one_reader_and_one_entry(bert: Checkpoint, vit: Checkpoin
     ):
         inputs = prepare(vit, data, samples=2)
         assert (inputs.batch["pixel_values"].tolist(), inputs.description) == (values, description)
-    with pytest.raises(InputsError, match=r"column 'x' of a dataset holds str, but .* takes numbers"):
+    with pytest.raises(
+        InputsError, match=r"column 'x' of a dataset holds str, but .* takes numbers"
+    ):
         prepare(vit, datasets.Dataset.from_dict({"x": ["a"]}), column="x")
     monkeypatch.delitem(READERS, "text")
-    with pytest.raises(InputsError, match="takes text, neither text nor images; give a dict of ready inputs"):
+    with pytest.raises(
+        InputsError, match="takes text, neither text nor images; give a dict of ready inputs"
+    ):
         prepare(bert)
 
 
@@ -211,7 +247,9 @@ def test_unreachable_dataset(bert: Checkpoint, monkeypatch: pytest.MonkeyPatch) 
         raise ConnectionError("Couldn't reach the Hub")
 
     monkeypatch.setattr(datasets, "get_dataset_split_names", refuse)
-    with pytest.raises(InputsError, match="could not be read, as a file or a hub dataset: Couldn't reach"):
+    with pytest.raises(
+        InputsError, match="could not be read, as a file or a hub dataset: Couldn't reach"
+    ):
         prepare(bert, "owner/news", max_length=40)
 
 
@@ -219,18 +257,29 @@ def test_conversations_go_through_the_chat_template(tmp_path: Path) -> None:
     folder = save_bert(tmp_path / "bert")
     plain = load_checkpoint(folder)
     chats = [
-        [{"role": "user", "content": "the ferry"}, {"role": "assistant", "content": "is in a clock"}],
+        [
+            {"role": "user", "content": "the ferry"},
+            {"role": "assistant", "content": "is in a clock"},
+        ],
         [{"role": "user", "content": "keeper of the island"}],
     ]
-    with pytest.raises(InputsError, match="has no chat template, and conversations were given; give strings"):
+    with pytest.raises(
+        InputsError, match="has no chat template, and conversations were given; give strings"
+    ):
         prepare(plain, chats, max_length=12)
     tokenizer = plain.tokenizer()
     tokenizer.chat_template = "[CLS] {% for m in messages %}{{ m['content'] }} [SEP] {% endfor %}"
     tokenizer.save_pretrained(folder)
     checkpoint = load_checkpoint(folder)
     inputs = prepare(checkpoint, chats, samples=2, max_length=12)
-    expected = tokenizer(["[CLS] the ferry [SEP] is in a clock [SEP]", "[CLS] keeper of the island [SEP]"], add_special_tokens=False)["input_ids"]
-    assert [row[mask.bool()].tolist() for row, mask in zip(inputs.batch["input_ids"], inputs.batch["attention_mask"], strict=True)] == expected
+    expected = tokenizer(
+        ["[CLS] the ferry [SEP] is in a clock [SEP]", "[CLS] keeper of the island [SEP]"],
+        add_special_tokens=False,
+    )["input_ids"]
+    assert [
+        row[mask.bool()].tolist()
+        for row, mask in zip(inputs.batch["input_ids"], inputs.batch["attention_mask"], strict=True)
+    ] == expected
     assert inputs.description == "2 conversations"
     assert prepare(checkpoint, chats, samples=2, max_length=3).batch["input_ids"].shape == (2, 3)
     with pytest.raises(InputsError, match="some of the conversations are not lists of messages"):
@@ -240,7 +289,10 @@ def test_conversations_go_through_the_chat_template(tmp_path: Path) -> None:
 def test_settings_of_the_forward_pass_are_passed_on() -> None:
     """Images of another size than the model's, which its positions are interpolated for."""
     vit = build(AFFINE["vit"])
-    batch = {"pixel_values": torch.randn(2, 3, 24, 24, generator=torch.Generator().manual_seed(0)), "interpolate_pos_encoding": True}
+    batch = {
+        "pixel_values": torch.randn(2, 3, 24, 24, generator=torch.Generator().manual_seed(0)),
+        "interpolate_pos_encoding": True,
+    }
     inputs = prepare(load_checkpoint(vit), batch)
     assert inputs.options == {"interpolate_pos_encoding": True}
     assert inputs.fingerprint != Inputs(inputs.batch, "").fingerprint
@@ -251,6 +303,8 @@ def test_settings_of_the_forward_pass_are_passed_on() -> None:
 
 
 def test_dynamic_rotary_tables_reach_beyond_the_positions_they_were_made_for() -> None:
-    config = tf.LlamaConfig(**LLAMA, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0})
+    config = tf.LlamaConfig(
+        **LLAMA, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    )
     assert positions(Checkpoint(build(lambda: tf.LlamaModel(config)), "llama", "", None)) == 160
     assert positions(Checkpoint(build(MODERN["Llama"]), "llama", "", None)) == 40

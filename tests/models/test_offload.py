@@ -23,12 +23,16 @@ from lipbound.models.offload import plain_copy, resident
 
 MODELS: dict[str, Callable[[], tf.PreTrainedModel]] = {
     "llama": lambda: tf.LlamaModel(tf.LlamaConfig(**LLAMA)),
-    "llama with its head": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA, tie_word_embeddings=False)),
+    "llama with its head": lambda: tf.LlamaForCausalLM(
+        tf.LlamaConfig(**LLAMA, tie_word_embeddings=False)
+    ),
     "mistral": lambda: tf.MistralModel(tf.MistralConfig(**LLAMA)),
     "qwen3": lambda: tf.Qwen3Model(tf.Qwen3Config(**LLAMA, head_dim=6)),
     "gemma3": lambda: tf.Gemma3TextModel(tf.Gemma3TextConfig(**LLAMA, head_dim=6)),
     "gpt2": AFFINE["gpt2"],
-    "gpt2 with its head": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=60, n_embd=24, n_layer=2, n_head=4, n_positions=40)),
+    "gpt2 with its head": lambda: tf.GPT2LMHeadModel(
+        tf.GPT2Config(vocab_size=60, n_embd=24, n_layer=2, n_head=4, n_positions=40)
+    ),
     "bert": AFFINE["bert"],
     "bert without pooler": lambda: tf.BertModel(tf.BertConfig(**TEXT), add_pooling_layer=False),
     "bert with a classifier": lambda: tf.BertForSequenceClassification(tf.BertConfig(**TEXT)),
@@ -37,12 +41,15 @@ MODELS: dict[str, Callable[[], tf.PreTrainedModel]] = {
     "vit": AFFINE["vit"],
     "clip text": AFFINE["clip text"],
     "siglip vision": AFFINE["siglip vision"],
-}  # fmt: skip
+}
 
 
 def hidden_states(model: tf.PreTrainedModel) -> tuple[torch.Tensor, ...]:
     with torch.no_grad():
-        return model(**inputs_for(model, padded=model.main_input_name == "input_ids"), output_hidden_states=True).hidden_states
+        return model(
+            **inputs_for(model, padded=model.main_input_name == "input_ids"),
+            output_hidden_states=True,
+        ).hidden_states
 
 
 def same(one: tf.PreTrainedModel, other: tf.PreTrainedModel) -> bool:
@@ -65,7 +72,15 @@ def test_numbers_of_a_whole_model(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gpt2", "bert"])
-@pytest.mark.parametrize(("source", "dtype"), [("bfloat16", "float64"), ("float16", "float32"), ("float32", "float32"), ("float64", "float64")])
+@pytest.mark.parametrize(
+    ("source", "dtype"),
+    [
+        ("bfloat16", "float64"),
+        ("float16", "float32"),
+        ("float32", "float32"),
+        ("float64", "float64"),
+    ],
+)
 def test_dtypes(tmp_path: Path, name: str, source: str, dtype: str) -> None:
     compare_with_whole(save(name, tmp_path, getattr(torch, source)), dtype)
 
@@ -79,19 +94,27 @@ def compare_with_whole(tmp_path: Path, dtype: str) -> None:
     assert checkpoint.model.dtype == whole.model.dtype == getattr(torch, dtype)
     assert same(checkpoint.model, whole.model)
     assert [n for n in in_memory(checkpoint.model) if "pooler" not in n] == []
-    assert {n: b.dtype for n, b in checkpoint.model.named_buffers()} == {n: b.dtype for n, b in whole.model.named_buffers()}
+    assert {n: b.dtype for n, b in checkpoint.model.named_buffers()} == {
+        n: b.dtype for n, b in whole.model.named_buffers()
+    }
 
 
 def test_sharded(tmp_path: Path) -> None:
     save("llama", tmp_path, max_shard_size="5KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
-    assert same(load_checkpoint(tmp_path, weights="layers").model, load_checkpoint(tmp_path, weights="whole").model)
+    assert same(
+        load_checkpoint(tmp_path, weights="layers").model,
+        load_checkpoint(tmp_path, weights="whole").model,
+    )
 
 
 def test_old_names_of_parameters(tmp_path: Path) -> None:
     save_bert(tmp_path)
     file = tmp_path / "model.safetensors"
-    state = {f"bert.{k}".replace("LayerNorm.weight", "LayerNorm.gamma"): t for k, t in load_file(file).items()}
+    state = {
+        f"bert.{k}".replace("LayerNorm.weight", "LayerNorm.gamma"): t
+        for k, t in load_file(file).items()
+    }
     save_file(state | {"cls.predictions.bias": torch.zeros(60)}, file, {"format": "pt"})
     checkpoint = load_checkpoint(tmp_path, weights="layers")
     assert in_memory(checkpoint.model) == []
@@ -104,7 +127,9 @@ def test_resident_and_plain_copy(tmp_path: Path) -> None:
     part, other = model.layers[1], whole.layers[1]
     with resident(part), resident(part.mlp):
         assert sorted(in_memory(model)) == [f"layers.1.{name}" for name in sorted(in_memory(other))]
-        assert all(torch.equal(a, b) for a, b in zip(part.parameters(), other.parameters(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(part.parameters(), other.parameters(), strict=True)
+        )
         assert same(model, whole)
         assert len(in_memory(model)) == len(in_memory(other))
     assert in_memory(model) == []
@@ -112,7 +137,12 @@ def test_resident_and_plain_copy(tmp_path: Path) -> None:
     assert in_memory(model) == []
     assert offload.by_layer(model)
     assert not offload.by_layer(copied)
-    assert [hook for module in copied.modules() for hook in module._forward_hooks.values() if hasattr(hook, "__self__")] == []
+    assert [
+        hook
+        for module in copied.modules()
+        for hook in module._forward_hooks.values()
+        if hasattr(hook, "__self__")
+    ] == []
     file = next(tmp_path.glob("*.safetensors"))
     file.rename(tmp_path / "elsewhere")
     assert same(copied.double(), whole.double())
@@ -170,12 +200,20 @@ def test_peak_of_what_is_in_memory(tmp_path: Path) -> None:
 
     def count(*_: object) -> None:
         nonlocal peak
-        here = {p.data_ptr(): p.numel() * p.element_size() for p in model.layers.parameters() if not p.is_meta}
+        here = {
+            p.data_ptr(): p.numel() * p.element_size()
+            for p in model.layers.parameters()
+            if not p.is_meta
+        }
         peak = max(peak, sum(here.values()))
 
     hooks = [module.register_forward_pre_hook(count) for module in model.modules()]
     tables: list[torch.dtype] = []
-    hooks.append(model.embed_tokens.register_forward_pre_hook(lambda module, args: tables.append(module.weight.dtype)))
+    hooks.append(
+        model.embed_tokens.register_forward_pre_hook(
+            lambda module, args: tables.append(module.weight.dtype)
+        )
+    )
     hidden_states(model)
     for hook in hooks:
         hook.remove()
@@ -183,7 +221,14 @@ def test_peak_of_what_is_in_memory(tmp_path: Path) -> None:
     assert tables == [torch.bfloat16]  # the file's own table, never cast as a whole
     gc.collect()
     shapes = {tuple(p.shape) for p in model.parameters()}
-    alive = [t for t in gc.get_objects() if type(t) is nn.Parameter and not t.is_meta and tuple(t.shape) in shapes and t.dtype == torch.float32]
+    alive = [
+        t
+        for t in gc.get_objects()
+        if type(t) is nn.Parameter
+        and not t.is_meta
+        and tuple(t.shape) in shapes
+        and t.dtype == torch.float32
+    ]
     assert [t for t in alive if not t.requires_grad] == []
 
 
@@ -191,7 +236,10 @@ def test_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probing, "copy", SimpleNamespace(deepcopy=plain_copy), raising=False)
     save("bert", tmp_path)
     batch = inputs_for(build(AFFINE["bert"]))
-    by_layer, whole = (Capturer(load_checkpoint(tmp_path, weights=weights).model, around=True) for weights in ("layers", "whole"))
+    by_layer, whole = (
+        Capturer(load_checkpoint(tmp_path, weights=weights).model, around=True)
+        for weights in ("layers", "whole")
+    )
     for one, other in zip(by_layer.run(batch), whole.run(batch), strict=True):
         assert torch.equal(one.attention.w_q, other.attention.w_q)
         assert torch.equal(one.attention.out, other.attention.out)
@@ -203,14 +251,20 @@ def test_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_depends_on_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save("gpt2", tmp_path)
     size = weight_files.numbers(tmp_path)
-    for free, dtype, expected in ((8.5, "float32", False), (7.5, "float32", True), (8.5, "float64", True)):
+    for free, dtype, expected in (
+        (8.5, "float32", False),
+        (7.5, "float32", True),
+        (8.5, "float64", True),
+    ):
         monkeypatch.setattr(devices, "available", lambda device, free=free: free * size)
         assert load_checkpoint(tmp_path, dtype=dtype).by_layer is expected
     monkeypatch.setattr(devices, "available", lambda device: 0.0)
     torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors").unlink()
     assert not load_checkpoint(tmp_path).by_layer
-    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor .*use weights='whole'"):
+    with pytest.raises(
+        CheckpointError, match=r"neither model\.safetensors nor .*use weights='whole'"
+    ):
         load_checkpoint(tmp_path, weights="layers")
 
 
@@ -241,21 +295,30 @@ def test_broken_files(tmp_path: Path) -> None:
     content = shard.read_bytes()
     for wrong in (b"not weights", content[:-100]):
         shard.write_bytes(wrong)
-        with pytest.raises(CheckpointError, match=f"{shard.name} is (not a safetensors file|cut off)"):
+        with pytest.raises(
+            CheckpointError, match=f"{shard.name} is (not a safetensors file|cut off)"
+        ):
             load_checkpoint(tmp_path, weights="layers")
     shard.unlink()
-    with pytest.raises(CheckpointError, match=f"names 1 of 5 files of weights that is not there, {shard.name}"):
+    with pytest.raises(
+        CheckpointError, match=f"names 1 of 5 files of weights that is not there, {shard.name}"
+    ):
         load_checkpoint(tmp_path, weights="layers")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_no_numbers(tmp_path: Path, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_are_no_numbers(
+    tmp_path: Path, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(weight_files, "BLOCK", 100)
     model = build(AFFINE["bert"])
     with torch.no_grad():
         model.encoder.layer[1].attention.self.key.weight[-1, -1] = value
     model.save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"NaN or infinite numbers, in encoder\.layer\.1.attention\.self\.key\.weight"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"NaN or infinite numbers, in encoder\.layer\.1.attention\.self\.key\.weight",
+    ):
         load_checkpoint(tmp_path, weights="layers")
 
 
@@ -278,7 +341,14 @@ def test_weights_stored_in_another_form(tmp_path: Path) -> None:
     build(lambda: tf.MixtralModel(config)).save_pretrained(tmp_path / "experts")
     with pytest.raises(CheckpointError, match=r"pieces to join or split.*use weights='whole'"):
         load_checkpoint(tmp_path / "experts", weights="layers")
-    gated = tf.Dinov2Config(hidden_size=24, num_hidden_layers=1, num_attention_heads=4, image_size=16, patch_size=4, use_swiglu_ffn=True)
+    gated = tf.Dinov2Config(
+        hidden_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        image_size=16,
+        patch_size=4,
+        use_swiglu_ffn=True,
+    )
     build(lambda: tf.Dinov2Model(gated)).save_pretrained(tmp_path / "gated")
     with pytest.raises(CheckpointError, match=r"pieces to join or split.*use weights='whole'"):
         load_checkpoint(tmp_path / "gated", weights="layers")
@@ -287,6 +357,8 @@ def test_weights_stored_in_another_form(tmp_path: Path) -> None:
 def test_quantized_weights(tmp_path: Path) -> None:
     save("llama", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "gptq", "bits": 4}})
+    )
     with pytest.raises(CheckpointError, match="quantized"):
         load_checkpoint(tmp_path, weights="layers")

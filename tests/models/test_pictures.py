@@ -40,10 +40,15 @@ def grey(values: np.ndarray, dtype: type) -> Image.Image:
         (grey(RAMP, np.float32), "floating-point numbers below 256"),
     ],
 )
-def test_any_depth_is_the_picture_of_8_bits(checkpoint: Checkpoint, picture: Image.Image, said: str) -> None:
+def test_any_depth_is_the_picture_of_8_bits(
+    checkpoint: Checkpoint, picture: Image.Image, said: str
+) -> None:
     with pytest.warns(Notice, match=f"1 of 1 images .*{said}"):
         inputs = prepare(checkpoint, [picture])
-    assert torch.equal(inputs.batch["pixel_values"], prepare(checkpoint, [grey(RAMP, np.uint8)]).batch["pixel_values"])
+    assert torch.equal(
+        inputs.batch["pixel_values"],
+        prepare(checkpoint, [grey(RAMP, np.uint8)]).batch["pixel_values"],
+    )
     assert said in inputs.notes[0]
 
 
@@ -63,8 +68,12 @@ def test_files_of_16_bits(ending: str, tmp_path: Path) -> None:
         (grey(np.full((4, 4), np.nan), np.float32), "NaN"),
     ],
 )
-def test_ranges_that_are_not_known_are_refused(checkpoint: Checkpoint, picture: Image.Image, message: str) -> None:
-    with pytest.raises(InputsError, match=f"image 0 of 1 given image is not taken: it has .*{message}"):
+def test_ranges_that_are_not_known_are_refused(
+    checkpoint: Checkpoint, picture: Image.Image, message: str
+) -> None:
+    with pytest.raises(
+        InputsError, match=f"image 0 of 1 given image is not taken: it has .*{message}"
+    ):
         prepare(checkpoint, [picture])
 
 
@@ -79,7 +88,9 @@ def test_transparent_parts_are_laid_on_white(mode: str) -> None:
     told = Counter[str]()
     made = np.asarray(rgb(with_alpha(0).convert(mode), told))
     assert abs(made[:4].astype(int) - 255).max() == 0
-    assert abs(made[4:].astype(int) - (200, 0, 0)).max() <= (0 if mode != "PA" else 26)  # palettes have few colours
+    assert abs(made[4:].astype(int) - (200, 0, 0)).max() <= (
+        0 if mode != "PA" else 26
+    )  # palettes have few colours
     assert "laid on white" in next(iter(told))
 
 
@@ -91,7 +102,9 @@ def test_half_transparent_grey() -> None:
 
 def test_an_opaque_picture_is_told_nothing_of() -> None:
     told = Counter[str]()
-    assert np.array_equal(np.asarray(rgb(with_alpha(255), told)), np.asarray(with_alpha(255).convert("RGB")))
+    assert np.array_equal(
+        np.asarray(rgb(with_alpha(255), told)), np.asarray(with_alpha(255).convert("RGB"))
+    )
     assert not told
 
 
@@ -102,7 +115,8 @@ def test_the_camera_was_held_upright(checkpoint: Checkpoint, tmp_path: Path) -> 
     Image.fromarray(values).save(tmp_path / "turned.png", exif=exif)
     upright = Image.fromarray(np.ascontiguousarray(np.rot90(values, -1)))
     assert torch.equal(
-        prepare(checkpoint, tmp_path / "turned.png", samples=1).batch["pixel_values"], prepare(checkpoint, upright).batch["pixel_values"]
+        prepare(checkpoint, tmp_path / "turned.png", samples=1).batch["pixel_values"],
+        prepare(checkpoint, upright).batch["pixel_values"],
     )
 
 
@@ -117,17 +131,29 @@ def test_later_frames_are_told(checkpoint: Checkpoint, ending: str, tmp_path: Pa
 
 def test_notes_are_in_the_run(vit: Path) -> None:
     with pytest.warns(Notice, match="16 bits"):
-        ds = lb.compare(vit, [grey(RAMP * 257, np.uint16)], bounds=["castin"], delta=None, layers=0, progress=False)
+        ds = lb.compare(
+            vit,
+            [grey(RAMP * 257, np.uint16)],
+            bounds=["castin"],
+            delta=None,
+            layers=0,
+            progress=False,
+        )
     assert any("16 bits" in note for note in ds.attrs["notes"])
     assert ds.attrs["preprocessing"].endswith(
-        ": size 16 x 16, resample bilinear, rescale factor 0.00392157, image mean (0.5, 0.5, 0.5), image std (0.5, 0.5, 0.5)"
+        ": size 16 x 16, resample bilinear, rescale factor 0.00392157, image mean (0.5, 0.5, "
+        "0.5), image std (0.5, 0.5, 0.5)"
     )
 
 
 def test_arrays_are_pictures(checkpoint: Checkpoint) -> None:
     colours = np.random.default_rng(0).integers(0, 255, (20, 20, 3), dtype=np.uint8)
-    expected = prepare(checkpoint, [Image.fromarray(colours), grey(RAMP, np.uint8)]).batch["pixel_values"]
-    assert torch.equal(prepare(checkpoint, [colours, RAMP.astype(np.uint8)]).batch["pixel_values"], expected)
+    expected = prepare(checkpoint, [Image.fromarray(colours), grey(RAMP, np.uint8)]).batch[
+        "pixel_values"
+    ]
+    assert torch.equal(
+        prepare(checkpoint, [colours, RAMP.astype(np.uint8)]).batch["pixel_values"], expected
+    )
     with pytest.raises(InputsError, match=r"holds items of type ndarray, but .* takes images"):
         prepare(checkpoint, [colours.astype(np.float64)])
 
@@ -139,10 +165,16 @@ def test_paths_of_images(checkpoint: Checkpoint, tmp_path: Path) -> None:
     expected = prepare(checkpoint, pictures).batch["pixel_values"]
     names = [str(tmp_path / f"{k}.png") for k in range(3)]
     assert torch.equal(prepare(checkpoint, names).batch["pixel_values"], expected)
-    assert torch.equal(prepare(checkpoint, [Path(name) for name in names]).batch["pixel_values"], expected)
-    with pytest.raises(InputsError, match=r"data holds .*9\.png, and there is no file of images of that name"):
+    assert torch.equal(
+        prepare(checkpoint, [Path(name) for name in names]).batch["pixel_values"], expected
+    )
+    with pytest.raises(
+        InputsError, match=r"data holds .*9\.png, and there is no file of images of that name"
+    ):
         prepare(checkpoint, [tmp_path / "0.png", tmp_path / "9.png"])
-    with pytest.raises(InputsError, match=r"data holds 9\.png, and there is no file of images of that name"):
+    with pytest.raises(
+        InputsError, match=r"data holds 9\.png, and there is no file of images of that name"
+    ):
         prepare(checkpoint, ["9.png"])
     frame = pd.DataFrame({"image": names})
     assert torch.equal(prepare(checkpoint, frame).batch["pixel_values"], expected)
@@ -164,9 +196,13 @@ def test_folders_of_classes(checkpoint: Checkpoint, tmp_path: Path) -> None:
     for name in ("cat", "dog", "owl"):
         (tmp_path / name).mkdir()
         for k in range(6):
-            grey(np.random.default_rng(10 * ord(name[0]) + k).integers(0, 255, (16, 16)), np.uint8).save(tmp_path / name / f"{k}.png")
+            grey(
+                np.random.default_rng(10 * ord(name[0]) + k).integers(0, 255, (16, 16)), np.uint8
+            ).save(tmp_path / name / f"{k}.png")
     with pytest.warns(
-        Notice, match=r"are sorted by folder, and the first 4 are of 1 of 3 folders \(cat\); shuffle=0, or another seed, draws from all"
+        Notice,
+        match=r"are sorted by folder, and the first 4 are of 1 of 3 folders \(cat\); shuffle=0, "
+        r"or another seed, draws from all",
     ):
         first = prepare(checkpoint, tmp_path, samples=4)
     every = prepare(checkpoint, tmp_path, samples="all")
@@ -176,8 +212,17 @@ def test_folders_of_classes(checkpoint: Checkpoint, tmp_path: Path) -> None:
     drawn = prepare(checkpoint, tmp_path, samples=6, shuffle=3)
     assert drawn.description.endswith(", shuffled with seed 3")
     assert not drawn.notes
-    found = [next(k for k in range(18) if torch.equal(every.batch["pixel_values"][k], one)) for one in drawn.batch["pixel_values"]]
+    found = [
+        next(k for k in range(18) if torch.equal(every.batch["pixel_values"][k], one))
+        for one in drawn.batch["pixel_values"]
+    ]
     assert len(set(found)) == 6
     assert len({k // 6 for k in found}) > 1
-    assert torch.equal(prepare(checkpoint, tmp_path, samples=6, shuffle=3).batch["pixel_values"], drawn.batch["pixel_values"])
-    assert not torch.equal(prepare(checkpoint, tmp_path, samples=6, shuffle=4).batch["pixel_values"], drawn.batch["pixel_values"])
+    assert torch.equal(
+        prepare(checkpoint, tmp_path, samples=6, shuffle=3).batch["pixel_values"],
+        drawn.batch["pixel_values"],
+    )
+    assert not torch.equal(
+        prepare(checkpoint, tmp_path, samples=6, shuffle=4).batch["pixel_values"],
+        drawn.batch["pixel_values"],
+    )

@@ -1,4 +1,5 @@
-"""Checkpoints whose configuration says that they were quantised: turned back exactly, or refused by name."""
+"""Checkpoints whose configuration says that they were quantised: turned back exactly, or refused by
+name."""
 
 import json
 from pathlib import Path
@@ -18,7 +19,8 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 def save_fp8(folder: Path, block: int = 4) -> dict[str, Tensor]:
-    """A Llama with projections in float8 and a scale for every block; returns what its weights stand for."""
+    """A Llama with projections in float8 and a scale for every block; returns what its weights
+    stand for."""
     build(lambda: tf.LlamaModel(tf.LlamaConfig(**LLAMA, **IDS))).save_pretrained(folder)
     stored, stand_for = {}, {}
     for name, weight in load_file(folder / "model.safetensors").items():
@@ -27,7 +29,10 @@ def save_fp8(folder: Path, block: int = 4) -> dict[str, Tensor]:
             continue
         tall, wide = (-(-size // block) for size in weight.shape)
         scale = torch.empty(tall, wide)
-        stored[name], stand_for[name] = torch.empty_like(weight, dtype=torch.float8_e4m3fn), torch.empty_like(weight)
+        stored[name], stand_for[name] = (
+            torch.empty_like(weight, dtype=torch.float8_e4m3fn),
+            torch.empty_like(weight),
+        )
         for i in range(tall):
             for j in range(wide):
                 part = slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block)
@@ -59,7 +64,10 @@ def test_float8_is_turned_back_exactly(tmp_path: Path) -> None:
 
 def test_blocks_that_transformers_misreads_are_refused(tmp_path: Path) -> None:
     save_fp8(tmp_path, block=8)  # keys have 12 rows
-    with pytest.raises(CheckpointError, match=r"k_proj\.weight of .* is 12 x 24, no whole number of quantized blocks of 8 x 8"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"k_proj\.weight of .* is 12 x 24, no whole number of quantized blocks of 8 x 8",
+    ):
         load_checkpoint(tmp_path)
 
 
@@ -67,7 +75,10 @@ def test_blocks_that_transformers_misreads_are_refused(tmp_path: Path) -> None:
 def test_what_is_not_turned_back_is_refused_by_name(method: str, tmp_path: Path) -> None:
     save_fp8(tmp_path)
     say(tmp_path, quant_method=method, bits=4)
-    with pytest.raises(CheckpointError, match=f"were quantized with {method}, which transformers does not turn back"):
+    with pytest.raises(
+        CheckpointError,
+        match=f"were quantized with {method}, which transformers does not turn back",
+    ):
         load_checkpoint(tmp_path)
 
 
@@ -81,6 +92,10 @@ def test_scales_that_are_left_unused_are_told(tmp_path: Path) -> None:
 def test_numbers_of_one_byte_in_memory_are_refused() -> None:
     model = build(lambda: tf.LlamaModel(tf.LlamaConfig(**LLAMA, **IDS)))
     projection = model.layers[0].self_attn.q_proj
-    projection.weight = torch.nn.Parameter(projection.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
-    with pytest.raises(CheckpointError, match=r"q_proj\.weight is float8_e4m3fn; .* model\.dequantize\(\)"):
+    projection.weight = torch.nn.Parameter(
+        projection.weight.detach().to(torch.float8_e4m3fn), requires_grad=False
+    )
+    with pytest.raises(
+        CheckpointError, match=r"q_proj\.weight is float8_e4m3fn; .* model\.dequantize\(\)"
+    ):
         load_checkpoint(model)

@@ -1,4 +1,5 @@
-"""What capture cannot take, or does not see: one sentence that names the layer and the true reason, and a model that is left as it was."""
+"""What capture cannot take, or does not see: one sentence that names the layer and the true reason,
+and a model that is left as it was."""
 
 import copy
 from collections.abc import Callable
@@ -16,28 +17,71 @@ from lipbound.models.capture import capture as capturing
 from lipbound.models.capture.capture import capture
 from lipbound.models.capture.recorder import _eager
 
-TOWER = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32, "image_size": 16, "patch_size": 4}
+TOWER = {
+    "hidden_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 32,
+    "image_size": 16,
+    "patch_size": 4,
+}
 PIXELS = {"pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))}
 FULL = ["full_attention"] * 2
 MOSHI = {**NARROW, "head_dim": 6, "ffn_dim": 32, "sliding_window": 40}
 MOSHI.pop("intermediate_size")
 REASONS: dict[str, tuple[Callable[[], tf.PreTrainedModel], str]] = {
-    "two softmaxes": (lambda: tf.DiffLlamaModel(tf.DiffLlamaConfig(**LLAMA)), r"DiffLlamaAttention calls attention 2 times whenever it runs"),
-    "normalised heads": (lambda: tf.BitNetModel(tf.BitNetConfig(**LLAMA, **IDS)),
-                         r"BitNetAttention normalises its head outputs \(BitNetRMSNorm\) before they are projected"),
-    "gated heads": (lambda: tf.Qwen3_5TextModel(tf.Qwen3_5TextConfig(**{**LLAMA, "head_dim": 6}, layer_types=FULL)),
-                    r"Qwen3_5Attention multiplies its head outputs by a gate before they are projected"),
-    "gated heads of another width": (lambda: tf.Qwen3NextModel(tf.Qwen3NextConfig(**GATED)), r"multiplies its head outputs by a gate"),
-    "a rotation of its own": (lambda: tf.MoshiModel(tf.MoshiConfig(**MOSHI)),
-                              r"makes its queries depend on the position of a token otherwise than by position_embeddings"),
-    "a window of nothing": (lambda: tf.MistralModel(tf.MistralConfig(**{**NARROW, "sliding_window": 0})),
-                            r"its mask forbids some token every key \(its sliding window is 0 tokens wide\)"),
-    "a norm of two tensors": (lambda: tf.ZayaModel(tf.ZayaConfig(**LLAMA, **IDS)),
-                              r"its normalisation ZayaQKNorm is of an unknown make: it takes more than one tensor"),
-    "masks drawn at random": (lambda: tf.ViTMAEModel(tf.ViTMAEConfig(**IMAGE)), r"draws random numbers in evaluation"),
-    "windows": (lambda: tf.SwinModel(tf.SwinConfig(image_size=16, patch_size=2, embed_dim=12, depths=[1], num_heads=[2], window_size=4)),
-                r"is given windows or tiles in place of samples \(8 in the batch\)"),
-}  # fmt: skip
+    "two softmaxes": (
+        lambda: tf.DiffLlamaModel(tf.DiffLlamaConfig(**LLAMA)),
+        r"DiffLlamaAttention calls "
+        r"attention 2 times whenever it "
+        r"runs",
+    ),
+    "normalised heads": (
+        lambda: tf.BitNetModel(tf.BitNetConfig(**LLAMA, **IDS)),
+        r"BitNetAttention normalises its head outputs \(BitNetRMSNorm\) before "
+        r"they are projected",
+    ),
+    "gated heads": (
+        lambda: tf.Qwen3_5TextModel(
+            tf.Qwen3_5TextConfig(**{**LLAMA, "head_dim": 6}, layer_types=FULL)
+        ),
+        r"Qwen3_5Attention multiplies its head outputs by a gate before they are "
+        r"projected",
+    ),
+    "gated heads of another width": (
+        lambda: tf.Qwen3NextModel(tf.Qwen3NextConfig(**GATED)),
+        r"multiplies its head outputs "
+        r"by a gate",
+    ),
+    "a rotation of its own": (
+        lambda: tf.MoshiModel(tf.MoshiConfig(**MOSHI)),
+        r"makes its queries depend on the position of a token otherwise "
+        r"than by position_embeddings",
+    ),
+    "a window of nothing": (
+        lambda: tf.MistralModel(tf.MistralConfig(**{**NARROW, "sliding_window": 0})),
+        r"its mask forbids some token every key \(its sliding window is 0 "
+        r"tokens wide\)",
+    ),
+    "a norm of two tensors": (
+        lambda: tf.ZayaModel(tf.ZayaConfig(**LLAMA, **IDS)),
+        r"its normalisation ZayaQKNorm is of an unknown make: it takes "
+        r"more than one tensor",
+    ),
+    "masks drawn at random": (
+        lambda: tf.ViTMAEModel(tf.ViTMAEConfig(**IMAGE)),
+        r"draws random numbers in "
+        r"evaluation",
+    ),
+    "windows": (
+        lambda: tf.SwinModel(
+            tf.SwinConfig(
+                image_size=16, patch_size=2, embed_dim=12, depths=[1], num_heads=[2], window_size=4
+            )
+        ),
+        r"is given windows or tiles in place of samples \(8 in the batch\)",
+    ),
+}
 
 
 @pytest.mark.parametrize("kind", REASONS)
@@ -63,7 +107,11 @@ class Reading(nn.Module):
 def test_norms_and_positions_of_an_unknown_make() -> None:
     model = build(MODERN["Qwen 3"])
     model.layers[1].self_attn.q_norm = Reading()
-    with pytest.raises(CaptureError, match=r"layers.1.self_attn: .*LayerNorm is of an unknown make: the layer itself reads its weight"):
+    with pytest.raises(
+        CaptureError,
+        match=r"layers.1.self_attn: .*LayerNorm is of an unknown make: the layer itself reads "
+        r"its weight",
+    ):
         capture(model, inputs_for(model))
     model = build(MODERN["Llama"])
 
@@ -77,7 +125,11 @@ def test_norms_and_positions_of_an_unknown_make() -> None:
         return args, {**kwargs, "position_embeddings": Pair((*kwargs["position_embeddings"], 3))}
 
     model.layers[0].self_attn.register_forward_pre_hook(add, with_kwargs=True)
-    with pytest.raises(CaptureError, match=r"layers.0.self_attn: .*position embeddings of an unknown make \(Pair; known are cosines and sines\)"):
+    with pytest.raises(
+        CaptureError,
+        match=r"layers.0.self_attn: .*position embeddings of an unknown make \(Pair; known are "
+        r"cosines and sines\)",
+    ):
         capture(model, inputs_for(model))
 
 
@@ -93,7 +145,11 @@ def test_projections_of_several_tokens() -> None:
     mine = Convolution(24, 24)
     mine.load_state_dict(model.layers[1].self_attn.q_proj.state_dict())
     model.layers[1].self_attn.q_proj = mine
-    with pytest.raises(CaptureError, match=r"layers.1.self_attn: LlamaAttention makes its queries of several tokens \(by a convolution, for one\)"):
+    with pytest.raises(
+        CaptureError,
+        match=r"layers.1.self_attn: LlamaAttention makes its queries of several tokens \(by a "
+        r"convolution, for one\)",
+    ):
         capture(model, inputs_for(model))
 
 
@@ -104,7 +160,11 @@ def test_how_arguments_are_passed_makes_no_difference() -> None:
     for layer in model.layers:
         layer.self_attn.register_forward_pre_hook(
             lambda module, args, kwargs: (
-                (*(args or (kwargs.pop("hidden_states"),)), kwargs.pop("position_embeddings"), kwargs.pop("attention_mask")),
+                (
+                    *(args or (kwargs.pop("hidden_states"),)),
+                    kwargs.pop("position_embeddings"),
+                    kwargs.pop("attention_mask"),
+                ),
                 kwargs,
             ),
             with_kwargs=True,
@@ -112,7 +172,11 @@ def test_how_arguments_are_passed_makes_no_difference() -> None:
     for a, b in zip(capture(model, inputs_for(model)), expected, strict=True):
         torch.testing.assert_close(a.out, b.out)
         assert a.variants == {"rotation"}
-    ctrl = build(lambda: tf.CTRLModel(tf.CTRLConfig(vocab_size=60, n_positions=40, n_embd=24, dff=32, n_layer=2, n_head=4)))
+    ctrl = build(
+        lambda: tf.CTRLModel(
+            tf.CTRLConfig(vocab_size=60, n_positions=40, n_embd=24, dff=32, n_layer=2, n_head=4)
+        )
+    )
     assert len(capture(ctrl, inputs_for(ctrl))) == 2
 
 
@@ -122,8 +186,13 @@ def test_the_eager_function_is_the_one_that_the_module_names() -> None:
     model = build(lambda: tf.Phi4MultimodalVisionModel(config))
     attention = model.encoder.layers[0].self_attn
     assert _eager(attention).__name__ == "simple_eager_attention_forward"
-    with pytest.warns(Notice, match=r"head.attention \(MultiheadAttention\) of Phi4MultimodalVisionModel is left out"):
-        layers = capture(model, {**PIXELS, "patch_attention_mask": torch.ones(2, 4, 4, dtype=torch.bool)})
+    with pytest.warns(
+        Notice,
+        match=r"head.attention \(MultiheadAttention\) of Phi4MultimodalVisionModel is left out",
+    ):
+        layers = capture(
+            model, {**PIXELS, "patch_attention_mask": torch.ones(2, 4, 4, dtype=torch.bool)}
+        )
     assert len(layers) == 1
 
     class Mine(tf.models.bert.modeling_bert.BertSelfAttention):
@@ -137,17 +206,29 @@ def test_the_eager_function_is_the_one_that_the_module_names() -> None:
 def test_towers_and_heads_that_are_not_seen_are_told() -> None:
     config = tf.GitConfig(**TEXT, **IDS, vision_config=TOWER)
     git = build(lambda: tf.GitModel(config))
-    with pytest.warns(Notice, match=r"2 modules compute attention without .*: encoder.layer.0.attention.self \(GitSelfAttention\), .* are left out"):
+    with pytest.warns(
+        Notice,
+        match=r"2 modules compute attention without .*: encoder.layer.0.attention.self "
+        r"\(GitSelfAttention\), .* are left out",
+    ):
         layers = capture(git, {**inputs_for(git), **PIXELS})
     assert len(layers) == 1  # of the images
     vision = build(AFFINE["siglip vision"])
-    with pytest.warns(Notice, match=r"a module computes attention without transformers' attention interface.*head.attention \(MultiheadAttention\)"):
+    with pytest.warns(
+        Notice,
+        match=r"a module computes attention without transformers' attention "
+        r"interface.*head.attention \(MultiheadAttention\)",
+    ):
         ds = lb.compare(vision, PIXELS, bounds=["lipbound"], exact_samples=1, progress=False)
-    assert ds.attrs["notes"][0].endswith("head.attention (MultiheadAttention) of SiglipVisionModel is left out")
+    assert ds.attrs["notes"][0].endswith(
+        "head.attention (MultiheadAttention) of SiglipVisionModel is left out"
+    )
 
 
 @pytest.mark.filterwarnings("error::lipbound.errors.Notice")
-@pytest.mark.parametrize("family", ["bert", "gpt2", "vit", "Llama", "gpt-oss", "Llama 4", "T5 encoder"])
+@pytest.mark.parametrize(
+    "family", ["bert", "gpt2", "vit", "Llama", "gpt-oss", "Llama 4", "T5 encoder"]
+)
 def test_nothing_is_told_where_all_is_seen(family: str) -> None:
     """Routers of experts have a softmax too."""
     model = build({**AFFINE, **MODERN}[family])
@@ -155,8 +236,14 @@ def test_nothing_is_told_where_all_is_seen(family: str) -> None:
 
 
 def test_own_attention_code_is_named() -> None:
-    bloom = build(lambda: tf.BloomModel(tf.BloomConfig(vocab_size=60, hidden_size=24, n_layer=2, n_head=4)))
-    with pytest.raises(CaptureError, match=r"never calls .* an attention code of its own, in h.0.self_attention \(BloomAttention\)"):
+    bloom = build(
+        lambda: tf.BloomModel(tf.BloomConfig(vocab_size=60, hidden_size=24, n_layer=2, n_head=4))
+    )
+    with pytest.raises(
+        CaptureError,
+        match=r"never calls .* an attention code of its own, in h.0.self_attention "
+        r"\(BloomAttention\)",
+    ):
         capture(bloom, inputs_for(bloom))
 
 
@@ -165,15 +252,21 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     modules = list(model.named_modules())
     return {
         "training": {name: module.training for name, module in modules},
-        "attention": {name: m.config._attn_implementation for name, m in modules if hasattr(m, "config")},
+        "attention": {
+            name: m.config._attn_implementation for name, m in modules if hasattr(m, "config")
+        },
         "hooks": {name: (len(m._forward_pre_hooks), len(m._forward_hooks)) for name, m in modules},
         "buffers": {name: buffer.clone() for name, buffer in model.named_buffers()},
         "types": [type(module) for _, module in modules],
     }
 
 
-@pytest.mark.parametrize("step", ["probe", "check_rebuilt", "verify_outputs", "own_outputs", "dependence", "forward"])
-def test_the_model_is_left_as_it_was_after_an_error(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "step", ["probe", "check_rebuilt", "verify_outputs", "own_outputs", "dependence", "forward"]
+)
+def test_the_model_is_left_as_it_was_after_an_error(
+    step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = build(MODERN["Mistral"]).train()
     model.layers[0].eval()
     model.set_attn_implementation("sdpa")

@@ -1,4 +1,5 @@
-"""Padding belongs to a stream of tokens, and a number to a sample: whatever else is in the batch, or it is said."""
+"""Padding belongs to a stream of tokens, and a number to a sample: whatever else is in the batch,
+or it is said."""
 
 import warnings
 from collections.abc import Callable
@@ -13,17 +14,36 @@ import lipbound as lb
 from lipbound.errors import CaptureError, Notice
 from lipbound.models.capture.capture import capture
 
-BART = {"vocab_size": 60, "d_model": 24, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-        "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "max_position_embeddings": 40}  # fmt: skip
+BART = {
+    "vocab_size": 60,
+    "d_model": 24,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "max_position_embeddings": 40,
+}
 ENCODER_DECODERS: dict[str, tuple[Callable[[], tf.PreTrainedModel], str, str]] = {
     "bart": (lambda: tf.BartModel(tf.BartConfig(**BART)), "decoder.layers.0.self_attn", "out_proj"),
-    "t5": (lambda: tf.T5Model(tf.T5Config(vocab_size=60, d_model=24, d_kv=6, d_ff=32, num_layers=1, num_heads=4)),
-           "decoder.block.0.layer.0.SelfAttention", "o"),
-}  # fmt: skip
+    "t5": (
+        lambda: tf.T5Model(
+            tf.T5Config(vocab_size=60, d_model=24, d_kv=6, d_ff=32, num_layers=1, num_heads=4)
+        ),
+        "decoder.block.0.layer.0.SelfAttention",
+        "o",
+    ),
+}
 NINE = torch.arange(3, 12).expand(2, -1)
 PADDED = torch.tensor([[1] * 9, [1] * 4 + [0] * 5])
 LEFT = torch.tensor([[1] * 9, [0] * 5 + [1] * 4])
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 3, "long_factor": [8.0] * 3}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 3,
+    "long_factor": [8.0] * 3,
+}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 
 
@@ -34,17 +54,24 @@ def silent(model: tf.PreTrainedModel, inputs: dict[str, Tensor]) -> list[lb.Atte
         return capture(model, inputs)
 
 
-def dense_norms(model: tf.PreTrainedModel, inputs: dict[str, Tensor], name: str, projection: str, count: int) -> Tensor:
-    """Of the heads of a module at the first tokens of the second sample, by autograd through the model's eager attention."""
+def dense_norms(
+    model: tf.PreTrainedModel, inputs: dict[str, Tensor], name: str, projection: str, count: int
+) -> Tensor:
+    """Of the heads of a module at the first tokens of the second sample, by autograd through the
+    model's eager attention."""
     model.set_attn_implementation("eager")
     owner, given, seen = model.get_submodule(name), [], []
-    hook = owner.register_forward_pre_hook(lambda module, args, kwargs: given.append((args, kwargs)), with_kwargs=True)
+    hook = owner.register_forward_pre_hook(
+        lambda module, args, kwargs: given.append((args, kwargs)), with_kwargs=True
+    )
     with torch.no_grad():
         model(**inputs, use_cache=False)
     hook.remove()
     (args, kwargs) = given[0]
     rest = {
-        k: v[1:] if isinstance(v, Tensor) and v.ndim == 4 and len(v) == 2 else v for k, v in kwargs.items() if "hidden" not in k and "past" not in k
+        k: v[1:] if isinstance(v, Tensor) and v.ndim == 4 and len(v) == 2 else v
+        for k, v in kwargs.items()
+        if "hidden" not in k and "past" not in k
     }
     x = (args[0] if args else kwargs["hidden_states"])[1]
 
@@ -53,10 +80,14 @@ def dense_norms(model: tf.PreTrainedModel, inputs: dict[str, Tensor], name: str,
         owner(torch.cat([tokens, x[count:]])[None], **rest)
         return seen[0][0, :count].reshape(count, 4, 6)
 
-    hook = owner.get_submodule(projection).register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    hook = owner.get_submodule(projection).register_forward_pre_hook(
+        lambda module, args: seen.append(args[0])
+    )
     jacobian = torch.func.jacrev(heads)(x[:count])
     hook.remove()
-    return torch.stack([torch.linalg.svdvals(jacobian[:, h].reshape(count * 6, -1))[0] for h in range(4)])
+    return torch.stack(
+        [torch.linalg.svdvals(jacobian[:, h].reshape(count * 6, -1))[0] for h in range(4)]
+    )
 
 
 @pytest.mark.parametrize("real", [9, 7], ids=["no mask of the decoder", "a mask of the decoder"])
@@ -82,7 +113,9 @@ def test_masks_of_four_axes_without_padding_are_masks() -> None:
     batch = inputs_for(model)
     causal = torch.full((9, 9), torch.finfo(torch.float32).min).triu(1).expand(2, 1, -1, -1)
     for mask in (causal, causal == 0):
-        for a, b in zip(silent(model, {**batch, "attention_mask": mask}), capture(model, batch), strict=True):
+        for a, b in zip(
+            silent(model, {**batch, "attention_mask": mask}), capture(model, batch), strict=True
+        ):
             torch.testing.assert_close(a.out, b.out)
 
 
@@ -90,15 +123,25 @@ def test_tokens_that_no_query_sees_are_told() -> None:
     model = build(MODERN["Llama"])
     mask = torch.full((9, 9), torch.finfo(torch.float32).min).triu(1)
     mask[:, 8] = torch.finfo(torch.float32).min
-    with pytest.warns(Notice, match=r"layer layers.0.self_attn and 1 more: no query may attend to some tokens, which are measured as tokens"):
+    with pytest.warns(
+        Notice,
+        match=r"layer layers.0.self_attn and 1 more: no query may attend to some tokens, which "
+        r"are measured as tokens",
+    ):
         layers = capture(model, {**inputs_for(model), "attention_mask": mask.expand(2, 1, -1, -1)})
     assert layers[0].lengths.tolist() == [9, 9]
 
 
 def test_padding_that_the_model_attends_to_is_told() -> None:
     model = build(AFFINE["bert"])
-    model.encoder.register_forward_pre_hook(lambda module, args, kwargs: (args, {**kwargs, "attention_mask": None}), with_kwargs=True)
-    with pytest.warns(Notice, match=r"tokens that attention_mask marks as padding are attended to, and are measured as tokens"):
+    model.encoder.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, {**kwargs, "attention_mask": None}), with_kwargs=True
+    )
+    with pytest.warns(
+        Notice,
+        match=r"tokens that attention_mask marks as padding are attended to, and are measured as "
+        r"tokens",
+    ):
         layers = capture(model, inputs_for(model, padded=True))
     assert layers[0].lengths.tolist() == [9, 9]
 
@@ -106,12 +149,18 @@ def test_padding_that_the_model_attends_to_is_told() -> None:
 def test_left_padding_moves_absolute_positions_and_is_told() -> None:
     model = build(AFFINE["gpt2"])
     inputs = {"input_ids": NINE, "attention_mask": LEFT}
-    with pytest.warns(Notice, match=r"numbers depend on what shares the batch: .* padded on the left and its positions are counted from there"):
+    with pytest.warns(
+        Notice,
+        match=r"numbers depend on what shares the batch: .* padded on the left and its positions "
+        r"are counted from there",
+    ):
         ds = lb.compare(model, inputs, bounds=["lipbound"], progress=False)
     assert [note for note in ds.attrs["notes"] if "padded on the left" in note]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Notice)
-        small = lb.compare(model, inputs, bounds=["lipbound"], memory=1000, progress=False)  # a sample at a time
+        small = lb.compare(
+            model, inputs, bounds=["lipbound"], memory=1000, progress=False
+        )  # a sample at a time
     assert small.attrs["block"] == 1
     assert small.attrs["notes"] == ds.attrs["notes"]
     assert small["exact"].values == pytest.approx(ds["exact"].values, rel=1e-4)
@@ -119,68 +168,120 @@ def test_left_padding_moves_absolute_positions_and_is_told() -> None:
 
 def test_padding_that_changes_nothing_is_not_told() -> None:
     gpt2, llama = build(AFFINE["gpt2"]), build(MODERN["Llama"])
-    left, right = {"input_ids": NINE, "attention_mask": LEFT}, {"input_ids": NINE, "attention_mask": PADDED}
+    left, right = (
+        {"input_ids": NINE, "attention_mask": LEFT},
+        {"input_ids": NINE, "attention_mask": PADDED},
+    )
     counted = {**left, "position_ids": (LEFT.cumsum(-1) - 1).clamp_min(0)}
-    for model, inputs, tokens in ((gpt2, counted, slice(5, 9)), (gpt2, right, slice(0, 4)), (llama, left, slice(5, 9))):
-        for padded, own in zip(silent(model, inputs), silent(model, {"input_ids": NINE[1:, tokens]}), strict=True):
+    for model, inputs, tokens in (
+        (gpt2, counted, slice(5, 9)),
+        (gpt2, right, slice(0, 4)),
+        (llama, left, slice(5, 9)),
+    ):
+        for padded, own in zip(
+            silent(model, inputs), silent(model, {"input_ids": NINE[1:, tokens]}), strict=True
+        ):
             expected = lb.spectral_norm(own, tol=1e-6).lower[0]
-            torch.testing.assert_close(lb.spectral_norm(padded, tol=1e-6).lower[1], expected, rtol=1e-3, atol=0)
+            torch.testing.assert_close(
+                lb.spectral_norm(padded, tol=1e-6).lower[1], expected, rtol=1e-3, atol=0
+            )
 
 
 def long_phi() -> tf.PreTrainedModel:
-    return build(lambda: tf.Phi3Model(tf.Phi3Config(**LLAMA, **IDS, original_max_position_embeddings=6, rope_parameters=LONGROPE)))
+    return build(
+        lambda: tf.Phi3Model(
+            tf.Phi3Config(
+                **LLAMA, **IDS, original_max_position_embeddings=6, rope_parameters=LONGROPE
+            )
+        )
+    )
 
 
 def test_rotary_tables_that_the_longest_text_chooses_are_told() -> None:
     inputs = {"input_ids": NINE, "attention_mask": PADDED}
     with pytest.warns(
-        Notice, match=r"head outputs of the sample with most padding are up to \d+.\d% off those alone, since the longest sample decides"
+        Notice,
+        match=r"head outputs of the sample with most padding are up to \d+.\d% off those alone, "
+        r"since the longest sample decides",
     ):
         capture(long_phi(), inputs)
     with pytest.warns(Notice, match="the longest sample decides"):
         notes = lb.compare(long_phi(), inputs, bounds=["lipbound"], progress=False).attrs["notes"]
     assert "the longest sample decides" in notes[0]
-    silent(long_phi(), {"input_ids": NINE[:, :6], "attention_mask": PADDED[:, :6]})  # none of the two is long
+    silent(
+        long_phi(), {"input_ids": NINE[:, :6], "attention_mask": PADDED[:, :6]}
+    )  # none of the two is long
 
 
 @pytest.mark.parametrize("norm", ["layer", "group"])
 def test_padding_of_sound_is_that_of_its_frames(norm: str) -> None:
-    """The mask is of samples of sound, the tokens are frames; a normalisation over time makes the rest of the batch matter."""
+    """The mask is of samples of sound, the tokens are frames; a normalisation over time makes the
+    rest of the batch matter."""
     config = tf.Wav2Vec2Config(
-        hidden_size=24, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32, conv_dim=(8, 8), conv_stride=(5, 4), conv_kernel=(10, 8),
-        num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2, feat_extract_norm=norm, num_feat_extract_layers=2,
-    )  # fmt: skip
+        hidden_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=32,
+        conv_dim=(8, 8),
+        conv_stride=(5, 4),
+        conv_kernel=(10, 8),
+        num_conv_pos_embeddings=8,
+        num_conv_pos_embedding_groups=2,
+        feat_extract_norm=norm,
+        num_feat_extract_layers=2,
+    )
     model = build(lambda: tf.Wav2Vec2Model(config))
     sound = torch.randn(2, 400, generator=torch.Generator().manual_seed(0))
     sound[1, 200:] = 0
-    inputs = {"input_values": sound, "attention_mask": (torch.arange(400) < torch.tensor([[400], [200]])).long()}
+    inputs = {
+        "input_values": sound,
+        "attention_mask": (torch.arange(400) < torch.tensor([[400], [200]])).long(),
+    }
     if norm == "group":
-        with pytest.warns(Notice, match=r"numbers depend on what shares the batch: .* normalisations over padding"):
+        with pytest.warns(
+            Notice, match=r"numbers depend on what shares the batch: .* normalisations over padding"
+        ):
             capture(model, inputs)
         return
     found, alone = silent(model, inputs)[0], silent(model, {"input_values": sound[1:, :200]})[0]
     assert found.lengths.tolist() == [18, 8]
-    torch.testing.assert_close(lb.spectral_norm(found, tol=1e-6).lower[1], lb.spectral_norm(alone, tol=1e-6).lower[0], rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        lb.spectral_norm(found, tol=1e-6).lower[1],
+        lb.spectral_norm(alone, tol=1e-6).lower[0],
+        rtol=1e-4,
+        atol=0,
+    )
 
 
 def test_one_model_has_streams_of_text_and_images() -> None:
     """With as many tokens each: only the text is padded."""
     text, vision = {**TEXT, "num_hidden_layers": 1}, {**IMAGE, "num_hidden_layers": 1}
-    model = build(lambda: tf.CLIPModel(tf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)))
+    model = build(
+        lambda: tf.CLIPModel(
+            tf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
+        )
+    )
     g = torch.Generator().manual_seed(0)
     mask = (torch.arange(17) < torch.tensor([[17], [10]])).long()
-    inputs = {"input_ids": torch.randint(3, 60, (2, 17), generator=g), "attention_mask": mask, "pixel_values": torch.randn(2, 3, 16, 16, generator=g)}
+    inputs = {
+        "input_ids": torch.randint(3, 60, (2, 17), generator=g),
+        "attention_mask": mask,
+        "pixel_values": torch.randn(2, 3, 16, 16, generator=g),
+    }
     assert sorted(layer.lengths.tolist() for layer in silent(model, inputs)) == [[17, 10], [17, 17]]
 
 
 def test_a_text_that_was_seen_before_changes_nothing() -> None:
-    """Rotary tables that grow with the longest text seen start anew, and are the model's own afterwards."""
+    """Rotary tables that grow with the longest text seen start anew, and are the model's own
+    afterwards."""
     config = tf.LlamaConfig(**{**LLAMA, "max_position_embeddings": 4}, rope_parameters=DYNAMIC)
     model = build(lambda: tf.LlamaModel(config))
     before = capture(model, {"input_ids": NINE})[0].out
     model(NINE.repeat(1, 4))
     grown = model.rotary_emb.inv_freq.clone()
-    torch.testing.assert_close(capture(model, {"input_ids": NINE})[0].out, before, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(
+        capture(model, {"input_ids": NINE})[0].out, before, rtol=1e-6, atol=1e-7
+    )
     assert torch.equal(model.rotary_emb.inv_freq, grown)
 
 
@@ -188,7 +289,9 @@ def test_documents_that_only_a_pass_without_cache_keeps_apart_are_told() -> None
     model = build(MODERN["Llama"])
     inputs = {"input_ids": NINE[:1], "position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])}
     with pytest.warns(
-        Notice, match=r"position_ids begin again within a sample: without a cache, as it is measured, LlamaModel takes that for documents"
+        Notice,
+        match=r"position_ids begin again within a sample: without a cache, as it is measured, "
+        r"LlamaModel takes that for documents",
     ):
         layers = capture(model, inputs)
     assert not bool(layers[0].p[0, :, 5:, :5].any())
@@ -201,10 +304,18 @@ def test_documents_that_only_a_pass_without_cache_keeps_apart_are_told() -> None
 
 def test_nan_of_the_model_is_called_its_own() -> None:
     model = build(MODERN["Llama"]).double()
-    with pytest.raises(CaptureError, match=r"NaN in the model's own eager pass: in float64, padding on the left attends to nothing.*take float32"):
+    with pytest.raises(
+        CaptureError,
+        match=r"NaN in the model's own eager pass: in float64, padding on the left attends to "
+        r"nothing.*take float32",
+    ):
         capture(model, {"input_ids": NINE, "attention_mask": LEFT})
     broken = build(lambda: tf.BertModel(tf.BertConfig(**TEXT)))
     with torch.no_grad():
         broken.embeddings.word_embeddings.weight[5] = torch.nan
-    with pytest.raises(CaptureError, match=r"layer encoder.layer.0.attention.self: the outputs of its heads are NaN in the model's own eager pass$"):
+    with pytest.raises(
+        CaptureError,
+        match=r"layer encoder.layer.0.attention.self: the outputs of its heads are NaN in the "
+        r"model's own eager pass$",
+    ):
         capture(broken, {"input_ids": NINE})

@@ -14,8 +14,12 @@ from lipbound.models.inputs import prepare
 def clip(kind: str) -> tf.PreTrainedModel:
     """A small model of two towers, biases and all random."""
     name = {"clip": "CLIP", "owlvit": "OwlViT", "siglip": "Siglip"}[kind]
-    text = {**TEXT, "eos_token_id": 2, "pad_token_id": 0} | ({"projection_size": 24} if kind == "siglip" else {})
-    config = getattr(tf, f"{name}Config")(text_config=text, vision_config=dict(IMAGE), projection_dim=24)
+    text = {**TEXT, "eos_token_id": 2, "pad_token_id": 0} | (
+        {"projection_size": 24} if kind == "siglip" else {}
+    )
+    config = getattr(tf, f"{name}Config")(
+        text_config=text, vision_config=dict(IMAGE), projection_dim=24
+    )
     return build(lambda: getattr(tf, f"{name}Model")(config))
 
 
@@ -35,23 +39,40 @@ def test_two_towers_are_compared_as_they_are_captured(kind: str) -> None:
     ds = lb.compare(model, both(), bounds=["castin"], delta=None, progress=False)
     assert ds.sizes["layer"] == len(layers) == 4
     for i, att in enumerate(layers):
-        assert torch.allclose(torch.from_numpy(ds["exact"].values[:, i]), lb.spectral_norm(att, tol=1e-4).lower.double(), rtol=2e-3)
+        assert torch.allclose(
+            torch.from_numpy(ds["exact"].values[:, i]),
+            lb.spectral_norm(att, tol=1e-4).lower.double(),
+            rtol=2e-3,
+        )
 
 
 def test_what_towers_lack() -> None:
     checkpoint = load_checkpoint(clip("clip"))
     for data in (None, ["w1"], [[1, 2]], {"input_ids": [[1, 2]]}):
         with pytest.raises(
-            InputsError, match=r"CLIPModel has towers of text and images and needs input_ids and pixel_values, but there is no pixel_values"
+            InputsError,
+            match=r"CLIPModel has towers of text and images and needs input_ids and "
+            r"pixel_values, but there is no pixel_values",
         ):
             prepare(checkpoint, data)
-    with pytest.raises(InputsError, match="there is no input_ids; give a dict of ready inputs with all of them"):
+    with pytest.raises(
+        InputsError, match="there is no input_ids; give a dict of ready inputs with all of them"
+    ):
         prepare(checkpoint, {"pixel_values": both()["pixel_values"]})
     for ids in ([[1, 60]], [[-1, 2]]):
         with pytest.raises(InputsError, match=r"input_ids has the number .* knows tokens 0 to 59"):
-            prepare(checkpoint, both() | {"input_ids": torch.tensor(ids), "attention_mask": torch.ones(1, 2)})
+            prepare(
+                checkpoint,
+                both() | {"input_ids": torch.tensor(ids), "attention_mask": torch.ones(1, 2)},
+            )
     with pytest.raises(InputsError, match="exceed the 40 positions"):
-        prepare(checkpoint, {"input_ids": torch.ones(1, 41, dtype=torch.int64), "pixel_values": both()["pixel_values"]})
+        prepare(
+            checkpoint,
+            {
+                "input_ids": torch.ones(1, 41, dtype=torch.int64),
+                "pixel_values": both()["pixel_values"],
+            },
+        )
 
 
 class Undeclared(tf.ViTModel):
@@ -64,7 +85,9 @@ def test_the_main_input_is_one_that_the_model_takes(vit: object) -> None:
     checkpoint = load_checkpoint(build(lambda: Undeclared(tf.ViTConfig(**IMAGE))), processor=vit)
     assert (checkpoint.main_input, checkpoint.modality) == ("pixel_values", "image")
     pixels = both()["pixel_values"]
-    ds = lb.compare(checkpoint.model, {"pixel_values": pixels}, bounds=["castin"], delta=None, progress=False)
+    ds = lb.compare(
+        checkpoint.model, {"pixel_values": pixels}, bounds=["castin"], delta=None, progress=False
+    )
     assert ds.sizes["layer"] == 2
     assert prepare(checkpoint, samples=2).batch["pixel_values"].shape == (2, 3, 16, 16)
 

@@ -1,4 +1,5 @@
-"""Models in training: the same numbers inside the contexts as outside, whatever masks, padding, wrappers and checkpoints there are."""
+"""Models in training: the same numbers inside the contexts as outside, whatever masks, padding,
+wrappers and checkpoints there are."""
 
 import copy
 import threading
@@ -33,10 +34,15 @@ def added(mask: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("make", [bert, llama])
 @pytest.mark.parametrize(
-    "mask", [DOCUMENTS.tril(), DOCUMENTS.expand(1, 4, 9, 9) & (torch.arange(9) > 0), DOCUMENTS.triu(1)], ids=["causal", "heads", "blind"]
+    "mask",
+    [DOCUMENTS.tril(), DOCUMENTS.expand(1, 4, 9, 9) & (torch.arange(9) > 0), DOCUMENTS.triu(1)],
+    ids=["causal", "heads", "blind"],
 )
-def test_masks_of_true_and_false_are_what_fused_attention_takes_them_for(make: Callable[[], tf.PreTrainedModel], mask: Tensor) -> None:
-    """True is where attention is allowed; the outputs are those of the model outside, also of tokens that see nothing ("blind")."""
+def test_masks_of_true_and_false_are_what_fused_attention_takes_them_for(
+    make: Callable[[], tf.PreTrainedModel], mask: Tensor
+) -> None:
+    """True is where attention is allowed; the outputs are those of the model outside, also of
+    tokens that see nothing ("blind")."""
     model, ids = make(), inputs_for(bert())["input_ids"]
     outside = model(ids, attention_mask=mask).last_hidden_state
     with attention_probabilities(model) as found:
@@ -54,7 +60,10 @@ def test_masks_of_true_and_false_are_what_fused_attention_takes_them_for(make: C
 
 def test_masks_of_whole_numbers_are_refused() -> None:
     model = llama()
-    with pytest.raises(CaptureError, match="mask of int64 numbers; give True where"), attention_probabilities(model):
+    with (
+        pytest.raises(CaptureError, match="mask of int64 numbers; give True where"),
+        attention_probabilities(model),
+    ):
         model(torch.ones(1, 9, dtype=torch.long), attention_mask=DOCUMENTS.long())
 
 
@@ -79,7 +88,12 @@ def test_padding_is_known_for_every_layer(name: str, mask: Tensor) -> None:
     ids = inputs_for(bert())["input_ids"]
     with attention_probabilities(model) as found:
         model(ids, attention_mask=mask)
-        model(ids, attention_mask=added((mask != 0)[:, None, None, :] & torch.ones(9, 9, dtype=torch.bool).tril()))
+        model(
+            ids,
+            attention_mask=added(
+                (mask != 0)[:, None, None, :] & torch.ones(9, 9, dtype=torch.bool).tril()
+            ),
+        )
         model(ids)
     assert all(v is not None and torch.equal(v, mask != 0) for v in found.valid[:4])
     assert found.valid[4:] == [None, None]
@@ -87,24 +101,50 @@ def test_padding_is_known_for_every_layer(name: str, mask: Tensor) -> None:
 
 
 SEQ2SEQ: dict[str, Callable[[], tf.PreTrainedModel]] = {
-    "bart": lambda: tf.BartModel(tf.BartConfig(vocab_size=60, d_model=24, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
-                                               decoder_attention_heads=4, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=40)),
-    "marian": lambda: tf.MarianModel(tf.MarianConfig(vocab_size=60, d_model=24, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
-                                                     decoder_attention_heads=4, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=40,
-                                                     pad_token_id=0, decoder_start_token_id=0)),
-}  # fmt: skip
+    "bart": lambda: tf.BartModel(
+        tf.BartConfig(
+            vocab_size=60,
+            d_model=24,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=32,
+            decoder_ffn_dim=32,
+            max_position_embeddings=40,
+        )
+    ),
+    "marian": lambda: tf.MarianModel(
+        tf.MarianConfig(
+            vocab_size=60,
+            d_model=24,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=32,
+            decoder_ffn_dim=32,
+            max_position_embeddings=40,
+            pad_token_id=0,
+            decoder_start_token_id=0,
+        )
+    ),
+}
 
 
 @pytest.mark.parametrize("name", SEQ2SEQ)
 @pytest.mark.parametrize("length", [9, 7])
 def test_padding_belongs_to_a_stream_of_tokens(name: str, length: int) -> None:
-    """The encoder's is not the decoder's, also at equal lengths; cross-attention has the decoder's rows."""
+    """The encoder's is not the decoder's, also at equal lengths; cross-attention has the decoder's
+    rows."""
     model, ids = build(SEQ2SEQ[name]), inputs_for(bert())["input_ids"]
     own = torch.ones(2, length, dtype=torch.long)
     own[0, -2:] = 0
     with attention_probabilities(model) as found:
         model(ids, attention_mask=RIGHT, decoder_input_ids=ids[:, :length])
-        model(ids, attention_mask=RIGHT, decoder_input_ids=ids[:, :length], decoder_attention_mask=own)
+        model(
+            ids, attention_mask=RIGHT, decoder_input_ids=ids[:, :length], decoder_attention_mask=own
+        )
     seen = [None if v is None else v.long().tolist() for v in found.valid]
     assert seen == [RIGHT.tolist(), None, None, RIGHT.tolist(), own.tolist(), own.tolist()]
 
@@ -120,12 +160,18 @@ def test_a_layer_counts_once_however_often_it_calls() -> None:
         model(ids)
     theirs = own(ids, output_attentions=True).attentions
     assert len(found) == 2 * len(theirs)
-    assert float(JaSMin()(found[:2]).detach()) == pytest.approx(float(JaSMin()(list(theirs)).detach()), rel=1e-5)
+    assert float(JaSMin()(found[:2]).detach()) == pytest.approx(
+        float(JaSMin()(list(theirs)).detach()), rel=1e-5
+    )
     model = bert()
     module = model.encoder.layer[1].attention.self
     once = module.forward
     module.forward = lambda *args, **kwargs: [once(*args, **kwargs) for _ in range(2)][1]
-    with attention_layers(model, [0]), pytest.raises(CaptureError, match="several times in one forward pass"), attention_layers(model):
+    with (
+        attention_layers(model, [0]),
+        pytest.raises(CaptureError, match="several times in one forward pass"),
+        attention_layers(model),
+    ):
         model(ids)
 
 
@@ -139,7 +185,10 @@ class Pictures(nn.Module):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         attention = tf.AttentionInterface()[self.config._attn_implementation]
         x = hidden_states.unflatten(-1, (4, 6)).transpose(1, 2)
-        parts = [attention(self, part, part, part, None, scaling=1.0)[0] for part in x.split(self.sizes, 2)]
+        parts = [
+            attention(self, part, part, part, None, scaling=1.0)[0]
+            for part in x.split(self.sizes, 2)
+        ]
         return torch.cat(parts, 1).flatten(2), None
 
 
@@ -175,7 +224,9 @@ def gradients(model: nn.Module, penalty: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("chosen", [None, [1]])
 @pytest.mark.parametrize("context", [attention_probabilities, attention_layers])
-def test_checkpointed_layers_have_the_same_gradients(context: Any, chosen: list[int] | None) -> None:
+def test_checkpointed_layers_have_the_same_gradients(
+    context: Any, chosen: list[int] | None
+) -> None:
     model = bert().train()
     batch = inputs_for(model, padded=True)
 
@@ -208,7 +259,10 @@ def test_reentrant_checkpoints_are_refused() -> None:
 def test_a_model_is_left_as_it_was(kind: str) -> None:
     model = bert().train()
     model.set_attn_implementation(kind)
-    hooks = {name: (len(m._forward_hooks), len(m._forward_pre_hooks)) for name, m in model.named_modules()}
+    hooks = {
+        name: (len(m._forward_hooks), len(m._forward_pre_hooks))
+        for name, m in model.named_modules()
+    }
     with attention_layers(model), attention_probabilities(model):
         model(**inputs_for(model))
     with pytest.raises(IndexError), attention_layers(model):
@@ -216,7 +270,10 @@ def test_a_model_is_left_as_it_was(kind: str) -> None:
     with pytest.raises(CaptureError), attention_layers(model):
         model(**inputs_for(model), attention_mask=DOCUMENTS.expand(2, 1, -1, -1).long())
     assert model.config._attn_implementation == kind
-    assert {name: (len(m._forward_hooks), len(m._forward_pre_hooks)) for name, m in model.named_modules()} == hooks
+    assert {
+        name: (len(m._forward_hooks), len(m._forward_pre_hooks))
+        for name, m in model.named_modules()
+    } == hooks
     assert model.training
 
 
@@ -228,7 +285,10 @@ def test_contexts_inside_each_other_and_models_side_by_side() -> None:
         with attention_probabilities(first), attention_probabilities(first) as twin:
             pass
         assert twin == []
-        with attention_probabilities(first, layers=[1]) as inner, attention_layers(first, 0) as whole:
+        with (
+            attention_probabilities(first, layers=[1]) as inner,
+            attention_layers(first, 0) as whole,
+        ):
             first(ids)
             second(ids)
         first(ids)
@@ -273,7 +333,9 @@ def test_threads_keep_to_their_own_models_and_share_one() -> None:
     with attention_probabilities(models[0], layers=[1]) as shared:
         together(half)
     assert len(shared) == 2
-    assert any(torch.allclose(shared[0], alone[0][1][i : i + 1], rtol=1e-4, atol=1e-6) for i in range(2))
+    assert any(
+        torch.allclose(shared[0], alone[0][1][i : i + 1], rtol=1e-4, atol=1e-6) for i in range(2)
+    )
     assert all(model.config._attn_implementation == "sdpa" for model in models)
 
 
@@ -292,8 +354,10 @@ class Adapter(nn.Module):
 
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "data parallel": nn.DataParallel, "compiled": lambda m: torch.compile(m, backend="eager"), "adapters": lambda m: nn.DataParallel(Adapter(m)),
-}  # fmt: skip
+    "data parallel": nn.DataParallel,
+    "compiled": lambda m: torch.compile(m, backend="eager"),
+    "adapters": lambda m: nn.DataParallel(Adapter(m)),
+}
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
@@ -316,12 +380,21 @@ def test_copies_of_data_parallel_are_refused() -> None:
     model = bert()
     copied = model.encoder.layer[0].attention.self._replicate_for_data_parallel()
     x = torch.randn(1, 3, 24)
-    copied.query, copied.key, copied.value = (getattr(model.encoder.layer[0].attention.self, n) for n in ("query", "key", "value"))
-    with pytest.raises(CaptureError, match="DistributedDataParallel"), attention_probabilities(model):
+    copied.query, copied.key, copied.value = (
+        getattr(model.encoder.layer[0].attention.self, n) for n in ("query", "key", "value")
+    )
+    with (
+        pytest.raises(CaptureError, match="DistributedDataParallel"),
+        attention_probabilities(model),
+    ):
         copied(x)
 
 
-@pytest.mark.parametrize("bad", [nn.Linear(2, 2), "bert", None, nn.DataParallel(nn.Linear(2, 2))], ids=["module", "name", "none", "wrapped"])
+@pytest.mark.parametrize(
+    "bad",
+    [nn.Linear(2, 2), "bert", None, nn.DataParallel(nn.Linear(2, 2))],
+    ids=["module", "name", "none", "wrapped"],
+)
 @pytest.mark.parametrize("context", [attention_probabilities, attention_layers])
 def test_what_is_no_transformers_model_is_refused(context: Any, bad: Any) -> None:
     with pytest.raises(CaptureError, match="give a loaded transformers model"), context(bad):
@@ -329,7 +402,12 @@ def test_what_is_no_transformers_model_is_refused(context: Any, bad: Any) -> Non
 
 
 @pytest.mark.parametrize(
-    ("layers", "message"), [([7], "layers \\[7\\] do not exist"), ([-1], "count attention layers from 0"), ("x", "give numbers from 0")]
+    ("layers", "message"),
+    [
+        ([7], "layers \\[7\\] do not exist"),
+        ([-1], "count attention layers from 0"),
+        ("x", "give numbers from 0"),
+    ],
 )
 def test_layers_that_do_not_exist(layers: Any, message: str) -> None:
     model = bert()
@@ -344,17 +422,27 @@ def test_layers_of_models_in_other_precisions(mode: str) -> None:
     batch = inputs_for(model, padded=True)
     with attention_layers(model) as exact:
         model(**batch)
-    model = model.to({"bfloat16": torch.bfloat16, "float64": torch.float64}.get(mode, torch.float32))
-    with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"), attention_layers(model) as found:
+    model = model.to(
+        {"bfloat16": torch.bfloat16, "float64": torch.float64}.get(mode, torch.float32)
+    )
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"),
+        attention_layers(model) as found,
+    ):
         model(**batch)
     assert {att.dtype for att in found} == {torch.float64 if mode == "float64" else torch.float32}
-    torch.testing.assert_close(found[0].out.float(), exact[0].out, rtol=0, atol=1e-5 if mode == "float64" else 0.1)
+    torch.testing.assert_close(
+        found[0].out.float(), exact[0].out, rtol=0, atol=1e-5 if mode == "float64" else 0.1
+    )
     assert found[0].p.requires_grad
 
 
 def test_cross_attention_is_no_self_attention() -> None:
     model, ids = build(SEQ2SEQ["bart"]), inputs_for(bert())["input_ids"]
-    with pytest.raises(CaptureError, match="does more to its keys than project its input"), attention_layers(model, [2]):
+    with (
+        pytest.raises(CaptureError, match="does more to its keys than project its input"),
+        attention_layers(model, [2]),
+    ):
         model(ids, decoder_input_ids=ids.flip(1))
 
 
@@ -372,5 +460,8 @@ def test_one_module_as_several_layers() -> None:
 @pytest.mark.parametrize("name", ["gpt-oss", "Gemma 2"])
 def test_sinks_and_caps_are_refused_in_layers_that_were_not_chosen_too(name: str) -> None:
     model = build(MODERN[name])
-    with pytest.raises(CaptureError, match="which penalties do not support"), attention_probabilities(model, [1]):
+    with (
+        pytest.raises(CaptureError, match="which penalties do not support"),
+        attention_probabilities(model, [1]),
+    ):
         model(**inputs_for(model))

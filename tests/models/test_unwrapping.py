@@ -26,7 +26,9 @@ class PeftLike(nn.Module):
     def __init__(self, model: nn.Module, learns_prompts: bool):
         super().__init__()
         self.base_model = model
-        self.peft_config = {"default": SimpleNamespace(peft_type="PREFIX_TUNING", is_prompt_learning=learns_prompts)}
+        self.peft_config = {
+            "default": SimpleNamespace(peft_type="PREFIX_TUNING", is_prompt_learning=learns_prompts)
+        }
 
     def get_base_model(self) -> nn.Module:
         return self.base_model
@@ -48,11 +50,20 @@ WRAPPED: dict[str, tuple[Callable[[tf.PreTrainedModel], object], str]] = {
     "DataParallel": (nn.DataParallel, ""),
     "compiled, in parallel": (lambda model: torch.compile(nn.DataParallel(model)), ""),
     "PEFT": (lambda model: PeftLike(model, False), ""),
-    "learned prompts": (lambda model: PeftLike(model, True), r"learned in front of its inputs \(PREFIX_TUNING\) are left out"),
-    "sentence encoder": (lambda model: nn.Sequential(Encoder(model), nn.Flatten()), r"the transformer of the Sequential \(Flatten\) is left out"),
+    "learned prompts": (
+        lambda model: PeftLike(model, True),
+        r"learned in front of its inputs "
+        r"\(PREFIX_TUNING\) are left out",
+    ),
+    "sentence encoder": (
+        lambda model: nn.Sequential(Encoder(model), nn.Flatten()),
+        r"the transformer of the "
+        r"Sequential \(Flatten\) is "
+        r"left out",
+    ),
     "a module of the user's": (Mine, "the BertModel inside the Mine is measured"),
     "a checkpoint": (load_checkpoint, ""),
-}  # fmt: skip
+}
 
 
 class Plain(NamedTuple):
@@ -69,7 +80,9 @@ def plain() -> Plain:
     model = build(AFFINE["bert"])
     inputs = inputs_for(model)
     exact = lb.compare(model, inputs, bounds=["lipbound"], progress=False)["exact"].values
-    return Plain(model, inputs, lb.capture(model, inputs), lb.network_norm(model, inputs, end=0).lower, exact)
+    return Plain(
+        model, inputs, lb.capture(model, inputs), lb.network_norm(model, inputs, end=0).lower, exact
+    )
 
 
 @pytest.mark.parametrize("how", WRAPPED)
@@ -94,14 +107,23 @@ def test_every_entry_takes_wrappers(how: str, plain: Plain) -> None:
 
 
 def test_pipelines_and_sentence_transformers(tmp_path: Path) -> None:
-    build(lambda: tf.BertForSequenceClassification(tf.BertConfig(**TEXT))).save_pretrained(tmp_path / "classifier")
+    build(lambda: tf.BertForSequenceClassification(tf.BertConfig(**TEXT))).save_pretrained(
+        tmp_path / "classifier"
+    )
     save_tokenizer(tmp_path / "classifier")
     ids = {"input_ids": torch.tensor([[2, 7, 8, 3]])}
     classifier = tf.pipeline("text-classification", model=str(tmp_path / "classifier"))
-    assert torch.equal(lb.capture(classifier, ids)[0].p, lb.capture(load_checkpoint(tmp_path / "classifier"), ids)[0].p)
+    assert torch.equal(
+        lb.capture(classifier, ids)[0].p,
+        lb.capture(load_checkpoint(tmp_path / "classifier"), ids)[0].p,
+    )
     encoders = pytest.importorskip("sentence_transformers")
     encoder = encoders.SentenceTransformer(str(save_bert(tmp_path / "encoder")), device="cpu")
-    with pytest.warns(Notice, match=r"what comes after the transformer of the SentenceTransformer \(Pooling\) is left out"):
+    with pytest.warns(
+        Notice,
+        match=r"what comes after the transformer of the SentenceTransformer \(Pooling\) is left "
+        r"out",
+    ):
         found = lb.capture(encoder, ids)
     assert torch.equal(found[0].p, lb.capture(load_checkpoint(tmp_path / "encoder"), ids)[0].p)
 
@@ -111,11 +133,20 @@ class Adapted(nn.Module):
 
     def __init__(self, base_layer: nn.Linear):
         super().__init__()
-        self.base_layer, self.active_adapters, self.disable_adapters = base_layer, ["default"], False
-        self.a, self.b = nn.Linear(base_layer.in_features, 2, bias=False), nn.Linear(2, base_layer.out_features, bias=False)
+        self.base_layer, self.active_adapters, self.disable_adapters = (
+            base_layer,
+            ["default"],
+            False,
+        )
+        self.a, self.b = (
+            nn.Linear(base_layer.in_features, 2, bias=False),
+            nn.Linear(2, base_layer.out_features, bias=False),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base_layer(x) if self.disable_adapters else self.base_layer(x) + self.b(self.a(x))
+        return (
+            self.base_layer(x) if self.disable_adapters else self.base_layer(x) + self.b(self.a(x))
+        )
 
 
 def test_adapters_in_a_model_count_while_they_are_on() -> None:
@@ -126,7 +157,9 @@ def test_adapters_in_a_model_count_while_they_are_on() -> None:
     with torch.no_grad():
         for layer, part in zip(model.layers, adapted, strict=True):
             layer.self_attn.q_proj = part
-    with pytest.warns(Notice, match="2 layers of the model have adapters in them, and it is measured with them"):
+    with pytest.warns(
+        Notice, match="2 layers of the model have adapters in them, and it is measured with them"
+    ):
         on = lb.compare(model, inputs, bounds=["lipbound"], dtype="float64", progress=False)
     for part in adapted:
         part.disable_adapters = True
@@ -146,15 +179,23 @@ def test_adapters_in_a_model_count_while_they_are_on() -> None:
 def test_peft_models_are_measured_as_they_stand() -> None:
     import peft
 
-    model = peft.get_peft_model(build(lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA))), peft.LoraConfig(r=2, init_lora_weights=False)).eval()
+    model = peft.get_peft_model(
+        build(lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA))),
+        peft.LoraConfig(r=2, init_lora_weights=False),
+    ).eval()
     ids = {"input_ids": torch.tensor([[5, 9, 3, 17]])}
     with pytest.warns(Notice, match="adapters in them"):
         on = lb.spectral_norm(lb.capture(model, ids)[1]).lower
-    assert torch.allclose(on, lb.spectral_norm(lb.capture(model.merge_and_unload(), ids)[1]).lower, rtol=1e-4)
+    assert torch.allclose(
+        on, lb.spectral_norm(lb.capture(model.merge_and_unload(), ids)[1]).lower, rtol=1e-4
+    )
 
 
 def test_what_holds_no_model_is_refused_in_one_sentence() -> None:
-    with pytest.raises(CaptureError, match="model is of type Linear; give a loaded transformers model, or what lipbound"):
+    with pytest.raises(
+        CaptureError,
+        match="model is of type Linear; give a loaded transformers model, or what lipbound",
+    ):
         lb.capture(nn.Linear(2, 2), {"input_ids": torch.ones(1, 2)})
     with pytest.raises(CheckpointError, match="a torch module, not a transformers model"):
         load_checkpoint(nn.Linear(2, 2))
@@ -167,18 +208,35 @@ def test_checkpoints_and_inputs_of_ours(tmp_path: Path) -> None:
     assert torch.equal(lb.capture(checkpoint, inputs)[1].p, by_hand[1].p)
     assert lb.network_norm(checkpoint, inputs, end="last_hidden_state").lower.shape == (2,)
     ds = lb.compare(checkpoint, inputs, bounds=["lipbound"], progress=False)
-    assert (ds.attrs["model"], ds.attrs["revision"], ds.attrs["data"]) == (str(tmp_path), checkpoint.revision, inputs.description)
+    assert (ds.attrs["model"], ds.attrs["revision"], ds.attrs["data"]) == (
+        str(tmp_path),
+        checkpoint.revision,
+        inputs.description,
+    )
     assert ds.attrs["data_fingerprint"] == inputs.fingerprint
     assert len(lb.prepare(checkpoint, inputs, samples=1).batch["input_ids"]) == 1
     assert lb.verify(ds, model=checkpoint, data=inputs).ok
-    assert repr(checkpoint) == f"Checkpoint({str(tmp_path)!r}, BertModel, float32, {checkpoint.revision[:19]})"
+    assert (
+        repr(checkpoint)
+        == f"Checkpoint({str(tmp_path)!r}, BertModel, float32, {checkpoint.revision[:19]})"
+    )
     assert repr(inputs) == f"Inputs(input_ids (2, 5), attention_mask (2, 5); {inputs.description})"
 
 
 def test_dynamic_int8_is_refused_where_derivatives_would_be_wrong() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = torch.ao.quantization.quantize_dynamic(build(AFFINE["bert"]), {nn.Linear}, dtype=torch.qint8)
-    for measure in (lb.capture, lambda m, i: lb.network_norm(m, i, end="last_hidden_state"), lambda m, i: lb.compare(m, i, progress=False)):
-        with pytest.raises(CheckpointError, match=r"encoder\.layer\.0\.attention\.self\.query is a quantized Linear, which has no true derivatives"):
+        model = torch.ao.quantization.quantize_dynamic(
+            build(AFFINE["bert"]), {nn.Linear}, dtype=torch.qint8
+        )
+    for measure in (
+        lb.capture,
+        lambda m, i: lb.network_norm(m, i, end="last_hidden_state"),
+        lambda m, i: lb.compare(m, i, progress=False),
+    ):
+        with pytest.raises(
+            CheckpointError,
+            match=r"encoder\.layer\.0\.attention\.self\.query is a quantized Linear, which has "
+            r"no true derivatives",
+        ):
             measure(model, inputs_for(model))

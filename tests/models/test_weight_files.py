@@ -44,15 +44,39 @@ def expected(model: tf.PreTrainedModel) -> torch.Tensor:
 SHARD = "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
 HARM: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "a shard cut off": (SHARD, lambda f: f.write_bytes(f.read_bytes()[:-200]), r"is cut off: it has [0-9,]+ bytes and should have at least [0-9,]+"),
+    "a shard cut off": (
+        SHARD,
+        lambda f: f.write_bytes(f.read_bytes()[:-200]),
+        r"is cut off: it has [0-9,]+ bytes and should have at least [0-9,]+",
+    ),
     "a header cut off": (SHARD, lambda f: f.write_bytes(f.read_bytes()[:50]), "is cut off"),
-    "a pointer": (SHARD, lambda f: f.write_text(POINTER), "is a pointer of Git LFS, not the file itself; fetch it with `git lfs pull`"),
+    "a pointer": (
+        SHARD,
+        lambda f: f.write_text(POINTER),
+        "is a pointer of Git LFS, not the file itself; fetch it with `git lfs pull`",
+    ),
     "no bytes": (SHARD, lambda f: f.write_bytes(b""), "is empty"),
-    "text": (SHARD, lambda f: f.write_text("<!doctype html> not found"), "is not a safetensors file"),
+    "text": (
+        SHARD,
+        lambda f: f.write_text("<!doctype html> not found"),
+        "is not a safetensors file",
+    ),
     "an index without bytes": (INDEX, lambda f: f.write_text(""), "is empty"),
-    "an index of nothing": (INDEX, lambda f: f.write_text('{"metadata": {}, "weight_map": {}}'), "is no index of weights, or an empty one"),
-    "an index of another kind": (INDEX, lambda f: f.write_text('{"weight_map": 3}'), "is no index of weights, or an empty one"),
-    "a pointer for a configuration": ("config.json", lambda f: f.write_text(POINTER), "is a pointer of Git LFS"),
+    "an index of nothing": (
+        INDEX,
+        lambda f: f.write_text('{"metadata": {}, "weight_map": {}}'),
+        "is no index of weights, or an empty one",
+    ),
+    "an index of another kind": (
+        INDEX,
+        lambda f: f.write_text('{"weight_map": 3}'),
+        "is no index of weights, or an empty one",
+    ),
+    "a pointer for a configuration": (
+        "config.json",
+        lambda f: f.write_text(POINTER),
+        "is a pointer of Git LFS",
+    ),
 }
 
 
@@ -70,18 +94,31 @@ def test_the_file_that_is_wrong_is_named(harm: str, weights: str, tmp_path: Path
 def test_a_shard_that_is_not_there_is_named(weights: str, tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path, max_shard_size="20KB")
     (tmp_path / SHARD).unlink()
-    with pytest.raises(CheckpointError, match=f"{INDEX} names 1 of 2 files of weights that is not there, {SHARD}"):
+    with pytest.raises(
+        CheckpointError, match=f"{INDEX} names 1 of 2 files of weights that is not there, {SHARD}"
+    ):
         load_checkpoint(tmp_path, weights=weights)
 
 
 @BOTH
-def test_one_file_beside_shards_is_told_and_alone_makes_the_revision(weights: str, tmp_path: Path) -> None:
+def test_one_file_beside_shards_is_told_and_alone_makes_the_revision(
+    weights: str, tmp_path: Path
+) -> None:
     other = llama(seed=3)
     llama().save_pretrained(tmp_path, max_shard_size="20KB")
-    save_file({name: tensor.clone() for name, tensor in other.state_dict().items()}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name: tensor.clone() for name, tensor in other.state_dict().items()},
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     with pytest.warns(Notice, match=f"read from model.safetensors; {INDEX} beside it is not read"):
-        ds = lb.compare(tmp_path, {"input_ids": IDS}, bounds=["lipbound"], weights=weights, progress=False)
-    assert f"the weights are read from model.safetensors; {INDEX} beside it is not read" in ds.attrs["notes"]
+        ds = lb.compare(
+            tmp_path, {"input_ids": IDS}, bounds=["lipbound"], weights=weights, progress=False
+        )
+    assert (
+        f"the weights are read from model.safetensors; {INDEX} beside it is not read"
+        in ds.attrs["notes"]
+    )
     for shard in tmp_path.glob("model-*"):
         shard.unlink()
     (tmp_path / INDEX).unlink()
@@ -93,9 +130,15 @@ def test_one_file_beside_shards_is_told_and_alone_makes_the_revision(weights: st
 def test_the_file_that_the_configuration_names_is_read(weights: str, tmp_path: Path) -> None:
     other = llama(seed=3)
     llama().save_pretrained(tmp_path)
-    save_file({name: tensor.clone() for name, tensor in other.state_dict().items()}, tmp_path / "other.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name: tensor.clone() for name, tensor in other.state_dict().items()},
+        tmp_path / "other.safetensors",
+        metadata={"format": "pt"},
+    )
     says(tmp_path, transformers_weights="other.safetensors")
-    with pytest.warns(Notice, match=r"read from other\.safetensors; model\.safetensors beside it is not read"):
+    with pytest.warns(
+        Notice, match=r"read from other\.safetensors; model\.safetensors beside it is not read"
+    ):
         assert torch.equal(outputs(tmp_path, weights), expected(other))
     says(tmp_path, transformers_weights="nowhere.safetensors")
     with pytest.raises(CheckpointError, match=r"says that its weights are in nowhere\.safetensors"):
@@ -105,15 +148,21 @@ def test_the_file_that_the_configuration_names_is_read(weights: str, tmp_path: P
 @BOTH
 def test_shards_of_a_distributed_checkpoint_are_refused(weights: str, tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path)
-    (tmp_path / "shard-00001-model-00001-of-00001.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes())
+    (tmp_path / "shard-00001-model-00001-of-00001.safetensors").write_bytes(
+        (tmp_path / "model.safetensors").read_bytes()
+    )
     with pytest.raises(CheckpointError, match="holds a distributed checkpoint"):
         load_checkpoint(tmp_path, weights=weights)
 
 
 @BOTH
-@pytest.mark.parametrize("asked", ["flash_attention_2", "owner/kernel-of-the-hub", "no-such-attention"])
+@pytest.mark.parametrize(
+    "asked", ["flash_attention_2", "owner/kernel-of-the-hub", "no-such-attention"]
+)
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
-def test_attention_that_the_configuration_asks_for_does_not_matter(key: str, asked: str, weights: str, tmp_path: Path) -> None:
+def test_attention_that_the_configuration_asks_for_does_not_matter(
+    key: str, asked: str, weights: str, tmp_path: Path
+) -> None:
     llama().save_pretrained(tmp_path)
     says(tmp_path, **{key: asked})
     assert torch.equal(outputs(tmp_path, weights), expected(llama()))
@@ -121,7 +170,9 @@ def test_attention_that_the_configuration_asks_for_does_not_matter(key: str, ask
 
 @BOTH
 @pytest.mark.parametrize("architectures", [None, ["LlamaForCausalLM"]])
-def test_tied_weights_under_the_name_of_the_head(architectures: list[str] | None, weights: str, tmp_path: Path) -> None:
+def test_tied_weights_under_the_name_of_the_head(
+    architectures: list[str] | None, weights: str, tmp_path: Path
+) -> None:
     model = build(lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA, tie_word_embeddings=True)))
     model.config.save_pretrained(tmp_path)
     says(tmp_path, architectures=architectures)
@@ -129,7 +180,10 @@ def test_tied_weights_under_the_name_of_the_head(architectures: list[str] | None
     assert "model.embed_tokens.weight" not in load_file(tmp_path / "model.safetensors")
     assert torch.equal(outputs(tmp_path, weights), expected(model))
     says(tmp_path, tie_word_embeddings=False)
-    with pytest.raises(CheckpointError, match=r"embed_tokens\.weight among them, .* what is there instead is lm_head\.weight"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"embed_tokens\.weight among them, .* what is there instead is lm_head\.weight",
+    ):
         load_checkpoint(tmp_path, weights=weights)
 
 
@@ -151,7 +205,10 @@ def test_a_pickled_module_is_not_run_and_no_advice_to_run_it_is_passed_on(tmp_pa
     model = llama()
     model.config.save_pretrained(tmp_path)
     torch.save(model, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="holds other things than weights, none of which were run; save the model again") as caught:
+    with pytest.raises(
+        CheckpointError,
+        match="holds other things than weights, none of which were run; save the model again",
+    ) as caught:
         load_checkpoint(tmp_path)
     assert "\x1b" not in str(caught.value)
     torch.save({"state_dict": model.state_dict(), "epoch": 3}, tmp_path / "pytorch_model.bin")
@@ -162,16 +219,28 @@ def test_a_pickled_module_is_not_run_and_no_advice_to_run_it_is_passed_on(tmp_pa
 def test_a_changed_configuration_is_told(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path)
     inputs = {"input_ids": IDS}
-    ds = lb.compare(tmp_path, inputs, bounds=["lipbound"], progress=False, out=tmp_path / "run.zarr")
+    ds = lb.compare(
+        tmp_path, inputs, bounds=["lipbound"], progress=False, out=tmp_path / "run.zarr"
+    )
     says(tmp_path, rms_norm_eps=0.5)
     now = lb.verify(ds, data=inputs, places=1)
     assert any("not the recorded configuration" in fault for fault in now.faults)
     with pytest.raises(lb.LipboundError, match="configuration was sha256:"):
-        lb.compare(tmp_path, inputs, bounds=["lipbound"], progress=False, out=tmp_path / "run.zarr", resume=True)
+        lb.compare(
+            tmp_path,
+            inputs,
+            bounds=["lipbound"],
+            progress=False,
+            out=tmp_path / "run.zarr",
+            resume=True,
+        )
 
 
 def test_a_finished_run_of_another_configuration_is_not_taken_for_this_one(tmp_path: Path) -> None:
-    model, other = (build(lambda eps=eps: tf.LlamaModel(tf.LlamaConfig(**LLAMA, rms_norm_eps=eps))) for eps in (1e-6, 0.5))
+    model, other = (
+        build(lambda eps=eps: tf.LlamaModel(tf.LlamaConfig(**LLAMA, rms_norm_eps=eps)))
+        for eps in (1e-6, 0.5)
+    )
     arguments = {"bounds": ["lipbound"], "progress": False, "out": tmp_path / "run.zarr"}
     ds = lb.compare(model, {"input_ids": IDS}, **arguments)
     model.config.use_cache = False  # what no number depends on

@@ -1,4 +1,5 @@
-"""Penalties: values by full sort, gradients by finite differences, and how they sit in a training loop."""
+"""Penalties: values by full sort, gradients by finite differences, and how they sit in a training
+loop."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -45,7 +46,9 @@ def by_sort(attentions: list[Tensor], k: int, reduce: str, valid: Tensor | None 
 def rows(seed: int, n: int = 7, spread: float = 1.0, dtype: torch.dtype = torch.float64) -> Tensor:
     """Attention of 2 samples x 3 heads."""
     g = torch.Generator().manual_seed(seed)
-    return torch.softmax(spread * torch.randn(2, 3, n, n, generator=g, dtype=torch.float64), -1).to(dtype)
+    return torch.softmax(spread * torch.randn(2, 3, n, n, generator=g, dtype=torch.float64), -1).to(
+        dtype
+    )
 
 
 @examples(60)
@@ -56,32 +59,55 @@ def rows(seed: int, n: int = 7, spread: float = 1.0, dtype: torch.dtype = torch.
     k=st.sampled_from([0, 2, 3, 5]),
     reduce=st.sampled_from(["max", "mean"]),
 )
-def test_value_is_that_of_the_equations(seed: int, n: int, spread: float, k: int, reduce: str) -> None:
+def test_value_is_that_of_the_equations(
+    seed: int, n: int, spread: float, k: int, reduce: str
+) -> None:
     attentions = [rows(seed, n, spread), rows(seed + 1, n, spread)]
     if k > n:
         with pytest.raises(LipboundError, match="give k at most"):
             JaSMin(k, reduce)(attentions)
         return
-    assert float(JaSMin(k, reduce)(attentions)) == pytest.approx(float(by_sort(attentions, k, reduce)), rel=1e-8, abs=1e-8)
+    assert float(JaSMin(k, reduce)(attentions)) == pytest.approx(
+        float(by_sort(attentions, k, reduce)), rel=1e-8, abs=1e-8
+    )
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("reduce", ["max", "mean"])
 @pytest.mark.parametrize("k", [0, 2, 4])
 def test_gradient_by_finite_differences(k: int, reduce: str) -> None:
-    logits = torch.randn(2, 1, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3), requires_grad=True)
+    logits = torch.randn(
+        2,
+        1,
+        5,
+        5,
+        dtype=torch.float64,
+        generator=torch.Generator().manual_seed(3),
+        requires_grad=True,
+    )
     penalty = JaSMin(k, reduce)
     assert torch.autograd.gradcheck(lambda z: penalty([torch.softmax(z, -1)]), logits)
     assert torch.autograd.gradgradcheck(lambda z: penalty([torch.softmax(z, -1)]), logits)
 
 
 @examples(40)
-@given(seed=st.integers(0, 10**6), n=st.integers(1, 9), k=st.sampled_from([0, 2, 3, 9]), reduce=st.sampled_from(["max", "mean"]))
-def test_gradient_by_automatic_differentiation_of_the_full_sort(seed: int, n: int, k: int, reduce: str) -> None:
-    """The derivative is written by hand; up to multiples of ones, which move rows off the simplex: where 1 is written for a row's sum differs."""
+@given(
+    seed=st.integers(0, 10**6),
+    n=st.integers(1, 9),
+    k=st.sampled_from([0, 2, 3, 9]),
+    reduce=st.sampled_from(["max", "mean"]),
+)
+def test_gradient_by_automatic_differentiation_of_the_full_sort(
+    seed: int, n: int, k: int, reduce: str
+) -> None:
+    """The derivative is written by hand; up to multiples of ones, which move rows off the simplex:
+    where 1 is written for a row's sum differs."""
     k = min(k, n) if n > 1 else 0
     p = rows(seed, n, 2.0).requires_grad_()
-    mine, theirs = (torch.autograd.grad(f([p]), p)[0] for f in (JaSMin(k, reduce), lambda a: by_sort(a, k, reduce)))
+    mine, theirs = (
+        torch.autograd.grad(f([p]), p)[0]
+        for f in (JaSMin(k, reduce), lambda a: by_sort(a, k, reduce))
+    )
     for g in (mine, theirs):
         g -= g.mean(-1, keepdim=True)
     if n > 1:
@@ -99,11 +125,14 @@ def test_probabilities_under_autocast_are_in_float32() -> None:
 def test_padding_does_not_count() -> None:
     p, valid = rows(0), torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
     for k, reduce in ((0, "max"), (3, "mean")):
-        assert float(JaSMin(k, reduce)([p], valid)) == pytest.approx(float(by_sort([p], k, reduce, valid)), rel=1e-9)
+        assert float(JaSMin(k, reduce)([p], valid)) == pytest.approx(
+            float(by_sort([p], k, reduce, valid)), rel=1e-9
+        )
 
 
 def test_near_one_hot_rows_in_float32() -> None:
-    """Where 1 - p_(1) cancels, the logarithm is still right, and exactly one-hot rows give finite values and gradients."""
+    """Where 1 - p_(1) cancels, the logarithm is still right, and exactly one-hot rows give finite
+    values and gradients."""
     z = torch.tensor([[0.0, -20.0, -21.0]], dtype=torch.float64)
     exact = float(by_sort([torch.softmax(z, -1)[None, None]], 0, "mean"))
     z32 = z.float().requires_grad_()
@@ -117,7 +146,19 @@ def test_near_one_hot_rows_in_float32() -> None:
         assert bool(torch.isfinite(gradient).all())
 
 
-SEPARATE = ("bert", "electra", "distilbert", "albert", "gpt2", "opt", "vit", "deit", "dinov2", "clip text", "siglip vision")
+SEPARATE = (
+    "bert",
+    "electra",
+    "distilbert",
+    "albert",
+    "gpt2",
+    "opt",
+    "vit",
+    "deit",
+    "dinov2",
+    "clip text",
+    "siglip vision",
+)
 
 
 @pytest.mark.parametrize("name", SEPARATE)
@@ -132,7 +173,9 @@ def test_projections_are_those_found_by_probing(name: str) -> None:
             torch.testing.assert_close(w, exact, rtol=1e-4, atol=1e-5)
         for b, exact_b in zip(mine.b[1:], (att.b_k, att.b_v), strict=True):
             assert b is not None
-            torch.testing.assert_close(b, torch.zeros_like(b) if exact_b is None else exact_b, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                b, torch.zeros_like(b) if exact_b is None else exact_b, rtol=1e-4, atol=1e-5
+            )
 
 
 def test_other_queries_are_refused() -> None:
@@ -152,12 +195,16 @@ def test_specformer_against_singular_values() -> None:
     for _ in range(8):
         value = penalty(model)
     expected = sum(
-        f * float((torch.linalg.matrix_norm(w, 2) ** 2).sum()) for p in projections(model) for w, f in zip(p.w, (1.0, 0.5, 0.25), strict=True)
+        f * float((torch.linalg.matrix_norm(w, 2) ** 2).sum())
+        for p in projections(model)
+        for w, f in zip(p.w, (1.0, 0.5, 0.25), strict=True)
     )
     assert float(value) == pytest.approx(expected, rel=1e-4)
     query = model.encoder.layer[0].attention.self.query.weight
     (gradient,) = torch.autograd.grad(value, query)
-    direction = torch.randn(query.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    direction = torch.randn(
+        query.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     step = 1e-6
     sides = []
     for sign in (1, -1):
@@ -167,7 +214,9 @@ def test_specformer_against_singular_values() -> None:
                 side = penalty(model)
             sides.append(float(side))
             query.sub_(sign * step * direction)
-    assert float((gradient * direction).sum()) == pytest.approx((sides[0] - sides[1]) / (2 * step), rel=1e-3)
+    assert float((gradient * direction).sum()) == pytest.approx(
+        (sides[0] - sides[1]) / (2 * step), rel=1e-3
+    )
     with pytest.raises(LipboundError, match="nothing to penalise"):
         Specformer(0, 0, 0)(model)
 
@@ -181,7 +230,9 @@ def test_probabilities_are_the_models_own(name: str) -> None:
     layers = capture(model, inputs)
     assert len(found) == len(layers)
     for p, att in zip(found, layers, strict=True):
-        real = torch.ones(p.shape[0], p.shape[2], dtype=torch.bool) if att.valid is None else att.valid
+        real = (
+            torch.ones(p.shape[0], p.shape[2], dtype=torch.bool) if att.valid is None else att.valid
+        )
         for s in range(len(p)):
             torch.testing.assert_close(p[s][:, real[s]], att.p[s][:, real[s]], rtol=1e-4, atol=1e-6)
         assert p.requires_grad
@@ -195,7 +246,9 @@ def test_probabilities_are_the_models_own(name: str) -> None:
 
 
 def test_probabilities_are_those_before_dropout() -> None:
-    model = build(lambda: tf.BertModel(tf.BertConfig(**TEXT, attention_probs_dropout_prob=0.5))).train()
+    model = build(
+        lambda: tf.BertModel(tf.BertConfig(**TEXT, attention_probs_dropout_prob=0.5))
+    ).train()
     with attention_probabilities(model) as found:
         model(**inputs_for(model))
     for p in found:
@@ -209,12 +262,16 @@ def test_sound_penalty_is_the_bound_and_has_its_gradient(name: str) -> None:
     with attention_layers(model) as layers:
         model(**inputs)
     penalty = SoundPenalty("lipbound")(layers)
-    expected = sum(float(get("lipbound")(att).log().sum(-1).mean()) for att in capture(model, inputs))
+    expected = sum(
+        float(get("lipbound")(att).log().sum(-1).mean()) for att in capture(model, inputs)
+    )
     assert float(penalty) == pytest.approx(expected, rel=1e-4)
     weight = projections(model)[0].module
     parameter = next(iter(weight.parameters()))
     (gradient,) = torch.autograd.grad(penalty, parameter)
-    direction = torch.randn(parameter.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    direction = torch.randn(
+        parameter.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     sides = []
     for sign in (1, -1):
         with torch.no_grad():
@@ -223,7 +280,9 @@ def test_sound_penalty_is_the_bound_and_has_its_gradient(name: str) -> None:
                 model(**inputs)
             sides.append(float(SoundPenalty("lipbound")(moved)))
             parameter.sub_(sign * 1e-6 * direction)
-    assert float((gradient * direction).sum()) == pytest.approx((sides[0] - sides[1]) / 2e-6, rel=2e-2, abs=1e-6)
+    assert float((gradient * direction).sum()) == pytest.approx(
+        (sides[0] - sides[1]) / 2e-6, rel=2e-2, abs=1e-6
+    )
 
 
 class SmallTrainer(PenaltyMixin, tf.Trainer):
@@ -231,22 +290,43 @@ class SmallTrainer(PenaltyMixin, tf.Trainer):
 
 
 PENALTIES: dict[str, Callable[[], Any]] = {
-    "jasmin": lambda: JaSMin(), "ratio": lambda: JaSMin(3, "mean"), "specformer": lambda: Specformer(1e-2, 1e-2, 1e-2),
-    "sound": lambda: SoundPenalty(), "function": lambda: lambda attentions: sum((p**2).mean() for p in attentions),
-}  # fmt: skip
+    "jasmin": lambda: JaSMin(),
+    "ratio": lambda: JaSMin(3, "mean"),
+    "specformer": lambda: Specformer(1e-2, 1e-2, 1e-2),
+    "sound": lambda: SoundPenalty(),
+    "function": lambda: lambda attentions: sum((p**2).mean() for p in attentions),
+}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in ("ratio", "function") else ()) for n in PENALTIES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.slow if n in ("ratio", "function") else ())
+        for n in PENALTIES
+    ],
+)
 def test_trainer_lowers_the_penalty(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    config = tf.ViTConfig(**IMAGE, num_labels=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    config = tf.ViTConfig(
+        **IMAGE, num_labels=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )
     model = build(lambda: tf.ViTForImageClassification(config))
     g = torch.Generator().manual_seed(0)
-    data = [{"pixel_values": torch.randn(3, 16, 16, generator=g), "labels": torch.tensor(i % 2)} for i in range(8)]
+    data = [
+        {"pixel_values": torch.randn(3, 16, 16, generator=g), "labels": torch.tensor(i % 2)}
+        for i in range(8)
+    ]
     arguments = tf.TrainingArguments(
-        output_dir=str(tmp_path), max_steps=8, per_device_train_batch_size=8, learning_rate=3e-3, report_to=[], use_cpu=True, save_strategy="no",
-        disable_tqdm=True, logging_strategy="no",
-    )  # fmt: skip
+        output_dir=str(tmp_path),
+        max_steps=8,
+        per_device_train_batch_size=8,
+        learning_rate=3e-3,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_strategy="no",
+    )
     trainer = SmallTrainer(model=model, args=arguments, train_dataset=data)
     trainer.penalty, trainer.strength = PENALTIES[name](), 10.0
 

@@ -1,4 +1,5 @@
-"""Penalties in a Trainer: the loss of a step whatever is accumulated, padding left out, and nothing left undone without a word."""
+"""Penalties in a Trainer: the loss of a step whatever is accumulated, padding left out, and nothing
+left undone without a word."""
 
 import math
 from collections.abc import Callable
@@ -27,13 +28,23 @@ class SmallTrainer(PenaltyMixin, tf.Trainer):
 
 def causal() -> tf.PreTrainedModel:
     """A model that takes ``num_items_in_batch``."""
-    return build(lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**GPT2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)))
+    return build(
+        lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**GPT2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
+    )
 
 
 def classifier() -> tf.PreTrainedModel:
     """A model that does not."""
     config = tf.DistilBertConfig(
-        vocab_size=60, dim=24, hidden_dim=32, n_layers=2, n_heads=4, max_position_embeddings=40, dropout=0, attention_dropout=0, seq_classif_dropout=0
+        vocab_size=60,
+        dim=24,
+        hidden_dim=32,
+        n_layers=2,
+        n_heads=4,
+        max_position_embeddings=40,
+        dropout=0,
+        attention_dropout=0,
+        seq_classif_dropout=0,
     )
     model = build(lambda: tf.DistilBertForSequenceClassification(config))
     model.accepts_loss_kwargs = False
@@ -46,17 +57,38 @@ def data(label: bool) -> list[dict[str, Any]]:
     ids = torch.randint(3, 60, (4, 9), generator=g)
     masks = torch.arange(9) < torch.tensor(LENGTHS)[:, None]
     return [
-        {"input_ids": i, "attention_mask": m.long(), "labels": torch.tensor(k % 2) if label else i.masked_fill(~m, -100)}
+        {
+            "input_ids": i,
+            "attention_mask": m.long(),
+            "labels": torch.tensor(k % 2) if label else i.masked_fill(~m, -100),
+        }
         for k, (i, m) in enumerate(zip(ids, masks, strict=True))
     ]
 
 
-def trainer_of(make: Callable[[], tf.PreTrainedModel], folder: Path, steps: int = 1, kind: type = SmallTrainer, **options: Any) -> Any:
+def trainer_of(
+    make: Callable[[], tf.PreTrainedModel],
+    folder: Path,
+    steps: int = 1,
+    kind: type = SmallTrainer,
+    **options: Any,
+) -> Any:
     arguments = tf.TrainingArguments(
-        output_dir=str(folder), max_steps=1, per_device_train_batch_size=4 // steps, gradient_accumulation_steps=steps, report_to=[], use_cpu=True,
-        save_strategy="no", disable_tqdm=True, logging_steps=1, learning_rate=0.1, optim="sgd", lr_scheduler_type="constant", max_grad_norm=1e9,
+        output_dir=str(folder),
+        max_steps=1,
+        per_device_train_batch_size=4 // steps,
+        gradient_accumulation_steps=steps,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_steps=1,
+        learning_rate=0.1,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        max_grad_norm=1e9,
         **options,
-    )  # fmt: skip
+    )
     return kind(model=make(), args=arguments, train_dataset=data(make is classifier))
 
 
@@ -71,17 +103,27 @@ def mean_of(make: Callable[[], tf.PreTrainedModel], penalty: Any) -> float:
     """The penalty text by text, without padding, averaged."""
     model, values = make(), []
     for one, length in zip(data(make is classifier), LENGTHS, strict=True):
-        with torch.no_grad(), (attention_layers if isinstance(penalty, SoundPenalty) else attention_probabilities)(model) as found:
+        with (
+            torch.no_grad(),
+            (attention_layers if isinstance(penalty, SoundPenalty) else attention_probabilities)(
+                model
+            ) as found,
+        ):
             model(input_ids=one["input_ids"][None, :length])
         values.append(float(penalty(found)))
     return sum(values) / len(values)
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("penalty", [JaSMin(), JaSMin(3, "mean"), SoundPenalty()], ids=["max", "mean", "sound"])
+@pytest.mark.parametrize(
+    "penalty", [JaSMin(), JaSMin(3, "mean"), SoundPenalty()], ids=["max", "mean", "sound"]
+)
 @pytest.mark.parametrize("make", [causal, classifier])
-def test_the_loss_does_not_depend_on_accumulation(make: Callable[[], tf.PreTrainedModel], penalty: Any, tmp_path: Path) -> None:
-    """The loss of the Trainer and strength times the penalty of the texts one by one, however many are accumulated; the same step of the weights."""
+def test_the_loss_does_not_depend_on_accumulation(
+    make: Callable[[], tf.PreTrainedModel], penalty: Any, tmp_path: Path
+) -> None:
+    """The loss of the Trainer and strength times the penalty of the texts one by one, however many
+    are accumulated; the same step of the weights."""
     plain, _ = step(trainer_of(make, tmp_path, kind=tf.Trainer))
     expected, exact = mean_of(make, penalty), None
     for steps in (1, 2, 4):
@@ -97,7 +139,9 @@ def test_gradient_checkpointing_and_compute_loss_func(tmp_path: Path) -> None:
     losses = []
     for checkpointing in (False, True):
         trainer = trainer_of(causal, tmp_path, 2, activation_checkpointing=checkpointing)
-        trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch: outputs.logits.square().sum() / num_items_in_batch
+        trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch: (
+            outputs.logits.square().sum() / num_items_in_batch
+        )
         trainer.penalty, trainer.strength = SoundPenalty(), 0.5
         losses.append(step(trainer))
     assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-5)
@@ -128,13 +172,19 @@ def test_the_wrong_side_of_trainer_is_refused() -> None:
 @pytest.mark.parametrize(
     ("penalty", "strength", "message"),
     [
-        (JaSMin(), None, "has a penalty but no strength"), (JaSMin(), "1e-3", "strength is '1e-3'; it must be a finite number"),
-        (JaSMin(), math.nan, "strength is nan"), (None, 1e-3, "but no penalty"),
-        (JaSMin, 1e-3, "give JaSMin\\(\\)"), ("jasmin", 1e-3, "give JaSMin\\(\\)"),
-        (lambda found: found, 1e-3, "must return a tensor with one number"), (lambda found: found[0], 1e-3, "a tensor of shape"),
+        (JaSMin(), None, "has a penalty but no strength"),
+        (JaSMin(), "1e-3", "strength is '1e-3'; it must be a finite number"),
+        (JaSMin(), math.nan, "strength is nan"),
+        (None, 1e-3, "but no penalty"),
+        (JaSMin, 1e-3, "give JaSMin\\(\\)"),
+        ("jasmin", 1e-3, "give JaSMin\\(\\)"),
+        (lambda found: found, 1e-3, "must return a tensor with one number"),
+        (lambda found: found[0], 1e-3, "a tensor of shape"),
     ],
-)  # fmt: skip
-def test_what_was_forgotten_or_makes_no_sense(penalty: Any, strength: Any, message: str, tmp_path: Path) -> None:
+)
+def test_what_was_forgotten_or_makes_no_sense(
+    penalty: Any, strength: Any, message: str, tmp_path: Path
+) -> None:
     trainer = trainer_of(causal, tmp_path)
     trainer.penalty = penalty
     if strength is not None:
@@ -143,7 +193,9 @@ def test_what_was_forgotten_or_makes_no_sense(penalty: Any, strength: Any, messa
         trainer.train()
 
 
-def test_no_penalty_is_told_unless_it_was_asked_for(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_no_penalty_is_told_unless_it_was_asked_for(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
     trainer = trainer_of(causal, tmp_path)
     trainer.penalty, trainer.strength = JaSMin(), 0
     trainer.train()
@@ -170,7 +222,13 @@ def test_padding_does_not_count_in_any_penalty(name: str, side: str) -> None:
     real = torch.arange(10) < torch.tensor([10, 5, 0])[:, None]
     real = real.flip(1) if side == "left" else real
     places = (real.long().cumsum(-1) - 1).clamp_min(0)
-    penalties = [JaSMin(), JaSMin(reduce="mean"), JaSMin(2, "mean"), SoundPenalty(), SoundPenalty("lipbound")]
+    penalties = [
+        JaSMin(),
+        JaSMin(reduce="mean"),
+        JaSMin(2, "mean"),
+        SoundPenalty(),
+        SoundPenalty("lipbound"),
+    ]
     for penalty in penalties:
         context = attention_layers if isinstance(penalty, SoundPenalty) else attention_probabilities
         with context(model) as found:
@@ -180,22 +238,38 @@ def test_padding_does_not_count_in_any_penalty(name: str, side: str) -> None:
             with context(model) as alone:
                 model(ids[s : s + 1, real[s]])
             values.append(penalty(alone))
-        assert float(penalty(found).detach()) == pytest.approx(float(torch.stack(values).mean().detach()), rel=1e-6)
+        assert float(penalty(found).detach()) == pytest.approx(
+            float(torch.stack(values).mean().detach()), rel=1e-6
+        )
         if not isinstance(penalty, SoundPenalty):
             assert float(penalty(list(found), real).detach()) == float(penalty(found).detach())
-        for mine, exact in zip(gradient(model, penalty(found)), gradient(model, torch.stack(values).mean()), strict=True):
+        for mine, exact in zip(
+            gradient(model, penalty(found)),
+            gradient(model, torch.stack(values).mean()),
+            strict=True,
+        ):
             torch.testing.assert_close(mine, exact, rtol=1e-5, atol=1e-8)
 
 
 def gradient(model: nn.Module, value: Tensor) -> list[Tensor]:
     found = torch.autograd.grad(
-        value, [p for n, p in model.named_parameters() if "weight" in n and "embed" not in n and "wpe" not in n], allow_unused=True
+        value,
+        [
+            p
+            for n, p in model.named_parameters()
+            if "weight" in n and "embed" not in n and "wpe" not in n
+        ],
+        allow_unused=True,
     )
     return [torch.zeros(()) if g is None else g for g in found]
 
 
 SIZES = {"vocab_size": 60, "d_model": 24}
-BART = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 32))}
+BART = {
+    f"{side}_{what}": n
+    for side in ("encoder", "decoder")
+    for what, n in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 32))
+}
 SEQ2SEQ: dict[str, Callable[[], tf.PreTrainedModel]] = {
     "bart": lambda: tf.BartModel(tf.BartConfig(**SIZES, **BART, max_position_embeddings=40)),
     "t5": lambda: tf.T5Model(tf.T5Config(**SIZES, d_kv=6, d_ff=32, num_layers=1, num_heads=4)),
@@ -205,7 +279,10 @@ SEQ2SEQ: dict[str, Callable[[], tf.PreTrainedModel]] = {
 @pytest.mark.parametrize("name", SEQ2SEQ)
 def test_encoders_and_decoders_have_their_own_padding(name: str) -> None:
     """At equal lengths: encoder, decoder and cross-attention give what the two texts give alone."""
-    model, ids = build(SEQ2SEQ[name]).double(), torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(2))
+    model, ids = (
+        build(SEQ2SEQ[name]).double(),
+        torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(2)),
+    )
     real = torch.tensor([[1] * 8, [1] * 5 + [0] * 3])
     own = torch.tensor([[1] * 6 + [0] * 2, [1] * 8])
     with torch.no_grad(), attention_probabilities(model) as found:
@@ -214,7 +291,10 @@ def test_encoders_and_decoders_have_their_own_padding(name: str) -> None:
         values = []
         for s in range(2):
             with torch.no_grad(), attention_probabilities(model) as alone:
-                model(ids[s : s + 1, real[s] > 0], decoder_input_ids=ids.flip(1)[s : s + 1, own[s] > 0])
+                model(
+                    ids[s : s + 1, real[s] > 0],
+                    decoder_input_ids=ids.flip(1)[s : s + 1, own[s] > 0],
+                )
             values.append(penalty(alone))
         assert len(found) == 3
         assert float(penalty(found)) == pytest.approx(float(torch.stack(values).mean()), rel=1e-5)
@@ -223,7 +303,9 @@ def test_encoders_and_decoders_have_their_own_padding(name: str) -> None:
 def test_nothing_but_padding() -> None:
     model = build(AFFINE["bert"])
     with attention_probabilities(model) as found, attention_layers(model) as layers:
-        model(torch.ones(1, 4, dtype=torch.long), attention_mask=torch.zeros(1, 4, dtype=torch.long))
+        model(
+            torch.ones(1, 4, dtype=torch.long), attention_mask=torch.zeros(1, 4, dtype=torch.long)
+        )
     assert float(JaSMin(0, "mean")(found)) == 0
     assert layers == []
 
@@ -231,10 +313,14 @@ def test_nothing_but_padding() -> None:
 @pytest.mark.parametrize(
     ("attentions", "valid", "message"),
     [
-        (torch.ones(1, 1, 2, 2), None, "give a list"), ((None, None), None, "attentions is None"), ([torch.ones(2, 2)], None, "has shape"),
-        ([torch.ones(1, 1, 2, 2)], torch.ones(1, 3), "need \\(1, 2\\)"), ([torch.ones(1, 1, 2, 2)], [1, 1], "valid is \\[1, 1\\]"), (3, None, "list"),
+        (torch.ones(1, 1, 2, 2), None, "give a list"),
+        ((None, None), None, "attentions is None"),
+        ([torch.ones(2, 2)], None, "has shape"),
+        ([torch.ones(1, 1, 2, 2)], torch.ones(1, 3), "need \\(1, 2\\)"),
+        ([torch.ones(1, 1, 2, 2)], [1, 1], "valid is \\[1, 1\\]"),
+        (3, None, "list"),
     ],
-)  # fmt: skip
+)
 def test_what_are_no_attentions(attentions: Any, valid: Any, message: str) -> None:
     with pytest.raises(LipboundError, match=message):
         JaSMin()(attentions, valid)

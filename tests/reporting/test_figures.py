@@ -1,4 +1,5 @@
-"""Heatmaps on paper: never taller than it, panels beside one another, titles legible, captions beside the figure."""
+"""Heatmaps on paper: never taller than it, panels beside one another, titles legible, captions
+beside the figure."""
 
 import itertools
 from pathlib import Path
@@ -24,19 +25,32 @@ def ds(gpt2_run: xr.Dataset) -> xr.Dataset:
     return gpt2_run.copy(deep=True)
 
 
-def sheet(counts: tuple[int, ...], width: str, shape: float, *, own: bool = False, caption: int = 0) -> Sheet:
-    return Sheet(counts, *WIDTHS[width], shape, own, lambda section, side, points: 2 if side > 1.4 else 3, caption)
+def sheet(
+    counts: tuple[int, ...], width: str, shape: float, *, own: bool = False, caption: int = 0
+) -> Sheet:
+    return Sheet(
+        counts,
+        *WIDTHS[width],
+        shape,
+        own,
+        lambda section, side, points: 2 if side > 1.4 else 3,
+        caption,
+    )
 
 
 def boxes(place: Arrangement) -> list[tuple[float, float, float, float]]:
     """Left, top, right, bottom of panels and colour bars."""
-    panels = [(x, y, x + place.side, y + place.height) for section in place.corners for x, y in section]
+    panels = [
+        (x, y, x + place.side, y + place.height) for section in place.corners for x, y in section
+    ]
     return panels + [(x, y, x + w, y + h) for x, y, w, h in place.bars]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_figures_fit_on_the_paper(width: str) -> None:
-    for counts, shape, own, caption in itertools.product([(1,), (3, 13), (4, 16), (16,)], [0.25, 0.5, 1.0, 3.0], [False, True], [0, 8]):
+    for counts, shape, own, caption in itertools.product(
+        [(1,), (3, 13), (4, 16), (16,)], [0.25, 0.5, 1.0, 3.0], [False, True], [0, 8]
+    ):
         if own and len(counts) > 1:
             continue
         place = arrange(sheet(counts, width, shape, own=own, caption=caption), shrink=True)
@@ -44,13 +58,25 @@ def test_figures_fit_on_the_paper(width: str) -> None:
         assert place.height >= FLAT * place.line
         assert [len(section) for section in place.corners] == list(counts)
         found = boxes(place)
-        assert all(0 < left < right < place.inches and 0 < top < bottom < place.total for left, top, right, bottom in found)
+        assert all(
+            0 < left < right < place.inches and 0 < top < bottom < place.total
+            for left, top, right, bottom in found
+        )
         for a, b in itertools.combinations(found, 2):
-            assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], (counts, shape, a, b)
+            assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], (
+                counts,
+                shape,
+                a,
+                b,
+            )
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(LipboundError, match=r"16 panels in 1 column do not fit on a figure of 7.1 x 7.79 inches; ask for other columns"):
+    with pytest.raises(
+        LipboundError,
+        match=r"16 panels in 1 column do not fit on a figure of 7.1 x 7.79 inches; ask for other "
+        r"columns",
+    ):
         arrange(sheet((16,), "page", 1.0), columns=1)
     with pytest.raises(LipboundError, match="400 panels in as many columns as are legible"):
         arrange(sheet((400,), "column", 1.0), shrink=True)
@@ -59,7 +85,11 @@ def test_what_does_not_fit_is_refused() -> None:
 def extents(figure: Figure) -> list[tuple[str, tuple[float, float, float, float]]]:
     """Every visible text and where it is, in pixels."""
     figure.draw_without_rendering()
-    shown = [text for text in figure.findobj(lambda a: hasattr(a, "get_text")) if text.get_visible() and text.get_text().strip()]
+    shown = [
+        text
+        for text in figure.findobj(lambda a: hasattr(a, "get_text"))
+        if text.get_visible() and text.get_text().strip()
+    ]
     return [(text.get_text(), text.get_window_extent().extents) for text in shown]
 
 
@@ -80,18 +110,32 @@ def test_nothing_is_cut_or_written_over(ds: xr.Dataset, width: str) -> None:
 
 
 def test_what_is_near_the_exact_norm_has_its_own_scale(ds: xr.Dataset) -> None:
-    grids = {name: np.log10(ds[name].mean("sample").values) for name in ("exact", "exact_l2", *ds.attrs["bounds"])}
+    grids = {
+        name: np.log10(ds[name].mean("sample").values)
+        for name in ("exact", "exact_l2", *ds.attrs["bounds"])
+    }
     near, far = scales(ds, grids, "rows")
-    ratio = {name: 10 ** (np.median(grids[name]) - np.median(grids["exact"])) for name in ds.attrs["bounds"]}
-    assert set(near.names) == {"exact"} | {name for name, x in ratio.items() if x <= 10 and name != "kim"}
+    ratio = {
+        name: 10 ** (np.median(grids[name]) - np.median(grids["exact"]))
+        for name in ds.attrs["bounds"]
+    }
+    assert set(near.names) == {"exact"} | {
+        name for name, x in ratio.items() if x <= 10 and name != "kim"
+    }
     assert {"lipbound", "lipbound_block"} <= set(near.names)
     assert "kim" in far.names  # a bound on another map stands beside the norm of that map
     assert near.low == min(grids[name].min() for name in near.names)
     assert near.high == max(grids[name].max() for name in near.names)
-    panels = {axes.get_title().splitlines()[0]: axes.images[0] for axes in plots.heatmaps(ds).axes if axes.images and axes.get_title()}
+    panels = {
+        axes.get_title().splitlines()[0]: axes.images[0]
+        for axes in plots.heatmaps(ds).axes
+        if axes.images and axes.get_title()
+    }
     assert panels["Exact"].cmap.name != panels["Yudin 2025, Thm 3"].cmap.name
     spread = np.ptp(panels["Exact"].norm(panels["Exact"].get_array()))
-    assert spread > np.ptp(grids["exact"]) / (far.high - near.low)  # more of the colours than on a scale for all
+    assert spread > np.ptp(grids["exact"]) / (
+        far.high - near.low
+    )  # more of the colours than on a scale for all
     assert [len(scales(ds, grids, how)) for how in ("shared", "panel")] == [1, len(grids)]
     assert "on a colour scale of their own" in plots.caption(ds)
     assert "on a colour scale" not in plots.caption(ds, scale="shared")
@@ -101,14 +145,26 @@ def test_captions_stand_beside_the_figure(ds: xr.Dataset, tmp_path: Path) -> Non
     (tmp_path / "paper.tex").write_text("mine")
     (tmp_path / "paper.txt").write_text("mine")
     plots.heatmaps(ds, tmp_path / "paper.pdf", bounds=["yudin"], reduce="max")
-    assert (tmp_path / "paper.caption.txt").read_text() == plots.caption(ds, bounds=["yudin"], reduce="max") + "\n"
-    assert (tmp_path / "paper.caption.tex").read_text().startswith("\\caption{$\\log_{10}$ of the local")
+    assert (tmp_path / "paper.caption.txt").read_text() == plots.caption(
+        ds, bounds=["yudin"], reduce="max"
+    ) + "\n"
+    assert (
+        (tmp_path / "paper.caption.tex")
+        .read_text()
+        .startswith("\\caption{$\\log_{10}$ of the local")
+    )
     assert (tmp_path / "paper.tex").read_text() == (tmp_path / "paper.txt").read_text() == "mine"
 
 
 def test_captions_for_latex_have_formulas_and_can_be_broken(ds: xr.Dataset) -> None:
     text = latex_caption(plots.caption(ds) + " /data/of/mine/checkpoint_5 50 %")
-    for part in ("$\\log_{10}$ of the", "\\mathrm{softmax}", "$^\\dagger$", "mine/\\allowbreak{}checkpoint", "50 \\%"):
+    for part in (
+        "$\\log_{10}$ of the",
+        "\\mathrm{softmax}",
+        "$^\\dagger$",
+        "mine/\\allowbreak{}checkpoint",
+        "50 \\%",
+    ):
         assert part in text
 
 

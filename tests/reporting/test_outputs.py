@@ -52,7 +52,9 @@ def test_formats(ds: xr.Dataset, format: str) -> None:
         import io
 
         read = pd.read_csv(io.StringIO(text), index_col="bound")
-        assert read.loc["yudin", "geomean"] == pytest.approx(tables.summary(ds).loc["yudin", "geomean"])
+        assert read.loc["yudin", "geomean"] == pytest.approx(
+            tables.summary(ds).loc["yudin", "geomean"]
+        )
     with pytest.raises(LipboundError, match="did you mean 'latex'"):
         tables.render(ds, "latx")
 
@@ -69,7 +71,13 @@ def test_latex_escapes(ds: xr.Dataset) -> None:
 
 def test_bibtex_has_every_source_once(ds: xr.Dataset) -> None:
     text = tables.bibtex(ds)
-    for key in ("kim2021lipschitz", "hu2024specformer", "castin2024smooth", "yudin2025pay", "lipbound2026"):
+    for key in (
+        "kim2021lipschitz",
+        "hu2024specformer",
+        "castin2024smooth",
+        "yudin2025pay",
+        "lipbound2026",
+    ):
         assert text.count(f"{{{key},") == 1
 
 
@@ -78,12 +86,16 @@ def test_bibtex_has_every_source_once(ds: xr.Dataset) -> None:
     [("mean", 2.5), ("geomean", 2.213364), ("max", 4.0), ("median", 2.5), (0.0, 1.0), (0.5, 2.5)],
 )
 def test_reductions(how: str | float, expected: float) -> None:
-    values = xr.DataArray(np.array([1.0, 2.0, 3.0, 4.0, np.nan])[:, None, None], dims=("sample", "layer", "head"))
+    values = xr.DataArray(
+        np.array([1.0, 2.0, 3.0, 4.0, np.nan])[:, None, None], dims=("sample", "layer", "head")
+    )
     assert float(plots.reduce_samples(values, how).squeeze()) == pytest.approx(expected, rel=1e-6)
 
 
 def test_quantiles_of_infinite_values() -> None:
-    values = xr.DataArray(np.array([1.0, np.inf, np.inf])[:, None, None], dims=("sample", "layer", "head"))
+    values = xr.DataArray(
+        np.array([1.0, np.inf, np.inf])[:, None, None], dims=("sample", "layer", "head")
+    )
     assert float(plots.reduce_samples(values, 0.9).squeeze()) == np.inf
     assert float(plots.reduce_samples(values, 0.0).squeeze()) == 1.0
 
@@ -91,7 +103,12 @@ def test_quantiles_of_infinite_values() -> None:
 def test_cells_show_log10_of_the_reduced_values(ds: xr.Dataset) -> None:
     figure = plots.heatmaps(ds, bounds=["yudin", "kim"], reduce="max", scale="shared")
     panels = [axes for axes in figure.axes if axes.images]
-    assert [axes.get_title().splitlines()[0] for axes in panels] == ["Exact", "Yudin 2025, Thm 3", "Exact, L2 attention", "Kim 2021 (L2 map)"]
+    assert [axes.get_title().splitlines()[0] for axes in panels] == [
+        "Exact",
+        "Yudin 2025, Thm 3",
+        "Exact, L2 attention",
+        "Kim 2021 (L2 map)",
+    ]
     shown = panels[1].images[0].get_array()
     np.testing.assert_allclose(shown, np.log10(ds["yudin"].max("sample")))
     assert len({(axes.images[0].norm.vmin, axes.images[0].norm.vmax) for axes in panels}) == 1
@@ -100,21 +117,45 @@ def test_cells_show_log10_of_the_reduced_values(ds: xr.Dataset) -> None:
 
 
 def test_shared_scale_leaves_out_what_would_wash_it_out() -> None:
-    grids = {"exact": np.array([[0.0, 1.0]]), "a": np.array([[3.0, 4.0]]), "b": np.array([[80.0, np.inf]])}
+    grids = {
+        "exact": np.array([[0.0, 1.0]]),
+        "a": np.array([[3.0, 4.0]]),
+        "b": np.array([[80.0, np.inf]]),
+    }
     assert plots.shared_scale(grids) == (0.0, 4.0)
     assert plots.shared_scale({"exact": np.array([[-np.inf, -np.inf]])}) == (0.0, 0.0)
 
 
 def test_caption_says_what_it_is(ds: xr.Dataset) -> None:
-    assert [t.get_text() for t in plots.heatmaps(ds).texts if t.get_text()] == []  # in the picture on request
-    text = "\n".join(t.get_text() for t in plots.heatmaps(ds, caption=True).texts).replace("\n", " ")
+    assert [
+        t.get_text() for t in plots.heatmaps(ds).texts if t.get_text()
+    ] == []  # in the picture on request
+    text = "\n".join(t.get_text() for t in plots.heatmaps(ds, caption=True).texts).replace(
+        "\n", " "
+    )
     assert text == plots.caption(ds)
-    for part in ("GPT2Model", "without output projection", "ready model inputs", "2 samples", "each the arithmetic mean over samples", "float32"):
+    for part in (
+        "GPT2Model",
+        "without output projection",
+        "ready model inputs",
+        "2 samples",
+        "each the arithmetic mean over samples",
+        "float32",
+    ):
         assert part in text
 
 
-@pytest.mark.parametrize("kind", ["pdf", pytest.param("svg", marks=pytest.mark.slow), pytest.param("png", marks=pytest.mark.slow)])
-def test_files_are_reproducible_and_fonts_embedded(ds: xr.Dataset, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "pdf",
+        pytest.param("svg", marks=pytest.mark.slow),
+        pytest.param("png", marks=pytest.mark.slow),
+    ],
+)
+def test_files_are_reproducible_and_fonts_embedded(
+    ds: xr.Dataset, tmp_path: Path, kind: str
+) -> None:
     first, second = tmp_path / f"a.{kind}", tmp_path / "sub" / f"b.{kind}"
     plots.heatmaps(ds, first, bounds=["yudin", "kim"])
     plots.heatmaps(ds, second, bounds=["yudin", "kim"])
@@ -134,7 +175,11 @@ def test_panels_in_axes_of_ones_own(ds: xr.Dataset, tmp_path: Path) -> None:
     assert left.get_title() == "Yudin 2025, Thm 3"
     assert plots.ratios(ds, bounds=["lipbound", "kim"], ax=right) is right
     assert [t.get_text() for t in right.get_yticklabels()] == ["lipbound", "Kim 2021 (L2 map)"]
-    medians = sorted(float(line.get_xdata()[0]) for line in right.lines if line.get_color() == "black" and len(set(line.get_xdata())) == 1)
+    medians = sorted(
+        float(line.get_xdata()[0])
+        for line in right.lines
+        if line.get_color() == "black" and len(set(line.get_xdata())) == 1
+    )
     for name, exact in (("lipbound", "exact"), ("kim", "exact_l2")):
         assert min(abs(m / float((ds[name] / ds[exact]).median()) - 1) for m in medians) < 1e-9
     figure.savefig(tmp_path / "x.png")
@@ -147,17 +192,23 @@ def test_panels_in_axes_of_ones_own(ds: xr.Dataset, tmp_path: Path) -> None:
 
 def test_venues(ds: xr.Dataset, tmp_path: Path) -> None:
     for width, inches in (("column", 3.25), ("page", 6.75), (5.0, 5.0)):
-        figure = plots.heatmaps(ds, tmp_path / "x.pdf", bounds=["yudin"], style="icml2024", width=width)
+        figure = plots.heatmaps(
+            ds, tmp_path / "x.pdf", bounds=["yudin"], style="icml2024", width=width
+        )
         assert figure.get_figwidth() == pytest.approx(inches)
         assert figure.axes[0].xaxis.label.get_fontsize() == 8.0
-    assert plots.heatmaps(ds, bounds=["yudin"], style="neurips2024").get_figwidth() == pytest.approx(5.5)
+    assert plots.heatmaps(
+        ds, bounds=["yudin"], style="neurips2024"
+    ).get_figwidth() == pytest.approx(5.5)
     with pytest.raises(LipboundError, match="unknown style 'icml204'; did you mean 'icml2024'"):
         plots.heatmaps(ds, style="icml204")
     with pytest.raises(LipboundError, match="width is -1"):
         plots.heatmaps(ds, width=-1)
 
 
-def test_pgf_without_latex_says_what_is_missing(ds: xr.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pgf_without_latex_says_what_is_missing(
+    ds: xr.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LipboundError, match="needs pdflatex"):
         plots.heatmaps(ds, tmp_path / "x.pgf")
@@ -184,7 +235,9 @@ def test_errors(ds: xr.Dataset, tmp_path: Path) -> None:
             plots.heatmaps(ds, **{"bounds": ["yudin"]} | options)
     with pytest.raises(StoreError, match="cannot be written"):
         plots.heatmaps(ds, tmp_path / "file" / "x.png", bounds=["yudin"])
-    partial = lb.compare(build(AFFINE["bert"]), inputs_for(build(AFFINE["bert"])), bounds=["castin"], progress=False)
+    partial = lb.compare(
+        build(AFFINE["bert"]), inputs_for(build(AFFINE["bert"])), bounds=["castin"], progress=False
+    )
     with pytest.raises(LipboundError, match="the run has no bound 'yudin'"):
         plots.heatmaps(partial, bounds=["yudin"])
 
@@ -192,7 +245,17 @@ def test_errors(ds: xr.Dataset, tmp_path: Path) -> None:
 def test_one_head_one_layer_and_zero_norms(tmp_path: Path) -> None:
     import transformers as tf
 
-    model = build(lambda: tf.BertModel(tf.BertConfig(vocab_size=60, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)))
+    model = build(
+        lambda: tf.BertModel(
+            tf.BertConfig(
+                vocab_size=60,
+                hidden_size=8,
+                num_hidden_layers=1,
+                num_attention_heads=1,
+                intermediate_size=8,
+            )
+        )
+    )
     model.encoder.layer[0].attention.self.value.weight.data.zero_()
     model.encoder.layer[0].attention.self.value.bias.data.zero_()
     ds = lb.compare(model, inputs_for(model), progress=False)

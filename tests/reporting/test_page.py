@@ -1,4 +1,5 @@
-"""The page of a run: its numbers are the Dataset's, its details are those of dense Jacobians, and foreign text stays text."""
+"""The page of a run: its numbers are the Dataset's, its details are those of dense Jacobians, and
+foreign text stays text."""
 
 import base64
 import gzip
@@ -58,8 +59,12 @@ def test_numbers_are_those_of_the_run(ds: xr.Dataset, page: Path) -> None:
     (run,) = data_of(page)
     geomean = lambda x: np.exp(np.log(x).mean("sample")).values  # noqa: E731
     for name in ("exact", "exact_l2", *ds.attrs["bounds"]):
-        np.testing.assert_allclose(np.array(run["grids"][name], dtype=float), geomean(ds[name]), rtol=1e-5)
-        np.testing.assert_allclose(np.array(run["values"][name], dtype=float), ds[name].values, rtol=1e-5)
+        np.testing.assert_allclose(
+            np.array(run["grids"][name], dtype=float), geomean(ds[name]), rtol=1e-5
+        )
+        np.testing.assert_allclose(
+            np.array(run["values"][name], dtype=float), ds[name].values, rtol=1e-5
+        )
     for name in ds.attrs["bounds"]:
         exact = ds["exact_l2" if name == "kim" else "exact"]
         np.testing.assert_allclose(run["ratios"][name], geomean(ds[name] / exact), rtol=1e-5)
@@ -76,15 +81,21 @@ def test_numbers_are_those_of_the_run(ds: xr.Dataset, page: Path) -> None:
 
 def test_details_are_on_the_page(ds: xr.Dataset, page: Path, bert: Path) -> None:
     (run,) = data_of(page)
-    attention = np.frombuffer(unpacked(page.read_text(), "attention-data"), dtype=np.uint8).reshape(2, 4, 12, 12)
+    attention = np.frombuffer(unpacked(page.read_text(), "attention-data"), dtype=np.uint8).reshape(
+        2, 4, 12, 12
+    )
     checkpoint = load_checkpoint(bert)
-    inputs = prepare(checkpoint, ds.attrs["source"]["data"], samples=3, max_length=12).block(0, 1, "cpu")
+    inputs = prepare(checkpoint, ds.attrs["source"]["data"], samples=3, max_length=12).block(
+        0, 1, "cpu"
+    )
     for layer, att in enumerate(lb.capture(checkpoint.model, inputs)):
         np.testing.assert_allclose((attention[layer] / 255.0) ** 2, att.p[0], atol=0.005)
         detail = run["details"][layer]
         norm = lb.spectral_norm(att, tol=1e-8, vectors=True)
         np.testing.assert_allclose(detail["right"], (norm.right[0] ** 2).sum(-1), atol=5e-3)
-        np.testing.assert_allclose(detail["softmax_norm"], softmax.jacobian_norm(att.p[0]).upper, rtol=1e-4)
+        np.testing.assert_allclose(
+            detail["softmax_norm"], softmax.jacobian_norm(att.p[0]).upper, rtol=1e-4
+        )
         profile = lb.token_profile(att)
         np.testing.assert_allclose(detail["alone"], profile.lower[0], rtol=1e-3)
         np.testing.assert_allclose(detail["reached"], profile.output_lower[0], rtol=1e-3)
@@ -92,12 +103,20 @@ def test_details_are_on_the_page(ds: xr.Dataset, page: Path, bert: Path) -> None
     assert "ferry" in run["tokens"]
 
 
-def test_bounds_over_balls_are_on_the_page_where_asked_for(ds: xr.Dataset, page: Path, bert: Path, tmp_path: Path) -> None:
+def test_bounds_over_balls_are_on_the_page_where_asked_for(
+    ds: xr.Dataset, page: Path, bert: Path, tmp_path: Path
+) -> None:
     assert [layer["balls"] for layer in data_of(page)[0]["details"]] == [None, None]
     assert report(ds, tmp_path / "x.html", sample=1, balls=True) == []
     checkpoint = load_checkpoint(bert)
-    inputs = prepare(checkpoint, ds.attrs["source"]["data"], samples=3, max_length=12).block(1, 2, "cpu")
-    for layer, att in zip(data_of(tmp_path / "x.html")[0]["details"], lb.capture(checkpoint.model, inputs), strict=True):
+    inputs = prepare(checkpoint, ds.attrs["source"]["data"], samples=3, max_length=12).block(
+        1, 2, "cpu"
+    )
+    for layer, att in zip(
+        data_of(tmp_path / "x.html")[0]["details"],
+        lb.capture(checkpoint.model, inputs),
+        strict=True,
+    ):
         found, length = layer["balls"], float(att.x.double().norm(dim=-1).mean())
         assert found["length"] == pytest.approx(length, rel=1e-2)
         expected = bounds.over_ball(att, [r * length for r in found["radii"]])[0].T
@@ -113,12 +132,16 @@ def test_bounds_over_balls_are_of_the_heads_that_they_cover(kind: str) -> None:
     found = of_layer(att, "head_out", ["lipbound"], balls=True).balls
     assert (found is None) == ("qk_norm" in att.variants)
     if found is not None:
-        assert bool((found.upper[0] >= lb.spectral_norm(folded, method="dense").lower[0].numpy()).all())
+        assert bool(
+            (found.upper[0] >= lb.spectral_norm(folded, method="dense").lower[0].numpy()).all()
+        )
     assert of_layer(att, "head", bounds.names("one-token"), "one-token", balls=True).balls is None
 
 
 @pytest.mark.parametrize("norm", ["every-token", "one-token"])
-def test_runs_in_norms_of_tokens_have_details(norm: str, bert: Path, text: Path, tmp_path: Path) -> None:
+def test_runs_in_norms_of_tokens_have_details(
+    norm: str, bert: Path, text: Path, tmp_path: Path
+) -> None:
     ds = lb.compare(bert, text, samples=1, max_length=12, norm=norm, progress=False)
     assert report(ds, tmp_path / "x.html") == []
     (run,) = data_of(tmp_path / "x.html")
@@ -127,7 +150,9 @@ def test_runs_in_norms_of_tokens_have_details(norm: str, bert: Path, text: Path,
         shares = np.array(layer["left" if norm == "every-token" else "right"])
         assert (shares.max(-1) == 1).all()
         assert (np.array(layer["right" if norm == "every-token" else "left"]).max(-1) < 1).all()
-    assert run["steepest"].startswith("Every token moves" if norm == "every-token" else "One token moves")
+    assert run["steepest"].startswith(
+        "Every token moves" if norm == "every-token" else "One token moves"
+    )
     other = ds.copy()
     other["exact"] = ds["exact"] * 1.1
     (reason,) = report(other, tmp_path / "y.html")
@@ -138,11 +163,16 @@ def test_runs_in_norms_of_tokens_have_details(norm: str, bert: Path, text: Path,
 @pytest.mark.parametrize("map", ["head", "head_out"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_parts_are_those_of_dense_jacobians(kind: str, map: str) -> None:
-    """u^T J v splits into what passes through values, keys and queries: by autograd with two of the three held fixed."""
+    """u^T J v splits into what passes through values, keys and queries: by autograd with two of the
+    three held fixed."""
     whole = random_attention(kind)
     att = whole.select(slice(1, 2)).unpadded(0)
-    found = of_layer(att, map, ["lipbound", "lipbound_block", "yudin", "castin_bias", "specformer", "kim"])
-    assert np.allclose(sum(found.parts.values()), 1) or float(lb.spectral_norm(att).lower.max()) == 0
+    found = of_layer(
+        att, map, ["lipbound", "lipbound_block", "yudin", "castin_bias", "specformer", "kim"]
+    )
+    assert (
+        np.allclose(sum(found.parts.values()), 1) or float(lb.spectral_norm(att).lower.max()) == 0
+    )
     norm = lb.spectral_norm(att, map=map, method="dense", vectors=True)
     np.testing.assert_allclose(found.right.sum(-1), 1, rtol=1e-6)
     np.testing.assert_allclose(found.left.sum(-1), 1, rtol=1e-6)
@@ -170,7 +200,8 @@ def test_parts_are_those_of_dense_jacobians(kind: str, map: str) -> None:
 @pytest.mark.parametrize("norm", ["frobenius", "every-token", "one-token"])
 @pytest.mark.parametrize("kind", ["biases", "causal", "padded"])
 def test_tokens_are_those_of_dense_jacobians(kind: str, norm: str, map: str) -> None:
-    """What each token has in u^T J v, and its profile, by blocks of the autograd Jacobian; in every norm."""
+    """What each token has in u^T J v, and its profile, by blocks of the autograd Jacobian; in every
+    norm."""
     att = random_attention(kind).select(slice(1, 2)).unpadded(0)
     found = of_layer(att, map, ["lipbound"] if norm == "frobenius" else bounds.names(norm), norm)
     blocks = token_oracle.blocks(att, 0, map)  # (heads, i, j, r, D)
@@ -183,15 +214,26 @@ def test_tokens_are_those_of_dense_jacobians(kind: str, norm: str, map: str) -> 
     np.testing.assert_allclose(found.right, flow.sum(1) / flow.sum((1, 2))[:, None], atol=1e-5)
     np.testing.assert_allclose(found.left, flow.sum(2) / flow.sum((1, 2))[:, None], atol=1e-5)
     np.testing.assert_allclose(found.norm, flow.sum((1, 2)), rtol=1e-5)
-    np.testing.assert_allclose(found.alone, torch.linalg.matrix_norm(blocks.transpose(1, 2).flatten(2, 3), 2), rtol=1e-8, atol=1e-8)
+    np.testing.assert_allclose(
+        found.alone,
+        torch.linalg.matrix_norm(blocks.transpose(1, 2).flatten(2, 3), 2),
+        rtol=1e-8,
+        atol=1e-8,
+    )
     np.testing.assert_allclose(found.reached, token_oracle.rows(blocks), rtol=1e-8, atol=1e-8)
     for h in range(att.heads):
-        expected = {"frobenius": found.left, "every-token": found.left, "one-token": found.right}[norm][h]
-        assert norm == "frobenius" or np.sort(expected)[-1] == pytest.approx(1)  # one output, or one token
+        expected = {"frobenius": found.left, "every-token": found.left, "one-token": found.right}[
+            norm
+        ][h]
+        assert norm == "frobenius" or np.sort(expected)[-1] == pytest.approx(
+            1
+        )  # one output, or one token
     np.testing.assert_allclose(sum(found.parts.values()), 1, rtol=1e-9)
 
 
-def _head(att: Attention, h: int, x_q: torch.Tensor, x_k: torch.Tensor, x_v: torch.Tensor) -> torch.Tensor:
+def _head(
+    att: Attention, h: int, x_q: torch.Tensor, x_k: torch.Tensor, x_v: torch.Tensor
+) -> torch.Tensor:
     """One head whose queries, keys and values see inputs of their own."""
 
     def project(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
@@ -199,17 +241,38 @@ def _head(att: Attention, h: int, x_q: torch.Tensor, x_k: torch.Tensor, x_v: tor
 
     scores = att.scale * project(x_q, att.w_q, att.b_q) @ project(x_k, att.w_k, att.b_k).mT
     if att.mask is not None:
-        mask = att.mask if att.mask.ndim > 3 else att.mask.expand(1, att.heads, att.tokens, att.tokens)
+        mask = (
+            att.mask if att.mask.ndim > 3 else att.mask.expand(1, att.heads, att.tokens, att.tokens)
+        )
         scores = scores + mask[0, min(h, mask.shape[1] - 1)]
     return torch.softmax(scores, -1) @ project(x_v, att.w_v, att.b_v)
 
 
 @pytest.mark.parametrize("kind", ["plain", "biases", "causal", "sharp"])
 def test_shares_of_values_are_what_bounds_are_without_softmax(kind: str) -> None:
-    """With queries and keys shrunk to nothing and P kept, the published bounds are their value terms."""
+    """With queries and keys shrunk to nothing and P kept, the published bounds are their value
+    terms."""
     att = random_attention(kind)
-    for name in ("yudin", "yudin_g1", "yudin_nobias", "yudin_sqrt_n", "yudin_closed", "castin", "castin_bias", "castin_c3"):
-        still = Attention(att.x, 0 * att.w_q, att.w_k, att.w_v, b_q=None if att.b_q is None else 0 * att.b_q, b_k=att.b_k, b_v=att.b_v, mask=att.mask)
+    for name in (
+        "yudin",
+        "yudin_g1",
+        "yudin_nobias",
+        "yudin_sqrt_n",
+        "yudin_closed",
+        "castin",
+        "castin_bias",
+        "castin_c3",
+    ):
+        still = Attention(
+            att.x,
+            0 * att.w_q,
+            att.w_k,
+            att.w_v,
+            b_q=None if att.b_q is None else 0 * att.b_q,
+            b_k=att.b_k,
+            b_v=att.b_v,
+            mask=att.mask,
+        )
         still.cache.keep("p", att.p)
         power = 2 if name.startswith("castin") else 1
         expected = (lb.bounds.get(name)(still) / lb.bounds.get(name)(att)) ** power
@@ -234,7 +297,12 @@ def test_hostile_text_stays_text(ds: xr.Dataset, tmp_path: Path) -> None:
         other["yudin"].attrs[key] = HOSTILE
     for entry in (other, [other, ds]):
         report(entry, tmp_path / "x.html", details=False)
-        text = re.sub(r'<script type="text/plain".*?</script>', "", (tmp_path / "x.html").read_text(), flags=re.DOTALL)
+        text = re.sub(
+            r'<script type="text/plain".*?</script>',
+            "",
+            (tmp_path / "x.html").read_text(),
+            flags=re.DOTALL,
+        )
         assert "<img" not in text
         assert "&lt;img src=x onerror=alert(1)&gt; {{7*7}}" in text
         assert "\x1b" not in text
@@ -279,7 +347,14 @@ def test_what_cannot_be_shown_is_said(ds: xr.Dataset, tmp_path: Path, bert: Path
 
 
 def test_other_weights_do_not_pass_for_the_runs(tmp_path: Path) -> None:
-    lb.compare("builtin:gpt2", samples=1, max_length=8, bounds=["yudin"], progress=False, out=tmp_path / "run.zarr")
+    lb.compare(
+        "builtin:gpt2",
+        samples=1,
+        max_length=8,
+        bounds=["yudin"],
+        progress=False,
+        out=tmp_path / "run.zarr",
+    )
     model = load_checkpoint("builtin:gpt2").model
     assert report(tmp_path / "run.zarr", tmp_path / "x.html", model=model) == []
     for block in model.h[3:]:
@@ -291,15 +366,22 @@ def test_other_weights_do_not_pass_for_the_runs(tmp_path: Path) -> None:
 def test_whole_layers_show_every_sample(tmp_path: Path) -> None:
     model = build(AFFINE["gpt2"])
     inputs = {"input_ids": torch.arange(60).view(20, 3)}
-    report(lb.compare(model, inputs, samples=20, map="layer", bounds=["lipbound"], progress=False), tmp_path / "x.html")
+    report(
+        lb.compare(model, inputs, samples=20, map="layer", bounds=["lipbound"], progress=False),
+        tmp_path / "x.html",
+    )
     (run,) = data_of(tmp_path / "x.html")
     assert np.array(run["values"]["exact"]).shape == (2, 20)
     with pytest.raises(LipboundError, match="the run has no bounds"):
         report(lb.compare(model, inputs, bounds=[], progress=False), tmp_path / "y.html")
 
 
-def test_runs_side_by_side_have_daggers_and_tell_what_differs(ds: xr.Dataset, bert: Path, text: Path, tmp_path: Path) -> None:
-    short = lb.compare(bert, text, samples=3, max_length=6, bounds=["castin", "lipbound"], progress=False)
+def test_runs_side_by_side_have_daggers_and_tell_what_differs(
+    ds: xr.Dataset, bert: Path, text: Path, tmp_path: Path
+) -> None:
+    short = lb.compare(
+        bert, text, samples=3, max_length=6, bounds=["castin", "lipbound"], progress=False
+    )
     report([ds, short], tmp_path / "x.html", details=False)
     page = (tmp_path / "x.html").read_text()
     (row,) = re.findall(r'<tr><th scope="row">Castin 2024, 3.3</th>(.*?)</tr>', page)
@@ -308,10 +390,14 @@ def test_runs_side_by_side_have_daggers_and_tell_what_differs(ds: xr.Dataset, be
     (row,) = re.findall(r'<tr><th scope="row">Yudin 2025, Thm 3</th>(.*?)</tr>', page)
     assert re.findall(r"<td>(.*?)</td>", row)[1] == "not computed"
     notices = re.findall(r'<p class="notice">(.*?)</p>', page)
-    assert [line.split(":")[0] for line in notices if "differ" in line] == ["Lengths in tokens differ"]
+    assert [line.split(":")[0] for line in notices if "differ" in line] == [
+        "Lengths in tokens differ"
+    ]
     assert re.search(r"at most 12 in .*, 6 in ", notices[0])
     report([ds, ds], tmp_path / "same.html", details=False)
-    assert "differ:" not in re.sub(r"<script.*?</script>", "", (tmp_path / "same.html").read_text(), flags=re.DOTALL)
+    assert "differ:" not in re.sub(
+        r"<script.*?</script>", "", (tmp_path / "same.html").read_text(), flags=re.DOTALL
+    )
 
 
 def test_panels_are_those_of_the_figures(ds: xr.Dataset, page: Path) -> None:
@@ -329,7 +415,14 @@ def test_infinite_and_missing_numbers_and_many_samples(ds: xr.Dataset, tmp_path:
     other = ds.copy(deep=True)
     other["castin"][:, 0, 0] = np.inf
     other["exact"][:, 1, 1] = np.nan
-    many = xr.concat([other] * 8, "sample", data_vars="minimal", coords="minimal", compat="override", join="override").assign_coords(sample=range(24))
+    many = xr.concat(
+        [other] * 8,
+        "sample",
+        data_vars="minimal",
+        coords="minimal",
+        compat="override",
+        join="override",
+    ).assign_coords(sample=range(24))
     many.attrs = other.attrs
     report(many, tmp_path / "x.html", details=False)
     (run,) = data_of(tmp_path / "x.html")
@@ -343,8 +436,25 @@ def test_infinite_and_missing_numbers_and_many_samples(ds: xr.Dataset, tmp_path:
 
 def test_command_line(bert: Path, text: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
-        lb.compare(bert, text, samples=1, max_length=8, bounds=["yudin", "lipbound"], progress=False, out=tmp_path / f"{name}.zarr")
-    shown = CliRunner().invoke(app, ["report", str(tmp_path / "one.zarr"), str(tmp_path / "two.zarr"), "-o", str(tmp_path / "both.html")])
+        lb.compare(
+            bert,
+            text,
+            samples=1,
+            max_length=8,
+            bounds=["yudin", "lipbound"],
+            progress=False,
+            out=tmp_path / f"{name}.zarr",
+        )
+    shown = CliRunner().invoke(
+        app,
+        [
+            "report",
+            str(tmp_path / "one.zarr"),
+            str(tmp_path / "two.zarr"),
+            "-o",
+            str(tmp_path / "both.html"),
+        ],
+    )
     assert shown.exit_code == 0, shown.output
     assert "both.html (" in shown.stdout
     assert [run["title"] for run in data_of(tmp_path / "both.html")] == ["one", "two"]

@@ -1,4 +1,5 @@
-"""What captions, tables and paragraphs say is counted from what is shown: parts of runs, edited runs, enclosures that did not close, names."""
+"""What captions, tables and paragraphs say is counted from what is shown: parts of runs, edited
+runs, enclosures that did not close, names."""
 
 import numpy as np
 import pytest
@@ -20,7 +21,12 @@ def ds() -> xr.Dataset:
 
 def said(ds: xr.Dataset) -> dict[str, str]:
     """Everything that says what a run is."""
-    return {"table": tables.caption(ds), "figure": plots.caption(ds), "methods": citations.methods(ds, "text"), "latex": citations.methods(ds)}
+    return {
+        "table": tables.caption(ds),
+        "figure": plots.caption(ds),
+        "methods": citations.methods(ds, "text"),
+        "latex": citations.methods(ds),
+    }
 
 
 def test_what_did_not_close_is_not_called_enclosed_to_the_tolerance(gpt2_run: xr.Dataset) -> None:
@@ -33,13 +39,25 @@ def test_what_did_not_close_is_not_called_enclosed_to_the_tolerance(gpt2_run: xr
         assert "factor 1 above" not in text, name
     stated = float(tables.caption(run).partition("enclosed to ")[2].partition(" ")[0])
     assert width <= stated <= 1.2 * width
-    assert f"This was not reached for {run['exact'].size} of {run['exact'].size} constants" in citations.methods(run, "text")
-    assert all("enclosed to 0.001 with failure" in tables.caption(part) for part in (gpt2_run, gpt2_run.isel(sample=[0])))
+    assert (
+        f"This was not reached for {run['exact'].size} of {run['exact'].size} constants"
+        in citations.methods(run, "text")
+    )
+    assert all(
+        "enclosed to 0.001 with failure" in tables.caption(part)
+        for part in (gpt2_run, gpt2_run.isel(sample=[0]))
+    )
 
 
 def test_some_that_did_not_close_are_counted_and_their_width_is_told(ds: xr.Dataset) -> None:
-    assert "enclosed to 0.001 with failure probability 1e-6, except 1 of 24, enclosed to 0.0041" in tables.caption(ds)
-    assert "This was not reached for 1 of 24 constants: the widest enclosure has a factor of 1 + 0.0041." in citations.methods(ds, "text")
+    assert (
+        "enclosed to 0.001 with failure probability 1e-6, except 1 of 24, enclosed to 0.0041"
+        in tables.caption(ds)
+    )
+    assert (
+        "This was not reached for 1 of 24 constants: the widest enclosure has a factor of 1 + "
+        "0.0041." in citations.methods(ds, "text")
+    )
     closed = ds.isel(layer=[0, 2])
     assert "except" not in tables.caption(closed)
     assert "not reached" not in citations.methods(closed, "text")
@@ -88,10 +106,16 @@ def test_what_was_edited_is_called_edited_and_nothing_is_claimed_of_it(ds: xr.Da
 def test_variables_that_were_left_out_are_not_missed(ds: xr.Dataset) -> None:
     part = ds[["exact", "yudin"]]
     assert list(tables.summary(part).index) == ["yudin"]
-    np.testing.assert_array_equal(tables.summary(part).loc["yudin", "geomean"], tables.summary(ds).loc["yudin", "geomean"])
+    np.testing.assert_array_equal(
+        tables.summary(part).loc["yudin", "geomean"], tables.summary(ds).loc["yudin", "geomean"]
+    )
     assert "Yudin 2025, Thm 3" in tables.render(part, by="head")
-    assert [axes.get_title().split("\n")[0] for axes in plots.heatmaps(part).axes if axes.images] == ["Exact", "Yudin 2025, Thm 3"]
-    assert [label.get_text() for label in plots.ratios(part).get_yticklabels()] == ["Yudin 2025, Thm 3"]
+    assert [
+        axes.get_title().split("\n")[0] for axes in plots.heatmaps(part).axes if axes.images
+    ] == ["Exact", "Yudin 2025, Thm 3"]
+    assert [label.get_text() for label in plots.ratios(part).get_yticklabels()] == [
+        "Yudin 2025, Thm 3"
+    ]
     assert citations.keys(part) == ["yudin2025pay", "lipbound2026"]
     assert "cannot exclude that others were edited" in tables.caption(part)
     kim = ds[["exact", "kim", "yudin"]]
@@ -103,28 +127,55 @@ def test_variables_that_were_left_out_are_not_missed(ds: xr.Dataset) -> None:
 def test_differences_are_no_runs(ds: xr.Dataset) -> None:
     with xr.set_options(keep_attrs=True):
         difference = ds - 2 * ds
-    for show in (plots.heatmaps, plots.ratios, plots.heatmap, tables.render, tables.summary, tables.breakdown, citations.methods):
+    for show in (
+        plots.heatmaps,
+        plots.ratios,
+        plots.heatmap,
+        tables.render,
+        tables.summary,
+        tables.breakdown,
+        citations.methods,
+    ):
         with pytest.raises(LipboundError, match="negative, as in the difference of two runs"):
             show(difference)
 
 
 def test_labels_are_the_users(ds: xr.Dataset) -> None:
-    mine = {"lipbound": "This 50% work", "yudin": "Yudin et al.", "model": "MiniLM", "data": "Alice", "exact": "Norm"}
+    mine = {
+        "lipbound": "This 50% work",
+        "yudin": "Yudin et al.",
+        "model": "MiniLM",
+        "data": "Alice",
+        "exact": "Norm",
+    }
     table = tables.render(ds, "latex", labels=mine)
     assert "This 50\\% work & " in table
     assert "Yudin et al. & " in table
     assert "MiniLM (BertModel" in tables.render(ds, labels=mine).replace("builtin:minilm, ", "")
-    for text in (plots.caption(ds, labels=mine), citations.methods(ds, "text", labels=mine), citations.cite(ds, labels=mine)):
+    for text in (
+        plots.caption(ds, labels=mine),
+        citations.methods(ds, "text", labels=mine),
+        citations.cite(ds, labels=mine),
+    ):
         assert "MiniLM (" in text
         assert "Alice" in text
         assert "the text that comes with" not in text
     assert "Norm, Castin 2024, C.3, This 50% work" in plots.caption(ds, labels=mine)
-    titles = [axes.get_title().split("\n")[0] for axes in plots.heatmaps(ds, labels=mine).axes if axes.images]
+    titles = [
+        axes.get_title().split("\n")[0]
+        for axes in plots.heatmaps(ds, labels=mine).axes
+        if axes.images
+    ]
     assert {"Norm", "This 50% work", "Yudin et al."} <= set(titles)
-    assert "This 50% work" in [label.get_text() for label in plots.ratios(ds, labels=mine).get_yticklabels()]
+    assert "This 50% work" in [
+        label.get_text() for label in plots.ratios(ds, labels=mine).get_yticklabels()
+    ]
     assert "edited" not in tables.render(ds, labels=mine)  # what it is called is no setting
     assert ds["lipbound"].attrs["label"] == "lipbound"
-    with pytest.raises(UnknownNameError, match="labels has 'lipbond', which the run has not; did you mean 'lipbound'"):
+    with pytest.raises(
+        UnknownNameError,
+        match="labels has 'lipbond', which the run has not; did you mean 'lipbound'",
+    ):
         tables.render(ds, labels={"lipbond": "x"})
     with pytest.raises(LipboundError, match="the label of yudin is 3; give a text"):
         plots.heatmaps(ds, labels={"yudin": 3})  # type: ignore[dict-item]
@@ -133,14 +184,22 @@ def test_labels_are_the_users(ds: xr.Dataset) -> None:
 def test_nobody_is_said_to_have_written_a_bound() -> None:
     for name in lb.bounds.names(None):
         bound = lb.bounds.get(name)
-        assert not {"our", "ours", "we"} & set(f"{bound.label} {bound.source}".replace("(", " ").replace(")", " ").replace(",", " ").split()), name
+        assert not {"our", "ours", "we"} & set(
+            f"{bound.label} {bound.source}".replace("(", " ")
+            .replace(")", " ")
+            .replace(",", " ")
+            .split()
+        ), name
 
 
 def test_models_have_their_real_names(ds: xr.Dataset) -> None:
     assert tables.caption(ds).startswith("all-MiniLM-L6-v2 (builtin:minilm, BertModel, ")
     for given, name in (
         ("/home/me/checkpoints/alice", "alice"),
-        ("/c/hub/models--sentence-transformers--all-MiniLM-L6-v2/snapshots/0a1b", "sentence-transformers/all-MiniLM-L6-v2"),
+        (
+            "/c/hub/models--sentence-transformers--all-MiniLM-L6-v2/snapshots/0a1b",
+            "sentence-transformers/all-MiniLM-L6-v2",
+        ),
         ("google/vit-base-patch16-224", "google/vit-base-patch16-224"),
         ("C:\\models\\bert", "bert"),
         ("builtin:gpt2", "A small GPT-2, trained on Alice's Adventures in Wonderland"),
@@ -150,7 +209,8 @@ def test_models_have_their_real_names(ds: xr.Dataset) -> None:
 
 
 def test_without_bounds_the_table_is_of_exact_norms(ds: xr.Dataset) -> None:
-    """No empty table: means and ends as numpy has them, in every format; nothing is said of bounds, in captions either."""
+    """No empty table: means and ends as numpy has them, in every format; nothing is said of bounds,
+    in captions either."""
     part = ds.isel(layer=[1, 2])
     (row,) = tables.table_of(part, bounds=[]).numbers.to_dict("records")
     values = part["exact"].values
@@ -182,8 +242,22 @@ def test_marks_of_a_legend_keep_the_space_before_them(ds: xr.Dataset) -> None:
 
 def test_whole_layers_are_not_called_heads() -> None:
     model = build(AFFINE["gpt2"])
-    run = lb.compare(model, inputs_for(model), map="layer", bounds=["castin_mean_field", "yudin"], samples=1, progress=False)
+    run = lb.compare(
+        model,
+        inputs_for(model),
+        map="layer",
+        bounds=["castin_mean_field", "yudin"],
+        samples=1,
+        progress=False,
+    )
     assert "its assumptions do not hold on every layer here" in plots.caption(run)
     assert "do not hold on every layer here" in citations.methods(run, "text")
-    tokens = lb.compare(model, inputs_for(model), norm="one-token", bounds=["lipbound_one"], samples=1, progress=False)
+    tokens = lb.compare(
+        model,
+        inputs_for(model),
+        norm="one-token",
+        bounds=["lipbound_one"],
+        samples=1,
+        progress=False,
+    )
     assert "exact norms of a model in float32" in tables.caption(tokens)

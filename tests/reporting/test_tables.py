@@ -1,4 +1,5 @@
-"""Tables by bound, layer and head; the digits they show; citations; and what hostile names become in them."""
+"""Tables by bound, layer and head; the digits they show; citations; and what hostile names become
+in them."""
 
 import io
 import re
@@ -20,7 +21,10 @@ from lipbound.reporting import citations, statistics
 from lipbound.reporting.formats import FORMATTERS
 from lipbound.reporting.latex import typeset
 
-HOSTILE = "<script>alert(1)</script> | [x](javascript:y) $\\input{/etc/passwd}$ #_^~%&{} \x1b[31m\n\r\u202e\u2028@evil, \U0001f600"
+HOSTILE = (
+    "<script>alert(1)</script> | [x](javascript:y) $\\input{/etc/passwd}$ #_^~%&{} "
+    "\x1b[31m\n\r\u202e\u2028@evil, \U0001f600"
+)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +35,15 @@ def ds(gpt2_run: xr.Dataset) -> xr.Dataset:
 @pytest.fixture(scope="module")
 def hostile(ds: xr.Dataset) -> xr.Dataset:
     other = ds.copy(deep=True)
-    for name in ("model", "data", "architecture", "device", "revision", "preprocessing", "map_description"):
+    for name in (
+        "model",
+        "data",
+        "architecture",
+        "device",
+        "revision",
+        "preprocessing",
+        "map_description",
+    ):
         other.attrs[name] = HOSTILE
     for name in ("castin", "yudin"):
         other[name].attrs |= {"label": HOSTILE, "caveat": HOSTILE}
@@ -42,14 +54,17 @@ def hostile(ds: xr.Dataset) -> xr.Dataset:
 @settings(deadline=None, max_examples=300, derandomize=True)
 @given(x=st.floats(1e-12, 1e12), width=st.floats(1e-9, 0.5), where=st.floats(0, 1))
 def test_digits_are_those_that_the_enclosure_supports(x: float, width: float, where: float) -> None:
-    """The true value, anywhere in x (1 -+ width / 2), is at most one unit of the last digit away from what is shown; one more digit need not be."""
+    """The true value, anywhere in x (1 -+ width / 2), is at most one unit of the last digit away
+    from what is shown; one more digit need not be."""
     count = digits(x, width)
     text = number(x, count).replace(",", "")
     mantissa, _, exponent = text.partition("e")
     unit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
     if "." not in mantissa and not exponent:
         unit = 10.0 ** (np.floor(np.log10(float(text))) - count + 1)
-    if width * x <= 10 ** np.floor(np.log10(x)):  # else not even one digit is known, and one is shown
+    if width * x <= 10 ** np.floor(
+        np.log10(x)
+    ):  # else not even one digit is known, and one is shown
         assert abs(float(text) - x * (1 + (where - 0.5) * width)) <= unit * (1 + 1e-6)
     assert 1 <= count <= 4
     if 1 < count < 4:
@@ -60,23 +75,38 @@ def test_digits_are_those_that_the_enclosure_supports(x: float, width: float, wh
 
 def test_more_digits_for_closer_enclosures(ds: xr.Dataset) -> None:
     model = build(AFFINE["gpt2"])
-    close = lb.compare(model, inputs_for(model), tol=1e-8, dtype="float64", bounds=["yudin"], progress=False)
+    close = lb.compare(
+        model, inputs_for(model), tol=1e-8, dtype="float64", bounds=["yudin"], progress=False
+    )
     wide = lb.compare(model, inputs_for(model), tol=0.2, bounds=["yudin"], progress=False)
-    rough = lb.compare(model, inputs_for(model), tol=0.2, delta=None, bounds=["yudin"], progress=False)
+    rough = lb.compare(
+        model, inputs_for(model), tol=0.2, delta=None, bounds=["yudin"], progress=False
+    )
     shown = [tables.readable(one).loc["yudin", "geom. mean"] for one in (rough, ds, close)]
-    lengths = [len(re.sub("[^0-9]", "", text).strip("0") if "." not in text else re.sub("[^0-9]", "", text).lstrip("0")) for text in shown]
+    lengths = [
+        len(
+            re.sub("[^0-9]", "", text).strip("0")
+            if "." not in text
+            else re.sub("[^0-9]", "", text).lstrip("0")
+        )
+        for text in shown
+    ]
     assert lengths == [1, 4, 4]
     assert tables.width(rough, "yudin") > tables.width(ds, "yudin") > tables.width(close, "yudin")
     assert tables.width(wide, "yudin") <= 0.2
     assert tables.width(rough, "yudin") == pytest.approx(0.2, rel=1e-3)
-    assert tables.width(ds, "kim") == pytest.approx(1e-3, rel=0.05)  # there is no upper end for L2 attention
+    assert tables.width(ds, "kim") == pytest.approx(
+        1e-3, rel=0.05
+    )  # there is no upper end for L2 attention
 
 
 def test_summary_encloses_and_spreads(ds: xr.Dataset) -> None:
     row = tables.summary(ds).loc["yudin"]
     logs = np.log((ds["yudin"] / ds["exact"]).values)
     assert row["geomean"] == pytest.approx(np.exp(logs.mean()))
-    assert row["geomean_lower"] == pytest.approx(float(np.exp(np.log(ds["yudin"] / ds["exact_upper"]).mean())))
+    assert row["geomean_lower"] == pytest.approx(
+        float(np.exp(np.log(ds["yudin"] / ds["exact_upper"]).mean()))
+    )
     assert row["geomean_lower"] < row["geomean"] <= row["geomean_lower"] * (1 + 1e-3)
     single = np.exp(logs.mean((1, 2)))
     assert row["sample_min"] == pytest.approx(single.min())
@@ -90,7 +120,12 @@ def test_summary_encloses_and_spreads(ds: xr.Dataset) -> None:
 def test_breakdown_by_plain_numpy(ds: xr.Dataset, by: str, how: str | float, values: str) -> None:
     table = tables.breakdown(ds, by, bounds=["yudin", "kim"], reduce=how, values=values)
     assert table.index.names == (["layer"] if by == "layer" else ["layer", "head"])
-    functions = {"geomean": lambda a: np.exp(np.log(a).mean()), "mean": np.mean, "max": np.max, "median": np.median}
+    functions = {
+        "geomean": lambda a: np.exp(np.log(a).mean()),
+        "mean": np.mean,
+        "max": np.max,
+        "median": np.median,
+    }
     reduce = functions[how] if isinstance(how, str) else lambda a: np.quantile(a, how)
     for place, row in table.iterrows():
         at = {"layer": place} if by == "layer" else dict(zip(("layer", "head"), place, strict=True))
@@ -105,7 +140,9 @@ def test_breakdown_by_plain_numpy(ds: xr.Dataset, by: str, how: str | float, val
 
 
 @pytest.mark.parametrize("options", [{"reduce": "median"}, {"values": "value"}])
-def test_settings_that_rows_per_bound_do_not_have_are_refused(ds: xr.Dataset, options: dict[str, str]) -> None:
+def test_settings_that_rows_per_bound_do_not_have_are_refused(
+    ds: xr.Dataset, options: dict[str, str]
+) -> None:
     with pytest.raises(LipboundError, match="rows per bound are geometric means of ratios"):
         tables.render(ds, **options)
 
@@ -113,18 +150,29 @@ def test_settings_that_rows_per_bound_do_not_have_are_refused(ds: xr.Dataset, op
 def test_every_table_in_every_format(ds: xr.Dataset) -> None:
     for format in tables.FORMATS:
         for by in tables.ROWS:
-            text = tables.render(ds, format, by=by, bounds=["castin", "lipbound"], **({} if by == "bound" else {"reduce": "median"}))
+            text = tables.render(
+                ds,
+                format,
+                by=by,
+                bounds=["castin", "lipbound"],
+                **({} if by == "bound" else {"reduce": "median"}),
+            )
             if format == "csv":
                 table = pd.read_csv(io.StringIO(text))
                 assert len(table) == {"bound": 2, "layer": 2, "head": 8}[by]
             else:
-                text = " ".join(text.replace("\\\\", " ").split())  # headings of LaTeX in several lines
+                text = " ".join(
+                    text.replace("\\\\", " ").split()
+                )  # headings of LaTeX in several lines
                 assert "ours" not in text
                 assert "Castin 2024, 3.3" in text
                 assert ("median over samples" in text.lower()) == (by != "bound")
                 assert "(castin):" in text
                 assert "(specformer):" not in text  # footnotes of what is shown
-                assert ("GPT2Model" in text, "in float32, enclosed to 0.001 with failure probability" in text) == (True, True)
+                assert (
+                    "GPT2Model" in text,
+                    "in float32, enclosed to 0.001 with failure probability" in text,
+                ) == (True, True)
     exact = pd.read_csv(io.StringIO(tables.render(ds, "csv", by="head")), index_col=[0, 1])
     expected = np.exp(np.log(ds["exact"]).mean("sample")).values.ravel()
     np.testing.assert_allclose(exact["exact"], expected, rtol=1e-12)
@@ -135,11 +183,18 @@ def test_latex_sets_numbers_one_way(ds: xr.Dataset) -> None:
         text = tables.latex(ds, by=by, width="page")
         bodies = re.findall(r"\\midrule\n(.*?)\\bottomrule", text, re.DOTALL)
         cells = [
-            cell.strip() for body in bodies for line in body.strip().splitlines() for cell in line.removesuffix("\\\\").split("&")[by == "bound" :]
+            cell.strip()
+            for body in bodies
+            for line in body.strip().splitlines()
+            for cell in line.removesuffix("\\\\").split("&")[by == "bound" :]
         ]
         assert len(cells) > 30
         for cell in cells:
-            assert all(part in ("$\\infty$", "--") or re.fullmatch(r"\\num\{\d+(\.\d+)?(e-?\d+)?\}", part) for part in cell.split("--") if part), cell
+            assert all(
+                part in ("$\\infty$", "--") or re.fullmatch(r"\\num\{\d+(\.\d+)?(e-?\d+)?\}", part)
+                for part in cell.split("--")
+                if part
+            ), cell
         notes = text.partition("\\raggedright\\noindent")[2]
         assert "$^\\dagger$ Castin 2024, 3.3 (castin)" in notes
         assert "$x \\to \\mathrm{softmax}(q k^{T}) v$" in notes
@@ -154,10 +209,14 @@ def test_paragraphs_for_papers(ds: xr.Dataset) -> None:
     assert ds.attrs["revision"][:23] in text.replace("\\allowbreak{}", "")
     assert not re.search("[0-9a-f]{17}", text)  # nothing that cannot be broken
     assert typeset("at /home/me/checkpoints/AutoModelForCausalLM") == (
-        "at /home/\\allowbreak{}me/\\allowbreak{}checkpoints/\\allowbreak{}Auto\\allowbreak{}Model\\allowbreak{}For\\allowbreak{}"
+        "at "
+        "/home/\\allowbreak{}me/\\allowbreak{}checkpoints/\\allowbreak{}Auto\\allowbreak{}Model\\allowbreak{}For\\allowbreak{}"
         "Causal\\allowbreak{}LM"
     )
-    assert typeset("a sqrt(x) b||X||_F^2 50 % ^T") == "a $\\sqrt{x}$ b$\\|X\\|_F^2$ 50 \\% \\textasciicircum{}T"
+    assert (
+        typeset("a sqrt(x) b||X||_F^2 50 % ^T")
+        == "a $\\sqrt{x}$ b$\\|X\\|_F^2$ 50 \\% \\textasciicircum{}T"
+    )
 
 
 def test_maps_are_described_in_mathematics() -> None:
@@ -226,10 +285,15 @@ def test_hostile_names_stay_text(hostile: xr.Dataset) -> None:
 
 
 def test_a_run_says_itself_what_its_bounds_are(ds: xr.Dataset) -> None:
-    """As `lipbound.compare` wrote it; what runs of earlier versions do not say comes from the registry."""
+    """As `lipbound.compare` wrote it; what runs of earlier versions do not say comes from the
+    registry."""
     earlier = ds.copy(deep=True)
     for name in ("castin", "kim"):
-        earlier[name].attrs = {key: value for key, value in earlier[name].attrs.items() if key not in ("caveat", "compared_with")}
+        earlier[name].attrs = {
+            key: value
+            for key, value in earlier[name].attrs.items()
+            if key not in ("caveat", "compared_with")
+        }
     for format in tables.FORMATS:
         assert tables.render(earlier, format) == tables.render(ds, format)
     own = ds.rename(castin="mine", castin_sound="mine_sound")
@@ -252,19 +316,33 @@ def test_every_format_is_offered(ds: xr.Dataset) -> None:
 def test_methods_say_the_settings_of_the_run(ds: xr.Dataset) -> None:
     text = citations.methods(ds, "text")
     for part in (
-        "lipbound 0.1.0", "GPT2Model", "2 layers x 4 heads", ds.attrs["revision"], ds.attrs["data_fingerprint"],
+        "lipbound 0.1.0",
+        "GPT2Model",
+        "2 layers x 4 heads",
+        ds.attrs["revision"],
+        ds.attrs["data_fingerprint"],
         f"2 samples of at most {ds.attrs['tokens']} tokens",
-        "in float32", "at most a factor 1 + 0.001", "at least 1 - 1e-6", "seed 0", "(Yudin et al. 2025)", "(Castin et al. 2024)",
-        "torch 2.", ds.attrs["date"][:10],
+        "in float32",
+        "at most a factor 1 + 0.001",
+        "at least 1 - 1e-6",
+        "seed 0",
+        "(Yudin et al. 2025)",
+        "(Castin et al. 2024)",
+        "torch 2.",
+        ds.attrs["date"][:10],
         "is compared with the constant of that map",
-    ):  # fmt: skip
+    ):
         assert part in text, part
     typeset = citations.methods(ds)
     assert set(re.findall(r"\\cite\{(\w+)\}", typeset)) == set(citations.keys(ds))
     assert "$1 - 10^{-6}$" in typeset
     model = build(AFFINE["gpt2"])
-    rough = lb.compare(model, inputs_for(model), delta=None, bounds=["yudin"], samples=1, progress=False)
-    assert "Constants are lower ends: values that the norms attain" in citations.methods(rough, "text")
+    rough = lb.compare(
+        model, inputs_for(model), delta=None, bounds=["yudin"], samples=1, progress=False
+    )
+    assert "Constants are lower ends: values that the norms attain" in citations.methods(
+        rough, "text"
+    )
     assert "less every rounding; there are no upper ends" in citations.methods(rough, "text")
     assert "lower ends, sought to 0.001" in tables.render(rough)
     assert "both with every rounding included" in text
@@ -275,7 +353,10 @@ def test_below_exact_is_told(ds: xr.Dataset) -> None:
     other = ds.copy(deep=True)
     other["castin"][...] = other["exact"] / 2
     other["castin"].attrs["caveat"] = "it is 50 % of\n\\input{x}"
-    assert "is below the constant it should bound in 16 of 16 cases, because it is 50 % of \\input{x}." in citations.methods(other, "text")
+    assert (
+        "is below the constant it should bound in 16 of 16 cases, because it is 50 % of \\input{x}."
+        in citations.methods(other, "text")
+    )
     assert "because it is 50 \\% of \\textbackslash{}input\\{x\\}." in citations.methods(other)
 
 
@@ -288,7 +369,9 @@ def test_foreign_text() -> None:
 def test_exact_norms_of_some_samples_only(ds: xr.Dataset) -> None:
     model = build(AFFINE["gpt2"])
     part = lb.compare(model, inputs_for(model), exact_samples=1, bounds=["yudin"], progress=False)
-    assert "exact norms are of 1 sample, bounds of all 2" in tables.render(part, by="layer", values="value")
+    assert "exact norms are of 1 sample, bounds of all 2" in tables.render(
+        part, by="layer", values="value"
+    )
     assert "exact norms are of 1 sample" in tables.render(part, by="layer")
     assert "exact norms (on 1 of the samples)" in tables.caption(part)
     assert "with exact constants on 1 of them" in citations.methods(part, "text")

@@ -1,4 +1,5 @@
-"""What commands print at 60, 80 and 120 columns, as it is kept in ``terminals/``: LIPBOUND_TERMINALS=write writes it anew, to be looked at."""
+"""What commands print at 60, 80 and 120 columns, as it is kept in ``terminals/``:
+LIPBOUND_TERMINALS=write writes it anew, to be looked at."""
 
 import contextlib
 import os
@@ -49,7 +50,9 @@ def run(ds: xr.Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def printed(run: Path, ds: xr.Dataset, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> object:
+def printed(
+    run: Path, ds: xr.Dataset, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> object:
     """What a command prints in a terminal of some width."""
 
     def call(name: str, width: int) -> str:
@@ -57,7 +60,11 @@ def printed(run: Path, ds: xr.Dataset, capsys: pytest.CaptureFixture, monkeypatc
         if name == "compare":
             show(ds)
         else:
-            monkeypatch.setattr(sys, "argv", ["lipbound", *(str(run) if part == "RUN" else part for part in COMMANDS[name])])
+            monkeypatch.setattr(
+                sys,
+                "argv",
+                ["lipbound", *(str(run) if part == "RUN" else part for part in COMMANDS[name])],
+            )
             main_ends_well()
         out, err = capsys.readouterr()
         assert err == ""
@@ -72,7 +79,8 @@ def main_ends_well() -> None:
 
 
 def assert_same(text: str, kept: str, *, all_digits: bool) -> None:
-    """Text that shows all digits of a float64 may differ in the last: logarithms are not the same on every processor."""
+    """Text that shows all digits of a float64 may differ in the last: logarithms are not the same
+    on every processor."""
     if not all_digits:
         assert text == kept
         return
@@ -84,7 +92,9 @@ def assert_same(text: str, kept: str, *, all_digits: bool) -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", COMMANDS)
-def test_commands_print_what_is_kept(name: str, width: int, printed: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_print_what_is_kept(
+    name: str, width: int, printed: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert callable(printed)
     text = printed(name, width)
     file = KEPT / (f"{name}-{width}.txt" if name in FOLDED else f"{name}.txt")
@@ -98,16 +108,22 @@ def test_commands_print_what_is_kept(name: str, width: int, printed: object, mon
 
 
 def test_nothing_is_kept_that_no_command_prints() -> None:
-    expected = {f"{name}-{width}.txt" for name in FOLDED for width in WIDTHS} | {f"{name}.txt" for name in COMMANDS if name not in FOLDED}
+    expected = {f"{name}-{width}.txt" for name in FOLDED for width in WIDTHS} | {
+        f"{name}.txt" for name in COMMANDS if name not in FOLDED
+    }
     assert {path.name for path in KEPT.iterdir()} == expected
 
 
 @pytest.mark.parametrize("by", tables.ROWS)
 def test_numbers_stay_whole_at_every_width(ds: xr.Dataset, by: str) -> None:
-    """Every number of the table as wide as it likes is in the narrow one, or its column is named as left out; so are all footnotes."""
+    """Every number of the table as wide as it likes is in the narrow one, or its column is named as
+    left out; so are all footnotes."""
 
     def rows(text: str) -> list[str]:
-        return re.findall(r"(?<!\S)(?:\d[\d,.]*(?:e-?\d+)?|inf|n/a)(?!\S)", text.partition("----")[2].partition("\n\n\u2020")[0])
+        return re.findall(
+            r"(?<!\S)(?:\d[\d,.]*(?:e-?\d+)?|inf|n/a)(?!\S)",
+            text.partition("----")[2].partition("\n\n\u2020")[0],
+        )
 
     table = tables.table_of(ds, by)
     whole = text_table(table)
@@ -140,10 +156,14 @@ def test_columns_with_something_below_exact_are_not_called_sound(ds: xr.Dataset)
     narrow = tables.render(ds, width=60)
     assert "none is below" not in narrow
     assert "\u2021: below the exact norm somewhere" in narrow
-    assert "none is below the exact norm in any of 24 comparisons" in " ".join(tables.render(ds, width=44, bounds=["yudin", "lipbound"]).split())
+    assert "none is below the exact norm in any of 24 comparisons" in " ".join(
+        tables.render(ds, width=44, bounds=["yudin", "lipbound"]).split()
+    )
 
 
-def test_colours(ds: xr.Dataset, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colours(
+    ds: xr.Dataset, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a terminal alone, for bounds below the exact norm alone, and never under NO_COLOR."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
@@ -153,7 +173,9 @@ def test_colours(ds: xr.Dataset, capsys: pytest.CaptureFixture, monkeypatch: pyt
     assert coloured()
     show(ds)
     text = capsys.readouterr().out
-    assert {line for line in text.splitlines() if "\x1b" in line} == {line for line in text.splitlines() if "\u2021" in line}
+    assert {line for line in text.splitlines() if "\x1b" in line} == {
+        line for line in text.splitlines() if "\u2021" in line
+    }
     plain = re.sub(r"\x1b\[\d+m", "", text)
     for name, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
         monkeypatch.setenv(name, value)
@@ -183,9 +205,13 @@ def test_nothing_known_is_nothing_claimed(ds: xr.Dataset, capsys: pytest.Capture
 
 def test_widths_that_are_none(ds: xr.Dataset) -> None:
     for format, width, message in (
-        ("latex", "colum", "did you mean 'column'"), ("latex", -3, "must be a positive number of points"), ("text", "page", "number of characters"),
-        ("csv", 80, "csv has none"), ("markdown", "page", "markdown has none"), ("text", 0, "number of characters"),
-    ):  # fmt: skip
+        ("latex", "colum", "did you mean 'column'"),
+        ("latex", -3, "must be a positive number of points"),
+        ("text", "page", "number of characters"),
+        ("csv", 80, "csv has none"),
+        ("markdown", "page", "markdown has none"),
+        ("text", 0, "number of characters"),
+    ):
         with pytest.raises(LipboundError, match=message):
             tables.render(ds, format, width=width)
 

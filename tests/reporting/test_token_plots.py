@@ -20,7 +20,9 @@ def test_cells_are_the_norms_and_ticks_the_tokens(profile: lb.TokenProfile, tmp_
     figure = lb.plots.token_profile(profile, words, tmp_path / "tokens.png", sample=1)
     top, bottom = figure.axes[:2]
     for axes, lower in ((top, profile.lower), (bottom, profile.output_lower)):
-        np.testing.assert_allclose(np.asarray(axes.images[0].get_array()), np.log10(lower[1].numpy()), atol=1e-9)
+        np.testing.assert_allclose(
+            np.asarray(axes.images[0].get_array()), np.log10(lower[1].numpy()), atol=1e-9
+        )
     found = [label.get_text() for label in bottom.get_xticklabels()]
     assert found[0] == "[CLS]"
     assert found[3] == "$x$"
@@ -39,20 +41,35 @@ def test_one_head_is_bars_and_few_tokens_are_named_where_many_are(profile: lb.To
 
 @pytest.mark.parametrize("width", ["column", "page"])
 @pytest.mark.parametrize("heads", [None, [1]])
-def test_nothing_stands_on_anything_else(profile: lb.TokenProfile, width: str, heads: list[int] | None) -> None:
-    figure = lb.plots.token_profile(profile, ["a_long_token_of_text"] * 9, width=width, heads=heads, title="a model, layer 4")
+def test_nothing_stands_on_anything_else(
+    profile: lb.TokenProfile, width: str, heads: list[int] | None
+) -> None:
+    figure = lb.plots.token_profile(
+        profile, ["a_long_token_of_text"] * 9, width=width, heads=heads, title="a model, layer 4"
+    )
     figure.draw_without_rendering()
     panels = figure.axes[:2]
-    boxes = [figure._suptitle.get_window_extent(), *(axes.title.get_window_extent() for axes in panels), *(axes.bbox for axes in figure.axes)]
+    boxes = [
+        figure._suptitle.get_window_extent(),
+        *(axes.title.get_window_extent() for axes in panels),
+        *(axes.bbox for axes in figure.axes),
+    ]
     boxes += [label.get_window_extent() for label in panels[1].get_xticklabels()]
     for i, box in enumerate(boxes):
         assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1
         assert figure.bbox.y0 <= box.y0 < box.y1 <= figure.bbox.y1
         assert not any(box.overlaps(other) for other in boxes[:i])
-    assert all(axes.get_ylabel() == ("head" if heads is None else "norm, head 1") for axes in panels)
+    assert all(
+        axes.get_ylabel() == ("head" if heads is None else "norm, head 1") for axes in panels
+    )
 
 
-@pytest.mark.parametrize(("arguments", "words"), [({"sample": 5}, "sample"), ({"heads": [9]}, "heads"), ({"tokens": ["a"]}, "tokens")])
-def test_what_is_not_there_is_refused(profile: lb.TokenProfile, arguments: dict, words: str) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [({"sample": 5}, "sample"), ({"heads": [9]}, "heads"), ({"tokens": ["a"]}, "tokens")],
+)
+def test_what_is_not_there_is_refused(
+    profile: lb.TokenProfile, arguments: dict, words: str
+) -> None:
     with pytest.raises(LipboundError, match=words):
         lb.plots.token_profile(profile, **arguments)

@@ -1,4 +1,5 @@
-"""Figures and pages as files: all styles, fonts that papers take, full disks, and old files that stay until new ones are whole."""
+"""Figures and pages as files: all styles, fonts that papers take, full disks, and old files that
+stay until new ones are whole."""
 
 import errno
 import io
@@ -54,13 +55,19 @@ def test_every_style_has_a_look(style: str) -> None:
 
 @pytest.mark.parametrize("style", ["aistats2025", "eccv2024"])
 def test_venues_without_a_choice_of_tex_are_drawn(ds: xr.Dataset, style: str) -> None:
-    with pytest.warns(UserWarning, match=f"style '{style}': it leaves its font to TeX.*; STIXGeneral is taken"):
+    with pytest.warns(
+        UserWarning, match=f"style '{style}': it leaves its font to TeX.*; STIXGeneral is taken"
+    ):
         plots.heatmaps(ds, bounds=["yudin"], style=style)
 
 
 @pytest.mark.parametrize("kind", ["pdf", "ps"])
 def test_files_that_users_save_have_fonts_that_papers_take(ds: xr.Dataset, kind: str) -> None:
-    for figure in (plots.heatmap(ds).figure, plots.ratios(ds, bounds=["yudin"]).figure, plots.heatmaps(ds, bounds=["yudin"])):
+    for figure in (
+        plots.heatmap(ds).figure,
+        plots.ratios(ds, bounds=["yudin"]).figure,
+        plots.heatmaps(ds, bounds=["yudin"]),
+    ):
         file = io.BytesIO()
         figure.savefig(file, format=kind)
         assert b"/Type3" not in file.getvalue()
@@ -77,7 +84,9 @@ def test_a_full_disk_leaves_what_was_there(ds: xr.Dataset, tmp_path: Path, what:
     names = {"figure": ["x.caption.tex", "x.caption.txt", "x.pdf"], "page": ["x.html"]}[what]
     for name in names:
         (tmp_path / name).write_text("old")
-    with pytest.raises(StoreError, match=r"x\.(pdf|html) cannot be written: No space left on device"):
+    with pytest.raises(
+        StoreError, match=r"x\.(pdf|html) cannot be written: No space left on device"
+    ):
         write[what]()
     assert sorted(file.name for file in tmp_path.iterdir()) == names
     assert all((tmp_path / name).read_text() == "old" for name in names)
@@ -106,7 +115,11 @@ def test_files_replace_one_another_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", [("table",), ("cite",), ("info",), ("table", "--json")])
 def test_output_that_nobody_takes_is_one_sentence(
-    ds: xr.Dataset, tmp_path: Path, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    ds: xr.Dataset,
+    tmp_path: Path,
+    command: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     class Full(io.StringIO):
         def flush(self) -> None:
@@ -118,7 +131,9 @@ def test_output_that_nobody_takes_is_one_sentence(
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 2
-    assert capsys.readouterr().err == "error: the output cannot be written: No space left on device\n"
+    assert (
+        capsys.readouterr().err == "error: the output cannot be written: No space left on device\n"
+    )
 
 
 def test_ratios_far_beyond_the_others_leave_the_axis(ds: xr.Dataset) -> None:
@@ -159,14 +174,25 @@ def test_who_stays_on_an_axis_of_ratios() -> None:
 
 @pytest.mark.parametrize(("layers", "heads"), [(1, 12), (1, 1), (2, 64), (1, 64)])
 def test_one_layer_is_a_strip(layers: int, heads: int) -> None:
-    sheet = Sheet((4,), 7.1, 7.0, layers / heads, own_bars=False, titles=lambda section, side, points: 2, caption=0, layers=layers)
+    sheet = Sheet(
+        (4,),
+        7.1,
+        7.0,
+        layers / heads,
+        own_bars=False,
+        titles=lambda section, side, points: 2,
+        caption=0,
+        layers=layers,
+    )
     assert sheet.natural(4) < 0.5 * sheet.side(4)
     assert not sheet.beside
     figure = plots.heatmap(made_up(layers=layers, heads=heads)).figure
     figure.draw_without_rendering()
     box = figure.axes[0].get_window_extent()
     assert box.height < 0.5 * box.width
-    square = Sheet((4,), 7.1, 7.0, 1.0, own_bars=False, titles=lambda section, side, points: 2, caption=0)
+    square = Sheet(
+        (4,), 7.1, 7.0, 1.0, own_bars=False, titles=lambda section, side, points: 2, caption=0
+    )
     assert square.natural(4) == square.side(4)
     assert square.beside
 
@@ -180,5 +206,9 @@ def test_colour_bars_of_one_value_have_legible_numbers(ds: xr.Dataset) -> None:
     assert bar.xaxis.get_offset_text().get_text() == bar.yaxis.get_offset_text().get_text() == ""
     infinite = ds.copy(deep=True)
     infinite["yudin"][...] = np.inf
-    texts = [text.get_text() for panel in plots.heatmaps(infinite, bounds=["yudin"]).axes for text in panel.texts]
+    texts = [
+        text.get_text()
+        for panel in plots.heatmaps(infinite, bounds=["yudin"]).axes
+        for text in panel.texts
+    ]
     assert texts == ["above the scale:\n\u221e"]

@@ -47,14 +47,31 @@ def test_blocks_do_not_change_results(bert: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("padding", ["right", "left"])
 def test_numbers_do_not_depend_on_the_size_of_blocks(padding: str, bert: Path) -> None:
-    """Padded texts, one, several or all at a time: rounding of the model's own products apart, and what is not measured stays so."""
+    """Padded texts, one, several or all at a time: rounding of the model's own products apart, and
+    what is not measured stays so."""
     torch.manual_seed(0)
     lengths, ids = [10, 4, 7, 2, 9], torch.randint(3, 60, (5, 10))
-    mask = torch.stack([torch.arange(10) < n if padding == "right" else torch.arange(10) >= 10 - n for n in lengths]).long()
+    mask = torch.stack(
+        [
+            torch.arange(10) < n if padding == "right" else torch.arange(10) >= 10 - n
+            for n in lengths
+        ]
+    ).long()
     gpt2 = build(AFFINE["gpt2"])
-    for model, data in ((bert, [*TEXTS, "the clock", "a ferry"]), (gpt2, {"input_ids": ids % gpt2.config.vocab_size, "attention_mask": mask})):
+    for model, data in (
+        (bert, [*TEXTS, "the clock", "a ferry"]),
+        (gpt2, {"input_ids": ids % gpt2.config.vocab_size, "attention_mask": mask}),
+    ):
         one, *others = (
-            lb.compare(model, data, memory=memory, exact_samples=3, bounds=["yudin", "castin_bias"], **OPTIONS) for memory in (1, 80_000, "1GB")
+            lb.compare(
+                model,
+                data,
+                memory=memory,
+                exact_samples=3,
+                bounds=["yudin", "castin_bias"],
+                **OPTIONS,
+            )
+            for memory in (1, 80_000, "1GB")
         )
         assert [ds.attrs["block"] for ds in (one, *others)][::2] == [1, 5]
         for ds in others:
@@ -67,8 +84,17 @@ def test_numbers_do_not_depend_on_the_size_of_blocks(padding: str, bert: Path) -
 def test_every_layer_is_probed_once(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     probed: list[str] = []
     probe = capture.probe
-    monkeypatch.setattr(capture, "probe", lambda call, known: (probed.append(call.name), probe(call, known))[1])
-    ds = lb.compare(bert, ["one text", "another one", "and a third"], memory=1, max_length=4, bounds=["lipbound_block"], progress=False)
+    monkeypatch.setattr(
+        capture, "probe", lambda call, known: (probed.append(call.name), probe(call, known))[1]
+    )
+    ds = lb.compare(
+        bert,
+        ["one text", "another one", "and a third"],
+        memory=1,
+        max_length=4,
+        bounds=["lipbound_block"],
+        progress=False,
+    )
     assert len(probed) == len(set(probed)) == ds.sizes["layer"]
 
 
@@ -81,15 +107,21 @@ def test_same_seed_same_numbers(bert: Path) -> None:
 
 
 def test_exact_samples_layers_and_estimates(bert: Path) -> None:
-    ds = lb.compare(bert, TEXTS, exact_samples=1, layers=[1], delta=None, bounds="yudin,kim", **OPTIONS)
+    ds = lb.compare(
+        bert, TEXTS, exact_samples=1, layers=[1], delta=None, bounds="yudin,kim", **OPTIONS
+    )
     assert ds["layer"].values.tolist() == [1]
     assert bool(ds["exact"][0].notnull().all())
     assert bool(ds["exact"][1:].isnull().all())
     assert bool(ds["yudin"].notnull().all())
     assert "exact_upper" not in ds
     whole = lb.compare(bert, TEXTS, exact_samples=1, delta=None, bounds="yudin", **OPTIONS)
-    np.testing.assert_allclose(ds["exact"][0, 0], whole["exact"][0, 1], rtol=1e-6)  # a layer's numbers do not depend on the choice
-    assert ds["exact_steps"][0, 0].equals(whole["exact_steps"][0, 1].assign_coords(ds["exact_steps"][0, 0].coords))
+    np.testing.assert_allclose(
+        ds["exact"][0, 0], whole["exact"][0, 1], rtol=1e-6
+    )  # a layer's numbers do not depend on the choice
+    assert ds["exact_steps"][0, 0].equals(
+        whole["exact_steps"][0, 1].assign_coords(ds["exact_steps"][0, 0].coords)
+    )
     assert ds.attrs["audit"]["yudin"]["compared"] == 4
     assert "exact_l2" in ds
     assert "exact_l2" not in lb.compare(bert, TEXTS, bounds="yudin", **OPTIONS)
@@ -100,8 +132,12 @@ def test_head_out_is_the_head_with_its_output_slice(bert: Path) -> None:
     model = BertModel.from_pretrained(bert).double()
     from lipbound.models.checkpoints import load_checkpoint
 
-    att = lb.capture(model, dict(load_checkpoint(bert).tokenizer()(TEXTS[:1], return_tensors="pt")))[0]
-    np.testing.assert_allclose(ds["exact"][:, 0], lb.spectral_norm(att, map="head_out", tol=1e-9).lower, rtol=1e-3)
+    att = lb.capture(
+        model, dict(load_checkpoint(bert).tokenizer()(TEXTS[:1], return_tensors="pt"))
+    )[0]
+    np.testing.assert_allclose(
+        ds["exact"][:, 0], lb.spectral_norm(att, map="head_out", tol=1e-9).lower, rtol=1e-3
+    )
     assert ds.attrs["map"] == "head_out"
     assert float((ds["yudin"] / ds["exact"]).min()) > 1
 
@@ -116,7 +152,21 @@ def test_loaded_model_and_ready_inputs() -> None:
 
 def test_provenance(bert: Path) -> None:
     a = lb.compare(bert, TEXTS, bounds=["castin"], **OPTIONS).attrs
-    for key in ("model", "revision", "data", "data_fingerprint", "map", "dtype", "device", "seed", "tol", "delta", "date", "command", "versions"):
+    for key in (
+        "model",
+        "revision",
+        "data",
+        "data_fingerprint",
+        "map",
+        "dtype",
+        "device",
+        "seed",
+        "tol",
+        "delta",
+        "date",
+        "command",
+        "versions",
+    ):
         assert key in a
     assert a["revision"].startswith("sha256:")
     assert a["versions"]["torch"] == torch.__version__
@@ -134,7 +184,9 @@ def test_runs_are_saved_and_read_back(bert: Path, tmp_path: Path) -> None:
     assert [p.name for p in target.parent.iterdir()] == ["run.zarr"]
 
 
-def test_a_full_disk_does_not_cost_the_run(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_does_not_cost_the_run(
+    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(self: xr.Dataset, *args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -144,7 +196,9 @@ def test_a_full_disk_does_not_cost_the_run(bert: Path, tmp_path: Path, monkeypat
     assert caught.value.dataset["exact"].shape == (3, 2, 4)
     assert [p.name for p in tmp_path.iterdir()] == ["run.zarr.partial"]
     monkeypatch.undo()
-    again = lb.compare(bert, TEXTS, bounds=["castin"], out=tmp_path / "run.zarr", resume=True, **OPTIONS)
+    again = lb.compare(
+        bert, TEXTS, bounds=["castin"], out=tmp_path / "run.zarr", resume=True, **OPTIONS
+    )
     xr.testing.assert_identical(again.drop_attrs(), caught.value.dataset.drop_attrs())
     assert [p.name for p in tmp_path.iterdir()] == ["run.zarr"]
 
@@ -179,11 +233,12 @@ def test_load_says_what_is_wrong(tmp_path: Path) -> None:
         store.check_target("/proc/none/run.zarr")
 
 
-# -- the audit ----------------------------------------------------------------------------------------------------------
+# -- the audit -------------------------------------------------------------------------------------
 
 
 def doctored(query_bias: float = 0.0, scale: float = 1.0, decoder: bool = False) -> BertModel:
-    """A tiny BERT whose first layer breaks published statements: small or biased inputs, a causal mask."""
+    """A tiny BERT whose first layer breaks published statements: small or biased inputs, a causal
+    mask."""
     torch.manual_seed(0)
     model = BertModel(BertConfig(**TEXT, is_decoder=decoder)).eval()
     with torch.no_grad():
@@ -196,7 +251,9 @@ def doctored(query_bias: float = 0.0, scale: float = 1.0, decoder: bool = False)
 
 
 def run(model: BertModel, length: int = 20) -> xr.Dataset:
-    ids = {"input_ids": torch.randint(3, 60, (2, length), generator=torch.Generator().manual_seed(0))}
+    ids = {
+        "input_ids": torch.randint(3, 60, (2, length), generator=torch.Generator().manual_seed(0))
+    }
     return lb.compare(model, ids, layers=[0], progress=False)
 
 

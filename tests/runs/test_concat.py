@@ -27,16 +27,30 @@ def other(bert: Path) -> xr.Dataset:
 
 def test_samples_of_two_runs(whole: xr.Dataset, other: xr.Dataset, tmp_path: Path) -> None:
     ds = lb.concat([whole, other])
-    for name in ("exact", "exact_upper", "yudin", "lipbound", "exact_steps", "yudin_sound", "exact_converged", "length"):
+    for name in (
+        "exact",
+        "exact_upper",
+        "yudin",
+        "lipbound",
+        "exact_steps",
+        "yudin_sound",
+        "exact_converged",
+        "length",
+    ):
         np.testing.assert_array_equal(ds[name], np.concatenate([whole[name], other[name]]))
     assert ds["sample"].values.tolist() == [0, 1, 2, 3, 4, 5]
     assert ds["run_sample"].values.tolist() == [0, 1, 2, 3, 0, 1]
     assert ds["run"].values.tolist() == [[0, 0]] * 4 + [[1, 1]] * 2
     assert (ds.attrs["samples"], ds.attrs["delta"], ds.attrs["tokens"]) == (6, 2e-6, 6)
-    assert ds.attrs["data_fingerprint"] == f"{whole.attrs['data_fingerprint']}; {other.attrs['data_fingerprint']}"
+    assert (
+        ds.attrs["data_fingerprint"]
+        == f"{whole.attrs['data_fingerprint']}; {other.attrs['data_fingerprint']}"
+    )
     assert origins(ds) == [whole.attrs, other.attrs]
     assert (standing(ds).edited, standing(ds).runs, standing(ds).samples_made) == (False, 2, 6)
-    np.testing.assert_array_equal(ds["checksum"], np.concatenate([whole["checksum"], other["checksum"]]))
+    np.testing.assert_array_equal(
+        ds["checksum"], np.concatenate([whole["checksum"], other["checksum"]])
+    )
     assert store.load(lb.save(ds, tmp_path / "run.zarr"), damaged="refuse").identical(ds)
     assert [identical(a, b) for a, b in zip(split(ds), (whole, other), strict=True)] == [True, True]
     part = ds.isel(sample=[1, 5])
@@ -57,20 +71,41 @@ def test_layers_of_two_runs_make_the_run_of_both(bert: Path, whole: xr.Dataset) 
     assert (standing(ds).all_layers, ds.attrs["samples"]) == (True, 4)
 
 
-def test_samples_and_layers_and_runs_put_together_before(whole: xr.Dataset, other: xr.Dataset) -> None:
-    corners = [whole.sel(layer=[0]), other.sel(layer=[1]), whole.sel(layer=[1]), other.sel(layer=[0])]
+def test_samples_and_layers_and_runs_put_together_before(
+    whole: xr.Dataset, other: xr.Dataset
+) -> None:
+    corners = [
+        whole.sel(layer=[0]),
+        other.sel(layer=[1]),
+        whole.sel(layer=[1]),
+        other.sel(layer=[0]),
+    ]
     ds = lb.concat([lb.concat(corners[:1] + corners[2:3]), lb.concat([corners[1], corners[3]])])
     expected = lb.concat([whole, other])
     assert ds["exact"].identical(expected["exact"])
-    assert (len(ds.attrs["runs"]), ds.attrs["delta"]) == (2, 2e-6)  # parts of one run are from one run
+    assert (len(ds.attrs["runs"]), ds.attrs["delta"]) == (
+        2,
+        2e-6,
+    )  # parts of one run are from one run
     halves = lb.concat([whole.isel(sample=[2, 3]), whole.isel(sample=[0, 1])])
-    assert (halves["run_sample"].values.tolist(), standing(halves).runs, halves.attrs["delta"]) == ([2, 3, 0, 1], 1, 1e-6)
+    assert (halves["run_sample"].values.tolist(), standing(halves).runs, halves.attrs["delta"]) == (
+        [2, 3, 0, 1],
+        1,
+        1e-6,
+    )
 
 
 def test_samples_with_exact_norms_come_first(bert: Path) -> None:
-    few, more = (lb.compare(bert, texts, **OPTIONS | {"exact_samples": 1}) for texts in (TEXTS[:2], OTHERS))
+    few, more = (
+        lb.compare(bert, texts, **OPTIONS | {"exact_samples": 1}) for texts in (TEXTS[:2], OTHERS)
+    )
     ds = lb.concat([few, more])
-    assert ds["exact"].notnull().any(["layer", "head"]).values.tolist() == [True, True, False, False]
+    assert ds["exact"].notnull().any(["layer", "head"]).values.tolist() == [
+        True,
+        True,
+        False,
+        False,
+    ]
     assert ds["run_sample"].values.tolist() == [0, 0, 1, 1]
     assert ds.attrs["exact_samples"] == 2
 
@@ -95,12 +130,23 @@ def test_runs_that_do_not_agree(bert: Path, whole: xr.Dataset, other: xr.Dataset
 
     assert "one run alone" in told(whole)
     assert "layer 0, is in run 1 and run 2 of those given" in told(whole, whole)
-    assert "has no layer 1, which other samples have" in told(whole.isel(layer=[0]), whole.isel(layer=[1], sample=[0]))
-    assert "is damaged or was edited: its numbers at every sample and layer" in told(whole, other * 2)
+    assert "has no layer 1, which other samples have" in told(
+        whole.isel(layer=[0]), whole.isel(layer=[1], sample=[0])
+    )
+    assert "is damaged or was edited: its numbers at every sample and layer" in told(
+        whole, other * 2
+    )
     assert "lacks variables" in told(whole, other[["exact", "yudin"]])
     assert "no checksums of this version" in told(whole, other.drop_vars("checksum"))
-    for change, name in (({"seed": 1}, "seed"), ({"tol": 1e-2}, "tol"), ({"dtype": "float64"}, "dtype"), ({"bounds": "yudin"}, "bounds")):
-        assert f"the runs do not agree: {name} is" in told(whole, lb.compare(bert, OTHERS[:1], **OPTIONS | change))
+    for change, name in (
+        ({"seed": 1}, "seed"),
+        ({"tol": 1e-2}, "tol"),
+        ({"dtype": "float64"}, "dtype"),
+        ({"bounds": "yudin"}, "bounds"),
+    ):
+        assert f"the runs do not agree: {name} is" in told(
+            whole, lb.compare(bert, OTHERS[:1], **OPTIONS | change)
+        )
     with pytest.raises(StoreError, match="give a list of two runs"):
         lb.concat(whole)
     with pytest.raises(StoreError, match="cannot be computed again as one"):
@@ -111,7 +157,10 @@ def test_every_run_is_verified(bert: Path, tmp_path: Path) -> None:
     texts = [tmp_path / "one.txt", tmp_path / "two.txt"]
     for file, lines in zip(texts, (TEXTS, OTHERS), strict=True):
         file.write_text("\n".join(lines))
-    runs = [lb.compare(bert, file, max_length=6, samples=1, bounds=["yudin"], progress=False) for file in texts]
+    runs = [
+        lb.compare(bert, file, max_length=6, samples=1, bounds=["yudin"], progress=False)
+        for file in texts
+    ]
     ds = lb.concat(runs)
     path = lb.save(ds, tmp_path / "both.zarr")
     found = lb.verify(path, places=1)
@@ -120,7 +169,10 @@ def test_every_run_is_verified(bert: Path, tmp_path: Path) -> None:
     assert "of 2 runs that were put together" in str(found)
     ds["yudin"][1, 0, 2] *= 1.5
     text = "; ".join(lb.verify(ds, places=1).problems)
-    assert "run 1: sample 0, layer 0: the stored numbers are not those that were computed (checksum)" in text
+    assert (
+        "run 1: sample 0, layer 0: the stored numbers are not those that were computed (checksum)"
+        in text
+    )
     assert "yudin at run 1: sample 0, layer 0, head 2" in text
     assert "run 0: " not in text
 
@@ -128,7 +180,9 @@ def test_every_run_is_verified(bert: Path, tmp_path: Path) -> None:
 def test_parts_are_verified(bert: Path, tmp_path: Path) -> None:
     """By the numbers that they had in the run, with its shares of delta, heads and samples."""
     (tmp_path / "one.txt").write_text("\n".join(TEXTS * 3))
-    ds = lb.compare(bert, tmp_path / "one.txt", max_length=6, samples=2, bounds=["yudin"], progress=False)
+    ds = lb.compare(
+        bert, tmp_path / "one.txt", max_length=6, samples=2, bounds=["yudin"], progress=False
+    )
     part = ds.isel(sample=[1], layer=[1], head=[2, 3])
     found = lb.verify(part, places=1)
     assert found.ok, str(found)
@@ -136,7 +190,13 @@ def test_parts_are_verified(bert: Path, tmp_path: Path) -> None:
     assert float(found.table.loc["exact_upper", "largest"]) < 1e-6
     edited = part.copy(deep=True)
     edited["exact"][0, 0, 1] *= 1.01
-    assert any(problem.startswith("exact at sample 1, layer 1, head 3: stored") for problem in lb.verify(edited, places=1).problems)
+    assert any(
+        problem.startswith("exact at sample 1, layer 1, head 3: stored")
+        for problem in lb.verify(edited, places=1).problems
+    )
     moved = ds.assign_coords(sample=[0, 5])
-    assert any("the coordinates sample cannot be those of the run" in fault for fault in lb.verify(moved, places=1).faults)
+    assert any(
+        "the coordinates sample cannot be those of the run" in fault
+        for fault in lb.verify(moved, places=1).faults
+    )
     assert checksums(part).values.tolist() == ds["checksum"].values[1:, 1:, 2:].tolist()

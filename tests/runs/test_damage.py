@@ -1,4 +1,5 @@
-"""Runs whose files were damaged or edited: told before a number is shown, and no bound is accused of what is not there."""
+"""Runs whose files were damaged or edited: told before a number is shown, and no bound is accused
+of what is not there."""
 
 import json
 import shutil
@@ -95,7 +96,8 @@ def text(name: str, content: str) -> Callable[[Path], None]:
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "a chunk of a bound": (
         without_chunk("yudin"),
-        "its numbers at every sample and layer are not those that were computed (no value of yudin is there)",
+        "its numbers at every sample and layer are not those that were computed (no value of "
+        "yudin is there)",
     ),
     "a chunk of exact norms": (without_chunk("exact"), "(no value of exact is there)"),
     "a chunk of upper ends": (without_chunk("exact_upper"), "(no value of exact_upper is there)"),
@@ -105,30 +107,55 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "the layers": (without_chunk("layer"), "its coordinates layer, and with them its numbers at"),
     "the samples": (without_chunk("sample"), "its coordinates sample, and with them its numbers"),
     "the heads": (without_chunk("head"), "its coordinates head, and with them its numbers"),
-    "names of layers": (without_chunk("layer_name"), "its coordinates layer_name, and with them its numbers"),
+    "names of layers": (
+        without_chunk("layer_name"),
+        "its coordinates layer_name, and with them its numbers",
+    ),
     "the lengths": (without_chunk("length"), "its coordinates length, and with them its numbers"),
-    "other lengths": (edited("length", 1, 99), "its numbers at sample 1 layer 0, sample 1 layer 1 are not those"),
+    "other lengths": (
+        edited("length", 1, 99),
+        "its numbers at sample 1 layer 0, sample 1 layer 1 are not those",
+    ),
     "an empty coordinate": (emptied("layer"), "the values of 'layer' cannot be read"),
-    "files that changed places": (swapped("exact_upper", "yudin"), "its numbers at every sample and layer"),
-    "an edited value": (edited("lipbound", (1, 0, 2), 1e-3), "its numbers at sample 1 layer 0 are not those that were computed;"),
-    "an edited setting": (setting("tol", 0.1), "its settings (attributes) are not those that were recorded"),
+    "files that changed places": (
+        swapped("exact_upper", "yudin"),
+        "its numbers at every sample and layer",
+    ),
+    "an edited value": (
+        edited("lipbound", (1, 0, 2), 1e-3),
+        "its numbers at sample 1 layer 0 are not those that were computed;",
+    ),
+    "an edited setting": (
+        setting("tol", 0.1),
+        "its settings (attributes) are not those that were recorded",
+    ),
     "a missing setting": (setting("samples", None), "its setting 'samples' is missing"),
     "a setting of another type": (setting("tol", "wide"), "its setting 'tol' is 'wide'"),
     "another dtype": (setting("dtype", "float8"), "its setting 'dtype' is 'float8'"),
-    "a bound that is not there": (setting("bounds", ["yudin", "lipbound", "kim"]), "'kim' is missing"),
+    "a bound that is not there": (
+        setting("bounds", ["yudin", "lipbound", "kim"]),
+        "'kim' is missing",
+    ),
     "a bound": (without_variable("yudin"), "'yudin' is missing"),
     "exact norms": (without_variable("exact"), "'exact' is missing"),
     "flags": (without_variable("lipbound_sound"), "'lipbound_sound' is missing"),
     "a file cut short": (cut(9), "the values of 'yudin' cannot be read"),
     "an empty file": (cut(0), "the values of 'yudin' cannot be read"),
     "a description cut short": (text("yudin", "{"), "the description of 'yudin' cannot be read"),
-    "a description of something else": (text("yudin", "[]"), "the description of 'yudin' cannot be read"),
+    "a description of something else": (
+        text("yudin", "[]"),
+        "the description of 'yudin' cannot be read",
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_run_is_refused_in_one_sentence(
-    kind: str, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    sound: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     change, sentence = DAMAGE[kind]
     run = Path(shutil.copytree(sound, tmp_path / "run.zarr"))
@@ -141,16 +168,31 @@ def test_a_damaged_run_is_refused_in_one_sentence(
     assert len(err.strip().splitlines()) == 1
     assert sentence in err
     if "description" not in kind:
-        assert "move it away, and `lipbound compare 'my model' --out run.zarr` computes it again" in err
+        assert (
+            "move it away, and `lipbound compare 'my model' --out run.zarr` computes it again"
+            in err
+        )
     if "(no value" in sentence or "are not those" in sentence:
         with pytest.warns(DamagedRunWarning, match="damaged or was edited"):
             ds = lb.load(run)
-        assert not any(entry["violations"] for name, entry in audit(ds).items() if name != "lipbound" or kind != "an edited value")
+        assert not any(
+            entry["violations"]
+            for name, entry in audit(ds).items()
+            if name != "lipbound" or kind != "an edited value"
+        )
 
 
-@pytest.mark.parametrize("command", [["heatmap", "-o", "x.pdf"], ["cite"], ["report", "-o", "x.html"]], ids=lambda c: c[0])
+@pytest.mark.parametrize(
+    "command",
+    [["heatmap", "-o", "x.pdf"], ["cite"], ["report", "-o", "x.html"]],
+    ids=lambda c: c[0],
+)
 def test_every_command_refuses_it(
-    command: list[str], sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    command: list[str],
+    sound: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = Path(shutil.copytree(sound, tmp_path / "run.zarr"))
     edited("lipbound", (1, 0, 2), 1e-3)(run)
@@ -174,7 +216,14 @@ def test_what_is_as_it_was_is_read_without_a_word(sound: Path, whole: xr.Dataset
 
 
 def test_a_finished_run_is_not_taken_up_when_it_is_damaged(bert: Path, tmp_path: Path) -> None:
-    options = {"max_length": 12, "progress": False, "bounds": ["yudin"], "out": tmp_path / "run.zarr", "resume": True, "delta": None}
+    options = {
+        "max_length": 12,
+        "progress": False,
+        "bounds": ["yudin"],
+        "out": tmp_path / "run.zarr",
+        "resume": True,
+        "delta": None,
+    }
     lb.compare(bert, TEXTS[:1], **options)
     without_chunk("yudin")(tmp_path / "run.zarr")
     with pytest.raises(AlteredRunError, match="no value of yudin is there"):
@@ -187,8 +236,16 @@ def test_what_is_not_there_is_not_compared(gpt2_run: xr.Dataset) -> None:
     ds["exact"][1, 0] = np.nan
     ds["castin"][...] = np.nan
     found = audit(ds)
-    assert (found["yudin"]["violations"], found["yudin"]["compared"], found["yudin"]["broken"]) == (0, 4, 0)
-    assert (found["castin"]["violations"], found["castin"]["compared"], found["castin"]["worst"]) == (0, 0, pytest.approx(np.nan, nan_ok=True))
+    assert (found["yudin"]["violations"], found["yudin"]["compared"], found["yudin"]["broken"]) == (
+        0,
+        4,
+        0,
+    )
+    assert (
+        found["castin"]["violations"],
+        found["castin"]["compared"],
+        found["castin"]["worst"],
+    ) == (0, 0, pytest.approx(np.nan, nan_ok=True))
     assert (missing(ds, "yudin"), missing(ds, "exact"), missing(ds, "lipbound")) == (8, 4, 0)
     ds["lipbound"][0, 1, 0] = 0.5 * ds["exact"][0, 1, 0]
     assert audit(ds)["lipbound"]["broken"] == 1  # what is there is
@@ -211,4 +268,7 @@ def test_the_command_of_a_run_is_quoted() -> None:
     ds = xr.Dataset(attrs={"command": "lipbound compare a; rm -rf '~' `id`"})
     assert "`lipbound compare 'a;' rm -rf '~' '`id`'`" in again(ds)
     for command in ("python study.py", "rm -rf ~", "lipbound compare 'a", "lipbound", ""):
-        assert again(xr.Dataset(attrs={"command": command})) == "compute it again with the arguments that it was made with"
+        assert (
+            again(xr.Dataset(attrs={"command": command}))
+            == "compute it again with the arguments that it was made with"
+        )

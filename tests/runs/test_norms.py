@@ -1,4 +1,5 @@
-"""Runs in the norms that tell tokens apart: their numbers, what they refuse, what they record, and that they say their norm."""
+"""Runs in the norms that tell tokens apart: their numbers, what they refuse, what they record, and
+that they say their norm."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,10 @@ from lipbound.runs.provenance import DRAWN, damage, settings_checksum
 
 OPTIONS: dict[str, Any] = {"max_length": 12, "progress": False}
 TOKEN_NORMS = TOKENS
-BOUNDS = {"every-token": ["newhouse", "lipbound_every", "lipbound_every_block"], "one-token": ["lipbound_one"]}
+BOUNDS = {
+    "every-token": ["newhouse", "lipbound_every", "lipbound_every_block"],
+    "one-token": ["lipbound_one"],
+}
 
 
 @pytest.fixture(scope="module", params=TOKEN_NORMS)
@@ -50,11 +54,24 @@ def layers(bert: Path) -> list[Attention]:
     return lb.capture(BertModel.from_pretrained(bert).double(), batch)
 
 
-@pytest.mark.parametrize("map", ["head", "head_out", *(pytest.param(map, marks=pytest.mark.slow) for map in ("heads", "layer"))])
-def test_numbers_are_those_of_token_norm_and_of_dense_jacobians(norm: str, map: str, bert: Path, layers: list[Attention]) -> None:
+@pytest.mark.parametrize(
+    "map",
+    [
+        "head",
+        "head_out",
+        *(pytest.param(map, marks=pytest.mark.slow) for map in ("heads", "layer")),
+    ],
+)
+def test_numbers_are_those_of_token_norm_and_of_dense_jacobians(
+    norm: str, map: str, bert: Path, layers: list[Attention]
+) -> None:
     ds = lb.compare(bert, TEXTS, norm=norm, map=map, dtype="float64", layers=[1], **OPTIONS)
     att = layers[1]
-    assert ds["exact"].dims == (("sample", "layer", "head") if map.startswith("head") and map != "heads" else ("sample", "layer"))
+    assert ds["exact"].dims == (
+        ("sample", "layer", "head")
+        if map.startswith("head") and map != "heads"
+        else ("sample", "layer")
+    )
     assert list(ds.attrs["bounds"]) == BOUNDS[norm]
     again = lb.token_norm(att, norm, map=map)
     for name, end in (("exact", again.lower), ("exact_upper", again.upper)):
@@ -62,8 +79,15 @@ def test_numbers_are_those_of_token_norm_and_of_dense_jacobians(norm: str, map: 
     assert bool(ds["exact_converged"].all())
     for s in range(len(TEXTS)):
         for h, j in enumerate(token_oracle.blocks(att, s, map)):
-            low, high = (float(ds[name].isel(sample=s, layer=0).values.ravel()[h]) for name in ("exact", "exact_upper"))
-            below = float(token_oracle.every_from_below(j, 20) if norm == "every-token" else token_oracle.one(j)[0])
+            low, high = (
+                float(ds[name].isel(sample=s, layer=0).values.ravel()[h])
+                for name in ("exact", "exact_upper")
+            )
+            below = float(
+                token_oracle.every_from_below(j, 20)
+                if norm == "every-token"
+                else token_oracle.one(j)[0]
+            )
             above = float(token_oracle.every_from_above(j)) if norm == "every-token" else below
             assert below <= high * (1 + 1e-12)
             assert low <= above * (1 + 1e-9)
@@ -77,18 +101,31 @@ def test_numbers_are_those_of_token_norm_and_of_dense_jacobians(norm: str, map: 
 
 
 def test_padding_and_blocks_change_nothing(norm: str, bert: Path) -> None:
-    whole, single = (lb.compare(bert, TEXTS, norm=norm, layers=[0], memory=memory, **OPTIONS) for memory in ("1GB", 1))
+    whole, single = (
+        lb.compare(bert, TEXTS, norm=norm, layers=[0], memory=memory, **OPTIONS)
+        for memory in ("1GB", 1)
+    )
     assert (whole.attrs["block"], single.attrs["block"]) == (len(TEXTS), 1)
-    for one, other in ((whole, single), (single, whole)):  # both enclose one number, up to float32 in the model
+    for one, other in (
+        (whole, single),
+        (single, whole),
+    ):  # both enclose one number, up to float32 in the model
         assert bool((one["exact"] <= other["exact_upper"] * (1 + 1e-5)).all())
     for name in BOUNDS[norm]:
         np.testing.assert_allclose(whole[name], single[name], rtol=1e-5)
 
 
 def test_norms_are_ordered(bert: Path) -> None:
-    """One token <= all tokens by Frobenius; the worst output under all of them <= under every one of them <= root N times it; ends as they stand."""
-    one, all, every = (lb.compare(bert, TEXTS, norm=n, bounds=b, **OPTIONS) for n, b in (
-        ("one-token", "lipbound_one"), ("frobenius", "yudin"), ("every-token", "lipbound_every_block")))  # fmt: skip
+    """One token <= all tokens by Frobenius; the worst output under all of them <= under every one
+    of them <= root N times it; ends as they stand."""
+    one, all, every = (
+        lb.compare(bert, TEXTS, norm=n, bounds=b, **OPTIONS)
+        for n, b in (
+            ("one-token", "lipbound_one"),
+            ("frobenius", "yudin"),
+            ("every-token", "lipbound_every_block"),
+        )
+    )
     assert bool((one["exact"] <= all["exact_upper"]).all())
     assert bool((all["exact"] <= one["exact_upper"] * np.sqrt(all["length"])).all())
     assert bool((every["exact"] <= all["exact_upper"] * np.sqrt(all["length"])).all())
@@ -96,7 +133,9 @@ def test_norms_are_ordered(bert: Path) -> None:
 
 
 def test_exact_samples_and_the_same_numbers_again(norm: str, bert: Path) -> None:
-    first, second = (lb.compare(bert, TEXTS, norm=norm, exact_samples=1, layers=[1], **OPTIONS) for _ in range(2))
+    first, second = (
+        lb.compare(bert, TEXTS, norm=norm, exact_samples=1, layers=[1], **OPTIONS) for _ in range(2)
+    )
     assert first.drop_attrs().identical(second.drop_attrs())
     assert bool(first["exact"][0].notnull().all())
     assert bool(first["exact_upper"][1:].isnull().all())
@@ -107,12 +146,28 @@ def test_exact_samples_and_the_same_numbers_again(norm: str, bert: Path) -> None
     ("options", "message"),
     [
         ({"norm": "every-tokn"}, "did you mean 'every-token'"),
-        ({"norm": "every-token", "bounds": "yudin"}, "'yudin' is stated in the frobenius norm and here the norm is every-token"),
-        ({"norm": "one-token", "bounds": ["lipbound_every"]}, "'lipbound_every' is stated in the every-token norm"),
-        ({"bounds": "newhouse"}, "'newhouse' is stated in the every-token norm and here the norm is frobenius"),
+        (
+            {"norm": "every-token", "bounds": "yudin"},
+            "'yudin' is stated in the frobenius norm and here the norm is every-token",
+        ),
+        (
+            {"norm": "one-token", "bounds": ["lipbound_every"]},
+            "'lipbound_every' is stated in the every-token norm",
+        ),
+        (
+            {"bounds": "newhouse"},
+            "'newhouse' is stated in the every-token norm and here the norm is frobenius",
+        ),
         ({"bounds": ["yudin", "lipbound_one"]}, "'lipbound_one' is stated in the one-token norm"),
-        ({"norm": "one-token", "map": "residual"}, "map 'residual' has exact norms for norm='frobenius' alone.* head, head_out, heads, layer"),
-        ({"norm": "every-token", "delta": 1e-3}, "delta is 0.001, which norm='every-token' does not take"),
+        (
+            {"norm": "one-token", "map": "residual"},
+            "map 'residual' has exact norms for norm='frobenius' alone.* head, head_out, heads, "
+            "layer",
+        ),
+        (
+            {"norm": "every-token", "delta": 1e-3},
+            "delta is 0.001, which norm='every-token' does not take",
+        ),
         ({"norm": "one-token", "seed": 1}, "seed is 1, which norm='one-token' does not take"),
     ],
 )
@@ -124,18 +179,34 @@ def test_what_a_norm_does_not_have_is_refused(options: dict[str, Any], message: 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--norm", "every-token", "--delta", "1e-6"), "--delta is 1e-06, which --norm every-token does not take"),
-        (("--norm", "one-token", "--seed", "0"), "--seed is 0, which --norm one-token does not take"),
-        (("--norm", "every-token", "--map", "residual"), "map 'residual' has exact norms for --norm frobenius alone"),
+        (
+            ("--norm", "every-token", "--delta", "1e-6"),
+            "--delta is 1e-06, which --norm every-token does not take",
+        ),
+        (
+            ("--norm", "one-token", "--seed", "0"),
+            "--seed is 0, which --norm one-token does not take",
+        ),
+        (
+            ("--norm", "every-token", "--map", "residual"),
+            "map 'residual' has exact norms for --norm frobenius alone",
+        ),
         (("--norm", "every"), "unknown norm 'every'"),
     ],
 )
-def test_on_the_command_line_too(words: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_the_command_line_too(
+    words: tuple[str, ...],
+    sentence: str,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     status, _, err = call(capsys, monkeypatch, "compare", "builtin:minilm", *words)
     assert (status, sentence in err, len(err.strip().splitlines())) == (2, True, 1), err
 
 
-def test_a_run_records_its_norm_and_nothing_that_it_does_not_have(norm: str, run: Path, bert: Path, text: Path) -> None:
+def test_a_run_records_its_norm_and_nothing_that_it_does_not_have(
+    norm: str, run: Path, bert: Path, text: Path
+) -> None:
     ds = lb.load(run)
     assert ds.attrs["norm"] == norm
     assert not {*DRAWN} & {*ds.attrs}
@@ -143,7 +214,9 @@ def test_a_run_records_its_norm_and_nothing_that_it_does_not_have(norm: str, run
     assert "exact_l2" not in ds
     config = RunConfig.of(ds)
     assert (config.norm, config.delta, config.seed, config.names) == (norm, None, 0, BOUNDS[norm])
-    assert lb.compare(bert, text, samples=2, norm=norm, out=run, resume=True, **OPTIONS).identical(ds)
+    assert lb.compare(bert, text, samples=2, norm=norm, out=run, resume=True, **OPTIONS).identical(
+        ds
+    )
     with pytest.raises(StoreError, match=f"norm was {norm} and is now frobenius"):
         lb.compare(bert, text, samples=2, out=run, resume=True, **OPTIONS)
 
@@ -156,14 +229,23 @@ def test_a_run_is_computed_again_in_its_norm(norm: str, run: Path) -> None:
     assert f"computed again, in float32 and the {norm} norm: all heads at" in str(found)
     assert lb.verify(ds, places=1, dtype="float64").ok
     ds["exact"][1, 0, 2] *= 0.9
-    assert any(p.startswith("exact at sample 1, layer 0, head 2: stored ") for p in lb.verify(ds, places=1).problems)
+    assert any(
+        p.startswith("exact at sample 1, layer 0, head 2: stored ")
+        for p in lb.verify(ds, places=1).problems
+    )
 
 
 @pytest.mark.parametrize("other", ["frobenius", None, "both", "every", 3])
-def test_a_norm_that_was_edited_is_noticed(other: Any, norm: str, run: Path, tmp_path: Path) -> None:
+def test_a_norm_that_was_edited_is_noticed(
+    other: Any, norm: str, run: Path, tmp_path: Path
+) -> None:
     ds = lb.load(run)
-    other = {"every-token": "one-token", "one-token": "every-token"}[norm] if other == "both" else other
-    ds.attrs = {key: value for key, value in ds.attrs.items() if key != "norm"} | ({} if other is None else {"norm": other})
+    other = (
+        {"every-token": "one-token", "one-token": "every-token"}[norm] if other == "both" else other
+    )
+    ds.attrs = {key: value for key, value in ds.attrs.items() if key != "norm"} | (
+        {} if other is None else {"norm": other}
+    )
     assert "its settings" in damage(ds) or other == 3
     store.save(ds, tmp_path / "run.zarr")
     with pytest.raises(AlteredRunError, match="is damaged or was edited"):
@@ -184,7 +266,9 @@ def test_runs_of_before_are_frobenius_and_keep_their_checksum(bert: Path, tmp_pa
     assert tables.summary(loaded).equals(tables.summary(ds))
 
 
-def test_unfinished_runs_of_another_norm_are_not_taken_up(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_runs_of_another_norm_are_not_taken_up(
+    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "run.zarr"
     with monkeypatch.context() as patch:
         patch.setattr(PartialRun, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -195,11 +279,19 @@ def test_unfinished_runs_of_another_norm_are_not_taken_up(bert: Path, tmp_path: 
         with pytest.raises(StoreError, match=f"norm was every-token and is now {other}"):
             lb.compare(bert, TEXTS, norm=other, out=out, resume=True, **OPTIONS)
     ds = lb.compare(bert, TEXTS, norm="every-token", out=out, resume=True, **OPTIONS)
-    assert ds.drop_attrs().identical(lb.compare(bert, TEXTS, norm="every-token", memory=OPTIONS.get("memory", "auto"), **OPTIONS).drop_attrs())
+    assert ds.drop_attrs().identical(
+        lb.compare(
+            bert, TEXTS, norm="every-token", memory=OPTIONS.get("memory", "auto"), **OPTIONS
+        ).drop_attrs()
+    )
 
 
 def test_the_norm_is_said_wherever_the_map_is(
-    norm: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    norm: str,
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ds = lb.load(run)
     meaning = NORMS[norm]
@@ -213,7 +305,10 @@ def test_the_norm_is_said_wherever_the_map_is(
         assert "probability" not in made
     for format in ("text", "latex"):
         paragraph = tables.methods(ds, format)
-        assert f"in the {norm} norm, norms of Jacobians ({meaning}), of one attention head" in paragraph
+        assert (
+            f"in the {norm} norm, norms of Jacobians ({meaning}), of one attention head"
+            in paragraph
+        )
         assert "deterministically" in paragraph
         assert not any(word in paragraph for word in ("Lanczos", "probability", "seed"))
     said = facts(ds, run)
@@ -238,10 +333,26 @@ def test_a_report_says_norms_and_that_they_differ(norm: str, run: Path, tmp_path
 
 
 def test_a_finished_run_from_the_command_line(
-    bert: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    bert: Path,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = tmp_path / "run.zarr"
-    options = ("--data", text, "--samples", 1, "--max-length", 8, "--norm", "one-token", "--layers", "1", "--quiet")
+    options = (
+        "--data",
+        text,
+        "--samples",
+        1,
+        "--max-length",
+        8,
+        "--norm",
+        "one-token",
+        "--layers",
+        "1",
+        "--quiet",
+    )
     status, out, err = call(capsys, monkeypatch, "compare", bert, *options, "--out", run)
     assert status == 0, err
     assert "norm: one-token" in " ".join(out.split())

@@ -19,16 +19,28 @@ from lipbound.models.checkpoints import load_checkpoint
 from lipbound.runs import store
 from lipbound.runs.execute import WorkerSpec, work
 from lipbound.runs.measure import LayerResult, MeasurementSpec
-from lipbound.runs.partial_store import DONE, PartialRun, measured_blocks, partial_path, same_configuration
+from lipbound.runs.partial_store import (
+    DONE,
+    PartialRun,
+    measured_blocks,
+    partial_path,
+    same_configuration,
+)
 
 
 @pytest.mark.each_value(count=(0, 3))
 @pytest.mark.parametrize("count", [0, 1, 3, 7])
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, OSError(28, "No space left on device")])
 def test_interrupted_runs_are_taken_up(
-    count: int, failure: BaseException, bert: Path, whole: xr.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    count: int,
+    failure: BaseException,
+    bert: Path,
+    whole: xr.Dataset,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After ``count`` of 8 (sample, layer) pairs: the others are computed, those are not, and the result is that of one go."""
+    """After ``count`` of 8 (sample, layer) pairs: the others are computed, those are not, and the
+    result is that of one go."""
     out = tmp_path / "run.zarr"
     write, seen = zarr.Array.__setitem__, []
 
@@ -63,22 +75,32 @@ def test_interrupted_runs_are_taken_up(
     assert not partial_path(out).exists()
 
 
-def test_the_block_of_an_unfinished_run_is_kept(bert: Path, whole: xr.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_block_of_an_unfinished_run_is_kept(
+    bert: Path, whole: xr.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Other memory would group samples otherwise, and change last digits."""
     out = tmp_path / "run.zarr"
     monkeypatch.setattr(PartialRun, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         lb.compare(bert, TEXTS, out=out, **OPTIONS)
     monkeypatch.undo()
-    assert identical(lb.compare(bert, TEXTS, out=out, resume=True, **OPTIONS | {"memory": "1GB"}), whole)
+    assert identical(
+        lb.compare(bert, TEXTS, out=out, resume=True, **OPTIONS | {"memory": "1GB"}), whole
+    )
 
 
-def test_a_run_killed_before_its_first_file_is_begun_anew(bert: Path, whole: xr.Dataset, tmp_path: Path) -> None:
+def test_a_run_killed_before_its_first_file_is_begun_anew(
+    bert: Path, whole: xr.Dataset, tmp_path: Path
+) -> None:
     partial_path(tmp_path / "run.zarr").mkdir()
-    assert identical(lb.compare(bert, TEXTS, out=tmp_path / "run.zarr", resume=True, **OPTIONS), whole)
+    assert identical(
+        lb.compare(bert, TEXTS, out=tmp_path / "run.zarr", resume=True, **OPTIONS), whole
+    )
 
 
-def test_other_configurations_are_refused(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_configurations_are_refused(
+    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "run.zarr"
     monkeypatch.setattr(PartialRun, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
@@ -96,7 +118,9 @@ def test_other_configurations_are_refused(bert: Path, tmp_path: Path, monkeypatc
         lb.compare(bert, TEXTS[::-1], out=out, resume=True, **OPTIONS)
 
 
-def test_a_finished_run_is_returned_as_it_is(bert: Path, whole: xr.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_run_is_returned_as_it_is(
+    bert: Path, whole: xr.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "run.zarr"
     lb.compare(bert, TEXTS, out=out, resume=True, **OPTIONS)
     monkeypatch.setattr("lipbound.runs.measure._measure", None)
@@ -124,11 +148,15 @@ def test_one_process_at_a_time(bert: Path, tmp_path: Path, monkeypatch: pytest.M
     assert inner == ["refused"]
 
 
-def test_workers_measure_what_one_process_measures(bert: Path, whole: xr.Dataset, tmp_path: Path) -> None:
+def test_workers_measure_what_one_process_measures(
+    bert: Path, whole: xr.Dataset, tmp_path: Path
+) -> None:
     distributed = pytest.importorskip("dask.distributed")
     out = tmp_path / "run.zarr"
     with (
-        distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None) as cluster,
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None
+        ) as cluster,
         distributed.Client(cluster) as client,
     ):
         ds = lb.compare(bert, TEXTS, out=out, client=client, **OPTIONS)
@@ -166,7 +194,9 @@ def test_schedulers_that_are_none(bert: Path) -> None:
         assert "local:2" in str(result.exception)
 
 
-def test_a_partial_run_is_let_go_whatever_fails(bert: Path, whole: xr.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partial_run_is_let_go_whatever_fails(
+    bert: Path, whole: xr.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After everything is measured, too."""
     out = tmp_path / "run.zarr"
     monkeypatch.setattr("lipbound.runs.dataset.audit", None)
@@ -231,9 +261,16 @@ def _swapped(partial: Path, name: str) -> None:
     array[:] = values[::-1]
 
 
-def _small(out: Path, tables: dict[str, np.ndarray], *, resume: bool, written: int = 0) -> PartialRun:
-    """The unfinished run of 2 blocks of 2 samples, 3 layers and 2 heads, of which ``written`` pairs of block and layer are measured."""
-    tables |= {"exact": np.full((4, 3, 2), np.nan), "steps": np.zeros((4, 3, 2), dtype=np.int32), "sound": np.zeros((4, 3, 2), dtype=bool)}
+def _small(
+    out: Path, tables: dict[str, np.ndarray], *, resume: bool, written: int = 0
+) -> PartialRun:
+    """The unfinished run of 2 blocks of 2 samples, 3 layers and 2 heads, of which ``written`` pairs
+    of block and layer are measured."""
+    tables |= {
+        "exact": np.full((4, 3, 2), np.nan),
+        "steps": np.zeros((4, 3, 2), dtype=np.int32),
+        "sound": np.zeros((4, 3, 2), dtype=bool),
+    }
     run = PartialRun(out, {"model": "none", "norm": "frobenius"}, tables, 2, resume=resume)
     for k in range(written):
         rows, layer = slice(2 * (k % 2), 2 * (k % 2) + 2), k // 2
@@ -251,13 +288,20 @@ def _small(out: Path, tables: dict[str, np.ndarray], *, resume: bool, written: i
 
 @pytest.mark.parametrize("name", ["exact", "steps", "sound", ".length", ".capture_error"])
 @pytest.mark.parametrize("harm", [_lost, _emptied, _cut, _flipped, _edited, _swapped])
-def test_nothing_damaged_is_taken_up(harm: Callable[[Path, str], None], name: str, tmp_path: Path) -> None:
-    """Not one value of an unfinished run is taken over that is not as it was written; what is not, is told."""
+def test_nothing_damaged_is_taken_up(
+    harm: Callable[[Path, str], None], name: str, tmp_path: Path
+) -> None:
+    """Not one value of an unfinished run is taken over that is not as it was written; what is not,
+    is told."""
     before: dict[str, np.ndarray] = {}
     _small(tmp_path / "run", before, resume=False, written=5)
     harm(partial_path(tmp_path / "run"), name)
     after: dict[str, np.ndarray] = {}
-    with pytest.warns(Notice, match="[1-5] of the 5 measured blocks of one layer each in .* (is|are) lost or damaged, and measured again"):
+    with pytest.warns(
+        Notice,
+        match="[1-5] of the 5 measured blocks of one layer each in .* (is|are) lost or damaged, "
+        "and measured again",
+    ):
         run = _small(tmp_path / "run", after, resume=True)
     assert run.done.sum() < 5
     done = np.repeat(run.done, 2, axis=0)
@@ -282,7 +326,11 @@ def test_what_is_damaged_is_measured_again(bert: Path, whole: xr.Dataset, tmp_pa
     out = tmp_path / "run.zarr"
     partial = _interrupted(bert, out)
     _lost(partial, "yudin")
-    with pytest.warns(Notice, match="1 of the 5 measured blocks of one layer each in .* is lost or damaged, and measured again"):
+    with pytest.warns(
+        Notice,
+        match="1 of the 5 measured blocks of one layer each in .* is lost or damaged, and "
+        "measured again",
+    ):
         ds = lb.compare(bert, TEXTS, out=out, resume=True, **OPTIONS)
     assert identical(ds, whole)
     assert identical(store.load(out, damaged="refuse"), whole)
@@ -325,15 +373,35 @@ def test_unfinished_runs_are_named(bert: Path, tmp_path: Path) -> None:
     """By every command that reads runs, with what finishes them."""
     out = tmp_path / "my run.zarr"
     partial = _interrupted(bert, out)
-    for path, words in ((partial, "is an unfinished run"), (out, "there is no run .* yet, but an unfinished one")):
-        with pytest.raises(StoreError, match=rf"{words}.* \(5 of 8 blocks .*--out '.*my run.zarr' --resume, finishes it"):
+    for path, words in (
+        (partial, "is an unfinished run"),
+        (out, "there is no run .* yet, but an unfinished one"),
+    ):
+        with pytest.raises(
+            StoreError,
+            match=rf"{words}.* \(5 of 8 blocks .*--out '.*my run.zarr' --resume, finishes it",
+        ):
             lb.load(path)
-    for command in (["info"], ["heatmap", "-o", str(tmp_path / "x.pdf")], ["table"], ["report", "-o", str(tmp_path / "x.html")], ["verify"]):
+    for command in (
+        ["info"],
+        ["heatmap", "-o", str(tmp_path / "x.pdf")],
+        ["table"],
+        ["report", "-o", str(tmp_path / "x.html")],
+        ["verify"],
+    ):
         result = CliRunner().invoke(app, [command[0], str(partial), *command[1:]])
         assert "is an unfinished run (5 of 8 blocks" in str(result.exception)
         assert isinstance(result.exception, StoreError)
 
 
 def test_what_differs_is_said_in_words(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="bounds was yudin, kim and is now none; data was a story and is now none; use the same"):
-        same_configuration(tmp_path, {"bounds": ["yudin", "kim"], "data": "a story", "seed": 0}, {"bounds": [], "data": None, "seed": 0})
+    with pytest.raises(
+        StoreError,
+        match="bounds was yudin, kim and is now none; data was a story and is now none; use the "
+        "same",
+    ):
+        same_configuration(
+            tmp_path,
+            {"bounds": ["yudin", "kim"], "data": "a story", "seed": 0},
+            {"bounds": [], "data": None, "seed": 0},
+        )

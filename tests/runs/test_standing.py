@@ -19,8 +19,19 @@ from lipbound.runs.standing import closed, origins, standing
 def test_a_run_as_it_was_made(whole: xr.Dataset) -> None:
     found = standing(whole)
     assert (found.samples, found.samples_made, found.exact_samples) == (4, 4, 4)
-    assert (found.layers, found.model_layers, found.all_layers, found.heads, found.heads_made) == ((0, 1), 2, True, (4, 4), 4)
-    assert (found.tokens, found.norms, found.closed, found.all_closed) == (int(whole["length"].max()), 32, 32, True)
+    assert (found.layers, found.model_layers, found.all_layers, found.heads, found.heads_made) == (
+        (0, 1),
+        2,
+        True,
+        (4, 4),
+        4,
+    )
+    assert (found.tokens, found.norms, found.closed, found.all_closed) == (
+        int(whole["length"].max()),
+        32,
+        32,
+        True,
+    )
     assert (found.edited, found.runs) == (False, 1)
 
 
@@ -36,14 +47,28 @@ def test_a_run_as_it_was_made(whole: xr.Dataset) -> None:
     ],
     ids=["a sample", "samples and layers", "heads", "an axis gone", "two axes gone", "other axes"],
 )
-def test_parts_are_as_they_were_computed(part: object, samples: int, layers: tuple, heads: int, whole: xr.Dataset, tmp_path: Path) -> None:
+def test_parts_are_as_they_were_computed(
+    part: object, samples: int, layers: tuple, heads: int, whole: xr.Dataset, tmp_path: Path
+) -> None:
     """Of how many they are a part is known, and they can be saved, loaded and checked."""
     assert callable(part)
     ds = run_of(part(whole))
     found = standing(ds)
-    assert (found.samples, found.samples_made, found.layers, found.model_layers, found.heads, found.heads_made) == (
-        samples, 4, layers, 2, (heads, heads), 4,
-    )  # fmt: skip
+    assert (
+        found.samples,
+        found.samples_made,
+        found.layers,
+        found.model_layers,
+        found.heads,
+        found.heads_made,
+    ) == (
+        samples,
+        4,
+        layers,
+        2,
+        (heads, heads),
+        4,
+    )
     assert found.edited is False
     assert damage(ds) == ""
     assert store.load(lb.save(ds, tmp_path / "part.zarr"), damaged="refuse").identical(ds)
@@ -55,13 +80,22 @@ def test_what_was_edited_is_called_edited(whole: xr.Dataset, bert: Path) -> None
     assert standing(whole.where(whole["exact"] > 1.2)).edited is True
     assert standing(whole.assign_attrs(tol=0.1)).edited is True
     assert standing(whole.assign_coords(layer=[1, 2])).edited is True
-    assert standing(whole.assign_coords(layer_name=("layer", np.array(["a", "b"], dtype=object)))).edited is True
+    assert (
+        standing(
+            whole.assign_coords(layer_name=("layer", np.array(["a", "b"], dtype=object)))
+        ).edited
+        is True
+    )
     assert standing(whole.drop_vars("checksum")).edited is True
     joined = xr.concat([whole, other], "sample")
     assert (standing(joined).edited, repeated(joined), repeated(whole)) == (True, ["sample"], [])
-    unlike = xr.concat([whole.isel(sample=[0]), other.isel(sample=[1])], "sample")  # no number is there twice
+    unlike = xr.concat(
+        [whole.isel(sample=[0]), other.isel(sample=[1])], "sample"
+    )  # no number is there twice
     assert standing(unlike).edited is True
-    assert standing(whole[["exact", "exact_upper", "yudin"]]).edited is None  # its checksums are over all variables
+    assert (
+        standing(whole[["exact", "exact_upper", "yudin"]]).edited is None
+    )  # its checksums are over all variables
     assert standing(whole.assign(mine=whole["exact"])).edited is False
 
 
@@ -79,14 +113,20 @@ def test_what_did_not_close_is_counted(bert: Path) -> None:
     assert found.closed == int((width <= 1e-15).sum()) < found.norms == 8
     np.testing.assert_array_equal(closed(ds), width <= 1e-15)
     few = lb.compare(bert, TEXTS[:2], **OPTIONS | {"exact_samples": 1})
-    assert (standing(few).samples, standing(few).exact_samples, standing(few.isel(sample=[1])).exact_samples) == (2, 1, 0)
+    assert (
+        standing(few).samples,
+        standing(few).exact_samples,
+        standing(few.isel(sample=[1])).exact_samples,
+    ) == (2, 1, 0)
 
 
 def test_arithmetic_on_runs(bert: Path, whole: xr.Dataset) -> None:
     """Flags are no quantities: they do not stand in the way, and are left alone."""
     other = lb.compare(bert, TEXTS[::-1], **OPTIONS)
     difference = other - whole
-    np.testing.assert_array_equal(difference["exact"], other["exact"].values - whole["exact"].values)
+    np.testing.assert_array_equal(
+        difference["exact"], other["exact"].values - whole["exact"].values
+    )
     doubled = 2 * whole
     assert doubled["exact_converged"].dtype == whole["yudin_sound"].dtype == bool
     assert doubled["yudin_sound"].identical(whole["yudin_sound"])
@@ -96,8 +136,11 @@ def test_arithmetic_on_runs(bert: Path, whole: xr.Dataset) -> None:
         tables.summary(whole.drop_vars("yudin_sound"))
 
 
-def test_runs_of_before_have_their_flags_among_their_variables(whole: xr.Dataset, tmp_path: Path) -> None:
-    """And no record of what they were made with: they load, and nothing is claimed about their checksums."""
+def test_runs_of_before_have_their_flags_among_their_variables(
+    whole: xr.Dataset, tmp_path: Path
+) -> None:
+    """And no record of what they were made with: they load, and nothing is claimed about their
+    checksums."""
     former = whole.reset_coords(["yudin_sound", "lipbound_sound", "exact_converged", "checksum"])
     del former.attrs["made"]
     former["checksum"] = former["checksum"].isel(head=0).astype("int64")
@@ -105,6 +148,12 @@ def test_runs_of_before_have_their_flags_among_their_variables(whole: xr.Dataset
     ds = store.load(tmp_path / "run.zarr", damaged="refuse")
     assert {"yudin_sound", "lipbound_sound", "exact_converged"} <= set(ds.coords)
     found = standing(ds)
-    assert (found.edited, found.samples_made, found.model_layers, found.all_layers, found.runs) == (None, None, None, None, 1)
+    assert (found.edited, found.samples_made, found.model_layers, found.all_layers, found.runs) == (
+        None,
+        None,
+        None,
+        None,
+        1,
+    )
     assert origins(ds) == [ds.attrs]
     assert "no checksums" in lb.verify(ds, places=1, data=TEXTS).notes[0]

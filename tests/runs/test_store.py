@@ -21,7 +21,11 @@ def test_netcdf_and_back(whole: xr.Dataset, tmp_path: Path) -> None:
         assert plain.attrs["model"] == whole.attrs["model"]
     ds = store.load(path, damaged="refuse")
     assert ds.identical(whole)
-    assert (ds.attrs["commit"], ds.attrs["versions"], ds.attrs["tol"]) == (None, whole.attrs["versions"], 1e-3)
+    assert (ds.attrs["commit"], ds.attrs["versions"], ds.attrs["tol"]) == (
+        None,
+        whole.attrs["versions"],
+        1e-3,
+    )
     with xr.open_dataset(path) as plain:
         edited = plain.load()
     edited["yudin"][1, 0, 2] *= 2
@@ -43,7 +47,9 @@ def test_what_could_not_be_loaded_is_not_saved(whole: xr.Dataset, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["run.zarr", "run.nc"])
-def test_a_full_disk_leaves_nothing_behind(name: str, whole: xr.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_nothing_behind(
+    name: str, whole: xr.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(self: xr.Dataset, path: Path, **_: object) -> None:
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
@@ -56,7 +62,8 @@ def test_a_full_disk_leaves_nothing_behind(name: str, whole: xr.Dataset, tmp_pat
 
 
 def test_what_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Text, stores and netCDF files of other programs, folders that may not be read, names that no system takes."""
+    """Text, stores and netCDF files of other programs, folders that may not be read, names that no
+    system takes."""
     (tmp_path / "words.txt").write_text("the ferry")
     (tmp_path / "empty.nc").write_bytes(b"")
     other = xr.Dataset({"a": ("x", [1.0])})
@@ -83,22 +90,33 @@ def test_what_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("content", [None, "", "{}"])
-def test_a_run_without_its_description(content: str | None, whole: xr.Dataset, tmp_path: Path) -> None:
+def test_a_run_without_its_description(
+    content: str | None, whole: xr.Dataset, tmp_path: Path
+) -> None:
     """Its values are there, so it is a damaged run and not anything else."""
     description = lb.save(whole, tmp_path / "run.zarr") / "zarr.json"
     description.unlink() if content is None else description.write_text(content)
-    with pytest.raises(AlteredRunError, match=r"run\.zarr is damaged: its description zarr\.json cannot be read"):
+    with pytest.raises(
+        AlteredRunError, match=r"run\.zarr is damaged: its description zarr\.json cannot be read"
+    ):
         lb.load(tmp_path / "run.zarr")
 
 
 def test_folders_of_runs_and_names_of_unfinished_ones(whole: xr.Dataset, tmp_path: Path) -> None:
-    """A folder that holds runs is not a damaged one; no run is made under the name of an unfinished one, nor is that advised."""
+    """A folder that holds runs is not a damaged one; no run is made under the name of an unfinished
+    one, nor is that advised."""
     lb.save(whole, tmp_path / "runs" / "a.zarr")
     (tmp_path / "empty").mkdir()
     for name, message in (
-        ("runs", r"runs is not a run of lipbound: it is a folder of runs \(a\.zarr\); name one of them"),
+        (
+            "runs",
+            r"runs is not a run of lipbound: it is a folder of runs \(a\.zarr\); name one of them",
+        ),
         ("empty", r"empty is not a run of lipbound: it is a folder$"),
-        ("runs/a.zarr.partial", r"there is no unfinished run .*a\.zarr\.partial; .*a\.zarr is finished"),
+        (
+            "runs/a.zarr.partial",
+            r"there is no unfinished run .*a\.zarr\.partial; .*a\.zarr is finished",
+        ),
         ("runs/b.zarr.partial", r"there is no unfinished run .*b\.zarr\.partial$"),
     ):
         with pytest.raises(StoreError, match=message):

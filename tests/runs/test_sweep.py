@@ -20,13 +20,18 @@ def test_sweeps(bert: Path, tmp_path: Path) -> None:
     text = tmp_path / "words.txt"
     text.write_text("\n".join(TEXTS * 3))
     file = tmp_path / "sweep.yaml"
-    file.write_text(f"model: [{bert}, {tmp_path / 'nothing'}]\ndata: {text}\nmax_length: [6, 8]\nbounds: yudin\nsamples: 2\n")
+    file.write_text(
+        f"model: [{bert}, {tmp_path / 'nothing'}]\ndata: {text}\nmax_length: [6, 8]\nbounds: "
+        "yudin\nsamples: 2\n"
+    )
     rows = list(sweep(file, tmp_path / "runs", progress=False))
     assert [row["status"] for row in rows] == ["done", "done", "failed", "failed"]
     assert rows[2]["error"].startswith("there is no directory")
     index = (tmp_path / "runs" / "index.csv").read_text().splitlines()
     assert len(index) == 5
-    assert index[0].startswith("run,model,data,max_length,status,error,samples,layers,norms,not_closed,exact_geomean,")
+    assert index[0].startswith(
+        "run,model,data,max_length,status,error,samples,layers,norms,not_closed,exact_geomean,"
+    )
     runs = [store.load(tmp_path / "runs" / row["run"]) for row in rows[:2]]
     assert [ds.attrs["tokens"] for ds in runs] == [6, 8]
     before = (tmp_path / "runs" / rows[0]["run"] / "zarr.json").stat().st_mtime_ns
@@ -42,26 +47,48 @@ def test_the_index_has_the_numbers_of_every_run(bert: Path, tmp_path: Path) -> N
     text = tmp_path / "words.txt"
     text.write_text("\n".join(TEXTS * 3))
     file = tmp_path / "sweep.yaml"
-    pairs = [{"data": str(text), "bounds": "yudin"}, {"data": str(text), "bounds": "yudin,castin", "layers": [1]}]
-    file.write_text(yaml.safe_dump({"pairs": pairs, "model": str(bert), "samples": 2, "max_length": 6}))
+    pairs = [
+        {"data": str(text), "bounds": "yudin"},
+        {"data": str(text), "bounds": "yudin,castin", "layers": [1]},
+    ]
+    file.write_text(
+        yaml.safe_dump({"pairs": pairs, "model": str(bert), "samples": 2, "max_length": 6})
+    )
     list(sweep(file, tmp_path / "runs", progress=False))
     rows = list(csv.DictReader((tmp_path / "runs" / "index.csv").open()))
     assert [row["layers"] for row in rows] == ["2", "1"]
     assert rows[0]["castin_ratio"] == ""
     for row in rows:
         ds = store.load(tmp_path / "runs" / row["run"])
-        assert [int(row[name]) for name in ("samples", "norms", "not_closed")] == [2, ds["exact"].size, 0]
-        assert float(row["exact_geomean"]) == pytest.approx(float(np.exp(np.log(ds["exact"]).mean())), rel=1e-12)
-        assert [float(row["exact_min"]), float(row["exact_max"])] == [float(ds["exact"].min()), float(ds["exact"].max())]
+        assert [int(row[name]) for name in ("samples", "norms", "not_closed")] == [
+            2,
+            ds["exact"].size,
+            0,
+        ]
+        assert float(row["exact_geomean"]) == pytest.approx(
+            float(np.exp(np.log(ds["exact"]).mean())), rel=1e-12
+        )
+        assert [float(row["exact_min"]), float(row["exact_max"])] == [
+            float(ds["exact"].min()),
+            float(ds["exact"].max()),
+        ]
         for name in ds.attrs["bounds"]:
-            assert float(row[f"{name}_ratio"]) == pytest.approx(float(np.exp(np.log(ds[name] / ds["exact"]).mean())), rel=1e-12)
+            assert float(row[f"{name}_ratio"]) == pytest.approx(
+                float(np.exp(np.log(ds[name] / ds["exact"]).mean())), rel=1e-12
+            )
             assert int(row[f"{name}_violations"]) == int((ds[name] < ds["exact"]).sum())
 
 
 def test_pairs(tmp_path: Path) -> None:
     file = tmp_path / "sweep.yaml"
-    file.write_text("pairs:\n- {model: a, data: x.txt}\n- {model: [b, c], data: y.txt, max_length: 6, samples: 2}\nmax_length: [7, 8]\nsamples: 5\n")
-    found = [(run.name, run.arguments["max_length"], run.arguments["samples"]) for run in planned_runs(file)]
+    file.write_text(
+        "pairs:\n- {model: a, data: x.txt}\n- {model: [b, c], data: y.txt, max_length: 6, "
+        "samples: 2}\nmax_length: [7, 8]\nsamples: 5\n"
+    )
+    found = [
+        (run.name, run.arguments["max_length"], run.arguments["samples"])
+        for run in planned_runs(file)
+    ]
     assert found == [("a-x-7", 7, 5), ("a-x-8", 8, 5), ("b-y-6", 6, 2), ("c-y-6", 6, 2)]
 
 
@@ -84,7 +111,9 @@ def test_bad_pairs(content: str, message: str, tmp_path: Path) -> None:
         planned_runs(file)
 
 
-def test_an_index_on_a_full_disk(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_on_a_full_disk(
+    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One sentence, and the run is kept."""
     file = tmp_path / "sweep.yaml"
     file.write_text(f"model: {bert}\ndata: the ferry\nmax_length: 4\nbounds: yudin\n")
@@ -93,14 +122,23 @@ def test_an_index_on_a_full_disk(bert: Path, tmp_path: Path, monkeypatch: pytest
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(csv.DictWriter, "writeheader", full)
-    with pytest.raises(LipboundError, match=r"index\.csv could not be written: No space left on device; the runs beside it are kept"):
+    with pytest.raises(
+        LipboundError,
+        match=r"index\.csv could not be written: No space left on device; the runs beside it are "
+        r"kept",
+    ):
         list(sweep(file, tmp_path / "runs", progress=False))
     assert len(list((tmp_path / "runs").glob("*.zarr"))) == 1
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("model: [", "cannot be read as YAML"), ("- a\n- b", "is not a sweep"), ("data: x", "at least a model"), ("model: m\nsample: 3", "'samples'")],
+    [
+        ("model: [", "cannot be read as YAML"),
+        ("- a\n- b", "is not a sweep"),
+        ("data: x", "at least a model"),
+        ("model: m\nsample: 3", "'samples'"),
+    ],
 )
 def test_bad_sweep_files(content: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "sweep.yaml"
@@ -112,7 +150,12 @@ def test_bad_sweep_files(content: str, message: str, tmp_path: Path) -> None:
 def test_runs_of_a_sweep_have_names_of_their_own(tmp_path: Path) -> None:
     file = tmp_path / "sweep.yaml"
     file.write_text("model: [a/b, a_b]\ndata: [x/one.txt, y/one.txt]\n")
-    assert [run.name for run in planned_runs(file)] == ["a_b-one-128", "a_b-one-128-2", "a_b-one-128-3", "a_b-one-128-4"]
+    assert [run.name for run in planned_runs(file)] == [
+        "a_b-one-128",
+        "a_b-one-128-2",
+        "a_b-one-128-3",
+        "a_b-one-128-4",
+    ]
 
 
 def test_every_option_of_compare_is_one_of_sweeps(tmp_path: Path) -> None:
@@ -127,7 +170,16 @@ def test_every_option_of_compare_is_one_of_sweeps(tmp_path: Path) -> None:
         "column": "text",
         "revision": "v1",
     }
-    given |= {"tol": 0.01, "delta": None, "device": "cpu", "dtype": "float64", "seed": 3, "memory": "1GB", "weights": "whole", "gguf_file": "a.gguf"}
+    given |= {
+        "tol": 0.01,
+        "delta": None,
+        "device": "cpu",
+        "dtype": "float64",
+        "seed": 3,
+        "memory": "1GB",
+        "weights": "whole",
+        "gguf_file": "a.gguf",
+    }
     given |= {"shuffle": 2, "tokenizer": "words", "processor": "pictures"}
     given["adapter"] = "owner/adapter"
     assert set(OPTIONS) == set(given)
@@ -135,8 +187,17 @@ def test_every_option_of_compare_is_one_of_sweeps(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump({"model": "m", "max_length": 6} | given))
     (one,) = planned_runs(file)
     config = RunConfig(**one.arguments)
-    assert {name: getattr(config, name) for name in given} == given | {"layers": (1,), "memory": 1e9}
-    assert (config.model, config.data, config.max_length, config.out, config.resume) == ("m", None, 6, None, False)
+    assert {name: getattr(config, name) for name in given} == given | {
+        "layers": (1,),
+        "memory": 1e9,
+    }
+    assert (config.model, config.data, config.max_length, config.out, config.resume) == (
+        "m",
+        None,
+        6,
+        None,
+        False,
+    )
     file.write_text("model: m\nresume: true\n")
     with pytest.raises(LipboundError, match="unknown key 'resume'"):
         planned_runs(file)

@@ -39,7 +39,9 @@ def test_a_run_holds(run: Path) -> None:
     assert found.ok, str(found)
     assert len(found.places) == 6
     exact = {"exact", "exact_upper", "exact_l2", "exact_converged"}
-    assert set(found.table.index) == exact | {f"{name}{end}" for name in ("yudin", "lipbound", "kim") for end in ("", "_sound")}
+    assert set(found.table.index) == exact | {
+        f"{name}{end}" for name in ("yudin", "lipbound", "kim") for end in ("", "_sound")
+    }
     assert found.table.loc["exact", "values"] == 2 * 2 * 4  # two of three samples have exact norms
     assert found.table.loc["yudin", "values"] == 3 * 2 * 4
     assert found.table["largest"].max() < ALLOWED["float32"]
@@ -58,7 +60,10 @@ def test_in_float64_as_an_oracle_of_float32(run: Path) -> None:
     [
         ("exact", 1.02),
         ("kim", 0.9),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("exact_upper", 0.97), ("yudin", 1.001), ("exact_l2", 1.1))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("exact_upper", 0.97), ("yudin", 1.001), ("exact_l2", 1.1))
+        ),
     ],
 )
 def test_an_altered_value_is_named(run: Path, name: str, factor: float) -> None:
@@ -68,11 +73,19 @@ def test_an_altered_value_is_named(run: Path, name: str, factor: float) -> None:
     assert altered(ds) == [(1, 0)]
     found = lb.verify(ds, places=1)
     assert not found.ok
-    assert "sample 1, layer 0: the stored numbers are not those that were computed (checksum)" in found.problems
+    assert (
+        "sample 1, layer 0: the stored numbers are not those that were computed (checksum)"
+        in found.problems
+    )
     (sentence,) = [p for p in found.problems if " head " in p]
-    assert sentence.startswith(f"{name} at sample 1, layer 0, head 2: stored {stored * factor:.8g}, now ")
+    assert sentence.startswith(
+        f"{name} at sample 1, layer 0, head 2: stored {stored * factor:.8g}, now "
+    )
     assert float(sentence.rpartition(" ")[2]) == pytest.approx(stored, rel=2e-3)
-    assert set(found.problems) - {"the audit stored with the run is not that of its numbers"} == {sentence, found.problems[-2]}
+    assert set(found.problems) - {"the audit stored with the run is not that of its numbers"} == {
+        sentence,
+        found.problems[-2],
+    }
     assert found.table.loc[name, "off"] == 1
 
 
@@ -80,7 +93,10 @@ def test_a_change_within_the_tolerance_is_seen_by_the_checksum_alone(run: Path) 
     ds = lb.load(run)
     ds["exact"][0, 1, 3] = np.nextafter(float(ds["exact"][0, 1, 3]), 0)
     found = lb.verify(ds, places=1)
-    assert "sample 0, layer 1: the stored numbers are not those that were computed (checksum)" in found.problems
+    assert (
+        "sample 0, layer 1: the stored numbers are not those that were computed (checksum)"
+        in found.problems
+    )
     assert not any(" head " in p for p in found.problems)
 
 
@@ -90,8 +106,14 @@ def test_an_altered_flag_and_a_missing_value(run: Path) -> None:
     ds["lipbound"][2, 1, 1] = np.nan
     found = lb.verify(ds, places=1)
     assert len([p for p in found.problems if " head " in p]) == 2
-    assert any(p.startswith("yudin_sound at sample 0, layer 0, head 0: stored False, now True") for p in found.problems)
-    assert any(p.startswith("lipbound at sample 2, layer 1, head 1: stored nan, now ") for p in found.problems)
+    assert any(
+        p.startswith("yudin_sound at sample 0, layer 0, head 0: stored False, now True")
+        for p in found.problems
+    )
+    assert any(
+        p.startswith("lipbound at sample 2, layer 1, head 1: stored nan, now ")
+        for p in found.problems
+    )
 
 
 def test_other_weights_are_named(bert: Path, text: Path, tmp_path: Path) -> None:
@@ -108,11 +130,17 @@ def test_other_weights_are_named(bert: Path, text: Path, tmp_path: Path) -> None
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     found = lb.verify(ds, places=100)
     before = f"{folder} (BertModel, {ds.attrs['revision']})"
-    assert found.problems[0].startswith(f"not the recorded weights: the run is of {before}, {folder} (BertModel) now has sha256:")
+    assert found.problems[0].startswith(
+        f"not the recorded weights: the run is of {before}, {folder} (BertModel) now has sha256:"
+    )
     assert all(" layer 1," in p for p in found.problems[1:])  # the first layer did not change
     assert found.table["off"].sum() > 8
     assert len(found.problems) == 1 + found.table["off"].sum()
-    counts = [f"DIFFERS: {name}, {int(row['off'])} of {int(row['values'])} values" for name, row in found.table.iterrows() if row["off"]]
+    counts = [
+        f"DIFFERS: {name}, {int(row['off'])} of {int(row['values'])} values"
+        for name, row in found.table.iterrows()
+        if row["off"]
+    ]
     assert counts
     assert [line for line in counts if line not in str(found)] == []
     assert len(str(found).splitlines()) < 15
@@ -124,7 +152,10 @@ def test_other_data_is_named(bert: Path, tmp_path: Path) -> None:
     ds = lb.compare(bert, text, samples=2, **OPTIONS)
     text.write_text("the keeper of a ferry is the lighthouse " * 12)
     found = lb.verify(ds)
-    assert found.problems[0].startswith(f"not the recorded data: the run has {ds.attrs['data_fingerprint']}, text.txt now gives sha256:")
+    assert found.problems[0].startswith(
+        f"not the recorded data: the run has {ds.attrs['data_fingerprint']}, text.txt now gives "
+        "sha256:"
+    )
     assert len(found.problems) > 1
     text.write_text("the keeper of a ferry")
     assert "the data now has 1 samples, the run 2" in lb.verify(ds).problems
@@ -135,9 +166,23 @@ def test_the_configuration_is_read_from_a_run(run: Path, bert: Path, text: Path)
     ds = lb.load(run)
     config = RunConfig.of(ds)
     assert config == RunConfig(
-        str(bert), str(text), samples=3, exact_samples=2, layers=(0, 1), bounds=("yudin", "lipbound", "kim"), max_length=12
-    )  # fmt: skip
-    again = lb.compare(config.model, config.data, samples=3, exact_samples=2, max_length=12, bounds=config.names, progress=False)
+        str(bert),
+        str(text),
+        samples=3,
+        exact_samples=2,
+        layers=(0, 1),
+        bounds=("yudin", "lipbound", "kim"),
+        max_length=12,
+    )
+    again = lb.compare(
+        config.model,
+        config.data,
+        samples=3,
+        exact_samples=2,
+        max_length=12,
+        bounds=config.names,
+        progress=False,
+    )
     assert again.drop_attrs().equals(ds.drop_attrs())
     planned = plan(config, open_sources(config, "cpu"), 1e9, 1)
     assert planned.spec == measurement_spec(config, config.names, 2, ds["exact"][0].shape)
@@ -163,9 +208,20 @@ def test_objects_in_memory_must_be_given_again(bert: Path) -> None:
         lb.verify(ds, places=0)
 
 
-@pytest.mark.parametrize("map", ["post_norm", *(pytest.param(map, marks=pytest.mark.slow) for map in ("heads", "head_out"))])
+@pytest.mark.parametrize(
+    "map",
+    ["post_norm", *(pytest.param(map, marks=pytest.mark.slow) for map in ("heads", "head_out"))],
+)
 def test_other_maps(bert: Path, text: Path, map: str) -> None:
-    ds = lb.compare(bert, text, samples=2, map=map, max_length=12, progress=False, bounds=["lipbound"] if map == "head_out" else "default")
+    ds = lb.compare(
+        bert,
+        text,
+        samples=2,
+        map=map,
+        max_length=12,
+        progress=False,
+        bounds=["lipbound"] if map == "head_out" else "default",
+    )
     found = lb.verify(ds, places=100)
     assert found.ok, str(found)
     ds["exact"][0, 1] = ds["exact"][0, 1] * 2
@@ -176,7 +232,9 @@ def test_plain_estimates_and_images(vit: Path, tmp_path: Path) -> None:
     folder = tmp_path / "pictures"
     folder.mkdir()
     for i in range(2):
-        Image.fromarray(np.random.default_rng(i).integers(0, 256, (40, 40, 3), dtype=np.uint8)).save(folder / f"{i}.png")
+        Image.fromarray(
+            np.random.default_rng(i).integers(0, 256, (40, 40, 3), dtype=np.uint8)
+        ).save(folder / f"{i}.png")
     ds = lb.compare(vit, folder, delta=None, bounds=["castin"], progress=False)
     assert "size" in ds.attrs["preprocessing"]
     assert "image mean" in ds.attrs["preprocessing"]
@@ -221,13 +279,23 @@ def bare(run: Path) -> xr.Dataset:
 
 @pytest.mark.parametrize(
     ("name", "factor"),
-    [("exact", 50), ("exact_upper", 0.9), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("exact", 0.01), ("exact_upper", 1000)))],
+    [
+        ("exact", 50),
+        ("exact_upper", 0.9),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("exact", 0.01), ("exact_upper", 1000))
+        ),
+    ],
 )
 def test_every_direction_is_seen_without_checksums(run: Path, name: str, factor: float) -> None:
     """What is stored takes no part in how far off it may be."""
     ds = bare(run)
     ds[name][1, 0, 2] = ds[name][1, 0, 2] * factor
-    assert any(p.startswith(f"{name} at sample 1, layer 0, head 2") for p in lb.verify(ds, places=100).problems)
+    assert any(
+        p.startswith(f"{name} at sample 1, layer 0, head 2")
+        for p in lb.verify(ds, places=100).problems
+    )
 
 
 def test_forged_norms_flags_and_infinite_bounds(run: Path) -> None:
@@ -237,7 +305,9 @@ def test_forged_norms_flags_and_infinite_bounds(run: Path) -> None:
     ds["yudin"][0, 0, 3] = np.inf
     found = " ".join(lb.verify(ds, places=100).problems)
     for part in (
-        "exact at sample 2, layer 0, head 1: stored 123, now nan", "exact_converged at sample 0, layer 1, head 1: stored False, now True",
+        "exact at sample 2, layer 0, head 1: stored 123, now nan", "exact_converged at sample 0, "
+                                                                   "layer 1, head 1: stored "
+                                                                   "False, now True",
         "yudin at sample 0, layer 0, head 3: stored inf, now ",
     ):  # fmt: skip
         assert part in found
@@ -247,15 +317,31 @@ def test_infinite_bounds_must_stay_infinite(bert: Path, text: Path) -> None:
     model = BertModel.from_pretrained(bert)
     for layer in model.encoder.layer:
         layer.attention.self.query.weight.data *= 300
-    ds = lb.compare(model, {"input_ids": torch.arange(10)[None]}, bounds=["castin_mean_field"], dtype="float64", progress=False)
+    ds = lb.compare(
+        model,
+        {"input_ids": torch.arange(10)[None]},
+        bounds=["castin_mean_field"],
+        dtype="float64",
+        progress=False,
+    )
     assert bool(np.isinf(ds["castin_mean_field"]).any())
     again = {"model": model, "data": {"input_ids": torch.arange(10)[None]}, "places": 100}
     assert lb.verify(ds, **again).ok
     ds["castin_mean_field"][0, 1, 0] = 3.0
-    assert any("stored 3, now inf" in p for p in lb.verify(ds.drop_vars("checksum"), **again).problems)
+    assert any(
+        "stored 3, now inf" in p for p in lb.verify(ds.drop_vars("checksum"), **again).problems
+    )
 
 
-@pytest.mark.parametrize("change", [{"delta": 1e-30}, {"map_description": "the whole transformer"}, {"tokens": 4096}, {"data": "ImageNet"}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"delta": 1e-30},
+        {"map_description": "the whole transformer"},
+        {"tokens": 4096},
+        {"data": "ImageNet"},
+    ],
+)
 def test_altered_settings_are_seen(run: Path, change: dict) -> None:
     ds = lb.load(run)
     ds.attrs |= change
@@ -264,8 +350,13 @@ def test_altered_settings_are_seen(run: Path, change: dict) -> None:
 
 def test_an_altered_audit_is_seen(run: Path) -> None:
     ds = lb.load(run)
-    ds.attrs["audit"] = ds.attrs["audit"] | {"yudin": ds.attrs["audit"]["yudin"] | {"violations": 3}}
-    assert "the audit stored with the run is not that of its numbers" in lb.verify(ds, places=1).problems
+    ds.attrs["audit"] = ds.attrs["audit"] | {
+        "yudin": ds.attrs["audit"]["yudin"] | {"violations": 3}
+    }
+    assert (
+        "the audit stored with the run is not that of its numbers"
+        in lb.verify(ds, places=1).problems
+    )
 
 
 def test_what_users_add_to_a_run_is_theirs(run: Path) -> None:
@@ -275,7 +366,9 @@ def test_what_users_add_to_a_run_is_theirs(run: Path) -> None:
     assert lb.verify(ds, places=2).ok
 
 
-def test_relative_names_lead_back_from_elsewhere(bert: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_names_lead_back_from_elsewhere(
+    bert: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(bert.parent)
     (tmp_path / "other").mkdir()
     ds = lb.compare(bert.name, str(text), samples=1, **OPTIONS)
@@ -285,7 +378,19 @@ def test_relative_names_lead_back_from_elsewhere(bert: Path, text: Path, tmp_pat
 
 
 def test_layers_of_different_heads(tmp_path: Path) -> None:
-    model = build(lambda: tf.GPT2Model(tf.GPT2Config(vocab_size=60, n_embd=16, n_layer=2, n_head=4, n_positions=32, resid_pdrop=0, attn_pdrop=0)))
+    model = build(
+        lambda: tf.GPT2Model(
+            tf.GPT2Config(
+                vocab_size=60,
+                n_embd=16,
+                n_layer=2,
+                n_head=4,
+                n_positions=32,
+                resid_pdrop=0,
+                attn_pdrop=0,
+            )
+        )
+    )
     attn = model.h[1].attn
     attn.num_heads, attn.head_dim = 2, 8
     inputs = {"input_ids": torch.arange(10)[None]}
@@ -302,7 +407,9 @@ def test_heads_without_values(tmp_path: Path) -> None:
     for layer in model.encoder.layer:
         layer.attention.self.value.weight.data.zero_()
     inputs = inputs_for(model)
-    lb.compare(model, inputs, bounds=["yudin", "lipbound"], progress=False, out=tmp_path / "run.zarr")
+    lb.compare(
+        model, inputs, bounds=["yudin", "lipbound"], progress=False, out=tmp_path / "run.zarr"
+    )
     found = lb.verify(lb.load(tmp_path / "run.zarr"), model=model, data=inputs)
     assert found.ok, str(found)
 

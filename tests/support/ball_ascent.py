@@ -1,4 +1,5 @@
-"""Steepest ascent of the norm of J over balls around small plain heads: dense Jacobians from the definition, in float64, many heads at once."""
+"""Steepest ascent of the norm of J over balls around small plain heads: dense Jacobians from the
+definition, in float64, many heads at once."""
 
 import torch
 from torch import Tensor
@@ -7,7 +8,8 @@ from lipbound.attention.layer import Attention
 
 
 class Heads:
-    """All heads of all samples of a plain layer without padding, as one batch: tensors (samples x heads, ...)."""
+    """All heads of all samples of a plain layer without padding, as one batch: tensors (samples x
+    heads, ...)."""
 
     def __init__(self, att: Attention):
         many = att.samples * att.heads
@@ -19,12 +21,16 @@ class Heads:
         self.w = [spread(w) for w in (att.w_q, att.w_k, att.w_v)]
         self.b = [spread(b) for b in (att.b_q, att.b_k, att.b_v)]
         mask = torch.zeros(att.tokens, att.tokens) if att.mask is None else att.mask.double()
-        self.mask = mask.expand(att.samples, att.heads, att.tokens, att.tokens).reshape(many, att.tokens, att.tokens)
+        self.mask = mask.expand(att.samples, att.heads, att.tokens, att.tokens).reshape(
+            many, att.tokens, att.tokens
+        )
         self.scale = att.scale
 
     def parts(self, x: Tensor) -> tuple[Tensor, ...]:
         """P, values less outputs x_ij, q~, k~ and B at inputs (batch, N, D)."""
-        q, k, v = (x @ w if b is None else x @ w + b[:, None] for w, b in zip(self.w, self.b, strict=True))
+        q, k, v = (
+            x @ w if b is None else x @ w + b[:, None] for w, b in zip(self.w, self.b, strict=True)
+        )
         p = torch.softmax(self.scale * q @ k.mT + self.mask, -1)
         apart = v[:, None] - (p @ v)[:, :, None]
         qt, kt = self.scale * q @ self.w[1].mT, self.scale * k @ self.w[0].mT
@@ -34,22 +40,31 @@ class Heads:
     def jacobian(self, x: Tensor) -> Tensor:
         """(batch, N d_v, N D)."""
         p, apart, qt, _, own = self.parts(x)
-        blocks = p[..., None, None] * (self.w[2].mT[:, None, None] + apart[..., :, None] * qt[:, :, None, None, :])
+        blocks = p[..., None, None] * (
+            self.w[2].mT[:, None, None] + apart[..., :, None] * qt[:, :, None, None, :]
+        )
         eye = torch.eye(p.shape[-1], dtype=torch.float64)[:, :, None, None]
         return (blocks + eye * own[:, :, None]).transpose(2, 3).flatten(1, 2).flatten(2)
 
 
 def unit(move: Tensor, norm: str) -> Tensor:
     """Of length one for every token, or for all of them."""
-    return move / torch.linalg.vector_norm(move, dim=-1 if norm == "token" else (-2, -1), keepdim=True).clamp_min(1e-300)
+    return move / torch.linalg.vector_norm(
+        move, dim=-1 if norm == "token" else (-2, -1), keepdim=True
+    ).clamp_min(1e-300)
 
 
 def climb(att: Attention, radius: float, norm: str, *, steps: int = 12, seed: int = 0) -> Tensor:
-    """The largest norm found in the ball around each sample, (samples, heads): from the centre and from a random point of the sphere."""
+    """The largest norm found in the ball around each sample, (samples, heads): from the centre and
+    from a random point of the sphere."""
     heads, g = Heads(att), torch.Generator().manual_seed(seed)
     best = torch.zeros(len(heads.x), dtype=torch.float64)
     for start in (0.0, 1.0):
-        move = start * radius * unit(torch.randn(heads.x.shape, generator=g, dtype=torch.float64), norm)
+        move = (
+            start
+            * radius
+            * unit(torch.randn(heads.x.shape, generator=g, dtype=torch.float64), norm)
+        )
         for step in range(steps + 1):
             x = (heads.x + move).requires_grad_()
             j = heads.jacobian(x)
@@ -60,7 +75,9 @@ def climb(att: Attention, radius: float, norm: str, *, steps: int = 12, seed: in
             (up,) = torch.autograd.grad(torch.einsum("bm,bmn,bn->", u[:, :, 0], j, vh[:, 0]), x)
             up = up / up.abs().amax((-1, -2), keepdim=True).clamp_min(1e-300)
             move = move + radius * (1.0 if step < steps / 2 else 0.2) * unit(up, norm)
-            size = torch.linalg.vector_norm(move, dim=-1 if norm == "token" else (-2, -1), keepdim=True)
+            size = torch.linalg.vector_norm(
+                move, dim=-1 if norm == "token" else (-2, -1), keepdim=True
+            )
             move = move * (radius * (1 - 1e-12) / size.clamp_min(1e-300)).clamp(max=1.0)
     return best.view(att.samples, att.heads)
 
@@ -69,15 +86,22 @@ FAMILIES = ("any", "repeated", "one-hot", "uniform", "outlier", "collinear", "fa
 
 
 def small_layer(seed: int, *, samples: int = 4, heads: int = 5) -> tuple[Attention, str, float]:
-    """A random plain layer without padding, a norm of balls, and a radius from 1e-4 to 3 times the mean length of a token."""
+    """A random plain layer without padding, a norm of balls, and a radius from 1e-4 to 3 times the
+    mean length of a token."""
     g = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=g, dtype=torch.float64)
 
-    n, width, d, d_v = (int(torch.randint(low, high, (), generator=g)) for low, high in ((1, 8), (2, 9), (1, 5), (1, 5)))
+    n, width, d, d_v = (
+        int(torch.randint(low, high, (), generator=g))
+        for low, high in ((1, 8), (2, 9), (1, 5), (1, 5))
+    )
     family = FAMILIES[seed % len(FAMILIES)]
-    x, w_q = draw(samples, n, width), 10 ** float(torch.rand((), generator=g) * 2 - 1) * draw(heads, width, d) / width**0.5
+    x, w_q = (
+        draw(samples, n, width),
+        10 ** float(torch.rand((), generator=g) * 2 - 1) * draw(heads, width, d) / width**0.5,
+    )
     w_k, w_v = draw(heads, width, d), draw(heads, width, d_v)
     if family == "repeated":
         x[:, n // 2 :] = x[:, :1]
@@ -87,7 +111,11 @@ def small_layer(seed: int, *, samples: int = 4, heads: int = 5) -> tuple[Attenti
         x = x[:, :1] * torch.linspace(-1, 1, n, dtype=torch.float64)[:, None]
     w_q = w_q * {"one-hot": 100.0, "uniform": 0.0}.get(family, 1.0)
     far = 30.0 if family == "far biases" else 1.0
-    biases = {"b_q": draw(heads, d), "b_k": far * draw(heads, d), "b_v": far * draw(heads, d_v)} if seed % 3 else {}
+    biases = (
+        {"b_q": draw(heads, d), "b_k": far * draw(heads, d), "b_v": far * draw(heads, d_v)}
+        if seed % 3
+        else {}
+    )
     mask = (None, torch.full((n, n), -torch.inf).triu(1).double(), draw(heads, n, n))[seed // 7 % 3]
     att = Attention(x, w_q, w_k, w_v, **biases, mask=mask)
     radius = 10 ** float(torch.rand((), generator=g) * 4.5 - 4) * float(x.norm(dim=-1).mean())

@@ -37,7 +37,9 @@ def texts(folder: Path) -> None:
     (folder / "broken.json").write_text('{"text": ["a",')
     (folder / "numbers.json").write_text("[1, 2, 3]")
     (folder / "empty.jsonl").write_text("")
-    picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (20, 20, 3), dtype=np.uint8))
+    picture = Image.fromarray(
+        np.random.default_rng(0).integers(0, 255, (20, 20, 3), dtype=np.uint8)
+    )
     for name in ("pictures", "no-pictures", "half-a-picture"):
         (folder / name).mkdir()
     picture.save(folder / "picture.png")
@@ -52,15 +54,25 @@ def tensors(folder: Path) -> None:
     ids = torch.arange(3, 15).view(2, 6)
     mask = torch.ones(2, 6, dtype=torch.long)
     given = {
-        "keys": {"foo": ids}, "vocabulary": {"input_ids": ids * 100}, "negative": {"input_ids": ids - 9}, "floats": {"input_ids": ids.float()},
-        "long": {"input_ids": torch.ones(1, 50, dtype=torch.long)}, "one-axis": {"input_ids": torch.arange(5)},
-        "three-axes": {"input_ids": ids[None].repeat(2, 1, 1)}, "mask": {"input_ids": ids, "attention_mask": mask[:, :4].clone()},
-        "padding": {"input_ids": ids, "attention_mask": 0 * mask}, "types": {"input_ids": ids, "token_type_ids": ids.clone()},
-        "mask-alone": {"attention_mask": mask}, "no-tokens": {"input_ids": ids[:, :0].clone()}, "extra": {"input_ids": ids, "colour": ids.clone()},
+        "keys": {"foo": ids},
+        "vocabulary": {"input_ids": ids * 100},
+        "negative": {"input_ids": ids - 9},
+        "floats": {"input_ids": ids.float()},
+        "long": {"input_ids": torch.ones(1, 50, dtype=torch.long)},
+        "one-axis": {"input_ids": torch.arange(5)},
+        "three-axes": {"input_ids": ids[None].repeat(2, 1, 1)},
+        "mask": {"input_ids": ids, "attention_mask": mask[:, :4].clone()},
+        "padding": {"input_ids": ids, "attention_mask": 0 * mask},
+        "types": {"input_ids": ids, "token_type_ids": ids.clone()},
+        "mask-alone": {"attention_mask": mask},
+        "no-tokens": {"input_ids": ids[:, :0].clone()},
+        "extra": {"input_ids": ids, "colour": ids.clone()},
         "unequal": {"input_ids": ids, "attention_mask": mask[:1].clone()},
-        "channels": {"pixel_values": torch.randn(2, 1, 16, 16)}, "size": {"pixel_values": torch.randn(2, 3, 32, 32)},
-        "bytes": {"pixel_values": torch.ones(2, 3, 16, 16, dtype=torch.uint8)}, "nan": {"pixel_values": torch.full((1, 3, 16, 16), torch.nan)},
-    }  # fmt: skip
+        "channels": {"pixel_values": torch.randn(2, 1, 16, 16)},
+        "size": {"pixel_values": torch.randn(2, 3, 32, 32)},
+        "bytes": {"pixel_values": torch.ones(2, 3, 16, 16, dtype=torch.uint8)},
+        "nan": {"pixel_values": torch.full((1, 3, 16, 16), torch.nan)},
+    }
     for name, named in given.items():
         save_file(named, folder / f"{name}.safetensors")
     (folder / "broken.safetensors").write_bytes(b"nothing")
@@ -74,11 +86,17 @@ def checkpoints(folder: Path, bert: Path, vit: Path) -> None:
         spoil(folder / name)
 
     def config(**changes: object) -> Callable[[Path], object]:
-        return lambda path: (path / "config.json").write_text(json.dumps(json.loads((path / "config.json").read_text()) | changes))
+        return lambda path: (path / "config.json").write_text(
+            json.dumps(json.loads((path / "config.json").read_text()) | changes)
+        )
 
-    def weights(change: Callable[[str, torch.Tensor], torch.Tensor | None]) -> Callable[[Path], None]:
+    def weights(
+        change: Callable[[str, torch.Tensor], torch.Tensor | None],
+    ) -> Callable[[Path], None]:
         def write(path: Path) -> None:
-            changed = {name: change(name, t) for name, t in load_file(path / "model.safetensors").items()}
+            changed = {
+                name: change(name, t) for name, t in load_file(path / "model.safetensors").items()
+            }
             kept = {name: t for name, t in changed.items() if t is not None}
             save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
 
@@ -106,12 +124,25 @@ def checkpoints(folder: Path, bert: Path, vit: Path) -> None:
     spoilt("odd-heads", config(num_attention_heads=5))
     spoilt("other-shapes", config(hidden_size=48))
     spoilt("fewer-words", fewer_words)
-    spoilt("truncated", lambda path: (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-1000]))
+    spoilt(
+        "truncated",
+        lambda path: (path / "model.safetensors").write_bytes(
+            (path / "model.safetensors").read_bytes()[:-1000]
+        ),
+    )
     spoilt("no-bytes", lambda path: (path / "model.safetensors").write_bytes(b""))
     spoilt("no-weights", lambda path: (path / "model.safetensors").unlink())
     spoilt("missing", weights(lambda name, t: None if "layer.1" in name else t))
-    spoilt("nan-weights", weights(lambda name, t: t * torch.nan if "layer.1.attention.self.query.weight" in name else t))
-    spoilt("whole-numbers", weights(lambda name, t: (10 * t).to(torch.int8) if "query.weight" in name else t))
+    spoilt(
+        "nan-weights",
+        weights(
+            lambda name, t: t * torch.nan if "layer.1.attention.self.query.weight" in name else t
+        ),
+    )
+    spoilt(
+        "whole-numbers",
+        weights(lambda name, t: (10 * t).to(torch.int8) if "query.weight" in name else t),
+    )
     spoilt("pickled", pickled)
     spoilt("resnet", lambda path: build(REFUSED["resnet"][0]).save_pretrained(path), of=vit)
     (folder / "adapter").mkdir()
@@ -122,11 +153,22 @@ def checkpoints(folder: Path, bert: Path, vit: Path) -> None:
 
 def runs(folder: Path, bert: Path, text: Path) -> None:
     """Stores that are no runs, and runs that cannot be computed again."""
-    ds = lb.compare(bert, text, out=folder / "run.zarr", max_length=8, bounds=["yudin", "castin"], samples=2, progress=False)
+    ds = lb.compare(
+        bert,
+        text,
+        out=folder / "run.zarr",
+        max_length=8,
+        bounds=["yudin", "castin"],
+        samples=2,
+        progress=False,
+    )
     xr.Dataset({"a": ("x", [1.0])}).to_zarr(folder / "foreign.zarr", consolidated=False)
     (folder / "strange.zarr").mkdir()
     (folder / "strange.zarr" / "zarr.json").write_text("{")
-    for name, source in (("moved", ds.attrs["source"] | {"model": str(folder / "gone")}), ("memory", ds.attrs["source"])):
+    for name, source in (
+        ("moved", ds.attrs["source"] | {"model": str(folder / "gone")}),
+        ("memory", ds.attrs["source"]),
+    ):
         changed = ds.copy()
         changed.attrs = ds.attrs | {"source": source, "loaded": name == "memory"}
         store.save(changed, folder / f"{name}.zarr")
@@ -136,11 +178,21 @@ def sweeps(folder: Path, bert: Path, text: Path) -> None:
     """Sweep files; ``NAME.yaml`` of each."""
     base = f"model: {bert}\ndata: {text}\nsamples: 1\nbounds: castin\n"
     contents = {
-        "broken": "model: [", "list": "- a\n- b", "nothing": "", "no-model": "data: x", "key": "model: m\nsampels: 3",
-        "program": "model: !!python/object/apply:os.system ['exit 3']\n", "good": f"{base}max_length: 8\n",
-        "samples": base.replace("samples: 1", "samples: many"), "tol": f"{base}tol: small\n", "delta": f"{base}delta: 5\n",
-        "length": f"{base}max_length: long\n", "number": "model: 3\n", "mapping": "model: {a: 1}\n", "layers": f"{base}max_length: 8\nlayers: 5-3\n",
-    }  # fmt: skip
+        "broken": "model: [",
+        "list": "- a\n- b",
+        "nothing": "",
+        "no-model": "data: x",
+        "key": "model: m\nsampels: 3",
+        "program": "model: !!python/object/apply:os.system ['exit 3']\n",
+        "good": f"{base}max_length: 8\n",
+        "samples": base.replace("samples: 1", "samples: many"),
+        "tol": f"{base}tol: small\n",
+        "delta": f"{base}delta: 5\n",
+        "length": f"{base}max_length: long\n",
+        "number": "model: 3\n",
+        "mapping": "model: {a: 1}\n",
+        "layers": f"{base}max_length: 8\nlayers: 5-3\n",
+    }
     for name, content in contents.items():
         (folder / f"{name}.yaml").write_text(content)
 

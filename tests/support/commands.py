@@ -7,7 +7,9 @@ import pytest
 from lipbound import cli
 
 
-def call(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> tuple[int, str, str]:
+def call(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *arguments: object
+) -> tuple[int, str, str]:
     """Exit status, standard output and standard error."""
     monkeypatch.setattr(sys, "argv", ["lipbound", *map(str, arguments)])
     status = 0

@@ -1,4 +1,5 @@
-"""What is computed on the CPU and on the device beside it, `support.far_device`, in a process that knows it: the numbers of both.
+"""What is computed on the CPU and on the device beside it, `support.far_device`, in a process that
+knows it: the numbers of both.
 
 Functions to call by name in that process; what they take and return can be sent to another.
 """
@@ -33,10 +34,15 @@ from lipbound.models.capture.differentiable import attention_layers
 from lipbound.regularizers import JaSMin, SoundPenalty, Specformer
 
 Pairs = dict[str, tuple[list[Any], list[Any], float]]
-"""By what was computed: lists of numbers, on the CPU and on the other device, and how far apart their methods let them be, relatively."""
+"""By what was computed: lists of numbers, on the CPU and on the other device, and how far apart
+their methods let them be, relatively."""
 METHODS: tuple[dict[str, Any], ...] = (
-    {}, {"delta": 1e-9, "vectors": True}, {"method": "power"}, {"method": "dense"}, {"method": "deflation"},
-)  # fmt: skip
+    {},
+    {"delta": 1e-9, "vectors": True},
+    {"method": "power"},
+    {"method": "dense"},
+    {"method": "deflation"},
+)
 TOL = {"float32": 1e-4, "float64": 1e-8}
 TOKEN_NORMS = ("every-token", "one-token", "token-pair", "output-token")
 
@@ -45,9 +51,14 @@ def refusals() -> list[str]:
     """The errors of what a GPU would refuse."""
     far, near = torch.ones(3, device=NAME), torch.ones(3)
     wrong: tuple[Callable[[], object], ...] = (
-        lambda: far + near, lambda: near[far.long()], lambda: torch.cat([far, near]), lambda: torch.mv(far.outer(far), near), far.numpy,
-        lambda: torch.rand(3, device=NAME, generator=torch.Generator()), lambda: torch.where(near > 0, far, 0.0),
-    )  # fmt: skip
+        lambda: far + near,
+        lambda: near[far.long()],
+        lambda: torch.cat([far, near]),
+        lambda: torch.mv(far.outer(far), near),
+        far.numpy,
+        lambda: torch.rand(3, device=NAME, generator=torch.Generator()),
+        lambda: torch.where(near > 0, far, 0.0),
+    )
     found = []
     for f in wrong:
         try:
@@ -62,7 +73,13 @@ def norms(has: tuple[str, ...], mask: str | None, dtype: str) -> Pairs:
     att, found, tol = _layer(has, mask, dtype), {}, TOL[dtype]
     for map in MAPS:
         for options in METHODS:
-            _both(found, f"{map} {options}", att, lambda one, m=map, o=options: spectral_norm(one, map=m, tol=tol, **o), tol)
+            _both(
+                found,
+                f"{map} {options}",
+                att,
+                lambda one, m=map, o=options: spectral_norm(one, map=m, tol=tol, **o),
+                tol,
+            )
     _both(found, "L2", att, lambda one: l2_spectral_norm(one, tol=tol), tol)
     streaming.WHOLE_BYTES["cpu"], kept = 0, streaming.WHOLE_BYTES["cpu"]
     _both(found, "streamed", att, lambda one: spectral_norm(one, tol=tol, delta=1e-9), tol)
@@ -98,34 +115,56 @@ def captured(family: str) -> Pairs:
     near = (AFFINE | MODERN)[family]().eval()
     pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     inputs = _ids() if near.main_input_name == "input_ids" else {"pixel_values": pixels}
-    seen = [lb.capture(near, inputs), lb.capture(_moved(near), {name: t.to(NAME) for name, t in inputs.items()})]
-    assert all(isinstance(att.x, Far) != bool(LACKING) for att in seen[1])  # on the CPU, where the device has no float64
+    seen = [
+        lb.capture(near, inputs),
+        lb.capture(_moved(near), {name: t.to(NAME) for name, t in inputs.items()}),
+    ]
+    assert all(
+        isinstance(att.x, Far) != bool(LACKING) for att in seen[1]
+    )  # on the CPU, where the device has no float64
     pairs = list(zip(*seen, strict=True))
-    return {f"{name} of layer {k}": _in_units(*(getattr(att, name) for att in pair)) for k, pair in enumerate(pairs) for name in "qp"}
+    return {
+        f"{name} of layer {k}": _in_units(*(getattr(att, name) for att in pair))
+        for k, pair in enumerate(pairs)
+        for name in "qp"
+    }
 
 
 def run(folder: Path, options: dict[str, Any]) -> Pairs:
     """A whole run of a checkpoint's directory."""
     options = {"tol": 1e-3 if "norm" in options else 1e-5} | options
-    runs = [lb.compare(folder, samples=2, max_length=8, progress=False, device=device, **options) for device in ("cpu", NAME)]
+    runs = [
+        lb.compare(folder, samples=2, max_length=8, progress=False, device=device, **options)
+        for device in ("cpu", NAME)
+    ]
     assert runs[1].attrs["device"] == NAME
     allowed = dict.fromkeys(("exact", "exact_upper"), options["tol"])
     measured = [name for name, values in runs[0].items() if values.dtype.kind == "f"]
-    return {name: (_numbers(runs[0][[name]]), _numbers(runs[1][[name]]), allowed.get(name, 0.0)) for name in measured}
+    return {
+        name: (_numbers(runs[0][[name]]), _numbers(runs[1][[name]]), allowed.get(name, 0.0))
+        for name in measured
+    }
 
 
 def surrounded(family: str) -> Pairs:
     """Norms of layers of a small model with what stands around them."""
     torch.manual_seed(0)
     near = (AFFINE | MODERN)[family]().eval()
-    both = [lb.capture(m, {key: t.to(m.device) for key, t in _ids().items()}, around=True) for m in (near, _moved(near))]
-    norms = [[spectral_norm(att, map="residual", tol=1e-5).lower for att in layers] for layers in both]
+    both = [
+        lb.capture(m, {key: t.to(m.device) for key, t in _ids().items()}, around=True)
+        for m in (near, _moved(near))
+    ]
+    norms = [
+        [spectral_norm(att, map="residual", tol=1e-5).lower for att in layers] for layers in both
+    ]
     return {"residual": (_numbers(norms[0]), _numbers(norms[1]), 1e-5)}
 
 
 def notes(folder: Path) -> list[str]:
     """What a run on the device says of it."""
-    return lb.compare(folder, samples=1, max_length=8, bounds="castin", progress=False, device=NAME).attrs["notes"]
+    return lb.compare(
+        folder, samples=1, max_length=8, bounds="castin", progress=False, device=NAME
+    ).attrs["notes"]
 
 
 def refused(folder: Path) -> str:
@@ -139,12 +178,16 @@ def refused(folder: Path) -> str:
 
 def recipe_of(name: str) -> Pairs:
     """What a recipe measures of a small decoder."""
-    runs = [recipe(name).compute(Setting("builtin:gpt2", samples=1, device=device)) for device in ("cpu", NAME)]
+    runs = [
+        recipe(name).compute(Setting("builtin:gpt2", samples=1, device=device))
+        for device in ("cpu", NAME)
+    ]
     return {name: (_numbers(runs[0]), _numbers(runs[1]), 1e-3)}
 
 
 def gpu_benchmark(out: Path) -> int:
-    """The exit status of the benchmark of GPUs on small layers, which checks itself against the CPU."""
+    """The exit status of the benchmark of GPUs on small layers, which checks itself against the
+    CPU."""
     from integration.test_readme import benchmark
 
     status: int = benchmark("gpu").main(["--device", NAME, "--small", "--out", str(out)])
@@ -158,8 +201,19 @@ def around(family: str, map: str) -> Pairs:
     ids, found = _ids(), {}
     sides = ((near, ids), (_moved(near), {key: t.to(NAME) for key, t in ids.items()}))
     for name, f, allowed in (
-        ("layer", lambda m, x: [spectral_norm(att, map=map, tol=1e-3, delta=1e-6).lower for att in lb.capture(m, x, around=True)], 1e-3),
-        ("network", lambda m, x: lb.network_norm(m, x, end="last_hidden_state", tol=1e-4, delta=1e-6), 1e-4),
+        (
+            "layer",
+            lambda m, x: [
+                spectral_norm(att, map=map, tol=1e-3, delta=1e-6).lower
+                for att in lb.capture(m, x, around=True)
+            ],
+            1e-3,
+        ),
+        (
+            "network",
+            lambda m, x: lb.network_norm(m, x, end="last_hidden_state", tol=1e-4, delta=1e-6),
+            1e-4,
+        ),
     ):
         found[name] = (_numbers(f(*sides[0])), _numbers(f(*sides[1])), allowed)
     return found
@@ -169,11 +223,15 @@ def inputs_and_measures() -> Pairs:
     """Adversarial inputs, and attention between measures."""
     att, found = random_attention("biases"), {}
     for name, f in {
-        "adversarial": lambda a: adversarial_inputs.adversarial_inputs(a, 4, 1.0), "lower": lambda a: adversarial_inputs.lower_bound(a, 4, 1.0),
-        "limit": adversarial_inputs.large_radius_limit, "crossover": adversarial_inputs.crossover_length,
+        "adversarial": lambda a: adversarial_inputs.adversarial_inputs(a, 4, 1.0),
+        "lower": lambda a: adversarial_inputs.lower_bound(a, 4, 1.0),
+        "limit": adversarial_inputs.large_radius_limit,
+        "crossover": adversarial_inputs.crossover_length,
         "copies": lambda a: mean_field.duplicated_norm(a, spectral_norm(a).lower),
-        "weighted": lambda a: mean_field.weighted_norm(a, torch.full_like(a.x[..., 0], 1 / a.tokens)),
-    }.items():  # fmt: skip
+        "weighted": lambda a: mean_field.weighted_norm(
+            a, torch.full_like(a.x[..., 0], 1 / a.tokens)
+        ),
+    }.items():
         _both(found, name, att, f)
     return found
 
@@ -183,12 +241,23 @@ def derivatives() -> Pairs:
     torch.manual_seed(0)
     near, ids = AFFINE["bert"]().eval(), _ids()
     found: Pairs = {}
-    for name, f in {"JaSMin": _jasmin, "ours": _ours, "Specformer": lambda m, _: Specformer(1.0, 1.0, 1.0)(m)}.items():
+    for name, f in {
+        "JaSMin": _jasmin,
+        "ours": _ours,
+        "Specformer": lambda m, _: Specformer(1.0, 1.0, 1.0)(m),
+    }.items():
         both = []
         for model in (near, _moved(near)):
             value = f(model, {key: t.to(model.device) for key, t in ids.items()})
             value.backward()
-            both.append((value.detach(), torch.cat([p.grad.cpu().flatten() for p in model.parameters() if p.grad is not None])))
+            both.append(
+                (
+                    value.detach(),
+                    torch.cat(
+                        [p.grad.cpu().flatten() for p in model.parameters() if p.grad is not None]
+                    ),
+                )
+            )
             model.zero_grad()
         for k, what in enumerate(("", ", derivatives")):
             found[name + what] = _in_units(both[0][k], both[1][k])
@@ -196,7 +265,10 @@ def derivatives() -> Pairs:
 
 
 def _ids() -> dict[str, Tensor]:
-    return {"input_ids": torch.arange(3, 21).view(2, 9), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
+    return {
+        "input_ids": torch.arange(3, 21).view(2, 9),
+        "attention_mask": torch.ones(2, 9, dtype=torch.long),
+    }
 
 
 def _jasmin(model: Any, inputs: dict[str, Tensor]) -> Tensor:
@@ -217,7 +289,9 @@ def _moved(model: nn.Module) -> Any:
 
 def _layer(has: tuple[str, ...], mask: str | None, dtype: str) -> Attention:
     att = layer(1, frozenset(has), n=5, **({} if mask is None else {"mask": mask}))
-    return att if dtype == "float64" else att._map(lambda t: t.float() if t.is_floating_point() else t)
+    return (
+        att if dtype == "float64" else att._map(lambda t: t.float() if t.is_floating_point() else t)
+    )
 
 
 def _in_units(near: Tensor, far: Tensor) -> tuple[list[Any], list[Any], float]:
@@ -226,8 +300,11 @@ def _in_units(near: Tensor, far: Tensor) -> tuple[list[Any], list[Any], float]:
     return _numbers(near / unit), _numbers(far / unit), 0.0
 
 
-def _both(found: Pairs, name: str, att: Attention, f: Callable[[Attention], Any], allowed: float = 0.0) -> None:
-    """Both results under a name; nothing where the CPU's layer is refused. ``allowed``: how far apart two results of f may be."""
+def _both(
+    found: Pairs, name: str, att: Attention, f: Callable[[Attention], Any], allowed: float = 0.0
+) -> None:
+    """Both results under a name; nothing where the CPU's layer is refused. ``allowed``: how far
+    apart two results of f may be."""
     try:
         near = f(att.select())
     except LipboundError:
@@ -238,12 +315,26 @@ def _both(found: Pairs, name: str, att: Attention, f: Callable[[Attention], Any]
 def _numbers(result: Any) -> list[Any]:
     """All floating-point numbers of a result, flat."""
     if isinstance(result, Tensor):
-        return result.detach().cpu().double().flatten().tolist() if result.is_floating_point() else []
+        return (
+            result.detach().cpu().double().flatten().tolist() if result.is_floating_point() else []
+        )
     if isinstance(result, xr.Dataset):
-        return [x for t in result.data_vars.values() if t.dtype.kind == "f" for x in t.values.ravel().tolist()]
-    if isinstance(result, Norm):  # singular vectors by their lengths: where two values are close, any of their mixtures would do
+        return [
+            x
+            for t in result.data_vars.values()
+            if t.dtype.kind == "f"
+            for x in t.values.ravel().tolist()
+        ]
+    if isinstance(
+        result,
+        Norm,
+        # singular vectors by their lengths: where two values are close, any of their mixtures would
+        # do
+    ):
         lengths = [t.flatten(2).norm(dim=-1) for t in (result.left, result.right) if t is not None]
         return _numbers([result.lower, result.upper, *lengths])
     if is_dataclass(result):
         return [x for field in fields(result) for x in _numbers(getattr(result, field.name))]
-    return [x for part in result for x in _numbers(part)] if isinstance(result, list | tuple) else []
+    return (
+        [x for part in result for x in _numbers(part)] if isinstance(result, list | tuple) else []
+    )

@@ -1,4 +1,5 @@
-"""A device beside the CPU, of the CPU's own numbers: its tensors refuse what those on a GPU refuse, above all to meet others in one operation.
+"""A device beside the CPU, of the CPU's own numbers: its tensors refuse what those on a GPU refuse,
+above all to meet others in one operation.
 
 Registering it changes the process it is in, so that tests use it in one of their own.
 """
@@ -15,8 +16,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 NAME = "far"
 MOVING = {"copy_", "_to_copy", "_copy_from"}
 """Operations that lead from one device to another."""
-PHYSICAL = {torch.ops.aten._conj.default: torch.ops.aten.conj_physical.default, torch.ops.aten._neg_view.default: torch.ops.aten.neg.default}
-"""Views that only say that entries are to be conjugated or negated, which operations inside of others do not see."""
+PHYSICAL = {
+    torch.ops.aten._conj.default: torch.ops.aten.conj_physical.default,
+    torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
+}
+"""Views that only say that entries are to be conjugated or negated, which operations inside of
+others do not see."""
 LACKING: list[str] = []
 """What the device does not have, of what others have."""
 BY_PLACE = {"index", "index_put", "index_put_", "_index_put_impl_"}
@@ -31,9 +36,18 @@ class Far(torch.Tensor):
     @staticmethod
     def __new__(cls, near: Tensor) -> "Far":
         if near.dtype == torch.float64 and LACKING:
-            raise TypeError(f"Cannot convert a tensor to float64 dtype as the device {NAME} doesn't support float64")
+            raise TypeError(
+                f"Cannot convert a tensor to float64 dtype as the device {NAME} doesn't support "
+                "float64"
+            )
         made = torch.Tensor._make_wrapper_subclass(
-            cls, near.size(), strides=near.stride(), storage_offset=near.storage_offset(), dtype=near.dtype, layout=near.layout, device=f"{NAME}:0"
+            cls,
+            near.size(),
+            strides=near.stride(),
+            storage_offset=near.storage_offset(),
+            dtype=near.dtype,
+            layout=near.layout,
+            device=f"{NAME}:0",
         )
         made.near = near
         return made
@@ -53,11 +67,17 @@ class Far(torch.Tensor):
         raise TypeError(f"can't convert {NAME}:0 device type tensor to numpy")
 
     def __getitem__(self, index: Any) -> Tensor:
-        lists = index if isinstance(index, tuple) else (index,)  # which torch makes tensors of, on the device
-        return super().__getitem__(tuple(torch.tensor(i) if isinstance(i, list) else i for i in lists))
+        lists = (
+            index if isinstance(index, tuple) else (index,)
+        )  # which torch makes tensors of, on the device
+        return super().__getitem__(
+            tuple(torch.tensor(i) if isinstance(i, list) else i for i in lists)
+        )
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         far = _result_is_far(func.overloadpacket.__name__, args, kwargs)
         if kwargs.get("device") is not None:
@@ -86,35 +106,57 @@ class Far(torch.Tensor):
 
 
 def _result_is_far(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Where the result of an operation is; raises RuntimeError for tensors that do not go together."""
+    """Where the result of an operation is; raises RuntimeError for tensors that do not
+    go together."""
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    far, beside = [t for t in tensors if isinstance(t, Far)], [t for t in tensors if not isinstance(t, Far) and t.ndim]
+    far, beside = (
+        [t for t in tensors if isinstance(t, Far)],
+        [t for t in tensors if not isinstance(t, Far) and t.ndim],
+    )
     if name == "copy_":
         return isinstance(args[0], Far)
     if name in BY_PLACE:
         values = [t for t in args[2:] if isinstance(t, Tensor) and t.ndim]
         if not isinstance(args[0], Far) or not all(isinstance(t, Far) for t in values):
-            raise RuntimeError(f"{name}: indices should be either on cpu or on the same device as the indexed tensor (cpu), values on its device")
+            raise RuntimeError(
+                f"{name}: indices should be either on cpu or on the same device as the indexed "
+                "tensor (cpu), values on its device"
+            )
     elif far and beside and name not in MOVING:
         shapes = [(type(t).__name__, tuple(t.shape)) for t in tensors]
-        raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found at least two devices, {NAME}:0 and cpu: {shapes}")
+        raise RuntimeError(
+            f"{name}: expected all tensors to be on the same device, but found at least two "
+            f"devices, {NAME}:0 and cpu: {shapes}"
+        )
     return bool(far)
 
 
 def _made(like: str) -> Callable[..., Tensor]:
     """A function that makes tensors, for this device, of torch's own for the CPU."""
     make = getattr(torch, like)
-    return lambda *args, dtype=None, device=None, pin_memory=None, layout=None, memory_format=None: Far(make(*args, dtype=dtype))
+    return lambda *args, dtype=None, device=None, pin_memory=None, layout=None, memory_format=None: (  # noqa: E501
+        Far(make(*args, dtype=dtype))
+    )
 
 
 FACTORIES = {
-    "empty.memory_format": "empty", "empty_strided": "empty_strided", "_efficientzerotensor": "zeros", "eye": "eye", "eye.m": "eye",
-    "arange": "arange", "arange.start": "arange", "arange.start_step": "arange", "linspace": "linspace", "triu_indices": "triu_indices",
-}  # fmt: skip
+    "empty.memory_format": "empty",
+    "empty_strided": "empty_strided",
+    "_efficientzerotensor": "zeros",
+    "eye": "eye",
+    "eye.m": "eye",
+    "arange": "arange",
+    "arange.start": "arange",
+    "arange.start_step": "arange",
+    "linspace": "linspace",
+    "triu_indices": "triu_indices",
+}
 
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
-    (target.near if isinstance(target, Far) else target).copy_(source.near if isinstance(source, Far) else source)
+    (target.near if isinstance(target, Far) else target).copy_(
+        source.near if isinstance(source, Far) else source
+    )
     return target
 
 
@@ -131,7 +173,9 @@ def register() -> None:
         library.impl(name, _made(like), "PrivateUse1")
     library.impl("_copy_from", _copy_from, "PrivateUse1")
     LIBRARY.append(library)
-    torch.__future__.set_swap_module_params_on_conversion(True)  # or a module's dtype would change in name only
+    torch.__future__.set_swap_module_params_on_conversion(
+        True
+    )  # or a module's dtype would change in name only
     torch.set_num_threads(int(os.environ["LIPBOUND_TESTS_THREADS"]))
 
 

@@ -1,4 +1,5 @@
-"""Small GGUF files, as llama.cpp's converter writes them: a Llama with quantised weights and its tokenizer."""
+"""Small GGUF files, as llama.cpp's converter writes them: a Llama with quantised weights and its
+tokenizer."""
 
 from pathlib import Path
 
@@ -22,20 +23,46 @@ SIZES = {
     "vocab_size": len(WORDS),
 }
 NAMES = {
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm", "embed_tokens": "token_embd", "norm": "output_norm",
-}  # fmt: skip
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "embed_tokens": "token_embd",
+    "norm": "output_norm",
+}
 Kind = gguf.GGMLQuantizationType
 
 
 def llama() -> tf.LlamaModel:
     """A random one."""
-    return build(lambda: tf.LlamaModel(tf.LlamaConfig(**SIZES, max_position_embeddings=64, rms_norm_eps=1e-5, bos_token_id=0, eos_token_id=1)))
+    return build(
+        lambda: tf.LlamaModel(
+            tf.LlamaConfig(
+                **SIZES,
+                max_position_embeddings=64,
+                rms_norm_eps=1e-5,
+                bos_token_id=0,
+                eos_token_id=1,
+            )
+        )
+    )
 
 
-def save_gguf(file: Path, *, kind: Kind = Kind.Q4_1, tokenizer: bool = True, arch: str = "llama", file_type: bool = True) -> dict[str, Tensor]:
-    """Write `llama` with its matrices quantised, its table of tokens in Q8_0 and its norms in float32.
+def save_gguf(
+    file: Path,
+    *,
+    kind: Kind = Kind.Q4_1,
+    tokenizer: bool = True,
+    arch: str = "llama",
+    file_type: bool = True,
+) -> dict[str, Tensor]:
+    """Write `llama` with its matrices quantised, its table of tokens in Q8_0 and its norms in
+    float32.
 
     Returns:
         The weights that the file stands for, under the names that transformers has for them.
@@ -61,9 +88,14 @@ def save_gguf(file: Path, *, kind: Kind = Kind.Q4_1, tokenizer: bool = True, arc
         middle = name.removesuffix(".weight")
         _, block, part = middle.split(".", 2) if middle.startswith("layers") else ("", "", middle)
         prefix = f"blk.{block}." if block else ""
-        groups = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}.get(part)
+        groups = {
+            "self_attn.q_proj": config.num_attention_heads,
+            "self_attn.k_proj": config.num_key_value_heads,
+        }.get(part)
         how = Kind.F32 if weight.ndim == 1 else Kind.Q8_0 if part == "embed_tokens" else kind
-        packed = gguf.quantize((weight if groups is None else _permuted(weight, groups)).numpy(), how)
+        packed = gguf.quantize(
+            (weight if groups is None else _permuted(weight, groups)).numpy(), how
+        )
         writer.add_tensor(f"{prefix}{NAMES[part]}.weight", packed, raw_dtype=how)
         value = torch.from_numpy(np.array(gguf.dequantize(packed, how)))
         stood_for[name] = value if groups is None else _permuted(value, groups, back=True)
@@ -78,7 +110,9 @@ def _tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(WORDS)
-    writer.add_token_types([gguf.TokenType.CONTROL] * 2 + [gguf.TokenType.NORMAL] * (len(WORDS) - 2))
+    writer.add_token_types(
+        [gguf.TokenType.CONTROL] * 2 + [gguf.TokenType.NORMAL] * (len(WORDS) - 2)
+    )
     writer.add_token_merges(MERGES)
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
@@ -87,6 +121,7 @@ def _tokenizer(writer: gguf.GGUFWriter) -> None:
 
 
 def _permuted(weight: Tensor, heads: int, back: bool = False) -> Tensor:
-    """Rows of every head with the two halves that are rotated together side by side, as llama.cpp keeps them; or ``back``."""
+    """Rows of every head with the two halves that are rotated together side by side, as llama.cpp
+    keeps them; or ``back``."""
     shape = (heads, -1, 2) if back else (heads, 2, weight.shape[0] // heads // 2)
     return weight.reshape(*shape, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape).contiguous()

@@ -1,7 +1,9 @@
-"""Families of heads on which rounding does its worst: each a function of a generator and a dtype, alike for alike seeds.
+"""Families of heads on which rounding does its worst: each a function of a generator and a dtype,
+alike for alike seeds.
 
-Layers are small (1 to 8 tokens of 1 to 5 entries, queries and values of 1 to 4), of `SAMPLES` inputs and one or two heads. Every size that matters is
-drawn uniformly in its logarithm, for each sample or head by itself.
+Layers are small (1 to 8 tokens of 1 to 5 entries, queries and values of 1 to 4), of `SAMPLES`
+inputs and one or two heads. Every size that matters is drawn uniformly in its logarithm, for each
+sample or head by itself.
 """
 
 from collections.abc import Callable
@@ -27,7 +29,8 @@ RANGE = {torch.float32: 18.0, torch.float64: 150.0}
 
 @dataclass
 class Draft:
-    """A layer in the making, float64: x (samples, n, D), w_q, w_k (heads, D, d), w_v (heads, D, d_v), and whatever else `Attention` takes."""
+    """A layer in the making, float64: x (samples, n, D), w_q, w_k (heads, D, d), w_v (heads, D,
+    d_v), and whatever else `Attention` takes."""
 
     g: torch.Generator
     dtype: torch.dtype
@@ -66,10 +69,17 @@ class Draft:
         """The layer in its dtype."""
 
         def cast(value: Any) -> Any:
-            return value.to(self.dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+            return (
+                value.to(self.dtype)
+                if isinstance(value, Tensor) and value.is_floating_point()
+                else value
+            )
 
         self.more.setdefault("w_o", self.normal(self.heads, self.w_v.shape[2], 3))
-        more = {name: value.map(cast) if isinstance(value, QKNorm | Rotation) else cast(value) for name, value in self.more.items()}
+        more = {
+            name: value.map(cast) if isinstance(value, QKNorm | Rotation) else cast(value)
+            for name, value in self.more.items()
+        }
         return Attention(*map(cast, (self.x, self.w_q, self.w_k, self.w_v)), **more)
 
 
@@ -91,10 +101,20 @@ def plain(g: torch.Generator, dtype: torch.dtype) -> Draft:
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=g, dtype=torch.float64)
 
-    n, width, d, d_v, heads = (int(torch.randint(low, high + 1, (), generator=g)) for low, high in ((2, 6), (1, 5), (1, 4), (1, 4), (1, 2)))
+    n, width, d, d_v, heads = (
+        int(torch.randint(low, high + 1, (), generator=g))
+        for low, high in ((2, 6), (1, 5), (1, 4), (1, 4), (1, 2))
+    )
     if torch.rand((), generator=g) < 0.1:
         n = 8
-    draft = Draft(g, dtype, normal(SAMPLES, n, width), normal(heads, width, d), normal(heads, width, d), normal(heads, width, d_v))
+    draft = Draft(
+        g,
+        dtype,
+        normal(SAMPLES, n, width),
+        normal(heads, width, d),
+        normal(heads, width, d),
+        normal(heads, width, d_v),
+    )
     if torch.rand((), generator=g) < 0.3:
         draft.more = {"b_q": normal(heads, d), "b_k": normal(heads, d), "b_v": normal(heads, d_v)}
     if torch.rand((), generator=g) < 0.3:
@@ -102,13 +122,15 @@ def plain(g: torch.Generator, dtype: torch.dtype) -> Draft:
     return draft
 
 
-# -- common parts --------------------------------------------------------------------------------------------------------
+# -- common parts ----------------------------------------------------------------------------------
 
 
 def groups(draft: Draft) -> Tensor:
     """The mask of tokens that attend within the first so many, and within the rest; (n, n)."""
     first = torch.arange(draft.n) < draft.integer(1, draft.n - 1)
-    return torch.zeros(draft.n, draft.n, dtype=torch.float64).masked_fill(first[:, None] != first, -torch.inf)
+    return torch.zeros(draft.n, draft.n, dtype=torch.float64).masked_fill(
+        first[:, None] != first, -torch.inf
+    )
 
 
 @family
@@ -124,7 +146,9 @@ def offset_groups(draft: Draft) -> None:
     """Groups that do not see each other; one of them lies 1e3 to 1e8 spreads away."""
     mask = groups(draft)
     first = torch.isfinite(mask[0])
-    draft.x += first[:, None] * draft.powers(3, 8, SAMPLES) * draft.normal(SAMPLES, 1, draft.x.shape[2])
+    draft.x += (
+        first[:, None] * draft.powers(3, 8, SAMPLES) * draft.normal(SAMPLES, 1, draft.x.shape[2])
+    )
     draft.more |= {"mask": mask}
     if draft.chance():
         draft.more["scale"] = 1.0
@@ -134,7 +158,11 @@ def offset_groups(draft: Draft) -> None:
 def far_groups(draft: Draft) -> None:
     """Two clusters of tokens far from each other, no mask: attention itself keeps them apart."""
     first = torch.arange(draft.n) < draft.integer(1, draft.n - 1)
-    draft.x += torch.where(first[:, None], 1.0, -1.0) * draft.powers(1, 6, SAMPLES) * draft.normal(SAMPLES, 1, draft.x.shape[2])
+    draft.x += (
+        torch.where(first[:, None], 1.0, -1.0)
+        * draft.powers(1, 6, SAMPLES)
+        * draft.normal(SAMPLES, 1, draft.x.shape[2])
+    )
     if draft.chance():
         draft.w_k = draft.w_q.clone()
 
@@ -149,19 +177,24 @@ def outliers(draft: Draft) -> None:
 def near_tokens(draft: Draft) -> None:
     """Tokens that differ in the last digits of their common part, with logits from 1 to 1e12."""
     spread = SPREAD[draft.dtype] * draft.powers(0, 2, SAMPLES)
-    draft.x = draft.normal(SAMPLES, 1, draft.x.shape[2]) * (1 + spread * draft.normal(*draft.x.shape))
+    draft.x = draft.normal(SAMPLES, 1, draft.x.shape[2]) * (
+        1 + spread * draft.normal(*draft.x.shape)
+    )
     draft.w_q *= draft.powers(0, 12, draft.heads)
 
 
 @family
 def cancelling_projections(draft: Draft) -> None:
-    """The long part of every token, another for each, is what no projection sees, but for rounding."""
+    """The long part of every token, another for each, is what no projection sees, but
+    for rounding."""
     width = draft.x.shape[2]
     if width == 1:
         return
     direction = draft.normal(width)
     along = direction / direction.norm()
-    draft.w_q, draft.w_k, draft.w_v = (w - along[:, None] * (along @ w)[:, None] for w in (draft.w_q, draft.w_k, draft.w_v))
+    draft.w_q, draft.w_k, draft.w_v = (
+        w - along[:, None] * (along @ w)[:, None] for w in (draft.w_q, draft.w_k, draft.w_v)
+    )
     draft.x += draft.powers(2, 8, SAMPLES) * draft.normal(SAMPLES, draft.n, 1) * direction
 
 
@@ -176,32 +209,44 @@ def shifted_keys_and_values(draft: Draft) -> None:
 @family
 def shifted_queries(draft: Draft) -> None:
     """Biases of queries 10 to 1e6 times what they are added to: all tokens attend alike."""
-    draft.more["b_q"] = draft.normal(draft.heads, draft.w_q.shape[2]) * draft.powers(1, 6, draft.heads)[:, 0]
+    draft.more["b_q"] = (
+        draft.normal(draft.heads, draft.w_q.shape[2]) * draft.powers(1, 6, draft.heads)[:, 0]
+    )
 
 
-# -- attention of extreme shape ------------------------------------------------------------------------------------------
+# -- attention of extreme shape --------------------------------------------------------------------
 
 
 @family
 def one_key(draft: Draft) -> None:
-    """All rows attend to the first token by a margin of 10 to 1e3; the others are alike, or alike but for 1e-6."""
+    """All rows attend to the first token by a margin of 10 to 1e3; the others are alike, or alike
+    but for 1e-6."""
     n, width = draft.n, draft.x.shape[2]
-    draft.x = draft.normal(SAMPLES, 1, width) + draft.powers(-9, 0, SAMPLES) * draft.normal(SAMPLES, n, width) * draft.integer(0, 1)
+    draft.x = draft.normal(SAMPLES, 1, width) + draft.powers(-9, 0, SAMPLES) * draft.normal(
+        SAMPLES, n, width
+    ) * draft.integer(0, 1)
     draft.x[:, 0] = draft.normal(SAMPLES, width)
     draft.w_q *= draft.powers(-9, 0, draft.heads) * draft.integer(0, 1)
     draft.w_k *= draft.powers(0, 3, draft.heads)
-    draft.more["b_q"] = draft.normal(draft.heads, draft.w_q.shape[2]) * draft.powers(0, 1, draft.heads)[:, 0]
+    draft.more["b_q"] = (
+        draft.normal(draft.heads, draft.w_q.shape[2]) * draft.powers(0, 1, draft.heads)[:, 0]
+    )
     draft.more["scale"] = 1.0
 
 
 @family
 def one_key_of_many(draft: Draft) -> None:
-    """The like with up to 24 tokens, all but the first equal: what rounding does to each row adds up."""
+    """The like with up to 24 tokens, all but the first equal: what rounding does to each row adds
+    up."""
     n = draft.integer(12, 24)
     draft.x = draft.normal(SAMPLES, 1, 3).repeat(1, n, 1)
     draft.x[:, 0] = draft.normal(SAMPLES, 3)
     heads = draft.heads
-    draft.w_q, draft.w_k, draft.w_v = torch.zeros(heads, 3, 1, dtype=torch.float64), draft.normal(heads, 3, 1), draft.normal(heads, 3, 1)
+    draft.w_q, draft.w_k, draft.w_v = (
+        torch.zeros(heads, 3, 1, dtype=torch.float64),
+        draft.normal(heads, 3, 1),
+        draft.normal(heads, 3, 1),
+    )
     draft.w_k *= draft.powers(0.5, 2.5, heads)
     draft.more = {"b_q": draft.normal(heads, 1) * draft.powers(0, 1, heads)[:, 0], "scale": 1.0}
 
@@ -221,7 +266,9 @@ def far_saturated(draft: Draft) -> None:
 @family
 def saturated_ties(draft: Draft) -> None:
     """Large logits of which the largest two are equal, or differ in their last digits."""
-    draft.x[:, -1] = draft.x[:, 0] * (1 + SPREAD[draft.dtype] * draft.integer(0, 1) * draft.normal(SAMPLES, draft.x.shape[2]))
+    draft.x[:, -1] = draft.x[:, 0] * (
+        1 + SPREAD[draft.dtype] * draft.integer(0, 1) * draft.normal(SAMPLES, draft.x.shape[2])
+    )
     draft.w_q *= draft.powers(1, 9, draft.heads)
 
 
@@ -229,7 +276,9 @@ def saturated_ties(draft: Draft) -> None:
 def one_hot(draft: Draft) -> None:
     """Each token attends to one, a permutation: orthogonal tokens with margins of 10 to 1e4."""
     n = draft.n
-    draft.x = torch.eye(n, dtype=torch.float64).repeat(SAMPLES, 1, 1) + draft.powers(-12, -1, SAMPLES) * draft.normal(SAMPLES, n, n)
+    draft.x = torch.eye(n, dtype=torch.float64).repeat(SAMPLES, 1, 1) + draft.powers(
+        -12, -1, SAMPLES
+    ) * draft.normal(SAMPLES, n, n)
     permuted = torch.eye(n, dtype=torch.float64)[torch.randperm(n, generator=draft.g)]
     draft.w_q = draft.powers(1, 4, draft.heads) * torch.eye(n, dtype=torch.float64)
     draft.w_k = permuted.repeat(draft.heads, 1, 1)
@@ -243,7 +292,7 @@ def uniform(draft: Draft) -> None:
     draft.w_q *= draft.powers(-16, -3, draft.heads) * draft.integer(0, 1)
 
 
-# -- spectra -------------------------------------------------------------------------------------------------------------
+# -- spectra ---------------------------------------------------------------------------------------
 
 
 @family
@@ -261,8 +310,12 @@ def degenerate(draft: Draft) -> None:
     """Orthogonal tokens and weights: many equal singular values, or nearly equal ones."""
     n = min(draft.n, 5)
     eye = torch.eye(n, dtype=torch.float64)
-    draft.x = draft.powers(-1, 1, SAMPLES) * eye + draft.powers(-16, -6, SAMPLES) * draft.normal(SAMPLES, n, n) * draft.integer(0, 1)
-    draft.w_q, draft.w_k, draft.w_v = (factor * eye for factor in (draft.powers(-1, 1, draft.heads) for _ in range(3)))
+    draft.x = draft.powers(-1, 1, SAMPLES) * eye + draft.powers(-16, -6, SAMPLES) * draft.normal(
+        SAMPLES, n, n
+    ) * draft.integer(0, 1)
+    draft.w_q, draft.w_k, draft.w_v = (
+        factor * eye for factor in (draft.powers(-1, 1, draft.heads) for _ in range(3))
+    )
     draft.more = {}
 
 
@@ -270,8 +323,14 @@ def degenerate(draft: Draft) -> None:
 def repeated_heads(draft: Draft) -> None:
     """Two heads alike, but for 1e-9."""
     near = 1 + 1e-9 * draft.integer(0, 1)
-    draft.w_q, draft.w_k, draft.w_v = (torch.cat([w[:1], w[:1] * near]) for w in (draft.w_q, draft.w_k, draft.w_v))
-    draft.more = {name: torch.cat([value[:1], value[:1]]) for name, value in draft.more.items() if isinstance(value, Tensor)}
+    draft.w_q, draft.w_k, draft.w_v = (
+        torch.cat([w[:1], w[:1] * near]) for w in (draft.w_q, draft.w_k, draft.w_v)
+    )
+    draft.more = {
+        name: torch.cat([value[:1], value[:1]])
+        for name, value in draft.more.items()
+        if isinstance(value, Tensor)
+    }
 
 
 @family
@@ -291,23 +350,33 @@ def graded(draft: Draft) -> None:
     draft.w_v *= 10 ** draft.uniform(-power, power, *draft.w_v.shape)
 
 
-# -- masks ---------------------------------------------------------------------------------------------------------------
+# -- masks -----------------------------------------------------------------------------------------
 
 
 @family
 def masks(draft: Draft) -> None:
     """Causal, window, random, or finite additive entries up to 1e4; queries of any size."""
     n, kind = draft.n, draft.integer(0, 3)
-    mask = (causal(n), window(n), None, draft.powers(-1, 4, draft.heads) * draft.normal(draft.heads, n, n))[kind]
+    mask = (
+        causal(n),
+        window(n),
+        None,
+        draft.powers(-1, 4, draft.heads) * draft.normal(draft.heads, n, n),
+    )[kind]
     if mask is None:
-        mask = torch.where((draft.uniform(0, 1, draft.heads, n, n) < 0.5) | torch.eye(n, dtype=torch.bool), 0.0, -torch.inf).double()
+        mask = torch.where(
+            (draft.uniform(0, 1, draft.heads, n, n) < 0.5) | torch.eye(n, dtype=torch.bool),
+            0.0,
+            -torch.inf,
+        ).double()
     draft.more["mask"] = mask
     draft.w_q *= draft.powers(-1, 3, draft.heads)
 
 
 @family
 def padded(draft: Draft) -> None:
-    """Padding of each sample's own length, where what stands at padded places is not small; some causal."""
+    """Padding of each sample's own length, where what stands at padded places is not small; some
+    causal."""
     lengths = torch.randint(1, draft.n + 1, (SAMPLES,), generator=draft.g)
     valid = torch.arange(draft.n) < lengths[:, None]
     draft.x = torch.where(valid[..., None], draft.x * draft.powers(-2, 2, SAMPLES), 1e4 * draft.x)
@@ -322,21 +391,31 @@ def one_token(draft: Draft) -> None:
 
 @family
 def mask_offsets(draft: Draft) -> None:
-    """Finite masks of 1e5 to 1e25, the same for all keys that a query sees: as if there were none, but for the digits of scores they swallow."""
+    """Finite masks of 1e5 to 1e25, the same for all keys that a query sees: as if there were none,
+    but for the digits of scores they swallow."""
     rows = draft.powers(5, 25, draft.heads) * draft.normal(draft.heads, draft.n, 1)
     draft.more["mask"] = rows.expand(-1, -1, draft.n) + (causal(draft.n) if draft.chance() else 0.0)
 
 
-# -- variants ------------------------------------------------------------------------------------------------------------
+# -- variants --------------------------------------------------------------------------------------
 
 
 def normalise(draft: Draft, eps: float) -> None:
     """Queries and keys normalised, each head by itself or all together."""
     together = draft.chance()
-    for side, w, bias in (("norm_q", draft.w_q, draft.more.get("b_q")), ("norm_k", draft.w_k, draft.more.get("b_k"))):
-        over = (w.transpose(0, 1).flatten(1), None if bias is None else bias.flatten()) if together else None
+    for side, w, bias in (
+        ("norm_q", draft.w_q, draft.more.get("b_q")),
+        ("norm_k", draft.w_k, draft.more.get("b_k")),
+    ):
+        over = (
+            (w.transpose(0, 1).flatten(1), None if bias is None else bias.flatten())
+            if together
+            else None
+        )
         shift = draft.normal(draft.heads, w.shape[2]) if draft.chance(0.3) else None
-        draft.more[side] = QKNorm(draft.normal(draft.heads, w.shape[2]) * draft.powers(-1, 2, 1)[0], shift, eps, over)
+        draft.more[side] = QKNorm(
+            draft.normal(draft.heads, w.shape[2]) * draft.powers(-1, 2, 1)[0], shift, eps, over
+        )
 
 
 def turn(draft: Draft) -> None:
@@ -349,8 +428,13 @@ def turn(draft: Draft) -> None:
 def widen(draft: Draft) -> None:
     """Queries of at least two entries, which can be turned."""
     if draft.w_q.shape[2] == 1:
-        draft.w_q, draft.w_k = draft.w_q.repeat(1, 1, 2), draft.normal(draft.heads, draft.w_k.shape[1], 2)
-        draft.more = {name: value for name, value in draft.more.items() if name not in ("b_q", "b_k")}
+        draft.w_q, draft.w_k = (
+            draft.w_q.repeat(1, 1, 2),
+            draft.normal(draft.heads, draft.w_k.shape[1], 2),
+        )
+        draft.more = {
+            name: value for name, value in draft.more.items() if name not in ("b_q", "b_k")
+        }
 
 
 @family
@@ -383,9 +467,12 @@ def normalised(draft: Draft) -> None:
 
 @family
 def normalised_near_zero(draft: Draft) -> None:
-    """Normalised with an eps that is as large as what is normalised, or far smaller; tokens with common parts."""
+    """Normalised with an eps that is as large as what is normalised, or far smaller; tokens with
+    common parts."""
     normalise(draft, float(draft.powers(-12, 0, 1)))
-    draft.x = draft.x * draft.powers(-6, 0, SAMPLES) + draft.normal(SAMPLES, 1, draft.x.shape[2]) * draft.integer(0, 1)
+    draft.x = draft.x * draft.powers(-6, 0, SAMPLES) + draft.normal(
+        SAMPLES, 1, draft.x.shape[2]
+    ) * draft.integer(0, 1)
 
 
 @family
@@ -393,7 +480,11 @@ def turned(draft: Draft) -> None:
     """Rotary embeddings at tokens with and without common parts, logits of up to 1e3."""
     widen(draft)
     turn(draft)
-    draft.x += draft.powers(0, 4, SAMPLES) * draft.normal(SAMPLES, 1, draft.x.shape[2]) * draft.integer(0, 1)
+    draft.x += (
+        draft.powers(0, 4, SAMPLES)
+        * draft.normal(SAMPLES, 1, draft.x.shape[2])
+        * draft.integer(0, 1)
+    )
     draft.w_q /= draft.powers(0, 6, draft.heads)
 
 
@@ -416,7 +507,8 @@ def several_variants(draft: Draft) -> None:
 
 @family
 def variants_far_away(draft: Draft) -> None:
-    """Caps, sinks or rotations, to which the common part of tokens does matter, and a long common part."""
+    """Caps, sinks or rotations, to which the common part of tokens does matter, and a long common
+    part."""
     kind = draft.integer(0, 2)
     if kind == 0:
         draft.more["cap"] = float(draft.powers(0, 3, 1))
@@ -430,7 +522,7 @@ def variants_far_away(draft: Draft) -> None:
     draft.w_q /= draft.powers(0, 10, draft.heads)
 
 
-# -- sizes ---------------------------------------------------------------------------------------------------------------
+# -- sizes -----------------------------------------------------------------------------------------
 
 
 def scaled(draft: Draft, exponent: Tensor) -> None:
@@ -497,7 +589,7 @@ def zeros(draft: Draft) -> None:
             tensor *= draft.uniform(0, 1, *tensor.shape) < 0.5
 
 
-# -- heads that went wrong -----------------------------------------------------------------------------------------------
+# -- heads that went wrong -------------------------------------------------------------------------
 
 
 def pairs_far_away(seed: int = 15, offset: float = 1e4) -> Attention:
@@ -507,12 +599,22 @@ def pairs_far_away(seed: int = 15, offset: float = 1e4) -> Attention:
     x[:, :2] += offset * torch.randn(2, generator=g)
     w_q, w_k, w_v = (torch.randn(1, 2, 1, generator=g) for _ in range(3))
     pair = torch.arange(4) // 2
-    return Attention(x, w_q, w_k, w_v, scale=1.0, mask=torch.zeros(4, 4).masked_fill(pair[:, None] != pair, -torch.inf))
+    return Attention(
+        x,
+        w_q,
+        w_k,
+        w_v,
+        scale=1.0,
+        mask=torch.zeros(4, 4).masked_fill(pair[:, None] != pair, -torch.inf),
+    )
 
 
 def sink_token(n: int = 32, dtype: torch.dtype = torch.float32) -> Attention:
     """All n tokens attend to the first, whose key is not that of the others."""
     x = torch.tensor([-0.3, 0.0, 0.0], dtype=dtype).repeat(1, n, 1)
     x[:, 0] = torch.tensor([1.0, 0.0, 1.0], dtype=dtype)
-    w_q, w_k, w_v = (torch.tensor(w, dtype=dtype).view(1, 3, 1) for w in ([0.0, 0.0, 0.0], [0.0, 100.0, 1.0], [1.0, 0.0, 0.0]))
+    w_q, w_k, w_v = (
+        torch.tensor(w, dtype=dtype).view(1, 3, 1)
+        for w in ([0.0, 0.0, 0.0], [0.0, 100.0, 1.0], [1.0, 0.0, 0.0])
+    )
     return Attention(x, w_q, w_k, w_v, b_q=torch.tensor([[10.0]], dtype=dtype), scale=1.0)

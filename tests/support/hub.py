@@ -17,7 +17,8 @@ OLD = "0ddba11" + "0" * 33
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Serves ``server.repos``: {repo id: {commit: folder}}; ``main`` and ``v1`` are revisions; ids with "gated" refuse."""
+    """Serves ``server.repos``: {repo id: {commit: folder}}; ``main`` and ``v1`` are revisions; ids
+    with "gated" refuse."""
 
     def _refuse(self, status: int, code: str, message: str) -> None:
         body = json.dumps({"error": message}).encode()
@@ -60,8 +61,15 @@ class _Handler(BaseHTTPRequestHandler):
         if found is None:
             return
         commit, folder = found
-        files = [{"type": "file", "path": f.name, "oid": "0" * 40, "size": f.stat().st_size} for f in sorted(folder.iterdir())]
-        answer = files if rest and rest[0] == "tree" else {"id": repo, "sha": commit, "siblings": [{"rfilename": f["path"]} for f in files]}
+        files = [
+            {"type": "file", "path": f.name, "oid": "0" * 40, "size": f.stat().st_size}
+            for f in sorted(folder.iterdir())
+        ]
+        answer = (
+            files
+            if rest and rest[0] == "tree"
+            else {"id": repo, "sha": commit, "siblings": [{"rfilename": f["path"]} for f in files]}
+        )
         self._send(json.dumps(answer).encode(), {"Content-Type": "application/json"})
 
     def _file(self, repo: str, revision: str, name: str) -> None:
@@ -77,7 +85,14 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "EntryNotFound", "Entry not found")
             return
         body = file.read_bytes()
-        self._send(body, {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha1(body).hexdigest()}"', "Content-Type": "application/octet-stream"})
+        self._send(
+            body,
+            {
+                "X-Repo-Commit": commit,
+                "ETag": f'"{hashlib.sha1(body).hexdigest()}"',
+                "Content-Type": "application/octet-stream",
+            },
+        )
 
     def _send(self, body: bytes, headers: dict[str, str]) -> None:
         self.send_response(200)
@@ -120,16 +135,28 @@ for line in sys.stdin:
         except CheckpointError as error:
             answers[said] = str(error)
     print("ANSWERS", json.dumps(answers), flush=True)
-"""
+"""  # noqa: E501
 
 
 class Asking:
-    """A process that loads models from a hub, in which nothing is known of it but its address and a cache."""
+    """A process that loads models from a hub, in which nothing is known of it but its address and a
+    cache."""
 
     def __init__(self, cache: Path, endpoint: str, **env: str):
-        environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1"} | env
+        environment = (
+            os.environ
+            | {
+                "HF_ENDPOINT": endpoint,
+                "HF_HOME": str(cache),
+                "HF_HUB_DISABLE_TELEMETRY": "1",
+                "HF_HUB_DISABLE_XET": "1",
+            }
+            | env
+        )
         words = [sys.executable, "-c", SCRIPT]
-        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        self._process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
 
     def __enter__(self) -> "Asking":
         return self
@@ -141,10 +168,13 @@ class Asking:
             self._process.kill()
 
     def ask(self, *names: str | tuple[str, str]) -> dict:
-        """Commit, revision and two words' tokens of each model, or the sentence that refuses it; a name may come with a GGUF file's."""
+        """Commit, revision and two words' tokens of each model, or the sentence that refuses it; a
+        name may come with a GGUF file's."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([(name, None) if isinstance(name, str) else name for name in names]) + "\n")
+        self._process.stdin.write(
+            json.dumps([(name, None) if isinstance(name, str) else name for name in names]) + "\n"
+        )
         self._process.stdin.flush()
         for line in self._process.stdout:
             if line.startswith("ANSWERS "):

@@ -1,4 +1,5 @@
-"""Every enclosure and every sound bound of hard heads, set beside norms known to 80 digits. Nothing is allowed for rounding."""
+"""Every enclosure and every sound bound of hard heads, set beside norms known to 80 digits. Nothing
+is allowed for rounding."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -31,8 +32,9 @@ class Verdict:
         method: of `METHODS`, `L2`, or "bound " and a name of the registry.
         case: where the norm is found again.
         refused: it raised a `LipboundError` instead.
-        miss: by how much a wrong end is wrong, lower / norm - 1 or norm / upper - 1: 0 where the enclosure holds the norm, infinite for NaN, for an
-            upper end of 0 under a norm that is not, for a lower end above a norm of 0, and for errors that are not ours.
+        miss: by how much a wrong end is wrong, lower / norm - 1 or norm / upper - 1: 0 where the
+            enclosure holds the norm, infinite for NaN, for an upper end of 0 under a norm that is
+            not, for a lower end above a norm of 0, and for errors that are not ours.
         converged: as the method says; None for bounds.
         width: upper / lower - 1 of an enclosure, upper / norm - 1 of a bound.
     """
@@ -50,15 +52,27 @@ def case(family: str, dtype: torch.dtype, seed: int) -> Attention:
     return FAMILIES[family](torch.Generator().manual_seed(seed), dtype)
 
 
-def judge(att: Attention, name: str, *, map: str = "head", tol: float = 1e-4, delta: float = 1e-6, methods: Iterable[str] = METHODS,
-          chosen: Iterable[str] | None = None, l2: bool = True, exact: list[list[Enclosed]] | None = None) -> Iterator[Verdict]:  # fmt: skip
+def judge(
+    att: Attention,
+    name: str,
+    *,
+    map: str = "head",
+    tol: float = 1e-4,
+    delta: float = 1e-6,
+    methods: Iterable[str] = METHODS,
+    chosen: Iterable[str] | None = None,
+    l2: bool = True,
+    exact: list[list[Enclosed]] | None = None,
+) -> Iterator[Verdict]:
     """The verdicts on all norms of a layer.
 
     Args:
         att: the layer. name: of the case, for `Verdict.case`.
         map: what the norms are of. tol, delta: of the enclosures.
-        methods: for enclosures. chosen: names of bounds, where None all that cover the layer; for map "head" alone.
-        l2: whether bounds on L2 attention, whose norms have no enclosures, are judged too, where the layer has no variants; for map "head" alone.
+        methods: for enclosures. chosen: names of bounds, where None all that cover the layer; for
+            map "head" alone.
+        l2: whether bounds on L2 attention, whose norms have no enclosures, are judged too, where
+            the layer has no variants; for map "head" alone.
         exact: the norms, where they are known already.
     """
     exact = mp_oracle.norms(att, map) if exact is None else exact
@@ -75,7 +89,16 @@ def judge(att: Attention, name: str, *, map: str = "head", tol: float = 1e-4, de
             yield from _bounds(att, name, bound, norms[entry.map])
 
 
-def _enclosures(att: Attention, name: str, method: str, exact: list[list[Enclosed]], *, map: str, tol: float, delta: float) -> Iterator[Verdict]:
+def _enclosures(
+    att: Attention,
+    name: str,
+    method: str,
+    exact: list[list[Enclosed]],
+    *,
+    map: str,
+    tol: float,
+    delta: float,
+) -> Iterator[Verdict]:
     try:
         norm = spectral_norm(att, map=map, method=method, tol=tol, delta=delta)
     except Exception as error:
@@ -87,15 +110,21 @@ def _enclosures(att: Attention, name: str, method: str, exact: list[list[Enclose
                 yield from _enclosures(part, where, method, inner, map=map, tol=tol, delta=delta)
         return
     columns = len(exact[0])
-    lower, upper, converged = (t.view(-1, columns).tolist() for t in (norm.lower, norm.upper, norm.converged))
+    lower, upper, converged = (
+        t.view(-1, columns).tolist() for t in (norm.lower, norm.upper, norm.converged)
+    )
     for s, row in enumerate(exact):
         for h, value in enumerate(row):
             low, high = lower[s][h], upper[s][h]
             miss = max(above(low, value), below(high, value))
-            yield Verdict(method, _where(att, name, s, h), False, miss, converged[s][h], _ratio(high, low))
+            yield Verdict(
+                method, _where(att, name, s, h), False, miss, converged[s][h], _ratio(high, low)
+            )
 
 
-def _bounds(att: Attention, name: str, bound: str, exact: list[list[Enclosed]]) -> Iterator[Verdict]:
+def _bounds(
+    att: Attention, name: str, bound: str, exact: list[list[Enclosed]]
+) -> Iterator[Verdict]:
     entry = bounds.get(bound)
     try:
         values, sound = entry(att).tolist(), entry.sound(att).tolist()
@@ -110,24 +139,39 @@ def _bounds(att: Attention, name: str, bound: str, exact: list[list[Enclosed]]) 
     for s, row in enumerate(exact):
         for h, value in enumerate(row):
             if sound[s][h]:
-                yield Verdict(f"bound {bound}", _where(att, name, s, h), False, below(values[s][h], value), None, _ratio(values[s][h], value.value))
+                yield Verdict(
+                    f"bound {bound}",
+                    _where(att, name, s, h),
+                    False,
+                    below(values[s][h], value),
+                    None,
+                    _ratio(values[s][h], value.value),
+                )
             elif math.isnan(values[s][h]):
                 yield Verdict(f"bound {bound}", _where(att, name, s, h), False, math.inf)
 
 
 def _broken(method: str, name: str, error: Exception) -> Iterator[Verdict]:
-    """To refuse is right; to end in an error of some library is a miss, even where the norms are right one by one."""
+    """To refuse is right; to end in an error of some library is a miss, even where the norms are
+    right one by one."""
     if not isinstance(error, LipboundError):
         yield Verdict(method, f"{name}: {error}", False, math.inf)
 
 
-def _parts(att: Attention, name: str, exact: list[list[Enclosed]], map: str) -> Iterator[tuple[Attention | None, str, list[list[Enclosed]]]]:
-    """What is refused together may be taken one by one; a norm that is by itself already is None."""
+def _parts(
+    att: Attention, name: str, exact: list[list[Enclosed]], map: str
+) -> Iterator[tuple[Attention | None, str, list[list[Enclosed]]]]:
+    """What is refused together may be taken one by one; a norm that is by itself
+    already is None."""
     alone = att.samples == 1 and (att.heads == 1 or map in WHOLE)
     for s, row in enumerate(exact):
         for h, value in enumerate(row):
             heads = slice(None) if map in WHOLE else slice(h, h + 1)
-            yield None if alone else att.select(slice(s, s + 1), heads), _where(att, name, s, h), [[value]]
+            yield (
+                None if alone else att.select(slice(s, s + 1), heads),
+                _where(att, name, s, h),
+                [[value]],
+            )
 
 
 def _where(att: Attention, name: str, sample: int, head: int) -> str:
@@ -167,5 +211,10 @@ def summary(verdicts: Iterable[Verdict]) -> str:
     for verdict in verdicts:
         if verdict.miss > 0:
             wrong.setdefault(verdict.method, []).append(verdict)
-    worst = {method: max(found, key=lambda verdict: verdict.miss) for method, found in wrong.items()}
-    return "".join(f"\n{method}: {len(wrong[method])} misses, the worst by {v.miss:.3g} at {v.case}" for method, v in worst.items())
+    worst = {
+        method: max(found, key=lambda verdict: verdict.miss) for method, found in wrong.items()
+    }
+    return "".join(
+        f"\n{method}: {len(wrong[method])} misses, the worst by {v.miss:.3g} at {v.case}"
+        for method, v in worst.items()
+    )

@@ -1,4 +1,5 @@
-"""Jupyter kernels that start in a blink: forked from the process of `support.processes`, which has imported everything and run nothing."""
+"""Jupyter kernels that start in a blink: forked from the process of `support.processes`, which has
+imported everything and run nothing."""
 
 import os
 import signal
@@ -14,13 +15,25 @@ class Kernel:
 
     stdin = stdout = stderr = None
 
-    def __init__(self, command: list[str], cwd: str | None = None, env: dict[str, str] | None = None, **_: object):
-        options = command[command.index("-f") :]  # what the specification of the kernel puts before is Python and the module
-        self._process: BaseProcess = CONTEXT.Process(target=_run, args=(options, cwd, dict(env or os.environ)))
+    def __init__(
+        self,
+        command: list[str],
+        cwd: str | None = None,
+        env: dict[str, str] | None = None,
+        **_: object,
+    ):
+        options = command[
+            command.index("-f") :
+        ]  # what the specification of the kernel puts before is Python and the module
+        self._process: BaseProcess = CONTEXT.Process(
+            target=_run, args=(options, cwd, dict(env or os.environ))
+        )
         self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
-        while self._process.is_alive() and os.getpgid(self.pid) != self.pid:  # Jupyter sends signals to the kernel's group: not to ours
+        while (
+            self._process.is_alive() and os.getpgid(self.pid) != self.pid
+        ):  # Jupyter sends signals to the kernel's group: not to ours
             time.sleep(0.001)
 
     def poll(self) -> int | None:

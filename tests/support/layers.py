@@ -7,9 +7,23 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 
-KINDS = ("plain", "biases", "causal", "window", "offsets", "padded", "one_token", "wide_values", "duplicates", "flat", "sharp", "no_query")
+KINDS = (
+    "plain",
+    "biases",
+    "causal",
+    "window",
+    "offsets",
+    "padded",
+    "one_token",
+    "wide_values",
+    "duplicates",
+    "flat",
+    "sharp",
+    "no_query",
+)
 HARD = ("biases", "padded", "duplicates", "sharp", "wide_values", "offsets")
-"""Those of them that `make test` takes for tests that cost much: what is causal, windowed, flat or without biases is a case of these, or easier."""
+"""Those of them that `make test` takes for tests that cost much: what is causal, windowed, flat or
+without biases is a case of these, or easier."""
 
 
 def causal(n: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -23,7 +37,9 @@ def window(n: int, reach: int = 1, dtype: torch.dtype = torch.float64) -> Tensor
     return torch.zeros(n, n, dtype=dtype).masked_fill((i[:, None] - i).abs() > reach, -math.inf)
 
 
-def random_attention(kind: str, seed: int = 0, dtype: torch.dtype = torch.float64, w_o: bool = True) -> Attention:
+def random_attention(
+    kind: str, seed: int = 0, dtype: torch.dtype = torch.float64, w_o: bool = True
+) -> Attention:
     """A small layer of 2 samples x 3 heads of one of `KINDS`."""
     g = torch.Generator().manual_seed(seed)
 
@@ -32,7 +48,12 @@ def random_attention(kind: str, seed: int = 0, dtype: torch.dtype = torch.float6
 
     samples, heads, n, width, d = 2, 3, 1 if kind == "one_token" else 6, 9, 4
     d_v = 7 if kind == "wide_values" else d
-    x, w_q, w_k, w_v = draw(samples, n, width), draw(heads, width, d), draw(heads, width, d), draw(heads, width, d_v)
+    x, w_q, w_k, w_v = (
+        draw(samples, n, width),
+        draw(heads, width, d),
+        draw(heads, width, d),
+        draw(heads, width, d_v),
+    )
     extra: dict[str, Tensor | None] = {"w_o": draw(heads, d_v, width)} if w_o else {}
     if kind == "duplicates":
         x[:, 1:4] = x[:, :1]
@@ -43,7 +64,11 @@ def random_attention(kind: str, seed: int = 0, dtype: torch.dtype = torch.float6
     if kind == "no_query":
         w_q = w_q * 0
     if kind in ("biases", "padded", "window"):
-        extra |= {"b_q": 3 * draw(heads, d), "b_k": 20 * draw(heads, d), "b_v": 20 * draw(heads, d_v)}
+        extra |= {
+            "b_q": 3 * draw(heads, d),
+            "b_k": 20 * draw(heads, d),
+            "b_v": 20 * draw(heads, d_v),
+        }
     if kind == "causal":
         extra["mask"] = causal(n, dtype)
     if kind == "window":
@@ -56,7 +81,24 @@ def random_attention(kind: str, seed: int = 0, dtype: torch.dtype = torch.float6
     return Attention(x, w_q, w_k, w_v, **extra)
 
 
-GIVEN = ("x", "w_q", "w_k", "w_v", "b_q", "b_k", "b_v", "w_o", "scale", "mask", "valid", "rotation", "norm_q", "norm_k", "cap", "sinks")
+GIVEN = (
+    "x",
+    "w_q",
+    "w_k",
+    "w_v",
+    "b_q",
+    "b_k",
+    "b_v",
+    "w_o",
+    "scale",
+    "mask",
+    "valid",
+    "rotation",
+    "norm_q",
+    "norm_k",
+    "cap",
+    "sinks",
+)
 
 
 def changed(att: Attention, **parts: object) -> Attention:

@@ -14,34 +14,66 @@ from lipbound.attention.layer import Attention
 from lipbound.models.capture import recorder
 from lipbound.models.capture.capture import capture
 
-TEXT = {"vocab_size": 60, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32, "max_position_embeddings": 40}
-IMAGE = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32, "image_size": 16, "patch_size": 4}
+TEXT = {
+    "vocab_size": 60,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 32,
+    "max_position_embeddings": 40,
+}
+IMAGE = {
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 32,
+    "image_size": 16,
+    "patch_size": 4,
+}
 GPT2 = {"vocab_size": 60, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 40}
 
 AFFINE: dict[str, Callable[[], tf.PreTrainedModel]] = {
     "bert": lambda: tf.BertModel(tf.BertConfig(**TEXT)),
     "roberta": lambda: tf.RobertaModel(tf.RobertaConfig(**TEXT)),
     "electra": lambda: tf.ElectraModel(tf.ElectraConfig(**TEXT, embedding_size=16)),
-    "distilbert": lambda: tf.DistilBertModel(tf.DistilBertConfig(vocab_size=60, dim=24, n_layers=2, n_heads=4, hidden_dim=32)),
+    "distilbert": lambda: tf.DistilBertModel(
+        tf.DistilBertConfig(vocab_size=60, dim=24, n_layers=2, n_heads=4, hidden_dim=32)
+    ),
     "albert": lambda: tf.AlbertModel(tf.AlbertConfig(**TEXT, embedding_size=16)),
     "gpt2": lambda: tf.GPT2Model(tf.GPT2Config(**GPT2)),
-    "gpt2 scaled by layer": lambda: tf.GPT2Model(tf.GPT2Config(**GPT2, scale_attn_by_inverse_layer_idx=True)),
+    "gpt2 scaled by layer": lambda: tf.GPT2Model(
+        tf.GPT2Config(**GPT2, scale_attn_by_inverse_layer_idx=True)
+    ),
     "opt": lambda: tf.OPTModel(tf.OPTConfig(**TEXT, ffn_dim=32, word_embed_proj_dim=24)),
     "vit": lambda: tf.ViTModel(tf.ViTConfig(**IMAGE)),
     "deit": lambda: tf.DeiTModel(tf.DeiTConfig(**IMAGE)),
     "dinov2": lambda: tf.Dinov2Model(tf.Dinov2Config(**IMAGE)),
-    "beit": lambda: tf.BeitModel(tf.BeitConfig(**IMAGE, use_relative_position_bias=False, use_shared_relative_position_bias=False)),
+    "beit": lambda: tf.BeitModel(
+        tf.BeitConfig(
+            **IMAGE, use_relative_position_bias=False, use_shared_relative_position_bias=False
+        )
+    ),
     "clip text": lambda: tf.CLIPTextModel(tf.CLIPTextConfig(**TEXT, eos_token_id=2)),
     "siglip vision": lambda: tf.SiglipVisionModel(tf.SiglipVisionConfig(**IMAGE)),
-}  # fmt: skip
+}
 LLAMA = {**TEXT, "num_key_value_heads": 2}
 WIDE = {**TEXT, "hidden_size": 32}
 NARROW = {**LLAMA, "head_dim": 8, "sliding_window": 4}
 MIX = ["sliding_attention", "full_attention"]
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
-}  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.5, "original_max_position_embeddings": 16}
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 2.5,
+    "original_max_position_embeddings": 16,
+}
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 MODERN: dict[str, Callable[[], tf.PreTrainedModel]] = {
@@ -51,40 +83,113 @@ MODERN: dict[str, Callable[[], tf.PreTrainedModel]] = {
     "Mistral": lambda: tf.MistralModel(tf.MistralConfig(**NARROW)),
     "Qwen 2": lambda: tf.Qwen2Model(tf.Qwen2Config(**LLAMA)),
     "Qwen 3": lambda: tf.Qwen3Model(tf.Qwen3Config(**LLAMA, head_dim=8, attention_bias=True)),
-    "Gemma": lambda: tf.GemmaModel(tf.GemmaConfig(**{**LLAMA, "num_key_value_heads": 1}, head_dim=8)),
-    "Gemma 2": lambda: tf.Gemma2Model(tf.Gemma2Config(**NARROW, attn_logit_softcapping=2.0, layer_types=MIX)),
+    "Gemma": lambda: tf.GemmaModel(
+        tf.GemmaConfig(**{**LLAMA, "num_key_value_heads": 1}, head_dim=8)
+    ),
+    "Gemma 2": lambda: tf.Gemma2Model(
+        tf.Gemma2Config(**NARROW, attn_logit_softcapping=2.0, layer_types=MIX)
+    ),
     "Gemma 3": lambda: tf.Gemma3TextModel(tf.Gemma3TextConfig(**NARROW, layer_types=MIX)),
     "Phi": lambda: tf.PhiModel(tf.PhiConfig(**WIDE)),
     "Phi, q/k-norm": lambda: tf.PhiModel(tf.PhiConfig(**WIDE, qk_layernorm=True)),
     "GPT-NeoX": lambda: tf.GPTNeoXModel(tf.GPTNeoXConfig(**WIDE)),
     "GPTBigCode": lambda: tf.GPTBigCodeModel(tf.GPTBigCodeConfig(**GPT2, **IDS)),
-    "gpt-oss": lambda: tf.GptOssModel(tf.GptOssConfig(**NARROW, num_local_experts=2, num_experts_per_tok=1, rope_parameters=YARN, layer_types=MIX)),
+    "gpt-oss": lambda: tf.GptOssModel(
+        tf.GptOssConfig(
+            **NARROW,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+            rope_parameters=YARN,
+            layer_types=MIX,
+        )
+    ),
     "OLMo 2": lambda: tf.Olmo2Model(tf.Olmo2Config(**LLAMA, attention_bias=True, **IDS)),
     "ModernBERT": lambda: tf.ModernBertModel(
-        tf.ModernBertConfig(**TEXT, **IDS, cls_token_id=1, sep_token_id=2, attention_bias=True, local_attention=4, global_attn_every_n_layers=2)
+        tf.ModernBertConfig(
+            **TEXT,
+            **IDS,
+            cls_token_id=1,
+            sep_token_id=2,
+            attention_bias=True,
+            local_attention=4,
+            global_attn_every_n_layers=2,
+        )
     ),
-    "T5 encoder": lambda: tf.T5EncoderModel(tf.T5Config(vocab_size=60, d_model=24, d_kv=6, d_ff=32, num_layers=2, num_heads=4)),
+    "T5 encoder": lambda: tf.T5EncoderModel(
+        tf.T5Config(vocab_size=60, d_model=24, d_kv=6, d_ff=32, num_layers=2, num_heads=4)
+    ),
     "Cohere": lambda: tf.CohereModel(tf.CohereConfig(**LLAMA, **IDS, use_qk_norm=True)),
-    "Cohere 2": lambda: tf.Cohere2Model(tf.Cohere2Config(**LLAMA, **IDS, sliding_window=4, layer_types=MIX)),
+    "Cohere 2": lambda: tf.Cohere2Model(
+        tf.Cohere2Config(**LLAMA, **IDS, sliding_window=4, layer_types=MIX)
+    ),
     "GLM": lambda: tf.GlmModel(tf.GlmConfig(**LLAMA, **IDS, head_dim=8, attention_bias=True)),
-    "StableLM, q/k-norm": lambda: tf.StableLmModel(tf.StableLmConfig(**WIDE, num_key_value_heads=2, qk_layernorm=True)),
-    "Llama 4": lambda: tf.Llama4TextModel(tf.Llama4TextConfig(**LLAMA, **IDS, head_dim=8, num_local_experts=2, intermediate_size_mlp=32)),
-    "ESM": lambda: tf.EsmModel(tf.EsmConfig(**TEXT, pad_token_id=1, position_embedding_type="rotary")),
-    "DINOv3": lambda: tf.DINOv3ViTModel(tf.DINOv3ViTConfig(**{**IMAGE, "hidden_size": 32}, num_register_tokens=2)),
+    "StableLM, q/k-norm": lambda: tf.StableLmModel(
+        tf.StableLmConfig(**WIDE, num_key_value_heads=2, qk_layernorm=True)
+    ),
+    "Llama 4": lambda: tf.Llama4TextModel(
+        tf.Llama4TextConfig(
+            **LLAMA, **IDS, head_dim=8, num_local_experts=2, intermediate_size_mlp=32
+        )
+    ),
+    "ESM": lambda: tf.EsmModel(
+        tf.EsmConfig(**TEXT, pad_token_id=1, position_embedding_type="rotary")
+    ),
+    "DINOv3": lambda: tf.DINOv3ViTModel(
+        tf.DINOv3ViTConfig(**{**IMAGE, "hidden_size": 32}, num_register_tokens=2)
+    ),
 }
-"""Attention of today's language models: rotation, shared keys, q/k-norm, caps, sinks, windows, relative biases."""
+"""Attention of today's language models: rotation, shared keys, q/k-norm, caps, sinks, windows,
+relative biases."""
 LATENT = {
-    **TEXT, "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
-    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 6, "first_k_dense_replace": 2,
-}  # fmt: skip
-GATED = {**LLAMA, "head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1, "layer_types": ["full_attention"] * 2}
+    **TEXT,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 6,
+    "first_k_dense_replace": 2,
+}
+GATED = {
+    **LLAMA,
+    "head_dim": 8,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "layer_types": ["full_attention"] * 2,
+}
 REFUSED: dict[str, tuple[Callable[[], tf.PreTrainedModel], str]] = {
-    "deepseek": (lambda: tf.DeepseekV3Model(tf.DeepseekV3Config(**LATENT)), "makes its values of a normalised vector \\(latent attention\\)"),
-    "qwen3-next": (lambda: tf.Qwen3NextModel(tf.Qwen3NextConfig(**GATED)), "multiplies its head outputs by a gate"),
-    "falcon": (lambda: tf.FalconModel(tf.FalconConfig(vocab_size=60, hidden_size=24, num_hidden_layers=2, num_attention_heads=4)), "never calls"),
-    "bloom": (lambda: tf.BloomModel(tf.BloomConfig(vocab_size=60, hidden_size=24, n_layer=2, n_head=4)), "never calls"),
-    "resnet": (lambda: tf.ResNetModel(tf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1])), "no attention that can be captured"),
-}  # fmt: skip
+    "deepseek": (
+        lambda: tf.DeepseekV3Model(tf.DeepseekV3Config(**LATENT)),
+        "makes its values of a normalised vector \\(latent attention\\)",
+    ),
+    "qwen3-next": (
+        lambda: tf.Qwen3NextModel(tf.Qwen3NextConfig(**GATED)),
+        "multiplies its head outputs by a gate",
+    ),
+    "falcon": (
+        lambda: tf.FalconModel(
+            tf.FalconConfig(
+                vocab_size=60, hidden_size=24, num_hidden_layers=2, num_attention_heads=4
+            )
+        ),
+        "never calls",
+    ),
+    "bloom": (
+        lambda: tf.BloomModel(tf.BloomConfig(vocab_size=60, hidden_size=24, n_layer=2, n_head=4)),
+        "never calls",
+    ),
+    "resnet": (
+        lambda: tf.ResNetModel(
+            tf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1])
+        ),
+        "no attention that can be captured",
+    ),
+}
 
 
 def build(make: Callable[[], tf.PreTrainedModel], seed: int = 0) -> tf.PreTrainedModel:
@@ -102,7 +207,9 @@ def build(make: Callable[[], tf.PreTrainedModel], seed: int = 0) -> tf.PreTraine
     return model
 
 
-def inputs_for(model: tf.PreTrainedModel, padded: bool = False, length: int = 9) -> dict[str, torch.Tensor]:
+def inputs_for(
+    model: tf.PreTrainedModel, padded: bool = False, length: int = 9
+) -> dict[str, torch.Tensor]:
     """Two random samples of so many tokens, the second padded by three when asked for."""
     g = torch.Generator().manual_seed(1)
     if model.main_input_name == "pixel_values":
@@ -113,9 +220,14 @@ def inputs_for(model: tf.PreTrainedModel, padded: bool = False, length: int = 9)
     return batch
 
 
-def own_heads(model: tf.PreTrainedModel, layer: int) -> tuple[Attention, Callable[[Tensor], Tensor]]:
-    """A layer of a float64 model, and its heads' outputs for the first sample by the model's own code, (N, D) -> (N, heads, d_v)."""
-    batch = {name: t.double() if t.is_floating_point() else t for name, t in inputs_for(model).items()}
+def own_heads(
+    model: tf.PreTrainedModel, layer: int
+) -> tuple[Attention, Callable[[Tensor], Tensor]]:
+    """A layer of a float64 model, and its heads' outputs for the first sample by the model's own
+    code, (N, D) -> (N, heads, d_v)."""
+    batch = {
+        name: t.double() if t.is_floating_point() else t for name, t in inputs_for(model).items()
+    }
     with recorder.implementation(model, recorder.RECORDING_ATTENTION):
         call = recorder.record(model, batch)[layer]
     att = capture(model, batch)[layer]
@@ -125,13 +237,21 @@ def own_heads(model: tf.PreTrainedModel, layer: int) -> tuple[Attention, Callabl
     rest = {k: v for k, v in call.kwargs.items() if k not in ("past_key_values", "hidden_states")}
 
     def first(value: object) -> object:
-        return value[:1] if isinstance(value, Tensor) and value.ndim == 4 and len(value) == 2 else value
+        return (
+            value[:1]
+            if isinstance(value, Tensor) and value.ndim == 4 and len(value) == 2
+            else value
+        )
 
     def heads(x: Tensor) -> Tensor:
         seen.clear()
         kwargs = {k: first(v) for k, v in rest.items()}
         args = [first(a) for a in call.args[1:]]
-        out = call.module(x[None], *args, **kwargs) if call.args else call.module(hidden_states=x[None], **kwargs)
+        out = (
+            call.module(x[None], *args, **kwargs)
+            if call.args
+            else call.module(hidden_states=x[None], **kwargs)
+        )
         flat = seen[0] if seen else out[0]  # some modules leave the output projection to others
         return flat[0].reshape(len(x), att.heads, att.d_v)
 
@@ -140,12 +260,35 @@ def own_heads(model: tf.PreTrainedModel, layer: int) -> tuple[Attention, Callabl
 
 def save_tokenizer(folder: Path) -> None:
     """A word-level tokenizer of 60 tokens with [CLS], [SEP] and [PAD]."""
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "a", "of", "ferry", "island", "clock", "lighthouse", "and", "is", "in", "keeper"]
+    words = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "the",
+        "a",
+        "of",
+        "ferry",
+        "island",
+        "clock",
+        "lighthouse",
+        "and",
+        "is",
+        "in",
+        "keeper",
+    ]
     words += [f"w{k}" for k in range(60 - len(words))]
     core = Tokenizer(WordLevel({w: k for k, w in enumerate(words)}, unk_token="[UNK]"))
     core.pre_tokenizer = Whitespace()
-    special = {"unk_token": "[UNK]", "pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    tf.PreTrainedTokenizerFast(tokenizer_object=core, **special, model_max_length=40).save_pretrained(folder)
+    special = {
+        "unk_token": "[UNK]",
+        "pad_token": "[PAD]",
+        "cls_token": "[CLS]",
+        "sep_token": "[SEP]",
+    }
+    tf.PreTrainedTokenizerFast(
+        tokenizer_object=core, **special, model_max_length=40
+    ).save_pretrained(folder)
 
 
 def save_bert(folder: Path) -> Path:

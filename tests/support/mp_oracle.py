@@ -1,16 +1,28 @@
-"""The exact norm of a layer's Jacobian to 80 digits: the forward map differentiated step by step, in arithmetic that does not round in float64.
+"""The exact norm of a layer's Jacobian to 80 digits: the forward map differentiated step by step,
+in arithmetic that does not round in float64.
 
-Written from the definition of attention alone. The layer's given tensors (and ``scale``, ``cap``, eps) are taken as the exact numbers that they are.
-Projections, normalisation, rotation, scores, cap, mask, softmax and values are differentiated one after the other by the chain rule (forward mode;
-the softmax as a quotient), in `decimal` arithmetic of the standard library, whose exponents have 18 digits. No q, k, P or output of lipbound is used,
-and no closed form of a Jacobian.
+Written from the definition of attention alone. The layer's given tensors (and ``scale``, ``cap``,
+eps) are taken as the exact numbers that they are. Projections, normalisation, rotation, scores,
+cap, mask, softmax and values are differentiated one after the other by the chain rule (forward
+mode; the softmax as a quotient), in `decimal` arithmetic of the standard library, whose exponents
+have 18 digits. No q, k, P or output of lipbound is used, and no closed form of a Jacobian.
 """
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal, DivisionByZero, InvalidOperation, Overflow, getcontext, localcontext
+from decimal import (
+    MAX_EMAX,
+    MIN_EMIN,
+    Context,
+    Decimal,
+    DivisionByZero,
+    InvalidOperation,
+    Overflow,
+    getcontext,
+    localcontext,
+)
 from typing import Any
 
 import numpy as np
@@ -23,14 +35,16 @@ from lipbound.attention.variants.qk_norm import QKNorm
 Exact = npt.NDArray[np.object_]
 """Arrays of `Decimal`."""
 DIGITS = (80, 200, 500)
-"""Precisions that are tried one after the other until what rounding leaves is below `ENOUGH` of the norm, or below `TINY`."""
+"""Precisions that are tried one after the other until what rounding leaves is below `ENOUGH` of the
+norm, or below `TINY`."""
 ENOUGH, TINY = Decimal("1e-25"), Decimal("1e-400")
 KNOWN = {"rotation", "qk_norm", "cap", "sinks"}
 """Variants of attention that are differentiated here."""
 BLOCKED = -1e30
 """Additive mask entries at or below this forbid attention."""
 SVD_ERROR = Decimal("1e-14")
-"""Relative error allowed to LAPACK's largest singular value of a matrix of at most 100 rows; it enters the upper end only."""
+"""Relative error allowed to LAPACK's largest singular value of a matrix of at most 100 rows; it
+enters the upper end only."""
 
 
 @dataclass(frozen=True)
@@ -49,19 +63,27 @@ class Enclosed:
     def width(self) -> float:
         """upper / lower - 1."""
         with exactly(DIGITS[0]):
-            return float(self.upper / self.lower - 1) if self.lower else math.inf if self.upper else 0.0
+            return (
+                float(self.upper / self.lower - 1)
+                if self.lower
+                else math.inf
+                if self.upper
+                else 0.0
+            )
 
 
 @dataclass(frozen=True)
 class Differentiated:
-    """A Jacobian (tokens, outputs, tokens, D) and an upper value of the absolute error that rounding leaves in each entry."""
+    """A Jacobian (tokens, outputs, tokens, D) and an upper value of the absolute error that
+    rounding leaves in each entry."""
 
     jacobian: Exact
     error: Decimal
 
 
 def norms(att: Attention, map: str = "head") -> list[list[Enclosed]]:
-    """Norms of all heads at all samples, [sample][head]; for "heads" and "layer" one per sample, [sample][0]."""
+    """Norms of all heads at all samples, [sample][head]; for "heads" and "layer" one per sample,
+    [sample][0]."""
     heads = range(1 if map in ("heads", "layer") else att.heads)
     return [[norm(att, sample, head, map) for head in heads] for sample in range(att.samples)]
 
@@ -70,8 +92,9 @@ def norm(att: Attention, sample: int = 0, head: int = 0, map: str = "head") -> E
     """The norm of the Jacobian of one head at one sample.
 
     Args:
-        map: "head", "head_out", "heads", "layer" as for `spectral_norm` (the latter two without regard to ``head``), or "l2": L2 attention with the
-            layer's ``w_q`` and ``w_v`` as `lipbound.jacobians.l2_attention` defines it.
+        map: "head", "head_out", "heads", "layer" as for `spectral_norm` (the latter two without
+            regard to ``head``), or "l2": L2 attention with the layer's ``w_q`` and ``w_v`` as
+            `lipbound.jacobians.l2_attention` defines it.
     """
     for digits in DIGITS:
         with exactly(digits):
@@ -85,18 +108,28 @@ def norm(att: Attention, sample: int = 0, head: int = 0, map: str = "head") -> E
 @contextmanager
 def exactly(digits: int) -> Iterator[Context]:
     """Arithmetic of so many digits; numbers below 1e-999999999999999999 are zero."""
-    with localcontext(Context(prec=digits, Emin=MIN_EMIN, Emax=MAX_EMAX, traps=[InvalidOperation, DivisionByZero, Overflow])) as context:
+    with localcontext(
+        Context(
+            prec=digits,
+            Emin=MIN_EMIN,
+            Emax=MAX_EMAX,
+            traps=[InvalidOperation, DivisionByZero, Overflow],
+        )
+    ) as context:
         yield context
 
 
 def exact(t: Tensor | float) -> Any:
-    """The numbers of a tensor (an array), or one number (a `Decimal`), rounded to the digits of the arithmetic."""
+    """The numbers of a tensor (an array), or one number (a `Decimal`), rounded to the digits of the
+    arithmetic."""
     if not isinstance(t, Tensor):
         return +Decimal(t)
-    return np.array([+Decimal(value) for value in t.detach().double().flatten().tolist()], dtype=object).reshape(t.shape)
+    return np.array(
+        [+Decimal(value) for value in t.detach().double().flatten().tolist()], dtype=object
+    ).reshape(t.shape)
 
 
-# -- the Jacobian ------------------------------------------------------------------------------------------------------
+# -- the Jacobian ----------------------------------------------------------------------------------
 
 
 def differentiated(att: Attention, sample: int, head: int, map: str) -> Differentiated:
@@ -106,20 +139,30 @@ def differentiated(att: Attention, sample: int, head: int, map: str) -> Differen
     chosen = [head] if map == "head_out" else range(att.heads)
     parts = [_head(att, sample, h, l2=False) for h in chosen]
     if map == "heads":
-        return Differentiated(np.concatenate([part.jacobian for part in parts], 1), max(part.error for part in parts))
+        return Differentiated(
+            np.concatenate([part.jacobian for part in parts], 1), max(part.error for part in parts)
+        )
     assert att.w_o is not None
     slices = [exact(att.w_o[h]) for h in chosen]
-    total = sum(np.moveaxis(np.tensordot(part.jacobian, w_o, (1, 0)), -1, 1) for part, w_o in zip(parts, slices, strict=True))
-    largest = max((_largest(part.jacobian) * _ulp() + part.error) * _largest(w_o) for part, w_o in zip(parts, slices, strict=True))
+    total = sum(
+        np.moveaxis(np.tensordot(part.jacobian, w_o, (1, 0)), -1, 1)
+        for part, w_o in zip(parts, slices, strict=True)
+    )
+    largest = max(
+        (_largest(part.jacobian) * _ulp() + part.error) * _largest(w_o)
+        for part, w_o in zip(parts, slices, strict=True)
+    )
     return Differentiated(np.asarray(total), 100 * att.d_v * len(parts) * largest)
 
 
 @dataclass
 class Vectors:
-    """One vector per token, its derivative with respect to that token, and how far rounding may have moved both, in units of the last digit.
+    """One vector per token, its derivative with respect to that token, and how far rounding may
+    have moved both, in units of the last digit.
 
     Attributes:
-        y: (n, d). dy: (n, d, D). size, slope: upper values of the entries of y and of dy before anything in them cancels.
+        y: (n, d). dy: (n, d, D). size, slope: upper values of the entries of y and of dy before
+            anything in them cancels.
     """
 
     y: Exact
@@ -135,21 +178,35 @@ def _projected(x: Exact, w: Exact, b: Exact | None) -> Vectors:
 
 
 def _normalised(x: Exact, given: Vectors, norm: QKNorm, head: int) -> Vectors:
-    """gain y / s + bias, s = sqrt(mean(t^2) + eps), t the vector itself or what is normalised together."""
+    """gain y / s + bias, s = sqrt(mean(t^2) + eps), t the vector itself or what is normalised
+    together."""
     gain = exact(norm.gain[head])
     whole = given
     if norm.over is not None:
-        whole = _projected(x, exact(norm.over[0]), None if norm.over[1] is None else exact(norm.over[1]))
+        whole = _projected(
+            x, exact(norm.over[0]), None if norm.over[1] is None else exact(norm.over[1])
+        )
     n = whole.y.shape[1]
     s = [((row * row).sum() / n + exact(norm.eps)).sqrt() for row in whole.y]
-    ds = [(t[:, None] * dt).sum(0) / n / root for t, dt, root in zip(whole.y, whole.dy, s, strict=True)]  # (n, D)
+    ds = [
+        (t[:, None] * dt).sum(0) / n / root
+        for t, dt, root in zip(whole.y, whole.dy, s, strict=True)
+    ]  # (n, D)
     y = np.array([gain * row / root for row, root in zip(given.y, s, strict=True)])
     dy = np.array(
-        [gain[:, None] * (dt / root - np.multiply.outer(row, d) / root**2) for row, dt, root, d in zip(given.y, given.dy, s, ds, strict=True)]
+        [
+            gain[:, None] * (dt / root - np.multiply.outer(row, d) / root**2)
+            for row, dt, root, d in zip(given.y, given.dy, s, ds, strict=True)
+        ]
     )
     ratio = 1 + max(given.size, whole.size) / min(s)
     slope = n * _largest(gain) * max(given.slope, whole.slope) / min(s) * ratio**3
-    return Vectors(y if norm.bias is None else y + exact(norm.bias[head]), dy, n * _largest(gain) * ratio**2 + _largest(y), slope)
+    return Vectors(
+        y if norm.bias is None else y + exact(norm.bias[head]),
+        dy,
+        n * _largest(gain) * ratio**2 + _largest(y),
+        slope,
+    )
 
 
 def _turned(given: Vectors, cos: Exact, sin: Exact) -> Vectors:
@@ -161,27 +218,41 @@ def _turned(given: Vectors, cos: Exact, sin: Exact) -> Vectors:
         return np.concatenate([c * a - s * b, c * b + s * a, z[:, 2 * r :]], 1)
 
     factor = 2 * (_largest(cos) + _largest(sin)) + 1
-    return Vectors(turn(given.y, cos, sin), turn(given.dy, cos[..., None], sin[..., None]), given.size * factor, given.slope * factor)
+    return Vectors(
+        turn(given.y, cos, sin),
+        turn(given.dy, cos[..., None], sin[..., None]),
+        given.size * factor,
+        given.slope * factor,
+    )
 
 
 def _head(att: Attention, sample: int, head: int, *, l2: bool) -> Differentiated:
-    """The Jacobian of one head: every score's derivatives with respect to its query's and its key's token, then those of the softmax's quotient."""
+    """The Jacobian of one head: every score's derivatives with respect to its query's and its key's
+    token, then those of the softmax's quotient."""
     assert att.variants <= KNOWN, f"the oracle does not know {sorted(att.variants - KNOWN)}"
     n = att.tokens
     keep = list(range(n)) if att.valid is None else att.valid[sample].nonzero()[:, 0].tolist()
     x, scale = exact(att.x[sample][keep]), exact(att.scale)
     w_q, w_v = exact(att.w_q[head]), exact(att.w_v[head])
-    b_q, b_k, b_v = (None if b is None or l2 else exact(b[head]) for b in (att.b_q, att.b_k, att.b_v))
+    b_q, b_k, b_v = (
+        None if b is None or l2 else exact(b[head]) for b in (att.b_q, att.b_k, att.b_v)
+    )
     if l2:
         w_v = scale * (w_q @ (w_q.T @ w_v))
     q, v = _projected(x, w_q, b_q), _projected(x, w_v, b_v)
     k = q if l2 else _projected(x, exact(att.w_k[head]), b_k)
-    q, k = (side if norm is None else _normalised(x, side, norm, head) for side, norm in ((q, att.norm_q), (k, att.norm_k)))
+    q, k = (
+        side if norm is None else _normalised(x, side, norm, head)
+        for side, norm in ((q, att.norm_q), (k, att.norm_k))
+    )
     if att.rotation is not None:
         angles = exact(att.rotation.cos[keep]), exact(att.rotation.sin[keep])
         q, k = _turned(q, *angles), _turned(k, *angles)
     z, by_query, by_key = _distances(q, scale) if l2 else _products(q, k, scale)
-    score, slope = abs(scale) * q.size * k.size * q.y.shape[1], abs(scale) * (q.size * k.slope + k.size * q.slope) * q.y.shape[1]
+    score, slope = (
+        abs(scale) * q.size * k.size * q.y.shape[1],
+        abs(scale) * (q.size * k.slope + k.size * q.slope) * q.y.shape[1],
+    )
     if att.cap is not None:
         cap = exact(att.cap)
         shrunk = np.frompyfunc(lambda t: (-2 * abs(t) / cap).exp(), 1, 1)(z)
@@ -200,11 +271,14 @@ def _head(att: Attention, sample: int, head: int, *, l2: bool) -> Differentiated
     jacobian = _softmax(z, by_query, by_key, v, allowed, sink)
     if sink is not None:
         score += abs(sink)
-    return Differentiated(jacobian, 1000 * n * x.shape[1] * _ulp() * (1 + score) * (v.size * slope + v.slope))
+    return Differentiated(
+        jacobian, 1000 * n * x.shape[1] * _ulp() * (1 + score) * (v.size * slope + v.slope)
+    )
 
 
 def _products(q: Vectors, k: Vectors, scale: Decimal) -> tuple[Exact, Exact, Exact]:
-    """Scores scale q_i k_j, (n, n), and their derivatives with respect to tokens i and j, (n, n, D)."""
+    """Scores scale q_i k_j, (n, n), and their derivatives with respect to tokens i and j, (n, n,
+    D)."""
     by_query = np.tensordot(q.dy, scale * k.y, (1, 1))  # (i, D, j)
     by_key = np.tensordot(scale * q.y, k.dy, (1, 1))  # (i, j, D)
     return scale * (q.y @ k.y.T), np.moveaxis(by_query, 2, 1), by_key
@@ -213,11 +287,20 @@ def _products(q: Vectors, k: Vectors, scale: Decimal) -> tuple[Exact, Exact, Exa
 def _distances(q: Vectors, scale: Decimal) -> tuple[Exact, Exact, Exact]:
     """Scores -scale |q_i - q_j|^2 with the same derivatives."""
     apart = q.y[:, None] - q.y[None]  # (i, j, d)
-    slope = -2 * scale * np.tensordot(apart, q.dy[0], (2, 0))  # the projection of every token is the same
+    slope = (
+        -2 * scale * np.tensordot(apart, q.dy[0], (2, 0))
+    )  # the projection of every token is the same
     return -scale * (apart * apart).sum(-1), slope, -slope
 
 
-def _softmax(z: Exact, by_query: Exact, by_key: Exact, v: Vectors, allowed: npt.NDArray[np.bool_], sink: Decimal | None) -> Exact:
+def _softmax(
+    z: Exact,
+    by_query: Exact,
+    by_key: Exact,
+    v: Vectors,
+    allowed: npt.NDArray[np.bool_],
+    sink: Decimal | None,
+) -> Exact:
     """The Jacobian (n, d_v, n, D) of sum_j e^z_ij v_j / sum_j e^z_ij, by the rule for quotients."""
     n, d_v, width = v.dy.shape
     jacobian = np.full((n, d_v, n, width), Decimal(0), dtype=object)
@@ -228,22 +311,33 @@ def _softmax(z: Exact, by_query: Exact, by_key: Exact, v: Vectors, allowed: npt.
         e = np.array([(z[i, j] - top).exp() for j in seen], dtype=object)
         total = e.sum() + (0 if sink is None else (sink - top).exp())
         out = e @ v.y[seen] / total
-        d_total = e[:, None] * by_key[i, seen]  # (seen, D): of the denominator, with respect to each key's token
-        d_above = np.array([np.multiply.outer(v.y[j], d) + w * v.dy[j] for j, d, w in zip(seen, d_total, e, strict=True)])  # (seen, d_v, D)
-        jacobian[i][:, seen] = np.moveaxis((d_above - np.multiply.outer(out, d_total).swapaxes(0, 1)) * (1 / total), 0, 1)
+        d_total = (
+            e[:, None] * by_key[i, seen]
+        )  # (seen, D): of the denominator, with respect to each key's token
+        d_above = np.array(
+            [
+                np.multiply.outer(v.y[j], d) + w * v.dy[j]
+                for j, d, w in zip(seen, d_total, e, strict=True)
+            ]
+        )  # (seen, d_v, D)
+        jacobian[i][:, seen] = np.moveaxis(
+            (d_above - np.multiply.outer(out, d_total).swapaxes(0, 1)) * (1 / total), 0, 1
+        )
         own = e[:, None] * by_query[i, seen]  # with respect to the query's token
         jacobian[i, :, i] += (v.y[seen].T @ own - np.multiply.outer(out, own.sum(0))) * (1 / total)
     return jacobian
 
 
-# -- its norm ----------------------------------------------------------------------------------------------------------
+# -- its norm --------------------------------------------------------------------------------------
 
 
 def enclosed(found: Differentiated) -> Enclosed:
-    """The norm of a matrix by a float64 singular value decomposition for vectors, and a quotient and a residual in many digits.
+    """The norm of a matrix by a float64 singular value decomposition for vectors, and a quotient
+    and a residual in many digits.
 
-    With w = J^T u, v = w / |w| and J v = s u', the norm is at least s. In orthonormal bases that begin with u' and v the matrix is (s, e; 0, R) with
-    e the part of J^T u' across v and R = J - u' (J^T u')^T, so it is at most that of the 2 x 2 matrix (s, |e|; 0, |R|).
+    With w = J^T u, v = w / |w| and J v = s u', the norm is at least s. In orthonormal bases that
+    begin with u' and v the matrix is (s, e; 0, R) with e the part of J^T u' across v and R = J - u'
+    (J^T u')^T, so it is at most that of the 2 x 2 matrix (s, |e|; 0, |R|).
     """
     n, d_v, _, width = found.jacobian.shape
     j = found.jacobian.reshape(n * d_v, n * width)
@@ -259,13 +353,17 @@ def enclosed(found: Differentiated) -> Enclosed:
     s = _length(y)
     across = (y / s) @ j
     rest = (j - np.multiply.outer(y / s, across)).astype(float)
-    rho = Decimal(float(np.linalg.svd(rest, compute_uv=False)[0])) * (1 + SVD_ERROR) + s * Decimal("1e-290")
+    rho = Decimal(float(np.linalg.svd(rest, compute_uv=False)[0])) * (1 + SVD_ERROR) + s * Decimal(
+        "1e-290"
+    )
     e = _length(across - s * v)
     trace = s * s + e * e + rho * rho
     upper = ((trace + max(Decimal(0), trace * trace - 4 * s * s * rho * rho).sqrt()) / 2).sqrt()
     unit = Decimal(1).scaleb(largest.adjusted())
     slack = 10**6 * len(j) * _ulp()
-    return Enclosed(max(Decimal(0), s * unit * (1 - slack) - left_over), upper * unit * (1 + slack) + left_over)
+    return Enclosed(
+        max(Decimal(0), s * unit * (1 - slack) - left_over), upper * unit * (1 + slack) + left_over
+    )
 
 
 def exact_vector(values: npt.NDArray[np.float64]) -> Exact:

@@ -1,4 +1,5 @@
-"""The command line in processes that start in a blink: forked from one that has imported everything and done nothing else."""
+"""The command line in processes that start in a blink: forked from one that has imported everything
+and done nothing else."""
 
 import functools
 import multiprocessing
@@ -14,12 +15,19 @@ FORKS = "forkserver" in multiprocessing.get_all_start_methods()  # Windows start
 CONTEXT = multiprocessing.get_context("forkserver" if FORKS else "spawn")
 if FORKS:
     CONTEXT.set_forkserver_preload(
-        ["lipbound.__main__", "lipbound.cli.measuring", "lipbound.runs.compare", "lipbound.models.inputs", "transformers.models.bert.modeling_bert"]
+        [
+            "lipbound.__main__",
+            "lipbound.cli.measuring",
+            "lipbound.runs.compare",
+            "lipbound.models.inputs",
+            "transformers.models.bert.modeling_bert",
+        ]
     )
 
 
 class Command:
-    """A running ``lipbound`` of some words. ``before`` is called in its process first; standard output and error are files.
+    """A running ``lipbound`` of some words. ``before`` is called in its process first; standard
+    output and error are files.
 
     Attributes:
         process: of the operating system.
@@ -56,7 +64,8 @@ def _run(words: list[str], out: str, err: str, before: Callable[[], None] | None
     for path, target in ((out, 1), (err, 2)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, target)
-    sys.stdout, sys.stderr = open(1, "w", buffering=1, closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     if before is not None:
         before()
     sys.argv = ["lipbound", *words]

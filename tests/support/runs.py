@@ -10,50 +10,110 @@ from lipbound.runs.dataset import dataset
 from lipbound.runs.measure import LayerInfo
 from lipbound.runs.provenance import sealed
 
-TEXTS = ["the ferry is in a clock", "the keeper and the lighthouse", "a island of the ferry", "the lighthouse"]
-OPTIONS = {"max_length": 12, "progress": False, "memory": 1, "bounds": ["yudin", "lipbound"]}  # one sample at a time
+TEXTS = [
+    "the ferry is in a clock",
+    "the keeper and the lighthouse",
+    "a island of the ferry",
+    "the lighthouse",
+]
+OPTIONS = {
+    "max_length": 12,
+    "progress": False,
+    "memory": 1,
+    "bounds": ["yudin", "lipbound"],
+}  # one sample at a time
 
 
 def identical(a: xr.Dataset, b: xr.Dataset) -> bool:
     """Everything but date and command."""
     a, b = a.copy(), b.copy()
     for ds in (a, b):
-        ds.attrs = {key: value for key, value in ds.attrs.items() if key not in ("date", "command", "settings_checksum")}
+        ds.attrs = {
+            key: value
+            for key, value in ds.attrs.items()
+            if key not in ("date", "command", "settings_checksum")
+        }
     return a.identical(b)
 
 
 FACTORS = {
-    "kim": 154.3, "castin": 2.3e3, "castin_c3": 0.91, "castin_mean_field": 4e302, "specformer": 9.35e6, "yudin": 149.8, "yudin_nobias": 142.0,
-    "lipbound": 1.3, "lipbound_block": 1.99,
-}  # fmt: skip
+    "kim": 154.3,
+    "castin": 2.3e3,
+    "castin_c3": 0.91,
+    "castin_mean_field": 4e302,
+    "specformer": 9.35e6,
+    "yudin": 149.8,
+    "yudin_nobias": 142.0,
+    "lipbound": 1.3,
+    "lipbound_block": 1.99,
+}
 """Bound / exact of `made_up`, on average."""
 SETTINGS: dict[str, Any] = {
-    "lipbound": "0.1.0", "model": "builtin:minilm", "revision": "sha256:" + "53aa5117" * 8, "loaded": False, "commit": None,
-    "architecture": "BertModel", "data": "the text that comes with lipbound", "data_fingerprint": "sha256:" + "c78ca090" * 8, "source": {},
-    "preprocessing": "BertTokenizer, consecutive windows of 32 tokens", "map": "head",
-    "map_description": "one attention head without output projection, x -> softmax(q k^T) v", "method": "lanczos", "tol": 1e-3, "delta": 1e-6,
-    "dtype": "float32", "device": "cpu", "seed": 0, "versions": {"torch": "2.13.0", "transformers": "5.23.0"}, "python": "3.11.7",
-    "date": "2026-11-22T13:00:00+00:00", "command": "lipbound compare builtin:minilm --out run.zarr", "samples": 2, "exact_samples": 2, "tokens": 32,
-    "capture_error": 1.2e-6, "block": 2, "variants": [], "not_applicable": {"castin": "does not cover sink logits"},
-}  # fmt: skip
+    "lipbound": "0.1.0",
+    "model": "builtin:minilm",
+    "revision": "sha256:" + "53aa5117" * 8,
+    "loaded": False,
+    "commit": None,
+    "architecture": "BertModel",
+    "data": "the text that comes with lipbound",
+    "data_fingerprint": "sha256:" + "c78ca090" * 8,
+    "source": {},
+    "preprocessing": "BertTokenizer, consecutive windows of 32 tokens",
+    "map": "head",
+    "map_description": "one attention head without output projection, x -> softmax(q k^T) v",
+    "method": "lanczos",
+    "tol": 1e-3,
+    "delta": 1e-6,
+    "dtype": "float32",
+    "device": "cpu",
+    "seed": 0,
+    "versions": {"torch": "2.13.0", "transformers": "5.23.0"},
+    "python": "3.11.7",
+    "date": "2026-11-22T13:00:00+00:00",
+    "command": "lipbound compare builtin:minilm --out run.zarr",
+    "samples": 2,
+    "exact_samples": 2,
+    "tokens": 32,
+    "capture_error": 1.2e-6,
+    "block": 2,
+    "variants": [],
+    "not_applicable": {"castin": "does not cover sink logits"},
+}
 
 
 def made_up(*, layers: int = 3, heads: int = 4) -> xr.Dataset:
-    """A run of 2 samples that nobody computed: the same on every machine, with every mark, infinite ratios and an exact norm of zero."""
+    """A run of 2 samples that nobody computed: the same on every machine, with every mark, infinite
+    ratios and an exact norm of zero."""
     shape = (2, layers, heads)
     steps = np.arange(np.prod(shape), dtype=np.float64).reshape(shape)
     exact = 2.0 + 0.25 * (steps % 7) + 0.125 * (steps % 3)
     exact[0, 0, 0] = 0.0
-    tables: dict[str, np.ndarray] = {"exact": exact, "exact_upper": exact * (1 + np.where(steps == 5, 2.0**-8, 2.0**-11)), "exact_l2": exact * 1.5}
+    tables: dict[str, np.ndarray] = {
+        "exact": exact,
+        "exact_upper": exact * (1 + np.where(steps == 5, 2.0**-8, 2.0**-11)),
+        "exact_l2": exact * 1.5,
+    }
     tables |= {name: exact * factor * (1 + (steps % 5) / 8) for name, factor in FACTORS.items()}
     tables["castin_mean_field"][1, 0, min(1, heads - 1)] = np.inf
     tables |= {"exact_steps": np.full(shape, 12, dtype=np.int32), "exact_converged": steps != 5}
     tables |= {f"{name}_sound": np.ones(shape, dtype=bool) for name in FACTORS}
-    tables |= {f"{name}_sound": np.zeros(shape, dtype=bool) for name in ("castin", "castin_mean_field", "specformer", "castin_c3")}
+    tables |= {
+        f"{name}_sound": np.zeros(shape, dtype=bool)
+        for name in ("castin", "castin_mean_field", "specformer", "castin_c3")
+    }
     tables["yudin_nobias_sound"][0] = False
     found = [LayerInfo(k, f"layer.{k}", heads, 32, frozenset()) for k in range(layers)]
     ds = dataset(tables, list(FACTORS), found, np.array([32, 30]))
     ds.attrs = SETTINGS | {"bounds": list(FACTORS)}
-    ds = sealed(ds, {"samples": 2, "exact_samples": 2, "layers": list(range(layers)), "heads": heads, "model_layers": layers})
+    ds = sealed(
+        ds,
+        {
+            "samples": 2,
+            "exact_samples": 2,
+            "layers": list(range(layers)),
+            "heads": heads,
+            "model_layers": layers,
+        },
+    )
     ds.attrs["audit"] = audit(ds)
     return ds

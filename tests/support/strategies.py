@@ -1,4 +1,5 @@
-"""Random, degenerate and adversarial small layers for property tests, and how many of them a test draws."""
+"""Random, degenerate and adversarial small layers for property tests, and how many of them a test
+draws."""
 
 import os
 from collections.abc import Callable
@@ -17,7 +18,8 @@ WEIGHTS = ("plain", "tied", "no_query", "one_hot", "rank_one_values")
 MASKS = ("none", "causal", "window", "offsets", "padded")
 SAMPLES, HEADS = 6, 10
 SHARE = "LIPBOUND_TESTS_SHARE"
-"""Environment variable: the share of every property's examples that are drawn, 1 unless said otherwise; `make test` draws a tenth."""
+"""Environment variable: the share of every property's examples that are drawn, 1 unless said
+otherwise; `make test` draws a tenth."""
 
 
 def part(count: int, least: int = 5) -> int:
@@ -26,18 +28,30 @@ def part(count: int, least: int = 5) -> int:
 
 
 def examples(count: int) -> Callable[[Any], Any]:
-    """Settings of a property test: so many examples, the same ones every time, or the first of them."""
+    """Settings of a property test: so many examples, the same ones every time, or the first of
+    them."""
     return settings(max_examples=part(count), deadline=None, derandomize=True)
 
 
 @st.composite
-def layers(draw: st.DrawFn, dtype: torch.dtype = torch.float64, inputs: tuple[str, ...] = INPUTS, weights: tuple[str, ...] = WEIGHTS) -> Attention:
-    """Layers of one shape at once: `SAMPLES` inputs x `HEADS` heads, each input and each head of a family and a size of its own.
+def layers(
+    draw: st.DrawFn,
+    dtype: torch.dtype = torch.float64,
+    inputs: tuple[str, ...] = INPUTS,
+    weights: tuple[str, ...] = WEIGHTS,
+) -> Attention:
+    """Layers of one shape at once: `SAMPLES` inputs x `HEADS` heads, each input and each head of a
+    family and a size of its own.
 
     Up to 8 tokens, logits from uniform to one-hot, any mask, with or without biases.
     """
     seed, mask = draw(st.integers(0, 2**31)), draw(st.sampled_from(MASKS))
-    n, width, d, d_v = draw(st.integers(1, 8)), draw(st.integers(2, 12)), draw(st.integers(1, 5)), draw(st.integers(1, 5))
+    n, width, d, d_v = (
+        draw(st.integers(1, 8)),
+        draw(st.integers(2, 12)),
+        draw(st.integers(1, 5)),
+        draw(st.integers(1, 5)),
+    )
     biased = draw(st.booleans())
     g = torch.Generator().manual_seed(seed)
     x = torch.stack([_input(inputs[k], n, width, g) for k in _chosen(inputs, SAMPLES, g)])
@@ -46,7 +60,10 @@ def layers(draw: st.DrawFn, dtype: torch.dtype = torch.float64, inputs: tuple[st
     extra: dict[str, Tensor] = {}
     if biased:
         sizes = {"b_q": (d, -1, 1.5), "b_k": (d, -1, 1.5), "b_v": (d_v, -1, 2)}
-        extra = {name: torch.stack([_normal(g, k) * _power(g, low, high) for _ in range(HEADS)]) for name, (k, low, high) in sizes.items()}
+        extra = {
+            name: torch.stack([_normal(g, k) * _power(g, low, high) for _ in range(HEADS)])
+            for name, (k, low, high) in sizes.items()
+        }
     if mask in ("causal", "padded"):
         extra["mask"] = causal(n)
     if mask == "window":
@@ -56,7 +73,10 @@ def layers(draw: st.DrawFn, dtype: torch.dtype = torch.float64, inputs: tuple[st
     if mask == "padded":
         lengths = torch.tensor([n, max(1, n - 1), 1] * (SAMPLES // 3))
         extra["valid"] = torch.arange(n).expand(SAMPLES, n) < lengths[:, None]
-    return Attention(*(t.to(dtype) for t in (x, w_q, w_k, w_v)), **{k: t if t.dtype == torch.bool else t.to(dtype) for k, t in extra.items()})
+    return Attention(
+        *(t.to(dtype) for t in (x, w_q, w_k, w_v)),
+        **{k: t if t.dtype == torch.bool else t.to(dtype) for k, t in extra.items()},
+    )
 
 
 def _normal(g: torch.Generator, *shape: int) -> Tensor:
@@ -88,9 +108,15 @@ def _input(family: str, n: int, width: int, g: torch.Generator) -> Tensor:
     return x * {"tiny": 1e-6, "huge": 1e6, "zero": 0.0}.get(family, 1.0)
 
 
-def _head(family: str, width: int, d: int, d_v: int, g: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+def _head(
+    family: str, width: int, d: int, d_v: int, g: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
     """Weights of one head: (width, d), (width, d), (width, d_v)."""
     w_q = _normal(g, width, d) * _power(g, -2, 1.2) / width**0.5
     w_k = w_q.clone() if family == "tied" else _normal(g, width, d) / width**0.5
-    w_v = (_normal(g, width, 1) @ _normal(g, 1, d_v) if family == "rank_one_values" else _normal(g, width, d_v)) * _power(g, -2, 2)
+    w_v = (
+        _normal(g, width, 1) @ _normal(g, 1, d_v)
+        if family == "rank_one_values"
+        else _normal(g, width, d_v)
+    ) * _power(g, -2, 2)
     return w_q * {"no_query": 0.0, "one_hot": 700.0}.get(family, 1.0), w_k, w_v

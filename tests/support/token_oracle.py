@@ -1,4 +1,5 @@
-"""Norms that tell tokens apart, from dense Jacobians: what closed forms, bounds and enclosures are tested against; and attained values in 80 digits.
+"""Norms that tell tokens apart, from dense Jacobians: what closed forms, bounds and enclosures are
+tested against; and attained values in 80 digits.
 
 Blocks are (..., i, j, r, D): of output token i by token j.
 """
@@ -16,7 +17,8 @@ from lipbound.attention.layer import Attention
 
 
 def blocks(att: Attention, sample: int, map: str = "head") -> Tensor:
-    """Blocks of the autograd Jacobian of the definition, padding left out: (heads or 1, i, j, r, D)."""
+    """Blocks of the autograd Jacobian of the definition, padding left out: (heads or 1, i, j, r,
+    D)."""
     dense = jacobians(att.double(), sample)  # (n, heads, d_v, n D)
     dense = dense.unflatten(-1, (dense.shape[0], -1))  # (i, h, v, j, D)
     w_o = None if att.w_o is None else att.w_o.double()
@@ -30,7 +32,8 @@ def blocks(att: Attention, sample: int, map: str = "head") -> Tensor:
 
 
 def all_blocks(att: Attention) -> Tensor:
-    """Those of every head of every sample at once, (samples, heads, i, j, d_v, D); of padding zero."""
+    """Those of every head of every sample at once, (samples, heads, i, j, d_v, D); of
+    padding zero."""
     if not att.variants:
         return dense_jacobians(att).movedim(-2, -3)
     n, width = att.tokens, att.x.shape[2]
@@ -54,7 +57,8 @@ def rows(j: Tensor) -> Tensor:
 
 
 def every_from_below(j: Tensor, starts: int, steps: int = 60, seed: int = 0) -> Tensor:
-    r"""The largest :math:`\sum_j |J_{ij}^T y|` over unit vectors y that ascent finds for any output token i, (...)."""
+    r"""The largest :math:`\sum_j |J_{ij}^T y|` over unit vectors y that ascent finds for any output
+    token i, (...)."""
     return _pulled(j, _ascent(j, starts, steps, seed)).norm(dim=-1).sum(-1).amax((-1, -2))
 
 
@@ -64,7 +68,8 @@ def _pulled(j: Tensor, y: Tensor) -> Tensor:
 
 
 def _ascent(j: Tensor, starts: int, steps: int, seed: int) -> Tensor:
-    """Unit vectors for every output token, (..., i, s, r), from eigenvectors of the row of blocks and ``starts`` random ones.
+    """Unit vectors for every output token, (..., i, s, r), from eigenvectors of the row of blocks
+    and ``starts`` random ones.
 
     The sum is convex, so that maximising its linearisation never decreases it.
     """
@@ -74,12 +79,17 @@ def _ascent(j: Tensor, starts: int, steps: int, seed: int) -> Tensor:
     for _ in range(steps):
         y = y / y.norm(dim=-1, keepdim=True).clamp_min(1e-300)
         pulled = _pulled(j, y)
-        y = torch.einsum("...ijrx,...isjx->...isr", j, pulled / pulled.norm(dim=-1, keepdim=True).clamp_min(1e-300))
+        y = torch.einsum(
+            "...ijrx,...isjx->...isr",
+            j,
+            pulled / pulled.norm(dim=-1, keepdim=True).clamp_min(1e-300),
+        )
     return y / y.norm(dim=-1, keepdim=True).clamp_min(1e-300)
 
 
 def every_from_above(j: Tensor) -> Tensor:
-    r"""What :math:`\max_i \min_d \lambda_{\max}(\sum_j J_{ij} J_{ij}^T / d_j)^{1/2}` comes to, (...): d minimised by scipy as a softmax."""
+    r"""What :math:`\max_i \min_d \lambda_{\max}(\sum_j J_{ij} J_{ij}^T / d_j)^{1/2}` comes to,
+    (...): d minimised by scipy as a softmax."""
     if j.ndim > 4:
         return torch.stack([every_from_above(one) for one in j])
     worst = 0.0
@@ -99,13 +109,17 @@ def every_from_above(j: Tensor) -> Tensor:
             return float(values[-1]), (slope - (slope * d).sum()) * d
 
         z = np.log(traces / traces.sum())
-        best = min(value(z)[0], minimize(value, z, jac=True, method="L-BFGS-B", options={"maxiter": 200}).fun)
+        best = min(
+            value(z)[0],
+            minimize(value, z, jac=True, method="L-BFGS-B", options={"maxiter": 200}).fun,
+        )
         worst = max(worst, best**0.5 + 1e-13 * float(traces.sum()))
     return torch.tensor(worst, dtype=torch.float64)
 
 
 def attained(att: Attention, sample: int, head: int) -> dict[str, Decimal]:
-    """Lower ends of both norms of a head at the given numbers, by norm: values of the Jacobian in 80 digits, at directions found in float64."""
+    """Lower ends of both norms of a head at the given numbers, by norm: values of the Jacobian in
+    80 digits, at directions found in float64."""
     with mp_oracle.exactly(mp_oracle.DIGITS[0]):
         found = mp_oracle.differentiated(att, sample, head, "head")
         n, d_v, _, width = found.jacobian.shape
@@ -129,7 +143,10 @@ def attained(att: Attention, sample: int, head: int) -> dict[str, Decimal]:
             x = mp_oracle.exact_vector(torch.linalg.svd(rough[:, t].flatten(0, 1)).Vh[0].numpy())
             one = max(one, _length(j[:, :, t].reshape(-1, width) @ x) / _length(x))
         unit = Decimal(1).scaleb(largest.adjusted()) * (1 - Decimal("1e-60"))
-        return {"every-token": max(Decimal(0), every * unit - lost), "one-token": max(Decimal(0), one * unit - lost)}
+        return {
+            "every-token": max(Decimal(0), every * unit - lost),
+            "one-token": max(Decimal(0), one * unit - lost),
+        }
 
 
 def _length(x: np.ndarray) -> Decimal:

@@ -12,9 +12,22 @@ VARIANTS = ("rotation", "norm", "together", "cap", "sinks")
 MASKS = ("none", "causal", "window", "padded", "offsets")
 
 
-def layer(seed: int, has: frozenset[str], *, mask: str = "none", n: int = 5, d: int = 4, d_v: int = 3, scale: float = 1.0, biases: bool = True,
-          same: bool = False, samples: int = 2, heads: int = 3) -> Attention:  # fmt: skip
-    """Samples x heads of width 7; ``same``: all tokens of a sample are equal; ``padded``: every second sample is shorter by two."""
+def layer(
+    seed: int,
+    has: frozenset[str],
+    *,
+    mask: str = "none",
+    n: int = 5,
+    d: int = 4,
+    d_v: int = 3,
+    scale: float = 1.0,
+    biases: bool = True,
+    same: bool = False,
+    samples: int = 2,
+    heads: int = 3,
+) -> Attention:
+    """Samples x heads of width 7; ``same``: all tokens of a sample are equal; ``padded``: every
+    second sample is shorter by two."""
     g = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -24,7 +37,9 @@ def layer(seed: int, has: frozenset[str], *, mask: str = "none", n: int = 5, d: 
     if same:
         x[:, 1:] = x[:, :1]
     w_q, w_k, w_v = draw(heads, 7, d), draw(heads, 7, d), draw(heads, 7, d_v)
-    b_q, b_k, b_v = (draw(heads, d), 3 * draw(heads, d), 5 * draw(heads, d_v)) if biases else (None, None, None)
+    b_q, b_k, b_v = (
+        (draw(heads, d), 3 * draw(heads, d), 5 * draw(heads, d_v)) if biases else (None, None, None)
+    )
     extra: dict = {}
     if "rotation" in has:
         turn = Rotation.of_angles(3 * draw(n, max(1, d // 2 - seed % 2)))
@@ -32,8 +47,14 @@ def layer(seed: int, has: frozenset[str], *, mask: str = "none", n: int = 5, d: 
         extra["rotation"] = Rotation(factor * turn.cos, factor * turn.sin)
     if has & {"norm", "together"}:
         for side, w, b in (("norm_q", w_q, b_q), ("norm_k", w_k, b_k)):
-            whole = (w.transpose(0, 1).flatten(1), None if b is None else b.flatten()) if "together" in has else None
-            extra[side] = QKNorm(1 + draw(heads, d), draw(heads, d) if seed % 2 else None, 1e-6, whole)
+            whole = (
+                (w.transpose(0, 1).flatten(1), None if b is None else b.flatten())
+                if "together" in has
+                else None
+            )
+            extra[side] = QKNorm(
+                1 + draw(heads, d), draw(heads, d) if seed % 2 else None, 1e-6, whole
+            )
         if seed % 5 == 0:
             extra.pop("norm_k")
     if "cap" in has:
@@ -48,5 +69,7 @@ def layer(seed: int, has: frozenset[str], *, mask: str = "none", n: int = 5, d: 
     if mask == "offsets":
         extra["mask"] = draw(heads, n, n)
     if mask == "padded":
-        extra["valid"] = torch.arange(n) < torch.tensor([n, max(1, n - 2)] * samples)[:samples, None]
+        extra["valid"] = (
+            torch.arange(n) < torch.tensor([n, max(1, n - 2)] * samples)[:samples, None]
+        )
     return Attention(x, w_q, w_k, w_v, b_q=b_q, b_k=b_k, b_v=b_v, w_o=draw(heads, d_v, 7), **extra)

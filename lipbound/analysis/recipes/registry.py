@@ -1,4 +1,5 @@
-"""What a recipe is, and the table of them: one figure or claim of a paper each, computed and drawn for any checkpoint."""
+"""What a recipe is, and the table of them: one figure or claim of a paper each, computed and drawn
+for any checkpoint."""
 
 import shlex
 import sys
@@ -34,7 +35,8 @@ class Setting:
 
     Attributes:
         model: as for `lipbound.compare`.
-        data: texts or image sets, as for `lipbound.compare`; none for the default. column, split: of tables.
+        data: texts or image sets, as for `lipbound.compare`; none for the default. column, split:
+            of tables.
         samples: how many samples, or sequences of a length; None for the recipe's own number.
         full: the paper's sizes rather than the small ones.
         device, dtype, seed: as for `lipbound.compare`.
@@ -61,21 +63,44 @@ class Setting:
 
     def asked(self) -> dict[str, Any]:
         """What it asks for, in JSON's types; objects in memory by their types."""
-        named = [str(one) if isinstance(one, str | Path) else type(one).__name__ for one in (self.model, *self.data)]
-        rest = {"column": self.column, "split": self.split, "samples": self.samples, "full": self.full, "dtype": str(self.dtype), "seed": self.seed}
+        named = [
+            str(one) if isinstance(one, str | Path) else type(one).__name__
+            for one in (self.model, *self.data)
+        ]
+        rest = {
+            "column": self.column,
+            "split": self.split,
+            "samples": self.samples,
+            "full": self.full,
+            "dtype": str(self.dtype),
+            "seed": self.seed,
+        }
         return {"model": named[0], "data": named[1:]} | rest
 
     def read(self, samples: int, max_length: int = 128) -> tuple[Checkpoint, Inputs]:
         """The checkpoint, and some samples."""
-        checkpoint = load_checkpoint(self.model, dtype=self.dtype, device=resolve_device(self.device))
-        return checkpoint, prepare(checkpoint, self.texts[0], samples=samples, max_length=max_length, column=self.column, split=self.split)
+        checkpoint = load_checkpoint(
+            self.model, dtype=self.dtype, device=resolve_device(self.device)
+        )
+        return checkpoint, prepare(
+            checkpoint,
+            self.texts[0],
+            samples=samples,
+            max_length=max_length,
+            column=self.column,
+            split=self.split,
+        )
 
     def layers(self, checkpoint: Checkpoint, inputs: Inputs, samples: int) -> list[Attention]:
         """The checkpoint's layers at the first samples."""
-        found = Capturer(checkpoint.model, around=True).run(inputs.block(0, samples, resolve_device(self.device)))
+        found = Capturer(checkpoint.model, around=True).run(
+            inputs.block(0, samples, resolve_device(self.device))
+        )
         return [layer.attention for layer in found]
 
-    def capture(self, samples: int, max_length: int = 128) -> tuple[Checkpoint, list[Attention], str]:
+    def capture(
+        self, samples: int, max_length: int = 128
+    ) -> tuple[Checkpoint, list[Attention], str]:
         """The checkpoint, its layers at some samples, and what the samples are."""
         checkpoint, inputs = self.read(samples, max_length)
         return checkpoint, self.layers(checkpoint, inputs, samples), inputs.description
@@ -84,10 +109,20 @@ class Setting:
         """Provenance."""
         found = versions()
         return {
-            "lipbound": found["lipbound"], "versions": found, "data": data, "dtype": self.dtype, "device": device_name(resolve_device(self.device)),
-            "seed": self.seed, "full": int(self.full), "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "lipbound": found["lipbound"],
+            "versions": found,
+            "data": data,
+            "dtype": self.dtype,
+            "device": device_name(resolve_device(self.device)),
+            "seed": self.seed,
+            "full": int(self.full),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        } | ({} if checkpoint is None else {"model": checkpoint.name, "revision": checkpoint.revision})  # fmt: skip
+        } | (
+            {}
+            if checkpoint is None
+            else {"model": checkpoint.name, "revision": checkpoint.revision}
+        )
 
 
 @dataclass(frozen=True)
@@ -96,9 +131,11 @@ class Recipe:
 
     Attributes:
         name: what it is called on the command line. title: one line. source: paper and place.
-        compute: what it measures. draw: its figure. caption: what exactly the figure shows, with the numbers that matter.
+        compute: what it measures. draw: its figure. caption: what exactly the figure shows, with
+            the numbers that matter.
         cost: time of the small setting on two CPU cores.
-        run: name of the stored Dataset; recipes that draw the same measurements share it. The recipe's own name by default.
+        run: name of the stored Dataset; recipes that draw the same measurements share it. The
+            recipe's own name by default.
         of_model: whether it measures a model at all.
     """
 
@@ -134,18 +171,25 @@ class Recipe:
         store.save(ds, path)
         return store.load(path)
 
-    def reproduce(self, setting: Setting, folder: Path, *, kinds: Sequence[str] = ("pdf", "png")) -> xr.Dataset:
+    def reproduce(
+        self, setting: Setting, folder: Path, *, kinds: Sequence[str] = ("pdf", "png")
+    ) -> xr.Dataset:
         """`saved`, and figure and caption in the same folder."""
         ds = self.saved(setting, folder)
         self.render(ds, folder, kinds=kinds)
         return ds
 
-    def render(self, ds: xr.Dataset, folder: Path, *, kinds: Sequence[str] = ("pdf", "png")) -> None:
+    def render(
+        self, ds: xr.Dataset, folder: Path, *, kinds: Sequence[str] = ("pdf", "png")
+    ) -> None:
         """Figure, and caption as plain text and for LaTeX, of a computed Dataset."""
         caption = f"{self.title} ({self.source}). {self.caption(ds)}"
         texts = {".txt": caption, ".tex": f"\\caption{{{latex_caption(caption)}}}"}
         beside = {
-            folder / f"{self.name}{suffix}": "\n".join(textwrap.wrap(text, 140, break_long_words=False, break_on_hyphens=False)) + "\n"
+            folder / f"{self.name}{suffix}": "\n".join(
+                textwrap.wrap(text, 140, break_long_words=False, break_on_hyphens=False)
+            )
+            + "\n"
             for suffix, text in texts.items()
         }
         for kind in kinds:
@@ -153,14 +197,25 @@ class Recipe:
 
 
 def check_same(path: Path, ds: xr.Dataset, setting: Setting) -> None:
-    """Raise StoreError where what is stored was computed for something else than what is asked for; where nothing is asked for, tell what it is."""
+    """Raise StoreError where what is stored was computed for something else than what is asked for;
+    where nothing is asked for, tell what it is."""
     asked, usual = setting.asked(), Setting().asked()
     stored = ds.attrs.get("asked", {})
     other = [name for name in stored if stored[name] != asked.get(name)]
-    if wrong := [f"{name} was {shown(stored[name])} and is now {shown(asked[name])}" for name in other if asked[name] != usual[name]]:
-        raise StoreError(f"{path} holds the same figure of other things: {'; '.join(wrong)}; choose another folder with output=, or remove it")
+    if wrong := [
+        f"{name} was {shown(stored[name])} and is now {shown(asked[name])}"
+        for name in other
+        if asked[name] != usual[name]
+    ]:
+        raise StoreError(
+            f"{path} holds the same figure of other things: {'; '.join(wrong)}; choose another "
+            "folder with output=, or remove it"
+        )
     if other:
-        tell(f"{path} is drawn as it is: {', '.join(f'{name} {shown(stored[name])}' for name in other)}")
+        tell(
+            f"{path} is drawn as it is: "
+            f"{', '.join(f'{name} {shown(stored[name])}' for name in other)}"
+        )
 
 
 RECIPES: dict[str, Recipe] = {}
@@ -179,16 +234,23 @@ def register(**fields: Any) -> None:
 
 
 def tick_lengths(axes: Axes, lengths: Any) -> None:
-    """Ticks of a logarithmic axis of sequence lengths: 2, 5, 10, 20, 50, ... as plain numbers, which a power of ten per decade leaves to guess."""
-    shown = [k * 10**e for e in range(7) for k in (1, 2, 5) if min(lengths) <= k * 10**e <= max(lengths)]
+    """Ticks of a logarithmic axis of sequence lengths: 2, 5, 10, 20, 50, ... as plain numbers,
+    which a power of ten per decade leaves to guess."""
+    shown = [
+        k * 10**e for e in range(7) for k in (1, 2, 5) if min(lengths) <= k * 10**e <= max(lengths)
+    ]
     axes.set_xticks(shown, [f"{x:,}" for x in shown])
     axes.minorticks_off()
 
 
 @contextmanager
-def sheet(rows: int, columns: int, *, height: float = 2.1, width: float = 7.1, **options: Any) -> Iterator[tuple[Figure, list[Axes]]]:
+def sheet(
+    rows: int, columns: int, *, height: float = 2.1, width: float = 7.1, **options: Any
+) -> Iterator[tuple[Figure, list[Axes]]]:
     """A figure of the house style that pyplot does not know of, and its axes, row by row."""
-    with matplotlib.rc_context(BASE | {"font.size": 7.0, "legend.fontsize": 7.0, "legend.frameon": False}):
+    with matplotlib.rc_context(
+        BASE | {"font.size": 7.0, "legend.fontsize": 7.0, "legend.frameon": False}
+    ):
         figure = Drawing(figsize=(width, rows * height), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots(rows, columns, squeeze=False, **options)

@@ -1,4 +1,5 @@
-"""Recipes from Yudin, Gaponov, Kudriashov and Rakhuba 2025, "Pay Attention to Attention Distribution"."""
+"""Recipes from Yudin, Gaponov, Kudriashov and Rakhuba 2025, "Pay Attention to Attention
+Distribution"."""
 
 import itertools
 from typing import Any
@@ -21,12 +22,13 @@ LINKS = 10
 
 
 def real_rows(att: Attention, sample: int) -> Tensor:
-    """Attention rows of the tokens of a sample that are not padding, over the keys that are not, (heads, n, n), float64, summing to one."""
+    """Attention rows of the tokens of a sample that are not padding, over the keys that are not,
+    (heads, n, n), float64, summing to one."""
     part = att.unpadded(sample)
     return softmax.normalised(part.double().p[0])
 
 
-# -- Figure 1: the surface of g_1 -----------------------------------------------------------------------------------------
+# -- Figure 1: the surface of g_1 ------------------------------------------------------------------
 
 
 def surface(setting: Setting) -> xr.Dataset:
@@ -34,7 +36,10 @@ def surface(setting: Setting) -> xr.Dataset:
     first, second = np.linspace(0, 1, 201), np.linspace(0, 0.5, 101)
     grid = first[:, None] * (1 - first[:, None] + second[None])
     allowed = (first[:, None] >= second[None]) & (first[:, None] + second[None] <= 1 + 1e-12)
-    ds = xr.Dataset({"g1": (("first", "second"), np.where(allowed, grid, np.nan))}, coords={"first": first, "second": second})
+    ds = xr.Dataset(
+        {"g1": (("first", "second"), np.where(allowed, grid, np.nan))},
+        coords={"first": first, "second": second},
+    )
     ds.attrs = setting.attributes(None, "no data")
     return ds
 
@@ -42,7 +47,13 @@ def surface(setting: Setting) -> xr.Dataset:
 def draw_surface(ds: xr.Dataset) -> Figure:
     """Filled contours."""
     with sheet(1, 1, width=3.45, height=2.4) as (figure, (axes,)):
-        filled = axes.contourf(ds["first"], ds["second"], ds["g1"].values.T, levels=np.linspace(0, 0.5, 11), cmap=plots.COLORMAP)
+        filled = axes.contourf(
+            ds["first"],
+            ds["second"],
+            ds["g1"].values.T,
+            levels=np.linspace(0, 0.5, 11),
+            cmap=plots.COLORMAP,
+        )
         figure.colorbar(filled, ax=axes, label="$g_1$")
         axes.set(xlabel="largest probability", ylabel="second largest")
     return figure
@@ -52,7 +63,8 @@ def caption_surface(ds: xr.Dataset) -> str:
     """Where the maximum is."""
     i, j = np.unravel_index(int(np.nanargmax(ds["g1"].values)), ds["g1"].shape)
     return (
-        f"g_1 = p_(1) (1 - p_(1) + p_(2)) over all pairs that rows can have; its maximum is {float(ds['g1'].max()):.3g}, at "
+        "g_1 = p_(1) (1 - p_(1) + p_(2)) over all pairs that rows can have; its maximum is "
+        f"{float(ds['g1'].max()):.3g}, at "
         f"({float(ds['first'][i]):.2f}, "
         f"{float(ds['second'][j]):.2f}), and it vanishes at (1, 0) and (0, 0)."
     )
@@ -64,11 +76,12 @@ register(
 )  # fmt: skip
 
 
-# -- Figures 2 and 3: attention maps, g_1 against the norm -------------------------------------------------------------------
+# -- Figures 2 and 3: attention maps, g_1 against the norm -----------------------------------------
 
 
 def attention_statistics(setting: Setting) -> xr.Dataset:
-    """Per layer and head: mean attention map, mean norm of the softmax Jacobian and of its bounds; histograms of bound over norm."""
+    """Per layer and head: mean attention map, mean norm of the softmax Jacobian and of its bounds;
+    histograms of bound over norm."""
     checkpoint, layers, data = setting.capture(setting.count(8, 1000))
     edges = np.linspace(1, 2, 101)
     names = ("half", "largest", "g1")
@@ -83,39 +96,62 @@ def attention_statistics(setting: Setting) -> xr.Dataset:
             bounds["g1"].append(softmax.g(p))
             bounds["largest"].append(p.amax(-1))
             bounds["half"].append(torch.full_like(p[..., 0], 0.5))
-        upper, lower = (torch.cat([getattr(n, end) for n in norms], -1) for end in ("upper", "lower"))
+        upper, lower = (
+            torch.cat([getattr(n, end) for n in norms], -1) for end in ("upper", "lower")
+        )
         flat = {name: torch.cat(values, -1) for name, values in bounds.items()}
         positive = upper > 0
         below += int((flat["g1"] * (1 + 1e-12) < lower).sum())
         rows["norm"].append(upper.mean(-1))
         for name in names:
             rows[name].append(flat[name].mean(-1))
-        counts = [np.histogram((flat[name][positive] / upper[positive]).clamp(max=1.9999).cpu().numpy(), edges)[0] for name in names]
+        counts = [
+            np.histogram(
+                (flat[name][positive] / upper[positive]).clamp(max=1.9999).cpu().numpy(), edges
+            )[0]
+            for name in names
+        ]
         rows["histogram"].append(counts)
         rows["map"].append(att.p.double().mean(0))
     tables = {name: torch.stack(rows[name]).cpu().numpy() for name in ("norm", *names)}
     ds = xr.Dataset(
         {name: (("layer", "head"), table) for name, table in tables.items()}
         | {
-            "map": (("layer", "head", "query", "key"), torch.stack(rows["map"]).cpu().numpy().astype(np.float32)),
+            "map": (
+                ("layer", "head", "query", "key"),
+                torch.stack(rows["map"]).cpu().numpy().astype(np.float32),
+            ),
             "histogram": (("layer", "bound", "bin"), np.array(rows["histogram"])),
         },
         coords={"bound": np.array(names, dtype=object), "bin": edges[:-1]},
     )
-    ds.attrs = setting.attributes(checkpoint, data) | {"below": below, "rows": int(ds["histogram"].isel(bound=0).sum())}
+    ds.attrs = setting.attributes(checkpoint, data) | {
+        "below": below,
+        "rows": int(ds["histogram"].isel(bound=0).sum()),
+    }
     return ds
 
 
 def draw_maps(ds: xr.Dataset) -> Figure:
-    """The heads with the smallest, middle and largest mean norm, their maps averaged over samples."""
+    """The heads with the smallest, middle and largest mean norm, their maps averaged
+    over samples."""
     order = np.argsort(ds["norm"].values.ravel())
-    chosen = [order[0], order[len(order) // 4], order[len(order) // 2], order[3 * len(order) // 4], order[-1]]
+    chosen = [
+        order[0],
+        order[len(order) // 4],
+        order[len(order) // 2],
+        order[3 * len(order) // 4],
+        order[-1],
+    ]
     with sheet(1, len(chosen), height=1.9) as (figure, axes):
         for axis, k in zip(axes, chosen, strict=True):
             layer, head = np.unravel_index(int(k), ds["norm"].shape)
             one = ds.isel(layer=layer, head=head)
             axis.imshow(one["map"].values ** 0.5, cmap=plots.COLORMAP, vmin=0, vmax=1)
-            axis.set_title(f"layer {layer}, head {head}\n$\\|M\\|$ {float(one['norm']):.3f}, $g_1$ {float(one['g1']):.3f}")
+            axis.set_title(
+                f"layer {layer}, head {head}\n$\\|M\\|$ {float(one['norm']):.3f}, $g_1$ "
+                f"{float(one['g1']):.3f}"
+            )
             axis.set_xticks([])
             axis.set_yticks([])
         axes[0].set(ylabel="query", xlabel="key")
@@ -125,16 +161,23 @@ def draw_maps(ds: xr.Dataset) -> Figure:
 def caption_maps(ds: xr.Dataset) -> str:
     """What is shown."""
     return (
-        f"{of(ds)}: attention maps (square root, averaged over samples) of the heads at the quartiles of the mean norm of the softmax Jacobian; "
+        f"{of(ds)}: attention maps (square root, averaged over samples) of the heads at the "
+        "quartiles of the mean norm of the softmax Jacobian; "
         "titles: its exact "
-        f"mean over queries and samples, and that of g_1. No row of {ds.attrs['rows']} has g_1 below the norm ({ds.attrs['below']} found)."
+        f"mean over queries and samples, and that of g_1. No row of {ds.attrs['rows']} has g_1 "
+        f"below the norm ({ds.attrs['below']} found)."
     )
 
 
 register(
-    name="yudin-2", title="Attention maps with the norm of their softmax Jacobians and g_1", source=f"{PAPER}, Figure 2",
-    compute=attention_statistics, draw=draw_maps, caption=caption_maps, cost="10 s",
-)  # fmt: skip
+    name="yudin-2",
+    title="Attention maps with the norm of their softmax Jacobians and g_1",
+    source=f"{PAPER}, Figure 2",
+    compute=attention_statistics,
+    draw=draw_maps,
+    caption=caption_maps,
+    cost="10 s",
+)
 
 
 def draw_histogram(ds: xr.Dataset) -> Figure:
@@ -154,41 +197,63 @@ def caption_histogram(ds: xr.Dataset) -> str:
     total = ds["histogram"].sum(("layer", "bin"))
     tight = (ds["histogram"].where(ds["bin"] < 1.1, 0).sum(("layer", "bin")) / total).to_series()
     return (
-        f"{of(ds)}, {ds.attrs['rows']} rows of positive norm; the last bin holds all ratios above 1.99. Within 10 % of the norm are: g_1 "
+        f"{of(ds)}, {ds.attrs['rows']} rows of positive norm; the last bin holds all ratios "
+        "above 1.99. Within 10 % of the norm are: g_1 "
         f"{tight['g1']:.1%}, "
-        f"the largest probability {tight['largest']:.1%}, the constant 1/2 {tight['half']:.1%} (the older constant 1 is twice that one)."
+        f"the largest probability {tight['largest']:.1%}, the constant 1/2 {tight['half']:.1%} "
+        "(the older constant 1 is twice that one)."
     )
 
 
 register(
-    name="yudin-3", title="Bounds on the softmax Jacobian over its exact norm", source=f"{PAPER}, Figure 3, with the older bounds",
-    compute=attention_statistics, draw=draw_histogram, caption=caption_histogram, cost="10 s", run="yudin-2",
-)  # fmt: skip
+    name="yudin-3",
+    title="Bounds on the softmax Jacobian over its exact norm",
+    source=f"{PAPER}, Figure 3, with the older bounds",
+    compute=attention_statistics,
+    draw=draw_histogram,
+    caption=caption_histogram,
+    cost="10 s",
+    run="yudin-2",
+)
 
 
-# -- Figure 6 -------------------------------------------------------------------------------------------------------------
+# -- Figure 6 --------------------------------------------------------------------------------------
 
 
 def heatmaps(setting: Setting) -> xr.Dataset:
     """A run of `lipbound.compare`: bounds over all samples, exact norms over the first 100."""
     count = setting.count(8, 1000)
     return compare(
-        setting.model, setting.texts[0], samples=count, exact_samples=min(count, 100), column=setting.column, split=setting.split,
-        device=setting.device, dtype=setting.dtype, seed=setting.seed, progress=False,
-    )  # fmt: skip
+        setting.model,
+        setting.texts[0],
+        samples=count,
+        exact_samples=min(count, 100),
+        column=setting.column,
+        split=setting.split,
+        device=setting.device,
+        dtype=setting.dtype,
+        seed=setting.seed,
+        progress=False,
+    )
 
 
 register(
-    name="yudin-6", title="Exact local constants and every bound, layer by head", source=f"{PAPER}, Figure 6",
-    compute=heatmaps, draw=plots.heatmaps, caption=plots.caption, cost="30 s",
-)  # fmt: skip
+    name="yudin-6",
+    title="Exact local constants and every bound, layer by head",
+    source=f"{PAPER}, Figure 6",
+    compute=heatmaps,
+    draw=plots.heatmaps,
+    caption=plots.caption,
+    cost="30 s",
+)
 
 
-# -- Theorem 4, (10), (11), Proposition 1 --------------------------------------------------------------------------------
+# -- Theorem 4, (10), (11), Proposition 1 ----------------------------------------------------------
 
 
 def interlacing(setting: Setting) -> xr.Dataset:
-    """Slack of the links of Theorem 4 on every attention row of a run; all links on some rows; Proposition 1, (10) and (11) on all."""
+    """Slack of the links of Theorem 4 on every attention row of a run; all links on some rows;
+    Proposition 1, (10) and (11) on all."""
     checkpoint, layers, data = setting.capture(setting.count(8, 112))
     worst, worst_full, counts, fulls = [], [], 0, 0
     others: dict[str, list[Tensor]] = {"proposition_1": [], "equation_10": [], "equation_11": []}
@@ -218,11 +283,13 @@ def interlacing(setting: Setting) -> xr.Dataset:
 
 
 def consequences(p: Tensor, k: int = 10) -> dict[str, Tensor]:
-    r"""Smallest slack over rows p (n, N) of what follows from Theorem 4, never negative up to rounding.
+    r"""Smallest slack over rows p (n, N) of what follows from Theorem 4, never negative up to
+    rounding.
 
-    Proposition 1 with the smallest :math:`\gamma = g_1/g_k` it allows where :math:`\gamma \le k/4`: :math:`\|M\| \le (1 - \sqrt{1 - 4\gamma/k})/2`;
-    equation (10): with :math:`\gamma = g_1 \le 1/4`, the largest probability is outside :math:`(1 \pm \sqrt{1 - 4\gamma})/2`;
-    equation (11): :math:`\sigma_1/\sigma_{k-1} \le g_1/g_k`.
+    Proposition 1 with the smallest :math:`\gamma = g_1/g_k` it allows where :math:`\gamma \le k/4`:
+    :math:`\|M\| \le (1 - \sqrt{1 - 4\gamma/k})/2`; equation (10): with
+    :math:`\gamma = g_1 \le 1/4`, the largest probability is outside
+    :math:`(1 \pm \sqrt{1 - 4\gamma})/2`; equation (11): :math:`\sigma_1/\sigma_{k-1} \le g_1/g_k`.
     """
     k = min(k, p.shape[-1])
     g1, gk = softmax.g(p), softmax.g(p, k)
@@ -230,14 +297,24 @@ def consequences(p: Tensor, k: int = 10) -> dict[str, Tensor]:
     infinite = torch.full_like(g1, torch.inf)
     gamma = torch.where(gk > 0, g1 / gk.clamp_min(1e-300), infinite)
     fits = gamma <= k / 4
-    first = torch.where(fits, (1 - (1 - 4 * gamma.clamp(max=k / 4) / k).sqrt()) / 2 - norm, infinite)
+    first = torch.where(
+        fits, (1 - (1 - 4 * gamma.clamp(max=k / 4) / k).sqrt()) / 2 - norm, infinite
+    )
     root = (1 - 4 * g1.clamp(max=0.25)).sqrt()
     top = p.amax(-1)
-    second = torch.where(g1 <= 0.25, torch.maximum((1 - root) / 2 - top, top - (1 + root) / 2), infinite)
+    second = torch.where(
+        g1 <= 0.25, torch.maximum((1 - root) / 2 - top, top - (1 + root) / 2), infinite
+    )
     inner = softmax.singular_value(p, k - 1).upper
-    third = torch.where((inner > 0) & torch.isfinite(gamma), gamma - norm / inner.clamp_min(1e-300), infinite)
+    third = torch.where(
+        (inner > 0) & torch.isfinite(gamma), gamma - norm / inner.clamp_min(1e-300), infinite
+    )
     third = third / torch.where(torch.isfinite(gamma), gamma, 1.0)
-    return {"proposition_1": first.amin(), "equation_10": second.amin(), "equation_11": third.amin()}
+    return {
+        "proposition_1": first.amin(),
+        "equation_10": second.amin(),
+        "equation_11": third.amin(),
+    }
 
 
 def draw_interlacing(ds: xr.Dataset) -> Figure:
@@ -261,28 +338,37 @@ def _links() -> list[tuple[str, str]]:
 def caption_interlacing(ds: xr.Dataset) -> str:
     """The worst slacks."""
     return (
-        f"{of(ds)}; rows, singular values and slack in float64: the first {LINKS} links of Theorem 4 on {ds.attrs['rows']:,} attention rows, "
+        f"{of(ds)}; rows, singular values and slack in float64: the first {LINKS} links of "
+        f"Theorem 4 on {ds.attrs['rows']:,} attention rows, "
         "worst relative slack "
         f"{float(ds['worst_slack'].min()):.1e} "
-        f"(0 where neighbours coincide; rounding may make it -1e-15); all links on {ds.attrs['rows_full']:,} rows, worst "
+        "(0 where neighbours coincide; rounding may make it -1e-15); all links on "
+        f"{ds.attrs['rows_full']:,} rows, worst "
         f"{float(ds['worst_slack_full']):.1e}. "
-        f"Least slack of Proposition 1 (k = 10) {float(ds['proposition_1']):.1e}, of equation (10) {float(ds['equation_10']):.1e}, of equation "
+        f"Least slack of Proposition 1 (k = 10) {float(ds['proposition_1']):.1e}, of equation "
+        f"(10) {float(ds['equation_10']):.1e}, of equation "
         "(11) (k = 10) "
         f"{float(ds['equation_11']):.1e}; inf where no row meets the assumption."
     )
 
 
 register(
-    name="yudin-theorem-4", title="Interlacing of singular values of the softmax Jacobian with g_k", source=f"{PAPER}, Theorem 4, Proposition 1",
-    compute=interlacing, draw=draw_interlacing, caption=caption_interlacing, cost="20 s",
-)  # fmt: skip
+    name="yudin-theorem-4",
+    title="Interlacing of singular values of the softmax Jacobian with g_k",
+    source=f"{PAPER}, Theorem 4, Proposition 1",
+    compute=interlacing,
+    draw=draw_interlacing,
+    caption=caption_interlacing,
+    cost="20 s",
+)
 
 
-# -- multi-head, biases ---------------------------------------------------------------------------------------------------
+# -- multi-head, biases ----------------------------------------------------------------------------
 
 
 def multihead(setting: Setting) -> xr.Dataset:
-    """Exact norm of all heads together against the root of the sum of squares and the sum of the heads' exact norms."""
+    """Exact norm of all heads together against the root of the sum of squares and the sum of the
+    heads' exact norms."""
     checkpoint, layers, data = setting.capture(setting.count(4, 100))
     exact, root, total = [], [], []
     for att in layers:
@@ -291,7 +377,9 @@ def multihead(setting: Setting) -> xr.Dataset:
         root.append(torch.linalg.vector_norm(heads, dim=-1))
         total.append(heads.sum(-1))
     names = {"exact": exact, "root_sum_square": root, "sum": total}
-    ds = xr.Dataset({name: (("layer", "sample"), torch.stack(values).numpy()) for name, values in names.items()})
+    ds = xr.Dataset(
+        {name: (("layer", "sample"), torch.stack(values).numpy()) for name, values in names.items()}
+    )
     ds.attrs = setting.attributes(checkpoint, data)
     return ds
 
@@ -299,8 +387,19 @@ def multihead(setting: Setting) -> xr.Dataset:
 def draw_multihead(ds: xr.Dataset) -> Figure:
     """Lines over layers."""
     with sheet(1, 1, width=3.45) as (figure, (axes,)):
-        for name, label in (("sum", "sum over heads"), ("root_sum_square", "root of the sum of squares"), ("exact", "exact, heads side by side")):
-            axes.plot(ds["layer"], ds[name].mean("sample"), "o-", markersize=2.5, linewidth=0.8, label=label)
+        for name, label in (
+            ("sum", "sum over heads"),
+            ("root_sum_square", "root of the sum of squares"),
+            ("exact", "exact, heads side by side"),
+        ):
+            axes.plot(
+                ds["layer"],
+                ds[name].mean("sample"),
+                "o-",
+                markersize=2.5,
+                linewidth=0.8,
+                label=label,
+            )
         axes.set(xlabel="layer", ylabel="local Lipschitz constant", yscale="log")
         axes.legend()
     return figure
@@ -310,13 +409,20 @@ def caption_multihead(ds: xr.Dataset) -> str:
     """Ratios."""
     root, total = ds["root_sum_square"] / ds["exact"], ds["sum"] / ds["exact"]
     return (
-        f"{of(ds)}: the root of the sum of squares is {float(root.min()):.3g} to {float(root.max()):.3g} times the exact norm of the heads side "
+        f"{of(ds)}: the root of the sum of squares is {float(root.min()):.3g} to "
+        f"{float(root.max()):.3g} times the exact norm of the heads side "
         "by side, "
-        f"the sum {float(total.min()):.3g} to {float(total.max()):.3g} times (all from exact norms of heads)."
+        f"the sum {float(total.min()):.3g} to {float(total.max()):.3g} times (all from exact "
+        "norms of heads)."
     )
 
 
 register(
-    name="yudin-multihead", title="Heads together against heads one by one", source=f"{PAPER}, section 3",
-    compute=multihead, draw=draw_multihead, caption=caption_multihead, cost="10 s",
-)  # fmt: skip
+    name="yudin-multihead",
+    title="Heads together against heads one by one",
+    source=f"{PAPER}, section 3",
+    compute=multihead,
+    draw=draw_multihead,
+    caption=caption_multihead,
+    cost="10 s",
+)

@@ -1,7 +1,8 @@
-r"""Norms of the softmax Jacobian other than the spectral one: in every l_p, and from the largest entry to the sum of entries.
+r"""Norms of the softmax Jacobian other than the spectral one: in every l_p, and from the largest
+entry to the sum of entries.
 
-Sources: Nair 2025, "Softmax is 1/2-Lipschitz: A tight bound across all l_p norms" (arXiv 2510.23012); Emadi 2026 (arXiv 2602.18849, abstract and
-quotations). Rows are always the last axis.
+Sources: Nair 2025, "Softmax is 1/2-Lipschitz: A tight bound across all l_p norms" (arXiv
+2510.23012); Emadi 2026 (arXiv 2602.18849, abstract and quotations). Rows are always the last axis.
 """
 
 import torch
@@ -12,21 +13,23 @@ from lipbound.attention.variants.base import UNIT
 from lipbound.errors import LipboundError, whole
 
 LARGEST_LP_NORM = 0.5
-r"""The smallest number that bounds :math:`\|M(p)\|_{p \to p}` for all probability rows, in every l_p (Nair 2025): Lemma 100
-(docs/theory/token_bounds.md)."""
+r"""The smallest number that bounds :math:`\|M(p)\|_{p \to p}` for all probability rows, in every
+l_p (Nair 2025): Lemma 100 (docs/theory/token_bounds.md)."""
 
 
 def largest_entry_norm(p: Tensor) -> Tensor:
-    r""":math:`\|M(p)\|_{\infty \to \infty} = \max_i 2 p_i (1 - p_i)` of every row (Nair 2025), which bounds the norm in every l_p.
+    r""":math:`\|M(p)\|_{\infty \to \infty} = \max_i 2 p_i (1 - p_i)` of every row (Nair 2025),
+    which bounds the norm in every l_p.
 
-    It is that of :math:`\ell_1` too. :math:`1 - p_i` is the sum of the other entries, from which nothing cancels: Lemma 100
-    (docs/theory/token_bounds.md).
+    It is that of :math:`\ell_1` too. :math:`1 - p_i` is the sum of the other entries, from which
+    nothing cancels: Lemma 100 (docs/theory/token_bounds.md).
 
     Args:
         p: (..., N), rows summing to one.
 
     Returns:
-        (...), in the dtype of ``p``; differentiable. The largest value is at the entry nearest 1/2: the largest, or, of ties, one of them.
+        (...), in the dtype of ``p``; differentiable. The largest value is at the entry nearest 1/2:
+        the largest, or, of ties, one of them.
 
     >>> float(largest_entry_norm(torch.tensor([0.75, 0.25])))
     0.375
@@ -37,12 +40,15 @@ def largest_entry_norm(p: Tensor) -> Tensor:
 
 
 def splitting_norm(p: Tensor, *, largest: int = 24) -> Enclosure:
-    r""":math:`\theta(p) = \|M(p)\|_{\infty \to 1} = 4 \max_S p(S)(1 - p(S))` of every row (Emadi 2026), between two numbers.
+    r""":math:`\theta(p) = \|M(p)\|_{\infty \to 1} = 4 \max_S p(S)(1 - p(S))` of every row (Emadi
+    2026), between two numbers.
 
-    What the sum of all changes of probabilities can be when no score changes by more than 1; near 1 where the entries can be split into two
-    halves. All subsets of the largest entries are looked at, by sorted sums of two halves of them; for the lower end the others are added to
-    them one after the other, for the upper they may be split at will. Exact to rounding for rows with at most ``largest`` entries that are not
-    zero, and where one entry is at least 1/2: Lemma 101 (docs/theory/token_bounds.md).
+    What the sum of all changes of probabilities can be when no score changes by more than 1; near 1
+    where the entries can be split into two halves. All subsets of the largest entries are looked
+    at, by sorted sums of two halves of them; for the lower end the others are added to them one
+    after the other, for the upper they may be split at will. Exact to rounding for rows with at
+    most ``largest`` entries that are not zero, and where one entry is at least 1/2: Lemma 101
+    (docs/theory/token_bounds.md).
 
     Args:
         p: (..., N), rows summing to one up to rounding; rows of zeros (padding) have norm 0.
@@ -58,7 +64,10 @@ def splitting_norm(p: Tensor, *, largest: int = 24) -> Enclosure:
     [0.75, 0.75]
     """
     if not 1 <= whole("largest", largest) <= 40:
-        raise LipboundError(f"largest is {largest}; it must be between 1 and 40, as 2^(largest/2) sums are kept for each row")
+        raise LipboundError(
+            f"largest is {largest}; it must be between 1 and 40, as 2^(largest/2) sums are kept "
+            "for each row"
+        )
     rows = p.detach().reshape(-1, p.shape[-1])
     k = min(largest, p.shape[-1])
     parts = [_split(part, k) for part in rows.split(max(1, ROWS >> ((k + 1) // 2)))]
@@ -77,7 +86,9 @@ def _split(p: Tensor, k: int) -> tuple[Tensor, Tensor]:
     rest, wanted = p[:, k:], 0.5 - left
     rest_sum = rest.sum(-1, keepdim=True)
     after = torch.searchsorted(right, wanted.contiguous())  # sums that are at least a half
-    above = (left + right.gather(-1, after.clamp_max(right.shape[-1] - 1))).masked_fill(after == right.shape[-1], torch.inf)
+    above = (left + right.gather(-1, after.clamp_max(right.shape[-1] - 1))).masked_fill(
+        after == right.shape[-1], torch.inf
+    )
     below = (left + right.gather(-1, (after - 1).clamp_min(0))).masked_fill(after == 0, -torch.inf)
     over, under = above.amin(-1) - 0.5, 0.5 - below.amax(-1)
     gap = torch.minimum(over, (under - rest_sum[:, 0]).clamp_min(0))
@@ -89,7 +100,10 @@ def _split(p: Tensor, k: int) -> tuple[Tensor, Tensor]:
     attained = torch.minimum(over, 0.5 - reached)
     lower, upper = 1 - 4 * attained**2 - error, (1 - 4 * gap**2 + error).clamp_max(1.0)
     half = top >= 0.5 * (1 + error)
-    lower, upper = torch.where(half, alone * (1 - error), lower), torch.where(half, alone * (1 + error) + 5e-324 * (others > 0), upper)
+    lower, upper = (
+        torch.where(half, alone * (1 - error), lower),
+        torch.where(half, alone * (1 + error) + 5e-324 * (others > 0), upper),
+    )
     return lower.clamp_min(0) * (top > 0), upper * (top > 0)
 
 

@@ -1,4 +1,5 @@
-r"""The Jacobian of the softmax, :math:`M(p) = \mathrm{diag}(p) - p p^T`: its exact spectral norm, and bounds on its spectrum.
+r"""The Jacobian of the softmax, :math:`M(p) = \mathrm{diag}(p) - p p^T`: its exact spectral norm,
+and bounds on its spectrum.
 
 Rows are always the last axis. No N x N matrix is formed for a row.
 """
@@ -28,28 +29,40 @@ class Enclosure(NamedTuple):
 def jacobian_norm(p: Tensor, *, max_iterations: int = 40) -> Enclosure:
     r"""Spectral norm of M(p) for every probability row, enclosed to rounding: O(N) a row.
 
-    Newton's iteration for the secular equation in a form whose terms are all positive; the residual at the last iterate gives the enclosure: Lemma 11
-    (docs/theory/softmax.md).
+    Newton's iteration for the secular equation in a form whose terms are all positive; the residual
+    at the last iterate gives the enclosure: Lemma 11 (docs/theory/softmax.md).
 
     Args:
-        p: (..., N), non-negative, any floating dtype; rows are normalised in float64 (they need only sum to one up to rounding).
-            All-zero rows (padding) have norm 0.
+        p: (..., N), non-negative, any floating dtype; rows are normalised in float64 (they need
+            only sum to one up to rounding). All-zero rows (padding) have norm 0.
 
     Returns:
-        `Enclosure` of shape (...), float64; relative width about 1e-14 (N + 20 roundings), down to subnormal norms.
+        `Enclosure` of shape (...), float64; relative width about 1e-14 (N + 20 roundings), down to
+        subnormal norms.
 
     >>> float(jacobian_norm(torch.tensor([0.5, 0.5])).upper)
     0.5...
     """
     rows = p.reshape(-1, p.shape[-1])
-    parts = [_enclose(part.double(), max_iterations) for part in rows.split(max(1, ROWS // p.shape[-1]))]
-    lower = torch.cat([part.lower for part in parts]) if parts else rows.new_zeros(0, dtype=torch.float64)
-    upper = torch.cat([part.upper for part in parts]) if parts else rows.new_zeros(0, dtype=torch.float64)
+    parts = [
+        _enclose(part.double(), max_iterations) for part in rows.split(max(1, ROWS // p.shape[-1]))
+    ]
+    lower = (
+        torch.cat([part.lower for part in parts])
+        if parts
+        else rows.new_zeros(0, dtype=torch.float64)
+    )
+    upper = (
+        torch.cat([part.upper for part in parts])
+        if parts
+        else rows.new_zeros(0, dtype=torch.float64)
+    )
     return Enclosure(lower.view(p.shape[:-1]), upper.view(p.shape[:-1]))
 
 
 def normalised(p: Tensor) -> Tensor:
-    """Rows in float64 that sum to one (all-zero rows stay): float32 rows do not, well enough for Theorem 4 of Yudin et al."""
+    """Rows in float64 that sum to one (all-zero rows stay): float32 rows do not, well enough for
+    Theorem 4 of Yudin et al."""
     p = p.double()
     total = p.sum(-1, keepdim=True)
     return p / torch.where(total > 0, total, 1.0)
@@ -70,14 +83,20 @@ def _enclose(p: Tensor, max_iterations: int) -> Enclosure:
     r = rest / safe
     gap = torch.where(rest > 0, (p2 - rest) / safe, 1.0)
     s_hat = r.sum(-1, keepdim=True)
-    slope = s_hat / (rest.sum(-1, keepdim=True) + p1).clamp_min(torch.finfo(p.dtype).tiny)  # 1 / smallest F', up to rounding
+    slope = s_hat / (rest.sum(-1, keepdim=True) + p1).clamp_min(
+        torch.finfo(p.dtype).tiny
+    )  # 1 / smallest F', up to rounding
     unit = torch.finfo(p.dtype).eps / 2
     gamma = 2 * (n + 20) * unit
 
     # Start at the Rayleigh quotient of (1, -p_i/s), exact for two tokens or a tied rest.
     w = r / s_hat.clamp_min(1e-300)
     mean = p1 - (rest * w).sum(-1, keepdim=True)
-    x = ((p1 + (rest * w * w).sum(-1, keepdim=True) - mean * mean) / (1 + (w * w).sum(-1, keepdim=True)) - p2) / safe
+    x = (
+        (p1 + (rest * w * w).sum(-1, keepdim=True) - mean * mean)
+        / (1 + (w * w).sum(-1, keepdim=True))
+        - p2
+    ) / safe
     top = s_hat * delta
     x = torch.where(simple, 1.0, torch.minimum(x.clamp_min(0), top).maximum(1e-6 * top))
     for _ in range(max_iterations):
@@ -93,17 +112,23 @@ def _enclose(p: Tensor, max_iterations: int) -> Enclosure:
     up = x + ((delta * (1 + 4 * unit) - f * (1 - gamma)) * slope).clamp_min(0)
     low = x - ((f * (1 + gamma) - delta * (1 - 4 * unit)) * slope).clamp_min(0)
     exact = torch.where(delta <= 0, p2, torch.zeros_like(p2))
-    upper = torch.where(simple, exact, p2 * (1 + torch.minimum(up, top * (1 + gamma)))) * (1 + gamma)
+    upper = torch.where(simple, exact, p2 * (1 + torch.minimum(up, top * (1 + gamma)))) * (
+        1 + gamma
+    )
     lower = torch.where(simple, exact, p2 * (1 + low.clamp_min(0))) * (1 - gamma)
-    upper = torch.where(upper > 0, upper + n * 5e-324, upper)  # rounding of subnormal numbers is absolute
+    upper = torch.where(
+        upper > 0, upper + n * 5e-324, upper
+    )  # rounding of subnormal numbers is absolute
     return Enclosure(lower[:, 0], upper[:, 0])
 
 
 def g(p: Tensor, k: int = 1) -> Tensor:
-    r""":math:`g_k(p) = p_{(k)} (1 - p_{(k)} + p_{(k+1)})` for every row, an upper bound on the k-th singular value of M(p).
+    r""":math:`g_k(p) = p_{(k)} (1 - p_{(k)} + p_{(k+1)})` for every row, an upper bound on the k-th
+    singular value of M(p).
 
-    Order statistics are decreasing, :math:`p_{(N+1)} = 0` (Yudin et al. 2025, Definition 1 and Theorem 4). For k = 1 the factor is evaluated as
-    :math:`\sum_{i \ge 2} p_{(i)} + p_{(2)}`: the printed form cancels, and in float32 falls below the norm it should bound: Lemma 11
+    Order statistics are decreasing, :math:`p_{(N+1)} = 0` (Yudin et al. 2025, Definition 1 and
+    Theorem 4). For k = 1 the factor is evaluated as :math:`\sum_{i \ge 2} p_{(i)} + p_{(2)}`: the
+    printed form cancels, and in float32 falls below the norm it should bound: Lemma 11
     (docs/theory/softmax.md).
 
     Args:
@@ -125,18 +150,21 @@ def g(p: Tensor, k: int = 1) -> Tensor:
 
 
 def singular_value(p: Tensor, k: int) -> Enclosure:
-    r"""The k-th singular value of M(p) for every probability row, between two numbers: O(N) a row and round.
+    r"""The k-th singular value of M(p) for every probability row, between two numbers: O(N) a row
+    and round.
 
-    By bisection between :math:`p_{(k+1)}` and :math:`p_{(k)}`, where it is the only root of the secular equation: Lemma 12 (docs/theory/softmax.md);
-    in :math:`\mu = \lambda - p_{(k+1)}`, so that differences :math:`p_i - \lambda` do not cancel, and over the floating-point numbers themselves,
-    which takes 64 rounds however small :math:`\mu` is.
+    By bisection between :math:`p_{(k+1)}` and :math:`p_{(k)}`, where it is the only root of the
+    secular equation: Lemma 12 (docs/theory/softmax.md); in :math:`\mu = \lambda - p_{(k+1)}`, so
+    that differences :math:`p_i - \lambda` do not cancel, and over the floating-point numbers
+    themselves, which takes 64 rounds however small :math:`\mu` is.
 
     Args:
         p: (..., N), rows summing to one.
         k: 1 ... N.
 
     Returns:
-        `Enclosure` of shape (...), float64: neighbouring numbers between which the computed left side changes sign; to a few roundings.
+        `Enclosure` of shape (...), float64: neighbouring numbers between which the computed left
+        side changes sign; to a few roundings.
 
     Raises:
         LipboundError: k outside 1 ... N.
@@ -155,7 +183,10 @@ def _bisect(p: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(p[:, 0]), torch.zeros_like(p[:, 0])
     base, top = p[:, k : k + 1], p[:, k - 1 : k]
     shifted = p - base  # exact where p is within a factor of two of it
-    low, high = torch.zeros_like(base, dtype=torch.int64), (top - base).view(torch.int64)  # bit patterns of numbers >= 0 are in their order
+    low, high = (
+        torch.zeros_like(base, dtype=torch.int64),
+        (top - base).view(torch.int64),
+    )  # bit patterns of numbers >= 0 are in their order
     for _ in range(64):
         middle = low + (high - low) // 2
         rises = (p / (shifted - middle.view(torch.float64))).sum(-1, keepdim=True) > 0
@@ -166,11 +197,13 @@ def _bisect(p: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def interlacing(p: Tensor, links: int) -> Tensor:
-    r"""Slack of the first links of Theorem 4 of Yudin et al. 2025, (..., links), float64: never negative, up to rounding, where it holds.
+    r"""Slack of the first links of Theorem 4 of Yudin et al. 2025, (..., links), float64: never
+    negative, up to rounding, where it holds.
 
-    The chain is :math:`p_{(1)} \ge g_1 \ge \sigma_1 \ge p_{(2)} \ge g_2 \ge \sigma_2 \ge \dots \ge p_{(n)} \ge g_n \ge \sigma_n = 0`, of 3 N - 1
-    links. Slack is the difference of neighbours over the left one (0 where both are 0); of the interval that encloses a singular value the
-    end is taken that makes it smaller.
+    The chain is :math:`p_{(1)} \ge g_1 \ge \sigma_1 \ge p_{(2)} \ge g_2 \ge \sigma_2 \ge \dots \ge
+    p_{(n)} \ge g_n \ge \sigma_n = 0`, of 3 N - 1 links. Slack is the difference of neighbours over
+    the left one (0 where both are 0); of the interval that encloses a singular value the end is
+    taken that makes it smaller.
 
     Args:
         p: (..., N), rows summing to one, N at least 2.
@@ -178,7 +211,9 @@ def interlacing(p: Tensor, links: int) -> Tensor:
     """
     n = p.shape[-1]
     if not 1 <= links <= 3 * n - 1:
-        raise LipboundError(f"links is {links}; the chain for rows of length {n} has 1 to {3 * n - 1}")
+        raise LipboundError(
+            f"links is {links}; the chain for rows of length {n} has 1 to {3 * n - 1}"
+        )
     p = normalised(p)
     ordered = p.sort(-1, descending=True).values
     members: list[tuple[Tensor, Tensor]] = []
@@ -187,7 +222,11 @@ def interlacing(p: Tensor, links: int) -> Tensor:
         members.append(singular_value(p, k) if k < n else (torch.zeros_like(ordered[..., 0]),) * 2)
     slacks = []
     for (left, _), (_, right) in itertools.pairwise(members[: links + 1]):
-        slacks.append(torch.where(left > 0, (left - right) / left.clamp_min(torch.finfo(left.dtype).tiny), -right))
+        slacks.append(
+            torch.where(
+                left > 0, (left - right) / left.clamp_min(torch.finfo(left.dtype).tiny), -right
+            )
+        )
     return torch.stack(slacks, -1)
 
 
@@ -197,26 +236,37 @@ def _check_order(k: int, n: int) -> None:
 
 
 def largest_jacobian_norm(p: Tensor, stretch: Tensor | None = None) -> Tensor:
-    """max_i f_i ||M(p_i)|| over the rows of each matrix, rounded upwards: (..., N, N) -> (...), float64.
+    """max_i f_i ||M(p_i)|| over the rows of each matrix, rounded upwards: (..., N, N) -> (...),
+    float64.
 
-    Rows whose g_1 lies below the largest known lower bound, the second order statistic of a row, are not solved for: Lemma 13
-    (docs/theory/softmax.md). The derivative is that of :math:`y^T M(p_i) y` at a top eigenvector y of the row that attains the maximum.
+    Rows whose g_1 lies below the largest known lower bound, the second order statistic of a row,
+    are not solved for: Lemma 13 (docs/theory/softmax.md). The derivative is that of
+    :math:`y^T M(p_i) y` at a top eigenvector y of the row that attains the maximum.
 
     Args:
-        stretch: f, (..., N), at least 1; what rounding of p takes, for instance: Lemma 84 (docs/theory/upper_values.md). One by default.
+        stretch: f, (..., N), at least 1; what rounding of p takes, for instance: Lemma 84
+            (docs/theory/upper_values.md). One by default.
     """
     double = normalised(p.detach())
     factor = torch.ones_like(double[..., 0]) if stretch is None else stretch.detach()
     upper = g(double) * (1 + 1e-13) * factor
-    lower = double.topk(min(2, p.shape[-1]), -1).values[..., -1] * factor if p.shape[-1] > 1 else torch.zeros_like(upper)
+    lower = (
+        double.topk(min(2, p.shape[-1]), -1).values[..., -1] * factor
+        if p.shape[-1] > 1
+        else torch.zeros_like(upper)
+    )
     candidates = upper >= lower.amax(-1, keepdim=True) * (1 - 1e-13)
     norms = torch.full_like(upper, -math.inf)
     norms[candidates] = jacobian_norm(double[candidates]).upper * factor[candidates]
     norm, where = norms.max(-1)
     if not (p.requires_grad and torch.is_grad_enabled()):
         return norm
-    row = normalised(p.gather(-2, where[..., None, None].expand(*where.shape, 1, p.shape[-1])))[..., 0, :]
-    form = _variance(row, top_eigenvector(row.detach())) * factor.gather(-1, where[..., None])[..., 0]
+    row = normalised(p.gather(-2, where[..., None, None].expand(*where.shape, 1, p.shape[-1])))[
+        ..., 0, :
+    ]
+    form = (
+        _variance(row, top_eigenvector(row.detach())) * factor.gather(-1, where[..., None])[..., 0]
+    )
     return norm + (form - form.detach())
 
 
@@ -227,10 +277,12 @@ def _variance(p: Tensor, y: Tensor) -> Tensor:
 
 
 def top_eigenvector(p: Tensor) -> Tensor:
-    r"""A unit eigenvector of M(p) for its norm, for rows (..., N) that sum to one; of one-hot and all-zero rows, where M is zero, the zero vector.
+    r"""A unit eigenvector of M(p) for its norm, for rows (..., N) that sum to one; of one-hot and
+    all-zero rows, where M is zero, the zero vector.
 
-    In the notation of Lemma 11 (docs/theory/softmax.md) its entry at :math:`p_1` is :math:`\sum_{i \ge 2} r_i/(x^* + a_i)`, and entry i the
-    negative of the i-th summand; where two entries tie at the top, it is their difference.
+    In the notation of Lemma 11 (docs/theory/softmax.md) its entry at :math:`p_1` is
+    :math:`\sum_{i \ge 2} r_i/(x^* + a_i)`, and entry i the negative of the i-th summand; where two
+    entries tie at the top, it is their difference.
     """
     if p.shape[-1] == 1:
         return torch.zeros_like(p)
@@ -240,7 +292,9 @@ def top_eigenvector(p: Tensor) -> Tensor:
     tie = p1 <= p2
     safe = torch.where(p2 > 0, p2, 1.0)
     x = (jacobian_norm(p).upper[..., None] - p2) / safe
-    q = torch.where(rest > 0, rest / safe, 0.0) / (x.clamp_min(1e-300) + torch.where(rest > 0, (p2 - rest) / safe, 1.0))
+    q = torch.where(rest > 0, rest / safe, 0.0) / (
+        x.clamp_min(1e-300) + torch.where(rest > 0, (p2 - rest) / safe, 1.0)
+    )
     y = torch.where(tie, torch.zeros_like(p).scatter(-1, second, 1.0), q)
     y = (y / y.amax(-1, keepdim=True).clamp_min(1e-300)).neg().scatter(-1, where, 0.0)
     y = y.scatter(-1, where, -y.sum(-1, keepdim=True))

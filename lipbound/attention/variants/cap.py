@@ -12,7 +12,8 @@ from lipbound.errors import AttentionError
 
 @dataclass(frozen=True)
 class Cap(Variant):
-    r"""Scores :math:`z \mapsto cap\,\tanh(z / cap)`, before the mask is added; Gemma 2 (2024), section 2.
+    r"""Scores :math:`z \mapsto cap\,\tanh(z / cap)`, before the mask is added; Gemma 2 (2024),
+    section 2.
 
     Args:
         value: the cap, a positive number.
@@ -41,11 +42,15 @@ class Cap(Variant):
         return True
 
     def rounded_scores(self, error: Tensor, reach: Tensor) -> tuple[Tensor, Tensor | float]:
-        # tanh has slope at most 1, and the logarithm of its derivative slope at most 2; exponentials and tanh are off by a few units
-        return error + 16 * UNIT * reach.clamp_max(self.value), torch.expm1(2 * error / self.value) * (1 + 64 * UNIT) + 64 * UNIT
+        # tanh has slope at most 1, and the logarithm of its derivative slope at most 2;
+        # exponentials and tanh are off by a few units
+        return error + 16 * UNIT * reach.clamp_max(self.value), torch.expm1(
+            2 * error / self.value
+        ) * (1 + 64 * UNIT) + 64 * UNIT
 
 
 def cap_slope(z: Tensor) -> Tensor:
-    """Derivative of tanh, 1 / cosh(z)^2; it and its own derivative keep their digits where cosh overflows."""
+    """Derivative of tanh, 1 / cosh(z)^2; it and its own derivative keep their digits where cosh
+    overflows."""
     small = torch.exp(-2 * z.abs())
     return 4 * small / (1 + small) ** 2

@@ -1,4 +1,5 @@
-"""Rotary position embeddings: what happens to queries and keys between their projections and the scores."""
+"""Rotary position embeddings: what happens to queries and keys between their projections and the
+scores."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,11 +13,13 @@ from lipbound.errors import AttentionError
 
 @dataclass(frozen=True)
 class Rotation(Variant):
-    r"""A linear map for each token, applied to its query and its key alike: coordinates i and i + r are turned by the token's i-th angle.
+    r"""A linear map for each token, applied to its query and its key alike: coordinates i and i + r
+    are turned by the token's i-th angle.
 
-    With :math:`c` = ``cos[n, i]``, :math:`s` = ``sin[n, i]``, coordinates a = i and b = i + r of token n become
-    :math:`(c\,a - s\,b,\; c\,b + s\,a)`; coordinates from 2r on stay (partial rotation). That is the layout of Llama and GPT-NeoX; others differ by
-    the order of coordinates, which no score depends on. Su et al. 2021, "RoFormer", equation (34).
+    With :math:`c` = ``cos[n, i]``, :math:`s` = ``sin[n, i]``, coordinates a = i and b = i + r of
+    token n become :math:`(c\,a - s\,b,\; c\,b + s\,a)`; coordinates from 2r on stay (partial
+    rotation). That is the layout of Llama and GPT-NeoX; others differ by the order of coordinates,
+    which no score depends on. Su et al. 2021, "RoFormer", equation (34).
 
     Args:
         cos, sin: (N, r). Not necessarily of length one: scaled variants multiply both by a factor.
@@ -27,7 +30,9 @@ class Rotation(Variant):
 
     cos: Tensor
     sin: Tensor
-    _cast: dict[torch.dtype, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False, repr=False)
+    _cast: dict[torch.dtype, tuple[Tensor, Tensor]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     name = "rotation"
     title = "rotary position embeddings"
@@ -36,7 +41,10 @@ class Rotation(Variant):
 
     def __post_init__(self) -> None:
         if self.cos.ndim != 2 or self.cos.shape != self.sin.shape or 0 in self.cos.shape:
-            raise AttentionError(f"cos and sin have shapes {tuple(self.cos.shape)} and {tuple(self.sin.shape)}; both must be (N, r)")
+            raise AttentionError(
+                f"cos and sin have shapes {tuple(self.cos.shape)} and {tuple(self.sin.shape)}; "
+                "both must be (N, r)"
+            )
         if not bool(torch.isfinite(self.cos).all() and torch.isfinite(self.sin).all()):
             raise AttentionError("cos or sin contains NaN or infinite numbers")
 
@@ -58,7 +66,9 @@ class Rotation(Variant):
     @property
     def norm(self) -> float:
         """Upper value of the norms of the tokens' maps, at least 1."""
-        return max(1.0, float((self.cos.double() ** 2 + self.sin.double() ** 2).amax().sqrt())) * (1 + 1e-14)
+        return max(1.0, float((self.cos.double() ** 2 + self.sin.double() ** 2).amax().sqrt())) * (
+            1 + 1e-14
+        )
 
     def turn(self, x: Tensor) -> Tensor:
         """Every token's map: (..., N, d) -> (..., N, d)."""
@@ -82,7 +92,7 @@ class Rotation(Variant):
         """On another device."""
         return Rotation(self.cos.to(device), self.sin.to(device))
 
-    # -- as a variant ----------------------------------------------------------------------------------------------------
+    # -- as a variant ------------------------------------------------------------------------------
 
     def inputs(self) -> list[Tensor]:
         return [self.cos, self.sin]
@@ -90,14 +100,17 @@ class Rotation(Variant):
     def check(self, shapes: Shapes) -> None:
         if self.tokens != shapes.x[1] or self.width > shapes.w_q[2]:
             raise AttentionError(
-                f"rotation is of {self.tokens} tokens and turns {self.width} coordinates; with x {shapes.x} and w_q "
+                f"rotation is of {self.tokens} tokens and turns {self.width} coordinates; with x "
+                f"{shapes.x} and w_q "
                 f"{shapes.w_q} it must be of {shapes.x[1]} tokens and turn at most {shapes.w_q[2]}"
             )
 
     def enter(self, side: Side, x: Tensor, y: Tensor, valid: Tensor | None) -> Tensor:
         return self.turn(y)
 
-    def step(self, side: Side, x: Tensor, y: Callable[[], Tensor], dtype: torch.dtype) -> "RotationStep":
+    def step(
+        self, side: Side, x: Tensor, y: Callable[[], Tensor], dtype: torch.dtype
+    ) -> "RotationStep":
         return RotationStep(self)
 
     def rounded(self, side: Side, x: Tensor, y: Tensor, before: Passing) -> Passing:
@@ -148,12 +161,15 @@ class RotationStep:
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Vectors x (..., d) with coordinates i and i + r turned, cos and sin (..., r) broadcastable to those coordinates."""
+    """Vectors x (..., d) with coordinates i and i + r turned, cos and sin (..., r) broadcastable to
+    those coordinates."""
     r = cos.shape[-1]
     a, b, rest = x[..., :r], x[..., r : 2 * r], x[..., 2 * r :]
     if not torch.is_grad_enabled():  # without temporaries, which cost more than the arithmetic
         lead = (1,) * (x.ndim - cos.ndim) + cos.shape[:-1]
-        out = x.new_empty(*(n if m == 1 else m for n, m in zip(x.shape, lead, strict=False)), x.shape[-1])
+        out = x.new_empty(
+            *(n if m == 1 else m for n, m in zip(x.shape, lead, strict=False)), x.shape[-1]
+        )
         torch.mul(cos, a, out=out[..., :r]).addcmul_(sin, b, value=-1)
         torch.mul(cos, b, out=out[..., r : 2 * r]).addcmul_(sin, a)
         if rest.shape[-1]:

@@ -21,57 +21,69 @@ CERTIFIED_DELTA = 1e-10
 
 
 @in_own_modes
-def over_ball(att: Attention, radius: float | Sequence[float], *, norm: str = "token", at: str = "certified") -> Tensor:
+def over_ball(
+    att: Attention, radius: float | Sequence[float], *, norm: str = "token", at: str = "certified"
+) -> Tensor:
     r"""An upper bound on :math:`\|J(X')\|` for every X' in a ball around the layer's input.
 
     Args:
         att: the layer at the centre; computed in float64.
         radius: of the ball, in the units of ``x`` (0 is the centre); a sequence gives a curve.
         norm: "token": every token moves by at most ``radius``; "frobenius": all of X does.
-        at: the value at the centre: "certified" (the upper end of the exact norm, with failure probability 1e-10 for the call) or
-            the registry name of a bound on the head.
+        at: the value at the centre: "certified" (the upper end of the exact norm, with failure
+            probability 1e-10 for the call) or the registry name of a bound on the head.
 
     Returns:
         (samples, heads), or (samples, heads, radii), float64.
 
     Raises:
-        LipboundError: a negative radius, an unknown norm, a bound at the centre that is about another map or whose assumptions do not hold,
-            normalised queries or keys.
+        LipboundError: a negative radius, an unknown norm, a bound at the centre that is about
+            another map or whose assumptions do not hold, normalised queries or keys.
 
-    Rotary position embeddings, capped scores and sinks change some of what follows: `lipbound.bounds.ball.centre_entries_variants`.
+    Rotary position embeddings, capped scores and sinks change some of what follows:
+    `lipbound.bounds.ball.centre_entries_variants`.
 
-    With :math:`D_{ij} = |v_j - o_i|`, :math:`F_{ij} = |\tilde k_j - \sum_l P_{il} \tilde k_l|`, :math:`u_i = |\tilde q_i|`, P' between
-    :math:`P^-` and :math:`P^+` (`lipbound.bounds.ball.softmax_interval`), :math:`\Delta = \max(P^+ - P, P - P^-)`, :math:`a_V = \|W_V\|\rho`,
-    :math:`a_A = \|A\|\rho` and
+    With :math:`D_{ij} = |v_j - o_i|`, :math:`F_{ij} = |\tilde k_j - \sum_l P_{il} \tilde k_l|`,
+    :math:`u_i = |\tilde q_i|`, P' between :math:`P^-` and :math:`P^+`
+    (`lipbound.bounds.ball.softmax_interval`), :math:`\Delta = \max(P^+ - P, P - P^-)`,
+    :math:`a_V = \|W_V\|\rho`, :math:`a_A = \|A\|\rho` and
 
-    - :math:`w_i = \min(\sum_j \Delta_{ij} D_{ij}, \max_j D_{ij})`, :math:`w^k_i` the same with F for D;
-    - :math:`m_i = \rho`, or :math:`\rho\,(\max_j P^+_{ij})^{1/2}` for a Frobenius ball, :math:`m^V = \|W_V\| m`, :math:`m^A = \|A\| m`;
+    - :math:`w_i = \min(\sum_j \Delta_{ij} D_{ij}, \max_j D_{ij})`, :math:`w^k_i` the same with F
+      for D;
+    - :math:`m_i = \rho`, or :math:`\rho\,(\max_j P^+_{ij})^{1/2}` for a Frobenius ball,
+      :math:`m^V = \|W_V\| m`, :math:`m^A = \|A\| m`;
     - :math:`e_i = a_V + m^V_i + w_i`;
-    - :math:`c^v_i = \min(\|Cov_{P_i} v\| + \sum_j \Delta_{ij} D_{ij}^2, \sum_j P^+_{ij} D_{ij}^2, \max_j D_{ij}^2)`, :math:`c^k_i` the same for
-      :math:`\tilde k` with F;
-    - :math:`b_i = \sum_j \Delta_{ij} D_{ij} F_{ij} + w_i w^k_i + m^V_i (c^k_i)^{1/2} + m^A_i (c^v_i)^{1/2} + m^V_i m^A_i`,
-      :math:`B^+_i = \min(\|B_i\| + b_i, ((c^v_i)^{1/2} + m^V_i)((c^k_i)^{1/2} + m^A_i))`;
+    - :math:`c^v_i = \min(\|Cov_{P_i} v\| + \sum_j \Delta_{ij} D_{ij}^2, \sum_j P^+_{ij} D_{ij}^2,
+      \max_j D_{ij}^2)`, :math:`c^k_i` the same for :math:`\tilde k` with F;
+    - :math:`b_i = \sum_j \Delta_{ij} D_{ij} F_{ij} + w_i w^k_i + m^V_i (c^k_i)^{1/2} + m^A_i
+      (c^v_i)^{1/2} + m^V_i m^A_i`, :math:`B^+_i = \min(\|B_i\| + b_i, ((c^v_i)^{1/2} +
+      m^V_i)((c^k_i)^{1/2} + m^A_i))`;
     - :math:`t_{ij} = \|W_V\| + (\min(D_{ij} + w_i, 2 \max_l D_{il}) + a_V + m^V_i)(u_i + a_A)`,
 
     :math:`\sup \|J(X')\|` is at most the smallest of
 
     .. math::
-        (a)\;& \|J(X)\| + \|\Delta \circ (\|W_V\| + D u) + P^+ \circ (e (u + a_A) + D a_A) + \mathrm{diag}\, b\| \\
+        (a)\;& \|J(X)\| + \|\Delta \circ (\|W_V\| + D u) + P^+ \circ (e (u + a_A) + D a_A)
+            + \mathrm{diag}\, b\| \\
         (b)\;& \|P^+ \circ t + \mathrm{diag}\, B^+\| \\
         (c)\;& (\max t \cdot \max_j \textstyle\sum_i P^+_{ij} t_{ij})^{1/2} + \max_i B^+_i
 
     Proof: Lemma 27 (docs/theory/balls.md).
 
-    The value is the smaller of that and a bound by sums over pairs of tokens, which is tighter at most radii: Lemma 108 (docs/theory/ball_pairs.md)
-    and Lemma 116 (docs/theory/ball_norm.md) for plain heads, Lemma 110 (docs/theory/ball_pairs.md) for those with rotary position embeddings or
+    The value is the smaller of that and a bound by sums over pairs of tokens, which is tighter at
+    most radii: Lemma 108 (docs/theory/ball_pairs.md) and Lemma 116 (docs/theory/ball_norm.md) for
+    plain heads, Lemma 110 (docs/theory/ball_pairs.md) for those with rotary position embeddings or
     sinks. Heads with capped scores have the bound above alone.
 
-    As the radius goes to 0, (a) goes to the value at the centre; (c) grows like :math:`\rho^2 \sqrt N`, as global bounds must.
+    As the radius goes to 0, (a) goes to the value at the centre; (c) grows like
+    :math:`\rho^2 \sqrt N`, as global bounds must.
     """
     return _over_ball(att, radius, norm, at, entries_only=False)
 
 
-def _over_ball(att: Attention, radius: float | Sequence[float], norm: str, at: str, *, entries_only: bool) -> Tensor:
+def _over_ball(
+    att: Attention, radius: float | Sequence[float], norm: str, at: str, *, entries_only: bool
+) -> Tensor:
     """`over_ball`; or, with ``entries_only``, what (a), (b) and (c) alone make of it."""
     single, radii = _checked(att, radius, norm)
     double = att.double()
@@ -83,11 +95,17 @@ def _over_ball(att: Attention, radius: float | Sequence[float], norm: str, at: s
     return values[..., 0] if single else values
 
 
-def _checked(att: Attention, radius: float | Sequence[float], norm: str) -> tuple[bool, list[float]]:
-    """Whether one radius was given, and all of them; raises where the layer or the ball is not covered."""
+def _checked(
+    att: Attention, radius: float | Sequence[float], norm: str
+) -> tuple[bool, list[float]]:
+    """Whether one radius was given, and all of them; raises where the layer or the ball is not
+    covered."""
     check_layer(att, "over_ball")
     if "qk_norm" in att.variants:
-        raise AttentionError("over_ball does not cover normalised queries and keys, whose derivative changes with the input; lipbound.attack does")
+        raise AttentionError(
+            "over_ball does not cover normalised queries and keys, whose derivative changes with "
+            "the input; lipbound.attack does"
+        )
     att.only("over_ball", COVERS)
     found = check_radii(radius, norm)
     if att.cache.recording:
@@ -95,19 +113,26 @@ def _checked(att: Attention, radius: float | Sequence[float], norm: str) -> tupl
     return found
 
 
-def _sample(att: Attention, radii: list[float], norm: str, entries_only: bool) -> tuple[Tensor, Tensor]:
-    """How far J moves from that at one unpadded sample of a float64 layer, and how large it gets, (heads, radii) each, through the layer's copy of
-    ordinary size: Lemma 73 (docs/theory/upper_values.md)."""
+def _sample(
+    att: Attention, radii: list[float], norm: str, entries_only: bool
+) -> tuple[Tensor, Tensor]:
+    """How far J moves from that at one unpadded sample of a float64 layer, and how large it gets,
+    (heads, radii) each, through the layer's copy of ordinary size: Lemma 73
+    (docs/theory/upper_values.md)."""
     one, exponents, exact = att.unit_scales()
     sizes = [torch.frexp(t.x.abs().amax()) for t in (one, att)]
     shift = sizes[0].exponent - sizes[1].exponent
     if not -1000 < int(shift) < 1000:
-        nothing = torch.full((att.heads, len(radii)), torch.inf, dtype=torch.float64, device=att.device)
+        nothing = torch.full(
+            (att.heads, len(radii)), torch.inf, dtype=torch.float64, device=att.device
+        )
         return nothing, nothing
     around = PairedVariantCentre(one) if one.variants else PairedBallCentre(one)
     bounds = around.by_entries if entries_only else around.bounds
     found = [bounds(r * float(exact_power(shift)), norm) for r in radii]
-    hidden = TINY * (torch.linalg.vector_norm(one.w_v, dim=(1, 2)) + one.centred_v[0].norm(dim=-1).amax(-1))
+    hidden = TINY * (
+        torch.linalg.vector_norm(one.w_v, dim=(1, 2)) + one.centred_v[0].norm(dim=-1).amax(-1)
+    )
 
     def ordinary(values: Tensor) -> Tensor:
         values = times_power_up((values + hidden[:, None]).mT, exponents).mT
@@ -123,9 +148,18 @@ def _centre(att: Attention, at: str) -> Tensor:
         return spectral_norm(att, tol=CERTIFIED_TOL, delta=CERTIFIED_DELTA).upper.to(att.device)
     bound = get(at)
     if bound.map != "head":
-        raise LipboundError(f"at={at!r} bounds another map, {bound.map} attention; use at='certified' or a bound on the head")
+        raise LipboundError(
+            f"at={at!r} bounds another map, {bound.map} attention; use at='certified' or a bound "
+            "on the head"
+        )
     if bound.norm != "frobenius":
-        raise LipboundError(f"at={at!r} is stated in the {bound.norm} norm, and this one in Frobenius's; use at='certified' or 'lipbound'")
+        raise LipboundError(
+            f"at={at!r} is stated in the {bound.norm} norm, and this one in Frobenius's; use "
+            "at='certified' or 'lipbound'"
+        )
     if not bool(bound.sound(att).all()):
-        raise LipboundError(f"at={at!r} is not a bound here: it asks for {bound.assumptions}; use at='certified' or 'lipbound'")
+        raise LipboundError(
+            f"at={at!r} is not a bound here: it asks for {bound.assumptions}; use at='certified' "
+            "or 'lipbound'"
+        )
     return bound(att)

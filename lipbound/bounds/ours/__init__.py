@@ -2,7 +2,8 @@
 
 CITATION = "lipbound2026"
 BIBTEX = """@misc{lipbound2026,
-  title  = {lipbound: exact local {L}ipschitz constants of attention heads, beside published bounds},
+  title  = {lipbound: exact local {L}ipschitz constants of attention heads, beside published
+            bounds},
   author = {{The lipbound developers}},
   year   = {2026},
   note   = {Software}

@@ -1,7 +1,9 @@
-r"""Our own closed-form bounds: compression of the blocks of :math:`J J^T`, and of J, by token pairs.
+r"""Our own closed-form bounds: compression of the blocks of :math:`J J^T`, and of J, by token
+pairs.
 
-Symbols: docs/theory/notation.md. In short :math:`A_i` (d_v x N) has columns :math:`P_{ij}(v_j - o_i)`, :math:`\tilde q_i = c\,W_K q_i` and
-:math:`B_i = c\,A_i K W_Q^T` with :math:`c` = ``scale``.
+Symbols: docs/theory/notation.md. In short :math:`A_i` (d_v x N) has columns
+:math:`P_{ij}(v_j - o_i)`, :math:`\tilde q_i = c\,W_K q_i` and :math:`B_i = c\,A_i K W_Q^T` with
+:math:`c` = ``scale``.
 """
 
 import torch
@@ -26,8 +28,10 @@ BLOCK_KEY = "lipbound_block"
     label="lipbound",
     citation=CITATION,
     bibtex=BIBTEX,
-    statement="||J||^2 <= min(||E + K||, ||E|| + L), N x N matrices of norms of the blocks of J J^T (see its docstring)",
-    statement_latex=r"$\|J\|^2 \le \min(\|E + K\|, \|E\| + L)$, $N \times N$ matrices of norms of the blocks of $J J^T$ (see its docstring)",
+    statement="||J||^2 <= min(||E + K||, ||E|| + L), N x N matrices of norms of the blocks of J "
+    "J^T (see its docstring)",
+    statement_latex=r"$\|J\|^2 \le \min(\|E + K\|, \|E\| + L)$, $N \times N$ matrices of norms "
+    r"of the blocks of $J J^T$ (see its docstring)",
     source="Lemma 16 in the documentation of lipbound",
     assumptions="any biases, any mask",
     condition=conditions.always,
@@ -37,7 +41,8 @@ BLOCK_KEY = "lipbound_block"
     longest=longest,
 )
 def lipbound(att: Attention) -> Tensor:
-    r"""Path-Gram compression: within a factor of about 1.3 of the exact norm on pretrained heads, in float64.
+    r"""Path-Gram compression: within a factor of about 1.3 of the exact norm on pretrained heads,
+    in float64.
 
     With :math:`S = P P^T`, :math:`E_{ij} = P_{ij}|v_j - o_i|`, :math:`z_i = W_V^T \tilde q_i` and
     :math:`a_{ik} = \min((E P^T)_{ik}, \|A_i\| |P_k|)`, let
@@ -46,26 +51,33 @@ def lipbound(att: Attention) -> Tensor:
         X_{ik} &= P_{ik}\,\|B_k W_V\| + P_{ki}\,|B_i \tilde q_k|\,|v_i - o_k| + |z_i|\,a_{ik} \\
         E_0 &= S\,\|W_V\|^2 + \mathrm{diag}\,\|B_i\|^2 + X + X^T \\
         K_{ik} &= |\tilde q_i \cdot \tilde q_k|\,\min(\|A_i\|\|A_k\|, (E E^T)_{ik}) \\
-        L &= \min\big(\|\mathrm{diag}(\|A_i\|)\,\tilde Q\|^2,\ \|\textstyle\sum_i |\tilde q_i|^2 A_i^T A_i\|\big)
+        L &= \min\big(\|\mathrm{diag}(\|A_i\|)\,\tilde Q\|^2,
+            \|\textstyle\sum_i |\tilde q_i|^2 A_i^T A_i\|\big)
 
     Then :math:`\|J\|^2 \le \min(\|E_0 + K\|, \|E_0\| + L)`.
 
-    This is Lemma 16 (docs/theory/bounds.md): norms of the terms of each block of :math:`J J^T`, compressed.
+    This is Lemma 16 (docs/theory/bounds.md): norms of the terms of each block of :math:`J J^T`,
+    compressed.
 
-    J depends on keys and values only through differences, so both are centred first; the norms of small matrices are upper values
-    (`lipbound.linalg.matrix_norms.block_norm`, within 1 %), of float32 products whose rounding is allowed for. Where derivatives are wanted, products
-    are float64, and values differ in their fourth or fifth digit. Memory O(N^2 + N d d_v) per head. Differentiable in all that enters J (not
-    ``b_k``, ``b_v``); where the norm of a matrix has no derivative (several equal top singular values), the derivative is that along one of its top
+    J depends on keys and values only through differences, so both are centred first; the norms of
+    small matrices are upper values (`lipbound.linalg.matrix_norms.block_norm`, within 1 %), of
+    float32 products whose rounding is allowed for. Where derivatives are wanted, products are
+    float64, and values differ in their fourth or fifth digit. Memory O(N^2 + N d d_v) per head.
+    Differentiable in all that enters J (not ``b_k``, ``b_v``); where the norm of a matrix has no
+    derivative (several equal top singular values), the derivative is that along one of its top
     pairs.
 
-    The matrices over all pairs of tokens, 17 and one for each head, may take 4 GB: 5,271 tokens for one head, 4,153 for twelve. For longer inputs
-    take the enclosure of the exact norm, which is cheaper there.
-    With rotary position embeddings, normalised queries and keys, capped scores or sinks: `lipbound.bounds.ours.pairwise_variants`.
+    The matrices over all pairs of tokens, 17 and one for each head, may take 4 GB: 5,271 tokens for
+    one head, 4,153 for twelve. For longer inputs take the enclosure of the exact norm, which is
+    cheaper there. With rotary position embeddings, normalised queries and keys, capped scores or
+    sinks: `lipbound.bounds.ours.pairwise_variants`.
     """
 
     def make() -> Tensor:
         values = in_chunks(att, _lipbound)
-        att.memo(BLOCK_KEY, lambda: values[..., 1])  # its parts are the same numbers, whichever bound needs them first
+        att.memo(
+            BLOCK_KEY, lambda: values[..., 1]
+        )  # its parts are the same numbers, whichever bound needs them first
         return values[..., 0]
 
     return att.memo("lipbound", make)
@@ -76,8 +88,10 @@ def lipbound(att: Attention) -> Tensor:
     label="lipbound, blocks of J",
     citation=CITATION,
     bibtex=BIBTEX,
-    statement="||J|| <= ||[P_ij (||W_V|| + |v_j - o_i| |c W_K q_i|)]_ij + diag ||B_i|| ||, an N x N matrix",
-    statement_latex=r"$\|J\| \le \|\,[P_{ij} (\|W_V\| + |v_j - o_i| |\mathrm{scale}\,W_K q_i|)]_{ij} + \mathrm{diag}\,\|B_i\|\,\|$, an $N \times N$ "
+    statement="||J|| <= ||[P_ij (||W_V|| + |v_j - o_i| |c W_K q_i|)]_ij + diag ||B_i|| ||, an N "
+    "x N matrix",
+    statement_latex=r"$\|J\| \le \|\,[P_{ij} (\|W_V\| + |v_j - o_i| |\mathrm{scale}\,W_K "
+    r"q_i|)]_{ij} + \mathrm{diag}\,\|B_i\|\,\|$, an $N \times N$ "
     "matrix",
     source="Lemma 15 in the documentation of lipbound",
     assumptions="any biases, any mask",
@@ -90,15 +104,19 @@ def lipbound(att: Attention) -> Tensor:
 def lipbound_block(att: Attention) -> Tensor:
     r"""Compression of J itself: about 2 times the exact norm on pretrained heads.
 
-    .. math:: \|J\| \le \big\|\,[P_{ij}(\|W_V\| + |v_j - o_i||\tilde q_i|)]_{ij} + \mathrm{diag}\,\|B_i\|\,\big\|
+    .. math::
+        \|J\| \le \big\|\,[P_{ij}(\|W_V\| + |v_j - o_i||\tilde q_i|)]_{ij} +
+        \mathrm{diag}\,\|B_i\|\,\big\|
 
-    The entries bound the norms of the blocks of J: Lemmas 14 and 15 (docs/theory/bounds.md). As long inputs as for ``lipbound``.
+    The entries bound the norms of the blocks of J: Lemmas 14 and 15 (docs/theory/bounds.md). As
+    long inputs as for ``lipbound``.
     """
     return att.memo(BLOCK_KEY, lambda: in_chunks(att, _block)[..., 1])
 
 
 def _block(att: Attention, sample: int, heads: slice) -> Tensor:
-    """`lipbound_block` for some heads of one sample, twice, (heads, 2): laid out as by `_lipbound`, so that norms over heads round alike."""
+    """`lipbound_block` for some heads of one sample, twice, (heads, 2): laid out as by `_lipbound`,
+    so that norms over heads round alike."""
     return BlockNorms(att, sample, heads).block()[:, None].expand(-1, 2)
 
 
@@ -107,22 +125,31 @@ def _lipbound(att: Attention, sample: int, heads: slice) -> Tensor:
     parts = BlockNorms(att, sample, heads, gram=True)
     v, o, qt, a, n = parts.v, parts.o, parts.qt, parts.a, att.tokens
     e0 = parts.values() + parts.queries() + parts.mixed()
-    together, without = nonnegative_norm(e0 + parts.keys(), rtol=RTOL), nonnegative_norm(e0, rtol=RTOL)
+    together, without = (
+        nonnegative_norm(e0 + parts.keys(), rtol=RTOL),
+        nonnegative_norm(e0, rtol=RTOL),
+    )
 
     rows = parts.p * parts.qt_norm
     lengths = v.detach().norm(dim=-1)[..., None, :] + o.detach().norm(dim=-1)[..., :, None]
     off = gamma(n + att.d_v + 10) * (rows.detach() * lengths).square().sum((-1, -2))
     key = (matrix_norm(a[..., None] * qt) + (a.detach() * parts.off_qt).norm(dim=-1)) ** 2
-    least = (rows.detach() * parts.distance.detach()).square().sum(-2).amax(-1)  # a diagonal entry of the matrix whose norm may be smaller
+    least = (
+        (rows.detach() * parts.distance.detach()).square().sum(-2).amax(-1)
+    )  # a diagonal entry of the matrix whose norm may be smaller
     matters = ~((key <= least) | (without + least >= together))
     if bool(matters.any()):
         some = matters.nonzero()[:, 0]
-        other = _second(rows[some], v[some], o[some], off[some], key[some], without[some], together[some])
+        other = _second(
+            rows[some], v[some], o[some], off[some], key[some], without[some], together[some]
+        )
         key = key.index_put((some,), torch.minimum(key[some], other))
     return torch.stack([root(torch.minimum(together, without + key)), parts.block()], -1)
 
 
-def _second(rows: Tensor, v: Tensor, o: Tensor, off: Tensor, key: Tensor, without: Tensor, together: Tensor) -> Tensor:
+def _second(
+    rows: Tensor, v: Tensor, o: Tensor, off: Tensor, key: Tensor, without: Tensor, together: Tensor
+) -> Tensor:
     """The second number of L, (heads,), where it may be what decides; infinity where not."""
     pair = rows.mT @ rows
     shifted = (v @ v.mT) * pair
@@ -132,13 +159,18 @@ def _second(rows: Tensor, v: Tensor, o: Tensor, off: Tensor, key: Tensor, withou
     matters = ~((key <= least) | (without + least >= together))
     value = torch.full_like(key, torch.inf).detach()
     if bool(matters.any()):
-        value = value.index_put((matters.nonzero()[:, 0],), symmetric_norm(second[matters]) + off[matters])
+        value = value.index_put(
+            (matters.nonzero()[:, 0],), symmetric_norm(second[matters]) + off[matters]
+        )
     return value
 
 
 def _quotient(g: Tensor) -> Tensor:
-    """Rayleigh quotients of symmetric matrices (heads, n, n) near their largest eigenvalues, (heads,): after two steps from the largest column."""
-    y = g.gather(-2, g.diagonal(dim1=-2, dim2=-1).argmax(-1)[:, None, None].expand(-1, 1, g.shape[-1]))
+    """Rayleigh quotients of symmetric matrices (heads, n, n) near their largest eigenvalues,
+    (heads,): after two steps from the largest column."""
+    y = g.gather(
+        -2, g.diagonal(dim1=-2, dim2=-1).argmax(-1)[:, None, None].expand(-1, 1, g.shape[-1])
+    )
     for _ in range(2):
         y = y @ g
         y = y / y.norm(dim=-1, keepdim=True).clamp_min(1e-300)

@@ -21,19 +21,38 @@ def block_terms(bound: Bound, att: Attention) -> dict[str, Tensor]:
 
 def _terms(att: Attention, *, gram: bool) -> dict[str, Tensor]:
     what = f"terms of our bounds at {att.tokens} tokens need matrices over all their pairs"
-    require(MATRICES * att.heads * 8.0 * att.tokens**2, att.device, what, "measure shorter inputs or fewer heads")
+    require(
+        MATRICES * att.heads * 8.0 * att.tokens**2,
+        att.device,
+        what,
+        "measure shorter inputs or fewer heads",
+    )
     found: dict[str, list[Tensor]] = {}
     for sample in samples_of(att):
         parts = BlockNorms(sample.layer, 0, slice(None), gram=gram)
         if gram:
-            terms = {"values": parts.values(), "keys": parts.keys(), "queries": parts.queries(), "mixed": parts.mixed()}
+            terms = {
+                "values": parts.values(),
+                "keys": parts.keys(),
+                "queries": parts.queries(),
+                "mixed": parts.mixed(),
+            }
         else:
             moved = parts.p * parts.distance * parts.qt_norm
-            terms = {"values": parts.p * parts.norm_v, "keys": moved, "queries": torch.diag_embed(parts.b)}
+            terms = {
+                "values": parts.p * parts.norm_v,
+                "keys": moved,
+                "queries": torch.diag_embed(parts.b),
+            }
         total = torch.stack(list(terms.values())).sum(0)
         u, _, vh = torch.linalg.svd(total)
-        forms = {key: (u[..., None, :, 0] @ term @ vh[..., 0, :, None])[..., 0, 0] for key, term in terms.items()}
+        forms = {
+            key: (u[..., None, :, 0] @ term @ vh[..., 0, :, None])[..., 0, 0]
+            for key, term in terms.items()
+        }
         whole = torch.stack(list(forms.values())).sum(0)
         for key, form in forms.items():
-            found.setdefault(key, []).append(torch.where(whole > 0, form / torch.where(whole > 0, whole, 1.0), 0.0))
+            found.setdefault(key, []).append(
+                torch.where(whole > 0, form / torch.where(whole > 0, whole, 1.0), 0.0)
+            )
     return {key: torch.stack(values) for key, values in found.items()}

@@ -1,4 +1,5 @@
-"""How far the vectors of tokens are spread in any one direction, for weights of every pair of tokens: Lemma 109 (docs/theory/ball_pairs.md)."""
+"""How far the vectors of tokens are spread in any one direction, for weights of every pair of
+tokens: Lemma 109 (docs/theory/ball_pairs.md)."""
 
 from collections.abc import Callable
 
@@ -14,8 +15,11 @@ Maps = Callable[[slice], Tensor]
 """Of some tokens, (heads, tokens, d, r): vectors are mapped by their transposes."""
 
 
-def spread(w: Tensor, x: Tensor, centre: Tensor | None, off: Tensor | None = None, maps: Maps | None = None) -> Tensor:
-    """||sum_j w_ij y_ij y_ij^T||^(1/2) for y_ij = F_i^T (x_j - c_i), each known up to ``off`` (heads, N, 1): (heads, N, 1).
+def spread(
+    w: Tensor, x: Tensor, centre: Tensor | None, off: Tensor | None = None, maps: Maps | None = None
+) -> Tensor:
+    """||sum_j w_ij y_ij y_ij^T||^(1/2) for y_ij = F_i^T (x_j - c_i), each known up to ``off``
+    (heads, N, 1): (heads, N, 1).
 
     From w (heads, N, M), x (heads, M, d), c (heads, N, d), or 0, and the maps F of the rows.
     """
@@ -24,7 +28,10 @@ def spread(w: Tensor, x: Tensor, centre: Tensor | None, off: Tensor | None = Non
     size, side = w @ length.square(), torch.zeros_like(w[..., :1])
     if centre is not None:
         far = centre.norm(dim=-1, keepdim=True)
-        side, size = w @ x - total / 2 * centre, size + 2 * far * (w @ length) + far.square() * total
+        side, size = (
+            w @ x - total / 2 * centre,
+            size + 2 * far * (w @ length) + far.square() * total,
+        )
     lost = gamma(m + 2 * d + 18) * size  # the difference cancels
     pairs, step = outer(x, x), max(1, PAIR_CHUNK // (8 * len(x) * d * d))
     found = []

@@ -21,7 +21,9 @@ BIBTEX = """@inproceedings{castin2024smooth,
   year      = {2024},
   note      = {arXiv:2312.14820}
 }"""
-_terms = values_and_softmax(lambda att, value: ((ROOT3 * factors.norm_v(att) * factors.root_count(att)) / value) ** 2)
+_terms = values_and_softmax(
+    lambda att, value: ((ROOT3 * factors.norm_v(att) * factors.root_count(att)) / value) ** 2
+)
 
 
 def _theorem_3_3(att: Attention, radius: float, norm: str = "token") -> Tensor:
@@ -37,26 +39,33 @@ def _theorem_3_3(att: Attention, radius: float, norm: str = "token") -> Tensor:
     citation=CITATION,
     bibtex=BIBTEX,
     statement="||J|| <= sqrt(3) ||W_V|| (||A||^2 R^4 (4N+1) + N)^(1/2), R = max_i |x_i|",
-    statement_latex=r"$\|J\| \le \sqrt{3}\,\|W_V\|\,(\|A\|^2 R^4 (4N+1) + N)^{1/2}$, $R = \max_i |x_i|$",
+    statement_latex=r"$\|J\| \le \sqrt{3}\,\|W_V\|\,(\|A\|^2 R^4 (4N+1) + N)^{1/2}$, $R = \max_i "
+    r"|x_i|$",
     source="Theorem 3.3; Theorem 4.3 with a causal mask",
     assumptions="no query bias; any mask",
     condition=conditions.no_query_bias,
     cost="O(N D + D d^2)",
     terms=_terms,
     ball=_theorem_3_3,
-    caveat="it ignores the query bias, which enters the scores; with a large one the exact norm exceeds it",
+    caveat="it ignores the query bias, which enters the scores; with a large one the exact norm "
+    "exceeds it",
     covers=conditions.LINEAR,
 )
 def castin(att: Attention) -> Tensor:
-    r"""Theorem 3.3 (Theorem 2 of Yudin et al. 2025), with the radius of the smallest centred ball that holds the tokens:
+    r"""Theorem 3.3 (Theorem 2 of Yudin et al. 2025), with the radius of the smallest centred ball
+    that holds the tokens:
 
-    .. math:: \|J\| \le \sqrt 3\,\|W_V\|\,\big(\|A\|^2 R^4 (4N+1) + N\big)^{1/2},\quad A = \mathrm{scale}\,W_Q W_K^T,\ R = \max_i |x_i|
+    .. math::
+        \|J\| \le \sqrt 3\,\|W_V\|\,\big(\|A\|^2 R^4 (4N+1) + N\big)^{1/2},\quad A =
+        \mathrm{scale}\,W_Q W_K^T,\ R = \max_i |x_i|
 
-    Theorem 4.3 is the same formula with a causal mask; it holds for any additive mask: Lemma 36 (docs/theory/published.md). With a query bias it
-    fails: use ``castin_bias``.
+    Theorem 4.3 is the same formula with a causal mask; it holds for any additive mask: Lemma 36
+    (docs/theory/published.md). With a query bias it fails: use ``castin_bias``.
 
-    With rotary embeddings :math:`\|A\|` is replaced by :math:`\mathrm{scale}\,\max\|R_i\|^2\|W_Q\|\|W_K\|`, which bounds every
-    :math:`A_{ij} = \mathrm{scale}\,W_Q R_i^T R_j W_K^T`; with them or a cap it asks for no key bias either, and follows from ``castin_bias``.
+    With rotary embeddings :math:`\|A\|` is replaced by
+    :math:`\mathrm{scale}\,\max\|R_i\|^2\|W_Q\|\|W_K\|`, which bounds every
+    :math:`A_{ij} = \mathrm{scale}\,W_Q R_i^T R_j W_K^T`; with them or a cap it asks for no key bias
+    either, and follows from ``castin_bias``.
     """
     return _theorem_3_3(att, 0.0)
 
@@ -64,7 +73,9 @@ def castin(att: Attention) -> Tensor:
 def _with_biases(att: Attention, radius: float, norm: str = "token") -> Tensor:
     n, r = factors.count(att), factors.radius(att) + radius
     t = factors.norm_a(att) * r**2
-    return (ROOT3 * factors.norm_v(att) * (t**2 + (t + factors.shift(att) * r) ** 2 * n + n).sqrt()).value()
+    return (
+        ROOT3 * factors.norm_v(att) * (t**2 + (t + factors.shift(att) * r) ** 2 * n + n).sqrt()
+    ).value()
 
 
 @bound(
@@ -72,8 +83,10 @@ def _with_biases(att: Attention, radius: float, norm: str = "token") -> Tensor:
     label="Castin 2024 + biases",
     citation=CITATION,
     bibtex=BIBTEX,
-    statement="||J|| <= sqrt(3) ||W_V|| (||A||^2 R^4 + N R^2 (||A|| R + |a|)^2 + N)^(1/2), a = scale W_K b_Q",
-    statement_latex=r"$\|J\| \le \sqrt{3}\,\|W_V\|\,(\|A\|^2 R^4 + N R^2 (\|A\| R + |a|)^2 + N)^{1/2}$, $a = \mathrm{scale}\,W_K b_Q$",
+    statement="||J|| <= sqrt(3) ||W_V|| (||A||^2 R^4 + N R^2 (||A|| R + |a|)^2 + N)^(1/2), a = "
+    "scale W_K b_Q",
+    statement_latex=r"$\|J\| \le \sqrt{3}\,\|W_V\|\,(\|A\|^2 R^4 + N R^2 (\|A\| R + |a|)^2 + "
+    r"N)^{1/2}$, $a = \mathrm{scale}\,W_K b_Q$",
     source="after appendix E.3, derived anew, since the printed form could not be recovered",
     assumptions="any biases, any mask",
     condition=conditions.always,
@@ -84,17 +97,23 @@ def _with_biases(att: Attention, radius: float, norm: str = "token") -> Tensor:
 def castin_bias(att: Attention) -> Tensor:
     r"""A form of Theorem 3.3 that allows biases. Ours, in the spirit of their appendix E.3.
 
-    .. math:: \|J\| \le \sqrt 3\,\|W_V\|\,\big(\|A\|^2 R^4 + N R^2 (\|A\| R + |a|)^2 + N\big)^{1/2},\quad a = \mathrm{scale}\,W_K b_Q
+    .. math::
+        \|J\| \le \sqrt 3\,\|W_V\|\,\big(\|A\|^2 R^4 + N R^2 (\|A\| R + |a|)^2 + N\big)^{1/2},\quad
+        a = \mathrm{scale}\,W_K b_Q
 
-    The key bias shifts each row of scores by a constant and the value bias drops out, so only the query bias enters: the gradient
-    of row i's scores with respect to its keys' tokens is :math:`A^T x_i + a`.
+    The key bias shifts each row of scores by a constant and the value bias drops out, so only the
+    query bias enters: the gradient of row i's scores with respect to its keys' tokens is
+    :math:`A^T x_i + a`.
 
     Proof: Lemma 34 (docs/theory/published.md).
 
-    *Rotation and cap.* With :math:`\|A\|` as in ``castin``, :math:`a_Q = \mathrm{scale}\,\max\|R_i\|^2 \|W_K\||b_Q|` and
+    *Rotation and cap.* With :math:`\|A\|` as in ``castin``,
+    :math:`a_Q = \mathrm{scale}\,\max\|R_i\|^2 \|W_K\||b_Q|` and
     :math:`a_K = \mathrm{scale}\,\max\|R_i\|^2 \|W_Q\||b_K|`,
 
-    .. math:: \|J\| \le \sqrt 3\,\|W_V\|\,\big(R^2 (\|A\| R + a_K)^2 + N R^2 (\|A\| R + a_Q)^2 + N\big)^{1/2}
+    .. math::
+        \|J\| \le \sqrt 3\,\|W_V\|\,\big(R^2 (\|A\| R + a_K)^2 + N R^2 (\|A\| R + a_Q)^2 +
+        N\big)^{1/2}
 
     Proof: Lemma 35 (docs/theory/published.md).
     """
@@ -105,17 +124,29 @@ def castin_bias(att: Attention) -> Tensor:
 def _castin_bias_linear(att: Attention) -> Tensor:
     n, r = factors.count(att), factors.radius(att)
     t, (q, k) = factors.norm_a(att) * r**2, factors.pull_of_biases(att)
-    return (ROOT3 * factors.norm_v(att) * ((t + k * r) ** 2 + (t + q * r) ** 2 * n + n).sqrt()).value()
+    return (
+        ROOT3 * factors.norm_v(att) * ((t + k * r) ** 2 + (t + q * r) ** 2 * n + n).sqrt()
+    ).value()
 
 
 def sides(att: Attention) -> tuple[Upper, Upper]:
-    """max_i |A x_i| and max_i |A^T x_i| per (sample, head), A = scale W_Q W_K^T; without biases: Lemma 86 (docs/theory/upper_values.md)."""
+    """max_i |A x_i| and max_i |A^T x_i| per (sample, head), A = scale W_Q W_K^T; without biases:
+    Lemma 86 (docs/theory/upper_values.md)."""
 
     def make() -> tuple[Upper, Upper]:
-        (x, e), (w_q, f), (w_k, h) = scaled(att.x, (-2, -1)), scaled(att.w_q, (-2, -1)), scaled(att.w_k, (-2, -1))
+        (x, e), (w_q, f), (w_k, h) = (
+            scaled(att.x, (-2, -1)),
+            scaled(att.w_q, (-2, -1)),
+            scaled(att.w_k, (-2, -1)),
+        )
         shifts = e[:, 0] + (f + h)[:, 0, 0]
         together = torch.linalg.matrix_norm(w_q.detach()) * torch.linalg.matrix_norm(w_k.detach())
-        rounding = 2 * gamma(sum(w_q.shape[1:]) + 12) * together * x.detach().norm(dim=-1).amax(-1)[:, None]
+        rounding = (
+            2
+            * gamma(sum(w_q.shape[1:]) + 12)
+            * together
+            * x.detach().norm(dim=-1).amax(-1)[:, None]
+        )
 
         def largest(outer: Tensor, inner: Tensor) -> Upper:
             with torch.no_grad():
@@ -130,9 +161,14 @@ def sides(att: Attention) -> tuple[Upper, Upper]:
 
 
 def _turned_side(att: Attention) -> Upper:
-    """A bound on the gradients of all scores with rotation or cap, (samples, heads): scale max ||R_i|| max(||W_K|| |q_i|, ||W_Q|| |k_j|)."""
+    """A bound on the gradients of all scores with rotation or cap, (samples, heads): scale max
+    ||R_i|| max(||W_K|| |q_i|, ||W_Q|| |k_j|)."""
     q, k = (longest(t) + error for t, error in factors.entering(att))
-    return factors.scale(att) * factors.turn(att) * (q * factors.norm_k(att)).maximum(k * factors.norm_q(att))
+    return (
+        factors.scale(att)
+        * factors.turn(att)
+        * (q * factors.norm_k(att)).maximum(k * factors.norm_q(att))
+    )
 
 
 def longest(t: Tensor) -> Upper:
@@ -143,10 +179,15 @@ def longest(t: Tensor) -> Upper:
 
 
 def _theorem_c3(att: Attention, radius: float, norm: str = "token") -> Tensor:
-    """|A x_i| grows by at most ||A|| radius; the distance of two tokens by 2 radius, or sqrt(2) radius when they share a Frobenius ball."""
+    """|A x_i| grows by at most ||A|| radius; the distance of two tokens by 2 radius, or sqrt(2)
+    radius when they share a Frobenius ball."""
     one, other = sides(att)
     side = one.maximum(other) + factors.norm_a(att) * radius
-    return _from_side(att, side, factors.diameter(att) + (2 if norm == "token" else math.sqrt(2) * (1 + 4 * UNIT)) * radius)
+    return _from_side(
+        att,
+        side,
+        factors.diameter(att) + (2 if norm == "token" else math.sqrt(2) * (1 + 4 * UNIT)) * radius,
+    )
 
 
 def _from_side(att: Attention, side: Upper, distance: Upper) -> Tensor:
@@ -159,26 +200,30 @@ def _from_side(att: Attention, side: Upper, distance: Upper) -> Tensor:
     label="Castin 2024, C.3",
     citation=CITATION,
     bibtex=BIBTEX,
-    statement="||J|| <= sqrt(3) ||W_V|| (R'^2 r^2 (N+1) + N)^(1/2), R' >= |A x_i| and |A^T x_i|, r = max_ij |x_i - x_j|",
-    statement_latex=r"$\|J\| \le \sqrt{3}\,\|W_V\|\,(R'^2 r^2 (N+1) + N)^{1/2}$, $R' \ge |A x_i|$ and $|A^T x_i|$, $r = \max_{ij} |x_i - x_j|$",
+    statement="||J|| <= sqrt(3) ||W_V|| (R'^2 r^2 (N+1) + N)^(1/2), R' >= |A x_i| and |A^T x_i|, "
+    "r = max_ij |x_i - x_j|",
+    statement_latex=r"$\|J\| \le \sqrt{3}\,\|W_V\|\,(R'^2 r^2 (N+1) + N)^{1/2}$, $R' \ge |A "
+    r"x_i|$ and $|A^T x_i|$, $r = \max_{ij} |x_i - x_j|$",
     source="Theorem C.3, with R' taken on both sides",
     assumptions="no query bias; any mask",
     condition=conditions.no_query_bias,
     cost="O(N^2 D + N D d)",
     terms=_terms,
     ball=_theorem_c3,
-    caveat="it ignores the query bias, which enters the scores; with a large one the exact norm exceeds it",
+    caveat="it ignores the query bias, which enters the scores; with a large one the exact norm "
+    "exceeds it",
 )
 def castin_c3(att: Attention) -> Tensor:
     r"""Theorem C.3 in the form we can prove.
 
     .. math:: \|J\| \le \sqrt 3\,\|W_V\|\,\big(R'^2 r^2 (N+1) + N\big)^{1/2}
 
-    with :math:`r = \max_{ij}|x_i - x_j|` and :math:`R' = \max_i \max(|A x_i|, |A^T x_i|)`: the path through keys sees the one, that through
-    queries the other: Lemma 37 (docs/theory/published.md). With one side alone the statement fails (see ``castin_c3_as_coded``).
+    with :math:`r = \max_{ij}|x_i - x_j|` and :math:`R' = \max_i \max(|A x_i|, |A^T x_i|)`: the path
+    through keys sees the one, that through queries the other: Lemma 37 (docs/theory/published.md).
+    With one side alone the statement fails (see ``castin_c3_as_coded``).
 
-    With rotary embeddings or a cap it holds with
-    :math:`R' = \mathrm{scale}\,\max\|R_i\| \max_i \max(\|W_K\||q_i|, \|W_Q\||k_i|)`, whatever the biases.
+    With rotary embeddings or a cap it holds with :math:`R' = \mathrm{scale}\,\max\|R_i\| \max_i
+    \max(\|W_K\||q_i|, \|W_Q\||k_i|)`, whatever the biases.
     """
     return _theorem_c3(att, 0.0)
 
@@ -199,16 +244,23 @@ def _castin_c3_linear(att: Attention) -> Tensor:
     assumptions="none known under which it is a bound",
     condition=conditions.never,
     cost="O(N^2 D + N D d)",
-    terms=values_and_softmax(lambda att, value: ((factors.norm_v(att) * factors.root_count(att)) / value) ** 2),
-    caveat="it lacks the factor sqrt(3) and takes R' on one side only, while both enter J; random heads exceed it twofold",
+    terms=values_and_softmax(
+        lambda att, value: ((factors.norm_v(att) * factors.root_count(att)) / value) ** 2
+    ),
+    caveat="it lacks the factor sqrt(3) and takes R' on one side only, while both enter J; "
+    "random heads exceed it twofold",
 )
 def castin_c3_as_coded(att: Attention) -> Tensor:
-    r"""Theorem C.3 as the authors' code computes it (recalled): no :math:`\sqrt 3`, and :math:`R' = \max_i |A x_i|` alone.
+    r"""Theorem C.3 as the authors' code computes it (recalled): no :math:`\sqrt 3`, and
+    :math:`R' = \max_i |A x_i|` alone.
 
-    Not a bound: down to about half of the exact norm on random heads even with the :math:`\sqrt 3` put back. Kept because published figures use it.
+    Not a bound: down to about half of the exact norm on random heads even with the :math:`\sqrt 3`
+    put back. Kept because published figures use it.
     """
     n = factors.count(att)
-    return (factors.norm_v(att) * ((sides(att)[0] * factors.diameter(att)) ** 2 * (n + 1) + n).sqrt()).value()
+    return (
+        factors.norm_v(att) * ((sides(att)[0] * factors.diameter(att)) ** 2 * (n + 1) + n).sqrt()
+    ).value()
 
 
 def _mean_field_condition(att: Attention) -> Tensor:
@@ -232,14 +284,17 @@ def _mean_field(att: Attention, radius: float, norm: str = "token") -> Tensor:
     condition=_mean_field_condition,
     cost="O(N D + D d^2)",
     ball=_mean_field,
-    caveat="it ignores masks, with which rows of P may gather on one token (norm up to 2 ||W_V|| at A = 0), and the query bias",
+    caveat="it ignores masks, with which rows of P may gather on one token (norm up to 2 ||W_V|| "
+    "at A = 0), and the query bias",
 )
 def castin_mean_field(att: Attention) -> Tensor:
-    r"""The bound that does not depend on N (2-Wasserstein Lipschitz constant; bounds :math:`\|J\|` by their Lemma 3.2):
+    r"""The bound that does not depend on N (2-Wasserstein Lipschitz constant; bounds :math:`\|J\|`
+    by their Lemma 3.2):
 
     .. math:: \|J\| \le \|W_V\|\,(1 + 3\|A\|R^2)\,e^{2\|A\|R^2}
 
-    Infinite where the value exceeds the range of float64 (about :math:`\|A\|R^2 > 350`), which pretrained heads do reach. Unmasked only: with a
-    causal mask and A = 0 the norm tends to :math:`2\|W_V\|`: Lemma 38 (docs/theory/published.md).
+    Infinite where the value exceeds the range of float64 (about :math:`\|A\|R^2 > 350`), which
+    pretrained heads do reach. Unmasked only: with a causal mask and A = 0 the norm tends to
+    :math:`2\|W_V\|`: Lemma 38 (docs/theory/published.md).
     """
     return _mean_field(att, 0.0)

@@ -1,4 +1,5 @@
-"""Dasoulas, Scaman, Virmaux 2021, "Lipschitz Normalization for Self-Attention Layers with Application to Graph Neural Networks" (ICML)."""
+"""Dasoulas, Scaman, Virmaux 2021, "Lipschitz Normalization for Self-Attention Layers with
+Application to Graph Neural Networks" (ICML)."""
 
 import math
 
@@ -19,7 +20,8 @@ from lipbound.linalg.upper import Upper, scaled
 
 CITATION = "dasoulas2021lipschitz"
 BIBTEX = """@inproceedings{dasoulas2021lipschitz,
-  title     = {{L}ipschitz Normalization for Self-Attention Layers with Application to Graph Neural Networks},
+  title     = {{L}ipschitz Normalization for Self-Attention Layers with Application to Graph
+               Neural Networks},
   author    = {Dasoulas, George and Scaman, Kevin and Virmaux, Aladin},
   booktitle = {International Conference on Machine Learning},
   year      = {2021},
@@ -42,13 +44,18 @@ def _frobenius_p(att: Attention) -> Upper:
 
 
 def _queries(att: Attention) -> Upper:
-    """||X A + 1 a^T||_F = scale ||Q W_K^T||_F, (samples, heads), from Q^T Q and W_K^T W_K: Lemma 86 (docs/theory/upper_values.md)."""
+    """||X A + 1 a^T||_F = scale ||Q W_K^T||_F, (samples, heads), from Q^T Q and W_K^T W_K: Lemma 86
+    (docs/theory/upper_values.md)."""
     (q, error), _ = factors.entering(att)
     (q, e), (w, f) = scaled(q, (-2, -1)), scaled(att.w_k, (-2, -1))
     squares = ((q.mT @ q) * (w.mT @ w)).sum((-1, -2))
-    rounding = gamma(att.tokens + att.x.shape[2] + att.d**2 + 8) * (q.detach().square().sum((-1, -2)) * w.detach().square().sum((-1, -2)))
+    rounding = gamma(att.tokens + att.x.shape[2] + att.d**2 + 8) * (
+        q.detach().square().sum((-1, -2)) * w.detach().square().sum((-1, -2))
+    )
     total = Upper.of(squares.clamp_min(0) + rounding).sqrt()
-    return factors.scale(att) * (total.shifted((e + f)[..., 0, 0]) + error * factors.root_count(att) * factors.norm_k(att))
+    return factors.scale(att) * (
+        total.shifted((e + f)[..., 0, 0]) + error * factors.root_count(att) * factors.norm_k(att)
+    )
 
 
 @bound(
@@ -56,37 +63,50 @@ def _queries(att: Attention) -> Upper:
     label="Dasoulas 2021 (rec.)",
     citation=CITATION,
     bibtex=BIBTEX,
-    statement="||J|| <= ||W_V|| (||P||_F + sqrt(2) R (max_j |A x_j| + ||X A + 1 a^T||_F)), R = max_i |x_i|, a = scale W_K b_Q",
-    statement_latex=r"$\|J\| \le \|W_V\|\,(\|P\|_F + \sqrt{2} R\,(\max_j |A x_j| + \|X A + 1 a^T\|_F))$, $R = \max_i |x_i|$, "
+    statement="||J|| <= ||W_V|| (||P||_F + sqrt(2) R (max_j |A x_j| + ||X A + 1 a^T||_F)), R = "
+    "max_i |x_i|, a = scale W_K b_Q",
+    statement_latex=r"$\|J\| \le \|W_V\|\,(\|P\|_F + \sqrt{2} R\,(\max_j |A x_j| + \|X A + 1 "
+    r"a^T\|_F))$, $R = \max_i |x_i|$, "
     r"$a = \mathrm{scale}\,W_K b_Q$",
-    source="reconstructed: the theorem recalled, its code read; the slope of the scores, of this input, derived anew",
+    source="reconstructed: the theorem recalled, its code read; the slope of the scores, of this "
+    "input, derived anew",
     assumptions="any biases, any mask",
     condition=conditions.always,
     cost="O(N^2 + N D d)",
     terms=_terms,
 )
 def dasoulas(att: Attention) -> Tensor:
-    r"""Their bound on attention by the slope of its scores, with the slope of dot products at this input.
+    r"""Their bound on attention by the slope of its scores, with the slope of dot products at this
+    input.
 
-    .. math:: \|J\| \le \|W_V\|\,\big(\|P\|_F + \sqrt 2\,R\,L\big),\quad L = \max_j |A x_j| + \|X A + 1 a^T\|_F
+    .. math::
+        \|J\| \le \|W_V\|\,\big(\|P\|_F + \sqrt 2\,R\,L\big),\quad L = \max_j |A x_j| + \|X A + 1
+        a^T\|_F
 
-    Reconstructed: as recalled, :math:`L_F(Att) \le \|softmax(g(X))\|_F + \sqrt 2 \max_j |x_j|\,L_{F \to (2, \infty)}(g)` for scores g, with which the
-    authors normalise g. For dot products L bounds their slope from :math:`|dX|_F` to the root of the sum over rows of squared largest entries,
-    biases included; without the query bias in a it fails. Proof, and that the :math:`\sqrt 2` is not needed: Lemma 102
-    (docs/theory/token_bounds.md).
+    Reconstructed: as recalled, :math:`L_F(Att) \le \|softmax(g(X))\|_F + \sqrt 2 \max_j |x_j|\,L_{F
+    \to (2, \infty)}(g)` for scores g, with which the authors normalise g. For dot products L bounds
+    their slope from :math:`|dX|_F` to the root of the sum over rows of squared largest entries,
+    biases included; without the query bias in a it fails. Proof, and that the :math:`\sqrt 2` is
+    not needed: Lemma 102 (docs/theory/token_bounds.md).
 
-    With rotation, a cap, normalised queries and keys or sinks,
-    :math:`L = \mathrm{scale}\,(\max_i \|D^q_i\| \max_j |k_j| + \max_j \|D^k_j\|\,\|Q\|_F)` with queries and keys as they enter the scores (keys
-    centred unless there is a cap or a sink) and the maps of single tokens; with a sink :math:`\|W_V\| R` is :math:`\|W_V\| R + |b_V|`.
+    With rotation, a cap, normalised queries and keys or sinks, :math:`L = \mathrm{scale}\,(\max_i
+    \|D^q_i\| \max_j |k_j| + \max_j \|D^k_j\|\,\|Q\|_F)` with queries and keys as they enter the
+    scores (keys centred unless there is a cap or a sink) and the maps of single tokens; with a sink
+    :math:`\|W_V\| R` is :math:`\|W_V\| R + |b_V|`.
     """
-    return (factors.norm_v(att) * (_frobenius_p(att) + ROOT2 * factors.radius(att) * (sides(att)[0] + _queries(att)))).value()
+    return (
+        factors.norm_v(att)
+        * (_frobenius_p(att) + ROOT2 * factors.radius(att) * (sides(att)[0] + _queries(att)))
+    ).value()
 
 
 @dasoulas.extends(*conditions.LINEAR, condition=conditions.always, terms=_terms)
 def _linear(att: Attention) -> Tensor:
     (q, q_error), (k, k_error) = factors.entering(att)
     through_q = factors.norm_q(att) * (longest(k) + k_error)
-    through_k = factors.norm_k(att) * (factors.size(q, (-2, -1)) + q_error * factors.root_count(att))
+    through_k = factors.norm_k(att) * (
+        factors.size(q, (-2, -1)) + q_error * factors.root_count(att)
+    )
     slope = factors.scale(att) * factors.turn(att) * (through_q + through_k)
     return (factors.norm_v(att) * (_frobenius_p(att) + ROOT2 * factors.radius(att) * slope)).value()
 
@@ -95,15 +115,25 @@ def _linear(att: Attention) -> Tensor:
 def _with_variants(att: Attention) -> Tensor:
     if att.cache.recording:
         raise LipboundError(
-            "bound 'dasoulas' has no derivatives for normalised queries and keys, or sinks; call it under torch.no_grad(), or take 'lipbound'"
+            "bound 'dasoulas' has no derivatives for normalised queries and keys, or sinks; call "
+            "it under torch.no_grad(), or take 'lipbound'"
         )
     found = []
     for sample in samples_of(att):
         one, e = sample.layer, sample.errors
         q, k, q_slope, k_slope = (
-            (t + error)[0] for t, error in ((e.q, e.q_error), (e.k, e.k_error), (e.q_slope, e.q_slope_error), (e.k_slope, e.k_slope_error))
+            (t + error)[0]
+            for t, error in (
+                (e.q, e.q_error),
+                (e.k, e.k_error),
+                (e.q_slope, e.q_slope_error),
+                (e.k_slope, e.k_slope_error),
+            )
         )
-        slope = factors.scale(one) * (Upper.of(q_slope.amax(-1)) * k.amax(-1) + Upper.of(k_slope.amax(-1)) * factors.size(q, -1))
+        slope = factors.scale(one) * (
+            Upper.of(q_slope.amax(-1)) * k.amax(-1)
+            + Upper.of(k_slope.amax(-1)) * factors.size(q, -1)
+        )
         reach = factors.norm_v(one) * factors.radius(one)[0]
         if one.scoring.extra_scores is not None:
             reach = reach + factors.length_of_bias(one.b_v, one)

@@ -1,4 +1,5 @@
-"""Newhouse, Hess, Cesista, Zahorodnii, Bernstein, Isola 2025, "Training Transformers with Enforced Lipschitz Constants"."""
+"""Newhouse, Hess, Cesista, Zahorodnii, Bernstein, Isola 2025, "Training Transformers with Enforced
+Lipschitz Constants"."""
 
 from torch import Tensor
 
@@ -11,7 +12,8 @@ from lipbound.bounds.terms import values_and_softmax
 CITATION = "newhouse2025enforced"
 BIBTEX = """@misc{newhouse2025enforced,
   title  = {Training Transformers with Enforced {L}ipschitz Constants},
-  author = {Newhouse, Laker and Hess, R. Preston and Cesista, Franz and Zahorodnii, Andrii and Bernstein, Jeremy and Isola, Phillip},
+  author = {Newhouse, Laker and Hess, R. Preston and Cesista, Franz and Zahorodnii, Andrii and
+            Bernstein, Jeremy and Isola, Phillip},
   year   = {2025},
   note   = {arXiv:2507.13338}
 }"""
@@ -22,7 +24,10 @@ def _closed(att: Attention, radius: float, norm: str = "token") -> Tensor:
     """In both balls every token stays within R + radius of 0."""
     extended = with_ones(att)
     r = factors.radius(extended) + radius
-    return (factors.norm_v(att) * (1 + 2 * factors.scale(att) * factors.norm_q(extended) * factors.norm_k(att) * r**2)).value()
+    return (
+        factors.norm_v(att)
+        * (1 + 2 * factors.scale(att) * factors.norm_q(extended) * factors.norm_k(att) * r**2)
+    ).value()
 
 
 @bound(
@@ -31,8 +36,10 @@ def _closed(att: Attention, radius: float, norm: str = "token") -> Tensor:
     citation=CITATION,
     bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| (1 + 2 scale ||W_Q|| ||W_K|| R^2), R = max_i |x_i|",
-    statement_latex=r"$\|J\| \le \|W_V\|\,(1 + 2 \mathrm{scale}\,\|W_Q\| \|W_K\| R^2)$, $R = \max_i |x_i|$",
-    source="the attention factor of the authors' code (utils.py), without its 1/3, with Remark 2 of Yudin et al. 2025",
+    statement_latex=r"$\|J\| \le \|W_V\|\,(1 + 2 \mathrm{scale}\,\|W_Q\| \|W_K\| R^2)$, $R = "
+    r"\max_i |x_i|$",
+    source="the attention factor of the authors' code (utils.py), without its 1/3, with Remark 2 "
+    "of Yudin et al. 2025",
     assumptions="any biases (Remark 2), any mask",
     condition=conditions.always,
     cost="O(N D + D d^2)",
@@ -41,16 +48,22 @@ def _closed(att: Attention, radius: float, norm: str = "token") -> Tensor:
     norm="every-token",
 )
 def newhouse(att: Attention) -> Tensor:
-    r"""What the authors' code multiplies for attention, at the head's own weights and the largest token that there is.
+    r"""What the authors' code multiplies for attention, at the head's own weights and the largest
+    token that there is.
 
-    .. math:: \|J\|_{every} \le \|W_V\|\,\big(1 + 2\,\mathrm{scale}\,\|W_Q\| \|W_K\| R^2\big),\quad R = \max_i |x_i|
+    .. math::
+        \|J\|_{every} \le \|W_V\|\,\big(1 + 2\,\mathrm{scale}\,\|W_Q\| \|W_K\| R^2\big),\quad R =
+        \max_i |x_i|
 
-    Their code multiplies it by :math:`1/3`, as their networks multiply the output of attention, and by :math:`\|W_O\|`; it is then about another map,
-    and below the norm of this one (:math:`\|W_V\|` at N = 1). With unit norms and scale 1/d it is the sensitivity of "functional attention" in the
-    modular norm (Large et al. 2024). No bias enters there: with a query bias X becomes [X 1] and :math:`W_Q` gains the row :math:`b_Q`, as in
-    ``yudin``; without it the statement fails. Proof: Lemma 99 (docs/theory/token_bounds.md), for any mask.
+    Their code multiplies it by :math:`1/3`, as their networks multiply the output of attention, and
+    by :math:`\|W_O\|`; it is then about another map, and below the norm of this one
+    (:math:`\|W_V\|` at N = 1). With unit norms and scale 1/d it is the sensitivity of "functional
+    attention" in the modular norm (Large et al. 2024). No bias enters there: with a query bias X
+    becomes [X 1] and :math:`W_Q` gains the row :math:`b_Q`, as in ``yudin``; without it the
+    statement fails. Proof: Lemma 99 (docs/theory/token_bounds.md), for any mask.
 
-    With rotary embeddings or a cap :math:`\|W_V\| (1 + R (2 \|A\| R + a_Q + a_K))` in the notation of ``castin_bias``.
+    With rotary embeddings or a cap :math:`\|W_V\| (1 + R (2 \|A\| R + a_Q + a_K))` in the notation
+    of ``castin_bias``.
     """
     return _closed(att, 0.0)
 

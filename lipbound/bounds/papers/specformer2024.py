@@ -11,8 +11,10 @@ from lipbound.linalg.upper import Upper
 
 CITATION = "hu2024specformer"
 BIBTEX = """@inproceedings{hu2024specformer,
-  title     = {{SpecFormer}: Guarding Vision Transformer Robustness via Maximum Singular Value Penalization},
-  author    = {Hu, Xixu and Zheng, Runkai and Wang, Jindong and Leung, Cheuk Hang and Wu, Qi and Xie, Xing},
+  title     = {{SpecFormer}: Guarding Vision Transformer Robustness via Maximum Singular Value
+               Penalization},
+  author    = {Hu, Xixu and Zheng, Runkai and Wang, Jindong and Leung, Cheuk Hang and Wu, Qi and
+               Xie, Xing},
   booktitle = {European Conference on Computer Vision},
   pages     = {345--362},
   year      = {2024}
@@ -20,9 +22,12 @@ BIBTEX = """@inproceedings{hu2024specformer,
 
 
 def _large(att: Attention) -> Tensor:
-    """Where (N + 1) sqrt(N) ||X||_F^2 >= 1, beyond doubt: rounding has enlarged the left side by far less than the factor."""
+    """Where (N + 1) sqrt(N) ||X||_F^2 >= 1, beyond doubt: rounding has enlarged the left side by
+    far less than the factor."""
     n = factors.count(att)
-    return (factors.root_count(att) * (n + 1) * factors.frobenius(att) ** 2).value() >= 1 + 4 * gamma(att.x.shape[1] * att.x.shape[2] + 40)
+    return (
+        factors.root_count(att) * (n + 1) * factors.frobenius(att) ** 2
+    ).value() >= 1 + 4 * gamma(att.x.shape[1] * att.x.shape[2] + 40)
 
 
 def _condition(att: Attention) -> Tensor:
@@ -33,17 +38,29 @@ def _condition(att: Attention) -> Tensor:
 def _condition_linear(att: Attention) -> Tensor:
     n = factors.count(att)
     slope = (factors.scale(att) * factors.turn(att) ** 2).value()
-    return _large(att) & (slope <= n.sqrt() * (n + 1) / 2 * (1 - 4 * UNIT)) & conditions.no_query_bias(att)
+    return (
+        _large(att)
+        & (slope <= n.sqrt() * (n + 1) / 2 * (1 - 4 * UNIT))
+        & conditions.no_query_bias(att)
+    )
 
 
 def _theorem(att: Attention, radius: float, norm: str = "frobenius") -> Tensor:
     """Their ball is one in the Frobenius norm."""
     n = factors.count(att)
     size = factors.frobenius(att) + factors.total_radius(att, radius, norm)
-    return (n * (n + 1) * size**2 * factors.norm_v(att) * (factors.norm_q(att) * factors.norm_k(att) + 1)).value()
+    return (
+        n
+        * (n + 1)
+        * size**2
+        * factors.norm_v(att)
+        * (factors.norm_q(att) * factors.norm_k(att) + 1)
+    ).value()
 
 
-_terms = values_and_softmax(lambda att, value: Upper.of(1.0) / (1 + factors.norm_q(att) * factors.norm_k(att)))
+_terms = values_and_softmax(
+    lambda att, value: Upper.of(1.0) / (1 + factors.norm_q(att) * factors.norm_k(att))
+)
 
 
 @bound(
@@ -59,19 +76,23 @@ _terms = values_and_softmax(lambda att, value: Upper.of(1.0) / (1 + factors.norm
     cost="O(N D + D d^2)",
     terms=_terms,
     ball=_theorem,
-    caveat="its value term is multiplied by ||X||_F^2 and vanishes with X while ||J|| does not; and it ignores the query bias",
+    caveat="its value term is multiplied by ||X||_F^2 and vanishes with X while ||J|| does not; "
+    "and it ignores the query bias",
 )
 def specformer(att: Attention) -> Tensor:
-    r"""As printed, at the point X (radius R = 0 of their ball; ``over_ball`` has :math:`(\|X\|_F + R)^2`):
+    r"""As printed, at the point X (radius R = 0 of their ball; ``over_ball`` has
+    :math:`(\|X\|_F + R)^2`):
 
     .. math:: \|J\| \le N(N+1)\,\|X\|_F^2\,\big[\|W_V\|\|W_Q\|\|W_K\| + \|W_V\|\big]
 
-    False as printed for small inputs: its value term is multiplied by :math:`\|X\|_F^2`, so it vanishes with X, while
-    :math:`\|J\| \ge \|W_V\|` for equal tokens. It is a bound without query bias once :math:`(N+1)\sqrt N\,\|X\|_F^2 \ge 1` (and scale at most
-    N(N+1)): Lemma 10 (docs/theory/softmax.md) and Lemma 39 (docs/theory/published.md). No bias enters the statement.
+    False as printed for small inputs: its value term is multiplied by :math:`\|X\|_F^2`, so it
+    vanishes with X, while :math:`\|J\| \ge \|W_V\|` for equal tokens. It is a bound without query
+    bias once :math:`(N+1)\sqrt N\,\|X\|_F^2 \ge 1` (and scale at most N(N+1)): Lemma 10
+    (docs/theory/softmax.md) and Lemma 39 (docs/theory/published.md). No bias enters the statement.
 
-    With rotary embeddings or a cap it is one without biases of queries and keys and for :math:`\mathrm{scale}\,\max\|R_i\|^2 \le \sqrt N (N+1)/2`;
-    nothing in it stands for :math:`\|A\|`.
+    With rotary embeddings or a cap it is one without biases of queries and keys and for
+    :math:`\mathrm{scale}\,\max\|R_i\|^2 \le \sqrt N (N+1)/2`; nothing in it stands for
+    :math:`\|A\|`.
     """
     return _theorem(att, 0.0)
 

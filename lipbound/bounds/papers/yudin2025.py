@@ -14,7 +14,8 @@ from lipbound.linalg.upper import Upper
 
 CITATION = "yudin2025pay"
 BIBTEX = """@misc{yudin2025pay,
-  title  = {Pay Attention to Attention Distribution: A New Local {L}ipschitz Bound for Transformers},
+  title  = {Pay Attention to Attention Distribution: A New Local {L}ipschitz Bound for
+            Transformers},
   author = {Yudin, Nikolay and Gaponov, Alexander and Kudriashov, Sergei and Rakhuba, Maxim},
   year   = {2025},
   note   = {arXiv:2507.07814}
@@ -23,10 +24,11 @@ ANY = "any biases (Remark 2), any mask"
 
 
 def with_ones(att: Attention) -> Attention:
-    """Remark 2: the layer on inputs [x_i, 1], biases as an extra row of the weights; the same q, k, v and P.
+    """Remark 2: the layer on inputs [x_i, 1], biases as an extra row of the weights; the same q, k,
+    v and P.
 
-    The key and value biases do not change J, so their rows are zero, which makes the bounds a little sharper than with them. Layers
-    without query bias are returned as they are.
+    The key and value biases do not change J, so their rows are zero, which makes the bounds a
+    little sharper than with them. Layers without query bias are returned as they are.
     """
 
     if not bool(conditions.has_query_bias(att).any()):
@@ -40,15 +42,22 @@ def with_ones(att: Attention) -> Attention:
             return torch.cat([w, last], 1)
 
         return Attention(
-            torch.cat([att.x, ones], -1), row(att.w_q, att.b_q), row(att.w_k, None), row(att.w_v, None),
-            scale=att.scale, mask=att.mask, valid=att.valid,
-        )  # fmt: skip
+            torch.cat([att.x, ones], -1),
+            row(att.w_q, att.b_q),
+            row(att.w_k, None),
+            row(att.w_v, None),
+            scale=att.scale,
+            mask=att.mask,
+            valid=att.valid,
+        )
 
     return att.memo("with_ones", make)
 
 
 _terms = values_and_softmax(lambda att, value: (factors.norm_v(att) * factors.norm_p(att)) / value)
-_terms_closed = values_and_softmax(lambda att, value: (factors.norm_v(att) * factors.root_count(att)) / value)
+_terms_closed = values_and_softmax(
+    lambda att, value: (factors.norm_v(att) * factors.root_count(att)) / value
+)
 
 
 def _theorem3(att: Attention, extended: Attention, largest_m: Upper) -> Tensor:
@@ -58,18 +67,24 @@ def _theorem3(att: Attention, extended: Attention, largest_m: Upper) -> Tensor:
 
 def _theorem3_linear(att: Attention, largest_m: Upper) -> Tensor:
     """Theorem 3 with rotation or cap, which knows biases by the queries and keys themselves."""
-    return (factors.norm_v(att) * (factors.norm_p(att) + factors.norm_x(att) * largest_m * factors.slope_of_scores(att))).value()
+    return (
+        factors.norm_v(att)
+        * (factors.norm_p(att) + factors.norm_x(att) * largest_m * factors.slope_of_scores(att))
+    ).value()
 
 
 def _remark_1(att: Attention, radius: float, norm: str) -> Tensor:
-    """Theorem 3 for every input of a ball, which Remark 1 leaves to continuity: each factor is replaced by its largest value there.
+    """Theorem 3 for every input of a ball, which Remark 1 leaves to continuity: each factor is
+    replaced by its largest value there.
 
-    Proof: Lemma 33 (docs/theory/published.md).
-    ||X'|| grows by at most the Frobenius radius; ||P'|| and max_i ||M(P'_i)|| are bounded over the box of softmax rows that scores can reach
+    Proof: Lemma 33 (docs/theory/published.md). ||X'|| grows by at most the Frobenius radius; ||P'||
+    and max_i ||M(P'_i)|| are bounded over the box of softmax rows that scores can reach
     (`lipbound.bounds.ball.softmax_interval`), the latter through g_1.
     """
     if att.cache.recording:
-        raise LipboundError("bound 'yudin' over a ball has no derivatives; call it under torch.no_grad()")
+        raise LipboundError(
+            "bound 'yudin' over a ball has no derivatives; call it under torch.no_grad()"
+        )
     extended = with_ones(att)
     size = factors.norm_x(extended) + factors.total_radius(att, radius, norm)
     norms, largest = [], []
@@ -78,7 +93,10 @@ def _remark_1(att: Attention, radius: float, norm: str) -> Tensor:
         norms.append(nonnegative_norm(high))
         largest.append(g1_over_box(low, high).amax(-1))
     norm_p = Upper.of(torch.stack(norms)).minimum(factors.root_count(att))
-    return (factors.norm_v(att) * (norm_p + 2 * size**2 * factors.norm_a(extended) * torch.stack(largest))).value()
+    return (
+        factors.norm_v(att)
+        * (norm_p + 2 * size**2 * factors.norm_a(extended) * torch.stack(largest))
+    ).value()
 
 
 @bound(
@@ -96,15 +114,22 @@ def _remark_1(att: Attention, radius: float, norm: str) -> Tensor:
     ball=_remark_1,
 )
 def yudin(att: Attention) -> Tensor:
-    r"""Theorem 3 with the exact norm of the softmax Jacobians and, for heads with a query bias, Remark 2.
+    r"""Theorem 3 with the exact norm of the softmax Jacobians and, for heads with a query bias,
+    Remark 2.
 
-    .. math:: \|J\| \le \|W_V\|\,\big(\|P\| + 2\,\|X\|^2 \|A\| \max_i \|M(P_i)\|\big),\quad M(p) = \mathrm{diag}(p) - p p^T
+    .. math::
+        \|J\| \le \|W_V\|\,\big(\|P\| + 2\,\|X\|^2 \|A\| \max_i \|M(P_i)\|\big),\quad M(p) =
+        \mathrm{diag}(p) - p p^T
 
-    With a query bias X becomes [X 1] and :math:`W_Q` gains the row :math:`b_Q` (`with_ones`). The paper's Remark 2 appends all three biases; key
-    and value biases do not change J, so they are left out, which is sound and slightly sharper: Lemma 31 (docs/theory/published.md), for any mask.
+    With a query bias X becomes [X 1] and :math:`W_Q` gains the row :math:`b_Q` (`with_ones`). The
+    paper's Remark 2 appends all three biases; key and value biases do not change J, so they are
+    left out, which is sound and slightly sharper: Lemma 31 (docs/theory/published.md), for any
+    mask.
 
-    *Rotation and cap.* :math:`2\|X\|\|A\|` is replaced by :math:`\mathrm{scale}\,\max\|R_i\|\,(\|Q\|\|W_K\| + \|K\|\|W_Q\|)`, Q and K being the
-    rotated queries and keys (the latter centred, unless scores are capped), biases included: Lemma 32 (docs/theory/published.md).
+    *Rotation and cap.* :math:`2\|X\|\|A\|` is replaced by
+    :math:`\mathrm{scale}\,\max\|R_i\|\,(\|Q\|\|W_K\| + \|K\|\|W_Q\|)`, Q and K being the rotated
+    queries and keys (the latter centred, unless scores are capped), biases included: Lemma 32
+    (docs/theory/published.md).
     """
     return _theorem3(att, with_ones(att), factors.norm_m(att))
 
@@ -119,8 +144,10 @@ def _yudin_linear(att: Attention) -> Tensor:
     label="Yudin Thm 3, g1",
     citation=CITATION,
     bibtex=BIBTEX,
-    statement="||J|| <= ||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i g_1(P_i)), g_1(p) = p_(1) (1 - p_(1) + p_(2))",
-    statement_latex=r"$\|J\| \le \|W_V\|\,(\|P\| + 2 \|X\|^2 \|A\| \max_i g_1(P_i))$, $g_1(p) = p_{(1)} (1 - p_{(1)} + p_{(2)})$",
+    statement="||J|| <= ||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i g_1(P_i)), g_1(p) = p_(1) (1 - "
+    "p_(1) + p_(2))",
+    statement_latex=r"$\|J\| \le \|W_V\|\,(\|P\| + 2 \|X\|^2 \|A\| \max_i g_1(P_i))$, $g_1(p) = "
+    r"p_{(1)} (1 - p_{(1)} + p_{(2)})$",
     source="Theorem 3, Corollary 1 and Remark 2",
     assumptions=ANY,
     condition=conditions.always,
@@ -128,7 +155,8 @@ def _yudin_linear(att: Attention) -> Tensor:
     terms=_terms,
 )
 def yudin_g1(att: Attention) -> Tensor:
-    """`yudin` with g_1 (Corollary 1) in place of the exact norm of the softmax Jacobian; at most twice as large."""
+    """`yudin` with g_1 (Corollary 1) in place of the exact norm of the softmax Jacobian; at most
+    twice as large."""
     return _theorem3(att, with_ones(att), factors.largest_g1(att))
 
 
@@ -143,16 +171,19 @@ def _yudin_g1_linear(att: Attention) -> Tensor:
     citation=CITATION,
     bibtex=BIBTEX,
     statement="||J|| <= ||W_V|| (||P|| + 2 ||X||^2 ||A|| max_i ||M(P_i)||), whatever the biases",
-    statement_latex=r"$\|J\| \le \|W_V\|\,(\|P\| + 2 \|X\|^2 \|A\| \max_i \|M(P_i)\|)$, whatever the biases",
+    statement_latex=r"$\|J\| \le \|W_V\|\,(\|P\| + 2 \|X\|^2 \|A\| \max_i \|M(P_i)\|)$, whatever "
+    r"the biases",
     source="Theorem 3 without Remark 2",
     assumptions="no query bias; any mask",
     condition=conditions.no_query_bias,
     cost="O(N^2 d) (attention itself), O(N^2) more",
     terms=_terms,
-    caveat="it ignores the query bias, which enters the scores (Remark 2 adds it); 0.07 of the exact norm has been seen",
+    caveat="it ignores the query bias, which enters the scores (Remark 2 adds it); 0.07 of the "
+    "exact norm has been seen",
 )
 def yudin_nobias(att: Attention) -> Tensor:
-    """Theorem 3 with weights and inputs as they are. With a query bias it is not a bound (0.07 of the exact norm has been seen)."""
+    """Theorem 3 with weights and inputs as they are. With a query bias it is not a bound (0.07 of
+    the exact norm has been seen)."""
     return _theorem3(att, att, factors.norm_m(att))
 
 
@@ -170,12 +201,14 @@ def yudin_nobias(att: Attention) -> Tensor:
     terms=_terms,
 )
 def yudin_sqrt_n(att: Attention) -> Tensor:
-    r"""The refinement of Theorem 3 that grows like :math:`\sqrt N` instead of N, in its data-dependent form, with Remark 2.
+    r"""The refinement of Theorem 3 that grows like :math:`\sqrt N` instead of N, in its
+    data-dependent form, with Remark 2.
 
     .. math:: \|J\| \le \|W_V\|\,\big(\|P\| + 2 \max_i \|X^T M(P_i)\|\,\|X\|\,\|A\|\big)
 
-    The appended ones of Remark 2 drop out of :math:`X^T M(P_i)`: Lemma 31 (docs/theory/published.md). With rotary embeddings or a cap
-    :math:`2\|X\|\|A\|` is replaced as in ``yudin``.
+    The appended ones of Remark 2 drop out of :math:`X^T M(P_i)`: Lemma 31
+    (docs/theory/published.md). With rotary embeddings or a cap :math:`2\|X\|\|A\|` is replaced as
+    in ``yudin``.
     """
     extended = with_ones(att)
     slope = 2 * factors.norm_x(extended) * factors.norm_a(extended)
@@ -184,13 +217,18 @@ def yudin_sqrt_n(att: Attention) -> Tensor:
 
 @yudin_sqrt_n.extends(*conditions.LINEAR, condition=conditions.always, terms=_terms)
 def _yudin_sqrt_n_linear(att: Attention) -> Tensor:
-    return (factors.norm_v(att) * (factors.norm_p(att) + factors.deviation(att) * factors.slope_of_scores(att))).value()
+    return (
+        factors.norm_v(att)
+        * (factors.norm_p(att) + factors.deviation(att) * factors.slope_of_scores(att))
+    ).value()
 
 
 def _closed(att: Attention, radius: float, norm: str = "token") -> Tensor:
     extended = with_ones(att)
     r = factors.radius(extended) + radius
-    return (factors.norm_v(att) * factors.root_count(att) * (1 + 2 * r**2 * factors.norm_a(extended))).value()
+    return (
+        factors.norm_v(att) * factors.root_count(att) * (1 + 2 * r**2 * factors.norm_a(extended))
+    ).value()
 
 
 @bound(
@@ -208,12 +246,13 @@ def _closed(att: Attention, radius: float, norm: str = "token") -> Tensor:
     ball=_closed,
 )
 def yudin_closed(att: Attention) -> Tensor:
-    r"""The :math:`\sqrt N` refinement without attention maps; :math:`R = \max_i |[x_i, 1]|` when the head has a query bias (Remark 2).
+    r"""The :math:`\sqrt N` refinement without attention maps; :math:`R = \max_i |[x_i, 1]|` when
+    the head has a query bias (Remark 2).
 
     .. math:: \|J\| \le \|W_V\|\,\big(\sqrt N + 2 \sqrt N R^2 \|A\|\big)
 
-    With rotary embeddings or a cap :math:`\|W_V\|\sqrt N\,(1 + R(2\|A\|R + a_Q + a_K))`, in the notation of ``castin_bias``: Lemmas 31 and 32
-    (docs/theory/published.md).
+    With rotary embeddings or a cap :math:`\|W_V\|\sqrt N\,(1 + R(2\|A\|R + a_Q + a_K))`, in the
+    notation of ``castin_bias``: Lemmas 31 and 32 (docs/theory/published.md).
     """
     return _closed(att, 0.0)
 
@@ -221,4 +260,8 @@ def yudin_closed(att: Attention) -> Tensor:
 @yudin_closed.extends(*conditions.LINEAR, condition=conditions.always, terms=_terms_closed)
 def _yudin_closed_linear(att: Attention) -> Tensor:
     r, (q, k) = factors.radius(att), factors.pull_of_biases(att)
-    return (factors.norm_v(att) * factors.root_count(att) * (1 + r * (2 * factors.norm_a(att) * r + q + k))).value()
+    return (
+        factors.norm_v(att)
+        * factors.root_count(att)
+        * (1 + r * (2 * factors.norm_a(att) * r + q + k))
+    ).value()

@@ -11,16 +11,19 @@ from torch import Tensor
 from lipbound.linalg.operators import TensorOperator
 
 GRAM_BYTES = {"cpu": 2**20, "cuda": 2**30}
-"""Bytes of the attention matrices that one product works on at a time: what a core's own cache holds, and what keeps a GPU busy."""
+"""Bytes of the attention matrices that one product works on at a time: what a core's own cache
+holds, and what keeps a GPU busy."""
 
 
 def narrow(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b for b with few columns: libraries take up to twice as long over it as over its transpose."""
+    """a @ b for b with few columns: libraries take up to twice as long over it as over its
+    transpose."""
     return (b.mT @ a.mT).mT
 
 
 class InParts(TensorOperator):
-    """An operator with an N x N matrix for every entry, whose J J^T is applied to so many entries at a time that these stay in the cache."""
+    """An operator with an N x N matrix for every entry, whose J J^T is applied to so many entries
+    at a time that these stay in the cache."""
 
     @abstractmethod
     def product(self, y: Tensor) -> Tensor:
@@ -29,9 +32,21 @@ class InParts(TensorOperator):
     @cached_property
     def _parts(self) -> list[Self]:
         """Views of so many entries."""
-        together = max(1, int(GRAM_BYTES.get(self.device.type, GRAM_BYTES["cpu"]) // (self.out_shape[0] ** 2 * self.dtype.itemsize)))
-        together = math.ceil(self.batch / math.ceil(max(1, self.batch) / together))  # parts of nearly one size
-        return [self] if self.batch <= together else [self.select(slice(i, i + together)) for i in range(0, self.batch, together)]
+        together = max(
+            1,
+            int(
+                GRAM_BYTES.get(self.device.type, GRAM_BYTES["cpu"])
+                // (self.out_shape[0] ** 2 * self.dtype.itemsize)
+            ),
+        )
+        together = math.ceil(
+            self.batch / math.ceil(max(1, self.batch) / together)
+        )  # parts of nearly one size
+        return (
+            [self]
+            if self.batch <= together
+            else [self.select(slice(i, i + together)) for i in range(0, self.batch, together)]
+        )
 
     def gram(self, y: Tensor) -> Tensor:
         if len(self._parts) == 1:

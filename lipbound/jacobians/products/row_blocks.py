@@ -1,7 +1,9 @@
-"""Attention matrices in blocks of rows, each with the keys that its queries see: what is zero beside them takes no part in products.
+"""Attention matrices in blocks of rows, each with the keys that its queries see: what is zero
+beside them takes no part in products.
 
-A block of queries i0 ... i1 sees keys 0 ... i1 under a causal mask, i0 - w ... i1 in a sliding window of w, all of them without a mask. Which it sees
-is read off the mask, or the zeros of P, so that any mask counts.
+A block of queries i0 ... i1 sees keys 0 ... i1 under a causal mask, i0 - w ... i1 in a sliding
+window of w, all of them without a mask. Which it sees is read off the mask, or the zeros of P, so
+that any mask counts.
 """
 
 from collections.abc import Iterable
@@ -16,8 +18,9 @@ from lipbound.attention.masking import BLOCKED, four_axes
 from lipbound.devices import Room
 
 ROWS = 96
-"""Queries of a block: fewer would see fewer keys that they do not need, but make products of matrices that processors are slow at. A multiple of 24,
-the width of the tiles in which float64 products are computed on x86."""
+"""Queries of a block: fewer would see fewer keys that they do not need, but make products of
+matrices that processors are slow at. A multiple of 24, the width of the tiles in which float64
+products are computed on x86."""
 WORTH = 0.85
 """Share of the attention matrices above which whole matrices are the faster."""
 SHORT, FEWER_ROWS = 256, 48
@@ -28,11 +31,13 @@ LEAST = 96
 
 @dataclass(frozen=True)
 class RowBlocks:
-    """Blocks of rows of a batch of N x N matrices, and where the columns begin and end outside which their entries are zero.
+    """Blocks of rows of a batch of N x N matrices, and where the columns begin and end outside
+    which their entries are zero.
 
     Attributes:
         tokens: N. step: rows of a block; the last may have fewer.
-        first, last: (batch, blocks) int64 on the CPU; columns from ``first`` to before ``last``, none where both are equal.
+        first, last: (batch, blocks) int64 on the CPU; columns from ``first`` to before ``last``,
+            none where both are equal.
     """
 
     tokens: int
@@ -44,11 +49,17 @@ class RowBlocks:
     def of_probabilities(p: Tensor, step: int) -> "RowBlocks":
         """From the zeros of P, (batch, N, N)."""
         n, p = p.shape[-1], p.detach()
-        return _of(torch.stack([p[:, i : i + step].amax(1) != 0 for i in range(0, n, step)], 1), n, step, (len(p),))
+        return _of(
+            torch.stack([p[:, i : i + step].amax(1) != 0 for i in range(0, n, step)], 1),
+            n,
+            step,
+            (len(p),),
+        )
 
     @staticmethod
     def of_mask(att: Attention, step: int) -> "RowBlocks":
-        """From the mask of a layer and its padding, looked at once; the batch is all heads of sample 0, then of sample 1, ..."""
+        """From the mask of a layer and its padding, looked at once; the batch is all heads of
+        sample 0, then of sample 1, ..."""
         return att.memo(("row blocks", step), lambda: RowBlocks._of_mask(att, step))
 
     @staticmethod
@@ -58,7 +69,9 @@ class RowBlocks:
         seen = torch.ones(1, 1, count, n, dtype=torch.bool, device=att.device)
         if mask is not None:
             rows = four_axes(mask.detach()).expand(-1, -1, n, -1)  # a view
-            seen = torch.stack([rows[:, :, i : i + step].amax(2) > BLOCKED for i in range(0, n, step)], 2).expand(-1, -1, -1, n)
+            seen = torch.stack(
+                [rows[:, :, i : i + step].amax(2) > BLOCKED for i in range(0, n, step)], 2
+            ).expand(-1, -1, -1, n)
         if valid is not None:
             some = torch.stack([part.any(-1) for part in valid.split(step, -1)], -1)
             seen = seen & (some[..., None] & valid[:, None])[:, None]
@@ -73,7 +86,9 @@ class RowBlocks:
         """Rows and columns of the blocks of an entry that are not all zero."""
         starts = range(0, self.tokens, self.step)
         ends = zip(starts, self.first[b].tolist(), self.last[b].tolist(), strict=True)
-        return [(slice(i, min(i + self.step, self.tokens)), slice(a, c)) for i, a, c in ends if a < c]
+        return [
+            (slice(i, min(i + self.step, self.tokens)), slice(a, c)) for i, a, c in ends if a < c
+        ]
 
     def shared(self) -> list[tuple[slice, slice]]:
         """Rows and columns of blocks that hold those of every entry."""
@@ -89,7 +104,9 @@ class RowBlocks:
     @property
     def size(self) -> int:
         """Entries of all matrices inside the blocks."""
-        rows = torch.tensor([min(self.step, self.tokens - i) for i in range(0, self.tokens, self.step)])
+        rows = torch.tensor(
+            [min(self.step, self.tokens - i) for i in range(0, self.tokens, self.step)]
+        )
         return int(((self.last - self.first) * rows).sum())
 
     @property
@@ -99,23 +116,31 @@ class RowBlocks:
 
 
 def _of(seen: Tensor, n: int, step: int, batch: tuple[int, ...]) -> RowBlocks:
-    """From which columns each block has entries in, (..., blocks, N) bool, of which some entries of the batch may share one."""
+    """From which columns each block has entries in, (..., blocks, N) bool, of which some entries of
+    the batch may share one."""
     order = seen.to(torch.uint8)
     ends = (order.argmax(-1), n - order.flip(-1).argmax(-1))
-    first, last = (torch.where(seen.any(-1), t, 0).expand(*batch, -1).flatten(0, len(batch) - 1).cpu() for t in ends)
+    first, last = (
+        torch.where(seen.any(-1), t, 0).expand(*batch, -1).flatten(0, len(batch) - 1).cpu()
+        for t in ends
+    )
     return RowBlocks(n, step, first, last)
 
 
 def worthwhile(p: Tensor) -> RowBlocks | None:
-    """The blocks of matrices P (batch, N, N) that are in memory, where products are faster with them; None where not."""
-    if p.device.type != "cpu" or p.shape[-1] < LEAST:  # on a GPU many small products cost more than few large ones
+    """The blocks of matrices P (batch, N, N) that are in memory, where products are faster with
+    them; None where not."""
+    if (
+        p.device.type != "cpu" or p.shape[-1] < LEAST
+    ):  # on a GPU many small products cost more than few large ones
         return None
     blocks = RowBlocks.of_probabilities(p, FEWER_ROWS if p.shape[-1] < SHORT else ROWS)
     return blocks if blocks.share <= WORTH else None
 
 
 class RowBlock(NamedTuple):
-    """Rows and columns of a block, and P and what changes of q k^T are weighted with there, (rows, columns), or (batch, rows, columns)."""
+    """Rows and columns of a block, and P and what changes of q k^T are weighted with there, (rows,
+    columns), or (batch, rows, columns)."""
 
     rows: slice
     keys: slice
@@ -134,12 +159,14 @@ def by_columns(t: Tensor) -> Tensor:
 
 
 def _liked(t: Tensor) -> Tensor:
-    """The same tensor, as products are fastest that sum over its tokens, and write the like: in float64 coordinate by coordinate."""
+    """The same tensor, as products are fastest that sum over its tokens, and write the like: in
+    float64 coordinate by coordinate."""
     return by_columns(t) if t.dtype == torch.float64 else t
 
 
 class HeadTensors(NamedTuple):
-    """Queries, keys, values and outputs of a batch of heads as products in blocks take them, (batch, N, d or d_v); keys and values in two layouts."""
+    """Queries, keys, values and outputs of a batch of heads as products in blocks take them,
+    (batch, N, d or d_v); keys and values in two layouts."""
 
     q: Tensor
     k: Tensor
@@ -159,12 +186,14 @@ class HeadTensors(NamedTuple):
 
 
 Group = tuple[slice, HeadTensors, Iterable[RowBlock]]
-"""Some entries of a batch, what they are made of, and their blocks, the same for all of them, with P (entries, rows, columns)."""
+"""Some entries of a batch, what they are made of, and their blocks, the same for all of them, with
+P (entries, rows, columns)."""
 
 
 def cotangents(groups: Iterable[Group], y: Tensor, widths: tuple[int, int]) -> Tensor:
-    """The cotangents of q, k and v as they enter scores and output, side by side, (batch, N, 2 d + d_v), under y (batch, N, d_v), for d and d_v the
-    ``widths``. Laid out coordinate by coordinate; not differentiable."""
+    """The cotangents of q, k and v as they enter scores and output, side by side, (batch, N, 2 d +
+    d_v), under y (batch, N, d_v), for d and d_v the ``widths``. Laid out coordinate by coordinate;
+    not differentiable."""
     d, d_v = widths
     found, room = y.new_zeros(len(y), 2 * d + d_v, y.shape[1]).mT, Room()
     for entries, (q, _, v, o, k, _), blocks in groups:
@@ -172,7 +201,11 @@ def cotangents(groups: Iterable[Group], y: Tensor, widths: tuple[int, int]) -> T
         shift = (given * o).sum(-1, keepdim=True)
         for rows, keys, p, weights in blocks:
             part = given[:, rows]
-            g = torch.bmm(part, v[:, keys].mT, out=room.take(y, *p.shape)).sub_(shift[:, rows]).mul_(weights)
+            g = (
+                torch.bmm(part, v[:, keys].mT, out=room.take(y, *p.shape))
+                .sub_(shift[:, rows])
+                .mul_(weights)
+            )
             torch.bmm(g, k[:, keys], out=to_q[:, rows])
             to_k[:, keys].baddbmm_(g.mT, q[:, rows])
             to_v[:, keys].baddbmm_(p.mT, part)
@@ -180,15 +213,23 @@ def cotangents(groups: Iterable[Group], y: Tensor, widths: tuple[int, int]) -> T
 
 
 def pushed(groups: Iterable[Group], z: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """The output's perturbations, (batch, N, d_v), under perturbations z of q, k and v, (batch, N, d or d_v) each. Not differentiable."""
+    """The output's perturbations, (batch, N, d_v), under perturbations z of q, k and v, (batch, N,
+    d or d_v) each. Not differentiable."""
     z_q, z_k, z_v = *z[:2], _liked(z[2])
     out, room = torch.zeros_like(z_v), Room()
     for entries, (q, k, _, o, _, v), blocks in groups:
-        left, right, moved = torch.cat([z_q[entries], q], -1), torch.cat([k, z_k[entries]], -1), z_v[entries]
+        left, right, moved = (
+            torch.cat([z_q[entries], q], -1),
+            torch.cat([k, z_k[entries]], -1),
+            z_v[entries],
+        )
         for rows, keys, p, weights in blocks:
-            t = torch.bmm(left[:, rows], right[:, keys].mT, out=room.take(z_v, *p.shape)).mul_(weights)
+            t = torch.bmm(left[:, rows], right[:, keys].mT, out=room.take(z_v, *p.shape)).mul_(
+                weights
+            )
             part = torch.bmm(t, v[:, keys], out=out[entries, rows])
-            # at a one-hot row the difference is exactly zero, which a fused multiply-add would spoil
+            # at a one-hot row the difference is exactly zero, which a fused multiply-add would
+            # spoil
             part -= t.sum(-1, keepdim=True) * o[:, rows]
             part.baddbmm_(p, moved[:, keys])
     return out

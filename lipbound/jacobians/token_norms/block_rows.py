@@ -1,7 +1,9 @@
-r"""The blocks :math:`J_{ij}` of an attention Jacobian, from token j to output token i, for many i at once, without forming them.
+r"""The blocks :math:`J_{ij}` of an attention Jacobian, from token j to output token i, for many i
+at once, without forming them.
 
-:math:`J_{ij} = \sum_h E_h^T (P_{ij} W_V^T + A_i[:,j]\,\tilde q_{ij}^T + [i = j]\,B_i)` with the symbols of head h, E_h its slice of the output
-projection or of the identity: Lemmas 1 and 6 (docs/theory/jacobian.md).
+:math:`J_{ij} = \sum_h E_h^T (P_{ij} W_V^T + A_i[:,j]\,\tilde q_{ij}^T + [i = j]\,B_i)` with the
+symbols of head h, E_h its slice of the output projection or of the identity: Lemmas 1 and 6
+(docs/theory/jacobian.md).
 """
 
 from dataclasses import dataclass, replace
@@ -15,7 +17,8 @@ from lipbound.linalg.matrix_norms import gamma, matrix_norm
 
 
 def _paired(x: Tensor, m: Tensor, y: Tensor) -> Tensor:
-    """sum over heads h, g of x_h m_hg y_g: (..., h, n), (..., h, g, n or 1), (..., g, n) -> (..., n)."""
+    """sum over heads h, g of x_h m_hg y_g: (..., h, n), (..., h, g, n or 1), (..., g, n) -> (...,
+    n)."""
     if x.shape[-2] == 1:
         return x[..., 0, :] * m[..., 0, 0, :] * y[..., 0, :]
     return (x * (m * y[..., None, :, :]).sum(-2)).sum(-2)
@@ -25,15 +28,18 @@ def _paired(x: Tensor, m: Tensor, y: Tensor) -> Tensor:
 class Blocks:
     r"""Blocks of some output tokens of a batch of maps, float64.
 
-    Shapes: b maps, i output tokens of each, h heads that share an input, n tokens, d_v values, m coordinates of a token's perturbation, r of an
-    output. A row is one output token of one map.
+    Shapes: b maps, i output tokens of each, h heads that share an input, n tokens, d_v values, m
+    coordinates of a token's perturbation, r of an output. A row is one output token of one map.
 
     Attributes:
-        p, t: P and what changes of scores are weighted with, (b, i, h, n). v: values, (b, h, n, d_v). o: outputs, (b, i, h, d_v).
-        w_v: projection of values, (b, h, m, d_v). qt: :math:`\tilde q_{ij}`, (b, i, h, n or 1, m). own: :math:`B_i^T`, (b, i, h, m, d_v).
+        p, t: P and what changes of scores are weighted with, (b, i, h, n). v: values, (b, h, n,
+            d_v). o: outputs, (b, i, h, d_v).
+        w_v: projection of values, (b, h, m, d_v). qt: :math:`\tilde q_{ij}`, (b, i, h, n or 1, m).
+            own: :math:`B_i^T`, (b, i, h, m, d_v).
         token: which token a row is, (b, i).
         w_o: slices of the output projection, (h, d_v, r), or None for heads side by side.
-        size: upper values of the Frobenius norms of blocks with absolute values inside, (b, i, n): Lemma 87 (docs/theory/token_norms.md).
+        size: upper values of the Frobenius norms of blocks with absolute values inside, (b, i, n):
+            Lemma 87 (docs/theory/token_norms.md).
         roundings: how many an entry of what is computed from blocks sees at most.
     """
 
@@ -62,10 +68,13 @@ class Blocks:
     def select(self, chosen: Tensor) -> Self:
         """Some rows (k, 2), as k maps with one output token each."""
         b, i = chosen.unbind(-1)
-        rows = {name: getattr(self, name)[b, i][:, None] for name in ("p", "t", "o", "qt", "own", "token", "size")}
+        rows = {
+            name: getattr(self, name)[b, i][:, None]
+            for name in ("p", "t", "o", "qt", "own", "token", "size")
+        }
         return replace(self, v=self.v[b], w_v=self.w_v[b], **rows)
 
-    # -- what all products share ---------------------------------------------------------------------------------------------
+    # -- what all products share -------------------------------------------------------------------
 
     @cached_property
     def a(self) -> Tensor:
@@ -106,7 +115,11 @@ class Blocks:
     def full(self) -> Tensor:
         """J_ii^T head by head, (b, i, h, m, d_v)."""
         alpha = self._at_own(self.a.mT)
-        return self._at_own(self.p)[..., None, None] * self.w_v[:, None] + self._own_qt[..., None] * alpha[..., None, :] + self.own
+        return (
+            self._at_own(self.p)[..., None, None] * self.w_v[:, None]
+            + self._own_qt[..., None] * alpha[..., None, :]
+            + self.own
+        )
 
     def enter(self, y: Tensor) -> Tensor:
         """Cotangents of outputs (b, i, s, r) as those of heads, (b, i, s, h, d_v)."""
@@ -114,26 +127,36 @@ class Blocks:
             return y.unflatten(-1, (self.p.shape[2], -1))
         return torch.einsum("bisr,hvr->bishv", y, self.w_o)
 
-    # -- products for the search, whose rounding does not matter -------------------------------------------------------------
+    # -- products for the search, whose rounding does not matter -----------------------------------
 
     def pulled(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        r"""For cotangents y (b, i, s, h, d_v): :math:`|J_{ij}^T y|` (b, i, s, n), :math:`A_i[:,j] \cdot y` (b, i, s, h, n), and the products of
-        values' images with the q-tilde, (b, i, s, h, g, n or 1)."""
-        alpha = torch.einsum("bishv,bhnv->bishn", y, self.v) - torch.einsum("bishv,bihv->bish", y, self.o)[..., None]
+        r"""For cotangents y (b, i, s, h, d_v): :math:`|J_{ij}^T y|` (b, i, s, n),
+        :math:`A_i[:,j] \cdot y` (b, i, s, h, n), and the products of values' images with the
+        q-tilde, (b, i, s, h, g, n or 1)."""
+        alpha = (
+            torch.einsum("bishv,bhnv->bishn", y, self.v)
+            - torch.einsum("bishv,bihv->bish", y, self.o)[..., None]
+        )
         alpha = alpha * self.t[:, :, None]
         p = self.p[:, :, None]
         values = torch.einsum("bishv,bhgvw,bisgw->bishg", y, self._values, y)[..., None]
         cross = torch.einsum("bihgnv,bisgv->bishgn", self._cross, y)
-        squares = _paired(p, values, p) + 2 * _paired(alpha, cross, p) + _paired(alpha, self._keys[:, :, None], alpha)
+        squares = (
+            _paired(p, values, p)
+            + 2 * _paired(alpha, cross, p)
+            + _paired(alpha, self._keys[:, :, None], alpha)
+        )
         own = torch.einsum("bihmv,bishv->bism", self.full, y).square().sum(-1)
         squares = torch.where(self._own_place[:, :, None], own[..., None], squares)
         return squares.clamp_min(0).sqrt(), alpha, cross
 
     def ascend(self, y: Tensor, *, together: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        r"""One step :math:`y \mapsto \sum_j J_{ij} J_{ij}^T y / |J_{ij}^T y|`, normalised: Lemma 89 (docs/theory/token_norms.md).
+        r"""One step :math:`y \mapsto \sum_j J_{ij} J_{ij}^T y / |J_{ij}^T y|`, normalised: Lemma 89
+        (docs/theory/token_norms.md).
 
         Args:
-            y: unit vectors (b, i, s, r); ``together``: s of them make one matrix of Frobenius norm one, and lengths are Frobenius norms.
+            y: unit vectors (b, i, s, r); ``together``: s of them make one matrix of Frobenius norm
+                one, and lengths are Frobenius norms.
 
         Returns:
             The step; lengths before it, (b, i, s or 1, n); and their sums, (b, i, s or 1).
@@ -152,33 +175,52 @@ class Blocks:
         return self._weighted(heads, w, alpha, cross), lengths, lengths.sum(-1)
 
     def _weighted(self, y: Tensor, w: Tensor, alpha: Tensor, cross: Tensor) -> Tensor:
-        r""":math:`\sum_j w_j J_{ij} J_{ij}^T y`, (b, i, s, r), of cotangents y (b, i, s, h, d_v) and what `pulled` made of them."""
+        r""":math:`\sum_j w_j J_{ij} J_{ij}^T y`, (b, i, s, r), of cotangents y (b, i, s, h, d_v)
+        and what `pulled` made of them."""
         own = self._at_own(w.expand(*y.shape[:3], -1))[..., None, None]
         w = torch.where(self._own_place[:, :, None], 0.0, w)[..., None, :]
         p, t = self.p[:, :, None], self.t[:, :, None]
-        back = (cross * p[..., None, :, :]).sum(-2) + (self._keys[:, :, None] * alpha[..., None, :, :]).sum(-2)  # qt . J^T y, (b, i, s, h, n)
+        back = (cross * p[..., None, :, :]).sum(-2) + (
+            self._keys[:, :, None] * alpha[..., None, :, :]
+        ).sum(-2)  # qt . J^T y, (b, i, s, h, n)
         back = back * t * w
-        z = torch.einsum("bishn,bhnv->bishv", back, self.v) - back.sum(-1)[..., None] * self.o[:, :, None]
+        z = (
+            torch.einsum("bishn,bhnv->bishv", back, self.v)
+            - back.sum(-1)[..., None] * self.o[:, :, None]
+        )
         both = torch.einsum("bishn,bisgn->bishg", p * w, p.expand_as(alpha))
         z = z + torch.einsum("bishg,bhgvw,bisgw->bishv", both, self._values, y)
         if self._cross.shape[-2] == 1:
             reach = torch.einsum("bishn,bisgn->bishg", w * alpha, p.expand_as(alpha))
             z = z + torch.einsum("bishg,bihgv->bisgv", reach, self._cross[..., 0, :])
         else:
-            z = z + torch.einsum("bishn,bisgn,bihgnv->bisgv", w * alpha, p.expand_as(alpha), self._cross)
+            z = z + torch.einsum(
+                "bishn,bisgn,bihgnv->bisgv", w * alpha, p.expand_as(alpha), self._cross
+            )
         through = torch.einsum("bihmv,bishv->bism", self.full, y)
         z = z + own * torch.einsum("bihmv,bism->bishv", self.full, through)
         return z.flatten(3) if self.w_o is None else torch.einsum("bishv,hvr->bisr", z, self.w_o)
 
-    # -- matrices with known rounding ------------------------------------------------------------------------------------------
+    # -- matrices with known rounding --------------------------------------------------------------
 
     def matrix(self, w: Tensor) -> tuple[Tensor, Tensor]:
-        r""":math:`\sum_j w_{ij} J_{ij} J_{ij}^T` for weights w >= 0 (b, i, n), (b, i, r, r), and bounds on the 2-norm of its rounding error, (b, i):
-        Lemma 87 (docs/theory/token_norms.md)."""
+        r""":math:`\sum_j w_{ij} J_{ij} J_{ij}^T` for weights w >= 0 (b, i, n), (b, i, r, r), and
+        bounds on the 2-norm of its rounding error, (b, i): Lemma 87 (docs/theory/token_norms.md).
+        """
         own, w_rest = self._at_own(w)[..., None, None], torch.where(self._own_place, 0.0, w)
         heads = range(self.p.shape[2])
-        parts = [[self._pair(h, g, w_rest) + own * (self.full[:, :, h].mT @ self.full[:, :, g]) if g >= h else None for g in heads] for h in heads]
-        stacked = torch.cat([torch.cat([_known(parts, h, g) for g in heads], -1) for h in heads], -2)
+        parts = [
+            [
+                self._pair(h, g, w_rest) + own * (self.full[:, :, h].mT @ self.full[:, :, g])
+                if g >= h
+                else None
+                for g in heads
+            ]
+            for h in heads
+        ]
+        stacked = torch.cat(
+            [torch.cat([_known(parts, h, g) for g in heads], -1) for h in heads], -2
+        )
         if self.w_o is not None:
             w_o = self.w_o.flatten(0, 1)
             stacked = w_o.mT @ stacked @ w_o
@@ -189,27 +231,49 @@ class Blocks:
         p_h, p_g, a_h, a_g = self.p[:, :, h], self.p[:, :, g], self.a[:, :, h], self.a[:, :, g]
         out = (w * p_h * p_g).sum(-1)[..., None, None] * self._values[:, h, g][:, None]
         out = out + (a_h * (w * self._keys[:, :, h, g])[..., None]).mT @ a_g
-        for a, x, flip in ((a_h * (w * p_g)[..., None], self._cross[:, :, h, g], False), (a_g * (w * p_h)[..., None], self._cross[:, :, g, h], True)):
+        for a, x, flip in (
+            (a_h * (w * p_g)[..., None], self._cross[:, :, h, g], False),
+            (a_g * (w * p_h)[..., None], self._cross[:, :, g, h], True),
+        ):
             one = a.sum(-2)[..., None] * x if x.shape[-2] == 1 else a.mT @ x
             out = out + (one.mT if flip else one)
         return out
 
     def pairs(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """J_ij^T for some (map, row, token j), (k, 3): (k, m, r), and bounds on the 2-norms of their rounding errors, (k,)."""
+        """J_ij^T for some (map, row, token j), (k, 3): (k, m, r), and bounds on the 2-norms of
+        their rounding errors, (k,)."""
         b, i, j = chosen.unbind(-1)
         at = j if self.qt.shape[3] > 1 else torch.zeros_like(j)
         alpha = self.t[b, i, :, j, None] * (self.v[b, :, j] - self.o[b, i])  # (k, h, d_v)
-        parts = self.p[b, i, :, j, None, None] * self.w_v[b] + self.qt[b, i, :, at][..., None] * alpha[..., None, :]
-        parts = parts + torch.where((j == self.token[b, i])[:, None, None, None], self.own[b, i], 0.0)
-        out = parts.transpose(1, 2).flatten(2) if self.w_o is None else torch.einsum("khmv,hvr->kmr", parts, self.w_o)
+        parts = (
+            self.p[b, i, :, j, None, None] * self.w_v[b]
+            + self.qt[b, i, :, at][..., None] * alpha[..., None, :]
+        )
+        parts = parts + torch.where(
+            (j == self.token[b, i])[:, None, None, None], self.own[b, i], 0.0
+        )
+        out = (
+            parts.transpose(1, 2).flatten(2)
+            if self.w_o is None
+            else torch.einsum("khmv,hvr->kmr", parts, self.w_o)
+        )
         return out, gamma(self.roundings) * self.size[b, i, j] * (1 + 1e-6)
 
     def pair_bounds(self) -> Tensor:
-        """Upper values of the norms of blocks, (b, i, n), from those of a block's three parts: Lemma 92 (docs/theory/token_norms.md)."""
+        """Upper values of the norms of blocks, (b, i, n), from those of a block's three parts:
+        Lemma 92 (docs/theory/token_norms.md)."""
         values = matrix_norm(self.w_v)[:, None, :, None]
-        each = self.p * values + torch.linalg.vector_norm(self.a, dim=-1) * torch.linalg.vector_norm(self.qt, dim=-1)
-        each = each + torch.where(self._own_place[:, :, None], torch.linalg.matrix_norm(self.own)[..., None], 0.0)
-        whole = torch.linalg.vector_norm(each, dim=2) if self.w_o is None else torch.einsum("bihn,h->bin", each, matrix_norm(self.w_o))
+        each = self.p * values + torch.linalg.vector_norm(
+            self.a, dim=-1
+        ) * torch.linalg.vector_norm(self.qt, dim=-1)
+        each = each + torch.where(
+            self._own_place[:, :, None], torch.linalg.matrix_norm(self.own)[..., None], 0.0
+        )
+        whole = (
+            torch.linalg.vector_norm(each, dim=2)
+            if self.w_o is None
+            else torch.einsum("bihn,h->bin", each, matrix_norm(self.w_o))
+        )
         return (whole + gamma(self.roundings) * self.size) * (1 + 1e-9)
 
 

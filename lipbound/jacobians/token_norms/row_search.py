@@ -1,4 +1,5 @@
-"""Largest eigenvalues of many matrices, and the largest norms of rows of blocks: found by search, then bounded from above by proof."""
+"""Largest eigenvalues of many matrices, and the largest norms of rows of blocks: found by search,
+then bounded from above by proof."""
 
 from dataclasses import dataclass, fields
 
@@ -12,7 +13,8 @@ from lipbound.linalg.solution import normal_numbers
 
 POWER_STEPS = 12
 LEADERS = 4
-"""Rows of each map that are looked at closely before all others are compared with the best of them."""
+"""Rows of each map that are looked at closely before all others are compared with the best of them.
+"""
 NEAR = 0.95
 """Share of the best known of other rows below which a row does not lead, after the first steps."""
 FIRST_STEPS, STEPS = 6, 24
@@ -29,7 +31,8 @@ class BestRows:
     """The best row of each of b maps, and what no row exceeds, float64.
 
     Attributes:
-        value: what the search found there, to rounding, (b,). token: the row, (b,). source: the token that moves, where there is one, (b,).
+        value: what the search found there, to rounding, (b,). token: the row, (b,). source: the
+            token that moves, where there is one, (b,).
         vector: unit vector, (b, r). upper: bound on all rows, (b,). steps: of the search, (b,).
     """
 
@@ -44,25 +47,43 @@ class BestRows:
     def cat(found: "list[BestRows]") -> "BestRows":
         """Of all the maps of several."""
         names = [f.name for f in fields(BestRows)]
-        return BestRows(**{name: torch.cat([getattr(one, name) for one in found]) for name in names})
+        return BestRows(
+            **{name: torch.cat([getattr(one, name) for one in found]) for name in names}
+        )
 
     def joined(self, other: "BestRows") -> "BestRows":
         """Of the rows of both."""
         first = self.value >= other.value
         value, token, source = (
-            torch.where(first, a, b) for a, b in ((self.value, other.value), (self.token, other.token), (self.source, other.source))
+            torch.where(first, a, b)
+            for a, b in (
+                (self.value, other.value),
+                (self.token, other.token),
+                (self.source, other.source),
+            )
         )
         vector = torch.where(first[:, None], self.vector, other.vector)
-        return BestRows(value, token, source, vector, torch.maximum(self.upper, other.upper), self.steps + other.steps)
+        return BestRows(
+            value,
+            token,
+            source,
+            vector,
+            torch.maximum(self.upper, other.upper),
+            self.steps + other.steps,
+        )
 
 
 def largest(g: Tensor, slack: Tensor, tol: float) -> BestRows:
-    """Roots of the largest eigenvalues of positive semi-definite matrices (b, i, n, n) over i, whose rounding errors are at most ``slack`` (b, i).
+    """Roots of the largest eigenvalues of positive semi-definite matrices (b, i, n, n) over i,
+    whose rounding errors are at most ``slack`` (b, i).
 
-    A matrix that one Cholesky decomposition proves to be below the best by ``tol`` is not looked at again.
+    A matrix that one Cholesky decomposition proves to be below the best by ``tol`` is not looked at
+    again.
     """
     b, count, n = g.shape[:3]
-    x = g.gather(-1, torch.linalg.vector_norm(g, dim=-2).argmax(-1)[..., None, None].expand(-1, -1, n, 1))
+    x = g.gather(
+        -1, torch.linalg.vector_norm(g, dim=-2).argmax(-1)[..., None, None].expand(-1, -1, n, 1)
+    )
     for _ in range(POWER_STEPS):
         x = g @ (x / torch.linalg.vector_norm(x, dim=-2, keepdim=True).clamp_min(1e-300))
     rayleigh = torch.linalg.vector_norm(x, dim=(-2, -1))
@@ -81,7 +102,14 @@ def largest(g: Tensor, slack: Tensor, tol: float) -> BestRows:
                 one, its = _eigen(g[b_, i][None])
                 if float(one[0]) > float(value[b_]):
                     value[b_], token[b_], vector[b_] = one[0], i, its[0]
-    return BestRows(value.clamp_min(0).sqrt(), token, token, vector, upper.amax(-1).sqrt(), torch.full_like(token, POWER_STEPS))
+    return BestRows(
+        value.clamp_min(0).sqrt(),
+        token,
+        token,
+        vector,
+        upper.amax(-1).sqrt(),
+        torch.full_like(token, POWER_STEPS),
+    )
 
 
 def _eigen(g: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,7 +122,8 @@ def _eigen(g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def largest_pair(blocks: Blocks, tol: float) -> BestRows:
-    """The largest norm of a block of every map; vectors are of the output: Lemma 92 (docs/theory/token_norms.md)."""
+    """The largest norm of a block of every map; vectors are of the output: Lemma 92
+    (docs/theory/token_norms.md)."""
     b = blocks.rows[0]
     bounds = blocks.pair_bounds()
     n = bounds.shape[-1]
@@ -105,11 +134,19 @@ def largest_pair(blocks: Blocks, tol: float) -> BestRows:
     parts = blocks.pairs(chosen)[0]
     top, vectors = _eigen((parts.mT @ parts).unflatten(0, (b, -1)))
     best, line = top.argmax(-1), torch.arange(b, device=flat.device)
-    value, place, vector = top[line, best].clamp_min(0).sqrt(), order[line, best], vectors[line, best]
+    value, place, vector = (
+        top[line, best].clamp_min(0).sqrt(),
+        order[line, best],
+        vectors[line, best],
+    )
     upper = torch.zeros_like(value)
     left = (flat > (value * (1 + tol / 2))[:, None]).nonzero()
-    upper = torch.maximum(upper, torch.where(flat > (value * (1 + tol / 2))[:, None], 0.0, flat).amax(-1))
-    step = max(1, int(FLAT_BYTES // (32 * blocks.w_v.shape[2] * blocks.width * max(1, blocks.p.shape[2]))))
+    upper = torch.maximum(
+        upper, torch.where(flat > (value * (1 + tol / 2))[:, None], 0.0, flat).amax(-1)
+    )
+    step = max(
+        1, int(FLAT_BYTES // (32 * blocks.w_v.shape[2] * blocks.width * max(1, blocks.p.shape[2])))
+    )
     for k in range(0, len(left), step):
         maps, places = left[k : k + step].unbind(-1)
         parts, slack = blocks.pairs(torch.stack([maps, places // n, places % n], -1))
@@ -117,9 +154,13 @@ def largest_pair(blocks: Blocks, tol: float) -> BestRows:
         near = norms > value[maps] * (1 + tol / 2)
         if bool(near.any()):
             norms[near] = matrix_norm(parts[near]) + slack[near]
-            for m, at_, norm in zip(maps[near].tolist(), places[near].tolist(), norms[near].tolist(), strict=True):
+            for m, at_, norm in zip(
+                maps[near].tolist(), places[near].tolist(), norms[near].tolist(), strict=True
+            ):
                 if norm > float(value[m]) * (1 + tol / 2):
-                    one = blocks.pairs(torch.tensor([[m, at_ // n, at_ % n]], device=flat.device))[0]
+                    one = blocks.pairs(torch.tensor([[m, at_ // n, at_ % n]], device=flat.device))[
+                        0
+                    ]
                     found, its = _eigen(one.mT @ one)
                     if float(found[0]) > float(value[m]) ** 2:
                         value[m], place[m], vector[m] = found[0].sqrt(), at_, its[0]
@@ -129,10 +170,11 @@ def largest_pair(blocks: Blocks, tol: float) -> BestRows:
 
 
 def steepest(blocks: Blocks, tol: float, known: Tensor | None = None) -> BestRows:
-    r"""The largest :math:`\sup_{|y|=1} \sum_j |J_{ij}^T y|` over output tokens i, of every map: Lemmas 89 and 90
-    (docs/theory/token_norms.md).
+    r"""The largest :math:`\sup_{|y|=1} \sum_j |J_{ij}^T y|` over output tokens i, of every map:
+    Lemmas 89 and 90 (docs/theory/token_norms.md).
 
-    Rows that one Cholesky decomposition proves to be below the best, or below what is ``known`` (b,) of others, are not looked at again.
+    Rows that one Cholesky decomposition proves to be below the best, or below what is ``known``
+    (b,) of others, are not looked at again.
     """
     b, count = blocks.rows
     at = torch.arange(b, device=blocks.p.device)
@@ -157,11 +199,14 @@ def steepest(blocks: Blocks, tol: float, known: Tensor | None = None) -> BestRow
         steps[rows[:, 0].unique()] += STEPS
     best = state.total.argmax(-1)
     token = blocks.token[at, best]
-    return BestRows(state.total[at, best], token, token, state.y[at, best, 0], state.upper.amax(-1), steps)
+    return BestRows(
+        state.total[at, best], token, token, state.y[at, best, 0], state.upper.amax(-1), steps
+    )
 
 
 class State:
-    """What is known of rows (b, i): vectors y (b, i, 1, r), their lengths (b, i, n), sums of these and upper values, (b, i); ``known`` of others."""
+    """What is known of rows (b, i): vectors y (b, i, 1, r), their lengths (b, i, n), sums of these
+    and upper values, (b, i); ``known`` of others."""
 
     def __init__(self, y: Tensor, lengths: Tensor, total: Tensor, known: Tensor | None):
         self.y, self.lengths, self.total, self.known = y, lengths, total, known
@@ -182,7 +227,11 @@ class State:
         """For rows (k, 2) what is better of y (k, 1, 1, r), lengths (k, 1, n) and sums (k, 1)."""
         better = total[:, 0] >= self.total[rows[:, 0], rows[:, 1]]
         b, i = rows[better].unbind(-1)
-        self.y[b, i], self.lengths[b, i], self.total[b, i] = y[better, 0], lengths[better, 0], total[better, 0]
+        self.y[b, i], self.lengths[b, i], self.total[b, i] = (
+            y[better, 0],
+            lengths[better, 0],
+            total[better, 0],
+        )
 
     def bound(self, rows: Tensor, upper: Tensor) -> None:
         """Upper values (k, 1) of rows."""
@@ -207,7 +256,8 @@ def _settle(part: Blocks, rows: Tensor, state: State, tol: float) -> None:
 
 
 def _relax(part: Blocks, rows: Tensor, state: State, tol: float) -> None:
-    """Minimise the bound over weights, through its dual: matrices of several columns climb together; their columns are starts once more."""
+    """Minimise the bound over weights, through its dual: matrices of several columns climb
+    together; their columns are starts once more."""
     many = more_starts(part, *state.at(rows))
     many = many / many.shape[2] ** 0.5
     for _ in range(ROUNDS):
@@ -217,18 +267,26 @@ def _relax(part: Blocks, rows: Tensor, state: State, tol: float) -> None:
         if bool((upper <= total[..., 0] * (1 + tol / 8)).all()):
             break
     state.take(rows, *_best(*_climb(part, _unit(many), STEPS, tol)))
-    state.columns |= {(int(b), int(i)): one[None] for (b, i), one in zip(rows.tolist(), many, strict=True)}
+    state.columns |= {
+        (int(b), int(i)): one[None] for (b, i), one in zip(rows.tolist(), many, strict=True)
+    }
 
 
 def _cut(part: Blocks, rows: Tensor, state: State, tol: float) -> None:
-    """Where a matrix does better than every vector, bound the sphere wedge by wedge; where matrices end there, vectors start."""
+    """Where a matrix does better than every vector, bound the sphere wedge by wedge; where matrices
+    end there, vectors start."""
     count = state.open(tol)[:, 0].bincount(minlength=len(state.total))
     for k, (b, i) in enumerate(rows.tolist()):
         if int(count[b]) > MOST_CUT:
             continue
         row, at = part.select(torch.tensor([[k, 0]], device=rows.device)), rows[k : k + 1]
         target = float(state.value[b]) * (1 + 0.9 * tol)
-        upper, ends = wedged(row, state.columns[b, i], target, lambda blocks, lengths: weights_of(blocks, lengths, tol))
+        upper, ends = wedged(
+            row,
+            state.columns[b, i],
+            target,
+            lambda blocks, lengths: weights_of(blocks, lengths, tol),
+        )
         state.bound(at, torch.full_like(state.total[:1, :1], upper))
         state.take(at, *_best(*_climb(row, ends, STEPS, tol)))
 
@@ -237,11 +295,18 @@ def _together(blocks: Blocks) -> int:
     """Rows that are worked on at a time when each has its own map."""
     h, n, d_v = blocks.v.shape[1:]
     width = blocks.width
-    return max(1, int(FLAT_BYTES // (8 * (h * n * (5 * d_v + 40) + blocks.qt[0, 0].numel() * 2 + 4 * width * width))))
+    return max(
+        1,
+        int(
+            FLAT_BYTES
+            // (8 * (h * n * (5 * d_v + 40) + blocks.qt[0, 0].numel() * 2 + 4 * width * width))
+        ),
+    )
 
 
 def starts(blocks: Blocks) -> Tensor:
-    """Unit vectors to climb from, (b, i, 2, r): the direction in which values reach furthest, and that of the largest difference of values."""
+    """Unit vectors to climb from, (b, i, 2, r): the direction in which values reach furthest, and
+    that of the largest difference of values."""
     first = blocks.full.mT @ (blocks.full @ blocks.full.sum(-2, keepdim=True).mT)
     first = first[..., 0].flatten(2)
     weight = torch.linalg.vector_norm(blocks.a, dim=-1)
@@ -260,7 +325,8 @@ def _unit(y: Tensor) -> Tensor:
 
 
 def more_starts(blocks: Blocks, y: Tensor, lengths: Tensor) -> Tensor:
-    """Vectors (k, 1, 1, r) that were found, the first eigenvectors at their weights, and a fixed direction without preference, (k, 1, s, r)."""
+    """Vectors (k, 1, 1, r) that were found, the first eigenvectors at their weights, and a fixed
+    direction without preference, (k, 1, s, r)."""
     w = torch.where(lengths > 0, 1 / lengths.clamp_min(1e-300), 0.0)
     g = blocks.matrix(w[:, :, 0])[0]
     try:
@@ -271,8 +337,11 @@ def more_starts(blocks: Blocks, y: Tensor, lengths: Tensor) -> Tensor:
     return torch.cat([y, vectors, _unit(drawn).expand(len(y), 1, -1, -1)], 2)
 
 
-def _climb(blocks: Blocks, y: Tensor, steps: int, tol: float, *, together: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """So many steps from y, fewer where sums have settled: vectors, lengths and sums, which belong together."""
+def _climb(
+    blocks: Blocks, y: Tensor, steps: int, tol: float, *, together: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """So many steps from y, fewer where sums have settled: vectors, lengths and sums, which belong
+    together."""
     following, lengths, total = blocks.ascend(y, together=together)
     for _ in range(steps):
         before, y = total, following
@@ -286,7 +355,11 @@ def _best(y: Tensor, lengths: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Te
     """Of several starts the best: (b, i, 1, r), (b, i, n), (b, i)."""
     best = total.argmax(-1)[..., None]
     y = y.gather(2, best[..., None].expand(*best.shape, y.shape[-1]))
-    return y, lengths.gather(2, best[..., None].expand(*best.shape, lengths.shape[-1]))[:, :, 0], total.gather(2, best)[..., 0]
+    return (
+        y,
+        lengths.gather(2, best[..., None].expand(*best.shape, lengths.shape[-1]))[:, :, 0],
+        total.gather(2, best)[..., 0],
+    )
 
 
 def weights_of(blocks: Blocks, lengths: Tensor, tol: float) -> tuple[Tensor, Tensor]:
@@ -298,7 +371,8 @@ def weights_of(blocks: Blocks, lengths: Tensor, tol: float) -> tuple[Tensor, Ten
 
 
 def bounded(blocks: Blocks, lengths: Tensor, tol: float) -> Tensor:
-    """Upper values of what rows can reach, from weights, (b, i): Lemma 90 (docs/theory/token_norms.md)."""
+    """Upper values of what rows can reach, from weights, (b, i): Lemma 90
+    (docs/theory/token_norms.md)."""
     w, weight = weights_of(blocks, lengths, tol)
     g, slack = blocks.matrix(w)
     return (weight * (symmetric_norm(g) + slack)).sqrt() * (1 + 1e-14)

@@ -1,4 +1,5 @@
-"""What no vector of a row exceeds, where a matrix does better than every vector: the sphere is cut into wedges, and each is bounded by itself."""
+"""What no vector of a row exceeds, where a matrix does better than every vector: the sphere is cut
+into wedges, and each is bounded by itself."""
 
 import math
 from collections.abc import Callable
@@ -10,18 +11,21 @@ from lipbound.jacobians.token_norms.block_rows import Blocks
 from lipbound.linalg.matrix_norms import UNIT, eigenvalues, symmetric_norm
 
 Weights = Callable[[Blocks, Tensor], tuple[Tensor, Tensor]]
-"""From blocks (k maps of one row) and lengths (k, 1, n) to weights and the sums of their inverses."""
+"""From blocks (k maps of one row) and lengths (k, 1, n) to weights and the sums of their inverses.
+"""
 FIRST, PARTS, LEVELS, MOST = 6, 3, 6, 24
 """Wedges at first, parts that one is cut into, how often, and how many at a time."""
 MULTIPLIERS, STEPS, TRIED = 8, 8, 17
 
 
 def wedged(row: Blocks, y: Tensor, target: float, weights: Weights) -> tuple[float, Tensor]:
-    r"""An upper value of :math:`\sigma_i` of a single row: Lemma 91 (docs/theory/token_norms.md); and unit vectors (1, 1, s, r) to climb from.
+    r"""An upper value of :math:`\sigma_i` of a single row: Lemma 91 (docs/theory/token_norms.md);
+    and unit vectors (1, 1, s, r) to climb from.
 
     Args:
-        row: one map with one output token. y: columns (1, 1, s, r) of a matrix of Frobenius norm one that has climbed: wedges divide the plane of its
-            first two directions. target: wedges that are proved to be below it are not cut again.
+        row: one map with one output token. y: columns (1, 1, s, r) of a matrix of Frobenius norm
+            one that has climbed: wedges divide the plane of its first two directions. target:
+            wedges that are proved to be below it are not cut again.
         weights: see `Weights`.
     """
     if y.shape[-1] < 2 or not bool(torch.isfinite(y).all()):
@@ -43,7 +47,10 @@ def wedged(row: Blocks, y: Tensor, target: float, weights: Weights) -> tuple[flo
             upper = max(upper, float(bounds.amax()))
             break
         size /= PARTS
-        cut = [_edges(plane, float(angle), float(angle) + PARTS * size, PARTS) for angle in angles[again]]
+        cut = [
+            _edges(plane, float(angle), float(angle) + PARTS * size, PARTS)
+            for angle in angles[again]
+        ]
         for one, first, last in zip(cut, left[again], right[again], strict=True):
             one[0], one[-1] = first, last
         left, right = torch.cat([one[:-1] for one in cut]), torch.cat([one[1:] for one in cut])
@@ -59,8 +66,11 @@ def _edges(plane: Tensor, first: float, last: float, parts: int) -> Tensor:
     return torch.stack([-angles.sin(), angles.cos()], -1) @ plane
 
 
-def _bounded(row: Blocks, y: Tensor, left: Tensor, right: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-    """Upper values (k,) of a row over the wedges between edges (k, r), and where matrices end that start from y (k, 1, s, r)."""
+def _bounded(
+    row: Blocks, y: Tensor, left: Tensor, right: Tensor, weights: Weights
+) -> tuple[Tensor, Tensor]:
+    """Upper values (k,) of a row over the wedges between edges (k, r), and where matrices end that
+    start from y (k, 1, s, r)."""
     q = left[:, :, None] * right[:, None]
     q = ((q + q.mT) / 2)[:, None]  # y is in a wedge where y^T q y <= 0
     many = row.select(torch.zeros(len(q), 2, dtype=torch.long, device=y.device))

@@ -1,4 +1,5 @@
-r"""How large can the part of G be that some vectors leave out? Certified by a Lanczos run of its own, its rounding measured step by step."""
+r"""How large can the part of G be that some vectors leave out? Certified by a Lanczos run of its
+own, its rounding measured step by step."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +11,12 @@ from torch import Tensor
 
 from lipbound.linalg.certificates import log_inverse_epsilon
 from lipbound.linalg.enclosures.inner_products import Dots
-from lipbound.linalg.enclosures.residual_certificate import Recurrences, below, excluded, smallest_excluded
+from lipbound.linalg.enclosures.residual_certificate import (
+    Recurrences,
+    below,
+    excluded,
+    smallest_excluded,
+)
 from lipbound.linalg.enclosures.verified import Bordered
 from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.operators import JacobianOperator, Roundoff
@@ -23,12 +29,14 @@ RITZ = 2
 WORTH_COPYING = 0.8
 """Share of a batch that is still at work below which it is copied to a smaller one."""
 HOPELESS = 1e-3
-"""Relative residual of a Ritz value beyond the target at which the run ends: the vectors it was given have missed something."""
+"""Relative residual of a Ritz value beyond the target at which the run ends: the vectors it was
+given have missed something."""
 
 
 @dataclass
 class Deflated:
-    """What a run has shown, (batch,) each: an upper bound on the largest eigenvalue of the deflated matrix, products spent, its top Ritz vectors."""
+    """What a run has shown, (batch,) each: an upper bound on the largest eigenvalue of the deflated
+    matrix, products spent, its top Ritz vectors."""
 
     phi: Tensor
     steps: Tensor
@@ -36,12 +44,20 @@ class Deflated:
 
 
 def deflated_bound(
-    op: JacobianOperator, roundoff: Roundoff, small: Bordered, target: Tensor, delta: float, seeds: Sequence[int], max_steps: int
+    op: JacobianOperator,
+    roundoff: Roundoff,
+    small: Bordered,
+    target: Tensor,
+    delta: float,
+    seeds: Sequence[int],
+    max_steps: int,
 ) -> Deflated:
-    r"""Upper bounds on :math:`\|(I - QQ^T)\,G\,(I - QQ^T)\|`, Q orthonormalising ``small.z``: ``target`` (batch,) where that can be shown.
+    r"""Upper bounds on :math:`\|(I - QQ^T)\,G\,(I - QQ^T)\|`, Q orthonormalising ``small.z``:
+    ``target`` (batch,) where that can be shown.
 
-    Lemma 65 (docs/theory/rounding.md). Each fails with probability ``delta`` at most. Where the target cannot be shown, the smallest number
-    that can, or infinity; where it can, a smaller one if there is.
+    Lemma 65 (docs/theory/rounding.md). Each fails with probability ``delta`` at most. Where the
+    target cannot be shown, the smallest number that can, or infinity; where it can, a smaller one
+    if there is.
     """
     n, r = math.prod(op.out_shape), small.z.shape[1]
     if r >= n:
@@ -51,8 +67,21 @@ def deflated_bound(
     epsilon = math.exp(-log_inverse_epsilon(n, delta))
     dots = Dots(n)
     gamma = 2 * (dots.roundings + 4 * UNIT) * r**0.5  # of products with z
-    z, rows = small.z, Recurrences(op.batch, limit, small, roundoff, epsilon - 4 * float(small.skew.amax()) - 4 * gamma - 16 * UNIT)
-    result = Deflated(torch.full_like(target, math.inf), torch.zeros(op.batch, dtype=torch.int64), z.new_zeros(op.batch, min(RITZ, limit), n))
+    z, rows = (
+        small.z,
+        Recurrences(
+            op.batch,
+            limit,
+            small,
+            roundoff,
+            epsilon - 4 * float(small.skew.amax()) - 4 * gamma - 16 * UNIT,
+        ),
+    )
+    result = Deflated(
+        torch.full_like(target, math.inf),
+        torch.zeros(op.batch, dtype=torch.int64),
+        z.new_zeros(op.batch, min(RITZ, limit), n),
+    )
     active, going = torch.arange(op.batch), torch.ones(op.batch, dtype=torch.bool)
     v = torch.stack([normal_numbers(n, seed) for seed in seeds]).to(op.device)
     v = v / torch.linalg.vector_norm(v, dim=1, keepdim=True)
@@ -78,31 +107,46 @@ def deflated_bound(
             lost += c.abs().sum((1, 2))
             w = (w[:, None] - c @ known)[:, 0]
         b = torch.linalg.vector_norm(w, dim=1)
-        rows.append(active[going].numpy(), j, *(t.cpu()[going].numpy() for t in (a, b, lost, outside, reach)))
+        rows.append(
+            active[going].numpy(),
+            j,
+            *(t.cpu()[going].numpy() for t in (a, b, lost, outside, reach)),
+        )
         v = w / b.clamp_min(1e-300)[:, None]
         if j % LOOK and j + 1 < limit and bool((b > 1e-12 * reach).all()):
             continue
         stop = rows.shown(active.numpy(), j + 1, target[active].numpy()) | (j + 1 == limit)
-        stop |= rows.hopeless(active.numpy(), j + 1, target[active].numpy(), HOPELESS) | (b <= 1e-13 * reach).cpu().numpy()
+        stop |= (
+            rows.hopeless(active.numpy(), j + 1, target[active].numpy(), HOPELESS)
+            | (b <= 1e-13 * reach).cpu().numpy()
+        )
         ended = (torch.from_numpy(stop) & going).nonzero()[:, 0]
         if not len(ended):
             continue
         result.steps[active[ended]] = j + 1
         turn = torch.from_numpy(rows.ritz(active[ended].numpy(), j + 1, RITZ)).to(basis)
-        result.ritz[active[ended].to(op.device), : turn.shape[1]] = turn @ basis[ended.to(op.device), : j + 1]
+        result.ritz[active[ended].to(op.device), : turn.shape[1]] = (
+            turn @ basis[ended.to(op.device), : j + 1]
+        )
         going[ended] = False
         keep = going.nonzero()[:, 0]
         if not len(keep):
             break
         if len(keep) <= WORTH_COPYING * len(active):
             there = keep.to(op.device)
-            for new, old in enumerate(keep.tolist()):  # in place: a fresh copy would cost more than a step
+            for new, old in enumerate(
+                keep.tolist()
+            ):  # in place: a fresh copy would cost more than a step
                 if new != old:
                     basis[new, : j + 1] = basis[old, : j + 1]
             op, basis, v, b, z = op.select(there), basis[: len(keep)], v[there], b[there], z[there]
             active, going = active[keep], going[keep]
     steps = result.steps.numpy()
     reached, goal = excluded(rows, steps, target.numpy()), target.numpy()
-    smallest = below(rows, steps, goal) if reached.all() else np.where(reached, below(rows, steps, goal), smallest_excluded(rows, steps, goal))
+    smallest = (
+        below(rows, steps, goal)
+        if reached.all()
+        else np.where(reached, below(rows, steps, goal), smallest_excluded(rows, steps, goal))
+    )
     result.phi = torch.from_numpy(smallest)
     return result

@@ -1,9 +1,12 @@
-r"""Two-sided bounds on the norms of a batch of operators, with every rounding inside: search in any dtype, certify in float64.
+r"""Two-sided bounds on the norms of a batch of operators, with every rounding inside: search in any
+dtype, certify in float64.
 
-A search finds vectors Z near the top. What they show from below is a quotient of stored vectors. From above: with Q an orthonormal basis of Z the
-largest eigenvalue of :math:`G = J J^T` is that of a small matrix bordered by :math:`\varphi \ge \|(I - QQ^T)\,G\,(I - QQ^T)\|`: Lemma 44
-(docs/theory/certificates.md). A Lanczos run of its own, from a random start that Z knows nothing of, certifies such a :math:`\varphi`: Lemma 65
-(docs/theory/rounding.md). It need not be sharp: what it leaves is multiplied by the squared residual of Z.
+A search finds vectors Z near the top. What they show from below is a quotient of stored vectors.
+From above: with Q an orthonormal basis of Z the largest eigenvalue of :math:`G = J J^T` is that of
+a small matrix bordered by :math:`\varphi \ge \|(I - QQ^T)\,G\,(I - QQ^T)\|`: Lemma 44
+(docs/theory/certificates.md). A Lanczos run of its own, from a random start that Z knows nothing
+of, certifies such a :math:`\varphi`: Lemma 65 (docs/theory/rounding.md). It need not be sharp: what
+it leaves is multiplied by the squared residual of Z.
 """
 
 import math
@@ -27,31 +30,40 @@ from lipbound.linalg.solution import Norm, seeds_each, start_vectors, unit_vecto
 VECTORS = 2
 """How many Ritz vectors are deflated at first."""
 SEARCH = 3e-3
-"""Residual, relative to the Ritz value, at which the search ends at the latest; the certificate feels its square, so that small tolerances need a
-smaller one."""
+"""Residual, relative to the Ritz value, at which the search ends at the latest; the certificate
+feels its square, so that small tolerances need a smaller one."""
 ATTEMPTS = ((0.5, 1), (0.25, 1), (0.25, 2))
-"""Of each attempt: its share of delta, and a factor on the number of independent starts that are needed."""
+"""Of each attempt: its share of delta, and a factor on the number of independent starts that are
+needed."""
 AUDIBLE = 6.0
-"""How many times the rounding of one product, relative to the norm, the component of a start must be that a certificate rests on."""
+"""How many times the rounding of one product, relative to the norm, the component of a start must
+be that a certificate rests on."""
 MOST_STARTS = 4
-"""Beyond so many independent starts, more of them do not help: their components are a good part of their length."""
+"""Beyond so many independent starts, more of them do not help: their components are a good part of
+their length."""
 LARGEST_DENSE = 512
-"""Largest output dimension for which what random starts leave open is settled by a dense decomposition."""
+"""Largest output dimension for which what random starts leave open is settled by a dense
+decomposition."""
 ADDED = 16
-"""Units of the last digit of a bound on the norm that rounding of one product is taken to be, where it is not measured."""
+"""Units of the last digit of a bound on the norm that rounding of one product is taken to be, where
+it is not measured."""
 HIDDEN = 4
-"""How many times the share of a direction that all are given alike what a random vector shows of a difference is taken for."""
+"""How many times the share of a direction that all are given alike what a random vector shows of a
+difference is taken for."""
 FAINT = 1e-12
-"""Norms below this, of values of ordinary size, come from probabilities that other dtypes than float64 may have lost."""
+"""Norms below this, of values of ordinary size, come from probabilities that other dtypes than
+float64 may have lost."""
 Solver = Callable[..., Norm]
 
 
 @dataclass
 class NormBounds:
-    """What is known of each norm so far, squared, of the operator of the stored tensors; (batch,) float64.
+    """What is known of each norm so far, squared, of the operator of the stored tensors; (batch,)
+    float64.
 
     Attributes:
-        low, high: bounds on the largest eigenvalue of G. top: the vector that attains ``low``, (batch, n).
+        low, high: bounds on the largest eigenvalue of G. top: the vector that attains ``low``,
+            (batch, n).
     """
 
     low: Tensor
@@ -61,34 +73,60 @@ class NormBounds:
 
 
 def enclose(
-    op: JacobianOperator, roundoff: Roundoff, search: JacobianOperator, *, tol: float, delta: float, seed: int | Sequence[int],
-    max_steps: int, vectors: bool = False
-) -> Norm:  # fmt: skip
-    """Norms of J between two bounds that hold for the given numbers, rounding included, each but for an event of probability ``delta``.
+    op: JacobianOperator,
+    roundoff: Roundoff,
+    search: JacobianOperator,
+    *,
+    tol: float,
+    delta: float,
+    seed: int | Sequence[int],
+    max_steps: int,
+    vectors: bool = False,
+) -> Norm:
+    """Norms of J between two bounds that hold for the given numbers, rounding included, each but
+    for an event of probability ``delta``.
 
     Args:
-        op: in float64. roundoff: its rounding. search: the same operators in the dtype in which to search.
+        op: in float64. roundoff: its rounding. search: the same operators in the dtype in which to
+            search.
         tol: relative width to reach. max_steps: products of one run.
 
     Returns:
-        `Norm`; ``converged`` is False where the width is not reached, and both ends hold all the same.
+        `Norm`; ``converged`` is False where the width is not reached, and both ends hold all the
+        same.
     """
     if not 0 < delta < 1:
         raise LipboundError(f"delta is {delta}; the failure probability must be between 0 and 1")
     n = math.prod(op.out_shape)
     zeros = torch.zeros(op.batch, dtype=torch.float64)
     found = NormBounds(
-        zeros.clone(), (roundoff.size + roundoff.products) ** 2, torch.zeros(op.batch, n, dtype=torch.float64, device=op.device), zeros.long()
+        zeros.clone(),
+        (roundoff.size + roundoff.products) ** 2,
+        torch.zeros(op.batch, n, dtype=torch.float64, device=op.device),
+        zeros.long(),
     )
     active = torch.arange(op.batch)
     residual = max(min(SEARCH, 0.3 * math.sqrt(tol)), 16 * torch.finfo(search.dtype).eps)
     seeds = seeds_each(op.batch, seed)
-    z, found.steps = ritz_search(search, count=min(VECTORS, n), residual=residual, max_steps=max_steps, seed=seeds)
+    z, found.steps = ritz_search(
+        search, count=min(VECTORS, n), residual=residual, max_steps=max_steps, seed=seeds
+    )
     z = z.double()
     for attempt, (share, starts) in enumerate(ATTEMPTS):
         index = active.to(op.device)
         part = op if len(active) == op.batch else op.select(index)
-        z = _attempt(part, roundoff.select(active), z, found, active, tol, delta * share, starts, _again(seeds, attempt, active), max_steps)
+        z = _attempt(
+            part,
+            roundoff.select(active),
+            z,
+            found,
+            active,
+            tol,
+            delta * share,
+            starts,
+            _again(seeds, attempt, active),
+            max_steps,
+        )
         keep = _open(found, roundoff, tol)[active]
         active, z = active[keep], z[keep.to(z.device)]
         if not len(active):
@@ -101,7 +139,8 @@ def enclose(
 
 
 def widened(norm: Norm, by: Tensor, tol: float) -> Norm:
-    """Bounds on norms of operators that are off by ``by`` (batch,) at most; ``converged`` where they are no wider than ``tol``."""
+    """Bounds on norms of operators that are off by ``by`` (batch,) at most; ``converged`` where
+    they are no wider than ``tol``."""
     low = torch.nan_to_num((norm.lower - by) * (1 - 2 * UNIT), nan=0.0).clamp_min(0)
     high = (norm.upper + by) * (1 + 2 * UNIT)
     error = torch.where(high > low, high / low.clamp_min(1e-300) - 1, 0.0)
@@ -109,13 +148,21 @@ def widened(norm: Norm, by: Tensor, tol: float) -> Norm:
 
 
 def estimate(
-    op: JacobianOperator, roundoff: Roundoff, search: JacobianOperator, *, tol: float, seed: int | Sequence[int],
-    max_steps: int, vectors: bool = False
-) -> Norm:  # fmt: skip
-    """Norms from below, without an upper end: the solver's vector is found in any dtype, its quotient is taken in float64, less all rounding.
+    op: JacobianOperator,
+    roundoff: Roundoff,
+    search: JacobianOperator,
+    *,
+    tol: float,
+    seed: int | Sequence[int],
+    max_steps: int,
+    vectors: bool = False,
+) -> Norm:
+    """Norms from below, without an upper end: the solver's vector is found in any dtype, its
+    quotient is taken in float64, less all rounding.
 
-    Where products of the search cannot tell norms apart that differ by ``tol``, or its value is not the quotient, it runs again in float64; where
-    rounding of float64 itself is more than that, ``converged`` is False. Of a norm whose products leave the range of float64 nothing is said: its
+    Where products of the search cannot tell norms apart that differ by ``tol``, or its value is not
+    the quotient, it runs again in float64; where rounding of float64 itself is more than that,
+    ``converged`` is False. Of a norm whose products leave the range of float64 nothing is said: its
     lower end is zero.
     """
     solver: Solver = partial(lanczos, tol=tol, max_steps=max_steps, vectors=True, refined=False)
@@ -127,7 +174,12 @@ def estimate(
 
 
 def _estimated(
-    op: JacobianOperator, roundoff: Roundoff, search: JacobianOperator, solver: Solver, tol: float, seeds: Sequence[int]
+    op: JacobianOperator,
+    roundoff: Roundoff,
+    search: JacobianOperator,
+    solver: Solver,
+    tol: float,
+    seeds: Sequence[int],
 ) -> tuple[Norm, Tensor]:
     """`estimate`, and the vectors (batch, n) whose quotients are the lower ends."""
     try:
@@ -137,7 +189,14 @@ def _estimated(
             return _estimated(op, roundoff, op, solver, tol, seeds)
         if op.batch == 1:
             return _nothing(op)
-        ones = [(op.select(torch.tensor([i], device=op.device)), roundoff.select(torch.tensor([i])), seeds[i]) for i in range(op.batch)]
+        ones = [
+            (
+                op.select(torch.tensor([i], device=op.device)),
+                roundoff.select(torch.tensor([i])),
+                seeds[i],
+            )
+            for i in range(op.batch)
+        ]
         parts = [_estimated(one, own, one, solver, tol, [its]) for one, own, its in ones]
         return Norm.cat([norm for norm, _ in parts]), torch.cat([top for _, top in parts])
     assert found.left is not None
@@ -146,7 +205,9 @@ def _estimated(
     if search is not op:
         noise = noise + _blur(op, search, roundoff, top, image, low, tol, seeds)
     high = found.lower * (1 + found.error) + noise
-    error = torch.where(high > low, torch.where(low > 0, high / low.clamp_min(1e-300) - 1, math.inf), found.error)
+    error = torch.where(
+        high > low, torch.where(low > 0, high / low.clamp_min(1e-300) - 1, math.inf), found.error
+    )
     converged = found.converged & (found.lower + noise - low <= tol * low)
     norm = Norm(low, found.upper, found.steps, converged, error)
     again = torch.empty(0) if search is op else (~converged).nonzero()[:, 0]
@@ -155,22 +216,35 @@ def _estimated(
     there = again.to(op.device)
     part = op.select(there)
     others = seeds_each(op.batch, seeds, "float64")
-    better, top[there] = _estimated(part, roundoff.select(again), part, solver, tol, [others[i] for i in again.tolist()])
+    better, top[there] = _estimated(
+        part, roundoff.select(again), part, solver, tol, [others[i] for i in again.tolist()]
+    )
     for name in ("lower", "upper", "steps", "converged", "error"):
         getattr(norm, name)[again] = getattr(better, name)
     return norm, top
 
 
 def _blur(
-    op: JacobianOperator, search: JacobianOperator, roundoff: Roundoff, top: Tensor, image: Tensor, low: Tensor, tol: float, seeds: Sequence[int]
-) -> Tensor:  # fmt: skip
-    r"""Distance of products of ``search`` from those of ``op``, (batch,), as seen at the vectors ``top``, whose images by J^T are ``image``.
+    op: JacobianOperator,
+    search: JacobianOperator,
+    roundoff: Roundoff,
+    top: Tensor,
+    image: Tensor,
+    low: Tensor,
+    tol: float,
+    seeds: Sequence[int],
+) -> Tensor:
+    r"""Distance of products of ``search`` from those of ``op``, (batch,), as seen at the vectors
+    ``top``, whose images by J^T are ``image``.
 
-    Where the norm is so much smaller than what is added up in its products that their rounding may hide other vectors, a random direction is looked
-    at, too, in which a difference of one direction alone shows as one part of :math:`n^{1/2}`.
+    Where the norm is so much smaller than what is added up in its products that their rounding may
+    hide other vectors, a random direction is looked at, too, in which a difference of one direction
+    alone shows as one part of :math:`n^{1/2}`.
     """
 
-    def apart(one: JacobianOperator, other: JacobianOperator, y: Tensor, exact: Tensor | None = None) -> Tensor:
+    def apart(
+        one: JacobianOperator, other: JacobianOperator, y: Tensor, exact: Tensor | None = None
+    ) -> Tensor:
         seen = other.vjp(y.to(other.dtype).view(-1, *other.out_shape)).flatten(1).double()
         exact = one.vjp(y.view(-1, *one.out_shape)).flatten(1) if exact is None else exact
         return torch.nan_to_num(torch.linalg.vector_norm(exact - seen, dim=1).cpu(), nan=math.inf)
@@ -184,7 +258,9 @@ def _blur(
         wide, narrow = (op, search) if whole else (op.select(there), search.select(there))
         every = seeds_each(op.batch, seeds, "blur")
         y = start_vectors(wide, wide.out_shape, [every[i] for i in unsure.tolist()])
-        blur[unsure] = torch.maximum(blur[unsure], HIDDEN * y.shape[1] ** 0.5 * apart(wide, narrow, y))
+        blur[unsure] = torch.maximum(
+            blur[unsure], HIDDEN * y.shape[1] ** 0.5 * apart(wide, narrow, y)
+        )
     return torch.where(low < FAINT, math.inf, blur)
 
 
@@ -195,48 +271,76 @@ def _nothing(op: JacobianOperator) -> tuple[Norm, Tensor]:
     return Norm(zero, zero + math.inf, zero.long(), no, zero + math.inf), vector
 
 
-def _quotients(op: JacobianOperator, roundoff: Roundoff, vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Lower bounds on the norms from one vector z each (batch, n), these vectors with length one, and their images J^T z (batch, m).
+def _quotients(
+    op: JacobianOperator, roundoff: Roundoff, vectors: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Lower bounds on the norms from one vector z each (batch, n), these vectors with length one,
+    and their images J^T z (batch, m).
 
-    The length of J^T z less what rounding may have added to it, over that of z, which is 1 but for its own rounding."""
-    z = torch.nan_to_num(vectors / vectors.abs().amax(1, keepdim=True).clamp_min(1e-300), nan=0.0, posinf=0.0, neginf=0.0)
+    The length of J^T z less what rounding may have added to it, over that of z, which is 1 but for
+    its own rounding."""
+    z = torch.nan_to_num(
+        vectors / vectors.abs().amax(1, keepdim=True).clamp_min(1e-300),
+        nan=0.0,
+        posinf=0.0,
+        neginf=0.0,
+    )
     z = z / torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp_min(1e-300)
     image = op.vjp(z.view(-1, *op.out_shape)).flatten(1)
-    size = torch.linalg.vector_norm(image, dim=1).cpu() * (1 - (image.shape[1] + 2 * z.shape[1] + 16) * UNIT)
-    low = torch.nan_to_num(size - roundoff.products * (1 + 1e-6), nan=0.0, posinf=0.0) - roundoff.tensors
+    size = torch.linalg.vector_norm(image, dim=1).cpu() * (
+        1 - (image.shape[1] + 2 * z.shape[1] + 16) * UNIT
+    )
+    low = (
+        torch.nan_to_num(size - roundoff.products * (1 + 1e-6), nan=0.0, posinf=0.0)
+        - roundoff.tensors
+    )
     return torch.where(torch.isfinite(image).all(1).cpu(), low, 0.0).clamp_min(0), z, image
 
 
 def _ends(found: NormBounds, roundoff: Roundoff) -> tuple[Tensor, Tensor]:
-    """Bounds on the norms at the given numbers, from those on the operator of the stored tensors."""
+    """Bounds on the norms at the given numbers, from those on the operator of the
+    stored tensors."""
     low = (found.low.clamp_min(0).sqrt() * (1 - 4 * UNIT) - roundoff.tensors).clamp_min(0)
     return low, (found.high.sqrt() * (1 + 4 * UNIT) + roundoff.tensors) * (1 + 2 * UNIT)
 
 
 def _reachable(sigma: Tensor, tensors: Tensor, tol: float) -> Tensor:
-    """The relative width to aim at: where rounding of the tensors is wider than ``tol``, twice what it takes."""
+    """The relative width to aim at: where rounding of the tensors is wider than ``tol``, twice what
+    it takes."""
     return (4 * tensors / sigma.clamp_min(1e-300)).clamp_min(tol)
 
 
 def _goal(low: Tensor, tensors: Tensor, tol: float) -> Tensor:
     """How large the largest eigenvalue may be, for that width, where it is ``low`` at least."""
     sigma = low.sqrt()
-    wide = 0.999 * _reachable(sigma, tensors, tol)  # a little less than asked for, so that rounding does not decide
+    wide = 0.999 * _reachable(
+        sigma, tensors, tol
+    )  # a little less than asked for, so that rounding does not decide
     return ((sigma - tensors) * (1 + wide) - tensors).clamp_min(0) ** 2
 
 
 def _open(found: NormBounds, roundoff: Roundoff, tol: float) -> Tensor:
-    """Where more work could make an enclosure narrower: not where it is as wide as rounding of the tensors makes it."""
+    """Where more work could make an enclosure narrower: not where it is as wide as rounding of the
+    tensors makes it."""
     low, high = _ends(found, roundoff)
     wide = _reachable(found.low.clamp_min(0).sqrt(), roundoff.tensors, tol)
     return ~(high <= low * (1 + wide)) & torch.isfinite(roundoff.size) & (found.high > 0)
 
 
 def _attempt(
-    op: JacobianOperator, roundoff: Roundoff, z: Tensor, found: NormBounds, active: Tensor, tol: float, delta: float, starts: int,
-    seed: Sequence[int], max_steps: int
-) -> Tensor:  # fmt: skip
-    """Bounds from vectors z (batch, r, n) of the entries ``active``, kept in ``found``; returns better vectors for another attempt."""
+    op: JacobianOperator,
+    roundoff: Roundoff,
+    z: Tensor,
+    found: NormBounds,
+    active: Tensor,
+    tol: float,
+    delta: float,
+    starts: int,
+    seed: Sequence[int],
+    max_steps: int,
+) -> Tensor:
+    """Bounds from vectors z (batch, r, n) of the entries ``active``, kept in ``found``; returns
+    better vectors for another attempt."""
     z = torch.linalg.qr(z.mT).Q.mT.contiguous()
     y = torch.stack([op.gram(row.view(-1, *op.out_shape)).flatten(1) for row in z.unbind(1)], 1)
     small = bordered(z, y, roundoff)
@@ -251,10 +355,18 @@ def _attempt(
     for count in needed.unique().tolist():
         rows = (needed == count).nonzero()[:, 0]
         there = rows.to(op.device)
-        part, own = (op, small) if len(rows) == len(active) else (op.select(there), small.select(rows))
+        part, own = (
+            (op, small) if len(rows) == len(active) else (op.select(there), small.select(rows))
+        )
         for s in range(count):  # the bound fails only if every start does
             each = deflated_bound(
-                part, roundoff.select(rows), own, target[rows], delta ** (1 / count), [seed[i] * 16 + s for i in rows.tolist()], max_steps
+                part,
+                roundoff.select(rows),
+                own,
+                target[rows],
+                delta ** (1 / count),
+                [seed[i] * 16 + s for i in rows.tolist()],
+                max_steps,
             )
             phi[rows], steps[rows] = torch.maximum(phi[rows], each.phi), steps[rows] + each.steps
             better[there] = each.ritz
@@ -264,8 +376,8 @@ def _attempt(
 
 
 def _starts(n: int, delta: float, noise: Tensor) -> Tensor:
-    """Over how many starts to multiply up ``delta``, (batch,): so many that none has to show what is lost in ``noise``, of a product relative to the
-    norm."""
+    """Over how many starts to multiply up ``delta``, (batch,): so many that none has to show what
+    is lost in ``noise``, of a product relative to the norm."""
     count = torch.ones(len(noise), dtype=torch.long)
     for more in range(2, MOST_STARTS + 1):
         short = math.exp(-log_inverse_epsilon(n, delta ** (1 / (more - 1)))) < AUDIBLE * noise
@@ -274,13 +386,18 @@ def _starts(n: int, delta: float, noise: Tensor) -> Tensor:
 
 
 def _settle(op: JacobianOperator, roundoff: Roundoff, found: NormBounds, index: Tensor) -> None:
-    """Dense bounds for some entries, from G column by column and a decomposition that is verified. They add no probability of failure to that of
-    ``found``."""
+    """Dense bounds for some entries, from G column by column and a decomposition that is verified.
+    They add no probability of failure to that of ``found``."""
     n = math.prod(op.out_shape)
     for i in index.tolist():
         same = op.select(torch.full((n,), i, device=op.device))
-        g = same.gram(torch.eye(n, dtype=torch.float64, device=op.device).view(n, *op.out_shape)).flatten(1)
-        size, products = float(found.high[i].sqrt().minimum(roundoff.size[i])), float(roundoff.products[i])
+        g = same.gram(
+            torch.eye(n, dtype=torch.float64, device=op.device).view(n, *op.out_shape)
+        ).flatten(1)
+        size, products = (
+            float(found.high[i].sqrt().minimum(roundoff.size[i])),
+            float(roundoff.products[i]),
+        )
         low, high, top = largest_eigenvalue((g + g.mT) / 2)
         slack = (2 * size * products + products**2) * n**0.5 + 2 * UNIT * float(g.norm())
         if low - slack > found.low[i]:
@@ -289,12 +406,15 @@ def _settle(op: JacobianOperator, roundoff: Roundoff, found: NormBounds, index: 
 
 
 def _again(seeds: Sequence[int], attempt: int, active: Tensor) -> list[int]:
-    """Seeds of the certificates of an attempt: other vectors than those of the search and of other attempts."""
+    """Seeds of the certificates of an attempt: other vectors than those of the search and of other
+    attempts."""
     every = seeds_each(len(seeds), seeds, "certificate", attempt)
     return [every[i] for i in active.tolist()]
 
 
-def _norm(op: JacobianOperator, found: NormBounds, low: Tensor, high: Tensor, tol: float, vectors: bool) -> Norm:
+def _norm(
+    op: JacobianOperator, found: NormBounds, low: Tensor, high: Tensor, tol: float, vectors: bool
+) -> Norm:
     error = torch.where(high > low, high / low.clamp_min(1e-300) - 1, 0.0)
     left = right = None
     if vectors:

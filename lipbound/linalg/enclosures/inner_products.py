@@ -1,4 +1,5 @@
-"""Inner products of long vectors in two stages, so that no term sees many more roundings than the square root of the length."""
+"""Inner products of long vectors in two stages, so that no term sees many more roundings than the
+square root of the length."""
 
 import math
 
@@ -12,7 +13,8 @@ class Dots:
     """Inner products of vectors with n entries.
 
     Attributes:
-        roundings: an upper value of their error over the product of the lengths of both vectors, float64.
+        roundings: an upper value of their error over the product of the lengths of both vectors,
+            float64.
     """
 
     def __init__(self, n: int):

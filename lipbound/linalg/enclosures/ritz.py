@@ -1,4 +1,5 @@
-"""Vectors near the top of a batch of operators, found fast, which `lipbound.linalg.enclosures.enclose` starts from: not right, only good."""
+"""Vectors near the top of a batch of operators, found fast, which
+`lipbound.linalg.enclosures.enclose` starts from: not right, only good."""
 
 import math
 from collections.abc import Sequence
@@ -12,15 +13,24 @@ from lipbound.linalg.solution import normal_numbers, start_vectors
 from lipbound.linalg.stopping import eigenpairs, project_out, top_eigenpairs
 
 
-def ritz_search(op: JacobianOperator, *, count: int, residual: float, max_steps: int, seed: int | Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The top ``count`` Ritz vectors of J J^T, largest first, and the products spent: (batch, count, n) in the dtype of ``op``, (batch,) int64.
+def ritz_search(
+    op: JacobianOperator, *, count: int, residual: float, max_steps: int, seed: int | Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """The top ``count`` Ritz vectors of J J^T, largest first, and the products spent: (batch,
+    count, n) in the dtype of ``op``, (batch,) int64.
 
-    Lanczos with full reorthogonalisation, until the largest Ritz value's residual is below ``residual`` times the value. Where a Krylov space ends
-    before it holds so many vectors, the rest are random.
+    Lanczos with full reorthogonalisation, until the largest Ritz value's residual is below
+    ``residual`` times the value. Where a Krylov space ends before it holds so many vectors, the
+    rest are random.
     """
     n = math.prod(op.out_shape)
     limit = min(max_steps, n)
-    found = normal_numbers(count * n, "rest").view(1, count, n).repeat(op.batch, 1, 1).to(op.device, op.dtype)
+    found = (
+        normal_numbers(count * n, "rest")
+        .view(1, count, n)
+        .repeat(op.batch, 1, 1)
+        .to(op.device, op.dtype)
+    )
     spent = torch.zeros(op.batch, dtype=torch.int64)
     active = torch.arange(op.batch)
     v = start_vectors(op, op.out_shape, seed)
@@ -34,7 +44,9 @@ def ritz_search(op: JacobianOperator, *, count: int, residual: float, max_steps:
         w = op.gram(v.view(-1, *op.out_shape)).flatten(1)
         if j == 0:  # a power of two brings squares of the entries into range
             size = w.abs().amax(1, keepdim=True)
-            unit = torch.where((size > 0) & torch.isfinite(size), 2.0 ** size.clamp_min(1e-37).log2().round(), 1.0)
+            unit = torch.where(
+                (size > 0) & torch.isfinite(size), 2.0 ** size.clamp_min(1e-37).log2().round(), 1.0
+            )
         w = w / unit
         alpha[:, j] = (w * v).sum(1).double().cpu().numpy()
         w = project_out(w, basis[:, : j + 1], 2)
@@ -47,7 +59,9 @@ def ritz_search(op: JacobianOperator, *, count: int, residual: float, max_steps:
         known = np.asarray(np.isfinite(a).all(1) & np.isfinite(c).all(1))
         top, s = top_eigenpairs(np.where(known[:, None], a, 0.0), np.where(known[:, None], c, 0.0))
         small = c[:, -1] * np.abs(s[:, -1]) <= residual * top
-        stop = np.asarray(~known | small | (c[:, -1] <= 1e-6 * residual * np.abs(a).max(1)) | (j + 1 == limit))
+        stop = np.asarray(
+            ~known | small | (c[:, -1] <= 1e-6 * residual * np.abs(a).max(1)) | (j + 1 == limit)
+        )
         if not stop.any():
             continue
         spent[active[stop]] = j + 1
@@ -62,4 +76,6 @@ def ritz_search(op: JacobianOperator, *, count: int, residual: float, max_steps:
         there = keep.to(op.device)
         op, basis, v, unit = op.select(there), basis[there], v[there], unit[there]
         active, alpha, beta = active[keep], alpha[keep.numpy()], beta[keep.numpy()]
-    return torch.where(torch.isfinite(found).flatten(1).all(1)[:, None, None], found, torch.ones_like(found)), spent
+    return torch.where(
+        torch.isfinite(found).flatten(1).all(1)[:, None, None], found, torch.ones_like(found)
+    ), spent

@@ -1,4 +1,5 @@
-"""Runs of one sample alone, or with a cache, that show whether its numbers depend on what shares its batch, or on the missing cache."""
+"""Runs of one sample alone, or with a cache, that show whether its numbers depend on what shares
+its batch, or on the missing cache."""
 
 import inspect
 from collections.abc import Mapping
@@ -11,21 +12,35 @@ from transformers import PreTrainedModel
 
 from lipbound.errors import CaptureError
 from lipbound.models.capture.assembly import about_padding, valid_tokens
-from lipbound.models.capture.recorder import RECORDING_ATTENTION, Call, hidden_states, implementation, record, taken
+from lipbound.models.capture.recorder import (
+    RECORDING_ATTENTION,
+    Call,
+    hidden_states,
+    implementation,
+    record,
+    taken,
+)
 
 SAME = 1e-3
-"""Relative difference of head outputs up to which they count as the same: rounding, in sums of another order."""
+"""Relative difference of head outputs up to which they count as the same: rounding, in sums of
+another order."""
 
 LEFT = "since it is padded on the left and its positions are counted from there; pad on the right"
-LONGEST = "since the longest sample decides for all (rotary tables for long texts, normalisations over padding); give samples of one length"
+LONGEST = (
+    "since the longest sample decides for all (rotary tables for long texts, "
+    "normalisations over padding); give samples of one length"
+)
 
 
 def telling_samples(inputs: Mapping[str, Any]) -> list[int]:
-    """The samples that show whether numbers depend on what shares the batch: the one with most padding, and one whose positions begin again."""
+    """The samples that show whether numbers depend on what shares the batch: the one with most
+    padding, and one whose positions begin again."""
     found = []
     padding = [(t == 0).sum(-1).cpu() for name, t in inputs.items() if _is_mask(name, t)]
     if padding:
-        most = torch.stack([counts for counts in padding if len(counts) == len(padding[0])]).amax(0)  # of the streams, (samples,)
+        most = torch.stack([counts for counts in padding if len(counts) == len(padding[0])]).amax(
+            0
+        )  # of the streams, (samples,)
         found += [int(most.argmax())] if bool((most > 0).any()) else []
     positions = inputs.get("position_ids")
     if isinstance(positions, Tensor) and _restarts(positions):
@@ -47,23 +62,34 @@ def dependence(model: PreTrainedModel, inputs: Mapping[str, Any]) -> list[str]:
     if alone is not None:
         off = _difference(here, _outputs(_calls(model, alone), alone))
         if off > SAME:
-            by_hand = ", or give position_ids" if "position_ids" in inspect.signature(model.forward).parameters else ""
+            by_hand = (
+                ", or give position_ids"
+                if "position_ids" in inspect.signature(model.forward).parameters
+                else ""
+            )
             why = LEFT + by_hand if left else LONGEST
             notes.append(
-                f"numbers depend on what shares the batch: head outputs of the sample with most padding are up to {off:.1%} off those alone, {why}"
+                "numbers depend on what shares the batch: head outputs of the sample with most "
+                f"padding are up to {off:.1%} off those alone, {why}"
             )
     if _restarts(inputs.get("position_ids")):
         off = _difference(here, _outputs(_calls(model, inputs, cache=True), inputs))
         if off > SAME:
             notes.append(
-                f"position_ids begin again within a sample: without a cache, as it is measured, {type(model).__name__} takes that for documents that "
-                f"do not see each other; its plain call, with a cache, does not (head outputs differ by up to {off:.1%})"
+                "position_ids begin again within a sample: without a cache, as it is measured, "
+                f"{type(model).__name__} takes that for documents that "
+                "do not see each other; its plain call, with a cache, does not (head outputs "
+                f"differ by up to {off:.1%})"
             )
     return notes
 
 
 def _restarts(positions: object) -> bool:
-    return isinstance(positions, Tensor) and positions.ndim == 2 and bool((positions.diff(dim=-1) < 0).any())
+    return (
+        isinstance(positions, Tensor)
+        and positions.ndim == 2
+        and bool((positions.diff(dim=-1) < 0).any())
+    )
 
 
 def _calls(model: PreTrainedModel, inputs: Mapping[str, Any], *, cache: bool = False) -> list[Call]:
@@ -81,20 +107,30 @@ def _outputs(calls: list[Call], inputs: Mapping[str, Any]) -> list[tuple[Call, T
     return found
 
 
-def _difference(some: list[tuple[Call, Tensor | None]], others: list[tuple[Call, Tensor | None]]) -> float:
-    """The largest relative difference of head outputs in two passes, padding left out, of the layers that both have for the same tokens."""
+def _difference(
+    some: list[tuple[Call, Tensor | None]], others: list[tuple[Call, Tensor | None]]
+) -> float:
+    """The largest relative difference of head outputs in two passes, padding left out, of the
+    layers that both have for the same tokens."""
     found = [0.0]
     for a, b in zip(some, others, strict=False):
         left, right = (call.out if valid is None else call.out[valid] for call, valid in (a, b))
         if left.numel() and left.numel() == right.numel():
-            found.append(float((left.flatten() - right.flatten()).abs().amax() / left.abs().amax().clamp_min(torch.finfo(left.dtype).tiny)))
+            found.append(
+                float(
+                    (left.flatten() - right.flatten()).abs().amax()
+                    / left.abs().amax().clamp_min(torch.finfo(left.dtype).tiny)
+                )
+            )
     return max(off for off in found if off == off)
 
 
 def _without_padding(inputs: Mapping[str, Any]) -> tuple[dict[str, Any] | None, bool]:
-    """The inputs of one sample without its padding, None where it has none, and whether some of that was on the left.
+    """The inputs of one sample without its padding, None where it has none, and whether some of
+    that was on the left.
 
-    A mask is about the inputs of its stream, those whose names begin as its own does, with as many tokens.
+    A mask is about the inputs of its stream, those whose names begin as its own does, with as many
+    tokens.
     """
     trimmed, left = dict(inputs), False
     for name, mask in inputs.items():
@@ -103,10 +139,19 @@ def _without_padding(inputs: Mapping[str, Any]) -> tuple[dict[str, Any] | None, 
         keep = mask[0] != 0
         left |= not bool(keep[0])
         for other, t in inputs.items():
-            if isinstance(t, Tensor) and t.ndim > 1 and t.shape[1] == len(keep) and other.startswith("decoder_") == name.startswith("decoder_"):
+            if (
+                isinstance(t, Tensor)
+                and t.ndim > 1
+                and t.shape[1] == len(keep)
+                and other.startswith("decoder_") == name.startswith("decoder_")
+            ):
                 trimmed[other] = t[:, keep.to(t.device)]
     return (trimmed if any(trimmed[name] is not inputs[name] for name in inputs) else None), left
 
 
 def _is_mask(name: str, value: Any) -> bool:
-    return name in ("attention_mask", "decoder_attention_mask") and isinstance(value, Tensor) and value.ndim == 2
+    return (
+        name in ("attention_mask", "decoder_attention_mask")
+        and isinstance(value, Tensor)
+        and value.ndim == 2
+    )

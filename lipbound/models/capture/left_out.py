@@ -1,4 +1,5 @@
-"""Attention that a model computes without its attention interface, so that a capture can say what it has not seen."""
+"""Attention that a model computes without its attention interface, so that a capture can say what
+it has not seen."""
 
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
@@ -9,8 +10,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SOFTMAX = ("_softmax", "_safe_softmax")
-FUSED = ("_scaled_dot_product", "scaled_dot_product", "_native_multi_head_attention", "_transformer_encoder_layer", "_fused_sdp", "_flash_attention",
-         "_efficient_attention")  # fmt: skip
+FUSED = (
+    "_scaled_dot_product",
+    "scaled_dot_product",
+    "_native_multi_head_attention",
+    "_transformer_encoder_layer",
+    "_fused_sdp",
+    "_flash_attention",
+    "_efficient_attention",
+)
 """Beginnings of the names of torch's operations that are attention by themselves."""
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "matmul")
 FOLLOWED = 8
@@ -22,10 +30,11 @@ NAMED = 4
 
 
 class AttentionFinder(TorchDispatchMode):
-    """Record of the modules that compute attention by themselves: a softmax that is multiplied by a matrix, or torch's own attention.
+    """Record of the modules that compute attention by themselves: a softmax that is multiplied by a
+    matrix, or torch's own attention.
 
-    What happens in a context of `seen` is left out. Routers of experts and mixtures of residual streams have a softmax, too: a module counts if the
-    name of its class says that it is attention.
+    What happens in a context of `seen` is left out. Routers of experts and mixtures of residual
+    streams have a softmax, too: a module counts if the name of its class says that it is attention.
     """
 
     def __init__(self) -> None:
@@ -53,11 +62,24 @@ class AttentionFinder(TorchDispatchMode):
             self._seen = False
 
     def names(self, captured: Collection[str]) -> str:
-        """Names and types of some of the modules that were found, without those that were captured."""
-        found = [f"{name or 'the model itself'} ({type(module).__name__})" for name, module in self.found.items() if name not in captured]
-        return ", ".join(found[:NAMED]) + (f" and {len(found) - NAMED} more" if len(found) > NAMED else "")
+        """Names and types of some of the modules that were found, without those that
+        were captured."""
+        found = [
+            f"{name or 'the model itself'} ({type(module).__name__})"
+            for name, module in self.found.items()
+            if name not in captured
+        ]
+        return ", ".join(found[:NAMED]) + (
+            f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+        )
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         if not self._seen and self._stack:
             self._look(func._schema.name.rpartition("::")[2], args, out)
@@ -73,17 +95,35 @@ class AttentionFinder(TorchDispatchMode):
         elif isinstance(out, Tensor) and operation in SOFTMAX and out.ndim > 2:
             if (owner := self._owner()) is not None:
                 self._softmaxes.append((out, owner))
-        elif isinstance(result := out[0] if isinstance(out, tuple) and out else out, Tensor) and args and isinstance(args[0], Tensor):
+        elif (
+            isinstance(result := out[0] if isinstance(out, tuple) and out else out, Tensor)
+            and args
+            and isinstance(args[0], Tensor)
+        ):
             owner = self._made_in(args[0])  # dropout, casts and other forms of probabilities
             if owner is not None and result.numel() == args[0].numel():
                 self._softmaxes.append((result, owner))
 
     def _owner(self) -> tuple[nn.Module, str] | None:
         """The module of attention that runs, itself or by a part of it."""
-        return next((one for one in reversed(self._stack[-DEEP:]) if "att" in type(one[0]).__name__.lower()), None)
+        return next(
+            (
+                one
+                for one in reversed(self._stack[-DEEP:])
+                if "att" in type(one[0]).__name__.lower()
+            ),
+            None,
+        )
 
     def _made_in(self, tensor: Tensor) -> tuple[nn.Module, str] | None:
-        return next((owner for one, owner in self._softmaxes if one is tensor or (one.numel() == tensor.numel() and _same_memory(one, tensor))), None)
+        return next(
+            (
+                owner
+                for one, owner in self._softmaxes
+                if one is tensor or (one.numel() == tensor.numel() and _same_memory(one, tensor))
+            ),
+            None,
+        )
 
     def _add(self, owner: tuple[nn.Module, str]) -> None:
         self.found[owner[1]] = owner[0]
@@ -106,6 +146,7 @@ def left_out(model: nn.Module, watch: AttentionFinder, captured: Collection[str]
         return []
     several, are = (f"{count} modules compute", "are") if count > 1 else ("a module computes", "is")
     return [
-        f"{several} attention without transformers' attention interface, which cannot be captured: {watch.names(captured)} of {type(model).__name__} "
+        f"{several} attention without transformers' attention interface, which cannot be "
+        f"captured: {watch.names(captured)} of {type(model).__name__} "
         f"{are} left out"
     ]

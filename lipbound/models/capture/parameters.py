@@ -1,5 +1,5 @@
-"""The query, key and value weights of a model's attention modules, as parameters that gradients reach (probing, `lipbound.models.capture.probing`,
-reads copies)."""
+"""The query, key and value weights of a model's attention modules, as parameters that gradients
+reach (probing, `lipbound.models.capture.probing`, reads copies)."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,8 @@ HEADS = ("num_attention_heads", "num_heads", "n_heads")
 
 
 class ModuleProjections(NamedTuple):
-    """One module's weights, views of its parameters: (heads, D, d), and biases (heads, d) or None."""
+    """One module's weights, views of its parameters: (heads, D, d), and biases (heads,
+    d) or None."""
 
     name: str
     module: nn.Module
@@ -29,7 +30,8 @@ def projections(model: nn.Module) -> list[ModuleProjections]:
     """Of every attention module of a model, in the order of its modules.
 
     Raises:
-        CaptureError: no module, or none is found in it: the model names its projections in another way than `SEPARATE` and `FUSED`.
+        CaptureError: no module, or none is found in it: the model names its projections in another
+            way than `SEPARATE` and `FUSED`.
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(f"model is {shown(model)}; give a loaded transformers model")
@@ -43,7 +45,8 @@ def projections(model: nn.Module) -> list[ModuleProjections]:
     if not found:
         names = ", ".join("/".join(three) for three in SEPARATE)
         raise CaptureError(
-            f"{type(model).__name__} has no attention modules that say how many heads they have ({', '.join(HEADS)}) and have projections of a known "
+            f"{type(model).__name__} has no attention modules that say how many heads they have "
+            f"({', '.join(HEADS)}) and have projections of a known "
             f"name ({names}, {', '.join(FUSED)})"
         )
     return found
@@ -59,7 +62,9 @@ def _maps(module: nn.Module) -> list[tuple[Tensor, Tensor | None]] | None:
         one = getattr(module, name, None)
         weight = getattr(one, "weight", None)
         if isinstance(one, nn.Module) and isinstance(weight, Tensor):
-            weight = weight.mT if isinstance(one, nn.Linear) else weight  # transformers' Conv1D stores (in, out)
+            weight = (
+                weight.mT if isinstance(one, nn.Linear) else weight
+            )  # transformers' Conv1D stores (in, out)
             if weight.shape[1] % 3 == 0:
                 bias = getattr(one, "bias", None)
                 biases = bias.chunk(3) if isinstance(bias, Tensor) else (None, None, None)
@@ -69,5 +74,9 @@ def _maps(module: nn.Module) -> list[tuple[Tensor, Tensor | None]] | None:
 
 def _per_head(weight: Tensor, bias: Tensor | None, heads: int) -> tuple[Tensor, Tensor | None]:
     if weight.shape[1] % heads:
-        raise CaptureError(f"a projection onto {weight.shape[1]} columns does not divide into {heads} heads")
-    return weight.unflatten(1, (heads, -1)).transpose(0, 1), None if bias is None else bias.unflatten(0, (heads, -1))
+        raise CaptureError(
+            f"a projection onto {weight.shape[1]} columns does not divide into {heads} heads"
+        )
+    return weight.unflatten(1, (heads, -1)).transpose(
+        0, 1
+    ), None if bias is None else bias.unflatten(0, (heads, -1))

@@ -1,4 +1,5 @@
-"""A layer that is fed chosen tokens and stopped at the attention interface, so that what it makes of them can be read off."""
+"""A layer that is fed chosen tokens and stopped at the attention interface, so that what it makes
+of them can be read off."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -27,7 +28,8 @@ class _Abort(Exception):
 
 
 class Dependence(NamedTuple):
-    """Facts on queries, keys or values: whether they depend on the layer's tokens, on tokens other than their own, on the position of their own."""
+    """Facts on queries, keys or values: whether they depend on the layer's tokens, on tokens other
+    than their own, on the position of their own."""
 
     on_tokens: bool
     on_others: bool
@@ -44,30 +46,46 @@ class ProbedLayer:
     def __init__(self, call: Call):
         self._call = call
         positions = call.kwargs.get(POSITIONS)
-        pair = isinstance(positions, tuple | list) and len(positions) == 2 and all(isinstance(t, Tensor) for t in positions)
+        pair = (
+            isinstance(positions, tuple | list)
+            and len(positions) == 2
+            and all(isinstance(t, Tensor) for t in positions)
+        )
         if not (positions is None or pair or isinstance(positions, Tensor)):
-            raise call.unsupported(f"is given position embeddings of an unknown make ({type(positions).__name__}; known are cosines and sines)")
+            raise call.unsupported(
+                f"is given position embeddings of an unknown make ({type(positions).__name__}; "
+                "known are cosines and sines)"
+            )
         self._owner = plain_copy(call.module).to(call.q.device).double()
         self.stubs = stub_norms(self._owner)
 
     def projections(self, tokens: Tensor, *, turned: bool = False) -> Tensors:
-        """q, k, v of tokens (samples, N, D), each (samples N, H or H_kv, d); with the call's position embeddings, or unturned."""
+        """q, k, v of tokens (samples, N, D), each (samples N, H or H_kv, d); with the call's
+        position embeddings, or unturned."""
         return tuple(t.transpose(1, 2).flatten(0, 1) for t in self._stopped(tokens, turned).qkv)
 
     def refuse_what_depends_on_tokens(self) -> None:
-        """Raise CaptureError if masks, biases or sinks change with the tokens: their derivative would be missed, which no forward pass shows."""
+        """Raise CaptureError if masks, biases or sinks change with the tokens: their derivative
+        would be missed, which no forward pass shows."""
         generator = torch.Generator().manual_seed(1)
         shape, device = hidden_states(self._call).shape, self._call.q.device
-        inputs = (torch.randn(shape, generator=generator, dtype=torch.float64).to(device) for _ in range(2))
+        inputs = (
+            torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
+            for _ in range(2)
+        )
         first, second = (self._stopped(x, turned=True).others for x in inputs)
         for name, value in first.items():
             if not same_values(value, second.get(name)):
-                raise self._call.unsupported(f"computes its {name.replace('_', ' ')} from its tokens")
+                raise self._call.unsupported(
+                    f"computes its {name.replace('_', ' ')} from its tokens"
+                )
 
     def depends(self, side: int) -> Dependence:
         """The `Dependence` of queries (side 0), keys (1) or values (2), before they are rotated."""
         shape, generator = hidden_states(self._call).shape, torch.Generator().manual_seed(2)
-        one, other = torch.randn(2, shape[-1], generator=generator, dtype=torch.float64).to(self._call.q.device)
+        one, other = torch.randn(2, shape[-1], generator=generator, dtype=torch.float64).to(
+            self._call.q.device
+        )
         mixed = one.repeat(*shape[:2], 1)
         mixed[:, 0] = other
         alike, different, first = (
@@ -79,12 +97,18 @@ class ProbedLayer:
         def differ(a: Tensor, b: Tensor) -> bool:
             return a.numel() > 0 and bool((a - b).abs().amax() > limit)
 
-        return Dependence(differ(alike, different), differ(alike[:, 1:], first[:, 1:]), differ(alike, alike[:, :1]))
+        return Dependence(
+            differ(alike, different),
+            differ(alike[:, 1:], first[:, 1:]),
+            differ(alike, alike[:, :1]),
+        )
 
     def _stopped(self, tokens: Tensor, turned: bool) -> _Abort:
         """What the copy hands to the attention interface."""
 
-        def stop(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kw: Any) -> tuple[Tensor, Any]:
+        def stop(
+            module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kw: Any
+        ) -> tuple[Tensor, Any]:
             raise _Abort((q, k, v), {"mask": mask} | kw)
 
         args, kwargs = _replaced(self._call, tokens)
@@ -98,16 +122,30 @@ class ProbedLayer:
         except RAISED as error:
             if isinstance(error, LipboundError):
                 raise
-            raise self._call.unsupported(f"cannot be run by itself on other token vectors ({first_line(error)})") from error
-        raise CaptureError(f"layer {self._call.name}: probing did not reach the attention interface")
+            raise self._call.unsupported(
+                f"cannot be run by itself on other token vectors ({first_line(error)})"
+            ) from error
+        raise CaptureError(
+            f"layer {self._call.name}: probing did not reach the attention interface"
+        )
 
-    def rotation(self, known: Iterable[tuple[Rotation | None, Tensor]] = ()) -> tuple[Rotation | None, Tensor]:
-        """The rotation of the call's tokens, from the queries and keys of random tokens before and after it: one that is ``known``, with the order of
-        its coordinates, where it takes the ones to the others."""
+    def rotation(
+        self, known: Iterable[tuple[Rotation | None, Tensor]] = ()
+    ) -> tuple[Rotation | None, Tensor]:
+        """The rotation of the call's tokens, from the queries and keys of random tokens before and
+        after it: one that is ``known``, with the order of its coordinates, where it takes the ones
+        to the others."""
         shape = hidden_states(self._call).shape
         given = self._call.kwargs[POSITIONS]
-        if any(len(t) > 1 and not torch.equal(t, t[:1].expand_as(t)) for t in ((given,) if isinstance(given, Tensor) else given) if t.ndim > 2):
-            raise self._call.unsupported("is given samples with different positions (capture them one at a time, or pad on the right)")
+        if any(
+            len(t) > 1 and not torch.equal(t, t[:1].expand_as(t))
+            for t in ((given,) if isinstance(given, Tensor) else given)
+            if t.ndim > 2
+        ):
+            raise self._call.unsupported(
+                "is given samples with different positions (capture them one at a time, or pad "
+                "on the right)"
+            )
         for stub in self.stubs:
             stub.centred = False  # centred vectors do not span the space
         generator = torch.Generator().manual_seed(0)
@@ -118,10 +156,16 @@ class ProbedLayer:
             x = torch.randn(shape, generator=generator, dtype=torch.float64).to(self._call.q.device)
             for vectors, turned in ((before, False), (after, True)):
                 found = self.projections(x, turned=turned)[:2]
-                vectors.extend(t.unflatten(0, shape[:2]).transpose(1, 2).flatten(0, 1) for t in found)
+                vectors.extend(
+                    t.unflatten(0, shape[:2]).transpose(1, 2).flatten(0, 1) for t in found
+                )
             while candidates:
                 rotation, order = candidates.pop()
-                if len(order) == self._call.q.shape[-1] and misses(rotation, order, torch.cat(before), torch.cat(after)) <= ROTATION_TOLERANCE:
+                if (
+                    len(order) == self._call.q.shape[-1]
+                    and misses(rotation, order, torch.cat(before), torch.cat(after))
+                    <= ROTATION_TOLERANCE
+                ):
                     return rotation, order
         try:
             return find_rotation(torch.cat(before), torch.cat(after))
@@ -148,8 +192,14 @@ def _replaced(call: Call, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return tuple(double(v) for v in value) if isinstance(value, tuple) else value
 
     given = hidden_states(call)
-    args, kwargs = ((x if a is given else double(a) for a in call.args), {n: x if a is given else double(a) for n, a in call.kwargs.items()})
-    return tuple(args), {name: None if name in ("past_key_values", "layer_past") else value for name, value in kwargs.items()}
+    args, kwargs = (
+        (x if a is given else double(a) for a in call.args),
+        {n: x if a is given else double(a) for n, a in call.kwargs.items()},
+    )
+    return tuple(args), {
+        name: None if name in ("past_key_values", "layer_past") else value
+        for name, value in kwargs.items()
+    }
 
 
 def same_values(a: Any, b: Any) -> bool:

@@ -1,7 +1,9 @@
-"""Reading the projections of an attention layer off the layer itself, whatever its weights are called and however they are stored.
+"""Reading the projections of an attention layer off the layer itself, whatever its weights are
+called and however they are stored.
 
-The layer is copied, fed chosen tokens in float64, and stopped at the attention interface. Position embeddings are replaced by those that turn
-nothing, and normalisations of queries and keys by what they do linearly, so that what remains is affine in the tokens; both are read off separately.
+The layer is copied, fed chosen tokens in float64, and stopped at the attention interface. Position
+embeddings are replaced by those that turn nothing, and normalisations of queries and keys by what
+they do linearly, so that what remains is affine in the tokens; both are read off separately.
 """
 
 from collections.abc import Iterable
@@ -20,13 +22,15 @@ from lipbound.models.capture.recorder import Call, hidden_states
 from lipbound.models.offload import plain_copy
 
 CAPTURE_TOLERANCE = 1e-4
-"""Largest relative error of a rebuilt tensor. Affine projections rebuild to 1e-5 or better in float32, others miss by orders of magnitude."""
+"""Largest relative error of a rebuilt tensor. Affine projections rebuild to 1e-5 or better in
+float32, others miss by orders of magnitude."""
 CHECKED = 64
 """How many of the recorded outputs of all heads tell whether their projection is affine."""
 
 
 class Turns(NamedTuple):
-    """Position embeddings of a call, the rotation that they make (None where nothing is turned), and the order of coordinates in which it is one."""
+    """Position embeddings of a call, the rotation that they make (None where nothing is turned),
+    and the order of coordinates in which it is one."""
 
     positions: Any
     rotation: Rotation | None
@@ -39,7 +43,8 @@ class Turns(NamedTuple):
 
 @dataclass
 class ProbedWeights:
-    """What probing found for one call: per-head projections in float64, what happens to queries and keys after them, and the output projection.
+    """What probing found for one call: per-head projections in float64, what happens to queries and
+    keys after them, and the output projection.
 
     Attributes:
         w, b: of queries, keys, values. Shared keys and values are repeated, one per query head.
@@ -72,26 +77,38 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
     """What a layer makes of its tokens.
 
     Args:
-        call: of the layer. known: what position embeddings do in other layers; taken over where they do the same to this layer's vectors.
+        call: of the layer. known: what position embeddings do in other layers; taken over where
+            they do the same to this layer's vectors.
 
     Raises:
-        CaptureError: queries and keys are normalised, or turned by their positions, in a way that is not known here; a mask, bias or sink depends
-            on the tokens; or the output projection is not one.
+        CaptureError: queries and keys are normalised, or turned by their positions, in a way that
+            is not known here; a mask, bias or sink depends on the tokens; or the output projection
+            is not one.
     """
     layer = ProbedLayer(call)
     layer.refuse_what_depends_on_tokens()
     found = read_normalisations(call, layer.stubs, layer.projections)
     x = hidden_states(call)
     width = x.shape[-1]
-    rows = torch.cat([torch.zeros(1, width, dtype=torch.float64), torch.eye(width, dtype=torch.float64)]).to(x.device)
-    parts = [[y[: len(piece)] for y in layer.projections(_fill(piece, x))] for piece in rows.split(x.shape[0] * x.shape[1])]
+    rows = torch.cat(
+        [torch.zeros(1, width, dtype=torch.float64), torch.eye(width, dtype=torch.float64)]
+    ).to(x.device)
+    parts = [
+        [y[: len(piece)] for y in layer.projections(_fill(piece, x))]
+        for piece in rows.split(x.shape[0] * x.shape[1])
+    ]
     maps = [torch.cat(pieces) for pieces in zip(*parts, strict=True)]  # (D + 1, H or H_kv, d) each
     w = [(y[1:] - y[0]).transpose(0, 1).contiguous() for y in maps]
     b = [y[0] if bool((y[0] != 0).any()) else None for y in maps]
-    norms = [_over_all_heads(norm, w[i], b[i]) if norm and together else norm for i, (norm, together) in enumerate(found)]
+    norms = [
+        _over_all_heads(norm, w[i], b[i]) if norm and together else norm
+        for i, (norm, together) in enumerate(found)
+    ]
     rotation = order = None
     if call.kwargs.get(POSITIONS) is not None:
-        rotation, order = layer.rotation((turns.rotation, turns.order) for turns in known if turns.of(call))
+        rotation, order = layer.rotation(
+            (turns.rotation, turns.order) for turns in known if turns.of(call)
+        )
     heads = call.q.shape[1]
 
     def one_per_head(t: Tensor | None, side: int) -> Tensor | None:
@@ -106,13 +123,20 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
         return replace(norm, gain=gain, bias=one_per_head(norm.bias, side))
 
     return ProbedWeights(
-        tuple(t for i in range(3) if (t := one_per_head(w[i], i)) is not None), tuple(one_per_head(b[i], i) for i in range(3)), _probe_output(call),
-        norm_q=every(norms[0], 0), norm_k=every(norms[1], 1), rotation=rotation, order=order, positions=call.kwargs.get(POSITIONS),
-    )  # fmt: skip
+        tuple(t for i in range(3) if (t := one_per_head(w[i], i)) is not None),
+        tuple(one_per_head(b[i], i) for i in range(3)),
+        _probe_output(call),
+        norm_q=every(norms[0], 0),
+        norm_k=every(norms[1], 1),
+        rotation=rotation,
+        order=order,
+        positions=call.kwargs.get(POSITIONS),
+    )
 
 
 def _over_all_heads(norm: QKNorm, w: Tensor, b: Tensor | None) -> QKNorm:
-    """The normalisation of all heads' vectors together, whose projection is (heads, D, d) head by head."""
+    """The normalisation of all heads' vectors together, whose projection is (heads, D, d) head by
+    head."""
     return replace(norm, over=(w.transpose(0, 1).flatten(1), None if b is None else b.flatten()))
 
 
@@ -127,15 +151,24 @@ def _probe_output(call: Call) -> Tensor | None:
     zero = projection(torch.zeros_like(eye[:1]))
     w_o: Tensor = projection(eye) - zero
     flat = call.out.flatten(2).flatten(0, 1)
-    flat = flat[:: -(-len(flat) // CHECKED)].double().nan_to_num()  # rows of padding may be undefined
+    flat = (
+        flat[:: -(-len(flat) // CHECKED)].double().nan_to_num()
+    )  # rows of padding may be undefined
     own, mine, size = projection(flat) - zero, flat @ w_o, flat.abs() @ w_o.abs()
-    if not float((own - mine).abs().amax()) <= CAPTURE_TOLERANCE * float(torch.maximum(own.abs().amax(), 1e-3 * size.amax())):
-        raise CaptureError(f"layer {call.name}: the output projection ({type(call.consumer).__name__}) is not an affine map, which is not supported")
+    if not float((own - mine).abs().amax()) <= CAPTURE_TOLERANCE * float(
+        torch.maximum(own.abs().amax(), 1e-3 * size.amax())
+    ):
+        raise CaptureError(
+            f"layer {call.name}: the output projection ({type(call.consumer).__name__}) is not "
+            "an affine map, which is not supported"
+        )
     return w_o.view(heads, d_v, -1)
 
 
 def _fill(rows: Tensor, like: Tensor) -> Tensor:
     """``rows`` in the first token slots of a zero tensor shaped like ``like``."""
-    slots = torch.zeros(like.shape[0] * like.shape[1], rows.shape[1], dtype=rows.dtype, device=rows.device)
+    slots = torch.zeros(
+        like.shape[0] * like.shape[1], rows.shape[1], dtype=rows.dtype, device=rows.device
+    )
     slots[: len(rows)] = rows
     return slots.view(*like.shape[:2], -1)

@@ -1,4 +1,5 @@
-"""The variants of a recorded call: one function each, which returns None where the call has none of it."""
+"""The variants of a recorded call: one function each, which returns None where the call has none of
+it."""
 
 from collections.abc import Callable
 

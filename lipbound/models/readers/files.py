@@ -43,15 +43,21 @@ def ending(path: Path) -> str:
 
 
 def visible(folder: Path) -> list[Path]:
-    """The files of a folder and the folders in it, by their paths, but for hidden ones: copies of notebooks' checkpoints, notes of file systems."""
-    files = (file for file in folder.rglob("*") if not any(part.startswith(".") for part in file.relative_to(folder).parts))
+    """The files of a folder and the folders in it, by their paths, but for hidden ones: copies of
+    notebooks' checkpoints, notes of file systems."""
+    files = (
+        file
+        for file in folder.rglob("*")
+        if not any(part.startswith(".") for part in file.relative_to(folder).parts)
+    )
     return sorted(file for file in files if file.is_file())
 
 
 def is_path(name: str) -> bool:
-    """Tell whether a name can only be that of a file or folder, there or not, of this system or of another: no hub id looks like it.
+    """Tell whether a name can only be that of a file or folder, there or not, of this system or of
+    another: no hub id looks like it.
 
-    >>> is_path("./bert"), is_path(r"C:\\models\\bert"), is_path("owner/bert"), is_path("wikitext:wikitext-2-raw-v1")
+    >>> is_path("./bert"), is_path(r"C:\\models\\bert"), is_path("owner/bert"), is_path("news:raw")
     (True, True, False, False)
     """
     return rooted(name) or "\\" in name
@@ -69,24 +75,39 @@ def is_plain_file(data: Any) -> bool:
 
 
 def is_sentence(data: Any) -> bool:
-    """Whether it is text itself: several words that name no file and do not look as if they were meant to.
+    """Whether it is text itself: several words that name no file and do not look as if they were
+    meant to.
 
     >>> is_sentence("how smooth is attention?"), is_sentence("my file.txt"), is_sentence("ag_news")
     (True, False, False)
     """
-    if not isinstance(data, str) or len(data.split()) < 2 or there(data) is not None or rooted(data):
+    if (
+        not isinstance(data, str)
+        or len(data.split()) < 2
+        or there(data) is not None
+        or rooted(data)
+    ):
         return False
     if "\n" in data or len(data) > 200:
         return True
-    return ending(Path(data)) not in (*TABLES, *IMAGE_FILES, *TEXT_FILES) and ("/" not in data or there(str(Path(data).parent)) is None)
+    return ending(Path(data)) not in (*TABLES, *IMAGE_FILES, *TEXT_FILES) and (
+        "/" not in data or there(str(Path(data).parent)) is None
+    )
 
 
 def read_text(path: Path) -> str:
-    """The whole of a UTF-8 file, unpacked where it is packed with gzip; raises InputsError where it is no such file."""
+    """The whole of a UTF-8 file, unpacked where it is packed with gzip; raises InputsError where it
+    is no such file."""
     try:
         packed = path.suffix.lower() == PACKED
-        return gzip.decompress(path.read_bytes()).decode("utf-8") if packed else path.read_text(encoding="utf-8")
+        return (
+            gzip.decompress(path.read_bytes()).decode("utf-8")
+            if packed
+            else path.read_text(encoding="utf-8")
+        )
     except UnicodeDecodeError as error:
         raise InputsError(f"{path} is not a UTF-8 text file") from error
     except (OSError, EOFError) as error:
-        raise InputsError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise InputsError(
+            f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from error

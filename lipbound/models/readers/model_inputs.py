@@ -30,18 +30,31 @@ SAMPLES = "tensors of (samples, ...) with at least one sample"
 def is_ready(data: Any) -> bool:
     """Whether it is a mapping (but not the splits of a dataset), or names a .safetensors file."""
     named = isinstance(data, str | Path) and str(data).endswith(".safetensors")
-    return named or (isinstance(data, Mapping) and not isinstance(data, DatasetDict | IterableDatasetDict))
+    return named or (
+        isinstance(data, Mapping) and not isinstance(data, DatasetDict | IterableDatasetDict)
+    )
 
 
-def ready_inputs(data: Mapping[str, Any] | str | Path, checkpoint: Checkpoint) -> tuple[dict[str, Tensor], str, list[str]]:
-    """The tensors that a checkpoint's model takes, each (samples, ...), a description, and notes on what was left out.
+def ready_inputs(
+    data: Mapping[str, Any] | str | Path, checkpoint: Checkpoint
+) -> tuple[dict[str, Tensor], str, list[str]]:
+    """The tensors that a checkpoint's model takes, each (samples, ...), a description, and notes on
+    what was left out.
 
     Raises:
-        InputsError: they are no such tensors, disagree about the number of samples, or what the model is about is not among them.
+        InputsError: they are no such tensors, disagree about the number of samples, or what the
+            model is about is not among them.
     """
     if isinstance(data, Mapping):
-        tensors = {name: value for name, value in data.items() if value is not None and not isinstance(value, bool)}
-        given, description = {name: _tensor(name, value) for name, value in tensors.items()}, "ready model inputs"
+        tensors = {
+            name: value
+            for name, value in data.items()
+            if value is not None and not isinstance(value, bool)
+        }
+        given, description = (
+            {name: _tensor(name, value) for name, value in tensors.items()},
+            "ready model inputs",
+        )
     else:
         path = there(data)
         if path is None or not path.is_file():
@@ -49,34 +62,51 @@ def ready_inputs(data: Mapping[str, Any] | str | Path, checkpoint: Checkpoint) -
         try:
             given, description = load_file(path), path.name
         except Exception as error:
-            raise InputsError(f"{path} is not a readable safetensors file: {first_line(error)}") from error
+            raise InputsError(
+                f"{path} is not a readable safetensors file: {first_line(error)}"
+            ) from error
     wrong = [name for name, t in given.items() if t.ndim < 2 or not len(t)]
     if wrong or not given:
         has = f"{wrong[0]} has shape {tuple(given[wrong[0]].shape)}" if wrong else "there are none"
         raise InputsError(f"ready inputs must be named {SAMPLES}; {has}")
     lengths = {str(name): len(t) for name, t in given.items()}
     if len(set(lengths.values())) > 1:
-        raise InputsError(f"ready inputs disagree about the number of samples: {', '.join(f'{name} {n}' for name, n in lengths.items())}")
+        raise InputsError(
+            "ready inputs disagree about the number of samples: "
+            f"{', '.join(f'{name} {n}' for name, n in lengths.items())}"
+        )
     taken = _taken(checkpoint)
     main, kind = checkpoint.main_input, type(checkpoint.model).__name__
     check_towers(checkpoint, given)
     if main not in given and not ("inputs_embeds" in given and "inputs_embeds" in taken):
-        raise InputsError(f"ready inputs of {kind} must have {main}; given are {', '.join(map(str, given))}")
+        raise InputsError(
+            f"ready inputs of {kind} must have {main}; given are {', '.join(map(str, given))}"
+        )
     tensors = {name: t for name, t in given.items() if not taken or name in taken}
-    notes = [f"{name} is not an input of {kind} and was left out" for name in given if name not in tensors]
+    notes = [
+        f"{name} is not an input of {kind} and was left out"
+        for name in given
+        if name not in tensors
+    ]
     return tensors, description, notes
 
 
 def options_of(data: object, checkpoint: Checkpoint) -> dict[str, bool]:
-    """Settings of the model's forward pass that are given as True or False, such as interpolate_pos_encoding.
+    """Settings of the model's forward pass that are given as True or False, such as
+    interpolate_pos_encoding.
 
     Raises:
         InputsError: the forward pass has no such setting.
     """
-    options = {str(name): value for name, value in data.items() if isinstance(value, bool)} if isinstance(data, Mapping) else {}
+    options = (
+        {str(name): value for name, value in data.items() if isinstance(value, bool)}
+        if isinstance(data, Mapping)
+        else {}
+    )
     if options and (unknown := set(options) - _taken(checkpoint)):
         raise InputsError(
-            f"{min(unknown)} is no setting of {type(checkpoint.model).__name__}'s forward pass; leave it out, or give tensors of (samples, ...)"
+            f"{min(unknown)} is no setting of {type(checkpoint.model).__name__}'s forward pass; "
+            "leave it out, or give tensors of (samples, ...)"
         )
     return options
 
@@ -90,7 +120,9 @@ def _tensor(name: object, value: Any) -> Tensor:
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InputsError(f"ready inputs must be named {SAMPLES}; {name} is {shown(value)}") from error
+        raise InputsError(
+            f"ready inputs must be named {SAMPLES}; {name} is {shown(value)}"
+        ) from error
 
 
 def _taken(checkpoint: Checkpoint) -> set[str]:
@@ -101,31 +133,45 @@ def _taken(checkpoint: Checkpoint) -> set[str]:
 
 
 def check_towers(checkpoint: Checkpoint, given: Collection[str]) -> None:
-    """Raise InputsError where a model of several towers, all of which always run, lacks the input of one."""
+    """Raise InputsError where a model of several towers, all of which always run, lacks the input
+    of one."""
     model, takes = checkpoint.model, _taken(checkpoint)
-    towers = {other: words for part, other, words in TOWERS if getattr(model.config, part, None) is not None and other in takes}
+    towers = {
+        other: words
+        for part, other, words in TOWERS
+        if getattr(model.config, part, None) is not None and other in takes
+    }
     if len(towers) < 2 or not several_towers(model):
         return
     missing = [name for name in towers if name not in given]
     if missing:
         raise InputsError(
-            f"{type(model).__name__} has towers of {' and '.join(towers.values())} and needs {' and '.join(towers)}, but there is no "
-            f"{' and no '.join(missing)}; give a dict of ready inputs with all of them, or load one tower by a class of its own"
+            f"{type(model).__name__} has towers of {' and '.join(towers.values())} and needs "
+            f"{' and '.join(towers)}, but there is no "
+            f"{' and no '.join(missing)}; give a dict of ready inputs with all of them, or load "
+            "one tower by a class of its own"
         )
 
 
 def check_images(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> None:
-    """Raise InputsError where ready images are not (samples, channels, height, width) finite numbers of its channels, or others not finite."""
+    """Raise InputsError where ready images are not (samples, channels, height, width) finite
+    numbers of its channels, or others not finite."""
     for name in FINITE:
         if name in batch and not bool(torch.isfinite(batch[name]).all()):
-            raise InputsError(f"{name} has NaN or infinite entries; the Jacobian is not defined there")
+            raise InputsError(
+                f"{name} has NaN or infinite entries; the Jacobian is not defined there"
+            )
     pixels = batch.get("pixel_values")
     if pixels is None:
         return
     if not pixels.is_floating_point():
         raise InputsError(
-            f"pixel_values is of dtype {str(pixels.dtype).removeprefix('torch.')}; give the floating-point numbers that the image processor returns"
+            f"pixel_values is of dtype {str(pixels.dtype).removeprefix('torch.')}; give the "
+            "floating-point numbers that the image processor returns"
         )
     channels = getattr(checkpoint.model.config, "num_channels", None)
     if pixels.ndim == 4 and isinstance(channels, int) and pixels.shape[1] != channels:
-        raise InputsError(f"pixel_values has shape {tuple(pixels.shape)}; {checkpoint.name} takes (samples, {channels}, height, width)")
+        raise InputsError(
+            f"pixel_values has shape {tuple(pixels.shape)}; {checkpoint.name} takes (samples, "
+            f"{channels}, height, width)"
+        )

@@ -11,7 +11,8 @@ from lipbound.models.checkpoint import Checkpoint
 
 
 def text_config(model: Any) -> Any:
-    """The part of a model's configuration that is about text: of a model of several towers that of the text's."""
+    """The part of a model's configuration that is about text: of a model of several towers that of
+    the text's."""
     try:
         return model.config.get_text_config()
     except (AttributeError, ValueError):  # several are about text
@@ -19,7 +20,8 @@ def text_config(model: Any) -> Any:
 
 
 def several_towers(model: Any) -> bool:
-    """Tell whether a model looks tokens up in one of several towers rather than in a table of its own."""
+    """Tell whether a model looks tokens up in one of several towers rather than in a table of its
+    own."""
     try:
         model.get_input_embeddings()
     except (AttributeError, NotImplementedError):
@@ -29,7 +31,13 @@ def several_towers(model: Any) -> bool:
 
 def token_embedding(model: Any) -> nn.Module | None:
     """The table that token numbers are looked up in; None where it cannot be told."""
-    for module in (model, *(getattr(model, name, None) for name in ("text_model", "text_encoder", "language_model", "text_branch"))):
+    for module in (
+        model,
+        *(
+            getattr(model, name, None)
+            for name in ("text_model", "text_encoder", "language_model", "text_branch")
+        ),
+    ):
         try:
             if module is not None:
                 return module.get_input_embeddings()
@@ -45,11 +53,17 @@ def positions(checkpoint: Checkpoint) -> int | None:
     if limit is None:
         return None
     rope = getattr(config, "rope_parameters", None)
-    if isinstance(rope, Mapping) and rope.get("rope_type") == "dynamic":  # the limit is that from which rotary tables grow
+    if (
+        isinstance(rope, Mapping) and rope.get("rope_type") == "dynamic"
+    ):  # the limit is that from which rotary tables grow
         limit = int(limit * float(rope.get("factor") or 1))
     padding = getattr(checkpoint.model.base_model, "embeddings", None)
-    offset = getattr(padding, "padding_idx", None) if hasattr(padding, "position_embeddings") else None
-    return int(limit) - (int(offset) + 1 if offset else 0)  # RoBERTa's positions start behind the padding index
+    offset = (
+        getattr(padding, "padding_idx", None) if hasattr(padding, "position_embeddings") else None
+    )
+    return int(limit) - (
+        int(offset) + 1 if offset else 0
+    )  # RoBERTa's positions start behind the padding index
 
 
 def check_positions(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> None:
@@ -57,33 +71,62 @@ def check_positions(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> None
     limit = positions(checkpoint) if checkpoint.modality == "text" else None
     length = batch["input_ids"].shape[-1] if "input_ids" in batch else 0
     if limit is not None and length > limit:
-        raise InputsError(f"inputs of {length} tokens exceed the {limit} positions of {checkpoint.name}; give at most {limit}")
+        raise InputsError(
+            f"inputs of {length} tokens exceed the {limit} positions of {checkpoint.name}; give "
+            f"at most {limit}"
+        )
 
 
 def check_tokens(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> None:
-    """Raise InputsError unless token numbers are whole, (samples, N), and in the model's vocabulary, and the mask is of their shape."""
+    """Raise InputsError unless token numbers are whole, (samples, N), and in the model's
+    vocabulary, and the mask is of their shape."""
     ids = batch.get("input_ids")
     if ids is None:
         return
     shape = tuple(ids.shape)
     if ids.dtype not in (torch.int64, torch.int32):
-        raise InputsError(f"input_ids is of dtype {str(ids.dtype).removeprefix('torch.')}; token numbers must be whole (int64)")
+        raise InputsError(
+            f"input_ids is of dtype {str(ids.dtype).removeprefix('torch.')}; token numbers must "
+            "be whole (int64)"
+        )
     if ids.ndim != 2 or not ids.shape[1]:
-        raise InputsError(f"input_ids has shape {shape}; it must be (samples, tokens) with at least one token")
+        raise InputsError(
+            f"input_ids has shape {shape}; it must be (samples, tokens) with at least one token"
+        )
     check_positions(checkpoint, batch)
     embedding = token_embedding(checkpoint.model)
-    known = getattr(embedding, "num_embeddings", None) or getattr(text_config(checkpoint.model), "vocab_size", None)
-    _check_range("input_ids", ids, known if isinstance(known, int) else None, f"{checkpoint.name} knows tokens", "are they of its tokenizer?")
+    known = getattr(embedding, "num_embeddings", None) or getattr(
+        text_config(checkpoint.model), "vocab_size", None
+    )
+    _check_range(
+        "input_ids",
+        ids,
+        known if isinstance(known, int) else None,
+        f"{checkpoint.name} knows tokens",
+        "are they of its tokenizer?",
+    )
     types = batch.get("token_type_ids")
     if types is not None:
         kinds = getattr(text_config(checkpoint.model), "type_vocab_size", None)
-        _check_range("token_type_ids", types, kinds or None, f"{checkpoint.name} knows types", "leave them out for type 0")
+        _check_range(
+            "token_type_ids",
+            types,
+            kinds or None,
+            f"{checkpoint.name} knows types",
+            "leave them out for type 0",
+        )
     for name in ("attention_mask", "token_type_ids"):
         if name in batch and batch[name].ndim == 2 and tuple(batch[name].shape) != shape:
-            raise InputsError(f"{name} has shape {tuple(batch[name].shape)} but input_ids {shape}; they must be the same")
+            raise InputsError(
+                f"{name} has shape {tuple(batch[name].shape)} but input_ids {shape}; they must "
+                "be the same"
+            )
     mask = batch.get("attention_mask")
     if mask is not None and mask.ndim == 2 and not bool((mask != 0).any(-1).all()):
-        raise InputsError("attention_mask marks every token of a sample as padding; each sample needs at least one token")
+        raise InputsError(
+            "attention_mask marks every token of a sample as padding; each sample needs at least "
+            "one token"
+        )
 
 
 def _check_range(name: str, values: Tensor, count: int | None, known: str, hint: str) -> None:

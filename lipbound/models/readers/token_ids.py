@@ -1,4 +1,5 @@
-"""Texts that are tokens already: lists, tensors and arrays of token numbers, and tokenised datasets."""
+"""Texts that are tokens already: lists, tensors and arrays of token numbers, and tokenised
+datasets."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,14 +14,16 @@ from lipbound.models.readers.positions import text_config
 
 
 class TokenizedText(NamedTuple):
-    """The tokens of one text, padding at both ends taken away; ``kept`` is False for tokens in between that are masked."""
+    """The tokens of one text, padding at both ends taken away; ``kept`` is False for tokens in
+    between that are masked."""
 
     ids: list[int]
     kept: list[bool]
 
 
 def tokens_of(value: Any) -> TokenizedText | None:
-    """The tokens that a list, a tensor or an array of whole numbers, or a row of a tokenised dataset, stands for; None for anything else."""
+    """The tokens that a list, a tensor or an array of whole numbers, or a row of a tokenised
+    dataset, stands for; None for anything else."""
     row = value if isinstance(value, Mapping) else {"input_ids": value}
     ids = _whole(row.get("input_ids"))
     if ids is None:
@@ -28,7 +31,10 @@ def tokens_of(value: Any) -> TokenizedText | None:
     mask = row.get("attention_mask")
     kept = [True] * len(ids) if mask is None else [bool(k) for k in np.asarray(mask).tolist()]
     if len(kept) != len(ids):
-        raise InputsError(f"a row has {len(ids)} input_ids and an attention_mask of {len(kept)}; they must be of the same length")
+        raise InputsError(
+            f"a row has {len(ids)} input_ids and an attention_mask of {len(kept)}; they must be "
+            "of the same length"
+        )
     if True not in kept:
         return TokenizedText([], [])
     first, last = kept.index(True), len(kept) - kept[::-1].index(True)
@@ -36,7 +42,8 @@ def tokens_of(value: Any) -> TokenizedText | None:
 
 
 def given_tokens(data: Any) -> list[TokenizedText] | None:
-    """The tokens of each sample, where data in memory is token numbers: one list, tensor or array of them, or several."""
+    """The tokens of each sample, where data in memory is token numbers: one list, tensor or array
+    of them, or several."""
     if isinstance(data, Tensor | np.ndarray):
         if data.ndim == 0 or not _integer(data):
             return None
@@ -45,20 +52,34 @@ def given_tokens(data: Any) -> list[TokenizedText] | None:
         return None
     elif _whole(data) is not None:
         data = [data]
-    found = [tokens_of(item) if isinstance(item, list | tuple | Tensor | np.ndarray) else None for item in data]
+    found = [
+        tokens_of(item) if isinstance(item, list | tuple | Tensor | np.ndarray) else None
+        for item in data
+    ]
     return None if any(one is None for one in found) else [one for one in found if one is not None]
 
 
-def batch_of(rows: Sequence[TokenizedText], checkpoint: Checkpoint, max_length: int) -> dict[str, Tensor]:
-    """``input_ids``, cut at ``max_length`` and padded on the right, and an ``attention_mask`` that says where."""
+def batch_of(
+    rows: Sequence[TokenizedText], checkpoint: Checkpoint, max_length: int
+) -> dict[str, Tensor]:
+    """``input_ids``, cut at ``max_length`` and padded on the right, and an ``attention_mask`` that
+    says where."""
     length = min(max_length, max(len(row.ids) for row in rows))
     config = text_config(checkpoint.model)
     pad = getattr(config, "pad_token_id", None)
-    ids = torch.full((len(rows), length), pad if isinstance(pad, int) and 0 <= pad < (getattr(config, "vocab_size", None) or 0) else 0)
+    ids = torch.full(
+        (len(rows), length),
+        pad
+        if isinstance(pad, int) and 0 <= pad < (getattr(config, "vocab_size", None) or 0)
+        else 0,
+    )
     mask = torch.zeros((len(rows), length), dtype=torch.int64)
     for k, row in enumerate(rows):
         count = min(length, len(row.ids))
-        ids[k, :count], mask[k, :count] = torch.tensor(row.ids[:count]), torch.tensor(row.kept[:count], dtype=torch.int64)
+        ids[k, :count], mask[k, :count] = (
+            torch.tensor(row.ids[:count]),
+            torch.tensor(row.kept[:count], dtype=torch.int64),
+        )
     return {"input_ids": ids, "attention_mask": mask}
 
 

@@ -1,4 +1,5 @@
-"""LoRA adapters (Hu et al. 2022), as PEFT stores them, merged into the weights of the checkpoint that they were trained on; needs no PEFT."""
+"""LoRA adapters (Hu et al. 2022), as PEFT stores them, merged into the weights of the checkpoint
+that they were trained on; needs no PEFT."""
 
 import json
 import re
@@ -24,17 +25,46 @@ from lipbound.models.weight_files import check_file, has_weights
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 ELSEWHERE = "another place for adapters than beside the weights"
-"""A folder that does not exist, for transformers, which would load an adapter beside the weights wherever PEFT is installed."""
-HARMLESS = frozenset((
-    "peft_type", "task_type", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version", "target_modules",
-    "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern", "lora_dropout", "bias", "fan_in_fan_out", "megatron_core",
-    "loftq_config", "eva_config", "runtime_config", "qalora_group_size", "ensure_weight_tying", "init_lora_weights", "r", "lora_alpha",
-    "rank_pattern", "alpha_pattern", "use_rslora",
-))  # fmt: skip
-"""What a configuration may say beside what is empty; anything else may change what the adapter does, and is refused."""
+"""A folder that does not exist, for transformers, which would load an adapter beside the weights
+wherever PEFT is installed."""
+HARMLESS = frozenset(
+    (
+        "peft_type",
+        "task_type",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "auto_mapping",
+        "peft_version",
+        "target_modules",
+        "exclude_modules",
+        "modules_to_save",
+        "layers_to_transform",
+        "layers_pattern",
+        "lora_dropout",
+        "bias",
+        "fan_in_fan_out",
+        "megatron_core",
+        "loftq_config",
+        "eva_config",
+        "runtime_config",
+        "qalora_group_size",
+        "ensure_weight_tying",
+        "init_lora_weights",
+        "r",
+        "lora_alpha",
+        "rank_pattern",
+        "alpha_pattern",
+        "use_rslora",
+    )
+)
+"""What a configuration may say beside what is empty; anything else may change what the adapter
+does, and is refused."""
 STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Ways to begin a LoRA matrix (``init_lora_weights``) that leave the weights beside it alone."""
-_FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(\.default)?(\.weight)?")
+_FACTOR = re.compile(
+    r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(\.default)?(\.weight)?"
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +73,8 @@ class LowRank:
 
     Attributes:
         a, b: (r, in) and (out, r). scale: alpha / r, or alpha / sqrt(r).
-        transposed: whether the weight is (in, out), as transformers' ``Conv1D`` and tables of embeddings are.
+        transposed: whether the weight is (in, out), as transformers' ``Conv1D`` and tables of
+            embeddings are.
     """
 
     a: Tensor
@@ -60,7 +91,11 @@ class LowRank:
     def __call__(self, weight: Tensor) -> Tensor:
         """The changed weight; added up on the CPU, so that the sum is the same on every device."""
         added = self.scale * (self.b.double() @ self.a.double())
-        return (weight.cpu().double() + (added.mT if self.transposed else added)).to(weight.dtype).to(weight.device)
+        return (
+            (weight.cpu().double() + (added.mT if self.transposed else added))
+            .to(weight.dtype)
+            .to(weight.device)
+        )
 
 
 @dataclass(frozen=True)
@@ -100,9 +135,13 @@ class Adapter:
     @cached_property
     def file(self) -> Path:
         """The file of its weights; raises CheckpointError where there is none, or a damaged one."""
-        found = next((self.folder / name for name in WEIGHTS if (self.folder / name).is_file()), None)
+        found = next(
+            (self.folder / name for name in WEIGHTS if (self.folder / name).is_file()), None
+        )
         if found is None:
-            raise CheckpointError(f"the adapter {self.name} has no weights ({' or '.join(WEIGHTS)})")
+            raise CheckpointError(
+                f"the adapter {self.name} has no weights ({' or '.join(WEIGHTS)})"
+            )
         check_file(found)
         return found
 
@@ -117,20 +156,28 @@ class Adapter:
             read: Any = load_file if self.file.suffix == ".safetensors" else _load_pickle
             found: dict[str, Tensor] = read(self.file)
         except Exception as error:  # broken files raise a zoo of types
-            why = "it is damaged or holds other things than weights, none of which were run" if refused_pickle(error) else first_line(error)
+            why = (
+                "it is damaged or holds other things than weights, none of which were run"
+                if refused_pickle(error)
+                else first_line(error)
+            )
             raise CheckpointError(f"{self.file} cannot be read: {why}") from error
         return {
-            key.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".modules_to_save.", "."): tensor
+            key.removeprefix("base_model.model.")
+            .replace(".base_layer.", ".")
+            .replace(".modules_to_save.", "."): tensor
             for key, tensor in found.items()
             if ".original_module." not in key  # what a module that was trained as a whole had been
         }
 
     def check(self) -> None:
-        """Raise CheckpointError where it is of a kind that is not a sum of a weight and a product of two matrices."""
+        """Raise CheckpointError where it is of a kind that is not a sum of a weight and a product
+        of two matrices."""
         kind = self.config.get("peft_type")
         if kind != "LORA":
             raise CheckpointError(
-                f"the adapter {self.name} is of the kind {kind}, and only LORA can be merged; merge it with PEFT and save the model"
+                f"the adapter {self.name} is of the kind {kind}, and only LORA can be merged; "
+                "merge it with PEFT and save the model"
             )
         start = self.config.get("init_lora_weights", True)
         other = [key for key, value in self.config.items() if value and key not in HARMLESS]
@@ -139,7 +186,8 @@ class Adapter:
         if other:
             said = f"{other[0]}: {json.dumps(self.config[other[0]])[:60]}"
             raise CheckpointError(
-                f"the adapter {self.name} says {said}, which is more than a product of two matrices to add; merge it with PEFT "
+                f"the adapter {self.name} says {said}, which is more than a product of two "
+                "matrices to add; merge it with PEFT "
                 "(merge_and_unload) and save the model"
             )
 
@@ -149,7 +197,8 @@ class Adapter:
         Parts that attention does not depend on, such as a head, may be missing in the model.
 
         Raises:
-            CheckpointError: another kind of adapter, layers that the model does not have, or shapes that do not fit.
+            CheckpointError: another kind of adapter, layers that the model does not have, or shapes
+                that do not fit.
         """
         self.check()
         factors: dict[str, dict[str, Tensor]] = {}
@@ -159,7 +208,9 @@ class Adapter:
             factor = _FACTOR.fullmatch(key)
             module, _, last = (factor["module"], "", "weight") if factor else key.rpartition(".")
             path = _path(model, module)
-            if path is None or (factor is None and ("lora_" in last or not hasattr(model.get_submodule(path), last))):
+            if path is None or (
+                factor is None and ("lora_" in last or not hasattr(model.get_submodule(path), last))
+            ):
                 unknown += [] if any(part in key for part in HEADS_ONLY) else [key]
             elif factor:
                 factors.setdefault(module, {})[factor["side"]] = tensor
@@ -167,8 +218,10 @@ class Adapter:
                 found[f"{path}.{last}"] = Replaced(tensor)
         if unknown:
             raise CheckpointError(
-                f"the adapter {self.name} changes {unknown[0]}, which {type(model).__name__} does not have"
-                f"{f' (it was trained on {self.base})' if self.base else ''}; give the model that it was trained on"
+                f"the adapter {self.name} changes {unknown[0]}, which {type(model).__name__} "
+                "does not have"
+                f"{f' (it was trained on {self.base})' if self.base else ''}; give the model "
+                "that it was trained on"
             )
         for module, pair in factors.items():
             path = _path(model, module)
@@ -177,27 +230,50 @@ class Adapter:
         parameters = dict(model.named_parameters())
         for name, change in found.items():
             if name not in parameters or tuple(parameters[name].shape) != change.shape:
-                theirs = f"that of the model has {tuple(parameters[name].shape)}" if name in parameters else "the model has none"
-                raise CheckpointError(f"the adapter {self.name} is for another model: its part for {name} has shape {change.shape}, {theirs}")
+                theirs = (
+                    f"that of the model has {tuple(parameters[name].shape)}"
+                    if name in parameters
+                    else "the model has none"
+                )
+                raise CheckpointError(
+                    f"the adapter {self.name} is for another model: its part for {name} has "
+                    f"shape {change.shape}, {theirs}"
+                )
         if not found:
-            raise CheckpointError(f"the adapter {self.name} changes nothing that attention depends on; leave it out")
+            raise CheckpointError(
+                f"the adapter {self.name} changes nothing that attention depends on; leave it out"
+            )
         return found
 
     def _product(self, module: str, pair: Mapping[str, Tensor], target: nn.Module) -> LowRank:
         """One product of two matrices."""
-        if pair.keys() != {"A", "B"} or pair["A"].ndim != 2 or pair["B"].ndim != 2 or pair["A"].shape[0] != pair["B"].shape[1]:
-            raise CheckpointError(f"the adapter {self.name} has no two matrices for {module}; merge it with PEFT and save the model")
+        if (
+            pair.keys() != {"A", "B"}
+            or pair["A"].ndim != 2
+            or pair["B"].ndim != 2
+            or pair["A"].shape[0] != pair["B"].shape[1]
+        ):
+            raise CheckpointError(
+                f"the adapter {self.name} has no two matrices for {module}; merge it with PEFT "
+                "and save the model"
+            )
         rank = pair["A"].shape[0]
-        alpha = _patterned(self.config.get("alpha_pattern"), module, self.config.get("lora_alpha", 8))
+        alpha = _patterned(
+            self.config.get("alpha_pattern"), module, self.config.get("lora_alpha", 8)
+        )
         scale = alpha / (rank**0.5 if self.config.get("use_rslora") else rank)
         return LowRank(pair["A"], pair["B"], scale, isinstance(target, Conv1D | nn.Embedding))
 
 
 def open_adapter(name: str, folder: Path) -> Adapter:
-    """The adapter of a folder; raises CheckpointError where there is none, or one that cannot be read."""
+    """The adapter of a folder; raises CheckpointError where there is none, or one that cannot be
+    read."""
     file = folder / CONFIG
     if not file.is_file():
-        raise CheckpointError(f"adapter is {name!r}, and there is no {CONFIG} in it; give the directory that PEFT wrote, or its hub id")
+        raise CheckpointError(
+            f"adapter is {name!r}, and there is no {CONFIG} in it; give the directory that PEFT "
+            "wrote, or its hub id"
+        )
     check_file(file)
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -209,12 +285,14 @@ def open_adapter(name: str, folder: Path) -> Adapter:
 
 
 def refuse_unasked(name: str, folder: Path, asked: Adapter | str | None) -> list[str]:
-    """Raise CheckpointError where an adapter lies beside the weights and nobody said whether it counts; what to tell where it does not."""
+    """Raise CheckpointError where an adapter lies beside the weights and nobody said whether it
+    counts; what to tell where it does not."""
     if not (folder / CONFIG).is_file():
         return []
     if asked is None:
         raise CheckpointError(
-            f"{name} holds an adapter beside its weights ({CONFIG}); say whether it counts: adapter={name!r} merges it, adapter='none' leaves it out"
+            f"{name} holds an adapter beside its weights ({CONFIG}); say whether it counts: "
+            f"adapter={name!r} merges it, adapter='none' leaves it out"
         )
     if isinstance(asked, Adapter) and asked.folder.resolve() == folder.resolve():
         return []
@@ -222,14 +300,21 @@ def refuse_unasked(name: str, folder: Path, asked: Adapter | str | None) -> list
 
 
 def refuse_alone(name: str, folder: Path) -> None:
-    """Raise CheckpointError where a folder that was given as a model holds nothing but an adapter."""
-    if (folder / CONFIG).is_file() and not ((folder / "config.json").exists() and has_weights(folder)):
+    """Raise CheckpointError where a folder that was given as a model holds nothing but
+    an adapter."""
+    if (folder / CONFIG).is_file() and not (
+        (folder / "config.json").exists() and has_weights(folder)
+    ):
         base = open_adapter(name, folder).base or "the model that it was trained on"
-        raise CheckpointError(f"{name} is an adapter of {base}, not a model; give {base} as the model, with adapter={name!r}")
+        raise CheckpointError(
+            f"{name} is an adapter of {base}, not a model; give {base} as the model, with "
+            f"adapter={name!r}"
+        )
 
 
 def merge(model: PreTrainedModel, asked: Adapter | str | None) -> None:
-    """Change the parameters of a model as an adapter says, if one was asked for, those on disk wherever they are read."""
+    """Change the parameters of a model as an adapter says, if one was asked for, those on disk
+    wherever they are read."""
     if not isinstance(asked, Adapter):
         return
     parameters = dict(model.named_parameters())
@@ -240,18 +325,28 @@ def merge(model: PreTrainedModel, asked: Adapter | str | None) -> None:
 
 
 def named(checkpoint: Checkpoint, asked: Adapter | str | None) -> Checkpoint:
-    """A checkpoint whose weights have the adapter that was asked for: called by both their names, with the revisions of both.
+    """A checkpoint whose weights have the adapter that was asked for: called by both their names,
+    with the revisions of both.
 
     A notice tells where the adapter names another model, by the last part of their names.
     """
     if not isinstance(asked, Adapter):
         return checkpoint
     notes = list(checkpoint.notes)
-    base, mine = (Path(one.partition("@")[0].rstrip("/")).name.lower() for one in (asked.base, checkpoint.name))
+    base, mine = (
+        Path(one.partition("@")[0].rstrip("/")).name.lower()
+        for one in (asked.base, checkpoint.name)
+    )
     if base and base != mine:
-        notes.append(f"the adapter {asked.name} says that it was trained on {asked.base}; it is merged into {checkpoint.name}")
+        notes.append(
+            f"the adapter {asked.name} says that it was trained on {asked.base}; it is merged "
+            f"into {checkpoint.name}"
+        )
         tell(notes[-1])
-    name, revision = f"{checkpoint.name} with adapter {asked.name}", f"{checkpoint.revision}+{asked.revision}"
+    name, revision = (
+        f"{checkpoint.name} with adapter {asked.name}",
+        f"{checkpoint.revision}+{asked.revision}",
+    )
     return replace(checkpoint, name=name, revision=revision, notes=notes)
 
 
@@ -260,7 +355,8 @@ def _load_pickle(file: Path) -> Any:
 
 
 def _path(model: PreTrainedModel, module: str) -> str | None:
-    """The path of a module in a model without the head that it was trained with; None where it is not there."""
+    """The path of a module in a model without the head that it was trained with; None where it is
+    not there."""
     for prefix in ("", f"{model.base_model_prefix}.", "model."):
         path = module.removeprefix(prefix)
         if path != module or not prefix:

@@ -21,7 +21,13 @@ class BuiltinSource:
         """The builtin of that name; raises CheckpointError for names that are not in `BUILTINS`."""
         name = str(model)[len(PREFIX) :]
         if options.revision is not None:
-            raise CheckpointError(f"revision {options.revision!r} was given for the builtin checkpoint {name!r}; revisions are for hub models")
+            raise CheckpointError(
+                f"revision {options.revision!r} was given for the builtin checkpoint {name!r}; "
+                "revisions are for hub models"
+            )
         if options.gguf_file is not None:
-            raise CheckpointError(f"gguf_file is {options.gguf_file!r}, but builtin checkpoints take none; it is for directories and hub models")
+            raise CheckpointError(
+                f"gguf_file is {options.gguf_file!r}, but builtin checkpoints take none; it is "
+                "for directories and hub models"
+            )
         return builtin(name).load(name, options)

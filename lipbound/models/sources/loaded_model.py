@@ -14,16 +14,19 @@ from lipbound.models.unwrapping import unwrapped
 
 
 class LoadedModelSource:
-    """A transformers model in memory, or a wrapper of one, used as it is and moved; a copy of it where its weights are in another dtype."""
+    """A transformers model in memory, or a wrapper of one, used as it is and moved; a copy of it
+    where its weights are in another dtype."""
 
     def matches(self, model: object) -> bool:
         """Tell whether it is a transformers model once wrappers are taken off."""
         return isinstance(unwrapped(model)[0], PreTrainedModel)
 
     def load(self, model: object, options: LoadOptions) -> Checkpoint:
-        """The same model, on the device and in the dtype wanted; raises CheckpointError where its weights are, or should be, on disk.
+        """The same model, on the device and in the dtype wanted; raises CheckpointError where its
+        weights are, or should be, on disk.
 
-        Of a `Checkpoint` the name and the revision stay, so that its numbers are known to be of the same weights.
+        Of a `Checkpoint` the name and the revision stay, so that its numbers are known to be of the
+        same weights.
         """
         inner, notes = unwrapped(model)
         assert isinstance(inner, PreTrainedModel)
@@ -37,16 +40,24 @@ class LoadedModelSource:
     def _loaded(self, model: PreTrainedModel, notes: list[str], options: LoadOptions) -> Checkpoint:
         if options.weights == "layers" or offload.by_layer(model):
             raise CheckpointError(
-                f"model is a loaded {type(model).__name__}, but reading weights layer by layer starts from files; give the checkpoint's directory "
+                f"model is a loaded {type(model).__name__}, but reading weights layer by layer "
+                "starts from files; give the checkpoint's directory "
                 "or hub id with weights='layers'"
             )
         if options.revision is not None:
-            raise CheckpointError(f"revision {options.revision!r} was given for a model in memory; revisions are for hub models")
+            raise CheckpointError(
+                f"revision {options.revision!r} was given for a model in memory; revisions are "
+                "for hub models"
+            )
         if options.gguf_file is not None:
-            raise CheckpointError(f"gguf_file is {options.gguf_file!r}, but a model in memory takes none; it is for directories and hub models")
+            raise CheckpointError(
+                f"gguf_file is {options.gguf_file!r}, but a model in memory takes none; it is "
+                "for directories and hub models"
+            )
         if options.adapter not in (None, "none"):
             raise CheckpointError(
-                "adapter= is for checkpoints that are loaded by name; a model in memory is measured with the adapters in its layers (merge it there: "
+                "adapter= is for checkpoints that are loaded by name; a model in memory is "
+                "measured with the adapters in its layers (merge it there: "
                 "peft.PeftModel.from_pretrained(model, adapter))"
             )
         check_floating(model, type(model).__name__)

@@ -19,7 +19,8 @@ class LoadOptions:
         device: a torch device.
         weights: "auto", "whole" or "layers".
         gguf_file: which GGUF file of a directory or a hub model, or None.
-        adapter: what is merged into the weights; "none": not even one that lies beside them; None: nothing was said.
+        adapter: what is merged into the weights; "none": not even one that lies beside them; None:
+            nothing was said.
     """
 
     revision: str | None
@@ -31,14 +32,17 @@ class LoadOptions:
 
 
 class Source(Protocol):
-    """One kind of checkpoint. To add one: a class with these two methods, and its place in `lipbound.models.checkpoints.SOURCES`."""
+    """One kind of checkpoint. To add one: a class with these two methods, and its place in
+    `lipbound.models.checkpoints.SOURCES`."""
 
     def matches(self, model: object) -> bool:
-        """Whether what the user gave is of this kind, or was meant to be: then `load` says what is wrong with it."""
+        """Whether what the user gave is of this kind, or was meant to be: then `load` says what is
+        wrong with it."""
 
     def load(self, model: Any, options: LoadOptions) -> Checkpoint:
         """The model, in evaluation mode, with finite weights that fill its architecture.
 
         Raises:
-            CheckpointError: it is not found, cannot be loaded, or cannot be loaded as the options say.
+            CheckpointError: it is not found, cannot be loaded, or cannot be loaded as the options
+                say.
         """

@@ -1,4 +1,5 @@
-"""Names of checkpoints that a mistyped name can mean: builtins, directories nearby, models in the hub's cache."""
+"""Names of checkpoints that a mistyped name can mean: builtins, directories nearby, models in the
+hub's cache."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,10 @@ def suggestion(name: str, otherwise: str) -> str:
     """The part of a message that names the checkpoints nearest to a name, or else what to do."""
     wanted = name.partition("@")[0].rstrip("/")
     listed = dict.fromkeys((*(PREFIX + one for one in BUILTINS), *_cached()))
-    by_end = {one.rpartition("/")[2].removeprefix(PREFIX): one for one in (*reversed(listed), *_beside(wanted))}
+    by_end = {
+        one.rpartition("/")[2].removeprefix(PREFIX): one
+        for one in (*reversed(listed), *_beside(wanted))
+    }
     close = neighbours(wanted, listed, cutoff=0.75)
     close += [by_end[one] for one in neighbours(wanted.rpartition("/")[2], by_end, cutoff=0.75)]
     found = [one for one in dict.fromkeys(close) if one != name][:3]

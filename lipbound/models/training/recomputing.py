@@ -1,4 +1,5 @@
-"""Changing a model in training for a while, and doing the same again when its layers are recomputed in the backward pass (gradient checkpointing)."""
+"""Changing a model in training for a while, and doing the same again when its layers are recomputed
+in the backward pass (gradient checkpointing)."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +15,8 @@ from transformers import PreTrainedModel
 from lipbound.errors import CaptureError
 
 TRAINING_ATTENTION = "lipbound-training"
-"""Name of the attention function in the transformers registry that keeps its probabilities when asked to."""
+"""Name of the attention function in the transformers registry that keeps its probabilities when
+asked to."""
 ATTRIBUTE = "_attn_implementation_internal"
 """Where a configuration of transformers keeps the name of the attention function."""
 lock = threading.RLock()
@@ -22,7 +24,8 @@ lock = threading.RLock()
 
 
 class RecomputationNotes(threading.local):
-    """Notes on the attention calls of checkpointed layers, which their recomputation in the backward pass follows."""
+    """Notes on the attention calls of checkpointed layers, which their recomputation in the
+    backward pass follows."""
 
     notes: list[bool] | None = None
     script: Iterator[bool] | None = None
@@ -32,12 +35,14 @@ replay = RecomputationNotes()
 
 
 _lent: dict[tuple[int, str], tuple[Any, Any, int]] = {}
-"""Attributes that contexts change: the object, the value before the first of them, and how many contexts there are."""
+"""Attributes that contexts change: the object, the value before the first of them, and how many
+contexts there are."""
 
 
 @contextmanager
 def _lending(objects: Iterable[Any], name: str) -> Iterator[None]:
-    """Context after which an attribute is as it was before, once all contexts that overlap have ended."""
+    """Context after which an attribute is as it was before, once all contexts that overlap have
+    ended."""
     kept = {(id(one), name): one for one in objects}
     with lock:
         for key, one in kept.items():
@@ -58,11 +63,20 @@ def _lending(objects: Iterable[Any], name: str) -> Iterator[None]:
 @contextmanager
 def attending(model: PreTrainedModel, modules: Sequence[nn.Module]) -> Iterator[None]:
     """Context in which a model, all of whose ``modules`` are given, runs our attention function."""
-    configs = list({id(config): config for module in modules for config in attention_configs(vars(module).get("config"))}.values())
+    configs = list(
+        {
+            id(config): config
+            for module in modules
+            for config in attention_configs(vars(module).get("config"))
+        }.values()
+    )
     with _lending(configs, ATTRIBUTE):
         if any(getattr(config, ATTRIBUTE) != TRAINING_ATTENTION for config in configs):
             model.set_attn_implementation(TRAINING_ATTENTION)
-        with _checkpointed(modules, [config for config in configs if getattr(config, ATTRIBUTE) == TRAINING_ATTENTION]):
+        with _checkpointed(
+            modules,
+            [config for config in configs if getattr(config, ATTRIBUTE) == TRAINING_ATTENTION],
+        ):
             yield
 
 
@@ -76,9 +90,14 @@ def attention_configs(config: Any) -> Iterator[Any]:
 
 @contextmanager
 def _checkpointed(modules: Sequence[nn.Module], configs: Sequence[Any]) -> Iterator[None]:
-    """Context in which layers that are checkpointed are recomputed later, in the backward pass, with the attention that they run with now."""
+    """Context in which layers that are checkpointed are recomputed later, in the backward pass,
+    with the attention that they run with now."""
     name = "_gradient_checkpointing_func"
-    modules = [module for module in modules if getattr(vars(module).get(name), "func", None) in (checkpoint, _checkpoint)]
+    modules = [
+        module
+        for module in modules
+        if getattr(vars(module).get(name), "func", None) in (checkpoint, _checkpoint)
+    ]
     with _lending(modules, name):
         for module in modules:
             func = getattr(module, name)
@@ -88,11 +107,13 @@ def _checkpointed(modules: Sequence[nn.Module], configs: Sequence[Any]) -> Itera
 
 
 def _checkpoint(configs: Sequence[Any], func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``func``, torch's checkpointing with its options, made to remember which calls of attention were watched."""
+    """``func``, torch's checkpointing with its options, made to remember which calls of attention
+    were watched."""
     keywords = {**getattr(func, "keywords", {}), **kwargs}
     if keywords.get("use_reentrant") and torch.is_grad_enabled():
         raise CaptureError(
-            "reentrant gradient checkpointing computes the layers without gradients at first, so a penalty on them would have none; pass "
+            "reentrant gradient checkpointing computes the layers without gradients at first, so "
+            "a penalty on them would have none; pass "
             "gradient_checkpointing_kwargs={'use_reentrant': False}"
         )
     if keywords.get("use_reentrant"):

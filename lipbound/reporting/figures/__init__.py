@@ -1,1 +1,2 @@
-"""Parts of heatmap figures: which panels share a colour scale, where panels stand on the paper, what the caption says."""
+"""Parts of heatmap figures: which panels share a colour scale, where panels stand on the paper,
+what the caption says."""

@@ -14,15 +14,20 @@ SIDE = 6.0
 FLAT = 2.0
 """Least height of a panel, in lines of type."""
 USUAL, TALL, THICK = 0.55, 3.0, 3.5
-"""Height over width of a panel of few layers; of its cells, at most; and the most lines of type that a row of cells takes: one layer is a strip."""
+"""Height over width of a panel of few layers; of its cells, at most; and the most lines of type
+that a row of cells takes: one layer is a strip."""
 WIDE = 36.0
-"""Width of a figure, in lines of type, from which on colour bars stand on the right of their panels rather than below them."""
+"""Width of a figure, in lines of type, from which on colour bars stand on the right of their panels
+rather than below them."""
 ENOUGH = 0.45
-"""Share of the height with which its cells are square that a panel should keep; smaller type is tried before it has less."""
+"""Share of the height with which its cells are square that a panel should keep; smaller type is
+tried before it has less."""
 SMALLEST, SHRUNK = 5.9, 0.7
-"""Points of the smallest type that is tried in place of the usual one, and its share of that one."""
+"""Points of the smallest type that is tried in place of the usual one, and its share of that one.
+"""
 LEFT, GAP, TICKS, BELOW, BETWEEN = 3.2, 0.9, 2.5, 3.6, 0.4
-"""In lines of type: left of the panels, between them, below them (numbers and name of heads), for a colour bar below, between sections."""
+"""In lines of type: left of the panels, between them, below them (numbers and name of heads), for a
+colour bar below, between sections."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,8 @@ class Arrangement:
         side, height: of a panel.
         across: panels in a row.
         corners: of each panel, left and top, section by section.
-        bars: of the colour bar of each section: left, top, width, height; none where panels have bars of their own.
+        bars: of the colour bar of each section: left, top, width, height; none where panels have
+            bars of their own.
         bottom: lower end of the caption.
     """
 
@@ -68,7 +74,8 @@ class Sheet:
         inches: width of the figure. points: size of its type.
         shape: rows over columns of a panel's grid.
         own_bars: every panel has a colour bar of its own instead.
-        titles: lines of the longest title of a section, for panels of some width in inches and type of some size.
+        titles: lines of the longest title of a section, for panels of some width in inches and type
+            of some size.
         caption: lines of the caption in the picture.
         layers: rows of a panel's grid.
     """
@@ -95,7 +102,12 @@ class Sheet:
     @property
     def beside(self) -> bool:
         """True where colour bars stand on the right, for which strips are too low."""
-        return not self.own_bars and self.inches / self.line >= WIDE and self.shape * TALL >= USUAL and self.layers > 2
+        return (
+            not self.own_bars
+            and self.inches / self.line >= WIDE
+            and self.shape * TALL >= USUAL
+            and self.layers > 2
+        )
 
     @property
     def gap(self) -> float:
@@ -110,7 +122,12 @@ class Sheet:
 
     def most(self) -> int:
         """Panels in a row that are still wide enough."""
-        return max(1, min(max(self.counts), math.floor((self.room + self.gap) / (SIDE * self.line + self.gap))))
+        return max(
+            1,
+            min(
+                max(self.counts), math.floor((self.room + self.gap) / (SIDE * self.line + self.gap))
+            ),
+        )
 
     def rows(self, across: int) -> int:
         """Rows of panels in all sections."""
@@ -130,18 +147,25 @@ class Sheet:
 
     def fixed(self, across: int) -> float:
         """Height of all that is no panel, in inches."""
-        titles = sum(-(-count // across) * self.title(k, across) for k, count in enumerate(self.counts))
+        titles = sum(
+            -(-count // across) * self.title(k, across) for k, count in enumerate(self.counts)
+        )
         return titles + len(self.counts) * self.below() + (1.25 * self.caption + 0.3) * self.line
 
     def natural(self, across: int) -> float:
         """Height of a panel whose cells are square, or nearly so, in inches."""
         side = self.side(across)
-        wanted = min(max(self.shape, min(USUAL, TALL * self.shape)) * side, THICK * self.layers * self.line)
-        return min(max(wanted, 1.25 * FLAT * self.line), 1.25 * side)  # what lies beyond a scale is said in two lines
+        wanted = min(
+            max(self.shape, min(USUAL, TALL * self.shape)) * side, THICK * self.layers * self.line
+        )
+        return min(
+            max(wanted, 1.25 * FLAT * self.line), 1.25 * side
+        )  # what lies beyond a scale is said in two lines
 
 
 def arrange(sheet: Sheet, columns: int | None = None, *, shrink: bool = False) -> Arrangement:
-    """The fewest panels in a row with which the figure fits on the paper, flatter ones where it fits with none; or ``columns`` of them.
+    """The fewest panels in a row with which the figure fits on the paper, flatter ones where it
+    fits with none; or ``columns`` of them.
 
     Args:
         sheet: the panels and the type.
@@ -152,7 +176,9 @@ def arrange(sheet: Sheet, columns: int | None = None, *, shrink: bool = False) -
         LipboundError: so many panels in so few columns are taller than the paper.
     """
     least = max(SHRUNK, min(1.0, SMALLEST / sheet.points)) if shrink else 1.0
-    sizes = [sheet.points * share for share in (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7) if share >= least]
+    sizes = [
+        sheet.points * share for share in (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7) if share >= least
+    ]
     possible = []
     for size in sizes:
         place = _best(replace(sheet, points=size), columns)
@@ -161,10 +187,16 @@ def arrange(sheet: Sheet, columns: int | None = None, *, shrink: bool = False) -
             if place.height >= ENOUGH * place.sheet.natural(place.across):
                 break
     if not possible:
-        many = f"{columns} column{'s' if columns > 1 else ''}" if columns else "as many columns as are legible"
+        many = (
+            f"{columns} column{'s' if columns > 1 else ''}"
+            if columns
+            else "as many columns as are legible"
+        )
         raise LipboundError(
-            f"{sum(sheet.counts)} panels in {many} do not fit on a figure of {sheet.inches:g} x {sheet.limit:.3g} inches; "
-            f"ask for {'other columns, ' if columns else ''}a larger width, another style or fewer bounds"
+            f"{sum(sheet.counts)} panels in {many} do not fit on a figure of {sheet.inches:g} x "
+            f"{sheet.limit:.3g} inches; "
+            f"ask for {'other columns, ' if columns else ''}a larger width, another style or "
+            "fewer bounds"
         )
     return possible[-1]
 
@@ -172,10 +204,22 @@ def arrange(sheet: Sheet, columns: int | None = None, *, shrink: bool = False) -
 def _best(sheet: Sheet, columns: int | None) -> Arrangement:
     """The arrangement for type of one size, which may have no room for its panels."""
     most = sheet.most()
-    choices = [columns] if columns else range(max(1, min(most, round(sheet.inches * 7 / sheet.points / 1.75))), most + 1)
-    heights = {n: min(sheet.natural(n), (sheet.limit - sheet.fixed(n)) / sheet.rows(n)) for n in choices}
+    choices = (
+        [columns]
+        if columns
+        else range(max(1, min(most, round(sheet.inches * 7 / sheet.points / 1.75))), most + 1)
+    )
+    heights = {
+        n: min(sheet.natural(n), (sheet.limit - sheet.fixed(n)) / sheet.rows(n)) for n in choices
+    }
     fitting = [n for n in heights if heights[n] == sheet.natural(n)]
-    across = fitting[0] if fitting else max(heights, key=lambda n: heights[n] * sheet.side(n) if heights[n] > 0 else heights[n])
+    across = (
+        fitting[0]
+        if fitting
+        else max(
+            heights, key=lambda n: heights[n] * sheet.side(n) if heights[n] > 0 else heights[n]
+        )
+    )
     return _placed(sheet, across, heights[across])
 
 
@@ -188,12 +232,19 @@ def _placed(sheet: Sheet, across: int, height: float) -> Arrangement:
     for section, count in enumerate(sheet.counts):
         title = sheet.title(section, across)
         first = top + title
-        corners.append([(start + k % across * (side + gap), first + k // across * (height + title)) for k in range(count)])
+        corners.append(
+            [
+                (start + k % across * (side + gap), first + k // across * (height + title))
+                for k in range(count)
+            ]
+        )
         end, right = corners[-1][-1][1] + height, start + min(count, across) * (side + gap) - gap
         if sheet.beside:
             bars.append((right + 0.9 * line, first, 0.7 * line, end - first))
         elif not sheet.own_bars:
-            width = min(max(right - start, 0.6 * sheet.inches), sheet.room) - 2 * line  # numbers at its ends need room
+            width = (
+                min(max(right - start, 0.6 * sheet.inches), sheet.room) - 2 * line
+            )  # numbers at its ends need room
             bars.append((start + line, end + (TICKS + BETWEEN) * line, width, 0.7 * line))
         top = end + sheet.below()
     total = top + 1.25 * sheet.caption * line

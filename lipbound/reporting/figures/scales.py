@@ -19,7 +19,8 @@ NEAR_COLORMAP = "viridis"
 """Of rows with a scale of their own, so that nobody reads them off the other one."""
 SCALES = ("rows", "shared", "panel")
 NEAR = 1.0
-"""Decades above the exact norm, in the median, up to which a bound is drawn on the scale of the exact norm."""
+"""Decades above the exact norm, in the median, up to which a bound is drawn on the scale of the
+exact norm."""
 ABOVE, BELOW, MISSING = "#fff7bc", "#cfe0f3", "#dddddd"
 """Beyond the upper end of a scale, beyond the lower end, and where there is no value."""
 
@@ -46,19 +47,25 @@ class Scale:
 
     @property
     def top(self) -> float:
-        """The upper end of the bar, which is so far above the lower one that its numbers are legible."""
+        """The upper end of the bar, which is so far above the lower one that its numbers are
+        legible."""
         return self.high if self.high > self.low + 1e-4 else self.low + 0.1
 
     def beyond(self, grid: np.ndarray) -> str:
         """Where most of a panel lies: "above" the bar, "below" it, or "" for on it."""
         known = grid[~np.isnan(grid)]
-        middle = float(np.sort(known)[known.size // 2]) if known.size else self.low  # infinite ones have an order, and no mean
+        middle = (
+            float(np.sort(known)[known.size // 2]) if known.size else self.low
+        )  # infinite ones have an order, and no mean
         return "above" if middle > self.top else "below" if middle < self.low else ""
 
     def extend(self, grids: dict[str, np.ndarray]) -> str:
         """The ends at which something lies beyond the bar, as matplotlib calls them."""
         shown = [grids[name][~np.isnan(grids[name])] for name in self.names]
-        over, under = (any(bool(found.any()) for found in sides) for sides in ([g > self.top for g in shown], [g < self.low for g in shown]))
+        over, under = (
+            any(bool(found.any()) for found in sides)
+            for sides in ([g > self.top for g in shown], [g < self.low for g in shown])
+        )
         return "both" if over and under else "max" if over else "min" if under else "neither"
 
 
@@ -73,8 +80,10 @@ def scales(ds: xr.Dataset, grids: dict[str, np.ndarray], how: str) -> list[Scale
 
     Args:
         ds: a run.
-        grids: log10 of the values of each panel, "exact" among them; they may be infinite or missing.
-        how: "rows" (the exact norm and what is near it on a bar of their own, before the others), "shared" (one bar) or "panel" (a bar each).
+        grids: log10 of the values of each panel, "exact" among them; they may be infinite or
+            missing.
+        how: "rows" (the exact norm and what is near it on a bar of their own, before the others),
+            "shared" (one bar) or "panel" (a bar each).
     """
     names = list(grids)
     if how == "panel":
@@ -83,7 +92,8 @@ def scales(ds: xr.Dataset, grids: dict[str, np.ndarray], how: str) -> list[Scale
     far = [name for name in names if name not in close]
     if how == "shared" or not far:
         return [_scale(names, grids)]
-    # The exact norm of another map has bounds of its own map beside it and would take up colours that all others need.
+    # The exact norm of another map has bounds of its own map beside it and would take up colours
+    # that all others need.
     measured = [name for name in far if name in bounds_there(ds)] or far
     low, high = shared_scale({name: grids[name] for name in measured})
     return [_scale(close, grids, NEAR_COLORMAP), Scale(tuple(far), low, high)]
@@ -91,8 +101,15 @@ def scales(ds: xr.Dataset, grids: dict[str, np.ndarray], how: str) -> list[Scale
 
 def image(axes: Axes, grid: np.ndarray, scale: Scale) -> AxesImage:
     """Logarithms as colours; infinite ones beyond the scale, missing ones grey."""
-    colormap = matplotlib.colormaps[scale.colors].with_extremes(over=ABOVE, bad=MISSING, under=BELOW)
-    return axes.imshow(np.ma.masked_invalid(np.where(np.isposinf(grid), 1e300, grid)), cmap=colormap, norm=scale.norm, aspect="auto")
+    colormap = matplotlib.colormaps[scale.colors].with_extremes(
+        over=ABOVE, bad=MISSING, under=BELOW
+    )
+    return axes.imshow(
+        np.ma.masked_invalid(np.where(np.isposinf(grid), 1e300, grid)),
+        cmap=colormap,
+        norm=scale.norm,
+        aspect="auto",
+    )
 
 
 def log10(values: xr.DataArray) -> np.ndarray:
@@ -102,10 +119,14 @@ def log10(values: xr.DataArray) -> np.ndarray:
 
 
 def _near(ds: xr.Dataset, grids: dict[str, np.ndarray], name: str) -> bool:
-    """Whether a panel is the exact norm, or a bound on it whose median is at most a factor of ten larger."""
+    """Whether a panel is the exact norm, or a bound on it whose median is at most a factor of ten
+    larger."""
     if name not in bounds_there(ds):
         return name == "exact"
-    return compared_with(ds, name) == "exact" and _median(grids[name]) - _median(grids["exact"]) <= NEAR
+    return (
+        compared_with(ds, name) == "exact"
+        and _median(grids[name]) - _median(grids["exact"]) <= NEAR
+    )
 
 
 def _scale(names: Sequence[str], grids: dict[str, np.ndarray], colors: str = COLORMAP) -> Scale:

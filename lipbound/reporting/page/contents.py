@@ -22,28 +22,70 @@ SINGLE = 16
 """Samples whose numbers go into the page one by one; more only take part in what is aggregated."""
 BINS = 40
 STEEPEST = {
-    "frobenius": "Moved: share of each token in the input direction that the head amplifies most; changes: in the output it moves",
-    "every-token": "Every token moves by at most one, in the way that moves one output furthest. Moved: share of each token; changes: the output",
-    "one-token": "One token moves by one, in the way that moves all outputs furthest. Moved: which; changes: share of each output",
+    "frobenius": "Moved: share of each token in the input direction that the head amplifies "
+    "most; changes: in the output it moves",
+    "every-token": "Every token moves by at most one, in the way that moves one output furthest. "
+    "Moved: share of each token; changes: the output",
+    "one-token": "One token moves by one, in the way that moves all outputs furthest. Moved: "
+    "which; changes: share of each output",
 }
 """What the shares of tokens are, by norm."""
 PROVENANCE = (
-    "model", "revision", "quantization", "architecture", "data", "data_fingerprint", "preprocessing", "layers and heads", "samples", "exact_samples",
-    "tokens", "map_description", "norm", "method", "tol", "delta", "dtype", "device", "seed", "capture_error", "lipbound", "python", "date",
+    "model",
+    "revision",
+    "quantization",
+    "architecture",
+    "data",
+    "data_fingerprint",
+    "preprocessing",
+    "layers and heads",
+    "samples",
+    "exact_samples",
+    "tokens",
+    "map_description",
+    "norm",
+    "method",
+    "tol",
+    "delta",
+    "dtype",
+    "device",
+    "seed",
+    "capture_error",
+    "lipbound",
+    "python",
+    "date",
     "command",
-)  # fmt: skip
+)
 
 
 def contents(
-    ds: xr.Dataset, title: str, *, reduce: str | float, sample: int, model: Any, data: Any, device: str, wanted: bool, balls: bool = False
+    ds: xr.Dataset,
+    title: str,
+    *,
+    reduce: str | float,
+    sample: int,
+    model: Any,
+    data: Any,
+    device: str,
+    wanted: bool,
+    balls: bool = False,
 ) -> dict[str, Any]:
-    """A run as plain data; ``wanted``: with details of single heads, which need its model and inputs again; ``balls``: these with bounds over
-    balls."""
+    """A run as plain data; ``wanted``: with details of single heads, which need its model and
+    inputs again; ``balls``: these with bounds over balls."""
     if not 0 <= sample < ds.sizes["sample"]:
-        raise LipboundError(f"sample is {sample}; the run has samples 0 to {ds.sizes['sample'] - 1}")
+        raise LipboundError(
+            f"sample is {sample}; the run has samples 0 to {ds.sizes['sample'] - 1}"
+        )
     if not bounds_there(ds):
-        raise LipboundError("the run has no bounds, which a report is about; draw it with heatmaps, or compare it with some")
-    found, words, reason = _details(ds, sample, model, data, device, balls) if wanted else (None, [], "they were left out when the report was made")
+        raise LipboundError(
+            "the run has no bounds, which a report is about; draw it with heatmaps, or compare "
+            "it with some"
+        )
+    found, words, reason = (
+        _details(ds, sample, model, data, device, balls)
+        if wanted
+        else (None, [], "they were left out when the report was made")
+    )
     across = "head" if "head" in ds.dims else "sample"
     names, there = bounds_there(ds), standing(ds)
     colours = _scales(ds, reduce)
@@ -70,19 +112,32 @@ def contents(
         "norm": plain(labels.norm_words(ds)),
         "steepest": STEEPEST[norm_of(ds)],
         "statements": {name: plain(ds[name].attrs["statement"]) for name in names},
-        "formulas": {name: plain(ds[name].attrs.get("statement_latex", ds[name].attrs["statement"])) for name in names},
+        "formulas": {
+            name: plain(ds[name].attrs.get("statement_latex", ds[name].attrs["statement"]))
+            for name in names
+        },
         "sources": {name: plain(ds[name].attrs["source"]) for name in names},
         "compared": {name: compared_with(ds, name) for name in names},
         "exactSamples": there.exact_samples,
-        "widths": {name: _widths(ds, one, reduce, across) for name, one in _examples(ds, names).items()},
+        "widths": {
+            name: _widths(ds, one, reduce, across) for name, one in _examples(ds, names).items()
+        },
         "slack": allowance(),
         "scales": colours,
         "grids": {name: _grid(ds[name], reduce, across) for name in panels},
         "ratios": {name: _grid(ratio, reduce, across) for name, ratio in ratios.items()},
         "upper": _grid(ds["exact_upper"], reduce, across) if "exact_upper" in ds else None,
-        "values": {name: _nested(kept[name], across) for name in [*panels, *(["exact_upper"] if "exact_upper" in ds else [])]},
+        "values": {
+            name: _nested(kept[name], across)
+            for name in [*panels, *(["exact_upper"] if "exact_upper" in ds else [])]
+        },
         "histograms": {name: _histogram(ratio) for name, ratio in ratios.items()},
-        "summary": {"head": list(shown.columns), "rows": [[name, *map(plain, row)] for name, row in zip(names, shown.values, strict=True)]},
+        "summary": {
+            "head": list(shown.columns),
+            "rows": [
+                [name, *map(plain, row)] for name, row in zip(names, shown.values, strict=True)
+            ],
+        },
         "notes": labels.footnotes(ds),
         "provenance": _provenance(ds),
         "methods": citations.methods(ds, "text"),
@@ -100,8 +155,11 @@ def attention_bytes(found: Sequence[dict[str, Any]] | None) -> bytes:
     return b"".join(one.pop("attention") for one in found or [])
 
 
-def _details(ds: xr.Dataset, sample: int, model: Any, data: Any, device: str, balls: bool) -> tuple[list[Details] | None, list[str], str]:
-    """Details of all layers and the words of the sample's tokens; or None, and why there are none."""
+def _details(
+    ds: xr.Dataset, sample: int, model: Any, data: Any, device: str, balls: bool
+) -> tuple[list[Details] | None, list[str], str]:
+    """Details of all layers and the words of the sample's tokens; or None, and why
+    there are none."""
     if "head" not in ds.dims:
         return None, [], "the run is about whole layers, and details are of single heads"
     try:
@@ -109,9 +167,16 @@ def _details(ds: xr.Dataset, sample: int, model: Any, data: Any, device: str, ba
         if rerun.differences:
             return None, [], plain("; ".join(rerun.differences))
         found = details(rerun, ds, sample, balls=balls)
-        wrong = [int(ds["layer"][i]) for i, one in enumerate(found) if not _same(ds, sample, i, one.norm)]
+        wrong = [
+            int(ds["layer"][i]) for i, one in enumerate(found) if not _same(ds, sample, i, one.norm)
+        ]
         if wrong:
-            return None, [], f"the norms of layers {', '.join(map(str, wrong))} are not those of the run: other weights, or other inputs"
+            return (
+                None,
+                [],
+                f"the norms of layers {', '.join(map(str, wrong))} are not those of the run: "
+                "other weights, or other inputs",
+            )
         return found, token_texts(rerun.checkpoint, rerun.inputs, sample), ""
     except LipboundError as error:
         return None, [], plain(str(error))
@@ -135,18 +200,38 @@ def _packed(one: Details) -> dict[str, Any]:
         "alone": _numbers(one.alone, 4),
         "reached": _numbers(one.reached, 4),
         "parts": {name: _numbers(v) for name, v in one.parts.items()},
-        "shares": {name: {term: _numbers(v) for term, v in terms.items()} for name, terms in one.bounds.items()},
-        "balls": None if one.balls is None else {"length": float(f"{one.balls.length:.3g}"), "radii": RADII, "upper": _numbers(one.balls.upper)},
+        "shares": {
+            name: {term: _numbers(v) for term, v in terms.items()}
+            for name, terms in one.bounds.items()
+        },
+        "balls": None
+        if one.balls is None
+        else {
+            "length": float(f"{one.balls.length:.3g}"),
+            "radii": RADII,
+            "upper": _numbers(one.balls.upper),
+        },
     }
 
 
 def _scales(ds: xr.Dataset, reduce: str | float) -> list[dict[str, Any]]:
-    """Panels and ends of every colour bar, as in the figures: the exact norm and what is near it, then the others."""
+    """Panels and ends of every colour bar, as in the figures: the exact norm and what is near it,
+    then the others."""
     names = statistics.panels(ds)
     with np.errstate(all="ignore"):
-        grids = {name: np.log10(np.array(reduce_samples(ds[name], reduce) if "head" in ds.dims else ds[name])) for name in names}
+        grids = {
+            name: np.log10(
+                np.array(reduce_samples(ds[name], reduce) if "head" in ds.dims else ds[name])
+            )
+            for name in names
+        }
     return [
-        {"names": list(scale.names), "low": round(scale.low, 3), "high": round(scale.high, 3), "colors": scale.colors.capitalize()}
+        {
+            "names": list(scale.names),
+            "low": round(scale.low, 3),
+            "high": round(scale.high, 3),
+            "colors": scale.colors.capitalize(),
+        }
         for scale in scales(ds, grids, "rows")
     ]
 
@@ -160,11 +245,14 @@ def _grid(values: xr.DataArray, reduce: str | float, across: str) -> Any:
 
 def _examples(ds: xr.Dataset, names: Sequence[str]) -> dict[str, str]:
     """For every exact norm of a run the name of something that is compared with it."""
-    return {"exact": "exact"} | {compared_with(ds, name): name for name in names if compared_with(ds, name) != "exact"}
+    return {"exact": "exact"} | {
+        compared_with(ds, name): name for name in names if compared_with(ds, name) != "exact"
+    }
 
 
 def _widths(ds: xr.Dataset, name: str, reduce: str | float, across: str) -> Any:
-    """Relative widths of the enclosures of a grid's cells: the mean logarithm for geometric means, else the largest."""
+    """Relative widths of the enclosures of a grid's cells: the mean logarithm for geometric means,
+    else the largest."""
     wide = statistics.widths(ds, name)
     if across == "head":
         with warnings.catch_warnings():  # places without a head
@@ -175,15 +263,26 @@ def _widths(ds: xr.Dataset, name: str, reduce: str | float, across: str) -> Any:
 
 def _nested(values: xr.DataArray, across: str) -> Any:
     """(samples, layers, heads), or (layers, samples) again where there are no heads."""
-    return _numbers(values.transpose("sample", "layer", "head").values if across == "head" else values.transpose("layer", "sample").values)
+    return _numbers(
+        values.transpose("sample", "layer", "head").values
+        if across == "head"
+        else values.transpose("layer", "sample").values
+    )
 
 
 def _numbers(values: np.ndarray, digits: int = 6) -> Any:
-    """Nested lists of numbers with so many significant digits; "inf" and null where JSON has no number."""
+    """Nested lists of numbers with so many significant digits; "inf" and null where JSON has no
+    number."""
     if values.ndim:
         return [_numbers(row, digits) for row in values]
     x = float(values)
-    return None if np.isnan(x) else ("inf" if x > 0 else "-inf") if np.isinf(x) else float(f"{x:.{digits - 1}e}")
+    return (
+        None
+        if np.isnan(x)
+        else ("inf" if x > 0 else "-inf")
+        if np.isinf(x)
+        else float(f"{x:.{digits - 1}e}")
+    )
 
 
 def _histogram(ratio: xr.DataArray) -> dict[str, Any]:
@@ -194,16 +293,41 @@ def _histogram(ratio: xr.DataArray) -> dict[str, Any]:
     logs = np.log10(values)
     low, high = float(logs.min()), float(logs.max())
     pad = max((high - low) * 0.02, 1e-3)
-    counts, edges = np.histogram(logs, bins=BINS, range=(low - pad if low < 0 else max(0.0, low - pad), high + pad))
-    return {"edges": np.round(edges, 6).tolist(), "counts": counts.tolist(), "infinite": int(np.isinf(ratio.values).sum())}
+    counts, edges = np.histogram(
+        logs, bins=BINS, range=(low - pad if low < 0 else max(0.0, low - pad), high + pad)
+    )
+    return {
+        "edges": np.round(edges, 6).tolist(),
+        "counts": counts.tolist(),
+        "infinite": int(np.isinf(ratio.values).sum()),
+    }
 
 
 def _provenance(ds: xr.Dataset) -> list[list[str]]:
     there = standing(ds)
-    shown = {"layers and heads": labels.places(ds), "samples": there.samples, "exact_samples": there.exact_samples, "tokens": there.tokens}
-    said = ds.attrs | shown | {"norm": labels.norm_words(ds), "model": labels.model_name(ds), "data": labels.data_name(ds)}
-    rows = [[name.replace("_", " "), plain(f"{said[name]:.3g}" if isinstance(said[name], float) else str(said[name]))]
-            for name in PROVENANCE if name in said]  # fmt: skip
+    shown = {
+        "layers and heads": labels.places(ds),
+        "samples": there.samples,
+        "exact_samples": there.exact_samples,
+        "tokens": there.tokens,
+    }
+    said = (
+        ds.attrs
+        | shown
+        | {
+            "norm": labels.norm_words(ds),
+            "model": labels.model_name(ds),
+            "data": labels.data_name(ds),
+        }
+    )
+    rows = [
+        [
+            name.replace("_", " "),
+            plain(f"{said[name]:.3g}" if isinstance(said[name], float) else str(said[name])),
+        ]
+        for name in PROVENANCE
+        if name in said
+    ]
     packages = ", ".join(f"{name} {version}" for name, version in ds.attrs["versions"].items())
     state = labels.state_words(ds)
     return [*rows, ["versions", plain(packages)], *([["state", state]] if state else [])]

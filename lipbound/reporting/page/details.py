@@ -1,4 +1,5 @@
-"""What a report shows of a single head beyond the numbers of the run: attention, singular vectors, and where the norm comes from."""
+"""What a report shows of a single head beyond the numbers of the run: attention, singular vectors,
+and where the norm comes from."""
 
 from typing import Any, NamedTuple
 
@@ -22,7 +23,8 @@ from lipbound.runs.measure import TOKENS
 from lipbound.runs.replay import Replay
 
 SIDE = 128
-"""Attention maps of more tokens are shrunk to at most this many rows: each entry then is the largest of a square."""
+"""Attention maps of more tokens are shrunk to at most this many rows: each entry then is the
+largest of a square."""
 TOL = 1e-6
 """Of the singular vectors: well below what a picture shows."""
 TOKEN_TOL = 1e-3
@@ -51,14 +53,19 @@ class Details(NamedTuple):
         norm: the heads' exact norms, in the run's.
         attention: (heads, n, n) uint8, 255 sqrt(P) rounded; shrunk by ``stride``.
         softmax_norm: of every query's row, (heads, N).
-        right, left: shares of the tokens in :math:`u^T J v`, (heads, N), each row summing to one: of those that the steepest perturbation v moves,
-            and of those whose outputs change along u. In the Frobenius norm these are the squared lengths of the tokens' parts of the top singular
-            vectors.
-        alone, reached: `lipbound.token_profile`, (heads, N): how far all outputs go when a token moves alone, and an output when all tokens do.
-        parts: shares of the exact norm that pass through values, keys and queries, each (heads,), summing to one.
-        bounds: `lipbound.bounds.terms.shares` of every bound that has terms: name -> term -> (heads,).
+        right, left: shares of the tokens in :math:`u^T J v`, (heads, N), each row summing to one:
+            of those that the steepest perturbation v moves, and of those whose outputs change along
+            u. In the Frobenius norm these are the squared lengths of the tokens' parts of the top
+            singular vectors.
+        alone, reached: `lipbound.token_profile`, (heads, N): how far all outputs go when a token
+            moves alone, and an output when all tokens do.
+        parts: shares of the exact norm that pass through values, keys and queries, each (heads,),
+            summing to one.
+        bounds: `lipbound.bounds.terms.shares` of every bound that has terms: name -> term ->
+            (heads,).
         stride: see ``attention``.
-        balls: `Balls`, or None where they were not asked for or where `lipbound.bounds.over_ball` does not cover the run's norm or heads.
+        balls: `Balls`, or None where they were not asked for or where `lipbound.bounds.over_ball`
+            does not cover the run's norm or heads.
     """
 
     norm: np.ndarray
@@ -79,13 +86,23 @@ def details(rerun: Replay, ds: xr.Dataset, sample: int, *, balls: bool = False) 
     capturer = Capturer(rerun.checkpoint.model, ds["layer"].values.tolist())
     layers = capturer.run(rerun.inputs.block(sample, sample + 1, rerun.device))
     with torch.no_grad():
-        return [of_layer(layer.attention, ds.attrs["map"], bounds_there(ds), norm_of(ds), balls=balls) for layer in layers]
+        return [
+            of_layer(layer.attention, ds.attrs["map"], bounds_there(ds), norm_of(ds), balls=balls)
+            for layer in layers
+        ]
 
 
-def of_layer(att: Attention, map: str, names: list[str], norm: str = "frobenius", *, balls: bool = False) -> Details:
-    """`Details` of the heads of a layer with one sample, in one of `lipbound.bounds.bound.NORMS`; padding is left out."""
+def of_layer(
+    att: Attention, map: str, names: list[str], norm: str = "frobenius", *, balls: bool = False
+) -> Details:
+    """`Details` of the heads of a layer with one sample, in one of `lipbound.bounds.bound.NORMS`;
+    padding is left out."""
     att = att.unpadded(0)
-    found_norm = token_norm(att, norm, map=map, tol=TOKEN_TOL, vectors=True) if norm in TOKENS else spectral_norm(att, map=map, tol=TOL, vectors=True)
+    found_norm = (
+        token_norm(att, norm, map=map, tol=TOKEN_TOL, vectors=True)
+        if norm in TOKENS
+        else spectral_norm(att, map=map, tol=TOL, vectors=True)
+    )
     assert found_norm.left is not None
     assert found_norm.right is not None
     left, right = found_norm.left[0].double(), found_norm.right[0].double()
@@ -95,14 +112,22 @@ def of_layer(att: Attention, map: str, names: list[str], norm: str = "frobenius"
     stride = -(-att.tokens // SIDE)
     return Details(
         norm=found_norm.lower[0].numpy(),
-        attention=(255 * _shrunk(att.p[0], stride).double().sqrt()).round().to(torch.uint8).cpu().numpy(),
+        attention=(255 * _shrunk(att.p[0], stride).double().sqrt())
+        .round()
+        .to(torch.uint8)
+        .cpu()
+        .numpy(),
         softmax_norm=softmax.jacobian_norm(_whole_rows(att)).upper.cpu().numpy(),
         right=moved(att, map, left, right).cpu().numpy(),
         left=(left**2).sum(-1).cpu().numpy(),
         alone=profile.lower[0].numpy(),
         reached=profile.output_lower[0].numpy(),
         parts={name: share.cpu().numpy() for name, share in parts(att, map, left, right).items()},
-        bounds={name: {term: v[0].cpu().numpy() for term, v in terms.items()} for name, terms in found.items() if terms is not None},
+        bounds={
+            name: {term: v[0].cpu().numpy() for term, v in terms.items()}
+            for name, terms in found.items()
+            if terms is not None
+        },
         stride=stride,
         balls=around(folded) if balls and norm == "frobenius" and att.variants <= COVERS else None,
     )
@@ -115,25 +140,38 @@ def around(att: Attention) -> Balls:
 
 
 def _whole_rows(att: Attention) -> Tensor:
-    """Probabilities of the first sample, and that of the sink where there is one, (heads, N, N or N + 1)."""
+    """Probabilities of the first sample, and that of the sink where there is one, (heads, N, N or N
+    + 1)."""
     p = att.p[0]
-    return p if att.sinks is None else torch.cat([p, (1 - p.double().sum(-1, keepdim=True)).clamp_min(0).to(p.dtype)], -1)
+    return (
+        p
+        if att.sinks is None
+        else torch.cat([p, (1 - p.double().sum(-1, keepdim=True)).clamp_min(0).to(p.dtype)], -1)
+    )
 
 
 def parts(att: Attention, map: str, left: Tensor, right: Tensor) -> dict[str, Tensor]:
-    r"""How much of :math:`u^T J v` passes through values, keys and queries, as fractions that sum to one, (heads,).
+    r"""How much of :math:`u^T J v` passes through values, keys and queries, as fractions that sum
+    to one, (heads,).
 
-    J is the sum of three Jacobians, of what happens when values, keys or queries alone depend on the input; v is the steepest perturbation and u
-    the direction of the output, left (heads, N, d_v or D_out) and right (heads, N, D).
+    J is the sum of three Jacobians, of what happens when values, keys or queries alone depend on
+    the input; v is the steepest perturbation and u the direction of the output, left (heads, N, d_v
+    or D_out) and right (heads, N, D).
     """
     outputs = HeadJacobian(att.double()).paths(right)
-    forms: dict[str, Any] = {name: (_unprojected(att, map, left) * out).sum((-1, -2)) for name, out in outputs.items()}
+    forms: dict[str, Any] = {
+        name: (_unprojected(att, map, left) * out).sum((-1, -2)) for name, out in outputs.items()
+    }
     total = sum(forms.values())
-    return {name: torch.where(total > 0, form / torch.where(total > 0, total, 1.0), 0.0) for name, form in forms.items()}
+    return {
+        name: torch.where(total > 0, form / torch.where(total > 0, total, 1.0), 0.0)
+        for name, form in forms.items()
+    }
 
 
 def moved(att: Attention, map: str, left: Tensor, right: Tensor) -> Tensor:
-    r"""Shares of the tokens that move in :math:`u^T J v`, (heads, N), of the vectors that `parts` takes."""
+    r"""Shares of the tokens that move in :math:`u^T J v`, (heads, N), of the vectors that `parts`
+    takes."""
     op = HeadJacobian(att.double())
     pulled = op.lift(op.vjp(_unprojected(att, map, left)))
     forms = (pulled * right).sum(-1).clamp_min(0)  # none is negative where v is the best for u
@@ -142,7 +180,8 @@ def moved(att: Attention, map: str, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _unprojected(att: Attention, map: str, left: Tensor) -> Tensor:
-    """Directions of a head's output, of directions of what is behind its projection: u^T (f W_O) = (u W_O^T)^T f."""
+    """Directions of a head's output, of directions of what is behind its projection: u^T (f W_O) =
+    (u W_O^T)^T f."""
     if map != "head_out":
         return left
     assert att.w_o is not None

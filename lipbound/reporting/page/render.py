@@ -1,4 +1,5 @@
-"""A run, or several, as one self-contained page: heatmaps, single heads, the audit, provenance, what to cite."""
+"""A run, or several, as one self-contained page: heatmaps, single heads, the audit, provenance,
+what to cite."""
 
 import base64
 import gzip
@@ -41,8 +42,9 @@ def report(
 ) -> list[str]:
     """Write a page about one run, or about several side by side.
 
-    The page needs no network and no other file: numbers and plotly.js are inside, compressed. For the details of single heads (attention, singular
-    vectors, the terms of a bound) the model and the inputs are loaded again from the run's provenance, one sample of them; where that is not
+    The page needs no network and no other file: numbers and plotly.js are inside, compressed. For
+    the details of single heads (attention, singular vectors, the terms of a bound) the model and
+    the inputs are loaded again from the run's provenance, one sample of them; where that is not
     possible, or they are no longer what they were, the page says so and has everything else.
 
     Args:
@@ -51,17 +53,20 @@ def report(
         reduce: "geomean", "mean", "max", "median" or a quantile, over samples.
         sample: position of the sample whose attention is shown.
         details: False leaves them out.
-        balls: also show `lipbound.bounds.over_ball` of every head around that sample, up to a tenth of a token's length. For runs in the Frobenius
-            norm, and heads without normalised queries and keys.
+        balls: also show `lipbound.bounds.over_ball` of every head around that sample, up to a tenth
+            of a token's length. For runs in the Frobenius norm, and heads without normalised
+            queries and keys.
         model, data: in place of those recorded, for runs on objects in memory (one run only).
         device: where details are computed.
-        labels: what to call bounds, by name ("exact" and "exact_l2" among them), and "model" and "data"; each is for the runs that have the name.
+        labels: what to call bounds, by name ("exact" and "exact_l2" among them), and "model" and
+            "data"; each is for the runs that have the name.
 
     Returns:
         A sentence for every run without the details that were wanted: why there are none.
 
     Raises:
-        LipboundError: no run, an unknown reduction, no such sample or device, a file that cannot be written.
+        LipboundError: no run, an unknown reduction, no such sample or device, a file that cannot be
+            written.
     """
     several = [runs] if isinstance(runs, xr.Dataset | str | Path) else list(runs)
     if not several:
@@ -72,13 +77,27 @@ def report(
     if target.suffix.lower() not in (".html", ".htm"):
         raise LipboundError(f"{target} is not an .html file; a report is a page")
     if details:
-        device = resolve_device(device)  # before minutes of work, and before an older page is replaced
-    options: Any = {"reduce": reduce, "sample": sample, "model": model, "data": data, "device": device, "wanted": details, "balls": balls}
+        device = resolve_device(
+            device
+        )  # before minutes of work, and before an older page is replaced
+    options: Any = {
+        "reduce": reduce,
+        "sample": sample,
+        "model": model,
+        "data": data,
+        "device": device,
+        "wanted": details,
+        "balls": balls,
+    }
     pages = []
     for run in several:
         ds = run_of(run) if isinstance(run, xr.Dataset) else store.load(run, damaged="refuse")
         ds = relabelled(ds, _own(labels, ds, several))
-        pages.append(contents(ds, model_name(ds) if isinstance(run, xr.Dataset) else Path(run).stem, **options))
+        pages.append(
+            contents(
+                ds, model_name(ds) if isinstance(run, xr.Dataset) else Path(run).stem, **options
+            )
+        )
     for i, one in enumerate(pages):  # names that tell runs apart
         if [p["title"] for p in pages].count(one["title"]) > 1:
             one["title"] = f"{one['title']} ({i + 1})"
@@ -86,34 +105,65 @@ def report(
     text = _page(pages, attention)
     with replacing(target) as (page,):
         page.write_text(text, encoding="utf-8")
-    return [plain(f"{one['title']}: no details of single heads: {one['reason']}") for one in pages if details and one["details"] is None]
+    return [
+        plain(f"{one['title']}: no details of single heads: {one['reason']}")
+        for one in pages
+        if details and one["details"] is None
+    ]
 
 
-def _own(labels: Mapping[str, str] | None, ds: xr.Dataset, several: Sequence[Any]) -> dict[str, str]:
+def _own(
+    labels: Mapping[str, str] | None, ds: xr.Dataset, several: Sequence[Any]
+) -> dict[str, str]:
     """The labels that a run of several has a use for; of a single run all of them."""
     given = dict(labels or {})
-    return given if len(several) == 1 else {name: text for name, text in given.items() if name in ds.variables or name in ("model", "data")}
+    return (
+        given
+        if len(several) == 1
+        else {
+            name: text
+            for name, text in given.items()
+            if name in ds.variables or name in ("model", "data")
+        }
+    )
 
 
 def _page(pages: list[dict[str, Any]], attention: bytes) -> str:
-    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
     parts = {
         "data": _packed(json.dumps(pages, allow_nan=False, separators=(",", ":")).encode()),
         "attention": _packed(attention),
         "plotly": _plotly(),
     }
-    environment.filters["formula"] = lambda text: Markup(formula(text))  # escapes what is no formula
-    files = {name: Markup((HERE / f"page.{name}").read_text(encoding="utf-8")) for name in ("css", "js")}
-    return environment.get_template("page.html").render(runs=pages, parts=parts, differences=_differences(pages), **files)
+    environment.filters["formula"] = lambda text: Markup(
+        formula(text)
+    )  # escapes what is no formula
+    files = {
+        name: Markup((HERE / f"page.{name}").read_text(encoding="utf-8")) for name in ("css", "js")
+    }
+    return environment.get_template("page.html").render(
+        runs=pages, parts=parts, differences=_differences(pages), **files
+    )
 
 
 def _differences(pages: list[dict[str, Any]]) -> list[str]:
-    """A sentence for everything in which runs side by side differ, and which moves their numbers."""
+    """A sentence for everything in which runs side by side differ, and which moves
+    their numbers."""
     found = []
     for key, what, why in (
-        ("tokens_most", "Lengths in tokens differ: at most {}", "constants and bounds grow with the number of tokens, each at its own pace"),
+        (
+            "tokens_most",
+            "Lengths in tokens differ: at most {}",
+            "constants and bounds grow with the number of tokens, each at its own pace",
+        ),
         ("map", "Maps differ: {}", "these are constants of different functions"),
-        ("norm", "Norms differ: {}", "these are constants of different perturbations, which are not compared"),
+        (
+            "norm",
+            "Norms differ: {}",
+            "these are constants of different perturbations, which are not compared",
+        ),
         ("samples", "Numbers of samples differ: {}", "ranges over samples widen with their number"),
     ):
         if len({one[key] for one in pages}) > 1:
