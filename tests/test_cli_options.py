@@ -12,7 +12,6 @@ from typer._click.core import Context
 
 import lipbound as lb
 from lipbound.analysis.recipes.registry import RECIPES
-from lipbound.bounds.bound import NORMS
 from lipbound.cli import completion
 from lipbound.cli.application import _program
 from lipbound.devices import DTYPES, WEIGHTS
@@ -20,6 +19,7 @@ from lipbound.errors import LipboundError, Notice
 from lipbound.jacobians.maps import MAPS
 from lipbound.reporting.reductions import REDUCTIONS
 from lipbound.runs.config import RunConfig
+from lipbound.schema import NORMS
 
 QUICK = {"samples": 1, "max_length": 8, "progress": False}
 

@@ -56,11 +56,12 @@ def count(text: str | int) -> int | str:
 def refuse_given(norm: str, **options: Any) -> None:
     """Refuse options that a norm with deterministic ends does not have, where they were given, be
     it with their default."""
-    from lipbound.bounds.bound import check_norm
+    from lipbound.errors import choice
     from lipbound.runs.config import refuse_drawn
+    from lipbound.schema import NORMS
 
     for name, value in options.items():
-        if check_norm(norm) != "frobenius" and name in state["given"]:
+        if choice("norm", norm, NORMS) != "frobenius" and name in state["given"]:
             refuse_drawn(name, value, norm)
 
 

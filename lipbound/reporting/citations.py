@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import xarray as xr
 
-from lipbound.bounds.audit import audit, bounds_there, compared_with, norm_of
+from lipbound.bounds.audit import audit
 from lipbound.bounds.ours import CITATION
 from lipbound.errors import UnknownNameError, nearest
 from lipbound.reporting.formats import FORMATTERS, Prose
@@ -22,8 +22,9 @@ from lipbound.reporting.labels import (
     state_words,
     widest,
 )
-from lipbound.runs.run_argument import takes_run
-from lipbound.runs.standing import origins, standing
+from lipbound.runs.checksums import edited
+from lipbound.runs.store import takes_run
+from lipbound.schema import Contents, bounds_there, compared_with, norm_of, origins
 
 CITATION_FORMATS = tuple(
     sorted(name for name, formatter in FORMATTERS.items() if formatter.prose is not None)
@@ -136,7 +137,7 @@ def _constants(ds: xr.Dataset, prose: Prose) -> str:
 def _inputs(ds: xr.Dataset, prose: Prose) -> str:
     """At which inputs."""
     a, safe = ds.attrs, prose.escape
-    there = standing(ds)
+    there = Contents.of(ds)
     made = f"{safe(a['preprocessing'])}; " if a.get("preprocessing") else ""
     some = (
         f", with exact constants on {there.exact_samples} of them"
@@ -164,10 +165,10 @@ def _variants(ds: xr.Dataset, prose: Prose) -> str:
 
 def _enclosures(ds: xr.Dataset, prose: Prose) -> str:
     """The sentences on how surely the constants that are shown are known."""
-    a, there = ds.attrs, standing(ds)
+    a, there = ds.attrs, Contents.of(ds)
     if not there.norms:
         return "There are no exact constants."
-    if there.edited:
+    if edited(ds):
         return "Nothing is claimed of how closely the constants are known."
     dtype, tol, seed = prose.escape(a["dtype"]), float(a["tol"]), int(a.get("seed", 0))
     if norm_of(ds) != "frobenius":

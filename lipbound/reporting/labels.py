@@ -9,13 +9,19 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from lipbound.bounds.audit import audit, bounds_there, compared_with, missing, norm_of
-from lipbound.bounds.bound import NORMS
+from lipbound.bounds.audit import audit, missing
 from lipbound.errors import LipboundError, UnknownNameError, nearest, shown
 from lipbound.formatting import joined, plain, small
-from lipbound.runs.provenance import lacks_variables
-from lipbound.runs.run_argument import takes_run
-from lipbound.runs.standing import Standing, origins, standing
+from lipbound.runs.checksums import edited
+from lipbound.runs.store import takes_run
+from lipbound.schema import (
+    NORMS,
+    Contents,
+    bounds_there,
+    compared_with,
+    norm_of,
+    origins,
+)
 
 TITLES = {"builtin:minilm": "all-MiniLM-L6-v2", "builtin:smollm2": "SmolLM2-135M-Instruct"}
 """Titles of builtin checkpoints that other packages bring, which need not be installed where a run
@@ -250,10 +256,9 @@ def over(ds: xr.Dataset, axes: Iterable[str] = ("sample", "layer", "head")) -> s
 def places(ds: xr.Dataset, times: str = "x") -> str:
     """Layers and heads that are shown, of how many: "6 layers x 12 heads", "layers 0 to 2 of 6,
     heads 3 and 4 of 12"."""
-    there = standing(ds)
-    layers = list(there.layers)
-    whole = there.all_layers if there.all_layers is not None else layers == list(range(len(layers)))
-    of = "" if there.model_layers is None else f" of {there.model_layers}"
+    there = Contents.of(ds)
+    layers, whole = list(there.layers), there.all_layers
+    of = f" of {there.made.model_layers}"
     text = (
         counted(len(layers), "layer")
         if whole
@@ -263,9 +268,9 @@ def places(ds: xr.Dataset, times: str = "x") -> str:
         return text
     least, most = there.heads if there.norms else (ds.sizes["head"],) * 2
     numbers = [int(head) for head in ds["head"].values]
-    if there.heads_made is not None and len(numbers) < there.heads_made:
+    if there.made.heads is not None and len(numbers) < there.made.heads:
         return (
-            f"{text}, head{'s' if len(numbers) > 1 else ''} {listed(numbers)} of {there.heads_made}"
+            f"{text}, head{'s' if len(numbers) > 1 else ''} {listed(numbers)} of {there.made.heads}"
         )
     heads = f"{least if least == most else f'{least} to {most}'} head{'s' if most != 1 else ''}"
     return (
@@ -275,10 +280,10 @@ def places(ds: xr.Dataset, times: str = "x") -> str:
     )
 
 
-def samples_words(there: Standing) -> str:
+def samples_words(there: Contents) -> str:
     """The samples that are shown, of how many, and their length: "2 of 8 samples of at most 32
     tokens"."""
-    made = there.samples_made or there.samples
+    made = there.made.samples
     some = (
         f"{there.samples} of " if there.samples < made else ""
     )  # of more, somebody put runs together
@@ -308,7 +313,7 @@ def widest(ds: xr.Dataset) -> float:
 def reached(ds: xr.Dataset) -> str:
     """Words on the exact norms that were not found to the tolerance: how many, enclosed how
     closely; empty where all were."""
-    there = standing(ds)
+    there = Contents.of(ds)
     if there.all_closed:
         return ""
     wide = widest(ds)
@@ -325,10 +330,10 @@ def reached(ds: xr.Dataset) -> str:
 def exact_words(ds: xr.Dataset) -> str:
     """Words on how the exact norms that are shown are known (method, width, probability), from the
     values themselves."""
-    a, there = ds.attrs, standing(ds)
+    a, there = ds.attrs, Contents.of(ds)
     if not there.norms:
         return "no exact norms"
-    if there.edited:  # whatever was claimed was of other numbers
+    if edited(ds):  # whatever was claimed was of other numbers
         return "exact norms of which nothing is claimed"
     to, wide, enclosed = small(float(a["tol"])), widest(ds), "exact_upper" in ds.variables
     closely, open_ = f"enclosed to {to}" if enclosed else f"lower ends, sought to {to}", reached(ds)
@@ -368,22 +373,19 @@ def method_name(method: str) -> str:
 def state_words(ds: xr.Dataset) -> str:
     """A phrase on what was done to a run since it was computed; empty for runs, and parts of runs,
     that are as they were."""
-    there = standing(ds)
-    if there.edited:
-        return "edited or put together by hand since it was computed"
-    if there.edited is None and "made" in ds.attrs and lacks_variables(ds):
+    if (state := edited(ds)) is None:
         return (
             "some variables of the run left out, so that its checksums cannot exclude that "
             "others were edited"
         )
-    return ""
+    return "edited or put together by hand since it was computed" if state else ""
 
 
 @takes_run
 def run_caption(ds: xr.Dataset) -> str:
     """One line that says what the numbers shown are of; the norm where it is another than
     Frobenius, so that captions stay short."""
-    a, there = ds.attrs, standing(ds)
+    a, there = ds.attrs, Contents.of(ds)
     model = (
         f"{model_name(ds)} ({builtin_name(ds)}{a['architecture']}, "
         f"{stored_as(ds)}{str(a['revision'])[:15]})"

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from lipbound.bounds.audit import allowance, audit, bounds_there
+from lipbound.bounds.audit import allowance, audit
 from lipbound.errors import LipboundError, UnknownNameError, nearest
 from lipbound.formatting import digits, number, plain
 from lipbound.reporting.citations import bibtex, methods
@@ -33,8 +33,8 @@ from lipbound.reporting.statistics import (
     width,
     widths,
 )
-from lipbound.runs.run_argument import takes_run
-from lipbound.runs.standing import standing, with_exact
+from lipbound.runs.store import takes_run
+from lipbound.schema import Contents, bounds_there, with_exact
 
 __all__ = [
     "FORMATS",
@@ -257,7 +257,7 @@ def _said_of_cells(ds: xr.Dataset, by: str, values: str, reduce: str | float) ->
     head = (
         f"{reduction_name(reduce)}{means}: exact norm, {what}" if means else f"exact norm, {what}"
     )
-    there = standing(ds)
+    there = Contents.of(ds)
     if there.exact_samples != there.samples:
         bounded = "" if values == "ratio" else f", bounds of all {there.samples}"
         head += f"; exact norms are of {counted(there.exact_samples, 'sample')}{bounded}"

@@ -26,7 +26,7 @@ from lipbound.models.inputs import Inputs, prepare
 from lipbound.reporting.figures.captions import latex_caption
 from lipbound.reporting.styles import BASE, Drawing, write
 from lipbound.runs import store
-from lipbound.runs.provenance import versions
+from lipbound.runs.dataset import versions
 
 
 @dataclass(frozen=True)

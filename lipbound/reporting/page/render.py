@@ -22,7 +22,7 @@ from lipbound.formatting.mathml import formula
 from lipbound.reporting.labels import model_name, relabelled
 from lipbound.reporting.page.contents import attention_bytes, contents
 from lipbound.runs import store
-from lipbound.runs.run_argument import run_of
+from lipbound.runs.store import run_of
 
 HERE = Path(__file__).parent
 
