@@ -154,7 +154,7 @@ def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
                 stack.enter_context(torch.autocast(device, enabled=False))
             if torch.get_default_device().type != "cpu":
                 stack.enter_context(torch.device("cpu"))
-            return function(*map(_certifiable, args), **kwargs)  # type: ignore[arg-type]
+            return function(*map(_certifiable, args), **kwargs)
 
     return run
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lipbound.attention.layer import Attention
 from lipbound.devices import in_own_modes, measuring_device
@@ -133,10 +133,11 @@ def _layer(call: TrainingCall, found: ModuleProjections | None) -> Attention | N
             mask[keep] if mask is not None and len(mask) > 1 else mask,
         )
     home = measuring_device(x.device)
-    w, b = (
-        [None if t is None else t.to(home, dtype).repeat_interleave(heads // len(t), 0) for t in of]
-        for of in (found.w, found.b)
-    )
+
+    def of_heads(t: Tensor) -> Tensor:
+        return t.to(home, dtype).repeat_interleave(heads // len(t), 0)
+
+    w, b = map(of_heads, found.w), [None if t is None else of_heads(t) for t in found.b]
     mask, valid = (
         None if mask is None else mask.to(home, dtype),
         None if valid is None else valid.to(home),
