@@ -152,7 +152,8 @@ def page() -> str:
     lines = ["# Published bounds: what is in, what is left out, and why", ""]
     lines += [
         "A run sets beside exact norms "
-        "every published l2 bound on softmax heads that we know of. Bounds of one norm are compared among"
+        "every published l2 bound on softmax heads that we know of. "
+        "Bounds of one norm are compared among"
     ]
     lines += [
         "themselves only. What we prove in place of the printed statements is in [published "
