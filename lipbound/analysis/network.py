@@ -220,7 +220,7 @@ def _norm(
 def _from_gradients(op: JacobianOperator) -> Norm:
     """Norms from all gradients of a few outputs; ``upper`` allows for the same rounding of products
     as a certificate."""
-    sigma = torch.linalg.svdvals(op.dense().double())[:, 0].cpu()
+    sigma = torch.linalg.svdvals(op.dense().cpu().double())[:, 0]
     steps = torch.full((op.batch,), math.prod(op.out_shape))
     error = torch.full_like(sigma, ROUNDING[op.dtype])
     return Norm(sigma, sigma * (1 + error), steps, torch.ones(op.batch, dtype=torch.bool), error)
