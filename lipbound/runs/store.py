@@ -5,7 +5,6 @@ import os
 import shlex
 import shutil
 import tempfile
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial, wraps
@@ -16,7 +15,15 @@ import numpy as np
 import xarray as xr
 import zarr
 
-from lipbound.errors import AlteredRunError, DamagedRunWarning, StoreError, choice, one_line, shown
+from lipbound.errors import (
+    AlteredRunError,
+    DamagedRunWarning,
+    StoreError,
+    choice,
+    one_line,
+    shown,
+    warn,
+)
 from lipbound.runs.checksums import again, damage
 from lipbound.runs.partial_store import PARTIAL, measured_blocks, partial_path
 from lipbound.schema import AXES, RUN, RUN_SAMPLE, flags, lacking_settings, lacking_variables, sound
@@ -173,7 +180,7 @@ def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
         )
         if damaged == "refuse":
             raise AlteredRunError(message)
-        warnings.warn(message, DamagedRunWarning, stacklevel=2)
+        warn(message, DamagedRunWarning)
     names = ["exact", "exact_upper", "exact_l2", *ds.attrs["bounds"], *ds.data_vars]
     return ds[[name for name in dict.fromkeys(names) if name in ds]]  # a store sorts them
 
@@ -329,6 +336,12 @@ def run_of(given: object) -> xr.Dataset:
         raise StoreError(
             f"the Dataset is no longer a run: {what}; show the runs, or draw the result with xarray"
         )
+    for axis in AXES if given.attrs["made"]["heads"] else AXES[:2]:
+        if axis not in given.dims and axis not in given.coords:
+            raise StoreError(
+                f"the run has no {axis}s any more, as after .mean({axis!r}); give the run itself, "
+                "and choose by reduce= what is shown of it"
+            )
     bounds = [name for name in given.attrs["bounds"] if name in given.variables]
     needed = ("exact_converged", "length", *map(sound, bounds))
     if lost := [name for name in needed if name not in given.variables]:
@@ -344,11 +357,6 @@ def run_of(given: object) -> xr.Dataset:
             ds = ds.reset_coords(notes).expand_dims(axis).set_coords(notes)
             along = [name for name in ALONG if ALONG[name] == axis and name in ds.coords]
             ds = ds.assign_coords({name: (axis, [ds[name].item()]) for name in along})
-        if axis not in ds.dims and not (axis == "head" and "head" not in given.coords):
-            raise StoreError(
-                f"the run has no axis {axis!r} any more; give the run itself, what is shown of "
-                "it can be chosen with reduce="
-            )
         if axis in ds.dims and not ds.sizes[axis]:
             raise StoreError(f"the run has no {axis} left; keep at least one")
     order = [axis for axis in AXES if axis in ds.dims]
