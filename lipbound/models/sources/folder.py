@@ -11,11 +11,10 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedMode
 
 from lipbound import devices
 from lipbound.errors import CheckpointError, tell
-from lipbound.models import offload, offload_loading, weight_files
+from lipbound.models import offload, weight_files
 from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.precision import check_floating, check_stored
 from lipbound.models.quiet import first_line, quiet
-from lipbound.models.renaming import renames
 from lipbound.models.sources import adapters, quantized
 from lipbound.models.sources.source import LoadOptions
 from lipbound.models.sources.weight_checks import (
@@ -25,6 +24,7 @@ from lipbound.models.sources.weight_checks import (
     refused_pickle,
     sha256,
 )
+from lipbound.models.weight_files import renames
 
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 """Files that hold weights."""
@@ -171,7 +171,7 @@ def _load_by_layer(
 ) -> PreTrainedModel:
     try:
         with quiet():
-            model, report = offload_loading.load_offloaded(
+            model, report = offload.load_offloaded(
                 folder, config, dtype=options.dtype, device=device
             )
     except Exception as error:  # as above
