@@ -19,7 +19,7 @@ import xarray as xr
 from lipbound.bounds.audit import norm_of
 
 if TYPE_CHECKING:  # reading a run needs no torch
-    from lipbound.models.batch import Inputs
+    from lipbound.models.checkpoint import Inputs
     from lipbound.models.checkpoints import Checkpoint
     from lipbound.runs.config import RunConfig
 
