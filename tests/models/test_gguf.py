@@ -147,7 +147,7 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(
         load_checkpoint(folder, revision="main")
     with pytest.raises(CheckpointError, match="was given for the builtin checkpoint"):
         load_checkpoint("builtin:gpt2", gguf_file="a.gguf")
-    with pytest.raises(CheckpointError, match="'a.gguf' was given for a model in memory"):
+    with pytest.raises(CheckpointError, match="was given for a model in memory"):
         load_checkpoint(llama(), gguf_file="a.gguf")
     monkeypatch.setattr(gguf_file, "numbers", lambda path: 10**14)
     with pytest.raises(
