@@ -38,7 +38,8 @@ def replacing(*targets: str | Path) -> Iterator[list[Path]]:
         for end in ends:
             end.parent.mkdir(parents=True, exist_ok=True)
             if end.exists() and not os.access(end, os.W_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(end))
+                why = os.strerror(errno.EACCES)
+                raise StoreError(f"{targets[0]} cannot be written: {why}")
         yield beside
         for path, _ in moved:
             with path.open("rb+") as file:

@@ -225,7 +225,7 @@ class Inputs:
 
     @property
     def fingerprint(self) -> str:
-        """ "sha256:..." over names and values of the tensors, the same on every machine."""
+        """Hash over names and values of the tensors, "sha256:...", the same on every machine."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.batch.items()):
             digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())

@@ -123,7 +123,6 @@ def load_checkpoint(
 
 
 def _companion(name: str, value: Any) -> str | None:
-    """Return the name of a tokenizer or processor; a loaded one, for example, is refused."""
     if value is None:
         return None
     if not isinstance(value, str | Path) or not str(value).strip():
@@ -135,7 +134,7 @@ def _companion(name: str, value: Any) -> str | None:
 
 
 def _adapter(name: str | None) -> Adapter | str | None:
-    """Open the adapter of a directory or of a hub repository; None and "none" stay."""
+    """Return the adapter of a directory or of a hub repository; None and "none" stay."""
     if name is None or name == "none":
         return name
     folder = Path(name).expanduser()

@@ -76,7 +76,7 @@ class WeightOffloader:
             keeper.hold(part)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Drop the parameters after a forward pass, also one that failed; registered as a hook."""
+        """Return looked-up rows in the model's dtype, and drop the parameters after a pass."""
         looked_up = self.table and isinstance(output, Tensor)
         rows = _cast(output, self.away["weight"].dtype) if looked_up else None
         for part, keeper in _read_by(module):
@@ -100,12 +100,21 @@ def _kept(module: nn.Module) -> list[tuple[nn.Module, WeightOffloader]]:
 
 
 def by_layer(module: nn.Module) -> bool:
-    """Tell whether any of a module's parameters stay on disk."""
+    """Return whether any of a module's parameters stay on disk."""
     return bool(_kept(module))
 
 
 def change(model: nn.Module, name: str, made: Callable[[Tensor], Tensor]) -> bool:
-    """Have a parameter changed wherever it is read from disk; False if it does not stay there."""
+    """Have a parameter changed wherever it is read from disk.
+
+    Args:
+        model: with the parameter.
+        name: of the parameter.
+        made: from the tensor as it would be, the tensor to take.
+
+    Returns:
+        Whether the parameter stays on disk; if not, nothing has changed.
+    """
     path, _, last = name.rpartition(".")
     keeper = _keeper(model.get_submodule(path))
     if keeper is None or last not in keeper.stored:
@@ -115,7 +124,7 @@ def change(model: nn.Module, name: str, made: Callable[[Tensor], Tensor]) -> boo
 
 
 def on_disk(model: nn.Module) -> dict[str, TensorRef]:
-    """Locate the parameters that stay on disk, by their names in the model."""
+    """Return the places of parameters that stay on disk, by their names in the model."""
     return {
         f"{prefix}.{name}".lstrip("."): stored
         for prefix, module in model.named_modules()
@@ -128,8 +137,13 @@ def on_disk(model: nn.Module) -> dict[str, TensorRef]:
 def resident(module: nn.Module) -> Iterator[None]:
     """Keep all parameters of a module, offloaded or not, in memory in the model's dtype.
 
-    Raises:
-        CheckpointError: a file is gone, has changed or cannot be read.
+    CheckpointError is raised where a file is gone, has changed or cannot be read.
+
+    Args:
+        module: any.
+
+    Yields:
+        Nothing.
     """
     held: list[tuple[nn.Module, WeightOffloader]] = []
     try:
@@ -143,11 +157,7 @@ def resident(module: nn.Module) -> Iterator[None]:
 
 
 def plain_copy(module: nn.Module) -> nn.Module:
-    """Make a deep copy with its weights in memory and no tie to a disk.
-
-    Raises:
-        CheckpointError: a file is gone, has changed or cannot be read.
-    """
+    """Return a deep copy with its weights in memory and no tie to a disk, where these are."""
     with resident(module):
         copied = copy.deepcopy(module)
     for part in copied.modules():
@@ -163,13 +173,13 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _looks_up(module: nn.Module) -> bool:
-    """Tell whether a forward pass only takes rows of a table: only these are read and cast then."""
+    """Return whether a forward pass only takes rows of a table, the only ones to read and cast."""
     plain = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
     return plain and module.max_norm is None
 
 
 def _read_by(module: nn.Module) -> list[tuple[nn.Module, WeightOffloader]]:
-    """List the submodules whose parameters a module reads without calling them."""
+    """Return the submodules whose parameters a module reads without calling them."""
     if not isinstance(module, nn.MultiheadAttention):
         return []
     return [pair for child in module.children() for pair in _kept(child)]
@@ -195,8 +205,7 @@ def load_offloaded(
 
     Raises:
         CheckpointError: no safetensors files, quantized weights, or weights that are stored in
-            another form than the model computes with.
-        Exception: what transformers raises for broken files.
+            another form than the model computes with. For broken files transformers raises others.
     """
     if getattr(config, "quantization_config", None) is not None:
         raise CheckpointError(
@@ -243,7 +252,6 @@ def load_offloaded(
 def _built(
     config: PreTrainedConfig, placeholders: "_Placeholders"
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Have transformers build a model out of placeholders; the model and the loading report."""
     with torch.device("meta"):
         # eager whatever attention the configuration asks for: its package need not be here, and its
         # code need not be fetched
@@ -294,7 +302,19 @@ class _Placeholders(TorchFunctionMode):
         return torch.zeros(thin, dtype=dtype).expand(stored.shape)
 
     def source(self, tensor: Tensor, expected: bool, name: str) -> TensorRef | None:
-        """Locate the file's tensor behind one of the model; None for what was computed."""
+        """Find the file's tensor behind one of the model.
+
+        Args:
+            tensor: a parameter or a buffer.
+            expected: whether the file should have it.
+            name: of the tensor in the model.
+
+        Returns:
+            Its place; None for what was computed.
+
+        Raises:
+            CheckpointError: it was expected, and something else was made of it.
+        """
         key = self.keys.get(tensor.data_ptr()) if tensor.numel() else None
         if key is not None:
             mine = self.tensors[key]

@@ -252,7 +252,7 @@ def builtin(name: str) -> Builtin:
 
 
 def describe(name: str) -> Description:
-    """Describe a builtin checkpoint, without loading it; ``missing`` says why it is not there."""
+    """Return the description of a builtin checkpoint; ``missing`` says why it is not there."""
     found = BUILTINS[name]
     try:
         return found.describe(name)

@@ -16,9 +16,9 @@ from lipbound.models.checkpoint import Checkpoint, LoadOptions
 from lipbound.models.quiet import first_line, quiet
 from lipbound.models.sources import adapters, quantized
 from lipbound.models.sources.weight_checks import (
+    NOT_FINITE,
     check_filled,
     check_finite,
-    not_finite,
     refused_pickle,
     sha256,
 )
@@ -82,7 +82,6 @@ def load_folder(
 
 
 def _check_gguf(name: str, file: Path, options: LoadOptions) -> str:
-    """Refuse a GGUF file that cannot be read here; how it stores its weights."""
     weight_files.check_file(file)
     gguf_file.check_installed(name)
     if options.weights == "layers":
@@ -154,7 +153,7 @@ def _config(name: str, folder: Path, gguf: str | None = None) -> PreTrainedConfi
 def _load_whole(
     name: str, folder: Path, config: PreTrainedConfig, how: str | None, gguf: str | None
 ) -> PreTrainedModel:
-    """Load a model whose weights are then in memory; ``how``: what quantised them."""
+    """Return the model with its weights in memory; ``how``: what quantised them."""
 
     def load(names: dict[str, str] | None) -> tuple[PreTrainedModel, dict[str, Any]]:
         with _explained(name, gguf=folder / gguf if gguf else None):
@@ -193,7 +192,7 @@ def _load_by_layer(
     adapters.merge(model, options.adapter)
     for key, tensor in offload.on_disk(model).items():
         if not tensor.finite():
-            raise not_finite(name, key)
+            raise CheckpointError(NOT_FINITE.format(name, key))
     return model
 
 

@@ -55,11 +55,7 @@ def load_directory(model: object, options: LoadOptions) -> Checkpoint | None:
 
 
 def _gguf(path: Path, wanted: str | None, name: str) -> Path | None:
-    """Return the GGUF file that a path leads to; None where it leads to none.
-
-    A directory that has a config.json is what save_pretrained wrote, unless a GGUF file in it is
-    ``wanted``.
-    """
+    # a directory that has a config.json is what save_pretrained wrote, unless a file is wanted
     if path.is_file() and is_gguf(path.name):
         if wanted not in (None, path.name):
             raise CheckpointError(
@@ -94,7 +90,6 @@ def load_hub(model: object, options: LoadOptions) -> Checkpoint | None:
 
 
 def _parts(name: str, revision: str | None) -> tuple[str, str | None]:
-    """Split a name into repository and revision, of which only one may be given."""
     repo, _, suffix = name.partition("@")
     if suffix and revision and suffix != revision:
         raise CheckpointError(
@@ -211,6 +206,8 @@ def _wanted(
     Raises:
         CheckpointError: the GGUF file is not there, or there are only such files, and none was
             named.
+        HfHubHTTPError: the hub has no such model.
+        HFValidationError: the name is no hub id.
     """
     try:
         info = HfApi().model_info(repo, revision=revision, timeout=15)

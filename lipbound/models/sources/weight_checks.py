@@ -13,6 +13,7 @@ from lipbound.errors import CheckpointError
 
 HEADS_ONLY = ("pooler", "classifier", "lm_head", "score", "cls.", "qa_outputs", "mask_token")
 """Parts of a model that attention does not depend on: weights missing there do not matter."""
+NOT_FINITE = "the weights of {} contain NaN or infinite numbers, in {}; no norm is defined there"
 
 
 def matters(key: str) -> bool:
@@ -65,14 +66,7 @@ def check_finite(model: PreTrainedModel, name: str) -> None:
             continue
         # extremes are NaN where one number is: a tenth of the time of a look at each
         if tensor.numel() and not torch.isfinite(torch.stack(tensor.aminmax())).all():
-            raise not_finite(name, key)
-
-
-def not_finite(name: str, key: str) -> CheckpointError:
-    """Return the error about a tensor with NaN or infinite numbers."""
-    return CheckpointError(
-        f"the weights of {name} contain NaN or infinite numbers, in {key}; no norm is defined there"
-    )
+            raise CheckpointError(NOT_FINITE.format(name, key))
 
 
 WITHOUT_EFFECT = (
