@@ -17,8 +17,7 @@ from lipbound.linalg.operator_norm import operator_norm
 from lipbound.linalg.operators import JacobianOperator, Transposed
 from lipbound.linalg.solution import Norm, sample_seeds
 from lipbound.models.capture.recorder import cannot_compute, implementation, taken
-from lipbound.models.precision import measurable
-from lipbound.models.unwrapping import bare_model
+from lipbound.models.sources.loaded_model import bare_model, measurable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

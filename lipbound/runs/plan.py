@@ -14,9 +14,9 @@ from lipbound.bounds.registry import names as bound_names
 from lipbound.devices import available, has_float64
 from lipbound.errors import LipboundError, tell
 from lipbound.jacobians.maps import WHOLE
-from lipbound.models.batch import Inputs
 from lipbound.models.capture.batch_dependence import telling_samples
 from lipbound.models.capture.capture import Capturer
+from lipbound.models.checkpoint import Inputs
 from lipbound.models.checkpoints import Checkpoint, load_checkpoint
 from lipbound.models.inputs import prepare
 from lipbound.runs.config import LEAST_MEMORY, RunConfig

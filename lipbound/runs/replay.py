@@ -9,7 +9,7 @@ import xarray as xr
 
 from lipbound.devices import resolve_device
 from lipbound.errors import InputsError, StoreError
-from lipbound.models.batch import Inputs
+from lipbound.models.checkpoint import Inputs
 from lipbound.models.checkpoints import Checkpoint
 from lipbound.runs.config import RunConfig
 from lipbound.runs.dataset import package_version

@@ -14,7 +14,7 @@ from support.models import AFFINE, LLAMA, MODERN, build, save_bert
 
 import lipbound as lb
 from lipbound.errors import InputsError
-from lipbound.models.batch import Inputs
+from lipbound.models.checkpoint import Inputs
 from lipbound.models.checkpoints import Checkpoint, load_checkpoint
 from lipbound.models.inputs import READERS, prepare
 from lipbound.models.readers.positions import positions

@@ -22,7 +22,7 @@ from tokenizers.pre_tokenizers import Whitespace
 import lipbound as lb
 from lipbound.analysis.length_growth import stream
 from lipbound.errors import CaptureError, CheckpointError, InputsError, Notice
-from lipbound.models.batch import Inputs
+from lipbound.models.checkpoint import Inputs
 from lipbound.models.checkpoints import Checkpoint, load_checkpoint
 from lipbound.models.inputs import prepare, token_texts
 

@@ -40,7 +40,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_space(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("lipbound.formatting.files._settle", no_space)
+    monkeypatch.setattr("lipbound.formatting.files.os.fsync", no_space)
 
 
 @pytest.mark.filterwarnings("ignore:style")

@@ -17,8 +17,8 @@ from transformers.masking_utils import eager_mask
 from lipbound.errors import CaptureError, LipboundError, shown
 from lipbound.models.capture.left_out import AttentionFinder
 from lipbound.models.quiet import first_line
+from lipbound.models.sources.loaded_model import bare_inputs
 from lipbound.models.training.recomputing import attention_configs
-from lipbound.models.unwrapping import bare_inputs
 
 RECORDING_ATTENTION = "lipbound"
 """Name of our attention function in the transformers registry."""

@@ -12,8 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from lipbound.errors import InputsError
-from lipbound.models.batch import Inputs
-from lipbound.models.checkpoint import Checkpoint
+from lipbound.models.checkpoint import Checkpoint, Inputs
 from lipbound.models.quiet import first_line, quiet
 from lipbound.models.readers import pixels
 from lipbound.models.readers.files import IMAGE_FILES, TABLES, ending, there, visible

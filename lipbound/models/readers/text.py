@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from lipbound.errors import InputsError
-from lipbound.models.batch import Inputs
-from lipbound.models.checkpoint import Checkpoint
+from lipbound.models.checkpoint import Checkpoint, Inputs
 from lipbound.models.quiet import first_line, quiet
 from lipbound.models.readers.files import (
     IMAGE_FILES,

@@ -17,8 +17,8 @@ from transformers.masking_utils import eager_mask
 
 from lipbound.attention.masking import BLOCKED
 from lipbound.errors import CaptureError, indices, shown
+from lipbound.models.sources.loaded_model import bare_model
 from lipbound.models.training.recomputing import TRAINING_ATTENTION, attending, lock, replay
-from lipbound.models.unwrapping import bare_model
 
 
 class Probabilities(list[Tensor]):
