@@ -108,8 +108,8 @@ def paper(key: str) -> str:
     """Authors, year and title of a source, from its BibTeX entry."""
     entry = bounds.BIBTEX[key].replace("{\\'e}", "é")
     fields = {
-        name: value.replace("{", "").replace("}", "")
-        for name, value in re.findall(r"(\w+)\s*=\s*\{(.*)\}", entry)
+        name: " ".join(value.replace("{", "").replace("}", "").split())
+        for name, value in re.findall(r"(\w+)\s*=\s*\{(.*?)\},?\n", entry, re.DOTALL)
     }
     authors = ", ".join(author.split(",")[0] for author in fields["author"].split(" and "))
     where = re.search(r"arXiv:[\d.]+", fields.get("note", ""))

@@ -50,24 +50,24 @@ class BallCentre:
             _covariance_norm(parts.p, kt) + off.cov_k,
         )
 
-    def reach(self, radius: float, norm: str) -> tuple[Tensor, Tensor, Slopes]:
+    def reach(self, radius: float, ball: str) -> tuple[Tensor, Tensor, Slopes]:
         """Smallest and largest P' over the ball, and the slope of a cap: at the centre, its largest
         value, its largest change."""
         low, up = softmax_interval(
-            self.scores, score_changes(self.f, self.u, self.norm_a, radius, norm) + self.off_scores
+            self.scores, score_changes(self.f, self.u, self.norm_a, radius, ball) + self.off_scores
         )
         return low, up, (1.0, 1.0, 0.0)
 
-    def bounds(self, radius: float, norm: str) -> tuple[Tensor, Tensor]:
+    def bounds(self, radius: float, ball: str) -> tuple[Tensor, Tensor]:
         """Upper values over the ball of the change of J from the centre, and of J itself, (heads,)
         each."""
-        return self.by_entries(radius, norm)
+        return self.by_entries(radius, ball)
 
-    def by_entries(self, radius: float, norm: str) -> tuple[Tensor, Tensor]:
+    def by_entries(self, radius: float, ball: str) -> tuple[Tensor, Tensor]:
         """`bounds` by Lemma 27 (docs/theory/balls.md): (a) without the norm at the centre, and the
         smaller of (b) and (c)."""
         p, d, f, u = self.p, self.d, self.f, self.u
-        low, up, (slope, slope_up, slope_change) = self.reach(radius, norm)
+        low, up, (slope, slope_up, slope_change) = self.reach(radius, ball)
         change = (torch.maximum(up - p, p - low).clamp(0.0, 1.0) + p * self.off_p + 1e-289).clamp(
             max=1.0
         )
@@ -79,7 +79,7 @@ class BallCentre:
         n = p.shape[-2]
         move = (
             torch.full_like(w, radius)
-            if norm == "token"
+            if ball == "token"
             else radius * up[..., :n].amax(-1, keepdim=True).sqrt()
         )
         m_v, m_a = self.norm_v * move, self.norm_a[:, None, None] * move

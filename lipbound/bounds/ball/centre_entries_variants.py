@@ -65,10 +65,10 @@ class VariantBallCentre(BallCentre):
         assert self.cap is not None
         return cap_slope(size / self.cap)
 
-    def reach(self, radius: float, norm: str) -> tuple[Tensor, Tensor, Slopes]:
+    def reach(self, radius: float, ball: str) -> tuple[Tensor, Tensor, Slopes]:
         n = self.p.shape[-2]
         tau = (
-            score_changes(self.f[..., :n], self.u[..., :n], self.norm_a, radius, norm)
+            score_changes(self.f[..., :n], self.u[..., :n], self.norm_a, radius, ball)
             + self.rounding
         )
         slopes: Slopes = (1.0, 1.0, 0.0)

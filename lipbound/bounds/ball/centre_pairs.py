@@ -44,20 +44,20 @@ class ByPairs(BallCentre):
 
     pairs: PairSums
 
-    def bounds(self, radius: float, norm: str) -> tuple[Tensor, Tensor]:
+    def bounds(self, radius: float, ball: str) -> tuple[Tensor, Tensor]:
         (changed, whole), (changed_pairs, whole_pairs) = (
-            self.by_entries(radius, norm),
-            self.by_pairs(radius, norm),
+            self.by_entries(radius, ball),
+            self.by_pairs(radius, ball),
         )
         return changed.minimum(changed_pairs), whole.minimum(whole_pairs)
 
-    def by_pairs(self, radius: float, norm: str) -> tuple[Tensor, Tensor]:
+    def by_pairs(self, radius: float, ball: str) -> tuple[Tensor, Tensor]:
         """`bounds` by Lemma 108 (docs/theory/ball_pairs.md) and Lemma 116
         (docs/theory/ball_norm.md)."""
-        to = self._moved(radius, norm)
+        to = self._moved(radius, ball)
         own, own_up = self._own(to)
         held = (to.c_v + to.m_v).square() * to.up[..., : to.up.shape[-2]]
-        most = radius**2 * (held.sum(-2) if norm == "token" else held.amax(-2))
+        most = radius**2 * (held.sum(-2) if ball == "token" else held.amax(-2))
         turned = self.norm_a * most.amax(-1).sqrt()
         keys, values, cross = self._whole(to, held, most, own_up)
         direct = (keys.square() + values.square() + 2 * cross).sqrt()
@@ -68,21 +68,21 @@ class ByPairs(BallCentre):
         )
         return changed, direct
 
-    def interval(self, radius: float, norm: str) -> tuple[Tensor, Tensor]:
+    def interval(self, radius: float, ball: str) -> tuple[Tensor, Tensor]:
         """Smallest and largest P' over the ball, (heads, N, M)."""
-        low, up, _ = self.reach(radius, norm)
+        low, up, _ = self.reach(radius, ball)
         return low, up
 
-    def _moved(self, radius: float, norm: str) -> BallChanges:
+    def _moved(self, radius: float, ball: str) -> BallChanges:
         p, d, f, n = self.p, self.d, self.f, self.p.shape[-2]
-        low, up = self.interval(radius, norm)
+        low, up = self.interval(radius, ball)
         change = (torch.maximum(up - p, p - low).clamp(0.0, 1.0) + p * self.off_p + 1e-289).clamp(
             max=1.0
         )
         total = change.sum(-1, keepdim=True).clamp(max=2.0)
         move = (
             torch.full_like(total, radius)
-            if norm == "token"
+            if ball == "token"
             else radius * up[..., :n].amax(-1, keepdim=True).sqrt()
         )
         norm_a = self.norm_a[:, None, None]
@@ -170,10 +170,10 @@ class PairedBallCentre(ByPairs):
         super().__init__(att)
         self.pairs = PairSums(att, self.p, CentreErrors(att))
 
-    def interval(self, radius: float, norm: str) -> tuple[Tensor, Tensor]:
-        low, up, _ = self.reach(radius, norm)
+    def interval(self, radius: float, ball: str) -> tuple[Tensor, Tensor]:
+        low, up, _ = self.reach(radius, ball)
         size, mean_square = relative_changes(
-            self.p, self.off_p, self.f, self.u, self.cov_k, self.norm_a, radius, norm
+            self.p, self.off_p, self.f, self.u, self.cov_k, self.norm_a, radius, ball
         )
         return relative_interval(
             self.scores, size + self.off_scores + self.off_p, mean_square, low, up
@@ -192,5 +192,5 @@ class PairedVariantCentre(VariantBallCentre, ByPairs):
         if self.cap is None:
             self.pairs = VariantPairSums(att, self.p, CentreErrors(att))
 
-    def bounds(self, radius: float, norm: str) -> tuple[Tensor, Tensor]:
-        return super().bounds(radius, norm) if self.cap is None else self.by_entries(radius, norm)
+    def bounds(self, radius: float, ball: str) -> tuple[Tensor, Tensor]:
+        return super().bounds(radius, ball) if self.cap is None else self.by_entries(radius, ball)

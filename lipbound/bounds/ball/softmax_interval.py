@@ -27,12 +27,12 @@ def query_lengths(att: Attention) -> Tensor:
     return abs(att.scale) * (att.q[0] @ upper_factor(att.w_k)[0].mT).norm(dim=-1)
 
 
-def score_changes(f: Tensor, u: Tensor, norm_a: Tensor, radius: float, norm: str) -> Tensor:
+def score_changes(f: Tensor, u: Tensor, norm_a: Tensor, radius: float, ball: str) -> Tensor:
     """tau_ij, (heads, N, N), from F (heads, N, N), u (heads, N, 1 or N) and ||A|| (heads,): Lemma
     25 (docs/theory/balls.md)."""
     square = norm_a[:, None, None] * radius**2
     together = radius * (f + u) + square
-    if norm == "token":
+    if ball == "token":
         return together
     apart = radius * (f**2 + u**2).sqrt() + square / 2
     own = torch.eye(f.shape[-1], dtype=torch.bool, device=f.device)
@@ -66,7 +66,7 @@ def relative_changes(
     cov_k: Tensor,
     norm_a: Tensor,
     radius: float,
-    norm: str,
+    ball: str,
 ) -> tuple[Tensor, Tensor]:
     r"""How far scores move beyond the mean of their row, :math:`\varepsilon_{ij}` (heads, N, N),
     and upper values of the mean squares, (heads, N, 1).
@@ -78,7 +78,7 @@ def relative_changes(
     """
     norm_a, off = norm_a[:, None, None], 4 * off_p + 1e-13  # the differences cancel
     move: float | Tensor = radius
-    if norm == "token":
+    if ball == "token":
         size = radius * f + 2 * ((1 - p).clamp_min(0) + off) * (radius * u + norm_a * radius**2)
     else:
         square = p.square().sum(-1, keepdim=True)
@@ -132,11 +132,11 @@ def _others(x: Tensor) -> Tensor:
     return rest.scatter(-1, where, x.scatter(-1, where, -math.inf).logsumexp(-1, keepdim=True))
 
 
-def reachable_rows(att: Attention, radius: float, norm: str) -> tuple[Tensor, Tensor]:
+def reachable_rows(att: Attention, radius: float, ball: str) -> tuple[Tensor, Tensor]:
     """Smallest and largest P' over the ball around an unpadded float64 layer of one sample, two
     tensors (heads, N, N)."""
     f, _ = key_spread(att)
-    tau = score_changes(f, query_lengths(att)[..., None], factors.norm_a(att).value(), radius, norm)
+    tau = score_changes(f, query_lengths(att)[..., None], factors.norm_a(att).value(), radius, ball)
     return softmax_interval(att.scores(att.q, att.centred_k)[0], tau)
 
 
