@@ -33,7 +33,7 @@ class BallCentre:
     mean_k: float | Tensor = 0.0
 
     def __init__(self, att: Attention):
-        parts, off = BlockNorms(att, 0, slice(None)), CentreErrors(att)
+        parts, off = BlockNorms(att), CentreErrors(att)
         self.scores, self.p = att.scores(att.q, att.centred_k)[0], parts.p
         self.allowed = allowed = self.scores > -torch.inf
         self.off_scores, self.off_p = off.scores, off.p

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lipbound.bounds.ours.rounded_products import outer
+from lipbound.bounds.ours.block_norms import outer
 from lipbound.linalg.matrix_norms import block_norm, gamma
 
 PAIR_CHUNK = 2**24
