@@ -12,7 +12,7 @@ from lipbound.linalg.matrix_norms import upper_factor
 
 
 class Tangents:
-    r"""Linear maps :math:`D^a_i` (d_a x D) from a perturbation of token i to its query, key or value.
+    r"""Linear maps :math:`D^a_i` (d_a x D) from perturbations of token i to its query, key, value.
 
     In float64, a = q, k, v; known by their products :math:`D^a_i D^{bT}_i` and factors, d_a x d_b
     matrices that no bound needs more than, and by what they do to vectors. ``tokens`` are a slice
