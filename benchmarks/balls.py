@@ -25,7 +25,7 @@ from torch import Tensor
 
 import lipbound as lb
 from lipbound.attention.layer import Attention
-from lipbound.bounds.ball.centre_entries_variants import COVERS
+from lipbound.bounds.ball.centre_entries import COVERS
 from lipbound.bounds.ball.over_ball import _over_ball
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.checkpoints import load_checkpoint

@@ -9,7 +9,7 @@ import xarray as xr
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds.ball.centre_entries_variants import COVERS
+from lipbound.bounds.ball.centre_entries import COVERS
 from lipbound.bounds.ball.over_ball import over_ball
 from lipbound.bounds.bound import check_ball, check_radii
 from lipbound.bounds.registry import get, resolve

@@ -13,9 +13,12 @@ from lipbound import bounds
 from lipbound.analysis import adversary
 from lipbound.attention.layer import Attention
 from lipbound.bounds.ball.centre_entries import CentreErrors
-from lipbound.bounds.ball.centre_pairs import PairedBallCentre, PairedVariantCentre
+from lipbound.bounds.ball.centre_pairs import (
+    PairedBallCentre,
+    PairedVariantCentre,
+    VariantPairSums,
+)
 from lipbound.bounds.ball.over_ball import CERTIFIED_TOL, _over_ball
-from lipbound.bounds.ball.pair_sums import VariantPairSums
 
 BALLS = ("token", "frobenius")
 HOLDS = 1 + 1e-9

@@ -21,8 +21,7 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.reference import dense_jacobian, head_function
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation
-from lipbound.bounds.ball.centre_entries import BallCentre
-from lipbound.bounds.ball.centre_entries_variants import VariantBallCentre, largest_a
+from lipbound.bounds.ball.centre_entries import BallCentre, VariantBallCentre, largest_a
 from lipbound.bounds.ball.over_ball import _over_ball
 from lipbound.errors import AttentionError
 from lipbound.jacobians.head import HeadJacobian

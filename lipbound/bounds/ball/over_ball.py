@@ -1,4 +1,4 @@
-r"""Our bound on the local Lipschitz constant over a whole ball of inputs."""
+"""Our bound on the local Lipschitz constant over a whole ball of inputs."""
 
 from collections.abc import Sequence
 
@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds.ball.centre_entries_variants import COVERS
+from lipbound.bounds.ball.centre_entries import COVERS
 from lipbound.bounds.ball.centre_pairs import PairedBallCentre, PairedVariantCentre
 from lipbound.bounds.bound import check_radii
-from lipbound.bounds.ours.block_norms import TINY
+from lipbound.bounds.ours.block_norms import TINY, sizes_of_values
 from lipbound.bounds.registry import get
 from lipbound.devices import in_own_modes
 from lipbound.errors import AttentionError, LipboundError, check_layer
@@ -41,7 +41,7 @@ def over_ball(
             another map or whose assumptions do not hold, normalised queries or keys.
 
     Rotary position embeddings, capped scores and sinks change some of what follows:
-    `lipbound.bounds.ball.centre_entries_variants`.
+    `lipbound.bounds.ball.centre_entries.VariantBallCentre`.
 
     With :math:`D_{ij} = |v_j - o_i|`, :math:`F_{ij} = |\tilde k_j - \sum_l P_{il} \tilde k_l|`,
     :math:`u_i = |\tilde q_i|`, P' between :math:`P^-` and :math:`P^+`
@@ -98,8 +98,7 @@ def _over_ball(
 def _checked(
     att: Attention, radius: float | Sequence[float], ball: str
 ) -> tuple[bool, list[float]]:
-    """Whether one radius was given, and all of them; raises where the layer or the ball is not
-    covered."""
+    """Whether one radius was given, and all of them, of a layer and a ball that are covered."""
     check_layer(att, "over_ball")
     if "qk_norm" in att.variants:
         raise AttentionError(
@@ -116,26 +115,24 @@ def _checked(
 def _sample(
     att: Attention, radii: list[float], ball: str, entries_only: bool
 ) -> tuple[Tensor, Tensor]:
-    """How far J moves from that at one unpadded sample of a float64 layer, and how large it gets,
+    """How far J moves within balls around one unpadded float64 sample, and how large it gets.
+
     (heads, radii) each, through the layer's copy of ordinary size: Lemma 73
-    (docs/theory/upper_values.md)."""
+    (docs/theory/upper_values.md).
+    """
     one, exponents, exact = att.unit_scales()
     sizes = [torch.frexp(t.x.abs().amax()) for t in (one, att)]
     shift = sizes[0].exponent - sizes[1].exponent
     if not -1000 < int(shift) < 1000:
-        nothing = torch.full(
-            (att.heads, len(radii)), torch.inf, dtype=torch.float64, device=att.device
-        )
-        return nothing, nothing
+        unknown = att.x.new_full((att.heads, len(radii)), torch.inf)
+        return unknown, unknown
     around = PairedVariantCentre(one) if one.variants else PairedBallCentre(one)
     bounds = around.by_entries if entries_only else around.bounds
     found = [bounds(r * float(exact_power(shift)), ball) for r in radii]
-    hidden = TINY * (
-        torch.linalg.vector_norm(one.w_v, dim=(1, 2)) + one.centred_v[0].norm(dim=-1).amax(-1)
-    )
+    hidden = TINY * sizes_of_values(one)[:, None]
 
     def ordinary(values: Tensor) -> Tensor:
-        values = times_power_up((values + hidden[:, None]).mT, exponents).mT
+        values = times_power_up((values + hidden).mT, exponents).mT
         return torch.where(exact[0][:, None] & ~values.isnan(), values, torch.inf)
 
     changed, whole = (torch.stack(values, -1) for values in zip(*found, strict=True))
