@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import wraps
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import psutil
 import torch
@@ -140,7 +140,8 @@ def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
 
     Products are in the dtype of their factors (no autocast), new tensors are on the CPU unless said
     otherwise (no default device), and results can take part in derivatives later on (no inference
-    mode; derivatives are then not recorded, as there).
+    mode; derivatives are then not recorded, as there). A layer on a device without float64, in
+    which norms and bounds are certified, is taken to the CPU first.
     """
 
     @wraps(function)
@@ -153,9 +154,17 @@ def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
                 stack.enter_context(torch.autocast(device, enabled=False))
             if torch.get_default_device().type != "cpu":
                 stack.enter_context(torch.device("cpu"))
-            return function(*args, **kwargs)
+            return function(*map(_certifiable, args), **kwargs)
 
     return run
+
+
+def _certifiable(value: Any) -> Any:
+    """A layer (a `lipbound.Attention`, which this module does not know) where there is float64;
+    anything else as it is."""
+    if hasattr(value, "w_q") and not has_float64(value.device):
+        return value.to("cpu")
+    return value
 
 
 class Room:

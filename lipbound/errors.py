@@ -5,9 +5,11 @@ import difflib
 import math
 import operator
 import re
+import sys
 import warnings
 from collections.abc import Iterable
 from pathlib import PurePath
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,7 +23,18 @@ class Notice(UserWarning):
 
 def tell(message: str) -> None:
     """Warn with a `Notice`; a run keeps the same sentence in its attribute ``notes``."""
-    warnings.warn(message, Notice, stacklevel=3)
+    warn(message, Notice)
+
+
+def warn(message: str, kind: type[Warning]) -> None:
+    """Warn at the line outside of lipbound that called it, however deep inside it was noticed."""
+    frame: FrameType | None = sys._getframe()
+    frames = []
+    while frame is not None:
+        frames.append(str(frame.f_globals.get("__name__", "")).partition(".")[0])
+        frame = frame.f_back
+    outermost = len(frames) - frames[::-1].index(__package__)
+    warnings.warn(message, kind, stacklevel=outermost + 1)
 
 
 class LipboundError(ValueError):

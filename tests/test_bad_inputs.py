@@ -481,9 +481,9 @@ DONE = {
     "compare {bert} --data 'the ferry is in a clock' --max-length 12 --bounds castin": "exact norms: 8 (2 layers x 4 "  # noqa: E501
     "heads, 1 sample)",
     f"compare {{bert}} {QUICK} --layers 0-1": "exact norms: 8 (2 layers x 4 heads, 1 sample)",
-    f"compare {{bert}} {QUICK} --memory 1e9 --dtype torch.float32 --layers 0": "exact norms: 4 (layer 0 of 2, "  # noqa: E501
+    f"compare {{bert}} {QUICK} --memory 1e9 --dtype torch.float32 --layers 0": "exact norms: 4 (layer 0 of 2 counted from 0, "  # noqa: E501
     "4 heads, 1 sample)",
-    f"--quiet compare {{bert}} {QUICK} --layers 0 --verbose": "exact norms: 4 (layer 0 of 2, 4 "
+    f"--quiet compare {{bert}} {QUICK} --layers 0 --verbose": "exact norms: 4 (layer 0 of 2 counted from 0, 4 "  # noqa: E501
     "heads, 1 sample)",
 }
 

@@ -42,7 +42,7 @@ def test_compare_heatmap_table_cite(
     status, out, err = call(capsys, monkeypatch, "compare", bert, *options, "--out", run)
     assert status == 0, err
     assert "Yudin 2025, Thm 3" in out
-    assert "layer 1 of 2, 4 heads" in out
+    assert "layer 1 of 2 counted from 0, 4 heads" in out
     ds = lb.load(run)
     assert ds.sizes == {"sample": 2, "layer": 1, "head": 4}
     assert ds.attrs["command"].startswith("lipbound compare")

@@ -137,8 +137,8 @@ class Bound:
         if why := self.too_long(att.tokens, att.heads, att.variants):
             raise LipboundError(f"bound {self.name!r} {why}")
         return in_own_modes(
-            lambda: _numbers(formula.function(att)).expand(att.samples, att.heads)
-        )()
+            lambda layer: _numbers(formula.function(layer)).expand(att.samples, att.heads)
+        )(att)
 
     def formula(self, att: Attention) -> Formula:
         """The formula for the layer's kind of heads.
@@ -195,7 +195,10 @@ class Bound:
         """Whether the statement is a valid upper bound here, by its assumptions: (samples, heads),
         bool."""
         check_layer(att, f"bound {self.name!r}")
-        return self._formula_for(att.variants).condition(att).expand(att.samples, att.heads)
+        from lipbound.devices import in_own_modes  # here, since it needs torch
+
+        condition = self._formula_for(att.variants).condition
+        return in_own_modes(lambda layer: condition(layer).expand(att.samples, att.heads))(att)
 
     def terms(self, att: Attention) -> dict[str, Tensor] | None:
         """What each term contributes, as fractions of one, (samples, heads) each; None where there

@@ -11,10 +11,12 @@ from lipbound.bounds.ours import CITATION
 from lipbound.errors import UnknownNameError, nearest
 from lipbound.reporting.formats import FORMATTERS, Prose
 from lipbound.reporting.labels import (
+    broken_words,
     builtin_name,
     data_name,
     model_name,
     norm_words,
+    of_each,
     over,
     places,
     relabelled,
@@ -135,18 +137,14 @@ def _constants(ds: xr.Dataset, prose: Prose) -> str:
 
 def _inputs(ds: xr.Dataset, prose: Prose) -> str:
     """At which inputs."""
-    a, safe = ds.attrs, prose.escape
-    there = standing(ds)
-    made = f"{safe(a['preprocessing'])}; " if a.get("preprocessing") else ""
+    safe, there = prose.escape, standing(ds)
+    made = "; ".join(map(safe, [*of_each(ds, "preprocessing"), *of_each(ds, "data_fingerprint")]))
     some = (
         f", with exact constants on {there.exact_samples} of them"
         if there.exact_samples != there.samples
         else ""
     )
-    return (
-        f"Inputs were {samples_words(there)} from {safe(data_name(ds))} "
-        f"({made}{safe(a['data_fingerprint'])}){some}."
-    )
+    return f"Inputs were {samples_words(there)} from {safe(data_name(ds))} ({made}){some}."
 
 
 def _variants(ds: xr.Dataset, prose: Prose) -> str:
@@ -258,13 +256,15 @@ def _left_out(ds: xr.Dataset, prose: Prose) -> str:
 def _below_exact(ds: xr.Dataset, prose: Prose) -> str:
     """A sentence for every bound that is below an exact constant."""
     safe = prose.escape
-    return " ".join(
-        f"{safe(ds[name].attrs['label'])} is below the constant it should bound in "
-        f"{entry['violations']} of {entry['compared']} cases, "
-        f"because {safe(entry['why'])}."
-        for name, entry in audit(ds).items()
-        if entry["violations"]
-    )
+    sentences = []
+    for name, entry in audit(ds).items():
+        if entry["violations"]:
+            why = f", because {safe(entry['why'])}" if entry["why"] else f": {broken_words(ds)}"
+            sentences.append(
+                f"{safe(ds[name].attrs['label'])} is below the constant it should bound in "
+                f"{entry['violations']} of {entry['compared']} cases{why}."
+            )
+    return " ".join(sentences)
 
 
 def _other_map(ds: xr.Dataset, prose: Prose) -> str:

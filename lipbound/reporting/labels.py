@@ -103,8 +103,14 @@ def builtin_name(ds: xr.Dataset) -> str:
 
 
 def data_name(ds: xr.Dataset) -> str:
-    """A run's data, as it describes them or as somebody wants them called."""
-    return str(ds.attrs.get(CALLED, {}).get("data", ds.attrs["data"]))
+    """A run's data, as it describes them or as somebody wants them called; of runs that were put
+    together, the data of those that are shown."""
+    return str(ds.attrs.get(CALLED, {}).get("data") or joined(of_each(ds, "data")))
+
+
+def of_each(ds: xr.Dataset, name: str) -> list[str]:
+    """Texts that a setting has in the runs that are shown, each once; without empty ones."""
+    return list(dict.fromkeys(str(run[name]) for run in origins(ds) if run.get(name)))
 
 
 def _builtin_title(name: str) -> str:
@@ -147,9 +153,7 @@ def footnotes(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
                 if 0 < entry["sound"] < entry["compared"]
                 else []
             )
-            why = "; ".join(
-                [*below, *partly, entry["why"] or "its assumptions hold, so please report this run"]
-            )
+            why = "; ".join([*below, *partly, entry["why"] or broken_words(ds)])
             reasons.setdefault((sign, why), []).append(named(ds, name))
     used = {sign for sign, _ in reasons}
     lines = [f"{sign}: {meaning}" for sign, meaning in MEANING.items() if sign in used]
@@ -167,6 +171,13 @@ def footnotes(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
                 "compared"
             )
     return lines if bounds is not None else lines + left_out(ds)
+
+
+def broken_words(ds: xr.Dataset) -> str:
+    """What is said of a bound that is below the exact norm although its assumptions hold."""
+    if standing(ds).edited:
+        return "its assumptions held, but the run was edited"
+    return "its assumptions hold, so please report this run"
 
 
 def named(ds: xr.Dataset, name: str) -> str:
@@ -240,20 +251,30 @@ def listed(numbers: Iterable[int]) -> str:
     )
 
 
-def over(ds: xr.Dataset, axes: Iterable[str] = ("sample", "layer", "head")) -> str:
+def over(
+    ds: xr.Dataset, axes: Iterable[str] = ("sample", "layer", "head"), *, exact: bool = True
+) -> str:
     """The axes along which there is something to take a mean of, and what stands before them: "
-    over samples and heads"; empty for none."""
-    there = [f"{axis}s" for axis in axes if ds.sizes.get(axis, 1) > 1]
+    over samples and heads"; empty for none.
+
+    Args:
+        ds: a run.
+        axes: those that the mean is over.
+        exact: True for means of exact norms and of ratios to them, which only some samples may
+            have.
+    """
+    sizes = dict(ds.sizes) | ({"sample": standing(ds).exact_samples} if exact else {})
+    there = [f"{axis}s" for axis in axes if sizes.get(axis, 1) > 1]
     return f" over {joined(there)}" if there else ""
 
 
 def places(ds: xr.Dataset, times: str = "x") -> str:
-    """Layers and heads that are shown, of how many: "6 layers x 12 heads", "layers 0 to 2 of 6,
-    heads 3 and 4 of 12"."""
+    """Layers and heads that are shown, of how many: "6 layers x 12 heads", "layers 0 to 2 of 6
+    counted from 0, heads 3 and 4 of 12 counted from 0"."""
     there = standing(ds)
     layers = list(there.layers)
     whole = there.all_layers if there.all_layers is not None else layers == list(range(len(layers)))
-    of = "" if there.model_layers is None else f" of {there.model_layers}"
+    of = "" if there.model_layers is None else f" of {there.model_layers} counted from 0"
     text = (
         counted(len(layers), "layer")
         if whole
@@ -264,9 +285,8 @@ def places(ds: xr.Dataset, times: str = "x") -> str:
     least, most = there.heads if there.norms else (ds.sizes["head"],) * 2
     numbers = [int(head) for head in ds["head"].values]
     if there.heads_made is not None and len(numbers) < there.heads_made:
-        return (
-            f"{text}, head{'s' if len(numbers) > 1 else ''} {listed(numbers)} of {there.heads_made}"
-        )
+        kept = f"head{'s' if len(numbers) > 1 else ''} {listed(numbers)} of {there.heads_made}"
+        return f"{text}, {kept} counted from 0"
     heads = f"{least if least == most else f'{least} to {most}'} head{'s' if most != 1 else ''}"
     return (
         f"{text} {times} {heads}"
@@ -339,6 +359,8 @@ def exact_words(ds: xr.Dataset) -> str:
             else f"enclosed to {small(wide)} ({to} was asked for)",
             "",
         )
+    elif not there.closed:
+        closely, open_ = f"lower ends, none of them found to {to}, which was asked for", ""
     if norm_of(ds) != "frobenius":
         found = f"of a model in {a['dtype']}, {closely}, both ends deterministic"
     else:

@@ -250,13 +250,15 @@ def _said_of_bounds(ds: xr.Dataset, table: pd.DataFrame) -> pd.DataFrame:
     return shown.rename(columns={"label": "bound"} | HEADINGS)
 
 
-def _said_of_cells(ds: xr.Dataset, by: str, values: str, reduce: str | float) -> str:
+def _said_of_cells(
+    ds: xr.Dataset, bounds: list[str], by: str, values: str, reduce: str | float
+) -> str:
     """What stands above `breakdown`: of what its cells are, and over what."""
-    means = over(ds, ("sample",) if by == "head" else ("sample", "head"))
-    what = "bound / exact" if values == "ratio" else "bound"
-    head = (
-        f"{reduction_name(reduce)}{means}: exact norm, {what}" if means else f"exact norm, {what}"
-    )
+    axes = ("sample",) if by == "head" else ("sample", "head")
+    means = over(ds, axes, exact=values == "ratio")
+    what = ("bound / exact" if values == "ratio" else "bound") if bounds else ""
+    head = ", ".join(filter(None, ("exact norm", what)))
+    head = f"{reduction_name(reduce)}{means}: {head}" if means else head
     there = standing(ds)
     if there.exact_samples != there.samples:
         bounded = "" if values == "ratio" else f", bounds of all {there.samples}"
@@ -301,7 +303,7 @@ def _by_place(
             _written(x, w, side) for x, w in zip(table[name], wide, strict=True)
         ]
     head, notes, keys = (
-        _said_of_cells(ds, by, values, reduce),
+        _said_of_cells(ds, present(ds, chosen), by, values, reduce),
         footnotes(ds, present(ds, chosen)),
         tuple(map(str, table.index.names)),
     )

@@ -206,13 +206,13 @@ def _table(parts: list[xr.Dataset]) -> tuple[list[Key], list[int]]:
         sorted({layer for _, layer in owner}),
     )
     for key in samples:
-        if missing := [str(layer) for layer in layers if (key, layer) not in owner]:
+        if missing := [layer for layer in layers if (key, layer) not in owner]:
             data = next(
                 part.attrs["data"] for part in parts if part.attrs["data_fingerprint"] == key[0]
             )
             raise StoreError(
-                f"sample {key[1]} of {data} has no layer {', '.join(missing)}, which other "
-                "samples have; all need the same layers"
+                f"sample {key[1]} of {data} lacks layers that other samples have "
+                f"({', '.join(map(str, missing))}); all need the same layers"
             )
     return samples, layers
 

@@ -69,6 +69,12 @@ def run_of(given: object) -> xr.Dataset:
         raise StoreError(
             f"the Dataset is no longer a run: {what}; show the runs, or draw the result with xarray"
         )
+    for axis in AXES if given.attrs.get("made", {}).get("heads") else AXES[:2]:
+        if axis not in given.dims and axis not in given.coords:
+            raise StoreError(
+                f"the run has no {axis}s any more, as after .mean({axis!r}); give the run itself, "
+                "and choose by reduce= what is shown of it"
+            )
     needed = (
         "exact_converged",
         *(f"{bound}_sound" for bound in given.attrs["bounds"] if bound in given.variables),
@@ -91,11 +97,6 @@ def run_of(given: object) -> xr.Dataset:
                     for name, along in ALONG.items()
                     if along == axis and name in ds.coords
                 }
-            )
-        if axis not in ds.dims and not (axis == "head" and "head" not in given.coords):
-            raise StoreError(
-                f"the run has no axis {axis!r} any more; give the run itself, what is shown of "
-                "it can be chosen with reduce="
             )
         if axis in ds.dims and not ds.sizes[axis]:
             raise StoreError(f"the run has no {axis} left; keep at least one")

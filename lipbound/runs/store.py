@@ -5,7 +5,6 @@ import os
 import shlex
 import shutil
 import tempfile
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -26,6 +25,7 @@ from lipbound.errors import (
     nearest,
     one_line,
     shown,
+    warn,
 )
 from lipbound.runs.partial_store import PARTIAL, measured_blocks, partial_path
 from lipbound.runs.provenance import DRAWN, RUN, RUN_SAMPLE, again, damage, flags, own
@@ -204,7 +204,7 @@ def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
         )
         if damaged == "refuse":
             raise AlteredRunError(message)
-        warnings.warn(message, DamagedRunWarning, stacklevel=2)
+        warn(message, DamagedRunWarning)
     names = ["exact", "exact_upper", "exact_l2", *ds.attrs["bounds"]]
     first = [name for name in names if name in ds]
     ds = ds.set_coords(flags(ds))

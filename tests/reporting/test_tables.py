@@ -390,7 +390,7 @@ def test_citations_come_from_the_registry(ds: xr.Dataset) -> None:
 def test_layers_are_named_where_they_are_not_all() -> None:
     model = build(AFFINE["gpt2"])
     one = lb.compare(model, inputs_for(model), layers=[1], bounds=["yudin"], progress=False)
-    assert "layer 1 of 2, 4 heads" in citations.methods(one, "text")
+    assert "layer 1 of 2 counted from 0, 4 heads" in citations.methods(one, "text")
     none = lb.compare(model, inputs_for(model), bounds=[], progress=False)
     assert "compared with upper bounds" not in citations.methods(none, "text")
     assert "an estimate to a relative tolerance of 0.001 without upper bound" in citations.methods(

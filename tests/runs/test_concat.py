@@ -25,6 +25,16 @@ def other(bert: Path) -> xr.Dataset:
     return lb.compare(bert, OTHERS, **OPTIONS)
 
 
+def test_only_the_data_of_what_is_shown_are_named(whole: xr.Dataset, other: xr.Dataset) -> None:
+    ds = lb.concat([whole, other])
+    for words in (tables.caption, tables.methods):
+        names = [run.attrs["data"] for run in (whole, other)]
+        assert " and ".join(names) in words(ds)
+        alone = words(ds.isel(sample=[5]))
+        assert names[1] in alone
+        assert names[0] not in alone
+
+
 def test_samples_of_two_runs(whole: xr.Dataset, other: xr.Dataset, tmp_path: Path) -> None:
     ds = lb.concat([whole, other])
     for name in (
@@ -130,7 +140,7 @@ def test_runs_that_do_not_agree(bert: Path, whole: xr.Dataset, other: xr.Dataset
 
     assert "one run alone" in told(whole)
     assert "layer 0, is in run 1 and run 2 of those given" in told(whole, whole)
-    assert "has no layer 1, which other samples have" in told(
+    assert "lacks layers that other samples have (1); all need the same layers" in told(
         whole.isel(layer=[0]), whole.isel(layer=[1], sample=[0])
     )
     assert "is damaged or was edited: its numbers at every sample and layer" in told(

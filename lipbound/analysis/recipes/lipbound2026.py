@@ -70,9 +70,8 @@ def caption_which_map(ds: xr.Dataset) -> str:
         if name in names or f"{name}, largest" in names
     )
     return (
-        f"{of(ds)}, exact norms, mean over samples. {meaning}. The sum over heads exceeds the "
-        f"exact norm of the layer by {float(ratio.min()):.3g} to "
-        f"{float(ratio.max()):.3g} times."
+        f"{of(ds)}, exact norms, mean over samples. {meaning}. The sum over heads is "
+        f"{float(ratio.min()):.3g} to {float(ratio.max()):.3g} times the exact norm of the layer."
     )
 
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lipbound.attention.layer import Attention
-from lipbound.devices import in_own_modes
+from lipbound.devices import in_own_modes, measuring_device
 from lipbound.errors import CaptureError
 from lipbound.models.capture.parameters import ModuleProjections, projections
 from lipbound.models.training.watch import Probabilities, TrainingCall, transformers_model, watching
@@ -132,11 +132,25 @@ def _layer(call: TrainingCall, found: ModuleProjections | None) -> Attention | N
             valid[keep],
             mask[keep] if mask is not None and len(mask) > 1 else mask,
         )
-    w = [t.to(dtype).repeat_interleave(heads // len(t), 0) for t in found.w]
-    b = [None if t is None else t.to(dtype).repeat_interleave(heads // len(t), 0) for t in found.b]
-    mask = None if mask is None else mask.to(dtype)
+    home = measuring_device(x.device)
+
+    def of_heads(t: Tensor) -> Tensor:
+        return t.to(home, dtype).repeat_interleave(heads // len(t), 0)
+
+    w, b = map(of_heads, found.w), [None if t is None else of_heads(t) for t in found.b]
+    mask, valid = (
+        None if mask is None else mask.to(home, dtype),
+        None if valid is None else valid.to(home),
+    )
     att = Attention(
-        x.to(dtype), *w, b_q=b[0], b_k=b[1], b_v=b[2], scale=call.scale, mask=mask, valid=valid
+        x.to(home, dtype),
+        *w,
+        b_q=b[0],
+        b_k=b[1],
+        b_v=b[2],
+        scale=call.scale,
+        mask=mask,
+        valid=valid,
     )
     _check(att, call, 0 if keep is None else int(keep.nonzero()[0]))
     return att
@@ -153,7 +167,7 @@ def _check(att: Attention, call: TrainingCall, sample: int) -> None:
         ("keys", first.k, call.key),
         ("values", first.v, call.value),
     ):
-        mine, own = mine[0][:, real], own[sample][:, real].to(mine.dtype)
+        mine, own = mine[0][:, real], own[sample].to(mine)[:, real]
         own = own.repeat_interleave(len(mine) // len(own), 0)  # keys and values that heads share
         off = (
             float(
