@@ -145,8 +145,8 @@ def layers() -> Cases:
         "at": lambda v: lb.bounds.over_ball(ATT, 0.1, at=v),
         "rule": lambda v: lb.bounds.whole_layer(ATT, "yudin", rule=v),
         "layer map": lambda v: lb.bounds.whole_layer(ATT, "yudin", map=v),
-        "ball": lambda v: lb.bounds.over_ball(ATT, 0.1, norm=v),
-        "attack norm": lambda v: lb.attack(ATT, 0.1, norm=v),
+        "ball": lambda v: lb.bounds.over_ball(ATT, 0.1, ball=v),
+        "attack norm": lambda v: lb.attack(ATT, 0.1, ball=v),
     }.items():
         found += each(name, call)
     found += each("evaluate names", lambda v: lb.bounds.evaluate(ATT, v))[:-1]

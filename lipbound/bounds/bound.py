@@ -198,18 +198,18 @@ class Bound:
         terms = self._formula_for(att.variants).terms if self.applies(att) else None
         return None if terms is None else terms(self, att)
 
-    def over_ball(self, att: Attention, radius: float, *, norm: str = "token") -> Tensor:
+    def over_ball(self, att: Attention, radius: float, *, ball: str = "token") -> Tensor:
         """The source's bound over a ball of inputs, (samples, heads), float64;
         `lipbound.bounds.over_ball` is ours.
 
         Args:
             att: the layer at the centre.
             radius: of the ball, in the units of ``x``.
-            norm: "token" (every token moves by at most ``radius``) or "frobenius" (all of X does).
+            ball: "token" (every token moves by at most ``radius``) or "frobenius" (all of X does).
 
         Raises:
             LipboundError: where the source has no such statement, a negative radius, an unknown
-                norm.
+                ball.
         """
         if self.ball is None:
             raise LipboundError(
@@ -218,8 +218,8 @@ class Bound:
             )
         check_layer(att, f"bound {self.name!r}")
         att.only(f"bound {self.name!r} over a ball")
-        check_ball(radius, norm)
-        return _numbers(self.ball(att, float(radius), norm)).expand(att.samples, att.heads)
+        check_ball(radius, ball)
+        return _numbers(self.ball(att, float(radius), ball)).expand(att.samples, att.heads)
 
     def extends(
         self,
@@ -303,18 +303,18 @@ def _numbers(values: Tensor) -> Tensor:
     return values.double().nan_to_num(nan=math.inf, posinf=math.inf, neginf=math.inf)
 
 
-def check_ball(radius: float, norm: str) -> None:
+def check_ball(radius: float, ball: str) -> None:
     """Raise LipboundError unless ``radius`` is a number from 0 to 1e60, whose fourth power is in
-    range, and ``norm`` one of `BALLS`."""
-    if not isinstance(norm, str) or norm not in BALLS:
-        raise UnknownNameError(f"unknown norm {shown(norm)} of a ball; {nearest(norm, BALLS)}")
+    range, and ``ball`` one of `BALLS`."""
+    if not isinstance(ball, str) or ball not in BALLS:
+        raise UnknownNameError(f"unknown ball {shown(ball)}; {nearest(ball, BALLS)}")
     if not is_number(radius) or not 0 <= radius <= 1e60:
         raise LipboundError(
             f"radius is {shown(radius)}; it must be a finite number >= 0, and at most 1e60"
         )
 
 
-def check_radii(radius: float | Sequence[float], norm: str) -> tuple[bool, list[float]]:
+def check_radii(radius: float | Sequence[float], ball: str) -> tuple[bool, list[float]]:
     """Whether one radius was given, and all of them as numbers.
 
     Raises:
@@ -329,5 +329,5 @@ def check_radii(radius: float | Sequence[float], norm: str) -> tuple[bool, list[
     if not radii:
         raise LipboundError("radius is empty; give a number >= 0, or a sequence of at least one")
     for one in radii:
-        check_ball(one, norm)
+        check_ball(one, ball)
     return not many, [float(one) for one in radii]

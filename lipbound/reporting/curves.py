@@ -169,7 +169,7 @@ def ball_curve(
         for axes in panels[len(chosen) :]:
             axes.set_axis_off()
         figure.supxlabel(
-            f"radius ({'each token' if ds.attrs['norm'] == 'token' else 'Frobenius'}); tokens "
+            f"radius ({'each token' if ds.attrs['ball'] == 'token' else 'Frobenius'}); tokens "
             f"are {ds.attrs['token_norm']:.3g} long\n{title}"
         )
         figure.supylabel("local Lipschitz constant")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lipbound.attention import softmax
 from lipbound.attention.layer import Attention
-from lipbound.bounds.ball.centre_entries_variants import COVERS
+from lipbound.bounds.ball.centre_entries import COVERS
 from lipbound.bounds.ball.over_ball import over_ball
 from lipbound.bounds.terms import shares
 from lipbound.jacobians.head import HeadJacobian
