@@ -18,8 +18,8 @@ from lipbound.jacobians.maps import WHOLE
 from lipbound.models.batch import Inputs
 from lipbound.models.capture.batch_dependence import telling_samples
 from lipbound.models.capture.capture import Capturer
-from lipbound.models.checkpoints import Checkpoint, load_checkpoint
-from lipbound.models.inputs import prepare
+from lipbound.models.checkpoints import Checkpoint, load_unless_refused
+from lipbound.models.inputs import prepare, refuse_long
 from lipbound.runs.config import LEAST_MEMORY, RunConfig
 from lipbound.runs.measure import LayerInfo, MeasurementSpec, capturer_of, layers_at
 from lipbound.runs.partial_store import partial_path, stored_block
@@ -61,9 +61,15 @@ def open_sources(config: RunConfig, device: str) -> Sources:
 
 
 def open_checkpoint(config: RunConfig, device: str) -> Checkpoint:
-    """The model, on a device; raises CheckpointError where it cannot be had."""
-    return load_checkpoint(
+    """The model, on a device.
+
+    Raises:
+        CheckpointError: it cannot be had.
+        InputsError: its configuration says that it has fewer positions than texts have tokens.
+    """
+    return load_unless_refused(
         config.model,
+        lambda found: refuse_long(str(config.model), found, config.data, config.max_length),
         revision=config.revision,
         dtype=config.dtype,
         device=device,

@@ -28,7 +28,7 @@ from lipbound.models.readers.files import (
     read_text,
     visible,
 )
-from lipbound.models.readers.positions import positions
+from lipbound.models.readers.positions import check_length, positions
 from lipbound.models.readers.reader import Reader, Selection
 from lipbound.models.readers.tables import DataItems, ItemKind, Lazy, no_table, order
 from lipbound.models.readers.token_ids import TokenizedText, batch_of, given_tokens, tokens_of
@@ -61,12 +61,8 @@ class TextReader(Reader):
         """The first windows of a text, the first of several texts that are not blank, or the first
         conversations."""
         samples, max_length = selection.samples, selection.max_length
-        limit = positions(checkpoint)
-        if limit is not None and max_length > limit and given_tokens(data) is None:
-            raise InputsError(
-                f"max_length {max_length} exceeds the {limit} positions of {checkpoint.name}; "
-                f"give at most {limit}"
-            )
+        if given_tokens(data) is None:
+            check_length(checkpoint, max_length)
         if _are_chats(data):
             no_table(selection.split, selection.column, "conversations in memory have")
             return _chats(checkpoint, data, selection)
@@ -86,6 +82,7 @@ class TextReader(Reader):
                 f"{found.description} holds both texts and token numbers; give one kind"
             )
         if isinstance(texts[0], TokenizedText):
+            limit = positions(checkpoint)
             max_length = max_length if limit is None else min(max_length, limit)
             notes += _cut([len(text.ids) for text in texts], max_length)
             return Inputs(

@@ -67,6 +67,7 @@ def load_folder(name: str, folder: Path, commit: str | None, options: LoadOption
             architecture or are not finite.
     """
     config = _config(name, folder)
+    options.refuse(config)
     notes = adapters.refuse_unasked(name, folder, options.adapter)
     files, unread = weight_files.files(folder)
     for note in unread:

@@ -6,13 +6,14 @@ which are what is measured.
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from lipbound import devices
-from lipbound.errors import CheckpointError, nearest
+from lipbound.errors import CheckpointError, LipboundError, nearest
 from lipbound.models import gguf_file
 from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.precision import check_floating
@@ -96,7 +97,7 @@ def load_gguf(name: str, file: Path, commit: str | None, options: LoadOptions) -
     devices.require(
         4.0 * count, torch.device("cpu"), f"the weights of {name} take memory in float32", instead
     )
-    model = _read(name, file)
+    model = _read(name, file, options.refuse)
     check_floating(model, name)
     model = model.to(dtype=options.dtype)
     adapters.merge(model, options.adapter)
@@ -115,12 +116,13 @@ def load_gguf(name: str, file: Path, commit: str | None, options: LoadOptions) -
     return adapters.named(checkpoint, options.adapter)
 
 
-def _read(name: str, file: Path) -> PreTrainedModel:
+def _read(name: str, file: Path, refuse: Callable[[PreTrainedConfig], None]) -> PreTrainedModel:
     try:
         with quiet(), gguf_file.read_once(file):
             config = AutoConfig.from_pretrained(
                 file.parent, gguf_file=file.name, trust_remote_code=False
             )
+            refuse(config)
             model, report = AutoModel.from_pretrained(
                 file.parent,
                 gguf_file=file.name,
@@ -131,6 +133,8 @@ def _read(name: str, file: Path) -> PreTrainedModel:
                 output_loading_info=True,
                 adapter_kwargs={"subfolder": adapters.ELSEWHERE},
             )
+    except LipboundError:
+        raise
     except Exception as error:  # broken files raise a zoo of types
         raise CheckpointError(f"{name} could not be loaded: {_why(error)}") from error
     check_filled(report, name)

@@ -1,9 +1,11 @@
 """What a kind of checkpoint must know."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from transformers import PreTrainedConfig
 
 from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.sources.adapters import Adapter
@@ -21,6 +23,7 @@ class LoadOptions:
         gguf_file: which GGUF file of a directory or a hub model, or None.
         adapter: what is merged into the weights; "none": not even one that lies beside them; None:
             nothing was said.
+        refuse: is shown the configuration, and may raise before the weights are read.
     """
 
     revision: str | None
@@ -29,6 +32,7 @@ class LoadOptions:
     weights: str
     gguf_file: str | None = None
     adapter: Adapter | str | None = None
+    refuse: Callable[[PreTrainedConfig], None] = lambda config: None
 
 
 class Source(Protocol):
