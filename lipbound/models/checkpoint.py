@@ -10,6 +10,7 @@ from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedModel
 from lipbound.errors import CheckpointError
 from lipbound.models import gguf_file
 from lipbound.models.quiet import first_line, quiet
+from lipbound.models.weight_files import check_fetched
 
 MODALITIES = {"input_ids": "text", "pixel_values": "image"}
 """What a model takes, by the name of its main input."""
@@ -138,6 +139,7 @@ class Checkpoint:
                 f"{name} has no files of a {what} ({files[0]} or the like); give a directory "
                 "that has, or a hub id"
             )
+        check_fetched(folder, files)
         repo, _, revision = (str(folder), "", "") if folder.is_dir() else name.partition("@")
         try:
             with quiet():
@@ -162,6 +164,7 @@ class Checkpoint:
                 f"{self.name} has no files of its {what} ({files[0]} or the like); add them, or "
                 f"give data as {instead}"
             )
+        check_fetched(folder, files)
         try:
             with quiet():
                 return loader.from_pretrained(self.source, trust_remote_code=False)

@@ -4,7 +4,7 @@ files, read one by one or in part."""
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,16 +171,32 @@ def _shards(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
+def check_fetched(folder: Path, patterns: Iterable[str]) -> None:
+    """Raise CheckpointError where files of a folder are what Git LFS leaves in the place of them.
+
+    Args:
+        folder: where to look, if it is one.
+        patterns: of the names of the files.
+    """
+    for file in (file for pattern in patterns for file in folder.glob(pattern) if file.is_file()):
+        with file.open("rb") as stream:
+            _refuse_pointer(file, stream.read(len(POINTER)))
+
+
+def _refuse_pointer(file: Path, start: bytes) -> None:
+    if start.startswith(POINTER):
+        raise CheckpointError(
+            f"{file} is a pointer of Git LFS, not the file itself; fetch it with `git lfs pull`"
+        )
+
+
 def check_file(file: Path) -> None:
     """Raise CheckpointError where a file is empty, what Git LFS leaves in the place of one, or a
     safetensors file that is cut off."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(max(8, len(POINTER)))
-        if start.startswith(POINTER):
-            raise CheckpointError(
-                f"{file} is a pointer of Git LFS, not the file itself; fetch it with `git lfs pull`"
-            )
+        _refuse_pointer(file, start)
         if not size:
             raise CheckpointError(f"{file} is empty; fetch it again")
         if file.suffix != ".safetensors":

@@ -47,7 +47,9 @@ EXPORTS = {
             "csv": "csv",
             "tsv": "csv",
             "xlsx": "csv",
+            "xls": "csv",
             "parquet": "csv",
+            "feather": "csv",
             "md": "markdown",
             "tex": "latex",
             "txt": "text",
@@ -55,12 +57,13 @@ EXPORTS = {
     },
     **{
         f".{kind}": f"lipbound heatmap {{run}} -o heatmap.{kind}"
-        for kind in ("pdf", "png", "svg", "jpg", "eps")
+        for kind in ("pdf", "png", "svg", "jpg", "jpeg", "tif", "tiff", "webp", "eps", "ps", "pgf")
     },
     ".json": "lipbound table {run} --json",
     ".html": "lipbound report {run} -o report.html",
     ".bib": "lipbound cite {run}",
-    ".nc": "lb.load('{run}').to_netcdf(...) in Python",
+    **dict.fromkeys((".nc", ".h5", ".hdf5"), "lb.save(lb.load('{run}'), 'run.nc') in Python"),
+    **dict.fromkeys((".npy", ".npz", ".pkl", ".pt"), "lb.load('{run}') in Python"),
 }
 """What makes a file of such an ending from a run."""
 LEAST_MEMORY = 1e6
@@ -302,19 +305,19 @@ class RunConfig:
         return samples if self.exact_samples is None else min(self.exact_samples, samples)
 
 
-def check_run_name(out: Any) -> None:
+def check_run_name(out: Any, argument: str = "out") -> None:
     """Raise LipboundError for what cannot be the name of a run, or is that of a file which other
     commands write."""
     if out is not None and (not isinstance(out, str | Path) or not str(out).strip()):
         raise LipboundError(
-            f"out is {shown(out)}; give the name of a run that does not exist yet, such as "
+            f"{argument} is {shown(out)}; give the name of a run that does not exist yet, such as "
             "'run.zarr'"
         )
     if out is not None and (command := EXPORTS.get(Path(out).suffix.lower())):
         run = shlex.quote(str(Path(out).with_suffix(".zarr")))
         raise LipboundError(
-            f"out is {shown(str(out))}, and a run is a folder of its own kind; name it {run}, "
-            f"then: {command.format(run=run)}"
+            f"{argument} is {shown(str(out))}, and a run is a folder of its own kind; name it "
+            f"{run}, then: {command.format(run=run)}"
         )
 
 

@@ -25,8 +25,10 @@ def text_part(config: Any) -> Any:
 
 
 def several_towers(model: Any) -> bool:
-    """Tell whether a model looks tokens up in one of several towers rather than in a table of its
-    own."""
+    """Tell whether a model compares its towers with one another, or looks tokens up in one of
+    several rather than in a table of its own."""
+    if hasattr(model, "logit_scale"):  # CLIP and its kin, of which SigLIP has a table of tokens
+        return True
     try:
         model.get_input_embeddings()
     except (AttributeError, NotImplementedError):

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import pickle
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ HEADS_ONLY = ("pooler", "classifier", "lm_head", "score", "cls.", "qa_outputs", 
 def refused_pickle(error: BaseException) -> bool:
     """Tell whether torch refused to read a file since it is damaged or holds other things than
     weights."""
-    return "weights_only" in str(error) or "Weights only load failed" in str(error)
+    damaged = isinstance(error, struct.error | pickle.UnpicklingError | EOFError)
+    return damaged or "weights_only" in str(error) or "Weights only load failed" in str(error)
 
 
 def check_filled(report: dict[str, Any], name: str) -> None:
