@@ -150,6 +150,14 @@ def test_positions_count_robertas_offset() -> None:
     assert (of("bert"), of("roberta"), of("gpt2")) == (40, 38, 40)
 
 
+def test_positions_without_a_limit() -> None:
+    """XLNet declares -1 of them."""
+    config = tf.XLNetConfig(vocab_size=60, d_model=24, n_layer=1, n_head=4, d_inner=32)
+    checkpoint = Checkpoint(build(lambda: tf.XLNetModel(config)), "xlnet", "", None)
+    assert positions(checkpoint) is None
+    assert prepare(checkpoint, {"input_ids": torch.ones(1, 200, dtype=torch.long)}).samples == 1
+
+
 @pytest.mark.parametrize("weights", ["whole", "layers"])
 def test_lengths_are_refused_before_weights_are_read(
     weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -57,6 +57,8 @@ def declared_positions(config: Any) -> int | None:
     """The longest text in tokens that the text part of a configuration declares; None where it sets
     no limit."""
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    if limit is not None and limit < 0:  # XLNet's word for none
+        return None
     rope = getattr(config, "rope_parameters", None)
     if limit is not None and isinstance(rope, Mapping) and rope.get("rope_type") == "dynamic":
         limit *= float(rope.get("factor") or 1)  # it is that from which rotary tables grow
