@@ -50,6 +50,10 @@ class CaptureError(LipboundError):
     """A model's attention could not be captured, or the capture does not reproduce the model."""
 
 
+class DifferentPositionsError(CaptureError):
+    """The samples of a batch have different positions, so that they must be captured one by one."""
+
+
 class CheckpointError(LipboundError):
     """A checkpoint could not be found or loaded."""
 

@@ -359,5 +359,8 @@ def measured(config: RunConfig, *, client: Any = None, progress: bool = True) ->
     except StoreError as error:
         if error.dataset is None:
             raise
-        refuge = save(error.dataset, Path(tempfile.mkdtemp(prefix="lipbound-")) / "run.zarr")
+        try:
+            refuge = save(error.dataset, Path(tempfile.mkdtemp(prefix="lipbound-")) / "run.zarr")
+        except (StoreError, OSError):  # what is wrong is told of the place that was asked for
+            raise error from None
         raise StoreError(f"{error}; the finished run was saved to {refuge} instead") from error

@@ -2,6 +2,7 @@
 
 import hashlib
 import inspect
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedModel
+from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from lipbound.errors import CheckpointError
 from lipbound.models import gguf_file
 from lipbound.models.quiet import first_line, quiet
+from lipbound.models.weight_files import check_fetched
 
 if TYPE_CHECKING:
     from lipbound.models.sources.adapters import Adapter
@@ -43,6 +45,7 @@ class LoadOptions:
         gguf_file: which GGUF file of a directory or a hub model, or None.
         adapter: what is merged into the weights; "none": not even one that lies beside them; None:
             nothing was said.
+        refuse: is shown the configuration, and may raise before the weights are read.
     """
 
     revision: str | None
@@ -51,6 +54,7 @@ class LoadOptions:
     weights: str
     gguf_file: str | None = None
     adapter: "Adapter | str | None" = None
+    refuse: Callable[[PreTrainedConfig], None] = lambda config: None
 
     def refuse_revision(self, what: str) -> None:
         """Refuse a revision for anything but a hub model.
@@ -180,6 +184,8 @@ class Checkpoint:
                 f"{given or self.name} has no files of {wanted}; "
                 f"{'give a directory that has, or a hub id' if given else remedy}"
             )
+        if here and file is None:
+            check_fetched(folder, files.split())
         repo, _, revision = (str(folder), "", "") if here else place.partition("@")
         inside = {} if file is None else {"gguf_file": file}
         try:

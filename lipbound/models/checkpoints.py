@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from lipbound.devices import DTYPES, WEIGHTS, check_weights, dtype_name, has_float64, resolve_device
 from lipbound.errors import CheckpointError, adapter_name, name_or_none, shown, tell
@@ -81,6 +81,35 @@ def load_checkpoint(
     >>> checkpoint.modality, checkpoint.model.config.num_hidden_layers, str(checkpoint.model.dtype)
     ('text', 6, 'torch.float32')
     """
+    return load_unless_refused(
+        model,
+        lambda config: None,
+        revision=revision,
+        dtype=dtype,
+        device=device,
+        weights=weights,
+        gguf_file=gguf_file,
+        tokenizer=tokenizer,
+        processor=processor,
+        adapter=adapter,
+    )
+
+
+def load_unless_refused(
+    model: str | Path | PreTrainedModel,
+    refuse: Callable[[PreTrainedConfig], None],
+    *,
+    revision: str | None,
+    dtype: str | torch.dtype,
+    device: str | torch.device,
+    weights: str,
+    gguf_file: str | None,
+    tokenizer: str | Path | None,
+    processor: str | Path | None,
+    adapter: str | Path | Literal[False] | None,
+) -> Checkpoint:
+    """`load_checkpoint`, where ``refuse`` is shown the configuration of a model that is not in
+    memory yet, and may raise before the weights are read."""
     check_weights(weights)
     if isinstance(model, str | Path) and not str(model).strip():
         raise CheckpointError(
@@ -94,6 +123,7 @@ def load_checkpoint(
         weights,
         name_or_none("gguf_file", gguf_file),
         _adapter(adapter_name(adapter)),
+        refuse,
     )
     if options.dtype == torch.float64 and not has_float64(options.device):
         raise CheckpointError(

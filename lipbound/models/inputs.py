@@ -1,14 +1,18 @@
 """Prepare data as model inputs: texts, images, or inputs that are ready."""
 
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from transformers import AutoModel, PreTrainedConfig
 
 from lipbound import errors
 from lipbound.errors import CheckpointError, InputsError, name_or_none, tell
 from lipbound.models.checkpoint import Checkpoint, Inputs
+from lipbound.models.quiet import quiet
 from lipbound.models.readers.files import is_sentence
 from lipbound.models.readers.images import ImageReader
 from lipbound.models.readers.model_inputs import (
@@ -18,11 +22,17 @@ from lipbound.models.readers.model_inputs import (
     options_of,
     ready_inputs,
 )
-from lipbound.models.readers.positions import check_tokens
+from lipbound.models.readers.positions import (
+    check_length,
+    check_tokens,
+    declared_positions,
+    text_part,
+)
 from lipbound.models.readers.reader import Reader, Selection
 from lipbound.models.readers.remarks import remarks
 from lipbound.models.readers.tables import no_table, order
 from lipbound.models.readers.text import TextReader
+from lipbound.models.readers.token_ids import given_tokens
 
 __all__ = ["READERS", "Inputs", "prepare", "token_texts"]
 
@@ -114,6 +124,37 @@ def prepare(
     for note in inputs.notes:
         tell(note)
     return inputs
+
+
+def refuse_long(name: str, config: PreTrainedConfig, data: Any, max_length: int) -> None:
+    """Refuse texts that are longer than a model allows before its weights are read, as `prepare`
+    does when they are.
+
+    Args:
+        name: of the model, for messages.
+        config: of the model. What it declares must be too short for the model to be looked at.
+        data, max_length: as of `prepare`.
+
+    Raises:
+        InputsError: the model takes text, which the data may be, and has too few positions; or it
+            has several towers, all of which need inputs.
+    """
+    if isinstance(data, Inputs) or is_ready(data) or given_tokens(data) is not None:
+        return
+    declared = declared_positions(text_part(config))
+    if declared is None or max_length <= declared:
+        return
+    try:
+        with quiet(), torch.device("meta"):
+            model = AutoModel.from_config(
+                deepcopy(config), trust_remote_code=False, attn_implementation="eager"
+            )
+    except Exception:  # what cannot be built is told when it is loaded
+        return
+    checkpoint = Checkpoint(model, name, "", None)
+    if checkpoint.modality == TextReader.modality:
+        check_towers(checkpoint, [checkpoint.main_input])
+        check_length(checkpoint, max_length)
 
 
 def token_texts(checkpoint: Checkpoint, inputs: Inputs, sample: int = 0) -> list[str]:

@@ -187,6 +187,25 @@ def _shards(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
+def check_fetched(folder: Path, patterns: Iterable[str]) -> None:
+    """Raise CheckpointError where files of a folder are what Git LFS leaves in the place of them.
+
+    Args:
+        folder: where to look, if it is one.
+        patterns: of the names of the files.
+    """
+    for file in (file for pattern in patterns for file in folder.glob(pattern) if file.is_file()):
+        with file.open("rb") as stream:
+            _refuse_pointer(file, stream.read(len(POINTER)))
+
+
+def _refuse_pointer(file: Path, start: bytes) -> None:
+    if start.startswith(POINTER):
+        raise CheckpointError(
+            f"{file} is a pointer of Git LFS, not the file itself; fetch it with `git lfs pull`"
+        )
+
+
 def check_file(file: Path) -> None:
     """Refuse a file that was not fetched whole.
 
@@ -200,10 +219,7 @@ def check_file(file: Path) -> None:
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(max(8, len(POINTER)))
-        if start.startswith(POINTER):
-            raise CheckpointError(
-                f"{file} is a pointer of Git LFS, not the file itself; fetch it with `git lfs pull`"
-            )
+        _refuse_pointer(file, start)
         if not size:
             raise CheckpointError(f"{file} is empty; fetch it again")
         if file.suffix != ".safetensors":

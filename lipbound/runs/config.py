@@ -38,18 +38,22 @@ if TYPE_CHECKING:
 TOL = "between 0 and 1 (relative width of the enclosures)"
 DELTA = "a probability between 0 and 1, or None for plain estimates without upper ends"
 EXPORTS = {
-    **dict.fromkeys((".csv", ".tsv", ".xlsx", ".parquet"), "lipbound table {run} --format csv"),
+    **dict.fromkeys(
+        (".csv", ".tsv", ".xlsx", ".xls", ".parquet", ".feather"),
+        "lipbound table {run} --format csv",
+    ),
     ".md": "lipbound table {run} --format markdown",
     ".tex": "lipbound table {run} --format latex",
     ".txt": "lipbound table {run} --format text",
     **{
         f".{kind}": f"lipbound heatmap {{run}} -o heatmap.{kind}"
-        for kind in ("pdf", "png", "svg", "jpg", "eps")
+        for kind in ("pdf", "png", "svg", "jpg", "jpeg", "tif", "tiff", "webp", "eps", "ps", "pgf")
     },
     ".json": "lipbound table {run} --json",
     ".html": "lipbound report {run} -o report.html",
     ".bib": "lipbound cite {run}",
-    ".nc": "lb.load('{run}').to_netcdf(...) in Python",
+    **dict.fromkeys((".nc", ".h5", ".hdf5"), "lb.save(lb.load('{run}'), 'run.nc') in Python"),
+    **dict.fromkeys((".npy", ".npz", ".pkl", ".pt"), "lb.load('{run}') in Python"),
 }
 """Commands that make a file of such an ending from a run."""
 LEAST_MEMORY = 1e6
@@ -318,20 +322,20 @@ RECORDED_SOURCE = ("max_length", "split", "column", "shuffle", "tokenizer", "pro
 """Options that a run records as attributes, and in its attribute ``source``."""
 
 
-def check_run_name(out: Any) -> None:
+def check_run_name(out: Any, argument: str = "out") -> None:
     """Refuse what cannot be the name of a run, or is that of a file which other commands write."""
     if out is None:
         return
     if not isinstance(out, str | Path) or not str(out).strip():
         raise LipboundError(
-            f"out is {shown(out)}; give the name of a run that does not exist yet, such as "
+            f"{argument} is {shown(out)}; give the name of a run that does not exist yet, such as "
             "'run.zarr'"
         )
     if command := EXPORTS.get(Path(out).suffix.lower()):
         run = shlex.quote(str(Path(out).with_suffix(".zarr")))
         raise LipboundError(
-            f"out is {shown(str(out))}, and a run is a folder of its own kind; name it {run}, "
-            f"then: {command.format(run=run)}"
+            f"{argument} is {shown(str(out))}, and a run is a folder of its own kind; name it "
+            f"{run}, then: {command.format(run=run)}"
         )
 
 

@@ -15,6 +15,7 @@ from lipbound.attention.layer import Attention
 from lipbound.bounds.registry import get
 from lipbound.bounds.whole_layer_rules import whole_layer, with_output
 from lipbound.devices import side_by_side
+from lipbound.errors import DifferentPositionsError
 from lipbound.jacobians.maps import BLOCKS, WHOLE
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
 from lipbound.jacobians.token_norms.token_norm import token_norm
@@ -114,7 +115,8 @@ class Measurer:
     ) -> Iterator[LayerResult]:
         """Measure every layer but those at the positions ``skip``.
 
-        Results depend on the block alone, not on blocks measured before.
+        Samples with different positions are measured one by one. Results depend on the block
+        alone, not on blocks measured before.
 
         Args:
             inputs: of the model, for the samples of the block.
@@ -125,6 +127,22 @@ class Measurer:
             Layer by layer.
         """
         self._capturer.forget()
+        done = set(skip)
+        try:
+            for measured in self._layers(inputs, start, skip):
+                done.add(measured.layer)
+                yield measured
+        except DifferentPositionsError:
+            samples = len(next(t for t in inputs.values() if isinstance(t, Tensor)))
+            if samples == 1:
+                raise
+            alone = [list(self._layers(_one(inputs, k), start + k, done)) for k in range(samples)]
+            yield from map(_joined, zip(*alone, strict=True))
+
+    def _layers(
+        self, inputs: Mapping[str, Tensor], start: int, skip: Collection[int]
+    ) -> Iterator[LayerResult]:
+        """The layers at samples that are captured together."""
         spec = self._spec
         positions = (i for i in itertools.count() if i not in skip)
         for i, layer in zip(positions, self._capturer.each(inputs, skip), strict=False):
@@ -136,6 +154,25 @@ class Measurer:
             values = _measured(attention, spec, seeds, spec.exact_samples - start)
             del layer, attention  # frees P and what hangs on it
             yield LayerResult(i, values, lengths, error)
+
+
+def _one(inputs: Mapping[str, Any], sample: int) -> dict[str, Any]:
+    """The inputs of one sample of a block, and the options of all."""
+    return {
+        name: value[sample : sample + 1] if isinstance(value, Tensor) else value
+        for name, value in inputs.items()
+    }
+
+
+def _joined(results: Sequence[LayerResult]) -> LayerResult:
+    """One layer at several samples, from its results at each of them; the first ones alone may have
+    exact norms."""
+    values = {
+        name: np.concatenate([one.values[name] for one in results if name in one.values])
+        for name in results[0].values
+    }
+    lengths = np.concatenate([one.lengths for one in results])
+    return LayerResult(results[0].layer, values, lengths, max(one.error for one in results))
 
 
 def _measured(

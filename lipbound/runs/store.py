@@ -25,6 +25,7 @@ from lipbound.errors import (
     warn,
 )
 from lipbound.runs.checksums import again, damage
+from lipbound.runs.config import check_run_name
 from lipbound.runs.partial_store import PARTIAL, measured_blocks, partial_path
 from lipbound.schema import AXES, RUN, RUN_SAMPLE, flags, lacking_settings, lacking_variables, sound
 
@@ -76,6 +77,7 @@ def save(ds: xr.Dataset, path: str | Path) -> Path:
     Raises:
         StoreError: the path exists or cannot be written, or what is given is no run that could be
             loaded again.
+        LipboundError: its name is that of a file of another kind, such as ``run.csv``.
     """
     if not isinstance(ds, xr.Dataset):
         raise StoreError(
@@ -88,6 +90,8 @@ def save(ds: xr.Dataset, path: str | Path) -> Path:
             "variables, or save it with its own to_zarr"
         )
     path = check_target(path)
+    if path.suffix != NETCDF:
+        check_run_name(path, "path")
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         if path.suffix == NETCDF:

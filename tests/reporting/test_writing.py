@@ -92,6 +92,23 @@ def test_a_full_disk_leaves_what_was_there(ds: xr.Dataset, tmp_path: Path, what:
     assert all((tmp_path / name).read_text() == "old" for name in names)
 
 
+@pytest.mark.parametrize("kind", ["pdf", "png", "svg"])
+def test_a_disk_that_takes_a_hundred_bytes_is_named(
+    ds: xr.Dataset, kind: str, tmp_path: Path
+) -> None:
+    """And not what the writers of single formats fail with when they are broken off."""
+    resource = pytest.importorskip("resource")
+    path, before = tmp_path / f"x.{kind}", resource.getrlimit(resource.RLIMIT_FSIZE)
+    path.write_text("old")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(StoreError, match=r"cannot be written: File too large"):
+            plots.heatmaps(ds, path, bounds=["yudin"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.read_text() == "old"
+
+
 def test_files_replace_one_another_whole(tmp_path: Path) -> None:
     target, link = tmp_path / "a.txt", tmp_path / "link.txt"
     target.write_text("old")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lipbound.attention.variants.rotary import Rotation
-from lipbound.errors import CaptureError, LipboundError
+from lipbound.errors import CaptureError, DifferentPositionsError, LipboundError
 from lipbound.models.capture.norm_stub import stub_norms
 from lipbound.models.capture.recorder import RAISED, Call, handling, hidden_states
 from lipbound.models.capture.rotary_fit import ROTATION_TOLERANCE, find_rotation, misses
@@ -144,7 +144,8 @@ class ProbedLayer:
         ):
             raise self._call.unsupported(
                 "is given samples with different positions (capture them one at a time, or pad "
-                "on the right)"
+                "on the right)",
+                DifferentPositionsError,
             )
         for stub in self.stubs:
             stub.centred = False  # centred vectors do not span the space

@@ -101,9 +101,9 @@ class Call:
             self, run=replace(self.run, args=there(self.args), kwargs=there(self.kwargs)), **own
         )
 
-    def unsupported(self, what: str) -> CaptureError:
-        """The error about something that the layer does."""
-        return CaptureError(
+    def unsupported(self, what: str, kind: type[CaptureError] = CaptureError) -> CaptureError:
+        """The error, of this kind, about something that the layer does."""
+        return kind(
             f"layer {self.name}: {type(self.module).__name__} {what}, which is not supported"
         )
 

@@ -13,15 +13,22 @@ from lipbound.models.checkpoint import Checkpoint
 def text_config(model: Any) -> Any:
     """The part of a model's configuration that is about text: of a model of several towers that of
     the text's."""
+    return text_part(model.config)
+
+
+def text_part(config: Any) -> Any:
+    """The part of a configuration that is about text; all of it where there is no single one."""
     try:
-        return model.config.get_text_config()
+        return config.get_text_config()
     except (AttributeError, ValueError):  # several are about text
-        return model.config
+        return config
 
 
 def several_towers(model: Any) -> bool:
-    """Tell whether a model looks tokens up in one of several towers rather than in a table of its
-    own."""
+    """Tell whether a model compares its towers with one another, or looks tokens up in one of
+    several rather than in a table of its own."""
+    if hasattr(model, "logit_scale"):  # CLIP and its kin, of which SigLIP has a table of tokens
+        return True
     try:
         model.get_input_embeddings()
     except (AttributeError, NotImplementedError):
@@ -46,24 +53,38 @@ def token_embedding(model: Any) -> nn.Module | None:
     return None
 
 
-def positions(checkpoint: Checkpoint) -> int | None:
-    """Longest input of a text model in tokens, or None where it sets no limit."""
-    config = text_config(checkpoint.model)
+def declared_positions(config: Any) -> int | None:
+    """The longest text in tokens that the text part of a configuration declares; None where it sets
+    no limit."""
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    if limit is None:
+    if limit is not None and limit < 0:  # XLNet's word for none
         return None
     rope = getattr(config, "rope_parameters", None)
-    if (
-        isinstance(rope, Mapping) and rope.get("rope_type") == "dynamic"
-    ):  # the limit is that from which rotary tables grow
-        limit = int(limit * float(rope.get("factor") or 1))
+    if limit is not None and isinstance(rope, Mapping) and rope.get("rope_type") == "dynamic":
+        limit *= float(rope.get("factor") or 1)  # it is that from which rotary tables grow
+    return None if limit is None else int(limit)
+
+
+def positions(checkpoint: Checkpoint) -> int | None:
+    """Longest input of a text model in tokens, or None where it sets no limit."""
+    limit = declared_positions(text_config(checkpoint.model))
     padding = getattr(checkpoint.model.base_model, "embeddings", None)
     offset = (
         getattr(padding, "padding_idx", None) if hasattr(padding, "position_embeddings") else None
     )
-    return int(limit) - (
-        int(offset) + 1 if offset else 0
-    )  # RoBERTa's positions start behind the padding index
+    if limit is None or not offset:
+        return limit
+    return limit - int(offset) - 1  # RoBERTa's positions start behind the padding index
+
+
+def check_length(checkpoint: Checkpoint, max_length: int) -> None:
+    """Raise InputsError where texts of ``max_length`` tokens are longer than the model allows."""
+    limit = positions(checkpoint)
+    if limit is not None and max_length > limit:
+        raise InputsError(
+            f"max_length {max_length} exceeds the {limit} positions of {checkpoint.name}; give at "
+            f"most {limit}"
+        )
 
 
 def check_positions(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> None:

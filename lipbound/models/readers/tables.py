@@ -173,6 +173,10 @@ class _Frame:
             for name, v in zip(self.column_names, values, strict=True)
         }
 
+    def column(self, name: str) -> list[Any]:
+        """All values of a column."""
+        return list(self._frame.iloc[:, self.column_names.index(name)].astype(object))
+
 
 def rows(data: Any, split: str | None, column: str | None, kind: ItemKind, name: str) -> DataItems:
     """The items of a list, a dataset, a data frame, a table file or a hub dataset, or one item,
@@ -194,7 +198,7 @@ def rows(data: Any, split: str | None, column: str | None, kind: ItemKind, name:
         return DataItems([data], kind.one)
     if isinstance(data, Image.Image):
         raise InputsError(f"data is an image, but {name} takes {kind.takes}")
-    if isinstance(data, Sequence) and not isinstance(data, str):
+    if isinstance(data, Sequence) and not isinstance(data, str | bytes):
         return _listed(data, kind, name)
     table, description = table_of(data, split, column)
     chosen = _column(table, column, kind, description)
@@ -208,10 +212,13 @@ def _listed(data: Sequence[Any], kind: ItemKind, name: str) -> DataItems:
     if not len(data):
         raise InputsError("data is an empty list; give at least one sample")
     if kind.type is str and all(
-        isinstance(item, str) and ending(Path(item[-20:])) in TEXT_FILES and there(item) is not None
-        for item in data
+        isinstance(item, str) and ending(Path(item[-20:])) in TEXT_FILES for item in data
     ):
-        data = [Path(item) for item in data]
+        gone = [item for item in data if there(item) is None]
+        if len(gone) < len(data):
+            data = [Path(item) for item in data]
+        elif not any(len(item.split()) > 1 for item in gone):
+            raise InputsError(f"data is a list of names of files, and there is no file {gone[0]}")
     items = [kind.item(item) for item in data]
     for given, item in zip(data, items, strict=True):
         if item is None and (
@@ -254,11 +261,13 @@ def table_of(data: Any, split: str | None, column: str | None) -> tuple[Any, str
 
 
 def _classes(table: Any) -> Sequence[Any] | None:
-    """The class of every row of a dataset in memory, by name, where a column says it."""
-    if not isinstance(table, datasets.Dataset):
+    """The class of every row of a dataset or a data frame, by name, where a column says it."""
+    if not isinstance(table, datasets.Dataset | _Frame):
         return None
     for name in CLASSES:
         if name in table.column_names:
+            if isinstance(table, _Frame):
+                return table.column(name)
             values = table.with_format(None)[name][:]
             feature = table.features[name]
             if isinstance(feature, datasets.ClassLabel) and feature.names:

@@ -27,7 +27,7 @@ from lipbound.models.readers.files import (
     read_text,
     visible,
 )
-from lipbound.models.readers.positions import positions
+from lipbound.models.readers.positions import check_length, positions
 from lipbound.models.readers.reader import Reader, Selection
 from lipbound.models.readers.tables import DataItems, ItemKind, Lazy, no_table, order
 from lipbound.models.readers.token_ids import TokenizedText, batch_of, given_tokens, tokens_of
@@ -35,6 +35,14 @@ from lipbound.models.readers.token_ids import TokenizedText, batch_of, given_tok
 TEXT_COLUMNS = ("input_ids", "text", "sentence", "content", "question", "premise", "description")
 DEFAULT_TEXT = Path(__file__).parent.parent / "builtin" / "text.txt"
 """The text that comes with lipbound."""
+GENERIC = (
+    "TokenizersBackend",
+    "PythonBackend",
+    "PreTrainedTokenizerFast",
+    "PreTrainedTokenizer",
+    "None",
+)
+"""Classes that transformers loads any tokenizer into, and what stands for none."""
 UNKNOWN = 0.5
 """Share of unknown tokens above which a text is hardly one of the tokenizer's."""
 
@@ -60,12 +68,8 @@ class TextReader(Reader):
         """The first windows of a text, the first of several texts that are not blank, or the first
         conversations."""
         samples, max_length = selection.samples, selection.max_length
-        limit = positions(checkpoint)
-        if limit is not None and max_length > limit and given_tokens(data) is None:
-            raise InputsError(
-                f"max_length {max_length} exceeds the {limit} positions of {checkpoint.name}; "
-                f"give at most {limit}"
-            )
+        if given_tokens(data) is None:
+            check_length(checkpoint, max_length)
         if _are_chats(data):
             no_table(selection.split, selection.column, "conversations in memory have")
             return _chats(checkpoint, data, selection)
@@ -85,6 +89,7 @@ class TextReader(Reader):
                 f"{found.description} holds both texts and token numbers; give one kind"
             )
         if isinstance(texts[0], TokenizedText):
+            limit = positions(checkpoint)
             max_length = max_length if limit is None else min(max_length, limit)
             notes += _cut([len(text.ids) for text in texts], max_length)
             return Inputs(
@@ -94,7 +99,7 @@ class TextReader(Reader):
                 notes,
             )
         tokenizer = checkpoint.tokenizer()
-        kind = type(tokenizer).__name__
+        kind = _kind(tokenizer, checkpoint)
         if len(texts) == 1 and (
             samples != 1 or (isinstance(found.items, Sequence) and len(found.items) == 1)
         ):
@@ -149,6 +154,16 @@ class TextReader(Reader):
         )
 
 
+def _kind(tokenizer: Any, checkpoint: Checkpoint) -> str:
+    """What a tokenizer is called: its class, the one that its files name where it was loaded as
+    none of its own, or whose it is."""
+    named = type(tokenizer).__name__, str(tokenizer.init_kwargs.get("tokenizer_class"))
+    if kind := next((name for name in named if name not in GENERIC), None):
+        return kind
+    other = checkpoint.tokenizer_from
+    return "the model's tokenizer" if other is None else f"the tokenizer of {Path(other).name}"
+
+
 def _are_chats(data: Any) -> bool:
     """Whether it is a list that begins with a conversation."""
     return (
@@ -194,7 +209,7 @@ def _chats(checkpoint: Checkpoint, data: Sequence[Any], selection: Selection) ->
         tokenizer, texts, selection.max_length, checkpoint.name, special=False
     )  # the template has written them
     made = (
-        f"{type(tokenizer).__name__} with its chat template, each cut at "
+        f"{_kind(tokenizer, checkpoint)} with its chat template, each cut at "
         f"{selection.max_length} tokens"
     )
     return Inputs(
@@ -211,12 +226,7 @@ def _windows(
     """Consecutive windows of exactly ``max_length`` tokens (one shorter window where the text has
     no more), and a note on what was left out."""
     samples, max_length = selection.samples, selection.max_length
-    special = tokenizer.num_special_tokens_to_add()
-    if special >= max_length:
-        raise InputsError(
-            f"max_length {max_length} leaves no room beside the tokenizer's {special} special "
-            "tokens"
-        )
+    special = _special(tokenizer, max_length)
     everything = samples is None or selection.shuffle is not None
     size = (
         len(text) if everything or samples is None else samples * max_length * 12
@@ -244,6 +254,17 @@ def _windows(
         for key in tokenizer.model_input_names
         if key in encoded
     }, notes
+
+
+def _special(tokenizer: Any, max_length: int) -> int:
+    """How many special tokens a text gets; raises InputsError where no others would fit."""
+    special = int(tokenizer.num_special_tokens_to_add())
+    if special >= max_length:
+        raise InputsError(
+            f"max_length {max_length} leaves no room beside the tokenizer's {special} special "
+            "tokens"
+        )
+    return special
 
 
 def _in_windows(
@@ -287,6 +308,8 @@ def _tokens(
 ) -> tuple[dict[str, Tensor], list[str]]:
     """The beginnings of texts, padded on the right, and notes on those that were cut or have no
     token."""
+    if special:
+        _special(tokenizer, max_length)
     lengths = [
         len(ids)
         for ids in _encoded(tokenizer, list(texts), name, add_special_tokens=special)["input_ids"]

@@ -52,11 +52,15 @@ def given_tokens(data: Any) -> list[TokenizedText] | None:
         return None
     elif _whole(data) is not None:
         data = [data]
+    rows = [item for item in data if not isinstance(item, list | tuple) or len(item)]
     found = [
         tokens_of(item) if isinstance(item, list | tuple | Tensor | np.ndarray) else None
-        for item in data
+        for item in rows
     ]
-    return None if any(one is None for one in found) else [one for one in found if one is not None]
+    if not found or any(one is None for one in found):
+        return None
+    blank = [TokenizedText([], [])] * (len(data) - len(rows))
+    return [one for one in found if one is not None] + blank
 
 
 def batch_of(

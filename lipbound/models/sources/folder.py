@@ -44,6 +44,7 @@ def load_folder(
     notes, device = adapters.refuse_unasked(name, folder, options.adapter), options.device
     if gguf is None:
         config = _config(name, folder)
+        options.refuse(config)
         files, unread = weight_files.files(folder)
         for note in unread:
             tell(note)
@@ -55,6 +56,7 @@ def load_folder(
         files, by_layer = [folder / gguf], False
         how = _check_gguf(name, files[0], options)
         config = _config(name, folder, gguf)
+        options.refuse(config)
     if by_layer:
         model = _load_by_layer(name, folder, config, options)
     else:

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import pickle
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,8 @@ def matters(key: str) -> bool:
 
 def refused_pickle(error: BaseException) -> bool:
     """Return whether torch refused a file as damaged, or for other things in it than weights."""
-    return "weights_only" in str(error) or "Weights only load failed" in str(error)
+    damaged = isinstance(error, struct.error | pickle.UnpicklingError | EOFError)
+    return damaged or "weights_only" in str(error) or "Weights only load failed" in str(error)
 
 
 def check_filled(report: dict[str, Any], name: str) -> None:
