@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lipbound.models.sources.adapters import Adapter
 
 MODALITIES = {"input_ids": "text", "pixel_values": "image"}
-"""What a model takes, by the name of its main input."""
+"""Kinds of data, by the name of a model's main input."""
 TOKENIZER_FILES = (
     "tokenizer.json tokenizer* vocab* merges.txt *.model *.tiktoken *.vocab tekken.json"
 )
@@ -35,7 +35,7 @@ IMAGES_INSTEAD = (
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How `lipbound.models.checkpoints.load_checkpoint` was asked to load a model.
+    """Options of `lipbound.models.checkpoints.load_checkpoint`, checked.
 
     Attributes:
         revision: branch, tag or commit of a hub model.

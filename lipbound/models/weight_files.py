@@ -28,16 +28,16 @@ ORDER = (
 )
 """Where weights may be, in the order in which transformers looks; an index names its shards."""
 NAMED = "transformers_weights"
-"""What a configuration calls the file of weights, where it has another name than those."""
+"""Key of a configuration for the file of weights, where it has another name than those."""
 DISTRIBUTED = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 POINTER = b"version https://git-lfs.github.com/spec/"
-"""How a file begins that Git LFS left in the place of a large one."""
+"""First bytes of a file that Git LFS left in the place of a large one."""
 LONGEST_HEADER = 100_000_000
 """Bytes that a safetensors file may have before its numbers."""
 BLOCK = 1 << 22
 """Numbers read at once where a tensor is looked at piece by piece."""
 WRAPPERS = ("_orig_mod.", "module.")
-"""What torch.compile and DataParallel put in front of the names of a state dict."""
+"""Prefixes that torch.compile and DataParallel give the names of a state dict."""
 HEADS = (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,

@@ -36,7 +36,7 @@ HARMLESS = (
     "qalora_group_size ensure_weight_tying init_lora_weights r lora_alpha rank_pattern "
     "alpha_pattern use_rslora"
 )
-"""What a configuration may say; anything else that is not empty may change what it does."""
+"""Keys of a configuration that are understood; others may change what an adapter does."""
 STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Ways to begin a LoRA matrix (``init_lora_weights``) that leave the weights beside it alone."""
 _FACTOR = re.compile(

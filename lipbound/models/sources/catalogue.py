@@ -22,7 +22,7 @@ PREFIX = "builtin:"
 
 @dataclass(frozen=True)
 class Description:
-    """What a builtin checkpoint is, from its own files.
+    """Description of a builtin checkpoint, from its own files.
 
     Attributes:
         name: as ``lipbound compare`` takes it.
@@ -214,7 +214,7 @@ BUILTINS: dict[str, Builtin] = {
     ),
     **dict.fromkeys(("gpt2", "llama", "qwen3", "vit", "vit-baseline", "vit-jasmin"), Builtin()),
 }
-"""What ``builtin:NAME`` stands for, by its name."""
+"""Builtin checkpoints, by the name behind "builtin:"."""
 
 
 def builtin(name: str) -> Builtin:

@@ -77,7 +77,7 @@ WITHOUT_EFFECT = (
     "output_hidden_states return_dict id2label label2id problem_type finetuning_task "
     "task_specific_params quantization_config"
 )
-"""What a configuration says that no number of a forward pass without a cache depends on."""
+"""Keys of a configuration that do not change a forward pass without a cache."""
 
 
 def config_sha256(config: PreTrainedConfig) -> str:
