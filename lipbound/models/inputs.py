@@ -20,14 +20,14 @@ from lipbound.models.readers.files import is_sentence
 from lipbound.models.readers.images import ImageReader
 from lipbound.models.readers.model_inputs import (
     check_images,
+    check_tokens,
     check_towers,
     is_ready,
     options_of,
     ready_inputs,
+    remarks,
 )
-from lipbound.models.readers.positions import check_tokens
 from lipbound.models.readers.reader import Reader, Selection
-from lipbound.models.readers.remarks import remarks
 from lipbound.models.readers.tables import no_table, order
 from lipbound.models.readers.text import TextReader
 

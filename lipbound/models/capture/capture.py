@@ -42,7 +42,7 @@ from lipbound.models.capture.verification import (
 from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.offload import by_layer
 from lipbound.models.precision import measurable
-from lipbound.models.readers.remarks import odd_masks
+from lipbound.models.readers.model_inputs import odd_masks
 from lipbound.models.unwrapping import bare_inputs, bare_model
 
 ROTATIONS = 4
