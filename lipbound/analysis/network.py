@@ -16,7 +16,7 @@ from lipbound.linalg.certificates import ROUNDING
 from lipbound.linalg.operator_norm import operator_norm
 from lipbound.linalg.operators import JacobianOperator, Transposed
 from lipbound.linalg.solution import Norm, sample_seeds
-from lipbound.models.capture.recorder import cannot_compute, implementation, taken
+from lipbound.models.capture.seeing.interface import computing, implementation, taken
 from lipbound.models.sources.loaded_model import bare_model, measurable
 
 if TYPE_CHECKING:
@@ -333,19 +333,8 @@ def chain(
         hooks.append(parts[last].register_forward_hook(stop))
     try:
         with implementation(model, "eager"), torch.no_grad():
-            try:
+            with computing(model):
                 run()
-            except LipboundError:
-                raise
-            except (
-                RuntimeError,
-                ValueError,
-                TypeError,
-                IndexError,
-                KeyError,
-                AttributeError,
-            ) as error:
-                raise cannot_compute(model, error) from error
             x = given[0].detach().clone()
             valid = _real_tokens(model, inputs, x, parts[0])
             yield f, x, None if valid is None else valid.to(x.dtype)

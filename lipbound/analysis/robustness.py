@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lipbound.analysis.network import NetworkJacobian, chain
 from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError
-from lipbound.models.capture.recorder import taken
+from lipbound.models.capture.seeing.interface import taken
 from lipbound.models.sources.loaded_model import bare_model, measurable
 
 if TYPE_CHECKING:

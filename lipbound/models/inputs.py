@@ -17,19 +17,17 @@ from lipbound.models.readers.files import is_sentence
 from lipbound.models.readers.images import ImageReader
 from lipbound.models.readers.model_inputs import (
     check_images,
+    check_length,
+    check_tokens,
     check_towers,
+    declared_positions,
     is_ready,
     options_of,
     ready_inputs,
-)
-from lipbound.models.readers.positions import (
-    check_length,
-    check_tokens,
-    declared_positions,
+    remarks,
     text_part,
 )
 from lipbound.models.readers.reader import Reader, Selection
-from lipbound.models.readers.remarks import remarks
 from lipbound.models.readers.tables import no_table, order
 from lipbound.models.readers.text import TextReader
 from lipbound.models.readers.token_ids import given_tokens

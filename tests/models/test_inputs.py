@@ -17,7 +17,7 @@ from lipbound.errors import InputsError
 from lipbound.models.checkpoint import Inputs
 from lipbound.models.checkpoints import Checkpoint, load_checkpoint
 from lipbound.models.inputs import READERS, prepare
-from lipbound.models.readers.positions import positions
+from lipbound.models.readers.model_inputs import positions
 from lipbound.models.readers.reader import Reader, Selection
 from lipbound.models.readers.tables import ItemKind
 from lipbound.models.readers.text import DEFAULT_TEXT
