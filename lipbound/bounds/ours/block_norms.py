@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lipbound.attention.cache import keep_result, memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.rounding import TensorErrors, tensor_errors
 from lipbound.bounds.ours.rounded_products import lengths, mean
@@ -45,10 +46,6 @@ def longest(heads: int) -> int:
     """Most tokens at which our bounds are computed on layers of so many heads: 5,271 for one head,
     4,153 for twelve."""
     return int((STORED / (8 * (MATRICES + heads))) ** 0.5)
-
-
-WEIGHTS = "norms of weights"
-"""Key of what depends on weights alone in the cache of a layer."""
 
 
 def in_chunks(
@@ -135,7 +132,7 @@ def samples_of(att: Attention) -> Iterator[Sample]:
             yield Sample(one, tensor_errors(one), exponents, exact[0])
         else:
             one = whole.of_samples(slice(s, s + 1))
-            one.cache.keep(("memo", WEIGHTS), weights_of(whole))
+            keep_result(weights_of, one, weights_of(whole))
             own = TensorErrors(
                 *(getattr(errors, field.name)[s : s + 1] for field in fields(errors))
             )
@@ -272,12 +269,8 @@ class BlockNorms:
         return (self.qt @ self.qt.mT).abs() + left @ right.mT
 
 
+@memoised
 def weights_of(att: Attention) -> tuple[Tensor, ...]:
-    """`_weights`, once for a layer."""
-    return att.memo(WEIGHTS, lambda: _weights(att))
-
-
-def _weights(att: Attention) -> tuple[Tensor, ...]:
     """`upper_factor` of W_Q and W_K, how far the latter's square is above, ||W_V||, and Frobenius
     norms of the first two and of W_V, (heads, ...)."""
     (f_q, _), (f_k, excess) = upper_factor(att.w_q), upper_factor(att.w_k)

@@ -15,6 +15,7 @@ they are in float64.
 import torch
 from torch import Tensor
 
+from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants import VARIANTS
 from lipbound.bounds import conditions
@@ -58,6 +59,7 @@ def _block(att: Attention) -> Tensor:
     return together(att)[..., 1]
 
 
+@memoised
 def together(att: Attention) -> Tensor:
     """All four bounds, (samples, heads, 4): both, and from `ROWS` on those where single tokens
     move, by Lemma 97 (docs/theory/token_bounds.md).
@@ -65,7 +67,7 @@ def together(att: Attention) -> Tensor:
     `lipbound` is infinite above `LONGEST` tokens, where its inner products are left out.
     """
     reach = [1.0, 1.0, att.tokens**0.5 * (1 + 4 * UNIT), 1.0]
-    return att.memo("lipbound and lipbound_block", lambda: in_chunks(att, variants, reach))
+    return in_chunks(att, variants, reach)
 
 
 def variants(att: Attention, sample: int, heads: slice) -> Tensor:
