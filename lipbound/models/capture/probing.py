@@ -174,11 +174,7 @@ class ProbedLayer:
         Args:
             known: of other layers; the last that takes the ones to the others is taken over.
         """
-        given, shape, d = (
-            self._call.run.kwargs.get(POSITIONS),
-            self._call.x.shape,
-            self._call.q.shape[-1],
-        )
+        given, shape = self._call.run.kwargs.get(POSITIONS), self._call.x.shape
         if given is None:
             return None
         tables = (given,) if isinstance(given, Tensor) else given
