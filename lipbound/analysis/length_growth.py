@@ -23,7 +23,7 @@ from lipbound.models.capture.capture import Capturer
 from lipbound.models.checkpoints import load_checkpoint
 from lipbound.models.readers.model_inputs import positions
 from lipbound.models.readers.text import stream
-from lipbound.runs.provenance import versions
+from lipbound.runs.dataset import versions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

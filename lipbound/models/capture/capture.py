@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from lipbound.attention.layer import Attention
 from lipbound.devices import in_own_modes, measuring_device
 from lipbound.errors import CaptureError, flag, indices, tell
-from lipbound.models.batch import Inputs
 from lipbound.models.capture.assembly import about_padding, assemble, check_mask, valid_tokens
 from lipbound.models.capture.batch_dependence import dependence, telling_samples
 from lipbound.models.capture.probing import ProbedWeights, Turns, probe
@@ -32,11 +31,10 @@ from lipbound.models.capture.verification import (
     own_outputs,
     verify_outputs,
 )
-from lipbound.models.checkpoint import Checkpoint
+from lipbound.models.checkpoint import Checkpoint, Inputs
 from lipbound.models.offload import by_layer
-from lipbound.models.precision import measurable
 from lipbound.models.readers.model_inputs import odd_masks
-from lipbound.models.unwrapping import bare_inputs, bare_model
+from lipbound.models.sources.loaded_model import bare_inputs, bare_model, measurable
 
 ROTATIONS = 4
 """How many of the rotations found last are tried on the next layer, which mostly has one."""

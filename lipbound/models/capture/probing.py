@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation
-from lipbound.errors import CaptureError, LipboundError
+from lipbound.errors import CaptureError, DifferentPositionsError, LipboundError
 from lipbound.models.capture.seeing.call import Call
 from lipbound.models.capture.seeing.interface import RAISED, handling
 from lipbound.models.capture.token_steps import (
@@ -181,7 +181,8 @@ class ProbedLayer:
         if any(t.ndim > 2 and not torch.equal(t, t[:1].expand_as(t)) for t in tables):
             raise self._call.unsupported(
                 "is given samples with different positions (capture them one at a time, or pad "
-                "on the right)"
+                "on the right)",
+                DifferentPositionsError,
             )
         for stub in self.stubs:
             stub.centred = False  # centred vectors do not span the space

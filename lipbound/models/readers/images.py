@@ -12,8 +12,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from lipbound.errors import InputsError
-from lipbound.models.batch import Inputs
-from lipbound.models.checkpoint import Checkpoint
+from lipbound.models.checkpoint import Checkpoint, Inputs
 from lipbound.models.quiet import first_line, quiet
 from lipbound.models.readers.files import IMAGE_FILES, TABLES, ending, there, visible
 from lipbound.models.readers.reader import Reader, Selection

@@ -126,10 +126,15 @@ def options_of(data: object, checkpoint: Checkpoint) -> dict[str, bool]:
 
 def text_config(model: Any) -> Any:
     """Return the part of a model's configuration that is about text."""
+    return text_part(model.config)
+
+
+def text_part(config: Any) -> Any:
+    """Return the part of a configuration that is about text, or all of it."""
     try:
-        return model.config.get_text_config()
+        return config.get_text_config()
     except (AttributeError, ValueError):  # several are about text
-        return model.config
+        return config
 
 
 def _has_table(model: Any) -> bool:
@@ -141,20 +146,39 @@ def _has_table(model: Any) -> bool:
     return True
 
 
-def positions(checkpoint: Checkpoint) -> int | None:
-    """Return the longest input of a text model in tokens, or None where it sets no limit."""
-    config = text_config(checkpoint.model)
+def declared_positions(config: Any) -> int | None:
+    """Return the longest text in tokens that the text part of a configuration declares, or None."""
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    if limit is None:
+    if limit is None or limit < 0:  # below zero is XLNet's word for none
         return None
     rope = getattr(config, "rope_parameters", None)
     if isinstance(rope, Mapping) and rope.get("rope_type") == "dynamic":
-        limit = int(limit * float(rope.get("factor") or 1))  # rotary tables grow from the limit on
+        limit *= float(rope.get("factor") or 1)  # it is that from which rotary tables grow
+    return int(limit)
+
+
+def positions(checkpoint: Checkpoint) -> int | None:
+    """Return the longest input of a text model in tokens, or None where it sets no limit."""
+    limit = declared_positions(text_config(checkpoint.model))
     embeddings = getattr(checkpoint.model.base_model, "embeddings", None)
     padding = getattr(embeddings, "padding_idx", None)
-    if padding and hasattr(embeddings, "position_embeddings"):
-        return int(limit) - int(padding) - 1  # RoBERTa's positions start behind the padding index
-    return int(limit)
+    if limit is None or not padding or not hasattr(embeddings, "position_embeddings"):
+        return limit
+    return limit - int(padding) - 1  # RoBERTa's positions start behind the padding index
+
+
+def check_length(checkpoint: Checkpoint, max_length: int) -> None:
+    """Check that texts of so many tokens are no longer than the model allows.
+
+    Raises:
+        InputsError: they are.
+    """
+    limit = positions(checkpoint)
+    if limit is not None and max_length > limit:
+        raise InputsError(
+            f"max_length {max_length} exceeds the {limit} positions of {checkpoint.name}; give at "
+            f"most {limit}"
+        )
 
 
 def check_tokens(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> None:
@@ -227,7 +251,8 @@ def check_towers(checkpoint: Checkpoint, given: Collection[str]) -> None:
         if getattr(model.config, part, None) is not None and name in names
     }
     missing = [name for name in towers if name not in given]
-    if len(towers) > 1 and missing and not _has_table(model):
+    compared = hasattr(model, "logit_scale")  # CLIP and its kin, of which SigLIP has a table
+    if len(towers) > 1 and missing and (compared or not _has_table(model)):
         raise InputsError(
             f"{type(model).__name__} has towers of {' and '.join(towers.values())} and needs "
             f"{' and '.join(towers)}, but there is no {' and no '.join(missing)}; give a dict of "

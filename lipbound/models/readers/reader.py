@@ -10,8 +10,7 @@ import numpy as np
 import pandas as pd
 
 from lipbound.errors import InputsError, shown
-from lipbound.models.batch import Inputs
-from lipbound.models.checkpoint import Checkpoint
+from lipbound.models.checkpoint import Checkpoint, Inputs
 from lipbound.models.readers.files import is_plain_file, is_sentence, there
 from lipbound.models.readers.tables import DataItems, ItemKind, is_saved, no_table, rows
 

@@ -184,6 +184,10 @@ class _Frame:
         )
         return dict(zip(self.column_names, values, strict=True))
 
+    def column(self, name: str) -> list[Any]:
+        """Return all values of a column."""
+        return list(self._frame.iloc[:, self.column_names.index(name)].astype(object))
+
 
 def rows(data: Any, split: str | None, column: str | None, kind: ItemKind, name: str) -> DataItems:
     """Return the items of a list, dataset, data frame, table file or hub dataset, or the one item.
@@ -206,7 +210,7 @@ def rows(data: Any, split: str | None, column: str | None, kind: ItemKind, name:
         return DataItems([data], kind.one)
     if isinstance(data, Image.Image):
         raise InputsError(f"data is an image, but {name} takes {kind.takes}")
-    if isinstance(data, Sequence) and not isinstance(data, str):
+    if isinstance(data, Sequence) and not isinstance(data, str | bytes):
         return _listed(data, kind, name)
     table, said = _table_of(data, split, column)
     items = _values(table, _column(table, column, kind, said), kind, said, name)
@@ -225,8 +229,11 @@ def _listed(data: Sequence[Any], kind: ItemKind, name: str) -> DataItems:
     def named(item: Any, endings: tuple[str, ...]) -> bool:
         return isinstance(item, str) and ending(Path(item[-20:])) in endings
 
-    if kind.type is str and all(named(item, TEXT_FILES) and there(item) for item in data):
-        data = [Path(item) for item in data]
+    if kind.type is str and all(named(item, TEXT_FILES) for item in data):
+        if any(there(item) for item in data):
+            data = [Path(item) for item in data]
+        elif not any(len(item.split()) > 1 for item in data):
+            raise InputsError(f"data is a list of names of files, and there is no file {data[0]}")
     items = [kind.item(item) for item in data]
     for given, item in zip(data, items, strict=True):
         if item is None and (isinstance(given, Path) or named(given, IMAGE_FILES)):
@@ -268,11 +275,13 @@ def _table_of(data: Any, split: str | None, column: str | None) -> tuple[Any, st
 
 
 def _classes(table: Any) -> Sequence[Any] | None:
-    """Return the class of every row of a dataset in memory, by name, where a column says it."""
-    columns = table.column_names if isinstance(table, datasets.Dataset) else ()
+    """Return the class of every row of a dataset or a data frame, where a column says it."""
+    columns = table.column_names if isinstance(table, datasets.Dataset | _Frame) else ()
     name = next((name for name in CLASSES if name in columns), None)
     if name is None:
         return None
+    if isinstance(table, _Frame):
+        return table.column(name)
     values, feature = table.with_format(None)[name][:], table.features[name]
     if isinstance(feature, datasets.ClassLabel) and feature.names:
         names = dict(enumerate(feature.names))

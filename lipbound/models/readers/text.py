@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from lipbound.errors import InputsError
-from lipbound.models.batch import Inputs
-from lipbound.models.checkpoint import Checkpoint
+from lipbound.models.checkpoint import Checkpoint, Inputs
 from lipbound.models.quiet import first_line, quiet
 from lipbound.models.readers import files
 from lipbound.models.readers.files import ending, is_plain_file, read_text
-from lipbound.models.readers.model_inputs import positions
+from lipbound.models.readers.model_inputs import check_length, positions
 from lipbound.models.readers.reader import Reader, Selection
 from lipbound.models.readers.tables import DataItems, ItemKind, Lazy, no_table, order
 from lipbound.models.readers.token_ids import TokenizedText, batch_of, given_tokens, tokens_of
@@ -28,6 +27,14 @@ from lipbound.models.readers.token_ids import TokenizedText, batch_of, given_tok
 TEXT_COLUMNS = ("input_ids", "text", "sentence", "content", "question", "premise", "description")
 DEFAULT_TEXT = Path(__file__).parent.parent / "builtin" / "text.txt"
 """The text that comes with lipbound."""
+GENERIC = (
+    "TokenizersBackend",
+    "PythonBackend",
+    "PreTrainedTokenizerFast",
+    "PreTrainedTokenizer",
+    "None",
+)
+"""Classes that transformers loads any tokenizer into, and what stands for none."""
 UNKNOWN = 0.5
 """Share of unknown tokens above which a text is hardly one of the tokenizer's."""
 
@@ -56,12 +63,8 @@ class TextReader(Reader):
             InputsError: there is no text, or samples are longer than the model allows.
         """
         samples, max_length = selection.samples, selection.max_length
-        limit = positions(checkpoint)
-        if limit is not None and max_length > limit and given_tokens(data) is None:
-            raise InputsError(
-                f"max_length {max_length} exceeds the {limit} positions of {checkpoint.name}; "
-                f"give at most {limit}"
-            )
+        if given_tokens(data) is None:
+            check_length(checkpoint, max_length)
         if _are_chats(data):
             no_table(selection.split, selection.column, "conversations in memory have")
             return _chats(checkpoint, data, selection)
@@ -78,7 +81,7 @@ class TextReader(Reader):
                 f"{found.description} holds both texts and token numbers; give one kind"
             )
         if isinstance(texts[0], TokenizedText):
-            max_length = max_length if limit is None else min(max_length, limit)
+            max_length = min(max_length, positions(checkpoint) or max_length)
             batch = batch_of(texts, checkpoint, max_length)
             notes += _cut([len(text.ids) for text in texts], max_length)
             made = f"token numbers as given, each text cut at {max_length}"
@@ -91,7 +94,7 @@ class TextReader(Reader):
         else:
             batch, said = _tokens(tokenizer, texts, max_length, checkpoint.name)
             made = f"each text cut at {max_length} tokens"
-        made = f"{type(tokenizer).__name__}, {made}"
+        made = f"{_kind(tokenizer, checkpoint)}, {made}"
         notes += said + _unknown(tokenizer, batch)
         return Inputs(batch, selection.described(found.description), made, notes)
 
@@ -169,6 +172,15 @@ def stream(
     )
 
 
+def _kind(tokenizer: Any, checkpoint: Checkpoint) -> str:
+    """Return the class of a tokenizer, loaded or named in its files, or else whose it is."""
+    named = type(tokenizer).__name__, str(tokenizer.init_kwargs.get("tokenizer_class"))
+    if kind := next((name for name in named if name not in GENERIC), None):
+        return kind
+    other = checkpoint.tokenizer_from
+    return "the model's tokenizer" if other is None else f"the tokenizer of {Path(other).name}"
+
+
 def _are_chats(data: Any) -> bool:
     listed = isinstance(data, Sequence) and not isinstance(data, str) and len(data) > 0
     return listed and _is_chat(data[0])
@@ -208,7 +220,7 @@ def _chats(checkpoint: Checkpoint, data: Sequence[Any], selection: Selection) ->
         ) from error
     # the template has written the special tokens
     batch, notes = _tokens(tokenizer, texts, length, name, special=False)
-    made = f"{type(tokenizer).__name__} with its chat template, each cut at {length} tokens"
+    made = f"{_kind(tokenizer, checkpoint)} with its chat template, each cut at {length} tokens"
     notes += _unknown(tokenizer, batch)
     return Inputs(batch, selection.described(f"{len(texts)} {many}"), made, notes)
 
@@ -217,15 +229,10 @@ def _windows(tokenizer: Any, text: str, selection: Selection, name: str) -> Enco
     """Return consecutive windows of ``max_length`` tokens, or one that is shorter where all is.
 
     Raises:
-        InputsError: the text has no token, or special tokens leave no room for it.
+        InputsError: the text has no token.
     """
     samples, max_length = selection.samples, selection.max_length
-    special = tokenizer.num_special_tokens_to_add()
-    if special >= max_length:
-        raise InputsError(
-            f"max_length {max_length} leaves no room beside the tokenizer's {special} special "
-            "tokens"
-        )
+    special = _special(tokenizer, max_length)
     size = len(text)
     if samples is not None and selection.shuffle is None:
         size = samples * max_length * 12  # characters read; more only where tokens are longer
@@ -248,6 +255,21 @@ def _windows(tokenizer: Any, text: str, selection: Selection, name: str) -> Enco
     keys = [key for key in tokenizer.model_input_names if key in encoded]
     keep = full[:samples] or [0]
     return {key: torch.tensor([encoded[key][k] for k in keep]) for key in keys}, notes
+
+
+def _special(tokenizer: Any, max_length: int) -> int:
+    """Return how many special tokens a text gets.
+
+    Raises:
+        InputsError: no others would fit.
+    """
+    special = int(tokenizer.num_special_tokens_to_add())
+    if special >= max_length:
+        raise InputsError(
+            f"max_length {max_length} leaves no room beside the tokenizer's {special} special "
+            "tokens"
+        )
+    return special
 
 
 def _in_windows(
@@ -283,6 +305,8 @@ def _tokens(
     Raises:
         InputsError: no text has a token.
     """
+    if special:
+        _special(tokenizer, max_length)
     every = _encoded(tokenizer, list(texts), name, add_special_tokens=special)["input_ids"]
     lengths = [len(ids) for ids in every]
     texts = [text for text, length in zip(texts, lengths, strict=True) if length]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lipbound.attention.layer import Attention
 from lipbound.attention.projections import Projections
 from lipbound.attention.scoring import Scoring
-from lipbound.devices import in_own_modes
+from lipbound.devices import in_own_modes, measuring_device
 from lipbound.errors import CaptureError, shown
 from lipbound.models.training.watch import Probabilities, TrainingCall, transformers_model, watching
 
@@ -196,16 +196,17 @@ def _layer(call: TrainingCall, found: ModuleProjections | None) -> Attention | N
             return None
         x, valid, first = x[keep], valid[keep], int(keep.nonzero()[0])
         mask = mask[keep] if mask is not None and len(mask) > 1 else mask
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    home, dtype = measuring_device(x.device), torch.promote_types(x.dtype, torch.float32)
 
     def each_head(t: Tensor) -> Tensor:
-        return t.to(dtype).repeat_interleave(heads // len(t), 0)
+        return t.to(home, dtype).repeat_interleave(heads // len(t), 0)
 
     projections = Projections(
         *map(each_head, found.w), *(None if b is None else each_head(b) for b in found.b)
     )
-    scoring = Scoring(float(call.scale), None if mask is None else mask.to(dtype))
-    att = Attention.of(x.to(dtype), projections, scoring, valid=valid)
+    scoring = Scoring(float(call.scale), None if mask is None else mask.to(home, dtype))
+    valid = None if valid is None else valid.to(home)
+    att = Attention.of(x.to(home, dtype), projections, scoring, valid=valid)
     _check(att, call, first)
     return att
 
@@ -230,7 +231,7 @@ def _check(att: Attention, call: TrainingCall, sample: int) -> None:
         ("keys", first.k, call.key),
         ("values", first.v, call.value),
     ):
-        mine, own = mine[0][:, real], own[sample][:, real].to(mine.dtype)
+        mine, own = mine[0][:, real], own[sample].to(mine)[:, real]
         own = own.repeat_interleave(len(mine) // len(own), 0)  # keys and values that heads share
         off = torch.inf
         if mine.shape == own.shape:

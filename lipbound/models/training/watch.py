@@ -16,8 +16,8 @@ from transformers.masking_utils import eager_mask
 
 from lipbound.attention.masking import BLOCKED
 from lipbound.errors import CaptureError, indices, shown
+from lipbound.models.sources.loaded_model import bare_model
 from lipbound.models.training.recomputing import TRAINING_ATTENTION, attending, lock, replay
-from lipbound.models.unwrapping import bare_model
 
 REPLICAS = (
     "DataParallel runs copies of the model in threads of their own, whose attention penalties "

@@ -107,8 +107,8 @@ class Call:
         run = replace(self.run, args=there(self.run.args), kwargs=there(self.run.kwargs))
         return replace(self, run=run, **own)
 
-    def unsupported(self, what: str) -> CaptureError:
-        """Return the error about something that the layer does."""
-        return CaptureError(
+    def unsupported(self, what: str, kind: type[CaptureError] = CaptureError) -> CaptureError:
+        """Return the error, of some kind, about something that the layer does."""
+        return kind(
             f"layer {self.name}: {type(self.module).__name__} {what}, which is not supported"
         )

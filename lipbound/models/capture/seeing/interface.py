@@ -16,7 +16,7 @@ from lipbound.errors import CaptureError, LipboundError, shown
 from lipbound.models.capture.seeing.call import Call, ModuleRun
 from lipbound.models.capture.seeing.left_out import AttentionFinder
 from lipbound.models.quiet import first_line
-from lipbound.models.unwrapping import bare_inputs
+from lipbound.models.sources.loaded_model import bare_inputs
 
 RECORDING_ATTENTION = "lipbound"
 """Name of our attention function in the transformers registry."""
