@@ -312,13 +312,10 @@ def _repeated(batch: Mapping[str, Tensor]) -> str:
     if not again:
         return ""
     listed = ", ".join(map(str, again[:5])) + (", ..." if len(again) > 5 else "")
-    those = (
-        f"sample {listed} repeats an earlier one, and means count it"
-        if len(again) == 1
-        else f"samples {listed} repeat earlier ones, and means count them"
-    )
-    are = "is" if len(first) == 1 else "are"
-    return f"only {len(first)} of {count} samples {are} different: {those} again"
+    one = f"sample {listed} repeats an earlier one, and means count it again"
+    several = f"samples {listed} repeat earlier ones, and means count them again"
+    are, those = "is" if len(first) == 1 else "are", several if len(again) > 1 else one
+    return f"only {len(first)} of {count} samples {are} different: {those}"
 
 
 def _unmasked(model: Any, batch: Mapping[str, Tensor]) -> str:

@@ -109,6 +109,5 @@ class Call:
 
     def unsupported(self, what: str, kind: type[CaptureError] = CaptureError) -> CaptureError:
         """Return the error, of some kind, about something that the layer does."""
-        return kind(
-            f"layer {self.name}: {type(self.module).__name__} {what}, which is not supported"
-        )
+        owner = type(self.module).__name__
+        return kind(f"layer {self.name}: {owner} {what}, which is not supported")
