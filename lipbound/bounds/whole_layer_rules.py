@@ -17,6 +17,7 @@ Proof: Lemmas 19 and 20 (docs/theory/layers.md); in the norms of single tokens L
 import torch
 from torch import Tensor
 
+from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.bounds.bound import Bound
 from lipbound.bounds.factors import root_count, size, spectral, wide
@@ -159,16 +160,13 @@ def with_output(att: Attention, name: str) -> tuple[Tensor, Tensor]:
     return (value + _rounded(heads, folding, name)).value(), bound.sound(heads)
 
 
+@memoised
 def _folded(att: Attention) -> tuple[Attention, Tensor, Folding]:
     """Heads that have absorbed their output slices, in float64, once for a layer; the bases of
     their outputs; and what that has rounded."""
-
-    def make() -> tuple[Attention, Tensor, Folding]:
-        given = wide(att)
-        heads, e = given.fold_output()
-        return heads, e, folding_error(given, heads, e)
-
-    return att.memo("folded", make)
+    given = wide(att)
+    heads, e = given.fold_output()
+    return heads, e, folding_error(given, heads, e)
 
 
 def _rounded(heads: Attention, folding: Folding, name: str) -> Upper:

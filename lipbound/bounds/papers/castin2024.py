@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.bounds import conditions, factors
 from lipbound.bounds.factors import ROOT3
@@ -129,35 +130,29 @@ def _castin_bias_linear(att: Attention) -> Tensor:
     ).value()
 
 
+@memoised
 def sides(att: Attention) -> tuple[Upper, Upper]:
     """max_i |A x_i| and max_i |A^T x_i| per (sample, head), A = scale W_Q W_K^T; without biases:
     Lemma 86 (docs/theory/upper_values.md)."""
+    (x, e), (w_q, f), (w_k, h) = (
+        scaled(att.x, (-2, -1)),
+        scaled(att.w_q, (-2, -1)),
+        scaled(att.w_k, (-2, -1)),
+    )
+    shifts = e[:, 0] + (f + h)[:, 0, 0]
+    together = torch.linalg.matrix_norm(w_q.detach()) * torch.linalg.matrix_norm(w_k.detach())
+    rounding = (
+        2 * gamma(sum(w_q.shape[1:]) + 12) * together * x.detach().norm(dim=-1).amax(-1)[:, None]
+    )
 
-    def make() -> tuple[Upper, Upper]:
-        (x, e), (w_q, f), (w_k, h) = (
-            scaled(att.x, (-2, -1)),
-            scaled(att.w_q, (-2, -1)),
-            scaled(att.w_k, (-2, -1)),
-        )
-        shifts = e[:, 0] + (f + h)[:, 0, 0]
-        together = torch.linalg.matrix_norm(w_q.detach()) * torch.linalg.matrix_norm(w_k.detach())
-        rounding = (
-            2
-            * gamma(sum(w_q.shape[1:]) + 12)
-            * together
-            * x.detach().norm(dim=-1).amax(-1)[:, None]
-        )
+    def largest(outer: Tensor, inner: Tensor) -> Upper:
+        with torch.no_grad():
+            token = (torch.einsum("snd,hde->shne", x, inner) @ outer.mT).norm(dim=-1).argmax(-1)
+        chosen = x[torch.arange(len(x), device=x.device)[:, None], token]  # (samples, heads, D)
+        y = (torch.einsum("shd,hde->she", chosen, inner)[..., None, :] @ outer.mT)[..., 0, :]
+        return factors.scale(att) * Upper.of(y.norm(dim=-1) + rounding).shifted(shifts)
 
-        def largest(outer: Tensor, inner: Tensor) -> Upper:
-            with torch.no_grad():
-                token = (torch.einsum("snd,hde->shne", x, inner) @ outer.mT).norm(dim=-1).argmax(-1)
-            chosen = x[torch.arange(len(x), device=x.device)[:, None], token]  # (samples, heads, D)
-            y = (torch.einsum("shd,hde->she", chosen, inner)[..., None, :] @ outer.mT)[..., 0, :]
-            return factors.scale(att) * Upper.of(y.norm(dim=-1) + rounding).shifted(shifts)
-
-        return largest(w_q, w_k), largest(w_k, w_q)
-
-    return att.memo("sides", make)
+    return largest(w_q, w_k), largest(w_k, w_q)
 
 
 def _turned_side(att: Attention) -> Upper:

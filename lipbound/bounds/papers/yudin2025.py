@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.bounds import conditions, factors
 from lipbound.bounds.ball.softmax_interval import g1_over_box, reachable_rows
@@ -23,6 +24,7 @@ BIBTEX = """@misc{yudin2025pay,
 ANY = "any biases (Remark 2), any mask"
 
 
+@memoised
 def with_ones(att: Attention) -> Attention:
     """Remark 2: the layer on inputs [x_i, 1], biases as an extra row of the weights; the same q, k,
     v and P.
@@ -30,28 +32,23 @@ def with_ones(att: Attention) -> Attention:
     The key and value biases do not change J, so their rows are zero, which makes the bounds a
     little sharper than with them. Layers without query bias are returned as they are.
     """
-
     if not bool(conditions.has_query_bias(att).any()):
         return att
+    ones = torch.ones_like(att.x[..., :1])
 
-    def make() -> Attention:
-        ones = torch.ones_like(att.x[..., :1])
+    def row(w: Tensor, b: Tensor | None) -> Tensor:
+        last = torch.zeros_like(w[:, :1]) if b is None else b[:, None]
+        return torch.cat([w, last], 1)
 
-        def row(w: Tensor, b: Tensor | None) -> Tensor:
-            last = torch.zeros_like(w[:, :1]) if b is None else b[:, None]
-            return torch.cat([w, last], 1)
-
-        return Attention(
-            torch.cat([att.x, ones], -1),
-            row(att.w_q, att.b_q),
-            row(att.w_k, None),
-            row(att.w_v, None),
-            scale=att.scale,
-            mask=att.mask,
-            valid=att.valid,
-        )
-
-    return att.memo("with_ones", make)
+    return Attention(
+        torch.cat([att.x, ones], -1),
+        row(att.w_q, att.b_q),
+        row(att.w_k, None),
+        row(att.w_v, None),
+        scale=att.scale,
+        mask=att.mask,
+        valid=att.valid,
+    )
 
 
 _terms = values_and_softmax(lambda att, value: (factors.norm_v(att) * factors.norm_p(att)) / value)
