@@ -23,7 +23,7 @@ CLASSES = ("label", "labels", "class", "target", "category", "fine_label", "coar
 
 @dataclass(frozen=True)
 class ItemKind:
-    """What one item of a modality is.
+    """One item of a modality: its type, its names in sentences, its usual columns.
 
     Attributes:
         type: its Python type.

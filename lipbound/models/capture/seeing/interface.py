@@ -21,11 +21,11 @@ from lipbound.models.sources.loaded_model import bare_inputs
 RECORDING_ATTENTION = "lipbound"
 """Name of our attention function in the transformers registry."""
 EAGER = "eager_attention_forward"
-"""How the names of transformers' eager attention functions end."""
+"""Ending of the names of transformers' eager attention functions."""
 ATTRIBUTE = "_attn_implementation_internal"
 """Where a configuration of transformers keeps the name of the attention function."""
 ORIGINAL = "original_inv_freq"
-"""How the names of rotary tables of modules end that stay as they were made."""
+"""Ending of the names of rotary tables in modules that stay as they were made."""
 RAISED = (
     RuntimeError,
     ValueError,
@@ -36,10 +36,10 @@ RAISED = (
     ArithmeticError,
     NameError,
 )
-"""What the code of models raises when it is given what it does not expect."""
+"""Errors that the code of models raises when it is given what it does not expect."""
 
 AttentionFunction = Callable[..., tuple[Tensor, Any]]
-"""What the interface calls: (module, query, key, value, mask, ...) -> (outputs, probabilities)."""
+"""A function (module, query, key, value, mask, ...) -> (outputs, probabilities)."""
 
 _handler: AttentionFunction | None = None
 
