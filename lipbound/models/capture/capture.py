@@ -37,7 +37,7 @@ from lipbound.models.readers.model_inputs import odd_masks
 from lipbound.models.sources.loaded_model import bare_inputs, bare_model, measurable
 
 ROTATIONS = 4
-"""How many of the rotations found last are tried on the next layer, which mostly has one."""
+"""Number of rotations found last that are tried on the next layer, which mostly has one."""
 
 
 @dataclass

@@ -34,7 +34,7 @@ CAPTURE_TOLERANCE = 1e-4
 Affine projections rebuild to 1e-5 or better in float32, others miss by orders of magnitude.
 """
 CHECKED = 64
-"""How many of the recorded outputs of all heads tell whether their projection is affine."""
+"""Number of recorded outputs of all heads that tell whether their projection is affine."""
 POSITIONS = "position_embeddings"
 """The argument in which transformers hands rotary embeddings to a layer."""
 
@@ -57,7 +57,7 @@ class Turns(NamedTuple):
 
 @dataclass
 class ProbedWeights:
-    """What a layer makes of its tokens: per-head projections in float64, and what follows them.
+    """Per-head projections of a layer in float64, and the steps that follow them.
 
     Attributes:
         w: of queries, keys, values, each (heads, D, d); shared ones are repeated, one a query head.
@@ -90,7 +90,7 @@ class _Stopped(Exception):
 
 
 class Dependence(NamedTuple):
-    """What queries, keys or values depend on.
+    """The dependence of queries, keys or values on tokens and positions.
 
     Attributes:
         on_tokens: the tokens of the layer.
@@ -174,11 +174,7 @@ class ProbedLayer:
         Args:
             known: of other layers; the last that takes the ones to the others is taken over.
         """
-        given, shape, d = (
-            self._call.run.kwargs.get(POSITIONS),
-            self._call.x.shape,
-            self._call.q.shape[-1],
-        )
+        given, shape = self._call.run.kwargs.get(POSITIONS), self._call.x.shape
         if given is None:
             return None
         tables = (given,) if isinstance(given, Tensor) else given

@@ -52,11 +52,8 @@ def surroundings(att: Attention, seen: Sequence[Seen]) -> ResidualContext:
     Parts are None where they could not be found.
     """
     shape = att.x.shape
-    seen = [
-        Seen(s.module, s.x.view(shape), s.out.view(shape))
-        for s in seen
-        if s.x.numel() == att.x.numel() and s.x.shape[-1] == shape[-1]
-    ]
+    like = [s for s in seen if s.x.numel() == att.x.numel() and s.x.shape[-1] == shape[-1]]
+    seen = [Seen(s.module, s.x.view(shape), s.out.view(shape)) for s in like]
     feeding = (normaliser(s) for s in seen if _close(s.out, att.x, att))
     fed_by = next((norm for norm in feeding if norm is not None), None)
     if att.w_o is None or att.w_o.shape[2] != shape[2]:

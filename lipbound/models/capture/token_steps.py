@@ -24,7 +24,7 @@ CENTRED = 1e-5
 """Largest relative change of a centring normalisation when all entries are moved alike."""
 
 Project = Callable[[Tensor], tuple[Tensor, ...]]
-"""What makes q, k, v of tokens."""
+"""A function that makes q, k, v of tokens."""
 
 
 class NormStub(nn.Module):

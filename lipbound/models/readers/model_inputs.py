@@ -124,23 +124,21 @@ def options_of(data: object, checkpoint: Checkpoint) -> dict[str, bool]:
     return options
 
 
+def text_config(model: Any) -> Any:
+    """Return the part of a model's configuration that is about text."""
+    return text_part(model.config)
+
+
 def text_part(config: Any) -> Any:
-    """Return the part of a configuration that is about text; all where no single one is."""
+    """Return the part of a configuration that is about text, or all of it."""
     try:
         return config.get_text_config()
     except (AttributeError, ValueError):  # several are about text
         return config
 
 
-def text_config(model: Any) -> Any:
-    """Return the part of a model's configuration that is about text."""
-    return text_part(model.config)
-
-
 def _has_table(model: Any) -> bool:
-    """Return whether a model looks tokens up in one table, and compares no towers."""
-    if hasattr(model, "logit_scale"):  # CLIP and its kin, of which SigLIP has a table of tokens
-        return False
+    """Return whether a model looks tokens up in one table, rather than in one of its towers."""
     try:
         model.get_input_embeddings()
     except (AttributeError, NotImplementedError):
@@ -151,31 +149,29 @@ def _has_table(model: Any) -> bool:
 def declared_positions(config: Any) -> int | None:
     """Return the longest text in tokens that the text part of a configuration declares, or None."""
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    if limit is None or limit < 0:  # a negative number is XLNet's word for no limit
+    if limit is None or limit < 0:  # below zero is XLNet's word for none
         return None
     rope = getattr(config, "rope_parameters", None)
     if isinstance(rope, Mapping) and rope.get("rope_type") == "dynamic":
-        limit *= float(rope.get("factor") or 1)  # rotary tables grow from the limit on
+        limit *= float(rope.get("factor") or 1)  # it is that from which rotary tables grow
     return int(limit)
 
 
 def positions(checkpoint: Checkpoint) -> int | None:
     """Return the longest input of a text model in tokens, or None where it sets no limit."""
     limit = declared_positions(text_config(checkpoint.model))
-    if limit is None:
-        return None
     embeddings = getattr(checkpoint.model.base_model, "embeddings", None)
     padding = getattr(embeddings, "padding_idx", None)
-    if padding and hasattr(embeddings, "position_embeddings"):
-        return limit - int(padding) - 1  # RoBERTa's positions start behind the padding index
-    return limit
+    if limit is None or not padding or not hasattr(embeddings, "position_embeddings"):
+        return limit
+    return limit - int(padding) - 1  # RoBERTa's positions start behind the padding index
 
 
 def check_length(checkpoint: Checkpoint, max_length: int) -> None:
-    """Check that the model allows texts of ``max_length`` tokens.
+    """Check that texts of so many tokens are no longer than the model allows.
 
     Raises:
-        InputsError: it has fewer positions.
+        InputsError: they are.
     """
     limit = positions(checkpoint)
     if limit is not None and max_length > limit:
@@ -255,7 +251,8 @@ def check_towers(checkpoint: Checkpoint, given: Collection[str]) -> None:
         if getattr(model.config, part, None) is not None and name in names
     }
     missing = [name for name in towers if name not in given]
-    if len(towers) > 1 and missing and not _has_table(model):
+    compared = hasattr(model, "logit_scale")  # CLIP and its kin, of which SigLIP has a table
+    if len(towers) > 1 and missing and (compared or not _has_table(model)):
         raise InputsError(
             f"{type(model).__name__} has towers of {' and '.join(towers.values())} and needs "
             f"{' and '.join(towers)}, but there is no {' and no '.join(missing)}; give a dict of "
@@ -315,13 +312,10 @@ def _repeated(batch: Mapping[str, Tensor]) -> str:
     if not again:
         return ""
     listed = ", ".join(map(str, again[:5])) + (", ..." if len(again) > 5 else "")
-    those = (
-        f"sample {listed} repeats an earlier one, and means count it"
-        if len(again) == 1
-        else f"samples {listed} repeat earlier ones, and means count them"
-    )
-    are = "is" if len(first) == 1 else "are"
-    return f"only {len(first)} of {count} samples {are} different: {those} again"
+    one = f"sample {listed} repeats an earlier one, and means count it again"
+    several = f"samples {listed} repeat earlier ones, and means count them again"
+    are, those = "is" if len(first) == 1 else "are", several if len(again) > 1 else one
+    return f"only {len(first)} of {count} samples {are} different: {those}"
 
 
 def _unmasked(model: Any, batch: Mapping[str, Tensor]) -> str:

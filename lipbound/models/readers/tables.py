@@ -23,7 +23,7 @@ CLASSES = ("label", "labels", "class", "target", "category", "fine_label", "coar
 
 @dataclass(frozen=True)
 class ItemKind:
-    """What one item of a modality is.
+    """One item of a modality: its type, its names in sentences, its usual columns.
 
     Attributes:
         type: its Python type.
@@ -185,7 +185,7 @@ class _Frame:
         return dict(zip(self.column_names, values, strict=True))
 
     def column(self, name: str) -> list[Any]:
-        """All values of a column."""
+        """Return all values of a column."""
         return list(self._frame.iloc[:, self.column_names.index(name)].astype(object))
 
 
@@ -230,11 +230,10 @@ def _listed(data: Sequence[Any], kind: ItemKind, name: str) -> DataItems:
         return isinstance(item, str) and ending(Path(item[-20:])) in endings
 
     if kind.type is str and all(named(item, TEXT_FILES) for item in data):
-        gone = [item for item in data if there(item) is None]
-        if len(gone) < len(data):
+        if any(there(item) for item in data):
             data = [Path(item) for item in data]
-        elif not any(len(item.split()) > 1 for item in gone):
-            raise InputsError(f"data is a list of names of files, and there is no file {gone[0]}")
+        elif not any(len(item.split()) > 1 for item in data):
+            raise InputsError(f"data is a list of names of files, and there is no file {data[0]}")
     items = [kind.item(item) for item in data]
     for given, item in zip(data, items, strict=True):
         if item is None and (isinstance(given, Path) or named(given, IMAGE_FILES)):
@@ -276,7 +275,7 @@ def _table_of(data: Any, split: str | None, column: str | None) -> tuple[Any, st
 
 
 def _classes(table: Any) -> Sequence[Any] | None:
-    """Return the class of every row of a dataset or data frame, by name, where a column says it."""
+    """Return the class of every row of a dataset or a data frame, where a column says it."""
     columns = table.column_names if isinstance(table, datasets.Dataset | _Frame) else ()
     name = next((name for name in CLASSES if name in columns), None)
     if name is None:

@@ -81,8 +81,7 @@ class TextReader(Reader):
                 f"{found.description} holds both texts and token numbers; give one kind"
             )
         if isinstance(texts[0], TokenizedText):
-            limit = positions(checkpoint)
-            max_length = max_length if limit is None else min(max_length, limit)
+            max_length = min(max_length, positions(checkpoint) or max_length)
             batch = batch_of(texts, checkpoint, max_length)
             notes += _cut([len(text.ids) for text in texts], max_length)
             made = f"token numbers as given, each text cut at {max_length}"
@@ -174,8 +173,7 @@ def stream(
 
 
 def _kind(tokenizer: Any, checkpoint: Checkpoint) -> str:
-    """What a tokenizer is called: its class, the one that its files name where it was loaded as
-    none of its own, or whose it is."""
+    """Return the class of a tokenizer, loaded or named in its files, or else whose it is."""
     named = type(tokenizer).__name__, str(tokenizer.init_kwargs.get("tokenizer_class"))
     if kind := next((name for name in named if name not in GENERIC), None):
         return kind
@@ -231,7 +229,7 @@ def _windows(tokenizer: Any, text: str, selection: Selection, name: str) -> Enco
     """Return consecutive windows of ``max_length`` tokens, or one that is shorter where all is.
 
     Raises:
-        InputsError: the text has no token, or special tokens leave no room for it.
+        InputsError: the text has no token.
     """
     samples, max_length = selection.samples, selection.max_length
     special = _special(tokenizer, max_length)
@@ -260,7 +258,11 @@ def _windows(tokenizer: Any, text: str, selection: Selection, name: str) -> Enco
 
 
 def _special(tokenizer: Any, max_length: int) -> int:
-    """How many special tokens a text gets; raises InputsError where no others would fit."""
+    """Return how many special tokens a text gets.
+
+    Raises:
+        InputsError: no others would fit.
+    """
     special = int(tokenizer.num_special_tokens_to_add())
     if special >= max_length:
         raise InputsError(

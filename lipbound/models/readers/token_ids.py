@@ -55,17 +55,13 @@ def given_tokens(data: Any) -> list[TokenizedText] | None:
         return None
     elif _whole(data) is not None:
         data = [data]
-    found, blank = [], 0
-    for item in data:
-        if not isinstance(item, list | tuple | Tensor | np.ndarray):
-            return None
-        if isinstance(item, list | tuple) and not item:
-            blank += 1
-            continue
-        if (tokens := tokens_of(item)) is None:
-            return None
-        found.append(tokens)
-    return found + [TokenizedText([], [])] * blank if found else None
+    rows = [item for item in data if not isinstance(item, list | tuple) or len(item)]
+    if not all(isinstance(item, list | tuple | Tensor | np.ndarray) for item in rows):
+        return None
+    found = [tokens for item in rows if (tokens := tokens_of(item)) is not None]
+    if not found or len(found) < len(rows):
+        return None
+    return found + [TokenizedText([], [])] * (len(data) - len(rows))
 
 
 def batch_of(

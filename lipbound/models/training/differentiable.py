@@ -177,13 +177,11 @@ def _layer(call: TrainingCall, found: ModuleProjections | None) -> Attention | N
         raise CaptureError(
             f"the projections of {name} are not found by their names, so its bound has no gradient"
         )
-    does = (
-        ("uses position_bias in its attention", call.biased),
-        ("calls attention several times in one forward pass", call.repeated),
-    )
-    for what, true in does:
-        if true:
-            raise CaptureError(f"{name} {what}, which bounds with gradients do not support")
+    which = "which bounds with gradients do not support"
+    if call.biased:
+        raise CaptureError(f"{name} uses position_bias in its attention, {which}")
+    if call.repeated:
+        raise CaptureError(f"{name} calls attention several times in one forward pass, {which}")
     (samples, heads, queries, _), keys = call.query.shape, call.key.shape[2]
     if x.ndim != 3 or x.shape[:2] != (samples, queries) or keys != queries:
         raise CaptureError(
@@ -196,7 +194,7 @@ def _layer(call: TrainingCall, found: ModuleProjections | None) -> Attention | N
             return None
         x, valid, first = x[keep], valid[keep], int(keep.nonzero()[0])
         mask = mask[keep] if mask is not None and len(mask) > 1 else mask
-    dtype, home = torch.promote_types(x.dtype, torch.float32), measuring_device(x.device)
+    home, dtype = measuring_device(x.device), torch.promote_types(x.dtype, torch.float32)
 
     def each_head(t: Tensor) -> Tensor:
         return t.to(home, dtype).repeat_interleave(heads // len(t), 0)

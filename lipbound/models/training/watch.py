@@ -175,10 +175,9 @@ def _attention(
         return explicit()[:2] if next(replay.script) else fused()
     if getattr(module, "_is_replica", False):
         raise CaptureError(REPLICAS)
-    found = [
-        (watch, watch.layer(module)) for watch in list(_watches) if id(module) in watch.modules
-    ]
-    layers = [(watch, layer) for watch, layer in found if watch.wants(layer)]
+    watches = [watch for watch in list(_watches) if id(module) in watch.modules]
+    numbers = [(watch, watch.layer(module)) for watch in watches]
+    layers = [(watch, layer) for watch, layer in numbers if watch.wants(layer)]
     if replay.notes is not None:
         replay.notes.append(bool(layers))
     if not layers:

@@ -108,7 +108,6 @@ class Call:
         return replace(self, run=run, **own)
 
     def unsupported(self, what: str, kind: type[CaptureError] = CaptureError) -> CaptureError:
-        """Return the error, of this kind, about something that the layer does."""
-        return kind(
-            f"layer {self.name}: {type(self.module).__name__} {what}, which is not supported"
-        )
+        """Return the error, of some kind, about something that the layer does."""
+        owner = type(self.module).__name__
+        return kind(f"layer {self.name}: {owner} {what}, which is not supported")

@@ -21,11 +21,11 @@ from lipbound.models.sources.loaded_model import bare_inputs
 RECORDING_ATTENTION = "lipbound"
 """Name of our attention function in the transformers registry."""
 EAGER = "eager_attention_forward"
-"""How the names of transformers' eager attention functions end."""
+"""Ending of the names of transformers' eager attention functions."""
 ATTRIBUTE = "_attn_implementation_internal"
 """Where a configuration of transformers keeps the name of the attention function."""
 ORIGINAL = "original_inv_freq"
-"""How the names of rotary tables of modules end that stay as they were made."""
+"""Ending of the names of rotary tables in modules that stay as they were made."""
 RAISED = (
     RuntimeError,
     ValueError,
@@ -36,10 +36,10 @@ RAISED = (
     ArithmeticError,
     NameError,
 )
-"""What the code of models raises when it is given what it does not expect."""
+"""Errors that the code of models raises when it is given what it does not expect."""
 
 AttentionFunction = Callable[..., tuple[Tensor, Any]]
-"""What the interface calls: (module, query, key, value, mask, ...) -> (outputs, probabilities)."""
+"""A function (module, query, key, value, mask, ...) -> (outputs, probabilities)."""
 
 _handler: AttentionFunction | None = None
 
@@ -72,9 +72,8 @@ def _eager(module: nn.Module) -> AttentionFunction:
     space, name = _eager_name(kind) or (vars(sys.modules[kind.__module__]), EAGER)
     function: AttentionFunction | None = space.get(name)  # as it is now
     if function is None:
-        raise CaptureError(
-            f"{kind.__name__} names no eager attention function, so its attention cannot be checked"
-        )
+        why = "names no eager attention function, so its attention cannot be checked"
+        raise CaptureError(f"{kind.__name__} {why}")
     return function
 
 
@@ -197,10 +196,8 @@ def computing(model: nn.Module) -> Iterator[None]:
     except RAISED as error:
         if isinstance(error, LipboundError):
             raise
-        why = first_line(error)
-        raise CaptureError(
-            f"{type(model).__name__} cannot compute with these inputs: {why}"
-        ) from error
+        why = f"cannot compute with these inputs: {first_line(error)}"
+        raise CaptureError(f"{type(model).__name__} {why}") from error
 
 
 def forward(model: PreTrainedModel, inputs: Mapping[str, Tensor], *, cache: bool = False) -> None:
@@ -230,9 +227,7 @@ class _Recorder:
         """
         boolean = mask is not None and mask.dtype == torch.bool
         if mask is not None and boolean:  # eager functions would add True as 1
-            mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(
-                ~mask, torch.finfo(q.dtype).min
-            )
+            mask = q.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(q.dtype).min)
         with nullcontext() if self._watch is None else self._watch.captured():
             out, probabilities = _eager(module)(module, q, k, v, mask, **kw)
         run = next((run for run in reversed(self._stack) if run.module is module), None)
@@ -283,9 +278,8 @@ class _Recorder:
         if same and linear and x.shape[-1] == flat.shape[-1]:
             call.consumer, self._waiting = module, None
         elif same and "norm" in type(module).__name__.lower():
-            call.changed = (
-                f"normalises its head outputs ({type(module).__name__}) before they are projected"
-            )
+            norm = type(module).__name__
+            call.changed = f"normalises its head outputs ({norm}) before they are projected"
         elif linear and not call.changed and call.run in self._stack and _is_gated(y, flat):
             call.changed = "multiplies its head outputs by a gate before they are projected"
 

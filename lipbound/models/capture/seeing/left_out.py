@@ -21,11 +21,11 @@ FUSED_ATTENTION = (
 """Beginnings of the names of torch's operations that are attention by themselves."""
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "matmul")
 FOLLOWED = 8
-"""How many tensors that were made of a softmax are remembered at a time."""
+"""Number of tensors made of a softmax that are remembered at a time."""
 DEEP = 3
-"""How many modules may stand between one of attention and its softmax, with it."""
+"""Largest number of modules from one of attention to its softmax, with it."""
 NAMED = 4
-"""How many modules a sentence names."""
+"""Number of modules that a sentence names."""
 
 NamedModule = tuple[nn.Module, str]
 
