@@ -40,9 +40,8 @@ def audit(ds: xr.Dataset) -> dict[str, dict[str, Any]]:
                 "the run; keep it"
             )
         value, holds = ds[name].values, ds[sound(name)].values
-        known = np.isfinite(exact) & ~np.isnan(
-            value
-        )  # a value that is not there accuses nobody; what cannot be evaluated is infinite
+        # a value that is not there accuses nobody; what cannot be evaluated is infinite
+        known = np.isfinite(exact) & ~np.isnan(value)
         below = known & ~(value >= exact * (1 - slack))
         positive = known & (exact > 0)
         report[name] = {

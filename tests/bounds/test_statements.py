@@ -229,7 +229,7 @@ def run_of_layer(name: str, values: dict[str, Tensor]) -> xr.Dataset:
         {key: (("sample", "head"), value.numpy()) for key, value in values.items()},
         attrs={"dtype": "float64", "bounds": [name]},
     )
-    ds[name].attrs["compared_with"] = "exact"
+    ds[name].attrs |= {"compared_with": "exact", "caveat": bounds.get(name).caveat}
     return ds
 
 
