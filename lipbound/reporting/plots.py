@@ -16,16 +16,13 @@ from lipbound.bounds.audit import audit
 from lipbound.errors import UnknownNameError, nearest, whole
 from lipbound.formatting import digits, number, plain
 from lipbound.reporting import statistics
-from lipbound.reporting.curves import ball_curve, ratios
+from lipbound.reporting.charts import ball_curve, ratios, token_profile
 from lipbound.reporting.figures.arrangement import Arrangement, Sheet, arrange
-from lipbound.reporting.figures.captions import caption_files, heatmap_caption
+from lipbound.reporting.figures.captions import caption_files, folded, heatmap_caption
 from lipbound.reporting.figures.scales import COLORMAP, Scale, check_scale, image, log10, scales
-from lipbound.reporting.figures.titles import folded
 from lipbound.reporting.labels import mark, relabelled
-from lipbound.reporting.reductions import reduce_samples, reduction_name
-from lipbound.reporting.statistics import shared_scale
+from lipbound.reporting.statistics import reduce_samples, reduction_name, shared_scale
 from lipbound.reporting.styles import Drawing, look, write
-from lipbound.reporting.token_plots import token_profile
 from lipbound.runs.store import takes_run
 from lipbound.schema import bounds_there, compared_with
 

@@ -16,7 +16,6 @@ from lipbound.reporting.formats import FORMATTERS
 from lipbound.reporting.labels import counted, footnotes, holds, left_out, mark, over, relabelled
 from lipbound.reporting.labels import run_caption as caption
 from lipbound.reporting.layout import Table
-from lipbound.reporting.reductions import reduction_name
 from lipbound.reporting.statistics import (
     OFF_SCALE,
     ROWS,
@@ -28,6 +27,7 @@ from lipbound.reporting.statistics import (
     panels,
     present,
     ratio,
+    reduction_name,
     shared_scale,
     summary,
     width,

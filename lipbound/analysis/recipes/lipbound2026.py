@@ -17,7 +17,7 @@ from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.jacobians.token_norms.profile import TokenProfile, token_profile
 from lipbound.jacobians.token_norms.token_norm import token_norm
 from lipbound.models.inputs import token_texts
-from lipbound.reporting.token_plots import token_profile as draw_profile
+from lipbound.reporting.charts import token_profile as draw_profile
 from lipbound.schema import NORMS
 
 

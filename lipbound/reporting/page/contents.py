@@ -14,7 +14,7 @@ from lipbound.models.inputs import token_texts
 from lipbound.reporting import citations, labels, statistics, tables
 from lipbound.reporting.figures.scales import scales
 from lipbound.reporting.page.details import RADII, SIDE, Details, details
-from lipbound.reporting.reductions import reduce_samples, reduction_name
+from lipbound.reporting.statistics import reduce_samples, reduction_name
 from lipbound.runs.replay import replay
 from lipbound.schema import Contents, bounds_there, compared_with, norm_of
 
