@@ -32,8 +32,9 @@ def ratios(
     ax: Axes | None = None,
     labels: Mapping[str, str] | None = None,
 ) -> Axes:
-    """How far above: bound / exact of every head and sample, a box per bound (quartiles; whiskers
-    to the smallest and the largest), logarithmic.
+    """Draw bound / exact of every head and sample, a box per bound, on a logarithmic axis.
+
+    Boxes are quartiles; whiskers reach the smallest and the largest ratio.
 
     Bounds that lie many decades beyond all others are no boxes but words in their rows, which say
     their range, so that the axis stays legible.
@@ -103,8 +104,7 @@ def ratios(
 
 
 def _beyond(values: np.ndarray, boxed: bool, low: float, high: float) -> str:
-    """Words for the row of a bound of which not everything is on the axis (from 10^low
-    to 10^high)."""
+    """Words for the row of a bound that is not all on the axis (from 10^low to 10^high)."""
     known = values[~np.isnan(values)]
     if not known.size:
         return "no ratio: no positive exact norm"
@@ -128,8 +128,9 @@ def ball_curve(
     heads: Iterable[int] | None = None,
     title: str = "",
 ) -> Figure:
-    """Bounds over balls against the radius, a panel for each head, with what an adversary found:
-    the true supremum lies in the shaded gap.
+    """Draw bounds over balls and the norms an adversary found against the radius.
+
+    A panel for each head; the true supremum lies in the shaded gap.
 
     Args:
         ds: from `lipbound.radius_curve`; radius 0 is left out of the logarithmic axis.
@@ -203,8 +204,9 @@ def token_profile(
     font_size: float | None = None,
     title: str = "",
 ) -> Figure:
-    """Norms of single tokens: tokens across, by their text, heads down; one panel for tokens that
-    move, one for output tokens.
+    """Draw norms of single tokens: tokens across, by their text, heads down.
+
+    One panel is for tokens that move, one for output tokens.
 
     Where all outputs count, or all tokens move, it is by Frobenius norm. A single head is drawn as
     bars, several as colours (log10, one scale for both panels). What is drawn is the geometric mean

@@ -58,8 +58,9 @@ def heatmaps(
     caption: bool = False,
     labels: Mapping[str, str] | None = None,
 ) -> Figure:
-    r"""A panel for the exact norm and one per bound: head number across (sample number for whole
-    layers), layer number down, log10 of the values.
+    r"""Draw a heatmap of the exact norm and one per bound, log10 of the values.
+
+    Head number goes across (sample number for whole layers), layer number down.
 
     The figure with its caption is never taller than a page of 9 inches, or a slide of 16:9 where it
     is wider than paper. With ``path``, the caption is written beside it, as ``NAME.caption.txt``
@@ -175,13 +176,15 @@ def heatmap(
 
 
 def _across(ds: xr.Dataset) -> str:
-    """What stands next to each other in a panel: heads, or samples for maps of whole layers."""
+    """Dimension across a panel: heads, or samples for maps of whole layers."""
     return "head" if "head" in ds.dims else "sample"
 
 
 def _grid(values: xr.DataArray, reduce: str | float) -> xr.DataArray:
-    """The values of a panel, (layer, head), or (layer, sample) for maps of whole layers, which need
-    no reduction."""
+    """Values of a panel, (layer, head).
+
+    (layer, sample) for maps of whole layers, which need no reduction.
+    """
     if "head" in values.dims:
         return reduce_samples(values, reduce).transpose("layer", "head")
     return values.transpose("layer", "sample")
@@ -198,8 +201,10 @@ def _draw(
     shrink: bool,
     words: str,
 ) -> Figure:
-    """Panels, section by section, each section with its colour bar; or each panel with
-    its ``own``."""
+    """Draw panels, section by section, each section with its colour bar.
+
+    With ``own``, each panel has its own.
+    """
     sections = (
         [[name for scale in bars for name in scale.names]]
         if own
@@ -335,7 +340,7 @@ def _bar(
 
 
 def _titles(ds: xr.Dataset, names: list[str]) -> dict[str, list[str]]:
-    """Of every panel: label with the audit's mark, and the mean ratio to the exact norm."""
+    """Title of every panel: label with the audit's mark, and the mean ratio to the exact norm."""
     table, entries = statistics.summary(ds), audit(ds)
     found = {name: [plain(ds[name].attrs["label"])] for name in names}
     for name in (name for name in names if name in bounds_there(ds)):

@@ -75,8 +75,10 @@ def heatmap_caption(
     scale: str = "rows",
     first: Sequence[str] = (),
 ) -> str:
-    """The caption of `lipbound.plots.heatmaps` with these arguments; ``first``: the panels of the
-    first rows, where these have their own scale."""
+    """Caption of `lipbound.plots.heatmaps` with these arguments.
+
+    ``first``: the panels of the first rows, where these have their own scale.
+    """
     each = " (a colour scale for each panel)" if scale == "panel" else ""
     samples = (
         ""
@@ -122,8 +124,11 @@ def latex_caption(text: str) -> str:
 
 
 def caption_files(figure: Path, text: str) -> dict[Path, str]:
-    r"""The caption beside a figure: ``figure.caption.txt``, and ``figure.caption.tex``, which is
-    ``\caption{...}`` for a figure environment."""
+    r"""Contents of the two caption files beside a figure, by path.
+
+    ``figure.caption.txt`` is plain text, ``figure.caption.tex`` is ``\caption{...}`` for a figure
+    environment.
+    """
     contents = {".txt": text, ".tex": f"\\caption{{{latex_caption(text)}}}"}
     return {
         figure.with_name(f"{figure.stem}.caption{kind}"): content + "\n"
