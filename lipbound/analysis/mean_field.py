@@ -26,8 +26,9 @@ CHUNK = 2**24
 
 
 class WeightedJacobian(JacobianOperator):
-    r"""Jacobians of weighted self-attention in its weighted norm: :math:`D^{1/2} J D^{-1/2}`, D the
-    diagonal matrix of the weights.
+    r"""Jacobians of weighted self-attention in its weighted norm.
+
+    They are :math:`D^{1/2} J D^{-1/2}`, D the diagonal matrix of the weights.
 
     Args:
         op: Jacobians of heads whose probabilities have the weights in them (see `weighted`), tokens
@@ -59,8 +60,9 @@ class WeightedJacobian(JacobianOperator):
 
 
 def weighted(att: Attention, weights: Tensor) -> Attention:
-    """The layer on tokens with weights (samples, N), by way of a mask:
-    :math:`P_{ij} \\propto a_j e^{S_{ij}}`.
+    r"""Put weights on the tokens of a layer, (samples, N), by way of a mask.
+
+    :math:`P_{ij} \propto a_j e^{S_{ij}}`.
 
     Raises:
         AttentionError: weights that are not positive, or do not add up to one to 1e-6.
@@ -103,8 +105,9 @@ def weighted_norm(
     delta: float | None = None,
     seed: int | Sequence[int] = 0,
 ) -> Norm:
-    """Exact local Lipschitz constant of every head on weighted tokens, in the weighted norm: a
-    lower end of the mean-field one (Lemma C.5).
+    """Compute the exact local constant of every head on weighted tokens, in the weighted norm.
+
+    It is a lower end of the mean-field one (Lemma C.5).
 
     Arguments as in `lipbound.spectral_norm`; weights (samples, N), positive, adding up to one. Norm
     of shape (samples, heads).
@@ -118,8 +121,9 @@ def weighted_norm(
 
 
 def two_diracs(u: Tensor, eigenvalue: float, radius: float) -> tuple[Tensor, Tensor]:
-    r"""Two tokens (2, D) and their weights (2,), float64, at which the mean-field constant explodes
-    with the radius (Proposition 3.6).
+    r"""Build two weighted tokens at which the mean-field constant explodes with the radius.
+
+    Tokens (2, D) and their weights (2,), float64 (Proposition 3.6).
 
     For a negative eigenvalue of A the points :math:`-Ru` and :math:`Ru`, else :math:`Ru` and
     :math:`Ru/2`, u its unit eigenvector; the first has the weight a with
@@ -134,8 +138,9 @@ def two_diracs(u: Tensor, eigenvalue: float, radius: float) -> tuple[Tensor, Ten
 
 
 def two_dirac_growth(eigenvalue: float, radius: float, direction: Tensor, image: Tensor) -> float:
-    r"""What the local constant at `two_diracs` tends to with the radius, for :math:`W_V = I`,
-    ``direction`` u and ``image`` :math:`A^T u`.
+    r"""Value that the local constant at `two_diracs` approaches as the radius grows.
+
+    For :math:`W_V = I`, ``direction`` u and ``image`` :math:`A^T u`.
 
     .. math::
         \tfrac12 e^{\gamma R^2}\,\|I - R^2 u (A^T u)^T\| \quad\text{or, for a positive
@@ -155,8 +160,9 @@ def two_dirac_growth(eigenvalue: float, radius: float, direction: Tensor, image:
 
 
 def query_block_norms(att: Attention) -> Tensor:
-    r""":math:`\|B_i\|` for every token, :math:`B_i = \mathrm{scale}\,V^T M(P_i) K W_Q^T`, (samples,
-    heads, N), float64: what a token's own query does.
+    r"""Norm :math:`\|B_i\|` of the effect of every token's own query.
+
+    :math:`B_i = \mathrm{scale}\,V^T M(P_i) K W_Q^T`, (samples, heads, N), float64.
 
     Dense singular values of d_v x d matrices, exact to rounding.
     """
@@ -176,8 +182,9 @@ def query_block_norms(att: Attention) -> Tensor:
 
 
 def duplicated_norm(att: Attention, norm: Tensor) -> Tensor:
-    r"""Exact local constant when every token stands twice or more often, (samples, heads), float64
-    on the CPU; ``norm``: of the layer as it is.
+    r"""Compute the exact local constant when every token stands twice or more often.
+
+    (samples, heads), float64 on the CPU; ``norm``: of the layer as it is.
 
     .. math:: \|J'\| = \max\big(\|J\|,\ \max_i \|B_i\|\big)
 
@@ -193,16 +200,19 @@ def duplicated_norm(att: Attention, norm: Tensor) -> Tensor:
 
 
 class SplitSearch(NamedTuple):
-    """For every head the largest ratio found, (heads,), float64, and the input where it was found,
-    (heads, N, D). Above 1 the head splits there."""
+    """Largest ratio found for every head, and the input where it was found.
+
+    Ratios are (heads,), float64, inputs (heads, N, D). Above 1 the head splits there.
+    """
 
     ratio: Tensor
     x: Tensor
 
 
 def search_split(att: Attention, *, steps: int = 60, rate: float = 0.05) -> SplitSearch:
-    r"""Look for inputs at which :math:`\max_i \|B_i\| > \|J\|`, by gradient ascent (Adam) on the
-    logarithm of their ratio from every sample of ``att``.
+    r"""Look for inputs at which :math:`\max_i \|B_i\| > \|J\|`.
+
+    By gradient ascent (Adam) on the logarithm of their ratio from every sample of ``att``.
 
     Args:
         att: the heads, and where to start; no padding.
