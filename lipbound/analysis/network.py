@@ -229,10 +229,6 @@ def _from_gradients(op: JacobianOperator) -> Norm:
     return Norm(sigma, sigma * (1 + error), steps, torch.ones(op.batch, dtype=torch.bool), error)
 
 
-def _output_name(model: "PreTrainedModel") -> str:
-    return "last_hidden_state" if type(model) is type(model.base_model) else "logits"
-
-
 class _Reached(Exception):
     """Ends a forward pass where the map ends."""
 

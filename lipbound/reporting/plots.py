@@ -205,12 +205,9 @@ def _draw(
 
     With ``own``, each panel has its own.
     """
-    sections = (
-        [[name for scale in bars for name in scale.names]]
-        if own
-        else [list(scale.names) for scale in bars]
-    )
-    titles = _titles(ds, [name for names in sections for name in names])
+    scale_of = {name: scale for scale in bars for name in scale.names}
+    sections = [list(scale_of)] if own else [list(scale.names) for scale in bars]
+    titles = _titles(ds, list(scale_of))
     sheet = Sheet(
         counts=[len(names) for names in sections],
         inches=inches,
@@ -230,43 +227,21 @@ def _draw(
         FigureCanvasAgg(figure)
         for index, names in enumerate(sections):
             for k, name in enumerate(names):
-                scale = next(scale for scale in bars if name in scale.names)
-                picture = _panel(
-                    ds,
-                    _axes(figure, place, *place.corners[index][k], place.side, place.height),
-                    grids[name],
-                    scale,
-                    place,
-                )
-                picture.axes.set_title(
-                    "\n".join(_folded(titles[name], place.side, points)),
-                    fontsize=points,
-                    pad=3,
-                    parse_math=False,
-                )
-                _name_axes(
-                    ds,
-                    picture.axes,
-                    left=k % place.across == 0,
-                    lowest=k + place.across >= len(names),
-                )
+                scale, (left, top) = scale_of[name], place.corners[index][k]
+                axes = _axes(figure, place, left, top, place.side, place.height)
+                picture = _panel(ds, axes, grids[name], scale, place)
+                title = "\n".join(_folded(titles[name], place.side, points))
+                axes.set_title(title, fontsize=points, pad=3, parse_math=False)
+                lowest = k + place.across >= len(names)
+                _name_axes(ds, axes, left=k % place.across == 0, lowest=lowest)
                 if own:
-                    left, top = place.corners[index][k]
-                    beside = _axes(
-                        figure,
-                        place,
-                        left + place.side + 0.3 * place.line,
-                        top,
-                        0.35 * place.line,
-                        place.height,
-                    )
-                    figure.colorbar(picture, cax=beside, extend=scale.extend(grids)).ax.tick_params(
-                        labelsize=points - 1, width=0.5
-                    )
+                    left += place.side + 0.3 * place.line
+                    beside = _axes(figure, place, left, top, 0.35 * place.line, place.height)
+                    bar = figure.colorbar(picture, cax=beside, extend=scale.extend(grids))
+                    bar.ax.tick_params(labelsize=points - 1, width=0.5)
             if not own:
                 _bar(figure, place, index, picture, bars[index], grids)
-        lines = "\n".join(_wrapped(words, inches, points))
-        at = 1 - place.bottom / place.total
+        lines, at = "\n".join(_wrapped(words, inches, points)), 1 - place.bottom / place.total
         figure.text(
             0.5,
             at,
@@ -307,14 +282,8 @@ def _axes(
     figure: Figure, place: Arrangement, left: float, top: float, width: float, height: float
 ) -> Axes:
     """Axes at a place in inches from the top left corner."""
-    return figure.add_axes(
-        (
-            left / place.inches,
-            1 - (top + height) / place.total,
-            width / place.inches,
-            height / place.total,
-        )
-    )
+    x, y = left / place.inches, 1 - (top + height) / place.total
+    return figure.add_axes((x, y, width / place.inches, height / place.total))
 
 
 def _bar(

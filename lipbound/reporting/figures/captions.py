@@ -26,22 +26,15 @@ def inches(text: str, points: float) -> float:
 @lru_cache(maxsize=4096)
 def _ems(text: str, font: str) -> float:
     """Width of a line over the size of its type."""
-    return (
-        float(
-            text_to_path.get_text_width_height_descent(
-                text, FontProperties(family=font, size=100), ismath=False
-            )[0]
-        )
-        / 100
-    )
+    face = FontProperties(family=font, size=100)
+    return float(text_to_path.get_text_width_height_descent(text, face, ismath=False)[0]) / 100
 
 
 def folded(text: str, width: float, points: float) -> list[str]:
     """A label in lines of at most ``width`` inches, broken between words."""
     lines = [""]
-    for word in (
-        text.replace(" \u2020", "\u00a0\u2020").replace(" \u2021", "\u00a0\u2021").split(" ")
-    ):  # a mark stays with its word
+    text = text.replace(" \u2020", "\u00a0\u2020").replace(" \u2021", "\u00a0\u2021")
+    for word in text.split(" "):  # a mark stays with its word
         longer = f"{lines[-1]} {word}".strip()
         if lines[-1] and inches(longer, points) > width:
             lines.append(word)
