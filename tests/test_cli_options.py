@@ -17,7 +17,7 @@ from lipbound.cli.application import _program
 from lipbound.devices import DTYPES, WEIGHTS
 from lipbound.errors import LipboundError, Notice
 from lipbound.jacobians.maps import MAPS
-from lipbound.reporting.reductions import REDUCTIONS
+from lipbound.reporting.statistics import REDUCTIONS
 from lipbound.runs.config import RunConfig
 from lipbound.schema import NORMS
 

@@ -1,5 +1,7 @@
-"""The words that stand beside the numbers of a run: names, marks of the audit, footnotes, captions.
-They are made from what is shown."""
+"""Words beside the numbers of a run: names, marks of the audit, footnotes, captions.
+
+They are made from what is shown.
+"""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -31,8 +33,10 @@ CALLED = "called"
 
 
 def mark(entry: dict[str, Any]) -> str:
-    """What the audit puts behind a bound's label: a double dagger where it is below exact, a dagger
-    where its assumptions fail somewhere."""
+    """Audit's mark behind a bound's label.
+
+    A double dagger where the bound is below exact, a dagger where its assumptions fail somewhere.
+    """
     return (
         " \u2021"
         if entry["violations"]
@@ -51,8 +55,9 @@ MEANING = {
 
 
 def relabelled(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Dataset:
-    """A run whose variables, model and data are called as somebody wants them called; what the run
-    itself says of them stays in its settings.
+    """Copy of a run with other labels of its variables, model and data.
+
+    What the run itself says of them stays in its settings.
 
     Args:
         ds: a run.
@@ -96,21 +101,21 @@ def check_numbers(ds: xr.Dataset) -> None:
 
 
 def model_name(ds: xr.Dataset) -> str:
-    """A run's model as a paper calls it: the title of a builtin checkpoint, the last part of a
-    path."""
+    """Name of a run's model in a paper: a builtin checkpoint's title, or a path's last part."""
     name = str(ds.attrs["model"])
     return str(ds.attrs.get(CALLED, {}).get("model") or _builtin_title(name) or _last_part(name))
 
 
 def builtin_name(ds: xr.Dataset) -> str:
-    """The name by which lipbound loads a run's model, and a comma, where it comes with a name of
-    its own; else empty."""
+    """Name by which lipbound loads a builtin model, and a comma; empty for other models."""
     return f"{ds.attrs['model']}, " if _builtin_title(str(ds.attrs["model"])) else ""
 
 
 def data_name(ds: xr.Dataset) -> str:
-    """A run's data, as it describes them or as somebody wants them called; of runs that were put
-    together, the data of those that are shown."""
+    """Name of a run's data, from the labels given or the run's own description.
+
+    Of runs that were put together, the data of those that are shown.
+    """
     return str(ds.attrs.get(CALLED, {}).get("data") or joined(of_each(ds, "data")))
 
 
@@ -120,8 +125,7 @@ def of_each(ds: xr.Dataset, name: str) -> list[str]:
 
 
 def _builtin_title(name: str) -> str:
-    """The title of the model card of a checkpoint that is called ``builtin:...``; empty where there
-    is none."""
+    """Title of the model card of a ``builtin:...`` checkpoint; empty where there is none."""
     from lipbound.models.sources.catalogue import BUILTINS, PREFIX, describe
 
     short = name.removeprefix(PREFIX)
@@ -131,8 +135,10 @@ def _builtin_title(name: str) -> str:
 
 
 def _last_part(name: str) -> str:
-    """The last part of a path, the model's name of a folder in the cache of Hugging Face, or any
-    other name as it is."""
+    """Last part of a path, or the model's name of a folder in the cache of Hugging Face.
+
+    Any other name stays as it is.
+    """
     if stored := re.search(r"models--([^/\\]+)[/\\]snapshots", name):
         return stored[1].replace("--", "/")
     kind = PureWindowsPath if "\\" in name else PurePath
@@ -142,8 +148,10 @@ def _last_part(name: str) -> str:
 
 @takes_run
 def footnotes(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
-    """Lines below a table of a run, or of some of its bounds: what the marks mean, why they are
-    there (bounds of one reason together), which values are missing; and, of all bounds, `left_out`.
+    """Lines below a table of a run, or of some of its bounds.
+
+    They say what the marks mean, why they are there (bounds of one reason together), which values
+    are missing; and, of all bounds, `left_out`.
     """
     kept = bounds_there(ds) if bounds is None else list(bounds)
     reasons: dict[tuple[str, str], list[str]] = {}
@@ -180,7 +188,7 @@ def footnotes(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
 
 
 def broken_words(ds: xr.Dataset) -> str:
-    """What is said of a bound that is below the exact norm although its assumptions hold."""
+    """Words on a bound that is below the exact norm although its assumptions hold."""
     if edited(ds):
         return "its assumptions held, but the run was edited"
     return "its assumptions hold, so please report this run"
@@ -194,8 +202,7 @@ def named(ds: xr.Dataset, name: str) -> str:
 
 @takes_run
 def left_out(ds: xr.Dataset) -> list[str]:
-    """One line for every reason why bounds say nothing about the heads of a run, with the names of
-    these bounds."""
+    """One line per reason for which bounds do not cover the heads of a run, with their names."""
     reasons: dict[str, list[str]] = {}
     for name, why in ds.attrs.get("not_applicable", {}).items():
         reasons.setdefault(f"the statement {why}", []).append(name)
@@ -225,8 +232,10 @@ def norm_words(ds: xr.Dataset) -> str:
 
 
 def stored_as(ds: xr.Dataset) -> str:
-    """How the weights of a run's model were quantised, in short, and a comma; empty where they were
-    not, or where an earlier version made the run."""
+    """Short words on the quantisation of a run's weights, and a comma.
+
+    Empty where they were not quantised, or where an earlier version made the run.
+    """
     how = str(ds.attrs.get("quantization", "")).partition(" (")[0]
     return f"{how}, " if how else ""
 
@@ -260,8 +269,7 @@ def listed(numbers: Iterable[int]) -> str:
 def over(
     ds: xr.Dataset, axes: Iterable[str] = ("sample", "layer", "head"), *, exact: bool = True
 ) -> str:
-    """The axes along which there is something to take a mean of, and what stands before them: "
-    over samples and heads"; empty for none.
+    """Words on the axes of a mean, such as " over samples and heads"; empty for none.
 
     Args:
         ds: a run.
@@ -275,8 +283,10 @@ def over(
 
 
 def places(ds: xr.Dataset, times: str = "x") -> str:
-    """Layers and heads that are shown, of how many: "6 layers x 12 heads", "layers 0 to 2 of 6
-    counted from 0, heads 3 and 4 of 12 counted from 0"."""
+    """Layers and heads that are shown, and of how many.
+
+    "6 layers x 12 heads", "layers 0 to 2 of 6 counted from 0, heads 3 and 4 of 12 counted from 0".
+    """
     there = Contents.of(ds)
     layers, whole = list(there.layers), there.all_layers
     of = f" of {there.made.model_layers} counted from 0"
@@ -301,8 +311,10 @@ def places(ds: xr.Dataset, times: str = "x") -> str:
 
 
 def samples_words(there: Contents) -> str:
-    """The samples that are shown, of how many, and their length: "2 of 8 samples of at most 32
-    tokens"."""
+    """Samples that are shown, of how many, and their length.
+
+    "2 of 8 samples of at most 32 tokens".
+    """
     made = there.made.samples
     some = (
         f"{there.samples} of " if there.samples < made else ""
@@ -314,8 +326,7 @@ def samples_words(there: Contents) -> str:
 
 
 def widest(ds: xr.Dataset) -> float:
-    """The largest relative width of the enclosures of the exact norms that are shown, rounded up to
-    two digits.
+    """Largest relative width of the enclosures of the norms shown, rounded up to two digits.
 
     Infinite where one has no finite upper end; NaN where there are no upper ends, or nothing to
     enclose.
@@ -331,8 +342,10 @@ def widest(ds: xr.Dataset) -> float:
 
 
 def reached(ds: xr.Dataset) -> str:
-    """Words on the exact norms that were not found to the tolerance: how many, enclosed how
-    closely; empty where all were."""
+    """Words on the exact norms not found to the tolerance: how many, enclosed how closely.
+
+    Empty where all were.
+    """
     there = Contents.of(ds)
     if there.all_closed:
         return ""
@@ -348,8 +361,10 @@ def reached(ds: xr.Dataset) -> str:
 
 
 def exact_words(ds: xr.Dataset) -> str:
-    """Words on how the exact norms that are shown are known (method, width, probability), from the
-    values themselves."""
+    """Words on how surely the norms shown are known: method, width, probability.
+
+    They come from the values themselves.
+    """
     a, there = ds.attrs, Contents.of(ds)
     if not there.norms:
         return "no exact norms"
@@ -393,8 +408,10 @@ def method_name(method: str) -> str:
 
 
 def state_words(ds: xr.Dataset) -> str:
-    """A phrase on what was done to a run since it was computed; empty for runs, and parts of runs,
-    that are as they were."""
+    """Phrase on changes made to a run since it was computed.
+
+    Empty for runs, and parts of runs, that are as they were.
+    """
     if (state := edited(ds)) is None:
         return (
             "some variables of the run left out, so that its checksums cannot exclude that "
@@ -405,8 +422,10 @@ def state_words(ds: xr.Dataset) -> str:
 
 @takes_run
 def run_caption(ds: xr.Dataset) -> str:
-    """One line that says what the numbers shown are of; the norm where it is another than
-    Frobenius, so that captions stay short."""
+    """One line on the run that the numbers shown come from.
+
+    The norm is named where it is another than Frobenius, so that captions stay short.
+    """
     a, there = ds.attrs, Contents.of(ds)
     model = (
         f"{model_name(ds)} ({builtin_name(ds)}{a['architecture']}, "

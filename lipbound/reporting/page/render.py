@@ -1,5 +1,7 @@
-"""A run, or several, as one self-contained page: heatmaps, single heads, the audit, provenance,
-what to cite."""
+"""Self-contained page of one run or several.
+
+It holds heatmaps, single heads, the audit, provenance and citations.
+"""
 
 import base64
 import gzip
@@ -149,8 +151,7 @@ def _page(pages: list[dict[str, Any]], attention: bytes) -> str:
 
 
 def _differences(pages: list[dict[str, Any]]) -> list[str]:
-    """A sentence for everything in which runs side by side differ, and which moves
-    their numbers."""
+    """A sentence for each difference between runs side by side that moves their numbers."""
     found = []
     for key, what, why in (
         (
