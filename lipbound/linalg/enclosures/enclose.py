@@ -93,7 +93,7 @@ def enclose(
 
     Returns:
         `Norm`; ``converged`` is False where the width is not reached, and both ends hold all the
-        same.
+        same. Of a norm whose square leaves the range of float64 nothing is said.
     """
     if not 0 < delta < 1:
         raise LipboundError(f"delta is {delta}; the failure probability must be between 0 and 1")
@@ -105,14 +105,19 @@ def enclose(
         torch.zeros(op.batch, n, dtype=torch.float64, device=op.device),
         zeros.long(),
     )
-    active = torch.arange(op.batch)
+    active = torch.isfinite(found.high).nonzero()[:, 0]  # squares of others leave the range
     residual = max(min(SEARCH, 0.3 * math.sqrt(tol)), 16 * torch.finfo(search.dtype).eps)
     seeds = seeds_each(op.batch, seed)
-    z, found.steps = ritz_search(
-        search, count=min(VECTORS, n), residual=residual, max_steps=max_steps, seed=seeds
-    )
-    z = z.double()
-    for attempt, (share, starts) in enumerate(ATTEMPTS):
+    if len(active):
+        z, found.steps[active] = ritz_search(
+            search if len(active) == op.batch else search.select(active.to(op.device)),
+            count=min(VECTORS, n),
+            residual=residual,
+            max_steps=max_steps,
+            seed=[seeds[i] for i in active.tolist()],
+        )
+        z = z.double()
+    for attempt, (share, starts) in enumerate(ATTEMPTS if len(active) else ()):
         index = active.to(op.device)
         part = op if len(active) == op.batch else op.select(index)
         z = _attempt(
@@ -324,7 +329,7 @@ def _open(found: NormBounds, roundoff: Roundoff, tol: float) -> Tensor:
     tensors makes it."""
     low, high = _ends(found, roundoff)
     wide = _reachable(found.low.clamp_min(0).sqrt(), roundoff.tensors, tol)
-    return ~(high <= low * (1 + wide)) & torch.isfinite(roundoff.size) & (found.high > 0)
+    return ~(high <= low * (1 + wide)) & torch.isfinite(found.high) & (found.high > 0)
 
 
 def _attempt(
