@@ -1,10 +1,12 @@
 r"""Layer normalisation around attention: its Jacobian, and the ellipsoid its outputs lie on."""
 
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from lipbound.attention.variants.base import UNIT
 from lipbound.errors import AttentionError
 
 
@@ -49,12 +51,12 @@ class Normaliser:
             float(eps),
             centred,
         )
-        deviation = x.double() - x.double().mean(-1, keepdim=True) if centred else x.double()
-        self.size = (
-            (deviation.square().mean(-1, keepdim=True) + eps)
-            .sqrt()
-            .clamp_min(torch.finfo(torch.float64).tiny)
-        )
+        deviation = _around_mean(_around_mean(x.double())) if centred else x.double()
+        power = torch.ones_like(self.x[..., :1], dtype=torch.float64)  # squares stay in range
+        power = torch.ldexp(power, torch.frexp(deviation.abs().amax(-1, keepdim=True)).exponent)
+        root = (deviation / power).square().mean(-1, keepdim=True).sqrt() * power
+        size = torch.hypot(root, torch.full_like(root, self.eps).sqrt())
+        self.size = size.clamp_min(torch.finfo(torch.float64).tiny)
         self.unit = (deviation / self.size).to(x.dtype)
 
     @property
@@ -78,7 +80,28 @@ class Normaliser:
     def norms(self) -> Tensor:
         r"""Upper values of the norms of each token's Jacobian, :math:`\max_k |w_k| / s`, (samples,
         N), float64."""
-        return self.weight.double().abs().amax() / self.size[..., 0] * (1 + 1e-12)
+        return self.weight.double().abs().amax() * self.slopes
+
+    @property
+    def slopes(self) -> Tensor:
+        """Upper values of 1/s, (samples, N), float64; infinite where they leave its range."""
+        slopes = 1 / self.size[..., 0] * (1 + self.rounding[0]) * (1 + 1e-12)
+        return slopes.nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+    @cached_property
+    def rounding(self) -> tuple[Tensor, Tensor]:
+        """Upper values of the relative error of s and of 1/s, and of the distance of u, computed in
+        float64, from that of exact arithmetic, (samples, N) each: Lemma 21 (docs/theory/layers.md).
+        """
+        n, size = self.x.shape[2], self.size[..., 0]
+        deviation = torch.zeros_like(size)
+        if self.centred:
+            around = torch.linalg.vector_norm(_around_mean(self.x.double()), dim=-1)
+            deviation = 2 * (n + 4) * UNIT * around / size
+        off = deviation / n**0.5 + (n + 8) * UNIT
+        off = torch.where(off < 0.25, off / (1 - off), torch.inf)
+        unit = torch.linalg.vector_norm(self.unit.double(), dim=-1)
+        return off, deviation * (1 + off) + unit * (off + 4 * UNIT)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Normaliser":
         """Another one with changed tensors."""
@@ -100,6 +123,12 @@ class Normaliser:
     def radius(self) -> float:
         """Of the smallest centred ball around all its outputs (`ellipsoid_radius`)."""
         return ellipsoid_radius(self.weight, self.bias, centred=self.centred)
+
+
+def _around_mean(x: Tensor) -> Tensor:
+    """Vectors (..., D) less their means. Of vectors that are long beside their deviations this
+    leaves a part of what rounding took from the mean, which a second time takes away."""
+    return x - x.mean(-1, keepdim=True)
 
 
 def ellipsoid_radius(weight: Tensor, bias: Tensor | None = None, *, centred: bool = True) -> float:
