@@ -96,8 +96,8 @@ class Normaliser:
         n, size = self.x.shape[2], self.size[..., 0]
         deviation = torch.zeros_like(size)
         if self.centred:
-            around = torch.linalg.vector_norm(_around_mean(self.x.double()), dim=-1)
-            deviation = 2 * (n + 4) * UNIT * around / size
+            around = _around_mean(self.x.double()) / self.size
+            deviation = 2 * (n + 4) * UNIT * torch.linalg.vector_norm(around, dim=-1)
         off = deviation / n**0.5 + (n + 8) * UNIT
         off = torch.where(off < 0.25, off / (1 - off), torch.inf)
         unit = torch.linalg.vector_norm(self.unit.double(), dim=-1)

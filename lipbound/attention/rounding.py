@@ -66,8 +66,33 @@ def tensor_errors(att: Attention) -> TensorErrors:
     return _tensor_errors(att.double())
 
 
+@dataclass(frozen=True)
+class InheritedErrors:
+    """How far the tensors that a float64 layer was made of may be from those that are meant.
+
+    Upper values, float64.
+
+    Attributes:
+        q, k, v: what that moves queries, centred keys and centred values by, (samples, heads, N).
+        w_q, w_k, w_v: of the projections, in norm, (heads,).
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    w_q: Tensor
+    w_k: Tensor
+    w_v: Tensor
+
+
 @torch.no_grad()
-def _tensor_errors(att: Attention) -> TensorErrors:
+def errors_with(att: Attention, inherited: InheritedErrors) -> TensorErrors:
+    """Return `tensor_errors` of a plain float64 layer as distances from the tensors meant."""
+    return _tensor_errors(att, inherited)
+
+
+@torch.no_grad()
+def _tensor_errors(att: Attention, inherited: InheritedErrors | None = None) -> TensorErrors:
     own, n = att.projections, att.tokens
     around = torch.linalg.vector_norm(att.centred(att.x), dim=-1)
     size = torch.linalg.vector_norm(att.x, dim=-1)
@@ -78,9 +103,15 @@ def _tensor_errors(att: Attention) -> TensorErrors:
         torch.linalg.vector_norm(t, dim=-1) for t in (att.wide_q, att.centred_k, att.centred_v)
     ]
     errors = [q.error, k.error, v_error + 2 * UNIT * lengths[2]]
+    slope_errors = [q.slope_error, k.slope_error]
+    if inherited is not None:
+        others = inherited.q, inherited.k, inherited.v
+        errors = [error + more for error, more in zip(errors, others, strict=True)]
+        slopes = inherited.w_q[:, None], inherited.w_k[:, None]
+        slope_errors = [error + more for error, more in zip(slope_errors, slopes, strict=True)]
     if att.scoring.shift_invariant:
         errors[1] = errors[1] + 2 * UNIT * lengths[1]
-    every = [*lengths, *errors, q.slope, k.slope, q.slope_error, k.slope_error]
+    every = [*lengths, *errors, q.slope, k.slope, *slope_errors]
     every = [_upper(t.expand(att.samples, att.heads, n), att.valid) for t in every]
     score, reach = _scores(att, *every[:2], *every[3:5])
     slope: Tensor | float = 0.0

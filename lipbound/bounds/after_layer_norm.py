@@ -5,8 +5,12 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.rounding import InheritedErrors
+from lipbound.bounds.factors import root_count
 from lipbound.bounds.registry import get
-from lipbound.errors import AttentionError
+from lipbound.errors import AttentionError, LipboundError
+from lipbound.jacobians.rounding import inherited_error
+from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.upper import Upper
 
 
@@ -16,8 +20,8 @@ def fold_normalisation(att: Attention) -> Attention:
 
     With :math:`w, b` the normaliser's parameters, :math:`W_Q` becomes :math:`\mathrm{diag}(w) W_Q`
     and :math:`b_Q` becomes :math:`b_Q + W_Q^T b`; likewise for keys and values. Folded inputs have
-    :math:`|u_i| \le \sqrt D`, whatever the parameters. Everything is in float64, and its rounding
-    there is not counted.
+    :math:`|u_i| \le \sqrt D`, whatever the parameters. Everything is in float64, whose rounding
+    `folding_rounds` knows.
 
     Raises:
         AttentionError: a layer that is not known to be fed by a normaliser
@@ -53,18 +57,63 @@ def fold_normalisation(att: Attention) -> Attention:
     )
 
 
+def folding_rounds(folded: Attention, att: Attention) -> InheritedErrors:
+    """Return how far a layer that `fold_normalisation` made may be from the exact one.
+
+    Args:
+        folded: that layer. att: the float64 layer it was made of.
+    """
+    assert att.surroundings is not None
+    assert att.surroundings.fed_by is not None
+    norm = att.surroundings.fed_by.double()
+    length, moved = torch.linalg.vector_norm(norm.unit, dim=-1), norm.rounding[1]
+    if att.valid is not None:
+        length, moved = (t.masked_fill(~att.valid, 0.0) for t in (length, moved))
+    tokens, weights = {}, {}
+    for side, w, b in (("q", "w_q", "b_q"), ("k", "w_k", None), ("v", "w_v", None)):
+        given, made = getattr(att, w), getattr(folded, w)
+        size = torch.linalg.matrix_norm(made)
+        weights[w] = 2 * UNIT * size + made[0].numel() * 2.0**-1074
+        off = length[:, None] * weights[w][:, None] + 2 * moved[:, None] * size[:, None]
+        if b is None:  # keys and values less their means, and their biases drop out
+            tokens[side] = 2 * off.amax(-1, keepdim=True).expand_as(off)
+            continue
+        if norm.bias is not None:
+            reach = torch.linalg.vector_norm(norm.bias) * torch.linalg.matrix_norm(given)
+            own = torch.linalg.vector_norm(getattr(folded, b), dim=-1)
+            off = off + (2 * (given.shape[1] + 8) * UNIT * (reach + own))[:, None]
+        tokens[side] = off
+    return InheritedErrors(**tokens, **weights)
+
+
 def after_norm(att: Attention, name: str) -> Tensor:
     r"""A bound on the maps :math:`h \mapsto head(norm(h))`, (samples, heads), float64, from the
     registered bound ``name`` on the folded heads.
 
     :math:`L(\text{folded}) \cdot \max_i 1/s_i` with :math:`s_i` the size that token i is divided
-    by: Lemma 24 (docs/theory/layers.md). Against the bound on the head as it is times the largest
-    norm of the normalisation, :math:`\max_k |w_k| / s_i`, it sees which directions the weights w
-    make long.
+    by, and what folding rounds: Lemma 24 (docs/theory/layers.md). Against the bound on the head as
+    it is times the largest norm of the normalisation, :math:`\max_k |w_k| / s_i`, it sees which
+    directions the weights w make long.
+
+    Args:
+        att: the layer, captured with what stands around it.
+        name: registry name of a bound on the head.
+
+    Raises:
+        AttentionError: a layer that is not known to be fed by a normaliser.
+        LipboundError: an unknown bound, or one on another map.
     """
+    bound = get(name)
+    if bound.map != "head":
+        raise LipboundError(
+            f"{name!r} bounds {bound.map} attention, and after_norm the heads of the layer; take "
+            "another bound, 'lipbound' for instance"
+        )
     folded = fold_normalisation(att)
+    lost = Upper.of(2 * inherited_error(folded, folding_rounds(folded, att.double())))
+    lost = lost * root_count(att) if bound.norm == "every-token" else lost
     assert att.surroundings is not None
     assert att.surroundings.fed_by is not None
-    size = 1 / att.surroundings.fed_by.size[..., 0]
-    size = size if att.valid is None else size.masked_fill(~att.valid, 0.0)
-    return (Upper.of(get(name)(folded)) * size.amax(-1, keepdim=True) * (1 + 1e-12)).value()
+    slopes = att.surroundings.fed_by.slopes
+    slopes = slopes if att.valid is None else slopes.masked_fill(~att.valid, 0.0)
+    return ((Upper.of(bound(folded)) + lost) * slopes.amax(-1, keepdim=True)).value()

@@ -18,7 +18,9 @@ from lipbound.attention.layer_norm import Normaliser
 from lipbound.attention.rounding import (
     MARGIN,
     SMALLEST,
+    InheritedErrors,
     TensorErrors,
+    errors_with,
     projection_norms,
     tensor_errors,
 )
@@ -48,6 +50,22 @@ def tensor_error(att: Attention) -> Tensor:
 @memoised
 def _tensor_error(att: Attention) -> Tensor:
     return roundoff(att, head_jacobian(att)).tensors.view(att.samples, att.heads)
+
+
+def inherited_error(att: Attention, inherited: InheritedErrors) -> Tensor:
+    """Return what `tensor_error` does, J being that of the tensors that are meant.
+
+    Args:
+        att: a plain float64 layer. inherited: how far it may be from the layer that is meant.
+    """
+    none = torch.zeros_like(inherited.w_v)
+    found = roundoff(
+        att,
+        head_jacobian(att),
+        folding=Folding(inherited.w_v, none, 0.0),
+        errors=errors_with(att, inherited),
+    )
+    return found.tensors.view(att.samples, att.heads).to(att.device)
 
 
 class Moments(NamedTuple):
@@ -126,7 +144,12 @@ def distance(
 
 @torch.no_grad()
 def roundoff(
-    att: Attention, op: HeadOperator, *, folding: "Folding | None" = None, sharp: bool = False
+    att: Attention,
+    op: HeadOperator,
+    *,
+    folding: "Folding | None" = None,
+    errors: TensorErrors | None = None,
+    sharp: bool = False,
 ) -> Roundoff:
     """Of the heads of a float64 layer: Lemma 70 (docs/theory/rounding.md) for its tensors, Lemma 71
     (docs/theory/rounding.md) for its products.
@@ -134,9 +157,10 @@ def roundoff(
     Args:
         att, op: the layer and its Jacobian.
         folding: how far its values may be from those that are meant.
+        errors: of its tensors, where they are more than `tensor_errors`.
         sharp: whether to spend some passes over P on sizes that are a half or a third.
     """
-    e = tensor_errors(att)
+    e = tensor_errors(att) if errors is None else errors
     c, n = abs(att.scale), att.tokens
     rows, w_v = _moments(op, e), projection_norms(att)[2]
     if folding is not None:
@@ -324,7 +348,7 @@ def layer_roundoff(att: Attention, op: HeadOperator, map: str, *, sharp: bool = 
     ]  # the last of absolute values
     width = (2 * (att.tokens + 3 * (att.d + att.d_v) + att.x.shape[2] + att.heads + 60)) * UNIT
     if map == "heads" or att.w_o is None:
-        tensors, size, rounded = (t.norm(dim=-1) for t in per)
+        tensors, size, rounded = (_length(t) for t in per)
     else:
         w_o = torch.linalg.matrix_norm(att.w_o).cpu()
         tensors, size, rounded = ((t * w_o).sum(-1) for t in per)
@@ -332,6 +356,14 @@ def layer_roundoff(att: Attention, op: HeadOperator, map: str, *, sharp: bool = 
     if map in BLOCKS:
         return _block(att, map, tensors, size, rounded, width)
     return Roundoff(_upper(tensors), _upper(width * rounded), _upper(size))
+
+
+def _length(t: Tensor) -> Tensor:
+    """Return lengths of vectors of numbers >= 0 over the last axis, also of tiny ones."""
+    largest = t.amax(-1, keepdim=True)
+    known = (largest > 0) & torch.isfinite(largest)
+    unit = torch.where(known, largest, 1.0)
+    return (t / unit).norm(dim=-1) * unit[..., 0]
 
 
 def _block(

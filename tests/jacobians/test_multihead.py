@@ -162,3 +162,61 @@ def test_a_layer_needs_its_projection() -> None:
     for call in (lambda: spectral_norm(att, map="layer"), lambda: bounds.whole_layer(att, "yudin")):
         with pytest.raises(LipboundError, match="map='heads'"):
             call()
+
+
+POWERS = {
+    "a large scale": {"scale": 990, "w_q": -990},
+    "a small scale": {"scale": -1000, "w_q": 520, "w_k": 480},
+    "large values": {"w_v": 900, "w_o": -950},
+    "small values": {"w_v": -500, "w_o": -460},
+}
+"""By which powers of two tensors of a layer are multiplied, such that scores stay as they are."""
+
+
+@pytest.mark.parametrize("map", MAPS)
+@pytest.mark.parametrize("powers", POWERS)
+def test_layers_of_extreme_sizes_have_the_numbers_of_ordinary_ones(powers: str, map: str) -> None:
+    """What is multiplied by powers of two has the same norms, but for such a power."""
+    by = POWERS[powers]
+    att = random_attention("plain")
+    tensors = {
+        name: getattr(att, name) * 2.0 ** by.get(name, 0) for name in ("w_q", "w_k", "w_v", "w_o")
+    }
+    far = Attention(att.x, **tensors, scale=att.scale * 2.0 ** by.get("scale", 0))
+    near = Attention(att.x, att.w_q, att.w_k, att.w_v, w_o=att.w_o)
+    unit = 2.0 ** (by.get("w_v", 0) + (by.get("w_o", 0) if map == "layer" else 0))
+    exact = spectral_norm(near, map=map, method="dense").lower * unit
+    for method in ("lanczos", "dense", "deflation"):
+        norm = spectral_norm(far, map=map, method=method, tol=1e-6, delta=1e-6)
+        torch.testing.assert_close(norm.lower, exact, rtol=2e-6, atol=0)
+        torch.testing.assert_close(norm.upper, exact, rtol=2e-6, atol=0)
+    for kind in ("every-token", "one-token", "output-token"):
+        found, expected = (lb.token_norm(layer, kind, map=map) for layer in (far, near))
+        assert bool((found.lower <= expected.upper * unit * (1 + 1e-9)).all())
+        assert bool((found.upper >= expected.lower * unit * (1 - 1e-9)).all())
+        assert bool(found.converged.all())
+
+
+def test_residual_blocks_of_a_large_scale() -> None:
+    att = random_attention("plain")
+    near = Attention(att.x, att.w_q, att.w_k, att.w_v, w_o=att.w_o)
+    far = Attention(
+        att.x, att.w_q * 2.0**-990, att.w_k, att.w_v, w_o=att.w_o, scale=att.scale * 2.0**990
+    )
+    norm = spectral_norm(far, map="residual", delta=1e-6, tol=1e-6)
+    exact = spectral_norm(near, map="residual", method="dense").lower
+    torch.testing.assert_close(norm.lower, exact, rtol=2e-6, atol=0)
+    torch.testing.assert_close(norm.upper, exact, rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("method", ["lanczos", "dense"])
+@pytest.mark.parametrize("sink", [370.0, 745.0, 1500.0])
+def test_heads_beside_each_other_that_attend_to_sinks(sink: float, method: str) -> None:
+    """Probabilities, or their squares, underflow: the norm is tiny, but it is not zero."""
+    att = random_attention("plain")
+    sinks = torch.full((att.heads,), sink, dtype=torch.float64)
+    att = Attention(att.x, att.w_q, att.w_k, att.w_v, sinks=sinks)
+    for delta in (1e-6, None):
+        norm = spectral_norm(att, map="heads", method=method, delta=delta)
+        assert bool((norm.upper > 0).all())
+        assert sink < 740 or not bool(norm.converged.any())

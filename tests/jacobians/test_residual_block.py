@@ -1,6 +1,8 @@
 """Attention with residual connection and layer normalisation, against dense autograd Jacobians and
 the model's own modules."""
 
+from fractions import Fraction
+
 import pytest
 import torch
 import transformers as tf
@@ -308,3 +310,75 @@ def test_bounds_after_a_norm(kind: str, centred: bool) -> None:
                 assert float(value[s, h]) >= exact * (1 - 1e-9)
     with pytest.raises(AttentionError, match="around=True"):
         after_norm(random_attention("plain"), "lipbound")
+    with pytest.raises(LipboundError, match="bounds l2 attention"):
+        after_norm(around(random_attention("plain"), "pre", True), "kim")
+
+
+def two_halves(seed: int, size: float) -> torch.Tensor:
+    """Two tokens of 6 entries around ``size``, that differ from it by a few of its last digits."""
+    g = torch.Generator().manual_seed(seed)
+    digit = torch.tensor(size, dtype=torch.float64).frexp().exponent.item() - 53
+    steps = torch.randint(-2, 3, (1, 2, 6), generator=g).double()
+    steps[..., 0], steps[..., 1] = 1.0, 0.0
+    return size + steps * 2.0**digit
+
+
+@pytest.mark.parametrize("size", [355.55, 94959.75, 3513902.5])
+@pytest.mark.parametrize("seed", range(4))
+def test_norms_of_tokens_that_are_long_beside_their_deviations(seed: int, size: float) -> None:
+    """Against exact rational arithmetic: the mean must not take their digits."""
+    norm = Normaliser(two_halves(seed, size), torch.ones(6, dtype=torch.float64))
+    for token, found in zip(norm.x[0].tolist(), norm.norms[0].tolist(), strict=True):
+        entries = [Fraction(entry) for entry in token]
+        mean = sum(entries, Fraction()) / 6
+        inverse = 6 / sum((entry - mean) ** 2 for entry in entries)  # 1 / s^2
+        assert inverse <= Fraction(found) ** 2 <= inverse * Fraction(1 + 1e-10)
+
+
+@pytest.mark.parametrize("power", [-900, -600, 550, 900])
+def test_norms_of_tokens_whose_squares_leave_the_range(power: int) -> None:
+    att = around(random_attention("plain"), "post", True)
+    norm = att.surroundings.followed_by
+    assert norm is not None
+    bare = Normaliser(norm.x, norm.weight)
+    far = Normaliser(norm.x * 2.0**power, norm.weight)
+    torch.testing.assert_close(far.norms * 2.0**power, bare.norms, rtol=1e-12, atol=0)
+    torch.testing.assert_close(far.unit, bare.unit, rtol=1e-12, atol=0)
+    with_far = att.with_parts(surroundings=ResidualContext(residual="post", followed_by=far))
+    bound = whole_layer(with_far, "lipbound", map="post_norm")
+    with_bare = att.with_parts(surroundings=ResidualContext(residual="post", followed_by=bare))
+    expected = whole_layer(with_bare, "lipbound", map="post_norm")
+    torch.testing.assert_close(bound * 2.0**power, expected, rtol=1e-11, atol=0)
+    enclosed = spectral_norm(with_far, map="post_norm", delta=1e-6)
+    exact = spectral_norm(with_bare, map="post_norm", method="dense")
+    assert bool((enclosed.lower * 2.0**power <= exact.upper).all())
+    assert bool((enclosed.upper * 2.0**power >= exact.lower).all())
+    assert not bool(enclosed.converged.any())
+
+
+@pytest.mark.parametrize("name", ["lipbound", "lipbound_block", "yudin_sqrt_n"])
+def test_bounds_after_a_norm_count_what_folding_rounds(name: str) -> None:
+    """The folded bias of queries is a sum in which large terms cancel: 7, of which float64 may
+    leave nothing."""
+    width = 16
+    one = torch.ones(1, width, 1, dtype=torch.float64)
+    unit = torch.ones(1, 2, width, dtype=torch.float64)  # mean 0 and size 1 are exact
+    unit[0, 0, 1::2], unit[0, 1, : width // 2] = -1, -1
+    weight = torch.full((width,), 2.0**-60, dtype=torch.float64)
+    bias = torch.full((width,), 2.0**-54, dtype=torch.float64)
+    bias[0], bias[-1] = 1, -1
+    w_q, w_k = one * 2.0**53, (unit[0, 0] - unit[0, 1]).view(1, width, 1) * 2.0**54
+    norm = Normaliser(unit, weight, bias)
+    fed = ResidualContext(fed_by=norm, residual="pre")
+    att = Attention(norm.out, w_q, w_k, 16 * w_k, scale=1.0, surroundings=fed)
+    folded = [(w * weight[:, None])[0] for w in (w_q, w_k, 16 * w_k)]
+
+    def head(x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x @ w for w in folded)
+        return torch.softmax((q + 7.0) @ k.mT, -1) @ v
+
+    centre = torch.eye(width, dtype=torch.float64) - 1 / width
+    by_token = centre - unit[0, :, :, None] * unit[0, :, None] / width
+    jacobian = torch.einsum("iale,lef->ialf", torch.func.jacrev(head)(unit[0]), by_token)
+    exact = torch.linalg.matrix_norm(jacobian.reshape(2, -1), 2)
+    assert float(after_norm(att, name)[0, 0]) >= float(exact) * (1 - 1e-12)

@@ -23,7 +23,7 @@ from lipbound.linalg.enclosures.deflated_lanczos import RITZ, deflated_bound
 from lipbound.linalg.enclosures.ritz import ritz_search
 from lipbound.linalg.enclosures.verified import bordered, largest_eigenvalue
 from lipbound.linalg.lanczos import lanczos
-from lipbound.linalg.matrix_norms import UNIT
+from lipbound.linalg.matrix_norms import SMALLEST, UNIT
 from lipbound.linalg.operators import JacobianOperator, Roundoff
 from lipbound.linalg.solution import Norm, seeds_each, start_vectors, unit_vectors
 
@@ -96,7 +96,8 @@ def enclose(
 
     Returns:
         `Norm`; ``converged`` is False where the width is not reached, and both ends hold all the
-        same. Of a norm whose square leaves the range of float64 nothing is said.
+        same. Of a norm whose square leaves the range of float64 nothing is said, or only that it
+        is at most a crude bound.
 
     Raises:
         LipboundError: ``delta`` is not between 0 and 1.
@@ -107,7 +108,8 @@ def enclose(
     high = (roundoff.size + roundoff.products) ** 2
     top = torch.zeros(op.batch, n, dtype=torch.float64, device=op.device)
     found = NormBounds(torch.zeros_like(high), high, top, torch.zeros_like(high).long())
-    active = torch.isfinite(high).nonzero()[:, 0]
+    faint = (roundoff.size > 0) & (roundoff.size < SMALLEST)
+    active = (torch.isfinite(high) & ~faint).nonzero()[:, 0]
     residual = max(min(SEARCH, 0.3 * math.sqrt(tol)), 16 * torch.finfo(search.dtype).eps)
     if len(active):
         part = search if len(active) == op.batch else search.select(active.to(op.device))
@@ -127,10 +129,11 @@ def enclose(
         active, z = active[keep], z[keep.to(z.device)]
         if not len(active):
             break
-    rest = _open(found, roundoff, tol).nonzero()[:, 0]
+    rest = (_open(found, roundoff, tol) & ~faint).nonzero()[:, 0]
     if len(rest) and n <= LARGEST_DENSE:
         _settle(op, roundoff, found, rest)
     low, high = _ends(found, roundoff)
+    high = torch.where(faint, (roundoff.size + roundoff.tensors) * (1 + 2 * UNIT), high)
     norm = Norm(low, high, found.steps, high <= low * (1 + tol), _width(low, high))
     return _with_vectors(norm, op, found.top) if vectors else norm
 
