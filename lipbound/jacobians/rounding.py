@@ -25,9 +25,8 @@ from lipbound.attention.rounding import (
 from lipbound.jacobians.head import HeadOperator
 from lipbound.jacobians.maps import BLOCKS, WHOLE
 from lipbound.jacobians.streaming import head_jacobian
-from lipbound.linalg.matrix_norms import UNIT
+from lipbound.linalg.matrix_norms import UNIT, times_power, times_power_up
 from lipbound.linalg.operators import Roundoff
-from lipbound.linalg.powers import times_power, times_power_up
 from lipbound.linalg.upper import Upper, scaled
 
 SCHUR_STEPS = 4

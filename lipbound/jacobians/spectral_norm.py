@@ -20,9 +20,9 @@ from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
 from lipbound.jacobians.prepared_map import PreparedMap
 from lipbound.linalg.deterministic import deflation
 from lipbound.linalg.enclosures.enclose import enclose, estimate, widened
+from lipbound.linalg.matrix_norms import times_power, times_power_up
 from lipbound.linalg.operator_norm import DEFAULT_STEPS, METHODS, operator_norm
 from lipbound.linalg.operators import JacobianOperator, Roundoff
-from lipbound.linalg.powers import times_power, times_power_up
 from lipbound.linalg.reference_solvers import dense_svd
 from lipbound.linalg.solution import Norm, sample_seeds
 

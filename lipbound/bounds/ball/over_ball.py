@@ -14,7 +14,7 @@ from lipbound.bounds.registry import get
 from lipbound.devices import in_own_modes
 from lipbound.errors import AttentionError, LipboundError, check_layer
 from lipbound.jacobians.spectral_norm import spectral_norm
-from lipbound.linalg.powers import exact_power, times_power_up
+from lipbound.linalg.matrix_norms import exact_power, times_power_up
 
 CERTIFIED_TOL = 1e-3
 CERTIFIED_DELTA = 1e-10

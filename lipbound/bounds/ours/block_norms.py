@@ -25,8 +25,13 @@ from lipbound.bounds.ours.row_moments import (
 )
 from lipbound.devices import require
 from lipbound.jacobians.rounding import Moments, distance
-from lipbound.linalg.matrix_norms import gamma, matrix_norm, nonnegative_norm, upper_factor
-from lipbound.linalg.powers import times_power_up
+from lipbound.linalg.matrix_norms import (
+    gamma,
+    matrix_norm,
+    nonnegative_norm,
+    times_power_up,
+    upper_factor,
+)
 
 CHUNK = 2**22
 """Bytes of the largest temporary, the N x d_v x d moments of some heads of one sample."""

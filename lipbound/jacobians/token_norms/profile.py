@@ -14,8 +14,7 @@ from lipbound.jacobians.maps import WHOLE
 from lipbound.jacobians.prepared_map import PreparedMap
 from lipbound.jacobians.token_norms.layer_tensors import LayerTensors
 from lipbound.jacobians.token_norms.token_norm import beside, check, chunks, parts_of, pieces
-from lipbound.linalg.matrix_norms import UNIT, at_most, symmetric_norm
-from lipbound.linalg.powers import times_power, times_power_up
+from lipbound.linalg.matrix_norms import UNIT, at_most, symmetric_norm, times_power, times_power_up
 
 
 @dataclass(frozen=True)
