@@ -1,6 +1,7 @@
-r"""Layer normalisation around attention: its Jacobian, and the ellipsoid its outputs lie on."""
+"""Layer normalisation and residual connections around attention."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,8 +10,7 @@ from lipbound.errors import AttentionError
 
 
 class Normaliser:
-    r"""LayerNorm or RMSNorm at a batch of inputs; as a linear map, its Jacobian there, token by
-    token.
+    r"""LayerNorm or RMSNorm at a batch of inputs, and its Jacobian there, token by token.
 
     With :math:`u = (x - \bar x)/s`, :math:`s = (|x - \bar x|^2/D + eps)^{1/2}` (RMSNorm: without
     the mean), the output is :math:`w \circ u + b` and
@@ -21,11 +21,17 @@ class Normaliser:
 
     Args:
         x: what it normalises, (samples, N, D).
-        weight: (D,). bias: (D,), or None.
-        eps: under the root. centred: LayerNorm, else RMSNorm.
+        weight: (D,).
+        bias: (D,), or None.
+        eps: under the root.
+        centred: whether it is LayerNorm, else RMSNorm.
 
     Attributes:
-        unit: u, (samples, N, D). size: s, (samples, N, 1), float64.
+        unit: u, (samples, N, D).
+        size: s, (samples, N, 1), float64.
+
+    Raises:
+        AttentionError: weight or bias do not fit the inputs.
     """
 
     def __init__(
@@ -42,32 +48,24 @@ class Normaliser:
                 f"a normaliser's weight has shape {tuple(weight.shape)}; for inputs of width "
                 f"{x.shape[-1]} it must be ({x.shape[-1]},)"
             )
-        self.x, self.weight, self.bias, self.eps, self.centred = (
-            x,
-            weight,
-            bias,
-            float(eps),
-            centred,
-        )
+        self.x, self.weight, self.bias = x, weight, bias
+        self.eps, self.centred = float(eps), centred
         deviation = x.double() - x.double().mean(-1, keepdim=True) if centred else x.double()
-        self.size = (
-            (deviation.square().mean(-1, keepdim=True) + eps)
-            .sqrt()
-            .clamp_min(torch.finfo(torch.float64).tiny)
-        )
+        squares = deviation.square().mean(-1, keepdim=True) + eps
+        self.size = squares.sqrt().clamp_min(torch.finfo(torch.float64).tiny)
         self.unit = (deviation / self.size).to(x.dtype)
 
     @property
     def out(self) -> Tensor:
-        """What it returns, (samples, N, D)."""
+        """Outputs, (samples, N, D)."""
         return self.weight * self.unit if self.bias is None else self.weight * self.unit + self.bias
 
     def jvp(self, dx: Tensor) -> Tensor:
-        """J dx, (samples, N, D)."""
+        """Return J dx, (samples, N, D)."""
         return self.weight * self._project(dx)
 
     def vjp(self, dy: Tensor) -> Tensor:
-        """J^T dy, (samples, N, D)."""
+        """Return J^T dy, (samples, N, D)."""
         return self._project(self.weight * dy)
 
     def _project(self, dx: Tensor) -> Tensor:
@@ -76,35 +74,58 @@ class Normaliser:
 
     @property
     def norms(self) -> Tensor:
-        r"""Upper values of the norms of each token's Jacobian, :math:`\max_k |w_k| / s`, (samples,
-        N), float64."""
+        r"""Upper values :math:`\max_k |w_k| / s` of the norms of each token's Jacobian.
+
+        (samples, N), float64.
+        """
         return self.weight.double().abs().amax() / self.size[..., 0] * (1 + 1e-12)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Normaliser":
-        """Another one with changed tensors."""
+        """Return another one with changed tensors."""
         bias = None if self.bias is None else change(self.bias)
-        return Normaliser(
-            change(self.x), change(self.weight), bias, eps=self.eps, centred=self.centred
-        )
+        x, weight = change(self.x), change(self.weight)
+        return Normaliser(x, weight, bias, eps=self.eps, centred=self.centred)
 
     def double(self) -> "Normaliser":
-        """In float64."""
+        """Return the same in float64."""
         return self.map(Tensor.double)
 
     def select(self, samples: slice | Tensor) -> "Normaliser":
-        """Some samples."""
-        return Normaliser(
-            self.x[samples], self.weight, self.bias, eps=self.eps, centred=self.centred
-        )
+        """Return that of some samples."""
+        x = self.x[samples]
+        return Normaliser(x, self.weight, self.bias, eps=self.eps, centred=self.centred)
 
     def radius(self) -> float:
-        """Of the smallest centred ball around all its outputs (`ellipsoid_radius`)."""
+        """Return the radius of the smallest centred ball around all outputs."""
         return ellipsoid_radius(self.weight, self.bias, centred=self.centred)
 
 
+@dataclass
+class ResidualContext:
+    """Layer normalisation and residual connection around an attention layer in its model.
+
+    Attributes:
+        fed_by: the normaliser whose output is the layer's input, or None.
+        residual: "pre" for h + layer(norm(h)), norm being ``fed_by``; "post" for x + layer(x); None
+            for neither.
+        followed_by: the normaliser of x + layer(x) under "post", or None.
+    """
+
+    fed_by: Normaliser | None = None
+    residual: str | None = None
+    followed_by: Normaliser | None = None
+
+    def map(self, change: Callable[[Normaliser], Normaliser]) -> "ResidualContext":
+        """Return the same with changed normalisers."""
+        around = (self.fed_by, self.followed_by)
+        fed_by, followed_by = (None if norm is None else change(norm) for norm in around)
+        return ResidualContext(fed_by, self.residual, followed_by)
+
+
 def ellipsoid_radius(weight: Tensor, bias: Tensor | None = None, *, centred: bool = True) -> float:
-    r"""Largest length of an output of LayerNorm (``centred``) or RMSNorm over all inputs: R of the
-    published bounds, from parameters alone.
+    r"""Return the largest length of an output of LayerNorm (``centred``) or RMSNorm.
+
+    Over all inputs, from parameters alone: R of the published bounds.
 
     .. math:: \max\{|w \circ z + b| : |z|^2 \le D,\ \textstyle\sum_k z_k = 0\}
 
@@ -122,18 +143,15 @@ def ellipsoid_radius(weight: Tensor, bias: Tensor | None = None, *, centred: boo
     else:
         values, g = w**2, w * b
     top = values.amax()
-    high = float(g.norm() / width**0.5)
-    low = 0.0
+    low, high = 0.0, float(g.norm() / width**0.5)
     distances = (top - values).clamp_min(0)
-    for _ in range(
-        200
-    ):  # where the derivative D - sum g^2/(mu - lambda)^2 changes sign, mu = top + middle
+    # where the derivative D - sum g^2/(mu - lambda)^2 changes sign, mu = top + middle
+    for _ in range(200):
         middle = (low + high) / 2
         if not low < middle < high:
             break
         too_small = float((g / (middle + distances)).square().sum()) > width
         low, high = (middle, high) if too_small else (low, middle)
-    dual = (top + high) * width + torch.where(
-        g == 0, 0.0, g**2 / (high + distances).clamp_min(1e-300)
-    ).sum()
+    rest = torch.where(g == 0, 0.0, g**2 / (high + distances).clamp_min(1e-300))
+    dual = (top + high) * width + rest.sum()
     return float((dual + b.square().sum()).sqrt() * (1 + 1e-12))

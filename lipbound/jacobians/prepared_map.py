@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.rescaling import ordinary, unit_scales, unit_values
 from lipbound.jacobians.head import HeadOperator
 from lipbound.jacobians.maps import BLOCKS, WHOLE
 from lipbound.jacobians.multihead import LayerJacobian
@@ -38,11 +39,11 @@ class PreparedMap:
         self.exponents = torch.zeros(att.heads, dtype=torch.long)
         if as_given:
             pass
-        elif map in ("head", "head_out") and att.dtype == torch.float64 and att.ordinary() is None:
-            att, exponents, self.known = att.unit_scales()
+        elif map in ("head", "head_out") and att.dtype == torch.float64 and ordinary(att) is None:
+            att, exponents, self.known = unit_scales(att)
             self.exponents = exponents.cpu()
         elif map not in BLOCKS:  # the identity of a residual must be seen in its own units
-            att, unit = att.unit_values(together=map in WHOLE)
+            att, unit = unit_values(att, together=map in WHOLE)
             self.exponents = unit.cpu().log2().round().long()
         self.attention, self.op = att, _operator(att, map)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.rescaling import unit_values
 from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError, check_layer, choice, flag, real, whole
 from lipbound.jacobians.gram import Gram
@@ -251,9 +252,9 @@ def l2_spectral_norm(att: Attention, *, tol: float = 1e-4, seed: int | Sequence[
     in the dtype of ``att``, the value a quotient in float64, without enclosure: rounding is not
     counted.
     """
-    scaled, unit = att.double().unit_values()
+    scaled, unit = unit_values(att.double())
     op = L2HeadJacobian(scaled)
-    search = op if att.dtype == torch.float64 else L2HeadJacobian(att.unit_values()[0])
+    search = op if att.dtype == torch.float64 else L2HeadJacobian(unit_values(att)[0])
     nothing, seeds = torch.zeros(op.batch, dtype=torch.float64), sample_seeds(att.samples, seed)
     norm = estimate(
         op,

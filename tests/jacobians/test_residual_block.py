@@ -11,8 +11,7 @@ from support.models import AFFINE, build, inputs_for
 from support.strategies import examples
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.layer_norm import Normaliser, ellipsoid_radius
-from lipbound.attention.residual import ResidualContext
+from lipbound.attention.layer_norm import Normaliser, ResidualContext, ellipsoid_radius
 from lipbound.bounds.after_layer_norm import after_norm, fold_normalisation
 from lipbound.bounds.whole_layer_rules import whole_layer
 from lipbound.errors import AttentionError, LipboundError

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.rescaling import unit_scales
 from lipbound.bounds.ball.centre_entries_variants import COVERS
 from lipbound.bounds.ball.centre_pairs import PairedBallCentre, PairedVariantCentre
 from lipbound.bounds.bound import check_radii
@@ -119,7 +120,7 @@ def _sample(
     """How far J moves from that at one unpadded sample of a float64 layer, and how large it gets,
     (heads, radii) each, through the layer's copy of ordinary size: Lemma 73
     (docs/theory/upper_values.md)."""
-    one, exponents, exact = att.unit_scales()
+    one, exponents, exact = unit_scales(att)
     sizes = [torch.frexp(t.x.abs().amax()) for t in (one, att)]
     shift = sizes[0].exponent - sizes[1].exponent
     if not -1000 < int(shift) < 1000:

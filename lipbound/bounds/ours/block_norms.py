@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lipbound.attention.cache import keep_result, memoised
 from lipbound.attention.layer import Attention
+from lipbound.attention.rescaling import ordinary, unit_scales
 from lipbound.attention.rounding import TensorErrors, tensor_errors
 from lipbound.bounds.ours.rounded_products import lengths, mean
 from lipbound.bounds.ours.row_moments import (
@@ -62,7 +63,7 @@ def in_chunks(
     allows, (samples, heads, r): bounds that are sound as they stand.
 
     ``values`` are of one sample of a float64 layer of ordinary size
-    (`lipbound.attention.transforms.Transforms.unit_scales`), and upper values but for
+    (`lipbound.attention.rescaling.unit_scales`), and upper values but for
     `positive_slack`. ``reach`` says of each of the r, or of all, how much larger the norm that it
     bounds can be than the spectral norm of the same matrix. To them comes what rounding has left in
     the layer's P, q, k and v, and what underflow may hide. What cannot be evaluated is infinite.
@@ -129,11 +130,11 @@ class Sample(NamedTuple):
 def samples_of(att: Attention) -> Iterator[Sample]:
     """Every sample of a layer, with what depends on weights alone computed once for all where their
     sizes are ordinary."""
-    whole = att.ordinary()
+    whole = ordinary(att)
     errors = None if whole is None else tensor_errors(whole)
     for s in range(att.samples):
         if whole is None or errors is None:
-            one, exponents, exact = att.double().of_samples(slice(s, s + 1)).unit_scales()
+            one, exponents, exact = unit_scales(att.double().of_samples(slice(s, s + 1)))
             yield Sample(one, tensor_errors(one), exponents, exact[0])
         else:
             one = whole.of_samples(slice(s, s + 1))

@@ -69,7 +69,7 @@ class Bordered:
         return (self.values[:, -1].clamp_min(0) + self.fixed).sqrt() + 2 * self.rate
 
     def slack(self, size: Tensor) -> Tensor:
-        """Return a bound on the error of T and R_C together where the norm of J is at most ``size``."""
+        """Return a bound on the error of T and R_C together; ``size`` bounds the norm of J."""
         return 2 * self.fixed + self.rate * (3 * self._reach + size)
 
     def lower(self) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipbound.attention.masking import zero_one
+from lipbound.attention.scoring import zero_one
 from lipbound.models.readers.positions import text_config
 
 
