@@ -213,10 +213,10 @@ def diameter(att: Attention) -> Upper:
     return Upper.of(apart[:, None] * (1 + gamma(x.shape[-1] + 8)) + 2.0**-500).shifted(e[:, 0])
 
 
-def total_radius(att: Attention, radius: float, norm: str) -> Upper:
+def total_radius(att: Attention, radius: float, ball: str) -> Upper:
     """How far X can move in the Frobenius norm within a ball, hence also in the spectral norm,
     (samples, 1)."""
-    return Upper.of(radius) * (root_count(att) if norm == "token" else torch.ones_like(count(att)))
+    return Upper.of(radius) * (root_count(att) if ball == "token" else torch.ones_like(count(att)))
 
 
 # -- attention: (samples, heads) -------------------------------------------------------------------

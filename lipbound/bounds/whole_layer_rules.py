@@ -22,6 +22,7 @@ from lipbound.attention.layer import Attention
 from lipbound.bounds.bound import Bound
 from lipbound.bounds.factors import root_count, size, spectral, wide
 from lipbound.bounds.registry import get, resolve
+from lipbound.devices import in_own_modes
 from lipbound.errors import (
     AttentionError,
     LipboundError,
@@ -57,6 +58,7 @@ def names_for(bounds: str | list[str], map: str, norm: str = "frobenius") -> lis
     return [name for name in names if name not in other]
 
 
+@in_own_modes
 def whole_layer(att: Attention, name: str, *, map: str = "layer", rule: str = "best") -> Tensor:
     """A bound on all heads of a layer together, (samples,), float64.
 

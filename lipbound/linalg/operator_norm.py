@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import torch
 
-from lipbound.devices import in_own_modes
+from lipbound.devices import has_float64, in_own_modes
 from lipbound.errors import LipboundError, UnknownNameError, is_number, nearest
 from lipbound.linalg.lanczos import lanczos
-from lipbound.linalg.operators import JacobianOperator
+from lipbound.linalg.operators import FromCPU, JacobianOperator
 from lipbound.linalg.reference_solvers import dense_svd, power_iteration
 from lipbound.linalg.solution import Norm
 
@@ -57,6 +57,7 @@ def operator_norm(
         raise UnknownNameError(f"unknown method {method!r}; {nearest(method, METHODS)}")
     if not (is_number(tol) and tol >= 0):
         raise LipboundError(f"tol is {tol!r}; it must be a number >= 0")
+    op = op if has_float64(op.device) else FromCPU(op)
     if method == "dense":
         return dense_svd(op, vectors=vectors)
     steps = DEFAULT_STEPS[method] if max_steps is None else max_steps

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lipbound.errors import LipboundError, RangeError, shown, whole
 from lipbound.formatting import number
-from lipbound.formatting.notebooks import ROWS, html_table
+from lipbound.formatting.html import ROWS, html_table
 from lipbound.linalg.operators import JacobianOperator
 
 SALT = "lipbound: directions that no data know of"

@@ -1,5 +1,7 @@
-"""Recipes from Yudin, Gaponov, Kudriashov and Rakhuba 2025, "Pay Attention to Attention
-Distribution"."""
+"""Recipes from Yudin, Gaponov, Kudriashov and Rakhuba 2025.
+
+"Pay Attention to Attention Distribution".
+"""
 
 import itertools
 from typing import Any
@@ -22,8 +24,10 @@ LINKS = 10
 
 
 def real_rows(att: Attention, sample: int) -> Tensor:
-    """Attention rows of the tokens of a sample that are not padding, over the keys that are not,
-    (heads, n, n), float64, summing to one."""
+    """Attention rows of a sample's tokens that are no padding, over the keys that are none.
+
+    (heads, n, n), float64, summing to one.
+    """
     part = att.unpadded(sample)
     return softmax.normalised(part.double().p[0])
 
@@ -80,8 +84,10 @@ register(
 
 
 def attention_statistics(setting: Setting) -> xr.Dataset:
-    """Per layer and head: mean attention map, mean norm of the softmax Jacobian and of its bounds;
-    histograms of bound over norm."""
+    """Compute mean attention maps and softmax norms and bounds per layer and head.
+
+    Mean norm of the softmax Jacobian and of its bounds; histograms of bound over norm.
+    """
     checkpoint, layers, data = setting.capture(setting.count(8, 1000))
     edges = np.linspace(1, 2, 101)
     names = ("half", "largest", "g1")
@@ -133,8 +139,10 @@ def attention_statistics(setting: Setting) -> xr.Dataset:
 
 
 def draw_maps(ds: xr.Dataset) -> Figure:
-    """The heads with the smallest, middle and largest mean norm, their maps averaged
-    over samples."""
+    """Draw the heads with the smallest, middle and largest mean norm.
+
+    Their maps are averaged over samples.
+    """
     order = np.argsort(ds["norm"].values.ravel())
     chosen = [
         order[0],
@@ -159,13 +167,12 @@ def draw_maps(ds: xr.Dataset) -> Figure:
 
 
 def caption_maps(ds: xr.Dataset) -> str:
-    """What is shown."""
+    """Sentences on the heads shown, and in how many rows g_1 is below the norm."""
     return (
-        f"{of(ds)}: attention maps (square root, averaged over samples) of the heads at the "
-        "quartiles of the mean norm of the softmax Jacobian; "
-        "titles: its exact "
-        f"mean over queries and samples, and that of g_1. No row of {ds.attrs['rows']} has g_1 "
-        f"below the norm ({ds.attrs['below']} found)."
+        f"{of(ds)}: attention maps, averaged over samples (colours are square roots), of the heads "
+        "at the quartiles of the mean norm of the softmax Jacobian. Titles: that mean, over "
+        "queries and samples, of the exact norm and of g_1. g_1 is below the exact norm in "
+        f"{ds.attrs['below']:,} of {ds.attrs['rows']:,} rows."
     )
 
 
@@ -197,11 +204,11 @@ def caption_histogram(ds: xr.Dataset) -> str:
     total = ds["histogram"].sum(("layer", "bin"))
     tight = (ds["histogram"].where(ds["bin"] < 1.1, 0).sum(("layer", "bin")) / total).to_series()
     return (
-        f"{of(ds)}, {ds.attrs['rows']} rows of positive norm; the last bin holds all ratios "
-        "above 1.99. Within 10 % of the norm are: g_1 "
-        f"{tight['g1']:.1%}, "
-        f"the largest probability {tight['largest']:.1%}, the constant 1/2 {tight['half']:.1%} "
-        "(the older constant 1 is twice that one)."
+        f"{of(ds)}: a bound on the norm of the softmax Jacobian, divided by the exact norm, at "
+        f"{ds.attrs['rows']:,} rows of attention where that is positive. The last bin holds all "
+        f"ratios above 1.99. Within 10 % of the norm are g_1 in {tight['g1']:.1%} of the rows, the "
+        f"largest probability in {tight['largest']:.1%} and the constant 1/2 in "
+        f"{tight['half']:.1%}. (The older constant 1 is twice that one.)"
     )
 
 
@@ -252,8 +259,10 @@ register(
 
 
 def interlacing(setting: Setting) -> xr.Dataset:
-    """Slack of the links of Theorem 4 on every attention row of a run; all links on some rows;
-    Proposition 1, (10) and (11) on all."""
+    """Compute the slack of the links of Theorem 4 on every attention row of a run.
+
+    All links on some rows; Proposition 1, (10) and (11) on all.
+    """
     checkpoint, layers, data = setting.capture(setting.count(8, 112))
     worst, worst_full, counts, fulls = [], [], 0, 0
     others: dict[str, list[Tensor]] = {"proposition_1": [], "equation_10": [], "equation_11": []}
@@ -283,8 +292,9 @@ def interlacing(setting: Setting) -> xr.Dataset:
 
 
 def consequences(p: Tensor, k: int = 10) -> dict[str, Tensor]:
-    r"""Smallest slack over rows p (n, N) of what follows from Theorem 4, never negative up to
-    rounding.
+    r"""Smallest slack over rows p (n, N) of the consequences of Theorem 4.
+
+    Never negative up to rounding.
 
     Proposition 1 with the smallest :math:`\gamma = g_1/g_k` it allows where :math:`\gamma \le k/4`:
     :math:`\|M\| \le (1 - \sqrt{1 - 4\gamma/k})/2`; equation (10): with
@@ -336,19 +346,17 @@ def _links() -> list[tuple[str, str]]:
 
 
 def caption_interlacing(ds: xr.Dataset) -> str:
-    """The worst slacks."""
+    """Sentences on the number of inequalities checked, and each statement's smallest slack."""
     return (
-        f"{of(ds)}; rows, singular values and slack in float64: the first {LINKS} links of "
-        f"Theorem 4 on {ds.attrs['rows']:,} attention rows, "
-        "worst relative slack "
-        f"{float(ds['worst_slack'].min()):.1e} "
-        "(0 where neighbours coincide; rounding may make it -1e-15); all links on "
-        f"{ds.attrs['rows_full']:,} rows, worst "
-        f"{float(ds['worst_slack_full']):.1e}. "
-        f"Least slack of Proposition 1 (k = 10) {float(ds['proposition_1']):.1e}, of equation "
-        f"(10) {float(ds['equation_10']):.1e}, of equation "
-        "(11) (k = 10) "
-        f"{float(ds['equation_11']):.1e}; inf where no row meets the assumption."
+        f"{of(ds)}; singular values and slack in float64. Theorem 4 is a chain of inequalities. "
+        f"Its first {LINKS} have a relative slack of at least "
+        f"{float(ds['worst_slack'].min()):.1e} at {ds.attrs['rows']:,} rows of attention, and all "
+        f"of them one of at least {float(ds['worst_slack_full']) + 0.0:.1e} at "
+        f"{ds.attrs['rows_full']:,} rows. (It is 0 where both sides coincide, which rounding may "
+        f"make -1e-15.) The least slack of Proposition 1 (k = 10) is "
+        f"{float(ds['proposition_1']):.1e}, of equation (10) {float(ds['equation_10']):.1e}, of "
+        f"equation (11) (k = 10) {float(ds['equation_11']):.1e}; inf where no row meets the "
+        "assumption."
     )
 
 
@@ -367,8 +375,10 @@ register(
 
 
 def multihead(setting: Setting) -> xr.Dataset:
-    """Exact norm of all heads together against the root of the sum of squares and the sum of the
-    heads' exact norms."""
+    """Compare the exact norm of all heads together with sums of the heads' exact norms.
+
+    With the root of the sum of squares, and with the plain sum.
+    """
     checkpoint, layers, data = setting.capture(setting.count(4, 100))
     exact, root, total = [], [], []
     for att in layers:
@@ -409,11 +419,10 @@ def caption_multihead(ds: xr.Dataset) -> str:
     """Ratios."""
     root, total = ds["root_sum_square"] / ds["exact"], ds["sum"] / ds["exact"]
     return (
-        f"{of(ds)}: the root of the sum of squares is {float(root.min()):.3g} to "
-        f"{float(root.max()):.3g} times the exact norm of the heads side "
-        "by side, "
-        f"the sum {float(total.min()):.3g} to {float(total.max()):.3g} times (all from exact "
-        "norms of heads)."
+        f"{of(ds)}: what the exact norms of heads say about the exact norm of all heads side by "
+        f"side. The root of the sum of their squares is {float(root.min()):.3g} to "
+        f"{float(root.max()):.3g} times that norm, and their sum {float(total.min()):.3g} to "
+        f"{float(total.max()):.3g} times."
     )
 
 

@@ -27,7 +27,7 @@ _terms = values_and_softmax(
 )
 
 
-def _theorem_3_3(att: Attention, radius: float, norm: str = "token") -> Tensor:
+def _theorem_3_3(att: Attention, radius: float, ball: str = "token") -> Tensor:
     """In both balls every token stays within R + radius of 0."""
     n, r = factors.count(att), factors.radius(att) + radius
     t = factors.norm_a(att) * r**2
@@ -71,7 +71,7 @@ def castin(att: Attention) -> Tensor:
     return _theorem_3_3(att, 0.0)
 
 
-def _with_biases(att: Attention, radius: float, norm: str = "token") -> Tensor:
+def _with_biases(att: Attention, radius: float, ball: str = "token") -> Tensor:
     n, r = factors.count(att), factors.radius(att) + radius
     t = factors.norm_a(att) * r**2
     return (
@@ -173,7 +173,7 @@ def longest(t: Tensor) -> Upper:
     return Upper.of(lengths * (1 + gamma(t.shape[-1] + 4))).shifted(e[..., 0, 0])
 
 
-def _theorem_c3(att: Attention, radius: float, norm: str = "token") -> Tensor:
+def _theorem_c3(att: Attention, radius: float, ball: str = "token") -> Tensor:
     """|A x_i| grows by at most ||A|| radius; the distance of two tokens by 2 radius, or sqrt(2)
     radius when they share a Frobenius ball."""
     one, other = sides(att)
@@ -181,7 +181,7 @@ def _theorem_c3(att: Attention, radius: float, norm: str = "token") -> Tensor:
     return _from_side(
         att,
         side,
-        factors.diameter(att) + (2 if norm == "token" else math.sqrt(2) * (1 + 4 * UNIT)) * radius,
+        factors.diameter(att) + (2 if ball == "token" else math.sqrt(2) * (1 + 4 * UNIT)) * radius,
     )
 
 
@@ -262,7 +262,7 @@ def _mean_field_condition(att: Attention) -> Tensor:
     return conditions.unmasked(att) & ~conditions.has_query_bias(att)
 
 
-def _mean_field(att: Attention, radius: float, norm: str = "token") -> Tensor:
+def _mean_field(att: Attention, radius: float, ball: str = "token") -> Tensor:
     t = factors.norm_a(att) * (factors.radius(att) + radius) ** 2
     return (factors.norm_v(att) * (1 + 3 * t) * (2 * t).exp()).value()
 

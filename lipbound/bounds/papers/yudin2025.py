@@ -70,7 +70,7 @@ def _theorem3_linear(att: Attention, largest_m: Upper) -> Tensor:
     ).value()
 
 
-def _remark_1(att: Attention, radius: float, norm: str) -> Tensor:
+def _remark_1(att: Attention, radius: float, ball: str) -> Tensor:
     """Theorem 3 for every input of a ball, which Remark 1 leaves to continuity: each factor is
     replaced by its largest value there.
 
@@ -83,10 +83,10 @@ def _remark_1(att: Attention, radius: float, norm: str) -> Tensor:
             "bound 'yudin' over a ball has no derivatives; call it under torch.no_grad()"
         )
     extended = with_ones(att)
-    size = factors.norm_x(extended) + factors.total_radius(att, radius, norm)
+    size = factors.norm_x(extended) + factors.total_radius(att, radius, ball)
     norms, largest = [], []
     for s in range(att.samples):
-        low, high = reachable_rows(factors.wide(att).unpadded(s), radius, norm)
+        low, high = reachable_rows(factors.wide(att).unpadded(s), radius, ball)
         norms.append(nonnegative_norm(high))
         largest.append(g1_over_box(low, high).amax(-1))
     norm_p = Upper.of(torch.stack(norms)).minimum(factors.root_count(att))
@@ -220,7 +220,7 @@ def _yudin_sqrt_n_linear(att: Attention) -> Tensor:
     ).value()
 
 
-def _closed(att: Attention, radius: float, norm: str = "token") -> Tensor:
+def _closed(att: Attention, radius: float, ball: str = "token") -> Tensor:
     extended = with_ones(att)
     r = factors.radius(extended) + radius
     return (
