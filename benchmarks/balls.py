@@ -2,7 +2,7 @@
 adversary gets above it.
 
 ``python benchmarks/balls.py`` takes all heads of three layers of builtin:minilm on its default
-input at N = 64, radii from 1e-4 to 1 of the mean length of a token, both norms, one thread.
+input at N = 64, radii from 1e-4 to 1 of the mean length of a token, both kinds of ball, one thread.
 "before" is the bound by entries alone (Lemma 27 (docs/theory/balls.md)), "after" is
 `lipbound.bounds.over_ball`. Times are CPU seconds for the three layers, the certified norm at the
 centre included. Where the adversary found less at a radius than at a smaller one, that counts.
@@ -25,7 +25,7 @@ from torch import Tensor
 
 import lipbound as lb
 from lipbound.attention.layer import Attention
-from lipbound.bounds.ball.centre_entries_variants import COVERS
+from lipbound.bounds.ball.centre_entries import COVERS
 from lipbound.bounds.ball.over_ball import _over_ball
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.checkpoints import load_checkpoint
@@ -35,7 +35,7 @@ HERE = Path(__file__)
 sys.path.insert(0, str(HERE.parents[1] / "tests"))
 RADII = (1e-4, 1e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
 LAYERS = (0, 2, 4)
-NORMS = ("token", "frobenius")
+BALLS = ("token", "frobenius")
 
 
 def layers(tokens: int) -> list[Attention]:
@@ -56,7 +56,7 @@ def summary(values: Tensor) -> list[float]:
 
 
 def of_model(
-    norm: str, radii: list[float], tokens: int, steps: int, starts: int
+    ball: str, radii: list[float], tokens: int, steps: int, starts: int
 ) -> list[dict[str, Any]]:
     """A row for each radius."""
     atts = layers(tokens)
@@ -64,7 +64,7 @@ def of_model(
     found, rows = exact, []
     for relative in sorted(radii):
         row: dict[str, Any] = {
-            "norm": norm,
+            "ball": ball,
             "steps": steps,
             "radius": relative,
             "tokens": atts[0].tokens,
@@ -77,7 +77,7 @@ def of_model(
             for att in map(fresh, atts):
                 radius = relative * float(att.x.norm(dim=-1).mean())
                 values.append(
-                    _over_ball(att, radius, norm, "certified", entries_only=entries_only)[0]
+                    _over_ball(att, radius, ball, "certified", entries_only=entries_only)[0]
                 )
             bounds[name] = torch.cat(values)
             row[f"{name}_s"] = time.process_time() - start
@@ -86,7 +86,7 @@ def of_model(
             lb.attack(
                 att.double(),
                 relative * float(att.x.double().norm(dim=-1).mean()),
-                norm=norm,
+                ball=ball,
                 steps=steps,
                 starts=starts,
             ).norm[0]
@@ -109,8 +109,8 @@ def attacked(balls: int, steps: int) -> dict[str, Any]:
 
     ratios, gains = [], []
     for seed in range(-(-balls // 20)):
-        att, norm, radius = small_layer(1000 + seed)
-        ratio, gain = against(att, norm, radius, climb(att, radius, norm, steps=steps, seed=seed))
+        att, ball, radius = small_layer(1000 + seed)
+        ratio, gain = against(att, ball, radius, climb(att, radius, ball, steps=steps, seed=seed))
         ratios.append(ratio)
         gains.append(gain)
     return judged(ratios, gains, steps)
@@ -138,22 +138,22 @@ def attacked_variants(balls: int, steps: int) -> dict[str, Any]:
         radius = 10 ** float(torch.rand((), generator=g) * 4.5 - 4) * float(
             att.x.norm(dim=-1).mean()
         )
-        norm = NORMS[seed // 7 % 2]
+        ball = BALLS[seed // 7 % 2]
         ratio, gain = against(
             att,
-            norm,
+            ball,
             radius,
-            lb.attack(att, radius, norm=norm, steps=steps, starts=4, seed=seed).norm,
+            lb.attack(att, radius, ball=ball, steps=steps, starts=4, seed=seed).norm,
         )
         ratios.append(ratio)
         gains.append(gain)
     return judged(ratios, gains, steps)
 
 
-def against(att: Attention, norm: str, radius: float, found: Tensor) -> tuple[Tensor, Tensor]:
+def against(att: Attention, ball: str, radius: float, found: Tensor) -> tuple[Tensor, Tensor]:
     """Our bound over what an attack found, and the bound by entries alone over ours."""
     after, before = (
-        _over_ball(att, radius, norm, "certified", entries_only=e) for e in (False, True)
+        _over_ball(att, radius, ball, "certified", entries_only=e) for e in (False, True)
     )
     return (after / found).flatten(), (before / after).flatten()
 
@@ -179,8 +179,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
     titles = {"token": "every token moves by the radius", "frobenius": "all tokens together"}
     fig, axes = plt.subplots(1, 2, figsize=(7.1, 2.7), constrained_layout=True, sharey=True)
-    for ax, (norm, title) in zip(axes, titles.items(), strict=True):
-        found = sorted((row for row in rows if row["norm"] == norm), key=lambda row: row["radius"])
+    for ax, (ball, title) in zip(axes, titles.items(), strict=True):
+        found = sorted((row for row in rows if row["ball"] == ball), key=lambda row: row["radius"])
         x = [row["radius"] for row in found]
         for name, label, colour in (
             ("before", "by entries", "#bb5566"),
@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--starts", type=int, default=7)
     parser.add_argument("--balls", type=int, default=5000)
-    parser.add_argument("--norms", nargs="*", default=list(NORMS), choices=NORMS)
+    parser.add_argument("--balls", nargs="*", default=list(BALLS), choices=BALLS)
     parser.add_argument(
         "--radii", nargs="*", type=float, default=list(RADII), help="of the mean length of a token"
     )
@@ -226,8 +226,8 @@ def main() -> None:
         print(json.dumps([result["attacked"], result["attacked_variants"]]), flush=True)
     result["rows"] = [
         row
-        for norm in args.norms
-        for row in of_model(norm, args.radii, args.tokens, args.steps, args.starts)
+        for ball in args.balls
+        for row in of_model(ball, args.radii, args.tokens, args.steps, args.starts)
     ]
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     draw(result["rows"], args.out.with_suffix(".png"))

@@ -14,7 +14,7 @@ from support.layers import random_attention
 from support.models import AFFINE, build, inputs_for
 
 import lipbound as lb
-from lipbound.errors import LipboundError, Notice
+from lipbound.errors import DamagedRunWarning, LipboundError, Notice
 from lipbound.models.checkpoint import Checkpoint
 from lipbound.runs import store
 from lipbound.runs.config import RunConfig
@@ -145,8 +145,8 @@ def layers() -> Cases:
         "at": lambda v: lb.bounds.over_ball(ATT, 0.1, at=v),
         "rule": lambda v: lb.bounds.whole_layer(ATT, "yudin", rule=v),
         "layer map": lambda v: lb.bounds.whole_layer(ATT, "yudin", map=v),
-        "ball": lambda v: lb.bounds.over_ball(ATT, 0.1, norm=v),
-        "attack norm": lambda v: lb.attack(ATT, 0.1, norm=v),
+        "ball": lambda v: lb.bounds.over_ball(ATT, 0.1, ball=v),
+        "attack norm": lambda v: lb.attack(ATT, 0.1, ball=v),
     }.items():
         found += each(name, call)
     found += each("evaluate names", lambda v: lb.bounds.evaluate(ATT, v))[:-1]
@@ -379,6 +379,21 @@ def test_runs_are_taken_by_path_and_in_part(run: xr.Dataset, tmp_path: Path) -> 
         )
     assert lb.tables.summary(run.isel(layer=0)).equals(lb.tables.summary(run.isel(layer=[0])))
     assert lb.plots.heatmaps(run.isel(layer=0), bounds=["yudin"]).axes
+
+
+@pytest.mark.parametrize("axis", ["sample", "layer", "head"])
+def test_a_mean_over_an_axis_is_named(axis: str, run: xr.Dataset) -> None:
+    with pytest.raises(LipboundError, match=f"the run has no {axis}s any more, as after .mean"):
+        lb.tables.summary(run.mean(axis))
+
+
+def test_notices_are_of_the_line_that_called(run: xr.Dataset, tmp_path: Path) -> None:
+    store.save(run * 2, tmp_path / "edited.zarr")
+    with pytest.warns(Notice, match="only 1 of 2 samples is different") as told:
+        lb.compare("builtin:gpt2", ["same", "same"], bounds="none", layers=[0], progress=False)
+    with pytest.warns(DamagedRunWarning, match="was edited") as told_too:
+        lb.tables.summary(tmp_path / "edited.zarr")
+    assert {one.filename for one in [*told, *told_too]} == {__file__}
 
 
 NO_RUNS: dict[str, Callable[[xr.Dataset], object]] = {

@@ -42,7 +42,7 @@ def test_compare_heatmap_table_cite(
     status, out, err = call(capsys, monkeypatch, "compare", bert, *options, "--out", run)
     assert status == 0, err
     assert "Yudin 2025, Thm 3" in out
-    assert "layer 1 of 2, 4 heads" in out
+    assert "layer 1 of 2 counted from 0, 4 heads" in out
     ds = lb.load(run)
     assert ds.sizes == {"sample": 2, "layer": 1, "head": 4}
     assert ds.attrs["command"].startswith("lipbound compare")
@@ -158,6 +158,11 @@ def test_a_finished_run_is_rescued(
     assert status == 2
     refuge = Path(err.split("was saved to ")[1].split(" instead")[0])
     assert lb.load(refuge).sizes["sample"] == 1
+    monkeypatch.setattr("lipbound.runs.store.save", full)  # nor is there room in the refuge
+    out = tmp_path / "other.zarr"
+    status, _, err = call(capsys, monkeypatch, "compare", bert, *options, "--out", out)
+    last = err.strip().rpartition("\n")[2]
+    assert (status, last) == (2, f"error: {out} could not be written: No space left on device")
 
 
 def test_help_has_examples() -> None:

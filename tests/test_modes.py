@@ -51,7 +51,7 @@ def ends(norm: Any) -> Tensor:
 OF_LAYERS: dict[str, Callable[[lb.Attention], Any]] = {
     "attack": lambda a: lb.attack(a, 0.5, steps=2).norm,
     "radius_curve": lambda a: (
-        lb.radius_curve(a, [0.1], steps=1, norm="frobenius", bounds=["yudin"]).to_array().values
+        lb.radius_curve(a, [0.1], steps=1, ball="frobenius", bounds=["yudin"]).to_array().values
     ),
     "enclosure": lambda a: ends(lb.spectral_norm(a, delta=1e-6)),
     "layer": lambda a: ends(lb.spectral_norm(a, map="heads")),

@@ -4,6 +4,7 @@ spawned rather than forked."""
 import ast
 import multiprocessing
 import os
+import signal
 import sys
 import types
 from concurrent.futures import ProcessPoolExecutor
@@ -207,9 +208,9 @@ def test_memory_is_known_there(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("elsewhere")
 def test_interruptions_are_watched_there(monkeypatch: pytest.MonkeyPatch) -> None:
     watched: list[int] = []
-    monkeypatch.setattr(
-        interruption.signal, "set_wakeup_fd", lambda fd, **_: watched.append(fd)
-    )  # where it asks for no other mode
+    monkeypatch.setattr(interruption.signal, "set_wakeup_fd", lambda fd, **_: watched.append(fd))
+    # which a process in the background may have been started without
+    monkeypatch.setattr(interruption.signal, "getsignal", lambda _: signal.default_int_handler)
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     interruption.watch()
     os.close(watched[0])  # ends the thread

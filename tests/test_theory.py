@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[1]
 THEORY = ROOT / "docs" / "theory"
 PAGES = {path.name: path.read_text() for path in sorted(THEORY.glob("*.md"))}
 CITATION = re.compile(
-    r"\bLemmas? ([0-9]+(?:(?:, | and )[0-9]+)*)(?![0-9.]*[0-9])(?:\s+\((docs/theory/\w+\.md)\))?"
+    r"\bLemmas?\s+([0-9]+(?:(?:,\s+|\s+and\s+)[0-9]+)*)(?![0-9.]*[0-9])"
+    r"(?:\s+\((docs/theory/\w+\.md)\))?"
 )
 """Lemmas of our own, "Lemma 7" or "Lemmas 7, 8 and 9", and the page named behind; "Lemma 3.8" of a
 paper is none."""

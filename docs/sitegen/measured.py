@@ -178,7 +178,7 @@ def balls() -> str:
     for row in found["rows"]:
         numbers = (*row["after_over_adversary"], *row["before_over_adversary"])
         lines.append(
-            f"| {row['norm']} | {row['radius']:g} | {' | '.join(f'{x:.3g}' for x in numbers)} |"
+            f"| {row['ball']} | {row['radius']:g} | {' | '.join(f'{x:.3g}' for x in numbers)} |"
         )
     plain, variants = found["attacked"], found["attacked_variants"]
     said = (

@@ -4,7 +4,7 @@ import re
 from typing import NamedTuple
 
 from lipbound import bounds
-from lipbound.bounds.bound import NORMS
+from lipbound.schema import NORMS
 
 REASONS = {
     "another map": "it bounds a map that no softmax head of a checkpoint is",
@@ -108,8 +108,8 @@ def paper(key: str) -> str:
     """Authors, year and title of a source, from its BibTeX entry."""
     entry = bounds.BIBTEX[key].replace("{\\'e}", "é")
     fields = {
-        name: value.replace("{", "").replace("}", "")
-        for name, value in re.findall(r"(\w+)\s*=\s*\{(.*)\}", entry)
+        name: " ".join(value.replace("{", "").replace("}", "").split())
+        for name, value in re.findall(r"(\w+)\s*=\s*\{(.*?)\},?$", entry, re.M | re.S)
     }
     authors = ", ".join(author.split(",")[0] for author in fields["author"].split(" and "))
     where = re.search(r"arXiv:[\d.]+", fields.get("note", ""))
@@ -151,8 +151,9 @@ def page() -> str:
     assert {entry.reason for entry in LEFT_OUT} == set(REASONS)
     lines = ["# Published bounds: what is in, what is left out, and why", ""]
     lines += [
-        "A run sets beside exact norms every published l2 bound on softmax heads that we know "
-        "of. Bounds of one norm are compared among"
+        "A run sets beside exact norms "
+        "every published l2 bound on softmax heads that we know of. "
+        "Bounds of one norm are compared among"
     ]
     lines += [
         "themselves only. What we prove in place of the printed statements is in [published "

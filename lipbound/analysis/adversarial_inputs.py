@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.bounds import factors
 from lipbound.errors import LipboundError
@@ -33,6 +34,7 @@ class Steepness(NamedTuple):
     direction: Tensor
 
 
+@memoised
 def steepness(att: Attention) -> Steepness:
     r""":math:`\gamma` of Proposition 3.4 for every head, with the eigenvector along which it is
     attained.
@@ -44,16 +46,11 @@ def steepness(att: Attention) -> Steepness:
             proposition says nothing.
     """
     att.only("the curvature of scores")
-
-    def make() -> Steepness:
-        found = [
-            _steepness(att.w_q[h].double(), att.w_k[h].double(), att.scale)
-            for h in range(att.heads)
-        ]
-        gamma, eigenvalue, direction = zip(*found, strict=True)
-        return Steepness(torch.stack(gamma), torch.stack(eigenvalue), torch.stack(direction))
-
-    return att.memo("steepness", make)
+    found = [
+        _steepness(att.w_q[h].double(), att.w_k[h].double(), att.scale) for h in range(att.heads)
+    ]
+    gamma, eigenvalue, direction = zip(*found, strict=True)
+    return Steepness(torch.stack(gamma), torch.stack(eigenvalue), torch.stack(direction))
 
 
 def _steepness(w_q: Tensor, w_k: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,7 @@ import xarray as xr
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds.ball.centre_entries_variants import COVERS
+from lipbound.bounds.ball.centre_entries import COVERS
 from lipbound.bounds.ball.over_ball import over_ball
 from lipbound.bounds.bound import check_ball, check_radii
 from lipbound.bounds.registry import get, resolve
@@ -50,7 +50,7 @@ def attack(
     att: Attention,
     radius: float,
     *,
-    norm: str = "token",
+    ball: str = "token",
     steps: int = 20,
     starts: int = 7,
     seed: int = 0,
@@ -69,7 +69,7 @@ def attack(
 
     Args:
         att: the layer at the centre.
-        radius: of the ball. norm: "token" or "frobenius", as in `lipbound.bounds.over_ball`.
+        radius: of the ball. ball: "token" or "frobenius", as in `lipbound.bounds.over_ball`.
         steps, starts: of the ascent, for each head. seed: of the starts, which are drawn for each
             head by itself: its result does not depend on which other heads and samples the layer
             has.
@@ -79,10 +79,10 @@ def attack(
         the layer's dtype holds it; never below that at X itself.
 
     Raises:
-        LipboundError: a negative radius, an unknown norm, no steps or no starts.
+        LipboundError: a negative radius, an unknown ball, no steps or no starts.
     """
     check_layer(att, "attack")
-    check_ball(radius, norm)
+    check_ball(radius, ball)
     radius = float(radius)
     if not all(
         isinstance(count, int) and not isinstance(count, bool) and count >= 1
@@ -104,7 +104,7 @@ def attack(
                 _attack_head(
                     one.select(heads=slice(h, h + 1)),
                     radius,
-                    norm,
+                    ball,
                     steps,
                     starts,
                     torch.Generator().manual_seed(start),
@@ -120,14 +120,14 @@ def attack(
 
 
 def _attack_head(
-    att: Attention, radius: float, norm: str, steps: int, starts: int, generator: torch.Generator
+    att: Attention, radius: float, ball: str, steps: int, starts: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """One head of one unpadded sample: the largest norm found, (), float64, and its
     input (N, D)."""
     top = spectral_norm(att, tol=1e-3, vectors=True)
     assert top.left is not None
     assert top.right is not None
-    move = _starts(att, top.right[:, 0], radius, norm, starts, generator)
+    move = _starts(att, top.right[:, 0], radius, ball, starts, generator)
     noise = torch.randn(top.left[:, 0].shape, generator=generator, dtype=torch.float64).to(att.x)
     at = _climbed(att, move, top.left[:, 0] + 0.1 * noise / noise.norm().clamp_min(1e-30), START)
     length = torch.full_like(move[:, :1, :1], 2.0)
@@ -138,7 +138,7 @@ def _attack_head(
         new = _climbed(
             att,
             _project(
-                at.move + length * radius * _unit(torch.nan_to_num(gradient), norm), radius, norm
+                at.move + length * radius * _unit(torch.nan_to_num(gradient), ball), radius, ball
             ),
             at.left,
             TURN,
@@ -149,14 +149,14 @@ def _attack_head(
             *(torch.where(better, a, b) for a, b in zip(new[1:], at[1:], strict=True)),
         )
         length = torch.where(better, 1.3 * length, 0.4 * length).clamp(max=8.0)
-    candidates = torch.cat([att.x, _inside(att.x, at.move[int(at.value.argmax())], radius, norm)])
+    candidates = torch.cat([att.x, _inside(att.x, at.move[int(at.value.argmax())], radius, ball)])
     exact = spectral_norm(att.double().at(candidates.double()), tol=1e-6).lower[:, 0]
     winner = int(exact.argmax())
     return exact[winner], candidates[winner]
 
 
 def _starts(
-    att: Attention, right: Tensor, radius: float, norm: str, starts: int, generator: torch.Generator
+    att: Attention, right: Tensor, radius: float, ball: str, starts: int, generator: torch.Generator
 ) -> Tensor:
     """The moves from x (1, N, D) that the ascent starts from, (starts, N, D)."""
     x = att.x
@@ -171,14 +171,14 @@ def _starts(
         x.mean(1, keepdim=True) - x,
         furthest - x,
     ]
-    moves += [] if att.variants else [_towards_keys(att.double(), radius, norm).to(x)]
+    moves += [] if att.variants else [_towards_keys(att.double(), radius, ball).to(x)]
     at_random = torch.randn(
         max(0, starts - len(moves)), *x.shape[1:], generator=generator, dtype=torch.float64
     ).to(x)
-    return _project(_unit(torch.cat([*moves, at_random])[:starts], norm) * radius, radius, norm)
+    return _project(_unit(torch.cat([*moves, at_random])[:starts], ball) * radius, radius, ball)
 
 
-def _towards_keys(att: Attention, radius: float, norm: str) -> Tensor:
+def _towards_keys(att: Attention, radius: float, ball: str) -> Tensor:
     """Moves (1, N, D) that turn each query to the key for which P_j (1 - P_j) |v_j - o| |k_j - mean
     of k| is then largest: the size of the token's own block of J where that key and one other
     matter. In a Frobenius ball the token for which this is largest moves alone. Float64."""
@@ -190,7 +190,7 @@ def _towards_keys(att: Attention, radius: float, norm: str) -> Tensor:
     size = torch.where(p > 0, there * (1 - there) * far * torch.cdist(p @ v, v), 0.0)[0]
     best, index = torch.nan_to_num(size).max(-1)
     move = keys[:, index] - mean
-    if norm == "token":
+    if ball == "token":
         return move
     alone = torch.zeros_like(move)
     row = int(best.argmax())
@@ -212,28 +212,28 @@ def _climbed(att: Attention, move: Tensor, left: Tensor, turns: int) -> Climb:
         )
 
 
-def _sizes(move: Tensor, norm: str) -> Tensor:
+def _sizes(move: Tensor, ball: str) -> Tensor:
     """How far each token moves, or all of X: broadcastable to (starts, N, D)."""
-    return torch.linalg.vector_norm(move, dim=-1 if norm == "token" else (-2, -1), keepdim=True)
+    return torch.linalg.vector_norm(move, dim=-1 if ball == "token" else (-2, -1), keepdim=True)
 
 
-def _unit(move: Tensor, norm: str) -> Tensor:
-    return move / _sizes(move, norm).clamp_min(torch.finfo(move.dtype).tiny)
+def _unit(move: Tensor, ball: str) -> Tensor:
+    return move / _sizes(move, ball).clamp_min(torch.finfo(move.dtype).tiny)
 
 
-def _project(move: Tensor, radius: float, norm: str) -> Tensor:
+def _project(move: Tensor, radius: float, ball: str) -> Tensor:
     """The nearest point of the ball, a rounding inside it."""
     return move * (
-        radius * (1 - 1e-6) / _sizes(move, norm).clamp_min(torch.finfo(move.dtype).tiny)
+        radius * (1 - 1e-6) / _sizes(move, ball).clamp_min(torch.finfo(move.dtype).tiny)
     ).clamp(max=1.0)
 
 
-def _inside(x: Tensor, move: Tensor, radius: float, norm: str) -> Tensor:
+def _inside(x: Tensor, move: Tensor, radius: float, ball: str) -> Tensor:
     """The point x + move (1, N, D) as its dtype holds it, moved back where rounding has put it
     outside the ball: to x itself at worst."""
     for part in (1.0, 0.99, 0.9, 0.5):
         point = (x.double() + part * move.double()).to(x.dtype)
-        if bool((_sizes(point.double() - x.double(), norm) <= radius).all()):
+        if bool((_sizes(point.double() - x.double(), ball) <= radius).all()):
             return point
     return x
 
@@ -243,7 +243,7 @@ def radius_curve(
     att: Attention,
     radii: Sequence[float],
     *,
-    norm: str = "token",
+    ball: str = "token",
     at: str = "certified",
     bounds: Sequence[str] | None = None,
     adversary: bool = True,
@@ -255,7 +255,7 @@ def radius_curve(
     lies between.
 
     Args:
-        att, norm, at: as in `lipbound.bounds.over_ball`.
+        att, ball, at: as in `lipbound.bounds.over_ball`.
         radii: in the units of ``x``.
         bounds: registry names of bounds with a radius; `BOUNDS` by default, none where the layer is
             one that they do not cover.
@@ -270,7 +270,7 @@ def radius_curve(
         LipboundError: as `lipbound.bounds.over_ball` and `attack` do; nothing to show.
     """
     check_layer(att, "radius_curve")
-    _, radii = check_radii(radii, norm)
+    _, radii = check_radii(radii, ball)
     chosen = BOUNDS if bounds is None and not att.variants else () if bounds is None else bounds
     bounds = (
         resolve(chosen, "frobenius")
@@ -280,14 +280,14 @@ def radius_curve(
     adversary = flag("adversary", adversary)
     values = {}
     if att.variants <= COVERS or not (adversary or bounds):
-        values["over_ball"] = over_ball(att, list(radii), norm=norm, at=at).cpu().numpy()
+        values["over_ball"] = over_ball(att, list(radii), ball=ball, at=at).cpu().numpy()
     for name in bounds:
         values[name] = (
-            torch.stack([get(name).over_ball(att, r, norm=norm) for r in radii], -1).cpu().numpy()
+            torch.stack([get(name).over_ball(att, r, ball=ball) for r in radii], -1).cpu().numpy()
         )
     if adversary:
         found = torch.stack(
-            [attack(att, r, norm=norm, steps=steps, starts=starts, seed=seed).norm for r in radii],
+            [attack(att, r, ball=ball, steps=steps, starts=starts, seed=seed).norm for r in radii],
             -1,
         )
         order = torch.tensor(radii).argsort()
@@ -298,7 +298,7 @@ def radius_curve(
         coords={"radius": list(radii)},
     )
     ds.attrs = {
-        "norm": norm,
+        "ball": ball,
         "at": at,
         "bounds": list(bounds),
         "token_norm": float(att.x.norm(dim=-1)[att.x.norm(dim=-1) > 0].mean()),

@@ -21,9 +21,9 @@ from lipbound.errors import InputsError, LipboundError
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.checkpoints import load_checkpoint
-from lipbound.models.readers.positions import positions
-from lipbound.models.readers.token_stream import stream
-from lipbound.runs.provenance import versions
+from lipbound.models.readers.model_inputs import positions
+from lipbound.models.readers.text import stream
+from lipbound.runs.dataset import versions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

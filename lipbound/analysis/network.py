@@ -16,9 +16,8 @@ from lipbound.linalg.certificates import ROUNDING
 from lipbound.linalg.operator_norm import operator_norm
 from lipbound.linalg.operators import JacobianOperator, Transposed
 from lipbound.linalg.solution import Norm, sample_seeds
-from lipbound.models.capture.recorder import cannot_compute, implementation, taken
-from lipbound.models.precision import measurable
-from lipbound.models.unwrapping import bare_model
+from lipbound.models.capture.seeing.interface import computing, implementation, taken
+from lipbound.models.sources.loaded_model import bare_model, measurable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -220,7 +219,7 @@ def _norm(
 def _from_gradients(op: JacobianOperator) -> Norm:
     """Norms from all gradients of a few outputs; ``upper`` allows for the same rounding of products
     as a certificate."""
-    sigma = torch.linalg.svdvals(op.dense().double())[:, 0].cpu()
+    sigma = torch.linalg.svdvals(op.dense().cpu().double())[:, 0]
     steps = torch.full((op.batch,), math.prod(op.out_shape))
     error = torch.full_like(sigma, ROUNDING[op.dtype])
     return Norm(sigma, sigma * (1 + error), steps, torch.ones(op.batch, dtype=torch.bool), error)
@@ -237,6 +236,34 @@ class _Reached(Exception):
         self.value = value
 
 
+def _differentiable(
+    model: "PreTrainedModel", inputs: Inputs
+) -> tuple["PreTrainedModel", Mapping[str, Tensor]]:
+    """Copies of tensors made in inference mode, which take part in no derivative."""
+    inputs = {name: t.clone() if t.is_inference() else t for name, t in inputs.items()}
+    if any(p.is_inference() for p in model.parameters()):
+        model = copy.deepcopy(model)
+    return model, inputs
+
+
+def _ends(start: str | int, end: str | int, count: int) -> tuple[int, str | int]:
+    """Number of the first block, ``count`` for the output of the last one, and the checked end."""
+    embeddings = isinstance(start, str) and start == "embeddings"
+    first = 0 if embeddings else _number(start, count + 1, "start")
+    if not isinstance(end, int):
+        if not isinstance(end, str) or end not in ("logits", "last_hidden_state"):
+            raise LipboundError(
+                f"end is {shown(end)}; give 'logits', 'last_hidden_state' or the number of a block"
+            )
+        return first, end
+    last = _number(end, count, "end")
+    if last < first:
+        raise LipboundError(
+            f"end is block {last} but start is block {first}; end at {first} or later"
+        )
+    return first, last
+
+
 @contextmanager
 def chain(
     model: "PreTrainedModel", inputs: Inputs, start: str | int, end: str | int
@@ -246,32 +273,9 @@ def chain(
 
     ``start`` may also be the number of blocks: what leaves the last one.
     """
-    inputs = {
-        name: t.clone() if isinstance(t, Tensor) and t.is_inference() else t
-        for name, t in inputs.items()
-    }
-    if any(
-        p.is_inference() for p in model.parameters()
-    ):  # made in inference mode, tensors take part in no derivative, and copies do
-        model = copy.deepcopy(model)
+    model, inputs = _differentiable(model, inputs)
     parts = blocks(model)
-    # the number of blocks: what leaves the last one
-    first = (
-        0
-        if isinstance(start, str) and start == "embeddings"
-        else _number(start, len(parts) + 1, "start")
-    )
-    last = _number(end, len(parts), "end") if isinstance(end, int) else end
-    if isinstance(last, int) and last < first:
-        raise LipboundError(
-            f"end is block {last} but start is block {first}; end at {first} or later"
-        )
-    if not isinstance(last, int) and (
-        not isinstance(last, str) or last not in ("logits", "last_hidden_state")
-    ):
-        raise LipboundError(
-            f"end is {shown(end)}; give 'logits', 'last_hidden_state' or the number of a block"
-        )
+    first, last = _ends(start, end, len(parts))
     given: list[Tensor] = []
     replacement: list[Tensor] = []
 
@@ -329,19 +333,8 @@ def chain(
         hooks.append(parts[last].register_forward_hook(stop))
     try:
         with implementation(model, "eager"), torch.no_grad():
-            try:
+            with computing(model):
                 run()
-            except LipboundError:
-                raise
-            except (
-                RuntimeError,
-                ValueError,
-                TypeError,
-                IndexError,
-                KeyError,
-                AttributeError,
-            ) as error:
-                raise cannot_compute(model, error) from error
             x = given[0].detach().clone()
             valid = _real_tokens(model, inputs, x, parts[0])
             yield f, x, None if valid is None else valid.to(x.dtype)

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from lipbound.analysis.network import NetworkJacobian, chain
 from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError
-from lipbound.models.capture.recorder import taken
-from lipbound.models.precision import measurable
-from lipbound.models.unwrapping import bare_model
+from lipbound.models.capture.seeing.interface import taken
+from lipbound.models.sources.loaded_model import bare_model, measurable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,8 +1,7 @@
-"""Is any bound below the exact norm? Counted in every run, theorem by theorem, by what the run
-itself says about its bounds.
+"""Counts of bounds below the exact norm, theorem by theorem.
 
-Runs say it in the attributes of their variables, so that reading one needs neither the registry nor
-torch. What runs of earlier versions do not say comes from the registry.
+They are made from what a run says about its bounds, so that reading one needs neither the registry
+nor torch.
 """
 
 from __future__ import annotations
@@ -12,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lipbound.errors import LipboundError
+from lipbound.schema import RUN, bounds_there, compared_with, sound
 
 if TYPE_CHECKING:
     import xarray as xr
-
-    from lipbound.bounds.bound import Bound
 
 L2_SLACK = 1e-9
 """Relative allowance for norms of L2 attention, which are float64 values without an enclosure."""
@@ -36,12 +34,12 @@ def audit(ds: xr.Dataset) -> dict[str, dict[str, Any]]:
     for name in bounds_there(ds):
         exact = ds[compared_with(ds, name)].values
         slack = allowance(compared_with(ds, name))
-        if f"{name}_sound" not in ds.variables:
+        if sound(name) not in ds.variables:
             raise LipboundError(
-                f"{name}_sound, which says where the assumptions of {name} hold, was left out of "
+                f"{sound(name)}, which says where the assumptions of {name} hold, was left out of "
                 "the run; keep it"
             )
-        value, sound = ds[name].values, ds[f"{name}_sound"].values
+        value, holds = ds[name].values, ds[sound(name)].values
         known = np.isfinite(exact) & ~np.isnan(
             value
         )  # a value that is not there accuses nobody; what cannot be evaluated is infinite
@@ -53,21 +51,11 @@ def audit(ds: xr.Dataset) -> dict[str, dict[str, Any]]:
             "worst": float((value[positive] / exact[positive]).min())
             if positive.any()
             else float("nan"),
-            "sound": int((known & sound).sum()),
-            "broken": int((below & sound).sum()),
-            "why": "" if bool(sound[known].all()) else caveat(ds, name),
+            "sound": int((known & holds).sum()),
+            "broken": int((below & holds).sum()),
+            "why": "" if bool(holds[known].all()) else str(ds[name].attrs["caveat"]),
         }
     return report
-
-
-def bounds_there(ds: xr.Dataset) -> list[str]:
-    """Names of the bounds that are there with the exact norms of their maps; some of a run's
-    variables may have been left out."""
-    return [
-        str(name)
-        for name in ds.attrs["bounds"]
-        if name in ds.variables and compared_with(ds, name) in ds.variables
-    ]
 
 
 def missing(ds: xr.Dataset, name: str) -> int:
@@ -85,7 +73,7 @@ def missing(ds: xr.Dataset, name: str) -> int:
         bounded |= ~np.isnan(ds[other].values)
     lost = np.isnan(ds["exact"].values) & bounded
     found = (~np.isnan(ds["exact"].values)).any(tuple(range(1, ds["exact"].ndim)))
-    if "run" not in ds.variables:  # samples of runs that were put together have other numbers
+    if RUN not in ds.variables:  # samples of runs that were put together have other numbers
         found |= ds["sample"].values < int(ds.attrs["exact_samples"])
     return int(lost[found].sum())
 
@@ -94,33 +82,3 @@ def allowance(exact: str = "exact") -> float:
     """How far, relatively, exact norms of a run may lie above the true ones: not at all where they
     are ends of enclosures."""
     return L2_SLACK if exact == "exact_l2" else 0.0
-
-
-def label(ds: xr.Dataset, name: str) -> str:
-    """A bound's short label for figures and tables."""
-    return str(ds[name].attrs["label"]) if "label" in ds[name].attrs else _registered(name).label
-
-
-def compared_with(ds: xr.Dataset, name: str) -> str:
-    """The variable with the exact norm that a bound is compared with: that of its own map."""
-    said = ds[name].attrs.get("compared_with")
-    return str(said) if said in ("exact", "exact_l2") and said in ds else _registered(name).exact
-
-
-def caveat(ds: xr.Dataset, name: str) -> str:
-    """Why a bound's statement is no bound where its assumptions fail; empty when they
-    always hold."""
-    return str(ds[name].attrs["caveat"]) if "caveat" in ds[name].attrs else _registered(name).caveat
-
-
-def norm_of(ds: xr.Dataset) -> str:
-    """The norm of a run's numbers, one of `lipbound.bounds.bound.NORMS`; Frobenius where it says
-    none."""
-    return str(ds.attrs.get("norm", "frobenius"))
-
-
-def _registered(name: str) -> Bound:
-    """The registry's entry. It is imported here, since it needs torch."""
-    from lipbound.bounds.registry import get
-
-    return get(name)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from lipbound.errors import LipboundError, UnknownNameError, check_layer, is_number, nearest, shown
-from lipbound.formatting.mathml import formula
-from lipbound.formatting.notebooks import html_facts
+from lipbound.formatting.html import formula, html_facts
+from lipbound.schema import NORMS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,14 +27,6 @@ if TYPE_CHECKING:
 
 MAP_NORMS = {"head": "exact", "l2": "exact_l2"}
 """The variable that holds the exact norm of the map a bound is about."""
-NORMS = {
-    "frobenius": "all tokens move, by 1 together in the Frobenius norm, which measures outputs too",
-    "every-token": "every token moves by at most 1, and the output token that moves furthest "
-    "counts",
-    "one-token": "one token alone moves, by 1, and outputs are measured in the Frobenius norm",
-}
-"""How perturbations and outputs are measured. Bounds and exact norms are compared within one norm
-only."""
 DIFFERENTIABLE = {
     "frobenius": "lipbound",
     "every-token": "lipbound_every_block",
@@ -90,8 +82,8 @@ class Bound:
         cost: leading cost per head.
         formulas: the bound itself, from the formula for plain heads to the one that covers most
             variants.
-        norm: of `NORMS`: how perturbations and outputs are measured. Bounds of different norms
-            never stand beside each other.
+        norm: of `lipbound.schema.NORMS`: how perturbations and outputs are measured. Bounds of
+            different norms never stand beside each other.
         caveat: why the statement is no bound where its assumptions fail; empty when they always
             hold.
         differentiable: whether its values have derivatives; one that has none refuses layers whose
@@ -137,8 +129,8 @@ class Bound:
         if why := self.too_long(att.tokens, att.heads, att.variants):
             raise LipboundError(f"bound {self.name!r} {why}")
         return in_own_modes(
-            lambda: _numbers(formula.function(att)).expand(att.samples, att.heads)
-        )()
+            lambda layer: _numbers(formula.function(layer)).expand(att.samples, att.heads)
+        )(att)
 
     def formula(self, att: Attention) -> Formula:
         """The formula for the layer's kind of heads.
@@ -195,7 +187,10 @@ class Bound:
         """Whether the statement is a valid upper bound here, by its assumptions: (samples, heads),
         bool."""
         check_layer(att, f"bound {self.name!r}")
-        return self._formula_for(att.variants).condition(att).expand(att.samples, att.heads)
+        from lipbound.devices import in_own_modes  # here, since it needs torch
+
+        condition = self._formula_for(att.variants).condition
+        return in_own_modes(lambda layer: condition(layer).expand(att.samples, att.heads))(att)
 
     def terms(self, att: Attention) -> dict[str, Tensor] | None:
         """What each term contributes, as fractions of one, (samples, heads) each; None where there
@@ -203,18 +198,18 @@ class Bound:
         terms = self._formula_for(att.variants).terms if self.applies(att) else None
         return None if terms is None else terms(self, att)
 
-    def over_ball(self, att: Attention, radius: float, *, norm: str = "token") -> Tensor:
+    def over_ball(self, att: Attention, radius: float, *, ball: str = "token") -> Tensor:
         """The source's bound over a ball of inputs, (samples, heads), float64;
         `lipbound.bounds.over_ball` is ours.
 
         Args:
             att: the layer at the centre.
             radius: of the ball, in the units of ``x``.
-            norm: "token" (every token moves by at most ``radius``) or "frobenius" (all of X does).
+            ball: "token" (every token moves by at most ``radius``) or "frobenius" (all of X does).
 
         Raises:
             LipboundError: where the source has no such statement, a negative radius, an unknown
-                norm.
+                ball.
         """
         if self.ball is None:
             raise LipboundError(
@@ -223,8 +218,8 @@ class Bound:
             )
         check_layer(att, f"bound {self.name!r}")
         att.only(f"bound {self.name!r} over a ball")
-        check_ball(radius, norm)
-        return _numbers(self.ball(att, float(radius), norm)).expand(att.samples, att.heads)
+        check_ball(radius, ball)
+        return _numbers(self.ball(att, float(radius), ball)).expand(att.samples, att.heads)
 
     def extends(
         self,
@@ -308,25 +303,18 @@ def _numbers(values: Tensor) -> Tensor:
     return values.double().nan_to_num(nan=math.inf, posinf=math.inf, neginf=math.inf)
 
 
-def check_norm(norm: str) -> str:
-    """``norm``; UnknownNameError unless it is one of `NORMS`."""
-    if not isinstance(norm, str) or norm not in NORMS:
-        raise UnknownNameError(f"unknown norm {shown(norm)}; {nearest(norm, NORMS)}")
-    return norm
-
-
-def check_ball(radius: float, norm: str) -> None:
+def check_ball(radius: float, ball: str) -> None:
     """Raise LipboundError unless ``radius`` is a number from 0 to 1e60, whose fourth power is in
-    range, and ``norm`` one of `BALLS`."""
-    if not isinstance(norm, str) or norm not in BALLS:
-        raise UnknownNameError(f"unknown norm {shown(norm)} of a ball; {nearest(norm, BALLS)}")
+    range, and ``ball`` one of `BALLS`."""
+    if not isinstance(ball, str) or ball not in BALLS:
+        raise UnknownNameError(f"unknown ball {shown(ball)}; {nearest(ball, BALLS)}")
     if not is_number(radius) or not 0 <= radius <= 1e60:
         raise LipboundError(
             f"radius is {shown(radius)}; it must be a finite number >= 0, and at most 1e60"
         )
 
 
-def check_radii(radius: float | Sequence[float], norm: str) -> tuple[bool, list[float]]:
+def check_radii(radius: float | Sequence[float], ball: str) -> tuple[bool, list[float]]:
     """Whether one radius was given, and all of them as numbers.
 
     Raises:
@@ -341,5 +329,5 @@ def check_radii(radius: float | Sequence[float], norm: str) -> tuple[bool, list[
     if not radii:
         raise LipboundError("radius is empty; give a number >= 0, or a sequence of at least one")
     for one in radii:
-        check_ball(one, norm)
+        check_ball(one, ball)
     return not many, [float(one) for one in radii]

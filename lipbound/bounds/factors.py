@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.rounding import tensor_errors
 from lipbound.attention.softmax import g, largest_jacobian_norm, normalised
@@ -32,17 +33,14 @@ TINY = 2.0**-900
 """More than what underflow can take from a sum of probabilities."""
 
 
+@memoised
 def wide(att: Attention) -> Attention:
     """The layer in float64, with the queries and keys that are known; its probabilities are those
     of the given numbers."""
-
-    def make() -> Attention:
-        double = att.double()
-        if double is not att:
-            double.cache.share(att.cache, "wide_q", "wide_k", "centred_k")
-        return double
-
-    return att.memo("wide", make)
+    double = att.double()
+    if double is not att:
+        double.cache.share(att.cache, "wide_q", "wide_k", "centred_k")
+    return double
 
 
 # -- norms of what is given ------------------------------------------------------------------------
@@ -62,19 +60,22 @@ def size(t: Tensor, dims: int | tuple[int, ...]) -> Upper:
     return Upper.of(length).shifted(e[..., 0])
 
 
+@memoised
 def norm_v(att: Attention) -> Upper:
     """||W_V||, (heads,)."""
-    return att.memo("upper_v", lambda: spectral(att.w_v))
+    return spectral(att.w_v)
 
 
+@memoised
 def norm_q(att: Attention) -> Upper:
     """||W_Q||, (heads,)."""
-    return att.memo("upper_q", lambda: spectral(att.w_q))
+    return spectral(att.w_q)
 
 
+@memoised
 def norm_k(att: Attention) -> Upper:
     """||W_K||, (heads,)."""
-    return att.memo("upper_k", lambda: spectral(att.w_k))
+    return spectral(att.w_k)
 
 
 def scale(att: Attention) -> Upper:
@@ -93,24 +94,13 @@ def turn(att: Attention) -> Upper:
     )
 
 
-def _together(att: Attention) -> Upper:
-    """||W_Q||_F ||W_K||_F, (heads,), without derivatives: what rounding of products of both is
-    relative to."""
-    return att.memo(
-        "sizes", lambda: size(att.w_q.detach(), (-2, -1)) * size(att.w_k.detach(), (-2, -1))
-    )
-
-
+@memoised
 def norm_a(att: Attention) -> Upper:
     """||A||, A = scale W_Q W_K^T (D x D), (heads,); with a rotation |scale| max ||R_i||^2 ||W_Q||
     ||W_K||, which bounds those of all A_ij."""
-
-    def make() -> Upper:
-        if att.rotation is not None:
-            return scale(att) * turn(att) ** 2 * norm_q(att) * norm_k(att)
-        return scale(att) * product(att.w_q, att.w_k)
-
-    return att.memo("upper_a", make)
+    if att.rotation is not None:
+        return scale(att) * turn(att) ** 2 * norm_q(att) * norm_k(att)
+    return scale(att) * product(att.w_q, att.w_k)
 
 
 def product(a: Tensor, b: Tensor) -> Upper:
@@ -189,48 +179,44 @@ def root_count(att: Attention) -> Upper:
     return Upper.of(count(att)).sqrt()
 
 
+@memoised
 def radius(att: Attention) -> Upper:
     """R = max_i |x_i|, (samples, 1)."""
-
-    def make() -> Upper:
-        x, e = scaled(att.x, (-2, -1))
-        where = x.detach().norm(dim=-1).argmax(-1)
-        return size(x[torch.arange(len(x), device=x.device), where][:, None], -1).shifted(e[:, 0])
-
-    return att.memo("upper_radius", make)
+    x, e = scaled(att.x, (-2, -1))
+    where = x.detach().norm(dim=-1).argmax(-1)
+    return size(x[torch.arange(len(x), device=x.device), where][:, None], -1).shifted(e[:, 0])
 
 
+@memoised
 def frobenius(att: Attention) -> Upper:
     """||X||_F, (samples, 1)."""
-    return att.memo("upper_frobenius", lambda: size(att.x[:, None], (-2, -1)))
+    return size(att.x[:, None], (-2, -1))
 
 
+@memoised
 def norm_x(att: Attention) -> Upper:
     """||X||, spectral, (samples, 1)."""
-    return att.memo("upper_x", lambda: spectral(att.x[:, None]))
+    return spectral(att.x[:, None])
 
 
+@memoised
 def diameter(att: Attention) -> Upper:
     """max_ij |x_i - x_j| over tokens that are not padding, (samples, 1)."""
-
-    def make() -> Upper:
-        x, e = scaled(att.x, (-2, -1))
-        fixed = x.detach()
-        distances = torch.cdist(fixed, fixed, compute_mode="donot_use_mm_for_euclid_dist")
-        if att.valid is not None:
-            distances = distances * (att.valid[:, None, :] & att.valid[:, :, None])
-        pair = distances.flatten(1).argmax(-1)
-        row = torch.arange(len(x), device=x.device)
-        apart = (x[row, pair // x.shape[1]] - x[row, pair % x.shape[1]]).norm(dim=-1)
-        return Upper.of(apart[:, None] * (1 + gamma(x.shape[-1] + 8)) + 2.0**-500).shifted(e[:, 0])
-
-    return att.memo("upper_diameter", make)
+    x, e = scaled(att.x, (-2, -1))
+    fixed = x.detach()
+    distances = torch.cdist(fixed, fixed, compute_mode="donot_use_mm_for_euclid_dist")
+    if att.valid is not None:
+        distances = distances * (att.valid[:, None, :] & att.valid[:, :, None])
+    pair = distances.flatten(1).argmax(-1)
+    row = torch.arange(len(x), device=x.device)
+    apart = (x[row, pair // x.shape[1]] - x[row, pair % x.shape[1]]).norm(dim=-1)
+    return Upper.of(apart[:, None] * (1 + gamma(x.shape[-1] + 8)) + 2.0**-500).shifted(e[:, 0])
 
 
-def total_radius(att: Attention, radius: float, norm: str) -> Upper:
+def total_radius(att: Attention, radius: float, ball: str) -> Upper:
     """How far X can move in the Frobenius norm within a ball, hence also in the spectral norm,
     (samples, 1)."""
-    return Upper.of(radius) * (root_count(att) if norm == "token" else torch.ones_like(count(att)))
+    return Upper.of(radius) * (root_count(att) if ball == "token" else torch.ones_like(count(att)))
 
 
 # -- attention: (samples, heads) -------------------------------------------------------------------
@@ -248,45 +234,35 @@ def stretched(att: Attention, power: int) -> tuple[Tensor, Tensor]:
     ), ~known
 
 
+@memoised
 def probabilities(att: Attention) -> Tensor:
     """P of all heads of all samples, of the given numbers; raises LipboundError where memory for
     them is not free."""
-
-    def make() -> Tensor:
-        needed = COPIES * 8.0 * att.samples * att.heads * att.tokens**2
-        what = (
-            f"bounds that look at attention matrices need those of all heads at {att.tokens} tokens"
-        )
-        require(
-            needed,
-            att.device,
-            what,
-            "measure shorter inputs, fewer samples or heads, or name other bounds",
-        )
-        return wide(att).p
-
-    return att.memo("probabilities", make)
+    needed = COPIES * 8.0 * att.samples * att.heads * att.tokens**2
+    what = f"bounds that look at attention matrices need those of all heads at {att.tokens} tokens"
+    require(
+        needed,
+        att.device,
+        what,
+        "measure shorter inputs, fewer samples or heads, or name other bounds",
+    )
+    return wide(att).p
 
 
+@memoised
 def norm_p(att: Attention) -> Upper:
     """||P||, spectral, (samples, heads)."""
-
-    def make() -> Upper:
-        p, (stretch, unknown) = probabilities(att), stretched(att, 1)
-        fixed = (
-            (p.detach() * stretch[..., None]).masked_fill(unknown[..., None], 0.0).clamp(max=1.0)
-        )
-        norm = nonnegative_norm(fixed, rtol=TIGHT, max_steps=STEPS) + TINY
-        if p.requires_grad:
-            u, y = top_pair(fixed)
-            form = (u * (p @ y)).sum((-1, -2))
-            norm = norm + (form - form.detach())
-        left = unknown.sum(-1).double()
-        value = Upper.of(norm)
-        value = (value**2 + left).sqrt() if bool(left.any()) else value
-        return value.minimum(root_count(att))
-
-    return att.memo("upper_p", make)
+    p, (stretch, unknown) = probabilities(att), stretched(att, 1)
+    fixed = (p.detach() * stretch[..., None]).masked_fill(unknown[..., None], 0.0).clamp(max=1.0)
+    norm = nonnegative_norm(fixed, rtol=TIGHT, max_steps=STEPS) + TINY
+    if p.requires_grad:
+        u, y = top_pair(fixed)
+        form = (u * (p @ y)).sum((-1, -2))
+        norm = norm + (form - form.detach())
+    left = unknown.sum(-1).double()
+    value = Upper.of(norm)
+    value = (value**2 + left).sqrt() if bool(left.any()) else value
+    return value.minimum(root_count(att))
 
 
 def top_pair(p: Tensor) -> tuple[Tensor, Tensor]:
@@ -298,11 +274,13 @@ def top_pair(p: Tensor) -> tuple[Tensor, Tensor]:
     return u / u.norm(dim=-2, keepdim=True).clamp_min(1e-300), y
 
 
+@memoised
 def norm_m(att: Attention) -> Upper:
     """max_i ||M(P_i)||, (samples, heads)."""
-    return att.memo("upper_m", lambda: _of_rows(att, largest_jacobian_norm))
+    return _of_rows(att, largest_jacobian_norm)
 
 
+@memoised
 def largest_g1(att: Attention) -> Upper:
     """max_i g_1(P_i), (samples, heads)."""
 
@@ -310,7 +288,7 @@ def largest_g1(att: Attention) -> Upper:
         values = g(normalised(p)) * stretch
         return values.max(-1).values
 
-    return att.memo("upper_g1", lambda: _of_rows(att, largest))
+    return _of_rows(att, largest)
 
 
 def _of_rows(att: Attention, largest: Callable[[Tensor, Tensor], Tensor]) -> Upper:
@@ -319,20 +297,17 @@ def _of_rows(att: Attention, largest: Callable[[Tensor, Tensor], Tensor]) -> Upp
     return Upper.of(torch.where(unknown.any(-1) | (value > 0.5), 0.5, value))
 
 
+@memoised
 def deviation(att: Attention) -> Upper:
     """max_i ||X^T M(P_i)||, (samples, heads)."""
-
-    def make() -> Upper:
-        stretch, unknown = stretched(att, 1)
-        p = probabilities(att)
-        factor = stretch * (1 + att.tokens * stretch * (stretch - 1))
-        value = weighted_deviation_norm(att.x, p, factor)
-        if bool(unknown.any()):
-            known = value.minimum(radius(att))
-            value = known.maximum(radius(att) * unknown.any(-1))
-        return value.minimum(radius(att))
-
-    return att.memo("upper_deviation", make)
+    stretch, unknown = stretched(att, 1)
+    p = probabilities(att)
+    factor = stretch * (1 + att.tokens * stretch * (stretch - 1))
+    value = weighted_deviation_norm(att.x, p, factor)
+    if bool(unknown.any()):
+        known = value.minimum(radius(att))
+        value = known.maximum(radius(att) * unknown.any(-1))
+    return value.minimum(radius(att))
 
 
 def entering(att: Attention) -> tuple[tuple[Tensor, Upper], tuple[Tensor, Upper]]:

@@ -17,10 +17,12 @@ Proof: Lemmas 19 and 20 (docs/theory/layers.md); in the norms of single tokens L
 import torch
 from torch import Tensor
 
+from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.bounds.bound import Bound
 from lipbound.bounds.factors import root_count, size, spectral, wide
 from lipbound.bounds.registry import get, resolve
+from lipbound.devices import in_own_modes
 from lipbound.errors import (
     AttentionError,
     LipboundError,
@@ -56,6 +58,7 @@ def names_for(bounds: str | list[str], map: str, norm: str = "frobenius") -> lis
     return [name for name in names if name not in other]
 
 
+@in_own_modes
 def whole_layer(att: Attention, name: str, *, map: str = "layer", rule: str = "best") -> Tensor:
     """A bound on all heads of a layer together, (samples,), float64.
 
@@ -157,16 +160,13 @@ def with_output(att: Attention, name: str) -> tuple[Tensor, Tensor]:
     return (value + _rounded(heads, folding, name)).value(), bound.sound(heads)
 
 
+@memoised
 def _folded(att: Attention) -> tuple[Attention, Tensor, Folding]:
     """Heads that have absorbed their output slices, in float64, once for a layer; the bases of
     their outputs; and what that has rounded."""
-
-    def make() -> tuple[Attention, Tensor, Folding]:
-        given = wide(att)
-        heads, e = given.fold_output()
-        return heads, e, folding_error(given, heads, e)
-
-    return att.memo("folded", make)
+    given = wide(att)
+    heads, e = given.fold_output()
+    return heads, e, folding_error(given, heads, e)
 
 
 def _rounded(heads: Attention, folding: Folding, name: str) -> Upper:

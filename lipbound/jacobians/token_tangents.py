@@ -1,79 +1,73 @@
-"""How queries, keys and values of one head follow their tokens, for heads whose every token has a
-map of its own."""
+"""Maps from perturbations of one token to its query, key and value, for heads with variants."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.rotary import turned
 from lipbound.attention.variants.token_maps import TokenMap
 from lipbound.linalg.matrix_norms import upper_factor
 
 
-class Tangents:
-    r"""The linear maps :math:`D^a_i` (d_a x D) from a perturbation of token i to that of its query,
-    key or value (a = q, k, v), float64.
+@memoised
+def _passages(att: Attention) -> tuple[TokenMap, TokenMap]:
+    return att.passages(torch.float64)
 
-    Known by their products :math:`D^a_i D^{bT}_i` and factors, d_a x d_b matrices that no bound
-    needs more than, and by what they do to vectors. ``tokens``: a slice of all tokens, or their
-    indices.
+
+class Tangents:
+    r"""Linear maps :math:`D^a_i` (d_a x D) from perturbations of token i to its query, key, value.
+
+    In float64, a = q, k, v; known by their products :math:`D^a_i D^{bT}_i` and factors, d_a x d_b
+    matrices that no bound needs more than, and by what they do to vectors. ``tokens`` are a slice
+    of all tokens, or their indices.
 
     For plain heads :math:`D^q = W_Q^T` for all tokens; rotated ones have :math:`R_i W_Q^T`,
     normalised ones the derivative of the normalisation between
-    (`lipbound.attention.variants.token_maps`). They make the blocks of J in Lemma 6
+    (`lipbound.attention.variants.token_maps`): :math:`D = L^T [W\,g]^T` with a direction g of the
+    token where all heads are normalised together. They make the blocks of J in Lemma 6
     (docs/theory/jacobian.md).
     """
 
     def __init__(self, att: Attention, sample: int, head: int):
-        self._w = {
-            name: w[head].double() for name, w in (("q", att.w_q), ("k", att.w_k), ("v", att.w_v))
-        }
-        q, k = att.memo("tangents", lambda: att.passages(torch.float64))
+        weights = (("q", att.w_q), ("k", att.w_k), ("v", att.w_v))
+        self._w = {name: w[head].double() for name, w in weights}
+        q, k = _passages(att)
         self._passages: dict[str, TokenMap] = {"q": q, "k": k}
         self._entry, self._sample = sample * att.heads + head, sample
         self._kept: tuple[Tensor, dict[str, Tensor | None]] | None = None
         self._same: dict[tuple[str, ...], Tensor] = {}  # for all tokens
 
     def keep(self, tokens: Tensor) -> None:
-        """Hold the (d_a + 1) x d_a matrices of these tokens, which are named by this very tensor
-        from then on, for products that are formed often."""
-        self._kept = tokens, {a: self._matrices(a, tokens) for a in "qk"}
+        """Hold the matrices of these tokens, for products that are formed often.
 
-    @property
-    def directed(self) -> bool:
-        """Whether a map of queries or keys sees a direction of its own at every token."""
-        return any(passage.direction is not None for passage in self._passages.values())
+        They are (d_a + 1) x d_a, and named by this very tensor from then on.
+        """
+        self._kept = tokens, {a: self._matrices(a, tokens) for a in "qk"}
 
     def product(self, a: str, b: str, tokens: slice | Tensor) -> Tensor:
         """D^a_i D^b_i^T for some tokens, (n or 1, d_a, d_b)."""
         return self.returned(b, self.returned(a, self.metric(a, b, tokens).mT, tokens).mT, tokens)
 
     def factor(self, a: str, tokens: slice | Tensor) -> Tensor:
-        """F_i for which F_i F_i^T is D^a_i D^a_i^T or a little more, for some tokens, (n or 1, d_a,
-        r): Lemma 76 (docs/theory/upper_values.md)."""
-        return self.returned(a, self.projection(a, tokens).mT, tokens).mT
+        """F_i for which F_i F_i^T is D^a_i D^a_i^T or a little more, (n or 1, d_a, r).
 
-    def projection(self, a: str, tokens: slice | Tensor) -> Tensor:
-        r"""The same of :math:`[W\,g]^T`, before the maps of the tokens, (n or 1, d_a +
-        extra, r)."""
+        Lemma 76 (docs/theory/upper_values.md).
+        """
         w, g = self._w[a], self._direction(a, tokens)
         if g is None:
-            return self._once((a,), lambda: upper_factor(w)[0].mT[None])
-        return torch.cat([w.mT.expand(len(g), -1, -1), g[:, None]], 1)
+            f = self._once((a,), lambda: upper_factor(w)[0].mT[None])
+        else:
+            f = torch.cat([w.mT.expand(len(g), -1, -1), g[:, None]], 1)
+        return self.returned(a, f.mT, tokens).mT
 
     def turned(self, a: str, y: Tensor, tokens: slice | Tensor) -> Tensor:
-        r"""L y for L of some tokens in :math:`D = L^T [W\,g]^T` and vectors in rows, (n or 1, r,
-        d_a) -> (n or 1, r, d_a + extra).
-
-        A rotation turns coordinates, in the dtype of y; other maps are products of float64
-        matrices.
-        """
+        """L y for vectors y in rows, (n or 1, r, d_a) -> (n or 1, r, d_a + extra)."""
         angles = self._turns(a, tokens)
         if angles is not None:
-            cos, sin = (t.to(y.dtype)[:, None] for t in angles)
-            return turned(y, cos, -sin)
+            return turned(y, angles[0][:, None], -angles[1][:, None])
         left = self._matrices(a, tokens)
         return y if left is None else y @ left.mT
 
@@ -85,13 +79,11 @@ class Tangents:
         left = self._matrices(a, tokens)
         return y if left is None else y @ left
 
-    def turns_only(self, a: str) -> bool:
-        """Whether the maps L are rotations and nothing else."""
-        return a != "v" and self._passages[a].turns() is not None
-
     def longest(self, a: str, tokens: slice | Tensor) -> Tensor:
-        r"""Bounds on the 2-norms of :math:`|L|`, (n or 1,): roots of the largest row sums times the
-        largest column sums."""
+        """Upper values of the 2-norms of |L|, (n or 1,).
+
+        Roots of the largest row sums times the largest column sums.
+        """
         angles = self._turns(a, tokens)
         if angles is not None:
             cos, sin = angles
@@ -104,8 +96,10 @@ class Tangents:
         return (size.sum(-1).amax(-1) * size.sum(-2).amax(-1)).sqrt()
 
     def _turns(self, a: str, tokens: slice | Tensor) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines of some tokens, (n, r) float64, where their map is a rotation alone and
-        no matrix of it is held."""
+        """Cosines and sines of some tokens, (n, r), where their map is a rotation alone.
+
+        None where it is not, or a matrix of it is held.
+        """
         held = self._kept is not None and tokens is self._kept[0]
         angles = None if a == "v" or held else self._passages[a].turns()
         return None if angles is None else (angles[0][tokens].double(), angles[1][tokens].double())
@@ -122,28 +116,22 @@ class Tangents:
         return self._w[a] @ y if g is None else self._w[a] @ y[:, :-1] + g[..., None] * y[:, -1:]
 
     def size(self, a: str, tokens: slice | Tensor) -> Tensor:
-        r"""Upper values of the Frobenius norms of D^a_i for some tokens, with absolute values
-        inside, (n or 1,): what its roundings are relative to.
+        r"""Upper values of the Frobenius norms of D^a_i with absolute values inside, (n or 1,).
 
-        For :math:`D = L^T [W\,g]^T` the Frobenius norm of :math:`[W\,g]` times a bound on the
-        2-norm of :math:`|L|`: Lemma 55 (docs/theory/numerics.md).
+        Its roundings are relative to them: the Frobenius norm of :math:`[W\,g]` times a bound on
+        the 2-norm of :math:`|L|`, Lemma 55 (docs/theory/numerics.md).
         """
         g = self._direction(a, tokens)
-        size = (
-            self._w[a].norm()[None]
-            if g is None
-            else (self._w[a].square().sum() + g.square().sum(-1)).sqrt()
-        )
+        squares = self._w[a].square().sum()
+        size = squares.sqrt()[None] if g is None else (squares + g.square().sum(-1)).sqrt()
         return size * self.longest(a, tokens)
 
     def _matrices(self, a: str, tokens: slice | Tensor) -> Tensor | None:
         if self._kept is not None and tokens is self._kept[0] and a in self._kept[1]:
             return self._kept[1][a]
-        return (
-            None
-            if a == "v"
-            else self._passages[a].matrices(self._entry, tokens, self._w[a].shape[1])
-        )
+        passage = None if a == "v" else self._passages[a]
+        d = self._w[a].shape[1]
+        return None if passage is None else passage.matrices(self._entry, tokens, d)
 
     def _once(self, key: tuple[str, ...], make: Callable[[], Tensor]) -> Tensor:
         if key not in self._same:
@@ -156,12 +144,8 @@ class Tangents:
 
     def metric(self, a: str, b: str, tokens: slice | Tensor) -> Tensor:
         """Products of projections, with their extra columns, (n or 1, d_a + extra, d_b + extra)."""
-        w_a, w_b, g_a, g_b = (
-            self._w[a],
-            self._w[b],
-            self._direction(a, tokens),
-            self._direction(b, tokens),
-        )
+        w_a, w_b = self._w[a], self._w[b]
+        g_a, g_b = self._direction(a, tokens), self._direction(b, tokens)
         out = self._once((a, b), lambda: (w_a.mT @ w_b)[None])
         if g_a is not None:
             out = torch.cat([out.expand(len(g_a), -1, -1), (g_a @ w_b)[:, None]], 1)

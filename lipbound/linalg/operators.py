@@ -113,6 +113,29 @@ class JacobianOperator(ABC):
         )
 
 
+class FromCPU(JacobianOperator):
+    """An operator on a device without float64, for vectors on the CPU: products are taken on the
+    device, and what certifies a norm is computed on the CPU.
+
+    Args:
+        op: the operator on its device.
+    """
+
+    def __init__(self, op: JacobianOperator):
+        self._op = op
+        self.batch, self.in_shape, self.out_shape = op.batch, op.in_shape, op.out_shape
+        self.dtype, self.device = op.dtype, torch.device("cpu")
+
+    def jvp(self, x: Tensor) -> Tensor:
+        return self._op.jvp(x.to(self._op.device)).cpu()
+
+    def vjp(self, y: Tensor) -> Tensor:
+        return self._op.vjp(y.to(self._op.device)).cpu()
+
+    def select(self, index: Tensor) -> "FromCPU":
+        return FromCPU(self._op.select(index))
+
+
 @runtime_checkable
 class _Castable(Protocol):
     """What an operator may be made of besides tensors: it knows itself in float64."""

@@ -16,7 +16,7 @@ class SoundPenalty:
     derivatives: "lipbound" or "lipbound_block".
 
     Sound and far tighter than what `JaSMin` is built on, at a far higher price. To be called with
-    the list of `lipbound.models.capture.differentiable.attention_layers`, whose layers know their
+    the list of `lipbound.models.training.differentiable.attention_layers`, whose layers know their
     padding.
     """
 

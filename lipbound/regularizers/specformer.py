@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError
-from lipbound.models.capture.parameters import projections
+from lipbound.models.training.differentiable import projections
 
 
 class Specformer(nn.Module):
@@ -28,7 +28,7 @@ class Specformer(nn.Module):
     @in_own_modes
     def forward(self, model: nn.Module) -> Tensor:
         """The penalty, a scalar; models whose projections have known names
-        (`lipbound.models.capture.parameters.projections`)."""
+        (`lipbound.models.training.differentiable.projections`)."""
         total: Tensor | None = None
         for found in projections(model):
             for i, (w, factor) in enumerate(zip(found.w, self.weights, strict=True)):

@@ -6,15 +6,17 @@ from collections.abc import Mapping
 
 import xarray as xr
 
-from lipbound.bounds.audit import audit, bounds_there, compared_with, norm_of
+from lipbound.bounds.audit import audit
 from lipbound.bounds.ours import CITATION
 from lipbound.errors import UnknownNameError, nearest
 from lipbound.reporting.formats import FORMATTERS, Prose
 from lipbound.reporting.labels import (
+    broken_words,
     builtin_name,
     data_name,
     model_name,
     norm_words,
+    of_each,
     over,
     places,
     relabelled,
@@ -22,8 +24,9 @@ from lipbound.reporting.labels import (
     state_words,
     widest,
 )
-from lipbound.runs.run_argument import takes_run
-from lipbound.runs.standing import origins, standing
+from lipbound.runs.checksums import edited
+from lipbound.runs.store import takes_run
+from lipbound.schema import Contents, bounds_there, compared_with, norm_of, origins
 
 CITATION_FORMATS = tuple(
     sorted(name for name, formatter in FORMATTERS.items() if formatter.prose is not None)
@@ -135,18 +138,14 @@ def _constants(ds: xr.Dataset, prose: Prose) -> str:
 
 def _inputs(ds: xr.Dataset, prose: Prose) -> str:
     """At which inputs."""
-    a, safe = ds.attrs, prose.escape
-    there = standing(ds)
-    made = f"{safe(a['preprocessing'])}; " if a.get("preprocessing") else ""
+    safe, there = prose.escape, Contents.of(ds)
+    made = "; ".join(map(safe, [*of_each(ds, "preprocessing"), *of_each(ds, "data_fingerprint")]))
     some = (
         f", with exact constants on {there.exact_samples} of them"
         if there.exact_samples != there.samples
         else ""
     )
-    return (
-        f"Inputs were {samples_words(there)} from {safe(data_name(ds))} "
-        f"({made}{safe(a['data_fingerprint'])}){some}."
-    )
+    return f"Inputs were {samples_words(there)} from {safe(data_name(ds))} ({made}){some}."
 
 
 def _variants(ds: xr.Dataset, prose: Prose) -> str:
@@ -164,10 +163,10 @@ def _variants(ds: xr.Dataset, prose: Prose) -> str:
 
 def _enclosures(ds: xr.Dataset, prose: Prose) -> str:
     """The sentences on how surely the constants that are shown are known."""
-    a, there = ds.attrs, standing(ds)
+    a, there = ds.attrs, Contents.of(ds)
     if not there.norms:
         return "There are no exact constants."
-    if there.edited:
+    if edited(ds):
         return "Nothing is claimed of how closely the constants are known."
     dtype, tol, seed = prose.escape(a["dtype"]), float(a["tol"]), int(a.get("seed", 0))
     if norm_of(ds) != "frobenius":
@@ -258,13 +257,15 @@ def _left_out(ds: xr.Dataset, prose: Prose) -> str:
 def _below_exact(ds: xr.Dataset, prose: Prose) -> str:
     """A sentence for every bound that is below an exact constant."""
     safe = prose.escape
-    return " ".join(
-        f"{safe(ds[name].attrs['label'])} is below the constant it should bound in "
-        f"{entry['violations']} of {entry['compared']} cases, "
-        f"because {safe(entry['why'])}."
-        for name, entry in audit(ds).items()
-        if entry["violations"]
-    )
+    sentences = []
+    for name, entry in audit(ds).items():
+        if entry["violations"]:
+            why = f", because {safe(entry['why'])}" if entry["why"] else f": {broken_words(ds)}"
+            sentences.append(
+                f"{safe(ds[name].attrs['label'])} is below the constant it should bound in "
+                f"{entry['violations']} of {entry['compared']} cases{why}."
+            )
+    return " ".join(sentences)
 
 
 def _other_map(ds: xr.Dataset, prose: Prose) -> str:

@@ -11,13 +11,13 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from lipbound.bounds.audit import label
+from lipbound.bounds.registry import get
 from lipbound.errors import LipboundError
 from lipbound.formatting import number
 from lipbound.reporting import statistics
 from lipbound.reporting.labels import relabelled
 from lipbound.reporting.styles import BASE, Drawing, write
-from lipbound.runs.run_argument import takes_run
+from lipbound.runs.store import takes_run
 
 
 @takes_run
@@ -147,7 +147,7 @@ def ball_curve(
         for axes, head in zip(panels, chosen, strict=False):
             one = ds.isel(head=head)
             for name in ds.attrs["bounds"]:
-                axes.plot(radius, one[name], lw=1, label=label(ds, name))
+                axes.plot(radius, one[name], lw=1, label=get(name).label)
             if "over_ball" in one:
                 axes.plot(
                     radius, one["over_ball"], color="black", lw=1.5, label="lipbound, over the ball"
@@ -169,7 +169,7 @@ def ball_curve(
         for axes in panels[len(chosen) :]:
             axes.set_axis_off()
         figure.supxlabel(
-            f"radius ({'each token' if ds.attrs['norm'] == 'token' else 'Frobenius'}); tokens "
+            f"radius ({'each token' if ds.attrs['ball'] == 'token' else 'Frobenius'}); tokens "
             f"are {ds.attrs['token_norm']:.3g} long\n{title}"
         )
         figure.supylabel("local Lipschitz constant")

@@ -9,13 +9,19 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from lipbound.bounds.audit import audit, bounds_there, compared_with, missing, norm_of
-from lipbound.bounds.bound import NORMS
+from lipbound.bounds.audit import audit, missing
 from lipbound.errors import LipboundError, UnknownNameError, nearest, shown
 from lipbound.formatting import joined, plain, small
-from lipbound.runs.provenance import lacks_variables
-from lipbound.runs.run_argument import takes_run
-from lipbound.runs.standing import Standing, origins, standing
+from lipbound.runs.checksums import edited
+from lipbound.runs.store import takes_run
+from lipbound.schema import (
+    NORMS,
+    Contents,
+    bounds_there,
+    compared_with,
+    norm_of,
+    origins,
+)
 
 TITLES = {"builtin:minilm": "all-MiniLM-L6-v2", "builtin:smollm2": "SmolLM2-135M-Instruct"}
 """Titles of builtin checkpoints that other packages bring, which need not be installed where a run
@@ -103,8 +109,14 @@ def builtin_name(ds: xr.Dataset) -> str:
 
 
 def data_name(ds: xr.Dataset) -> str:
-    """A run's data, as it describes them or as somebody wants them called."""
-    return str(ds.attrs.get(CALLED, {}).get("data", ds.attrs["data"]))
+    """A run's data, as it describes them or as somebody wants them called; of runs that were put
+    together, the data of those that are shown."""
+    return str(ds.attrs.get(CALLED, {}).get("data") or joined(of_each(ds, "data")))
+
+
+def of_each(ds: xr.Dataset, name: str) -> list[str]:
+    """Texts that a setting has in the runs that are shown, each once; without empty ones."""
+    return list(dict.fromkeys(str(run[name]) for run in origins(ds) if run.get(name)))
 
 
 def _builtin_title(name: str) -> str:
@@ -147,9 +159,7 @@ def footnotes(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
                 if 0 < entry["sound"] < entry["compared"]
                 else []
             )
-            why = "; ".join(
-                [*below, *partly, entry["why"] or "its assumptions hold, so please report this run"]
-            )
+            why = "; ".join([*below, *partly, entry["why"] or broken_words(ds)])
             reasons.setdefault((sign, why), []).append(named(ds, name))
     used = {sign for sign, _ in reasons}
     lines = [f"{sign}: {meaning}" for sign, meaning in MEANING.items() if sign in used]
@@ -167,6 +177,13 @@ def footnotes(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
                 "compared"
             )
     return lines if bounds is not None else lines + left_out(ds)
+
+
+def broken_words(ds: xr.Dataset) -> str:
+    """What is said of a bound that is below the exact norm although its assumptions hold."""
+    if edited(ds):
+        return "its assumptions held, but the run was edited"
+    return "its assumptions hold, so please report this run"
 
 
 def named(ds: xr.Dataset, name: str) -> str:
@@ -240,20 +257,29 @@ def listed(numbers: Iterable[int]) -> str:
     )
 
 
-def over(ds: xr.Dataset, axes: Iterable[str] = ("sample", "layer", "head")) -> str:
+def over(
+    ds: xr.Dataset, axes: Iterable[str] = ("sample", "layer", "head"), *, exact: bool = True
+) -> str:
     """The axes along which there is something to take a mean of, and what stands before them: "
-    over samples and heads"; empty for none."""
-    there = [f"{axis}s" for axis in axes if ds.sizes.get(axis, 1) > 1]
+    over samples and heads"; empty for none.
+
+    Args:
+        ds: a run.
+        axes: those that the mean is over.
+        exact: True for means of exact norms and of ratios to them, which only some samples may
+            have.
+    """
+    sizes = dict(ds.sizes) | ({"sample": Contents.of(ds).exact_samples} if exact else {})
+    there = [f"{axis}s" for axis in axes if sizes.get(axis, 1) > 1]
     return f" over {joined(there)}" if there else ""
 
 
 def places(ds: xr.Dataset, times: str = "x") -> str:
-    """Layers and heads that are shown, of how many: "6 layers x 12 heads", "layers 0 to 2 of 6,
-    heads 3 and 4 of 12"."""
-    there = standing(ds)
-    layers = list(there.layers)
-    whole = there.all_layers if there.all_layers is not None else layers == list(range(len(layers)))
-    of = "" if there.model_layers is None else f" of {there.model_layers}"
+    """Layers and heads that are shown, of how many: "6 layers x 12 heads", "layers 0 to 2 of 6
+    counted from 0, heads 3 and 4 of 12 counted from 0"."""
+    there = Contents.of(ds)
+    layers, whole = list(there.layers), there.all_layers
+    of = f" of {there.made.model_layers} counted from 0"
     text = (
         counted(len(layers), "layer")
         if whole
@@ -263,10 +289,9 @@ def places(ds: xr.Dataset, times: str = "x") -> str:
         return text
     least, most = there.heads if there.norms else (ds.sizes["head"],) * 2
     numbers = [int(head) for head in ds["head"].values]
-    if there.heads_made is not None and len(numbers) < there.heads_made:
-        return (
-            f"{text}, head{'s' if len(numbers) > 1 else ''} {listed(numbers)} of {there.heads_made}"
-        )
+    if there.made.heads is not None and len(numbers) < there.made.heads:
+        kept = f"head{'s' if len(numbers) > 1 else ''} {listed(numbers)} of {there.made.heads}"
+        return f"{text}, {kept} counted from 0"
     heads = f"{least if least == most else f'{least} to {most}'} head{'s' if most != 1 else ''}"
     return (
         f"{text} {times} {heads}"
@@ -275,10 +300,10 @@ def places(ds: xr.Dataset, times: str = "x") -> str:
     )
 
 
-def samples_words(there: Standing) -> str:
+def samples_words(there: Contents) -> str:
     """The samples that are shown, of how many, and their length: "2 of 8 samples of at most 32
     tokens"."""
-    made = there.samples_made or there.samples
+    made = there.made.samples
     some = (
         f"{there.samples} of " if there.samples < made else ""
     )  # of more, somebody put runs together
@@ -308,7 +333,7 @@ def widest(ds: xr.Dataset) -> float:
 def reached(ds: xr.Dataset) -> str:
     """Words on the exact norms that were not found to the tolerance: how many, enclosed how
     closely; empty where all were."""
-    there = standing(ds)
+    there = Contents.of(ds)
     if there.all_closed:
         return ""
     wide = widest(ds)
@@ -325,10 +350,10 @@ def reached(ds: xr.Dataset) -> str:
 def exact_words(ds: xr.Dataset) -> str:
     """Words on how the exact norms that are shown are known (method, width, probability), from the
     values themselves."""
-    a, there = ds.attrs, standing(ds)
+    a, there = ds.attrs, Contents.of(ds)
     if not there.norms:
         return "no exact norms"
-    if there.edited:  # whatever was claimed was of other numbers
+    if edited(ds):  # whatever was claimed was of other numbers
         return "exact norms of which nothing is claimed"
     to, wide, enclosed = small(float(a["tol"])), widest(ds), "exact_upper" in ds.variables
     closely, open_ = f"enclosed to {to}" if enclosed else f"lower ends, sought to {to}", reached(ds)
@@ -339,6 +364,8 @@ def exact_words(ds: xr.Dataset) -> str:
             else f"enclosed to {small(wide)} ({to} was asked for)",
             "",
         )
+    elif not there.closed:
+        closely, open_ = f"lower ends, none of them found to {to}, which was asked for", ""
     if norm_of(ds) != "frobenius":
         found = f"of a model in {a['dtype']}, {closely}, both ends deterministic"
     else:
@@ -368,22 +395,19 @@ def method_name(method: str) -> str:
 def state_words(ds: xr.Dataset) -> str:
     """A phrase on what was done to a run since it was computed; empty for runs, and parts of runs,
     that are as they were."""
-    there = standing(ds)
-    if there.edited:
-        return "edited or put together by hand since it was computed"
-    if there.edited is None and "made" in ds.attrs and lacks_variables(ds):
+    if (state := edited(ds)) is None:
         return (
             "some variables of the run left out, so that its checksums cannot exclude that "
             "others were edited"
         )
-    return ""
+    return "edited or put together by hand since it was computed" if state else ""
 
 
 @takes_run
 def run_caption(ds: xr.Dataset) -> str:
     """One line that says what the numbers shown are of; the norm where it is another than
     Frobenius, so that captions stay short."""
-    a, there = ds.attrs, standing(ds)
+    a, there = ds.attrs, Contents.of(ds)
     model = (
         f"{model_name(ds)} ({builtin_name(ds)}{a['architecture']}, "
         f"{stored_as(ds)}{str(a['revision'])[:15]})"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lipbound.formatting import plain
-from lipbound.formatting.notebooks import html_table
+from lipbound.formatting.html import html_table
 
 if TYPE_CHECKING:
     import pandas as pd

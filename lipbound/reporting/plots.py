@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
-from lipbound.bounds.audit import audit, bounds_there, compared_with
+from lipbound.bounds.audit import audit
 from lipbound.errors import UnknownNameError, nearest, whole
 from lipbound.formatting import digits, number, plain
 from lipbound.reporting import statistics
@@ -26,7 +26,8 @@ from lipbound.reporting.reductions import reduce_samples, reduction_name
 from lipbound.reporting.statistics import shared_scale
 from lipbound.reporting.styles import Drawing, look, write
 from lipbound.reporting.token_plots import token_profile
-from lipbound.runs.run_argument import takes_run
+from lipbound.runs.store import takes_run
+from lipbound.schema import bounds_there, compared_with
 
 __all__ = [
     "COLORMAP",

@@ -9,11 +9,12 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from lipbound.bounds.audit import allowance, audit, bounds_there, compared_with, norm_of
+from lipbound.bounds.audit import allowance, audit
 from lipbound.errors import LipboundError, UnknownNameError, nearest
 from lipbound.reporting.labels import check_numbers
 from lipbound.reporting.reductions import reduce_samples
-from lipbound.runs.run_argument import takes_run
+from lipbound.runs.store import takes_run
+from lipbound.schema import bounds_there, compared_with, norm_of
 
 ROWS = ("bound", "layer", "head")
 VALUES = ("ratio", "value")

@@ -188,7 +188,11 @@ def write(figure: Figure, path: Path, beside: Mapping[Path, str] | None = None) 
             text.set_text("\n".join(escape_latex(line) for line in words.split("\n")))
         options: Any = {} if metadata is None else {"metadata": metadata}
         with replacing(path, *beside) as (drawn, *others):
-            figure.savefig(drawn, dpi=300, **options)
+            # in memory first: on a full disk, matplotlib's PDF fails with an error of its own
+            whole = io.BytesIO()
+            figure.savefig(drawn if kind == "pgf" else whole, format=kind, dpi=300, **options)
+            if kind != "pgf":
+                drawn.write_bytes(whole.getvalue())
             for file, words in zip(others, beside.values(), strict=True):
                 file.write_text(words, encoding="utf-8")
     except RuntimeError as error:

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from lipbound.bounds.audit import allowance, audit, bounds_there
+from lipbound.bounds.audit import allowance, audit
 from lipbound.errors import LipboundError, UnknownNameError, nearest
 from lipbound.formatting import digits, number, plain
 from lipbound.reporting.citations import bibtex, methods
@@ -33,8 +33,8 @@ from lipbound.reporting.statistics import (
     width,
     widths,
 )
-from lipbound.runs.run_argument import takes_run
-from lipbound.runs.standing import standing, with_exact
+from lipbound.runs.store import takes_run
+from lipbound.schema import Contents, bounds_there, with_exact
 
 __all__ = [
     "FORMATS",
@@ -250,14 +250,16 @@ def _said_of_bounds(ds: xr.Dataset, table: pd.DataFrame) -> pd.DataFrame:
     return shown.rename(columns={"label": "bound"} | HEADINGS)
 
 
-def _said_of_cells(ds: xr.Dataset, by: str, values: str, reduce: str | float) -> str:
+def _said_of_cells(
+    ds: xr.Dataset, bounds: list[str], by: str, values: str, reduce: str | float
+) -> str:
     """What stands above `breakdown`: of what its cells are, and over what."""
-    means = over(ds, ("sample",) if by == "head" else ("sample", "head"))
-    what = "bound / exact" if values == "ratio" else "bound"
-    head = (
-        f"{reduction_name(reduce)}{means}: exact norm, {what}" if means else f"exact norm, {what}"
-    )
-    there = standing(ds)
+    axes = ("sample",) if by == "head" else ("sample", "head")
+    means = over(ds, axes, exact=values == "ratio")
+    what = ("bound / exact" if values == "ratio" else "bound") if bounds else ""
+    head = ", ".join(filter(None, ("exact norm", what)))
+    head = f"{reduction_name(reduce)}{means}: {head}" if means else head
+    there = Contents.of(ds)
     if there.exact_samples != there.samples:
         bounded = "" if values == "ratio" else f", bounds of all {there.samples}"
         head += f"; exact norms are of {counted(there.exact_samples, 'sample')}{bounded}"
@@ -301,7 +303,7 @@ def _by_place(
             _written(x, w, side) for x, w in zip(table[name], wide, strict=True)
         ]
     head, notes, keys = (
-        _said_of_cells(ds, by, values, reduce),
+        _said_of_cells(ds, present(ds, chosen), by, values, reduce),
         footnotes(ds, present(ds, chosen)),
         tuple(map(str, table.index.names)),
     )

@@ -18,18 +18,18 @@ def layer() -> Attention:
     return Attention(*tensors, valid=valid)
 
 
-@pytest.mark.parametrize("norm", ["token", "frobenius"])
-def test_a_head_is_attacked_the_same_whatever_stands_beside_it(norm: str) -> None:
+@pytest.mark.parametrize("ball", ["token", "frobenius"])
+def test_a_head_is_attacked_the_same_whatever_stands_beside_it(ball: str) -> None:
     """Exactly: other heads, other samples and padding change no number."""
     att = layer()
-    together = attack(att, 0.5, norm=norm, steps=3, starts=9)
+    together = attack(att, 0.5, ball=ball, steps=3, starts=9)
     for s in range(3):
         for h in (0, 2):
             alone = attack(
-                att.select(slice(s, s + 1), slice(h, h + 1)), 0.5, norm=norm, steps=3, starts=9
+                att.select(slice(s, s + 1), slice(h, h + 1)), 0.5, ball=ball, steps=3, starts=9
             )
             torch.testing.assert_close(alone.norm[0, 0], together.norm[s, h], rtol=1e-9, atol=0)
-    unpadded = attack(att.unpadded(1), 0.5, norm=norm, steps=3, starts=9)
+    unpadded = attack(att.unpadded(1), 0.5, ball=ball, steps=3, starts=9)
     torch.testing.assert_close(unpadded.norm[0], together.norm[1], rtol=1e-9, atol=0)
     there = spectral_norm(
         att.select(slice(0, 1), slice(0, 1)).double().at(together.x[0, :1].double()), tol=1e-9

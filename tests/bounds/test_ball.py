@@ -15,13 +15,13 @@ from lipbound.bounds.ball.softmax_interval import g1_over_box, reachable_rows, s
 from lipbound.errors import LipboundError
 from lipbound.jacobians.head import HeadJacobian
 
-NORMS = ("token", "frobenius")
+BALLS = ("token", "frobenius")
 WITH_RADIUS = [name for name in bounds.names() if bounds.get(name).ball is not None]
 
 
 @pytest.mark.each_value(kind=("biases", "padded", "sharp"))
-@pytest.mark.parametrize("norm", NORMS)
-def test_no_bound_is_below_the_adversary(kind: str, norm: str) -> None:
+@pytest.mark.parametrize("ball", BALLS)
+def test_no_bound_is_below_the_adversary(kind: str, ball: str) -> None:
     """12 kinds x 6 heads x 3 radii x 2 norms: 432 heads; of `make test` the largest radius."""
     att = random_attention(kind, seed=3)
     exact, radii = (
@@ -31,9 +31,9 @@ def test_no_bound_is_below_the_adversary(kind: str, norm: str) -> None:
             for relative in (1.0, 0.03, 1e-3)[: part(3, 1)]
         ],
     )
-    values = bounds.over_ball(att, radii, norm=norm)
+    values = bounds.over_ball(att, radii, ball=ball)
     for radius, value in zip(radii, values.unbind(-1), strict=True):
-        found = adversary.attack(att, radius, norm=norm, steps=8, starts=2).norm
+        found = adversary.attack(att, radius, ball=ball, steps=8, starts=2).norm
         assert bool((found >= exact * (1 - 1e-6)).all())
         assert bool((value >= found * (1 - 1e-9)).all())
         for name in WITH_RADIUS:
@@ -42,18 +42,18 @@ def test_no_bound_is_below_the_adversary(kind: str, norm: str) -> None:
                 assert bool(
                     (
                         ~bound.sound(att)
-                        | (bound.over_ball(att, radius, norm=norm) >= found * (1 - 1e-9))
+                        | (bound.over_ball(att, radius, ball=ball) >= found * (1 - 1e-9))
                     ).all()
                 ), name
 
 
 @pytest.mark.each_value(kind=HARD)
-@pytest.mark.parametrize("norm", NORMS)
-def test_the_adversary_stays_in_the_ball_and_attains_its_norm(att: Attention, norm: str) -> None:
+@pytest.mark.parametrize("ball", BALLS)
+def test_the_adversary_stays_in_the_ball_and_attains_its_norm(att: Attention, ball: str) -> None:
     radius = 0.5
-    found = adversary.attack(att, radius, norm=norm, steps=6, starts=2)
+    found = adversary.attack(att, radius, ball=ball, steps=6, starts=2)
     move = (found.x - att.x[:, None]).norm(dim=-1)
-    assert float((move if norm == "token" else move.norm(dim=-1)).max()) <= radius
+    assert float((move if ball == "token" else move.norm(dim=-1)).max()) <= radius
     for h in range(att.heads):
         there = Attention(
             found.x[:, h],
@@ -75,34 +75,34 @@ def test_the_adversary_climbs() -> None:
     assert bool((adversary.attack(att, 0.5, steps=8).norm > 1.02 * oracle(att)).all())
 
 
-@pytest.mark.parametrize(("norm", "seed", "head"), [("frobenius", 0, (1, 0)), ("token", 1, (1, 1))])
+@pytest.mark.parametrize(("ball", "seed", "head"), [("frobenius", 0, (1, 0)), ("token", 1, (1, 1))])
 def test_the_adversary_turns_sharp_queries_to_other_keys(
-    norm: str, seed: int, head: tuple[int, int]
+    ball: str, seed: int, head: tuple[int, int]
 ) -> None:
     """Where attention is nearly one-hot, J does not change at first, and grows by factors once
     another key is reached."""
     att = random_attention("sharp", seed=seed)
     radius = 0.03 * float(att.x.norm(dim=-1).mean())
     found, without = (
-        adversary.attack(att, radius, norm=norm, steps=4, starts=starts).norm for starts in (7, 6)
+        adversary.attack(att, radius, ball=ball, steps=4, starts=starts).norm for starts in (7, 6)
     )
     assert bool((found >= without).all())
     assert float(found[head]) > 1.7 * float(without[head])
-    assert bool((found <= bounds.over_ball(att, radius, norm=norm) * (1 + 1e-9)).all())
+    assert bool((found <= bounds.over_ball(att, radius, ball=ball) * (1 + 1e-9)).all())
 
 
 @pytest.mark.each_value(kind=HARD)
-@pytest.mark.parametrize("norm", NORMS)
-def test_radius_zero_is_the_point(att: Attention, norm: str) -> None:
+@pytest.mark.parametrize("ball", BALLS)
+def test_radius_zero_is_the_point(att: Attention, ball: str) -> None:
     torch.testing.assert_close(
-        bounds.over_ball(att, 0.0, norm=norm, at="lipbound"),
+        bounds.over_ball(att, 0.0, ball=ball, at="lipbound"),
         bounds.get("lipbound")(att),
         rtol=1e-5,
         atol=1e-12,
     )
-    assert bool((bounds.over_ball(att, 0, norm=norm) <= oracle(att) * (1 + 2e-3)).all())
+    assert bool((bounds.over_ball(att, 0, ball=ball) <= oracle(att) * (1 + 2e-3)).all())
     for name in WITH_RADIUS:
-        value, point = bounds.get(name).over_ball(att, 0, norm=norm), bounds.get(name)(att)
+        value, point = bounds.get(name).over_ball(att, 0, ball=ball), bounds.get(name)(att)
         if name == "yudin":  # g_1 for the exact norm
             assert bool(((value >= point * (1 - 1e-9)) & (value <= 2 * point)).all())
         else:
@@ -115,21 +115,21 @@ def test_bounds_grow_with_the_radius(att: Attention) -> None:
     values = bounds.over_ball(att, radii)
     assert values.shape == (2, 3, 6)
     assert bool((values.diff(dim=-1) >= -1e-9 * values[..., 1:]).all())
-    assert bool((bounds.over_ball(att, radii, norm="frobenius") <= values * (1 + 1e-3)).all())
+    assert bool((bounds.over_ball(att, radii, ball="frobenius") <= values * (1 + 1e-3)).all())
 
 
 @pytest.mark.each_value(kind=HARD)
-@pytest.mark.parametrize("norm", NORMS)
-def test_intervals_hold_the_rows_of_moved_inputs(att: Attention, norm: str) -> None:
+@pytest.mark.parametrize("ball", BALLS)
+def test_intervals_hold_the_rows_of_moved_inputs(att: Attention, ball: str) -> None:
     g = torch.Generator().manual_seed(0)
     for s in range(att.samples):
         one = att.unpadded(s)
         for radius in (1e-2, 0.5):
-            low, high = reachable_rows(one, radius, norm)
+            low, high = reachable_rows(one, radius, ball)
             move = torch.randn(40, *one.x.shape[1:], generator=g, dtype=torch.float64)
             size = (
                 move.norm(dim=-1, keepdim=True)
-                if norm == "token"
+                if ball == "token"
                 else torch.linalg.vector_norm(move, dim=(1, 2), keepdim=True)
             )
             moved = Attention(
@@ -179,21 +179,21 @@ def test_intervals_reach_zero_where_scores_are_far_apart() -> None:
     move = torch.tensor([[30.0, -30.0], [30.0, -30.0]], dtype=torch.float64) * 0.98
     att = Attention(5 * eye[None], eye[None], eye[None], eye[None], scale=1.0)
     moved = Attention(att.x + move, eye[None], eye[None], eye[None], scale=1.0)
-    assert float(bounds.get("yudin").over_ball(att, 60.0, norm="frobenius")) >= float(oracle(moved))
-    assert float(bounds.get("yudin").over_ball(att, 60.0, norm="frobenius")) >= 985
+    assert float(bounds.get("yudin").over_ball(att, 60.0, ball="frobenius")) >= float(oracle(moved))
+    assert float(bounds.get("yudin").over_ball(att, 60.0, ball="frobenius")) >= 985
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("ball", BALLS)
 @pytest.mark.parametrize("relative", [1e-7, 1e-6, 1e-4])
-def test_float32_attacks_stay_in_the_ball(norm: str, relative: float) -> None:
+def test_float32_attacks_stay_in_the_ball(ball: str, relative: float) -> None:
     att = random_attention("biases", dtype=torch.float32)
     radius = relative * float(att.x.norm(dim=-1).mean())
-    found = adversary.attack(att, radius, norm=norm, steps=6, starts=2)
+    found = adversary.attack(att, radius, ball=ball, steps=6, starts=2)
     move = found.x.double() - att.x[:, None].double()
-    size = move.norm(dim=-1).amax() if norm == "token" else move.flatten(2).norm(dim=-1).amax()
+    size = move.norm(dim=-1).amax() if ball == "token" else move.flatten(2).norm(dim=-1).amax()
     assert float(size) <= radius
-    assert bool((found.norm <= bounds.over_ball(att, radius, norm=norm) * (1 + 1e-9)).all())
+    assert bool((found.norm <= bounds.over_ball(att, radius, ball=ball) * (1 + 1e-9)).all())
 
 
 def test_radii_come_as_any_number_that_is_in_range() -> None:
@@ -221,7 +221,7 @@ def test_the_curve_brackets() -> None:
     [
         ((-1.0,), {}, "radius is -1"),
         ((float("nan"),), {}, "radius is nan"),
-        ((1.0,), {"norm": "tokens"}, "did you mean 'token'"),
+        ((1.0,), {"ball": "tokens"}, "did you mean 'token'"),
         ((1.0,), {"at": "kim"}, "bounds another map"),
         ((1.0,), {"at": "castin"}, "is not a bound here"),
     ],
@@ -239,15 +239,15 @@ def test_bounds_without_a_radius_say_so() -> None:
 
 
 @pytest.mark.each_value(kind=("biases", "padded", "sharp"))
-@pytest.mark.parametrize("norm", NORMS)
-def test_no_point_of_the_ball_changes_the_jacobian_more(kind: str, norm: str) -> None:
+@pytest.mark.parametrize("ball", BALLS)
+def test_no_point_of_the_ball_changes_the_jacobian_more(kind: str, ball: str) -> None:
     """12 kinds x 6 heads x 3 radii x 2 norms, 30 points each: dense Jacobians there and at the
     centre."""
     att = random_attention(kind, seed=5)
     radii = [relative * float(att.x.norm(dim=-1).mean()) for relative in (1e-4, 0.03, 1.0)]
     with torch.no_grad():
         values = torch.stack(
-            [_sample(att.double().unpadded(s), radii, norm, False)[0] for s in range(att.samples)]
+            [_sample(att.double().unpadded(s), radii, ball, False)[0] for s in range(att.samples)]
         )
     for r, radius in enumerate(radii):
         g = torch.Generator().manual_seed(1)
@@ -255,14 +255,14 @@ def test_no_point_of_the_ball_changes_the_jacobian_more(kind: str, norm: str) ->
             one = att.unpadded(s)
             here = HeadJacobian(one).dense()
             move = torch.randn(30, *one.x.shape[1:], generator=g, dtype=torch.float64)
-            move = move / move.norm(dim=-1 if norm == "token" else (-2, -1), keepdim=True)
+            move = move / move.norm(dim=-1 if ball == "token" else (-2, -1), keepdim=True)
             there = (
                 HeadJacobian(one.at(one.x + radius * move)).dense().unflatten(0, (30, one.heads))
             )
             assert bool(
                 (torch.linalg.matrix_norm(there - here, 2) <= values[s, :, r] * (1 + 1e-9)).all()
             )
-    ends = bounds.over_ball(att, [0.0, *radii], norm=norm)
+    ends = bounds.over_ball(att, [0.0, *radii], ball=ball)
     assert bool(
         (ends[..., 1:] <= (ends[..., :1] * (1 + CERTIFIED_TOL) + values) * (1 + 1e-9)).all()
     )

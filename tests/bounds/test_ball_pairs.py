@@ -13,17 +13,20 @@ from lipbound import bounds
 from lipbound.analysis import adversary
 from lipbound.attention.layer import Attention
 from lipbound.bounds.ball.centre_entries import CentreErrors
-from lipbound.bounds.ball.centre_pairs import PairedBallCentre, PairedVariantCentre
+from lipbound.bounds.ball.centre_pairs import (
+    PairedBallCentre,
+    PairedVariantCentre,
+    VariantPairSums,
+)
 from lipbound.bounds.ball.over_ball import CERTIFIED_TOL, _over_ball
-from lipbound.bounds.ball.pair_sums import VariantPairSums
 
-NORMS = ("token", "frobenius")
+BALLS = ("token", "frobenius")
 HOLDS = 1 + 1e-9
 HAS = ("rotation", "sinks", "both")
 
 
-def by_entries(att: Attention, radius: float | list[float], norm: str) -> Tensor:
-    return _over_ball(att, radius, norm, "certified", entries_only=True)
+def by_entries(att: Attention, radius: float | list[float], ball: str) -> Tensor:
+    return _over_ball(att, radius, ball, "certified", entries_only=True)
 
 
 @pytest.mark.parametrize(
@@ -31,25 +34,25 @@ def by_entries(att: Attention, radius: float | list[float], norm: str) -> Tensor
 )
 def test_no_ascent_gets_above(seed: int) -> None:
     """20 layers x 20 heads; 5,000 of them in benchmarks/balls.py."""
-    att, norm, radius = small_layer(seed)
-    found = climb(att, radius, norm, steps=8, seed=seed)
+    att, ball, radius = small_layer(seed)
+    found = climb(att, radius, ball, steps=8, seed=seed)
     assert bool((found >= oracle(att) * (1 - 1e-9)).all())
-    assert bool((bounds.over_ball(att, radius, norm=norm) * HOLDS >= found).all())
+    assert bool((bounds.over_ball(att, radius, ball=ball) * HOLDS >= found).all())
 
 
 @pytest.mark.parametrize("seed", range(14))
 def test_every_part_holds_at_points_of_the_ball(seed: int) -> None:
     """Rows of the softmax, means, covariances, B and the part of J through keys, all of them from
     dense tensors."""
-    att, norm, radius = small_layer(seed, samples=1, heads=3)
+    att, ball, radius = small_layer(seed, samples=1, heads=3)
     centre, heads = PairedBallCentre(att), Heads(att)
-    to, g = centre._moved(radius, norm), torch.Generator().manual_seed(seed)
+    to, g = centre._moved(radius, ball), torch.Generator().manual_seed(seed)
     own, own_up = centre._own(to)
     p, apart, qt, kt, b = heads.parts(heads.x)
     n = att.tokens
     near_k = kt[:, None] - (p @ kt)[:, :, None]
     held = (to.c_v + to.m_v).square() * to.up
-    most = radius**2 * (held.sum(-2) if norm == "token" else held.amax(-2))
+    most = radius**2 * (held.sum(-2) if ball == "token" else held.amax(-2))
     turned = centre.norm_a * most.amax(-1).sqrt()
     reached, whole = centre._reached(held, most), centre._whole(to, held, most, own_up)
     assert bool(
@@ -60,11 +63,11 @@ def test_every_part_holds_at_points_of_the_ball(seed: int) -> None:
     )
     for k in range(12):
         move = (
-            unit(torch.randn(heads.x.shape, generator=g, dtype=torch.float64), norm)
+            unit(torch.randn(heads.x.shape, generator=g, dtype=torch.float64), ball)
             * radius
             * (1 - 1e-12)
         )
-        if k % 3 == 0 and norm == "frobenius":
+        if k % 3 == 0 and ball == "frobenius":
             move = torch.zeros_like(move).index_copy(
                 1, torch.tensor([k % n]), unit(move[:, [k % n]], "token") * radius * (1 - 1e-12)
             )
@@ -103,15 +106,15 @@ def test_every_part_holds_at_points_of_the_ball(seed: int) -> None:
         assert bool((torch.linalg.matrix_norm(keys2 - keys, 2) <= changed).all())
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("ball", BALLS)
 @pytest.mark.parametrize("seed", [0, 1, 2, 4, 5, 6])  # 3 has no queries
-def test_queries_that_all_move_the_worst_way_stay_below(seed: int, norm: str) -> None:
+def test_queries_that_all_move_the_worst_way_stay_below(seed: int, ball: str) -> None:
     """All in step along one direction, or the one of largest weight alone; the sum is nearly
     reached where this is the worst that there is."""
     att, _, radius = small_layer(seed, samples=1, heads=3)
     centre, g = PairedBallCentre(att), torch.Generator().manual_seed(seed)
     w = torch.rand(3, att.tokens, att.tokens, generator=g, dtype=torch.float64)
-    most = radius**2 * (w.sum(-2) if norm == "token" else w.amax(-2))
+    most = radius**2 * (w.sum(-2) if ball == "token" else w.amax(-2))
     qt, a = att.scale * att.q[0] @ att.w_k.mT, att.scale * att.w_q @ att.w_k.mT
     share = []
     for limit, x, map in zip(
@@ -122,7 +125,7 @@ def test_queries_that_all_move_the_worst_way_stay_below(seed: int, norm: str) ->
             for vectors in (weights * x, map):
                 y = torch.linalg.svd(vectors).Vh[:, 0, :, None]
                 still, turn = (x @ y).abs(), radius * (map @ y).norm(dim=1, keepdim=True)
-                if norm == "frobenius":
+                if ball == "frobenius":
                     turn = (
                         turn
                         * torch.nn.functional.one_hot(w[:, :, j].argmax(-1), att.tokens)[..., None]
@@ -133,49 +136,49 @@ def test_queries_that_all_move_the_worst_way_stay_below(seed: int, norm: str) ->
     assert float(torch.stack(share).amax()) > 0.9
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("ball", BALLS)
 @pytest.mark.parametrize("kind", HARD)
-def test_nothing_rises_and_much_falls(kind: str, norm: str) -> None:
+def test_nothing_rises_and_much_falls(kind: str, ball: str) -> None:
     att = random_attention(kind)
     radii = [0.0, 1e-6, 1e-3, 0.1, 1.0, 50.0, 1e6]
     new, old = (
-        bounds.over_ball(att, radii, norm=norm),
-        _over_ball(att, radii, norm, "certified", entries_only=True),
+        bounds.over_ball(att, radii, ball=ball),
+        _over_ball(att, radii, ball, "certified", entries_only=True),
     )
     assert bool((new <= old * (1 + 1e-12)).all())
     assert bool((new < 0.8 * old).any())
     assert bool((new[..., 0] <= oracle(att) * (1 + 2 * CERTIFIED_TOL)).all())
 
 
-@pytest.mark.parametrize("norm", NORMS)
-def test_it_grows_with_the_radius(norm: str) -> None:
+@pytest.mark.parametrize("ball", BALLS)
+def test_it_grows_with_the_radius(ball: str) -> None:
     for kind in ("biases", "offsets"):
         centre = PairedBallCentre(random_attention(kind).unpadded(1))
         values = torch.stack(
-            [torch.cat(centre.by_pairs(float(r), norm)) for r in torch.logspace(-5, 3, 40)]
+            [torch.cat(centre.by_pairs(float(r), ball)) for r in torch.logspace(-5, 3, 40)]
         )
         assert bool(
             (values.diff(dim=0) >= -3e-4 * values[1:]).all()
         )  # what norms of small blocks and of matrices are rounded upwards by
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("ball", BALLS)
 @pytest.mark.parametrize("kind", ["one_token", "duplicates", "flat", "no_query", "sharp"])
-def test_degenerate_layers(kind: str, norm: str) -> None:
+def test_degenerate_layers(kind: str, ball: str) -> None:
     att, radii = random_attention(kind), [0.0, 1e-300, 1e-12, 1e-3, 1e3, 1e60]
-    values = bounds.over_ball(att, radii, norm=norm)
+    values = bounds.over_ball(att, radii, ball=ball)
     assert bool(torch.isfinite(values).all())
     assert bool((values * HOLDS >= oracle(att)[..., None]).all())
     for radius, value in zip(radii, values.unbind(-1), strict=True):
         if radius <= 1e3:
-            assert bool((value * HOLDS >= climb(att, radius, norm, steps=4)).all())
+            assert bool((value * HOLDS >= climb(att, radius, ball, steps=4)).all())
 
 
 def test_the_ascent_sees_the_norm_of_the_layer() -> None:
     for seed in range(14):
-        att, norm, _ = small_layer(seed)
+        att, ball, _ = small_layer(seed)
         torch.testing.assert_close(
-            climb(att, 0.0, norm, steps=1), oracle(att), rtol=1e-9, atol=1e-12
+            climb(att, 0.0, ball, steps=1), oracle(att), rtol=1e-9, atol=1e-12
         )
 
 
@@ -195,10 +198,10 @@ def test_sums_of_variants_are_those_of_plain_heads(kind: str) -> None:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(
-    ("has", "mask", "norm"),
-    [(has, mask, NORMS[(i + j) % 2]) for i, has in enumerate(HAS) for j, mask in enumerate(MASKS)],
+    ("has", "mask", "ball"),
+    [(has, mask, BALLS[(i + j) % 2]) for i, has in enumerate(HAS) for j, mask in enumerate(MASKS)],
 )
-def test_no_attack_on_rotary_and_sink_heads_gets_above(has: str, mask: str, norm: str) -> None:
+def test_no_attack_on_rotary_and_sink_heads_gets_above(has: str, mask: str, ball: str) -> None:
     att, radii = (
         layer(
             len(mask),
@@ -210,11 +213,11 @@ def test_no_attack_on_rotary_and_sink_heads_gets_above(has: str, mask: str, norm
         ),
         [0.03, 1.0],
     )
-    values = bounds.over_ball(att, radii, norm=norm)
+    values = bounds.over_ball(att, radii, ball=ball)
     for radius, value in zip(radii, values.unbind(-1), strict=True):
-        found = adversary.attack(att, radius, norm=norm, steps=3, starts=1, seed=1).norm
+        found = adversary.attack(att, radius, ball=ball, steps=3, starts=1, seed=1).norm
         assert bool((value * HOLDS >= found).all())
-    assert bool((values <= by_entries(att, radii, norm) * (1 + 1e-12)).all())
+    assert bool((values <= by_entries(att, radii, ball) * (1 + 1e-12)).all())
 
 
 @pytest.mark.parametrize("has", ["rotation", "sinks"])

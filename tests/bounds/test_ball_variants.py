@@ -21,18 +21,17 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.reference import dense_jacobian, head_function
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation
-from lipbound.bounds.ball.centre_entries import BallCentre
-from lipbound.bounds.ball.centre_entries_variants import VariantBallCentre, largest_a
+from lipbound.bounds.ball.centre_entries import BallCentre, VariantBallCentre, largest_a
 from lipbound.bounds.ball.over_ball import _over_ball
 from lipbound.errors import AttentionError
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.linalg.matrix_norms import matrix_norm
 
-NORMS = ("token", "frobenius")
+BALLS = ("token", "frobenius")
 PROVED = st.frozensets(st.sampled_from(("rotation", "cap", "sinks")))
 
 
-def moves(att: Attention, norm: str, radius: float, count: int, seed: int) -> Tensor:
+def moves(att: Attention, ball: str, radius: float, count: int, seed: int) -> Tensor:
     """Inputs of the ball around an unpadded layer, half of them on its boundary; the last moves one
     token only. (count, N, D)"""
     g = torch.Generator().manual_seed(seed)
@@ -40,7 +39,7 @@ def moves(att: Attention, norm: str, radius: float, count: int, seed: int) -> Te
     move[-1, 1:] = 0
     part = torch.rand(count, 1, 1, generator=g, dtype=torch.float64)
     part[::2] = 1 - 1e-12
-    return att.x + part * radius * adversary._unit(move, norm)
+    return att.x + part * radius * adversary._unit(move, ball)
 
 
 def norms_at(att: Attention, h: int, points: Tensor) -> Tensor:
@@ -59,7 +58,7 @@ def norms_at(att: Attention, h: int, points: Tensor) -> Tensor:
     d_v=st.integers(1, 4),
     scale=st.sampled_from([1e-2, 0.3, 1.0, 10.0]),
     radius=st.sampled_from([0.0, 1e-4, 1e-2, 0.1, 0.5, 2.0, 10.0]),
-    norm=st.sampled_from(NORMS),
+    ball=st.sampled_from(BALLS),
     biases=st.booleans(),
     same=st.booleans(),
 )
@@ -72,15 +71,15 @@ def test_no_point_of_the_ball_is_above(
     d_v: int,
     scale: float,
     radius: float,
-    norm: str,
+    ball: str,
     biases: bool,
     same: bool,
 ) -> None:
     att = layer(seed, has, mask=mask, n=n, d=d, d_v=d_v, scale=scale, biases=biases, same=same)
     one = att.unpadded(1).select(heads=slice(0, 2))
-    bound = bounds.over_ball(one, radius, norm=norm)[0]
+    bound = bounds.over_ball(one, radius, ball=ball)[0]
     top = lb.spectral_norm(one, tol=1e-6, vectors=True)
-    points = moves(one, norm, radius, 8, seed)
+    points = moves(one, ball, radius, 8, seed)
     for h in range(2):
         x = one.x.clone().requires_grad_()
         part = one.select(heads=slice(h, h + 1))
@@ -90,7 +89,7 @@ def test_no_point_of_the_ball_is_above(
         up = up / up.abs().amax().clamp_min(
             1e-300
         )  # gradients at one-hot rows are so small that their squares vanish
-        step = radius * (1 - 1e-12) * adversary._unit(up, norm)
+        step = radius * (1 - 1e-12) * adversary._unit(up, ball)
         found = norms_at(one, h, torch.cat([one.x, one.x + step, one.x - step, points]))
         assert bool((bound[h] >= found * (1 - 1e-9)).all())
 
@@ -109,19 +108,19 @@ def large_biases(seed: int, has: frozenset[str]) -> Attention:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("has", [{"rotation"}, {"cap"}, {"sinks"}, {"rotation", "sinks"}])
-@pytest.mark.parametrize("norm", NORMS)
-def test_large_biases(has: set[str], norm: str) -> None:
+@pytest.mark.parametrize("ball", BALLS)
+def test_large_biases(has: set[str], ball: str) -> None:
     att = large_biases(6, frozenset(has)).unpadded(0)
     for radius in (1e-3, 0.1):
-        bound = bounds.over_ball(att, radius, norm=norm)[0]
-        points = moves(att, norm, radius, 6, 0)
+        bound = bounds.over_ball(att, radius, ball=ball)[0]
+        points = moves(att, ball, radius, 6, 0)
         assert all(
             bool((bound[h] >= norms_at(att, h, points) * (1 - 1e-9)).all()) for h in range(3)
         )
 
 
 @pytest.mark.parametrize(
-    ("has", "norm"),
+    ("has", "ball"),
     [
         *(
             pytest.param(*case, marks=pytest.mark.slow)
@@ -137,14 +136,14 @@ def test_large_biases(has: set[str], norm: str) -> None:
         ({"rotation", "cap", "sinks"}, "token"),
     ],
 )
-def test_the_adversary_on_every_variant(has: set[str], norm: str) -> None:
+def test_the_adversary_on_every_variant(has: set[str], ball: str) -> None:
     att = layer(7, frozenset(has), mask="padded", scale=0.7).select(
         heads=slice(0, 2)
     )  # one head of each would leave their order untested
     radius = 0.2
-    found = adversary.attack(att, radius, norm=norm, steps=3, starts=1)
+    found = adversary.attack(att, radius, ball=ball, steps=3, starts=1)
     move = (found.x - att.x[:, None]).norm(dim=-1)
-    assert float((move if norm == "token" else move.norm(dim=-1)).max()) <= radius
+    assert float((move if ball == "token" else move.norm(dim=-1)).max()) <= radius
     assert bool((found.norm >= oracle(att) * (1 - 1e-6)).all())
     assert bool((found.norm > 1.01 * oracle(att)).any())
     for h in range(2):
@@ -152,7 +151,7 @@ def test_the_adversary_on_every_variant(has: set[str], norm: str) -> None:
             found.norm[:, h], oracle(att.at(found.x[:, h]))[:, h], rtol=1e-5, atol=0
         )
     if not has & {"norm", "together"}:
-        assert bool((bounds.over_ball(att, radius, norm=norm) >= found.norm * (1 - 1e-9)).all())
+        assert bool((bounds.over_ball(att, radius, ball=ball) >= found.norm * (1 - 1e-9)).all())
 
 
 @pytest.mark.each_value
@@ -201,7 +200,7 @@ def test_gradients_of_saturated_caps_are_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("has", "norm"),
+    ("has", "ball"),
     [
         ({"rotation"}, "token"),
         ({"rotation", "sinks"}, "frobenius"),
@@ -209,10 +208,10 @@ def test_gradients_of_saturated_caps_are_numbers() -> None:
         ({"cap", "sinks"}, "token"),
     ],
 )
-def test_radius_zero_and_growth(has: set[str], norm: str) -> None:
+def test_radius_zero_and_growth(has: set[str], ball: str) -> None:
     att = layer(9, frozenset(has), mask="causal")
     radii = [0.0, 1e-4, 1e-2, 0.3, 3.0, 100.0, 1e60]
-    values = bounds.over_ball(att, radii, norm=norm, at="lipbound")
+    values = bounds.over_ball(att, radii, ball=ball, at="lipbound")
     torch.testing.assert_close(
         values[..., 0],
         bounds.get("lipbound")(att).minimum(values[..., 0] * (1 + 1e-5)),
@@ -223,22 +222,22 @@ def test_radius_zero_and_growth(has: set[str], norm: str) -> None:
     assert bool(torch.isfinite(values).all())
     exact = oracle(att)
     assert bool(
-        (bounds.over_ball(att, [0.0, 1e-7], norm=norm) <= exact[..., None] * (1 + 2e-3)).all()
+        (bounds.over_ball(att, [0.0, 1e-7], ball=ball) <= exact[..., None] * (1 + 2e-3)).all()
     )
-    if norm == "frobenius":
+    if ball == "frobenius":
         assert bool((values <= bounds.over_ball(att, radii, at="lipbound") * (1 + 1e-3)).all())
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("norm", NORMS)
-def test_a_layer_without_variants_has_the_plain_bound(att: Attention, norm: str) -> None:
+@pytest.mark.parametrize("ball", BALLS)
+def test_a_layer_without_variants_has_the_plain_bound(att: Attention, ball: str) -> None:
     one = att.double().unpadded(1)
     centre = bounds.get("lipbound")(one)[0]
     plain, other = BallCentre(one), VariantBallCentre(one)
     for radius in (0.0, 1e-3, 0.1, 3.0):
         found = [
             (centre + changed).minimum(whole)
-            for changed, whole in (plain.bounds(radius, norm), other.bounds(radius, norm))
+            for changed, whole in (plain.bounds(radius, ball), other.bounds(radius, ball))
         ]
         torch.testing.assert_close(*found, rtol=0.02, atol=1e-12)
 

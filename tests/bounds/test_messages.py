@@ -68,7 +68,7 @@ CALLS: dict[str, Call] = {
             ({"steps": 0}, "steps is 0"),
             ({"steps": "x"}, "steps is 'x'"),
             ({"seed": "x"}, "seed is 'x'"),
-            ({"norm": "x"}, "unknown norm 'x'"),
+            ({"ball": "x"}, "unknown ball 'x'"),
         ],
     ),
     **calls(

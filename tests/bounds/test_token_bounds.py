@@ -276,16 +276,16 @@ def test_newhouse_is_none_in_the_frobenius_norm() -> None:
     assert float(brute_force(att)["every-token"]) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("norm", ["token", "frobenius"])
-def test_newhouse_over_a_ball(norm: str) -> None:
+@pytest.mark.parametrize("ball", ["token", "frobenius"])
+def test_newhouse_over_a_ball(ball: str) -> None:
     att = random_attention("biases")
     g = torch.Generator().manual_seed(0)
     for radius in (0.1, 1.0):
-        value = bounds.get("newhouse").over_ball(att, radius, norm=norm)
+        value = bounds.get("newhouse").over_ball(att, radius, ball=ball)
         move = torch.randn(att.x.shape, generator=g, dtype=torch.float64)
         size = (
             move.norm(dim=-1, keepdim=True)
-            if norm == "token"
+            if ball == "token"
             else move.norm(dim=(-1, -2), keepdim=True)
         )
         moved = changed(att, x=att.x + radius * move / size)

@@ -9,7 +9,7 @@ from torch import Tensor
 from lipbound import bounds
 from lipbound.attention.layer import Attention
 from lipbound.bounds.ours import pairwise_variants, token_block_norms
-from lipbound.bounds.ours.token_block_norms import Covariances, Maps
+from lipbound.bounds.ours.token_block_norms import VariantHead
 from lipbound.errors import LipboundError
 from lipbound.jacobians.token_tangents import Tangents
 
@@ -24,7 +24,7 @@ HAS = [
 ]
 
 
-def direct(att: Attention, e: Tensor, cov: Tensor) -> tuple[Tensor, ...]:
+def direct(att: Attention, e: Tensor, cov: Tensor) -> dict[str, Tensor]:
     """`token_block_norms.TokenVectors` of all tokens of the first head, from the maps themselves:
     q~_ij is a vector of the layer's input."""
     tangents, tokens, q = Tangents(att, 0, 0), torch.arange(att.tokens), att.scale * att.q[0, 0]
@@ -33,72 +33,45 @@ def direct(att: Attention, e: Tensor, cov: Tensor) -> tuple[Tensor, ...]:
     inner = torch.einsum("ij,kj,jik->ik", e, e, (turned.mT @ turned).abs())
     steep = tangents.pull("q", cov.mT, tokens).mT  # B_i, (i, d_v, D)
     b, b_v = (torch.linalg.matrix_norm(m, 2) for m in (steep, steep @ w_v))
-    return (
-        turned.norm(dim=1),
-        (turned.mT @ w_v).norm(dim=-1),
-        inner,
-        b,
-        b_v,
-        (steep @ turned).norm(dim=1),
-    )
+    return {
+        "length": turned.norm(dim=1).mT,
+        "image": (turned.mT @ w_v).norm(dim=-1).mT,
+        "inner": inner,
+        "b": b,
+        "b_v": b_v,
+        "b_q": (steep @ turned).norm(dim=1),
+    }
 
 
-@pytest.mark.parametrize("work", [torch.float32, torch.float64])
 @pytest.mark.parametrize("has", HAS)
-def test_parts_are_those_of_the_maps(
-    has: tuple[str, ...], work: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(token_block_norms, "reproducible_float32", lambda: work == torch.float32)
+def test_parts_are_those_of_the_maps(has: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     att = layer(3, frozenset(has)).of_samples(slice(0, 1))
     g = torch.Generator().manual_seed(0)
     e = torch.rand(att.tokens, att.tokens, generator=g, dtype=torch.float64) ** 8
     cov = torch.randn(att.tokens, att.d_v, att.d, generator=g, dtype=torch.float64)
-    maps, tokens = Maps(att, 0, 0, slice(None)), torch.arange(att.tokens)
-    found = maps.parts(tokens, e.mT, maps.own(tokens, cov, cov.norm(dim=(1, 2))))
-    for name, true in zip(found._fields, direct(att, e, cov), strict=True):
+    head, every = VariantHead(att, 0), slice(0, att.tokens)
+    monkeypatch.setattr(head, "covariances", lambda rows, keys: cov[rows])
+    monkeypatch.setattr(head, "by_query", lambda rows: cov[rows].norm(dim=(1, 2)))
+    found = head.vectors(every, every, head.queries(every, every, squarings=1), e)
+    for name, true in direct(att, e, cov).items():
         value = getattr(found, name)
         largest = true.max()
         assert bool((value >= true - 1e-14 * largest).all()), name
-        above = (
-            2e-2 if name in ("b", "b_v") else 1e-9 + (2e-4 if work == torch.float32 else 0)
-        )  # norms of blocks are rounded upwards
+        # norms of blocks are rounded upwards; roots of what rounding leaves of squares
+        above = 2e-2 if name in ("b", "b_v") else 1e-6
         assert bool((value <= true * (1 + above) + above * 0.1 * largest).all()), name
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_covariances_are_those_of_their_definition(
-    whole: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(token_block_norms, "PAIR_BYTES", 2**28 if whole else 0)
-    att = layer(3, frozenset(), n=7).of_samples(slice(0, 1))
-    t, k, v = att.weights[0, 0], att.centred_k[0, 0], att.centred_v[0, 0]
-    o = att.p[0, 0] @ v
-    cov, size_c = Covariances(2.0, v, k).of(t, o)
-    torch.testing.assert_close(cov, 2 * (t[..., None] * (v - o[:, None])).mT @ k)
-    assert bool(
-        (
-            size_c
-            >= 2
-            * (t[..., None] * (v - o[:, None])).abs().mT.matmul(k.abs()).norm(dim=(1, 2))
-            * (1 - 1e-12)
-        ).all()
-    )
-
-
-@pytest.mark.parametrize("has", HAS[1:])
-def test_float32_hardly_moves_the_bounds(
-    has: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    att = layer(5, frozenset(has))
-    values = {}
-    for narrow in (True, False):
-        monkeypatch.setattr(token_block_norms, "reproducible_float32", lambda narrow=narrow: narrow)
-        values[narrow] = [
-            bounds.get(name)(att.select(slice(None))) for name in ("lipbound", "lipbound_block")
-        ]
-    for found, wide in zip(values[True], values[False], strict=True):
-        assert bool((found >= wide * (1 - 1e-6)).all())
-        assert bool((found <= wide * (1 + 2e-4)).all())
+@pytest.mark.parametrize("has", HAS)
+def test_covariances_are_those_of_their_definition(has: tuple[str, ...]) -> None:
+    att = layer(3, frozenset(has), n=7).of_samples(slice(0, 1))
+    head = VariantHead(att, 0)
+    t, k, v = att.weights[0, 0] / head.unit, att.centred_k[0, 0], att.centred_v[0, 0]
+    a = t[..., None] * (v - (att.p[0, 0] @ v)[:, None])
+    torch.testing.assert_close(head.covariances(slice(None)), att.scale * a.mT @ k)
+    sizes = abs(att.scale) * a.abs().mT.matmul(k.abs()).norm(dim=(1, 2))
+    sizes = sizes * Tangents(att, 0, 0).size("q", torch.arange(7))
+    assert bool((head.by_query(slice(None)) >= sizes * (1 - 1e-12)).all())
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -108,13 +81,13 @@ def test_float32_hardly_moves_the_bounds(
 def test_what_a_mask_forbids_is_skipped_and_not_missed(
     has: tuple[str, ...], mask: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pairwise_variants, "CHUNK", 2 * 8 * 9 * 9)  # two tokens at a time
+    monkeypatch.setattr(token_block_norms, "CHUNK", 2 * 8 * 9 * 9)  # two tokens at a time
     att = layer(7, frozenset(has), mask=mask, n=9)
     few = bounds.evaluate(att, ["lipbound", "lipbound_block"])
     formed: list[int] = []
 
     def all_of_them(t: Tensor, step: int) -> list[tuple[slice, slice, slice]]:
-        found = variants_seen(t, step)
+        found = plain_seen(t, step)
         formed.extend(
             [
                 sum(rows.stop - rows.start for _, rows, _ in found),
@@ -123,8 +96,8 @@ def test_what_a_mask_forbids_is_skipped_and_not_missed(
         )
         return [(part, slice(0, len(t)), slice(0, len(t))) for part, _, _ in found]
 
-    variants_seen = pairwise_variants.seen
-    monkeypatch.setattr(pairwise_variants, "seen", all_of_them)
+    plain_seen = token_block_norms.seen
+    monkeypatch.setattr(token_block_norms, "seen", all_of_them)
     whole = bounds.evaluate(
         layer(7, frozenset(has), mask=mask, n=9), ["lipbound", "lipbound_block"]
     )
@@ -139,7 +112,7 @@ def test_what_a_mask_forbids_is_skipped_and_not_missed(
 def test_parts_and_what_they_see() -> None:
     t = torch.zeros(5, 5)
     t[1, 0] = t[2, 2] = t[4, 1] = t[4, 3] = 1
-    assert pairwise_variants.seen(t, 2) == [
+    assert token_block_norms.seen(t, 2) == [
         (slice(0, 2), slice(1, 5), slice(0, 1)),
         (slice(2, 4), slice(2, 5), slice(2, 3)),
         (slice(4, 5), slice(5, 5), slice(1, 4)),

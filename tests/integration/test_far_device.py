@@ -125,6 +125,15 @@ def test_runs_without_float64_are_measured_on_the_cpu(without_float64: Call, ber
     )
 
 
+def test_layers_networks_and_penalties_without_float64_are_certified_on_the_cpu(
+    without_float64: Call,
+) -> None:
+    for what in (elsewhere.norms, elsewhere.all_bounds, elsewhere.token_norms):
+        agree(without_float64(what, ("cap", "sinks"), "causal", "float32"), CLOSE["float32"])
+    agree(without_float64(elsewhere.around, "gpt2", "pre_norm"), CLOSE["float32"])
+    agree(without_float64(elsewhere.derivatives), CLOSE["float32"], 1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes(there: Call, name: str) -> None:

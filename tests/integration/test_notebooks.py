@@ -11,7 +11,10 @@ NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 SMALLER = {
     "01_compare_bounds": [
         ("samples=2, max_length=128", "samples=1, max_length=32, layers=[0, 3]"),
-        ("max_length=64, map=name", "max_length=16, map=name, layers=[0]"),
+        (
+            "max_length=64,\n        map=name",
+            "max_length=16,\n        layers=[0],\n        map=name",
+        ),
     ],
     "02_heatmaps": [("samples=2, max_length=128", "samples=2, max_length=12, layers=[0, 1]")],
     "03_growth_with_length": [

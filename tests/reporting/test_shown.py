@@ -71,11 +71,11 @@ def test_some_that_did_not_close_are_counted_and_their_width_is_told(ds: xr.Data
     [
         ({"sample": [0]}, ["1 of 2 samples of at most 32 tokens", "3 layers x 4 heads"]),
         ({"sample": 1}, ["1 of 2 samples of at most 30 tokens"]),
-        ({"layer": [0]}, ["layer 0 of 3, 4 heads;"]),
-        ({"layer": 2}, ["layer 2 of 3, 4 heads;"]),
-        ({"layer": [0, 2]}, ["layers 0 and 2 of 3, 4 heads each"]),
-        ({"head": [1, 3]}, ["3 layers, heads 1 and 3 of 4"]),
-        ({"head": 3}, ["3 layers, head 3 of 4"]),
+        ({"layer": [0]}, ["layer 0 of 3 counted from 0, 4 heads;"]),
+        ({"layer": 2}, ["layer 2 of 3 counted from 0, 4 heads;"]),
+        ({"layer": [0, 2]}, ["layers 0 and 2 of 3 counted from 0, 4 heads each"]),
+        ({"head": [1, 3]}, ["3 layers, heads 1 and 3 of 4 counted from 0"]),
+        ({"head": 3}, ["3 layers, head 3 of 4 counted from 0"]),
     ],
 )
 def test_parts_are_called_what_they_are(ds: xr.Dataset, part: dict, words: list[str]) -> None:
@@ -86,6 +86,43 @@ def test_parts_are_called_what_they_are(ds: xr.Dataset, part: dict, words: list[
         assert "edited" not in text
     assert ("over samples" in plots.caption(shown)) == ("sample" not in part)
     assert ("range over samples" in tables.render(shown, by="layer")) == ("sample" not in part)
+
+
+def test_means_are_over_samples_that_have_exact_norms(ds: xr.Dataset) -> None:
+    """Bounds of a sample without one have no ratio; as values they are averaged over all."""
+    part = ds.copy(deep=True)
+    part["exact"][1] = np.nan
+    assert "bound / exact over layers and heads" in tables.render(part)
+    assert "geometric means over layers and heads" in citations.methods(part, "text")
+    assert "geometric mean over heads: exact norm, bound / exact;" in tables.render(
+        part, by="layer"
+    )
+    assert "geometric mean over samples and heads: exact norm, bound;" in tables.render(
+        part, by="layer", values="value"
+    )
+
+
+def test_no_ratio_is_spoken_of_where_there_are_no_bounds(ds: xr.Dataset) -> None:
+    alone = ds[["exact", "exact_upper"]].assign_attrs(bounds=[])
+    for by in ("layer", "head"):
+        assert "bound / exact" in tables.render(ds, by=by)
+        assert "bound / exact" not in tables.render(alone, by=by)
+
+
+def test_estimates_of_which_none_converged_say_so(ds: xr.Dataset) -> None:
+    model = build(AFFINE["gpt2"])
+    run = lb.compare(model, inputs_for(model), tol=1e-15, delta=None, bounds="none", progress=False)
+    assert "lower ends, none of them found to 1e-15, which was asked for" in tables.caption(run)
+
+
+def test_bounds_below_edited_norms_are_no_reason_for_a_report(ds: xr.Dataset) -> None:
+    with xr.set_options(keep_attrs=True):
+        raised = ds.assign(exact=ds["exact"] * 1e9)
+    assert "‡ Yudin 2025, Thm 3 (yudin)" in tables.render(raised)
+    for text in (tables.render(raised), citations.methods(raised, "text")):
+        assert "its assumptions held, but the run was edited" in text
+        assert "report this run" not in text
+        assert "because ." not in text
 
 
 def test_what_was_edited_is_called_edited_and_nothing_is_claimed_of_it(ds: xr.Dataset) -> None:

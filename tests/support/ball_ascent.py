@@ -47,14 +47,14 @@ class Heads:
         return (blocks + eye * own[:, :, None]).transpose(2, 3).flatten(1, 2).flatten(2)
 
 
-def unit(move: Tensor, norm: str) -> Tensor:
+def unit(move: Tensor, ball: str) -> Tensor:
     """Of length one for every token, or for all of them."""
     return move / torch.linalg.vector_norm(
-        move, dim=-1 if norm == "token" else (-2, -1), keepdim=True
+        move, dim=-1 if ball == "token" else (-2, -1), keepdim=True
     ).clamp_min(1e-300)
 
 
-def climb(att: Attention, radius: float, norm: str, *, steps: int = 12, seed: int = 0) -> Tensor:
+def climb(att: Attention, radius: float, ball: str, *, steps: int = 12, seed: int = 0) -> Tensor:
     """The largest norm found in the ball around each sample, (samples, heads): from the centre and
     from a random point of the sphere."""
     heads, g = Heads(att), torch.Generator().manual_seed(seed)
@@ -63,7 +63,7 @@ def climb(att: Attention, radius: float, norm: str, *, steps: int = 12, seed: in
         move = (
             start
             * radius
-            * unit(torch.randn(heads.x.shape, generator=g, dtype=torch.float64), norm)
+            * unit(torch.randn(heads.x.shape, generator=g, dtype=torch.float64), ball)
         )
         for step in range(steps + 1):
             x = (heads.x + move).requires_grad_()
@@ -74,9 +74,9 @@ def climb(att: Attention, radius: float, norm: str, *, steps: int = 12, seed: in
                 break
             (up,) = torch.autograd.grad(torch.einsum("bm,bmn,bn->", u[:, :, 0], j, vh[:, 0]), x)
             up = up / up.abs().amax((-1, -2), keepdim=True).clamp_min(1e-300)
-            move = move + radius * (1.0 if step < steps / 2 else 0.2) * unit(up, norm)
+            move = move + radius * (1.0 if step < steps / 2 else 0.2) * unit(up, ball)
             size = torch.linalg.vector_norm(
-                move, dim=-1 if norm == "token" else (-2, -1), keepdim=True
+                move, dim=-1 if ball == "token" else (-2, -1), keepdim=True
             )
             move = move * (radius * (1 - 1e-12) / size.clamp_min(1e-300)).clamp(max=1.0)
     return best.view(att.samples, att.heads)
@@ -86,7 +86,7 @@ FAMILIES = ("any", "repeated", "one-hot", "uniform", "outlier", "collinear", "fa
 
 
 def small_layer(seed: int, *, samples: int = 4, heads: int = 5) -> tuple[Attention, str, float]:
-    """A random plain layer without padding, a norm of balls, and a radius from 1e-4 to 3 times the
+    """A random plain layer without padding, a kind of ball, and a radius from 1e-4 to 3 times the
     mean length of a token."""
     g = torch.Generator().manual_seed(seed)
 

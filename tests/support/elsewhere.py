@@ -30,7 +30,7 @@ from lipbound.jacobians import streaming
 from lipbound.jacobians.maps import MAPS
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
 from lipbound.linalg.solution import Norm
-from lipbound.models.capture.differentiable import attention_layers
+from lipbound.models.training.differentiable import attention_layers
 from lipbound.regularizers import JaSMin, SoundPenalty, Specformer
 
 Pairs = dict[str, tuple[list[Any], list[Any], float]]
@@ -93,8 +93,8 @@ def all_bounds(has: tuple[str, ...], mask: str | None, dtype: str) -> Pairs:
     for name in bounds.names(None):
         _both(found, name, att, bounds.get(name))
         _both(found, f"{name}, layer", att, lambda one, n=name: whole_layer(one, n))
-    for norm in ("token", "frobenius"):
-        _both(found, f"ball, {norm}", att, lambda one, n=norm: bounds.over_ball(one, 0.1, norm=n))
+    for ball in ("token", "frobenius"):
+        _both(found, f"ball, {ball}", att, lambda one, b=ball: bounds.over_ball(one, 0.1, ball=b))
     _both(found, "attack", att, lambda one: lb.attack(one, 0.1).norm)
     return found
 

@@ -154,34 +154,32 @@ def geomean(values: xr.DataArray, *dims: str) -> xr.DataArray:
 
 
 def caption_growth(ds: xr.Dataset) -> str:
-    """The fitted exponents."""
+    """The fitted exponents, text by text, and the smallest ratio of a bound to an exact norm."""
     sentences = [
         f"{of(ds)}: {counted(ds.sizes['sequence'], 'sequence')} of each of {ds.sizes['length']} "
-        "lengths, "
-        f"{int(ds['length'][0])} to {int(ds['length'][-1])}."
+        f"lengths N, from {int(ds['length'][0])} to {int(ds['length'][-1])} tokens. An exponent is "
+        "the slope of the logarithm of the exact norm over that of N, fitted from N = 10 on."
     ]
     for mode in ds["mode"].values.tolist():
         for text in ds["text"].values.tolist():
             part = ds.sel(mode=mode, text=text)
             whole, heads = exponents(part["layer_exact"]), exponents(part["head_exact"])
-            first, last = whole.isel(layer=0), whole.isel(layer=-1)
             sentences.append(
-                f"As {mode} on {text}: exponents of N for whole layers {_span(whole)} (95 % "
-                f"intervals: first layer {_interval(first)}, last "
-                f"{_interval(last)}), "
-                f"for heads {_span(heads)}."
+                f"As {mode} on {text}, the median exponent is {_span(whole)} for whole layers and "
+                f"{_span(heads)} for heads; its 95 % interval (Student's t) is "
+                f"{_interval(whole.isel(layer=0))} in the first layer and "
+                f"{_interval(whole.isel(layer=-1))} in the last."
             )
         part = ds.sel(mode=mode).isel(text=0)
         sentences.append(
-            "On adversarial inputs of the length of real tokens "
-            f"({float(part['radius'].min()):.3g} to {float(part['radius'].max()):.3g}): "
-            f"{_span(exponents(part['adversarial_layer']))} for whole layers, "
+            f"As {mode} on adversarial inputs, whose tokens are as long as real ones "
+            f"({float(part['radius'].min()):.3g} to {float(part['radius'].max()):.3g}), it is "
+            f"{_span(exponents(part['adversarial_layer']))} for whole layers and "
             f"{_span(exponents(part['adversarial_head']))} for heads without biases."
         )
     return (
-        " ".join(sentences)
-        + " Fits from N = 10 on; intervals by Student's t. Least bound over exact, anywhere: "
-        f"{least_bound_ratio(ds):.3g}."
+        f"{' '.join(sentences)} The smallest ratio of a bound to the norm below it, over all of "
+        f"these inputs, is {least_bound_ratio(ds):.3g}."
     )
 
 
@@ -198,11 +196,13 @@ def least_bound_ratio(ds: xr.Dataset) -> float:
 
 
 def _span(fits: xr.Dataset) -> str:
+    """The median exponent and the range of all."""
     e = fits["exponent"]
-    return f"median {float(e.median()):.2f} ({float(e.min()):.2f} to {float(e.max()):.2f})"
+    return f"{float(e.median()):.2f} ({float(e.min()):.2f} to {float(e.max()):.2f})"
 
 
 def _interval(fit: xr.Dataset) -> str:
+    """Both ends of the confidence interval of one exponent."""
     return f"{float(fit['low']):.2f} to {float(fit['high']):.2f}"
 
 
@@ -235,8 +235,9 @@ def caption_magnitude(ds: xr.Dataset) -> str:
     mean = ds["magnitude"].isel(mode=-1).mean(("text", "sequence"))
     ratio = mean.isel(length=-1) / mean.sel(length=10, method="nearest")
     return (
-        f"{of(ds)}: from about 10 tokens to {int(ds['length'][-1])} it changes by factors of "
-        f"{float(ratio.min()):.3g} to {float(ratio.max()):.3g}."
+        f"{of(ds)}: from about 10 tokens to {int(ds['length'][-1])}, the mean length of the token "
+        f"vectors of a layer changes by a factor of {float(ratio.min()):.3g} to "
+        f"{float(ratio.max()):.3g}."
     )
 
 
@@ -330,16 +331,15 @@ def draw_scaling(ds: xr.Dataset) -> Figure:
 
 
 def caption_scaling(ds: xr.Dataset) -> str:
-    """The ranges."""
+    """The ranges of what the three panels show."""
     s, c = ds["scaling"], ds["log10_crossover"]
     return (
-        f"{of(ds)}. Left: gamma R^2 of Proposition 3.4, R the mean length of tokens: "
-        f"{float(s.min()):.3g} to {float(s.max()):.3g}. Middle: log10 "
-        "of the length "
-        "from which the mean-field bound (Theorem 3.5) is below Theorem 3.3, at the longest "
-        f"token: {float(c.min()):.3g} to {float(c.max()):.3g}. "
-        "Right: "
-        "the radius that LayerNorm or RMSNorm allows by its parameters, and what text reaches."
+        f"{of(ds)}. Left: gamma R^2 of Proposition 3.4, R being the mean length of token vectors. "
+        f"It is {float(s.min()):.3g} to {float(s.max()):.3g}. Middle: log10 of N*, the number of "
+        "tokens from which the mean-field bound (Theorem 3.5) is below that of Theorem 3.3, both "
+        f"at the longest token vector. It is {float(c.min()):.3g} to {float(c.max()):.3g}. Right: "
+        "the lengths of token vectors that the parameters of LayerNorm or RMSNorm allow, and those "
+        "that occur."
     )
 
 
@@ -466,17 +466,16 @@ def caption_regimes(ds: xr.Dataset) -> str:
     floor = (
         ds["quadratic"] / (ds["radius"] ** 2 * (1 - 1 / ds.attrs["tokens"]) * ds["rate"])
     ).min()
+    powers = " to ".join(dict.fromkeys(f"{end:.3f}" for end in (slope.min(), slope.max())))
     return (
-        f"Heads of layer 0 of {of(ds)}, without biases, in float64. Left: tokens at 0, Ru and "
-        "-Ru (appendix C.7); exponents of R beyond 16 are "
-        f"{slope.min():.3f} to {slope.max():.3f}, and the constant is at least "
-        f"{float(floor):.4g} times R^2 (1 - 1/N) |W_V^T u||A u|. Middle: random "
-        "tokens, scaled until R^2 times the smallest gap between scores is "
-        f"{float(ds['reach'][-1]):.3g}; there they are within {float(off):.1e} "
-        "of the "
-        "limit of Theorem 3.7. Right: the two-Dirac family of "
-        "Proposition 3.6, W_V = I; "
-        f"largest relative difference to the prediction from gamma R^2 = 4 on: {float(two):.1e}."
+        f"Heads of layer 0 of {of(ds)}, without biases, in float64. Left: tokens at 0, Ru and -Ru "
+        f"(appendix C.7). Beyond R = 16 the norm grows like R to the power of {powers}, "
+        f"and it is at least {float(floor):.4g} times "
+        "R^2 (1 - 1/N) |W_V^T u||A u|. Middle: random tokens, scaled until R^2 times the smallest "
+        f"gap between scores is {float(ds['reach'][-1]):.3g}. There the norm is within "
+        f"{float(off):.1e} of the limit of Theorem 3.7. Right: the family of two Diracs of "
+        "Proposition 3.6, with W_V = I. From gamma R^2 = 4 on, the norm differs from the "
+        f"prediction by at most {float(two):.1e} of it."
     )
 
 

@@ -11,7 +11,6 @@ from scipy.stats import spearmanr
 
 from lipbound.analysis.mean_field import duplicated_norm, query_block_norms
 from lipbound.analysis.recipes.registry import Setting, of, register, sheet
-from lipbound.bounds.bound import NORMS
 from lipbound.errors import LipboundError
 from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
 from lipbound.jacobians.spectral_norm import spectral_norm
@@ -19,6 +18,7 @@ from lipbound.jacobians.token_norms.profile import TokenProfile, token_profile
 from lipbound.jacobians.token_norms.token_norm import token_norm
 from lipbound.models.inputs import token_texts
 from lipbound.reporting.token_plots import token_profile as draw_profile
+from lipbound.schema import NORMS
 
 
 def which_map(setting: Setting) -> xr.Dataset:
@@ -70,9 +70,8 @@ def caption_which_map(ds: xr.Dataset) -> str:
         if name in names or f"{name}, largest" in names
     )
     return (
-        f"{of(ds)}, exact norms, mean over samples. {meaning}. The sum over heads exceeds the "
-        f"exact norm of the layer by {float(ratio.min()):.3g} to "
-        f"{float(ratio.max()):.3g} times."
+        f"{of(ds)}, exact norms, mean over samples. {meaning}. The sum over heads is "
+        f"{float(ratio.min()):.3g} to {float(ratio.max()):.3g} times the exact norm of the layer."
     )
 
 

@@ -24,9 +24,10 @@ from lipbound.models.capture.capture import Capturer
 from lipbound.models.checkpoints import Checkpoint, load_checkpoint
 from lipbound.models.inputs import Inputs, prepare
 from lipbound.reporting.figures.captions import latex_caption
+from lipbound.reporting.labels import builtin_name, model_name
 from lipbound.reporting.styles import BASE, Drawing, write
 from lipbound.runs import store
-from lipbound.runs.provenance import versions
+from lipbound.runs.dataset import versions
 
 
 @dataclass(frozen=True)
@@ -259,4 +260,5 @@ def sheet(
 
 def of(ds: xr.Dataset) -> str:
     """Model and data of a Dataset, for captions."""
-    return f"{ds.attrs['model']}, {ds.attrs['data']}, {ds.attrs['dtype']}"
+    called = f" ({ds.attrs['model']})" if builtin_name(ds) else ""
+    return f"{model_name(ds)}{called}; data: {ds.attrs['data']}; {ds.attrs['dtype']}"

@@ -159,13 +159,12 @@ def draw_maps(ds: xr.Dataset) -> Figure:
 
 
 def caption_maps(ds: xr.Dataset) -> str:
-    """What is shown."""
+    """What is shown, and in how many rows g_1 is below the norm."""
     return (
-        f"{of(ds)}: attention maps (square root, averaged over samples) of the heads at the "
-        "quartiles of the mean norm of the softmax Jacobian; "
-        "titles: its exact "
-        f"mean over queries and samples, and that of g_1. No row of {ds.attrs['rows']} has g_1 "
-        f"below the norm ({ds.attrs['below']} found)."
+        f"{of(ds)}: attention maps, averaged over samples (colours are square roots), of the heads "
+        "at the quartiles of the mean norm of the softmax Jacobian. Titles: that mean, over "
+        "queries and samples, of the exact norm and of g_1. g_1 is below the exact norm in "
+        f"{ds.attrs['below']:,} of {ds.attrs['rows']:,} rows."
     )
 
 
@@ -197,11 +196,11 @@ def caption_histogram(ds: xr.Dataset) -> str:
     total = ds["histogram"].sum(("layer", "bin"))
     tight = (ds["histogram"].where(ds["bin"] < 1.1, 0).sum(("layer", "bin")) / total).to_series()
     return (
-        f"{of(ds)}, {ds.attrs['rows']} rows of positive norm; the last bin holds all ratios "
-        "above 1.99. Within 10 % of the norm are: g_1 "
-        f"{tight['g1']:.1%}, "
-        f"the largest probability {tight['largest']:.1%}, the constant 1/2 {tight['half']:.1%} "
-        "(the older constant 1 is twice that one)."
+        f"{of(ds)}: a bound on the norm of the softmax Jacobian, divided by the exact norm, at "
+        f"{ds.attrs['rows']:,} rows of attention where that is positive. The last bin holds all "
+        f"ratios above 1.99. Within 10 % of the norm are g_1 in {tight['g1']:.1%} of the rows, the "
+        f"largest probability in {tight['largest']:.1%} and the constant 1/2 in "
+        f"{tight['half']:.1%}. (The older constant 1 is twice that one.)"
     )
 
 
@@ -336,19 +335,17 @@ def _links() -> list[tuple[str, str]]:
 
 
 def caption_interlacing(ds: xr.Dataset) -> str:
-    """The worst slacks."""
+    """How many inequalities were checked, and the smallest slack of each statement."""
     return (
-        f"{of(ds)}; rows, singular values and slack in float64: the first {LINKS} links of "
-        f"Theorem 4 on {ds.attrs['rows']:,} attention rows, "
-        "worst relative slack "
-        f"{float(ds['worst_slack'].min()):.1e} "
-        "(0 where neighbours coincide; rounding may make it -1e-15); all links on "
-        f"{ds.attrs['rows_full']:,} rows, worst "
-        f"{float(ds['worst_slack_full']):.1e}. "
-        f"Least slack of Proposition 1 (k = 10) {float(ds['proposition_1']):.1e}, of equation "
-        f"(10) {float(ds['equation_10']):.1e}, of equation "
-        "(11) (k = 10) "
-        f"{float(ds['equation_11']):.1e}; inf where no row meets the assumption."
+        f"{of(ds)}; singular values and slack in float64. Theorem 4 is a chain of inequalities. "
+        f"Its first {LINKS} have a relative slack of at least "
+        f"{float(ds['worst_slack'].min()):.1e} at {ds.attrs['rows']:,} rows of attention, and all "
+        f"of them one of at least {float(ds['worst_slack_full']) + 0.0:.1e} at "
+        f"{ds.attrs['rows_full']:,} rows. (It is 0 where both sides coincide, which rounding may "
+        f"make -1e-15.) The least slack of Proposition 1 (k = 10) is "
+        f"{float(ds['proposition_1']):.1e}, of equation (10) {float(ds['equation_10']):.1e}, of "
+        f"equation (11) (k = 10) {float(ds['equation_11']):.1e}; inf where no row meets the "
+        "assumption."
     )
 
 
@@ -409,11 +406,10 @@ def caption_multihead(ds: xr.Dataset) -> str:
     """Ratios."""
     root, total = ds["root_sum_square"] / ds["exact"], ds["sum"] / ds["exact"]
     return (
-        f"{of(ds)}: the root of the sum of squares is {float(root.min()):.3g} to "
-        f"{float(root.max()):.3g} times the exact norm of the heads side "
-        "by side, "
-        f"the sum {float(total.min()):.3g} to {float(total.max()):.3g} times (all from exact "
-        "norms of heads)."
+        f"{of(ds)}: what the exact norms of heads say about the exact norm of all heads side by "
+        f"side. The root of the sum of their squares is {float(root.min()):.3g} to "
+        f"{float(root.max()):.3g} times that norm, and their sum {float(total.min()):.3g} to "
+        f"{float(total.max()):.3g} times."
     )
 
 

@@ -3,29 +3,222 @@ r"""Our bound over a ball by sums over pairs of tokens in place of norms of sing
 Statement and proof: Lemma 108 (docs/theory/ball_pairs.md). All pairs of tokens contribute to the
 difference of the Jacobians at two inputs, and the vectors that they contribute point in different
 directions. `lipbound.bounds.ball.centre_entries` adds up their lengths, this module the positive
-semi-definite matrices that they make.
+semi-definite matrices that they make: norms of sums over pairs of tokens, weighted by numbers >= 0,
+are Lemma 107 (docs/theory/ball_pairs.md), and their rounding Lemma 109 (docs/theory/ball_pairs.md).
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds.ball.centre_entries import BallCentre, CentreErrors
-from lipbound.bounds.ball.centre_entries_variants import VariantBallCentre
-from lipbound.bounds.ball.pair_sums import PairSums, VariantPairSums
-from lipbound.bounds.ball.softmax_interval import relative_changes, relative_interval
-from lipbound.linalg.matrix_norms import gamma, nonnegative_norm
+from lipbound.bounds.ball.centre_entries import BallCentre, CentreErrors, VariantBallCentre
+from lipbound.bounds.ball.softmax_interval import key_spread, relative_changes, relative_interval
+from lipbound.bounds.ours.block_norms import outer
+from lipbound.jacobians.token_tangents import Tangents
+from lipbound.linalg.matrix_norms import (
+    block_norm,
+    gamma,
+    matrix_norm,
+    nonnegative_norm,
+    upper_factor,
+)
 
 LEAST_SHARE = 0.05
 """Of the weights that share a product between values and queries: they fall with the distance of
 the value, but not below this."""
+UNEVEN = 1.5
+"""Exponent of the ratio of two lengths in the weights between which their sum is shared: 1 is best
+where both are along one direction, 2 where they are orthogonal."""
+PAIR_CHUNK = 2**24
+"""Bytes of the largest temporary, the d x d matrices of some tokens of all heads."""
+RowMaps = Callable[[slice], Tensor]
+"""Maps of some tokens, (heads, tokens, d, r): vectors are mapped by their transposes."""
+
+
+# -- sums over pairs of tokens ---------------------------------------------------------------------
+
+
+def spread(
+    w: Tensor,
+    x: Tensor,
+    centre: Tensor | None,
+    off: Tensor | None = None,
+    maps: RowMaps | None = None,
+) -> Tensor:
+    """||sum_j w_ij y_ij y_ij^T||^(1/2) for y_ij = F_i^T (x_j - c_i): (heads, N, 1).
+
+    Args:
+        w: weights >= 0, (heads, N, M).
+        x: (heads, M, d).
+        centre: c, (heads, N, d), or 0.
+        off: how far each y_ij may be from what is meant, (heads, N, 1).
+        maps: F of some rows; the identity without.
+
+    Returns:
+        Upper values but for relative roundings.
+    """
+    (n, m), d = w.shape[-2:], x.shape[-1]
+    total, length = w.sum(-1, keepdim=True), x.norm(dim=-1, keepdim=True)
+    size, side = w @ length.square(), torch.zeros_like(w[..., :1])
+    if centre is not None:
+        far = centre.norm(dim=-1, keepdim=True)
+        side = w @ x - total / 2 * centre
+        size = size + 2 * far * (w @ length) + far.square() * total
+    lost = gamma(m + 2 * d + 18) * size  # the difference cancels
+    pairs, step = outer(x, x), max(1, PAIR_CHUNK // (8 * len(x) * d * d))
+    found = []
+    for rows in (slice(i, i + step) for i in range(0, n, step)):
+        sums, more = (w[:, rows] @ pairs).unflatten(-1, (d, d)), lost[:, rows]
+        if centre is not None:
+            cross = side[:, rows, :, None] * centre[:, rows, None, :]
+            sums = sums - cross - cross.mT
+        if maps is not None:
+            factor = maps(rows)
+            sums, more = factor.mT @ sums @ factor, more * factor.square().sum((-1, -2))[..., None]
+        found.append((block_norm(sums)[..., None] + more).sqrt())
+    root = torch.cat(found, 1)
+    return root if off is None else root + off * total.sqrt()
+
+
+class MovingQueries(NamedTuple):
+    r"""Vectors :math:`x_i` of queries, moved by :math:`G h_i` when token i moves by :math:`h_i`.
+
+    Lemma 116 (docs/theory/ball_norm.md).
+
+    Attributes:
+        x, off: the vectors, (heads, N, r), and how far they are known, (heads, N, 1).
+        g, off_g: rows whose sum of squares is at least :math:`G G^T`, (heads, s, r), and how far
+            they are known in the Frobenius norm, (heads, 1, 1).
+        size: at least ||G||, (heads, 1, 1).
+    """
+
+    x: Tensor
+    off: Tensor
+    g: Tensor
+    off_g: Tensor
+    size: Tensor
+
+    def columns(self, w: Tensor, most: Tensor) -> Tensor:
+        r"""At least :math:`(\sum_i w_{ij} (y \cdot x'_i)^2)^{1/2}` for unit vectors y, (heads, N).
+
+        The weights w are (heads, N, N); :math:`\sum_i w_{ij} (y \cdot G h_i)^2` is at most ``most``
+        (heads, N) times :math:`|G^T y|^2`.
+        """
+        w, move = w.mT, most.sqrt()[..., None]
+        squares = w @ self.off.square()
+        still = spread(w, self.x, None) + squares.sqrt()
+        ratio = (still / (move * self.size)).nan_to_num(1.0).clamp(1e-6, 1e6) ** UNEVEN
+        share, rest = 1 + 1 / ratio, (1 + ratio) * move.square()
+        weights = torch.cat([share * w, rest.expand(-1, -1, self.g.shape[1])], -1)
+        joint = spread(weights, torch.cat([self.x, self.g], 1), None)
+        joint = joint + (share * squares).sqrt() + rest.sqrt() * self.off_g
+        return (still + move * self.size).minimum(joint)[..., 0]
+
+
+class PairSums:
+    r"""Sums over pairs of tokens of one unpadded sample of a plain float64 layer, at its input.
+
+    Upper values in real arithmetic but for relative roundings. Weights w are (heads, N, M), 0 where
+    attention is forbidden; M = N, or N + 1 with a sink. :math:`x_{ij} = v_j - o_i`,
+    :math:`\hat k_{ij} = \tilde k_j - \bar k_i`.
+
+    Attributes:
+        reach_v, reach_k: half the largest distance of two values, of two :math:`\tilde k_j`,
+            (heads, 1, 1).
+    """
+
+    _map_k: RowMaps | None = None
+    _map_q: RowMaps | None = None
+
+    def __init__(self, att: Attention, p: Tensor, off: CentreErrors):
+        self._off, self._v, self._k = off, att.centred_v[0], key_spread(att)[1]
+        self._q = abs(att.scale) * att.q[0] @ upper_factor(att.w_k)[0].mT
+        self._o, self._mean = p @ self._v, p @ self._k
+        self.reach_v, self.reach_k = _half_diameter(self._v, off.d), _half_diameter(self._k, off.f)
+        self._moving = self._moving_queries(att, off)
+
+    def _moving_queries(self, att: Attention, off: CentreErrors) -> list[MovingQueries]:
+        r""":math:`\tilde q_i`, and :math:`W_V^T \tilde q_i`."""
+        c, through = abs(att.scale), att.w_k.mT @ att.w_v
+        f_q, f_k = (upper_factor(w)[0] for w in (att.w_q, att.w_k))
+        own = gamma(att.tokens + att.x.shape[2] + 8 * (att.d + att.d_v) + 100)
+        of_q, of_fk, of_k, of_v = (
+            torch.linalg.matrix_norm(w)[:, None, None] for w in (f_q, f_k, att.w_k, att.w_v)
+        )
+        keys = self._q, off.u, c * f_q @ f_k.mT, own * c * of_q * of_fk
+        values = (
+            c * att.q[0] @ through,
+            of_v * off.u,
+            c * f_q @ through,
+            own * c * of_q * of_k * of_v,
+        )
+        return [
+            MovingQueries(x, off_x, g, off_g, matrix_norm(g)[:, None, None] + off_g)
+            for x, off_x, g, off_g in (keys, values)
+        ]
+
+    def moved(self, w: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
+        """`MovingQueries.columns` of queries, and of queries seen through values, (heads, N)."""
+        keys, through = (moving.columns(w, most) for moving in self._moving)
+        return keys, through
+
+    def values(self, w: Tensor) -> Tensor:
+        r""":math:`\|\sum_j w_{ij} x_{ij} x_{ij}^T\|^{1/2}`, (heads, N, 1)."""
+        return spread(w, self._v, self._o, self._off.d)
+
+    def keys(self, w: Tensor) -> Tensor:
+        r""":math:`\|\sum_j w_{ij} \hat k_{ij} \hat k_{ij}^T\|^{1/2}`, (heads, N, 1)."""
+        return spread(w, self._k, self._mean, self._off.f, self._map_k)
+
+    def columns(self, w: Tensor) -> Tensor:
+        r""":math:`\|\sum_i w_{ij} \tilde q_{ij} \tilde q_{ij}^T\|^{1/2}` of all j, (heads, N)."""
+        w = w[..., : w.shape[-2]].mT
+        found = spread(w, self._q, None, None, self._map_q)
+        return (found + (w @ self._off.u.square()).sqrt())[..., 0]
+
+
+class VariantPairSums(PairSums):
+    r"""`PairSums` of a layer with rotary position embeddings or sinks; the sink is the last column.
+
+    :math:`\hat k_{ij} = \tilde k_{ij} - \bar k_i`. Lemma 110 (docs/theory/ball_pairs.md).
+    """
+
+    def __init__(self, att: Attention, p: Tensor, off: CentreErrors):
+        tangents = [Tangents(att, 0, h) for h in range(att.heads)]
+
+        def maps(name: str) -> RowMaps:
+            return lambda rows: torch.stack([t.factor(name, rows) for t in tangents])
+
+        v, k = att.centred_v[0], abs(att.scale) * att.centred_k[0]
+        if p.shape[-1] > att.tokens:  # shifted, so that their differences keep their digits
+            v, k = (
+                torch.cat([x, torch.zeros_like(x[:, :1])], 1) - x.mean(1, keepdim=True)
+                for x in (v, k)
+            )
+        self._off, self._v, self._k, self._q = off, v, k, abs(att.scale) * att.q[0]
+        self._o, self._mean = p @ v, p @ k
+        self._map_k, self._map_q = maps("q"), maps("k")
+        self.reach_v = _half_diameter(v, off.d)
+        self.reach_k = torch.full_like(p[:, :1, :1], torch.inf)
+
+
+def _half_diameter(x: Tensor, off: Tensor) -> Tensor:
+    """Half the largest distance of vectors (heads, N, d) known up to ``off``, (heads, 1, 1)."""
+    apart = torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist")
+    return apart.amax((-1, -2))[:, None, None] / 2 + off.amax((-1, -2), keepdim=True)
+
+
+# -- the bound -------------------------------------------------------------------------------------
 
 
 class BallChanges(NamedTuple):
-    """What moves within the ball, row by row, tensors that broadcast to (heads, N, M), with the
-    names of Lemma 108 (docs/theory/ball_pairs.md): P^+, Delta, sigma, m^V, m^A, c^v, c^k, w, w^k.
+    """What moves within the ball, row by row, tensors that broadcast to (heads, N, M).
+
+    With the names of Lemma 108 (docs/theory/ball_pairs.md): P^+, Delta, sigma, m^V, m^A, c^v, c^k,
+    w, w^k.
     """
 
     up: Tensor
@@ -44,54 +237,40 @@ class ByPairs(BallCentre):
 
     pairs: PairSums
 
-    def bounds(self, radius: float, norm: str) -> tuple[Tensor, Tensor]:
-        (changed, whole), (changed_pairs, whole_pairs) = (
-            self.by_entries(radius, norm),
-            self.by_pairs(radius, norm),
-        )
-        return changed.minimum(changed_pairs), whole.minimum(whole_pairs)
+    def bounds(self, radius: float, ball: str) -> tuple[Tensor, Tensor]:
+        both = self.by_entries(radius, ball), self.by_pairs(radius, ball)
+        changed, whole = (torch.minimum(*values) for values in zip(*both, strict=True))
+        return changed, whole
 
-    def by_pairs(self, radius: float, norm: str) -> tuple[Tensor, Tensor]:
-        """`bounds` by Lemma 108 (docs/theory/ball_pairs.md) and Lemma 116
-        (docs/theory/ball_norm.md)."""
-        to = self._moved(radius, norm)
+    def by_pairs(self, radius: float, ball: str) -> tuple[Tensor, Tensor]:
+        """`bounds` by Lemmas 108 (docs/theory/ball_pairs.md) and 116 (docs/theory/ball_norm.md)."""
+        to = self._moved(radius, ball)
         own, own_up = self._own(to)
         held = (to.c_v + to.m_v).square() * to.up[..., : to.up.shape[-2]]
-        most = radius**2 * (held.sum(-2) if norm == "token" else held.amax(-2))
+        most = radius**2 * (held.sum(-2) if ball == "token" else held.amax(-2))
         turned = self.norm_a * most.amax(-1).sqrt()
         keys, values, cross = self._whole(to, held, most, own_up)
         direct = (keys.square() + values.square() + 2 * cross).sqrt()
         changed = self._keys(to) + turned + self._values(to.change, own, to.total)
-        slack = 2 * gamma(20 * (self.p.shape[-2] + 20) + 2000)
-        changed, direct = (
-            t.nan_to_num(torch.inf, torch.inf) * (1 + slack) for t in (changed, direct)
-        )
+        changed, direct = self.enlarged(changed, direct)
         return changed, direct
 
-    def interval(self, radius: float, norm: str) -> tuple[Tensor, Tensor]:
+    def interval(self, radius: float, ball: str) -> tuple[Tensor, Tensor]:
         """Smallest and largest P' over the ball, (heads, N, M)."""
-        low, up, _ = self.reach(radius, norm)
+        low, up, _ = self.reach(radius, ball)
         return low, up
 
-    def _moved(self, radius: float, norm: str) -> BallChanges:
-        p, d, f, n = self.p, self.d, self.f, self.p.shape[-2]
-        low, up = self.interval(radius, norm)
-        change = (torch.maximum(up - p, p - low).clamp(0.0, 1.0) + p * self.off_p + 1e-289).clamp(
-            max=1.0
-        )
+    def _moved(self, radius: float, ball: str) -> BallChanges:
+        d, f, norm_a = self.d, self.f, self.norm_a[:, None, None]
+        low, up = self.interval(radius, ball)
+        change = self.change(low, up)
         total = change.sum(-1, keepdim=True).clamp(max=2.0)
-        move = (
-            torch.full_like(total, radius)
-            if norm == "token"
-            else radius * up[..., :n].amax(-1, keepdim=True).sqrt()
-        )
-        norm_a = self.norm_a[:, None, None]
+        move = self.move(up, radius, ball)
         far, far_k = self.pairs.values(up), self.pairs.keys(up)
         c_v = far.minimum(d.amax(-1, keepdim=True)).minimum(self.pairs.reach_v)
         c_k = far_k.minimum(f.amax(-1, keepdim=True)).minimum(self.pairs.reach_k)
-        score = (
-            radius * c_k + (self.u.amax(-1, keepdim=True) + norm_a * radius) * move
-        )  # how far scores move, as a root mean square
+        # how far scores move, as a root mean square
+        score = radius * c_k + (self.u.amax(-1, keepdim=True) + norm_a * radius) * move
         w, w_k = (
             (change * x)
             .sum(-1, keepdim=True)
@@ -109,19 +288,18 @@ class ByPairs(BallCentre):
     def _own(self, to: BallChanges) -> tuple[Tensor, Tensor]:
         """Upper values of ||B'_i - B_i|| and of ||B'_i||, (heads, N, 1) each."""
         c = to.c_v + to.m_v
-        sums = (
-            (to.change * self.d * self.f)
-            .sum(-1, keepdim=True)
-            .minimum(self.pairs.values(to.change) * self.pairs.keys(to.change))
-        )
+        whole = self.pairs.values(to.change) * self.pairs.keys(to.change)
+        sums = (to.change * self.d * self.f).sum(-1, keepdim=True).minimum(whole)
         own = sums + to.w * to.w_k + to.m_v * to.c_k + c * to.m_a
         return own, (self.b[..., None] + own).minimum(c * (to.c_k + to.m_a))
 
     def _whole(
         self, to: BallChanges, held: Tensor, most: Tensor, own_up: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Upper values of ||K'||, of ||V' + B'|| and of ||K' (V' + B')^T||, (heads,) each: Lemma
-        116 (docs/theory/ball_norm.md)."""
+        """Upper values of ||K'||, of ||V' + B'|| and of ||K' (V' + B')^T||, (heads,) each.
+
+        Lemma 116 (docs/theory/ball_norm.md).
+        """
         by_token, through = self._reached(held, most)
         keys, values = by_token.amax(-1), self._values(to.up, own_up, torch.ones_like(own_up))
         sums = to.up[..., : to.up.shape[-2]].sum(-2).amax(-1).sqrt()
@@ -129,17 +307,16 @@ class ByPairs(BallCentre):
         return keys, values, cross.minimum(keys * values)
 
     def _reached(self, w: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each token j and unit vectors y, at least the root of sum_i w_ij (y . q~'_ij)^2, and
-        of that of W_V^T q~'_ij, (heads, N) each.
+        """At least the root of sum_i w_ij (y . q~'_ij)^2, and of that of W_V^T q~'_ij, (heads, N).
 
-        From weights (heads, N, N) and the most that sum_i w_ij |h'_i|^2 can be, (heads, N).
+        For each token j and all unit vectors y; from weights (heads, N, N) and the most that sum_i
+        w_ij |h'_i|^2 can be, (heads, N).
         """
         found = self.pairs.columns(w) + self.norm_a[:, None] * most.sqrt()
         return found, self.norm_v[..., 0] * found
 
     def _keys(self, to: BallChanges) -> Tensor:
-        """How far the part of J through keys is from that at the centre while queries stand still,
-        (heads,)."""
+        """How far the part of J through keys moves while queries stand still, (heads,)."""
 
         def columns(w: Tensor) -> Tensor:
             return self.pairs.columns(w).amax(-1)
@@ -149,14 +326,16 @@ class ByPairs(BallCentre):
         even = columns(values(to.change).square() * to.change)
         shared = columns(values(to.change / share).square() * (to.change * share))
         squared = to.w.square()
-        mean = (columns(squared * to.total * to.change) + columns(squared * self.p)).minimum(
-            columns(squared * to.up)
-        )
+        mean = columns(squared * to.total * to.change) + columns(squared * self.p)
+        mean = mean.minimum(columns(squared * to.up))
         return even.minimum(shared) + mean + columns(to.m_v.square() * to.up)
 
     def _values(self, weights: Tensor, own: Tensor, total: Tensor) -> Tensor:
-        """|| ||W_V|| weights + diag own ||, or what the sums of rows (``total``) and columns make
-        of it, (heads,)."""
+        """Upper values of the norm of ||W_V|| weights + diag own, (heads,).
+
+        The smaller of the norm itself and what sums of rows (at most ``total``) and columns make of
+        it.
+        """
         weights = weights[..., : weights.shape[-2]]
         whole = nonnegative_norm(self.norm_v * weights + torch.diag_embed(own[..., 0]), rtol=1e-4)
         sums = (total.amax((-1, -2)) * weights.sum(-2).amax(-1)).sqrt()
@@ -168,29 +347,30 @@ class PairedBallCentre(ByPairs):
 
     def __init__(self, att: Attention):
         super().__init__(att)
-        self.pairs = PairSums(att, self.p, CentreErrors(att))
+        self.pairs = PairSums(att, self.p, self.off)
 
-    def interval(self, radius: float, norm: str) -> tuple[Tensor, Tensor]:
-        low, up, _ = self.reach(radius, norm)
+    def interval(self, radius: float, ball: str) -> tuple[Tensor, Tensor]:
+        low, up, _ = self.reach(radius, ball)
         size, mean_square = relative_changes(
-            self.p, self.off_p, self.f, self.u, self.cov_k, self.norm_a, radius, norm
+            self.p, self.off.p, self.f, self.u, self.cov_k, self.norm_a, radius, ball
         )
-        return relative_interval(
-            self.scores, size + self.off_scores + self.off_p, mean_square, low, up
-        )
+        size = size + self.off.scores + self.off.p
+        return relative_interval(self.scores, size, mean_square, low, up)
 
     def _reached(self, w: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
-        return self.pairs.turned(w, most)
+        return self.pairs.moved(w, most)
 
 
 class PairedVariantCentre(VariantBallCentre, ByPairs):
-    """`ByPairs` of a head with rotary position embeddings or sinks; of one with a cap the bound by
-    entries alone: Lemma 110 (docs/theory/ball_pairs.md)."""
+    """`ByPairs` of a head with rotary position embeddings or sinks.
+
+    Of one with a cap the bound by entries alone: Lemma 110 (docs/theory/ball_pairs.md).
+    """
 
     def __init__(self, att: Attention):
         super().__init__(att)
         if self.cap is None:
-            self.pairs = VariantPairSums(att, self.p, CentreErrors(att))
+            self.pairs = VariantPairSums(att, self.p, self.off)
 
-    def bounds(self, radius: float, norm: str) -> tuple[Tensor, Tensor]:
-        return super().bounds(radius, norm) if self.cap is None else self.by_entries(radius, norm)
+    def bounds(self, radius: float, ball: str) -> tuple[Tensor, Tensor]:
+        return super().bounds(radius, ball) if self.cap is None else self.by_entries(radius, ball)

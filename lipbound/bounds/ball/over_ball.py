@@ -1,4 +1,4 @@
-r"""Our bound on the local Lipschitz constant over a whole ball of inputs."""
+"""Our bound on the local Lipschitz constant over a whole ball of inputs."""
 
 from collections.abc import Sequence
 
@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds.ball.centre_entries_variants import COVERS
+from lipbound.bounds.ball.centre_entries import COVERS
 from lipbound.bounds.ball.centre_pairs import PairedBallCentre, PairedVariantCentre
 from lipbound.bounds.bound import check_radii
-from lipbound.bounds.ours.block_norms import TINY
+from lipbound.bounds.ours.block_norms import TINY, sizes_of_values
 from lipbound.bounds.registry import get
 from lipbound.devices import in_own_modes
 from lipbound.errors import AttentionError, LipboundError, check_layer
@@ -22,14 +22,14 @@ CERTIFIED_DELTA = 1e-10
 
 @in_own_modes
 def over_ball(
-    att: Attention, radius: float | Sequence[float], *, norm: str = "token", at: str = "certified"
+    att: Attention, radius: float | Sequence[float], *, ball: str = "token", at: str = "certified"
 ) -> Tensor:
     r"""An upper bound on :math:`\|J(X')\|` for every X' in a ball around the layer's input.
 
     Args:
         att: the layer at the centre; computed in float64.
         radius: of the ball, in the units of ``x`` (0 is the centre); a sequence gives a curve.
-        norm: "token": every token moves by at most ``radius``; "frobenius": all of X does.
+        ball: "token": every token moves by at most ``radius``; "frobenius": all of X does.
         at: the value at the centre: "certified" (the upper end of the exact norm, with failure
             probability 1e-10 for the call) or the registry name of a bound on the head.
 
@@ -37,11 +37,11 @@ def over_ball(
         (samples, heads), or (samples, heads, radii), float64.
 
     Raises:
-        LipboundError: a negative radius, an unknown norm, a bound at the centre that is about
+        LipboundError: a negative radius, an unknown ball, a bound at the centre that is about
             another map or whose assumptions do not hold, normalised queries or keys.
 
     Rotary position embeddings, capped scores and sinks change some of what follows:
-    `lipbound.bounds.ball.centre_entries_variants`.
+    `lipbound.bounds.ball.centre_entries.VariantBallCentre`.
 
     With :math:`D_{ij} = |v_j - o_i|`, :math:`F_{ij} = |\tilde k_j - \sum_l P_{il} \tilde k_l|`,
     :math:`u_i = |\tilde q_i|`, P' between :math:`P^-` and :math:`P^+`
@@ -78,28 +78,27 @@ def over_ball(
     As the radius goes to 0, (a) goes to the value at the centre; (c) grows like
     :math:`\rho^2 \sqrt N`, as global bounds must.
     """
-    return _over_ball(att, radius, norm, at, entries_only=False)
+    return _over_ball(att, radius, ball, at, entries_only=False)
 
 
 def _over_ball(
-    att: Attention, radius: float | Sequence[float], norm: str, at: str, *, entries_only: bool
+    att: Attention, radius: float | Sequence[float], ball: str, at: str, *, entries_only: bool
 ) -> Tensor:
     """`over_ball`; or, with ``entries_only``, what (a), (b) and (c) alone make of it."""
-    single, radii = _checked(att, radius, norm)
+    single, radii = _checked(att, radius, ball)
     double = att.double()
     centre = _centre(double, at)
     with torch.no_grad():
-        parts = [_sample(double.unpadded(s), radii, norm, entries_only) for s in range(att.samples)]
+        parts = [_sample(double.unpadded(s), radii, ball, entries_only) for s in range(att.samples)]
     changed, whole = (torch.stack(values) for values in zip(*parts, strict=True))
     values = (centre[..., None] + changed).minimum(whole) * (1 + 4 * torch.finfo(torch.float64).eps)
     return values[..., 0] if single else values
 
 
 def _checked(
-    att: Attention, radius: float | Sequence[float], norm: str
+    att: Attention, radius: float | Sequence[float], ball: str
 ) -> tuple[bool, list[float]]:
-    """Whether one radius was given, and all of them; raises where the layer or the ball is not
-    covered."""
+    """Whether one radius was given, and all of them, of a layer and a ball that are covered."""
     check_layer(att, "over_ball")
     if "qk_norm" in att.variants:
         raise AttentionError(
@@ -107,35 +106,33 @@ def _checked(
             "the input; lipbound.attack does"
         )
     att.only("over_ball", COVERS)
-    found = check_radii(radius, norm)
+    found = check_radii(radius, ball)
     if att.cache.recording:
         raise LipboundError("over_ball has no derivatives; call it under torch.no_grad()")
     return found
 
 
 def _sample(
-    att: Attention, radii: list[float], norm: str, entries_only: bool
+    att: Attention, radii: list[float], ball: str, entries_only: bool
 ) -> tuple[Tensor, Tensor]:
-    """How far J moves from that at one unpadded sample of a float64 layer, and how large it gets,
+    """How far J moves within balls around one unpadded float64 sample, and how large it gets.
+
     (heads, radii) each, through the layer's copy of ordinary size: Lemma 73
-    (docs/theory/upper_values.md)."""
+    (docs/theory/upper_values.md).
+    """
     one, exponents, exact = att.unit_scales()
     sizes = [torch.frexp(t.x.abs().amax()) for t in (one, att)]
     shift = sizes[0].exponent - sizes[1].exponent
     if not -1000 < int(shift) < 1000:
-        nothing = torch.full(
-            (att.heads, len(radii)), torch.inf, dtype=torch.float64, device=att.device
-        )
-        return nothing, nothing
+        unknown = att.x.new_full((att.heads, len(radii)), torch.inf)
+        return unknown, unknown
     around = PairedVariantCentre(one) if one.variants else PairedBallCentre(one)
     bounds = around.by_entries if entries_only else around.bounds
-    found = [bounds(r * float(exact_power(shift)), norm) for r in radii]
-    hidden = TINY * (
-        torch.linalg.vector_norm(one.w_v, dim=(1, 2)) + one.centred_v[0].norm(dim=-1).amax(-1)
-    )
+    found = [bounds(r * float(exact_power(shift)), ball) for r in radii]
+    hidden = TINY * sizes_of_values(one)[:, None]
 
     def ordinary(values: Tensor) -> Tensor:
-        values = times_power_up((values + hidden[:, None]).mT, exponents).mT
+        values = times_power_up((values + hidden).mT, exponents).mT
         return torch.where(exact[0][:, None] & ~values.isnan(), values, torch.inf)
 
     changed, whole = (torch.stack(values, -1) for values in zip(*found, strict=True))

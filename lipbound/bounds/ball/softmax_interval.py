@@ -16,8 +16,10 @@ from lipbound.linalg.matrix_norms import upper_factor
 
 
 def key_spread(att: Attention) -> tuple[Tensor, Tensor]:
-    """F_ij (heads, N, N) and the keys kt_j in coordinates in which they are no shorter, centred
-    (heads, N, .), of an unpadded float64 layer."""
+    """F_ij, (heads, N, N), and the keys kt_j, centred, (heads, N, .), of an unpadded float64 layer.
+
+    The keys are in coordinates in which they are no shorter.
+    """
     kt = att.scale * att.centred_k[0] @ upper_factor(att.w_q)[0].mT
     return torch.cdist(att.p[0] @ kt, kt, compute_mode="donot_use_mm_for_euclid_dist"), kt
 
@@ -27,12 +29,14 @@ def query_lengths(att: Attention) -> Tensor:
     return abs(att.scale) * (att.q[0] @ upper_factor(att.w_k)[0].mT).norm(dim=-1)
 
 
-def score_changes(f: Tensor, u: Tensor, norm_a: Tensor, radius: float, norm: str) -> Tensor:
-    """tau_ij, (heads, N, N), from F (heads, N, N), u (heads, N, 1 or N) and ||A|| (heads,): Lemma
-    25 (docs/theory/balls.md)."""
+def score_changes(f: Tensor, u: Tensor, norm_a: Tensor, radius: float, ball: str) -> Tensor:
+    """tau_ij, (heads, N, N), from F (heads, N, N), u (heads, N, 1 or N) and ||A|| (heads,).
+
+    Lemma 25 (docs/theory/balls.md).
+    """
     square = norm_a[:, None, None] * radius**2
     together = radius * (f + u) + square
-    if norm == "token":
+    if ball == "token":
         return together
     apart = radius * (f**2 + u**2).sqrt() + square / 2
     own = torch.eye(f.shape[-1], dtype=torch.bool, device=f.device)
@@ -40,13 +44,14 @@ def score_changes(f: Tensor, u: Tensor, norm_a: Tensor, radius: float, norm: str
 
 
 def softmax_interval(scores: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
-    """Smallest and largest probability of every entry when scores (..., N), -inf where forbidden,
-    change by at most tau: two tensors (..., N)."""
+    """Smallest and largest probabilities, (..., N) each, when scores change by at most tau.
+
+    Scores (..., N) are -inf where attention is forbidden.
+    """
     allowed = scores > -math.inf
     finite = torch.where(allowed, scores, 0.0).abs().amax(-1, keepdim=True)
-    tau = tau + 8 * torch.finfo(scores.dtype).eps * (
-        finite + tau + scores.shape[-1]
-    )  # rounding of scores and of their logarithms
+    # rounding of scores and of their logarithms
+    tau = tau + 8 * torch.finfo(scores.dtype).eps * (finite + tau + scores.shape[-1])
     log_p = torch.log_softmax(scores, -1)
     low = torch.where(allowed, log_p - tau, log_p)
     high = torch.where(allowed, log_p + tau, log_p)
@@ -66,32 +71,33 @@ def relative_changes(
     cov_k: Tensor,
     norm_a: Tensor,
     radius: float,
-    norm: str,
+    ball: str,
 ) -> tuple[Tensor, Tensor]:
-    r"""How far scores move beyond the mean of their row, :math:`\varepsilon_{ij}` (heads, N, N),
-    and upper values of the mean squares, (heads, N, 1).
+    r"""How far scores of a plain layer move beyond the mean of their row, and their mean squares.
 
     Lemma 106 (docs/theory/ball_pairs.md).
 
-    From P (heads, N, N) and the relative error of its rows (heads, N, 1), F (heads, N, N), u
-    (heads, N, 1), :math:`\|Cov_{P_i} \tilde k\|` (heads, N) and ||A|| (heads,) of a plain layer.
+    Args:
+        p, off_p: P, (heads, N, N), and the relative error of its rows, (heads, N, 1).
+        f, u: F, (heads, N, N), and u, (heads, N, 1).
+        cov_k, norm_a: :math:`\|Cov_{P_i} \tilde k\|`, (heads, N), and ||A||, (heads,).
+        radius, ball: of the ball.
+
+    Returns:
+        :math:`\varepsilon_{ij}`, (heads, N, N), and upper values of mean squares, (heads, N, 1).
     """
     norm_a, off = norm_a[:, None, None], 4 * off_p + 1e-13  # the differences cancel
     move: float | Tensor = radius
-    if norm == "token":
+    if ball == "token":
         size = radius * f + 2 * ((1 - p).clamp_min(0) + off) * (radius * u + norm_a * radius**2)
     else:
         square = p.square().sum(-1, keepdim=True)
-        own = (
-            torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)
-            - p.diagonal(dim1=-2, dim2=-1)[..., None]
-        )
+        eye = torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)
+        own = eye - p.diagonal(dim1=-2, dim2=-1)[..., None]
         every = (1 - 2 * p + square).clamp_min(0)
         others = (every - own.square()).clamp_min(0) + 2 * off
-        size = (
-            radius * ((f + (own.abs() + off) * u).square() + others * u.square()).sqrt()
-            + norm_a * radius**2 * (every + off).sqrt()
-        )
+        size = radius * ((f + (own.abs() + off) * u).square() + others * u.square()).sqrt()
+        size = size + norm_a * radius**2 * (every + off).sqrt()
         move = radius * (p.amax(-1, keepdim=True) * (1 + off)).sqrt()
     mean_square = (radius * cov_k[..., None].sqrt() + (u + norm_a * radius) * move).square()
     return size, mean_square
@@ -100,10 +106,9 @@ def relative_changes(
 def relative_interval(
     scores: Tensor, size: Tensor, mean_square: Tensor, low: Tensor, up: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Smallest and largest probability of every entry, within ``low`` and ``up``, when scores
-    change by at most ``size`` and by zero in the mean.
+    """Smallest and largest probabilities when scores change by ``size`` at most, zero in the mean.
 
-    Two tensors (..., N): Lemma 106 (docs/theory/ball_pairs.md).
+    Within ``low`` and ``up``; (..., N) each: Lemma 106 (docs/theory/ball_pairs.md).
     """
     allowed = scores > -math.inf
     finite = torch.where(allowed, scores, 0.0).abs().amax(-1, keepdim=True)
@@ -115,13 +120,12 @@ def relative_interval(
     largest = torch.where(allowed, (log_p + size).exp() + tiny, 0.0)
     smallest = torch.where(allowed, (log_p - size - growth.log1p()).exp() - tiny, 0.0).clamp_min(0)
     p = torch.where(allowed, log_p.exp(), 0.0)
-    return low.maximum(smallest.nan_to_num(0.0)).minimum(p), up.minimum(
-        largest.nan_to_num(math.inf, math.inf)
-    ).maximum(p)
+    up = up.minimum(largest.nan_to_num(math.inf, math.inf))
+    return low.maximum(smallest.nan_to_num(0.0)).minimum(p), up.maximum(p)
 
 
 def _others(x: Tensor) -> Tensor:
-    """log of the sum of exp over the other entries of each row.
+    """Logarithm of the sum of exp over the other entries of each row.
 
     The sum without the largest entry is formed anew, in units of its own largest: subtraction would
     cancel, and exp underflow.
@@ -132,20 +136,18 @@ def _others(x: Tensor) -> Tensor:
     return rest.scatter(-1, where, x.scatter(-1, where, -math.inf).logsumexp(-1, keepdim=True))
 
 
-def reachable_rows(att: Attention, radius: float, norm: str) -> tuple[Tensor, Tensor]:
-    """Smallest and largest P' over the ball around an unpadded float64 layer of one sample, two
-    tensors (heads, N, N)."""
-    f, _ = key_spread(att)
-    tau = score_changes(f, query_lengths(att)[..., None], factors.norm_a(att).value(), radius, norm)
+def reachable_rows(att: Attention, radius: float, ball: str) -> tuple[Tensor, Tensor]:
+    """Smallest and largest P' over the ball around an unpadded float64 sample, (heads, N, N)."""
+    f, u = key_spread(att)[0], query_lengths(att)[..., None]
+    tau = score_changes(f, u, factors.norm_a(att).value(), radius, ball)
     return softmax_interval(att.scores(att.q, att.centred_k)[0], tau)
 
 
 def g1_over_box(low: Tensor, high: Tensor) -> Tensor:
-    """An upper bound on g_1, hence on ||M(p)||, over all probability rows between ``low`` and
-    ``high``: (..., N) -> (...).
+    """Upper value of g_1 over all probability rows between two others, (..., N) -> (...).
 
-    The maximum of one concave arc on either side of a point, in q = 1 - p_1, formed without
-    cancellation near one-hot rows: Lemma 30 (docs/theory/balls.md).
+    Hence of ||M(p)||. The maximum of one concave arc on either side of a point, in q = 1 - p_1,
+    formed without cancellation near one-hot rows: Lemma 30 (docs/theory/balls.md).
     """
     top, where = high.max(-1, keepdim=True)
     others = high.scatter(-1, where, 0.0)

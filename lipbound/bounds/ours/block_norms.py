@@ -1,4 +1,4 @@
-r"""The norms of the parts of the blocks of J, which our bounds on plain heads are made of.
+r"""Norms of the parts of the blocks of J, which our bounds on plain heads are made of.
 
 They are upper values in real arithmetic: what rounding may have taken from a difference is added to
 it, and what it takes from sums and products of numbers >= 0 is put back by one factor at the end:
@@ -12,23 +12,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lipbound.attention.cache import keep_result, memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.rounding import TensorErrors, tensor_errors
-from lipbound.bounds.ours.rounded_products import lengths, mean
-from lipbound.bounds.ours.row_moments import (
-    CovarianceFactors,
-    RowTensors,
-    all_norms,
-    own_norms,
-    query_norms,
-)
-from lipbound.devices import require
+from lipbound.devices import Room, require
 from lipbound.jacobians.rounding import Moments, distance
-from lipbound.linalg.matrix_norms import gamma, matrix_norm, nonnegative_norm, upper_factor
+from lipbound.linalg.matrix_norms import (
+    block_norm,
+    gamma,
+    matrix_norm,
+    nonnegative_norm,
+    upper_factor,
+)
 from lipbound.linalg.powers import times_power_up
 
 CHUNK = 2**22
 """Bytes of the largest temporary, the N x d_v x d moments of some heads of one sample."""
+ROW_BYTES = 2**20
+"""Bytes of the matrices of as many rows as are taken at a time: what a core's own cache holds."""
 MATRICES = 17
 """How many N x N matrices of one head are in memory together, besides P of all heads."""
 STORED = 4e9
@@ -42,44 +43,46 @@ RTOL = 1e-5
 
 
 def longest(heads: int) -> int:
-    """Most tokens at which our bounds are computed on layers of so many heads: 5,271 for one head,
-    4,153 for twelve."""
+    """Most tokens at which our bounds are computed on layers of so many heads.
+
+    5,271 for one head, 4,153 for twelve.
+    """
     return int((STORED / (8 * (MATRICES + heads))) ** 0.5)
 
 
-WEIGHTS = "norms of weights"
-"""Key of what depends on weights alone in the cache of a layer."""
+# -- one sample at a time --------------------------------------------------------------------------
 
 
 def in_chunks(
-    att: Attention,
-    values: Callable[[Attention, int, slice], Tensor],
-    reach: Sequence[float] = (1.0,),
+    att: Attention, values: Callable[[Attention, slice], Tensor], reach: Sequence[float] = (1.0,)
 ) -> Tensor:
-    """``values`` (heads, r) of every head of every sample, as many heads at a time as memory
-    allows, (samples, heads, r): bounds that are sound as they stand.
+    """Bounds on every head of every sample, (samples, heads, r), as many heads at a time as fit.
 
-    ``values`` are of one sample of a float64 layer of ordinary size
-    (`lipbound.attention.transforms.Transforms.unit_scales`), and upper values but for
-    `positive_slack`. ``reach`` says of each of the r, or of all, how much larger the norm that it
-    bounds can be than the spectral norm of the same matrix. To them comes what rounding has left in
-    the layer's P, q, k and v, and what underflow may hide. What cannot be evaluated is infinite.
-    Proof: Lemma 80 (docs/theory/upper_values.md). Raises LipboundError where memory for them is not
-    free.
+    To ``values`` comes what rounding has left in the layer's P, q, k and v, and what underflow may
+    hide. What cannot be evaluated is infinite. Proof: Lemma 80 (docs/theory/upper_values.md).
+
+    Args:
+        att: the layer.
+        values: (heads, r) from one sample of a float64 layer of ordinary size
+            (`lipbound.attention.transforms.Transforms.unit_scales`) and some of its heads: upper
+            values but for `positive_slack`.
+        reach: how much larger the norm that each of the r bounds, or all of them, can be than the
+            spectral norm of the same matrix.
+
+    Raises:
+        LipboundError: the memory that is needed is not free.
     """
     most = (MATRICES + att.heads) * 8.0 * att.tokens**2
     kind = f" of heads with {', '.join(sorted(att.variants))}" if att.variants else ""
     what = f"our bounds{kind} at {att.tokens} tokens need matrices over all their pairs"
     require(most, att.device, what, "measure shorter inputs, or name other bounds")
-    heads = max(1, int(CHUNK // (8 * att.tokens * max(att.d_v * max(att.d, att.d_v), att.tokens))))
+    step = max(1, int(CHUNK // (8 * att.tokens * max(att.d_v * max(att.d, att.d_v), att.tokens))))
+    chunks = [slice(h, min(att.heads, h + step)) for h in range(0, att.heads, step)]
     rows, factors = [], torch.tensor(reach, dtype=torch.float64, device=att.device)[:, None]
     with torch.set_grad_enabled(att.cache.recording):
         for sample in samples_of(att):
-            found = [
-                values(sample.layer, 0, slice(h, min(att.heads, h + heads)))
-                for h in range(0, att.heads, heads)
-            ]
-            rows.append(sample.finished(torch.cat(found).mT, factors).mT)
+            found = torch.cat([values(sample.layer, heads) for heads in chunks])
+            rows.append(sample.finished(found.mT, factors).mT)
     return torch.stack(rows)
 
 
@@ -87,9 +90,9 @@ class Sample(NamedTuple):
     """One sample of a layer, as a float64 layer of ordinary size.
 
     Attributes:
-        layer: of one sample. errors: of its tensors. exponents: (heads,), of the powers of two that
-            its J is to be multiplied with.
-        exact: (heads,), whether that is all.
+        layer: of one sample. errors: of its tensors.
+        exponents: of the powers of two that its J is to be multiplied with, (heads,).
+        exact: whether that is all, (heads,) bool.
     """
 
     layer: Attention
@@ -97,135 +100,208 @@ class Sample(NamedTuple):
     exponents: Tensor
     exact: Tensor
 
-    def finished(self, values: Tensor, reach: Tensor | float = 1.0) -> Tensor:
-        """Bounds on the heads of the given layer, (..., heads), from upper values for this copy but
-        for `positive_slack`; ``reach`` as above."""
+    def finished(self, values: Tensor, reach: Tensor) -> Tensor:
+        """Bounds on the heads of the layer that was given, (r, heads), from `in_chunks`' values."""
+        one, e = self.layer, _of_sample(self.errors, 0)
         with torch.no_grad():
-            largest, away = self.layer.p[0].amax((-1, -2)), _distance(self.layer, self.errors)
-        return self.closed(values, largest, away, reach)
-
-    def closed(
-        self, values: Tensor, largest: Tensor, away: Tensor, reach: Tensor | float = 1.0
-    ) -> Tensor:
-        """`finished` where P is not at hand: its largest entries, and how far J may be from that of
-        the layer's tensors, (heads,) each."""
-        one = self.layer
-        with torch.no_grad():
-            hidden = (
-                TINY
-                * largest.clamp_min(2.0**-200)
-                * (
-                    torch.linalg.vector_norm(one.w_v, dim=(1, 2))
-                    + one.centred_v[0].norm(dim=-1).amax(-1)
-                )
-            )
-            error = (away + hidden) * (1 + 1e-6) * reach
+            p, norm_v = one.p[0], matrix_norm(one.w_v)
+            value, key = ((p @ (t**2)[..., None])[..., 0] for t in (e.v, e.k))
+            rows = Moments.of(value, key, 1.0, p.amax(-1), p.sum(-2))
+            hidden = TINY * p.amax((-1, -2)).clamp_min(2.0**-200) * sizes_of_values(one)
+            error = (distance(e, rows, one.scale, norm_v) + hidden) * (1 + 1e-6) * reach
         total = times_power_up(values * (1 + 2 * positive_slack(one)) + error, self.exponents)
         return torch.where(self.exact & ~total.isnan(), total, torch.inf)
 
 
+def sizes_of_values(one: Attention) -> Tensor:
+    """Frobenius norm of W_V and length of the longest centred value of one sample, (heads,)."""
+    return torch.linalg.vector_norm(one.w_v, dim=(1, 2)) + one.centred_v[0].norm(dim=-1).amax(-1)
+
+
+def _of_sample(errors: TensorErrors, index: int | slice) -> TensorErrors:
+    return TensorErrors(*(getattr(errors, field.name)[index] for field in fields(errors)))
+
+
 def samples_of(att: Attention) -> Iterator[Sample]:
-    """Every sample of a layer, with what depends on weights alone computed once for all where their
-    sizes are ordinary."""
+    """Every sample of a layer; norms of weights are found once where their sizes are ordinary."""
     whole = att.ordinary()
     errors = None if whole is None else tensor_errors(whole)
     for s in range(att.samples):
+        part = slice(s, s + 1)
         if whole is None or errors is None:
-            one, exponents, exact = att.double().of_samples(slice(s, s + 1)).unit_scales()
+            one, exponents, exact = att.double().of_samples(part).unit_scales()
             yield Sample(one, tensor_errors(one), exponents, exact[0])
         else:
-            one = whole.of_samples(slice(s, s + 1))
-            one.cache.keep(("memo", WEIGHTS), weights_of(whole))
-            own = TensorErrors(
-                *(getattr(errors, field.name)[s : s + 1] for field in fields(errors))
-            )
+            one = whole.of_samples(part)
+            keep_result(weights_of, one, weights_of(whole))
             every = torch.ones(att.heads, dtype=torch.bool, device=att.device)
-            yield Sample(one, own, torch.zeros_like(every, dtype=torch.long), every)
-
-
-def _distance(one: Attention, errors: TensorErrors) -> Tensor:
-    """`lipbound.jacobians.rounding.distance` of one sample, (heads,)."""
-    p, e = one.p[0], TensorErrors(*(getattr(errors, field.name)[0] for field in fields(errors)))
-    value, key = ((p @ (t**2)[..., None])[..., 0] for t in (e.v, e.k))
-    return distance(
-        e,
-        Moments.of(value, key, 1.0, p.amax(-1), p.sum(-2)),
-        one.scale,
-        matrix_norm(one.w_v.detach()),
-    )
+            yield Sample(one, _of_sample(errors, part), torch.zeros_like(every).long(), every)
 
 
 def positive_slack(att: Attention) -> float:
-    """What a number from sums, products, roots and minima of numbers >= 0 may lack of its exact
-    value, relative: Lemma 77 (docs/theory/upper_values.md)."""
+    """Relative error of numbers from sums, products, roots and minima of numbers >= 0.
+
+    Lemma 77 (docs/theory/upper_values.md).
+    """
     return gamma(6 * (att.tokens + att.x.shape[2] + 2 * att.d + 2 * att.d_v) + 400)
 
 
-class BlockNorms:
-    """What both bounds are made of, for some heads of one sample of a float64 layer: norms of the
-    parts of the blocks of J.
+# -- products --------------------------------------------------------------------------------------
 
-    Second moments of all rows come from one product each: Lemma 52 (docs/theory/numerics.md). Upper
-    values but for `positive_slack`.
+
+def mean(p: Tensor, x: Tensor) -> Tensor:
+    """P x for vectors x (heads, N), without derivative."""
+    return (x[..., None, :] @ p.detach().mT)[..., 0, :]
+
+
+def lengths(x: Tensor) -> Tensor:
+    """Lengths of rows, without derivative: what allowances are made of."""
+    return x.detach().norm(dim=-1)
+
+
+def root(x: Tensor) -> Tensor:
+    """Square root whose derivative at 0 is 0; NaN of NaN and of numbers < 0."""
+    if not x.requires_grad:
+        return x.sqrt()
+    return torch.where(x == 0, 0.0, torch.where(x == 0, 1.0, x).sqrt())
+
+
+def outer(x: Tensor, y: Tensor, room: Room | None = None) -> Tensor:
+    """Rows of outer products, (heads, N, a) and (heads, N, b) -> (heads, N, a b).
+
+    They are put into ``room`` where no derivative is wanted.
+    """
+    left, right = x[..., :, None], y[..., None, :]
+    if room is None or torch.is_grad_enabled():
+        return (left * right).flatten(-2)
+    return torch.mul(left, right, out=room.take(x, *x.shape, y.shape[-1])).flatten(-2)
+
+
+def seen(t: Tensor, step: int) -> list[tuple[slice, slice, slice]]:
+    """Ranges of ``step`` tokens, the queries that see them as keys, and the keys that they see.
+
+    Args:
+        t: entries that are zero where nothing is seen, (N, N), or bool.
+        step: how many tokens a range has.
+    """
+    n, ends = len(t), []
+    for m in (t.detach().mT, t.detach()):
+        order = (m != 0).to(torch.uint8)
+        most, first = order.max(-1)
+        last = n - order.flip(-1).argmax(-1)
+        ends.append(torch.where(most > 0, first, n).tolist())
+        ends.append(torch.where(most > 0, last, 0).tolist())
+    found = []
+    for part in (slice(i, min(i + step, n)) for i in range(0, n, step)):
+        low, high, left, right = (f(end[part]) for f, end in zip((min, max) * 2, ends, strict=True))
+        found.append((part, slice(low, max(low, high)), slice(left, max(left, right))))
+    return found
+
+
+class WeightNorms(NamedTuple):
+    """What bounds need of the weights of a layer, (heads, ...).
+
+    Attributes:
+        factor_q, factor_k: `upper_factor` of W_Q and W_K. excess: how far the latter's square is
+            above. norm_v: upper value of ||W_V||.
+        size_q, size_k, size_v: Frobenius norms of the two factors and of W_V.
+    """
+
+    factor_q: Tensor
+    factor_k: Tensor
+    excess: Tensor
+    norm_v: Tensor
+    size_q: Tensor
+    size_k: Tensor
+    size_v: Tensor
+
+
+@memoised
+def weights_of(att: Attention) -> WeightNorms:
+    """`WeightNorms`, once for a layer."""
+    (f_q, _), (f_k, excess) = upper_factor(att.w_q), upper_factor(att.w_k)
+    sizes = (torch.linalg.matrix_norm(w.detach()) for w in (f_q, f_k, att.w_v))
+    return WeightNorms(f_q, f_k, excess, matrix_norm(att.w_v), *sizes)
+
+
+class BlockNorms:
+    r"""Norms of the parts of the blocks of J, for some heads of a float64 layer of one sample.
+
+    Upper values but for `positive_slack`. Second moments of all rows come from one product each:
+    Lemma 52 (docs/theory/numerics.md).
 
     Attributes:
         p, v, o: probabilities, centred values, outputs.
-        size: |c q_i|, (heads, N).
-        qt: :math:`\\tilde q_i`, in coordinates in which it is no
-            shorter.
-        off_qt: the rounding of its rows.
-        qt_norm: :math:`|\\tilde q_i|`, (heads, N, 1).
-        distance: :math:`|v_j - o_i|`, (heads, N, N).
-        norm_v: :math:`\\|W_V\\|`, (heads, 1, 1).
-        b: :math:`\\|B_i\\|`, (heads, N).
-        b_v: with ``gram`` alone, :math:`\\|B_i W_V\\|`, (heads, N).
-        a: :math:`\\|A_i\\|`, (heads, N); with ``gram`` alone.
-        b_q: :math:`|B_i \\tilde q_k|`, (heads, N, N).
+        size: :math:`|c q_i|`, (heads, N).
+        qt: :math:`\tilde q_i`, in coordinates in which it is no shorter. off_qt: the rounding of
+            its rows. qt_norm: :math:`|\tilde q_i|`, (heads, N, 1).
+        distance: :math:`|v_j - o_i|`, (heads, N, N). norm_v: :math:`\|W_V\|`, (heads, 1, 1).
+        b: :math:`\|B_i\|`, (heads, N).
+        b_v, a, z, b_q: with ``gram`` alone, :math:`\|B_i W_V\|`, :math:`\|A_i\|` and :math:`|z_i|`,
+            (heads, N) each, and :math:`|B_i \tilde q_k|`, (heads, N, N), zero where k does not see
+            i.
     """
 
-    def __init__(self, att: Attention, sample: int, heads: slice, *, gram: bool = False):
-        p, q = att.p[sample, heads], att.q[sample, heads]
-        k, v = att.centred_k[sample, heads], att.centred_v[sample, heads]
-        n, d, inputs = att.tokens, att.d, att.x.shape[2]
-        self.p, self.v = p, v
-        self.o = o = p @ v
+    def __init__(self, att: Attention, heads: slice = slice(None), *, gram: bool = False):
+        q, k, v = (t[0, heads] for t in (att.q, att.centred_k, att.centred_v))
+        w, scaled = WeightNorms(*(t[heads] for t in weights_of(att))), att.scale * q
+        p = att.p[0, heads]
+        self.p, self.v, self.o = p, v, (o := p @ v)
         self.distance = torch.cdist(o, v, compute_mode="donot_use_mm_for_euclid_dist")
-        weights = weights_of(att)
-        factor_q, factor_k, self.excess, norm_v, size_q, size_k, size_v = (
-            w[heads] for w in weights
-        )
-        self.norm_v = norm_v[:, None, None]
-        scaled, self.size = att.scale * q, (size := abs(att.scale) * lengths(q))
-        self.qt = scaled @ factor_k.mT
-        self.off_qt = gamma(d + 2) * size * size_k[:, None]
+        self.norm_v, self.excess = w.norm_v[:, None, None], w.excess
+        self.size = size = abs(att.scale) * lengths(q)
+        self.qt, self.off_qt = scaled @ w.factor_k.mT, gamma(att.d + 2) * size * w.size_k[:, None]
         self.qt_norm = (self.qt.norm(dim=-1) + self.off_qt)[..., None]
-
-        # Row by row, since the d_v x d matrices of all rows would not fit.
-        length_k, length_v, length_o = lengths(k), lengths(v), lengths(o)
-        off = (
-            gamma(n + 6)
-            * abs(att.scale)
-            * (mean(p, length_v * length_k) + length_o * mean(p, length_k))
-        )
-        rows = RowTensors(p, v, att.scale * k, o, off)
         if not gram:
-            self.b = query_norms(rows, factor_q.mT, size_q)
+            self.b = torch.cat(
+                [self._b(c, off, w) for _, _, c, off in self._covariances(att, k)], 1
+            )
             return
-        w_q, w_k, w_v = (w[heads] for w in (att.w_q, att.w_k, att.w_v))
-        self.z = (scaled @ (w_k.mT @ w_v)).norm(dim=-1) + gamma(inputs + d + 4) * size * (
-            size_k * size_v
-        )[:, None]  # |z_i|
-        images, reach = scaled @ (w_q.mT @ w_k).mT, size * (size_q * size_k)[:, None]
-        self.b, self.b_v, self.b_q = all_norms(
-            rows,
-            CovarianceFactors(factor_q.mT, w_q.mT @ w_v, size_q, size_v, inputs, images, reach),
-        )
-        self.a = torch.minimum(
-            own_norms(p, v, o), (p * self.distance).norm(dim=-1)
-        )  # the latter is exact to rounding where it is tiny
+        w_q, w_k, w_v = (t[heads] for t in (att.w_q, att.w_k, att.w_v))
+        inputs, round_v = att.x.shape[2], gamma(att.x.shape[2] + att.d + 4)
+        both = (w.size_k * w.size_v)[:, None]
+        self.z = (scaled @ (w_k.mT @ w_v)).norm(dim=-1) + round_v * size * both
+        value, images = w_q.mT @ w_v, scaled @ (w_q.mT @ w_k).mT
+        reach, sizes = size * (w.size_q * w.size_k)[:, None], (w.size_q * w.size_v)[:, None]
+        b, b_v, self.b_q = [], [], torch.zeros_like(p)
+        for rows, queries, c, off in self._covariances(att, k):
+            long = torch.linalg.vector_norm(c.detach(), dim=(-2, -1))
+            b.append(self._b(c, off, w))
+            b_v.append(block_norm(_each(c, value)) + (off + round_v * long) * sizes)
+            moved = (images[:, queries] @ c.flatten(1, 2).mT).unflatten(2, c.shape[1:3])
+            lost = (off + gamma(inputs + 2 * att.d + 6) * long)[:, None] * reach[:, queries, None]
+            self.b_q[:, rows, queries] = (torch.linalg.vector_norm(moved, dim=-1) + lost).mT
+        self.b, self.b_v = torch.cat(b, 1), torch.cat(b_v, 1)
+        # the second is exact to rounding where it is tiny
+        self.a = torch.minimum(own_norms(p, v, o), (p * self.distance).norm(dim=-1))
+
+    def _covariances(
+        self, att: Attention, k: Tensor
+    ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+        r"""Rows, their queries, :math:`C_i = c \sum_j P_{ij} (v_j - o_i) k_j^T`, and its rounding.
+
+        Some rows at a time, since the d_v x d matrices of all rows would not fit: (heads, n, d_v,
+        d) and (heads, n), the latter in the Frobenius norm.
+        """
+        p, v, o, k, (d_v, d) = self.p, self.v, self.o, att.scale * k, (att.d_v, att.d)
+        room, step = Room(), max(1, ROW_BYTES // (8 * len(p) * d_v * d))
+        pairs, average = outer(v, k, room), p @ k
+        length = lengths(k)
+        lost = mean(p, lengths(v) * length) + lengths(o) * mean(p, length)
+        lost = gamma(att.tokens + 6) * lost
+        for rows, queries, keys in seen((p != 0).any(0), step):
+            sums = (p[:, rows, keys] @ pairs[:, keys]).unflatten(-1, (d_v, d))
+            c = torch.addcmul(sums, o[:, rows, :, None], average[:, rows, None, :], value=-1)
+            yield rows, queries, c, lost[:, rows]
+
+    @staticmethod
+    def _b(c: Tensor, off: Tensor, w: WeightNorms) -> Tensor:
+        """||B_i|| of some rows, (heads, n)."""
+        off = off + gamma(c.shape[-1] + 2) * torch.linalg.vector_norm(c.detach(), dim=(-2, -1))
+        return block_norm(_each(c, w.factor_q.mT)) + off * w.size_q[:, None]
 
     def block(self) -> Tensor:
-        """The compression of J itself, (heads,)."""
+        """Norm of the compression of J itself, (heads,)."""
         sizes = self.p * (self.norm_v + self.distance * self.qt_norm) + torch.diag_embed(self.b)
         return nonnegative_norm(sizes, rtol=RTOL)
 
@@ -241,15 +317,10 @@ class BlockNorms:
 
     def mixed(self) -> Tensor:
         """X + X^T."""
-        p = self.p
-        reach = torch.minimum(
-            p * self.distance @ p.mT, self.a[..., :, None] * p.norm(dim=-1)[..., None, :]
-        )
-        x = (
-            p * self.b_v[..., None, :]
-            + p.mT * self.b_q * self.distance.mT
-            + self.z[..., :, None] * reach
-        )
+        p, a = self.p, self.a[..., :, None]
+        reach = torch.minimum(p * self.distance @ p.mT, a * p.norm(dim=-1)[..., None, :])
+        x = p * self.b_v[..., None, :] + p.mT * self.b_q * self.distance.mT
+        x = x + self.z[..., :, None] * reach
         return x + x.mT
 
     def keys(self) -> Tensor:
@@ -260,31 +331,27 @@ class BlockNorms:
     def inner(self) -> Tensor:
         r""":math:`|\tilde q_i \cdot \tilde q_k|`."""
         length, off = lengths(self.qt) + self.off_qt, self.off_qt
-        left = torch.stack(
-            [
-                gamma(self.qt.shape[-1] + 2) * length + 2 * off,
-                length,
-                self.excess[:, None] * self.size,
-            ],
-            -1,
-        )
+        own = gamma(self.qt.shape[-1] + 2) * length + 2 * off
+        left = torch.stack([own, length, self.excess[:, None] * self.size], -1)
         right = torch.stack([length, 2 * off, self.size], -1)
         return (self.qt @ self.qt.mT).abs() + left @ right.mT
 
 
-def weights_of(att: Attention) -> tuple[Tensor, ...]:
-    """`_weights`, once for a layer."""
-    return att.memo(WEIGHTS, lambda: _weights(att))
+def _each(c: Tensor, m: Tensor) -> Tensor:
+    """Matrices (heads, n, a, b) times one of each head, (heads, b, r), as one product."""
+    return (c.flatten(1, 2) @ m).unflatten(1, c.shape[1:3])
 
 
-def _weights(att: Attention) -> tuple[Tensor, ...]:
-    """`upper_factor` of W_Q and W_K, how far the latter's square is above, ||W_V||, and Frobenius
-    norms of the first two and of W_V, (heads, ...)."""
-    (f_q, _), (f_k, excess) = upper_factor(att.w_q), upper_factor(att.w_k)
-    return (
-        f_q,
-        f_k,
-        excess,
-        matrix_norm(att.w_v),
-        *(torch.linalg.matrix_norm(w.detach()) for w in (f_q, f_k, att.w_v)),
-    )
+def own_norms(p: Tensor, v: Tensor, o: Tensor) -> Tensor:
+    """||A_i||, (heads, N), from P, values and outputs of some heads."""
+    (n, d_v), w, found = v.shape[-2:], p * p, []
+    far, length, total = lengths(o), lengths(v), w.sum(-1)
+    side = w @ v - total[..., None] / 2 * o
+    off = mean(w, length**2) + 2 * far * mean(w, length) + total.detach() * far**2
+    squares, step = outer(v, v), max(1, ROW_BYTES // (8 * len(p) * d_v**2))
+    for r in (slice(i, i + step) for i in range(0, n, step)):
+        squared = (w[:, r] @ squares).unflatten(-1, (d_v, d_v))  # A_i A_i^T, less the next two
+        for x, y in ((side, o), (o, side)):
+            squared = torch.addcmul(squared, x[:, r, :, None], y[:, r, None, :], value=-1)
+        found.append(block_norm(squared))
+    return root(torch.cat(found, 1) + gamma(n + 10) * off)

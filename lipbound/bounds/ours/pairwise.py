@@ -1,26 +1,74 @@
-r"""Our own closed-form bounds: compression of the blocks of :math:`J J^T`, and of J, by token
-pairs.
+r"""Our closed-form bounds: compression of the blocks of :math:`J J^T`, and of J, by token pairs.
 
 Symbols: docs/theory/notation.md. In short :math:`A_i` (d_v x N) has columns
 :math:`P_{ij}(v_j - o_i)`, :math:`\tilde q_i = c\,W_K q_i` and :math:`B_i = c\,A_i K W_Q^T` with
 :math:`c` = ``scale``.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from lipbound.attention.cache import keep_result, memoised
 from lipbound.attention.layer import Attention
 from lipbound.bounds import conditions
+from lipbound.bounds.bound import Bound
 from lipbound.bounds.ours import BIBTEX, CITATION
-from lipbound.bounds.ours.block_norms import RTOL, BlockNorms, in_chunks, longest
-from lipbound.bounds.ours.rounded_products import root
-from lipbound.bounds.ours.term_shares import block_terms, gram_terms
+from lipbound.bounds.ours.block_norms import (
+    MATRICES,
+    RTOL,
+    BlockNorms,
+    in_chunks,
+    longest,
+    root,
+    samples_of,
+)
 from lipbound.bounds.registry import bound
 from lipbound.bounds.whole_layer_rules import with_folded
+from lipbound.devices import require
 from lipbound.linalg.matrix_norms import gamma, matrix_norm, nonnegative_norm, symmetric_norm
 
-BLOCK_KEY = "lipbound_block"
-"""Key of its values in the cache of a layer."""
+
+def gram_terms(bound: Bound, att: Attention) -> dict[str, Tensor]:
+    """Shares of the terms of ``lipbound``, at the top eigenvector of its first branch's matrix."""
+
+    def terms(sample: Attention) -> dict[str, Tensor]:
+        parts = BlockNorms(sample, gram=True)
+        names = ("values", "keys", "queries", "mixed")
+        return {name: getattr(parts, name)() for name in names}
+
+    return _shares(att, terms)
+
+
+def block_terms(bound: Bound, att: Attention) -> dict[str, Tensor]:
+    """Shares of the terms of ``lipbound_block``, at the top singular pair of its matrix."""
+
+    def terms(sample: Attention) -> dict[str, Tensor]:
+        parts = BlockNorms(sample)
+        moved = parts.p * parts.distance * parts.qt_norm
+        own = torch.diag_embed(parts.b)
+        return {"values": parts.p * parts.norm_v, "keys": moved, "queries": own}
+
+    return _shares(att, terms)
+
+
+def _shares(att: Attention, terms: Callable[[Attention], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Shares of matrices (heads, N, N) in the norm of their sum, (samples, heads) each."""
+    most = MATRICES * att.heads * 8.0 * att.tokens**2
+    what = f"terms of our bounds at {att.tokens} tokens need matrices over all their pairs"
+    require(most, att.device, what, "measure shorter inputs or fewer heads")
+    found: dict[str, list[Tensor]] = {}
+    for sample in samples_of(att):
+        parts = terms(sample.layer)
+        u, _, vh = torch.linalg.svd(torch.stack(list(parts.values())).sum(0))
+        left, right = u[..., None, :, 0], vh[..., 0, :, None]
+        forms = {name: (left @ term @ right)[..., 0, 0] for name, term in parts.items()}
+        whole = torch.stack(list(forms.values())).sum(0)
+        for name, form in forms.items():
+            share = torch.where(whole > 0, form / torch.where(whole > 0, whole, 1.0), 0.0)
+            found.setdefault(name, []).append(share)
+    return {name: torch.stack(values) for name, values in found.items()}
 
 
 @bound(
@@ -40,9 +88,9 @@ BLOCK_KEY = "lipbound_block"
     layer=with_folded,
     longest=longest,
 )
+@memoised
 def lipbound(att: Attention) -> Tensor:
-    r"""Path-Gram compression: within a factor of about 1.3 of the exact norm on pretrained heads,
-    in float64.
+    r"""Path-Gram compression: within a factor of about 1.3 of the exact norm on pretrained heads.
 
     With :math:`S = P P^T`, :math:`E_{ij} = P_{ij}|v_j - o_i|`, :math:`z_i = W_V^T \tilde q_i` and
     :math:`a_{ik} = \min((E P^T)_{ik}, \|A_i\| |P_k|)`, let
@@ -60,9 +108,8 @@ def lipbound(att: Attention) -> Tensor:
     compressed.
 
     J depends on keys and values only through differences, so both are centred first; the norms of
-    small matrices are upper values (`lipbound.linalg.matrix_norms.block_norm`, within 1 %), of
-    float32 products whose rounding is allowed for. Where derivatives are wanted, products are
-    float64, and values differ in their fourth or fifth digit. Memory O(N^2 + N d d_v) per head.
+    small matrices are upper values (`lipbound.linalg.matrix_norms.block_norm`, within 1 %). Memory
+    O(N^2 + N d d_v) per head.
     Differentiable in all that enters J (not ``b_k``, ``b_v``); where the norm of a matrix has no
     derivative (several equal top singular values), the derivative is that along one of its top
     pairs.
@@ -72,15 +119,9 @@ def lipbound(att: Attention) -> Tensor:
     cheaper there. With rotary position embeddings, normalised queries and keys, capped scores or
     sinks: `lipbound.bounds.ours.pairwise_variants`.
     """
-
-    def make() -> Tensor:
-        values = in_chunks(att, _lipbound)
-        att.memo(
-            BLOCK_KEY, lambda: values[..., 1]
-        )  # its parts are the same numbers, whichever bound needs them first
-        return values[..., 0]
-
-    return att.memo("lipbound", make)
+    values = in_chunks(att, _lipbound)
+    keep_result(_compressed, att, values[..., 1])  # the same numbers, whichever bound comes first
+    return values[..., 0]
 
 
 @bound(
@@ -111,39 +152,42 @@ def lipbound_block(att: Attention) -> Tensor:
     The entries bound the norms of the blocks of J: Lemmas 14 and 15 (docs/theory/bounds.md). As
     long inputs as for ``lipbound``.
     """
-    return att.memo(BLOCK_KEY, lambda: in_chunks(att, _block)[..., 1])
+    return _compressed(att)
 
 
-def _block(att: Attention, sample: int, heads: slice) -> Tensor:
-    """`lipbound_block` for some heads of one sample, twice, (heads, 2): laid out as by `_lipbound`,
-    so that norms over heads round alike."""
-    return BlockNorms(att, sample, heads).block()[:, None].expand(-1, 2)
+@memoised
+def _compressed(att: Attention) -> Tensor:
+    """`lipbound_block`, (samples, heads)."""
+    return in_chunks(att, _block)[..., 1]
 
 
-def _lipbound(att: Attention, sample: int, heads: slice) -> Tensor:
+def _block(att: Attention, heads: slice) -> Tensor:
+    """`lipbound_block` for some heads of one sample, twice, (heads, 2).
+
+    Laid out as by `_lipbound`, so that norms over heads round alike.
+    """
+    return BlockNorms(att, heads).block()[:, None].expand(-1, 2)
+
+
+def _lipbound(att: Attention, heads: slice) -> Tensor:
     """Both bounds for some heads of one sample, (heads, 2)."""
-    parts = BlockNorms(att, sample, heads, gram=True)
-    v, o, qt, a, n = parts.v, parts.o, parts.qt, parts.a, att.tokens
+    parts = BlockNorms(att, heads, gram=True)
+    v, o, a = parts.v, parts.o, parts.a
     e0 = parts.values() + parts.queries() + parts.mixed()
-    together, without = (
-        nonnegative_norm(e0 + parts.keys(), rtol=RTOL),
-        nonnegative_norm(e0, rtol=RTOL),
-    )
+    together = nonnegative_norm(e0 + parts.keys(), rtol=RTOL)
+    without = nonnegative_norm(e0, rtol=RTOL)
 
     rows = parts.p * parts.qt_norm
-    lengths = v.detach().norm(dim=-1)[..., None, :] + o.detach().norm(dim=-1)[..., :, None]
-    off = gamma(n + att.d_v + 10) * (rows.detach() * lengths).square().sum((-1, -2))
-    key = (matrix_norm(a[..., None] * qt) + (a.detach() * parts.off_qt).norm(dim=-1)) ** 2
-    least = (
-        (rows.detach() * parts.distance.detach()).square().sum(-2).amax(-1)
-    )  # a diagonal entry of the matrix whose norm may be smaller
+    far = v.detach().norm(dim=-1)[..., None, :] + o.detach().norm(dim=-1)[..., :, None]
+    off = gamma(att.tokens + att.d_v + 10) * (rows.detach() * far).square().sum((-1, -2))
+    key = (matrix_norm(a[..., None] * parts.qt) + (a.detach() * parts.off_qt).norm(dim=-1)) ** 2
+    # a diagonal entry of the matrix whose norm may be smaller
+    least = (rows.detach() * parts.distance.detach()).square().sum(-2).amax(-1)
     matters = ~((key <= least) | (without + least >= together))
     if bool(matters.any()):
-        some = matters.nonzero()[:, 0]
-        other = _second(
-            rows[some], v[some], o[some], off[some], key[some], without[some], together[some]
-        )
-        key = key.index_put((some,), torch.minimum(key[some], other))
+        i = matters.nonzero()[:, 0]
+        other = _second(rows[i], v[i], o[i], off[i], key[i], without[i], together[i])
+        key = key.index_put((i,), torch.minimum(key[i], other))
     return torch.stack([root(torch.minimum(together, without + key)), parts.block()], -1)
 
 
@@ -151,26 +195,24 @@ def _second(
     rows: Tensor, v: Tensor, o: Tensor, off: Tensor, key: Tensor, without: Tensor, together: Tensor
 ) -> Tensor:
     """The second number of L, (heads,), where it may be what decides; infinity where not."""
-    pair = rows.mT @ rows
-    shifted = (v @ v.mT) * pair
     mixed = (rows * (o @ v.mT - (o * o).sum(-1, keepdim=True) / 2)).mT @ rows
-    second = shifted - mixed - mixed.mT
+    second = (v @ v.mT) * (rows.mT @ rows) - mixed - mixed.mT
     least = _quotient(second.detach()) + off
     matters = ~((key <= least) | (without + least >= together))
     value = torch.full_like(key, torch.inf).detach()
     if bool(matters.any()):
-        value = value.index_put(
-            (matters.nonzero()[:, 0],), symmetric_norm(second[matters]) + off[matters]
-        )
+        found = symmetric_norm(second[matters]) + off[matters]
+        value = value.index_put((matters.nonzero()[:, 0],), found)
     return value
 
 
 def _quotient(g: Tensor) -> Tensor:
-    """Rayleigh quotients of symmetric matrices (heads, n, n) near their largest eigenvalues,
-    (heads,): after two steps from the largest column."""
-    y = g.gather(
-        -2, g.diagonal(dim1=-2, dim2=-1).argmax(-1)[:, None, None].expand(-1, 1, g.shape[-1])
-    )
+    """Rayleigh quotients of symmetric matrices (heads, n, n) near their largest eigenvalues.
+
+    After two steps from the largest column, (heads,).
+    """
+    column = g.diagonal(dim1=-2, dim2=-1).argmax(-1)[:, None, None]
+    y = g.gather(-2, column.expand(-1, 1, g.shape[-1]))
     for _ in range(2):
         y = y @ g
         y = y / y.norm(dim=-1, keepdim=True).clamp_min(1e-300)

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.bounds import conditions, factors
 from lipbound.bounds.factors import ROOT3
@@ -26,7 +27,7 @@ _terms = values_and_softmax(
 )
 
 
-def _theorem_3_3(att: Attention, radius: float, norm: str = "token") -> Tensor:
+def _theorem_3_3(att: Attention, radius: float, ball: str = "token") -> Tensor:
     """In both balls every token stays within R + radius of 0."""
     n, r = factors.count(att), factors.radius(att) + radius
     t = factors.norm_a(att) * r**2
@@ -70,7 +71,7 @@ def castin(att: Attention) -> Tensor:
     return _theorem_3_3(att, 0.0)
 
 
-def _with_biases(att: Attention, radius: float, norm: str = "token") -> Tensor:
+def _with_biases(att: Attention, radius: float, ball: str = "token") -> Tensor:
     n, r = factors.count(att), factors.radius(att) + radius
     t = factors.norm_a(att) * r**2
     return (
@@ -129,35 +130,29 @@ def _castin_bias_linear(att: Attention) -> Tensor:
     ).value()
 
 
+@memoised
 def sides(att: Attention) -> tuple[Upper, Upper]:
     """max_i |A x_i| and max_i |A^T x_i| per (sample, head), A = scale W_Q W_K^T; without biases:
     Lemma 86 (docs/theory/upper_values.md)."""
+    (x, e), (w_q, f), (w_k, h) = (
+        scaled(att.x, (-2, -1)),
+        scaled(att.w_q, (-2, -1)),
+        scaled(att.w_k, (-2, -1)),
+    )
+    shifts = e[:, 0] + (f + h)[:, 0, 0]
+    together = torch.linalg.matrix_norm(w_q.detach()) * torch.linalg.matrix_norm(w_k.detach())
+    rounding = (
+        2 * gamma(sum(w_q.shape[1:]) + 12) * together * x.detach().norm(dim=-1).amax(-1)[:, None]
+    )
 
-    def make() -> tuple[Upper, Upper]:
-        (x, e), (w_q, f), (w_k, h) = (
-            scaled(att.x, (-2, -1)),
-            scaled(att.w_q, (-2, -1)),
-            scaled(att.w_k, (-2, -1)),
-        )
-        shifts = e[:, 0] + (f + h)[:, 0, 0]
-        together = torch.linalg.matrix_norm(w_q.detach()) * torch.linalg.matrix_norm(w_k.detach())
-        rounding = (
-            2
-            * gamma(sum(w_q.shape[1:]) + 12)
-            * together
-            * x.detach().norm(dim=-1).amax(-1)[:, None]
-        )
+    def largest(outer: Tensor, inner: Tensor) -> Upper:
+        with torch.no_grad():
+            token = (torch.einsum("snd,hde->shne", x, inner) @ outer.mT).norm(dim=-1).argmax(-1)
+        chosen = x[torch.arange(len(x), device=x.device)[:, None], token]  # (samples, heads, D)
+        y = (torch.einsum("shd,hde->she", chosen, inner)[..., None, :] @ outer.mT)[..., 0, :]
+        return factors.scale(att) * Upper.of(y.norm(dim=-1) + rounding).shifted(shifts)
 
-        def largest(outer: Tensor, inner: Tensor) -> Upper:
-            with torch.no_grad():
-                token = (torch.einsum("snd,hde->shne", x, inner) @ outer.mT).norm(dim=-1).argmax(-1)
-            chosen = x[torch.arange(len(x), device=x.device)[:, None], token]  # (samples, heads, D)
-            y = (torch.einsum("shd,hde->she", chosen, inner)[..., None, :] @ outer.mT)[..., 0, :]
-            return factors.scale(att) * Upper.of(y.norm(dim=-1) + rounding).shifted(shifts)
-
-        return largest(w_q, w_k), largest(w_k, w_q)
-
-    return att.memo("sides", make)
+    return largest(w_q, w_k), largest(w_k, w_q)
 
 
 def _turned_side(att: Attention) -> Upper:
@@ -178,7 +173,7 @@ def longest(t: Tensor) -> Upper:
     return Upper.of(lengths * (1 + gamma(t.shape[-1] + 4))).shifted(e[..., 0, 0])
 
 
-def _theorem_c3(att: Attention, radius: float, norm: str = "token") -> Tensor:
+def _theorem_c3(att: Attention, radius: float, ball: str = "token") -> Tensor:
     """|A x_i| grows by at most ||A|| radius; the distance of two tokens by 2 radius, or sqrt(2)
     radius when they share a Frobenius ball."""
     one, other = sides(att)
@@ -186,7 +181,7 @@ def _theorem_c3(att: Attention, radius: float, norm: str = "token") -> Tensor:
     return _from_side(
         att,
         side,
-        factors.diameter(att) + (2 if norm == "token" else math.sqrt(2) * (1 + 4 * UNIT)) * radius,
+        factors.diameter(att) + (2 if ball == "token" else math.sqrt(2) * (1 + 4 * UNIT)) * radius,
     )
 
 
@@ -267,7 +262,7 @@ def _mean_field_condition(att: Attention) -> Tensor:
     return conditions.unmasked(att) & ~conditions.has_query_bias(att)
 
 
-def _mean_field(att: Attention, radius: float, norm: str = "token") -> Tensor:
+def _mean_field(att: Attention, radius: float, ball: str = "token") -> Tensor:
     t = factors.norm_a(att) * (factors.radius(att) + radius) ** 2
     return (factors.norm_v(att) * (1 + 3 * t) * (2 * t).exp()).value()
 

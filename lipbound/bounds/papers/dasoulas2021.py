@@ -6,6 +6,7 @@ import math
 import torch
 from torch import Tensor
 
+from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants import VARIANTS
 from lipbound.bounds import conditions, factors
@@ -31,16 +32,13 @@ ROOT2 = Upper.of(math.sqrt(2) * (1 + 4 * UNIT))
 _terms = values_and_softmax(lambda att, value: factors.norm_v(att) * _frobenius_p(att) / value)
 
 
+@memoised
 def _frobenius_p(att: Attention) -> Upper:
     """||P||_F, (samples, heads)."""
-
-    def make() -> Upper:
-        stretch, unknown = factors.stretched(att, 1)
-        p = (factors.probabilities(att) * stretch[..., None]).masked_fill(unknown[..., None], 0.0)
-        squares = p.square().sum((-1, -2)) * (1 + gamma(att.tokens**2 + 8)) + unknown.sum(-1)
-        return (Upper.of(squares).sqrt() + factors.TINY).minimum(factors.root_count(att))
-
-    return att.memo("upper_frobenius_p", make)
+    stretch, unknown = factors.stretched(att, 1)
+    p = (factors.probabilities(att) * stretch[..., None]).masked_fill(unknown[..., None], 0.0)
+    squares = p.square().sum((-1, -2)) * (1 + gamma(att.tokens**2 + 8)) + unknown.sum(-1)
+    return (Upper.of(squares).sqrt() + factors.TINY).minimum(factors.root_count(att))
 
 
 def _queries(att: Attention) -> Upper:

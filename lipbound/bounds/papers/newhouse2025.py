@@ -20,7 +20,7 @@ BIBTEX = """@misc{newhouse2025enforced,
 _terms = values_and_softmax(lambda att, value: factors.norm_v(att) / value)
 
 
-def _closed(att: Attention, radius: float, norm: str = "token") -> Tensor:
+def _closed(att: Attention, radius: float, ball: str = "token") -> Tensor:
     """In both balls every token stays within R + radius of 0."""
     extended = with_ones(att)
     r = factors.radius(extended) + radius

@@ -45,10 +45,10 @@ def _condition_linear(att: Attention) -> Tensor:
     )
 
 
-def _theorem(att: Attention, radius: float, norm: str = "frobenius") -> Tensor:
+def _theorem(att: Attention, radius: float, ball: str = "frobenius") -> Tensor:
     """Their ball is one in the Frobenius norm."""
     n = factors.count(att)
-    size = factors.frobenius(att) + factors.total_radius(att, radius, norm)
+    size = factors.frobenius(att) + factors.total_radius(att, radius, ball)
     return (
         n
         * (n + 1)

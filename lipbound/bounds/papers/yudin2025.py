@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.bounds import conditions, factors
 from lipbound.bounds.ball.softmax_interval import g1_over_box, reachable_rows
@@ -23,6 +24,7 @@ BIBTEX = """@misc{yudin2025pay,
 ANY = "any biases (Remark 2), any mask"
 
 
+@memoised
 def with_ones(att: Attention) -> Attention:
     """Remark 2: the layer on inputs [x_i, 1], biases as an extra row of the weights; the same q, k,
     v and P.
@@ -30,28 +32,23 @@ def with_ones(att: Attention) -> Attention:
     The key and value biases do not change J, so their rows are zero, which makes the bounds a
     little sharper than with them. Layers without query bias are returned as they are.
     """
-
     if not bool(conditions.has_query_bias(att).any()):
         return att
+    ones = torch.ones_like(att.x[..., :1])
 
-    def make() -> Attention:
-        ones = torch.ones_like(att.x[..., :1])
+    def row(w: Tensor, b: Tensor | None) -> Tensor:
+        last = torch.zeros_like(w[:, :1]) if b is None else b[:, None]
+        return torch.cat([w, last], 1)
 
-        def row(w: Tensor, b: Tensor | None) -> Tensor:
-            last = torch.zeros_like(w[:, :1]) if b is None else b[:, None]
-            return torch.cat([w, last], 1)
-
-        return Attention(
-            torch.cat([att.x, ones], -1),
-            row(att.w_q, att.b_q),
-            row(att.w_k, None),
-            row(att.w_v, None),
-            scale=att.scale,
-            mask=att.mask,
-            valid=att.valid,
-        )
-
-    return att.memo("with_ones", make)
+    return Attention(
+        torch.cat([att.x, ones], -1),
+        row(att.w_q, att.b_q),
+        row(att.w_k, None),
+        row(att.w_v, None),
+        scale=att.scale,
+        mask=att.mask,
+        valid=att.valid,
+    )
 
 
 _terms = values_and_softmax(lambda att, value: (factors.norm_v(att) * factors.norm_p(att)) / value)
@@ -73,7 +70,7 @@ def _theorem3_linear(att: Attention, largest_m: Upper) -> Tensor:
     ).value()
 
 
-def _remark_1(att: Attention, radius: float, norm: str) -> Tensor:
+def _remark_1(att: Attention, radius: float, ball: str) -> Tensor:
     """Theorem 3 for every input of a ball, which Remark 1 leaves to continuity: each factor is
     replaced by its largest value there.
 
@@ -86,10 +83,10 @@ def _remark_1(att: Attention, radius: float, norm: str) -> Tensor:
             "bound 'yudin' over a ball has no derivatives; call it under torch.no_grad()"
         )
     extended = with_ones(att)
-    size = factors.norm_x(extended) + factors.total_radius(att, radius, norm)
+    size = factors.norm_x(extended) + factors.total_radius(att, radius, ball)
     norms, largest = [], []
     for s in range(att.samples):
-        low, high = reachable_rows(factors.wide(att).unpadded(s), radius, norm)
+        low, high = reachable_rows(factors.wide(att).unpadded(s), radius, ball)
         norms.append(nonnegative_norm(high))
         largest.append(g1_over_box(low, high).amax(-1))
     norm_p = Upper.of(torch.stack(norms)).minimum(factors.root_count(att))
@@ -223,7 +220,7 @@ def _yudin_sqrt_n_linear(att: Attention) -> Tensor:
     ).value()
 
 
-def _closed(att: Attention, radius: float, norm: str = "token") -> Tensor:
+def _closed(att: Attention, radius: float, ball: str = "token") -> Tensor:
     extended = with_ones(att)
     r = factors.radius(extended) + radius
     return (

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.masking import BLOCKED, four_axes
 from lipbound.devices import Room
@@ -57,13 +58,10 @@ class RowBlocks:
         )
 
     @staticmethod
+    @memoised
     def of_mask(att: Attention, step: int) -> "RowBlocks":
         """From the mask of a layer and its padding, looked at once; the batch is all heads of
         sample 0, then of sample 1, ..."""
-        return att.memo(("row blocks", step), lambda: RowBlocks._of_mask(att, step))
-
-    @staticmethod
-    def _of_mask(att: Attention, step: int) -> "RowBlocks":
         n, mask, valid = att.tokens, att.mask, att.valid
         count = -(-n // step)
         seen = torch.ones(1, 1, count, n, dtype=torch.bool, device=att.device)

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import xarray as xr
 
-from lipbound.bounds.audit import audit, bounds_there
+from lipbound.bounds.audit import audit
 from lipbound.formatting import joined, plain
 from lipbound.reporting import labels, statistics
 from lipbound.reporting.latex import typeset
 from lipbound.reporting.reductions import reduction_name
+from lipbound.schema import bounds_there
 
 MARKS = {
     "\u2020": "its assumptions do not hold on every {} here",

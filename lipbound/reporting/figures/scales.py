@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.image import AxesImage
 
-from lipbound.bounds.audit import bounds_there, compared_with
 from lipbound.errors import UnknownNameError, nearest
 from lipbound.reporting.statistics import shared_scale
+from lipbound.schema import bounds_there, compared_with
 
 COLORMAP = "cividis"
 NEAR_COLORMAP = "viridis"

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from lipbound.bounds.audit import allowance, audit, bounds_there, compared_with, norm_of
+from lipbound.bounds.audit import allowance, audit
 from lipbound.errors import LipboundError
 from lipbound.formatting import plain
 from lipbound.models.inputs import token_texts
@@ -16,7 +16,7 @@ from lipbound.reporting.figures.scales import scales
 from lipbound.reporting.page.details import RADII, SIDE, Details, details
 from lipbound.reporting.reductions import reduce_samples, reduction_name
 from lipbound.runs.replay import replay
-from lipbound.runs.standing import standing
+from lipbound.schema import Contents, bounds_there, compared_with, norm_of
 
 SINGLE = 16
 """Samples whose numbers go into the page one by one; more only take part in what is aggregated."""
@@ -87,7 +87,7 @@ def contents(
         else (None, [], "they were left out when the report was made")
     )
     across = "head" if "head" in ds.dims else "sample"
-    names, there = bounds_there(ds), standing(ds)
+    names, there = bounds_there(ds), Contents.of(ds)
     colours = _scales(ds, reduce)
     panels = [name for scale in colours for name in scale["names"]]
     kept = ds.isel(sample=slice(0, SINGLE)) if across == "head" else ds
@@ -304,7 +304,7 @@ def _histogram(ratio: xr.DataArray) -> dict[str, Any]:
 
 
 def _provenance(ds: xr.Dataset) -> list[list[str]]:
-    there = standing(ds)
+    there = Contents.of(ds)
     shown = {
         "layers and heads": labels.places(ds),
         "samples": there.samples,

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from lipbound.attention import softmax
 from lipbound.attention.layer import Attention
-from lipbound.bounds.audit import bounds_there, norm_of
-from lipbound.bounds.ball.centre_entries_variants import COVERS
+from lipbound.bounds.ball.centre_entries import COVERS
 from lipbound.bounds.ball.over_ball import over_ball
 from lipbound.bounds.terms import shares
 from lipbound.jacobians.head import HeadJacobian
@@ -19,8 +18,8 @@ from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.jacobians.token_norms.profile import token_profile
 from lipbound.jacobians.token_norms.token_norm import token_norm
 from lipbound.models.capture.capture import Capturer
-from lipbound.runs.measure import TOKENS
 from lipbound.runs.replay import Replay
+from lipbound.schema import TOKEN_NORMS, bounds_there, norm_of
 
 SIDE = 128
 """Attention maps of more tokens are shrunk to at most this many rows: each entry then is the
@@ -100,7 +99,7 @@ def of_layer(
     att = att.unpadded(0)
     found_norm = (
         token_norm(att, norm, map=map, tol=TOKEN_TOL, vectors=True)
-        if norm in TOKENS
+        if norm in TOKEN_NORMS
         else spectral_norm(att, map=map, tol=TOL, vectors=True)
     )
     assert found_norm.left is not None

@@ -173,7 +173,7 @@
     const words = [`layer ${run.layers[i]}, ${run.across} ${run.columns[j]}`];
     const w = run.widths[exactName][i][j] === null ? 0 : Math.min(10, real(run.widths[exactName][i][j]));
     const upper = exactName === "exact" && run.upper ? run.upper[i][j] : null;
-    words.push(`${run.labels[exactName].toLowerCase()} ${number(scaled(exact, 1 + w / 2), w)}` + (upper === null ? "" : ` (between ${precise(exact)} and ${precise(upper)})`));
+    words.push(`${run.labels[exactName].toLowerCase()} ${number(scaled(exact, 1 + w / 2), w)}` + ends(exact, upper));
     if (name !== exactName) {
       words.push(`${run.labels[name]} ${number(value, run.slack)}` + (run.exactSamples < run.samples && run.across === "head" ? ` (over all ${run.samples} samples)` : ""));
       words.push(`ratio ${number(scaled(run.ratios[name][i][j], (1 + w / 2) / (1 + w)), w)}`);
@@ -181,6 +181,10 @@
     return words.join("; ");
   }
   const scaled = (x, factor) => (typeof x === "number" ? x * factor : x);
+  const ends = (lower, upper) => {
+    if (upper === null) return "";
+    return precise(lower) === precise(upper) ? ` (${precise(lower)} to six digits)` : ` (between ${precise(lower)} and ${precise(upper)})`;
+  };
   const precise = (x) => (x === null ? "not computed" : real(x) === Infinity ? "infinity" : Number(x).toPrecision(6).replace(/e\+?/, "e"));
 
   function tell(name, i, j) {

@@ -18,11 +18,11 @@ from lipbound.devices import resolve_device
 from lipbound.errors import LipboundError
 from lipbound.formatting import plain
 from lipbound.formatting.files import replacing
-from lipbound.formatting.mathml import formula
+from lipbound.formatting.html import formula
 from lipbound.reporting.labels import model_name, relabelled
 from lipbound.reporting.page.contents import attention_bytes, contents
 from lipbound.runs import store
-from lipbound.runs.run_argument import run_of
+from lipbound.runs.store import run_of
 
 HERE = Path(__file__).parent
 
