@@ -2,10 +2,11 @@ r"""Two-sided bounds on the norms of a batch of operators, with every rounding i
 
 A search, in any dtype, finds vectors Z near the top. What they show from below is a quotient of
 stored vectors. From above: with Q an orthonormal basis of Z the largest eigenvalue of
-:math:`G = J J^T` is that of a small matrix bordered by :math:`\varphi \ge \|(I - QQ^T)\,G\,(I - QQ^T)\|`: Lemma 44
-(docs/theory/certificates.md). A Lanczos run of its own, from a random start that Z knows nothing
-of, certifies such a :math:`\varphi`: Lemma 65 (docs/theory/rounding.md). It need not be sharp: what
-it leaves is multiplied by the squared residual of Z.
+:math:`G = J J^T` is that of a small matrix bordered by
+:math:`\varphi \ge \|(I - QQ^T)\,G\,(I - QQ^T)\|`: Lemma 44 (docs/theory/certificates.md). A
+Lanczos run of its own, from a random start that Z knows nothing of, certifies such a
+:math:`\varphi`: Lemma 65 (docs/theory/rounding.md). It need not be sharp: what it leaves is
+multiplied by the squared residual of Z.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Proved bounds on eigenvalues of small matrices, and the bordered matrix of Lemma 44."""
+"""Proved bounds on eigenvalues of small matrices, and the bordered matrix of enclosures."""
 
 import math
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ def largest_eigenvalue(g: Tensor) -> tuple[float, float, Tensor]:
 
 @dataclass
 class Bordered:
-    r"""T and R_C of Lemma 44 for a batch, and how far they are from exact ones.
+    r"""T and R_C of enclosures for a batch, and how far they are from exact ones.
 
     In the notation of Lemma 44 (docs/theory/certificates.md), from vectors z and their images.
 
