@@ -96,69 +96,33 @@ def enclose(
 
     Returns:
         `Norm`; ``converged`` is False where the width is not reached, and both ends hold all the
-<<<<<<< HEAD
         same. Of a norm whose square leaves the range of float64 nothing is said.
-    """
-    if not 0 < delta < 1:
-        raise LipboundError(f"delta is {delta}; the failure probability must be between 0 and 1")
-    n = math.prod(op.out_shape)
-    zeros = torch.zeros(op.batch, dtype=torch.float64)
-    found = NormBounds(
-        zeros.clone(),
-        (roundoff.size + roundoff.products) ** 2,
-        torch.zeros(op.batch, n, dtype=torch.float64, device=op.device),
-        zeros.long(),
-    )
-    active = torch.isfinite(found.high).nonzero()[:, 0]  # squares of others leave the range
-    residual = max(min(SEARCH, 0.3 * math.sqrt(tol)), 16 * torch.finfo(search.dtype).eps)
-    seeds = seeds_each(op.batch, seed)
-    if len(active):
-        z, found.steps[active] = ritz_search(
-            search if len(active) == op.batch else search.select(active.to(op.device)),
-            count=min(VECTORS, n),
-            residual=residual,
-            max_steps=max_steps,
-            seed=[seeds[i] for i in active.tolist()],
-        )
-        z = z.double()
-    for attempt, (share, starts) in enumerate(ATTEMPTS if len(active) else ()):
-        index = active.to(op.device)
-        part = op if len(active) == op.batch else op.select(index)
-        z = _attempt(
-            part,
-            roundoff.select(active),
-            z,
-            found,
-            active,
-            tol,
-            delta * share,
-            starts,
-            _again(seeds, attempt, active),
-            max_steps,
-        )
-=======
-        same.
 
     Raises:
         LipboundError: ``delta`` is not between 0 and 1.
     """
     if not 0 < delta < 1:
         raise LipboundError(f"delta is {delta}; the failure probability must be between 0 and 1")
-    n, active, seeds = math.prod(op.out_shape), torch.arange(op.batch), seeds_each(op.batch, seed)
+    n, seeds = math.prod(op.out_shape), seeds_each(op.batch, seed)
+    high = (roundoff.size + roundoff.products) ** 2
+    top = torch.zeros(op.batch, n, dtype=torch.float64, device=op.device)
+    found = NormBounds(torch.zeros_like(high), high, top, torch.zeros_like(high).long())
+    active = torch.isfinite(high).nonzero()[:, 0]
     residual = max(min(SEARCH, 0.3 * math.sqrt(tol)), 16 * torch.finfo(search.dtype).eps)
-    z, steps = ritz_search(
-        search, count=min(VECTORS, n), residual=residual, max_steps=max_steps, seed=seeds
-    )
-    z, high = z.double(), (roundoff.size + roundoff.products) ** 2
-    found = NormBounds(torch.zeros_like(high), high, torch.zeros_like(z[:, 0]), steps)
-    for attempt, (share, starts) in enumerate(ATTEMPTS):
+    if len(active):
+        part = search if len(active) == op.batch else search.select(active.to(op.device))
+        own, count = [seeds[i] for i in active.tolist()], min(VECTORS, n)
+        z, found.steps[active] = ritz_search(
+            part, count=count, residual=residual, max_steps=max_steps, seed=own
+        )
+        z = z.double()
+    for attempt, (share, starts) in enumerate(ATTEMPTS if len(active) else ()):
         part = op if len(active) == op.batch else op.select(active.to(op.device))
         # other vectors than those of the search and of other attempts
         every = seeds_each(op.batch, seeds, "certificate", attempt)
         own = [every[i] for i in active.tolist()]
         settings = tol, delta * share, starts, own, max_steps
         z = _attempt(part, roundoff.select(active), z, found, active, *settings)
->>>>>>> main
         keep = _open(found, roundoff, tol)[active]
         active, z = active[keep], z[keep.to(z.device)]
         if not len(active):
