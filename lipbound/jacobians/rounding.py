@@ -368,16 +368,8 @@ def normaliser_error(norm: Normaliser, valid: Tensor | None) -> tuple[Tensor, Te
     """How large the entries of a normalisation's Jacobian are in norm, absolute values taken, and
     how far rounding moves it, (samples,) each."""
     norm = norm.double()
-    n, size = norm.x.shape[2], norm.size[..., 0]
-    deviation = (
-        2 * (n + 4) * UNIT * torch.linalg.vector_norm(norm.x, dim=-1)
-        if norm.centred
-        else torch.zeros_like(size)
-    )
-    off = deviation / (size * n**0.5) + (n + 8) * UNIT
-    off = torch.where(off < 0.25, off / (1 - off), torch.inf)
+    n, size, (off, unit_error) = norm.x.shape[2], norm.size[..., 0], norm.rounding
     unit = torch.linalg.vector_norm(norm.unit, dim=-1)
-    unit_error = deviation / size + unit * off + 4 * UNIT * unit
     reach = norm.weight.abs().amax() / size * (2 + unit**2 / n)
     error = reach * (off + (2 * unit * unit_error + unit_error**2) / n + 16 * UNIT)
     if valid is not None:

@@ -201,9 +201,12 @@ def shaped(att: Attention, norm: Norm, measured: PreparedMap) -> Norm:
     """Norms and vectors as they are returned: (samples, heads) or (samples,), in the units and
     coordinates of the layer."""
     op, basis, exponents = measured.op, measured.basis, measured.exponents
-    if measured.map in WHOLE:
-        return _cast(_scale(norm, exponents[0]), att.dtype)
-    norm = _scale(norm.view(att.samples, att.heads), exponents)
+    whole = measured.map in WHOLE
+    norm = (
+        _scale(norm, exponents[0])
+        if whole
+        else _scale(norm.view(att.samples, att.heads), exponents)
+    )
     if measured.known is not None:
         known = measured.known.cpu()
         unknown = {"lower": 0.0, "upper": math.inf, "error": math.inf, "converged": False}
@@ -214,6 +217,8 @@ def shaped(att: Attention, norm: Norm, measured: PreparedMap) -> Norm:
                 for name, value in unknown.items()
             },
         )
+    if whole:
+        return _cast(norm, att.dtype)
     if norm.left is None or norm.right is None:
         return norm
     left = norm.left.view(att.samples, att.heads, *op.out_shape)
