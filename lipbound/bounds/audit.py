@@ -1,8 +1,7 @@
-"""Is any bound below the exact norm? Counted in every run, theorem by theorem, by what the run
-itself says about its bounds.
+"""Counts of bounds below the exact norm, theorem by theorem.
 
-Runs say it in the attributes of their variables, so that reading one needs neither the registry nor
-torch. What runs of earlier versions do not say comes from the registry.
+Made for every run by what it says about its bounds in the attributes of its variables, so that
+reading one needs neither the registry nor torch. What a run does not say comes from the registry.
 """
 
 from __future__ import annotations
@@ -25,12 +24,18 @@ L2_SLACK = 1e-9
 def audit(ds: xr.Dataset) -> dict[str, dict[str, Any]]:
     """Compare every bound of a run with the exact norm of its map, head by head.
 
+    Args:
+        ds: the run.
+
     Returns:
         Per bound: ``compared`` (heads x samples with an exact norm and a value of the bound),
         ``violations`` (of them, where the bound is below the norm), ``worst`` (smallest bound /
         exact), ``sound`` (where its assumptions held), ``broken`` (violations although they held:
         an error in the theorem or in this program) and ``why`` (where its assumptions did not hold:
         why the statement is then no bound; else empty).
+
+    Raises:
+        LipboundError: the run lacks where the assumptions of one of its bounds hold.
     """
     report = {}
     for name in bounds_there(ds):
@@ -42,17 +47,16 @@ def audit(ds: xr.Dataset) -> dict[str, dict[str, Any]]:
                 "the run; keep it"
             )
         value, sound = ds[name].values, ds[f"{name}_sound"].values
-        known = np.isfinite(exact) & ~np.isnan(
-            value
-        )  # a value that is not there accuses nobody; what cannot be evaluated is infinite
+        # a value that is not there accuses nobody; what cannot be evaluated is infinite
+        known = np.isfinite(exact) & ~np.isnan(value)
         below = known & ~(value >= exact * (1 - slack))
         positive = known & (exact > 0)
+        ratios = value[positive] / exact[positive]
+        worst = float(ratios.min()) if positive.any() else float("nan")
         report[name] = {
             "compared": int(known.sum()),
             "violations": int(below.sum()),
-            "worst": float((value[positive] / exact[positive]).min())
-            if positive.any()
-            else float("nan"),
+            "worst": worst,
             "sound": int((known & sound).sum()),
             "broken": int((below & sound).sum()),
             "why": "" if bool(sound[known].all()) else caveat(ds, name),
@@ -61,8 +65,10 @@ def audit(ds: xr.Dataset) -> dict[str, dict[str, Any]]:
 
 
 def bounds_there(ds: xr.Dataset) -> list[str]:
-    """Names of the bounds that are there with the exact norms of their maps; some of a run's
-    variables may have been left out."""
+    """Names of the bounds that are there with the exact norms of their maps.
+
+    Some of a run's variables may have been left out.
+    """
     return [
         str(name)
         for name in ds.attrs["bounds"]
@@ -71,15 +77,13 @@ def bounds_there(ds: xr.Dataset) -> list[str]:
 
 
 def missing(ds: xr.Dataset, name: str) -> int:
-    """How often a bound has no value although the exact norm that it is compared with has one; for
-    "exact", how often that lacks one.
+    """How often a bound has no value where the exact norm that it is compared with has one.
 
-    Only files that were lost or edited leave such places.
+    For "exact", how often that lacks one. Only files that were lost or edited leave such places.
     """
     if name != "exact":
-        return int(
-            (np.isfinite(ds[compared_with(ds, name)].values) & np.isnan(ds[name].values)).sum()
-        )
+        exact = ds[compared_with(ds, name)].values
+        return int((np.isfinite(exact) & np.isnan(ds[name].values)).sum())
     bounded = np.zeros(ds["exact"].shape, dtype=bool)
     for other in bounds_there(ds):
         bounded |= ~np.isnan(ds[other].values)
@@ -91,8 +95,10 @@ def missing(ds: xr.Dataset, name: str) -> int:
 
 
 def allowance(exact: str = "exact") -> float:
-    """How far, relatively, exact norms of a run may lie above the true ones: not at all where they
-    are ends of enclosures."""
+    """How far, relatively, exact norms of a run may lie above the true ones.
+
+    Not at all where they are ends of enclosures.
+    """
     return L2_SLACK if exact == "exact_l2" else 0.0
 
 
@@ -108,14 +114,12 @@ def compared_with(ds: xr.Dataset, name: str) -> str:
 
 
 def caveat(ds: xr.Dataset, name: str) -> str:
-    """Why a bound's statement is no bound where its assumptions fail; empty when they
-    always hold."""
+    """Reason why a statement is no bound where its assumptions fail; empty if they always hold."""
     return str(ds[name].attrs["caveat"]) if "caveat" in ds[name].attrs else _registered(name).caveat
 
 
 def norm_of(ds: xr.Dataset) -> str:
-    """The norm of a run's numbers, one of `lipbound.bounds.bound.NORMS`; Frobenius where it says
-    none."""
+    """Norm of a run's numbers, of `lipbound.bounds.bound.NORMS`; Frobenius where it says none."""
     return str(ds.attrs.get("norm", "frobenius"))
 
 

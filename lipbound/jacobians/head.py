@@ -43,7 +43,7 @@ class RowSpace:
         self._w, self._spans, self._dtype, self._source = w, spans, dtype, source
 
     def _whole(self) -> Tensor:
-        """w with the spans beside it, float64."""
+        """Projections w with the spans beside them, float64."""
         w = self._w.double()
         spans = (t.double().expand(len(w), -1, -1) for t in self._spans)
         return torch.cat([w, *spans], -1) if self._spans else w

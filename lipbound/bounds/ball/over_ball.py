@@ -98,7 +98,12 @@ def _over_ball(
 def _checked(
     att: Attention, radius: float | Sequence[float], ball: str
 ) -> tuple[bool, list[float]]:
-    """Whether one radius was given, and all of them, of a layer and a ball that are covered."""
+    """True if one radius was given, and all of them.
+
+    Raises:
+        AttentionError: a layer that is not covered.
+        LipboundError: derivatives may be wanted.
+    """
     check_layer(att, "over_ball")
     if "qk_norm" in att.variants:
         raise AttentionError(
@@ -140,7 +145,11 @@ def _sample(
 
 
 def _centre(att: Attention, at: str) -> Tensor:
-    """An upper value of the norm at X, (samples, heads)."""
+    """Upper values of the norm at X, (samples, heads).
+
+    Raises:
+        LipboundError: no bound on the head in the Frobenius norm whose assumptions hold.
+    """
     if isinstance(at, str) and at == "certified":
         return spectral_norm(att, tol=CERTIFIED_TOL, delta=CERTIFIED_DELTA).upper.to(att.device)
     bound = get(at)

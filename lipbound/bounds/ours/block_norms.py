@@ -316,7 +316,7 @@ class BlockNorms:
         return self.p @ self.p.mT * self.norm_v**2
 
     def queries(self) -> Tensor:
-        """diag ||B_i||^2."""
+        """Diagonal matrix of ||B_i||^2."""
         return torch.diag_embed(self.b**2)
 
     def mixed(self) -> Tensor:

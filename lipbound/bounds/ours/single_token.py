@@ -55,8 +55,9 @@ AT_ONCE = 16
     norm="every-token",
 )
 def lipbound_every(att: Attention) -> Tensor:
-    r"""How far an output token can move when every token moves by at most 1: 3 to 6 % above the
-    exact value on pretrained heads (geometric mean).
+    r"""How far an output token can move when every token moves by at most 1.
+
+    3 to 6 % above the exact value on pretrained heads (geometric mean).
 
     .. math::
         \|J\| \le \max_i \Big(\sum_j d_{ij}\Big)^{1/2} \Big\|\sum_j J_{ij} J_{ij}^T /
@@ -119,8 +120,9 @@ def lipbound_every_block(att: Attention) -> Tensor:
     norm="one-token",
 )
 def lipbound_one(att: Attention) -> Tensor:
-    r"""The largest norm of a column of upper values of the norms of the blocks of J: what one token
-    can do to the whole output.
+    r"""The largest norm of a column of upper values of the norms of the blocks of J.
+
+    It bounds what one token can do to the whole output.
 
     .. math:: \max_j \|J_{:j}\| \le \max_j \Big(\sum_i \|J_{ij}\|^2\Big)^{1/2}
 
