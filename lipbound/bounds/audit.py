@@ -77,9 +77,9 @@ def bounds_there(ds: xr.Dataset) -> list[str]:
 
 
 def missing(ds: xr.Dataset, name: str) -> int:
-    """How often a bound has no value where the exact norm that it is compared with has one.
+    """Count the places without a value of a bound where its exact norm has one.
 
-    For "exact", how often that lacks one. Only files that were lost or edited leave such places.
+    For "exact", those where that lacks one. Only files that were lost or edited leave such places.
     """
     if name != "exact":
         exact = ds[compared_with(ds, name)].values
@@ -95,7 +95,7 @@ def missing(ds: xr.Dataset, name: str) -> int:
 
 
 def allowance(exact: str = "exact") -> float:
-    """How far, relatively, exact norms of a run may lie above the true ones.
+    """Relative allowance for exact norms of a run above the true ones.
 
     Not at all where they are ends of enclosures.
     """

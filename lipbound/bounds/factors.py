@@ -141,7 +141,7 @@ def length_of_bias(b: Tensor | None, att: Attention) -> Upper:
 
 
 def pull_of_biases(att: Attention) -> tuple[Upper, Upper]:
-    """How far biases move gradients of scores, with rotation or cap, (heads,) each.
+    """Largest moves of gradients of scores by biases, with rotation or cap, (heads,) each.
 
     |scale| max ||R_i||^2 times ||W_K|| |b_Q| and ||W_Q|| |b_K|.
     """
@@ -209,7 +209,7 @@ def diameter(att: Attention) -> Upper:
 
 
 def total_radius(att: Attention, radius: float, ball: str) -> Upper:
-    """How far X can move in the Frobenius norm, and so in the spectral norm, (samples, 1)."""
+    """Radius of a ball in the Frobenius norm of X, and so in the spectral norm, (samples, 1)."""
     return Upper.of(radius) * (root_count(att) if ball == "token" else torch.ones_like(count(att)))
 
 

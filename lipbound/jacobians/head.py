@@ -8,10 +8,12 @@ from functools import cached_property
 from typing import Self
 
 import torch
+from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.token_maps import TokenMap
+from lipbound.errors import LipboundError, whole
 from lipbound.jacobians.products.matrices import InParts, narrow
 from lipbound.jacobians.products.row_blocks import (
     SHORT,
@@ -131,9 +133,9 @@ class HeadOperator(TensorOperator):
     """Of the parts of m: queries, keys, values, and what is normalised over all heads together, on
     either side."""
     plain: bool
-    """Whether the heads have no variants."""
+    """True if the heads have no variants."""
     extra: Tensor | None
-    """What the extra coordinates are taken along, (samples, N, D, 1 or 2), or None."""
+    """Directions of the extra coordinates, (samples, N, D, 1 or 2), or None."""
     head: PerEntry[Tensor]
     sample: PerEntry[Tensor]
     q: PerEntry[Tensor]
@@ -190,7 +192,7 @@ class HeadOperator(TensorOperator):
 
     @property
     def turned_alone(self) -> bool:
-        """Whether queries and keys are turned between projection and scores at most."""
+        """True if queries and keys are turned at most between projection and scores."""
         return all(not to.steps or to.turns() is not None for to in (self.to_q, self.to_k))
 
     def single(self) -> Self | None:
@@ -253,7 +255,7 @@ class HeadOperator(TensorOperator):
 
     @property
     def _long(self) -> bool:
-        """Whether coordinates are better laid out one after the other than token by token."""
+        """True if coordinates are better laid out one after the other than token by token."""
         return self._groups() is not None and self.out_shape[0] >= SHORT
 
     @cached_property
@@ -263,7 +265,7 @@ class HeadOperator(TensorOperator):
         return square.expand(self.batch, -1, -1) if len(square) == 1 else square[self.head]
 
     def _directions(self, u: Tensor | None) -> Tensor:
-        """What the extra coordinates are taken along, (batch, N, m' or D, 1 or 2)."""
+        """Directions of the extra coordinates, (batch, N, m' or D, 1 or 2)."""
         assert self.extra is not None
         extra = self.extra[self.sample]
         return extra if u is None else u[self.head].mT[:, None] @ extra
@@ -438,6 +440,36 @@ class HeadJacobian(InParts, HeadOperator):
 
     def product(self, y: Tensor) -> Tensor:
         return HeadOperator.gram(self, y)
+
+    def as_linear_operator(self, sample: int = 0, head: int = 0) -> LinearOperator:
+        """The Jacobian of one head at one input, for scipy's solvers.
+
+        Args:
+            sample: which input.
+            head: which head.
+
+        Returns:
+            Operator of shape (N d_v, N D) on flattened outputs and inputs, in this one's dtype.
+
+        Raises:
+            LipboundError: no such sample or head.
+        """
+        heads = len(self.w)
+        place = whole("sample", sample, least=0) * heads + whole("head", head, least=0)
+        if head >= heads or place >= self.batch:
+            raise LipboundError(
+                f"sample {sample} and head {head} are asked for; there are {self.batch // heads} "
+                f"samples and {heads} heads, counted from 0"
+            )
+        basis = self.rows.basis[head].cpu().numpy()
+        (n, width), d = self.in_shape, len(basis)
+        reduced = LinearOperator(
+            (n * width, n * d),
+            matvec=lambda x: (x.reshape(n, d) @ basis).ravel(),
+            rmatvec=lambda y: (y.reshape(n, width) @ basis.T).ravel(),
+            dtype=basis.dtype,
+        )
+        return self.to_scipy(place) @ reduced
 
     def dense(self) -> Tensor:
         """The matrices, block by block for plain attention: Lemma 1 (docs/theory/jacobian.md)."""

@@ -120,7 +120,7 @@ def _checked(
 def _sample(
     att: Attention, radii: list[float], ball: str, entries_only: bool
 ) -> tuple[Tensor, Tensor]:
-    """How far J moves within balls around one unpadded float64 sample, and how large it gets.
+    """Upper values of the change of J within balls around one unpadded float64 sample, and of J.
 
     (heads, radii) each, through the layer's copy of ordinary size: Lemma 73
     (docs/theory/upper_values.md).

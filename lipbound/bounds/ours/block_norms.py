@@ -200,7 +200,7 @@ def seen(t: Tensor, step: int) -> list[tuple[slice, slice, slice]]:
 
 
 class WeightNorms(NamedTuple):
-    """What bounds need of the weights of a layer, (heads, ...).
+    """Factors and norms of the weights of a layer, (heads, ...).
 
     Attributes:
         factor_q, factor_k: `upper_factor` of W_Q and W_K. excess: how far the latter's square is

@@ -34,7 +34,7 @@ class TokenVectors(NamedTuple):
 
 
 class QueryVectors(NamedTuple):
-    r"""What some tokens t do as queries.
+    r"""Norms and matrices of some tokens t as queries.
 
     Attributes:
         b, b_v: as in `TokenVectors`.

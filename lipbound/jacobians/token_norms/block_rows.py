@@ -156,7 +156,7 @@ class Blocks:
         return torch.where(norm > 0, z / norm.clamp_min(1e-300), y), lengths, total
 
     def slope(self, y: Tensor, *, together: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """As `ascend`, before its step is normalised: the derivative of the sums."""
+        """The same step before it is normalised: the derivative of the sums; lengths and sums."""
         heads = self.enter(y)
         lengths, alpha, cross = self.pulled(heads)
         if together:

@@ -1,4 +1,4 @@
-"""How sensitive a head is to each of its tokens, and how sensitive each of its output tokens is."""
+"""Sensitivity of a head to each of its tokens, and of each of its output tokens."""
 
 import math
 from collections.abc import Sequence

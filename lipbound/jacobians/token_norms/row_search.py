@@ -335,7 +335,7 @@ def _climb(
 
 
 def _best(y: Tensor, lengths: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of several starts the best: (b, i, 1, r), (b, i, n), (b, i)."""
+    """The best of several starts: (b, i, 1, r), (b, i, n), (b, i)."""
     best = total.argmax(-1)[..., None]
 
     def chosen(t: Tensor) -> Tensor:
