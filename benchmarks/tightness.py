@@ -18,8 +18,8 @@ import torch
 import xarray as xr
 
 import lipbound as lb
-from lipbound.bounds.bound import NORMS
-from lipbound.runs.provenance import versions
+from lipbound.runs.dataset import versions
+from lipbound.schema import NORMS
 
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "builtin:minilm": {"samples": 2},

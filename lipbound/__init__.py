@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from lipbound.jacobians.token_norms.token_norm import token_norm as token_norm
     from lipbound.linalg.solution import Norm as Norm
     from lipbound.models.capture.capture import capture as capture
-    from lipbound.models.capture.differentiable import (
-        attention_probabilities as attention_probabilities,
-    )
     from lipbound.models.checkpoints import load_checkpoint as load_checkpoint
     from lipbound.models.inputs import prepare as prepare
+    from lipbound.models.training.differentiable import (
+        attention_probabilities as attention_probabilities,
+    )
     from lipbound.reporting import plots as plots
     from lipbound.reporting import tables as tables
     from lipbound.reporting.citations import cite as cite
@@ -53,7 +53,7 @@ _HOME = {
     "Norm": "linalg.solution",
     "TokenProfile": "jacobians.token_norms.profile",
     "attack": "analysis.adversary",
-    "attention_probabilities": "models.capture.differentiable",
+    "attention_probabilities": "models.training.differentiable",
     "capture": "models.capture.capture",
     "cite": "reporting.citations",
     "compare": "runs.compare",

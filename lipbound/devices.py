@@ -1,4 +1,4 @@
-"""Where to compute, with what memory, on how many threads."""
+"""Devices, dtypes, memory and threads to compute with."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,15 +18,23 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-"""What is computed in."""
-
-
+"""Dtypes that numbers are computed in, by name."""
 WEIGHTS = ("auto", "whole", "layers")
-"""Where the weights of a model may be: see `lipbound.models.checkpoints.load_checkpoint`."""
+"""Places of a model's weights, as `lipbound.models.checkpoints.load_checkpoint` explains them."""
 
 
 def check_weights(weights: object) -> str:
-    """One of `WEIGHTS`; raises CheckpointError for anything else."""
+    """Check an argument that says where weights are.
+
+    Args:
+        weights: what was given.
+
+    Returns:
+        One of `WEIGHTS`.
+
+    Raises:
+        CheckpointError: anything else.
+    """
     if not isinstance(weights, str) or weights not in WEIGHTS:
         raise CheckpointError(
             f"weights is {shown(weights)}; allowed are 'auto', 'whole' (all in memory) and "
@@ -36,7 +44,13 @@ def check_weights(weights: object) -> str:
 
 
 def resolve_device(device: str | torch.device) -> str:
-    """A device of this machine by its name; "auto" is CUDA where there is one.
+    """Find a device of this machine.
+
+    Args:
+        device: by its name; "auto" is CUDA where there is one.
+
+    Returns:
+        Its name.
 
     Raises:
         LipboundError: no such device, or one that holds no numbers ("meta").
@@ -48,17 +62,16 @@ def resolve_device(device: str | torch.device) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        if float(torch.ones(1, device=device)) != 1:
-            raise RuntimeError("it does not compute")
-    except (RuntimeError, AssertionError, ValueError, ImportError, NotImplementedError) as error:
-        raise LipboundError(
-            f"device {shown(device)} cannot be used here; try 'cpu' or 'auto'"
-        ) from error
+        works = float(torch.ones(1, device=device)) == 1
+    except (RuntimeError, AssertionError, ValueError, ImportError, NotImplementedError):
+        works = False
+    if not works:
+        raise LipboundError(f"device {shown(device)} cannot be used here; try 'cpu' or 'auto'")
     return device
 
 
 def has_float64(device: str | torch.device) -> bool:
-    """Tell whether a device computes in float64, which Apple's GPUs do not."""
+    """Return whether a device computes in float64, which Apple's GPUs do not."""
     if torch.device(device).type in ("cpu", "cuda"):
         return True
     try:
@@ -68,30 +81,30 @@ def has_float64(device: str | torch.device) -> bool:
 
 
 def measuring_device(device: torch.device) -> torch.device:
-    """The device on which the layers of a model are measured: its own, or the CPU where that has no
-    float64."""
+    """Return the device on which a model's layers are measured: its own, or one with float64."""
     return device if has_float64(device) else torch.device("cpu")
 
 
 def dtype_name(dtype: object, error: type[LipboundError] = UnknownNameError) -> str:
-    """ "float32" or "float64", however it is written: also torch.float64, np.float64.
+    """Check a dtype, however it is written: also torch.float64, np.float64.
 
-    Raises:
-        LipboundError: another dtype; ``error`` is the type to raise.
+    Args:
+        dtype: what was given.
+        error: the type that is raised for another dtype.
+
+    Returns:
+        "float32" or "float64".
 
     >>> dtype_name("float32"), dtype_name(torch.float64)
     ('float32', 'float64')
     """
-    written = (
-        getattr(dtype, "__name__", None)
-        if isinstance(dtype, type)
-        else str(dtype)
-        if isinstance(dtype, str | torch.dtype)
-        else None
-    )
-    name = (
-        getattr(dtype, "name", None) if written is None and hasattr(dtype, "itemsize") else written
-    )
+    name: object = None
+    if isinstance(dtype, str | torch.dtype):
+        name = str(dtype)
+    elif isinstance(dtype, type):
+        name = dtype.__name__
+    elif hasattr(dtype, "itemsize"):  # a dtype of numpy
+        name = getattr(dtype, "name", None)
     name = name.removeprefix("torch.") if isinstance(name, str) else None
     if name not in DTYPES:
         raise error(
@@ -102,18 +115,17 @@ def dtype_name(dtype: object, error: type[LipboundError] = UnknownNameError) -> 
 
 
 def device_name(device: str) -> str:
-    """A device as provenance names it."""
-    return (
-        f"{device} ({torch.cuda.get_device_name(device)})" if device.startswith("cuda") else device
-    )
+    """Return a device as provenance names it, with the name of the GPU."""
+    gpu = device.startswith("cuda")
+    return f"{device} ({torch.cuda.get_device_name(device)})" if gpu else device
 
 
 LIMITS = (("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),)
-"""Where a container's limit and use are found (cgroup v2)."""
+"""Files with the limit and the use of memory of a container (cgroup v2)."""
 
 
 def available(device: torch.device) -> float:
-    """Bytes that can be allocated on a device without swapping, as the system estimates it."""
+    """Return the bytes that the system estimates can be allocated without swapping."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     free = float(psutil.virtual_memory().available)
@@ -124,8 +136,17 @@ def available(device: torch.device) -> float:
 
 
 def require(needed: float, device: torch.device, what: str, instead: str) -> None:
-    """Raise LipboundError when ``needed`` bytes are more than nine tenths of what is free: ``what``
-    needs them, and ``instead`` may do."""
+    """Refuse work that needs more than nine tenths of the free memory.
+
+    Args:
+        needed: in bytes.
+        device: whose memory is meant.
+        what: needs it, in words.
+        instead: may do, in words.
+
+    Raises:
+        LipboundError: it is more than there is.
+    """
     free = available(device)
     if needed > 0.9 * free:
         raise LipboundError(
@@ -135,13 +156,18 @@ def require(needed: float, device: torch.device, what: str, instead: str) -> Non
 
 
 def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator: the function computes what it would by itself, whatever the caller lets torch
-    choose.
+    """Make a function independent of the modes that its caller has set in torch.
 
     Products are in the dtype of their factors (no autocast), new tensors are on the CPU unless said
     otherwise (no default device), and results can take part in derivatives later on (no inference
     mode; derivatives are then not recorded, as there). A layer on a device without float64, in
     which norms and bounds are certified, is taken to the CPU first.
+
+    Args:
+        function: any.
+
+    Returns:
+        The function, which computes what it would by itself.
     """
 
     @wraps(function)
@@ -160,45 +186,49 @@ def in_own_modes(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _certifiable(value: Any) -> Any:
-    """A layer (a `lipbound.Attention`, which this module does not know) where there is float64;
-    anything else as it is."""
-    if hasattr(value, "w_q") and not has_float64(value.device):
-        return value.to("cpu")
-    return value
+    """Return a `lipbound.Attention` (unknown here) where there is float64; else the value."""
+    moves = hasattr(value, "w_q") and not has_float64(value.device)
+    return value.to("cpu") if moves else value
 
 
 class Room:
-    """Memory for one large temporary after the other, each of which ends the one before: fresh
-    pages cost as much as the arithmetic on them."""
+    """Memory for large temporaries, each of which ends the one before.
+
+    Fresh pages cost as much as the arithmetic on them.
+    """
 
     def __init__(self) -> None:
         self._kept: Tensor | None = None
         self._views: dict[tuple[int, ...], Tensor] = {}
 
     def take(self, like: Tensor, *shape: int) -> Tensor:
-        """A tensor of this shape with arbitrary entries, in the dtype and on the device of
-        ``like``."""
-        view, size, kept = self._views.get(shape), math.prod(shape), self._kept
+        """Return a tensor of a shape, arbitrary entries, dtype and device of ``like``."""
+        size, kept = math.prod(shape), self._kept
         if (
             kept is None
             or kept.numel() < size
-            or kept.dtype != like.dtype
-            or kept.device != like.device
+            or (kept.dtype, kept.device) != (like.dtype, like.device)
         ):
-            self._kept, self._views, view = like.new_empty(size), {}, None
-        if view is None:
-            assert self._kept is not None
-            view = self._views[shape] = self._kept[:size].view(shape)
-        return view
+            kept = self._kept = like.new_empty(size)
+            self._views = {}
+        if shape not in self._views:
+            self._views[shape] = kept[:size].view(shape)
+        return self._views[shape]
 
 
 def side_by_side(tasks: Sequence[Callable[[], T]]) -> list[T]:
-    """What the tasks return, each run in a thread of its own, among which torch's threads are
-    shared out; derivatives are recorded as they are here.
+    """Run each task in a thread of its own, and return what they return.
 
-    Many products of small matrices gain next to nothing from torch's own threads, which wait for
-    each other after every one of them. An error of one task is raised once all have ended, an
-    interruption at once.
+    torch's threads are shared out among them, and derivatives are recorded as they are here. Many
+    products of small matrices gain next to nothing from torch's own threads, which wait for each
+    other after every one of them.
+
+    Args:
+        tasks: functions without arguments.
+
+    Returns:
+        Their results, in order. An error of one task is raised once all have ended, an interruption
+        at once.
     """
     if len(tasks) == 1:
         return [tasks[0]()]

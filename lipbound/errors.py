@@ -1,5 +1,7 @@
-"""The errors users meet: each message is one sentence saying what was given, what is allowed and
-what to try. And the checks of arguments."""
+"""Errors that users meet, and checks of arguments.
+
+Each message is one sentence that says what was given, what is allowed and what to try.
+"""
 
 import difflib
 import math
@@ -17,8 +19,7 @@ if TYPE_CHECKING:
 
 
 class Notice(UserWarning):
-    """Something is not as it was asked for, and the work goes on; the command line prints it as a
-    note."""
+    """Something is not as it was asked for, and the work goes on; the command line prints it."""
 
 
 def tell(message: str) -> None:
@@ -38,8 +39,7 @@ def warn(message: str, kind: type[Warning]) -> None:
 
 
 class LipboundError(ValueError):
-    """Base of every error that bad input can cause; the command line prints it and exits with
-    status 2."""
+    """Base of every error that bad input can cause; the command line exits with status 2."""
 
 
 class AttentionError(LipboundError):
@@ -48,6 +48,10 @@ class AttentionError(LipboundError):
 
 class CaptureError(LipboundError):
     """A model's attention could not be captured, or the capture does not reproduce the model."""
+
+
+class DifferentPositionsError(CaptureError):
+    """The samples of a batch have different positions, so that they must be captured one by one."""
 
 
 class CheckpointError(LipboundError):
@@ -69,12 +73,11 @@ class StoreError(LipboundError):
 
 
 class AlteredRunError(StoreError):
-    """A stored run is not as it was computed: a file is damaged or missing, or numbers or settings
-    were changed."""
+    """A stored run is not as it was computed: files, numbers or settings are damaged or changed."""
 
 
 class DamagedRunWarning(UserWarning):
-    """The same, of a run that was loaded nevertheless."""
+    """A run was loaded although it is not as it was computed."""
 
 
 class RangeError(LipboundError):
@@ -86,8 +89,7 @@ class UnknownNameError(LipboundError):
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a real number, as Python, numpy or a tensor of one element writes it, and
-    not NaN."""
+    """Return whether a value is a real number of Python, numpy or torch, and not NaN."""
     try:
         return not isinstance(value, str | bytes) and not math.isnan(float(value))  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -95,7 +97,7 @@ def is_number(value: object) -> bool:
 
 
 def shown(value: object) -> str:
-    """A value as a message quotes it: short ones in full, others by their type.
+    """Return a value as a message quotes it: short ones in full, others by their type.
 
     >>> shown("8"), shown([1, 2]), shown(object())
     ("'8'", '[1, 2]', 'of type object')
@@ -113,34 +115,34 @@ def shown(value: object) -> str:
     return f"of type {type(value).__name__}"
 
 
-def _has_axes(value: object) -> bool:
-    """Whether it is an array, of numbers rather than one number."""
+def _is_array(value: object) -> bool:
+    """Return whether it has axes, rather than being one number."""
     return bool(getattr(value, "shape", False))
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
 
 
 def whole(
     name: str, value: Any, *, least: int | None = None, error: type[LipboundError] = LipboundError
 ) -> int:
-    """An argument that is a whole number, of Python, numpy or torch.
+    """Check an argument that is a whole number, of Python, numpy or torch.
 
     Args:
-        name: of the argument. value: what was given.
+        name: of the argument.
+        value: what was given.
         least: the smallest that is allowed.
-        error: the type to raise.
+        error: the type that is raised for anything else, such as text, fractions, True and False.
 
-    Raises:
-        LipboundError: anything else: text, fractions, True and False among it.
+    Returns:
+        The number.
 
     >>> whole("samples", 8, least=1)
     8
     """
     try:
-        dtype = str(getattr(value, "dtype", ""))
-        number = (
-            None
-            if isinstance(value, bool) or "bool" in dtype or _has_axes(value)
-            else operator.index(value)
-        )
+        number = None if _is_bool(value) or _is_array(value) else operator.index(value)
     except (TypeError, ValueError, RuntimeError):
         number = None
     if number is None or (least is not None and number < least):
@@ -158,25 +160,42 @@ def real(
     below: float = math.inf,
     error: type[LipboundError] = LipboundError,
 ) -> float:
-    """An argument that is a finite number strictly between two others; ``must`` says what it must
-    be.
+    """Check an argument that is a finite number strictly between two others.
+
+    Args:
+        name: of the argument.
+        value: what was given.
+        must: what it must be, in words.
+        above: a number that is too small.
+        below: a number that is too large.
+        error: the type that is raised for anything else, such as True and False.
+
+    Returns:
+        The number.
 
     >>> real("tol", 0.001, "between 0 and 1", above=0, below=1)
     0.001
     """
-    if (
-        isinstance(value, bool)
-        or _has_axes(value)
-        or not is_number(value)
-        or not (above < float(value) < below)
-    ):
+    number = not isinstance(value, bool) and not _is_array(value) and is_number(value)
+    if not number or not above < float(value) < below:
         raise error(f"{name} is {shown(value)}; it must be {must}")
     return float(value)
 
 
 def choice(name: str, value: Any, allowed: Iterable[str]) -> str:
-    """An argument that is one of some names; raises UnknownNameError with the nearest one
-    otherwise."""
+    """Check an argument that is one of some names.
+
+    Args:
+        name: of the argument.
+        value: what was given.
+        allowed: the names.
+
+    Returns:
+        The name.
+
+    Raises:
+        UnknownNameError: anything else; the message has the nearest name.
+    """
     allowed = list(allowed)
     if not isinstance(value, str) or value not in allowed:
         raise UnknownNameError(f"unknown {name} {shown(value)}; {nearest(value, allowed)}")
@@ -184,16 +203,25 @@ def choice(name: str, value: Any, allowed: Iterable[str]) -> str:
 
 
 def flag(name: str, value: Any) -> bool:
-    """An argument that is True or False."""
-    if _has_axes(value) or not (
-        isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
-    ):
+    """Check an argument that is True or False.
+
+    Args:
+        name: of the argument.
+        value: what was given.
+
+    Returns:
+        Its value.
+
+    Raises:
+        LipboundError: anything else.
+    """
+    if _is_array(value) or not _is_bool(value):
         raise LipboundError(f"{name} is {shown(value)}; it must be True or False")
     return bool(value)
 
 
 def one_line(error: BaseException) -> str:
-    r"""The message of an error of the system or of another package, on one line.
+    r"""Return the message of an error of the system or of another package, on one line.
 
     >>> full = OSError(28, "No space left on device")
     >>> one_line(ValueError("this\nand that")), one_line(full), one_line(KeyError())
@@ -204,14 +232,32 @@ def one_line(error: BaseException) -> str:
 
 
 def name_or_none(name: str, value: Any) -> str | None:
-    """An argument that is text, or None."""
+    """Check an argument that is text, or None.
+
+    Args:
+        name: of the argument.
+        value: what was given.
+
+    Returns:
+        The text, or None.
+
+    Raises:
+        LipboundError: anything else, blank text among it.
+    """
     if value is None or (isinstance(value, str) and value.strip()):
         return value
     raise LipboundError(f"{name} is {shown(value)}; give its name, or leave it out")
 
 
 def sample_count(samples: Any, error: type[LipboundError] = LipboundError) -> int | None:
-    """The number of samples that is wanted: a whole number of at least 1, or None for "all".
+    """Check the number of samples that is wanted.
+
+    Args:
+        samples: a whole number of at least 1, or "all".
+        error: the type that is raised for anything else.
+
+    Returns:
+        The number, or None for "all".
 
     >>> sample_count("all"), sample_count(8)
     (None, 8)
@@ -225,12 +271,24 @@ def sample_count(samples: Any, error: type[LipboundError] = LipboundError) -> in
 
 
 def adapter_name(value: Any) -> str | None:
-    """An argument that names an adapter of a model, or says that there is none ("none", False), or
-    nothing (None)."""
-    if value is False or (isinstance(value, str) and value.strip().lower() == "none"):
+    """Check an argument that names an adapter of a model.
+
+    Args:
+        value: a directory or a hub id; "none" or False; or None.
+
+    Returns:
+        The name; "none" where there shall be none; None where nothing was said.
+
+    Raises:
+        LipboundError: anything else.
+    """
+    if value is None:
+        return None
+    name = str(value).strip() if isinstance(value, str | PurePath) else ""
+    if value is False or name.lower() == "none":
         return "none"
-    if value is None or (isinstance(value, str | PurePath) and str(value).strip()):
-        return None if value is None else str(value)
+    if name:
+        return str(value)
     raise LipboundError(
         f"adapter is {shown(value)}; give the directory that PEFT wrote, its hub id, or 'none' "
         "for the weights without one"
@@ -238,8 +296,17 @@ def adapter_name(value: Any) -> str | None:
 
 
 def indices(name: str, value: Any) -> list[int]:
-    """An argument that lists whole numbers: one, several, or text such as "0-3,7"; numbers below
-    zero count from the end.
+    """Check an argument that lists whole numbers.
+
+    Args:
+        name: of the argument.
+        value: one number, several, or text such as "0-3,7"; numbers below zero count from the end.
+
+    Returns:
+        The numbers.
+
+    Raises:
+        LipboundError: anything else.
 
     >>> indices("layers", "0-3,7"), indices("layers", 3), indices("layers", range(2))
     ([0, 1, 2, 3, 7], [3], [0, 1])
@@ -247,35 +314,34 @@ def indices(name: str, value: Any) -> list[int]:
     try:
         if isinstance(value, str):
             return [i for part in value.split(",") for i in _span(part)]
-        return (
-            [whole(name, value)]
-            if not isinstance(value, Iterable) or not _countable(value)
-            else [whole(name, i) for i in value]
-        )
+        several = isinstance(value, Iterable) and not isinstance(value, bytes | dict)
+        if several and (_is_array(value) or not hasattr(value, "shape")):
+            return [whole(name, i) for i in value]
+        return [whole(name, value)]
     except LipboundError as error:
         raise LipboundError(
             f"{name} is {shown(value)}; give numbers from 0, such as 3, or 0-3,7, or a list of them"
         ) from error
 
 
-def _countable(value: Any) -> bool:
-    return not isinstance(value, bytes | dict) and (not hasattr(value, "shape") or _has_axes(value))
-
-
-def _span(part: str) -> range:
-    """ "3" or "0-3"."""
-    match = re.fullmatch(r"\s*(-?\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", part)
-    if match is None:
-        raise LipboundError(part)
-    first = int(match[1])
-    last = first if match[2] is None else int(match[2])
-    if last < first or (match[2] is not None and first < 0):
-        raise LipboundError(part)
+def _span(text: str) -> range:  # the numbers of "3" or "0-3"
+    match = re.fullmatch(r"\s*(-?\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
+    if match is None or last < first or (match[2] and first < 0):
+        raise LipboundError(text)
     return range(first, last + 1)
 
 
 def check_layer(att: object, what: str) -> None:
-    """Raise LipboundError for what is no `lipbound.Attention`; ``what`` takes one."""
+    """Refuse what is no `lipbound.Attention`.
+
+    Args:
+        att: what was given.
+        what: takes an Attention, in words.
+
+    Raises:
+        LipboundError: it is none.
+    """
     if not hasattr(att, "only") or not hasattr(att, "scoring"):
         raise LipboundError(
             f"{what} was given {shown(att)}; it takes one Attention, such as a layer of "
@@ -284,17 +350,15 @@ def check_layer(att: object, what: str) -> None:
 
 
 def nearest(name: object, allowed: Iterable[str]) -> str:
-    """The part of a message that names the closest allowed names, whatever their case, or all of
-    them where none is close."""
+    """Return the part of a message that names the nearest allowed names, or all of them."""
     allowed = sorted(allowed)
-    close = neighbours(name, allowed)
-    if close:
-        return "did you mean " + " or ".join(repr(c) for c in close) + "?"
+    if close := neighbours(name, allowed):
+        return "did you mean " + " or ".join(map(repr, close)) + "?"
     return "allowed are " + ", ".join(allowed)
 
 
 def neighbours(name: object, known: Iterable[str], *, cutoff: float = 0.5) -> list[str]:
-    """Up to three names that are like a given one, the likest first, whatever their case."""
+    """Return up to three known names like a given one, nearest first, whatever their case."""
     if not isinstance(name, str):
         return []
     folded: dict[str, str] = {}

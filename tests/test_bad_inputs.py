@@ -52,17 +52,19 @@ MODELS = {
     "compare {mess}/unknown-type": "names the model type 'mystery', which this version of "
     "transformers does not know",
     "compare {mess}/odd-heads": "is not a multiple of the number of attention heads",
-    "compare {mess}/other-shapes": "its weights have other shapes than its config.json says",
-    "compare {mess}/truncated": "/truncated/model.safetensors is cut off: it has 48,048 bytes "
-    "and should have at least 49,048",
-    "compare {mess}/no-bytes": "/no-bytes/model.safetensors is empty",
-    "compare {mess}/missing": "do not fill its architecture: 16 tensors are missing or of "
-    "another shape",
-    "compare {mess}/nan-weights": "contain NaN or infinite numbers, in "
+    "compare {mess}/other-shapes --max-length 12": "its weights have other shapes than "
+    "its config.json says",
+    "compare {mess}/truncated --max-length 12": "/truncated/model.safetensors is cut off: "
+    "it has 48,048 bytes and should have at least 49,048",
+    "compare {mess}/no-bytes --max-length 12": "/no-bytes/model.safetensors is empty",
+    "compare {mess}/missing --max-length 12": "do not fill its architecture: "
+    "16 tensors are missing or of another shape",
+    "compare {mess}/nan-weights --max-length 12": "contain NaN or infinite numbers, in "
     "encoder.layer.1.attention.self.query.weight",
-    "compare {mess}/whole-numbers": "are not all floating-point numbers, "
+    "compare {mess}/whole-numbers --max-length 12": "are not all floating-point numbers, "
     "encoder.layer.0.attention.self.query.weight for one",
-    "compare {mess}/pickled": "holds other things than weights, none of which were run",
+    "compare {mess}/pickled --max-length 12": "holds other things than weights, "
+    "none of which were run",
     "compare {mess}/resnet --samples 1": "no attention that can be captured",
     f"compare {{mess}}/no-tokenizer {SHORT}": "has no files of its tokenizer (tokenizer.json or "
     "the like)",
@@ -387,9 +389,9 @@ def offline(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """No network; good checkpoints are loaded once."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    loading, companion = checkpoints.load_checkpoint, checkpoint.Checkpoint._companion
+    loading, companion = checkpoints.load_unless_refused, checkpoint.Checkpoint._companion
 
-    def load(model: object, **options: object) -> object:
+    def load(model: object, refuse: object, **options: object) -> object:
         good = (
             model in (str(places["bert"]), str(places["vit"]))
             and options["revision"] is None
@@ -397,8 +399,8 @@ def offline(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
         )
         key = (model, options["dtype"])
         if good and key not in LOADED:
-            LOADED[key] = loading(model, **options)
-        return LOADED[key] if good else loading(model, **options)
+            LOADED[key] = loading(model, refuse, **options)
+        return LOADED[key] if good else loading(model, refuse, **options)
 
     def kept(self: checkpoint.Checkpoint, loader: type, *rest: object) -> object:
         if self not in LOADED.values():
@@ -409,7 +411,7 @@ def offline(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
             else LOADED[self.source, loader]
         )
 
-    monkeypatch.setattr(plan, "load_checkpoint", load)
+    monkeypatch.setattr(plan, "load_unless_refused", load)
     monkeypatch.setattr(checkpoint.Checkpoint, "_companion", kept)
 
 

@@ -158,6 +158,11 @@ def test_a_finished_run_is_rescued(
     assert status == 2
     refuge = Path(err.split("was saved to ")[1].split(" instead")[0])
     assert lb.load(refuge).sizes["sample"] == 1
+    monkeypatch.setattr("lipbound.runs.store.save", full)  # nor is there room in the refuge
+    out = tmp_path / "other.zarr"
+    status, _, err = call(capsys, monkeypatch, "compare", bert, *options, "--out", out)
+    last = err.strip().rpartition("\n")[2]
+    assert (status, last) == (2, f"error: {out} could not be written: No space left on device")
 
 
 def test_help_has_examples() -> None:

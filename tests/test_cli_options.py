@@ -12,14 +12,14 @@ from typer._click.core import Context
 
 import lipbound as lb
 from lipbound.analysis.recipes.registry import RECIPES
-from lipbound.bounds.bound import NORMS
 from lipbound.cli import completion
 from lipbound.cli.application import _program
 from lipbound.devices import DTYPES, WEIGHTS
 from lipbound.errors import LipboundError, Notice
 from lipbound.jacobians.maps import MAPS
-from lipbound.reporting.reductions import REDUCTIONS
+from lipbound.reporting.statistics import REDUCTIONS
 from lipbound.runs.config import RunConfig
+from lipbound.schema import NORMS
 
 QUICK = {"samples": 1, "max_length": 8, "progress": False}
 
@@ -77,6 +77,7 @@ def test_what_may_be_repeated_is_not_refused(said) -> None:
         ("compare m --output x", "--out"),
         ("compare m -o x", "--out"),
         ("compare m --dtyp x", "--dtype"),
+        ("compare m --lenght 3", "--max-length"),
         ("compare m --resum", "--resume"),
         ("compare m --verbos", "--verbose"),
         ("table r --formt csv", "--format"),
@@ -93,11 +94,16 @@ def test_a_typo_is_matched_to_what_was_meant(said, words: str, meant: str) -> No
     )
 
 
-def test_what_is_like_no_option_is_matched_to_none(said) -> None:
-    assert (
-        said("compare", "m", "--frobnicate", "3")[2]
-        == "error: no such option: --frobnicate; see lipbound compare --help"
-    )
+@pytest.mark.parametrize("word", ["--frobnicate", "--format", "--model"])
+def test_what_is_like_no_option_is_matched_to_none(said, word: str) -> None:
+    error = said("compare", "m", word, "3")[2]
+    assert error == f"error: no such option: {word}; see lipbound compare --help"
+
+
+def test_without_a_command_the_help_is_shown_and_nothing_else(said) -> None:
+    status, out, error = said()
+    assert (status, error) == (2, "")
+    assert "compare" in out
 
 
 @pytest.mark.parametrize("memory", ["4", " 16", "0.5", "100000"])
@@ -140,6 +146,9 @@ def test_a_few_bytes_are_told() -> None:
         ("run.html", "lipbound report run.zarr -o report.html"),
         ("run.json", "lipbound table run.zarr --json"),
         ("run.bib", "lipbound cite run.zarr"),
+        ("run.jpeg", "lipbound heatmap run.zarr -o heatmap.jpeg"),
+        ("run.nc", "lb.save(lb.load('run.zarr'), 'run.nc') in Python"),
+        ("run.npz", "lb.load('run.zarr') in Python"),
     ],
 )
 def test_a_run_is_no_file_of_another_kind(
@@ -209,7 +218,7 @@ def test_bad_values_are_refused_before_anything_is_loaded(
     said, words: str, error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "lipbound.runs.plan.load_checkpoint", lambda *_, **__: pytest.fail("a model was loaded")
+        "lipbound.runs.plan.load_unless_refused", lambda *_, **__: pytest.fail("a model was loaded")
     )
     status, _, found = said("compare", "builtin:gpt2", *words.split())
     assert (status, error in found) == (2, True), found

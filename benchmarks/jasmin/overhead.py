@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import ViTForImageClassification
 
-from lipbound.models.capture.differentiable import attention_layers, attention_probabilities
 from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.training.differentiable import attention_layers, attention_probabilities
 from lipbound.regularizers.bound_penalty import SoundPenalty
 from lipbound.regularizers.jasmin import JaSMin
 from lipbound.regularizers.specformer import Specformer

@@ -21,8 +21,8 @@ from transformers import AutoTokenizer, BertForSequenceClassification
 
 import lipbound as lb
 from lipbound.bounds.factors import norm_m
-from lipbound.models.capture.differentiable import attention_probabilities
 from lipbound.models.checkpoints import load_checkpoint
+from lipbound.models.training.differentiable import attention_probabilities
 from lipbound.regularizers.jasmin import JaSMin
 
 STRENGTHS = (0.0, 1e-4, 1e-3, 1e-2)

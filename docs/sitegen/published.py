@@ -4,7 +4,7 @@ import re
 from typing import NamedTuple
 
 from lipbound import bounds
-from lipbound.bounds.bound import NORMS
+from lipbound.schema import NORMS
 
 REASONS = {
     "another map": "it bounds a map that no softmax head of a checkpoint is",

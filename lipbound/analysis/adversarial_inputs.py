@@ -1,5 +1,6 @@
-r"""Inputs at which a head is steep, and what its Jacobian tends to far from the origin (Castin,
-Ablin and Peyré 2024, section 3 and appendix C).
+r"""Inputs at which a head is steep, and the limit of its Jacobian far from the origin.
+
+Castin, Ablin and Peyré 2024, section 3 and appendix C.
 
 All of it is about heads without biases: :math:`P_{ij} \propto e^{x_i^T A x_j}` with
 :math:`A = \mathrm{scale}\,W_Q W_K^T`, D x D of rank at most d. A real eigenvalue :math:`\gamma` of
@@ -14,16 +15,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.bounds import factors
 from lipbound.errors import LipboundError
 
 
 class Steepness(NamedTuple):
-    """What Proposition 3.4 says of each head.
+    r"""Rate of growth of each head and its direction, from Proposition 3.4.
 
     Attributes:
-        gamma: :math:`\\max(-\\gamma_{min}, \\gamma_{max}/8)`, (heads,), float64.
+        gamma: :math:`\max(-\gamma_{min}, \gamma_{max}/8)`, (heads,), float64.
         eigenvalue: the one of A, largest or smallest real, that attains it, (heads,).
         direction: its unit eigenvector, (heads, D), float64.
     """
@@ -33,9 +35,9 @@ class Steepness(NamedTuple):
     direction: Tensor
 
 
+@memoised
 def steepness(att: Attention) -> Steepness:
-    r""":math:`\gamma` of Proposition 3.4 for every head, with the eigenvector along which it is
-    attained.
+    r"""Compute :math:`\gamma` of Proposition 3.4 for every head, with its eigenvector.
 
     Where A is singular (d < D) zero counts as an eigenvalue, so that :math:`\gamma \ge 0`.
 
@@ -44,16 +46,11 @@ def steepness(att: Attention) -> Steepness:
             proposition says nothing.
     """
     att.only("the curvature of scores")
-
-    def make() -> Steepness:
-        found = [
-            _steepness(att.w_q[h].double(), att.w_k[h].double(), att.scale)
-            for h in range(att.heads)
-        ]
-        gamma, eigenvalue, direction = zip(*found, strict=True)
-        return Steepness(torch.stack(gamma), torch.stack(eigenvalue), torch.stack(direction))
-
-    return att.memo("steepness", make)
+    found = [
+        _steepness(att.w_q[h].double(), att.w_k[h].double(), att.scale) for h in range(att.heads)
+    ]
+    gamma, eigenvalue, direction = zip(*found, strict=True)
+    return Steepness(torch.stack(gamma), torch.stack(eigenvalue), torch.stack(direction))
 
 
 def _steepness(w_q: Tensor, w_k: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,8 +79,9 @@ def _gamma(eigenvalue: Tensor) -> Tensor:
 
 
 def adversarial_inputs(att: Attention, tokens: int, radius: float) -> Tensor:
-    r"""Inputs in the ball of radius R at which a head's local constant grows like :math:`\sqrt N`,
-    (heads, N, D), in the dtype of ``att``.
+    r"""Build inputs at which a head's local constant grows like :math:`\sqrt N`.
+
+    They lie in the ball of radius R and are (heads, N, D), in the dtype of ``att``.
 
     :math:`R(-u, u, \dots, u)` for a negative eigenvalue, :math:`R(u, u/2, \dots, u/2)` for a
     positive one (Lemma C.7): all tokens attend to the first.
@@ -103,8 +101,9 @@ def adversarial_inputs(att: Attention, tokens: int, radius: float) -> Tensor:
 
 
 def lower_bound(att: Attention, tokens: int, radius: float) -> Tensor:
-    r"""What the local constant of every head (without its biases) is at least at its
-    `adversarial_inputs`, (heads,), float64.
+    r"""Lower bound on every head's local constant at its `adversarial_inputs`.
+
+    The heads are without their biases; (heads,), float64.
 
     .. math::
         \frac{\sqrt{N-1}}{1 + (N-1) e^{-2R^2\gamma}}\;\|W_V^T (I - w w^T)\|,\qquad w = A^T u / |A^T
@@ -128,16 +127,19 @@ def lower_bound(att: Attention, tokens: int, radius: float) -> Tensor:
 
 
 class Limit(NamedTuple):
-    """The local constant far from the origin, and how clear-cut the attention is there, each
-    (samples, heads), float64."""
+    """Local constant far from the origin, and how clear-cut the attention is there.
+
+    Each (samples, heads), float64.
+    """
 
     norm: Tensor
     gap: Tensor
 
 
 def large_radius_limit(att: Attention) -> Limit:
-    r"""Limit of :math:`\|J(rX)\|` as r grows: each token attends to one other,
-    :math:`j_i = \arg\max_j x_i^T A x_j` (Theorems 3.7 and 4.5).
+    r"""Compute the limit of :math:`\|J(rX)\|` as r grows.
+
+    Each token attends to one other, :math:`j_i = \arg\max_j x_i^T A x_j` (Theorems 3.7 and 4.5).
 
     The Jacobian tends to :math:`[j = j_i]\,W_V^T`, of norm :math:`\|W_V\|\,(\max_j \#\{i : j_i =
     j\})^{1/2} \le \sqrt N\,\|W_V\|`. The mask's forbidden entries stay forbidden; finite ones and
@@ -168,8 +170,9 @@ def large_radius_limit(att: Attention) -> Limit:
 
 
 def quadratic_inputs(att: Attention, tokens: int, radius: float) -> Tensor:
-    r"""Inputs at which a head's local constant grows like :math:`R^2` (appendix C.7), (heads, N, D)
-    for odd N.
+    r"""Build inputs at which a head's local constant grows like :math:`R^2` (appendix C.7).
+
+    They are (heads, N, D) for odd N.
 
     :math:`x_1 = 0`, half of the others :math:`R u`, half :math:`-R u`; u is the right singular
     vector of A that maximises :math:`|W_V^T u||A u|`.
@@ -203,8 +206,10 @@ def quadratic_direction(att: Attention) -> tuple[Tensor, Tensor]:
 
 
 def crossover_length(att: Attention) -> Tensor:
-    r"""log10 of the length N* from which Theorem 3.5 (mean field) is below Theorem 3.3 at the
-    tokens' radius R, (samples, heads), float64.
+    r"""Compute log10 of the length from which the bound of Theorem 3.5 is below that of 3.3.
+
+    Theorem 3.5 is the mean-field one; the length N* is that at the tokens' radius R, (samples,
+    heads), float64.
 
     With :math:`t = \|A\|R^2`, :math:`N^* = \big((1+3t)^2 e^{4t}/3 - t^2\big) / (1 + 4t^2)`: Lemma
     61 (docs/theory/inputs.md). A logarithm, since N* exceeds the range of float64 on pretrained

@@ -1,5 +1,4 @@
-"""Over a ball of inputs: what an adversary finds, what bounds allow, and the curve of both against
-the radius."""
+"""Norms an adversary finds over a ball of inputs, bounds there, and both against the radius."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -24,16 +23,20 @@ BOUNDS = ("castin_bias", "yudin", "specformer")
 
 
 class Attack(NamedTuple):
-    """What `attack` found: norms (samples, heads), and the inputs that attain them, (samples,
-    heads, N, D)."""
+    """Norms found by `attack`, and the inputs that attain them.
+
+    Norms are (samples, heads), inputs (samples, heads, N, D).
+    """
 
     norm: Tensor
     x: Tensor
 
 
 class Climb(NamedTuple):
-    """Where the ascents stand: |J^T u| (starts,), the moves from X, u, and v = J^T u / |J^T u|,
-    (starts, N, .)."""
+    """State of the ascents: norms, moves, and singular directions.
+
+    |J^T u| (starts,), the moves from X, u, and v = J^T u / |J^T u|, (starts, N, .).
+    """
 
     value: Tensor
     move: Tensor
@@ -55,8 +58,9 @@ def attack(
     starts: int = 7,
     seed: int = 0,
 ) -> Attack:
-    r"""A lower bound on :math:`\sup \|J(X')\|` over a ball, head by head, by ascent from several
-    inputs.
+    r"""Find a lower bound on :math:`\sup \|J(X')\|` over a ball, head by head.
+
+    By ascent from several inputs.
 
     The ascent is on :math:`u^T J(X') v`: in turn a few power iterations improve u and v, and X'
     moves along the gradient, projected to the ball. Steps that lower the value are taken back;
@@ -122,8 +126,10 @@ def attack(
 def _attack_head(
     att: Attention, radius: float, ball: str, steps: int, starts: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """One head of one unpadded sample: the largest norm found, (), float64, and its
-    input (N, D)."""
+    """Attack one head of one unpadded sample.
+
+    Returns the largest norm found, (), float64, and its input (N, D).
+    """
     top = spectral_norm(att, tol=1e-3, vectors=True)
     assert top.left is not None
     assert top.right is not None
@@ -179,9 +185,12 @@ def _starts(
 
 
 def _towards_keys(att: Attention, radius: float, ball: str) -> Tensor:
-    """Moves (1, N, D) that turn each query to the key for which P_j (1 - P_j) |v_j - o| |k_j - mean
-    of k| is then largest: the size of the token's own block of J where that key and one other
-    matter. In a Frobenius ball the token for which this is largest moves alone. Float64."""
+    """Moves (1, N, D) that turn each query to the key at which its token's block is largest.
+
+    That is the key for which P_j (1 - P_j) |v_j - o| |k_j - mean of k| is then largest: the size of
+    the token's own block of J where that key and one other matter. In a Frobenius ball the token
+    for which this is largest moves alone. Float64.
+    """
     p, v = att.p[0], att.centred_v[0]
     keys = att.scale * att.centred_k[0] @ att.w_q.mT
     mean = p @ keys
@@ -213,7 +222,7 @@ def _climbed(att: Attention, move: Tensor, left: Tensor, turns: int) -> Climb:
 
 
 def _sizes(move: Tensor, ball: str) -> Tensor:
-    """How far each token moves, or all of X: broadcastable to (starts, N, D)."""
+    """Length of the move of each token, or of all X: broadcastable to (starts, N, D)."""
     return torch.linalg.vector_norm(move, dim=-1 if ball == "token" else (-2, -1), keepdim=True)
 
 
@@ -229,8 +238,10 @@ def _project(move: Tensor, radius: float, ball: str) -> Tensor:
 
 
 def _inside(x: Tensor, move: Tensor, radius: float, ball: str) -> Tensor:
-    """The point x + move (1, N, D) as its dtype holds it, moved back where rounding has put it
-    outside the ball: to x itself at worst."""
+    """Point x + move (1, N, D) in its dtype, moved back where rounding put it outside the ball.
+
+    To x itself at worst.
+    """
     for part in (1.0, 0.99, 0.9, 0.5):
         point = (x.double() + part * move.double()).to(x.dtype)
         if bool((_sizes(point.double() - x.double(), ball) <= radius).all()):
@@ -251,8 +262,9 @@ def radius_curve(
     starts: int = 7,
     seed: int = 0,
 ) -> xr.Dataset:
-    """Bounds over balls of growing radius, and what an adversary finds in them: the true supremum
-    lies between.
+    """Compute bounds over balls of growing radius, and norms an adversary finds in them.
+
+    The true supremum lies between.
 
     Args:
         att, ball, at: as in `lipbound.bounds.over_ball`.

@@ -1,5 +1,7 @@
-"""How local constants grow with the length of the input (Castin, Ablin and Peyré 2024, section 5
-and Figures 1, 4 and 6)."""
+"""Growth of local constants with the length of the input.
+
+Castin, Ablin and Peyré 2024, section 5 and Figures 1, 4 and 6.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,9 +23,9 @@ from lipbound.errors import InputsError, LipboundError
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.checkpoints import load_checkpoint
-from lipbound.models.readers.positions import positions
-from lipbound.models.readers.token_stream import stream
-from lipbound.runs.provenance import versions
+from lipbound.models.readers.model_inputs import positions
+from lipbound.models.readers.text import stream
+from lipbound.runs.dataset import versions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -83,8 +85,9 @@ def sequence_growth(
     dtype: str = "float32",
     seed: int = 0,
 ) -> xr.Dataset:
-    r"""Exact local constants of every head and every whole layer against the number of tokens, on
-    text and on adversarial inputs.
+    r"""Compute local constants of every head and whole layer against the number of tokens.
+
+    They are exact, on text and on adversarial inputs.
 
     The text (every row of a table) is tokenised without special tokens, and cut into ``sequences``
     sequences for every length, none of which overlap, as in the paper. Adversarial inputs are those
@@ -177,7 +180,7 @@ def sequence_growth(
 
 
 def _real(layers: list[Attention], tol: float, seed: int) -> dict[str, np.ndarray]:
-    """Of the sequences of one length, each with the axis of sequences first."""
+    """Constants at the sequences of one length, each with the axis of sequences first."""
     seeds = [seed + s for s in range(layers[0].samples)]
     rows: dict[str, list[Tensor]] = {
         name: [] for name in ("head_exact", "layer_exact", "head_bound", "layer_bound", "magnitude")
@@ -199,7 +202,7 @@ def _adversarial(
     tol: float,
     seed: int,
 ) -> dict[str, np.ndarray]:
-    """Of the adversarial inputs of one length, each with the axis of layers first."""
+    """Constants at the adversarial inputs of one length, each with the axis of layers first."""
     rows: dict[str, list[Tensor]] = {
         name: [] for name in VARIABLES if name.startswith("adversarial")
     }
@@ -260,8 +263,9 @@ def _check_causal(layers: list[Attention], name: str) -> None:
 
 
 def exponents(values: xr.DataArray, *, shortest: int = 10, confidence: float = 0.95) -> xr.Dataset:
-    """Slope of log(values) over log(length), least squares, one per entry of the other axes; all
-    sequences count as measurements.
+    """Fit the slope of log(values) over log(length) by least squares.
+
+    One per entry of the other axes; all sequences count as measurements.
 
     Args:
         values: positive, with the axis "length" and perhaps "sequence".

@@ -1,6 +1,6 @@
-r"""Attention on weighted tokens: the maps between probability measures of Castin, Ablin and Peyré
-2024 (appendix C), and copies of tokens.
+r"""Attention on weighted tokens, copies of tokens, and inputs at which copies make a head steeper.
 
+The maps between probability measures are those of Castin, Ablin and Peyré 2024 (appendix C).
 With weights :math:`a_j` on the tokens, :math:`P_{ij} \propto a_j e^{S_{ij}}`, and perturbations and
 outputs have the norm :math:`(\sum_i a_i |x_i|^2)^{1/2}` (their Definition C.4 and Lemma C.5). Equal
 weights give back attention and its norm: Lemma 62 (docs/theory/inputs.md).
@@ -8,13 +8,15 @@ weights give back attention and its norm: Lemma 62 (docs/theory/inputs.md).
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.errors import AttentionError
+from lipbound.errors import AttentionError, LipboundError
 from lipbound.jacobians.head import HeadJacobian
+from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.linalg.operator_norm import operator_norm
 from lipbound.linalg.operators import JacobianOperator
 from lipbound.linalg.solution import Norm, sample_seeds
@@ -24,8 +26,9 @@ CHUNK = 2**24
 
 
 class WeightedJacobian(JacobianOperator):
-    r"""Jacobians of weighted self-attention in its weighted norm: :math:`D^{1/2} J D^{-1/2}`, D the
-    diagonal matrix of the weights.
+    r"""Jacobians of weighted self-attention in its weighted norm.
+
+    They are :math:`D^{1/2} J D^{-1/2}`, D the diagonal matrix of the weights.
 
     Args:
         op: Jacobians of heads whose probabilities have the weights in them (see `weighted`), tokens
@@ -57,8 +60,9 @@ class WeightedJacobian(JacobianOperator):
 
 
 def weighted(att: Attention, weights: Tensor) -> Attention:
-    """The layer on tokens with weights (samples, N), by way of a mask:
-    :math:`P_{ij} \\propto a_j e^{S_{ij}}`.
+    r"""Put weights on the tokens of a layer, (samples, N), by way of a mask.
+
+    :math:`P_{ij} \propto a_j e^{S_{ij}}`.
 
     Raises:
         AttentionError: weights that are not positive, or do not add up to one to 1e-6.
@@ -101,8 +105,9 @@ def weighted_norm(
     delta: float | None = None,
     seed: int | Sequence[int] = 0,
 ) -> Norm:
-    """Exact local Lipschitz constant of every head on weighted tokens, in the weighted norm: a
-    lower end of the mean-field one (Lemma C.5).
+    """Compute the exact local constant of every head on weighted tokens, in the weighted norm.
+
+    It is a lower end of the mean-field one (Lemma C.5).
 
     Arguments as in `lipbound.spectral_norm`; weights (samples, N), positive, adding up to one. Norm
     of shape (samples, heads).
@@ -116,8 +121,9 @@ def weighted_norm(
 
 
 def two_diracs(u: Tensor, eigenvalue: float, radius: float) -> tuple[Tensor, Tensor]:
-    r"""Two tokens (2, D) and their weights (2,), float64, at which the mean-field constant explodes
-    with the radius (Proposition 3.6).
+    r"""Build two weighted tokens at which the mean-field constant explodes with the radius.
+
+    Tokens (2, D) and their weights (2,), float64 (Proposition 3.6).
 
     For a negative eigenvalue of A the points :math:`-Ru` and :math:`Ru`, else :math:`Ru` and
     :math:`Ru/2`, u its unit eigenvector; the first has the weight a with
@@ -132,8 +138,9 @@ def two_diracs(u: Tensor, eigenvalue: float, radius: float) -> tuple[Tensor, Ten
 
 
 def two_dirac_growth(eigenvalue: float, radius: float, direction: Tensor, image: Tensor) -> float:
-    r"""What the local constant at `two_diracs` tends to with the radius, for :math:`W_V = I`,
-    ``direction`` u and ``image`` :math:`A^T u`.
+    r"""Value that the local constant at `two_diracs` approaches as the radius grows.
+
+    For :math:`W_V = I`, ``direction`` u and ``image`` :math:`A^T u`.
 
     .. math::
         \tfrac12 e^{\gamma R^2}\,\|I - R^2 u (A^T u)^T\| \quad\text{or, for a positive
@@ -153,8 +160,9 @@ def two_dirac_growth(eigenvalue: float, radius: float, direction: Tensor, image:
 
 
 def query_block_norms(att: Attention) -> Tensor:
-    r""":math:`\|B_i\|` for every token, :math:`B_i = \mathrm{scale}\,V^T M(P_i) K W_Q^T`, (samples,
-    heads, N), float64: what a token's own query does.
+    r"""Norm :math:`\|B_i\|` of the effect of every token's own query.
+
+    :math:`B_i = \mathrm{scale}\,V^T M(P_i) K W_Q^T`, (samples, heads, N), float64.
 
     Dense singular values of d_v x d matrices, exact to rounding.
     """
@@ -174,8 +182,9 @@ def query_block_norms(att: Attention) -> Tensor:
 
 
 def duplicated_norm(att: Attention, norm: Tensor) -> Tensor:
-    r"""Exact local constant when every token stands twice or more often, (samples, heads), float64
-    on the CPU; ``norm``: of the layer as it is.
+    r"""Compute the exact local constant when every token stands twice or more often.
+
+    (samples, heads), float64 on the CPU; ``norm``: of the layer as it is.
 
     .. math:: \|J'\| = \max\big(\|J\|,\ \max_i \|B_i\|\big)
 
@@ -188,3 +197,64 @@ def duplicated_norm(att: Attention, norm: Tensor) -> Tensor:
     """
     att.only("duplicated_norm")
     return torch.maximum(norm.double().cpu(), query_block_norms(att).amax(-1).cpu())
+
+
+class SplitSearch(NamedTuple):
+    """Largest ratio found for every head, and the input where it was found.
+
+    Ratios are (heads,), float64, inputs (heads, N, D). Above 1 the head splits there.
+    """
+
+    ratio: Tensor
+    x: Tensor
+
+
+def search_split(att: Attention, *, steps: int = 60, rate: float = 0.05) -> SplitSearch:
+    r"""Look for inputs at which :math:`\max_i \|B_i\| > \|J\|`.
+
+    By gradient ascent (Adam) on the logarithm of their ratio from every sample of ``att``.
+
+    Args:
+        att: the heads, and where to start; no padding.
+        steps: of the ascent. rate: length of a step, relative to the mean length of tokens.
+
+    Returns:
+        `SplitSearch`; ratios are those of exact norms in float64, to 1e-6.
+
+    Raises:
+        LipboundError: padded inputs.
+    """
+    att.only("search_split")
+    if att.valid is not None:
+        raise LipboundError(
+            "the search takes inputs without padding; give one sample at a time, "
+            "Attention.unpadded(i)"
+        )
+    att = att.double()
+    found = [_search(att.select(heads=slice(h, h + 1)), steps, rate) for h in range(att.heads)]
+    return SplitSearch(
+        torch.stack([ratio for ratio, _ in found]), torch.stack([x for _, x in found])
+    )
+
+
+def _search(att: Attention, steps: int, rate: float) -> tuple[Tensor, Tensor]:
+    x = att.x.clone().requires_grad_()
+    size = float(att.x.norm(dim=-1).mean()) / att.x.shape[2] ** 0.5
+    optimiser = torch.optim.Adam([x], lr=rate * size)
+    best, where = torch.tensor(0.0, dtype=torch.float64), att.x[0]
+    for _ in range(steps + 1):
+        here = att.at(x.detach().clone())
+        top = spectral_norm(here, tol=1e-6, vectors=True)
+        moving = att.at(x)
+        own = query_block_norms(moving).amax(-1)[:, 0]
+        ratio = own.detach().cpu() / top.lower[:, 0].clamp_min(1e-300)
+        if float(ratio.max()) > float(best):
+            best, where = ratio.max(), here.x[int(ratio.argmax())]
+        assert top.left is not None
+        assert top.right is not None
+        norm = (top.left[:, 0] * HeadJacobian(moving).along(top.right[:, 0])).sum((-1, -2))
+        optimiser.zero_grad()
+        (norm.clamp_min(1e-300).log() - own.clamp_min(1e-300).log()).sum().backward()
+        x.grad = None if x.grad is None else torch.nan_to_num(x.grad)
+        optimiser.step()
+    return best, where

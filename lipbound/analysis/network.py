@@ -1,5 +1,4 @@
-"""Exact local Lipschitz constants of whole networks, or of chains of their blocks, through the
-model's own modules."""
+"""Exact local constants of whole networks or chains of blocks, through the model's own modules."""
 
 import copy
 import math
@@ -16,9 +15,8 @@ from lipbound.linalg.certificates import ROUNDING
 from lipbound.linalg.operator_norm import operator_norm
 from lipbound.linalg.operators import JacobianOperator, Transposed
 from lipbound.linalg.solution import Norm, sample_seeds
-from lipbound.models.capture.recorder import cannot_compute, implementation, taken
-from lipbound.models.precision import measurable
-from lipbound.models.unwrapping import bare_model
+from lipbound.models.capture.seeing.interface import computing, implementation, taken
+from lipbound.models.sources.loaded_model import bare_model, measurable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,8 +28,9 @@ dense, and ``upper`` needs no probability."""
 
 
 class NetworkJacobian(JacobianOperator):
-    """Jacobians of a function that treats samples one by one, at a batch of inputs: one batch entry
-    per sample.
+    """Jacobians of a function that treats samples one by one.
+
+    At a batch of inputs: one batch entry per sample.
 
     Products with J^T by reverse mode; with J by forward mode, or where some operation has none, by
     differentiating products with J^T.
@@ -120,8 +119,9 @@ class _Part(NetworkJacobian):
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks of a model, in order: its longest ``ModuleList`` of modules of one
-    class.
+    """List the transformer blocks of a model in order.
+
+    They are its longest ``ModuleList`` of modules of one class.
 
     Raises:
         LipboundError: there is none.
@@ -152,8 +152,9 @@ def network_norm(
     seed: int | Sequence[int] = 0,
     batch: int = 16,
 ) -> Norm:
-    r"""Exact local Lipschitz constant (2-norm of the Jacobian) of a network at every sample, from
-    token vectors to its outputs.
+    r"""Compute exact local Lipschitz constants of a network at every sample.
+
+    They are 2-norms of the Jacobian from token vectors to its outputs.
 
     The map starts at what enters the first block ("embeddings": after the patch or word embeddings,
     which are left out as in Yudin et al. 2025), or at what enters block ``start``; it ends at the
@@ -218,16 +219,14 @@ def _norm(
 
 
 def _from_gradients(op: JacobianOperator) -> Norm:
-    """Norms from all gradients of a few outputs; ``upper`` allows for the same rounding of products
-    as a certificate."""
+    """Norms from all gradients of a few outputs.
+
+    ``upper`` allows for the same rounding of products as a certificate.
+    """
     sigma = torch.linalg.svdvals(op.dense().cpu().double())[:, 0]
     steps = torch.full((op.batch,), math.prod(op.out_shape))
     error = torch.full_like(sigma, ROUNDING[op.dtype])
     return Norm(sigma, sigma * (1 + error), steps, torch.ones(op.batch, dtype=torch.bool), error)
-
-
-def _output_name(model: "PreTrainedModel") -> str:
-    return "last_hidden_state" if type(model) is type(model.base_model) else "logits"
 
 
 class _Reached(Exception):
@@ -269,8 +268,9 @@ def _ends(start: str | int, end: str | int, count: int) -> tuple[int, str | int]
 def chain(
     model: "PreTrainedModel", inputs: Inputs, start: str | int, end: str | int
 ) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor, Tensor | None]]:
-    """The map from ``start`` to ``end`` as a function of (samples, N, D), zero for padding, its
-    input here, and where perturbations are allowed.
+    """Map from ``start`` to ``end`` of a model, its input here, and the entries that may move.
+
+    The map is a function of (samples, N, D), zero for padding.
 
     ``start`` may also be the number of blocks: what leaves the last one.
     """
@@ -334,19 +334,8 @@ def chain(
         hooks.append(parts[last].register_forward_hook(stop))
     try:
         with implementation(model, "eager"), torch.no_grad():
-            try:
+            with computing(model):
                 run()
-            except LipboundError:
-                raise
-            except (
-                RuntimeError,
-                ValueError,
-                TypeError,
-                IndexError,
-                KeyError,
-                AttributeError,
-            ) as error:
-                raise cannot_compute(model, error) from error
             x = given[0].detach().clone()
             valid = _real_tokens(model, inputs, x, parts[0])
             yield f, x, None if valid is None else valid.to(x.dtype)
@@ -358,8 +347,7 @@ def chain(
 def _real_tokens(
     model: "PreTrainedModel", inputs: Inputs, value: Tensor, block: nn.Module | None
 ) -> Tensor | None:
-    """Tokens of a tensor (samples, N, ...) that are not padding, (samples, N, 1) bool; None for
-    all.
+    """Tokens of (samples, N, ...) that are no padding, (samples, N, 1) bool; None for all.
 
     Of an encoder and a decoder each has its own padding: the stream is that of a ``block``, or for
     None that of the outputs.

@@ -1,5 +1,7 @@
-"""Accuracy under attack, beside the constants: pixels through adversarial-robustness-toolbox, token
-vectors through our own steps."""
+"""Accuracy of classifiers under attack, beside the constants.
+
+Pixels through adversarial-robustness-toolbox, token vectors through our own steps.
+"""
 
 import math
 import re
@@ -13,9 +15,8 @@ from torch import Tensor, nn
 from lipbound.analysis.network import NetworkJacobian, chain
 from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError
-from lipbound.models.capture.recorder import taken
-from lipbound.models.precision import measurable
-from lipbound.models.unwrapping import bare_model
+from lipbound.models.capture.seeing.interface import taken
+from lipbound.models.sources.loaded_model import bare_model, measurable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,8 +61,9 @@ def robust_accuracy(
     batch: int = 128,
     seed: int = 0,
 ) -> dict[str, float]:
-    """Accuracy of an image classifier under attacks in pixel space, in percent, by
-    adversarial-robustness-toolbox (extra ``robustness``).
+    """Accuracy of an image classifier under attacks in pixel space, in percent.
+
+    Attacks are those of adversarial-robustness-toolbox (extra ``robustness``).
 
     Args:
         model: an image classifier of transformers, in float32.
@@ -215,8 +217,9 @@ def embedding_accuracy(
     batch: int = 32,
     seed: int = 0,
 ) -> dict[str, float]:
-    r"""Accuracy of a classifier, text or image, when the token vectors of a sample may move by
-    ``radius`` in all (Frobenius norm), in percent.
+    r"""Accuracy of a classifier under attacks on token vectors, in percent.
+
+    For text or images; the vectors of a sample may move by ``radius`` in all (Frobenius norm).
 
     Args:
         model, inputs: as for `lipbound.network_norm`; the model has logits of a few classes,
@@ -310,8 +313,9 @@ def _attacked(
 def first_order_radius(
     model: "PreTrainedModel", inputs: Mapping[str, Tensor], *, batch: int = 32
 ) -> Tensor:
-    r"""How far (Frobenius norm) a sample's token vectors must move before its linearised prediction
-    changes, (samples,), float64.
+    r"""Distance a sample's token vectors must move to change its linearised prediction.
+
+    Frobenius norm, (samples,), float64.
 
     :math:`\min_j (z_y - z_j) / |\nabla (z_y - z_j)|` over the other classes j, y the predicted one;
     infinite where a difference has no gradient. A reading of the Jacobian at one point, not a

@@ -1,13 +1,15 @@
 """What is derived from a layer, computed on first use and kept."""
 
 from collections.abc import Callable, Hashable
-from typing import Any, Generic, TypeVar, overload
+from functools import wraps
+from typing import Any, Generic, TypeVar, cast, overload
 
 import torch
 
 from lipbound.devices import in_own_modes
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Cache:
@@ -83,3 +85,27 @@ class derived(Generic[T]):
 
     def __set__(self, instance: object, value: object) -> None:
         raise AttributeError(f"{self._name} is derived from the layer and cannot be set")
+
+
+def memoised(function: F) -> F:
+    """Decorate a function of a layer so that the layer's cache keeps its results.
+
+    Args:
+        function: takes the layer and hashable arguments by position, which the result is kept for.
+    """
+
+    @wraps(function)
+    def kept(layer: Any, *arguments: Hashable) -> Any:
+        cache: Cache = layer.cache
+        return cache.get(_key(function, *arguments), lambda: function(layer, *arguments))
+
+    return cast(F, kept)
+
+
+def keep_result(function: Callable[[Any], T], layer: Any, value: T) -> None:
+    """Let a `memoised` function return this value for a layer from now on."""
+    layer.cache.keep(_key(function), value)
+
+
+def _key(function: Callable[..., Any], *arguments: Hashable) -> Hashable:
+    return function.__module__, function.__qualname__, *arguments

@@ -1,8 +1,8 @@
 """The heads of one attention layer at one batch of inputs, as tensors."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, Self, TypeVar
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -22,9 +22,7 @@ from lipbound.attention.variants.rotary import Rotation
 from lipbound.attention.variants.sinks import Sinks
 from lipbound.attention.variants.token_maps import TokenMap
 from lipbound.errors import AttentionError, is_number, shown, tell
-from lipbound.formatting.notebooks import html_facts
-
-T = TypeVar("T")
+from lipbound.formatting.html import html_facts
 
 
 class Attention(Transforms):
@@ -374,8 +372,3 @@ class Attention(Transforms):
     def out(self) -> Tensor:
         """Head outputs before the output projection, (samples, heads, N, d_v)."""
         return self.p @ self.v
-
-    def memo(self, key: Hashable, make: Callable[[], T]) -> T:
-        """``make()``, computed once for this attention: bounds share their ingredients
-        through it."""
-        return self.cache.get(("memo", key), make)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.masking import BLOCKED, four_axes
 from lipbound.attention.variants.base import UNIT, Passing, Side, Variant
@@ -58,10 +59,11 @@ class TensorErrors:
     weights: Tensor
 
 
+@memoised
 def tensor_errors(att: Attention) -> TensorErrors:
     """Of ``wide_q``, ``centred_k``, ``centred_v`` and P as `Attention` computes them in float64,
     whatever the dtype of ``att``."""
-    return att.memo("tensor_errors", lambda: _tensor_errors(att.double()))
+    return _tensor_errors(att.double())
 
 
 @torch.no_grad()
@@ -131,11 +133,10 @@ def spectral(w: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+@memoised
 def projection_norms(att: Attention) -> tuple[Tensor, Tensor, Tensor]:
     """`spectral` of the float64 projections to queries, keys and values, once for a layer."""
-    return att.memo(
-        "norms of projections", lambda: (spectral(att.w_q), spectral(att.w_k), spectral(att.w_v))
-    )
+    return spectral(att.w_q), spectral(att.w_k), spectral(att.w_v)
 
 
 def _entered(att: Attention, side: Side, size: Tensor, around: Tensor) -> Passing:

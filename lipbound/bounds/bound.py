@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from lipbound.errors import LipboundError, UnknownNameError, check_layer, is_number, nearest, shown
-from lipbound.formatting.mathml import formula
-from lipbound.formatting.notebooks import html_facts
+from lipbound.formatting.html import formula, html_facts
+from lipbound.schema import NORMS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,14 +26,6 @@ if TYPE_CHECKING:
 
 MAP_NORMS = {"head": "exact", "l2": "exact_l2"}
 """The variable that holds the exact norm of the map a bound is about."""
-NORMS = {
-    "frobenius": "all tokens move, by 1 together in the Frobenius norm, which measures outputs too",
-    "every-token": "every token moves by at most 1, and the output token that moves furthest "
-    "counts",
-    "one-token": "one token alone moves, by 1, and outputs are measured in the Frobenius norm",
-}
-"""How perturbations and outputs are measured. Bounds and exact norms are compared within one norm
-only."""
 DIFFERENTIABLE = {
     "frobenius": "lipbound",
     "every-token": "lipbound_every_block",
@@ -88,8 +80,8 @@ class Bound:
         cost: leading cost per head.
         formulas: the bound itself, from the formula for plain heads to the one that covers most
             variants.
-        norm: of `NORMS`: how perturbations and outputs are measured. Bounds of different norms
-            never stand beside each other.
+        norm: of `lipbound.schema.NORMS`: how perturbations and outputs are measured. Bounds of
+            different norms never stand beside each other.
         caveat: why the statement is no bound where its assumptions fail; empty when they always
             hold.
         differentiable: whether its values have derivatives; one that has none refuses layers whose
@@ -294,17 +286,6 @@ class Bound:
 def _numbers(values: Tensor) -> Tensor:
     """Values in float64; what is no number bounds nothing, and is infinite."""
     return values.double().nan_to_num(nan=math.inf, posinf=math.inf, neginf=math.inf)
-
-
-def check_norm(norm: str) -> str:
-    """The norm itself.
-
-    Raises:
-        UnknownNameError: it is not one of `NORMS`.
-    """
-    if not isinstance(norm, str) or norm not in NORMS:
-        raise UnknownNameError(f"unknown norm {shown(norm)}; {nearest(norm, NORMS)}")
-    return norm
 
 
 def check_ball(radius: float, ball: str) -> None:

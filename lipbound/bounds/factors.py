@@ -5,14 +5,13 @@ brought into range by powers of two, and rounding is added: Lemmas 83, 84, 85 an
 (docs/theory/upper_values.md). Each is computed once per `Attention`.
 """
 
-import functools
 import math
 from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.rounding import tensor_errors
 from lipbound.attention.softmax import g, largest_jacobian_norm, normalised
@@ -21,7 +20,6 @@ from lipbound.linalg.covariance import weighted_deviation_norm
 from lipbound.linalg.matrix_norms import UNIT, gamma, matrix_norm, nonnegative_norm
 from lipbound.linalg.upper import Upper, scaled
 
-T = TypeVar("T")
 ROOT3 = Upper.of(math.sqrt(3) * (1 + 4 * UNIT))
 TIGHT = 1e-10
 """How far the norm of P may exceed the exact one, relatively."""
@@ -34,18 +32,7 @@ TINY = 2.0**-900
 """More than what underflow can take from a sum of probabilities."""
 
 
-def once(make: Callable[[Attention], T]) -> Callable[[Attention], T]:
-    """Decorator: a function of a layer that is computed once for each layer."""
-    key = make.__module__, make.__qualname__
-
-    @functools.wraps(make)
-    def found(att: Attention) -> T:
-        return att.memo(key, lambda: make(att))
-
-    return found
-
-
-@once
+@memoised
 def wide(att: Attention) -> Attention:
     """The layer in float64, with the queries, keys and probabilities of the given numbers."""
     double = att.double()
@@ -71,19 +58,19 @@ def size(t: Tensor, dims: int | tuple[int, ...]) -> Upper:
     return Upper.of(length).shifted(e[..., 0])
 
 
-@once
+@memoised
 def norm_v(att: Attention) -> Upper:
     """Norm ||W_V||, (heads,)."""
     return spectral(att.w_v)
 
 
-@once
+@memoised
 def norm_q(att: Attention) -> Upper:
     """Norm ||W_Q||, (heads,)."""
     return spectral(att.w_q)
 
 
-@once
+@memoised
 def norm_k(att: Attention) -> Upper:
     """Norm ||W_K||, (heads,)."""
     return spectral(att.w_k)
@@ -100,7 +87,7 @@ def turn(att: Attention) -> Upper:
     return Upper.of(torch.tensor(norm, dtype=torch.float64, device=att.device))
 
 
-@once
+@memoised
 def norm_a(att: Attention) -> Upper:
     """Norm ||A||, A = scale W_Q W_K^T (D x D), (heads,).
 
@@ -175,7 +162,7 @@ def root_count(att: Attention) -> Upper:
     return Upper.of(count(att)).sqrt()
 
 
-@once
+@memoised
 def radius(att: Attention) -> Upper:
     """Largest length R = max_i |x_i| of a token, (samples, 1)."""
     x, e = scaled(att.x, (-2, -1))
@@ -183,19 +170,19 @@ def radius(att: Attention) -> Upper:
     return size(x[torch.arange(len(x), device=x.device), where][:, None], -1).shifted(e[:, 0])
 
 
-@once
+@memoised
 def frobenius(att: Attention) -> Upper:
     """Frobenius norm ||X||_F, (samples, 1)."""
     return size(att.x[:, None], (-2, -1))
 
 
-@once
+@memoised
 def norm_x(att: Attention) -> Upper:
     """Spectral norm ||X||, (samples, 1)."""
     return spectral(att.x[:, None])
 
 
-@once
+@memoised
 def diameter(att: Attention) -> Upper:
     """Largest distance |x_i - x_j| of tokens that are not padding, (samples, 1)."""
     x, e = scaled(att.x, (-2, -1))
@@ -227,7 +214,7 @@ def stretched(att: Attention, power: int) -> tuple[Tensor, Tensor]:
     return torch.where(known, factor, 1.0), ~known
 
 
-@once
+@memoised
 def probabilities(att: Attention) -> Tensor:
     """P of all heads of all samples, of the given numbers, (samples, heads, N, N).
 
@@ -241,7 +228,7 @@ def probabilities(att: Attention) -> Tensor:
     return wide(att).p
 
 
-@once
+@memoised
 def norm_p(att: Attention) -> Upper:
     """Spectral norm ||P||, (samples, heads)."""
     p, (stretch, unknown) = probabilities(att), stretched(att, 1)
@@ -267,13 +254,13 @@ def top_pair(p: Tensor) -> tuple[Tensor, Tensor]:
     return u / u.norm(dim=-2, keepdim=True).clamp_min(1e-300), y
 
 
-@once
+@memoised
 def norm_m(att: Attention) -> Upper:
     """Largest norm max_i ||M(P_i)|| of a softmax Jacobian, (samples, heads)."""
     return _of_rows(att, largest_jacobian_norm)
 
 
-@once
+@memoised
 def largest_g1(att: Attention) -> Upper:
     """Largest max_i g_1(P_i), (samples, heads)."""
     return _of_rows(att, lambda p, stretch: (g(normalised(p)) * stretch).max(-1).values)
@@ -285,7 +272,7 @@ def _of_rows(att: Attention, largest: Callable[[Tensor, Tensor], Tensor]) -> Upp
     return Upper.of(torch.where(unknown.any(-1) | (value > 0.5), 0.5, value))
 
 
-@once
+@memoised
 def deviation(att: Attention) -> Upper:
     """Largest norm max_i ||X^T M(P_i)||, (samples, heads)."""
     stretch, unknown = stretched(att, 1)

@@ -7,8 +7,9 @@ import importlib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from lipbound.bounds.bound import NORMS, Bound, Formula, check_norm
-from lipbound.errors import LipboundError, UnknownNameError, nearest, shown
+from lipbound.bounds.bound import Bound, Formula
+from lipbound.errors import LipboundError, UnknownNameError, choice, nearest, shown
+from lipbound.schema import NORMS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -108,7 +109,7 @@ def bound(
             load_papers()  # whose names are taken, even if nobody has asked for them yet
         if name in _BOUNDS:
             raise ValueError(f"a bound named {name!r} is already registered")
-        check_norm(norm)
+        choice("norm", norm, NORMS)
         if bibtex and _BIBTEX.setdefault(citation, bibtex) != bibtex:
             raise ValueError(f"the BibTeX key {citation!r} is already that of another entry")
         formulas = [Formula(function, condition, terms, layer, longest, frozenset(covers))]
@@ -140,7 +141,7 @@ def names(norm: str | None = "frobenius") -> list[str]:
     """Registry names of all bounds in a norm, oldest source first, as figures and tables show them.
 
     Args:
-        norm: "frobenius", "every-token" or "one-token" (`lipbound.bounds.bound.NORMS`); None for
+        norm: "frobenius", "every-token" or "one-token" (`lipbound.schema.NORMS`); None for
             the bounds of all of them, norm by norm.
 
     Returns:
@@ -152,7 +153,7 @@ def names(norm: str | None = "frobenius") -> list[str]:
     load_papers()
     if norm is None:
         return [name for one in NORMS for name in names(one)]
-    check_norm(norm)
+    choice("norm", norm, NORMS)
     modules = _modules()
 
     def age(name: str) -> tuple[int, int]:
@@ -199,7 +200,7 @@ def resolve(bounds: str | Bound | Iterable[str | Bound], norm: str | None = None
         LipboundError: a bound of another norm, or bounds of several.
     """
     if norm is not None:
-        check_norm(norm)
+        choice("norm", norm, NORMS)
     if isinstance(bounds, Bound):
         bounds = bounds.name
     if isinstance(bounds, str):

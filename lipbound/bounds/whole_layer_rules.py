@@ -17,9 +17,10 @@ Proof: Lemmas 19 and 20 (docs/theory/layers.md); in the norms of single tokens L
 import torch
 from torch import Tensor
 
+from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.bounds.bound import Bound
-from lipbound.bounds.factors import once, root_count, size, spectral, wide
+from lipbound.bounds.factors import root_count, size, spectral, wide
 from lipbound.bounds.registry import get, resolve
 from lipbound.devices import in_own_modes
 from lipbound.errors import (
@@ -167,7 +168,7 @@ def with_output(att: Attention, name: str) -> tuple[Tensor, Tensor]:
     return (value + _rounded(heads, folding, name)).value(), bound.sound(heads)
 
 
-@once
+@memoised
 def _folded(att: Attention) -> tuple[Attention, Tensor, Folding]:
     """Float64 heads with their output slices absorbed, the bases of outputs, and the rounding."""
     given = wide(att)

@@ -202,7 +202,8 @@ def main() -> None:
         except Exception as error:
             if not hasattr(error, "format_message"):
                 raise
-            _say(_of_usage(error), error)
+            if error.format_message():  # none where the help was shown for want of a command
+                _say(_of_usage(error), error)
             status = 2
         finally:
             os.environ.pop(VERBOSE, None) if before is None else os.environ.update(
@@ -266,12 +267,17 @@ def _of_usage(error: Any) -> str:
 
 def _meant(word: str, known: list[str]) -> str:
     """Guess the option that a mistyped one was meant to be: the one that it begins, or that begins
-    it, else the likest; "" where unclear."""
-    known = [*dict.fromkeys([*known, *(f"--{name}" for name in SWITCHES)])]
-    word = word if word.startswith("--") else f"-{word}"
-    near = [name for name in known if name.startswith(word) or word.startswith(name)]
-    near = near if len(near) == 1 else neighbours(word, known, cutoff=0.7)[:1]
-    return f"did you mean {near[0]}?" if near else ""
+    it, else the likest, of which a part is enough; "" where unclear."""
+    word = word.lstrip("-")
+    names = [*dict.fromkeys([*(name.removeprefix("--") for name in known), *SWITCHES])]
+    near = [name for name in names if name.startswith(word) or word.startswith(name)]
+    if len(near) != 1:
+        parts = {name: name for name in names}
+        for name in names:
+            for part in name.split("-"):
+                parts.setdefault(part, name)
+        near = [parts[part] for part in neighbours(word, parts, cutoff=0.75)]
+    return f"did you mean --{near[0]}?" if near else ""
 
 
 def _given(option: str) -> str:

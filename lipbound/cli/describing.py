@@ -62,10 +62,10 @@ def facts(ds: xr.Dataset, path: Path) -> dict[str, Any]:
     """What a run holds, by names in words."""
     from lipbound.bounds.audit import audit
     from lipbound.reporting.labels import model_name, norm_words
-    from lipbound.runs.provenance import CHECKSUM, damage
-    from lipbound.runs.standing import standing
+    from lipbound.runs.checksums import damage
+    from lipbound.schema import CHECKSUM, Contents
 
-    a, exact, there = ds.attrs, ds["exact"], standing(ds)
+    a, exact, there = ds.attrs, ds["exact"], Contents.of(ds)
     entries = audit(ds)
     return {
         "run": str(path),
@@ -81,7 +81,7 @@ def facts(ds: xr.Dataset, path: Path) -> dict[str, Any]:
         "exact on samples": there.exact_samples,
         "tokens at most": there.tokens,
         "layers": ds["layer"].values.tolist(),
-        "layers of the model": there.model_layers,
+        "layers of the model": there.made.model_layers,
         "heads": int(ds.sizes["head"]) if "head" in ds.dims else "none: whole layers",
         "map": a["map_description"],
         "norm": norm_words(ds),

@@ -56,11 +56,12 @@ def count(text: str | int) -> int | str:
 def refuse_given(norm: str, **options: Any) -> None:
     """Refuse options that a norm with deterministic ends does not have, where they were given, be
     it with their default."""
-    from lipbound.bounds.bound import check_norm
+    from lipbound.errors import choice
     from lipbound.runs.config import refuse_drawn
+    from lipbound.schema import NORMS
 
     for name, value in options.items():
-        if check_norm(norm) != "frobenius" and name in state["given"]:
+        if choice("norm", norm, NORMS) != "frobenius" and name in state["given"]:
             refuse_drawn(name, value, norm)
 
 
@@ -358,5 +359,8 @@ def measured(config: RunConfig, *, client: Any = None, progress: bool = True) ->
     except StoreError as error:
         if error.dataset is None:
             raise
-        refuge = save(error.dataset, Path(tempfile.mkdtemp(prefix="lipbound-")) / "run.zarr")
+        try:
+            refuge = save(error.dataset, Path(tempfile.mkdtemp(prefix="lipbound-")) / "run.zarr")
+        except (StoreError, OSError):  # what is wrong is told of the place that was asked for
+            raise error from None
         raise StoreError(f"{error}; the finished run was saved to {refuge} instead") from error

@@ -78,7 +78,7 @@ def list_bounds(
     """List all bounds: statement, norm, source, assumptions, cost."""
     from lipbound.attention.variants import VARIANTS
     from lipbound.bounds import get, names
-    from lipbound.bounds.bound import NORMS
+    from lipbound.schema import NORMS
 
     if json:
         echo_json([get(name).facts() for name in names(None)])

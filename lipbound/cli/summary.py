@@ -53,7 +53,7 @@ def show(ds: xr.Dataset) -> None:
     from lipbound.formatting import number, small
     from lipbound.reporting import tables
     from lipbound.reporting.labels import counted, places, reached
-    from lipbound.runs.standing import standing
+    from lipbound.schema import Contents
 
     typer.echo(emphasised(tables.render(ds, width=columns())))
     exact = ds["exact"].values[ds["exact"].notnull().values]
@@ -69,7 +69,7 @@ def show(ds: xr.Dataset) -> None:
     off = f"capture reproduces the model to {error} relative"
     lines = [
         f"exact norms: {len(exact)} ({places(ds)}, "
-        f"{counted(standing(ds).exact_samples, 'sample')}){extent}; {off}"
+        f"{counted(Contents.of(ds).exact_samples, 'sample')}){extent}; {off}"
     ]
     if open_ := reached(ds):
         lines.append(

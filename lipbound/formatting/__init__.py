@@ -1,9 +1,9 @@
-"""Numbers and foreign text in tables: as many digits as are known, and nothing that is read as
-markup."""
+"""Numbers with as many digits as are known, and foreign text that is not read as markup."""
 
 import math
 import re
 from collections.abc import Sequence
+from html import escape
 
 ESCAPED = {
     "\\": r"\textbackslash{}",
@@ -16,20 +16,22 @@ ESCAPED = {
     "[": "{[}",
     **{c: "\\" + c for c in "&%$#_{}"},
 }
-ACCENTED = frozenset(chr(c) for c in range(0xC0, 0x100)) - set(
-    "\u00d0\u00d7\u00de\u00f0\u00f7\u00fe"
-)
-"""Letters that LaTeX composes whatever the font."""
+COMPOSED = {chr(c) for c in range(0xC0, 0x100)} - set("\u00d0\u00d7\u00de\u00f0\u00f7\u00fe")
+"""Letters with accents, which LaTeX has whatever the font."""
 
 
 def digits(x: float, width: float, most: int = 4) -> int:
-    """How many significant digits of x its enclosure supports, at least one: rounded to them, the
-    last one is off by at most one unit.
+    """Count the significant digits of a number that its enclosure supports, at least one.
+
+    Rounded to them, the last one is off by at most one unit.
 
     Args:
         x: the middle of the enclosure.
         width: its relative width: the true number is at most ``width * x / 2`` away.
         most: at most so many.
+
+    Returns:
+        The number of digits.
 
     >>> digits(1.35, 9e-4), digits(9.5, 9e-4), digits(9.5, 0.2), digits(9.5, 0)
     (3, 3, 1, 4)
@@ -41,7 +43,7 @@ def digits(x: float, width: float, most: int = 4) -> int:
 
 
 def number(x: float, digits: int = 3) -> str:
-    """A number to some significant digits, without exponent between 0.001 and 100,000.
+    """Return a number to some significant digits, without exponent between 0.001 and 100,000.
 
     >>> number(1386.3), number(0.0123), number(4.79e8), number(4.2, 4), number(9.9996, 4)
     ('1,390', '0.0123', '4.79e8', '4.200', '10.00')
@@ -58,7 +60,7 @@ def number(x: float, digits: int = 3) -> str:
 
 
 def small(x: float) -> str:
-    """A tolerance or probability as it was given, without a padded exponent.
+    """Return a tolerance or probability as it was given, without a padded exponent.
 
     >>> small(0.001), small(1e-06), small(2.5e-10)
     ('0.001', '1e-6', '2.5e-10')
@@ -67,7 +69,7 @@ def small(x: float) -> str:
 
 
 def joined(words: Sequence[str]) -> str:
-    """Several words or phrases as prose lists them.
+    """Return several words or phrases as prose lists them.
 
     >>> joined(["samples", "layers", "heads"]), joined(["samples"])
     ('samples, layers and heads', 'samples')
@@ -76,40 +78,32 @@ def joined(words: Sequence[str]) -> str:
 
 
 def plain(text: str) -> str:
-    """Foreign text on one line, without control characters (line ends, terminal escapes, changes of
-    direction).
+    r"""Return foreign text on one line, without control characters.
 
-    >>> plain("a\\nb\\x1b[31m")
+    These are line ends, terminal escapes, changes of direction and the like.
+
+    >>> plain("a\nb\x1b[31m")
     'a b [31m'
     """
     return "".join(c if c.isprintable() else " " for c in text)
 
 
 def escape_latex(text: str) -> str:
-    r"""Foreign text for LaTeX; characters that its usual fonts lack, by their number.
+    r"""Return foreign text for LaTeX; characters that its usual fonts lack, by their number.
 
     >>> escape_latex("50 % of a_b^2\n\\input{x}")
     '50 \\% of a\\_b\\textasciicircum{}2 \\textbackslash{}input\\{x\\}'
     """
-    known = "".join(
-        c if c.isascii() or c in ACCENTED or c in "\u2020\u2021" else f"[U+{ord(c):04X}]"
-        for c in plain(text)
-    )
-    return "".join(ESCAPED.get(c, c) for c in known)
+    shown = COMPOSED | {"\u2020", "\u2021"}
+    known = [c if c.isascii() or c in shown else f"[U+{ord(c):04X}]" for c in plain(text)]
+    return "".join(ESCAPED.get(c, c) for c in "".join(known))
 
 
 def escape_markdown(text: str) -> str:
-    """Foreign text for a Markdown table: neither markup nor HTML nor the end of a cell.
+    r"""Return foreign text for a Markdown table: neither markup nor HTML nor the end of a cell.
 
     >>> escape_markdown("a|b <script> [x](y) _z_")
-    'a\\\\|b &lt;script&gt; \\\\[x\\\\](y) \\\\_z\\\\_'
+    'a\\|b &lt;script&gt; \\[x\\](y) \\_z\\_'
     """
-    text = (
-        plain(text)
-        .replace("&", "&amp;")
-        .replace("<", "&lt;")
-        .replace(">", "&gt;")
-        .replace("@", "&#64;")
-        .replace("://", "&#58;//")
-    )
+    text = escape(plain(text), quote=False).replace("@", "&#64;").replace("://", "&#58;//")
     return re.sub(r"([\\`*_\[\]|$~])", r"\\\1", text)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.layer_norm import Normaliser
 from lipbound.attention.rounding import (
@@ -39,11 +40,12 @@ def tensor_error(att: Attention) -> Tensor:
     so large that P cannot be known, what holds for any P; infinite where tensors overflow, or a
     variant does not say what rounding does to its scores. float32 numbers count as they are.
     """
-    att = att.double()
-    return att.memo(
-        "tensor_error",
-        lambda: roundoff(att, head_jacobian(att)).tensors.view(att.samples, att.heads),
-    )
+    return _tensor_error(att.double())
+
+
+@memoised
+def _tensor_error(att: Attention) -> Tensor:
+    return roundoff(att, head_jacobian(att)).tensors.view(att.samples, att.heads)
 
 
 class Moments(NamedTuple):

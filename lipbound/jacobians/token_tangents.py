@@ -5,10 +5,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.rotary import turned
 from lipbound.attention.variants.token_maps import TokenMap
 from lipbound.linalg.matrix_norms import upper_factor
+
+
+@memoised
+def _passages(att: Attention) -> tuple[TokenMap, TokenMap]:
+    return att.passages(torch.float64)
 
 
 class Tangents:
@@ -28,7 +34,7 @@ class Tangents:
     def __init__(self, att: Attention, sample: int, head: int):
         weights = (("q", att.w_q), ("k", att.w_k), ("v", att.w_v))
         self._w = {name: w[head].double() for name, w in weights}
-        q, k = att.memo("tangents", lambda: att.passages(torch.float64))
+        q, k = _passages(att)
         self._passages: dict[str, TokenMap] = {"q": q, "k": k}
         self._entry, self._sample = sample * att.heads + head, sample
         self._kept: tuple[Tensor, dict[str, Tensor | None]] | None = None

@@ -1,5 +1,4 @@
-r"""How far above its Ritz value can the largest eigenvalue be? Probabilistic upper bounds from a
-Lanczos run.
+r"""Probabilistic upper bounds on the largest eigenvalue, from a Lanczos run.
 
 Lanczos on a symmetric positive semi-definite :math:`G` from a start vector uniform on the sphere
 gives a polynomial :math:`p_k`. Where it exceeds :math:`1/\varepsilon` beyond the largest Ritz
@@ -24,27 +23,30 @@ rounding."""
 
 
 def log_inverse_epsilon(n: int, delta: float) -> float:
-    """log(1 / eps), where a uniform unit vector of R^n has a component below eps along a given
-    direction with probability at most delta.
+    """Return log(1 / eps) of the least component eps of a random vector, but for probability delta.
 
-    Proof: Lemma 41 (docs/theory/certificates.md)."""
+    A uniform unit vector of R^n has a component below eps along a given direction with probability
+    at most ``delta``: Lemma 41 (docs/theory/certificates.md).
+    """
     if n == 1:
         return 0.0
-    if (
-        delta < 1e-100 and n > 2
-        # beyond the range of the quantile: the density of the squared component is at most x^(-1/2)
-        # / B
-    ):
+    if delta < 1e-100 and n > 2:
+        # beyond the range of the quantile: the density of the squared component is at most
+        # x^(-1/2) / B
         return -math.log(delta) - float(betaln(0.5, (n - 1) / 2)) + math.log(2)
     return -0.5 * math.log(float(betaincinv(0.5, (n - 1) / 2, delta)))
 
 
 def log_polynomial(alpha: Array, beta: Array, steps: Array, x: Array) -> Array:
-    """log p_k(x) for a batch of recurrences alpha, beta (batch, >= k) after k = ``steps`` (batch,)
-    steps; -inf where p_k(x) <= 0.
+    """Return log p_k(x) of a batch of recurrences, -inf where p_k(x) <= 0.
 
-    float64 arrays of numpy, as everywhere in this module: the arithmetic is of a few numbers per
-    norm.
+    Arrays are of numpy and float64, as everywhere in this module: the arithmetic is of a few
+    numbers per norm.
+
+    Args:
+        alpha, beta: recurrences, (batch, at least k).
+        steps: k, (batch,).
+        x: where to evaluate, (batch,).
     """
     older, p = np.zeros_like(x), np.ones_like(x)
     total, before = np.zeros_like(x), np.zeros_like(x)
@@ -64,18 +66,18 @@ def log_polynomial(alpha: Array, beta: Array, steps: Array, x: Array) -> Array:
 
 
 def excludes(alpha: Array, beta: Array, steps: Array, x: Array, log_inverse: float) -> Array:
-    """Whether the largest eigenvalue is below x, (batch,) bool, at the failure probability behind
-    ``log_inverse``; x beyond the Ritz values.
+    """Tell whether the largest eigenvalue is below x, beyond the Ritz values, (batch,) bool.
 
-    Proof: Lemma 42 (docs/theory/certificates.md)."""
+    At the failure probability behind ``log_inverse``: Lemma 42 (docs/theory/certificates.md).
+    """
     return log_polynomial(alpha, beta, steps, x) >= log_inverse
 
 
 def upper_bound(alpha: Array, beta: Array, steps: Array, top: Array, log_inverse: float) -> Array:
-    """An upper bound on the largest eigenvalue, within 2 % of the excess over ``top`` (largest Ritz
-    values) that the recurrences allow, (batch,).
+    """Bound the largest eigenvalues from above, (batch,).
 
-    Found by bisection on the logarithm of the excess, and rounded upwards.
+    Within 2 % of the excess over ``top``, the largest Ritz values, that the recurrences allow:
+    found by bisection on the logarithm of the excess, and rounded upwards.
     """
     low, high = np.full_like(top, -36.0), np.full_like(top, -6.0)
     for _ in range(40):

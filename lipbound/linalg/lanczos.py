@@ -1,10 +1,9 @@
-r"""Lanczos methods for the top singular value of a batch of Jacobians
-(`lipbound.linalg.operators.JacobianOperator`).
+r"""Lanczos methods for the top singular value of a batch of Jacobians.
 
-They work on the whole batch at once. What they return in ``lower`` is a Rayleigh quotient, hence a
-lower bound on the norm up to rounding. They stop on the probabilistic upper bound of
-`lipbound.linalg.certificates`, not on a residual: residuals say that *some* singular value is near,
-and on real heads stop at the wrong one.
+They work on the whole batch (`lipbound.linalg.operators.JacobianOperator`) at once. What they
+return in ``lower`` is a Rayleigh quotient, hence a lower bound on the norm up to rounding. They
+stop on the probabilistic upper bound of `lipbound.linalg.certificates`, not on a residual:
+residuals say that *some* singular value is near, and on real heads stop at the wrong one.
 """
 
 import math
@@ -14,9 +13,10 @@ import torch
 from torch import Tensor
 
 from lipbound.errors import RangeError
+from lipbound.linalg.krylov import moved_up, project_out, with_room
 from lipbound.linalg.operators import JacobianOperator
 from lipbound.linalg.solution import Norm, Results, normal_numbers, start_vectors
-from lipbound.linalg.stopping import StoppingRule, project_out
+from lipbound.linalg.stopping import StoppingRule
 
 LOOK = 2
 """Steps between two looks at the recurrences of vectors with fewer than `LARGE` entries: their
@@ -34,48 +34,43 @@ def lanczos(
     vectors: bool = False,
     refined: bool = True,
 ) -> Norm:
-    """Norms of J by the Lanczos method on J J^T with full reorthogonalisation.
+    """Compute norms of J by the Lanczos method on J J^T with full reorthogonalisation.
 
-    An entry stops when its upper bound (at failure probability ``delta`` for the whole batch, or
-    1e-3 each for an estimate) is within ``tol`` of its Ritz value, when its Krylov space is
-    exhausted, or after ``max_steps`` products; it is then no longer computed. Without ``refined``
-    vectors are Ritz vectors on the left alone, as they are found.
+    An entry stops when its upper bound is within ``tol`` of its Ritz value, when its Krylov space
+    is exhausted, or after ``max_steps`` products; it is then no longer computed.
+
+    Args:
+        op: the Jacobians.
+        tol: relative width to reach.
+        max_steps: products with J J^T at most.
+        seed: of the start vectors, one for all entries or one for each part of the batch.
+        delta: failure probability of the upper bounds of the whole batch; None for estimates,
+            which stop by bounds that fail with probability 1e-3 each.
+        vectors: whether to return singular vectors.
+        refined: whether these are refined by a product; else there are Ritz vectors on the left
+            alone, as they are found.
+
+    Returns:
+        The norms, float64, (batch,).
+
+    Raises:
+        RangeError: products underflow or overflow.
     """
     n = math.prod(op.out_shape)
     limit, look = min(max_steps, n), 1 if n >= LARGE else LOOK
-    whole, results, rule = (
-        op,
-        Results(op, vectors, limit),
-        StoppingRule(n, op.batch, tol, delta, op.dtype),
-    )
-    tops = torch.zeros(op.batch, dtype=torch.float64)
-    active = torch.arange(op.batch)
+    whole, results = op, Results(op, vectors, limit)
+    rule = StoppingRule(n, op.batch, tol, delta, op.dtype)
+    tops, active = torch.zeros(op.batch, dtype=torch.float64), torch.arange(op.batch)
     v = start_vectors(op, op.out_shape, seed)
     basis = v.new_empty(op.batch, min(32, limit), n)
     alpha, beta = (torch.zeros(op.batch, limit, dtype=torch.float64) for _ in range(2))
-    unit = torch.ones(op.batch, dtype=torch.float64)
-    b = v.new_zeros(op.batch)
+    unit, b = torch.ones(op.batch, dtype=torch.float64), v.new_zeros(op.batch)
     for j in range(limit):
-        if j == basis.shape[1]:
-            basis = torch.cat([basis, basis.new_empty(len(active), min(j, limit - j), n)], 1)
+        basis = with_room(basis, j, limit)
         basis[:, j] = v
         w = op.gram(v.view(-1, *op.out_shape)).flatten(1)
-        if j == 0:  # a power of two brings squares of the entries into range, exactly
-            size = w.abs().amax(1).double().cpu()
-            unit = torch.where(size > 0, 2.0 ** size.clamp_min(1e-300).log2().round(), 1.0)
-            if bool((size == 0).any()) and bool(
-                (
-                    op.vjp(v.view(-1, *op.out_shape)).flatten(1).abs().amax(1).cpu()[size == 0] > 0
-                ).any()
-            ):
-                remedy = (
-                    "use float64, or rescale the weights"
-                    if op.dtype == torch.float32
-                    else "rescale the weights"
-                )
-                raise RangeError(
-                    f"Jacobian products underflow {str(op.dtype).removeprefix('torch.')}; {remedy}"
-                )
+        if j == 0:
+            unit = _unit(op, v, w)
         w = w / unit.to(op.device, op.dtype)[:, None]
         a_j = (w * v).sum(1, keepdim=True)
         alpha[:, j] = a_j[:, 0].double().cpu()
@@ -94,10 +89,11 @@ def lanczos(
         largest = a.abs().amax(1) + 2 * c.amax(1)  # above every Ritz value (Gershgorin)
         if j % look and j + 1 < limit and bool((c[:, j] > rule.floor * largest).all()):
             continue  # nobody's Krylov space has ended: look at the next step
-        top, s, reached, exhausted = rule.look(a, c, results.done[active])
+        done = results.done[active]
+        top, s, reached, exhausted = rule.look(a, c, done)
         exhausted |= torch.tensor(j + 1 == n)
         broken = ~torch.isfinite(a[:, j])
-        stop = (reached | exhausted | broken | torch.tensor(j + 1 == limit)) & ~results.done[active]
+        stop = (reached | exhausted | broken | torch.tensor(j + 1 == limit)) & ~done
         if not bool(stop.any()):
             continue
         index = active[stop]
@@ -106,43 +102,60 @@ def lanczos(
         if results.left is not None:
             left = (s[stop].to(v)[:, None] @ known[stop.to(op.device)])[:, 0]
             results.left[index.to(op.device)] = left.view(-1, *op.out_shape)
-        going = ~results.done[active]
-        if not bool(going.any()):
+        keep = (~results.done[active]).nonzero()[:, 0]
+        if not len(keep):
             break
-        if int(going.sum()) <= 0.8 * len(active):  # worth copying the rest to a smaller batch
-            where = going.nonzero()[:, 0]
-            there = where.to(op.device)
-            for new, old in enumerate(
-                where.tolist()
-            ):  # in place: a fresh copy would cost more than a step
-                if new != old:
-                    basis[new, : j + 1] = basis[old, : j + 1]
-            op, basis, v, b = op.select(there), basis[: len(where)], v[there], b[there]
-            active, alpha, beta, unit = active[where], alpha[where], beta[where], unit[where]
+        if len(keep) <= 0.8 * len(active):  # worth copying the rest to a smaller batch
+            there, basis = keep.to(op.device), moved_up(basis, keep, j + 1)
+            op, v, b = op.select(there), v[there], b[there]
+            active, alpha, beta, unit = active[keep], alpha[keep], beta[keep], unit[keep]
     rule.finish(results, whole, tops)
     return results.norm(whole, refined=refined)
+
+
+def _unit(op: JacobianOperator, v: Tensor, w: Tensor) -> Tensor:
+    """Return powers of two (batch,) that bring squares of entries of w = G v into range, exactly.
+
+    Raises:
+        RangeError: an image is zero by underflow.
+    """
+    size = w.abs().amax(1).double().cpu()
+    zero = size == 0
+    if bool(zero.any()):
+        image = op.vjp(v.view(-1, *op.out_shape)).flatten(1).abs().amax(1).cpu()
+        if bool((image[zero] > 0).any()):
+            precise = "use float64, or " if op.dtype == torch.float32 else ""
+            name = str(op.dtype).removeprefix("torch.")
+            raise RangeError(f"Jacobian products underflow {name}; {precise}rescale the weights")
+    return torch.where(size > 0, 2.0 ** size.clamp_min(1e-300).log2().round(), 1.0)
 
 
 def ritz_vectors(
     op: JacobianOperator, *, steps: int, count: int, seed: int | Sequence[int]
 ) -> Tensor:
-    """The top ``count`` Ritz vectors of J J^T after so many Lanczos steps, largest first: (batch,
-    count, n), float64; fewer when n is smaller.
+    """Compute the top Ritz vectors of J J^T after a given number of Lanczos steps.
 
     Where a Krylov space ends early, the recurrence goes on from a fresh random direction orthogonal
     to it.
+
+    Args:
+        op: the Jacobians; products are taken in float64.
+        steps: products with J J^T.
+        count: vectors to return, fewer when n is smaller.
+        seed: of the start vectors.
+
+    Returns:
+        Vectors, largest Ritz value first, (batch, count, n), float64.
     """
     op = op.double()
     n = math.prod(op.out_shape)
     steps = min(steps, n)
     v = start_vectors(op, op.out_shape, seed)
-    basis = v.new_zeros(op.batch, steps, n)
-    images = v.new_zeros(op.batch, steps, n)
+    basis, images = (v.new_zeros(op.batch, steps, n) for _ in range(2))
     for j in range(steps):
         basis[:, j] = v
         images[:, j] = op.gram(v.view(-1, *op.out_shape)).flatten(1)
-        known = basis[:, : j + 1]
-        w = images[:, j].clone()
+        known, w = basis[:, : j + 1], images[:, j].clone()
         size = torch.linalg.vector_norm(w, dim=1)
         w = project_out(w, known, 2)
         ended = torch.linalg.vector_norm(w, dim=1) <= 1e-12 * size

@@ -26,11 +26,26 @@ def operator_norm(
     seed: int | Sequence[int] = 0,
     max_steps: int | None = None,
 ) -> Norm:
-    """Spectral norms of any `JacobianOperator`, one per batch entry; arguments as in
-    `spectral_norm`.
+    """Compute spectral norms of any `JacobianOperator`, one per batch entry.
 
     Nothing is known of the rounding of its products: ends hold for the operator as it computes, up
     to `lipbound.linalg.certificates.ROUNDING`. `lipbound.spectral_norm` counts all rounding.
+
+    Args:
+        op: the operators.
+        method: "lanczos", "power" or "dense".
+        tol: relative width to reach with "lanczos", absolute change with "power".
+        delta: failure probability of the upper ends of "lanczos"; None for estimates without any.
+        vectors: whether to return top singular vectors.
+        seed: of the start vectors, one for all or one for each of equal parts of the batch.
+        max_steps: products with J J^T at most; 500 for "lanczos", 100 for "power" when None.
+
+    Returns:
+        The norms, (batch,).
+
+    Raises:
+        UnknownNameError: an unknown method.
+        LipboundError: a tolerance, number of steps or failure probability that is none.
 
     >>> import torch
     >>> from lipbound.linalg.operators import AutogradJacobian

@@ -1,5 +1,4 @@
-"""The solvers that `lipbound.linalg.lanczos` is measured against: power iteration, as papers use
-it, and the dense decomposition."""
+"""Power iteration, as papers use it, and the dense decomposition: what Lanczos is measured by."""
 
 import math
 from collections.abc import Sequence
@@ -20,9 +19,9 @@ def power_iteration(
     seed: int | Sequence[int],
     vectors: bool = False,
 ) -> Norm:
-    r"""Norms of J by power iteration on J^T J, as papers on attention define it (Castin et al.
-    2024, appendix E.1).
+    r"""Estimate norms of J by power iteration on J^T J, as papers on attention do.
 
+    The rule of Castin et al. 2024, appendix E.1:
     :math:`x_{k+1} = J^T J x_k / |J^T J x_k|`, :math:`\mu_k = |J x_k|`; stops when
     :math:`|\mu_{k+1} - \mu_k| <` ``tol``, an *absolute* change, or after ``max_steps``. It
     approaches the norm from below, and the rule depends on the scale of J: the result is a lower
@@ -36,11 +35,8 @@ def power_iteration(
         mu = torch.linalg.vector_norm(y.flatten(1), dim=1).double().cpu()
         good = (mu - previous).abs() < tol
         stop = (good | torch.tensor(step == max_steps)) & ~results.done
-        results.lower[stop], results.steps[stop], results.converged[stop] = (
-            mu[stop],
-            step,
-            good[stop],
-        )
+        results.lower[stop], results.steps[stop] = mu[stop], step
+        results.converged[stop] = good[stop]
         if results.left is not None:
             chosen = stop.to(op.device)
             results.left[chosen] = unit_vectors(y)[chosen]
@@ -54,8 +50,7 @@ def power_iteration(
 
 
 def dense_svd(op: JacobianOperator, *, vectors: bool = False, memory: float = 4e9) -> Norm:
-    """Norms of J from the singular values of the matrices themselves, in float64, one batch entry
-    at a time.
+    """Compute norms of J from the matrices themselves, in float64, one batch entry at a time.
 
     ``lower`` and ``upper`` are the computed value less and plus a relative rounding allowance for
     decomposing the matrix: Lemma 50 (docs/theory/numerics.md); where attention saturates, the

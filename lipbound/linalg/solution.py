@@ -1,4 +1,4 @@
-"""What a solver returns, what it starts from, and where it collects its results."""
+"""The result of a solver, the random vectors it starts from, and the store of its values."""
 
 import hashlib
 import math
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lipbound.errors import LipboundError, RangeError, shown, whole
 from lipbound.formatting import number
-from lipbound.formatting.notebooks import ROWS, html_table
+from lipbound.formatting.html import ROWS, html_table
 from lipbound.linalg.operators import JacobianOperator
 
 SALT = "lipbound: directions that no data know of"
@@ -45,32 +45,18 @@ class Norm:
 
     def _repr_html_(self) -> str:
         places = [tuple(index) for index in torch.nonzero(torch.ones(self.lower.shape)).tolist()]
-        axes = (
-            ("sample", "head")
-            if self.lower.ndim == 2
-            else tuple(f"axis {k}" for k in range(self.lower.ndim))
-        )
-        rows = [
-            [
-                *map(str, at),
-                number(float(self.lower[at]), 6),
-                number(float(self.upper[at]), 6),
-                str(int(self.steps[at])),
-                str(bool(self.converged[at])),
-            ]
-            for at in places[: ROWS + 1]
-        ]
-        missing = [[""] * (len(axes) + 4)] * max(0, len(places) - len(rows))
-        return html_table(
-            [*axes, "lower", "upper", "steps", "converged"],
-            rows + missing,
-            title="Spectral norms",
-            most=ROWS,
-        )
+        n = self.lower.ndim
+        axes = ("sample", "head") if n == 2 else tuple(f"axis {k}" for k in range(n))
+        columns = [*axes, "lower", "upper", "steps", "converged"]
+        rows = [[""] * len(columns) for _ in places]
+        for row, at in zip(rows, places[: ROWS + 1], strict=False):
+            ends = (number(float(end[at]), 6) for end in (self.lower, self.upper))
+            row[:] = *map(str, at), *ends, str(int(self.steps[at])), str(bool(self.converged[at]))
+        return html_table(columns, rows, title="Spectral norms", most=ROWS)
 
     @staticmethod
     def cat(norms: "Sequence[Norm]", dim: int = 0) -> "Norm":
-        """Several side by side; vectors where all have them."""
+        """Concatenate norms along an axis, with vectors where all have them."""
         values: dict[str, Any] = {}
         for name in (field.name for field in fields(Norm)):
             some = [getattr(norm, name) for norm in norms]
@@ -78,84 +64,84 @@ class Norm:
         return Norm(**values)
 
     def view(self, *shape: int) -> "Norm":
-        """The same values with the batch axis reshaped."""
-        return replace(
-            self,
-            **{
-                name: getattr(self, name).view(*shape)
-                for name in ("lower", "upper", "steps", "converged", "error")
-            },
-        )
+        """Return the same values with the batch axis reshaped."""
+        names = ("lower", "upper", "steps", "converged", "error")
+        return replace(self, **{name: getattr(self, name).view(*shape) for name in names})
 
 
 def start_vectors(
     op: JacobianOperator, shape: tuple[int, ...], seed: int | Sequence[int]
 ) -> Tensor:
-    """Independent directions, uniform on the sphere: one unit vector per batch entry, (batch,
-    prod(shape)), drawn on the CPU in float64.
+    """Draw an independent direction, uniform on the sphere, for every entry of a batch.
 
-    With a sequence of seeds the batch is cut into that many equal parts, and a part's vectors do
-    not depend on what else is in the batch.
+    Args:
+        op: whose batch, device and dtype the vectors are of.
+        shape: their shape before it is flattened.
+        seed: one seed, or several: the batch is then cut into that many equal parts, and a part's
+            vectors do not depend on what else is in the batch.
+
+    Returns:
+        Unit vectors (batch, prod(shape)), drawn on the CPU in float64.
     """
     x = torch.stack([normal_numbers(math.prod(shape), one) for one in seeds_each(op.batch, seed)])
     return (x / torch.linalg.vector_norm(x, dim=1, keepdim=True)).to(op.device, op.dtype)
 
 
 def normal_numbers(count: int, *key: int | str) -> Tensor:
-    """Independent standard normal numbers, float64 on the CPU, (count,): all that is drawn at
-    random under a failure probability is drawn here.
+    """Draw independent standard normal numbers, (count,), float64 on the CPU.
 
-    The stream belongs to ``key`` and ``count``, and to nothing else: a counter-based generator
-    (Philox), keyed by a hash with a salt of its own. What users draw with any seed of torch or
-    numpy, data and weights alike, is therefore independent of it.
+    All that is drawn at random under a failure probability is drawn here. The stream belongs to
+    ``key`` and ``count``, and to nothing else: a counter-based generator (Philox), keyed by a hash
+    with a salt of its own. What users draw with any seed of torch or numpy, data and weights alike,
+    is therefore independent of it.
     """
-    return torch.from_numpy(
-        np.random.Generator(np.random.Philox(key=_hash(count, *key))).standard_normal(count)
-    )
+    generator = np.random.Generator(np.random.Philox(key=_hash(count, *key)))
+    return torch.from_numpy(generator.standard_normal(count))
 
 
 def seeds_each(batch: int, seed: int | Sequence[int], *purpose: int | str) -> list[int]:
-    """A seed for every entry of a batch, which depends on its own seed, its place among the entries
-    that share this, and the purpose."""
-    seeds = seeds_for(batch, seed)
-    each = max(1, batch // len(seeds))
-    return [_hash(seeds[i // each], i % each, *purpose) >> 65 for i in range(batch)]
+    """Return a seed for every entry of a batch.
 
+    It depends on the seed given for the entry, its place among the entries that share this, and
+    the purpose.
 
-def sample_seeds(samples: int, seed: int | Sequence[int]) -> list[int]:
-    """A seed for every sample of a layer, so that what is drawn for a head does not depend on which
-    other heads and samples there are."""
-    return (
-        check_seed(seed)
-        if isinstance(seed, Sequence) and not isinstance(seed, str | bytes)
-        else seeds_each(samples, seed)
-    )
-
-
-def _hash(*key: int | str) -> int:
-    """A hash of 128 bits over a key and the salt."""
-    return int.from_bytes(
-        hashlib.blake2b(repr((SALT, *key)).encode(), digest_size=16).digest(), "little"
-    )
-
-
-def seeds_for(batch: int, seed: int | Sequence[int]) -> list[int]:
-    """One seed, or one for each of equally many entries of a batch; raises LipboundError where they
-    do not fit."""
+    Raises:
+        LipboundError: a seed is no integer of 64 bits, or seeds do not fit the batch.
+    """
     seeds = check_seed(seed)
     if not seeds or batch % len(seeds):
         raise LipboundError(
             f"{len(seeds)} seeds were given for {batch} norms; give one seed, or one per sample"
         )
-    return seeds
+    each = max(1, batch // len(seeds))
+    return [_hash(seeds[i // each], i % each, *purpose) >> 65 for i in range(batch)]
+
+
+def sample_seeds(samples: int, seed: int | Sequence[int]) -> list[int]:
+    """Return a seed for every sample of a layer.
+
+    What is drawn for a head then does not depend on which other heads and samples there are.
+    """
+    return check_seed(seed) if _several(seed) else seeds_each(samples, seed)
+
+
+def _hash(*key: int | str) -> int:
+    digest = hashlib.blake2b(repr((SALT, *key)).encode(), digest_size=16).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _several(seed: Any) -> bool:
+    return isinstance(seed, Sequence) and not isinstance(seed, str | bytes)
 
 
 def check_seed(seed: Any) -> list[int]:
-    """Seeds, one for all or one per sample; raises LipboundError for what is none, or beyond 64
-    bits."""
-    many = isinstance(seed, Sequence) and not isinstance(seed, str | bytes)
+    """Return seeds as a list: one for all, or one per sample.
+
+    Raises:
+        LipboundError: one is no integer, or beyond 64 bits.
+    """
     try:
-        seeds = [whole("seed", one) for one in seed] if many else [whole("seed", seed)]
+        seeds = [whole("seed", one) for one in (seed if _several(seed) else [seed])]
         if not all(-(2**63) <= one < 2**64 for one in seeds):
             raise LipboundError("seed")
     except LipboundError as error:
@@ -167,24 +153,23 @@ def check_seed(seed: Any) -> list[int]:
 
 
 class Results:
-    """What the entries that have stopped have shown: recurrences of the operator in units of
-    ``unit``, then values."""
+    """Recurrences and values of the entries of a batch that have stopped.
+
+    Recurrences are of the operator in units of ``unit``. ``left`` holds vectors, or is None.
+    """
 
     def __init__(self, op: JacobianOperator, vectors: bool, limit: int = 0):
-        self.alpha, self.beta = (torch.ones(op.batch, limit, dtype=torch.float64) for _ in range(2))
-        self.unit = torch.ones(op.batch, dtype=torch.float64)
-        self.exhausted = torch.zeros(op.batch, dtype=torch.bool)
-        self.lower = torch.zeros(op.batch, dtype=torch.float64)
-        self.upper = torch.full((op.batch,), math.inf, dtype=torch.float64)
-        self.error = torch.zeros(op.batch, dtype=torch.float64)
-        self.steps = torch.zeros(op.batch, dtype=torch.int64)
-        self.converged = torch.zeros(op.batch, dtype=torch.bool)
-        self.left = (
-            torch.zeros(op.batch, *op.out_shape, dtype=op.dtype, device=op.device)
-            if vectors
-            else None
+        b, double = op.batch, torch.float64
+        self.alpha, self.beta = (torch.ones(b, limit, dtype=double) for _ in range(2))
+        self.unit, self.upper = torch.ones(b, dtype=double), torch.full((b,), math.inf).double()
+        self.lower, self.error = (torch.zeros(b, dtype=double) for _ in range(2))
+        self.steps = torch.zeros(b, dtype=torch.int64)
+        self.exhausted, self.converged, self.done = (
+            torch.zeros(b, dtype=torch.bool) for _ in range(3)
         )
-        self.done = torch.zeros(op.batch, dtype=torch.bool)
+        self.left: Tensor | None = None
+        if vectors:
+            self.left = torch.zeros(b, *op.out_shape, dtype=op.dtype, device=op.device)
 
     def stop(
         self,
@@ -198,16 +183,17 @@ class Results:
     ) -> None:
         """Store the recurrences of the entries ``index`` after ``steps`` steps."""
         self.alpha[index, :steps], self.beta[index, :steps], self.unit[index] = alpha, beta, unit
-        self.exhausted[index], self.converged[index], self.steps[index], self.done[index] = (
-            exhausted,
-            reached,
-            steps,
-            True,
-        )
+        self.exhausted[index], self.converged[index] = exhausted, reached
+        self.steps[index], self.done[index] = steps, True
 
     def norm(self, op: JacobianOperator, *, refined: bool = True) -> Norm:
-        """The results as a `Norm`; singular vectors are refined by one product, which also clears
-        directions that J does not reach, or only those on the left are there, as they were found.
+        """Return the results as a `Norm`.
+
+        ``refined`` singular vectors have seen one product more, which also clears directions that J
+        does not reach; else only those on the left are there, as they were found.
+
+        Raises:
+            RangeError: a value is not finite.
         """
         if not bool(torch.isfinite(self.lower).all()):
             remedy = (
@@ -226,6 +212,6 @@ class Results:
 
 
 def unit_vectors(x: Tensor) -> Tensor:
-    """Every batch entry divided by its 2-norm (zero stays zero)."""
+    """Divide every batch entry by its 2-norm; zero stays zero."""
     size = torch.linalg.vector_norm(x.flatten(1), dim=1).clamp_min(torch.finfo(x.dtype).tiny)
     return x / size.view(-1, *(1,) * (x.ndim - 1))

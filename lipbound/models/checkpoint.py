@@ -1,33 +1,89 @@
-"""A loaded model, with where it came from and what prepares its inputs."""
+"""A loaded model, how it was asked for, and a batch of inputs for its forward pass."""
 
+import hashlib
 import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedModel
+import torch
+from torch import Tensor
+from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from lipbound.errors import CheckpointError
 from lipbound.models import gguf_file
 from lipbound.models.quiet import first_line, quiet
+from lipbound.models.weight_files import check_fetched
+
+if TYPE_CHECKING:
+    from lipbound.models.sources.adapters import Adapter
 
 MODALITIES = {"input_ids": "text", "pixel_values": "image"}
-"""What a model takes, by the name of its main input."""
+"""Kinds of data, by the name of a model's main input."""
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "*.vocab",
-    "tekken.json",
+    "tokenizer.json tokenizer* vocab* merges.txt *.model *.tiktoken *.vocab tekken.json"
 )
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+"""Patterns of files, of which a folder with a tokenizer has one."""
+PROCESSOR_FILES = "preprocessor_config.json processor_config.json"
 TOKENS_INSTEAD = "token numbers, or name another tokenizer with tokenizer="
 IMAGES_INSTEAD = (
     "a dict of ready inputs, {'pixel_values': ...}, or name another processor with processor="
 )
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """Options of `lipbound.models.checkpoints.load_checkpoint`, checked.
+
+    Attributes:
+        revision: branch, tag or commit of a hub model.
+        dtype: torch.float32 or torch.float64.
+        device: a torch device.
+        weights: "auto", "whole" or "layers".
+        gguf_file: which GGUF file of a directory or a hub model, or None.
+        adapter: what is merged into the weights; "none": not even one that lies beside them; None:
+            nothing was said.
+        refuse: is shown the configuration, and may raise before the weights are read.
+    """
+
+    revision: str | None
+    dtype: torch.dtype
+    device: str | torch.device
+    weights: str
+    gguf_file: str | None = None
+    adapter: "Adapter | str | None" = None
+    refuse: Callable[[PreTrainedConfig], None] = lambda config: None
+
+    def refuse_revision(self, what: str) -> None:
+        """Refuse a revision for anything but a hub model.
+
+        Args:
+            what: is loaded, in words.
+
+        Raises:
+            CheckpointError: a revision was given.
+        """
+        if self.revision is not None:
+            raise CheckpointError(
+                f"revision {self.revision!r} was given for {what}; revisions are for hub models"
+            )
+
+    def refuse_gguf(self, what: str) -> None:
+        """Refuse the name of a GGUF file for what has no files.
+
+        Args:
+            what: is loaded, in words.
+
+        Raises:
+            CheckpointError: a file was given.
+        """
+        if self.gguf_file is not None:
+            raise CheckpointError(
+                f"gguf_file {self.gguf_file!r} was given for {what}; such files are in directories "
+                "and hub models"
+            )
 
 
 @dataclass
@@ -71,18 +127,13 @@ class Checkpoint:
 
     @property
     def main_input(self) -> str:
-        """The name of the model's main input: the one it declares, or, where its forward has none
-        of that name, one that it has."""
+        """The model's main input: the one it declares, if its forward has it, else one of those."""
         declared = str(self.model.main_input_name)
         parameters = inspect.signature(self.model.forward).parameters.values()
         names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        return (
-            declared
-            if declared in names
-            else next(
-                (name for name in names if name in MODALITIES), names[0] if names else declared
-            )
-        )
+        if declared in names or not names:
+            return declared
+        return next((name for name in names if name in MODALITIES), names[0])
 
     def __repr__(self) -> str:
         where = ", weights on disk" if self.by_layer else ""
@@ -93,79 +144,103 @@ class Checkpoint:
 
     @property
     def modality(self) -> str:
-        """ "text" or "image", or the name of the model's main input where it is neither."""
+        """The kind of data it reads: "text", "image", or the name of another main input."""
         return MODALITIES.get(self.main_input, self.main_input)
 
     def tokenizer(self) -> Any:
-        """The checkpoint's tokenizer, or the one that was given for it; raises CheckpointError
-        where there is none."""
-        if self.tokenizer_from is not None:
-            return self._given(AutoTokenizer, "tokenizer", self.tokenizer_from, TOKENIZER_FILES)
-        if self.gguf_file is not None:
-            return self._inside(self.gguf_file)
-        return self._companion(AutoTokenizer, "tokenizer", TOKENIZER_FILES, TOKENS_INSTEAD)
+        """Load the checkpoint's tokenizer, or the one that was given for it.
+
+        Returns:
+            A tokenizer of transformers; CheckpointError is raised where there is none.
+        """
+        given = self.tokenizer_from
+        return self._companion(AutoTokenizer, "tokenizer", given, TOKENIZER_FILES, TOKENS_INSTEAD)
 
     def image_processor(self) -> Any:
-        """The checkpoint's image processor, or the one that was given for it; raises
-        CheckpointError where there is none."""
-        if self.processor_from is not None:
-            return self._given(
-                AutoImageProcessor, "image processor", self.processor_from, PROCESSOR_FILES
-            )
-        return self._companion(
-            AutoImageProcessor, "image processor", PROCESSOR_FILES, IMAGES_INSTEAD
-        )
+        """Load the checkpoint's image processor, or the one that was given for it.
 
-    def _inside(self, file: str) -> Any:
-        """The tokenizer in a GGUF file."""
-        try:
-            assert self.source is not None
-            with quiet(), gguf_file.read_once(Path(self.source, file)):
-                return AutoTokenizer.from_pretrained(
-                    self.source, gguf_file=file, trust_remote_code=False
-                )
-        except Exception as error:  # files of other makers raise a zoo of types
-            raise CheckpointError(
-                f"{self.name} has no tokenizer that transformers can read ({first_line(error)}); "
-                f"give data as {TOKENS_INSTEAD}"
-            ) from error
+        Returns:
+            A processor of transformers; CheckpointError is raised where there is none.
+        """
+        given, files = self.processor_from, PROCESSOR_FILES
+        return self._companion(AutoImageProcessor, "image processor", given, files, IMAGES_INSTEAD)
 
-    def _given(self, loader: Any, what: str, name: str, files: tuple[str, ...]) -> Any:
-        """Load the tokenizer or processor that was named in place of the checkpoint's own."""
-        folder = Path(name).expanduser()
-        if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in files):
-            raise CheckpointError(
-                f"{name} has no files of a {what} ({files[0]} or the like); give a directory "
-                "that has, or a hub id"
-            )
-        repo, _, revision = (str(folder), "", "") if folder.is_dir() else name.partition("@")
-        try:
-            with quiet():
-                return loader.from_pretrained(
-                    repo, revision=revision or "main", trust_remote_code=False
-                )
-        except Exception as error:  # names that lead nowhere and broken files raise a zoo of types
-            raise CheckpointError(
-                f"there is no usable {what} at {name} ({first_line(error)}); give a directory or "
-                "a hub id"
-            ) from error
-
-    def _companion(self, loader: Any, what: str, files: tuple[str, ...], instead: str) -> Any:
-        if self.source is None:
+    def _companion(
+        self, loader: Any, what: str, given: str | None, files: str, instead: str
+    ) -> Any:
+        place = given or self.source
+        if place is None:
             raise CheckpointError(
                 f"the loaded model does not say where its {what} is; give data as {instead}"
             )
-        folder = Path(self.source)
+        file = None if given or loader is not AutoTokenizer else self.gguf_file
+        folder = Path(place).expanduser()
+        here = folder.is_dir()
         # without its files transformers makes up a tokenizer that knows no word
-        if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in files):
+        if here and file is None and not any(any(folder.glob(name)) for name in files.split()):
+            wanted = f"{'a' if given else 'its'} {what} ({files.split()[0]} or the like)"
+            remedy = f"add them, or give data as {instead}"
             raise CheckpointError(
-                f"{self.name} has no files of its {what} ({files[0]} or the like); add them, or "
-                f"give data as {instead}"
+                f"{given or self.name} has no files of {wanted}; "
+                f"{'give a directory that has, or a hub id' if given else remedy}"
             )
+        if here and file is None:
+            check_fetched(folder, files.split())
+        repo, _, revision = (str(folder), "", "") if here else place.partition("@")
+        inside = {} if file is None else {"gguf_file": file}
         try:
-            with quiet():
-                return loader.from_pretrained(self.source, trust_remote_code=False)
-        except Exception as error:  # broken files raise a zoo of types
+            with quiet(), nullcontext() if file is None else gguf_file.read_once(folder / file):
+                return loader.from_pretrained(
+                    repo, revision=revision or "main", trust_remote_code=False, **inside
+                )
+        except Exception as error:  # names that lead nowhere and broken files raise a zoo of types
+            why = f"({first_line(error)}); give "
             raise CheckpointError(
-                f"{self.name} has no usable {what} ({first_line(error)}); give data as {instead}"
+                f"there is no usable {what} at {given} {why}a directory or a hub id"
+                if given
+                else f"{self.name} has no usable {what} {why}data as {instead}"
             ) from error
+
+
+@dataclass
+class Inputs:
+    """A batch for a model's forward pass, with where it came from.
+
+    Attributes:
+        batch: tensors whose first axis is the sample.
+        description: one phrase for captions.
+        preprocessing: what made the tensors out of the data, in words.
+        notes: sentences on what is not as it was asked for, such as fewer samples.
+        options: settings of the forward pass, True or False, for all samples alike.
+    """
+
+    batch: dict[str, Tensor]
+    description: str
+    preprocessing: str = "none: ready model inputs"
+    notes: list[str] = field(default_factory=list)
+    options: dict[str, bool] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in self.batch.items())
+        return f"Inputs({shapes}; {self.description})"
+
+    @property
+    def samples(self) -> int:
+        """Number of samples."""
+        return len(next(iter(self.batch.values())))
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash over names and values of the tensors, "sha256:...", the same on every machine."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.batch.items()):
+            digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+            digest.update(tensor.contiguous().cpu().numpy().tobytes())
+        for name, option in sorted(self.options.items()):
+            digest.update(f"{name}={option}".encode())
+        return "sha256:" + digest.hexdigest()
+
+    def block(self, start: int, stop: int, device: str) -> dict[str, Any]:
+        """Return samples start...stop-1, on a device, and the options."""
+        tensors = {name: tensor[start:stop].to(device) for name, tensor in self.batch.items()}
+        return tensors | self.options

@@ -1,28 +1,35 @@
-"""Where a model comes from: hub id, local directory, builtin or loaded module -> a `Checkpoint`
-ready for capture."""
+"""Load a model from a hub id, a local directory, a builtin name or a loaded module."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from lipbound.devices import DTYPES, WEIGHTS, check_weights, dtype_name, has_float64, resolve_device
 from lipbound.errors import CheckpointError, adapter_name, name_or_none, shown, tell
-from lipbound.models.checkpoint import Checkpoint
+from lipbound.models.checkpoint import Checkpoint, LoadOptions
 from lipbound.models.sources.adapters import Adapter, open_adapter
-from lipbound.models.sources.builtins import BuiltinSource
-from lipbound.models.sources.directory import DirectorySource
-from lipbound.models.sources.hub import HubSource, adapter_folder
-from lipbound.models.sources.loaded_model import LoadedModelSource
-from lipbound.models.sources.source import LoadOptions, Source
+from lipbound.models.sources.catalogue import load_builtin
+from lipbound.models.sources.loaded_model import load_loaded
+from lipbound.models.sources.locations import adapter_folder, load_directory, load_hub
 
 __all__ = ["SOURCES", "WEIGHTS", "Checkpoint", "load_checkpoint"]
 
-SOURCES: tuple[Source, ...] = (LoadedModelSource(), BuiltinSource(), DirectorySource(), HubSource())
-"""The kinds of checkpoints, in the order in which they are asked; the first that matches loads the
-model."""
+SOURCES: tuple[Callable[[Any, LoadOptions], Checkpoint | None], ...] = (
+    load_loaded,
+    load_builtin,
+    load_directory,
+    load_hub,
+)
+"""Loaders of the kinds of checkpoints, in the order in which they are asked.
+
+Each takes what the user gave and returns None where that is not of its kind, else the model in
+evaluation mode, with finite weights that fill its architecture; it raises CheckpointError where the
+model is not found or cannot be loaded as the options say.
+"""
 
 
 def load_checkpoint(
@@ -74,6 +81,35 @@ def load_checkpoint(
     >>> checkpoint.modality, checkpoint.model.config.num_hidden_layers, str(checkpoint.model.dtype)
     ('text', 6, 'torch.float32')
     """
+    return load_unless_refused(
+        model,
+        lambda config: None,
+        revision=revision,
+        dtype=dtype,
+        device=device,
+        weights=weights,
+        gguf_file=gguf_file,
+        tokenizer=tokenizer,
+        processor=processor,
+        adapter=adapter,
+    )
+
+
+def load_unless_refused(
+    model: str | Path | PreTrainedModel,
+    refuse: Callable[[PreTrainedConfig], None],
+    *,
+    revision: str | None,
+    dtype: str | torch.dtype,
+    device: str | torch.device,
+    weights: str,
+    gguf_file: str | None,
+    tokenizer: str | Path | None,
+    processor: str | Path | None,
+    adapter: str | Path | Literal[False] | None,
+) -> Checkpoint:
+    """`load_checkpoint`, where ``refuse`` is shown the configuration of a model that is not in
+    memory yet, and may raise before the weights are read."""
     check_weights(weights)
     if isinstance(model, str | Path) and not str(model).strip():
         raise CheckpointError(
@@ -87,6 +123,7 @@ def load_checkpoint(
         weights,
         name_or_none("gguf_file", gguf_file),
         _adapter(adapter_name(adapter)),
+        refuse,
     )
     if options.dtype == torch.float64 and not has_float64(options.device):
         raise CheckpointError(
@@ -94,37 +131,28 @@ def load_checkpoint(
             "dtype='float32', or device='cpu'"
         )
     companions = _companion("tokenizer", tokenizer), _companion("processor", processor)
-    for source in SOURCES:
-        if source.matches(model):
-            checkpoint = source.load(model, options)
-            checkpoint.tokenizer_from, checkpoint.processor_from = companions
-            for name, value, reads in (
-                ("tokenizer", tokenizer, "text"),
-                ("processor", processor, "image"),
-            ):
-                if value is not None and checkpoint.modality in {"text", "image"} - {reads}:
-                    checkpoint.notes.append(
-                        f"{name} {value} is not looked at: {checkpoint.name} reads "
-                        f"{checkpoint.modality.replace('image', 'images')}"
-                    )
-                    tell(checkpoint.notes[-1])
-            return checkpoint
-    kind = (
-        "a class"
-        if isinstance(model, type)
-        else "a torch module, not a transformers model"
-        if isinstance(model, nn.Module)
-        else shown(model)
-    )
-    raise CheckpointError(
-        f"model is {kind}; give a hub id, a directory, 'builtin:NAME' or a loaded transformers "
-        "model"
-    )
+    loaded = (source(model, options) for source in SOURCES)
+    checkpoint = next((found for found in loaded if found is not None), None)
+    if checkpoint is None:
+        kind = "a torch module, not a transformers model" if isinstance(model, nn.Module) else None
+        raise CheckpointError(
+            f"model is {'a class' if isinstance(model, type) else kind or shown(model)}; give a "
+            "hub id, a directory, 'builtin:NAME' or a loaded transformers model"
+        )
+    checkpoint.tokenizer_from, checkpoint.processor_from = companions
+    reads = checkpoint.modality.replace("image", "images")
+    for name, given, other in (
+        ("tokenizer", tokenizer, "images"),
+        ("processor", processor, "text"),
+    ):
+        if given is not None and reads == other:
+            note = f"{name} {given} is not looked at: {checkpoint.name} reads {reads}"
+            checkpoint.notes.append(note)
+            tell(note)
+    return checkpoint
 
 
 def _companion(name: str, value: Any) -> str | None:
-    """The name of a tokenizer or processor; raises CheckpointError for anything else, such as a
-    loaded one."""
     if value is None:
         return None
     if not isinstance(value, str | Path) or not str(value).strip():
@@ -136,7 +164,7 @@ def _companion(name: str, value: Any) -> str | None:
 
 
 def _adapter(name: str | None) -> Adapter | str | None:
-    """The adapter of a directory or of a hub repository."""
+    """Return the adapter of a directory or of a hub repository; None and "none" stay."""
     if name is None or name == "none":
         return name
     folder = Path(name).expanduser()

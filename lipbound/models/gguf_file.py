@@ -1,5 +1,8 @@
-"""What a GGUF file says of itself, and transformers' reader of such files without its repetitions;
-needs the package gguf."""
+"""Checkpoints in one GGUF file, llama.cpp's format: weights, configuration and tokenizer together.
+
+transformers' own reader turns the weights, mostly quantised, into the floating-point numbers that
+they stand for, which are what is measured. Needs the package gguf.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,76 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from lipbound.errors import CheckpointError
+from lipbound import devices
+from lipbound.errors import CheckpointError, nearest
 from lipbound.models.quiet import VERBOSE
 
+SUFFIX = ".gguf"
 EXTRA = "pip install 'lipbound[gguf]'"
 NEEDED = ("gguf", "accelerate")
 """Packages that transformers reads GGUF files with."""
 
 
+def is_gguf(name: str) -> bool:
+    """Return whether a name ends as that of a GGUF file does."""
+    return name.lower().endswith(SUFFIX)
+
+
+def choose(folder: Path, wanted: str | None, name: str) -> str:
+    """Choose the GGUF file of a folder.
+
+    Args:
+        folder: where to look.
+        wanted: its name there; None for the only one.
+        name: what the user called the folder, for messages.
+
+    Returns:
+        The name of the file.
+
+    Raises:
+        CheckpointError: there is no such file, or there are several and none was named.
+    """
+    there = sorted(file.name for file in folder.glob(f"*{SUFFIX}"))
+    if wanted is None and len(there) == 1:
+        return there[0]
+    if wanted is None:
+        raise CheckpointError(
+            f"{name} holds several GGUF files; name one with gguf_file=, "
+            f"{' or '.join(map(repr, there))}"
+        )
+    check_name(wanted)
+    if not (folder / wanted).is_file():
+        instead = nearest(wanted, there) if there else "it holds no GGUF file at all"
+        raise CheckpointError(f"{name} has no file {wanted}; {instead}")
+    return wanted
+
+
+def check_name(wanted: str) -> None:
+    """Refuse a name that is not that of one GGUF file.
+
+    Args:
+        wanted: what was given.
+
+    Raises:
+        CheckpointError: another ending, or a pattern.
+    """
+    if not wanted.endswith(SUFFIX) or "*" in wanted:
+        raise CheckpointError(
+            f"gguf_file is {wanted!r}; give the name of a file that ends with {SUFFIX}"
+        )
+
+
 def check_installed(name: str) -> None:
-    """Raise CheckpointError where a package that reads GGUF files is missing; ``name`` is what the
-    user called the file."""
+    """Refuse a GGUF file where a package that reads it is missing.
+
+    Args:
+        name: what the user called the file.
+
+    Raises:
+        CheckpointError: a package is missing.
+    """
     if missing := [package for package in NEEDED if find_spec(package) is None]:
         raise CheckpointError(
             f"{name} is a GGUF file, and reading it needs the package {' and '.join(missing)}, "
@@ -32,70 +93,85 @@ def check_installed(name: str) -> None:
         )
 
 
-def contents(path: Path) -> Any:
-    """``gguf.GGUFReader`` of a file: ``fields`` by name, and ``tensors`` with their types; the last
-    file read is kept, as long as it does not change.
+def check_whole(name: str, path: Path) -> None:
+    """Refuse a file that is one piece of a model, or whose weights are more than the memory takes.
+
+    Args:
+        name: what the user called the file.
+        path: of the file.
 
     Raises:
-        Exception: what the package raises for files that are none, or broken.
+        CheckpointError: it is one of several pieces; LipboundError where memory is short.
+    """
+    pieces = field(path, "split.count")
+    if pieces is not None and int(pieces) > 1:
+        raise CheckpointError(
+            f"{name} is one of {int(pieces)} pieces of a model; join them with llama.cpp's "
+            "`llama-gguf-split --merge`"
+        )
+    instead = "give the safetensors checkpoint that it was made from, with weights='layers'"
+    needed, what = 4.0 * numbers(path), f"the weights of {name} take memory in float32"
+    devices.require(needed, torch.device("cpu"), what, instead)
+
+
+def contents(path: Path) -> Any:
+    """Return ``gguf.GGUFReader`` of a file: ``fields`` by name, and ``tensors`` with their types.
+
+    The last file read is kept, as long as it does not change. Files that are none, or broken, raise
+    whatever the package raises.
     """
     status = path.stat()
     return _reader(str(path.resolve()), status.st_size, status.st_mtime_ns)
 
 
 def field(path: Path, name: str) -> Any:
-    """A field of a file by its name; None where it has none."""
+    """Return a field of a file by its name; None where it has none."""
     found = contents(path).fields.get(name)
     return None if found is None else found.contents()
 
 
 def numbers(path: Path) -> int:
-    """How many weights a file holds."""
+    """Return how many weights a file holds."""
     return sum(int(tensor.n_elements) for tensor in contents(path).tensors)
 
 
 def quantization(path: Path) -> str:
-    """How a file stores its weights: its file type as llama.cpp calls it, and how many tensors are
-    of which type.
+    """Describe how a file stores its weights.
 
-    "GGUF Q4_1 (210 tensors Q4_1, 61 F32, 1 Q8_0)", for one. A file that does not say its type is
-    called by that of most of its tensors with rows.
+    Args:
+        path: of the file.
+
+    Returns:
+        Its file type as llama.cpp calls it, and how many tensors are of which type, such as
+        "GGUF Q4_1 (210 tensors Q4_1, 61 F32, 1 Q8_0)". A file that does not say its type is called
+        by that of most of its tensors with rows.
     """
     import gguf
 
     tensors = contents(path).tensors
     counts = Counter(tensor.tensor_type.name for tensor in tensors).most_common()
-    matrices = (
-        Counter(
-            tensor.tensor_type.name for tensor in tensors if len(tensor.shape) > 1
-        ).most_common()
-        or counts
-    )
+    rows = Counter(t.tensor_type.name for t in tensors if len(t.shape) > 1).most_common() or counts
     try:
-        kind = (
-            gguf.LlamaFileType(field(path, "general.file_type"))
-            .name.removeprefix("MOSTLY_")
-            .removeprefix("ALL_")
-        )
+        kind = gguf.LlamaFileType(field(path, "general.file_type")).name
+        kind = kind.removeprefix("MOSTLY_").removeprefix("ALL_")
     except ValueError:
-        kind = matrices[0][0] if matrices else "empty"
-    first, *rest = [
-        f"{count} tensors {name}" if i == 0 else f"{count} {name}"
-        for i, (name, count) in enumerate(counts)
-    ] or ["no tensors"]
-    return f"GGUF {kind} ({', '.join([first, *rest])})"
+        kind = rows[0][0] if rows else "empty"
+    listed = ", ".join(f"{count} {name}" for name, count in counts).replace(" ", " tensors ", 1)
+    return f"GGUF {kind} ({listed or 'no tensors'})"
 
 
 @contextmanager
 def read_once(path: Path) -> Iterator[None]:
-    """Context in which transformers reads the fields of a file once, where it would do so for
-    configuration, weights and tokenizer each.
+    """Have transformers read a file once, not for configuration, weights and tokenizer each.
 
     The names of tensors are likewise listed once instead of once a module, and no bar is drawn.
     What is read is the same.
 
-    Raises:
-        Exception: as `contents`.
+    Args:
+        path: of the file; `contents` says what is raised for files that are none.
+
+    Yields:
+        Nothing; while the context lasts, functions of transformers and gguf are replaced.
     """
     import gguf
     from transformers import modeling_gguf_pytorch_utils as reader
@@ -132,9 +208,8 @@ def _reader(path: str, size: int, changed: int) -> Any:
         """Quick with the words of a vocabulary, of which it takes several small arrays each."""
 
         def __init__(self, path: str) -> None:
-            self.parsed: dict[
-                int, tuple[Any, Any]
-            ] = {}  # by the identity of an array that is kept beside what it says
+            # by the identity of an array, which is kept beside what it says
+            self.parsed: dict[int, tuple[Any, Any]] = {}
             super().__init__(path)
 
         @property
@@ -143,18 +218,15 @@ def _reader(path: str, size: int, changed: int) -> Any:
 
         @data.setter
         def data(self, mapped: np.ndarray) -> None:
-            self._plain = mapped.view(
-                np.ndarray
-            )  # a slice of a memory map costs several times one of a plain array
+            # a slice of a memory map costs several times one of a plain array
+            self._plain = mapped.view(np.ndarray)
 
         def _get(
             self, offset: int, dtype: Any, count: int = 1, override_order: Any = None
         ) -> np.ndarray:
             if (override_order or self.byte_order) != "I":
                 return super()._get(offset, dtype, count, override_order)
-            count = int(count)
-            return self._plain[offset : offset + np.dtype(dtype).itemsize * count].view(dtype)[
-                :count
-            ]
+            size = np.dtype(dtype).itemsize * int(count)
+            return self._plain[offset : offset + size].view(dtype)[: int(count)]
 
     return CheckedReader(path)

@@ -1,35 +1,36 @@
-"""Data -> model inputs: text through the checkpoint's tokenizer, images through its processor, or
-inputs that are ready."""
+"""Prepare data as model inputs: texts, images, or inputs that are ready."""
 
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lipbound.errors import (
-    CheckpointError,
-    InputsError,
-    name_or_none,
-    sample_count,
-    shown,
-    tell,
-    whole,
-)
-from lipbound.models.batch import Inputs
-from lipbound.models.checkpoint import Checkpoint
+import torch
+from torch import Tensor
+from transformers import AutoModel, PreTrainedConfig
+
+from lipbound import errors
+from lipbound.errors import CheckpointError, InputsError, name_or_none, tell
+from lipbound.models.checkpoint import Checkpoint, Inputs
+from lipbound.models.quiet import quiet
 from lipbound.models.readers.files import is_sentence
 from lipbound.models.readers.images import ImageReader
 from lipbound.models.readers.model_inputs import (
     check_images,
+    check_length,
+    check_tokens,
     check_towers,
+    declared_positions,
     is_ready,
     options_of,
     ready_inputs,
+    remarks,
+    text_part,
 )
-from lipbound.models.readers.positions import check_tokens
 from lipbound.models.readers.reader import Reader, Selection
-from lipbound.models.readers.remarks import remarks
 from lipbound.models.readers.tables import no_table, order
 from lipbound.models.readers.text import TextReader
+from lipbound.models.readers.token_ids import given_tokens
 
 __all__ = ["READERS", "Inputs", "prepare", "token_texts"]
 
@@ -48,10 +49,10 @@ def prepare(
     column: str | None = None,
     shuffle: int | None = None,
 ) -> Inputs:
-    """The first ``samples`` samples of some data as inputs of a checkpoint.
+    """Prepare the first samples of some data as inputs of a checkpoint.
 
     Args:
-        checkpoint: what the inputs are for; its modality decides how data is read.
+        checkpoint: of `load_checkpoint`; its modality decides how data is read.
         data: None (a story of ours, or photographs from scikit-image), a hub dataset id ("ag_news",
             or with a configuration "wikitext:wikitext-2-raw-v1"), a text file, a folder of .txt
             files or of images, a .parquet, .csv, .tsv or .json table (text files and tables also
@@ -82,8 +83,7 @@ def prepare(
     Raises:
         InputsError: no such data, empty data, data of the wrong modality, a split or a column of
             what has none, text longer than the model's positions allow, tokens that are not in its
-            vocabulary.
-        CheckpointError: the checkpoint has no usable tokenizer or image processor.
+            vocabulary. Without a usable tokenizer or image processor, CheckpointError.
 
     >>> from lipbound.models.checkpoints import load_checkpoint
     >>> texts = ["Down the Rabbit-Hole", "The Pool of Tears"]
@@ -91,15 +91,14 @@ def prepare(
     >>> tuple(inputs.batch["input_ids"].shape), inputs.samples, inputs.description
     ((2, 3), 2, '2 given texts')
     """
-    count, max_length = (
-        sample_count(samples, InputsError),
-        whole("max_length", max_length, least=1, error=InputsError),
-    )
-    shuffle = None if shuffle is None else whole("shuffle", shuffle, least=0, error=InputsError)
+    count = errors.sample_count(samples, InputsError)
+    max_length = errors.whole("max_length", max_length, least=1, error=InputsError)
+    if shuffle is not None:
+        shuffle = errors.whole("shuffle", shuffle, least=0, error=InputsError)
     split, column = name_or_none("split", split), name_or_none("column", column)
     if not isinstance(checkpoint, Checkpoint):
         raise InputsError(
-            f"checkpoint is {shown(checkpoint)}; give what lipbound.load_checkpoint returns"
+            f"checkpoint is {errors.shown(checkpoint)}; give what lipbound.load_checkpoint returns"
         )
     if isinstance(data, str) and not data.strip():
         raise InputsError(
@@ -108,26 +107,14 @@ def prepare(
         )
     if isinstance(data, Inputs):
         no_table(split, column, "ready inputs have")
-        first = slice(None) if count is None else slice(count)
-        drawn = first if shuffle is None else order(data.samples, shuffle)[first]
-        return replace(
-            data,
-            batch={name: tensor[drawn] for name, tensor in data.batch.items()},
-            notes=list(data.notes),
-        )
+        return replace(data, batch=_drawn(data.batch, count, shuffle), notes=list(data.notes))
     selection = Selection(count, max_length, split, column, shuffle)
-    inputs = (
-        _ready(checkpoint, data, selection)
-        if is_ready(data)
-        else _read(checkpoint, data, selection)
-    )
+    read = _ready if is_ready(data) else _read
+    inputs = read(checkpoint, data, selection)
     check_tokens(checkpoint, inputs.batch)
     in_memory = (data is not None and not isinstance(data, str | Path)) or is_sentence(data)
-    if (
-        count is not None
-        and inputs.samples < count
-        and not (in_memory and count == DEFAULT_SAMPLES)
-    ):
+    by_default = in_memory and count == DEFAULT_SAMPLES
+    if count is not None and inputs.samples < count and not by_default:
         inputs.notes.append(
             f"{count} samples were asked for, and {inputs.description} gives only {inputs.samples}"
         )
@@ -137,9 +124,47 @@ def prepare(
     return inputs
 
 
+def refuse_long(name: str, config: PreTrainedConfig, data: Any, max_length: int) -> None:
+    """Refuse texts that are longer than a model allows before its weights are read, as `prepare`
+    does when they are.
+
+    Args:
+        name: of the model, for messages.
+        config: of the model. What it declares must be too short for the model to be looked at.
+        data, max_length: as of `prepare`.
+
+    Raises:
+        InputsError: the model takes text, which the data may be, and has too few positions; or it
+            has several towers, all of which need inputs.
+    """
+    if isinstance(data, Inputs) or is_ready(data) or given_tokens(data) is not None:
+        return
+    declared = declared_positions(text_part(config))
+    if declared is None or max_length <= declared:
+        return
+    try:
+        with quiet(), torch.device("meta"):
+            model = AutoModel.from_config(
+                deepcopy(config), trust_remote_code=False, attn_implementation="eager"
+            )
+    except Exception:  # what cannot be built is told when it is loaded
+        return
+    checkpoint = Checkpoint(model, name, "", None)
+    if checkpoint.modality == TextReader.modality:
+        check_towers(checkpoint, [checkpoint.main_input])
+        check_length(checkpoint, max_length)
+
+
 def token_texts(checkpoint: Checkpoint, inputs: Inputs, sample: int = 0) -> list[str]:
-    """The text of every token of a sample, padding left out; an empty list for images, and where
-    there is no tokenizer.
+    """Decode every token of a sample, padding left out.
+
+    Args:
+        checkpoint: with the tokenizer.
+        inputs: of `prepare`.
+        sample: the number of the sample.
+
+    Returns:
+        The texts; none for images, and where there is no tokenizer.
 
     >>> from lipbound.models.checkpoints import load_checkpoint
     >>> checkpoint = load_checkpoint("builtin:minilm")
@@ -158,16 +183,22 @@ def token_texts(checkpoint: Checkpoint, inputs: Inputs, sample: int = 0) -> list
     return [str(tokenizer.decode([one])) for one in row.tolist()]
 
 
+def _drawn(batch: dict[str, Tensor], count: int | None, shuffle: int | None) -> dict[str, Tensor]:
+    """Return the first samples of a batch, or random ones; all where no number is given."""
+    size = len(next(iter(batch.values())))
+    drawn = slice(count) if shuffle is None else order(size, shuffle)[:count]
+    return {name: tensor[drawn] for name, tensor in batch.items()}
+
+
 def _ready(checkpoint: Checkpoint, data: Any, selection: Selection) -> Inputs:
     no_table(selection.split, selection.column, "ready inputs have")
     batch, description, notes = ready_inputs(data, checkpoint)
     check_images(checkpoint, batch)
-    if selection.shuffle is not None:
-        drawn = order(len(next(iter(batch.values()))), selection.shuffle)
-        batch = {name: tensor[drawn] for name, tensor in batch.items()}
-    batch = {name: tensor[: selection.samples] for name, tensor in batch.items()}
     return Inputs(
-        batch, selection.described(description), notes=notes, options=options_of(data, checkpoint)
+        _drawn(batch, selection.samples, selection.shuffle),
+        selection.described(description),
+        notes=notes,
+        options=options_of(data, checkpoint),
     )
 
 
@@ -176,7 +207,7 @@ def _read(checkpoint: Checkpoint, data: Any, selection: Selection) -> Inputs:
     reader = READERS.get(checkpoint.modality)
     if reader is None:
         raise InputsError(
-            f"{checkpoint.name} takes {checkpoint.modality}, neither text nor images; give a "
-            "dict of ready inputs"
+            f"{checkpoint.name} takes {checkpoint.modality}, neither text nor images; give a dict "
+            "of ready inputs"
         )
     return reader.read(checkpoint, data, selection)

@@ -1,37 +1,46 @@
-"""Modules whose parameters stay on disk and are in memory only while a forward pass runs through
-them.
+"""Modules whose parameters stay on disk and are in memory only while a forward pass uses them.
 
-On disk, a parameter is a tensor on the meta device with the right shape and dtype; hooks put what
-the file says in its place before the module runs, and the meta tensor back afterwards. accelerate's
-offloading does as much for plain forward passes, but casts the whole table of embeddings up for
-every look-up of tokens (1 GB of float32 for 128k tokens of width 2048), and its modules cannot be
-copied without their hooks.
+transformers builds the model out of placeholders of the right shapes that weigh next to nothing.
+Whatever it renames on the way, the placeholder in a parameter's place still tells which tensor of
+which file belongs there. The parameter is then a tensor on the meta device with the right shape and
+dtype; hooks put what the file says in its place before the module runs, and the meta tensor back
+afterwards. accelerate's offloading does as much for plain forward passes, but casts the whole table
+of embeddings up for every look-up of tokens (1 GB of float32 for 128k tokens of width 2048), and
+its modules cannot be copied without their hooks.
 """
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
-from lipbound.models.weight_files import TensorRef
+from lipbound.errors import CheckpointError
+from lipbound.models.weight_files import TensorRef, contents, renames
+
+_OTHER_FORM = (
+    "its weights are stored in another form than the model computes with (pieces to join or "
+    "split); use weights='whole'"
+)
 
 
 @dataclass
 class WeightOffloader:
-    """Fetches the parameters of one module when they are needed first and drops them after their
-    last use.
+    """Reads the parameters of one module at their first use and drops them after their last.
 
     Attributes:
         away: the parameters as they are when not in memory, on the meta device.
         stored: where each of them is on disk.
         device: where they are brought.
         users: how many forward passes and `resident` contexts hold the parameters.
-        table: whether what is in memory is the file's own table of embeddings, in the dtype of the
-            file.
+        table: whether what is in memory is the file's own table of embeddings, in its dtype.
     """
 
     away: dict[str, nn.Parameter]
@@ -41,23 +50,18 @@ class WeightOffloader:
     table: bool = False
 
     def hold(self, module: nn.Module, table: bool = False) -> None:
-        """Parameters into memory, unless they are there, in the dtype that was asked for; with
-        ``table`` as the file has them."""
+        """Bring the parameters into memory in the model's dtype; ``table``: in the file's."""
         self.users += 1
         if self.users == 1 or (self.table and not table):
             for name, stored in self.stored.items():
-                value = stored.read() if table else self._value(name, stored)
+                value = stored.read()
+                if not table:
+                    value = stored.changed(_cast(value.to(self.device), self.away[name].dtype))
                 setattr(module, name, nn.Parameter(value, requires_grad=False))
             self.table = table
 
-    def _value(self, name: str, stored: TensorRef) -> Tensor:
-        """A parameter as the model computes with it."""
-        if stored.change is None:
-            return _cast(stored.read().to(self.device), self.away[name].dtype)
-        return stored.changed(_cast(stored.read(), self.away[name].dtype)).to(self.device)
-
     def release(self, module: nn.Module) -> None:
-        """Parameters out of memory, if nobody else holds them."""
+        """Drop the parameters from memory if nobody else holds them."""
         self.users = max(self.users - 1, 0)
         if not self.users:
             for name, parameter in self.away.items():
@@ -65,35 +69,30 @@ class WeightOffloader:
             self.table = False
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Hook before a forward pass."""
+        """Bring the parameters in before a forward pass; registered as a hook."""
         plain = all(stored.change is None for stored in self.stored.values())
         self.hold(module, table=plain and self.device.type == "cpu" and _looks_up(module))
         for part, keeper in _read_by(module):
             keeper.hold(part)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Hook after a forward pass, also after one that failed."""
-        rows = (
-            _cast(output, self.away["weight"].dtype)
-            if self.table and isinstance(output, Tensor)
-            else None
-        )
+        """Return looked-up rows in the model's dtype, and drop the parameters after a pass."""
+        looked_up = self.table and isinstance(output, Tensor)
+        rows = _cast(output, self.away["weight"].dtype) if looked_up else None
         for part, keeper in _read_by(module):
             keeper.release(part)
         self.release(module)
         return rows
 
 
-def keep(module: nn.Module, keeper: WeightOffloader) -> None:
-    """Leave a module's own parameters to a keeper from now on."""
-    keeper.release(module)
-    module.register_forward_pre_hook(keeper.before)
-    module.register_forward_hook(keeper.after, always_call=True)
-
-
 def _keeper(module: nn.Module) -> WeightOffloader | None:
-    owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
-    return next((owner for owner in owners if isinstance(owner, WeightOffloader)), None)
+    owners = map(_owner, module._forward_pre_hooks.values())
+    return next((owner for owner in owners if owner is not None), None)
+
+
+def _owner(hook: Any) -> WeightOffloader | None:
+    owner = getattr(hook, "__self__", None)
+    return owner if isinstance(owner, WeightOffloader) else None
 
 
 def _kept(module: nn.Module) -> list[tuple[nn.Module, WeightOffloader]]:
@@ -101,13 +100,21 @@ def _kept(module: nn.Module) -> list[tuple[nn.Module, WeightOffloader]]:
 
 
 def by_layer(module: nn.Module) -> bool:
-    """Whether any of a module's parameters stay on disk."""
+    """Return whether any of a module's parameters stay on disk."""
     return bool(_kept(module))
 
 
 def change(model: nn.Module, name: str, made: Callable[[Tensor], Tensor]) -> bool:
-    """Have a parameter changed wherever it is read from disk; False where it does not
-    stay there."""
+    """Have a parameter changed wherever it is read from disk.
+
+    Args:
+        model: with the parameter.
+        name: of the parameter.
+        made: from the tensor as it would be, the tensor to take.
+
+    Returns:
+        Whether the parameter stays on disk; if not, nothing has changed.
+    """
     path, _, last = name.rpartition(".")
     keeper = _keeper(model.get_submodule(path))
     if keeper is None or last not in keeper.stored:
@@ -117,22 +124,26 @@ def change(model: nn.Module, name: str, made: Callable[[Tensor], Tensor]) -> boo
 
 
 def on_disk(model: nn.Module) -> dict[str, TensorRef]:
-    """Where the parameters that stay on disk are, by their names in the model."""
-    parts = {part: prefix for prefix, part in model.named_modules()}
+    """Return the places of parameters that stay on disk, by their names in the model."""
     return {
-        f"{parts[part]}.{name}".lstrip("."): where
-        for part, keeper in _kept(model)
-        for name, where in keeper.stored.items()
+        f"{prefix}.{name}".lstrip("."): stored
+        for prefix, module in model.named_modules()
+        if (keeper := _keeper(module)) is not None
+        for name, stored in keeper.stored.items()
     }
 
 
 @contextmanager
 def resident(module: nn.Module) -> Iterator[None]:
-    """Context in which all parameters of a module and its submodules are in memory, in the dtype
-    that was asked for; any module will do.
+    """Keep all parameters of a module, offloaded or not, in memory in the model's dtype.
 
-    Raises:
-        CheckpointError: a file is gone, has changed or cannot be read.
+    CheckpointError is raised where a file is gone, has changed or cannot be read.
+
+    Args:
+        module: any.
+
+    Yields:
+        Nothing.
     """
     held: list[tuple[nn.Module, WeightOffloader]] = []
     try:
@@ -146,24 +157,14 @@ def resident(module: nn.Module) -> Iterator[None]:
 
 
 def plain_copy(module: nn.Module) -> nn.Module:
-    """A deep copy with its weights in memory and no tie to a disk; of an ordinary module just a
-    deep copy.
-
-    Raises:
-        CheckpointError: a file is gone, has changed or cannot be read.
-    """
+    """Return a deep copy with its weights in memory and no tie to a disk, where these are."""
     with resident(module):
         copied = copy.deepcopy(module)
     for part in copied.modules():
-        hooks = (part._forward_pre_hooks, part._forward_hooks)
-        for mine in [
-            key
-            for table in hooks
-            for key, hook in table.items()
-            if isinstance(getattr(hook, "__self__", None), WeightOffloader)
-        ]:
-            for table in (*hooks, part._forward_hooks_always_called):
-                table.pop(mine, None)
+        for hooks in (part._forward_pre_hooks, part._forward_hooks):
+            for key in [key for key, hook in hooks.items() if _owner(hook) is not None]:
+                del hooks[key]
+                part._forward_hooks_always_called.pop(key, None)
     return copied
 
 
@@ -172,19 +173,153 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _looks_up(module: nn.Module) -> bool:
-    """Whether a forward pass does nothing but take rows of a table, so that only these need be read
-    and cast."""
-    return (
-        isinstance(module, nn.Embedding)
-        and type(module).forward is nn.Embedding.forward
-        and module.max_norm is None
-    )
+    """Return whether a forward pass only takes rows of a table, the only ones to read and cast."""
+    plain = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
+    return plain and module.max_norm is None
 
 
 def _read_by(module: nn.Module) -> list[tuple[nn.Module, WeightOffloader]]:
-    """Submodules whose parameters a module reads without calling them."""
-    return (
-        [pair for child in module.children() for pair in _kept(child)]
-        if isinstance(module, nn.MultiheadAttention)
-        else []
-    )
+    """Return the submodules whose parameters a module reads without calling them."""
+    if not isinstance(module, nn.MultiheadAttention):
+        return []
+    return [pair for child in module.children() for pair in _kept(child)]
+
+
+def load_offloaded(
+    folder: Path, config: PreTrainedConfig, *, dtype: torch.dtype, device: torch.device
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Build a model whose weights stay in the safetensors files of a folder.
+
+    Buffers, and parts that the checkpoint lacks, are in memory. The numbers are those of a model
+    loaded whole in float32 and cast to ``dtype``. Not for several threads at once.
+
+    Args:
+        folder: with the files of weights.
+        config: of the model.
+        dtype: torch.float32 or torch.float64, in which the model computes.
+        device: where it computes.
+
+    Returns:
+        The model, in evaluation mode with eager attention, and transformers' report of missing and
+        mismatched keys.
+
+    Raises:
+        CheckpointError: no safetensors files, quantized weights, or weights that are stored in
+            another form than the model computes with. For broken files transformers raises others.
+    """
+    if getattr(config, "quantization_config", None) is not None:
+        raise CheckpointError(
+            "its weights are quantized, and weights='layers' reads float weights only; give the "
+            "checkpoint that was quantized"
+        )
+    tensors = contents(folder)
+    renamed = renames(tensors, config)
+    placeholders = _Placeholders({renamed.get(key, key): ref for key, ref in tensors.items()})
+    model, report = _built(config, placeholders)
+    model.name_or_path = model.config.name_or_path = str(folder)  # as transformers sets them
+    ignored = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()  # not in the report
+    computed = {str(key) for key in report["missing_keys"]} | {
+        key for key in model.state_dict() if any(re.search(pattern, key) for pattern in ignored)
+    }
+    expected = model.state_dict().keys() - computed
+    away: dict[tuple[Path, str], nn.Parameter] = {}  # tied weights are one parameter, and stay one
+    for prefix, module in model.named_modules():
+        here = f"{prefix}." if prefix else ""
+        for name, buffer in module.named_buffers(recurse=False):
+            stored = placeholders.source(buffer, here + name in expected, here + name)
+            value = buffer if stored is None else stored.read().to(buffer.dtype)
+            kind = dtype if value.is_floating_point() else value.dtype
+            setattr(module, name, value.to(device, kind, copy=stored is not None))
+        found: dict[str, TensorRef] = {}
+        for name, parameter in module.named_parameters(recurse=False):
+            stored = placeholders.source(parameter, here + name in expected, here + name)
+            if stored is None:
+                value = parameter.detach().to(device, dtype)
+                setattr(module, name, nn.Parameter(value, requires_grad=False))
+                continue
+            found[name] = stored
+            empty = torch.empty(stored.shape, dtype=dtype, device="meta")
+            away.setdefault((stored.file, stored.key), nn.Parameter(empty, requires_grad=False))
+        if found:
+            mine = {name: away[stored.file, stored.key] for name, stored in found.items()}
+            keeper = WeightOffloader(mine, found, device)
+            keeper.release(module)
+            module.register_forward_pre_hook(keeper.before)
+            module.register_forward_hook(keeper.after, always_call=True)
+    return model, report
+
+
+def _built(
+    config: PreTrainedConfig, placeholders: "_Placeholders"
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    with torch.device("meta"):
+        # eager whatever attention the configuration asks for: its package need not be here, and its
+        # code need not be fetched
+        architecture = type(
+            AutoModel.from_config(config, trust_remote_code=False, attn_implementation="eager")
+        )
+    with placeholders:
+        try:
+            return architecture.from_pretrained(
+                None,
+                config=config,
+                state_dict=placeholders.tensors,
+                attn_implementation="eager",
+                dtype=torch.float32,
+                output_loading_info=True,
+            )
+        except Exception as error:
+            if placeholders.joined:
+                raise CheckpointError(_OTHER_FORM) from error
+            raise
+
+
+class _Placeholders(TorchFunctionMode):
+    """Tensors of the stored shapes and next to no memory, known again by address and strides.
+
+    As a context it refuses to join them (experts are stored one by one and computed with as one
+    tensor), which would fill the memory with zeros.
+    """
+
+    def __init__(self, stored: dict[str, TensorRef]):
+        super().__init__()
+        self.stored, self.joined = stored, False
+        self.tensors = {key: self._placeholder(ref) for key, ref in stored.items()}
+        self.keys = {tensor.data_ptr(): key for key, tensor in self.tensors.items()}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.cat, torch.stack) and any(
+            tensor.data_ptr() in self.keys for tensor in (args[0] if args else kwargs["tensors"])
+        ):
+            self.joined = True
+            raise CheckpointError(_OTHER_FORM)
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _placeholder(stored: TensorRef) -> Tensor:
+        dtype = torch.float32 if stored.floating else stored.read().dtype
+        thin = stored.shape[:1] + (1,) * (len(stored.shape) - 1)
+        return torch.zeros(thin, dtype=dtype).expand(stored.shape)
+
+    def source(self, tensor: Tensor, expected: bool, name: str) -> TensorRef | None:
+        """Find the file's tensor behind one of the model.
+
+        Args:
+            tensor: a parameter or a buffer.
+            expected: whether the file should have it.
+            name: of the tensor in the model.
+
+        Returns:
+            Its place; None for what was computed.
+
+        Raises:
+            CheckpointError: it was expected, and something else was made of it.
+        """
+        key = self.keys.get(tensor.data_ptr()) if tensor.numel() else None
+        if key is not None:
+            mine = self.tensors[key]
+            if tensor.shape == mine.shape and tensor.stride() == mine.stride():
+                return self.stored[key]
+        if expected and tensor.numel():
+            raise CheckpointError(f"{_OTHER_FORM}, {name} for one")
+        return None

@@ -1,6 +1,6 @@
 """Penalties that make attention smoother, for use in any training loop.
 
-In two lines of a training step (`lipbound.models.capture.differentiable`)::
+In two lines of a training step (`lipbound.models.training.differentiable`)::
 
     with attention_probabilities(model) as attentions:
         loss = model(**batch).loss

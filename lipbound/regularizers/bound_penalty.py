@@ -12,12 +12,16 @@ from lipbound.errors import LipboundError, UnknownNameError, check_layer, neares
 
 
 class SoundPenalty:
-    r"""Mean over samples of :math:`\sum_{l,h} \log L^{l,h}`, L a registered bound that has
-    derivatives: "lipbound" or "lipbound_block".
+    r"""Mean over samples of :math:`\sum_{l,h} \log L^{l,h}`, with L a sound bound.
 
-    Sound and far tighter than what `JaSMin` is built on, at a far higher price. To be called with
-    the list of `lipbound.models.capture.differentiable.attention_layers`, whose layers know their
-    padding.
+    Far tighter than what `JaSMin` is built on, at a far higher price. To be called with the list of
+    `lipbound.models.training.differentiable.attention_layers`, whose layers know their padding.
+
+    Args:
+        name: of a registered bound that has derivatives: "lipbound" or "lipbound_block".
+
+    Raises:
+        UnknownNameError: another bound.
     """
 
     NAMES = ("lipbound", "lipbound_block")
@@ -29,7 +33,10 @@ class SoundPenalty:
 
     @in_own_modes
     def __call__(self, layers: Sequence[Attention]) -> Tensor:
-        """The penalty, a scalar in float64.
+        """Return the penalty, a scalar in float64.
+
+        Args:
+            layers: what was found in the context of ``attention_layers``.
 
         Raises:
             LipboundError: no layers, or what is no list of them.
@@ -45,8 +52,6 @@ class SoundPenalty:
                 "there are no layers; was the model run inside attention_layers, and has its "
                 "context ended?"
             )
-        terms = [
-            get(self.name)(att).clamp_min(torch.finfo(torch.float64).tiny).log().sum(-1).mean()
-            for att in layers
-        ]
-        return torch.stack(terms).sum()
+        bounds = (get(self.name)(att) for att in layers)
+        tiny = torch.finfo(torch.float64).tiny
+        return torch.stack([b.clamp_min(tiny).log().sum(-1).mean() for b in bounds]).sum()

@@ -12,13 +12,11 @@ from lipbound.errors import LipboundError, UnknownNameError, nearest, shown, who
 
 QUERY_REDUCTIONS = ("max", "mean")
 SMALL = 1e-6
-"""Added to g_k of equation (9), which has no such term: ours, so that the logarithm stays finite
-where g_k vanishes."""
+"""Added to g_k of equation (9), which has no such term: ours, so that the logarithm is finite."""
 
 
 class JaSMin:
-    r"""The penalty of Yudin et al. 2025, equations (8) and (9), on what transformers calls
-    ``attentions``.
+    r"""The penalty of Yudin et al. 2025, equations (8) and (9), on attention probabilities.
 
     .. math::
         \sum_{l,h} \max_i \log g_1(P_i^{l,h}) \quad (k = 0), \qquad
@@ -52,10 +50,11 @@ class JaSMin:
         self.k, self.reduce = k, reduce
 
     def __call__(self, attentions: Sequence[Tensor], valid: Tensor | None = None) -> Tensor:
-        """The penalty, a scalar.
+        """Return the penalty, a scalar.
 
         Args:
-            attentions: per layer (samples, heads, queries, keys), rows summing to one.
+            attentions: what transformers calls so, per layer (samples, heads, queries, keys), rows
+                summing to one.
             valid: (samples, queries) bool or 0/1, as the model's ``attention_mask``: rows of
                 padding do not count. What `lipbound.attention_probabilities` has found knows its
                 own.
@@ -64,13 +63,12 @@ class JaSMin:
             LipboundError: no attentions, what is no list of such tensors, or a ``valid`` of other
                 tokens.
         """
-        known = getattr(attentions, "valid", None) if valid is None else None
+        known = getattr(attentions, "valid", None)
         if not isinstance(attentions, list | tuple):
             raise LipboundError(
                 f"attentions is {shown(attentions)}; give a list with one tensor of shape "
                 "(samples, heads, queries, keys) per layer"
             )
-        attentions = list(attentions)
         if not attentions:
             raise LipboundError(
                 "there are no attentions; was the model run inside attention_probabilities, or "
@@ -83,12 +81,11 @@ class JaSMin:
                     f"one of the attentions {what}; each must be (samples, heads, queries, "
                     "keys), such as attention_probabilities gives"
                 )
-        masks = [valid] * len(attentions) if known is None else known
+        masks = known if valid is None and known is not None else [valid] * len(attentions)
         total = torch.zeros((), device=attentions[0].device)
         for p, mask in zip(attentions, masks, strict=True):
-            total = total + self._layer(p, None if mask is None else _rows_that_count(p, mask)).to(
-                total.device
-            )
+            counts = None if mask is None else _rows_that_count(p, mask)
+            total = total + self._layer(p, counts).to(total.device)
         return total
 
     def _layer(self, p: Tensor, valid: Tensor | None) -> Tensor:
@@ -113,18 +110,21 @@ class JaSMin:
         return counted.sum(-1).mean()
 
     def rows(self, p: Tensor) -> Tensor:
-        """The logarithm for every row, (..., N) -> (...)."""
+        """Return the logarithm for every row, (..., N) -> (...)."""
         result: Tensor = _Logarithm.apply(p, self.k)  # type: ignore[no-untyped-call]
         return result
 
 
 def _rows_that_count(p: Tensor, valid: object) -> Tensor:
-    """``valid`` as (samples, queries) bool on the device of p."""
+    """Return ``valid`` as (samples, queries) bool on the device of p.
+
+    Raises:
+        LipboundError: it is of other tokens.
+    """
     rows = (len(p), p.shape[-2])
     if not isinstance(valid, Tensor) or tuple(valid.shape) != rows:
-        what = (
-            f"has shape {tuple(valid.shape)}" if isinstance(valid, Tensor) else f"is {shown(valid)}"
-        )
+        shape = f"has shape {tuple(valid.shape)}" if isinstance(valid, Tensor) else ""
+        what = shape or f"is {shown(valid)}"
         raise LipboundError(
             f"valid {what}; attentions of shape {tuple(p.shape)} need {rows}, True where a token "
             "is not padding"
@@ -133,12 +133,14 @@ def _rows_that_count(p: Tensor, valid: object) -> Tensor:
 
 
 def _values(p: Tensor, k: int) -> Tensor:
-    """The logarithm for every row without derivatives, from sorted rows: on CPUs numpy sorts values
-    several times as fast as torch finds places."""
-    numpy = p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64)
-    order = (
-        torch.from_numpy(np.sort(p.detach().numpy(), -1)) if numpy else p.detach().sort(-1).values
-    )
+    """Return the logarithm for every row without derivatives, from sorted rows.
+
+    On CPUs numpy sorts values several times as fast as torch finds places.
+    """
+    if p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64):
+        order = torch.from_numpy(np.sort(p.detach().numpy(), -1))
+    else:
+        order = p.detach().sort(-1).values
     n, tiny = p.shape[-1], torch.finfo(p.dtype).tiny
     twice = order[..., :-1].sum(-1)
     if n > 1:
@@ -151,47 +153,39 @@ def _values(p: Tensor, k: int) -> Tensor:
 
 
 def _order(p: Tensor, k: int) -> Tensor:
-    """Where the first and second largest entries of each row lie, and for k > 0 the k-th and the
-    next: (..., up to 4) indices.
+    """Return where each row has its two largest entries, and for k > 0 the k-th and the next.
 
-    On CPUs torch's top-k is slow: two maxima are three times as fast as the top two, and of more,
-    only the unsorted ones are asked for.
+    That is (..., up to 4) indices. On CPUs torch's top-k is slow: two maxima are three times as
+    fast as the top two, and of more, only the unsorted ones are asked for.
     """
-    n = p.shape[-1]
+    n, top, where = p.shape[-1], p, None
+    ends: list[Tensor] = []
     if k:
         top, where = p.topk(min(k + 1, n), -1, sorted=False)
-        at = top.min(-1, keepdim=True).indices
-        ends = (
-            [
-                where.gather(-1, top.scatter(-1, at, math.inf).argmin(-1, keepdim=True)),
-                where.gather(-1, at),
-            ]
-            if k < n
-            else [where.gather(-1, at)]
-        )
-    else:
-        top, where, ends = p, None, []
-    first = top.max(-1, keepdim=True).indices
-    second = [top.scatter(-1, first, -math.inf).max(-1, keepdim=True).indices] if n > 1 else []
-    starts = [first, *second]
-    return torch.cat(
-        [*(starts if where is None else [where.gather(-1, i) for i in starts]), *ends], -1
-    )
+        last = top.min(-1, keepdim=True).indices
+        if k < n:
+            ends = [top.scatter(-1, last, math.inf).argmin(-1, keepdim=True)]
+        ends = [*ends, last]
+    found = [top.max(-1, keepdim=True).indices]
+    if n > 1:
+        found += [top.scatter(-1, found[0], -math.inf).max(-1, keepdim=True).indices]
+    found += ends
+    return torch.cat(found if where is None else [where.gather(-1, i) for i in found], -1)
 
 
 def _terms(p: Tensor, k: int, where: Tensor) -> tuple[Tensor, ...]:
-    """p_(1), 1 - p_(1) + p_(2), and for k > 0 p_(k), 1 - p_(k) + p_(k+1), of every row, (...)."""
+    """Return p_(1), 1 - p_(1) + p_(2), and for k > 0 p_(k), 1 - p_(k) + p_(k+1), each (...)."""
     n = p.shape[-1]
     at = p.gather(-1, where)
-    twice = p.scatter(-1, where[..., :1], 0.0).sum(
-        -1
-    )  # 1 - p_(1) cancels near one-hot rows, the sum of the others does not
+    # 1 - p_(1) cancels near one-hot rows, the sum of the others does not
+    twice = p.scatter(-1, where[..., :1], 0.0).sum(-1)
     if n > 1:
         twice = twice + at[..., 1]
     if not k:
         return at[..., 0], twice
-    last = at[..., -2] if k < n else at[..., -1]
-    return at[..., 0], twice, last, 1 - last + at[..., -1] if k < n else 1 - last
+    if k == n:
+        return at[..., 0], twice, at[..., -1], 1 - at[..., -1]
+    return at[..., 0], twice, at[..., -2], 1 - at[..., -2] + at[..., -1]
 
 
 def _logarithm(p: Tensor, k: int, where: Tensor) -> Tensor:
@@ -202,8 +196,10 @@ def _logarithm(p: Tensor, k: int, where: Tensor) -> Tensor:
 
 
 class _Logarithm(torch.autograd.Function):
-    """log g_1 of rows, or log of g_1 / (g_k + 1e-6), with its derivative written into one array:
-    this runs in every step of training."""
+    """The logarithm of g_1 of rows, or of g_1 / (g_k + 1e-6).
+
+    Its derivative is written into one array, since this runs in every step of training.
+    """
 
     @staticmethod
     def forward(ctx: Any, p: Tensor, k: int) -> Tensor:
@@ -217,9 +213,8 @@ class _Logarithm(torch.autograd.Function):
         p, where = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative is wanted: leave both to autograd
             with torch.enable_grad():
-                return torch.autograd.grad(_logarithm(p, ctx.k, where), p, grad, create_graph=True)[
-                    0
-                ], None
+                value = _logarithm(p, ctx.k, where)
+                return torch.autograd.grad(value, p, grad, create_graph=True)[0], None
         tiny, n = torch.finfo(p.dtype).tiny, p.shape[-1]
         first, twice, *others = _terms(p, ctx.k, where)
         rest = torch.where(twice >= tiny, grad / twice, 0.0)

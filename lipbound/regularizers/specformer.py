@@ -5,18 +5,23 @@ from torch import Tensor, nn
 
 from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError
-from lipbound.models.capture.parameters import projections
+from lipbound.models.training.differentiable import projections
 
 
 class Specformer(nn.Module):
-    r"""The penalty of Hu et al. 2024: :math:`\sum_{l,h} \lambda_Q \sigma_1^2(W_Q) + \lambda_K
-    \sigma_1^2(W_K) + \lambda_V \sigma_1^2(W_V)`.
+    r"""The penalty of Hu et al. 2024 on squared spectral norms.
 
-    :math:`\sigma_1` by power iteration that goes on from call to call, as in the paper; its
-    derivative is that of :math:`(u^T W v)^2` at the vectors found.
+    .. math::
+        \sum_{l,h} \lambda_Q \sigma_1^2(W_Q) + \lambda_K \sigma_1^2(W_K)
+        + \lambda_V \sigma_1^2(W_V)
+
+    :math:`\sigma_1` is found by power iteration that goes on from call to call, as in the paper;
+    its derivative is that of :math:`(u^T W v)^2` at the vectors found.
 
     Args:
-        l_q, l_k, l_v: the three weights.
+        l_q: :math:`\lambda_Q`, the weight of queries.
+        l_k: :math:`\lambda_K`, the weight of keys.
+        l_v: :math:`\lambda_V`, the weight of values.
         steps: of power iteration in each call; the first call takes twenty.
     """
 
@@ -27,22 +32,29 @@ class Specformer(nn.Module):
 
     @in_own_modes
     def forward(self, model: nn.Module) -> Tensor:
-        """The penalty, a scalar; models whose projections have known names
-        (`lipbound.models.capture.parameters.projections`)."""
-        total: Tensor | None = None
-        for found in projections(model):
-            for i, (w, factor) in enumerate(zip(found.w, self.weights, strict=True)):
-                if factor:
-                    term = factor * self._squared((found.name, i), w)
-                    total = term if total is None else total + term
-        if total is None:
+        """Return the penalty, a scalar.
+
+        Args:
+            model: whose projections have known names
+                (`lipbound.models.training.differentiable.projections`).
+
+        Raises:
+            LipboundError: all three weights are 0.
+        """
+        terms = [
+            factor * self._squared((found.name, i), w)
+            for found in projections(model)
+            for i, (w, factor) in enumerate(zip(found.w, self.weights, strict=True))
+            if factor
+        ]
+        if not terms:
             raise LipboundError(
                 "all three weights of Specformer are 0, so there is nothing to penalise"
             )
-        return total
+        return sum(terms[1:], terms[0])
 
     def _squared(self, key: tuple[str, int], w: Tensor) -> Tensor:
-        """Sum over heads of sigma_1(w)^2, w (heads, D, d)."""
+        """Return the sum over heads of sigma_1(w)^2, w (heads, D, d)."""
         fixed = w.detach()
         fresh = key not in self._vectors
         if fresh:

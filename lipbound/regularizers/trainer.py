@@ -7,27 +7,26 @@ import torch
 from torch import Tensor, nn
 
 from lipbound.errors import LipboundError, real, shown, tell
-from lipbound.models.capture.differentiable import attention_layers, attention_probabilities
+from lipbound.models.training.differentiable import attention_layers, attention_probabilities
 from lipbound.regularizers.bound_penalty import SoundPenalty
 from lipbound.regularizers.specformer import Specformer
 
 
 class PenaltyMixin:
-    """For ``transformers.Trainer``: adds ``strength`` times ``penalty`` to the loss.
-    ``class MyTrainer(PenaltyMixin, Trainer)``.
+    """Adds a penalty to the loss of a ``transformers.Trainer``.
 
-    The loss of a step is that of the Trainer plus ``strength`` times the mean penalty of its
-    batches, however many are accumulated. Padding does not count.
+    Write ``class MyTrainer(PenaltyMixin, Trainer)``. The loss of a step is that of the Trainer plus
+    ``strength`` times the mean penalty of its batches, however many are accumulated. Padding does
+    not count.
+
+    LipboundError is raised for a class that names Trainer first, where the penalty would never be
+    added; in training, for a penalty without a strength or the other way round, or what is neither.
 
     Attributes:
         penalty: `JaSMin`, `Specformer`, `SoundPenalty`, or a function of the list of attention
             probabilities, whose ``valid`` tells padding.
-        strength: its factor; 0 trains without the penalty. layers: which attention layers it sees;
-            all by default.
-
-    Raises:
-        LipboundError: a class that names Trainer first, where the penalty would never be added; in
-            training, a penalty without a strength or the other way round, or what is neither.
+        strength: its factor; 0 trains without the penalty.
+        layers: which attention layers it sees; all by default.
     """
 
     penalty: Callable[..., Tensor] | None = None
@@ -40,14 +39,14 @@ class PenaltyMixin:
             if "compute_loss" in vars(base) and not issubclass(base, PenaltyMixin):
                 raise LipboundError(
                     f"{cls.__name__} inherits from {base.__name__} before PenaltyMixin, so its "
-                    "penalty would never be added; write "
-                    f"class {cls.__name__}(PenaltyMixin, {base.__name__})"
+                    f"penalty would never be added; write class {cls.__name__}(PenaltyMixin, "
+                    f"{base.__name__})"
                 )
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any
     ) -> Any:
-        """The loss of the Trainer, plus the penalty while the model is in training."""
+        """Return the loss of the Trainer, plus the penalty while the model is in training."""
         parent: Any = super()
         strength = self._strength() if model.training else 0.0
         if not strength:
@@ -64,27 +63,25 @@ class PenaltyMixin:
         return (loss, outputs) if return_outputs else loss
 
     def _strength(self) -> float:
-        """The factor of the penalty; 0 where there is none."""
+        """Return the factor of the penalty; 0 where there is none.
+
+        Raises:
+            LipboundError: a penalty without a strength or the other way round, or what is neither.
+        """
         name = type(self).__name__
         if self.penalty is None and self.strength is None:
             tell(
                 f"{name} has neither penalty nor strength, so it trains without a penalty; set "
                 "both, or strength = 0"
             )
-        elif self.strength is None:
+            return 0.0
+        if self.strength is None:
             raise LipboundError(
                 f"{name} has a penalty but no strength; set strength, such as 1e-3 (0 trains "
                 "without the penalty)"
             )
-        strength = (
-            0.0
-            if self.strength is None
-            else real(
-                "strength",
-                self.strength,
-                "a finite number, the factor of the penalty, such as 1e-3",
-            )
-        )
+        must = "a finite number, the factor of the penalty, such as 1e-3"
+        strength = real("strength", self.strength, must)
         if strength and self.penalty is None:
             raise LipboundError(
                 f"{name} has strength {strength:g} but no penalty; set penalty, such as "
@@ -100,7 +97,11 @@ class PenaltyMixin:
     def _penalised(
         self, model: nn.Module, loss: Callable[[], tuple[Tensor, Any]]
     ) -> tuple[Tensor, Tensor, Any]:
-        """The penalty of the batch, a scalar, with the loss and the outputs."""
+        """Return the penalty of the batch, a scalar, with the loss and the outputs.
+
+        Raises:
+            LipboundError: the penalty returns something else.
+        """
         assert self.penalty is not None
         if isinstance(self.penalty, Specformer):
             result, extra = loss(), self.penalty(model)
@@ -113,31 +114,19 @@ class PenaltyMixin:
                 result = loss()
             extra = self.penalty(attentions)
         if not isinstance(extra, Tensor) or extra.numel() != 1:
-            what = (
-                f"a tensor of shape {tuple(extra.shape)}"
-                if isinstance(extra, Tensor)
-                else shown(extra)
-            )
+            shape = f"a tensor of shape {tuple(extra.shape)}" if isinstance(extra, Tensor) else ""
             raise LipboundError(
-                f"the penalty returned {what}; it must return a tensor with one number"
+                f"the penalty returned {shape or shown(extra)}; it must return a tensor with one "
+                "number"
             )
         return extra.reshape(()), *result
 
     def _batches(self, items: Any) -> int:
-        """The divisor of a batch's penalty: the number of accumulated batches, where the Trainer
-        does not divide by it later."""
+        """Return the number of accumulated batches, or 1 where the Trainer divides by it later."""
         trainer: Any = self
         scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
         if scaled is None:
-            scaled = (
-                trainer.model_accepts_loss_kwargs and items is not None
-            ) or trainer.compute_loss_func is not None
-        return (
-            getattr(
-                trainer,
-                "current_gradient_accumulation_steps",
-                trainer.args.gradient_accumulation_steps,
-            )
-            if scaled
-            else 1
-        )
+            by_items = trainer.model_accepts_loss_kwargs and items is not None
+            scaled = by_items or trainer.compute_loss_func is not None
+        steps = trainer.args.gradient_accumulation_steps
+        return getattr(trainer, "current_gradient_accumulation_steps", steps) if scaled else 1

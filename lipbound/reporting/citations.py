@@ -1,4 +1,4 @@
-"""What to cite for a run, and a paragraph on how its numbers were made."""
+"""Citations for a run, and a paragraph on how its numbers were made."""
 
 import math
 import re
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import xarray as xr
 
-from lipbound.bounds.audit import audit, bounds_there, compared_with, norm_of
+from lipbound.bounds.audit import audit
 from lipbound.bounds.ours import CITATION
 from lipbound.errors import UnknownNameError, nearest
 from lipbound.reporting.formats import FORMATTERS, Prose
@@ -24,8 +24,9 @@ from lipbound.reporting.labels import (
     state_words,
     widest,
 )
-from lipbound.runs.run_argument import takes_run
-from lipbound.runs.standing import origins, standing
+from lipbound.runs.checksums import edited
+from lipbound.runs.store import takes_run
+from lipbound.schema import Contents, bounds_there, compared_with, norm_of, origins
 
 CITATION_FORMATS = tuple(
     sorted(name for name, formatter in FORMATTERS.items() if formatter.prose is not None)
@@ -48,8 +49,10 @@ def bibtex(ds: xr.Dataset) -> str:
 
 @takes_run
 def cite(ds: xr.Dataset, format: str = "bib", *, labels: Mapping[str, str] | None = None) -> str:
-    """What goes into a paper: "bib", the entries with the `methods` paragraph in comments; "latex"
-    or "text", the paragraph alone.
+    """Text to put into a paper: citations and a methods paragraph.
+
+    "bib" gives the entries with the `methods` paragraph in comments; "latex" and "text" give the
+    paragraph alone.
 
     Args:
         ds: a run. format: of what is written.
@@ -74,8 +77,10 @@ def cite(ds: xr.Dataset, format: str = "bib", *, labels: Mapping[str, str] | Non
 def methods(
     ds: xr.Dataset, format: str = "latex", *, labels: Mapping[str, str] | None = None
 ) -> str:
-    r"""One paragraph for a methods section: what was computed, how, how surely, from what, with
-    what; from the run's own settings.
+    r"""Write one paragraph for a methods section from the run's own settings.
+
+    It says what was computed, by which method, how surely, from which model and data, with which
+    software.
 
     Args:
         ds: a run.
@@ -112,7 +117,7 @@ def _paragraph(ds: xr.Dataset, prose: Prose) -> str:
 
 
 def _constants(ds: xr.Dataset, prose: Prose) -> str:
-    """Of which map, in which norm, of which model."""
+    """Words for the constants of a run: their map, norm and model."""
     a, safe = ds.attrs, prose.escape
     name, _, meaning = norm_words(ds).partition(" ")
     called = (
@@ -137,7 +142,7 @@ def _constants(ds: xr.Dataset, prose: Prose) -> str:
 
 def _inputs(ds: xr.Dataset, prose: Prose) -> str:
     """At which inputs."""
-    safe, there = prose.escape, standing(ds)
+    safe, there = prose.escape, Contents.of(ds)
     made = "; ".join(map(safe, [*of_each(ds, "preprocessing"), *of_each(ds, "data_fingerprint")]))
     some = (
         f", with exact constants on {there.exact_samples} of them"
@@ -148,7 +153,7 @@ def _inputs(ds: xr.Dataset, prose: Prose) -> str:
 
 
 def _variants(ds: xr.Dataset, prose: Prose) -> str:
-    """What stands between the model's projections and its softmax."""
+    """Words for the steps between the model's projections and its softmax."""
     if not ds.attrs.get("variants"):
         return ""
     from lipbound.attention.variants import VARIANTS  # it needs torch
@@ -162,10 +167,10 @@ def _variants(ds: xr.Dataset, prose: Prose) -> str:
 
 def _enclosures(ds: xr.Dataset, prose: Prose) -> str:
     """The sentences on how surely the constants that are shown are known."""
-    a, there = ds.attrs, standing(ds)
+    a, there = ds.attrs, Contents.of(ds)
     if not there.norms:
         return "There are no exact constants."
-    if there.edited:
+    if edited(ds):
         return "Nothing is claimed of how closely the constants are known."
     dtype, tol, seed = prose.escape(a["dtype"]), float(a["tol"]), int(a.get("seed", 0))
     if norm_of(ds) != "frobenius":
@@ -224,8 +229,7 @@ def _comparison(ds: xr.Dataset, prose: Prose) -> str:
 
 
 def _assumptions(ds: xr.Dataset, prose: Prose) -> str:
-    """The bounds whose assumptions fail here, of which nothing is found to be below the
-    constants."""
+    """Sentence on the bounds whose assumptions fail here, though none is below the constants."""
     failing = [
         name
         for name, entry in audit(ds).items()
@@ -242,8 +246,7 @@ def _assumptions(ds: xr.Dataset, prose: Prose) -> str:
 
 
 def _left_out(ds: xr.Dataset, prose: Prose) -> str:
-    """The bounds that say nothing about such attention, of which the run has no more than the
-    names."""
+    """Sentence on the bounds that do not cover such attention; the run holds only their names."""
     names = ds.attrs.get("not_applicable")
     if not names:
         return ""
@@ -325,8 +328,10 @@ def _cited(key: str, prose: Prose) -> str:
 
 
 def _key(name: str) -> str:
-    """BibTeX key of a bound's source: the registry's, since a run's own could be any text, and
-    there would be no entry for it."""
+    """BibTeX key of a bound's source, from the registry.
+
+    A run's own key could be any text, and there would be no entry for it.
+    """
     from lipbound.bounds.registry import get
 
     return get(name).citation

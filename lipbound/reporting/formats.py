@@ -1,5 +1,7 @@
-"""Output formats: what each makes of a table and of a paragraph. Another one is a `Formatter` in
-`FORMATTERS`, and its test."""
+"""Output formats of tables and of paragraphs.
+
+Another one is a `Formatter` in `FORMATTERS`, and its test.
+"""
 
 import math
 import re
@@ -14,7 +16,7 @@ from lipbound.reporting.layout import Table, folded, hanging, text_lines
 
 @dataclass(frozen=True)
 class Prose:
-    """How a paragraph is written.
+    """Functions with which a format writes a paragraph.
 
     Attributes:
         escape: foreign text, as text and not as markup.
@@ -50,8 +52,10 @@ class Formatter:
 
 
 def text_table(table: Table, width: str | float | None = None) -> str:
-    """What run it is, what its cells are, columns with spaces between them, notes: all folded to
-    ``width`` characters, where that is given."""
+    """Write a table as plain text: caption, columns with spaces between them, notes.
+
+    All is folded to ``width`` characters, where that is given.
+    """
     if width is not None and (isinstance(width, str) or not width >= 1):
         raise LipboundError(
             f"width is {width!r}; that of text is a number of characters, such as 80"
@@ -77,7 +81,7 @@ def _every(titles: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def markdown_table(table: Table) -> str:
-    """What run it is, what its cells are, a Markdown table; every note ends its line."""
+    """Write a table as Markdown, with its caption above and a line for every note below."""
     cells = table.shown.map(escape_markdown).rename(columns=escape_markdown)
     lines = [
         line for part in (table.caption, table.head) if part for line in (_markdown_note(part), "")
@@ -103,14 +107,18 @@ def csv_table(table: Table) -> str:
 
 
 def _markdown_note(text: str) -> str:
-    r"""A note for Markdown, without links or HTML; ``_ | * ~ $``, which names and formulas hold,
-    stay as they are."""
+    r"""Write a note for Markdown, without links or HTML.
+
+    ``_ | * ~ $``, which names and formulas hold, stay as they are.
+    """
     return re.sub(r"\\([_|*~$])", r"\1", escape_markdown(text))
 
 
 def commented(paragraph: str, entries: str) -> str:
-    """BibTeX entries under a paragraph in a comment; BibTeX reads an entry after every @, comment
-    or not."""
+    """Put BibTeX entries below a paragraph in a comment.
+
+    BibTeX reads an entry after every @, comment or not, so these are escaped.
+    """
     comment = paragraph.replace("@", "{\\char64}")
     return f"% {comment}\n\n{entries}"
 

@@ -1,5 +1,7 @@
-"""The words that stand beside the numbers of a run: names, marks of the audit, footnotes, captions.
-They are made from what is shown."""
+"""Words beside the numbers of a run: names, marks of the audit, footnotes, captions.
+
+They are made from what is shown.
+"""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -9,13 +11,19 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from lipbound.bounds.audit import audit, bounds_there, compared_with, missing, norm_of
-from lipbound.bounds.bound import NORMS
+from lipbound.bounds.audit import audit, missing
 from lipbound.errors import LipboundError, UnknownNameError, nearest, shown
 from lipbound.formatting import joined, plain, small
-from lipbound.runs.provenance import lacks_variables
-from lipbound.runs.run_argument import takes_run
-from lipbound.runs.standing import Standing, origins, standing
+from lipbound.runs.checksums import edited
+from lipbound.runs.store import takes_run
+from lipbound.schema import (
+    NORMS,
+    Contents,
+    bounds_there,
+    compared_with,
+    norm_of,
+    origins,
+)
 
 TITLES = {"builtin:minilm": "all-MiniLM-L6-v2", "builtin:smollm2": "SmolLM2-135M-Instruct"}
 """Titles of builtin checkpoints that other packages bring, which need not be installed where a run
@@ -25,8 +33,10 @@ CALLED = "called"
 
 
 def mark(entry: dict[str, Any]) -> str:
-    """What the audit puts behind a bound's label: a double dagger where it is below exact, a dagger
-    where its assumptions fail somewhere."""
+    """Audit's mark behind a bound's label.
+
+    A double dagger where the bound is below exact, a dagger where its assumptions fail somewhere.
+    """
     return (
         " \u2021"
         if entry["violations"]
@@ -45,8 +55,9 @@ MEANING = {
 
 
 def relabelled(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Dataset:
-    """A run whose variables, model and data are called as somebody wants them called; what the run
-    itself says of them stays in its settings.
+    """Copy of a run with other labels of its variables, model and data.
+
+    What the run itself says of them stays in its settings.
 
     Args:
         ds: a run.
@@ -90,21 +101,21 @@ def check_numbers(ds: xr.Dataset) -> None:
 
 
 def model_name(ds: xr.Dataset) -> str:
-    """A run's model as a paper calls it: the title of a builtin checkpoint, the last part of a
-    path."""
+    """Name of a run's model in a paper: a builtin checkpoint's title, or a path's last part."""
     name = str(ds.attrs["model"])
     return str(ds.attrs.get(CALLED, {}).get("model") or _builtin_title(name) or _last_part(name))
 
 
 def builtin_name(ds: xr.Dataset) -> str:
-    """The name by which lipbound loads a run's model, and a comma, where it comes with a name of
-    its own; else empty."""
+    """Name by which lipbound loads a builtin model, and a comma; empty for other models."""
     return f"{ds.attrs['model']}, " if _builtin_title(str(ds.attrs["model"])) else ""
 
 
 def data_name(ds: xr.Dataset) -> str:
-    """A run's data, as it describes them or as somebody wants them called; of runs that were put
-    together, the data of those that are shown."""
+    """Name of a run's data, from the labels given or the run's own description.
+
+    Of runs that were put together, the data of those that are shown.
+    """
     return str(ds.attrs.get(CALLED, {}).get("data") or joined(of_each(ds, "data")))
 
 
@@ -114,8 +125,7 @@ def of_each(ds: xr.Dataset, name: str) -> list[str]:
 
 
 def _builtin_title(name: str) -> str:
-    """The title of the model card of a checkpoint that is called ``builtin:...``; empty where there
-    is none."""
+    """Title of the model card of a ``builtin:...`` checkpoint; empty where there is none."""
     from lipbound.models.sources.catalogue import BUILTINS, PREFIX, describe
 
     short = name.removeprefix(PREFIX)
@@ -125,8 +135,10 @@ def _builtin_title(name: str) -> str:
 
 
 def _last_part(name: str) -> str:
-    """The last part of a path, the model's name of a folder in the cache of Hugging Face, or any
-    other name as it is."""
+    """Last part of a path, or the model's name of a folder in the cache of Hugging Face.
+
+    Any other name stays as it is.
+    """
     if stored := re.search(r"models--([^/\\]+)[/\\]snapshots", name):
         return stored[1].replace("--", "/")
     kind = PureWindowsPath if "\\" in name else PurePath
@@ -136,8 +148,10 @@ def _last_part(name: str) -> str:
 
 @takes_run
 def footnotes(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
-    """Lines below a table of a run, or of some of its bounds: what the marks mean, why they are
-    there (bounds of one reason together), which values are missing; and, of all bounds, `left_out`.
+    """Lines below a table of a run, or of some of its bounds.
+
+    They say what the marks mean, why they are there (bounds of one reason together), which values
+    are missing; and, of all bounds, `left_out`.
     """
     kept = bounds_there(ds) if bounds is None else list(bounds)
     reasons: dict[tuple[str, str], list[str]] = {}
@@ -174,8 +188,8 @@ def footnotes(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
 
 
 def broken_words(ds: xr.Dataset) -> str:
-    """What is said of a bound that is below the exact norm although its assumptions hold."""
-    if standing(ds).edited:
+    """Words on a bound that is below the exact norm although its assumptions hold."""
+    if edited(ds):
         return "its assumptions held, but the run was edited"
     return "its assumptions hold, so please report this run"
 
@@ -188,8 +202,7 @@ def named(ds: xr.Dataset, name: str) -> str:
 
 @takes_run
 def left_out(ds: xr.Dataset) -> list[str]:
-    """One line for every reason why bounds say nothing about the heads of a run, with the names of
-    these bounds."""
+    """One line per reason for which bounds do not cover the heads of a run, with their names."""
     reasons: dict[str, list[str]] = {}
     for name, why in ds.attrs.get("not_applicable", {}).items():
         reasons.setdefault(f"the statement {why}", []).append(name)
@@ -219,8 +232,10 @@ def norm_words(ds: xr.Dataset) -> str:
 
 
 def stored_as(ds: xr.Dataset) -> str:
-    """How the weights of a run's model were quantised, in short, and a comma; empty where they were
-    not, or where an earlier version made the run."""
+    """Short words on the quantisation of a run's weights, and a comma.
+
+    Empty where they were not quantised, or where an earlier version made the run.
+    """
     how = str(ds.attrs.get("quantization", "")).partition(" (")[0]
     return f"{how}, " if how else ""
 
@@ -254,8 +269,7 @@ def listed(numbers: Iterable[int]) -> str:
 def over(
     ds: xr.Dataset, axes: Iterable[str] = ("sample", "layer", "head"), *, exact: bool = True
 ) -> str:
-    """The axes along which there is something to take a mean of, and what stands before them: "
-    over samples and heads"; empty for none.
+    """Words on the axes of a mean, such as " over samples and heads"; empty for none.
 
     Args:
         ds: a run.
@@ -263,18 +277,19 @@ def over(
         exact: True for means of exact norms and of ratios to them, which only some samples may
             have.
     """
-    sizes = dict(ds.sizes) | ({"sample": standing(ds).exact_samples} if exact else {})
+    sizes = dict(ds.sizes) | ({"sample": Contents.of(ds).exact_samples} if exact else {})
     there = [f"{axis}s" for axis in axes if sizes.get(axis, 1) > 1]
     return f" over {joined(there)}" if there else ""
 
 
 def places(ds: xr.Dataset, times: str = "x") -> str:
-    """Layers and heads that are shown, of how many: "6 layers x 12 heads", "layers 0 to 2 of 6
-    counted from 0, heads 3 and 4 of 12 counted from 0"."""
-    there = standing(ds)
-    layers = list(there.layers)
-    whole = there.all_layers if there.all_layers is not None else layers == list(range(len(layers)))
-    of = "" if there.model_layers is None else f" of {there.model_layers} counted from 0"
+    """Layers and heads that are shown, and of how many.
+
+    "6 layers x 12 heads", "layers 0 to 2 of 6 counted from 0, heads 3 and 4 of 12 counted from 0".
+    """
+    there = Contents.of(ds)
+    layers, whole = list(there.layers), there.all_layers
+    of = f" of {there.made.model_layers} counted from 0"
     text = (
         counted(len(layers), "layer")
         if whole
@@ -284,8 +299,8 @@ def places(ds: xr.Dataset, times: str = "x") -> str:
         return text
     least, most = there.heads if there.norms else (ds.sizes["head"],) * 2
     numbers = [int(head) for head in ds["head"].values]
-    if there.heads_made is not None and len(numbers) < there.heads_made:
-        kept = f"head{'s' if len(numbers) > 1 else ''} {listed(numbers)} of {there.heads_made}"
+    if there.made.heads is not None and len(numbers) < there.made.heads:
+        kept = f"head{'s' if len(numbers) > 1 else ''} {listed(numbers)} of {there.made.heads}"
         return f"{text}, {kept} counted from 0"
     heads = f"{least if least == most else f'{least} to {most}'} head{'s' if most != 1 else ''}"
     return (
@@ -295,10 +310,12 @@ def places(ds: xr.Dataset, times: str = "x") -> str:
     )
 
 
-def samples_words(there: Standing) -> str:
-    """The samples that are shown, of how many, and their length: "2 of 8 samples of at most 32
-    tokens"."""
-    made = there.samples_made or there.samples
+def samples_words(there: Contents) -> str:
+    """Samples that are shown, of how many, and their length.
+
+    "2 of 8 samples of at most 32 tokens".
+    """
+    made = there.made.samples
     some = (
         f"{there.samples} of " if there.samples < made else ""
     )  # of more, somebody put runs together
@@ -309,8 +326,7 @@ def samples_words(there: Standing) -> str:
 
 
 def widest(ds: xr.Dataset) -> float:
-    """The largest relative width of the enclosures of the exact norms that are shown, rounded up to
-    two digits.
+    """Largest relative width of the enclosures of the norms shown, rounded up to two digits.
 
     Infinite where one has no finite upper end; NaN where there are no upper ends, or nothing to
     enclose.
@@ -326,9 +342,11 @@ def widest(ds: xr.Dataset) -> float:
 
 
 def reached(ds: xr.Dataset) -> str:
-    """Words on the exact norms that were not found to the tolerance: how many, enclosed how
-    closely; empty where all were."""
-    there = standing(ds)
+    """Words on the exact norms not found to the tolerance: how many, enclosed how closely.
+
+    Empty where all were.
+    """
+    there = Contents.of(ds)
     if there.all_closed:
         return ""
     wide = widest(ds)
@@ -343,12 +361,14 @@ def reached(ds: xr.Dataset) -> str:
 
 
 def exact_words(ds: xr.Dataset) -> str:
-    """Words on how the exact norms that are shown are known (method, width, probability), from the
-    values themselves."""
-    a, there = ds.attrs, standing(ds)
+    """Words on how surely the norms shown are known: method, width, probability.
+
+    They come from the values themselves.
+    """
+    a, there = ds.attrs, Contents.of(ds)
     if not there.norms:
         return "no exact norms"
-    if there.edited:  # whatever was claimed was of other numbers
+    if edited(ds):  # whatever was claimed was of other numbers
         return "exact norms of which nothing is claimed"
     to, wide, enclosed = small(float(a["tol"])), widest(ds), "exact_upper" in ds.variables
     closely, open_ = f"enclosed to {to}" if enclosed else f"lower ends, sought to {to}", reached(ds)
@@ -388,24 +408,25 @@ def method_name(method: str) -> str:
 
 
 def state_words(ds: xr.Dataset) -> str:
-    """A phrase on what was done to a run since it was computed; empty for runs, and parts of runs,
-    that are as they were."""
-    there = standing(ds)
-    if there.edited:
-        return "edited or put together by hand since it was computed"
-    if there.edited is None and "made" in ds.attrs and lacks_variables(ds):
+    """Phrase on changes made to a run since it was computed.
+
+    Empty for runs, and parts of runs, that are as they were.
+    """
+    if (state := edited(ds)) is None:
         return (
             "some variables of the run left out, so that its checksums cannot exclude that "
             "others were edited"
         )
-    return ""
+    return "edited or put together by hand since it was computed" if state else ""
 
 
 @takes_run
 def run_caption(ds: xr.Dataset) -> str:
-    """One line that says what the numbers shown are of; the norm where it is another than
-    Frobenius, so that captions stay short."""
-    a, there = ds.attrs, standing(ds)
+    """One line on the run that the numbers shown come from.
+
+    The norm is named where it is another than Frobenius, so that captions stay short.
+    """
+    a, there = ds.attrs, Contents.of(ds)
     model = (
         f"{model_name(ds)} ({builtin_name(ds)}{a['architecture']}, "
         f"{stored_as(ds)}{str(a['revision'])[:15]})"

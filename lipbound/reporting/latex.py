@@ -1,5 +1,8 @@
-r"""Tables and text for LaTeX: as wide as a column or a page, numbers by siunitx, formulas in
-mathematics, foreign text as text."""
+r"""Tables and text for LaTeX.
+
+Tables are as wide as a column or a page, with numbers by siunitx; formulas stand in mathematics,
+foreign text as text.
+"""
 
 import re
 from collections.abc import Mapping
@@ -12,8 +15,7 @@ from lipbound.reporting.layout import Table, fit, folded, measured
 
 
 class TableRoom(NamedTuple):
-    """Points: that a table may take, of its type, from line to line, of the type of its notes; and
-    rows before it goes on in another."""
+    """Points for a table's width, type, lines and notes, and its rows before it is split."""
 
     room: float
     type: float
@@ -53,8 +55,9 @@ LONG = 24
 
 
 def typeset(text: str) -> str:
-    r"""Text for LaTeX: foreign text as text; formulas of ours in mathematics; hashes by their first
-    16 digits; long names with places to break them.
+    r"""Typeset text for LaTeX, with formulas of ours in mathematics and foreign text as text.
+
+    Hashes are cut to their first 16 digits; long names get places to break them.
 
     >>> typeset("x -> softmax(q k^T) v, up to 2 ||W_V|| of 50 %")
     '$x \\to \\mathrm{softmax}(q k^{T}) v$, up to 2 $\\|W_V\\|$ of 50 \\%'
@@ -83,8 +86,10 @@ def _words(text: str) -> str:
 
 
 def _breakable(word: str) -> str:
-    """A long word, with places to break it behind punctuation, before capitals, and in the middle
-    of a hash."""
+    """Long word with places to break it.
+
+    They are behind punctuation, before capitals, and in the middle of a hash.
+    """
     ends = r"[/._:\-]+|(?<=[a-z0-9])(?=[A-Z])|(?<=\b[0-9a-f]{8})(?=[0-9a-f]{8}\b)|$"
     return "\\allowbreak{}".join(
         escape_latex(piece) for piece in re.findall(rf".+?(?:{ends})", word)
@@ -182,8 +187,7 @@ def latex_table(table: Table, width: str | float | None = None) -> str:
 
 
 def _tabular(table: Table, block: Mapping[str, float], size: float) -> str:
-    """Some columns and rows of a table; columns of words as wide as they were fitted, where they
-    fold."""
+    """Tabular of some columns and rows of a table; columns of words fold to their fitted width."""
     kinds, headings = [], []
     for title, width in block.items():
         words = title in table.words

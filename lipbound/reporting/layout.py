@@ -1,5 +1,7 @@
-"""A table before it has a format, and how it fits a width: words fold, columns are left out in a
-stated order or go on below. Numbers stay whole."""
+"""Tables before they have a format, and how they fit a width.
+
+Words fold, columns are left out in a stated order or go on below. Numbers stay whole.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lipbound.formatting import plain
-from lipbound.formatting.notebooks import html_table
+from lipbound.formatting.html import html_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -58,8 +60,10 @@ class Table:
         return said + [self.instead[title] for title in left_out if self.instead.get(title)]
 
     def data(self) -> dict[str, Any]:
-        """Numbers in full precision as plain data: what run, what the cells are, ``rows`` by
-        column, ``notes``."""
+        """Numbers in full precision as plain data.
+
+        They stand in ``rows`` by column, with the run, the meaning of cells and ``notes``.
+        """
         return {
             "run": self.caption,
             "cells": self.head,
@@ -80,8 +84,7 @@ class Table:
 
 
 class ColumnWidths(NamedTuple):
-    """A column: its title, whether it holds words, the width that it takes, and the width to which
-    its words can be folded."""
+    """Title of a column, its kind, the width that it takes, and the width to which it can fold."""
 
     title: str
     words: bool
@@ -90,7 +93,7 @@ class ColumnWidths(NamedTuple):
 
 
 class Fitted(NamedTuple):
-    """How a table is set.
+    """Columns of a table after fitting.
 
     Attributes:
         blocks: titles and widths of the columns of each block; blocks stand below one another.
@@ -154,8 +157,7 @@ def _shared_out(columns: Sequence[ColumnWidths], spare: float) -> dict[str, floa
 
 
 def cells(text: str) -> int:
-    """Columns of a terminal that a text takes: two for wide characters, none for those that
-    combine."""
+    """Columns of a terminal that a text takes: two for wide characters, none for combining ones."""
     return sum(
         0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1
         for c in text
@@ -163,8 +165,9 @@ def cells(text: str) -> int:
 
 
 def folded(text: str, width: float, measure: Callable[[str], float] = cells) -> list[str]:
-    """Lines of a text, broken between words; a word that is too long is broken anywhere. Marks stay
-    with their word.
+    """Break a text into lines between words; a word that is too long is broken anywhere.
+
+    Marks stay with their word.
 
     >>> folded("Castin 3.5, mean field \\u2020", 11)
     ['Castin 3.5,', 'mean', 'field \\u2020']
@@ -196,8 +199,10 @@ def measured(
     *,
     numbers: Callable[[str], float] | None = None,
 ) -> list[ColumnWidths]:
-    """The columns of a table, in the units of a measure of text; ``numbers`` measures cells of
-    numbers, where that is another."""
+    """Measure the columns of a table with a measure of text.
+
+    ``numbers`` measures cells of numbers, where that is another.
+    """
     found = []
     for title in map(str, table.shown.columns):
         values = [str(value) for value in table.shown[title]]
@@ -218,8 +223,10 @@ def measured(
 
 
 def text_lines(table: Table, room: float | None) -> list[str]:
-    """A table of plain text: blocks of columns under folded headings, words to the left and numbers
-    to the right, then what was left out."""
+    """Lines of a plain-text table: blocks of columns under folded headings.
+
+    Words stand to the left and numbers to the right; what was left out comes last.
+    """
     columns = measured(table, cells, NARROW)
     if room is None:  # headings on one line
         columns = [

@@ -12,21 +12,19 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
-from lipbound.bounds.audit import audit, bounds_there, compared_with
+from lipbound.bounds.audit import audit
 from lipbound.errors import UnknownNameError, nearest, whole
 from lipbound.formatting import digits, number, plain
 from lipbound.reporting import statistics
-from lipbound.reporting.curves import ball_curve, ratios
+from lipbound.reporting.charts import ball_curve, ratios, token_profile
 from lipbound.reporting.figures.arrangement import Arrangement, Sheet, arrange
-from lipbound.reporting.figures.captions import caption_files, heatmap_caption
+from lipbound.reporting.figures.captions import caption_files, folded, heatmap_caption
 from lipbound.reporting.figures.scales import COLORMAP, Scale, check_scale, image, log10, scales
-from lipbound.reporting.figures.titles import folded
 from lipbound.reporting.labels import mark, relabelled
-from lipbound.reporting.reductions import reduce_samples, reduction_name
-from lipbound.reporting.statistics import shared_scale
+from lipbound.reporting.statistics import reduce_samples, reduction_name, shared_scale
 from lipbound.reporting.styles import Drawing, look, write
-from lipbound.reporting.token_plots import token_profile
-from lipbound.runs.run_argument import takes_run
+from lipbound.runs.store import takes_run
+from lipbound.schema import bounds_there, compared_with
 
 __all__ = [
     "COLORMAP",
@@ -60,8 +58,9 @@ def heatmaps(
     caption: bool = False,
     labels: Mapping[str, str] | None = None,
 ) -> Figure:
-    r"""A panel for the exact norm and one per bound: head number across (sample number for whole
-    layers), layer number down, log10 of the values.
+    r"""Draw a heatmap of the exact norm and one per bound, log10 of the values.
+
+    Head number goes across (sample number for whole layers), layer number down.
 
     The figure with its caption is never taller than a page of 9 inches, or a slide of 16:9 where it
     is wider than paper. With ``path``, the caption is written beside it, as ``NAME.caption.txt``
@@ -177,13 +176,15 @@ def heatmap(
 
 
 def _across(ds: xr.Dataset) -> str:
-    """What stands next to each other in a panel: heads, or samples for maps of whole layers."""
+    """Dimension across a panel: heads, or samples for maps of whole layers."""
     return "head" if "head" in ds.dims else "sample"
 
 
 def _grid(values: xr.DataArray, reduce: str | float) -> xr.DataArray:
-    """The values of a panel, (layer, head), or (layer, sample) for maps of whole layers, which need
-    no reduction."""
+    """Values of a panel, (layer, head).
+
+    (layer, sample) for maps of whole layers, which need no reduction.
+    """
     if "head" in values.dims:
         return reduce_samples(values, reduce).transpose("layer", "head")
     return values.transpose("layer", "sample")
@@ -200,14 +201,13 @@ def _draw(
     shrink: bool,
     words: str,
 ) -> Figure:
-    """Panels, section by section, each section with its colour bar; or each panel with
-    its ``own``."""
-    sections = (
-        [[name for scale in bars for name in scale.names]]
-        if own
-        else [list(scale.names) for scale in bars]
-    )
-    titles = _titles(ds, [name for names in sections for name in names])
+    """Draw panels, section by section, each section with its colour bar.
+
+    With ``own``, each panel has its own.
+    """
+    scale_of = {name: scale for scale in bars for name in scale.names}
+    sections = [list(scale_of)] if own else [list(scale.names) for scale in bars]
+    titles = _titles(ds, list(scale_of))
     sheet = Sheet(
         counts=[len(names) for names in sections],
         inches=inches,
@@ -227,43 +227,21 @@ def _draw(
         FigureCanvasAgg(figure)
         for index, names in enumerate(sections):
             for k, name in enumerate(names):
-                scale = next(scale for scale in bars if name in scale.names)
-                picture = _panel(
-                    ds,
-                    _axes(figure, place, *place.corners[index][k], place.side, place.height),
-                    grids[name],
-                    scale,
-                    place,
-                )
-                picture.axes.set_title(
-                    "\n".join(_folded(titles[name], place.side, points)),
-                    fontsize=points,
-                    pad=3,
-                    parse_math=False,
-                )
-                _name_axes(
-                    ds,
-                    picture.axes,
-                    left=k % place.across == 0,
-                    lowest=k + place.across >= len(names),
-                )
+                scale, (left, top) = scale_of[name], place.corners[index][k]
+                axes = _axes(figure, place, left, top, place.side, place.height)
+                picture = _panel(ds, axes, grids[name], scale, place)
+                title = "\n".join(_folded(titles[name], place.side, points))
+                axes.set_title(title, fontsize=points, pad=3, parse_math=False)
+                lowest = k + place.across >= len(names)
+                _name_axes(ds, axes, left=k % place.across == 0, lowest=lowest)
                 if own:
-                    left, top = place.corners[index][k]
-                    beside = _axes(
-                        figure,
-                        place,
-                        left + place.side + 0.3 * place.line,
-                        top,
-                        0.35 * place.line,
-                        place.height,
-                    )
-                    figure.colorbar(picture, cax=beside, extend=scale.extend(grids)).ax.tick_params(
-                        labelsize=points - 1, width=0.5
-                    )
+                    left += place.side + 0.3 * place.line
+                    beside = _axes(figure, place, left, top, 0.35 * place.line, place.height)
+                    bar = figure.colorbar(picture, cax=beside, extend=scale.extend(grids))
+                    bar.ax.tick_params(labelsize=points - 1, width=0.5)
             if not own:
                 _bar(figure, place, index, picture, bars[index], grids)
-        lines = "\n".join(_wrapped(words, inches, points))
-        at = 1 - place.bottom / place.total
+        lines, at = "\n".join(_wrapped(words, inches, points)), 1 - place.bottom / place.total
         figure.text(
             0.5,
             at,
@@ -304,14 +282,8 @@ def _axes(
     figure: Figure, place: Arrangement, left: float, top: float, width: float, height: float
 ) -> Axes:
     """Axes at a place in inches from the top left corner."""
-    return figure.add_axes(
-        (
-            left / place.inches,
-            1 - (top + height) / place.total,
-            width / place.inches,
-            height / place.total,
-        )
-    )
+    x, y = left / place.inches, 1 - (top + height) / place.total
+    return figure.add_axes((x, y, width / place.inches, height / place.total))
 
 
 def _bar(
@@ -337,7 +309,7 @@ def _bar(
 
 
 def _titles(ds: xr.Dataset, names: list[str]) -> dict[str, list[str]]:
-    """Of every panel: label with the audit's mark, and the mean ratio to the exact norm."""
+    """Title of every panel: label with the audit's mark, and the mean ratio to the exact norm."""
     table, entries = statistics.summary(ds), audit(ds)
     found = {name: [plain(ds[name].attrs["label"])] for name in names}
     for name in (name for name in names if name in bounds_there(ds)):

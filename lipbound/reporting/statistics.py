@@ -1,19 +1,65 @@
-"""Ratios of bounds to exact norms over a run: per bound, per layer, per head, with the widths of
-their enclosures."""
+"""Statistics of a run, computed once for tables, figures and the page."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import xarray as xr
 
-from lipbound.bounds.audit import allowance, audit, bounds_there, compared_with, norm_of
-from lipbound.errors import LipboundError, UnknownNameError, nearest
+from lipbound.bounds.audit import allowance, audit
+from lipbound.errors import LipboundError, UnknownNameError, is_number, nearest, shown
 from lipbound.reporting.labels import check_numbers
-from lipbound.reporting.reductions import reduce_samples
-from lipbound.runs.run_argument import takes_run
+from lipbound.runs.store import takes_run
+from lipbound.schema import bounds_there, compared_with, norm_of
+
+REDUCTIONS = ("mean", "geomean", "max", "median")
+
+
+def reduce_samples(
+    values: xr.DataArray, how: str | float, dims: Sequence[str] = ("sample",)
+) -> xr.DataArray:
+    """Reduce values over samples, or over other dimensions.
+
+    ``how`` is the mean, geometric mean, maximum, median or a quantile (a number in [0, 1]).
+
+    Entries without a value (NaN) do not count.
+    """
+    with warnings.catch_warnings(), np.errstate(divide="ignore"):
+        warnings.simplefilter("ignore", RuntimeWarning)  # of places without any value
+        return _reduced(values, how, dims)
+
+
+def _reduced(values: xr.DataArray, how: str | float, dims: Sequence[str]) -> xr.DataArray:
+    if not isinstance(how, str):
+        if isinstance(how, bool) or not is_number(how) or not 0 <= float(how) <= 1:
+            raise LipboundError(
+                f"reduce is {shown(how)}; a quantile lies between 0 and 1, and allowed are "
+                f"{', '.join(REDUCTIONS)}"
+            )
+        top = (
+            np.finfo(np.float64).max / 4
+        )  # infinite values are ordered like any others, but cannot be interpolated
+        quantile = values.clip(max=top).quantile(how, dims, skipna=True)
+        return quantile.where(~(quantile > top * 1e-6), np.inf)
+    if how == "geomean":
+        logs: xr.DataArray = xr.apply_ufunc(np.log, values)
+        return xr.apply_ufunc(np.exp, logs.mean(dims, skipna=True))
+    if how not in REDUCTIONS:
+        raise UnknownNameError(
+            f"unknown reduction {how!r}; {nearest(how, REDUCTIONS)}, or a quantile between 0 and 1"
+        )
+    reduced: xr.DataArray = getattr(values, how)(dims, skipna=True)
+    return reduced
+
+
+def reduction_name(how: str | float) -> str:
+    """A reduction in words."""
+    if not isinstance(how, str):
+        return f"{how:g}-quantile"
+    return {"mean": "arithmetic mean", "geomean": "geometric mean", "max": "maximum"}.get(how, how)
+
 
 ROWS = ("bound", "layer", "head")
 VALUES = ("ratio", "value")
@@ -90,8 +136,10 @@ def summary(ds: xr.Dataset) -> pd.DataFrame:
 
 
 def exact_summary(ds: xr.Dataset) -> pd.DataFrame:
-    """One row: the geometric mean of the exact norms over samples, layers and heads, their ends,
-    and the extreme means of single samples."""
+    """Geometric mean of the exact norms over samples, layers and heads, in one row.
+
+    Beside it stand their ends and the extreme means of single samples.
+    """
     check_numbers(ds)
     exact = ds["exact"]
     every, single = exact.values[~np.isnan(exact.values)], _geomeans(exact)
@@ -174,8 +222,10 @@ def breakdown(
 
 
 def present(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
-    """Names of bounds that a run has, all by default; others raise, those that no bound has before
-    those that the run lacks."""
+    """Names of bounds that a run has, all by default.
+
+    Others raise, those that no bound has before those that the run lacks.
+    """
     names = (
         bounds_there(ds)
         if bounds is None
@@ -195,8 +245,11 @@ def present(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
 
 
 def requested(ds: xr.Dataset, bounds: str) -> list[str]:
-    """Names separated by commas, as `lipbound.bounds.resolve` reads them in the run's norm; those
-    of the run need no registry, and so no torch."""
+    """Names of bounds from a list separated by commas.
+
+    Read as `lipbound.bounds.resolve` does in the run's norm; those of the run need no registry, and
+    so no torch.
+    """
     names = [part.strip() for part in bounds.split(",") if part.strip()]
     if names and all(name in bounds_there(ds) for name in names):
         return list(dict.fromkeys(names))
@@ -207,8 +260,10 @@ def requested(ds: xr.Dataset, bounds: str) -> list[str]:
 
 @takes_run
 def panels(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
-    """Variables in the order of figures: the exact norm, then bounds, each behind the exact norm of
-    its own map."""
+    """Variables in the order of figures.
+
+    The exact norm, then bounds, each behind the exact norm of its own map.
+    """
     names = ["exact"]
     for name in present(ds, bounds):
         if compared_with(ds, name) not in names:
@@ -220,8 +275,10 @@ def panels(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
 
 
 def shared_scale(grids: dict[str, np.ndarray]) -> tuple[float, float]:
-    """Limits of the common colour scale: all panels, except those whose median lies decades above
-    every other one."""
+    """Limits of the common colour scale.
+
+    It spans all panels, except those whose median lies decades above every other one.
+    """
     medians = {
         name: float(np.nanmedian(np.where(np.isneginf(grid), np.nan, grid)))
         for name, grid in grids.items()
@@ -241,8 +298,9 @@ def shared_scale(grids: dict[str, np.ndarray]) -> tuple[float, float]:
 
 
 def shared_axis(logs: dict[str, np.ndarray]) -> tuple[list[str], tuple[float, float]]:
-    """Choose the bounds that share an axis of ratios, and its ends (log10): from ratios near one
-    outwards, up to a gap of `APART` decades.
+    """Choose the bounds that share an axis of ratios, and its ends (log10).
+
+    From ratios near one outwards, up to a gap of `APART` decades.
 
     Args:
         logs: log10 of the ratios of each bound; infinite ones and NaN do not count.
@@ -275,8 +333,9 @@ def shared_axis(logs: dict[str, np.ndarray]) -> tuple[list[str], tuple[float, fl
 
 @takes_run
 def widths(ds: xr.Dataset, name: str = "exact") -> xr.DataArray:
-    """Logarithm of upper over lower end of the exact norms that a bound (or "exact" itself) is
-    compared with, by sample, layer, head.
+    """Logarithm of upper over lower end of a bound's exact norms, by sample, layer, head.
+
+    The exact norms are those that a bound (or "exact" itself) is compared with.
 
     Estimates without an upper end count as if they were ``tol`` wide. NaN where there is no norm.
     """
@@ -290,22 +349,26 @@ def widths(ds: xr.Dataset, name: str = "exact") -> xr.DataArray:
 
 @takes_run
 def width(ds: xr.Dataset, name: str) -> float:
-    """Relative width of the enclosure of the geometric mean of a bound's ratios (or of exact
-    norms), over everything."""
+    """Relative width of the enclosure of the geometric mean of a bound's ratios.
+
+    Or of exact norms; over everything.
+    """
     values = widths(ds, name).values
     known = values[~np.isnan(values)]
     return float(np.expm1(known.mean())) if known.size else 0.0
 
 
 def has_upper(ds: xr.Dataset, name: str) -> bool:
-    """Whether the exact norm that a bound is compared with (or "exact" itself) has an upper end."""
+    """True if the exact norm a bound is compared with (or "exact" itself) has an upper end."""
     return "exact_upper" in ds and (name == "exact" or compared_with(ds, name) == "exact")
 
 
 @takes_run
 def ratio(ds: xr.Dataset, name: str, *, upper: bool = False) -> xr.DataArray:
-    """Bound / exact, of the bound's own map, where that is positive; with ``upper``, against the
-    upper end."""
+    """Bound / exact, of the bound's own map, where that is positive.
+
+    With ``upper``, against the upper end.
+    """
     exact = ds["exact_upper" if upper else compared_with(ds, name)]
     known, values = exact.values, ds[name].transpose(*exact.dims).values
     with np.errstate(all="ignore"):
@@ -325,8 +388,10 @@ def _geomeans(values: xr.DataArray) -> np.ndarray:
 
 
 def by_width(ds: xr.Dataset, name: str, index: pd.Index, reduce: str | float) -> np.ndarray:
-    """Relative widths of the enclosures of the rows of `breakdown`: the mean logarithm for
-    geometric means, else the largest of a row."""
+    """Relative widths of the enclosures of the rows of `breakdown`.
+
+    The mean logarithm for geometric means, else the largest of a row.
+    """
     wide = widths(ds, name)
     dims = [dim for dim in wide.dims if dim not in index.names]
     with warnings.catch_warnings():  # places without a head

@@ -1,5 +1,7 @@
-"""How figures look: fonts and widths, ours or those of a conference by tueplots; and how they are
-written."""
+"""Fonts, widths and files of figures.
+
+Looks are ours or those of a conference by tueplots.
+"""
 
 import inspect
 import io
@@ -41,8 +43,7 @@ SPARE = {"serif": "STIXGeneral"}
 
 
 class FigureLook(NamedTuple):
-    """Settings of matplotlib, the width of a figure in inches, and the size of its type
-    in points."""
+    """Settings of matplotlib, width of a figure in inches, and size of its type in points."""
 
     settings: Any
     inches: float
@@ -50,7 +51,7 @@ class FigureLook(NamedTuple):
 
 
 def look(style: str | None, width: str | float, font_size: float | None) -> FigureLook:
-    """How a figure looks.
+    """Settings for a figure's style, width and size of type.
 
     Args:
         style: None, or the name of a bundle of tueplots such as "icml2024" or "neurips2024" (extra
@@ -130,16 +131,20 @@ def _font(style: str, found: dict[str, Any]) -> str:
 
 
 def paper_height(inches: float, *, captioned: bool = False) -> float:
-    """How tall a figure of this width may be, in inches, so that its caption has room below it;
-    ``captioned``: the caption is part of the figure."""
+    """Largest height of a figure of this width, in inches, with room below it for its caption.
+
+    ``captioned``: the caption is part of the figure.
+    """
     if inches > PAPER:
         return SLIDE * inches
     return TEXT if captioned else max(TEXT / 2, TEXT - CAPTION / inches)
 
 
 class Drawing(Figure):
-    """A figure that notebooks show although pyplot does not know of it, and whose files have the
-    fonts that it was made with."""
+    """Figure that notebooks show although pyplot does not know of it.
+
+    Its files have the fonts that it was made with.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -161,8 +166,9 @@ class Drawing(Figure):
 
 
 def write(figure: Figure, path: Path, beside: Mapping[Path, str] | None = None) -> None:
-    """A figure as a file; the same figure gives the same file. Text in .pgf is escaped for LaTeX,
-    which must be installed for it.
+    """Write a figure to a file; the same figure gives the same file.
+
+    Text in .pgf is escaped for LaTeX, which must be installed for it.
 
     Args:
         figure: to write. path: where.
@@ -188,7 +194,11 @@ def write(figure: Figure, path: Path, beside: Mapping[Path, str] | None = None) 
             text.set_text("\n".join(escape_latex(line) for line in words.split("\n")))
         options: Any = {} if metadata is None else {"metadata": metadata}
         with replacing(path, *beside) as (drawn, *others):
-            figure.savefig(drawn, dpi=300, **options)
+            # in memory first: on a full disk, matplotlib's PDF fails with an error of its own
+            whole = io.BytesIO()
+            figure.savefig(drawn if kind == "pgf" else whole, format=kind, dpi=300, **options)
+            if kind != "pgf":
+                drawn.write_bytes(whole.getvalue())
             for file, words in zip(others, beside.values(), strict=True):
                 file.write_text(words, encoding="utf-8")
     except RuntimeError as error:

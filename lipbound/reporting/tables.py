@@ -1,5 +1,7 @@
-"""Tables of a run: bound / exact per bound, per layer or per head; as text, Markdown,
-LaTeX or CSV."""
+"""Tables of a run: bound / exact per bound, per layer or per head.
+
+They are written as text, Markdown, LaTeX or CSV.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -8,7 +10,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from lipbound.bounds.audit import allowance, audit, bounds_there
+from lipbound.bounds.audit import allowance, audit
 from lipbound.errors import LipboundError, UnknownNameError, nearest
 from lipbound.formatting import digits, number, plain
 from lipbound.reporting.citations import bibtex, methods
@@ -16,7 +18,6 @@ from lipbound.reporting.formats import FORMATTERS
 from lipbound.reporting.labels import counted, footnotes, holds, left_out, mark, over, relabelled
 from lipbound.reporting.labels import run_caption as caption
 from lipbound.reporting.layout import Table
-from lipbound.reporting.reductions import reduction_name
 from lipbound.reporting.statistics import (
     OFF_SCALE,
     ROWS,
@@ -28,13 +29,14 @@ from lipbound.reporting.statistics import (
     panels,
     present,
     ratio,
+    reduction_name,
     shared_scale,
     summary,
     width,
     widths,
 )
-from lipbound.runs.run_argument import takes_run
-from lipbound.runs.standing import standing, with_exact
+from lipbound.runs.store import takes_run
+from lipbound.schema import Contents, bounds_there, with_exact
 
 __all__ = [
     "FORMATS",
@@ -93,8 +95,9 @@ def render(
     width: str | float | None = None,
     labels: Mapping[str, str] | None = None,
 ) -> str:
-    """`summary` (by "bound") or `breakdown` (by "layer" or "head") as "text", "markdown", "latex"
-    (booktabs, siunitx) or "csv" (full precision).
+    """Write `summary` (by "bound") or `breakdown` (by "layer" or "head") in a format.
+
+    "text", "markdown", "latex" (booktabs, siunitx) or "csv" (full precision).
 
     What does not fit the width is folded between words; then a table by bound lacks columns, in the
     order of `SPARE`, which is said, and a table by layer or head goes on below. Numbers stay whole.
@@ -134,8 +137,10 @@ def table_of(
     values: str = "ratio",
     labels: Mapping[str, str] | None = None,
 ) -> Table:
-    """What `render` writes, before it has a format: ``.numbers`` and ``.shown`` are DataFrames, and
-    notebooks show it as a table."""
+    """Table that `render` writes, before it has a format.
+
+    ``.numbers`` and ``.shown`` are DataFrames, and notebooks show it as a table.
+    """
     if by not in ROWS:
         raise UnknownNameError(f"unknown rows {by!r}; {nearest(by, ROWS)}")
     if by == "bound" and (reduce, values) != ("geomean", "ratio"):
@@ -150,8 +155,11 @@ def table_of(
 
 @takes_run
 def latex(ds: xr.Dataset, **options: Any) -> str:
-    r"""`render` as LaTeX tabulars with notes, for ``\usepackage{booktabs, siunitx}``, cells
-    escaped, with the run in a comment above."""
+    r"""Write `render`'s table as LaTeX tabulars with notes.
+
+    For ``\usepackage{booktabs, siunitx}``; cells are escaped, and the run stands in a comment
+    above.
+    """
     return render(ds, "latex", **options)
 
 
@@ -253,13 +261,13 @@ def _said_of_bounds(ds: xr.Dataset, table: pd.DataFrame) -> pd.DataFrame:
 def _said_of_cells(
     ds: xr.Dataset, bounds: list[str], by: str, values: str, reduce: str | float
 ) -> str:
-    """What stands above `breakdown`: of what its cells are, and over what."""
+    """Line above `breakdown`: the meaning of its cells and the axes of its means."""
     axes = ("sample",) if by == "head" else ("sample", "head")
     means = over(ds, axes, exact=values == "ratio")
     what = ("bound / exact" if values == "ratio" else "bound") if bounds else ""
     head = ", ".join(filter(None, ("exact norm", what)))
     head = f"{reduction_name(reduce)}{means}: {head}" if means else head
-    there = standing(ds)
+    there = Contents.of(ds)
     if there.exact_samples != there.samples:
         bounded = "" if values == "ratio" else f", bounds of all {there.samples}"
         head += f"; exact norms are of {counted(there.exact_samples, 'sample')}{bounded}"
@@ -317,8 +325,10 @@ def _by_place(
 
 
 def _written(x: float, wide: float, side: int) -> str:
-    """A number to the digits that its enclosure supports: x is its lower end (side 1), its upper
-    end (-1) or its middle (0)."""
+    """Write a number to the digits that its enclosure supports.
+
+    x is its lower end (side 1), its upper end (-1) or its middle (0).
+    """
     x, wide = float(x), float(np.nan_to_num(wide, nan=0.0, posinf=10.0))
     middle = x * (1 + wide / 2) if side > 0 else x / (1 + wide) * (1 + wide / 2) if side < 0 else x
     return number(middle, digits(middle, wide))

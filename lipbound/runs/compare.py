@@ -1,5 +1,4 @@
-"""The main job: exact norm and every bound of every head of a checkpoint, as one
-labelled Dataset."""
+"""Exact norm and every bound of every head of a checkpoint, as one labelled Dataset."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -9,17 +8,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import xarray as xr
 
-from lipbound.bounds.audit import norm_of
 from lipbound.devices import in_own_modes, resolve_device
 from lipbound.errors import StoreError, flag
 from lipbound.runs.config import RunConfig
-from lipbound.runs.dataset import allocate, assemble
+from lipbound.runs.dataset import allocate, assemble, versions
 from lipbound.runs.execute import DaskExecutor, Executor, SerialExecutor, fill, progress_bar
 from lipbound.runs.partial_store import PartialRun, check_free, same_configuration
 from lipbound.runs.plan import Plan, Sources, identity, memory_bytes, open_sources, plan
-from lipbound.runs.provenance import versions
 from lipbound.runs.store import check_target, save
 from lipbound.runs.store import load as load_run
+from lipbound.schema import norm_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,7 +55,7 @@ def compare(
     client: Any = None,
     progress: bool = True,
 ) -> xr.Dataset:
-    """Exact local Lipschitz constant and upper bounds of every attention head of a checkpoint.
+    """Measure every attention head of a checkpoint, and set every bound beside it.
 
     Args:
         model: hub id ("google/vit-base-patch16-224", "name@revision"), directory, GGUF file,
@@ -120,40 +118,14 @@ def compare(
     Raises:
         LipboundError: see its subclasses; nothing is computed when the output cannot be written.
     """
-    config = RunConfig(
-        model,
-        data,
-        bounds=bounds,
-        map=map,
-        norm=norm,
-        samples=samples,
-        exact_samples=exact_samples,
-        max_length=max_length,
-        layers=layers,
-        split=split,
-        column=column,
-        revision=revision,
-        tol=tol,
-        delta=delta,
-        device=device,
-        dtype=dtype,
-        seed=seed,
-        out=out,
-        resume=resume,
-        memory=memory,
-        weights=weights,
-        gguf_file=gguf_file,
-        shuffle=shuffle,
-        tokenizer=tokenizer,
-        processor=processor,
-        adapter=adapter,
-    )
-    return run(config, client=client, progress=flag("progress", progress))
+    given = dict(locals())
+    del given["client"], given["progress"]
+    return run(RunConfig(**given), client=client, progress=flag("progress", progress))
 
 
 @in_own_modes
 def run(config: RunConfig, *, client: Any = None, progress: bool = True) -> xr.Dataset:
-    """What `compare` does: open, plan, execute, assemble, save."""
+    """Compute a run: open, plan, execute, assemble, save."""
     executor = SerialExecutor() if client is None else DaskExecutor(client, config)
     device = resolve_device(config.device)
     memory = memory_bytes(config.memory, device)
@@ -192,7 +164,7 @@ def _partial_run(
     tables: dict[str, np.ndarray],
     executor: Executor,
 ) -> AbstractContextManager[PartialRun | None]:
-    """What keeps finished blocks while the run is computed, where it is saved at all."""
+    """Keep finished blocks while the run is computed, where it is saved at all."""
     if config.target is None:
         return nullcontext()
     asked = identity(config, sources) | {
@@ -205,7 +177,7 @@ def _partial_run(
 
 
 def _save(ds: xr.Dataset, target: Path) -> None:
-    """Save a run; hours of work must not be lost to a full disk, so an error carries it."""
+    """Save a run; an error carries it, so that no work is lost to a full disk."""
     try:
         save(ds, target)
     except StoreError as failure:
@@ -214,19 +186,15 @@ def _save(ds: xr.Dataset, target: Path) -> None:
 
 
 def _finished(path: Path, settings: dict[str, Any], layers: Sequence[int] | None) -> xr.Dataset:
-    """A run that was finished before, if it is the one that is asked for."""
+    """Load a run that was finished before, if it is the one that is asked for."""
     ds = load_run(path, damaged="refuse")
-    stored: dict[str, Any] = (
-        {key: ds.attrs.get(key) for key in settings}
-        | {"norm": norm_of(ds)}
-        | {"layers": ds["layer"].values.tolist()}
-    )
-    if {*stored["bounds"], *ds.attrs.get("not_applicable", ())} == {*settings["bounds"]}:
+    there = sorted(ds["layer"].values.tolist())
+    stored: dict[str, Any] = {key: ds.attrs.get(key) for key in settings}
+    # a part of a run can be saved, too
+    stored |= {"norm": norm_of(ds), "layers": there, "samples": ds.sizes["sample"]}
+    if {*stored["bounds"], *ds.attrs["not_applicable"]} == {*settings["bounds"]}:
         stored["bounds"] = settings["bounds"]
-    asked = settings | {
-        "layers": stored["layers"] if layers is None else sorted(dict.fromkeys(layers))
-    }
-    stored["layers"] = sorted(stored["layers"])
-    stored["samples"] = ds.sizes["sample"]  # a part of a run can be saved, too
-    same_configuration(path, stored, asked)
+    same_configuration(
+        path, stored, settings | {"layers": there if layers is None else sorted(set(layers))}
+    )
     return ds

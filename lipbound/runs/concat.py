@@ -1,5 +1,4 @@
-"""Runs put together along samples, layers or both, with the provenance of each; and taken apart
-again."""
+"""Put runs together along samples, layers or both, and take them apart again."""
 
 from __future__ import annotations
 
@@ -9,50 +8,23 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from lipbound.bounds.audit import audit
 from lipbound.errors import StoreError, shown
-from lipbound.runs.provenance import (
+from lipbound.runs.checksums import altered, damage, sealed
+from lipbound.runs.dataset import audited
+from lipbound.runs.store import run_of
+from lipbound.schema import (
+    AGREE,
+    JOINED,
     RUN,
     RUN_SAMPLE,
-    altered,
-    damage,
+    Extent,
+    RunInfo,
     flags,
     lacks_variables,
     own,
-    sealed,
+    with_exact,
 )
-from lipbound.runs.run_argument import run_of
-from lipbound.runs.standing import with_exact
 
-AGREE = (
-    "revision",
-    "architecture",
-    "loaded",
-    "commit",
-    "quantization",
-    "map",
-    "norm",
-    "method",
-    "tol",
-    "dtype",
-    "seed",
-    "bounds",
-    "variants",
-    "not_applicable",
-)
-"""Attributes that must be the same in all runs, since a number means something else without."""
-JOINED = (
-    "lipbound",
-    "model",
-    "data",
-    "data_fingerprint",
-    "preprocessing",
-    "device",
-    "python",
-    "date",
-    "command",
-)
-"""Text that is said of each run once."""
 Key = tuple[str, int]
 """A sample: the fingerprint of the data that it is from, and its number there."""
 
@@ -78,9 +50,8 @@ def concat(runs: Iterable[object]) -> xr.Dataset:
         StoreError: the runs do not agree, overlap, leave places empty, lack variables, or are not
             as they were computed.
     """
-    given = (
-        [] if isinstance(runs, str | xr.Dataset) or not isinstance(runs, Iterable) else list(runs)
-    )
+    many = isinstance(runs, Iterable) and not isinstance(runs, str | xr.Dataset)
+    given = list(runs) if many else []
     if len(given) < 2:
         what = "one run alone" if len(given) == 1 else shown(runs)
         raise StoreError(f"runs is {what}; give a list of two runs at least, Datasets or paths")
@@ -88,33 +59,18 @@ def concat(runs: Iterable[object]) -> xr.Dataset:
     for number, part in enumerate(parts):
         _check(part, number, parts[0])
     samples, layers = _table(parts)
-    origins = {
-        str(part.attrs["settings_checksum"]): part.attrs for part in parts
-    }  # parts of one run are from one run
+    # parts of one run are from one run
+    origins = {str(part.attrs["settings_checksum"]): part.attrs for part in parts}
     ds = _filled(parts, samples, layers, list(origins))
-    attrs = list(origins.values())
-    ds.attrs = _together(attrs) | {
-        "samples": len(samples),
-        "exact_samples": int(with_exact(ds).sum()),
-        "tokens": int(ds["length"].max()),
-        "runs": attrs,
-    }
-    made = {
-        "layers": layers,
-        "heads": int(ds.sizes["head"]) if "head" in ds.dims else None,
-        "model_layers": attrs[0]["made"]["model_layers"],
-    }
-    ds = sealed(ds, {name: ds.attrs[name] for name in ("samples", "exact_samples")} | made)
-    ds.attrs["audit"] = audit(ds)
-    ds.attrs["violations"] = {
-        name: entry["violations"] for name, entry in ds.attrs["audit"].items()
-    }
-    return ds
+    return audited(sealed(ds, _together(ds, list(origins.values()))))
 
 
 def split(ds: xr.Dataset) -> list[xr.Dataset]:
-    """The runs that were put together by `concat`, as far as they are there, with their own
-    attributes and numbers; ``[ds]`` of any other."""
+    """Take apart what `concat` put together, as far as it is there; ``[ds]`` of any other run.
+
+    Returns:
+        The runs, with their own attributes and numbers.
+    """
     if "runs" not in ds.attrs:
         return [ds]
     parts = []
@@ -123,22 +79,19 @@ def split(ds: xr.Dataset) -> list[xr.Dataset]:
         here = run == number
         if here.any():
             part = ds.isel(sample=np.flatnonzero(here.any(1)), layer=np.flatnonzero(here.any(0)))
-            part = (
-                part.assign_coords(sample=part[RUN_SAMPLE].values)
-                .drop_vars([RUN, RUN_SAMPLE])
-                .sortby("sample")
-            )
+            part = part.assign_coords(sample=part[RUN_SAMPLE].values)
+            part = part.drop_vars([RUN, RUN_SAMPLE]).sortby("sample")
             parts.append(part.drop_attrs(deep=False).assign_attrs(attrs))
     return parts
 
 
 def _check(part: xr.Dataset, number: int, first: xr.Dataset) -> None:
-    """Raise StoreError unless a run is as it was computed and agrees with the first one."""
+    """Refuse a run that is not as it was computed, or does not agree with the first one."""
     name = f"run {number + 1} of those given ({part.attrs['model']}, {part.attrs['data']})"
-    if "made" not in part.attrs or altered(part) is None or "settings_checksum" not in part.attrs:
+    if altered(part) is None:
         raise StoreError(
-            f"{name} has no checksums of this version of lipbound, so nothing tells whether it "
-            "is as it was computed; compute it again"
+            f"{name} has no checksums, so nothing tells whether it is as it was computed; compute "
+            "it again"
         )
     if lacks_variables(part):
         raise StoreError(
@@ -156,12 +109,9 @@ def _check(part: xr.Dataset, number: int, first: xr.Dataset) -> None:
     )
     for key in (*AGREE, "variables"):
         if mine.get(key) != theirs.get(key):
-            values = (
-                f"{key} is {shown(theirs.get(key))} in the first and {shown(mine.get(key))} "
-                f"in {name}"
-            )
             raise StoreError(
-                f"the runs do not agree: {values}; put together what was measured alike"
+                f"the runs do not agree: {key} is {shown(theirs.get(key))} in the first and "
+                f"{shown(mine.get(key))} in {name}; put together what was measured alike"
             )
     few, many = sorted((_heads(part), _heads(first)), key=len)
     if many[: len(few)] != few:
@@ -177,42 +127,40 @@ def _heads(ds: xr.Dataset) -> list[int]:
 
 
 def _keys(part: xr.Dataset) -> list[Key]:
-    """The samples of a run."""
+    """Samples of a run."""
     return [(str(part.attrs["data_fingerprint"]), int(sample)) for sample in part["sample"].values]
 
 
 def _table(parts: list[xr.Dataset]) -> tuple[list[Key], list[int]]:
-    """Samples and layers of the table that the runs fill, samples with exact norms first; raises
-    StoreError where they do not fill it once."""
+    """Samples and layers of the table that the runs must fill, samples with exact norms first.
+
+    Raises:
+        StoreError: they do not fill it once.
+    """
     owner: dict[tuple[Key, int], int] = {}
     exact: dict[Key, bool] = {}
     for number, part in enumerate(parts):
-        for key, known in zip(_keys(part), with_exact(part), strict=True):
-            if exact.setdefault(key, bool(known)) != bool(known):
+        data = part.attrs["data"]
+        for key, known in zip(_keys(part), with_exact(part).values.tolist(), strict=True):
+            if exact.setdefault(key, known) != known:
                 raise StoreError(
-                    f"sample {key[1]} of {part.attrs['data']} has exact norms in some of the "
-                    "runs only; take the same exact_samples"
+                    f"sample {key[1]} of {data} has exact norms in some of the runs only; take "
+                    "the same exact_samples"
                 )
             for layer in map(int, part["layer"].values):
-                if (key, layer) in owner:
-                    both = f"run {owner[key, layer] + 1} and run {number + 1} of those given"
+                if (other := owner.setdefault((key, layer), number)) != number:
                     raise StoreError(
-                        f"sample {key[1]} of {part.attrs['data']}, layer {layer}, is in {both}; "
-                        "select parts that do not overlap"
+                        f"sample {key[1]} of {data}, layer {layer}, is in run {other + 1} and run "
+                        f"{number + 1} of those given; select parts that do not overlap"
                     )
-                owner[key, layer] = number
-    samples, layers = (
-        sorted(exact, key=lambda key: not exact[key]),
-        sorted({layer for _, layer in owner}),
-    )
+    samples = sorted(exact, key=lambda key: not exact[key])
+    layers = sorted({layer for _, layer in owner})
+    data_of = {part.attrs["data_fingerprint"]: part.attrs["data"] for part in reversed(parts)}
     for key in samples:
-        if missing := [layer for layer in layers if (key, layer) not in owner]:
-            data = next(
-                part.attrs["data"] for part in parts if part.attrs["data_fingerprint"] == key[0]
-            )
+        if missing := [str(layer) for layer in layers if (key, layer) not in owner]:
             raise StoreError(
-                f"sample {key[1]} of {data} lacks layers that other samples have "
-                f"({', '.join(map(str, missing))}); all need the same layers"
+                f"sample {key[1]} of {data_of[key[0]]} has no layer {', '.join(missing)}, which "
+                "other samples have; all need the same layers"
             )
     return samples, layers
 
@@ -220,86 +168,67 @@ def _table(parts: list[xr.Dataset]) -> tuple[list[Key], list[int]]:
 def _filled(
     parts: list[xr.Dataset], samples: list[Key], layers: list[int], origins: list[str]
 ) -> xr.Dataset:
-    """The table: every variable, and where each place is from."""
-    heads = max(map(_heads, parts), key=len)
-    dims = parts[0]["exact"].dims
+    """Fill the table with every variable, and with where each place is from."""
+    first, heads = parts[0], max(map(_heads, parts), key=len)
+    dims = first["exact"].dims
     shape = (len(samples), len(layers), *([len(heads)] if heads else []))
-    tables = {
-        name: np.full(
-            shape, np.nan if parts[0][name].dtype.kind == "f" else 0, dtype=parts[0][name].dtype
-        )
-        for name in own(parts[0])
-    }  # layers of fewer heads leave places empty
-    run, number, length = (
-        np.zeros(shape[:2], dtype=np.int64),
-        np.zeros(shape[0], dtype=np.int64),
-        np.zeros(shape[0], dtype=np.int64),
-    )
+    tables = {  # layers of fewer heads leave places empty
+        name: np.full(shape, np.nan if kind.kind == "f" else 0, dtype=kind)
+        for name, kind in ((name, first[name].dtype) for name in own(first))
+    }
+    run = np.zeros(shape[:2], dtype=np.int64)
+    number, length = np.zeros((2, shape[0]), dtype=np.int64)
     names = np.full(len(layers), "", dtype=object)
-    row, column = (
-        {key: i for i, key in enumerate(samples)},
-        {layer: i for i, layer in enumerate(layers)},
-    )
+    row = {key: i for i, key in enumerate(samples)}
     for part in parts:
-        rows, columns = (
-            [row[key] for key in _keys(part)],
-            [column[int(layer)] for layer in part["layer"].values],
-        )
+        rows = [row[key] for key in _keys(part)]
+        columns = [layers.index(int(layer)) for layer in part["layer"].values]
         at = np.ix_(rows, columns, range(len(_heads(part)))) if heads else np.ix_(rows, columns)
         for name, table in tables.items():
             table[at] = part[name].transpose(*dims).values
         run[np.ix_(rows, columns)] = origins.index(str(part.attrs["settings_checksum"]))
-        number[rows], length[rows], names[columns] = (
-            part["sample"].values,
-            part["length"].values,
-            part["layer_name"].values,
-        )
+        number[rows], length[rows] = part["sample"].values, part["length"].values
+        names[columns] = part["layer_name"].values
     ds = xr.Dataset(
-        {name: (dims, table, parts[0][name].attrs) for name, table in tables.items()},
-        attrs={"bounds": parts[0].attrs["bounds"]},
+        {name: (dims, table, first[name].attrs) for name, table in tables.items()},
+        coords={
+            "sample": np.arange(len(samples)),
+            "layer": layers,
+            "layer_name": ("layer", names),
+            "length": ("sample", length),
+            **({"head": heads} if heads else {}),
+            RUN: (dims[:2], run),
+            RUN_SAMPLE: ("sample", number),
+        },
+        attrs={"bounds": first.attrs["bounds"]},
     )
-    ds = ds.assign_coords(
-        sample=np.arange(len(samples)),
-        layer=layers,
-        layer_name=("layer", names),
-        length=("sample", length),
-    )
-    ds = ds.assign_coords({"head": heads} if heads else {})
-    ds = ds.assign_coords({RUN: (("sample", "layer"), run), RUN_SAMPLE: ("sample", number)})
     return ds.set_coords(flags(ds))
 
 
-def _together(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Attributes of all runs: those that agree, text of each once, delta of all, the
-    largest error."""
+def _together(ds: xr.Dataset, runs: list[dict[str, Any]]) -> RunInfo:
+    """Put together what runs say: delta of all, the largest error, each text once."""
     first = runs[0]
-    kept = {
-        name: first[name]
-        for name in ("lipbound", "model", *AGREE, "map_description")
-        if name in first
-    }
-    joined = {
-        name: "; ".join(dict.fromkeys(str(run[name]) for run in runs if run.get(name)))
-        for name in JOINED
-    }
+
+    def joined(texts: Iterable[str]) -> str:
+        return "; ".join(dict.fromkeys(text for text in texts if text))
+
     packages = dict.fromkeys(name for run in runs for name in run["versions"])
-    versions = {
-        name: "; ".join(
-            dict.fromkeys(str(run["versions"][name]) for run in runs if name in run["versions"])
-        )
-        for name in packages
-    }
-    notes = list(dict.fromkeys(note for run in runs for note in run.get("notes", [])))
-    delta = (
-        {"delta": None if first["delta"] is None else min(1.0, sum(run["delta"] for run in runs))}
-        if "delta" in first
-        else {}
-    )
-    error = max(run["capture_error"] for run in runs)
-    return (
-        kept
-        | joined
-        | delta
-        | {"versions": versions, "capture_error": error}
-        | ({"notes": notes} if notes else {})
+    said = {name: first[name] for name in AGREE if name in first}
+    said |= {name: joined(str(run[name]) for run in runs) for name in JOINED}
+    if first.get("delta") is not None:
+        said["delta"] = min(1.0, sum(run["delta"] for run in runs))
+    samples, exact_samples = len(ds["sample"]), int(with_exact(ds).sum())
+    layers, heads = ds["layer"].values.tolist(), ds.sizes.get("head")
+    return RunInfo(
+        **said,
+        source=None,
+        map_description=first["map_description"],
+        versions={name: joined(run["versions"].get(name, "") for run in runs) for name in packages},
+        samples=samples,
+        exact_samples=exact_samples,
+        tokens=int(ds["length"].max()),
+        capture_error=max(run["capture_error"] for run in runs),
+        notes=list(dict.fromkeys(note for run in runs for note in run.get("notes", []))),
+        made=Extent(samples, exact_samples, layers, heads, first["made"]["model_layers"]),
+        runs=runs,
     )

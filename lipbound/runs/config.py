@@ -1,21 +1,19 @@
-"""What a run computes, from what and where: one validated object behind `lipbound.compare`, the
-command line, sweeps and replays."""
+"""What a run computes, from what and where: the options of `lipbound.compare`, each said once.
+
+The command line and sweeps are made from the fields of `RunConfig`, so that importing this module
+loads nothing of size; what checks the options is imported where that happens.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from lipbound.bounds.audit import norm_of
-from lipbound.bounds.bound import check_norm
-from lipbound.bounds.registry import resolve
-from lipbound.bounds.whole_layer_rules import names_for
-from lipbound.devices import check_weights, dtype_name
 from lipbound.errors import (
     AlteredRunError,
     LipboundError,
@@ -31,38 +29,33 @@ from lipbound.errors import (
     shown,
     whole,
 )
-from lipbound.jacobians.maps import MAPS
-from lipbound.jacobians.token_norms.token_norm import TOKEN_MAPS
-from lipbound.runs.provenance import DRAWN
+from lipbound.schema import DRAWN, NORMS, RunInfo
 
 if TYPE_CHECKING:
     import xarray as xr
     from transformers import PreTrainedModel
 
+TOL = "between 0 and 1 (relative width of the enclosures)"
 DELTA = "a probability between 0 and 1, or None for plain estimates without upper ends"
 EXPORTS = {
-    **{
-        f".{kind}": f"lipbound table {{run}} --format {format}"
-        for kind, format in {
-            "csv": "csv",
-            "tsv": "csv",
-            "xlsx": "csv",
-            "parquet": "csv",
-            "md": "markdown",
-            "tex": "latex",
-            "txt": "text",
-        }.items()
-    },
+    **dict.fromkeys(
+        (".csv", ".tsv", ".xlsx", ".xls", ".parquet", ".feather"),
+        "lipbound table {run} --format csv",
+    ),
+    ".md": "lipbound table {run} --format markdown",
+    ".tex": "lipbound table {run} --format latex",
+    ".txt": "lipbound table {run} --format text",
     **{
         f".{kind}": f"lipbound heatmap {{run}} -o heatmap.{kind}"
-        for kind in ("pdf", "png", "svg", "jpg", "eps")
+        for kind in ("pdf", "png", "svg", "jpg", "jpeg", "tif", "tiff", "webp", "eps", "ps", "pgf")
     },
     ".json": "lipbound table {run} --json",
     ".html": "lipbound report {run} -o report.html",
     ".bib": "lipbound cite {run}",
-    ".nc": "lb.load('{run}').to_netcdf(...) in Python",
+    **dict.fromkeys((".nc", ".h5", ".hdf5"), "lb.save(lb.load('{run}'), 'run.nc') in Python"),
+    **dict.fromkeys((".npy", ".npz", ".pkl", ".pt"), "lb.load('{run}') in Python"),
 }
-"""What makes a file of such an ending from a run."""
+"""Commands that make a file of such an ending from a run."""
 LEAST_MEMORY = 1e6
 """Bytes that no unit need be written behind."""
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -70,11 +63,46 @@ UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The arguments of `lipbound.compare` that decide what is computed, from what and where; its
-    docstring explains each.
+    """Options of `lipbound.compare`: what is computed, from what, where, and how it is saved.
 
     Arguments of nearly the right type are brought into theirs: numbers of numpy, ``torch.device``,
-    ``torch.dtype``, one layer, layers as text.
+    ``torch.dtype``, one layer, layers as text. The command line shows the following as help.
+
+    Attributes:
+        model: Hub id (owner/name or owner/name@revision), checkpoint directory, GGUF file, or a
+            builtin such as builtin:minilm (see `lipbound models`).
+        data: Hub dataset (id or id:config), text file, folder of texts or images,
+            parquet/csv/tsv/json, safetensors of inputs, or a text.
+        split: Split of a hub dataset.
+        column: Column of a dataset that holds the text or image.
+        samples: How many samples, or 'all'.
+        shuffle: Draw the samples from all of the data, with this seed; the first ones otherwise.
+        exact_samples: Exact norms on the first so many samples only.
+        max_length: Tokens per text, special tokens included; a text alone is cut into windows of
+            so many.
+        tokenizer: Directory or hub id of the tokenizer, where the checkpoint has none.
+        processor: Directory or hub id of the image processor, where the checkpoint has none.
+        layers: Layer numbers, e.g. 0,5,11 or 0-3,7; -1 is the last; all by default.
+        bounds: 'default', 'all', 'none' (exact norms alone), or names separated by commas (see
+            `lipbound bounds`).
+        map: head, head_out (with its slice of the output projection), heads, layer (all together),
+            residual, pre_norm or post_norm.
+        norm: frobenius, every-token (each moves by at most 1, the worst output counts) or
+            one-token (one moves alone).
+        tol: Relative width (or error, with --delta 0) of exact norms.
+        delta: Total failure probability of exact_upper; 0 for plain estimates.
+        device: 'auto', 'cpu', 'cuda', 'cuda:1', ...
+        dtype: 'float32' or 'float64'.
+        seed: Seed of the start vectors.
+        revision: Branch, tag or commit of a hub model.
+        out: Save the run here, a Zarr store that does not exist yet.
+        resume: Take up the unfinished run of --out where it stopped.
+        memory: Working memory with its unit, e.g. 4GB: how many samples are taken at a time.
+        weights: 'whole' in memory, 'layers' (read layer by layer, for large models), or 'auto'.
+        gguf_file: Which GGUF file of a directory or of a hub model; the file itself is a model,
+            too.
+        adapter: LoRA adapter to merge into the weights: a directory or a hub id; 'none' leaves out
+            one that lies beside the weights.
 
     Raises:
         LipboundError: an unknown map, norm or bound, a bound that says nothing about the map or is
@@ -86,29 +114,29 @@ class RunConfig:
     model: str | Path | PreTrainedModel
     data: Any = None
     _: KW_ONLY
+    split: str | None = None
+    column: str | None = None
+    samples: int | str = 8
+    shuffle: int | None = None
+    exact_samples: int | None = None
+    max_length: int = 128
+    tokenizer: str | Path | None = None
+    processor: str | Path | None = None
+    layers: Sequence[int] | int | str | None = None
     bounds: str | Iterable[str] = "default"
     map: str = "head"
     norm: str = "frobenius"
-    samples: int | str = 8
-    exact_samples: int | None = None
-    max_length: int = 128
-    layers: Sequence[int] | int | str | None = None
-    split: str | None = None
-    column: str | None = None
-    revision: str | None = None
     tol: float = 1e-3
     delta: float | None = 1e-6
     device: str = "auto"
     dtype: str = "float32"
     seed: int = 0
+    revision: str | None = None
     out: str | Path | None = None
     resume: bool = False
     memory: str | float = "auto"
     weights: str = "auto"
     gguf_file: str | None = None
-    shuffle: int | None = None
-    tokenizer: str | Path | None = None
-    processor: str | Path | None = None
     adapter: str | Path | Literal[False] | None = None
 
     def __post_init__(self) -> None:
@@ -121,6 +149,32 @@ class RunConfig:
 
     def _checked(self) -> dict[str, Any]:
         """The arguments in the types that everything behind relies on."""
+        from lipbound.devices import check_weights, dtype_name
+
+        self._check_names()
+
+        def optional(name: str, check: Callable[..., Any], *args: Any, **limits: Any) -> Any:
+            value = getattr(self, name)
+            return None if value is None else check(name, value, *args, **limits)
+
+        return self._checked_map() | {
+            "samples": sample_count(self.samples) or "all",
+            "seed": whole("seed", self.seed),
+            "exact_samples": optional("exact_samples", whole, least=1),
+            "shuffle": optional("shuffle", whole, least=0),
+            "max_length": whole("max_length", self.max_length, least=1),
+            "layers": optional("layers", lambda *layers: tuple(indices(*layers))),
+            "tol": real("tol", self.tol, TOL, above=0, below=1),
+            "delta": optional("delta", real, DELTA, above=0, below=1),
+            "weights": check_weights(self.weights),
+            "dtype": dtype_name(self.dtype),
+            "resume": flag("resume", self.resume),
+            "memory": _memory(self.memory),
+            "adapter": adapter_name(self.adapter),
+        }
+
+    def _check_names(self) -> None:
+        """Refuse empty names of model, data and what belongs to them, and names of other files."""
         if isinstance(self.model, str | Path) and not str(self.model).strip():
             raise LipboundError(
                 "model is empty; give a hub id, a checkpoint directory or a builtin such as "
@@ -132,51 +186,29 @@ class RunConfig:
                 "for the default"
             )
         check_run_name(self.out)
-        bounds = (
-            self.bounds if isinstance(self.bounds, str) else tuple(resolve(self.bounds))
-        )  # an iterator could be read once only
-        map, norm = choice("map", self.map, MAPS), check_norm(self.norm)
+        for name in ("split", "column", "revision", "gguf_file"):
+            name_or_none(name, getattr(self, name))
+
+    def _checked_map(self) -> dict[str, Any]:
+        """Bounds, map and norm, which go together."""
+        from lipbound.bounds.registry import resolve
+        from lipbound.bounds.whole_layer_rules import names_for
+        from lipbound.jacobians.maps import MAPS
+        from lipbound.jacobians.token_norms.token_norm import TOKEN_MAPS
+
+        # an iterator could be read once only
+        bounds = self.bounds if isinstance(self.bounds, str) else tuple(resolve(self.bounds))
+        map, norm = choice("map", self.map, MAPS), choice("norm", self.norm, NORMS)
         if norm != "frobenius" and map not in TOKEN_MAPS:
             raise LipboundError(
                 f"map {map!r} has exact norms for norm='frobenius' alone; with norm={norm!r} "
                 f"take one of {', '.join(TOKEN_MAPS)}"
             )
         names_for(bounds if isinstance(bounds, str) else list(bounds), map, norm)
-        return {
-            "bounds": bounds,
-            "map": map,
-            "norm": norm,
-            "samples": sample_count(self.samples) or "all",
-            "seed": whole("seed", self.seed),
-            "exact_samples": None
-            if self.exact_samples is None
-            else whole("exact_samples", self.exact_samples, least=1),
-            "shuffle": None if self.shuffle is None else whole("shuffle", self.shuffle, least=0),
-            "max_length": whole("max_length", self.max_length, least=1),
-            "layers": None if self.layers is None else tuple(indices("layers", self.layers)),
-            "tol": real(
-                "tol",
-                self.tol,
-                "between 0 and 1 (relative width of the enclosures)",
-                above=0,
-                below=1,
-            ),
-            "delta": None
-            if self.delta is None
-            else real("delta", self.delta, DELTA, above=0, below=1),
-            "weights": check_weights(self.weights),
-            "dtype": dtype_name(self.dtype),
-            "resume": flag("resume", self.resume),
-            "memory": _memory(self.memory),
-            "adapter": adapter_name(self.adapter),
-        } | {
-            name: name_or_none(name, getattr(self, name))
-            for name in ("split", "column", "revision", "gguf_file")
-        }
+        return {"bounds": bounds, "map": map, "norm": norm}
 
     def _check_deterministic(self) -> None:
-        """Refuse options of norms that are found from random vectors, where nothing is random;
-        delta is None then, and the seed 0."""
+        """Refuse options of random start vectors where nothing is random; delta is None then."""
         if self.delta not in (None, RunConfig.delta):
             refuse_drawn("delta", self.delta, self.norm)
         if self.seed != RunConfig.seed:
@@ -193,68 +225,55 @@ class RunConfig:
         device: str = "auto",
         dtype: str | None = None,
     ) -> Self:
-        """The configuration that computes a run again, from the provenance it recorded.
+        """Read the configuration that computes a run again from the provenance it recorded.
 
         Args:
             ds: a run.
-            model, data: in place of what the run recorded; needed where it was made from objects in
-                memory.
-            device: a torch device, or "auto". dtype: that of the run by default.
+            model: in place of what the run recorded; needed where that was in memory.
+            data: the same for the data.
+            device: a torch device, or "auto".
+            dtype: that of the run by default.
 
         Raises:
             StoreError: the run does not record where its model or data came from.
             AlteredRunError: it records settings that no run can have.
         """
-        a = ds.attrs
-        source = a.get("source")
-        if "runs" in a:
+        info = RunInfo.of(ds)
+        source = {"model": None, "data": False} | (info.source or {})
+        if info.runs:
             raise StoreError(
-                f"the run was put together from {len(a['runs'])} runs, which cannot be computed "
+                f"the run was put together from {len(info.runs)} runs, which cannot be computed "
                 "again as one; give one of them"
             )
-        if source is None:
+        if model is None and info.loaded:
             raise StoreError(
-                "the run was written by a version of lipbound that did not record enough to "
-                "repeat it"
-            )
-        if model is None and a["loaded"]:
-            raise StoreError(
-                f"the run was made from a {a['architecture']} in memory, which no name leads "
+                f"the run was made from a {info.architecture} in memory, which no name leads "
                 "back to; give it as model="
             )
         if data is None and source["data"] is False:
             raise StoreError(
-                f"the run was made from data in memory ({a['data']}), which no name leads back "
+                f"the run was made from data in memory ({info.data}), which no name leads back "
                 "to; give it as data="
             )
-        recorded, commit = source["model"] or a["model"], a["commit"]
-        if (
-            model is None and commit is not None
-        ):  # the commit that was used, whatever branch or tag the name says
-            recorded = recorded.partition("@")[0]
+        recorded = source["model"] or info.model
+        if model is None and info.commit is not None:
+            recorded = recorded.partition("@")[0]  # the commit, whatever branch the name says
+        said: dict[str, Any] = {name: getattr(info, name) for name in RECORDED}
+        said |= {name: source.get(name) for name in RECORDED_SOURCE}
+        said |= {name: ds.attrs[name] for name in ("delta", "seed") if name in ds.attrs}
+        if model is None:
+            said |= {"revision": info.commit, "gguf_file": source.get("gguf_file")}
+        named = model is None or isinstance(model, str | Path)
         try:
             return cls(
                 recorded if model is None else model,
                 source["data"] if data is None else data,
-                bounds=tuple(a["bounds"]),
-                map=a["map"],
-                norm=norm_of(ds),
-                samples=a["samples"],
-                exact_samples=a["exact_samples"],
-                max_length=source["max_length"],
+                bounds=tuple(info.bounds),
                 layers=tuple(ds["layer"].values.tolist()),
-                split=source["split"],
-                column=source["column"],
-                revision=commit if model is None else None,
-                tol=a["tol"],
                 device=device,
-                dtype=dtype or a["dtype"],
-                **{name: a[name] for name in ("delta", "seed") if name in a},
-                gguf_file=source.get("gguf_file") if model is None else None,
-                **{name: source.get(name) for name in ("shuffle", "tokenizer", "processor")},
-                adapter=source.get("adapter")
-                if model is None or isinstance(model, (str, Path))
-                else None,
+                dtype=dtype or info.dtype,
+                **said,
+                adapter=source.get("adapter") if named else None,
             )
         except LipboundError as error:
             raise AlteredRunError(
@@ -262,24 +281,21 @@ class RunConfig:
             ) from error
 
     @property
-    def _bounds(self) -> str | list[str]:
-        return self.bounds if isinstance(self.bounds, str) else list(self.bounds)
-
-    @property
     def names(self) -> list[str]:
-        """Registry names of the bounds that are asked for, those about other maps left out of
-        "default" and "all"."""
-        return names_for(self._bounds, self.map, self.norm)
+        """Registry names of the bounds that are asked for.
+
+        Those about other maps are left out of "default" and "all".
+        """
+        from lipbound.bounds.whole_layer_rules import names_for
+
+        bounds = self.bounds if isinstance(self.bounds, str) else list(self.bounds)
+        return names_for(bounds, self.map, self.norm)
 
     @property
     def drawn(self) -> dict[str, Any]:
-        """The settings `DRAWN` of exact norms that are found from random vectors; none in norms
-        whose ends are deterministic."""
-        return (
-            dict(zip(DRAWN, ("lanczos", self.delta, self.seed), strict=True))
-            if self.norm == "frobenius"
-            else {}
-        )
+        """The settings `DRAWN`; none in norms whose ends are deterministic."""
+        drawn = zip(DRAWN, ("lanczos", self.delta, self.seed), strict=True)
+        return dict(drawn) if self.norm == "frobenius" else {}
 
     @property
     def chosen_layers(self) -> tuple[int, ...] | None:
@@ -288,8 +304,7 @@ class RunConfig:
 
     @property
     def everything(self) -> bool:
-        """Whether bounds are asked for together, so that those that do not apply to the model are
-        left out rather than refused."""
+        """Bounds are asked for together: those that do not apply are left out, not refused."""
         return self.bounds in ("default", "all")
 
     @property
@@ -298,29 +313,34 @@ class RunConfig:
         return None if self.out is None else Path(self.out).expanduser()
 
     def exact_count(self, samples: int) -> int:
-        """How many of so many samples get exact norms."""
+        """Count the samples, of so many, that get exact norms."""
         return samples if self.exact_samples is None else min(self.exact_samples, samples)
 
 
-def check_run_name(out: Any) -> None:
-    """Raise LipboundError for what cannot be the name of a run, or is that of a file which other
-    commands write."""
-    if out is not None and (not isinstance(out, str | Path) or not str(out).strip()):
+RECORDED = ("map", "norm", "samples", "exact_samples", "tol")
+RECORDED_SOURCE = ("max_length", "split", "column", "shuffle", "tokenizer", "processor")
+"""Options that a run records as attributes, and in its attribute ``source``."""
+
+
+def check_run_name(out: Any, argument: str = "out") -> None:
+    """Refuse what cannot be the name of a run, or is that of a file which other commands write."""
+    if out is None:
+        return
+    if not isinstance(out, str | Path) or not str(out).strip():
         raise LipboundError(
-            f"out is {shown(out)}; give the name of a run that does not exist yet, such as "
+            f"{argument} is {shown(out)}; give the name of a run that does not exist yet, such as "
             "'run.zarr'"
         )
-    if out is not None and (command := EXPORTS.get(Path(out).suffix.lower())):
+    if command := EXPORTS.get(Path(out).suffix.lower()):
         run = shlex.quote(str(Path(out).with_suffix(".zarr")))
         raise LipboundError(
-            f"out is {shown(str(out))}, and a run is a folder of its own kind; name it {run}, "
-            f"then: {command.format(run=run)}"
+            f"{argument} is {shown(str(out))}, and a run is a folder of its own kind; name it "
+            f"{run}, then: {command.format(run=run)}"
         )
 
 
 def check_folder_name(name: str, folder: str | Path, what: str) -> None:
-    """Raise LipboundError where a folder that is to be made has the ending of a file; ``what`` it
-    holds, with its verb."""
+    """Refuse the ending of a file for a folder; ``what`` it holds, with its verb."""
     if Path(folder).suffix.lower() in EXPORTS:
         raise LipboundError(
             f"{name} is {shown(str(folder))}, which {what}; give a folder, such as "
@@ -329,8 +349,7 @@ def check_folder_name(name: str, folder: str | Path, what: str) -> None:
 
 
 def refuse_drawn(name: str, value: Any, norm: str) -> None:
-    """Raise LipboundError about an option, one of `DRAWN`, that was given with a norm whose ends
-    are deterministic."""
+    """Refuse an option, one of `DRAWN`, that a norm with deterministic ends does not have."""
     raise LipboundError(
         f"{name} is {shown(value)}, which norm={norm!r} does not take, since both its ends are "
         "deterministic; leave it out"
@@ -338,20 +357,16 @@ def refuse_drawn(name: str, value: Any, norm: str) -> None:
 
 
 def _memory(memory: Any) -> str | float:
-    """ "auto", or bytes."""
+    """Read a size in bytes, or "auto"."""
     if isinstance(memory, str) and memory == "auto":
         return "auto"
     size = memory
     if isinstance(memory, str):
-        match = re.fullmatch(
-            r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([kmgt]?)i?b?", memory.strip().lower()
-        )
+        text = memory.strip().lower()
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([kmgt]?)i?b?", text)
         size = float(match[1]) * UNITS[match[2]] if match else None
-        if (
-            size is not None
-            and 0 < size < LEAST_MEMORY
-            and not re.search("[a-z]", memory.lower().replace("e", ""))
-        ):
+        unit = re.search("[a-z]", text.replace("e", ""))
+        if size is not None and 0 < size < LEAST_MEMORY and not unit:
             raise LipboundError(
                 f"memory is {shown(memory)}, which is {size:g} bytes; give it with its unit, "
                 f"such as '{memory.strip()}GB', or 'auto'"

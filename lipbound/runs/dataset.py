@@ -1,7 +1,14 @@
-"""What a run is made into: empty tables, then the labelled Dataset with its provenance."""
+"""A run's Dataset: empty tables, then the labelled variables with their provenance."""
 
+from __future__ import annotations
+
+import importlib.metadata
+import shlex
+import sys
 from collections.abc import Sequence
-from typing import Any
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
@@ -10,27 +17,39 @@ from lipbound.bounds.audit import audit
 from lipbound.bounds.registry import get
 from lipbound.devices import device_name
 from lipbound.jacobians.maps import MAPS, WHOLE
+from lipbound.runs.checksums import sealed
 from lipbound.runs.config import RunConfig
 from lipbound.runs.measure import LayerInfo
-from lipbound.runs.plan import Plan, Sources
-from lipbound.runs.provenance import provenance, sealed
+from lipbound.schema import AXES, Extent, RunInfo, sound
+
+if TYPE_CHECKING:
+    from lipbound.runs.plan import Plan, Sources
+
+PACKAGES = (
+    *("lipbound", "torch", "transformers", "numpy"),
+    *("scipy", "xarray", "tokenizers", "datasets"),
+)
+"""What the numbers of a run can depend on."""
+LABELS = {
+    "exact": ("Exact", "local Lipschitz constant ({norm} norm of the Jacobian), lower end"),
+    "exact_upper": ("Exact, upper end", "local Lipschitz constant, upper end"),
+    "exact_l2": (
+        "Exact, L2 attention",
+        "the same for L2 attention with these weights (Kim et al. 2021)",
+    ),
+}
+"""Labels and long names of exact norms."""
 
 
 def allocate(plan: Plan) -> dict[str, np.ndarray]:
-    """Tables (samples, layers, heads) of everything a run holds: NaN, 0 or False where nothing is
-    measured."""
+    """Make the tables (samples, layers, heads) of a run, of NaN, 0 or False."""
     spec, shape = plan.spec, plan.shape
-    names = spec.names
-    tables: dict[str, np.ndarray] = {
-        name: np.full(shape, np.nan)
-        for name in ("exact", *(["exact_upper"] if spec.encloses else []), *names)
-    }
-    if any(get(name).exact == "exact_l2" for name in names):
-        tables["exact_l2"] = np.full(shape, np.nan)
+    l2 = any(get(name).exact == "exact_l2" for name in spec.names)
+    ends = ["exact", *["exact_upper"] * spec.encloses, *["exact_l2"] * l2]
+    tables = {name: np.full(shape, np.nan) for name in (*ends, *spec.names)}
     tables["exact_steps"] = np.zeros(shape, dtype=np.int32)
-    tables["exact_converged"] = np.zeros(shape, dtype=bool)
-    tables |= {f"{name}_sound": np.zeros(shape, dtype=bool) for name in names}
-    return tables
+    flags = ("exact_converged", *map(sound, spec.names))
+    return tables | {name: np.zeros(shape, dtype=bool) for name in flags}
 
 
 def assemble(
@@ -41,10 +60,10 @@ def assemble(
     lengths: np.ndarray,
     error: float,
 ) -> xr.Dataset:
-    """The finished run: labelled tables with provenance, checksums and audit.
+    """Make the finished run of filled tables, with provenance, checksums and audit.
 
     Args:
-        config, sources, plan: of the run.
+        config: what was asked for. sources: what it led to. plan: of the run.
         tables: filled.
         lengths: (samples,) tokens of the inputs.
         error: the largest error of the captures.
@@ -52,75 +71,88 @@ def assemble(
     ds = dataset(tables, plan.spec.names, plan.layers, lengths, config.norm)
     if config.map in WHOLE:
         ds = ds.isel(head=0, drop=True)
-    settled = {
-        "bounds": plan.spec.names,
-        "map_description": MAPS[config.map],
-        "device": device_name(sources.device),
-    }
-    ds.attrs = provenance(config, sources.checkpoint, sources.inputs, **settled) | {
-        "samples": plan.samples,
-        "exact_samples": plan.spec.exact_samples,
-        "tokens": int(lengths.max()),
-        "capture_error": error,
-        "block": plan.block,
-        "variants": sorted(plan.variants),
-        "not_applicable": plan.not_applicable,
-    }
-    if sources.capturer.notes:
-        ds.attrs["notes"] = [*ds.attrs.get("notes", []), *sources.capturer.notes]
-    ds = sealed(ds, made(plan, config.map))
-    ds.attrs["audit"] = audit(ds)
-    ds.attrs["violations"] = {
-        name: entry["violations"] for name, entry in ds.attrs["audit"].items()
-    }
-    return ds
+    checkpoint, inputs, capturer = sources.checkpoint, sources.inputs, sources.capturer
+    packages = versions()
+    made = Extent(
+        samples=plan.samples,
+        exact_samples=plan.spec.exact_samples,
+        layers=[layer.index for layer in plan.layers],
+        heads=None if config.map in WHOLE else plan.shape[2],
+        model_layers=plan.model_layers,
+    )
+    info = RunInfo(
+        lipbound=packages["lipbound"],
+        model=checkpoint.name,
+        revision=checkpoint.revision,
+        loaded=checkpoint.loaded,
+        commit=checkpoint.commit,
+        architecture=type(checkpoint.model).__name__,
+        data=inputs.description,
+        data_fingerprint=inputs.fingerprint,
+        source=source(config),
+        preprocessing=inputs.preprocessing,
+        bounds=list(plan.spec.names),
+        map=config.map,
+        map_description=MAPS[config.map],
+        norm=config.norm,
+        tol=config.tol,
+        **config.drawn,
+        dtype=config.dtype,
+        device=device_name(sources.device),
+        versions=packages,
+        python=sys.version.split()[0],
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        samples=plan.samples,
+        exact_samples=plan.spec.exact_samples,
+        tokens=int(lengths.max()),
+        capture_error=error,
+        block=plan.block,
+        variants=sorted(plan.variants),
+        not_applicable=plan.not_applicable,
+        notes=[*checkpoint.notes, *inputs.notes, *capturer.notes],
+        quantization=checkpoint.quantization,
+        configuration=checkpoint.configuration,
+        made=made,
+    )
+    return audited(sealed(ds, info))
 
 
-def made(plan: Plan, map: str) -> dict[str, Any]:
-    """The extent of a whole run, recorded for whoever sees a part of it."""
-    return {
-        "samples": plan.samples,
-        "exact_samples": plan.spec.exact_samples,
-        "layers": [layer.index for layer in plan.layers],
-        "heads": None if map in WHOLE else plan.shape[2],
-        "model_layers": plan.model_layers,
-    }
+def audited(ds: xr.Dataset) -> xr.Dataset:
+    """Give a run its audit, and how often each bound is below the exact norm."""
+    found = audit(ds)
+    counts = {name: entry["violations"] for name, entry in found.items()}
+    return ds.assign_attrs(audit=found, violations=counts)
 
 
 def dataset(
     tables: dict[str, np.ndarray],
     names: Sequence[str],
-    captured: Sequence[LayerInfo],
+    layers: Sequence[LayerInfo],
     lengths: np.ndarray,
     norm: str = "frobenius",
 ) -> xr.Dataset:
-    """The tables with names, coordinates and labels."""
-    dims = ("sample", "layer", "head")
-    first = [name for name in ("exact", "exact_upper", "exact_l2", *names) if name in tables]
-    order = first + [name for name in tables if name not in first]
-    ds = xr.Dataset({name: (dims, tables[name]) for name in order})
+    """Label tables (samples, layers, heads) with names, coordinates and what each bound is.
+
+    Args:
+        tables: in the order that the Dataset gets.
+        names: registry names of the bounds among them.
+        layers: what the layers are.
+        lengths: (samples,) tokens of the inputs.
+        norm: of the numbers.
+    """
+    ds = xr.Dataset({name: (AXES, table) for name, table in tables.items()})
     ds = ds.assign_coords(
         sample=np.arange(len(lengths)),
-        layer=[layer.index for layer in captured],
+        layer=[layer.index for layer in layers],
         head=np.arange(ds.sizes["head"]),
-        layer_name=("layer", np.array([layer.name for layer in captured], dtype=object)),
+        layer_name=("layer", np.array([layer.name for layer in layers], dtype=object)),
         length=("sample", lengths),
     )
     kind = "spectral" if norm == "frobenius" else norm
-    ds["exact"].attrs = {
-        "label": "Exact",
-        "long_name": f"local Lipschitz constant ({kind} norm of the Jacobian), lower end",
-    }
-    if "exact_upper" in ds:
-        ds["exact_upper"].attrs = {
-            "label": "Exact, upper end",
-            "long_name": "local Lipschitz constant, upper end",
-        }
-    if "exact_l2" in ds:
-        ds["exact_l2"].attrs = {
-            "label": "Exact, L2 attention",
-            "long_name": "the same for L2 attention with these weights (Kim et al. 2021)",
-        }
+    for name, (label, long_name) in LABELS.items():
+        if name in ds:
+            ds[name].attrs = {"label": label, "long_name": long_name.format(norm=kind)}
     for name in names:
         bound = get(name)
         ds[name].attrs = {
@@ -134,3 +166,59 @@ def dataset(
             "caveat": bound.caveat,
         }
     return ds.set_coords([name for name in tables if tables[name].dtype == bool])
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that numbers can depend on."""
+    return {name: package_version(name) for name in PACKAGES}
+
+
+def package_version(name: str) -> str:
+    """Version of a package; torch's with what it was built for, which metadata may leave out.
+
+    Raises:
+        PackageNotFoundError: it is not installed.
+    """
+    if name != "torch":
+        return importlib.metadata.version(name)
+    import torch
+
+    return str(torch.__version__)
+
+
+def source(config: RunConfig) -> dict[str, Any]:
+    """Record where model and data are found again, paths absolute.
+
+    ``model`` is None for one in memory; ``data``, ``split``, ``column`` and ``max_length`` are what
+    `lipbound.models.inputs.prepare` was given: ``data`` None for the default, False for objects in
+    memory. The others are there where they were given.
+    """
+    data = config.data
+    named = isinstance(data, str | Path)
+    optional = {
+        "gguf_file": config.gguf_file,
+        "shuffle": config.shuffle,
+        **{
+            name: one if (one := getattr(config, name)) in (None, "none") else absolute(one)
+            for name in ("adapter", "tokenizer", "processor")
+        },
+    }
+    return {
+        "model": absolute(config.model) if isinstance(config.model, str | Path) else None,
+        "data": absolute(data) if named else None if data is None else False,
+        "split": config.split,
+        "column": config.column,
+        "max_length": config.max_length,
+    } | {name: value for name, value in optional.items() if value}
+
+
+def absolute(name: str | Path) -> str:
+    """Resolve a path that is there, so that it leads to the same files from elsewhere.
+
+    Any other name, or text, stays as it is.
+    """
+    try:
+        path = Path(name).expanduser()
+        return str(path.resolve()) if path.exists() else str(name)
+    except (OSError, ValueError, RuntimeError):
+        return str(name)

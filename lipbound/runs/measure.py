@@ -1,5 +1,4 @@
-"""Exact norms and bounds of every layer at a block of samples, as arrays: the unit of work of a
-run."""
+"""Exact norms and bounds of every layer at a block of samples: the unit of work of a run."""
 
 import hashlib
 import itertools
@@ -16,18 +15,16 @@ from lipbound.attention.layer import Attention
 from lipbound.bounds.registry import get
 from lipbound.bounds.whole_layer_rules import whole_layer, with_output
 from lipbound.devices import side_by_side
+from lipbound.errors import DifferentPositionsError
 from lipbound.jacobians.maps import BLOCKS, WHOLE
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
 from lipbound.jacobians.token_norms.token_norm import token_norm
 from lipbound.linalg.solution import Norm
 from lipbound.models.capture.capture import Capturer
+from lipbound.schema import TOKEN_NORMS, sound
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-TOKENS = ("every-token", "one-token")
-"""What moves and which output counts, for `lipbound.token_norm`, in those of
-`lipbound.bounds.bound.NORMS` that tell tokens apart."""
 
 SMALL = 1024
 """Tokens up to which samples are measured side by side; the matrices of longer inputs keep torch's
@@ -36,7 +33,7 @@ own threads busy."""
 
 @dataclass(frozen=True)
 class MeasurementSpec:
-    """What is measured, and how.
+    """Quantities to measure at every layer, and how.
 
     Attributes:
         names: registry names of bounds.
@@ -45,8 +42,8 @@ class MeasurementSpec:
         delta: failure probability of one upper end, or None for plain estimates.
         seed: of the run.
         exact_samples: exact norms are computed for samples before this one.
-        norm: of `lipbound.bounds.bound.NORMS`. Those that tell tokens apart are deterministic, and
-            have upper ends without ``delta``.
+        norm: of `lipbound.schema.NORMS`. `lipbound.schema.TOKEN_NORMS` are deterministic, and have
+            upper ends without ``delta``.
     """
 
     names: tuple[str, ...]
@@ -59,19 +56,17 @@ class MeasurementSpec:
 
     @property
     def encloses(self) -> bool:
-        """Whether exact norms have upper ends."""
-        return self.delta is not None or self.norm in TOKENS
+        """Exact norms have upper ends."""
+        return self.delta is not None or self.norm in TOKEN_NORMS
 
     def delta_of(self, samples: int, heads: int) -> float | None:
-        """Failure probability that the exact norms of so many heads at so many samples have
-        together."""
+        """Failure probability of the exact norms of so many heads at so many samples together."""
         return None if self.delta is None else self.delta * samples * heads
 
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """A layer as one sample shows it: its number and name, its heads and tokens, which of
-    `lipbound.attention.variants.VARIANTS` it has."""
+    """A layer as one sample shows it, with its `lipbound.attention.variants.VARIANTS`."""
 
     index: int
     name: str
@@ -81,8 +76,14 @@ class LayerInfo:
 
 
 class LayerResult(NamedTuple):
-    """One layer at one block: its position among the chosen layers, values (samples, heads),
-    lengths of the inputs, error of the capture."""
+    """One layer at one block of samples.
+
+    Attributes:
+        layer: its position among the chosen layers.
+        values: by name, (samples, heads) each.
+        lengths: (samples,) tokens of the inputs.
+        error: of the capture.
+    """
 
     layer: int
     values: dict[str, np.ndarray]
@@ -91,13 +92,12 @@ class LayerResult(NamedTuple):
 
 
 def capturer_of(model: "PreTrainedModel", layers: Sequence[int] | None, map: str) -> Capturer:
-    """Of these layers of a model (all for None), with what stands around them where the map needs
-    it."""
+    """Prepare the capture of some layers of a model (all for None) as a map needs them."""
     return Capturer(model, layers, around=map in BLOCKS)
 
 
 def layers_at(capturer: Capturer, inputs: Mapping[str, Tensor]) -> list[LayerInfo]:
-    """The layers at some inputs."""
+    """Describe the layers at some inputs."""
     return [
         LayerInfo(c.index, c.name, (a := c.attention).heads, a.tokens, a.variants)
         for c in capturer.each(inputs)
@@ -105,7 +105,7 @@ def layers_at(capturer: Capturer, inputs: Mapping[str, Tensor]) -> list[LayerInf
 
 
 class Measurer:
-    """Measures blocks of samples on the layers that a `Capturer` finds."""
+    """Measure blocks of samples on the layers that a `Capturer` finds."""
 
     def __init__(self, capturer: Capturer, spec: MeasurementSpec):
         self._capturer, self._spec = capturer, spec
@@ -113,12 +113,36 @@ class Measurer:
     def block(
         self, inputs: Mapping[str, Tensor], start: int, skip: Collection[int] = ()
     ) -> Iterator[LayerResult]:
-        """Every layer but those at the positions ``skip``, at inputs whose first sample has number
-        ``start``.
+        """Measure every layer but those at the positions ``skip``.
 
-        What comes out depends on the block alone, not on blocks measured before.
+        Samples with different positions are measured one by one. Results depend on the block
+        alone, not on blocks measured before.
+
+        Args:
+            inputs: of the model, for the samples of the block.
+            start: number of the first of them.
+            skip: positions among the chosen layers.
+
+        Yields:
+            Layer by layer.
         """
         self._capturer.forget()
+        done = set(skip)
+        try:
+            for measured in self._layers(inputs, start, skip):
+                done.add(measured.layer)
+                yield measured
+        except DifferentPositionsError:
+            samples = len(next(t for t in inputs.values() if isinstance(t, Tensor)))
+            if samples == 1:
+                raise
+            alone = [list(self._layers(_one(inputs, k), start + k, done)) for k in range(samples)]
+            yield from map(_joined, zip(*alone, strict=True))
+
+    def _layers(
+        self, inputs: Mapping[str, Tensor], start: int, skip: Collection[int]
+    ) -> Iterator[LayerResult]:
+        """The layers at samples that are captured together."""
         spec = self._spec
         positions = (i for i in itertools.count() if i not in skip)
         for i, layer in zip(positions, self._capturer.each(inputs, skip), strict=False):
@@ -132,10 +156,29 @@ class Measurer:
             yield LayerResult(i, values, lengths, error)
 
 
+def _one(inputs: Mapping[str, Any], sample: int) -> dict[str, Any]:
+    """The inputs of one sample of a block, and the options of all."""
+    return {
+        name: value[sample : sample + 1] if isinstance(value, Tensor) else value
+        for name, value in inputs.items()
+    }
+
+
+def _joined(results: Sequence[LayerResult]) -> LayerResult:
+    """One layer at several samples, from its results at each of them; the first ones alone may have
+    exact norms."""
+    values = {
+        name: np.concatenate([one.values[name] for one in results if name in one.values])
+        for name in results[0].values
+    }
+    lengths = np.concatenate([one.lengths for one in results])
+    return LayerResult(results[0].layer, values, lengths, max(one.error for one in results))
+
+
 def _measured(
     att: Attention, spec: MeasurementSpec, seeds: list[int], exact_count: int
 ) -> dict[str, np.ndarray]:
-    """`_measure`, of as many parts of the block side by side as torch has threads."""
+    """Measure a block in parts side by side, as many as torch has threads."""
     count = (
         min(att.samples, torch.get_num_threads())
         if att.device.type == "cpu" and att.tokens <= SMALL
@@ -150,29 +193,27 @@ def _measured(
             for i, j in itertools.pairwise(ends)
         ]
     )
-    names = {
-        name: None for part in found for name in part
-    }  # exact norms may be missing from the last parts
+    # exact norms may be missing from the last parts
+    names = dict.fromkeys(name for part in found for name in part)
     return {name: np.concatenate([part[name] for part in found if name in part]) for name in names}
 
 
 def _measure(
     att: Attention, spec: MeasurementSpec, seeds: list[int], exact_count: int
 ) -> dict[str, np.ndarray]:
-    """Everything about one layer at one block of samples, (samples, heads) each; exact norms for
-    the first ``exact_count`` samples.
+    """Measure one layer at one block of samples, (samples, heads) each.
 
-    A whole layer counts as one head.
+    Exact norms are those of the first ``exact_count`` samples. A whole layer counts as one head.
     """
     values: dict[str, Any] = {}
     whole = spec.map in WHOLE
     for name in spec.names:
         if spec.map == "head_out":
-            values[name], values[f"{name}_sound"] = with_output(att, name)
+            values[name], values[sound(name)] = with_output(att, name)
             continue
-        sound = get(name).sound(att)
+        holds = get(name).sound(att)
         values[name] = whole_layer(att, name, map=spec.map) if whole else get(name)(att)
-        values[f"{name}_sound"] = sound.all(-1) if whole else sound
+        values[sound(name)] = holds.all(-1) if whole else holds
     exact_count = min(exact_count, att.samples)
     if exact_count > 0:
         part = att if exact_count == att.samples else att.select(slice(0, exact_count))
@@ -185,21 +226,19 @@ def _measure(
         if spec.encloses:
             values["exact_upper"] = norm.upper
         if any(get(name).exact == "exact_l2" for name in spec.names):
-            values["exact_l2"] = l2_spectral_norm(
-                part, tol=spec.tol, seed=seeds[:exact_count]
-            ).lower
+            l2 = l2_spectral_norm(part, tol=spec.tol, seed=seeds[:exact_count])
+            values["exact_l2"] = l2.lower
     return {name: value.reshape(len(value), -1).cpu().numpy() for name, value in values.items()}
 
 
 def _exact(att: Attention, spec: MeasurementSpec, seeds: list[int]) -> Norm:
-    """Exact norms of all samples of a layer."""
-    if spec.norm in TOKENS:
+    """Measure the exact norms of all samples of a layer."""
+    if spec.norm in TOKEN_NORMS:
         return token_norm(att, spec.norm, map=spec.map, tol=spec.tol)
     delta = spec.delta_of(att.samples, 1 if spec.map in WHOLE else att.heads)
     return spectral_norm(att, map=spec.map, tol=spec.tol, delta=delta, seed=seeds)
 
 
 def _seed(seed: int, layer: int, sample: int) -> int:
-    """Seeds that differ by layer and sample, and do not depend on how samples are grouped into
-    blocks."""
+    """Seed of a layer and sample, whatever block the sample is in."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{layer}/{sample}".encode()).digest()[:6], "big")

@@ -1,5 +1,4 @@
-"""What a run will compute, decided before anything is computed: model and inputs, bounds that
-apply, blocks of samples, shares of delta."""
+"""Decisions before anything is computed: sources, bounds that apply, blocks, shares of delta."""
 
 import math
 from collections.abc import Sequence
@@ -15,11 +14,11 @@ from lipbound.bounds.registry import names as bound_names
 from lipbound.devices import available, has_float64
 from lipbound.errors import LipboundError, tell
 from lipbound.jacobians.maps import WHOLE
-from lipbound.models.batch import Inputs
 from lipbound.models.capture.batch_dependence import telling_samples
 from lipbound.models.capture.capture import Capturer
-from lipbound.models.checkpoints import Checkpoint, load_checkpoint
-from lipbound.models.inputs import prepare
+from lipbound.models.checkpoint import Inputs
+from lipbound.models.checkpoints import Checkpoint, load_unless_refused
+from lipbound.models.inputs import prepare, refuse_long
 from lipbound.runs.config import LEAST_MEMORY, RunConfig
 from lipbound.runs.measure import LayerInfo, MeasurementSpec, capturer_of, layers_at
 from lipbound.runs.partial_store import partial_path, stored_block
@@ -27,13 +26,11 @@ from lipbound.runs.partial_store import partial_path, stored_block
 BLOCK_BYTES = 1.5e9
 """Working memory on a CPU, unless asked otherwise."""
 BYTES_PER_SCORE = 80
-"""Bytes of working memory per entry of the attention matrices (P and its temporaries, some in
-float64)."""
+"""Bytes of working memory per entry of the attention matrices, with temporaries in float64."""
 
 
 class Sources(NamedTuple):
-    """What the names in a configuration lead to: the checkpoint on a device of this machine, the
-    inputs, and what reads its layers."""
+    """Checkpoint, inputs, device and capture that a configuration leads to."""
 
     checkpoint: Checkpoint
     inputs: Inputs
@@ -45,7 +42,7 @@ def open_sources(config: RunConfig, device: str) -> Sources:
     """Load the model to a device and prepare the inputs.
 
     Raises:
-        CheckpointError, InputsError: they cannot be found or used.
+        LipboundError: they cannot be found or used.
     """
     checkpoint = open_checkpoint(config, device)
     inputs = open_inputs(config, checkpoint)
@@ -61,9 +58,15 @@ def open_sources(config: RunConfig, device: str) -> Sources:
 
 
 def open_checkpoint(config: RunConfig, device: str) -> Checkpoint:
-    """The model, on a device; raises CheckpointError where it cannot be had."""
-    return load_checkpoint(
+    """Load the model to a device.
+
+    Raises:
+        CheckpointError: it cannot be had.
+        InputsError: its configuration says that it has fewer positions than texts have tokens.
+    """
+    return load_unless_refused(
         config.model,
+        lambda found: refuse_long(str(config.model), found, config.data, config.max_length),
         revision=config.revision,
         dtype=config.dtype,
         device=device,
@@ -76,7 +79,7 @@ def open_checkpoint(config: RunConfig, device: str) -> Checkpoint:
 
 
 def open_inputs(config: RunConfig, checkpoint: Checkpoint) -> Inputs:
-    """The inputs; raises InputsError where they cannot be made."""
+    """Prepare the inputs."""
     inputs = prepare(
         checkpoint,
         config.data,
@@ -96,8 +99,7 @@ def open_inputs(config: RunConfig, checkpoint: Checkpoint) -> Inputs:
 
 
 def identity(config: RunConfig, sources: Sources) -> dict[str, Any]:
-    """What must be equal for a stored run, finished or not, to be the one that is asked for, in
-    JSON's types."""
+    """Settings, in JSON's types, that a stored run must share to be the one that is asked for."""
     checkpoint, inputs = sources.checkpoint, sources.inputs
     return {
         "model": checkpoint.name,
@@ -125,7 +127,7 @@ class SampleBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will compute.
+    """Work of a run.
 
     Attributes:
         spec: what is measured at every layer, with the share of delta of one exact norm.
@@ -142,11 +144,11 @@ class Plan:
     samples: int
     block: int
     not_applicable: dict[str, str]
-    model_layers: int | None = None
+    model_layers: int
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of the tables: samples, layers, heads (1 for maps of whole layers)."""
+        """Shape of the tables: samples, layers, heads (1 for maps of whole layers)."""
         return (self.samples, *norms_shape(self.layers, self.spec.map))
 
     @property
@@ -155,34 +157,30 @@ class Plan:
         return all_variants(self.layers)
 
     def blocks(self, done: np.ndarray) -> list[SampleBlock]:
-        """The blocks with layers that are not measured yet; ``done`` is (blocks, layers) bool."""
-        starts = range(0, self.samples, self.block)
+        """List the blocks with layers not measured yet; ``done`` is (blocks, layers) bool."""
         return [
-            SampleBlock(
-                start,
-                min(self.samples, start + self.block),
-                frozenset(np.flatnonzero(row).tolist()),
-            )
-            for start, row in zip(starts, done, strict=True)
+            SampleBlock(start, stop, frozenset(np.flatnonzero(row).tolist()))
+            for (start, stop), row in zip(self._extents(), done, strict=True)
             if not row.all()
         ]
 
+    def _extents(self) -> list[tuple[int, int]]:
+        """Start and end of every block."""
+        starts = range(0, self.samples, self.block)
+        return [(start, min(self.samples, start + self.block)) for start in starts]
+
     def nothing_done(self) -> np.ndarray:
         """(blocks, layers) bool, all False."""
-        return np.zeros((-(-self.samples // self.block), len(self.layers)), dtype=bool)
+        return np.zeros((len(self._extents()), len(self.layers)), dtype=bool)
 
     def count(self, done: np.ndarray) -> int:
-        """How many pairs of sample and layer are measured already."""
-        return int(
-            sum(
-                min(self.block, self.samples - b * self.block) * row.sum()
-                for b, row in enumerate(done)
-            )
-        )
+        """Count the pairs of sample and layer that are measured already."""
+        pairs = zip(self._extents(), done, strict=True)
+        return int(sum((stop - start) * row.sum() for (start, stop), row in pairs))
 
 
 def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan:
-    """Look at the first sample, and decide.
+    """Look at the first sample, and plan the run.
 
     Args:
         config: of the run.
@@ -191,8 +189,8 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
         parts: at least so many blocks, where there are samples enough.
 
     Raises:
-        LipboundError: a bound that was asked for by name does not apply to the model.
-        CaptureError: the model's attention cannot be captured.
+        LipboundError: a bound that was asked for by name does not apply to the model, or its
+            attention cannot be captured.
     """
     samples = sources.inputs.samples
     exact = config.exact_count(samples)
@@ -212,20 +210,27 @@ def plan(config: RunConfig, sources: Sources, memory: float, parts: int) -> Plan
     if config.resume and config.target is not None:  # other blocks would change last digits
         block = stored_block(partial_path(config.target), default=block)
     spec = measurement_spec(config, names, exact, norms_shape(layers, config.map))
-    return Plan(spec, layers, samples, block, not_applicable, sources.capturer.count)
+    count = sources.capturer.count
+    assert count is not None  # it was counted with the layers
+    return Plan(spec, layers, samples, block, not_applicable, count)
 
 
 def norms_shape(layers: Sequence[LayerInfo], map: str) -> tuple[int, int]:
-    """(layers, heads) of the exact norms of a sample; layers with fewer heads than others leave
-    places empty."""
+    """Shape (layers, heads) of the exact norms of a sample, with the most heads of a layer."""
     return len(layers), 1 if map in WHOLE else max(layer.heads for layer in layers)
 
 
 def measurement_spec(
     config: RunConfig, names: Sequence[str], exact_samples: int, shape: tuple[int, ...]
 ) -> MeasurementSpec:
-    """What is measured at every layer; all exact norms of the run share its delta equally,
-    ``shape`` of them at each of ``exact_samples``."""
+    """Share the delta of a run equally among its exact norms.
+
+    Args:
+        config: of the run.
+        names: of the bounds.
+        exact_samples: how many samples have exact norms.
+        shape: of the exact norms of each of them.
+    """
     norms = exact_samples * math.prod(shape)
     delta = None if config.delta is None else config.delta / norms
     return MeasurementSpec(
@@ -234,15 +239,16 @@ def measurement_spec(
 
 
 def all_variants(layers: Sequence[LayerInfo]) -> frozenset[str]:
-    """Variants that some layer has."""
+    """Collect the variants that some layer has."""
     return frozenset().union(*(layer.variants for layer in layers))
 
 
 def about(
     names: list[str], layers: Sequence[LayerInfo], *, everything: bool
 ) -> tuple[list[str], dict[str, str]]:
-    """The bounds that say something about these layers, and why the others do not: variants they do
-    not cover, inputs too long for them.
+    """Find the bounds that say something about these layers, and why the others do not.
+
+    The others do not cover variants, or inputs are too long for them.
 
     Raises:
         LipboundError: when one of the others was asked for by name.
@@ -252,12 +258,10 @@ def about(
     for name in names:
         if other := [VARIANTS[v] for v in VARIANTS if v in variants - get(name).covers]:
             silent[name] = "does not cover " + " and ".join(other)
-        elif why := [
-            said
-            for one in layers
-            if (said := get(name).too_long(one.tokens, one.heads, one.variants))
-        ]:
-            silent[name] = why[0]
+        else:
+            said = (get(name).too_long(one.tokens, one.heads, one.variants) for one in layers)
+            if why := next(filter(None, said), None):
+                silent[name] = why
     if silent and not everything:
         name, why_not = next(iter(silent.items()))
         if not variants <= get(name).covers:
@@ -271,8 +275,7 @@ def about(
 
 
 def block_size(captured: Sequence[LayerInfo], count: int, budget: float, parts: int) -> int:
-    """How many samples to take at a time: as many as memory allows, and few enough to make so many
-    parts."""
+    """Samples to take at a time: as many as memory allows, and few enough to make the parts."""
     scores = max(layer.heads * layer.tokens**2 for layer in captured)
     return max(1, min(int(budget // (BYTES_PER_SCORE * scores)), -(-count // parts)))
 
@@ -280,11 +283,8 @@ def block_size(captured: Sequence[LayerInfo], count: int, budget: float, parts: 
 def memory_bytes(memory: str | float, device: str) -> float:
     """Bytes that the ``memory`` of a configuration means."""
     if memory == "auto":
-        return (
-            min(BLOCK_BYTES, available(torch.device("cpu")) / 4)
-            if device == "cpu"
-            else available(torch.device(device)) / 4
-        )
+        quarter = available(torch.device(device)) / 4
+        return min(BLOCK_BYTES, quarter) if device == "cpu" else quarter
     if float(memory) < LEAST_MEMORY:
         tell(
             f"memory is {float(memory):g} byte{'s' * (memory != 1)}, so that samples are "

@@ -1,5 +1,4 @@
-"""The model and the inputs of a run again, found by its provenance, and what is no longer as it
-was."""
+"""Find the model and the inputs of a run again, by its provenance, and compute numbers again."""
 
 import importlib.metadata
 from typing import Any, NamedTuple
@@ -10,12 +9,13 @@ import xarray as xr
 
 from lipbound.devices import resolve_device
 from lipbound.errors import InputsError, StoreError
-from lipbound.models.batch import Inputs
+from lipbound.models.checkpoint import Inputs
 from lipbound.models.checkpoints import Checkpoint
 from lipbound.runs.config import RunConfig
+from lipbound.runs.dataset import package_version
 from lipbound.runs.measure import Measurer, capturer_of
 from lipbound.runs.plan import measurement_spec, open_checkpoint, open_inputs
-from lipbound.runs.provenance import package_version
+from lipbound.schema import Extent, RunInfo
 
 
 class OtherModelError(StoreError):
@@ -23,7 +23,7 @@ class OtherModelError(StoreError):
 
 
 class Replay(NamedTuple):
-    """What a run was made from.
+    """Model and inputs of a run, found again.
 
     Attributes:
         config: the run's, read from what it recorded.
@@ -41,14 +41,12 @@ class Replay(NamedTuple):
     notes: list[str]
 
     def measurer(self, ds: xr.Dataset, layer: int) -> Measurer:
-        """Measures the layer at one position of the run as the run did, which may have had more
-        samples, layers and heads than are there."""
-        made = ds.attrs.get("made")
-        shape = ds["exact"][0].shape if made is None else (len(made["layers"]), made["heads"] or 1)
-        spec = measurement_spec(self.config, self.config.names, ds.attrs["exact_samples"], shape)
-        return Measurer(
-            capturer_of(self.checkpoint.model, [int(ds["layer"][layer])], spec.map), spec
-        )
+        """Prepare to measure the layer at a position as the whole run did."""
+        made = Extent(**ds.attrs["made"])
+        shape = (len(made.layers), made.heads or 1)
+        spec = measurement_spec(self.config, self.config.names, made.exact_samples, shape)
+        number = int(ds["layer"][layer])
+        return Measurer(capturer_of(self.checkpoint.model, [number], spec.map), spec)
 
 
 def replay(
@@ -63,44 +61,41 @@ def replay(
 
     Args:
         ds: a run.
-        model, data: in place of what the run recorded; needed where it was made from objects in
-            memory.
-        device: a torch device, or "auto". dtype: that of the run by default.
+        model: in place of the recorded one; needed where that was an object in memory.
+        data: the same.
+        device: a torch device, or "auto".
+        dtype: that of the run by default.
 
     Raises:
         StoreError: see `RunConfig.of`.
-        CheckpointError, InputsError: they are no longer there.
+        LipboundError: they are no longer there.
         OtherModelError: the model is not the recorded one, and does not take the run's data.
     """
     config = RunConfig.of(ds, model=model, data=data, device=device, dtype=dtype)
     where = resolve_device(device)
     checkpoint = open_checkpoint(config, where)
-    a = ds.attrs
+    info = RunInfo.of(ds)
     differences, notes = [], []
-    comparable = (
-        _kind(checkpoint.revision) == _kind(a["revision"]) and checkpoint.loaded == a["loaded"]
-    )
-    if checkpoint.loaded and dtype not in (None, a["dtype"]):
+    kinds = {revision.startswith("sha256:") for revision in (checkpoint.revision, info.revision)}
+    comparable = len(kinds) == 1 and checkpoint.loaded == info.loaded
+    if checkpoint.loaded and dtype not in (None, info.dtype):
         comparable = False  # the hash of a model in memory is that of its numbers, rounded
     if not comparable:
         notes.append(
             f"the weights of {checkpoint.name} were found another way than the run's, so only "
             "the numbers tell whether they are the same"
         )
-    elif checkpoint.revision != a["revision"]:
+    elif checkpoint.revision != info.revision:
         kind = "not the recorded model" if model is not None else "not the recorded weights"
         now = "" if model is not None else "now "
         differences.append(
-            f"{kind}: the run is of {a['model']} ({a['architecture']}, {a['revision']}), "
+            f"{kind}: the run is of {info.model} ({info.architecture}, {info.revision}), "
             f"{checkpoint.name} ({type(checkpoint.model).__name__}) {now}has {checkpoint.revision}"
         )
-    if (
-        comparable
-        and None not in (checkpoint.configuration, a.get("configuration"))
-        and checkpoint.configuration != a["configuration"]
-    ):
+    configurations = {checkpoint.configuration, info.configuration}
+    if comparable and None not in configurations and len(configurations) > 1:
         differences.append(
-            f"not the recorded configuration of the model: the run has {a['configuration']}, "
+            f"not the recorded configuration of the model: the run has {info.configuration}, "
             f"{checkpoint.name} now has {checkpoint.configuration}"
         )
     try:
@@ -109,22 +104,17 @@ def replay(
         if differences:
             raise OtherModelError(differences[0]) from error
         raise
-    if inputs.fingerprint != a["data_fingerprint"]:
+    if inputs.fingerprint != info.data_fingerprint:
         made = "model and data make other inputs" if differences else "not the recorded data"
         differences.append(
-            f"{made}: the run has {a['data_fingerprint']}, {inputs.description} now gives "
+            f"{made}: the run has {info.data_fingerprint}, {inputs.description} now gives "
             f"{inputs.fingerprint}"
         )
     return Replay(config, checkpoint, inputs, where, differences, notes)
 
 
-def _kind(revision: str) -> str:
-    """What a revision is: a hash of weights, or a commit."""
-    return "weights" if revision.startswith("sha256:") else "commit"
-
-
 def changed_versions(ds: xr.Dataset) -> dict[str, tuple[str, str]]:
-    """Packages whose version differs from the run's: name -> (then, now)."""
+    """Find packages whose version differs from the run's: name -> (then, now)."""
     found = {}
     for name, then in ds.attrs["versions"].items():
         try:
@@ -137,8 +127,17 @@ def changed_versions(ds: xr.Dataset) -> dict[str, tuple[str, str]]:
 
 
 def measure_again(rerun: Replay, ds: xr.Dataset, sample: int, layer: int) -> dict[str, np.ndarray]:
-    """Everything the run stores about one sample and layer, by position, computed again: name ->
-    (heads,), for the heads that are there."""
+    """Compute again what the run stores about one sample and layer.
+
+    Args:
+        rerun: of the run.
+        ds: the run.
+        sample: position of the sample.
+        layer: position of the layer.
+
+    Returns:
+        By name, (heads,) of the heads that are there.
+    """
     number = int(ds["sample"][sample])
     block = rerun.inputs.block(number, number + 1, rerun.device)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Runs on disk: one Zarr store each."""
+"""Runs on disk, one Zarr store each, and runs as users hand them over."""
 
 import json
 import os
@@ -7,61 +7,39 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import xarray as xr
 import zarr
 
-from lipbound.bounds.audit import compared_with, norm_of
-from lipbound.bounds.bound import NORMS
 from lipbound.errors import (
     AlteredRunError,
     DamagedRunWarning,
     StoreError,
-    UnknownNameError,
-    nearest,
+    choice,
     one_line,
     shown,
     warn,
 )
+from lipbound.runs.checksums import again, damage
+from lipbound.runs.config import check_run_name
 from lipbound.runs.partial_store import PARTIAL, measured_blocks, partial_path
-from lipbound.runs.provenance import DRAWN, RUN, RUN_SAMPLE, again, damage, flags, own
+from lipbound.schema import AXES, RUN, RUN_SAMPLE, flags, lacking_settings, lacking_variables, sound
 
+F = TypeVar("F", bound=Callable[..., Any])
 NETCDF, JSON = ".nc", "json:"
 DAMAGED = ("warn", "refuse", "accept")
-WORD, COUNT, NUMBER = (str,), (int,), (int, float)
-NEEDED: dict[str, tuple[type, ...]] = {
-    "bounds": (list,),
-    "versions": (dict,),
-    "delta": (int, float, type(None)),
-    "tol": NUMBER,
-    "capture_error": NUMBER,
-    **dict.fromkeys(("samples", "exact_samples", "tokens", "seed"), COUNT),
-    **dict.fromkeys(
-        (
-            "model",
-            "architecture",
-            "revision",
-            "data",
-            "data_fingerprint",
-            "map_description",
-            "method",
-            "dtype",
-            "device",
-        ),
-        WORD,
-    ),
-    **dict.fromkeys(("python", "date"), WORD),
-}
-"""Attributes that tables, figures and methods paragraphs cannot do without, and their types;
-`DRAWN` in the Frobenius norm alone."""
+ALONG = {"layer_name": "layer", "length": "sample"}
+"""Coordinates that belong to another one's axis."""
+ANNOTATED = {RUN: AXES[:2], RUN_SAMPLE: AXES[:1]}
+"""Axes of annotations that have not all of them."""
 
 
 def check_target(path: str | Path) -> Path:
-    """Whether a run can be written to ``path``, found out before any computing.
+    """Check before any computing that a run can be written to a path, and return it.
 
     Raises:
         StoreError: it exists already, or its folder cannot be written to.
@@ -83,12 +61,11 @@ def check_target(path: str | Path) -> Path:
 
 
 def save(ds: xr.Dataset, path: str | Path) -> Path:
-    """Write a run to disk: a Zarr store, or, where the name ends in ``.nc``, a netCDF file; it
-    appears under its name only when it is complete.
+    """Write a run to disk: a Zarr store, or a netCDF file where the name ends in ``.nc``.
 
-    Parts of a run (``ds.isel(sample=[0])``) and what `lipbound.concat` returns can be saved too. In
-    netCDF, attributes that are lists, dictionaries or None stand as JSON; `lipbound.load` reads
-    them back.
+    It appears under its name only when it is complete. Parts of a run (``ds.isel(sample=[0])``) and
+    what `lipbound.concat` returns can be saved too. In netCDF, attributes that are lists,
+    dictionaries or None stand as JSON; `lipbound.load` reads them back.
 
     Args:
         ds: a run, with its axes; or other data of `lipbound`.
@@ -100,18 +77,21 @@ def save(ds: xr.Dataset, path: str | Path) -> Path:
     Raises:
         StoreError: the path exists or cannot be written, or what is given is no run that could be
             loaded again.
+        LipboundError: its name is that of a file of another kind, such as ``run.csv``.
     """
     if not isinstance(ds, xr.Dataset):
         raise StoreError(
             f"a run is wanted, not {shown(ds)}; give the Dataset of lipbound.compare or "
             "lipbound.load"
         )
-    if "bounds" in ds.attrs and (lacking := _lacking_variables(ds)):
+    if "bounds" in ds.attrs and (lacking := lacking_variables(ds)):
         raise StoreError(
             f"the Dataset could not be loaded as a run again: {lacking}; keep the run's axes and "
             "variables, or save it with its own to_zarr"
         )
     path = check_target(path)
+    if path.suffix != NETCDF:
+        check_run_name(path, "path")
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         if path.suffix == NETCDF:
@@ -137,7 +117,7 @@ def _remove(path: Path) -> None:
 
 
 def _plain_attributes(ds: xr.Dataset) -> xr.Dataset:
-    """The same with attributes that netCDF can hold; a word before them tells JSON from text."""
+    """Copy a Dataset with attributes that netCDF can hold; a word before them marks JSON."""
     plain = ds.copy()
     for attrs in _attributes(plain):
         for name, value in attrs.items():
@@ -157,17 +137,20 @@ def _own_attributes(ds: xr.Dataset) -> None:
 
 
 def _attributes(ds: xr.Dataset) -> list[dict[Any, Any]]:
-    """Attributes of a Dataset and of its variables."""
+    """Attributes of a Dataset, and of each of its variables."""
     return [ds.attrs, *(variable.attrs for variable in ds.variables.values())]
 
 
 def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
-    """Read a run into memory, as `lipbound.compare` returned it, and set it against its checksums.
+    """Read a run into memory, as `lipbound.compare` returned it, and check it by its checksums.
 
     Args:
         path: of the store, or of a netCDF file that `lipbound.save` wrote.
         damaged: what to do with numbers or settings that are not those that were computed: "warn"
             (a `DamagedRunWarning`), "refuse", or "accept".
+
+    Returns:
+        The run; or the data of a figure that `lipbound reproduce` stored.
 
     Raises:
         StoreError: there is no run at ``path``, or an unfinished one.
@@ -175,8 +158,7 @@ def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
             was computed.
     """
     path = Path(path).expanduser()
-    if damaged not in DAMAGED:
-        raise UnknownNameError(f"damaged is {damaged!r}; {nearest(damaged, DAMAGED)}")
+    choice("damaged", damaged, DAMAGED)
     _check_there(path)
     ds = read(path)
     if "lipbound" not in ds.attrs and {"exact", "exact_converged"} <= {*ds.variables}:
@@ -184,10 +166,8 @@ def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
             f"{path} is damaged: its description zarr.json cannot be read (it has no settings)"
         )
     if "lipbound" not in ds.attrs:
-        raise StoreError(
-            f"{path} is a {'netCDF file' if path.is_file() else 'Zarr store'} but not a run of "
-            "lipbound"
-        )
+        kind = "netCDF file" if path.is_file() else "Zarr store"
+        raise StoreError(f"{path} is a {kind} but not a run of lipbound")
     if "recipe" in ds.attrs and "bounds" not in ds.attrs:
         if damaged == "refuse":
             raise StoreError(
@@ -195,26 +175,22 @@ def load(path: str | Path, *, damaged: str = "warn") -> xr.Dataset:
                 "`lipbound compare`"
             )
         return ds
-    if lacking := lacking_settings(ds) or _lacking_variables(ds):
-        raise AlteredRunError(f"{path} is damaged or was edited: {lacking}; {again(ds)}")
+    if lacking := lacking_settings(ds) or lacking_variables(ds):
+        raise AlteredRunError(f"{path} is damaged or was edited: {lacking}; {again(ds.attrs)}")
     if damaged != "accept" and (what := damage(ds)):
         message = (
             f"{path} is damaged or was edited: {what}; `lipbound verify "
-            f"{shlex.quote(str(path))}` tells what differs; {again(ds)}"
+            f"{shlex.quote(str(path))}` tells what differs; {again(ds.attrs)}"
         )
         if damaged == "refuse":
             raise AlteredRunError(message)
         warn(message, DamagedRunWarning)
-    names = ["exact", "exact_upper", "exact_l2", *ds.attrs["bounds"]]
-    first = [name for name in names if name in ds]
-    ds = ds.set_coords(flags(ds))
-    return ds[
-        first + [name for name in ds.data_vars if name not in first]
-    ]  # a store does not keep their order
+    names = ["exact", "exact_upper", "exact_l2", *ds.attrs["bounds"], *ds.data_vars]
+    return ds[[name for name in dict.fromkeys(names) if name in ds]]  # a store sorts them
 
 
 def _check_there(path: Path) -> None:
-    """Raise StoreError where no finished run is."""
+    """Refuse a path where no finished run is."""
     try:
         there, partly = path.exists(), bool(path.name) and partial_path(path).exists()
         if path.is_dir():
@@ -231,10 +207,8 @@ def _check_there(path: Path) -> None:
         )
     if not there and path.name.endswith(PARTIAL):
         finished = path.with_name(path.name.removesuffix(PARTIAL))
-        raise StoreError(
-            f"there is no unfinished run {path}"
-            + (f"; {finished} is finished" if finished.exists() else "")
-        )
+        instead = f"; {finished} is finished" if finished.exists() else ""
+        raise StoreError(f"there is no unfinished run {path}{instead}")
     if not there:
         raise StoreError(
             f"there is no run {path}; `lipbound compare MODEL --out {shlex.quote(str(path))}` "
@@ -243,28 +217,28 @@ def _check_there(path: Path) -> None:
 
 
 def _so_far(partial: Path) -> str:
-    """The measured share of an unfinished run, in brackets."""
+    """Measured share of an unfinished run, in brackets."""
     done, count = measured_blocks(partial)
     return f" ({done} of {count} blocks of one layer each are measured)" if count else ""
 
 
 def _resumed(path: Path) -> str:
+    """Say how an unfinished run is finished."""
     return f"the command that began it, with --out {shlex.quote(str(path))} --resume, finishes it"
 
 
 def read(path: Path) -> xr.Dataset:
-    """Any Dataset that `save` has written.
+    """Read any Dataset that `save` has written.
 
     Raises:
-        StoreError: it is none.
+        StoreError: there is none.
         AlteredRunError: the values of a variable cannot be read.
     """
     netcdf = path.is_file()
     if not netcdf and (what := _no_store(path)):
         raise StoreError(f"{path} is not a run of lipbound: {what}")
-    for description in sorted(
-        path.glob("*/zarr.json")
-    ):  # one by one: zarr, which opens all at once, goes on with the others when one fails
+    # one by one: zarr, which opens all at once, goes on with the others when one fails
+    for description in sorted(path.glob("*/zarr.json")):
         try:
             array = zarr.open_array(description.parent, mode="r")
         except Exception as error:
@@ -273,11 +247,10 @@ def read(path: Path) -> xr.Dataset:
                 f"read ({one_line(error)})"
             ) from error
         if array.ndim == 1:  # coordinates, which are read with the descriptions
-            _readable(path, description.parent.name, partial(_all, array))
+            _readable(path, description.parent.name, partial(array.__getitem__, ...))
     try:
-        ds = (
-            xr.open_dataset(path) if netcdf else xr.open_zarr(path, chunks=None, consolidated=False)
-        )
+        how: dict[str, Any] = {} if netcdf else {"engine": "zarr", "consolidated": False}
+        ds = xr.open_dataset(path, **how)
     except Exception as error:  # zarr and xarray raise a zoo of types for a folder that is no store
         if (path / "exact" / "zarr.json").exists():
             raise AlteredRunError(
@@ -294,24 +267,18 @@ def read(path: Path) -> xr.Dataset:
 
 
 def _no_store(path: Path) -> str:
-    """That a folder is neither a run nor what is left of one, and which runs are in it, in words;
-    else empty."""
+    """Describe a folder that is neither a run nor what is left of one; empty for those."""
     if any((path / name).exists() for name in ("zarr.json", ".zgroup", "exact")):
         return ""
     inside = sorted(one.parent.parent.name for one in path.glob("*/exact/zarr.json"))
-    return "it is a folder" + (
-        f" of runs ({', '.join(inside[:5])}{', ...' if len(inside) > 5 else ''}); name one of them"
-        if inside
-        else ""
-    )
-
-
-def _all(array: zarr.Array) -> object:
-    return array[...]
+    if not inside:
+        return "it is a folder"
+    more = ", ..." if len(inside) > 5 else ""
+    return f"it is a folder of runs ({', '.join(inside[:5])}{more}); name one of them"
 
 
 def _readable(path: Path, name: object, values: Callable[[], object]) -> None:
-    """Raise AlteredRunError where values cannot be read."""
+    """Refuse a run of which some values cannot be read."""
     try:
         values()
     except Exception as error:  # whatever a codec makes of bytes that are not its own
@@ -319,84 +286,82 @@ def _readable(path: Path, name: object, values: Callable[[], object]) -> None:
         attrs = {}
         with suppress(Exception):  # how it was made, if that can be read
             attrs = dict(zarr.open_group(path, mode="r").attrs)
-        raise AlteredRunError(
-            f"{path} is damaged: {what}; {again(xr.Dataset(attrs=attrs))}"
-        ) from error
+        raise AlteredRunError(f"{path} is damaged: {what}; {again(attrs)}") from error
 
 
-def _missing_settings(ds: xr.Dataset) -> list[str]:
-    """Settings without which a run cannot be shown that are not there."""
-    return [
-        name
-        for name in NEEDED
-        if name not in ds.attrs and (name not in DRAWN or norm_of(ds) == "frobenius")
-    ]
+def takes_run(function: F) -> F:
+    """Let a function whose first argument is a run also take its path, and parts of it.
+
+    The axes of such parts may be gone, as after ``ds.isel(layer=0)``.
+    """
+
+    @wraps(function)
+    def taking(ds: object, *args: Any, **kwargs: Any) -> Any:
+        return function(run_of(ds), *args, **kwargs)
+
+    return cast("F", taking)
 
 
-def lacking_settings(ds: xr.Dataset) -> str:
-    """The first setting without which a run cannot be shown that is missing or of a wrong kind, in
-    words; else empty."""
-    if not isinstance(ds.attrs.get("norm", ""), str) or norm_of(ds) not in NORMS:
-        return f"its setting 'norm' is {ds.attrs['norm']!r}"
-    if lost := _missing_settings(ds):
-        return f"its setting {lost[0]!r} is missing"
-    for name, kinds in NEEDED.items():
-        if name in ds.attrs and (
-            not isinstance(ds.attrs[name], kinds) or isinstance(ds.attrs[name], bool)
-        ):
-            return f"its setting {name!r} is {ds.attrs[name]!r}"
-    if ds.attrs["dtype"] not in ("float32", "float64"):
-        return f"its setting 'dtype' is {ds.attrs['dtype']!r}"
-    return "the record of what it was made with is damaged" if _made_is_damaged(ds) else ""
+def whole_run(given: object) -> xr.Dataset:
+    """Read a run as `run_of` does, but refuse what has not all its axes."""
+    ds = run_of(given)
+    if isinstance(given, xr.Dataset) and ds is not given:
+        raise StoreError(
+            "a part of a run, or one whose axes were moved, cannot be checked; give the whole "
+            "run, or its path"
+        )
+    return ds
 
 
-def _made_is_damaged(ds: xr.Dataset) -> bool:
-    """Tell whether attrs["made"], and attrs["runs"] of runs put together, are not what
-    `lipbound.runs.provenance.sealed` writes."""
-    if "made" not in ds.attrs:
-        return False
-    made, runs = ds.attrs["made"], ds.attrs.get("runs", [])
-    kinds: dict[str, Any] = {
-        "samples": int,
-        "exact_samples": int,
-        "layers": list,
-        "variables": list,
-        "identity": str,
-    }
-    kinds |= dict.fromkeys(("heads", "model_layers"), (int, type(None)))
-    good = isinstance(made, dict) and all(
-        name in made and isinstance(made[name], kind) for name, kind in kinds.items()
-    )
-    return not good or not isinstance(runs, list) or not all(isinstance(one, dict) for one in runs)
+def run_of(given: object) -> xr.Dataset:
+    """Read or complete a run: axes sample, layer and, unless it is of whole layers, head.
 
+    Args:
+        given: a run, a part of it such as ``ds.isel(layer=0)``, or the path of a stored one.
 
-def _lacking_variables(ds: xr.Dataset) -> str:
-    """The first variable or coordinate that is missing or of a wrong kind, in words; else empty."""
-    bounds = [str(name) for name in ds.attrs["bounds"]]
-    for name in [
-        "sample",
-        "layer",
-        "length",
-        "exact",
-        "exact_converged",
-        *bounds,
-        *(f"{bound}_sound" for bound in bounds),
-    ]:
-        if name not in ds.variables:
-            return f"{name!r} is missing"
-    for name in own(ds):
-        if (
-            ds[name].dims not in (("sample", "layer", "head"), ("sample", "layer"))
-            or ds[name].dtype.kind not in "fib"
-        ):
-            return f"{name!r} is no table of numbers by sample, layer and head"
-    if "runs" in ds.attrs and any(name not in ds.variables for name in (RUN, RUN_SAMPLE)):
-        return "which of its places are from which run is missing"
-    for name in bounds:
-        if lost := [
-            key for key in ("label", "source") if not isinstance(ds[name].attrs.get(key), str)
-        ]:
-            return f"the {lost[0]} of {name!r} is missing"
-        if compared_with(ds, name) not in ds:
-            return f"{compared_with(ds, name)!r} is missing"
-    return ""
+    Raises:
+        StoreError: there is no run at the path, it is no run, an axis was reduced or is empty.
+    """
+    if isinstance(given, str | Path):
+        return load(given)
+    if not isinstance(given, xr.Dataset):
+        kind = f"the variable {given.name}" if isinstance(given, xr.DataArray) else shown(given)
+        raise StoreError(
+            f"a run is wanted, not {kind}; give the Dataset of lipbound.compare or "
+            "lipbound.load, or its path"
+        )
+    if "exact" not in given or "bounds" not in given.attrs or "map" not in given.attrs:
+        raise StoreError(
+            "the Dataset is not a run of lipbound, or its attributes were dropped; keep them "
+            "(xarray.set_options(keep_attrs=True))"
+        )
+    if what := lacking_settings(given):
+        what += ", as after arithmetic on two runs" if "missing" in what else ""
+        raise StoreError(
+            f"the Dataset is no longer a run: {what}; show the runs, or draw the result with xarray"
+        )
+    for axis in AXES if given.attrs["made"]["heads"] else AXES[:2]:
+        if axis not in given.dims and axis not in given.coords:
+            raise StoreError(
+                f"the run has no {axis}s any more, as after .mean({axis!r}); give the run itself, "
+                "and choose by reduce= what is shown of it"
+            )
+    bounds = [name for name in given.attrs["bounds"] if name in given.variables]
+    needed = ("exact_converged", "length", *map(sound, bounds))
+    if lost := [name for name in needed if name not in given.variables]:
+        raise StoreError(
+            f"the Dataset is no longer a run: {lost[0]!r} is missing, which arithmetic on two "
+            "runs drops where it differs; show the runs"
+        )
+    ds = given
+    for axis in AXES:
+        if axis not in ds.dims and axis in ds.coords:
+            # only data variables get the axis, not coordinates
+            notes = [name for name in flags(ds) if axis in ANNOTATED.get(name, AXES)]
+            ds = ds.reset_coords(notes).expand_dims(axis).set_coords(notes)
+            along = [name for name in ALONG if ALONG[name] == axis and name in ds.coords]
+            ds = ds.assign_coords({name: (axis, [ds[name].item()]) for name in along})
+        if axis in ds.dims and not ds.sizes[axis]:
+            raise StoreError(f"the run has no {axis} left; keep at least one")
+    order = [axis for axis in AXES if axis in ds.dims]
+    return ds if ds["exact"].dims == tuple(order) else ds.transpose(*order, ...)

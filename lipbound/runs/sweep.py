@@ -13,11 +13,11 @@ import numpy as np
 import xarray as xr
 import yaml
 
-from lipbound.bounds.audit import audit, compared_with
+from lipbound.bounds.audit import audit
 from lipbound.errors import LipboundError, nearest
 from lipbound.runs.compare import run
 from lipbound.runs.config import RunConfig, check_folder_name
-from lipbound.runs.standing import standing
+from lipbound.schema import Contents, compared_with
 
 AXES = ("model", "data", "max_length")
 OPTIONS = tuple(
@@ -176,7 +176,7 @@ def numbers(ds: xr.Dataset) -> dict[str, float]:
     """
     exact = ds["exact"].values
     known = exact[~np.isnan(exact)]
-    found = standing(ds)
+    found = Contents.of(ds)
     least, most = (
         (float(known.min()), float(known.max())) if known.size else (float("nan"), float("nan"))
     )

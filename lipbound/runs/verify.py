@@ -1,25 +1,23 @@
-"""Do the numbers of a run still hold? Some of them are computed again from the recorded
-provenance."""
+"""Check that the numbers of a run still hold, by computing some of them again."""
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import xarray as xr
 
-from lipbound.bounds.audit import audit, norm_of
+from lipbound.bounds.audit import audit
 from lipbound.devices import dtype_name
-from lipbound.errors import AlteredRunError, CaptureError, StoreError, whole
+from lipbound.errors import AlteredRunError, CaptureError, whole
 from lipbound.formatting import plain
+from lipbound.runs.checksums import altered, impossible, settings_altered
 from lipbound.runs.concat import split
-from lipbound.runs.provenance import altered, lacks_variables, own, settings_altered, strange
 from lipbound.runs.replay import OtherModelError, Replay, changed_versions, measure_again, replay
-from lipbound.runs.run_argument import whole_run
-from lipbound.runs.standing import with_exact
+from lipbound.runs.store import whole_run
+from lipbound.schema import AXES, Extent, lacks_variables, norm_of, own, with_exact
 
 ALLOWED = {"float32": 1e-4, "float64": 1e-8}
 """Relative difference that rounding explains, per unit of the logarithm's size: the exponentials in
@@ -30,8 +28,7 @@ FLAGS = ("_sound", "_converged")
 
 @dataclass(frozen=True)
 class Difference:
-    """A number that does not agree: of which variable, where, as text then and now, and the
-    relative difference."""
+    """A number that does not agree, as text then and now, with the relative difference."""
 
     variable: str
     place: str
@@ -45,7 +42,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` found.
+    """Findings of `verify`.
 
     Attributes:
         faults: a sentence for everything that does not hold beside single numbers: weights, data,
@@ -75,25 +72,22 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether everything that was looked at holds."""
+        """Everything that was looked at holds."""
         return not self.problems
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """A sentence for everything that does not hold; none when the run holds."""
+        """Sentences on everything that does not hold; none when the run holds."""
         return self.faults + (tuple(map(str, self.numbers)) if self.judged else ())
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A sentence for what differs without harm."""
+        """Sentences on what differs without harm."""
         return self.remarks + (() if self.judged else tuple(map(str, self.numbers)))
 
     def __str__(self) -> str:
-        lines = [
-            self._recomputed(),
-            *self._holding(),
-            *(f"note: {remark}" for remark in self.remarks),
-        ]
+        lines = [self._recomputed(), *self._holding()]
+        lines += [f"note: {remark}" for remark in self.remarks]
         lines += [f"DIFFERS: {fault}" for fault in self.faults]
         lines += [f"{'DIFFERS' if self.judged else 'note'}: {group}" for group in self._differing()]
         if not self.ok:
@@ -108,6 +102,7 @@ class Verification:
         return "\n".join(plain(line) for line in lines)
 
     def _recomputed(self) -> str:
+        """Say what was computed again."""
         if not self.places:
             return "nothing was computed again"
         layers: dict[int, list[str]] = {}
@@ -126,7 +121,7 @@ class Verification:
         return f"computed again, in {self.dtype}{norm}{each}: all heads at {where}"
 
     def _holding(self) -> list[str]:
-        """What agrees, the same numbers and those within rounding apart."""
+        """Sentences on what agrees: the same numbers, and those within rounding."""
         good = self.table[self.table["off"] == 0]
         lines = []
         same, near = good[good["largest"] == 0], good[good["largest"] > 0]
@@ -144,7 +139,7 @@ class Verification:
         return lines
 
     def _differing(self) -> list[str]:
-        """A sentence for every variable that has numbers which do not agree."""
+        """Sentences on every variable with numbers that do not agree."""
         groups: dict[str, list[Difference]] = {}
         for one in self.numbers:
             groups.setdefault(one.variable, []).append(one)
@@ -152,11 +147,8 @@ class Verification:
         for name, found in groups.items():
             worst = max(found, key=lambda one: one.relative)
             count = f"{len(found)} of {int(self.table.loc[name, 'values'])} values"
-            by = (
-                f", by up to {100 * worst.relative:.2g} %"
-                if np.isfinite(worst.relative) and not name.endswith(FLAGS)
-                else ""
-            )
+            finite = np.isfinite(worst.relative) and not name.endswith(FLAGS)
+            by = f", by up to {100 * worst.relative:.2g} %" if finite else ""
             rest = f", and {len(found) - 1} more" if len(found) > 1 else ""
             sentences.append(
                 f"{name}, {count}{by}: at {worst.place} stored {worst.stored}, now "
@@ -194,8 +186,11 @@ def verify(
         places: how many random pairs of sample and layer; all of them where there are fewer; of
             each run where several were put together.
         seed: which ones.
-        model, data: in place of those recorded; needed for runs on objects in memory.
-        device, dtype: to compute on and in; a run in float32 can be checked in "float64".
+        model: in place of the recorded one; needed where that was an object in memory.
+        data: the same.
+        device: to compute on, a torch device or "auto".
+        dtype: to compute in, that of the run by default; a run in float32 can be checked in
+            "float64".
 
     Returns:
         A `Verification`; ``print`` it, or look at ``.ok`` and ``.problems``.
@@ -212,17 +207,15 @@ def verify(
 
 
 def _own_faults(ds: xr.Dataset) -> list[str]:
-    """Sentences about what a run says of itself and its numbers that does not hold: settings,
-    audit."""
+    """Sentences on settings and audit that a run records and that do not hold."""
     faults = []
     if settings_altered(ds):
         faults.append(
             "the run's settings (attributes) are not those that were recorded when it was "
             "computed (checksum)"
         )
-    now, then = (
-        json.dumps(one, sort_keys=True) for one in (audit(ds), ds.attrs["audit"])
-    )  # as text, since NaN differs from itself
+    # as text, since NaN differs from itself
+    now, then = (json.dumps(one, sort_keys=True) for one in (audit(ds), ds.attrs["audit"]))
     if now != then and _is_whole(ds):
         faults.append("the audit stored with the run is not that of its numbers")
     return faults
@@ -230,217 +223,184 @@ def _own_faults(ds: xr.Dataset) -> list[str]:
 
 def _is_whole(ds: xr.Dataset) -> bool:
     """Tell whether the whole of a run is there, not a selection."""
-    made = ds.attrs.get("made")
-    return made is None or (ds.sizes["sample"], ds.sizes["layer"], ds.sizes.get("head")) == (
-        made["samples"],
-        len(made["layers"]),
-        made["heads"],
-    )
+    made = Extent(**ds.attrs["made"])
+    sizes = tuple(ds.sizes.get(axis) for axis in AXES)
+    return sizes == (made.samples, len(made.layers), made.heads)
 
 
 def _together(found: list[Verification], faults: list[str]) -> Verification:
-    """Join the verifications of several runs, which are told apart by their place in
-    ``attrs["runs"]``."""
-    named = [f"run {number}: " for number in range(len(found))]
-    faults = faults + [
-        name + fault for name, one in zip(named, found, strict=True) for fault in one.faults
-    ]
-    numbers = [
-        replace(d, place=f"{name}{d.place}")
-        for name, one in zip(named, found, strict=True)
-        for d in one.numbers
-    ]
-    remarks = [
-        name + remark for name, one in zip(named, found, strict=True) for remark in one.remarks
-    ]
-    rows = pd.concat([one.table for one in found]).groupby(level=0, sort=False)
-    table = rows.agg({"values": "sum", "largest": "max", "off": "sum"})
-    places = tuple(place for one in found for place in one.places)
-    first = found[0]
+    """Join the verifications of several runs, told apart by their place in ``attrs["runs"]``."""
+    named = [(f"run {number}: ", one) for number, one in enumerate(found)]
+    table = pd.concat([one.table for one in found]).groupby(level=0, sort=False)
     return Verification(
-        tuple(faults),
-        tuple(numbers),
-        tuple(remarks),
-        table,
-        places,
-        all(one.judged for one in found),
-        first.dtype,
-        first.norm,
-        len(found),
+        faults=(*faults, *(name + fault for name, one in named for fault in one.faults)),
+        numbers=tuple(
+            replace(number, place=f"{name}{number.place}")
+            for name, one in named
+            for number in one.numbers
+        ),
+        remarks=tuple(name + remark for name, one in named for remark in one.remarks),
+        table=table.agg({"values": "sum", "largest": "max", "off": "sum"}),
+        places=tuple(place for one in found for place in one.places),
+        judged=all(one.judged for one in found),
+        dtype=found[0].dtype,
+        norm=found[0].norm,
+        runs=len(found),
     )
 
 
 def _verify_one(
     ds: xr.Dataset, places: int, seed: int, model: Any, data: Any, device: str, dtype: str | None
 ) -> Verification:
-    """`verify` of one run."""
-    if "dtype" not in ds.attrs or "source" not in ds.attrs:
-        raise StoreError(
-            "the run was written by a version of lipbound that did not record enough to repeat it"
-        )
+    """Verify one run."""
     wanted = ds.attrs["dtype"] if dtype is None else dtype_name(dtype)
-    nothing = partial(
-        Verification,
+    found = Verification(
+        faults=(),
         numbers=(),
         remarks=(),
         table=_table({}),
         places=(),
-        judged=True,
+        judged=wanted == ds.attrs["dtype"],
         dtype=wanted,
         norm=norm_of(ds),
     )
     try:
         rerun = replay(ds, model=model, data=data, device=device, dtype=wanted)
-    except (
-        AlteredRunError,
-        OtherModelError,
-    ) as error:  # nothing can be computed with such settings, or such a model
-        return nothing((str(error),))
-    faults = list(rerun.differences) + _own_faults(ds)
-    unknown = "made" in ds.attrs and lacks_variables(ds)
-    broken = None if unknown else altered(ds)
-    wrong_axes = strange(ds) if broken else []
-    faults += (
-        [f"the coordinates {', '.join(wrong_axes)} cannot be those of the run"]
-        if wrong_axes
-        else []
-    )
-    faults += [
-        f"{_place(ds, s, i)}: the stored numbers are not those that were computed (checksum)"
-        for s, i in broken or []
-    ]
-    why = (
-        "variables that its checksums are over were left out of the run"
-        if unknown
-        else "the run has no checksums"
-    )
-    remarks = (
-        []
-        if broken is not None
-        else [
-            f"{why}, so numbers that were changed by hand show only where they are computed again"
-        ]
-    )
-    remarks += [
-        f"{name} was {then}, is {now}" for name, (then, now) in changed_versions(ds).items()
-    ] + rerun.notes
+    except (AlteredRunError, OtherModelError) as error:  # nothing can be computed with those
+        return replace(found, faults=(str(error),), judged=True)
+    broken, faults, remarks = _checked_sums(ds)
+    faults = [*rerun.differences, *_own_faults(ds), *faults]
+    remarks += [f"{name} was {old}, is {now}" for name, (old, now) in changed_versions(ds).items()]
+    remarks += rerun.notes
     samples = int(ds.attrs["samples"])
-    shapes = rerun.inputs.samples == samples and not {"sample", "layer", "head"} & set(wrong_axes)
     if rerun.inputs.samples != samples:
         faults.append(f"the data now has {rerun.inputs.samples} samples, the run {samples}")
-    chosen = _choose(ds, places, seed, broken or []) if shapes else []
-    found: dict[str, tuple[int, float, int]] = {}
+    same_shape = rerun.inputs.samples == samples and not (broken and {*AXES} & {*impossible(ds)})
+    chosen = _choose(ds, places, seed, broken) if same_shape else []
+    counts: dict[str, tuple[int, float, int]] = {}
     wrong: list[Difference] = []
     try:
         for s, i in chosen:
             for name, relative, difference in _compare(ds, rerun, s, i):
-                count, largest, off = found.get(name, (0, 0.0, 0))
-                found[name] = (count + 1, max(largest, relative), off + (difference is not None))
+                count, largest, off = counts.get(name, (0, 0.0, 0))
+                counts[name] = (count + 1, max(largest, relative), off + (difference is not None))
                 wrong += [] if difference is None else [difference]
     except CaptureError as error:
         if not rerun.differences:
             raise
-        return nothing((*faults, f"with it nothing can be computed again: {error}"))
+        faults.append(f"with it nothing can be computed again: {error}")
+        return replace(found, faults=tuple(faults), judged=True)
     where = tuple((int(ds["sample"][s]), int(ds["layer"][i])) for s, i in chosen)
-    return Verification(
-        tuple(faults),
-        tuple(wrong),
-        tuple(remarks),
-        _table(found),
-        where,
-        wanted == ds.attrs["dtype"],
-        wanted,
-        norm_of(ds),
+    return replace(
+        found,
+        faults=tuple(faults),
+        numbers=tuple(wrong),
+        remarks=tuple(remarks),
+        table=_table(counts),
+        places=where,
     )
 
 
+def _checked_sums(ds: xr.Dataset) -> tuple[list[tuple[int, int]], list[str], list[str]]:
+    """Positions (sample, layer) that do not fit their checksums, faults and remarks about them."""
+    left_out = lacks_variables(ds)
+    broken = None if left_out else altered(ds)
+    if broken is None:
+        why = "the run has no checksums"
+        if left_out:
+            why = "variables that its checksums are over were left out of the run"
+        said = "numbers that were changed by hand show only where they are computed again"
+        return [], [], [f"{why}, so {said}"]
+    wrong = impossible(ds) if broken else []
+    faults = [f"the coordinates {', '.join(wrong)} cannot be those of the run"] if wrong else []
+    faults += [
+        f"{_place(ds, s, i)}: the stored numbers are not those that were computed (checksum)"
+        for s, i in broken
+    ]
+    return broken, faults, []
+
+
 def _table(found: dict[str, tuple[int, float, int]]) -> pd.DataFrame:
-    """Per variable how many values were compared, the largest relative difference, how many were
-    off."""
-    return pd.DataFrame(
-        [(name, *row) for name, row in found.items()],
-        columns=["variable", "values", "largest", "off"],
-    ).set_index("variable")
+    """Per variable: values compared, the largest relative difference, how many were off."""
+    columns = ["variable", "values", "largest", "off"]
+    rows = [(name, *row) for name, row in found.items()]
+    return pd.DataFrame(rows, columns=columns).set_index("variable")
 
 
 def _choose(
     ds: xr.Dataset, places: int, seed: int, broken: list[tuple[int, int]]
 ) -> list[tuple[int, int]]:
-    """Random positions, those with exact norms first, and after them all ``broken`` ones."""
+    """Draw positions (sample, layer), those with exact norms first; ``broken`` ones are added."""
     samples, layers = ds.sizes["sample"], ds.sizes["layer"]
     order = np.random.default_rng(seed).permutation(samples * layers)
-    pairs = [(int(k) // layers, int(k) % layers) for k in order]
-    known = with_exact(ds)
-    pairs.sort(key=lambda pair: not known[pair[0]])
-    picked = pairs[:places]
-    return sorted({*picked, *broken})
+    known = with_exact(ds).values
+    pairs = sorted(
+        ((int(k) // layers, int(k) % layers) for k in order), key=lambda pair: not known[pair[0]]
+    )
+    return sorted({*pairs[:places], *broken})
 
 
 def _place(ds: xr.Dataset, sample: int, layer: int, head: int | None = None) -> str:
+    """Name a place by its numbers."""
     where = f"sample {int(ds['sample'][sample])}, layer {int(ds['layer'][layer])}"
-    return (
-        where if head is None or "head" not in ds.dims else f"{where}, head {int(ds['head'][head])}"
-    )
+    if head is None or "head" not in ds.dims:
+        return where
+    return f"{where}, head {int(ds['head'][head])}"
 
 
 def _compare(
     ds: xr.Dataset, rerun: Replay, s: int, i: int
 ) -> Iterator[tuple[str, float, Difference | None]]:
-    """Name, relative difference and, where it is too large, what differs, for every number of a
-    place."""
+    """Compare every number of a place with the one that is computed now.
+
+    Yields:
+        Name, relative difference and, where it is too large, what differs.
+    """
     new = measure_again(rerun, ds, s, i)
     heads = len(next(iter(new.values())))
-    slack = max(
-        ALLOWED[ds.attrs["dtype"]],
-        ALLOWED[str(rerun.checkpoint.model.dtype).removeprefix("torch.")],
-    )
+    dtypes = (ds.attrs["dtype"], str(rerun.checkpoint.model.dtype).removeprefix("torch."))
+    slack = max(ALLOWED[dtype] for dtype in dtypes)
     for name in own(ds):
         if name == "exact_steps":  # depends on the machine
             continue
         old = np.atleast_1d(ds[name].isel(sample=s, layer=i).values)
+        flag = old.dtype == bool
         for h, stored in enumerate(old):
-            empty = False if old.dtype == bool else float("nan")
-            now = new[name][h] if name in new and h < heads else empty
-            difference = _difference(float(stored), float(now))
+            now = new[name][h] if name in new and h < heads else False if flag else float("nan")
             if np.isnan(float(stored)) and np.isnan(float(now)):
                 continue
-            good = stored == now or (
-                old.dtype != bool and difference <= _tolerance(ds, new, name, h, slack)
-            )
-            shown = (
-                (bool(stored), bool(now))
-                if old.dtype == bool
-                else (f"{float(stored):.8g}", f"{float(now):.8g}")
-            )
-            told = Difference(name, _place(ds, s, i, h), str(shown[0]), str(shown[1]), difference)
-            yield name, difference, None if good else told
+            difference = _difference(float(stored), float(now))
+            near = not flag and difference <= _tolerance(ds, new, name, h, slack)
+            told = None
+            if stored != now and not near:
+                then, found = (str(bool(x)) if flag else f"{float(x):.8g}" for x in (stored, now))
+                told = Difference(name, _place(ds, s, i, h), then, found, difference)
+            yield name, difference, told
 
 
 def _tolerance(
     ds: xr.Dataset, new: dict[str, np.ndarray], name: str, h: int, slack: float
 ) -> float:
-    """Relative difference that a number may have, from the numbers computed now alone: those stored
-    may be wrong."""
+    """Relative difference that a number may have, from the numbers computed now alone.
+
+    Those stored may be wrong.
+    """
     value = float(new[name][h]) if name in new and h < len(new[name]) else float("nan")
     if not np.isfinite(value):
         return -1.0  # nothing but the same
-    if name not in ds.attrs["bounds"]:
-        exact, tol = float(new["exact"][h]), float(ds.attrs["tol"])
-        wide = (
-            max(tol * exact, float(new["exact_upper"][h]) - exact)
-            if "exact_upper" in new and name != "exact_l2"
-            else 2 * tol * value
-        )
-        return wide / max(value, 1e-300) + slack
-    return slack * max(1.0, abs(float(np.log(max(value, 1e-300)))))
+    if name in ds.attrs["bounds"]:
+        return slack * max(1.0, abs(float(np.log(max(value, 1e-300)))))
+    tol = float(ds.attrs["tol"])
+    wide = 2 * tol * value
+    if "exact_upper" in new and name != "exact_l2":
+        exact = float(new["exact"][h])
+        wide = max(tol * exact, float(new["exact_upper"][h]) - exact)
+    return wide / max(value, 1e-300) + slack
 
 
 def _difference(a: float, b: float) -> float:
-    """Relative, 0 for equal values, infinite ones included."""
+    """Relative difference; 0 for equal values, infinite ones included."""
     if a == b:
         return 0.0
-    return (
-        float(abs(a - b) / max(abs(b), 1e-300))
-        if np.isfinite(a) and np.isfinite(b)
-        else float("inf")
-    )
+    finite = np.isfinite(a) and np.isfinite(b)
+    return float(abs(a - b) / max(abs(b), 1e-300)) if finite else float("inf")

@@ -11,7 +11,7 @@ from support.oracles import oracle
 from support.strategies import examples
 
 from lipbound.analysis import adversarial_inputs, mean_field
-from lipbound.analysis.mass_splitting import search_split
+from lipbound.analysis.mean_field import search_split
 from lipbound.attention.layer import Attention
 from lipbound.bounds import get
 from lipbound.errors import AttentionError, LipboundError

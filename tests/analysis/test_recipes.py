@@ -13,7 +13,7 @@ from lipbound.analysis.recipes.yudin2025 import consequences
 from lipbound.cli import app
 from lipbound.errors import UnknownNameError
 from lipbound.models.checkpoints import load_checkpoint
-from lipbound.models.readers.token_stream import stream
+from lipbound.models.readers.text import stream
 from lipbound.runs import store
 
 GROWTH = ("castin-1", "castin-6")

@@ -292,7 +292,7 @@ def test_no_change_exceeds_the_norm_in_any_lp(
     quotient."""
     p = rows(regime, n, spread, seed)
     m, bound = jacobian(p), largest_entry_norm(p)
-    assert bool((bound <= LARGEST_LP_NORM).all())
+    assert bool((bound <= LARGEST_LP_NORM * (1 + 1e-14)).all())  # rows sum to one up to rounding
     y = torch.randn(16, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     for _ in range(20):
         image = (m @ y[..., None])[..., 0]

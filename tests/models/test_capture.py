@@ -10,8 +10,9 @@ from transformers.models.llama import modeling_llama
 from lipbound.attention.variants.rotary import Rotation
 from lipbound.errors import CaptureError, Notice
 from lipbound.jacobians.spectral_norm import spectral_norm
-from lipbound.models.capture import probed_layer, recorder
+from lipbound.models.capture import probing
 from lipbound.models.capture.capture import Capturer, capture
+from lipbound.models.capture.seeing import interface
 
 
 @pytest.mark.parametrize("family", AFFINE)
@@ -83,8 +84,8 @@ def test_a_capture_without_its_mask_is_noticed(monkeypatch: pytest.MonkeyPatch) 
     """The second pass through eager attention is what tells: q, k and v alone would agree."""
     model = build(AFFINE["gpt2"])
     monkeypatch.setitem(
-        recorder.AttentionMaskInterface._global_mapping,
-        recorder.RECORDING_ATTENTION,
+        interface.AttentionMaskInterface._global_mapping,
+        interface.RECORDING_ATTENTION,
         lambda *args, **kwargs: None,
     )
     with pytest.raises(CaptureError, match="differ from the model's own eager attention"):
@@ -202,8 +203,8 @@ def test_the_model_is_left_as_it_was() -> None:
     model.set_attn_implementation({"text_config": "eager", "vision_config": "sdpa"})
     model.train()
     model.text_model.eval()
-    with recorder.implementation(model, recorder.RECORDING_ATTENTION):
-        assert model.config.text_config._attn_implementation == recorder.RECORDING_ATTENTION
+    with interface.implementation(model, interface.RECORDING_ATTENTION):
+        assert model.config.text_config._attn_implementation == interface.RECORDING_ATTENTION
     assert model.config.text_config._attn_implementation == "eager"
     assert model.config.vision_config._attn_implementation == "sdpa"
     assert (model.training, model.text_model.training) == (True, False)
@@ -281,13 +282,13 @@ def test_a_rotation_is_fitted_once_for_layers_that_share_it(
 ) -> None:
     """And again where the same position embeddings do something else: what a layer takes over must
     turn its own vectors."""
-    fitted, fit = [], probed_layer.find_rotation
+    fitted, fit = [], probing.find_rotation
 
     def find(before: torch.Tensor, after: torch.Tensor) -> tuple[Rotation | None, torch.Tensor]:
         fitted.append(len(before))
         return fit(before, after)
 
-    monkeypatch.setattr(probed_layer, "find_rotation", find)
+    monkeypatch.setattr(probing, "find_rotation", find)
     model = build(MODERN["Llama"])
     capturer = Capturer(model)
     layers = capturer.run(inputs_for(model))
@@ -313,7 +314,7 @@ def test_a_rotation_is_fitted_once_for_layers_that_share_it(
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", backwards)
     fitted.clear()
     monkeypatch.setattr(
-        probed_layer, "plain_copy", lambda module: module
+        probing, "plain_copy", lambda module: module
     )  # so that the second layer is told apart
     try:
         first, other = (

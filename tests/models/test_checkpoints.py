@@ -16,10 +16,10 @@ from support.models import AFFINE, TEXT, build, save_bert, save_tokenizer
 from lipbound.errors import CheckpointError
 from lipbound.models import checkpoints
 from lipbound.models.capture.capture import capture
-from lipbound.models.checkpoints import load_checkpoint
-from lipbound.models.sources.builtins import BUILTINS, MINILM_SHA256, Builtin
-from lipbound.models.sources.catalogue import describe
-from lipbound.models.sources.folder import FolderSource
+from lipbound.models.checkpoint import LoadOptions
+from lipbound.models.checkpoints import Checkpoint, load_checkpoint
+from lipbound.models.sources.catalogue import BUILTINS, MINILM_SHA256, Builtin, describe
+from lipbound.models.sources.folder import load_folder
 
 
 def test_directory(tmp_path: Path) -> None:
@@ -82,18 +82,16 @@ def test_packaged_builtins_with_other_weights_or_without_package(
     assert re.search(remedy, describe(name).missing)
 
 
-def test_a_kind_of_checkpoint_is_one_class_and_one_entry(
+def test_a_kind_of_checkpoint_is_one_function_and_one_entry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Bracketed(FolderSource):
-        def names(self, name: str) -> bool:
-            return name.startswith("[")
-
-        def locate(self, name: str, revision: str | None) -> tuple[Path, None]:
-            return tmp_path / name.strip("[]"), None
+    def bracketed(model: object, options: LoadOptions) -> Checkpoint | None:
+        name = str(model)
+        folder = tmp_path / name.strip("[]")
+        return load_folder(name, folder, None, options) if name.startswith("[") else None
 
     save_bert(tmp_path / "bert")
-    monkeypatch.setattr(checkpoints, "SOURCES", (Bracketed(), *checkpoints.SOURCES))
+    monkeypatch.setattr(checkpoints, "SOURCES", (bracketed, *checkpoints.SOURCES))
     found, plain = load_checkpoint("[bert]"), load_checkpoint(tmp_path / "bert")
     assert (found.name, found.revision, found.source) == ("[bert]", plain.revision, plain.source)
     with pytest.raises(CheckpointError, match=r"^\[nowhere\] could not be loaded"):

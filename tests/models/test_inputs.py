@@ -14,10 +14,10 @@ from support.models import AFFINE, LLAMA, MODERN, build, save_bert
 
 import lipbound as lb
 from lipbound.errors import InputsError
-from lipbound.models.batch import Inputs
+from lipbound.models.checkpoint import Inputs
 from lipbound.models.checkpoints import Checkpoint, load_checkpoint
 from lipbound.models.inputs import READERS, prepare
-from lipbound.models.readers.positions import positions
+from lipbound.models.readers.model_inputs import positions
 from lipbound.models.readers.reader import Reader, Selection
 from lipbound.models.readers.tables import ItemKind
 from lipbound.models.readers.text import DEFAULT_TEXT
@@ -148,6 +148,30 @@ def test_positions_count_robertas_offset() -> None:
         return positions(Checkpoint(model, family, "", None))
 
     assert (of("bert"), of("roberta"), of("gpt2")) == (40, 38, 40)
+
+
+def test_positions_without_a_limit() -> None:
+    """XLNet declares -1 of them."""
+    config = tf.XLNetConfig(vocab_size=60, d_model=24, n_layer=1, n_head=4, d_inner=32)
+    checkpoint = Checkpoint(build(lambda: tf.XLNetModel(config)), "xlnet", "", None)
+    assert positions(checkpoint) is None
+    assert prepare(checkpoint, {"input_ids": torch.ones(1, 200, dtype=torch.long)}).samples == 1
+
+
+@pytest.mark.parametrize("weights", ["whole", "layers"])
+def test_lengths_are_refused_before_weights_are_read(
+    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts are too long for what config.json declares, 40; RoBERTa has two fewer."""
+    build(AFFINE["roberta"]).save_pretrained(tmp_path)
+    monkeypatch.setattr(
+        "lipbound.models.weight_files.files", lambda folder: pytest.fail("weights were looked for")
+    )
+    for data in (None, "the ferry is in a clock", ["the ferry"]):
+        with pytest.raises(
+            InputsError, match=r"max_length 128 exceeds the 38 positions of .*at most 38"
+        ):
+            lb.compare(tmp_path, data, weights=weights, progress=False)
 
 
 def test_errors_about_text(bert: Checkpoint, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from torch import nn
 from lipbound import devices
 from lipbound.errors import CheckpointError
 from lipbound.models import offload, weight_files
-from lipbound.models.capture import probing
 from lipbound.models.capture.capture import Capturer
 from lipbound.models.checkpoints import load_checkpoint
 from lipbound.models.offload import plain_copy, resident
@@ -232,8 +230,7 @@ def test_peak_of_what_is_in_memory(tmp_path: Path) -> None:
     assert [t for t in alive if not t.requires_grad] == []
 
 
-def test_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probing, "copy", SimpleNamespace(deepcopy=plain_copy), raising=False)
+def test_capture(tmp_path: Path) -> None:
     save("bert", tmp_path)
     batch = inputs_for(build(AFFINE["bert"]))
     by_layer, whole = (

@@ -15,7 +15,7 @@ import lipbound as lb
 from lipbound.errors import InputsError, Notice
 from lipbound.models.checkpoints import Checkpoint, load_checkpoint
 from lipbound.models.inputs import prepare
-from lipbound.models.readers.pixels import rgb
+from lipbound.models.readers.images import rgb
 
 RAMP = np.linspace(0, 255, 400).reshape(20, 20).round()
 """Grey levels of 8 bits."""

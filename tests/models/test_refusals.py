@@ -15,7 +15,7 @@ import lipbound as lb
 from lipbound.errors import CaptureError, Notice
 from lipbound.models.capture import capture as capturing
 from lipbound.models.capture.capture import capture
-from lipbound.models.capture.recorder import _eager
+from lipbound.models.capture.seeing.interface import _eager
 
 TOWER = {
     "hidden_size": 24,

@@ -4,6 +4,7 @@ or it is said."""
 import warnings
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import transformers as tf
@@ -164,6 +165,23 @@ def test_left_padding_moves_absolute_positions_and_is_told() -> None:
     assert small.attrs["block"] == 1
     assert small.attrs["notes"] == ds.attrs["notes"]
     assert small["exact"].values == pytest.approx(ds["exact"].values, rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:memory is 1 byte")
+@pytest.mark.parametrize("exact_samples", [None, 1])
+def test_samples_with_different_positions_are_measured_one_by_one(
+    exact_samples: int | None,
+) -> None:
+    """A block of them gives the numbers of blocks of one sample."""
+    positions = torch.stack([torch.arange(9), 3 * torch.arange(9)])
+    inputs = {"input_ids": NINE, "position_ids": positions}
+    options = {"bounds": ["lipbound"], "exact_samples": exact_samples, "progress": False}
+    model = build(MODERN["Llama"])
+    together = lb.compare(model, inputs, memory="1GB", **options)
+    alone = lb.compare(model, inputs, memory=1, **options)
+    assert (together.attrs["block"], alone.attrs["block"]) == (2, 1)
+    for name in ("exact", "exact_upper", "lipbound", "length"):
+        np.testing.assert_array_equal(together[name], alone[name])
 
 
 def test_padding_that_changes_nothing_is_not_told() -> None:

@@ -22,7 +22,7 @@ from tokenizers.pre_tokenizers import Whitespace
 import lipbound as lb
 from lipbound.analysis.length_growth import stream
 from lipbound.errors import CaptureError, CheckpointError, InputsError, Notice
-from lipbound.models.batch import Inputs
+from lipbound.models.checkpoint import Inputs
 from lipbound.models.checkpoints import Checkpoint, load_checkpoint
 from lipbound.models.inputs import prepare, token_texts
 
@@ -185,6 +185,9 @@ def test_sorted_labels_are_told(checkpoint: Checkpoint) -> None:
         Notice, match=r"sorted by class, and the first 4 are of 1 of 2 classes \(bad\)"
     ):
         prepare(checkpoint, table, samples=4, max_length=4)
+    frame = pd.DataFrame({"text": texts, "label": ["bad"] * 6 + ["good"] * 6})
+    with pytest.warns(Notice, match=r"the first 4 are of 1 of 2 classes \(bad\)"):
+        prepare(checkpoint, frame, samples=4, max_length=4)
     mixed = datasets.Dataset.from_dict(
         {"text": texts, "label": [0, 0, 0, 0, 1, 0, 1, 1, 0, 1, 1, 1]}, features=features
     )
@@ -507,3 +510,69 @@ def test_a_processor_of_images_is_not_looked_at_for_text() -> None:
         Notice, match="tokenizer elsewhere is not looked at: builtin:vit reads images"
     ):
         assert load_checkpoint("builtin:vit", tokenizer="elsewhere").notes
+
+
+def test_special_tokens_leave_room(tmp_path: Path) -> None:
+    """However many texts there are: a tokenizer cuts nothing where only they would be left."""
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "w"]))
+    tf.BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
+    checkpoint = load_checkpoint(build(AFFINE["bert"]), tokenizer=tmp_path)
+    for length in (1, 2):
+        for data in ("w w w w", ["w w w", "w"]):
+            with pytest.raises(
+                InputsError, match=r"leaves no room beside the tokenizer's 2 special"
+            ):
+                prepare(checkpoint, data, max_length=length)
+    inputs = prepare(checkpoint, ["w w w", "w"], max_length=3)
+    assert inputs.batch["input_ids"].tolist() == [[2, 4, 3], [2, 4, 3]]
+    assert inputs.preprocessing == "BertTokenizer, each text cut at 3 tokens"
+
+
+def test_a_tokenizer_of_no_class_of_its_own_is_called_by_whose_it_is(
+    bert: Path, tmp_path: Path
+) -> None:
+    plain = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tf.PreTrainedTokenizerFast(tokenizer_object=plain).save_pretrained(tmp_path / "words")
+    model = build(AFFINE["bert"])
+    model.save_pretrained(tmp_path / "words")
+    own = prepare(load_checkpoint(tmp_path / "words"), ["a b"], max_length=4)
+    other = prepare(load_checkpoint(model, tokenizer=tmp_path / "words"), ["a b"], max_length=4)
+    assert own.preprocessing.startswith("the model's tokenizer, ")
+    assert other.preprocessing.startswith("the tokenizer of words, ")
+
+
+def test_a_pointer_for_a_tokenizer_is_named(bert: Path, tmp_path: Path) -> None:
+    shutil.copytree(bert, tmp_path / "model")
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    (tmp_path / "model" / "tokenizer.json").write_text(pointer)
+    for checkpoint in (
+        load_checkpoint(tmp_path / "model"),
+        load_checkpoint(bert, tokenizer=tmp_path / "model"),
+    ):
+        with pytest.raises(CheckpointError, match=r"tokenizer\.json is a pointer of Git LFS"):
+            prepare(checkpoint, ["the ferry"], max_length=4)
+
+
+def test_lists_of_files_of_which_some_are_missing(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    (tmp_path / "here.txt").write_text("the ferry")
+    for names in (["here.txt", "gone.txt"], ["gone.txt", "lost.txt"]):
+        with pytest.raises(
+            InputsError, match=r"there is no file .*gone\.txt|gone\.txt, and there is"
+        ):
+            prepare(checkpoint, [str(tmp_path / name) for name in names], max_length=4)
+    texts = ["the clock of a.txt", "keeper of b.txt"]
+    assert prepare(checkpoint, texts, max_length=4).samples == 2
+
+
+def test_rows_without_token_numbers_are_blank(checkpoint: Checkpoint) -> None:
+    with pytest.warns(Notice, match="blank texts of 2 given texts of token numbers"):
+        assert prepare(checkpoint, [[], [5, 6, 7]], max_length=4).samples == 1
+
+
+def test_lines_of_json_by_their_other_name(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    for name in ("t.jsonl", "t.ndjson"):
+        (tmp_path / name).write_text('{"text": "the ferry"}\n{"text": "a clock"}\n')
+    one, other = (
+        prepare(checkpoint, tmp_path / f"t.{e}", max_length=4) for e in ("jsonl", "ndjson")
+    )
+    assert same(one, other)

@@ -46,12 +46,13 @@ def test_two_towers_are_compared_as_they_are_captured(kind: str) -> None:
         )
 
 
-def test_what_towers_lack() -> None:
-    checkpoint = load_checkpoint(clip("clip"))
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_what_towers_lack(kind: str) -> None:
+    checkpoint = load_checkpoint(clip(kind))
     for data in (None, ["w1"], [[1, 2]], {"input_ids": [[1, 2]]}):
         with pytest.raises(
             InputsError,
-            match=r"CLIPModel has towers of text and images and needs input_ids and "
+            match=r"Model has towers of text and images and needs input_ids and "
             r"pixel_values, but there is no pixel_values",
         ):
             prepare(checkpoint, data)

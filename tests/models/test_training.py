@@ -13,7 +13,7 @@ from support.models import AFFINE, LLAMA, MODERN, build, inputs_for
 from torch import Tensor, nn
 
 from lipbound.errors import CaptureError
-from lipbound.models.capture.differentiable import attention_layers, attention_probabilities
+from lipbound.models.training.differentiable import attention_layers, attention_probabilities
 from lipbound.regularizers.jasmin import JaSMin
 
 DOCUMENTS = torch.block_diag(torch.ones(5, 5), torch.ones(4, 4)).bool()[None, None]

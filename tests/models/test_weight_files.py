@@ -214,6 +214,9 @@ def test_a_pickled_module_is_not_run_and_no_advice_to_run_it_is_passed_on(tmp_pa
     torch.save({"state_dict": model.state_dict(), "epoch": 3}, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="what is there instead is epoch, state_dict"):
         load_checkpoint(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"junk")
+    with pytest.raises(CheckpointError, match="its file of weights is damaged or holds other"):
+        load_checkpoint(tmp_path)
 
 
 def test_a_changed_configuration_is_told(tmp_path: Path) -> None:

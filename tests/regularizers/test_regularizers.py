@@ -17,8 +17,11 @@ from torch import Tensor
 from lipbound.bounds import get
 from lipbound.errors import CaptureError, LipboundError, UnknownNameError
 from lipbound.models.capture.capture import capture
-from lipbound.models.capture.differentiable import attention_layers, attention_probabilities
-from lipbound.models.capture.parameters import projections
+from lipbound.models.training.differentiable import (
+    attention_layers,
+    attention_probabilities,
+    projections,
+)
 from lipbound.regularizers.bound_penalty import SoundPenalty
 from lipbound.regularizers.jasmin import JaSMin
 from lipbound.regularizers.specformer import Specformer

@@ -13,7 +13,7 @@ from support.models import AFFINE, GPT2, TEXT, build
 from torch import Tensor, nn
 
 from lipbound.errors import LipboundError, Notice
-from lipbound.models.capture.differentiable import attention_layers, attention_probabilities
+from lipbound.models.training.differentiable import attention_layers, attention_probabilities
 from lipbound.regularizers.bound_penalty import SoundPenalty
 from lipbound.regularizers.jasmin import JaSMin
 from lipbound.regularizers.specformer import Specformer

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 import lipbound as lb
-from lipbound.formatting.mathml import formula
+from lipbound.formatting.html import formula
 
 
 def words_of(html: str) -> str:

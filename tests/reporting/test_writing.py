@@ -40,7 +40,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_space(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("lipbound.formatting.files._settle", no_space)
+    monkeypatch.setattr("lipbound.formatting.files.os.fsync", no_space)
 
 
 @pytest.mark.filterwarnings("ignore:style")
@@ -90,6 +90,23 @@ def test_a_full_disk_leaves_what_was_there(ds: xr.Dataset, tmp_path: Path, what:
         write[what]()
     assert sorted(file.name for file in tmp_path.iterdir()) == names
     assert all((tmp_path / name).read_text() == "old" for name in names)
+
+
+@pytest.mark.parametrize("kind", ["pdf", "png", "svg"])
+def test_a_disk_that_takes_a_hundred_bytes_is_named(
+    ds: xr.Dataset, kind: str, tmp_path: Path
+) -> None:
+    """And not what the writers of single formats fail with when they are broken off."""
+    resource = pytest.importorskip("resource")
+    path, before = tmp_path / f"x.{kind}", resource.getrlimit(resource.RLIMIT_FSIZE)
+    path.write_text("old")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(StoreError, match=r"cannot be written: File too large"):
+            plots.heatmaps(ds, path, bounds=["yudin"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.read_text() == "old"
 
 
 def test_files_replace_one_another_whole(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ import lipbound as lb
 from lipbound import tables
 from lipbound.errors import StoreError
 from lipbound.runs import store
+from lipbound.runs.checksums import checksums, edited
 from lipbound.runs.concat import split
 from lipbound.runs.config import RunConfig
-from lipbound.runs.provenance import checksums
-from lipbound.runs.standing import origins, standing
+from lipbound.schema import Contents, origins
 
 OTHERS = ["a ferry of the island", "the clock"]
 
@@ -57,16 +57,16 @@ def test_samples_of_two_runs(whole: xr.Dataset, other: xr.Dataset, tmp_path: Pat
         == f"{whole.attrs['data_fingerprint']}; {other.attrs['data_fingerprint']}"
     )
     assert origins(ds) == [whole.attrs, other.attrs]
-    assert (standing(ds).edited, standing(ds).runs, standing(ds).samples_made) == (False, 2, 6)
+    assert (edited(ds), Contents.of(ds).runs, Contents.of(ds).made.samples) == (False, 2, 6)
     np.testing.assert_array_equal(
         ds["checksum"], np.concatenate([whole["checksum"], other["checksum"]])
     )
     assert store.load(lb.save(ds, tmp_path / "run.zarr"), damaged="refuse").identical(ds)
     assert [identical(a, b) for a, b in zip(split(ds), (whole, other), strict=True)] == [True, True]
     part = ds.isel(sample=[1, 5])
-    assert (standing(part).edited, standing(part).runs) == (False, 2)
-    assert standing(ds.isel(sample=[5])).runs == 1
-    assert standing(ds * 2).edited is True
+    assert (edited(part), Contents.of(part).runs) == (False, 2)
+    assert Contents.of(ds.isel(sample=[5])).runs == 1
+    assert edited(ds * 2) is True
     assert len(tables.summary(ds)) == 2
 
 
@@ -78,7 +78,7 @@ def test_layers_of_two_runs_make_the_run_of_both(bert: Path, whole: xr.Dataset) 
     for name in ("yudin", "lipbound", "layer_name", "length"):
         np.testing.assert_array_equal(ds[name], whole[name])
     np.testing.assert_allclose(ds["exact"], whole["exact"], rtol=1e-6)
-    assert (standing(ds).all_layers, ds.attrs["samples"]) == (True, 4)
+    assert (Contents.of(ds).all_layers, ds.attrs["samples"]) == (True, 4)
 
 
 def test_samples_and_layers_and_runs_put_together_before(
@@ -98,7 +98,11 @@ def test_samples_and_layers_and_runs_put_together_before(
         2e-6,
     )  # parts of one run are from one run
     halves = lb.concat([whole.isel(sample=[2, 3]), whole.isel(sample=[0, 1])])
-    assert (halves["run_sample"].values.tolist(), standing(halves).runs, halves.attrs["delta"]) == (
+    assert (
+        halves["run_sample"].values.tolist(),
+        Contents.of(halves).runs,
+        halves.attrs["delta"],
+    ) == (
         [2, 3, 0, 1],
         1,
         1e-6,
@@ -125,8 +129,8 @@ def test_heads_of_layers_with_fewer(whole: xr.Dataset) -> None:
     less, more = whole.isel(layer=[0], head=[0, 1]), whole.isel(layer=[1])
     ds = lb.concat([less, more])
     assert bool(ds["exact"][:, 0, 2:].isnull().all())
-    assert standing(ds).heads == (2, 4)
-    assert standing(ds).edited is False
+    assert Contents.of(ds).heads == (2, 4)
+    assert edited(ds) is False
     with pytest.raises(StoreError, match="heads are"):
         lb.concat([whole.isel(layer=[0], head=[1]), more])
 
@@ -140,14 +144,14 @@ def test_runs_that_do_not_agree(bert: Path, whole: xr.Dataset, other: xr.Dataset
 
     assert "one run alone" in told(whole)
     assert "layer 0, is in run 1 and run 2 of those given" in told(whole, whole)
-    assert "lacks layers that other samples have (1); all need the same layers" in told(
+    assert "has no layer 1, which other samples have; all need the same layers" in told(
         whole.isel(layer=[0]), whole.isel(layer=[1], sample=[0])
     )
     assert "is damaged or was edited: its numbers at every sample and layer" in told(
         whole, other * 2
     )
     assert "lacks variables" in told(whole, other[["exact", "yudin"]])
-    assert "no checksums of this version" in told(whole, other.drop_vars("checksum"))
+    assert "has no checksums" in told(whole, other.drop_vars("checksum"))
     for change, name in (
         ({"seed": 1}, "seed"),
         ({"tol": 1e-2}, "tol"),
@@ -198,11 +202,11 @@ def test_parts_are_verified(bert: Path, tmp_path: Path) -> None:
     assert found.ok, str(found)
     assert found.places == ((1, 1),)
     assert float(found.table.loc["exact_upper", "largest"]) < 1e-6
-    edited = part.copy(deep=True)
-    edited["exact"][0, 0, 1] *= 1.01
+    changed = part.copy(deep=True)
+    changed["exact"][0, 0, 1] *= 1.01
     assert any(
         problem.startswith("exact at sample 1, layer 1, head 3: stored")
-        for problem in lb.verify(edited, places=1).problems
+        for problem in lb.verify(changed, places=1).problems
     )
     moved = ds.assign_coords(sample=[0, 5])
     assert any(

@@ -16,19 +16,18 @@ from transformers import BertModel
 import lipbound as lb
 from lipbound import plots, tables
 from lipbound.attention.layer import Attention
-from lipbound.bounds.bound import NORMS
 from lipbound.cli.describing import facts
 from lipbound.errors import AlteredRunError, LipboundError, StoreError
 from lipbound.models.checkpoints import load_checkpoint
 from lipbound.reporting.page.render import report
 from lipbound.runs import store
+from lipbound.runs.checksums import damage
 from lipbound.runs.config import RunConfig
-from lipbound.runs.measure import TOKENS
 from lipbound.runs.partial_store import PartialRun, partial_path
-from lipbound.runs.provenance import DRAWN, damage, settings_checksum
+from lipbound.schema import DRAWN, NORMS, TOKEN_NORMS
 
 OPTIONS: dict[str, Any] = {"max_length": 12, "progress": False}
-TOKEN_NORMS = TOKENS
+TOKEN_NORMS = TOKEN_NORMS
 BOUNDS = {
     "every-token": ["newhouse", "lipbound_every", "lipbound_every_block"],
     "one-token": ["lipbound_one"],
@@ -250,20 +249,6 @@ def test_a_norm_that_was_edited_is_noticed(
     store.save(ds, tmp_path / "run.zarr")
     with pytest.raises(AlteredRunError, match="is damaged or was edited"):
         store.load(tmp_path / "run.zarr", damaged="refuse")
-
-
-def test_runs_of_before_are_frobenius_and_keep_their_checksum(bert: Path, tmp_path: Path) -> None:
-    ds = lb.compare(bert, TEXTS, bounds="yudin", **OPTIONS)
-    assert ds.attrs["norm"] == "frobenius"
-    old = ds.copy()
-    del old.attrs["norm"]
-    assert settings_checksum(old) == settings_checksum(ds)
-    assert damage(old) == ""
-    assert "norm:" not in tables.caption(old)
-    assert lb.verify(lb.compare(bert, TEXTS, bounds="yudin", **OPTIONS), data=TEXTS, places=1).ok
-    loaded = store.load(store.save(old, tmp_path / "old.zarr"), damaged="refuse")
-    assert RunConfig.of(loaded, data=TEXTS).norm == "frobenius"
-    assert tables.summary(loaded).equals(tables.summary(ds))
 
 
 def test_unfinished_runs_of_another_norm_are_not_taken_up(

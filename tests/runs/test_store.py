@@ -8,7 +8,7 @@ import pytest
 import xarray as xr
 
 import lipbound as lb
-from lipbound.errors import AlteredRunError, DamagedRunWarning, StoreError
+from lipbound.errors import AlteredRunError, DamagedRunWarning, LipboundError, StoreError
 from lipbound.runs import store
 
 
@@ -43,6 +43,8 @@ def test_what_could_not_be_loaded_is_not_saved(whole: xr.Dataset, tmp_path: Path
     ):
         with pytest.raises(StoreError, match=message):
             lb.save(ds, tmp_path / "run.zarr")
+    with pytest.raises(LipboundError, match=r"and a run is a folder of its own kind; name it"):
+        lb.save(whole, tmp_path / "run.csv")
     assert not list(tmp_path.iterdir())
 
 

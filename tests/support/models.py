@@ -11,8 +11,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.models.capture import recorder
 from lipbound.models.capture.capture import capture
+from lipbound.models.capture.seeing import interface
 
 TEXT = {
     "vocab_size": 60,
@@ -228,13 +228,15 @@ def own_heads(
     batch = {
         name: t.double() if t.is_floating_point() else t for name, t in inputs_for(model).items()
     }
-    with recorder.implementation(model, recorder.RECORDING_ATTENTION):
-        call = recorder.record(model, batch)[layer]
+    with interface.implementation(model, interface.RECORDING_ATTENTION):
+        call = interface.record(model, batch)[layer]
     att = capture(model, batch)[layer]
     model.set_attn_implementation("eager")
     seen: list[Tensor] = []
     call.consumer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    rest = {k: v for k, v in call.kwargs.items() if k not in ("past_key_values", "hidden_states")}
+    rest = {
+        k: v for k, v in call.run.kwargs.items() if k not in ("past_key_values", "hidden_states")
+    }
 
     def first(value: object) -> object:
         return (
@@ -246,10 +248,10 @@ def own_heads(
     def heads(x: Tensor) -> Tensor:
         seen.clear()
         kwargs = {k: first(v) for k, v in rest.items()}
-        args = [first(a) for a in call.args[1:]]
+        args = [first(a) for a in call.run.args[1:]]
         out = (
             call.module(x[None], *args, **kwargs)
-            if call.args
+            if call.run.args
             else call.module(hidden_states=x[None], **kwargs)
         )
         flat = seen[0] if seen else out[0]  # some modules leave the output projection to others

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from lipbound.bounds.audit import audit
-from lipbound.runs.dataset import dataset
+from lipbound.runs.checksums import sealed
+from lipbound.runs.dataset import audited, dataset
 from lipbound.runs.measure import LayerInfo
-from lipbound.runs.provenance import sealed
+from lipbound.schema import Extent, RunInfo
 
 TEXTS = [
     "the ferry is in a clock",
@@ -60,6 +60,7 @@ SETTINGS: dict[str, Any] = {
     "source": {},
     "preprocessing": "BertTokenizer, consecutive windows of 32 tokens",
     "map": "head",
+    "norm": "frobenius",
     "map_description": "one attention head without output projection, x -> softmax(q k^T) v",
     "method": "lanczos",
     "tol": 1e-3,
@@ -104,16 +105,5 @@ def made_up(*, layers: int = 3, heads: int = 4) -> xr.Dataset:
     tables["yudin_nobias_sound"][0] = False
     found = [LayerInfo(k, f"layer.{k}", heads, 32, frozenset()) for k in range(layers)]
     ds = dataset(tables, list(FACTORS), found, np.array([32, 30]))
-    ds.attrs = SETTINGS | {"bounds": list(FACTORS)}
-    ds = sealed(
-        ds,
-        {
-            "samples": 2,
-            "exact_samples": 2,
-            "layers": list(range(layers)),
-            "heads": heads,
-            "model_layers": layers,
-        },
-    )
-    ds.attrs["audit"] = audit(ds)
-    return ds
+    made = Extent(2, 2, list(range(layers)), heads, layers)
+    return audited(sealed(ds, RunInfo(**SETTINGS, bounds=list(FACTORS), made=made)))

@@ -74,8 +74,10 @@ def growth(setting: Setting) -> xr.Dataset:
 
 
 def draw_growth(ds: xr.Dataset) -> Figure:
-    """Points of whole layers, geometric means of heads, adversarial inputs with their bounds; a row
-    for each mode."""
+    """Draw constants against the length, a row for each mode.
+
+    Points of whole layers, geometric means of heads, adversarial inputs with their bounds.
+    """
     modes = ds["mode"].values.tolist()
     with sheet(len(modes), 3, height=2.3, sharex=True) as (figure, axes):
         for row, mode in enumerate(modes):
@@ -231,7 +233,7 @@ def draw_magnitude(ds: xr.Dataset) -> Figure:
 
 
 def caption_magnitude(ds: xr.Dataset) -> str:
-    """How much the magnitude moves."""
+    """Sentence on how far the magnitude moves."""
     mean = ds["magnitude"].isel(mode=-1).mean(("text", "sequence"))
     ratio = mean.isel(length=-1) / mean.sel(length=10, method="nearest")
     return (
@@ -257,8 +259,10 @@ register(
 
 
 def scaling_factor(setting: Setting) -> xr.Dataset:
-    """gamma R^2 per layer and head, N* and the largest N for which Proposition 3.4 gives growth
-    like the square root of N."""
+    """Compute gamma R^2 per layer and head, and two lengths that limit its statements.
+
+    They are N*, and the largest N for which Proposition 3.4 gives growth like the square root of N.
+    """
     checkpoint, layers, data = setting.capture(setting.count(5, 5))
     gamma = np.stack([adversarial_inputs.steepness(att).gamma.cpu().numpy() for att in layers])
     radius = np.array(
@@ -355,8 +359,10 @@ register(
 
 
 def radius_regimes(setting: Setting) -> xr.Dataset:
-    """Heads without biases of the first layer against the radius of their inputs: quadratic
-    configurations, generic ones, two Diracs."""
+    """Compute constants of the first layer's heads against the radius of their inputs.
+
+    The heads are without biases; inputs are quadratic configurations, generic ones, two Diracs.
+    """
     checkpoint, layers, data = setting.capture(1)
     att = layers[0].double()
     att.only("the study of growth with the radius")
@@ -413,8 +419,10 @@ def _times(factors: np.ndarray, x: Tensor) -> Tensor:
 
 
 def _norms(one: Attention) -> np.ndarray:
-    """Of a single float64 head at all samples, as it computes: far out attention saturates, and
-    what rounding may have done is more than the norm."""
+    """Norms of a single float64 head at all samples, without an allowance for rounding.
+
+    Far out attention saturates, and what rounding may have done is more than the norm.
+    """
     unit, size = one.unit_values()
     return (operator_norm(HeadJacobian(unit), tol=1e-6).lower * size.cpu()).numpy()
 

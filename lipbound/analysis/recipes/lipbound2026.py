@@ -11,19 +11,21 @@ from scipy.stats import spearmanr
 
 from lipbound.analysis.mean_field import duplicated_norm, query_block_norms
 from lipbound.analysis.recipes.registry import Setting, of, register, sheet
-from lipbound.bounds.bound import NORMS
 from lipbound.errors import LipboundError
 from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
 from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.jacobians.token_norms.profile import TokenProfile, token_profile
 from lipbound.jacobians.token_norms.token_norm import token_norm
 from lipbound.models.inputs import token_texts
-from lipbound.reporting.token_plots import token_profile as draw_profile
+from lipbound.reporting.charts import token_profile as draw_profile
+from lipbound.schema import NORMS
 
 
 def which_map(setting: Setting) -> xr.Dataset:
-    """Exact norm of every map a layer has, and the sum over heads with their slices of the
-    projection."""
+    """Compute the exact norm of every map a layer has.
+
+    And the sum over heads with their slices of the projection.
+    """
     checkpoint, layers, data = setting.capture(setting.count(4, 100))
     tables: dict[str, list[torch.Tensor]] = {}
     for att in layers:
@@ -61,7 +63,7 @@ def draw_which_map(ds: xr.Dataset) -> Figure:
 
 
 def caption_which_map(ds: xr.Dataset) -> str:
-    """What the names mean, and how far apart they are."""
+    """Sentences on the names of the maps, and how far apart their norms are."""
     ratio = ds["norm"].sel(map="head_out, sum over heads") / ds["norm"].sel(map="layer")
     names = ds["map"].values.tolist()
     meaning = "; ".join(
@@ -87,8 +89,10 @@ register(
 
 
 def three_norms(setting: Setting) -> xr.Dataset:
-    """Exact norm of every head, tokens moved together, each by up to one, or one alone; lower ends
-    of enclosures 1e-3 wide."""
+    """Compute the exact norm of every head for three kinds of perturbation.
+
+    Tokens moved together, each by up to one, or one alone; lower ends of enclosures 1e-3 wide.
+    """
     checkpoint, layers, data = setting.capture(setting.count(2, 20))
     tables = {
         "frobenius": [spectral_norm(att, tol=1e-4).lower for att in layers],
@@ -139,7 +143,10 @@ def draw_three_norms(ds: xr.Dataset) -> Figure:
 
 
 def caption_three_norms(ds: xr.Dataset) -> str:
-    """How the norms rank the heads, how far they are apart, which head is the steepest in each."""
+    """Sentences on how far the norms are apart and how they rank the heads.
+
+    They name the head that is the steepest in each.
+    """
     base = ds["exact"].sel(norm="frobenius")
     said, heads = [], []
     for norm in ds["norm"].values.tolist():
@@ -172,8 +179,10 @@ register(
 
 
 def token_profiles(setting: Setting) -> xr.Dataset:
-    """What each token does alone to all outputs of every head, and what all do to each output; both
-    ends, with the text of the tokens."""
+    """Compute the effect of each token alone on all outputs, and of all on each output.
+
+    For every head; both ends, with the text of the tokens.
+    """
     samples = setting.count(1, 1)
     checkpoint, inputs = setting.read(samples, max_length=128 if setting.full else 48)
     layers = setting.layers(checkpoint, inputs, samples)
@@ -234,7 +243,7 @@ def draw_token_profiles(ds: xr.Dataset) -> Figure:
 
 
 def caption_token_profiles(ds: xr.Dataset) -> str:
-    """What is shown, and which tokens do most in how many heads."""
+    """Sentences on the profiles shown, and the tokens that do most in how many heads."""
     layer, head, token = _steepest(ds)
     words = ds["text"].values[0].tolist()
     loudest = Counter(
@@ -264,8 +273,10 @@ register(
 
 
 def splitting(setting: Setting) -> xr.Dataset:
-    """max_i ||B_i|| beside the exact norm, head by head: where the former is larger, copies of
-    tokens make the head steeper."""
+    """Compute max_i ||B_i|| beside the exact norm, head by head.
+
+    Where the former is larger, copies of tokens make the head steeper.
+    """
     checkpoint, layers, data = setting.capture(setting.count(4, 100))
     exact = [spectral_norm(att, tol=1e-4).lower for att in layers]
     own = [query_block_norms(att).amax(-1) for att in layers]
@@ -298,7 +309,7 @@ def draw_splitting(ds: xr.Dataset) -> Figure:
 
 
 def caption_splitting(ds: xr.Dataset) -> str:
-    """How many heads split."""
+    """Sentence on the number of heads that split."""
     ratio = ds["own_query"] / ds["exact"]
     return (
         f"{of(ds)}. Above the dotted line a head splits: with every token doubled its local "

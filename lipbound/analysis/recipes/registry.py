@@ -1,5 +1,7 @@
-"""What a recipe is, and the table of them: one figure or claim of a paper each, computed and drawn
-for any checkpoint."""
+"""Recipes and the table of them.
+
+A recipe is one figure or claim of a paper, computed and drawn for any checkpoint.
+"""
 
 import shlex
 import sys
@@ -27,12 +29,12 @@ from lipbound.reporting.figures.captions import latex_caption
 from lipbound.reporting.labels import builtin_name, model_name
 from lipbound.reporting.styles import BASE, Drawing, write
 from lipbound.runs import store
-from lipbound.runs.provenance import versions
+from lipbound.runs.dataset import versions
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a recipe runs on.
+    """Model, data and sizes that a recipe runs on.
 
     Attributes:
         model: as for `lipbound.compare`.
@@ -54,7 +56,7 @@ class Setting:
     seed: int = 0
 
     def count(self, small: int, full: int) -> int:
-        """How many samples: asked for, or the small or the paper's number."""
+        """Number of samples: asked for, or the small or the paper's number."""
         return self.samples if self.samples is not None else (full if self.full else small)
 
     @property
@@ -63,7 +65,7 @@ class Setting:
         return self.data or (None,)
 
     def asked(self) -> dict[str, Any]:
-        """What it asks for, in JSON's types; objects in memory by their types."""
+        """Settings asked for, in JSON's types; objects in memory by their types."""
         named = [
             str(one) if isinstance(one, str | Path) else type(one).__name__
             for one in (self.model, *self.data)
@@ -156,7 +158,7 @@ class Recipe:
         return f"{self.run or self.name}.zarr"
 
     def saved(self, setting: Setting, folder: Path) -> xr.Dataset:
-        """What the store in ``folder`` holds; computed and stored there where it is missing.
+        """Load the store in ``folder``, or compute and store it where it is missing.
 
         Raises:
             StoreError: the store is of another setting, or cannot be written.
@@ -198,8 +200,10 @@ class Recipe:
 
 
 def check_same(path: Path, ds: xr.Dataset, setting: Setting) -> None:
-    """Raise StoreError where what is stored was computed for something else than what is asked for;
-    where nothing is asked for, tell what it is."""
+    """Raise StoreError where a store was computed for something else than is asked for.
+
+    Where nothing is asked for, tell what it is.
+    """
     asked, usual = setting.asked(), Setting().asked()
     stored = ds.attrs.get("asked", {})
     other = [name for name in stored if stored[name] != asked.get(name)]
@@ -235,8 +239,10 @@ def register(**fields: Any) -> None:
 
 
 def tick_lengths(axes: Axes, lengths: Any) -> None:
-    """Ticks of a logarithmic axis of sequence lengths: 2, 5, 10, 20, 50, ... as plain numbers,
-    which a power of ten per decade leaves to guess."""
+    """Set ticks of a logarithmic axis of sequence lengths: 2, 5, 10, 20, 50, ...
+
+    They are plain numbers; a power of ten per decade leaves the lengths between to guess.
+    """
     shown = [
         k * 10**e for e in range(7) for k in (1, 2, 5) if min(lengths) <= k * 10**e <= max(lengths)
     ]

@@ -1,5 +1,7 @@
-"""Recipes from Yudin, Gaponov, Kudriashov and Rakhuba 2025, "Pay Attention to Attention
-Distribution"."""
+"""Recipes from Yudin, Gaponov, Kudriashov and Rakhuba 2025.
+
+"Pay Attention to Attention Distribution".
+"""
 
 import itertools
 from typing import Any
@@ -22,8 +24,10 @@ LINKS = 10
 
 
 def real_rows(att: Attention, sample: int) -> Tensor:
-    """Attention rows of the tokens of a sample that are not padding, over the keys that are not,
-    (heads, n, n), float64, summing to one."""
+    """Attention rows of a sample's tokens that are no padding, over the keys that are none.
+
+    (heads, n, n), float64, summing to one.
+    """
     part = att.unpadded(sample)
     return softmax.normalised(part.double().p[0])
 
@@ -80,8 +84,10 @@ register(
 
 
 def attention_statistics(setting: Setting) -> xr.Dataset:
-    """Per layer and head: mean attention map, mean norm of the softmax Jacobian and of its bounds;
-    histograms of bound over norm."""
+    """Compute mean attention maps and softmax norms and bounds per layer and head.
+
+    Mean norm of the softmax Jacobian and of its bounds; histograms of bound over norm.
+    """
     checkpoint, layers, data = setting.capture(setting.count(8, 1000))
     edges = np.linspace(1, 2, 101)
     names = ("half", "largest", "g1")
@@ -133,8 +139,10 @@ def attention_statistics(setting: Setting) -> xr.Dataset:
 
 
 def draw_maps(ds: xr.Dataset) -> Figure:
-    """The heads with the smallest, middle and largest mean norm, their maps averaged
-    over samples."""
+    """Draw the heads with the smallest, middle and largest mean norm.
+
+    Their maps are averaged over samples.
+    """
     order = np.argsort(ds["norm"].values.ravel())
     chosen = [
         order[0],
@@ -159,7 +167,7 @@ def draw_maps(ds: xr.Dataset) -> Figure:
 
 
 def caption_maps(ds: xr.Dataset) -> str:
-    """What is shown, and in how many rows g_1 is below the norm."""
+    """Sentences on the heads shown, and in how many rows g_1 is below the norm."""
     return (
         f"{of(ds)}: attention maps, averaged over samples (colours are square roots), of the heads "
         "at the quartiles of the mean norm of the softmax Jacobian. Titles: that mean, over "
@@ -251,8 +259,10 @@ register(
 
 
 def interlacing(setting: Setting) -> xr.Dataset:
-    """Slack of the links of Theorem 4 on every attention row of a run; all links on some rows;
-    Proposition 1, (10) and (11) on all."""
+    """Compute the slack of the links of Theorem 4 on every attention row of a run.
+
+    All links on some rows; Proposition 1, (10) and (11) on all.
+    """
     checkpoint, layers, data = setting.capture(setting.count(8, 112))
     worst, worst_full, counts, fulls = [], [], 0, 0
     others: dict[str, list[Tensor]] = {"proposition_1": [], "equation_10": [], "equation_11": []}
@@ -282,8 +292,9 @@ def interlacing(setting: Setting) -> xr.Dataset:
 
 
 def consequences(p: Tensor, k: int = 10) -> dict[str, Tensor]:
-    r"""Smallest slack over rows p (n, N) of what follows from Theorem 4, never negative up to
-    rounding.
+    r"""Smallest slack over rows p (n, N) of the consequences of Theorem 4.
+
+    Never negative up to rounding.
 
     Proposition 1 with the smallest :math:`\gamma = g_1/g_k` it allows where :math:`\gamma \le k/4`:
     :math:`\|M\| \le (1 - \sqrt{1 - 4\gamma/k})/2`; equation (10): with
@@ -335,7 +346,7 @@ def _links() -> list[tuple[str, str]]:
 
 
 def caption_interlacing(ds: xr.Dataset) -> str:
-    """How many inequalities were checked, and the smallest slack of each statement."""
+    """Sentences on the number of inequalities checked, and each statement's smallest slack."""
     return (
         f"{of(ds)}; singular values and slack in float64. Theorem 4 is a chain of inequalities. "
         f"Its first {LINKS} have a relative slack of at least "
@@ -364,8 +375,10 @@ register(
 
 
 def multihead(setting: Setting) -> xr.Dataset:
-    """Exact norm of all heads together against the root of the sum of squares and the sum of the
-    heads' exact norms."""
+    """Compare the exact norm of all heads together with sums of the heads' exact norms.
+
+    With the root of the sum of squares, and with the plain sum.
+    """
     checkpoint, layers, data = setting.capture(setting.count(4, 100))
     exact, root, total = [], [], []
     for att in layers:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lipbound.attention.cache import keep_result, memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.rounding import TensorErrors, tensor_errors
 from lipbound.devices import Room, require
@@ -39,8 +40,6 @@ TINY = 2.0**-160
 of values and their weights."""
 RTOL = 1e-5
 """How far above the exact norms of N x N matrices their upper values may stay."""
-WEIGHTS = "norms of weights"
-"""Key of `WeightNorms` in the cache of a layer."""
 
 
 def longest(heads: int) -> int:
@@ -134,7 +133,7 @@ def samples_of(att: Attention) -> Iterator[Sample]:
             yield Sample(one, tensor_errors(one), exponents, exact[0])
         else:
             one = whole.of_samples(part)
-            one.cache.keep(("memo", WEIGHTS), weights_of(whole))
+            keep_result(weights_of, one, weights_of(whole))
             every = torch.ones(att.heads, dtype=torch.bool, device=att.device)
             yield Sample(one, _of_sample(errors, part), torch.zeros_like(every).long(), every)
 
@@ -217,15 +216,12 @@ class WeightNorms(NamedTuple):
     size_v: Tensor
 
 
+@memoised
 def weights_of(att: Attention) -> WeightNorms:
     """`WeightNorms`, once for a layer."""
-
-    def make() -> WeightNorms:
-        (f_q, _), (f_k, excess) = upper_factor(att.w_q), upper_factor(att.w_k)
-        sizes = (torch.linalg.matrix_norm(w.detach()) for w in (f_q, f_k, att.w_v))
-        return WeightNorms(f_q, f_k, excess, matrix_norm(att.w_v), *sizes)
-
-    return att.memo(WEIGHTS, make)
+    (f_q, _), (f_k, excess) = upper_factor(att.w_q), upper_factor(att.w_k)
+    sizes = (torch.linalg.matrix_norm(w.detach()) for w in (f_q, f_k, att.w_v))
+    return WeightNorms(f_q, f_k, excess, matrix_norm(att.w_v), *sizes)
 
 
 class BlockNorms:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lipbound.attention.cache import keep_result, memoised
 from lipbound.attention.layer import Attention
 from lipbound.bounds import conditions
 from lipbound.bounds.bound import Bound
@@ -27,9 +28,6 @@ from lipbound.bounds.registry import bound
 from lipbound.bounds.whole_layer_rules import with_folded
 from lipbound.devices import require
 from lipbound.linalg.matrix_norms import gamma, matrix_norm, nonnegative_norm, symmetric_norm
-
-BLOCK_KEY = "lipbound_block"
-"""Key of its values in the cache of a layer."""
 
 
 def gram_terms(bound: Bound, att: Attention) -> dict[str, Tensor]:
@@ -90,6 +88,7 @@ def _shares(att: Attention, terms: Callable[[Attention], dict[str, Tensor]]) -> 
     layer=with_folded,
     longest=longest,
 )
+@memoised
 def lipbound(att: Attention) -> Tensor:
     r"""Path-Gram compression: within a factor of about 1.3 of the exact norm on pretrained heads.
 
@@ -120,14 +119,9 @@ def lipbound(att: Attention) -> Tensor:
     cheaper there. With rotary position embeddings, normalised queries and keys, capped scores or
     sinks: `lipbound.bounds.ours.pairwise_variants`.
     """
-
-    def make() -> Tensor:
-        values = in_chunks(att, _lipbound)
-        # its parts are the same numbers, whichever bound needs them first
-        att.memo(BLOCK_KEY, lambda: values[..., 1])
-        return values[..., 0]
-
-    return att.memo("lipbound", make)
+    values = in_chunks(att, _lipbound)
+    keep_result(_compressed, att, values[..., 1])  # the same numbers, whichever bound comes first
+    return values[..., 0]
 
 
 @bound(
@@ -158,7 +152,13 @@ def lipbound_block(att: Attention) -> Tensor:
     The entries bound the norms of the blocks of J: Lemmas 14 and 15 (docs/theory/bounds.md). As
     long inputs as for ``lipbound``.
     """
-    return att.memo(BLOCK_KEY, lambda: in_chunks(att, _block)[..., 1])
+    return _compressed(att)
+
+
+@memoised
+def _compressed(att: Attention) -> Tensor:
+    """`lipbound_block`, (samples, heads)."""
+    return in_chunks(att, _block)[..., 1]
 
 
 def _block(att: Attention, heads: slice) -> Tensor:

@@ -13,6 +13,7 @@ and less.
 import torch
 from torch import Tensor
 
+from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants import VARIANTS
 from lipbound.bounds import conditions
@@ -47,6 +48,7 @@ def _block(att: Attention) -> Tensor:
     return together(att)[..., 1]
 
 
+@memoised
 def together(att: Attention) -> Tensor:
     """Both bounds, and from `ROWS` on those where single tokens move, (samples, heads, 4).
 
@@ -54,7 +56,7 @@ def together(att: Attention) -> Tensor:
     inner products are left out.
     """
     reach = [1.0, 1.0, att.tokens**0.5 * (1 + 4 * UNIT), 1.0]
-    return att.memo("lipbound and lipbound_block", lambda: in_chunks(att, _of_heads, reach))
+    return in_chunks(att, _of_heads, reach)
 
 
 def _of_heads(att: Attention, heads: slice) -> Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants import VARIANTS
 from lipbound.bounds import conditions
@@ -54,6 +55,7 @@ AT_ONCE = 16
     differentiable=False,
     norm="every-token",
 )
+@memoised
 def lipbound_every(att: Attention) -> Tensor:
     r"""A bound on the move of any output token when every token moves by at most 1.
 
@@ -68,7 +70,7 @@ def lipbound_every(att: Attention) -> Tensor:
     d_v x d_v, in closed form, for heads with variants too. Rows are taken in the order of their
     sums of norms, until those that are left cannot be the largest.
     """
-    return att.memo("lipbound_every", lambda: in_chunks(att, _refined, [_root_count(att)])[..., 0])
+    return in_chunks(att, _refined, [_root_count(att)])[..., 0]
 
 
 @bound(
@@ -132,10 +134,9 @@ def lipbound_one(att: Attention) -> Tensor:
 
 
 @lipbound_every.extends(*VARIANTS, condition=conditions.always, layer=with_folded, longest=longest)
+@memoised
 def _every(att: Attention) -> Tensor:
-    return att.memo(
-        "lipbound_every", lambda: in_chunks(att, _refined_variants, [_root_count(att)])[..., 0]
-    )
+    return in_chunks(att, _refined_variants, [_root_count(att)])[..., 0]
 
 
 @lipbound_every_block.extends(
@@ -155,6 +156,7 @@ def _root_count(att: Attention) -> float:
     return att.tokens**0.5 * (1 + 4 * UNIT)
 
 
+@memoised
 def _sums(att: Attention) -> Tensor:
     """Largest sum of a row, and length of a column, of the norms of blocks, (samples, heads, 2)."""
 
@@ -162,7 +164,7 @@ def _sums(att: Attention) -> Tensor:
         sizes = TokenBlocks(one, heads).sizes
         return torch.stack([sizes.sum(-1).amax(-1), root(sizes.square().sum(-2)).amax(-1)], -1)
 
-    return att.memo("sums of block norms", lambda: in_chunks(att, values, [_root_count(att), 1.0]))
+    return in_chunks(att, values, [_root_count(att), 1.0])
 
 
 def _refined(att: Attention, heads: slice) -> Tensor:

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.bounds import conditions, factors
 from lipbound.bounds.factors import ROOT3
@@ -126,7 +127,7 @@ def _castin_bias_linear(att: Attention) -> Tensor:
     return (ROOT3 * factors.norm_v(att) * squares.sqrt()).value()
 
 
-@factors.once
+@memoised
 def sides(att: Attention) -> tuple[Upper, Upper]:
     """Lengths max_i |A x_i| and max_i |A^T x_i|, (samples, heads), A = scale W_Q W_K^T.
 

@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants import VARIANTS
 from lipbound.bounds import conditions, factors
@@ -32,7 +33,7 @@ BIBTEX = """@inproceedings{dasoulas2021lipschitz,
 ROOT2 = Upper.of(math.sqrt(2) * (1 + 4 * UNIT))
 
 
-@factors.once
+@memoised
 def _frobenius_p(att: Attention) -> Upper:
     """Norm ||P||_F, (samples, heads)."""
     stretch, unknown = factors.stretched(att, 1)

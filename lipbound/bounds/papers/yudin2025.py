@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.bounds import conditions, factors
 from lipbound.bounds.ball.softmax_interval import g1_over_box, reachable_rows
@@ -23,7 +24,7 @@ BIBTEX = """@misc{yudin2025pay,
 ANY = "any biases (Remark 2), any mask"
 
 
-@factors.once
+@memoised
 def with_ones(att: Attention) -> Attention:
     """The layer on inputs [x_i, 1], biases as an extra row of the weights: Remark 2.
 

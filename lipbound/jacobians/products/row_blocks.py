@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
 from lipbound.attention.masking import BLOCKED, four_axes
 from lipbound.devices import Room
@@ -52,15 +53,12 @@ class RowBlocks:
         return _of(seen, n, step, (len(p),))
 
     @staticmethod
+    @memoised
     def of_mask(att: Attention, step: int) -> "RowBlocks":
         """Blocks by the mask of a layer and its padding, looked at once.
 
         The batch is all heads of sample 0, then of sample 1, ...
         """
-        return att.memo(("row blocks", step), lambda: RowBlocks._of_mask(att, step))
-
-    @staticmethod
-    def _of_mask(att: Attention, step: int) -> "RowBlocks":
         n, mask, valid = att.tokens, att.mask, att.valid
         count = -(-n // step)
         seen = torch.ones(1, 1, count, n, dtype=torch.bool, device=att.device)

@@ -10,7 +10,7 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.devices import in_own_modes
 from lipbound.formatting import number
-from lipbound.formatting.notebooks import ROWS, html_table
+from lipbound.formatting.html import ROWS, html_table
 from lipbound.jacobians.maps import WHOLE
 from lipbound.jacobians.prepared_map import PreparedMap
 from lipbound.jacobians.token_norms.token_norm import (

@@ -1,12 +1,12 @@
-r"""Two-sided bounds on the norms of a batch of operators, with every rounding inside: search in any
-dtype, certify in float64.
+r"""Two-sided bounds on the norms of a batch of operators, with every rounding inside.
 
-A search finds vectors Z near the top. What they show from below is a quotient of stored vectors.
-From above: with Q an orthonormal basis of Z the largest eigenvalue of :math:`G = J J^T` is that of
-a small matrix bordered by :math:`\varphi \ge \|(I - QQ^T)\,G\,(I - QQ^T)\|`: Lemma 44
-(docs/theory/certificates.md). A Lanczos run of its own, from a random start that Z knows nothing
-of, certifies such a :math:`\varphi`: Lemma 65 (docs/theory/rounding.md). It need not be sharp: what
-it leaves is multiplied by the squared residual of Z.
+A search, in any dtype, finds vectors Z near the top. What they show from below is a quotient of
+stored vectors. From above: with Q an orthonormal basis of Z the largest eigenvalue of
+:math:`G = J J^T` is that of a small matrix bordered by
+:math:`\varphi \ge \|(I - QQ^T)\,G\,(I - QQ^T)\|`: Lemma 44 (docs/theory/certificates.md). A
+Lanczos run of its own, from a random start that Z knows nothing of, certifies such a
+:math:`\varphi`: Lemma 65 (docs/theory/rounding.md). It need not be sharp: what it leaves is
+multiplied by the squared residual of Z.
 """
 
 import math
@@ -33,8 +33,7 @@ SEARCH = 3e-3
 """Residual, relative to the Ritz value, at which the search ends at the latest; the certificate
 feels its square, so that small tolerances need a smaller one."""
 ATTEMPTS = ((0.5, 1), (0.25, 1), (0.25, 2))
-"""Of each attempt: its share of delta, and a factor on the number of independent starts that are
-needed."""
+"""Per attempt: its share of delta, and a factor on the number of independent starts needed."""
 AUDIBLE = 6.0
 """How many times the rounding of one product, relative to the norm, the component of a start must
 be that a certificate rests on."""
@@ -58,12 +57,12 @@ Solver = Callable[..., Norm]
 
 @dataclass
 class NormBounds:
-    """What is known of each norm so far, squared, of the operator of the stored tensors; (batch,)
-    float64.
+    """Bounds found so far, of the operator of the stored tensors.
 
     Attributes:
-        low, high: bounds on the largest eigenvalue of G. top: the vector that attains ``low``,
-            (batch, n).
+        low, high: bounds on the largest eigenvalue of G, the square of the norm, (batch,) float64.
+        top: the vector that attains ``low``, (batch, n).
+        steps: products spent, (batch,).
     """
 
     low: Tensor
@@ -83,50 +82,41 @@ def enclose(
     max_steps: int,
     vectors: bool = False,
 ) -> Norm:
-    """Norms of J between two bounds that hold for the given numbers, rounding included, each but
-    for an event of probability ``delta``.
+    """Enclose norms of J, rounding included, each but for an event of probability ``delta``.
 
     Args:
-        op: in float64. roundoff: its rounding. search: the same operators in the dtype in which to
-            search.
-        tol: relative width to reach. max_steps: products of one run.
+        op: the operators in float64.
+        roundoff: their rounding.
+        search: the same operators in the dtype in which to search.
+        tol: relative width to reach.
+        delta: failure probability of each enclosure.
+        seed: of all random vectors, one for all or one for each of equal parts of the batch.
+        max_steps: products of one run.
+        vectors: whether to return top singular vectors.
 
     Returns:
         `Norm`; ``converged`` is False where the width is not reached, and both ends hold all the
         same.
+
+    Raises:
+        LipboundError: ``delta`` is not between 0 and 1.
     """
     if not 0 < delta < 1:
         raise LipboundError(f"delta is {delta}; the failure probability must be between 0 and 1")
-    n = math.prod(op.out_shape)
-    zeros = torch.zeros(op.batch, dtype=torch.float64)
-    found = NormBounds(
-        zeros.clone(),
-        (roundoff.size + roundoff.products) ** 2,
-        torch.zeros(op.batch, n, dtype=torch.float64, device=op.device),
-        zeros.long(),
-    )
-    active = torch.arange(op.batch)
+    n, active, seeds = math.prod(op.out_shape), torch.arange(op.batch), seeds_each(op.batch, seed)
     residual = max(min(SEARCH, 0.3 * math.sqrt(tol)), 16 * torch.finfo(search.dtype).eps)
-    seeds = seeds_each(op.batch, seed)
-    z, found.steps = ritz_search(
+    z, steps = ritz_search(
         search, count=min(VECTORS, n), residual=residual, max_steps=max_steps, seed=seeds
     )
-    z = z.double()
+    z, high = z.double(), (roundoff.size + roundoff.products) ** 2
+    found = NormBounds(torch.zeros_like(high), high, torch.zeros_like(z[:, 0]), steps)
     for attempt, (share, starts) in enumerate(ATTEMPTS):
-        index = active.to(op.device)
-        part = op if len(active) == op.batch else op.select(index)
-        z = _attempt(
-            part,
-            roundoff.select(active),
-            z,
-            found,
-            active,
-            tol,
-            delta * share,
-            starts,
-            _again(seeds, attempt, active),
-            max_steps,
-        )
+        part = op if len(active) == op.batch else op.select(active.to(op.device))
+        # other vectors than those of the search and of other attempts
+        every = seeds_each(op.batch, seeds, "certificate", attempt)
+        own = [every[i] for i in active.tolist()]
+        settings = tol, delta * share, starts, own, max_steps
+        z = _attempt(part, roundoff.select(active), z, found, active, *settings)
         keep = _open(found, roundoff, tol)[active]
         active, z = active[keep], z[keep.to(z.device)]
         if not len(active):
@@ -135,16 +125,29 @@ def enclose(
     if len(rest) and n <= LARGEST_DENSE:
         _settle(op, roundoff, found, rest)
     low, high = _ends(found, roundoff)
-    return _norm(op, found, low, high, tol, vectors)
+    norm = Norm(low, high, found.steps, high <= low * (1 + tol), _width(low, high))
+    return _with_vectors(norm, op, found.top) if vectors else norm
+
+
+def _with_vectors(norm: Norm, op: JacobianOperator, top: Tensor) -> Norm:
+    """Add the singular vectors that the vectors ``top`` (batch, n) lead to."""
+    right = unit_vectors(op.vjp(top.view(-1, *op.out_shape)))
+    return replace(norm, left=unit_vectors(op.jvp(right)), right=right)
 
 
 def widened(norm: Norm, by: Tensor, tol: float) -> Norm:
-    """Bounds on norms of operators that are off by ``by`` (batch,) at most; ``converged`` where
-    they are no wider than ``tol``."""
+    """Return bounds on norms of operators that are off by ``by`` (batch,) at most.
+
+    ``converged`` where they are no wider than ``tol``.
+    """
     low = torch.nan_to_num((norm.lower - by) * (1 - 2 * UNIT), nan=0.0).clamp_min(0)
     high = (norm.upper + by) * (1 + 2 * UNIT)
-    error = torch.where(high > low, high / low.clamp_min(1e-300) - 1, 0.0)
+    error = _width(low, high)
     return replace(norm, lower=low, upper=high, error=error, converged=error <= tol)
+
+
+def _width(low: Tensor, high: Tensor) -> Tensor:
+    return torch.where(high > low, high / low.clamp_min(1e-300) - 1, 0.0)
 
 
 def estimate(
@@ -157,20 +160,28 @@ def estimate(
     max_steps: int,
     vectors: bool = False,
 ) -> Norm:
-    """Norms from below, without an upper end: the solver's vector is found in any dtype, its
-    quotient is taken in float64, less all rounding.
+    """Bound norms from below by quotients in float64, less all rounding; without an upper end.
 
-    Where products of the search cannot tell norms apart that differ by ``tol``, or its value is not
-    the quotient, it runs again in float64; where rounding of float64 itself is more than that,
-    ``converged`` is False. Of a norm whose products leave the range of float64 nothing is said: its
-    lower end is zero.
+    The vectors are found by Lanczos in any dtype. Where products of the search cannot tell norms
+    apart that differ by ``tol``, or its value is not the quotient, it runs again in float64; where
+    rounding of float64 itself is more than that, ``converged`` is False. Of a norm whose products
+    leave the range of float64 nothing is said: its lower end is zero.
+
+    Args:
+        op: the operators in float64.
+        roundoff: their rounding.
+        search: the same operators in the dtype in which to search.
+        tol: relative error of the estimates.
+        seed: of the start vectors, one for all or one for each of equal parts of the batch.
+        max_steps: products of one run.
+        vectors: whether to return top singular vectors.
+
+    Returns:
+        `Norm`, whose upper ends are infinite.
     """
     solver: Solver = partial(lanczos, tol=tol, max_steps=max_steps, vectors=True, refined=False)
     norm, top = _estimated(op, roundoff, search, solver, tol, seeds_each(op.batch, seed))
-    if not vectors:
-        return norm
-    right = unit_vectors(op.vjp(top.view(-1, *op.out_shape)))
-    return replace(norm, left=unit_vectors(op.jvp(right)), right=right)
+    return _with_vectors(norm, op, top) if vectors else norm
 
 
 def _estimated(
@@ -181,7 +192,7 @@ def _estimated(
     tol: float,
     seeds: Sequence[int],
 ) -> tuple[Norm, Tensor]:
-    """`estimate`, and the vectors (batch, n) whose quotients are the lower ends."""
+    """Return the result of `estimate`, and the vectors (batch, n) whose quotients it has."""
     try:
         found = solver(search, seed=seeds)
     except RangeError:
@@ -189,15 +200,10 @@ def _estimated(
             return _estimated(op, roundoff, op, solver, tol, seeds)
         if op.batch == 1:
             return _nothing(op)
-        ones = [
-            (
-                op.select(torch.tensor([i], device=op.device)),
-                roundoff.select(torch.tensor([i])),
-                seeds[i],
-            )
-            for i in range(op.batch)
-        ]
-        parts = [_estimated(one, own, one, solver, tol, [its]) for one, own, its in ones]
+        parts = []
+        for i in torch.arange(op.batch)[:, None]:
+            one = op.select(i.to(op.device))
+            parts.append(_estimated(one, roundoff.select(i), one, solver, tol, [seeds[int(i)]]))
         return Norm.cat([norm for norm, _ in parts]), torch.cat([top for _, top in parts])
     assert found.left is not None
     low, top, image = _quotients(op, roundoff, found.left.flatten(1).double())
@@ -205,20 +211,16 @@ def _estimated(
     if search is not op:
         noise = noise + _blur(op, search, roundoff, top, image, low, tol, seeds)
     high = found.lower * (1 + found.error) + noise
-    error = torch.where(
-        high > low, torch.where(low > 0, high / low.clamp_min(1e-300) - 1, math.inf), found.error
-    )
+    apart = torch.where(low > 0, high / low.clamp_min(1e-300) - 1, math.inf)
+    error = torch.where(high > low, apart, found.error)
     converged = found.converged & (found.lower + noise - low <= tol * low)
     norm = Norm(low, found.upper, found.steps, converged, error)
     again = torch.empty(0) if search is op else (~converged).nonzero()[:, 0]
     if not len(again):
         return norm, top
-    there = again.to(op.device)
-    part = op.select(there)
-    others = seeds_each(op.batch, seeds, "float64")
-    better, top[there] = _estimated(
-        part, roundoff.select(again), part, solver, tol, [others[i] for i in again.tolist()]
-    )
+    there, every = again.to(op.device), seeds_each(op.batch, seeds, "float64")
+    part, others = op.select(there), [every[i] for i in again.tolist()]
+    better, top[there] = _estimated(part, roundoff.select(again), part, solver, tol, others)
     for name in ("lower", "upper", "steps", "converged", "error"):
         getattr(norm, name)[again] = getattr(better, name)
     return norm, top
@@ -234,12 +236,12 @@ def _blur(
     tol: float,
     seeds: Sequence[int],
 ) -> Tensor:
-    r"""Distance of products of ``search`` from those of ``op``, (batch,), as seen at the vectors
-    ``top``, whose images by J^T are ``image``.
+    r"""Measure how far products of ``search`` are from those of ``op``, (batch,).
 
-    Where the norm is so much smaller than what is added up in its products that their rounding may
-    hide other vectors, a random direction is looked at, too, in which a difference of one direction
-    alone shows as one part of :math:`n^{1/2}`.
+    That is seen at the vectors ``top``, whose images by J^T are ``image``. Where the norm is so
+    much smaller than what is added up in its products that their rounding may hide other vectors,
+    a random direction is looked at, too, in which a difference of one direction alone shows as one
+    part of :math:`n^{1/2}`.
     """
 
     def apart(
@@ -258,14 +260,13 @@ def _blur(
         wide, narrow = (op, search) if whole else (op.select(there), search.select(there))
         every = seeds_each(op.batch, seeds, "blur")
         y = start_vectors(wide, wide.out_shape, [every[i] for i in unsure.tolist()])
-        blur[unsure] = torch.maximum(
-            blur[unsure], HIDDEN * y.shape[1] ** 0.5 * apart(wide, narrow, y)
-        )
+        seen = HIDDEN * y.shape[1] ** 0.5 * apart(wide, narrow, y)
+        blur[unsure] = torch.maximum(blur[unsure], seen)
     return torch.where(low < FAINT, math.inf, blur)
 
 
 def _nothing(op: JacobianOperator) -> tuple[Norm, Tensor]:
-    """What is known of one norm without looking."""
+    """Return trivial bounds on one norm, and no vector."""
     zero, no = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.bool)
     vector = torch.zeros(1, math.prod(op.out_shape), dtype=torch.float64, device=op.device)
     return Norm(zero, zero + math.inf, zero.long(), no, zero + math.inf), vector
@@ -274,54 +275,52 @@ def _nothing(op: JacobianOperator) -> tuple[Norm, Tensor]:
 def _quotients(
     op: JacobianOperator, roundoff: Roundoff, vectors: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Lower bounds on the norms from one vector z each (batch, n), these vectors with length one,
-    and their images J^T z (batch, m).
+    """Bound norms from below by one vector each, (batch, n).
 
-    The length of J^T z less what rounding may have added to it, over that of z, which is 1 but for
-    its own rounding."""
-    z = torch.nan_to_num(
-        vectors / vectors.abs().amax(1, keepdim=True).clamp_min(1e-300),
-        nan=0.0,
-        posinf=0.0,
-        neginf=0.0,
-    )
+    By the length of J^T z less what rounding may have added to it, over that of z, which is 1 but
+    for its own rounding.
+
+    Returns:
+        The bounds (batch,), the vectors with length one, and their images J^T z, (batch, m).
+    """
+    z = vectors / vectors.abs().amax(1, keepdim=True).clamp_min(1e-300)
+    z = torch.nan_to_num(z, nan=0.0, posinf=0.0, neginf=0.0)
     z = z / torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp_min(1e-300)
     image = op.vjp(z.view(-1, *op.out_shape)).flatten(1)
-    size = torch.linalg.vector_norm(image, dim=1).cpu() * (
-        1 - (image.shape[1] + 2 * z.shape[1] + 16) * UNIT
-    )
-    low = (
-        torch.nan_to_num(size - roundoff.products * (1 + 1e-6), nan=0.0, posinf=0.0)
-        - roundoff.tensors
-    )
-    return torch.where(torch.isfinite(image).all(1).cpu(), low, 0.0).clamp_min(0), z, image
+    rounding = (image.shape[1] + 2 * z.shape[1] + 16) * UNIT
+    size = torch.linalg.vector_norm(image, dim=1).cpu() * (1 - rounding)
+    low = torch.nan_to_num(size - roundoff.products * (1 + 1e-6), nan=0.0, posinf=0.0)
+    finite = torch.isfinite(image).all(1).cpu()
+    return torch.where(finite, low - roundoff.tensors, 0.0).clamp_min(0), z, image
 
 
 def _ends(found: NormBounds, roundoff: Roundoff) -> tuple[Tensor, Tensor]:
-    """Bounds on the norms at the given numbers, from those on the operator of the
-    stored tensors."""
+    """Return bounds on the norms at the given numbers, from those of the stored tensors."""
     low = (found.low.clamp_min(0).sqrt() * (1 - 4 * UNIT) - roundoff.tensors).clamp_min(0)
     return low, (found.high.sqrt() * (1 + 4 * UNIT) + roundoff.tensors) * (1 + 2 * UNIT)
 
 
 def _reachable(sigma: Tensor, tensors: Tensor, tol: float) -> Tensor:
-    """The relative width to aim at: where rounding of the tensors is wider than ``tol``, twice what
-    it takes."""
+    """Return the relative width to aim at.
+
+    Where rounding of the tensors is wider than ``tol``, twice what it takes.
+    """
     return (4 * tensors / sigma.clamp_min(1e-300)).clamp_min(tol)
 
 
 def _goal(low: Tensor, tensors: Tensor, tol: float) -> Tensor:
-    """How large the largest eigenvalue may be, for that width, where it is ``low`` at least."""
+    """Return what the largest eigenvalue, ``low`` at least, may be at most for that width."""
     sigma = low.sqrt()
-    wide = 0.999 * _reachable(
-        sigma, tensors, tol
-    )  # a little less than asked for, so that rounding does not decide
+    # a little less than asked for, so that rounding does not decide
+    wide = 0.999 * _reachable(sigma, tensors, tol)
     return ((sigma - tensors) * (1 + wide) - tensors).clamp_min(0) ** 2
 
 
 def _open(found: NormBounds, roundoff: Roundoff, tol: float) -> Tensor:
-    """Where more work could make an enclosure narrower: not where it is as wide as rounding of the
-    tensors makes it."""
+    """Return where more work could make an enclosure narrower, (batch,) bool.
+
+    It cannot where the enclosure is as wide as rounding of the tensors makes it.
+    """
     low, high = _ends(found, roundoff)
     wide = _reachable(found.low.clamp_min(0).sqrt(), roundoff.tensors, tol)
     return ~(high <= low * (1 + wide)) & torch.isfinite(roundoff.size) & (found.high > 0)
@@ -339,8 +338,11 @@ def _attempt(
     seed: Sequence[int],
     max_steps: int,
 ) -> Tensor:
-    """Bounds from vectors z (batch, r, n) of the entries ``active``, kept in ``found``; returns
-    better vectors for another attempt."""
+    """Improve the bounds in ``found`` of the entries ``active`` by vectors z (batch, r, n).
+
+    Returns:
+        Better vectors for another attempt.
+    """
     z = torch.linalg.qr(z.mT).Q.mT.contiguous()
     y = torch.stack([op.gram(row.view(-1, *op.out_shape)).flatten(1) for row in z.unbind(1)], 1)
     small = bordered(z, y, roundoff)
@@ -355,19 +357,12 @@ def _attempt(
     for count in needed.unique().tolist():
         rows = (needed == count).nonzero()[:, 0]
         there = rows.to(op.device)
-        part, own = (
-            (op, small) if len(rows) == len(active) else (op.select(there), small.select(rows))
-        )
+        all_of_them = len(rows) == len(active)
+        part, own = (op, small) if all_of_them else (op.select(there), small.select(rows))
+        goal, rounding, share = target[rows], roundoff.select(rows), delta ** (1 / count)
         for s in range(count):  # the bound fails only if every start does
-            each = deflated_bound(
-                part,
-                roundoff.select(rows),
-                own,
-                target[rows],
-                delta ** (1 / count),
-                [seed[i] * 16 + s for i in rows.tolist()],
-                max_steps,
-            )
+            starts_from = [seed[i] * 16 + s for i in rows.tolist()]
+            each = deflated_bound(part, rounding, own, goal, share, starts_from, max_steps)
             phi[rows], steps[rows] = torch.maximum(phi[rows], each.phi), steps[rows] + each.steps
             better[there] = each.ritz
     found.high[active] = torch.minimum(found.high[active], small.upper(phi))
@@ -376,8 +371,10 @@ def _attempt(
 
 
 def _starts(n: int, delta: float, noise: Tensor) -> Tensor:
-    """Over how many starts to multiply up ``delta``, (batch,): so many that none has to show what
-    is lost in ``noise``, of a product relative to the norm."""
+    """Return over how many starts to multiply up ``delta``, (batch,).
+
+    So many that none has to show what is lost in ``noise``, of a product relative to the norm.
+    """
     count = torch.ones(len(noise), dtype=torch.long)
     for more in range(2, MOST_STARTS + 1):
         short = math.exp(-log_inverse_epsilon(n, delta ** (1 / (more - 1)))) < AUDIBLE * noise
@@ -386,38 +383,19 @@ def _starts(n: int, delta: float, noise: Tensor) -> Tensor:
 
 
 def _settle(op: JacobianOperator, roundoff: Roundoff, found: NormBounds, index: Tensor) -> None:
-    """Dense bounds for some entries, from G column by column and a decomposition that is verified.
-    They add no probability of failure to that of ``found``."""
+    """Improve the bounds in ``found`` of some entries by verified dense decompositions of G.
+
+    They add no probability of failure.
+    """
     n = math.prod(op.out_shape)
     for i in index.tolist():
         same = op.select(torch.full((n,), i, device=op.device))
-        g = same.gram(
-            torch.eye(n, dtype=torch.float64, device=op.device).view(n, *op.out_shape)
-        ).flatten(1)
-        size, products = (
-            float(found.high[i].sqrt().minimum(roundoff.size[i])),
-            float(roundoff.products[i]),
-        )
+        eye = torch.eye(n, dtype=torch.float64, device=op.device)
+        g = same.gram(eye.view(n, *op.out_shape)).flatten(1)
+        size = float(found.high[i].sqrt().minimum(roundoff.size[i]))
+        products = float(roundoff.products[i])
         low, high, top = largest_eigenvalue((g + g.mT) / 2)
         slack = (2 * size * products + products**2) * n**0.5 + 2 * UNIT * float(g.norm())
         if low - slack > found.low[i]:
             found.low[i], found.top[i] = low - slack, top
         found.high[i] = min(float(found.high[i]), high + slack)
-
-
-def _again(seeds: Sequence[int], attempt: int, active: Tensor) -> list[int]:
-    """Seeds of the certificates of an attempt: other vectors than those of the search and of other
-    attempts."""
-    every = seeds_each(len(seeds), seeds, "certificate", attempt)
-    return [every[i] for i in active.tolist()]
-
-
-def _norm(
-    op: JacobianOperator, found: NormBounds, low: Tensor, high: Tensor, tol: float, vectors: bool
-) -> Norm:
-    error = torch.where(high > low, high / low.clamp_min(1e-300) - 1, 0.0)
-    left = right = None
-    if vectors:
-        right = unit_vectors(op.vjp(found.top.view(-1, *op.out_shape)))
-        left = unit_vectors(op.jvp(right))
-    return Norm(low, high, found.steps, high <= low * (1 + tol), error, left, right)

@@ -1,5 +1,4 @@
-r"""Which numbers exceed the largest eigenvalue of a matrix? Answered from a Lanczos run whose every
-rounding has been measured.
+r"""Numbers proved to exceed the largest eigenvalue, from a Lanczos run with measured rounding.
 
 Let B be symmetric positive semi-definite, :math:`v_1, \dots, v_k` *any* stored vectors, T *any*
 symmetric tridiagonal matrix with entries >= 0, and :math:`R = B V - V T` what they miss by. For an
@@ -16,11 +15,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from lipbound.linalg.enclosures.inner_products import Dots
 from lipbound.linalg.enclosures.verified import Bordered
+from lipbound.linalg.krylov import Dots, eigenpairs, top_eigenpairs
 from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.operators import Roundoff
-from lipbound.linalg.stopping import eigenpairs, top_eigenpairs
 
 Array = np.ndarray
 
@@ -29,8 +27,10 @@ class Recurrences:
     """T of a batch of runs, and upper values of what each column of R consists of.
 
     Args:
-        batch, limit: runs, and steps of each at most.
-        small: what has been deflated. roundoff: of the products.
+        batch: number of runs.
+        limit: steps of each at most.
+        small: what has been deflated.
+        roundoff: of the products.
         epsilon: the length that the start's component along an eigenvector has at least.
     """
 
@@ -41,9 +41,8 @@ class Recurrences:
         self.products = roundoff.products.numpy()
         self.size = roundoff.size.numpy() ** 2
         self.top = small.values.numpy()[:, -1]
-        self.off = (
-            np.linalg.norm(small.r_c.numpy(), axis=(1, 2)) + small.slack(roundoff.size).numpy()
-        )
+        slack = small.slack(roundoff.size).numpy()
+        self.off = np.linalg.norm(small.r_c.numpy(), axis=(1, 2)) + slack
         r, n = small.z.shape[1:]
         self.project = 2 * small.skew.numpy() + 4 * (Dots(n).roundings + (r + 8) * UNIT) * r**0.5
         self.epsilon = epsilon
@@ -58,61 +57,51 @@ class Recurrences:
         outside: Array,
         reach: Array,
     ) -> None:
-        """Step j of the runs ``active``: entries of T, what reorthogonalisation took away, the part
-        of v_j inside what is deflated, |G v_j|."""
-        for name, value in (
-            ("alpha", alpha),
-            ("beta", beta),
-            ("lost", lost),
-            ("outside", outside),
-            ("reach", reach),
-        ):
-            getattr(self, name)[active, j] = np.where(np.isnan(value), np.inf, value)
+        """Store step j of the runs ``active``.
+
+        Args:
+            active: indices of the runs.
+            j: the step.
+            alpha, beta: entries of T.
+            lost: size of what reorthogonalisation took away.
+            outside: size of the part of v_j inside what is deflated.
+            reach: |G v_j|.
+        """
+        into = (self.alpha, self.beta, self.lost, self.outside, self.reach)
+        for kept, value in zip(into, (alpha, beta, lost, outside, reach), strict=True):
+            kept[active, j] = np.where(np.isnan(value), np.inf, value)
 
     def shown(self, active: Array, k: int, target: Array) -> Array:
-        """Whether ``target`` is excluded after k steps of the runs ``active``."""
+        """Tell whether ``target`` is excluded after k steps of the runs ``active``."""
         total, tail = _missed(self, active, np.full(len(active), k), target)
         return (total < self.epsilon) | (tail < 0.02 * total)
 
     def hopeless(self, active: Array, k: int, target: Array, residual: float) -> Array:
-        """Whether a Ritz value beyond ``target`` has come within a relative residual."""
-        index = active
-        if not (
-            np.isfinite(self.alpha[index, :k]).all() and np.isfinite(self.beta[index, :k]).all()
-        ):
-            return np.asarray(
-                ~(
-                    np.isfinite(self.alpha[index, :k]).all(1)
-                    & np.isfinite(self.beta[index, :k]).all(1)
-                )
-            )
-        top, s = top_eigenpairs(self.alpha[index, :k], self.beta[index, :k])
-        return np.asarray(
-            (top >= target) & (self.beta[index, k - 1] * np.abs(s[:, -1]) <= residual * top)
-        )
+        """Tell whether a Ritz value beyond ``target`` has come within a relative residual."""
+        alpha, beta = self.alpha[active, :k], self.beta[active, :k]
+        finite = np.isfinite(alpha).all(1) & np.isfinite(beta).all(1)
+        if not finite.all():
+            return np.asarray(~finite)
+        top, s = top_eigenpairs(alpha, beta)
+        return np.asarray((top >= target) & (beta[:, -1] * np.abs(s[:, -1]) <= residual * top))
 
     def ritz(self, index: Array, k: int, count: int) -> Array:
-        """Coordinates of the largest Ritz vectors of the runs ``index`` after k steps, (runs,
-        count, k)."""
-        _, s = eigenpairs(
-            *(
-                np.nan_to_num(t[index, :end], posinf=0.0)
-                for t, end in ((self.alpha, k), (self.beta, k - 1))
-            )
-        )
+        """Return coordinates (runs, count, k) of the top Ritz vectors of the runs ``index``."""
+        alpha, beta = self.alpha[index, :k], self.beta[index, : k - 1]
+        _, s = eigenpairs(np.nan_to_num(alpha, posinf=0.0), np.nan_to_num(beta, posinf=0.0))
         return s[:, :, ::-1][:, :, :count].swapaxes(1, 2).copy()
 
 
 def excluded(rows: Recurrences, steps: Array, x: Array) -> Array:
-    """Whether every eigenvalue is below x (batch, ...), bool, after ``steps`` (batch,) steps."""
+    """Tell whether every eigenvalue is below x (batch, ...) after ``steps`` (batch,) steps."""
     return _missed(rows, np.arange(len(x)), steps, x)[0] < rows.epsilon
 
 
 def _missed(rows: Recurrences, index: Array, steps: Array, x: Array) -> tuple[Array, Array]:
-    r"""Upper values of :math:`\sum_j y_j(x) |R_j|`, infinite where x is not beyond the Ritz values,
-    and what the last vector has in it.
+    r"""Return upper values of :math:`\sum_j y_j(x) |R_j|`, and the share of the last vector.
 
-    ``x`` (entries of index, ...), with axes of its own behind the batch; so are both results.
+    ``x`` is (entries of index, ...), with axes of its own behind the batch, and so are both
+    results: infinite where x is not beyond the Ritz values.
     """
     k = int(steps.max(initial=0))
     if not k:
@@ -121,13 +110,8 @@ def _missed(rows: Recurrences, index: Array, steps: Array, x: Array) -> tuple[Ar
     steps, (alpha, beta) = steps[more], (t[index, :k][more] for t in (rows.alpha, rows.beta))
     with np.errstate(all="ignore"):
         # G is at most this much larger than B, if B is as large as x (Lemma 65)
-        whole = (
-            np.minimum(
-                rows.size[index][more] / x,
-                np.maximum(rows.top[index][more] / x, 1.0) + rows.off[index][more] / x,
-            )
-            * x
-        )
+        size, top, off = (t[index][more] / x for t in (rows.size, rows.top, rows.off))
+        whole = np.minimum(size, np.maximum(top, 1.0) + off) * x
         p = rows.products[index][more]
         same = 2 * np.sqrt(whole) * p + p * p
         pivots = np.ones((len(x), k, *x.shape[1:]))
@@ -142,25 +126,19 @@ def _missed(rows: Recurrences, index: Array, steps: Array, x: Array) -> tuple[Ar
         y = np.cumprod(np.concatenate([1 / pivots[:, :1], beta[:, :-1] / pivots[:, 1:]], 1), 1)
         j = np.arange(k)[(None, slice(None), *more[1:])]
         lost, outside, reach = (t[index, :k][more] for t in (rows.lost, rows.outside, rows.reach))
-        missed = (
-            1.01 * lost
-            + whole[:, None] * outside
-            + same[:, None]
-            + reach * (rows.project[index][more][:, None] + 2 * (j + 40) * UNIT)
-        )
+        unit = rows.project[index][more][:, None] + 2 * (j + 40) * UNIT
+        missed = 1.01 * lost + whole[:, None] * outside + same[:, None] + reach * unit
         tail = np.where(j + 1 == steps[:, None], y * beta, 0.0).sum(1)
         total = np.where(j < steps[:, None], y * missed, 0.0).sum(1) + tail
         beyond = inside & (x > 0) & (steps > 0)
-        return np.where(
-            beyond, np.where(np.isnan(total), np.inf, total * (1 + 1e-6)), np.inf
-        ), np.where(beyond, tail, np.inf)
+        total = np.where(beyond & ~np.isnan(total), total * (1 + 1e-6), np.inf)
+        return total, np.where(beyond, tail, np.inf)
 
 
 def bisected(
     test: Callable[[Array], Array], low: Array, high: Array, rounds: int = 3
 ) -> tuple[Array, Array]:
-    """Ends (batch,) of the intervals that four bisections a round leave of [low, high], where
-    ``test`` holds from somewhere on.
+    """Bisect [low, high] (batch,) four times a round for where ``test`` begins to hold.
 
     ``test`` takes numbers (batch, 15), all that the four bisections may ask for.
     """
@@ -182,20 +160,22 @@ def bisected(
 
 
 def below(rows: Recurrences, steps: Array, x: Array) -> Array:
-    """Numbers that `excluded` shows too, at most x (batch,), which it shows: as small as twelve
-    bisections find them."""
+    """Return numbers at most x (batch,), as small as twelve bisections find them.
+
+    Where `excluded` shows x, it shows them too.
+    """
     _, high = bisected(lambda middle: excluded(rows, steps, middle), np.zeros_like(x), x)
     return high * (1 + 1e-12)
 
 
 def smallest_excluded(rows: Recurrences, steps: Array, start: Array) -> Array:
-    """An x beyond ``start`` (batch,) that `excluded` shows, within 5 % of the smallest excess that
-    it shows; infinity where there is none."""
+    """Return numbers beyond ``start`` (batch,) that `excluded` shows, infinity if there is none.
+
+    They are within 5 % of the smallest excess that it shows.
+    """
     k = int(steps.max(initial=0))
-    largest = np.nan_to_num(
-        np.maximum(rows.alpha[:, :k], 0).max(1, initial=0.0)
-        + 2 * rows.beta[:, :k].max(1, initial=0.0)
-    )
+    alpha, beta = np.maximum(rows.alpha[:, :k], 0), rows.beta[:, :k]
+    largest = np.nan_to_num(alpha.max(1, initial=0.0) + 2 * beta.max(1, initial=0.0))
     base = np.maximum(np.maximum(start, 0.0), 1e-300)
     with np.errstate(all="ignore"):  # what overflows is not excluded
         low, high = np.full_like(base, -30.0), np.log(np.clip(4 * largest / base, 4.0, 1e300))
@@ -206,7 +186,9 @@ def smallest_excluded(rows: Recurrences, steps: Array, start: Array) -> Array:
                 break
             high = np.where(more, high + 2, high)
             found = excluded(rows, steps, base * (1 + np.exp(high)))
-        low, high = bisected(
-            lambda middle: excluded(rows, steps, base[:, None] * (1 + np.exp(middle))), low, high
-        )
+
+        def shows(middle: Array) -> Array:
+            return excluded(rows, steps, base[:, None] * (1 + np.exp(middle)))
+
+        low, high = bisected(shows, low, high)
         return np.where(found, base * (1 + np.exp(high)) * (1 + 1e-12), np.inf)

@@ -1,5 +1,4 @@
-r"""Eigenvalues of small symmetric matrices between bounds that hold, and the bordered matrix of
-Lemma 44 (docs/theory/certificates.md)."""
+"""Proved bounds on eigenvalues of small matrices, and the bordered matrix of enclosures."""
 
 import math
 from dataclasses import dataclass
@@ -7,15 +6,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lipbound.linalg.enclosures.inner_products import Dots
+from lipbound.linalg.krylov import Dots
 from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.operators import Roundoff
 
 
 def largest_eigenvalue(g: Tensor) -> tuple[float, float, Tensor]:
-    """Bounds on the largest eigenvalue of a symmetric float64 matrix (n, n), and a unit vector (n,)
-    near its eigenvector: Lemma 67 (docs/theory/rounding.md). A computed decomposition is checked,
-    not trusted.
+    """Enclose the largest eigenvalue of a symmetric float64 matrix (n, n).
+
+    A computed decomposition is checked, not trusted: Lemma 67 (docs/theory/rounding.md).
+
+    Returns:
+        A lower and an upper bound, and a unit vector (n,) near the eigenvector.
     """
     n = len(g)
     scale = float(g.abs().amax())
@@ -25,28 +27,26 @@ def largest_eigenvalue(g: Tensor) -> tuple[float, float, Tensor]:
     g = g / unit
     values, q = torch.linalg.eigh(g)
     per = 2 * (n + 4) * UNIT
-    size, columns = float(g.norm()), float(q.norm())
-    off = float((g @ q - q * values).norm()) + per * (
-        size * columns + float(values.abs().amax()) * columns
-    )
-    skew = (
-        float((q.mT @ q - torch.eye(n, dtype=g.dtype, device=g.device)).norm()) + per * columns**2
-    )
+    size, columns, largest = float(g.norm()), float(q.norm()), float(values.abs().amax())
+    off = float((g @ q - q * values).norm()) + per * (size * columns + largest * columns)
+    skew = float((q.mT @ q - torch.eye(n).to(g)).norm()) + per * columns**2
     if skew > 0.1:
         return 0.0, size * unit * (1 + per), q[:, -1]
-    slack = (1.2 * off + 3 * skew * float(values.abs().amax())) * (1 + 1e-6)
-    return (float(values[-1]) - slack) * unit, (float(values[-1]) + slack) * unit, q[:, -1]
+    slack, top = (1.2 * off + 3 * skew * largest) * (1 + 1e-6), float(values[-1])
+    return (top - slack) * unit, (top + slack) * unit, q[:, -1]
 
 
 @dataclass
 class Bordered:
-    r"""T and R_C of Lemma 44 (docs/theory/certificates.md) for a batch, from vectors z and their
-    images, and how far they are from exact ones.
+    r"""T and R_C of enclosures for a batch, and how far they are from exact ones.
+
+    In the notation of Lemma 44 (docs/theory/certificates.md), from vectors z and their images.
 
     Attributes:
-        z: (batch, r, n), nearly orthonormal rows. skew: bound on the norm of z z^T - I.
+        z: nearly orthonormal rows, (batch, r, n).
+        skew: bound on the norm of z z^T - I, (batch,).
         values, turn: eigenvalues of T, ascending, and their vectors, (batch, r) and (batch, r, r).
-            r_c: in their basis, (batch, r, r).
+        r_c: R_C in their basis, (batch, r, r).
         fixed, rate: T is off by at most ``fixed + 2 rate |J^T z|``, T and R_C together by
             ``2 fixed + rate (3 |J^T z| + |J|)``: Lemma 66 (docs/theory/rounding.md).
     """
@@ -60,64 +60,53 @@ class Bordered:
     rate: Tensor
 
     def select(self, index: Tensor) -> "Bordered":
-        """Of some entries of the batch."""
-        there = index.to(self.z.device)
-        return Bordered(
-            self.z[there],
-            *(
-                t[index]
-                for t in (self.skew, self.values, self.turn, self.r_c, self.fixed, self.rate)
-            ),
-        )
+        """Return some entries of the batch."""
+        small = (self.skew, self.values, self.turn, self.r_c, self.fixed, self.rate)
+        return Bordered(self.z[index.to(self.z.device)], *(t[index] for t in small))
 
     @property
     def _reach(self) -> Tensor:
         return (self.values[:, -1].clamp_min(0) + self.fixed).sqrt() + 2 * self.rate
 
     def slack(self, size: Tensor) -> Tensor:
-        """Bound on the error of T and R_C together where the norm of J is at most ``size``."""
+        """Bound the error of T and R_C together where the norm of J is at most ``size``."""
         return 2 * self.fixed + self.rate * (3 * self._reach + size)
 
     def lower(self) -> tuple[Tensor, Tensor]:
-        """A lower bound on the largest eigenvalue, (batch,), and the vector that attains it up to
-        rounding, (batch, n)."""
+        """Bound the largest eigenvalue from below, (batch,), with the vector that attains it.
+
+        The vector (batch, n) does so up to rounding.
+        """
         top = (self.turn[..., -1].to(self.z)[:, None] @ self.z)[:, 0]
         return (self.values[:, -1] - self.fixed - 2 * self.rate * self._reach).clamp_min(0), top
 
     def _eigenvalue(self, phi: Tensor) -> Tensor:
         r = self.r_c.shape[1]
         corner = phi[:, None, None] * torch.eye(r, dtype=torch.float64)
-        m = torch.cat(
-            [
-                torch.cat([torch.diag_embed(self.values), self.r_c.mT], 2),
-                torch.cat([self.r_c, corner], 2),
-            ],
-            1,
-        )
+        upper = torch.cat([torch.diag_embed(self.values), self.r_c.mT], 2)
+        m = torch.cat([upper, torch.cat([self.r_c, corner], 2)], 1)
         good = torch.isfinite(m).flatten(1).all(1)
         m = torch.where(good[:, None, None], m, 0.0)
         top = torch.linalg.eigvalsh(m)[:, -1] + 64 * r * UNIT * m.norm(dim=(1, 2))
         return torch.where(good, top, torch.inf)
 
     def upper(self, phi: Tensor) -> Tensor:
-        """An upper bound on the largest eigenvalue where the deflated matrix has norm ``phi``
-        (batch,) at most."""
+        """Bound the largest eigenvalue from above, where ``phi`` bounds the deflated matrix."""
         top = self._eigenvalue(phi) + self.slack(torch.zeros_like(phi))
-        size = (
-            self.rate + (self.rate**2 + 4 * top).sqrt()
-        ) / 2  # beyond it |J|^2 would exceed what it is at most
+        # beyond this |J|^2 would exceed what it is at most
+        size = (self.rate + (self.rate**2 + 4 * top).sqrt()) / 2
         return torch.nan_to_num(size**2 * (1 + 16 * UNIT), nan=torch.inf, posinf=torch.inf)
 
     def largest_phi(self, goal: Tensor) -> Tensor:
-        """The largest phi, to about 1e-12 of ``goal``, at which `upper` is at most ``goal``; 0
-        where there is none, (batch,)."""
+        """Return the largest phi at which `upper` is at most ``goal``, (batch,); 0 for none.
+
+        To about 1e-12 of ``goal``.
+        """
         found = self._largest_phi(goal)
         if bool(((self.upper(found) <= goal) | (found == 0)).all()):
             return found
-        low, high = (
-            torch.zeros_like(goal),
-            goal.clamp_min(0),
-        )  # rounding has spoilt it: by bisection
+        # rounding has spoilt it: by bisection
+        low, high = torch.zeros_like(goal), goal.clamp_min(0)
         for _ in range(40):
             middle = (low + high) / 2
             fits = self.upper(middle) <= goal
@@ -125,29 +114,30 @@ class Bordered:
         return low
 
     def _largest_phi(self, goal: Tensor) -> Tensor:
-        """As it comes out in floating point: where phi is the Schur complement of what is below the
-        eigenvalue that ``goal`` leaves."""
+        """Compute the same without a check.
+
+        phi is the Schur complement of what is below the eigenvalue that ``goal`` leaves.
+        """
         r = self.r_c.shape[1]
         size = (goal / (1 + 16 * UNIT)).clamp_min(0).sqrt()
         top = size**2 - size * self.rate - self.slack(torch.zeros_like(goal))
-        norm = (
-            self.values.square().sum(1) + 2 * self.r_c.square().sum((1, 2))
-        ).sqrt() + r**0.5 * goal.clamp_min(0)
+        squares = self.values.square().sum(1) + 2 * self.r_c.square().sum((1, 2))
+        norm = squares.sqrt() + r**0.5 * goal.clamp_min(0)
         gaps = (top - 64 * r * UNIT * norm)[:, None] - self.values
-        possible = (
-            (gaps > 0).all(1) & torch.isfinite(goal) & torch.isfinite(self.r_c).flatten(1).all(1)
-        )
-        scaled = torch.where(
-            possible[:, None, None], self.r_c / gaps.clamp_min(1e-300).sqrt()[:, None], 0.0
-        )
+        finite = torch.isfinite(goal) & torch.isfinite(self.r_c).flatten(1).all(1)
+        possible = (gaps > 0).all(1) & finite
+        scaled = self.r_c / gaps.clamp_min(1e-300).sqrt()[:, None]
+        scaled = torch.where(possible[:, None, None], scaled, 0.0)
         complement = torch.linalg.eigvalsh(torch.nan_to_num(scaled @ scaled.mT, posinf=0.0))[:, -1]
         found = gaps[:, -1] + self.values[:, -1] - complement - 1e-13 * goal
         return torch.where(possible, found.clamp_min(0), 0.0)
 
 
 def bordered(z: Tensor, y: Tensor, roundoff: Roundoff) -> Bordered:
-    """From vectors z (batch, r, n), rows nearly orthonormal, and their computed images y = G z:
-    Lemma 66 (docs/theory/rounding.md)."""
+    """Border T by R_C from vectors z and their computed images y = G z, (batch, r, n) each.
+
+    Rows of z are nearly orthonormal: Lemma 66 (docs/theory/rounding.md).
+    """
     r, n = z.shape[1:]
     y = torch.nan_to_num(y)
     t = z @ y.mT
@@ -158,9 +148,8 @@ def bordered(z: Tensor, y: Tensor, roundoff: Roundoff) -> Bordered:
     if r_c.shape[1] < r:
         r_c = torch.cat([r_c, r_c.new_zeros(len(r_c), r - r_c.shape[1], r)], 1)
     per, dots = 2 * (n + 4 * r + 16) * UNIT, Dots(n)
-    skew = (dots.gram(z) - torch.eye(r, dtype=z.dtype, device=z.device)).norm(dim=(1, 2)).cpu() + (
-        2 * dots.roundings + 4 * UNIT
-    ) * r
+    skew = (dots.gram(z) - torch.eye(r).to(z)).norm(dim=(1, 2)).cpu()
+    skew = skew + (2 * dots.roundings + 4 * UNIT) * r
     rate = roundoff.products * r**0.5 * (1 + 1e-6)
     images = y.norm(dim=(1, 2)).cpu() + 2 * roundoff.size * rate + rate**2
     fixed = ((6 * skew + 4 * per * r) * images + 2 * rate**2) * (1 + 1e-6)

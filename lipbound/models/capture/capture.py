@@ -1,11 +1,10 @@
-"""From a transformers model and a batch of inputs to the `Attention` of every layer, whatever the
-architecture.
+"""The `Attention` of every layer of a transformers model at a batch of inputs.
 
-The model is run with an attention function of our own (`lipbound.models.capture.recorder`), which
-records what it is handed and lets the model's own eager attention do the computing. The projections
-are read off by probing (`lipbound.models.capture.probing`). Every capture is checked against the
-model: rebuilt q, k, v against those of the forward pass, and rebuilt head outputs against a second
-pass through the model's untouched eager attention.
+The model runs with an attention function of our own (`lipbound.models.capture.seeing.interface`),
+which records what it is handed and lets the model's own eager attention do the computing. The
+projections are read off by probing (`lipbound.models.capture.probing`), whatever the architecture.
+Every capture is checked against the model: rebuilt q, k, v against those of the forward pass, and
+rebuilt head outputs against a second pass through the model's untouched eager attention.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,20 +16,13 @@ from transformers import PreTrainedModel
 from lipbound.attention.layer import Attention
 from lipbound.devices import in_own_modes, measuring_device
 from lipbound.errors import CaptureError, flag, indices, tell
-from lipbound.models.batch import Inputs
 from lipbound.models.capture.assembly import about_padding, assemble, check_mask, valid_tokens
 from lipbound.models.capture.batch_dependence import dependence, telling_samples
-from lipbound.models.capture.left_out import AttentionFinder, left_out
 from lipbound.models.capture.probing import ProbedWeights, Turns, probe
-from lipbound.models.capture.recorder import (
-    RECORDING_ATTENTION,
-    Call,
-    hidden_states,
-    implementation,
-    record,
-    taken,
-)
 from lipbound.models.capture.residual_detection import Seen, surroundings, watching
+from lipbound.models.capture.seeing import interface
+from lipbound.models.capture.seeing.call import Call
+from lipbound.models.capture.seeing.left_out import AttentionFinder, left_out
 from lipbound.models.capture.verification import (
     EagerAttention,
     check_call,
@@ -39,134 +31,138 @@ from lipbound.models.capture.verification import (
     own_outputs,
     verify_outputs,
 )
-from lipbound.models.checkpoint import Checkpoint
+from lipbound.models.checkpoint import Checkpoint, Inputs
 from lipbound.models.offload import by_layer
-from lipbound.models.precision import measurable
-from lipbound.models.readers.remarks import odd_masks
-from lipbound.models.unwrapping import bare_inputs, bare_model
+from lipbound.models.readers.model_inputs import odd_masks
+from lipbound.models.sources.loaded_model import bare_inputs, bare_model, measurable
 
 ROTATIONS = 4
-"""How many of the rotations found last are tried on the next layer, which mostly has one of them.
-"""
+"""Number of rotations found last that are tried on the next layer, which mostly has one."""
 
 
 @dataclass
 class LayerCapture:
-    """Attention of one layer with what the check against the model said."""
+    """Attention of one layer with what the check against the model said.
+
+    Attributes:
+        index: number of its call of attention, in the order of the forward pass.
+        name: of the module that called.
+        attention: the layer.
+        error: largest relative error of rebuilt q, k, v and head outputs against the model's own.
+    """
 
     index: int
     name: str
     attention: Attention
     error: float
-    """Largest relative error of rebuilt q, k, v and head outputs against the model's own."""
 
 
 @dataclass
 class Capturer:
-    """Captures the attention of a model, batch after batch; weights are probed and the model
-    verified on the first.
+    """Captures the attention of a model, batch after batch.
 
-    Of a model that is read layer by layer (`lipbound.models.offload`) weights are probed for every
-    batch, one layer in memory at a time.
+    Weights are probed, and the model verified, on the first batch; of a model that is read layer by
+    layer (`lipbound.models.offload`) weights are probed for every batch, one layer in memory at a
+    time.
 
     Args:
         model: a transformers model whose attention goes through ``AttentionInterface``.
         layers: indices of attention calls, in the order of the forward pass; all by default.
         around: also find what stands around each layer
             (`lipbound.models.capture.residual_detection`).
+
+    Attributes:
+        count: how many attention layers the model has, once it was run.
+        notes: what there was to tell: attention that is left out, padding that is none, numbers
+            that depend on the batch.
     """
 
     model: PreTrainedModel
     layers: Sequence[int] | None = None
     around: bool = False
     count: int | None = field(default=None, init=False)
-    """How many attention layers the model has, once it was run."""
     notes: list[str] = field(default_factory=list)
-    """What there was to tell: attention that is left out, padding that is none, numbers that depend
-    on the batch."""
     _watched: bool = False
     _weights: dict[int, ProbedWeights] = field(default_factory=dict)
     _turns: list[Turns] = field(default_factory=list)
     _verified: dict[tuple[bool, int], float] = field(default_factory=dict)
 
     def run(self, inputs: Mapping[str, Tensor] | Inputs) -> list[LayerCapture]:
-        """The attention of every (chosen) layer at these model inputs, in the model's dtype and on
-        its device (the CPU where that has no float64); see `each`."""
+        """Return the attention of every (chosen) layer, in the model's dtype; see `each`.
+
+        It is on the model's device, or on the CPU where that has no float64.
+        """
         return list(self.each(inputs))
 
     def each(
         self, inputs: Mapping[str, Tensor] | Inputs, skip: Collection[int] = ()
     ) -> Iterator[LayerCapture]:
-        """The attention of one (chosen) layer after the other, but for those at the positions
-        ``skip``.
+        """Yield the attention of one (chosen) layer after the other.
 
-        Raises:
-            CaptureError: the model never calls the attention interface, or a layer is not what
-                `Attention` describes (latent attention, cross-attention, other transformations of
-                queries and keys), or the rebuilt layer does not reproduce the model; the message
-                names the layer and the reason.
+        CaptureError is raised where the model never calls the attention interface, or a layer is
+        not what `Attention` describes (latent attention, cross-attention, other transformations of
+        queries and keys), or the rebuilt layer does not reproduce the model; it names the layer and
+        the reason.
+
+        Args:
+            inputs: what the model's forward takes.
+            skip: positions, among the chosen layers, of those that are left out.
         """
-        inputs = taken(self.model, inputs)
+        inputs = interface.taken(self.model, inputs)
+        seen: list[Seen]
         with (
-            implementation(self.model, RECORDING_ATTENTION),
+            interface.implementation(self.model, interface.RECORDING_ATTENTION),
             watching(self.model if self.around else None) as seen,
         ):
             calls = self._record(inputs)
         self.count = len(calls)
-        own_inputs, home = inputs, measuring_device(calls[0].q.device)
-        calls, inputs = (
-            [call.to(home) for call in calls],
-            {name: t.to(home) if isinstance(t, Tensor) else t for name, t in inputs.items()},
-        )
+        home = measuring_device(calls[0].q.device)
+        calls = [call.to(home) for call in calls]
         seen = [Seen(s.module, s.x.to(home), s.out.to(home)) for s in seen]
         chosen = [i for position, i in enumerate(self._chosen(self.count)) if position not in skip]
-        valid = {i: valid_tokens(calls[i], inputs) for i in chosen}
+        there = {name: t.to(home) if isinstance(t, Tensor) else t for name, t in inputs.items()}
+        valid = {i: valid_tokens(calls[i], there) for i in chosen}
         for i in chosen:
             check_mask(calls[i], valid[i])
             check_call(calls[i], valid[i])
         self._note(*about_padding([calls[i] for i in chosen], list(valid.values())))
-        fresh = [
-            i for i in chosen if (valid[i] is not None, i) not in self._verified
-        ]  # once without padding, once with
-        samples = {
-            i: 0 if (v := valid[i]) is None else int((~v).any(-1).nonzero()[0]) for i in fresh
-        }
-        own: dict[int, EagerAttention] = {}
-        for sample in sorted(set(samples.values())):
-            compared = [calls[i] for i in fresh if samples[i] == sample]
-            own |= own_outputs(
-                self.model, own_inputs, compared, sample, len(hidden_states(compared[0]))
-            )
+        own = self._own_outputs(inputs, calls, valid)
         for i in chosen:
-            attention, error = self._layer(i, calls[i], valid[i])
-            if i in samples:
-                mine = own[id(calls[i])].to(home)
-                self._verified[valid[i] is not None, i] = verify_outputs(
-                    calls[i], attention, mine, samples[i]
-                )
+            weights = self._probed(i, calls[i])
+            attention = assemble(calls[i], weights, valid[i])
+            error = check_rebuilt(self.model, calls[i], attention, weights)
+            if i in own:
+                seen_there, sample = own[i]
+                verified = verify_outputs(calls[i], attention, seen_there, sample)
+                self._verified[valid[i] is not None, i] = verified
             attention.surroundings = surroundings(attention, seen) if self.around else None
-            attention.cache.drop(
-                "p", "weights", "out"
-            )  # of all layers at once they would fill the memory
-            yield LayerCapture(
-                i,
-                calls[i].name,
-                attention,
-                max([error, *(e for (_, j), e in self._verified.items() if j == i)]),
-            )
+            # of all layers at once they would fill the memory
+            attention.cache.drop("p", "weights", "out")
+            errors = [error, *(e for (_, j), e in self._verified.items() if j == i)]
+            yield LayerCapture(i, calls[i].name, attention, max(errors))
 
     def examine(self, inputs: Mapping[str, Tensor]) -> None:
-        """Tell whether the numbers of one sample, given with the padding that it has in its batch,
-        depend on more than its own tokens."""
+        """Tell whether the numbers of one sample depend on more than its own tokens.
+
+        Args:
+            inputs: of that sample, with the padding that it has in its batch.
+        """
         self._note(*dependence(self.model, inputs))
 
+    def forget(self) -> None:
+        """Verify the next batch against the model again; probed weights stay."""
+        self._verified.clear()
+
+    def release(self) -> None:
+        """Free the probed weights; they are probed again when they are needed."""
+        self._weights.clear()
+
     def _record(self, inputs: Mapping[str, Tensor]) -> list[Call]:
-        """The calls of a forward pass; on the first, attention that the model computes without
-        calling is told."""
+        """Return the calls of a pass, the first of which also looks for attention without calls."""
         if self._watched:
-            return record(self.model, inputs)
+            return interface.record(self.model, inputs)
         watch, self._watched = AttentionFinder(), True
-        calls = record(self.model, inputs, watch=watch)
+        calls = interface.record(self.model, inputs, watch=watch)
         self._note(*left_out(self.model, watch, {call.name for call in calls}))
         return calls
 
@@ -176,30 +172,33 @@ class Capturer:
                 self.notes.append(note)
                 tell(note)
 
-    def _layer(self, i: int, call: Call, valid: Tensor | None) -> tuple[Attention, float]:
-        """One layer, and its error against the recorded pass."""
-        weights = self._probed(i, call)
-        attention = assemble(call, weights, valid)
-        return attention, check_rebuilt(self.model, call, attention, weights)
+    def _own_outputs(
+        self, inputs: Mapping[str, Tensor], calls: list[Call], valid: dict[int, Tensor | None]
+    ) -> dict[int, tuple[EagerAttention, int]]:
+        """Return the model's own outputs of layers not yet verified, and of which sample they are.
 
-    def forget(self) -> None:
-        """Verify the next batch against the model again, whatever was verified before; probed
-        weights stay."""
-        self._verified.clear()
-
-    def release(self) -> None:
-        """Free the probed weights; they are probed again when they are needed."""
-        self._weights.clear()
+        A layer is verified once without padding, once with.
+        """
+        samples = {
+            i: 0 if mask is None else int((~mask).any(-1).nonzero()[0])
+            for i, mask in valid.items()
+            if (mask is not None, i) not in self._verified
+        }
+        found: dict[int, tuple[EagerAttention, int]] = {}
+        for sample in sorted(set(samples.values())):
+            compared = [i for i in samples if samples[i] == sample]
+            of_these = [calls[i] for i in compared]
+            own = own_outputs(self.model, inputs, of_these, sample, len(of_these[0].x))
+            found |= {i: (own[id(calls[i])], sample) for i in compared}
+        return found
 
     def _probed(self, i: int, call: Call) -> ProbedWeights:
         weights = self._weights.get(i)
         if weights is None or not weights.belongs_to(call):
-            with implementation(self.model, RECORDING_ATTENTION):
+            with interface.implementation(self.model, interface.RECORDING_ATTENTION):
                 weights = probe(call, self._turns)
             found = weights.turns
-            if found is not None and all(
-                found.rotation is not turns.rotation for turns in self._turns
-            ):
+            if found and all(found.rotation is not turns.rotation for turns in self._turns):
                 self._turns = [*self._turns, found][-ROTATIONS:]
             if not by_layer(self.model):  # its weights are many
                 self._weights[i] = weights
@@ -230,8 +229,9 @@ def capture(
     layers: Sequence[int] | int | str | None = None,
     around: bool = False,
 ) -> list[Attention]:
-    """The `Attention` of every layer of a transformers model at a batch of ready inputs, checked
-    against the model.
+    """Return the `Attention` of every layer of a transformers model at a batch of ready inputs.
+
+    Each is checked against the model; CaptureError is raised as by `Capturer.each`.
 
     Args:
         model: a loaded transformers model, any task class, or a
@@ -250,9 +250,6 @@ def capture(
     Returns:
         One `Attention` per layer, in the order of the forward pass, with ``w_o`` where the
         projection of the concatenated heads was found.
-
-    Raises:
-        CaptureError: see `Capturer.run`.
     """
     chosen = None if layers is None else indices("layers", layers)
     bare = bare_model(model)

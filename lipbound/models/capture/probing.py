@@ -1,9 +1,9 @@
-"""Reading the projections of an attention layer off the layer itself, whatever its weights are
-called and however they are stored.
+"""Reading the projections of an attention layer off the layer itself.
 
-The layer is copied, fed chosen tokens in float64, and stopped at the attention interface. Position
-embeddings are replaced by those that turn nothing, and normalisations of queries and keys by what
-they do linearly, so that what remains is affine in the tokens; both are read off separately.
+It makes no difference what its weights are called and how they are stored: the layer is copied, fed
+chosen tokens in float64, and stopped at the attention interface. Position embeddings are replaced
+by those that turn nothing, and normalisations of queries and keys by what they do linearly, so that
+what remains is affine in the tokens; both are read off separately.
 """
 
 from collections.abc import Iterable
@@ -11,47 +11,62 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation
-from lipbound.errors import CaptureError
-from lipbound.models.capture.norm_stub import read_normalisations
-from lipbound.models.capture.probed_layer import POSITIONS, ProbedLayer, Tensors, same_values
-from lipbound.models.capture.recorder import Call, hidden_states
+from lipbound.errors import CaptureError, DifferentPositionsError, LipboundError
+from lipbound.models.capture.seeing.call import Call
+from lipbound.models.capture.seeing.interface import RAISED, handling
+from lipbound.models.capture.token_steps import (
+    ROTATION_TOLERANCE,
+    find_rotation,
+    misses,
+    read_normalisations,
+    stub_norms,
+)
 from lipbound.models.offload import plain_copy
+from lipbound.models.quiet import first_line
 
 CAPTURE_TOLERANCE = 1e-4
-"""Largest relative error of a rebuilt tensor. Affine projections rebuild to 1e-5 or better in
-float32, others miss by orders of magnitude."""
+"""Largest relative error of a rebuilt tensor.
+
+Affine projections rebuild to 1e-5 or better in float32, others miss by orders of magnitude.
+"""
 CHECKED = 64
-"""How many of the recorded outputs of all heads tell whether their projection is affine."""
+"""Number of recorded outputs of all heads that tell whether their projection is affine."""
+POSITIONS = "position_embeddings"
+"""The argument in which transformers hands rotary embeddings to a layer."""
+
+Tensors = tuple[Tensor, ...]
 
 
 class Turns(NamedTuple):
-    """Position embeddings of a call, the rotation that they make (None where nothing is turned),
-    and the order of coordinates in which it is one."""
+    """Position embeddings of a call, and the rotation that they make.
+
+    Attributes:
+        positions: the embeddings as the layer is given them.
+        rotation: None where nothing is turned.
+        order: of the coordinates in which it is one, (d,).
+    """
 
     positions: Any
     rotation: Rotation | None
     order: Tensor
 
-    def of(self, call: Call) -> bool:
-        """Whether a call has these position embeddings."""
-        return same_values(self.positions, call.kwargs.get(POSITIONS))
-
 
 @dataclass
 class ProbedWeights:
-    """What probing found for one call: per-head projections in float64, what happens to queries and
-    keys after them, and the output projection.
+    """Per-head projections of a layer in float64, and the steps that follow them.
 
     Attributes:
-        w, b: of queries, keys, values. Shared keys and values are repeated, one per query head.
-        w_o: (heads, d_v, D_out), or None.
-        norm_q, norm_k: normalisations, or None. rotation: of the call's tokens, or None.
-        order: of the coordinates of queries and keys, (d,), relative to the model's own.
-        positions: the position embeddings of the call, which ``rotation`` belongs to.
+        w: of queries, keys, values, each (heads, D, d); shared ones are repeated, one a query head.
+        b: biases of the same, each (heads, d) or None.
+        w_o: output projection, (heads, d_v, D_out), or None.
+        norm_q: normalisation of queries, or None.
+        norm_k: normalisation of keys, or None.
+        turns: what its position embeddings do, in whose order the coordinates of ``w``, ``b`` and
+            normalisations are; None where it has none.
     """
 
     w: Tensors
@@ -59,116 +74,282 @@ class ProbedWeights:
     w_o: Tensor | None
     norm_q: QKNorm | None = None
     norm_k: QKNorm | None = None
-    rotation: Rotation | None = None
-    order: Tensor | None = None
-    positions: Any = None
+    turns: Turns | None = None
 
     def belongs_to(self, call: Call) -> bool:
-        """Whether another call of the layer has the same rotation."""
-        return same_values(self.positions, call.kwargs.get(POSITIONS))
+        """Return whether another call of the layer has the same position embeddings."""
+        mine = None if self.turns is None else self.turns.positions
+        return same_values(mine, call.run.kwargs.get(POSITIONS))
 
-    @property
-    def turns(self) -> Turns | None:
-        """What its position embeddings do, where it has some."""
-        return None if self.order is None else Turns(self.positions, self.rotation, self.order)
+
+class _Stopped(Exception):
+    """The end of a probing pass at the interface, with q, k, v and what else was handed over."""
+
+    def __init__(self, qkv: Tensors, others: dict[str, Any]):
+        self.qkv, self.others = qkv, others
+
+
+class Dependence(NamedTuple):
+    """The dependence of queries, keys or values on tokens and positions.
+
+    Attributes:
+        on_tokens: the tokens of the layer.
+        on_others: tokens other than their own.
+        on_position: the position of their own.
+    """
+
+    on_tokens: bool
+    on_others: bool
+    on_position: bool
+
+
+class ProbedLayer:
+    """A copy of the layer of a call, in float64, stopped at the attention interface.
+
+    Attributes:
+        stubs: what stands for the copy's normalisations.
+    """
+
+    def __init__(self, call: Call):
+        self._call, positions = call, call.run.kwargs.get(POSITIONS)
+        known = positions is None or isinstance(positions, Tensor)
+        if isinstance(positions, tuple | list) and len(positions) == 2:
+            known = all(isinstance(t, Tensor) for t in positions)
+        if not known:
+            raise call.unsupported(
+                f"is given position embeddings of an unknown make ({type(positions).__name__}; "
+                "known are cosines and sines)"
+            )
+        self._owner = plain_copy(call.module).to(call.q.device).double()
+        self.stubs = stub_norms(self._owner)
+
+    def projections(self, tokens: Tensor, *, turned: bool = False) -> Tensors:
+        """Return q, k, v of tokens.
+
+        Args:
+            tokens: (samples, N, D), float64.
+            turned: with the call's position embeddings.
+
+        Returns:
+            Each (samples N, H or H_kv, d).
+        """
+        return tuple(t.transpose(1, 2).flatten(0, 1) for t in self._stop(tokens, turned).qkv)
+
+    def refuse_what_depends_on_tokens(self) -> None:
+        """Refuse masks, biases or sinks that change with the tokens.
+
+        Their derivative would be missed, which no forward pass shows.
+        """
+        generator = torch.Generator().manual_seed(1)
+        first, second = (self._stop(self._random(generator), True).others for _ in range(2))
+        for name, value in first.items():
+            if not same_values(value, second.get(name)):
+                what = name.replace("_", " ")
+                raise self._call.unsupported(f"computes its {what} from its tokens")
+
+    def depends(self, side: int) -> Dependence:
+        """Return what queries (side 0), keys (1) or values (2) depend on before any rotation."""
+        shape, generator = self._call.x.shape, torch.Generator().manual_seed(2)
+        vectors = torch.randn(2, shape[-1], generator=generator, dtype=torch.float64)
+        one, other = vectors.to(self._call.q.device)
+        mixed = one.repeat(*shape[:2], 1)
+        mixed[:, 0] = other
+        alike, different, first = (
+            self.projections(x)[side].unflatten(0, shape[:2])
+            for x in (one.expand(shape).contiguous(), other.expand(shape).contiguous(), mixed)
+        )
+        limit = ROTATION_TOLERANCE * alike.abs().amax()
+
+        def differ(a: Tensor, b: Tensor) -> bool:
+            return a.numel() > 0 and bool((a - b).abs().amax() > limit)
+
+        others = differ(alike[:, 1:], first[:, 1:])
+        return Dependence(differ(alike, different), others, differ(alike, alike[:, :1]))
+
+    def turns(self, known: Iterable[Turns] = ()) -> Turns | None:
+        """Return the rotation of the call's tokens, read off random tokens before and after it.
+
+        It is refused where positions act in another way, or differ from sample to sample.
+
+        Args:
+            known: of other layers; the last that takes the ones to the others is taken over.
+        """
+        given, shape = self._call.run.kwargs.get(POSITIONS), self._call.x.shape
+        if given is None:
+            return None
+        tables = (given,) if isinstance(given, Tensor) else given
+        if any(t.ndim > 2 and not torch.equal(t, t[:1].expand_as(t)) for t in tables):
+            raise self._call.unsupported(
+                "is given samples with different positions (capture them one at a time, or pad "
+                "on the right)",
+                DifferentPositionsError,
+            )
+        for stub in self.stubs:
+            stub.centred = False  # centred vectors do not span the space
+        generator, d = torch.Generator().manual_seed(0), self._call.q.shape[-1]
+        candidates = [turns for turns in known if same_values(turns.positions, given)]
+        before: list[Tensor] = []
+        after: list[Tensor] = []
+        while sum(map(len, before)) < d + 4:
+            x = self._random(generator)
+            for vectors, turned in ((before, False), (after, True)):
+                found = self.projections(x, turned=turned)[:2]
+                vectors += [t.unflatten(0, shape[:2]).transpose(1, 2).flatten(0, 1) for t in found]
+            while candidates:
+                turns = candidates.pop()
+                pairs = torch.cat(before), torch.cat(after)
+                if len(turns.order) == d and misses(*turns[1:], *pairs) <= ROTATION_TOLERANCE:
+                    return turns._replace(positions=given)
+        try:
+            return Turns(given, *find_rotation(torch.cat(before), torch.cat(after)))
+        except CaptureError as error:
+            raise self._call.unsupported(f"cannot be captured: {error}") from error
+
+    def _random(self, generator: torch.Generator) -> Tensor:
+        x = torch.randn(self._call.x.shape, generator=generator, dtype=torch.float64)
+        return x.to(self._call.q.device)
+
+    def _stop(self, tokens: Tensor, turned: bool) -> _Stopped:
+        def stop(
+            module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kw: Any
+        ) -> tuple[Tensor, Any]:
+            raise _Stopped((q, k, v), {"mask": mask} | kw)
+
+        args, kwargs = _replaced(self._call, tokens)
+        if not turned and kwargs.get(POSITIONS) is not None:
+            kwargs[POSITIONS] = _unturned(kwargs[POSITIONS])
+        try:
+            with handling(stop):
+                self._owner(*args, **kwargs)
+        except _Stopped as end:
+            return end
+        except LipboundError:
+            raise
+        except RAISED as error:
+            why = first_line(error)
+            raise self._call.unsupported(
+                f"cannot be run by itself on other token vectors ({why})"
+            ) from error
+        raise CaptureError(
+            f"layer {self._call.name}: probing did not reach the attention interface"
+        )
+
+
+def _unturned(positions: Any) -> Any:
+    """Return position embeddings that turn nothing: cosines 1 and sines 0, or complex numbers 1."""
+    if isinstance(positions, Tensor):
+        return torch.ones_like(positions)
+    cos, sin = positions
+    return torch.ones_like(cos), torch.zeros_like(sin)
+
+
+def _replaced(call: Call, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the layer's arguments with its tokens replaced, in float64, and no cache."""
+    given = call.x
+
+    def double(value: Any) -> Any:
+        if value is given:
+            return x
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.double()
+        if isinstance(value, Tensor) and value.is_complex():
+            return value.to(torch.complex128)
+        return tuple(double(v) for v in value) if isinstance(value, tuple) else value
+
+    caches = dict.fromkeys({"past_key_values", "layer_past"} & call.run.kwargs.keys())
+    kwargs = {name: double(value) for name, value in call.run.kwargs.items()}
+    return tuple(map(double, call.run.args)), kwargs | caches
+
+
+def same_values(a: Any, b: Any) -> bool:
+    """Return whether two tensors, tuples or numbers are equal; other objects count as equal."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+        return len(a) == len(b) and all(map(same_values, a, b))
+    if isinstance(a, Tensor | int | float | None) or isinstance(b, Tensor | int | float | None):
+        return type(a) is type(b) and a == b
+    return True
 
 
 def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
-    """What a layer makes of its tokens.
+    """Return what a layer makes of its tokens.
+
+    It is refused where queries and keys are normalised, or turned by their positions, in a way that
+    is not known here, or a mask, bias or sink depends on the tokens.
 
     Args:
-        call: of the layer. known: what position embeddings do in other layers; taken over where
-            they do the same to this layer's vectors.
-
-    Raises:
-        CaptureError: queries and keys are normalised, or turned by their positions, in a way that
-            is not known here; a mask, bias or sink depends on the tokens; or the output projection
-            is not one.
+        call: of the layer.
+        known: what position embeddings do in other layers; taken over where they do the same to
+            this layer's vectors.
     """
     layer = ProbedLayer(call)
     layer.refuse_what_depends_on_tokens()
     found = read_normalisations(call, layer.stubs, layer.projections)
-    x = hidden_states(call)
-    width = x.shape[-1]
-    rows = torch.cat(
-        [torch.zeros(1, width, dtype=torch.float64), torch.eye(width, dtype=torch.float64)]
-    ).to(x.device)
-    parts = [
-        [y[: len(piece)] for y in layer.projections(_fill(piece, x))]
-        for piece in rows.split(x.shape[0] * x.shape[1])
+    samples, n, width = call.x.shape
+    rows = torch.cat([torch.zeros(1, width), torch.eye(width)]).double().to(call.x.device)
+    qkv = [
+        [y[: len(some)] for y in layer.projections(_fill(some, samples, n))]
+        for some in rows.split(samples * n)
     ]
-    maps = [torch.cat(pieces) for pieces in zip(*parts, strict=True)]  # (D + 1, H or H_kv, d) each
+    maps = [torch.cat(pieces) for pieces in zip(*qkv, strict=True)]  # (D + 1, H or H_kv, d) each
     w = [(y[1:] - y[0]).transpose(0, 1).contiguous() for y in maps]
     b = [y[0] if bool((y[0] != 0).any()) else None for y in maps]
-    norms = [
-        _over_all_heads(norm, w[i], b[i]) if norm and together else norm
-        for i, (norm, together) in enumerate(found)
-    ]
-    rotation = order = None
-    if call.kwargs.get(POSITIONS) is not None:
-        rotation, order = layer.rotation(
-            (turns.rotation, turns.order) for turns in known if turns.of(call)
-        )
+    turns = layer.turns(known)
     heads = call.q.shape[1]
 
-    def one_per_head(t: Tensor | None, side: int) -> Tensor | None:
-        t = t if t is None or order is None or side == 2 else t[..., order]
-        return None if t is None else t.repeat_interleave(heads // t.shape[0], 0)
+    def each_head(t: Tensor, side: int) -> Tensor:
+        t = t if turns is None or side == 2 else t[..., turns.order]
+        return t.repeat_interleave(heads // t.shape[0], 0)
 
-    def every(norm: QKNorm | None, side: int) -> QKNorm | None:
-        if norm is None:
+    def norm(side: int) -> QKNorm | None:
+        read, together = found[side]
+        if read is None:
             return None
-        gain = one_per_head(norm.gain, side)
-        assert gain is not None
-        return replace(norm, gain=gain, bias=one_per_head(norm.bias, side))
+        if together:  # the vectors of all heads, whose projection is (heads, D, d) head by head
+            bias = b[side]
+            over = w[side].transpose(0, 1).flatten(1), None if bias is None else bias.flatten()
+            read = replace(read, over=over)
+        bias = None if read.bias is None else each_head(read.bias, side)
+        return replace(read, gain=each_head(read.gain, side), bias=bias)
 
     return ProbedWeights(
-        tuple(t for i in range(3) if (t := one_per_head(w[i], i)) is not None),
-        tuple(one_per_head(b[i], i) for i in range(3)),
+        tuple(each_head(t, side) for side, t in enumerate(w)),
+        tuple(None if t is None else each_head(t, side) for side, t in enumerate(b)),
         _probe_output(call),
-        norm_q=every(norms[0], 0),
-        norm_k=every(norms[1], 1),
-        rotation=rotation,
-        order=order,
-        positions=call.kwargs.get(POSITIONS),
+        norm(0),
+        norm(1),
+        turns,
     )
 
 
-def _over_all_heads(norm: QKNorm, w: Tensor, b: Tensor | None) -> QKNorm:
-    """The normalisation of all heads' vectors together, whose projection is (heads, D, d) head by
-    head."""
-    return replace(norm, over=(w.transpose(0, 1).flatten(1), None if b is None else b.flatten()))
+def _fill(rows: Tensor, samples: int, n: int) -> Tensor:
+    """Return rows, (at most samples N, D), as tokens (samples, N, D), the rest zero."""
+    tokens = rows.new_zeros(samples * n, rows.shape[1])
+    tokens[: len(rows)] = rows
+    return tokens.view(samples, n, -1)
 
 
 def _probe_output(call: Call) -> Tensor | None:
-    """Slices of the projection that consumes the flattened heads, (heads, d_v, D_out)."""
+    """Return slices of the projection of the flattened heads, (heads, d_v, D_out).
+
+    Raises:
+        CaptureError: it is not affine.
+    """
     if call.consumer is None:
         return None
-    heads, d_v = call.q.shape[1], call.v.shape[-1]
-    projection = plain_copy(call.consumer).to(call.q.device).double()
-    device = call.q.device
+    heads, d_v, device = call.q.shape[1], call.v.shape[-1], call.q.device
+    projection = plain_copy(call.consumer).to(device).double()
     eye = torch.eye(heads * d_v, dtype=torch.float64, device=device)
     zero = projection(torch.zeros_like(eye[:1]))
     w_o: Tensor = projection(eye) - zero
     flat = call.out.flatten(2).flatten(0, 1)
-    flat = (
-        flat[:: -(-len(flat) // CHECKED)].double().nan_to_num()
-    )  # rows of padding may be undefined
+    flat = flat[:: -(-len(flat) // CHECKED)].double().nan_to_num()  # padding may be undefined
     own, mine, size = projection(flat) - zero, flat @ w_o, flat.abs() @ w_o.abs()
-    if not float((own - mine).abs().amax()) <= CAPTURE_TOLERANCE * float(
-        torch.maximum(own.abs().amax(), 1e-3 * size.amax())
-    ):
+    limit = CAPTURE_TOLERANCE * float(torch.maximum(own.abs().amax(), 1e-3 * size.amax()))
+    if not float((own - mine).abs().amax()) <= limit:
         raise CaptureError(
             f"layer {call.name}: the output projection ({type(call.consumer).__name__}) is not "
             "an affine map, which is not supported"
         )
     return w_o.view(heads, d_v, -1)
-
-
-def _fill(rows: Tensor, like: Tensor) -> Tensor:
-    """``rows`` in the first token slots of a zero tensor shaped like ``like``."""
-    slots = torch.zeros(
-        like.shape[0] * like.shape[1], rows.shape[1], dtype=rows.dtype, device=rows.device
-    )
-    slots[: len(rows)] = rows
-    return slots.view(*like.shape[:2], -1)

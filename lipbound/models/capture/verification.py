@@ -1,8 +1,11 @@
-"""Whether a capture reproduces the model: rebuilt tensors against those of the forward pass, and
-against the model's own eager attention."""
+"""Checking that a capture reproduces the model.
+
+Rebuilt tensors are compared with those of the forward pass, and with what the model's own eager
+attention makes.
+"""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -10,47 +13,56 @@ from transformers import PreTrainedModel
 
 from lipbound.attention.layer import Attention
 from lipbound.errors import CaptureError
-from lipbound.models.capture.probed_layer import POSITIONS, ProbedLayer
-from lipbound.models.capture.probing import CAPTURE_TOLERANCE, ProbedWeights
-from lipbound.models.capture.recorder import (
-    RECORDING_ATTENTION,
-    Call,
-    forward,
-    hidden_states,
-    implementation,
+from lipbound.models.capture.probing import (
+    CAPTURE_TOLERANCE,
+    POSITIONS,
+    ProbedLayer,
+    ProbedWeights,
 )
+from lipbound.models.capture.seeing.call import Call
+from lipbound.models.capture.seeing.interface import RECORDING_ATTENTION, forward, implementation
+
+SIDES = ("queries", "keys", "values")
 
 
 def head_error(mine: Tensor, reference: Tensor, floor: Tensor, valid: Tensor | None) -> float:
-    """Largest difference of two (samples, heads, N, d) tensors, relative to each head's own largest
-    entry, padding left out.
+    """Return the largest difference of two tensors, relative to each head's largest entry.
 
-    ``floor`` (samples or 1, heads): size of the numbers a head is computed from, below a thousandth
-    of which no head's entries are taken seriously: they are sums that cancel.
+    Args:
+        mine: (samples, heads, N, d).
+        reference: (samples, heads, N, d).
+        floor: (samples or 1, heads), size of the numbers a head is computed from, below a
+            thousandth of which no head's entries are taken seriously: they are sums that cancel.
+        valid: (samples, N) bool, False at padding, which is left out; or None.
     """
     difference, size = (mine - reference).abs(), reference.abs()
     if valid is not None:
         padded = ~valid[:, None, :, None]
         difference, size = difference.masked_fill(padded, 0), size.masked_fill(padded, 0)
-    scale = torch.maximum(size.amax((-1, -2)), 1e-3 * floor.to(size.dtype)).clamp_min(
-        torch.finfo(size.dtype).tiny
-    )
+    scale = torch.maximum(size.amax((-1, -2)), 1e-3 * floor.to(size.dtype))
+    scale = scale.clamp_min(torch.finfo(size.dtype).tiny)
     return float((difference.amax((-1, -2)) / scale).amax())
 
 
 def check_call(call: Call, valid: Tensor | None) -> None:
-    """Raise CaptureError for a call that is not the self-attention of one tensor of tokens,
-    ``valid`` of them, or whose output is not a number."""
-    hidden_states(call)
+    """Check that a call is self-attention of one tensor of tokens, and its output numbers.
+
+    Args:
+        call: of the layer.
+        valid: which of its tokens are not padding, (samples, N) bool, or None.
+
+    Raises:
+        CaptureError: the output is not a number.
+    """
+    _ = call.x
     if call.run.calls > 1:
         raise call.unsupported(
             f"calls attention {call.run.calls} times whenever it runs (differential attention, "
             "or tokens part by part)"
         )
-    heads = call.out if valid is None else call.out[valid]
+    heads, hint = call.out if valid is None else call.out[valid], ""
     if not bool(heads.isnan().any()):
         return
-    hint = ""
     if valid is not None and not bool(valid[:, 0].all()) and call.out.dtype == torch.float64:
         hint = (
             ": in float64, padding on the left attends to nothing, which is 0/0 and spreads; "
@@ -64,51 +76,36 @@ def check_call(call: Call, valid: Tensor | None) -> None:
 def check_rebuilt(
     model: PreTrainedModel, call: Call, attention: Attention, weights: ProbedWeights
 ) -> float:
-    """Largest error of rebuilt queries, keys, values and head outputs, on every sample and head of
-    a model's recorded forward pass.
+    """Return the largest error of rebuilt queries, keys, values and head outputs.
 
-    Raises:
-        CaptureError: an error above `CAPTURE_TOLERANCE`: the layer is not what `Attention`
-            describes.
+    Every sample and head of the model's recorded forward pass is compared; an error above
+    `CAPTURE_TOLERANCE` is refused, since the layer is then not what `Attention` describes.
     """
-    valid, groups = attention.valid, call.q.shape[1] // call.k.shape[1]
-    reach = torch.linalg.vector_norm(attention.x, dim=-1).amax(-1, keepdim=True)
-    order = slice(None) if weights.order is None else weights.order
+    att, groups = attention, call.q.shape[1] // call.k.shape[1]
+    reach = torch.linalg.vector_norm(att.x, dim=-1).amax(-1, keepdim=True)
+    order = slice(None) if weights.turns is None else weights.turns.order
+    k, v = (t.repeat_interleave(groups, 1) for t in (call.k[..., order], call.v))
     error = 0.0
-    for name, mine, recorded, w, norm in (
-        ("queries", attention.q, call.q[..., order], attention.w_q, weights.norm_q),
-        (
-            "keys",
-            attention.k,
-            call.k[..., order].repeat_interleave(groups, 1),
-            attention.w_k,
-            weights.norm_k,
-        ),
-        ("values", attention.v, call.v.repeat_interleave(groups, 1), attention.w_v, None),
+    for side, mine, own, w, norm in (
+        (0, att.q, call.q[..., order], att.w_q, weights.norm_q),
+        (1, att.k, k, att.w_k, weights.norm_k),
+        (2, att.v, v, att.w_v, None),
     ):
         size = reach * torch.linalg.matrix_norm(w) if norm is None else torch.zeros_like(reach)
-        difference = head_error(mine, recorded, size, valid)
+        difference = head_error(mine, own, size, att.valid)
         if not difference <= CAPTURE_TOLERANCE:
-            raise _not_affine(model, call, name, difference)
+            _refuse_projection(model, call, side, difference)
         error = max(error, difference)
-    difference = head_error(
-        attention.out, call.out.transpose(1, 2), attention.v.abs().amax((-1, -2)), valid
-    )
-    if not difference <= CAPTURE_TOLERANCE:
-        raise _different(call, difference)
-    return max(error, difference)
+    size = att.v.abs().amax((-1, -2))
+    difference = head_error(att.out, call.out.transpose(1, 2), size, att.valid)
+    return max(error, _tolerated(call, difference))
 
 
 class EagerAttention(NamedTuple):
-    """Output and input of the model's untouched eager attention at one sample; None where they
-    cannot be told."""
+    """Output and input of a model's own eager attention at one sample; None where unknown."""
 
     outputs: Tensor | None
     x: Tensor | None
-
-    def to(self, device: torch.device) -> "EagerAttention":
-        """The same on a device."""
-        return EagerAttention(*(None if t is None else t.to(device) for t in self))
 
 
 def own_outputs(
@@ -118,8 +115,18 @@ def own_outputs(
     sample: int,
     samples: int,
 ) -> dict[int, EagerAttention]:
-    """Run one sample of ``samples`` through the model's untouched eager attention: `EagerAttention`
-    by the identity of each call."""
+    """Run one sample through the model's untouched eager attention.
+
+    Args:
+        model: that was captured.
+        inputs: of all samples.
+        calls: of the layers to compare.
+        sample: its number.
+        samples: how many there are.
+
+    Returns:
+        What was seen by the identity of each call, on the device of its tensors.
+    """
     seen: dict[int, list[Any]] = {id(c.consumer or c.module): [] for c in calls}
     given: dict[int, list[Any]] = {id(c.module): [] for c in calls}
 
@@ -132,21 +139,15 @@ def own_outputs(
     def after(module: nn.Module, args: Any, output: Any) -> None:
         seen[id(module)].append(output[0] if isinstance(output, tuple) else output)
 
-    hooks = [
-        module.register_forward_pre_hook(enter, with_kwargs=True)
-        for module in {id(c.module): c.module for c in calls}.values()
-    ]
-    for module in {id(m): m for m in (c.consumer or c.module for c in calls)}.values():
-        consumer = any(c.consumer is module for c in calls)
-        hooks.append(
-            module.register_forward_pre_hook(before)
-            if consumer
-            else module.register_forward_hook(after)
-        )
+    consumers = {c.consumer for c in calls if c.consumer is not None}
+    others = {c.module for c in calls if c.consumer is None} - consumers
+    owners = {c.module for c in calls}
+    hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in owners]
+    hooks += [module.register_forward_pre_hook(before) for module in consumers]
+    hooks += [module.register_forward_hook(after) for module in others]
+    # eager attention adds True and False as numbers
+    boolean = next((call for call in calls if call.boolean), None)
     try:
-        boolean = next(
-            (call for call in calls if call.boolean), None
-        )  # eager attention adds True and False as numbers
         if boolean is not None and not model._supports_sdpa:
             raise boolean.unsupported(
                 "takes a mask of True and False for numbers to add to its scores (give an "
@@ -158,57 +159,49 @@ def own_outputs(
         for hook in hooks:
             hook.remove()
 
-    def of(found: list[Any], turn: int) -> Tensor | None:
-        return found[turn] if turn < len(found) and isinstance(found[turn], Tensor) else None
+    def of(call: Call, found: list[Any]) -> Tensor | None:
+        own = found[call.turn] if call.turn < len(found) else None
+        return own.to(call.q.device) if isinstance(own, Tensor) else None
 
     return {
-        id(call): EagerAttention(
-            of(seen[id(call.consumer or call.module)], call.turn),
-            of(given[id(call.module)], call.turn),
-        )
-        for call in calls
+        id(c): EagerAttention(of(c, seen[id(c.consumer or c.module)]), of(c, given[id(c.module)]))
+        for c in calls
     }
 
 
 def one_sample(
     inputs: Mapping[str, Any], sample: int, samples: int | None = None
 ) -> dict[str, Any]:
-    """The model inputs of one of so many samples; by default as many as the first tensor has."""
-    count = samples or next(
-        (len(t) for t in inputs.values() if isinstance(t, Tensor) and t.ndim), 0
-    )
-    return {
-        name: _one_sample(name, t, slice(sample, sample + 1), count) for name, t in inputs.items()
-    }
+    """Return the model inputs of one of so many samples; by default as many as a tensor has."""
+    lengths = (len(t) for t in inputs.values() if isinstance(t, Tensor) and t.ndim)
+    count, part = samples or next(lengths, 0), slice(sample, sample + 1)
 
+    def of(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.ndim:
+            return value
+        # positions have a row each for time, height and width
+        if name == "position_ids" and value.ndim == 3:
+            return value[:, part] if value.shape[1] == count else value
+        return value[part] if len(value) == count else value
 
-def _one_sample(name: str, value: Any, part: slice, samples: int) -> Any:
-    """The part of a model input that belongs to one sample."""
-    if not isinstance(value, Tensor) or not value.ndim:
-        return value
-    if (
-        name == "position_ids" and value.ndim == 3
-    ):  # one row of positions for time, height and width each
-        return value[:, part] if value.shape[1] == samples else value
-    return value[part] if len(value) == samples else value
+    return {name: of(name, value) for name, value in inputs.items()}
 
 
 def verify_outputs(call: Call, attention: Attention, seen: EagerAttention, sample: int) -> float:
-    """Error of the head outputs of one sample against what the model's untouched eager attention
-    passes on there.
+    """Return the error of one sample's head outputs against the model's untouched attention.
 
-    Raises:
-        CaptureError: an error above `CAPTURE_TOLERANCE`, or nothing of the right size to compare
-            with.
+    An error above `CAPTURE_TOLERANCE` is refused, and where nothing of the right size was seen.
+
+    Args:
+        call: of the layer.
+        attention: rebuilt.
+        seen: of the model's own.
+        sample: its number.
     """
-    own = seen.outputs
-    part, size = slice(sample, sample + 1), attention.tokens * attention.heads * attention.d_v
-    if (
-        own is not None
-        and own.numel() > size
-        and call.consumer is not None
-        and not own.numel() % size
-    ):
+    own, part = seen.outputs, slice(sample, sample + 1)
+    size = attention.tokens * attention.heads * attention.d_v
+    rest = 0 if own is None else own.numel() % size
+    if own is not None and own.numel() > size and call.consumer is not None and not rest:
         raise call.unsupported(
             f"is given windows or tiles in place of samples ({attention.samples} in the batch)"
         )
@@ -217,55 +210,62 @@ def verify_outputs(call: Call, attention: Attention, seen: EagerAttention, sampl
         raise call.unsupported(call.changed or nowhere)
     own = own.reshape(1, attention.tokens, attention.heads, attention.d_v).transpose(1, 2)
     valid = None if attention.valid is None else attention.valid[part]
-    difference = head_error(attention.out[part], own, attention.v[part].abs().amax((-1, -2)), valid)
-    if not difference <= CAPTURE_TOLERANCE:
-        x, own_x = attention.x[part], seen.x
-        if (
-            own_x is not None
-            and own_x.shape == x.shape
-            and not head_error(own_x[:, None], x[:, None], 0 * x[:, :1, 0], valid)
-            <= CAPTURE_TOLERANCE
-        ):
+    floor = attention.v[part].abs().amax((-1, -2))
+    difference = head_error(attention.out[part], own, floor, valid)
+    x, own_x = attention.x[part, None], None if seen.x is None else seen.x[:, None]
+    if not difference <= CAPTURE_TOLERANCE and own_x is not None and own_x.shape == x.shape:
+        moved = head_error(own_x, x, 0 * x[:, :, 0, 0], valid)
+        if not moved <= CAPTURE_TOLERANCE:
             raise call.unsupported(
                 "is given other token vectors when the model runs on one sample of the same "
-                "inputs: it draws random numbers in evaluation, or "
-                "one sample changes with the others (give it the random numbers where it takes "
-                "them as an input, or one sample)"
+                "inputs: it draws random numbers in evaluation, or one sample changes with the "
+                "others (give it the random numbers where it takes them as an input, or one sample)"
             )
-        raise _different(call, difference)
-    return difference
+    return _tolerated(call, difference)
 
 
-def _different(call: Call, difference: float) -> CaptureError:
+def _tolerated(call: Call, difference: float) -> float:
+    """Return an error of head outputs that is within `CAPTURE_TOLERANCE`.
+
+    Raises:
+        CaptureError: it is not.
+    """
+    if difference <= CAPTURE_TOLERANCE:
+        return difference
     if call.changed and call.consumer is None:
-        return call.unsupported(call.changed)
-    return CaptureError(
+        raise call.unsupported(call.changed)
+    raise CaptureError(
         f"layer {call.name}: rebuilt head outputs differ from the model's own eager attention by "
-        f"{difference:.1e} relative "
-        f"(allowed {CAPTURE_TOLERANCE:.0e}); its attention is not softmax(scale q k^T + mask) v, "
-        "nor a variant of it known here"
+        f"{difference:.1e} relative (allowed {CAPTURE_TOLERANCE:.0e}); its attention is not "
+        "softmax(scale q k^T + mask) v, nor a variant of it known here"
     )
 
 
-def _not_affine(model: PreTrainedModel, call: Call, name: str, difference: float) -> CaptureError:
+def _refuse_projection(
+    model: PreTrainedModel, call: Call, side: int, difference: float
+) -> NoReturn:
+    """Say why queries (side 0), keys (1) or values (2) are not rebuilt.
+
+    Raises:
+        CaptureError: always.
+    """
     with implementation(model, RECORDING_ATTENTION):
-        depends = ProbedLayer(call).depends(("queries", "keys", "values").index(name))
+        depends = ProbedLayer(call).depends(side)
+    name = SIDES[side]
     if not depends.on_tokens:
-        return call.unsupported(
+        raise call.unsupported(
             f"takes its {name} from another input than its first (cross-attention, or {name} "
             "shared with another layer)"
         )
     if depends.on_others:
-        return call.unsupported(f"makes its {name} of several tokens (by a convolution, for one)")
+        raise call.unsupported(f"makes its {name} of several tokens (by a convolution, for one)")
     if depends.on_position:
-        return call.unsupported(
+        raise call.unsupported(
             f"makes its {name} depend on the position of a token otherwise than by {POSITIONS}, "
-            "where rotations are found (inside the module, or by "
-            "an argument of another name)"
+            "where rotations are found (inside the module, or by an argument of another name)"
         )
-    return CaptureError(
+    raise CaptureError(
         f"layer {call.name} ({type(call.module).__name__}): {name} are not one affine map of the "
-        f"layer's input (off by {difference:.1e} relative), "
-        "but for a normalisation and a rotation: the layer transforms them in another way "
-        "between projection and scores"
+        f"layer's input (off by {difference:.1e} relative), but for a normalisation and a "
+        "rotation: the layer transforms them in another way between projection and scores"
     )

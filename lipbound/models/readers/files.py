@@ -1,4 +1,4 @@
-"""What the ending of a file says about what is in it."""
+"""Names of files and folders, and what their endings say about their contents."""
 
 import gzip
 import re
@@ -7,25 +7,27 @@ from typing import Any
 
 from lipbound.errors import InputsError
 
-TABLES = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json"}
+TABLES = {
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+}
 """Endings of tables, and the loader of `datasets` that reads them."""
-
 IMAGE_FILES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 """Endings of images."""
-
-
 TEXT_FILES = (".txt", ".md", ".text", ".tex", ".html", ".rst", ".log", ".safetensors", ".zarr")
 """Endings of names that are meant as files, whatever blanks are in them."""
-
 PROSE = (".txt", ".text")
 """Endings of the files of a folder that are read as texts."""
-
 PACKED = ".gz"
 """Ending, behind another, of a file that is packed with gzip."""
 
 
 def there(data: Any) -> Path | None:
-    """The file or folder that something names, or None."""
+    """Return the path of the file or folder that something names, or None where there is none."""
     try:
         path = Path(data).expanduser() if isinstance(data, str | Path) else None
         return path if path is not None and path.exists() else None
@@ -34,7 +36,7 @@ def there(data: Any) -> Path | None:
 
 
 def ending(path: Path) -> str:
-    """The ending of a name in small letters, that of what is packed where the file is packed.
+    """Return the ending of a name in small letters; of a packed file, that of its contents.
 
     >>> ending(Path("A.TXT")), ending(Path("b.csv.gz"))
     ('.txt', '.csv')
@@ -43,8 +45,7 @@ def ending(path: Path) -> str:
 
 
 def visible(folder: Path) -> list[Path]:
-    """The files of a folder and the folders in it, by their paths, but for hidden ones: copies of
-    notebooks' checkpoints, notes of file systems."""
+    """Return the files in a folder and its subfolders, sorted, but for hidden ones."""
     files = (
         file
         for file in folder.rglob("*")
@@ -54,60 +55,51 @@ def visible(folder: Path) -> list[Path]:
 
 
 def is_path(name: str) -> bool:
-    """Tell whether a name can only be that of a file or folder, there or not, of this system or of
-    another: no hub id looks like it.
+    r"""Return whether a name can only be that of a file or folder, on any system, and no hub id.
 
-    >>> is_path("./bert"), is_path(r"C:\\models\\bert"), is_path("owner/bert"), is_path("news:raw")
+    >>> is_path("./bert"), is_path(r"C:\models\bert"), is_path("owner/bert"), is_path("news:raw")
     (True, True, False, False)
     """
     return rooted(name) or "\\" in name
 
 
 def rooted(name: str) -> bool:
-    """Tell whether a name says where it begins: here, at home, at a root or on a drive."""
+    """Return whether a name says where it begins: here, at home, at a root or on a drive."""
     return name.startswith((".", "~", "/", "\\\\")) or re.match(r"[A-Za-z]:[/\\]", name) is not None
 
 
 def is_plain_file(data: Any) -> bool:
-    """Whether it is the path of a file that is not a table."""
+    """Return whether something is the path of a file that is not a table."""
     path = there(data)
     return path is not None and path.is_file() and ending(path) not in TABLES
 
 
 def is_sentence(data: Any) -> bool:
-    """Whether it is text itself: several words that name no file and do not look as if they were
-    meant to.
+    """Return whether something is itself a text: several words not meant as a file's name.
 
     >>> is_sentence("how smooth is attention?"), is_sentence("my file.txt"), is_sentence("ag_news")
     (True, False, False)
     """
-    if (
-        not isinstance(data, str)
-        or len(data.split()) < 2
-        or there(data) is not None
-        or rooted(data)
-    ):
+    if not isinstance(data, str) or len(data.split()) < 2 or there(data) or rooted(data):
         return False
     if "\n" in data or len(data) > 200:
         return True
-    return ending(Path(data)) not in (*TABLES, *IMAGE_FILES, *TEXT_FILES) and (
-        "/" not in data or there(str(Path(data).parent)) is None
-    )
+    named = ending(Path(data)) in (*TABLES, *IMAGE_FILES, *TEXT_FILES)
+    return not named and ("/" not in data or there(str(Path(data).parent)) is None)
 
 
 def read_text(path: Path) -> str:
-    """The whole of a UTF-8 file, unpacked where it is packed with gzip; raises InputsError where it
-    is no such file."""
+    """Return the whole of a UTF-8 file, unpacked where it is packed with gzip.
+
+    Raises:
+        InputsError: the file cannot be read, or is not such a file.
+    """
     try:
-        packed = path.suffix.lower() == PACKED
-        return (
-            gzip.decompress(path.read_bytes()).decode("utf-8")
-            if packed
-            else path.read_text(encoding="utf-8")
-        )
+        if path.suffix.lower() == PACKED:
+            return gzip.decompress(path.read_bytes()).decode("utf-8")
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise InputsError(f"{path} is not a UTF-8 text file") from error
     except (OSError, EOFError) as error:
-        raise InputsError(
-            f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
-        ) from error
+        why = getattr(error, "strerror", None) or error
+        raise InputsError(f"{path} cannot be read: {why}") from error

@@ -8,19 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from lipbound.errors import InputsError
-from lipbound.models.batch import Inputs
-from lipbound.models.checkpoint import Checkpoint
+from lipbound.models.checkpoint import Checkpoint, Inputs
 from lipbound.models.quiet import first_line, quiet
-from lipbound.models.readers import pixels
 from lipbound.models.readers.files import IMAGE_FILES, TABLES, ending, there, visible
 from lipbound.models.readers.reader import Reader, Selection
 from lipbound.models.readers.tables import DataItems, ItemKind
 
-IMAGE_COLUMNS = ("image", "img", "picture")
 PROCESSING = {
     "do_resize": ("size", "resample"),
     "do_center_crop": ("crop_size",),
@@ -39,19 +36,24 @@ PHOTOGRAPHS = (
     "grass.png",
 )
 """Files of scikit-image that are the default images."""
+SIXTEEN = ("I;16", "I;16L", "I;16B", "I;16N")
+TRANSPARENT = ("RGBA", "RGBa", "LA", "La", "PA")
+FULL = 65535
+"""Largest value of 16 bits."""
 
 
 def _as_image(value: Any) -> Path | Image.Image | None:
-    """The path of an image, or an image of an array (height, width) or, of 8 bits, (height, width,
-    3 or 4), where a value is one."""
+    """Return an image for its path or its array, None for anything else.
+
+    Arrays are (height, width), or of 8 bits (height, width, 3 or 4).
+    """
     if isinstance(value, np.ndarray) and value.size:
         colours = value.ndim == 3 and value.shape[-1] in (3, 4) and value.dtype == np.uint8
         grey = value.ndim == 2 and value.dtype in (np.uint8, np.uint16, np.int32, np.float32)
         return Image.fromarray(value) if colours or grey else None
     path = there(value)
-    return (
-        path if path is not None and path.is_file() and path.suffix.lower() in IMAGE_FILES else None
-    )
+    is_image = path is not None and path.is_file() and path.suffix.lower() in IMAGE_FILES
+    return path if is_image else None
 
 
 class ImageReader(Reader):
@@ -59,48 +61,57 @@ class ImageReader(Reader):
 
     modality = "image"
     kind = ItemKind(
-        Image.Image,
-        takes="images",
-        one="an image",
-        many="images",
-        columns=IMAGE_COLUMNS,
-        convert=_as_image,
+        Image.Image, "images", "an image", "images", ("image", "img", "picture"), _as_image
     )
 
     def read(self, checkpoint: Checkpoint, data: Any, selection: Selection) -> Inputs:
-        """The first images of a folder, a table or a list, upright and in RGB, as the processor
-        makes them."""
+        """Return the first images, upright and in RGB, as the image processor makes them.
+
+        Raises:
+            InputsError: there are no images, or the processor does not take them.
+        """
         found = self.items(checkpoint, data, selection.split, selection.column)
         items, notes = found.take(selection.samples, selection.shuffle, self.kind.many)
+        where, told = found.description, Counter[str]()
         if not items:
-            raise InputsError(f"{found.description} has no images in it")
-        told = Counter[str]()
-        chosen = [
-            _rgb(item, told, f"image {k} of {found.description}") for k, item in enumerate(items)
-        ]
+            raise InputsError(f"{where} has no images in it")
+        images = [_opened(item, told, f"image {k} of {where}") for k, item in enumerate(items)]
         processor = checkpoint.image_processor()
         try:
             with quiet():
-                batch = processor(images=chosen, return_tensors="pt")
+                batch = processor(images=images, return_tensors="pt")
         except Exception as error:  # processors are programs of their own
             raise InputsError(
-                f"the image processor of {checkpoint.name} does not take {found.description}: "
+                f"the image processor of {checkpoint.name} does not take {where}: "
                 f"{first_line(error)}"
             ) from error
         tensors = {name: tensor for name, tensor in batch.items() if isinstance(tensor, Tensor)}
-        return Inputs(
-            tensors,
-            selection.described(found.description),
-            _processing(processor),
-            notes + pixels.notes(told, len(chosen)),
-        )
+        for said, n in told.items():
+            one = said.replace("have ", "has ", 1).replace("hold ", "holds ", 1)
+            notes.append(f"{n} of {len(images)} images {said if n > 1 else one}")
+        return Inputs(tensors, selection.described(where), _processing(processor), notes)
 
     def default(self) -> tuple[list[Path], str]:
-        """`PHOTOGRAPHS`; raises InputsError where scikit-image is not installed."""
-        return _photographs(), "photographs from scikit-image"
+        """Return the paths of `PHOTOGRAPHS`, and their description.
+
+        Raises:
+            InputsError: scikit-image is not installed.
+        """
+        spec = importlib.util.find_spec("skimage")
+        if spec is None or not spec.submodule_search_locations:
+            raise InputsError(
+                "the default photographs come with scikit-image, which is not installed; pip "
+                "install 'lipbound[demo]', or give data"
+            )
+        folder = Path(spec.submodule_search_locations[0]) / "data"
+        return [folder / name for name in PHOTOGRAPHS], "photographs from scikit-image"
 
     def open_file(self, path: Path, checkpoint: Checkpoint) -> list[Path]:
-        """The one image of a file."""
+        """Return the path of an image file.
+
+        Raises:
+            InputsError: it is no image.
+        """
         if path.suffix.lower() not in IMAGE_FILES:
             raise InputsError(
                 f"{path} is not an image file, but {checkpoint.name} takes images; give a folder "
@@ -109,47 +120,36 @@ class ImageReader(Reader):
         return [path]
 
     def open_folder(self, path: Path) -> DataItems | None:
-        """The images of a folder and the folders in it, by their paths; None for a folder of
-        tables."""
+        """Return the images of a folder and its subfolders; None for a folder of tables.
+
+        Raises:
+            InputsError: there are none.
+        """
         files = [file for file in visible(path) if file.suffix.lower() in IMAGE_FILES]
         tables = {ending(file) for file in path.iterdir()} & TABLES.keys()
         if tables - ({".tsv"} if files else set()):
             return None
         if not files:
             raise InputsError(f"{path} holds no images ({', '.join(IMAGE_FILES)})")
-        return DataItems(
-            files,
-            path.name,
-            lambda: [str(file.parent.relative_to(path)) for file in files],
-            ("folder", "folders"),
-        )
+        return DataItems.of_files(files, path, files)
 
 
 def _processing(processor: Any) -> str:
-    """An image processor and its settings in one line.
+    """Return an image processor and its settings in one line.
 
     >>> from transformers import ViTImageProcessor
     >>> processor = ViTImageProcessor(size={"height": 8, "width": 8})
     >>> _processing(processor).partition(": ")[2].split(", image")[0]
     'size 8 x 8, resample bilinear, rescale factor 0.00392157'
     """
-    names = [
-        name
-        for step, settings in PROCESSING.items()
-        if getattr(processor, step, None)
-        for name in settings
-    ]
-    parts = [
-        f"{name.replace('_', ' ')} {_plain(name, getattr(processor, name))}"
-        for name in names
-        if getattr(processor, name, None) is not None
-    ]
-    kind = type(processor).__name__
-    return f"{kind}: {', '.join(parts)}" if parts else kind
+    steps = [names for step, names in PROCESSING.items() if getattr(processor, step, None)]
+    values = {name: getattr(processor, name, None) for names in steps for name in names}
+    said = [f"{n.replace('_', ' ')} {_plain(n, v)}" for n, v in values.items() if v is not None]
+    return type(processor).__name__ + (f": {', '.join(said)}" if said else "")
 
 
 def _plain(name: str, value: Any) -> str:
-    """A setting of a processor in words and numbers."""
+    """Return a setting of a processor in words and numbers."""
     if name == "resample":
         return Image.Resampling(value).name.lower()
     if is_dataclass(value) and not isinstance(value, type):
@@ -164,26 +164,65 @@ def _plain(name: str, value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _photographs() -> list[Path]:
-    spec = importlib.util.find_spec("skimage")
-    if spec is None or not spec.submodule_search_locations:
-        raise InputsError(
-            "the default photographs come with scikit-image, which is not installed; pip install "
-            "'lipbound[demo]', or give data"
-        )
-    folder = Path(spec.submodule_search_locations[0]) / "data"
-    return [folder / name for name in PHOTOGRAPHS]
-
-
-def _rgb(item: Image.Image | Path, told: Counter[str], what: str) -> Image.Image:
-    """An image, or that of a file, as `pixels.rgb` makes it."""
+def _opened(item: Image.Image | Path, told: Counter[str], what: str) -> Image.Image:
     name = str(item) if isinstance(item, Path) else what
     try:
         if not isinstance(item, Path):
-            return pixels.rgb(item, told)
-        with Image.open(item) as picture:
-            return pixels.rgb(picture, told)
+            return rgb(item, told)
+        with Image.open(item) as image:
+            return rgb(image, told)
     except InputsError as error:
         raise InputsError(f"{name} is not taken: {error}") from error
     except Exception as error:  # broken files raise whatever their format's reader does
         raise InputsError(f"{name} is not a readable image: {first_line(error)}") from error
+
+
+def rgb(image: Image.Image, told: Counter[str]) -> Image.Image:
+    """Return an image upright, as its EXIF data say, in RGB with 8 bits a channel.
+
+    Args:
+        image: of any mode; of several frames the one it stands at.
+        told: counts what was done to it beyond a change of mode, as ends of sentences.
+    """
+    if getattr(image, "n_frames", 1) > 1:
+        told["have further frames, which were left out"] += 1
+    image = ImageOps.exif_transpose(image)
+    if image.mode in (*SIXTEEN, "I", "F"):
+        image = _eight_bits(image, told)
+    if image.mode not in TRANSPARENT and "transparency" not in image.info:
+        return image.convert("RGB")
+    image = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
+    if image.getchannel("A").getextrema()[0] == 255:
+        return image.convert("RGB")
+    told["have transparent parts, which were laid on white"] += 1
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+
+
+def _eight_bits(image: Image.Image, told: Counter[str]) -> Image.Image:
+    """Return a grey image in 8 bits, from the range that its mode, or else its values, must have.
+
+    Raises:
+        InputsError: its numbers are of no known range.
+    """
+    values = np.asarray(image).astype(np.float64)
+    low, high, integers = float(values.min()), float(values.max()), image.mode != "F"
+    sort = "32-bit integers" if integers else "floating-point numbers"
+    factor, to_8 = 255 / FULL, "brought to 8 (0 to 65535 became 0 to 255)"
+    if image.mode in SIXTEEN:
+        said = f"have 16 bits, which were {to_8}"
+    elif not np.isfinite(values).all():
+        raise InputsError("it has NaN or infinite values")
+    elif low >= 0 and high <= 1 and not integers:
+        factor, said = 255.0, f"hold {sort} from 0 to 1, which were brought to 8 bits"
+    elif low >= 0 and high <= 255:
+        factor, said = 1.0, f"hold {sort} below 256, which were taken for those of 8 bits"
+    elif low >= 0 and high <= FULL and integers:
+        said = f"hold {sort}, which were taken for those of 16 bits and {to_8}"
+    else:
+        ranges = "0 to 255 or 0 to 65535" if integers else "0 to 1 or 0 to 255"
+        raise InputsError(
+            f"it has values from {low:g} to {high:g} (mode {image.mode}), whose range is not "
+            f"known; scale them to {ranges}"
+        )
+    told[said] += 1
+    return Image.fromarray(np.floor(values * factor + 0.5).astype(np.uint8))

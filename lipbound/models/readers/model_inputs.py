@@ -1,5 +1,6 @@
-"""Inputs that are ready for the model: named tensors, in memory or in a file."""
+"""Inputs that are ready for the model: named tensors, read, checked, and remarked on if odd."""
 
+import hashlib
 import inspect
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -10,11 +11,11 @@ from datasets import DatasetDict, IterableDatasetDict
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lipbound.attention.masking import zero_one
 from lipbound.errors import InputsError, shown
 from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.quiet import first_line
 from lipbound.models.readers.files import there
-from lipbound.models.readers.positions import several_towers
 
 TOWERS = (
     ("text_config", "input_ids", "text"),
@@ -22,101 +23,76 @@ TOWERS = (
     ("audio_config", "input_features", "sound"),
 )
 """Parts of configurations, the input of the tower that each is of, and what that takes."""
+TEXT_TOWERS = ("text_model", "text_encoder", "language_model", "text_branch")
+"""Names of the part of a model of several towers that reads text."""
 FINITE = ("pixel_values", "inputs_embeds", "input_features", "input_values")
 """Inputs that are numbers."""
 SAMPLES = "tensors of (samples, ...) with at least one sample"
+ENDS = ("eos_token_id", "bos_token_id", "sep_token_id", "cls_token_id")
+"""Tokens that may begin or end a text."""
 
 
 def is_ready(data: Any) -> bool:
-    """Whether it is a mapping (but not the splits of a dataset), or names a .safetensors file."""
-    named = isinstance(data, str | Path) and str(data).endswith(".safetensors")
-    return named or (
-        isinstance(data, Mapping) and not isinstance(data, DatasetDict | IterableDatasetDict)
-    )
+    """Return whether data are ready inputs: a mapping, or the name of a .safetensors file."""
+    if isinstance(data, str | Path):
+        return str(data).endswith(".safetensors")
+    return isinstance(data, Mapping) and not isinstance(data, DatasetDict | IterableDatasetDict)
 
 
 def ready_inputs(
     data: Mapping[str, Any] | str | Path, checkpoint: Checkpoint
 ) -> tuple[dict[str, Tensor], str, list[str]]:
-    """The tensors that a checkpoint's model takes, each (samples, ...), a description, and notes on
-    what was left out.
+    """Return the tensors that a checkpoint's model takes, a description, and notes.
+
+    Args:
+        data: tensors, arrays or nested lists by name, or a .safetensors file of tensors.
+        checkpoint: whose model they are for.
+
+    Returns:
+        Tensors (samples, ...) by name, a phrase for captions, and sentences on what was left out.
 
     Raises:
         InputsError: they are no such tensors, disagree about the number of samples, or what the
             model is about is not among them.
     """
-    if isinstance(data, Mapping):
-        tensors = {
-            name: value
-            for name, value in data.items()
-            if value is not None and not isinstance(value, bool)
-        }
-        given, description = (
-            {name: _tensor(name, value) for name, value in tensors.items()},
-            "ready model inputs",
-        )
-    else:
-        path = there(data)
-        if path is None or not path.is_file():
-            raise InputsError(f"there is no file {data}")
-        try:
-            given, description = load_file(path), path.name
-        except Exception as error:
-            raise InputsError(
-                f"{path} is not a readable safetensors file: {first_line(error)}"
-            ) from error
+    given, description = _read_tensors(data)
     wrong = [name for name, t in given.items() if t.ndim < 2 or not len(t)]
     if wrong or not given:
         has = f"{wrong[0]} has shape {tuple(given[wrong[0]].shape)}" if wrong else "there are none"
         raise InputsError(f"ready inputs must be named {SAMPLES}; {has}")
-    lengths = {str(name): len(t) for name, t in given.items()}
-    if len(set(lengths.values())) > 1:
-        raise InputsError(
-            "ready inputs disagree about the number of samples: "
-            f"{', '.join(f'{name} {n}' for name, n in lengths.items())}"
-        )
-    taken = _taken(checkpoint)
+    if len({len(t) for t in given.values()}) > 1:
+        lengths = ", ".join(f"{name} {len(t)}" for name, t in given.items())
+        raise InputsError(f"ready inputs disagree about the number of samples: {lengths}")
+    names = _taken(checkpoint)
     main, kind = checkpoint.main_input, type(checkpoint.model).__name__
     check_towers(checkpoint, given)
-    if main not in given and not ("inputs_embeds" in given and "inputs_embeds" in taken):
+    if main not in given and not ("inputs_embeds" in given and "inputs_embeds" in names):
         raise InputsError(
             f"ready inputs of {kind} must have {main}; given are {', '.join(map(str, given))}"
         )
-    tensors = {name: t for name, t in given.items() if not taken or name in taken}
-    notes = [
-        f"{name} is not an input of {kind} and was left out"
-        for name in given
-        if name not in tensors
-    ]
+    tensors = {name: t for name, t in given.items() if not names or name in names}
+    left_out = [name for name in given if name not in tensors]
+    notes = [f"{name} is not an input of {kind} and was left out" for name in left_out]
     return tensors, description, notes
 
 
-def options_of(data: object, checkpoint: Checkpoint) -> dict[str, bool]:
-    """Settings of the model's forward pass that are given as True or False, such as
-    interpolate_pos_encoding.
-
-    Raises:
-        InputsError: the forward pass has no such setting.
-    """
-    options = (
-        {str(name): value for name, value in data.items() if isinstance(value, bool)}
-        if isinstance(data, Mapping)
-        else {}
-    )
-    if options and (unknown := set(options) - _taken(checkpoint)):
-        raise InputsError(
-            f"{min(unknown)} is no setting of {type(checkpoint.model).__name__}'s forward pass; "
-            "leave it out, or give tensors of (samples, ...)"
-        )
-    return options
+def _read_tensors(data: Mapping[str, Any] | str | Path) -> tuple[dict[str, Tensor], str]:
+    if isinstance(data, Mapping):
+        given = {k: v for k, v in data.items() if v is not None and not isinstance(v, bool)}
+        return {name: _tensor(name, value) for name, value in given.items()}, "ready model inputs"
+    path = there(data)
+    if path is None or not path.is_file():
+        raise InputsError(f"there is no file {data}")
+    try:
+        return load_file(path), path.name
+    except Exception as error:
+        why = first_line(error)
+        raise InputsError(f"{path} is not a readable safetensors file: {why}") from error
 
 
 def _tensor(name: object, value: Any) -> Tensor:
-    """A tensor, or what is nearly one: an array or nested lists of numbers."""
     if not isinstance(name, str):
         raise InputsError(f"ready inputs must be named {SAMPLES}; a name is {shown(name)}")
-    if isinstance(value, Tensor):
-        return value
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -126,36 +102,170 @@ def _tensor(name: object, value: Any) -> Tensor:
 
 
 def _taken(checkpoint: Checkpoint) -> set[str]:
-    """Names of what the model's forward takes; empty where they cannot be told."""
+    """Return the names of what the model's forward takes; none where they cannot be told."""
     parameters = inspect.signature(checkpoint.model.forward).parameters.values()
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     return names if checkpoint.main_input in names else set()
 
 
-def check_towers(checkpoint: Checkpoint, given: Collection[str]) -> None:
-    """Raise InputsError where a model of several towers, all of which always run, lacks the input
-    of one."""
-    model, takes = checkpoint.model, _taken(checkpoint)
-    towers = {
-        other: words
-        for part, other, words in TOWERS
-        if getattr(model.config, part, None) is not None and other in takes
-    }
-    if len(towers) < 2 or not several_towers(model):
+def options_of(data: object, checkpoint: Checkpoint) -> dict[str, bool]:
+    """Return the settings of the forward pass among data that are True or False.
+
+    Raises:
+        InputsError: the forward pass has no such setting.
+    """
+    items = data.items() if isinstance(data, Mapping) else ()
+    options = {str(name): value for name, value in items if isinstance(value, bool)}
+    if options and (unknown := set(options) - _taken(checkpoint)):
+        raise InputsError(
+            f"{min(unknown)} is no setting of {type(checkpoint.model).__name__}'s forward pass; "
+            "leave it out, or give tensors of (samples, ...)"
+        )
+    return options
+
+
+def text_config(model: Any) -> Any:
+    """Return the part of a model's configuration that is about text."""
+    return text_part(model.config)
+
+
+def text_part(config: Any) -> Any:
+    """Return the part of a configuration that is about text, or all of it."""
+    try:
+        return config.get_text_config()
+    except (AttributeError, ValueError):  # several are about text
+        return config
+
+
+def _has_table(model: Any) -> bool:
+    """Return whether a model looks tokens up in one table, rather than in one of its towers."""
+    try:
+        model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return False
+    return True
+
+
+def declared_positions(config: Any) -> int | None:
+    """Return the longest text in tokens that the text part of a configuration declares, or None."""
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    if limit is None or limit < 0:  # below zero is XLNet's word for none
+        return None
+    rope = getattr(config, "rope_parameters", None)
+    if isinstance(rope, Mapping) and rope.get("rope_type") == "dynamic":
+        limit *= float(rope.get("factor") or 1)  # it is that from which rotary tables grow
+    return int(limit)
+
+
+def positions(checkpoint: Checkpoint) -> int | None:
+    """Return the longest input of a text model in tokens, or None where it sets no limit."""
+    limit = declared_positions(text_config(checkpoint.model))
+    embeddings = getattr(checkpoint.model.base_model, "embeddings", None)
+    padding = getattr(embeddings, "padding_idx", None)
+    if limit is None or not padding or not hasattr(embeddings, "position_embeddings"):
+        return limit
+    return limit - int(padding) - 1  # RoBERTa's positions start behind the padding index
+
+
+def check_length(checkpoint: Checkpoint, max_length: int) -> None:
+    """Check that texts of so many tokens are no longer than the model allows.
+
+    Raises:
+        InputsError: they are.
+    """
+    limit = positions(checkpoint)
+    if limit is not None and max_length > limit:
+        raise InputsError(
+            f"max_length {max_length} exceeds the {limit} positions of {checkpoint.name}; give at "
+            f"most {limit}"
+        )
+
+
+def check_tokens(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> None:
+    """Check that token numbers are whole, (samples, N), and in the model's vocabulary.
+
+    Raises:
+        InputsError: they are not, are more than the model's positions, or their mask or types do
+            not fit them.
+    """
+    ids = batch.get("input_ids")
+    if ids is None:
         return
+    shape, config = tuple(ids.shape), text_config(checkpoint.model)
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise InputsError(
+            f"input_ids is of dtype {str(ids.dtype).removeprefix('torch.')}; token numbers must "
+            "be whole (int64)"
+        )
+    if ids.ndim != 2 or not ids.shape[1]:
+        raise InputsError(
+            f"input_ids has shape {shape}; it must be (samples, tokens) with at least one token"
+        )
+    limit = positions(checkpoint) if checkpoint.modality == "text" else None
+    if limit is not None and shape[1] > limit:
+        raise InputsError(
+            f"inputs of {shape[1]} tokens exceed the {limit} positions of {checkpoint.name}; give "
+            f"at most {limit}"
+        )
+    towers = (getattr(checkpoint.model, name, None) for name in TEXT_TOWERS)
+    models = [model for model in (checkpoint.model, *towers) if _has_table(model)]
+    table = models[0].get_input_embeddings() if models else None
+    known = getattr(table, "num_embeddings", None) or getattr(config, "vocab_size", None)
+    name, hint = f"{checkpoint.name} knows tokens", "are they of its tokenizer?"
+    _check_range("input_ids", ids, known if isinstance(known, int) else None, name, hint)
+    if (types := batch.get("token_type_ids")) is not None:
+        known = getattr(config, "type_vocab_size", None) or None
+        name, hint = f"{checkpoint.name} knows types", "leave them out for type 0"
+        _check_range("token_type_ids", types, known, name, hint)
+    for name in ("attention_mask", "token_type_ids"):
+        if name in batch and batch[name].ndim == 2 and tuple(batch[name].shape) != shape:
+            raise InputsError(
+                f"{name} has shape {tuple(batch[name].shape)} but input_ids {shape}; they must "
+                "be the same"
+            )
+    mask = batch.get("attention_mask")
+    if mask is not None and mask.ndim == 2 and not bool((mask != 0).any(-1).all()):
+        raise InputsError(
+            "attention_mask marks every token of a sample as padding; each sample needs at least "
+            "one token"
+        )
+
+
+def _check_range(name: str, values: Tensor, count: int | None, known: str, hint: str) -> None:
+    low, high = int(values.min()), int(values.max())
+    if low < 0 or (count is not None and high >= count):
+        limit = "" if count is None else f"{known} 0 to {count - 1}; "
+        raise InputsError(f"{name} has the number {low if low < 0 else high}; {limit}{hint}")
+
+
+def check_towers(checkpoint: Checkpoint, given: Collection[str]) -> None:
+    """Check that a model of several towers, all of which always run, has the input of each.
+
+    Raises:
+        InputsError: it lacks that of one.
+    """
+    model, names = checkpoint.model, _taken(checkpoint)
+    towers = {
+        name: words
+        for part, name, words in TOWERS
+        if getattr(model.config, part, None) is not None and name in names
+    }
     missing = [name for name in towers if name not in given]
-    if missing:
+    compared = hasattr(model, "logit_scale")  # CLIP and its kin, of which SigLIP has a table
+    if len(towers) > 1 and missing and (compared or not _has_table(model)):
         raise InputsError(
             f"{type(model).__name__} has towers of {' and '.join(towers.values())} and needs "
-            f"{' and '.join(towers)}, but there is no "
-            f"{' and no '.join(missing)}; give a dict of ready inputs with all of them, or load "
-            "one tower by a class of its own"
+            f"{' and '.join(towers)}, but there is no {' and no '.join(missing)}; give a dict of "
+            "ready inputs with all of them, or load one tower by a class of its own"
         )
 
 
 def check_images(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> None:
-    """Raise InputsError where ready images are not (samples, channels, height, width) finite
-    numbers of its channels, or others not finite."""
+    """Check that numbers are finite, and images (samples, channels, height, width) numbers.
+
+    Raises:
+        InputsError: they are not, or of other channels than the model's.
+    """
     for name in FINITE:
         if name in batch and not bool(torch.isfinite(batch[name]).all()):
             raise InputsError(
@@ -175,3 +285,70 @@ def check_images(checkpoint: Checkpoint, batch: Mapping[str, Tensor]) -> None:
             f"pixel_values has shape {tuple(pixels.shape)}; {checkpoint.name} takes (samples, "
             f"{channels}, height, width)"
         )
+
+
+def remarks(model: Any, batch: Mapping[str, Tensor]) -> list[str]:
+    """Return sentences about samples that are the same, and those of `odd_masks`."""
+    repeated = _repeated(batch)
+    return ([repeated] if repeated else []) + odd_masks(model, batch)
+
+
+def odd_masks(model: Any, batch: Mapping[str, Tensor]) -> list[str]:
+    """Return sentences about padding without a mask, and masks of 0 and 1 that are added."""
+    return [said for said in (_unmasked(model, batch), _added(batch)) if said]
+
+
+def _repeated(batch: Mapping[str, Tensor]) -> str:
+    first: dict[bytes, int] = {}
+    again = []
+    count = len(next(iter(batch.values())))
+    for k in range(count):
+        digest = hashlib.sha256()
+        for tensor in batch.values():
+            flat = tensor[k].detach().cpu().contiguous().view(-1)
+            digest.update(flat.view(torch.uint8).numpy().tobytes())
+        if first.setdefault(digest.digest(), k) != k:
+            again.append(k)
+    if not again:
+        return ""
+    listed = ", ".join(map(str, again[:5])) + (", ..." if len(again) > 5 else "")
+    one = f"sample {listed} repeats an earlier one, and means count it again"
+    several = f"samples {listed} repeat earlier ones, and means count them again"
+    are, those = "is" if len(first) == 1 else "are", several if len(again) > 1 else one
+    return f"only {len(first)} of {count} samples {are} different: {those}"
+
+
+def _unmasked(model: Any, batch: Mapping[str, Tensor]) -> str:
+    """Return a sentence on padding tokens at an end of a sample that no mask marks."""
+    ids, config = batch.get("input_ids"), text_config(model)
+    pad = getattr(config, "pad_token_id", None)
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or not isinstance(pad, int):
+        return ""
+    if batch.get("attention_mask") is not None:
+        return ""
+    is_pad = ids == pad
+    trailing, leading = is_pad.flip(-1).cummin(-1).values.sum(-1), is_pad.cummin(-1).values.sum(-1)
+    ends = [getattr(config, name, None) for name in ENDS]
+    also_an_end = any(pad in end if isinstance(end, list | tuple) else pad == end for end in ends)
+    found = int(((trailing >= (2 if also_an_end else 1)) | (leading >= 2)).sum())
+    if not found:
+        return ""
+    return (
+        f"{found} of {len(ids)} samples end or begin with the model's padding token ({pad}), and "
+        "there is no attention_mask, so padding is measured as text; give the attention_mask that "
+        "the tokenizer returns"
+    )
+
+
+def _added(batch: Mapping[str, Tensor]) -> str:
+    """Return a sentence on a mask over pairs of tokens that looks as if it meant yes and no."""
+    for name, mask in batch.items():
+        if not name.endswith("attention_mask") or not isinstance(mask, Tensor) or mask.ndim != 4:
+            continue
+        if mask.dtype != torch.bool and zero_one(mask):
+            return (
+                f"{name} has 4 axes and holds the numbers 0 and 1, which are added to the scores "
+                "and mask nothing; give a boolean mask, True where a token is seen, or 0 there and "
+                "-inf elsewhere"
+            )
+    return ""

@@ -1,5 +1,4 @@
-"""What a modality must know to be read, and what all readers share: defaults, files, folders,
-lists, tables and hub datasets."""
+"""Reading data of any modality: defaults, files, folders, lists, tables and hub datasets."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -11,16 +10,17 @@ import numpy as np
 import pandas as pd
 
 from lipbound.errors import InputsError, shown
-from lipbound.models.batch import Inputs
-from lipbound.models.checkpoint import Checkpoint
+from lipbound.models.checkpoint import Checkpoint, Inputs
 from lipbound.models.readers.files import is_plain_file, is_sentence, there
 from lipbound.models.readers.tables import DataItems, ItemKind, is_saved, no_table, rows
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The part of some data that is wanted; arguments as of `lipbound.models.inputs.prepare`, but
-    ``samples`` is None for all."""
+    """The part of some data that is wanted.
+
+    Arguments are those of `lipbound.models.inputs.prepare`, but ``samples`` is None for all.
+    """
 
     samples: int | None
     max_length: int
@@ -29,21 +29,20 @@ class Selection:
     shuffle: int | None = None
 
     def described(self, description: str) -> str:
-        """The description of what was chosen from some data.
+        """Return the description of what was chosen from some data.
 
         >>> Selection(8, 128, shuffle=3).described("news.csv")
         'news.csv, shuffled with seed 3'
         """
-        return (
-            description
-            if self.shuffle is None
-            else f"{description}, shuffled with seed {self.shuffle}"
-        )
+        shuffled = "" if self.shuffle is None else f", shuffled with seed {self.shuffle}"
+        return description + shuffled
 
 
 class Reader(ABC):
-    """One modality. To add one: a class like this, its place in `lipbound.models.inputs.READERS`,
-    and the name of the models' main input in `lipbound.models.checkpoint.MODALITIES`.
+    """One modality.
+
+    To add one: a class like this, its place in `lipbound.models.inputs.READERS`, and the name of
+    the models' main input in `lipbound.models.checkpoint.MODALITIES`.
 
     Attributes:
         modality: as `Checkpoint.modality` has it.
@@ -55,47 +54,47 @@ class Reader(ABC):
 
     @abstractmethod
     def read(self, checkpoint: Checkpoint, data: Any, selection: Selection) -> Inputs:
-        """The first items of some data as tensors that the checkpoint's model takes; raises
-        InputsError where there are none."""
+        """Return the first items of some data as tensors that the checkpoint's model takes.
+
+        Where there are none, it raises InputsError.
+        """
 
     @abstractmethod
     def default(self) -> tuple[Iterable[Any], str]:
-        """The items that are read where the user gives no data, and a description."""
+        """Return the items that are read where the user gives no data, and their description."""
 
     @abstractmethod
     def open_file(self, path: Path, checkpoint: Checkpoint) -> Iterable[Any]:
-        """The items of a file that is no table; raises InputsError where it is of
-        another modality."""
+        """Return the items of a file that is no table; raise InputsError for another modality's."""
 
     def open_folder(self, path: Path) -> DataItems | None:
-        """The items of a folder, or None where `datasets` is to read it."""
+        """Return the items of a folder, or None where `datasets` is to read it."""
         return None
 
     def items(
         self, checkpoint: Checkpoint, data: Any, split: str | None, column: str | None
     ) -> DataItems:
-        """The items of some data one by one.
+        """Return the items of some data one by one.
+
+        A table is read row by row, so some of its errors come later.
 
         Raises:
-            InputsError: no such data, items of another modality, a split or a column of what has
-                none; of a table that is read row by row also later on.
+            InputsError: no such data, items of another modality, or a split or a column of what has
+                none.
         """
         if isinstance(data, np.ndarray) and data.ndim == 1 and data.dtype.kind in "UO":
             data = data.tolist()  # of strings, or of whatever objects
-        path = there(data)
+        path, many, found = there(data), self.kind.many, None
         if data is None:
-            no_table(split, column, f"the default {self.kind.many} have")
+            no_table(split, column, f"the default {many} have")
             return DataItems(*self.default())
-        if is_plain_file(data) and path is not None:
+        if path is not None and is_plain_file(data):
             no_table(split, column, f"{path.name}, one file, has")
             return DataItems(self.open_file(path, checkpoint), path.name)
-        if (
-            path is not None
-            and path.is_dir()
-            and not is_saved(path)
-            and (found := self.open_folder(path)) is not None
-        ):
-            no_table(split, column, f"{path.name}, a folder of {self.kind.many}, has")
+        if path is not None and path.is_dir() and not is_saved(path):
+            found = self.open_folder(path)
+        if path is not None and found is not None:
+            no_table(split, column, f"{path.name}, a folder of {many}, has")
             return found
         if is_sentence(data):
             no_table(split, column, "a text has")
@@ -104,14 +103,10 @@ class Reader(ABC):
                     f"there is no file, folder or dataset {shown(data)}, and {checkpoint.name} "
                     f"takes {self.kind.takes}, not text"
                 )
-            return DataItems(
-                [data], f"the text {shown(data[:40] + '...' if len(data) > 40 else data)}"
-            )
+            start = data[:40] + "..." if len(data) > 40 else data
+            return DataItems([data], f"the text {shown(start)}")
         if isinstance(data, pd.Series):
             no_table(split, column, "a series has")
-            name = self.kind.many
-            return replace(
-                rows(data.to_frame(name), None, name, self.kind, checkpoint.name),
-                description="a series",
-            )
+            found = rows(data.to_frame(many), None, many, self.kind, checkpoint.name)
+            return replace(found, description="a series")
         return rows(data, split, column, self.kind, checkpoint.name)

@@ -1,11 +1,9 @@
-"""Data row by row: a list, a dataset in memory, a data frame, a table file or a hub dataset, value
-by value."""
+"""Data row by row: lists, datasets in memory, data frames, table files and hub datasets."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ CLASSES = ("label", "labels", "class", "target", "category", "fine_label", "coar
 
 @dataclass(frozen=True)
 class ItemKind:
-    """What one item of a modality is.
+    """One item of a modality: its type, its names in sentences, its usual columns.
 
     Attributes:
         type: its Python type.
@@ -44,12 +42,12 @@ class ItemKind:
     convert: Callable[[Any], Any] = lambda value: None
 
     def item(self, value: Any) -> Any:
-        """The item that a value is or stands for, or None."""
+        """Return the item that a value is or stands for, or None."""
         return value if isinstance(value, self.type) else self.convert(value)
 
 
 class Lazy(Sequence[Any]):
-    """So many items, each made when it is looked at."""
+    """A sequence whose items are made when they are looked at."""
 
     def __init__(self, count: int, make: Callable[[int], Any]):
         self._count, self._make = count, make
@@ -80,16 +78,29 @@ class DataItems:
     groups: Callable[[], Sequence[Any] | None] = field(default=lambda: None)
     at: tuple[str, str] = ("class", "classes")
 
+    @staticmethod
+    def of_files(items: Sequence[Any], folder: Path, files: Sequence[Path]) -> "DataItems":
+        """Return the items that the files of a folder hold, their classes those of its folders."""
+
+        def folders() -> list[str]:
+            return [str(file.parent.relative_to(folder)) for file in files]
+
+        return DataItems(items, folder.name, folders, ("folder", "folders"))
+
     def take(
         self, count: int | None, shuffle: int | None, many: str
     ) -> tuple[list[Any], list[str]]:
-        """The first ``count`` items (None: all), in their order or in that of a seed, and notes on
-        blank ones and on items sorted by class.
+        """Return the first items, and notes on blank ones and on items sorted by class.
+
+        Args:
+            count: how many; None for all.
+            shuffle: a seed that draws them from all, or None for their own order.
+            many: several items, in messages.
 
         Raises:
             InputsError: items of a stream are to be shuffled.
         """
-        chosen = iter(self.items)
+        chosen: Iterable[Any] = self.items
         if shuffle is not None:
             if not isinstance(self.items, Sequence):
                 raise InputsError(
@@ -97,64 +108,64 @@ class DataItems:
                     "end is not known; leave it out"
                 )
             chosen = (self.items[i] for i in order(len(self.items), shuffle))
-        passed = Counter[str]()
-        taken = list(islice(_filled(chosen, passed), count))
-        notes = (
-            [f"blank {many} of {self.description} were passed over: {passed['blank']}"]
-            if passed["blank"]
-            else []
-        )
-        if (
-            shuffle is None
-            and count is not None
-            and (said := self._sorted(count, many)) is not None
-        ):
+        taken: list[Any] = []
+        blank, notes = 0, []
+        for item in chosen:
+            if _is_blank(item):
+                blank += 1
+            else:
+                taken.append(item)
+            if len(taken) == count:
+                break
+        if blank:
+            notes.append(f"blank {many} of {self.description} were passed over: {blank}")
+        if shuffle is None and count is not None and (said := self._sorted(count, many)):
             notes.append(said)
         return taken, notes
 
-    def _sorted(self, count: int, many: str) -> str | None:
-        """A sentence where items come class by class, so that the first ones stand for few of the
-        classes."""
+    def _sorted(self, count: int, many: str) -> str:
+        """Return a sentence where the first of items sorted by class are of few of the classes."""
         groups = self.groups()
         if groups is None or count < 2 or count >= len(groups):
-            return None
+            return ""
         seen, every = dict.fromkeys(groups[:count]), dict.fromkeys(groups)
         changes = sum(a != b for a, b in pairwise(groups))
         if changes != len(every) - 1 or len(seen) >= min(count, len(every)):
-            return None
+            return ""
         names = ", ".join(map(str, list(seen)[:3])) + (", ..." if len(seen) > 3 else "")
         one, several = self.at
         return (
             f"the {many} of {self.description} are sorted by {one}, and the first {count} are of "
-            f"{len(seen)} of {len(every)} {several} ({names}); "
-            "shuffle=0, or another seed, draws from all"
+            f"{len(seen)} of {len(every)} {several} ({names}); shuffle=0, or another seed, draws "
+            "from all"
         )
 
 
 def order(count: int, seed: int) -> list[int]:
-    """The numbers 0...count-1 in an order that depends on the seed alone, with every version of
-    every package."""
+    """Return 0...count-1 in an order that depends on the seed alone, not on any version."""
     return [int(i) for i in np.argsort(np.random.Philox(seed).random_raw(count), kind="stable")]
 
 
-def _filled(items: Iterable[Any], passed: Counter[str]) -> Iterator[Any]:
-    for item in items:
-        if (
-            item is None
-            or (isinstance(item, str) and not item.strip())
-            or (isinstance(item, TokenizedText) and not item.ids)
-        ):
-            passed["blank"] += 1
-        else:
-            yield item
+def _is_blank(item: Any) -> bool:
+    if isinstance(item, TokenizedText):
+        return not item.ids
+    return item is None or (isinstance(item, str) and not item.strip())
 
 
 def no_table(split: str | None, column: str | None, what: str) -> None:
-    """Raise InputsError where a split or a column was asked for of something that has none:
-    ``what``, with its verb."""
-    for name, value, many in (("split", split, "splits"), ("column", column, "columns")):
+    """Refuse a split or a column of something that has none.
+
+    Args:
+        split: as asked for, or None.
+        column: as asked for, or None.
+        what: the thing, with its verb.
+
+    Raises:
+        InputsError: one was asked for.
+    """
+    for name, value in (("split", split), ("column", column)):
         if value is not None:
-            raise InputsError(f"{name} is {shown(value)}, but {what} no {many}; leave it out")
+            raise InputsError(f"{name} is {shown(value)}, but {what} no {name}s; leave it out")
 
 
 class _Frame:
@@ -167,26 +178,31 @@ class _Frame:
         return len(self._frame)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        values = self._frame.iloc[index].tolist()
-        return {
-            name: None if pd.api.types.is_scalar(v) and pd.isna(v) else v
-            for name, v in zip(self.column_names, values, strict=True)
-        }
+        values = (
+            None if pd.api.types.is_scalar(v) and pd.isna(v) else v
+            for v in self._frame.iloc[index].tolist()
+        )
+        return dict(zip(self.column_names, values, strict=True))
+
+    def column(self, name: str) -> list[Any]:
+        """Return all values of a column."""
+        return list(self._frame.iloc[:, self.column_names.index(name)].astype(object))
 
 
 def rows(data: Any, split: str | None, column: str | None, kind: ItemKind, name: str) -> DataItems:
-    """The items of a list, a dataset, a data frame, a table file or a hub dataset, or one item,
-    value by value.
+    """Return the items of a list, dataset, data frame, table file or hub dataset, or the one item.
+
+    Those of a table are looked at as they come.
 
     Args:
         data: any of these.
-        split, column: as of `lipbound.models.inputs.prepare`.
+        split: as of `lipbound.models.inputs.prepare`.
+        column: as of `lipbound.models.inputs.prepare`.
         kind: what the items must be.
         name: of the checkpoint they are for, in messages.
 
     Raises:
-        InputsError: no such data, no clear column, or items of another kind; those of a table are
-            looked at as they come.
+        InputsError: no such data, no clear column, or items of another kind.
     """
     if isinstance(data, kind.type | list | tuple) and not isinstance(data, str):
         no_table(split, column, f"{kind.many} in memory have")
@@ -194,30 +210,33 @@ def rows(data: Any, split: str | None, column: str | None, kind: ItemKind, name:
         return DataItems([data], kind.one)
     if isinstance(data, Image.Image):
         raise InputsError(f"data is an image, but {name} takes {kind.takes}")
-    if isinstance(data, Sequence) and not isinstance(data, str):
+    if isinstance(data, Sequence) and not isinstance(data, str | bytes):
         return _listed(data, kind, name)
-    table, description = table_of(data, split, column)
-    chosen = _column(table, column, kind, description)
-    return DataItems(
-        _values(table, chosen, kind, description, name), description, partial(_classes, table)
-    )
+    table, said = _table_of(data, split, column)
+    items = _values(table, _column(table, column, kind, said), kind, said, name)
+    return DataItems(items, said, partial(_classes, table))
 
 
 def _listed(data: Sequence[Any], kind: ItemKind, name: str) -> DataItems:
-    """The items of a list; of names of files where all of them are."""
+    """Return the items of a list; where all of it names text files, their contents.
+
+    Raises:
+        InputsError: the list is empty, or has something else in it.
+    """
     if not len(data):
         raise InputsError("data is an empty list; give at least one sample")
-    if kind.type is str and all(
-        isinstance(item, str) and ending(Path(item[-20:])) in TEXT_FILES and there(item) is not None
-        for item in data
-    ):
-        data = [Path(item) for item in data]
+
+    def named(item: Any, endings: tuple[str, ...]) -> bool:
+        return isinstance(item, str) and ending(Path(item[-20:])) in endings
+
+    if kind.type is str and all(named(item, TEXT_FILES) for item in data):
+        if any(there(item) for item in data):
+            data = [Path(item) for item in data]
+        elif not any(len(item.split()) > 1 for item in data):
+            raise InputsError(f"data is a list of names of files, and there is no file {data[0]}")
     items = [kind.item(item) for item in data]
     for given, item in zip(data, items, strict=True):
-        if item is None and (
-            isinstance(given, Path)
-            or (isinstance(given, str) and ending(Path(given[-20:])) in IMAGE_FILES)
-        ):
+        if item is None and (isinstance(given, Path) or named(given, IMAGE_FILES)):
             raise InputsError(
                 f"data holds {given}, and there is no file of {kind.takes} of that name; {name} "
                 f"takes {kind.takes}"
@@ -227,14 +246,16 @@ def _listed(data: Sequence[Any], kind: ItemKind, name: str) -> DataItems:
                 f"data holds items of type {type(given).__name__}, but {name} takes "
                 f"{kind.takes}; give a list of {kind.many}"
             )
-    return DataItems(
-        items, f"{len(data)} given {kind.many if len(data) > 1 else kind.many.removesuffix('s')}"
-    )
+    several = kind.many if len(data) > 1 else kind.many.removesuffix("s")
+    return DataItems(items, f"{len(data)} given {several}")
 
 
-def table_of(data: Any, split: str | None, column: str | None) -> tuple[Any, str]:
-    """A dataset, a data frame, a table file or a hub dataset as something with column names and
-    rows, and its description."""
+def _table_of(data: Any, split: str | None, column: str | None) -> tuple[Any, str]:
+    """Return data as something with column names and rows, and its description.
+
+    Raises:
+        InputsError: it is no table, or has no such split.
+    """
     if isinstance(data, datasets.DatasetDict | datasets.IterableDatasetDict):
         if (chosen := split or _usual(list(data))) not in data:
             raise InputsError(f"split is {shown(split)}; the given dataset has {', '.join(data)}")
@@ -254,32 +275,31 @@ def table_of(data: Any, split: str | None, column: str | None) -> tuple[Any, str
 
 
 def _classes(table: Any) -> Sequence[Any] | None:
-    """The class of every row of a dataset in memory, by name, where a column says it."""
-    if not isinstance(table, datasets.Dataset):
+    """Return the class of every row of a dataset or a data frame, where a column says it."""
+    columns = table.column_names if isinstance(table, datasets.Dataset | _Frame) else ()
+    name = next((name for name in CLASSES if name in columns), None)
+    if name is None:
         return None
-    for name in CLASSES:
-        if name in table.column_names:
-            values = table.with_format(None)[name][:]
-            feature = table.features[name]
-            if isinstance(feature, datasets.ClassLabel) and feature.names:
-                return [
-                    feature.names[v] if isinstance(v, int) and 0 <= v < len(feature.names) else v
-                    for v in values
-                ]
-            return values if all(isinstance(v, str | int) for v in values) else None
-    return None
+    if isinstance(table, _Frame):
+        return table.column(name)
+    values, feature = table.with_format(None)[name][:], table.features[name]
+    if isinstance(feature, datasets.ClassLabel) and feature.names:
+        names = dict(enumerate(feature.names))
+        return [names.get(value, value) for value in values]
+    return values if all(isinstance(value, str | int) for value in values) else None
 
 
-def _values(table: Any, column: str, kind: ItemKind, description: str, name: str) -> Iterable[Any]:
-    """The items of a column; a sequence where the table knows its length."""
+def _values(table: Any, column: str, kind: ItemKind, said: str, name: str) -> Iterable[Any]:
+    """Return the items of a column; a sequence where the table knows its length."""
+    tokens = column == "input_ids"
 
     def item(row: Any) -> Any:
         value = row[column]
-        found = None if value is None else kind.item(row if column == "input_ids" else value)
+        found = None if value is None else kind.item(row if tokens else value)
         if value is not None and found is None:
             raise InputsError(
-                f"column {column!r} of {description} holds {type(value).__name__}, but {name} "
-                f"takes {kind.takes}; name another with column="
+                f"column {column!r} of {said} holds {type(value).__name__}, but {name} takes "
+                f"{kind.takes}; name another with column="
             )
         return found
 
@@ -289,59 +309,55 @@ def _values(table: Any, column: str, kind: ItemKind, description: str, name: str
         except InputsError:
             raise
         except Exception as error:  # what a row holds is decoded now, by whatever its format needs
-            raise InputsError(
-                f"row {index} of {description} cannot be read: {cause(error)}"
-            ) from error
+            raise InputsError(f"row {index} of {said} cannot be read: {cause(error)}") from error
 
     if isinstance(table, datasets.Dataset):
-        wanted = (
-            [n for n in ("input_ids", "attention_mask") if n in table.column_names]
-            if column == "input_ids"
-            else [column]
-        )
-        table = table.select_columns(wanted)
-    return (
-        Lazy(len(table), at) if hasattr(table, "__len__") else _streamed(table, item, description)
-    )
+        masked = tokens and "attention_mask" in table.column_names
+        table = table.select_columns([column, "attention_mask"] if masked else [column])
+    return Lazy(len(table), at) if hasattr(table, "__len__") else _streamed(table, item, said)
 
 
-def _streamed(table: Iterable[Any], item: Callable[[Any], Any], description: str) -> Iterator[Any]:
-    """The items of a table that comes row by row, and may break off."""
-    stream, count = iter(table), 0
+def _streamed(table: Iterable[Any], item: Callable[[Any], Any], said: str) -> Iterator[Any]:
+    """Yield the items of a table that comes row by row.
+
+    Raises:
+        InputsError: it breaks off.
+    """
+    stream, count, end = iter(table), 0, object()
     while True:
         try:
-            row = next(stream)
-        except StopIteration:
-            return
+            row = next(stream, end)
         except Exception as error:
             raise InputsError(
-                f"{description} breaks off after {count} rows: {cause(error)}; ask for fewer "
-                "samples, or try again"
+                f"{said} breaks off after {count} rows: {cause(error)}; ask for fewer samples, or "
+                "try again"
             ) from error
+        if row is end:
+            return
         yield item(row)
         count += 1
 
 
-def _column(table: Any, column: str | None, kind: ItemKind, description: str) -> str:
+def _column(table: Any, column: str | None, kind: ItemKind, said: str) -> str:
     try:
         names = list(table.column_names or next(iter(table), {}).keys())
     except Exception as error:
-        raise InputsError(f"{description} cannot be read: {cause(error)}") from error
+        raise InputsError(f"{said} cannot be read: {cause(error)}") from error
     if column is not None:
         if column not in names:
             raise InputsError(
-                f"{description} has no column {column!r}; its columns are {', '.join(names)}"
+                f"{said} has no column {column!r}; its columns are {', '.join(names)}"
             )
         return column
-    for name in kind.columns:
-        if name in names:
-            return name
-    if not names:
-        raise InputsError(f"{description} is empty")
-    raise InputsError(
-        f"which column of {description} holds {kind.takes} is not clear; name "
-        f"{'one of ' if len(names) > 1 else ''}{', '.join(names)} with column="
-    )
+    usual = next((name for name in kind.columns if name in names), None)
+    if usual is None and not names:
+        raise InputsError(f"{said} is empty")
+    if usual is None:
+        raise InputsError(
+            f"which column of {said} holds {kind.takes} is not clear; name "
+            f"{'one of ' if len(names) > 1 else ''}{', '.join(names)} with column="
+        )
+    return usual
 
 
 def _load_table(name: str, split: str | None, *, header: bool = True) -> tuple[Any, str]:
@@ -354,16 +370,11 @@ def _load_table(name: str, split: str | None, *, header: bool = True) -> tuple[A
     except InputsError:
         raise
     except Exception as error:  # every format has a zoo of types
-        generic = "generating the dataset" in str(error) or not str(
-            error
-        )  # what went wrong is said by what it was raised from
-        why = (
-            "it is empty"
-            if isinstance(error, StopIteration) or "no data" in str(error)
-            else cause(error)
-            if generic
-            else first_line(error)
-        )
+        why = first_line(error)
+        if isinstance(error, StopIteration) or "no data" in str(error):
+            why = "it is empty"
+        elif "generating the dataset" in str(error) or not str(error):
+            why = cause(error)  # what went wrong is said by what it was raised from
         raise InputsError(
             f"data {shown(name)} could not be read, as a file or a hub dataset: {why}"
         ) from error
@@ -373,20 +384,16 @@ def _read_table(name: str, path: Path, split: str | None, header: bool) -> tuple
     kind = ending(path)
     if kind in TABLES and path.is_file():
         options: dict[str, Any] = {"sep": "\t"} if kind == ".tsv" else {}
-        if TABLES[kind] != "csv" or header:
-            return datasets.load_dataset(
-                TABLES[kind], data_files=str(path), split="train", **options
-            ), path.name
-        table = datasets.load_dataset(
-            "csv", data_files=str(path), split="train", header=None, **options
-        )
-        return table.rename_columns(
-            {old: str(i) for i, old in enumerate(table.column_names)}
-        ), path.name
+        options |= {} if header or TABLES[kind] != "csv" else {"header": None}
+        table = datasets.load_dataset(TABLES[kind], data_files=str(path), split="train", **options)
+        if "header" in options:
+            numbers = {old: str(i) for i, old in enumerate(table.column_names)}
+            table = table.rename_columns(numbers)
+        return table, path.name
     if is_saved(path):
         saved = datasets.load_from_disk(str(path))
         if isinstance(saved, datasets.DatasetDict):
-            table, description = table_of(saved, split, None)
+            table, description = _table_of(saved, split, None)
             return table, description.replace("a dataset", path.name, 1)
         no_table(split, None, f"{path.name}, one dataset, has")
         return saved, path.name
@@ -398,24 +405,17 @@ def _read_table(name: str, path: Path, split: str | None, header: bool) -> tuple
                 f"{name} is not a file that can be read here; tables are {', '.join(TABLES)}"
             )
     repo, _, config = name.partition(":")
-    chosen = split or _pick_split(repo, config or None)
-    return datasets.load_dataset(
-        repo, config or None, split=chosen
-    ), f"{path.name if path.is_dir() else name}, {chosen} split"
+    chosen = split or _usual(datasets.get_dataset_split_names(repo, config or None))
+    found = datasets.load_dataset(repo, config or None, split=chosen)
+    return found, f"{path.name if path.is_dir() else name}, {chosen} split"
 
 
 def is_saved(path: Path) -> bool:
-    """Tell whether a folder is one that ``save_to_disk`` of a dataset wrote."""
-    return (path / "dataset_dict.json").is_file() or (
-        (path / "dataset_info.json").is_file() and (path / "state.json").is_file()
-    )
-
-
-def _pick_split(repo: str, config: str | None) -> str:
-    names = datasets.get_dataset_split_names(repo, config)
-    return _usual(names)
+    """Return whether a folder is one that ``save_to_disk`` of a dataset wrote."""
+    one = (path / "dataset_info.json").is_file() and (path / "state.json").is_file()
+    return one or (path / "dataset_dict.json").is_file()
 
 
 def _usual(names: list[str]) -> str:
-    """The split that is read unless another is named."""
+    """Return the split that is read unless another is named."""
     return next((n for n in ("test", "validation", "train") if n in names), names[0])

@@ -1,5 +1,4 @@
-"""Text as model inputs: windows of one text, the beginnings of several, token numbers,
-conversations.
+"""Text as model inputs: windows of a text, beginnings of several, token numbers, conversations.
 
 One rule holds wherever text comes from. One text (a file, a string, a list, a folder or a table
 with nothing else in it) is read in consecutive windows of ``max_length`` tokens, each a sample. Of
@@ -16,19 +15,11 @@ import torch
 from torch import Tensor
 
 from lipbound.errors import InputsError
-from lipbound.models.batch import Inputs
-from lipbound.models.checkpoint import Checkpoint
+from lipbound.models.checkpoint import Checkpoint, Inputs
 from lipbound.models.quiet import first_line, quiet
-from lipbound.models.readers.files import (
-    IMAGE_FILES,
-    PROSE,
-    TABLES,
-    ending,
-    is_plain_file,
-    read_text,
-    visible,
-)
-from lipbound.models.readers.positions import positions
+from lipbound.models.readers import files
+from lipbound.models.readers.files import ending, is_plain_file, read_text
+from lipbound.models.readers.model_inputs import check_length, positions
 from lipbound.models.readers.reader import Reader, Selection
 from lipbound.models.readers.tables import DataItems, ItemKind, Lazy, no_table, order
 from lipbound.models.readers.token_ids import TokenizedText, batch_of, given_tokens, tokens_of
@@ -36,150 +27,186 @@ from lipbound.models.readers.token_ids import TokenizedText, batch_of, given_tok
 TEXT_COLUMNS = ("input_ids", "text", "sentence", "content", "question", "premise", "description")
 DEFAULT_TEXT = Path(__file__).parent.parent / "builtin" / "text.txt"
 """The text that comes with lipbound."""
+GENERIC = (
+    "TokenizersBackend",
+    "PythonBackend",
+    "PreTrainedTokenizerFast",
+    "PreTrainedTokenizer",
+    "None",
+)
+"""Classes that transformers loads any tokenizer into, and what stands for none."""
 UNKNOWN = 0.5
 """Share of unknown tokens above which a text is hardly one of the tokenizer's."""
 
+Encoded = tuple[dict[str, Tensor], list[str]]
+"""A batch of token numbers and masks, each (samples, N), and notes on it."""
+
 
 def _as_text(value: Any) -> str | TokenizedText | None:
-    """The text of a file, or the tokens, that a value stands for."""
-    if isinstance(value, Path):
-        return (
-            read_text(value) if is_plain_file(value) and ending(value) not in IMAGE_FILES else None
-        )
-    return tokens_of(value)
+    """Return the text of a file, or the tokens, that a value stands for."""
+    if not isinstance(value, Path):
+        return tokens_of(value)
+    is_text = is_plain_file(value) and ending(value) not in files.IMAGE_FILES
+    return read_text(value) if is_text else None
 
 
 class TextReader(Reader):
     """Text through the checkpoint's tokenizer: one sample a text, or a window of the only one."""
 
     modality = "text"
-    kind = ItemKind(
-        str, takes="text", one="a text", many="texts", columns=TEXT_COLUMNS, convert=_as_text
-    )
+    kind = ItemKind(str, "text", "a text", "texts", TEXT_COLUMNS, _as_text)
 
     def read(self, checkpoint: Checkpoint, data: Any, selection: Selection) -> Inputs:
-        """The first windows of a text, the first of several texts that are not blank, or the first
-        conversations."""
+        """Return the first windows of a text, or the first of several texts or conversations.
+
+        Raises:
+            InputsError: there is no text, or samples are longer than the model allows.
+        """
         samples, max_length = selection.samples, selection.max_length
-        limit = positions(checkpoint)
-        if limit is not None and max_length > limit and given_tokens(data) is None:
-            raise InputsError(
-                f"max_length {max_length} exceeds the {limit} positions of {checkpoint.name}; "
-                f"give at most {limit}"
-            )
+        if given_tokens(data) is None:
+            check_length(checkpoint, max_length)
         if _are_chats(data):
             no_table(selection.split, selection.column, "conversations in memory have")
             return _chats(checkpoint, data, selection)
-        if is_plain_file(data) and ending(Path(data)) in IMAGE_FILES:
+        if is_plain_file(data) and ending(Path(data)) in files.IMAGE_FILES:
             raise InputsError(f"{data} is an image, but {checkpoint.name} reads text")
         found = self.items(checkpoint, data, selection.split, selection.column)
         texts, notes = found.take(samples, selection.shuffle, "texts")
+        if not texts and is_plain_file(data):
+            raise InputsError(f"{data} is empty")
         if not texts:
-            raise InputsError(
-                f"{data} is empty"
-                if is_plain_file(data)
-                else f"{found.description} has no text in it"
-            )
-        description = selection.described(found.description)
+            raise InputsError(f"{found.description} has no text in it")
         if len({isinstance(text, TokenizedText) for text in texts}) > 1:
             raise InputsError(
                 f"{found.description} holds both texts and token numbers; give one kind"
             )
         if isinstance(texts[0], TokenizedText):
-            max_length = max_length if limit is None else min(max_length, limit)
+            max_length = min(max_length, positions(checkpoint) or max_length)
+            batch = batch_of(texts, checkpoint, max_length)
             notes += _cut([len(text.ids) for text in texts], max_length)
-            return Inputs(
-                batch_of(texts, checkpoint, max_length),
-                description,
-                f"token numbers as given, each text cut at {max_length}",
-                notes,
-            )
+            made = f"token numbers as given, each text cut at {max_length}"
+            return Inputs(batch, selection.described(found.description), made, notes)
         tokenizer = checkpoint.tokenizer()
-        kind = type(tokenizer).__name__
-        if len(texts) == 1 and (
-            samples != 1 or (isinstance(found.items, Sequence) and len(found.items) == 1)
-        ):
+        single = isinstance(found.items, Sequence) and len(found.items) == 1
+        if len(texts) == 1 and (samples != 1 or single):
             batch, said = _windows(tokenizer, texts[0], selection, checkpoint.name)
-            return Inputs(
-                batch,
-                description,
-                f"{kind}, consecutive windows of {max_length} tokens",
-                notes + said + _unknown(tokenizer, batch),
-            )
-        batch, said = _tokens(tokenizer, texts, max_length, checkpoint.name)
-        return Inputs(
-            batch,
-            description,
-            f"{kind}, each text cut at {max_length} tokens",
-            notes + said + _unknown(tokenizer, batch),
-        )
+            made = f"consecutive windows of {max_length} tokens"
+        else:
+            batch, said = _tokens(tokenizer, texts, max_length, checkpoint.name)
+            made = f"each text cut at {max_length} tokens"
+        made = f"{_kind(tokenizer, checkpoint)}, {made}"
+        notes += said + _unknown(tokenizer, batch)
+        return Inputs(batch, selection.described(found.description), made, notes)
 
     def items(
         self, checkpoint: Checkpoint, data: Any, split: str | None, column: str | None
     ) -> DataItems:
-        """The items of some data, as `Reader.items` has them; tokens in memory are items, too."""
+        """Return the items of some data as `Reader.items` does, or tokens in memory."""
         given = given_tokens(data)
         if given is None:
             return super().items(checkpoint, data, split, column)
         no_table(split, column, "token numbers in memory have")
-        return DataItems(
-            given, f"{len(given)} given {'texts' if len(given) > 1 else 'text'} of token numbers"
-        )
+        many = "texts" if len(given) > 1 else "text"
+        return DataItems(given, f"{len(given)} given {many} of token numbers")
 
     def default(self) -> tuple[list[str], str]:
-        """`DEFAULT_TEXT`."""
+        """Return `DEFAULT_TEXT` and its description."""
         return [read_text(DEFAULT_TEXT)], "the story of a lighthouse clock that comes with lipbound"
 
     def open_file(self, path: Path, checkpoint: Checkpoint) -> list[str]:
-        """The whole of a UTF-8 file as one text."""
+        """Return the whole of a UTF-8 file as one text."""
         return [read_text(path)]
 
     def open_folder(self, path: Path) -> DataItems | None:
-        """The texts of a folder and the folders in it, a file each, by their paths; None for a
-        folder of tables, and where there are none."""
-        names = visible(path)
-        files = [file for file in names if ending(file) in PROSE]
-        if not files or any(ending(file) in TABLES for file in names):
+        """Return the texts of a folder and its subfolders; None where there are none, or tables."""
+        names = files.visible(path)
+        found = [file for file in names if ending(file) in files.PROSE]
+        if not found or any(ending(file) in files.TABLES for file in names):
             return None
-        texts = Lazy(len(files), lambda k: read_text(files[k]))
-        return DataItems(
-            texts,
-            path.name,
-            lambda: [str(file.parent.relative_to(path)) for file in files],
-            ("folder", "folders"),
-        )
+        return DataItems.of_files(Lazy(len(found), lambda k: read_text(found[k])), path, found)
+
+
+def stream(
+    checkpoint: Checkpoint,
+    data: Any,
+    count: int,
+    *,
+    split: str | None = None,
+    column: str | None = None,
+) -> tuple[Tensor, str]:
+    """Return the first tokens of a text in one row, without special tokens, and a description.
+
+    Rows of a table are tokenised one by one and follow each other.
+
+    Args:
+        checkpoint: whose tokenizer is taken.
+        data: as for `lipbound.models.inputs.prepare`.
+        count: how many tokens.
+        split: as for `lipbound.models.inputs.prepare`.
+        column: as for `lipbound.models.inputs.prepare`.
+
+    Returns:
+        Token numbers, int64 (count,), and a phrase for captions.
+
+    Raises:
+        InputsError: no text, or less of it.
+    """
+    if checkpoint.modality != "text":
+        takes = "images" if checkpoint.modality == "image" else checkpoint.modality
+        raise InputsError(f"{checkpoint.name} takes {takes}, not text")
+    found = TextReader().items(checkpoint, data, split, column)
+    tokenizer: Any = None
+    ids: list[int] = []
+    for text in found.items:
+        if isinstance(text, TokenizedText):
+            ids += text.ids
+        elif text is not None:
+            tokenizer = tokenizer or checkpoint.tokenizer()
+            with quiet():
+                ids += tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(ids) >= count:
+            return torch.tensor(ids[:count]), found.description
+    raise InputsError(
+        f"{found.description} has {len(ids)} tokens, and {count} are needed; give more text, "
+        "fewer sequences or shorter ones"
+    )
+
+
+def _kind(tokenizer: Any, checkpoint: Checkpoint) -> str:
+    """Return the class of a tokenizer, loaded or named in its files, or else whose it is."""
+    named = type(tokenizer).__name__, str(tokenizer.init_kwargs.get("tokenizer_class"))
+    if kind := next((name for name in named if name not in GENERIC), None):
+        return kind
+    other = checkpoint.tokenizer_from
+    return "the model's tokenizer" if other is None else f"the tokenizer of {Path(other).name}"
 
 
 def _are_chats(data: Any) -> bool:
-    """Whether it is a list that begins with a conversation."""
-    return (
-        isinstance(data, Sequence)
-        and not isinstance(data, str)
-        and len(data) > 0
-        and _is_chat(data[0])
-    )
+    listed = isinstance(data, Sequence) and not isinstance(data, str) and len(data) > 0
+    return listed and _is_chat(data[0])
 
 
 def _is_chat(item: Any) -> bool:
-    """Whether it is a conversation: a list of messages with role and content."""
-    return (
-        isinstance(item, list | tuple)
-        and len(item) > 0
-        and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in item)
-    )
+    """Return whether something is a list of messages, each with role and content."""
+    if not isinstance(item, list | tuple) or not item:
+        return False
+    return all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in item)
 
 
 def _chats(checkpoint: Checkpoint, data: Sequence[Any], selection: Selection) -> Inputs:
-    """Conversations as the checkpoint's chat template writes them."""
-    tokenizer = checkpoint.tokenizer()
+    """Return conversations as the checkpoint's chat template writes them.
+
+    Raises:
+        InputsError: it has no template, or that does not take them.
+    """
+    tokenizer, length, name = checkpoint.tokenizer(), selection.max_length, checkpoint.name
     if getattr(tokenizer, "chat_template", None) is None:
         raise InputsError(
-            f"the tokenizer of {checkpoint.name} has no chat template, and conversations were "
-            "given; give strings"
+            f"the tokenizer of {name} has no chat template, and conversations were given; give "
+            "strings"
         )
-    chats, _ = DataItems(list(data), "conversations").take(
-        selection.samples, selection.shuffle, "conversations"
-    )
+    items, many = DataItems(list(data), "conversations"), "conversations"
+    chats, _ = items.take(selection.samples, selection.shuffle, many)
     if not all(map(_is_chat, chats)):
         raise InputsError(
             "some of the conversations are not lists of messages such as {'role': 'user', "
@@ -189,39 +216,26 @@ def _chats(checkpoint: Checkpoint, data: Sequence[Any], selection: Selection) ->
         texts = [tokenizer.apply_chat_template(list(chat), tokenize=False) for chat in chats]
     except Exception as error:  # templates are programs of their own
         raise InputsError(
-            f"the chat template of {checkpoint.name} does not take these conversations: {error}"
+            f"the chat template of {name} does not take these conversations: {error}"
         ) from error
-    batch, notes = _tokens(
-        tokenizer, texts, selection.max_length, checkpoint.name, special=False
-    )  # the template has written them
-    made = (
-        f"{type(tokenizer).__name__} with its chat template, each cut at "
-        f"{selection.max_length} tokens"
-    )
-    return Inputs(
-        batch,
-        selection.described(f"{len(texts)} conversations"),
-        made,
-        notes + _unknown(tokenizer, batch),
-    )
+    # the template has written the special tokens
+    batch, notes = _tokens(tokenizer, texts, length, name, special=False)
+    made = f"{_kind(tokenizer, checkpoint)} with its chat template, each cut at {length} tokens"
+    notes += _unknown(tokenizer, batch)
+    return Inputs(batch, selection.described(f"{len(texts)} {many}"), made, notes)
 
 
-def _windows(
-    tokenizer: Any, text: str, selection: Selection, name: str
-) -> tuple[dict[str, Tensor], list[str]]:
-    """Consecutive windows of exactly ``max_length`` tokens (one shorter window where the text has
-    no more), and a note on what was left out."""
+def _windows(tokenizer: Any, text: str, selection: Selection, name: str) -> Encoded:
+    """Return consecutive windows of ``max_length`` tokens, or one that is shorter where all is.
+
+    Raises:
+        InputsError: the text has no token.
+    """
     samples, max_length = selection.samples, selection.max_length
-    special = tokenizer.num_special_tokens_to_add()
-    if special >= max_length:
-        raise InputsError(
-            f"max_length {max_length} leaves no room beside the tokenizer's {special} special "
-            "tokens"
-        )
-    everything = samples is None or selection.shuffle is not None
-    size = (
-        len(text) if everything or samples is None else samples * max_length * 12
-    )  # characters read; more only where tokens are longer
+    special = _special(tokenizer, max_length)
+    size = len(text)
+    if samples is not None and selection.shuffle is None:
+        size = samples * max_length * 12  # characters read; more only where tokens are longer
     while True:
         encoded = _in_windows(tokenizer, text[:size], max_length, special, name)
         full = [k for k, ids in enumerate(encoded["input_ids"]) if len(ids) == max_length]
@@ -230,50 +244,50 @@ def _windows(
         size *= 4
     notes = []
     if samples is None and full and len(full) < len(encoded["input_ids"]):
-        rest = len(encoded["input_ids"][-1]) - special
         notes.append(
-            f"the last {rest} tokens of the text do not fill a window of {max_length} and were "
-            "left out"
+            f"the last {len(encoded['input_ids'][-1]) - special} tokens of the text do not fill a "
+            f"window of {max_length} and were left out"
         )
     if selection.shuffle is not None:
         full = [full[k] for k in order(len(full), selection.shuffle)]
-    keep = full[:samples] or [0]
     if not encoded["input_ids"][0]:
         raise InputsError(f"the text has no token for the tokenizer of {name}")
-    return {
-        key: torch.tensor([encoded[key][k] for k in keep])
-        for key in tokenizer.model_input_names
-        if key in encoded
-    }, notes
+    keys = [key for key in tokenizer.model_input_names if key in encoded]
+    keep = full[:samples] or [0]
+    return {key: torch.tensor([encoded[key][k] for k in keep]) for key in keys}, notes
+
+
+def _special(tokenizer: Any, max_length: int) -> int:
+    """Return how many special tokens a text gets.
+
+    Raises:
+        InputsError: no others would fit.
+    """
+    special = int(tokenizer.num_special_tokens_to_add())
+    if special >= max_length:
+        raise InputsError(
+            f"max_length {max_length} leaves no room beside the tokenizer's {special} special "
+            "tokens"
+        )
+    return special
 
 
 def _in_windows(
     tokenizer: Any, text: str, max_length: int, special: int, name: str
 ) -> Mapping[str, list[Any]]:
-    """Encode a text, window by window."""
     if getattr(tokenizer, "is_fast", False):
-        return _encoded(
-            tokenizer,
-            text,
-            name,
-            truncation=True,
-            max_length=max_length,
-            return_overflowing_tokens=True,
-        )
-    ids = _encoded(tokenizer, text, name, add_special_tokens=False)[
-        "input_ids"
-    ]  # written in Python, they return no windows
+        options = {"max_length": max_length, "return_overflowing_tokens": True}
+        return _encoded(tokenizer, text, name, truncation=True, **options)
+    # tokenizers written in Python return no windows
+    ids = _encoded(tokenizer, text, name, add_special_tokens=False)["input_ids"]
     room = max_length - special
+    starts = range(0, max(1, len(ids)), room)
     with quiet():
-        windows = [
-            tokenizer.prepare_for_model(ids[start : start + room])
-            for start in range(0, max(1, len(ids)), room)
-        ]
+        windows = [tokenizer.prepare_for_model(ids[start : start + room]) for start in starts]
     return {key: [window[key] for window in windows] for key in windows[0]}
 
 
 def _encoded(tokenizer: Any, text: str | list[str], name: str, **options: Any) -> Any:
-    """Encode text; raises InputsError where the tokenizer fails."""
     try:
         with quiet():
             return tokenizer(text, **options)
@@ -285,75 +299,56 @@ def _encoded(tokenizer: Any, text: str | list[str], name: str, **options: Any) -
 
 def _tokens(
     tokenizer: Any, texts: Sequence[str], max_length: int, name: str, *, special: bool = True
-) -> tuple[dict[str, Tensor], list[str]]:
-    """The beginnings of texts, padded on the right, and notes on those that were cut or have no
-    token."""
-    lengths = [
-        len(ids)
-        for ids in _encoded(tokenizer, list(texts), name, add_special_tokens=special)["input_ids"]
-    ]
+) -> Encoded:
+    """Return the beginnings of texts, padded on the right.
+
+    Raises:
+        InputsError: no text has a token.
+    """
+    if special:
+        _special(tokenizer, max_length)
+    every = _encoded(tokenizer, list(texts), name, add_special_tokens=special)["input_ids"]
+    lengths = [len(ids) for ids in every]
     texts = [text for text, length in zip(texts, lengths, strict=True) if length]
     if not texts:
         raise InputsError(f"the texts have no token for the tokenizer of {name}")
-    notes = (
-        []
-        if all(lengths)
-        else [f"{lengths.count(0)} of {len(lengths)} texts have no token and were passed over"]
-    )
+    none = lengths.count(0)
+    notes = [f"{none} of {len(lengths)} texts have no token and were passed over"] if none else []
     if tokenizer.pad_token is None:  # padded positions are masked, so any token serves
-        tokenizer.pad_token = (
-            tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
-        )
+        known = tokenizer.eos_token or tokenizer.unk_token
+        tokenizer.pad_token = known or tokenizer.convert_ids_to_tokens(0)
     tokenizer.padding_side = "right"
-    masked = (
-        True if len(set(lengths)) > 1 else None
-    )  # padding is told from text by the mask alone, whatever the tokenizer returns by itself
-    encoded = _encoded(
-        tokenizer,
-        list(texts),
-        name,
-        truncation=True,
-        max_length=max_length,
-        padding=True,
-        return_tensors="pt",
-        add_special_tokens=special,
-        return_attention_mask=masked,
-    )
-    return {
-        key: tensor for key, tensor in encoded.items() if isinstance(tensor, Tensor)
-    }, notes + _cut(lengths, max_length)
+    options = {"max_length": max_length, "add_special_tokens": special, "return_tensors": "pt"}
+    if len(set(lengths)) > 1:  # the mask alone tells padding from text, for any tokenizer
+        options["return_attention_mask"] = True
+    batch = _encoded(tokenizer, texts, name, truncation=True, padding=True, **options)
+    tensors = {key: tensor for key, tensor in batch.items() if isinstance(tensor, Tensor)}
+    return tensors, notes + _cut(lengths, max_length)
 
 
 def _cut(lengths: Sequence[int], max_length: int) -> list[str]:
-    """A note on texts that are longer than a sample."""
+    """Return a note on texts that are longer than a sample."""
     longer = sum(length > max_length for length in lengths)
-    return (
-        [
-            f"{longer} of {len(lengths)} texts: only the first {max_length} tokens were taken "
-            f"(max_length) of up to {max(lengths)}"
-        ]
-        if longer
-        else []
+    said = (
+        f"{longer} of {len(lengths)} texts: only the first {max_length} tokens were taken "
+        f"(max_length) of up to {max(lengths)}"
     )
+    return [said] if longer else []
 
 
 def _unknown(tokenizer: Any, batch: Mapping[str, Tensor]) -> list[str]:
-    """A note where most tokens are the one that stands for what a tokenizer does not know."""
+    """Return a note where most tokens stand for what the tokenizer does not know."""
     unknown, ids = tokenizer.unk_token_id, batch["input_ids"]
-    if unknown is None or unknown in (
-        tokenizer.pad_token_id,
-        tokenizer.eos_token_id,
-        tokenizer.bos_token_id,
-    ):
+    others = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id)
+    if unknown is None or unknown in others:
         return []
     special = torch.tensor(sorted({int(i) for i in tokenizer.all_special_ids} - {unknown}))
     words, lost = ~torch.isin(ids, special.to(ids.dtype)), ids == unknown
     strange = int((lost.sum(-1) > UNKNOWN * words.sum(-1)).sum())
-    if not strange:
-        return []
     share = float(lost.sum() / words.sum().clamp_min(1))
-    return [
+    said = (
         f"most tokens of {strange} of {len(ids)} samples ({share:.0%} of all) are "
-        f"{tokenizer.unk_token}, which stands for what the tokenizer "
-        "does not know; give data in the model's language"
-    ]
+        f"{tokenizer.unk_token}, which stands for what the tokenizer does not know; give data in "
+        "the model's language"
+    )
+    return [said] if strange else []

@@ -1,5 +1,4 @@
-"""Texts that are tokens already: lists, tensors and arrays of token numbers, and tokenised
-datasets."""
+"""Texts that are tokens already: lists, tensors and arrays of token numbers, tokenised datasets."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,20 +9,25 @@ from torch import Tensor
 
 from lipbound.errors import InputsError
 from lipbound.models.checkpoint import Checkpoint
-from lipbound.models.readers.positions import text_config
+from lipbound.models.readers.model_inputs import text_config
 
 
 class TokenizedText(NamedTuple):
-    """The tokens of one text, padding at both ends taken away; ``kept`` is False for tokens in
-    between that are masked."""
+    """The tokens of one text without the padding at its ends; ``kept`` is False where masked."""
 
     ids: list[int]
     kept: list[bool]
 
 
 def tokens_of(value: Any) -> TokenizedText | None:
-    """The tokens that a list, a tensor or an array of whole numbers, or a row of a tokenised
-    dataset, stands for; None for anything else."""
+    """Return the tokens that something stands for, or None.
+
+    Args:
+        value: a list, a tensor or an array of whole numbers, or a row of a tokenised dataset.
+
+    Raises:
+        InputsError: a mask of another length.
+    """
     row = value if isinstance(value, Mapping) else {"input_ids": value}
     ids = _whole(row.get("input_ids"))
     if ids is None:
@@ -42,8 +46,7 @@ def tokens_of(value: Any) -> TokenizedText | None:
 
 
 def given_tokens(data: Any) -> list[TokenizedText] | None:
-    """The tokens of each sample, where data in memory is token numbers: one list, tensor or array
-    of them, or several."""
+    """Return the tokens of each sample of one row, or several, of token numbers; else None."""
     if isinstance(data, Tensor | np.ndarray):
         if data.ndim == 0 or not _integer(data):
             return None
@@ -52,34 +55,32 @@ def given_tokens(data: Any) -> list[TokenizedText] | None:
         return None
     elif _whole(data) is not None:
         data = [data]
-    found = [
-        tokens_of(item) if isinstance(item, list | tuple | Tensor | np.ndarray) else None
-        for item in data
-    ]
-    return None if any(one is None for one in found) else [one for one in found if one is not None]
+    rows = [item for item in data if not isinstance(item, list | tuple) or len(item)]
+    if not all(isinstance(item, list | tuple | Tensor | np.ndarray) for item in rows):
+        return None
+    found = [tokens for item in rows if (tokens := tokens_of(item)) is not None]
+    if not found or len(found) < len(rows):
+        return None
+    return found + [TokenizedText([], [])] * (len(data) - len(rows))
 
 
 def batch_of(
     rows: Sequence[TokenizedText], checkpoint: Checkpoint, max_length: int
 ) -> dict[str, Tensor]:
-    """``input_ids``, cut at ``max_length`` and padded on the right, and an ``attention_mask`` that
-    says where."""
+    """Return ``input_ids``, cut and padded on the right, and the ``attention_mask`` that says so.
+
+    Both are int64, (samples, N) with N at most ``max_length``.
+    """
     length = min(max_length, max(len(row.ids) for row in rows))
     config = text_config(checkpoint.model)
-    pad = getattr(config, "pad_token_id", None)
-    ids = torch.full(
-        (len(rows), length),
-        pad
-        if isinstance(pad, int) and 0 <= pad < (getattr(config, "vocab_size", None) or 0)
-        else 0,
-    )
-    mask = torch.zeros((len(rows), length), dtype=torch.int64)
+    pad, known = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None) or 0
+    pad = pad if isinstance(pad, int) and 0 <= pad < known else 0
+    ids = torch.full((len(rows), length), pad)
+    mask = torch.zeros_like(ids)
     for k, row in enumerate(rows):
         count = min(length, len(row.ids))
-        ids[k, :count], mask[k, :count] = (
-            torch.tensor(row.ids[:count]),
-            torch.tensor(row.kept[:count], dtype=torch.int64),
-        )
+        ids[k, :count] = torch.tensor(row.ids[:count])
+        mask[k, :count] = torch.tensor(row.kept[:count])
     return {"input_ids": ids, "attention_mask": mask}
 
 
@@ -90,11 +91,10 @@ def _integer(data: Tensor | np.ndarray) -> bool:
 
 
 def _whole(value: Any) -> list[int] | None:
-    """A row of whole numbers as a list, or None."""
+    """Return a row of whole numbers as a list, or None."""
     if isinstance(value, Tensor | np.ndarray):
         return [int(v) for v in value.tolist()] if value.ndim == 1 and _integer(value) else None
     if not isinstance(value, list | tuple) or not value:
         return None
-    if not all(isinstance(v, int | np.integer) and not isinstance(v, bool) for v in value):
-        return None
-    return [int(v) for v in value] if all(abs(int(v)) < 2**63 for v in value) else None
+    numbers = all(isinstance(v, int | np.integer) and not isinstance(v, bool) for v in value)
+    return [int(v) for v in value] if numbers and all(abs(int(v)) < 2**63 for v in value) else None

@@ -1,2 +1,1 @@
-"""Kinds of checkpoints: one class a kind, each of which says what it answers to and how it is
-loaded."""
+"""Kinds of checkpoints, and what is done to their weights while they are loaded."""

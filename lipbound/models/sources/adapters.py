@@ -1,9 +1,12 @@
-"""LoRA adapters (Hu et al. 2022), as PEFT stores them, merged into the weights of the checkpoint
-that they were trained on; needs no PEFT."""
+"""LoRA adapters (Hu et al. 2022), as PEFT stores them, merged into the weights of a checkpoint.
+
+Needs no PEFT.
+"""
 
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,52 +22,27 @@ from lipbound.errors import CheckpointError, tell
 from lipbound.models import offload
 from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.quiet import first_line
-from lipbound.models.sources.weight_checks import HEADS_ONLY, refused_pickle, sha256
+from lipbound.models.sources.weight_checks import matters, refused_pickle, sha256
 from lipbound.models.weight_files import check_file, has_weights
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 ELSEWHERE = "another place for adapters than beside the weights"
-"""A folder that does not exist, for transformers, which would load an adapter beside the weights
-wherever PEFT is installed."""
-HARMLESS = frozenset(
-    (
-        "peft_type",
-        "task_type",
-        "base_model_name_or_path",
-        "revision",
-        "inference_mode",
-        "auto_mapping",
-        "peft_version",
-        "target_modules",
-        "exclude_modules",
-        "modules_to_save",
-        "layers_to_transform",
-        "layers_pattern",
-        "lora_dropout",
-        "bias",
-        "fan_in_fan_out",
-        "megatron_core",
-        "loftq_config",
-        "eva_config",
-        "runtime_config",
-        "qalora_group_size",
-        "ensure_weight_tying",
-        "init_lora_weights",
-        "r",
-        "lora_alpha",
-        "rank_pattern",
-        "alpha_pattern",
-        "use_rslora",
-    )
+"""A folder that does not exist: transformers looks there for adapters to load where PEFT is."""
+HARMLESS = (
+    "peft_type task_type base_model_name_or_path revision inference_mode auto_mapping peft_version "
+    "target_modules exclude_modules modules_to_save layers_to_transform layers_pattern "
+    "lora_dropout bias fan_in_fan_out megatron_core loftq_config eva_config runtime_config "
+    "qalora_group_size ensure_weight_tying init_lora_weights r lora_alpha rank_pattern "
+    "alpha_pattern use_rslora"
 )
-"""What a configuration may say beside what is empty; anything else may change what the adapter
-does, and is refused."""
+"""Keys of a configuration that are understood; others may change what an adapter does."""
 STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Ways to begin a LoRA matrix (``init_lora_weights``) that leave the weights beside it alone."""
 _FACTOR = re.compile(
     r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(\.default)?(\.weight)?"
 )
+_INSTEAD = "merge it with PEFT and save the model"
 
 
 @dataclass(frozen=True)
@@ -72,7 +50,9 @@ class LowRank:
     """A weight plus ``scale`` times B A, in float64, rounded once to the weight's own dtype.
 
     Attributes:
-        a, b: (r, in) and (out, r). scale: alpha / r, or alpha / sqrt(r).
+        a: (r, in), any floating dtype.
+        b: (out, r), any floating dtype.
+        scale: alpha / r, or alpha / sqrt(r).
         transposed: whether the weight is (in, out), as transformers' ``Conv1D`` and tables of
             embeddings are.
     """
@@ -89,18 +69,15 @@ class LowRank:
         return shape[::-1] if self.transposed else shape
 
     def __call__(self, weight: Tensor) -> Tensor:
-        """The changed weight; added up on the CPU, so that the sum is the same on every device."""
+        """Return the changed weight, added up on the CPU: the same sum on every device."""
         added = self.scale * (self.b.double() @ self.a.double())
-        return (
-            (weight.cpu().double() + (added.mT if self.transposed else added))
-            .to(weight.dtype)
-            .to(weight.device)
-        )
+        total = weight.cpu().double() + (added.mT if self.transposed else added)
+        return total.to(weight.dtype).to(weight.device)
 
 
 @dataclass(frozen=True)
 class Replaced:
-    """Another tensor in the place of a weight or a bias that was trained as a whole."""
+    """A tensor in the place of a weight or a bias that was trained as a whole."""
 
     value: Tensor
 
@@ -134,16 +111,16 @@ class Adapter:
 
     @cached_property
     def file(self) -> Path:
-        """The file of its weights; raises CheckpointError where there is none, or a damaged one."""
-        found = next(
-            (self.folder / name for name in WEIGHTS if (self.folder / name).is_file()), None
-        )
-        if found is None:
-            raise CheckpointError(
-                f"the adapter {self.name} has no weights ({' or '.join(WEIGHTS)})"
-            )
-        check_file(found)
-        return found
+        """The file of its weights.
+
+        Raises:
+            CheckpointError: it is missing or damaged.
+        """
+        for file in (self.folder / name for name in WEIGHTS):
+            if file.is_file():
+                check_file(file)
+                return file
+        raise CheckpointError(f"the adapter {self.name} has no weights ({' or '.join(WEIGHTS)})")
 
     @cached_property
     def revision(self) -> str:
@@ -151,10 +128,19 @@ class Adapter:
         return f"sha256:{sha256([self.file, self.folder / CONFIG])}"
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of its file by their names, without what PEFT puts in front of them."""
+        """Read the tensors of its file.
+
+        Returns:
+            The tensors by their names, without what PEFT puts in front of them.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
         try:
-            read: Any = load_file if self.file.suffix == ".safetensors" else _load_pickle
-            found: dict[str, Tensor] = read(self.file)
+            if self.file.suffix == ".safetensors":
+                found = load_file(self.file)
+            else:
+                found = torch.load(self.file, map_location="cpu", weights_only=True)
         except Exception as error:  # broken files raise a zoo of types
             why = (
                 "it is damaged or holds other things than weights, none of which were run"
@@ -171,37 +157,43 @@ class Adapter:
         }
 
     def check(self) -> None:
-        """Raise CheckpointError where it is of a kind that is not a sum of a weight and a product
-        of two matrices."""
+        """Refuse kinds of adapters that are not a weight plus a product of two matrices.
+
+        Raises:
+            CheckpointError: its configuration says so.
+        """
         kind = self.config.get("peft_type")
         if kind != "LORA":
             raise CheckpointError(
                 f"the adapter {self.name} is of the kind {kind}, and only LORA can be merged; "
-                "merge it with PEFT and save the model"
+                f"{_INSTEAD}"
             )
-        start = self.config.get("init_lora_weights", True)
-        other = [key for key, value in self.config.items() if value and key not in HARMLESS]
-        if start not in STARTS:
+        other = [key for key, value in self.config.items() if value and key not in HARMLESS.split()]
+        if self.config.get("init_lora_weights", True) not in STARTS:
             other.append("init_lora_weights")
         if other:
             said = f"{other[0]}: {json.dumps(self.config[other[0]])[:60]}"
             raise CheckpointError(
                 f"the adapter {self.name} says {said}, which is more than a product of two "
-                "matrices to add; merge it with PEFT "
-                "(merge_and_unload) and save the model"
+                "matrices to add; merge it with PEFT (merge_and_unload) and save the model"
             )
 
     def changes(self, model: PreTrainedModel) -> dict[str, LowRank | Replaced]:
-        """The changes that it makes to the parameters of a model, by their names there.
+        """Find the changes that it makes to the parameters of a model.
 
-        Parts that attention does not depend on, such as a head, may be missing in the model.
+        Args:
+            model: that it was trained on. Parts that attention does not depend on, such as a head,
+                may be missing there.
+
+        Returns:
+            The changes, by the names of the parameters.
 
         Raises:
             CheckpointError: another kind of adapter, layers that the model does not have, or shapes
                 that do not fit.
         """
         self.check()
-        factors: dict[str, dict[str, Tensor]] = {}
+        factors: dict[tuple[str, str], dict[str, Tensor]] = {}
         found: dict[str, LowRank | Replaced] = {}
         unknown = []
         for key, tensor in self.tensors().items():
@@ -211,33 +203,26 @@ class Adapter:
             if path is None or (
                 factor is None and ("lora_" in last or not hasattr(model.get_submodule(path), last))
             ):
-                unknown += [] if any(part in key for part in HEADS_ONLY) else [key]
+                unknown += [key] if matters(key) else []
             elif factor:
-                factors.setdefault(module, {})[factor["side"]] = tensor
+                factors.setdefault((module, path), {})[factor["side"]] = tensor
             else:
                 found[f"{path}.{last}"] = Replaced(tensor)
         if unknown:
             raise CheckpointError(
-                f"the adapter {self.name} changes {unknown[0]}, which {type(model).__name__} "
-                "does not have"
-                f"{f' (it was trained on {self.base})' if self.base else ''}; give the model "
-                "that it was trained on"
+                f"the adapter {self.name} changes {unknown[0]}, which {type(model).__name__} does "
+                f"not have{f' (it was trained on {self.base})' if self.base else ''}; give the "
+                "model that it was trained on"
             )
-        for module, pair in factors.items():
-            path = _path(model, module)
-            assert path is not None
+        for (module, path), pair in factors.items():
             found[f"{path}.weight"] = self._product(module, pair, model.get_submodule(path))
-        parameters = dict(model.named_parameters())
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         for name, change in found.items():
-            if name not in parameters or tuple(parameters[name].shape) != change.shape:
-                theirs = (
-                    f"that of the model has {tuple(parameters[name].shape)}"
-                    if name in parameters
-                    else "the model has none"
-                )
+            if shapes.get(name) != change.shape:
+                own = f"that of the model has {shapes[name]}" if name in shapes else ""
                 raise CheckpointError(
                     f"the adapter {self.name} is for another model: its part for {name} has "
-                    f"shape {change.shape}, {theirs}"
+                    f"shape {change.shape}, {own or 'the model has none'}"
                 )
         if not found:
             raise CheckpointError(
@@ -246,28 +231,32 @@ class Adapter:
         return found
 
     def _product(self, module: str, pair: Mapping[str, Tensor], target: nn.Module) -> LowRank:
-        """One product of two matrices."""
-        if (
-            pair.keys() != {"A", "B"}
-            or pair["A"].ndim != 2
-            or pair["B"].ndim != 2
-            or pair["A"].shape[0] != pair["B"].shape[1]
-        ):
+        a, b = pair.get("A"), pair.get("B")
+        if a is None or b is None or a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
             raise CheckpointError(
-                f"the adapter {self.name} has no two matrices for {module}; merge it with PEFT "
-                "and save the model"
+                f"the adapter {self.name} has no two matrices for {module}; {_INSTEAD}"
             )
-        rank = pair["A"].shape[0]
-        alpha = _patterned(
-            self.config.get("alpha_pattern"), module, self.config.get("lora_alpha", 8)
-        )
-        scale = alpha / (rank**0.5 if self.config.get("use_rslora") else rank)
-        return LowRank(pair["A"], pair["B"], scale, isinstance(target, Conv1D | nn.Embedding))
+        alpha = self.config.get("lora_alpha", 8)
+        patterns = (self.config.get("alpha_pattern") or {}).items()
+        own = (value for end, value in patterns if re.match(rf"(.*\.)?({end})$", module))
+        rank = a.shape[0]
+        scale = float(next(own, alpha)) / (rank**0.5 if self.config.get("use_rslora") else rank)
+        return LowRank(a, b, scale, isinstance(target, Conv1D | nn.Embedding))
 
 
 def open_adapter(name: str, folder: Path) -> Adapter:
-    """The adapter of a folder; raises CheckpointError where there is none, or one that cannot be
-    read."""
+    """Open the adapter of a folder.
+
+    Args:
+        name: what the user called it.
+        folder: as PEFT wrote it.
+
+    Returns:
+        The adapter, its weights not yet read.
+
+    Raises:
+        CheckpointError: there is none, or one that cannot be read.
+    """
     file = folder / CONFIG
     if not file.is_file():
         raise CheckpointError(
@@ -285,8 +274,19 @@ def open_adapter(name: str, folder: Path) -> Adapter:
 
 
 def refuse_unasked(name: str, folder: Path, asked: Adapter | str | None) -> list[str]:
-    """Raise CheckpointError where an adapter lies beside the weights and nobody said whether it
-    counts; what to tell where it does not."""
+    """Refuse an adapter beside the weights if nobody said whether it counts.
+
+    Args:
+        name: what the user called the checkpoint.
+        folder: with its weights.
+        asked: the adapter that was asked for, "none", or None.
+
+    Returns:
+        What to tell where it does not count.
+
+    Raises:
+        CheckpointError: there is one, and nothing was said.
+    """
     if not (folder / CONFIG).is_file():
         return []
     if asked is None:
@@ -300,8 +300,15 @@ def refuse_unasked(name: str, folder: Path, asked: Adapter | str | None) -> list
 
 
 def refuse_alone(name: str, folder: Path) -> None:
-    """Raise CheckpointError where a folder that was given as a model holds nothing but
-    an adapter."""
+    """Refuse a folder that was given as a model and holds nothing but an adapter.
+
+    Args:
+        name: what the user called it.
+        folder: of that name.
+
+    Raises:
+        CheckpointError: it is such a folder.
+    """
     if (folder / CONFIG).is_file() and not (
         (folder / "config.json").exists() and has_weights(folder)
     ):
@@ -313,8 +320,7 @@ def refuse_alone(name: str, folder: Path) -> None:
 
 
 def merge(model: PreTrainedModel, asked: Adapter | str | None) -> None:
-    """Change the parameters of a model as an adapter says, if one was asked for, those on disk
-    wherever they are read."""
+    """Merge an adapter, if one was asked for; parameters on disk change wherever they are read."""
     if not isinstance(asked, Adapter):
         return
     parameters = dict(model.named_parameters())
@@ -325,10 +331,16 @@ def merge(model: PreTrainedModel, asked: Adapter | str | None) -> None:
 
 
 def named(checkpoint: Checkpoint, asked: Adapter | str | None) -> Checkpoint:
-    """A checkpoint whose weights have the adapter that was asked for: called by both their names,
-    with the revisions of both.
+    """Name a checkpoint after the adapter, too, that was merged into it.
 
     A notice tells where the adapter names another model, by the last part of their names.
+
+    Args:
+        checkpoint: as it was loaded.
+        asked: the adapter, or none.
+
+    Returns:
+        The checkpoint with the names and revisions of both.
     """
     if not isinstance(asked, Adapter):
         return checkpoint
@@ -343,34 +355,17 @@ def named(checkpoint: Checkpoint, asked: Adapter | str | None) -> Checkpoint:
             f"into {checkpoint.name}"
         )
         tell(notes[-1])
-    name, revision = (
-        f"{checkpoint.name} with adapter {asked.name}",
-        f"{checkpoint.revision}+{asked.revision}",
-    )
+    name = f"{checkpoint.name} with adapter {asked.name}"
+    revision = f"{checkpoint.revision}+{asked.revision}"
     return replace(checkpoint, name=name, revision=revision, notes=notes)
 
 
-def _load_pickle(file: Path) -> Any:
-    return torch.load(file, map_location="cpu", weights_only=True)
-
-
 def _path(model: PreTrainedModel, module: str) -> str | None:
-    """The path of a module in a model without the head that it was trained with; None where it is
-    not there."""
+    """Return the path of a module in a model without its head; None where it is not there."""
     for prefix in ("", f"{model.base_model_prefix}.", "model."):
         path = module.removeprefix(prefix)
         if path != module or not prefix:
-            try:
+            with suppress(AttributeError):
                 model.get_submodule(path)
                 return path
-            except AttributeError:
-                continue
     return None
-
-
-def _patterned(patterns: Any, module: str, otherwise: Any) -> float:
-    """The number of a module, from the first pattern that its name ends with."""
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return float(value)
-    return float(otherwise)

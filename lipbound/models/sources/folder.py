@@ -1,8 +1,8 @@
-"""Loading a model from a folder with config.json and weights, which most kinds of checkpoints come
-down to."""
+"""Load a model from a folder with its configuration and weights, or from a GGUF file in it."""
 
 import re
-from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,101 +11,116 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedMode
 
 from lipbound import devices
 from lipbound.errors import CheckpointError, tell
-from lipbound.models import offload, offload_loading, weight_files
-from lipbound.models.checkpoint import Checkpoint
-from lipbound.models.precision import check_floating, check_stored
+from lipbound.models import gguf_file, offload, weight_files
+from lipbound.models.checkpoint import Checkpoint, LoadOptions
 from lipbound.models.quiet import first_line, quiet
-from lipbound.models.renaming import renames
 from lipbound.models.sources import adapters, quantized
-from lipbound.models.sources.source import LoadOptions
 from lipbound.models.sources.weight_checks import (
+    NOT_FINITE,
     check_filled,
     check_finite,
-    not_finite,
     refused_pickle,
     sha256,
 )
 
-WEIGHT_FILES = ("*.safetensors", "*.bin")
-"""Files that hold weights."""
 
-
-class FolderSource(ABC):
-    """A kind of checkpoint that has a name which leads to a folder."""
-
-    def matches(self, model: object) -> bool:
-        """Whether it is a name, or a path, of this kind."""
-        return isinstance(model, str | Path) and self.names(str(model))
-
-    def load(self, model: str | Path, options: LoadOptions) -> Checkpoint:
-        """The model from its folder; see `load_folder`."""
-        name = str(model)
-        folder, commit = self.locate(name, options.revision)
-        return load_folder(name, folder, commit, options)
-
-    @abstractmethod
-    def names(self, name: str) -> bool:
-        """Whether a name is of this kind."""
-
-    @abstractmethod
-    def locate(self, name: str, revision: str | None) -> tuple[Path, str | None]:
-        """The folder to load from, and the commit of a hub model; raises CheckpointError where
-        there is none."""
-
-
-def load_folder(name: str, folder: Path, commit: str | None, options: LoadOptions) -> Checkpoint:
-    """The model of a folder, its weights in memory or left on disk.
+def load_folder(
+    name: str, folder: Path, commit: str | None, options: LoadOptions, gguf: str | None = None
+) -> Checkpoint:
+    """Load the model of a folder, its weights in memory or left on disk.
 
     Args:
         name: what the user called it, for messages.
-        folder: where config.json, weights and tokenizer or processor are.
+        folder: where config.json, weights and tokenizer or processor are, or the GGUF file.
         commit: the hub commit; without one a hash over the files of weights is the revision.
         options: dtype, device and residence of the weights.
+        gguf: the name of a GGUF file that has configuration, weights and tokenizer.
 
-    Raises:
-        CheckpointError: files that transformers cannot load, weights that do not fill the
-            architecture or are not finite.
+    Returns:
+        The model in evaluation mode, with the adapter that was asked for. CheckpointError is raised
+        for files that transformers cannot load, weights that do not fill the architecture or are
+        not finite; LipboundError for a GGUF file that is larger than the memory.
     """
-    config = _config(name, folder)
-    notes = adapters.refuse_unasked(name, folder, options.adapter)
-    files, unread = weight_files.files(folder)
-    for note in unread:
-        tell(note)
-    device = torch.device(options.device)
-    by_layer = options.weights == "layers" or (
-        options.weights == "auto" and _large(folder, options.dtype, device)
-    )
-    if by_layer:
-        model, how = _load_by_layer(name, folder, config, options, device), None
+    notes, device = adapters.refuse_unasked(name, folder, options.adapter), options.device
+    if gguf is None:
+        config = _config(name, folder)
+        options.refuse(config)
+        files, unread = weight_files.files(folder)
+        for note in unread:
+            tell(note)
+        notes += unread
+        large = options.weights == "auto" and _large(folder, options.dtype, torch.device(device))
+        by_layer = options.weights == "layers" or large
+        how = None if by_layer else quantized.ask_for_floats(config, name, folder)
     else:
-        model, how = _load_whole(name, folder, config)
-        check_floating(model, name)
+        files, by_layer = [folder / gguf], False
+        how = _check_gguf(name, files[0], options)
+        config = _config(name, folder, gguf)
+        options.refuse(config)
+    if by_layer:
+        model = _load_by_layer(name, folder, config, options)
+    else:
+        model = _load_whole(name, folder, config, how, gguf)
+        quantized.check_floating(model, name)
         if how is None:
-            check_stored(folder, model, name)
+            quantized.check_stored(folder, model, name)
         model = model.to(dtype=options.dtype)
         adapters.merge(model, options.adapter)
         model = model.to(device=device)
-        check_finite(model, name)
-    revision, configuration = (
-        commit or f"sha256:{sha256(files)}",
-        None if commit else f"sha256:{sha256([folder / 'config.json'])}",
-    )
+    check_finite(model, name)
     checkpoint = Checkpoint(
         model.eval(),
         name,
-        revision,
+        f"sha256:{sha256(files)}" if commit is None or gguf else commit,
         str(folder),
         commit,
         by_layer=by_layer,
-        notes=notes + unread,
+        notes=notes,
+        gguf_file=gguf,
         quantization=how,
-        configuration=configuration,
+        configuration=None if commit or gguf else f"sha256:{sha256([folder / 'config.json'])}",
     )
     return adapters.named(checkpoint, options.adapter)
 
 
+def _check_gguf(name: str, file: Path, options: LoadOptions) -> str:
+    weight_files.check_file(file)
+    gguf_file.check_installed(name)
+    if options.weights == "layers":
+        raise CheckpointError(
+            f"{name} is a GGUF file, and weights='layers' reads safetensors files only; use "
+            "weights='whole'"
+        )
+    with _explained(name):
+        how = gguf_file.quantization(file)
+    gguf_file.check_whole(name, file)
+    return how
+
+
+@contextmanager
+def _explained(name: str, way: str = "", gguf: Path | None = None) -> Iterator[None]:
+    """Silence transformers, and raise CheckpointError in place of whatever it raises.
+
+    Args:
+        name: what the user called the checkpoint.
+        way: how it is loaded, in words.
+        gguf: a GGUF file that is then read once.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        CheckpointError: files that cannot be loaded.
+    """
+    try:
+        with quiet(), gguf_file.read_once(gguf) if gguf else nullcontext():
+            yield
+    except Exception as error:  # broken files raise a zoo of types, down to those of single parsers
+        raise CheckpointError(f"{name} could not be loaded{way}: {_why(error)}") from error
+
+
 def _why(error: Exception) -> str:
-    """What transformers says of files that it cannot load, without advice on its own arguments."""
+    """Return why files cannot be loaded, without advice on the arguments of other libraries."""
     message = first_line(error)
     if "ignore_mismatched_sizes" in message:
         return "its weights have other shapes than its config.json says"
@@ -114,6 +129,13 @@ def _why(error: Exception) -> str:
             f"its config.json names the model type {unknown[1]!r}, which this version of "
             "transformers does not know"
         )
+    if unknown := re.search(r"GGUF model with architecture (\S+) is not supported", message):
+        return (
+            "this version of transformers reads no GGUF files of the architecture "
+            f"{unknown[1]!r}; give the checkpoint that it was made from"
+        )
+    if "GGUF magic" in message:
+        return "it is not a GGUF file, or a damaged one"
     if refused_pickle(error):
         return (
             "its file of weights is damaged or holds other things than weights, none of which "
@@ -122,92 +144,86 @@ def _why(error: Exception) -> str:
     return message
 
 
-def _config(name: str, folder: Path) -> PreTrainedConfig:
-    if (folder / "config.json").is_file():
+def _config(name: str, folder: Path, gguf: str | None = None) -> PreTrainedConfig:
+    if gguf is None and (folder / "config.json").is_file():
         weight_files.check_file(folder / "config.json")
-    try:
-        with quiet():
-            return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # broken files raise a zoo of types, down to those of single parsers
-        raise CheckpointError(f"{name} could not be loaded: {_why(error)}") from error
+    inside = {} if gguf is None else {"gguf_file": gguf}
+    with _explained(name, gguf=folder / gguf if gguf else None):
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False, **inside)
 
 
 def _load_whole(
-    name: str, folder: Path, config: PreTrainedConfig
-) -> tuple[PreTrainedModel, str | None]:
-    """The model, and what its weights had been quantised with."""
-    how = quantized.ask_for_floats(config, name)
-    if how is not None:
-        quantized.check_blocks(folder, config, name)
+    name: str, folder: Path, config: PreTrainedConfig, how: str | None, gguf: str | None
+) -> PreTrainedModel:
+    """Return the model with its weights in memory; ``how``: what quantised them."""
 
-    def load(mapping: dict[str, str] | None) -> tuple[PreTrainedModel, dict[str, Any]]:
-        try:
-            with quiet():
-                model, report = AutoModel.from_pretrained(
-                    folder,
-                    config=config,
-                    attn_implementation="eager",
-                    dtype=torch.float32,
-                    trust_remote_code=False,
-                    output_loading_info=True,
-                    key_mapping=mapping,
-                    adapter_kwargs={"subfolder": adapters.ELSEWHERE},
-                )
-                return quantized.in_floats(model, how), report
-        except Exception as error:  # as above
-            raise CheckpointError(f"{name} could not be loaded: {_why(error)}") from error
+    def load(names: dict[str, str] | None) -> tuple[PreTrainedModel, dict[str, Any]]:
+        with _explained(name, gguf=folder / gguf if gguf else None):
+            model, report = AutoModel.from_pretrained(
+                folder,
+                config=config,
+                attn_implementation="eager",
+                dtype=torch.float32,
+                trust_remote_code=False,
+                output_loading_info=True,
+                key_mapping=names,
+                adapter_kwargs={"subfolder": adapters.ELSEWHERE},
+                **({} if gguf is None else {"gguf_file": gguf}),
+            )
+            return quantized.in_floats(model, how), report
 
     model, report = load(None)
-    if renamed := renames(report["unexpected_keys"], config) if report["missing_keys"] else {}:
+    if report["missing_keys"] and (
+        renamed := weight_files.renames(report["unexpected_keys"], config)
+    ):
         model, report = load({f"^{re.escape(old)}$": new for old, new in renamed.items()})
     check_filled(report, name)
-    quantized.check_used(report, how, name)
+    if gguf is None:
+        quantized.check_used(report, how, name)
     assert isinstance(model, PreTrainedModel)
-    return model, how
+    return model
 
 
 def _load_by_layer(
-    name: str, folder: Path, config: PreTrainedConfig, options: LoadOptions, device: torch.device
+    name: str, folder: Path, config: PreTrainedConfig, options: LoadOptions
 ) -> PreTrainedModel:
-    try:
-        with quiet():
-            model, report = offload_loading.load_offloaded(
-                folder, config, dtype=options.dtype, device=device
-            )
-    except Exception as error:  # as above
-        raise CheckpointError(
-            f"{name} could not be loaded layer by layer: {_why(error)}"
-        ) from error
+    device = torch.device(options.device)
+    with _explained(name, " layer by layer"):
+        model, report = offload.load_offloaded(folder, config, dtype=options.dtype, device=device)
     check_filled(report, name)
     adapters.merge(model, options.adapter)
     for key, tensor in offload.on_disk(model).items():
         if not tensor.finite():
-            raise not_finite(name, key)
-    check_finite(model, name)
+            raise CheckpointError(NOT_FINITE.format(name, key))
     return model
 
 
 def _large(folder: Path, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the weights would fill more than half of the free memory; False where they cannot be
-    read layer by layer anyway."""
+    """Return whether the weights would fill more than half of the free memory."""
     try:
         count = weight_files.numbers(folder)
-    except (
-        Exception
-    ):  # no safetensors files, or broken ones, which loading has its own sentences for
+    except Exception:  # no safetensors files, or broken ones, which loading has sentences for
         return False
     return count * dtype.itemsize > devices.available(device) / 2
 
 
 def check_directory(path: Path, name: str) -> None:
-    """Raise CheckpointError unless a directory holds a configuration and weights."""
+    """Refuse a directory without a configuration or without weights.
+
+    Args:
+        path: of the directory.
+        name: what the user called it.
+
+    Raises:
+        CheckpointError: one of them is missing, or there is an adapter alone.
+    """
     adapters.refuse_alone(name, path)
     if not (path / "config.json").exists():
         raise CheckpointError(
             f"{name} has no config.json; give a directory written by save_pretrained, or the hub "
             "id of a transformers model"
         )
-    if not any(next(path.glob(pattern), None) for pattern in WEIGHT_FILES):
+    if not any(any(path.glob(pattern)) for pattern in ("*.safetensors", "*.bin")):
         raise CheckpointError(
             f"{name} has a config.json but no weights (model.safetensors or pytorch_model.bin)"
         )

@@ -1,80 +1,233 @@
-"""Models that the user has loaded already."""
+"""Models that the user has loaded: the transformers model inside wrappers, its dtype, its source.
 
+Wrappers are checkpoints of ours, those of torch and PEFT, pipelines and sentence encoders.
+"""
+
+import copy
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from transformers import PreTrainedModel
+import torch
+from torch import nn
+from transformers import Pipeline, PreTrainedModel
 
-from lipbound.errors import CheckpointError, tell
+from lipbound.errors import CaptureError, CheckpointError, shown, tell
 from lipbound.models import offload
-from lipbound.models.checkpoint import Checkpoint
-from lipbound.models.precision import check_floating, in_dtype
-from lipbound.models.sources.source import LoadOptions
+from lipbound.models.checkpoint import Checkpoint, Inputs, LoadOptions
+from lipbound.models.sources.quantized import check_floating
 from lipbound.models.sources.weight_checks import check_finite, config_sha256, state_sha256
-from lipbound.models.unwrapping import unwrapped
+
+DEPTH = 8
+"""Wrappers around wrappers that are taken off."""
 
 
-class LoadedModelSource:
-    """A transformers model in memory, or a wrapper of one, used as it is and moved; a copy of it
-    where its weights are in another dtype."""
+def load_loaded(model: object, options: LoadOptions) -> Checkpoint | None:
+    """Make a checkpoint of a transformers model in memory, or of a wrapper of one.
 
-    def matches(self, model: object) -> bool:
-        """Tell whether it is a transformers model once wrappers are taken off."""
-        return isinstance(unwrapped(model)[0], PreTrainedModel)
+    Args:
+        model: used as it is and moved; a copy of it where its weights are in another dtype. Of a
+            `Checkpoint` the name and the revision stay, so that its numbers are known to be of the
+            same weights.
+        options: dtype and device.
 
-    def load(self, model: object, options: LoadOptions) -> Checkpoint:
-        """The same model, on the device and in the dtype wanted; raises CheckpointError where its
-        weights are, or should be, on disk.
+    Returns:
+        The checkpoint; None where there is no transformers model. CheckpointError is raised for
+        weights that are, or should be, on disk, quantised or not finite.
+    """
+    inner, notes = unwrapped(model)
+    if not isinstance(inner, PreTrainedModel):
+        return None
+    for left_out in notes:
+        tell(left_out)
+    kind = type(inner).__name__
+    _check_options(inner, kind, options)
+    check_floating(inner, kind)
+    loaded, note = in_dtype(inner, options.dtype)
+    loaded = loaded.to(device=options.device)
+    if note is not None:
+        tell(note)
+        notes.append(note)
+    check_finite(loaded, kind)
+    if isinstance(model, Checkpoint):
+        return replace(model, model=loaded, loaded=True, notes=[*model.notes, *notes])
+    source = str(inner.name_or_path) or None
+    return Checkpoint(
+        loaded,
+        source or kind,
+        "sha256:" + state_sha256(loaded),
+        source,
+        getattr(inner.config, "_commit_hash", None),
+        loaded=True,
+        notes=notes,
+        configuration=f"sha256:{config_sha256(inner.config)}",
+    )
 
-        Of a `Checkpoint` the name and the revision stay, so that its numbers are known to be of the
-        same weights.
-        """
-        inner, notes = unwrapped(model)
-        assert isinstance(inner, PreTrainedModel)
-        for note in notes:
-            tell(note)
-        loaded = self._loaded(inner, notes, options)
-        if not isinstance(model, Checkpoint):
-            return loaded
-        return replace(model, model=loaded.model, loaded=True, notes=[*model.notes, *loaded.notes])
 
-    def _loaded(self, model: PreTrainedModel, notes: list[str], options: LoadOptions) -> Checkpoint:
-        if options.weights == "layers" or offload.by_layer(model):
-            raise CheckpointError(
-                f"model is a loaded {type(model).__name__}, but reading weights layer by layer "
-                "starts from files; give the checkpoint's directory "
-                "or hub id with weights='layers'"
-            )
-        if options.revision is not None:
-            raise CheckpointError(
-                f"revision {options.revision!r} was given for a model in memory; revisions are "
-                "for hub models"
-            )
-        if options.gguf_file is not None:
-            raise CheckpointError(
-                f"gguf_file is {options.gguf_file!r}, but a model in memory takes none; it is "
-                "for directories and hub models"
-            )
-        if options.adapter not in (None, "none"):
-            raise CheckpointError(
-                "adapter= is for checkpoints that are loaded by name; a model in memory is "
-                "measured with the adapters in its layers (merge it there: "
-                "peft.PeftModel.from_pretrained(model, adapter))"
-            )
-        check_floating(model, type(model).__name__)
-        loaded, note = in_dtype(model, options.dtype)
-        loaded = loaded.to(device=options.device)
-        if note is not None:
-            tell(note)
-        check_finite(loaded, type(model).__name__)
-        source = str(model.name_or_path) or None
-        commit = getattr(model.config, "_commit_hash", None)
-        return Checkpoint(
-            loaded,
-            source or type(model).__name__,
-            "sha256:" + state_sha256(loaded),
-            source,
-            commit,
-            loaded=True,
-            notes=notes if note is None else [*notes, note],
-            configuration=f"sha256:{config_sha256(model.config)}",
+def _check_options(model: PreTrainedModel, kind: str, options: LoadOptions) -> None:
+    if options.weights == "layers" or offload.by_layer(model):
+        raise CheckpointError(
+            f"model is a loaded {kind}, but reading weights layer by layer starts from files; "
+            "give the checkpoint's directory or hub id with weights='layers'"
         )
+    options.refuse_revision("a model in memory")
+    options.refuse_gguf("a model in memory")
+    if options.adapter not in (None, "none"):
+        raise CheckpointError(
+            "adapter= is for checkpoints that are loaded by name; a model in memory is measured "
+            "with the adapters in its layers (merge it there: "
+            "peft.PeftModel.from_pretrained(model, adapter))"
+        )
+
+
+def unwrapped(given: object) -> tuple[object, list[str]]:
+    """Take all wrappers off an object.
+
+    Args:
+        given: anything.
+
+    Returns:
+        What is inside, and sentences on what was left out on the way.
+    """
+    notes: list[str] = []
+    for _ in range(DEPTH):
+        if isinstance(given, PreTrainedModel):
+            break
+        inner, note = _inside(given)
+        if inner is None:
+            break
+        notes += [note] if note else []
+        given = inner
+    return given, notes + _adapters(given)
+
+
+def bare_model(given: object, tells: bool = True) -> PreTrainedModel:
+    """Return the transformers model inside what a public function was given.
+
+    Args:
+        given: a model, a wrapper of one, or a checkpoint.
+        tells: whether notices tell what was left out, which may have been told before.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        CaptureError: there is none.
+    """
+    model, notes = unwrapped(given)
+    if not isinstance(model, PreTrainedModel):
+        raise CaptureError(
+            f"model is {shown(given)}; give a loaded transformers model, or what "
+            "lipbound.load_checkpoint returns"
+        )
+    for note in notes if tells else ():
+        tell(note)
+    return model
+
+
+def bare_inputs(inputs: Any, model: nn.Module) -> Any:
+    """Return the tensors of `Inputs`, on the device of a model; anything else as it is."""
+    if not isinstance(inputs, Inputs):
+        return inputs
+    tensors = (*model.parameters(), *model.buffers())
+    device = next((tensor.device for tensor in tensors if not tensor.is_meta), None)
+    return dict(inputs.batch) if device is None else inputs.block(0, inputs.samples, str(device))
+
+
+def _inside(given: Any) -> tuple[object | None, str]:
+    """Take one wrapper off.
+
+    Args:
+        given: anything.
+
+    Returns:
+        The content (None for what is no wrapper), and a sentence on what is lost without the
+        wrapper, or "".
+    """
+    if isinstance(given, Checkpoint | Pipeline):
+        return given.model, ""
+    if isinstance(given, type):
+        return None, ""
+    if isinstance(inner := getattr(given, "_orig_mod", None), nn.Module):  # torch.compile
+        return inner, ""
+    if isinstance(given, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        return given.module, ""
+    kind, configs = type(given).__name__, getattr(given, "peft_config", None)
+    if hasattr(given, "get_base_model") and isinstance(configs, Mapping):
+        prompts = [one for one in configs.values() if getattr(one, "is_prompt_learning", False)]
+        learned = ", ".join(str(one.peft_type).rpartition(".")[2] for one in prompts)
+        left_out = (
+            f"the tokens that {kind} learned in front of its inputs ({learned}) are left out; its "
+            "base model is measured"
+        )
+        return given.get_base_model(), left_out if learned else ""
+    parts = list(given) if isinstance(given, nn.Sequential) else []
+    inner = getattr(parts[0], "auto_model", None) if parts else None
+    if isinstance(inner, nn.Module):  # SentenceTransformer
+        after = ", ".join(type(part).__name__ for part in parts[1:])
+        left_out = f"what comes after the transformer of the {kind} ({after}) is left out"
+        return inner, left_out if after else ""
+    if isinstance(inner := getattr(given, "model", None), PreTrainedModel):
+        name = type(inner).__name__
+        return inner, f"the {name} inside the {kind} is measured, and nothing around it"
+    return None, ""
+
+
+def _adapters(model: object) -> list[str]:
+    """Return a sentence where layers of a model have adapters in them."""
+    parts = model.modules() if isinstance(model, PreTrainedModel) else ()
+    layers = [
+        part for part in parts if hasattr(part, "base_layer") and hasattr(part, "active_adapters")
+    ]
+    if not layers:
+        return []
+    off = all(getattr(layer, "disable_adapters", False) for layer in layers)
+    how = "switched off, and it is measured without them" if off else "and it is measured with them"
+    return [f"{len(layers)} layers of the model have adapters in them, {how}"]
+
+
+def in_dtype(
+    model: PreTrainedModel, dtype: torch.dtype | None = None
+) -> tuple[PreTrainedModel, str | None]:
+    """Return a model whose weights are all in one dtype.
+
+    Args:
+        model: stays as it is.
+        dtype: torch.float32 or torch.float64; None for the model's own where it is one of these,
+            else the smaller that holds its numbers.
+
+    Returns:
+        The model itself where its weights are in that dtype, else a copy; and what there is to tell
+        of the copy, or None.
+    """
+    found = {parameter.dtype for parameter in model.parameters()}
+    wanted = dtype or (torch.float64 if torch.float64 in found else torch.float32)
+    if found <= {wanted}:
+        return model, None
+    copied = copy.deepcopy(model).to(dtype=wanted)
+    if found == {torch.float32}:
+        return copied, None
+    theirs = " and ".join(sorted(str(one).removeprefix("torch.") for one in found))
+    rounded = wanted == torch.float32 and torch.float64 in found
+    same = "rounded; dtype='float64' keeps its numbers" if rounded else "with the same numbers"
+    return copied, (
+        f"the model's weights are in {theirs}; a copy of it in "
+        f"{str(wanted).removeprefix('torch.')} is measured, {same}"
+    )
+
+
+def measurable(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model as it can be measured.
+
+    Args:
+        model: with weights that are floating-point numbers in memory; CheckpointError is raised for
+            others.
+
+    Returns:
+        The model, or a copy in float32 of one in half precision, which a notice tells of.
+    """
+    check_floating(model, type(model).__name__)
+    model, note = in_dtype(model)
+    if note is not None:
+        tell(note)
+    return model

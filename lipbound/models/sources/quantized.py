@@ -1,106 +1,170 @@
-"""Checkpoints whose configuration says that their weights were quantised: turned back into
-floating-point numbers, or refused by name."""
+"""Quantised weights: turned back into floating-point numbers, or refused by name."""
 
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from lipbound.errors import CheckpointError
-from lipbound.models.sources.weight_checks import HEADS_ONLY
-from lipbound.models.weight_files import contents
+from lipbound.models.offload import by_layer
+from lipbound.models.sources.weight_checks import matters
+from lipbound.models.weight_files import TensorRef, contents
 
 AFTERWARDS = ("bitsandbytes", "higgs")
 """Methods whose models transformers turns back once they are loaded (``model.dequantize()``)."""
+PACKED = ("qweight", "weight_packed", "W_q", "qzeros")
+"""Buffers of layers that keep their weights in a form of their own."""
+INSTEAD = "give the checkpoint that was quantized"
 
 
-def method(config: PreTrainedConfig) -> str | None:
-    """What quantised the weights of a checkpoint, as its configuration calls it; None where nothing
-    did."""
-    said = getattr(config, "quantization_config", None)
-    if said is None:
-        return None
-    name = (
-        said.get("quant_method")
-        if isinstance(said, Mapping)
-        else getattr(said, "quant_method", None)
-    )
-    return str(getattr(name, "value", name) or "an unnamed method")
+def _said(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return what a configuration says about quantisation; empty where it says nothing."""
+    said = getattr(config, "quantization_config", None) or {}
+    return dict(said if isinstance(said, Mapping) else said.to_dict())
 
 
-def ask_for_floats(config: PreTrainedConfig, name: str) -> str | None:
+def ask_for_floats(config: PreTrainedConfig, name: str, folder: Path) -> str | None:
     """Have transformers turn weights back while it loads them, where it can.
 
     Args:
         config: of the checkpoint; what it says of quantisation is changed.
         name: what the user called the checkpoint, for messages.
+        folder: with its files of weights.
 
     Returns:
-        `method` of the checkpoint.
+        What quantised the weights, as the configuration calls it; None where nothing did.
 
     Raises:
-        CheckpointError: weights that transformers does not turn back.
+        CheckpointError: weights that transformers does not turn back, or misreads.
     """
-    how = method(config)
-    if how is None or how in AFTERWARDS:
-        return how
-    kind: Any = AUTO_QUANTIZATION_CONFIG_MAPPING.get(how)
-    if kind is None or "dequantize" not in inspect.signature(kind.__init__).parameters:
-        raise CheckpointError(
-            f"the weights of {name} were quantized with {how}, which transformers does not turn "
-            "back into floating-point numbers; give the "
-            "checkpoint that was quantized"
-        )
-    said = config.quantization_config
-    config.quantization_config = {
-        **(said if isinstance(said, Mapping) else said.to_dict()),
-        "dequantize": True,
-    }
-    return how
-
-
-def check_blocks(folder: Path, config: PreTrainedConfig, name: str) -> None:
-    """Raise CheckpointError where numbers of one byte are not a whole number of blocks, whose
-    scales transformers would take for those of others."""
-    said = config.quantization_config
-    block = (said if isinstance(said, Mapping) else said.to_dict()).get("weight_block_size")
-    try:
-        stored = contents(folder)
-    except (
-        Exception
-    ):  # no safetensors files, or broken ones, which loading has its own sentences for
-        return
-    for key, tensor in stored.items():
-        if (
-            block
-            and f"{key}_scale_inv" in stored
-            and any(size % part for size, part in zip(tensor.shape[-2:], block, strict=True))
+    if getattr(config, "quantization_config", None) is None:
+        return None
+    said = _said(config)
+    method = said.get("quant_method")
+    how = str(getattr(method, "value", method) or "an unnamed method")
+    if how not in AFTERWARDS:
+        kind: Any = AUTO_QUANTIZATION_CONFIG_MAPPING.get(how)
+        if kind is None or "dequantize" not in inspect.signature(kind.__init__).parameters:
+            raise CheckpointError(
+                f"the weights of {name} were quantized with {how}, which transformers does not "
+                f"turn back into floating-point numbers; {INSTEAD}"
+            )
+        config.quantization_config = said | {"dequantize": True}
+    block: Any = said.get("weight_block_size")
+    stored = _stored(folder)
+    for key, tensor in stored.items() if block else ():
+        # of such blocks transformers would take the scales of others
+        if f"{key}_scale_inv" in stored and any(
+            size % part for size, part in zip(tensor.shape[-2:], block, strict=True)
         ):
             raise CheckpointError(
                 f"{key} of {name} is {tensor.shape[-2]} x {tensor.shape[-1]}, no whole number of "
-                f"quantized blocks of {block[0]} x {block[1]}, and "
-                "transformers misreads such; give the checkpoint that was quantized"
+                f"quantized blocks of {block[0]} x {block[1]}, and transformers misreads such; "
+                f"{INSTEAD}"
             )
+    return how
+
+
+def _stored(folder: Path) -> dict[str, TensorRef]:
+    """Return the tensors of a checkpoint; none where it has no safetensors files."""
+    try:
+        return contents(folder)
+    except Exception:  # none, or broken ones, which loading has its own sentences for
+        return {}
 
 
 def in_floats(model: PreTrainedModel, how: str | None) -> PreTrainedModel:
-    """A loaded model whose weights were quantised with ``how``, all of them
-    floating-point numbers."""
+    """Return a loaded model, quantised with ``how``, with floating-point numbers for weights."""
     return model.dequantize() if how in AFTERWARDS else model
 
 
 def check_used(report: dict[str, Any], how: str | None, name: str) -> None:
-    """Raise CheckpointError where transformers' loading report lists tensors of a quantised
-    checkpoint, such as scales, that were left unused."""
-    unused = sorted(
-        key for key in report["unexpected_keys"] if not any(part in key for part in HEADS_ONLY)
-    )
+    """Refuse a quantised checkpoint with tensors, such as scales, that transformers did not use.
+
+    Args:
+        report: of transformers, on loading.
+        how: what quantised the weights, or None.
+        name: what the user called the checkpoint.
+
+    Raises:
+        CheckpointError: there are such tensors.
+    """
+    unused = sorted(filter(matters, report["unexpected_keys"]))
     if how is not None and unused:
         raise CheckpointError(
             f"transformers left {len(unused)} tensors of {name} unused when it turned back what "
-            f"{how} quantized, {unused[0]} among them; give the "
-            "checkpoint that was quantized"
+            f"{how} quantized, {unused[0]} among them; {INSTEAD}"
         )
+
+
+def check_floating(model: PreTrainedModel, name: str) -> None:
+    """Refuse a model whose weights are not all floating-point numbers in memory or on disk.
+
+    Numbers of one byte are taken for none: what they stand for depends on scales that are kept
+    beside them. Layers that keep packed weights have no derivatives, or wrong ones, however right
+    their outputs are.
+
+    Args:
+        model: as it was loaded.
+        name: what the user called it.
+
+    Raises:
+        CheckpointError: quantised layers, whole numbers, or weights that were never loaded.
+    """
+    for key, value in model.state_dict(keep_vars=True).items():
+        if _packed(key, value):
+            inside = key.partition("._packed_params")[0]
+            path = inside if inside != key else key.rpartition(".")[0]
+            raise CheckpointError(
+                f"the weights of {name} are not all floating-point numbers: {path} is a quantized "
+                f"{type(model.get_submodule(path)).__name__}, which has no true derivatives; give "
+                "the model before quantization"
+            )
+    for key, tensor in model.named_parameters():
+        if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
+            raise CheckpointError(
+                f"the weights of {name} are not all floating-point numbers, {key} is "
+                f"{str(tensor.dtype).removeprefix('torch.')}; give the checkpoint before "
+                "quantization, or what model.dequantize() makes of a loaded model"
+            )
+        if tensor.is_meta and not by_layer(model):
+            raise CheckpointError(
+                f"the weights of {name} are not in memory ({key} is on the device meta); load "
+                "the model with its weights"
+            )
+
+
+def _packed(key: str, value: object) -> bool:
+    """Return whether an entry of a state dict holds packed weights of a quantised layer.
+
+    That is one of torch's int8 layers, GPTQ, AWQ, compressed-tensors or HQQ.
+    """
+    if not isinstance(value, torch.Tensor):
+        return "packed" in key and value is not None
+    named = key.rpartition(".")[2] in PACKED
+    return value.is_quantized or (named and not value.is_floating_point())
+
+
+def check_stored(folder: Path, model: PreTrainedModel, name: str) -> None:
+    """Refuse safetensors files that hold whole numbers in the place of weights.
+
+    Args:
+        folder: of the checkpoint.
+        model: as it was loaded from there.
+        name: what the user called it.
+
+    Raises:
+        CheckpointError: there is such a tensor.
+    """
+    floating = {key for key, tensor in model.state_dict().items() if tensor.is_floating_point()}
+    for key, tensor in _stored(folder).items():
+        bare = key.partition(".")[2]  # without the prefix of the task's model
+        if not tensor.floating and (key in floating or bare in floating):
+            raise CheckpointError(
+                f"the weights of {name} are not all floating-point numbers, {key} for one; give "
+                "the checkpoint before quantization"
+            )

@@ -1,7 +1,9 @@
-"""Whether weights are complete and finite, and the hashes that tell them apart."""
+"""Checks that weights are complete and finite, and hashes that tell them apart."""
 
 import hashlib
 import json
+import pickle
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -13,85 +15,82 @@ from lipbound.errors import CheckpointError
 
 HEADS_ONLY = ("pooler", "classifier", "lm_head", "score", "cls.", "qa_outputs", "mask_token")
 """Parts of a model that attention does not depend on: weights missing there do not matter."""
+NOT_FINITE = "the weights of {} contain NaN or infinite numbers, in {}; no norm is defined there"
+
+
+def matters(key: str) -> bool:
+    """Return whether a tensor of that name is in a part that attention may depend on."""
+    return not any(part in key for part in HEADS_ONLY)
 
 
 def refused_pickle(error: BaseException) -> bool:
-    """Tell whether torch refused to read a file since it is damaged or holds other things than
-    weights."""
-    return "weights_only" in str(error) or "Weights only load failed" in str(error)
+    """Return whether torch refused a file as damaged, or for other things in it than weights."""
+    damaged = isinstance(error, struct.error | pickle.UnpicklingError | EOFError)
+    return damaged or "weights_only" in str(error) or "Weights only load failed" in str(error)
 
 
 def check_filled(report: dict[str, Any], name: str) -> None:
-    """Raise CheckpointError where transformers' loading report lists tensors that would be random
-    numbers."""
-    missing = [key for key in report["missing_keys"] if not any(part in key for part in HEADS_ONLY)]
+    """Refuse weights that leave tensors of the model random.
+
+    Args:
+        report: of transformers, on loading: missing, mismatched and unexpected tensors.
+        name: what the user called the checkpoint.
+
+    Raises:
+        CheckpointError: tensors that attention may depend on are missing or of another shape.
+    """
+    missing = [key for key in report["missing_keys"] if matters(key)]
     wrong = missing + [
         str(item[0] if isinstance(item, tuple) else item) for item in report["mismatched_keys"]
     ]
     if wrong:
         others = sorted(str(key) for key in report["unexpected_keys"])
-        instead = (
-            "; what is there instead is "
-            f"{', '.join(others[:2])}{', ...' if len(others) > 2 else ''}"
-            if missing and others
-            else ""
-        )
+        listed = f"{', '.join(others[:2])}{', ...' if len(others) > 2 else ''}"
+        instead = f"; what is there instead is {listed}" if missing and others else ""
         raise CheckpointError(
             f"the weights of {name} do not fill its architecture: {len(wrong)} tensors are "
-            f"missing or of another shape, {sorted(wrong)[0]} among "
-            f"them, and would be random numbers{instead}"
+            f"missing or of another shape, {sorted(wrong)[0]} among them, and would be random "
+            f"numbers{instead}"
         )
 
 
 def check_finite(model: PreTrainedModel, name: str) -> None:
-    """Raise CheckpointError where a weight or buffer in memory is NaN or infinite."""
+    """Refuse weights and buffers in memory that are NaN or infinite.
+
+    Args:
+        model: whose parts on the device meta are left out.
+        name: what the user called it.
+
+    Raises:
+        CheckpointError: one of them is not finite; the message names it.
+    """
     for key, tensor in model.state_dict().items():
-        if (
-            isinstance(tensor, Tensor)
-            and not tensor.is_meta
-            and tensor.is_floating_point()
-            and not _finite(tensor)
-        ):
-            raise not_finite(name, key)
+        if not isinstance(tensor, Tensor) or tensor.is_meta or not tensor.is_floating_point():
+            continue
+        # extremes are NaN where one number is: a tenth of the time of a look at each
+        if tensor.numel() and not torch.isfinite(torch.stack(tensor.aminmax())).all():
+            raise CheckpointError(NOT_FINITE.format(name, key))
 
 
-def _finite(tensor: Tensor) -> bool:
-    """Whether all its numbers are, by their extremes, which are NaN where one of them is: a tenth
-    of the time of a look at each."""
-    return tensor.numel() == 0 or bool(torch.isfinite(torch.stack(tensor.aminmax())).all())
-
-
-def not_finite(name: str, key: str) -> CheckpointError:
-    """The error about a tensor with NaN or infinite numbers."""
-    return CheckpointError(
-        f"the weights of {name} contain NaN or infinite numbers, in {key}; no norm is defined there"
-    )
-
-
-WITHOUT_EFFECT = frozenset(
-    (
-        "transformers_version",
-        "dtype",
-        "torch_dtype",
-        "architectures",
-        "use_cache",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "id2label",
-        "label2id",
-        "problem_type",
-        "finetuning_task",
-        "task_specific_params",
-        "quantization_config",
-    )
+WITHOUT_EFFECT = (
+    "transformers_version dtype torch_dtype architectures use_cache output_attentions "
+    "output_hidden_states return_dict id2label label2id problem_type finetuning_task "
+    "task_specific_params quantization_config"
 )
-"""What a configuration says that no number of a forward pass without a cache depends on."""
+"""Keys of a configuration that do not change a forward pass without a cache."""
 
 
 def config_sha256(config: PreTrainedConfig) -> str:
-    """Hash over what a configuration in memory says beyond the defaults of its class: positions,
-    windows, epsilons, which weights do not tell."""
+    """Hash what a configuration says beyond the defaults of its class.
+
+    That is positions, windows, epsilons and the like, which weights do not tell.
+
+    Args:
+        config: of a model in memory.
+
+    Returns:
+        The hexadecimal digest.
+    """
 
     def kept(said: Any) -> Any:
         if not isinstance(said, dict):
@@ -99,7 +98,7 @@ def config_sha256(config: PreTrainedConfig) -> str:
         return {
             str(key): kept(value)
             for key, value in said.items()
-            if key not in WITHOUT_EFFECT and not str(key).startswith("_")
+            if key not in WITHOUT_EFFECT.split() and not str(key).startswith("_")
         }
 
     return hashlib.sha256(
@@ -108,7 +107,7 @@ def config_sha256(config: PreTrainedConfig) -> str:
 
 
 def sha256(files: list[Path]) -> str:
-    """Hash over the contents of files, one after the other."""
+    """Return the hash over the contents of files, one after the other."""
     digest = hashlib.sha256()
     for file in files:
         with file.open("rb") as stream:
@@ -118,7 +117,7 @@ def sha256(files: list[Path]) -> str:
 
 
 def state_sha256(model: PreTrainedModel) -> str:
-    """Hash over names and float32 values of all tensors of a model in memory."""
+    """Return the hash over names and float32 values of all tensors of a model in memory."""
     digest = hashlib.sha256()
     for key, tensor in sorted(model.state_dict().items()):
         digest.update(key.encode())

@@ -1,5 +1,8 @@
-"""Changing a model in training for a while, and doing the same again when its layers are recomputed
-in the backward pass (gradient checkpointing)."""
+"""Changing a model in training for a while, also where its layers are recomputed.
+
+Gradient checkpointing computes layers again in the backward pass, when the context that changed the
+model may have ended: the recomputation must do what the first pass did.
+"""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,19 +16,18 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from lipbound.errors import CaptureError
+from lipbound.models.capture.seeing.interface import ATTRIBUTE, attention_configs
 
 TRAINING_ATTENTION = "lipbound-training"
-"""Name of the attention function in the transformers registry that keeps its probabilities when
-asked to."""
-ATTRIBUTE = "_attn_implementation_internal"
-"""Where a configuration of transformers keeps the name of the attention function."""
+"""Name in the transformers registry of the attention function that can keep its probabilities."""
+CHECKPOINTING = "_gradient_checkpointing_func"
+"""Where a module of transformers keeps the function that checkpoints it."""
 lock = threading.RLock()
 """Held where what all threads share is changed."""
 
 
 class RecomputationNotes(threading.local):
-    """Notes on the attention calls of checkpointed layers, which their recomputation in the
-    backward pass follows."""
+    """Notes on the attention calls of checkpointed layers, which their recomputation follows."""
 
     notes: list[bool] | None = None
     script: Iterator[bool] | None = None
@@ -33,16 +35,13 @@ class RecomputationNotes(threading.local):
 
 replay = RecomputationNotes()
 
-
 _lent: dict[tuple[int, str], tuple[Any, Any, int]] = {}
-"""Attributes that contexts change: the object, the value before the first of them, and how many
-contexts there are."""
+"""Attributes that contexts change: the object, the value before all of them, how many there are."""
 
 
 @contextmanager
 def _lending(objects: Iterable[Any], name: str) -> Iterator[None]:
-    """Context after which an attribute is as it was before, once all contexts that overlap have
-    ended."""
+    """Yield, and once all contexts that overlap have ended, set an attribute back."""
     kept = {(id(one), name): one for one in objects}
     with lock:
         for key, one in kept.items():
@@ -62,53 +61,42 @@ def _lending(objects: Iterable[Any], name: str) -> Iterator[None]:
 
 @contextmanager
 def attending(model: PreTrainedModel, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Context in which a model, all of whose ``modules`` are given, runs our attention function."""
-    configs = list(
-        {
-            id(config): config
-            for module in modules
-            for config in attention_configs(vars(module).get("config"))
-        }.values()
-    )
+    """Yield while a model, all of whose ``modules`` are given, runs our attention function."""
+    found = (c for module in modules for c in attention_configs(vars(module).get("config")))
+    configs = list({id(config): config for config in found}.values())
     with _lending(configs, ATTRIBUTE):
         if any(getattr(config, ATTRIBUTE) != TRAINING_ATTENTION for config in configs):
             model.set_attn_implementation(TRAINING_ATTENTION)
-        with _checkpointed(
-            modules,
-            [config for config in configs if getattr(config, ATTRIBUTE) == TRAINING_ATTENTION],
-        ):
+        ours = [config for config in configs if getattr(config, ATTRIBUTE) == TRAINING_ATTENTION]
+        with _checkpointed(modules, ours):
             yield
-
-
-def attention_configs(config: Any) -> Iterator[Any]:
-    """A model configuration and those inside it, as far as they name an attention function."""
-    if hasattr(config, ATTRIBUTE):
-        yield config
-        for name in getattr(config, "sub_configs", {}):
-            yield from attention_configs(getattr(config, name, None))
 
 
 @contextmanager
 def _checkpointed(modules: Sequence[nn.Module], configs: Sequence[Any]) -> Iterator[None]:
-    """Context in which layers that are checkpointed are recomputed later, in the backward pass,
-    with the attention that they run with now."""
-    name = "_gradient_checkpointing_func"
-    modules = [
-        module
-        for module in modules
-        if getattr(vars(module).get(name), "func", None) in (checkpoint, _checkpoint)
-    ]
-    with _lending(modules, name):
+    """Yield while checkpointed layers that run will be recomputed with the attention of now."""
+    known = (checkpoint, _checkpoint)
+    modules = [m for m in modules if getattr(vars(m).get(CHECKPOINTING), "func", None) in known]
+    with _lending(modules, CHECKPOINTING):
         for module in modules:
-            func = getattr(module, name)
+            func = getattr(module, CHECKPOINTING)
             if func.func is checkpoint:
-                setattr(module, name, partial(_checkpoint, configs, func))
+                setattr(module, CHECKPOINTING, partial(_checkpoint, configs, func))
         yield
 
 
 def _checkpoint(configs: Sequence[Any], func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``func``, torch's checkpointing with its options, made to remember which calls of attention
-    were watched."""
+    """Return what torch's checkpointing does, made to remember which attention was watched.
+
+    Args:
+        configs: of the model, that name our attention function.
+        func: torch's checkpointing with its options.
+        *args: of the layer.
+        **kwargs: of the layer and of checkpointing.
+
+    Raises:
+        CaptureError: checkpointing is reentrant.
+    """
     keywords = {**getattr(func, "keywords", {}), **kwargs}
     if keywords.get("use_reentrant") and torch.is_grad_enabled():
         raise CaptureError(

@@ -1,5 +1,4 @@
-"""Watching the attention of a model in training: which calls it makes, with what masks
-and padding."""
+"""Following the attention of a model in training: which calls it makes, with masks and padding."""
 
 import inspect
 import threading
@@ -17,8 +16,13 @@ from transformers.masking_utils import eager_mask
 
 from lipbound.attention.masking import BLOCKED
 from lipbound.errors import CaptureError, indices, shown
+from lipbound.models.sources.loaded_model import bare_model
 from lipbound.models.training.recomputing import TRAINING_ATTENTION, attending, lock, replay
-from lipbound.models.unwrapping import bare_model
+
+REPLICAS = (
+    "DataParallel runs copies of the model in threads of their own, whose attention penalties "
+    "cannot follow; use one device, or DistributedDataParallel (torchrun)"
+)
 
 
 class Probabilities(list[Tensor]):
@@ -39,33 +43,40 @@ class Probabilities(list[Tensor]):
     def __getitem__(self, index: slice) -> "Probabilities": ...
 
     def __getitem__(self, index: SupportsIndex | slice) -> "Tensor | Probabilities":
-        return (
-            Probabilities(super().__getitem__(index), self.valid[index])
-            if isinstance(index, slice)
-            else super().__getitem__(index)
-        )
+        if not isinstance(index, slice):
+            return super().__getitem__(index)
+        return Probabilities(super().__getitem__(index), self.valid[index])
 
 
 @dataclass(eq=False)
 class TrainingCall:
-    """One call of the attention interface: queries, keys and values, what was added to the scores,
-    and the input of its module."""
+    """One call of the attention interface.
+
+    Attributes:
+        module: that called.
+        query: (samples, heads, queries, d).
+        key: (samples, heads or fewer that they share, keys, d).
+        value: (samples, heads or fewer that they share, keys, d_v).
+        given: the mask as the model gives it.
+        mask: what was added to scores.
+        scale: the factor of scores.
+        biased: whether biases of relative positions are added to its scores.
+        x: the input of the module, where that is watched.
+        valid: (samples, queries) bool, False at padding; None where there is none.
+        repeated: whether the module called again in the same pass.
+    """
 
     module: nn.Module
     query: Tensor
     key: Tensor
     value: Tensor
     given: Tensor | None
-    """The mask as the model gives it."""
     mask: Tensor | None
     scale: float
     biased: bool
-    """Whether biases of relative positions are added to its scores."""
     x: Tensor | None = None
     valid: Tensor | None = None
-    """(samples, queries) bool, False at padding; None where there is none."""
     repeated: bool = False
-    """Whether the module called again in the same pass."""
 
 
 class _Pass(threading.local):
@@ -81,13 +92,20 @@ class _Pass(threading.local):
 
 @dataclass(eq=False)
 class ProbabilityCollector:
-    """Collector of the probabilities of a model's layers; threads that run the model side by side
-    count their layers each."""
+    """The probabilities of a model's layers, which threads count each for itself.
+
+    Attributes:
+        modules: identities of the model's modules.
+        chosen: numbers of the layers wanted, or None for all.
+        whole: whether calls are kept, not probabilities alone.
+        found: probabilities so far.
+        calls: so far, where they are kept.
+        reached: how many layers have run.
+    """
 
     modules: frozenset[int]
     chosen: frozenset[int] | None
     whole: bool
-    """Whether calls are kept, not probabilities alone."""
     found: Probabilities = field(default_factory=Probabilities)
     calls: list[TrainingCall] = field(default_factory=list)
     reached: int = 0
@@ -95,14 +113,12 @@ class ProbabilityCollector:
     hooks: list[Any] = field(default_factory=list)
 
     def layer(self, module: nn.Module) -> int:
-        """The number of the layer that calls; a module that calls twice in one pass is
-        one layer."""
-        if id(module) not in self.here.entered:
-            self.here.entered[id(module)] = 0
+        """Return the number of the layer that calls; called twice in one pass, it is one layer."""
+        here, key = self.here, id(module)
+        if key not in here.entered:
+            here.entered[key] = 0
             self.hooks.append(module.register_forward_pre_hook(self._enter))
-        layer = self.here.layers.setdefault(
-            (id(module), self.here.entered[id(module)]), len(self.here.layers)
-        )
+        layer = here.layers.setdefault((key, here.entered[key]), len(here.layers))
         self.reached = max(self.reached, layer + 1)
         return layer
 
@@ -110,31 +126,26 @@ class ProbabilityCollector:
         self.here.entered[id(module)] = self.here.entered.get(id(module), 0) + 1
 
     def wants(self, layer: int) -> bool:
-        """Tell whether a layer was asked for."""
+        """Return whether a layer was asked for."""
         return self.chosen is None or layer in self.chosen
 
     def add(self, call: TrainingCall, layer: int, p: Tensor) -> None:
         """Keep the probabilities of a call, with those of earlier calls in the same pass."""
-        call = replace(
-            call, x=self.here.inputs.get(id(call.module)), valid=_valid(call, self.here.streams)
-        )
+        x, valid = self.here.inputs.get(id(call.module)), _valid(call, self.here.streams)
+        call = replace(call, x=x, valid=valid)
         first, place = self.here.last.get(layer, (None, 0))
         if first is None:
             with lock:
                 self.here.last[layer] = (call, len(self.found))
                 self.found.append(p)
-                self.found.valid.append(call.valid)
+                self.found.valid.append(valid)
                 self.calls += [call] if self.whole else []
             return
         first.repeated = True
-        if (
-            call.query is not first.query
-            or call.key is not first.key
-            or call.given is not first.given
-        ):
-            self.found[place], self.found.valid[place] = _side_by_side(
-                self.found[place], self.found.valid[place], p, call.valid
-            )
+        shared = call.query is first.query and call.key is first.key and call.given is first.given
+        if not shared:
+            both = _side_by_side(self.found[place], self.found.valid[place], p, valid)
+            self.found[place], self.found.valid[place] = both
 
 
 _watches: list[ProbabilityCollector] = []
@@ -148,45 +159,37 @@ def _attention(
     attention_mask: Tensor | None = None,
     **kw: Any,
 ) -> tuple[Tensor, Any]:
-    """Torch's fused attention, or the same by way of probabilities where a watch wants them."""
+    """Return torch's fused attention, or the same by way of probabilities where they are wanted.
+
+    Raises:
+        CaptureError: scores are capped or have sinks, or the module is a copy of DataParallel's.
+    """
     fused = partial(sdpa_attention_forward, module, query, key, value, attention_mask, **kw)
     if extras := [name for name in ("softcap", "s_aux") if kw.get(name) is not None]:
         raise CaptureError(
             f"{type(module).__name__} uses {', '.join(extras)} in its attention, which penalties "
             "do not support"
         )
+    explicit = partial(_explicit, module, query, key, value, attention_mask, kw)
     if replay.script is not None:
-        return (
-            _explicit(module, query, key, value, attention_mask, kw)[:2]
-            if next(replay.script)
-            else fused()
-        )
+        return explicit()[:2] if next(replay.script) else fused()
     if getattr(module, "_is_replica", False):
         raise CaptureError(REPLICAS)
-    layers = [
-        (watch, watch.layer(module)) for watch in list(_watches) if id(module) in watch.modules
-    ]
-    layers = [(watch, layer) for watch, layer in layers if watch.wants(layer)]
+    watches = [watch for watch in list(_watches) if id(module) in watch.modules]
+    numbers = [(watch, watch.layer(module)) for watch in watches]
+    layers = [(watch, layer) for watch, layer in numbers if watch.wants(layer)]
     if replay.notes is not None:
         replay.notes.append(bool(layers))
     if not layers:
         return fused()
-    out, p, call, wide = _explicit(module, query, key, value, attention_mask, kw)
+    out, p, call, wide = explicit()
     for watch, layer in layers:
         watch.add(call, layer, wide)
     return out, p
 
 
 AttentionInterface.register(TRAINING_ATTENTION, _attention)
-
-
 AttentionMaskInterface.register(TRAINING_ATTENTION, eager_mask)
-
-REPLICAS = (
-    "DataParallel runs copies of the model in threads of their own, whose attention penalties "
-    "cannot follow; use one device, or "
-    "DistributedDataParallel (torchrun)"
-)
 
 
 def _explicit(
@@ -197,8 +200,10 @@ def _explicit(
     given: Tensor | None,
     kw: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor, TrainingCall, Tensor]:
-    """Output and probabilities as a model takes them, the call, and probabilities before dropout in
-    float32 at least."""
+    """Return output and probabilities as a model takes them, the call, and wide probabilities.
+
+    Those are before dropout and in float32 at least.
+    """
     scale = kw.get("scaling") or query.shape[-1] ** -0.5
     groups = query.shape[1] // key.shape[1]
     keys, values = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
@@ -207,27 +212,25 @@ def _explicit(
     if (bias := kw.get("position_bias")) is not None:
         scores = scores + bias[..., : scores.shape[-1]]
     p = torch.softmax(scores if mask is None else scores + mask, -1)
-    if (
-        given is not None
-    ):  # where nothing is seen, fused attention gives zeros; the lowest number is a number
+    if given is not None:
+        # where nothing is seen, fused attention gives zeros; the lowest number is a number
         unseen = ~given if given.dtype == torch.bool else given == -torch.inf
         p = p.masked_fill(unseen[..., : p.shape[-1]].all(-1, keepdim=True), 0.0)
     used = p.to(query.dtype)
     dropped = nn.functional.dropout(used, kw.get("dropout", 0.0), module.training)
     out = (dropped @ values).transpose(1, 2).contiguous()
-    return (
-        out,
-        used,
-        TrainingCall(module, query, key, value, given, mask, scale, bias is not None),
-        p,
-    )
+    call = TrainingCall(module, query, key, value, given, mask, scale, bias is not None)
+    return out, used, call, p
 
 
 def _added(
     module: nn.Module, given: Tensor | None, causal: bool | None, scores: Tensor
 ) -> Tensor | None:
-    """The mask that is added to the scores, as fused attention takes masks, and the
-    absence of one."""
+    """Return what is added to scores, as fused attention takes a mask or the absence of one.
+
+    Raises:
+        CaptureError: a mask of whole numbers.
+    """
     lowest, (rows, keys) = torch.finfo(scores.dtype).min, scores.shape[-2:]
     if given is None:
         causal = getattr(module, "is_causal", True) if causal is None else causal
@@ -236,22 +239,22 @@ def _added(
         given = torch.ones(rows, keys, dtype=torch.bool, device=scores.device).tril()[None, None]
     given = given[..., :keys]
     if given.dtype == torch.bool:
-        return torch.zeros(given.shape, dtype=scores.dtype, device=scores.device).masked_fill(
-            ~given, lowest
-        )
+        zeros = torch.zeros(given.shape, dtype=scores.dtype, device=scores.device)
+        return zeros.masked_fill(~given, lowest)
     if not given.is_floating_point():
         raise CaptureError(
             f"{type(module).__name__} was given a mask of "
             f"{str(given.dtype).removeprefix('torch.')} numbers; give True where attention is "
-            "allowed, "
-            "or floating-point numbers that are added to the scores"
+            "allowed, or floating-point numbers that are added to the scores"
         )
     return given.to(scores.dtype).masked_fill(given <= torch.finfo(given.dtype).min, lowest)
 
 
 def _valid(call: TrainingCall, streams: Sequence[Any]) -> Tensor | None:
-    """Queries that are not padding, by the mask of the innermost model that runs, whose token
-    stream they are; None where no query is padding."""
+    """Return which queries are not padding, (samples, queries) bool; None where none is.
+
+    The mask of the innermost model that runs says it, whose token stream they are.
+    """
     given = streams[-1] if streams else None
     if isinstance(given, Mapping):
         given = next((t for t in given.values() if isinstance(t, Tensor)), None)
@@ -274,22 +277,22 @@ def _valid(call: TrainingCall, streams: Sequence[Any]) -> Tensor | None:
 def _side_by_side(
     p: Tensor, valid: Tensor | None, q: Tensor, other: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Probabilities of two calls of one layer as samples of one tensor, the shorter ones padded."""
+    """Return probabilities of two calls of one layer as samples, the shorter ones padded."""
     if p.shape[1:] == q.shape[1:] and valid is None and other is None:
         return torch.cat([p, q]), None
     rows, keys = (max(a, b) for a, b in zip(p.shape[-2:], q.shape[-2:], strict=True))
-    padded = [nn.functional.pad(t, (0, keys - t.shape[-1], 0, rows - t.shape[-2])) for t in (p, q)]
-    known = [
-        torch.ones(len(t), t.shape[-2], dtype=torch.bool, device=t.device) if v is None else v
-        for t, v in ((p, valid), (q, other))
-    ]
-    return torch.cat(padded), torch.cat(
-        [nn.functional.pad(v, (0, rows - v.shape[-1])) for v in known]
-    )
+    tensors, masks = [], []
+    for t, mask in ((p, valid), (q, other)):
+        if mask is None:
+            mask = torch.ones(len(t), t.shape[-2], dtype=torch.bool, device=t.device)
+        short = rows - t.shape[-2]
+        tensors.append(nn.functional.pad(t, (0, keys - t.shape[-1], 0, short)))
+        masks.append(nn.functional.pad(mask, (0, short)))
+    return torch.cat(tensors), torch.cat(masks)
 
 
 def transformers_model(model: object) -> PreTrainedModel:
-    """The transformers model inside what wraps it for training.
+    """Return the transformers model inside what wraps it for training.
 
     Raises:
         CaptureError: there is none, or DataParallel on several devices.
@@ -302,32 +305,32 @@ def transformers_model(model: object) -> PreTrainedModel:
 
 @contextmanager
 def watching(
-    model: nn.Module, layers: object, inputs_of: Mapping[int, nn.Module] | None = None
+    model: nn.Module, layers: object, inputs_of: Sequence[nn.Module] | None = None
 ) -> Iterator[ProbabilityCollector]:
-    """Context in which a `ProbabilityCollector` follows the attention of a model.
+    """Yield a `ProbabilityCollector` that follows the attention of a model.
 
-    Calls of the modules in ``inputs_of`` are kept with the inputs of these modules.
+    Args:
+        model: in training.
+        layers: numbers of attention layers, or None for all.
+        inputs_of: modules whose inputs are kept, and calls with them.
+
+    Raises:
+        CaptureError: layers that do not exist.
     """
     inner = transformers_model(model)
-    chosen = None if layers is None else indices("layers", layers)
+    chosen = None if layers is None else frozenset(indices("layers", layers))
     if chosen is not None and min(chosen, default=0) < 0:
         raise CaptureError(
             f"layers is {shown(layers)}; count attention layers from 0, in the order of the "
             "forward pass"
         )
     modules = list((model if isinstance(model, nn.Module) else inner).modules())
-    watch = ProbabilityCollector(
-        frozenset(map(id, modules)),
-        None if chosen is None else frozenset(chosen),
-        inputs_of is not None,
-    )
+    watch = ProbabilityCollector(frozenset(map(id, modules)), chosen, inputs_of is not None)
+    compiled = any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in modules)
     with ExitStack() as stack:
-        stack.enter_context(_hooked(watch, modules, list((inputs_of or {}).values())))
+        stack.enter_context(_hooked(watch, modules, inputs_of or ()))
         stack.enter_context(attending(inner, modules))
-        if any(
-            module._compiled_call_impl is not None or "_orig_mod" in module._modules
-            for module in modules
-        ):
+        if compiled:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         _watches.append(watch)
         try:
@@ -346,20 +349,16 @@ def watching(
 def _hooked(
     watch: ProbabilityCollector, parts: Sequence[nn.Module], modules: Sequence[nn.Module]
 ) -> Iterator[None]:
-    """Context in which a watch knows which token stream is computed, and what modules are given."""
+    """Yield while a watch knows which token stream is computed, and what modules are given."""
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
-            given = (
-                inspect.signature(type(module).forward)
-                .bind_partial(module, *args, **kwargs)
-                .arguments
-            )
+            signature = inspect.signature(type(module).forward)
+            given = signature.bind_partial(module, *args, **kwargs).arguments
         except TypeError:
             given = kwargs
-        rest = next(
-            (v for v in given.values() if isinstance(v, dict) and "attention_mask" in v), {}
-        )
+        nested = (v for v in given.values() if isinstance(v, dict) and "attention_mask" in v)
+        rest = next(nested, {})
         watch.here.streams.append(given.get("attention_mask", rest.get("attention_mask")))
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
@@ -375,9 +374,7 @@ def _hooked(
         if isinstance(part, PreTrainedModel):
             watch.hooks.append(part.register_forward_pre_hook(enter, with_kwargs=True))
             watch.hooks.append(part.register_forward_hook(leave, always_call=True))
-    watch.hooks += [
-        module.register_forward_pre_hook(before, with_kwargs=True) for module in modules
-    ]
+    watch.hooks += [m.register_forward_pre_hook(before, with_kwargs=True) for m in modules]
     try:
         yield
     finally:

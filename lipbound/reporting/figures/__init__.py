@@ -1,2 +1,1 @@
-"""Parts of heatmap figures: which panels share a colour scale, where panels stand on the paper,
-what the caption says."""
+"""Colour scales, arrangement on the paper, titles and captions of heatmap figures."""

@@ -67,7 +67,7 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Sheet:
-    """What is to be arranged.
+    """Panels to arrange, the paper's width and the size of type.
 
     Attributes:
         counts: panels of each section; sections stand below one another, each with a colour bar.
@@ -164,8 +164,10 @@ class Sheet:
 
 
 def arrange(sheet: Sheet, columns: int | None = None, *, shrink: bool = False) -> Arrangement:
-    """The fewest panels in a row with which the figure fits on the paper, flatter ones where it
-    fits with none; or ``columns`` of them.
+    """Arrange panels so that the figure fits on the paper.
+
+    Takes the fewest panels in a row with which it fits, flatter ones where it fits with none; or
+    ``columns`` of them.
 
     Args:
         sheet: the panels and the type.

@@ -1,16 +1,58 @@
-"""What stands beside a figure: its caption as plain text and for LaTeX, each in a file
-of its own."""
+"""Words of a figure: titles folded to the width of a panel, and the caption in files beside it."""
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import xarray as xr
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import text_to_path
 
-from lipbound.bounds.audit import audit, bounds_there
+from lipbound.bounds.audit import audit
 from lipbound.formatting import joined, plain
 from lipbound.reporting import labels, statistics
 from lipbound.reporting.latex import typeset
-from lipbound.reporting.reductions import reduction_name
+from lipbound.schema import bounds_there
+
+MOST = 2
+"""Lines that a label may take; what is longer is cut and ends with an ellipsis."""
+
+
+def inches(text: str, points: float) -> float:
+    """Width of a line in the font in use."""
+    return _ems(text, FontProperties().get_name()) * points / 72
+
+
+@lru_cache(maxsize=4096)
+def _ems(text: str, font: str) -> float:
+    """Width of a line over the size of its type."""
+    face = FontProperties(family=font, size=100)
+    return float(text_to_path.get_text_width_height_descent(text, face, ismath=False)[0]) / 100
+
+
+def folded(text: str, width: float, points: float) -> list[str]:
+    """A label in lines of at most ``width`` inches, broken between words."""
+    lines = [""]
+    text = text.replace(" \u2020", "\u00a0\u2020").replace(" \u2021", "\u00a0\u2021")
+    for word in text.split(" "):  # a mark stays with its word
+        longer = f"{lines[-1]} {word}".strip()
+        if lines[-1] and inches(longer, points) > width:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    if len(lines) > MOST:
+        lines = [*lines[: MOST - 1], " ".join(lines[MOST - 1 :])]
+    return [_cut(line, width, points) for line in lines]
+
+
+def _cut(line: str, width: float, points: float) -> str:
+    """A line that is too wide, with an ellipsis in place of its end."""
+    if inches(line, points) <= width:
+        return line
+    while line and inches(f"{line}\u2026", points) > width:
+        line = line[:-1]
+    return f"{line.rstrip()}\u2026"
+
 
 MARKS = {
     "\u2020": "its assumptions do not hold on every {} here",
@@ -26,13 +68,15 @@ def heatmap_caption(
     scale: str = "rows",
     first: Sequence[str] = (),
 ) -> str:
-    """The caption of `lipbound.plots.heatmaps` with these arguments; ``first``: the panels of the
-    first rows, where these have their own scale."""
+    """Caption of `lipbound.plots.heatmaps` with these arguments.
+
+    ``first``: the panels of the first rows, where these have their own scale.
+    """
     each = " (a colour scale for each panel)" if scale == "panel" else ""
     samples = (
         ""
         if ds.sizes["sample"] == 1 or "head" not in ds.dims
-        else f", each the {reduction_name(reduce)} over samples"
+        else f", each the {statistics.reduction_name(reduce)} over samples"
     )
     own = (
         f" {joined([ds[name].attrs['label'] for name in first])}: on a colour scale of their own."
@@ -73,8 +117,11 @@ def latex_caption(text: str) -> str:
 
 
 def caption_files(figure: Path, text: str) -> dict[Path, str]:
-    r"""The caption beside a figure: ``figure.caption.txt``, and ``figure.caption.tex``, which is
-    ``\caption{...}`` for a figure environment."""
+    r"""Contents of the two caption files beside a figure, by path.
+
+    ``figure.caption.txt`` is plain text, ``figure.caption.tex`` is ``\caption{...}`` for a figure
+    environment.
+    """
     contents = {".txt": text, ".tex": f"\\caption{{{latex_caption(text)}}}"}
     return {
         figure.with_name(f"{figure.stem}.caption{kind}"): content + "\n"

@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.image import AxesImage
 
-from lipbound.bounds.audit import bounds_there, compared_with
 from lipbound.errors import UnknownNameError, nearest
 from lipbound.reporting.statistics import shared_scale
+from lipbound.schema import bounds_there, compared_with
 
 COLORMAP = "cividis"
 NEAR_COLORMAP = "viridis"
@@ -47,8 +47,7 @@ class Scale:
 
     @property
     def top(self) -> float:
-        """The upper end of the bar, which is so far above the lower one that its numbers are
-        legible."""
+        """Upper end of the bar, so far above the lower one that its numbers are legible."""
         return self.high if self.high > self.low + 1e-4 else self.low + 0.1
 
     def beyond(self, grid: np.ndarray) -> str:
@@ -119,8 +118,7 @@ def log10(values: xr.DataArray) -> np.ndarray:
 
 
 def _near(ds: xr.Dataset, grids: dict[str, np.ndarray], name: str) -> bool:
-    """Whether a panel is the exact norm, or a bound on it whose median is at most a factor of ten
-    larger."""
+    """True for the exact norm, and for bounds on it with a median at most ten times as large."""
     if name not in bounds_there(ds):
         return name == "exact"
     return (

@@ -1,4 +1,4 @@
-"""What a report's page knows of a run: numbers, words and details, as plain data."""
+"""Numbers, words and details of a run for a report's page, as plain data."""
 
 import warnings
 from collections.abc import Sequence
@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from lipbound.bounds.audit import allowance, audit, bounds_there, compared_with, norm_of
+from lipbound.bounds.audit import allowance, audit
 from lipbound.errors import LipboundError
 from lipbound.formatting import plain
 from lipbound.models.inputs import token_texts
 from lipbound.reporting import citations, labels, statistics, tables
 from lipbound.reporting.figures.scales import scales
 from lipbound.reporting.page.details import RADII, SIDE, Details, details
-from lipbound.reporting.reductions import reduce_samples, reduction_name
+from lipbound.reporting.statistics import reduce_samples, reduction_name
 from lipbound.runs.replay import replay
-from lipbound.runs.standing import standing
+from lipbound.schema import Contents, bounds_there, compared_with, norm_of
 
 SINGLE = 16
 """Samples whose numbers go into the page one by one; more only take part in what is aggregated."""
@@ -70,8 +70,11 @@ def contents(
     wanted: bool,
     balls: bool = False,
 ) -> dict[str, Any]:
-    """A run as plain data; ``wanted``: with details of single heads, which need its model and
-    inputs again; ``balls``: these with bounds over balls."""
+    """Collect a run's numbers, words and details for a page as plain data.
+
+    ``wanted``: with details of single heads, which need its model and inputs again; ``balls``:
+    these with bounds over balls.
+    """
     if not 0 <= sample < ds.sizes["sample"]:
         raise LipboundError(
             f"sample is {sample}; the run has samples 0 to {ds.sizes['sample'] - 1}"
@@ -87,7 +90,7 @@ def contents(
         else (None, [], "they were left out when the report was made")
     )
     across = "head" if "head" in ds.dims else "sample"
-    names, there = bounds_there(ds), standing(ds)
+    names, there = bounds_there(ds), Contents.of(ds)
     colours = _scales(ds, reduce)
     panels = [name for scale in colours for name in scale["names"]]
     kept = ds.isel(sample=slice(0, SINGLE)) if across == "head" else ds
@@ -158,8 +161,7 @@ def attention_bytes(found: Sequence[dict[str, Any]] | None) -> bytes:
 def _details(
     ds: xr.Dataset, sample: int, model: Any, data: Any, device: str, balls: bool
 ) -> tuple[list[Details] | None, list[str], str]:
-    """Details of all layers and the words of the sample's tokens; or None, and why
-    there are none."""
+    """Details of all layers and the words of the sample's tokens; or None and the reason."""
     if "head" not in ds.dims:
         return None, [], "the run is about whole layers, and details are of single heads"
     try:
@@ -183,7 +185,7 @@ def _details(
 
 
 def _same(ds: xr.Dataset, sample: int, layer: int, norm: np.ndarray) -> bool:
-    """Whether norms computed now lie where the run's do; nothing to compare is no objection."""
+    """True where norms computed now lie where the run's do; nothing to compare is no objection."""
     stored = ds["exact"].isel(sample=sample, layer=layer).values[: len(norm)]
     allowed = stored * (float(ds.attrs["tol"]) + 1e-3)
     return bool((np.isnan(stored) | (np.abs(norm - stored) <= allowed)).all())
@@ -215,8 +217,10 @@ def _packed(one: Details) -> dict[str, Any]:
 
 
 def _scales(ds: xr.Dataset, reduce: str | float) -> list[dict[str, Any]]:
-    """Panels and ends of every colour bar, as in the figures: the exact norm and what is near it,
-    then the others."""
+    """Panels and ends of every colour bar, in the order of the figures.
+
+    The exact norm and what is near it come first, then the others.
+    """
     names = statistics.panels(ds)
     with np.errstate(all="ignore"):
         grids = {
@@ -251,8 +255,10 @@ def _examples(ds: xr.Dataset, names: Sequence[str]) -> dict[str, str]:
 
 
 def _widths(ds: xr.Dataset, name: str, reduce: str | float, across: str) -> Any:
-    """Relative widths of the enclosures of a grid's cells: the mean logarithm for geometric means,
-    else the largest."""
+    """Relative widths of the enclosures of a grid's cells.
+
+    The mean logarithm for geometric means, else the largest.
+    """
     wide = statistics.widths(ds, name)
     if across == "head":
         with warnings.catch_warnings():  # places without a head
@@ -271,8 +277,7 @@ def _nested(values: xr.DataArray, across: str) -> Any:
 
 
 def _numbers(values: np.ndarray, digits: int = 6) -> Any:
-    """Nested lists of numbers with so many significant digits; "inf" and null where JSON has no
-    number."""
+    """Nested lists of rounded numbers; "inf" and null where JSON has no number."""
     if values.ndim:
         return [_numbers(row, digits) for row in values]
     x = float(values)
@@ -304,7 +309,7 @@ def _histogram(ratio: xr.DataArray) -> dict[str, Any]:
 
 
 def _provenance(ds: xr.Dataset) -> list[list[str]]:
-    there = standing(ds)
+    there = Contents.of(ds)
     shown = {
         "layers and heads": labels.places(ds),
         "samples": there.samples,

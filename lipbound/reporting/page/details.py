@@ -1,5 +1,4 @@
-"""What a report shows of a single head beyond the numbers of the run: attention, singular vectors,
-and where the norm comes from."""
+"""Attention, singular vectors and terms of the norm of single heads, for a report."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from lipbound.attention import softmax
 from lipbound.attention.layer import Attention
-from lipbound.bounds.audit import bounds_there, norm_of
 from lipbound.bounds.ball.centre_entries import COVERS
 from lipbound.bounds.ball.over_ball import over_ball
 from lipbound.bounds.terms import shares
@@ -19,8 +17,8 @@ from lipbound.jacobians.spectral_norm import spectral_norm
 from lipbound.jacobians.token_norms.profile import token_profile
 from lipbound.jacobians.token_norms.token_norm import token_norm
 from lipbound.models.capture.capture import Capturer
-from lipbound.runs.measure import TOKENS
 from lipbound.runs.replay import Replay
+from lipbound.schema import TOKEN_NORMS, bounds_there, norm_of
 
 SIDE = 128
 """Attention maps of more tokens are shrunk to at most this many rows: each entry then is the
@@ -47,7 +45,7 @@ class Balls(NamedTuple):
 
 
 class Details(NamedTuple):
-    """Of one layer at one sample.
+    """Details of the heads of one layer at one sample.
 
     Attributes:
         norm: the heads' exact norms, in the run's.
@@ -95,12 +93,14 @@ def details(rerun: Replay, ds: xr.Dataset, sample: int, *, balls: bool = False) 
 def of_layer(
     att: Attention, map: str, names: list[str], norm: str = "frobenius", *, balls: bool = False
 ) -> Details:
-    """`Details` of the heads of a layer with one sample, in one of `lipbound.bounds.bound.NORMS`;
-    padding is left out."""
+    """Compute `Details` of the heads of a layer with one sample.
+
+    The norm is one of `lipbound.bounds.bound.NORMS`; padding is left out.
+    """
     att = att.unpadded(0)
     found_norm = (
         token_norm(att, norm, map=map, tol=TOKEN_TOL, vectors=True)
-        if norm in TOKENS
+        if norm in TOKEN_NORMS
         else spectral_norm(att, map=map, tol=TOL, vectors=True)
     )
     assert found_norm.left is not None
@@ -140,8 +140,7 @@ def around(att: Attention) -> Balls:
 
 
 def _whole_rows(att: Attention) -> Tensor:
-    """Probabilities of the first sample, and that of the sink where there is one, (heads, N, N or N
-    + 1)."""
+    """Probabilities of the first sample and of the sink, if any, (heads, N, N or N + 1)."""
     p = att.p[0]
     return (
         p
@@ -151,8 +150,7 @@ def _whole_rows(att: Attention) -> Tensor:
 
 
 def parts(att: Attention, map: str, left: Tensor, right: Tensor) -> dict[str, Tensor]:
-    r"""How much of :math:`u^T J v` passes through values, keys and queries, as fractions that sum
-    to one, (heads,).
+    r"""Shares of :math:`u^T J v` through values, keys and queries, which sum to one, (heads,).
 
     J is the sum of three Jacobians, of what happens when values, keys or queries alone depend on
     the input; v is the steepest perturbation and u the direction of the output, left (heads, N, d_v
@@ -170,8 +168,7 @@ def parts(att: Attention, map: str, left: Tensor, right: Tensor) -> dict[str, Te
 
 
 def moved(att: Attention, map: str, left: Tensor, right: Tensor) -> Tensor:
-    r"""Shares of the tokens that move in :math:`u^T J v`, (heads, N), of the vectors that `parts`
-    takes."""
+    r"""Shares of the tokens that move in :math:`u^T J v`, (heads, N), of the vectors of `parts`."""
     op = HeadJacobian(att.double())
     pulled = op.lift(op.vjp(_unprojected(att, map, left)))
     forms = (pulled * right).sum(-1).clamp_min(0)  # none is negative where v is the best for u
@@ -180,8 +177,10 @@ def moved(att: Attention, map: str, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _unprojected(att: Attention, map: str, left: Tensor) -> Tensor:
-    """Directions of a head's output, of directions of what is behind its projection: u^T (f W_O) =
-    (u W_O^T)^T f."""
+    """Directions of a head's output from directions behind its projection.
+
+    u^T (f W_O) = (u W_O^T)^T f.
+    """
     if map != "head_out":
         return left
     assert att.w_o is not None

@@ -1,5 +1,7 @@
-"""A run, or several, as one self-contained page: heatmaps, single heads, the audit, provenance,
-what to cite."""
+"""Self-contained page of one run or several.
+
+It holds heatmaps, single heads, the audit, provenance and citations.
+"""
 
 import base64
 import gzip
@@ -18,11 +20,11 @@ from lipbound.devices import resolve_device
 from lipbound.errors import LipboundError
 from lipbound.formatting import plain
 from lipbound.formatting.files import replacing
-from lipbound.formatting.mathml import formula
+from lipbound.formatting.html import formula
 from lipbound.reporting.labels import model_name, relabelled
 from lipbound.reporting.page.contents import attention_bytes, contents
 from lipbound.runs import store
-from lipbound.runs.run_argument import run_of
+from lipbound.runs.store import run_of
 
 HERE = Path(__file__).parent
 
@@ -149,8 +151,7 @@ def _page(pages: list[dict[str, Any]], attention: bytes) -> str:
 
 
 def _differences(pages: list[dict[str, Any]]) -> list[str]:
-    """A sentence for everything in which runs side by side differ, and which moves
-    their numbers."""
+    """A sentence for each difference between runs side by side that moves their numbers."""
     found = []
     for key, what, why in (
         (

@@ -1,4 +1,4 @@
-"""What a Dataset that is shown holds, whatever was done to the run since it was made."""
+"""Contents and settings of runs and parts of them, whatever was done to them since."""
 
 from pathlib import Path
 
@@ -11,28 +11,23 @@ import lipbound as lb
 from lipbound import tables
 from lipbound.errors import StoreError
 from lipbound.runs import store
-from lipbound.runs.provenance import damage, repeated
-from lipbound.runs.run_argument import run_of
-from lipbound.runs.standing import closed, origins, standing
+from lipbound.runs.checksums import damage, edited
+from lipbound.runs.store import run_of
+from lipbound.schema import Contents, closed, repeated
 
 
 def test_a_run_as_it_was_made(whole: xr.Dataset) -> None:
-    found = standing(whole)
-    assert (found.samples, found.samples_made, found.exact_samples) == (4, 4, 4)
-    assert (found.layers, found.model_layers, found.all_layers, found.heads, found.heads_made) == (
-        (0, 1),
-        2,
-        True,
-        (4, 4),
-        4,
-    )
+    found = Contents.of(whole)
+    assert (found.samples, found.made.samples, found.exact_samples) == (4, 4, 4)
+    assert (found.layers, found.made.model_layers, found.all_layers) == ((0, 1), 2, True)
+    assert (found.heads, found.made.heads) == ((4, 4), 4)
     assert (found.tokens, found.norms, found.closed, found.all_closed) == (
         int(whole["length"].max()),
         32,
         32,
         True,
     )
-    assert (found.edited, found.runs) == (False, 1)
+    assert (edited(whole), found.runs) == (False, 1)
 
 
 @pytest.mark.parametrize(
@@ -53,70 +48,56 @@ def test_parts_are_as_they_were_computed(
     """Of how many they are a part is known, and they can be saved, loaded and checked."""
     assert callable(part)
     ds = run_of(part(whole))
-    found = standing(ds)
-    assert (
-        found.samples,
-        found.samples_made,
-        found.layers,
-        found.model_layers,
-        found.heads,
-        found.heads_made,
-    ) == (
-        samples,
-        4,
-        layers,
-        2,
-        (heads, heads),
-        4,
-    )
-    assert found.edited is False
+    found = Contents.of(ds)
+    assert (found.samples, found.made.samples) == (samples, 4)
+    assert (found.layers, found.made.model_layers) == (layers, 2)
+    assert (found.heads, found.made.heads) == ((heads, heads), 4)
+    assert edited(ds) is False
     assert damage(ds) == ""
     assert store.load(lb.save(ds, tmp_path / "part.zarr"), damaged="refuse").identical(ds)
 
 
 def test_what_was_edited_is_called_edited(whole: xr.Dataset, bert: Path) -> None:
     other = lb.compare(bert, TEXTS[::-1], **OPTIONS)
-    assert standing(whole * 2).edited is True
-    assert standing(whole.where(whole["exact"] > 1.2)).edited is True
-    assert standing(whole.assign_attrs(tol=0.1)).edited is True
-    assert standing(whole.assign_coords(layer=[1, 2])).edited is True
+    assert edited(whole * 2) is True
+    assert edited(whole.where(whole["exact"] > 1.2)) is True
+    assert edited(whole.assign_attrs(tol=0.1)) is True
+    assert edited(whole.assign_coords(layer=[1, 2])) is True
     assert (
-        standing(
-            whole.assign_coords(layer_name=("layer", np.array(["a", "b"], dtype=object)))
-        ).edited
+        edited(whole.assign_coords(layer_name=("layer", np.array(["a", "b"], dtype=object))))
         is True
     )
-    assert standing(whole.drop_vars("checksum")).edited is True
+    assert edited(whole.drop_vars("checksum")) is True
     joined = xr.concat([whole, other], "sample")
-    assert (standing(joined).edited, repeated(joined), repeated(whole)) == (True, ["sample"], [])
+    assert (edited(joined), repeated(joined), repeated(whole)) == (True, ["sample"], [])
     unlike = xr.concat(
         [whole.isel(sample=[0]), other.isel(sample=[1])], "sample"
     )  # no number is there twice
-    assert standing(unlike).edited is True
+    assert edited(unlike) is True
     assert (
-        standing(whole[["exact", "exact_upper", "yudin"]]).edited is None
+        edited(whole[["exact", "exact_upper", "yudin"]]) is None
     )  # its checksums are over all variables
-    assert standing(whole.assign(mine=whole["exact"])).edited is False
+    assert edited(whole.assign(mine=whole["exact"])) is False
 
 
 def test_layers_of_how_many(bert: Path) -> None:
     ds = lb.compare(bert, TEXTS[:1], **OPTIONS | {"layers": [1]})
-    found = standing(ds)
-    assert (found.layers, found.model_layers, found.all_layers) == ((1,), 2, False)
+    found = Contents.of(ds)
+    assert (found.layers, found.made.model_layers, found.all_layers) == ((1,), 2, False)
 
 
 def test_what_did_not_close_is_counted(bert: Path) -> None:
     """A tolerance below what float32 products can reach."""
     ds = lb.compare(bert, TEXTS[:1], **OPTIONS | {"tol": 1e-15})
-    found = standing(ds)
+    found = Contents.of(ds)
     width = ds["exact_upper"] / ds["exact"] - 1
     assert found.closed == int((width <= 1e-15).sum()) < found.norms == 8
     np.testing.assert_array_equal(closed(ds), width <= 1e-15)
     few = lb.compare(bert, TEXTS[:2], **OPTIONS | {"exact_samples": 1})
     assert (
-        standing(few).samples,
-        standing(few).exact_samples,
-        standing(few.isel(sample=[1])).exact_samples,
+        Contents.of(few).samples,
+        Contents.of(few).exact_samples,
+        Contents.of(few.isel(sample=[1])).exact_samples,
     ) == (2, 1, 0)
 
 
@@ -134,26 +115,3 @@ def test_arithmetic_on_runs(bert: Path, whole: xr.Dataset) -> None:
         tables.summary(difference)
     with pytest.raises(StoreError, match="is missing, which arithmetic on two runs drops"):
         tables.summary(whole.drop_vars("yudin_sound"))
-
-
-def test_runs_of_before_have_their_flags_among_their_variables(
-    whole: xr.Dataset, tmp_path: Path
-) -> None:
-    """And no record of what they were made with: they load, and nothing is claimed about their
-    checksums."""
-    former = whole.reset_coords(["yudin_sound", "lipbound_sound", "exact_converged", "checksum"])
-    del former.attrs["made"]
-    former["checksum"] = former["checksum"].isel(head=0).astype("int64")
-    former.to_zarr(tmp_path / "run.zarr", consolidated=False)
-    ds = store.load(tmp_path / "run.zarr", damaged="refuse")
-    assert {"yudin_sound", "lipbound_sound", "exact_converged"} <= set(ds.coords)
-    found = standing(ds)
-    assert (found.edited, found.samples_made, found.model_layers, found.all_layers, found.runs) == (
-        None,
-        None,
-        None,
-        None,
-        1,
-    )
-    assert origins(ds) == [ds.attrs]
-    assert "no checksums" in lb.verify(ds, places=1, data=TEXTS).notes[0]

@@ -1,15 +1,17 @@
-"""Eigenvalues of tridiagonal matrices, on one thread."""
+"""Building blocks of Lanczos runs: tridiagonal eigenproblems and inner products."""
 
 import json
 import subprocess
 import sys
+from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, strategies
 from hypothesis.extra import numpy as arrays
 
-from lipbound.linalg.stopping import eigenpairs, top_eigenpairs
+from lipbound.linalg.krylov import Dots, eigenpairs, top_eigenpairs
 
 SIZES = strategies.tuples(strategies.integers(1, 3), strategies.integers(1, 12))
 
@@ -46,7 +48,7 @@ def test_eigenpairs_of_tridiagonal_matrices(data, shape, exponent):
 SCRIPT = """
 import json, pathlib, threading, time
 import numpy as np
-from lipbound.linalg.stopping import eigenpairs, top_eigenpairs
+from lipbound.linalg.krylov import eigenpairs, top_eigenpairs
 
 me, diagonal = threading.get_native_id(), np.random.default_rng(0).random((4, 64))
 
@@ -78,3 +80,20 @@ def test_no_other_thread_works(monkeypatch):
     if not before:
         pytest.skip("numpy and scipy have no threads of their own here")
     assert after == before
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 97, 256, 4096])
+def test_inner_products_in_two_stages_are_as_close_as_they_say(n: int) -> None:
+    g, dots = torch.Generator().manual_seed(n), Dots(n)
+    x, z = (torch.randn(2, *shape, generator=g, dtype=torch.float64) for shape in ((n,), (3, n)))
+    z[:, 0] = x.flip(1) * torch.tensor([1.0, -1.0]).repeat(n)[:n]  # large terms that cancel
+    found = dots(x, z)
+    for b in range(2):
+        for r in range(3):
+            factors = zip(x[b].tolist(), z[b, r].tolist(), strict=True)
+            exact = sum((Fraction(s) * Fraction(t) for s, t in factors), Fraction(0))
+            error = abs(float(Fraction(float(found[b, r])) - exact))
+            assert error <= dots.roundings * float(x[b].norm() * z[b, r].norm())
+    torch.testing.assert_close(dots.gram(z), z @ z.mT)
+    assert dots.roundings <= (n + 3) * 2.0**-53
+    assert n != 4096 or dots.roundings == (64 + 64 + 2) * 2.0**-53

@@ -1,0 +1,113 @@
+"""One call of attention in a forward pass: the record that every way of seeing it makes."""
+
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from lipbound.errors import CaptureError
+
+
+@dataclass(eq=False)
+class ModuleRun:
+    """One run of a module in a forward pass.
+
+    Attributes:
+        module: what ran.
+        name: of the module in the model.
+        args: the first argument, where it was given by position.
+        kwargs: all other arguments, by name.
+        calls: how often the module called attention in this run.
+    """
+
+    module: nn.Module
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    calls: int = 0
+
+
+@dataclass
+class Call:
+    """One call of attention, with the run of the module that made it.
+
+    Attributes:
+        run: of the module whose attention it is.
+        q: queries, (samples, heads, N, d).
+        k: keys, (samples, heads or fewer that they share, N, d).
+        v: values, (samples, heads or fewer that they share, N, d_v).
+        mask: what is added to scores, or None.
+        scale: the factor of scores; None for d^-0.5.
+        extras: what else the attention function was handed.
+        out: head outputs, (samples, N, heads, d_v).
+        turn: how many calls the same module made before (ALBERT runs one module as every layer).
+        boolean: whether the mask was given as True and False; ``mask`` is what that adds to scores.
+        given_mask: the mask of tokens, (samples, N), that the model (of a composed one the part)
+            around the layer was given.
+        consumer: the linear map that the head outputs go to, where it was found.
+        changed: what happens to the head outputs before they are projected, where something does.
+    """
+
+    run: ModuleRun
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    scale: float | None
+    extras: dict[str, Any]
+    out: Tensor
+    turn: int
+    boolean: bool = False
+    given_mask: Tensor | None = None
+    consumer: nn.Module | None = None
+    changed: str = ""
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that made the call."""
+        return self.run.module
+
+    @property
+    def name(self) -> str:
+        """The name of that module in the model."""
+        return self.run.name
+
+    @property
+    def x(self) -> Tensor:
+        """The token vectors that the module was given, (samples, N, D).
+
+        Raises:
+            CaptureError: it was given no such tensor, or attends to other tokens than these.
+        """
+        x = self.run.args[0] if self.run.args else self.run.kwargs.get("hidden_states")
+        if not isinstance(x, Tensor) or x.ndim != 3:
+            raise CaptureError(
+                f"layer {self.name}: {type(self.module).__name__} is not given one (samples, N, D) "
+                "tensor of token vectors"
+            )
+        queries, keys = self.q.shape[-2], self.k.shape[-2]
+        if keys != x.shape[1] or queries != x.shape[1]:
+            raise CaptureError(
+                f"layer {self.name}: {queries} queries attend to {keys} keys while the layer's "
+                f"input has {x.shape[1]} tokens; only self-attention is supported (no "
+                "cross-attention, no cache, no windows cut out of the input)"
+            )
+        return x
+
+    def to(self, device: torch.device) -> "Call":
+        """Return the call with its tensors on a device; modules stay where they are."""
+        if self.q.device == device:
+            return self
+        there = partial(tree_map, lambda t: t.to(device) if isinstance(t, Tensor) else t)
+        names = {field.name for field in fields(self)} - {"run", "consumer"}
+        own = {name: there(getattr(self, name)) for name in names}
+        run = replace(self.run, args=there(self.run.args), kwargs=there(self.run.kwargs))
+        return replace(self, run=run, **own)
+
+    def unsupported(self, what: str, kind: type[CaptureError] = CaptureError) -> CaptureError:
+        """Return the error, of some kind, about something that the layer does."""
+        owner = type(self.module).__name__
+        return kind(f"layer {self.name}: {owner} {what}, which is not supported")

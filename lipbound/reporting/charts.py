@@ -1,0 +1,339 @@
+"""Charts beside the heatmaps: bounds over exact norms, over balls, and norms of single tokens."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import matplotlib
+import numpy as np
+import xarray as xr
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from lipbound.bounds.registry import get
+from lipbound.errors import LipboundError, shown, whole
+from lipbound.formatting import number, plain
+from lipbound.reporting import statistics
+from lipbound.reporting.figures.captions import folded
+from lipbound.reporting.labels import relabelled
+from lipbound.reporting.styles import BASE, Drawing, look, write
+from lipbound.runs.store import takes_run
+
+if TYPE_CHECKING:
+    from lipbound.jacobians.token_norms.profile import TokenProfile
+
+
+@takes_run
+def ratios(
+    ds: xr.Dataset,
+    *,
+    bounds: Iterable[str] | None = None,
+    ax: Axes | None = None,
+    labels: Mapping[str, str] | None = None,
+) -> Axes:
+    """Draw bound / exact of every head and sample, a box per bound, on a logarithmic axis.
+
+    Boxes are quartiles; whiskers reach the smallest and the largest ratio.
+
+    Bounds that lie many decades beyond all others are no boxes but words in their rows, which say
+    their range, so that the axis stays legible.
+
+    Args:
+        ds: a run.
+        bounds: which, from top to bottom; all of the run by default.
+        ax: where to draw; a new figure by default.
+        labels: what to call bounds, by name ("exact" and "exact_l2" among them), and "model" and
+            "data".
+
+    Raises:
+        LipboundError: a bound that the run has not, a run without bounds.
+    """
+    ds = relabelled(ds, labels)
+    names = statistics.present(ds, bounds)
+    if not names:
+        raise LipboundError(
+            "the run has no bounds, whose ratios to the exact norms are drawn; compare the model "
+            "with some"
+        )
+    axes = (
+        ax
+        if ax is not None
+        else Drawing(figsize=(3.45, 0.9 + 0.22 * len(names)), layout="constrained").add_subplot()
+    )
+    values = [statistics.ratio(ds, name).values for name in names]
+    with np.errstate(divide="ignore"):
+        logs = {name: np.log10(v) for name, v in zip(names, values, strict=True)}
+    kept, (low, high) = statistics.shared_axis(logs)
+    high = max(high, low + 0.5)  # of less, a logarithmic axis has no legible numbers
+    pad = 0.04 * (high - low)
+    for row, (name, v) in enumerate(zip(names, values, strict=True), start=1):
+        inside = v[np.isfinite(v) & (v > 0)]
+        if name in kept:
+            axes.boxplot(
+                [inside],
+                positions=[row],
+                orientation="horizontal",
+                whis=(0, 100),
+                widths=0.6,
+                medianprops={"color": "black"},
+            )
+        if said := _beyond(v, name in kept, low - pad, high + pad):
+            above = row - 0.1 * (name in kept)  # the whisker
+            axes.text(
+                0.99,
+                above,
+                said,
+                transform=axes.get_yaxis_transform(),
+                ha="right",
+                va="baseline",
+                fontsize="x-small",
+                parse_math=False,
+            )
+    axes.set_yticks(
+        range(1, len(names) + 1), [ds[name].attrs["label"] for name in names], parse_math=False
+    )
+    axes.axvline(1, color="0.5", lw=0.8, ls=":")
+    axes.set(
+        xscale="log",
+        xlabel="bound / exact",
+        xlim=(10.0 ** (low - pad), 10.0 ** (high + pad)),
+        ylim=(len(names) + 0.5, 0.5),
+    )
+    return axes
+
+
+def _beyond(values: np.ndarray, boxed: bool, low: float, high: float) -> str:
+    """Words for the row of a bound that is not all on the axis (from 10^low to 10^high)."""
+    known = values[~np.isnan(values)]
+    if not known.size:
+        return "no ratio: no positive exact norm"
+    least, most = (
+        number(float(end), 2).replace("inf", "\u221e") for end in (known.min(), known.max())
+    )
+    if not boxed:
+        return f"beyond: {least} to {most}" if least != most else f"beyond: {least}"
+    with np.errstate(divide="ignore"):
+        return ", ".join(
+            [f"down to {least}"] * bool(np.log10(known.min()) < low)
+            + [f"up to {most}"] * bool(np.log10(known.max()) > high)
+        )
+
+
+def ball_curve(
+    ds: xr.Dataset,
+    path: str | Path | None = None,
+    *,
+    sample: int = 0,
+    heads: Iterable[int] | None = None,
+    title: str = "",
+) -> Figure:
+    """Draw bounds over balls and the norms an adversary found against the radius.
+
+    A panel for each head; the true supremum lies in the shaded gap.
+
+    Args:
+        ds: from `lipbound.radius_curve`; radius 0 is left out of the logarithmic axis.
+        path: where to write it. sample, heads: what to show; all heads of sample 0 by default.
+            title: what the heads are of, for the caption.
+
+    Raises:
+        LipboundError: a file type that cannot be drawn, a file that cannot be written.
+    """
+    chosen = list(range(ds.sizes["head"])) if heads is None else list(heads)
+    across = min(len(chosen), 4)
+    down = -(-len(chosen) // across)
+    ds = ds.isel(sample=sample).where(ds["radius"] > 0, drop=True)
+    radius = ds["radius"].values
+    with matplotlib.rc_context(BASE | {"font.size": 7.0}):
+        figure = Drawing(figsize=(7.1, 1.9 * down + 0.9), layout="constrained")
+        FigureCanvasAgg(figure)
+        panels = np.atleast_1d(figure.subplots(down, across, sharex=True, sharey=True)).ravel()
+        for axes, head in zip(panels, chosen, strict=False):
+            one = ds.isel(head=head)
+            for name in ds.attrs["bounds"]:
+                axes.plot(radius, one[name], lw=1, label=get(name).label)
+            if "over_ball" in one:
+                axes.plot(
+                    radius, one["over_ball"], color="black", lw=1.5, label="lipbound, over the ball"
+                )
+            if "adversary" in one:
+                axes.plot(
+                    radius,
+                    one["adversary"],
+                    color="black",
+                    lw=1,
+                    ls=":",
+                    label="found by an adversary",
+                )
+            if "adversary" in one and "over_ball" in one:
+                axes.fill_between(
+                    radius, one["adversary"].values, one["over_ball"].values, color="0.85", lw=0
+                )
+            axes.set(xscale="log", yscale="log", title=f"head {head}")
+        for axes in panels[len(chosen) :]:
+            axes.set_axis_off()
+        figure.supxlabel(
+            f"radius ({'each token' if ds.attrs['ball'] == 'token' else 'Frobenius'}); tokens "
+            f"are {ds.attrs['token_norm']:.3g} long\n{title}"
+        )
+        figure.supylabel("local Lipschitz constant")
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
+        if path is not None:
+            write(figure, Path(path))
+    return figure
+
+
+PANELS = {
+    "moved": "what this token does to all outputs",
+    "output": "what all tokens do to this output",
+}
+LONGEST = 14
+"""Letters of a token that are written."""
+
+
+def token_profile(
+    profile: "TokenProfile",
+    tokens: Sequence[str] | None = None,
+    path: str | Path | None = None,
+    *,
+    sample: int = 0,
+    heads: Iterable[int] | None = None,
+    width: str | float = "page",
+    font_size: float | None = None,
+    title: str = "",
+) -> Figure:
+    """Draw norms of single tokens: tokens across, by their text, heads down.
+
+    One panel is for tokens that move, one for output tokens.
+
+    Where all outputs count, or all tokens move, it is by Frobenius norm. A single head is drawn as
+    bars, several as colours (log10, one scale for both panels). What is drawn is the geometric mean
+    of both ends, which agree to rounding.
+
+    Args:
+        profile: from `lipbound.token_profile`.
+        tokens: their text; numbers by default. Where not all fit, some are left out of the axis,
+            and none of the figure.
+        path: where to write it. sample, heads: what to show; all heads of the first sample by
+            default.
+        width: "page", "column", "slide", or inches. font_size: points. title: what the heads are
+            of.
+
+    Raises:
+        LipboundError: a sample or head that there is not, another number of tokens, a file that
+            cannot be drawn or written.
+    """
+    values = _values(profile, sample, None if heads is None else list(heads))
+    count = next(iter(values.values())).shape[1]
+    names = (
+        [str(j) for j in range(count)]
+        if tokens is None
+        else [plain(str(token)) for token in tokens]
+    )
+    if len(names) != count:
+        raise LipboundError(
+            f"{len(names)} tokens were given for a profile of {count}; give the text of every token"
+        )
+    names = [name if len(name) <= LONGEST else name[: LONGEST - 1] + "\u2026" for name in names]
+    settings, inches, points = look(None, width, font_size)
+    rows = next(iter(values.values())).shape[0]
+    chosen = list(range(rows)) if heads is None else list(heads)
+    with matplotlib.rc_context(settings):
+        height = (
+            2 * (0.9 + min(2.6, 0.16 * rows if rows > 1 else 1.0))
+            + 0.06 * max(map(len, names), default=1)
+            + 0.3
+        )
+        figure = Drawing(figsize=(inches, height), layout="constrained")
+        FigureCanvasAgg(figure)
+        panels = figure.subplots(2, 1, sharex=True)
+        room = inches - (0.75 if rows == 1 else 1.35)  # beside axes and colour bar
+        one = "norm" if profile.lower.ndim == 2 else f"norm, head {chosen[0]}"
+        for axes, (name, grid) in zip(panels, values.items(), strict=True):
+            axes.set_title(
+                "\n".join(folded(PANELS[name], max(room, 0.5), points)),
+                fontsize=points,
+                parse_math=False,
+            )
+            if rows == 1:
+                axes.bar(range(count), grid[0], color="0.35", width=0.8)
+                axes.set(ylabel=one, xlim=(-0.5, count - 0.5))
+            else:
+                picture = _colours(axes, grid, values, chosen)
+        if rows > 1:
+            bar = figure.colorbar(picture, ax=panels, aspect=40, pad=0.02, fraction=0.08)
+            bar.set_label("log10 of the norm", loc="center")
+        _name(panels[-1], names, inches, points)
+        if title:
+            figure.suptitle(title, fontsize=points + 1, parse_math=False)
+        if path is not None:
+            write(figure, Path(path))
+    return figure
+
+
+def _values(profile: "TokenProfile", sample: int, heads: list[int] | None) -> dict[str, np.ndarray]:
+    """(heads, N) of each panel; one row for a whole layer."""
+    ends = {
+        "moved": (profile.lower, profile.upper),
+        "output": (profile.output_lower, profile.output_upper),
+    }
+    sample, samples = whole("sample", sample), profile.lower.shape[0]
+    if not 0 <= sample < samples:
+        raise LipboundError(f"sample is {sample}; the profile has samples 0 to {samples - 1}")
+    out = {}
+    for name, (lower, upper) in ends.items():
+        grid = np.atleast_2d(
+            np.sqrt(
+                lower[sample].numpy()
+                * np.where(np.isfinite(upper[sample].numpy()), upper[sample].numpy(), np.nan)
+            )
+        )
+        if heads is not None:
+            if not heads or any(
+                isinstance(h, bool) or not isinstance(h, int) or not 0 <= h < len(grid)
+                for h in heads
+            ):
+                raise LipboundError(
+                    f"heads are {shown(heads)}; they must be among 0 to {len(grid) - 1}"
+                )
+            grid = grid[heads]
+        out[name] = grid
+    return out
+
+
+def _colours(
+    axes: Axes, grid: np.ndarray, values: dict[str, np.ndarray], heads: list[int]
+) -> matplotlib.image.AxesImage:
+    """One cell for every head and token."""
+    logs = [np.log10(np.where(one > 0, one, np.nan)) for one in values.values()]
+    known = np.concatenate([one[np.isfinite(one)] for one in logs])
+    low, high = (known.min(), known.max()) if known.size else (0.0, 1.0)
+    picture = axes.imshow(
+        np.log10(np.where(grid > 0, grid, np.nan)),
+        aspect="auto",
+        cmap="viridis",
+        vmin=low,
+        vmax=high,
+        interpolation="nearest",
+    )
+    step = max(1, -(-len(heads) // 12))
+    axes.set_yticks(range(0, len(heads), step), [str(h) for h in heads[::step]])
+    axes.set_ylabel("head")
+    return picture
+
+
+def _name(axes: Axes, names: list[str], inches: float, points: float) -> None:
+    """Tokens below the last panel, upright, as many as there is room for."""
+    room = max(1, int(inches * 0.82 * 72 / (1.15 * points)))
+    step = max(1, -(-len(names) // room))
+    axes.set_xticks(range(0, len(names), step), names[::step], rotation=90, parse_math=False)
+    for panel in axes.figure.axes:
+        panel.tick_params(axis="x", length=1.5, width=0.5, pad=1.5, labelsize=points - 0.5)
+    if step > 1:
+        axes.set_xlabel(
+            f"every {step}th token is named"
+            if step > 3
+            else f"every {('', '', 'second', 'third')[step]} token is named"
+        )

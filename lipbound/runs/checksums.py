@@ -1,0 +1,200 @@
+"""Hashes that tell whether a run is still as it was computed.
+
+They guard against accidents (a value edited, a file damaged), not against somebody who computes
+them anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+from collections.abc import Hashable, Mapping
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from lipbound.schema import (
+    AXES,
+    CHECKSUM,
+    COORDINATES,
+    IDENTITY,
+    RUN,
+    RUN_SAMPLE,
+    Extent,
+    RunInfo,
+    flags,
+    lacks_variables,
+    own,
+    repeated,
+)
+
+UNHASHED = ("block", "settings_checksum")
+HASHED = tuple(one.name for one in fields(RunInfo) if one.name not in UNHASHED)
+IF_THERE = ("norm", "variants", "not_applicable", "notes", "quantization", "configuration")
+"""Of the attributes in the hash of the settings, those that count only where they say something."""
+
+
+def sealed(ds: xr.Dataset, info: RunInfo) -> xr.Dataset:
+    """Give a finished run its attributes, with checksums of its settings and of every place.
+
+    Args:
+        ds: its variables and coordinates.
+        info: what it says about itself; the names of its variables are filled in.
+    """
+    ds = ds.assign_attrs(info.attributes())
+    said = json.dumps([ds.attrs.get(name) for name in IDENTITY])
+    identity = hashlib.sha256(said.encode()).hexdigest()
+    ds.attrs["made"] = asdict(replace(info.made, variables=own(ds), identity=identity))
+    ds.attrs["settings_checksum"] = settings_checksum(ds.attrs)
+    ds[CHECKSUM] = checksums(ds)
+    return ds.set_coords(flags(ds))
+
+
+def settings_checksum(attrs: Mapping[str, Any]) -> str:
+    """Hash (sha256) over what a run says about itself, whatever part of it is there."""
+    said = {name: attrs.get(name) for name in HASHED if name in attrs or name not in IF_THERE}
+    if said.get("norm") == "frobenius":
+        del said["norm"]
+    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def settings_altered(ds: xr.Dataset) -> bool:
+    """Tell whether settings, of the run or of those put together, are not as they were recorded."""
+    return any(
+        settings_checksum(attrs) != attrs.get("settings_checksum")
+        for attrs in (ds.attrs, *ds.attrs.get("runs", []))
+    )
+
+
+def checksums(ds: xr.Dataset) -> xr.DataArray:
+    """Four bytes of a hash over everything that stands at a place, int32, as ``exact``.
+
+    Over the values of all variables, the numbers of sample, layer and head, the layer's name, the
+    sample's length, and what decides the numbers of the run that it is from (`IDENTITY`); so every
+    part of a run can be checked, and places of other runs do not pass.
+    """
+    dims = ds["exact"].dims
+    shape = tuple(ds.sizes[dim] for dim in dims)
+    names = sorted(own(ds))
+    sample = RUN_SAMPLE if RUN_SAMPLE in ds.variables else "sample"
+    numbers = (sample, "layer", "length", *(["head"] if "head" in dims else []))
+    columns = [_column(ds, name, dims) for name in (*names, *numbers)]
+    rows = np.ascontiguousarray(np.stack(columns, axis=-1)).reshape(*shape, -1)
+    run = ds[RUN].transpose("sample", "layer").values if RUN in ds.variables else 0
+    run = np.broadcast_to(run, shape[:2])
+    identities = [str(one["made"]["identity"]) for one in ds.attrs.get("runs", [ds.attrs])]
+    layer_names = ds["layer_name"].values if "layer_name" in ds.variables else [""] * shape[1]
+    values = np.zeros(shape, dtype=np.int32)
+    for s, layer in np.ndindex(*shape[:2]):
+        said = [identities[int(run[s, layer])], str(layer_names[layer]), *names]
+        start = hashlib.blake2b(json.dumps(said).encode(), digest_size=4)
+        for place in np.ndindex(*shape[2:]):
+            digest = start.copy()
+            digest.update(rows[(s, layer, *place)].tobytes())
+            values[(s, layer, *place)] = int.from_bytes(digest.digest(), "little", signed=True)
+    long_name = "hash of what stood at this place when it was computed"
+    return xr.DataArray(values, dims=dims, attrs={"long_name": long_name})
+
+
+def _column(ds: xr.Dataset, name: str, dims: tuple[Hashable, ...]) -> np.ndarray:
+    """A variable at every place, as eight bytes.
+
+    Neither its type on disk nor the kind of NaN or zero changes them.
+    """
+    sizes = {dim: ds.sizes[dim] for dim in dims}
+    if name not in ds.variables:
+        return np.zeros(list(sizes.values()), dtype=np.int64)
+    values = ds.variables[name].set_dims(sizes).transpose(*dims).values  # type: ignore[no-untyped-call]
+    if values.dtype.kind != "f":
+        return values.astype("<i8")
+    values = values.astype("<f8") + 0.0
+    return np.where(np.isnan(values), np.nan, values).view("<i8")
+
+
+def altered(ds: xr.Dataset) -> list[tuple[int, int]] | None:
+    """Positions (sample, layer) that are not as they were computed; None without checksums."""
+    if CHECKSUM not in ds.variables:
+        return None
+    wrong = checksums(ds) != ds[CHECKSUM].transpose(*ds["exact"].dims).variable
+    places = wrong.any([dim for dim in wrong.dims if dim not in AXES[:2]]).values
+    return [(int(s), int(layer)) for s, layer in np.argwhere(places)]
+
+
+def edited(ds: xr.Dataset) -> bool | None:
+    """Tell whether something is not as it was computed; None where variables were left out.
+
+    Parts of a run (``ds.isel(sample=[0])``) are as they were computed; arithmetic, and runs joined
+    by ``xarray.concat``, whose attributes are those of one of them, are not.
+    """
+    if settings_altered(ds) or CHECKSUM not in ds.variables or repeated(ds):
+        return True
+    return None if lacks_variables(ds) else bool(altered(ds))
+
+
+def damage(ds: xr.Dataset) -> str:
+    """Describe what is no longer as it was computed, as the end of a sentence; else empty."""
+    said = []
+    if settings_altered(ds):
+        said.append("its settings (attributes) are not those that were recorded")
+    if CHECKSUM not in ds.variables:
+        said.append("the checksums of its numbers are missing")
+    if places := altered(ds):
+        wrong = impossible(ds)
+        what = f"its coordinates {', '.join(wrong)}, and with them its numbers" * bool(wrong)
+        empty = [name for name in own(ds) if all(_empty(ds, name, *place) for place in places)]
+        lost = f" (no value of {', '.join(empty)} is there)" if empty else ""
+        said.append(
+            f"{what or 'its numbers'} {_where(ds, places)} are not those that were computed{lost}"
+        )
+    return " and ".join(said)
+
+
+def _where(ds: xr.Dataset, places: list[tuple[int, int]]) -> str:
+    """Places in words, up to three of them by their numbers."""
+    if len(places) == ds.sizes["sample"] * ds.sizes["layer"]:
+        return "at every sample and layer"
+    first = ", ".join(
+        f"sample {int(ds['sample'][s])} layer {int(ds['layer'][i])}" for s, i in places[:3]
+    )
+    return f"at {first}" if len(places) <= 3 else f"at {len(places)} places ({first}, ...)"
+
+
+def impossible(ds: xr.Dataset) -> list[str]:
+    """List coordinates with values that the run cannot have had.
+
+    Numbers that are there twice or were not measured, empty names, no length.
+    """
+    made = Extent(**ds.attrs["made"])
+    known = dict(zip(AXES, (range(made.samples), made.layers, range(made.heads or 0)), strict=True))
+    wrong = {
+        name
+        for name, numbers in known.items()
+        if name in ds.variables and not set(ds[name].values.tolist()) <= set(numbers)
+    } | set(repeated(ds))
+    if "layer_name" not in ds.variables or not all(map(str, ds["layer_name"].values)):
+        wrong.add("layer_name")
+    if "length" not in ds.variables or bool((ds["length"] < 1).any()):
+        wrong.add("length")
+    return [name for name in COORDINATES if name in wrong]
+
+
+def _empty(ds: xr.Dataset, name: str, sample: int, layer: int) -> bool:
+    """Tell whether a variable has no value at a place where it should have one."""
+    inexact = name.startswith("exact") and sample >= int(ds.attrs["exact_samples"])
+    if ds[name].dtype.kind != "f" or inexact:
+        return False
+    return bool(ds[name].isel(sample=sample, layer=layer).isnull().all())
+
+
+def again(attrs: Mapping[str, Any]) -> str:
+    """Say how to compute a run again: by its own command, quoted, where that was one of ours."""
+    try:
+        words = shlex.split(str(attrs.get("command", "")))
+    except ValueError:
+        words = []
+    if words[:2] in (["lipbound", "compare"], ["lipbound", "demo"]):
+        return f"move it away, and `{shlex.join(words)}` computes it again"
+    return "compute it again with the arguments that it was made with"

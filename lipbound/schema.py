@@ -1,0 +1,343 @@
+"""Names in a run's Dataset, what a run says about itself, and checks of both.
+
+Needs neither torch nor numpy, so that commands start and stored runs are read quickly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import cache
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Self, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+NORMS = {
+    "frobenius": "all tokens move, by 1 together in the Frobenius norm, which measures outputs too",
+    "every-token": "every token moves by at most 1, and the output token that moves furthest "
+    "counts",
+    "one-token": "one token alone moves, by 1, and outputs are measured in the Frobenius norm",
+}
+"""How perturbations and outputs are measured. Numbers are compared within one norm only."""
+TOKEN_NORMS = ("every-token", "one-token")
+"""Norms that tell tokens apart; both ends of their exact values are deterministic."""
+
+AXES = ("sample", "layer", "head")
+"""Axes of every variable, in this order; runs of whole layers have no heads."""
+COORDINATES = (*AXES, "layer_name", "length")
+EXACT = ("exact", "exact_upper", "exact_l2", "exact_steps", "exact_converged")
+"""Variables about exact norms: lower ends, upper ends, norms of L2 attention, cost, convergence."""
+CHECKSUM = "checksum"
+RUN, RUN_SAMPLE = "run", "run_sample"
+"""Coordinates of runs put together: the run that a place is from, and its sample's number there."""
+
+IDENTITY = (
+    *("revision", "data_fingerprint", "map", "norm"),
+    *("method", "tol", "delta", "seed", "dtype"),
+)
+"""Attributes that decide what the numbers are."""
+DRAWN = ("method", "delta", "seed")
+"""Attributes of exact norms that are found from random vectors: in the Frobenius norm alone."""
+AGREE = (
+    *("revision", "architecture", "loaded", "commit", "quantization", "map", "norm"),
+    *("method", "tol", "dtype", "seed", "bounds", "variants", "not_applicable"),
+)
+"""Attributes that runs put together share, since a number means something else without."""
+JOINED = (
+    *("lipbound", "model", "data", "data_fingerprint", "preprocessing"),
+    *("device", "python", "date", "command"),
+)
+"""Attributes that runs put together list, each text once."""
+CHOICES = {"norm": tuple(NORMS), "dtype": ("float32", "float64")}
+"""Attributes that are one of some names."""
+OPTIONAL = ("notes", "quantization", "configuration", "runs", "block")
+"""Attributes that stand only where there is something to tell."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Extent of a whole run, recorded for whoever sees a part of it.
+
+    Attributes:
+        samples: how many. exact_samples: on how many of them norms are exact.
+        layers: their numbers. model_layers: how many attention layers the model has.
+        heads: most heads of a layer; None for maps of whole layers.
+        variables: names of everything that was computed.
+        identity: hash over the attributes `IDENTITY`.
+    """
+
+    samples: int
+    exact_samples: int
+    layers: list[int]
+    heads: int | None
+    model_layers: int
+    variables: list[str] = field(default_factory=list)
+    identity: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """What a run says about itself: its attributes, under the names and in the types stored.
+
+    Attributes:
+        lipbound: the version that computed it. versions: of the packages that numbers depend on.
+        model, revision, architecture, quantization: the checkpoint, and how its weights are stored.
+        loaded: whether the model was an object in memory. commit: on the hub, where it is known.
+        configuration: hash of the model's configuration.
+        data, data_fingerprint, preprocessing: the inputs.
+        source: where model and data are found again (see `lipbound.runs.dataset.source`).
+        bounds, map, map_description, norm, tol, dtype, device: as in `lipbound.compare`.
+        method, delta, seed: of exact norms that are found from random vectors.
+        python, date, command: when and how.
+        samples, exact_samples, tokens: what was measured; ``tokens`` of the longest sample.
+        capture_error: the largest relative error of the captured layers.
+        block: samples measured at a time. variants: what its attention has besides softmax.
+        not_applicable: bounds left out, and why. notes: what is not as it was asked for.
+        made: extent of the whole run. runs: attributes of each run that was put together.
+        settings_checksum: see `lipbound.runs.checksums`.
+    """
+
+    lipbound: str
+    model: str
+    revision: str
+    loaded: bool
+    commit: str | None
+    architecture: str
+    data: str
+    data_fingerprint: str
+    source: dict[str, Any] | None
+    preprocessing: str
+    bounds: list[str]
+    map: str
+    map_description: str
+    norm: str
+    method: str = ""
+    tol: float
+    delta: float | None = None
+    seed: int = 0
+    dtype: str
+    device: str
+    versions: dict[str, str]
+    python: str
+    date: str
+    command: str
+    samples: int
+    exact_samples: int
+    tokens: int
+    capture_error: float
+    block: int | None = None
+    variants: list[str]
+    not_applicable: dict[str, str]
+    notes: list[str] = field(default_factory=list)
+    quantization: str | None = None
+    configuration: str | None = None
+    made: Extent
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    settings_checksum: str = ""
+
+    @classmethod
+    def of(cls, ds: xr.Dataset) -> Self:
+        """Read what a run says, where `lacking_settings` finds nothing."""
+        said = {one.name: ds.attrs[one.name] for one in fields(cls) if one.name in ds.attrs}
+        return cls(**said | {"made": Extent(**said["made"])})
+
+    def attributes(self) -> dict[str, Any]:
+        """Attributes to store: all but the `OPTIONAL` that are empty, and `DRAWN` in other norms.
+
+        The checksum is not among them, since it is made from the others.
+        """
+        said = asdict(self)
+        for name in ("settings_checksum", *(DRAWN if self.norm != "frobenius" else ())):
+            del said[name]
+        return {name: value for name, value in said.items() if value or name not in OPTIONAL}
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Contents of a run, or of a part of one, counted from its values and coordinates.
+
+    Attributes:
+        samples: how many. exact_samples: of them, those with an exact norm.
+        layers: numbers of the layers.
+        heads: least and most heads of a layer that have a value; (0, 0) for maps of whole layers.
+        tokens: of the longest sample.
+        norms: exact norms. closed: of them, those found to the tolerance.
+        runs: how many runs were put together; 1 for one.
+        made: extent of the whole run.
+    """
+
+    samples: int
+    exact_samples: int
+    layers: tuple[int, ...]
+    heads: tuple[int, int]
+    tokens: int
+    norms: int
+    closed: int
+    runs: int
+    made: Extent
+
+    @classmethod
+    def of(cls, ds: xr.Dataset) -> Self:
+        """Count what of a run is there; it has the axes that `lipbound.runs.store.run_of` gives."""
+        there = ds["exact"].notnull()
+        heads = there.any("sample").sum("head") if "head" in ds.dims else there.any() * 0
+        return cls(
+            samples=int(ds.sizes["sample"]),
+            exact_samples=int(with_exact(ds).sum()),
+            layers=tuple(ds["layer"].values.tolist()),
+            heads=(int(heads.min()), int(heads.max())),
+            tokens=int(ds["length"].max()),
+            norms=int(there.sum()),
+            closed=int(closed(ds).sum()),
+            runs=len(origins(ds)),
+            made=Extent(**ds.attrs["made"]),
+        )
+
+    @property
+    def all_closed(self) -> bool:
+        """Every exact norm that is there was found to the tolerance."""
+        return self.closed == self.norms
+
+    @property
+    def all_layers(self) -> bool:
+        """Every attention layer of the model is there."""
+        return len(set(self.layers)) == self.made.model_layers
+
+
+def sound(bound: str) -> str:
+    """Name the variable that says where the assumptions of a bound hold."""
+    return f"{bound}_sound"
+
+
+def own(ds: xr.Dataset) -> list[str]:
+    """List the variables that a run computed, whatever was added to it since."""
+    bounds = list(ds.attrs["bounds"])
+    return [name for name in (*EXACT, *bounds, *map(sound, bounds)) if name in ds.variables]
+
+
+def flags(ds: xr.Dataset) -> list[str]:
+    """List the variables that annotate places: truth values, checksums, where a place is from.
+
+    They are coordinates, so that arithmetic leaves them alone.
+    """
+    names = ("exact_converged", *map(sound, ds.attrs["bounds"]), CHECKSUM, RUN, RUN_SAMPLE)
+    return [name for name in names if name in ds.variables]
+
+
+def lacks_variables(ds: xr.Dataset) -> bool:
+    """Tell whether variables of the run were left out, so that checksums, over all, say nothing."""
+    return not set(ds.attrs["made"]["variables"]) <= set(own(ds))
+
+
+def bounds_there(ds: xr.Dataset) -> list[str]:
+    """List the bounds that are there with the exact norms that they are compared with."""
+    return [
+        str(name)
+        for name in ds.attrs["bounds"]
+        if name in ds.variables and compared_with(ds, name) in ds.variables
+    ]
+
+
+def compared_with(ds: xr.Dataset, name: str) -> str:
+    """Name the variable with the exact norm of a bound's own map, "exact" or "exact_l2"."""
+    return str(ds[name].attrs["compared_with"])
+
+
+def norm_of(ds: xr.Dataset) -> str:
+    """Name the norm of a run's numbers, one of `NORMS`."""
+    return str(ds.attrs["norm"])
+
+
+def with_exact(ds: xr.Dataset) -> xr.DataArray:
+    """Samples that have an exact norm, bool (samples,)."""
+    exact = ds["exact"]
+    return exact.notnull().any([dim for dim in exact.dims if dim != "sample"])
+
+
+def closed(ds: xr.Dataset) -> xr.DataArray:
+    """Places whose exact norm was found to the run's tolerance, bool, as ``exact``.
+
+    These converged, and where there are two ends, they are that near.
+    """
+    exact = ds["exact"]
+    good = exact.notnull() & ds["exact_converged"].astype(bool)
+    if "exact_upper" in ds:
+        near = ds["exact_upper"] <= exact * (1 + float(ds.attrs["tol"])) * (1 + 1e-9)
+        good &= near | (exact == 0)
+    return good.transpose(*exact.dims)
+
+
+def origins(ds: xr.Dataset) -> list[dict[str, Any]]:
+    """Attributes of every run put together of which something is left; of one run, its own."""
+    if "runs" not in ds.attrs:
+        return [dict(ds.attrs)]
+    return [dict(ds.attrs["runs"][k]) for k in sorted(set(ds[RUN].values.ravel().tolist()))]
+
+
+def repeated(ds: xr.Dataset) -> list[str]:
+    """List the axes on which a number is there twice, as after joining runs by xarray.concat."""
+    return [axis for axis in AXES if axis in ds.dims and not ds.get_index(axis).is_unique]
+
+
+def lacking_settings(ds: xr.Dataset) -> str:
+    """Describe the first setting that is missing or of a wrong kind; empty where all are good."""
+    attrs = ds.attrs
+    missing, wrong = _faults(RunInfo, attrs)
+    drawn = DRAWN if attrs.get("norm") == "frobenius" else ()
+    missing += [name for name in (*drawn, "settings_checksum") if name not in attrs]
+    if missing:
+        return f"its setting {missing[0]!r} is missing"
+    wrong += [name for name, known in CHOICES.items() if attrs[name] not in known]
+    if wrong:
+        return f"its setting {wrong[0]!r} is {attrs[wrong[0]]!r}"
+    good = all(isinstance(one, dict) for one in attrs.get("runs", []))
+    return (
+        ""
+        if good and not any(_faults(Extent, attrs["made"]))
+        else ("the record of what it was made with is damaged")
+    )
+
+
+def _faults(kind: type, attrs: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Names of the fields without default that are missing, and of those of a wrong type."""
+    needed = [one.name for one in fields(kind) if one.default is one.default_factory is MISSING]
+    hints = _hints(kind)
+    wrong = [name for name in hints if name in attrs and not _is_a(attrs[name], hints[name])]
+    return [name for name in needed if name not in attrs], wrong
+
+
+_hints = cache(get_type_hints)
+
+
+def _is_a(value: object, hint: Any) -> bool:
+    """Tell whether a value is of a type; whole numbers are floats, too, truth values are not."""
+    kinds: tuple[Any, ...] = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    stored: dict[Any, Any] = {float: (int, float), Extent: dict}
+    return any(
+        isinstance(value, stored.get(kind, get_origin(kind) or kind))
+        and (kind is bool or not isinstance(value, bool))
+        for kind in kinds
+    )
+
+
+def lacking_variables(ds: xr.Dataset) -> str:
+    """Describe the first variable that is missing or of a wrong kind; empty where all are good."""
+    bounds = [str(name) for name in ds.attrs["bounds"]]
+    needed = ("sample", "layer", "length", "exact", "exact_converged", *bounds, *map(sound, bounds))
+    for name in needed:
+        if name not in ds.variables:
+            return f"{name!r} is missing"
+    for name in own(ds):
+        if ds[name].dims not in (AXES, AXES[:2]) or ds[name].dtype.kind not in "fib":
+            return f"{name!r} is no table of numbers by sample, layer and head"
+    if "runs" in ds.attrs and any(name not in ds.variables for name in (RUN, RUN_SAMPLE)):
+        return "which of its places are from which run is missing"
+    for name in bounds:
+        for key in ("label", "source", "compared_with", "caveat"):
+            if not isinstance(ds[name].attrs.get(key), str):
+                return f"the {key} of {name!r} is missing"
+        if compared_with(ds, name) not in ds:
+            return f"{compared_with(ds, name)!r} is missing"
+    return ""
