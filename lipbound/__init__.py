@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lipbound.analysis.network import network_norm as network_norm
     from lipbound.attention.layer import Attention as Attention
     from lipbound.errors import LipboundError as LipboundError
+    from lipbound.jacobians.head import HeadJacobian as HeadJacobian
     from lipbound.jacobians.spectral_norm import spectral_norm as spectral_norm
     from lipbound.jacobians.token_norms.profile import TokenProfile as TokenProfile
     from lipbound.jacobians.token_norms.profile import token_profile as token_profile
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 _HOME = {
     "Attention": "attention.layer",
+    "HeadJacobian": "jacobians.head",
     "LipboundError": "errors",
     "Norm": "linalg.solution",
     "TokenProfile": "jacobians.token_norms.profile",
@@ -88,6 +90,7 @@ _INSIDE = (
 )
 __all__ = [
     "Attention",
+    "HeadJacobian",
     "LipboundError",
     "Norm",
     "TokenProfile",

@@ -18,8 +18,8 @@ from lipbound.bounds.whole_layer_rules import whole_layer
 from lipbound.errors import AttentionError, LipboundError
 from lipbound.jacobians.maps import BLOCKS, block_bound
 from lipbound.jacobians.prepared_map import PreparedMap
-from lipbound.jacobians.residual_block import BlockJacobian
 from lipbound.jacobians.spectral_norm import spectral_norm
+from lipbound.jacobians.whole_layer import BlockJacobian
 from lipbound.models.capture.capture import Capturer, capture
 
 PRE = ("gpt2", "opt", "vit", "clip text", "siglip vision")
