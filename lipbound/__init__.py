@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lipbound.attention.layer import Attention as Attention
     from lipbound.errors import LipboundError as LipboundError
     from lipbound.errors import Notice as Notice
+    from lipbound.jacobians.head import HeadJacobian as HeadJacobian
     from lipbound.jacobians.spectral_norm import spectral_norm as spectral_norm
     from lipbound.jacobians.token_norms.profile import TokenProfile as TokenProfile
     from lipbound.jacobians.token_norms.profile import token_profile as token_profile
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 _HOME = {
     "Attention": "attention.layer",
+    "HeadJacobian": "jacobians.head",
     "LipboundError": "errors",
     "Norm": "linalg.solution",
     "Notice": "errors",
@@ -92,6 +94,7 @@ _INSIDE = (
 )
 __all__ = [
     "Attention",
+    "HeadJacobian",
     "LipboundError",
     "Norm",
     "Notice",

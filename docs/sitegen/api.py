@@ -15,6 +15,7 @@ GROUPS = {
         "network_norm",
         "Norm",
         "TokenProfile",
+        "HeadJacobian",
     ),
     "Models, inputs, layers": (
         "load_checkpoint",

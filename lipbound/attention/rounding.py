@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
-from lipbound.attention.masking import BLOCKED, four_axes
+from lipbound.attention.scoring import BLOCKED, four_axes
 from lipbound.attention.variants.base import UNIT, Passing, Side, Variant
 
 MARGIN = 1 + 1e-6
