@@ -59,11 +59,13 @@ def spectral_norm(
             `lipbound.attention.variants.VARIANTS`.
         tol: relative error of the norm at which Lanczos' method stops (``upper / lower - 1`` where
             ``upper`` is asked for, else an a-posteriori estimate that fails with probability at
-            most 1e-3 a norm); absolute change for "power".
+            most 1e-3 a norm); absolute change for "power". Ten times smaller than that of
+            `lipbound.compare`, since without ``delta`` nothing encloses what is left.
         delta: total failure probability of the ``upper`` of all norms of this call, over random
             start vectors (`lipbound.linalg.enclosures`); one start carries about 1e-9 a norm at 128
             tokens; smaller values and longer inputs take independent starts, whose probabilities
-            are multiplied. None for lower ends alone, in about a third of the time.
+            are multiplied. None, the default, for lower ends alone, in about a third of the time;
+            `lipbound.compare`, whose numbers are kept and cited, encloses them by default.
         vectors: also return the top singular pair.
         seed: of the random start vectors, which are independent across samples and heads; a
             sequence gives each sample its own.
