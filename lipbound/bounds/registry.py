@@ -88,8 +88,8 @@ def bound(
         covers: variants of attention for which the same function holds.
         bibtex: the source's entry; bounds of one source may share it.
         condition, terms, layer, longest: see `Formula`.
-        label, citation, statement, statement_latex, source, assumptions, cost, map, ball, caveat,
-            differentiable, norm: see `Bound`.
+        label, citation, statement, statement_latex, source, assumptions: see `Bound`.
+        cost, map, ball, caveat, differentiable, norm: see `Bound`, too.
 
     Returns:
         The decorator.
