@@ -176,8 +176,7 @@ def versions() -> dict[str, str]:
 def package_version(name: str) -> str:
     """Version of a package; torch's with what it was built for, which metadata may leave out.
 
-    Raises:
-        PackageNotFoundError: it is not installed.
+    ``importlib.metadata.PackageNotFoundError`` is raised where it is not installed.
     """
     if name != "torch":
         return importlib.metadata.version(name)
@@ -209,7 +208,7 @@ def source(config: RunConfig) -> dict[str, Any]:
         "split": config.split,
         "column": config.column,
         "max_length": config.max_length,
-    } | {name: value for name, value in optional.items() if value}
+    } | {name: value for name, value in optional.items() if value is not None}
 
 
 def absolute(name: str | Path) -> str:

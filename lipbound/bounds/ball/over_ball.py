@@ -6,15 +6,16 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.rescaling import unit_scales
 from lipbound.bounds.ball.centre_entries import COVERS
 from lipbound.bounds.ball.centre_pairs import PairedBallCentre, PairedVariantCentre
-from lipbound.bounds.bound import check_radii
 from lipbound.bounds.ours.block_norms import TINY, sizes_of_values
 from lipbound.bounds.registry import get
+from lipbound.bounds.statement import check_radii
 from lipbound.devices import in_own_modes
 from lipbound.errors import AttentionError, LipboundError, check_layer
 from lipbound.jacobians.spectral_norm import spectral_norm
-from lipbound.linalg.powers import exact_power, times_power_up
+from lipbound.linalg.matrix_norms import exact_power, times_power_up
 
 CERTIFIED_TOL = 1e-3
 CERTIFIED_DELTA = 1e-10
@@ -98,7 +99,12 @@ def _over_ball(
 def _checked(
     att: Attention, radius: float | Sequence[float], ball: str
 ) -> tuple[bool, list[float]]:
-    """Whether one radius was given, and all of them, of a layer and a ball that are covered."""
+    """True if one radius was given, and all of them.
+
+    Raises:
+        AttentionError: a layer that is not covered.
+        LipboundError: derivatives may be wanted.
+    """
     check_layer(att, "over_ball")
     if "qk_norm" in att.variants:
         raise AttentionError(
@@ -115,12 +121,12 @@ def _checked(
 def _sample(
     att: Attention, radii: list[float], ball: str, entries_only: bool
 ) -> tuple[Tensor, Tensor]:
-    """How far J moves within balls around one unpadded float64 sample, and how large it gets.
+    """Upper values of the change of J within balls around one unpadded float64 sample, and of J.
 
     (heads, radii) each, through the layer's copy of ordinary size: Lemma 73
     (docs/theory/upper_values.md).
     """
-    one, exponents, exact = att.unit_scales()
+    one, exponents, exact = unit_scales(att)
     sizes = [torch.frexp(t.x.abs().amax()) for t in (one, att)]
     shift = sizes[0].exponent - sizes[1].exponent
     if not -1000 < int(shift) < 1000:
@@ -140,7 +146,11 @@ def _sample(
 
 
 def _centre(att: Attention, at: str) -> Tensor:
-    """An upper value of the norm at X, (samples, heads)."""
+    """Upper values of the norm at X, (samples, heads).
+
+    Raises:
+        LipboundError: no bound on the head in the Frobenius norm whose assumptions hold.
+    """
     if isinstance(at, str) and at == "certified":
         return spectral_norm(att, tol=CERTIFIED_TOL, delta=CERTIFIED_DELTA).upper.to(att.device)
     bound = get(at)

@@ -1,12 +1,11 @@
 r"""Two-sided bounds on the norms of a batch of operators, with every rounding inside.
 
-A search, in any dtype, finds vectors Z near the top. What they show from below is a quotient of
-stored vectors. From above: with Q an orthonormal basis of Z the largest eigenvalue of
-:math:`G = J J^T` is that of a small matrix bordered by
-:math:`\varphi \ge \|(I - QQ^T)\,G\,(I - QQ^T)\|`: Lemma 44 (docs/theory/certificates.md). A
-Lanczos run of its own, from a random start that Z knows nothing of, certifies such a
-:math:`\varphi`: Lemma 65 (docs/theory/rounding.md). It need not be sharp: what it leaves is
-multiplied by the squared residual of Z.
+A search, in any dtype, finds vectors Z near the top. Their quotients, taken in float64, bound from
+below. From above: with Q an orthonormal basis of Z the largest eigenvalue of :math:`G = J J^T` is
+that of a small matrix bordered by :math:`\varphi \ge \|(I - QQ^T)\,G\,(I - QQ^T)\|`: Lemma 44
+(docs/theory/certificates.md). A Lanczos run of its own, from a random start that Z knows nothing
+of, certifies such a :math:`\varphi`: Lemma 65 (docs/theory/rounding.md). It need not be sharp: what
+it leaves is multiplied by the squared residual of Z.
 """
 
 import math
@@ -139,7 +138,7 @@ def enclose(
 
 
 def _with_vectors(norm: Norm, op: JacobianOperator, top: Tensor) -> Norm:
-    """Add the singular vectors that the vectors ``top`` (batch, n) lead to."""
+    """Return the norms with the singular vectors that ``top`` (batch, n) leads to."""
     right = unit_vectors(op.vjp(top.view(-1, *op.out_shape)))
     return replace(norm, left=unit_vectors(op.jvp(right)), right=right)
 
@@ -245,11 +244,11 @@ def _blur(
     tol: float,
     seeds: Sequence[int],
 ) -> Tensor:
-    r"""Measure how far products of ``search`` are from those of ``op``, (batch,).
+    r"""Return how far products of ``search`` are from those of ``op``, (batch,).
 
-    That is seen at the vectors ``top``, whose images by J^T are ``image``. Where the norm is so
-    much smaller than what is added up in its products that their rounding may hide other vectors,
-    a random direction is looked at, too, in which a difference of one direction alone shows as one
+    As seen at the vectors ``top``, whose images by J^T are ``image``. Where the norm is so much
+    smaller than what is added up in its products that their rounding may hide other vectors, a
+    random direction is looked at, too, in which a difference of one direction alone shows as one
     part of :math:`n^{1/2}`.
     """
 
