@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from lipbound.attention.variants.base import UNIT
 from lipbound.errors import AttentionError
 
 
@@ -50,9 +52,12 @@ class Normaliser:
             )
         self.x, self.weight, self.bias = x, weight, bias
         self.eps, self.centred = float(eps), centred
-        deviation = x.double() - x.double().mean(-1, keepdim=True) if centred else x.double()
-        squares = deviation.square().mean(-1, keepdim=True) + eps
-        self.size = squares.sqrt().clamp_min(torch.finfo(torch.float64).tiny)
+        deviation = _around_mean(_around_mean(x.double())) if centred else x.double()
+        power = torch.ones_like(self.x[..., :1], dtype=torch.float64)  # squares stay in range
+        power = torch.ldexp(power, torch.frexp(deviation.abs().amax(-1, keepdim=True)).exponent)
+        root = (deviation / power).square().mean(-1, keepdim=True).sqrt() * power
+        size = torch.hypot(root, torch.full_like(root, self.eps).sqrt())
+        self.size = size.clamp_min(torch.finfo(torch.float64).tiny)
         self.unit = (deviation / self.size).to(x.dtype)
 
     @property
@@ -78,7 +83,30 @@ class Normaliser:
 
         (samples, N), float64.
         """
-        return self.weight.double().abs().amax() / self.size[..., 0] * (1 + 1e-12)
+        return self.weight.double().abs().amax() * self.slopes
+
+    @property
+    def slopes(self) -> Tensor:
+        """Upper values of 1/s, (samples, N), float64; infinite where they leave its range."""
+        slopes = 1 / self.size[..., 0] * (1 + self.rounding[0]) * (1 + 1e-12)
+        return slopes.nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+    @cached_property
+    def rounding(self) -> tuple[Tensor, Tensor]:
+        """Upper values of how far rounding moves 1/s and u, computed in float64, (samples, N) each.
+
+        Relative errors of s and of 1/s; distances of u from that of exact arithmetic: Lemma 21
+        (docs/theory/layers.md).
+        """
+        n, size = self.x.shape[2], self.size[..., 0]
+        deviation = torch.zeros_like(size)
+        if self.centred:
+            around = torch.linalg.vector_norm(_around_mean(self.x.double()), dim=-1)
+            deviation = 2 * (n + 4) * UNIT * around / size
+        off = deviation / n**0.5 + (n + 8) * UNIT
+        off = torch.where(off < 0.25, off / (1 - off), torch.inf)
+        unit = torch.linalg.vector_norm(self.unit.double(), dim=-1)
+        return off, deviation * (1 + off) + unit * (off + 4 * UNIT)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Normaliser":
         """Return another one with changed tensors."""
@@ -98,6 +126,15 @@ class Normaliser:
     def radius(self) -> float:
         """Return the radius of the smallest centred ball around all outputs."""
         return ellipsoid_radius(self.weight, self.bias, centred=self.centred)
+
+
+def _around_mean(x: Tensor) -> Tensor:
+    """Return vectors (..., D) less their means.
+
+    Of vectors that are long beside their deviations this leaves a part of what rounding took from
+    the mean, which a second time takes away.
+    """
+    return x - x.mean(-1, keepdim=True)
 
 
 @dataclass

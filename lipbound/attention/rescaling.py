@@ -89,13 +89,41 @@ def unit_scales(att: Attention) -> tuple[Attention, Tensor, Tensor]:
     return other, -shifts["w_v"], exact
 
 
-def ordinary(att: Attention) -> Attention | None:
+def on_one_scale(
+    att: Attention, exponents: Tensor, *, projected: bool, fixed: bool
+) -> tuple[Attention, Tensor, Tensor]:
+    """Return heads whose J are to be multiplied with powers of two as a layer with one for all.
+
+    Args:
+        att: the layer.
+        exponents: of these powers, (heads,).
+        projected: whether heads are projected by ``w_o`` and added; else they are side by side.
+        fixed: whether that one power must be 2^0.
+
+    Returns:
+        That layer; its exponent, (heads,) alike; and whether all this is exact, () bool.
+    """
+    own = att.projections
+    found = {"w_o": own.w_o} if projected else {"w_v": own.w_v, "b_v": own.b_v}
+    given = {name: t for name, t in found.items() if t is not None}
+    sizes = torch.stack([_exponents(t) + exponents for t in given.values()])
+    top = sizes.amax().clamp_min(ZERO // 2) * (not fixed)
+    by = exponents - torch.where(top > ZERO // 2, top, 0)
+    moved = {name: _times(t, by) for name, t in given.items()}
+    exact = torch.stack([(_times(t, -by) == given[name]).all() for name, t in moved.items()])
+    moved = {name: t.where(exact.all(), torch.zeros_like(t)) for name, t in moved.items()}
+    other = att.with_parts(projections=replace(own, **moved), check=False)
+    return other, exponents - by, exact.all()
+
+
+def ordinary(att: Attention, *, projected: bool = False) -> Attention | None:
     """Return the layer in float64 without biases that J does not see, if its sizes are ordinary.
 
-    None where they are not.
+    With ``projected`` also those of ``w_o``. None where they are not.
     """
     own, sizes, *ends = _sizes(att)
-    every = torch.cat([*sizes.values(), torch.tensor(ends, device=att.device)])
+    outer = [_exponents(own.w_o)] if projected and own.w_o is not None else []
+    every = torch.cat([*sizes.values(), *outer, torch.tensor(ends, device=att.device)])
     if not bool(((every.abs() <= ORDINARY) | (every == ZERO)).all()):
         return None
     wide = att.dtype == torch.float64

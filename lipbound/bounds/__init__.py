@@ -1,5 +1,4 @@
-"""Upper bounds on the local Lipschitz constant of attention heads: one file per paper, one
-registry.
+"""Upper bounds on local Lipschitz constants of attention heads: one file per paper, one registry.
 
 What needs torch is imported on first use; what the bounds are called and `audit` need none.
 """
@@ -7,9 +6,8 @@ What needs torch is imported on first use; what the bounds are called and `audit
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lipbound.bounds.audit import (
-    audit,
-)  # here, so that importing the module of that name does not replace the function
+# here, so that importing the module of that name does not replace the function
+from lipbound.bounds.audit import audit
 from lipbound.bounds.bound import Bound
 from lipbound.bounds.registry import bibliography, bound, evaluate, get, names, resolve
 
@@ -41,7 +39,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Public names on first use (PEP 562)."""
+    """Import public names on first use (PEP 562).
+
+    Raises:
+        AttributeError: another name.
+    """
     if name == "BIBTEX":
         value: Any = bibliography()
     elif name in _HOME:

@@ -23,12 +23,18 @@ L2_SLACK = 1e-9
 def audit(ds: xr.Dataset) -> dict[str, dict[str, Any]]:
     """Compare every bound of a run with the exact norm of its map, head by head.
 
+    Args:
+        ds: the run.
+
     Returns:
         Per bound: ``compared`` (heads x samples with an exact norm and a value of the bound),
         ``violations`` (of them, where the bound is below the norm), ``worst`` (smallest bound /
         exact), ``sound`` (where its assumptions held), ``broken`` (violations although they held:
         an error in the theorem or in this program) and ``why`` (where its assumptions did not hold:
         why the statement is then no bound; else empty).
+
+    Raises:
+        LipboundError: the run lacks where the assumptions of one of its bounds hold.
     """
     report = {}
     for name in bounds_there(ds):
@@ -44,12 +50,11 @@ def audit(ds: xr.Dataset) -> dict[str, dict[str, Any]]:
         known = np.isfinite(exact) & ~np.isnan(value)
         below = known & ~(value >= exact * (1 - slack))
         positive = known & (exact > 0)
+        ratios = value[positive] / exact[positive]
         report[name] = {
             "compared": int(known.sum()),
             "violations": int(below.sum()),
-            "worst": float((value[positive] / exact[positive]).min())
-            if positive.any()
-            else float("nan"),
+            "worst": float(ratios.min()) if positive.any() else float("nan"),
             "sound": int((known & holds).sum()),
             "broken": int((below & holds).sum()),
             "why": "" if bool(holds[known].all()) else str(ds[name].attrs["caveat"]),
@@ -58,15 +63,13 @@ def audit(ds: xr.Dataset) -> dict[str, dict[str, Any]]:
 
 
 def missing(ds: xr.Dataset, name: str) -> int:
-    """How often a bound has no value although the exact norm that it is compared with has one; for
-    "exact", how often that lacks one.
+    """Count the places without a value of a bound where its exact norm has one.
 
-    Only files that were lost or edited leave such places.
+    For "exact", those where that lacks one. Only files that were lost or edited leave such places.
     """
     if name != "exact":
-        return int(
-            (np.isfinite(ds[compared_with(ds, name)].values) & np.isnan(ds[name].values)).sum()
-        )
+        exact = ds[compared_with(ds, name)].values
+        return int((np.isfinite(exact) & np.isnan(ds[name].values)).sum())
     bounded = np.zeros(ds["exact"].shape, dtype=bool)
     for other in bounds_there(ds):
         bounded |= ~np.isnan(ds[other].values)
@@ -78,6 +81,8 @@ def missing(ds: xr.Dataset, name: str) -> int:
 
 
 def allowance(exact: str = "exact") -> float:
-    """How far, relatively, exact norms of a run may lie above the true ones: not at all where they
-    are ends of enclosures."""
+    """Relative allowance for exact norms of a run above the true ones.
+
+    None where they are ends of enclosures.
+    """
     return L2_SLACK if exact == "exact_l2" else 0.0

@@ -1,5 +1,4 @@
-"""What a bound is: a statement, what is needed to judge it, and its formula for each
-kind of head."""
+"""A bound: its statement, the facts that judge it, and its formula for each kind of head."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ class Formula:
         function: the bound itself.
         condition: when it is a bound, as a test on an `Attention`, True per (sample, head) where
             the assumptions hold.
-        terms: what each of its terms contributes, fractions of one; None where it is a single
+        terms: contributions of its terms, fractions of one; None where it is a single
             product. See `lipbound.bounds.terms`.
         layer: what it makes of a whole layer, (samples,), map "heads" or "layer"; None for the
             published rules. See `lipbound.bounds.whole_layer`.
@@ -66,15 +65,14 @@ class Formula:
 
 @dataclass(frozen=True)
 class Bound:
-    """A published (or our own) upper bound on the local Lipschitz constant of one attention head at
-    one input.
+    """An upper bound on the local Lipschitz constant of one attention head at one input.
 
     Attributes:
         name: registry name, the variable of a run.
         label: short label for figures and tables.
         citation: BibTeX key of the source (an entry of `lipbound.bounds.BIBTEX`).
-        statement: the inequality, in plain text. statement_latex: the same, its formulas in LaTeX
-            between dollar signs.
+        statement: the inequality, in plain text.
+        statement_latex: the same, its formulas in LaTeX between dollar signs.
         source: theorem or equation number.
         assumptions: when the statement is a bound, in words.
         map: "head" (softmax(q k^T) v; with the output slice folded into the values when asked for)
@@ -143,11 +141,9 @@ class Bound:
         return self._formula_for(att.variants)
 
     def _formula_for(self, variants: frozenset[str]) -> Formula:
-        """The first formula that covers these variants; where none does, the one that
-        covers most."""
-        return next(
-            (formula for formula in self.formulas if variants <= formula.covers), self.formulas[-1]
-        )
+        """The first formula that covers these variants, or the one that covers most."""
+        fitting = (formula for formula in self.formulas if variants <= formula.covers)
+        return next(fitting, self.formulas[-1])
 
     @property
     def function(self) -> Function:
@@ -156,36 +152,32 @@ class Bound:
 
     @property
     def condition(self) -> Function:
-        """When it is a bound of plain heads; `sound` knows the others."""
+        """Test for being a bound of plain heads; `sound` knows the others."""
         return self.formulas[0].condition
 
     @property
     def covers(self) -> frozenset[str]:
-        """Which of `lipbound.attention.variants.VARIANTS` some formula holds for; the bound says
-        nothing about layers with others."""
+        """Variants that some formula holds for; the bound says nothing about layers with others."""
         return self.formulas[-1].covers
 
     def applies(self, att: Attention) -> bool:
-        """Whether the statement is about layers such as this one at all: whether it covers its
-        variants."""
+        """True if the statement is about layers with these variants at all."""
         check_layer(att, f"bound {self.name!r}")
         return att.variants <= self.covers
 
     def too_long(self, tokens: int, heads: int, variants: frozenset[str]) -> str:
-        """Why the bound is not computed on layers with so many tokens, as the end of a sentence;
-        empty where it is."""
+        """End of the sentence why it is not computed at so many tokens; empty where it is."""
         longest = self._formula_for(variants).longest
         if longest is None or tokens <= longest(heads):
             return ""
         return (
-            f"is computed up to {longest(heads):,} tokens of such heads, and there are "
-            f"{tokens:,}; take exact_upper, the enclosure of the "
-            "exact norm, which is sharper and takes less time there"
+            f"is computed up to {longest(heads):,} tokens of such heads, and there are {tokens:,}; "
+            "take exact_upper, the enclosure of the exact norm, which is sharper and takes less "
+            "time there"
         )
 
     def sound(self, att: Attention) -> Tensor:
-        """Whether the statement is a valid upper bound here, by its assumptions: (samples, heads),
-        bool."""
+        """True where the statement is an upper bound by its assumptions, (samples, heads)."""
         check_layer(att, f"bound {self.name!r}")
         from lipbound.devices import in_own_modes  # here, since it needs torch
 
@@ -193,19 +185,20 @@ class Bound:
         return in_own_modes(lambda layer: condition(layer).expand(att.samples, att.heads))(att)
 
     def terms(self, att: Attention) -> dict[str, Tensor] | None:
-        """What each term contributes, as fractions of one, (samples, heads) each; None where there
-        are no terms, or no statement."""
+        """Contributions of the terms, as fractions of one, (samples, heads) each; None without."""
         terms = self._formula_for(att.variants).terms if self.applies(att) else None
         return None if terms is None else terms(self, att)
 
     def over_ball(self, att: Attention, radius: float, *, ball: str = "token") -> Tensor:
-        """The source's bound over a ball of inputs, (samples, heads), float64;
-        `lipbound.bounds.over_ball` is ours.
+        """The source's bound over a ball of inputs; `lipbound.bounds.over_ball` is ours.
 
         Args:
             att: the layer at the centre.
             radius: of the ball, in the units of ``x``.
             ball: "token" (every token moves by at most ``radius``) or "frobenius" (all of X does).
+
+        Returns:
+            (samples, heads), float64.
 
         Raises:
             LipboundError: where the source has no such statement, a negative radius, an unknown
@@ -229,11 +222,17 @@ class Bound:
         layer: Layer | None = None,
         longest: Longest | None = None,
     ) -> Callable[[Function], Function]:
-        """Decorator: the bound's formula for heads with ``variants`` (some or all of them) that the
-        formulas so far do not cover.
+        """Decorator: a formula for variants of heads that the formulas so far do not cover.
 
         It stands for itself: what it is not given is not taken over from the formula for plain
         heads.
+
+        Args:
+            variants: some or all of them are in the heads that it covers.
+            condition, terms, layer, longest: see `Formula`.
+
+        Returns:
+            The decorator.
 
         Raises:
             ValueError: unless ``variants`` hold all that earlier formulas cover, and more.
@@ -252,21 +251,9 @@ class Bound:
         return enter
 
     def facts(self) -> dict[str, object]:
-        """What is said of the bound, as plain data."""
-        names = (
-            "name",
-            "label",
-            "statement",
-            "statement_latex",
-            "source",
-            "citation",
-            "assumptions",
-            "caveat",
-            "map",
-            "norm",
-            "cost",
-            "differentiable",
-        )
+        """The bound's facts as plain data."""
+        names = ["name", "label", "statement", "statement_latex", "source", "citation"]
+        names += ["assumptions", "caveat", "map", "norm", "cost", "differentiable"]
         return {name: getattr(self, name) for name in names} | {
             "covers": sorted(self.covers),
             "over_ball": self.ball is not None,
@@ -274,18 +261,16 @@ class Bound:
 
     def _repr_html_(self) -> str:
         covers = ", ".join(("plain heads", *sorted(self.covers)))
-        source = f"{self.source} [{self.citation}]"
         said = {
-            "source": source,
+            "source": f"{self.source} [{self.citation}]",
             "norm": NORMS[self.norm],
             "a bound when": self.assumptions,
             "else": self.caveat,
             "covers": covers,
             "cost per head": self.cost,
         }
-        return html_facts(
-            f"{self.label} ({self.name})", said, {"statement": formula(self.statement_latex)}
-        )
+        title, statement = f"{self.label} ({self.name})", formula(self.statement_latex)
+        return html_facts(title, said, {"statement": statement})
 
     @property
     def year(self) -> int:
@@ -299,13 +284,21 @@ class Bound:
 
 
 def _numbers(values: Tensor) -> Tensor:
-    """In float64; what is no number bounds nothing, and is infinite."""
+    """Values in float64; what is no number bounds nothing, and is infinite."""
     return values.double().nan_to_num(nan=math.inf, posinf=math.inf, neginf=math.inf)
 
 
 def check_ball(radius: float, ball: str) -> None:
-    """Raise LipboundError unless ``radius`` is a number from 0 to 1e60, whose fourth power is in
-    range, and ``ball`` one of `BALLS`."""
+    """Check a ball.
+
+    Args:
+        radius: a number from 0 to 1e60, whose fourth power is in range.
+        ball: one of `BALLS`.
+
+    Raises:
+        LipboundError: another radius.
+        UnknownNameError: another kind of ball.
+    """
     if not isinstance(ball, str) or ball not in BALLS:
         raise UnknownNameError(f"unknown ball {shown(ball)}; {nearest(ball, BALLS)}")
     if not is_number(radius) or not 0 <= radius <= 1e60:
@@ -315,7 +308,14 @@ def check_ball(radius: float, ball: str) -> None:
 
 
 def check_radii(radius: float | Sequence[float], ball: str) -> tuple[bool, list[float]]:
-    """Whether one radius was given, and all of them as numbers.
+    """True if one radius was given, and all of them as numbers.
+
+    Args:
+        radius: a number, or several.
+        ball: as for `check_ball`.
+
+    Returns:
+        Both.
 
     Raises:
         LipboundError: as `check_ball` does, or for no radius at all.

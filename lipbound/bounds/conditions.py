@@ -1,5 +1,7 @@
-"""Assumptions that several statements share: (1 or samples, 1 or heads) bool, True
-where they hold."""
+"""Assumptions that several statements share.
+
+(1 or samples, 1 or heads) bool, True where they hold.
+"""
 
 import torch
 from torch import Tensor
@@ -13,16 +15,14 @@ one: published bounds extend to them."""
 
 
 def has_query_bias(att: Attention) -> Tensor:
-    """Whether a head has a nonzero query bias, (heads,), bool: the only bias that enters the
-    Jacobian's shape."""
+    """True where a head has a nonzero query bias, (heads,): the only bias that enters J."""
     if att.b_q is None:
         return torch.zeros(att.heads, dtype=torch.bool, device=att.device)
     return (att.b_q != 0).any(-1)
 
 
 def hides_or_shows(att: Attention) -> Tensor:
-    """Whether the mask only forbids or allows (no finite offsets) and lets every token attend to
-    itself, (1, 1), bool."""
+    """True where the mask has no finite offsets and lets every token attend to itself, (1, 1)."""
     if att.mask is None:
         return torch.ones(1, 1, dtype=torch.bool, device=att.device)
     blocked = att.mask <= BLOCKED
@@ -34,8 +34,7 @@ def hides_or_shows(att: Attention) -> Tensor:
 
 
 def unmasked(att: Attention) -> Tensor:
-    """Whether every token may attend to every other that is not padding, at no offset, (1, 1),
-    bool."""
+    """True where every token may attend to all that are not padding, at no offset, (1, 1)."""
     if att.mask is None:
         return torch.ones(1, 1, dtype=torch.bool, device=att.device)
     free = att.mask == 0
@@ -56,7 +55,6 @@ def never(att: Attention) -> Tensor:
 
 
 def no_query_bias(att: Attention) -> Tensor:
-    """Where queries have no bias, nor keys if theirs does not drop out (rotation, cap),
-    (heads,)."""
+    """True where queries have no bias, nor keys if theirs enters (rotation, cap), (heads,)."""
     free = ~has_query_bias(att)
     return free & (att.b_k == 0).all(-1) if att.variants and att.b_k is not None else free

@@ -1,9 +1,8 @@
-"""The factors that several published bounds share, as upper values with exponents of their own,
-each computed once per `Attention`.
+"""Factors that several published bounds share, as upper values with exponents of their own.
 
 They are of the numbers given, whatever their dtype: everything is computed in float64 from factors
 brought into range by powers of two, and rounding is added: Lemmas 83, 84, 85 and 86
-(docs/theory/upper_values.md).
+(docs/theory/upper_values.md). Each is computed once per `Attention`.
 """
 
 import math
@@ -35,8 +34,7 @@ TINY = 2.0**-900
 
 @memoised
 def wide(att: Attention) -> Attention:
-    """The layer in float64, with the queries and keys that are known; its probabilities are those
-    of the given numbers."""
+    """The layer in float64, with the queries, keys and probabilities of the given numbers."""
     double = att.double()
     if double is not att:
         double.cache.share(att.cache, "wide_q", "wide_k", "centred_k")
@@ -47,7 +45,7 @@ def wide(att: Attention) -> Attention:
 
 
 def spectral(t: Tensor) -> Upper:
-    """Spectral norms of the last two axes."""
+    """Spectral norms over the last two axes."""
     t, e = scaled(t, (-2, -1))
     return Upper.of(matrix_norm(t)).shifted(e[..., 0, 0])
 
@@ -62,126 +60,111 @@ def size(t: Tensor, dims: int | tuple[int, ...]) -> Upper:
 
 @memoised
 def norm_v(att: Attention) -> Upper:
-    """||W_V||, (heads,)."""
+    """Norm ||W_V||, (heads,)."""
     return spectral(att.w_v)
 
 
 @memoised
 def norm_q(att: Attention) -> Upper:
-    """||W_Q||, (heads,)."""
+    """Norm ||W_Q||, (heads,)."""
     return spectral(att.w_q)
 
 
 @memoised
 def norm_k(att: Attention) -> Upper:
-    """||W_K||, (heads,)."""
+    """Norm ||W_K||, (heads,)."""
     return spectral(att.w_k)
 
 
 def scale(att: Attention) -> Upper:
-    """|c|."""
+    """Size of the scale, |c|."""
     return Upper.of(torch.tensor(abs(att.scale), dtype=torch.float64, device=att.device))
 
 
 def turn(att: Attention) -> Upper:
     """The largest norm of a token's rotation, 1 without."""
-    return Upper.of(
-        torch.tensor(
-            1.0 if att.rotation is None else att.rotation.norm,
-            dtype=torch.float64,
-            device=att.device,
-        )
-    )
+    norm = 1.0 if att.rotation is None else att.rotation.norm
+    return Upper.of(torch.tensor(norm, dtype=torch.float64, device=att.device))
 
 
 @memoised
 def norm_a(att: Attention) -> Upper:
-    """||A||, A = scale W_Q W_K^T (D x D), (heads,); with a rotation |scale| max ||R_i||^2 ||W_Q||
-    ||W_K||, which bounds those of all A_ij."""
+    """Norm ||A||, A = scale W_Q W_K^T (D x D), (heads,).
+
+    With a rotation |scale| max ||R_i||^2 ||W_Q|| ||W_K||, which bounds those of all A_ij.
+    """
     if att.rotation is not None:
         return scale(att) * turn(att) ** 2 * norm_q(att) * norm_k(att)
     return scale(att) * product(att.w_q, att.w_k)
 
 
 def product(a: Tensor, b: Tensor) -> Upper:
-    """||a b^T|| of a (..., m, d) and b (..., m, d) without forming it: Lemma 86
-    (docs/theory/upper_values.md)."""
+    """Norm ||a b^T|| of a (..., m, d) and b (..., m, d), without forming it.
+
+    Lemma 86 (docs/theory/upper_values.md).
+    """
     (a, e), (b, f) = scaled(a, (-2, -1)), scaled(b, (-2, -1))
     tall = a.shape[-2] > a.shape[-1]
     r_a, r_b = (torch.linalg.qr(t.detach(), mode="r").R if tall else t.detach() for t in (a, b))
     inner = r_a @ r_b.mT
-    rounding = (
-        16
-        * sum(a.shape[-2:])
-        * UNIT
-        * torch.linalg.matrix_norm(a.detach())
-        * torch.linalg.matrix_norm(b.detach())
-    )
+    sizes = (torch.linalg.matrix_norm(t.detach()) for t in (a, b))
+    rounding = 16 * sum(a.shape[-2:]) * UNIT * next(sizes) * next(sizes)
     norm = matrix_norm(inner) + rounding
     if a.requires_grad or b.requires_grad:
         u, s, vh = torch.linalg.svd(inner)
         top = torch.where(s[..., :1] > 0, s[..., :1], 1.0)[..., None]
-        left, right = (
-            a.detach() @ (r_b.mT @ vh[..., 0, :, None]) / top,
-            b.detach() @ (r_a.mT @ u[..., :, :1]) / top,
-        )
+        left = a.detach() @ (r_b.mT @ vh[..., 0, :, None]) / top
+        right = b.detach() @ (r_a.mT @ u[..., :, :1]) / top
         form = ((left.mT @ a) @ (b.mT @ right))[..., 0, 0]
         norm = norm + (form - form.detach())
     return Upper.of(norm).shifted((e + f)[..., 0, 0])
 
 
 def length_of_bias(b: Tensor | None, att: Attention) -> Upper:
-    """|b|, (heads,); zero without."""
-    return (
-        Upper.of(torch.zeros(att.heads, dtype=torch.float64, device=att.device))
-        if b is None
-        else size(b, -1)
-    )
+    """Length |b|, (heads,); zero without."""
+    if b is None:
+        return Upper.of(torch.zeros(att.heads, dtype=torch.float64, device=att.device))
+    return size(b, -1)
 
 
 def pull_of_biases(att: Attention) -> tuple[Upper, Upper]:
-    """How far biases move gradients of scores, with rotation or cap: |scale| max ||R_i||^2 times
-    ||W_K|| |b_Q| and ||W_Q|| |b_K|, (heads,)."""
+    """Largest moves of gradients of scores by biases, with rotation or cap, (heads,) each.
+
+    |scale| max ||R_i||^2 times ||W_K|| |b_Q| and ||W_Q|| |b_K|.
+    """
     factor = scale(att) * turn(att) ** 2
-    return factor * norm_k(att) * length_of_bias(att.b_q, att), factor * norm_q(
-        att
-    ) * length_of_bias(att.b_k, att)
+    by_q = factor * norm_k(att) * length_of_bias(att.b_q, att)
+    return by_q, factor * norm_q(att) * length_of_bias(att.b_k, att)
 
 
 def shift(att: Attention) -> Upper:
-    """|scale W_K b_Q|, (heads,)."""
+    """Length |scale W_K b_Q|, (heads,)."""
     if att.b_q is None:
         return length_of_bias(None, att)
     (w, e), (b, f) = scaled(att.w_k, (-2, -1)), scaled(att.b_q, -1)
-    moved = torch.linalg.vector_norm((w @ b[..., None])[..., 0], dim=-1) * (
-        1 + gamma(w.shape[-2] + 4)
-    )
-    rounding = (
-        gamma(w.shape[-1] + 4)
-        * torch.linalg.matrix_norm(w.detach())
-        * torch.linalg.vector_norm(b.detach(), dim=-1)
-    )
-    return scale(att) * Upper.of(moved + rounding * (1 + gamma(w.numel()))).shifted(
-        e[..., 0, 0] + f[..., 0]
-    )
+    moved = torch.linalg.vector_norm((w @ b[..., None])[..., 0], dim=-1)
+    sizes = torch.linalg.matrix_norm(w.detach()) * torch.linalg.vector_norm(b.detach(), dim=-1)
+    rounding = gamma(w.shape[-1] + 4) * sizes * (1 + gamma(w.numel()))
+    value = Upper.of(moved * (1 + gamma(w.shape[-2] + 4)) + rounding)
+    return scale(att) * value.shifted(e[..., 0, 0] + f[..., 0])
 
 
 # -- inputs: (samples, 1), so that they broadcast against heads ------------------------------------
 
 
 def count(att: Attention) -> Tensor:
-    """N, the tokens that are not padding, (samples, 1)."""
+    """Number N of tokens that are not padding, (samples, 1)."""
     return att.lengths[:, None]
 
 
 def root_count(att: Attention) -> Upper:
-    """sqrt(N), (samples, 1)."""
+    """Root of N, (samples, 1)."""
     return Upper.of(count(att)).sqrt()
 
 
 @memoised
 def radius(att: Attention) -> Upper:
-    """R = max_i |x_i|, (samples, 1)."""
+    """Largest length R = max_i |x_i| of a token, (samples, 1)."""
     x, e = scaled(att.x, (-2, -1))
     where = x.detach().norm(dim=-1).argmax(-1)
     return size(x[torch.arange(len(x), device=x.device), where][:, None], -1).shifted(e[:, 0])
@@ -189,33 +172,31 @@ def radius(att: Attention) -> Upper:
 
 @memoised
 def frobenius(att: Attention) -> Upper:
-    """||X||_F, (samples, 1)."""
+    """Frobenius norm ||X||_F, (samples, 1)."""
     return size(att.x[:, None], (-2, -1))
 
 
 @memoised
 def norm_x(att: Attention) -> Upper:
-    """||X||, spectral, (samples, 1)."""
+    """Spectral norm ||X||, (samples, 1)."""
     return spectral(att.x[:, None])
 
 
 @memoised
 def diameter(att: Attention) -> Upper:
-    """max_ij |x_i - x_j| over tokens that are not padding, (samples, 1)."""
+    """Largest distance |x_i - x_j| of tokens that are not padding, (samples, 1)."""
     x, e = scaled(att.x, (-2, -1))
     fixed = x.detach()
     distances = torch.cdist(fixed, fixed, compute_mode="donot_use_mm_for_euclid_dist")
     if att.valid is not None:
         distances = distances * (att.valid[:, None, :] & att.valid[:, :, None])
-    pair = distances.flatten(1).argmax(-1)
-    row = torch.arange(len(x), device=x.device)
+    pair, row = distances.flatten(1).argmax(-1), torch.arange(len(x), device=x.device)
     apart = (x[row, pair // x.shape[1]] - x[row, pair % x.shape[1]]).norm(dim=-1)
     return Upper.of(apart[:, None] * (1 + gamma(x.shape[-1] + 8)) + 2.0**-500).shifted(e[:, 0])
 
 
 def total_radius(att: Attention, radius: float, ball: str) -> Upper:
-    """How far X can move in the Frobenius norm within a ball, hence also in the spectral norm,
-    (samples, 1)."""
+    """Radius of a ball in the Frobenius norm of X, and so in the spectral norm, (samples, 1)."""
     return Upper.of(radius) * (root_count(att) if ball == "token" else torch.ones_like(count(att)))
 
 
@@ -223,35 +204,33 @@ def total_radius(att: Attention, radius: float, ball: str) -> Upper:
 
 
 def stretched(att: Attention, power: int) -> tuple[Tensor, Tensor]:
-    """What rows of P are multiplied with to stand for the exact ones, (1/(1 - error))^power, and
-    which rows nothing is known of."""
+    """Factors of the rows of P that stand for the exact ones, and which rows nothing is known of.
+
+    The factors are (1/(1 - error))^power, both (samples, heads, N).
+    """
     error = tensor_errors(att).p
     known = error < UNKNOWN
-    return torch.where(
-        known,
-        (1 / (1 - torch.where(known, error, 0.0))) ** power * (1 + gamma(att.tokens + 20)),
-        1.0,
-    ), ~known
+    factor = (1 / (1 - torch.where(known, error, 0.0))) ** power * (1 + gamma(att.tokens + 20))
+    return torch.where(known, factor, 1.0), ~known
 
 
 @memoised
 def probabilities(att: Attention) -> Tensor:
-    """P of all heads of all samples, of the given numbers; raises LipboundError where memory for
-    them is not free."""
+    """P of all heads of all samples, of the given numbers, (samples, heads, N, N).
+
+    Raises:
+        LipboundError: the memory for them is not free.
+    """
     needed = COPIES * 8.0 * att.samples * att.heads * att.tokens**2
     what = f"bounds that look at attention matrices need those of all heads at {att.tokens} tokens"
-    require(
-        needed,
-        att.device,
-        what,
-        "measure shorter inputs, fewer samples or heads, or name other bounds",
-    )
+    advice = "measure shorter inputs, fewer samples or heads, or name other bounds"
+    require(needed, att.device, what, advice)
     return wide(att).p
 
 
 @memoised
 def norm_p(att: Attention) -> Upper:
-    """||P||, spectral, (samples, heads)."""
+    """Spectral norm ||P||, (samples, heads)."""
     p, (stretch, unknown) = probabilities(att), stretched(att, 1)
     fixed = (p.detach() * stretch[..., None]).masked_fill(unknown[..., None], 0.0).clamp(max=1.0)
     norm = nonnegative_norm(fixed, rtol=TIGHT, max_steps=STEPS) + TINY
@@ -259,15 +238,16 @@ def norm_p(att: Attention) -> Upper:
         u, y = top_pair(fixed)
         form = (u * (p @ y)).sum((-1, -2))
         norm = norm + (form - form.detach())
-    left = unknown.sum(-1).double()
-    value = Upper.of(norm)
+    left, value = unknown.sum(-1).double(), Upper.of(norm)
     value = (value**2 + left).sqrt() if bool(left.any()) else value
     return value.minimum(root_count(att))
 
 
 def top_pair(p: Tensor) -> tuple[Tensor, Tensor]:
-    """A pair of top singular vectors of each matrix, (..., n, 1) both, orthogonal to nothing that
-    is left out: by a dense decomposition."""
+    """A pair of top singular vectors of each matrix, (..., n, 1), by a dense decomposition.
+
+    They are orthogonal to nothing that is left out.
+    """
     _, vectors = torch.linalg.eigh(p.mT @ p)
     y = vectors[..., -1:]
     u = p @ y
@@ -276,19 +256,14 @@ def top_pair(p: Tensor) -> tuple[Tensor, Tensor]:
 
 @memoised
 def norm_m(att: Attention) -> Upper:
-    """max_i ||M(P_i)||, (samples, heads)."""
+    """Largest norm max_i ||M(P_i)|| of a softmax Jacobian, (samples, heads)."""
     return _of_rows(att, largest_jacobian_norm)
 
 
 @memoised
 def largest_g1(att: Attention) -> Upper:
-    """max_i g_1(P_i), (samples, heads)."""
-
-    def largest(p: Tensor, stretch: Tensor) -> Tensor:
-        values = g(normalised(p)) * stretch
-        return values.max(-1).values
-
-    return _of_rows(att, largest)
+    """Largest max_i g_1(P_i), (samples, heads)."""
+    return _of_rows(att, lambda p, stretch: (g(normalised(p)) * stretch).max(-1).values)
 
 
 def _of_rows(att: Attention, largest: Callable[[Tensor, Tensor], Tensor]) -> Upper:
@@ -299,21 +274,21 @@ def _of_rows(att: Attention, largest: Callable[[Tensor, Tensor], Tensor]) -> Upp
 
 @memoised
 def deviation(att: Attention) -> Upper:
-    """max_i ||X^T M(P_i)||, (samples, heads)."""
+    """Largest norm max_i ||X^T M(P_i)||, (samples, heads)."""
     stretch, unknown = stretched(att, 1)
-    p = probabilities(att)
     factor = stretch * (1 + att.tokens * stretch * (stretch - 1))
-    value = weighted_deviation_norm(att.x, p, factor)
+    value = weighted_deviation_norm(att.x, probabilities(att), factor)
     if bool(unknown.any()):
-        known = value.minimum(radius(att))
-        value = known.maximum(radius(att) * unknown.any(-1))
+        value = value.minimum(radius(att)).maximum(radius(att) * unknown.any(-1))
     return value.minimum(radius(att))
 
 
 def entering(att: Attention) -> tuple[tuple[Tensor, Upper], tuple[Tensor, Upper]]:
-    """Queries and keys as they enter the scores, (samples, heads, N, d) in float64, zero for
-    padding, keys centred unless there is a cap; and upper values of the rounding of each token's,
-    (samples, heads)."""
+    """Queries and keys as they enter the scores, each with upper values of a token's rounding.
+
+    (samples, heads, N, d) in float64, zero for padding, keys centred unless there is a cap; and
+    (samples, heads).
+    """
     layer = wide(att)
     q, k = layer.wide_q, layer.wide_k
     real = None if att.valid is None else att.valid[:, None, :, None]
@@ -325,16 +300,14 @@ def entering(att: Attention) -> tuple[tuple[Tensor, Upper], tuple[Tensor, Upper]
     r = radius(att).detach()
     found = []
     for w, b, extra in ((att.w_q, att.b_q, 0), (att.w_k, att.b_k, att.tokens + 4)):
-        largest = turn(att) * (
-            r * size(w.detach(), (-2, -1)) + length_of_bias(None if b is None else b.detach(), att)
-        )
+        bias = length_of_bias(None if b is None else b.detach(), att)
+        largest = turn(att) * (r * size(w.detach(), (-2, -1)) + bias)
         found.append(largest * (3 * gamma(att.x.shape[2] + 12 + extra)))
     return (q, found[0]), (k, found[1])
 
 
 def slope_of_scores(att: Attention) -> Upper:
-    r"""Upper value of the norm of dX -> dS before the softmax, with rotation or cap, (samples,
-    heads).
+    r"""Upper value of the norm of dX -> dS before the softmax, rotation or cap, (samples, heads).
 
     :math:`|scale| \max_i \|R_i\| (\|Q\| \|W_K\| + \|K\| \|W_Q\|)`, Q and K the queries and keys as
     they enter the scores (keys centred, unless there is a cap): Lemma 32

@@ -1,4 +1,4 @@
-"""The list of all bounds. The papers are imported when the list is first asked for."""
+"""Registry of all bounds. The papers are imported when it is first asked."""
 
 from __future__ import annotations
 
@@ -59,11 +59,10 @@ def bound(
     differentiable: bool = True,
     norm: str = "frobenius",
 ) -> Callable[[Function], Bound]:
-    r"""Decorator: enter a function of an `Attention` into the registry under ``name``. What it
-    returns is the `Bound`, which is called alike.
+    r"""Decorator: enter a function of an `Attention` into the registry under ``name``.
 
-    Adding a bound touches three files: the paper's own, with its BibTeX entry and terms inside, one
-    word in `PAPERS`, and a test. A new paper::
+    It returns the `Bound`, which is called alike. Adding a bound touches three files: the paper's
+    own, with its BibTeX entry and terms inside, one word in `PAPERS`, and a test. A new paper::
 
         BIBTEX = "@misc{doe2027, ...}"
 
@@ -85,9 +84,15 @@ def bound(
         def doe(att: Attention) -> Tensor: ...
 
     Args:
+        name: registry name.
         covers: variants of attention for which the same function holds.
         bibtex: the source's entry; bounds of one source may share it.
-        terms, layer, longest: see `Formula`. The other arguments are attributes of `Bound`.
+        condition, terms, layer, longest: see `Formula`.
+        label, citation, statement, statement_latex, source, assumptions, cost, map, ball, caveat,
+            differentiable, norm: see `Bound`.
+
+    Returns:
+        The decorator.
 
     Where other formulas hold for other kinds of heads, each is registered with `Bound.extends`::
 
@@ -95,7 +100,8 @@ def bound(
         def _turned(att: Attention) -> Tensor: ...
 
     Raises:
-        ValueError: a name that is taken, a BibTeX key that has another entry, an unknown norm.
+        ValueError: a name that is taken, a BibTeX key that has another entry.
+        UnknownNameError: an unknown norm.
     """
 
     def enter(function: Function) -> Bound:
@@ -107,22 +113,8 @@ def bound(
         if bibtex and _BIBTEX.setdefault(citation, bibtex) != bibtex:
             raise ValueError(f"the BibTeX key {citation!r} is already that of another entry")
         formulas = [Formula(function, condition, terms, layer, longest, frozenset(covers))]
-        _BOUNDS[name] = Bound(
-            name,
-            label,
-            citation,
-            statement,
-            statement_latex,
-            source,
-            assumptions,
-            map,
-            cost,
-            formulas,
-            caveat,
-            ball,
-            differentiable,
-            norm,
-        )
+        facts = (label, citation, statement, statement_latex, source, assumptions, map, cost)
+        _BOUNDS[name] = Bound(name, *facts, formulas, caveat, ball, differentiable, norm)
         return _BOUNDS[name]
 
     return enter
@@ -152,6 +144,9 @@ def names(norm: str | None = "frobenius") -> list[str]:
         norm: "frobenius", "every-token" or "one-token" (`lipbound.schema.NORMS`); None for
             the bounds of all of them, norm by norm.
 
+    Returns:
+        The names.
+
     Raises:
         UnknownNameError: another norm.
     """
@@ -173,6 +168,12 @@ def names(norm: str | None = "frobenius") -> list[str]:
 def get(name: str) -> Bound:
     """The bound registered under ``name``.
 
+    Args:
+        name: registry name.
+
+    Returns:
+        The bound.
+
     Raises:
         UnknownNameError: naming the nearest registered names.
     """
@@ -183,12 +184,16 @@ def get(name: str) -> Bound:
 
 
 def resolve(bounds: str | Bound | Iterable[str | Bound], norm: str | None = None) -> list[str]:
-    """Names for "default" or "all" (all bounds of the norm), "none" or "exact" (exact norms alone),
-    one name, names separated by commas, or a list.
+    """Registry names of the bounds that are meant.
 
     Args:
+        bounds: "default" or "all" (all bounds of the norm), "none" or "exact" (exact norms alone),
+            one name, names separated by commas, or a list.
         norm: of the bounds. None: that of the bounds that are named, and Frobenius for "all" and
             "default".
+
+    Returns:
+        The names.
 
     Raises:
         UnknownNameError: unknown names, an unknown norm.
@@ -217,19 +222,16 @@ def resolve(bounds: str | Bound | Iterable[str | Bound], norm: str | None = None
         raise UnknownNameError(
             f"bounds is {shown(bounds)}; give 'default', 'all', a name, or a list of names"
         )
-    return _of_one_norm(
-        list(
-            dict.fromkeys(
-                get(name.name if isinstance(name, Bound) else name).name for name in bounds
-            )
-        ),
-        norm,
-    )
+    named = [get(name.name if isinstance(name, Bound) else name).name for name in bounds]
+    return _of_one_norm(list(dict.fromkeys(named)), norm)
 
 
 def _of_one_norm(found: list[str], norm: str | None) -> list[str]:
-    """These names; LipboundError where one of them is not of the norm, or, without one, not of that
-    of the first."""
+    """These names, of bounds in one norm: the one that is given, or that of the first.
+
+    Raises:
+        LipboundError: they are in several.
+    """
     for name in found:
         other, own = get(name).norm, norm or get(found[0]).norm
         if other != own:
@@ -245,8 +247,15 @@ def _of_one_norm(found: list[str], norm: str | None) -> list[str]:
 def evaluate(
     att: Attention, bounds: str | Iterable[str] = "default", norm: str | None = None
 ) -> dict[str, Tensor]:
-    """Values of some bounds of one norm on every head at every input: {name: (samples, heads)
-    float64}; ``bounds`` and ``norm`` as for `resolve`.
+    """Values of some bounds of one norm on every head at every input.
+
+    Args:
+        att: the layer.
+        bounds: as for `resolve`.
+        norm: as for `resolve`.
+
+    Returns:
+        (samples, heads) float64 by registry name.
 
     >>> import torch
     >>> from lipbound.attention.layer import Attention

@@ -1,4 +1,4 @@
-"""Which term of a bound makes it large."""
+"""Shares of the terms of a bound: which of them makes it large."""
 
 from collections.abc import Callable
 
@@ -12,8 +12,7 @@ from lipbound.linalg.upper import Upper
 
 
 def shares(att: Attention, name: str) -> dict[str, Tensor] | None:
-    r"""What each term contributes to a bound, as fractions of one, (samples, heads) each; None for
-    statements that are a single product, and of ours for variants of attention.
+    r"""Contributions of the terms of a bound, as fractions of one, (samples, heads) each.
 
     "values" is what would remain if attention did not depend on the input, "softmax" what comes
     from its change. Terms of Theorem 3 of Yudin et al. and of Specformer's theorem add up to the
@@ -25,6 +24,10 @@ def shares(att: Attention, name: str) -> dict[str, Tensor] | None:
     Args:
         att: the layer.
         name: registry name.
+
+    Returns:
+        Shares by the name of the term; None for statements that are a single product, and of ours
+        for variants of attention.
     """
     return get(name).terms(att)
 
@@ -32,17 +35,16 @@ def shares(att: Attention, name: str) -> dict[str, Tensor] | None:
 def values_and_softmax(
     share: Callable[[Attention, Upper], Upper],
 ) -> Callable[[Bound, Attention], dict[str, Tensor]]:
-    """The terms of a bound of two, from the share of "values": a function of the layer and the
-    bound's value, (samples, heads) or broadcastable."""
+    """The terms of a bound of two, from the share of "values".
+
+    That is a function of the layer and the bound's value, (samples, heads) or broadcastable.
+    """
 
     def terms(bound: Bound, att: Attention) -> dict[str, Tensor]:
         with torch.no_grad():
             value = bound(att)
-            part = (
-                torch.where(value > 0, Upper.of(share(att, Upper.of(value))).value(), 1.0)
-                .clamp(0, 1)
-                .expand_as(value)
-            )
+            part = Upper.of(share(att, Upper.of(value))).value()
+            part = torch.where(value > 0, part, 1.0).clamp(0, 1).expand_as(value)
         return {"values": part, "softmax": 1 - part}
 
     return terms

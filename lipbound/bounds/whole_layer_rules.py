@@ -37,19 +37,27 @@ from lipbound.linalg.matrix_norms import matrix_norm
 from lipbound.linalg.upper import Upper, scaled
 
 RULES = ("best", "sum", "root_sum_square", "folded")
+MAPS_OF_LAYERS = ("heads", "layer", *BLOCKS)
 
 
 def names_for(bounds: str | list[str], map: str, norm: str = "frobenius") -> list[str]:
-    """Names of the bounds that say something about a map in a norm: those on L2 attention say
-    nothing about a whole layer here.
+    """Names of the bounds that say something about a map in a norm.
+
+    Those on L2 attention say nothing about a whole layer here.
+
+    Args:
+        bounds: as for `lipbound.bounds.resolve`.
+        map: of `lipbound.jacobians.maps.MAPS`.
+        norm: of `lipbound.bounds.bound.NORMS`.
+
+    Returns:
+        The names.
 
     Raises:
         LipboundError: when such a bound, or one of another norm, is asked for by name.
     """
     names = resolve(bounds, norm)
-    other = [
-        name for name in names if map in ("heads", "layer", *BLOCKS) and get(name).map != "head"
-    ]
+    other = [name for name in names if map in MAPS_OF_LAYERS and get(name).map != "head"]
     if other and bounds not in ("default", "all"):
         raise LipboundError(
             f"{other[0]!r} bounds {get(other[0]).map} attention head by head and has no value "
@@ -69,18 +77,22 @@ def whole_layer(att: Attention, name: str, *, map: str = "layer", rule: str = "b
             `lipbound.jacobians.maps.BLOCKS`, by `lipbound.jacobians.maps.block_bound`.
         rule: one of `RULES`, see the module's header.
 
+    Returns:
+        The bound.
+
     Raises:
-        LipboundError: unknown rule, map or bound, a bound on another map, an unknown output
-            projection.
+        UnknownNameError: unknown rule, map or bound.
+        LipboundError: a bound on another map.
+        AttentionError: an unknown output projection.
     """
     check_layer(att, "whole_layer")
     if not isinstance(map, str):
-        raise UnknownNameError(f"map is {shown(map)}; {nearest(map, ('heads', 'layer', *BLOCKS))}")
+        raise UnknownNameError(f"map is {shown(map)}; {nearest(map, MAPS_OF_LAYERS)}")
     if map in BLOCKS:
         return block_bound(att, whole_layer(att, name, rule=rule), map)
-    if map not in ("heads", "layer"):
+    if map not in MAPS_OF_LAYERS:
         raise UnknownNameError(
-            f"unknown map {map!r} of a whole layer; {nearest(map, ('heads', 'layer', *BLOCKS))}"
+            f"unknown map {map!r} of a whole layer; {nearest(map, MAPS_OF_LAYERS)}"
         )
     if not isinstance(rule, str) or rule not in RULES:
         raise UnknownNameError(f"unknown rule {shown(rule)}; {nearest(rule, RULES)}")
@@ -105,9 +117,8 @@ def _together(bound: Bound, att: Attention, map: str) -> tuple[Upper, Upper]:
     if map == "heads":
         return Upper.of(heads).sum(), size(heads, -1)
     assert att.w_o is not None
-    return (Upper.of(heads) * spectral(att.w_o)).sum(), spectral(att.w_o.flatten(0, 1)) * size(
-        heads, -1
-    )
+    together = spectral(att.w_o.flatten(0, 1)) * size(heads, -1)
+    return (Upper.of(heads) * spectral(att.w_o)).sum(), together
 
 
 def published(bound: Bound, att: Attention, map: str) -> Tensor:
@@ -117,8 +128,7 @@ def published(bound: Bound, att: Attention, map: str) -> Tensor:
 
 
 def with_folded(bound: Bound, att: Attention, map: str) -> Tensor:
-    """The smallest of all rules, (samples,): for bounds that keep or gain from folding,
-    as ours do."""
+    """The smallest of all rules, (samples,): for bounds that gain from folding, as ours do."""
     best = published(bound, att, map)
     return torch.minimum(best, folded(att, bound.name)) if map == "layer" else best
 
@@ -138,21 +148,19 @@ def folded(att: Attention, name: str) -> Tensor:
     heads, e, folding = _folded(att)
     values = get(name)(heads)
     omega = matrix_norm(e[:, None].mT @ e[None])
-    whole = size(values, -1)
-    parts, exponent = scaled(torch.where(torch.isfinite(values), values, 0.0), -1)
-    pairs = Upper.of(torch.einsum("sh,hg,sg->s", parts, omega, parts)).sqrt().shifted(
-        exponent[:, 0]
-    ) + torch.where(torch.isfinite(values), 0.0, values).sum(-1)
-    together = pairs.minimum(spectral(torch.cat(list(e), 1)) * whole) * (1 + 1e-12)
+    known = torch.isfinite(values)
+    parts, exponent = scaled(torch.where(known, values, 0.0), -1)
+    pairs = Upper.of(torch.einsum("sh,hg,sg->s", parts, omega, parts)).sqrt()
+    pairs = pairs.shifted(exponent[:, 0]) + torch.where(known, 0.0, values).sum(-1)
+    together = pairs.minimum(spectral(torch.cat(list(e), 1)) * size(values, -1)) * (1 + 1e-12)
     return (together + _rounded(heads, folding, name).sum()).value()
 
 
 def with_output(att: Attention, name: str) -> tuple[Tensor, Tensor]:
-    """A bound on heads that are followed by their slices of the output projection (map "head_out"),
-    and where it is sound, (samples, heads) each.
+    """A bound on heads followed by their output slices, and where it is sound, (samples, heads).
 
-    The bound's value at the heads that have absorbed them, and what that has rounded: Lemma 4
-    (docs/theory/jacobian.md) and Lemma 72 (docs/theory/rounding.md).
+    The map "head_out". The bound's value at the heads that have absorbed them, and what that has
+    rounded: Lemma 4 (docs/theory/jacobian.md) and Lemma 72 (docs/theory/rounding.md).
     """
     heads, e, folding = _folded(att)
     bound = get(name)
@@ -162,15 +170,13 @@ def with_output(att: Attention, name: str) -> tuple[Tensor, Tensor]:
 
 @memoised
 def _folded(att: Attention) -> tuple[Attention, Tensor, Folding]:
-    """Heads that have absorbed their output slices, in float64, once for a layer; the bases of
-    their outputs; and what that has rounded."""
+    """Float64 heads with their output slices absorbed, the bases of outputs, and the rounding."""
     given = wide(att)
     heads, e = given.fold_output()
     return heads, e, folding_error(given, heads, e)
 
 
 def _rounded(heads: Attention, folding: Folding, name: str) -> Upper:
-    """Upper values of what folding took from the norms of heads, in the norm of a bound, (samples,
-    heads)."""
+    """Upper values of what folding took from heads, in the norm of a bound, (samples, heads)."""
     lost = Upper.of(folding_slack(heads, folding))
     return lost * root_count(heads) if get(name).norm == "every-token" else lost

@@ -1,4 +1,4 @@
-"""The Jacobian of every attention head in closed form, as a batch of linear operators."""
+"""Jacobians of attention heads in closed form, as a batch of linear operators."""
 
 import math
 from abc import abstractmethod
@@ -8,10 +8,12 @@ from functools import cached_property
 from typing import Self
 
 import torch
+from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.attention.variants.token_maps import TokenMap
+from lipbound.errors import LipboundError, whole
 from lipbound.jacobians.products.matrices import InParts, narrow
 from lipbound.jacobians.products.row_blocks import (
     SHORT,
@@ -23,12 +25,77 @@ from lipbound.jacobians.products.row_blocks import (
     pushed,
     worthwhile,
 )
-from lipbound.jacobians.row_space import RowSpace
 from lipbound.linalg.operators import JacobianOperator, PerEntry, TensorOperator
 
 
 def _flat(t: Tensor) -> Tensor:
     return t.reshape(-1, *t.shape[2:])
+
+
+class RowSpace:
+    """Coordinates in which the heads of a layer see their tokens.
+
+    The row space of projections w (heads, D, m) and of spans (D, n) that all heads share: found on
+    first use, once for all copies.
+    """
+
+    def __init__(
+        self, w: Tensor, spans: list[Tensor], dtype: torch.dtype, source: "RowSpace | None" = None
+    ):
+        self._w, self._spans, self._dtype, self._source = w, spans, dtype, source
+
+    def _whole(self) -> Tensor:
+        """Projections w with the spans beside them, float64."""
+        w = self._w.double()
+        spans = (t.double().expand(len(w), -1, -1) for t in self._spans)
+        return torch.cat([w, *spans], -1) if self._spans else w
+
+    @cached_property
+    def _both(self) -> tuple[Tensor, Tensor]:
+        """Float64 u, and all of u^T w."""
+        if self._source is not None:
+            return self._source._both
+        u, r = torch.linalg.qr(self._whole())
+        return u, r
+
+    @property
+    def basis(self) -> Tensor:
+        """Orthonormal u, (heads, D, m')."""
+        return self._both[0].to(self._dtype)
+
+    @property
+    def coordinates(self) -> Tensor:
+        """Coordinates u^T w, (heads, m', m), zero below the diagonal."""
+        return self._both[1][..., : self._w.shape[2]].to(self._dtype)
+
+    @cached_property
+    def square(self) -> Tensor:
+        """Products w^T w, (heads, m, m)."""
+        w = self._w.to(self._dtype)
+        return w.mT @ w
+
+    @cached_property
+    def loss(self) -> float:
+        """Upper value of how far singular values of a map of w move in its coordinates, relatively.
+
+        Of all heads, one after the other, in the cache.
+        """
+        (m, n), per = self._whole().shape[1:], 2.0**-53
+        basis = self._both[0]
+        unit, found = torch.eye(basis.shape[2], dtype=torch.float64, device=self._w.device), []
+        for w, u, r in zip(self._whole(), *self._both, strict=True):
+            size, length = w.norm(dim=0).clamp_min(1e-290), (m + n + 16) * per * u.norm()
+            columns = (torch.addmm(w, u, r, alpha=-1).norm(dim=0) / size).norm() + length * n**0.5
+            found.append((u.mT @ u - unit).norm() + length * u.norm() + 4 * columns)
+        return float(torch.stack(found).amax())
+
+    def double(self) -> "RowSpace":
+        """The same in float64."""
+        return self.to(torch.float64)
+
+    def to(self, dtype: torch.dtype) -> "RowSpace":
+        """The same in another dtype."""
+        return RowSpace(self._w, self._spans, dtype, self)
 
 
 @dataclass(init=False, eq=False, repr=False)
@@ -66,9 +133,9 @@ class HeadOperator(TensorOperator):
     """Of the parts of m: queries, keys, values, and what is normalised over all heads together, on
     either side."""
     plain: bool
-    """Whether the heads have no variants."""
+    """True if the heads have no variants."""
     extra: Tensor | None
-    """What the extra coordinates are taken along, (samples, N, D, 1 or 2), or None."""
+    """Directions of the extra coordinates, (samples, N, D, 1 or 2), or None."""
     head: PerEntry[Tensor]
     sample: PerEntry[Tensor]
     q: PerEntry[Tensor]
@@ -96,26 +163,21 @@ class HeadOperator(TensorOperator):
         self.sizes = [att.d, att.d, att.d_v, self.to_q.extra, self.to_k.extra]
         spans = [span for step in att.scoring.steps for span in step.spans()]
         self.rows = RowSpace(self.w, spans, att.dtype)
-        self.in_shape = (
-            att.tokens,
-            min(att.x.shape[2], self.w.shape[2] + sum(w.shape[1] for w in spans)),
-        )
+        width = self.w.shape[2] + sum(w.shape[1] for w in spans)
+        self.in_shape = (att.tokens, min(att.x.shape[2], width))
         self.q = _flat(att.q)
         self.k = _flat(att.centred_k.to(att.dtype))
         self.v = _flat(att.centred_v.to(att.dtype))
         directions = [to.direction for to in (self.to_q, self.to_k) if to.direction is not None]
         self.extra = att.scale * torch.stack(directions, -1) if directions else None
-        self.cross = (
-            None
-            if self.extra is None
-            else _flat(torch.einsum("hdm,snde->shnme", self.w, self.extra))
-        )
-        self.own = None if self.extra is None else (self.extra.mT @ self.extra)[self.sample]
+        self.cross = self.own = None
+        if self.extra is not None:
+            self.cross = _flat(torch.einsum("hdm,snde->shnme", self.w, self.extra))
+            self.own = (self.extra.mT @ self.extra)[self.sample]
 
     @abstractmethod
     def _groups(self) -> Iterable[Group] | None:
-        """The blocks of rows of P that products are formed in; None where they are formed with
-        whole matrices."""
+        """The blocks of rows of P that products are formed in; None for whole matrices."""
 
     @cached_property
     def tokens(self) -> HeadTensors:
@@ -130,12 +192,14 @@ class HeadOperator(TensorOperator):
 
     @property
     def turned_alone(self) -> bool:
-        """Whether queries and keys are turned between projection and scores at most."""
+        """True if queries and keys are turned at most between projection and scores."""
         return all(not to.steps or to.turns() is not None for to in (self.to_q, self.to_k))
 
     def single(self) -> Self | None:
-        """The same maps with products in float32, of a float64 layer whose numbers are in its
-        range; None where normalisations are among them."""
+        """The same maps with products in float32; None where normalisations are among them.
+
+        Of a float64 layer whose numbers are in the range of float32.
+        """
         if not self.turned_alone:
             return None
         changes = {
@@ -144,33 +208,28 @@ class HeadOperator(TensorOperator):
             if isinstance(t := getattr(self, f.name), Tensor) and t.is_floating_point()
         }
         to_q, to_k = (replace(to, dtype=torch.float32) for to in (self.to_q, self.to_k))
-        return self._with(
-            **changes
-            | {
-                "dtype": torch.float32,
-                "rows": self.rows.to(torch.float32),
-                "to_q": to_q,
-                "to_k": to_k,
-            }
-        )
+        more = {"dtype": torch.float32, "rows": self.rows.to(torch.float32)}
+        return self._with(**changes | more | {"to_q": to_q, "to_k": to_k})
 
     def push(self, z: Tensor | list[Tensor]) -> Tensor:
-        """The output perturbation under perturbations z of all coordinates (scores already scaled),
-        side by side or part by part: (batch, N, d_v)."""
+        """The output perturbation, (batch, N, d_v), under perturbations z of all coordinates.
+
+        Those of scores are already scaled; side by side, or part by part.
+        """
         groups = self._groups()
         assert groups is not None
         return pushed(groups, self._arriving(z))
 
     @abstractmethod
     def average(self, x: Tensor) -> Tensor:
-        """P x, (batch, N, r) -> (batch, N, r)."""
+        """Products P x, (batch, N, r)."""
 
     @abstractmethod
     def transposed_average(self, x: Tensor) -> Tensor:
-        """P^T x, (batch, N, r) -> (batch, N, r)."""
+        """Products P^T x, (batch, N, r)."""
 
     def column_sums(self) -> Tensor:
-        """Of P, (batch, N)."""
+        """Sums of the columns of P, (batch, N)."""
         return self.transposed_average(torch.ones_like(self.o[..., :1]))[..., 0]
 
     @abstractmethod
@@ -186,25 +245,27 @@ class HeadOperator(TensorOperator):
 
     @cached_property
     def triangle(self) -> list[Tensor]:
-        """Coordinates of queries, keys and values, (batch or 1, rows, size) each, the first two
-        without the rows that are zero: gathered once."""
+        """Coordinates of queries, keys and values, (batch or 1, rows, size) each, gathered once.
+
+        The first two without the rows that are zero.
+        """
         r, d = self.rows.coordinates, self.sizes[0]
         parts = [r[:, :d, :d], r[:, : 2 * d, d : 2 * d], r[..., 2 * d :]]
         return [(part if len(r) == 1 else part[self.head]).contiguous() for part in parts]
 
     @property
     def _long(self) -> bool:
-        """Whether coordinates are better laid out one after the other than token by token."""
+        """True if coordinates are better laid out one after the other than token by token."""
         return self._groups() is not None and self.out_shape[0] >= SHORT
 
     @cached_property
     def _square(self) -> Tensor:
-        """w^T w, (batch, m, m)."""
+        """Products w^T w, (batch, m, m)."""
         square = self.rows.square
         return square.expand(self.batch, -1, -1) if len(square) == 1 else square[self.head]
 
     def _directions(self, u: Tensor | None) -> Tensor:
-        """What the extra coordinates are taken along, (batch, N, m' or D, 1 or 2)."""
+        """Directions of the extra coordinates, (batch, N, m' or D, 1 or 2)."""
         assert self.extra is not None
         extra = self.extra[self.sample]
         return extra if u is None else u[self.head].mT[:, None] @ extra
@@ -216,8 +277,7 @@ class HeadOperator(TensorOperator):
         return [q, k, v, *(t for t in (extra_q, extra_k) if t is not None)]
 
     def _arriving(self, z: Tensor | list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Perturbations of all coordinates, as `push` takes them, as those of q, k and v as they
-        enter scores and output."""
+        """Perturbations of q, k and v as they enter scores and output, from those `push` takes."""
         q, k, v, extra_q, extra_k = z.split(self.sizes, -1) if isinstance(z, Tensor) else z
         q, k = (
             to.push(t, extra if to.extra else None)
@@ -226,23 +286,22 @@ class HeadOperator(TensorOperator):
         return q, k, v
 
     def pull(self, y: Tensor) -> Tensor:
-        """The cotangents of all coordinates under y, side by side, (batch, N, m), laid out
-        coordinate by coordinate."""
+        """The cotangents of all coordinates under y, side by side, (batch, N, m).
+
+        Laid out coordinate by coordinate.
+        """
         groups = self._groups()
         if groups is not None and not (self.to_q.steps or self.to_k.steps):
             return cotangents(groups, y, (self.sizes[0], self.sizes[2]))
         return torch.cat([t.mT for t in self._pulled(y)], 1).mT
 
     def spread(self, x: Tensor) -> Tensor:
-        """Coordinates of perturbations of the layer's input, (samples, N, D) -> (batch, N, m), for
-        a batch of whole layers."""
+        """Coordinates of perturbations of whole layers' input, (samples, N, D) -> (batch, N, m)."""
         z = torch.einsum("snd,hdm->shnm", x, self.w)
         if self.extra is None:
             return _flat(z)
-        along = torch.einsum("snd,snde->sne", x, self.extra[self._layers()])[:, None].expand(
-            -1, len(self.w), -1, -1
-        )
-        return _flat(torch.cat([z, along], -1))
+        along = torch.einsum("snd,snde->sne", x, self.extra[self._layers()])[:, None]
+        return _flat(torch.cat([z, along.expand(-1, len(self.w), -1, -1)], -1))
 
     def collect(self, z: Tensor) -> Tensor:
         """The transpose of `spread`, (batch, N, m) -> (samples, N, D)."""
@@ -250,9 +309,8 @@ class HeadOperator(TensorOperator):
         x = torch.einsum("shnm,hdm->snd", z[..., : self.w.shape[2]], self.w)
         if self.extra is None:
             return x
-        return x + torch.einsum(
-            "shne,snde->snd", z[..., self.w.shape[2] :], self.extra[self._layers()]
-        )
+        extra = z[..., self.w.shape[2] :]
+        return x + torch.einsum("shne,snde->snd", extra, self.extra[self._layers()])
 
     def _layers(self) -> Tensor:
         """The samples of a batch of whole layers."""
@@ -275,29 +333,29 @@ class HeadOperator(TensorOperator):
             x[..., : to.shape[-1]].baddbmm_(part, to)
         if self.extra is None:
             return x
-        return x + torch.einsum(
-            "bne,bnre->bnr", torch.cat(extra, -1), self._directions(self.rows.basis)
-        )
+        along = self._directions(self.rows.basis)
+        return x + torch.einsum("bne,bnre->bnr", torch.cat(extra, -1), along)
 
     def along(self, dx: Tensor) -> Tensor:
-        """J dX in the coordinates of X, (batch, N, D) -> (batch, N, d_v); unlike the other products
-        differentiable in what the layer is made of."""
+        """J dX in the coordinates of X, (batch, N, D) -> (batch, N, d_v).
+
+        Unlike the other products differentiable in what the layer is made of.
+        """
         return self.push(self._perturbed(dx))
 
     def paths(self, dx: Tensor) -> dict[str, Tensor]:
-        """J dX, (batch, N, D) -> (batch, N, d_v), in three parts: what passes through values, keys
-        and queries; as `along`."""
+        """J dX as `along`, in three parts: what passes through values, keys and queries."""
         parts = self._perturbed(dx)
         ways = {"values": (2,), "keys": (1, 4), "queries": (0, 3)}
-        return {
-            name: self.push([t if i in way else torch.zeros_like(t) for i, t in enumerate(parts)])
-            for name, way in ways.items()
-        }
+
+        def push(way: tuple[int, ...]) -> Tensor:
+            return self.push([t if i in way else torch.zeros_like(t) for i, t in enumerate(parts)])
+
+        return {name: push(way) for name, way in ways.items()}
 
     def gram(self, y: Tensor) -> Tensor:
-        if (
-            self.dtype == torch.float64
-        ):  # two products with the triangular factor round less than one with its square
+        # two products with the triangular factor round less than one with its square
+        if self.dtype == torch.float64:
             return self.jvp(self.vjp(y))
         if self.extra is None and self._groups() is not None:
             return self.push(torch.bmm(self.pull(y), self._square))
@@ -342,17 +400,13 @@ class HeadJacobian(InParts, HeadOperator):
     def _shared(self) -> list[RowBlock]:
         """Blocks that hold those of all entries."""
         assert self.blocks is not None
-        return [
-            RowBlock(rows, keys, self.p[:, rows, keys], self.t[:, rows, keys])
-            for rows, keys in self.blocks.shared()
-        ]
+        places = self.blocks.shared()
+        return [RowBlock(*at, self.p[:, *at], self.t[:, *at]) for at in places]
 
     def _groups(self) -> Iterable[Group] | None:
-        return (
-            None
-            if self.blocks is None or torch.is_grad_enabled()
-            else [(slice(None), self.tokens, self._shared)]
-        )
+        if self.blocks is None or torch.is_grad_enabled():
+            return None
+        return [(slice(None), self.tokens, self._shared)]
 
     def _cotangents(self, y: Tensor) -> tuple[Tensor, ...]:
         if self._groups() is not None:
@@ -386,6 +440,36 @@ class HeadJacobian(InParts, HeadOperator):
 
     def product(self, y: Tensor) -> Tensor:
         return HeadOperator.gram(self, y)
+
+    def as_linear_operator(self, sample: int = 0, head: int = 0) -> LinearOperator:
+        """The Jacobian of one head at one input, for scipy's solvers.
+
+        Args:
+            sample: which input.
+            head: which head.
+
+        Returns:
+            Operator of shape (N d_v, N D) on flattened outputs and inputs, in this one's dtype.
+
+        Raises:
+            LipboundError: no such sample or head.
+        """
+        heads = len(self.w)
+        place = whole("sample", sample, least=0) * heads + whole("head", head, least=0)
+        if head >= heads or place >= self.batch:
+            raise LipboundError(
+                f"sample {sample} and head {head} are asked for; there are {self.batch // heads} "
+                f"samples and {heads} heads, counted from 0"
+            )
+        basis = self.rows.basis[head].cpu().numpy()
+        (n, width), d = self.in_shape, len(basis)
+        reduced = LinearOperator(
+            (n * width, n * d),
+            matvec=lambda x: (x.reshape(n, d) @ basis).ravel(),
+            rmatvec=lambda y: (y.reshape(n, width) @ basis.T).ravel(),
+            dtype=basis.dtype,
+        )
+        return self.to_scipy(place) @ reduced
 
     def dense(self) -> Tensor:
         """The matrices, block by block for plain attention: Lemma 1 (docs/theory/jacobian.md)."""

@@ -12,10 +12,10 @@ from lipbound.linalg.operators import PerEntry
 
 @dataclass(init=False, eq=False, repr=False)
 class L2HeadJacobian(InParts):
-    r"""Jacobian of *L2 attention* with a checkpoint's ``w_q`` and ``w_v`` (Kim, Papamakarios, Mnih
-    2021; tied keys, no biases).
+    r"""Jacobian of *L2 attention* with a checkpoint's ``w_q`` and ``w_v``, tied keys, no biases.
 
-    With :math:`A = \mathrm{scale}\,W_Q W_Q^T` the map is :math:`f(X) = P\,X A W_V`, where P is the
+    Kim, Papamakarios, Mnih 2021. With :math:`A = \mathrm{scale}\,W_Q W_Q^T` the map is
+    :math:`f(X) = P\,X A W_V`, where P is the
     softmax of :math:`-\mathrm{scale}\,\|q_i - q_j\|^2`, :math:`q = X W_Q` (``scale`` is their
     :math:`1/\sqrt d`). It is another map than the dot-product head: ``w_k`` and all biases are
     ignored. Masks and padding act on the scores as usual.
@@ -66,12 +66,8 @@ class L2HeadJacobian(InParts):
     def _push(self, z: Tensor) -> Tensor:
         """The output perturbation under perturbations z of the projections."""
         dq, dv = z.split(self.sizes, -1)
-        t = (
-            (dq @ self.q.mT)
-            .baddbmm_(self.q, dq.mT)
-            .sub_((self.q * dq).sum(-1)[:, None, :])
-            .mul_(self.p)
-        )
+        t = (dq @ self.q.mT).baddbmm_(self.q, dq.mT)
+        t = t.sub_((self.q * dq).sum(-1)[:, None, :]).mul_(self.p)
         return narrow(t, self.v) - t.sum(-1, keepdim=True) * self.o + narrow(self.p, dv)
 
     def _pull(self, y: Tensor) -> Tensor:

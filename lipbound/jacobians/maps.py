@@ -1,8 +1,9 @@
-"""Which maps are measured: one head, all heads, or the layer with what stands around it."""
+"""Maps that are measured: one head, all heads, or the layer with what stands around it."""
 
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.layer_norm import Normaliser
 from lipbound.errors import AttentionError
 
 BLOCKS = {
@@ -13,7 +14,11 @@ BLOCKS = {
 
 
 def check_block(att: Attention, map: str) -> None:
-    """Raise AttentionError where a layer does not have what a map of `BLOCKS` needs."""
+    """Check that a layer has what a map of `BLOCKS` needs.
+
+    Raises:
+        AttentionError: it does not.
+    """
     if att.w_o is None or att.w_o.shape[2] != att.x.shape[2]:
         raise AttentionError(
             f"map {map!r} needs an output projection back to width {att.x.shape[2]}, which this "
@@ -34,6 +39,14 @@ def check_block(att: Attention, map: str) -> None:
         )
 
 
+def normaliser_of(att: Attention, map: str) -> Normaliser | None:
+    """The normalisation that takes part in a map of `BLOCKS`."""
+    around = att.surroundings
+    if around is None:
+        return None
+    return {"pre_norm": around.fed_by, "post_norm": around.followed_by}.get(map)
+
+
 def block_bound(att: Attention, layer: Tensor, map: str) -> Tensor:
     r"""A bound on a map of `BLOCKS` from one on the layer, (samples,).
 
@@ -41,12 +54,7 @@ def block_bound(att: Attention, layer: Tensor, map: str) -> Tensor:
     :math:`1 + L n` before, :math:`n (1 + L)` after: Lemma 22 (docs/theory/layers.md).
     """
     check_block(att, map)
-    around = att.surroundings
-    norm = (
-        None
-        if around is None
-        else {"pre_norm": around.fed_by, "post_norm": around.followed_by}.get(map)
-    )
+    norm = normaliser_of(att, map)
     if norm is None:
         return (1 + layer) * (1 + 1e-13)
     sizes = norm.norms if att.valid is None else norm.norms.masked_fill(~att.valid, 0.0)

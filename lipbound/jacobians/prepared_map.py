@@ -1,5 +1,4 @@
-"""A layer ready to be measured: in units of ordinary size, with the Jacobian of the map that is
-asked for."""
+"""Layers ready to be measured: in units of ordinary size, with the Jacobian of the map."""
 
 from functools import cached_property
 
@@ -7,26 +6,31 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.rescaling import ordinary, unit_scales, unit_values
+from lipbound.attention.rescaling import on_one_scale, ordinary, unit_scales, unit_values
 from lipbound.jacobians.head import HeadOperator
 from lipbound.jacobians.maps import BLOCKS, WHOLE
-from lipbound.jacobians.multihead import LayerJacobian
-from lipbound.jacobians.residual_block import BlockJacobian
-from lipbound.jacobians.rounding import folding_error, map_roundoff, roundoff
+from lipbound.jacobians.rounding import folding_error, layer_roundoff, roundoff
 from lipbound.jacobians.streaming import head_jacobian
+from lipbound.jacobians.whole_layer import BlockJacobian, LayerJacobian
 from lipbound.linalg.operators import JacobianOperator, Roundoff
 
 
 class PreparedMap:
-    """A layer whose map is measured: in units in which its tensors are of ordinary size (unless
-    wanted ``as_given``), with the output projection folded in where the map has it. ``sharp``: as
-    for `lipbound.jacobians.rounding.roundoff`.
+    """A layer whose map is measured, in units in which its tensors are of ordinary size.
+
+    The output projection is folded in where the map has it.
+
+    Args:
+        att: the layer.
+        map: of `lipbound.jacobians.maps.MAPS`.
+        as_given: keep the layer's own units.
+        sharp: as for `lipbound.jacobians.rounding.roundoff`.
 
     Attributes:
-        attention: the layer. op: its Jacobian.
+        attention: the layer. op: the Jacobian of the map.
         exponents: of the powers of two that its norms are to be multiplied with, (heads,).
         known: whether the layer could be brought into these units exactly, (samples, heads) bool,
-            or None where it always can.
+            or (samples,) for maps of the whole layer; None where it always can.
         basis: (heads, D_out, r) of the outputs of "head_out", or None.
     """
 
@@ -39,8 +43,15 @@ class PreparedMap:
         self.exponents = torch.zeros(att.heads, dtype=torch.long)
         if as_given:
             pass
-        elif map in ("head", "head_out") and att.dtype == torch.float64 and ordinary(att) is None:
+        elif att.dtype == torch.float64 and ordinary(att, projected=_projects(map)) is None:
             att, exponents, self.known = unit_scales(att)
+            if map in WHOLE:
+                projected, fixed = _projects(map), map in BLOCKS
+                att, exponents, exact = on_one_scale(
+                    att, exponents, projected=projected, fixed=fixed
+                )
+                att = att.with_parts(surroundings=before.surroundings, check=False)
+                self.known = self.known.all(-1) & exact
             self.exponents = exponents.cpu()
         elif map not in BLOCKS:  # the identity of a residual must be seen in its own units
             att, unit = unit_values(att, together=map in WHOLE)
@@ -49,12 +60,18 @@ class PreparedMap:
 
     @cached_property
     def roundoff(self) -> Roundoff:
-        """Of a float64 layer."""
-        heads = heads_of(self.op)
-        if self.folded is None:
-            return map_roundoff(self.attention, heads, self.map, sharp=self._sharp)
-        folding = self.folded.shifted(-self.exponents.to(self.folded.weights.device))
-        return roundoff(self.attention, heads, folding=folding, sharp=self._sharp)
+        """Rounding of the Jacobian and its products, of a float64 layer."""
+        heads, folded = heads_of(self.op), self.folded
+        if self.map in WHOLE:
+            return layer_roundoff(self.attention, heads, self.map, sharp=self._sharp)
+        if folded is not None:
+            folded = folded.shifted(-self.exponents.to(folded.weights.device))
+        return roundoff(self.attention, heads, folding=folded, sharp=self._sharp)
+
+
+def _projects(map: str) -> bool:
+    """Whether heads are projected and added in a map."""
+    return map in WHOLE and map != "heads"
 
 
 def heads_of(op: JacobianOperator) -> HeadOperator:

@@ -1,5 +1,4 @@
-"""Exact local Lipschitz constants: the spectral norm of the Jacobian of every head, or of a whole
-layer."""
+"""Exact local Lipschitz constants: spectral norms of Jacobians of heads, or of whole layers."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,8 +12,7 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.rescaling import unit_values
 from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError, check_layer, choice, flag, real, whole
-from lipbound.jacobians.gram import Gram
-from lipbound.jacobians.gram_variants import covered, gram_of
+from lipbound.jacobians.gram import Gram, covered, gram_of
 from lipbound.jacobians.head import HeadOperator
 from lipbound.jacobians.l2_attention import L2HeadJacobian
 from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
@@ -61,11 +59,13 @@ def spectral_norm(
             `lipbound.attention.variants.VARIANTS`.
         tol: relative error of the norm at which Lanczos' method stops (``upper / lower - 1`` where
             ``upper`` is asked for, else an a-posteriori estimate that fails with probability at
-            most 1e-3 a norm); absolute change for "power".
+            most 1e-3 a norm); absolute change for "power". Ten times smaller than that of
+            `lipbound.compare`, since without ``delta`` nothing encloses what is left.
         delta: total failure probability of the ``upper`` of all norms of this call, over random
             start vectors (`lipbound.linalg.enclosures`); one start carries about 1e-9 a norm at 128
             tokens; smaller values and longer inputs take independent starts, whose probabilities
-            are multiplied. None for lower ends alone, in about a third of the time.
+            are multiplied. None, the default, for lower ends alone, in about a third of the time;
+            `lipbound.compare`, whose numbers are kept and cited, encloses them by default.
         vectors: also return the top singular pair.
         seed: of the random start vectors, which are independent across samples and heads; a
             sequence gives each sample its own.
@@ -103,11 +103,8 @@ def spectral_norm(
     choice("method", method, (*METHODS, DEFLATION))
     check_arguments(att, method, tol, delta)
     seeds = sample_seeds(att.samples, seed)
-    tol, vectors, max_steps = (
-        float(tol),
-        flag("vectors", vectors),
-        None if max_steps is None else whole("max_steps", max_steps, least=1),
-    )
+    tol, vectors = float(tol), flag("vectors", vectors)
+    max_steps = None if max_steps is None else whole("max_steps", max_steps, least=1)
     if map in BLOCKS and method == DEFLATION:
         raise LipboundError(
             f"method {method!r} has no closed form of map {map!r}; use 'lanczos' with delta"
@@ -122,53 +119,38 @@ def spectral_norm(
         norm = dense_svd(wide.op, vectors=vectors)
         norm = widened(norm, wide.roundoff.tensors + wide.roundoff.products, tol)
     else:
-        op = (
-            wide.op
-            if att.dtype == torch.float64 or wide.known is not None
-            else _narrow(wide.op) or PreparedMap(att, map).op
-        )
+        if att.dtype == torch.float64 or wide.known is not None:
+            op = wide.op
+        else:
+            op = _narrow(wide.op) or PreparedMap(att, map).op
         steps = DEFAULT_STEPS[method] if max_steps is None else max_steps
+        search = partial(
+            estimate if delta is None else partial(enclose, delta=delta / wide.op.batch),
+            tol=tol,
+            seed=seeds,
+            max_steps=steps,
+            vectors=vectors,
+        )
         with torch.no_grad():
-            if delta is None:
-                norm = estimate(
-                    wide.op,
-                    wide.roundoff,
-                    op,
-                    tol=tol,
-                    seed=seeds,
-                    max_steps=steps,
-                    vectors=vectors,
-                )
-            else:
-                norm = enclose(
-                    wide.op,
-                    wide.roundoff,
-                    op,
-                    tol=tol,
-                    delta=delta / wide.op.batch,
-                    seed=seeds,
-                    max_steps=steps,
-                    vectors=vectors,
-                )
+            norm = search(wide.op, wide.roundoff, op)
     return shaped(att, norm, wide)
 
 
 def _narrow(op: JacobianOperator) -> JacobianOperator | None:
-    """Heads of a float32 layer with products in float32, where they can be made of those in
-    float64."""
+    """Heads of a float32 layer with products in float32, where those in float64 have them."""
     return op.single() if isinstance(op, HeadOperator) else None
 
 
 def check_arguments(att: object, method: str, tol: float, delta: float | None) -> None:
-    """Raise LipboundError for what is no layer, and for numbers that make no sense."""
+    """Check that there is a layer, and that numbers make sense.
+
+    Raises:
+        LipboundError: they do not.
+    """
     check_layer(att, "spectral_norm")
     positive = method == DEFLATION
-    real(
-        "tol",
-        tol,
-        f"a number {'>' if positive else '>='} 0",
-        above=0 if positive else math.nextafter(0, -1),
-    )
+    least = 0 if positive else math.nextafter(0, -1)
+    real("tol", tol, f"a number {'>' if positive else '>='} 0", above=least)
     if delta is not None:
         real("delta", delta, "between 0 and 1, a probability of failure", above=0, below=1)
 
@@ -182,8 +164,7 @@ def _power(
     seeds: list[int],
     max_steps: int | None,
 ) -> Norm:
-    """Power iteration, whose absolute stopping rule must see J itself, in the dtype
-    that was given."""
+    """Power iteration on J itself, in its dtype: what its absolute stopping rule must see."""
     plain = PreparedMap(att, map, as_given=True)
     norm = operator_norm(
         plain.op,
@@ -198,38 +179,36 @@ def _power(
 
 
 def shaped(att: Attention, norm: Norm, measured: PreparedMap) -> Norm:
-    """Norms and vectors as they are returned: (samples, heads) or (samples,), in the units and
-    coordinates of the layer."""
+    """Norms and vectors as they are returned, in the units and coordinates of the layer.
+
+    (samples, heads), or (samples,).
+    """
     op, basis, exponents = measured.op, measured.basis, measured.exponents
-    if measured.map in WHOLE:
-        return _cast(_scale(norm, exponents[0]), att.dtype)
-    norm = _scale(norm.view(att.samples, att.heads), exponents)
+    whole = measured.map in WHOLE
+    norm = (
+        _scale(norm, exponents[0])
+        if whole
+        else _scale(norm.view(att.samples, att.heads), exponents)
+    )
     if measured.known is not None:
         known = measured.known.cpu()
         unknown = {"lower": 0.0, "upper": math.inf, "error": math.inf, "converged": False}
-        norm = replace(
-            norm,
-            **{
-                name: torch.where(known, getattr(norm, name), value)
-                for name, value in unknown.items()
-            },
-        )
+        ends = {name: torch.where(known, getattr(norm, name), t) for name, t in unknown.items()}
+        norm = replace(norm, **ends)
+    if whole:
+        return _cast(norm, att.dtype)
     if norm.left is None or norm.right is None:
         return norm
     left = norm.left.view(att.samples, att.heads, *op.out_shape)
     if basis is not None:
         left = left @ basis.mT
     assert isinstance(op, HeadOperator)
-    return _cast(
-        replace(
-            norm, left=left, right=op.lift(norm.right).view(att.samples, att.heads, att.tokens, -1)
-        ),
-        att.dtype,
-    )
+    right = op.lift(norm.right).view(att.samples, att.heads, att.tokens, -1)
+    return _cast(replace(norm, left=left, right=right), att.dtype)
 
 
 def _cast(norm: Norm, dtype: torch.dtype) -> Norm:
-    """With singular vectors in a dtype."""
+    """The same norms with singular vectors in a dtype."""
     left, right = (None if t is None else t.to(dtype) for t in (norm.left, norm.right))
     return replace(norm, left=left, right=right)
 
@@ -245,34 +224,25 @@ def _grams(att: Attention, map: str) -> list[Callable[[], Gram]]:
 
 @in_own_modes
 def l2_spectral_norm(att: Attention, *, tol: float = 1e-4, seed: int | Sequence[int] = 0) -> Norm:
-    """Exact local Lipschitz constant of L2 attention with the layer's weights (see
-    `L2HeadJacobian`), samples x heads.
+    """Exact local Lipschitz constant of L2 attention with the layer's weights, samples x heads.
 
-    This is the map that Kim et al. 2021 bound; it is not the head of the checkpoint. The search is
-    in the dtype of ``att``, the value a quotient in float64, without enclosure: rounding is not
-    counted.
+    See `L2HeadJacobian`. This is the map that Kim et al. 2021 bound; it is not the head of the
+    checkpoint. The search is in the dtype of ``att``, the value a quotient in float64, without
+    enclosure: rounding is not counted.
     """
     scaled, unit = unit_values(att.double())
     op = L2HeadJacobian(scaled)
     search = op if att.dtype == torch.float64 else L2HeadJacobian(unit_values(att)[0])
-    nothing, seeds = torch.zeros(op.batch, dtype=torch.float64), sample_seeds(att.samples, seed)
-    norm = estimate(
-        op,
-        Roundoff(nothing, nothing, nothing),
-        search,
-        tol=tol,
-        seed=seeds,
-        max_steps=DEFAULT_STEPS["lanczos"],
-    )
+    nothing = torch.zeros(op.batch, dtype=torch.float64)
+    steps, seeds = DEFAULT_STEPS["lanczos"], sample_seeds(att.samples, seed)
+    roundoff = Roundoff(nothing, nothing, nothing)
+    norm = estimate(op, roundoff, search, tol=tol, seed=seeds, max_steps=steps)
     return _scale(norm.view(att.samples, att.heads), unit.cpu().log2().round().long())
 
 
 def _scale(norm: Norm, exponents: Tensor) -> Norm:
-    """Ends times powers of two; near the end of the range, where that rounds, outwards, and then
-    they are not close to each other."""
-    lower = times_power(norm.lower, exponents)
+    """Ends times powers of two, rounded outwards; they are not close where that rounds."""
+    lower, upper = times_power(norm.lower, exponents), times_power_up(norm.upper, exponents)
     lost = (lower < 1e-300) & (norm.lower > 0)
-    return replace(
-        norm, lower=torch.where(lost, 0.0, lower), upper=times_power_up(norm.upper, exponents),
-        error=torch.where(lost, math.inf, norm.error), converged=norm.converged & ~lost,
-    )  # fmt: skip
+    lower, error = torch.where(lost, 0.0, lower), torch.where(lost, math.inf, norm.error)
+    return replace(norm, lower=lower, upper=upper, error=error, converged=norm.converged & ~lost)

@@ -1,5 +1,7 @@
-"""The Jacobian of heads whose attention matrices do not fit, or are mostly masked: P is formed for
-some rows, and the keys they see, at a time."""
+"""Jacobians of heads whose attention matrices do not fit, or are mostly masked.
+
+P is formed for some rows, and the keys they see, at a time.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,11 +35,8 @@ def head_jacobian(att: Attention) -> HeadOperator:
         return StreamedHeadJacobian(att)
     if att.device.type != "cpu" or att.tokens < LONG or (att.mask is None and att.valid is None):
         return HeadJacobian(att)
-    return (
-        StreamedHeadJacobian(att)
-        if RowBlocks.of_mask(att, ROWS).share <= FEW
-        else HeadJacobian(att)
-    )
+    few = RowBlocks.of_mask(att, ROWS).share <= FEW
+    return StreamedHeadJacobian(att) if few else HeadJacobian(att)
 
 
 def _budget(bytes_of: dict[str, float] | dict[str, int], device: torch.device) -> float:
@@ -45,8 +44,7 @@ def _budget(bytes_of: dict[str, float] | dict[str, int], device: torch.device) -
 
 
 def _blocks(att: Attention) -> RowBlocks:
-    """Of so many rows at a time as memory allows, no more than products need where the mask forbids
-    something."""
+    """Blocks of as many rows as memory allows, no more than products need where a mask forbids."""
     most = _budget(ROW_BYTES, att.device) // 8
     if att.device.type == "cpu" and not (att.mask is None and att.valid is None):
         blocks = RowBlocks.of_mask(att, ROWS)
@@ -64,30 +62,24 @@ class Kept:
     entries: list[list[RowBlock]]
 
     def select(self, index: Tensor | slice) -> "Kept":
-        """Of some entries."""
-        return Kept(
-            [
-                self.entries[b]
-                for b in torch.arange(len(self.entries))[
-                    index if isinstance(index, slice) else index.cpu()
-                ].tolist()
-            ]
-        )
+        """Those of some entries."""
+        index = index if isinstance(index, slice) else index.cpu()
+        return Kept([self.entries[b] for b in torch.arange(len(self.entries))[index].tolist()])
+
+    def to(self, dtype: torch.dtype) -> "Kept":
+        """The same in another dtype."""
+        return Kept([[block.to(dtype) for block in entry] for entry in self.entries])
 
     def double(self) -> "Kept":
-        """In float64."""
-        return Kept([[block.to(torch.float64) for block in entry] for entry in self.entries])
-
-    def single(self) -> "Kept":
-        """In float32."""
-        return Kept([[block.to(torch.float32) for block in entry] for entry in self.entries])
+        """The same in float64."""
+        return self.to(torch.float64)
 
 
 @dataclass(init=False, eq=False, repr=False)
 class StreamedHeadJacobian(HeadOperator):
-    """`HeadOperator` in memory O(N (d + d_v)) per head: rows of P come from q, k, and the largest
-    score and sum of each row, twice in every product.
+    """`HeadOperator` in memory O(N (d + d_v)) per head.
 
+    Rows of P come from q, k, and the largest score and sum of each row, twice in every product.
     Scores are formed only for the keys that a block of rows sees, so that time goes with the
     entries that the mask allows; where these fit, as in a sliding window, P is kept between
     products. Scores are float64, as for `Attention.p`, so the numbers are those of `HeadJacobian`
@@ -116,47 +108,37 @@ class StreamedHeadJacobian(HeadOperator):
     def __init__(self, att: Attention):
         self._set(att)
         self.wide_q, self.wide_k = (t.flatten(0, 1) for t in (att.wide_q, att.centred_k))
-        self.scale, self.scoring, self.valid, self.heads, self.sloped = (
+        self.scale, self.scoring, self.valid, self.heads = (
             att.scale,
             att.scoring,
             att.valid,
             att.heads,
-            att.scoring.sloped,
         )
+        self.sloped = att.scoring.sloped
         self.entry = torch.arange(self.batch, device=self.device)
         self.top = torch.zeros(self.batch, att.tokens, 1, dtype=torch.float64, device=self.device)
         self.total = torch.ones_like(self.top)
         self.o, self.blocks, self.kept = torch.zeros_like(self.v), _blocks(att), None
-        fits = self.blocks.size * SCORE_BYTES * (2 if self.sloped else 1) <= _budget(
-            WHOLE_BYTES, self.device
-        )
+        needed = self.blocks.size * SCORE_BYTES * (2 if self.sloped else 1)
+        fits = needed <= _budget(WHOLE_BYTES, self.device)
         found = [self._first_pass(b, fits) for b in range(self.batch)]
         if fits:
             self.kept = Kept(found)
 
     def _first_pass(self, b: int, keep: bool) -> list[RowBlock]:
-        """The largest score and the sum of each row of an entry, and its output; its blocks, if
-        they are to be kept."""
-        extra = (
-            None
-            if self.scoring.extra_scores is None
-            else self.scoring.extra_scores.double()[b % self.heads]
-        )
-        found = []
+        """Largest score, sum and output of each row of an entry; its blocks, if they are kept."""
+        extra, found = self.scoring.extra_scores, []
+        extra = None if extra is None else extra.double()[b % self.heads]
         for rows, keys in self.blocks.of(b):
             scores = self._scores(b, rows, keys)
             top = scores.amax(-1, keepdim=True)
             top = top if extra is None else top.maximum(extra.amax())
-            self.top[b, rows] = top.masked_fill(
-                top == -torch.inf, 0.0
-            )  # rows of padding attend to nothing
+            # rows of padding attend to nothing
+            self.top[b, rows] = top.masked_fill(top == -torch.inf, 0.0)
             grown = scores.sub_(self.top[b, rows]).exp_()
             total = grown.sum(-1, keepdim=True)
-            total = (
-                total
-                if extra is None
-                else total + (extra - self.top[b, rows]).exp().sum(-1, keepdim=True)
-            )
+            if extra is not None:
+                total = total + (extra - self.top[b, rows]).exp().sum(-1, keepdim=True)
             self.total[b, rows] = total.clamp_min(1.0)
             p = self._shares(b, rows, grown)
             self.o[b, rows] = p @ self.v[b, keys]
@@ -169,14 +151,13 @@ class StreamedHeadJacobian(HeadOperator):
         return divmod(int(self.entry[b]), self.heads)
 
     def _scaled(self, b: int, rows: slice, keys: slice) -> Tensor:
-        """scale q k^T for some queries and keys of an entry, (rows, keys), float64."""
+        """Products scale q k^T for some queries and keys of an entry, (rows, keys), float64."""
         return self.scale * (self.wide_q[b, rows] @ self.wide_k[b, keys].mT)
 
     def _seen(self, keys: slice) -> tuple[slice, slice]:
         """The keys to form scores of, and among them those that are wanted."""
-        return (
-            (keys, slice(None)) if self.scoring.entrywise else (slice(0, self.out_shape[0]), keys)
-        )
+        every = slice(0, self.out_shape[0])
+        return (keys, slice(None)) if self.scoring.entrywise else (every, keys)
 
     def _scores(self, b: int, rows: slice, keys: slice) -> Tensor:
         """Masked float64 scores of some queries of an entry, (rows, keys)."""
@@ -187,21 +168,16 @@ class StreamedHeadJacobian(HeadOperator):
         if mask is not None:
             scores = add_mask(scores, mask)
         if self.valid is not None:
-            scores = scores.masked_fill(~self.valid[s, keys], -torch.inf).masked_fill(
-                ~self.valid[s, rows, None], -torch.inf
-            )
+            absent = ~(self.valid[s, keys] & self.valid[s, rows, None])
+            scores = scores.masked_fill(absent, -torch.inf)
         return scores
 
-    def _probabilities(self, b: int, rows: slice, scores: Tensor) -> Tensor:
-        """Entries of some rows of P from their scores, in the dtype of the products."""
-        return self._shares(b, rows, scores.sub_(self.top[b, rows]).exp_())
-
     def _shares(self, b: int, rows: slice, grown: Tensor) -> Tensor:
-        """The same from exponentials of scores less the largest of their row."""
+        """Entries of some rows of P from exponentials of scores less the largest of their row."""
         return grown.to(self.dtype).div_(self.total[b, rows].to(self.dtype))
 
     def _weights(self, b: int, rows: slice, keys: slice, p: Tensor) -> Tensor:
-        """What changes of q k^T are weighted with in a block of P."""
+        """Weights of changes of q k^T in a block of P."""
         if not self.sloped:
             return p
         formed, wanted = self._seen(keys)
@@ -214,31 +190,25 @@ class StreamedHeadJacobian(HeadOperator):
             yield from self.kept.entries[b]
             return
         for rows, keys in self.blocks.of(b):
-            p = self._probabilities(b, rows, self._scores(b, rows, keys))
+            scores = self._scores(b, rows, keys)
+            p = self._shares(b, rows, scores.sub_(self.top[b, rows]).exp_())
             yield RowBlock(rows, keys, p, self._weights(b, rows, keys, p))
 
     def _groups(self) -> Iterator[Group]:
         for b in range(self.batch):
-            one = slice(b, b + 1)
-            yield (
-                one,
-                self.tokens.select(one),
-                (
-                    block._replace(p=block.p[None], weights=block.weights[None])
-                    for block in self._read(b)
-                ),
+            one, read = slice(b, b + 1), self._read(b)
+            blocks = (
+                block._replace(p=block.p[None], weights=block.weights[None]) for block in read
             )
+            yield one, self.tokens.select(one), blocks
 
     def single(self) -> Self | None:
         other = super().single()
-        wide = {
-            name: getattr(self, name) for name in ("wide_q", "wide_k", "top", "total")
-        }  # of scores
-        return (
-            None
-            if other is None
-            else other._with(**wide, kept=None if self.kept is None else self.kept.single())
-        )
+        if other is None:
+            return None
+        wide = {name: getattr(self, name) for name in ("wide_q", "wide_k", "top", "total")}
+        kept = None if self.kept is None else self.kept.to(torch.float32)
+        return other._with(**wide, kept=kept)  # scores stay in float64
 
     def average(self, x: Tensor) -> Tensor:
         out = torch.zeros_like(x)
@@ -255,5 +225,5 @@ class StreamedHeadJacobian(HeadOperator):
         return out
 
     def largest(self) -> Tensor:
-        """A sink's where that is larger."""
+        """The largest entry of every row of P, (batch, N); a sink's where that is larger."""
         return (1 / self.total[..., 0]).masked_fill((self.o == 0).all(-1), 0.0)

@@ -15,8 +15,7 @@ from lipbound.attention.reference import dense_jacobian
 from lipbound.bounds.whole_layer_rules import RULES
 from lipbound.errors import AttentionError, LipboundError
 from lipbound.jacobians import gram as gram_module
-from lipbound.jacobians.gram import Gram
-from lipbound.jacobians.gram_variants import VariantGram, gram_of
+from lipbound.jacobians.gram import Gram, VariantGram, gram_of
 from lipbound.jacobians.rounding import tensor_error
 
 SETS = [

@@ -5,8 +5,10 @@ from scipy.sparse.linalg import svds
 from support.layers import random_attention
 from support.oracles import oracle
 
+import lipbound as lb
 from lipbound.attention.layer import Attention
 from lipbound.attention.reference import dense_jacobian, head_function
+from lipbound.errors import LipboundError
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.jacobians.l2_attention import L2HeadJacobian
 from lipbound.jacobians.products import matrices as products
@@ -139,3 +141,21 @@ def test_products_do_not_depend_on_how_many_heads_they_take_at_a_time(
             torch.testing.assert_close(
                 HeadJacobian(att).gram(y), whole, rtol=0, atol=1e-13 * float(whole.abs().max())
             )
+
+
+@pytest.mark.parametrize("kind", ["biases", "causal", "padded"])
+def test_scipy_sees_the_dense_jacobian_of_one_head(kind: str) -> None:
+    att = random_attention(kind)
+    op, (n, d) = lb.HeadJacobian(att), att.x.shape[1:]
+    for sample, head in ((0, 0), (att.samples - 1, att.heads - 1)):
+        operator = op.as_linear_operator(sample, head)
+        real = np.ones(n, bool) if att.valid is None else att.valid[sample].numpy()
+        rows, columns = (np.repeat(real, width) for width in (att.d_v, d))
+        dense = np.zeros((n * att.d_v, n * d))
+        dense[np.ix_(rows, columns)] = dense_jacobian(att, sample, head).numpy()
+        assert operator.shape == (n * att.d_v, n * d)
+        np.testing.assert_allclose(operator @ np.eye(n * d), dense, atol=1e-12)
+        np.testing.assert_allclose(operator.T @ np.eye(n * att.d_v), dense.T, atol=1e-12)
+    for sample, head in ((att.samples, 0), (0, att.heads)):
+        with pytest.raises(LipboundError, match=r"there are .* samples and .* heads"):
+            op.as_linear_operator(sample, head)

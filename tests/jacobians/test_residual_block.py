@@ -1,6 +1,7 @@
 """Attention with residual connection and layer normalisation, against dense autograd Jacobians and
 the model's own modules."""
 
+import mpmath as mp
 import pytest
 import torch
 import transformers as tf
@@ -17,8 +18,8 @@ from lipbound.bounds.whole_layer_rules import whole_layer
 from lipbound.errors import AttentionError, LipboundError
 from lipbound.jacobians.maps import BLOCKS, block_bound
 from lipbound.jacobians.prepared_map import PreparedMap
-from lipbound.jacobians.residual_block import BlockJacobian
 from lipbound.jacobians.spectral_norm import spectral_norm
+from lipbound.jacobians.whole_layer import BlockJacobian
 from lipbound.models.capture.capture import Capturer, capture
 
 PRE = ("gpt2", "opt", "vit", "clip text", "siglip vision")
@@ -307,3 +308,16 @@ def test_bounds_after_a_norm(kind: str, centred: bool) -> None:
                 assert float(value[s, h]) >= exact * (1 - 1e-9)
     with pytest.raises(AttentionError, match="around=True"):
         after_norm(random_attention("plain"), "lipbound")
+
+
+def test_norms_of_long_tokens_count_their_rounding() -> None:
+    """Tokens that are 1e16 times longer than their deviations, against 300 bits."""
+    steps = torch.tensor([0.0, 2, 1, 1, 1, 1], dtype=torch.float64)
+    x = 124765.390625 + steps * 2.0**-36  # neighbouring numbers
+    norm = Normaliser(x[None, None], torch.ones(6, dtype=torch.float64), eps=0.0)
+    with mp.workprec(300):
+        exact = [mp.mpf(float(entry)) for entry in x]
+        mean = mp.fsum(exact) / 6
+        size = mp.sqrt(mp.fsum((entry - mean) ** 2 for entry in exact) / 6)
+        ratio = mp.mpf(float(norm.norms[0, 0])) * size
+    assert 1 <= ratio < 1 + 1e-9

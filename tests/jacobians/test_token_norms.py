@@ -22,9 +22,8 @@ from lipbound.jacobians.prepared_map import PreparedMap
 from lipbound.jacobians.rounding import tensor_error
 from lipbound.jacobians.token_norms import token_norm as module
 from lipbound.jacobians.token_norms.profile import token_profile
-from lipbound.jacobians.token_norms.row_search import weights_of
-from lipbound.jacobians.token_norms.sphere_cuts import wedged
-from lipbound.jacobians.token_norms.token_norm import NORMS, parts_of, token_norm
+from lipbound.jacobians.token_norms.row_search import wedged
+from lipbound.jacobians.token_norms.token_norm import NORMS, tensors_of, token_norm
 
 MAPS = ("head", "head_out", "heads", "layer")
 ROUNDING = 1e-11
@@ -160,7 +159,7 @@ def test_wedges_hold_whatever_they_start_from(seed: int) -> None:
     """Columns that have not climbed, far targets, a row that is not the largest: the bound is loose
     then, and never below."""
     att = random_head(seed, seed)
-    parts = parts_of(PreparedMap(att, "head"))
+    parts = tensors_of(PreparedMap(att, "head"))
     blocks = token_oracle.blocks(att, 0, "head")[0]
     unit = 2.0 ** PreparedMap(att, "head").exponents.double()
     g = torch.Generator().manual_seed(seed)
@@ -169,9 +168,7 @@ def test_wedges_hold_whatever_they_start_from(seed: int) -> None:
         below = float(token_oracle.every_from_below(blocks[i : i + 1], 100) / unit)
         row = parts.rows(slice(i, i + 1))
         for target in (0.0, below, 2 * below):
-            upper, starts = wedged(
-                row, y / y.norm(), target, lambda b, lengths: weights_of(b, lengths, 1e-3)
-            )
+            upper, starts = wedged(row, y / y.norm(), target, 1e-3)
             assert below * (1 - 1e-12) <= upper <= 2 * below
             assert torch.allclose(torch.linalg.vector_norm(starts, dim=-1), torch.ones(1).double())
 
@@ -288,15 +285,15 @@ def test_vectors_attain_what_they_are_said_to(name: str, map: str) -> None:
             assert not x[~real].any()
             assert not y[~real].any()
             lengths = torch.linalg.vector_norm(x, dim=-1)
-            size = {
-                "every": lengths.amax(),
-                "one": lengths.sum(),
-                "all": torch.linalg.vector_norm(lengths),
-            }[NORMS[name][0]]
+            sizes = {
+                "every-token": lengths.amax(),
+                "output-token": torch.linalg.vector_norm(lengths),
+            }
+            size = sizes.get(name, lengths.sum())
             assert float(size) == pytest.approx(1, abs=1e-12)
             image = torch.einsum("ijrx,jx->ir", blocks[h], x[real])
             moved = torch.linalg.vector_norm(image, dim=-1)
-            reached = moved.amax() if NORMS[name][1] == "worst" else torch.linalg.vector_norm(moved)
+            reached = moved.amax() if name != "one-token" else torch.linalg.vector_norm(moved)
             assert float(reached) == pytest.approx(float(norm.lower[at]), rel=1e-8)
             assert float((image * y[real]).sum()) == pytest.approx(float(reached), rel=1e-10)
             assert float(torch.linalg.vector_norm(y)) == pytest.approx(1, abs=1e-12)

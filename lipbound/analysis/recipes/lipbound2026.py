@@ -80,7 +80,7 @@ def caption_which_map(ds: xr.Dataset) -> str:
 register(
     name="which-map",
     title="Exact constants of the maps that papers call attention",
-    source="definitions in lipbound.jacobians.spectral_norm and lipbound.jacobians.residual_block",
+    source="definitions in lipbound.jacobians.spectral_norm and lipbound.jacobians.whole_layer",
     compute=which_map,
     draw=draw_which_map,
     caption=caption_which_map,

@@ -75,7 +75,7 @@ class BallCentre:
         return (change + self.p * self.off.p + 1e-289).clamp(max=1.0)
 
     def move(self, up: Tensor, radius: float, ball: str) -> Tensor:
-        """How far the mean token of each row can move, (heads, N, 1), from the largest P'."""
+        """Largest move of the mean token of each row, (heads, N, 1), from the largest P'."""
         most = up[..., : self.p.shape[-2]].amax(-1, keepdim=True).sqrt()
         return torch.full_like(most, radius) if ball == "token" else radius * most
 
@@ -150,7 +150,7 @@ def _covariance_norm(p: Tensor, v: Tensor) -> Tensor:
 
 
 class CentreErrors:
-    """What rounding may have taken from the quantities of `BallCentre`, as upper values.
+    """Upper values of what rounding may have taken from the quantities of `BallCentre`.
 
     Lemma 82 (docs/theory/upper_values.md).
 
@@ -269,7 +269,7 @@ def _head(att: Attention, h: int, p: Tensor, t: Tensor) -> tuple[Tensor, ...]:
 
 
 def largest_a(att: Attention) -> Tensor:
-    r"""At least :math:`\|A_{ij}\|` for all tokens of an unpadded float64 layer, (heads,).
+    r"""Upper value of :math:`\|A_{ij}\|` over all tokens of an unpadded float64 layer, (heads,).
 
     Where rotations depend on positions, :math:`R_i^T R_j` depends on their distance only but for
     rounding: one norm for each distance, and how far any pair of tokens is from the one that stands

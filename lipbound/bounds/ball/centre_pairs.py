@@ -102,7 +102,7 @@ class MovingQueries(NamedTuple):
     size: Tensor
 
     def columns(self, w: Tensor, most: Tensor) -> Tensor:
-        r"""At least :math:`(\sum_i w_{ij} (y \cdot x'_i)^2)^{1/2}` for unit vectors y, (heads, N).
+        r"""Upper values of :math:`(\sum_i w_{ij} (y \cdot x'_i)^2)^{1/2}` for unit y, (heads, N).
 
         The weights w are (heads, N, N); :math:`\sum_i w_{ij} (y \cdot G h_i)^2` is at most ``most``
         (heads, N) times :math:`|G^T y|^2`.
@@ -215,7 +215,7 @@ def _half_diameter(x: Tensor, off: Tensor) -> Tensor:
 
 
 class BallChanges(NamedTuple):
-    """What moves within the ball, row by row, tensors that broadcast to (heads, N, M).
+    """Quantities that move within the ball, row by row, broadcastable to (heads, N, M).
 
     With the names of Lemma 108 (docs/theory/ball_pairs.md): P^+, Delta, sigma, m^V, m^A, c^v, c^k,
     w, w^k.
@@ -307,7 +307,7 @@ class ByPairs(BallCentre):
         return keys, values, cross.minimum(keys * values)
 
     def _reached(self, w: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
-        """At least the root of sum_i w_ij (y . q~'_ij)^2, and of that of W_V^T q~'_ij, (heads, N).
+        """Upper values of (sum_i w_ij (y . q~'_ij)^2)^(1/2), and for W_V^T q~'_ij, (heads, N) each.
 
         For each token j and all unit vectors y; from weights (heads, N, N) and the most that sum_i
         w_ij |h'_i|^2 can be, (heads, N).
@@ -316,7 +316,7 @@ class ByPairs(BallCentre):
         return found, self.norm_v[..., 0] * found
 
     def _keys(self, to: BallChanges) -> Tensor:
-        """How far the part of J through keys moves while queries stand still, (heads,)."""
+        """Upper values of the change of J through keys while queries stand still, (heads,)."""
 
         def columns(w: Tensor) -> Tensor:
             return self.pairs.columns(w).amax(-1)

@@ -99,7 +99,12 @@ def _over_ball(
 def _checked(
     att: Attention, radius: float | Sequence[float], ball: str
 ) -> tuple[bool, list[float]]:
-    """Whether one radius was given, and all of them, of a layer and a ball that are covered."""
+    """True if one radius was given, and all of them.
+
+    Raises:
+        AttentionError: a layer that is not covered.
+        LipboundError: derivatives may be wanted.
+    """
     check_layer(att, "over_ball")
     if "qk_norm" in att.variants:
         raise AttentionError(
@@ -116,7 +121,7 @@ def _checked(
 def _sample(
     att: Attention, radii: list[float], ball: str, entries_only: bool
 ) -> tuple[Tensor, Tensor]:
-    """How far J moves within balls around one unpadded float64 sample, and how large it gets.
+    """Upper values of the change of J within balls around one unpadded float64 sample, and of J.
 
     (heads, radii) each, through the layer's copy of ordinary size: Lemma 73
     (docs/theory/upper_values.md).
@@ -141,7 +146,11 @@ def _sample(
 
 
 def _centre(att: Attention, at: str) -> Tensor:
-    """An upper value of the norm at X, (samples, heads)."""
+    """Upper values of the norm at X, (samples, heads).
+
+    Raises:
+        LipboundError: no bound on the head in the Frobenius norm whose assumptions hold.
+    """
     if isinstance(at, str) and at == "certified":
         return spectral_norm(att, tol=CERTIFIED_TOL, delta=CERTIFIED_DELTA).upper.to(att.device)
     bound = get(at)

@@ -73,7 +73,7 @@ def relative_changes(
     radius: float,
     ball: str,
 ) -> tuple[Tensor, Tensor]:
-    r"""How far scores of a plain layer move beyond the mean of their row, and their mean squares.
+    r"""Largest moves of a plain layer's scores beyond the mean of their row, and mean squares.
 
     Lemma 106 (docs/theory/ball_pairs.md).
 

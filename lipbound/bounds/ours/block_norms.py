@@ -200,7 +200,7 @@ def seen(t: Tensor, step: int) -> list[tuple[slice, slice, slice]]:
 
 
 class WeightNorms(NamedTuple):
-    """What bounds need of the weights of a layer, (heads, ...).
+    """Factors and norms of the weights of a layer, (heads, ...).
 
     Attributes:
         factor_q, factor_k: `upper_factor` of W_Q and W_K. excess: how far the latter's square is
@@ -313,7 +313,7 @@ class BlockNorms:
         return self.p @ self.p.mT * self.norm_v**2
 
     def queries(self) -> Tensor:
-        """diag ||B_i||^2."""
+        """Diagonal matrix of ||B_i||^2."""
         return torch.diag_embed(self.b**2)
 
     def mixed(self) -> Tensor:

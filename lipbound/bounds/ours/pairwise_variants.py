@@ -1,9 +1,8 @@
-r"""`lipbound` and `lipbound_block` for heads with rotary position embeddings, normalised queries
-and keys, capped scores or sinks.
+r"""`lipbound` and `lipbound_block` for heads with variants.
 
-The compression of `lipbound.bounds.ours.pairwise`, block by block, with a vector
-:math:`\tilde q_{ij}` for each pair of tokens: Lemma 18 (docs/theory/bounds.md). Blocks of J as in
-`lipbound.jacobians.token_tangents`.
+Rotary position embeddings, normalised queries and keys, capped scores or sinks. The compression of
+`lipbound.bounds.ours.pairwise`, block by block, with a vector :math:`\tilde q_{ij}` for each pair
+of tokens: Lemma 18 (docs/theory/bounds.md). Blocks of J as in `lipbound.jacobians.token_tangents`.
 
 Cost per head: O(N^3 d + N^2 d (d + d_v) + N d^3) operations, most of them inner products of
 :math:`\tilde q_{ij}` and :math:`\tilde q_{kj}`, O(N^2 (d + d_v)) memory for some rows at a time.

@@ -57,8 +57,9 @@ AT_ONCE = 16
 )
 @memoised
 def lipbound_every(att: Attention) -> Tensor:
-    r"""How far an output token can move when every token moves by at most 1: 3 to 6 % above the
-    exact value on pretrained heads (geometric mean).
+    r"""A bound on the move of any output token when every token moves by at most 1.
+
+    3 to 6 % above the exact value on pretrained heads (geometric mean).
 
     .. math::
         \|J\| \le \max_i \Big(\sum_j d_{ij}\Big)^{1/2} \Big\|\sum_j J_{ij} J_{ij}^T /
@@ -121,8 +122,9 @@ def lipbound_every_block(att: Attention) -> Tensor:
     norm="one-token",
 )
 def lipbound_one(att: Attention) -> Tensor:
-    r"""The largest norm of a column of upper values of the norms of the blocks of J: what one token
-    can do to the whole output.
+    r"""The largest norm of a column of upper values of the norms of the blocks of J.
+
+    It bounds what one token can do to the whole output.
 
     .. math:: \max_j \|J_{:j}\| \le \max_j \Big(\sum_i \|J_{ij}\|^2\Big)^{1/2}
 
@@ -150,7 +152,7 @@ def _one(att: Attention) -> Tensor:
 
 
 def _root_count(att: Attention) -> float:
-    """At least the root of N: how far the every-token norm can exceed the spectral norm."""
+    """The root of N or a little more: the every-token norm may exceed the spectral norm by it."""
     return att.tokens**0.5 * (1 + 4 * UNIT)
 
 
@@ -248,7 +250,7 @@ class RowWeights:
         self.factor[at] = p[at] * self.mixed
 
     def sizes(self, inner: Tensor, mine: Tensor) -> Tensor:
-        """What rounding is relative to, (rows,), from Frobenius norms of the parts of blocks."""
+        """Sizes that rounding is relative to, (rows,), from norms of the parts of blocks."""
         own = 2 * self.mixed * inner[self._at] * mine + self.own * mine**2
         return (self.factor * inner**2).sum(-1) + own
 

@@ -34,7 +34,7 @@ class TokenVectors(NamedTuple):
 
 
 class QueryVectors(NamedTuple):
-    r"""What some tokens t do as queries.
+    r"""Norms and matrices of some tokens t as queries.
 
     Attributes:
         b, b_v: as in `TokenVectors`.
@@ -83,14 +83,15 @@ class VariantHead:
         self._by_query = gamma(2 * n + self.inputs + 8 * d + att.d_v + 60)
 
     def covariances(self, rows: slice | Tensor, keys: slice = slice(None)) -> Tensor:
-        r""":math:`C_i = c \sum_j T_{ij} (v_j - o_i) k_j^T` of some rows, over some keys, (rows,
-        d_v, d)."""
+        r"""Sums :math:`C_i = c \sum_j T_{ij} (v_j - o_i) k_j^T` over some keys, (rows, d_v, d)."""
         a = self.t[rows, keys, None] * (self.v[None, keys] - self.o[rows, None, :])
         return a.mT @ (self.scale * self.k[keys])
 
     def by_query(self, rows: slice | Tensor) -> Tensor:
-        """Frobenius norms of B_i with absolute values inside, (rows,): rounding is relative to
-        them."""
+        """Frobenius norms of B_i with absolute values inside, (rows,).
+
+        Rounding is relative to them.
+        """
         reach = abs(self.scale) * self.e.detach()[rows] @ self.k.detach().norm(dim=-1)
         return reach * self.tangents.size("q", self.kept[rows]).detach()
 

@@ -28,7 +28,7 @@ _terms = values_and_softmax(
 
 
 def _theorem_3_3(att: Attention, radius: float, ball: str = "token") -> Tensor:
-    """In both balls every token stays within R + radius of 0."""
+    """Theorem 3.3 for all inputs of a ball, where every token stays within R + radius of 0."""
     n, r = factors.count(att), factors.radius(att) + radius
     t = factors.norm_a(att) * r**2
     return (ROOT3 * factors.norm_v(att) * (t**2 * (4 * n + 1) + n).sqrt()).value()
@@ -53,8 +53,7 @@ def _theorem_3_3(att: Attention, radius: float, ball: str = "token") -> Tensor:
     covers=conditions.LINEAR,
 )
 def castin(att: Attention) -> Tensor:
-    r"""Theorem 3.3 (Theorem 2 of Yudin et al. 2025), with the radius of the smallest centred ball
-    that holds the tokens:
+    r"""Theorem 3.3 (Theorem 2 of Yudin et al. 2025), with the largest length of a token.
 
     .. math::
         \|J\| \le \sqrt 3\,\|W_V\|\,\big(\|A\|^2 R^4 (4N+1) + N\big)^{1/2},\quad A =
@@ -74,9 +73,8 @@ def castin(att: Attention) -> Tensor:
 def _with_biases(att: Attention, radius: float, ball: str = "token") -> Tensor:
     n, r = factors.count(att), factors.radius(att) + radius
     t = factors.norm_a(att) * r**2
-    return (
-        ROOT3 * factors.norm_v(att) * (t**2 + (t + factors.shift(att) * r) ** 2 * n + n).sqrt()
-    ).value()
+    squares = t**2 + (t + factors.shift(att) * r) ** 2 * n + n
+    return (ROOT3 * factors.norm_v(att) * squares.sqrt()).value()
 
 
 @bound(
@@ -125,25 +123,21 @@ def castin_bias(att: Attention) -> Tensor:
 def _castin_bias_linear(att: Attention) -> Tensor:
     n, r = factors.count(att), factors.radius(att)
     t, (q, k) = factors.norm_a(att) * r**2, factors.pull_of_biases(att)
-    return (
-        ROOT3 * factors.norm_v(att) * ((t + k * r) ** 2 + (t + q * r) ** 2 * n + n).sqrt()
-    ).value()
+    squares = (t + k * r) ** 2 + (t + q * r) ** 2 * n + n
+    return (ROOT3 * factors.norm_v(att) * squares.sqrt()).value()
 
 
 @memoised
 def sides(att: Attention) -> tuple[Upper, Upper]:
-    """max_i |A x_i| and max_i |A^T x_i| per (sample, head), A = scale W_Q W_K^T; without biases:
-    Lemma 86 (docs/theory/upper_values.md)."""
-    (x, e), (w_q, f), (w_k, h) = (
-        scaled(att.x, (-2, -1)),
-        scaled(att.w_q, (-2, -1)),
-        scaled(att.w_k, (-2, -1)),
-    )
+    """Lengths max_i |A x_i| and max_i |A^T x_i|, (samples, heads), A = scale W_Q W_K^T.
+
+    Without biases: Lemma 86 (docs/theory/upper_values.md).
+    """
+    (x, e), (w_q, f), (w_k, h) = (scaled(t, (-2, -1)) for t in (att.x, att.w_q, att.w_k))
     shifts = e[:, 0] + (f + h)[:, 0, 0]
     together = torch.linalg.matrix_norm(w_q.detach()) * torch.linalg.matrix_norm(w_k.detach())
-    rounding = (
-        2 * gamma(sum(w_q.shape[1:]) + 12) * together * x.detach().norm(dim=-1).amax(-1)[:, None]
-    )
+    most = x.detach().norm(dim=-1).amax(-1)[:, None]
+    rounding = 2 * gamma(sum(w_q.shape[1:]) + 12) * together * most
 
     def largest(outer: Tensor, inner: Tensor) -> Upper:
         with torch.no_grad():
@@ -156,33 +150,32 @@ def sides(att: Attention) -> tuple[Upper, Upper]:
 
 
 def _turned_side(att: Attention) -> Upper:
-    """A bound on the gradients of all scores with rotation or cap, (samples, heads): scale max
-    ||R_i|| max(||W_K|| |q_i|, ||W_Q|| |k_j|)."""
+    """A bound on the gradients of all scores with rotation or cap, (samples, heads).
+
+    scale max ||R_i|| max(||W_K|| |q_i|, ||W_Q|| |k_j|).
+    """
     q, k = (longest(t) + error for t, error in factors.entering(att))
-    return (
-        factors.scale(att)
-        * factors.turn(att)
-        * (q * factors.norm_k(att)).maximum(k * factors.norm_q(att))
-    )
+    side = (q * factors.norm_k(att)).maximum(k * factors.norm_q(att))
+    return factors.scale(att) * factors.turn(att) * side
 
 
 def longest(t: Tensor) -> Upper:
-    """max_i |t_i| of (..., N, d): (...)."""
+    """Largest length |t_i| of (..., N, d), (...)."""
     t, e = scaled(t, (-2, -1))
     lengths = t.norm(dim=-1).max(-1).values
     return Upper.of(lengths * (1 + gamma(t.shape[-1] + 4))).shifted(e[..., 0, 0])
 
 
 def _theorem_c3(att: Attention, radius: float, ball: str = "token") -> Tensor:
-    """|A x_i| grows by at most ||A|| radius; the distance of two tokens by 2 radius, or sqrt(2)
-    radius when they share a Frobenius ball."""
+    """Theorem C.3 for all inputs of a ball.
+
+    |A x_i| grows by at most ||A|| radius; the distance of two tokens by 2 radius, or sqrt(2) radius
+    when they share a Frobenius ball.
+    """
     one, other = sides(att)
     side = one.maximum(other) + factors.norm_a(att) * radius
-    return _from_side(
-        att,
-        side,
-        factors.diameter(att) + (2 if ball == "token" else math.sqrt(2) * (1 + 4 * UNIT)) * radius,
-    )
+    apart = 2 if ball == "token" else math.sqrt(2) * (1 + 4 * UNIT)
+    return _from_side(att, side, factors.diameter(att) + apart * radius)
 
 
 def _from_side(att: Attention, side: Upper, distance: Upper) -> Tensor:
@@ -246,16 +239,14 @@ def _castin_c3_linear(att: Attention) -> Tensor:
     "random heads exceed it twofold",
 )
 def castin_c3_as_coded(att: Attention) -> Tensor:
-    r"""Theorem C.3 as the authors' code computes it (recalled): no :math:`\sqrt 3`, and
-    :math:`R' = \max_i |A x_i|` alone.
+    r"""Theorem C.3 as the authors' code computes it (recalled), with one side alone.
 
-    Not a bound: down to about half of the exact norm on random heads even with the :math:`\sqrt 3`
-    put back. Kept because published figures use it.
+    There is no :math:`\sqrt 3`, and :math:`R' = \max_i |A x_i|`. Not a bound: down to about half of
+    the exact norm on random heads even with the :math:`\sqrt 3` put back. Kept because published
+    figures use it.
     """
-    n = factors.count(att)
-    return (
-        factors.norm_v(att) * ((sides(att)[0] * factors.diameter(att)) ** 2 * (n + 1) + n).sqrt()
-    ).value()
+    n, squares = factors.count(att), (sides(att)[0] * factors.diameter(att)) ** 2
+    return (factors.norm_v(att) * (squares * (n + 1) + n).sqrt()).value()
 
 
 def _mean_field_condition(att: Attention) -> Tensor:
@@ -283,8 +274,9 @@ def _mean_field(att: Attention, radius: float, ball: str = "token") -> Tensor:
     "at A = 0), and the query bias",
 )
 def castin_mean_field(att: Attention) -> Tensor:
-    r"""The bound that does not depend on N (2-Wasserstein Lipschitz constant; bounds :math:`\|J\|`
-    by their Lemma 3.2):
+    r"""The bound that does not depend on N, a 2-Wasserstein Lipschitz constant.
+
+    It bounds :math:`\|J\|` by their Lemma 3.2:
 
     .. math:: \|J\| \le \|W_V\|\,(1 + 3\|A\|R^2)\,e^{2\|A\|R^2}
 

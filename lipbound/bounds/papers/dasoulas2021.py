@@ -1,5 +1,7 @@
-"""Dasoulas, Scaman, Virmaux 2021, "Lipschitz Normalization for Self-Attention Layers with
-Application to Graph Neural Networks" (ICML)."""
+"""Dasoulas, Scaman, Virmaux 2021 (ICML).
+
+"Lipschitz Normalization for Self-Attention Layers with Application to Graph Neural Networks".
+"""
 
 import math
 
@@ -28,31 +30,33 @@ BIBTEX = """@inproceedings{dasoulas2021lipschitz,
   note      = {arXiv:2103.04886}
 }"""
 ROOT2 = Upper.of(math.sqrt(2) * (1 + 4 * UNIT))
-_terms = values_and_softmax(lambda att, value: factors.norm_v(att) * _frobenius_p(att) / value)
 
 
 @memoised
 def _frobenius_p(att: Attention) -> Upper:
-    """||P||_F, (samples, heads)."""
+    """Norm ||P||_F, (samples, heads)."""
     stretch, unknown = factors.stretched(att, 1)
     p = (factors.probabilities(att) * stretch[..., None]).masked_fill(unknown[..., None], 0.0)
     squares = p.square().sum((-1, -2)) * (1 + gamma(att.tokens**2 + 8)) + unknown.sum(-1)
     return (Upper.of(squares).sqrt() + factors.TINY).minimum(factors.root_count(att))
 
 
+_terms = values_and_softmax(lambda att, value: factors.norm_v(att) * _frobenius_p(att) / value)
+
+
 def _queries(att: Attention) -> Upper:
-    """||X A + 1 a^T||_F = scale ||Q W_K^T||_F, (samples, heads), from Q^T Q and W_K^T W_K: Lemma 86
-    (docs/theory/upper_values.md)."""
+    """Norm ||X A + 1 a^T||_F = scale ||Q W_K^T||_F, (samples, heads), from Q^T Q and W_K^T W_K.
+
+    Lemma 86 (docs/theory/upper_values.md).
+    """
     (q, error), _ = factors.entering(att)
     (q, e), (w, f) = scaled(q, (-2, -1)), scaled(att.w_k, (-2, -1))
     squares = ((q.mT @ q) * (w.mT @ w)).sum((-1, -2))
-    rounding = gamma(att.tokens + att.x.shape[2] + att.d**2 + 8) * (
-        q.detach().square().sum((-1, -2)) * w.detach().square().sum((-1, -2))
-    )
-    total = Upper.of(squares.clamp_min(0) + rounding).sqrt()
-    return factors.scale(att) * (
-        total.shifted((e + f)[..., 0, 0]) + error * factors.root_count(att) * factors.norm_k(att)
-    )
+    sizes = q.detach().square().sum((-1, -2)) * w.detach().square().sum((-1, -2))
+    rounding = gamma(att.tokens + att.x.shape[2] + att.d**2 + 8) * sizes
+    total = Upper.of(squares.clamp_min(0) + rounding).sqrt().shifted((e + f)[..., 0, 0])
+    more = error * factors.root_count(att) * factors.norm_k(att)
+    return factors.scale(att) * (total + more)
 
 
 @bound(
@@ -73,8 +77,7 @@ def _queries(att: Attention) -> Upper:
     terms=_terms,
 )
 def dasoulas(att: Attention) -> Tensor:
-    r"""Their bound on attention by the slope of its scores, with the slope of dot products at this
-    input.
+    r"""Their bound on attention by the slope of its scores, that of dot products at this input.
 
     .. math::
         \|J\| \le \|W_V\|\,\big(\|P\|_F + \sqrt 2\,R\,L\big),\quad L = \max_j |A x_j| + \|X A + 1
@@ -91,19 +94,16 @@ def dasoulas(att: Attention) -> Tensor:
     scores (keys centred unless there is a cap or a sink) and the maps of single tokens; with a sink
     :math:`\|W_V\| R` is :math:`\|W_V\| R + |b_V|`.
     """
-    return (
-        factors.norm_v(att)
-        * (_frobenius_p(att) + ROOT2 * factors.radius(att) * (sides(att)[0] + _queries(att)))
-    ).value()
+    slope = sides(att)[0] + _queries(att)
+    return (factors.norm_v(att) * (_frobenius_p(att) + ROOT2 * factors.radius(att) * slope)).value()
 
 
 @dasoulas.extends(*conditions.LINEAR, condition=conditions.always, terms=_terms)
 def _linear(att: Attention) -> Tensor:
     (q, q_error), (k, k_error) = factors.entering(att)
     through_q = factors.norm_q(att) * (longest(k) + k_error)
-    through_k = factors.norm_k(att) * (
-        factors.size(q, (-2, -1)) + q_error * factors.root_count(att)
-    )
+    size = factors.size(q, (-2, -1)) + q_error * factors.root_count(att)
+    through_k = factors.norm_k(att) * size
     slope = factors.scale(att) * factors.turn(att) * (through_q + through_k)
     return (factors.norm_v(att) * (_frobenius_p(att) + ROOT2 * factors.radius(att) * slope)).value()
 
@@ -118,19 +118,13 @@ def _with_variants(att: Attention) -> Tensor:
     found = []
     for sample in samples_of(att):
         one, e = sample.layer, sample.errors
+        names = ("q", "k", "q_slope", "k_slope")
         q, k, q_slope, k_slope = (
-            (t + error)[0]
-            for t, error in (
-                (e.q, e.q_error),
-                (e.k, e.k_error),
-                (e.q_slope, e.q_slope_error),
-                (e.k_slope, e.k_slope_error),
-            )
+            (getattr(e, name) + getattr(e, f"{name}_error"))[0] for name in names
         )
-        slope = factors.scale(one) * (
-            Upper.of(q_slope.amax(-1)) * k.amax(-1)
-            + Upper.of(k_slope.amax(-1)) * factors.size(q, -1)
-        )
+        through_q = Upper.of(q_slope.amax(-1)) * k.amax(-1)
+        through_k = Upper.of(k_slope.amax(-1)) * factors.size(q, -1)
+        slope = factors.scale(one) * (through_q + through_k)
         reach = factors.norm_v(one) * factors.radius(one)[0]
         if one.scoring.extra_scores is not None:
             reach = reach + factors.length_of_bias(one.b_v, one)

@@ -23,14 +23,13 @@ BIBTEX = """@inproceedings{kim2021lipschitz,
 
 
 def inverse_phi(y: Tensor) -> Tensor:
-    r"""Upper value of the inverse of :math:`\phi(x) = x e^{x+1}` on x >= 0, the Lambert function
-    :math:`W_0(y / e)`; float64, any shape.
+    r"""Upper value of the inverse of :math:`\phi(x) = x e^{x+1}` on x >= 0, float64, any shape.
 
-    It is enlarged until :math:`\phi`, which increases, exceeds y by more than its own rounding.
+    The Lambert function :math:`W_0(y / e)`. It is enlarged until :math:`\phi`, which increases,
+    exceeds y by more than its own rounding.
     """
-    x = torch.from_numpy(
-        np.asarray(np.real(lambertw(y.cpu().numpy() / math.e)), dtype=np.float64)
-    ).to(y.device)
+    found = np.real(lambertw(y.cpu().numpy() / math.e))
+    x = torch.from_numpy(np.asarray(found, dtype=np.float64)).to(y.device)
     x = torch.where(y > 0, x.clamp_min(0), 0.0)
     for step in range(-50, 0):
         short = x * (x + 1).exp() * (1 - 8 * UNIT * (x + 2)) < y
@@ -59,8 +58,9 @@ def inverse_phi(y: Tensor) -> Tensor:
     "its proof",
 )
 def kim(att: Attention) -> Tensor:
-    r"""Global Lipschitz constant of L2 attention :math:`P\,X A W_V`, :math:`A = W_Q W_Q^T/\sqrt d`,
-    P from :math:`-|q_i - q_j|^2/\sqrt d`.
+    r"""Global Lipschitz constant of L2 attention, :math:`P\,X A W_V`.
+
+    With :math:`A = W_Q W_Q^T/\sqrt d`, P from :math:`-|q_i - q_j|^2/\sqrt d`.
 
     .. math:: Lip \le \sqrt{N/d}\,(4\,\phi^{-1}(N-1) + 1)\,\|W_Q\|^2 \|W_V\|
 
@@ -77,9 +77,6 @@ def kim(att: Attention) -> Tensor:
     Proved in Lemma 40 (docs/theory/published.md), where each token's zero distance to itself must
     take part: so a mask that only forbids, but never a token to itself, leaves it valid.
     """
-    factor = (
-        factors.root_count(att)
-        * factors.scale(att)
-        * (4 * Upper.of(inverse_phi(factors.count(att) - 1)) + 1)
-    )
+    slope = 4 * Upper.of(inverse_phi(factors.count(att) - 1)) + 1
+    factor = factors.root_count(att) * factors.scale(att) * slope
     return (factor * factors.norm_q(att) ** 2 * factors.norm_v(att)).value()

@@ -1,5 +1,7 @@
-"""Newhouse, Hess, Cesista, Zahorodnii, Bernstein, Isola 2025, "Training Transformers with Enforced
-Lipschitz Constants"."""
+"""Newhouse, Hess, Cesista, Zahorodnii, Bernstein, Isola 2025.
+
+"Training Transformers with Enforced Lipschitz Constants".
+"""
 
 from torch import Tensor
 
@@ -21,13 +23,11 @@ _terms = values_and_softmax(lambda att, value: factors.norm_v(att) / value)
 
 
 def _closed(att: Attention, radius: float, ball: str = "token") -> Tensor:
-    """In both balls every token stays within R + radius of 0."""
+    """The bound for all inputs of a ball, where every token stays within R + radius of 0."""
     extended = with_ones(att)
     r = factors.radius(extended) + radius
-    return (
-        factors.norm_v(att)
-        * (1 + 2 * factors.scale(att) * factors.norm_q(extended) * factors.norm_k(att) * r**2)
-    ).value()
+    slope = 2 * factors.scale(att) * factors.norm_q(extended) * factors.norm_k(att)
+    return (factors.norm_v(att) * (1 + slope * r**2)).value()
 
 
 @bound(
@@ -48,8 +48,7 @@ def _closed(att: Attention, radius: float, ball: str = "token") -> Tensor:
     norm="every-token",
 )
 def newhouse(att: Attention) -> Tensor:
-    r"""What the authors' code multiplies for attention, at the head's own weights and the largest
-    token that there is.
+    r"""The factor of attention in the authors' code, at the head's weights and its largest token.
 
     .. math::
         \|J\|_{every} \le \|W_V\|\,\big(1 + 2\,\mathrm{scale}\,\|W_Q\| \|W_K\| R^2\big),\quad R =

@@ -22,12 +22,13 @@ BIBTEX = """@inproceedings{hu2024specformer,
 
 
 def _large(att: Attention) -> Tensor:
-    """Where (N + 1) sqrt(N) ||X||_F^2 >= 1, beyond doubt: rounding has enlarged the left side by
-    far less than the factor."""
+    """True where (N + 1) sqrt(N) ||X||_F^2 >= 1 beyond doubt, (samples, 1).
+
+    Rounding has enlarged the left side by far less than the factor.
+    """
     n = factors.count(att)
-    return (
-        factors.root_count(att) * (n + 1) * factors.frobenius(att) ** 2
-    ).value() >= 1 + 4 * gamma(att.x.shape[1] * att.x.shape[2] + 40)
+    size = (factors.root_count(att) * (n + 1) * factors.frobenius(att) ** 2).value()
+    return size >= 1 + 4 * gamma(att.x.shape[1] * att.x.shape[2] + 40)
 
 
 def _condition(att: Attention) -> Tensor:
@@ -38,24 +39,16 @@ def _condition(att: Attention) -> Tensor:
 def _condition_linear(att: Attention) -> Tensor:
     n = factors.count(att)
     slope = (factors.scale(att) * factors.turn(att) ** 2).value()
-    return (
-        _large(att)
-        & (slope <= n.sqrt() * (n + 1) / 2 * (1 - 4 * UNIT))
-        & conditions.no_query_bias(att)
-    )
+    small = slope <= n.sqrt() * (n + 1) / 2 * (1 - 4 * UNIT)
+    return _large(att) & small & conditions.no_query_bias(att)
 
 
 def _theorem(att: Attention, radius: float, ball: str = "frobenius") -> Tensor:
-    """Their ball is one in the Frobenius norm."""
+    """The theorem for all inputs of a ball; theirs is one in the Frobenius norm."""
     n = factors.count(att)
     size = factors.frobenius(att) + factors.total_radius(att, radius, ball)
-    return (
-        n
-        * (n + 1)
-        * size**2
-        * factors.norm_v(att)
-        * (factors.norm_q(att) * factors.norm_k(att) + 1)
-    ).value()
+    slope = factors.norm_q(att) * factors.norm_k(att) + 1
+    return (n * (n + 1) * size**2 * factors.norm_v(att) * slope).value()
 
 
 _terms = values_and_softmax(
@@ -80,8 +73,9 @@ _terms = values_and_softmax(
     "and it ignores the query bias",
 )
 def specformer(att: Attention) -> Tensor:
-    r"""As printed, at the point X (radius R = 0 of their ball; ``over_ball`` has
-    :math:`(\|X\|_F + R)^2`):
+    r"""The theorem as printed, at the point X.
+
+    The radius of their ball is R = 0; ``over_ball`` has :math:`(\|X\|_F + R)^2`:
 
     .. math:: \|J\| \le N(N+1)\,\|X\|_F^2\,\big[\|W_V\|\|W_Q\|\|W_K\| + \|W_V\|\big]
 

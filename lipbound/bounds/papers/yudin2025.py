@@ -26,29 +26,21 @@ ANY = "any biases (Remark 2), any mask"
 
 @memoised
 def with_ones(att: Attention) -> Attention:
-    """Remark 2: the layer on inputs [x_i, 1], biases as an extra row of the weights; the same q, k,
-    v and P.
+    """The layer on inputs [x_i, 1], biases as an extra row of the weights: Remark 2.
 
-    The key and value biases do not change J, so their rows are zero, which makes the bounds a
-    little sharper than with them. Layers without query bias are returned as they are.
+    It has the same q, k, v and P. The key and value biases do not change J, so their rows are zero,
+    which makes the bounds a little sharper than with them. Layers without query bias are returned
+    as they are.
     """
     if not bool(conditions.has_query_bias(att).any()):
         return att
-    ones = torch.ones_like(att.x[..., :1])
 
-    def row(w: Tensor, b: Tensor | None) -> Tensor:
-        last = torch.zeros_like(w[:, :1]) if b is None else b[:, None]
-        return torch.cat([w, last], 1)
+    def row(w: Tensor, b: Tensor | None = None) -> Tensor:
+        return torch.cat([w, torch.zeros_like(w[:, :1]) if b is None else b[:, None]], 1)
 
-    return Attention(
-        torch.cat([att.x, ones], -1),
-        row(att.w_q, att.b_q),
-        row(att.w_k, None),
-        row(att.w_v, None),
-        scale=att.scale,
-        mask=att.mask,
-        valid=att.valid,
-    )
+    x = torch.cat([att.x, torch.ones_like(att.x[..., :1])], -1)
+    weights = row(att.w_q, att.b_q), row(att.w_k), row(att.w_v)
+    return Attention(x, *weights, scale=att.scale, mask=att.mask, valid=att.valid)
 
 
 _terms = values_and_softmax(lambda att, value: (factors.norm_v(att) * factors.norm_p(att)) / value)
@@ -64,19 +56,20 @@ def _theorem3(att: Attention, extended: Attention, largest_m: Upper) -> Tensor:
 
 def _theorem3_linear(att: Attention, largest_m: Upper) -> Tensor:
     """Theorem 3 with rotation or cap, which knows biases by the queries and keys themselves."""
-    return (
-        factors.norm_v(att)
-        * (factors.norm_p(att) + factors.norm_x(att) * largest_m * factors.slope_of_scores(att))
-    ).value()
+    slope = factors.norm_x(att) * largest_m * factors.slope_of_scores(att)
+    return (factors.norm_v(att) * (factors.norm_p(att) + slope)).value()
 
 
 def _remark_1(att: Attention, radius: float, ball: str) -> Tensor:
-    """Theorem 3 for every input of a ball, which Remark 1 leaves to continuity: each factor is
-    replaced by its largest value there.
+    """Theorem 3 for every input of a ball, which Remark 1 leaves to continuity.
 
-    Proof: Lemma 33 (docs/theory/published.md). ||X'|| grows by at most the Frobenius radius; ||P'||
-    and max_i ||M(P'_i)|| are bounded over the box of softmax rows that scores can reach
-    (`lipbound.bounds.ball.softmax_interval`), the latter through g_1.
+    Each factor is replaced by its largest value there. Proof: Lemma 33 (docs/theory/published.md).
+    ||X'|| grows by at most the Frobenius radius; ||P'|| and max_i ||M(P'_i)|| are bounded over the
+    box of softmax rows that scores can reach (`lipbound.bounds.ball.softmax_interval`), the latter
+    through g_1.
+
+    Raises:
+        LipboundError: derivatives may be wanted.
     """
     if att.cache.recording:
         raise LipboundError(
@@ -90,10 +83,8 @@ def _remark_1(att: Attention, radius: float, ball: str) -> Tensor:
         norms.append(nonnegative_norm(high))
         largest.append(g1_over_box(low, high).amax(-1))
     norm_p = Upper.of(torch.stack(norms)).minimum(factors.root_count(att))
-    return (
-        factors.norm_v(att)
-        * (norm_p + 2 * size**2 * factors.norm_a(extended) * torch.stack(largest))
-    ).value()
+    slope = 2 * size**2 * factors.norm_a(extended) * torch.stack(largest)
+    return (factors.norm_v(att) * (norm_p + slope)).value()
 
 
 @bound(
@@ -111,8 +102,7 @@ def _remark_1(att: Attention, radius: float, ball: str) -> Tensor:
     ball=_remark_1,
 )
 def yudin(att: Attention) -> Tensor:
-    r"""Theorem 3 with the exact norm of the softmax Jacobians and, for heads with a query bias,
-    Remark 2.
+    r"""Theorem 3 with the exact norm of the softmax Jacobians; with a query bias Remark 2.
 
     .. math::
         \|J\| \le \|W_V\|\,\big(\|P\| + 2\,\|X\|^2 \|A\| \max_i \|M(P_i)\|\big),\quad M(p) =
@@ -152,8 +142,7 @@ def _yudin_linear(att: Attention) -> Tensor:
     terms=_terms,
 )
 def yudin_g1(att: Attention) -> Tensor:
-    """`yudin` with g_1 (Corollary 1) in place of the exact norm of the softmax Jacobian; at most
-    twice as large."""
+    """`yudin` with g_1 (Corollary 1) in place of the softmax Jacobian's norm; at most twice it."""
     return _theorem3(att, with_ones(att), factors.largest_g1(att))
 
 
@@ -179,8 +168,10 @@ def _yudin_g1_linear(att: Attention) -> Tensor:
     "exact norm has been seen",
 )
 def yudin_nobias(att: Attention) -> Tensor:
-    """Theorem 3 with weights and inputs as they are. With a query bias it is not a bound (0.07 of
-    the exact norm has been seen)."""
+    """Theorem 3 with weights and inputs as they are, no bound with a query bias.
+
+    0.07 of the exact norm has been seen.
+    """
     return _theorem3(att, att, factors.norm_m(att))
 
 
@@ -198,8 +189,9 @@ def yudin_nobias(att: Attention) -> Tensor:
     terms=_terms,
 )
 def yudin_sqrt_n(att: Attention) -> Tensor:
-    r"""The refinement of Theorem 3 that grows like :math:`\sqrt N` instead of N, in its
-    data-dependent form, with Remark 2.
+    r"""The refinement of Theorem 3 that grows like :math:`\sqrt N` instead of N, with Remark 2.
+
+    In its data-dependent form:
 
     .. math:: \|J\| \le \|W_V\|\,\big(\|P\| + 2 \max_i \|X^T M(P_i)\|\,\|X\|\,\|A\|\big)
 
@@ -214,18 +206,15 @@ def yudin_sqrt_n(att: Attention) -> Tensor:
 
 @yudin_sqrt_n.extends(*conditions.LINEAR, condition=conditions.always, terms=_terms)
 def _yudin_sqrt_n_linear(att: Attention) -> Tensor:
-    return (
-        factors.norm_v(att)
-        * (factors.norm_p(att) + factors.deviation(att) * factors.slope_of_scores(att))
-    ).value()
+    slope = factors.deviation(att) * factors.slope_of_scores(att)
+    return (factors.norm_v(att) * (factors.norm_p(att) + slope)).value()
 
 
 def _closed(att: Attention, radius: float, ball: str = "token") -> Tensor:
     extended = with_ones(att)
     r = factors.radius(extended) + radius
-    return (
-        factors.norm_v(att) * factors.root_count(att) * (1 + 2 * r**2 * factors.norm_a(extended))
-    ).value()
+    slope = 2 * r**2 * factors.norm_a(extended)
+    return (factors.norm_v(att) * factors.root_count(att) * (1 + slope)).value()
 
 
 @bound(
@@ -243,8 +232,9 @@ def _closed(att: Attention, radius: float, ball: str = "token") -> Tensor:
     ball=_closed,
 )
 def yudin_closed(att: Attention) -> Tensor:
-    r"""The :math:`\sqrt N` refinement without attention maps; :math:`R = \max_i |[x_i, 1]|` when
-    the head has a query bias (Remark 2).
+    r"""The :math:`\sqrt N` refinement without attention maps.
+
+    :math:`R = \max_i |[x_i, 1]|` when the head has a query bias (Remark 2).
 
     .. math:: \|J\| \le \|W_V\|\,\big(\sqrt N + 2 \sqrt N R^2 \|A\|\big)
 
@@ -257,8 +247,5 @@ def yudin_closed(att: Attention) -> Tensor:
 @yudin_closed.extends(*conditions.LINEAR, condition=conditions.always, terms=_terms_closed)
 def _yudin_closed_linear(att: Attention) -> Tensor:
     r, (q, k) = factors.radius(att), factors.pull_of_biases(att)
-    return (
-        factors.norm_v(att)
-        * factors.root_count(att)
-        * (1 + r * (2 * factors.norm_a(att) * r + q + k))
-    ).value()
+    slope = r * (2 * factors.norm_a(att) * r + q + k)
+    return (factors.norm_v(att) * factors.root_count(att) * (1 + slope)).value()

@@ -16,37 +16,29 @@ holds, and what keeps a GPU busy."""
 
 
 def narrow(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b for b with few columns: libraries take up to twice as long over it as over its
-    transpose."""
+    """Product a @ b for b with few columns, as a transpose: libraries take half as long over it."""
     return (b.mT @ a.mT).mT
 
 
 class InParts(TensorOperator):
-    """An operator with an N x N matrix for every entry, whose J J^T is applied to so many entries
-    at a time that these stay in the cache."""
+    """An operator with an N x N matrix for every entry.
+
+    J J^T is applied to so many entries at a time that these stay in the cache.
+    """
 
     @abstractmethod
     def product(self, y: Tensor) -> Tensor:
-        """J J^T y for all entries at once."""
+        """Products J J^T y for all entries at once."""
 
     @cached_property
     def _parts(self) -> list[Self]:
         """Views of so many entries."""
-        together = max(
-            1,
-            int(
-                GRAM_BYTES.get(self.device.type, GRAM_BYTES["cpu"])
-                // (self.out_shape[0] ** 2 * self.dtype.itemsize)
-            ),
-        )
-        together = math.ceil(
-            self.batch / math.ceil(max(1, self.batch) / together)
-        )  # parts of nearly one size
-        return (
-            [self]
-            if self.batch <= together
-            else [self.select(slice(i, i + together)) for i in range(0, self.batch, together)]
-        )
+        budget = GRAM_BYTES.get(self.device.type, GRAM_BYTES["cpu"])
+        together = max(1, int(budget // (self.out_shape[0] ** 2 * self.dtype.itemsize)))
+        if self.batch <= together:
+            return [self]
+        together = math.ceil(self.batch / math.ceil(self.batch / together))  # of nearly one size
+        return [self.select(slice(i, i + together)) for i in range(0, self.batch, together)]
 
     def gram(self, y: Tensor) -> Tensor:
         if len(self._parts) == 1:

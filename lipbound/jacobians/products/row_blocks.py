@@ -1,9 +1,8 @@
-"""Attention matrices in blocks of rows, each with the keys that its queries see: what is zero
-beside them takes no part in products.
+"""Attention matrices in blocks of rows, each with the keys that its queries see.
 
-A block of queries i0 ... i1 sees keys 0 ... i1 under a causal mask, i0 - w ... i1 in a sliding
-window of w, all of them without a mask. Which it sees is read off the mask, or the zeros of P, so
-that any mask counts.
+Entries that are zero beside them take no part in products. A block of queries i0 ... i1 sees keys
+0 ... i1 under a causal mask, i0 - w ... i1 in a sliding window of w, all of them without a mask.
+Which it sees is read off the mask, or the zeros of P, so that any mask counts.
 """
 
 from collections.abc import Iterable
@@ -32,11 +31,11 @@ LEAST = 96
 
 @dataclass(frozen=True)
 class RowBlocks:
-    """Blocks of rows of a batch of N x N matrices, and where the columns begin and end outside
-    which their entries are zero.
+    """First and last nonzero column of each block of rows, for a batch of N x N matrices.
 
     Attributes:
-        tokens: N. step: rows of a block; the last may have fewer.
+        tokens: N.
+        step: rows of a block; the last may have fewer.
         first, last: (batch, blocks) int64 on the CPU; columns from ``first`` to before ``last``,
             none where both are equal.
     """
@@ -48,28 +47,25 @@ class RowBlocks:
 
     @staticmethod
     def of_probabilities(p: Tensor, step: int) -> "RowBlocks":
-        """From the zeros of P, (batch, N, N)."""
+        """Blocks by the zeros of P, (batch, N, N)."""
         n, p = p.shape[-1], p.detach()
-        return _of(
-            torch.stack([p[:, i : i + step].amax(1) != 0 for i in range(0, n, step)], 1),
-            n,
-            step,
-            (len(p),),
-        )
+        seen = torch.stack([p[:, i : i + step].amax(1) != 0 for i in range(0, n, step)], 1)
+        return _of(seen, n, step, (len(p),))
 
     @staticmethod
     @memoised
     def of_mask(att: Attention, step: int) -> "RowBlocks":
-        """From the mask of a layer and its padding, looked at once; the batch is all heads of
-        sample 0, then of sample 1, ..."""
+        """Blocks by the mask of a layer and its padding, looked at once.
+
+        The batch is all heads of sample 0, then of sample 1, ...
+        """
         n, mask, valid = att.tokens, att.mask, att.valid
         count = -(-n // step)
         seen = torch.ones(1, 1, count, n, dtype=torch.bool, device=att.device)
         if mask is not None:
             rows = four_axes(mask.detach()).expand(-1, -1, n, -1)  # a view
-            seen = torch.stack(
-                [rows[:, :, i : i + step].amax(2) > BLOCKED for i in range(0, n, step)], 2
-            ).expand(-1, -1, -1, n)
+            parts = [rows[:, :, i : i + step].amax(2) > BLOCKED for i in range(0, n, step)]
+            seen = torch.stack(parts, 2).expand(-1, -1, -1, n)
         if valid is not None:
             some = torch.stack([part.any(-1) for part in valid.split(step, -1)], -1)
             seen = seen & (some[..., None] & valid[:, None])[:, None]
@@ -82,11 +78,12 @@ class RowBlocks:
 
     def of(self, b: int) -> list[tuple[slice, slice]]:
         """Rows and columns of the blocks of an entry that are not all zero."""
-        starts = range(0, self.tokens, self.step)
-        ends = zip(starts, self.first[b].tolist(), self.last[b].tolist(), strict=True)
-        return [
-            (slice(i, min(i + self.step, self.tokens)), slice(a, c)) for i, a, c in ends if a < c
-        ]
+        ends = zip(self._rows(), self.first[b].tolist(), self.last[b].tolist(), strict=True)
+        return [(rows, slice(a, c)) for rows, a, c in ends if a < c]
+
+    def _rows(self) -> list[slice]:
+        n, step = self.tokens, self.step
+        return [slice(i, min(i + step, n)) for i in range(0, n, step)]
 
     def shared(self) -> list[tuple[slice, slice]]:
         """Rows and columns of blocks that hold those of every entry."""
@@ -101,21 +98,21 @@ class RowBlocks:
 
     @property
     def size(self) -> int:
-        """Entries of all matrices inside the blocks."""
-        rows = torch.tensor(
-            [min(self.step, self.tokens - i) for i in range(0, self.tokens, self.step)]
-        )
+        """Number of entries of all matrices inside the blocks."""
+        rows = torch.tensor([rows.stop - rows.start for rows in self._rows()])
         return int(((self.last - self.first) * rows).sum())
 
     @property
     def share(self) -> float:
-        """Of all entries, those inside the blocks."""
+        """Share of all entries that is inside the blocks."""
         return self.size / (max(1, len(self.first)) * self.tokens**2)
 
 
 def _of(seen: Tensor, n: int, step: int, batch: tuple[int, ...]) -> RowBlocks:
-    """From which columns each block has entries in, (..., blocks, N) bool, of which some entries of
-    the batch may share one."""
+    """First and last nonzero column of each block of rows, from (..., blocks, N) bool.
+
+    Some entries of the batch may share one.
+    """
     order = seen.to(torch.uint8)
     ends = (order.argmax(-1), n - order.flip(-1).argmax(-1))
     first, last = (
@@ -126,19 +123,19 @@ def _of(seen: Tensor, n: int, step: int, batch: tuple[int, ...]) -> RowBlocks:
 
 
 def worthwhile(p: Tensor) -> RowBlocks | None:
-    """The blocks of matrices P (batch, N, N) that are in memory, where products are faster with
-    them; None where not."""
-    if (
-        p.device.type != "cpu" or p.shape[-1] < LEAST
-    ):  # on a GPU many small products cost more than few large ones
+    """Blocks of matrices P (batch, N, N) in memory, or None where products are as fast without."""
+    # on a GPU many small products cost more than few large ones
+    if p.device.type != "cpu" or p.shape[-1] < LEAST:
         return None
     blocks = RowBlocks.of_probabilities(p, FEWER_ROWS if p.shape[-1] < SHORT else ROWS)
     return blocks if blocks.share <= WORTH else None
 
 
 class RowBlock(NamedTuple):
-    """Rows and columns of a block, and P and what changes of q k^T are weighted with there, (rows,
-    columns), or (batch, rows, columns)."""
+    """Rows and columns of a block, with P and the weights of changes of q k^T there.
+
+    (rows, columns), or (batch, rows, columns).
+    """
 
     rows: slice
     keys: slice
@@ -146,7 +143,7 @@ class RowBlock(NamedTuple):
     weights: Tensor
 
     def to(self, dtype: torch.dtype) -> "RowBlock":
-        """In another dtype."""
+        """The same in another dtype."""
         p = self.p.to(dtype)
         return self._replace(p=p, weights=p if self.weights is self.p else self.weights.to(dtype))
 
@@ -157,14 +154,18 @@ def by_columns(t: Tensor) -> Tensor:
 
 
 def _liked(t: Tensor) -> Tensor:
-    """The same tensor, as products are fastest that sum over its tokens, and write the like: in
-    float64 coordinate by coordinate."""
+    """The same tensor, laid out so that sums over its tokens are fastest.
+
+    In float64 coordinate by coordinate.
+    """
     return by_columns(t) if t.dtype == torch.float64 else t
 
 
 class HeadTensors(NamedTuple):
-    """Queries, keys, values and outputs of a batch of heads as products in blocks take them,
-    (batch, N, d or d_v); keys and values in two layouts."""
+    """Queries, keys, values and outputs of a batch of heads, (batch, N, d or d_v).
+
+    Keys and values in two layouts, as products in blocks take them.
+    """
 
     q: Tensor
     k: Tensor
@@ -175,11 +176,11 @@ class HeadTensors(NamedTuple):
 
     @staticmethod
     def of(q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> "HeadTensors":
-        """Of tensors (batch, N, d or d_v)."""
+        """Both layouts of tensors (batch, N, d or d_v)."""
         return HeadTensors(q, k, v, o, by_columns(k), _liked(v))
 
     def select(self, index: slice) -> "HeadTensors":
-        """Of some heads, views."""
+        """Views of some heads."""
         return HeadTensors(*(t[index] for t in self))
 
 
@@ -189,9 +190,11 @@ P (entries, rows, columns)."""
 
 
 def cotangents(groups: Iterable[Group], y: Tensor, widths: tuple[int, int]) -> Tensor:
-    """The cotangents of q, k and v as they enter scores and output, side by side, (batch, N, 2 d +
-    d_v), under y (batch, N, d_v), for d and d_v the ``widths``. Laid out coordinate by coordinate;
-    not differentiable."""
+    """Cotangents of q, k and v as they enter scores and output, under y (batch, N, d_v).
+
+    Side by side, (batch, N, 2 d + d_v), for d and d_v the ``widths``. Laid out coordinate by
+    coordinate; not differentiable.
+    """
     d, d_v = widths
     found, room = y.new_zeros(len(y), 2 * d + d_v, y.shape[1]).mT, Room()
     for entries, (q, _, v, o, k, _), blocks in groups:
@@ -199,11 +202,8 @@ def cotangents(groups: Iterable[Group], y: Tensor, widths: tuple[int, int]) -> T
         shift = (given * o).sum(-1, keepdim=True)
         for rows, keys, p, weights in blocks:
             part = given[:, rows]
-            g = (
-                torch.bmm(part, v[:, keys].mT, out=room.take(y, *p.shape))
-                .sub_(shift[:, rows])
-                .mul_(weights)
-            )
+            g = torch.bmm(part, v[:, keys].mT, out=room.take(y, *p.shape))
+            g = g.sub_(shift[:, rows]).mul_(weights)
             torch.bmm(g, k[:, keys], out=to_q[:, rows])
             to_k[:, keys].baddbmm_(g.mT, q[:, rows])
             to_v[:, keys].baddbmm_(p.mT, part)
@@ -211,20 +211,18 @@ def cotangents(groups: Iterable[Group], y: Tensor, widths: tuple[int, int]) -> T
 
 
 def pushed(groups: Iterable[Group], z: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """The output's perturbations, (batch, N, d_v), under perturbations z of q, k and v, (batch, N,
-    d or d_v) each. Not differentiable."""
+    """Perturbations of the output, (batch, N, d_v), under those of q, k and v.
+
+    z: (batch, N, d or d_v) each. Not differentiable.
+    """
     z_q, z_k, z_v = *z[:2], _liked(z[2])
     out, room = torch.zeros_like(z_v), Room()
     for entries, (q, k, _, o, _, v), blocks in groups:
-        left, right, moved = (
-            torch.cat([z_q[entries], q], -1),
-            torch.cat([k, z_k[entries]], -1),
-            z_v[entries],
-        )
+        left, right = torch.cat([z_q[entries], q], -1), torch.cat([k, z_k[entries]], -1)
+        moved = z_v[entries]
         for rows, keys, p, weights in blocks:
-            t = torch.bmm(left[:, rows], right[:, keys].mT, out=room.take(z_v, *p.shape)).mul_(
-                weights
-            )
+            t = torch.bmm(left[:, rows], right[:, keys].mT, out=room.take(z_v, *p.shape))
+            t = t.mul_(weights)
             part = torch.bmm(t, v[:, keys], out=out[entries, rows])
             # at a one-hot row the difference is exactly zero, which a fused multiply-add would
             # spoil

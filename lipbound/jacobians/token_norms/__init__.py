@@ -1,2 +1,1 @@
-"""Norms of attention Jacobians in which tokens are told apart: every token moves a little, or one
-token a lot."""
+"""Norms of attention Jacobians in which tokens are told apart."""

@@ -1,8 +1,8 @@
-r"""The blocks :math:`J_{ij}` of an attention Jacobian, from token j to output token i, for many i
-at once, without forming them.
+r"""Rows of blocks :math:`J_{ij}` of an attention Jacobian, many at once, without forming them.
 
-:math:`J_{ij} = \sum_h E_h^T (P_{ij} W_V^T + A_i[:,j]\,\tilde q_{ij}^T + [i = j]\,B_i)` with the
-symbols of head h, E_h its slice of the output projection or of the identity: Lemmas 1 and 6
+:math:`J_{ij}`, from token j to output token i, is
+:math:`\sum_h E_h^T (P_{ij} W_V^T + A_i[:,j]\,\tilde q_{ij}^T + [i = j]\,B_i)` with the symbols of
+head h, E_h its slice of the output projection or of the identity: Lemmas 1 and 6
 (docs/theory/jacobian.md).
 """
 
@@ -16,9 +16,11 @@ from torch import Tensor
 from lipbound.linalg.matrix_norms import gamma, matrix_norm
 
 
-def _paired(x: Tensor, m: Tensor, y: Tensor) -> Tensor:
-    """sum over heads h, g of x_h m_hg y_g: (..., h, n), (..., h, g, n or 1), (..., g, n) -> (...,
-    n)."""
+def _forms(x: Tensor, m: Tensor, y: Tensor) -> Tensor:
+    """Sums over heads h, g of x_h m_hg y_g, (..., n).
+
+    From (..., h, n), (..., h, g, n or 1) and (..., g, n).
+    """
     if x.shape[-2] == 1:
         return x[..., 0, :] * m[..., 0, 0, :] * y[..., 0, :]
     return (x * (m * y[..., None, :, :]).sum(-2)).sum(-2)
@@ -32,10 +34,10 @@ class Blocks:
     coordinates of a token's perturbation, r of an output. A row is one output token of one map.
 
     Attributes:
-        p, t: P and what changes of scores are weighted with, (b, i, h, n). v: values, (b, h, n,
-            d_v). o: outputs, (b, i, h, d_v).
-        w_v: projection of values, (b, h, m, d_v). qt: :math:`\tilde q_{ij}`, (b, i, h, n or 1, m).
-            own: :math:`B_i^T`, (b, i, h, m, d_v).
+        p, t: P and what changes of scores are weighted with, (b, i, h, n).
+        v, o: values, (b, h, n, d_v), and outputs, (b, i, h, d_v).
+        w_v: projection of values, (b, h, m, d_v).
+        qt: :math:`\tilde q_{ij}`, (b, i, h, n or 1, m). own: :math:`B_i^T`, (b, i, h, m, d_v).
         token: which token a row is, (b, i).
         w_o: slices of the output projection, (h, d_v, r), or None for heads side by side.
         size: upper values of the Frobenius norms of blocks with absolute values inside, (b, i, n):
@@ -68,10 +70,8 @@ class Blocks:
     def select(self, chosen: Tensor) -> Self:
         """Some rows (k, 2), as k maps with one output token each."""
         b, i = chosen.unbind(-1)
-        rows = {
-            name: getattr(self, name)[b, i][:, None]
-            for name in ("p", "t", "o", "qt", "own", "token", "size")
-        }
+        names = ("p", "t", "o", "qt", "own", "token", "size")
+        rows = {name: getattr(self, name)[b, i][:, None] for name in names}
         return replace(self, v=self.v[b], w_v=self.w_v[b], **rows)
 
     # -- what all products share -------------------------------------------------------------------
@@ -107,19 +107,11 @@ class Blocks:
         return x.gather(-1, index)[..., 0] if x.shape[-1] > 1 else x[..., 0]
 
     @cached_property
-    def _own_qt(self) -> Tensor:
-        """q-tilde of the row's own token, (b, i, h, m)."""
-        return self._at_own(self.qt.mT)
-
-    @cached_property
     def full(self) -> Tensor:
         """J_ii^T head by head, (b, i, h, m, d_v)."""
-        alpha = self._at_own(self.a.mT)
-        return (
-            self._at_own(self.p)[..., None, None] * self.w_v[:, None]
-            + self._own_qt[..., None] * alpha[..., None, :]
-            + self.own
-        )
+        values = self._at_own(self.p)[..., None, None] * self.w_v[:, None]
+        keys = self._at_own(self.qt.mT)[..., None] * self._at_own(self.a.mT)[..., None, :]
+        return values + keys + self.own
 
     def enter(self, y: Tensor) -> Tensor:
         """Cotangents of outputs (b, i, s, r) as those of heads, (b, i, s, h, d_v)."""
@@ -130,33 +122,31 @@ class Blocks:
     # -- products for the search, whose rounding does not matter -----------------------------------
 
     def pulled(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        r"""For cotangents y (b, i, s, h, d_v): :math:`|J_{ij}^T y|` (b, i, s, n),
-        :math:`A_i[:,j] \cdot y` (b, i, s, h, n), and the products of values' images with the
-        q-tilde, (b, i, s, h, g, n or 1)."""
-        alpha = (
-            torch.einsum("bishv,bhnv->bishn", y, self.v)
-            - torch.einsum("bishv,bihv->bish", y, self.o)[..., None]
-        )
-        alpha = alpha * self.t[:, :, None]
+        r"""Lengths :math:`|J_{ij}^T y|`, (b, i, s, n), under cotangents y, (b, i, s, h, d_v).
+
+        And what they are made of: :math:`A_i[:,j] \cdot y`, (b, i, s, h, n), and the products of
+        values' images with the q-tilde, (b, i, s, h, g, n or 1).
+        """
+        shift = torch.einsum("bishv,bihv->bish", y, self.o)[..., None]
+        alpha = (torch.einsum("bishv,bhnv->bishn", y, self.v) - shift) * self.t[:, :, None]
         p = self.p[:, :, None]
         values = torch.einsum("bishv,bhgvw,bisgw->bishg", y, self._values, y)[..., None]
         cross = torch.einsum("bihgnv,bisgv->bishgn", self._cross, y)
-        squares = (
-            _paired(p, values, p)
-            + 2 * _paired(alpha, cross, p)
-            + _paired(alpha, self._keys[:, :, None], alpha)
-        )
+        keys = _forms(alpha, self._keys[:, :, None], alpha)
+        squares = _forms(p, values, p) + 2 * _forms(alpha, cross, p) + keys
         own = torch.einsum("bihmv,bishv->bism", self.full, y).square().sum(-1)
         squares = torch.where(self._own_place[:, :, None], own[..., None], squares)
         return squares.clamp_min(0).sqrt(), alpha, cross
 
     def ascend(self, y: Tensor, *, together: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        r"""One step :math:`y \mapsto \sum_j J_{ij} J_{ij}^T y / |J_{ij}^T y|`, normalised: Lemma 89
-        (docs/theory/token_norms.md).
+        r"""One step :math:`y \mapsto \sum_j J_{ij} J_{ij}^T y / |J_{ij}^T y|`, normalised.
+
+        Lemma 89 (docs/theory/token_norms.md).
 
         Args:
-            y: unit vectors (b, i, s, r); ``together``: s of them make one matrix of Frobenius norm
-                one, and lengths are Frobenius norms.
+            y: unit vectors, (b, i, s, r).
+            together: s of them make one matrix of Frobenius norm one, and lengths are Frobenius
+                norms.
 
         Returns:
             The step; lengths before it, (b, i, s or 1, n); and their sums, (b, i, s or 1).
@@ -166,7 +156,7 @@ class Blocks:
         return torch.where(norm > 0, z / norm.clamp_min(1e-300), y), lengths, total
 
     def slope(self, y: Tensor, *, together: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """What `ascend` returns, before its step is normalised: the derivative of the sums."""
+        """The same step before it is normalised: the derivative of the sums; lengths and sums."""
         heads = self.enter(y)
         lengths, alpha, cross = self.pulled(heads)
         if together:
@@ -175,28 +165,22 @@ class Blocks:
         return self._weighted(heads, w, alpha, cross), lengths, lengths.sum(-1)
 
     def _weighted(self, y: Tensor, w: Tensor, alpha: Tensor, cross: Tensor) -> Tensor:
-        r""":math:`\sum_j w_j J_{ij} J_{ij}^T y`, (b, i, s, r), of cotangents y (b, i, s, h, d_v)
-        and what `pulled` made of them."""
+        r""":math:`\sum_j w_j J_{ij} J_{ij}^T y`, (b, i, s, r), from what `pulled` made of y."""
         own = self._at_own(w.expand(*y.shape[:3], -1))[..., None, None]
         w = torch.where(self._own_place[:, :, None], 0.0, w)[..., None, :]
-        p, t = self.p[:, :, None], self.t[:, :, None]
-        back = (cross * p[..., None, :, :]).sum(-2) + (
-            self._keys[:, :, None] * alpha[..., None, :, :]
-        ).sum(-2)  # qt . J^T y, (b, i, s, h, n)
-        back = back * t * w
-        z = (
-            torch.einsum("bishn,bhnv->bishv", back, self.v)
-            - back.sum(-1)[..., None] * self.o[:, :, None]
-        )
-        both = torch.einsum("bishn,bisgn->bishg", p * w, p.expand_as(alpha))
+        p, t = self.p[:, :, None].expand_as(alpha), self.t[:, :, None]
+        values = (cross * p[..., None, :, :]).sum(-2)
+        keys = (self._keys[:, :, None] * alpha[..., None, :, :]).sum(-2)
+        back = (values + keys) * t * w  # of qt . J^T y, (b, i, s, h, n)
+        z = torch.einsum("bishn,bhnv->bishv", back, self.v)
+        z = z - back.sum(-1)[..., None] * self.o[:, :, None]
+        both = torch.einsum("bishn,bisgn->bishg", p * w, p)
         z = z + torch.einsum("bishg,bhgvw,bisgw->bishv", both, self._values, y)
         if self._cross.shape[-2] == 1:
-            reach = torch.einsum("bishn,bisgn->bishg", w * alpha, p.expand_as(alpha))
+            reach = torch.einsum("bishn,bisgn->bishg", w * alpha, p)
             z = z + torch.einsum("bishg,bihgv->bisgv", reach, self._cross[..., 0, :])
         else:
-            z = z + torch.einsum(
-                "bishn,bisgn,bihgnv->bisgv", w * alpha, p.expand_as(alpha), self._cross
-            )
+            z = z + torch.einsum("bishn,bisgn,bihgnv->bisgv", w * alpha, p, self._cross)
         through = torch.einsum("bihmv,bishv->bism", self.full, y)
         z = z + own * torch.einsum("bihmv,bism->bishv", self.full, through)
         return z.flatten(3) if self.w_o is None else torch.einsum("bishv,hvr->bisr", z, self.w_o)
@@ -204,30 +188,27 @@ class Blocks:
     # -- matrices with known rounding --------------------------------------------------------------
 
     def matrix(self, w: Tensor) -> tuple[Tensor, Tensor]:
-        r""":math:`\sum_j w_{ij} J_{ij} J_{ij}^T` for weights w >= 0 (b, i, n), (b, i, r, r), and
-        bounds on the 2-norm of its rounding error, (b, i): Lemma 87 (docs/theory/token_norms.md).
+        r""":math:`\sum_j w_{ij} J_{ij} J_{ij}^T` for weights w >= 0 (b, i, n), (b, i, r, r).
+
+        And bounds on the 2-norm of its rounding error, (b, i): Lemma 87
+        (docs/theory/token_norms.md).
         """
         own, w_rest = self._at_own(w)[..., None, None], torch.where(self._own_place, 0.0, w)
         heads = range(self.p.shape[2])
-        parts = [
-            [
-                self._pair(h, g, w_rest) + own * (self.full[:, :, h].mT @ self.full[:, :, g])
-                if g >= h
-                else None
-                for g in heads
-            ]
-            for h in heads
-        ]
-        stacked = torch.cat(
-            [torch.cat([_known(parts, h, g) for g in heads], -1) for h in heads], -2
-        )
+        parts: dict[tuple[int, int], Tensor] = {}
+        for h, g in ((h, g) for h in heads for g in heads if g >= h):
+            mine = own * (self.full[:, :, h].mT @ self.full[:, :, g])
+            parts[h, g] = self._between(h, g, w_rest) + mine
+            parts[g, h] = parts[h, g] if h == g else parts[h, g].mT
+        lines = [torch.cat([parts[h, g] for g in heads], -1) for h in heads]
+        stacked = torch.cat(lines, -2)
         if self.w_o is not None:
             w_o = self.w_o.flatten(0, 1)
             stacked = w_o.mT @ stacked @ w_o
         return stacked, gamma(self.roundings) * (w * self.size.square()).sum(-1) * (1 + 1e-6)
 
-    def _pair(self, h: int, g: int, w: Tensor) -> Tensor:
-        """Of heads h and g, (b, i, d_v, d_v)."""
+    def _between(self, h: int, g: int, w: Tensor) -> Tensor:
+        """The sum of `matrix` for heads h and g, own blocks apart, (b, i, d_v, d_v)."""
         p_h, p_g, a_h, a_g = self.p[:, :, h], self.p[:, :, g], self.a[:, :, h], self.a[:, :, g]
         out = (w * p_h * p_g).sum(-1)[..., None, None] * self._values[:, h, g][:, None]
         out = out + (a_h * (w * self._keys[:, :, h, g])[..., None]).mT @ a_g
@@ -239,48 +220,35 @@ class Blocks:
             out = out + (one.mT if flip else one)
         return out
 
-    def pairs(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """J_ij^T for some (map, row, token j), (k, 3): (k, m, r), and bounds on the 2-norms of
-        their rounding errors, (k,)."""
+    def single(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """J_ij^T for some (map, row, token j), (k, 3): (k, m, r), and bounds on its rounding, (k,).
+
+        The latter in the 2-norm.
+        """
         b, i, j = chosen.unbind(-1)
         at = j if self.qt.shape[3] > 1 else torch.zeros_like(j)
         alpha = self.t[b, i, :, j, None] * (self.v[b, :, j] - self.o[b, i])  # (k, h, d_v)
-        parts = (
-            self.p[b, i, :, j, None, None] * self.w_v[b]
-            + self.qt[b, i, :, at][..., None] * alpha[..., None, :]
-        )
-        parts = parts + torch.where(
-            (j == self.token[b, i])[:, None, None, None], self.own[b, i], 0.0
-        )
-        out = (
-            parts.transpose(1, 2).flatten(2)
-            if self.w_o is None
-            else torch.einsum("khmv,hvr->kmr", parts, self.w_o)
-        )
+        parts = self.p[b, i, :, j, None, None] * self.w_v[b]
+        parts = parts + self.qt[b, i, :, at][..., None] * alpha[..., None, :]
+        mine = (j == self.token[b, i])[:, None, None, None]
+        parts = parts + torch.where(mine, self.own[b, i], 0.0)
+        if self.w_o is None:
+            out = parts.transpose(1, 2).flatten(2)
+        else:
+            out = torch.einsum("khmv,hvr->kmr", parts, self.w_o)
         return out, gamma(self.roundings) * self.size[b, i, j] * (1 + 1e-6)
 
-    def pair_bounds(self) -> Tensor:
-        """Upper values of the norms of blocks, (b, i, n), from those of a block's three parts:
-        Lemma 92 (docs/theory/token_norms.md)."""
-        values = matrix_norm(self.w_v)[:, None, :, None]
-        each = self.p * values + torch.linalg.vector_norm(
-            self.a, dim=-1
-        ) * torch.linalg.vector_norm(self.qt, dim=-1)
-        each = each + torch.where(
-            self._own_place[:, :, None], torch.linalg.matrix_norm(self.own)[..., None], 0.0
-        )
-        whole = (
-            torch.linalg.vector_norm(each, dim=2)
-            if self.w_o is None
-            else torch.einsum("bihn,h->bin", each, matrix_norm(self.w_o))
-        )
+    def norm_bounds(self) -> Tensor:
+        """Upper values of the norms of blocks, (b, i, n), from those of a block's three parts.
+
+        Lemma 92 (docs/theory/token_norms.md).
+        """
+        reach = torch.linalg.vector_norm(self.a, dim=-1) * torch.linalg.vector_norm(self.qt, dim=-1)
+        each = self.p * matrix_norm(self.w_v)[:, None, :, None] + reach
+        own = torch.linalg.matrix_norm(self.own)[..., None]
+        each = each + torch.where(self._own_place[:, :, None], own, 0.0)
+        if self.w_o is None:
+            whole = torch.linalg.vector_norm(each, dim=2)
+        else:
+            whole = torch.einsum("bihn,h->bin", each, matrix_norm(self.w_o))
         return (whole + gamma(self.roundings) * self.size) * (1 + 1e-9)
-
-
-def _known(parts: list[list[Tensor | None]], h: int, g: int) -> Tensor:
-    """The part of heads h and g of a symmetric matrix, of which those with g >= h are there."""
-    part, other = parts[h][g], parts[g][h]
-    if part is not None:
-        return part
-    assert other is not None
-    return other.mT

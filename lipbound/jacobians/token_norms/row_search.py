@@ -1,14 +1,23 @@
-"""Largest eigenvalues of many matrices, and the largest norms of rows of blocks: found by search,
-then bounded from above by proof."""
+"""Largest eigenvalues of many matrices, and largest norms of rows of blocks.
 
+Found by search, then bounded from above by proof.
+"""
+
+import math
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from lipbound.jacobians.token_norms.block_rows import Blocks
-from lipbound.jacobians.token_norms.sphere_cuts import wedged
-from lipbound.linalg.matrix_norms import at_most, block_norm, matrix_norm, symmetric_norm
+from lipbound.linalg.matrix_norms import (
+    UNIT,
+    at_most,
+    block_norm,
+    eigenvalues,
+    matrix_norm,
+    symmetric_norm,
+)
 from lipbound.linalg.solution import normal_numbers
 
 POWER_STEPS = 12
@@ -24,6 +33,12 @@ MOST_CUT = 8
 FLOOR = 1e-6
 """Weights are no smaller than this times the size of their block, which keeps rounding small."""
 FLAT_BYTES = 2**26
+"""Bytes of the blocks that are worked on at a time when each row has its own map."""
+WEDGES, PARTS, LEVELS, MOST_WEDGES = 6, 3, 6, 24
+"""Wedges at first, parts that one is cut into, how often, and how many at a time."""
+MULTIPLIERS, MULTIPLIER_STEPS, TRIED = 8, 8, 17
+"""Bisections for a wedge's multiplier, steps of the search in each, and multipliers tried in the
+end."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,9 +46,11 @@ class BestRows:
     """The best row of each of b maps, and what no row exceeds, float64.
 
     Attributes:
-        value: what the search found there, to rounding, (b,). token: the row, (b,). source: the
-            token that moves, where there is one, (b,).
-        vector: unit vector, (b, r). upper: bound on all rows, (b,). steps: of the search, (b,).
+        value: what the search found there, to rounding, (b,).
+        token: the row, (b,). source: the token that moves, where there is one, (b,).
+        vector: unit vector, (b, r).
+        upper: bound on all rows, (b,).
+        steps: of the search, (b,).
     """
 
     value: Tensor
@@ -45,71 +62,52 @@ class BestRows:
 
     @staticmethod
     def cat(found: "list[BestRows]") -> "BestRows":
-        """Of all the maps of several."""
+        """All the maps of several."""
         names = [f.name for f in fields(BestRows)]
-        return BestRows(
-            **{name: torch.cat([getattr(one, name) for one in found]) for name in names}
-        )
+        return BestRows(*(torch.cat([getattr(one, name) for one in found]) for name in names))
 
     def joined(self, other: "BestRows") -> "BestRows":
-        """Of the rows of both."""
+        """The better of two, map by map."""
         first = self.value >= other.value
-        value, token, source = (
-            torch.where(first, a, b)
-            for a, b in (
-                (self.value, other.value),
-                (self.token, other.token),
-                (self.source, other.source),
-            )
-        )
-        vector = torch.where(first[:, None], self.vector, other.vector)
-        return BestRows(
-            value,
-            token,
-            source,
-            vector,
-            torch.maximum(self.upper, other.upper),
-            self.steps + other.steps,
-        )
+
+        def better(name: str) -> Tensor:
+            a, b = getattr(self, name), getattr(other, name)
+            return torch.where(first[:, None] if a.ndim > 1 else first, a, b)
+
+        value, token, source, vector = map(better, ("value", "token", "source", "vector"))
+        upper, steps = torch.maximum(self.upper, other.upper), self.steps + other.steps
+        return BestRows(value, token, source, vector, upper, steps)
 
 
 def largest(g: Tensor, slack: Tensor, tol: float) -> BestRows:
-    """Roots of the largest eigenvalues of positive semi-definite matrices (b, i, n, n) over i,
-    whose rounding errors are at most ``slack`` (b, i).
+    """Roots of the largest eigenvalues over i of positive semi-definite matrices (b, i, n, n).
 
-    A matrix that one Cholesky decomposition proves to be below the best by ``tol`` is not looked at
-    again.
+    Their rounding errors are at most ``slack``, (b, i). A matrix that one Cholesky decomposition
+    proves to be below the best by ``tol`` is not looked at again.
     """
     b, count, n = g.shape[:3]
-    x = g.gather(
-        -1, torch.linalg.vector_norm(g, dim=-2).argmax(-1)[..., None, None].expand(-1, -1, n, 1)
-    )
+    column = torch.linalg.vector_norm(g, dim=-2).argmax(-1)[..., None, None]
+    x = g.gather(-1, column.expand(-1, -1, n, 1))
     for _ in range(POWER_STEPS):
         x = g @ (x / torch.linalg.vector_norm(x, dim=-2, keepdim=True).clamp_min(1e-300))
-    rayleigh = torch.linalg.vector_norm(x, dim=(-2, -1))
     at = torch.arange(b, device=g.device)
+    rayleigh = torch.linalg.vector_norm(x, dim=(-2, -1))
     leaders = rayleigh.topk(min(LEADERS, count), -1).indices
     top, vectors = _eigen(g[at[:, None], leaders])
     best = top.argmax(-1)
     value, token, vector = top[at, best], leaders[at, best], vectors[at, best]
-    target = value * (1 + tol)
-    upper = torch.where(at_most(g, target[:, None] - slack), target[:, None], torch.inf)
+    target = (value * (1 + tol))[:, None]
+    upper = torch.where(at_most(g, target - slack), target, torch.inf)
     rows, places = (upper == torch.inf).nonzero(as_tuple=True)
     if len(rows):
         upper[rows, places] = symmetric_norm(g[rows, places]) + slack[rows, places]
-        for b_, i in zip(rows.tolist(), places.tolist(), strict=True):
-            if float(upper[b_, i]) > float(value[b_]) * (1 + tol):
-                one, its = _eigen(g[b_, i][None])
-                if float(one[0]) > float(value[b_]):
-                    value[b_], token[b_], vector[b_] = one[0], i, its[0]
-    return BestRows(
-        value.clamp_min(0).sqrt(),
-        token,
-        token,
-        vector,
-        upper.amax(-1).sqrt(),
-        torch.full_like(token, POWER_STEPS),
-    )
+        for m, i in zip(rows.tolist(), places.tolist(), strict=True):
+            if float(upper[m, i]) > float(value[m]) * (1 + tol):
+                one, its = _eigen(g[m, i][None])
+                if float(one[0]) > float(value[m]):
+                    value[m], token[m], vector[m] = one[0], i, its[0]
+    value, most = value.clamp_min(0).sqrt(), upper.amax(-1).sqrt()
+    return BestRows(value, token, token, vector, most, torch.full_like(token, POWER_STEPS))
 
 
 def _eigen(g: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,64 +119,53 @@ def _eigen(g: Tensor) -> tuple[Tensor, Tensor]:
     return values[..., -1], vectors[..., -1]
 
 
-def largest_pair(blocks: Blocks, tol: float) -> BestRows:
-    """The largest norm of a block of every map; vectors are of the output: Lemma 92
-    (docs/theory/token_norms.md)."""
+def largest_block(blocks: Blocks, tol: float) -> BestRows:
+    """The largest norm of a block of every map; vectors are of the output.
+
+    Lemma 92 (docs/theory/token_norms.md).
+    """
     b = blocks.rows[0]
-    bounds = blocks.pair_bounds()
-    n = bounds.shape[-1]
-    flat = bounds.flatten(1)
-    at = torch.arange(b, device=flat.device)[:, None]
+    bounds = blocks.norm_bounds()
+    n, flat = bounds.shape[-1], bounds.flatten(1)
+    line = torch.arange(b, device=flat.device)
     order = flat.topk(min(2 * LEADERS, flat.shape[1]), -1).indices
-    chosen = torch.stack([at.expand_as(order), order // n, order % n], -1).flatten(0, 1)
-    parts = blocks.pairs(chosen)[0]
+    chosen = torch.stack([line[:, None].expand_as(order), order // n, order % n], -1)
+    parts = blocks.single(chosen.flatten(0, 1))[0]
     top, vectors = _eigen((parts.mT @ parts).unflatten(0, (b, -1)))
-    best, line = top.argmax(-1), torch.arange(b, device=flat.device)
-    value, place, vector = (
-        top[line, best].clamp_min(0).sqrt(),
-        order[line, best],
-        vectors[line, best],
-    )
-    upper = torch.zeros_like(value)
-    left = (flat > (value * (1 + tol / 2))[:, None]).nonzero()
-    upper = torch.maximum(
-        upper, torch.where(flat > (value * (1 + tol / 2))[:, None], 0.0, flat).amax(-1)
-    )
-    step = max(
-        1, int(FLAT_BYTES // (32 * blocks.w_v.shape[2] * blocks.width * max(1, blocks.p.shape[2])))
-    )
+    best = top.argmax(-1)
+    value, place = top[line, best].clamp_min(0).sqrt(), order[line, best]
+    vector = vectors[line, best]
+    open_ = flat > (value * (1 + tol / 2))[:, None]
+    upper, left = torch.where(open_, 0.0, flat).amax(-1).clamp_min(0), open_.nonzero()
+    size = 32 * blocks.w_v.shape[2] * blocks.width * max(1, blocks.p.shape[2])
+    step = max(1, int(FLAT_BYTES // size))
     for k in range(0, len(left), step):
         maps, places = left[k : k + step].unbind(-1)
-        parts, slack = blocks.pairs(torch.stack([maps, places // n, places % n], -1))
+        parts, slack = blocks.single(torch.stack([maps, places // n, places % n], -1))
         norms = block_norm(parts) + slack
-        near = norms > value[maps] * (1 + tol / 2)
-        if bool(near.any()):
+        near = (norms > value[maps] * (1 + tol / 2)).nonzero()[:, 0]
+        if len(near):
             norms[near] = matrix_norm(parts[near]) + slack[near]
-            for m, at_, norm in zip(
-                maps[near].tolist(), places[near].tolist(), norms[near].tolist(), strict=True
-            ):
-                if norm > float(value[m]) * (1 + tol / 2):
-                    one = blocks.pairs(torch.tensor([[m, at_ // n, at_ % n]], device=flat.device))[
-                        0
-                    ]
-                    found, its = _eigen(one.mT @ one)
-                    if float(found[0]) > float(value[m]) ** 2:
-                        value[m], place[m], vector[m] = found[0].sqrt(), at_, its[0]
+        for i in near.tolist():
+            m = int(maps[i])
+            if float(norms[i]) > float(value[m]) * (1 + tol / 2):
+                found, its = _eigen((parts[i].mT @ parts[i])[None])
+                if float(found[0]) > float(value[m]) ** 2:
+                    value[m], place[m], vector[m] = found[0].sqrt(), int(places[i]), its[0]
         upper = upper.scatter_reduce(0, maps, norms, "amax")
     token = blocks.token[line, place // n]
     return BestRows(value, token, place % n, vector, upper, torch.zeros_like(token))
 
 
 def steepest(blocks: Blocks, tol: float, known: Tensor | None = None) -> BestRows:
-    r"""The largest :math:`\sup_{|y|=1} \sum_j |J_{ij}^T y|` over output tokens i, of every map:
-    Lemmas 89 and 90 (docs/theory/token_norms.md).
+    r"""The largest :math:`\sup_{|y|=1} \sum_j |J_{ij}^T y|` over output tokens i, of every map.
 
-    Rows that one Cholesky decomposition proves to be below the best, or below what is ``known``
-    (b,) of others, are not looked at again.
+    Lemmas 89 and 90 (docs/theory/token_norms.md). Rows that one Cholesky decomposition proves to be
+    below the best, or below what is ``known`` (b,) of others, are not looked at again.
     """
     b, count = blocks.rows
     at = torch.arange(b, device=blocks.p.device)
-    state = State(*_best(*_climb(blocks, starts(blocks), FIRST_STEPS, tol)), known)
+    state = SearchState(*_best(*_climb(blocks, starts(blocks), FIRST_STEPS, tol)), known)
     totals, leaders = state.total.topk(min(LEADERS, count), -1)
     flat = torch.stack([at[:, None].expand_as(leaders), leaders], -1)
     flat = flat.flatten(0, 1) if known is None else flat[totals >= known[:, None] * NEAR]
@@ -198,15 +185,18 @@ def steepest(blocks: Blocks, tol: float, known: Tensor | None = None) -> BestRow
             close(blocks.select(rows[k : k + step]), rows[k : k + step], state, tol)
         steps[rows[:, 0].unique()] += STEPS
     best = state.total.argmax(-1)
-    token = blocks.token[at, best]
-    return BestRows(
-        state.total[at, best], token, token, state.y[at, best, 0], state.upper.amax(-1), steps
-    )
+    value, token, vector = state.total[at, best], blocks.token[at, best], state.y[at, best, 0]
+    return BestRows(value, token, token, vector, state.upper.amax(-1), steps)
 
 
-class State:
-    """What is known of rows (b, i): vectors y (b, i, 1, r), their lengths (b, i, n), sums of these
-    and upper values, (b, i); ``known`` of others."""
+class SearchState:
+    """Per row (b, i): best vector found, block lengths, their sum, proved upper bound.
+
+    Attributes:
+        y: vectors, (b, i, 1, r). lengths: (b, i, n). total: their sums, upper: (b, i).
+        known: the best of other rows, (b,), or None.
+        columns: matrices that have climbed, by row.
+    """
 
     def __init__(self, y: Tensor, lengths: Tensor, total: Tensor, known: Tensor | None):
         self.y, self.lengths, self.total, self.known = y, lengths, total, known
@@ -224,17 +214,14 @@ class State:
         return (self.upper > self.value[:, None] * (1 + tol)).nonzero()
 
     def take(self, rows: Tensor, y: Tensor, lengths: Tensor, total: Tensor) -> None:
-        """For rows (k, 2) what is better of y (k, 1, 1, r), lengths (k, 1, n) and sums (k, 1)."""
+        """Keep what is better: rows (k, 2), y (k, 1, 1, r), lengths (k, 1, n) and sums (k, 1)."""
         better = total[:, 0] >= self.total[rows[:, 0], rows[:, 1]]
         b, i = rows[better].unbind(-1)
-        self.y[b, i], self.lengths[b, i], self.total[b, i] = (
-            y[better, 0],
-            lengths[better, 0],
-            total[better, 0],
-        )
+        for mine, found in ((self.y, y), (self.lengths, lengths), (self.total, total)):
+            mine[b, i] = found[better, 0]
 
     def bound(self, rows: Tensor, upper: Tensor) -> None:
-        """Upper values (k, 1) of rows."""
+        """Keep upper values (k, 1) of rows."""
         b, i = rows.unbind(-1)
         self.upper[b, i] = torch.minimum(self.upper[b, i], upper[:, 0])
 
@@ -244,20 +231,22 @@ class State:
         return self.y[b, i][:, None], self.lengths[b, i][:, None, None]
 
 
-def _improve(part: Blocks, rows: Tensor, state: State, tol: float) -> None:
+def _improve(part: Blocks, rows: Tensor, state: SearchState, tol: float) -> None:
     """Climb from more starts."""
     state.take(rows, *_best(*_climb(part, more_starts(part, *state.at(rows)), STEPS, tol)))
 
 
-def _settle(part: Blocks, rows: Tensor, state: State, tol: float) -> None:
+def _settle(part: Blocks, rows: Tensor, state: SearchState, tol: float) -> None:
     """Climb from more starts, and bound with the weights that belong to the best."""
     _improve(part, rows, state, tol)
     state.bound(rows, bounded(part, state.at(rows)[1][:, 0], tol))
 
 
-def _relax(part: Blocks, rows: Tensor, state: State, tol: float) -> None:
-    """Minimise the bound over weights, through its dual: matrices of several columns climb
-    together; their columns are starts once more."""
+def _relax(part: Blocks, rows: Tensor, state: SearchState, tol: float) -> None:
+    """Minimise the bound over weights, through its dual.
+
+    Matrices of several columns climb together; their columns are starts once more.
+    """
     many = more_starts(part, *state.at(rows))
     many = many / many.shape[2] ** 0.5
     for _ in range(ROUNDS):
@@ -267,26 +256,22 @@ def _relax(part: Blocks, rows: Tensor, state: State, tol: float) -> None:
         if bool((upper <= total[..., 0] * (1 + tol / 8)).all()):
             break
     state.take(rows, *_best(*_climb(part, _unit(many), STEPS, tol)))
-    state.columns |= {
-        (int(b), int(i)): one[None] for (b, i), one in zip(rows.tolist(), many, strict=True)
-    }
+    for (b, i), one in zip(rows.tolist(), many, strict=True):
+        state.columns[b, i] = one[None]
 
 
-def _cut(part: Blocks, rows: Tensor, state: State, tol: float) -> None:
-    """Where a matrix does better than every vector, bound the sphere wedge by wedge; where matrices
-    end there, vectors start."""
+def _cut(part: Blocks, rows: Tensor, state: SearchState, tol: float) -> None:
+    """Bound the sphere wedge by wedge where a matrix does better than every vector.
+
+    Where matrices end there, vectors start.
+    """
     count = state.open(tol)[:, 0].bincount(minlength=len(state.total))
     for k, (b, i) in enumerate(rows.tolist()):
         if int(count[b]) > MOST_CUT:
             continue
         row, at = part.select(torch.tensor([[k, 0]], device=rows.device)), rows[k : k + 1]
         target = float(state.value[b]) * (1 + 0.9 * tol)
-        upper, ends = wedged(
-            row,
-            state.columns[b, i],
-            target,
-            lambda blocks, lengths: weights_of(blocks, lengths, tol),
-        )
+        upper, ends = wedged(row, state.columns[b, i], target, tol)
         state.bound(at, torch.full_like(state.total[:1, :1], upper))
         state.take(at, *_best(*_climb(row, ends, STEPS, tol)))
 
@@ -294,19 +279,15 @@ def _cut(part: Blocks, rows: Tensor, state: State, tol: float) -> None:
 def _together(blocks: Blocks) -> int:
     """Rows that are worked on at a time when each has its own map."""
     h, n, d_v = blocks.v.shape[1:]
-    width = blocks.width
-    return max(
-        1,
-        int(
-            FLAT_BYTES
-            // (8 * (h * n * (5 * d_v + 40) + blocks.qt[0, 0].numel() * 2 + 4 * width * width))
-        ),
-    )
+    each = h * n * (5 * d_v + 40) + blocks.qt[0, 0].numel() * 2 + 4 * blocks.width**2
+    return max(1, int(FLAT_BYTES // (8 * each)))
 
 
 def starts(blocks: Blocks) -> Tensor:
-    """Unit vectors to climb from, (b, i, 2, r): the direction in which values reach furthest, and
-    that of the largest difference of values."""
+    """Unit vectors to climb from, (b, i, 2, r).
+
+    The direction in which values reach furthest, and that of the largest difference of values.
+    """
     first = blocks.full.mT @ (blocks.full @ blocks.full.sum(-2, keepdim=True).mT)
     first = first[..., 0].flatten(2)
     weight = torch.linalg.vector_norm(blocks.a, dim=-1)
@@ -325,8 +306,11 @@ def _unit(y: Tensor) -> Tensor:
 
 
 def more_starts(blocks: Blocks, y: Tensor, lengths: Tensor) -> Tensor:
-    """Vectors (k, 1, 1, r) that were found, the first eigenvectors at their weights, and a fixed
-    direction without preference, (k, 1, s, r)."""
+    """Vectors to climb from once more, (k, 1, s, r).
+
+    Those that were found, y (k, 1, 1, r), the first eigenvectors at their weights, and a fixed
+    direction without preference.
+    """
     w = torch.where(lengths > 0, 1 / lengths.clamp_min(1e-300), 0.0)
     g = blocks.matrix(w[:, :, 0])[0]
     try:
@@ -340,8 +324,7 @@ def more_starts(blocks: Blocks, y: Tensor, lengths: Tensor) -> Tensor:
 def _climb(
     blocks: Blocks, y: Tensor, steps: int, tol: float, *, together: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """So many steps from y, fewer where sums have settled: vectors, lengths and sums, which belong
-    together."""
+    """Vectors, their lengths and sums after so many steps from y, fewer where sums have settled."""
     following, lengths, total = blocks.ascend(y, together=together)
     for _ in range(steps):
         before, y = total, following
@@ -352,14 +335,13 @@ def _climb(
 
 
 def _best(y: Tensor, lengths: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of several starts the best: (b, i, 1, r), (b, i, n), (b, i)."""
+    """The best of several starts: (b, i, 1, r), (b, i, n), (b, i)."""
     best = total.argmax(-1)[..., None]
-    y = y.gather(2, best[..., None].expand(*best.shape, y.shape[-1]))
-    return (
-        y,
-        lengths.gather(2, best[..., None].expand(*best.shape, lengths.shape[-1]))[:, :, 0],
-        total.gather(2, best)[..., 0],
-    )
+
+    def chosen(t: Tensor) -> Tensor:
+        return t.gather(2, best[..., None].expand(*best.shape, t.shape[-1]))
+
+    return chosen(y), chosen(lengths)[:, :, 0], total.gather(2, best)[..., 0]
 
 
 def weights_of(blocks: Blocks, lengths: Tensor, tol: float) -> tuple[Tensor, Tensor]:
@@ -371,8 +353,94 @@ def weights_of(blocks: Blocks, lengths: Tensor, tol: float) -> tuple[Tensor, Ten
 
 
 def bounded(blocks: Blocks, lengths: Tensor, tol: float) -> Tensor:
-    """Upper values of what rows can reach, from weights, (b, i): Lemma 90
-    (docs/theory/token_norms.md)."""
+    """Upper values of what rows can reach, from weights, (b, i).
+
+    Lemma 90 (docs/theory/token_norms.md).
+    """
     w, weight = weights_of(blocks, lengths, tol)
     g, slack = blocks.matrix(w)
     return (weight * (symmetric_norm(g) + slack)).sqrt() * (1 + 1e-14)
+
+
+def wedged(row: Blocks, y: Tensor, target: float, tol: float) -> tuple[float, Tensor]:
+    r"""Upper value of :math:`\sigma_i` of a single row, and unit vectors to climb from.
+
+    Lemma 91 (docs/theory/token_norms.md): the sphere is cut into wedges, and each is bounded by
+    itself.
+
+    Args:
+        row: one map with one output token.
+        y: columns (1, 1, s, r) of a matrix of Frobenius norm one that has climbed: wedges divide
+            the plane of its first two directions.
+        target: wedges that are proved to be below it are not cut again.
+        tol: of the weights.
+
+    Returns:
+        The upper value, and vectors (1, 1, s, r).
+    """
+    if y.shape[-1] < 2 or not bool(torch.isfinite(y).all()):
+        return math.inf, y
+    plane = torch.linalg.svd(y[0, 0], full_matrices=False).Vh[:2]
+    edges, size = _edges(plane, 0.0, math.pi, WEDGES), math.pi / WEDGES
+    edges[-1] = -edges[0]
+    left, right = edges[:-1], edges[1:]
+    angles = torch.arange(WEDGES, dtype=torch.float64, device=y.device) * size
+    upper, found = 0.0, [y[0]]
+    y = y.expand(WEDGES, -1, -1, -1)
+    for level in range(LEVELS):
+        bounds, y = _bounded(row, y, left, right, tol)
+        found.append(torch.linalg.svd(y[:, 0], full_matrices=False).Vh[:, :1])
+        again = ~(bounds <= target)
+        upper = max(upper, float(torch.where(again, 0.0, bounds).amax()))
+        count = int(again.sum())
+        if count == 0 or level == LEVELS - 1 or count * PARTS > MOST_WEDGES:
+            upper = max(upper, float(bounds.amax()))
+            break
+        size /= PARTS
+        begin = angles[again].tolist()
+        cut = [_edges(plane, angle, angle + PARTS * size, PARTS) for angle in begin]
+        for one, first, last in zip(cut, left[again], right[again], strict=True):
+            one[0], one[-1] = first, last
+        left, right = torch.cat([one[:-1] for one in cut]), torch.cat([one[1:] for one in cut])
+        angles = (angles[again, None] + torch.arange(PARTS, device=y.device) * size).flatten()
+        y = y[again].repeat_interleave(PARTS, 0)
+    ends = torch.cat([one.reshape(-1, one.shape[-1]) for one in found])[None, None]
+    return upper, ends / torch.linalg.vector_norm(ends, dim=-1, keepdim=True).clamp_min(1e-300)
+
+
+def _edges(plane: Tensor, first: float, last: float, parts: int) -> Tensor:
+    """Vectors (parts + 1, r) across the directions at equal angles of a plane (2, r)."""
+    angles = torch.linspace(first, last, parts + 1, dtype=torch.float64, device=plane.device)
+    return torch.stack([-angles.sin(), angles.cos()], -1) @ plane
+
+
+def _bounded(
+    row: Blocks, y: Tensor, left: Tensor, right: Tensor, tol: float
+) -> tuple[Tensor, Tensor]:
+    """Upper values (k,) of a row over the wedges between edges (k, r), and matrices found there.
+
+    The matrices have climbed from y (k, 1, s, r).
+    """
+    q = left[:, :, None] * right[:, None]
+    q = ((q + q.mT) / 2)[:, None]  # y is in a wedge where y^T q y <= 0
+    many = row.select(torch.zeros(len(q), 2, dtype=torch.long, device=y.device))
+    total = many.slope(y, together=True)[2][..., 0].square().clamp_min(1e-300)
+    low, high = ((total * factor).log() for factor in (1e-5, 30.0))
+    for _ in range(MULTIPLIERS):
+        middle = (low + high) / 2
+        mu = middle.exp()[..., None, None]
+        for _ in range(MULTIPLIER_STEPS):
+            z, _, sums = many.slope(y, together=True)
+            z = sums[..., None] * z + mu * (y - y @ q)
+            y = z / torch.linalg.vector_norm(z, dim=(2, 3), keepdim=True).clamp_min(1e-300)
+        outside = ((y @ q) * y).sum((2, 3)) > 0
+        low, high = torch.where(outside, middle, low), torch.where(outside, high, middle)
+    w, weight = weights_of(many, many.slope(y, together=True)[1][:, :, 0], tol)
+    g, slack = many.matrix(w)
+    around = torch.linspace(-1.5, 1.5, TRIED, dtype=torch.float64, device=y.device)
+    tried = ((low + high) / 2 + around).exp() / weight  # (k, tried)
+    best = eigenvalues(g - tried[..., None, None] * q)[..., -1].argmin(-1)[:, None]
+    mu = tried.gather(-1, best)
+    rounding = 8 * UNIT * (torch.linalg.matrix_norm(g) + mu * torch.linalg.matrix_norm(q))
+    proved = symmetric_norm(g - mu[..., None, None] * q) + slack + rounding
+    return (weight * proved).sqrt()[:, 0] * (1 + 1e-14), y

@@ -1,5 +1,7 @@
-"""Exact local Lipschitz constants where every token moves a little, or one token a lot, and where
-the worst output token counts."""
+"""Exact local Lipschitz constants in norms that tell tokens apart.
+
+Every token moves a little, or one token a lot, and the worst output token counts, or all of them.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -7,6 +9,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.devices import in_own_modes
@@ -15,18 +18,13 @@ from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
 from lipbound.jacobians.prepared_map import PreparedMap, heads_of
 from lipbound.jacobians.spectral_norm import shaped
 from lipbound.jacobians.token_norms.layer_tensors import LayerTensors
-from lipbound.jacobians.token_norms.row_search import BestRows, largest, largest_pair, steepest
+from lipbound.jacobians.token_norms.row_search import BestRows, largest, largest_block, steepest
 from lipbound.linalg.matrix_norms import UNIT
 from lipbound.linalg.solution import Norm
 
 T = TypeVar("T")
-NORMS = {
-    "every-token": ("every", "worst"),
-    "one-token": ("one", "all"),
-    "token-pair": ("one", "worst"),
-    "output-token": ("all", "worst"),
-}
-"""Norms that tell tokens apart: which tokens move, and which output tokens count."""
+NORMS = ("every-token", "one-token", "token-pair", "output-token")
+"""Norms that tell tokens apart."""
 TOKEN_MAPS = tuple(name for name in MAPS if name not in BLOCKS)
 CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**31}
 """What the blocks of the rows that are worked on at a time may take."""
@@ -47,20 +45,16 @@ def token_norm(
 
     For blocks :math:`J_{ij}` from token j to output token i:
 
-    ============== ====================== =============
-    ================================================== norm what moves what counts value
-    ============== ====================== =============
-    ================================================== "every-token" every token, each by the output
-    :math:`\max_i \sup_{|y|=1} \sum_j |J_{ij}^T y|`
-                   at most one            token that
-                                          moves most
-    "one-token" one token all output :math:`\max_j \|J_{:j}\|`, of columns of blocks tokens
-    "token-pair"   one token              the worst     :math:`\max_{ij} \|J_{ij}\|`
-                                          output token
-    "output-token" all tokens, by one in  the worst     :math:`\max_i \|J_{i:}\|`, of rows of blocks
-                   the Frobenius norm     output token
-    ============== ====================== =============
-    ==================================================
+    ============== ========================================= ======================================
+    norm           what moves, and what counts               value
+    ============== ========================================= ======================================
+    "every-token"  every token, each by at most one; the     :math:`\max_i \sup_{|y|=1} \sum_j
+                   output token that moves most              |J_{ij}^T y|`
+    "one-token"    one token, by one; all output tokens      :math:`\max_j \|J_{:j}\|`
+    "token-pair"   one token, by one; the worst output token :math:`\max_{ij} \|J_{ij}\|`
+    "output-token" all tokens, by one in the Frobenius norm; :math:`\max_i \|J_{i:}\|`
+                   the worst output token
+    ============== ========================================= ======================================
 
     Lemmas 89, 90, 91 and 92 (docs/theory/token_norms.md). Both ends are deterministic and hold for
     the numbers given, every rounding included; nothing is drawn at random.
@@ -71,9 +65,10 @@ def token_norm(
         map: "head", "head_out", "heads" or "layer", as of `lipbound.spectral_norm`. Matrices of
             whole layers are as wide as all heads together: for wide ones the first two norms take
             many times as long as all heads one by one.
-        tol: relative width of the enclosure at which the search stops. "every-token" is closed by
-            convex minimisation and by cutting the sphere of output directions, which may leave a
-            gap where many of them tie; the others close to rounding.
+        tol: relative width of the enclosure at which the search stops, 1e-3 as in
+            `lipbound.compare`. "every-token" is closed by convex minimisation and by cutting the
+            sphere of output directions, which may leave a gap where many of them tie; the others
+            close to rounding.
         vectors: also return which output token is hit, and by which perturbation.
 
     Returns:
@@ -96,11 +91,11 @@ def token_norm(
     >>> bool((norm.upper <= norm.lower * 1.001).all())
     True
     """
-    choice("norm", norm, tuple(NORMS))
+    choice("norm", norm, NORMS)
     check(att, "token_norm", map)
     real("tol", tol, "a number > 0", above=0)
     vectors, tol = flag("vectors", vectors), float(tol)
-    norms = [_piece(part, *NORMS[norm], map, tol, vectors) for part in pieces(att, map)]
+    norms = [_norms(part, norm, map, tol, vectors) for part in pieces(att, map)]
     return beside(norms, att.samples, map, Norm.cat)
 
 
@@ -114,9 +109,8 @@ def pieces(att: Attention, map: str) -> Iterator[Attention]:
     """Parts of a layer whose attention matrices fit, sample by sample."""
     together = att.heads
     if map not in WHOLE:
-        together = max(
-            1, int(MATRIX_BYTES.get(att.device.type, MATRIX_BYTES["cpu"]) // (64 * att.tokens**2))
-        )
+        budget = MATRIX_BYTES.get(att.device.type, MATRIX_BYTES["cpu"])
+        together = max(1, int(budget // (64 * att.tokens**2)))
     for sample in range(att.samples):
         one = att.of_samples(slice(sample, sample + 1)) if att.samples > 1 else att
         for head in range(0, att.heads, together):
@@ -124,19 +118,16 @@ def pieces(att: Attention, map: str) -> Iterator[Attention]:
 
 
 def beside(found: Sequence[T], samples: int, map: str, cat: Callable[[Sequence[T], int], T]) -> T:
-    """What was found in all `pieces` of a layer, heads side by side and then samples."""
+    """Join what was found in all `pieces` of a layer, heads side by side and then samples."""
     per = 1 if map in WHOLE else len(found) // samples
-    return cat(
-        [cat(found[i : i + per], 1) if per > 1 else found[i] for i in range(0, len(found), per)], 0
-    )
+    each = [found[i : i + per] for i in range(0, len(found), per)]
+    return cat([cat(one, 1) if per > 1 else one[0] for one in each], 0)
 
 
-def parts_of(measured: PreparedMap) -> LayerTensors:
-    """What the blocks of a measured layer are made of."""
-    whole = measured.map in WHOLE
-    return LayerTensors.of(
-        measured.attention, heads_of(measured.op), together=whole, project=measured.map == "layer"
-    )
+def tensors_of(measured: PreparedMap) -> LayerTensors:
+    """Tensors of the blocks of a prepared layer."""
+    op, map = heads_of(measured.op), measured.map
+    return LayerTensors.of(measured.attention, op, together=map in WHOLE, project=map == "layer")
 
 
 def chunks(parts: LayerTensors) -> Iterator[tuple[slice, list[slice]]]:
@@ -148,98 +139,80 @@ def chunks(parts: LayerTensors) -> Iterator[tuple[slice, list[slice]]]:
 
 
 @torch.no_grad()
-def _piece(
-    att: Attention, perturbed: str, output: str, map: str, tol: float, vectors: bool
-) -> Norm:
-    """Norms of a part of a layer."""
+def _norms(att: Attention, norm: str, map: str, tol: float, vectors: bool) -> Norm:
+    """Norms of one of the `pieces` of a layer."""
     measured = PreparedMap(att.double(), map)
-    parts = parts_of(measured)
-    found = [
-        _found(parts.of_maps(maps), rows, perturbed, output, tol) for maps, rows in chunks(parts)
-    ]
-    every = BestRows.cat(found)
+    parts = tensors_of(measured)
+    every = BestRows.cat([_found(parts.of_maps(m), rows, norm, tol) for m, rows in chunks(parts)])
     every = replace(every, upper=every.upper + parts.vanished)
-    return shaped(att, _ends(measured, every, perturbed, output, tol, vectors), measured)
+    return shaped(att, _ends(measured, every, norm, tol, vectors), measured)
 
 
-def _found(
-    parts: LayerTensors, chunks: list[slice], perturbed: str, output: str, tol: float
-) -> BestRows:
-    """What is found in all tokens of some maps, some at a time; what is known of those before
-    spares work on those after."""
+def _found(parts: LayerTensors, chunks: list[slice], norm: str, tol: float) -> BestRows:
+    """The best of all tokens of some maps, some at a time.
+
+    What is known of those before spares work on those after.
+    """
     best: BestRows | None = None
     for rows in chunks:
-        if (perturbed, output) == ("one", "all"):
-            one = _placed(largest(*parts.columns(rows), tol / 4), rows)
-        elif perturbed == "one":
-            one = largest_pair(parts.rows(rows), tol)
-        elif perturbed == "all":
-            blocks = parts.rows(rows)
-            one = _placed(largest(*blocks.matrix(torch.ones_like(blocks.size)), tol / 4), rows)
-        else:
+        if norm == "every-token":
             one = steepest(parts.rows(rows), tol, None if best is None else best.value)
+        elif norm == "token-pair":
+            one = largest_block(parts.rows(rows), tol)
+        else:
+            one = largest(*matrices(parts, rows, columns=norm == "one-token"), tol / 4)
+            one = replace(one, token=one.token + rows.start)
         best = one if best is None else best.joined(one)
     assert best is not None
     return best
 
 
-def _placed(found: BestRows, rows: slice) -> BestRows:
-    """With tokens counted from the first."""
-    return replace(found, token=found.token + rows.start)
+def matrices(parts: LayerTensors, rows: slice, *, columns: bool) -> tuple[Tensor, Tensor]:
+    """Squares of columns of blocks, or of rows, of some tokens, with bounds on their rounding."""
+    if columns:
+        return parts.columns(rows)
+    blocks = parts.rows(rows)
+    return blocks.matrix(torch.ones_like(blocks.size))
 
 
-def _ends(
-    measured: PreparedMap, found: BestRows, perturbed: str, output: str, tol: float, vectors: bool
-) -> Norm:
-    """What one product with J, or J^T, shows of the vectors that were found, and the bounds, with
-    all rounding: Lemma 93 (docs/theory/token_norms.md)."""
+def _ends(measured: PreparedMap, found: BestRows, norm: str, tol: float, vectors: bool) -> Norm:
+    """Both ends, with all rounding, from one product with J or J^T and the vectors that were found.
+
+    Lemma 93 (docs/theory/token_norms.md).
+    """
     op, batch = measured.op, torch.arange(len(found.token), device=found.token.device)
-    error, product = (
-        t.to(found.value.device) for t in (measured.roundoff.tensors, measured.roundoff.products)
-    )
-    unit = found.vector / torch.linalg.vector_norm(found.vector, dim=-1, keepdim=True).clamp_min(
-        1e-300
-    )
-    root = op.in_shape[0] ** 0.5 if perturbed == "every" else 1.0
-    if (perturbed, output) == ("one", "all"):
-        right = torch.zeros(op.batch, *op.in_shape, dtype=torch.float64, device=unit.device)
-        right[batch, found.token] = unit
-        left = op.jvp(right)
+    roundoff = measured.roundoff
+    error, product = (t.to(found.value.device) for t in (roundoff.tensors, roundoff.products))
+    unit = _unit(found.vector, -1)
+    root = op.in_shape[0] ** 0.5 if norm == "every-token" else 1.0
+    shape = op.in_shape if norm == "one-token" else op.out_shape
+    one = torch.zeros(op.batch, *shape, dtype=torch.float64, device=unit.device)
+    one[batch, found.token] = unit
+    if norm == "one-token":
+        right, left = one, op.jvp(one)
         reached = torch.linalg.vector_norm(left, dim=(1, 2))
-        left = left / reached.clamp_min(1e-300)[:, None, None]
+        left = _unit(left, (1, 2))
     else:
-        left = torch.zeros(op.batch, *op.out_shape, dtype=torch.float64, device=unit.device)
-        left[batch, found.token] = unit
-        pulled = op.vjp(left)
+        left, pulled = one, op.vjp(one)
         lengths = torch.linalg.vector_norm(pulled, dim=-1)
-        if perturbed == "every":
-            reached, right = lengths.sum(-1), pulled / lengths.clamp_min(1e-300)[..., None]
-        elif perturbed == "all":
-            reached = torch.linalg.vector_norm(lengths, dim=-1)
-            right = pulled / reached.clamp_min(1e-300)[:, None, None]
+        if norm == "every-token":
+            reached, right = lengths.sum(-1), _unit(pulled, -1)
+        elif norm == "output-token":
+            reached, right = torch.linalg.vector_norm(lengths, dim=-1), _unit(pulled, (1, 2))
         else:
-            reached = lengths[batch, found.source]
-            right = torch.zeros_like(pulled)
-            right[batch, found.source] = (
-                pulled[batch, found.source] / reached.clamp_min(1e-300)[:, None]
-            )
+            at = batch, found.source
+            reached, right = lengths[at], torch.zeros_like(pulled)
+            right[at] = _unit(pulled[at], -1)
     sums = 2 * (sum(op.in_shape) + math.prod(op.out_shape) + 16) * UNIT
-    lower = torch.nan_to_num(
-        reached * (1 - sums) - root * (product + error) * (1 + 1e-6), nan=0.0, posinf=0.0
-    ).clamp_min(0)
-    upper = torch.nan_to_num(
-        found.upper * (1 + 1e-13) + root * error * (1 + 1e-6), nan=math.inf, posinf=math.inf
-    )
-    lower, upper, steps = (t.cpu() for t in (lower, upper, found.steps))
-    wide = torch.where(
-        lower > 0, upper / lower.clamp_min(1e-300) - 1, torch.where(upper == 0, 0.0, math.inf)
-    )
-    return Norm(
-        lower,
-        upper,
-        steps,
-        wide <= tol,
-        wide,
-        left if vectors else None,
-        right if vectors else None,
-    )
+    lower = reached * (1 - sums) - root * (product + error) * (1 + 1e-6)
+    lower = torch.nan_to_num(lower, nan=0.0, posinf=0.0).clamp_min(0).cpu()
+    upper = found.upper * (1 + 1e-13) + root * error * (1 + 1e-6)
+    upper = torch.nan_to_num(upper, nan=math.inf, posinf=math.inf).cpu()
+    nothing = torch.where(upper == 0, 0.0, math.inf)
+    wide = torch.where(lower > 0, upper / lower.clamp_min(1e-300) - 1, nothing)
+    pair = (left, right) if vectors else (None, None)
+    return Norm(lower, upper, found.steps.cpu(), wide <= tol, wide, *pair)
+
+
+def _unit(t: Tensor, dim: int | tuple[int, int]) -> Tensor:
+    return t / torch.linalg.vector_norm(t, dim=dim, keepdim=True).clamp_min(1e-300)

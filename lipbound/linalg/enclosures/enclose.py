@@ -95,21 +95,27 @@ def enclose(
 
     Returns:
         `Norm`; ``converged`` is False where the width is not reached, and both ends hold all the
-        same.
+        same. Of a norm whose square leaves the range of float64 nothing is said.
 
     Raises:
         LipboundError: ``delta`` is not between 0 and 1.
     """
     if not 0 < delta < 1:
         raise LipboundError(f"delta is {delta}; the failure probability must be between 0 and 1")
-    n, active, seeds = math.prod(op.out_shape), torch.arange(op.batch), seeds_each(op.batch, seed)
+    n, seeds = math.prod(op.out_shape), seeds_each(op.batch, seed)
+    high = (roundoff.size + roundoff.products) ** 2
+    top = torch.zeros(op.batch, n, dtype=torch.float64, device=op.device)
+    found = NormBounds(torch.zeros_like(high), high, top, torch.zeros_like(high).long())
+    active = torch.isfinite(high).nonzero()[:, 0]
     residual = max(min(SEARCH, 0.3 * math.sqrt(tol)), 16 * torch.finfo(search.dtype).eps)
-    z, steps = ritz_search(
-        search, count=min(VECTORS, n), residual=residual, max_steps=max_steps, seed=seeds
-    )
-    z, high = z.double(), (roundoff.size + roundoff.products) ** 2
-    found = NormBounds(torch.zeros_like(high), high, torch.zeros_like(z[:, 0]), steps)
-    for attempt, (share, starts) in enumerate(ATTEMPTS):
+    if len(active):
+        part = search if len(active) == op.batch else search.select(active.to(op.device))
+        own, count = [seeds[i] for i in active.tolist()], min(VECTORS, n)
+        z, found.steps[active] = ritz_search(
+            part, count=count, residual=residual, max_steps=max_steps, seed=own
+        )
+        z = z.double()
+    for attempt, (share, starts) in enumerate(ATTEMPTS if len(active) else ()):
         part = op if len(active) == op.batch else op.select(active.to(op.device))
         # other vectors than those of the search and of other attempts
         every = seeds_each(op.batch, seeds, "certificate", attempt)
@@ -322,7 +328,7 @@ def _open(found: NormBounds, roundoff: Roundoff, tol: float) -> Tensor:
     """
     low, high = _ends(found, roundoff)
     wide = _reachable(found.low.clamp_min(0).sqrt(), roundoff.tensors, tol)
-    return ~(high <= low * (1 + wide)) & torch.isfinite(roundoff.size) & (found.high > 0)
+    return ~(high <= low * (1 + wide)) & torch.isfinite(found.high) & (found.high > 0)
 
 
 def _attempt(
