@@ -29,7 +29,7 @@ class Cache:
 
     @property
     def recording(self) -> bool:
-        """Whether derivatives of what is computed now may be wanted."""
+        """True if derivatives of what is computed now may be wanted."""
         return self._differentiable and torch.is_grad_enabled()
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:

@@ -570,9 +570,8 @@ class Attention:
 
         The shift of a normalisation of queries or keys, which is none of these, stays.
         """
-        return self.with_parts(
-            projections=self.projections.without_biases(), scoring=self.scoring.without_biases()
-        )
+        projections, scoring = self.projections.without_biases(), self.scoring.without_biases()
+        return self.with_parts(projections=projections, scoring=scoring)
 
     def with_values(
         self, w_v: Tensor, b_v: Tensor | None, w_o: Tensor | None = None, *, check: bool = True
@@ -582,9 +581,8 @@ class Attention:
         Queries, keys and probabilities already computed are shared. ``check``: whether to look at
         the numbers.
         """
-        other = self.with_parts(
-            projections=replace(self.projections, w_v=w_v, b_v=b_v, w_o=w_o), check=check
-        )
+        projections = replace(self.projections, w_v=w_v, b_v=b_v, w_o=w_o)
+        other = self.with_parts(projections=projections, check=check)
         other.cache.share(self.cache, *PATTERN)
         return other
 

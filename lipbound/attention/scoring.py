@@ -102,12 +102,12 @@ class Scoring:
 
     @property
     def shift_invariant(self) -> bool:
-        """Whether a vector added to all keys changes nothing."""
+        """True if a vector added to all keys changes nothing."""
         return all(step.shift_invariant for step in self.steps)
 
     @property
     def plain_keys(self) -> bool:
-        """Whether no variant acts on keys.
+        """True if no variant acts on keys.
 
         Their biases then shift every row of scores by a constant.
         """
@@ -154,12 +154,12 @@ class Scoring:
 
     @property
     def sloped(self) -> bool:
-        """Whether `slopes` may be other than one."""
+        """True if `slopes` may be other than one."""
         return any(step.sloped for step in self.steps)
 
     @property
     def entrywise(self) -> bool:
-        """Whether every score passes by itself: those that a mask forbids need not be known."""
+        """True if every score passes by itself: those that a mask forbids need not be known."""
         return all(step.entrywise for step in self.steps)
 
     @cached_property

@@ -346,10 +346,8 @@ def _split(p: Tensor, k: int) -> Enclosure:
     end = right.shape[-1]
     above = left + right.gather(-1, after.clamp_max(end - 1))
     below = left + right.gather(-1, (after - 1).clamp_min(0))
-    above, below = (
-        above.masked_fill(after == end, torch.inf),
-        below.masked_fill(after == 0, -torch.inf),
-    )
+    above = above.masked_fill(after == end, torch.inf)
+    below = below.masked_fill(after == 0, -torch.inf)
     over, under = above.amin(-1) - 0.5, 0.5 - below.amax(-1)
     gap = torch.minimum(over, (under - rest_sum[:, 0]).clamp_min(0))
 

@@ -13,7 +13,7 @@ ROWS = 4
 ROUNDS = 9
 """Rounds after which the remaining rows keep their cheap upper values."""
 BYTES = 2**26
-"""Of the largest temporary over rows of several heads."""
+"""Size in bytes of the largest temporary over rows of several heads."""
 FLUSHED = 2.0**-120
 """Entries of a matrix that count as zero, relative to its largest."""
 FAINT = 2.0**-500

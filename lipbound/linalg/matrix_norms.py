@@ -320,9 +320,7 @@ def _collatz_wielandt(flat: Tensor, rtol: float, max_steps: int) -> Tensor:
     upper = torch.full((len(flat),), torch.inf, dtype=torch.float64, device=flat.device)
     active = torch.arange(len(flat), device=flat.device)
     part, going = flat, torch.ones_like(active, dtype=torch.bool)
-    y = torch.ones_like(
-        flat[:, :1]
-    )  # a row: products with single columns take several times as long
+    y = torch.ones_like(flat[:, :1])  # rows: products with columns take several times as long
     if n <= SQUARED:
         power = flat.mT @ flat
         for _ in range(SQUARINGS):

@@ -110,8 +110,9 @@ class JacobianOperator(ABC):
 
 
 class FromCPU(JacobianOperator):
-    """An operator on a device without float64, for vectors on the CPU: products are taken on the
-    device, and what certifies a norm is computed on the CPU.
+    """An operator on a device without float64, for vectors on the CPU.
+
+    Products are taken on the device, and what certifies a norm is computed on the CPU.
 
     Args:
         op: the operator on its device.

@@ -196,12 +196,9 @@ class Results:
             RangeError: a value is not finite.
         """
         if not bool(torch.isfinite(self.lower).all()):
-            remedy = (
-                " in float32; use dtype='float64'"
-                if op.dtype == torch.float32
-                else "; rescale the inputs or the weights"
-            )
-            raise RangeError(f"Jacobian products overflow{remedy}")
+            if op.dtype == torch.float32:
+                raise RangeError("Jacobian products overflow in float32; use dtype='float64'")
+            raise RangeError("Jacobian products overflow; rescale the inputs or the weights")
         left = right = None
         if self.left is not None and not refined:
             left = self.left

@@ -134,7 +134,7 @@ class Variant:
 
     @property
     def entrywise(self) -> bool:
-        """Whether `scores` and `slopes` treat every entry of z alike, wherever it stands.
+        """True if `scores` and `slopes` treat every entry of z alike, wherever it stands.
 
         They may then be given some columns of z only.
         """
@@ -153,7 +153,7 @@ class Variant:
 
     @property
     def sloped(self) -> bool:
-        """Whether `slopes` may be other than one."""
+        """True if `slopes` may be other than one."""
         return type(self).slopes is not Variant.slopes
 
     # -- the softmax -------------------------------------------------------------------------------

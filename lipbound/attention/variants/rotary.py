@@ -82,14 +82,6 @@ class Rotation(Variant):
         cos, sin = self._cast[x.dtype]
         return turned(x, cos, sign * sin)
 
-    def select(self, keep: Tensor | slice) -> "Rotation":
-        """Return that of some of the tokens."""
-        return Rotation(self.cos[keep], self.sin[keep])
-
-    def to(self, device: str | torch.device) -> "Rotation":
-        """Return the same on another device."""
-        return Rotation(self.cos.to(device), self.sin.to(device))
-
     # -- as a variant ------------------------------------------------------------------------------
 
     def inputs(self) -> list[Tensor]:
@@ -120,7 +112,7 @@ class Rotation(Variant):
         )
 
     def of_tokens(self, keep: Tensor | slice) -> "Rotation":
-        return self.select(keep)
+        return Rotation(self.cos[keep], self.sin[keep])
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Rotation":
         return Rotation(change(self.cos), change(self.sin))
@@ -147,7 +139,7 @@ class RotationStep:
 
     def of_tokens(self, tokens: slice | Tensor) -> "RotationStep":
         """Return that of some tokens."""
-        return RotationStep(self.rotation.select(tokens))
+        return RotationStep(self.rotation.of_tokens(tokens))
 
     def double(self) -> "RotationStep":
         """Return itself: angles are stored in the dtype that they have."""

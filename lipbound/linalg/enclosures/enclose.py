@@ -27,27 +27,27 @@ from lipbound.linalg.operators import JacobianOperator, Roundoff
 from lipbound.linalg.solution import Norm, seeds_each, start_vectors, unit_vectors
 
 VECTORS = 2
-"""How many Ritz vectors are deflated at first."""
+"""Ritz vectors that are deflated at first."""
 SEARCH = 3e-3
 """Residual, relative to the Ritz value, at which the search ends at the latest; the certificate
 feels its square, so that small tolerances need a smaller one."""
 ATTEMPTS = ((0.5, 1), (0.25, 1), (0.25, 2))
 """Per attempt: its share of delta, and a factor on the number of independent starts needed."""
 AUDIBLE = 6.0
-"""How many times the rounding of one product, relative to the norm, the component of a start must
-be that a certificate rests on."""
+"""Least component of a start that a certificate may rest on, in units of the rounding of one
+product relative to the norm."""
 MOST_STARTS = 4
-"""Beyond so many independent starts, more of them do not help: their components are a good part of
-their length."""
+"""Largest number of independent starts: with so many their components are a good part of their
+length, and more of them do not help."""
 LARGEST_DENSE = 512
 """Largest output dimension for which what random starts leave open is settled by a dense
 decomposition."""
 ADDED = 16
-"""Units of the last digit of a bound on the norm that rounding of one product is taken to be, where
-it is not measured."""
+"""Rounding of one product where it is not measured, in units of the last digit of a bound on the
+norm."""
 HIDDEN = 4
-"""How many times the share of a direction that all are given alike what a random vector shows of a
-difference is taken for."""
+"""Factor on what a random vector shows of a difference, beyond the share that each direction has of
+its length on average."""
 FAINT = 1e-12
 """Norms below this, of values of ordinary size, come from probabilities that other dtypes than
 float64 may have lost."""
