@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lipbound.analysis.network import network_norm as network_norm
     from lipbound.attention.layer import Attention as Attention
     from lipbound.errors import LipboundError as LipboundError
+    from lipbound.errors import Notice as Notice
     from lipbound.jacobians.head import HeadJacobian as HeadJacobian
     from lipbound.jacobians.spectral_norm import spectral_norm as spectral_norm
     from lipbound.jacobians.token_norms.profile import TokenProfile as TokenProfile
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from lipbound.runs.concat import concat as concat
     from lipbound.runs.store import load as load
     from lipbound.runs.store import save as save
+    from lipbound.runs.sweep import sweep as sweep
     from lipbound.runs.verify import verify as verify
 
 __version__ = "0.1.0"
@@ -51,6 +53,7 @@ _HOME = {
     "HeadJacobian": "jacobians.head",
     "LipboundError": "errors",
     "Norm": "linalg.solution",
+    "Notice": "errors",
     "TokenProfile": "jacobians.token_norms.profile",
     "attack": "analysis.adversary",
     "attention_probabilities": "models.training.differentiable",
@@ -66,6 +69,7 @@ _HOME = {
     "report": "reporting.page.render",
     "save": "runs.store",
     "spectral_norm": "jacobians.spectral_norm",
+    "sweep": "runs.sweep",
     "token_norm": "jacobians.token_norms.token_norm",
     "token_profile": "jacobians.token_norms.profile",
     "verify": "runs.verify",
@@ -93,6 +97,7 @@ __all__ = [
     "HeadJacobian",
     "LipboundError",
     "Norm",
+    "Notice",
     "TokenProfile",
     "attack",
     "attention_probabilities",
@@ -111,6 +116,7 @@ __all__ = [
     "report",
     "save",
     "spectral_norm",
+    "sweep",
     "tables",
     "token_norm",
     "token_profile",

@@ -79,7 +79,7 @@ class Extent:
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """What a run says about itself: its attributes, under the names and in the types stored.
+    """Attributes of a run, which say what it is, under the names and in the types stored.
 
     Attributes:
         lipbound: the version that computed it. versions: of the packages that numbers depend on.

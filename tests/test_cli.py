@@ -1,11 +1,13 @@
 import dataclasses
 import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 from support.commands import call
 from support.models import REFUSED, build, save_vit
 
@@ -177,19 +179,35 @@ def test_help_has_examples() -> None:
         )
 
 
-def test_options_are_those_of_compare() -> None:
-    """The same names and defaults in the signature, the configuration and the command."""
+def test_options_are_those_of_the_configuration() -> None:
+    """The same names, types and defaults in the signature, the configuration and the command."""
+    config = {field.name: field for field in dataclasses.fields(RunConfig)}
     signature = inspect.signature(lb.compare).parameters
-    config = {field.name: field.default for field in dataclasses.fields(RunConfig)}
     assert set(signature) - set(config) == {"client", "progress"}
-    assert {name: signature[name].default for name in config if name != "model"} == {
-        n: d for n, d in config.items() if n != "model"
-    }
     command = inspect.signature(measuring.compare).parameters
     assert set(command) - set(config) == {"scheduler"}
-    assert {name: command[name].default for name in config if name != "model"} == {
-        n: d for n, d in config.items() if n != "model"
-    }
+    for name, field in config.items():
+        if field.default is not dataclasses.MISSING:
+            assert signature[name].default == command[name].default == field.default, name
+        written = str(signature[name].annotation)
+        assert written in (field.type, "Any"), name
+
+
+def described(docstring: str, section: str) -> dict[str, str]:
+    """Names and their descriptions in a section of a docstring."""
+    text = inspect.cleandoc(docstring).partition(f"\n{section}:\n")[2].partition("\n\n")[0]
+    return dict(re.findall(r"^    (\w+): (.+(?:\n        .+)*)", text, re.M))
+
+
+def test_every_option_is_documented_once_and_helped() -> None:
+    options = [field.name for field in dataclasses.fields(RunConfig)]
+    help = described(RunConfig.__doc__ or "", "Attributes")
+    assert list(help) == options
+    told = described(inspect.getdoc(lb.compare) or "", "Args")
+    assert set(told) == {*options, "client", "progress"}
+    params = typer.main.get_command(cli.app).commands["compare"].params
+    for param in params[: len(options)]:
+        assert param.help == " ".join(help[param.name].split()), param.name
 
 
 def test_every_command_has_an_example() -> None:

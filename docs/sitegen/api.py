@@ -24,9 +24,9 @@ GROUPS = {
         "attention_probabilities",
         "Attention",
     ),
-    "Runs": ("load", "save", "concat", "verify", "report", "cite"),
+    "Runs": ("load", "save", "concat", "sweep", "verify", "report", "cite"),
     "Balls of inputs": ("attack", "radius_curve"),
-    "Errors": ("LipboundError",),
+    "Errors": ("LipboundError", "Notice"),
 }
 """Public names of the package, by what they are for."""
 MODULES = {

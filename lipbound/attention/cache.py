@@ -1,4 +1,4 @@
-"""What is derived from a layer, computed on first use and kept."""
+"""Cache of what is derived from a layer: computed on first use, and kept."""
 
 from collections.abc import Callable, Hashable
 from functools import wraps
@@ -13,8 +13,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Cache:
-    """Values by key, owned by one layer. What it holds never decides which path a computation
-    takes, only whether a value is computed again.
+    """Values by key, owned by one layer.
+
+    What it holds never decides which path a computation takes, only whether a value is computed
+    again.
 
     Args:
         differentiable: whether derivatives may be wanted of what it holds. Values computed without
@@ -30,12 +32,9 @@ class Cache:
         """Whether derivatives of what is computed now may be wanted."""
         return self._differentiable and torch.is_grad_enabled()
 
-    def _place(self, key: Hashable) -> tuple[Hashable, bool]:
-        return key, self.recording
-
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The value kept under ``key``; ``make()``, which is then kept, where there is none."""
-        place = self._place(key)
+        """Return the value kept under ``key``, or else ``make()``, which is then kept."""
+        place = key, self.recording
         if place not in self._values:
             self._values[place] = in_own_modes(make)()  # kept for callers in other modes
         value: T = self._values[place]
@@ -43,27 +42,26 @@ class Cache:
 
     def keep(self, key: Hashable, value: Any) -> None:
         """Use this value from now on."""
-        self._values[self._place(key)] = value
+        self._values[key, self.recording] = value
 
     def share(
         self, other: "Cache", *keys: Hashable, change: Callable[[Any], Any] = lambda value: value
     ) -> None:
-        """Take over what another layer of the same tensors, or of more of them, has computed under
-        these keys, each value changed."""
-        self._values |= {
-            place: change(value) for place, value in other._values.items() if place[0] in keys
-        }
+        """Take over what another layer has computed under these keys, each value changed.
+
+        That layer is one of the same tensors, or of more of them.
+        """
+        known = other._values.items()
+        self._values |= {place: change(value) for place, value in known if place[0] in keys}
 
     def drop(self, *keys: Hashable) -> None:
         """Free what is kept under these keys; it is computed again when it is needed."""
-        self._values = {
-            place: value for place, value in self._values.items() if place[0] not in keys
-        }
+        known = self._values.items()
+        self._values = {place: value for place, value in known if place[0] not in keys}
 
 
 class derived(Generic[T]):
-    """Decorator: a property that is computed on first use and kept in the ``cache`` of its object,
-    under its own name."""
+    """Decorator of a property that the ``cache`` of its object keeps, under its own name."""
 
     def __init__(self, make: Callable[[Any], T]) -> None:
         self._make, self.__doc__ = make, make.__doc__
@@ -88,7 +86,7 @@ class derived(Generic[T]):
 
 
 def memoised(function: F) -> F:
-    """Decorate a function of a layer so that the layer's cache keeps its results.
+    """Return a function of a layer whose results the layer's cache keeps.
 
     Args:
         function: takes the layer and hashable arguments by position, which the result is kept for.

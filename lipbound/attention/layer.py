@@ -1,18 +1,16 @@
 """The heads of one attention layer at one batch of inputs, as tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
-from lipbound.attention.cache import Cache, derived
-from lipbound.attention.masking import zero_one
+from lipbound.attention.cache import Cache, derived, memoised
+from lipbound.attention.layer_norm import ResidualContext
 from lipbound.attention.projections import Projections, projected
-from lipbound.attention.residual import ResidualContext
-from lipbound.attention.scoring import Scoring
-from lipbound.attention.transforms import Transforms
+from lipbound.attention.scoring import Scoring, zero_one
 from lipbound.attention.validation import validate
 from lipbound.attention.variants import Variant
 from lipbound.attention.variants.base import Side
@@ -24,8 +22,18 @@ from lipbound.attention.variants.token_maps import TokenMap
 from lipbound.errors import AttentionError, is_number, shown, tell
 from lipbound.formatting.html import html_facts
 
+PATTERN = ("wide_q", "q", "wide_k", "k", "centred_k", "p", "weights")
+"""Tensors that are derived from queries and keys alone."""
+WIDE = ("wide_q", "centred_k", "centred_v")
+"""Tensors in float64 whatever the layer's dtype, and free of biases that J does not see."""
 
-class Attention(Transforms):
+
+def in_float64(t: Tensor) -> Tensor:
+    """Return a tensor of floating-point numbers in float64, and others as they are."""
+    return t.double() if t.is_floating_point() else t
+
+
+class Attention:
     r"""The heads of one self-attention layer at a batch of inputs.
 
     For sample :math:`X` (N x D) and a head with projections :math:`W_Q, W_K` (D x d), :math:`W_V`
@@ -39,7 +47,11 @@ class Attention(Transforms):
     constant ``sinks[h]`` may take part in every softmax of head h as one more score, whose
     probability is dropped: rows of P then sum to less than one.
 
-    Everything derived (``q, k, v, p, out``) is computed on first use and kept.
+    Everything derived (``q, k, v, p, out``) is computed on first use and kept. `Attention.of` takes
+    the same in groups, `Projections` and `Scoring`.
+
+    All floating tensors but the mask must share one dtype, float32 or float64, which is the dtype
+    of everything derived.
 
     Args:
         x: inputs of the layer, (samples, N, D).
@@ -61,11 +73,6 @@ class Attention(Transforms):
         surroundings: layer normalisation and residual connection around the layer, which only maps
             that include them look at.
 
-    `Attention.of` takes the same in groups, `Projections` and `Scoring`.
-
-    All floating tensors but the mask must share one dtype, float32 or float64, which is the dtype
-    of everything derived.
-
     Raises:
         AttentionError: for shapes that do not fit, mixed or unsupported dtypes, NaN or infinite
             entries, or a query that may attend to no key.
@@ -77,6 +84,13 @@ class Attention(Transforms):
     >>> att.p.shape, att.out.shape
     (torch.Size([2, 3, 5, 5]), torch.Size([2, 3, 5, 4]))
     """
+
+    x: Tensor
+    projections: Projections
+    scoring: Scoring
+    valid: Tensor | None
+    surroundings: ResidualContext | None
+    cache: Cache
 
     def __init__(
         self,
@@ -103,38 +117,28 @@ class Attention(Transforms):
         for name, number in (("scale", scale), ("cap", cap)):
             if number is not None and (isinstance(number, bool) or not is_number(number)):
                 raise AttentionError(f"{name} is {shown(number)}; it must be a finite number")
-        for name, norm in (("norm_q", norm_q), ("norm_k", norm_k)):
-            if norm is not None and not isinstance(norm, QKNorm):
-                raise AttentionError(
-                    f"{name} is {shown(norm)}; it must be a QKNorm of "
-                    "lipbound.attention.variants.qk_norm"
-                )
-        if rotation is not None and not isinstance(rotation, Rotation):
-            raise AttentionError(
-                f"rotation is {shown(rotation)}; it must be a Rotation of "
-                "lipbound.attention.variants.rotary"
-            )
-        if sinks is not None and not isinstance(sinks, Tensor):
-            raise AttentionError(f"sinks is {shown(sinks)}; it must be a torch tensor")
+        for name, given, kind, what in (
+            ("norm_q", norm_q, QKNorm, "QKNorm of lipbound.attention.variants.qk_norm"),
+            ("norm_k", norm_k, QKNorm, "QKNorm of lipbound.attention.variants.qk_norm"),
+            ("rotation", rotation, Rotation, "Rotation of lipbound.attention.variants.rotary"),
+            ("sinks", sinks, Tensor, "torch tensor"),
+        ):
+            if given is not None and not isinstance(given, kind):
+                raise AttentionError(f"{name} is {shown(given)}; it must be a {what}")
         found: list[Variant] = list(steps)
         if norm_q is not None or norm_k is not None:
             found.append(QKNormalised(norm_q, norm_k))
         found += [] if rotation is None else [rotation]
         found += [] if cap is None else [Cap(float(cap))]
         found += [] if sinks is None else [Sinks(sinks)]
-        projections = Projections(w_q, w_k, w_v, b_q, b_k, b_v, w_o)
         if isinstance(mask, Tensor) and mask.is_floating_point() and zero_one(mask):
             tell(
                 "mask holds 0 and 1, which are added to the scores and forbid nothing; a mask "
                 "has 0 where attention is allowed and -inf elsewhere"
             )
-        self._set(
-            x,
-            projections,
-            Scoring(None if scale is None else float(scale), mask, tuple(found)),
-            valid,
-            surroundings,
-        )
+        projections = Projections(w_q, w_k, w_v, b_q, b_k, b_v, w_o)
+        scoring = Scoring(None if scale is None else float(scale), mask, tuple(found))
+        self._set(x, projections, scoring, valid, surroundings)
 
     @classmethod
     def of(
@@ -147,10 +151,14 @@ class Attention(Transforms):
         surroundings: ResidualContext | None = None,
         check: bool = True,
     ) -> Self:
-        """A layer of its parts: inputs (samples, N, D), projections, and how queries and keys
-        become probabilities; the rest as above.
+        """Return a layer made of its parts.
 
-        ``check``: whether to look at the numbers, which parts of another layer do not need.
+        Args:
+            x: inputs of the layer, (samples, N, D).
+            projections: weights and biases.
+            scoring: how queries and keys become probabilities.
+            valid, surroundings: as in the constructor.
+            check: whether to look at the numbers, which parts of another layer do not need.
         """
         layer = cls.__new__(cls)
         layer._set(x, projections, scoring, valid, surroundings, check=check)
@@ -168,42 +176,159 @@ class Attention(Transforms):
     ) -> None:
         if check:
             validate(x, projections, scoring, valid)
-        self.projections, self.scoring, self.valid, self.surroundings = (
-            projections,
-            scoring,
-            valid,
-            surroundings,
-        )
+        self.projections, self.scoring = projections, scoring
+        self.valid, self.surroundings = valid, surroundings
         self.x = x if valid is None else torch.where(valid[..., None], x, torch.zeros_like(x))
         tensors = [self.x, *projections.tensors().values(), *scoring.inputs()]
         self.cache = Cache(differentiable=any(t.requires_grad for t in tensors))
 
-    def with_parts(
-        self,
-        *,
-        x: Tensor | None = None,
-        projections: Projections | None = None,
-        scoring: Scoring | None = None,
-        valid: Tensor | Literal["same"] | None = "same",
-        surroundings: ResidualContext | Literal["same"] | None = "same",
-        check: bool = True,
-    ) -> Self:
-        """A layer with other parts; what is not named stays, and is not looked at again if that is
-        the mask and what it is a mask of."""
-        if check and x is None and scoring is None and isinstance(valid, str):
-            known = replace(self.scoring, mask=None)
-            validate(
-                self.x, self.projections if projections is None else projections, known, self.valid
-            )
-            check = False
-        return type(self).of(
-            self.x if x is None else x,
-            self.projections if projections is None else projections,
-            self.scoring if scoring is None else scoring,
-            valid=self.valid if isinstance(valid, str) else valid,
-            surroundings=self.surroundings if isinstance(surroundings, str) else surroundings,
-            check=check,
-        )
+    # -- parts -------------------------------------------------------------------------------------
+
+    @property
+    def w_q(self) -> Tensor:
+        """Query projections, (heads, D, d)."""
+        return self.projections.w_q
+
+    @property
+    def w_k(self) -> Tensor:
+        """Key projections, (heads, D, d)."""
+        return self.projections.w_k
+
+    @property
+    def w_v(self) -> Tensor:
+        """Value projections, (heads, D, d_v)."""
+        return self.projections.w_v
+
+    @property
+    def b_q(self) -> Tensor | None:
+        """Query biases, (heads, d), or None."""
+        return self.projections.b_q
+
+    @property
+    def b_k(self) -> Tensor | None:
+        """Key biases, (heads, d), or None."""
+        return self.projections.b_k
+
+    @property
+    def b_v(self) -> Tensor | None:
+        """Value biases, (heads, d_v), or None."""
+        return self.projections.b_v
+
+    @property
+    def w_o(self) -> Tensor | None:
+        """Slices of the output projection, (heads, d_v, D_out), or None."""
+        return self.projections.w_o
+
+    @property
+    def scale(self) -> float:
+        """Factor of the scores."""
+        return self.d**-0.5 if self.scoring.scale is None else self.scoring.scale
+
+    @property
+    def mask(self) -> Tensor | None:
+        """Additive mask, broadcastable to (samples, heads, N, N), or None."""
+        return self.scoring.mask
+
+    @property
+    def rotation(self) -> Rotation | None:
+        """Rotary position embedding, or None."""
+        return self.scoring.find(Rotation)
+
+    @property
+    def norm_q(self) -> QKNorm | None:
+        """Normalisation of queries, or None."""
+        norms = self.scoring.find(QKNormalised)
+        return None if norms is None else norms.q
+
+    @property
+    def norm_k(self) -> QKNorm | None:
+        """Normalisation of keys, or None."""
+        norms = self.scoring.find(QKNormalised)
+        return None if norms is None else norms.k
+
+    @property
+    def cap(self) -> float | None:
+        """Number that scores are kept below in absolute value, or None."""
+        cap = self.scoring.find(Cap)
+        return None if cap is None else cap.value
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """Sink logits, (heads,), or None."""
+        sinks = self.scoring.find(Sinks)
+        return None if sinks is None else sinks.logits
+
+    @property
+    def variants(self) -> frozenset[str]:
+        """Names of the variants that this layer has (`lipbound.attention.variants`)."""
+        return self.scoring.names
+
+    def only(self, what: str, allowed: Collection[str] = ()) -> None:
+        """Check that ``what`` covers the layer.
+
+        Raises:
+            AttentionError: the layer has variants besides those that are ``allowed``.
+        """
+        other = [step.title for step in self.scoring.listed() if step.name not in allowed]
+        if other:
+            covering = "exact norms of heads, 'lipbound' and 'lipbound_block'"
+            raise AttentionError(f"{what} does not cover {' and '.join(other)}; {covering} do")
+
+    @property
+    def samples(self) -> int:
+        """Number of inputs."""
+        return self.x.shape[0]
+
+    @property
+    def heads(self) -> int:
+        """Number of heads."""
+        return self.w_q.shape[0]
+
+    @property
+    def tokens(self) -> int:
+        """Length N of the inputs, padding included."""
+        return self.x.shape[1]
+
+    @property
+    def d(self) -> int:
+        """Width of queries and keys."""
+        return self.w_q.shape[2]
+
+    @property
+    def d_v(self) -> int:
+        """Width of values and head outputs."""
+        return self.w_v.shape[2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of inputs and weights, float32 or float64."""
+        return self.x.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors."""
+        return self.x.device
+
+    def _facts(self) -> tuple[dict[str, int], str, str]:
+        """Return sizes by name, the names of optional parts, and the dtype."""
+        sizes = {"samples": self.samples, "heads": self.heads, "N": self.tokens}
+        sizes |= {"D": self.x.shape[2], "d": self.d, "d_v": self.d_v}
+        optional = ("b_q", "b_k", "b_v", "w_o", "mask", "valid")
+        extra = [name for name in optional if getattr(self, name) is not None]
+        extra += [part for step in self.scoring.listed() for part in step.parts]
+        return sizes, ", ".join(extra), str(self.dtype).removeprefix("torch.")
+
+    def _repr_html_(self) -> str:
+        sizes, extra, dtype = self._facts()
+        names = {"N": "N (tokens)", "D": "D (width)"}
+        said = {names.get(name, name): f"{size:,}" for name, size in sizes.items()}
+        said |= {"scale": f"{float(self.scale):.6g}", "with": extra}
+        return html_facts("Attention layer", said | {"dtype": dtype, "device": str(self.device)})
+
+    def __repr__(self) -> str:
+        sizes, extra, dtype = self._facts()
+        said = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        return f"Attention({said}, {dtype}{f', with {extra}' if extra else ''})"
 
     # -- derived tensors ---------------------------------------------------------------------------
 
@@ -214,64 +339,19 @@ class Attention(Transforms):
             return torch.full((self.samples,), self.tokens, dtype=torch.float64, device=self.device)
         return self.valid.sum(-1).double()
 
-    def _extra(self) -> list[str]:
-        """Names of the optional parts that there are."""
-        extra = [
-            name
-            for name in ("b_q", "b_k", "b_v", "w_o", "mask", "valid")
-            if getattr(self, name) is not None
-        ]
-        return extra + [
-            part
-            for step in sorted(self.scoring.steps, key=lambda step: step.place)
-            for part in step.parts
-        ]
-
-    def _repr_html_(self) -> str:
-        sizes = {
-            "samples": self.samples,
-            "heads": self.heads,
-            "N (tokens)": self.tokens,
-            "D (width)": self.x.shape[2],
-            "d": self.d,
-            "d_v": self.d_v,
-        }
-        said = {name: f"{size:,}" for name, size in sizes.items()} | {
-            "scale": f"{float(self.scale):.6g}",
-            "with": ", ".join(self._extra()),
-        }
-        return html_facts(
-            "Attention layer",
-            said | {"dtype": str(self.dtype).removeprefix("torch."), "device": str(self.device)},
-        )
-
-    def __repr__(self) -> str:
-        extra = self._extra()
-        return (
-            f"Attention(samples={self.samples}, heads={self.heads}, N={self.tokens}, "
-            f"D={self.x.shape[2]}, d={self.d}, "
-            f"d_v={self.d_v}, "
-            f"{str(self.dtype).removeprefix('torch.')}"
-            f"{', with ' + ', '.join(extra) if extra else ''})"
-        )
-
     def projected(self, side: Side) -> Tensor:
-        """Queries or keys as they are projected, before any variant, (samples, heads, N, d),
-        float64."""
-        return (
-            projected(self.x, self.w_q, self.b_q)
-            if side == "q"
-            else projected(self.x, self.w_k, self.b_k)
-        )
+        """Return queries or keys before any variant, (samples, heads, N, d), float64."""
+        w, b = (self.w_q, self.b_q) if side == "q" else (self.w_k, self.b_k)
+        return projected(self.x, w, b)
 
     def passages(self, dtype: torch.dtype | None = None) -> tuple[TokenMap, TokenMap]:
-        """The derivative of what happens to queries, and to keys, between projection and scores; of
-        every head of every sample."""
+        """Return the derivatives of what happens to queries, and to keys, before the scores.
+
+        Of every head of every sample, with products in ``dtype``, by default the layer's own.
+        """
         work = self.dtype if dtype is None else dtype
-        return (
-            self.scoring.token_map("q", self.x, lambda: self.projected("q"), work),
-            self.scoring.token_map("k", self.x, lambda: self.projected("k"), work),
-        )
+        q = self.scoring.token_map("q", self.x, lambda: self.projected("q"), work)
+        return q, self.scoring.token_map("k", self.x, lambda: self.projected("k"), work)
 
     @derived
     def wide_q(self) -> Tensor:
@@ -300,63 +380,62 @@ class Attention(Transforms):
 
     @derived
     def centred_k(self) -> Tensor:
-        """Keys without their mean over tokens, float64; left as they are where a variant of scores
-        or softmax sees more than differences of keys.
+        """Keys without their mean over tokens, float64: Lemma 2 (docs/theory/jacobian.md).
 
-        Otherwise attention, and its Jacobian, see only such differences: Lemma 2
-        (docs/theory/jacobian.md).
+        Attention, and its Jacobian, see only differences of keys, unless a variant of scores or
+        softmax sees more: they are then left as they are.
         """
         if not self.scoring.shift_invariant:
             return self.wide_k
-        return self.centred(
-            projected(self.centred(self.x.double()), self.w_k)
-            if self.scoring.plain_keys
-            else self.wide_k
-        )
+        if not self.scoring.plain_keys:
+            return self.centred(self.wide_k)
+        return self.centred(projected(self.centred(self.x.double()), self.w_k))
 
     @derived
     def centred_v(self) -> Tensor:
-        """Values without bias and without their mean over tokens, float64; left as they are where
-        something of value zero takes part in the softmax.
+        """Values without bias and mean over tokens, float64: Lemma 2 (docs/theory/jacobian.md).
 
-        Otherwise the Jacobian sees only differences of values: Lemma 2 (docs/theory/jacobian.md).
+        The Jacobian sees only differences of values, unless something of value zero takes part in
+        the softmax: they are then left as they are.
         """
         if self.scoring.extra_scores is not None:
             return projected(self.x, self.w_v, self.b_v)
         return self.centred(projected(self.centred(self.x.double()), self.w_v))
 
     def centred(self, x: Tensor) -> Tensor:
-        """Vectors (samples, ..., N, n) of tokens without the mean of those that are not padding:
-        what they have in common would cost digits."""
+        """Return vectors (samples, ..., N, n) of tokens without their mean, padding left out.
+
+        What tokens have in common would cost digits.
+        """
         if self.valid is None:
             return x - x.mean(-2, keepdim=True)
         real = self.valid.view(self.samples, *(1,) * (x.ndim - 3), self.tokens, 1)
         return x - (x * real).sum(-2, keepdim=True) / real.sum(-2, keepdim=True).clamp_min(1)
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """What the softmax sees, (samples, heads, N, N), of queries and keys as they enter the
-        scores; -inf where mask or padding forbid it."""
-        return self.forbid(self.scoring.transformed(self.scale * (q @ k.mT)))
+        """Return the scores of queries and keys as the softmax sees them, (samples, heads, N, N).
 
-    def slopes(self, q: Tensor, k: Tensor) -> Tensor | None:
-        """Derivative of `scores` with respect to scale q k^T, entry by entry, (..., N, N); None
-        where it is one."""
-        return self.scoring.slopes(self.scale * (q @ k.mT))
+        They are -inf where mask or padding forbid attention.
+        """
+        return self.forbid(self.scoring.transformed(self.scale * (q @ k.mT)))
 
     @derived
     def weights(self) -> Tensor:
-        """What changes of q k^T are weighted with, (samples, heads, N, N): P, times the slopes of
-        the scores where they are not one."""
-        slopes = self.slopes(self.wide_q, self.centred_k) if self.scoring.sloped else None
+        """Weights of changes of q k^T, (samples, heads, N, N).
+
+        P, times the slopes of the scores where they are not one.
+        """
+        if not self.scoring.sloped:
+            return self.p
+        slopes = self.scoring.slopes(self.scale * (self.wide_q @ self.centred_k.mT))
         return self.p if slopes is None else (self.p.double() * slopes).to(self.dtype)
 
     def forbid(self, scores: Tensor) -> Tensor:
-        """``scores`` plus the mask, -inf where attention is forbidden."""
+        """Return ``scores`` plus the mask, -inf where attention is forbidden."""
         return self.scoring.forbid(scores, self.valid)
 
     def probabilities(self, scores: Tensor) -> Tensor:
-        """Softmax over keys (and sinks), with the rows of padded queries zero; raises
-        AttentionError when scores overflow."""
+        """Return the softmax over keys (and sinks), with the rows of padded queries zero."""
         return self.scoring.probabilities(scores, self.valid)
 
     @derived
@@ -372,3 +451,162 @@ class Attention(Transforms):
     def out(self) -> Tensor:
         """Head outputs before the output projection, (samples, heads, N, d_v)."""
         return self.p @ self.v
+
+    # -- copies, each a layer of its own with a cache of its own -----------------------------------
+
+    def with_parts(
+        self,
+        *,
+        x: Tensor | None = None,
+        projections: Projections | None = None,
+        scoring: Scoring | None = None,
+        valid: Tensor | Literal["same"] | None = "same",
+        surroundings: ResidualContext | Literal["same"] | None = "same",
+        check: bool = True,
+    ) -> Self:
+        """Return a layer with other parts; what is not named stays.
+
+        Inputs and mask that stay are not looked at again.
+        """
+        own = self.projections if projections is None else projections
+        if check and x is None and scoring is None and isinstance(valid, str):
+            validate(self.x, own, replace(self.scoring, mask=None), self.valid)
+            check = False
+        return type(self).of(
+            self.x if x is None else x,
+            own,
+            self.scoring if scoring is None else scoring,
+            valid=self.valid if isinstance(valid, str) else valid,
+            surroundings=self.surroundings if isinstance(surroundings, str) else surroundings,
+            check=check,
+        )
+
+    def double(self) -> Self:
+        """Return the same layer in float64 (itself when it already is), made once.
+
+        The mask is the layer's own: it is added to float64 scores anyway.
+        """
+        return self if self.dtype == torch.float64 else self._in_float64()
+
+    @memoised
+    def _in_float64(self) -> Self:
+        return self._map(in_float64, check=False, mask=False)
+
+    def to(self, device: str | torch.device) -> Self:
+        """Return the same layer on another device."""
+        return self._map(lambda t: t.to(device))
+
+    def detached(self) -> Self:
+        """Return the same layer without derivatives, of copies of its tensors.
+
+        This works for tensors that were made in inference mode, too.
+        """
+        return self._map(lambda t: t.detach().clone(), check=False)
+
+    def _map(
+        self, change: Callable[[Tensor], Tensor], *, check: bool = True, mask: bool = True
+    ) -> Self:
+        around = self.surroundings
+        return self.with_parts(
+            x=change(self.x),
+            projections=self.projections.map(change),
+            scoring=self.scoring.map(change, mask=mask),
+            valid=None if self.valid is None else change(self.valid),
+            surroundings=None if around is None else around.map(lambda norm: norm.map(change)),
+            check=check,
+        )
+
+    def select(self, samples: slice = slice(None), heads: slice = slice(None)) -> Self:
+        """Return some samples and heads of the layer, one of each at least."""
+        x, projections, around = self.x[samples], self.projections.of_heads(heads), None
+        if self.surroundings is not None:
+            around = self.surroundings.map(lambda norm: norm.select(samples))
+        return self.with_parts(
+            x=x,
+            projections=projections,
+            scoring=self.scoring.select(samples, heads),
+            valid=None if self.valid is None else self.valid[samples],
+            surroundings=around,
+            check=0 in (len(x), len(projections.w_q)),
+        )
+
+    def of_samples(self, samples: slice) -> Self:
+        """Return the layer at some of its inputs, with what has been derived at all of them."""
+        part = self.select(samples)
+        part.cache.share(self.cache, *PATTERN, *WIDE, change=lambda t: t[samples])
+        return part
+
+    def unpadded(self, sample: int) -> Self:
+        """Return one sample without its padding tokens: samples = 1 and no ``valid``."""
+        one = slice(sample, sample + 1)
+        x, scoring = self.x[one], self.scoring.select(one, slice(None))
+        if self.valid is None:
+            return self.with_parts(x=x, scoring=scoring, surroundings=None, check=False)
+        x, scoring = x[:, self.valid[sample]], scoring.of_tokens(self.valid[sample])
+        return self.with_parts(x=x, scoring=scoring, valid=None, surroundings=None)
+
+    def at(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | Literal["same"] | None = "same",
+        valid: Tensor | Literal["same"] | None = "same",
+    ) -> Self:
+        """Return the same layer at other inputs; differentiable in them.
+
+        ``surroundings``, which hold inputs themselves, are dropped. Raises AttentionError for
+        shapes that do not fit, or another dtype.
+
+        Args:
+            x: (samples, N, D), any number of samples, in the layer's dtype. A rotation fixes N.
+            mask, valid: of these inputs, as in the constructor; the layer's own by default, which
+                must then fit x.
+        """
+        scoring = self.scoring if isinstance(mask, str) else replace(self.scoring, mask=mask)
+        return self.with_parts(x=x, scoring=scoring, valid=valid, surroundings=None)
+
+    def without_biases(self) -> Self:
+        """Return the same layer without the biases of its projections.
+
+        The shift of a normalisation of queries or keys, which is none of these, stays.
+        """
+        return self.with_parts(
+            projections=self.projections.without_biases(), scoring=self.scoring.without_biases()
+        )
+
+    def with_values(
+        self, w_v: Tensor, b_v: Tensor | None, w_o: Tensor | None = None, *, check: bool = True
+    ) -> Self:
+        """Return the same attention pattern over other values and output projection.
+
+        Queries, keys and probabilities already computed are shared. ``check``: whether to look at
+        the numbers.
+        """
+        other = self.with_parts(
+            projections=replace(self.projections, w_v=w_v, b_v=b_v, w_o=w_o), check=check
+        )
+        other.cache.share(self.cache, *PATTERN)
+        return other
+
+    def fold_output(self) -> tuple[Self, Tensor]:
+        """Return heads that have absorbed their output slice, of the same Jacobian norm.
+
+        With the thin QR of the transpose, ``w_o[h] = L E^T`` (E: D_out x r with orthonormal
+        columns), the map ``x -> out @ w_o[h]`` has the singular values of the head whose value
+        projection is ``w_v[h] @ L``: Lemma 4 (docs/theory/jacobian.md).
+
+        Returns:
+            That layer, and E as a tensor (heads, D_out, r), r = min(d_v, D_out).
+
+        Raises:
+            AttentionError: when ``w_o`` is not known.
+        """
+        own = self.projections
+        if own.w_o is None:
+            raise AttentionError(
+                "map 'head_out' needs the output projection w_o, which this layer does not have; "
+                "use map='head'"
+            )
+        e, r = torch.linalg.qr(own.w_o.mT)
+        b_v = None if own.b_v is None else (own.b_v[:, None] @ r.mT)[:, 0]
+        return self.with_values(own.w_v @ r.mT, b_v), e

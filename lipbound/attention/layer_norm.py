@@ -1,16 +1,18 @@
-r"""Layer normalisation around attention: its Jacobian, and the ellipsoid its outputs lie on."""
+"""Layer normalisation and residual connections around attention."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from lipbound.attention.variants.base import UNIT
 from lipbound.errors import AttentionError
 
 
 class Normaliser:
-    r"""LayerNorm or RMSNorm at a batch of inputs; as a linear map, its Jacobian there, token by
-    token.
+    r"""LayerNorm or RMSNorm at a batch of inputs, and its Jacobian there, token by token.
 
     With :math:`u = (x - \bar x)/s`, :math:`s = (|x - \bar x|^2/D + eps)^{1/2}` (RMSNorm: without
     the mean), the output is :math:`w \circ u + b` and
@@ -21,11 +23,17 @@ class Normaliser:
 
     Args:
         x: what it normalises, (samples, N, D).
-        weight: (D,). bias: (D,), or None.
-        eps: under the root. centred: LayerNorm, else RMSNorm.
+        weight: (D,).
+        bias: (D,), or None.
+        eps: under the root.
+        centred: whether it is LayerNorm, else RMSNorm.
 
     Attributes:
-        unit: u, (samples, N, D). size: s, (samples, N, 1), float64.
+        unit: u, (samples, N, D).
+        size: s, (samples, N, 1), float64.
+
+    Raises:
+        AttentionError: weight or bias do not fit the inputs.
     """
 
     def __init__(
@@ -42,32 +50,27 @@ class Normaliser:
                 f"a normaliser's weight has shape {tuple(weight.shape)}; for inputs of width "
                 f"{x.shape[-1]} it must be ({x.shape[-1]},)"
             )
-        self.x, self.weight, self.bias, self.eps, self.centred = (
-            x,
-            weight,
-            bias,
-            float(eps),
-            centred,
-        )
-        deviation = x.double() - x.double().mean(-1, keepdim=True) if centred else x.double()
-        self.size = (
-            (deviation.square().mean(-1, keepdim=True) + eps)
-            .sqrt()
-            .clamp_min(torch.finfo(torch.float64).tiny)
-        )
+        self.x, self.weight, self.bias = x, weight, bias
+        self.eps, self.centred = float(eps), centred
+        deviation = _around_mean(_around_mean(x.double())) if centred else x.double()
+        power = torch.ones_like(self.x[..., :1], dtype=torch.float64)  # squares stay in range
+        power = torch.ldexp(power, torch.frexp(deviation.abs().amax(-1, keepdim=True)).exponent)
+        root = (deviation / power).square().mean(-1, keepdim=True).sqrt() * power
+        size = torch.hypot(root, torch.full_like(root, self.eps).sqrt())
+        self.size = size.clamp_min(torch.finfo(torch.float64).tiny)
         self.unit = (deviation / self.size).to(x.dtype)
 
     @property
     def out(self) -> Tensor:
-        """What it returns, (samples, N, D)."""
+        """Outputs, (samples, N, D)."""
         return self.weight * self.unit if self.bias is None else self.weight * self.unit + self.bias
 
     def jvp(self, dx: Tensor) -> Tensor:
-        """J dx, (samples, N, D)."""
+        """Return J dx, (samples, N, D)."""
         return self.weight * self._project(dx)
 
     def vjp(self, dy: Tensor) -> Tensor:
-        """J^T dy, (samples, N, D)."""
+        """Return J^T dy, (samples, N, D)."""
         return self._project(self.weight * dy)
 
     def _project(self, dx: Tensor) -> Tensor:
@@ -76,35 +79,90 @@ class Normaliser:
 
     @property
     def norms(self) -> Tensor:
-        r"""Upper values of the norms of each token's Jacobian, :math:`\max_k |w_k| / s`, (samples,
-        N), float64."""
-        return self.weight.double().abs().amax() / self.size[..., 0] * (1 + 1e-12)
+        r"""Upper values :math:`\max_k |w_k| / s` of the norms of each token's Jacobian.
+
+        (samples, N), float64.
+        """
+        return self.weight.double().abs().amax() * self.slopes
+
+    @property
+    def slopes(self) -> Tensor:
+        """Upper values of 1/s, (samples, N), float64; infinite where they leave its range."""
+        slopes = 1 / self.size[..., 0] * (1 + self.rounding[0]) * (1 + 1e-12)
+        return slopes.nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+    @cached_property
+    def rounding(self) -> tuple[Tensor, Tensor]:
+        """Upper values of how far rounding moves 1/s and u, computed in float64, (samples, N) each.
+
+        Relative errors of s and of 1/s; distances of u from that of exact arithmetic: Lemma 21
+        (docs/theory/layers.md).
+        """
+        n, size = self.x.shape[2], self.size[..., 0]
+        deviation = torch.zeros_like(size)
+        if self.centred:
+            around = torch.linalg.vector_norm(_around_mean(self.x.double()), dim=-1)
+            deviation = 2 * (n + 4) * UNIT * around / size
+        off = deviation / n**0.5 + (n + 8) * UNIT
+        off = torch.where(off < 0.25, off / (1 - off), torch.inf)
+        unit = torch.linalg.vector_norm(self.unit.double(), dim=-1)
+        return off, deviation * (1 + off) + unit * (off + 4 * UNIT)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Normaliser":
-        """Another one with changed tensors."""
+        """Return another one with changed tensors."""
         bias = None if self.bias is None else change(self.bias)
-        return Normaliser(
-            change(self.x), change(self.weight), bias, eps=self.eps, centred=self.centred
-        )
+        x, weight = change(self.x), change(self.weight)
+        return Normaliser(x, weight, bias, eps=self.eps, centred=self.centred)
 
     def double(self) -> "Normaliser":
-        """In float64."""
+        """Return the same in float64."""
         return self.map(Tensor.double)
 
     def select(self, samples: slice | Tensor) -> "Normaliser":
-        """Some samples."""
-        return Normaliser(
-            self.x[samples], self.weight, self.bias, eps=self.eps, centred=self.centred
-        )
+        """Return that of some samples."""
+        x = self.x[samples]
+        return Normaliser(x, self.weight, self.bias, eps=self.eps, centred=self.centred)
 
     def radius(self) -> float:
-        """Of the smallest centred ball around all its outputs (`ellipsoid_radius`)."""
+        """Return the radius of the smallest centred ball around all outputs."""
         return ellipsoid_radius(self.weight, self.bias, centred=self.centred)
 
 
+def _around_mean(x: Tensor) -> Tensor:
+    """Return vectors (..., D) less their means.
+
+    Of vectors that are long beside their deviations this leaves a part of what rounding took from
+    the mean, which a second time takes away.
+    """
+    return x - x.mean(-1, keepdim=True)
+
+
+@dataclass
+class ResidualContext:
+    """Layer normalisation and residual connection around an attention layer in its model.
+
+    Attributes:
+        fed_by: the normaliser whose output is the layer's input, or None.
+        residual: "pre" for h + layer(norm(h)), norm being ``fed_by``; "post" for x + layer(x); None
+            for neither.
+        followed_by: the normaliser of x + layer(x) under "post", or None.
+    """
+
+    fed_by: Normaliser | None = None
+    residual: str | None = None
+    followed_by: Normaliser | None = None
+
+    def map(self, change: Callable[[Normaliser], Normaliser]) -> "ResidualContext":
+        """Return the same with changed normalisers."""
+        around = (self.fed_by, self.followed_by)
+        fed_by, followed_by = (None if norm is None else change(norm) for norm in around)
+        return ResidualContext(fed_by, self.residual, followed_by)
+
+
 def ellipsoid_radius(weight: Tensor, bias: Tensor | None = None, *, centred: bool = True) -> float:
-    r"""Largest length of an output of LayerNorm (``centred``) or RMSNorm over all inputs: R of the
-    published bounds, from parameters alone.
+    r"""Return the largest length of an output of LayerNorm (``centred``) or RMSNorm.
+
+    Over all inputs, from parameters alone: R of the published bounds.
 
     .. math:: \max\{|w \circ z + b| : |z|^2 \le D,\ \textstyle\sum_k z_k = 0\}
 
@@ -122,18 +180,15 @@ def ellipsoid_radius(weight: Tensor, bias: Tensor | None = None, *, centred: boo
     else:
         values, g = w**2, w * b
     top = values.amax()
-    high = float(g.norm() / width**0.5)
-    low = 0.0
+    low, high = 0.0, float(g.norm() / width**0.5)
     distances = (top - values).clamp_min(0)
-    for _ in range(
-        200
-    ):  # where the derivative D - sum g^2/(mu - lambda)^2 changes sign, mu = top + middle
+    # where the derivative D - sum g^2/(mu - lambda)^2 changes sign, mu = top + middle
+    for _ in range(200):
         middle = (low + high) / 2
         if not low < middle < high:
             break
         too_small = float((g / (middle + distances)).square().sum()) > width
         low, high = (middle, high) if too_small else (low, middle)
-    dual = (top + high) * width + torch.where(
-        g == 0, 0.0, g**2 / (high + distances).clamp_min(1e-300)
-    ).sum()
+    rest = torch.where(g == 0, 0.0, g**2 / (high + distances).clamp_min(1e-300))
+    dual = (top + high) * width + rest.sum()
     return float((dual + b.square().sum()).sqrt() * (1 + 1e-12))

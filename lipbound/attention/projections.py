@@ -1,5 +1,4 @@
-"""The projections of a layer: what makes queries, keys and values of tokens, and what is made of
-the heads' outputs."""
+"""Projections of a layer to queries, keys and values, and of the outputs of its heads."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -29,29 +28,32 @@ class Projections:
     w_o: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Those that are there, by name."""
-        return {
-            field.name: t for field in fields(self) if (t := getattr(self, field.name)) is not None
-        }
+        """Return those that are there, by name."""
+        every = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: t for name, t in every.items() if t is not None}
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Projections":
-        """With changed tensors."""
+        """Return the same with changed tensors."""
         return replace(self, **{name: change(t) for name, t in self.tensors().items()})
 
     def of_heads(self, heads: slice) -> "Projections":
-        """Of some of the heads."""
+        """Return those of some of the heads."""
         return self.map(lambda t: t[heads])
 
     def without_biases(self) -> "Projections":
-        """The weights alone."""
+        """Return the weights alone."""
         return replace(self, b_q=None, b_k=None, b_v=None)
 
 
 def projected(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-    """Tokens (samples, N, D) by per-head weights (heads, D, d) and biases, (samples, heads, N, d),
-    in float64.
+    """Return tokens (samples, N, D) projected for each head, (samples, heads, N, d), in float64.
 
     Cancellations within a projection would otherwise cost digits of everything after it.
+
+    Args:
+        x: the tokens.
+        w: weights, (heads, D, d).
+        b: biases, (heads, d), or None.
     """
     y = torch.einsum("snd,hde->shne", x.double(), w.double())
     return y if b is None else y + b[:, None]

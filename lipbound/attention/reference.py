@@ -1,5 +1,4 @@
-"""Attention heads as plain functions, written from the definition alone: what closed forms are
-tested against."""
+"""Attention heads as plain functions, from the definition alone, to test closed forms against."""
 
 from collections.abc import Callable
 
@@ -11,17 +10,13 @@ from lipbound.attention.variants.qk_norm import QKNorm
 
 
 def head_function(att: Attention, sample: int, head: int) -> Callable[[Tensor], Tensor]:
-    """The head as a plain function of its input, (n, D) -> (n, d_v), n the tokens of the sample
-    that are not padding.
+    """Return the head as a plain function of its input, (n, D) -> (n, d_v).
 
-    Written independently of the closed forms above, from the definition; with ``torch.func.jacrev``
-    it is the oracle they are tested against.
+    n counts the tokens of the sample that are not padding. Written independently of the closed
+    forms, from the definition; with ``torch.func.jacrev`` it is the oracle they are tested against.
     """
-    keep = (
-        torch.ones(att.tokens, dtype=torch.bool, device=att.device)
-        if att.valid is None
-        else att.valid[sample]
-    )
+    keep = torch.ones(att.tokens, dtype=torch.bool, device=att.device)
+    keep = keep if att.valid is None else att.valid[sample]
     mask, angles = None, None
     sink = None if att.sinks is None else att.sinks[head].to(att.dtype).expand(int(keep.sum()), 1)
     if att.rotation is not None:
@@ -30,7 +25,7 @@ def head_function(att: Attention, sample: int, head: int) -> Callable[[Tensor], 
         full = att.mask.expand(att.samples, att.heads, att.tokens, att.tokens)[sample, head]
         mask = full[keep][:, keep]
 
-    def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    def projected(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         return x @ w[head] if b is None else x @ w[head] + b[head]
 
     def rotated(y: Tensor) -> Tensor:
@@ -43,32 +38,28 @@ def head_function(att: Attention, sample: int, head: int) -> Callable[[Tensor], 
     def normed(x: Tensor, y: Tensor, norm: QKNorm | None) -> Tensor:
         if norm is None:
             return y
-        whole = (
-            y if norm.over is None else torch.nn.functional.linear(x, norm.over[0].mT, norm.over[1])
-        )
+        linear = torch.nn.functional.linear
+        whole = y if norm.over is None else linear(x, norm.over[0].mT, norm.over[1])
         y = norm.gain[head] * y * torch.rsqrt((whole**2).mean(-1, keepdim=True) + norm.eps)
         return y if norm.bias is None else y + norm.bias[head]
 
     def f(x: Tensor) -> Tensor:
-        q, k = (
-            normed(x, linear(x, att.w_q, att.b_q), att.norm_q),
-            normed(x, linear(x, att.w_k, att.b_k), att.norm_k),
-        )
+        q = normed(x, projected(x, att.w_q, att.b_q), att.norm_q)
+        k = normed(x, projected(x, att.w_k, att.b_k), att.norm_k)
         scores = rotated(q) @ rotated(k).mT * att.scale
         if att.cap is not None:
             scores = torch.tanh(scores / att.cap) * att.cap
         scores = scores if mask is None else scores + mask
         p = torch.softmax(scores if sink is None else torch.cat([sink, scores], -1), -1)
-        return (p if sink is None else p[:, 1:]) @ linear(x, att.w_v, att.b_v)
+        return (p if sink is None else p[:, 1:]) @ projected(x, att.w_v, att.b_v)
 
     return f
 
 
 def dense_jacobian(att: Attention, sample: int = 0, head: int = 0) -> Tensor:
-    """The oracle: the Jacobian of one head by reverse-mode autograd, (n d_v, n D), padding tokens
-    left out.
+    """Return the Jacobian of one head by reverse-mode autograd, (n d_v, n D): the oracle.
 
-    Memory grows like n^2 d_v D: for small cases.
+    Padding tokens are left out. Memory grows like n^2 d_v D: for small cases.
     """
     x = att.x[sample] if att.valid is None else att.x[sample][att.valid[sample]]
     jacobian = torch.func.jacrev(head_function(att, sample, head))(x)

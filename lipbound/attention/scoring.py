@@ -1,4 +1,4 @@
-"""How queries and keys become probabilities: scale, variants, mask, softmax."""
+"""Scores and their softmax: from queries and keys to probabilities, with masks and variants."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lipbound.attention.masking import add_mask, among, four_axes, level, selected
 from lipbound.attention.variants import Variant
 from lipbound.attention.variants.base import Side
 from lipbound.attention.variants.token_maps import TokenMap
@@ -17,11 +16,47 @@ from lipbound.errors import AttentionError
 
 V = TypeVar("V", bound=Variant)
 EVERY = slice(None)
+BLOCKED = -1e30
+"""Additive mask entries at or below this value forbid attention (models write the dtype's lowest
+number, or -inf)."""
+
+
+def zero_one(mask: Tensor) -> bool:
+    """Return whether a mask holds both 0 and 1, and nothing else.
+
+    It was hardly meant to be added to scores.
+
+    >>> zero_one(torch.ones(2, 2).tril()), zero_one(torch.zeros(2, 2))
+    (True, False)
+    """
+    zero, one = mask == 0, mask == 1
+    return bool((zero | one).all()) and bool(one.any()) and bool(zero.any())
+
+
+def add_mask(scores: Tensor, mask: Tensor) -> Tensor:
+    """Return ``scores`` plus an additive mask of theirs, -inf where it forbids attention."""
+    return (scores + mask).masked_fill(mask <= BLOCKED, -math.inf)
+
+
+def level(mask: Tensor) -> Tensor:
+    """Return a mask, float64, less the largest entry of each row.
+
+    The softmax sees only differences, and large constants would swallow digits of scores.
+    """
+    forbidden = mask <= BLOCKED
+    mask = mask.double().masked_fill(forbidden, -math.inf)
+    top = mask.amax(-1, keepdim=True)
+    return mask - torch.where(torch.isfinite(top), top, 0.0)
+
+
+def four_axes(mask: Tensor) -> Tensor:
+    """Return a mask as (samples or 1, heads or 1, N or 1, N or 1)."""
+    return mask[(None,) * (4 - mask.ndim)]
 
 
 @dataclass(frozen=True, eq=False)
 class Scoring:
-    """From projected queries and keys to probabilities.
+    """Steps from projected queries and keys to probabilities.
 
     Args:
         scale: factor of the scores; ``d ** -0.5`` of the layer when None.
@@ -46,11 +81,9 @@ class Scoring:
         object.__setattr__(self, "steps", tuple(sorted(self.steps, key=lambda step: step.stage)))
 
     def inputs(self) -> list[Tensor]:
-        """All tensors that it is made of."""
-        return [
-            *([] if self.mask is None else [self.mask]),
-            *(t for step in self.steps for t in step.inputs()),
-        ]
+        """Return all tensors that it is made of."""
+        own = [] if self.mask is None else [self.mask]
+        return own + [t for step in self.steps for t in step.inputs()]
 
     # -- what the variants are ---------------------------------------------------------------------
 
@@ -59,8 +92,12 @@ class Scoring:
         """Names of the variants."""
         return frozenset(step.name for step in self.steps)
 
+    def listed(self) -> list[Variant]:
+        """Return the variants in the order in which lists have them."""
+        return sorted(self.steps, key=lambda step: step.place)
+
     def find(self, kind: type[V]) -> V | None:
-        """The variant of a class, or None."""
+        """Return the variant of a class, or None."""
         return next((step for step in self.steps if isinstance(step, kind)), None)
 
     @property
@@ -70,14 +107,16 @@ class Scoring:
 
     @property
     def plain_keys(self) -> bool:
-        """Whether no variant acts on keys: their biases then shift every row of scores by a
-        constant."""
+        """Whether no variant acts on keys.
+
+        Their biases then shift every row of scores by a constant.
+        """
         return not any(step.acts_on("k") for step in self.steps)
 
     # -- queries and keys --------------------------------------------------------------------------
 
     def enter(self, side: Side, x: Tensor, y: Tensor, valid: Tensor | None) -> Tensor:
-        """Projected queries or keys (samples, heads, N, d), float64, as they enter the scores."""
+        """Return projected queries or keys (samples, heads, N, d) as they enter the scores."""
         for step in self.steps:
             y = step.enter(side, x, y, valid)
         return y
@@ -85,22 +124,26 @@ class Scoring:
     def token_map(
         self, side: Side, x: Tensor, y: Callable[[], Tensor], dtype: torch.dtype
     ) -> TokenMap:
-        """The derivative of `enter` with respect to the projected vectors y(), of every head of
-        every sample, token by token."""
+        """Return the derivative of `enter` with respect to the projected vectors y().
+
+        Of every head of every sample, token by token.
+        """
         found = [step.step(side, x, y, dtype) for step in self.steps]
         return TokenMap([step for step in found if step is not None], x.shape[1], dtype, x.device)
 
     # -- scores ------------------------------------------------------------------------------------
 
     def transformed(self, z: Tensor, heads: slice | int = EVERY, rows: slice = EVERY) -> Tensor:
-        """Scaled scores, (samples, heads, rows, N) or (rows, N) of one head, as they are before the
-        mask."""
+        """Return scaled scores z as they are before the mask.
+
+        (samples, heads, rows, N), or (rows, N) of one head.
+        """
         for step in self.steps:
             z = step.scores(z, heads, rows)
         return z
 
     def slopes(self, z: Tensor, heads: slice | int = EVERY, rows: slice = EVERY) -> Tensor | None:
-        """The derivative of `transformed` entry by entry; None where it is one."""
+        """Return the derivative of `transformed` entry by entry; None where it is one."""
         total = None
         last = max((i for i, step in enumerate(self.steps) if step.sloped), default=-1)
         for i, step in enumerate(self.steps[: last + 1]):
@@ -116,14 +159,15 @@ class Scoring:
 
     @property
     def entrywise(self) -> bool:
-        """Whether every score passes by itself, so that those which a mask forbids need not be
-        known."""
+        """Whether every score passes by itself: those that a mask forbids need not be known."""
         return all(step.entrywise for step in self.steps)
 
     @cached_property
     def level_mask(self) -> Tensor | None:
-        """The mask as it is added to scores: without what each row has in common, unless constants
-        take part in the softmax beside it."""
+        """The mask as it is added to scores: without what each row has in common.
+
+        Whole where constants take part in the softmax beside it.
+        """
         return level(self.mask) if self.mask is not None and self._levelled else self.mask
 
     @property
@@ -133,10 +177,10 @@ class Scoring:
         )
 
     def mask_part(self, sample: int, head: int, rows: slice, keys: slice = EVERY) -> Tensor | None:
-        """Some rows and columns of `level_mask` of one head, (rows or 1, keys or 1), without
-        forming the rest; None where there is no mask.
+        """Return some rows and columns of `level_mask` of one head, without forming the rest.
 
-        ``keys`` are to hold all that ``rows`` may attend to.
+        (rows or 1, keys or 1), or None where there is no mask; ``keys`` are to hold all that
+        ``rows`` may attend to.
         """
         if self.mask is None:
             return None
@@ -147,7 +191,7 @@ class Scoring:
         return level(mask) if self._levelled else mask
 
     def forbid(self, scores: Tensor, valid: Tensor | None) -> Tensor:
-        """``scores`` (samples, heads, N, N) plus the mask, -inf where attention is forbidden."""
+        """Return scores (samples, heads, N, N) plus the mask, -inf where it forbids attention."""
         if self.level_mask is not None:
             scores = add_mask(scores, self.level_mask)
         return scores if valid is None else scores.masked_fill(~valid[:, None, None, :], -math.inf)
@@ -161,8 +205,11 @@ class Scoring:
         return torch.cat(found, -1) if found else None
 
     def probabilities(self, scores: Tensor, valid: Tensor | None) -> Tensor:
-        """Softmax over keys (and what else takes part), rows of padded queries zero; raises
-        AttentionError when scores overflow."""
+        """Return the softmax over keys and what else takes part, rows of padded queries zero.
+
+        Raises:
+            AttentionError: scores overflow.
+        """
         padded = None if valid is None else ~valid[:, None, :, None]
         scores = scores if padded is None else scores.masked_fill(padded, 0.0)
         extra = self.extra_scores
@@ -181,25 +228,33 @@ class Scoring:
 
     # -- copies ------------------------------------------------------------------------------------
 
-    def _steps(self, change: Callable[[Variant], Variant]) -> tuple[Variant, ...]:
-        return tuple(map(change, self.steps))
+    def _changed(self, mask: Tensor | None, change: Callable[[Variant], Variant]) -> "Scoring":
+        return replace(self, mask=mask, steps=tuple(map(change, self.steps)))
 
     def select(self, samples: slice, heads: slice) -> "Scoring":
-        """Of some samples and heads."""
-        mask = None if self.mask is None else selected(self.mask, samples, heads)
-        return replace(self, mask=mask, steps=self._steps(lambda step: step.of_heads(heads)))
+        """Return that of some samples and heads."""
+        mask = self.mask
+        if mask is not None:
+            mask = four_axes(mask)
+            mask = mask[samples] if mask.shape[0] > 1 else mask
+            mask = mask[:, heads] if mask.shape[1] > 1 else mask
+        return self._changed(mask, lambda step: step.of_heads(heads))
 
     def of_tokens(self, keep: Tensor) -> "Scoring":
-        """Of some of the tokens, ``keep`` (N,) bool."""
-        mask = None if self.mask is None else among(self.mask, keep)
-        return replace(self, mask=mask, steps=self._steps(lambda step: step.of_tokens(keep)))
+        """Return that of some of the tokens, ``keep`` (N,) bool."""
+        mask, n = self.mask, len(keep)
+        if mask is not None:
+            mask = mask.expand(*mask.shape[:-2], n, n)[..., keep, :][..., keep]
+        return self._changed(mask, lambda step: step.of_tokens(keep))
 
     def without_biases(self) -> "Scoring":
-        """For projections without biases; the shift of a normalisation of queries or keys, which is
-        none of these, stays."""
-        return replace(self, steps=self._steps(lambda step: step.without_biases()))
+        """Return that for projections without biases.
+
+        The shift of a normalisation of queries or keys, which is none of these, stays.
+        """
+        return self._changed(self.mask, lambda step: step.without_biases())
 
     def map(self, change: Callable[[Tensor], Tensor], *, mask: bool = True) -> "Scoring":
-        """With changed tensors; the mask stays where ``mask`` is False."""
+        """Return the same with changed tensors; the mask stays where ``mask`` is False."""
         changed = change(self.mask) if mask and self.mask is not None else self.mask
-        return replace(self, mask=changed, steps=self._steps(lambda step: step.map(change)))
+        return self._changed(changed, lambda step: step.map(change))

@@ -1,34 +1,32 @@
-"""What the tensors of an attention layer must be."""
+"""Checks of the tensors of an attention layer."""
 
 import math
 
 import torch
 from torch import Tensor
 
-from lipbound.attention.masking import sees_some_key
 from lipbound.attention.projections import Projections
-from lipbound.attention.scoring import Scoring
+from lipbound.attention.scoring import BLOCKED, Scoring
 from lipbound.attention.variants.base import Shapes
 from lipbound.errors import AttentionError, shown
 
 
 def validate(x: Tensor, projections: Projections, scoring: Scoring, valid: Tensor | None) -> None:
-    """Raise AttentionError unless the tensors of a layer fit together, are numbers of one dtype,
-    and every query may attend to some key."""
+    """Check that tensors of a layer fit together and are numbers of one dtype.
+
+    Raises:
+        AttentionError: they do not and are not, or a query may attend to no key.
+    """
     needed = {"x": x, "w_q": projections.w_q, "w_k": projections.w_k, "w_v": projections.w_v}
-    optional = projections.tensors() | {"mask": scoring.mask, "valid": valid}
+    variants = {name: t for step in scoring.steps for name, t in step.tensors().items()}
+    optional = projections.tensors() | {"mask": scoring.mask, "valid": valid} | variants
     for name, tensor in (optional | needed).items():
         if tensor is not None or name in needed:
             _check_tensor(name, tensor)
-    for step in scoring.steps:
-        for name, tensor in step.tensors().items():
-            _check_tensor(name, tensor)
     given = {"x": x} | projections.tensors()
-    for name in ("x", "w_q", "w_k", "w_v"):
-        axes, shape = (
-            "(samples, N, D)" if name == "x" else "(heads, D, d)",
-            tuple(given[name].shape),
-        )
+    for name in needed:
+        axes = "(samples, N, D)" if name == "x" else "(heads, D, d)"
+        shape = tuple(given[name].shape)
         if len(shape) != 3 or 0 in shape:
             raise AttentionError(f"{name} has shape {shape}; it must be {axes} with no empty axis")
     heads, _, d = given["w_q"].shape
@@ -49,16 +47,19 @@ def validate(x: Tensor, projections: Projections, scoring: Scoring, valid: Tenso
             _check_shape(name, tensor, expected[name], given)
     if valid is not None and valid.dtype != torch.bool:
         raise AttentionError(f"valid has dtype {valid.dtype}; it must be torch.bool")
-    for step in scoring.steps:
-        given |= step.tensors()
-    _check_values(given | ({} if scoring.mask is None else {"mask": scoring.mask}), valid)
+    masks = {} if scoring.mask is None else {"mask": scoring.mask}
+    _check_values(given | variants | masks, valid)
     for step in scoring.steps:
         step.check(Shapes(tuple(x.shape), tuple(given["w_q"].shape)))
     _check_mask(scoring.mask, (samples, heads, tokens, tokens), valid)
 
 
 def _check_tensor(name: str, tensor: object) -> None:
-    """It must be a tensor with numbers in it, one after the other."""
+    """Check that it is a tensor with numbers in it, one after the other.
+
+    Raises:
+        AttentionError: it is not.
+    """
     if not isinstance(tensor, Tensor):
         raise AttentionError(f"{name} is {shown(tensor)}; it must be a torch tensor")
     if tensor.is_meta:
@@ -73,9 +74,8 @@ def _check_shape(
     name: str, tensor: Tensor, wanted: tuple[int | None, ...], given: dict[str, Tensor]
 ) -> None:
     got = tuple(tensor.shape)
-    if len(got) != len(wanted) or any(
-        b is not None and a != b for a, b in zip(got, wanted, strict=True)
-    ):
+    fits = len(got) == len(wanted) and all(b in (None, a) for a, b in zip(got, wanted, strict=True))
+    if not fits:
         shape = tuple("any" if s is None else s for s in wanted)
         raise AttentionError(
             f"{name} has shape {got}; with x {tuple(given['x'].shape)} and w_q "
@@ -110,7 +110,11 @@ def _check_values(given: dict[str, Tensor], valid: Tensor | None) -> None:
 
 
 def _check_mask(mask: Tensor | None, full: tuple[int, ...], valid: Tensor | None) -> None:
-    """It must be of the scores' shape, and every query that counts must see at least one key."""
+    """Check that a mask has the scores' shape, and that every query that counts sees some key.
+
+    Raises:
+        AttentionError: it has not, or a query sees none.
+    """
     if mask is not None:
         if not mask.ndim:
             raise AttentionError(
@@ -135,3 +139,15 @@ def _check_mask(mask: Tensor | None, full: tuple[int, ...], valid: Tensor | None
             "mask forbids some query every key, so its softmax is undefined; mark such tokens "
             "with valid=False"
         )
+
+
+def sees_some_key(mask: Tensor, tokens: int, valid: Tensor | None) -> bool:
+    """Return whether every query that counts may attend to some key.
+
+    ``valid`` is (samples, N) bool, or None.
+    """
+    axes = torch.broadcast_shapes(mask.shape[-2:], (1, tokens))
+    keys = (mask > BLOCKED).expand(*mask.shape[:-2], *axes)
+    if valid is None:
+        return bool(keys.any(-1).all())
+    return bool(((keys & valid[:, None, None, :]).any(-1) | ~valid[:, None, :]).all())

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.masking import BLOCKED
+from lipbound.attention.scoring import BLOCKED
 
 LINEAR = ("rotation", "cap")
 """Variants under which queries and keys are still affine in their tokens and rows of P still sum to

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lipbound.cli.application import StoredRun, app
-from lipbound.cli.machine import echo_json
+from lipbound.cli.output import echo_json
 from lipbound.formatting import number, plain
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import typer
 
 from lipbound.cli.application import StoredRun, app, number_or_name
 from lipbound.cli.completion import one_of
-from lipbound.cli.machine import echo_json
+from lipbound.cli.output import echo_json
 from lipbound.errors import LipboundError, shown
 
 Labels = Annotated[
@@ -137,7 +137,7 @@ def table(
     samples", min and max, and says so; a table per layer or head goes on below. Numbers stay whole;
     csv has everything.
     """
-    from lipbound.cli.summary import columns, emphasised
+    from lipbound.cli.output import columns, emphasised
     from lipbound.reporting import tables
     from lipbound.reporting.statistics import requested
     from lipbound.runs.store import load

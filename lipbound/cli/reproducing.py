@@ -8,9 +8,8 @@ import typer
 from lipbound.cli import interruption
 from lipbound.cli.application import StoredRun, app, state
 from lipbound.cli.completion import RECIPES, models, one_of
-from lipbound.cli.machine import echo_json
 from lipbound.cli.measuring import measured
-from lipbound.cli.summary import echo_folded, show
+from lipbound.cli.output import echo_folded, echo_json, show
 from lipbound.errors import tell, whole
 
 DEMO = ("builtin:minilm", "builtin:gpt2", "builtin:vit")

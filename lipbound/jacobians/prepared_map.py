@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.rescaling import on_one_scale, ordinary, unit_scales, unit_values
 from lipbound.jacobians.head import HeadOperator
 from lipbound.jacobians.maps import BLOCKS, WHOLE
 from lipbound.jacobians.rounding import folding_error, layer_roundoff, roundoff
@@ -29,7 +30,7 @@ class PreparedMap:
         attention: the layer. op: the Jacobian of the map.
         exponents: of the powers of two that its norms are to be multiplied with, (heads,).
         known: whether the layer could be brought into these units exactly, (samples, heads) bool,
-            or None where it always can.
+            or (samples,) for maps of the whole layer; None where it always can.
         basis: (heads, D_out, r) of the outputs of "head_out", or None.
     """
 
@@ -42,11 +43,18 @@ class PreparedMap:
         self.exponents = torch.zeros(att.heads, dtype=torch.long)
         if as_given:
             pass
-        elif map in ("head", "head_out") and att.dtype == torch.float64 and att.ordinary() is None:
-            att, exponents, self.known = att.unit_scales()
+        elif att.dtype == torch.float64 and ordinary(att, projected=_projects(map)) is None:
+            att, exponents, self.known = unit_scales(att)
+            if map in WHOLE:
+                projected, fixed = _projects(map), map in BLOCKS
+                att, exponents, exact = on_one_scale(
+                    att, exponents, projected=projected, fixed=fixed
+                )
+                att = att.with_parts(surroundings=before.surroundings, check=False)
+                self.known = self.known.all(-1) & exact
             self.exponents = exponents.cpu()
         elif map not in BLOCKS:  # the identity of a residual must be seen in its own units
-            att, unit = att.unit_values(together=map in WHOLE)
+            att, unit = unit_values(att, together=map in WHOLE)
             self.exponents = unit.cpu().log2().round().long()
         self.attention, self.op = att, _operator(att, map)
 
@@ -59,6 +67,11 @@ class PreparedMap:
         if folded is not None:
             folded = folded.shifted(-self.exponents.to(folded.weights.device))
         return roundoff(self.attention, heads, folding=folded, sharp=self._sharp)
+
+
+def _projects(map: str) -> bool:
+    """Whether heads are projected and added in a map."""
+    return map in WHOLE and map != "heads"
 
 
 def heads_of(op: JacobianOperator) -> HeadOperator:

@@ -24,9 +24,8 @@ from lipbound.attention.rounding import (
 from lipbound.jacobians.head import HeadOperator
 from lipbound.jacobians.maps import BLOCKS, normaliser_of
 from lipbound.jacobians.streaming import head_jacobian
-from lipbound.linalg.matrix_norms import UNIT
+from lipbound.linalg.matrix_norms import UNIT, times_power, times_power_up
 from lipbound.linalg.operators import Roundoff
-from lipbound.linalg.powers import times_power, times_power_up
 from lipbound.linalg.upper import Upper, scaled
 
 SCHUR_STEPS = 4
@@ -343,14 +342,8 @@ def normaliser_error(norm: Normaliser, valid: Tensor | None) -> tuple[Tensor, Te
     (samples,) each.
     """
     norm = norm.double()
-    n, size = norm.x.shape[2], norm.size[..., 0]
-    deviation = torch.zeros_like(size)
-    if norm.centred:
-        deviation = 2 * (n + 4) * UNIT * torch.linalg.vector_norm(norm.x, dim=-1)
-    off = deviation / (size * n**0.5) + (n + 8) * UNIT
-    off = torch.where(off < 0.25, off / (1 - off), torch.inf)
+    n, size, (off, unit_error) = norm.x.shape[2], norm.size[..., 0], norm.rounding
     unit = torch.linalg.vector_norm(norm.unit, dim=-1)
-    unit_error = deviation / size + unit * off + 4 * UNIT * unit
     reach = norm.weight.abs().amax() / size * (2 + unit**2 / n)
     error = reach * (off + (2 * unit * unit_error + unit_error**2) / n + 16 * UNIT)
     if valid is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.rescaling import unit_values
 from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError, check_layer, choice, flag, real, whole
 from lipbound.jacobians.gram import Gram, covered, gram_of
@@ -18,9 +19,9 @@ from lipbound.jacobians.maps import BLOCKS, MAPS, WHOLE
 from lipbound.jacobians.prepared_map import PreparedMap
 from lipbound.linalg.deterministic import deflation
 from lipbound.linalg.enclosures.enclose import enclose, estimate, widened
+from lipbound.linalg.matrix_norms import times_power, times_power_up
 from lipbound.linalg.operator_norm import DEFAULT_STEPS, METHODS, operator_norm
 from lipbound.linalg.operators import JacobianOperator, Roundoff
-from lipbound.linalg.powers import times_power, times_power_up
 from lipbound.linalg.reference_solvers import dense_svd
 from lipbound.linalg.solution import Norm, sample_seeds
 
@@ -58,11 +59,13 @@ def spectral_norm(
             `lipbound.attention.variants.VARIANTS`.
         tol: relative error of the norm at which Lanczos' method stops (``upper / lower - 1`` where
             ``upper`` is asked for, else an a-posteriori estimate that fails with probability at
-            most 1e-3 a norm); absolute change for "power".
+            most 1e-3 a norm); absolute change for "power". Ten times smaller than that of
+            `lipbound.compare`, since without ``delta`` nothing encloses what is left.
         delta: total failure probability of the ``upper`` of all norms of this call, over random
             start vectors (`lipbound.linalg.enclosures`); one start carries about 1e-9 a norm at 128
             tokens; smaller values and longer inputs take independent starts, whose probabilities
-            are multiplied. None for lower ends alone, in about a third of the time.
+            are multiplied. None, the default, for lower ends alone, in about a third of the time;
+            `lipbound.compare`, whose numbers are kept and cited, encloses them by default.
         vectors: also return the top singular pair.
         seed: of the random start vectors, which are independent across samples and heads; a
             sequence gives each sample its own.
@@ -181,14 +184,19 @@ def shaped(att: Attention, norm: Norm, measured: PreparedMap) -> Norm:
     (samples, heads), or (samples,).
     """
     op, basis, exponents = measured.op, measured.basis, measured.exponents
-    if measured.map in WHOLE:
-        return _cast(_scale(norm, exponents[0]), att.dtype)
-    norm = _scale(norm.view(att.samples, att.heads), exponents)
+    whole = measured.map in WHOLE
+    norm = (
+        _scale(norm, exponents[0])
+        if whole
+        else _scale(norm.view(att.samples, att.heads), exponents)
+    )
     if measured.known is not None:
         known = measured.known.cpu()
         unknown = {"lower": 0.0, "upper": math.inf, "error": math.inf, "converged": False}
         ends = {name: torch.where(known, getattr(norm, name), t) for name, t in unknown.items()}
         norm = replace(norm, **ends)
+    if whole:
+        return _cast(norm, att.dtype)
     if norm.left is None or norm.right is None:
         return norm
     left = norm.left.view(att.samples, att.heads, *op.out_shape)
@@ -222,9 +230,9 @@ def l2_spectral_norm(att: Attention, *, tol: float = 1e-4, seed: int | Sequence[
     checkpoint. The search is in the dtype of ``att``, the value a quotient in float64, without
     enclosure: rounding is not counted.
     """
-    scaled, unit = att.double().unit_values()
+    scaled, unit = unit_values(att.double())
     op = L2HeadJacobian(scaled)
-    search = op if att.dtype == torch.float64 else L2HeadJacobian(att.unit_values()[0])
+    search = op if att.dtype == torch.float64 else L2HeadJacobian(unit_values(att)[0])
     nothing = torch.zeros(op.batch, dtype=torch.float64)
     steps, seeds = DEFAULT_STEPS["lanczos"], sample_seeds(att.samples, seed)
     roundoff = Roundoff(nothing, nothing, nothing)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.masking import add_mask
-from lipbound.attention.scoring import Scoring
+from lipbound.attention.scoring import Scoring, add_mask
 from lipbound.jacobians.head import HeadJacobian, HeadOperator
 from lipbound.jacobians.products.row_blocks import ROWS, Group, RowBlock, RowBlocks
 from lipbound.linalg.operators import PerEntry

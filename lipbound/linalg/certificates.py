@@ -66,7 +66,7 @@ def log_polynomial(alpha: Array, beta: Array, steps: Array, x: Array) -> Array:
 
 
 def excludes(alpha: Array, beta: Array, steps: Array, x: Array, log_inverse: float) -> Array:
-    """Tell whether the largest eigenvalue is below x, beyond the Ritz values, (batch,) bool.
+    """Return whether the largest eigenvalue is below x, beyond the Ritz values, (batch,) bool.
 
     At the failure probability behind ``log_inverse``: Lemma 42 (docs/theory/certificates.md).
     """
@@ -74,7 +74,7 @@ def excludes(alpha: Array, beta: Array, steps: Array, x: Array, log_inverse: flo
 
 
 def upper_bound(alpha: Array, beta: Array, steps: Array, top: Array, log_inverse: float) -> Array:
-    """Bound the largest eigenvalues from above, (batch,).
+    """Return upper bounds on the largest eigenvalues, (batch,).
 
     Within 2 % of the excess over ``top``, the largest Ritz values, that the recurrences allow:
     found by bisection on the logarithm of the excess, and rounded upwards.

@@ -1,19 +1,17 @@
-r"""The largest :math:`\|X^T M(P_i)\|` over the rows of an attention matrix, rounded upwards,
-without solving for every row."""
+r"""Upper values of the largest :math:`\|X^T M(P_i)\|` over the rows of attention matrices."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lipbound.linalg.matrix_norms import UNIT, eigenvalues, gamma
+from lipbound.linalg.matrix_norms import UNIT, eigenvalues, gamma, with_derivative
 from lipbound.linalg.upper import Upper, scaled
 
 ROWS = 4
 """Rows of each head solved for at a time, after the first, which is nearly always the largest."""
 ROUNDS = 9
 """Rounds after which the remaining rows keep their cheap upper values."""
-
 BYTES = 2**26
 """Of the largest temporary over rows of several heads."""
 FLUSHED = 2.0**-120
@@ -24,7 +22,7 @@ much is added to all of them."""
 
 
 class Largest(NamedTuple):
-    """Of each head: the value, its row, and whether that row was solved for."""
+    """The value of each head, its row, and whether that row was solved for."""
 
     value: Tensor
     row: Tensor
@@ -32,8 +30,7 @@ class Largest(NamedTuple):
 
 
 def weighted_deviation_norm(x: Tensor, p: Tensor, stretch: Tensor | None = None) -> Upper:
-    r""":math:`\max_i f_i\,\|X^T M(P_i)\|` for inputs x (samples, N, D) and probabilities p
-    (samples, heads, N, N): (samples, heads).
+    r"""Return upper values of :math:`\max_i f_i\,\|X^T M(P_i)\|`, (samples, heads).
 
     Every row gets a cheap upper value from a few N x N products; rows are then solved for exactly,
     in the order of those values, until no other row can be larger. Rows left over after `ROUNDS`
@@ -43,34 +40,30 @@ def weighted_deviation_norm(x: Tensor, p: Tensor, stretch: Tensor | None = None)
     O(N^3 + N^2 D), and a few eigenvalue problems per head.
 
     Args:
+        x: inputs, (samples, N, D).
+        p: probabilities, (samples, heads, N, N).
         stretch: f, (samples, heads, N), at least 1; what rounding of P takes, for instance. One by
             default.
     """
     x, e = scaled(x, (-2, -1))
+    stretch = torch.ones_like(p[..., 0], dtype=torch.float64) if stretch is None else stretch
     values = []
-    for s in range(len(x)):
-        rows, factors = (
-            p[s].double(),
-            torch.ones_like(p[s][..., 0], dtype=torch.float64) if stretch is None else stretch[s],
-        )
+    for one, rows, factors in zip(x, p, stretch, strict=True):
         with torch.no_grad():
-            found = _one_sample(x[s], rows, factors)
-        values.append(
-            found.value
-            if not (x.requires_grad or rows.requires_grad)
-            else _with_derivative(found, x[s], rows, factors)
-        )
+            found = _one_sample(one, rows.double(), factors)
+        derived = one.requires_grad or rows.requires_grad
+        values.append(_derived(found, one, rows.double(), factors) if derived else found.value)
     return Upper.of(torch.stack(values)).shifted(e[:, 0])
 
 
-def _centred(x: Tensor) -> Tensor:
-    return x - x.mean(0)
+def _inner_products(x: Tensor) -> Tensor:
+    centred = x - x.mean(0)
+    return centred @ centred.T
 
 
 def _one_sample(x: Tensor, p: Tensor, stretch: Tensor) -> Largest:
     heads, n, _ = p.shape
-    centred, step = _centred(x), max(1, int(BYTES // (8 * heads * n)))
-    k = centred @ centred.T
+    k, step = _inner_products(x), max(1, int(BYTES // (8 * heads * n)))
     parts = [_upper_values(k, x.shape[1], p[:, i : i + step])[0] for i in range(0, n, step)]
     upper = (torch.cat(parts, -1) * stretch).nan_to_num(nan=torch.inf, posinf=torch.inf)
     best = torch.full((heads,), -torch.inf, dtype=torch.float64, device=x.device)
@@ -93,9 +86,11 @@ def _one_sample(x: Tensor, p: Tensor, stretch: Tensor) -> Largest:
     return Largest(torch.where(solved, best, left), torch.where(solved, where, row), solved)
 
 
-def _with_derivative(found: Largest, x: Tensor, p: Tensor, stretch: Tensor) -> Tensor:
-    """The values with the derivative of the row each comes from: at a top singular pair of X^T M,
-    or of the cheap upper value."""
+def _derived(found: Largest, x: Tensor, p: Tensor, stretch: Tensor) -> Tensor:
+    """Return the values with the derivative of the row each comes from.
+
+    At a top singular pair of X^T M, or that of the cheap upper value.
+    """
     heads = torch.arange(len(p), device=p.device)
     rows = p[heads, found.row]
     y = x - x[rows.detach().argmax(-1)][:, None]  # (heads, N, D)
@@ -103,19 +98,16 @@ def _with_derivative(found: Largest, x: Tensor, p: Tensor, stretch: Tensor) -> T
     u, _, vh = torch.linalg.svd(z.detach(), full_matrices=False)
     form = (u[:, None, :, 0] @ z @ vh[:, 0, :, None])[:, 0, 0]
     if not bool(found.solved.all()):
-        centred = _centred(x)
-        form = torch.where(
-            found.solved,
-            form,
-            _upper_values(centred @ centred.T, x.shape[1], rows[:, None])[1][:, 0],
-        )
-    form = form * stretch[heads, found.row]
-    return found.value + (form - form.detach())
+        cheap = _upper_values(_inner_products(x), x.shape[1], rows[:, None])[1][:, 0]
+        form = torch.where(found.solved, form, cheap)
+    return with_derivative(found.value, form * stretch[heads, found.row])
 
 
 def _upper_values(k: Tensor, width: int, p: Tensor) -> tuple[Tensor, Tensor]:
-    """Wolkowicz-Styan upper value of ||X^T M(P_i)|| for every row, (heads, rows), and one with
-    derivatives; k = X X^T for x of this width."""
+    """Return Wolkowicz and Styan's upper values of ||X^T M(P_i)||, and others with derivatives.
+
+    (heads, rows) each, of rows p (heads, rows, N); k = X X^T for x of this width.
+    """
     n = len(k)
     w = p * p
     c = p @ k  # c_ij = mean_i . x_j
@@ -127,15 +119,11 @@ def _upper_values(k: Tensor, width: int, p: Tensor) -> tuple[Tensor, Tensor]:
     total, wc, wcc = w.sum(-1), (w * c).sum(-1), (w * c * c).sum(-1)
     s = s[..., 0]
     wk = w @ k
-    f = (
-        ((w @ (k * k)) * w).sum(-1) + 2 * wcc * total + (s * total) ** 2 - 4 * (wk * w * c).sum(-1)
-        + 2 * s * (wk * w).sum(-1) + 2 * wc**2 - 4 * s * wc * total
-    )  # fmt: skip
-    unit = gamma(4 * n + 2 * width + 60) * k.diagonal().detach().amax()
-    slack_t, slack_f = (
-        5 * unit * total.detach(),
-        20 * unit * k.diagonal().detach().amax() * total.detach() ** 2,
-    )
+    f = ((w @ (k * k)) * w).sum(-1) + 2 * wcc * total + (s * total) ** 2
+    f = f - 4 * (wk * w * c).sum(-1) + 2 * s * (wk * w).sum(-1) + 2 * wc**2 - 4 * s * wc * total
+    largest, mass = k.diagonal().detach().amax(), total.detach()
+    unit = gamma(4 * n + 2 * width + 60) * largest
+    slack_t, slack_f = 5 * unit * mass, 20 * unit * largest * mass**2
     m = min(n, width)
     high, low, f = t + slack_t, (t - slack_t).clamp_min(0), f.clamp_min(0) + slack_f
     room = (1 - 1 / m) * (f - low * low / m).clamp_min(0)
@@ -146,27 +134,24 @@ def _upper_values(k: Tensor, width: int, p: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _exact(x: Tensor, distances: Tensor, p: Tensor) -> Tensor:
-    """||X^T M(p)|| of given rows p (heads, rows, N), dense: (heads, rows). Centred at each row's
-    heaviest token, which avoids cancellation."""
+    """Return upper values of ||X^T M(p)|| of rows p (heads, rows, N), by dense decompositions.
+
+    (heads, rows). Centred at each row's heaviest token, which avoids cancellation.
+    """
     n, width = x.shape
     heaviest = p.argmax(-1)
     lengths = p * distances[heaviest]  # at most N times as small as the columns of X^T M
     error = gamma(n + 12) * lengths.sum(-1)
     scale = lengths.amax(-1, keepdim=True)
-    scale = torch.where(
-        scale > 0, scale.clamp_min(FAINT), 1.0
-    )  # p over a subnormal number would overflow
-    weights = torch.where(
-        p * distances.amax() < FLUSHED * scale, 0.0, p / scale
-    )  # subnormal products would take a hundred times as long
+    # p over a subnormal number would overflow, subnormal products take a hundred times as long
+    scale = torch.where(scale > 0, scale.clamp_min(FAINT), 1.0)
+    weights = torch.where(p * distances.amax() < FLUSHED * scale, 0.0, p / scale)
     z = x - x[heaviest][..., None, :]
     z.sub_(p[..., None, :] @ z).mul_(weights[..., None])
     z = z if n <= width else z.mT
     g = z @ z.mT
     top = eigenvalues(g)[..., -1].clamp_min(0)
-    top = top * (1 + 16 * min(n, width) * UNIT) + gamma(max(n, width) + 4) * g.diagonal(
-        dim1=-2, dim2=-1
-    ).sum(-1)
-    return ((top.sqrt() + 4 * FLUSHED * n**0.5) * scale[..., 0] + 2 * error + FAINT) * (
-        1 + gamma(20)
-    )
+    trace = g.diagonal(dim1=-2, dim2=-1).sum(-1)
+    top = top * (1 + 16 * min(n, width) * UNIT) + gamma(max(n, width) + 4) * trace
+    norm = (top.sqrt() + 4 * FLUSHED * n**0.5) * scale[..., 0]
+    return (norm + 2 * error + FAINT) * (1 + gamma(20))

@@ -1,11 +1,11 @@
-r"""Upper bounds on exact norms that hold with certainty: deflated compression of :math:`G = J J^T`
-in float64.
+r"""Upper bounds on exact norms that hold with certainty, by compression of :math:`G = J J^T`.
 
 The float64 arrays P, v - o, q, k and the weights are taken as exact; every rounding after them is
 allowed for.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -19,18 +19,20 @@ from lipbound.linalg.operators import JacobianOperator
 from lipbound.linalg.solution import Norm, normal_numbers, seeds_each, unit_vectors
 
 RANKS = (8, 24)
-"""How many Ritz vectors are deflated, in successive attempts."""
+"""Numbers of Ritz vectors that are deflated, in successive attempts."""
 STEPS = 60
 """Lanczos steps the Ritz vectors come from."""
 
 
 class BlockMatrix(Protocol):
-    r"""A symmetric positive semi-definite :math:`G = J J^T` in float64, known block by block:
-    ``tokens`` x ``tokens`` blocks of order ``width``.
+    r"""A symmetric positive semi-definite :math:`G = J J^T` in float64, known block by block.
 
     Attributes:
-        keep: which tokens of the operator these are. error: bound on the 2-norm of the rounding
-            error of G.
+        tokens: number of blocks in a row or column.
+        width: order of a block.
+        device: of its tensors.
+        keep: which tokens of the operator these are.
+        error: bound on the 2-norm of the rounding error of G.
     """
 
     tokens: int
@@ -42,15 +44,14 @@ class BlockMatrix(Protocol):
     def error(self) -> float: ...
 
     def tiles(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Blocks on and above the diagonal, (rows, width, cols, width) at a time."""
+        """Yield blocks on and above the diagonal, (rows, width, cols, width) at a time."""
 
     def apply(self, y: Tensor) -> Tensor:
-        """G y for r vectors at a time, (tokens, width, r) -> the same."""
+        """Return G y for r vectors at a time, (tokens, width, r)."""
 
 
 def deflate(gram: BlockMatrix, q: Tensor) -> tuple[float, float, Tensor]:
-    r"""Two-sided bounds on :math:`\lambda_{max}(G)` from any few vectors; next to exact when they
-    span its top eigenvectors.
+    r"""Enclose :math:`\lambda_{max}(G)` by a few vectors; best when they span top eigenvectors.
 
     :math:`\lambda_{max}(T) \le \lambda_{max}(G) \le \lambda_{max}\begin{pmatrix} T & R_C^T \\ R_C &
     \varphi I \end{pmatrix}` with Q orthonormal, :math:`T = Q^T G Q`, :math:`GQ - QT = Q_C R_C` and
@@ -60,11 +61,11 @@ def deflate(gram: BlockMatrix, q: Tensor) -> tuple[float, float, Tensor]:
 
     Args:
         gram: G, n x n with n = tokens x width.
-        q: (n, r) vectors; they are orthonormalised first.
+        q: vectors (n, r), which are orthonormalised first.
 
     Returns:
-        lower and upper bound on the largest eigenvalue, rounding included, and the vector (n,) that
-        attains the lower one up to rounding.
+        A lower and an upper bound, rounding included, and the vector (n,) that attains the lower
+        one up to rounding.
     """
     n, w = gram.tokens, gram.width
     q = torch.linalg.qr(q).Q
@@ -75,30 +76,21 @@ def deflate(gram: BlockMatrix, q: Tensor) -> tuple[float, float, Tensor]:
     c = y - q @ t
     sizes = torch.zeros(n, n, dtype=torch.float64, device=gram.device)
     squares, trace = 0.0, 0.0
-    q3, inner, y3 = q.view(n, w, r), (y - q @ t).view(n, w, r), y.view(n, w, r)
     for rows, cols, tile in gram.tiles():
-        shape = tile.shape
         if rows == cols:
             trace += float(tile.diagonal(dim1=0, dim2=2).diagonal(dim1=0, dim2=1).sum())
-        flat = tile.reshape(shape[0] * w, shape[2] * w)
-        flat = (
-            flat
-            - q3[rows].reshape(-1, r) @ y3[cols].reshape(-1, r).mT
-            - inner[rows].reshape(-1, r) @ q3[cols].reshape(-1, r).mT
-        )
-        norms = block_norm(flat.view(shape).transpose(1, 2))
+        q_i, c_i = (s.view(n, w, r)[rows].reshape(-1, r) for s in (q, c))
+        y_j, q_j = (s.view(n, w, r)[cols].reshape(-1, r) for s in (y, q))
+        flat = tile.reshape(len(q_i), len(q_j)) - q_i @ y_j.mT - c_i @ q_j.mT
+        norms = block_norm(flat.view(tile.shape).transpose(1, 2))
         sizes[rows, cols] = norms
         squares += float((flat * flat).sum()) * (1 if rows == cols else 2)
         if rows != cols:
             sizes[cols, rows] = norms.mT
     phi = min(float(nonnegative_norm(sizes)), squares**0.5)
     r_c = torch.linalg.qr(c, mode="r").R
-    bordered = torch.cat(
-        [
-            torch.cat([t, r_c.mT], 1),
-            torch.cat([r_c, phi * torch.eye(len(r_c), dtype=t.dtype, device=t.device)], 1),
-        ]
-    )
+    corner = phi * torch.eye(len(r_c)).to(t)
+    bordered = torch.cat([torch.cat([t, r_c.mT], 1), torch.cat([r_c, corner], 1)])
     values, vectors = torch.linalg.eigh(t)
     # The rounding of G in the tiles and in Y, proved, and an allowance for Q, T and C, which are
     # products of the size of tr G.
@@ -115,32 +107,32 @@ def deflation(
     seed: int | Sequence[int],
     vectors: bool,
 ) -> Norm:
-    """Norms enclosed by `deflate`, with Ritz vectors of a Lanczos run; ``converged`` where the
-    enclosure is no wider than ``tol``.
+    """Enclose norms by `deflate`, with Ritz vectors of a Lanczos run.
 
     Memory O(STEPS n + tile) per norm; time that of one or two passes over the blocks of G.
+
+    Args:
+        op: the operators J.
+        grams: makes G of every entry of the batch.
+        tol: relative width of the enclosures to reach.
+        seed: of the start vectors, one for all or one for each of equal parts of the batch.
+        vectors: whether to return top singular vectors.
+
+    Returns:
+        The norms; ``converged`` where the enclosure is no wider than ``tol``.
     """
     norm = _empty(op, vectors)
     size = op.out_shape[0] * op.out_shape[1]
-    require(
-        8.0 * size * (STEPS + 4 * max(RANKS)),
-        op.device,
-        f"method 'deflation' needs {STEPS + 4 * max(RANKS)} vectors of {size}",
-        "use 'lanczos'",
-    )
+    count = STEPS + 4 * max(RANKS)
+    what = f"method 'deflation' needs {count} vectors of {size}"
+    require(8.0 * size * count, op.device, what, "use 'lanczos'")
     together, seeds = max(1, int(2.5e8 // (8 * size * STEPS))), seeds_each(op.batch, seed)
-    for first in range(0, op.batch, together):
-        entries = torch.arange(first, min(op.batch, first + together), device=op.device)
-        ritz = ritz_vectors(
-            op.select(entries),
-            steps=STEPS,
-            count=max(RANKS),
-            seed=seeds[first : first + len(entries)],
-        )
+    for entries in torch.arange(op.batch, device=op.device).split(together):
+        own = [seeds[i] for i in entries.tolist()]
+        ritz = ritz_vectors(op.select(entries), steps=STEPS, count=max(RANKS), seed=own)
         for i, basis in zip(entries.tolist(), ritz, strict=True):
             gram = grams[i]()
-            tokens = basis.view(-1, *op.out_shape)[:, gram.keep]
-            columns = tokens.flatten(1).mT
+            columns = basis.view(-1, *op.out_shape)[:, gram.keep].flatten(1).mT
             for rank in RANKS:
                 rank = min(rank, *columns.shape)
                 low, high, top = deflate(gram, columns[:, :rank])
@@ -158,14 +150,7 @@ def _empty(op: JacobianOperator, vectors: bool) -> Norm:
     b = op.batch
     left = torch.zeros(b, *op.out_shape, dtype=op.dtype, device=op.device) if vectors else None
     zeros = torch.zeros(b, dtype=torch.float64)
-    return Norm(
-        zeros,
-        zeros + torch.inf,
-        torch.zeros(b, dtype=torch.int64),
-        torch.zeros(b, dtype=torch.bool),
-        zeros.clone(),
-        left,
-    )
+    return Norm(zeros, zeros + torch.inf, zeros.long(), zeros.bool(), zeros.clone(), left)
 
 
 def _keep_vector(norm: Norm, i: int, gram: BlockMatrix, vector: Tensor) -> None:
@@ -174,12 +159,13 @@ def _keep_vector(norm: Norm, i: int, gram: BlockMatrix, vector: Tensor) -> None:
 
 
 def _refuse_underflow(norm: Norm, op: JacobianOperator) -> None:
-    """Raise LipboundError where J is not zero, but G leaves the range of float64: attention next to
-    a sink has norms of any size."""
-    tiny, size = (
-        (norm.upper < SMALLEST).nonzero()[:, 0].to(op.device),
-        op.out_shape[0] * op.out_shape[1],
-    )
+    """Check that G stays in the range of float64 where J is not zero.
+
+    Raises:
+        LipboundError: it does not; attention next to a sink has norms of any size.
+    """
+    tiny = (norm.upper < SMALLEST).nonzero()[:, 0].to(op.device)
+    size = op.out_shape[0] * op.out_shape[1]
     if not len(tiny):
         return
     y = normal_numbers(len(tiny) * size, "underflow").view(len(tiny), *op.out_shape).to(op.device)
@@ -198,12 +184,4 @@ def _finish(norm: Norm, op: JacobianOperator, tol: float) -> Norm:
     if norm.left is None:
         return norm
     right = unit_vectors(op.vjp(norm.left))
-    return Norm(
-        norm.lower,
-        norm.upper,
-        norm.steps,
-        norm.converged,
-        norm.error,
-        unit_vectors(op.jvp(right)),
-        right,
-    )
+    return replace(norm, left=unit_vectors(op.jvp(right)), right=right)

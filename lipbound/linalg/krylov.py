@@ -30,9 +30,10 @@ def moved_up(basis: Tensor, keep: Tensor, count: int) -> Tensor:
 
 
 def project_out(x: Tensor, basis: Tensor, passes: int = 1) -> Tensor:
-    """Remove from x (batch, n), in place, its components along orthonormal rows (batch, k, n).
+    """Return x (batch, n), changed in place, without components along rows of ``basis``.
 
-    Vectors are rows here: a product with a single column is an order of magnitude slower on a CPU.
+    These are orthonormal, (batch, k, n). Vectors are rows here: a product with a single column is
+    an order of magnitude slower on a CPU.
     """
     row = x[:, None]
     for _ in range(passes):

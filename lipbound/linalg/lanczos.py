@@ -51,10 +51,7 @@ def lanczos(
             alone, as they are found.
 
     Returns:
-        The norms, float64, (batch,).
-
-    Raises:
-        RangeError: products underflow or overflow.
+        The norms, float64, (batch,). Products that leave the range of the dtype raise RangeError.
     """
     n = math.prod(op.out_shape)
     limit, look = min(max_steps, n), 1 if n >= LARGE else LOOK

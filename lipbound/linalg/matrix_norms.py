@@ -1,15 +1,12 @@
-"""Matrix norms that bounds are built from. Each returns an *upper* value, in float64: an estimate
-from below would void the bound.
+"""Matrix norms that bounds are built from: each an *upper* value, in float64.
 
-Rounding is inside, by proofs that are checked where they are used: what LAPACK computes is a guess
-until a product or a Cholesky decomposition, whose rounding is known, confirms it. NaN stays NaN,
-and what is not finite has the norm NaN or infinity.
+An estimate from below would void the bound. Rounding is inside, by proofs that are checked where
+they are used: what LAPACK computes is a guess until a product or a Cholesky decomposition, whose
+rounding is known, confirms it. NaN stays NaN, and what is not finite has the norm NaN or infinity.
 """
 
 import torch
 from torch import Tensor
-
-from lipbound.linalg.powers import exact_power
 
 UNIT = 2.0**-53
 SMALLEST = 1e-140
@@ -26,22 +23,50 @@ VECTOR_STEPS = 20_000
 
 
 def gamma(k: int, dtype: torch.dtype = torch.float64) -> float:
-    """Higham's bound on the relative error of k accumulated roundings."""
+    """Return Higham's bound on the relative error of k accumulated roundings."""
     unit = torch.finfo(dtype).eps / 2
     return k * unit / (1 - k * unit)
 
 
+def exact_power(e: Tensor) -> Tensor:
+    """Return 2^e of integers between -1022 and 1023, float64.
+
+    Made of its bits: what exp2 rounds would no longer be exact.
+    """
+    return ((e.long() + 1023) << 52).view(torch.float64)
+
+
+def times_power(t: Tensor, e: Tensor) -> Tensor:
+    """Return t 2^e of integers e, exact in the range of float64; differentiable in t.
+
+    In two steps, of which none leaves the range unless the result does.
+    """
+    half = e.long() >> 1
+    return t * exact_power(half.clamp(-1022, 1023)) * exact_power((e - half).clamp(-1022, 1023))
+
+
+def times_power_up(t: Tensor, e: Tensor) -> Tensor:
+    """Return an upper value of t 2^e of numbers t >= 0.
+
+    Near the end of the range, where the product rounds, something is added.
+    """
+    value = times_power(t, e)
+    return torch.where((t > 0) & (value < 1e-300), value + 1e-307, value)
+
+
 def power_of_two(size: Tensor) -> Tensor:
-    """Powers of two, float64, within a factor of two of sizes > 0; 1 for zero, NaN and infinity."""
+    """Return powers of two within a factor of two of sizes > 0, and 1 elsewhere, float64."""
     sensible = (size > 0) & torch.isfinite(size)
-    return exact_power(
-        torch.frexp(torch.where(sensible, size.detach().double(), 0.5)).exponent.clamp(-1022, 1023)
-    )
+    size = torch.where(sensible, size.detach().double(), 0.5)
+    return exact_power(torch.frexp(size).exponent.clamp(-1022, 1023))
 
 
 def largest_entry(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Matrices g (..., m, n) with those that are not finite replaced by zero; their largest
-    absolute entries; and which were not finite: (...)."""
+    """Return matrices (..., m, n) with zero for those that are not finite, and their sizes.
+
+    Returns:
+        The matrices; their largest absolute entries, (...); and which were not finite, (...) bool.
+    """
     low, high = g.amin((-1, -2)), g.amax((-1, -2))  # NaN if one is
     largest = torch.maximum(-low, high)
     bad = ~torch.isfinite(largest)
@@ -51,7 +76,7 @@ def largest_entry(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def matrix_norm(w: Tensor) -> Tensor:
-    """Spectral norms of the last two axes: (..., m, n) -> (...), float64.
+    """Return spectral norms of the last two axes, (..., m, n) -> (...), rounded upwards, float64.
 
     The largest eigenvalue of the Gram matrix of the shorter side, proved by `symmetric_norm`, and
     the rounding of that matrix: Lemma 75 (docs/theory/upper_values.md). The derivative is that of
@@ -63,34 +88,37 @@ def matrix_norm(w: Tensor) -> Tensor:
     size = power_of_two(largest)
     tall = tall / size[..., None, None]
     squares = tall.square().sum((-1, -2))
-    norm = (
-        (symmetric_norm(tall.mT @ tall) + gamma(2 * sum(tall.shape[-2:]) + 4) * squares).sqrt()
-        * (1 + 4 * UNIT)
-        * size
-    )
+    rounding = gamma(2 * sum(tall.shape[-2:]) + 4) * squares
+    norm = (symmetric_norm(tall.mT @ tall) + rounding).sqrt() * (1 + 4 * UNIT) * size
     norm = norm.masked_fill(bad, torch.nan)
     if not w.requires_grad:
         return norm
     v = torch.linalg.eigh(tall.mT @ tall).eigenvectors[..., -1:]
     image = (w if w.shape[-2] >= w.shape[-1] else w.mT) @ v
-    u = image.detach() / torch.linalg.vector_norm(image.detach(), dim=-2, keepdim=True).clamp_min(
-        1e-300
-    )
-    return _with_derivative(norm, (u * image).sum((-1, -2)))
+    return with_derivative(norm, (_unit_columns(image.detach()) * image).sum((-1, -2)))
 
 
-def _with_derivative(value: Tensor, form: Tensor) -> Tensor:
-    """``value`` with the derivative of ``form``."""
+def _unit_columns(u: Tensor) -> Tensor:
+    return u / torch.linalg.vector_norm(u, dim=-2, keepdim=True).clamp_min(1e-300)
+
+
+def with_derivative(value: Tensor, form: Tensor) -> Tensor:
+    """Return ``value`` with the derivative of ``form``."""
     return value + (form - form.detach())
 
 
 def upper_factor(w: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Small F and a number r >= 0 with :math:`w^T w \preceq F^T F \preceq w^T w + r I` for w (...,
-    m, n): (..., min(m, n), n) and (...), float64.
+    r"""Return a small F and r >= 0 with :math:`w^T w \preceq F^T F \preceq w^T w + r I`, float64.
 
     Hence :math:`|F y| \ge |w y|` for every y, and :math:`\|M F^T\| \ge \|M w^T\|` for every M:
-    Lemma 76 (docs/theory/upper_values.md). w itself where it is small, or where gradients are
-    wanted, which QR has not at every w. r is about 1e-12 of :math:`\|w\|_F^2`.
+    Lemma 76 (docs/theory/upper_values.md).
+
+    Args:
+        w: matrices (..., m, n).
+
+    Returns:
+        F (..., min(m, n), n): w itself where it is small, or where gradients are wanted, which QR
+        has not at every w; and r (...), about 1e-12 of :math:`\|w\|_F^2`.
     """
     w = w.double()
     m, n = w.shape[-2:]
@@ -103,30 +131,28 @@ def upper_factor(w: Tensor) -> tuple[Tensor, Tensor]:
     off = f.mT @ f - w.mT @ w - more * eye
     rounding = gamma(m + n + 4) * (squares + f.square().sum((-1, -2), keepdim=True) + n * more)
     proved = off.square().sum((-1, -2), keepdim=True).sqrt() + 2 * rounding <= more
-    return torch.where(proved, f, squares.sqrt() * (1 + 4 * UNIT) * eye), torch.where(
-        proved, 3 * more, 2 * squares
-    )[..., 0, 0]
+    f = torch.where(proved, f, squares.sqrt() * (1 + 4 * UNIT) * eye)
+    return f, torch.where(proved, 3 * more, 2 * squares)[..., 0, 0]
 
 
 def reproducible_float32() -> bool:
-    """Whether float32 products are float32 throughout, and not bfloat16 or TF32, which torch can be
-    told to use (under autocast, for one)."""
+    """Return whether float32 products are float32 throughout.
+
+    Torch can be told to use bfloat16 or TF32 instead, under autocast, for one.
+    """
     if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
         return False
-    return all(
-        backend.matmul.fp32_precision in ("none", "ieee")
-        for backend in (torch.backends.cuda, torch.backends.mkldnn)
-    )
+    backends = (torch.backends.cuda, torch.backends.mkldnn)
+    return all(backend.matmul.fp32_precision in ("none", "ieee") for backend in backends)
 
 
 def block_norm(b: Tensor, *, squarings: int = 2) -> Tensor:
-    r"""Spectral norms of many small matrices (..., m, n), rounded upwards: (...), float64;
-    differentiable.
+    r"""Return spectral norms of small matrices (..., m, n), rounded upwards, (...), float64.
 
-    No iteration to convergence: the Gram matrix of the shorter side is squared ``squarings`` times,
-    Wolkowicz and Styan's bound on its largest eigenvalue: Lemma 47 (docs/theory/numerics.md) is
-    taken of the power and rooted back. An upper value for every number of squarings; each of them
-    halves the logarithm of the excess.
+    Differentiable. No iteration to convergence: the Gram matrix of the shorter side is squared
+    ``squarings`` times, Wolkowicz and Styan's bound on its largest eigenvalue: Lemma 47
+    (docs/theory/numerics.md) is taken of the power and rooted back. An upper value for every number
+    of squarings; each of them halves the logarithm of the excess.
 
     Small blocks are multiplied in float32, derivatives formed in float64. The rounding error (about
     1e-4 for k = 32, Lemma 48 (docs/theory/numerics.md)) is added to the result; where it would
@@ -135,30 +161,23 @@ def block_norm(b: Tensor, *, squarings: int = 2) -> Tensor:
     b = b if b.shape[-2] <= b.shape[-1] else b.mT
     k, m = b.shape[-2:]
     slack = k * (2 * m + 2 * k + 20)
-    small = (
-        slack * torch.finfo(torch.float32).eps / 2 <= 2e-3 and squarings <= 2 and k * m <= 10_000
-    )
+    exact = slack * torch.finfo(torch.float32).eps / 2 <= 2e-3
+    small = exact and squarings <= 2 and k * m <= 10_000
     work = torch.float32 if small and reproducible_float32() else torch.float64
     value = _squared_norm(b.detach(), squarings, work) * (1 + slack * torch.finfo(work).eps / 2)
-    return (
-        _with_derivative(value, _squared_norm(b, squarings, torch.float64))
-        if b.requires_grad
-        else value
-    )
+    if not b.requires_grad:
+        return value
+    return with_derivative(value, _squared_norm(b, squarings, torch.float64))
 
 
 def _squared_norm(b: Tensor, squarings: int, work: torch.dtype) -> Tensor:
-    """`block_norm` of matrices with no more rows than columns, before what is added for
-    rounding."""
+    """Return `block_norm` without rounding, of matrices with no more rows than columns."""
     k, m = b.shape[-2:]
     least, whole = 1e-290 if b.dtype == torch.float64 else torch.finfo(b.dtype).tiny, b.detach()
     size = torch.maximum(whole.amax((-1, -2), keepdim=True), -whole.amin((-1, -2), keepdim=True))
     divisor = size.clamp_min(least)  # entries divided by it are at most 1: powers stay in range
-    b = (
-        (b / divisor).to(work)
-        if b.requires_grad
-        else torch.div(b, divisor, out=torch.empty_like(b, dtype=work))
-    )
+    out = None if b.requires_grad else torch.empty_like(b, dtype=work)
+    b = torch.div(b, divisor, out=out).to(work)
     g = b @ b.mT
     for _ in range(squarings):
         g = g @ g
@@ -166,85 +185,94 @@ def _squared_norm(b: Tensor, squarings: int, work: torch.dtype) -> Tensor:
     t, f = g.diagonal(dim1=-2, dim2=-1).double().sum(-1), (g * g).sum(-1).double().sum(-1)
     unit = torch.finfo(work).eps / 2
     spread = (f - t * t / k).clamp_min(0) + 32 * k * unit * f  # the difference cancels
-    top = torch.minimum(
-        t / k + ((1 - 1 / k) * spread).clamp_min(1e-300).sqrt(),
-        (f * (1 + 2 * (k + 4) * unit)).clamp_min(1e-300).sqrt(),
-    )
+    wolkowicz_styan = t / k + ((1 - 1 / k) * spread).clamp_min(1e-300).sqrt()
+    frobenius = (f * (1 + 2 * (k + 4) * unit)).clamp_min(1e-300).sqrt()
+    top = torch.minimum(wolkowicz_styan, frobenius) ** (0.5 / 2**squarings)
     size = size[..., 0, 0].double()
-    return torch.where(
-        size <= least, (k * m) ** 0.5 * size, top ** (0.5 / 2**squarings) * size
-    )  # near the end of the range, Frobenius
+    # near the end of the range, Frobenius
+    return torch.where(size <= least, (k * m) ** 0.5 * size, top * size)
+
+
+def _row_sum_norm(g: Tensor) -> Tensor:
+    """Return the largest row sums of symmetric matrices known by their lower triangles, (...)."""
+    return torch.linalg.matrix_norm(g.tril() + g.tril(-1).mT, torch.inf)
 
 
 def eigenvalues(g: Tensor) -> Tensor:
-    """Of symmetric matrices, ascending; where the solver gives up on one of them, bounds of all
-    that are above."""
+    """Return eigenvalues of symmetric matrices, ascending.
+
+    Where the solver gives up on one of them, one bound for each that is above all.
+    """
     try:
         return torch.linalg.eigvalsh(g)
     except RuntimeError:  # LinAlgError
-        return torch.linalg.matrix_norm(g.tril() + g.tril(-1).mT, torch.inf)[..., None]
+        return _row_sum_norm(g)[..., None]
 
 
 def symmetric_norm(g: Tensor) -> Tensor:
-    """Largest eigenvalues of symmetric matrices (..., n, n), rounded upwards, zero at least: (...),
-    float64; the lower triangle counts.
+    """Return largest eigenvalues of symmetric matrices (..., n, n), rounded upwards, float64.
 
-    What an eigensolver finds is enlarged until a Cholesky decomposition proves it, whose rounding
-    is added: Lemma 74 (docs/theory/upper_values.md). The derivative is that of ``x^T g x`` at a top
-    eigenvector x.
+    Zero at least, (...); the lower triangle counts. What an eigensolver finds is enlarged until a
+    Cholesky decomposition proves it, whose rounding is added: Lemma 74
+    (docs/theory/upper_values.md). The derivative is that of ``x^T g x`` at a top eigenvector x.
     """
     g = g.double()
     fixed, largest, bad = largest_entry(g.detach())
     n, size = g.shape[-1], power_of_two(largest)
     fixed, largest = fixed / size[..., None, None], largest / size
     values, vectors = torch.linalg.eigh(fixed) if g.requires_grad else (eigenvalues(fixed), None)
-    top, eye = values[..., -1].clamp_min(0), torch.eye(n, dtype=torch.float64, device=g.device)
-    diagonal = fixed.diagonal(dim1=-2, dim2=-1).abs().sum(-1)
-    proved = torch.full_like(top, torch.inf)
+    top, proved = values[..., -1].clamp_min(0), torch.full_like(values[..., 0], torch.inf)
     for slack in (8 * n, 64 * n * (n + 2)):  # the first nearly always does
-        at = (top + slack * UNIT * largest) * (1 + 4 * UNIT)
-        fails = torch.linalg.cholesky_ex(at[..., None, None] * eye - fixed).info
-        value = (at + 2 * gamma(n + 2) * (n * at + diagonal) * (1 + gamma(n + 4))) * (1 + 4 * UNIT)
-        proved = torch.minimum(proved, torch.where(fails == 0, value, torch.inf))
+        done, value = _proved(fixed, (top + slack * UNIT * largest) * (1 + 4 * UNIT))
+        proved = torch.minimum(proved, torch.where(done, value, torch.inf))
         if not bool((proved == torch.inf).any()):
             break
     else:
-        proved = torch.minimum(
-            proved,
-            torch.linalg.matrix_norm(fixed.tril() + fixed.tril(-1).mT, torch.inf)
-            * (1 + gamma(n + 2)),
-        )
+        proved = torch.minimum(proved, _row_sum_norm(fixed) * (1 + gamma(n + 2)))
     result = (torch.where(largest > 0, proved, 0.0) * size).masked_fill(bad, torch.nan)
     if vectors is None:
         return result
     x = vectors[..., -1:]
-    return _with_derivative(result, (x.mT @ g @ x)[..., 0, 0])
+    return with_derivative(result, (x.mT @ g @ x)[..., 0, 0])
+
+
+def _proved(g: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where Cholesky decompositions of at I - g exist, and then bounds on eigenvalues of g.
+
+    Rounding of the decompositions is inside: Lemma 74 (docs/theory/upper_values.md).
+    """
+    n, diagonal = g.shape[-1], g.diagonal(dim1=-2, dim2=-1).abs().sum(-1)
+    eye = torch.eye(n, dtype=torch.float64, device=g.device)
+    done = torch.linalg.cholesky_ex(at[..., None, None] * eye - g).info == 0
+    rounding = 2 * gamma(n + 2) * (n * at + diagonal) * (1 + gamma(n + 4))
+    return done, (at + rounding) * (1 + 4 * UNIT)
 
 
 def at_most(g: Tensor, bound: Tensor) -> Tensor:
-    """Whether one Cholesky decomposition each proves that symmetric matrices (..., n, n) have no
-    eigenvalue above ``bound`` (...), bool.
+    """Return whether symmetric matrices (..., n, n) are proved to have no eigenvalue above a bound.
 
-    Float64; the lower triangle counts: Lemma 74 (docs/theory/upper_values.md). False says nothing.
+    By one Cholesky decomposition each, in float64: Lemma 74 (docs/theory/upper_values.md).
+
+    Args:
+        g: the matrices, of which the lower triangle counts.
+        bound: (...), float64.
+
+    Returns:
+        (...) bool; False says nothing.
     """
     g, largest, bad = largest_entry(g.double())
     n, size = g.shape[-1], power_of_two(largest)
     g, bound = g / size[..., None, None], bound / size
     diagonal = g.diagonal(dim1=-2, dim2=-1).abs().sum(-1)
     at = (bound - 4 * gamma(n + 2) * (n * bound.abs() + diagonal)) * (1 - 8 * UNIT)
-    eye = torch.eye(n, dtype=torch.float64, device=g.device)
-    safe = torch.where(torch.isfinite(at), at, 0.0)
-    done = torch.linalg.cholesky_ex(safe[..., None, None] * eye - g).info == 0
-    proved = (at + 2 * gamma(n + 2) * (n * at + diagonal) * (1 + gamma(n + 4))) * (1 + 4 * UNIT)
-    return (
-        done & torch.isfinite(at) & (at > 8 * n * UNIT) & (proved <= bound)
-        | (largest == 0) & (bound >= 0)
-    ) & ~bad
+    finite = torch.isfinite(at)
+    done, proved = _proved(g, torch.where(finite, at, 0.0))
+    shown = done & finite & (at > 8 * n * UNIT) & (proved <= bound)
+    return (shown | (largest == 0) & (bound >= 0)) & ~bad
 
 
 def nonnegative_norm(p: Tensor, *, rtol: float = 1e-6, max_steps: int = 40) -> Tensor:
-    r"""Spectral norms of entrywise nonnegative matrices, rounded upwards: (..., n, n) -> (...),
-    float64.
+    r"""Return spectral norms of nonnegative matrices (..., n, n), rounded upwards, (...), float64.
 
     Collatz-Wielandt on :math:`B = P^T P`: for every y > 0,
     :math:`\rho(B) \le \max_i (B y)_i / y_i`: Lemma 49 (docs/theory/numerics.md). y follows power
@@ -264,23 +292,21 @@ def nonnegative_norm(p: Tensor, *, rtol: float = 1e-6, max_steps: int = 40) -> T
         upper = (upper * size * (1 + 4 * UNIT)).masked_fill(bad, torch.nan)
     if p.requires_grad:
         y = _perron(unit)
-        u = unit @ y
-        u = u / u.norm(dim=1, keepdim=True).clamp_min(1e-300)
-        upper = _with_derivative(upper, (u * (flat @ y)).sum((-1, -2)))
+        u = _unit_columns(unit @ y)
+        upper = with_derivative(upper, (u * (flat @ y)).sum((-1, -2)))
     return upper.view(p.shape[:-2])
 
 
 @torch.no_grad()
 def _perron(p: Tensor) -> Tensor:
-    """Unit vectors y >= 0 at which B = p^T p has its largest eigenvalue, (batch, n, n) -> (batch,
-    n, 1)."""
-    if p.shape[-1] <= LARGEST_DENSE_EIG:
+    """Return unit vectors y >= 0 (batch, n, 1) at which p^T p has its largest eigenvalue."""
+    dense = p.shape[-1] <= LARGEST_DENSE_EIG
+    if dense:
         y = torch.linalg.eigh(p.mT @ p).eigenvectors[..., -1:].abs()
     else:
         y = torch.ones_like(p[..., :1]) / p.shape[-1] ** 0.5
-    for step in range(2 if p.shape[-1] <= LARGEST_DENSE_EIG else VECTOR_STEPS):
-        z = p.mT @ (p @ y)
-        z = z / z.norm(dim=1, keepdim=True).clamp_min(1e-300)
+    for step in range(2 if dense else VECTOR_STEPS):
+        z = _unit_columns(p.mT @ (p @ y))
         settled = step % 16 == 15 and bool(((z - y).norm(dim=1) < 1e-11).all())
         y = z
         if settled:
@@ -289,13 +315,13 @@ def _perron(p: Tensor) -> Tensor:
 
 
 def _collatz_wielandt(flat: Tensor, rtol: float, max_steps: int) -> Tensor:
-    """Upper values (batch,)."""
+    """Return upper values of the norms, (batch,), by the theorem of Collatz and Wielandt."""
     n = flat.shape[-1]
     upper = torch.full((len(flat),), torch.inf, dtype=torch.float64, device=flat.device)
     active = torch.arange(len(flat), device=flat.device)
-    part = flat
-    y = torch.ones(
-        len(flat), 1, n, dtype=torch.float64, device=flat.device
+    part, going = flat, torch.ones_like(active, dtype=torch.bool)
+    y = torch.ones_like(
+        flat[:, :1]
     )  # a row: products with single columns take several times as long
     if n <= SQUARED:
         power = flat.mT @ flat
@@ -303,16 +329,14 @@ def _collatz_wielandt(flat: Tensor, rtol: float, max_steps: int) -> Tensor:
             power = power / power.amax((-1, -2), keepdim=True).clamp_min(1e-300)
             power = power @ power
         y = (y @ power).clamp_min(1e-14)
-    going = torch.ones(len(flat), dtype=torch.bool, device=flat.device)
     for step in range(max_steps):
         z = (y @ part.mT) @ part
         if step % LOOK:
             y = z.clamp_min(1e-14)  # any y > 0 will do: keep it off zero; a few steps stay in range
             continue
         ratio = (z / y).amax((-1, -2))
-        upper[active] = torch.where(
-            going, torch.minimum(upper[active], ratio), upper[active]
-        )  # settled values stay as they are
+        least = torch.minimum(upper[active], ratio)
+        upper[active] = torch.where(going, least, upper[active])  # settled values stay as they are
         rayleigh = (y * z).sum((-1, -2)) / (y * y).sum((-1, -2))
         going = going & (upper[active] > rayleigh * (1 + 2 * rtol))
         unsettled = active[going]
@@ -321,10 +345,9 @@ def _collatz_wielandt(flat: Tensor, rtol: float, max_steps: int) -> Tensor:
             break
         if len(unsettled) <= 0.7 * len(active):
             active, part, y = unsettled, part[going], y[going]
-            going = torch.ones(len(active), dtype=torch.bool, device=flat.device)
+            going = torch.ones_like(active, dtype=torch.bool)
     if len(unsettled) and n <= LARGEST_DENSE_EIG:
         dense = flat[unsettled]
-        upper[unsettled] = torch.minimum(
-            upper[unsettled], symmetric_norm(dense.mT @ dense) * (1 + gamma(2 * n))
-        )
+        proved = symmetric_norm(dense.mT @ dense) * (1 + gamma(2 * n))
+        upper[unsettled] = torch.minimum(upper[unsettled], proved)
     return upper.sqrt() * (1 + 8 * n * UNIT)

@@ -25,15 +25,15 @@ from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
 T = TypeVar("T")
+Product = Callable[[Tensor], Tensor]
 
 
 class Roundoff(NamedTuple):
-    r"""What float64 arithmetic does to a batch of operators; upper values, (batch,) each, float64
-    on the CPU.
+    r"""Upper values of float64 rounding in a batch of operators, (batch,) each, float64 on the CPU.
 
     Attributes:
         tensors: :math:`\|J - \hat J\|`, J-hat being the operator of the tensors that are stored.
-        products: how far products of J-hat, or its transpose, with a unit vector are from exact
+        products: distance of products of J-hat, or its transpose, with unit vectors from exact
             ones.
         size: :math:`\|\hat J\|`, crudely.
     """
@@ -43,16 +43,16 @@ class Roundoff(NamedTuple):
     size: Tensor
 
     def select(self, index: Tensor) -> "Roundoff":
-        """Of some entries of the batch."""
+        """Return that of some entries of the batch."""
         return Roundoff(*(t[index] for t in self))
 
     def scaled(self, unit: Tensor) -> "Roundoff":
-        """Of the operators times ``unit`` (batch,)."""
+        """Return that of the operators times ``unit`` (batch,)."""
         return Roundoff(*(t * unit for t in self))
 
 
 class JacobianOperator(ABC):
-    """A batch of linear maps given by their products (see the module's header for the contract)."""
+    """A batch of linear maps given by their products; the module says what each method does."""
 
     batch: int
     in_shape: tuple[int, ...]
@@ -62,26 +62,26 @@ class JacobianOperator(ABC):
 
     @abstractmethod
     def jvp(self, x: Tensor) -> Tensor:
-        """J x for every entry: (batch, *in_shape) -> (batch, *out_shape)."""
+        """Return J x for every entry: (batch, *in_shape) -> (batch, *out_shape)."""
 
     @abstractmethod
     def vjp(self, y: Tensor) -> Tensor:
-        """J^T y for every entry: (batch, *out_shape) -> (batch, *in_shape)."""
+        """Return J^T y for every entry: (batch, *out_shape) -> (batch, *in_shape)."""
 
     @abstractmethod
     def select(self, index: Tensor) -> "JacobianOperator":
-        """The operators at positions ``index`` of the batch."""
+        """Return the operators at positions ``index`` of the batch."""
 
     def gram(self, y: Tensor) -> Tensor:
-        """J J^T y for every entry: (batch, *out_shape) -> (batch, *out_shape)."""
+        """Return J J^T y for every entry: (batch, *out_shape) -> (batch, *out_shape)."""
         return self.jvp(self.vjp(y))
 
     def double(self) -> "JacobianOperator":
-        """The same maps with products in float64, where the operator can do that; else itself."""
+        """Return the same maps with products in float64, where the operator can do that."""
         return self
 
     def dense(self) -> Tensor:
-        """The matrices, (batch, out, in), one column of J per product; for small cases."""
+        """Return the matrices, (batch, out, in), by one product a column: for small cases."""
         size = math.prod(self.in_shape)
         columns = []
         for k in range(size):
@@ -91,14 +91,10 @@ class JacobianOperator(ABC):
         return torch.stack(columns, -1)
 
     def to_scipy(self, i: int = 0) -> LinearOperator:
-        """Entry ``i`` of the batch as a scipy operator of shape (out, in) on flattened vectors, in
-        this operator's dtype."""
+        """Return entry ``i`` as a scipy operator (out, in) on flattened vectors, in its dtype."""
         one = self.select(torch.tensor([i], device=self.device))
-        shape = (math.prod(self.out_shape), math.prod(self.in_shape))
 
-        def product(
-            f: Callable[[Tensor], Tensor], into: tuple[int, ...]
-        ) -> Callable[[np.ndarray], np.ndarray]:
+        def product(f: Product, into: tuple[int, ...]) -> Callable[[np.ndarray], np.ndarray]:
             def apply(x: np.ndarray) -> np.ndarray:
                 t = torch.from_numpy(np.ascontiguousarray(x)).to(self.device, self.dtype)
                 return f(t.view(1, *into)).reshape(-1).cpu().numpy()
@@ -106,7 +102,7 @@ class JacobianOperator(ABC):
             return apply
 
         return LinearOperator(
-            shape,
+            (math.prod(self.out_shape), math.prod(self.in_shape)),
             matvec=product(one.jvp, self.in_shape),
             rmatvec=product(one.vjp, self.out_shape),
             dtype=np.dtype(str(self.dtype).removeprefix("torch.")),
@@ -138,7 +134,7 @@ class FromCPU(JacobianOperator):
 
 @runtime_checkable
 class _Castable(Protocol):
-    """What an operator may be made of besides tensors: it knows itself in float64."""
+    """An object that knows itself in float64, as an operator may hold besides tensors."""
 
     def double(self) -> Any: ...
 
@@ -151,11 +147,11 @@ method ``select``, or None."""
 
 @dataclass(init=False, eq=False, repr=False)
 class TensorOperator(JacobianOperator):
-    """An operator made of tensors, which its copies share or take entries of: a dataclass that
-    names its batch fields by the type `PerEntry`.
+    """An operator made of tensors, which its copies share or take entries of.
 
-    Copies hold the declared fields and nothing else, so an attribute that is not declared is missed
-    at its first use.
+    A subclass is a dataclass that names its batch fields by the type `PerEntry`. Copies hold the
+    declared fields and nothing else, so an attribute that is not declared is missed at its first
+    use.
     """
 
     batch: int
@@ -165,41 +161,35 @@ class TensorOperator(JacobianOperator):
     device: torch.device
 
     def _with(self, **changes: Any) -> Self:
-        """A copy with other values of some fields."""
+        """Return a copy with other values of some fields."""
         other = object.__new__(type(self))
         for name in (f.name for f in fields(self)):
             setattr(other, name, changes[name] if name in changes else getattr(self, name))
         return other
 
     def select(self, index: Tensor | slice) -> Self:
-        """The operators at positions ``index`` of the batch; views of their tensors for a slice."""
+        """Return the operators at positions ``index``, with views of their tensors for a slice."""
         count = len(range(self.batch)[index]) if isinstance(index, slice) else len(index)
-        return self._with(
-            batch=count,
-            **{f.name: _picked(getattr(self, f.name), index) for f in fields(self) if _batched(f)},
-        )
+        own = {f.name: getattr(self, f.name) for f in fields(self) if _batched(f)}
+        return self._with(batch=count, **{name: _entries(t, index) for name, t in own.items()})
 
     def double(self) -> Self:
-        """The same maps with products in float64."""
-        return self._with(
-            **{f.name: _cast(getattr(self, f.name)) for f in fields(self)}
-            | {"dtype": torch.float64}
-        )
+        """Return the same maps with products in float64."""
+        cast = {f.name: _cast(getattr(self, f.name)) for f in fields(self)}
+        return self._with(**cast | {"dtype": torch.float64})
 
 
 def _batched(field: Field[Any]) -> bool:
     return _BATCHED in getattr(field.type, "__metadata__", ())
 
 
-def _picked(value: Any, index: Tensor | slice) -> Any:
-    """Some entries of a field."""
+def _entries(value: Any, index: Tensor | slice) -> Any:
     if value is None:
         return None
     return value[index] if isinstance(value, Tensor) else value.select(index)
 
 
 def _cast(value: Any) -> Any:
-    """A field in float64."""
     if isinstance(value, Tensor):
         return value.double() if value.is_floating_point() else value
     return value.double() if isinstance(value, _Castable) else value
@@ -236,13 +226,8 @@ class Transposed(JacobianOperator):
 
     def __init__(self, op: JacobianOperator):
         self._op = op
-        self.batch, self.in_shape, self.out_shape, self.dtype, self.device = (
-            op.batch,
-            op.out_shape,
-            op.in_shape,
-            op.dtype,
-            op.device,
-        )
+        self.batch, self.dtype, self.device = op.batch, op.dtype, op.device
+        self.in_shape, self.out_shape = op.out_shape, op.in_shape
 
     def jvp(self, x: Tensor) -> Tensor:
         return self._op.vjp(x)

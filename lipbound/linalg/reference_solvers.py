@@ -19,7 +19,7 @@ def power_iteration(
     seed: int | Sequence[int],
     vectors: bool = False,
 ) -> Norm:
-    r"""Estimate norms of J by power iteration on J^T J, as papers on attention do.
+    r"""Return estimates of norms of J by power iteration on J^T J, as papers on attention do.
 
     The rule of Castin et al. 2024, appendix E.1:
     :math:`x_{k+1} = J^T J x_k / |J^T J x_k|`, :math:`\mu_k = |J x_k|`; stops when
@@ -50,7 +50,7 @@ def power_iteration(
 
 
 def dense_svd(op: JacobianOperator, *, vectors: bool = False, memory: float = 4e9) -> Norm:
-    """Compute norms of J from the matrices themselves, in float64, one batch entry at a time.
+    """Return norms of J from the matrices themselves, in float64, one batch entry at a time.
 
     ``lower`` and ``upper`` are the computed value less and plus a relative rounding allowance for
     decomposing the matrix: Lemma 50 (docs/theory/numerics.md); where attention saturates, the

@@ -56,7 +56,7 @@ class Norm:
 
     @staticmethod
     def cat(norms: "Sequence[Norm]", dim: int = 0) -> "Norm":
-        """Concatenate norms along an axis, with vectors where all have them."""
+        """Return norms concatenated along an axis, with vectors where all have them."""
         values: dict[str, Any] = {}
         for name in (field.name for field in fields(Norm)):
             some = [getattr(norm, name) for norm in norms]
@@ -88,7 +88,7 @@ def start_vectors(
 
 
 def normal_numbers(count: int, *key: int | str) -> Tensor:
-    """Draw independent standard normal numbers, (count,), float64 on the CPU.
+    """Return independent standard normal numbers, (count,), float64 on the CPU.
 
     All that is drawn at random under a failure probability is drawn here. The stream belongs to
     ``key`` and ``count``, and to nothing else: a counter-based generator (Philox), keyed by a hash
@@ -212,6 +212,6 @@ class Results:
 
 
 def unit_vectors(x: Tensor) -> Tensor:
-    """Divide every batch entry by its 2-norm; zero stays zero."""
+    """Return batch entries divided by their 2-norms; zero stays zero."""
     size = torch.linalg.vector_norm(x.flatten(1), dim=1).clamp_min(torch.finfo(x.dtype).tiny)
     return x / size.view(-1, *(1,) * (x.ndim - 1))

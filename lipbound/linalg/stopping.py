@@ -84,7 +84,7 @@ class StoppingRule:
         return top, s, below & (top > 0) | zero, b[:, -1] <= self.floor * top
 
     def _floored(self, beta: np.ndarray, top: np.ndarray) -> np.ndarray:
-        """Raise every beta to what rounding may have made of it.
+        """Return betas no smaller than rounding may have made them.
 
         A larger beta makes the bound larger, by Lemma 42 (docs/theory/certificates.md).
         """

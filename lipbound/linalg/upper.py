@@ -1,38 +1,44 @@
-"""Upper values of nonnegative numbers that keep their exponents apart: products and powers of norms
-neither overflow nor underflow on the way."""
+"""Upper values of nonnegative numbers with exponents of their own.
+
+Products and powers of norms neither overflow nor underflow on the way.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from lipbound.linalg.matrix_norms import UNIT
-from lipbound.linalg.powers import exact_power, times_power
+from lipbound.linalg.matrix_norms import UNIT, exact_power, times_power
 
 UP = 1 + 4 * UNIT
-"""What a rounded operation is multiplied with, so that the product is at least the exact result."""
+"""Factor by which the result of a rounded operation is at least the exact one."""
 FAR = 200
 """A summand that is smaller by more than this power of two counts as if it were by this power."""
+ZERO = torch.iinfo(torch.int64).min // 4
+"""Exponent that zero has where exponents are compared."""
 
 
 def exponents(t: Tensor, dims: int | tuple[int, ...] | None = None) -> Tensor:
-    """Integers e (int64): the largest |t| over ``dims`` (kept, of length one) is 2^e times a number
-    in [1/2, 1); 0 where it is 0 or infinite."""
+    """Return e for which the largest |t| over ``dims`` is 2^e times a number in [1/2, 1), int64.
+
+    ``dims`` are kept, of length one; e is 0 where the largest is 0 or infinite.
+    """
     size = t.detach().abs().double()
     size = size if dims is None else size.amax(dims, keepdim=True)
     return torch.where(torch.isfinite(size), torch.frexp(size).exponent.long(), 0)
 
 
 class Upper:
-    """Upper values :math:`m\\,2^e` of real numbers >= 0, element by element. Lemma 83
-    (docs/theory/upper_values.md).
+    r"""Upper values :math:`m\,2^e` of real numbers >= 0, element by element.
 
-    Every operation rounds upwards. What is no number is infinite; zero times infinity is zero, as
-    zeros are exact and infinity stands for a number that is not known. Derivatives are those of the
-    mantissas; of equal numbers `max` and `maximum` follow one.
+    Lemma 83 (docs/theory/upper_values.md). Every operation rounds upwards. What is no number is
+    infinite; zero times infinity is zero, as zeros are exact and infinity stands for a number that
+    is not known. Derivatives are those of the mantissas; of equal numbers `max` and `maximum`
+    follow one.
 
     Args:
-        m: float64, any shape. e: int64, broadcastable to it.
+        m: mantissas, float64, any shape.
+        e: exponents, int64, broadcastable to it.
     """
 
     def __init__(self, m: Tensor, e: Tensor):
@@ -40,22 +46,19 @@ class Upper:
 
     @staticmethod
     def of(value: Upper | Tensor | float) -> Upper:
-        """These numbers, which are upper values themselves; what is NaN or negative becomes
-        infinite."""
+        """Return upper values in this form; what is NaN or negative becomes infinite."""
         if isinstance(value, Upper):
             return value
-        t = (
-            torch.as_tensor(value, dtype=torch.float64)
-            if not isinstance(value, Tensor)
-            else value.double()
-        )
+        t = torch.as_tensor(value, dtype=torch.float64)
         t = torch.where(t >= 0, t, torch.inf)
         e = exponents(t)
         return Upper(times_power(t, -e), e)
 
     def value(self) -> Tensor:
-        """The numbers in float64, rounded upwards: infinite beyond its range, never zero for a
-        number that is not."""
+        """Return the numbers in float64, rounded upwards.
+
+        Infinite beyond its range, never zero for a number that is not.
+        """
         inner = exponents(self.m)
         e = (self.e + inner).clamp(-1300, 1100)
         v = times_power(times_power(self.m, -inner), e)
@@ -63,7 +66,7 @@ class Upper:
         return torch.where((v < smallest) & (self.m > 0), v + 2.0**-1074, v)
 
     def detach(self) -> Upper:
-        """The same without derivatives."""
+        """Return the same without derivatives."""
         return Upper(self.m.detach(), self.e)
 
     def __mul__(self, other: Upper | Tensor | float) -> Upper:
@@ -72,41 +75,37 @@ class Upper:
         return Upper(torch.where((self.m == 0) | (other.m == 0), 0.0, m), self.e + other.e)
 
     def __truediv__(self, other: Upper | Tensor | float) -> Upper:
-        """By numbers that are exact, or lower values; infinite for zero."""
+        """Return quotients by numbers that are exact, or lower values; infinite for zero."""
         other = Upper.of(other)
         m = self.m / torch.where(other.m == 0, 1.0, other.m) * UP
         return Upper(torch.where(other.m == 0, torch.inf, m), self.e - other.e)
 
     def __add__(self, other: Upper | Tensor | float) -> Upper:
         other = Upper.of(other)
-        none = torch.iinfo(torch.int64).min // 4  # the exponent of zero
-        own, its = torch.where(self.m == 0, none, self.e), torch.where(other.m == 0, none, other.e)
-        e = torch.maximum(own, its)
-        e = torch.where(e == none, 0, e)
-        m = self.m * exact_power((self.e - e).clamp(-FAR, 0)) + other.m * exact_power(
-            (other.e - e).clamp(-FAR, 0)
-        )
-        return Upper(m * UP, e)
+        e = torch.maximum(*(torch.where(t.m == 0, ZERO, t.e) for t in (self, other)))
+        e = torch.where(e == ZERO, 0, e)
+        own, its = (t.m * exact_power((t.e - e).clamp(-FAR, 0)) for t in (self, other))
+        return Upper((own + its) * UP, e)
 
     __rmul__ = __mul__
     __radd__ = __add__
 
     def __pow__(self, k: int) -> Upper:
-        """To the k-th power, k = 1, 2, ..."""
+        """Return k-th powers, k = 1, 2, ..."""
         product = self
         for _ in range(k - 1):
             product = product * self
         return product
 
     def sqrt(self) -> Upper:
-        """Roots; the derivative at zero is zero."""
+        """Return square roots; the derivative at zero is zero."""
         odd = self.e & 1
         m = self.m * exact_power(odd)
         root = torch.where(m == 0, 1.0, m).sqrt() * UP
         return Upper(torch.where(m == 0, 0.0, root), (self.e - odd) >> 1)
 
     def exp(self) -> Upper:
-        """Exponentials; infinite beyond 2^(2^40)."""
+        """Return exponentials; infinite beyond 2^(2^40)."""
         y = self.value()
         large = y > 2.0**39
         y = torch.where(large, 0.0, y)
@@ -115,51 +114,44 @@ class Upper:
         return Upper(torch.where(large, torch.inf, m), whole.long())
 
     def __le__(self, other: Upper | Tensor | float) -> Tensor:
-        """Where it is at most ``other``, by comparison of what is kept."""
+        """Return where it is at most ``other``, by comparison of what is kept."""
         return ~(self > other)
 
     def __gt__(self, other: Upper | Tensor | float) -> Tensor:
-        """Where it is larger than ``other``, by comparison of what is kept."""
+        """Return where it is larger than ``other``, by comparison of what is kept."""
         other = Upper.of(other)
         (m, e), (n, f) = self._normal(), other._normal()
         bigger = torch.where(e == f, m > n, e > f)
-        return torch.where(
-            m == 0,
-            False,
-            torch.where(
-                (n == 0) | (m == torch.inf), (m > 0) & (n < torch.inf), bigger & (n < torch.inf)
-            ),
-        )
+        return (m != 0) & (n < torch.inf) & torch.where(n == 0, m > 0, (m == torch.inf) | bigger)
 
     def _normal(self) -> tuple[Tensor, Tensor]:
-        """Mantissas in [1/2, 1), and exponents."""
+        """Return mantissas in [1/2, 1), and exponents."""
         m = self.m.detach()
         inner = exponents(m)
         return times_power(m, -inner), self.e + inner
 
     def maximum(self, other: Upper | Tensor | float) -> Upper:
-        """The larger of two, element by element."""
+        """Return the larger of two, element by element."""
         other = Upper.of(other)
-        smaller = other > self
-        return Upper(torch.where(smaller, other.m, self.m), torch.where(smaller, other.e, self.e))
+        return other._where(other > self, self)
 
     def minimum(self, other: Upper | Tensor | float) -> Upper:
-        """The smaller of two, element by element."""
+        """Return the smaller of two, element by element."""
         other = Upper.of(other)
-        larger = self > other
-        return Upper(torch.where(larger, other.m, self.m), torch.where(larger, other.e, self.e))
+        return other._where(self > other, self)
+
+    def _where(self, here: Tensor, other: Upper) -> Upper:
+        return Upper(torch.where(here, self.m, other.m), torch.where(here, self.e, other.e))
 
     def sum(self) -> Upper:
-        """Sums over the last axis."""
-        top = torch.where(self.m == 0, torch.iinfo(torch.int64).min // 4, self.e).amax(
-            -1, keepdim=True
-        )
+        """Return sums over the last axis."""
+        top = torch.where(self.m == 0, ZERO, self.e).amax(-1, keepdim=True)
         top = torch.where(top < -(2**60), 0, top)
         total = (self.m * exact_power((self.e - top).clamp(-FAR, 0))).sum(-1)
         return Upper(total * (1 + (self.m.shape[-1] + 4) * UNIT), top[..., 0])
 
     def shifted(self, e: Tensor) -> Upper:
-        """Times 2^e, exactly."""
+        """Return the numbers times 2^e, exactly."""
         return Upper(self.m, self.e + e)
 
     def __getitem__(self, index: object) -> Upper:
@@ -167,7 +159,9 @@ class Upper:
 
 
 def scaled(t: Tensor, dims: int | tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """t in float64 divided by powers of two so that its largest entry over ``dims`` is in [1/2, 1),
-    and their exponents (``dims`` of length one)."""
+    """Return t in float64 with its largest entry over ``dims`` in [1/2, 1), and exponents.
+
+    t is divided by the powers of two with these exponents, (``dims`` of length one).
+    """
     e = exponents(t, dims)
     return times_power(t.double(), -e), e

@@ -71,8 +71,9 @@ def heatmaps(
         path: where to write it (.pdf, .svg, .png, .pgf, ...); fonts are embedded, files are
             reproducible.
         bounds: which bounds, in this order; all of the run by default.
-        reduce: "mean" (as in Figure 6), "geomean", "max", "median" or a quantile in [0, 1], over
-            samples.
+        reduce: over samples: "mean", the default, since values are shown and published heatmaps
+            have it (Figure 6); "geomean", the default of tables, whose ratios it suits; "max",
+            "median" or a quantile in [0, 1].
         scale: "rows" (the exact norm and bounds within a factor of ten of it come first, on a
             colour scale of their own), "shared" (one scale) or "panel" (a scale each). Panels far
             beyond a scale are drawn in the colour beyond it, and say their range.

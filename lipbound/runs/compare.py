@@ -1,5 +1,7 @@
 """Exact norm and every bound of every head of a checkpoint, as one labelled Dataset."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 @in_own_modes
 def compare(
-    model: "str | Path | PreTrainedModel",
+    model: str | Path | PreTrainedModel,
     data: Any = None,
     *,
     bounds: str | Iterable[str] = "default",
@@ -51,7 +53,7 @@ def compare(
     shuffle: int | None = None,
     tokenizer: str | Path | None = None,
     processor: str | Path | None = None,
-    adapter: "str | Path | Literal[False] | None" = None,
+    adapter: str | Path | Literal[False] | None = None,
     client: Any = None,
     progress: bool = True,
 ) -> xr.Dataset:
@@ -80,13 +82,16 @@ def compare(
         exact_samples: compute exact norms on the first so many samples only (bounds on all).
         max_length: tokens per text.
         layers: indices of attention layers, one, several, or text such as "0-3,7"; all by default.
-        split, column: of a dataset. revision: of a hub model.
-        tol: relative width of the enclosure of exact norms, ``exact_upper / exact - 1``.
+        split: of a dataset.
+        column: of a dataset that holds the text or image.
+        revision: of a hub model.
+        tol: relative width of the enclosure of exact norms, ``exact_upper / exact - 1``; 1e-3 is
+            finer than figures and tables show.
         delta: probability that any ``exact_upper`` of the run fails (see `lipbound.spectral_norm`);
             None for lower ends alone, which take about a third of the time. Frobenius norm only:
             the others take neither delta nor seed.
-        device: "auto" (CUDA where there is one), or a torch device. dtype: "float32" or "float64",
-            or torch's.
+        device: "auto" (CUDA where there is one), or a torch device.
+        dtype: "float32" or "float64", or torch's.
         seed: of the start vectors of exact norms. The same seed gives the same numbers on one
             machine with one number of threads.
         out: where to save the run, a Zarr store that must not exist yet. Finished blocks are kept
@@ -100,8 +105,9 @@ def compare(
         gguf_file: which GGUF file of a directory or of a hub model; attrs["quantization"] says how
             its weights are stored.
         shuffle: a seed, with which samples are drawn from all of the data; None for the first ones.
-        tokenizer, processor: directory or hub id of a tokenizer or image processor, in place of the
-            checkpoint's own. adapter: of a LoRA adapter to merge into the weights; "none": not even
+        tokenizer: directory or hub id of a tokenizer, in place of the checkpoint's own.
+        processor: directory or hub id of an image processor, in place of the checkpoint's own.
+        adapter: directory or hub id of a LoRA adapter to merge into the weights; "none": not even
             one that lies beside them.
         client: a ``dask.distributed`` client, with one thread per worker, whose workers load
             ``model`` by its name and measure blocks of samples.

@@ -309,7 +309,7 @@ class RunConfig:
 
     @property
     def target(self) -> Path | None:
-        """Where the run is saved."""
+        """Path of the store; None where the run is not saved."""
         return None if self.out is None else Path(self.out).expanduser()
 
     def exact_count(self, samples: int) -> int:

@@ -209,7 +209,7 @@ def source(config: RunConfig) -> dict[str, Any]:
         "split": config.split,
         "column": config.column,
         "max_length": config.max_length,
-    } | {name: value for name, value in optional.items() if value}
+    } | {name: value for name, value in optional.items() if value is not None}
 
 
 def absolute(name: str | Path) -> str:

@@ -1,4 +1,4 @@
-"""Carrying out a plan: blocks of samples measured here, or by the workers of a cluster."""
+"""Execution of a plan: blocks of samples measured here, or by the workers of a cluster."""
 
 import os
 import threading
@@ -31,10 +31,14 @@ from lipbound.runs.plan import Plan, SampleBlock, Sources
 
 
 class WorkerSpec(NamedTuple):
-    """How another process makes the same `Measurer`; ``weights`` is the ``revision`` of the
-    checkpoint that it must find.
+    """Everything with which another process makes the same `Measurer`.
 
-    ``loading`` is its argument ``weights``.
+    Attributes:
+        model, revision, dtype, device, gguf_file, adapter: as in `lipbound.compare`.
+        weights: the ``revision`` of the checkpoint that must be found.
+        layers: numbers of the layers; None for all.
+        spec: what is measured.
+        loading: how weights are loaded, the argument ``weights`` of `lipbound.compare`.
     """
 
     model: str
@@ -50,9 +54,11 @@ class WorkerSpec(NamedTuple):
 
 
 TRIMMING = "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_"
-"""Where dask has what its workers' allocators do with freed memory. By default they give all of it
-back to the system, and fresh memory costs more than the arithmetic on it; None leaves them as they
-are."""
+"""Setting of dask for what its workers' allocators do with freed memory.
+
+By default they give all of it back to the system, and fresh memory costs more than the arithmetic
+on it; None leaves them as they are.
+"""
 
 _MEASURERS: dict[WorkerSpec, Measurer] = {}
 _TURN = threading.Lock()
@@ -61,8 +67,22 @@ _TURN = threading.Lock()
 def work(
     worker: WorkerSpec, inputs: Mapping[str, Tensor], start: int, skip: Collection[int] = ()
 ) -> list[LayerResult]:
-    """`Measurer.block` in a process of its own, which loads the checkpoint once; threads of one
-    process take turns, since they share the model."""
+    """Run `Measurer.block` in a process of its own, which loads the checkpoint once.
+
+    Threads of one process take turns, since they share the model.
+
+    Args:
+        worker: what to load and to measure.
+        inputs: of the model, for the samples of the block.
+        start: number of the first of them.
+        skip: positions of layers that are measured already.
+
+    Returns:
+        Layer by layer.
+
+    Raises:
+        CheckpointError: the checkpoint found here is another one.
+    """
     device = resolve_device(worker.device)
     with _TURN:
         if worker not in _MEASURERS:
@@ -84,13 +104,8 @@ def work(
             _MEASURERS[worker] = Measurer(
                 capturer_of(checkpoint.model, worker.layers, worker.spec.map), worker.spec
             )
-        return list(
-            _MEASURERS[worker].block(
-                {name: t.to(device) if isinstance(t, Tensor) else t for name, t in inputs.items()},
-                start,
-                skip,
-            )
-        )
+        here = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in inputs.items()}
+        return list(_MEASURERS[worker].block(here, start, skip))
 
 
 class Executor(ABC):
@@ -98,22 +113,25 @@ class Executor(ABC):
 
     @abstractmethod
     def parts(self) -> int:
-        """How many blocks there should be at least, to keep it busy."""
+        """Least number of blocks that keeps it busy."""
 
     @abstractmethod
     def device(self, config: RunConfig, sources: Sources) -> str:
-        """The device that identifies an unfinished run: it is continued on the same one."""
+        """Name the device that identifies an unfinished run, which is continued on the same one."""
 
     @abstractmethod
     def results(
         self, config: RunConfig, sources: Sources, plan: Plan, blocks: Sequence[SampleBlock]
     ) -> Iterator[tuple[int, LayerResult]]:
-        """The first sample of a block and what was measured there, layer by layer, in the order in
-        which it is measured."""
+        """Measure blocks.
+
+        Yields:
+            First sample of a block and one of its layers, in the order in which they are measured.
+        """
 
 
 class SerialExecutor(Executor):
-    """This process, one block after the other, on the model that is loaded already."""
+    """Measurement in this process, on the model that is loaded already."""
 
     def parts(self) -> int:
         return 1
@@ -126,14 +144,13 @@ class SerialExecutor(Executor):
     ) -> Iterator[tuple[int, LayerResult]]:
         measurer = Measurer(sources.capturer, plan.spec)
         for start, stop, skip in blocks:
-            for measured in measurer.block(
-                sources.inputs.block(start, stop, sources.device), start, skip
-            ):
+            inputs = sources.inputs.block(start, stop, sources.device)
+            for measured in measurer.block(inputs, start, skip):
                 yield start, measured
 
 
 class DaskExecutor(Executor):
-    """The workers of a ``dask.distributed`` client, each of which loads the checkpoint by its name.
+    """Measurement by dask workers, each of which loads the checkpoint by its name.
 
     Raises:
         LipboundError: the model has no name, or the client is none.
@@ -173,14 +190,8 @@ class DaskExecutor(Executor):
             config.gguf_file,
             None if config.adapter is None else str(config.adapter),
         )
-        return distribute(
-            self._client,
-            worker,
-            [
-                (sources.inputs.block(start, stop, "cpu"), start, skip)
-                for start, stop, skip in blocks
-            ],
-        )
+        tasks = [(sources.inputs.block(a, b, "cpu"), a, skip) for a, b, skip in blocks]
+        return distribute(self._client, worker, tasks)
 
 
 def _tell_of_trimming(client: Any) -> None:
@@ -205,8 +216,17 @@ def fill(
     partial: PartialRun | None,
     advance: Callable[[int], None],
 ) -> tuple[np.ndarray, float]:
-    """Put results where they belong, in the tables and in the partial run; lengths of all samples,
-    and the largest error of their captures."""
+    """Put results where they belong, in the tables and in the partial run.
+
+    Args:
+        tables: (samples, layers, heads) each.
+        results: first sample of a block, and one of its layers.
+        partial: where results are kept meanwhile, if at all.
+        advance: is told how many samples were measured.
+
+    Returns:
+        Lengths of all samples, and the largest error of their captures.
+    """
     lengths, error = np.zeros(len(tables["exact"]), dtype=np.int64), 0.0
     for start, measured in results:
         for name, value in measured.values.items():
@@ -222,11 +242,21 @@ def fill(
 def distribute(
     client: Any, worker: WorkerSpec, blocks: list[tuple[dict[str, Tensor], int, frozenset[int]]]
 ) -> Iterator[tuple[int, LayerResult]]:
-    """Blocks measured by the workers of a dask.distributed client, in the order in which they end;
-    this process alone writes what they return.
+    """Have blocks measured by the workers of a dask.distributed client.
 
     Blocks of a worker that dies go to another (dask's own rule: three deaths on one block and it is
     given up).
+
+    Args:
+        client: of dask.
+        worker: what workers load and measure.
+        blocks: inputs, first sample and layers to skip.
+
+    Yields:
+        First sample of a block and one of its layers, in the order in which blocks end.
+
+    Raises:
+        LipboundError: workers died again and again.
     """
     from dask.distributed import KilledWorker, as_completed
 
@@ -249,22 +279,21 @@ def distribute(
 
 @contextmanager
 def progress_bar(show: bool, title: str, total: int) -> Iterator[Any]:
-    """A progress bar over samples x layers; yields ``advance(layers)``."""
+    """Show a progress bar over samples x layers.
+
+    Yields:
+        Function to call with the number of layers that were measured.
+    """
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TaskProgressColumn(show_speed=True),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
     )
     console = Console(stderr=True)
     silent = not (show and (console.is_terminal or console.is_jupyter))
-    with Progress(
-        *columns,
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=silent,
-    ) as bar:
+    with Progress(*columns, console=console, transient=True, disable=silent) as bar:
         task = bar.add_task(title, total=total)
         yield lambda layers: bar.update(task, advance=layers)

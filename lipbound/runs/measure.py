@@ -142,7 +142,7 @@ class Measurer:
     def _layers(
         self, inputs: Mapping[str, Tensor], start: int, skip: Collection[int]
     ) -> Iterator[LayerResult]:
-        """The layers at samples that are captured together."""
+        """Measure the layers at samples that are captured together."""
         spec = self._spec
         positions = (i for i in itertools.count() if i not in skip)
         for i, layer in zip(positions, self._capturer.each(inputs, skip), strict=False):
@@ -157,7 +157,7 @@ class Measurer:
 
 
 def _one(inputs: Mapping[str, Any], sample: int) -> dict[str, Any]:
-    """The inputs of one sample of a block, and the options of all."""
+    """Select the inputs of one sample of a block, and the options of all."""
     return {
         name: value[sample : sample + 1] if isinstance(value, Tensor) else value
         for name, value in inputs.items()
@@ -165,8 +165,7 @@ def _one(inputs: Mapping[str, Any], sample: int) -> dict[str, Any]:
 
 
 def _joined(results: Sequence[LayerResult]) -> LayerResult:
-    """One layer at several samples, from its results at each of them; the first ones alone may have
-    exact norms."""
+    """Join the results of a layer at several samples, of which the first alone may be exact."""
     values = {
         name: np.concatenate([one.values[name] for one in results if name in one.values])
         for name in results[0].values

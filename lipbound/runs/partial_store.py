@@ -1,5 +1,4 @@
-"""A run while it is computed: a Zarr store beside its final place, filled by (block of samples,
-layer), that another process can take up."""
+"""Unfinished runs: Zarr stores filled block by block, that another process can take up."""
 
 from __future__ import annotations
 
@@ -25,13 +24,12 @@ LENGTH, ERROR, DONE = ".length", ".capture_error", ".done"
 
 
 def partial_path(path: Path) -> Path:
-    """Where the unfinished run that will become ``path`` is kept."""
+    """Name the store of the unfinished run that will become ``path``."""
     return path.with_name(path.name + PARTIAL)
 
 
 def _hold(path: Path) -> FileLock:
-    """The lock of an unfinished run, which the system lets go when its process ends, however that
-    ends."""
+    """Take the lock of an unfinished run, which the system lets go when its process ends."""
     lock = FileLock(partial_path(path) / ".lock")
     try:
         lock.acquire(timeout=0)
@@ -41,14 +39,17 @@ def _hold(path: Path) -> FileLock:
             "another name"
         ) from error
     except OSError as error:
-        raise StoreError(
-            f"{partial_path(path)} cannot be written: {error.strerror or error}"
-        ) from error
+        raise _unwritable(partial_path(path), error) from error
     return lock
 
 
+def _unwritable(path: Path, error: OSError) -> StoreError:
+    """Describe a place that cannot be written to."""
+    return StoreError(f"{path} cannot be written: {error.strerror or error}")
+
+
 def unfinished(path: Path) -> StoreError:
-    """The error about a run that is there in part, and was not asked for."""
+    """Describe a run that is there in part, and was not asked for."""
     return StoreError(
         f"{partial_path(path)} holds an unfinished run; continue it with resume (--resume), or "
         "remove it first"
@@ -56,11 +57,10 @@ def unfinished(path: Path) -> StoreError:
 
 
 def check_free(path: Path, *, resume: bool) -> None:
-    """Whether nobody else fills the run that will be at ``path``, and it is not there in part
-    unless ``resume`` is asked for.
+    """Check that a run can be begun, or taken up where ``resume`` is asked for.
 
     Raises:
-        StoreError: otherwise.
+        StoreError: another process fills it, or it is there in part.
     """
     if partial_path(path).exists():
         _hold(path).release()
@@ -69,7 +69,7 @@ def check_free(path: Path, *, resume: bool) -> None:
 
 
 class PartialRun:
-    """The store of an unfinished run, held by one process at a time.
+    """Store of an unfinished run, held by one process at a time.
 
     A block's values are written first and its mark last, each file whole or not at all: what is
     marked is there, and a process may be killed at any moment. The mark of a layer at a block is a
@@ -111,9 +111,7 @@ class PartialRun:
         try:
             self._path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StoreError(
-                f"{self._path} cannot be written: {error.strerror or error}"
-            ) from error
+            raise _unwritable(self._path, error) from error
         self._lock = _hold(path)
         try:
             if there and not resume:
@@ -151,20 +149,18 @@ class PartialRun:
             )
         self._group.attrs["config"] = config  # last: a store without it was never begun
         if damaged or (stored and lost):
-            count = (
-                f"{damaged} of the {marked} measured blocks of one layer each in {self._path} "
-                + ("is" if damaged == 1 else "are")
+            be = "is" if damaged == 1 else "are"
+            told = (
+                f"{damaged} of the {marked} measured blocks of one layer each in {self._path} {be} "
+                f"lost or damaged{', and measured again' if damaged else ''}"
             )
-            files = (
-                f"the description of {', '.join(lost)} in {self._path} was lost and is written "
-                "anew; "
-                if stored and lost
-                else ""
-            )
-            tell(f"{files}{count} lost or damaged{', and measured again' if damaged else ''}")
+            if stored and lost:
+                what = f"the description of {', '.join(lost)} in {self._path}"
+                told = f"{what} was lost and is written anew; {told}"
+            tell(told)
 
     def _described(self, config: dict[str, Any]) -> bool:
-        """Open the group; whether it says what run it is of, which must be this one."""
+        """Open the group, and tell whether it says what run it is of, which must be this one."""
         description = self._path / "zarr.json"
         try:
             self._group = zarr.open_group(self._path, mode="a")
@@ -185,18 +181,18 @@ class PartialRun:
         chunks: tuple[int, ...],
         lost: list[str],
     ) -> None:
-        """Open one of the arrays; where its description is gone, or is another's, it is written
-        anew beside the values, which are kept."""
+        """Open one of the arrays.
+
+        Where its description is gone, or is another's, it is written anew beside the values, which
+        are kept, and the name is added to ``lost``.
+        """
         description = self._path / name / "zarr.json"
         try:
             array = self._group[name]
         except Exception:  # whatever zarr makes of a description that is no longer one
             array = None
-        if not isinstance(array, zarr.Array) or (array.shape, array.chunks, array.dtype) != (
-            shape,
-            chunks,
-            dtype,
-        ):
+        said = (shape, chunks, dtype)
+        if not isinstance(array, zarr.Array) or (array.shape, array.chunks, array.dtype) != said:
             lost.append(name)
             description.unlink(missing_ok=True)
             array = self._group.create_array(
@@ -205,22 +201,21 @@ class PartialRun:
         self._arrays[name] = array
 
     def _take_up(self) -> tuple[int, int]:
-        """Fill the tables with what fits its mark; how many marked pairs of block and layer do not,
-        and how many are marked."""
+        """Fill the tables with what fits its mark.
+
+        Returns:
+            How many marked pairs of block and layer do not, and how many are marked.
+        """
         found = {name: _values(array) for name, array in self._arrays.items()}
         marks, readable = found.pop(DONE)
         damaged = int((~readable).sum())
         for block, layer in np.argwhere((marks != 0) & readable):
             rows = slice(block * self._block, (block + 1) * self._block)
-            where = {
-                name: rows if name == LENGTH else (block, layer) if name == ERROR else (rows, layer)
-                for name in found
-            }
+            where: dict[str, Any] = dict.fromkeys(found, (rows, layer))
+            where |= {LENGTH: rows, ERROR: (block, layer)}
             parts = {name: found[name][0][at] for name, at in where.items()}
-            if (
-                not all(found[name][1][at].all() for name, at in where.items())
-                or self._mark(block, layer, parts) != marks[block, layer]
-            ):
+            whole = all(found[name][1][at].all() for name, at in where.items())
+            if not whole or self._mark(block, layer, parts) != marks[block, layer]:
                 damaged += 1
                 continue
             self.done[block, layer] = True
@@ -231,8 +226,10 @@ class PartialRun:
         return damaged, int((marks != 0).sum() + (~readable).sum())
 
     def _mark(self, block: int, layer: int, parts: Mapping[str, np.ndarray]) -> int:
-        """Hash over what is stored of a layer at a block, and over where and of what run that is;
-        not 0, which means that nothing is."""
+        """Hash over what is stored of a layer at a block, over where, and of what run that is.
+
+        It is never 0, which means that nothing is stored.
+        """
         digest = hashlib.blake2b(self._salt, digest_size=8)
         digest.update(f"{block}/{layer}".encode())
         for name in sorted(parts):
@@ -241,8 +238,15 @@ class PartialRun:
         return int.from_bytes(digest.digest(), "little", signed=True) or 1
 
     def write(self, start: int, measured: LayerResult) -> None:
-        """Store one layer at the block that starts at sample ``start``, from the tables, into which
-        it was put."""
+        """Store one layer at a block from the tables, into which it was put.
+
+        Args:
+            start: first sample of the block.
+            measured: the layer.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
         i, block = measured.layer, start // self._block
         rows = slice(start, start + len(measured.lengths))
         self.lengths[rows], self.error = measured.lengths, max(self.error, measured.error)
@@ -269,28 +273,23 @@ class PartialRun:
         self.close(finished=failure is None)
 
     def close(self, *, finished: bool) -> None:
-        """Let go of the store, and remove it when the run is saved: a ``with`` block that ends
-        without an error."""
+        """Let go of the store, and remove it where the run is ``finished`` and saved."""
         self._lock.release()
         if finished:
             shutil.rmtree(self._path, ignore_errors=True)
 
 
 def _values(array: zarr.Array) -> tuple[np.ndarray, np.ndarray]:
-    """The values of an array, and where they could be read: chunk by chunk where some cannot."""
+    """Read an array, chunk by chunk where some cannot be, and tell where it could."""
     try:
         return np.asarray(array[...]), np.ones(array.shape, dtype=bool)
     except Exception:  # whatever a codec makes of bytes that are not its own
-        values, readable = (
-            np.zeros(array.shape, dtype=array.dtype),
-            np.zeros(array.shape, dtype=bool),
-        )
-    for index in np.ndindex(
-        *(-(-size // chunk) for size, chunk in zip(array.shape, array.chunks, strict=True))
-    ):
-        at = tuple(
-            slice(i * chunk, (i + 1) * chunk) for i, chunk in zip(index, array.chunks, strict=True)
-        )
+        values = np.zeros(array.shape, dtype=array.dtype)
+    readable = np.zeros(array.shape, dtype=bool)
+    counts = [-(-size // chunk) for size, chunk in zip(array.shape, array.chunks, strict=True)]
+    for index in np.ndindex(*counts):
+        chunks = zip(index, array.chunks, strict=True)
+        at = tuple(slice(i * chunk, (i + 1) * chunk) for i, chunk in chunks)
         with suppress(Exception):
             values[at] = array[at]
             readable[at] = True
@@ -298,18 +297,20 @@ def _values(array: zarr.Array) -> tuple[np.ndarray, np.ndarray]:
 
 
 def measured_blocks(path: Path) -> tuple[int, int]:
-    """The numbers of measured blocks (of one layer each) and of all blocks in the unfinished run at
-    ``path``; (0, 0) if that is lost."""
+    """Count measured blocks of one layer each, and all, in the unfinished run at ``path``.
+
+    Returns:
+        Both counts; (0, 0) where they are lost.
+    """
     try:
-        array = zarr.open_array(path / DONE, mode="r")
-        marks, readable = _values(array)
+        marks, readable = _values(zarr.open_array(path / DONE, mode="r"))
     except Exception:
         return 0, 0
     return int(((marks != 0) & readable).sum()), marks.size
 
 
 def stored_block(path: Path, *, default: int) -> int:
-    """Samples in a block of the unfinished run at ``path``; ``default`` where there is none."""
+    """Count the samples in a block of the unfinished run at ``path``; else ``default``."""
     for name in (LENGTH, "exact"):
         try:
             return int(zarr.open_array(path / name, mode="r").chunks[0])
@@ -319,12 +320,12 @@ def stored_block(path: Path, *, default: int) -> int:
 
 
 def same_configuration(path: Path, stored: dict[str, Any], asked: dict[str, Any]) -> None:
-    """Raise StoreError naming the fields in which a run differs from what is asked for."""
-    different = [key for key in {**stored, **asked} if stored.get(key) != asked.get(key)]
-    if different:
+    """Refuse a run that differs from what is asked for, naming the settings that do."""
+    pairs = {key: (stored.get(key), asked.get(key)) for key in {**stored, **asked}}
+    if different := {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}:
         what = "; ".join(
-            f"{key} was {_said(stored.get(key))} and is now {_said(asked.get(key))}"
-            for key in different
+            f"{key} was {_said(then)} and is now {_said(now)}"
+            for key, (then, now) in different.items()
         )
         raise StoreError(
             f"{path} belongs to another configuration: {what}; use the same arguments, or "
@@ -333,7 +334,7 @@ def same_configuration(path: Path, stored: dict[str, Any], asked: dict[str, Any]
 
 
 def _said(value: object) -> str:
-    """A setting in words: the items of a list, "none" for what is not set."""
+    """Write a setting in words: the items of a list, "none" for what is not set."""
     if isinstance(value, list | tuple):
         return ", ".join(map(_said, value)) or "none"
     return "none" if value is None else str(value)

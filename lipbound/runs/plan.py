@@ -153,7 +153,7 @@ class Plan:
 
     @property
     def variants(self) -> frozenset[str]:
-        """Which of `lipbound.attention.variants.VARIANTS` the layers have."""
+        """Those of `lipbound.attention.variants.VARIANTS` that the layers have."""
         return all_variants(self.layers)
 
     def blocks(self, done: np.ndarray) -> list[SampleBlock]:

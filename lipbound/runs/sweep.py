@@ -1,5 +1,4 @@
-"""Many runs from one file: every combination of models, data and lengths, one store each, and an
-index of them."""
+"""Many runs from one file: every combination of models, data and lengths, and an index of them."""
 
 import csv
 import itertools
@@ -23,13 +22,11 @@ AXES = ("model", "data", "max_length")
 OPTIONS = tuple(
     field.name for field in fields(RunConfig) if field.name not in (*AXES, "out", "resume")
 )
-"""What else a sweep file may say; a sweep itself decides where its runs are saved, and resumes
-them."""
+"""Other keys of a sweep file; a sweep itself decides where runs are saved, and resumes them."""
 PAIRS = "pairs"
 FIELDS = ("run", *AXES, "status", "error")
 NUMBERS = ("samples", "layers", "norms", "not_closed", "exact_geomean", "exact_min", "exact_max")
-"""Columns of the index about exact norms; two of every bound follow, `<name>_ratio` and
-`<name>_violations`."""
+"""Columns of the index about exact norms; `<name>_ratio` and `<name>_violations` follow."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ class SweepRun:
 
 
 def planned_runs(path: str | Path) -> list[SweepRun]:
-    """The runs that a sweep file asks for.
+    """Read the runs that a sweep file asks for.
 
     The file is YAML: ``model``, ``data`` and ``max_length`` are values or lists of them, every
     combination of which is a run; all other keys (`OPTIONS`) are arguments of `lipbound.compare`
@@ -64,24 +61,18 @@ def planned_runs(path: str | Path) -> list[SweepRun]:
         )
     shared = {key: value for key, value in content.items() if key != PAIRS}
     pairs = content.get(PAIRS, [{}])
-    if (
-        not isinstance(pairs, list)
-        or not pairs
-        or not all(isinstance(pair, dict) for pair in pairs)
-    ):
+    listed = isinstance(pairs, list) and len(pairs) > 0
+    if not listed or not all(isinstance(pair, dict) for pair in pairs):
         raise LipboundError(
             f"{path} has pairs that are no list of mappings; give for each run such as '- "
             "{model: builtin:gpt2, data: words.txt}'"
         )
-    for keys, known in (
-        (content, (*AXES, *OPTIONS, PAIRS)),
-        *((pair, (*AXES, *OPTIONS)) for pair in pairs),
-    ):
-        for key in keys:
-            if key not in known:
-                raise LipboundError(
-                    f"{path} has an unknown key {key!r}; {nearest(str(key), known)}"
-                )
+    known = (*AXES, *OPTIONS)
+    allowed = [(key, (*known, PAIRS)) for key in content]
+    allowed += [(key, known) for pair in pairs for key in pair]
+    for key, names in allowed:
+        if key not in names:
+            raise LipboundError(f"{path} has an unknown key {key!r}; {nearest(str(key), names)}")
     if unused := [key for key in shared if PAIRS in content and all(key in pair for pair in pairs)]:
         raise LipboundError(
             f"{path} has {unused[0]!r} beside pairs, which all have their own; leave it out in "
@@ -96,9 +87,9 @@ def planned_runs(path: str | Path) -> list[SweepRun]:
             )
         for one in _combinations(merged):
             base = name = _name(*(one[key] for key in AXES))
-            for count in itertools.count(2):
-                if name not in runs:
-                    break
+            count = 1
+            while name in runs:
+                count += 1
                 name = f"{base}-{count}"
             runs[name] = SweepRun(name, one)
     return list(runs.values())
@@ -106,35 +97,42 @@ def planned_runs(path: str | Path) -> list[SweepRun]:
 
 def _combinations(content: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Arguments of every combination of models, data and lengths."""
-    lists = [
-        _listed(content.get("model")),
-        _listed(content.get("data")),
-        _listed(content.get("max_length", RunConfig.max_length)),
-    ]
-    for values in itertools.product(*lists):
-        yield dict(zip(AXES, values, strict=True)) | {
-            key: value for key, value in content.items() if key in OPTIONS
-        }
+    axes = [content.get(key, getattr(RunConfig, key, None)) for key in AXES]
+    options = {key: value for key, value in content.items() if key in OPTIONS}
+    for values in itertools.product(*(one if isinstance(one, list) else [one] for one in axes)):
+        yield dict(zip(AXES, values, strict=True)) | options
 
 
 def sweep(
     path: str | Path, out: str | Path, *, client: Any = None, progress: bool = True
-) -> Iterator[dict[str, Any]]:
-    """Do the runs of a sweep file one after the other, each into ``<out>/<name>.zarr``;
-    ``<out>/index.csv`` says how each ended.
+) -> list[dict[str, Any]]:
+    """Do the runs of a sweep file, each into ``<out>/<name>.zarr``, with an index in ``index.csv``.
 
-    Finished runs are kept, unfinished ones taken up. A run that fails is reported and does not stop
-    the others.
+    Finished runs are kept, unfinished ones taken up. A run that fails does not stop the others.
 
     Args:
         path: see `planned_runs`.
         out: a folder, made if need be.
-        client, progress: as in `lipbound.compare`.
+        client: as in `lipbound.compare`.
+        progress: as in `lipbound.compare`.
+
+    Returns:
+        The rows of the index: run, model, data, max_length, status ("done", "kept" where it was
+        finished before, or "failed"), error, and the numbers of `numbers`.
+
+    Raises:
+        LipboundError: the file cannot be read, or the folder cannot be written.
+    """
+    return list(rows(path, out, client=client, progress=progress))
+
+
+def rows(
+    path: str | Path, out: str | Path, *, client: Any = None, progress: bool = True
+) -> Iterator[dict[str, Any]]:
+    """Do the runs of a sweep file as `sweep` does.
 
     Yields:
-        For every run, as it ends, its row of the index: run, model, data, max_length, status
-        ("done", "kept" where it was finished before, or "failed"), error, and the numbers of
-        `numbers`.
+        The row of every run as it ends.
     """
     check_folder_name("out", out, "holds all runs of the sweep and their index.csv")
     planned = planned_runs(path)
@@ -143,70 +141,60 @@ def sweep(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LipboundError(f"{folder} cannot be written: {error.strerror or error}") from error
-    rows: list[dict[str, Any]] = []
+    ended: list[dict[str, Any]] = []
     for one in planned:
-        row = {
-            "run": f"{one.name}.zarr",
-            **{key: one.arguments.get(key) for key in AXES},
-            "status": "done",
-            "error": "",
-        }
+        store = folder / f"{one.name}.zarr"
+        row = {"run": store.name, **{key: one.arguments.get(key) for key in AXES}}
         try:
-            config = RunConfig(**one.arguments, out=folder / f"{one.name}.zarr", resume=True)
-            kept = (folder / f"{one.name}.zarr").exists()
-            row |= numbers(run(config, client=client, progress=progress)) | {
-                "status": "kept" if kept else "done"
-            }
+            config = RunConfig(**one.arguments, out=store, resume=True)
+            row |= {"status": "kept" if store.exists() else "done", "error": ""}
+            row |= numbers(run(config, client=client, progress=progress))
         except LipboundError as error:
             row |= {"status": "failed", "error": str(error)}
         except Exception as error:  # whatever it is, the other runs must go on
             row |= {"status": "failed", "error": f"{type(error).__name__}: {error}"}
-        rows.append(row)
-        _index(folder / "index.csv", rows)
+        ended.append(row)
+        _index(folder / "index.csv", ended)
         yield row
 
 
 def numbers(ds: xr.Dataset) -> dict[str, float]:
-    """The numbers of a run for its row of the index.
+    """Numbers of a run for its row of the index.
 
-    ``samples`` and ``layers``; ``norms``, exact norms, of which ``not_closed`` were not found to
-    the tolerance; their geometric mean over samples, layers and heads (those that are not zero),
-    smallest and largest. Of every bound the geometric mean of bound / exact, ``<name>_ratio``, and
-    how often it is below the exact norm, ``<name>_violations``.
+    Returns:
+        ``samples`` and ``layers``; ``norms``, exact norms, of which ``not_closed`` were not found
+        to the tolerance; their geometric mean over samples, layers and heads (those that are not
+        zero), smallest and largest. Of every bound the geometric mean of bound / exact,
+        ``<name>_ratio``, and how often it is below the exact norm, ``<name>_violations``.
     """
     exact = ds["exact"].values
     known = exact[~np.isnan(exact)]
     found = Contents.of(ds)
-    least, most = (
-        (float(known.min()), float(known.max())) if known.size else (float("nan"), float("nan"))
-    )
     row = {
         "samples": found.samples,
         "layers": len(found.layers),
         "norms": found.norms,
         "not_closed": found.norms - found.closed,
         "exact_geomean": _geomean(known[known > 0]),
-        "exact_min": least,
-        "exact_max": most,
+        "exact_min": float(known.min()) if known.size else float("nan"),
+        "exact_max": float(known.max()) if known.size else float("nan"),
     }
     for name, entry in audit(ds).items():
         norm, value = ds[compared_with(ds, name)].values, ds[name].values
         there = np.isfinite(norm) & (norm > 0) & ~np.isnan(value)
-        row |= {
-            f"{name}_ratio": _geomean(value[there] / norm[there]),
-            f"{name}_violations": entry["violations"],
-        }
+        row[f"{name}_ratio"] = _geomean(value[there] / norm[there])
+        row[f"{name}_violations"] = entry["violations"]
     return row
 
 
 def _geomean(values: np.ndarray) -> float:
-    """The geometric mean; NaN where there is no value."""
+    """Geometric mean; NaN where there is no value."""
     with np.errstate(divide="ignore"):
         return float(np.exp(np.log(values).mean())) if values.size else float("nan")
 
 
 def _why(error: Exception) -> str:
-    """What is wrong with a file, and in which line."""
+    """Say why a file cannot be read, and in which line."""
     if isinstance(error, OSError):
         return str(error.strerror or error)
     if isinstance(error, UnicodeDecodeError):
@@ -216,11 +204,8 @@ def _why(error: Exception) -> str:
     return what if mark is None else f"line {mark.line + 1}, {what}"
 
 
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
 def _name(model: Any, data: Any, length: Any) -> str:
+    """Name the store of a run."""
     parts = [str(model), "default" if data is None else Path(str(data)).stem, str(length)]
     return "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", part).strip("_.") for part in parts)
 

@@ -20,10 +20,9 @@ def test_the_package_runs() -> None:
     assert done.stderr.startswith("error: unknown builtin checkpoint 'nope'")
 
 
-@pytest.mark.parametrize("module", ["lipbound", "lipbound.cli"])
-def test_the_version(module: str) -> None:
+def test_the_version() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", module, "--version"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "lipbound", "--version"], capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, f"lipbound {lb.__version__}\n", "")
     assert lb.__version__ == importlib.metadata.version("lipbound")

@@ -1,6 +1,7 @@
 """Attention with residual connection and layer normalisation, against dense autograd Jacobians and
 the model's own modules."""
 
+import mpmath as mp
 import pytest
 import torch
 import transformers as tf
@@ -11,8 +12,7 @@ from support.models import AFFINE, build, inputs_for
 from support.strategies import examples
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.layer_norm import Normaliser, ellipsoid_radius
-from lipbound.attention.residual import ResidualContext
+from lipbound.attention.layer_norm import Normaliser, ResidualContext, ellipsoid_radius
 from lipbound.bounds.after_layer_norm import after_norm, fold_normalisation
 from lipbound.bounds.whole_layer_rules import whole_layer
 from lipbound.errors import AttentionError, LipboundError
@@ -308,3 +308,16 @@ def test_bounds_after_a_norm(kind: str, centred: bool) -> None:
                 assert float(value[s, h]) >= exact * (1 - 1e-9)
     with pytest.raises(AttentionError, match="around=True"):
         after_norm(random_attention("plain"), "lipbound")
+
+
+def test_norms_of_long_tokens_count_their_rounding() -> None:
+    """Tokens that are 1e16 times longer than their deviations, against 300 bits."""
+    steps = torch.tensor([0.0, 2, 1, 1, 1, 1], dtype=torch.float64)
+    x = 124765.390625 + steps * 2.0**-36  # neighbouring numbers
+    norm = Normaliser(x[None, None], torch.ones(6, dtype=torch.float64), eps=0.0)
+    with mp.workprec(300):
+        exact = [mp.mpf(float(entry)) for entry in x]
+        mean = mp.fsum(exact) / 6
+        size = mp.sqrt(mp.fsum((entry - mean) ** 2 for entry in exact) / 6)
+        ratio = mp.mpf(float(norm.norms[0, 0])) * size
+    assert 1 <= ratio < 1 + 1e-9

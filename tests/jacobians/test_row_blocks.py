@@ -15,7 +15,7 @@ from support.variants import VARIANTS, layer
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.masking import BLOCKED
+from lipbound.attention.scoring import BLOCKED
 from lipbound.attention.variants.base import Variant
 from lipbound.jacobians import streaming
 from lipbound.jacobians.head import HeadJacobian, HeadOperator

@@ -432,3 +432,22 @@ def test_autocast_changes_nothing(method: str) -> None:
         under = spectral_norm(att, method=method)
         assert torch.is_autocast_enabled("cpu")
     torch.testing.assert_close(under.lower, plainly.lower, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("map", ["heads", "layer"])
+def test_whole_layers_of_extreme_scales_are_those_of_ordinary_ones(map: str) -> None:
+    """Powers of two that cancel, or that the norm is multiplied with."""
+    g = torch.Generator().manual_seed(0)
+    x, q, k, v = (
+        torch.randn(*shape, generator=g, dtype=torch.float64)
+        for shape in ((1, 4, 5), (2, 5, 3), (2, 5, 3), (2, 5, 3))
+    )
+    o = torch.randn(2, 3, 5, generator=g, dtype=torch.float64)
+    plain = spectral_norm(Attention(x, q, k, v, w_o=o), map=map, delta=1e-6)
+    turned = Attention(x, q * 2.0**600, k * 2.0**-600, v, w_o=o)
+    tiny = Attention(x, q, k, v, w_o=o * 2.0**-900)
+    for att, exponent in ((turned, 0), (tiny, 0 if map == "heads" else -900)):
+        found = spectral_norm(att, map=map, delta=1e-6)
+        assert found.converged.all()
+        assert torch.equal(found.lower, plain.lower * 2.0**exponent)
+        assert torch.equal(found.upper, plain.upper * 2.0**exponent)

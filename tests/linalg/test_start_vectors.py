@@ -16,8 +16,7 @@ import lipbound
 from lipbound.analysis.mean_field import weighted_norm
 from lipbound.analysis.network import network_norm
 from lipbound.attention.layer import Attention
-from lipbound.attention.layer_norm import Normaliser
-from lipbound.attention.residual import ResidualContext
+from lipbound.attention.layer_norm import Normaliser, ResidualContext
 from lipbound.jacobians.maps import MAPS
 from lipbound.jacobians.spectral_norm import l2_spectral_norm, spectral_norm
 from lipbound.linalg.operator_norm import operator_norm

@@ -14,7 +14,7 @@ from support.runs import made_up
 
 from lipbound import tables
 from lipbound.cli import main
-from lipbound.cli.summary import coloured, show
+from lipbound.cli.output import coloured, show
 from lipbound.errors import LipboundError
 from lipbound.reporting.formats import text_table
 from lipbound.reporting.layout import cells, folded

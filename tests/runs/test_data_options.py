@@ -40,21 +40,22 @@ def without(model: Path, folder: Path, *names: str) -> Path:
     return folder
 
 
-def test_shuffled_runs_are_replayed(bert: Path, table: Path, tmp_path: Path) -> None:
-    ds = lb.compare(bert, table, samples=3, shuffle=5, out=tmp_path / "run.zarr", **QUICK)
-    assert ds.attrs["source"]["shuffle"] == 5
-    assert ds.attrs["data"] == "texts.csv, shuffled with seed 5"
+@pytest.mark.parametrize("seed", [0, 5])
+def test_shuffled_runs_are_replayed(seed: int, bert: Path, table: Path, tmp_path: Path) -> None:
+    ds = lb.compare(bert, table, samples=3, shuffle=seed, out=tmp_path / "run.zarr", **QUICK)
+    assert ds.attrs["source"]["shuffle"] == seed
+    assert ds.attrs["data"] == f"texts.csv, shuffled with seed {seed}"
     assert "notes" not in ds.attrs
     stored = lb.load(tmp_path / "run.zarr")
     config = RunConfig.of(stored)
-    assert (config.samples, config.shuffle) == (3, 5)
+    assert (config.samples, config.shuffle) == (3, seed)
     assert lb.verify(stored).ok
     with pytest.raises(LipboundError, match="data_fingerprint"):
         lb.compare(
             bert, table, samples=3, shuffle=6, out=tmp_path / "run.zarr", resume=True, **QUICK
         )
     assert lb.compare(
-        bert, table, samples=3, shuffle=5, out=tmp_path / "run.zarr", resume=True, **QUICK
+        bert, table, samples=3, shuffle=seed, out=tmp_path / "run.zarr", resume=True, **QUICK
     ).identical(stored)
     with pytest.warns(Notice, match="sorted by class, and the first 3 are of 1 of 2 classes"):
         plain = lb.compare(bert, table, samples=3, **QUICK)

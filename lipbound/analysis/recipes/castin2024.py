@@ -14,6 +14,7 @@ from lipbound.analysis import adversarial_inputs, mean_field
 from lipbound.analysis.length_growth import LENGTHS, exponents, sequence_growth
 from lipbound.analysis.recipes.registry import Setting, of, register, sheet, tick_lengths
 from lipbound.attention.layer import Attention
+from lipbound.attention.rescaling import unit_values
 from lipbound.jacobians.head import HeadJacobian
 from lipbound.linalg.operator_norm import operator_norm
 from lipbound.reporting.labels import counted
@@ -423,7 +424,7 @@ def _norms(one: Attention) -> np.ndarray:
 
     Far out attention saturates, and what rounding may have done is more than the norm.
     """
-    unit, size = one.unit_values()
+    unit, size = unit_values(one)
     return (operator_norm(HeadJacobian(unit), tol=1e-6).lower * size.cpu()).numpy()
 
 

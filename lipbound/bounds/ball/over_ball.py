@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.rescaling import unit_scales
 from lipbound.bounds.ball.centre_entries import COVERS
 from lipbound.bounds.ball.centre_pairs import PairedBallCentre, PairedVariantCentre
 from lipbound.bounds.bound import check_radii
@@ -14,7 +15,7 @@ from lipbound.bounds.registry import get
 from lipbound.devices import in_own_modes
 from lipbound.errors import AttentionError, LipboundError, check_layer
 from lipbound.jacobians.spectral_norm import spectral_norm
-from lipbound.linalg.powers import exact_power, times_power_up
+from lipbound.linalg.matrix_norms import exact_power, times_power_up
 
 CERTIFIED_TOL = 1e-3
 CERTIFIED_DELTA = 1e-10
@@ -125,7 +126,7 @@ def _sample(
     (heads, radii) each, through the layer's copy of ordinary size: Lemma 73
     (docs/theory/upper_values.md).
     """
-    one, exponents, exact = att.unit_scales()
+    one, exponents, exact = unit_scales(att)
     sizes = [torch.frexp(t.x.abs().amax()) for t in (one, att)]
     shift = sizes[0].exponent - sizes[1].exponent
     if not -1000 < int(shift) < 1000:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lipbound.attention.cache import keep_result, memoised
 from lipbound.attention.layer import Attention
+from lipbound.attention.rescaling import ordinary, unit_scales
 from lipbound.attention.rounding import TensorErrors, tensor_errors
 from lipbound.devices import Room, require
 from lipbound.jacobians.rounding import Moments, distance
@@ -22,9 +23,9 @@ from lipbound.linalg.matrix_norms import (
     gamma,
     matrix_norm,
     nonnegative_norm,
+    times_power_up,
     upper_factor,
 )
-from lipbound.linalg.powers import times_power_up
 
 CHUNK = 2**22
 """Bytes of the largest temporary, the N x d_v x d moments of some heads of one sample."""
@@ -64,7 +65,7 @@ def in_chunks(
     Args:
         att: the layer.
         values: (heads, r) from one sample of a float64 layer of ordinary size
-            (`lipbound.attention.transforms.Transforms.unit_scales`) and some of its heads: upper
+            (`lipbound.attention.rescaling.unit_scales`) and some of its heads: upper
             values but for `positive_slack`.
         reach: how much larger the norm that each of the r bounds, or all of them, can be than the
             spectral norm of the same matrix.
@@ -124,12 +125,12 @@ def _of_sample(errors: TensorErrors, index: int | slice) -> TensorErrors:
 
 def samples_of(att: Attention) -> Iterator[Sample]:
     """Every sample of a layer; norms of weights are found once where their sizes are ordinary."""
-    whole = att.ordinary()
+    whole = ordinary(att)
     errors = None if whole is None else tensor_errors(whole)
     for s in range(att.samples):
         part = slice(s, s + 1)
         if whole is None or errors is None:
-            one, exponents, exact = att.double().of_samples(part).unit_scales()
+            one, exponents, exact = unit_scales(att.double().of_samples(part))
             yield Sample(one, tensor_errors(one), exponents, exact[0])
         else:
             one = whole.of_samples(part)

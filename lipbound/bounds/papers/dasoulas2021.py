@@ -17,8 +17,7 @@ from lipbound.bounds.papers.castin2024 import longest, sides
 from lipbound.bounds.registry import bound
 from lipbound.bounds.terms import values_and_softmax
 from lipbound.errors import LipboundError
-from lipbound.linalg.matrix_norms import UNIT, gamma
-from lipbound.linalg.powers import times_power_up
+from lipbound.linalg.matrix_norms import UNIT, gamma, times_power_up
 from lipbound.linalg.upper import Upper, scaled
 
 CITATION = "dasoulas2021lipschitz"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
-from lipbound.attention.masking import BLOCKED, four_axes
+from lipbound.attention.scoring import BLOCKED, four_axes
 from lipbound.devices import Room
 
 ROWS = 96

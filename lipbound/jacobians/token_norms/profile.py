@@ -21,8 +21,7 @@ from lipbound.jacobians.token_norms.token_norm import (
     pieces,
     tensors_of,
 )
-from lipbound.linalg.matrix_norms import UNIT, at_most, symmetric_norm
-from lipbound.linalg.powers import times_power, times_power_up
+from lipbound.linalg.matrix_norms import UNIT, at_most, symmetric_norm, times_power, times_power_up
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ def deflated_bound(
 
 
 def _start(seeds: Sequence[int], z: Tensor, dots: Dots) -> Tensor:
-    """Draw unit vectors (batch, n) without components along z (batch, r, n)."""
+    """Return random unit vectors (batch, n) without components along z (batch, r, n)."""
     v = torch.stack([normal_numbers(z.shape[2], seed) for seed in seeds]).to(z.device)
     v = v / torch.linalg.vector_norm(v, dim=1, keepdim=True)
     for _ in range(2):

@@ -1,12 +1,11 @@
 r"""Two-sided bounds on the norms of a batch of operators, with every rounding inside.
 
-A search, in any dtype, finds vectors Z near the top. What they show from below is a quotient of
-stored vectors. From above: with Q an orthonormal basis of Z the largest eigenvalue of
-:math:`G = J J^T` is that of a small matrix bordered by
-:math:`\varphi \ge \|(I - QQ^T)\,G\,(I - QQ^T)\|`: Lemma 44 (docs/theory/certificates.md). A
-Lanczos run of its own, from a random start that Z knows nothing of, certifies such a
-:math:`\varphi`: Lemma 65 (docs/theory/rounding.md). It need not be sharp: what it leaves is
-multiplied by the squared residual of Z.
+A search, in any dtype, finds vectors Z near the top. Their quotients, taken in float64, bound from
+below. From above: with Q an orthonormal basis of Z the largest eigenvalue of :math:`G = J J^T` is
+that of a small matrix bordered by :math:`\varphi \ge \|(I - QQ^T)\,G\,(I - QQ^T)\|`: Lemma 44
+(docs/theory/certificates.md). A Lanczos run of its own, from a random start that Z knows nothing
+of, certifies such a :math:`\varphi`: Lemma 65 (docs/theory/rounding.md). It need not be sharp: what
+it leaves is multiplied by the squared residual of Z.
 """
 
 import math
@@ -96,21 +95,27 @@ def enclose(
 
     Returns:
         `Norm`; ``converged`` is False where the width is not reached, and both ends hold all the
-        same.
+        same. Of a norm whose square leaves the range of float64 nothing is said.
 
     Raises:
         LipboundError: ``delta`` is not between 0 and 1.
     """
     if not 0 < delta < 1:
         raise LipboundError(f"delta is {delta}; the failure probability must be between 0 and 1")
-    n, active, seeds = math.prod(op.out_shape), torch.arange(op.batch), seeds_each(op.batch, seed)
+    n, seeds = math.prod(op.out_shape), seeds_each(op.batch, seed)
+    high = (roundoff.size + roundoff.products) ** 2
+    top = torch.zeros(op.batch, n, dtype=torch.float64, device=op.device)
+    found = NormBounds(torch.zeros_like(high), high, top, torch.zeros_like(high).long())
+    active = torch.isfinite(high).nonzero()[:, 0]
     residual = max(min(SEARCH, 0.3 * math.sqrt(tol)), 16 * torch.finfo(search.dtype).eps)
-    z, steps = ritz_search(
-        search, count=min(VECTORS, n), residual=residual, max_steps=max_steps, seed=seeds
-    )
-    z, high = z.double(), (roundoff.size + roundoff.products) ** 2
-    found = NormBounds(torch.zeros_like(high), high, torch.zeros_like(z[:, 0]), steps)
-    for attempt, (share, starts) in enumerate(ATTEMPTS):
+    if len(active):
+        part = search if len(active) == op.batch else search.select(active.to(op.device))
+        own, count = [seeds[i] for i in active.tolist()], min(VECTORS, n)
+        z, found.steps[active] = ritz_search(
+            part, count=count, residual=residual, max_steps=max_steps, seed=own
+        )
+        z = z.double()
+    for attempt, (share, starts) in enumerate(ATTEMPTS if len(active) else ()):
         part = op if len(active) == op.batch else op.select(active.to(op.device))
         # other vectors than those of the search and of other attempts
         every = seeds_each(op.batch, seeds, "certificate", attempt)
@@ -130,7 +135,7 @@ def enclose(
 
 
 def _with_vectors(norm: Norm, op: JacobianOperator, top: Tensor) -> Norm:
-    """Add the singular vectors that the vectors ``top`` (batch, n) lead to."""
+    """Return the norms with the singular vectors that ``top`` (batch, n) leads to."""
     right = unit_vectors(op.vjp(top.view(-1, *op.out_shape)))
     return replace(norm, left=unit_vectors(op.jvp(right)), right=right)
 
@@ -236,11 +241,11 @@ def _blur(
     tol: float,
     seeds: Sequence[int],
 ) -> Tensor:
-    r"""Measure how far products of ``search`` are from those of ``op``, (batch,).
+    r"""Return how far products of ``search`` are from those of ``op``, (batch,).
 
-    That is seen at the vectors ``top``, whose images by J^T are ``image``. Where the norm is so
-    much smaller than what is added up in its products that their rounding may hide other vectors,
-    a random direction is looked at, too, in which a difference of one direction alone shows as one
+    As seen at the vectors ``top``, whose images by J^T are ``image``. Where the norm is so much
+    smaller than what is added up in its products that their rounding may hide other vectors, a
+    random direction is looked at, too, in which a difference of one direction alone shows as one
     part of :math:`n^{1/2}`.
     """
 
@@ -323,7 +328,7 @@ def _open(found: NormBounds, roundoff: Roundoff, tol: float) -> Tensor:
     """
     low, high = _ends(found, roundoff)
     wide = _reachable(found.low.clamp_min(0).sqrt(), roundoff.tensors, tol)
-    return ~(high <= low * (1 + wide)) & torch.isfinite(roundoff.size) & (found.high > 0)
+    return ~(high <= low * (1 + wide)) & torch.isfinite(found.high) & (found.high > 0)
 
 
 def _attempt(

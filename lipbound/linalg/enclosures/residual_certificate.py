@@ -72,12 +72,12 @@ class Recurrences:
             kept[active, j] = np.where(np.isnan(value), np.inf, value)
 
     def shown(self, active: Array, k: int, target: Array) -> Array:
-        """Tell whether ``target`` is excluded after k steps of the runs ``active``."""
+        """Return whether ``target`` is excluded after k steps of the runs ``active``."""
         total, tail = _missed(self, active, np.full(len(active), k), target)
         return (total < self.epsilon) | (tail < 0.02 * total)
 
     def hopeless(self, active: Array, k: int, target: Array, residual: float) -> Array:
-        """Tell whether a Ritz value beyond ``target`` has come within a relative residual."""
+        """Return whether a Ritz value beyond ``target`` has come within a relative residual."""
         alpha, beta = self.alpha[active, :k], self.beta[active, :k]
         finite = np.isfinite(alpha).all(1) & np.isfinite(beta).all(1)
         if not finite.all():
@@ -93,7 +93,7 @@ class Recurrences:
 
 
 def excluded(rows: Recurrences, steps: Array, x: Array) -> Array:
-    """Tell whether every eigenvalue is below x (batch, ...) after ``steps`` (batch,) steps."""
+    """Return whether every eigenvalue is below x (batch, ...) after ``steps`` (batch,) steps."""
     return _missed(rows, np.arange(len(x)), steps, x)[0] < rows.epsilon
 
 
@@ -138,9 +138,10 @@ def _missed(rows: Recurrences, index: Array, steps: Array, x: Array) -> tuple[Ar
 def bisected(
     test: Callable[[Array], Array], low: Array, high: Array, rounds: int = 3
 ) -> tuple[Array, Array]:
-    """Bisect [low, high] (batch,) four times a round for where ``test`` begins to hold.
+    """Return intervals in [low, high] (batch,) in which ``test`` begins to hold.
 
-    ``test`` takes numbers (batch, 15), all that the four bisections may ask for.
+    Four bisections a round; ``test`` takes numbers (batch, 15), all that the four bisections may
+    ask for.
     """
     rows = np.arange(len(low))
     for _ in range(rounds):

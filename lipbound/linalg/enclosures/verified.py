@@ -69,13 +69,13 @@ class Bordered:
         return (self.values[:, -1].clamp_min(0) + self.fixed).sqrt() + 2 * self.rate
 
     def slack(self, size: Tensor) -> Tensor:
-        """Bound the error of T and R_C together where the norm of J is at most ``size``."""
+        """Return a bound on the error of T and R_C together; ``size`` bounds the norm of J."""
         return 2 * self.fixed + self.rate * (3 * self._reach + size)
 
     def lower(self) -> tuple[Tensor, Tensor]:
-        """Bound the largest eigenvalue from below, (batch,), with the vector that attains it.
+        """Return a lower bound on the largest eigenvalue and the vector that attains it.
 
-        The vector (batch, n) does so up to rounding.
+        (batch,) and (batch, n); up to rounding.
         """
         top = (self.turn[..., -1].to(self.z)[:, None] @ self.z)[:, 0]
         return (self.values[:, -1] - self.fixed - 2 * self.rate * self._reach).clamp_min(0), top
@@ -91,7 +91,7 @@ class Bordered:
         return torch.where(good, top, torch.inf)
 
     def upper(self, phi: Tensor) -> Tensor:
-        """Bound the largest eigenvalue from above, where ``phi`` bounds the deflated matrix."""
+        """Return an upper bound on the largest eigenvalue; ``phi`` bounds the deflated matrix."""
         top = self._eigenvalue(phi) + self.slack(torch.zeros_like(phi))
         # beyond this |J|^2 would exceed what it is at most
         size = (self.rate + (self.rate**2 + 4 * top).sqrt()) / 2
@@ -114,7 +114,7 @@ class Bordered:
         return low
 
     def _largest_phi(self, goal: Tensor) -> Tensor:
-        """Compute the same without a check.
+        """Return the same, without a check.
 
         phi is the Schur complement of what is below the eigenvalue that ``goal`` leaves.
         """
@@ -134,7 +134,7 @@ class Bordered:
 
 
 def bordered(z: Tensor, y: Tensor, roundoff: Roundoff) -> Bordered:
-    """Border T by R_C from vectors z and their computed images y = G z, (batch, r, n) each.
+    """Return T bordered by R_C, from vectors z and computed images y = G z, (batch, r, n) each.
 
     Rows of z are nearly orthonormal: Lemma 66 (docs/theory/rounding.md).
     """

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.masking import four_axes, sees_some_key
 from lipbound.attention.projections import Projections
-from lipbound.attention.scoring import Scoring
+from lipbound.attention.scoring import Scoring, four_axes
+from lipbound.attention.validation import sees_some_key
 from lipbound.attention.variants import Variant
 from lipbound.attention.variants.cap import Cap
 from lipbound.attention.variants.qk_norm import QKNormalised

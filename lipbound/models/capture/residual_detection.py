@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lipbound.attention.layer import Attention
-from lipbound.attention.layer_norm import Normaliser
-from lipbound.attention.residual import ResidualContext
+from lipbound.attention.layer_norm import Normaliser, ResidualContext
 from lipbound.models.offload import resident
 
 RESIDUAL_TOLERANCE = 1e-4

@@ -11,7 +11,7 @@ from datasets import DatasetDict, IterableDatasetDict
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lipbound.attention.masking import zero_one
+from lipbound.attention.scoring import zero_one
 from lipbound.errors import InputsError, shown
 from lipbound.models.checkpoint import Checkpoint
 from lipbound.models.quiet import first_line

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
 
-from lipbound.attention.masking import BLOCKED
+from lipbound.attention.scoring import BLOCKED
 from lipbound.errors import CaptureError, indices, shown
 from lipbound.models.sources.loaded_model import bare_model
 from lipbound.models.training.recomputing import TRAINING_ATTENTION, attending, lock, replay
