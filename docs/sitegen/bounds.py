@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lipbound import bounds
-from lipbound.bounds.bound import Bound
+from lipbound.bounds.statement import Bound
 from lipbound.schema import NORMS
 from sitegen import counterexamples
 from sitegen.published import cell, paper

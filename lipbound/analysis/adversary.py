@@ -10,8 +10,8 @@ from torch import Tensor
 from lipbound.attention.layer import Attention
 from lipbound.bounds.ball.centre_entries import COVERS
 from lipbound.bounds.ball.over_ball import over_ball
-from lipbound.bounds.bound import check_ball, check_radii
 from lipbound.bounds.registry import get, resolve
+from lipbound.bounds.statement import check_ball, check_radii
 from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError, check_layer, flag, shown, whole
 from lipbound.jacobians.head import HeadJacobian

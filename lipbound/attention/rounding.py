@@ -1,8 +1,7 @@
-r"""How far the float64 tensors of a layer are from those of exact arithmetic: a running error
-analysis, as upper values.
+r"""Upper values of how far float64 tensors of a layer are from those of exact arithmetic.
 
-The numbers a layer is made of are taken as exact. Every rounding between them and P is counted:
-Lemmas 68 and 69 (docs/theory/rounding.md).
+A running error analysis. The numbers a layer is made of are taken as exact. Every rounding between
+them and P is counted: Lemmas 68 and 69 (docs/theory/rounding.md).
 """
 
 from dataclasses import dataclass
@@ -21,15 +20,16 @@ moves them by less than this factor."""
 VANISHED = 690.0
 """Scores so far below the largest have probabilities below 1e-299."""
 MASK_ENTRIES = 2**17
-"""Of a mask that are looked at together."""
+"""Entries of a mask that are looked at together."""
 SMALLEST = 1e-290
 """Bound on all that underflows, far above what any sum of such numbers can be."""
 
 
 @dataclass(frozen=True)
 class TensorErrors:
-    r"""Upper values, float64, (samples, heads, N) unless said otherwise; infinite where nothing can
-    be said. Padding counts as zero.
+    r"""Upper values of lengths and errors, (samples, heads, N) each, float64.
+
+    Infinite where nothing can be said. Padding counts as zero.
 
     Attributes:
         q, k, v: lengths of the queries, centred keys and centred values.
@@ -40,8 +40,8 @@ class TensorErrors:
         q_slope_error, k_slope_error: distances of the computed derivatives from the exact ones.
         score: absolute error of the scores that a query's softmax sees, and of their differences
             from the largest.
-        p: relative error of the probabilities of a query (on top of `SMALLEST`). weights: the same
-            of `Attention.weights`.
+        p: relative error of the probabilities of a query (on top of `SMALLEST`).
+        weights: the same of `Attention.weights`.
     """
 
     q: Tensor
@@ -61,8 +61,10 @@ class TensorErrors:
 
 @memoised
 def tensor_errors(att: Attention) -> TensorErrors:
-    """Of ``wide_q``, ``centred_k``, ``centred_v`` and P as `Attention` computes them in float64,
-    whatever the dtype of ``att``."""
+    """Return errors of ``wide_q``, ``centred_k``, ``centred_v`` and P of `Attention` in float64.
+
+    Whatever the dtype of ``att``.
+    """
     return _tensor_errors(att.double())
 
 
@@ -72,11 +74,10 @@ def _tensor_errors(att: Attention) -> TensorErrors:
     around = torch.linalg.vector_norm(att.centred(att.x), dim=-1)
     size = torch.linalg.vector_norm(att.x, dim=-1)
     q, k = (_entered(att, side, size, around) for side in ("q", "k"))
-    v_size = size if att.scoring.extra_scores is not None else around
-    v_error = _projected(v_size, own.w_v, own.b_v if att.scoring.extra_scores is not None else None)
-    lengths = [
-        torch.linalg.vector_norm(t, dim=-1) for t in (att.wide_q, att.centred_k, att.centred_v)
-    ]
+    whole = att.scoring.extra_scores is not None
+    v_error = _projected(size if whole else around, own.w_v, own.b_v if whole else None)
+    vectors = (att.wide_q, att.centred_k, att.centred_v)
+    lengths = [torch.linalg.vector_norm(t, dim=-1) for t in vectors]
     errors = [q.error, k.error, v_error + 2 * UNIT * lengths[2]]
     if att.scoring.shift_invariant:
         errors[1] = errors[1] + 2 * UNIT * lengths[1]
@@ -93,29 +94,34 @@ def _tensor_errors(att: Attention) -> TensorErrors:
     # adding the mask, where there is one, and taking differences from the largest
     score = score + 2 * UNIT * (constant + reach) * (constant > 0) + 4 * UNIT * spread
     p = torch.expm1(2 * score) + (2 * n + 64) * UNIT
-    return TensorErrors(
-        *every, *(_upper(t, att.valid) for t in (score, p, (1 + p) * (1 + slope) - 1))
-    )
+    rest = (_upper(t, att.valid) for t in (score, p, (1 + p) * (1 + slope) - 1))
+    return TensorErrors(*every, *rest)
 
 
 def _upper(x: Tensor, valid: Tensor | None) -> Tensor:
-    """An upper value of numbers >= 0 from their computed values: NaN, from infinity less infinity
-    or times zero, says nothing."""
+    """Return upper values of numbers >= 0 from their computed values.
+
+    NaN, from infinity less infinity or times zero, says nothing.
+    """
     x = torch.nan_to_num(x * MARGIN, nan=torch.inf, posinf=torch.inf)
     return x if valid is None else x.masked_fill(~valid[:, None], 0.0)
 
 
 def _projected(size: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-    """Distance of computed projections of tokens of lengths ``size`` (samples, N) from the exact
-    ones, (samples, heads, N)."""
+    """Return the distance of computed projections from exact ones, (samples, heads, N).
+
+    Of tokens of lengths ``size`` (samples, N).
+    """
     reach = size[:, None] * torch.linalg.matrix_norm(w)[:, None]
     reach = reach if b is None else reach + torch.linalg.vector_norm(b, dim=-1)[:, None]
     return 2 * (w.shape[1] + 8) * UNIT * reach
 
 
 def spectral(w: Tensor) -> Tensor:
-    """Upper values of the norms of float64 matrices (heads, D, m), (heads,): from W^T W, with what
-    rounding it may have cost."""
+    """Return upper values of the norms of float64 matrices (heads, D, m), (heads,).
+
+    From W^T W, with what rounding it may have cost.
+    """
     size = w.abs().amax((-1, -2))
     known = (size > 0) & torch.isfinite(size)
     w = torch.where(known[:, None, None], w / torch.where(known, size, 1.0)[:, None, None], 0.0)
@@ -125,23 +131,23 @@ def spectral(w: Tensor) -> Tensor:
         top = torch.linalg.eigvalsh(squares)[..., -1].clamp_min(0)
     except RuntimeError:  # LinAlgError: the norm is at most that of Frobenius
         top = frobenius
-    norm = (
-        torch.minimum(top + 8 * (sum(w.shape[-2:]) + 16) * UNIT * frobenius, frobenius).sqrt()
-        * MARGIN
-    )
+    top = top + 8 * (sum(w.shape[-2:]) + 16) * UNIT * frobenius
+    norm = torch.minimum(top, frobenius).sqrt() * MARGIN
     return torch.where(known, norm * size, size.nan_to_num(torch.inf))
 
 
 @torch.no_grad()
 @memoised
 def projection_norms(att: Attention) -> tuple[Tensor, Tensor, Tensor]:
-    """`spectral` of the float64 projections to queries, keys and values, once for a layer."""
+    """Return `spectral` of the float64 projections to queries, keys and values."""
     return spectral(att.w_q), spectral(att.w_k), spectral(att.w_v)
 
 
 def _entered(att: Attention, side: Side, size: Tensor, around: Tensor) -> Passing:
-    """Queries or keys as they enter the scores, of tokens of lengths ``size``, and ``around`` their
-    mean, (samples, N)."""
+    """Return what is known of queries or keys as they enter the scores.
+
+    Of tokens of lengths ``size``, and ``around`` their mean, (samples, N) each.
+    """
     own = att.projections
     w, b = (own.w_q, own.b_q) if side == "q" else (own.w_k, own.b_k)
     differences = side == "k" and att.scoring.shift_invariant and att.scoring.plain_keys
@@ -161,17 +167,18 @@ def _entered(att: Attention, side: Side, size: Tensor, around: Tensor) -> Passin
 def _scores(
     att: Attention, q: Tensor, k: Tensor, q_error: Tensor, k_error: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Error of scale q k^T in every row, and a bound on the size of its entries."""
+    """Return the error of scale q k^T in every row, and a bound on the size of its entries."""
     longest, furthest = k.amax(-1, keepdim=True), k_error.amax(-1, keepdim=True)
     c = abs(att.scale)
-    return c * (
-        q_error * longest + (q + q_error) * furthest + 2 * (att.d + 4) * UNIT * q * longest
-    ), c * q * longest
+    rounding = 2 * (att.d + 4) * UNIT * q * longest
+    return c * (q_error * longest + (q + q_error) * furthest + rounding), c * q * longest
 
 
 def _constants(att: Attention, reach: Tensor) -> Tensor:
-    """Largest absolute value of what is added to scores, or takes part beside them, where its
-    probability does not vanish; broadcasts to rows."""
+    """Return the largest absolute value of what is added to scores or takes part beside them.
+
+    Only where its probability does not vanish; broadcasts to rows.
+    """
     largest = torch.zeros(1, 1, 1, dtype=torch.float64, device=att.device)
     if att.mask is not None and not _only_forbids(att.mask):
         samples, heads, rows, columns = four_axes(att.mask).shape
@@ -188,17 +195,17 @@ def _constants(att: Attention, reach: Tensor) -> Tensor:
 
 
 def _only_forbids(mask: Tensor) -> bool:
-    """Whether a mask leaves scores as they are that it does not forbid."""
+    """Return whether a mask leaves scores as they are that it does not forbid."""
     rows = four_axes(mask).flatten(0, 2)
-    return all(
-        bool(((part == 0) | (part <= BLOCKED)).all())
-        for part in rows.split(max(1, MASK_ENTRIES // rows.shape[1]))
-    )
+    parts = rows.split(max(1, MASK_ENTRIES // rows.shape[1]))
+    return all(bool(((part == 0) | (part <= BLOCKED)).all()) for part in parts)
 
 
 def _alive(mask: Tensor | None, reach: float) -> Tensor:
-    """Largest absolute values of rows of a mask where probabilities do not vanish if scores are no
-    larger than half of ``reach``, (rows,)."""
+    """Return the largest absolute values of rows of a mask, (rows,).
+
+    Only where probabilities do not vanish if scores are no larger than half of ``reach``.
+    """
     assert mask is not None
     mask = mask.double()
     alive = (mask > BLOCKED) & (mask >= mask.amax(-1, keepdim=True) - VANISHED - reach)

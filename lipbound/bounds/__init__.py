@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 # here, so that importing the module of that name does not replace the function
 from lipbound.bounds.audit import audit
-from lipbound.bounds.bound import Bound
 from lipbound.bounds.registry import bibliography, bound, evaluate, get, names, resolve
+from lipbound.bounds.statement import Bound
 
 if TYPE_CHECKING:
     from lipbound.bounds.after_layer_norm import after_norm as after_norm

@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from lipbound.bounds.bound import Bound, Formula
+from lipbound.bounds.statement import Bound, Formula
 from lipbound.errors import LipboundError, UnknownNameError, choice, nearest, shown
 from lipbound.schema import NORMS
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lipbound.attention.layer import Attention
-    from lipbound.bounds.bound import Ball, Function, Layer, Longest, Terms
+    from lipbound.bounds.statement import Ball, Function, Layer, Longest, Terms
 
 PAPERS = (
     "papers.castin2024",
@@ -88,8 +88,8 @@ def bound(
         covers: variants of attention for which the same function holds.
         bibtex: the source's entry; bounds of one source may share it.
         condition, terms, layer, longest: see `Formula`.
-        label, citation, statement, statement_latex, source, assumptions, cost, map, ball, caveat,
-            differentiable, norm: see `Bound`.
+        label, citation, statement, statement_latex, source, assumptions: see `Bound`.
+        cost, map, ball, caveat, differentiable, norm: see `Bound`, too.
 
     Returns:
         The decorator.

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
-from lipbound.bounds.bound import Bound
 from lipbound.bounds.registry import get
+from lipbound.bounds.statement import Bound
 from lipbound.linalg.upper import Upper
 
 

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from lipbound.attention.cache import memoised
 from lipbound.attention.layer import Attention
-from lipbound.bounds.bound import Bound
 from lipbound.bounds.factors import root_count, size, spectral, wide
 from lipbound.bounds.registry import get, resolve
+from lipbound.bounds.statement import Bound
 from lipbound.devices import in_own_modes
 from lipbound.errors import (
     AttentionError,
@@ -48,7 +48,7 @@ def names_for(bounds: str | list[str], map: str, norm: str = "frobenius") -> lis
     Args:
         bounds: as for `lipbound.bounds.resolve`.
         map: of `lipbound.jacobians.maps.MAPS`.
-        norm: of `lipbound.bounds.bound.NORMS`.
+        norm: of `lipbound.schema.NORMS`.
 
     Returns:
         The names.

@@ -176,8 +176,7 @@ def versions() -> dict[str, str]:
 def package_version(name: str) -> str:
     """Version of a package; torch's with what it was built for, which metadata may leave out.
 
-    Raises:
-        PackageNotFoundError: it is not installed.
+    ``importlib.metadata.PackageNotFoundError`` is raised where it is not installed.
     """
     if name != "torch":
         return importlib.metadata.version(name)

@@ -194,7 +194,7 @@ def test_gradients_of_saturated_caps_are_numbers() -> None:
     z = torch.linspace(-5, 5, 11, dtype=torch.float64)
     far = layer(0, frozenset({"cap"}))
     torch.testing.assert_close(
-        far.slopes(z[:, None], torch.full((1, 1), 3.0).double())[:, 0],
+        far.scoring.slopes(3 * z[:, None] * far.scale)[:, 0],
         (3 * z * far.scale / far.cap).cosh() ** -2,
     )
 

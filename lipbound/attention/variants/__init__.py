@@ -1,5 +1,4 @@
-"""What may stand between projections and output besides a mask: one module a variant, found by
-being here.
+"""Steps between projections and output besides a mask: one module a variant, found by being here.
 
 A module of this folder defines one subclass of `Variant`, which says what it does to queries and
 keys, to scores, to the softmax, and to their derivatives. `lipbound.attention.layer.Attention`, the
@@ -14,9 +13,7 @@ from lipbound.attention.variants.base import REGISTERED, Variant
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-VARIANTS = {
-    variant.name: variant.title for variant in sorted(REGISTERED, key=lambda variant: variant.place)
-}
+VARIANTS = {variant.name: variant.title for variant in sorted(REGISTERED, key=lambda v: v.place)}
 """Names of all variants, and what sentences call them."""
 
 __all__ = ["REGISTERED", "VARIANTS", "Variant"]

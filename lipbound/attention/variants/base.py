@@ -1,4 +1,4 @@
-"""What a variant of attention is."""
+"""The protocol of a variant of attention."""
 
 import math
 from collections.abc import Callable
@@ -17,15 +17,16 @@ REGISTERED: list[type["Variant"]] = []
 
 
 class Shapes(NamedTuple):
-    """Of the layer that a variant is part of: x is (samples, N, D), w_q (heads, D, d)."""
+    """Shapes of the layer that a variant is part of: x (samples, N, D), w_q (heads, D, d)."""
 
     x: tuple[int, ...]
     w_q: tuple[int, ...]
 
 
 class Passing(NamedTuple):
-    """Upper values about a token's query or key on its way from projection to scores, in float64;
-    each broadcasts to (samples, heads, N).
+    """Upper values about a token's query or key on its way from projection to scores.
+
+    In float64; each broadcasts to (samples, heads, N).
 
     Attributes:
         error: distance of the computed vector from that of exact arithmetic.
@@ -40,8 +41,9 @@ class Passing(NamedTuple):
 
 
 class Variant:
-    """One thing that happens between the projections of a layer and its output. Each method does
-    nothing unless a variant says otherwise.
+    """One step between the projections of a layer and its output.
+
+    Each method does nothing unless a variant says otherwise.
 
     Attributes:
         name: what runs and bounds call it.
@@ -64,80 +66,88 @@ class Variant:
 
     @property
     def parts(self) -> list[str]:
-        """The arguments of `Attention` that give it, for ``repr``."""
+        """Arguments of `Attention` that give it, for ``repr``."""
         return [self.name]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Those that must have the dtype of the layer and be finite, by the names that errors call
-        them."""
+        """Return those that must be finite and of the layer's dtype, by names that errors use."""
         return {}
 
     def inputs(self) -> list[Tensor]:
-        """All tensors that it is made of."""
+        """Return all tensors that it is made of."""
         return list(self.tensors().values())
 
     def check(self, shapes: Shapes) -> None:
-        """Raise AttentionError where it does not fit a layer."""
+        """Raise AttentionError where it does not fit a layer of these shapes."""
 
     # -- queries and keys --------------------------------------------------------------------------
 
     def enter(self, side: Side, x: Tensor, y: Tensor, valid: Tensor | None) -> Tensor:
-        """Projected queries or keys y (samples, heads, N, d), float64, of inputs x (samples, N, D),
-        as they go on: shaped like y."""
+        """Return projected queries or keys as they go on.
+
+        Args:
+            side: "q" or "k".
+            x: inputs, (samples, N, D).
+            y: projected queries or keys, (samples, heads, N, d), float64.
+            valid: tokens that are not padding, (samples, N) bool, or None.
+        """
         return y
 
     def acts_on(self, side: Side) -> bool:
-        """Whether `enter` may change queries, or keys."""
+        """Return whether `enter` may change queries, or keys."""
         return type(self).enter is not Variant.enter
 
     def step(
         self, side: Side, x: Tensor, y: Callable[[], Tensor], dtype: torch.dtype
     ) -> TokenStep | None:
-        """The derivative of `enter` with respect to y = y(), token by token, with products in a
-        dtype; None where it leaves vectors as they are."""
+        """Return the derivative of `enter` with respect to y(), token by token.
+
+        With products in ``dtype``; None where it leaves vectors as they are.
+        """
         return None
 
     def rounded(self, side: Side, x: Tensor, y: Tensor, before: Passing) -> Passing:
-        """What `enter` and the derivative in `step` make of ``before``, their own float64 rounding
-        included; x and y as for `enter`, y computed.
+        """Return what `enter` and the derivative in `step` make of ``before``.
 
-        Infinite where a variant has an `enter` and does not say.
+        Their own float64 rounding is included; x and y as for `enter`, y computed. Infinite where a
+        variant has an `enter` and does not say.
         """
-        return (
-            before._replace(error=before.error + math.inf)
-            if type(self).enter is not Variant.enter
-            else before
-        )
+        silent = type(self).enter is not Variant.enter
+        return before._replace(error=before.error + math.inf) if silent else before
 
     def spans(self) -> list[Tensor]:
-        """Projections (D, n) besides the head's own through which a change of the input is felt."""
+        """Return projections (D, n) besides the head's own through which inputs are felt."""
         return []
 
     # -- scores ------------------------------------------------------------------------------------
 
     def scores(self, z: Tensor, heads: slice | int, rows: slice) -> Tensor:
-        """Scores z before the mask, (samples, heads, rows, N) of some heads and queries, or (rows,
-        N) of one head, as they go on."""
+        """Return scores z before the mask as they go on.
+
+        (samples, heads, rows, N) of some heads and queries, or (rows, N) of one head.
+        """
         return z
 
     def slopes(self, z: Tensor, heads: slice | int, rows: slice) -> Tensor | None:
-        """The derivative of `scores` entry by entry, shaped like z; None where it is one."""
+        """Return the derivative of `scores` entry by entry, shaped like z; None where it is one."""
         return None
 
     @property
     def entrywise(self) -> bool:
-        """Whether `scores` and `slopes` treat every entry of z alike, wherever it stands: they may
-        then be given some columns of z only."""
+        """Whether `scores` and `slopes` treat every entry of z alike, wherever it stands.
+
+        They may then be given some columns of z only.
+        """
         return type(self).scores is Variant.scores and type(self).slopes is Variant.slopes
 
     def rounded_scores(self, error: Tensor, reach: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Upper values of the error of `scores`, and of the relative error of `slopes`, float64
-        rounding included.
+        """Return upper values of the error of `scores`, and of the relative error of `slopes`.
+
+        Float64 rounding is included. Infinite where a variant has `scores` and does not say.
 
         Args:
-            error: how far the arguments are off, at most. reach: how large they are, at most.
-
-        Infinite where a variant has `scores` of its own and does not say.
+            error: how far the arguments are off, at most.
+            reach: how large they are, at most.
         """
         return (error + math.inf if type(self).scores is not Variant.scores else error), 0.0
 
@@ -149,29 +159,30 @@ class Variant:
     # -- the softmax -------------------------------------------------------------------------------
 
     def extra_scores(self) -> Tensor | None:
-        """Scores (heads, n) that take part in every softmax of a head and whose probabilities are
-        dropped; None for no such."""
+        """Return scores (heads, n) in every softmax of a head whose probabilities are dropped."""
         return None
 
     # -- copies ------------------------------------------------------------------------------------
 
     def of_heads(self, heads: slice) -> Self:
-        """For some of the heads."""
+        """Return that for some of the heads."""
         return self
 
     def of_tokens(self, keep: Tensor | slice) -> Self:
-        """For some of the tokens."""
+        """Return that for some of the tokens."""
         return self
 
     def without_biases(self) -> Self:
-        """For projections without biases."""
+        """Return that for projections without biases."""
         return self
 
     def of_scaled_inputs(self, exponent: int) -> Self:
-        """For inputs times 2 to the exponent, with projections of queries and keys that make up for
-        it: the same map of what is projected."""
+        """Return that for inputs times 2 to the exponent.
+
+        Projections of queries and keys make up for it: the same map of what is projected.
+        """
         return self
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """With changed tensors."""
+        """Return the same with changed tensors."""
         return self

@@ -1,4 +1,4 @@
-"""Scores kept between two numbers by a hyperbolic tangent."""
+"""Capped scores, which a hyperbolic tangent keeps between two numbers."""
 
 import math
 from dataclasses import dataclass
@@ -12,8 +12,9 @@ from lipbound.errors import AttentionError
 
 @dataclass(frozen=True)
 class Cap(Variant):
-    r"""Scores :math:`z \mapsto cap\,\tanh(z / cap)`, before the mask is added; Gemma 2 (2024),
-    section 2.
+    r"""Scores :math:`z \mapsto cap\,\tanh(z / cap)`, before the mask is added.
+
+    Gemma 2 (2024), section 2.
 
     Args:
         value: the cap, a positive number.
@@ -44,13 +45,14 @@ class Cap(Variant):
     def rounded_scores(self, error: Tensor, reach: Tensor) -> tuple[Tensor, Tensor | float]:
         # tanh has slope at most 1, and the logarithm of its derivative slope at most 2;
         # exponentials and tanh are off by a few units
-        return error + 16 * UNIT * reach.clamp_max(self.value), torch.expm1(
-            2 * error / self.value
-        ) * (1 + 64 * UNIT) + 64 * UNIT
+        slopes = torch.expm1(2 * error / self.value) * (1 + 64 * UNIT) + 64 * UNIT
+        return error + 16 * UNIT * reach.clamp_max(self.value), slopes
 
 
 def cap_slope(z: Tensor) -> Tensor:
-    """Derivative of tanh, 1 / cosh(z)^2; it and its own derivative keep their digits where cosh
-    overflows."""
+    """Return the derivative of tanh, 1 / cosh(z)^2.
+
+    It and its own derivative keep their digits where cosh overflows.
+    """
     small = torch.exp(-2 * z.abs())
     return 4 * small / (1 + small) ** 2

@@ -12,11 +12,10 @@ from lipbound.errors import AttentionError
 
 @dataclass(frozen=True)
 class QKNorm:
-    r"""RMS normalisation of queries or of keys after their projection and before any rotation
-    ("q/k-norm").
+    r"""RMS normalisation of queries or of keys after their projection ("q/k-norm").
 
-    With y a head's projected vector and t what is normalised together (y itself, or the vectors of
-    all heads), n entries long,
+    It comes before any rotation. With y a head's projected vector and t what is normalised together
+    (y itself, or the vectors of all heads), n entries long,
 
     .. math:: y \mapsto gain \circ y / s + bias,\qquad s = (|t|^2 / n + eps)^{1/2}
 
@@ -25,7 +24,8 @@ class QKNorm:
     for the form with gains.
 
     Args:
-        gain: (heads, d). bias: (heads, d), or None.
+        gain: (heads, d).
+        bias: (heads, d), or None.
         eps: under the root.
         over: projection (D, n) and bias (n,) or None of what is normalised together; None: each
             head's own vector.
@@ -45,106 +45,104 @@ class QKNorm:
                 f"gain of a normalisation has shape {tuple(self.gain.shape)}; it must be (heads, "
                 "d), and bias the same"
             )
-        if (
-            not all(bool(torch.isfinite(t).all()) for t in self.tensors())
-            or not 0 <= self.eps < torch.inf
-        ):
+        finite = all(bool(torch.isfinite(t).all()) for t in self.tensors())
+        if not (finite and 0 <= self.eps < torch.inf):
             raise AttentionError("a normalisation has NaN or infinite numbers, or a negative eps")
 
     def tensors(self) -> list[Tensor]:
-        """All that it is made of."""
+        """Return all that it is made of."""
         return [t for t in (self.gain, self.bias, *(self.over or ())) if t is not None]
 
     def together(self, x: Tensor) -> Tensor | None:
-        """What is normalised together at inputs (samples, N, D), float64 (samples, N, n); None
-        where each head is by itself."""
+        """Return what is normalised together at inputs x (samples, N, D), (samples, N, n) float64.
+
+        None where each head is by itself.
+        """
         if self.over is None:
             return None
         w, b = self.over
         t = x.double() @ w.double()
         return t if b is None else t + b.double()
 
-    def sizes(self, x: Tensor, y: Tensor) -> Tensor:
-        """s for projected vectors y (samples, heads, N, d) of inputs x (samples, N, D): float64,
-        (samples, heads or 1, N, 1); 1 where it is zero."""
+    def _whole(self, x: Tensor, y: Tensor) -> Tensor:
         t = self.together(x)
-        squares = (y if t is None else t[:, None]).square().mean(-1, keepdim=True) + self.eps
+        return y if t is None else t[:, None]
+
+    def sizes(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return s, (samples, heads or 1, N, 1), float64; 1 where it is zero.
+
+        Args:
+            x: inputs, (samples, N, D).
+            y: projected vectors, (samples, heads, N, d).
+        """
+        squares = self._whole(x, y).square().mean(-1, keepdim=True) + self.eps
         return torch.where(squares > 0, squares, 1.0).sqrt()
 
     def undefined(self, x: Tensor, y: Tensor, valid: Tensor | None) -> bool:
-        """Whether a vector of length zero is to be normalised without eps, tokens that are not
-        ``valid`` (samples, N) left out."""
+        """Return whether a vector of length zero is to be normalised without eps.
+
+        Tokens that are not ``valid`` (samples, N) are left out.
+        """
         if self.eps > 0:
             return False
-        t = self.together(x)
-        zero = (y if t is None else t[:, None]).square().sum(-1) == 0
+        zero = self._whole(x, y).square().sum(-1) == 0
         return bool((zero if valid is None else zero & valid[:, None]).any())
 
     def apply(self, x: Tensor, y: Tensor) -> Tensor:
-        """The normalised vectors, float64, shaped like y."""
+        """Return the normalised vectors, float64, shaped like y."""
         out = y / self.sizes(x, y) * self.gain.double()[:, None]
         return out if self.bias is None else out + self.bias.double()[:, None]
 
     def rounded(self, x: Tensor, y: Tensor, before: Passing) -> Passing:
-        """As `Variant.rounded`: Lemma 69 (docs/theory/rounding.md)."""
+        """Return upper values as `Variant.rounded` does: Lemma 69 (docs/theory/rounding.md)."""
         gain = self.gain.double().abs().amax(-1)[:, None]
         size, length = self.sizes(x, y)[..., 0], torch.linalg.vector_norm(y, dim=-1)
+        alone, zero = self.over is None, torch.zeros(())
         if self.over is None:
-            n, shared, error, reach = y.shape[-1], length, before.error, torch.zeros(())
+            n, shared, error, reach = y.shape[-1], length, before.error, zero
         else:
             w, b = self.over[0].double(), self.over[1]
             n, reach = w.shape[1], torch.linalg.matrix_norm(w)
             bias = 0.0 if b is None else torch.linalg.vector_norm(b.double())
             shared = torch.linalg.vector_norm(self.together(x), dim=-1)[:, None]
-            error = (
-                (2 * (len(w) + 4) * UNIT)
-                * (torch.linalg.vector_norm(x.double(), dim=-1) * reach + bias)
-            )[:, None]
-        off = error / (size * n**0.5) + (n + 8) * UNIT  # relative error of the size
+            projected = torch.linalg.vector_norm(x.double(), dim=-1) * reach + bias
+            error = ((2 * (len(w) + 4) * UNIT) * projected)[:, None]
+        moved = error / (size * n**0.5)
+        off = moved + (n + 8) * UNIT  # relative error of the size
         off = torch.where(off < 0.25, off / (1 - off), torch.inf)
         unit = length / size
         unit_error = before.error / size * (1 + off) + unit * off
-        turned = (
-            (2 * unit * unit_error + unit_error**2) / n if self.over is None else torch.zeros(())
-        )
+        turned = (2 * unit * unit_error + unit_error**2) / n if alone else zero
         slope = gain / size * (before.slope + unit * reach / n**0.5)
-        slope_error = (
-            gain
-            / size
-            * ((1 + off) * before.slope_error + (off + turned + 16 * UNIT) * before.slope)
-        )
-        if self.over is not None:
+        rounding = (off + turned + 16 * UNIT) * before.slope
+        slope_error = gain / size * ((1 + off) * before.slope_error + rounding)
+        if not alone:
             sums = (n + x.shape[-1] + 16) * UNIT
-            turn = unit_error * (1 + off) + unit * (
-                error / (size * n**0.5) + off * shared / (size * n**0.5) + off + sums
-            )
+            own = moved + off * shared / (size * n**0.5) + off + sums
+            turn = unit_error * (1 + off) + unit * own
             slope_error = slope_error + gain / size * reach / n**0.5 * turn
-        bias = (
-            0.0
-            if self.bias is None
-            else self.bias.double().abs().amax(-1)[:, None] * self.bias.shape[1] ** 0.5
-        )
-        return Passing(gain * unit_error + 8 * UNIT * (gain * unit + bias), slope, slope_error)
+        shift: Tensor | float = 0.0
+        if self.bias is not None:
+            shift = self.bias.double().abs().amax(-1)[:, None] * self.bias.shape[1] ** 0.5
+        return Passing(gain * unit_error + 8 * UNIT * (gain * unit + shift), slope, slope_error)
 
     def select(self, heads: slice) -> "QKNorm":
-        """Some of the heads."""
-        return replace(
-            self, gain=self.gain[heads], bias=None if self.bias is None else self.bias[heads]
-        )
+        """Return that of some of the heads."""
+        bias = None if self.bias is None else self.bias[heads]
+        return replace(self, gain=self.gain[heads], bias=bias)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "QKNorm":
-        """With changed tensors."""
-        over = (
-            None
-            if self.over is None
-            else (change(self.over[0]), None if self.over[1] is None else change(self.over[1]))
-        )
-        return QKNorm(
-            change(self.gain), None if self.bias is None else change(self.bias), self.eps, over
-        )
+        """Return the same with changed tensors."""
+        w, b = (None, None) if self.over is None else self.over
+        bias, w, b = (None if t is None else change(t) for t in (self.bias, w, b))
+        return QKNorm(change(self.gain), bias, self.eps, None if w is None else (w, b))
 
     def check(self, name: str, shapes: Shapes) -> None:
-        """Raise AttentionError where it does not fit a layer; ``name`` is the layer's for it."""
+        """Check that it fits a layer, whose ``name`` for it an error says.
+
+        Raises:
+            AttentionError: it does not.
+        """
         expected, width = (shapes.w_q[0], shapes.w_q[2]), shapes.x[2]
         if self.gain.shape != expected:
             raise AttentionError(
@@ -210,30 +208,31 @@ class QKNormalised(Variant):
         return before if norm is None else norm.rounded(x, y, before)
 
     def spans(self) -> list[Tensor]:
-        return [
-            norm.over[0] for norm in (self.q, self.k) if norm is not None and norm.over is not None
-        ]
+        norms = [norm for norm in (self.q, self.k) if norm is not None]
+        return [norm.over[0] for norm in norms if norm.over is not None]
 
     def _each(self, change: Callable[[QKNorm], QKNorm]) -> "QKNormalised":
         return QKNormalised(*(None if norm is None else change(norm) for norm in (self.q, self.k)))
+
+    def _over(
+        self, change: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+    ) -> "QKNormalised":
+        """Return the same with changed projections of what is normalised together."""
+
+        def changed(norm: QKNorm) -> QKNorm:
+            return norm if norm.over is None else replace(norm, over=change(*norm.over))
+
+        return self._each(changed)
 
     def of_heads(self, heads: slice) -> "QKNormalised":
         return self._each(lambda norm: norm.select(heads))
 
     def without_biases(self) -> "QKNormalised":
-        return self._each(
-            lambda norm: norm if norm.over is None else replace(norm, over=(norm.over[0], None))
-        )
+        return self._over(lambda w, b: (w, None))
 
     def of_scaled_inputs(self, exponent: int) -> "QKNormalised":
         first, second = 2.0 ** -(exponent // 2), 2.0 ** -((exponent + 1) // 2)
-        return self._each(
-            lambda norm: (
-                norm
-                if norm.over is None
-                else replace(norm, over=(norm.over[0] * first * second, norm.over[1]))
-            )
-        )
+        return self._over(lambda w, b: (w * first * second, b))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "QKNormalised":
         return self._each(lambda norm: norm.map(change))
@@ -241,16 +240,16 @@ class QKNormalised(Variant):
 
 @dataclass(frozen=True, eq=False)
 class NormStep:
-    r"""The derivative of `QKNorm`, token by token: :math:`dy \mapsto gain \circ (dy - u\,\tau)/s`
-    with u = y / s.
+    r"""The derivative of `QKNorm`, token by token.
 
-    Where a head's own vector is normalised :math:`\tau = u \cdot dy / d`; where all heads' are
-    together it is a coordinate of its own, :math:`\tau = g \cdot dx`, with ``direction`` g =
-    :math:`T (t/s) / n` for the projection T of what is normalised together: Lemma 5
-    (docs/theory/jacobian.md).
+    :math:`dy \mapsto gain \circ (dy - u\,\tau)/s` with u = y / s. Where a head's own vector is
+    normalised :math:`\tau = u \cdot dy / d`; where all heads' are together it is a coordinate of
+    its own, :math:`\tau = g \cdot dx`, with ``direction`` g = :math:`T (t/s) / n` for the
+    projection T of what is normalised together: Lemma 5 (docs/theory/jacobian.md).
 
     Attributes:
-        unit: u, (batch, N, d). gain: gain / s, (batch, N, d).
+        unit: u, (batch, N, d).
+        gain: gain / s, (batch, N, d).
         direction: (samples, N, D) in the dtype of the products, or None.
     """
 
@@ -260,26 +259,23 @@ class NormStep:
 
     @staticmethod
     def of(norm: QKNorm, x: Tensor, y: Tensor, dtype: torch.dtype) -> "NormStep":
-        """At inputs x (samples, N, D) and projected vectors y (samples, heads, N, d), float64."""
+        """Return that at inputs x (samples, N, D), projected to y (samples, heads, N, d)."""
         sizes = norm.sizes(x, y)
         unit = (y / sizes).flatten(0, 1).to(dtype)
         gain = (norm.gain.double()[:, None] / sizes).flatten(0, 1).to(dtype)
         together = norm.together(x)
         if norm.over is None or together is None:
             return NormStep(unit, gain)
-        return NormStep(
-            unit,
-            gain,
-            (together / sizes[:, 0] @ norm.over[0].double().mT / together.shape[-1]).to(dtype),
-        )
+        direction = together / sizes[:, 0] @ norm.over[0].double().mT / together.shape[-1]
+        return NormStep(unit, gain, direction.to(dtype))
 
     def push(self, z: Tensor, extra: Tensor | None) -> Tensor:
-        """Perturbations as they go on."""
+        """Return perturbations as they go on."""
         share = (self.unit * z).mean(-1, keepdim=True) if extra is None else extra
         return (z - self.unit * share) * self.gain
 
     def pull(self, g: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The transpose."""
+        """Return the transposed map of g."""
         g = g * self.gain
         inner = self.unit * g
         if self.direction is None:
@@ -287,20 +283,17 @@ class NormStep:
         return g, -inner.sum(-1, keepdim=True)
 
     def select(self, index: Tensor | slice) -> "NormStep":
-        """Some entries of the batch."""
+        """Return that of some entries of the batch."""
         return replace(self, unit=self.unit[index], gain=self.gain[index])
 
     def of_tokens(self, tokens: slice | Tensor) -> "NormStep":
-        """Some tokens; ``direction`` stays."""
+        """Return that of some tokens; ``direction`` stays."""
         return replace(self, unit=self.unit[:, tokens], gain=self.gain[:, tokens])
 
     def double(self) -> "NormStep":
-        """With products in float64."""
-        return NormStep(
-            self.unit.double(),
-            self.gain.double(),
-            None if self.direction is None else self.direction.double(),
-        )
+        """Return the same with products in float64."""
+        direction = None if self.direction is None else self.direction.double()
+        return NormStep(self.unit.double(), self.gain.double(), direction)
 
     def turns(self) -> None:
-        """It turns nothing."""
+        """Return None: it turns nothing."""

@@ -1,5 +1,4 @@
-"""Rotary position embeddings: what happens to queries and keys between their projections and the
-scores."""
+"""Rotary position embeddings of queries and keys."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,13 +12,13 @@ from lipbound.errors import AttentionError
 
 @dataclass(frozen=True)
 class Rotation(Variant):
-    r"""A linear map for each token, applied to its query and its key alike: coordinates i and i + r
-    are turned by the token's i-th angle.
+    r"""A linear map for each token, applied to its query and its key alike.
 
-    With :math:`c` = ``cos[n, i]``, :math:`s` = ``sin[n, i]``, coordinates a = i and b = i + r of
-    token n become :math:`(c\,a - s\,b,\; c\,b + s\,a)`; coordinates from 2r on stay (partial
-    rotation). That is the layout of Llama and GPT-NeoX; others differ by the order of coordinates,
-    which no score depends on. Su et al. 2021, "RoFormer", equation (34).
+    Coordinates i and i + r are turned by the token's i-th angle. With :math:`c` = ``cos[n, i]``,
+    :math:`s` = ``sin[n, i]``, coordinates a = i and b = i + r of token n become :math:`(c\,a -
+    s\,b,\; c\,b + s\,a)`; coordinates from 2r on stay (partial rotation). That is the layout of
+    Llama and GPT-NeoX; others differ by the order of coordinates, which no score depends on. Su et
+    al. 2021, "RoFormer", equation (34).
 
     Args:
         cos, sin: (N, r). Not necessarily of length one: scaled variants multiply both by a factor.
@@ -50,32 +49,31 @@ class Rotation(Variant):
 
     @staticmethod
     def of_angles(angles: Tensor) -> "Rotation":
-        """The rotation by these angles, (N, r), in radians."""
+        """Return the rotation by these angles, (N, r), in radians."""
         return Rotation(angles.double().cos(), angles.double().sin())
 
     @property
     def tokens(self) -> int:
-        """N."""
+        """Number N of tokens."""
         return len(self.cos)
 
     @property
     def width(self) -> int:
-        """2 r, the coordinates that are turned."""
+        """Number 2 r of coordinates that are turned."""
         return 2 * self.cos.shape[1]
 
     @property
     def norm(self) -> float:
         """Upper value of the norms of the tokens' maps, at least 1."""
-        return max(1.0, float((self.cos.double() ** 2 + self.sin.double() ** 2).amax().sqrt())) * (
-            1 + 1e-14
-        )
+        squares = self.cos.double() ** 2 + self.sin.double() ** 2
+        return max(1.0, float(squares.amax().sqrt())) * (1 + 1e-14)
 
     def turn(self, x: Tensor) -> Tensor:
-        """Every token's map: (..., N, d) -> (..., N, d)."""
+        """Return vectors (..., N, d) turned by their tokens' maps."""
         return self._apply(x, 1.0)
 
     def back(self, x: Tensor) -> Tensor:
-        """The transposes of these maps: (..., N, d) -> (..., N, d)."""
+        """Return vectors (..., N, d) turned by the transposes of these maps."""
         return self._apply(x, -1.0)
 
     def _apply(self, x: Tensor, sign: float) -> Tensor:
@@ -85,11 +83,11 @@ class Rotation(Variant):
         return turned(x, cos, sign * sin)
 
     def select(self, keep: Tensor | slice) -> "Rotation":
-        """Some of the tokens."""
+        """Return that of some of the tokens."""
         return Rotation(self.cos[keep], self.sin[keep])
 
     def to(self, device: str | torch.device) -> "Rotation":
-        """On another device."""
+        """Return the same on another device."""
         return Rotation(self.cos.to(device), self.sin.to(device))
 
     # -- as a variant ------------------------------------------------------------------------------
@@ -101,8 +99,8 @@ class Rotation(Variant):
         if self.tokens != shapes.x[1] or self.width > shapes.w_q[2]:
             raise AttentionError(
                 f"rotation is of {self.tokens} tokens and turns {self.width} coordinates; with x "
-                f"{shapes.x} and w_q "
-                f"{shapes.w_q} it must be of {shapes.x[1]} tokens and turn at most {shapes.w_q[2]}"
+                f"{shapes.x} and w_q {shapes.w_q} it must be of {shapes.x[1]} tokens and turn at "
+                f"most {shapes.w_q[2]}"
             )
 
     def enter(self, side: Side, x: Tensor, y: Tensor, valid: Tensor | None) -> Tensor:
@@ -136,40 +134,40 @@ class RotationStep:
     direction = None
 
     def push(self, z: Tensor, extra: Tensor | None) -> Tensor:
-        """Perturbations as they go on."""
+        """Return perturbations as they go on."""
         return self.rotation.turn(z)
 
     def pull(self, g: Tensor) -> tuple[Tensor, None]:
-        """The transpose."""
+        """Return the transposed map of g."""
         return self.rotation.back(g), None
 
     def select(self, index: Tensor | slice) -> "RotationStep":
-        """Some entries of the batch."""
+        """Return that of some entries of the batch."""
         return self
 
     def of_tokens(self, tokens: slice | Tensor) -> "RotationStep":
-        """Some tokens."""
+        """Return that of some tokens."""
         return RotationStep(self.rotation.select(tokens))
 
     def double(self) -> "RotationStep":
-        """With products in float64, in which angles are stored where they are."""
+        """Return itself: angles are stored in the dtype that they have."""
         return self
 
     def turns(self) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of all tokens."""
+        """Return cosines and sines of all tokens."""
         return self.rotation.cos, self.rotation.sin
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Vectors x (..., d) with coordinates i and i + r turned, cos and sin (..., r) broadcastable to
-    those coordinates."""
+    """Return vectors x (..., d) with coordinates i and i + r turned.
+
+    ``cos`` and ``sin`` (..., r) broadcast to those coordinates.
+    """
     r = cos.shape[-1]
     a, b, rest = x[..., :r], x[..., r : 2 * r], x[..., 2 * r :]
     if not torch.is_grad_enabled():  # without temporaries, which cost more than the arithmetic
-        lead = (1,) * (x.ndim - cos.ndim) + cos.shape[:-1]
-        out = x.new_empty(
-            *(n if m == 1 else m for n, m in zip(x.shape, lead, strict=False)), x.shape[-1]
-        )
+        lead = torch.broadcast_shapes(x.shape[:-1], cos.shape[:-1])
+        out = x.new_empty(*lead, x.shape[-1])
         torch.mul(cos, a, out=out[..., :r]).addcmul_(sin, b, value=-1)
         torch.mul(cos, b, out=out[..., r : 2 * r]).addcmul_(sin, a)
         if rest.shape[-1]:

@@ -11,11 +11,10 @@ from lipbound.errors import AttentionError
 
 @dataclass(frozen=True)
 class Sinks(Variant):
-    """One more score in every softmax of head h, ``logits[h]``, whose probability is dropped;
-    gpt-oss (2025).
+    """One more score in every softmax of head h, ``logits[h]``, whose probability is dropped.
 
-    Rows of P then sum to less than one. What they attend to besides has the value zero, so values
-    are not centred.
+    Gpt-oss (2025). Rows of P then sum to less than one. What they attend to besides has the value
+    zero, so values are not centred.
 
     Args:
         logits: (heads,), in the dtype of the layer.
@@ -34,10 +33,8 @@ class Sinks(Variant):
 
     def check(self, shapes: Shapes) -> None:
         if tuple(self.logits.shape) != shapes.w_q[:1]:
-            raise AttentionError(
-                f"sinks has shape {tuple(self.logits.shape)}; with x {shapes.x} and w_q "
-                f"{shapes.w_q} it must be {shapes.w_q[:1]}"
-            )
+            given = f"sinks has shape {tuple(self.logits.shape)}; with x {shapes.x}"
+            raise AttentionError(f"{given} and w_q {shapes.w_q} it must be {shapes.w_q[:1]}")
 
     def extra_scores(self) -> Tensor:
         return self.logits[:, None]

@@ -1,5 +1,4 @@
-"""How perturbations of the projected queries (or keys) arrive in the scores: one linear map for
-each token."""
+"""Linear maps, one for each token, by which perturbations of queries and keys reach the scores."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,40 +9,40 @@ from torch import Tensor
 
 
 class TokenStep(Protocol):
-    """One linear map for each token of each entry of a batch of heads: the derivative of one
-    variant."""
+    """Derivative of one variant: a linear map for each token of each entry of a batch of heads."""
 
     @property
     def direction(self) -> Tensor | None:
-        r"""(samples, N, D): what the extra coordinate :math:`\tau` of a change dx is taken along,
-        where the step sees one."""
+        r"""Direction (samples, N, D) of the extra coordinate :math:`\tau` of a change, or None."""
 
     def push(self, z: Tensor, extra: Tensor | None) -> Tensor:
-        r"""Perturbations (batch, N, d), and :math:`\tau` (batch, N, 1) where the step sees it, as
-        they go on, (batch, N, d)."""
+        r"""Return perturbations (batch, N, d) as they go on.
+
+        ``extra`` is :math:`\tau`, (batch, N, 1), where the step sees it.
+        """
 
     def pull(self, g: Tensor) -> tuple[Tensor, Tensor | None]:
-        r"""The transpose: (batch, N, d) -> the same, and the cotangent of :math:`\tau` where the
-        step sees it."""
+        r"""Return the transposed map of g (batch, N, d), and the cotangent of :math:`\tau`."""
 
     def select(self, index: Tensor | slice) -> "TokenStep":
-        """For some entries of the batch."""
+        """Return that for some entries of the batch."""
 
     def of_tokens(self, tokens: slice | Tensor) -> "TokenStep":
-        """For some tokens."""
+        """Return that for some tokens."""
 
     def double(self) -> "TokenStep":
-        """With products in float64."""
+        """Return the same with products in float64."""
 
     def turns(self) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines (N, r) of a step that turns coordinates i and i + r of every token, and
-        nothing else; None for others."""
+        """Return cosines and sines (N, r) of a step that turns coordinates i and i + r.
+
+        None for steps that do anything else.
+        """
 
 
 @dataclass(frozen=True, eq=False)
 class TokenMap:
-    r"""The steps between the projection of queries (or keys) and the scores, one after the other,
-    of a batch of heads.
+    r"""The steps between the projection of queries (or keys) of a batch of heads and the scores.
 
     Attributes:
         steps: in the order in which they act.
@@ -58,29 +57,32 @@ class TokenMap:
 
     @property
     def direction(self) -> Tensor | None:
-        r"""(samples, N, D) in the dtype of the products: what the extra coordinate
-        :math:`\tau = direction \cdot dx` is taken along, or None."""
+        r"""Direction of the extra coordinate :math:`\tau = direction \cdot dx`, or None.
+
+        (samples, N, D), in the dtype of the products.
+        """
         return next((step.direction for step in self.steps if step.direction is not None), None)
 
     @property
     def extra(self) -> int:
-        """How many coordinates it sees besides the projected vector, 0 or 1."""
+        """Number of coordinates that it sees besides the projected vector, 0 or 1."""
         return 0 if self.direction is None else 1
 
     def turns(self) -> tuple[Tensor, Tensor] | None:
-        """Those of its only step; None where there are others."""
+        """Return those of its only step; None where there are others."""
         return self.steps[0].turns() if len(self.steps) == 1 else None
 
     def push(self, z: Tensor, extra: Tensor | None = None) -> Tensor:
-        r"""Perturbations of the projected vectors (batch, N, d), and :math:`\tau` (batch, N, 1)
-        where there is one, as they arrive, (batch, N, d)."""
+        r"""Return perturbations of the projected vectors (batch, N, d) as they arrive.
+
+        ``extra`` is :math:`\tau`, (batch, N, 1), where there is one.
+        """
         for step in self.steps:
             z = step.push(z, extra)
         return z
 
     def pull(self, g: Tensor) -> tuple[Tensor, Tensor | None]:
-        r"""The transpose: (batch, N, d) -> the same, and the cotangent of :math:`\tau` where there
-        is one."""
+        r"""Return the transposed map of g (batch, N, d), and the cotangent of :math:`\tau`."""
         extra = None
         for step in reversed(self.steps):
             g, own = step.pull(g)
@@ -88,27 +90,23 @@ class TokenMap:
         return g, extra
 
     def matrices(self, entry: int, tokens: slice | Tensor, d: int) -> Tensor | None:
-        r"""The maps of some tokens of one entry of the batch from rows :math:`(dy, \tau)` to rows
-        of queries, (n, d + extra, d).
+        r"""Return the maps of some tokens of one entry of the batch, (n, d + extra, d).
 
-        None where every map is the identity.
+        From rows :math:`(dy, \tau)` to rows of queries; None where every map is the identity.
         """
         if not self.steps:
             return None
-        part = replace(
-            self,
-            steps=[step.select(slice(entry, entry + 1)).of_tokens(tokens) for step in self.steps],
-        )
+        one = slice(entry, entry + 1)
+        part = replace(self, steps=[step.select(one).of_tokens(tokens) for step in self.steps])
         n = len(range(self.tokens)[tokens]) if isinstance(tokens, slice) else len(tokens)
-        eye = torch.eye(d + self.extra, dtype=self.dtype, device=self.device)[:, None].expand(
-            -1, n, -1
-        )
+        eye = torch.eye(d + self.extra, dtype=self.dtype, device=self.device)
+        eye = eye[:, None].expand(-1, n, -1)
         return part.push(eye[..., :d], eye[..., d:] if self.extra else None).transpose(0, 1)
 
     def select(self, index: Tensor | slice) -> "TokenMap":
-        """Some entries of the batch; ``direction``, which has samples instead, stays."""
+        """Return some entries of the batch; ``direction``, which has samples instead, stays."""
         return replace(self, steps=[step.select(index) for step in self.steps])
 
     def double(self) -> "TokenMap":
-        """With products in float64."""
+        """Return the same with products in float64."""
         return replace(self, steps=[step.double() for step in self.steps], dtype=torch.float64)

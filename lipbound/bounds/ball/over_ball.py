@@ -9,9 +9,9 @@ from lipbound.attention.layer import Attention
 from lipbound.attention.rescaling import unit_scales
 from lipbound.bounds.ball.centre_entries import COVERS
 from lipbound.bounds.ball.centre_pairs import PairedBallCentre, PairedVariantCentre
-from lipbound.bounds.bound import check_radii
 from lipbound.bounds.ours.block_norms import TINY, sizes_of_values
 from lipbound.bounds.registry import get
+from lipbound.bounds.statement import check_radii
 from lipbound.devices import in_own_modes
 from lipbound.errors import AttentionError, LipboundError, check_layer
 from lipbound.jacobians.spectral_norm import spectral_norm

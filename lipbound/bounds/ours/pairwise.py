@@ -13,7 +13,6 @@ from torch import Tensor
 from lipbound.attention.cache import keep_result, memoised
 from lipbound.attention.layer import Attention
 from lipbound.bounds import conditions
-from lipbound.bounds.bound import Bound
 from lipbound.bounds.ours import BIBTEX, CITATION
 from lipbound.bounds.ours.block_norms import (
     MATRICES,
@@ -25,6 +24,7 @@ from lipbound.bounds.ours.block_norms import (
     samples_of,
 )
 from lipbound.bounds.registry import bound
+from lipbound.bounds.statement import Bound
 from lipbound.bounds.whole_layer_rules import with_folded
 from lipbound.devices import require
 from lipbound.linalg.matrix_norms import gamma, matrix_norm, nonnegative_norm, symmetric_norm

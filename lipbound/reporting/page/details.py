@@ -95,7 +95,7 @@ def of_layer(
 ) -> Details:
     """Compute `Details` of the heads of a layer with one sample.
 
-    The norm is one of `lipbound.bounds.bound.NORMS`; padding is left out.
+    The norm is one of `lipbound.schema.NORMS`; padding is left out.
     """
     att = att.unpadded(0)
     found_norm = (

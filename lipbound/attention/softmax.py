@@ -1,0 +1,373 @@
+r"""The Jacobian of the softmax, :math:`M(p) = \mathrm{diag}(p) - p p^T`: its spectrum and norms.
+
+Rows are always the last axis. No N x N matrix is formed for a row. Norms other than the spectral
+one: Nair 2025, "Softmax is 1/2-Lipschitz: A tight bound across all l_p norms" (arXiv 2510.23012);
+Emadi 2026 (arXiv 2602.18849, abstract and quotations).
+"""
+
+import itertools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lipbound.attention.variants.base import UNIT
+from lipbound.errors import LipboundError, whole
+
+ROWS = 2**21
+"""Entries handled at a time by `jacobian_norm`, which works in float64 whatever it is given."""
+BISECTED = 2**17
+"""Entries handled at a time by `singular_value`: what a cache holds."""
+LARGEST_LP_NORM = 0.5
+r"""The smallest number that bounds :math:`\|M(p)\|_{p \to p}` for all probability rows, in every
+l_p (Nair 2025): Lemma 100 (docs/theory/token_bounds.md)."""
+
+
+class Enclosure(NamedTuple):
+    """Lower and upper end of an interval that contains the exact value."""
+
+    lower: Tensor
+    upper: Tensor
+
+
+def jacobian_norm(p: Tensor, *, max_iterations: int = 40) -> Enclosure:
+    r"""Return the spectral norm of M(p) for every row, enclosed to rounding: O(N) a row.
+
+    Newton's iteration for the secular equation in a form whose terms are all positive; the residual
+    at the last iterate gives the enclosure: Lemma 11 (docs/theory/softmax.md).
+
+    Args:
+        p: (..., N), non-negative, any floating dtype; rows are normalised in float64 (they need
+            only sum to one up to rounding). All-zero rows (padding) have norm 0.
+        max_iterations: steps of Newton's iteration at most.
+
+    Returns:
+        `Enclosure` of shape (...), float64; relative width about 1e-14 (N + 20 roundings), down to
+        subnormal norms.
+
+    >>> float(jacobian_norm(torch.tensor([0.5, 0.5])).upper)
+    0.5...
+    """
+    rows = p.reshape(-1, p.shape[-1])
+    parts = rows.split(max(1, ROWS // p.shape[-1]))
+    return _joined([_enclose(part.double(), max_iterations) for part in parts], p.shape[:-1])
+
+
+def _joined(parts: list[Enclosure], shape: torch.Size) -> Enclosure:
+    lower, upper = (torch.cat(ends).view(shape) for ends in zip(*parts, strict=True))
+    return Enclosure(lower, upper)
+
+
+def normalised(p: Tensor) -> Tensor:
+    """Return rows in float64 that sum to one; all-zero rows stay.
+
+    float32 rows do not, well enough for Theorem 4 of Yudin et al.
+    """
+    p = p.double()
+    total = p.sum(-1, keepdim=True)
+    return p / torch.where(total > 0, total, 1.0)
+
+
+def _enclose(p: Tensor, max_iterations: int) -> Enclosure:
+    n = p.shape[-1]
+    if n == 1:
+        return Enclosure(torch.zeros_like(p[:, 0]), torch.zeros_like(p[:, 0]))
+    p = normalised(p)
+    where = p.argmax(-1, keepdim=True)
+    p1 = p.gather(-1, where)
+    rest = p.scatter(-1, where, 0.0)
+    p2 = rest.amax(-1, keepdim=True)
+    delta = p1 - p2
+    simple = (p2 <= 0) | (delta <= 0)  # one-hot: norm 0; a tie at the top: norm p1
+    safe = torch.where(simple, 1.0, p2)
+    r = rest / safe
+    gap = torch.where(rest > 0, (p2 - rest) / safe, 1.0)
+    s_hat = r.sum(-1, keepdim=True)
+    total = rest.sum(-1, keepdim=True) + p1
+    slope = s_hat / total.clamp_min(torch.finfo(p.dtype).tiny)  # 1 / smallest F', up to rounding
+    gamma = 2 * (n + 20) * UNIT
+
+    # Start at the Rayleigh quotient of (1, -p_i/s), exact for two tokens or a tied rest.
+    w = r / s_hat.clamp_min(1e-300)
+    mean = p1 - (rest * w).sum(-1, keepdim=True)
+    square = p1 + (rest * w * w).sum(-1, keepdim=True) - mean * mean
+    x = (square / (1 + (w * w).sum(-1, keepdim=True)) - p2) / safe
+    top = s_hat * delta
+    x = torch.where(simple, 1.0, torch.minimum(x.clamp_min(0), top).maximum(1e-6 * top))
+    for _ in range(max_iterations):
+        q = r / (x + gap)
+        t = 1 / q.sum(-1, keepdim=True)
+        f = p2 * x + p1 * t
+        miss = (delta - f) * slope
+        if bool((simple | (miss.abs() <= gamma * (1 + x))).all()):
+            break
+        step = (delta - f) / (p2 + p1 * t * t * (q / (x + gap)).sum(-1, keepdim=True))
+        x = torch.where(simple, x, (x + step).minimum(top).maximum(1e-9 * top))
+    f = p2 * x + p1 / (r / (x + gap)).sum(-1, keepdim=True)
+    up = x + ((delta * (1 + 4 * UNIT) - f * (1 - gamma)) * slope).clamp_min(0)
+    low = x - ((f * (1 + gamma) - delta * (1 - 4 * UNIT)) * slope).clamp_min(0)
+    exact = torch.where(delta <= 0, p2, torch.zeros_like(p2))
+    upper = torch.where(simple, exact, p2 * (1 + torch.minimum(up, top * (1 + gamma))))
+    upper = upper * (1 + gamma)
+    lower = torch.where(simple, exact, p2 * (1 + low.clamp_min(0))) * (1 - gamma)
+    # rounding of subnormal numbers is absolute
+    upper = torch.where(upper > 0, upper + n * 5e-324, upper)
+    return Enclosure(lower[:, 0], upper[:, 0])
+
+
+def g(p: Tensor, k: int = 1) -> Tensor:
+    r"""Return :math:`g_k(p) = p_{(k)} (1 - p_{(k)} + p_{(k+1)})` for every row.
+
+    It bounds the k-th singular value of M(p) from above. Order statistics are decreasing,
+    :math:`p_{(N+1)} = 0` (Yudin et al. 2025, Definition 1 and Theorem 4). For k = 1 the factor is
+    evaluated as :math:`\sum_{i \ge 2} p_{(i)} + p_{(2)}`: the printed form cancels, and in float32
+    falls below the norm it should bound: Lemma 11 (docs/theory/softmax.md).
+
+    Args:
+        p: (..., N), rows summing to one.
+        k: 1 ... N.
+
+    Returns:
+        (...), in the dtype of ``p``; differentiable.
+    """
+    n = p.shape[-1]
+    _check_order(k, n)
+    top, where = p.topk(min(k + 1, n), -1)
+    value = top[..., k - 1]
+    following = top[..., k] if k < n else torch.zeros_like(value)
+    if k == 1:
+        others = p.scatter(-1, where[..., :1], 0.0).sum(-1)
+        return value * (others + following)
+    return value * (1 - value + following)
+
+
+def singular_value(p: Tensor, k: int) -> Enclosure:
+    r"""Return the k-th singular value of M(p) for every row, enclosed: O(N) a row and round.
+
+    By bisection between :math:`p_{(k+1)}` and :math:`p_{(k)}`, where it is the only root of the
+    secular equation: Lemma 12 (docs/theory/softmax.md); in :math:`\mu = \lambda - p_{(k+1)}`, so
+    that differences :math:`p_i - \lambda` do not cancel, and over the floating-point numbers
+    themselves, which takes 64 rounds however small :math:`\mu` is.
+
+    Args:
+        p: (..., N), rows summing to one.
+        k: 1 ... N, else LipboundError is raised.
+
+    Returns:
+        `Enclosure` of shape (...), float64: neighbouring numbers between which the computed left
+        side changes sign; to a few roundings.
+    """
+    n = p.shape[-1]
+    _check_order(k, n)
+    rows = p.reshape(-1, n)
+    parts = rows.split(max(1, BISECTED // n))
+    return _joined([_bisect(part, k) for part in parts], p.shape[:-1])
+
+
+def _bisect(p: Tensor, k: int) -> Enclosure:
+    p = normalised(p).sort(-1, descending=True).values
+    if k == p.shape[-1]:
+        return Enclosure(torch.zeros_like(p[:, 0]), torch.zeros_like(p[:, 0]))
+    base, top = p[:, k : k + 1], p[:, k - 1 : k]
+    shifted = p - base  # exact where p is within a factor of two of it
+    # bit patterns of numbers >= 0 are in their order
+    low, high = torch.zeros_like(base, dtype=torch.int64), (top - base).view(torch.int64)
+    for _ in range(64):
+        middle = low + (high - low) // 2
+        rises = (p / (shifted - middle.view(torch.float64))).sum(-1, keepdim=True) > 0
+        low, high = torch.where(rises, low, middle), torch.where(rises, middle, high)
+    # where only k entries are positive M has rank k - 1
+    ends = (torch.where(base == 0, 0.0, base + t.view(torch.float64))[:, 0] for t in (low, high))
+    return Enclosure(*ends)
+
+
+def interlacing(p: Tensor, links: int) -> Tensor:
+    r"""Return the slack of first links of Theorem 4 of Yudin et al. 2025, (..., links), float64.
+
+    Where the theorem holds it is never negative, up to rounding. The chain is :math:`p_{(1)} \ge
+    g_1 \ge \sigma_1 \ge p_{(2)} \ge g_2 \ge \sigma_2 \ge \dots \ge p_{(n)} \ge g_n \ge \sigma_n =
+    0`, of 3 N - 1 links. Slack is the difference of neighbours over the left one (0 where both are
+    0); of the interval that encloses a singular value the end is taken that makes it smaller.
+
+    Args:
+        p: (..., N), rows summing to one, N at least 2.
+        links: how many, at most 3 N - 1; a third of them need a singular value each.
+
+    Raises:
+        LipboundError: ``links`` is not between 1 and 3 N - 1.
+    """
+    n = p.shape[-1]
+    if not 1 <= links <= 3 * n - 1:
+        raise LipboundError(
+            f"links is {links}; the chain for rows of length {n} has 1 to {3 * n - 1}"
+        )
+    p = normalised(p)
+    ordered = p.sort(-1, descending=True).values
+    members: list[tuple[Tensor, Tensor]] = []
+    for k in range(1, links // 3 + 2):
+        members += [(ordered[..., k - 1],) * 2, (g(p, k),) * 2]
+        members.append(singular_value(p, k) if k < n else (torch.zeros_like(ordered[..., 0]),) * 2)
+    slacks = []
+    for (left, _), (_, right) in itertools.pairwise(members[: links + 1]):
+        relative = (left - right) / left.clamp_min(torch.finfo(left.dtype).tiny)
+        slacks.append(torch.where(left > 0, relative, -right))
+    return torch.stack(slacks, -1)
+
+
+def _check_order(k: int, n: int) -> None:
+    if not 1 <= k <= n:
+        raise LipboundError(f"k is {k}; it must be between 1 and the row length {n}")
+
+
+def largest_jacobian_norm(p: Tensor, stretch: Tensor | None = None) -> Tensor:
+    """Return max_i f_i ||M(p_i)|| over the rows of each matrix, (...), rounded upwards, float64.
+
+    Rows whose g_1 lies below the largest known lower bound, the second order statistic of a row,
+    are not solved for: Lemma 13 (docs/theory/softmax.md). The derivative is that of
+    :math:`y^T M(p_i) y` at a top eigenvector y of the row that attains the maximum.
+
+    Args:
+        p: matrices, (..., N, N).
+        stretch: f, (..., N), at least 1; what rounding of p takes, for instance: Lemma 84
+            (docs/theory/upper_values.md). One by default.
+    """
+    double = normalised(p.detach())
+    factor = torch.ones_like(double[..., 0]) if stretch is None else stretch.detach()
+    upper = g(double) * (1 + 1e-13) * factor
+    lower = torch.zeros_like(upper)
+    if p.shape[-1] > 1:
+        lower = double.topk(2, -1).values[..., -1] * factor
+    candidates = upper >= lower.amax(-1, keepdim=True) * (1 - 1e-13)
+    norms = torch.full_like(upper, -math.inf)
+    norms[candidates] = jacobian_norm(double[candidates]).upper * factor[candidates]
+    norm, where = norms.max(-1)
+    if not (p.requires_grad and torch.is_grad_enabled()):
+        return norm
+    place = where[..., None, None].expand(*where.shape, 1, p.shape[-1])
+    row = normalised(p.gather(-2, place))[..., 0, :]
+    y = top_eigenvector(row.detach())
+    variance = (row * (y - (row * y).sum(-1, keepdim=True)) ** 2).sum(-1)  # y^T M y
+    form = variance * factor.gather(-1, where[..., None])[..., 0]
+    return norm + (form - form.detach())
+
+
+def top_eigenvector(p: Tensor) -> Tensor:
+    r"""Return a unit eigenvector of M(p) for its norm, for rows (..., N) that sum to one.
+
+    Of one-hot and all-zero rows, where M is zero, the zero vector. In the notation of Lemma 11
+    (docs/theory/softmax.md) its entry at :math:`p_1` is :math:`\sum_{i \ge 2} r_i/(x^* + a_i)`, and
+    entry i the negative of the i-th summand; where two entries tie at the top, it is their
+    difference.
+    """
+    if p.shape[-1] == 1:
+        return torch.zeros_like(p)
+    where = p.argmax(-1, keepdim=True)
+    p1, rest = p.gather(-1, where), p.scatter(-1, where, 0.0)
+    p2, second = rest.max(-1, keepdim=True)
+    tie = p1 <= p2
+    safe = torch.where(p2 > 0, p2, 1.0)
+    x = (jacobian_norm(p).upper[..., None] - p2) / safe
+    gap = torch.where(rest > 0, (p2 - rest) / safe, 1.0)
+    q = torch.where(rest > 0, rest / safe, 0.0) / (x.clamp_min(1e-300) + gap)
+    y = torch.where(tie, torch.zeros_like(p).scatter(-1, second, 1.0), q)
+    y = (y / y.amax(-1, keepdim=True).clamp_min(1e-300)).neg().scatter(-1, where, 0.0)
+    y = y.scatter(-1, where, -y.sum(-1, keepdim=True))
+    y = y / y.norm(dim=-1, keepdim=True).clamp_min(1e-300)
+    return torch.where(p2 > 0, y, 0.0)
+
+
+def largest_entry_norm(p: Tensor) -> Tensor:
+    r"""Return :math:`\|M(p)\|_{\infty \to \infty} = \max_i 2 p_i (1 - p_i)` of every row.
+
+    It bounds the norm in every l_p (Nair 2025). It is that of :math:`\ell_1` too. :math:`1 - p_i`
+    is the sum of the other entries, from which nothing cancels: Lemma 100
+    (docs/theory/token_bounds.md).
+
+    Args:
+        p: (..., N), rows summing to one.
+
+    Returns:
+        (...), in the dtype of ``p``; differentiable. The largest value is at the entry nearest 1/2:
+        the largest, or, of ties, one of them.
+
+    >>> float(largest_entry_norm(torch.tensor([0.75, 0.25])))
+    0.375
+    """
+    top, where = p.max(-1, keepdim=True)
+    others = p.scatter(-1, where, 0.0)
+    return 2 * (top * others.sum(-1, keepdim=True))[..., 0]
+
+
+def splitting_norm(p: Tensor, *, largest: int = 24) -> Enclosure:
+    r"""Return an enclosure of :math:`\theta(p) = \|M(p)\|_{\infty \to 1}` of every row.
+
+    :math:`\theta(p) = 4 \max_S p(S)(1 - p(S))` (Emadi 2026) is what the sum of all changes of
+    probabilities can be when no score changes by more than 1; near 1 where the entries can be split
+    into two halves. All subsets of the largest entries are looked at, by sorted sums of two halves
+    of them; for the lower end the others are added to them one after the other, for the upper they
+    may be split at will. Exact to rounding for rows with at most ``largest`` entries that are not
+    zero, and where one entry is at least 1/2: Lemma 101 (docs/theory/token_bounds.md).
+
+    Args:
+        p: (..., N), rows summing to one up to rounding; rows of zeros (padding) have norm 0.
+        largest: entries whose subsets are all looked at, 1 to 40; 2^(largest/2) numbers a row.
+
+    Returns:
+        `Enclosure` of shape (...), float64.
+
+    Raises:
+        LipboundError: ``largest`` is none of these numbers.
+
+    >>> [round(float(end), 12) for end in splitting_norm(torch.tensor([0.75, 0.25]))]
+    [0.75, 0.75]
+    """
+    if not 1 <= whole("largest", largest) <= 40:
+        raise LipboundError(
+            f"largest is {largest}; it must be between 1 and 40, as 2^(largest/2) sums are kept "
+            "for each row"
+        )
+    k = min(largest, p.shape[-1])
+    parts = p.detach().reshape(-1, p.shape[-1]).split(max(1, ROWS >> ((k + 1) // 2)))
+    return _joined([_split(part, k) for part in parts], p.shape[:-1])
+
+
+def _split(p: Tensor, k: int) -> Enclosure:
+    p = normalised(p).sort(-1, descending=True).values
+    n = p.shape[-1]
+    error = 16 * (n + 20) * UNIT
+    top, others = p[:, 0], p[:, 1:].sum(-1)
+    alone = 4 * top * others  # where one entry is at least a half
+
+    left, right = _sums(p[:, : k - k // 2]), _sums(p[:, k - k // 2 : k]).sort(-1).values
+    rest, wanted = p[:, k:], 0.5 - left
+    rest_sum = rest.sum(-1, keepdim=True)
+    after = torch.searchsorted(right, wanted.contiguous())  # sums that are at least a half
+    end = right.shape[-1]
+    above = left + right.gather(-1, after.clamp_max(end - 1))
+    below = left + right.gather(-1, (after - 1).clamp_min(0))
+    above, below = (
+        above.masked_fill(after == end, torch.inf),
+        below.masked_fill(after == 0, -torch.inf),
+    )
+    over, under = above.amin(-1) - 0.5, 0.5 - below.amax(-1)
+    gap = torch.minimum(over, (under - rest_sum[:, 0]).clamp_min(0))
+
+    reached = 0.5 - under
+    for j in range(rest.shape[-1]):
+        fuller = reached + rest[:, j]
+        reached = torch.where(fuller <= 0.5, fuller, reached)
+    attained = torch.minimum(over, 0.5 - reached)
+    lower, upper = 1 - 4 * attained**2 - error, (1 - 4 * gap**2 + error).clamp_max(1.0)
+    half = top >= 0.5 * (1 + error)
+    lower = torch.where(half, alone * (1 - error), lower)
+    upper = torch.where(half, alone * (1 + error) + 5e-324 * (others > 0), upper)
+    return Enclosure(lower.clamp_min(0) * (top > 0), upper * (top > 0))
+
+
+def _sums(p: Tensor) -> Tensor:
+    """Return sums of all subsets of the entries of each row, (rows, k) -> (rows, 2^k)."""
+    sums = p.new_zeros(len(p), 1)
+    for entry in p.T:
+        sums = torch.cat([sums, sums + entry[:, None]], -1)
+    return sums
