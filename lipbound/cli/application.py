@@ -138,9 +138,9 @@ def main_options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Exact local Lipschitz constants of attention heads, beside every published l2 bound.
+    """Exact local Lipschitz constants of attention heads, beside published bounds.
 
-    Bounds are those on softmax heads that we know of.
+    The bounds are every published l2 bound on softmax heads that we know of, and our own.
     """
     # whatever an earlier call in this process wanted
     state.update(quiet=False, verbose=False, debug=False)
