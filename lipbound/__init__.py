@@ -1,8 +1,7 @@
-"""lipbound: exact local Lipschitz constants of attention heads, beside every published l2 bound on
-softmax heads that we know of.
+"""Exact local Lipschitz constants of attention heads, beside published bounds.
 
-Public names are imported when they are first used: ``import lipbound`` itself loads neither torch
-nor transformers.
+The bounds are every published l2 bound on softmax heads that we know of, and our own. Public names
+are imported when they are first used: ``import lipbound`` loads neither torch nor transformers.
 
 >>> import lipbound as lb
 >>> ds = lb.compare(

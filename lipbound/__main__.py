@@ -23,11 +23,11 @@ def main() -> None:
 
 
 def spin_briefly() -> None:
-    """Let torch's threads sleep soon while they wait for each other: on cores that other programs
-    use, those that spin hinder those that work.
+    """Let torch's threads sleep soon while they wait for each other.
 
-    Read when torch is loaded. What the user has set stays. Threads that sleep at once would cost a
-    half more where the cores are free.
+    On cores that other programs use, those that spin hinder those that work. Read when torch is
+    loaded. What the user has set stays. Threads that sleep at once would cost a half more where the
+    cores are free.
     """
     if not any(
         name in os.environ for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")

@@ -292,10 +292,11 @@ def completed(command: str, name: str, start: str) -> list[str]:
 def test_what_is_completed_is_what_there_is() -> None:
     assert set(completion.BOUNDS) == set(lb.bounds.names(None))
     assert set(completion.MAPS) == set(MAPS)
-    assert set(completion.NORMS) == set(NORMS)
+    assert set(completed("compare", "norm", "")) == set(NORMS)
     assert set(completion.RECIPES) == set(RECIPES)
     assert set(completion.REDUCTIONS) == set(REDUCTIONS)
-    assert (set(completion.DTYPES), set(completion.WEIGHTS)) == (set(DTYPES), set(WEIGHTS))
+    assert set(completed("compare", "dtype", "")) == set(DTYPES)
+    assert set(completion.WEIGHTS) == set(WEIGHTS)
 
 
 def test_the_shell_completes_names() -> None:

@@ -27,8 +27,7 @@ from lipbound.formatting import plain
 
 Callback = TypeVar("Callback", bound=Callable[..., Any])
 VERBOSE = "LIPBOUND_VERBOSE"
-"""The environment variable that lets other libraries speak, here and in processes that are started.
-"""
+"""Environment variable that lets other libraries speak, here and in processes started here."""
 LISTS = {"bounds": "names", "layers": "numbers"}
 """Options that take several values in one text."""
 SWITCHES = {
@@ -45,28 +44,24 @@ state: dict[str, Any] = {
     "options": {},
     "given": frozenset(),
 }
-"""What was asked for, the names of the running command's options by the names of its arguments, and
-the arguments that were given."""
+"""Switches that are on; of the running command the options by argument, and the arguments given."""
 
 
 def switch(name: str, wanted: bool) -> None:
-    """One of `SWITCHES` is asked for, or not."""
+    """Turn one of `SWITCHES` on, where it is wanted."""
     if wanted:
         state[name] = True
         if name == "verbose":
             os.environ[VERBOSE] = "1"
 
 
-def _completing(
-    complete: Callable[[str], list[str]],
-) -> Callable[[Any, list[str], str], list[tuple[str, str] | str]]:
-    """A completer as typer calls it."""
+def _completing(complete: Callable[[str], list[str]]) -> Callable[[Any, list[str], str], list[Any]]:
+    """Wrap a completer as typer calls it."""
     return lambda ctx, words, start: [*complete(start)]
 
 
 class Command(TyperCommand):
-    """A command that also takes `SWITCHES`, whose options are completed by `COMPLETERS`, and whose
-    errors speak of them."""
+    """Command that also takes `SWITCHES`, completes its options, and names them in its errors."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -85,22 +80,14 @@ class Command(TyperCommand):
         return super().parse_args(ctx, words)
 
     def _once(self, ctx: Any, words: list[str]) -> None:
-        """Refuse an option that is given twice, of which the parser would take the last without a
-        word."""
+        """Refuse an option that is given twice, of which the parser would take the last."""
         _, _, order = self.make_parser(ctx).parse_args(args=list(words))
         for param, times in Counter(id(param) for param in order).items():
             option = next(one for one in order if id(one) == param)
-            if (
-                times > 1
-                and option.opts[-1].startswith("-")
-                and not option.multiple
-                and not getattr(option, "is_flag", False)
-            ):
-                more = (
-                    f", with its {LISTS[option.name]} separated by commas"
-                    if option.name in LISTS
-                    else ""
-                )
+            repeatable = option.multiple or getattr(option, "is_flag", False)
+            if times > 1 and option.opts[-1].startswith("-") and not repeatable:
+                kind = LISTS.get(option.name)
+                more = f", with its {kind} separated by commas" if kind else ""
                 raise LipboundError(
                     f"{option.opts[-1]} is given {times} times, and one of them would be "
                     f"ignored; give it once{more}"
@@ -108,13 +95,10 @@ class Command(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         options = {param.name: param.opts[-1] for param in self.params if param.name and param.opts}
-        state["options"] = {
-            name: option for name, option in options.items() if option.startswith("-")
-        }
+        state["options"] = {name: opt for name, opt in options.items() if opt.startswith("-")}
+        sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
         state["given"] = frozenset(
-            name
-            for name in ctx.params
-            if getattr(ctx.get_parameter_source(name), "name", "DEFAULT") != "DEFAULT"
+            name for name in sources if getattr(sources[name], "name", "DEFAULT") != "DEFAULT"
         )
         try:
             return super().invoke(ctx)
@@ -124,7 +108,7 @@ class Command(TyperCommand):
 
 
 class Application(typer.Typer):
-    """Registers every command as a `Command`."""
+    """Application that registers every command as a `Command`."""
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Callback], Callback]:
         settings["epilog"] = (
@@ -154,24 +138,27 @@ def main_options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Exact local Lipschitz constants of attention heads, beside every published l2 bound on
-    softmax heads that we know of."""
-    state.update(
-        quiet=False, verbose=False, debug=False
-    )  # whatever an earlier call in this process wanted
+    """Exact local Lipschitz constants of attention heads, beside published bounds.
+
+    The bounds are every published l2 bound on softmax heads that we know of, and our own.
+    """
+    # whatever an earlier call in this process wanted
+    state.update(quiet=False, verbose=False, debug=False)
     for name, wanted in (("quiet", quiet), ("verbose", verbose), ("debug", debug)):
         switch(name, wanted)
 
 
 @cache
 def _program() -> Any:
-    """The application with all its commands, built once."""
+    """Build the application with all its commands, once."""
     return typer.main.get_command(app)
 
 
 def main() -> None:
-    """Entry point: errors of input become one sentence and status 2, an interruption one and status
-    130."""
+    """Run the command line: errors of input end with a sentence and status 2.
+
+    An interruption ends with a sentence and status 130.
+    """
     state.update(debug=False, quiet=False, verbose=False, options={})
     interruption.forget()
     before = os.environ.get(VERBOSE)
@@ -194,9 +181,8 @@ def main() -> None:
             if not error.strerror:  # an error of a network library
                 raise
             _abandon_output()
-            where = (
-                f"{error.filename} cannot be read or" if error.filename else "the output cannot be"
-            )
+            file = error.filename
+            where = f"{file} cannot be read or" if file else "the output cannot be"
             _say(f"{where} written: {error.strerror}", error)
             status = 2
         except Exception as error:
@@ -206,9 +192,8 @@ def main() -> None:
                 _say(_of_usage(error), error)
             status = 2
         finally:
-            os.environ.pop(VERBOSE, None) if before is None else os.environ.update(
-                {VERBOSE: before}
-            )
+            os.environ.pop(VERBOSE, None)
+            os.environ |= {} if before is None else {VERBOSE: before}
     if status == 130:
         typer.echo(interruption.sentence(), err=True)
     if status:
@@ -216,13 +201,13 @@ def main() -> None:
 
 
 def _abandon_output() -> None:
-    """Drop what is still held back for standard output: Python would try again when it ends, and
-    complain."""
+    """Drop what standard output holds back: Python would try again at its end, and complain."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _say(message: str, error: Exception) -> None:
+    """Print an error, with its traceback where that is wanted."""
     if state["debug"]:
         traceback.print_exception(error)
     else:
@@ -230,14 +215,9 @@ def _say(message: str, error: Exception) -> None:
 
 
 def _of_usage(error: Any) -> str:
-    """What typer says of a command line that it cannot read, in one sentence that quotes what was
-    given."""
+    """Write typer's complaint about a command line in one sentence that quotes what was given."""
     message = " ".join(str(error.format_message()).split()).rstrip(".")
-    command = (
-        getattr(error.ctx, "command_path", "lipbound")
-        if getattr(error, "ctx", None) is not None
-        else "lipbound"
-    )
+    command = getattr(getattr(error, "ctx", None), "command_path", "lipbound")
     unknown = re.fullmatch(r"No such command '(.*?)'.*", message)
     if unknown:
         names = [
@@ -247,27 +227,25 @@ def _of_usage(error: Any) -> str:
         ]
         return f"there is no command {unknown[1]!r}; {nearest(unknown[1], names)}"
     if wrong := re.fullmatch(r"No such option: (\S+).*", message):
-        known = [
-            name
-            for param in error.ctx.command.params
-            for name in (*param.opts, *param.secondary_opts)
-            if name.startswith("--")
-        ]
+        params = error.ctx.command.params
+        names = [name for param in params for name in (*param.opts, *param.secondary_opts)]
+        known = [name for name in names if name.startswith("--")]
         return f"no such option: {wrong[1]}; {_meant(wrong[1], known) or f'see {command} --help'}"
     if "Value error, " in message:  # a sentence of ours
         return message.partition("Value error, ")[2]
     expected = re.fullmatch(r"Invalid value for '(.*?)': Input should be a valid (\w+).*", message)
     if expected:
-        what = {"integer": "a whole number", "number": "a number"}.get(
-            expected[2], f"a {expected[2]}"
-        )
+        known_kinds = {"integer": "a whole number", "number": "a number"}
+        what = known_kinds.get(expected[2], f"a {expected[2]}")
         return f"{expected[1].split(' / ')[-1]} must be {what}{_given(expected[1])}"
     return f"{message[:1].lower()}{message[1:]}; see {command} --help"
 
 
 def _meant(word: str, known: list[str]) -> str:
-    """Guess the option that a mistyped one was meant to be: the one that it begins, or that begins
-    it, else the likest, of which a part is enough; "" where unclear."""
+    """Guess the option that a mistyped one was meant to be; "" where unclear.
+
+    The one that it begins, or that begins it, else the likest, of which a part is enough.
+    """
     word = word.lstrip("-")
     names = [*dict.fromkeys([*(name.removeprefix("--") for name in known), *SWITCHES])]
     near = [name for name in names if name.startswith(word) or word.startswith(name)]
@@ -281,7 +259,7 @@ def _meant(word: str, known: list[str]) -> str:
 
 
 def _given(option: str) -> str:
-    """ ", not ..." with the value behind an option on the command line, where it stands there."""
+    """Quote the value behind an option on the command line, ", not ...", where it stands there."""
     names = [name.strip("'") for name in option.split(" / ")]
     for i, word in enumerate(sys.argv):
         if word in names and i + 1 < len(sys.argv):
@@ -294,18 +272,17 @@ def _given(option: str) -> str:
 def _show_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object
 ) -> None:
-    """Notices as notes; warnings of other libraries only where they are wanted."""
-    if issubclass(category, Notice):
-        if not state["quiet"]:
-            typer.echo(f"note: {plain(in_options(str(message), state['options']))}", err=True)
-    elif category.__module__.split(".")[0] == "lipbound":
-        typer.echo(f"warning: {plain(in_options(str(message), state['options']))}", err=True)
+    """Print notices as notes, and warnings of other libraries where they are wanted."""
+    if issubclass(category, Notice) or category.__module__.split(".")[0] == "lipbound":
+        kind = "note" if issubclass(category, Notice) else "warning"
+        if kind == "warning" or not state["quiet"]:
+            typer.echo(f"{kind}: {plain(in_options(str(message), state['options']))}", err=True)
     elif state["verbose"]:
         typer.echo(f"{filename}:{lineno}: {category.__name__}: {message}", err=True)
 
 
 def in_options(message: str, options: dict[str, str]) -> str:
-    """A message with the names of Python's arguments as options of the command line.
+    """Write the names of Python's arguments in a message as options of the command line.
 
     >>> options = {"exact_samples": "--exact-samples", "column": "--column"}
     >>> in_options("exact_samples is 0; name another with column=", options)
@@ -323,7 +300,7 @@ def in_options(message: str, options: dict[str, str]) -> str:
 
 
 def number_or_name(text: str) -> str | float:
-    """A number where the text is one, else the text."""
+    """Read a number, or leave the text as it is."""
     try:
         return float(text)
     except ValueError:

@@ -1,7 +1,11 @@
-"""Completions of options in the shell (`lipbound --install-completion`). Names are written out
-here, so that nothing of size is imported."""
+"""Completions of options in the shell (`lipbound --install-completion`).
+
+Names are written out here, so that nothing of size is imported.
+"""
 
 from collections.abc import Callable, Sequence
+
+from lipbound.schema import CHOICES, NORMS
 
 BOUNDS = (
     "kim",
@@ -25,7 +29,6 @@ BOUNDS = (
     "lipbound_one",
 )
 MAPS = ("head", "head_out", "heads", "layer", "residual", "pre_norm", "post_norm")
-NORMS = ("frobenius", "every-token", "one-token")
 RECIPES = (
     "castin-1",
     "castin-6",
@@ -43,13 +46,12 @@ RECIPES = (
     "yudin-multihead",
 )
 REDUCTIONS = ("mean", "geomean", "max", "median")
-DTYPES = ("float32", "float64")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 WEIGHTS = ("auto", "whole", "layers")
 
 
 def one_of(*values: str) -> Callable[[str], list[str]]:
-    """Completes to one of these."""
+    """Complete to one of some values."""
 
     def complete(incomplete: str) -> list[str]:
         return [value for value in values if value.startswith(incomplete)]
@@ -58,8 +60,7 @@ def one_of(*values: str) -> Callable[[str], list[str]]:
 
 
 def some_of(*values: str, alone: Sequence[str] = ()) -> Callable[[str], list[str]]:
-    """Completes the last of several that stand behind each other with commas; those in ``alone``
-    stand for themselves."""
+    """Complete the last of several values with commas; those in ``alone`` stand for themselves."""
 
     def complete(incomplete: str) -> list[str]:
         before, comma, last = incomplete.rpartition(",")
@@ -74,7 +75,7 @@ COMPLETERS = {
     "bounds": some_of(*BOUNDS, alone=("default", "all", "none")),
     "map": one_of(*MAPS),
     "norm": one_of(*NORMS),
-    "dtype": one_of(*DTYPES),
+    "dtype": one_of(*CHOICES["dtype"]),
     "device": one_of(*DEVICES),
     "weights": one_of(*WEIGHTS),
     "reduce": one_of(*REDUCTIONS),
@@ -85,7 +86,7 @@ COMPLETERS = {
 
 
 def models(incomplete: str) -> Sequence[tuple[str, str]]:
-    """Builtin checkpoints, with what they are; the shell itself completes folders."""
+    """Complete builtin checkpoints, with what they are; the shell itself completes folders."""
     from lipbound.models.sources.catalogue import BUILTINS, PREFIX, describe
 
     return [

@@ -1,4 +1,4 @@
-"""Commands that say what there is: models and info."""
+"""Commands that say what there is: bounds, models and info."""
 
 from __future__ import annotations
 
@@ -9,13 +9,40 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lipbound.cli.application import StoredRun, app
-from lipbound.cli.output import echo_json
+from lipbound.cli.output import echo_folded, echo_json
 from lipbound.formatting import number, plain
+from lipbound.schema import CHECKSUM, NORMS, Contents
 
 if TYPE_CHECKING:
     import xarray as xr
 
 Json = Annotated[bool, typer.Option("--json", help="JSON, for programs.")]
+
+
+@app.command("bounds", epilog="Example: lipbound bounds")
+def list_bounds(json: Json = False) -> None:
+    """List all bounds: statement, norm, source, assumptions, cost."""
+    from lipbound.attention.variants import VARIANTS
+    from lipbound.bounds import get, names
+
+    if json:
+        echo_json([get(name).facts() for name in names(None)])
+        return
+    for name in names(None):
+        bound = get(name)
+        covers = ", ".join(VARIANTS[v] for v in VARIANTS if v in bound.covers) or "nothing"
+        said = (
+            f"{name}: {bound.label}",
+            f"    {bound.statement}",
+            f"    norm: {bound.norm} ({NORMS[bound.norm]})",
+            f"    source: {bound.source} [{bound.citation}]",
+            f"    a bound when: {bound.assumptions}",
+            f"    covers besides plain heads: {covers}",
+            f"    cost per head: {bound.cost}",
+        )
+        for line in said:
+            echo_folded(line)
+        typer.echo()
 
 
 @app.command(epilog="Example: lipbound models")
@@ -45,8 +72,7 @@ def models(json: Json = False) -> None:
 
 @app.command(epilog="Example: lipbound info minilm.zarr")
 def info(run: StoredRun, json: Json = False) -> None:
-    """Say what a stored run holds: model, data, settings, bounds, and whether its numbers are those
-    that were computed."""
+    """Say what a stored run holds: model, data, settings, bounds, and whether it was altered."""
     from lipbound.runs.store import load
 
     found = facts(load(run, damaged="accept"), run)
@@ -59,11 +85,10 @@ def info(run: StoredRun, json: Json = False) -> None:
 
 
 def facts(ds: xr.Dataset, path: Path) -> dict[str, Any]:
-    """What a run holds, by names in words."""
+    """Contents and settings of a run, by names in words."""
     from lipbound.bounds.audit import audit
     from lipbound.reporting.labels import model_name, norm_words
     from lipbound.runs.checksums import damage
-    from lipbound.schema import CHECKSUM, Contents
 
     a, exact, there = ds.attrs, ds["exact"], Contents.of(ds)
     entries = audit(ds)
@@ -110,15 +135,10 @@ def facts(ds: xr.Dataset, path: Path) -> dict[str, Any]:
 
 
 def _words(value: Any) -> str:
-    """A value on one line."""
+    """Write a value on one line."""
     if isinstance(value, dict):
-        return ", ".join(f"{key} {item}" for key, item in value.items()) or "none"
-    if isinstance(value, list):
-        return ", ".join(map(str, value)) or "none"
-    if value is None:
-        return "none"
-    return (
-        number(value, 4)
-        if isinstance(value, float) and (value == 0 or value >= 1e-2)
-        else str(value)
-    )
+        value = [f"{key} {item}" for key, item in value.items()]
+    if isinstance(value, list) or value is None:
+        return ", ".join(map(str, value or ())) or "none"
+    short = isinstance(value, float) and (value == 0 or value >= 1e-2)
+    return number(value, 4) if short else str(value)

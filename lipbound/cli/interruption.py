@@ -1,5 +1,4 @@
-"""What Ctrl-C does: one line that says what is kept, within a second, whatever the process is in
-the middle of."""
+"""End after Ctrl-C within a second, whatever the process is doing, with a line on what is kept."""
 
 import os
 import signal
@@ -9,26 +8,25 @@ import time
 from collections.abc import Callable
 
 PATIENCE = 0.7
-"""Seconds that a command has to end by itself, once it was interrupted; products of large matrices
-do not look up in between."""
+"""Seconds that a command has to end by itself; products of large matrices do not look up."""
 
 _kept: list[Callable[[], str]] = []
 _said: list[str] = []
 
 
 def forget() -> None:
-    """Nothing is kept yet, and nothing said."""
+    """Begin anew: nothing is kept yet, and nothing said."""
     _kept.clear()
     _said.clear()
 
 
 def keeps(said: Callable[[], str]) -> None:
-    """From now on, an interruption is told with this sentence."""
+    """Tell an interruption with this sentence from now on."""
     _kept[:] = [said]
 
 
 def sentence() -> str:
-    """What is said of an interruption, once; empty the second time."""
+    """Sentence about an interruption, once; empty the second time."""
     if _said:
         return ""
     _said.append("")
@@ -39,12 +37,12 @@ def sentence() -> str:
 
 
 def watch() -> None:
-    """Let the process end soon after SIGINT even where Python does not get its turn. For the main
-    thread of a process of its own."""
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    ):
+    """Let the process end soon after SIGINT even where Python does not get its turn.
+
+    For the main thread of a process of its own.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return
     sys.unraisablehook = _told_otherwise
     reader, writer = os.pipe()
@@ -55,13 +53,13 @@ def watch() -> None:
 
 
 def _told_otherwise(found: "sys.UnraisableHookArgs") -> None:
-    """An interruption that falls into a callback or a finaliser, where Python can only print it:
-    the process ends by its other thread."""
+    """Leave out interruptions in callbacks and finalisers: the other thread ends the process."""
     if not issubclass(found.exc_type, KeyboardInterrupt):
         sys.__unraisablehook__(found)
 
 
 def _wait(reader: int) -> None:
+    """Wait for SIGINT, and end the process after `PATIENCE`."""
     while (number := os.read(reader, 1)) != bytes([signal.SIGINT]):
         if not number:
             return
@@ -70,7 +68,7 @@ def _wait(reader: int) -> None:
 
 
 def end() -> None:
-    """Say it, and end at once: runs are stored so that this loses nothing."""
+    """Say what is kept, and end at once: runs are stored so that this loses nothing."""
     if sys.stderr.isatty():
         os.write(2, b"\x1b[?25h\n")  # the cursor, which a progress bar hides
     if said := sentence():

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from lipbound.schema import Contents
+
 if TYPE_CHECKING:
     import xarray as xr
 
@@ -49,7 +51,6 @@ def show(ds: xr.Dataset) -> None:
     from lipbound.formatting import number, small
     from lipbound.reporting import tables
     from lipbound.reporting.labels import counted, places, reached
-    from lipbound.schema import Contents
 
     typer.echo(emphasised(tables.render(ds, width=columns())))
     exact = ds["exact"].values[ds["exact"].notnull().values]

@@ -1,4 +1,4 @@
-"""Commands that show a stored run: heatmap, table, cite and report."""
+"""Commands that show stored runs: heatmap, table, cite and report."""
 
 import shlex
 from pathlib import Path
@@ -19,11 +19,13 @@ Labels = Annotated[
         "given several times.",
     ),
 ]
+Bounds = Annotated[
+    str | None, typer.Option(help="Names separated by commas; all of the run by default.")
+]
 
 
 def labels_of(given: list[str] | None) -> dict[str, str]:
-    """The texts given by --label, by their names; raises LipboundError for anything but
-    NAME=TEXT."""
+    """Read the texts given by --label, NAME=TEXT each, by their names."""
     found = {}
     for word in given or []:
         name, sign, text = word.partition("=")
@@ -42,9 +44,7 @@ def heatmap(
     output: Annotated[
         Path, typer.Option("-o", "--output", help="File to write: .pdf, .svg, .png, .pgf, ...")
     ],
-    bounds: Annotated[
-        str | None, typer.Option(help="Names separated by commas; all of the run by default.")
-    ] = None,
+    bounds: Bounds = None,
     reduce: Annotated[
         str,
         typer.Option(help="mean, geomean, max, median or a quantile such as 0.9, over samples."),
@@ -76,19 +76,9 @@ def heatmap(
 
     ds = load(run, damaged="refuse")
     chosen = None if bounds is None else requested(ds, bounds)
-    how, inches, called = number_or_name(reduce), number_or_name(width), labels_of(label)
-    heatmaps(
-        ds,
-        output,
-        bounds=chosen,
-        reduce=how,
-        scale=scale,
-        width=inches,
-        columns=columns,
-        style=style,
-        caption=caption,
-        labels=called,
-    )
+    options: Any = {"scale": scale, "columns": columns, "style": style, "caption": caption}
+    options |= {"reduce": number_or_name(reduce), "width": number_or_name(width)}
+    heatmaps(ds, output, bounds=chosen, labels=labels_of(label), **options)
     typer.echo(f"wrote {output}, and its caption to {output.stem}.caption.txt and .tex beside it")
 
 
@@ -108,9 +98,7 @@ def table(
             help="A row per bound, layer or head.", autocompletion=one_of("bound", "layer", "head")
         ),
     ] = "bound",
-    bounds: Annotated[
-        str | None, typer.Option(help="Names separated by commas; all of the run by default.")
-    ] = None,
+    bounds: Bounds = None,
     reduce: Annotated[
         str,
         typer.Option(help="geomean, mean, max, median or a quantile, for rows per layer or head."),
@@ -144,13 +132,8 @@ def table(
 
     ds = load(run, damaged="refuse")
     chosen = None if bounds is None else requested(ds, bounds)
-    options: Any = {
-        "by": by,
-        "bounds": chosen,
-        "reduce": number_or_name(reduce),
-        "values": values,
-        "labels": labels_of(label),
-    }
+    options: Any = {"by": by, "bounds": chosen, "values": values}
+    options |= {"reduce": number_or_name(reduce), "labels": labels_of(label)}
     if json:
         echo_json(tables.table_of(ds, **options).data())
         return
@@ -173,14 +156,12 @@ def cite(
     ] = "bib",
     label: Labels = None,
 ) -> None:
-    """Print BibTeX for every bound in a run and for lipbound, and a methods paragraph with the
-    run's settings."""
+    """Print BibTeX for a run's bounds and for lipbound, and a methods paragraph on its settings."""
     from lipbound.reporting import citations
     from lipbound.runs.store import load
 
-    typer.echo(
-        citations.cite(load(run, damaged="refuse"), format, labels=labels_of(label)), nl=False
-    )
+    ds = load(run, damaged="refuse")
+    typer.echo(citations.cite(ds, format, labels=labels_of(label)), nl=False)
 
 
 @app.command(
@@ -224,20 +205,12 @@ def report(
     device: Annotated[str, typer.Option(help="As in `lipbound compare`.")] = "auto",
     label: Labels = None,
 ) -> None:
-    """Write a self-contained page: heatmaps to hover and click, single heads, the audit,
-    provenance, what to cite."""
+    """Write a self-contained page: heatmaps, single heads, the audit, provenance, citations."""
     from lipbound.reporting.page.render import report as write_report
 
-    options: Any = {
-        "sample": sample,
-        "details": details,
-        "balls": balls,
-        "model": model,
-        "data": data,
-        "device": device,
-    }
-    for notice in write_report(
-        runs, output, reduce=number_or_name(reduce), labels=labels_of(label), **options
-    ):
+    options: Any = {"sample": sample, "details": details, "balls": balls}
+    options |= {"model": model, "data": data, "device": device}
+    options |= {"reduce": number_or_name(reduce), "labels": labels_of(label)}
+    for notice in write_report(runs, output, **options):
         typer.echo(f"note: {notice}", err=True)
     typer.echo(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB)")

@@ -1,7 +1,7 @@
-"""Commands that compute again, list and reproduce: verify, bounds, reproduce and demo."""
+"""Commands that compute again and reproduce: verify, reproduce and demo."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -9,7 +9,7 @@ from lipbound.cli import interruption
 from lipbound.cli.application import StoredRun, app, state
 from lipbound.cli.completion import RECIPES, models, one_of
 from lipbound.cli.measuring import measured
-from lipbound.cli.output import echo_folded, echo_json, show
+from lipbound.cli.output import echo_json, show
 from lipbound.errors import tell, whole
 
 DEMO = ("builtin:minilm", "builtin:gpt2", "builtin:vit")
@@ -39,64 +39,19 @@ def verify(
         bool, typer.Option("--json", help="JSON, for programs; the status is the same.")
     ] = False,
 ) -> None:
-    """Compute some numbers of a run again, from its recorded provenance; ends with status 1 where
-    they do not hold."""
+    """Compute some numbers of a run again from its provenance; status 1 where they do not hold."""
     from lipbound.runs.store import load
     from lipbound.runs.verify import verify as run_verify
 
-    found = run_verify(
-        load(run, damaged="accept"),
-        places=places,
-        seed=seed,
-        model=model,
-        data=data,
-        device=device,
-        dtype=dtype,
-    )
+    asked: dict[str, Any] = {"model": model, "data": data, "device": device, "dtype": dtype}
+    found = run_verify(load(run, damaged="accept"), places=places, seed=seed, **asked)
     if json:
-        table = found.table.reset_index().to_dict("records")
-        echo_json(
-            {
-                "ok": found.ok,
-                "problems": found.problems,
-                "notes": found.notes,
-                "places": found.places,
-                "table": table,
-            }
-        )
+        said = {name: getattr(found, name) for name in ("ok", "problems", "notes", "places")}
+        echo_json(said | {"table": found.table.reset_index().to_dict("records")})
     else:
         typer.echo(str(found))
     if not found.ok:
         raise typer.Exit(1)
-
-
-@app.command("bounds", epilog="Example: lipbound bounds")
-def list_bounds(
-    json: Annotated[bool, typer.Option("--json", help="JSON, for programs.")] = False,
-) -> None:
-    """List all bounds: statement, norm, source, assumptions, cost."""
-    from lipbound.attention.variants import VARIANTS
-    from lipbound.bounds import get, names
-    from lipbound.schema import NORMS
-
-    if json:
-        echo_json([get(name).facts() for name in names(None)])
-        return
-    for name in names(None):
-        bound = get(name)
-        covers = ", ".join(VARIANTS[v] for v in VARIANTS if v in bound.covers) or "nothing"
-        said = [
-            f"{name}: {bound.label}",
-            f"    {bound.statement}",
-            f"    norm: {bound.norm} ({NORMS[bound.norm]})",
-            f"    source: {bound.source} [{bound.citation}]",
-            f"    a bound when: {bound.assumptions}",
-            f"    covers besides plain heads: {covers}",
-            f"    cost per head: {bound.cost}",
-        ]
-        for line in said:
-            echo_folded(line)
-        typer.echo()
 
 
 @app.command(

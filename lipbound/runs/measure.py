@@ -142,7 +142,11 @@ class Measurer:
     def _layers(
         self, inputs: Mapping[str, Tensor], start: int, skip: Collection[int]
     ) -> Iterator[LayerResult]:
-        """Measure the layers at samples that are captured together."""
+        """Measure the layers at samples that are captured together.
+
+        Yields:
+            Layer by layer.
+        """
         spec = self._spec
         positions = (i for i in itertools.count() if i not in skip)
         for i, layer in zip(positions, self._capturer.each(inputs, skip), strict=False):

@@ -96,7 +96,11 @@ def planned_runs(path: str | Path) -> list[SweepRun]:
 
 
 def _combinations(content: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Arguments of every combination of models, data and lengths."""
+    """Combine models, data and lengths.
+
+    Yields:
+        Arguments of each run.
+    """
     axes = [content.get(key, getattr(RunConfig, key, None)) for key in AXES]
     options = {key: value for key, value in content.items() if key in OPTIONS}
     for values in itertools.product(*(one if isinstance(one, list) else [one] for one in axes)):
