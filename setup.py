@@ -1,5 +1,4 @@
-"""Everything about the package but one text is in setup.cfg: its description, which is README.md
-without links to files of the repository."""
+"""The description of the package: README.md without links to files. All else is in setup.cfg."""
 
 import re
 from pathlib import Path
@@ -8,8 +7,7 @@ from setuptools import setup
 
 
 def plain_links(text: str) -> str:
-    """Markdown with pictures left out and links to relative paths as their text: on a package index
-    they lead nowhere."""
+    """Leave out pictures and relative links, which lead nowhere on a package index."""
     text = re.sub(r"!\[[^\]]*\]\((?!https?:)[^)]*\)\n*", "", text)
     return re.sub(r"\[([^\]]*)\]\((?!https?:|#)[^)]*\)", r"\1", text)
 

@@ -20,7 +20,7 @@ NORMS = {
     "counts",
     "one-token": "one token alone moves, by 1, and outputs are measured in the Frobenius norm",
 }
-"""How perturbations and outputs are measured. Numbers are compared within one norm only."""
+"""Norms of perturbations and outputs. Numbers are compared within one norm only."""
 TOKEN_NORMS = ("every-token", "one-token")
 """Norms that tell tokens apart; both ends of their exact values are deterministic."""
 

@@ -12,12 +12,10 @@ HERE = Path(__file__).parent
 
 
 def execute(path: Path) -> nbformat.NotebookNode:
-    """A notebook with the outputs of a fresh run, without timings and identifiers that would differ
-    every time."""
+    """Run a notebook, and leave out timings and identifiers that would differ every time."""
     notebook = nbformat.read(path, as_version=4)
-    os.environ["PYTHONWARNINGS"] = (
-        "ignore"  # of progress bars that look for widgets: they name paths of this machine
-    )
+    # progress bars that look for widgets warn, with paths of this machine
+    os.environ["PYTHONWARNINGS"] = "ignore"
     NotebookClient(
         notebook, timeout=600, resources={"metadata": {"path": str(HERE)}}, record_timing=False
     ).execute()

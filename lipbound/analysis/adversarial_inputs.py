@@ -189,7 +189,7 @@ def quadratic_inputs(att: Attention, tokens: int, radius: float) -> Tensor:
 
 
 def quadratic_direction(att: Attention) -> tuple[Tensor, Tensor]:
-    r"""u of `quadratic_inputs` (heads, D) and the rate :math:`|W_V^T u||A u|` (heads,), float64.
+    r"""Direction u of `quadratic_inputs`, (heads, D), and rate :math:`|W_V^T u||A u|` (heads,), float64.
 
     There :math:`\|J\| \ge R^2 (1 - 1/N)\,rate - \|W_V\|/N`: Lemma 60 (docs/theory/inputs.md).
     """

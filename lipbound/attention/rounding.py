@@ -70,7 +70,7 @@ def tensor_errors(att: Attention) -> TensorErrors:
 
 @dataclass(frozen=True)
 class InheritedErrors:
-    """How far the tensors that a float64 layer was made of may be from those that are meant.
+    """Errors that a float64 layer inherits from the tensors it was made of.
 
     Upper values, float64.
 

@@ -58,7 +58,7 @@ def fold_normalisation(att: Attention) -> Attention:
 
 
 def folding_rounds(folded: Attention, att: Attention) -> InheritedErrors:
-    """Return how far a layer that `fold_normalisation` made may be from the exact one.
+    """Errors of a layer that `fold_normalisation` made, beside the exact one.
 
     Args:
         folded: that layer. att: the float64 layer it was made of.

@@ -22,9 +22,9 @@ from lipbound.linalg.upper import Upper, scaled
 
 ROOT3 = Upper.of(math.sqrt(3) * (1 + 4 * UNIT))
 TIGHT = 1e-10
-"""How far the norm of P may exceed the exact one, relatively."""
+"""Relative excess that the norm of P may have over the exact one."""
 COPIES = 5
-"""How many matrices of the size of P are in memory together while it is formed, and used."""
+"""Number of matrices of the size of P that are in memory while it is formed and used."""
 STEPS = 100
 UNKNOWN = 0.5
 """Relative errors of probabilities from which on nothing is taken from their values."""

@@ -82,7 +82,7 @@ COMPLETERS = {
     "scale": one_of("rows", "shared", "panel"),
     "values": one_of("ratio", "value"),
 }
-"""Of arguments of any command, by their names."""
+"""Completers of the options of all commands, by names of arguments."""
 
 
 def models(incomplete: str) -> Sequence[tuple[str, str]]:

@@ -130,8 +130,8 @@ class HeadOperator(TensorOperator):
     """(heads, D, m), shared by all entries."""
     rows: RowSpace
     sizes: list[int]
-    """Of the parts of m: queries, keys, values, and what is normalised over all heads together, on
-    either side."""
+    """Widths of the parts of m: queries, keys, values, and on either side what is normalised over
+    all heads together."""
     plain: bool
     """True if the heads have no variants."""
     extra: Tensor | None
@@ -143,9 +143,9 @@ class HeadOperator(TensorOperator):
     v: PerEntry[Tensor]
     o: PerEntry[Tensor]
     cross: PerEntry[Tensor | None]
-    """Of w with the extra directions, (batch, N, m, 1 or 2)."""
+    """Products of w with the extra directions, (batch, N, m, 1 or 2)."""
     own: PerEntry[Tensor | None]
-    """Of the extra directions with each other, (batch, N, 1 or 2, 1 or 2)."""
+    """Products of the extra directions with each other, (batch, N, 1 or 2, 1 or 2)."""
     to_q: PerEntry[TokenMap]
     to_k: PerEntry[TokenMap]
 
@@ -387,7 +387,7 @@ class HeadJacobian(InParts, HeadOperator):
     t: PerEntry[Tensor]
     """P times the slopes of the scores."""
     blocks: PerEntry[RowBlocks | None]
-    """What of P is not zero, where products are faster in blocks of rows."""
+    """Blocks of rows of P without its zeros, where products in blocks are faster."""
 
     def __init__(self, att: Attention):
         self._set(att)

@@ -70,7 +70,7 @@ class PreparedMap:
 
 
 def _projects(map: str) -> bool:
-    """Whether heads are projected and added in a map."""
+    """Return whether heads are projected and added in a map."""
     return map in WHOLE and map != "heads"
 
 

@@ -33,7 +33,7 @@ class LayerJacobian(TensorOperator):
 
     heads: HeadOperator
     count: int
-    """Of heads, which are entries of ``heads`` one after the other for each sample."""
+    """Number of heads, which are entries of ``heads`` one after the other for each sample."""
     w_o: Tensor | None
 
     def __init__(self, att: Attention, *, project: bool):

@@ -108,8 +108,11 @@ def load_unless_refused(
     processor: str | Path | None,
     adapter: str | Path | Literal[False] | None,
 ) -> Checkpoint:
-    """`load_checkpoint`, where ``refuse`` is shown the configuration of a model that is not in
-    memory yet, and may raise before the weights are read."""
+    """Load a checkpoint as `load_checkpoint` does, unless its configuration is refused.
+
+    ``refuse`` is shown the configuration of a model that is not in memory yet, and may raise before
+    the weights are read.
+    """
     check_weights(weights)
     if isinstance(model, str | Path) and not str(model).strip():
         raise CheckpointError(

@@ -125,8 +125,9 @@ def prepare(
 
 
 def refuse_long(name: str, config: PreTrainedConfig, data: Any, max_length: int) -> None:
-    """Refuse texts that are longer than a model allows before its weights are read, as `prepare`
-    does when they are.
+    """Refuse texts that are longer than a model allows before its weights are read.
+
+    `prepare` does the same when they are.
 
     Args:
         name: of the model, for messages.

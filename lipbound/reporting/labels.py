@@ -51,7 +51,7 @@ MEANING = {
     "no bound where they do not",
     "\u2021": "below the exact norm somewhere",
 }
-"""What the audit's marks say."""
+"""Meaning of the marks of the audit."""
 
 
 def relabelled(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Dataset:

@@ -47,7 +47,7 @@ FORMULA = re.compile(
     r"(?P<right>\d+)\b|\b(?P<product>[A-Z]+)\^T\b"
     r"|(?<![\w.])(?P<digits>\d(?:\.\d+)?)e-(?P<power_of_ten>\d+)\b"
 )
-"""What statements, labels and descriptions of ours write as plain text."""
+"""Mathematics that our statements, labels and descriptions write as plain text."""
 HASH = re.compile(r"\b([0-9a-f]{16})[0-9a-f]{16,}\b")
 SHORT_HASH = re.compile(r"\b[0-9a-f]{16}\b")
 LONG = 24

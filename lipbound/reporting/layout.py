@@ -165,12 +165,12 @@ def cells(text: str) -> int:
 
 
 def folded(text: str, width: float, measure: Callable[[str], float] = cells) -> list[str]:
-    """Break a text into lines between words; a word that is too long is broken anywhere.
+    r"""Break a text into lines between words; a word that is too long is broken anywhere.
 
     Marks stay with their word.
 
-    >>> folded("Castin 3.5, mean field \\u2020", 11)
-    ['Castin 3.5,', 'mean', 'field \\u2020']
+    >>> folded("Castin 3.5, mean field \u2020", 11)
+    ['Castin 3.5,', 'mean', 'field \u2020']
     """
     lines: list[str] = []
     for word in _unbroken(text):

@@ -34,10 +34,10 @@ FILES: Any = {
     "pgf.rcfonts": False,  # the document's fonts
     "pgf.texsystem": "pdflatex",
 }
-"""How figures become files."""
+"""Settings with which figures become files."""
 BASE: Any = FILES | {"font.family": "sans-serif", "axes.linewidth": 0.5}
 TUEPLOTS_COLUMNS = {"page": "full", "column": "half"}
-"""What tueplots calls our widths, for journals of two columns."""
+"""Names in tueplots of our widths, for journals of two columns."""
 SPARE = {"serif": "STIXGeneral"}
 """Like Times, and always there: for machines without the venue's fonts."""
 

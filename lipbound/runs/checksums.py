@@ -34,7 +34,7 @@ from lipbound.schema import (
 UNHASHED = ("block", "settings_checksum")
 HASHED = tuple(one.name for one in fields(RunInfo) if one.name not in UNHASHED)
 IF_THERE = ("norm", "variants", "not_applicable", "notes", "quantization", "configuration")
-"""Of the attributes in the hash of the settings, those that count only where they say something."""
+"""Attributes that enter the hash of the settings only where they say something."""
 
 
 def sealed(ds: xr.Dataset, info: RunInfo) -> xr.Dataset:

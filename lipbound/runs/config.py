@@ -1,4 +1,4 @@
-"""What a run computes, from what and where: the options of `lipbound.compare`, each said once.
+"""Configuration of a run: the options of `lipbound.compare`, each said once.
 
 The command line and sweeps are made from the fields of `RunConfig`, so that importing this module
 loads nothing of size; what checks the options is imported where that happens.

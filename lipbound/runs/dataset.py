@@ -29,7 +29,7 @@ PACKAGES = (
     *("lipbound", "torch", "transformers", "numpy"),
     *("scipy", "xarray", "tokenizers", "datasets"),
 )
-"""What the numbers of a run can depend on."""
+"""Packages that the numbers of a run can depend on."""
 LABELS = {
     "exact": ("Exact", "local Lipschitz constant ({norm} norm of the Jacobian), lower end"),
     "exact_upper": ("Exact, upper end", "local Lipschitz constant, upper end"),

@@ -27,8 +27,8 @@ from lipbound.linalg.matrix_norms import (
 )
 
 LEAST_SHARE = 0.05
-"""Of the weights that share a product between values and queries: they fall with the distance of
-the value, but not below this."""
+"""Least weight by which values and queries share a product; weights fall with the distance of the
+value."""
 UNEVEN = 1.5
 """Exponent of the ratio of two lengths in the weights between which their sum is shared: 1 is best
 where both are along one direction, 2 where they are orthogonal."""

@@ -32,7 +32,7 @@ CHUNK = 2**22
 ROW_BYTES = 2**20
 """Bytes of the matrices of as many rows as are taken at a time: what a core's own cache holds."""
 MATRICES = 17
-"""How many N x N matrices of one head are in memory together, besides P of all heads."""
+"""Number of N x N matrices of one head in memory together, besides P of all heads."""
 STORED = 4e9
 """Bytes of matrices over all pairs of tokens up to which our bounds are computed; longer heads have
 their exact norm enclosed in less time."""
@@ -40,7 +40,7 @@ TINY = 2.0**-160
 """At least what underflow can take from a norm, relative to the largest probability and the sizes
 of values and their weights."""
 RTOL = 1e-5
-"""How far above the exact norms of N x N matrices their upper values may stay."""
+"""Relative excess that upper values of norms of N x N matrices may have."""
 
 
 def longest(heads: int) -> int:

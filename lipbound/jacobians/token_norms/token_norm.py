@@ -27,9 +27,9 @@ NORMS = ("every-token", "one-token", "token-pair", "output-token")
 """Norms that tell tokens apart."""
 TOKEN_MAPS = tuple(name for name in MAPS if name not in BLOCKS)
 CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**31}
-"""What the blocks of the rows that are worked on at a time may take."""
+"""Bytes that the blocks of the rows that are worked on at a time may take."""
 MATRIX_BYTES = {"cpu": 2**28, "cuda": 2**33}
-"""What the attention matrices of the heads that are worked on at a time may take."""
+"""Bytes that attention matrices of heads that are worked on at a time may take."""
 
 
 @in_own_modes

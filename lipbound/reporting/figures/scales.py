@@ -16,7 +16,7 @@ from lipbound.schema import bounds_there, compared_with
 
 COLORMAP = "cividis"
 NEAR_COLORMAP = "viridis"
-"""Of rows with a scale of their own, so that nobody reads them off the other one."""
+"""Colours of rows with a scale of their own, so that nobody reads them off the other one."""
 SCALES = ("rows", "shared", "panel")
 NEAR = 1.0
 """Decades above the exact norm, in the median, up to which a bound is drawn on the scale of the

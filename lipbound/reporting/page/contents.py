@@ -29,7 +29,7 @@ STEEPEST = {
     "one-token": "One token moves by one, in the way that moves all outputs furthest. Moved: "
     "which; changes: share of each output",
 }
-"""What the shares of tokens are, by norm."""
+"""Meaning of the shares of tokens, by norm."""
 PROVENANCE = (
     "model",
     "revision",

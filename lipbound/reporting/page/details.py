@@ -24,12 +24,12 @@ SIDE = 128
 """Attention maps of more tokens are shrunk to at most this many rows: each entry then is the
 largest of a square."""
 TOL = 1e-6
-"""Of the singular vectors: well below what a picture shows."""
+"""Tolerance of the singular vectors, well below what a picture shows."""
 TOKEN_TOL = 1e-3
 """The same in norms that tell tokens apart, where what is left open costs more to close."""
 
 RADII = (0.0, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1)
-"""Of balls around the input, in lengths of its tokens (their mean)."""
+"""Radii of balls around the input, in mean lengths of its tokens."""
 
 
 class Balls(NamedTuple):
