@@ -66,9 +66,8 @@ def missed(
 ) -> Tensor:
     """By how much the norm lies outside of each run's enclosure, (runs,); 0 where it is inside.
     Each may fail with probability ``delta``."""
-    tol = max(
-        (1 - max(value for value in spectrum if value < 1)) / 4, 1e-4
-    )  # less than what stands below the top
+    # less than what stands below the top
+    tol = max((1 - max(value for value in spectrum if value < 1)) / 4, 1e-4)
     att = head(spectrum, runs, dtype)
     wide = PreparedMap(att.double(), "head")
     search = wide.op if dtype == torch.float64 else PreparedMap(att, "head").op

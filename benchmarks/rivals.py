@@ -81,9 +81,8 @@ def _svds(att: Attention, head: int, tol: float, solver: str) -> tuple[float, in
         op.shape, matvec=counted(op.matvec), rmatvec=counted(op.rmatvec), dtype=op.dtype
     )
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # LOBPCG and single precision: it warns, and is judged by its result
+        # LOBPCG and single precision: it warns, and is judged by its result
+        warnings.simplefilter("ignore")
         values = svds(
             linear,
             k=1,

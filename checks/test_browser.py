@@ -215,9 +215,8 @@ def test_click_selects_in_every_panel_and_shows_the_head(opened: Any, ds: xr.Dat
     )
     assert len(alone) == len(reached) == len(moved)
     assert max(alone) <= float(status(browser)["exact"]) * (1 + 1e-3)
-    assert (
-        browser.execute_script("return document.querySelectorAll('#profile .xtick').length") > 5
-    )  # by their text
+    # by their text
+    assert browser.execute_script("return document.querySelectorAll('#profile .xtick').length") > 5
     assert sum(changes) == pytest.approx(1, abs=0.02)
     assert 0 < max(softmax) <= 0.5 + 1e-6
     terms = browser.execute_script(
@@ -307,9 +306,8 @@ def test_two_runs_side_by_side(opened: Any, scheme: str) -> None:
     browser = opened("two", scheme=scheme)
     table = browser.find_element(By.CSS_SELECTOR, "#h-compare ~ .scroll table").text
     assert "not computed" in table  # the second run has two bounds only
-    assert re.search(
-        r"Castin 2024, 3.3 [\d,.]+ \u2020", table
-    )  # its assumptions do not hold on a GPT-2
+    # its assumptions do not hold on a GPT-2
+    assert re.search(r"Castin 2024, 3.3 [\d,.]+ \u2020", table)
     assert (
         "Lengths in tokens differ: at most 32 in gpt2, 65 in vit"
         in browser.find_element(By.CSS_SELECTOR, "#h-compare ~ .notice").text
@@ -335,9 +333,8 @@ def test_hostile_names_are_text(opened: Any, hostile: xr.Dataset) -> None:
     assert not browser.execute_script("return window.hacked")
     assert not browser.find_elements(By.CSS_SELECTOR, "img")
     assert "<img src=x onerror=window.hacked=1>" in browser.find_element(By.TAG_NAME, "main").text
-    assert (
-        "</script><img src=x onerror" in browser.find_element(By.ID, "maps").text
-    )  # the panel's title
+    # the panel's title
+    assert "</script><img src=x onerror" in browser.find_element(By.ID, "maps").text
     Select(browser.find_element(By.ID, "bound")).select_by_value("yudin")
     shown = [
         scale["names"]

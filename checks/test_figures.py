@@ -66,9 +66,8 @@ def test_figures_and_captions_fit_in_papers(
     assert done.returncode == 0, done.stdout[-2000:]
     over = [float(x) for x in re.findall(r"Overfull \\hbox \(([\d.]+)pt", log)]
     assert max(over, default=0.0) <= 1.0, log[log.index("Overfull") :][:600]
-    assert (
-        hostile_names or "Float too large" not in log
-    )  # hostile captions are as long as they like
+    # hostile captions are as long as they like
+    assert hostile_names or "Float too large" not in log
     words = re.sub(
         r"-?\s+",
         "",

@@ -62,18 +62,18 @@ def test_tables_are_typeset(ds: xr.Dataset, tmp_path: Path, by: str) -> None:
     shown = tables.readable(ds)
     if by == "bound":
         for name in ("yudin", "lipbound", "yudin_sqrt_n"):
-            label = (
-                shown.loc[name, "bound"].rstrip(" †‡").replace("sqrt(N)", "N")
-            )  # the root is drawn
+            # the root is drawn
+            label = shown.loc[name, "bound"].rstrip(" †‡").replace("sqrt(N)", "N")
             (line,) = [
                 line
                 for line in text.replace("√", "").splitlines()
                 if re.match(rf"{re.escape(label)} ?[†‡]* ?\d", " ".join(line.split()))
             ]
             assert shown.loc[name, "geom. mean"] in line
+            # a dash in T1
             assert shown.loc[name, "range over samples"].replace(" to ", "–") in line.replace(
                 "\x15", "–"
-            )  # a dash in T1
+            )
     else:
         assert (
             len([line for line in text.splitlines() if re.match(r"\s*\d+ ", line)])

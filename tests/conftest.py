@@ -7,12 +7,10 @@ tests to the others does not wait for it.
 
 import os
 
-os.environ.setdefault(
-    "LIPBOUND_TESTS_THREADS", "1"
-)  # small matrices: more threads wait for each other
-os.environ["OMP_NUM_THREADS"] = os.environ[
-    "LIPBOUND_TESTS_THREADS"
-]  # read when torch is imported, here and in processes that tests start
+# small matrices: more threads wait for each other
+os.environ.setdefault("LIPBOUND_TESTS_THREADS", "1")
+# read when torch is imported, here and in processes that tests start
+os.environ["OMP_NUM_THREADS"] = os.environ["LIPBOUND_TESTS_THREADS"]
 
 import hashlib
 from collections.abc import Iterator

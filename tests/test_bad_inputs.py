@@ -513,9 +513,8 @@ def test_other_libraries_are_silent_unless_asked(
     ragged = "compare {bert} --max-length 12 --data {mess}/numbers.csv"
     digest = hashlib.sha256((places["mess"] / "numbers.csv").read_bytes())
     assert len(run(ragged, places, tmp_path, capsys, monkeypatch)[2]) == 1
-    (places["mess"] / "loud.csv").write_text(
-        f"a,b\n{digest.hexdigest()},2\n"
-    )  # not in the cache of datasets
+    # not in the cache of datasets
+    (places["mess"] / "loud.csv").write_text(f"a,b\n{digest.hexdigest()},2\n")
     loud = run(
         "compare {bert} --max-length 12 --data {mess}/loud.csv --verbose",
         places,

@@ -76,9 +76,8 @@ def test_bounds_are_listed(capsys: pytest.CaptureFixture, monkeypatch: pytest.Mo
     status, out, _ = call(capsys, monkeypatch, "bounds")
     assert status == 0
     for name in lb.bounds.names(None):
-        assert "".join(lb.bounds.get(name).statement.split()) in "".join(
-            out.split()
-        )  # folded to the terminal
+        # folded to the terminal
+        assert "".join(lb.bounds.get(name).statement.split()) in "".join(out.split())
         assert f"{name}: {lb.bounds.get(name).label}" in out
     for norm in ("frobenius", "every-token", "one-token"):
         assert out.count(f"norm: {norm} (") == len(lb.bounds.names(norm))

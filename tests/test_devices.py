@@ -73,9 +73,8 @@ def test_numbers_do_not_depend_on_how_many_threads_there_are(checkpoint, threads
             )
         )
     assert int(np.isfinite(runs[0].exact).sum()) == 2 * runs[0].sizes["head"]
-    rounding = (
-        24 * 128 * np.finfo(float).eps
-    )  # sums over tokens and inputs, which the processor's library adds up in another order
+    # sums over tokens and inputs, which the processor's library adds up in another order
+    rounding = 24 * 128 * np.finfo(float).eps
     for other in runs[1:]:
         for name in runs[0].drop_vars("checksum").data_vars:
             np.testing.assert_allclose(other[name], runs[0][name], rtol=rounding)

@@ -232,8 +232,7 @@ def domain_reference(
 def setup(app: "Sphinx") -> dict[str, bool]:
     """Called by Sphinx."""
     app.add_role(ROLE, role)
-    app.connect(
-        "autodoc-process-docstring", process, priority=400
-    )  # before napoleon, which makes lists of arguments
+    # before napoleon, which makes lists of arguments
+    app.connect("autodoc-process-docstring", process, priority=400)
     app.connect("missing-reference", resolve, priority=400)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

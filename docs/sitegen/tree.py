@@ -133,9 +133,8 @@ def assemble() -> Tree:
     tree.pages = dict(texts)  # known before links are followed
     for number, name in enumerate(gallery.NOTEBOOKS):
         texts[f"gallery/{name}"] = (ROOT / "notebooks" / name).read_text(encoding="utf-8")
-        tree.files[gallery.thumbnail_place(number)] = (
-            ROOT / "notebooks" / name
-        )  # replaced by its picture when written
+        # replaced by its picture when written
+        tree.files[gallery.thumbnail_place(number)] = ROOT / "notebooks" / name
     for place, text in texts.items():
         if place.startswith("theory/"):
             text = lemmas_labelled(text)

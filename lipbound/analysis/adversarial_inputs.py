@@ -56,9 +56,8 @@ def steepness(att: Attention) -> Steepness:
 def _steepness(w_q: Tensor, w_k: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     width, d = w_q.shape
     values, vectors = torch.linalg.eig(scale * (w_k.mT @ w_q))
-    real = torch.nonzero(values.imag == 0)[
-        :, 0
-    ]  # LAPACK returns real eigenvalues of real matrices with imaginary part zero
+    # LAPACK returns real eigenvalues of real matrices with imaginary part zero
+    real = torch.nonzero(values.imag == 0)[:, 0]
     candidates = [(values.real[i], w_q @ vectors[:, i].real) for i in real]
     if d < width:  # a vector that no key sees
         kernel = torch.linalg.svd(w_k.mT, full_matrices=True).Vh[-1]
@@ -189,7 +188,9 @@ def quadratic_inputs(att: Attention, tokens: int, radius: float) -> Tensor:
 
 
 def quadratic_direction(att: Attention) -> tuple[Tensor, Tensor]:
-    r"""Direction u of `quadratic_inputs`, (heads, D), and rate :math:`|W_V^T u||A u|` (heads,), float64.
+    r"""Direction u (heads, D) and rate :math:`|W_V^T u||A u|` (heads,) of `quadratic_inputs`.
+
+    Both in float64.
 
     There :math:`\|J\| \ge R^2 (1 - 1/N)\,rate - \|W_V\|/N`: Lemma 60 (docs/theory/inputs.md).
     """

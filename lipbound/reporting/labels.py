@@ -316,9 +316,8 @@ def samples_words(there: Contents) -> str:
     "2 of 8 samples of at most 32 tokens".
     """
     made = there.made.samples
-    some = (
-        f"{there.samples} of " if there.samples < made else ""
-    )  # of more, somebody put runs together
+    # of more, somebody put runs together
+    some = f"{there.samples} of " if there.samples < made else ""
     return (
         f"{some}{counted(made if some else there.samples, 'sample')} of at most "
         f"{there.tokens} tokens"

@@ -77,9 +77,8 @@ def _words(text: str) -> str:
         for piece in re.split(r"( +)", text)
     ]
     text = "".join(pieces)
-    text = re.sub(
-        rf"(?<=\. )({'|'.join(MARKS)})", lambda sign: MARKS[sign[0]], text
-    )  # before a sentence, not behind a word
+    # before a sentence, not behind a word
+    text = re.sub(rf"(?<=\. )({'|'.join(MARKS)})", lambda sign: MARKS[sign[0]], text)
     for sign, command in MARKS.items():
         text = text.replace(f" {sign}", command).replace(sign, command)
     return text

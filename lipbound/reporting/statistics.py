@@ -38,9 +38,8 @@ def _reduced(values: xr.DataArray, how: str | float, dims: Sequence[str]) -> xr.
                 f"reduce is {shown(how)}; a quantile lies between 0 and 1, and allowed are "
                 f"{', '.join(REDUCTIONS)}"
             )
-        top = (
-            np.finfo(np.float64).max / 4
-        )  # infinite values are ordered like any others, but cannot be interpolated
+        # infinite values are ordered like any others, but cannot be interpolated
+        top = np.finfo(np.float64).max / 4
         quantile = values.clip(max=top).quantile(how, dims, skipna=True)
         return quantile.where(~(quantile > top * 1e-6), np.inf)
     if how == "geomean":
@@ -216,9 +215,8 @@ def breakdown(
             [ds["layer"].values, ds["head"].values], names=["layer", "head"]
         )
     table = pd.DataFrame(columns, index=index)
-    return table.loc[
-        ~table[["exact", *names]].isna().all(axis=1)
-    ]  # layers of fewer heads have empty places
+    # layers of fewer heads have empty places
+    return table.loc[~table[["exact", *names]].isna().all(axis=1)]
 
 
 def present(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
@@ -267,9 +265,8 @@ def panels(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
     names = ["exact"]
     for name in present(ds, bounds):
         if compared_with(ds, name) not in names:
-            names.append(
-                compared_with(ds, name)
-            )  # a bound on another map stands next to the exact norm of that map
+            # a bound on another map stands next to the exact norm of that map
+            names.append(compared_with(ds, name))
         names.append(name)
     return names
 

@@ -92,10 +92,11 @@ def look(style: str | None, width: str | float, font_size: float | None) -> Figu
     if style not in known:
         raise UnknownNameError(f"unknown style {style!r}; {nearest(style, known)}")
     make = getattr(bundles, style)
+    # venues of one column have no such choice, others none of TeX
     wanted = {
         "column": TUEPLOTS_COLUMNS.get(str(width), "full"),
         "usetex": False,
-    }  # venues of one column have no such choice, others none of TeX
+    }
     found = make(
         **{
             name: value
@@ -114,9 +115,8 @@ def look(style: str | None, width: str | float, font_size: float | None) -> Figu
 def _font(style: str, found: dict[str, Any]) -> str:
     """The first font of a venue that is installed; else a like one, which is told."""
     family = found["font.family"]
-    fonts = (
-        found.get(f"font.{family}", []) if family in ("serif", "sans-serif") else [family]
-    )  # none: the venue leaves them to TeX
+    # none: the venue leaves them to TeX
+    fonts = found.get(f"font.{family}", []) if family in ("serif", "sans-serif") else [family]
     installed = next((font for font in fonts if font in font_manager.get_font_names()), None)
     if installed is None:
         spare = SPARE.get(family, "DejaVu Sans")

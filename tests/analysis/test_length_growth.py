@@ -29,9 +29,8 @@ def study() -> Iterator[xr.Dataset]:
 def test_values_are_those_of_the_model_at_the_cut_text(study: xr.Dataset) -> None:
     checkpoint = load_checkpoint("builtin:gpt2")
     tokens, _ = stream(checkpoint, None, 2 * 16)
-    ids = tokens[2 * 2 : 2 * 2 + 2 * 5].view(
-        2, 5
-    )  # the sequences of length 5 follow those of length 2
+    # the sequences of length 5 follow those of length 2
+    ids = tokens[2 * 2 : 2 * 2 + 2 * 5].view(2, 5)
     layers = capture(checkpoint.model, {"input_ids": ids})
     for i, att in enumerate(layers):
         part = study.sel(length=5).isel(layer=i)

@@ -134,9 +134,8 @@ def test_linear_network_is_attacked_exactly_at_its_margin() -> None:
         assert found["first_order"] == pytest.approx(expected)
         assert found["gradient"] == pytest.approx(expected)
         assert found["pgd"] == pytest.approx(expected)
-        assert (
-            found["singular"] >= expected
-        )  # along another direction than the difference of logits
+        # along another direction than the difference of logits
+        assert found["singular"] >= expected
 
 
 def test_text_classifier_and_padding() -> None:

@@ -93,9 +93,8 @@ def test_g1_does_not_cancel_in_float32() -> None:
     z[0, 0] = 22.1
     p = torch.softmax(z, -1)
     naive = p.float().topk(2).values[0]
-    assert float(naive[0] * (1 - naive[0] + naive[1])) < 0.5 * float(
-        jacobian_norm(p).lower
-    )  # the printed form is no upper bound
+    # the printed form is no upper bound
+    assert float(naive[0] * (1 - naive[0] + naive[1])) < 0.5 * float(jacobian_norm(p).lower)
     assert float(g(p.float())) == pytest.approx(float(g(p)), rel=1e-5)
     assert float(g(p)) >= float(jacobian_norm(p).lower)
 

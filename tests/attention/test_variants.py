@@ -87,9 +87,8 @@ def test_exact_norms_of_a_new_variant(alibi: type[Variant], cap: float | None) -
             def head(x: Tensor, h: int = h) -> Tensor:
                 i = torch.arange(6.0, dtype=torch.float64)
                 z = 0.5 * (x @ att.w_q[h]) @ (x @ att.w_k[h]).T - falls[h] * (i[:, None] - i).abs()
-                z = (
-                    z if cap is None else cap * torch.tanh(z / cap)
-                )  # of variants of one stage the one that was given first acts first
+                # of variants of one stage the one that was given first acts first
+                z = z if cap is None else cap * torch.tanh(z / cap)
                 return torch.softmax(z.masked_fill(i > i[:, None], -math.inf), -1) @ (
                     x @ att.w_v[h]
                 )

@@ -157,9 +157,8 @@ def test_it_grows_with_the_radius(ball: str) -> None:
         values = torch.stack(
             [torch.cat(centre.by_pairs(float(r), ball)) for r in torch.logspace(-5, 3, 40)]
         )
-        assert bool(
-            (values.diff(dim=0) >= -3e-4 * values[1:]).all()
-        )  # what norms of small blocks and of matrices are rounded upwards by
+        # what norms of small blocks and of matrices are rounded upwards by
+        assert bool((values.diff(dim=0) >= -3e-4 * values[1:]).all())
 
 
 @pytest.mark.parametrize("ball", BALLS)

@@ -86,9 +86,8 @@ def test_no_point_of_the_ball_is_above(
         (up,) = torch.autograd.grad(
             (top.left[:, h] * HeadJacobian(part.at(x)).along(top.right[:, h])).sum(), x
         )
-        up = up / up.abs().amax().clamp_min(
-            1e-300
-        )  # gradients at one-hot rows are so small that their squares vanish
+        # gradients at one-hot rows are so small that their squares vanish
+        up = up / up.abs().amax().clamp_min(1e-300)
         step = radius * (1 - 1e-12) * adversary._unit(up, ball)
         found = norms_at(one, h, torch.cat([one.x, one.x + step, one.x - step, points]))
         assert bool((bound[h] >= found * (1 - 1e-9)).all())
@@ -137,9 +136,8 @@ def test_large_biases(has: set[str], ball: str) -> None:
     ],
 )
 def test_the_adversary_on_every_variant(has: set[str], ball: str) -> None:
-    att = layer(7, frozenset(has), mask="padded", scale=0.7).select(
-        heads=slice(0, 2)
-    )  # one head of each would leave their order untested
+    # one head of each would leave their order untested
+    att = layer(7, frozenset(has), mask="padded", scale=0.7).select(heads=slice(0, 2))
     radius = 0.2
     found = adversary.attack(att, radius, ball=ball, steps=3, starts=1)
     move = (found.x - att.x[:, None]).norm(dim=-1)
@@ -326,8 +324,9 @@ def test_the_layer_at_other_inputs() -> None:
     assert bare.b_q is bare.b_k is bare.b_v is None
     assert isinstance(bare.norm_q, QKNorm)
     assert bare.norm_q.over[1] is None
+    # normalised without biases
     assert math.isclose(
         float(bare.at(2 * att.x).q[0].abs().max()), float(bare.q[0].abs().max()), rel_tol=1e-5
-    )  # normalised without biases
+    )
     plain = random_attention("biases").without_biases()
     assert plain.b_q is plain.b_k is plain.b_v is None

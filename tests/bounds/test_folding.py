@@ -102,9 +102,8 @@ def test_enclosures_count_value_biases_where_a_sink_lets_them_be_seen(bias: floa
     for h, value in enumerate(exact):
         assert float(norm.lower[0, h]) <= value.upper
         assert float(norm.upper[0, h]) >= value.lower
-        assert (
-            float(tokens.upper[0, h]) >= value.value / 3
-        )  # three tokens: no less than this times the norm of all of them
+        # three tokens: no less than this times the norm of all of them
+        assert float(tokens.upper[0, h]) >= value.value / 3
 
 
 @pytest.mark.parametrize("kind", ["plain", "padded", "biases", "wide_values"])

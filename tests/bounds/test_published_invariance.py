@@ -96,9 +96,8 @@ def test_values_come_out_in_front(att: Attention, exponent: int) -> None:
     other = changed(att, w_v=att.w_v * s)
     for name in PUBLISHED:
         value, expected = bounds.get(name)(other), bounds.get(name)(att)
-        inside = expected.isfinite() & (
-            expected.log10() + exponent < 300
-        )  # near the end of the range the one is infinite, the other not
+        # near the end of the range the one is infinite, the other not
+        inside = expected.isfinite() & (expected.log10() + exponent < 300)
         assert_same(value[inside], expected[inside] * s, name)
 
 

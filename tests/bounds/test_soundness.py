@@ -64,9 +64,8 @@ def test_certified_enclosures_hold_the_dense_norm(att: Attention) -> None:
     exact = (dense.lower + dense.upper) / 2  # the same P: rounding of huge scores moves P itself
     assert bool((norm.converged | (tiny > 1e-7 * norm.lower)).all())
     assert bool(((norm.lower <= dense.upper) & (dense.lower <= norm.upper)).all())
-    known = (
-        tiny < 0.1 * norm.lower
-    )  # elsewhere little is known of P, and the middle of the dense ends is nothing to compare with
+    # elsewhere little is known of P, and the middle of the dense ends is nothing to compare with
+    known = tiny < 0.1 * norm.lower
     assert encloses(
         replace(norm, lower=norm.lower[known], upper=norm.upper[known]),
         exact[known],

@@ -132,9 +132,8 @@ def test_bounds_are_their_statements(att: Attention) -> None:
                 assert float(values[name][s, h]) == pytest.approx(
                     value, rel=1e-2 if name.startswith("lipbound") else 2e-6
                 ), name
-                assert float(values[name][s, h]) >= value * (1 - 1e-12), (
-                    name
-                )  # rounded upwards, never down
+                # rounded upwards, never down
+                assert float(values[name][s, h]) >= value * (1 - 1e-12), name
 
 
 @pytest.mark.parametrize("y", [0.0, 1e-9, 1.0, 127.0, 1e6])
@@ -149,9 +148,8 @@ def test_kim_is_attained_by_one_token() -> None:
     assert float(bounds.get("kim")(att)) == pytest.approx(
         float(l2_spectral_norm(att).lower), rel=1e-9
     )
-    assert float(bounds.get("kim")(att)) == pytest.approx(
-        18.0, rel=1e-9
-    )  # degree two in W_Q; the printed degree one would give 6
+    # degree two in W_Q; the printed degree one would give 6
+    assert float(bounds.get("kim")(att)) == pytest.approx(18.0, rel=1e-9)
 
 
 def test_yudin_improves_castin_and_g1_exceeds_the_norm() -> None:
@@ -290,9 +288,8 @@ def test_c3_as_coded_fails() -> None:
         g = torch.Generator().manual_seed(seed)
         x = torch.randn(1, 2, 6, generator=g, dtype=torch.float64)
         w_q, w_k, w_v = (torch.randn(8, 6, 1, generator=g, dtype=torch.float64) for _ in range(3))
-        w_k = w_k - x[0, 0][:, None] * (x[0, 0] @ w_k)[:, None] / (
-            x[0, 0] @ x[0, 0]
-        )  # one token unseen by the keys
+        # one token unseen by the keys
+        w_k = w_k - x[0, 0][:, None] * (x[0, 0] @ w_k)[:, None] / (x[0, 0] @ x[0, 0])
         att = Attention(x, w_q, w_k, w_v)
         worst = min(worst, shortfall("castin_c3_as_coded", att))
         assert shortfall("castin_c3", att) >= 1

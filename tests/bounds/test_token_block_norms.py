@@ -102,9 +102,8 @@ def test_what_a_mask_forbids_is_skipped_and_not_missed(
         layer(7, frozenset(has), mask=mask, n=9), ["lipbound", "lipbound_block"]
     )
     for name, value in whole.items():
-        torch.testing.assert_close(
-            few[name], value, rtol=1e-5, atol=0
-        )  # sums of other lengths round otherwise
+        # sums of other lengths round otherwise
+        torch.testing.assert_close(few[name], value, rtol=1e-5, atol=0)
     if mask in ("causal", "window"):
         assert max(formed) < 5 * 9
 

@@ -275,9 +275,8 @@ def test_the_order_of_tokens_and_heads_does_not_matter(kind: str, seed: int) -> 
     same = att.d_v * (2 * att.x.shape[-1] + 2 * att.d_v + 20) * 2.0**-24
     for name in OURS:
         value = bounds.get(name)(other)
-        torch.testing.assert_close(
-            value, bounds.get(name)(att)[:, again], rtol=2e-4, atol=0
-        )  # block norms are within 1e-4 in float32
+        # block norms are within 1e-4 in float32
+        torch.testing.assert_close(value, bounds.get(name)(att)[:, again], rtol=2e-4, atol=0)
         torch.testing.assert_close(value[:, 0], value[:, 2], rtol=same, atol=0)
 
 

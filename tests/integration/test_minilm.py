@@ -110,8 +110,7 @@ def test_deflation_proves_real_norms(layers: list[LayerCapture]) -> None:
         torch.testing.assert_close(
             spectral_norm(att, tol=1e-9).lower, norm.lower, rtol=1e-7, atol=0
         )
-        certified = spectral_norm(
-            layers[i].attention, tol=1e-7, delta=1e-9
-        )  # its vectors are searched for in float32
+        # its vectors are searched for in float32
+        certified = spectral_norm(layers[i].attention, tol=1e-7, delta=1e-9)
         assert bool(certified.converged.all())
         assert bool(((certified.lower <= norm.upper) & (norm.lower <= certified.upper)).all())

@@ -126,9 +126,8 @@ def test_stored_runs_are_shown_without_torch_or_models(run: Path, tmp_path: Path
     assert not after(
         "table", run, "--json", "then", "info", run, "--json", "then", "table", run
     ) & (models | {"torch", "matplotlib", "plotly"})
-    assert not after("cite", run) & (
-        models | {"matplotlib", "plotly"}
-    )  # BibTeX stands in the papers' files
+    # BibTeX stands in the papers' files
+    assert not after("cite", run) & (models | {"matplotlib", "plotly"})
     assert not after("heatmap", run, "-o", tmp_path / "run.pdf") & (models | {"torch", "plotly"})
     assert (tmp_path / "run.pdf").stat().st_size > 1000
 

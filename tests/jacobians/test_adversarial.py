@@ -32,9 +32,8 @@ DTYPES = pytest.mark.parametrize(
 def check(verdicts: list[Verdict], family: str = "") -> None:
     wrong = [verdict for verdict in verdicts if verdict.miss > 0]
     assert not wrong, judge.summary(wrong)
-    refused = {verdict.method for verdict in verdicts if verdict.refused} - {
-        judge.L2
-    }  # whose map has another scale than the head's
+    # whose map has another scale than the head's
+    refused = {verdict.method for verdict in verdicts if verdict.refused} - {judge.L2}
     assert not refused or family in REFUSED, refused
     assert any(not verdict.refused for verdict in verdicts)
 
@@ -67,9 +66,8 @@ def test_nothing_is_wrong_of_other_maps(map: str, dtype: torch.dtype) -> None:
     families = list(hard_heads.FAMILIES)[dtype == torch.float64 :: 1 if LONG else 2]
     for family in families[:: len(families) // part(len(families), 9)]:
         att = judge.case(family, dtype, 100).select(slice(0, 1))
-        covered = (
-            map not in WHOLE or not att.variants
-        )  # there J J^T of all heads has no closed form
+        # there J J^T of all heads has no closed form
+        covered = map not in WHOLE or not att.variants
         if family not in REFUSED:
             verdicts += judge.judge(
                 att, family, map=map, methods=["lanczos", *(["deflation"] if covered else [])]

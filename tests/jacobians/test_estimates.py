@@ -80,9 +80,8 @@ def test_what_the_search_does_not_see_at_all_is_found() -> None:
     seen = full.clone()
     seen[1, 7] = 0.0
     zero = torch.zeros(2, dtype=torch.float64)
-    roundoff = Roundoff(
-        zero, zero, torch.tensor([2.0, 1e7], dtype=torch.float64)
-    )  # a bound that says: much is added up here
+    # a bound that says: much is added up here
+    roundoff = Roundoff(zero, zero, torch.tensor([2.0, 1e7], dtype=torch.float64))
     norm = estimate(
         Diagonal(full, torch.float64),
         roundoff,

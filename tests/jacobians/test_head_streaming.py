@@ -56,9 +56,8 @@ def test_norms_are_those_of_whole_heads(
     kind: str, map: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     att = random_attention(kind)
-    delta = (
-        1e-6 if rows > 150 else None
-    )  # a few rows at a time, products are slow: they are compared above, and plain norms here
+    # a few rows at a time, products are slow: they are compared above, and plain norms here
+    delta = 1e-6 if rows > 150 else None
     assert isinstance(head_jacobian(att), StreamedHeadJacobian)
     streamed = spectral_norm(att, map=map, tol=1e-9, delta=delta, vectors=True)
     assert att.cache.get("p", lambda: None) is None  # all of P was never formed

@@ -62,9 +62,8 @@ def test_power_iteration_approaches_from_below(att: Attention) -> None:
 def test_power_iteration_stops_on_an_absolute_change() -> None:
     att = random_attention("plain")
     small = Attention(att.x, att.w_q, att.w_k, att.w_v * 1e-6)
-    assert (
-        int(spectral_norm(small, method="power", tol=1e-4).steps.max()) == 2
-    )  # the papers' rule depends on scale
+    # the papers' rule depends on scale
+    assert int(spectral_norm(small, method="power", tol=1e-4).steps.max()) == 2
     assert bool(spectral_norm(small, tol=1e-9).converged.all())
     torch.testing.assert_close(
         spectral_norm(small, tol=1e-9).lower, oracle(small), rtol=1e-8, atol=0

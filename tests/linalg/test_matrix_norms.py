@@ -29,9 +29,8 @@ def test_at_most_says_yes_above_the_largest_eigenvalue_alone(n: int, size: float
     g = draw(4, n, n)
     g = (g + g.mT) * size
     top = torch.linalg.eigvalsh(g)[:, -1].abs() + size
-    g = (
-        g + (top - torch.linalg.eigvalsh(g)[:, -1])[:, None, None] * torch.eye(n).double()
-    )  # whose largest eigenvalue is top
+    # whose largest eigenvalue is top
+    g = g + (top - torch.linalg.eigvalsh(g)[:, -1])[:, None, None] * torch.eye(n).double()
     assert bool(at_most(g, top * (1 + 1e-9)).all())
     assert not bool(at_most(g, top * (1 - 1e-9)).any())
     assert not bool(at_most(g, torch.zeros(4).double()).any())

@@ -155,9 +155,8 @@ def test_the_stream_is_not_what_users_draw() -> None:
     cosines = (
         torch.nn.functional.normalize(ours, dim=1) @ torch.nn.functional.normalize(theirs, dim=1).mT
     )
-    assert (
-        float(cosines.abs().max()) < 0.65
-    )  # of 2500 pairs of independent directions one in 10,000 has such a pair
+    # of 2500 pairs of independent directions one in 10,000 has such a pair
+    assert float(cosines.abs().max()) < 0.65
 
 
 def test_the_stream_is_normal_and_its_parts_are_independent() -> None:

@@ -338,9 +338,8 @@ def test_an_adapter_alone_is_no_model(tmp_path: Path) -> None:
         "adapter=",
     ):
         load_checkpoint(folder / "adapter")
-    (folder / "adapter" / "config.json").write_bytes(
-        (folder / "config.json").read_bytes()
-    )  # as training scripts leave it
+    # as training scripts leave it
+    (folder / "adapter" / "config.json").write_bytes((folder / "config.json").read_bytes())
     with pytest.raises(CheckpointError, match=r"is an adapter of owner/base, not a model"):
         load_checkpoint(folder / "adapter")
 

@@ -229,9 +229,8 @@ def test_what_depends_on_the_tokens_beside_queries_and_keys_is_refused() -> None
             model,
             {"input_features": torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(0))},
         )
-    doge = build(
-        lambda: tf.DogeModel(tf.DogeConfig(**TEXT, num_key_value_heads=2))
-    )  # passes its mask by keyword
+    # passes its mask by keyword
+    doge = build(lambda: tf.DogeModel(tf.DogeConfig(**TEXT, num_key_value_heads=2)))
     torch.nn.init.normal_(doge.layers[0].self_attn.A)
     with pytest.raises(CaptureError, match="computes its mask from its tokens"):
         capture(doge, inputs_for(doge))
@@ -313,9 +312,8 @@ def test_a_rotation_is_fitted_once_for_layers_that_share_it(
     ]
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", backwards)
     fitted.clear()
-    monkeypatch.setattr(
-        probing, "plain_copy", lambda module: module
-    )  # so that the second layer is told apart
+    # so that the second layer is told apart
+    monkeypatch.setattr(probing, "plain_copy", lambda module: module)
     try:
         first, other = (
             layer.attention.scoring.find(Rotation)

@@ -53,9 +53,8 @@ def test_captured(family: str) -> None:
         assert layer.error < capture_error(layer.attention)
         assert layer.attention.w_o is not None
         found = layer.attention.variants
-        full = (
-            family == "Cohere 2" and layer.index == 1
-        )  # its layers of full attention are not turned
+        # its layers of full attention are not turned
+        full = family == "Cohere 2" and layer.index == 1
         assert found == (set() if full else HAS.get(family, {"rotation"}))
     if "sliding_window" in model.config.to_dict() and model.config.sliding_window == 4:
         p = layers[0].attention.p
@@ -127,9 +126,8 @@ def test_compare(family: str) -> None:
     assert "rotary position embeddings" in lb.tables.methods(ds, "text")
     assert "left out (Kim 2021" in lb.tables.methods(ds, "text")
     for format in ("text", "markdown", "latex"):
-        assert "eft out, since the statement does not cover" in lb.tables.render(
-            ds, format
-        )  # sentences of LaTeX begin with a capital
+        # sentences of LaTeX begin with a capital
+        assert "eft out, since the statement does not cover" in lb.tables.render(ds, format)
     with pytest.raises(
         lb.LipboundError,
         match=r"bound 'kim' does not cover rotary .* which this model has; leave it out",

@@ -159,9 +159,8 @@ def test_left_padding_moves_absolute_positions_and_is_told() -> None:
     assert [note for note in ds.attrs["notes"] if "padded on the left" in note]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Notice)
-        small = lb.compare(
-            model, inputs, bounds=["lipbound"], memory=1000, progress=False
-        )  # a sample at a time
+        # a sample at a time
+        small = lb.compare(model, inputs, bounds=["lipbound"], memory=1000, progress=False)
     assert small.attrs["block"] == 1
     assert small.attrs["notes"] == ds.attrs["notes"]
     assert small["exact"].values == pytest.approx(ds["exact"].values, rel=1e-4)
@@ -226,9 +225,8 @@ def test_rotary_tables_that_the_longest_text_chooses_are_told() -> None:
     with pytest.warns(Notice, match="the longest sample decides"):
         notes = lb.compare(long_phi(), inputs, bounds=["lipbound"], progress=False).attrs["notes"]
     assert "the longest sample decides" in notes[0]
-    silent(
-        long_phi(), {"input_ids": NINE[:, :6], "attention_mask": PADDED[:, :6]}
-    )  # none of the two is long
+    # none of the two is long
+    silent(long_phi(), {"input_ids": NINE[:, :6], "attention_mask": PADDED[:, :6]})
 
 
 @pytest.mark.parametrize("norm", ["layer", "group"])

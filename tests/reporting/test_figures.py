@@ -132,9 +132,8 @@ def test_what_is_near_the_exact_norm_has_its_own_scale(ds: xr.Dataset) -> None:
     }
     assert panels["Exact"].cmap.name != panels["Yudin 2025, Thm 3"].cmap.name
     spread = np.ptp(panels["Exact"].norm(panels["Exact"].get_array()))
-    assert spread > np.ptp(grids["exact"]) / (
-        far.high - near.low
-    )  # more of the colours than on a scale for all
+    # more of the colours than on a scale for all
+    assert spread > np.ptp(grids["exact"]) / (far.high - near.low)
     assert [len(scales(ds, grids, how)) for how in ("shared", "panel")] == [1, len(grids)]
     assert "on a colour scale of their own" in plots.caption(ds)
     assert "on a colour scale" not in plots.caption(ds, scale="shared")

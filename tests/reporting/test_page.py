@@ -225,9 +225,8 @@ def test_tokens_are_those_of_dense_jacobians(kind: str, norm: str, map: str) -> 
         expected = {"frobenius": found.left, "every-token": found.left, "one-token": found.right}[
             norm
         ][h]
-        assert norm == "frobenius" or np.sort(expected)[-1] == pytest.approx(
-            1
-        )  # one output, or one token
+        # one output, or one token
+        assert norm == "frobenius" or np.sort(expected)[-1] == pytest.approx(1)
     np.testing.assert_allclose(sum(found.parts.values()), 1, rtol=1e-9)
 
 

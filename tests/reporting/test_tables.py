@@ -95,9 +95,8 @@ def test_more_digits_for_closer_enclosures(ds: xr.Dataset) -> None:
     assert tables.width(rough, "yudin") > tables.width(ds, "yudin") > tables.width(close, "yudin")
     assert tables.width(wide, "yudin") <= 0.2
     assert tables.width(rough, "yudin") == pytest.approx(0.2, rel=1e-3)
-    assert tables.width(ds, "kim") == pytest.approx(
-        1e-3, rel=0.05
-    )  # there is no upper end for L2 attention
+    # there is no upper end for L2 attention
+    assert tables.width(ds, "kim") == pytest.approx(1e-3, rel=0.05)
 
 
 def test_summary_encloses_and_spreads(ds: xr.Dataset) -> None:
@@ -161,9 +160,8 @@ def test_every_table_in_every_format(ds: xr.Dataset) -> None:
                 table = pd.read_csv(io.StringIO(text))
                 assert len(table) == {"bound": 2, "layer": 2, "head": 8}[by]
             else:
-                text = " ".join(
-                    text.replace("\\\\", " ").split()
-                )  # headings of LaTeX in several lines
+                # headings of LaTeX in several lines
+                text = " ".join(text.replace("\\\\", " ").split())
                 assert "ours" not in text
                 assert "Castin 2024, 3.3" in text
                 assert ("median over samples" in text.lower()) == (by != "bound")

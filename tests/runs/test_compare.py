@@ -116,9 +116,8 @@ def test_exact_samples_layers_and_estimates(bert: Path) -> None:
     assert bool(ds["yudin"].notnull().all())
     assert "exact_upper" not in ds
     whole = lb.compare(bert, TEXTS, exact_samples=1, delta=None, bounds="yudin", **OPTIONS)
-    np.testing.assert_allclose(
-        ds["exact"][0, 0], whole["exact"][0, 1], rtol=1e-6
-    )  # a layer's numbers do not depend on the choice
+    # a layer's numbers do not depend on the choice
+    np.testing.assert_allclose(ds["exact"][0, 0], whole["exact"][0, 1], rtol=1e-6)
     assert ds["exact_steps"][0, 0].equals(
         whole["exact_steps"][0, 1].assign_coords(ds["exact_steps"][0, 0].coords)
     )

@@ -93,10 +93,11 @@ def test_samples_and_layers_and_runs_put_together_before(
     ds = lb.concat([lb.concat(corners[:1] + corners[2:3]), lb.concat([corners[1], corners[3]])])
     expected = lb.concat([whole, other])
     assert ds["exact"].identical(expected["exact"])
+    # parts of one run are from one run
     assert (len(ds.attrs["runs"]), ds.attrs["delta"]) == (
         2,
         2e-6,
-    )  # parts of one run are from one run
+    )
     halves = lb.concat([whole.isel(sample=[2, 3]), whole.isel(sample=[0, 1])])
     assert (
         halves["run_sample"].values.tolist(),

@@ -70,13 +70,11 @@ def test_what_was_edited_is_called_edited(whole: xr.Dataset, bert: Path) -> None
     assert edited(whole.drop_vars("checksum")) is True
     joined = xr.concat([whole, other], "sample")
     assert (edited(joined), repeated(joined), repeated(whole)) == (True, ["sample"], [])
-    unlike = xr.concat(
-        [whole.isel(sample=[0]), other.isel(sample=[1])], "sample"
-    )  # no number is there twice
+    # no number is there twice
+    unlike = xr.concat([whole.isel(sample=[0]), other.isel(sample=[1])], "sample")
     assert edited(unlike) is True
-    assert (
-        edited(whole[["exact", "exact_upper", "yudin"]]) is None
-    )  # its checksums are over all variables
+    # its checksums are over all variables
+    assert edited(whole[["exact", "exact_upper", "yudin"]]) is None
     assert edited(whole.assign(mine=whole["exact"])) is False
 
 

@@ -119,9 +119,8 @@ def captured(family: str) -> Pairs:
         lb.capture(near, inputs),
         lb.capture(_moved(near), {name: t.to(NAME) for name, t in inputs.items()}),
     ]
-    assert all(
-        isinstance(att.x, Far) != bool(LACKING) for att in seen[1]
-    )  # on the CPU, where the device has no float64
+    # on the CPU, where the device has no float64
+    assert all(isinstance(att.x, Far) != bool(LACKING) for att in seen[1])
     pairs = list(zip(*seen, strict=True))
     return {
         f"{name} of layer {k}": _in_units(*(getattr(att, name) for att in pair))

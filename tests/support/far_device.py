@@ -67,9 +67,8 @@ class Far(torch.Tensor):
         raise TypeError(f"can't convert {NAME}:0 device type tensor to numpy")
 
     def __getitem__(self, index: Any) -> Tensor:
-        lists = (
-            index if isinstance(index, tuple) else (index,)
-        )  # which torch makes tensors of, on the device
+        # which torch makes tensors of, on the device
+        lists = index if isinstance(index, tuple) else (index,)
         return super().__getitem__(
             tuple(torch.tensor(i) if isinstance(i, list) else i for i in lists)
         )
@@ -173,9 +172,8 @@ def register() -> None:
         library.impl(name, _made(like), "PrivateUse1")
     library.impl("_copy_from", _copy_from, "PrivateUse1")
     LIBRARY.append(library)
-    torch.__future__.set_swap_module_params_on_conversion(
-        True
-    )  # or a module's dtype would change in name only
+    # or a module's dtype would change in name only
+    torch.__future__.set_swap_module_params_on_conversion(True)
     torch.set_num_threads(int(os.environ["LIPBOUND_TESTS_THREADS"]))
 
 

@@ -22,9 +22,8 @@ class Kernel:
         env: dict[str, str] | None = None,
         **_: object,
     ):
-        options = command[
-            command.index("-f") :
-        ]  # what the specification of the kernel puts before is Python and the module
+        # what the specification of the kernel puts before is Python and the module
+        options = command[command.index("-f") :]
         self._process: BaseProcess = CONTEXT.Process(
             target=_run, args=(options, cwd, dict(env or os.environ))
         )

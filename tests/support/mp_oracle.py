@@ -287,9 +287,8 @@ def _products(q: Vectors, k: Vectors, scale: Decimal) -> tuple[Exact, Exact, Exa
 def _distances(q: Vectors, scale: Decimal) -> tuple[Exact, Exact, Exact]:
     """Scores -scale |q_i - q_j|^2 with the same derivatives."""
     apart = q.y[:, None] - q.y[None]  # (i, j, d)
-    slope = (
-        -2 * scale * np.tensordot(apart, q.dy[0], (2, 0))
-    )  # the projection of every token is the same
+    # the projection of every token is the same
+    slope = -2 * scale * np.tensordot(apart, q.dy[0], (2, 0))
     return -scale * (apart * apart).sum(-1), slope, -slope
 
 

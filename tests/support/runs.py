@@ -16,12 +16,13 @@ TEXTS = [
     "a island of the ferry",
     "the lighthouse",
 ]
+# one sample at a time
 OPTIONS = {
     "max_length": 12,
     "progress": False,
     "memory": 1,
     "bounds": ["yudin", "lipbound"],
-}  # one sample at a time
+}
 
 
 def identical(a: xr.Dataset, b: xr.Dataset) -> bool:

@@ -369,9 +369,8 @@ def radius_regimes(setting: Setting) -> xr.Dataset:
     att.only("the study of growth with the radius")
     heads, width = att.heads, att.x.shape[2]
     radii = np.geomspace(0.25, 256, 41 if setting.full else 21)
-    gaps = np.geomspace(
-        1e-3, 100, len(radii)
-    )  # radius squared times the smallest gap between scores
+    # radius squared times the smallest gap between scores
+    gaps = np.geomspace(1e-3, 100, len(radii))
     tokens = 33
     g = torch.Generator().manual_seed(setting.seed)
     base = torch.randn(1, tokens, width, generator=g, dtype=torch.float64).to(att.device)

@@ -158,9 +158,8 @@ class Sheet:
         wanted = min(
             max(self.shape, min(USUAL, TALL * self.shape)) * side, THICK * self.layers * self.line
         )
-        return min(
-            max(wanted, 1.25 * FLAT * self.line), 1.25 * side
-        )  # what lies beyond a scale is said in two lines
+        # what lies beyond a scale is said in two lines
+        return min(max(wanted, 1.25 * FLAT * self.line), 1.25 * side)
 
 
 def arrange(sheet: Sheet, columns: int | None = None, *, shrink: bool = False) -> Arrangement:
@@ -244,9 +243,8 @@ def _placed(sheet: Sheet, across: int, height: float) -> Arrangement:
         if sheet.beside:
             bars.append((right + 0.9 * line, first, 0.7 * line, end - first))
         elif not sheet.own_bars:
-            width = (
-                min(max(right - start, 0.6 * sheet.inches), sheet.room) - 2 * line
-            )  # numbers at its ends need room
+            # numbers at its ends need room
+            width = min(max(right - start, 0.6 * sheet.inches), sheet.room) - 2 * line
             bars.append((start + line, end + (TICKS + BETWEEN) * line, width, 0.7 * line))
         top = end + sheet.below()
     total = top + 1.25 * sheet.caption * line

@@ -53,9 +53,8 @@ class Scale:
     def beyond(self, grid: np.ndarray) -> str:
         """Where most of a panel lies: "above" the bar, "below" it, or "" for on it."""
         known = grid[~np.isnan(grid)]
-        middle = (
-            float(np.sort(known)[known.size // 2]) if known.size else self.low
-        )  # infinite ones have an order, and no mean
+        # infinite ones have an order, and no mean
+        middle = float(np.sort(known)[known.size // 2]) if known.size else self.low
         return "above" if middle > self.top else "below" if middle < self.low else ""
 
     def extend(self, grids: dict[str, np.ndarray]) -> str:

@@ -79,9 +79,8 @@ def report(
     if target.suffix.lower() not in (".html", ".htm"):
         raise LipboundError(f"{target} is not an .html file; a report is a page")
     if details:
-        device = resolve_device(
-            device
-        )  # before minutes of work, and before an older page is replaced
+        # before minutes of work, and before an older page is replaced
+        device = resolve_device(device)
     options: Any = {
         "reduce": reduce,
         "sample": sample,
@@ -139,9 +138,8 @@ def _page(pages: list[dict[str, Any]], attention: bytes) -> str:
         "attention": _packed(attention),
         "plotly": _plotly(),
     }
-    environment.filters["formula"] = lambda text: Markup(
-        formula(text)
-    )  # escapes what is no formula
+    # escapes what is no formula
+    environment.filters["formula"] = lambda text: Markup(formula(text))
     files = {
         name: Markup((HERE / f"page.{name}").read_text(encoding="utf-8")) for name in ("css", "js")
     }
