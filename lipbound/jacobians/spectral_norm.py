@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.module_attention import ModuleAttention
 from lipbound.attention.rescaling import unit_values
 from lipbound.devices import in_own_modes
 from lipbound.errors import LipboundError, check_layer, choice, flag, real, whole
+from lipbound.jacobians.automatic import automatic_norm
 from lipbound.jacobians.gram import Gram, covered, gram_of
 from lipbound.jacobians.head import HeadOperator
 from lipbound.jacobians.l2_attention import L2HeadJacobian
@@ -31,7 +33,7 @@ DEFLATION = "deflation"
 
 @in_own_modes
 def spectral_norm(
-    att: Attention,
+    att: Attention | ModuleAttention,
     *,
     map: str = "head",
     method: str = "lanczos",
@@ -44,7 +46,8 @@ def spectral_norm(
     r"""Exact local Lipschitz constant (2-norm of the Jacobian) of every head at every input.
 
     Args:
-        att: the layer, samples x heads.
+        att: the layer, samples x heads. One without closed form (`ModuleAttention`) is measured by
+            automatic differentiation, whose rounding is not enclosed.
         map: "head" (no output projection), "head_out" (with the head's slice ``w_o``), "heads" (all
             heads side by side), "layer" (all heads, projected by ``w_o`` and added), or the layer
             with what stands around it: "residual" (x + layer(x)), "pre_norm" (h + layer(norm(h))),
@@ -101,6 +104,18 @@ def spectral_norm(
     """
     choice("map", map, MAPS)
     choice("method", method, (*METHODS, DEFLATION))
+    if isinstance(att, ModuleAttention):
+        choice("method of a layer without closed form", method, METHODS)
+        return automatic_norm(
+            att,
+            map=map,
+            method=method,
+            tol=real("tol", tol, "a number >= 0", above=math.nextafter(0, -1)),
+            delta=delta,
+            vectors=vectors,
+            seed=sample_seeds(att.samples, seed),
+            max_steps=max_steps,
+        )
     check_arguments(att, method, tol, delta)
     seeds = sample_seeds(att.samples, seed)
     tol, vectors = float(tol), flag("vectors", vectors)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lipbound.attention.layer import Attention
 from lipbound.models.capture.capture import capture
-from lipbound.models.capture.seeing import interface
+from lipbound.models.capture.seeing import interface, recording
 
 TEXT = {
     "vocab_size": 60,
@@ -229,7 +229,7 @@ def own_heads(
         name: t.double() if t.is_floating_point() else t for name, t in inputs_for(model).items()
     }
     with interface.implementation(model, interface.RECORDING_ATTENTION):
-        call = interface.record(model, batch)[layer]
+        call = recording.record(model, batch)[layer]
     att = capture(model, batch)[layer]
     model.set_attn_implementation("eager")
     seen: list[Tensor] = []

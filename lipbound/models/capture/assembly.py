@@ -73,7 +73,7 @@ def valid_tokens(call: Call, inputs: Mapping[str, Tensor]) -> Tensor | None:
     inputs, (samples, any number), marks padding, those tokens of the layer are padding that no
     query may attend to.
     """
-    if not any(_marks_padding(name, t) for name, t in inputs.items()):
+    if not any(marks_padding(name, t) for name, t in inputs.items()):
         return None
     hidden = hidden_tokens(call)
     return ~hidden if bool(hidden.any()) else None
@@ -134,7 +134,8 @@ def about_padding(calls: Collection[Call], valid: Collection[Tensor | None]) -> 
     ]
 
 
-def _marks_padding(name: str, value: object) -> bool:
+def marks_padding(name: str, value: object) -> bool:
+    """Return whether an input of a model is a mask of tokens, some of which are padding."""
     if "mask" not in name or not isinstance(value, Tensor) or value.ndim != 2:
         return False
     return bool((value == 0).any())

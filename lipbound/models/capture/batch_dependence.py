@@ -18,9 +18,9 @@ from lipbound.models.capture.seeing.call import Call
 from lipbound.models.capture.seeing.interface import (
     RECORDING_ATTENTION,
     implementation,
-    record,
     taken,
 )
+from lipbound.models.capture.seeing.recording import record
 
 SAME = 1e-3
 """Relative difference of head outputs up to which they count as the same: rounding, in sums of

@@ -9,23 +9,27 @@ rebuilt head outputs against a second pass through the model's untouched eager a
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.module_attention import INPUT, ModuleAttention
 from lipbound.devices import in_own_modes, measuring_device
-from lipbound.errors import CaptureError, flag, indices, tell
+from lipbound.errors import CaptureError, DifferentPositionsError, flag, indices, tell
 from lipbound.models.capture.assembly import about_padding, assemble, check_mask, valid_tokens
+from lipbound.models.capture.automatic import Padding, stream_names, through_module
 from lipbound.models.capture.batch_dependence import dependence, telling_samples
 from lipbound.models.capture.probing import ProbedWeights, Turns, probe
 from lipbound.models.capture.residual_detection import Seen, surroundings, watching
-from lipbound.models.capture.seeing import interface
+from lipbound.models.capture.seeing import interface, recording
 from lipbound.models.capture.seeing.call import Call
 from lipbound.models.capture.seeing.left_out import AttentionFinder, left_out
 from lipbound.models.capture.verification import (
     EagerAttention,
     check_call,
+    check_defined,
     check_rebuilt,
     one_sample,
     own_outputs,
@@ -53,8 +57,15 @@ class LayerCapture:
 
     index: int
     name: str
-    attention: Attention
+    attention: Attention | ModuleAttention
     error: float
+
+
+class Row(NamedTuple):
+    """A layer as runs number them: a call of attention, and the stream that is perturbed."""
+
+    call: int
+    stream: str
 
 
 @dataclass
@@ -86,6 +97,8 @@ class Capturer:
     _weights: dict[int, ProbedWeights] = field(default_factory=dict)
     _turns: list[Turns] = field(default_factory=list)
     _verified: dict[tuple[bool, int], float] = field(default_factory=dict)
+    _rows: "list[Row] | None" = None
+    _told: set[tuple[str, str]] = field(default_factory=set)
 
     def run(self, inputs: Mapping[str, Tensor] | Inputs) -> list[LayerCapture]:
         """Return the attention of every (chosen) layer, in the model's dtype; see `each`.
@@ -99,10 +112,10 @@ class Capturer:
     ) -> Iterator[LayerCapture]:
         """Yield the attention of one (chosen) layer after the other.
 
-        CaptureError is raised where the model never calls the attention interface, or a layer is
-        not what `Attention` describes (latent attention, cross-attention, other transformations of
-        queries and keys), or the rebuilt layer does not reproduce the model; it names the layer and
-        the reason.
+        A layer that is not what `Attention` describes (latent or gated attention, other
+        transformations of queries and keys), and each stream of cross-attention, is a
+        `ModuleAttention`, and a notice gives the reason. CaptureError is raised where the model
+        computes no attention, or neither form reproduces it; it names the layer and the reason.
 
         Args:
             inputs: what the model's forward takes.
@@ -115,31 +128,115 @@ class Capturer:
             watching(self.model if self.around else None) as seen,
         ):
             calls = self._record(inputs)
-        self.count = len(calls)
         home = measuring_device(calls[0].q.device)
         calls = [call.to(home) for call in calls]
         seen = [Seen(s.module, s.x.to(home), s.out.to(home)) for s in seen]
+        rows = self._rows_of(calls)
+        self.count = len(rows)
         chosen = [i for position, i in enumerate(self._chosen(self.count)) if position not in skip]
         there = {name: t.to(home) if isinstance(t, Tensor) else t for name, t in inputs.items()}
-        valid = {i: valid_tokens(calls[i], there) for i in chosen}
+        closed, valid, reasons = self._closed(calls, [rows[i] for i in chosen], there)
+        self._note(*about_padding([calls[i] for i in closed], [valid[i] for i in closed]))
+        own = self._own_outputs(inputs, calls, {i: valid[i] for i in closed})
+        padding = Padding(calls, there)
         for i in chosen:
-            check_mask(calls[i], valid[i])
-            check_call(calls[i], valid[i])
-        self._note(*about_padding([calls[i] for i in chosen], list(valid.values())))
-        own = self._own_outputs(inputs, calls, valid)
-        for i in chosen:
-            weights = self._probed(i, calls[i])
-            attention = assemble(calls[i], weights, valid[i])
-            error = check_rebuilt(self.model, calls[i], attention, weights)
-            if i in own:
-                seen_there, sample = own[i]
-                verified = verify_outputs(calls[i], attention, seen_there, sample)
-                self._verified[valid[i] is not None, i] = verified
-            attention.surroundings = surroundings(attention, seen) if self.around else None
-            # of all layers at once they would fill the memory
-            attention.cache.drop("p", "weights", "out")
-            errors = [error, *(e for (_, j), e in self._verified.items() if j == i)]
-            yield LayerCapture(i, calls[i].name, attention, max(errors))
+            row = rows[i]
+            if row.call in closed:
+                try:
+                    attention, error = self._in_closed_form(
+                        row.call, calls, valid[row.call], own.get(row.call)
+                    )
+                except DifferentPositionsError:
+                    raise
+                except CaptureError as why:
+                    closed.discard(row.call)
+                    reasons[row.call] = str(why)
+                else:
+                    around = surroundings(attention, seen) if self.around else None
+                    attention.surroundings = around
+                    # of all layers at once they would fill the memory
+                    attention.cache.drop("p", "weights", "out")
+                    yield LayerCapture(i, calls[row.call].name, attention, error)
+                    continue
+            yield self._automatic(i, row, calls[row.call], padding, reasons[row.call])
+
+    def _rows_of(self, calls: list[Call]) -> list["Row"]:
+        """Return a row for every call, and for each stream of one that has two."""
+        if self._rows is None or self._rows[-1].call != len(calls) - 1:
+            with interface.implementation(self.model, interface.RECORDING_ATTENTION):
+                self._rows = [
+                    Row(i, stream) for i, call in enumerate(calls) for stream in stream_names(call)
+                ]
+        return self._rows
+
+    def _closed(
+        self, calls: list[Call], rows: Collection["Row"], inputs: Mapping[str, Any]
+    ) -> tuple[set[int], dict[int, Tensor | None], dict[int, str]]:
+        """Return which calls may have a closed form, their padding, and why the others have none.
+
+        Raises:
+            CaptureError: a layer's attention is undefined.
+        """
+        closed: set[int] = set()
+        valid: dict[int, Tensor | None] = {}
+        reasons: dict[int, str] = {}
+        for row in rows:
+            call = calls[row.call]
+            if row.stream != INPUT:
+                reasons[row.call] = f"layer {call.name}: queries and keys are of two streams"
+                continue
+            try:
+                valid[row.call] = valid_tokens(call, inputs)
+                check_call(call)
+            except CaptureError as why:
+                reasons[row.call] = str(why)
+                continue
+            check_mask(call, valid[row.call])
+            check_defined(call, valid[row.call])
+            closed.add(row.call)
+        return closed, valid, reasons
+
+    def _in_closed_form(
+        self,
+        i: int,
+        calls: list[Call],
+        valid: Tensor | None,
+        own: tuple[EagerAttention, int] | None,
+    ) -> tuple[Attention, float]:
+        """Return the attention of a call, and its largest error against the model.
+
+        Raises:
+            CaptureError: it has no closed form that is known here.
+        """
+        call = calls[i]
+        weights = self._probed(i, call)
+        attention = assemble(call, weights, valid)
+        error = check_rebuilt(self.model, call, attention, weights)
+        if own is not None:
+            self._verified[valid is not None, i] = verify_outputs(call, attention, *own)
+        return attention, max(error, *(e for (_, j), e in self._verified.items() if j == i), 0.0)
+
+    def _automatic(
+        self, i: int, row: "Row", call: Call, padding: Padding, reason: str
+    ) -> LayerCapture:
+        """Return a layer as a function of one of its streams.
+
+        Raises:
+            CaptureError: its module cannot be run by itself.
+        """
+        with interface.implementation(self.model, interface.RECORDING_ATTENTION):
+            attention, error = through_module(call, row.stream, padding, reason)
+        kind = type(call.module).__name__
+        why = reason.removeprefix(f"layer {call.name}: ").removeprefix(f"{kind} ")
+        said = (
+            f"layers such as {call.name} ({kind}) are measured by automatic differentiation, "
+            "rounding not enclosed, and have no bounds: "
+            f"{why.removesuffix(', which is not supported')}"
+        )
+        if (kind, why) not in self._told:
+            self._told.add((kind, why))
+            self._note(said)
+        return LayerCapture(i, call.name, attention, error)
 
     def examine(self, inputs: Mapping[str, Tensor]) -> None:
         """Tell whether the numbers of one sample depend on more than its own tokens.
@@ -160,9 +257,9 @@ class Capturer:
     def _record(self, inputs: Mapping[str, Tensor]) -> list[Call]:
         """Return the calls of a pass, the first of which also looks for attention without calls."""
         if self._watched:
-            return interface.record(self.model, inputs)
+            return recording.record(self.model, inputs)
         watch, self._watched = AttentionFinder(), True
-        calls = interface.record(self.model, inputs, watch=watch)
+        calls = recording.record(self.model, inputs, watch=watch)
         self._note(*left_out(self.model, watch, {call.name for call in calls}))
         return calls
 
@@ -228,7 +325,7 @@ def capture(
     *,
     layers: Sequence[int] | int | str | None = None,
     around: bool = False,
-) -> list[Attention]:
+) -> list[Attention | ModuleAttention]:
     """Return the `Attention` of every layer of a transformers model at a batch of ready inputs.
 
     Each is checked against the model; CaptureError is raised as by `Capturer.each`.

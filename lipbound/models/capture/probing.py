@@ -316,7 +316,7 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
     return ProbedWeights(
         tuple(each_head(t, side) for side, t in enumerate(w)),
         tuple(None if t is None else each_head(t, side) for side, t in enumerate(b)),
-        _probe_output(call),
+        probe_output(call),
         norm(0),
         norm(1),
         turns,
@@ -330,7 +330,7 @@ def _fill(rows: Tensor, samples: int, n: int) -> Tensor:
     return tokens.view(samples, n, -1)
 
 
-def _probe_output(call: Call) -> Tensor | None:
+def probe_output(call: Call) -> Tensor | None:
     """Return slices of the projection of the flattened heads, (heads, d_v, D_out).
 
     Raises:

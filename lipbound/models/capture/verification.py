@@ -44,15 +44,11 @@ def head_error(mine: Tensor, reference: Tensor, floor: Tensor, valid: Tensor | N
     return float((difference.amax((-1, -2)) / scale).amax())
 
 
-def check_call(call: Call, valid: Tensor | None) -> None:
-    """Check that a call is self-attention of one tensor of tokens, and its output numbers.
-
-    Args:
-        call: of the layer.
-        valid: which of its tokens are not padding, (samples, N) bool, or None.
+def check_call(call: Call) -> None:
+    """Check that a call is self-attention of one tensor of tokens.
 
     Raises:
-        CaptureError: the output is not a number.
+        CaptureError: it is not.
     """
     _ = call.x
     if call.run.calls > 1:
@@ -60,6 +56,18 @@ def check_call(call: Call, valid: Tensor | None) -> None:
             f"calls attention {call.run.calls} times whenever it runs (differential attention, "
             "or tokens part by part)"
         )
+
+
+def check_defined(call: Call, valid: Tensor | None) -> None:
+    """Check that the outputs of a call are numbers.
+
+    Args:
+        call: of the layer.
+        valid: which of its tokens are not padding, (samples, N) bool, or None.
+
+    Raises:
+        CaptureError: they are not.
+    """
     heads, hint = call.out if valid is None else call.out[valid], ""
     if not bool(heads.isnan().any()):
         return

@@ -1,6 +1,6 @@
 """One call of attention in a forward pass: the record that every way of seeing it makes."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lipbound.errors import CaptureError
+
+INTERFACE, FUSED, BY_HAND = "the interface", "scaled_dot_product_attention", "by hand"
+"""Ways to compute attention: through transformers' interface, by torch, or by the module itself."""
 
 
 @dataclass(eq=False)
@@ -21,6 +24,7 @@ class ModuleRun:
         args: the first argument, where it was given by position.
         kwargs: all other arguments, by name.
         calls: how often the module called attention in this run.
+        inside: how often it and the modules inside it called attention in this run.
     """
 
     module: nn.Module
@@ -28,6 +32,7 @@ class ModuleRun:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     calls: int = 0
+    inside: int = 0
 
 
 @dataclass
@@ -49,6 +54,12 @@ class Call:
             around the layer was given.
         consumer: the linear map that the head outputs go to, where it was found.
         changed: what happens to the head outputs before they are projected, where something does.
+        way: how it is computed. By hand, ``q``, ``k``, ``v`` and ``out`` are as they were
+            multiplied.
+        around: the runs that it happened in, the innermost first, each with the number of calls of
+            attention before it in that run.
+        scores: what the softmax was given, of attention by hand.
+        samples: of the pass.
     """
 
     run: ModuleRun
@@ -59,11 +70,15 @@ class Call:
     scale: float | None
     extras: dict[str, Any]
     out: Tensor
-    turn: int
+    turn: int = 0
     boolean: bool = False
     given_mask: Tensor | None = None
     consumer: nn.Module | None = None
     changed: str = ""
+    way: str = INTERFACE
+    around: list[tuple[ModuleRun, int]] = field(default_factory=list)
+    scores: Tensor | None = None
+    samples: int = 1
 
     @property
     def module(self) -> nn.Module:
@@ -76,12 +91,19 @@ class Call:
         return self.run.name
 
     @property
+    def recorded(self) -> Tensor:
+        """The outputs of heads in the layout in which they were computed."""
+        return self.out.transpose(-3, -2) if self.way == FUSED else self.out
+
+    @property
     def x(self) -> Tensor:
         """The token vectors that the module was given, (samples, N, D).
 
         Raises:
             CaptureError: it was given no such tensor, or attends to other tokens than these.
         """
+        if self.way != INTERFACE:
+            raise self.unsupported(f"computes attention by {self.way}")
         x = self.run.args[0] if self.run.args else self.run.kwargs.get("hidden_states")
         if not isinstance(x, Tensor) or x.ndim != 3:
             raise CaptureError(
@@ -102,10 +124,14 @@ class Call:
         if self.q.device == device:
             return self
         there = partial(tree_map, lambda t: t.to(device) if isinstance(t, Tensor) else t)
-        names = {field.name for field in fields(self)} - {"run", "consumer"}
+        names = {field.name for field in fields(self)} - {"run", "consumer", "around"}
         own = {name: there(getattr(self, name)) for name in names}
-        run = replace(self.run, args=there(self.run.args), kwargs=there(self.run.kwargs))
-        return replace(self, run=run, **own)
+
+        def moved(run: ModuleRun) -> ModuleRun:
+            return replace(run, args=there(run.args), kwargs=there(run.kwargs))
+
+        around = [(moved(run), before) for run, before in self.around]
+        return replace(self, run=around[0][0], around=around, **own)
 
     def unsupported(self, what: str, kind: type[CaptureError] = CaptureError) -> CaptureError:
         """Return the error, of some kind, about something that the layer does."""

@@ -3,7 +3,7 @@
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -13,8 +13,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import eager_mask
 
 from lipbound.errors import CaptureError, LipboundError, shown
-from lipbound.models.capture.seeing.call import Call, ModuleRun
-from lipbound.models.capture.seeing.left_out import AttentionFinder
 from lipbound.models.quiet import first_line
 from lipbound.models.sources.loaded_model import bare_inputs
 
@@ -53,7 +51,7 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
     # parameters have the interface's names, since some models pass them by keyword
-    function = _eager(module) if _handler is None else _handler
+    function = eager(module) if _handler is None else _handler
     return function(module, query, key, value, attention_mask, **kwargs)
 
 
@@ -62,7 +60,7 @@ AttentionInterface.register(RECORDING_ATTENTION, _attention)
 AttentionMaskInterface.register(RECORDING_ATTENTION, eager_mask)
 
 
-def _eager(module: nn.Module) -> AttentionFunction:
+def eager(module: nn.Module) -> AttentionFunction:
     """Return the eager attention that a module's own code names; a file may have several.
 
     Raises:
@@ -206,143 +204,3 @@ def forward(model: PreTrainedModel, inputs: Mapping[str, Tensor], *, cache: bool
     extra = {"use_cache": False} if caches and not cache else {}
     with computing(model):
         model(**{**inputs, **extra})
-
-
-class _Recorder:
-    """The calls of one forward pass, seen by hooks on every module and our attention function."""
-
-    def __init__(self, watch: AttentionFinder | None):
-        self.calls: list[Call] = []
-        self._stack: list[ModuleRun] = []
-        self._watch = watch
-        self._waiting: Call | None = None  # the last call, until what projects its output is found
-
-    def attention(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kw: Any
-    ) -> tuple[Tensor, Any]:
-        """Return what the module's own eager attention function does, and record the call.
-
-        Raises:
-            CaptureError: the module is not being run.
-        """
-        boolean = mask is not None and mask.dtype == torch.bool
-        if mask is not None and boolean:  # eager functions would add True as 1
-            mask = q.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(q.dtype).min)
-        with nullcontext() if self._watch is None else self._watch.captured():
-            out, probabilities = _eager(module)(module, q, k, v, mask, **kw)
-        run = next((run for run in reversed(self._stack) if run.module is module), None)
-        if run is None:
-            raise CaptureError(
-                f"attention was called on behalf of {type(module).__name__}, which is not being run"
-            )
-        run.calls += 1
-        extras = {name: value for name, value in kw.items() if value is not None}
-        turn = sum(call.module is module for call in self.calls)
-        given = self._given_mask()
-        scale = kw.get("scaling")
-        self._waiting = Call(run, q, k, v, mask, scale, extras, out, turn, boolean, given)
-        self.calls.append(self._waiting)
-        return out, probabilities
-
-    def _given_mask(self) -> Tensor | None:
-        models = (run for run in reversed(self._stack) if isinstance(run.module, PreTrainedModel))
-        inside = next(models, None)
-        mask = None if inside is None else inside.kwargs.get("attention_mask")
-        return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
-
-    def enter(self, name: str) -> Callable[..., None]:
-        """Return the hook that runs before the module of that name."""
-
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._stack.append(ModuleRun(module, name, *_by_name(module, args, kwargs)))
-            if self._watch is not None:
-                self._watch.running.append((module, name))
-            if self._waiting is not None and args and isinstance(args[0], Tensor):
-                self._follow(self._waiting, module, args[0])
-
-        return hook
-
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Run behind every module, as a hook."""
-        self._stack.pop()
-        if self._watch is not None:
-            self._watch.running.pop()
-
-    def _follow(self, call: Call, module: nn.Module, x: Tensor) -> None:
-        """Note what a module makes of the output of a call, if that is what its input ``x`` is."""
-        flat = call.out.flatten(2)
-        if x.numel() != flat.numel():
-            return
-        linear, y = _is_linear(module), x.reshape(flat.shape)
-        same = torch.equal(y, flat)
-        if same and linear and x.shape[-1] == flat.shape[-1]:
-            call.consumer, self._waiting = module, None
-        elif same and "norm" in type(module).__name__.lower():
-            norm = type(module).__name__
-            call.changed = f"normalises its head outputs ({norm}) before they are projected"
-        elif linear and not call.changed and call.run in self._stack and _is_gated(y, flat):
-            call.changed = "multiplies its head outputs by a gate before they are projected"
-
-
-def record(
-    model: PreTrainedModel,
-    inputs: Mapping[str, Tensor],
-    *,
-    watch: AttentionFinder | None = None,
-    cache: bool = False,
-) -> list[Call]:
-    """Return the calls of the attention interface in one forward pass, in order.
-
-    Args:
-        model: in the context of `implementation`.
-        inputs: of the pass.
-        watch: also told what runs, to find attention that does not go through the interface.
-        cache: whether the model may keep a cache.
-
-    Returns:
-        Each call with the projection that consumed its output.
-
-    Raises:
-        CaptureError: the model never calls the interface.
-    """
-    recorder = _Recorder(watch)
-    hooks = []
-    try:
-        for name, module in model.named_modules():
-            hooks.append(module.register_forward_pre_hook(recorder.enter(name), with_kwargs=True))
-            hooks.append(module.register_forward_hook(recorder.leave))
-        with handling(recorder.attention), nullcontext() if watch is None else watch:
-            forward(model, inputs, cache=cache)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if not recorder.calls:
-        own = "either it has no attention layers, or it brings an attention code of its own"
-        if watch is not None and watch.found:
-            own = f"it brings an attention code of its own, in {watch.names([])}"
-        raise CaptureError(
-            f"{type(model).__name__} has no attention that can be captured: its forward pass "
-            f"never calls the transformers attention interface ({own})"
-        )
-    return recorder.calls
-
-
-def _is_linear(module: nn.Module) -> bool:
-    weight = getattr(module, "weight", None)
-    return isinstance(weight, Tensor) and weight.ndim == 2 and not isinstance(module, nn.Embedding)
-
-
-def _is_gated(x: Tensor, flat: Tensor) -> bool:
-    """Return whether ``x`` has the signs of ``flat``, as after a gate between 0 and 1."""
-    return bool(((x == 0) | (x.sign() == flat.sign())).all()) and bool((x != 0).any())
-
-
-def _by_name(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments with all but the first by name, however they were passed."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    named = [p.name for p in list(parameters)[: len(args)] if p.kind is p.POSITIONAL_OR_KEYWORD]
-    if len(args) < 2 or len(named) < len(args):
-        return args, kwargs
-    return args[:1], {**dict(zip(named[1:], args[1:], strict=True)), **kwargs}

@@ -57,6 +57,11 @@ class AttentionFinder(TorchDispatchMode):
         finally:
             self._captured = False
 
+    def seen(self, names: Collection[str]) -> None:
+        """Take out modules whose attention was seen after all."""
+        for name in names:
+            self.found.pop(name, None)
+
     def names(self, captured: Collection[str]) -> str:
         """Return names and types of some of the modules found, but for captured ones."""
         found = [
@@ -127,7 +132,7 @@ def left_out(model: nn.Module, watch: AttentionFinder, captured: Collection[str]
     count = len(set(watch.found) - set(captured))
     compute, are = (f"{count} modules compute", "are") if count > 1 else ("a module computes", "is")
     said = (
-        f"{compute} attention without transformers' attention interface, which cannot be captured: "
+        f"{compute} attention of an unknown make, which cannot be captured: "
         f"{watch.names(captured)} of {type(model).__name__} {are} left out"
     )
     return [said] if count else []

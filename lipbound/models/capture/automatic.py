@@ -1,0 +1,473 @@
+"""Layers without a closed form, as functions of their streams of tokens through their own module.
+
+The module whose inputs determine queries, keys and values is copied to float64 and run again with
+these inputs; what its output projection is given is cut out of the pass as the outputs of heads.
+"""
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lipbound.attention.module_attention import INPUT, MEMORY, QUERIES, ModuleAttention
+from lipbound.errors import CaptureError, DifferentPositionsError, LipboundError
+from lipbound.models.capture.assembly import HIDDEN, marks_padding
+from lipbound.models.capture.probing import CAPTURE_TOLERANCE, probe_output
+from lipbound.models.capture.seeing.by_hand import Follower, HeadOutputs
+from lipbound.models.capture.seeing.call import BY_HAND, INTERFACE, Call, ModuleRun
+from lipbound.models.capture.seeing.fused import handling_fused, plain_attention
+from lipbound.models.capture.seeing.interface import RAISED, eager, handling
+from lipbound.models.offload import plain_copy
+from lipbound.models.quiet import first_line
+
+NARROW = (torch.float32, torch.bfloat16, torch.float16)
+CACHES = ("past_key_values", "past_key_value", "layer_past")
+"""Arguments that hold keys and values of earlier tokens."""
+
+
+class WithoutCasts(TorchFunctionMode):
+    """Leave float64 tensors in float64 where a model's own code casts to a narrower dtype."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        first = args[0] if args else next(iter(kwargs.values()), None)
+        if isinstance(first, Tensor) and first.dtype == torch.float64:
+            if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
+                return first
+            args = tuple(torch.float64 if _is_narrow(value) else value for value in args)
+            kwargs |= {name: torch.float64 for name, value in kwargs.items() if _is_narrow(value)}
+        return func(*args, **kwargs)
+
+
+def _is_narrow(value: object) -> bool:
+    return isinstance(value, torch.dtype) and value in NARROW
+
+
+class _Cut(Exception):
+    """The end of a pass at the output projection, with what that is given."""
+
+    def __init__(self, x: Tensor):
+        self.x = x
+
+
+@dataclass
+class Pass:
+    """What one run of a module shows of one of its calls of attention.
+
+    Attributes:
+        cut: what the output projection is given, or what the module returns in its place.
+        outputs: of the heads.
+    """
+
+    cut: Tensor
+    outputs: HeadOutputs
+
+
+class OwnerFunction:
+    """A module in float64, run again with other tokens up to one of its calls of attention.
+
+    Args:
+        run: of the module, with the arguments that it was given.
+        position: number of calls of attention before the one that is meant.
+        call: the one that is meant.
+    """
+
+    def __init__(self, run: ModuleRun, position: int, call: Call):
+        self._run, self._position, self._call = run, position, call
+        self._owner = plain_copy(run.module).to(call.q.device).double()
+        self._owner.requires_grad_(False)
+        given = [t for t in tree_leaves((run.args, run.kwargs)) if isinstance(t, Tensor)]
+        self.inputs = list({id(t): t for t in given if t.is_floating_point()}.values())
+
+    def name_of(self, tensor: Tensor) -> str:
+        """Return the argument that a tensor was given as."""
+        for name, value in self._run.kwargs.items():
+            if any(leaf is tensor for leaf in tree_leaves(value)):
+                return name
+        return "input"
+
+    def __call__(self, changed: Sequence[tuple[Tensor, Tensor]] = ()) -> Pass:
+        """Run the module with some of its tensors exchanged.
+
+        Args:
+            changed: pairs of a tensor that it was given, and one in float64 in its place.
+
+        Raises:
+            CaptureError: it cannot be run by itself, or computes no such attention.
+        """
+        replaced = {id(old): new for old, new in changed}
+        found: list[HeadOutputs] = []
+
+        def computed(outputs: HeadOutputs) -> None:
+            found.append(outputs)
+
+        def projected(x: Tensor, outputs: HeadOutputs) -> None:
+            if len(found) > self._position and outputs is found[self._position]:
+                raise _Cut(x)
+
+        def of_interface(
+            module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kw: Any
+        ) -> tuple[Tensor, Any]:
+            if mask is not None and mask.dtype == torch.bool:
+                mask = q.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(q.dtype).min)
+            follower.paused = True
+            out, probabilities = eager(module)(module, q, k, v, mask, **kw)
+            follower.paused = False
+            outputs = HeadOutputs(out, out.shape[-1], out.ndim - 2, v, None, (q,), (k,))
+            follower.follow(out, outputs)
+            found.append(outputs)
+            return out, probabilities
+
+        def of_torch(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kw: Any) -> Tensor:
+            with torch._C.DisableTorchFunction():
+                out = plain_attention(q, k, v, *args, **kw)
+            outputs = HeadOutputs(out, out.shape[-1], out.ndim - 3, v, None, (q,), (k,))
+            follower.follow(out, outputs)
+            found.append(outputs)
+            return out
+
+        follower = Follower(computed, projected, of_torch)
+        args, kwargs = tree_map(partial(_exchanged, replaced), (self._run.args, self._run.kwargs))
+        kwargs |= dict.fromkeys(set(CACHES) & kwargs.keys())
+        returned: Any = None
+        try:
+            with handling(of_interface), handling_fused(of_torch), follower, WithoutCasts():
+                returned = self._owner(*args, **kwargs)
+        except _Cut as end:
+            return Pass(end.x, found[self._position])
+        except LipboundError:
+            raise
+        except RAISED as error:
+            raise self._call.unsupported(
+                f"cannot be run by itself on other token vectors ({first_line(error)})"
+            ) from error
+        if len(found) <= self._position:
+            raise self._call.unsupported("computes no attention when it is run by itself")
+        outputs = found[self._position]
+        tensors = [t for t in tree_leaves(returned) if isinstance(t, Tensor)]
+        cut = next((t for t in tensors if follower.kind(t) is outputs), outputs.raw)
+        return Pass(cut, outputs)
+
+
+def _exchanged(replaced: dict[int, Tensor], value: Any) -> Any:
+    if id(value) in replaced:
+        return replaced[id(value)]
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.double()
+    if isinstance(value, Tensor) and value.is_complex():
+        return value.to(torch.complex128)
+    return value
+
+
+@dataclass
+class Streams:
+    """The inputs of an owner that its queries, and its keys and values, are made of."""
+
+    queries: list[Tensor]
+    memory: list[Tensor]
+
+
+def _streams(owner: OwnerFunction) -> tuple[Streams, bool]:
+    """Return the streams of tokens of an owner, and whether each is one tensor."""
+    leaves = [t.detach().double().requires_grad_() for t in owner.inputs]
+    with torch.enable_grad():
+        seen = owner(list(zip(owner.inputs, leaves, strict=True))).outputs
+        sides = [_sources(side, leaves) for side in (seen.q, seen.k, (seen.v,))]
+    q, k, v = ([owner.inputs[i] for i in side] for side in sides)
+    of_keys = [side[0] for side in (v, k) if side]
+    memory = list({id(t): t for t in of_keys}.values())
+    shared = next((t for t in q if any(t is m for m in memory)), None)
+    queries = q[:1] if shared is None else [shared]
+    single = len(memory) == 1 or any(memory[0] is t for t in k)
+    return Streams(queries, memory[:1] if single else memory), single
+
+
+def _sources(side: Sequence[Tensor], leaves: list[Tensor]) -> list[int]:
+    """Return which leaves some tensors depend on."""
+    found: set[int] = set()
+    for tensor in side:
+        if not tensor.requires_grad or not leaves:
+            continue
+        generator = torch.Generator().manual_seed(0)
+        weights = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+        with torch._C.DisableTorchFunction():
+            total = (tensor * weights.to(tensor)).sum()
+            grads = torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True)
+        found |= {i for i, g in enumerate(grads) if g is not None and bool((g != 0).any())}
+    return sorted(found)
+
+
+def owner_of(call: Call) -> tuple[OwnerFunction, Streams]:
+    """Return the innermost module whose inputs determine a call's queries, keys and values.
+
+    Raises:
+        CaptureError: no module around the call can be run by itself, or depends on its inputs.
+    """
+    found: list[tuple[OwnerFunction, Streams]] = []
+    refused: CaptureError | None = None
+    for level, (run, position) in enumerate(call.around):
+        if level and position:  # another attention stands between
+            break
+        try:
+            owner = OwnerFunction(run, position, call)
+            streams, single = _streams(owner)
+        except CaptureError as error:
+            refused = refused or error
+            continue
+        if streams.queries or streams.memory:
+            found.append((owner, streams))
+            if single and streams.memory:
+                return found[-1]
+    if found:
+        return found[0]
+    raise refused or call.unsupported("has no floating-point input that its attention depends on")
+
+
+def _is_side_input(name: str) -> bool:
+    return any(word in name for word in ("mask", "position", "bias", "cos", "sin", "rot", "freq"))
+
+
+def stream_names(call: Call) -> list[str]:
+    """Return the streams of a call: the input of self-attention, or queries and memory.
+
+    A module that is given one tensor beside masks and positions is taken for self-attention.
+    """
+    run = call.run
+    if call.way == INTERFACE:
+        named = {name: v for name, v in run.kwargs.items() if not _is_side_input(name)}
+        tensors = [t for t in tree_leaves((run.args, named)) if isinstance(t, Tensor)]
+        if len({id(t) for t in tensors if t.is_floating_point()}) == 1:
+            return [INPUT]
+    try:
+        return list(_named(owner_of(call)[1]))
+    except CaptureError:
+        return [INPUT]  # and the reason is told when it is captured
+
+
+def _named(streams: Streams) -> dict[str, list[Tensor]]:
+    if any(q is m for q in streams.queries for m in streams.memory):
+        return {INPUT: streams.memory}
+    named = {QUERIES: streams.queries, MEMORY: streams.memory}
+    return {name: tensors for name, tensors in named.items() if tensors}
+
+
+class Padding:
+    """Which tokens of each stream are padding, as the layers themselves treat them.
+
+    Args:
+        calls: of a pass.
+        inputs: of the model.
+    """
+
+    def __init__(self, calls: Collection[Call], inputs: Mapping[str, Any]):
+        self._marked = any(marks_padding(name, t) for name, t in inputs.items())
+        self._known: dict[tuple[str, int, int], Tensor] = {}
+        for call in calls if self._marked else ():
+            hidden = hidden_keys(call)
+            if hidden is not None and bool(hidden.any()):
+                self._known.setdefault((_stack_of(call), *hidden.shape), ~hidden)
+
+    def of_keys(self, call: Call, samples: int, tokens: int) -> Tensor | None:
+        """Return which keys of a call are no padding, (samples, tokens), or None for all."""
+        hidden = hidden_keys(call) if self._marked else None
+        if hidden is None or hidden.shape != (samples, tokens) or not bool(hidden.any()):
+            return None
+        return ~hidden
+
+    def of_queries(self, call: Call, samples: int, tokens: int) -> Tensor | None:
+        """Return which queries of a cross-attention are no padding, or None for all.
+
+        Padding is what self-attention in the same stack of layers hides.
+        """
+        return self._known.get((_stack_of(call), samples, tokens))
+
+
+def _stack_of(call: Call) -> str:
+    return re.split(r"\.\d+\.", call.name)[0]
+
+
+def hidden_keys(call: Call) -> Tensor | None:
+    """Return which keys no query may attend to, (samples, M) bool; None where that is not known."""
+    if call.way == BY_HAND:
+        scores = call.scores
+        if scores is None or scores.ndim < 3:
+            return None
+        samples = scores.shape[0]
+    else:
+        scores, samples = call.mask, call.q.shape[0]
+        if scores is None:
+            return None
+    low = scores <= HIDDEN
+    while low.ndim > 2:
+        low = low.all(-2)
+    return low.expand(samples, -1)
+
+
+def through_module(
+    call: Call, stream: str, padding: Padding, reason: str
+) -> tuple[ModuleAttention, float]:
+    """Return a layer as a function of one of its streams, with its error against the model's pass.
+
+    Args:
+        call: of the layer.
+        stream: of `stream_names`.
+        padding: of the pass.
+        reason: why there is no closed form.
+
+    Raises:
+        CaptureError: the module cannot be run by itself, or does not reproduce the pass.
+    """
+    owner, streams = owner_of(call)
+    error = _error(call, owner().outputs)
+    w_o = None if call.consumer is None else probe_output(call)
+    named = _named(streams)
+    if stream not in named:
+        raise call.unsupported(f"depends on no stream of {stream}")
+    return _attention(call, owner, named, stream, w_o, padding, reason), error
+
+
+def _error(call: Call, outputs: HeadOutputs) -> float:
+    """Return how far outputs are from those of the recorded pass.
+
+    Raises:
+        CaptureError: too far.
+    """
+    raw = outputs.raw
+    own = call.recorded
+    if raw.shape != own.shape:
+        raise call.unsupported("computes other attention when it is run by itself")
+    own, raw = (t.double().nan_to_num() for t in (own, raw.detach()))
+    size = own.abs().amax().clamp_min(torch.finfo(torch.float64).tiny)
+    error = float((own - raw).abs().amax() / size)
+    if not error <= CAPTURE_TOLERANCE:
+        raise call.unsupported(
+            f"gives other outputs when it is run by itself (off by {error:.1e} relative): it keeps "
+            "a state, or draws random numbers"
+        )
+    return error
+
+
+def _attention(
+    call: Call,
+    owner: OwnerFunction,
+    named: Mapping[str, list[Tensor]],
+    name: str,
+    w_o: Tensor | None,
+    padding: Padding,
+    reason: str,
+) -> ModuleAttention:
+    tensors = named[name]
+    stream = tensors[0].detach().double()
+    offsets = [(t, t.detach().double() - stream) for t in tensors[1:] if t.shape == stream.shape]
+
+    def cut(x: Tensor) -> tuple[Tensor, HeadOutputs]:
+        seen = owner([(tensors[0], x), *((t, x + offset) for t, offset in offsets)])
+        return seen.cut, seen.outputs
+
+    with torch.enable_grad():
+        x = stream.clone().requires_grad_()
+        whole, outputs = cut(x)
+        arrange = _arrangement(call, whole, outputs)
+        axis, count = _samples_axis(call, x, arrange(whole), call.samples)
+    out = _by_sample(arrange(whole), axis, count)
+    samples, queries, heads, d_v = out.shape
+
+    def function(x: Tensor) -> Tensor:
+        return _by_sample(arrange(cut(x)[0]), axis, count)
+
+    if name == INPUT:
+        valid = padding.of_keys(call, count, stream[..., 0].numel() // count)
+        valid_out = padding.of_keys(call, count, queries)
+    else:
+        valid_out = padding.of_queries(call, count, queries)
+        width = stream[..., 0].numel() // count
+        valid = valid_out if name == QUERIES else padding.of_keys(call, count, width)
+    real = out if valid_out is None else out[valid_out]
+    if bool(real.isnan().any()):
+        raise CaptureError(f"layer {call.name}: the outputs of its heads are NaN")
+    if w_o is not None and tuple(w_o.shape[:2]) != (heads, d_v):
+        w_o = None
+    return ModuleAttention(
+        stream,
+        axis,
+        function,
+        (samples, queries, heads, d_v),
+        w_o,
+        valid,
+        valid_out,
+        "self" if name == INPUT else "cross",
+        name,
+        max(1, count // call.samples),
+        reason,
+    )
+
+
+def _arrangement(call: Call, cut: Tensor, outputs: HeadOutputs) -> Callable[[Tensor], Tensor]:
+    """Return a function from cuts to (..., heads, d_v).
+
+    Raises:
+        CaptureError: the heads cannot be told apart.
+    """
+    d_v, raw, axis = outputs.width, outputs.raw, outputs.head_axis
+    if cut.shape[-1] == d_v and axis is not None and cut.ndim >= 4:
+        heads = raw.shape[axis]
+        places = [axis] if cut.shape == raw.shape else [cut.ndim - 2, 1]
+        place = next((i for i in places if cut.shape[i] == heads), None)
+        if place is not None:
+            return lambda t: t.movedim(place, -2)
+    if cut.shape[-1] % d_v:
+        raise call.unsupported(
+            f"hands on outputs of heads ({d_v} wide) in a tensor of width {cut.shape[-1]}"
+        )
+    return lambda t: t.unflatten(-1, (-1, d_v))
+
+
+def _by_sample(out: Tensor, axis: int | None, count: int) -> Tensor:
+    """Return outputs (..., heads, d_v) as (samples, N, heads, d_v)."""
+    if axis:
+        out = out.movedim(axis, 0)
+    return out.reshape(count, -1, *out.shape[-2:])
+
+
+def _samples_axis(call: Call, x: Tensor, out: Tensor, samples: int) -> tuple[int | None, int]:
+    """Return the axis of a stream that counts samples (or windows of them), and how many.
+
+    It is found by derivatives: the outputs of one depend on no other.
+
+    Raises:
+        DifferentPositionsError: samples cannot be told apart.
+    """
+    for axis in (0, 1) if x.ndim > 2 else ():
+        count = x.shape[axis]
+        fits = count % samples == 0 if axis == 0 else count == samples
+        if not fits or count == 1 or not _splits(out, axis, count):
+            continue
+        (grad,) = torch.autograd.grad(
+            _by_sample(out, axis, count)[0].square().sum(), x, retain_graph=True
+        )
+        rest = grad.movedim(axis, 0)[1:]
+        if not bool((rest != 0).any()):
+            return axis, count
+    if samples == 1:
+        return (0 if x.ndim > 2 and x.shape[0] == 1 else None), 1
+    raise call.unsupported(
+        "is given the tokens of all samples in one tensor in which they cannot be told apart "
+        "(capture them one at a time)",
+        DifferentPositionsError,
+    )
+
+
+def _splits(out: Tensor, axis: int, count: int) -> bool:
+    return out.shape[0] % count == 0 if axis == 0 else out.ndim > 3 and out.shape[1] == count

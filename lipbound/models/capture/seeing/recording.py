@@ -1,0 +1,233 @@
+"""Recording every attention of a forward pass of a model, in whichever way it is computed."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lipbound.errors import CaptureError
+from lipbound.models.capture.seeing.by_hand import Follower, HeadOutputs
+from lipbound.models.capture.seeing.call import BY_HAND, FUSED, Call, ModuleRun
+from lipbound.models.capture.seeing.fused import (
+    SDPA,
+    additive_mask,
+    handling_fused,
+)
+from lipbound.models.capture.seeing.interface import eager, forward, handling
+from lipbound.models.capture.seeing.left_out import AttentionFinder
+
+OUTER = 4
+"""Modules around a call that are kept, the innermost included."""
+
+
+class _Recorder:
+    """The calls of one forward pass, seen by hooks on every module and our attention functions."""
+
+    def __init__(self, watch: AttentionFinder | None, samples: int):
+        self._samples = samples
+        self.calls: list[Call] = []
+        self.follower = Follower(self._computed, lambda x, outputs: None, self.fused)
+        self._stack: list[ModuleRun] = []
+        self._watch = watch
+        self._waiting: Call | None = None  # the last call, until what projects its output is found
+
+    def attention(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kw: Any
+    ) -> tuple[Tensor, Any]:
+        """Return what the module's own eager attention function does, and record the call.
+
+        Raises:
+            CaptureError: the module is not being run.
+        """
+        boolean = mask is not None and mask.dtype == torch.bool
+        if mask is not None and boolean:  # eager functions would add True as 1
+            mask = q.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(q.dtype).min)
+        with self._unwatched():
+            out, probabilities = eager(module)(module, q, k, v, mask, **kw)
+        run = next((run for run in reversed(self._stack) if run.module is module), None)
+        if run is None:
+            raise CaptureError(
+                f"attention was called on behalf of {type(module).__name__}, which is not being run"
+            )
+        extras = {name: value for name, value in kw.items() if value is not None}
+        call = Call(run, q, k, v, mask, kw.get("scaling"), extras, out, boolean=boolean)
+        self._add(call, HeadOutputs(out, out.shape[-1], out.ndim - 2, v))
+        return out, probabilities
+
+    def fused(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Return what torch's own attention does, and record it."""
+        with self._unwatched(), torch._C.DisableTorchFunction():
+            out = SDPA(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        mask = additive_mask(query, key, attn_mask, is_causal)
+        call = Call(
+            self._stack[-1],
+            query,
+            key,
+            value,
+            mask,
+            scale,
+            {},
+            out.transpose(-3, -2),
+            boolean=attn_mask is not None and attn_mask.dtype == torch.bool,
+            way=FUSED,
+        )
+        self._add(call, HeadOutputs(out, out.shape[-1], out.ndim - 3, value))
+        return out
+
+    @contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        paused, self.follower.paused = self.follower.paused, True
+        try:
+            with nullcontext() if self._watch is None else self._watch.captured():
+                yield
+        finally:
+            self.follower.paused = paused
+
+    def _add(self, call: Call, outputs: HeadOutputs) -> None:
+        call.turn = sum(other.module is call.module for other in self.calls)
+        call.given_mask, call.samples = self._given_mask(), self._samples
+        call.run.calls += 1
+        position = self._stack.index(call.run)
+        call.around = [(run, run.inside) for run in self._stack[position::-1][:OUTER]]
+        for run in self._stack:
+            run.inside += 1
+        self._waiting = call
+        self.calls.append(call)
+        self.follower.follow(outputs.raw, outputs)
+
+    def _computed(self, outputs: HeadOutputs) -> None:
+        """Record attention by hand."""
+        q, k = outputs.q[0], outputs.k[0]
+        softmax = outputs.probabilities
+        scores = None if softmax is None else softmax.values
+        run, out = self._stack[-1], outputs.raw
+        call = Call(run, q, k, outputs.v, None, None, {}, out, way=BY_HAND, scores=scores)
+        if self._watch is not None:
+            self._watch.seen([run.name for run in self._stack[-OUTER:]])
+        self._add(call, outputs)
+
+    def _given_mask(self) -> Tensor | None:
+        models = (run for run in reversed(self._stack) if isinstance(run.module, PreTrainedModel))
+        inside = next(models, None)
+        mask = None if inside is None else inside.kwargs.get("attention_mask")
+        return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+    def enter(self, name: str) -> Callable[..., None]:
+        """Return the hook that runs before the module of that name."""
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._stack.append(ModuleRun(module, name, *_by_name(module, args, kwargs)))
+            if self._watch is not None:
+                self._watch.running.append((module, name))
+            if self._waiting is not None and args and isinstance(args[0], Tensor):
+                self._look(self._waiting, module, args[0])
+
+        return hook
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Run behind every module, as a hook."""
+        self._stack.pop()
+        if self._watch is not None:
+            self._watch.running.pop()
+
+    def _look(self, call: Call, module: nn.Module, x: Tensor) -> None:
+        """Note what a module makes of the output of a call, if that is what its input ``x`` is."""
+        if call.out.ndim < 4 or x.numel() != call.out.numel():
+            return
+        flat = call.out.flatten(2)
+        linear, y = _is_linear(module), x.reshape(flat.shape)
+        same = torch.equal(y, flat)
+        if same and linear and x.shape[-1] == flat.shape[-1]:
+            call.consumer, self._waiting = module, None
+        elif same and "norm" in type(module).__name__.lower():
+            norm = type(module).__name__
+            call.changed = f"normalises its head outputs ({norm}) before they are projected"
+        elif linear and not call.changed and call.run in self._stack and _is_gated(y, flat):
+            call.changed = "multiplies its head outputs by a gate before they are projected"
+
+
+def record(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    *,
+    watch: AttentionFinder | None = None,
+    cache: bool = False,
+) -> list[Call]:
+    """Return the calls of attention in one forward pass, in order.
+
+    Args:
+        model: in the context of `implementation`.
+        inputs: of the pass.
+        watch: also told what runs, to find attention that is seen in no way.
+        cache: whether the model may keep a cache.
+
+    Returns:
+        Each call with the projection that consumed its output.
+
+    Raises:
+        CaptureError: the model computes no attention that is seen.
+    """
+    lengths = [len(t) for t in inputs.values() if isinstance(t, Tensor) and t.ndim]
+    recorder = _Recorder(watch, lengths[0] if lengths else 1)
+    hooks = []
+    try:
+        for name, module in model.named_modules():
+            hooks.append(module.register_forward_pre_hook(recorder.enter(name), with_kwargs=True))
+            hooks.append(module.register_forward_hook(recorder.leave))
+        with (
+            handling(recorder.attention),
+            handling_fused(recorder.fused),
+            nullcontext() if watch is None else watch,
+            recorder.follower,
+        ):
+            forward(model, inputs, cache=cache)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not recorder.calls:
+        own = "it seems to have no attention layers"
+        if watch is not None and watch.found:
+            own = f"its attention is of an unknown make, in {watch.names([])}"
+        raise CaptureError(
+            f"{type(model).__name__} has no attention that can be captured: its forward pass "
+            "calls neither the transformers attention interface nor scaled_dot_product_attention, "
+            f"and multiplies no softmax of products of its tokens with others ({own})"
+        )
+    return recorder.calls
+
+
+def _is_linear(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.ndim == 2 and not isinstance(module, nn.Embedding)
+
+
+def _is_gated(x: Tensor, flat: Tensor) -> bool:
+    """Return whether ``x`` has the signs of ``flat``, as after a gate between 0 and 1."""
+    return bool(((x == 0) | (x.sign() == flat.sign())).all()) and bool((x != 0).any())
+
+
+def _by_name(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments with all but the first by name, however they were passed."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    named = [p.name for p in list(parameters)[: len(args)] if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if len(args) < 2 or len(named) < len(args):
+        return args, kwargs
+    return args[:1], {**dict(zip(named[1:], args[1:], strict=True)), **kwargs}
