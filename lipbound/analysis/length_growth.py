@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lipbound.analysis import adversarial_inputs
 from lipbound.attention.layer import Attention
+from lipbound.attention.module_attention import in_closed_form
 from lipbound.bounds.registry import get
 from lipbound.bounds.whole_layer_rules import whole_layer
 from lipbound.devices import device_name, resolve_device
@@ -137,7 +138,7 @@ def sequence_growth(
             ids = tokens[start : start + sequences * n].view(sequences, n).to(where)
             start += sequences * n
             captured = capturer.run({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-            last = [layer.attention for layer in captured]
+            last = in_closed_form((layer.attention for layer in captured), "the study of growth")
             for att in last:
                 att.only("the study of growth, which has inputs without biases and positions,")
             if causal and n > 1:

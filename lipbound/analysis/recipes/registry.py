@@ -20,6 +20,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from lipbound.attention.layer import Attention
+from lipbound.attention.module_attention import in_closed_form
 from lipbound.devices import device_name, resolve_device
 from lipbound.errors import StoreError, UnknownNameError, nearest, shown, tell
 from lipbound.models.capture.capture import Capturer
@@ -99,7 +100,7 @@ class Setting:
         found = Capturer(checkpoint.model, around=True).run(
             inputs.block(0, samples, resolve_device(self.device))
         )
-        return [layer.attention for layer in found]
+        return in_closed_form((layer.attention for layer in found), "this recipe")
 
     def capture(
         self, samples: int, max_length: int = 128

@@ -6,6 +6,7 @@ these inputs; what its output projection is given is cut out of the pass as the 
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
+from transformers import Cache
 
 from lipbound.attention.module_attention import INPUT, MEMORY, QUERIES, ModuleAttention
 from lipbound.errors import CaptureError, DifferentPositionsError, LipboundError
@@ -86,17 +88,11 @@ class OwnerFunction:
 
     def __init__(self, run: ModuleRun, position: int, call: Call):
         self._run, self._position, self._call = run, position, call
+        self.name = run.name
         self._owner = plain_copy(run.module).to(call.q.device).double()
         self._owner.requires_grad_(False)
         given = [t for t in tree_leaves((run.args, run.kwargs)) if isinstance(t, Tensor)]
         self.inputs = list({id(t): t for t in given if t.is_floating_point()}.values())
-
-    def name_of(self, tensor: Tensor) -> str:
-        """Return the argument that a tensor was given as."""
-        for name, value in self._run.kwargs.items():
-            if any(leaf is tensor for leaf in tree_leaves(value)):
-                return name
-        return "input"
 
     def __call__(self, changed: Sequence[tuple[Tensor, Tensor]] = ()) -> Pass:
         """Run the module with some of its tensors exchanged.
@@ -164,6 +160,8 @@ class OwnerFunction:
 def _exchanged(replaced: dict[int, Tensor], value: Any) -> Any:
     if id(value) in replaced:
         return replaced[id(value)]
+    if isinstance(value, Cache):
+        return None
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.double()
     if isinstance(value, Tensor) and value.is_complex():
@@ -317,8 +315,11 @@ def hidden_keys(call: Call) -> Tensor | None:
 
 def through_module(
     call: Call, stream: str, padding: Padding, reason: str
-) -> tuple[ModuleAttention, float]:
-    """Return a layer as a function of one of its streams, with its error against the model's pass.
+) -> tuple[ModuleAttention, float, str]:
+    """Return a layer as a function of one of its streams.
+
+    Beside it are its error against the model's pass, and the name of the module whose input the
+    stream is.
 
     Args:
         call: of the layer.
@@ -331,11 +332,11 @@ def through_module(
     """
     owner, streams = owner_of(call)
     error = _error(call, owner().outputs)
-    w_o = None if call.consumer is None else probe_output(call)
     named = _named(streams)
     if stream not in named:
         raise call.unsupported(f"depends on no stream of {stream}")
-    return _attention(call, owner, named, stream, w_o, padding, reason), error
+    attention = _attention(call, owner, named, stream, padding, reason)
+    return attention, error, owner.name
 
 
 def _error(call: Call, outputs: HeadOutputs) -> float:
@@ -364,7 +365,6 @@ def _attention(
     owner: OwnerFunction,
     named: Mapping[str, list[Tensor]],
     name: str,
-    w_o: Tensor | None,
     padding: Padding,
     reason: str,
 ) -> ModuleAttention:
@@ -397,8 +397,10 @@ def _attention(
     real = out if valid_out is None else out[valid_out]
     if bool(real.isnan().any()):
         raise CaptureError(f"layer {call.name}: the outputs of its heads are NaN")
-    if w_o is not None and tuple(w_o.shape[:2]) != (heads, d_v):
-        w_o = None
+    w_o = None
+    if call.projection is not None and whole.shape[-1] == heads * d_v:
+        with suppress(CaptureError):  # maps that need it say that there is none
+            w_o = probe_output(call, call.projection, out.detach())
     return ModuleAttention(
         stream,
         axis,
@@ -427,6 +429,8 @@ def _arrangement(call: Call, cut: Tensor, outputs: HeadOutputs) -> Callable[[Ten
         place = next((i for i in places if cut.shape[i] == heads), None)
         if place is not None:
             return lambda t: t.movedim(place, -2)
+    if cut.shape[-1] % d_v and cut.shape[-1] % raw.shape[-2] == 0:
+        d_v = raw.shape[-2]  # channels attend to channels
     if cut.shape[-1] % d_v:
         raise call.unsupported(
             f"hands on outputs of heads ({d_v} wide) in a tensor of width {cut.shape[-1]}"

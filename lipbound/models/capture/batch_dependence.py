@@ -9,8 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 from lipbound.errors import CaptureError
 from lipbound.models.capture.assembly import about_padding, valid_tokens
@@ -52,7 +51,7 @@ def telling_samples(inputs: Mapping[str, Any]) -> list[int]:
     return list(dict.fromkeys(found))
 
 
-def dependence(model: PreTrainedModel, inputs: Mapping[str, Any]) -> list[str]:
+def dependence(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
     """Return sentences on what the head outputs of one sample depend on beside its own tokens.
 
     Args:
@@ -86,7 +85,7 @@ def _restarts(positions: object) -> bool:
     return bool((positions.diff(dim=-1) < 0).any())
 
 
-def _outputs(model: PreTrainedModel, inputs: Mapping[str, Any], *, cache: bool = False) -> Outputs:
+def _outputs(model: nn.Module, inputs: Mapping[str, Any], *, cache: bool = False) -> Outputs:
     with implementation(model, RECORDING_ATTENTION):
         calls = record(model, inputs, cache=cache)
     found: Outputs = []

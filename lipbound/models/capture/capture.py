@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lipbound.attention.layer import Attention
@@ -38,7 +38,7 @@ from lipbound.models.capture.verification import (
 from lipbound.models.checkpoint import Checkpoint, Inputs
 from lipbound.models.offload import by_layer
 from lipbound.models.readers.model_inputs import odd_masks
-from lipbound.models.sources.loaded_model import bare_inputs, bare_model, measurable
+from lipbound.models.sources.loaded_model import bare_module, measurable
 
 ROTATIONS = 4
 """Number of rotations found last that are tried on the next layer, which mostly has one."""
@@ -88,7 +88,7 @@ class Capturer:
             that depend on the batch.
     """
 
-    model: PreTrainedModel
+    model: nn.Module
     layers: Sequence[int] | None = None
     around: bool = False
     count: int | None = field(default=None, init=False)
@@ -225,7 +225,7 @@ class Capturer:
             CaptureError: its module cannot be run by itself.
         """
         with interface.implementation(self.model, interface.RECORDING_ATTENTION):
-            attention, error = through_module(call, row.stream, padding, reason)
+            attention, error, name = through_module(call, row.stream, padding, reason)
         kind = type(call.module).__name__
         why = reason.removeprefix(f"layer {call.name}: ").removeprefix(f"{kind} ")
         said = (
@@ -236,7 +236,7 @@ class Capturer:
         if (kind, why) not in self._told:
             self._told.add((kind, why))
             self._note(said)
-        return LayerCapture(i, call.name, attention, error)
+        return LayerCapture(i, name, attention, error)
 
     def examine(self, inputs: Mapping[str, Tensor]) -> None:
         """Tell whether the numbers of one sample depend on more than its own tokens.
@@ -320,7 +320,7 @@ class Capturer:
 
 @in_own_modes
 def capture(
-    model: PreTrainedModel | Checkpoint,
+    model: nn.Module | Checkpoint,
     inputs: Mapping[str, Tensor] | Inputs,
     *,
     layers: Sequence[int] | int | str | None = None,
@@ -349,9 +349,9 @@ def capture(
         projection of the concatenated heads was found.
     """
     chosen = None if layers is None else indices("layers", layers)
-    bare = bare_model(model)
-    batch = bare_inputs(inputs, bare)
-    for said in odd_masks(bare, batch) if isinstance(batch, Mapping) else []:
+    bare = bare_module(model)
+    batch = interface.taken(bare, inputs)
+    for said in odd_masks(bare, batch) if isinstance(bare, PreTrainedModel) else []:
         tell(said)
     capturer = Capturer(measurable(bare), chosen, flag("around", around))
     found = [layer.attention for layer in capturer.run(batch)]

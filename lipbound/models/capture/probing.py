@@ -316,7 +316,7 @@ def probe(call: Call, known: Iterable[Turns] = ()) -> ProbedWeights:
     return ProbedWeights(
         tuple(each_head(t, side) for side, t in enumerate(w)),
         tuple(None if t is None else each_head(t, side) for side, t in enumerate(b)),
-        probe_output(call),
+        probe_output(call, call.consumer, call.out),
         norm(0),
         norm(1),
         turns,
@@ -330,26 +330,31 @@ def _fill(rows: Tensor, samples: int, n: int) -> Tensor:
     return tokens.view(samples, n, -1)
 
 
-def probe_output(call: Call) -> Tensor | None:
+def probe_output(call: Call, projection: nn.Module | None, heads: Tensor) -> Tensor | None:
     """Return slices of the projection of the flattened heads, (heads, d_v, D_out).
+
+    Args:
+        call: of the layer.
+        projection: the module that projects, or None.
+        heads: outputs of heads, (..., heads, d_v).
 
     Raises:
         CaptureError: it is not affine.
     """
-    if call.consumer is None:
+    if projection is None:
         return None
-    heads, d_v, device = call.q.shape[1], call.v.shape[-1], call.q.device
-    projection = plain_copy(call.consumer).to(device).double()
-    eye = torch.eye(heads * d_v, dtype=torch.float64, device=device)
-    zero = projection(torch.zeros_like(eye[:1]))
-    w_o: Tensor = projection(eye) - zero
-    flat = call.out.flatten(2).flatten(0, 1)
+    count, d_v, device = *heads.shape[-2:], heads.device
+    copy = plain_copy(projection).to(device).double()
+    eye = torch.eye(count * d_v, dtype=torch.float64, device=device)
+    zero = copy(torch.zeros_like(eye[:1]))
+    w_o: Tensor = copy(eye) - zero
+    flat = heads.reshape(-1, count * d_v)
     flat = flat[:: -(-len(flat) // CHECKED)].double().nan_to_num()  # padding may be undefined
-    own, mine, size = projection(flat) - zero, flat @ w_o, flat.abs() @ w_o.abs()
+    own, mine, size = copy(flat) - zero, flat @ w_o, flat.abs() @ w_o.abs()
     limit = CAPTURE_TOLERANCE * float(torch.maximum(own.abs().amax(), 1e-3 * size.amax()))
     if not float((own - mine).abs().amax()) <= limit:
         raise CaptureError(
-            f"layer {call.name}: the output projection ({type(call.consumer).__name__}) is not "
+            f"layer {call.name}: the output projection ({type(projection).__name__}) is not "
             "an affine map, which is not supported"
         )
-    return w_o.view(heads, d_v, -1)
+    return w_o.view(count, d_v, -1)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from lipbound.attention.layer import Attention
 from lipbound.errors import CaptureError
@@ -82,7 +81,7 @@ def check_defined(call: Call, valid: Tensor | None) -> None:
 
 
 def check_rebuilt(
-    model: PreTrainedModel, call: Call, attention: Attention, weights: ProbedWeights
+    model: nn.Module, call: Call, attention: Attention, weights: ProbedWeights
 ) -> float:
     """Return the largest error of rebuilt queries, keys, values and head outputs.
 
@@ -117,7 +116,7 @@ class EagerAttention(NamedTuple):
 
 
 def own_outputs(
-    model: PreTrainedModel,
+    model: nn.Module,
     inputs: Mapping[str, Tensor],
     calls: Sequence[Call],
     sample: int,
@@ -249,9 +248,7 @@ def _tolerated(call: Call, difference: float) -> float:
     )
 
 
-def _refuse_projection(
-    model: PreTrainedModel, call: Call, side: int, difference: float
-) -> NoReturn:
+def _refuse_projection(model: nn.Module, call: Call, side: int, difference: float) -> NoReturn:
     """Say why queries (side 0), keys (1) or values (2) are not rebuilt.
 
     Raises:

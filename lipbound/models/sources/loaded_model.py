@@ -6,7 +6,7 @@ Wrappers are checkpoints of ours, those of torch and PEFT, pipelines and sentenc
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +17,8 @@ from lipbound.models import offload
 from lipbound.models.checkpoint import Checkpoint, Inputs, LoadOptions
 from lipbound.models.sources.quantized import check_floating
 from lipbound.models.sources.weight_checks import check_finite, config_sha256, state_sha256
+
+Model = TypeVar("Model", bound=nn.Module)
 
 DEPTH = 8
 """Wrappers around wrappers that are taken off."""
@@ -114,11 +116,33 @@ def bare_model(given: object, tells: bool = True) -> PreTrainedModel:
     Raises:
         CaptureError: there is none.
     """
-    model, notes = unwrapped(given)
+    model = bare_module(given, tells)
     if not isinstance(model, PreTrainedModel):
         raise CaptureError(
             f"model is {shown(given)}; give a loaded transformers model, or what "
             "lipbound.load_checkpoint returns"
+        )
+    return model
+
+
+def bare_module(given: object, tells: bool = True) -> nn.Module:
+    """Return the transformers model, or else the module, inside what a public function was given.
+
+    Args:
+        given: a module, a wrapper of one, or a checkpoint.
+        tells: whether notices tell what was left out, which may have been told before.
+
+    Returns:
+        The module itself.
+
+    Raises:
+        CaptureError: there is none.
+    """
+    model, notes = unwrapped(given)
+    if not isinstance(model, nn.Module):
+        raise CaptureError(
+            f"model is {shown(given)}; give a loaded transformers model, any torch.nn.Module, or "
+            "what lipbound.load_checkpoint returns"
         )
     for note in notes if tells else ():
         tell(note)
@@ -186,9 +210,7 @@ def _adapters(model: object) -> list[str]:
     return [f"{len(layers)} layers of the model have adapters in them, {how}"]
 
 
-def in_dtype(
-    model: PreTrainedModel, dtype: torch.dtype | None = None
-) -> tuple[PreTrainedModel, str | None]:
+def in_dtype(model: Model, dtype: torch.dtype | None = None) -> tuple[Model, str | None]:
     """Return a model whose weights are all in one dtype.
 
     Args:
@@ -216,7 +238,7 @@ def in_dtype(
     )
 
 
-def measurable(model: PreTrainedModel) -> PreTrainedModel:
+def measurable(model: Model) -> Model:
     """Return a model as it can be measured.
 
     Args:

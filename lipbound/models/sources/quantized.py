@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
@@ -101,7 +102,7 @@ def check_used(report: dict[str, Any], how: str | None, name: str) -> None:
         )
 
 
-def check_floating(model: PreTrainedModel, name: str) -> None:
+def check_floating(model: nn.Module, name: str) -> None:
     """Refuse a model whose weights are not all floating-point numbers in memory or on disk.
 
     Numbers of one byte are taken for none: what they stand for depends on scales that are kept

@@ -60,6 +60,7 @@ class Call:
             attention before it in that run.
         scores: what the softmax was given, of attention by hand.
         samples: of the pass.
+        projection: the linear map of the head outputs, and of what was made of them on the way.
     """
 
     run: ModuleRun
@@ -79,6 +80,7 @@ class Call:
     around: list[tuple[ModuleRun, int]] = field(default_factory=list)
     scores: Tensor | None = None
     samples: int = 1
+    projection: nn.Module | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -124,7 +126,7 @@ class Call:
         if self.q.device == device:
             return self
         there = partial(tree_map, lambda t: t.to(device) if isinstance(t, Tensor) else t)
-        names = {field.name for field in fields(self)} - {"run", "consumer", "around"}
+        names = {field.name for field in fields(self)} - {"run", "consumer", "projection", "around"}
         own = {name: there(getattr(self, name)) for name in names}
 
         def moved(run: ModuleRun) -> ModuleRun:

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import eager_mask
 
 from lipbound.errors import CaptureError, LipboundError, shown
-from lipbound.models.quiet import first_line
+from lipbound.models.quiet import first_line, quiet
 from lipbound.models.sources.loaded_model import bare_inputs
 
 RECORDING_ATTENTION = "lipbound"
@@ -111,32 +111,45 @@ def attention_configs(config: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+def implementation(model: nn.Module, name: str) -> Iterator[None]:
     """Yield while a model runs another attention function, as if it had seen no text before.
 
-    It is in evaluation mode and has no gradients; afterwards all is as it was.
+    It is in evaluation mode and has no gradients; afterwards all is as it was. Of a module that is
+    not transformers' this is meant of the models inside it.
     """
     training = {module: module.training for module in model.modules()}
     given = [getattr(module, "config", None) for module in training]
     configs = {id(c): c for config in given for c in attention_configs(config)}
     before = {key: getattr(config, ATTRIBUTE) for key, config in configs.items()}
-    experts = getattr(model, "get_experts_implementation", lambda: None)()
+    experts: list[tuple[Any, Any]] = []
     try:
-        model.set_attn_implementation(name)
-        wide = experts is not None and model.dtype == torch.float64
-        if wide and model._can_set_experts_implementation():
-            # torch's grouped product of experts knows no float64
-            model.set_experts_implementation("eager")
+        for part in _outermost(model):
+            with quiet():  # it warns of models that never ask which function they should call
+                part.set_attn_implementation(name)
+            kept = getattr(part, "get_experts_implementation", lambda: None)()
+            if kept is not None:
+                experts.append((part, kept))
+            wide = kept is not None and part.dtype == torch.float64
+            if wide and part._can_set_experts_implementation():
+                # torch's grouped product of experts knows no float64
+                part.set_experts_implementation("eager")
         model.eval()
         with torch.no_grad(), _fresh_rotary_tables(model):
             yield
     finally:
         for key, config in configs.items():
             setattr(config, ATTRIBUTE, before[key])
-        if experts is not None:
-            model.config._experts_implementation = experts
+        for part, kept in experts:
+            part.config._experts_implementation = kept
         for module, mode in training.items():
             module.training = mode
+
+
+def _outermost(model: nn.Module) -> list[PreTrainedModel]:
+    """Return the transformers models in a module that are in no other."""
+    if isinstance(model, PreTrainedModel):
+        return [model]
+    return [inner for child in model.children() for inner in _outermost(child)]
 
 
 @contextmanager
@@ -161,21 +174,37 @@ def _fresh_rotary_tables(model: nn.Module) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def taken(model: PreTrainedModel, inputs: object) -> dict[str, Tensor]:
-    """Return inputs as a model's forward takes them: floating-point ones in its dtype.
+def taken(model: nn.Module, inputs: object) -> dict[str, Tensor]:
+    """Return inputs as a model's forward takes them: named, floating-point ones in its dtype.
 
-    Those of `lipbound.prepare` come to its device.
+    Those of `lipbound.prepare` come to its device. A tensor, or several, are given the names of the
+    first parameters of ``forward``.
 
     Raises:
-        CaptureError: there are no named tensors among them.
+        CaptureError: there are no tensors among them, or more than ``forward`` has names for.
     """
     inputs = bare_inputs(inputs, model)
+    if isinstance(inputs, Tensor):
+        inputs = (inputs,)
+    if isinstance(inputs, tuple | list) and any(isinstance(t, Tensor) for t in inputs):
+        names = [
+            p.name
+            for p in inspect.signature(model.forward).parameters.values()
+            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)
+        ]
+        if len(names) < len(inputs):
+            raise CaptureError(
+                f"inputs are {len(inputs)} tensors, and the forward of {type(model).__name__} has "
+                f"names for {len(names)}; give a dict of named tensors"
+            )
+        inputs = dict(zip(names, inputs, strict=False))
     if not isinstance(inputs, Mapping) or not any(isinstance(t, Tensor) for t in inputs.values()):
         kind = "without tensors" if isinstance(inputs, Mapping) else shown(inputs)
         raise CaptureError(
             f"inputs is {kind}; give named tensors, such as tokenizer(text, return_tensors='pt')"
         )
-    dtype = next(model.parameters()).dtype
+    floating = (p.dtype for p in model.parameters() if p.is_floating_point())
+    dtype = next(floating, torch.float32)
     return {
         str(name): t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
         for name, t in inputs.items()
@@ -198,7 +227,7 @@ def computing(model: nn.Module) -> Iterator[None]:
         raise CaptureError(f"{type(model).__name__} {why}") from error
 
 
-def forward(model: PreTrainedModel, inputs: Mapping[str, Tensor], *, cache: bool = False) -> None:
+def forward(model: nn.Module, inputs: Mapping[str, Tensor], *, cache: bool = False) -> None:
     """Run a model once, without a cache where it would keep one unless ``cache``."""
     caches = "use_cache" in inspect.signature(model.forward).parameters
     extra = {"use_cache": False} if caches and not cache else {}

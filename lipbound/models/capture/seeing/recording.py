@@ -29,8 +29,9 @@ class _Recorder:
 
     def __init__(self, watch: AttentionFinder | None, samples: int):
         self._samples = samples
+        self._made: dict[int, Call] = {}
         self.calls: list[Call] = []
-        self.follower = Follower(self._computed, lambda x, outputs: None, self.fused)
+        self.follower = Follower(self._computed, self._projected, self.fused)
         self._stack: list[ModuleRun] = []
         self._watch = watch
         self._waiting: Call | None = None  # the last call, until what projects its output is found
@@ -72,7 +73,14 @@ class _Recorder:
         """Return what torch's own attention does, and record it."""
         with self._unwatched(), torch._C.DisableTorchFunction():
             out = SDPA(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
             )
         mask = additive_mask(query, key, attn_mask, is_causal)
         call = Call(
@@ -108,6 +116,7 @@ class _Recorder:
         for run in self._stack:
             run.inside += 1
         self._waiting = call
+        self._made[id(outputs)] = call
         self.calls.append(call)
         self.follower.follow(outputs.raw, outputs)
 
@@ -121,6 +130,13 @@ class _Recorder:
         if self._watch is not None:
             self._watch.seen([run.name for run in self._stack[-OUTER:]])
         self._add(call, outputs)
+
+    def _projected(self, x: Tensor, outputs: HeadOutputs) -> None:
+        """Note the module that multiplies outputs of heads with its weights first."""
+        call = self._made.pop(id(outputs), None)
+        module = self._stack[-1].module
+        if call is not None and _is_linear(module):
+            call.projection = module
 
     def _given_mask(self) -> Tensor | None:
         models = (run for run in reversed(self._stack) if isinstance(run.module, PreTrainedModel))
@@ -183,8 +199,9 @@ def record(
     Raises:
         CaptureError: the model computes no attention that is seen.
     """
-    lengths = [len(t) for t in inputs.values() if isinstance(t, Tensor) and t.ndim]
-    recorder = _Recorder(watch, lengths[0] if lengths else 1)
+    # tokens of all samples may be packed together
+    samples = min((len(t) for t in inputs.values() if isinstance(t, Tensor) and t.ndim), default=1)
+    recorder = _Recorder(watch, samples)
     hooks = []
     try:
         for name, module in model.named_modules():
