@@ -40,7 +40,7 @@ NORMS: dict[str, Callable[[lb.Attention], lb.Norm]] = {
 
 
 @cache
-def layers() -> list[lb.Attention]:
+def layers() -> list[Any]:
     """A small trained decoder at one sentence."""
     checkpoint = lb.load_checkpoint("builtin:gpt2")
     return lb.capture(

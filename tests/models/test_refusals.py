@@ -15,7 +15,7 @@ import lipbound as lb
 from lipbound.errors import CaptureError, Notice
 from lipbound.models.capture import capture as capturing
 from lipbound.models.capture.capture import capture
-from lipbound.models.capture.seeing.interface import _eager
+from lipbound.models.capture.seeing.interface import eager
 
 TOWER = {
     "hidden_size": 24,
@@ -185,7 +185,7 @@ def test_the_eager_function_is_the_one_that_the_module_names() -> None:
     config = tf.Phi4MultimodalVisionConfig(**TOWER, crop_size=16)
     model = build(lambda: tf.Phi4MultimodalVisionModel(config))
     attention = model.encoder.layers[0].self_attn
-    assert _eager(attention).__name__ == "simple_eager_attention_forward"
+    assert eager(attention).__name__ == "simple_eager_attention_forward"
     with pytest.warns(
         Notice,
         match=r"head.attention \(MultiheadAttention\) of Phi4MultimodalVisionModel is left out",

@@ -16,10 +16,7 @@ from lipbound.attention.variants.qk_norm import QKNormalised
 from lipbound.attention.variants.sinks import Sinks
 from lipbound.errors import AttentionError, CaptureError
 from lipbound.models.capture.probing import ProbedWeights
-from lipbound.models.capture.seeing.call import Call
-
-HIDDEN = -9999.0
-"""Additive mask entries up to this value hide a key: some models write -10000 for the lowest."""
+from lipbound.models.capture.seeing.call import BY_HAND, HIDDEN, Call
 
 
 def assemble(call: Call, weights: ProbedWeights, valid: Tensor | None) -> Attention:
@@ -82,6 +79,8 @@ def valid_tokens(call: Call, inputs: Mapping[str, Tensor]) -> Tensor | None:
 def hidden_tokens(call: Call) -> Tensor:
     """Return which tokens of a layer no query may attend to, (samples, N) bool."""
     shape, mask = call.x.shape[:2], _additive(call)
+    if call.way == BY_HAND and call.scores is not None:
+        mask = call.scores.reshape(len(call.out), -1, *call.scores.shape[-2:])
     if mask is None:
         return torch.zeros(shape, dtype=torch.bool, device=call.x.device)
     return (four_axes(mask) <= HIDDEN).all(2).all(1).expand(shape)

@@ -4,6 +4,7 @@ The module whose inputs determine queries, keys and values is copied to float64 
 these inputs; what its output projection is given is cut out of the pass as the outputs of heads.
 """
 
+import copy
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -13,48 +14,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import Cache
 
 from lipbound.attention.module_attention import INPUT, MEMORY, QUERIES, ModuleAttention
 from lipbound.errors import CaptureError, DifferentPositionsError, LipboundError
-from lipbound.models.capture.assembly import HIDDEN, marks_padding
+from lipbound.models.capture.assembly import marks_padding
 from lipbound.models.capture.probing import CAPTURE_TOLERANCE, probe_output
 from lipbound.models.capture.seeing.by_hand import Follower, HeadOutputs
-from lipbound.models.capture.seeing.call import BY_HAND, INTERFACE, Call, ModuleRun
+from lipbound.models.capture.seeing.call import BY_HAND, HIDDEN, INTERFACE, Call, ModuleRun
 from lipbound.models.capture.seeing.fused import handling_fused, plain_attention
 from lipbound.models.capture.seeing.interface import RAISED, eager, handling
+from lipbound.models.capture.seeing.without_casts import WithoutCasts
 from lipbound.models.offload import plain_copy
 from lipbound.models.quiet import first_line
-
-NARROW = (torch.float32, torch.bfloat16, torch.float16)
-CACHES = ("past_key_values", "past_key_value", "layer_past")
-"""Arguments that hold keys and values of earlier tokens."""
-
-
-class WithoutCasts(TorchFunctionMode):
-    """Leave float64 tensors in float64 where a model's own code casts to a narrower dtype."""
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        first = args[0] if args else next(iter(kwargs.values()), None)
-        if isinstance(first, Tensor) and first.dtype == torch.float64:
-            if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
-                return first
-            args = tuple(torch.float64 if _is_narrow(value) else value for value in args)
-            kwargs |= {name: torch.float64 for name, value in kwargs.items() if _is_narrow(value)}
-        return func(*args, **kwargs)
-
-
-def _is_narrow(value: object) -> bool:
-    return isinstance(value, torch.dtype) and value in NARROW
 
 
 class _Cut(Exception):
@@ -87,8 +60,7 @@ class OwnerFunction:
     """
 
     def __init__(self, run: ModuleRun, position: int, call: Call):
-        self._run, self._position, self._call = run, position, call
-        self.name = run.name
+        self.run, self._position, self._call = run, position, call
         self._owner = plain_copy(run.module).to(call.q.device).double()
         self._owner.requires_grad_(False)
         given = [t for t in tree_leaves((run.args, run.kwargs)) if isinstance(t, Tensor)]
@@ -135,8 +107,7 @@ class OwnerFunction:
             return out
 
         follower = Follower(computed, projected, of_torch)
-        args, kwargs = tree_map(partial(_exchanged, replaced), (self._run.args, self._run.kwargs))
-        kwargs |= dict.fromkeys(set(CACHES) & kwargs.keys())
+        args, kwargs = tree_map(partial(_exchanged, replaced), (self.run.args, self.run.kwargs))
         returned: Any = None
         try:
             with handling(of_interface), handling_fused(of_torch), follower, WithoutCasts():
@@ -161,7 +132,7 @@ def _exchanged(replaced: dict[int, Tensor], value: Any) -> Any:
     if id(value) in replaced:
         return replaced[id(value)]
     if isinstance(value, Cache):
-        return None
+        return None if not value.get_seq_length() else copy.deepcopy(value)
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.double()
     if isinstance(value, Tensor) and value.is_complex():
@@ -249,9 +220,13 @@ def stream_names(call: Call) -> list[str]:
         if len({id(t) for t in tensors if t.is_floating_point()}) == 1:
             return [INPUT]
     try:
-        return list(_named(owner_of(call)[1]))
+        owner, streams = owner_of(call)
     except CaptureError:
         return [INPUT]  # and the reason is told when it is captured
+    named = _named(streams)
+    if call.way != INTERFACE and INPUT in named:
+        call.run, call.stream = owner.run, named[INPUT][0]
+    return list(named)
 
 
 def _named(streams: Streams) -> dict[str, list[Tensor]]:
@@ -302,7 +277,8 @@ def hidden_keys(call: Call) -> Tensor | None:
         scores = call.scores
         if scores is None or scores.ndim < 3:
             return None
-        samples = scores.shape[0]
+        samples = len(call.out) if call.formed else len(scores)
+        scores = scores.reshape(samples, -1, *scores.shape[-2:])
     else:
         scores, samples = call.mask, call.q.shape[0]
         if scores is None:
@@ -336,7 +312,7 @@ def through_module(
     if stream not in named:
         raise call.unsupported(f"depends on no stream of {stream}")
     attention = _attention(call, owner, named, stream, padding, reason)
-    return attention, error, owner.name
+    return attention, error, owner.run.name
 
 
 def _error(call: Call, outputs: HeadOutputs) -> float:
@@ -380,12 +356,13 @@ def _attention(
         x = stream.clone().requires_grad_()
         whole, outputs = cut(x)
         arrange = _arrangement(call, whole, outputs)
-        axis, count = _samples_axis(call, x, arrange(whole), call.samples)
-    out = _by_sample(arrange(whole), axis, count)
+        made = (outputs.k if name == MEMORY else outputs.q)[0]
+        axis, count, place = _samples(call, x, arrange(whole), made, call.samples)
+    out = _by_sample(arrange(whole), place, count)
     samples, queries, heads, d_v = out.shape
 
     def function(x: Tensor) -> Tensor:
-        return _by_sample(arrange(cut(x)[0]), axis, count)
+        return _by_sample(arrange(cut(x)[0]), place, count)
 
     if name == INPUT:
         valid = padding.of_keys(call, count, stream[..., 0].numel() // count)
@@ -411,7 +388,7 @@ def _attention(
         valid_out,
         "self" if name == INPUT else "cross",
         name,
-        max(1, count // call.samples),
+        1 if axis else max(1, count // call.samples),
         reason,
     )
 
@@ -438,34 +415,46 @@ def _arrangement(call: Call, cut: Tensor, outputs: HeadOutputs) -> Callable[[Ten
     return lambda t: t.unflatten(-1, (-1, d_v))
 
 
-def _by_sample(out: Tensor, axis: int | None, count: int) -> Tensor:
-    """Return outputs (..., heads, d_v) as (samples, N, heads, d_v)."""
+def _by_sample(out: Tensor, axis: int, count: int) -> Tensor:
+    """Return outputs (..., heads, d_v), whose samples are on an axis, as (samples, N, heads, d_v).
+
+    Tokens and samples may share an axis.
+    """
     if axis:
-        out = out.movedim(axis, 0)
+        out = (out.unflatten(0, (-1, count)) if out.ndim == 3 else out).movedim(axis, 0)
     return out.reshape(count, -1, *out.shape[-2:])
 
 
-def _samples_axis(call: Call, x: Tensor, out: Tensor, samples: int) -> tuple[int | None, int]:
+def _samples(
+    call: Call, x: Tensor, out: Tensor, made: Tensor, samples: int
+) -> tuple[int | None, int, int]:
     """Return the axis of a stream that counts samples (or windows of them), and how many.
 
-    It is found by derivatives: the outputs of one depend on no other.
+    The third number is their axis among the outputs. They are found by derivatives: what is made of
+    one depends on no other.
+
+    Args:
+        call: of the layer.
+        x: the stream.
+        out: outputs, (..., heads, d_v), made of it.
+        made: queries or keys, made of it.
+        samples: of the pass.
 
     Raises:
         DifferentPositionsError: samples cannot be told apart.
     """
     for axis in (0, 1) if x.ndim > 2 else ():
         count = x.shape[axis]
-        fits = count % samples == 0 if axis == 0 else count == samples
-        if not fits or count == 1 or not _splits(out, axis, count):
+        fits = count % samples == 0 if axis == 0 else True
+        if not fits or count == 1 or len(made) % count or not _is_alone(made[0], x, axis):
             continue
-        (grad,) = torch.autograd.grad(
-            _by_sample(out, axis, count)[0].square().sum(), x, retain_graph=True
-        )
-        rest = grad.movedim(axis, 0)[1:]
-        if not bool((rest != 0).any()):
-            return axis, count
+        for place in (0, 1):
+            in_rows = place == 0 or out.ndim == 3
+            splits = out.shape[0] % count == 0 if in_rows else out.shape[1] == count
+            if splits and _is_alone(_by_sample(out, place, count)[0], x, axis):
+                return axis, count, place
     if samples == 1:
-        return (0 if x.ndim > 2 and x.shape[0] == 1 else None), 1
+        return (0 if x.ndim > 2 and x.shape[0] == 1 else None), 1, 0
     raise call.unsupported(
         "is given the tokens of all samples in one tensor in which they cannot be told apart "
         "(capture them one at a time)",
@@ -473,5 +462,7 @@ def _samples_axis(call: Call, x: Tensor, out: Tensor, samples: int) -> tuple[int
     )
 
 
-def _splits(out: Tensor, axis: int, count: int) -> bool:
-    return out.shape[0] % count == 0 if axis == 0 else out.ndim > 3 and out.shape[1] == count
+def _is_alone(made: Tensor, x: Tensor, axis: int) -> bool:
+    """Return whether what is made of a stream depends on nothing but the first entry of an axis."""
+    (grad,) = torch.autograd.grad(made.square().sum(), x, retain_graph=True, allow_unused=True)
+    return grad is None or not bool((grad.movedim(axis, 0)[1:] != 0).any())

@@ -17,14 +17,14 @@ from transformers import PreTrainedModel
 from lipbound.attention.layer import Attention
 from lipbound.attention.module_attention import INPUT, ModuleAttention
 from lipbound.devices import in_own_modes, measuring_device
-from lipbound.errors import CaptureError, DifferentPositionsError, flag, indices, tell
+from lipbound.errors import CaptureError, DifferentPositionsError, MaskError, flag, indices, tell
 from lipbound.models.capture.assembly import about_padding, assemble, check_mask, valid_tokens
 from lipbound.models.capture.automatic import Padding, stream_names, through_module
 from lipbound.models.capture.batch_dependence import dependence, telling_samples
-from lipbound.models.capture.probing import ProbedWeights, Turns, probe
+from lipbound.models.capture.probing import ProbedLayer, ProbedWeights, Turns, probe
 from lipbound.models.capture.residual_detection import Seen, surroundings, watching
 from lipbound.models.capture.seeing import interface, recording
-from lipbound.models.capture.seeing.call import Call
+from lipbound.models.capture.seeing.call import BY_HAND, INTERFACE, Call
 from lipbound.models.capture.seeing.left_out import AttentionFinder, left_out
 from lipbound.models.capture.verification import (
     EagerAttention,
@@ -137,7 +137,13 @@ class Capturer:
         there = {name: t.to(home) if isinstance(t, Tensor) else t for name, t in inputs.items()}
         closed, valid, reasons = self._closed(calls, [rows[i] for i in chosen], there)
         self._note(*about_padding([calls[i] for i in closed], [valid[i] for i in closed]))
-        own = self._own_outputs(inputs, calls, {i: valid[i] for i in closed})
+        try:
+            own = self._own_outputs(inputs, calls, {i: valid[i] for i in closed})
+        except MaskError as why:  # of True and False, which this model's own attention adds
+            wrong = {i for i in closed if calls[i].boolean}
+            reasons |= dict.fromkeys(wrong, str(why))
+            closed -= wrong
+            own = self._own_outputs(inputs, calls, {i: valid[i] for i in closed})
         padding = Padding(calls, there)
         for i in chosen:
             row = rows[i]
@@ -210,6 +216,9 @@ class Capturer:
         """
         call = calls[i]
         weights = self._probed(i, call)
+        if call.way == BY_HAND:
+            with interface.implementation(self.model, interface.RECORDING_ATTENTION):
+                call.scale, call.mask = ProbedLayer(call).scores()
         attention = assemble(call, weights, valid)
         error = check_rebuilt(self.model, call, attention, weights)
         if own is not None:
@@ -279,7 +288,7 @@ class Capturer:
         samples = {
             i: 0 if mask is None else int((~mask).any(-1).nonzero()[0])
             for i, mask in valid.items()
-            if (mask is not None, i) not in self._verified
+            if (mask is not None, i) not in self._verified and calls[i].way == INTERFACE
         }
         found: dict[int, tuple[EagerAttention, int]] = {}
         for sample in sorted(set(samples.values())):

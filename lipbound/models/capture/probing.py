@@ -7,6 +7,7 @@ what remains is affine in the tokens; both are read off separately.
 """
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,9 +17,13 @@ from torch import Tensor, nn
 from lipbound.attention.variants.qk_norm import QKNorm
 from lipbound.attention.variants.rotary import Rotation
 from lipbound.errors import CaptureError, DifferentPositionsError, LipboundError
-from lipbound.models.capture.seeing.call import Call
+from lipbound.models.capture.seeing.by_hand import Follower, HeadOutputs, in_heads
+from lipbound.models.capture.seeing.call import BY_HAND, HIDDEN, INTERFACE, Call
+from lipbound.models.capture.seeing.fused import additive_mask, handling_fused
 from lipbound.models.capture.seeing.interface import RAISED, handling
+from lipbound.models.capture.seeing.without_casts import WithoutCasts
 from lipbound.models.capture.token_steps import (
+    NOISE,
     ROTATION_TOLERANCE,
     find_rotation,
     misses,
@@ -141,6 +146,8 @@ class ProbedLayer:
         Their derivative would be missed, which no forward pass shows.
         """
         generator = torch.Generator().manual_seed(1)
+        if self._call.way == BY_HAND:
+            return  # `scores` looks for it
         first, second = (self._stop(self._random(generator), True).others for _ in range(2))
         for name, value in first.items():
             if not same_values(value, second.get(name)):
@@ -209,17 +216,69 @@ class ProbedLayer:
         x = torch.randn(self._call.x.shape, generator=generator, dtype=torch.float64)
         return x.to(self._call.q.device)
 
+    def scores(self) -> tuple[float, Tensor | None]:
+        """Return the factor of products of queries and keys in scores by hand, and what is added.
+
+        Raises:
+            CaptureError: scores are no such sum.
+        """
+        generator = torch.Generator().manual_seed(3)
+        runs = []
+        for _ in range(2):
+            stopped = self._stop(self._random(generator), True)
+            q, k = stopped.qkv[:2]
+            scores: Tensor = stopped.others["scores"]
+            runs.append((scores.reshape(*q.shape[:-1], k.shape[-2]), q @ k.mT))
+        (first, products), (second, others) = runs
+        hidden = (first <= HIDDEN) & (second <= HIDDEN)
+        change, of_products = (first - second)[~hidden], (products - others)[~hidden]
+        factor = float((change @ of_products) / (of_products @ of_products))
+        size = change.abs().amax()
+        if not bool((change - factor * of_products).abs().amax() <= ROTATION_TOLERANCE * size):
+            raise self._call.unsupported(
+                "adds other products of its tokens to those of queries and keys, or changes them"
+            )
+        added = (first - factor * products).masked_fill(hidden, torch.finfo(self._call.x.dtype).min)
+        added[(added.abs() <= NOISE * first[~hidden].abs().amax()) & ~hidden] = 0
+        return factor, added if bool((added != 0).any()) else None
+
     def _stop(self, tokens: Tensor, turned: bool) -> _Stopped:
+        heads = self._call.q.shape[1]
+
         def stop(
             module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kw: Any
         ) -> tuple[Tensor, Any]:
             raise _Stopped((q, k, v), {"mask": mask} | kw)
 
+        def stop_torch(
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            attn_mask: Tensor | None = None,
+            dropout_p: float = 0.0,
+            is_causal: bool = False,
+            scale: float | None = None,
+            enable_gqa: bool = False,
+        ) -> Tensor:
+            mask = additive_mask(q, k, attn_mask, is_causal)
+            raise _Stopped((q, k, v), {"mask": mask, "scale": scale})
+
+        def stop_by_hand(outputs: HeadOutputs) -> None:
+            form = None if outputs.form is None else in_heads(outputs.form, heads)
+            if form is not None and outputs.probabilities is not None:
+                raise _Stopped(form[:3], {"scores": outputs.probabilities.values})
+
         args, kwargs = _replaced(self._call, tokens)
         if not turned and kwargs.get(POSITIONS) is not None:
             kwargs[POSITIONS] = _unturned(kwargs[POSITIONS])
         try:
-            with handling(stop):
+            with ExitStack() as seeing:
+                seeing.enter_context(handling(stop))
+                if self._call.way != INTERFACE:
+                    seeing.enter_context(handling_fused(stop_torch))
+                    follower = Follower(stop_by_hand, fused=stop_torch)
+                    seeing.enter_context(follower)
+                    seeing.enter_context(WithoutCasts())
                 self._owner(*args, **kwargs)
         except _Stopped as end:
             return end
@@ -230,9 +289,7 @@ class ProbedLayer:
             raise self._call.unsupported(
                 f"cannot be run by itself on other token vectors ({why})"
             ) from error
-        raise CaptureError(
-            f"layer {self._call.name}: probing did not reach the attention interface"
-        )
+        raise CaptureError(f"layer {self._call.name}: probing did not reach its attention")
 
 
 def _unturned(positions: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lipbound.attention.layer import Attention
-from lipbound.errors import CaptureError
+from lipbound.errors import CaptureError, MaskError
 from lipbound.models.capture.probing import (
     CAPTURE_TOLERANCE,
     POSITIONS,
@@ -155,10 +155,11 @@ def own_outputs(
     # eager attention adds True and False as numbers
     boolean = next((call for call in calls if call.boolean), None)
     try:
-        if boolean is not None and not model._supports_sdpa:
+        if boolean is not None and not getattr(model, "_supports_sdpa", True):
             raise boolean.unsupported(
                 "takes a mask of True and False for numbers to add to its scores (give an "
-                "additive one)"
+                "additive one)",
+                MaskError,
             )
         with implementation(model, "eager" if boolean is None else "sdpa"):
             forward(model, one_sample(inputs, sample, samples))

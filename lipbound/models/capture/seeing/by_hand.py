@@ -23,6 +23,9 @@ PRODUCTS |= {Tensor.__rmatmul__, Tensor.baddbmm, torch.einsum}
 """Functions that multiply matrices."""
 PROJECTIONS = {F.linear, torch.addmm, torch.mm, F.conv1d, F.conv2d, Tensor.addmm, Tensor.mm}
 """Functions that multiply with weights."""
+NORMALISATIONS = {F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm, F.normalize}
+ELLIPSIS = "ABCDEFGH"
+"""Indices that an ellipsis in an equation stands for."""
 SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
 
 
@@ -33,10 +36,12 @@ class Scores:
     Attributes:
         left: first factors of the products that were added up, as they were multiplied.
         right: second factors of the same.
+        factors: queries (..., N, d) and keys (..., M, d) of the product, where it is one of these.
     """
 
     left: tuple[Tensor, ...]
     right: tuple[Tensor, ...]
+    factors: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(eq=False)
@@ -63,6 +68,7 @@ class HeadOutputs:
         v: the values, as they were multiplied.
         probabilities: what they were multiplied with; None where torch computed them.
         q, k: where they are known, as they were multiplied.
+        factors: values (..., M, d_v) and outputs (..., N, d_v), where the product is one of these.
     """
 
     raw: Tensor
@@ -72,6 +78,15 @@ class HeadOutputs:
     probabilities: Probabilities | None = None
     q: tuple[Tensor, ...] = ()
     k: tuple[Tensor, ...] = ()
+    factors: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def form(self) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        """Queries, keys, values and outputs, (..., tokens, width) each, where they are known."""
+        scores = None if self.probabilities is None else self.probabilities.scores
+        if scores is None or scores.factors is None or self.factors is None:
+            return None
+        return (*scores.factors, *self.factors)
 
 
 @dataclass(eq=False)
@@ -79,6 +94,8 @@ class Weights:
     """Forms of parameters, such as their transposes."""
 
 
+Letters = tuple[str, str, str]
+"""Indices of two factors and of their product."""
 Kind = Scores | Probabilities | HeadOutputs | Weights
 
 
@@ -94,7 +111,7 @@ class Follower(TorchFunctionMode):
     def __init__(
         self,
         computed: Callable[[HeadOutputs], None],
-        projected: Callable[[Tensor, HeadOutputs], None],
+        projected: Callable[[Tensor, HeadOutputs], None] = lambda x, outputs: None,
         fused: Callable[..., Tensor] = SDPA,
     ):
         super().__init__()
@@ -168,7 +185,8 @@ class Follower(TorchFunctionMode):
         if probabilities:
             return probabilities[0] if out.numel() >= probabilities[0].values.numel() else None
         scores_of = [k for k in kinds if isinstance(k, Scores)]
-        if out.numel() < 2 or _reduces(func):
+        largest = max(t.numel() for t in given if isinstance(self.kind(t), Scores))
+        if func in NORMALISATIONS or out.numel() < largest:
             return None
         if len(scores_of) == 1:
             return scores_of[0]
@@ -179,31 +197,92 @@ class Follower(TorchFunctionMode):
         if len(given) < 2:
             return None
         left, right = given[-2:]  # baddbmm has what is added first
-        for p, v, at_left in ((left, right, True), (right, left, False)):
+        letters = None if equation is None else _letters(equation, left.ndim, right.ndim)
+        for p, v, turn in ((left, right, False), (right, left, True)):
             if isinstance(kind := self.kind(p), Probabilities):
-                width, axis = _layout(out, equation, at_left)
+                if letters is not None and turn:
+                    letters = letters[1], letters[0], letters[2]
+                result = out.mT if turn and equation is None else out
+                values = v.mT if turn and equation is None else v
+                width, axis = _layout(result, letters)
+                form = None if turn and letters is None else _second_form(values, out, letters)
                 scores = kind.scores
-                return HeadOutputs(out, width, axis, v, kind, scores.left, scores.right)
+                return HeadOutputs(out, width, axis, v, kind, scores.left, scores.right, form)
         if isinstance(self.kind(left), HeadOutputs) or isinstance(self.kind(right), HeadOutputs):
             return None
         before = [k for t in given[:-2] if isinstance(k := self.kind(t), Scores)]
         more_left = tuple(t for k in before for t in k.left)
-        return Scores((left, *more_left), (right, *(t for k in before for t in k.right)))
+        more_right = tuple(t for k in before for t in k.right)
+        form = None if before else _first_form(left, right, letters)
+        return Scores((left, *more_left), (right, *more_right), form)
 
 
-def _layout(out: Tensor, equation: str | None, at_left: bool) -> tuple[int, int | None]:
-    """Return d_v, and the axis of heads, of a product of probabilities with values."""
-    if equation is None:
-        axis = -1 if at_left else -2
-        return out.shape[axis], out.ndim - 3 if out.ndim > 3 else None
-    inputs, _, result = equation.replace(" ", "").partition("->")
-    one, _, other = inputs.partition(",")
-    p, v = (one, other) if at_left else (other, one)
-    widths = [i for i, letter in enumerate(result) if letter in v and letter not in p]
-    shared = [letter for letter in p if letter in v and letter in result]
+def _layout(out: Tensor, letters: Letters | None) -> tuple[int, int | None]:
+    """Return d_v, and the axis of heads, of a product of probabilities with values.
+
+    The letters are those of the probabilities, the values and the outputs.
+    """
+    if letters is None:
+        return out.shape[-1], out.ndim - 3 if out.ndim > 3 else None
+    of_p, of_v, result = letters
+    widths = [i for i, letter in enumerate(result) if letter in of_v and letter not in of_p]
+    shared = [letter for letter in of_p if letter in of_v and letter in result]
     heads = result.index(shared[-1]) if len(shared) > 1 else None
-    width = out.shape[widths[-1]] if widths else out.shape[-1]
-    return width, heads
+    return out.shape[widths[-1] if widths else -1], heads
+
+
+def _letters(equation: str, *ndims: int) -> Letters | None:
+    """Return the indices of two factors and of their product.
+
+    Args:
+        equation: of torch.einsum.
+        ndims: of the factors, which tell how many indices an ellipsis stands for.
+    """
+    inputs, arrow, result = equation.replace(" ", "").partition("->")
+    factors = inputs.split(",")
+    if not arrow or len(factors) != 2:
+        return None
+    more = [ndim - len(f.replace("...", "")) for f, ndim in zip(factors, ndims, strict=True)]
+    rest = ELLIPSIS[: max(more)]
+    filled = [f.replace("...", rest[len(rest) - n :]) for f, n in zip(factors, more, strict=True)]
+    return filled[0], filled[1], result.replace("...", rest)
+
+
+def _permuted(t: Tensor, letters: str, wanted: str) -> Tensor | None:
+    if sorted(letters) != sorted(wanted) or len(letters) != t.ndim:
+        return None
+    return t.permute([letters.index(letter) for letter in wanted])
+
+
+def _first_form(
+    left: Tensor, right: Tensor, letters: Letters | None
+) -> tuple[Tensor, Tensor] | None:
+    """Return queries (..., N, d) and keys (..., M, d) of a product."""
+    if letters is None:
+        return left, right.mT
+    if len(letters[2]) < 3:
+        return None
+    batch, row, column = letters[2][:-2], letters[2][-2], letters[2][-1]
+    shared = [x for x in letters[0] if x in letters[1] and x not in letters[2]]
+    if len(shared) != 1:
+        return None
+    q = _permuted(left, letters[0], batch + row + shared[0])
+    k = _permuted(right, letters[1], batch + column + shared[0])
+    return None if q is None or k is None else (q, k)
+
+
+def _second_form(v: Tensor, out: Tensor, letters: Letters | None) -> tuple[Tensor, Tensor] | None:
+    """Return values (..., M, d_v) and outputs (..., N, d_v) of a product with probabilities."""
+    if letters is None:
+        return v, out
+    p, values = letters[:2]
+    batch, row, column = p[:-2], p[-2], p[-1]
+    wide = [x for x in values if x not in p]
+    if len(wide) != 1:
+        return None
+    v_form = _permuted(v, values, batch + column + wide[0])
+    out_form = _permuted(out, letters[2], batch + row + wide[0])
+    return None if v_form is None or out_form is None else (v_form, out_form)
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -220,6 +299,16 @@ def _is_part(func: Any) -> bool:
     return func in (Tensor.__getitem__, Tensor.narrow, torch.narrow, Tensor.chunk, Tensor.split)
 
 
-def _reduces(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    return name in ("sum", "mean", "amax", "max", "min", "amin", "norm", "layer_norm", "rms_norm")
+def in_heads(form: tuple[Tensor, Tensor, Tensor, Tensor], heads: int) -> tuple[Tensor, ...] | None:
+    """Return queries, keys, values and outputs as (samples, heads or fewer, tokens, width) each.
+
+    Samples and heads may share an axis; heads may share keys and values.
+    """
+    found: list[Tensor] = []
+    for t in form:
+        if t.ndim == 3 and form[0].ndim == 3 and len(t) % heads == 0:
+            t = t.unflatten(0, (-1, heads))
+        if t.ndim != 4 or t.shape[1] not in (1, heads) or len(t) != len(found[0] if found else t):
+            return None
+        found.append(t)
+    return tuple(found)

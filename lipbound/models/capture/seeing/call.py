@@ -13,6 +13,9 @@ from lipbound.errors import CaptureError
 INTERFACE, FUSED, BY_HAND = "the interface", "scaled_dot_product_attention", "by hand"
 """Ways to compute attention: through transformers' interface, by torch, or by the module itself."""
 
+HIDDEN = -9999.0
+"""Additive mask entries up to this value hide a key: some models write -10000 for the lowest."""
+
 
 @dataclass(eq=False)
 class ModuleRun:
@@ -54,12 +57,15 @@ class Call:
             around the layer was given.
         consumer: the linear map that the head outputs go to, where it was found.
         changed: what happens to the head outputs before they are projected, where something does.
-        way: how it is computed. By hand, ``q``, ``k``, ``v`` and ``out`` are as they were
-            multiplied.
+        way: how it is computed.
         around: the runs that it happened in, the innermost first, each with the number of calls of
             attention before it in that run.
         scores: what the softmax was given, of attention by hand.
         samples: of the pass.
+        formed: whether ``q``, ``k``, ``v`` and ``out`` have the axes given above; by hand they may
+            be as they were multiplied.
+        raw: outputs of heads by hand, as they were multiplied.
+        stream: the tokens, where they were found otherwise than as the first argument.
         projection: the linear map of the head outputs, and of what was made of them on the way.
     """
 
@@ -81,6 +87,9 @@ class Call:
     scores: Tensor | None = None
     samples: int = 1
     projection: nn.Module | None = None
+    formed: bool = True
+    raw: Tensor | None = None
+    stream: Tensor | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -95,6 +104,8 @@ class Call:
     @property
     def recorded(self) -> Tensor:
         """The outputs of heads in the layout in which they were computed."""
+        if self.raw is not None:
+            return self.raw
         return self.out.transpose(-3, -2) if self.way == FUSED else self.out
 
     @property
@@ -104,9 +115,12 @@ class Call:
         Raises:
             CaptureError: it was given no such tensor, or attends to other tokens than these.
         """
-        if self.way != INTERFACE:
-            raise self.unsupported(f"computes attention by {self.way}")
+        if not self.formed:
+            raise self.unsupported(
+                "multiplies queries, keys and values in tensors whose axes are not known"
+            )
         x = self.run.args[0] if self.run.args else self.run.kwargs.get("hidden_states")
+        x = x if self.stream is None else self.stream
         if not isinstance(x, Tensor) or x.ndim != 3:
             raise CaptureError(
                 f"layer {self.name}: {type(self.module).__name__} is not given one (samples, N, D) "

@@ -1,5 +1,6 @@
 """Recording every attention of a forward pass of a model, in whichever way it is computed."""
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -7,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.utils._pytree import tree_map
+from transformers import Cache, PreTrainedModel
 
 from lipbound.errors import CaptureError
-from lipbound.models.capture.seeing.by_hand import Follower, HeadOutputs
-from lipbound.models.capture.seeing.call import BY_HAND, FUSED, Call, ModuleRun
+from lipbound.models.capture.seeing.by_hand import Follower, HeadOutputs, in_heads
+from lipbound.models.capture.seeing.call import BY_HAND, FUSED, INTERFACE, Call, ModuleRun
 from lipbound.models.capture.seeing.fused import (
     SDPA,
     additive_mask,
@@ -94,6 +96,7 @@ class _Recorder:
             out.transpose(-3, -2),
             boolean=attn_mask is not None and attn_mask.dtype == torch.bool,
             way=FUSED,
+            formed=out.ndim == 4,
         )
         self._add(call, HeadOutputs(out, out.shape[-1], out.ndim - 3, value))
         return out
@@ -126,7 +129,10 @@ class _Recorder:
         softmax = outputs.probabilities
         scores = None if softmax is None else softmax.values
         run, out = self._stack[-1], outputs.raw
-        call = Call(run, q, k, outputs.v, None, None, {}, out, way=BY_HAND, scores=scores)
+        call = Call(
+            run, q, k, outputs.v, None, None, {}, out, way=BY_HAND, scores=scores, formed=False
+        )
+        call.raw = out
         if self._watch is not None:
             self._watch.seen([run.name for run in self._stack[-OUTER:]])
         self._add(call, outputs)
@@ -135,8 +141,20 @@ class _Recorder:
         """Note the module that multiplies outputs of heads with its weights first."""
         call = self._made.pop(id(outputs), None)
         module = self._stack[-1].module
-        if call is not None and _is_linear(module):
-            call.projection = module
+        if call is None:
+            return
+        call.projection = module if _is_linear(module) else None
+        if call.way == INTERFACE:
+            return
+        if call.way == BY_HAND and outputs.form is not None and x.shape[-1] % outputs.width == 0:
+            forms = in_heads(outputs.form, x.shape[-1] // outputs.width)
+            if forms is not None:
+                call.q, call.k, call.v = forms[:3]
+                call.out, call.formed = forms[3].transpose(1, 2), True
+        if call.formed and x.numel() == call.out.numel():
+            same = torch.equal(x.reshape(call.out.shape), call.out)
+            call.consumer = call.projection if same else None
+            call.changed = "" if same else "changes its head outputs before they are projected"
 
     def _given_mask(self) -> Tensor | None:
         models = (run for run in reversed(self._stack) if isinstance(run.module, PreTrainedModel))
@@ -148,7 +166,8 @@ class _Recorder:
         """Return the hook that runs before the module of that name."""
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._stack.append(ModuleRun(module, name, *_by_name(module, args, kwargs)))
+            given = tree_map(_as_it_is, _by_name(module, args, kwargs))
+            self._stack.append(ModuleRun(module, name, *given))
             if self._watch is not None:
                 self._watch.running.append((module, name))
             if self._waiting is not None and args and isinstance(args[0], Tensor):
@@ -164,7 +183,7 @@ class _Recorder:
 
     def _look(self, call: Call, module: nn.Module, x: Tensor) -> None:
         """Note what a module makes of the output of a call, if that is what its input ``x`` is."""
-        if call.out.ndim < 4 or x.numel() != call.out.numel():
+        if call.way != INTERFACE or call.out.ndim < 4 or x.numel() != call.out.numel():
             return
         flat = call.out.flatten(2)
         linear, y = _is_linear(module), x.reshape(flat.shape)
@@ -227,6 +246,11 @@ def record(
             f"and multiplies no softmax of products of its tokens with others ({own})"
         )
     return recorder.calls
+
+
+def _as_it_is(value: Any) -> Any:
+    """Return a copy of a cache that holds something, which the pass will add to."""
+    return copy.deepcopy(value) if isinstance(value, Cache) and value.get_seq_length() else value
 
 
 def _is_linear(module: nn.Module) -> bool:
