@@ -59,6 +59,27 @@ def number(x: float, digits: int = 3) -> str:
     return re.sub(r"e([+-])0*", lambda m: "e" + m[1].replace("+", ""), f"{x:.{digits - 1}e}")
 
 
+def enclosed(x: float, width: float, side: int = 0, most: int = 4) -> str:
+    """Return the middle of an enclosure to the digits that it supports.
+
+    Args:
+        x: its lower end (``side`` 1), its upper end (-1) or its middle (0).
+        width: its relative width; NaN for none, and ten where it has no end.
+        side: which of them ``x`` is.
+        most: at most so many digits.
+
+    Returns:
+        The number as `number` writes it.
+
+    >>> enclosed(1.35, 1e-3, 1), enclosed(1.35, 0.2, -1), enclosed(3.0, math.inf, 1)
+    ('1.35', '1', '20')
+    """
+    x, wide = float(x), 0.0 if math.isnan(width) else 10.0 if math.isinf(width) else float(width)
+    lower = x / (1 + wide) if side < 0 else x
+    middle = lower * (1 + wide / 2) if side else x
+    return number(middle, digits(middle, wide, most))
+
+
 def small(x: float) -> str:
     """Return a tolerance or probability as it was given, without a padded exponent.
 
@@ -66,6 +87,15 @@ def small(x: float) -> str:
     ('0.001', '1e-6', '2.5e-10')
     """
     return f"{x:g}".replace("e-0", "e-")
+
+
+def counted(count: int, what: str) -> str:
+    """Return a number of things.
+
+    >>> counted(1, "sample"), counted(2, "sample")
+    ('1 sample', '2 samples')
+    """
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def joined(words: Sequence[str]) -> str:
