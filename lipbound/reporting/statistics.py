@@ -59,6 +59,20 @@ def reduce_samples(
     return reduced
 
 
+def across(ds: xr.Dataset | xr.DataArray) -> str:
+    """Dimension across a panel of a heatmap: heads, or samples for maps of whole layers."""
+    return "head" if "head" in ds.dims else "sample"
+
+
+def panel(values: xr.DataArray, how: str | float) -> xr.DataArray:
+    """Values of a panel of a heatmap, (layer, head), reduced over samples.
+
+    (layer, sample) for maps of whole layers, which need no reduction.
+    """
+    over = across(values)
+    return (reduce_samples(values, how) if over == "head" else values).transpose("layer", over)
+
+
 def reduction_name(how: str | float) -> str:
     """A reduction in words."""
     if not isinstance(how, str):

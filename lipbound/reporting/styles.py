@@ -1,4 +1,4 @@
-"""Fonts, widths and files of figures.
+"""Fonts, widths, files and text of figures: titles in lines, captions beside them.
 
 Looks are ours or those of a conference by tueplots.
 """
@@ -6,17 +6,21 @@ Looks are ours or those of a conference by tueplots.
 import inspect
 import io
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib import font_manager
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 from matplotlib.text import Text
+from matplotlib.textpath import text_to_path
 
 from lipbound.errors import LipboundError, UnknownNameError, is_number, nearest, shown, tell
 from lipbound.formatting import escape_latex
 from lipbound.formatting.files import replacing
+from lipbound.reporting.latex import typeset
 
 WIDTHS = {"page": 7.1, "column": 3.45, "slide": 12.0}
 """Figure widths in inches: across two columns of a paper, one column, a slide."""
@@ -40,6 +44,9 @@ TUEPLOTS_COLUMNS = {"page": "full", "column": "half"}
 """Names in tueplots of our widths, for journals of two columns."""
 SPARE = {"serif": "STIXGeneral"}
 """Like Times, and always there: for machines without the venue's fonts."""
+
+MOST = 2
+"""Lines that a label may take; what is longer is cut and ends with an ellipsis."""
 
 
 class FigureLook(NamedTuple):
@@ -67,13 +74,7 @@ def look(style: str | None, width: str | float, font_size: float | None) -> Figu
         raise UnknownNameError(
             f"unknown width {width!r}; {nearest(width, WIDTHS)}, or a number of inches"
         )
-    inches = (
-        WIDTHS[width]
-        if isinstance(width, str)
-        else float(width)
-        if is_number(width)
-        else float("nan")
-    )
+    inches = float(WIDTHS.get(str(width), width if is_number(width) else 0.0))
     if not 1 <= inches <= 100:
         raise LipboundError(
             f"width is {shown(width)}; it must be a number of inches, from 1 to 100, or one of "
@@ -92,18 +93,9 @@ def look(style: str | None, width: str | float, font_size: float | None) -> Figu
     if style not in known:
         raise UnknownNameError(f"unknown style {style!r}; {nearest(style, known)}")
     make = getattr(bundles, style)
-    # venues of one column have no such choice, others none of TeX
-    wanted = {
-        "column": TUEPLOTS_COLUMNS.get(str(width), "full"),
-        "usetex": False,
-    }
-    found = make(
-        **{
-            name: value
-            for name, value in wanted.items()
-            if name in inspect.signature(make).parameters
-        }
-    )
+    wanted = {"column": TUEPLOTS_COLUMNS.get(str(width), "full"), "usetex": False}
+    options = inspect.signature(make).parameters  # venues of one column have no such choice
+    found = make(**{name: value for name, value in wanted.items() if name in options})
     layout = ("figure.constrained_layout.use", "figure.autolayout", "figure.figsize", "text.usetex")
     kept = {key: value for key, value in found.items() if key not in layout}
     kept["font.family"] = _font(style, found)
@@ -120,11 +112,9 @@ def _font(style: str, found: dict[str, Any]) -> str:
     installed = next((font for font in fonts if font in font_manager.get_font_names()), None)
     if installed is None:
         spare = SPARE.get(family, "DejaVu Sans")
-        why = (
-            f"of its fonts ({', '.join(fonts)}) none is installed"
-            if fonts
-            else "it leaves its font to TeX, which does not draw these figures"
-        )
+        why = "it leaves its font to TeX, which does not draw these figures"
+        if fonts:
+            why = f"of its fonts ({', '.join(fonts)}) none is installed"
         tell(f"style {style!r}: {why}; {spare} is taken")
         return spare
     return installed
@@ -140,6 +130,42 @@ def paper_height(inches: float, *, captioned: bool = False) -> float:
     return TEXT if captioned else max(TEXT / 2, TEXT - CAPTION / inches)
 
 
+def inches(text: str, points: float) -> float:
+    """Width of a line in the font in use."""
+    return _ems(text, FontProperties().get_name()) * points / 72
+
+
+@lru_cache(maxsize=4096)
+def _ems(text: str, font: str) -> float:
+    """Width of a line over the size of its type."""
+    face = FontProperties(family=font, size=100)
+    return float(text_to_path.get_text_width_height_descent(text, face, ismath=False)[0]) / 100
+
+
+def folded(text: str, width: float, points: float) -> list[str]:
+    """A label in lines of at most ``width`` inches, broken between words."""
+    lines = [""]
+    text = text.replace(" \u2020", "\u00a0\u2020").replace(" \u2021", "\u00a0\u2021")
+    for word in text.split(" "):  # a mark stays with its word
+        longer = f"{lines[-1]} {word}".strip()
+        if lines[-1] and inches(longer, points) > width:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    if len(lines) > MOST:
+        lines = [*lines[: MOST - 1], " ".join(lines[MOST - 1 :])]
+    return [_cut(line, width, points) for line in lines]
+
+
+def _cut(line: str, width: float, points: float) -> str:
+    """A line that is too wide, with an ellipsis in place of its end."""
+    if inches(line, points) <= width:
+        return line
+    while line and inches(f"{line}\u2026", points) > width:
+        line = line[:-1]
+    return f"{line.rstrip()}\u2026"
+
+
 class Drawing(Figure):
     """Figure that notebooks show although pyplot does not know of it.
 
@@ -148,11 +174,8 @@ class Drawing(Figure):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._fonts = {
-            key: value
-            for key, value in matplotlib.rcParams.items()
-            if key.startswith(("font.", "mathtext."))
-        }
+        kinds, now = ("font.", "mathtext."), matplotlib.rcParams.items()
+        self._fonts = {key: value for key, value in now if key.startswith(kinds)}
 
     def savefig(self, *args: Any, **kwargs: Any) -> None:
         """Write it, as `matplotlib.figure.Figure.savefig` does, with fonts that papers take."""
@@ -211,3 +234,25 @@ def write(figure: Figure, path: Path, beside: Mapping[Path, str] | None = None) 
     finally:
         for text, words in zip(texts, plain, strict=True):
             text.set_text(words)
+
+
+def latex_caption(text: str) -> str:
+    r"""A caption for LaTeX: formulas in mathematics, foreign text escaped, long names breakable.
+
+    >>> latex_caption("log10 of 50 %")
+    '$\\log_{10}$ of 50 \\%'
+    """
+    return typeset(text).replace("log10 of", "$\\log_{10}$ of")
+
+
+def caption_files(figure: Path, text: str) -> dict[Path, str]:
+    r"""Contents of the two caption files beside a figure, by path.
+
+    ``figure.caption.txt`` is plain text, ``figure.caption.tex`` is ``\caption{...}`` for a figure
+    environment.
+    """
+    contents = {".txt": text, ".tex": f"\\caption{{{latex_caption(text)}}}"}
+    return {
+        figure.with_name(f"{figure.stem}.caption{kind}"): content + "\n"
+        for kind, content in contents.items()
+    }
