@@ -21,6 +21,7 @@ from lipbound.errors import LipboundError, UnknownNameError, is_number, nearest,
 from lipbound.formatting import escape_latex
 from lipbound.formatting.files import replacing
 from lipbound.reporting.latex import typeset
+from lipbound.reporting.layout import unbroken
 
 WIDTHS = {"page": 7.1, "column": 3.45, "slide": 12.0}
 """Figure widths in inches: across two columns of a paper, one column, a slide."""
@@ -144,14 +145,12 @@ def _ems(text: str, font: str) -> float:
 
 def folded(text: str, width: float, points: float) -> list[str]:
     """A label in lines of at most ``width`` inches, broken between words."""
-    lines = [""]
-    text = text.replace(" \u2020", "\u00a0\u2020").replace(" \u2021", "\u00a0\u2021")
-    for word in text.split(" "):  # a mark stays with its word
-        longer = f"{lines[-1]} {word}".strip()
-        if lines[-1] and inches(longer, points) > width:
-            lines.append(word)
+    lines: list[str] = []
+    for word in unbroken(text):
+        if lines and inches(f"{lines[-1]} {word}", points) <= width:
+            lines[-1] += f" {word}"
         else:
-            lines[-1] = longer
+            lines.append(word)
     if len(lines) > MOST:
         lines = [*lines[: MOST - 1], " ".join(lines[MOST - 1 :])]
     return [_cut(line, width, points) for line in lines]
