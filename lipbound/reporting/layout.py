@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lipbound.formatting import plain
-from lipbound.formatting.html import html_table
+from lipbound.formatting import html_table, plain
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -18,9 +18,8 @@ from plotly.offline import get_plotlyjs
 
 from lipbound.devices import resolve_device
 from lipbound.errors import LipboundError
-from lipbound.formatting import plain
+from lipbound.formatting import formula, plain
 from lipbound.formatting.files import replacing
-from lipbound.formatting.html import formula
 from lipbound.reporting.labels import model_name, relabelled
 from lipbound.reporting.page.contents import attention_bytes, contents
 from lipbound.runs import store
