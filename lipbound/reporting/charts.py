@@ -233,7 +233,11 @@ def _short(token: str) -> str:
 
 
 def _values(profile: "TokenProfile", sample: int, heads: list[int] | None) -> dict[str, np.ndarray]:
-    """(heads, N) of each panel; one row for a whole layer."""
+    """(heads, N) of each panel; one row for a whole layer.
+
+    Raises:
+        LipboundError: a sample or a head that the profile has not.
+    """
     ends = {
         "moved": (profile.lower, profile.upper),
         "output": (profile.output_lower, profile.output_upper),

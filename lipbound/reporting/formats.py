@@ -55,6 +55,9 @@ def text_table(table: Table, width: str | float | None = None) -> str:
     """Write a table as plain text: caption, columns with spaces between them, notes.
 
     All is folded to ``width`` characters, where that is given.
+
+    Raises:
+        LipboundError: a width that is no positive number.
     """
     if width is not None and (isinstance(width, str) or not width >= 1):
         raise LipboundError(

@@ -80,7 +80,11 @@ def relabelled(ds: xr.Dataset, labels: Mapping[str, str] | None = None) -> xr.Da
 
 
 def check_numbers(ds: xr.Dataset) -> None:
-    """Raise LipboundError for norms below zero, which no run has."""
+    """Refuse norms below zero, which no run has.
+
+    Raises:
+        LipboundError: there are some.
+    """
     if bool((ds["exact"] < 0).any()):
         raise LipboundError(
             "some exact norms are negative, as in the difference of two runs, which is no run; "

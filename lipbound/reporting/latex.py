@@ -126,6 +126,10 @@ def latex_table(table: Table, width: str | float | None = None) -> str:
     Args:
         table: to write.
         width: "column" (the default), "page" or "slide", or points; see `WIDTHS`.
+
+    Raises:
+        UnknownNameError: another name of a width.
+        LipboundError: a width that is not positive.
     """
     width = "column" if width is None else width
     if isinstance(width, str) and width not in WIDTHS:

@@ -124,7 +124,7 @@ def heatmap(
         The axes; the layout and the font are the caller's.
 
     Raises:
-        LipboundError: a variable that the run has not, an unknown reduction.
+        UnknownNameError: a variable that the run has not, an unknown reduction.
     """
     ds = relabelled(ds, labels)
     known = statistics.panels(ds)

@@ -195,7 +195,8 @@ def breakdown(
 def present(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
     """Names of bounds that a run has, all by default.
 
-    Others raise, those that no bound has before those that the run lacks.
+    Raises:
+        UnknownNameError: others, those that no bound has before those that the run lacks.
     """
     given = [bounds] if isinstance(bounds, str) else bounds
     names = bounds_there(ds) if given is None else list(given)

@@ -5,7 +5,8 @@ Looks are ours or those of a conference by tueplots.
 
 import inspect
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.text import Text
 from matplotlib.textpath import text_to_path
 
-from lipbound.errors import LipboundError, UnknownNameError, is_number, nearest, shown, tell
+from lipbound.errors import LipboundError, UnknownNameError, choice, is_number, nearest, shown, tell
 from lipbound.formatting import escape_latex
 from lipbound.formatting.files import replacing
 from lipbound.reporting.latex import typeset
@@ -69,7 +70,8 @@ def look(style: str | None, width: str | float, font_size: float | None) -> Figu
         font_size: points, in place of the style's (7 without one, 12 on a slide).
 
     Raises:
-        LipboundError: unknown width or style, tueplots not installed.
+        UnknownNameError: unknown width or style.
+        LipboundError: a width that is too small or too large, tueplots not installed.
     """
     if isinstance(width, str) and width not in WIDTHS:
         raise UnknownNameError(
@@ -91,9 +93,7 @@ def look(style: str | None, width: str | float, font_size: float | None) -> Figu
             f"style {style!r} needs tueplots; pip install 'lipbound[styles]'"
         ) from error
     known = [name for name in dir(bundles) if name[-4:].isdigit()]
-    if style not in known:
-        raise UnknownNameError(f"unknown style {style!r}; {nearest(style, known)}")
-    make = getattr(bundles, style)
+    make = getattr(bundles, choice("style", style, known))
     wanted = {"column": TUEPLOTS_COLUMNS.get(str(width), "full"), "usetex": False}
     options = inspect.signature(make).parameters  # venues of one column have no such choice
     found = make(**{name: value for name, value in wanted.items() if name in options})
@@ -208,30 +208,41 @@ def write(figure: Figure, path: Path, beside: Mapping[Path, str] | None = None) 
         raise LipboundError(
             f"{path} has no file type that can be drawn; use one of {', '.join(sorted(supported))}"
         )
-    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
-    texts = [text for text in figure.findobj(Text) if text.get_text()] if kind == "pgf" else []
-    plain = [text.get_text() for text in texts]
+    latex = kind == "pgf"
+    dates = {"svg": {"metadata": {"Date": None}}, "pdf": {"metadata": {"CreationDate": None}}}
+    options: Any = {"format": kind, "dpi": 300} | dates.get(kind, {})
+    with (
+        _for_latex(figure, path) if latex else nullcontext(),
+        replacing(path, *beside) as (drawn, *others),
+    ):
+        # in memory first: on a full disk, matplotlib's PDF fails with an error of its own
+        whole = io.BytesIO()
+        figure.savefig(drawn if latex else whole, **options)
+        if not latex:
+            drawn.write_bytes(whole.getvalue())
+        for file, words in zip(others, beside.values(), strict=True):
+            file.write_text(words, encoding="utf-8")
+
+
+@contextmanager
+def _for_latex(figure: Figure, path: Path) -> Iterator[None]:
+    """Text of a figure escaped for LaTeX while it is written.
+
+    Raises:
+        LipboundError: LaTeX, which measures the text, is not installed.
+    """
+    texts = {text: text.get_text() for text in figure.findobj(Text) if text.get_text()}
     try:
-        for text, words in zip(texts, plain, strict=True):
-            text.set_text("\n".join(escape_latex(line) for line in words.split("\n")))
-        options: Any = {} if metadata is None else {"metadata": metadata}
-        with replacing(path, *beside) as (drawn, *others):
-            # in memory first: on a full disk, matplotlib's PDF fails with an error of its own
-            whole = io.BytesIO()
-            figure.savefig(drawn if kind == "pgf" else whole, format=kind, dpi=300, **options)
-            if kind != "pgf":
-                drawn.write_bytes(whole.getvalue())
-            for file, words in zip(others, beside.values(), strict=True):
-                file.write_text(words, encoding="utf-8")
+        for text, words in texts.items():
+            text.set_text("\n".join(map(escape_latex, words.split("\n"))))
+        yield
     except RuntimeError as error:
-        if kind != "pgf":
-            raise
         raise LipboundError(
             f"{path} needs pdflatex, which measures its text, and which is not installed; .pdf "
             "needs nothing"
         ) from error
     finally:
-        for text, words in zip(texts, plain, strict=True):
+        for text, words in texts.items():
             text.set_text(words)
 
 

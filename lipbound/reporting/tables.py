@@ -67,6 +67,9 @@ def render(
 
     ``labels`` says what to call bounds, by name ("exact" and "exact_l2" among them), and "model"
     and "data".
+
+    Raises:
+        LipboundError: unknown names, or a width for a format that has none.
     """
     formatter = FORMATTERS[choice("format", format, FORMATS)]
     made = table_of(ds, by, bounds=bounds, reduce=reduce, values=values, labels=labels)
@@ -94,6 +97,9 @@ def table_of(
     """Table that `render` writes, before it has a format.
 
     ``.numbers`` and ``.shown`` are DataFrames, and notebooks show it as a table.
+
+    Raises:
+        LipboundError: unknown names; another mean than geometric, or values, for rows by bound.
     """
     choice("rows", by, ROWS)
     if by == "bound" and (reduce, values) != ("geomean", "ratio"):

@@ -57,6 +57,9 @@ def contents(
 
     ``wanted``: with details of single heads, which need its model and inputs again; ``balls``:
     these with bounds over balls.
+
+    Raises:
+        LipboundError: the run has no such sample, or no bounds.
     """
     if not 0 <= sample < ds.sizes["sample"]:
         raise LipboundError(
