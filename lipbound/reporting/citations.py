@@ -14,7 +14,7 @@ from lipbound.reporting.formats import FORMATTERS, Prose
 from lipbound.reporting.labels import relabelled
 from lipbound.runs.checksums import edited
 from lipbound.runs.store import takes_run
-from lipbound.schema import Contents, bounds_there, compared_with, norm_of, origins
+from lipbound.schema import Contents, RunInfo, bounds_there, compared_with, norm_of, origins
 
 PROSE = {name: formatter.prose for name, formatter in FORMATTERS.items() if formatter.prose}
 """How formats write paragraphs, by their names."""
@@ -84,20 +84,19 @@ def _paragraph(ds: xr.Dataset, prose: Prose) -> str:
 
 def _constants(ds: xr.Dataset, prose: Prose) -> str:
     """Words for the constants of a run: their map, norm and model."""
-    a, safe = ds.attrs, prose.escape
+    run, safe = RunInfo.of(ds), prose.escape
     name, _, meaning = said.norm_words(ds).partition(" ")
     called = ", the spectral norms of Jacobians,"
     if norm_of(ds) != "frobenius":
         called = f" in the {name} norm, norms of Jacobians {safe(meaning)},"
-    model = f"{safe(said.model_name(ds))} ({safe(said.builtin_name(ds))}{safe(a['architecture'])}"
-    kind = "commit" if a.get("commit") and str(a["revision"]).startswith(a["commit"]) else "weights"
-    quantized = ""
-    if how := a.get("quantization"):
-        quantized = f", stored as {safe(str(how))} and computed with as floating-point numbers"
+    model = f"{safe(said.model_name(ds))} ({safe(said.builtin_name(ds))}{safe(run.architecture)}"
+    kind = "commit" if run.commit and run.revision.startswith(run.commit) else "weights"
+    stored = f", stored as {safe(run.quantization)}" if run.quantization else ""
+    quantized = stored and f"{stored} and computed with as floating-point numbers"
     return (
-        f"Local Lipschitz constants{called} of {safe(a['map_description'])}, were computed with "
-        f"lipbound {safe(a['lipbound'])} {_cited(CITATION, prose)} for {model}, "
-        f"{said.places(ds, prose.times)}; {kind} {safe(str(a['revision']))}{quantized})."
+        f"Local Lipschitz constants{called} of {safe(run.map_description)}, were computed with "
+        f"lipbound {safe(run.lipbound)} {_cited(CITATION, prose)} for {model}, "
+        f"{said.places(ds, prose.times)}; {kind} {safe(run.revision)}{quantized})."
     )
 
 
@@ -124,30 +123,30 @@ def _variants(ds: xr.Dataset, prose: Prose) -> str:
 
 def _enclosures(ds: xr.Dataset, prose: Prose) -> str:
     """The sentences on how surely the constants that are shown are known."""
-    a, there = ds.attrs, Contents.of(ds)
+    run, there = RunInfo.of(ds), Contents.of(ds)
     if not there.norms:
         return "There are no exact constants."
     if edited(ds):
         return "Nothing is claimed of how closely the constants are known."
-    dtype, tol, seed = prose.escape(a["dtype"]), float(a["tol"]), int(a.get("seed", 0))
+    dtype, tol = prose.escape(run.dtype), prose.number(run.tol)
     between = (
         "between an attained value and an upper bound at most a factor "
-        f"1 + {prose.number(tol)} above it, both with every rounding included"
+        f"1 + {tol} above it, both with every rounding included"
     )
     if norm_of(ds) != "frobenius":
         sentence = (
             "Each constant is enclosed, in float64 and deterministically, at the layer that the "
             f"model computes in {dtype}, {between}."
         )
-    elif a["delta"] and "exact_upper" in ds:
+    elif run.delta and "exact_upper" in ds:
         sentence = (
             f"Each constant is enclosed, by Lanczos' method in {dtype}, {between}; over the "
-            f"random start vectors (seed {seed}), the upper bounds hold together with probability "
-            f"at least {prose.complement(float(a['delta']))}."
+            f"random start vectors (seed {run.seed}), the upper bounds hold together with "
+            f"probability at least {prose.complement(run.delta)}."
         )
     else:
-        upper = "their upper ends are left out here" if a["delta"] else "there are no upper ends"
-        how = f"Lanczos' method in {dtype} (relative tolerance {prose.number(tol)}, seed {seed})"
+        upper = "their upper ends are left out here" if run.delta else "there are no upper ends"
+        how = f"Lanczos' method in {dtype} (relative tolerance {tol}, seed {run.seed})"
         sentence = (
             f"Constants are lower ends: values that the norms attain, found by {how}, "
             f"less every rounding; {upper}."

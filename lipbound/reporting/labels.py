@@ -16,7 +16,7 @@ from lipbound.errors import LipboundError, UnknownNameError, nearest, shown
 from lipbound.formatting import counted, joined, plain, small
 from lipbound.runs.checksums import edited
 from lipbound.runs.store import takes_run
-from lipbound.schema import NORMS, Contents, bounds_there, compared_with, norm_of, origins
+from lipbound.schema import NORMS, Contents, RunInfo, bounds_there, compared_with, norm_of, origins
 
 TITLES = {"builtin:minilm": "all-MiniLM-L6-v2", "builtin:smollm2": "SmolLM2-135M-Instruct"}
 """Titles of builtin checkpoints that other packages bring, which need not be installed where a run
@@ -323,12 +323,12 @@ def exact_words(ds: xr.Dataset) -> str:
 
     They come from the values themselves.
     """
-    a, there = ds.attrs, Contents.of(ds)
+    run, there = RunInfo.of(ds), Contents.of(ds)
     if not there.norms:
         return "no exact norms"
     if edited(ds):  # whatever was claimed was of other numbers
         return "exact norms of which nothing is claimed"
-    to, wide, enclosed = small(float(a["tol"])), widest(ds), "exact_upper" in ds.variables
+    to, wide, enclosed = small(run.tol), widest(ds), "exact_upper" in ds.variables
     if not there.closed:  # what was asked for says nothing about what is there
         closely = f"lower ends, none of them found to {to}, which was asked for"
         if enclosed:
@@ -337,11 +337,11 @@ def exact_words(ds: xr.Dataset) -> str:
     else:
         closely = f"enclosed to {to}" if enclosed else f"lower ends, sought to {to}"
     if norm_of(ds) != "frobenius":
-        found = f"of a model in {a['dtype']}, {closely}, both ends deterministic"
+        found = f"of a model in {run.dtype}, {closely}, both ends deterministic"
     else:
-        found = f"by {METHODS.get(a['method'], a['method'])} in {a['dtype']}, {closely}"
-        if a["delta"] and enclosed:
-            found += f" with failure probability {small(float(a['delta']))}"
+        found = f"by {METHODS.get(run.method, run.method)} in {run.dtype}, {closely}"
+        if run.delta and enclosed:
+            found += f" with failure probability {small(run.delta)}"
     if there.closed and not there.all_closed:
         found += f", except {reached(ds)}"
     all_samples = there.exact_samples == there.samples
@@ -368,13 +368,13 @@ def run_caption(ds: xr.Dataset) -> str:
 
     The norm is named where it is another than Frobenius, so that captions stay short.
     """
-    a, there = ds.attrs, Contents.of(ds)
-    kind = f"{builtin_name(ds)}{a['architecture']}, {stored_as(ds)}{str(a['revision'])[:15]}"
+    run, there = RunInfo.of(ds), Contents.of(ds)
+    kind = f"{builtin_name(ds)}{run.architecture}, {stored_as(ds)}{run.revision[:15]}"
     data = f"{data_name(ds)}, {samples_words(there)}"
     norm = "" if norm_of(ds) == "frobenius" else f"; norm: {norm_words(ds)}"
     together = f"; {there.runs} runs put together" if len(origins(ds)) > 1 else ""
     state = f"; {words}" if (words := state_words(ds)) else ""
     return plain(
-        f"{model_name(ds)} ({kind}), {places(ds)}; map: {a['map_description']}{norm}; "
+        f"{model_name(ds)} ({kind}), {places(ds)}; map: {run.map_description}{norm}; "
         f"data: {data}{together}; {exact_words(ds)}{state}"
     )
