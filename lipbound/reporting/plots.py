@@ -24,7 +24,7 @@ from lipbound.reporting.scales import COLORMAP, Scale, image, log10, scales
 from lipbound.reporting.statistics import across, reduce_samples, reduction_name, shared_scale
 from lipbound.reporting.styles import Drawing, caption_files, folded, look, write
 from lipbound.runs.store import takes_run
-from lipbound.schema import bounds_there, compared_with
+from lipbound.schema import compared_with
 
 __all__ = ["COLORMAP", "ball_curve", "caption", "heatmap", "heatmaps", "ratios", "reduce_samples"]
 __all__ += ["shared_scale", "token_profile"]
@@ -214,7 +214,7 @@ def _draw(
                     bar = figure.colorbar(picture, cax=beside, extend=scale.extend(grids))
                     bar.ax.tick_params(labelsize=points - 1, width=0.5)
             if not own:
-                _bar(figure, place, index, picture, bars[index], grids)
+                _bar(figure, place, index, picture, bars[index].extend(grids))
         text, at = "\n".join(_wrapped(words, inches, points)), 1 - place.bottom / place.total
         put: Any = {"ha": "center", "va": "bottom", "linespacing": 1.3, "parse_math": False}
         figure.text(0.5, at, text, fontsize=points - 0.5, **put)
@@ -252,18 +252,11 @@ def _axes(
     return figure.add_axes((x, y, width / place.inches, height / place.total))
 
 
-def _bar(
-    figure: Figure,
-    place: Arrangement,
-    index: int,
-    picture: AxesImage,
-    scale: Scale,
-    grids: dict[str, np.ndarray],
-) -> None:
+def _bar(figure: Figure, place: Arrangement, index: int, picture: AxesImage, ends: str) -> None:
     """The colour bar of a section, on its right or below it."""
     left, top, width, height = place.bars[index]
     upright = height > width
-    beside, ends = _axes(figure, place, left, top, width, height), scale.extend(grids)
+    beside = _axes(figure, place, left, top, width, height)
     orientation = "vertical" if upright else "horizontal"
     bar = figure.colorbar(picture, cax=beside, orientation=orientation, extend=ends)
     lines = height / place.line / 12 if upright else 1.0
@@ -275,12 +268,13 @@ def _titles(ds: xr.Dataset, names: list[str]) -> dict[str, list[str]]:
     """Title of every panel: label with the audit's mark, and the mean ratio to the exact norm."""
     table, entries = statistics.summary(ds), audit(ds)
     found = {name: [label_of(ds, name)] for name in names}
-    for name in (name for name in names if name in bounds_there(ds)):
-        found[name][0] += mark(entries[name])
-        ratio, wide = table.loc[name, "geomean"], statistics.width(ds, name)
-        of = "exact" if compared_with(ds, name) == "exact" else "exact L2"
-        known = f"{enclosed(ratio, wide, -1, most=3)} \u00d7 {of}"
-        found[name].append(known if np.isfinite(ratio) else NO_RATIO[bool(np.isnan(ratio))])
+    for name, title in found.items():
+        if name in entries:
+            ratio, wide = table.loc[name, "geomean"], statistics.width(ds, name)
+            of = "exact" if compared_with(ds, name) == "exact" else "exact L2"
+            known = f"{enclosed(ratio, wide, -1, most=3)} \u00d7 {of}"
+            title[0] += mark(entries[name])
+            title.append(known if np.isfinite(ratio) else NO_RATIO[bool(np.isnan(ratio))])
     return found
 
 

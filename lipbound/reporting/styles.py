@@ -46,8 +46,7 @@ TUEPLOTS_COLUMNS = {"page": "full", "column": "half"}
 """Names in tueplots of our widths, for journals of two columns."""
 SPARE = {"serif": "STIXGeneral"}
 """Like Times, and always there: for machines without the venue's fonts."""
-
-MOST = 2
+LABEL_LINES = 2
 """Lines that a label may take; what is longer is cut and ends with an ellipsis."""
 
 
@@ -95,7 +94,8 @@ def look(style: str | None, width: str | float, font_size: float | None) -> Figu
     known = [name for name in dir(bundles) if name[-4:].isdigit()]
     make = getattr(bundles, choice("style", style, known))
     wanted = {"column": TUEPLOTS_COLUMNS.get(str(width), "full"), "usetex": False}
-    options = inspect.signature(make).parameters  # venues of one column have no such choice
+    # venues of one column have no such choice, others none of TeX
+    options = inspect.signature(make).parameters
     found = make(**{name: value for name, value in wanted.items() if name in options})
     layout = ("figure.constrained_layout.use", "figure.autolayout", "figure.figsize", "text.usetex")
     kept = {key: value for key, value in found.items() if key not in layout}
@@ -151,8 +151,8 @@ def folded(text: str, width: float, points: float) -> list[str]:
             lines[-1] += f" {word}"
         else:
             lines.append(word)
-    if len(lines) > MOST:
-        lines = [*lines[: MOST - 1], " ".join(lines[MOST - 1 :])]
+    if len(lines) > LABEL_LINES:
+        lines = [*lines[: LABEL_LINES - 1], " ".join(lines[LABEL_LINES - 1 :])]
     return [_cut(line, width, points) for line in lines]
 
 
