@@ -8,7 +8,6 @@ import matplotlib
 import numpy as np
 import xarray as xr
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from lipbound.bounds.registry import get
@@ -16,7 +15,7 @@ from lipbound.errors import LipboundError, shown, whole
 from lipbound.formatting import number, plain
 from lipbound.reporting import statistics
 from lipbound.reporting.labels import relabelled
-from lipbound.reporting.styles import BASE, Drawing, folded, look, write
+from lipbound.reporting.styles import BASE, Drawing, folded, given_or_new, look, write
 from lipbound.runs.store import takes_run
 
 if TYPE_CHECKING:
@@ -55,10 +54,7 @@ def ratios(
             "the run has no bounds, whose ratios to the exact norms are drawn; compare the model "
             "with some"
         )
-    axes = ax
-    if axes is None:
-        size = (3.45, 0.9 + 0.22 * len(names))
-        axes = Drawing(figsize=size, layout="constrained").add_subplot()
+    axes = given_or_new(ax, (3.45, 0.9 + 0.22 * len(names)))
     values = {name: statistics.ratio(ds, name).values for name in names}
     with np.errstate(divide="ignore"):
         logs = {name: np.log10(v) for name, v in values.items()}
@@ -122,7 +118,6 @@ def ball_curve(
     radius = ds["radius"].values
     with matplotlib.rc_context(BASE | {"font.size": 7.0}):
         figure = Drawing(figsize=(7.1, 1.9 * down + 0.9), layout="constrained")
-        FigureCanvasAgg(figure)
         panels = np.atleast_1d(figure.subplots(down, across, sharex=True, sharey=True)).ravel()
         for axes, head in zip(panels, chosen, strict=False):
             one = ds.isel(head=head)
@@ -206,7 +201,6 @@ def token_profile(
     room = max(inches - (0.75 if rows == 1 else 1.35), 0.5)  # beside axes and colour bar
     with matplotlib.rc_context(settings):
         figure = Drawing(figsize=size, layout="constrained")
-        FigureCanvasAgg(figure)
         panels = figure.subplots(2, 1, sharex=True)
         one = "norm" if profile.lower.ndim == 2 else f"norm, head {chosen[0]}"
         for axes, (name, grid) in zip(panels, values.items(), strict=True):

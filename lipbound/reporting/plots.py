@@ -9,7 +9,6 @@ import matplotlib
 import numpy as np
 import xarray as xr
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
@@ -22,7 +21,7 @@ from lipbound.reporting.charts import ball_curve, ratios, token_profile
 from lipbound.reporting.labels import label_of, mark, over, relabelled, run_caption
 from lipbound.reporting.scales import COLORMAP, Scale, image, log10, scales
 from lipbound.reporting.statistics import across, reduce_samples, reduction_name, shared_scale
-from lipbound.reporting.styles import Drawing, caption_files, folded, look, write
+from lipbound.reporting.styles import Drawing, caption_files, folded, given_or_new, look, write
 from lipbound.runs.store import takes_run
 from lipbound.schema import compared_with
 
@@ -131,10 +130,8 @@ def heatmap(
     if name not in known:
         raise UnknownNameError(f"the run has no {name!r}; {nearest(name, known)}")
     low = ds.sizes["layer"] * 0.35  # inches of the panel; one layer is a strip
-    below, axes = ax is None and low <= 2, ax
-    if axes is None:
-        size = (3.45, 1.3 + low if below else 2.8)
-        axes = Drawing(figsize=size, layout="constrained").add_subplot()
+    below = ax is None and low <= 2
+    axes = given_or_new(ax, (3.45, 1.3 + low if below else 2.8))
     grids = log10(ds, [name], reduce)
     shown = scales(ds, grids, "panel")[0] if limits is None else Scale((name,), *limits)
     picture = image(axes, grids[name], shown)
@@ -198,7 +195,6 @@ def _draw(
     points = place.sheet.points
     with matplotlib.rc_context({"font.size": points}):
         figure = Drawing(figsize=(inches, place.total))
-        FigureCanvasAgg(figure)
         for index, names in enumerate(sections):
             for k, name in enumerate(names):
                 scale, (left, top) = scale_of[name], place.corners[index][k]

@@ -231,13 +231,8 @@ def panels(ds: xr.Dataset, bounds: Iterable[str] | None = None) -> list[str]:
 
     The exact norm, then bounds, each behind the exact norm of its own map.
     """
-    names = ["exact"]
-    for name in present(ds, bounds):
-        if compared_with(ds, name) not in names:
-            # a bound on another map stands next to the exact norm of that map
-            names.append(compared_with(ds, name))
-        names.append(name)
-    return names
+    pairs = ((compared_with(ds, name), name) for name in present(ds, bounds))
+    return list(dict.fromkeys(["exact", *(name for pair in pairs for name in pair)]))
 
 
 def shared_scale(grids: dict[str, np.ndarray]) -> tuple[float, float]:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib import font_manager
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.text import Text
@@ -173,6 +175,7 @@ class Drawing(Figure):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        FigureCanvasAgg(self)
         kinds, now = ("font.", "mathtext."), matplotlib.rcParams.items()
         self._fonts = {key: value for key, value in now if key.startswith(kinds)}
 
@@ -185,6 +188,11 @@ class Drawing(Figure):
         buffer = io.BytesIO()
         self.savefig(buffer, format="png", dpi=150)
         return buffer.getvalue()
+
+
+def given_or_new(axes: Axes | None, inches: tuple[float, float]) -> Axes:
+    """Axes to draw into: those that were given, or those of a new figure of this size."""
+    return axes or Drawing(figsize=inches, layout="constrained").add_subplot()
 
 
 def write(figure: Figure, path: Path, beside: Mapping[Path, str] | None = None) -> None:
