@@ -35,7 +35,7 @@ IMAGES_INSTEAD = (
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Options of `lipbound.models.checkpoints.load_checkpoint`, checked.
+    """Options of `lipbound.models.loading.load_checkpoint`, checked.
 
     Attributes:
         revision: branch, tag or commit of a hub model.

@@ -85,7 +85,7 @@ def prepare(
             what has none, text longer than the model's positions allow, tokens that are not in its
             vocabulary. Without a usable tokenizer or image processor, CheckpointError.
 
-    >>> from lipbound.models.checkpoints import load_checkpoint
+    >>> from lipbound.models.loading import load_checkpoint
     >>> texts = ["Down the Rabbit-Hole", "The Pool of Tears"]
     >>> inputs = prepare(load_checkpoint("builtin:gpt2"), texts, max_length=3)
     >>> tuple(inputs.batch["input_ids"].shape), inputs.samples, inputs.description
@@ -167,7 +167,7 @@ def token_texts(checkpoint: Checkpoint, inputs: Inputs, sample: int = 0) -> list
     Returns:
         The texts; none for images, and where there is no tokenizer.
 
-    >>> from lipbound.models.checkpoints import load_checkpoint
+    >>> from lipbound.models.loading import load_checkpoint
     >>> checkpoint = load_checkpoint("builtin:minilm")
     >>> token_texts(checkpoint, prepare(checkpoint, ["the gulls"]))
     ['[CLS]', 'the', 'gu', '##lls', '[SEP]']

@@ -18,8 +18,8 @@ import lipbound as lb
 from lipbound.errors import CheckpointError, LipboundError
 from lipbound.models import gguf_file
 from lipbound.models.capture.capture import Capturer
-from lipbound.models.checkpoints import load_checkpoint
 from lipbound.models.inputs import prepare
+from lipbound.models.loading import load_checkpoint
 from lipbound.models.sources.catalogue import describe
 from lipbound.models.sources.weight_checks import check_finite
 

@@ -15,8 +15,8 @@ from support.models import AFFINE, LLAMA, MODERN, build, save_bert
 import lipbound as lb
 from lipbound.errors import InputsError
 from lipbound.models.checkpoint import Inputs
-from lipbound.models.checkpoints import Checkpoint, load_checkpoint
 from lipbound.models.inputs import READERS, prepare
+from lipbound.models.loading import Checkpoint, load_checkpoint
 from lipbound.models.readers.model_inputs import positions
 from lipbound.models.readers.reader import Reader, Selection
 from lipbound.models.readers.tables import ItemKind
